@@ -1,0 +1,1 @@
+"""One bench tool: `python -m bench.bench_norm`."""

@@ -1,0 +1,95 @@
+"""How times are taken: CUDA-graph replays with a cold L2, all candidates in turn within the same seconds.
+
+Clocks and temperature drift over a run. Rounds that visit every candidate once, each round starting at the next one,
+spread that drift over all of them: the ratio of two candidates of one run is worth more than either time.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+FLUSH_BYTES = 256 << 20  # above any L2 so far (B200: 126 MB)
+WARMUP_CALLS = 3  # before capture: compilation and allocation may not happen inside
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Times:
+    """Microseconds of one candidate over all rounds; low and high are the 10th and 90th percentile."""
+
+    median: float
+    low: float
+    high: float
+    rounds: int
+
+    @staticmethod
+    def of(microseconds: Sequence[float]) -> Times:
+        ordered = sorted(microseconds)
+        last = len(ordered) - 1
+        return Times(statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)], len(ordered))
+
+    @property
+    def spread(self) -> float:
+        """Width of the middle 80%, relative to the median."""
+        return (self.high - self.low) / self.median
+
+
+def rotations(items: Sequence[T], rounds: int) -> Iterator[list[T]]:
+    """`rounds` orders of the same items, each starting at the next one."""
+    for start in range(rounds):
+        shift = start % len(items)
+        yield [*items[shift:], *items[:shift]]
+
+
+def capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of one call. What it allocates stays in the graph's own pool."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARMUP_CALLS):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+class ColdL2:
+    """Fills L2 with lines that are of no use to anybody; clean ones, or the next kernel would pay for writing back."""
+
+    def __init__(self) -> None:
+        self._written = torch.empty(FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
+        self._read = torch.zeros(FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
+        self._sum = torch.empty((), dtype=torch.float32, device="cuda")
+
+    def flush(self) -> None:
+        self._written.zero_()
+        torch.sum(self._read, dim=0, out=self._sum)
+
+
+def time_interleaved(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Times]:
+    """Times of each call on the current CUDA device: graph replays, L2 flushed before each, in rotating order.
+
+    The flush keeps the GPU busy while the host enqueues the replay, so that launching it is not part of the time.
+    """
+    graphs = {name: capture(call) for name, call in calls.items()}
+    cold = ColdL2()
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in graphs}
+    for order in rotations(list(graphs), rounds + 1):
+        for name in order:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            cold.flush()
+            start.record()
+            graphs[name].replay()
+            end.record()
+            events[name].append((start, end))
+        torch.cuda.synchronize()
+    # The first round warms the graphs up.
+    return {name: Times.of([1e3 * s.elapsed_time(e) for s, e in pairs[1:]]) for name, pairs in events.items()}

@@ -1,0 +1,19 @@
+"""LayerNorm and RMSNorm, forward and backward, as registered PyTorch ops with Triton kernels for NVIDIA GPUs.
+
+Importing registers torch.ops.fusednorm.*; it imports no Triton and leaves CUDA alone.
+"""
+
+import pathlib
+
+_HERE = pathlib.Path(__file__).parent
+if not (_HERE / "kernels").is_dir():
+    # In a source tree kernels/ lies beside this package; installed, it is inside. Find fusednorm.kernels there too.
+    __path__.append(str(_HERE.parent))
+
+from . import functional  # noqa: E402
+from .autograd import LayerNormFunction, RMSNormFunction  # noqa: E402
+from .modules import LayerNorm, RMSNorm  # noqa: E402
+
+__version__ = "0.1.0"
+
+__all__ = ["LayerNorm", "LayerNormFunction", "RMSNorm", "RMSNormFunction", "functional"]

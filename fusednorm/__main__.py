@@ -1,0 +1,28 @@
+"""python -m fusednorm demo | doctor"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m fusednorm")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="demo | doctor")
+    demo = commands.add_parser("demo", help="check the ops on real activations, then train a small GPT on them")
+    demo.add_argument("--steps", type=int, help="training steps of each of the two runs (default: by device)")
+    demo.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture (default: out)")
+    commands.add_parser("doctor", help="say what this machine has, what works on it and what falls back")
+    options = parser.parse_args(arguments)
+    if options.command == "demo":
+        from .demo import run_demo
+
+        return run_demo(options.steps, options.out)
+    from .doctor import run_doctor
+
+    return run_doctor()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Derivatives of the ops: the drop-in autograd Functions, and what the ops run above their kernels.
+
+A call takes one of three routes. Where nothing is to be differentiated it goes straight to the op's kernel. Where
+autograd records, it goes through LayerNormFunction or RMSNormFunction, whose backward is the backward op. Where
+somebody must look inside (torch.func transforms, forward-mode AD, a backward that is itself differentiated), the op's
+formula takes its place.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import Function, forward_ad
+
+from . import ops, reference
+from .problem import validate_backward, validate_forward
+
+_layer_norm_fwd_op = torch.ops.fusednorm.layer_norm_fwd.default
+_layer_norm_bwd_op = torch.ops.fusednorm.layer_norm_bwd.default
+_rms_norm_fwd_op = torch.ops.fusednorm.rms_norm_fwd.default
+_rms_norm_bwd_op = torch.ops.fusednorm.rms_norm_bwd.default
+
+
+# Both Functions are of the old style, without setup_context, which costs 20 us a call. torch.func wants that, but never
+# gets here: under a transform the ops are their formulas.
+class LayerNormFunction(Function):
+    """apply(x, normalized_shape, weight=None, bias=None, eps=1e-5) -> (y, mean, rstd), differentiable in all three.
+
+    Arguments, outputs and errors are those of torch.ops.fusednorm.layer_norm_fwd. The backward is one layer_norm_bwd
+    for the inputs that require grad. Under torch.func transforms call the op instead.
+    """
+
+    @staticmethod
+    def forward(ctx, x, normalized_shape, weight=None, bias=None, eps=1e-5):
+        y, mean, rstd = layer_norm_fwd(x, normalized_shape, weight, bias, eps)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, mean, rstd, weight, bias)
+        ctx.normalized_shape = normalized_shape
+        return y, mean, rstd
+
+    @staticmethod
+    def backward(ctx, grad_y, grad_mean, grad_rstd):
+        x, mean, rstd, weight, bias = ctx.saved_tensors
+        shape, needs = ctx.normalized_shape, ctx.needs_input_grad
+        mask = (needs[0], weight is not None and needs[2], bias is not None and needs[3])
+        dx = dw = db = None
+        if grad_y is not None:
+            dx, dw, db = layer_norm_bwd(grad_y, x, shape, mean, rstd, weight, bias, mask)
+        if needs[0] and not (grad_mean is None and grad_rstd is None):
+            dx = _add(dx, reference.statistics_backward_formula(x, shape, mean, rstd, grad_mean, grad_rstd))
+        return dx, None, dw, db, None
+
+
+class RMSNormFunction(Function):
+    """apply(x, normalized_shape, weight=None, eps=None) -> (y, rstd), differentiable in both.
+
+    Arguments, outputs and errors are those of torch.ops.fusednorm.rms_norm_fwd. The backward is one rms_norm_bwd for
+    the inputs that require grad. Under torch.func transforms call the op instead.
+    """
+
+    @staticmethod
+    def forward(ctx, x, normalized_shape, weight=None, eps=None):
+        y, rstd = rms_norm_fwd(x, normalized_shape, weight, eps)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, rstd, weight)
+        ctx.normalized_shape = normalized_shape
+        return y, rstd
+
+    @staticmethod
+    def backward(ctx, grad_y, grad_rstd):
+        x, rstd, weight = ctx.saved_tensors
+        shape, needs = ctx.normalized_shape, ctx.needs_input_grad
+        mask = (needs[0], weight is not None and needs[2])
+        dx = dw = None
+        if grad_y is not None:
+            dx, dw = rms_norm_bwd(grad_y, x, shape, rstd, weight, mask)
+        if needs[0] and grad_rstd is not None:
+            dx = _add(dx, reference.statistics_backward_formula(x, shape, None, rstd, None, grad_rstd))
+        return dx, None, dw, None
+
+
+def layer_norm_fwd(x, normalized_shape, weight=None, bias=None, eps=1e-5):
+    if torch.compiler.is_dynamo_compiling():
+        return _layer_norm_fwd_op(x, normalized_shape, weight, bias, eps)
+    if _is_looked_into():
+        validate_forward("layer", x, normalized_shape, weight, bias)
+        return reference.layer_norm_formula(x, normalized_shape, weight, bias, eps)
+    if _is_recorded(x, weight, bias):
+        return LayerNormFunction.apply(x, normalized_shape, weight, bias, eps)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _layer_norm_fwd_op(x, normalized_shape, weight, bias, eps)
+
+
+def layer_norm_bwd(grad_out, x, normalized_shape, mean, rstd, weight=None, bias=None, output_mask=(True, True, True)):
+    if torch.compiler.is_dynamo_compiling():
+        return _layer_norm_bwd_op(grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask)
+    if _is_looked_into() or _is_recorded(grad_out, x, mean, rstd, weight):
+        validate_backward("layer", grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask)
+        return reference.backward_formula(grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _layer_norm_bwd_op(grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask)
+
+
+def rms_norm_fwd(x, normalized_shape, weight=None, eps=None):
+    if torch.compiler.is_dynamo_compiling():
+        return _rms_norm_fwd_op(x, normalized_shape, weight, eps)
+    if _is_looked_into():
+        validate_forward("rms", x, normalized_shape, weight, None)
+        return reference.rms_norm_formula(x, normalized_shape, weight, eps)
+    if _is_recorded(x, weight):
+        return RMSNormFunction.apply(x, normalized_shape, weight, eps)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _rms_norm_fwd_op(x, normalized_shape, weight, eps)
+
+
+def rms_norm_bwd(grad_out, x, normalized_shape, rstd, weight=None, output_mask=(True, True)):
+    if torch.compiler.is_dynamo_compiling():
+        return _rms_norm_bwd_op(grad_out, x, normalized_shape, rstd, weight, output_mask)
+    if _is_looked_into() or _is_recorded(grad_out, x, rstd, weight):
+        mask = (*output_mask, False)
+        validate_backward("rms", grad_out, x, normalized_shape, None, rstd, weight, None, mask)
+        return reference.backward_formula(grad_out, x, normalized_shape, None, rstd, weight, None, mask)[:2]
+    with torch._C._AutoDispatchBelowAutograd():
+        return _rms_norm_bwd_op(grad_out, x, normalized_shape, rstd, weight, output_mask)
+
+
+def _is_looked_into() -> bool:
+    """Whether a torch.func transform or forward-mode AD is active."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def _is_recorded(*tensors: Tensor | None) -> bool:
+    """Whether autograd would record an operation on these tensors."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _add(a: Tensor | None, b: Tensor) -> Tensor:
+    return b if a is None else a + b
+
+
+for _above in (layer_norm_fwd, layer_norm_bwd, rms_norm_fwd, rms_norm_bwd):
+    ops.LIBRARY.impl(_above.__name__, _above, "Autograd")
+    # vmap hands the tensors over batched, and the formula's operations have batching rules.
+    ops.LIBRARY.impl(_above.__name__, _above, "FuncTorchBatchedDecomposition")

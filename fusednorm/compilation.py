@@ -1,0 +1,61 @@
+"""Compiles a prepared launch for any architecture, without a GPU, and reads back what the compiler made of it.
+
+Meta tensors are enough: the build depends on dtypes, alignment and compile-time constants only. The one file that knows how Triton's JIT
+turns call arguments into a build.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.runtime.jit import create_function_from_signature
+
+from .launch import Launch
+
+WARP_SIZE = 32
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one compiled kernel takes: registers per thread, bytes of stack per thread (spills), bytes of shared memory per CTA."""
+
+    kernel: str
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+
+
+def compile_for(launch: Launch, arch: int):
+    """Triton's compiled kernel of `launch` for compute capability arch / 10."""
+    target = GPUTarget("cuda", arch, WARP_SIZE)
+    backend = make_backend(target)
+    kernel = launch.kernel
+    keywords = launch.keywords()
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, options = bind(*launch.args, **keywords)
+    options, signature, constants, attributes = kernel._pack_args(backend, keywords, bound, specialization, options)
+    source_type = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    return triton.compile(source_type(kernel, signature, constants, attributes), target=target, options=options.__dict__)
+
+
+def resources(launch: Launch, arch: int) -> Resources:
+    """Registers, spills and shared memory of `launch` on `arch`, from the compiled binary."""
+    compiled = compile_for(launch, arch)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        dump = subprocess.run(
+            [CUOBJDUMP, "--dump-resource-usage", cubin.name], capture_output=True, text=True, check=True
+        ).stdout
+    used = dict(re.findall(r"(REG|STACK):(\d+)", dump))
+    return Resources(compiled.metadata.name, int(used["REG"]), int(used["STACK"]), compiled.metadata.shared)

@@ -1,0 +1,63 @@
+"""Tables and progress bars for the commands: rich and tqdm, or plain text and one sentence that says so."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Iterable, Sequence
+from types import ModuleType
+
+
+@functools.cache
+def optional(module: str, extra: str, otherwise: str) -> ModuleType | None:
+    """The module, or None after one sentence that says what happens without it and how to get it, said once."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError:
+        name = module.partition(".")[0]
+        print(f"{name} is not installed, so {otherwise}: pip install 'fusednorm[{extra}]' brings it.")
+        return None
+
+
+def progress(items: Iterable, description: str, extra: str) -> Iterable:
+    """`items` behind a progress bar. What is returned may have tqdm's set_postfix_str; see `show_beside`."""
+    tqdm = optional("tqdm", extra, "there is no progress bar")
+    if tqdm is None:
+        return items
+    interval = 0.1 if sys.stderr.isatty() else 10.0  # a log file gets a line now and then
+    return tqdm.tqdm(items, desc=description, ncols=100, leave=False, mininterval=interval)
+
+
+def show_beside(bar: Iterable, text: str) -> None:
+    """Show `text` beside a bar made by `progress`."""
+    if hasattr(bar, "set_postfix_str"):
+        bar.set_postfix_str(text, refresh=False)
+
+
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], extra: str) -> None:
+    """A table of text cells, the first column flush left and the others flush right."""
+    if optional("rich", extra, "tables are plain text") is None:
+        print(plain_table(title, header, rows))
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for index, column in enumerate(header):
+        table.add_column(column, justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*row)
+    print()
+    # A file or a pipe has no width of its own: there rich would assume 80 columns.
+    Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False).print(table)
+
+
+def plain_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    lines.insert(1, ["-" * width for width in widths])
+    aligns = [str.ljust] + [str.rjust] * (len(header) - 1)
+    cells = ([align(*pair) for align, *pair in zip(aligns, line, widths, strict=True)] for line in lines)
+    return "\n".join(["", title, *("  ".join(line).rstrip() for line in cells)])

@@ -1,0 +1,81 @@
+"""What a plan may know about a GPU: a value, read once per device."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+KIB = 1024
+MIB = 1024 * KIB
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """The resources of one CUDA device. arch is 10 * major + minor of its compute capability."""
+
+    name: str
+    arch: int
+    sm_count: int
+    smem_per_block_bytes: int  # what a block may opt in to
+    smem_per_sm_bytes: int
+    registers_per_sm: int  # 32-bit
+    max_threads_per_sm: int
+    l2_bytes: int
+    bandwidth_gb_s: float  # of device memory, by the datasheet
+
+    @staticmethod
+    def of(device: torch.device) -> DeviceSpec:
+        """The spec of a CUDA device, cached. Any other device (the interpreter's, meta) is planned for as an H200."""
+        return _of_cuda(device.index) if device.type == "cuda" else H200
+
+
+def named(name: str) -> DeviceSpec:
+    """The constant of that name, whatever its case, spaces and underscores; ValueError where there is none."""
+    for spec in KNOWN:
+        if _plain(spec.name) == _plain(name):
+            return spec
+    raise ValueError(f"device must be one of {', '.join(spec.name for spec in KNOWN)}, got {name!r}")
+
+
+# Full GPUs. Resources are the driver's attributes, bandwidths the datasheets' of the SXM module or of the card.
+A100 = DeviceSpec("A100", 80, 108, 163 * KIB, 164 * KIB, 65536, 2048, 40 * MIB, 2039)
+H100 = DeviceSpec("H100", 90, 132, 227 * KIB, 228 * KIB, 65536, 2048, 50 * MIB, 3352)
+H200 = DeviceSpec("H200", 90, 132, 227 * KIB, 228 * KIB, 65536, 2048, 60 * MIB, 4800)
+B200 = DeviceSpec("B200", 100, 148, 227 * KIB, 228 * KIB, 65536, 2048, 126 * MIB, 8000)
+GB300 = DeviceSpec("GB300", 103, 152, 227 * KIB, 228 * KIB, 65536, 2048, 126 * MIB, 8000)
+RTX_4090 = DeviceSpec("RTX 4090", 89, 128, 99 * KIB, 100 * KIB, 65536, 1536, 72 * MIB, 1008)
+RTX_5090 = DeviceSpec("RTX 5090", 120, 170, 99 * KIB, 100 * KIB, 65536, 1536, 96 * MIB, 1792)
+KNOWN = (A100, H100, H200, B200, GB300, RTX_4090, RTX_5090)
+
+UNKNOWN_BANDWIDTH_GB_S = 1000.0  # enters predicted times only, no choice
+
+
+@functools.cache
+def _of_cuda(index: int | None) -> DeviceSpec:
+    return from_properties(torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index))
+
+
+def from_properties(properties) -> DeviceSpec:
+    """The spec of what torch.cuda.get_device_properties describes. For a partition of a GPU (MIG) the driver gives the
+    partition's SMs, and of the bandwidth we take the same share."""
+    arch = 10 * properties.major + properties.minor
+    words = _plain(properties.name)
+    known = next((spec for spec in KNOWN if spec.arch == arch and _plain(spec.name) in words), None)
+    share = min(1.0, properties.multi_processor_count / known.sm_count) if known else 1.0
+    return DeviceSpec(
+        name=properties.name,
+        arch=arch,
+        sm_count=properties.multi_processor_count,
+        smem_per_block_bytes=properties.shared_memory_per_block_optin,
+        smem_per_sm_bytes=properties.shared_memory_per_multiprocessor,
+        registers_per_sm=properties.regs_per_multiprocessor,
+        max_threads_per_sm=properties.max_threads_per_multi_processor,
+        l2_bytes=properties.L2_cache_size,
+        bandwidth_gb_s=known.bandwidth_gb_s * share if known else UNKNOWN_BANDWIDTH_GB_S,
+    )
+
+
+def _plain(name: str) -> str:
+    return "".join(c for c in name.lower() if c.isalnum())

@@ -1,0 +1,229 @@
+"""Plan + tensors -> outputs: allocates, launches. The sole importer of kernels/."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from . import budget, heuristics
+from .device import DeviceSpec
+from .kernels import column_sum, multiwave, pipelined, warp_specialized
+from .kernels.config import Norm, RingTile, Tile
+from .plan import ColumnTilePlan, MultiWavePlan, PipelinedPlan, Plan, WarpSpecializedPlan, num_ctas, num_partials
+from .problem import BackwardCall, ForwardCall, NormProblem, RowView
+
+FINALIZE_TILE = Tile(rows=64, chunk=32, num_chunks=1)
+FINALIZE_WARPS = 4
+MAX_BOX_SIDE = 256  # elements, of a TMA copy
+VECTOR_BYTES = 16  # of one load or store of a thread
+
+
+@dataclass
+class Launch:
+    """One kernel with all that it is called with; norm and tile are its compile-time arguments."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple
+    norm: Norm
+    tile: Tile
+    num_warps: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def keywords(self) -> dict[str, Any]:
+        return {"norm": self.norm, "tile": self.tile, "num_warps": self.num_warps, **self.options}
+
+    def run(self) -> None:
+        self.kernel[self.grid](*self.args, **self.keywords())
+
+
+def forward(call: ForwardCall) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(y, mean, rstd); mean is None for RMSNorm."""
+    launches, outputs = prepare_forward(call)
+    _run(launches, call.x.tensor.device)
+    return outputs
+
+
+def backward(call: BackwardCall) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dx, dw, db), None where not wanted."""
+    launches, outputs = prepare_backward(call)
+    _run(launches, call.x.tensor.device)
+    return outputs
+
+
+def prepare_forward(call: ForwardCall, plan: Plan | None = None) -> tuple[list[Launch], tuple]:
+    """The launches of a forward and the tensors they will fill; by `plan`, or by the planner's."""
+    problem, device = call.problem, call.x.tensor.device
+    spec = DeviceSpec.of(device)
+    plan = plan or heuristics.choose(problem, spec)
+    y = torch.empty(call.shape, dtype=problem.x_dtype, device=device)
+    rstd = torch.empty(call.stats_shape, dtype=problem.acc_dtype, device=device)
+    mean = torch.empty_like(rstd) if problem.norm == "layer" else None
+    args = (call.x.tensor, call.weight, call.bias, y, mean, rstd, call.rows, problem.cols, call.eps, *_walk(call.x))
+    norm = _norm(problem)
+    if isinstance(plan, ColumnTilePlan):
+        tile = Tile(1, plan.row_pass_chunk, 1)
+        launch = Launch(multiwave.forward_by_column_tiles, (call.rows,), args, norm, tile, plan.row_pass_warps)
+    else:
+        grid = (num_ctas(plan, call.rows, problem.cols, spec),)
+        launch = Launch(multiwave.forward, grid, args, norm, _tile(plan), plan.num_warps, {"maxnreg": plan.max_registers})
+    return [launch], (y, mean, rstd)
+
+
+def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> tuple[list[Launch], tuple]:
+    """The launches of a backward and the tensors they will fill; by `plan`, or by the planner's."""
+    problem, device = call.problem, call.x.tensor.device
+    spec = DeviceSpec.of(device)
+    plan = plan or heuristics.choose(problem, spec)
+    ctas = num_ctas(plan, call.rows, problem.cols, spec)
+    partials = num_partials(plan, ctas)
+    dx = torch.empty(call.shape, dtype=problem.x_dtype, device=device) if problem.wants_dx else None
+    dw, db = (
+        torch.empty(call.normalized_shape, dtype=dtype, device=device) if wanted else None
+        for wanted, dtype in ((problem.wants_dw, problem.weight_dtype), (problem.wants_db, problem.bias_dtype))
+    )
+    dw_partial, db_partial = _workspace(problem, partials, device)
+    build = _BACKWARD[type(plan)]
+    launches = build(plan, call, _norm(problem), (dx, dw_partial, db_partial), ctas)
+    if problem.wants_dw or problem.wants_db:
+        grid = (triton.cdiv(problem.cols, FINALIZE_TILE.chunk), problem.wants_dw + problem.wants_db)
+        args = (dw_partial, db_partial, dw, db, partials, problem.cols)
+        launches.append(Launch(column_sum.finalize, grid, args, _norm(problem), FINALIZE_TILE, FINALIZE_WARPS))
+    return launches, (dx, dw, db)
+
+
+def _multiwave_backward(plan: MultiWavePlan, call: BackwardCall, norm: Norm, outputs: tuple, ctas: int) -> list[Launch]:
+    args = (*_inputs(call), *outputs, *_sizes(call))
+    options = {"maxnreg": plan.max_registers}
+    return [Launch(multiwave.backward, (ctas,), args, norm, _tile(plan), plan.num_warps, options)]
+
+
+def _column_tile_backward(plan: ColumnTilePlan, call: BackwardCall, norm: Norm, outputs: tuple, ctas: int) -> list[Launch]:
+    """The row means first, where dx is wanted; then all outputs by column tiles."""
+    problem, inputs, sizes = call.problem, _inputs(call), _sizes(call)
+    launches, means = [], None
+    if problem.wants_dx:
+        means = torch.empty((2, call.rows), dtype=problem.acc_dtype, device=call.x.tensor.device)
+        tile = Tile(1, plan.row_pass_chunk, 1)
+        args = (*inputs, means, *sizes)
+        launches.append(Launch(multiwave.backward_row_means, (call.rows,), args, norm, tile, plan.row_pass_warps))
+    grid = (triton.cdiv(problem.cols, plan.chunk), ctas)
+    tile = Tile(plan.rows_per_tile, plan.chunk, 1)
+    args = (*inputs, means, *outputs, *sizes)
+    launches.append(Launch(multiwave.backward_by_column_tiles, grid, args, norm, tile, plan.num_warps))
+    return launches
+
+
+def _pipelined_backward(plan: PipelinedPlan, call: BackwardCall, norm: Norm, outputs: tuple, ctas: int) -> list[Launch]:
+    tile = _ring_tile(plan, call.problem)
+    options = {"maxnreg": plan.max_registers}
+    return [Launch(pipelined.backward, (ctas,), _ring_args(call, tile, outputs), norm, tile, plan.num_warps, options)]
+
+
+def _warp_specialized_backward(
+    plan: WarpSpecializedPlan, call: BackwardCall, norm: Norm, outputs: tuple, ctas: int
+) -> list[Launch]:
+    groups = {"num_groups": plan.num_groups, "cached": plan.cached, "group_registers": plan.max_registers}
+    tile = _ring_tile(plan, call.problem, **groups)
+    options = {"maxnreg": budget.entry_registers(plan)}
+    return [Launch(warp_specialized.backward, (ctas,), _ring_args(call, tile, outputs), norm, tile, plan.num_warps, options)]
+
+
+_BACKWARD = {
+    MultiWavePlan: _multiwave_backward,
+    ColumnTilePlan: _column_tile_backward,
+    PipelinedPlan: _pipelined_backward,
+    WarpSpecializedPlan: _warp_specialized_backward,
+}
+
+
+def _run(launches: list[Launch], device: torch.device) -> None:
+    """Launch on the tensors' own device, whichever is current."""
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
+        for launch in launches:
+            launch.run()
+
+
+def _norm(problem: NormProblem) -> Norm:
+    return Norm(
+        layer=problem.norm == "layer",
+        acc=tl.float64 if problem.acc_dtype == torch.float64 else tl.float32,
+        fold=problem.x_dtype.itemsize == 2,
+        has_weight=problem.weight_dtype is not None,
+        has_bias=problem.direction == "forward" and problem.bias_dtype is not None,
+        wants_dx=problem.wants_dx,
+        wants_dw=problem.wants_dw,
+        wants_db=problem.wants_db,
+        nested_rows=problem.nested_rows,
+    )
+
+
+def _tile(plan: MultiWavePlan) -> Tile:
+    return Tile(plan.rows_per_tile, plan.chunk, plan.num_chunks)
+
+
+def _ring_tile(plan: PipelinedPlan | WarpSpecializedPlan, problem: NormProblem, **groups) -> RingTile:
+    return RingTile(
+        plan.rows_per_tile,
+        plan.chunk,
+        plan.num_chunks,
+        num_stages=plan.num_stages,
+        box=math.gcd(problem.cols, plan.chunk, MAX_BOX_SIDE),
+        vector=min(VECTOR_BYTES // problem.x_dtype.itemsize, plan.chunk // (32 * plan.num_warps)),
+        num_warps=plan.num_warps,
+        weight_in_smem=plan.weight_in_smem,
+        **groups,
+    )
+
+
+def _ring_args(call: BackwardCall, tile: RingTile, outputs: tuple) -> tuple:
+    cols = call.problem.cols
+    x, dy = (_row_descriptor(view, call.rows, cols, tile) for view in (call.x, call.grad_out))
+    pointers = (call.mean, call.rstd, call.weight, *outputs)
+    present = (call.rstd if pointer is None else pointer for pointer in pointers)  # a warp partition takes no None
+    return (x, dy, *present, call.rows, cols, _stride(call.mean), _stride(call.rstd))
+
+
+def _row_descriptor(view: RowView, rows: int, cols: int, tile: RingTile) -> TensorDescriptor:
+    """Rows as [rows, cols / box, box], because no side of a box may be longer than 256."""
+    shape, strides = [rows, cols // tile.box, tile.box], [view.outer_stride, tile.box, 1]
+    box = [tile.rows, tile.chunk // tile.box, tile.box]
+    return TensorDescriptor(view.tensor, shape, strides, box, NVMMASharedLayout(0, 8 * view.tensor.element_size(), 3))
+
+
+def _inputs(call: BackwardCall) -> tuple:
+    return call.grad_out.tensor, call.x.tensor, call.mean, call.rstd, call.weight
+
+
+def _sizes(call: BackwardCall) -> tuple:
+    return call.rows, call.problem.cols, *_walk(call.x), *_walk(call.grad_out), _stride(call.mean), _stride(call.rstd)
+
+
+def _walk(view: RowView) -> tuple[int, int, int]:
+    return view.inner_rows, view.outer_stride, view.inner_stride
+
+
+def _stride(statistic: Tensor | None) -> int:
+    return 0 if statistic is None else statistic.stride(0)
+
+
+def _workspace(problem: NormProblem, partials: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """[partials, cols] each for dw and db from one allocation; the second starts at a multiple of 16 bytes whatever the row count is."""
+    size = -(-partials * problem.cols // 4) * 4
+    count = problem.wants_dw + problem.wants_db
+    if count == 0:
+        return None, None
+    workspace = torch.empty(count * size, dtype=problem.acc_dtype, device=device)
+    dw = workspace[:size] if problem.wants_dw else None
+    db = workspace[-size:] if problem.wants_db else None
+    return dw, db

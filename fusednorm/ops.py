@@ -1,0 +1,143 @@
+"""The registered ops, torch.ops.fusednorm.*: schemas, fakes, and entry points for CPU and CUDA. Wiring, no decisions.
+
+x is [*batch, *normalized_shape]: rows of cols = prod(normalized_shape) elements, M of them.
+
+layer_norm_fwd  y = (x - mean) * rstd * weight + bias, with rstd = 1 / sqrt(var + eps), var the biased variance of a row
+rms_norm_fwd    y = x * rstd * weight, with rstd = 1 / sqrt(mean(x^2) + eps); eps None is the machine epsilon of float32
+                (float64 for float64 x)
+*_bwd           gradients of x, weight and bias from that of y and the statistics the forward returned
+
+Each takes the arguments of aten::native_layer_norm, native_layer_norm_backward, _fused_rms_norm and
+_fused_rms_norm_backward at the same positions.
+
+Shapes: grad_out as x; weight and bias normalized_shape; mean and rstd any shape of M elements, such as [M], [M, 1] or
+the [*batch, 1, ...] that the forward returns. Outputs are contiguous.
+Dtypes: float16, bfloat16, float32 or float64, each operand its own. y and dx have x's, dweight and dbias the
+parameter's; statistics are float32, float64 for float64 x.
+Strides: any. Rows at one constant stride or at two nested ones are read in place, anything else is copied once.
+Masked: an output that output_mask leaves out, or whose parameter is None, is not computed and comes back as None.
+Raise RuntimeError where an operand has another shape, dtype or device than said here.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .problem import (
+    BackwardCall,
+    ForwardCall,
+    accumulation_dtype,
+    check_backward,
+    check_forward,
+    stats_shape,
+    validate_backward,
+    validate_forward,
+)
+
+LIBRARY = torch.library.Library("fusednorm", "DEF")
+
+SCHEMAS = (
+    "layer_norm_fwd(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05)"
+    " -> (Tensor y, Tensor mean, Tensor rstd)",
+    "layer_norm_bwd(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd,"
+    " Tensor? weight=None, Tensor? bias=None, bool[3] output_mask=[True, True, True])"
+    " -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    "rms_norm_fwd(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None)"
+    " -> (Tensor y, Tensor rstd)",
+    "rms_norm_bwd(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor rstd, Tensor? weight=None,"
+    " bool[2] output_mask=[True, True]) -> (Tensor dx, Tensor dweight)",
+)
+
+
+def layer_norm_fwd(x, normalized_shape, weight=None, bias=None, eps=1e-5):
+    return _forward(check_forward("layer", x, normalized_shape, weight, bias, eps))
+
+
+def layer_norm_bwd(grad_out, x, normalized_shape, mean, rstd, weight=None, bias=None, output_mask=(True, True, True)):
+    return _backward(check_backward("layer", grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask))
+
+
+def rms_norm_fwd(x, normalized_shape, weight=None, eps=None):
+    y, _, rstd = _forward(check_forward("rms", x, normalized_shape, weight, None, eps))
+    return y, rstd
+
+
+def rms_norm_bwd(grad_out, x, normalized_shape, rstd, weight=None, output_mask=(True, True)):
+    mask = (*output_mask, False)
+    dx, dw, _ = _backward(check_backward("rms", grad_out, x, normalized_shape, None, rstd, weight, None, mask))
+    return dx, dw
+
+
+def _forward(call: ForwardCall) -> tuple[Tensor, Tensor | None, Tensor]:
+    return _backend(call).forward(call)
+
+
+def _backward(call: BackwardCall) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    problem = call.problem
+    if not (problem.wants_dx or problem.wants_dw or problem.wants_db):
+        return None, None, None
+    return _backend(call).backward(call)
+
+
+def _backend(call: ForwardCall | BackwardCall) -> ModuleType:
+    """The module that runs the call: kernels take CUDA tensors that have elements."""
+    if call.x.tensor.is_cuda and call.rows and call.problem.cols:
+        return _launch()
+    return reference
+
+
+@functools.cache
+def _launch() -> ModuleType:
+    from . import launch  # imports Triton, which a process without CUDA tensors need not have
+
+    return launch
+
+
+def _layer_norm_fwd_fake(x, normalized_shape, weight=None, bias=None, eps=1e-5):
+    y, rstd = _fake_forward("layer", x, normalized_shape, weight, bias)
+    return y, torch.empty_like(rstd), rstd
+
+
+def _layer_norm_bwd_fake(
+    grad_out, x, normalized_shape, mean, rstd, weight=None, bias=None, output_mask=(True, True, True)
+):
+    return _fake_backward("layer", grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask)
+
+
+def _rms_norm_fwd_fake(x, normalized_shape, weight=None, eps=None):
+    return _fake_forward("rms", x, normalized_shape, weight, None)
+
+
+def _rms_norm_bwd_fake(grad_out, x, normalized_shape, rstd, weight=None, output_mask=(True, True)):
+    mask = (*output_mask, False)
+    return _fake_backward("rms", grad_out, x, normalized_shape, None, rstd, weight, None, mask)[:2]
+
+
+def _fake_forward(norm, x, normalized_shape, weight, bias):
+    batch_shape = validate_forward(norm, x, normalized_shape, weight, bias)
+    statistic = x.new_empty(stats_shape(batch_shape, normalized_shape), dtype=accumulation_dtype(x.dtype))
+    return x.new_empty(x.shape), statistic
+
+
+def _fake_backward(norm, grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask):
+    validate_backward(norm, grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask)
+    outputs = zip((x, weight, bias), output_mask, strict=True)
+    return tuple(like.new_empty(like.shape) if wanted and like is not None else None for like, wanted in outputs)
+
+
+for schema in SCHEMAS:
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+for kernel, fake in (
+    (layer_norm_fwd, _layer_norm_fwd_fake),
+    (layer_norm_bwd, _layer_norm_bwd_fake),
+    (rms_norm_fwd, _rms_norm_fwd_fake),
+    (rms_norm_bwd, _rms_norm_bwd_fake),
+):
+    LIBRARY.impl(kernel.__name__, kernel, "CPU")
+    LIBRARY.impl(kernel.__name__, kernel, "CUDA")
+    torch.library.register_fake(f"fusednorm::{kernel.__name__}", fake, lib=LIBRARY)

@@ -1,0 +1,114 @@
+"""Plans: everything about a launch that is compile-time, and nothing that the row count changes.
+
+Grid, and with it the number of partials, come from plan, rows and device in `num_ctas`, and from nowhere else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .device import DeviceSpec
+
+# Below this many rows a CTA's partial costs more traffic than its share of the parallelism is worth.
+MIN_ROWS_PER_CTA = 8
+
+
+@dataclass(frozen=True)
+class MultiWavePlan:
+    """Rows in registers, num_chunks chunks of `chunk` columns each; `ctas_per_sm` CTAs fit an SM at max_registers a thread."""
+
+    variant: ClassVar[str] = "multi_wave"
+    rows_per_tile: int
+    chunk: int
+    num_chunks: int
+    num_warps: int
+    ctas_per_sm: int
+    max_registers: int
+
+
+@dataclass(frozen=True)
+class ColumnTilePlan:
+    """Rows by column tiles: in two passes where dx (or y) is wanted, in one where a backward wants dw and db only.
+
+    row_pass_chunk and row_pass_warps are those of the pass that reads whole rows."""
+
+    variant: ClassVar[str] = "multi_wave"
+    rows_per_tile: int
+    chunk: int
+    num_warps: int
+    ctas_per_sm: int
+    row_pass_chunk: int
+    row_pass_warps: int
+
+
+@dataclass(frozen=True)
+class PipelinedPlan:
+    """Row tiles through a TMA ring of num_stages stages in shared memory, filled by the computing warps; num_chunks copies of `chunk` columns
+    make one row tile. weight_in_smem keeps weight (and bias) in shared memory instead of registers."""
+
+    variant: ClassVar[str] = "pipelined"
+    rows_per_tile: int
+    chunk: int
+    num_chunks: int
+    num_stages: int
+    num_warps: int
+    ctas_per_sm: int
+    max_registers: int
+    weight_in_smem: bool
+
+
+@dataclass(frozen=True)
+class WarpSpecializedPlan:
+    """The same ring filled by a producer warp and emptied by num_groups compute groups of num_warps warps, which take stages in turn
+    (num_stages is a multiple of num_groups) and sum dw and db each for themselves. cached keeps a row tile in registers instead of reading
+    its stage twice. max_registers is the compute warps' share once the producer has given its own away."""
+
+    variant: ClassVar[str] = "warp_specialized"
+    rows_per_tile: int
+    chunk: int
+    num_chunks: int
+    num_stages: int
+    num_groups: int
+    num_warps: int  # of one group
+    ctas_per_sm: int
+    max_registers: int
+    weight_in_smem: bool
+    cached: bool
+
+
+@dataclass(frozen=True)
+class ReferencePlan:
+    """No kernel of this package but ATen's, and why."""
+
+    variant: ClassVar[str] = "reference"
+    reason: str
+
+
+Plan = MultiWavePlan | ColumnTilePlan | PipelinedPlan | WarpSpecializedPlan | ReferencePlan
+VARIANTS = ("multi_wave", "pipelined", "warp_specialized", "reference")
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """Why a variant is not used: the name of the rule it breaks, and a sentence for people."""
+
+    rule: str
+    reason: str
+
+
+def num_ctas(plan: Plan, rows: int, cols: int, device: DeviceSpec) -> int:
+    """CTAs along the rows: the grid, and the number of partials. None is idle, and all have the same number of tiles but for the last."""
+    tiles = -(-rows // plan.rows_per_tile)
+    resident = device.sm_count * plan.ctas_per_sm
+    if isinstance(plan, ColumnTilePlan):
+        limit = max(1, resident // -(-cols // plan.chunk))
+    else:
+        limit = max(device.sm_count, min(resident, rows // MIN_ROWS_PER_CTA // device.sm_count * device.sm_count))
+    tiles_per_cta = -(-tiles // min(tiles, limit))
+    return -(-tiles // tiles_per_cta)
+
+
+def num_partials(plan: Plan, ctas: int) -> int:
+    """Rows of the dw and db partials: one per CTA, or one per compute group where a CTA has several."""
+    return ctas * plan.num_groups if isinstance(plan, WarpSpecializedPlan) else ctas

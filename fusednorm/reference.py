@@ -1,0 +1,133 @@
+"""Every op through ATen: what CPU tensors, and tensors without elements on any device, run.
+
+The formulas are plain tensor code that autograd, torch.func and forward-mode AD can look into: autograd.py puts them in
+the ops' place where one of those must.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .problem import BackwardCall, ForwardCall, accumulation_dtype, resolve_eps, stats_shape
+
+
+@torch.no_grad()
+def forward(call: ForwardCall) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(y, mean, rstd) of a checked call; mean is None for RMSNorm."""
+    x, dtype = call.x.tensor, call.problem.acc_dtype
+    if call.problem.norm == "rms":
+        y, rstd = rms_norm_formula(x, call.normalized_shape, call.weight, call.eps)
+        return y, None, rstd
+    # Upcast, because ATen returns 16-bit statistics for 16-bit operands and takes few mixtures of dtypes.
+    x, weight, bias = _cast(x, dtype), _cast(call.weight, dtype), _cast(call.bias, dtype)
+    y, mean, rstd = torch.native_layer_norm(x, call.normalized_shape, weight, bias, call.eps)
+    return _cast(y, call.problem.x_dtype), mean, rstd
+
+
+@torch.no_grad()
+def backward(call: BackwardCall) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dx, dweight, dbias) of a checked call; None for what it does not want."""
+    problem, shape = call.problem, call.normalized_shape
+    grad_out, x, mask = call.grad_out.tensor, call.x.tensor, (problem.wants_dx, problem.wants_dw, problem.wants_db)
+    if problem.norm == "rms":  # ATen has no such kernel for CPU tensors
+        return backward_formula(grad_out, x, shape, None, call.rstd, call.weight, None, mask)
+    operands = (grad_out, x, call.mean, call.rstd, call.weight)
+    # Upcast, because ATen adds up dweight and dbias of 16-bit x in 16 bits.
+    grad_out, x, mean, rstd, weight = (_cast(t, problem.acc_dtype) for t in operands)
+    bias = x.new_empty(shape) if problem.wants_db else None  # ATen reads its shape and dtype only
+    dx, dw, db = torch.ops.aten.native_layer_norm_backward(grad_out, x, shape, mean, rstd, weight, bias, mask)
+    return _cast(dx, problem.x_dtype), _cast(dw, problem.weight_dtype), _cast(db, problem.bias_dtype)
+
+
+def layer_norm_formula(
+    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, mean, rstd) of layer_norm_fwd, in its dtypes and shapes."""
+    dtype, dims = accumulation_dtype(x.dtype), _normalized_dims(normalized_shape)
+    upcast = x.to(dtype)
+    mean = upcast.mean(dims, keepdim=True)
+    centered = upcast - mean
+    rstd = torch.rsqrt(centered.square().mean(dims, keepdim=True) + eps)
+    y = centered * rstd
+    if weight is not None:
+        y = y * weight.to(dtype)
+    if bias is not None:
+        y = y + bias.to(dtype)
+    return y.to(x.dtype).contiguous(), mean, rstd
+
+
+def rms_norm_formula(
+    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
+    """(y, rstd) of rms_norm_fwd, in its dtypes and shapes."""
+    dtype, dims = accumulation_dtype(x.dtype), _normalized_dims(normalized_shape)
+    upcast = x.to(dtype)
+    rstd = torch.rsqrt(upcast.square().mean(dims, keepdim=True) + resolve_eps(eps, x.dtype))
+    y = upcast * rstd
+    if weight is not None:
+        y = y * weight.to(dtype)
+    return y.to(x.dtype).contiguous(), rstd
+
+
+def backward_formula(
+    grad_out: Tensor,
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    mean: Tensor | None,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dx, dweight, dbias) of layer_norm_bwd, or with mean None of rms_norm_bwd, in their dtypes and shapes.
+
+    A function of all its tensors: what x contributes through the statistics is the statistics' own derivative.
+    """
+    dtype, dims = accumulation_dtype(x.dtype), _normalized_dims(normalized_shape)
+    statistics_shape = stats_shape(x.shape[: x.dim() - len(normalized_shape)], normalized_shape)
+    rstd = rstd.reshape(statistics_shape).to(dtype)
+    centered = x.to(dtype) if mean is None else x.to(dtype) - mean.reshape(statistics_shape).to(dtype)
+    x_hat, dy = centered * rstd, grad_out.to(dtype)
+    dx = dw = db = None
+    if output_mask[0]:
+        wdy = dy if weight is None else dy * weight.to(dtype)
+        inner = wdy - x_hat * (wdy * x_hat).mean(dims, keepdim=True)
+        if mean is not None:
+            inner = inner - wdy.mean(dims, keepdim=True)
+        dx = (inner * rstd).to(x.dtype).contiguous()
+    if output_mask[1] and weight is not None:
+        dw = (dy * x_hat).sum_to_size(normalized_shape).to(weight.dtype)
+    if output_mask[2] and bias is not None:
+        db = dy.sum_to_size(normalized_shape).to(bias.dtype)
+    return dx, dw, db
+
+
+def statistics_backward_formula(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    mean: Tensor | None,
+    rstd: Tensor,
+    grad_mean: Tensor | None,
+    grad_rstd: Tensor | None,
+) -> Tensor:
+    """What gradients of mean and rstd (None where there is none) contribute to dx, in x's dtype."""
+    dtype, cols = accumulation_dtype(x.dtype), math.prod(normalized_shape)
+    dx = torch.zeros_like(x, dtype=dtype)
+    if grad_mean is not None:
+        dx = dx + grad_mean / cols
+    if grad_rstd is not None:
+        centered = x.to(dtype) if mean is None else x.to(dtype) - mean
+        dx = dx - grad_rstd * rstd.pow(3) * centered / cols
+    return dx.to(x.dtype)
+
+
+def _normalized_dims(normalized_shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(range(-len(normalized_shape), 0))
+
+
+def _cast(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    return None if tensor is None else tensor.to(dtype)

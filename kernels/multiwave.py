@@ -1,0 +1,300 @@
+"""The portable schedule: several CTAs per SM, each loads, computes and stores its own rows, the next row tile already on its way.
+
+A row is held in registers as tile.num_chunks chunks of tile.chunk columns (a power of two each), so a width pads to a multiple of the chunk
+and not to the next power of two. CTA p owns the row tiles p, p + P, p + 2P, ... of P CTAs; what it adds to dw and db stays in registers and leaves
+once, as row p of a [P, cols] partial.
+
+Row r of a tensor starts at (r // inner) * outer_stride + (r % inner) * inner_stride; without norm.nested_rows, at r * outer_stride. Offsets are 64-bit;
+scalars are typed so that no value of theirs asks for another build.
+"""
+
+import triton
+import triton.language as tl
+
+from .rowmath import add_sample, input_gradient, inverse_std, normalize, row_means
+
+
+@triton.jit
+def row_start(row, inner, outer_stride, inner_stride, norm: tl.constexpr):
+    """Element offset of each row; `row` is int64."""
+    if norm.nested_rows:
+        start = (row // inner) * outer_stride + (row % inner) * inner_stride
+    else:
+        start = row * outer_stride
+    return start
+
+
+@triton.jit
+def load_row_tile(ptr, row, rows, cols, inner, outer_stride, inner_stride, norm: tl.constexpr, tile: tl.constexpr):
+    """Rows `row` as tile.num_chunks tiles [rows, tile.chunk] in the tensor's own dtype; zeros outside. Only the last chunk looks at cols."""
+    start = row_start(row, inner, outer_stride, inner_stride, norm)[:, None]
+    row_mask = (row < rows)[:, None]
+    chunks = ()
+    for c in tl.static_range(tile.chunks):
+        col = c * tile.chunk + tl.arange(0, tile.chunk)[None, :]
+        mask = row_mask
+        if c == tile.num_chunks - 1:
+            mask = row_mask & (col < cols)
+        chunks = chunks + (tl.load(ptr + start + col, mask=mask, other=0.0),)
+    return chunks
+
+
+@triton.jit
+def load_parameter(ptr, cols, present: tl.constexpr, tile: tl.constexpr):
+    """weight or bias as [1, tile.chunk] chunks in its own dtype, to stay in registers for the CTA's life."""
+    chunks = ()
+    for c in tl.static_range(tile.chunks):
+        if present:
+            col = c * tile.chunk + tl.arange(0, tile.chunk)[None, :]
+            chunks = chunks + (tl.load(ptr + col, mask=col < cols, other=0.0),)
+        else:
+            chunks = chunks + (0.0,)
+    return chunks
+
+
+@triton.jit
+def store_chunk(ptr, start, value, row_mask, cols, c: tl.constexpr, tile: tl.constexpr):
+    col = c * tile.chunk + tl.arange(0, tile.chunk)[None, :]
+    mask = row_mask
+    if c == tile.num_chunks - 1:
+        mask = row_mask & (col < cols)
+    tl.store(ptr + start + col, value.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows", "x_inner"])
+def forward(
+    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr,
+    rows: "i64", cols, eps: "fp64", x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64",
+    norm: tl.constexpr, tile: tl.constexpr,
+):
+    """y, mean and rstd of the CTA's row tiles; the variance is summed from x - mean, with the row in registers."""
+    weight = load_parameter(weight_ptr, cols, norm.has_weight, tile)
+    bias = load_parameter(bias_ptr, cols, norm.has_bias, tile)
+    step = tl.num_programs(0) * tile.rows
+    row = tl.program_id(0).to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
+    x_next = load_row_tile(x_ptr, row, rows, cols, x_inner, x_outer_stride, x_inner_stride, norm, tile)
+    for _ in range(tl.cdiv(rows - tl.program_id(0) * tile.rows, step)):
+        x = x_next
+        in_range = row < rows
+        ahead = row + step
+        x_next = load_row_tile(x_ptr, ahead, rows, cols, x_inner, x_outer_stride, x_inner_stride, norm, tile)
+        if norm.layer:
+            total = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
+            for c in tl.static_range(tile.chunks):
+                total += x[c].to(norm.acc)
+            row_mean = tl.sum(total, axis=1) / cols
+            tl.store(mean_ptr + row, row_mean, mask=in_range)
+            mean = row_mean[:, None]
+        else:
+            mean = tl.full([tile.rows, 1], 0.0, norm.acc)
+        squares = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
+        for c in tl.static_range(tile.chunks):
+            deviation = x[c].to(norm.acc)
+            if norm.layer:
+                deviation -= mean
+                if c == tile.num_chunks - 1:  # the padding's x is 0, its deviation is not
+                    deviation = tl.where(c * tile.chunk + tl.arange(0, tile.chunk)[None, :] < cols, deviation, 0.0)
+            squares += deviation * deviation
+        row_rstd = inverse_std(tl.sum(squares, axis=1) / cols, eps)
+        tl.store(rstd_ptr + row, row_rstd, mask=in_range)
+        rstd = row_rstd[:, None]
+        for c in tl.static_range(tile.chunks):
+            y = normalize(x[c].to(norm.acc), mean, rstd, norm)
+            if norm.has_weight:
+                y *= weight[c].to(norm.acc)
+            if norm.has_bias:
+                y += bias[c].to(norm.acc)
+            store_chunk(y_ptr, (row * cols)[:, None], y, in_range[:, None], cols, c, tile)
+        row = ahead
+
+
+@triton.jit(do_not_specialize=["rows", "x_inner", "dy_inner"])
+def backward(
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr,
+    rows: "i64", cols, x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64",
+    dy_inner: "i64", dy_outer_stride: "i64", dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
+    norm: tl.constexpr, tile: tl.constexpr,
+):
+    """dx of the CTA's row tiles and its row of the dw and db partials."""
+    weight = load_parameter(weight_ptr, cols, norm.has_weight, tile)
+    dw = ()
+    db = ()
+    for c in tl.static_range(tile.chunks):
+        dw = dw + (tl.full([tile.rows, tile.chunk], 0.0, norm.acc),)
+        db = db + (tl.full([tile.rows, tile.chunk], 0.0, norm.acc),)
+    step = tl.num_programs(0) * tile.rows
+    row = tl.program_id(0).to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
+    x_next = load_row_tile(x_ptr, row, rows, cols, x_inner, x_outer_stride, x_inner_stride, norm, tile)
+    dy_next = load_row_tile(dy_ptr, row, rows, cols, dy_inner, dy_outer_stride, dy_inner_stride, norm, tile)
+    for _ in range(tl.cdiv(rows - tl.program_id(0) * tile.rows, step)):
+        x = x_next
+        dy = dy_next
+        in_range = row < rows
+        rstd = tl.load(rstd_ptr + row * rstd_stride, mask=in_range, other=0.0).to(norm.acc)[:, None]
+        mean = rstd
+        if norm.layer:
+            mean = tl.load(mean_ptr + row * mean_stride, mask=in_range, other=0.0).to(norm.acc)[:, None]
+        ahead = row + step
+        x_next = load_row_tile(x_ptr, ahead, rows, cols, x_inner, x_outer_stride, x_inner_stride, norm, tile)
+        dy_next = load_row_tile(dy_ptr, ahead, rows, cols, dy_inner, dy_outer_stride, dy_inner_stride, norm, tile)
+        sum_gx = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
+        sum_g = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
+        new_dw = ()
+        new_db = ()
+        for c in tl.static_range(tile.chunks):
+            x_hat = normalize(x[c].to(norm.acc), mean, rstd, norm)
+            upstream = dy[c].to(norm.acc)
+            g = upstream
+            if norm.has_weight:
+                g *= weight[c].to(norm.acc)
+            sum_gx += g * x_hat
+            sum_g += g
+            new_dw = new_dw + (dw[c] + upstream * x_hat,)
+            new_db = new_db + (db[c] + upstream,)
+        dw = new_dw
+        db = new_db
+        mean_gx, mean_g = row_means(sum_gx, sum_g, cols, norm)
+        for c in tl.static_range(tile.chunks):
+            g = dy[c].to(norm.acc)
+            if norm.has_weight:
+                g *= weight[c].to(norm.acc)
+            dx = input_gradient(g, x[c].to(norm.acc), mean, rstd, mean_gx, mean_g, norm)
+            store_chunk(dx_ptr, (row * cols)[:, None], dx, in_range[:, None], cols, c, tile)
+        row = ahead
+    for c in tl.static_range(tile.chunks):
+        partial = tl.program_id(0).to(tl.int64) * cols + tl.zeros([1, 1], tl.int64)
+        if norm.wants_dw:
+            store_chunk(dw_partial_ptr, partial, tl.sum(dw[c], axis=0)[None, :], partial >= 0, cols, c, tile)
+        if norm.wants_db:
+            store_chunk(db_partial_ptr, partial, tl.sum(db[c], axis=0)[None, :], partial >= 0, cols, c, tile)
+
+
+@triton.jit(do_not_specialize=["rows", "x_inner"])
+def forward_by_column_tiles(
+    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr,
+    rows: "i64", cols, eps: "fp64", x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64",
+    norm: tl.constexpr, tile: tl.constexpr,
+):
+    """One row that does not fit registers per CTA: statistics in a first pass over column tiles, y in a second, whose reads hit the cache."""
+    row = tl.program_id(0).to(tl.int64)
+    x_row = x_ptr + row_start(row, x_inner, x_outer_stride, x_inner_stride, norm)
+    y_row = y_ptr + row * cols
+    lane = tl.arange(0, tile.chunk)
+    if norm.layer:
+        # Each lane keeps the moments of the columns it has seen; the lanes are combined once, around their common mean.
+        count = tl.full([tile.chunk], 0.0, norm.acc)
+        mean = tl.full([tile.chunk], 0.0, norm.acc)
+        m2 = tl.full([tile.chunk], 0.0, norm.acc)
+        for start in range(0, cols, tile.chunk):
+            valid = lane < cols - start
+            x = tl.load(x_row + start + lane, mask=valid, other=0.0).to(norm.acc)
+            count, mean, m2 = add_sample(count, mean, m2, x, valid)
+        row_mean = tl.sum(count * mean, axis=0) / cols
+        deviation = mean - row_mean
+        mean_square = tl.sum(m2 + count * deviation * deviation, axis=0) / cols
+        tl.store(mean_ptr + row, row_mean)
+    else:
+        squares = tl.full([tile.chunk], 0.0, norm.acc)
+        for start in range(0, cols, tile.chunk):
+            x = tl.load(x_row + start + lane, mask=lane < cols - start, other=0.0).to(norm.acc)
+            squares += x * x
+        row_mean = 0.0
+        mean_square = tl.sum(squares, axis=0) / cols
+    rstd = inverse_std(mean_square, eps)
+    tl.store(rstd_ptr + row, rstd)
+    for start in range(0, cols, tile.chunk):
+        col = start + lane
+        valid = lane < cols - start
+        x = tl.load(x_row + col, mask=valid, other=0.0).to(norm.acc)
+        y = normalize(x, row_mean, rstd, norm)
+        if norm.has_weight:
+            y *= tl.load(weight_ptr + col, mask=valid, other=0.0).to(norm.acc)
+        if norm.has_bias:
+            y += tl.load(bias_ptr + col, mask=valid, other=0.0).to(norm.acc)
+        tl.store(y_row + col, y.to(y_ptr.dtype.element_ty), mask=valid)
+
+
+@triton.jit(do_not_specialize=["rows", "x_inner", "dy_inner"])
+def backward_row_means(
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, means_ptr,
+    rows: "i64", cols, x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64",
+    dy_inner: "i64", dy_outer_stride: "i64", dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
+    norm: tl.constexpr, tile: tl.constexpr,
+):
+    """First pass over rows that do not fit registers: one row's mean(g * x_hat) to means[0, row] and mean(g) to means[1, row]."""
+    row = tl.program_id(0).to(tl.int64)
+    x_row = x_ptr + row_start(row, x_inner, x_outer_stride, x_inner_stride, norm)
+    dy_row = dy_ptr + row_start(row, dy_inner, dy_outer_stride, dy_inner_stride, norm)
+    rstd = tl.load(rstd_ptr + row * rstd_stride).to(norm.acc)
+    mean = rstd
+    if norm.layer:
+        mean = tl.load(mean_ptr + row * mean_stride).to(norm.acc)
+    sum_gx = tl.full([1, tile.chunk], 0.0, norm.acc)
+    sum_g = tl.full([1, tile.chunk], 0.0, norm.acc)
+    for start in range(0, cols, tile.chunk):
+        lane = tl.arange(0, tile.chunk)[None, :]
+        col = start + lane
+        valid = lane < cols - start
+        x_hat = normalize(tl.load(x_row + col, mask=valid, other=0.0).to(norm.acc), mean, rstd, norm)
+        g = tl.load(dy_row + col, mask=valid, other=0.0).to(norm.acc)
+        if norm.has_weight:
+            g *= tl.load(weight_ptr + col, mask=valid, other=0.0).to(norm.acc)
+        sum_gx += tl.where(valid, g * x_hat, 0.0)
+        sum_g += g
+    mean_gx, mean_g = row_means(sum_gx, sum_g, cols, norm)
+    here = means_ptr + row + tl.zeros([1, 1], tl.int64)
+    tl.store(here, mean_gx)
+    if norm.layer:
+        tl.store(here + rows, mean_g)
+
+
+@triton.jit(do_not_specialize=["rows", "x_inner", "dy_inner"])
+def backward_by_column_tiles(
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, means_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr,
+    rows: "i64", cols, x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64",
+    dy_inner: "i64", dy_outer_stride: "i64", dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
+    norm: tl.constexpr, tile: tl.constexpr,
+):
+    """Second pass: a CTA owns tile.chunk columns of every num_programs(1)-th row tile; needs the row means only for dx, so it is also the
+    whole of a backward without dx."""
+    left = tl.program_id(0).to(tl.int64) * tile.chunk  # rows may be wider than 2^31 elements
+    width = tl.minimum(cols - left, tile.chunk).to(tl.int32)
+    weight = (0.0,)
+    if norm.has_weight and norm.wants_dx:
+        weight = load_parameter(weight_ptr + left, width, True, tile)
+    dw = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
+    db = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
+    step = tl.num_programs(1) * tile.rows
+    row = tl.program_id(1).to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
+    x_next = load_row_tile(x_ptr + left, row, rows, width, x_inner, x_outer_stride, x_inner_stride, norm, tile)
+    dy_next = load_row_tile(dy_ptr + left, row, rows, width, dy_inner, dy_outer_stride, dy_inner_stride, norm, tile)
+    for _ in range(tl.cdiv(rows - tl.program_id(1) * tile.rows, step)):
+        x = x_next[0].to(norm.acc)
+        dy = dy_next[0].to(norm.acc)
+        in_range = row < rows
+        rstd = tl.load(rstd_ptr + row * rstd_stride, mask=in_range, other=0.0).to(norm.acc)[:, None]
+        mean = rstd
+        if norm.layer:
+            mean = tl.load(mean_ptr + row * mean_stride, mask=in_range, other=0.0).to(norm.acc)[:, None]
+        ahead = row + step
+        x_next = load_row_tile(x_ptr + left, ahead, rows, width, x_inner, x_outer_stride, x_inner_stride, norm, tile)
+        dy_next = load_row_tile(dy_ptr + left, ahead, rows, width, dy_inner, dy_outer_stride, dy_inner_stride, norm, tile)
+        x_hat = normalize(x, mean, rstd, norm)
+        dw += dy * x_hat
+        db += dy
+        if norm.wants_dx:
+            mean_gx = tl.load(means_ptr + row, mask=in_range, other=0.0)[:, None]
+            mean_g = mean_gx
+            if norm.layer:
+                mean_g = tl.load(means_ptr + rows + row, mask=in_range, other=0.0)[:, None]
+            g = dy
+            if norm.has_weight:
+                g *= weight[0].to(norm.acc)
+            dx = input_gradient(g, x, mean, rstd, mean_gx, mean_g, norm)
+            store_chunk(dx_ptr + left, (row * cols)[:, None], dx, in_range[:, None], width, 0, tile)
+        row = ahead
+    partial = tl.program_id(1).to(tl.int64) * cols + tl.zeros([1, 1], tl.int64)
+    if norm.wants_dw:
+        store_chunk(dw_partial_ptr + left, partial, tl.sum(dw, axis=0)[None, :], partial >= 0, width, 0, tile)
+    if norm.wants_db:
+        store_chunk(db_partial_ptr + left, partial, tl.sum(db, axis=0)[None, :], partial >= 0, width, 0, tile)

@@ -1,0 +1,72 @@
+"""The formulas of both norms, once.
+
+Pure jit functions on register tiles, called from Triton and from Gluon kernels alike. A tile is [rows, columns]; statistics and row sums are
+[rows, 1] and broadcast. `norm` is a config.Norm. Everything is in the accumulation dtype.
+
+With x_hat = (x - mean) * rstd (LayerNorm) or x * rstd (RMSNorm), y = x_hat * w + b and g = dy * w, over a row of N columns:
+
+    dx = rstd * (g - x_hat * mean(g * x_hat) - mean(g))        (the last term for LayerNorm only)
+    dw = sum over rows of dy * x_hat,  db = sum over rows of dy
+
+(Ba, Kiros, Hinton, "Layer Normalization", 2016; Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019.)
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def inverse_std(mean_square, eps):
+    """1 / sqrt(mean_square + eps): rstd from the variance (LayerNorm) or the mean square (RMSNorm)."""
+    return 1.0 / tl.sqrt(mean_square + tl.full([], eps, mean_square.dtype))
+
+
+@triton.jit
+def normalize(x, mean, rstd, norm: tl.constexpr):
+    """x_hat. Folded, it is one multiply-add, x * rstd - mean * rstd, which cancels where |mean| >> std: an error of 2^-24 |mean| / std, far
+    below the 2^-9 |mean| / std that a 16-bit x was rounded by, so 16-bit x is folded and no other."""
+    if norm.layer:
+        if norm.fold:
+            x_hat = x * rstd + (-mean * rstd)
+        else:
+            x_hat = (x - mean) * rstd
+    else:
+        x_hat = x * rstd
+    return x_hat
+
+
+@triton.jit
+def input_gradient(g, x, mean, rstd, mean_gx, mean_g, norm: tl.constexpr):
+    """dx from g = dy * w, x, and the row means of g * x_hat and of g. Folded, it gathers what is constant along the row:
+    dx = g * rstd + x * a + b, two instructions instead of five."""
+    if norm.fold:
+        dx = x * (-rstd * rstd * mean_gx)
+        if norm.layer:
+            dx += -rstd * (mean_g - mean * rstd * mean_gx)
+        dx = g * rstd + dx
+    else:
+        dx = g - normalize(x, mean, rstd, norm) * mean_gx
+        if norm.layer:
+            dx -= mean_g
+        dx = rstd * dx
+    return dx
+
+
+@triton.jit
+def row_means(sum_gx, sum_g, cols, norm: tl.constexpr):
+    """Means of g * x_hat and of g over each row, [rows, 1], from [rows, n] sums: one reduction, so the CTA meets at one barrier, not two."""
+    if norm.layer:
+        mean_gx, mean_g = tl.split(tl.sum(tl.join(sum_gx, sum_g), axis=1) / cols)
+    else:
+        mean_gx = tl.sum(sum_gx, axis=1) / cols
+        mean_g = mean_gx
+    return mean_gx[:, None], mean_g[:, None]
+
+
+@triton.jit
+def add_sample(count, mean, m2, x, valid):
+    """Welford's update of per-lane moments (count, mean, sum of squared deviations) by one value per lane, where `valid`."""
+    count += valid.to(count.dtype)
+    delta = tl.where(valid, x - mean, 0.0)
+    mean += delta / tl.maximum(count, 1.0)
+    return count, mean, m2 + delta * tl.where(valid, x - mean, 0.0)

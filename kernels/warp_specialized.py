@@ -1,0 +1,106 @@
+"""The warp-specialized TMA schedule: a producer warp fills a ring of row tiles, compute groups empty it in turn.
+
+CTA p owns the row tiles p, p + P, p + 2P, ... of P CTAs; of these, group g takes every num_groups-th. num_stages is a multiple of num_groups,
+so a stage always belongs to the same group: were it not, a group could take an old phase of a stage's barrier for the one it waits for.
+Each group keeps its own sums of dw and db and leaves its own row of partials.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from . import ring
+
+PRODUCER_REGISTERS = gl.constexpr(24)  # the least a warp can be left with; the rest goes to the compute groups
+
+
+@gluon.jit
+def produce(tile: gl.constexpr, x_desc, dy_desc, x_ring, dy_ring, full, empty, rows):
+    """Fill stage after stage, each as soon as its group has let go of it."""
+    first = gl.program_id(0) * tile.rows
+    step = gl.num_programs(0) * tile.rows
+    stage = 0
+    phase = 1  # a fresh barrier counts as having completed the phase before its first
+    for row in range(first, rows, step):
+        ring.wait(empty.index(stage), phase)
+        barrier = full.index(stage)
+        ring.expect(barrier, tile.num_chunks * (x_desc.block_type.nbytes + dy_desc.block_type.nbytes))
+        for c in gl.static_range(tile.chunks):
+            at = [row, c * (tile.chunk // tile.box), 0]
+            ring.copy_to_shared(x_desc, at, barrier, x_ring[c].index(stage))
+            ring.copy_to_shared(dy_desc, at, barrier, dy_ring[c].index(stage))
+        stage += 1
+        if stage == tile.num_stages:
+            stage = 0
+            phase ^= 1
+
+
+@gluon.jit
+def consume(
+    norm: gl.constexpr, tile: gl.constexpr, group, x_ring, dy_ring, full, empty, mean_ptr, rstd_ptr, weight_ptr, weight_in_smem,
+    dx_ptr, dw_partial_ptr, db_partial_ptr, rows, cols, mean_stride, rstd_stride,
+):
+    """One compute group: every num_groups-th tile of the CTA, from the group-th on."""
+    if tile.weight_in_smem:
+        weight = weight_in_smem
+    else:
+        weight = ring.hold_parameter(weight_ptr, cols, norm.has_weight, False, tile)
+    dw = ring.zero_sums(tile)
+    db = ring.zero_sums(tile)
+    first = (gl.program_id(0) + group * gl.num_programs(0)) * tile.rows
+    step = gl.num_programs(0) * (tile.rows * tile.num_groups)
+    mean_next, rstd_next = ring.load_statistics(mean_ptr, rstd_ptr, first, rows, mean_stride, rstd_stride, norm, tile)
+    stage = group
+    phase = 0
+    for row in range(first, rows, step):
+        mean = gl.expand_dims(mean_next, 1)
+        rstd = gl.expand_dims(rstd_next, 1)
+        mean_next, rstd_next = ring.load_statistics(mean_ptr, rstd_ptr, row + step, rows, mean_stride, rstd_stride, norm, tile)
+        ring.wait(full.index(stage), phase)
+        x = ring.read_tile(x_ring, stage, False, tile)
+        dy = ring.read_tile(dy_ring, stage, False, tile)
+        if tile.cached:
+            ring.arrive(empty.index(stage), count=1)
+        dw, db, mean_gx, mean_g = ring.sum_tile(x, dy, mean, rstd, weight, dw, db, cols, norm, tile)
+        if not tile.cached:
+            x = ring.read_tile(x_ring, stage, True, tile)
+            dy = ring.read_tile(dy_ring, stage, True, tile)
+        ring.store_dx(dx_ptr, x, dy, mean, rstd, mean_gx, mean_g, weight, row, rows, cols, norm, tile)
+        if not tile.cached:
+            ring.arrive(empty.index(stage), count=1)
+        stage += tile.num_groups
+        if stage >= tile.num_stages:
+            stage = group
+            phase ^= 1
+    partial = gl.program_id(0) * tile.num_groups + group
+    ring.store_partials(dw_partial_ptr, db_partial_ptr, dw, db, partial, cols, norm, tile)
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def backward(
+    x_desc, dy_desc, mean_ptr, rstd_ptr, weight_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr,
+    rows, cols, mean_stride: "i64", rstd_stride: "i64",
+    norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr,
+):
+    """dx of the CTA's row tiles and its num_groups rows of the dw and db partials."""
+    x_ring = ring.allocate_ring(x_desc, tile)
+    dy_ring = ring.allocate_ring(dy_desc, tile)
+    full = ring.allocate_barriers(tile)
+    empty = ring.allocate_barriers(tile)
+    ring.fence_barriers()
+    weight = ring.hold_parameter(weight_ptr, cols, norm.has_weight and tile.weight_in_smem, True, tile)
+    filling = (x_desc, dy_desc, x_ring, dy_ring, full, empty, rows)
+    emptying = (
+        x_ring, dy_ring, full, empty, mean_ptr, rstd_ptr, weight_ptr, weight, dx_ptr, dw_partial_ptr, db_partial_ptr,
+        rows, cols, mean_stride, rstd_stride,
+    )  # fmt: skip
+    if tile.num_groups == 1:
+        gl.warp_specialize(
+            [(consume, (norm, tile, 0) + emptying), (produce, (tile,) + filling)], [1], [PRODUCER_REGISTERS]
+        )  # fmt: skip
+    else:
+        gl.static_assert(tile.num_groups == 2)
+        gl.warp_specialize(
+            [(consume, (norm, tile, 0) + emptying), (consume, (norm, tile, 1) + emptying), (produce, (tile,) + filling)],
+            [tile.num_warps, 1],
+            [tile.group_registers, PRODUCER_REGISTERS],
+        )

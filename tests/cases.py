@@ -1,0 +1,148 @@
+"""What the CPU tier and the GPU tier try alike: problems, memory layouts, and buffers that show stray accesses."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from fusednorm.testing import Case, Inputs
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+NORMS = ("layer", "rms")
+EPS = 2.0**-16  # Triton's interpreter makes every float argument a float32, which holds this one exactly
+
+# (x, weight and bias, grad_out)
+SAME_DTYPES = [(dtype, dtype, dtype) for dtype in (BF16, FP16, FP32, FP64)]
+MIXED_DTYPES = [
+    (BF16, FP32, BF16),
+    (FP16, FP32, FP16),
+    (BF16, BF16, FP32),
+    (FP32, BF16, FP32),
+    (FP32, FP32, BF16),
+    (FP64, BF16, FP16),
+    (FP16, FP64, BF16),
+    (BF16, None, FP32),
+]
+
+# Row lengths that have broken schedules of this kind, at 216 rows, in every dtype.
+TROUBLED_ROWS = 216
+TROUBLED_WIDTHS = (3, 32, 96, 576, 768, 1024, 1280, 1600, 1984, 1987, 65536)
+
+
+def make_case(norm: str, shape: tuple[int, ...], dtypes=(BF16, BF16, BF16), normalized_ndim: int = 1) -> Case:
+    x, parameter, grad = dtypes
+    return Case(norm, shape, normalized_ndim, x, parameter, parameter if norm == "layer" else None, grad, EPS)
+
+
+def rotate(shapes, dtypes) -> list[Case]:
+    """Each shape with each norm, going around the dtypes."""
+    return [
+        make_case(norm, shape, mix)
+        for (shape, norm), mix in zip(itertools.product(shapes, NORMS), itertools.cycle(dtypes))
+    ]
+
+
+# Layouts: each takes a [B, S, H, D] tensor and returns one of the same shape over other memory. What lies between the
+# elements is NaN, so a read that strays shows.
+def row_strided(tensor: Tensor) -> Tensor:
+    padded = _nans((*tensor.shape[:-1], tensor.shape[-1] + 8), tensor)
+    view = padded[..., : tensor.shape[-1]]
+    return view.copy_(tensor)
+
+
+def unaligned(tensor: Tensor) -> Tensor:
+    """Rows at odd elements: no vector load of more than one element is right."""
+    padded = _nans((*tensor.shape[:-1], tensor.shape[-1] + 1 + tensor.shape[-1] % 2), tensor)
+    view = padded[..., 1 : 1 + tensor.shape[-1]]
+    return view.copy_(tensor)
+
+
+def packed_slice(tensor: Tensor) -> Tensor:
+    """The middle of three: rows at two nested strides."""
+    b, s, *row = tensor.shape
+    return _nans((b, s, 3, *row), tensor)[:, :, 1].copy_(tensor)
+
+
+def heads_first(tensor: Tensor) -> Tensor:
+    """Stored as [B, H, S, D]: two nested strides for B = 1, three (a copy) otherwise."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def columns_first(tensor: Tensor) -> Tensor:
+    """The elements of a row are not adjacent: a copy."""
+    return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+def repeated_row(tensor: Tensor) -> Tensor:
+    """One row for all, at stride 0."""
+    return tensor[:1, :1, :1].expand(tensor.shape)
+
+
+def repeated_element(tensor: Tensor) -> Tensor:
+    """One element for all, as the gradient of a sum arrives."""
+    return tensor[:1, :1, :1, :1].expand(tensor.shape)
+
+
+Layout = Callable[[Tensor], Tensor]
+LAYOUTS: dict[str, tuple[int, Layout, Layout]] = {  # B, layout of x, layout of grad_out
+    "row_strided": (2, row_strided, row_strided),
+    "unaligned": (2, unaligned, unaligned),
+    "packed_slice": (2, packed_slice, packed_slice),
+    "packed_slice_of_x_only": (2, packed_slice, Tensor.contiguous),
+    "packed_slice_of_grad_only": (2, Tensor.contiguous, packed_slice),
+    "heads_first": (1, heads_first, packed_slice),
+    "three_strides": (2, heads_first, heads_first),
+    "columns_first": (2, columns_first, columns_first),
+    "repeated_row": (2, row_strided, repeated_row),
+    "repeated_element": (2, packed_slice, repeated_element),
+}
+
+
+def lay_out(inputs: Inputs, layout: str) -> Inputs:
+    """The inputs of a [B, S, H, D] case with x and grad_out over other memory."""
+    _, of_x, of_grad = LAYOUTS[layout]
+    return replace(inputs, x=of_x(inputs.x), grad_out=of_grad(inputs.grad_out))
+
+
+def statistic_layouts(statistic: Tensor) -> dict[str, Tensor]:
+    """The same numbers in every way a caller may hold them."""
+    flat = statistic.flatten()
+    strided = _nans((flat.numel(), 3), flat)[:, 1].copy_(flat)
+    return {"[M]": flat, "[M, 1]": flat[:, None], "strided": strided, "strided [M, 1]": strided[:, None]}
+
+
+MARGIN = 64  # elements: keeps every buffer as aligned as the allocator made it
+
+
+@contextlib.contextmanager
+def guarded_buffers() -> Iterator[list[Tensor]]:
+    """Inside, torch.empty returns NaN between margins of NaN; on leaving, the margins must be as they were.
+
+    So what is read before it is written, never written, or written beyond an end, shows. Yields the buffers handed out.
+    """
+    buffers: list[Tensor] = []
+    full = torch.full
+
+    def guarded(*size, **options) -> Tensor:
+        shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
+        buffers.append(full((shape.numel() + 2 * MARGIN,), float("nan"), **options))
+        return buffers[-1][MARGIN:-MARGIN].view(shape)
+
+    def guarded_like(tensor: Tensor) -> Tensor:
+        return guarded(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+    with mock.patch.object(torch, "empty", guarded), mock.patch.object(torch, "empty_like", guarded_like):
+        yield buffers
+    for buffer in buffers:
+        assert buffer[:MARGIN].isnan().all(), f"a write before the start of a buffer of {buffer.numel() - 2 * MARGIN}"
+        assert buffer[-MARGIN:].isnan().all(), f"a write past the end of a buffer of {buffer.numel() - 2 * MARGIN}"
+
+
+def _nans(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    return torch.full(shape, float("nan"), dtype=like.dtype, device=like.device)

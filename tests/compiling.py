@@ -1,0 +1,149 @@
+"""Kernels as the planner plans them for a device, compiled without one, in processes that do not interpret.
+
+As a command it looks over many widths for spills and for plans that count on too much, from the repository root with
+
+    PYTHONPATH=. python tests/compiling.py --arch 90 --widths 1024 1987
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import NamedTuple
+
+import torch
+from cases import MIXED_DTYPES, NORMS, SAME_DTYPES, TROUBLED_WIDTHS, lay_out, make_case
+
+from fusednorm import heuristics
+from fusednorm.device import A100, B200, GB300, H200, RTX_5090, DeviceSpec
+from fusednorm.plan import Plan
+from fusednorm.problem import check_backward, check_forward
+from fusednorm.testing import Case, Inputs
+
+DEVICES = {spec.arch: spec for spec in (A100, H200, B200, GB300, RTX_5090)}
+ALL_OUTPUTS = (True, True, True)
+
+
+class Build(NamedTuple):
+    """One kernel of a case, its plan, and the compiler's resources for it."""
+
+    plan: Plan
+    resources: object
+
+
+def launches_of(
+    case: Case, device: DeviceSpec, output_mask=ALL_OUTPUTS, layout: str | None = None
+) -> Iterator[tuple[Plan, object]]:
+    """Each kernel launch of forward and backward with its plan, on meta tensors."""
+    from fusednorm import launch
+
+    def meta(shape, dtype):
+        return None if dtype is None else torch.empty(shape, dtype=dtype, device="meta")
+
+    shape = case.normalized_shape
+    inputs = Inputs(
+        meta(case.shape, case.x_dtype),
+        meta(case.shape, case.grad_dtype or case.x_dtype),
+        meta(shape, case.weight_dtype),
+        meta(shape, case.bias_dtype),
+    )
+    if layout is not None:
+        inputs = lay_out(inputs, layout)
+    x, weight, bias, rstd = inputs.x, inputs.weight, inputs.bias, meta(case.rows, case.acc_dtype)
+    mean = rstd if case.norm == "layer" else None
+    forward = check_forward(case.norm, x, shape, weight, bias, case.eps)
+    backward = check_backward(case.norm, inputs.grad_out, x, shape, mean, rstd, weight, bias, output_mask)
+    for call, prepare in ((forward, launch.prepare_forward), (backward, launch.prepare_backward)):
+        plan = heuristics.choose(call.problem, device)
+        for each in prepare(call, plan)[0]:
+            yield plan, each
+
+
+def compile_case(case: Case, device: DeviceSpec, output_mask=ALL_OUTPUTS, layout: str | None = None) -> list[str]:
+    """Compile every kernel of a case into Triton's on-disk cache; their hashes there."""
+    from fusednorm import compilation
+
+    launches = launches_of(case, device, output_mask, layout)
+    return [compilation.compile_for(each, device.arch).hash for _, each in launches]
+
+
+def launch_case(case: Case, device: DeviceSpec, output_mask=ALL_OUTPUTS) -> list[str]:
+    """The same hashes as Triton's own launch path computes them on such a device."""
+    from types import SimpleNamespace
+
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    target = GPUTarget("cuda", device.arch, 32)
+    driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
+        )
+    )
+    return [
+        each.kernel.warmup(*each.args, grid=each.grid, **each.constants, **each.options).hash
+        for _, each in launches_of(case, device, output_mask)
+    ]
+
+
+def builds_of(case: Case, device: DeviceSpec, output_mask=ALL_OUTPUTS) -> list[Build]:
+    from fusednorm import compilation
+
+    return [
+        Build(plan, compilation.resources(each, device.arch)) for plan, each in launches_of(case, device, output_mask)
+    ]
+
+
+def complaints(build: Build, device: DeviceSpec) -> list[str]:
+    """What the compiler made of a build against what its plan counts on."""
+    used, plan, found = build.resources, build.plan, []
+    if used.stack_bytes:
+        found.append(f"spills {used.stack_bytes} bytes a thread")
+    if used.kernel in ("finalize", "forward_by_column_tiles", "backward_row_means"):
+        return found  # their grids do not ask how many CTAs fit an SM
+    limit = getattr(plan, "max_registers", 255)
+    if used.registers > limit:
+        found.append(f"takes {used.registers} registers of {limit}")
+    threads, reserved = 32 * plan.num_warps, 1024 if device.arch >= 90 else 0
+    if plan.ctas_per_sm * threads * (-(-used.registers // 8) * 8) > device.registers_per_sm:
+        found.append(f"{plan.ctas_per_sm} CTAs of {threads} threads at {used.registers} registers do not fit an SM")
+    if plan.ctas_per_sm * (used.shared_bytes + reserved) > device.smem_per_sm_bytes:
+        found.append(f"{plan.ctas_per_sm} CTAs with {used.shared_bytes} bytes of shared memory do not fit an SM")
+    return found
+
+
+def worker_processes(workers: int | None = None) -> ProcessPoolExecutor:
+    """Workers that compile, whatever this process does. Submit to it inside `without_interpreter`."""
+    return ProcessPoolExecutor(workers or os.cpu_count(), mp_context=multiprocessing.get_context("spawn"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", type=int, nargs="+", choices=DEVICES, default=list(DEVICES))
+    parser.add_argument("--widths", type=int, nargs="+", default=SWEEP_WIDTHS)
+    parser.add_argument("--mixed", action="store_true", help="mixed dtypes too")
+    options = parser.parse_args()
+    dtypes = SAME_DTYPES + (MIXED_DTYPES if options.mixed else [])
+    jobs = [
+        (make_case(norm, (4096, cols), mix), DEVICES[arch])
+        for arch, cols, norm, mix in itertools.product(options.arch, options.widths, NORMS, dtypes)
+    ]
+    failures = 0
+    with worker_processes() as pool:
+        for (case, device), builds in zip(jobs, pool.map(builds_of, *zip(*jobs, strict=True)), strict=True):
+            for build in builds:
+                for complaint in complaints(build, device):
+                    failures += 1
+                    print(f"sm_{device.arch} {case} {build.resources.kernel}: {complaint}; {build.plan}", flush=True)
+    print(f"{failures} complaints about {len(jobs)} cases")
+    return failures > 0
+
+
+SWEEP_WIDTHS = sorted({1, *TROUBLED_WIDTHS, *(w + d for w in (64, 256, 1024, 4096, 16384) for d in (-1, 0, 1)), 262144})
+
+if __name__ == "__main__":
+    raise SystemExit(main())

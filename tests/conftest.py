@@ -1,0 +1,26 @@
+"""Two tiers: the CPU tier (default) interprets the Triton kernels, the GPU tier (-m gpu) runs them natively."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from fusednorm.interpreter import enable_interpreter
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # The interpreter must be chosen before triton is imported and excludes compilation in the same process: tests that
+    # compile start a process of their own, without the variable.
+    if "gpu" not in config.option.markexpr.replace("not gpu", ""):
+        enable_interpreter()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is None:
+        return
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("GPU tests run natively: select them with -m gpu, without TRITON_INTERPRET")
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")

@@ -1,0 +1,49 @@
+"""The registered ops as the GPU tests call them: on CUDA, with buffers that begin as NaN between NaN margins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import guarded_buffers
+from torch import Tensor
+
+from fusednorm.testing import Case, Inputs, Outputs, assert_outputs_close, fused, make_inputs
+
+GIB = 1 << 30
+
+
+def run(case: Case, inputs: Inputs) -> Outputs:
+    """Forward and backward of the ops."""
+    with guarded_buffers() as buffers:
+        outputs = fused(case, inputs)
+    assert buffers, "the ops took their buffers from elsewhere"
+    return outputs
+
+
+def run_backward(case: Case, inputs: Inputs, mean: Tensor | None, rstd: Tensor, mask=(True, True, True)) -> Outputs:
+    ops, shape, weight, bias = torch.ops.fusednorm, case.normalized_shape, inputs.weight, inputs.bias
+    with guarded_buffers():
+        if case.norm == "layer":
+            grads = ops.layer_norm_bwd(inputs.grad_out, inputs.x, shape, mean, rstd, weight, bias, list(mask))
+        else:
+            grads = ops.rms_norm_bwd(inputs.grad_out, inputs.x, shape, rstd, weight, list(mask[:2]))
+    return Outputs(None, None, None, *grads)
+
+
+def assert_case_is_right(case: Case, inputs: Inputs | None = None) -> None:
+    inputs = inputs or make_inputs(case, "cuda")
+    assert_outputs_close(run(case, inputs), case, inputs)
+
+
+def assert_same_bits(got: Outputs, want: Outputs, names=("y", "mean", "rstd", "dx", "dweight", "dbias")) -> None:
+    for name in names:
+        a, b = getattr(got, name), getattr(want, name)
+        assert (a is None) == (b is None), name
+        assert a is None or torch.equal(a, b), f"{name}: {int((a != b).sum())} of {a.numel()} elements differ"
+
+
+def skip_unless_memory(gib: float) -> None:
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0] / GIB
+    if free < gib:
+        pytest.skip(f"needs {gib:.0f} GiB of GPU memory, {free:.0f} are free")

@@ -1,0 +1,43 @@
+"""The kernels of all collected cases are compiled side by side before the first GPU test: one process takes minutes."""
+
+from __future__ import annotations
+
+import warnings
+from concurrent.futures import wait
+
+import pytest
+import torch
+from compiling import ALL_OUTPUTS, compile_case, worker_processes
+
+from fusednorm.device import DeviceSpec
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels_are_compiled_in_parallel(request):
+    """Fills Triton's on-disk cache for the parameters `case`, `mask` and `layout` of the tests to come."""
+    if not torch.cuda.is_available():
+        return
+    parameters = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    jobs = {(p["case"], p.get("mask", ALL_OUTPUTS), p.get("layout")) for p in parameters if "case" in p}
+    device = DeviceSpec.of(torch.device("cuda", torch.cuda.current_device()))
+    with worker_processes() as pool:
+        futures = [pool.submit(compile_case, case, device, mask, layout) for case, mask, layout in jobs]
+        wait(futures)
+    failures = [future.exception() for future in futures if future.exception()]
+    if failures:  # the tests themselves will compile, and fail, where it is the kernel's fault
+        warnings.warn(f"{len(failures)} of {len(jobs)} cases did not compile ahead: {failures[0]!r}", stacklevel=1)
+
+
+@pytest.fixture
+def sm_count() -> int:
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
+@pytest.fixture
+def builds_of_kernels(monkeypatch) -> list[str]:
+    """Names of the kernels that Triton builds (or takes from its on-disk cache) from here on, one per build."""
+    from triton import knobs
+
+    names: list[str] = []
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **build: names.append(build["fn"].name))
+    return names

@@ -1,0 +1,151 @@
+"""The ops on CUDA against fp64 autograd: widths, row counts and dtypes."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from calls import assert_case_is_right, run, skip_unless_memory
+from cases import (
+    BF16,
+    FP16,
+    FP32,
+    FP64,
+    MIXED_DTYPES,
+    NORMS,
+    SAME_DTYPES,
+    TROUBLED_ROWS,
+    TROUBLED_WIDTHS,
+    make_case,
+    rotate,
+)
+
+from fusednorm.testing import Case, make_inputs
+
+pytestmark = pytest.mark.gpu
+
+TROUBLED = [
+    make_case(norm, (TROUBLED_ROWS, cols), mix)
+    for cols, norm, mix in itertools.product(TROUBLED_WIDTHS, NORMS, SAME_DTYPES)
+]
+
+BATCHES = (16, 512, 2048, 8192)
+HIDDEN_SIZES = (768, 1280, 1792, 2304, 2816, 3584, 4352, 5376, 6400, 7680, 9216, 11264, 13312, 15872, 18432, 20480)
+WIDE_HIDDEN_SIZES = (25600, 32768, 36864, 49152)
+BENCHMARKED = [
+    *rotate(zip(itertools.cycle(BATCHES), HIDDEN_SIZES, strict=False), SAME_DTYPES[:3]),
+    *rotate(zip((2048, 512, 16), WIDE_HIDDEN_SIZES, strict=False), SAME_DTYPES[:3]),
+    *rotate([(16384, 1024), (16384, 4096), (16384, 36864), (8192, 73728)], [(BF16, BF16, BF16)]),
+]
+
+# Shapes of models on which a planner of this kind has failed.
+MODELS = [
+    make_case("rms", (1, 4096, 3072)),
+    make_case("rms", (1, 4096, 3072), (BF16, FP32, BF16)),
+    make_case("layer", (147456, 128)),
+    *(make_case(norm, (14, 2048, 2048)) for norm in NORMS),
+    make_case("layer", (1, 16384, 2560), (FP16, FP16, FP16)),
+]
+
+WIDEST = [make_case(norm, (37, 262144), mix) for norm, mix in itertools.product(NORMS, SAME_DTYPES)]
+
+MIXED = [make_case(norm, (300, cols), mix) for cols, norm, mix in itertools.product((1000, 1536), NORMS, MIXED_DTYPES)]
+
+ODD = [
+    make_case("layer", (513, 1), (BF16, FP32, BF16)),
+    make_case("rms", (513, 2), (FP16, FP16, FP16)),
+    make_case("layer", (5, 3, 7, 11), (BF16, FP32, BF16), normalized_ndim=2),
+    make_case("layer", (1, 6, 1, 640), (BF16, FP32, BF16), normalized_ndim=2),
+    make_case("rms", (6, 1, 1, 640), (FP32, FP32, FP32), normalized_ndim=3),
+    make_case("layer", (640,), (FP32, FP32, FP32)),
+    Case("layer", (300, 1536), x_dtype=BF16, weight_dtype=FP32),
+    Case("layer", (300, 1536), x_dtype=BF16, bias_dtype=FP32),
+    Case("rms", (300, 1536), x_dtype=BF16, weight_dtype=BF16, eps=None),
+    Case("rms", (300, 1536), x_dtype=FP64, weight_dtype=FP64, eps=None),
+    Case("layer", (300, 1536), x_dtype=FP32, weight_dtype=FP32, bias_dtype=FP32, eps=0.0),
+    Case("layer", (300, 1536), x_dtype=FP64, weight_dtype=FP64, bias_dtype=FP64, eps=1e-12),
+]
+
+
+@pytest.fixture(autouse=True)
+def memory_is_returned():
+    yield
+    if torch.cuda.memory_reserved() > 32 << 30:
+        torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("case", TROUBLED, ids=str)
+def test_widths_that_broke_others(case):
+    assert_case_is_right(case)
+
+
+@pytest.mark.parametrize("case", BENCHMARKED, ids=str)
+def test_benchmarked_sizes(case):
+    skip_unless_memory(1 + 20 * 8 * case.rows * case.cols / 2**30)  # the oracle and its bounds are in fp64
+    assert_case_is_right(case)
+
+
+@pytest.mark.parametrize("case", MODELS, ids=str)
+def test_sizes_of_models(case):
+    assert_case_is_right(case)
+
+
+@pytest.mark.parametrize("case", WIDEST, ids=str)
+def test_rows_too_wide_for_registers(case):
+    assert_case_is_right(case)
+
+
+@pytest.mark.parametrize("case", MIXED, ids=str)
+def test_mixed_dtypes(case):
+    assert_case_is_right(case)
+
+
+@pytest.mark.parametrize("case", ODD, ids=str)
+def test_odd_shapes_and_parameters(case):
+    assert_case_is_right(case)
+
+
+RAGGED = [
+    make_case(norm, (1, cols), (BF16, FP32, BF16))
+    for cols, norm in itertools.product((128, 1024, 1023, 5120, 16384, 65536), NORMS)
+]
+
+
+@pytest.mark.parametrize("case", RAGGED, ids=str)
+def test_row_counts_that_divide_nothing(case, sm_count):
+    for rows in (1, 2, sm_count - 1, sm_count, sm_count + 1, 8 * sm_count + 1, 4099 if case.cols < 5120 else 1009):
+        assert_case_is_right(replace(case, shape=(rows, case.cols)))
+
+
+FAR = [make_case("layer", (500, cols), (FP32, FP32, FP32)) for cols in (768, 1000, 5120, 100_000)]
+
+
+@pytest.mark.parametrize("case", FAR, ids=str)
+def test_layer_norm_of_rows_far_from_zero_stays_accurate(case):
+    inputs = make_inputs(case, "cuda")
+    assert_case_is_right(case, replace(inputs, x=inputs.x / 1.5 + 1e4))
+
+
+EDGES = [make_case(norm, (64, cols), (FP32, FP32, FP32)) for cols, norm in itertools.product((512, 65536), NORMS)]
+
+
+@pytest.mark.parametrize("case", EDGES, ids=str)
+def test_constant_and_zero_rows_have_finite_gradients(case):
+    inputs = make_inputs(case, "cuda")
+    inputs.x[1], inputs.x[3] = 0.0, 0.75
+    assert_case_is_right(case, inputs)
+
+
+@pytest.mark.parametrize("case", EDGES, ids=str)
+def test_a_nan_stays_in_its_row_and_in_the_column_sums(case):
+    inputs = make_inputs(case, "cuda")
+    clean = run(case, inputs)
+    inputs.x[4, 7] = float("nan")
+    spoilt = run(case, inputs)
+    others = torch.arange(64, device="cuda") != 4
+    for name in ("y", "dx", "rstd"):
+        got, want = getattr(spoilt, name), getattr(clean, name)
+        assert got[4].isnan().all() and torch.equal(got[others], want[others]), name
+    assert spoilt.dweight.isnan().all()

@@ -1,0 +1,176 @@
+"""Autograd, autocast and the modules on CUDA."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from calls import assert_same_bits
+from cases import BF16, FP16, FP32, FP64, NORMS, make_case
+
+import fusednorm
+from fusednorm.testing import Case, Outputs, assert_outputs_close, fused, make_inputs
+
+pytestmark = pytest.mark.gpu
+
+MODULES = {"layer": (torch.nn.LayerNorm, fusednorm.LayerNorm), "rms": (torch.nn.RMSNorm, fusednorm.RMSNorm)}
+OPS = torch.ops.fusednorm
+
+
+def leaf(tensor):
+    return tensor.detach().clone().requires_grad_()
+
+
+TRAINED = [
+    make_case(norm, (6, 50, 768), mix)
+    for norm, mix in itertools.product(NORMS, [(BF16, BF16, BF16), (BF16, FP32, BF16), (FP32, FP32, FP32)])
+]
+
+
+@pytest.mark.parametrize("case", TRAINED, ids=str)
+def test_modules_train_as_the_oracle_says(case):
+    inputs = make_inputs(case, "cuda")
+    module = MODULES[case.norm][1](768, eps=case.eps, device="cuda", dtype=case.weight_dtype)
+    with torch.no_grad():
+        module.weight.copy_(inputs.weight)
+        if case.norm == "layer":
+            module.bias.copy_(inputs.bias)
+    x = leaf(inputs.x)
+    y = module(x)
+    y.backward(inputs.grad_out)
+    dbias = module.bias.grad if case.norm == "layer" else None
+    assert_outputs_close(Outputs(y.detach(), None, None, x.grad, module.weight.grad, dbias), case, inputs)
+
+
+@pytest.mark.parametrize("case", TRAINED, ids=str)
+def test_functional_and_functions_are_the_ops(case):
+    inputs, shape = make_inputs(case, "cuda"), case.normalized_shape
+    want = fused(case, inputs)
+    parameters = [p for p in (inputs.weight, inputs.bias) if p is not None]
+    functional = getattr(fusednorm.functional, f"{case.norm}_norm")
+    function = fusednorm.LayerNormFunction if case.norm == "layer" else fusednorm.RMSNormFunction
+    for apply in (functional, lambda *args: function.apply(*args)[0]):
+        leaves = [leaf(t) for t in (inputs.x, *parameters)]
+        y = apply(leaves[0], shape, *leaves[1:], case.eps)
+        grads = torch.autograd.grad(y, leaves, inputs.grad_out)
+        assert_same_bits(Outputs(y.detach(), None, None, *grads), want, ("y", "dx", "dweight", "dbias"))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("requires", [(True, False, False), (False, True, False), (True, True, False)], ids=str)
+def test_only_what_requires_grad_gets_one(norm, requires):
+    case = make_case(norm, (64, 512), (BF16, FP32, BF16))
+    inputs = make_inputs(case, "cuda")
+    want = fused(case, inputs)
+    leaves = [
+        None if t is None else t.clone().requires_grad_(r)
+        for t, r in zip((inputs.x, inputs.weight, inputs.bias), requires, strict=True)
+    ]
+    parameters = [p for p in leaves[1:] if p is not None]
+    y = getattr(fusednorm.functional, f"{norm}_norm")(leaves[0], (512,), *parameters, case.eps)
+    y.backward(inputs.grad_out)
+    for tensor, grad in zip(leaves, (want.dx, want.dweight, want.dbias), strict=True):
+        if tensor is not None:
+            assert (tensor.grad is not None) == tensor.requires_grad
+            assert tensor.grad is None or torch.equal(tensor.grad, grad)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("autocast", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("x_dtype, parameter_dtype", [(FP32, FP32), (BF16, FP32), (FP16, FP32), (BF16, BF16)], ids=str)
+def test_autocast_gives_the_dtypes_of_the_stock_module(norm, autocast, x_dtype, parameter_dtype):
+    stock_class, our_class = MODULES[norm]
+    stock = stock_class(256, eps=1e-5, device="cuda", dtype=parameter_dtype)
+    ours = our_class(256, eps=1e-5, device="cuda", dtype=parameter_dtype)
+    ours.load_state_dict(stock.state_dict())
+    dtypes = []
+    for module in (stock, ours):
+        x = torch.randn(32, 256, device="cuda", dtype=x_dtype, requires_grad=True)
+        try:
+            with torch.autocast("cuda", autocast):
+                y = module(x)
+        except RuntimeError as error:
+            assert module is stock, error
+            pytest.skip(f"the stock module does not take these dtypes: {str(error).splitlines()[0]}")
+        y.sum().backward()
+        dtypes.append((y.dtype, x.grad.dtype, module.weight.grad.dtype))
+    assert dtypes[0] == dtypes[1]
+
+
+def test_autocast_leaves_the_raw_ops_alone():
+    x = torch.randn(8, 64, device="cuda", dtype=BF16)
+    with torch.autocast("cuda", FP16):
+        assert OPS.layer_norm_fwd(x, [64])[0].dtype == BF16
+        assert OPS.rms_norm_fwd(x, [64])[0].dtype == BF16
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_second_derivatives_are_right(norm):
+    torch.manual_seed(0)
+    operands = [torch.randn(*s, device="cuda", dtype=FP64, requires_grad=True) for s in ((4, 5), (5,), (5,))]
+    operands = operands[: 3 if norm == "layer" else 2]
+    function = getattr(fusednorm.functional, f"{norm}_norm")
+
+    def normalized(x, *parameters):
+        return function(x, (5,), *parameters, 1e-5)
+
+    assert torch.autograd.gradcheck(normalized, operands)
+    assert torch.autograd.gradgradcheck(normalized, operands)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_ops_are_registered_as_torch_demands(dtype, requires_grad):
+    def normal(*shape, dtype=dtype, grad=requires_grad):
+        return torch.randn(*shape, device="cuda", dtype=dtype).requires_grad_(grad)
+
+    x, dy, weight, bias = normal(6, 4, 32), normal(6, 4, 32), normal(32), normal(32)
+    mean, rstd = normal(6, 4, 1, dtype=FP32, grad=False), normal(6, 4, 1, dtype=FP32, grad=False).abs()
+    samples = [
+        (OPS.layer_norm_fwd.default, (x, [32], weight, bias, 1e-5)),
+        (OPS.layer_norm_fwd.default, (x.transpose(0, 1), [32], None, None, 1e-5)),
+        (OPS.rms_norm_fwd.default, (x, [32], weight, None)),
+        (OPS.layer_norm_bwd.default, (dy, x, [32], mean, rstd, weight, bias, [True, True, True])),
+        (OPS.layer_norm_bwd.default, (dy, x, [32], mean, rstd, weight, bias, [True, False, True])),
+        (OPS.rms_norm_bwd.default, (dy, x, [32], rstd, weight, [True, True])),
+    ]
+    for op, args in samples:
+        torch.library.opcheck(op, args)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_modules_copy_and_move_between_devices(norm):
+    module = MODULES[norm][1](64)
+    x = torch.randn(4, 64)
+    on_cpu = module(x)
+    moved = copy.deepcopy(module).to("cuda")
+    torch.testing.assert_close(moved(x.to("cuda")).cpu(), on_cpu)
+
+
+@pytest.mark.parametrize("shape, normalized_shape", [((0, 64), (64,)), ((4, 0), (0,)), ((0, 3, 64), (3, 64))], ids=str)
+def test_tensors_without_elements_give_what_stock_gives(shape, normalized_shape):
+    x = torch.randn(*shape, device="cuda", requires_grad=True)
+    weight = torch.ones(normalized_shape, device="cuda", requires_grad=True)
+    results = []
+    for function in (F.layer_norm, fusednorm.functional.layer_norm):
+        y = function(x, normalized_shape, weight)
+        results.append((y, *torch.autograd.grad(y.sum(), (x, weight))))
+    for stock, ours in zip(*results, strict=True):
+        assert stock.shape == ours.shape and torch.equal(stock, ours)
+
+
+def test_operands_on_several_devices_are_refused():
+    x = torch.randn(4, 64, device="cuda")
+    with pytest.raises(RuntimeError, match="weight"):
+        OPS.rms_norm_fwd(x, [64], torch.ones(64))
+
+
+def test_statistics_are_those_of_aten():
+    case = Case("layer", (5, 7, 96), x_dtype=BF16, weight_dtype=BF16, bias_dtype=BF16)
+    inputs = make_inputs(case, "cuda")
+    aten = torch.ops.aten.native_layer_norm(inputs.x, [96], inputs.weight, inputs.bias, 1e-5)
+    for ours, theirs in zip(OPS.layer_norm_fwd(inputs.x, [96], inputs.weight, inputs.bias, 1e-5), aten, strict=True):
+        assert (ours.shape, ours.dtype, ours.stride()) == (theirs.shape, theirs.dtype, theirs.stride())

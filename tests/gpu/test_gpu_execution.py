@@ -1,0 +1,125 @@
+"""How the ops behave as work on a GPU: repeatable, on the right stream and device, capturable, compiled once."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from calls import assert_same_bits, run
+from cases import BF16, FP32, make_case
+
+from fusednorm.testing import assert_outputs_close, fused, make_inputs
+
+pytestmark = pytest.mark.gpu
+
+SEVERAL_PLANS = [
+    make_case("layer", (4099, 128), (BF16, FP32, BF16)),
+    make_case("rms", (4099, 1024), (BF16, BF16, BF16)),
+    make_case("layer", (2053, 4096), (BF16, FP32, BF16)),
+    make_case("rms", (1031, 5120), (FP32, FP32, FP32)),
+    make_case("layer", (301, 8191), (BF16, FP32, BF16)),
+    make_case("layer", (301, 65536), (BF16, FP32, BF16)),
+]
+
+
+@pytest.mark.parametrize("case", SEVERAL_PLANS, ids=str)
+def test_twenty_runs_give_the_same_bits(case):
+    inputs = make_inputs(case, "cuda")
+    first = run(case, inputs)
+    for _ in range(20):
+        assert_same_bits(fused(case, inputs), first)
+
+
+@pytest.mark.parametrize("case", SEVERAL_PLANS, ids=str)
+def test_a_row_comes_out_the_same_whatever_rows_surround_it(case):
+    inputs = make_inputs(case, "cuda")
+    everything = run(case, inputs)
+    rows = slice(case.rows // 3, case.rows // 3 + 29)
+    part = replace(inputs, x=inputs.x[rows], grad_out=inputs.grad_out[rows])
+    some = run(replace(case, shape=(29, case.cols)), part)
+    for name in ("y", "mean", "rstd", "dx"):
+        got, want = getattr(some, name), getattr(everything, name)
+        assert got is None or torch.equal(got, want[rows]), name
+
+
+@pytest.mark.parametrize("case", SEVERAL_PLANS, ids=str)
+def test_kernels_run_on_the_current_stream(case):
+    inputs, fresh = make_inputs(case, "cuda"), make_inputs(case, "cuda", seed=1)
+    fused(case, inputs)  # builds the kernels, so that the call below does not wait for that
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)  # tens of ms, in which work on any other stream would see the old inputs
+        inputs.x.copy_(fresh.x)
+        inputs.grad_out.copy_(fresh.grad_out)
+        outputs = fused(case, inputs)
+    stream.synchronize()
+    assert_outputs_close(outputs, case, replace(fresh, weight=inputs.weight, bias=inputs.bias))
+
+
+@pytest.mark.parametrize("case", SEVERAL_PLANS, ids=str)
+def test_calls_do_not_wait_for_the_gpu(case):
+    inputs = make_inputs(case, "cuda")
+    fused(case, inputs)
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        fused(case, inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@pytest.mark.parametrize("case", SEVERAL_PLANS, ids=str)
+def test_cuda_graphs_replay_on_new_inputs(case):
+    inputs, fresh = make_inputs(case, "cuda"), make_inputs(case, "cuda", seed=1)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        fused(case, inputs)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = fused(case, inputs)
+    for name in ("x", "grad_out", "weight", "bias"):
+        if getattr(inputs, name) is not None:
+            getattr(inputs, name).copy_(getattr(fresh, name))
+    graph.replay()
+    assert_outputs_close(outputs, case, fresh)
+
+
+@pytest.mark.parametrize("case", SEVERAL_PLANS[:1], ids=str)
+def test_tensors_on_another_than_the_current_device(case):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    inputs = make_inputs(case, "cuda:1")
+    assert torch.cuda.current_device() == 0
+    assert_outputs_close(run(case, inputs), case, inputs)
+
+
+def test_a_thousand_row_counts_build_each_kernel_once(builds_of_kernels):
+    cols = 1696  # of no other test, so that the first call has to build
+    random.seed(0)
+    row_counts = [17, 1, 2, 16, *(random.randint(1, 3000) for _ in range(1000))]
+    case = make_case("layer", (row_counts[0], cols), (BF16, FP32, BF16))
+    fused(case, make_inputs(case, "cuda"))
+    first = set(builds_of_kernels)
+    assert {"forward", "backward"} <= first and len(builds_of_kernels) == len(first)
+    builds_of_kernels.clear()
+    inputs = make_inputs(replace(case, shape=(3000, cols)), "cuda")
+    for rows in row_counts:
+        part = replace(inputs, x=inputs.x[:rows], grad_out=inputs.grad_out[:rows])
+        fused(replace(case, shape=(rows, cols)), part)
+    assert not builds_of_kernels
+
+
+@pytest.mark.parametrize("case", [make_case("layer", (2048, 4096), (FP32, FP32, FP32))], ids=str)
+def test_another_row_count_reuses_the_kernels(case, builds_of_kernels):
+    fused(case, make_inputs(case, "cuda"))
+    builds_of_kernels.clear()
+    more = replace(case, shape=(2056, 4096))
+    inputs = make_inputs(more, "cuda")
+    outputs = fused(more, inputs)
+    assert not builds_of_kernels
+    assert_outputs_close(outputs, more, inputs)

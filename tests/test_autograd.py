@@ -1,0 +1,253 @@
+"""Derivatives: of any order, through the ops and the Functions, in all of torch's ways to ask for them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from op_log import OpLog
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.testing import assert_close
+
+from fusednorm import LayerNormFunction, RMSNormFunction
+from fusednorm.testing import Case, Outputs, assert_outputs_close, make_inputs
+
+OPS = torch.ops.fusednorm
+
+# Per norm: the op, the Function and the stock function, each of (x, weight, bias), giving a tuple that begins with y.
+OP = {
+    "layer": lambda x, w=None, b=None: OPS.layer_norm_fwd(x, [8], w, b, 1e-2),
+    "rms": lambda x, w=None, b=None: OPS.rms_norm_fwd(x, [8], w, 1e-2),
+}
+FUNCTION = {
+    "layer": lambda x, w=None, b=None: LayerNormFunction.apply(x, (8,), w, b, 1e-2),
+    "rms": lambda x, w=None, b=None: RMSNormFunction.apply(x, (8,), w, 1e-2),
+}
+STOCK = {
+    "layer": lambda x, w=None, b=None: (F.layer_norm(x, (8,), w, b, 1e-2),),
+    "rms": lambda x, w=None, b=None: (F.rms_norm(x, (8,), w, 1e-2),),
+}
+norms = pytest.mark.parametrize("norm", ["layer", "rms"])
+routes = pytest.mark.parametrize("route", [OP, FUNCTION], ids=["op", "Function"])
+
+
+def operands(norm, dtype=torch.float64, requires_grad=True, shape=(2, 3, 8)):
+    """x, weight and, for LayerNorm, bias."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (shape, (8,), (8,)) if norm == "layer" else (shape, (8,))
+    return tuple(torch.randn(s, dtype=dtype, generator=generator).requires_grad_(requires_grad) for s in shapes)
+
+
+def scalar(function):
+    """A scalar function of y with derivatives of every order."""
+    return lambda *tensors: function(*tensors)[0].sin().sum()
+
+
+@norms
+@routes
+@pytest.mark.parametrize("check", [gradcheck, gradgradcheck])
+def test_gradients_of_every_output_are_right_to_second_order(check, route, norm):
+    assert check(route[norm], operands(norm))
+
+
+@norms
+@pytest.mark.parametrize("check", [gradcheck, gradgradcheck])
+def test_gradients_without_parameters_are_right_to_second_order(check, norm):
+    assert check(OP[norm], operands(norm)[:1])
+
+
+@norms
+def test_gradients_of_the_statistics_alone_are_right_to_second_order(norm):
+    x = operands(norm)[:1]
+    assert gradcheck(lambda x: OP[norm](x)[1:], x)
+    assert gradgradcheck(lambda x: OP[norm](x)[1:], x)
+
+
+@norms
+@pytest.mark.parametrize("check", [gradcheck, gradgradcheck])
+def test_backward_op_differentiates_in_all_its_operands(check, norm):
+    x, weight, *bias = operands(norm)
+    grad_out, mean = torch.randn_like(x, requires_grad=True), torch.randn(6, dtype=x.dtype, requires_grad=True)
+    rstd = torch.rand(6, 1, dtype=x.dtype).add(0.5).requires_grad_()
+    if norm == "layer":
+        function = lambda g, x, m, r, w, b: OPS.layer_norm_bwd(g, x, [8], m, r, w, b)  # noqa: E731
+        assert check(function, (grad_out, x, mean, rstd, weight, *bias))
+    else:
+        assert check(lambda g, x, r, w: OPS.rms_norm_bwd(g, x, [8], r, w), (grad_out, x, rstd, weight))
+
+
+@norms
+def test_forward_mode_and_batched_gradients_pass_gradcheck(norm):
+    assert gradcheck(OP[norm], operands(norm), check_forward_ad=True, check_batched_grad=True)
+
+
+@norms
+def test_gradients_are_right_to_third_order(norm):
+    # Held against finite differences: the third derivative of F.layer_norm itself is wrong in torch 2.11 to 2.15.
+    def gradient(x):
+        return torch.autograd.grad(scalar(OP[norm])(x), x, create_graph=True)[0]
+
+    x = operands(norm, shape=(2, 8))[:1]
+    assert gradgradcheck(gradient, x)
+
+
+CASES = [
+    Case("layer", (33, 40), 1, torch.bfloat16, torch.float32, torch.float32),
+    Case("layer", (33, 40), 1, torch.float16, torch.float16, torch.float16),
+    Case("rms", (33, 40), 1, torch.bfloat16, torch.float32),
+    Case("rms", (5, 6, 40), 2, torch.float32, torch.float16),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_functions_match_the_oracle_in_every_mix_of_dtypes(case):
+    inputs = make_inputs(case)
+    leaves = [t.requires_grad_() for t in (inputs.x, inputs.weight, inputs.bias) if t is not None]
+    function = LayerNormFunction if case.norm == "layer" else RMSNormFunction
+    arguments = (inputs.weight, inputs.bias, case.eps) if case.norm == "layer" else (inputs.weight, case.eps)
+    y, *statistics = function.apply(inputs.x, case.normalized_shape, *arguments)
+    dx, dweight, *dbias = torch.autograd.grad(y, leaves, inputs.grad_out)
+    mean, rstd = (None, *statistics)[-2:]
+    assert_outputs_close(Outputs(y, mean, rstd, dx, dweight, *dbias), case, inputs)
+
+
+@norms
+def test_function_has_the_defaults_of_the_op(norm):
+    x, *_ = operands(norm)
+    function, op = (LayerNormFunction, OPS.layer_norm_fwd) if norm == "layer" else (RMSNormFunction, OPS.rms_norm_fwd)
+    outputs = function.apply(x, (8,))
+    assert_close(outputs, op(x, [8]))
+    outputs[0].sum().backward()
+    assert x.grad is not None
+
+
+@norms
+@routes
+def test_plain_backward_is_one_backward_op(norm, route):
+    leaves = operands(norm)
+    y = route[norm](*leaves)[0]
+    grad_out = torch.ones_like(y)
+    with OpLog() as log:
+        torch.autograd.grad(y, leaves, grad_out)
+    assert log.names == [f"fusednorm.{norm}_norm_bwd.default"]
+
+
+@norms
+@routes
+@pytest.mark.parametrize("frozen", [0, 1, -1])
+def test_backward_leaves_out_what_is_frozen(norm, route, frozen):
+    leaves = operands(norm)
+    leaves[frozen].requires_grad_(False)
+    y = route[norm](*leaves)[0]
+    with OpLog() as log:
+        y.sum().backward()
+    ((_, arguments),) = (call for call in log.calls if call[0].startswith("fusednorm"))
+    assert list(arguments[-1]) == [t.requires_grad for t in leaves]
+    assert [t.grad is not None for t in leaves] == [t.requires_grad for t in leaves]
+
+
+@norms
+def test_nothing_is_recorded_where_no_input_requires_grad(norm):
+    outputs = OP[norm](*operands(norm, requires_grad=False))
+    assert not any(t.requires_grad for t in outputs)
+
+
+@norms
+@routes
+def test_expanded_gradient_of_a_sum_is_read_in_place(norm, route):
+    leaves = operands(norm)
+    got = torch.autograd.grad(route[norm](*leaves)[0].sum(), leaves)
+    assert_close(got, torch.autograd.grad(STOCK[norm](*leaves)[0].sum(), leaves))
+
+
+@norms
+def test_func_grad_and_vmap_match_stock(norm):
+    tensors = operands(norm, requires_grad=False)
+    arguments = tuple(range(len(tensors)))
+    ours, stock = (torch.func.grad(scalar(route[norm]), arguments) for route in (OP, STOCK))
+    assert_close(ours(*tensors), stock(*tensors))
+    in_dims = (0, *(None for _ in tensors[1:]))
+    assert_close(torch.func.vmap(ours, in_dims)(*tensors), torch.func.vmap(stock, in_dims)(*tensors))
+    assert_close(
+        torch.func.vmap(lambda *t: OP[norm](*t)[0], in_dims)(*tensors),
+        torch.func.vmap(lambda *t: STOCK[norm](*t)[0], in_dims)(*tensors),
+    )
+
+
+@norms
+@pytest.mark.filterwarnings("error")  # of torch's loop over samples, which an op without a batching rule gets
+def test_vmap_batches_every_operand(norm):
+    tensors = [torch.stack([t, 2 * t, t - 1]) for t in operands(norm, requires_grad=False)]
+    batched = torch.func.vmap(OP[norm])(*tensors)
+    looped = zip(*(OP[norm](*sample) for sample in zip(*tensors, strict=True)), strict=True)
+    assert_close(batched, tuple(torch.stack(outputs) for outputs in looped))
+
+
+@pytest.mark.filterwarnings("error")
+def test_vmap_batches_the_backward_op():
+    x, weight, bias = operands("layer", requires_grad=False)
+    _, mean, rstd = OP["layer"](x, weight, bias)
+    backward = lambda g: OPS.layer_norm_bwd(g, x, [8], mean, rstd, weight, bias, [True, True, False])[:2]  # noqa: E731
+    grads = torch.randn(4, *x.shape, dtype=x.dtype)
+    looped = zip(*(backward(g) for g in grads), strict=True)
+    assert_close(torch.func.vmap(backward)(grads), tuple(torch.stack(outputs) for outputs in looped))
+
+
+@norms
+def test_jacobians_match_stock(norm):
+    tensors = operands(norm, requires_grad=False)
+    arguments = tuple(range(len(tensors)))
+    want = torch.autograd.functional.jacobian(lambda *t: STOCK[norm](*t)[0], tensors)
+    for transform in (torch.func.jacrev, torch.func.jacfwd):
+        assert_close(transform(lambda *t: OP[norm](*t)[0], arguments)(*tensors), want)
+
+
+@norms
+def test_second_order_transforms_match_stock_autograd(norm):
+    # Not held against torch.func over the stock function: jacrev of jacrev of F.layer_norm is wrong in torch 2.11-2.15.
+    tensors = operands(norm, requires_grad=False)
+    arguments = tuple(range(len(tensors)))
+    want = torch.autograd.functional.hessian(scalar(STOCK[norm]), tensors)
+    for outer in (torch.func.jacrev, torch.func.jacfwd):
+        for inner in (torch.func.jacrev, torch.func.jacfwd):
+            assert_close(outer(inner(scalar(OP[norm]), arguments), arguments)(*tensors), want)
+
+
+@norms
+def test_jvp_matches_stock(norm):
+    tensors = operands(norm, requires_grad=False)
+    tangents = tuple(torch.randn_like(t) for t in tensors)
+    ours, stock = (torch.func.jvp(lambda *t, f=route[norm]: f(*t)[0], tensors, tangents) for route in (OP, STOCK))
+    assert_close(ours, stock)
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(t, tangent) for t, tangent in zip(tensors, tangents, strict=True)]
+        assert_close(forward_ad.unpack_dual(OP[norm](*duals)[0]).tangent, stock[1])
+
+
+@norms
+def test_functions_refuse_forward_mode_and_torch_func_instead_of_dropping_them(norm):
+    x, *_ = operands(norm, requires_grad=False)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        FUNCTION[norm](forward_ad.make_dual(x, x))
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(scalar(FUNCTION[norm]))(x)
+
+
+@norms
+@routes
+def test_compiles_without_a_graph_break(norm, route):
+    leaves = operands(norm)
+    compiled = torch.compile(route[norm], fullgraph=True, backend="aot_eager", dynamic=True)
+    got, want = compiled(*leaves), route[norm](*leaves)
+    assert_close(got, want)
+    got, want = (torch.autograd.grad(sum(t.sin().sum() for t in outputs), leaves) for outputs in (got, want))
+    assert_close(got, want)
+
+
+@norms
+@routes
+def test_checkpointing_recomputes_to_the_same_gradients(norm, route):
+    leaves = operands(norm)
+    y = torch.utils.checkpoint.checkpoint(lambda *t: route[norm](*t)[0], *leaves, use_reentrant=False)
+    got = torch.autograd.grad(y.sin().sum(), leaves)
+    assert_close(got, torch.autograd.grad(scalar(STOCK[norm])(*leaves), leaves))

@@ -1,0 +1,78 @@
+"""What the doctor says, and what it takes for a problem."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fusednorm import __main__, doctor
+from fusednorm.doctor import Finding
+
+
+def gpu(major: int, minor: int) -> SimpleNamespace:
+    return SimpleNamespace(name="X", major=major, minor=minor, multi_processor_count=4, total_memory=1 << 30)
+
+
+def test_doctor_finds_this_machine_able(capsys):
+    assert __main__.main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    for subject in ("fusednorm", "python", "torch", "triton", "device", "compiler", "cache", "cpu ops", "cuda ops"):
+        assert f" {subject} " in said
+    assert "Everything this machine can run works." in said
+
+
+def test_a_problem_makes_the_exit_code_1(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "diagnose", lambda: [Finding("ok", "a", "fine"), Finding("problem", "b", "broken")])
+    assert doctor.run_doctor() == 1
+    assert "Problems: 1." in capsys.readouterr().out
+
+
+def test_one_broken_check_does_not_hide_the_others(monkeypatch):
+    def check_device():
+        raise OSError("no driver")
+
+    monkeypatch.setattr(doctor, "check_device", check_device)
+    findings = {finding.subject: finding for finding in doctor.diagnose()}
+    assert findings["device"] == Finding("problem", "device", "OSError: no driver")
+    assert findings["cpu ops"].status == "ok"
+
+
+def test_old_versions_are_problems(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.10.1+cpu")
+    monkeypatch.setattr(doctor, "triton_version", lambda: "3.5.1")
+    assert doctor.check_versions()[-1] == Finding("problem", "torch", "2.10.1+cpu, needs 2.11 or later")
+    assert doctor.check_triton() == [Finding("problem", "triton", "3.5.1, needs 3.6 or later")]
+
+
+@pytest.mark.parametrize("has_gpu, status", [(True, "problem"), (False, "note")])
+def test_triton_and_compiler_are_needed_where_there_is_a_gpu(has_gpu, status, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(doctor, "triton_version", lambda: None)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    assert [f.status for f in (*doctor.check_triton(), *doctor.check_compiler())] == [status, status]
+
+
+def test_gpus_before_sm_80_are_problems():
+    assert doctor.describe_gpu(gpu(7, 5)).status == "problem"
+    assert doctor.describe_gpu(gpu(8, 0)) == Finding("ok", "device", "X, sm_80, 4 SMs, 1 GiB")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_cache_that_cannot_be_written_is_a_problem(tmp_path, monkeypatch):
+    from triton import knobs
+
+    tmp_path.chmod(0o500)
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path / "cache"))
+    assert doctor.check_cache()[0].status == "problem"
+
+
+def test_wrong_ops_are_a_problem(monkeypatch):
+    right = doctor.fused
+    monkeypatch.setattr(doctor, "fused", lambda case, inputs: right(case, doctor.make_inputs(case, seed=1)))
+    (finding,) = doctor._guarded(doctor.check_cpu_ops)
+    assert finding.status == "problem"
+    assert "AssertionError: layer-64x1024-bf16" in finding.text

@@ -1,0 +1,123 @@
+"""Bad input gets one RuntimeError that names the op and the rule and says what it got, on every route into the op."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import fusednorm
+
+X = torch.ones(2, 3, 8)
+FORWARD = {"x": X, "normalized_shape": [8], "weight": torch.ones(8)}
+BACKWARD = FORWARD | {"grad_out": X, "rstd": torch.ones(6)}
+RIGHT_CALLS = {
+    "layer_norm_fwd": FORWARD | {"bias": torch.ones(8)},
+    "layer_norm_bwd": BACKWARD | {"bias": torch.ones(8), "mean": torch.ones(6)},
+    "rms_norm_fwd": FORWARD,
+    "rms_norm_bwd": BACKWARD,
+}
+FORWARDS, BACKWARDS = ("layer_norm_fwd", "rms_norm_fwd"), ("layer_norm_bwd", "rms_norm_bwd")
+WRONG_OPERANDS = [
+    ({"normalized_shape": []}, "normalized_shape must have at least one dimension, got ()"),
+    ({"normalized_shape": [7]}, "x must end in normalized_shape (7,), got shape (2, 3, 8)"),
+    ({"normalized_shape": [1, 2, 3, 8]}, "x must end in normalized_shape (1, 2, 3, 8), got shape (2, 3, 8)"),
+    ({"x": torch.tensor(1.0)}, "x must end in normalized_shape (8,), got shape ()"),
+    ({"x": torch.ones(2, 3, 8, dtype=torch.int32)}, "x must be float16, bfloat16, float32 or float64, got torch.int32"),
+    (
+        {"x": torch.ones(2, 3, 8, dtype=torch.complex64)},
+        "x must be float16, bfloat16, float32 or float64, got torch.compl",
+    ),
+    ({"weight": torch.ones(3, 8)}, "weight must have shape (8,), got (3, 8)"),
+    (
+        {"weight": torch.ones(8, dtype=torch.bool)},
+        "weight must be float16, bfloat16, float32 or float64, got torch.bool",
+    ),
+    ({"weight": torch.ones(8, device="meta")}, "weight must be on cpu as x is, got meta"),
+]
+WRONG_BIASES = [
+    ({"bias": torch.ones(1)}, "bias must have shape (8,), got (1,)"),
+    ({"bias": torch.ones(8, dtype=torch.int64)}, "bias must be float16, bfloat16, float32 or float64, got torch.int64"),
+    ({"bias": torch.ones(8, device="meta")}, "bias must be on cpu as x is, got meta"),
+]
+WRONG_GRADIENTS = [
+    ({"grad_out": torch.ones(6, 8)}, "grad_out must have shape (2, 3, 8), got (6, 8)"),
+    (
+        {"grad_out": torch.ones(2, 3, 8).int()},
+        "grad_out must be float16, bfloat16, float32 or float64, got torch.int32",
+    ),
+    ({"grad_out": torch.ones(2, 3, 8, device="meta")}, "grad_out must be on cpu as x is, got meta"),
+    ({"rstd": torch.ones(7)}, "rstd must hold one element per row (6), got shape (7,)"),
+    ({"rstd": torch.ones(1)}, "rstd must hold one element per row (6), got shape (1,)"),
+    ({"rstd": torch.ones(6).long()}, "rstd must be float16, bfloat16, float32 or float64, got torch.int64"),
+    ({"rstd": torch.ones(6, device="meta")}, "rstd must be on cpu as x is, got meta"),
+]
+WRONG_MEANS = [
+    ({"mean": torch.ones(2, 3, 8)}, "mean must hold one element per row (6), got shape (2, 3, 8)"),
+    ({"mean": torch.ones(6).bool()}, "mean must be float16, bfloat16, float32 or float64, got torch.bool"),
+    ({"output_mask": [True, True]}, "output_mask must have one flag per output, got [True, True]"),
+]
+WRONG_CALLS = [
+    *((op, *wrong) for op in RIGHT_CALLS for wrong in WRONG_OPERANDS),
+    *((op, *wrong) for op in ("layer_norm_fwd", "layer_norm_bwd") for wrong in WRONG_BIASES),
+    *((op, *wrong) for op in BACKWARDS for wrong in WRONG_GRADIENTS),
+    *(("layer_norm_bwd", *wrong) for wrong in WRONG_MEANS),
+]
+
+
+def call(op, device="cpu", **overrides):
+    arguments = RIGHT_CALLS[op] | overrides
+    if device != "cpu":
+        arguments = {name: a.to(device) if isinstance(a, torch.Tensor) else a for name, a in arguments.items()}
+    return getattr(torch.ops.fusednorm, op)(**arguments)
+
+
+def raises(op, message):
+    return pytest.raises(RuntimeError, match=re.escape(f"{op}: {message}"))
+
+
+@pytest.mark.parametrize(("op", "overrides", "message"), WRONG_CALLS)
+def test_op_says_rule_and_what_it_got(op, overrides, message):
+    call(op)
+    with raises(op, message):
+        call(op, **overrides)
+
+
+@pytest.mark.parametrize("op", FORWARDS)
+def test_forward_says_the_same_on_every_route(op):
+    wrong, message = {"weight": torch.ones(3)}, "weight must have shape (8,), got (3,)"
+    with raises(op, message):  # through the autograd Function
+        call(op, x=X.clone().requires_grad_(), **wrong)
+    with raises(op, message):  # through the formula
+        torch.func.vmap(lambda x: call(op, x=x, **wrong))(torch.ones(4, 2, 3, 8))
+    with raises(op, message):  # through the fake
+        call(op, "meta", **wrong)
+
+
+@pytest.mark.parametrize("op", BACKWARDS)
+def test_backward_says_the_same_on_every_route(op):
+    wrong, message = {"rstd": torch.ones(5)}, "rstd must hold one element per row (6), got shape (5,)"
+    with raises(op, message):  # through the formula, to be differentiated
+        call(op, x=X.clone().requires_grad_(), **wrong)
+    with raises(op, message):  # through the formula, batched
+        torch.func.vmap(lambda x: call(op, x=x, **wrong))(torch.ones(4, 2, 3, 8))
+    with raises(op, message):  # through the fake
+        call(op, "meta", **wrong)
+
+
+def test_rms_norm_bwd_rejects_a_mask_of_another_length():
+    with raises("rms_norm_bwd", "output_mask must have one flag per output, got [True]"):
+        call("rms_norm_bwd", output_mask=[True])
+
+
+def test_layer_norm_refuses_eps_none_as_aten_does():
+    for op in (torch.ops.fusednorm.layer_norm_fwd, torch.ops.aten.native_layer_norm):
+        with pytest.raises(RuntimeError, match="eps"):
+            op(X, [8], None, None, None)
+
+
+@pytest.mark.parametrize("function", [fusednorm.LayerNormFunction, fusednorm.RMSNormFunction])
+def test_functions_raise_as_the_ops_do(function):
+    with pytest.raises(RuntimeError, match=r"norm_fwd: x must end in normalized_shape \(7,\), got shape \(2, 3, 8\)"):
+        function.apply(X.clone().requires_grad_(), (7,))

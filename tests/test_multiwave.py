@@ -1,0 +1,319 @@
+"""The Triton kernels in Triton's interpreter against fp64 autograd. Each buffer begins as NaN between NaN margins."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import (
+    BF16,
+    EPS,
+    FP16,
+    FP32,
+    FP64,
+    LAYOUTS,
+    MIXED_DTYPES,
+    NORMS,
+    SAME_DTYPES,
+    TROUBLED_ROWS,
+    guarded_buffers,
+    lay_out,
+    make_case,
+    rotate,
+    statistic_layouts,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusednorm import heuristics
+from fusednorm.device import A100, H200, RTX_5090, DeviceSpec
+from fusednorm.plan import ColumnTilePlan, MultiWavePlan, num_ctas
+from fusednorm.problem import check_backward, check_forward
+from fusednorm.testing import Case, Inputs, Outputs, assert_outputs_close, make_inputs
+
+# Few SMs, so that a CTA walks over several row tiles of a small tensor; arch 80, which gets Triton kernels only.
+SMALL_GPU = replace(A100, sm_count=3)
+
+ALL_OUTPUTS = (True, True, True)
+
+
+@pytest.fixture(autouse=True)
+def plans_for_a_small_gpu(monkeypatch):
+    monkeypatch.setattr(DeviceSpec, "of", staticmethod(lambda device: SMALL_GPU))
+
+
+def run_forward(case: Case, inputs: Inputs, plan=None):
+    from fusednorm import launch
+
+    call = check_forward(case.norm, inputs.x, case.normalized_shape, inputs.weight, inputs.bias, case.eps)
+    with guarded_buffers() as buffers:
+        launches, outputs = launch.prepare_forward(call, plan)
+        assert len(buffers) >= len([output for output in outputs if output is not None])
+        for each in launches:
+            each.run()
+    return outputs
+
+
+def run_backward(case: Case, inputs: Inputs, mean, rstd, plan=None, mask=ALL_OUTPUTS):
+    from fusednorm import launch
+
+    call = check_backward(
+        case.norm, inputs.grad_out, inputs.x, case.normalized_shape, mean, rstd, inputs.weight, inputs.bias, mask
+    )
+    with guarded_buffers() as buffers:
+        launches, outputs = launch.prepare_backward(call, plan)
+        assert len(buffers) >= len([output for output in outputs if output is not None])
+        for each in launches:
+            each.run()
+    return outputs
+
+
+def run(case: Case, inputs: Inputs, forward_plan=None, backward_plan=None) -> Outputs:
+    y, mean, rstd = run_forward(case, inputs, forward_plan)
+    return Outputs(y, mean, rstd, *run_backward(case, inputs, mean, rstd, backward_plan))
+
+
+def planned(case: Case, inputs: Inputs) -> list:
+    forward = check_forward(case.norm, inputs.x, case.normalized_shape, inputs.weight, inputs.bias, case.eps)
+    rstd = torch.ones(case.rows)
+    mean = rstd if case.norm == "layer" else None
+    backward = check_backward(
+        case.norm, inputs.grad_out, inputs.x, case.normalized_shape, mean, rstd, inputs.weight, inputs.bias, ALL_OUTPUTS
+    )
+    return [heuristics.choose(call.problem, SMALL_GPU) for call in (forward, backward)]
+
+
+SHAPES = [  # rows, cols; in between the dtypes go around once
+    *((TROUBLED_ROWS, 1), (TROUBLED_ROWS, 3), (TROUBLED_ROWS, 32)),
+    *((1, 32), (2, 1), (37, 96), (53, 576), (19, 1023), (7, 1600), (13, 1987), (5, 4096)),
+]
+
+
+@pytest.mark.parametrize("case", rotate(SHAPES, SAME_DTYPES + MIXED_DTYPES[:5]), ids=str)
+def test_outputs_match_fp64_autograd_as_planned(case):
+    inputs = make_inputs(case)
+    assert_outputs_close(run(case, inputs), case, inputs)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("dtypes", SAME_DTYPES + MIXED_DTYPES, ids=lambda mix: "-".join(str(d)[6:] for d in mix))
+def test_every_mix_of_dtypes_matches_fp64_autograd(norm, dtypes):
+    case = make_case(norm, (23, 41), dtypes)
+    inputs = make_inputs(case)
+    assert_outputs_close(run(case, inputs), case, inputs)
+
+
+WIDE_CASES = [make_case("rms", (3, 20001), (BF16, None, BF16)), make_case("layer", (2, 10242), (FP64, None, FP64))]
+
+
+@pytest.mark.parametrize("case", WIDE_CASES, ids=str)
+def test_rows_that_fit_no_registers_go_by_column_tiles(case):
+    inputs = make_inputs(case)
+    assert all(isinstance(plan, ColumnTilePlan) for plan in planned(case, inputs))
+    assert_outputs_close(run(case, inputs), case, inputs)
+
+
+TILES = [  # rows_per_tile, chunk, num_chunks, cols
+    (1, 16, 1, 16),
+    (1, 16, 1, 9),
+    (2, 16, 3, 33),
+    (4, 32, 2, 63),
+    (4, 8, 8, 57),
+    (8, 1, 3, 3),
+    (16, 4, 1, 3),
+    (2, 64, 5, 300),
+    (64, 2, 1, 2),
+    (4, 1, 1, 1),
+]
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("rows", [1, 29])
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_every_row_tile_shape_serves_ragged_rows_and_columns(norm, tile, rows):
+    *tile, cols = tile
+    plan = MultiWavePlan(*tile, num_warps=4, ctas_per_sm=2, max_registers=128)
+    case = make_case(norm, (rows, cols), SAME_DTYPES[(rows + cols) % 4])
+    inputs = make_inputs(case)
+    assert_outputs_close(run(case, inputs, plan, plan), case, inputs)
+
+
+COLUMN_TILES = [  # rows_per_tile, chunk, row_pass_chunk, cols
+    (1, 16, 32, 50),
+    (4, 16, 16, 16),
+    (2, 32, 64, 33),
+    (8, 64, 128, 200),
+    (1, 16, 64, 1),
+]
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("rows", [1, 13])
+@pytest.mark.parametrize("tile", COLUMN_TILES, ids=str)
+def test_every_column_tile_shape_serves_ragged_rows_and_columns(norm, tile, rows):
+    rows_per_tile, chunk, row_pass_chunk, cols = tile
+    plan = ColumnTilePlan(rows_per_tile, chunk, 4, 2, row_pass_chunk, 8)
+    case = make_case(norm, (rows, cols), SAME_DTYPES[(rows + cols) % 4])
+    inputs = make_inputs(case)
+    assert_outputs_close(run(case, inputs, plan, plan), case, inputs)
+
+
+PLANS = {
+    "rows in registers": MultiWavePlan(4, 32, 2, 4, 2, 128),
+    "column tiles": ColumnTilePlan(4, 16, 4, 2, 64, 8),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_are_read_where_they_lie(layout, plan):
+    case = make_case("layer", (LAYOUTS[layout][0], 5, 3, 48), (FP32, FP32, FP32))
+    inputs = lay_out(make_inputs(case), layout)
+    assert_outputs_close(run(case, inputs, plan, plan), case, inputs)
+
+
+@pytest.mark.parametrize("shape", [(1, 7, 6, 8), (7, 1, 6, 8), (7, 6, 1, 8), (1, 1, 6, 8), (7, 6, 8, 1)], ids=str)
+def test_dims_of_size_one_stand_anywhere(shape):
+    case = make_case("layer", shape, (FP32, FP32, FP32), normalized_ndim=2)
+    inputs = make_inputs(case)
+    assert_outputs_close(run(case, inputs), case, inputs)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("norm", NORMS)
+def test_statistics_are_read_in_every_layout_and_dtype(norm, plan):
+    case = make_case(norm, (13, 40), (BF16, FP32, BF16))
+    inputs = make_inputs(case)
+    _, mean, rstd = run_forward(case, inputs)
+    for dtype in (FP32, BF16, FP16, FP64):
+        rounded = [None if statistic is None else statistic.to(dtype) for statistic in (mean, rstd)]
+        want = run_backward(case, inputs, *(None if s is None else s.to(FP32) for s in rounded), plan)
+        layouts = [dict.fromkeys(("[M]", "strided")) if s is None else statistic_layouts(s) for s in rounded]
+        for name in ("[M]", "[M, 1]", "strided", "strided [M, 1]") if dtype == FP32 else ("strided",):
+            got = run_backward(case, inputs, layouts[0].get(name), layouts[1][name], plan)
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True) if b is not None), (name, dtype)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("norm", NORMS)
+def test_masked_outputs_are_none_and_the_others_what_they_are_without_a_mask(norm, plan):
+    case = make_case(norm, (13, 40), (FP32, FP32, FP32))
+    inputs = make_inputs(case)
+    _, mean, rstd = run_forward(case, inputs)
+    for mask in itertools.product((True, False), repeat=3):
+        if not any(mask) or (not mask[0] and isinstance(plan, MultiWavePlan)):
+            continue
+        outputs = run_backward(case, inputs, mean, rstd, plan, mask)
+        exists = (True, True, norm == "layer")
+        assert [o is not None for o in outputs] == [m and e for m, e in zip(mask, exists, strict=True)]
+        assert_outputs_close(Outputs(None, None, None, *outputs), case, inputs)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_backward_without_dx_is_planned_as_one_that_needs_no_row_sums(norm):
+    from fusednorm import launch
+
+    case = make_case(norm, (40, 96), (BF16, FP32, BF16))
+    inputs = make_inputs(case)
+    _, mean, rstd = run_forward(case, inputs)
+    outputs = run_backward(case, inputs, mean, rstd, mask=(False, True, True))
+    assert_outputs_close(Outputs(None, None, None, *outputs), case, inputs)
+    call = check_backward(
+        norm, inputs.grad_out, inputs.x, (96,), mean, rstd, inputs.weight, inputs.bias, (False, True, True)
+    )
+    assert len(launch.prepare_backward(call)[0]) == 2
+
+
+@pytest.mark.parametrize("weight, bias", [(None, FP32), (FP32, None), (None, None), (FP16, FP64)], ids=str)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_absent_and_unlike_parameters(weight, bias, plan):
+    case = Case("layer", (13, 40), x_dtype=BF16, weight_dtype=weight, bias_dtype=bias, eps=EPS)
+    inputs = make_inputs(case)
+    outputs = run(case, inputs, plan, plan)
+    assert (outputs.dweight is None, outputs.dbias is None) == (weight is None, bias is None)
+    assert_outputs_close(outputs, case, inputs)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("shift", [1e4, -3e4])
+def test_layer_norm_of_rows_far_from_zero_stays_accurate(plan, shift):
+    case = make_case("layer", (40, 61), (FP32, FP32, FP32))
+    inputs = make_inputs(case)
+    inputs = replace(inputs, x=inputs.x / 1.5 + shift)
+    assert_outputs_close(run(case, inputs, plan, plan), case, inputs)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("norm", NORMS)
+def test_constant_and_zero_rows_have_finite_gradients(norm, plan):
+    case = make_case(norm, (5, 64), (FP32, FP32, FP32))
+    inputs = make_inputs(case)
+    inputs.x[1], inputs.x[3] = 0.0, 0.75
+    assert_outputs_close(run(case, inputs, plan, plan), case, inputs)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_nan_stays_in_its_row_and_in_the_column_sums(norm, plan):
+    case = make_case(norm, (9, 50), (FP32, FP32, FP32))
+    inputs = make_inputs(case)
+    clean = run(case, inputs, plan, plan)
+    inputs = replace(inputs, x=inputs.x.clone())
+    inputs.x[4, 7] = float("nan")
+    outputs = run(case, inputs, plan, plan)
+    others = torch.arange(9) != 4
+    for got, want in ((outputs.y, clean.y), (outputs.dx, clean.dx), (outputs.rstd, clean.rstd)):
+        assert got[4].isnan().all() and torch.equal(got[others], want[others])
+    assert outputs.dweight.isnan().all()
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_row_comes_out_the_same_whatever_rows_surround_it(norm):
+    case = make_case(norm, (41, 96), (BF16, FP32, BF16))
+    inputs = make_inputs(case)
+    everything = run(case, inputs)
+    part = slice(17, 26)
+    some = run(replace(case, shape=(9, 96)), replace(inputs, x=inputs.x[part], grad_out=inputs.grad_out[part]))
+    for name in ("y", "mean", "rstd", "dx"):
+        if getattr(some, name) is not None:
+            assert torch.equal(getattr(some, name), getattr(everything, name)[part]), name
+
+
+@pytest.mark.parametrize("num_partials", [1, 2, 63, 64, 65, 200])
+def test_finalizer_sums_any_number_of_partials(num_partials):
+    from fusednorm import launch
+
+    case = make_case("layer", (num_partials * 8, 33), (FP32, FP32, FP32))
+    inputs = make_inputs(case)
+    total = inputs.grad_out.view(num_partials, 8, 33).sum(1)
+    out = torch.full((2, 33), float("nan"))
+    launch.column_sum.finalize[(2, 2)](
+        total, total * 2, out[0], out[1], num_partials, 33, WANTS_DW=True, WANTS_DB=True, ROWS=64, COLS=32
+    )
+    assert_outputs_close(Outputs(dbias=out[0]), case, inputs)
+    assert_outputs_close(Outputs(dbias=out[1] / 2), case, inputs)
+
+
+@given(
+    rows=st.integers(1, 1 << 22) | st.integers(1, 2000),
+    rows_per_tile=st.sampled_from([1, 2, 4, 8, 64]),
+    ctas_per_sm=st.integers(1, 16),
+    spec=st.sampled_from([A100, H200, RTX_5090, SMALL_GPU]),
+)
+def test_no_cta_is_idle_and_no_partial_is_wasted(rows, rows_per_tile, ctas_per_sm, spec):
+    plan = MultiWavePlan(rows_per_tile, 128, 1, 4, ctas_per_sm, 128)
+    tiles, ctas = -(-rows // rows_per_tile), num_ctas(plan, rows, 128, spec)
+    waves = -(-tiles // ctas)
+    assert 1 <= ctas <= min(tiles, spec.sm_count * ctas_per_sm)
+    assert (ctas - 1) * waves < tiles, "fewer CTAs would be done as soon"
+    assert ctas <= max(spec.sm_count, rows // 8), "a partial per fewer than 8 rows costs more than it brings"
+
+
+@given(rows=st.integers(1, 1 << 20), cols=st.integers(1, 1 << 18), rows_per_tile=st.sampled_from([1, 4]))
+def test_column_tiles_and_row_tiles_together_fill_the_gpu_once(rows, cols, rows_per_tile):
+    plan = ColumnTilePlan(rows_per_tile, 1024, 4, 4, 4096, 8)
+    ctas, column_tiles = num_ctas(plan, rows, cols, H200), -(-cols // 1024)
+    assert 1 <= ctas <= -(-rows // rows_per_tile)
+    assert ctas == 1 or ctas * column_tiles <= H200.sm_count * 4

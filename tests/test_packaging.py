@@ -1,0 +1,96 @@
+"""sdist and wheel build without a network, hold what they must, and import from where nothing else of ours is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+pytest.importorskip("setuptools", minversion="68")
+
+USE = """
+import importlib.util, pathlib, sys, torch, fusednorm
+assert pathlib.Path(fusednorm.__file__).is_relative_to(sys.argv[1]), fusednorm.__file__
+y, rstd = torch.ops.fusednorm.rms_norm_fwd(torch.ones(2, 3), [3])
+assert y.shape == (2, 3) and rstd.shape == (2, 1)
+import fusednorm.kernels
+assert pathlib.Path(fusednorm.kernels.__file__).is_relative_to(sys.argv[1]), fusednorm.kernels.__file__
+print(fusednorm.__version__)
+"""
+
+
+def run(*command, cwd: Path, **environment: str) -> str:
+    finished = subprocess.run(
+        [sys.executable, *map(str, command)], cwd=cwd, env=os.environ | environment, capture_output=True, text=True
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def build(kind: str, source: Path, out: Path) -> Path:
+    """The build backend itself, as pip runs it without isolation."""
+    out.mkdir(exist_ok=True)
+    code = f"from setuptools import build_meta; build_meta.build_{kind}({str(out)!r})"
+    run("-c", code, cwd=source)
+    (built,) = out.iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sdist")
+    tracked = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "out", "*.egg-info")
+    source = shutil.copytree(ROOT, folder / "source", ignore=tracked)
+    return build("sdist", source, folder / "built")
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist, tmp_path_factory) -> Path:
+    """Built from the sdist, so that the sdist has all a build needs."""
+    folder = tmp_path_factory.mktemp("wheel")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder / "source", filter="data")
+    (source,) = (folder / "source").iterdir()
+    return build("wheel", source, folder / "built")
+
+
+def test_wheel_installs_and_imports_on_its_own(wheel, tmp_path):
+    target = tmp_path / "target"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(target)
+    version = run("-c", USE, target, cwd=tmp_path, PYTHONPATH=str(target)).strip()
+    assert wheel.name == f"fusednorm-{version}-py3-none-any.whl"
+
+
+def test_wheel_holds_the_package_and_nothing_beside_it(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"fusednorm"}
+    kernels = {f"fusednorm/kernels/{path.name}" for path in (ROOT / "kernels").glob("*.py")}
+    assert kernels | {"fusednorm/py.typed"} <= set(names)
+    assert any(name.endswith("LICENSE") for name in names)
+
+
+def test_wheel_leaves_versions_open(wheel):
+    archive = zipfile.ZipFile(wheel)
+    (metadata,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+    lines = archive.read(metadata).decode().splitlines()
+    needed = [line for line in lines if line.startswith("Requires-Dist:") and "extra ==" not in line]
+    assert any("torch>=2.11" in line for line in needed)
+    assert any("triton>=3.6" in line and "linux" in line for line in needed)
+    assert not any("<" in line.split(";")[0] for line in needed)
+    assert {"Provides-Extra: test", "Provides-Extra: bench", "Provides-Extra: demo"} <= set(lines)
+
+
+def test_sdist_holds_tests_bench_and_documents(sdist):
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    needed = {"tests/conftest.py", "bench/bench_norm.py", "kernels/rowmath.py", "README.md", "CHANGELOG.md", "LICENSE"}
+    assert needed | {"Makefile"} <= names
+    assert not {name for name in names if name.endswith(".pyc")}
