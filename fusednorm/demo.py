@@ -27,6 +27,7 @@ from .testing import Case, Inputs, Outputs, assert_outputs_close, exact, fused, 
 
 SEED = 0
 TEXT_BYTES = 4 << 20
+PATIENCE_SECONDS = 120  # training stops here, however slow the machine
 SAME_LOSS = 0.02  # relative: rounding apart, the two runs compute the same
 SMALL_PROBLEMS = (
     Case("layer", (24, 160), x_dtype=torch.bfloat16, weight_dtype=torch.bfloat16, bias_dtype=torch.bfloat16),
@@ -284,8 +285,12 @@ def train(model: GPT, text: Tensor, size: Size, steps: int) -> dict[str, Trainin
     device = next(model.parameters()).device
     models = {"stock norms": model, "fusednorm": swap_norms(copy.deepcopy(model))}
     runs = {label: Training(model, size, steps) for label, model in models.items()}
+    began = time.perf_counter()
     bar = progress(range(steps), "training both", "demo")
-    for _, tokens in zip(bar, batches(text, size, device), strict=False):
+    for step, tokens in zip(bar, batches(text, size, device), strict=False):
+        if step and time.perf_counter() - began > PATIENCE_SECONDS:
+            print(f"\nTraining stopped after {step} of {steps} steps: {PATIENCE_SECONDS} seconds are over.")
+            break
         for run in runs.values():
             run.step(tokens)
         show_beside(bar, ", ".join(f"{run.losses[-1]:.3f}" for run in runs.values()))

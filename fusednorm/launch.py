@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from . import budget, heuristics
 from .device import DeviceSpec
-from .kernels import column_sum, multiwave, pipelined, warp_specialized
+from .kernels import column_sum, multiwave, pipelined, ring, warp_specialized
 from .kernels.config import Norm, RingTile, Tile
 from .plan import ColumnTilePlan, MultiWavePlan, PipelinedPlan, Plan, WarpSpecializedPlan, num_ctas, num_partials
 from .problem import BackwardCall, ForwardCall, NormProblem, RowView
@@ -68,15 +67,9 @@ def prepare_forward(call: ForwardCall, plan: Plan | None = None) -> tuple[list[L
     y = torch.empty(call.shape, dtype=problem.x_dtype, device=device)
     rstd = torch.empty(call.stats_shape, dtype=problem.acc_dtype, device=device)
     mean = torch.empty_like(rstd) if problem.norm == "layer" else None
-    args = (call.x.tensor, call.weight, call.bias, y, mean, rstd, call.rows, problem.cols, call.eps, *_walk(call.x))
-    norm = _norm(problem)
-    if isinstance(plan, ColumnTilePlan):
-        tile = Tile(1, plan.row_pass_chunk, 1)
-        launch = Launch(multiwave.forward_by_column_tiles, (call.rows,), args, norm, tile, plan.row_pass_warps)
-    else:
-        grid = (num_ctas(plan, call.rows, problem.cols, spec),)
-        launch = Launch(multiwave.forward, grid, args, norm, _tile(plan), plan.num_warps, {"maxnreg": plan.max_registers})
-    return [launch], (y, mean, rstd)
+    outputs = (y, mean, rstd)
+    build = _FORWARD[type(plan)]
+    return build(plan, call, _norm(problem), outputs, num_ctas(plan, call.rows, problem.cols, spec)), outputs
 
 
 def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> tuple[list[Launch], tuple]:
@@ -99,6 +92,25 @@ def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> tuple[list
         args = (dw_partial, db_partial, dw, db, partials, problem.cols)
         launches.append(Launch(column_sum.finalize, grid, args, _norm(problem), FINALIZE_TILE, FINALIZE_WARPS))
     return launches, (dx, dw, db)
+
+
+def _multiwave_forward(plan: MultiWavePlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int) -> list[Launch]:
+    options = {"maxnreg": plan.max_registers}
+    return [Launch(multiwave.forward, (ctas,), _forward_args(call, outputs), norm, _tile(plan), plan.num_warps, options)]
+
+
+def _column_tile_forward(plan: ColumnTilePlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int) -> list[Launch]:
+    """A CTA per row, which walks its column tiles twice."""
+    tile = Tile(1, plan.row_pass_chunk, 1)
+    args = _forward_args(call, outputs)
+    return [Launch(multiwave.forward_by_column_tiles, (call.rows,), args, norm, tile, plan.row_pass_warps)]
+
+
+def _pipelined_forward(plan: PipelinedPlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int) -> list[Launch]:
+    tile, cols = _ring_tile(plan, call.problem, cluster=plan.cluster), call.problem.cols
+    x = _row_descriptor(call.x, call.rows, cols, tile)
+    args = (x, call.weight, call.bias, *outputs, call.rows, cols, call.eps)
+    return [Launch(pipelined.forward, (ctas,), args, norm, tile, plan.num_warps, _pipelined_options(plan))]
 
 
 def _multiwave_backward(plan: MultiWavePlan, call: BackwardCall, norm: Norm, outputs: tuple, ctas: int) -> list[Launch]:
@@ -124,9 +136,10 @@ def _column_tile_backward(plan: ColumnTilePlan, call: BackwardCall, norm: Norm, 
 
 
 def _pipelined_backward(plan: PipelinedPlan, call: BackwardCall, norm: Norm, outputs: tuple, ctas: int) -> list[Launch]:
-    tile = _ring_tile(plan, call.problem)
-    options = {"maxnreg": plan.max_registers}
-    return [Launch(pipelined.backward, (ctas,), _ring_args(call, tile, outputs), norm, tile, plan.num_warps, options)]
+    tile = _ring_tile(plan, call.problem, cluster=plan.cluster)
+    args = _ring_args(call, tile, outputs)
+    kernel = pipelined.backward if plan.cluster == 1 else pipelined.cluster_backward
+    return [Launch(kernel, (ctas,), args, norm, tile, plan.num_warps, _pipelined_options(plan))]
 
 
 def _warp_specialized_backward(
@@ -138,6 +151,15 @@ def _warp_specialized_backward(
     return [Launch(warp_specialized.backward, (ctas,), _ring_args(call, tile, outputs), norm, tile, plan.num_warps, options)]
 
 
+def _pipelined_options(plan: PipelinedPlan) -> dict[str, int]:
+    return {"maxnreg": plan.max_registers, "num_ctas": plan.cluster}
+
+
+_FORWARD = {
+    MultiWavePlan: _multiwave_forward,
+    ColumnTilePlan: _column_tile_forward,
+    PipelinedPlan: _pipelined_forward,
+}
 _BACKWARD = {
     MultiWavePlan: _multiwave_backward,
     ColumnTilePlan: _column_tile_backward,
@@ -157,7 +179,7 @@ def _run(launches: list[Launch], device: torch.device) -> None:
 def _norm(problem: NormProblem) -> Norm:
     return Norm(
         layer=problem.norm == "layer",
-        acc=tl.float64 if problem.acc_dtype == torch.float64 else tl.float32,
+        fp64=problem.acc_dtype == torch.float64,
         fold=problem.x_dtype.itemsize == 2,
         has_weight=problem.weight_dtype is not None,
         has_bias=problem.direction == "forward" and problem.bias_dtype is not None,
@@ -172,7 +194,7 @@ def _tile(plan: MultiWavePlan) -> Tile:
     return Tile(plan.rows_per_tile, plan.chunk, plan.num_chunks)
 
 
-def _ring_tile(plan: PipelinedPlan | WarpSpecializedPlan, problem: NormProblem, **groups) -> RingTile:
+def _ring_tile(plan: PipelinedPlan | WarpSpecializedPlan, problem: NormProblem, **more) -> RingTile:
     return RingTile(
         plan.rows_per_tile,
         plan.chunk,
@@ -182,7 +204,7 @@ def _ring_tile(plan: PipelinedPlan | WarpSpecializedPlan, problem: NormProblem, 
         vector=min(VECTOR_BYTES // problem.x_dtype.itemsize, plan.chunk // (32 * plan.num_warps)),
         num_warps=plan.num_warps,
         weight_in_smem=plan.weight_in_smem,
-        **groups,
+        **more,
     )
 
 
@@ -197,8 +219,14 @@ def _ring_args(call: BackwardCall, tile: RingTile, outputs: tuple) -> tuple:
 def _row_descriptor(view: RowView, rows: int, cols: int, tile: RingTile) -> TensorDescriptor:
     """Rows as [rows, cols / box, box], because no side of a box may be longer than 256."""
     shape, strides = [rows, cols // tile.box, tile.box], [view.outer_stride, tile.box, 1]
-    box = [tile.rows, tile.chunk // tile.box, tile.box]
-    return TensorDescriptor(view.tensor, shape, strides, box, NVMMASharedLayout(0, 8 * view.tensor.element_size(), 3))
+    box = [tile.rows, tile.cluster * tile.chunk // tile.box, tile.box]
+    bits = 8 * view.tensor.element_size()
+    layout = NVMMASharedLayout(0, bits, 3, cga_layout=ring.cluster_bases(tile, 3, 1))
+    return TensorDescriptor(view.tensor, shape, strides, box, layout)
+
+
+def _forward_args(call: ForwardCall, outputs: tuple) -> tuple:
+    return (call.x.tensor, call.weight, call.bias, *outputs, call.rows, call.problem.cols, call.eps, *_walk(call.x))
 
 
 def _inputs(call: BackwardCall) -> tuple:

@@ -56,6 +56,7 @@ class PipelinedPlan:
     ctas_per_sm: int
     max_registers: int
     weight_in_smem: bool
+    cluster: int = 1  # CTAs that share a row, chunk columns of every chunk each, and exchange its sums
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class Rejected:
 def num_ctas(plan: Plan, rows: int, cols: int, device: DeviceSpec) -> int:
     """CTAs along the rows: the grid, and the number of partials. None is idle, and all have the same number of tiles but for the last."""
     tiles = -(-rows // plan.rows_per_tile)
-    resident = device.sm_count * plan.ctas_per_sm
+    resident = device.sm_count * plan.ctas_per_sm // getattr(plan, "cluster", 1)
     if isinstance(plan, ColumnTilePlan):
         limit = max(1, resident // -(-cols // plan.chunk))
     else:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
 
-from triton.language import constexpr
+import triton.language as tl
+
+
+class CompileTime(dict):
+    """Attributes a kernel is compiled for. A dict as well, because Triton's compile hooks write every constant as JSON."""
+
+    def __post_init__(self):
+        self.update(asdict(self))
 
 
 @dataclass(frozen=True)
-class Norm:
+class Norm(CompileTime):
     """Which function is computed."""
 
     layer: bool  # LayerNorm; else RMSNorm
-    acc: Any  # triton dtype of statistics, sums and partials
+    fp64: bool  # statistics, sums and partials in float64; else in float32
     fold: bool  # x is a 16-bit type: see rowmath.normalize
     has_weight: bool
     has_bias: bool = False  # forward
@@ -22,9 +28,14 @@ class Norm:
     wants_db: bool = False
     nested_rows: bool = False  # rows at two nested strides
 
+    @property
+    def acc(self) -> tl.dtype:
+        """Dtype of statistics, sums and partials."""
+        return tl.float64 if self.fp64 else tl.float32
+
 
 @dataclass(frozen=True)
-class Tile:
+class Tile(CompileTime):
     """How much a CTA holds at a time: `rows` rows of num_chunks chunks of `chunk` columns. rows and chunk are powers of two."""
 
     rows: int
@@ -32,25 +43,26 @@ class Tile:
     num_chunks: int
 
     @property
-    def chunks(self) -> constexpr:
+    def chunks(self) -> tl.constexpr:
         """num_chunks in the form that static_range takes."""
-        return constexpr(self.num_chunks)
+        return tl.constexpr(self.num_chunks)
 
 
 @dataclass(frozen=True)
 class RingTile(Tile):
-    """A tile in shared memory, in a ring of num_stages."""
+    """A tile in shared memory, in a ring of num_stages: chunk columns of num_chunks chunks in each CTA of a cluster."""
 
     num_stages: int
     box: int  # columns on the innermost side of a TMA box: a row is [cols / box, box]
     vector: int  # adjacent columns in a thread
     num_warps: int  # that compute on a tile together
-    weight_in_smem: bool
+    weight_in_smem: bool  # and bias
+    cluster: int = 1  # CTAs that share a row: chunk columns each
     num_groups: int = 1  # compute groups that take tiles in turn
     cached: bool = False  # a tile stays in registers between its two passes
     group_registers: int = 0  # a thread of a compute group is given
 
     @property
-    def stages(self) -> constexpr:
+    def stages(self) -> tl.constexpr:
         """num_stages in the form that static_range takes."""
-        return constexpr(self.num_stages)
+        return tl.constexpr(self.num_stages)

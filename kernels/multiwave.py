@@ -11,7 +11,7 @@ scalars are typed so that no value of theirs asks for another build.
 import triton
 import triton.language as tl
 
-from .rowmath import add_sample, input_gradient, inverse_std, normalize, row_means
+from .rowmath import input_gradient, inverse_std, normalize, row_means
 
 
 @triton.jit
@@ -95,7 +95,7 @@ def forward(
                 if c == tile.num_chunks - 1:  # the padding's x is 0, its deviation is not
                     deviation = tl.where(c * tile.chunk + tl.arange(0, tile.chunk)[None, :] < cols, deviation, 0.0)
             squares += deviation * deviation
-        row_rstd = inverse_std(tl.sum(squares, axis=1) / cols, eps)
+        row_rstd = inverse_std(tl.sum(squares, axis=1) / cols, tl.full([], eps, norm.acc))
         tl.store(rstd_ptr + row, row_rstd, mask=in_range)
         rstd = row_rstd[:, None]
         for c in tl.static_range(tile.chunks):
@@ -175,32 +175,28 @@ def forward_by_column_tiles(
     rows: "i64", cols, eps: "fp64", x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr,
 ):
-    """One row that does not fit registers per CTA: statistics in a first pass over column tiles, y in a second, whose reads hit the cache."""
+    """One row that does not fit registers per CTA: its mean, its variance from x - mean, and y, in a pass over its column tiles each, of which
+    only the first is from beyond the cache."""
     row = tl.program_id(0).to(tl.int64)
     x_row = x_ptr + row_start(row, x_inner, x_outer_stride, x_inner_stride, norm)
     y_row = y_ptr + row * cols
     lane = tl.arange(0, tile.chunk)
+    row_mean = 0.0
     if norm.layer:
-        # Each lane keeps the moments of the columns it has seen; the lanes are combined once, around their common mean.
-        count = tl.full([tile.chunk], 0.0, norm.acc)
-        mean = tl.full([tile.chunk], 0.0, norm.acc)
-        m2 = tl.full([tile.chunk], 0.0, norm.acc)
+        total = tl.full([tile.chunk], 0.0, norm.acc)
         for start in range(0, cols, tile.chunk):
-            valid = lane < cols - start
-            x = tl.load(x_row + start + lane, mask=valid, other=0.0).to(norm.acc)
-            count, mean, m2 = add_sample(count, mean, m2, x, valid)
-        row_mean = tl.sum(count * mean, axis=0) / cols
-        deviation = mean - row_mean
-        mean_square = tl.sum(m2 + count * deviation * deviation, axis=0) / cols
+            total += tl.load(x_row + start + lane, mask=lane < cols - start, other=0.0).to(norm.acc)
+        row_mean = tl.sum(total, axis=0) / cols
         tl.store(mean_ptr + row, row_mean)
-    else:
-        squares = tl.full([tile.chunk], 0.0, norm.acc)
-        for start in range(0, cols, tile.chunk):
-            x = tl.load(x_row + start + lane, mask=lane < cols - start, other=0.0).to(norm.acc)
-            squares += x * x
-        row_mean = 0.0
-        mean_square = tl.sum(squares, axis=0) / cols
-    rstd = inverse_std(mean_square, eps)
+    squares = tl.full([tile.chunk], 0.0, norm.acc)
+    for start in range(0, cols, tile.chunk):
+        valid = lane < cols - start
+        deviation = tl.load(x_row + start + lane, mask=valid, other=0.0).to(norm.acc)
+        if norm.layer:
+            deviation = tl.where(valid, deviation - row_mean, 0.0)
+        squares += deviation * deviation
+    mean_square = tl.sum(squares, axis=0) / cols
+    rstd = inverse_std(mean_square, tl.full([], eps, norm.acc))
     tl.store(rstd_ptr + row, rstd)
     for start in range(0, cols, tile.chunk):
         col = start + lane

@@ -1,7 +1,7 @@
 """The pipelined TMA schedule: a ring of row tiles in shared memory, refilled by the computing warps themselves.
 
-CTA p owns the row tiles p, p + P, p + 2P, ... of P CTAs. A tile is read twice from its stage, once for the row sums and once for dx, and
-leaves no copy in registers: what stays there for the CTA's life is the weight and the sums of dw and db.
+CTA p owns the row tiles p, p + P, p + 2P, ... of P CTAs. What stays with it for its life are the parameters and, in the backward, the sums
+of dw and db.
 """
 
 from triton.experimental import gluon
@@ -20,15 +20,72 @@ def allocate_chunk_barriers(tile: gl.constexpr):
 
 
 @gluon.jit
-def fill_stage(x_desc, dy_desc, x_ring, dy_ring, x_full, dy_full, stage, row, pred, tile: gl.constexpr):
-    """Start the copies of the tile at `row` into `stage`."""
-    for c in gl.static_range(tile.chunks):
-        ring.expect(x_full[c].index(stage), x_desc.block_type.nbytes, pred=pred)
-        ring.expect(dy_full[c].index(stage), dy_desc.block_type.nbytes, pred=pred)
-    for c in gl.static_range(tile.chunks):
-        at = [row, c * (tile.chunk // tile.box), 0]
-        ring.copy_to_shared(x_desc, at, x_full[c].index(stage), x_ring[c].index(stage), pred=pred)
-        ring.copy_to_shared(dy_desc, at, dy_full[c].index(stage), dy_ring[c].index(stage), pred=pred)
+def fill_stage(descs, rings, full, stage, row, pred, tile: gl.constexpr):
+    """Start the copies of the tile at `row`, of every tensor that has a ring, into `stage`."""
+    for t in gl.static_range(len(descs)):
+        for c in gl.static_range(tile.chunks):
+            ring.expect(full[t][c].index(stage), ring.copy_bytes(descs[t].block_type, tile), pred=pred)
+    for t in gl.static_range(len(descs)):
+        for c in gl.static_range(tile.chunks):
+            ring.copy_to_shared(descs[t], [row, ring.chunk_start(c, tile), 0], full[t][c].index(stage), rings[t][c].index(stage), pred=pred)
+
+
+@gluon.jit
+def open_rings(descs, end, tile: gl.constexpr):
+    """Rings and barriers for each tensor, with the copies of the CTA's first num_stages tiles, as far as they start before row `end`, under
+    way."""
+    rings = ()
+    full = ()
+    for t in gl.static_range(len(descs)):
+        rings = rings + (ring.allocate_ring(descs[t], tile),)
+        full = full + (allocate_chunk_barriers(tile),)
+    ring.fence_barriers()
+    for s in gl.static_range(tile.stages):
+        row = (gl.program_id(0) + s * gl.num_programs(0)) * tile.rows
+        fill_stage(descs, rings, full, s, row, row < end, tile)
+    return rings, full
+
+
+@gluon.jit
+def wait_for_stage(full, stage, phase, tile: gl.constexpr):
+    for t in gl.static_range(len(full)):
+        for c in gl.static_range(tile.chunks):
+            ring.wait(full[t][c].index(stage), phase)
+
+
+@gluon.jit
+def next_stage(stage, phase, tile: gl.constexpr):
+    """The stage after this one, and the phase its barrier will complete."""
+    stage += 1
+    if stage == tile.num_stages:
+        stage = 0
+        phase ^= 1
+    return stage, phase
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def forward(
+    x_desc, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows, cols, eps: "fp64",
+    norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr,
+):
+    """y, mean and rstd of the CTA's row tiles. A tile is read once from its stage, which is free again as soon as the first row sum is."""
+    rings, full = open_rings((x_desc,), rows, tile)
+    exchange = ring.open_exchange(tile)
+    weight = ring.hold_parameter(weight_ptr, cols, norm.has_weight, tile.weight_in_smem, tile)
+    bias = ring.hold_parameter(bias_ptr, cols, norm.has_bias, tile.weight_in_smem, tile)
+    stage = 0
+    phase = 0
+    parity = 0
+    step = gl.num_programs(0) * tile.rows
+    for row in range(gl.program_id(0) * tile.rows, rows, step):
+        wait_for_stage(full, stage, phase, tile)
+        x = ring.read_tile(rings[0], stage, False, tile)
+        mean, rstd, parity = ring.row_statistics(x, cols, eps, exchange, parity, norm, tile)
+        ahead = row + tile.num_stages * step
+        fill_stage((x_desc,), rings, full, stage, ahead, ahead < rows, tile)
+        ring.store_statistics(mean_ptr, rstd_ptr, mean, rstd, row, rows, norm, tile)
+        ring.store_y(y_ptr, x, mean, rstd, weight, bias, row, rows, cols, norm, tile)
+        stage, phase = next_stage(stage, phase, tile)
 
 
 @gluon.jit(do_not_specialize=["rows"])
@@ -37,43 +94,82 @@ def backward(
     rows, cols, mean_stride: "i64", rstd_stride: "i64",
     norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr,
 ):
-    """dx of the CTA's row tiles and its row of the dw and db partials."""
-    x_ring = ring.allocate_ring(x_desc, tile)
-    dy_ring = ring.allocate_ring(dy_desc, tile)
-    x_full = allocate_chunk_barriers(tile)
-    dy_full = allocate_chunk_barriers(tile)
-    ring.fence_barriers()
-
+    """dx of the CTA's row tiles and its row of the dw and db partials. A tile is read twice from its stage, for the row sums and for dx, and
+    leaves no copy in registers."""
+    rings, full = open_rings((x_desc, dy_desc), rows, tile)
+    exchange = ring.open_exchange(tile)
+    weight = ring.hold_parameter(weight_ptr, cols, norm.has_weight, tile.weight_in_smem, tile)
+    dw = ring.zeros_by_column(tile)
+    db = ring.zeros_by_column(tile)
     first = gl.program_id(0) * tile.rows
     step = gl.num_programs(0) * tile.rows
-    for s in gl.static_range(tile.stages):
-        ahead = first + s * step
-        fill_stage(x_desc, dy_desc, x_ring, dy_ring, x_full, dy_full, s, ahead, ahead < rows, tile)
-
-    weight = ring.hold_parameter(weight_ptr, cols, norm.has_weight, tile.weight_in_smem, tile)
-    dw = ring.zero_sums(tile)
-    db = ring.zero_sums(tile)
     mean_next, rstd_next = ring.load_statistics(mean_ptr, rstd_ptr, first, rows, mean_stride, rstd_stride, norm, tile)
     stage = 0
     phase = 0
     for row in range(first, rows, step):
-        mean = gl.expand_dims(mean_next, 1)
-        rstd = gl.expand_dims(rstd_next, 1)
+        mean = ring.per_row(mean_next)
+        rstd = ring.per_row(rstd_next)
         mean_next, rstd_next = ring.load_statistics(mean_ptr, rstd_ptr, row + step, rows, mean_stride, rstd_stride, norm, tile)
-        for c in gl.static_range(tile.chunks):
-            ring.wait(x_full[c].index(stage), phase)
-            ring.wait(dy_full[c].index(stage), phase)
-        x = ring.read_tile(x_ring, stage, False, tile)
-        dy = ring.read_tile(dy_ring, stage, False, tile)
-        dw, db, mean_gx, mean_g = ring.sum_tile(x, dy, mean, rstd, weight, dw, db, cols, norm, tile)
-        x = ring.read_tile(x_ring, stage, True, tile)
-        dy = ring.read_tile(dy_ring, stage, True, tile)
-        ring.store_dx(dx_ptr, x, dy, mean, rstd, mean_gx, mean_g, weight, row, rows, cols, norm, tile)
+        wait_for_stage(full, stage, phase, tile)
+        x = ring.read_tile(rings[0], stage, False, tile)
+        dy = ring.read_tile(rings[1], stage, False, tile)
+        dw, db, sums = ring.sum_tile(x, dy, mean, rstd, weight, dw, db, norm, tile)
+        x = ring.read_tile(rings[0], stage, True, tile)
+        dy = ring.read_tile(rings[1], stage, True, tile)
+        ring.store_dx(dx_ptr, x, dy, mean, rstd, sums, weight, row, rows, cols, norm, tile)
         ahead = row + tile.num_stages * step
-        fill_stage(x_desc, dy_desc, x_ring, dy_ring, x_full, dy_full, stage, ahead, ahead < rows, tile)
-        stage += 1
-        if stage == tile.num_stages:
-            stage = 0
-            phase ^= 1
+        fill_stage((x_desc, dy_desc), rings, full, stage, ahead, ahead < rows, tile)
+        stage, phase = next_stage(stage, phase, tile)
+
+    ring.store_partials(dw_partial_ptr, db_partial_ptr, dw, db, gl.program_id(0), cols, norm, tile)
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def cluster_backward(
+    x_desc, dy_desc, mean_ptr, rstd_ptr, weight_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr,
+    rows, cols, mean_stride: "i64", rstd_stride: "i64",
+    norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr,
+):
+    """The same for rows that the CTAs of a cluster share: dx of a tile follows the first pass over the next tile, which covers the time its row
+    sums take to go round the cluster."""
+    first = gl.program_id(0) * tile.rows
+    step = gl.num_programs(0) * tile.rows
+    end = rows + step  # the last tile is followed by one of zeros
+    rings, full = open_rings((x_desc, dy_desc), end, tile)
+    exchange = ring.open_exchange(tile)
+    weight = ring.hold_parameter(weight_ptr, cols, norm.has_weight, tile.weight_in_smem, tile)
+    dw = ring.zeros_by_column(tile)
+    db = ring.zeros_by_column(tile)
+    mean, rstd = ring.load_statistics(mean_ptr, rstd_ptr, first, rows, mean_stride, rstd_stride, norm, tile)
+    mean_next, rstd_next = ring.load_statistics(mean_ptr, rstd_ptr, first + step, rows, mean_stride, rstd_stride, norm, tile)
+    wait_for_stage(full, 0, 0, tile)
+    x = ring.read_tile(rings[0], 0, False, tile)
+    dy = ring.read_tile(rings[1], 0, False, tile)
+    dw, db, sums = ring.sum_tile(x, dy, ring.per_row(mean), ring.per_row(rstd), weight, dw, db, norm, tile)
+    sums = ring.send(sums, exchange, 0, tile)
+    stage = 1
+    phase = 0
+    last_stage = 0
+    parity = 0
+    for row in range(first, rows, step):
+        wait_for_stage(full, stage, phase, tile)
+        x = ring.read_tile(rings[0], stage, False, tile)
+        dy = ring.read_tile(rings[1], stage, False, tile)
+        dw, db, next_sums = ring.sum_tile(x, dy, ring.per_row(mean_next), ring.per_row(rstd_next), weight, dw, db, norm, tile)
+        sums = ring.receive(sums, exchange, parity, tile)
+        parity ^= 1
+        next_sums = ring.send(next_sums, exchange, parity, tile)
+        x = ring.read_tile(rings[0], last_stage, True, tile)
+        dy = ring.read_tile(rings[1], last_stage, True, tile)
+        ring.store_dx(dx_ptr, x, dy, ring.per_row(mean), ring.per_row(rstd), sums, weight, row, rows, cols, norm, tile)
+        ahead = row + tile.num_stages * step
+        fill_stage((x_desc, dy_desc), rings, full, last_stage, ahead, ahead < end, tile)
+        mean = mean_next
+        rstd = rstd_next
+        mean_next, rstd_next = ring.load_statistics(mean_ptr, rstd_ptr, row + 2 * step, rows, mean_stride, rstd_stride, norm, tile)
+        sums = next_sums
+        last_stage = stage
+        stage, phase = next_stage(stage, phase, tile)
+    ring.receive(sums, exchange, parity, tile)  # a CTA may not leave while others still write to it
 
     ring.store_partials(dw_partial_ptr, db_partial_ptr, dw, db, gl.program_id(0), cols, norm, tile)

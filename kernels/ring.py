@@ -1,8 +1,8 @@
-"""What the TMA schedules share: a ring of row tiles in shared memory, and the two passes of the backward over one tile.
+"""What the TMA schedules share: a ring of row tiles in shared memory, and the passes of forward and backward over one tile.
 
-A tile is tile.rows rows of x and of dy. A row is tile.num_chunks chunks of tile.chunk columns (a power of two each); every chunk of a tensor
-has a ring of its own, [num_stages, rows, chunk], so that a row needs no padding to a power of two and the compiler sees no hazard between the
-copies into different chunks. Rows beyond the last arrive as zeros, and so do columns.
+A tile is tile.rows rows of x (and of dy), held by a cluster of tile.cluster CTAs that share its columns: [rows, cluster, chunk], num_chunks
+times. Every chunk of a tensor has a ring of its own, [num_stages, rows, cluster * chunk], so that a row needs no padding to a power of two
+and the compiler sees no hazard between the copies into different chunks. Rows beyond the last arrive as zeros, and so do columns.
 
 The one file that names Gluon's TMA functions.
 """
@@ -11,7 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from .rowmath import input_gradient, normalize, row_means
+from .cluster import open_exchange, receive, send
+from .rowmath import input_gradient, inverse_std, normalize
 
 fence_barriers = fence_async_shared
 wait = mbarrier.wait
@@ -21,15 +22,41 @@ copy_to_shared = tma.async_copy_global_to_shared
 
 
 @gluon.constexpr_function
+def cluster_bases(tile, rank, dim):
+    """The layout bases that spread dimension `dim` of `rank` over the CTAs of a cluster."""
+    return [[1 << bit if d == dim else 0 for d in range(rank)] for bit in range((tile.cluster - 1).bit_length())]
+
+
+@gluon.constexpr_function
+def row_major(tile, rank, dim):
+    """Shared memory in row-major order, dimension `dim` spread over the cluster."""
+    return gl.SwizzledSharedLayout(1, 1, 1, list(reversed(range(rank))), cga_layout=cluster_bases(tile, rank, dim))
+
+
+@gluon.constexpr_function
 def tile_layout(tile):
     """A thread holds the same columns of every row of a tile, so that dw and db are summed over the tile's rows without leaving it."""
-    return gl.BlockedLayout([tile.rows, tile.vector], [1, 32], [1, tile.num_warps], [1, 0])
+    return gl.BlockedLayout(
+        [tile.rows, 1, tile.vector], [1, 1, 32], [1, 1, tile.num_warps], [2, 1, 0], cga_layout=cluster_bases(tile, 3, 1)
+    )
 
 
 @gluon.constexpr_function
 def column_layout(tile):
-    """Layout of what has a value per column: parameters, dw, db."""
+    """Layout of what has a value per column, [cluster, chunk]: parameters, dw, db."""
     return gl.SliceLayout(0, tile_layout(tile))
+
+
+@gluon.constexpr_function
+def row_layout(tile):
+    """Layout of what has a value per row, [rows]."""
+    return gl.SliceLayout(1, gl.SliceLayout(2, tile_layout(tile)))
+
+
+@gluon.jit
+def per_row(values):
+    """[rows] -> [rows, 1, 1]."""
+    return gl.expand_dims(gl.expand_dims(values, 1), 2)
 
 
 @gluon.jit
@@ -48,37 +75,59 @@ def allocate_barriers(tile: gl.constexpr):
     return barriers
 
 
+@gluon.constexpr_function
+def copy_bytes(block_type, tile):
+    """Bytes that one copy brings to each CTA."""
+    return block_type.nbytes // tile.cluster
+
+
+@gluon.constexpr_function
+def chunk_start(c, tile):
+    """Where chunk c starts along the middle side of a descriptor's [rows, cols / box, box]."""
+    return c * (tile.cluster * tile.chunk // tile.box)
+
+
 @gluon.jit
 def read_tile(ring, stage, again: gl.constexpr, tile: gl.constexpr):
-    """The chunks [rows, chunk] of a stage in registers, in their own dtype. `again` reads through another type, or the compiler would find
-    the second read equal to the first and keep that one in registers instead."""
+    """The chunks of a stage in registers, in their own dtype. `again` reads through another type, or the compiler would find the second read
+    equal to the first and keep that one in registers instead."""
     dtype: gl.constexpr = ring[0].dtype
     as_bits: gl.constexpr = gl.int16 if dtype.primitive_bitwidth == 16 else gl.int32
     seen_as: gl.constexpr = as_bits if again else dtype
-    rows_by_columns: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    by_rows: gl.constexpr = row_major(tile, 3, 1)
     layout: gl.constexpr = tile_layout(tile)
     chunks = ()
     for c in gl.static_range(tile.chunks):
-        chunk = ring[c].index(stage)._reinterpret(seen_as, [tile.rows, tile.chunk], rows_by_columns).load(layout)
+        chunk = ring[c].index(stage)._reinterpret(seen_as, [tile.rows, tile.cluster, tile.chunk], by_rows).load(layout)
         chunks = chunks + (chunk.to(dtype, bitcast=True),)
     return chunks
 
 
 @gluon.jit
 def column_index(c: gl.constexpr, tile: gl.constexpr):
-    return c * tile.chunk + gl.arange(0, tile.chunk, column_layout(tile))
+    """The columns [cluster, chunk] of chunk c."""
+    layout: gl.constexpr = column_layout(tile)
+    cta = gl.arange(0, tile.cluster, gl.SliceLayout(1, layout)) * tile.chunk
+    within = gl.arange(0, tile.chunk, gl.SliceLayout(0, layout))
+    return c * (tile.cluster * tile.chunk) + gl.expand_dims(cta, 1) + gl.expand_dims(within, 0)
+
+
+@gluon.jit
+def row_index(row, tile: gl.constexpr):
+    return row + gl.arange(0, tile.rows, row_layout(tile))
 
 
 @gluon.jit
 def hold_parameter(ptr, cols, present: gl.constexpr, in_smem: gl.constexpr, tile: gl.constexpr):
     """The chunks of weight or bias for the CTA's life: in registers, or in shared memory where registers are short."""
+    by_rows: gl.constexpr = row_major(tile, 2, 0)
     held = ()
     for c in gl.static_range(tile.chunks):
         if present:
             col = column_index(c, tile)
             chunk = gl.load(ptr + col, mask=col < cols, other=0.0)
             if in_smem:
-                held = held + (gl.allocate_shared_memory(chunk.dtype, [tile.chunk], gl.SwizzledSharedLayout(1, 1, 1, [0]), chunk),)
+                held = held + (gl.allocate_shared_memory(chunk.dtype, [tile.cluster, tile.chunk], by_rows, chunk),)
             else:
                 held = held + (chunk,)
         else:
@@ -88,7 +137,7 @@ def hold_parameter(ptr, cols, present: gl.constexpr, in_smem: gl.constexpr, tile
 
 @gluon.jit
 def parameter_row(held, tile: gl.constexpr):
-    """One chunk of a held parameter, [1, chunk], in float32."""
+    """One chunk of a held parameter, [1, cluster, chunk], in float32."""
     if tile.weight_in_smem:
         row = held.load(column_layout(tile))
     else:
@@ -107,16 +156,11 @@ def upstream_gradient(dy, weight, norm: gl.constexpr, tile: gl.constexpr):
 
 
 @gluon.jit
-def zero_sums(tile: gl.constexpr):
+def zeros_by_column(tile: gl.constexpr):
     sums = ()
     for c in gl.static_range(tile.chunks):
-        sums = sums + (gl.full([tile.chunk], 0.0, gl.float32, column_layout(tile)),)
+        sums = sums + (gl.full([tile.cluster, tile.chunk], 0.0, gl.float32, column_layout(tile)),)
     return sums
-
-
-@gluon.jit
-def row_index(row, tile: gl.constexpr):
-    return row + gl.arange(0, tile.rows, gl.SliceLayout(1, tile_layout(tile)))
 
 
 @gluon.jit
@@ -131,9 +175,67 @@ def load_statistics(mean_ptr, rstd_ptr, row, rows, mean_stride, rstd_stride, nor
 
 
 @gluon.jit
-def sum_tile(x, dy, mean, rstd, weight, dw, db, cols, norm: gl.constexpr, tile: gl.constexpr):
-    """First pass: the row means that dx needs, and dw and db with the tile's share added."""
-    sum_gx = gl.full([tile.rows, tile.chunk], 0.0, gl.float32, tile_layout(tile))
+def add_pairs(a0, b0, a1, b1):
+    return a0 + a1, b0 + b1
+
+
+@gluon.jit
+def row_sum(values, exchange, parity, tile: gl.constexpr):
+    """Sum of [rows, cluster, chunk] over each row, [rows, cluster, 1]: every CTA gets the sum over all of them."""
+    sums = send((gl.sum(values, axis=2),), exchange, parity, tile)
+    return gl.expand_dims(receive(sums, exchange, parity, tile)[0], 2)
+
+
+@gluon.jit
+def row_statistics(x, cols, eps, exchange, parity, norm: gl.constexpr, tile: gl.constexpr):
+    """mean and rstd [rows, cluster, 1] of a tile in registers, and the exchange's next parity. The variance is summed from x - mean."""
+    layout: gl.constexpr = tile_layout(tile)
+    shape: gl.constexpr = [tile.rows, tile.cluster, tile.chunk]
+    mean = gl.full([tile.rows, tile.cluster, 1], 0.0, gl.float32, layout)
+    if norm.layer:
+        total = gl.full(shape, 0.0, gl.float32, layout)
+        for c in gl.static_range(tile.chunks):
+            total += x[c].to(gl.float32)
+        mean = row_sum(total, exchange, parity, tile) / cols
+        parity ^= 1
+    squares = gl.full(shape, 0.0, gl.float32, layout)
+    for c in gl.static_range(tile.chunks):
+        deviation = x[c].to(gl.float32)
+        if norm.layer:
+            deviation -= mean
+            if c == tile.num_chunks - 1:  # the padding's x is 0, its deviation is not
+                deviation = gl.where(gl.expand_dims(column_index(c, tile), 0) < cols, deviation, 0.0)
+        squares += deviation * deviation
+    return mean, inverse_std(row_sum(squares, exchange, parity, tile) / cols, eps.to(gl.float32)), parity ^ 1
+
+
+@gluon.jit
+def store_statistics(mean_ptr, rstd_ptr, mean, rstd, row, rows, norm: gl.constexpr, tile: gl.constexpr):
+    cta = gl.arange(0, tile.cluster, gl.SliceLayout(0, gl.SliceLayout(2, tile_layout(tile))))
+    cta = gl.expand_dims(gl.expand_dims(cta, 0), 2)
+    index = per_row(row_index(row, tile)) + 0 * cta
+    here = (index < rows) & (cta == 0)
+    gl.store(rstd_ptr + index, rstd, mask=here)
+    if norm.layer:
+        gl.store(mean_ptr + index, mean, mask=here)
+
+
+@gluon.jit
+def store_y(y_ptr, x, mean, rstd, weight, bias, row, rows, cols, norm: gl.constexpr, tile: gl.constexpr):
+    for c in gl.static_range(tile.chunks):
+        y = normalize(x[c].to(gl.float32), mean, rstd, norm)
+        if norm.has_weight:
+            y *= parameter_row(weight[c], tile)
+        if norm.has_bias:
+            y += parameter_row(bias[c], tile)
+        store_chunk(y_ptr, y, row, rows, cols, c, tile)
+
+
+@gluon.jit
+def sum_tile(x, dy, mean, rstd, weight, dw, db, norm: gl.constexpr, tile: gl.constexpr):
+    """First pass of the backward: the CTA's row sums [rows, cluster] of g * x_hat and of g (a tuple of both, or of the first for RMSNorm), and
+    dw and db with the tile's share added."""
+    sum_gx = gl.full([tile.rows, tile.cluster, tile.chunk], 0.0, gl.float32, tile_layout(tile))
     sum_g = sum_gx
     new_dw = ()
     new_db = ()
@@ -145,28 +247,32 @@ def sum_tile(x, dy, mean, rstd, weight, dw, db, cols, norm: gl.constexpr, tile: 
         sum_g += g
         new_dw = new_dw + (dw[c] + gl.sum(upstream * x_hat, axis=0),)
         new_db = new_db + (db[c] + gl.sum(upstream, axis=0),)
-    mean_gx, mean_g = row_means(sum_gx, sum_g, cols, norm)
-    layout: gl.constexpr = tile_layout(tile)
-    return new_dw, new_db, gl.convert_layout(mean_gx, layout), gl.convert_layout(mean_g, layout)
+    if norm.layer:
+        sums = gl.reduce((sum_gx, sum_g), 2, add_pairs)  # one reduction: the CTA meets at the barriers of one
+    else:
+        sums = (gl.sum(sum_gx, axis=2),)
+    return new_dw, new_db, sums
 
 
 @gluon.jit
-def store_dx(dx_ptr, x, dy, mean, rstd, mean_gx, mean_g, weight, row, rows, cols, norm: gl.constexpr, tile: gl.constexpr):
-    """Second pass."""
-    index = row_index(row, tile)
+def store_dx(dx_ptr, x, dy, mean, rstd, sums, weight, row, rows, cols, norm: gl.constexpr, tile: gl.constexpr):
+    """Second pass of the backward, from the row sums over the cluster."""
+    mean_gx = gl.expand_dims(sums[0], 2) / cols
+    mean_g = mean_gx
+    if norm.layer:
+        mean_g = gl.expand_dims(sums[1], 2) / cols
     for c in gl.static_range(tile.chunks):
         g = upstream_gradient(dy[c].to(gl.float32), weight[c], norm, tile)
         dx = input_gradient(g, x[c].to(gl.float32), mean, rstd, mean_gx, mean_g, norm)
-        store_tile_chunk(dx_ptr, dx, index, rows, cols, c, tile)
+        store_chunk(dx_ptr, dx, row, rows, cols, c, tile)
 
 
 @gluon.jit
-def store_tile_chunk(ptr, value, index, rows, cols, c: gl.constexpr, tile: gl.constexpr):
-    """Chunk c of the rows `index` of a contiguous [rows, cols] output."""
-    col = column_index(c, tile)
-    mask = gl.expand_dims(index < rows, 1) & gl.expand_dims(col < cols, 0)
-    target = gl.expand_dims(index.to(gl.int64) * cols, 1) + gl.expand_dims(col, 0)
-    gl.store(ptr + target, value.to(ptr.dtype.element_ty), mask=mask)
+def store_chunk(ptr, value, row, rows, cols, c: gl.constexpr, tile: gl.constexpr):
+    """Chunk c of the tile at `row` of a contiguous [rows, cols] output."""
+    index = per_row(row_index(row, tile))
+    col = gl.expand_dims(column_index(c, tile), 0)
+    gl.store(ptr + (index.to(gl.int64) * cols + col), value.to(ptr.dtype.element_ty), mask=(index < rows) & (col < cols))
 
 
 @gluon.jit

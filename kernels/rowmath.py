@@ -18,7 +18,7 @@ import triton.language as tl
 @triton.jit
 def inverse_std(mean_square, eps):
     """1 / sqrt(mean_square + eps): rstd from the variance (LayerNorm) or the mean square (RMSNorm)."""
-    return 1.0 / tl.sqrt(mean_square + tl.full([], eps, mean_square.dtype))
+    return 1.0 / tl.sqrt(mean_square + eps)
 
 
 @triton.jit
@@ -61,12 +61,3 @@ def row_means(sum_gx, sum_g, cols, norm: tl.constexpr):
         mean_gx = tl.sum(sum_gx, axis=1) / cols
         mean_g = mean_gx
     return mean_gx[:, None], mean_g[:, None]
-
-
-@triton.jit
-def add_sample(count, mean, m2, x, valid):
-    """Welford's update of per-lane moments (count, mean, sum of squared deviations) by one value per lane, where `valid`."""
-    count += valid.to(count.dtype)
-    delta = tl.where(valid, x - mean, 0.0)
-    mean += delta / tl.maximum(count, 1.0)
-    return count, mean, m2 + delta * tl.where(valid, x - mean, 0.0)

@@ -25,7 +25,7 @@ def produce(tile: gl.constexpr, x_desc, dy_desc, x_ring, dy_ring, full, empty, r
         barrier = full.index(stage)
         ring.expect(barrier, tile.num_chunks * (x_desc.block_type.nbytes + dy_desc.block_type.nbytes))
         for c in gl.static_range(tile.chunks):
-            at = [row, c * (tile.chunk // tile.box), 0]
+            at = [row, ring.chunk_start(c, tile), 0]
             ring.copy_to_shared(x_desc, at, barrier, x_ring[c].index(stage))
             ring.copy_to_shared(dy_desc, at, barrier, dy_ring[c].index(stage))
         stage += 1
@@ -44,27 +44,27 @@ def consume(
         weight = weight_in_smem
     else:
         weight = ring.hold_parameter(weight_ptr, cols, norm.has_weight, False, tile)
-    dw = ring.zero_sums(tile)
-    db = ring.zero_sums(tile)
+    dw = ring.zeros_by_column(tile)
+    db = ring.zeros_by_column(tile)
     first = (gl.program_id(0) + group * gl.num_programs(0)) * tile.rows
     step = gl.num_programs(0) * (tile.rows * tile.num_groups)
     mean_next, rstd_next = ring.load_statistics(mean_ptr, rstd_ptr, first, rows, mean_stride, rstd_stride, norm, tile)
     stage = group
     phase = 0
     for row in range(first, rows, step):
-        mean = gl.expand_dims(mean_next, 1)
-        rstd = gl.expand_dims(rstd_next, 1)
+        mean = ring.per_row(mean_next)
+        rstd = ring.per_row(rstd_next)
         mean_next, rstd_next = ring.load_statistics(mean_ptr, rstd_ptr, row + step, rows, mean_stride, rstd_stride, norm, tile)
         ring.wait(full.index(stage), phase)
         x = ring.read_tile(x_ring, stage, False, tile)
         dy = ring.read_tile(dy_ring, stage, False, tile)
         if tile.cached:
             ring.arrive(empty.index(stage), count=1)
-        dw, db, mean_gx, mean_g = ring.sum_tile(x, dy, mean, rstd, weight, dw, db, cols, norm, tile)
+        dw, db, sums = ring.sum_tile(x, dy, mean, rstd, weight, dw, db, norm, tile)
         if not tile.cached:
             x = ring.read_tile(x_ring, stage, True, tile)
             dy = ring.read_tile(dy_ring, stage, True, tile)
-        ring.store_dx(dx_ptr, x, dy, mean, rstd, mean_gx, mean_g, weight, row, rows, cols, norm, tile)
+        ring.store_dx(dx_ptr, x, dy, mean, rstd, sums, weight, row, rows, cols, norm, tile)
         if not tile.cached:
             ring.arrive(empty.index(stage), count=1)
         stage += tile.num_groups

@@ -110,6 +110,10 @@ def lay_out(inputs: Inputs, layout: str) -> Inputs:
     return replace(inputs, x=of_x(inputs.x), grad_out=of_grad(inputs.grad_out))
 
 
+# Of (mean, rstd): they need not lie alike.
+STATISTIC_LAYOUTS = [("[M]", "[M]"), ("[M, 1]", "strided"), ("strided", "[M]"), ("strided [M, 1]", "strided [M, 1]")]
+
+
 def statistic_layouts(statistic: Tensor) -> dict[str, Tensor]:
     """The same numbers in every way a caller may hold them."""
     flat = statistic.flatten()

@@ -85,7 +85,7 @@ def launch_case(case: Case, device: DeviceSpec, output_mask=ALL_OUTPUTS) -> list
         )
     )
     return [
-        each.kernel.warmup(*each.args, grid=each.grid, **each.constants, **each.options).hash
+        each.kernel.warmup(*each.args, grid=each.grid, **each.keywords()).hash
         for _, each in launches_of(case, device, output_mask)
     ]
 

@@ -63,17 +63,32 @@ def test_gradients_of_the_statistics_alone_are_right_to_second_order(norm):
     assert gradgradcheck(lambda x: OP[norm](x)[1:], x)
 
 
+def backward_operands():
+    """grad_out, x, rstd, weight, mean and bias of a backward op; rstd and mean are not those of x."""
+    x, weight, bias = operands("layer")
+    grad_out, mean = torch.randn_like(x, requires_grad=True), torch.randn(6, dtype=x.dtype, requires_grad=True)
+    rstd = torch.rand(6, 1, dtype=x.dtype).add(0.5).requires_grad_()
+    return grad_out, x, rstd, weight, mean, bias
+
+
+BACKWARD_OP = {
+    "layer": lambda g, x, r, w, m, b=None: OPS.layer_norm_bwd(g, x, [8], m, r, w, b),
+    "rms": lambda g, x, r, w: OPS.rms_norm_bwd(g, x, [8], r, w),
+}
+
+
 @norms
 @pytest.mark.parametrize("check", [gradcheck, gradgradcheck])
 def test_backward_op_differentiates_in_all_its_operands(check, norm):
-    x, weight, *bias = operands(norm)
-    grad_out, mean = torch.randn_like(x, requires_grad=True), torch.randn(6, dtype=x.dtype, requires_grad=True)
-    rstd = torch.rand(6, 1, dtype=x.dtype).add(0.5).requires_grad_()
-    if norm == "layer":
-        function = lambda g, x, m, r, w, b: OPS.layer_norm_bwd(g, x, [8], m, r, w, b)  # noqa: E731
-        assert check(function, (grad_out, x, mean, rstd, weight, *bias))
-    else:
-        assert check(lambda g, x, r, w: OPS.rms_norm_bwd(g, x, [8], r, w), (grad_out, x, rstd, weight))
+    assert check(BACKWARD_OP[norm], backward_operands()[: 6 if norm == "layer" else 4])
+
+
+@pytest.mark.parametrize(("norm", "operand"), [*(("layer", i) for i in range(5)), *(("rms", i) for i in range(4))])
+def test_backward_op_differentiates_in_one_operand_alone(norm, operand):
+    tensors = backward_operands()[: 5 if norm == "layer" else 4]
+    alone = [t.detach().requires_grad_(i == operand) for i, t in enumerate(tensors)]
+    got, want = (torch.autograd.grad(BACKWARD_OP[norm](*t)[0].sin().sum(), t[operand]) for t in (alone, tensors))
+    assert_close(got, want)
 
 
 @norms
@@ -174,17 +189,23 @@ def test_func_grad_and_vmap_match_stock(norm):
     )
 
 
+@pytest.fixture
+def no_vmap_loop():
+    """Make vmap fail where it would loop over the samples of an op that has no batching rule."""
+    torch._C._functorch._set_vmap_fallback_enabled(False)
+    yield
+    torch._C._functorch._set_vmap_fallback_enabled(True)
+
+
 @norms
-@pytest.mark.filterwarnings("error")  # of torch's loop over samples, which an op without a batching rule gets
-def test_vmap_batches_every_operand(norm):
+def test_vmap_batches_every_operand(norm, no_vmap_loop):
     tensors = [torch.stack([t, 2 * t, t - 1]) for t in operands(norm, requires_grad=False)]
     batched = torch.func.vmap(OP[norm])(*tensors)
     looped = zip(*(OP[norm](*sample) for sample in zip(*tensors, strict=True)), strict=True)
     assert_close(batched, tuple(torch.stack(outputs) for outputs in looped))
 
 
-@pytest.mark.filterwarnings("error")
-def test_vmap_batches_the_backward_op():
+def test_vmap_batches_the_backward_op(no_vmap_loop):
     x, weight, bias = operands("layer", requires_grad=False)
     _, mean, rstd = OP["layer"](x, weight, bias)
     backward = lambda g: OPS.layer_norm_bwd(g, x, [8], mean, rstd, weight, bias, [True, True, False])[:2]  # noqa: E731

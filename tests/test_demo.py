@@ -85,6 +85,13 @@ def test_both_models_learn_and_on_the_cpu_alike(model, text):
     assert type(our_run.model.final_norm) is fusednorm.LayerNorm
 
 
+def test_training_ends_when_patience_does(model, text, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "PATIENCE_SECONDS", 0)
+    runs = demo.train(model, text, TINY, 1000)
+    assert [len(run.losses) for run in runs.values()] == [1, 1]
+    assert "Training stopped after 1 of 1000 steps" in capsys.readouterr().out
+
+
 def test_16_bit_parameters_train_from_float32_copies(text):
     size = replace(TINY, dtype=torch.bfloat16, learning_rate=1e-4)
     model = demo.GPT(size).to(torch.bfloat16)

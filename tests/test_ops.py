@@ -136,6 +136,15 @@ def test_rms_norm_bwd_returns_none_for_masked_outputs(mask):
         assert torch.equal(got, want) if wanted else got is None
 
 
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_bwd_computes_nothing_where_nothing_is_wanted(norm, monkeypatch):
+    _, inputs = case_inputs(norm)
+    _, mean, rstd = forward(norm, inputs.x, inputs.weight, inputs.bias)
+    monkeypatch.setattr(reference, "backward", None)
+    for weight, mask in ((inputs.weight, (False, False, False)), (None, (False, True, False))):
+        assert not any(backward(norm, inputs.grad_out, inputs.x, mean, rstd, weight, None, mask))
+
+
 def test_bwd_returns_none_for_the_gradient_of_an_absent_parameter():
     _, inputs = case_inputs("layer")
     _, mean, rstd = forward("layer", inputs.x, None, None)

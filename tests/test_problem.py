@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fusednorm.problem import check_backward, check_forward, is_tma_aligned, row_view
 
@@ -62,28 +60,6 @@ def test_row_view_describes_rows_at_one_or_two_strides(tensor, batch_ndim, inner
 )
 def test_row_view_is_none_where_only_a_copy_would_do(tensor, batch_ndim):
     assert row_view(tensor, batch_ndim) is None
-
-
-@settings(deadline=None, max_examples=200)
-@given(st.data())
-def test_row_view_reads_every_row_of_any_strided_tensor(data):
-    shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4), "shape")
-    base = [size * data.draw(st.integers(1, 2), "room") for size in shape]
-    tensor = torch.arange(torch.Size(base).numel(), dtype=torch.float32).reshape(base)
-    tensor = tensor[
-        tuple(slice(0, size * step, step) for size, step in zip(shape, _steps(data, shape, base), strict=True))
-    ]
-    batch_ndim = data.draw(st.integers(0, tensor.dim() - 1), "batch_ndim")
-    tensor = tensor.permute(*data.draw(st.permutations(range(batch_ndim))), *range(batch_ndim, tensor.dim()))
-    view = row_view(tensor, batch_ndim)
-    if view is not None:
-        rows = tensor.flatten(0, batch_ndim - 1) if batch_ndim else tensor[None]
-        rows = rows.flatten(1)
-        assert torch.equal(gather_rows(view, *rows.shape), rows)
-
-
-def _steps(data, shape, base):
-    return [data.draw(st.integers(1, have // size), "step") for size, have in zip(shape, base, strict=True)]
 
 
 @pytest.mark.parametrize(

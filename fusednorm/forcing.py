@@ -1,0 +1,37 @@
+"""force: which variant of the kernels runs, for tests and experiments."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+
+from .plan import VARIANTS
+
+# What the enclosing `with` statements of this thread ask for, innermost last.
+_asked: ContextVar[tuple[str | None, ...]] = ContextVar("fusednorm_force", default=())
+
+
+class force:  # noqa: N801  reads as a function: with force("pipelined"): ...
+    """with force(variant): run the forwards called inside, and their backwards wherever they run, by that variant.
+
+    variant is "multi_wave", "pipelined", "warp_specialized" or "reference" (ATen's kernels); None gives the choice
+    back to the planner. Raises ValueError for anything else. What the planner thinks bad is run all the same; what
+    cannot run (see fusednorm.explain) runs as if it were not forced. Holds for the calling thread only; a backward
+    that torch.compile made does not know of it.
+    """
+
+    def __init__(self, variant: str | None):
+        if variant is not None and variant not in VARIANTS:
+            raise ValueError(f"force: variant must be one of {', '.join(VARIANTS)} or None, got {variant!r}")
+        self._variant = variant
+
+    def __enter__(self) -> None:
+        _asked.set((*_asked.get(), self._variant))
+
+    def __exit__(self, *_) -> None:
+        _asked.set(_asked.get()[:-1])
+
+
+def forced_variant() -> str | None:
+    """What `force` asks for here and now."""
+    asked = _asked.get()
+    return asked[-1] if asked else None

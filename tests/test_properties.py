@@ -1,0 +1,64 @@
+"""What holds for all values, tried on drawn ones. Apart from the rest, which runs without hypothesis too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_problem import gather_rows
+
+from fusednorm.device import A100, H200, RTX_5090
+from fusednorm.plan import ColumnTilePlan, MultiWavePlan, num_ctas
+from fusednorm.problem import row_view
+
+pytest.importorskip("hypothesis", reason="the extra `test` brings hypothesis")
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+SMALL_GPU = replace(A100, sm_count=3)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_row_view_reads_every_row_of_any_strided_tensor(data):
+    shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4), "shape")
+    base = [size * data.draw(st.integers(1, 2), "room") for size in shape]
+    tensor = torch.arange(torch.Size(base).numel(), dtype=torch.float32).reshape(base)
+    tensor = tensor[
+        tuple(slice(0, size * step, step) for size, step in zip(shape, _steps(data, shape, base), strict=True))
+    ]
+    batch_ndim = data.draw(st.integers(0, tensor.dim() - 1), "batch_ndim")
+    tensor = tensor.permute(*data.draw(st.permutations(range(batch_ndim))), *range(batch_ndim, tensor.dim()))
+    view = row_view(tensor, batch_ndim)
+    if view is not None:
+        rows = tensor.flatten(0, batch_ndim - 1) if batch_ndim else tensor[None]
+        rows = rows.flatten(1)
+        assert torch.equal(gather_rows(view, *rows.shape), rows)
+
+
+def _steps(data, shape, base):
+    return [data.draw(st.integers(1, have // size), "step") for size, have in zip(shape, base, strict=True)]
+
+
+@given(
+    rows=st.integers(1, 1 << 22) | st.integers(1, 2000),
+    rows_per_tile=st.sampled_from([1, 2, 4, 8, 64]),
+    ctas_per_sm=st.integers(1, 16),
+    spec=st.sampled_from([A100, H200, RTX_5090, SMALL_GPU]),
+)
+def test_no_cta_is_idle_and_no_partial_is_wasted(rows, rows_per_tile, ctas_per_sm, spec):
+    plan = MultiWavePlan(rows_per_tile, 128, 1, 4, ctas_per_sm, 128)
+    tiles, ctas = -(-rows // rows_per_tile), num_ctas(plan, rows, 128, spec)
+    waves = -(-tiles // ctas)
+    assert 1 <= ctas <= min(tiles, spec.sm_count * ctas_per_sm)
+    assert (ctas - 1) * waves < tiles, "fewer CTAs would be done as soon"
+    assert ctas <= max(spec.sm_count, rows // 8), "a partial per fewer than 8 rows costs more than it brings"
+
+
+@given(rows=st.integers(1, 1 << 20), cols=st.integers(1, 1 << 18), rows_per_tile=st.sampled_from([1, 4]))
+def test_column_tiles_and_row_tiles_together_fill_the_gpu_once(rows, cols, rows_per_tile):
+    plan = ColumnTilePlan(rows_per_tile, 1024, 4, 4, 4096, 8)
+    ctas, column_tiles = num_ctas(plan, rows, cols, H200), -(-cols // 1024)
+    assert 1 <= ctas <= -(-rows // rows_per_tile)
+    assert ctas == 1 or ctas * column_tiles <= H200.sm_count * 4
