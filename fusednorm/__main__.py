@@ -1,4 +1,4 @@
-"""python -m fusednorm demo | doctor"""
+"""python -m fusednorm demo | doctor | plan"""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import argparse
 import sys
 from pathlib import Path
 
+from .plan_cli import add_plan_arguments, run_plan
+
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fusednorm")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="demo | doctor")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="demo | doctor | plan")
     demo = commands.add_parser("demo", help="check the ops on real activations, then train a small GPT on them")
     demo.add_argument("--steps", type=int, help="training steps of each of the two runs (default: by device)")
     demo.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture (default: out)")
     commands.add_parser("doctor", help="say what this machine has, what works on it and what falls back")
+    add_plan_arguments(commands.add_parser("plan", help="say which kernels run for a shape on a GPU, and why"))
     options = parser.parse_args(arguments)
+    if options.command == "plan":
+        return run_plan(options)
     if options.command == "demo":
         from .demo import run_demo
 

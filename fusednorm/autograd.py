@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 
 from . import ops, reference
+from .forcing import force, forced_variant
 from .problem import validate_backward, validate_forward
 
 _layer_norm_fwd_op = torch.ops.fusednorm.layer_norm_fwd.default
@@ -36,6 +37,7 @@ class LayerNormFunction(Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, mean, rstd, weight, bias)
         ctx.normalized_shape = normalized_shape
+        ctx.forced = forced_variant()  # for the backward, which runs on a thread of autograd's
         return y, mean, rstd
 
     @staticmethod
@@ -45,7 +47,8 @@ class LayerNormFunction(Function):
         mask = (needs[0], weight is not None and needs[2], bias is not None and needs[3])
         dx = dw = db = None
         if grad_y is not None:
-            dx, dw, db = layer_norm_bwd(grad_y, x, shape, mean, rstd, weight, bias, mask)
+            with force(ctx.forced):
+                dx, dw, db = layer_norm_bwd(grad_y, x, shape, mean, rstd, weight, bias, mask)
         if needs[0] and not (grad_mean is None and grad_rstd is None):
             dx = _add(dx, reference.statistics_backward_formula(x, shape, mean, rstd, grad_mean, grad_rstd))
         return dx, None, dw, db, None
@@ -64,6 +67,7 @@ class RMSNormFunction(Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, rstd, weight)
         ctx.normalized_shape = normalized_shape
+        ctx.forced = forced_variant()  # for the backward, which runs on a thread of autograd's
         return y, rstd
 
     @staticmethod
@@ -73,7 +77,8 @@ class RMSNormFunction(Function):
         mask = (needs[0], weight is not None and needs[2])
         dx = dw = None
         if grad_y is not None:
-            dx, dw = rms_norm_bwd(grad_y, x, shape, rstd, weight, mask)
+            with force(ctx.forced):
+                dx, dw = rms_norm_bwd(grad_y, x, shape, rstd, weight, mask)
         if needs[0] and grad_rstd is not None:
             dx = _add(dx, reference.statistics_backward_formula(x, shape, None, rstd, None, grad_rstd))
         return dx, None, dw, None

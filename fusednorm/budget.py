@@ -1,7 +1,7 @@
-"""Shared memory and registers of a plan: arithmetic only, checked against the compiler in tests/test_budget.py.
+"""Shared memory and registers of a plan: arithmetic only, held against the compiler by tests/test_budget.py.
 
-Shared memory of the ring kernels is exact for Triton 3.6, that of the portable kernels an upper bound; registers are
-upper bounds of what the compiler needs in order not to spill.
+Shared memory of the ring kernels is exact for Triton 3.6, that of the portable kernels an upper bound. Registers are
+upper bounds of what a thread needs for the compiler not to spill.
 """
 
 from __future__ import annotations
@@ -9,135 +9,203 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .device import DeviceSpec
-from .plan import ColumnTilePlan, MultiWavePlan, PipelinedPlan, Plan, WarpSpecializedPlan
+from .plan import ColumnTilePlan, MultiWavePlan, PipelinedPlan, Plan, RingPlan, WarpSpecializedPlan
 from .problem import NormProblem
 
 WARP_SIZE = 32
-REGISTER_STEP = 8  # registers of a thread are given out by eight
+REGISTER_STEP = 8  # registers are given out by eight a thread
 MAX_REGISTERS = 255  # of a thread
-RESERVED_SMEM_BYTES = 1024  # per CTA, by the driver, from sm_80 on
+RESERVED_SMEM_BYTES = 1024  # of every CTA, for the driver
 
 PRODUCER_REGISTERS = 24
-PRODUCER_THREADS = 128  # one warp, but registers are handed over by warpgroups of four
-MAX_GROUP_REGISTERS = 240  # beyond which no step is left of what a CTA of 384 threads can start with
+PRODUCER_WARPS = 4  # of which one works: registers are handed over by warpgroups
+MAX_GROUP_REGISTERS = 240
 
 
 # --- Shared memory ---
 
 
 class Buffer(NamedTuple):
-    """A stretch of shared memory. entry ends before the row loop begins, loop begins after entry has ended."""
+    """A stretch of shared memory, and when it is needed: always, or at the entry, or in the row loop that follows it."""
 
     size: int
     alignment: int
     life: str = "always"
 
 
+def fits_shared_memory(plan: Plan, problem: NormProblem, device: DeviceSpec) -> bool:
+    """Whether a CTA may have so much, and ctas_per_sm of them fit an SM."""
+    size = shared_bytes(plan, problem)
+    return (
+        size <= device.smem_per_block_bytes
+        and plan.ctas_per_sm * (size + RESERVED_SMEM_BYTES) <= device.smem_per_sm_bytes
+    )
+
+
 def shared_bytes(plan: Plan, problem: NormProblem) -> int:
-    """Bytes of shared memory of one CTA of the plan's main kernel."""
-    if isinstance(plan, PipelinedPlan):
-        return _packed(_pipelined_buffers(plan, problem))
-    if isinstance(plan, WarpSpecializedPlan):
-        return _packed(_warp_specialized_buffers(plan, problem))
-    return 0
+    """Bytes of shared memory of a CTA, static and dynamic."""
+    if isinstance(plan, RingPlan):
+        return static_bytes(plan) + _packed(_ring_buffers(plan, problem))
+    return _scratch_bytes(plan, problem)
 
 
-def _pipelined_buffers(plan: PipelinedPlan, problem: NormProblem) -> list[Buffer]:
-    barriers = [Buffer(8 * plan.num_stages, 16)] * (2 * plan.num_chunks)  # per chunk of x and of dy
-    return [*_ring_buffers(plan, problem), *barriers, _reduction_buffer(plan, problem)]
+def static_bytes(plan: RingPlan) -> int:
+    """Of these, the static ones, through which the CTAs of a cluster exchange row sums: two halves for two sums of each row."""
+    return _round_up(2 * 2 * 4 * plan.rows_per_tile * plan.cluster, 128) if plan.cluster > 1 else 0
 
 
-def _warp_specialized_buffers(plan: WarpSpecializedPlan, problem: NormProblem) -> list[Buffer]:
-    barriers = [Buffer(8 * plan.num_stages, 16)] * 2  # full and empty
-    reductions = [_reduction_buffer(plan, problem)] * plan.num_groups
-    captured = Buffer(_captured_bytes(plan, problem), 8, "entry")
-    state = Buffer(plan.num_warps * (plan.num_groups - 1) + PRODUCER_THREADS // WARP_SIZE, 4)  # a byte per further warp
-    return [*_ring_buffers(plan, problem), *barriers, *reductions, captured, state]
-
-
-def _ring_buffers(plan: PipelinedPlan | WarpSpecializedPlan, problem: NormProblem) -> list[Buffer]:
-    """The stages of each chunk of x and of dy, and the weight where it lies in shared memory."""
-    tensors = [problem.x_dtype] + ([problem.grad_dtype] if problem.direction == "backward" else [])
-    elements = plan.num_stages * plan.rows_per_tile * plan.chunk
-    buffers = [Buffer(elements * dtype.itemsize, 128) for dtype in tensors]
+def _ring_buffers(plan: RingPlan, problem: NormProblem) -> list[Buffer]:
+    backward, num_warps = problem.direction == "backward", plan.num_warps
+    tensors = [problem.x_dtype, problem.grad_dtype] if backward else [problem.x_dtype]
+    parameters = [problem.weight_dtype] if backward else [problem.weight_dtype, problem.bias_dtype]
+    stage_elements = plan.num_stages * plan.rows_per_tile * plan.chunk
+    buffers = [Buffer(stage_elements * dtype.itemsize, 128) for dtype in tensors]
     if plan.weight_in_smem:
-        parameters = [problem.weight_dtype] + ([problem.bias_dtype] if problem.direction == "forward" else [])
         buffers += [Buffer(plan.chunk * dtype.itemsize, 16) for dtype in parameters if dtype is not None]
-    return buffers * plan.num_chunks
+    buffers *= plan.num_chunks
+    barriers = Buffer(8 * plan.num_stages, 16)
+    # The warps of a group exchange a number for each row, or two.
+    reduction = Buffer(4 * _sums_per_row(problem) * plan.rows_per_tile * num_warps * plan.cluster, 128, "loop")
+    if isinstance(plan, PipelinedPlan):
+        return [*buffers, *[barriers] * (len(tensors) * plan.num_chunks), reduction]
+    captured = Buffer(_captured_bytes(plan, problem), 8, "entry")
+    states = Buffer(num_warps * (plan.num_groups - 1) + PRODUCER_WARPS, 4)  # a byte for each warp but the first group's
+    return [*buffers, barriers, barriers, *[reduction] * plan.num_groups, captured, states]
 
 
-def _reduction_buffer(plan: PipelinedPlan | WarpSpecializedPlan, problem: NormProblem) -> Buffer:
-    """Where the warps of a group exchange their row sums: two numbers per row for LayerNorm, one for RMSNorm."""
-    numbers = 2 if problem.norm == "layer" else 1
-    return Buffer(plan.rows_per_tile * plan.num_warps * numbers * problem.acc_dtype.itemsize, 128, "loop")
+def _sums_per_row(problem: NormProblem) -> int:
+    """That one reduction makes of a row."""
+    return 2 if problem.norm == "layer" and problem.direction == "backward" else 1
 
 
 def _captured_bytes(plan: WarpSpecializedPlan, problem: NormProblem) -> int:
-    """What the first group hands to the other warps: 8 bytes and 4 per dimension for a piece of shared memory, 8 for a
-    pointer, a descriptor or a stride, 4 for a row count."""
+    """What the first group hands to the other warps: for a piece of shared memory 8 bytes and 4 per dimension, for a
+    pointer, a descriptor or a stride 8, for a size 4."""
     rings, barriers, descriptors, rows = 2 * plan.num_chunks * (8 + 4 * 4), 2 * (8 + 4 * 2), 2 * 8, 4
     captured = rings + barriers + descriptors + rows
-    if plan.num_groups > 1:  # what a further compute group needs; only what it uses
+    if plan.num_groups > 1:
         layer = problem.norm == "layer"
-        weight = problem.weight_dtype is not None
-        weight_bytes = plan.num_chunks * (8 + 4) if plan.weight_in_smem else 8
         pointers = 2 + layer + problem.wants_dw + problem.wants_db  # rstd, dx; mean, dw, db
-        captured += 8 * pointers + weight * weight_bytes + 4 + 8 * (1 + layer)  # cols, strides of the statistics
+        strides, cols = 8 * (1 + layer), 4
+        weight = plan.num_chunks * (8 + 4 * 2) if plan.weight_in_smem else 8
+        captured += 8 * pointers + strides + cols + (weight if problem.weight_dtype is not None else 0)
     return captured
 
 
 def _packed(buffers: list[Buffer]) -> int:
     """Triton's packing: largest first, each at the lowest free place. What alignment leaves out below a buffer is lost
-    to what is alive as long as that, and only to it."""
-    placed: list[tuple[int, int, Buffer]] = []  # lowest byte it keeps from others, its first byte, it
+    to buffers that live as long as it."""
+    placed: list[tuple[int, int, Buffer]] = []  # (first byte lost, first byte used, it), in order of the second
     for buffer in sorted(buffers, key=lambda buffer: -buffer.size):
         place = 0
-        for low, start, other in sorted(placed, key=lambda entry: entry[1]):
-            both_stay = buffer.life == other.life == "always"
-            if both_stay or buffer.life == other.life or "always" in (buffer.life, other.life):
-                if _round_up(place, buffer.alignment) + buffer.size <= (low if both_stay else start):
+        for lost, used, other in placed:
+            if buffer.life == other.life or "always" in (buffer.life, other.life):
+                if _round_up(place, buffer.alignment) + buffer.size <= (lost if buffer.life == other.life else used):
                     break
-                place = max(place, start + other.size)
+                place = max(place, used + other.size)
         placed.append((place, _round_up(place, buffer.alignment), buffer))
-    return max(start + buffer.size for _, start, buffer in placed)
+        placed.sort(key=lambda entry: entry[1])
+    return max(used + buffer.size for _, used, buffer in placed)
+
+
+def _scratch_bytes(plan: MultiWavePlan | ColumnTilePlan, problem: NormProblem) -> int:
+    """An upper bound: Triton's reductions and changes of layout take up to 8 numbers a thread."""
+    num_warps = plan.num_warps if isinstance(plan, MultiWavePlan) else max(plan.num_warps, plan.row_pass_warps)
+    return 8 * problem.acc_dtype.itemsize * WARP_SIZE * num_warps
+
+
+# --- Registers ---
+
+
+def max_registers(plan: Plan) -> int:
+    """What a thread of the plan's kernel may use."""
+    return MAX_REGISTERS if isinstance(plan, ColumnTilePlan) else plan.max_registers
+
+
+def register_limit(threads_per_sm: int, device: DeviceSpec) -> int:
+    """Registers that each of so many threads on an SM can have."""
+    return min(MAX_REGISTERS, _round_down(device.registers_per_sm / threads_per_sm, REGISTER_STEP))
+
+
+def group_register_limit(num_groups: int, num_warps: int, device: DeviceSpec) -> int:
+    """Registers that a thread of a compute group can have, one CTA on each SM, once the producer has given its own away."""
+    compute, producer = WARP_SIZE * num_warps * num_groups, WARP_SIZE * PRODUCER_WARPS
+    entry = register_limit(compute + producer, device)
+    left = _round_down(entry, REGISTER_STEP) * (compute + producer) - PRODUCER_REGISTERS * producer
+    return min(MAX_GROUP_REGISTERS, _round_down(left / compute, REGISTER_STEP))
+
+
+def entry_registers(plan: WarpSpecializedPlan) -> int:
+    """Registers that a thread starts with, so that each of a compute group comes to max_registers."""
+    compute, producer = WARP_SIZE * plan.num_warps * plan.num_groups, WARP_SIZE * PRODUCER_WARPS
+    return _round_up((compute * plan.max_registers + producer * PRODUCER_REGISTERS) / (compute + producer), REGISTER_STEP)
+
+
+def registers(plan: Plan, problem: NormProblem, device: DeviceSpec) -> int:
+    """Registers that a thread needs, as an upper bound."""
+    if isinstance(plan, RingPlan):
+        return ring_registers(plan, problem, device)
+    if isinstance(plan, MultiWavePlan):
+        return multiwave_registers(plan.rows_per_tile, plan.chunk, plan.num_chunks, plan.num_warps, problem, device)
+    return MAX_REGISTERS
+
+
+# The coefficients below bound what some thousand builds needed, Triton 3.6, sm_80 to sm_120, random tiles, dtypes and
+# masks (2026-11-20). A register is a float32 or two 16-bit values; what the compiler recomputes instead of holding it
+# is why they are fractions.
+
+
+def ring_registers(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> int:
+    """For the ring kernels: by the columns that a thread holds sums and parameters of, and by its elements of a tile."""
+    sm120, held = device.arch >= 120, not plan.weight_in_smem
+    columns = plan.chunk * plan.num_chunks / (WARP_SIZE * plan.num_warps)
+    elements = columns * plan.rows_per_tile
+    if problem.direction == "backward":
+        need = 22 + (64 if isinstance(plan, WarpSpecializedPlan) else 30) * sm120
+        need += columns * (2.0 + 0.7 * (problem.wants_dw + problem.wants_db))
+        need += columns * 0.8 * (held and problem.weight_dtype is not None)
+        need += 1.25 * elements + 2.5 * plan.rows_per_tile + 3.5 * plan.num_chunks
+        need += plan.rows_per_tile * plan.cluster * (plan.cluster > 1)  # shares of the row sums
+    else:
+        parameters = (problem.weight_dtype is not None) + (problem.bias_dtype is not None)
+        need = 28 + 16 * sm120 + (1.6 + problem.x_dtype.itemsize / 4) * elements
+        need += columns * held * parameters + 2 * plan.rows_per_tile + 2 * plan.num_chunks
+    return _round_up(need, REGISTER_STEP)
+
+
+def multiwave_registers(
+    rows_per_tile: int, chunk: int, num_chunks: int, num_warps: int, problem: NormProblem, device: DeviceSpec
+) -> int:
+    """For the multi-wave kernels."""
+    fp64, sm120 = problem.acc_dtype.itemsize == 8, device.arch >= 120
+    elements = rows_per_tile * chunk * num_chunks / (WARP_SIZE * num_warps)
+    accumulator = 1 + fp64
+    # Loads of single elements take an address and a predicate each, which rows of one thread do not share.
+    scattered, many_rows = not is_vectorized(problem), rows_per_tile > 2
+    if problem.direction == "backward":
+        loaded = (problem.x_dtype.itemsize + problem.grad_dtype.itemsize) / 4
+        sums = problem.wants_dw + problem.wants_db
+        per_element = 1.25 * loaded + accumulator * (2.5 + 0.7 * sums) + 1.3 * sm120
+        per_element += scattered * (9.0 if many_rows else 4.5)
+        least, need = (112, 84) if fp64 else (80, 44)  # float64 divides and takes roots in software
+        need += min(rows_per_tile, 16) - 1 + per_element * elements
+    else:
+        parameters = (problem.weight_dtype is not None) + (problem.bias_dtype is not None)
+        per_element = 1.5 * problem.x_dtype.itemsize / 4 + accumulator * (1.3 + 0.7 * parameters)
+        per_element += scattered * (7.5 if many_rows else 0.8)
+        least, need = (96, 50) if fp64 else (72, 16)
+        need += per_element * elements
+    return _round_up(max(least, need), REGISTER_STEP)
+
+
+def is_vectorized(problem: NormProblem) -> bool:
+    """Whether the portable kernels load several elements at once: Triton asks for multiples of 16 elements."""
+    return problem.tma_aligned and problem.cols % 16 == 0
 
 
 def _round_up(value: float, step: int) -> int:
     return -int(-value // step) * step
 
 
-# --- Registers ---
-
-MAX_REGISTERS_PER_THREAD = MAX_REGISTERS
-FIXED_REGISTERS = 24  # addresses, loop state, statistics
-FIXED_REGISTERS_FP64 = 48  # and the division and square root that fp64 has no instruction for
-
-
-def registers_per_element(problem: NormProblem) -> float:
-    """32-bit registers that one element of a row tile takes for the whole loop of the multi-wave schedule."""
-    acc = problem.acc_dtype.itemsize / 4
-    x = problem.x_dtype.itemsize / 4
-    parameter = max(acc, 1.0)  # held converted: the compiler hoists the conversion out of the row loop
-    if problem.direction == "forward":
-        held = (problem.weight_dtype is not None) + (problem.bias_dtype is not None)
-        return 2 * x + held * parameter + acc
-    grad = problem.grad_dtype.itemsize / 4
-    accumulators = problem.wants_dw + problem.wants_db
-    weight = parameter if problem.weight_dtype is not None else 0.0
-    return (x + grad) + accumulators * acc + weight + 2 * acc + 0.5
-
-
-def multiwave_registers(problem: NormProblem, rows_per_tile: int, elements_per_thread: float) -> int:
-    """Registers a thread needs with so many elements of a row tile, in the hardware's steps of 8."""
-    per_element = registers_per_element(problem)
-    if not problem.tma_aligned:  # no vector loads: addresses and masks by element
-        per_element += 5 if rows_per_tile == 1 else 16
-    fixed = FIXED_REGISTERS_FP64 if problem.acc_dtype.itemsize == 8 else FIXED_REGISTERS
-    return _round_up(int(fixed + elements_per_thread * per_element), REGISTER_STEP)
-
-
-def entry_registers(plan: WarpSpecializedPlan) -> int:
-    """Registers a thread of a warp-specialized CTA starts with, so that the compute groups can be given max_registers each."""
-    compute_threads = WARP_SIZE * plan.num_warps * plan.num_groups
-    total = compute_threads * plan.max_registers + PRODUCER_THREADS * PRODUCER_REGISTERS
-    return _round_up(total / (compute_threads + PRODUCER_THREADS), REGISTER_STEP)
+def _round_down(value: float, step: int) -> int:
+    return int(value // step) * step

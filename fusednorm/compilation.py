@@ -1,7 +1,7 @@
 """Compiles a prepared launch for any architecture, without a GPU, and reads back what the compiler made of it.
 
-Meta tensors are enough: the build depends on dtypes, alignment and compile-time constants only. The one file that knows how Triton's JIT
-turns call arguments into a build.
+Meta tensors are enough: the build depends on dtypes, alignment and compile-time constants only. The one file that
+knows how Triton's JIT turns call arguments into a build.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 
 @dataclass(frozen=True)
 class Resources:
-    """What one compiled kernel takes: registers per thread, bytes of stack per thread (spills), bytes of shared memory per CTA."""
+    """What one compiled kernel takes: registers per thread, bytes of stack per thread (spills), bytes of shared
+    memory per CTA."""
 
     kernel: str
     registers: int
@@ -45,7 +46,8 @@ def compile_for(launch: Launch, arch: int):
     bound, specialization, options = bind(*launch.args, **keywords)
     options, signature, constants, attributes = kernel._pack_args(backend, keywords, bound, specialization, options)
     source_type = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
-    return triton.compile(source_type(kernel, signature, constants, attributes), target=target, options=options.__dict__)
+    source = source_type(kernel, signature, constants, attributes)
+    return triton.compile(source, target=target, options=options.__dict__)
 
 
 def resources(launch: Launch, arch: int) -> Resources:
@@ -54,8 +56,12 @@ def resources(launch: Launch, arch: int) -> Resources:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
-        dump = subprocess.run(
-            [CUOBJDUMP, "--dump-resource-usage", cubin.name], capture_output=True, text=True, check=True
-        ).stdout
-    used = dict(re.findall(r"(REG|STACK):(\d+)", dump))
-    return Resources(compiled.metadata.name, int(used["REG"]), int(used["STACK"]), compiled.metadata.shared)
+        used = dict(re.findall(r"(REG|STACK):(\d+)", _dump("--dump-resource-usage", cubin.name)))
+        stack_bytes = int(used["STACK"])
+        if stack_bytes and "LDL" not in _dump("--dump-sass", cubin.name):
+            stack_bytes = 0  # for sm_120 the assembler clears 8 bytes here and there that nothing ever loads
+    return Resources(compiled.metadata.name, int(used["REG"]), stack_bytes, compiled.metadata.shared)
+
+
+def _dump(option: str, cubin: str) -> str:
+    return subprocess.run([CUOBJDUMP, option, cubin], capture_output=True, text=True, check=True).stdout

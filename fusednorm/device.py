@@ -27,8 +27,11 @@ class DeviceSpec:
 
     @staticmethod
     def of(device: torch.device) -> DeviceSpec:
-        """The spec of a CUDA device, cached. Any other device (the interpreter's, meta) is planned for as an H200."""
-        return _of_cuda(device.index) if device.type == "cuda" else H200
+        """The spec of a CUDA device, cached. Meta tensors are planned for as on an H200; CPU tensors, which only the
+        interpreter takes, as on an A100, because it does not know TMA."""
+        if device.type == "cuda":
+            return _of_cuda(device.index)
+        return A100 if device.type == "cpu" else H200
 
 
 def named(name: str) -> DeviceSpec:

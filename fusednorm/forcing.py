@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 
+import torch
+
 from .plan import VARIANTS
 
 # What the enclosing `with` statements of this thread ask for, innermost last.
@@ -25,13 +27,17 @@ class force:  # noqa: N801  reads as a function: with force("pipelined"): ...
         self._variant = variant
 
     def __enter__(self) -> None:
-        _asked.set((*_asked.get(), self._variant))
+        if not torch.compiler.is_dynamo_compiling():  # which knows no context variables, and would break the graph
+            _asked.set((*_asked.get(), self._variant))
 
     def __exit__(self, *_) -> None:
-        _asked.set(_asked.get()[:-1])
+        if not torch.compiler.is_dynamo_compiling():
+            _asked.set(_asked.get()[:-1])
 
 
 def forced_variant() -> str | None:
     """What `force` asks for here and now."""
+    if torch.compiler.is_dynamo_compiling():
+        return None
     asked = _asked.get()
     return asked[-1] if asked else None

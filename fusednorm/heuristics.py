@@ -1,86 +1,196 @@
-"""choose(problem, device) -> Plan. Pure: no GPU, no clock, no environment."""
+"""choose(problem, rows, device) -> Plan. Pure: no GPU, no clock, no environment.
+
+For each variant: is it legal (legality.py); which of its plans fit shared memory, and which of these is the best
+(candidates.py); has that one a fault (`fault`). Of the variants without a fault, the first in the order of the `Tuning`
+for the device is chosen. `force` overrides faults and order, never legality.
+
+A plan does not depend on the row count; which plan is chosen does, at two thresholds at most.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from .budget import MAX_REGISTERS_PER_THREAD, multiwave_registers
+from . import budget, candidates
 from .device import DeviceSpec
-from .plan import ColumnTilePlan, MultiWavePlan, Plan
+from .forcing import forced_variant
+from .legality import MAX_RING_ROWS, broken_rule, capability
+from .plan import VARIANTS, Plan, ReferencePlan, Rejected, RingPlan
 from .problem import NormProblem
 
-# Little's law on an H200: 4.4 TB/s x ~1 us of loaded latency is about 32 KiB in flight per SM; more does not help.
-ENOUGH_BYTES_IN_FLIGHT = 32 * 1024
-ENOUGH_WARPS_PER_SM = 16
-MAX_CHUNKS = 8  # a longer unrolled row loop outgrows the instruction cache
-MAX_PADDING = 1.125  # above one chunk, computing on so many more columns than there are is the limit
-COLUMN_TILE = 1024
+
+@dataclass(frozen=True)
+class Tuning:
+    """What is known about one direction on a family of GPUs, and how it is known.
+
+    order names variants, best first. multi_wave ends it: its best plan has no fault, ever.
+    """
+
+    order: tuple[str, ...]
+    evidence: str
+    # A ring pays for its start, and for the parameters that every CTA loads, with more rows for each SM than this.
+    ring_rows_per_sm: dict[str, int] = field(default_factory=dict)  # by norm
+    narrowest_ring_bytes: int = 0  # of a row of x
+    widest_ring_bytes: float = math.inf
+
+
+UNKNOWN = Tuning(("multi_wave",), "no other schedule has been tried on this architecture")
+
+HOPPER_BACKWARD = Tuning(
+    ("pipelined", "multi_wave"),
+    "1 to 20% faster than multi-wave wherever both were tried, at 1024 to 16384 columns and 4096 rows or more "
+    "(H200, bfloat16, 2026-11-20)",
+    # 1024 rows, 7.8 for each SM: multi-wave is faster, by 7% for LayerNorm and by 1% for RMSNorm. 4096 rows, 31 for each
+    # SM: pipelined is, by 15% and 10%. (H200, bfloat16, 4096 and 5120 columns, 2026-11-20)
+    ring_rows_per_sm={"layer": 16, "rms": 8},
+    narrowest_ring_bytes=2048,  # the narrowest tried
+)
+HOPPER_FORWARD = Tuning(
+    ("pipelined", "multi_wave"),
+    "as fast as multi-wave or up to 15% faster wherever both were tried, at 1024 to 16384 columns and 1024 rows or more "
+    "(H200, bfloat16, 2026-11-20)",
+    ring_rows_per_sm={"layer": 7, "rms": 7},  # fewer have not been tried
+    narrowest_ring_bytes=2048,
+)
+
+# Nothing has been measured on Blackwell. It is planned for by what nvFuser has published on its choice for B200: its
+# thresholds, and its rule that a plan must have two stages and registers to spare. Its forward asks for 128 vectors of
+# 16 bytes a row, and for no more than 128 KiB.
+BLACKWELL_BACKWARD = Tuning(
+    ("warp_specialized", "pipelined", "multi_wave"),
+    "nvFuser found warp specialization the fastest on B200 wherever rows and registers suffice",
+    ring_rows_per_sm={"layer": 16, "rms": 4},
+    narrowest_ring_bytes=512,  # the narrowest of its published decisions
+    widest_ring_bytes=48 * 1024,  # beyond, it finds registers for few (14336 columns of float32 at most)
+)
+BLACKWELL_FORWARD = Tuning(
+    ("pipelined", "multi_wave"),
+    "nvFuser reads rows of this size through a ring on B200",
+    ring_rows_per_sm={"layer": 16, "rms": 4},
+    narrowest_ring_bytes=2048,
+    widest_ring_bytes=128 * 1024,
+)
+
+TUNINGS = {(90, "backward"): HOPPER_BACKWARD, (90, "forward"): HOPPER_FORWARD}
+for _arch in (100, 103, 120):
+    TUNINGS |= {(_arch, "backward"): BLACKWELL_BACKWARD, (_arch, "forward"): BLACKWELL_FORWARD}
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A plan, and for each variant the sentence why it is the one or why it is not."""
+
+    plan: Plan
+    forced: bool  # the plan is there because it was asked for
+    reasons: dict[str, str]
+
+
+class Outcome(NamedTuple):
+    """The best plan of a variant, or None where it cannot run at all; and what speaks against it, if anything does."""
+
+    plan: Plan | None
+    fault: Rejected | None
+
+
+def choose(problem: NormProblem, rows: int, device: DeviceSpec) -> Plan:
+    """The plan for `rows` rows, under `force` as it holds in this thread."""
+    for most_rows, plan in _plans_by_rows(problem, device, forced_variant()):
+        if rows <= most_rows:
+            return plan
+    raise AssertionError("the last interval has no end")
+
+
+def decide(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | None = None) -> Decision:
+    """What `choose` chooses, and why."""
+    outcomes = {variant: outcome(variant, problem, rows, device) for variant in VARIANTS}
+    order = (*tuning(problem, device).order, "reference")
+    best = next(variant for variant in order if outcomes[variant].plan and not outcomes[variant].fault)
+    obeyed = forced is not None and outcomes[forced].plan is not None
+    chosen = forced if obeyed else best
+    reasons = {}
+    for variant, (plan, fault) in outcomes.items():
+        if variant == forced:
+            reasons[variant] = _why_forced(fault, best, could_run=plan is not None, would_anyway=variant == best)
+        elif fault:
+            reasons[variant] = fault.reason
+        elif variant == best:
+            reasons[variant] = f"{'would be ' * obeyed}chosen: {_why_best(variant, problem, device)}"
+        else:
+            reasons[variant] = f"could run, but {best} comes first"
+    return Decision(outcomes[chosen].plan, obeyed, reasons)
+
+
+def outcome(variant: str, problem: NormProblem, rows: int, device: DeviceSpec) -> Outcome:
+    """What becomes of one variant."""
+    broken = broken_rule(variant, problem, rows, device)
+    if broken:
+        return Outcome(None, broken)
+    plan = best_plan(variant, problem, device)
+    if plan is None:
+        limit = device.smem_per_block_bytes
+        text = f"needs more shared memory for one stage of {problem.cols} columns than the {limit} bytes of a block"
+        return Outcome(None, Rejected("shared_memory", text))
+    return Outcome(plan, fault(plan, problem, rows, device))
 
 
 @functools.cache
-def choose(problem: NormProblem, device: DeviceSpec) -> Plan:
-    """The plan for `problem` on `device`, for every row count."""
-    if problem.direction == "backward" and not problem.wants_dx:
-        return column_tile_plan(problem, device)  # no row sum is needed: a plain reduction over rows
-    return max(multiwave_plans(problem, device), key=functools.partial(quality, problem), default=None) or column_tile_plan(
-        problem, device
-    )
+def best_plan(variant: str, problem: NormProblem, device: DeviceSpec) -> Plan | None:
+    """The best plan of a variant that is legal; None where none fits shared memory."""
+    if variant == "reference":
+        broken = broken_rule("multi_wave", problem, 1, device)
+        return ReferencePlan(broken.reason if broken else "asked for")
+    return getattr(candidates, variant)(problem, device)
 
 
-def quality(problem: NormProblem, plan: MultiWavePlan) -> tuple:
-    """Larger is better: bytes in flight, then warps to hide latency, then little padding, then few rows in a tile."""
-    bytes_per_element = problem.x_dtype.itemsize + (problem.grad_dtype.itemsize if problem.grad_dtype else 0)
-    in_flight = plan.ctas_per_sm * plan.rows_per_tile * problem.cols * bytes_per_element
-    padded = plan.chunk * plan.num_chunks
-    return (
-        min(in_flight, ENOUGH_BYTES_IN_FLIGHT),
-        min(plan.ctas_per_sm * plan.num_warps, ENOUGH_WARPS_PER_SM),
-        -padded,
-        -plan.rows_per_tile,
-        -plan.num_warps,
-        -plan.num_chunks,
-    )
+def fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Rejected | None:
+    """Why a plan that could run should not: the first of the rules of quality that it breaks."""
+    if not isinstance(plan, RingPlan):
+        return None
+    known = tuning(problem, device)
+    if plan.variant not in known.order:
+        return Rejected("untried", f"is not in use for the {problem.direction} on compute capability {capability(device)}")
+    if plan.num_stages == 1:
+        return Rejected("one_stage", "has room for one stage only: nothing would be copied while a tile is worked on")
+    registers = budget.registers(plan, problem, device)
+    if registers > plan.max_registers:
+        return Rejected("spills", f"might spill: up to {registers} registers a thread, of {plan.max_registers}")
+    least = known.ring_rows_per_sm[problem.norm] * device.sm_count
+    if rows <= least:
+        return Rejected("few_rows", f"needs more than {least} rows to pay for its start, got {rows}")
+    row_bytes = problem.cols * problem.x_dtype.itemsize
+    if row_bytes < known.narrowest_ring_bytes:
+        text = f"has not been tried on rows below {known.narrowest_ring_bytes} bytes, got {row_bytes}"
+        return Rejected("narrow_rows", text)
+    if row_bytes > known.widest_ring_bytes:
+        return Rejected("wide_rows", f"is for rows up to {known.widest_ring_bytes} bytes, got {row_bytes}")
+    return None
 
 
-def multiwave_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[MultiWavePlan]:
-    """Every plan that holds the row in registers within the budget, with loads of 8 bytes or more where the row tile allows it."""
-    vector = max(1, 16 // problem.x_dtype.itemsize)
-    for num_warps in (4, 8, 16):
-        threads = 32 * num_warps
-        for rows_per_tile in (1, 2, 4, 8, 16, 32, 64, 128):
-            for chunk in chunks(problem.cols, minimum=threads * vector // (2 * rows_per_tile)):
-                num_chunks = -(-problem.cols // chunk)
-                registers = multiwave_registers(problem, rows_per_tile, rows_per_tile * chunk * num_chunks / threads)
-                ctas_per_sm = min(
-                    device.registers_per_sm // (threads * registers), device.max_threads_per_sm // threads
-                )
-                if registers > MAX_REGISTERS_PER_THREAD or ctas_per_sm == 0:
-                    continue
-                limit = device.registers_per_sm // (threads * ctas_per_sm) // 8 * 8
-                yield MultiWavePlan(
-                    rows_per_tile, chunk, num_chunks, num_warps, ctas_per_sm, min(limit, MAX_REGISTERS_PER_THREAD)
-                )
+def tuning(problem: NormProblem, device: DeviceSpec) -> Tuning:
+    return TUNINGS.get((device.arch, problem.direction), UNKNOWN)
 
 
-def chunks(cols: int, minimum: int) -> Iterator[int]:
-    """Powers of two that cut cols into at most MAX_CHUNKS chunks with little padding, or hold all of it in one."""
-    chunk = 1 << max(0, (cols - 1).bit_length())
-    smallest = True
-    while chunk >= max(1, minimum) or smallest:
-        num_chunks = -(-cols // chunk)
-        if num_chunks > MAX_CHUNKS:
-            return
-        if num_chunks == 1 or chunk * num_chunks <= MAX_PADDING * cols:
-            yield chunk
-        smallest = False
-        chunk //= 2
+@functools.cache
+def _plans_by_rows(problem: NormProblem, device: DeviceSpec, forced: str | None) -> tuple[tuple[float, Plan], ...]:
+    """(most rows, plan), ascending: divided where anything depends on the row count, the last without an end."""
+    few = tuning(problem, device).ring_rows_per_sm.get(problem.norm, 0) * device.sm_count
+    first_and_last = ((1, few), (few + 1, MAX_RING_ROWS), (MAX_RING_ROWS + 1, math.inf))
+    return tuple((last, decide(problem, first, device, forced).plan) for first, last in first_and_last)
 
 
-def column_tile_plan(problem: NormProblem, device: DeviceSpec) -> ColumnTilePlan:
-    chunk = min(COLUMN_TILE, max(16, 1 << (problem.cols - 1).bit_length()))
-    rows_per_tile = max(1, COLUMN_TILE // chunk)
-    fp64 = problem.acc_dtype.itemsize == 8
-    # Four chunks without vector loads spill in LayerNorm's forward (16 elements a thread, sm_90 and sm_100).
-    row_chunk = chunk * (4 if problem.tma_aligned and not fp64 else 2)
-    return ColumnTilePlan(rows_per_tile, chunk, 8 if fp64 else 4, 2 if fp64 else 4, row_chunk, 8)
+def _why_best(variant: str, problem: NormProblem, device: DeviceSpec) -> str:
+    known = tuning(problem, device)
+    if variant == "reference":
+        return "no kernel of this package runs here"
+    if variant != known.order[0]:
+        return f"{' and '.join(known.order[: known.order.index(variant)])} cannot run or should not"
+    return known.evidence
+
+
+def _why_forced(fault: Rejected | None, best: str, *, could_run: bool, would_anyway: bool) -> str:
+    if fault:
+        return f"forced, {'though' if could_run else 'but'} it {fault.reason}"
+    return "forced, and would be chosen anyway" if would_anyway else f"forced; {best} would be chosen"

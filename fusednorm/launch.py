@@ -13,15 +13,25 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from . import budget, heuristics
+from . import budget, heuristics, reference
 from .device import DeviceSpec
 from .kernels import column_sum, multiwave, pipelined, ring, warp_specialized
-from .kernels.config import Norm, RingTile, Tile
-from .plan import ColumnTilePlan, MultiWavePlan, PipelinedPlan, Plan, WarpSpecializedPlan, num_ctas, num_partials
+from .kernels.config import FinalizeTile, Norm, RingTile, Tile
+from .legality import broken_rule
+from .plan import (
+    ColumnTilePlan,
+    MultiWavePlan,
+    PipelinedPlan,
+    Plan,
+    ReferencePlan,
+    WarpSpecializedPlan,
+    num_ctas,
+    num_partials,
+)
 from .problem import BackwardCall, ForwardCall, NormProblem, RowView
 
-FINALIZE_TILE = Tile(rows=64, chunk=32, num_chunks=1)
-FINALIZE_WARPS = 4
+FINALIZE_ROWS, FINALIZE_COLS, FINALIZE_WARPS = 64, 32, 4
+EARLY_START_ARCH = 90  # first with programmatic dependent launch
 MAX_BOX_SIDE = 256  # elements, of a TMA copy
 VECTOR_BYTES = 16  # of one load or store of a thread
 
@@ -47,14 +57,20 @@ class Launch:
 
 def forward(call: ForwardCall) -> tuple[Tensor, Tensor | None, Tensor]:
     """(y, mean, rstd); mean is None for RMSNorm."""
-    launches, outputs = prepare_forward(call)
+    plan = heuristics.choose(call.problem, call.rows, DeviceSpec.of(call.x.tensor.device))
+    if isinstance(plan, ReferencePlan):
+        return reference.forward(call)
+    launches, outputs = prepare_forward(call, plan)
     _run(launches, call.x.tensor.device)
     return outputs
 
 
 def backward(call: BackwardCall) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dx, dw, db), None where not wanted."""
-    launches, outputs = prepare_backward(call)
+    plan = heuristics.choose(call.problem, call.rows, DeviceSpec.of(call.x.tensor.device))
+    if isinstance(plan, ReferencePlan):
+        return reference.backward(call)
+    launches, outputs = prepare_backward(call, plan)
     _run(launches, call.x.tensor.device)
     return outputs
 
@@ -63,7 +79,8 @@ def prepare_forward(call: ForwardCall, plan: Plan | None = None) -> tuple[list[L
     """The launches of a forward and the tensors they will fill; by `plan`, or by the planner's."""
     problem, device = call.problem, call.x.tensor.device
     spec = DeviceSpec.of(device)
-    plan = plan or heuristics.choose(problem, spec)
+    plan = plan or heuristics.choose(problem, call.rows, spec)
+    assert broken_rule(plan.variant, problem, call.rows, spec) is None
     y = torch.empty(call.shape, dtype=problem.x_dtype, device=device)
     rstd = torch.empty(call.stats_shape, dtype=problem.acc_dtype, device=device)
     mean = torch.empty_like(rstd) if problem.norm == "layer" else None
@@ -76,7 +93,8 @@ def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> tuple[list
     """The launches of a backward and the tensors they will fill; by `plan`, or by the planner's."""
     problem, device = call.problem, call.x.tensor.device
     spec = DeviceSpec.of(device)
-    plan = plan or heuristics.choose(problem, spec)
+    plan = plan or heuristics.choose(problem, call.rows, spec)
+    assert broken_rule(plan.variant, problem, call.rows, spec) is None
     ctas = num_ctas(plan, call.rows, problem.cols, spec)
     partials = num_partials(plan, ctas)
     dx = torch.empty(call.shape, dtype=problem.x_dtype, device=device) if problem.wants_dx else None
@@ -88,18 +106,28 @@ def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> tuple[list
     build = _BACKWARD[type(plan)]
     launches = build(plan, call, _norm(problem), (dx, dw_partial, db_partial), ctas)
     if problem.wants_dw or problem.wants_db:
-        grid = (triton.cdiv(problem.cols, FINALIZE_TILE.chunk), problem.wants_dw + problem.wants_db)
-        args = (dw_partial, db_partial, dw, db, partials, problem.cols)
-        launches.append(Launch(column_sum.finalize, grid, args, _norm(problem), FINALIZE_TILE, FINALIZE_WARPS))
+        launches.append(_finalize(problem, (dw_partial, db_partial), (dw, db), partials, spec))
     return launches, (dx, dw, db)
+
+
+def _finalize(problem: NormProblem, partial: tuple, outputs: tuple, num_partials: int, spec: DeviceSpec) -> Launch:
+    """The sums of the partials. Starts while the kernel before it ends, where the GPU can, and waits for it there."""
+    early = spec.arch >= EARLY_START_ARCH
+    tile = FinalizeTile(FINALIZE_ROWS, FINALIZE_COLS, 1, early_start=early)
+    grid = (triton.cdiv(problem.cols, tile.chunk), problem.wants_dw + problem.wants_db)
+    args = (*partial, *outputs, num_partials, problem.cols)
+    return Launch(column_sum.finalize, grid, args, _norm(problem), tile, FINALIZE_WARPS, {"launch_pdl": early})
 
 
 def _multiwave_forward(plan: MultiWavePlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int) -> list[Launch]:
     options = {"maxnreg": plan.max_registers}
-    return [Launch(multiwave.forward, (ctas,), _forward_args(call, outputs), norm, _tile(plan), plan.num_warps, options)]
+    args = _forward_args(call, outputs)
+    return [Launch(multiwave.forward, (ctas,), args, norm, _tile(plan), plan.num_warps, options)]
 
 
-def _column_tile_forward(plan: ColumnTilePlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int) -> list[Launch]:
+def _column_tile_forward(
+    plan: ColumnTilePlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int
+) -> list[Launch]:
     """A CTA per row, which walks its column tiles twice."""
     tile = Tile(1, plan.row_pass_chunk, 1)
     args = _forward_args(call, outputs)
@@ -119,7 +147,9 @@ def _multiwave_backward(plan: MultiWavePlan, call: BackwardCall, norm: Norm, out
     return [Launch(multiwave.backward, (ctas,), args, norm, _tile(plan), plan.num_warps, options)]
 
 
-def _column_tile_backward(plan: ColumnTilePlan, call: BackwardCall, norm: Norm, outputs: tuple, ctas: int) -> list[Launch]:
+def _column_tile_backward(
+    plan: ColumnTilePlan, call: BackwardCall, norm: Norm, outputs: tuple, ctas: int
+) -> list[Launch]:
     """The row means first, where dx is wanted; then all outputs by column tiles."""
     problem, inputs, sizes = call.problem, _inputs(call), _sizes(call)
     launches, means = [], None
@@ -138,8 +168,7 @@ def _column_tile_backward(plan: ColumnTilePlan, call: BackwardCall, norm: Norm, 
 def _pipelined_backward(plan: PipelinedPlan, call: BackwardCall, norm: Norm, outputs: tuple, ctas: int) -> list[Launch]:
     tile = _ring_tile(plan, call.problem, cluster=plan.cluster)
     args = _ring_args(call, tile, outputs)
-    kernel = pipelined.backward if plan.cluster == 1 else pipelined.cluster_backward
-    return [Launch(kernel, (ctas,), args, norm, tile, plan.num_warps, _pipelined_options(plan))]
+    return [Launch(pipelined.backward, (ctas,), args, norm, tile, plan.num_warps, _pipelined_options(plan))]
 
 
 def _warp_specialized_backward(
@@ -148,7 +177,8 @@ def _warp_specialized_backward(
     groups = {"num_groups": plan.num_groups, "cached": plan.cached, "group_registers": plan.max_registers}
     tile = _ring_tile(plan, call.problem, **groups)
     options = {"maxnreg": budget.entry_registers(plan)}
-    return [Launch(warp_specialized.backward, (ctas,), _ring_args(call, tile, outputs), norm, tile, plan.num_warps, options)]
+    args = _ring_args(call, tile, outputs)
+    return [Launch(warp_specialized.backward, (ctas,), args, norm, tile, plan.num_warps, options)]
 
 
 def _pipelined_options(plan: PipelinedPlan) -> dict[str, int]:
@@ -246,7 +276,8 @@ def _stride(statistic: Tensor | None) -> int:
 
 
 def _workspace(problem: NormProblem, partials: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """[partials, cols] each for dw and db from one allocation; the second starts at a multiple of 16 bytes whatever the row count is."""
+    """[partials, cols] each for dw and db from one allocation; the second starts at a multiple of 16 bytes whatever
+    the row count is."""
     size = -(-partials * problem.cols // 4) * 4
     count = problem.wants_dw + problem.wants_db
     if count == 0:

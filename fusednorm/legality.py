@@ -60,25 +60,25 @@ def rows_fit_int32(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
     return rows <= MAX_RING_ROWS
 
 
-KERNELS = Rule("arch", has_kernels, "needs compute capability 8.0 or later, {device.name} has {arch}")
+KERNELS = Rule("arch", has_kernels, "needs compute capability 8.0, {device.name} has {capability}")
 RING = (
-    Rule("tma", has_tma, "needs compute capability 9.0 or later for TMA, {device.name} has {arch}"),
+    Rule("tma", has_tma, "needs compute capability 9.0 for TMA, {device.name} has {capability}"),
     Rule("dx", wants_dx, "computes dx, which is not asked for"),
     Rule("float64", accumulates_in_float32, "computes in float32, and x or the gradient is float64"),
     Rule(
         "alignment",
         rows_are_tma_aligned,
-        "TMA needs base pointers, rows and row strides in multiples of 16 bytes, and some tensor's are not",
+        "needs base pointers, rows and row strides in multiples of 16 bytes for TMA, and not all tensors have them",
     ),
-    Rule("nested_rows", rows_have_one_stride, "reads rows at one stride, and some tensor's lie at two nested ones"),
-    Rule("rows", rows_fit_int32, f"counts rows in 32 bits: at most {MAX_RING_ROWS}, got {{rows}}"),
+    Rule("nested_rows", rows_have_one_stride, "needs rows at one stride, and some tensor has them at two nested ones"),
+    Rule("rows", rows_fit_int32, f"needs at most {MAX_RING_ROWS} rows, got {{rows}}"),
 )
-NO_FORWARD = Rule("forward", is_backward, "has no forward kernel")
+BACKWARD_ONLY = Rule("backward", is_backward, "has no forward kernel")
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "multi_wave": (KERNELS,),
-    "pipelined": (*RING, NO_FORWARD),
-    "warp_specialized": (*RING, NO_FORWARD),
+    "pipelined": RING,
+    "warp_specialized": (BACKWARD_ONLY, *RING),
     "reference": (),
 }
 
@@ -87,6 +87,9 @@ def broken_rule(variant: str, problem: NormProblem, rows: int, device: DeviceSpe
     """The first rule that keeps `variant` from running this, or None."""
     for rule in RULES[variant]:
         if not rule.holds(problem, rows, device):
-            arch = f"{device.arch // 10}.{device.arch % 10}"
-            return Rejected(rule.name, rule.reason.format(device=device, rows=rows, arch=arch))
+            return Rejected(rule.name, rule.reason.format(device=device, rows=rows, capability=capability(device)))
     return None
+
+
+def capability(device: DeviceSpec) -> str:
+    return f"{device.arch // 10}.{device.arch % 10}"

@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 
 @triton.jit
@@ -11,7 +12,8 @@ def sum_partials(partial_ptr, out_ptr, num_partials, cols, tile: tl.constexpr):
     total = tl.full([tile.rows, tile.chunk], 0.0, partial_ptr.dtype.element_ty)
     for start in range(0, num_partials, tile.rows):
         row = start + tl.arange(0, tile.rows)[:, None]
-        total += tl.load(partial_ptr + row.to(tl.int64) * cols + col, mask=(row < num_partials) & (col < cols), other=0.0)
+        here = partial_ptr + row.to(tl.int64) * cols + col
+        total += tl.load(here, mask=(row < num_partials) & (col < cols), other=0.0)
     tl.store(out_ptr + col, tl.sum(total, axis=0)[None, :].to(out_ptr.dtype.element_ty), mask=col < cols)
 
 
@@ -20,6 +22,8 @@ def finalize(
     dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, num_partials, cols, norm: tl.constexpr, tile: tl.constexpr
 ):
     """dw and db in one launch: the grid's second axis walks the outputs that are wanted."""
+    if tile.early_start:
+        gdc_wait()  # for the partials
     if norm.wants_dw:
         if tl.program_id(1) == 0:
             sum_partials(dw_partial_ptr, dw_ptr, num_partials, cols, tile)

@@ -1,4 +1,5 @@
-"""What a kernel is compiled for: two compile-time arguments, `norm` and `tile`, that every kernel takes and passes on whole."""
+"""What a kernel is compiled for: two compile-time arguments, `norm` and `tile`, that every kernel takes and passes on
+whole."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import triton.language as tl
 
 
 class CompileTime(dict):
-    """Attributes a kernel is compiled for. A dict as well, because Triton's compile hooks write every constant as JSON."""
+    """Attributes a kernel is compiled for. A dict as well, because Triton's compile hooks write every constant as
+    JSON."""
 
     def __post_init__(self):
         self.update(asdict(self))
@@ -36,7 +38,8 @@ class Norm(CompileTime):
 
 @dataclass(frozen=True)
 class Tile(CompileTime):
-    """How much a CTA holds at a time: `rows` rows of num_chunks chunks of `chunk` columns. rows and chunk are powers of two."""
+    """How much a CTA holds at a time: `rows` rows of num_chunks chunks of `chunk` columns. rows and chunk are powers
+    of two."""
 
     rows: int
     chunk: int
@@ -46,6 +49,14 @@ class Tile(CompileTime):
     def chunks(self) -> tl.constexpr:
         """num_chunks in the form that static_range takes."""
         return tl.constexpr(self.num_chunks)
+
+
+@dataclass(frozen=True)
+class FinalizeTile(Tile):
+    """How much of the partials a CTA sums at a time."""
+
+    # Launched while the kernel before it still runs (programmatic dependent launch), and waits for it.
+    early_start: bool
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
-"""The portable schedule: several CTAs per SM, each loads, computes and stores its own rows, the next row tile already on its way.
+"""The portable schedule: several CTAs per SM, each loads, computes and stores its own rows, the next row tile already
+on its way.
 
-A row is held in registers as tile.num_chunks chunks of tile.chunk columns (a power of two each), so a width pads to a multiple of the chunk
-and not to the next power of two. CTA p owns the row tiles p, p + P, p + 2P, ... of P CTAs; what it adds to dw and db stays in registers and leaves
-once, as row p of a [P, cols] partial.
+A row is held in registers as tile.num_chunks chunks of tile.chunk columns (a power of two each), so a width pads to a
+multiple of the chunk and not to the next power of two. CTA p owns the row tiles p, p + P, p + 2P, ... of P CTAs; what
+it adds to dw and db stays in registers and leaves once, as row p of a [P, cols] partial.
 
-Row r of a tensor starts at (r // inner) * outer_stride + (r % inner) * inner_stride; without norm.nested_rows, at r * outer_stride. Offsets are 64-bit;
-scalars are typed so that no value of theirs asks for another build.
+Row r of a tensor starts at (r // inner) * outer_stride + (r % inner) * inner_stride; without norm.nested_rows, at r *
+outer_stride. Offsets are 64-bit; scalars are typed so that no value of theirs asks for another build.
 """
 
 import triton
@@ -26,7 +27,8 @@ def row_start(row, inner, outer_stride, inner_stride, norm: tl.constexpr):
 
 @triton.jit
 def load_row_tile(ptr, row, rows, cols, inner, outer_stride, inner_stride, norm: tl.constexpr, tile: tl.constexpr):
-    """Rows `row` as tile.num_chunks tiles [rows, tile.chunk] in the tensor's own dtype; zeros outside. Only the last chunk looks at cols."""
+    """Rows `row` as tile.num_chunks tiles [rows, tile.chunk] in the tensor's own dtype; zeros outside. Only the last
+    chunk looks at cols."""
     start = row_start(row, inner, outer_stride, inner_stride, norm)[:, None]
     row_mask = (row < rows)[:, None]
     chunks = ()
@@ -119,7 +121,7 @@ def backward(
     weight = load_parameter(weight_ptr, cols, norm.has_weight, tile)
     dw = ()
     db = ()
-    for c in tl.static_range(tile.chunks):
+    for _ in tl.static_range(tile.chunks):
         dw = dw + (tl.full([tile.rows, tile.chunk], 0.0, norm.acc),)
         db = db + (tl.full([tile.rows, tile.chunk], 0.0, norm.acc),)
     step = tl.num_programs(0) * tile.rows
@@ -175,8 +177,8 @@ def forward_by_column_tiles(
     rows: "i64", cols, eps: "fp64", x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr,
 ):
-    """One row that does not fit registers per CTA: its mean, its variance from x - mean, and y, in a pass over its column tiles each, of which
-    only the first is from beyond the cache."""
+    """One row that does not fit registers per CTA: its mean, its variance from x - mean, and y, in a pass over its
+    column tiles each, of which only the first is from beyond the cache."""
     row = tl.program_id(0).to(tl.int64)
     x_row = x_ptr + row_start(row, x_inner, x_outer_stride, x_inner_stride, norm)
     y_row = y_ptr + row * cols
@@ -217,7 +219,8 @@ def backward_row_means(
     dy_inner: "i64", dy_outer_stride: "i64", dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr,
 ):
-    """First pass over rows that do not fit registers: one row's mean(g * x_hat) to means[0, row] and mean(g) to means[1, row]."""
+    """First pass over rows that do not fit registers: one row's mean(g * x_hat) to means[0, row] and mean(g) to
+    means[1, row]."""
     row = tl.program_id(0).to(tl.int64)
     x_row = x_ptr + row_start(row, x_inner, x_outer_stride, x_inner_stride, norm)
     dy_row = dy_ptr + row_start(row, dy_inner, dy_outer_stride, dy_inner_stride, norm)
@@ -251,8 +254,8 @@ def backward_by_column_tiles(
     dy_inner: "i64", dy_outer_stride: "i64", dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr,
 ):
-    """Second pass: a CTA owns tile.chunk columns of every num_programs(1)-th row tile; needs the row means only for dx, so it is also the
-    whole of a backward without dx."""
+    """Second pass: a CTA owns tile.chunk columns of every num_programs(1)-th row tile; needs the row means only for
+    dx, so it is also the whole of a backward without dx."""
     left = tl.program_id(0).to(tl.int64) * tile.chunk  # rows may be wider than 2^31 elements
     width = tl.minimum(cols - left, tile.chunk).to(tl.int32)
     weight = (0.0,)
@@ -274,7 +277,9 @@ def backward_by_column_tiles(
             mean = tl.load(mean_ptr + row * mean_stride, mask=in_range, other=0.0).to(norm.acc)[:, None]
         ahead = row + step
         x_next = load_row_tile(x_ptr + left, ahead, rows, width, x_inner, x_outer_stride, x_inner_stride, norm, tile)
-        dy_next = load_row_tile(dy_ptr + left, ahead, rows, width, dy_inner, dy_outer_stride, dy_inner_stride, norm, tile)
+        dy_next = load_row_tile(
+            dy_ptr + left, ahead, rows, width, dy_inner, dy_outer_stride, dy_inner_stride, norm, tile
+        )
         x_hat = normalize(x, mean, rstd, norm)
         dw += dy * x_hat
         db += dy

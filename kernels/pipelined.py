@@ -1,20 +1,23 @@
 """The pipelined TMA schedule: a ring of row tiles in shared memory, refilled by the computing warps themselves.
 
-CTA p owns the row tiles p, p + P, p + 2P, ... of P CTAs. What stays with it for its life are the parameters and, in the backward, the sums
-of dw and db.
+CTA p, or cluster p of CTAs that share the columns of a row, owns the row tiles p, p + P, p + 2P, ... of P. What stays
+with it for its life are the parameters and, in the backward, the sums of dw and db.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from . import ring
+from .cluster import open_exchange
 
 
 @gluon.jit
 def allocate_chunk_barriers(tile: gl.constexpr):
-    """One barrier per chunk and stage: copies that complete on a common one would be kept apart by a CTA barrier each."""
+    """One barrier per chunk and stage: copies that complete on a common one would be kept apart by a CTA barrier
+    each."""
     barriers = ()
-    for c in gl.static_range(tile.chunks):
+    for _ in gl.static_range(tile.chunks):
         barriers = barriers + (ring.allocate_barriers(tile),)
     return barriers
 
@@ -27,13 +30,13 @@ def fill_stage(descs, rings, full, stage, row, pred, tile: gl.constexpr):
             ring.expect(full[t][c].index(stage), ring.copy_bytes(descs[t].block_type, tile), pred=pred)
     for t in gl.static_range(len(descs)):
         for c in gl.static_range(tile.chunks):
-            ring.copy_to_shared(descs[t], [row, ring.chunk_start(c, tile), 0], full[t][c].index(stage), rings[t][c].index(stage), pred=pred)
+            at = [row, ring.chunk_start(c, tile), 0]
+            ring.copy_to_shared(descs[t], at, full[t][c].index(stage), rings[t][c].index(stage), pred=pred)
 
 
 @gluon.jit
-def open_rings(descs, end, tile: gl.constexpr):
-    """Rings and barriers for each tensor, with the copies of the CTA's first num_stages tiles, as far as they start before row `end`, under
-    way."""
+def open_rings(descs, rows, tile: gl.constexpr):
+    """Rings and barriers for each tensor, with the copies of the CTA's first num_stages tiles under way."""
     rings = ()
     full = ()
     for t in gl.static_range(len(descs)):
@@ -42,7 +45,7 @@ def open_rings(descs, end, tile: gl.constexpr):
     ring.fence_barriers()
     for s in gl.static_range(tile.stages):
         row = (gl.program_id(0) + s * gl.num_programs(0)) * tile.rows
-        fill_stage(descs, rings, full, s, row, row < end, tile)
+        fill_stage(descs, rings, full, s, row, row < rows, tile)
     return rings, full
 
 
@@ -68,9 +71,10 @@ def forward(
     x_desc, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows, cols, eps: "fp64",
     norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr,
 ):
-    """y, mean and rstd of the CTA's row tiles. A tile is read once from its stage, which is free again as soon as the first row sum is."""
+    """y, mean and rstd of the CTA's row tiles. A tile is read once from its stage, which is free again as soon as the
+    first row sum is."""
     rings, full = open_rings((x_desc,), rows, tile)
-    exchange = ring.open_exchange(tile)
+    exchange = open_exchange(tile)
     weight = ring.hold_parameter(weight_ptr, cols, norm.has_weight, tile.weight_in_smem, tile)
     bias = ring.hold_parameter(bias_ptr, cols, norm.has_bias, tile.weight_in_smem, tile)
     stage = 0
@@ -94,10 +98,11 @@ def backward(
     rows, cols, mean_stride: "i64", rstd_stride: "i64",
     norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr,
 ):
-    """dx of the CTA's row tiles and its row of the dw and db partials. A tile is read twice from its stage, for the row sums and for dx, and
-    leaves no copy in registers."""
+    """dx of the CTA's row tiles and its row of the dw and db partials. A tile is read twice from its stage, for the
+    row sums and for dx, and leaves no copy in registers."""
     rings, full = open_rings((x_desc, dy_desc), rows, tile)
-    exchange = ring.open_exchange(tile)
+    exchange = open_exchange(tile)
+    gdc_launch_dependents()  # the finalizer's CTAs may take their places as soon as there are any
     weight = ring.hold_parameter(weight_ptr, cols, norm.has_weight, tile.weight_in_smem, tile)
     dw = ring.zeros_by_column(tile)
     db = ring.zeros_by_column(tile)
@@ -106,70 +111,24 @@ def backward(
     mean_next, rstd_next = ring.load_statistics(mean_ptr, rstd_ptr, first, rows, mean_stride, rstd_stride, norm, tile)
     stage = 0
     phase = 0
+    parity = 0
     for row in range(first, rows, step):
         mean = ring.per_row(mean_next)
         rstd = ring.per_row(rstd_next)
-        mean_next, rstd_next = ring.load_statistics(mean_ptr, rstd_ptr, row + step, rows, mean_stride, rstd_stride, norm, tile)
+        mean_next, rstd_next = ring.load_statistics(
+            mean_ptr, rstd_ptr, row + step, rows, mean_stride, rstd_stride, norm, tile
+        )
         wait_for_stage(full, stage, phase, tile)
         x = ring.read_tile(rings[0], stage, False, tile)
         dy = ring.read_tile(rings[1], stage, False, tile)
         dw, db, sums = ring.sum_tile(x, dy, mean, rstd, weight, dw, db, norm, tile)
+        sums = ring.sum_over_cluster(sums, exchange, parity, tile)
+        parity ^= 1
         x = ring.read_tile(rings[0], stage, True, tile)
         dy = ring.read_tile(rings[1], stage, True, tile)
         ring.store_dx(dx_ptr, x, dy, mean, rstd, sums, weight, row, rows, cols, norm, tile)
         ahead = row + tile.num_stages * step
         fill_stage((x_desc, dy_desc), rings, full, stage, ahead, ahead < rows, tile)
         stage, phase = next_stage(stage, phase, tile)
-
-    ring.store_partials(dw_partial_ptr, db_partial_ptr, dw, db, gl.program_id(0), cols, norm, tile)
-
-
-@gluon.jit(do_not_specialize=["rows"])
-def cluster_backward(
-    x_desc, dy_desc, mean_ptr, rstd_ptr, weight_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr,
-    rows, cols, mean_stride: "i64", rstd_stride: "i64",
-    norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr,
-):
-    """The same for rows that the CTAs of a cluster share: dx of a tile follows the first pass over the next tile, which covers the time its row
-    sums take to go round the cluster."""
-    first = gl.program_id(0) * tile.rows
-    step = gl.num_programs(0) * tile.rows
-    end = rows + step  # the last tile is followed by one of zeros
-    rings, full = open_rings((x_desc, dy_desc), end, tile)
-    exchange = ring.open_exchange(tile)
-    weight = ring.hold_parameter(weight_ptr, cols, norm.has_weight, tile.weight_in_smem, tile)
-    dw = ring.zeros_by_column(tile)
-    db = ring.zeros_by_column(tile)
-    mean, rstd = ring.load_statistics(mean_ptr, rstd_ptr, first, rows, mean_stride, rstd_stride, norm, tile)
-    mean_next, rstd_next = ring.load_statistics(mean_ptr, rstd_ptr, first + step, rows, mean_stride, rstd_stride, norm, tile)
-    wait_for_stage(full, 0, 0, tile)
-    x = ring.read_tile(rings[0], 0, False, tile)
-    dy = ring.read_tile(rings[1], 0, False, tile)
-    dw, db, sums = ring.sum_tile(x, dy, ring.per_row(mean), ring.per_row(rstd), weight, dw, db, norm, tile)
-    sums = ring.send(sums, exchange, 0, tile)
-    stage = 1
-    phase = 0
-    last_stage = 0
-    parity = 0
-    for row in range(first, rows, step):
-        wait_for_stage(full, stage, phase, tile)
-        x = ring.read_tile(rings[0], stage, False, tile)
-        dy = ring.read_tile(rings[1], stage, False, tile)
-        dw, db, next_sums = ring.sum_tile(x, dy, ring.per_row(mean_next), ring.per_row(rstd_next), weight, dw, db, norm, tile)
-        sums = ring.receive(sums, exchange, parity, tile)
-        parity ^= 1
-        next_sums = ring.send(next_sums, exchange, parity, tile)
-        x = ring.read_tile(rings[0], last_stage, True, tile)
-        dy = ring.read_tile(rings[1], last_stage, True, tile)
-        ring.store_dx(dx_ptr, x, dy, ring.per_row(mean), ring.per_row(rstd), sums, weight, row, rows, cols, norm, tile)
-        ahead = row + tile.num_stages * step
-        fill_stage((x_desc, dy_desc), rings, full, last_stage, ahead, ahead < end, tile)
-        mean = mean_next
-        rstd = rstd_next
-        mean_next, rstd_next = ring.load_statistics(mean_ptr, rstd_ptr, row + 2 * step, rows, mean_stride, rstd_stride, norm, tile)
-        sums = next_sums
-        last_stage = stage
-        stage, phase = next_stage(stage, phase, tile)
-    ring.receive(sums, exchange, parity, tile)  # a CTA may not leave while others still write to it
 
     ring.store_partials(dw_partial_ptr, db_partial_ptr, dw, db, gl.program_id(0), cols, norm, tile)

@@ -1,8 +1,10 @@
-"""What the TMA schedules share: a ring of row tiles in shared memory, and the passes of forward and backward over one tile.
+"""What the TMA schedules share: a ring of row tiles in shared memory, and the passes of forward and backward over one
+tile.
 
-A tile is tile.rows rows of x (and of dy), held by a cluster of tile.cluster CTAs that share its columns: [rows, cluster, chunk], num_chunks
-times. Every chunk of a tensor has a ring of its own, [num_stages, rows, cluster * chunk], so that a row needs no padding to a power of two
-and the compiler sees no hazard between the copies into different chunks. Rows beyond the last arrive as zeros, and so do columns.
+A tile is tile.rows rows of x (and of dy), held by a cluster of tile.cluster CTAs that share its columns: [rows,
+cluster, chunk], num_chunks times. Every chunk of a tensor has a ring of its own, [num_stages, rows, cluster * chunk],
+so that a row needs no padding to a power of two and the compiler sees no hazard between the copies into different
+chunks. Rows beyond the last arrive as zeros, and so do columns.
 
 The one file that names Gluon's TMA functions.
 """
@@ -11,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from .cluster import open_exchange, receive, send
+from .cluster import sum_over_cluster
 from .rowmath import input_gradient, inverse_std, normalize
 
 fence_barriers = fence_async_shared
@@ -35,7 +37,8 @@ def row_major(tile, rank, dim):
 
 @gluon.constexpr_function
 def tile_layout(tile):
-    """A thread holds the same columns of every row of a tile, so that dw and db are summed over the tile's rows without leaving it."""
+    """A thread holds the same columns of every row of a tile, so that dw and db are summed over the tile's rows
+    without leaving it."""
     return gl.BlockedLayout(
         [tile.rows, 1, tile.vector], [1, 1, 32], [1, 1, tile.num_warps], [2, 1, 0], cga_layout=cluster_bases(tile, 3, 1)
     )
@@ -62,7 +65,7 @@ def per_row(values):
 @gluon.jit
 def allocate_ring(desc, tile: gl.constexpr):
     ring = ()
-    for c in gl.static_range(tile.chunks):
+    for _ in gl.static_range(tile.chunks):
         ring = ring + (gl.allocate_shared_memory(desc.dtype, [tile.num_stages] + desc.block_type.shape, desc.layout),)
     return ring
 
@@ -89,8 +92,8 @@ def chunk_start(c, tile):
 
 @gluon.jit
 def read_tile(ring, stage, again: gl.constexpr, tile: gl.constexpr):
-    """The chunks of a stage in registers, in their own dtype. `again` reads through another type, or the compiler would find the second read
-    equal to the first and keep that one in registers instead."""
+    """The chunks of a stage in registers, in their own dtype. `again` reads through another type, or the compiler
+    would find the second read equal to the first and keep that one in registers instead."""
     dtype: gl.constexpr = ring[0].dtype
     as_bits: gl.constexpr = gl.int16 if dtype.primitive_bitwidth == 16 else gl.int32
     seen_as: gl.constexpr = as_bits if again else dtype
@@ -158,7 +161,7 @@ def upstream_gradient(dy, weight, norm: gl.constexpr, tile: gl.constexpr):
 @gluon.jit
 def zeros_by_column(tile: gl.constexpr):
     sums = ()
-    for c in gl.static_range(tile.chunks):
+    for _ in gl.static_range(tile.chunks):
         sums = sums + (gl.full([tile.cluster, tile.chunk], 0.0, gl.float32, column_layout(tile)),)
     return sums
 
@@ -182,13 +185,13 @@ def add_pairs(a0, b0, a1, b1):
 @gluon.jit
 def row_sum(values, exchange, parity, tile: gl.constexpr):
     """Sum of [rows, cluster, chunk] over each row, [rows, cluster, 1]: every CTA gets the sum over all of them."""
-    sums = send((gl.sum(values, axis=2),), exchange, parity, tile)
-    return gl.expand_dims(receive(sums, exchange, parity, tile)[0], 2)
+    return gl.expand_dims(sum_over_cluster((gl.sum(values, axis=2),), exchange, parity, tile)[0], 2)
 
 
 @gluon.jit
 def row_statistics(x, cols, eps, exchange, parity, norm: gl.constexpr, tile: gl.constexpr):
-    """mean and rstd [rows, cluster, 1] of a tile in registers, and the exchange's next parity. The variance is summed from x - mean."""
+    """mean and rstd [rows, cluster, 1] of a tile in registers, and the exchange's next parity. The variance is summed
+    from x - mean."""
     layout: gl.constexpr = tile_layout(tile)
     shape: gl.constexpr = [tile.rows, tile.cluster, tile.chunk]
     mean = gl.full([tile.rows, tile.cluster, 1], 0.0, gl.float32, layout)
@@ -233,8 +236,8 @@ def store_y(y_ptr, x, mean, rstd, weight, bias, row, rows, cols, norm: gl.conste
 
 @gluon.jit
 def sum_tile(x, dy, mean, rstd, weight, dw, db, norm: gl.constexpr, tile: gl.constexpr):
-    """First pass of the backward: the CTA's row sums [rows, cluster] of g * x_hat and of g (a tuple of both, or of the first for RMSNorm), and
-    dw and db with the tile's share added."""
+    """First pass of the backward: the CTA's row sums [rows, cluster] of g * x_hat and of g (a tuple of both, or of
+    the first for RMSNorm), and dw and db with the tile's share added."""
     sum_gx = gl.full([tile.rows, tile.cluster, tile.chunk], 0.0, gl.float32, tile_layout(tile))
     sum_g = sum_gx
     new_dw = ()
@@ -272,7 +275,8 @@ def store_chunk(ptr, value, row, rows, cols, c: gl.constexpr, tile: gl.constexpr
     """Chunk c of the tile at `row` of a contiguous [rows, cols] output."""
     index = per_row(row_index(row, tile))
     col = gl.expand_dims(column_index(c, tile), 0)
-    gl.store(ptr + (index.to(gl.int64) * cols + col), value.to(ptr.dtype.element_ty), mask=(index < rows) & (col < cols))
+    target = index.to(gl.int64) * cols + col
+    gl.store(ptr + target, value.to(ptr.dtype.element_ty), mask=(index < rows) & (col < cols))
 
 
 @gluon.jit

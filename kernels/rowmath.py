@@ -1,9 +1,10 @@
 """The formulas of both norms, once.
 
-Pure jit functions on register tiles, called from Triton and from Gluon kernels alike. A tile is [rows, columns]; statistics and row sums are
-[rows, 1] and broadcast. `norm` is a config.Norm. Everything is in the accumulation dtype.
+Pure jit functions on register tiles, called from Triton and from Gluon kernels alike. A tile is [rows, columns];
+statistics and row sums are [rows, 1] and broadcast. `norm` is a config.Norm. Everything is in the accumulation dtype.
 
-With x_hat = (x - mean) * rstd (LayerNorm) or x * rstd (RMSNorm), y = x_hat * w + b and g = dy * w, over a row of N columns:
+With x_hat = (x - mean) * rstd (LayerNorm) or x * rstd (RMSNorm), y = x_hat * w + b and g = dy * w, over a row of N
+columns:
 
     dx = rstd * (g - x_hat * mean(g * x_hat) - mean(g))        (the last term for LayerNorm only)
     dw = sum over rows of dy * x_hat,  db = sum over rows of dy
@@ -23,8 +24,9 @@ def inverse_std(mean_square, eps):
 
 @triton.jit
 def normalize(x, mean, rstd, norm: tl.constexpr):
-    """x_hat. Folded, it is one multiply-add, x * rstd - mean * rstd, which cancels where |mean| >> std: an error of 2^-24 |mean| / std, far
-    below the 2^-9 |mean| / std that a 16-bit x was rounded by, so 16-bit x is folded and no other."""
+    """x_hat. Folded, it is one multiply-add, x * rstd - mean * rstd, which cancels where |mean| >> std: an error of
+    2^-24 |mean| / std, far below the 2^-9 |mean| / std that a 16-bit x was rounded by, so 16-bit x is folded and no
+    other."""
     if norm.layer:
         if norm.fold:
             x_hat = x * rstd + (-mean * rstd)
@@ -37,8 +39,8 @@ def normalize(x, mean, rstd, norm: tl.constexpr):
 
 @triton.jit
 def input_gradient(g, x, mean, rstd, mean_gx, mean_g, norm: tl.constexpr):
-    """dx from g = dy * w, x, and the row means of g * x_hat and of g. Folded, it gathers what is constant along the row:
-    dx = g * rstd + x * a + b, two instructions instead of five."""
+    """dx from g = dy * w, x, and the row means of g * x_hat and of g. Folded, it gathers what is constant along the
+    row: dx = g * rstd + x * a + b, two instructions instead of five."""
     if norm.fold:
         dx = x * (-rstd * rstd * mean_gx)
         if norm.layer:
@@ -54,7 +56,8 @@ def input_gradient(g, x, mean, rstd, mean_gx, mean_g, norm: tl.constexpr):
 
 @triton.jit
 def row_means(sum_gx, sum_g, cols, norm: tl.constexpr):
-    """Means of g * x_hat and of g over each row, [rows, 1], from [rows, n] sums: one reduction, so the CTA meets at one barrier, not two."""
+    """Means of g * x_hat and of g over each row, [rows, 1], from [rows, n] sums: one reduction, so the CTA meets at
+    one barrier, not two."""
     if norm.layer:
         mean_gx, mean_g = tl.split(tl.sum(tl.join(sum_gx, sum_g), axis=1) / cols)
     else:

@@ -1,12 +1,14 @@
 """The warp-specialized TMA schedule: a producer warp fills a ring of row tiles, compute groups empty it in turn.
 
-CTA p owns the row tiles p, p + P, p + 2P, ... of P CTAs; of these, group g takes every num_groups-th. num_stages is a multiple of num_groups,
-so a stage always belongs to the same group: were it not, a group could take an old phase of a stage's barrier for the one it waits for.
-Each group keeps its own sums of dw and db and leaves its own row of partials.
+CTA p owns the row tiles p, p + P, p + 2P, ... of P CTAs; of these, group g takes every num_groups-th. num_stages is a
+multiple of num_groups, so a stage always belongs to the same group: were it not, a group could take an old phase of a
+stage's barrier for the one it waits for. Each group keeps its own sums of dw and db and leaves its own row of
+partials.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from . import ring
 
@@ -36,8 +38,9 @@ def produce(tile: gl.constexpr, x_desc, dy_desc, x_ring, dy_ring, full, empty, r
 
 @gluon.jit
 def consume(
-    norm: gl.constexpr, tile: gl.constexpr, group, x_ring, dy_ring, full, empty, mean_ptr, rstd_ptr, weight_ptr, weight_in_smem,
-    dx_ptr, dw_partial_ptr, db_partial_ptr, rows, cols, mean_stride, rstd_stride,
+    norm: gl.constexpr, tile: gl.constexpr, group, x_ring, dy_ring, full, empty,
+    mean_ptr, rstd_ptr, weight_ptr, weight_in_smem, dx_ptr, dw_partial_ptr, db_partial_ptr,
+    rows, cols, mean_stride, rstd_stride,
 ):
     """One compute group: every num_groups-th tile of the CTA, from the group-th on."""
     if tile.weight_in_smem:
@@ -54,7 +57,9 @@ def consume(
     for row in range(first, rows, step):
         mean = ring.per_row(mean_next)
         rstd = ring.per_row(rstd_next)
-        mean_next, rstd_next = ring.load_statistics(mean_ptr, rstd_ptr, row + step, rows, mean_stride, rstd_stride, norm, tile)
+        mean_next, rstd_next = ring.load_statistics(
+            mean_ptr, rstd_ptr, row + step, rows, mean_stride, rstd_stride, norm, tile
+        )
         ring.wait(full.index(stage), phase)
         x = ring.read_tile(x_ring, stage, False, tile)
         dy = ring.read_tile(dy_ring, stage, False, tile)
@@ -88,6 +93,7 @@ def backward(
     empty = ring.allocate_barriers(tile)
     ring.fence_barriers()
     weight = ring.hold_parameter(weight_ptr, cols, norm.has_weight and tile.weight_in_smem, True, tile)
+    gdc_launch_dependents()  # the finalizer's CTAs may take their places as soon as there are any
     filling = (x_desc, dy_desc, x_ring, dy_ring, full, empty, rows)
     emptying = (
         x_ring, dy_ring, full, empty, mean_ptr, rstd_ptr, weight_ptr, weight, dx_ptr, dw_partial_ptr, db_partial_ptr,
@@ -95,12 +101,18 @@ def backward(
     )  # fmt: skip
     if tile.num_groups == 1:
         gl.warp_specialize(
-            [(consume, (norm, tile, 0) + emptying), (produce, (tile,) + filling)], [1], [PRODUCER_REGISTERS]
-        )  # fmt: skip
+            [(consume, (norm, tile, 0) + emptying), (produce, (tile,) + filling)],
+            [1],
+            [PRODUCER_REGISTERS],
+        )
     else:
         gl.static_assert(tile.num_groups == 2)
         gl.warp_specialize(
-            [(consume, (norm, tile, 0) + emptying), (consume, (norm, tile, 1) + emptying), (produce, (tile,) + filling)],
+            [
+                (consume, (norm, tile, 0) + emptying),
+                (consume, (norm, tile, 1) + emptying),
+                (produce, (tile,) + filling),
+            ],
             [tile.num_warps, 1],
             [tile.group_registers, PRODUCER_REGISTERS],
         )

@@ -11,21 +11,22 @@ import argparse
 import itertools
 import multiprocessing
 import os
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 from cases import MIXED_DTYPES, NORMS, SAME_DTYPES, TROUBLED_WIDTHS, lay_out, make_case
 
-from fusednorm import heuristics
+from fusednorm import budget, heuristics
 from fusednorm.device import A100, B200, GB300, H200, RTX_5090, DeviceSpec
-from fusednorm.plan import Plan
+from fusednorm.plan import Plan, WarpSpecializedPlan
 from fusednorm.problem import check_backward, check_forward
 from fusednorm.testing import Case, Inputs
 
 DEVICES = {spec.arch: spec for spec in (A100, H200, B200, GB300, RTX_5090)}
 ALL_OUTPUTS = (True, True, True)
+SWEEP_WIDTHS = sorted({1, *TROUBLED_WIDTHS, *(w + d for w in (64, 256, 1024, 4096, 16384) for d in (-1, 0, 1)), 262144})
 
 
 class Build(NamedTuple):
@@ -37,8 +38,8 @@ class Build(NamedTuple):
 
 def launches_of(
     case: Case, device: DeviceSpec, output_mask=ALL_OUTPUTS, layout: str | None = None
-) -> Iterator[tuple[Plan, object]]:
-    """Each kernel launch of forward and backward with its plan, on meta tensors."""
+) -> list[tuple[Plan, object]]:
+    """Each kernel launch of forward and backward with its plan, as they would be on such a device; on meta tensors."""
     from fusednorm import launch
 
     def meta(shape, dtype):
@@ -57,10 +58,12 @@ def launches_of(
     mean = rstd if case.norm == "layer" else None
     forward = check_forward(case.norm, x, shape, weight, bias, case.eps)
     backward = check_backward(case.norm, inputs.grad_out, x, shape, mean, rstd, weight, bias, output_mask)
-    for call, prepare in ((forward, launch.prepare_forward), (backward, launch.prepare_backward)):
-        plan = heuristics.choose(call.problem, device)
-        for each in prepare(call, plan)[0]:
-            yield plan, each
+    launches = []
+    with mock.patch.object(DeviceSpec, "of", lambda _: device):
+        for call, prepare in ((forward, launch.prepare_forward), (backward, launch.prepare_backward)):
+            plan = heuristics.choose(call.problem, call.rows, device)
+            launches += [(plan, each) for each in prepare(call, plan)[0]]
+    return launches
 
 
 def compile_case(case: Case, device: DeviceSpec, output_mask=ALL_OUTPUTS, layout: str | None = None) -> list[str]:
@@ -105,20 +108,27 @@ def complaints(build: Build, device: DeviceSpec) -> list[str]:
         found.append(f"spills {used.stack_bytes} bytes a thread")
     if used.kernel in ("finalize", "forward_by_column_tiles", "backward_row_means"):
         return found  # their grids do not ask how many CTAs fit an SM
-    limit = getattr(plan, "max_registers", 255)
+    specialized = isinstance(plan, WarpSpecializedPlan)
+    limit = budget.entry_registers(plan) if specialized else budget.max_registers(plan)
     if used.registers > limit:
         found.append(f"takes {used.registers} registers of {limit}")
-    threads, reserved = 32 * plan.num_warps, 1024 if device.arch >= 90 else 0
+    threads = 32 * plan.num_warps
+    if specialized:
+        threads = threads * plan.num_groups + budget.PRODUCER_WARPS * 32
     if plan.ctas_per_sm * threads * (-(-used.registers // 8) * 8) > device.registers_per_sm:
         found.append(f"{plan.ctas_per_sm} CTAs of {threads} threads at {used.registers} registers do not fit an SM")
-    if plan.ctas_per_sm * (used.shared_bytes + reserved) > device.smem_per_sm_bytes:
+    if plan.ctas_per_sm * (used.shared_bytes + budget.RESERVED_SMEM_BYTES) > device.smem_per_sm_bytes:
         found.append(f"{plan.ctas_per_sm} CTAs with {used.shared_bytes} bytes of shared memory do not fit an SM")
     return found
 
 
-def worker_processes(workers: int | None = None) -> ProcessPoolExecutor:
-    """Workers that compile, whatever this process does. Submit to it inside `without_interpreter`."""
-    return ProcessPoolExecutor(workers or os.cpu_count(), mp_context=multiprocessing.get_context("spawn"))
+def worker_processes() -> ProcessPoolExecutor:
+    """Processes that compile, whether or not this one interprets."""
+    return ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"), initializer=_do_not_interpret)
+
+
+def _do_not_interpret() -> None:
+    os.environ.pop("TRITON_INTERPRET", None)  # in time: Triton is imported by the functions above
 
 
 def main() -> int:
@@ -142,8 +152,6 @@ def main() -> int:
     print(f"{failures} complaints about {len(jobs)} cases")
     return failures > 0
 
-
-SWEEP_WIDTHS = sorted({1, *TROUBLED_WIDTHS, *(w + d for w in (64, 256, 1024, 4096, 16384) for d in (-1, 0, 1)), 262144})
 
 if __name__ == "__main__":
     raise SystemExit(main())

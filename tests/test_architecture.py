@@ -13,18 +13,19 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE, KERNELS = ROOT / "fusednorm", ROOT / "kernels"
 
-PLANNER = {"heuristics", "forcing", "legality", "budget", "plan", "problem", "device"}
+PLANNER = {"heuristics", "candidates", "forcing", "legality", "budget", "plan", "problem", "device"}
 MAY_IMPORT = {
-    "__init__": {"functional", "autograd", "modules", "heuristics", "forcing"},
+    "__init__": {"functional", "autograd", "modules", "explanation", "forcing"},
     "modules": {"functional"},
     "functional": {"autograd"},
-    "autograd": {"ops", "problem", "reference"},
+    "autograd": {"ops", "problem", "reference", "forcing"},
     "ops": {"launch", "problem", "reference"},
     "reference": {"problem"},
-    "launch": PLANNER | {"kernels"},
+    "launch": PLANNER | {"kernels", "reference"},
     "heuristics": PLANNER - {"heuristics"},
+    "candidates": {"budget", "plan", "problem", "device"},
     "forcing": {"plan"},
-    "legality": {"budget", "plan", "problem", "device"},
+    "legality": {"plan", "problem", "device"},
     "budget": {"plan", "problem", "device"},
     "plan": {"problem", "device"},
     "problem": set(),
@@ -32,12 +33,15 @@ MAY_IMPORT = {
     # Beside the path of a call:
     "integrations": {"__init__", "ops", "heuristics"},
     "compilation": PLANNER | {"launch"},
+    "cost": {"plan", "problem", "device"},
+    "explanation": PLANNER | {"cost"},
+    "plan_cli": PLANNER | {"explanation", "console"},
     "testing": set(),
     "console": set(),
     "interpreter": set(),
     "demo": {"__init__", "console", "interpreter", "launch", "modules", "problem", "testing"},
     "doctor": {"__init__", "testing"},
-    "__main__": {"demo", "doctor"},
+    "__main__": {"demo", "doctor", "plan_cli"},
 }
 IMPORT_TRITON = {"launch", "compilation"}  # at their top; interpreter and doctor do when asked
 

@@ -81,7 +81,7 @@ def planned(case: Case, inputs: Inputs) -> list:
     backward = check_backward(
         case.norm, inputs.grad_out, inputs.x, case.normalized_shape, mean, rstd, inputs.weight, inputs.bias, ALL_OUTPUTS
     )
-    return [heuristics.choose(call.problem, SMALL_GPU) for call in (forward, backward)]
+    return [heuristics.choose(call.problem, call.rows, SMALL_GPU) for call in (forward, backward)]
 
 
 SHAPES = [  # rows, cols; in between the dtypes go around once

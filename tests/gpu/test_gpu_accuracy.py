@@ -107,15 +107,25 @@ def test_odd_shapes_and_parameters(case):
     assert_case_is_right(case)
 
 
-RAGGED = [
-    make_case(norm, (1, cols), (BF16, FP32, BF16))
-    for cols, norm in itertools.product((128, 1024, 1023, 5120, 16384, 65536), NORMS)
-]
+# Few rows and many may run different kernels.
+RAGGED_FEW, RAGGED_MANY = (
+    [
+        make_case(norm, (rows, cols), (BF16, FP32, BF16))
+        for cols, norm in itertools.product((128, 1024, 1023, 5120, 16384, 65536), NORMS)
+    ]
+    for rows in (1, 4099)
+)
 
 
-@pytest.mark.parametrize("case", RAGGED, ids=str)
-def test_row_counts_that_divide_nothing(case, sm_count):
-    for rows in (1, 2, sm_count - 1, sm_count, sm_count + 1, 8 * sm_count + 1, 4099 if case.cols < 5120 else 1009):
+@pytest.mark.parametrize("case", RAGGED_FEW, ids=str)
+def test_few_rows_that_divide_nothing(case, sm_count):
+    for rows in (1, 2, sm_count - 1, sm_count, sm_count + 1, 1009):
+        assert_case_is_right(replace(case, shape=(rows, case.cols)))
+
+
+@pytest.mark.parametrize("case", RAGGED_MANY, ids=str)
+def test_many_rows_that_divide_nothing(case, sm_count):
+    for rows in (16 * sm_count, 16 * sm_count + 1, 17 * sm_count - 1, 4099):
         assert_case_is_right(replace(case, shape=(rows, case.cols)))
 
 

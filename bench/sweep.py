@@ -1,0 +1,177 @@
+"""Times every plan that fits, shape by shape: what the planner's constants are read from.
+
+    python -m bench.sweep --shapes 16384x4096 4096x5120 --direction backward --variants pipelined multi_wave
+
+Plans are compiled in parallel first; one that spills is not timed. Each is checked against float64 autograd, then
+timed beside the others and the stream kernel. One JSON line per plan goes to bench/results/<date>-<gpu>-sweep.jsonl.
+Exit code 1 if an output is wrong, 2 without a CUDA GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from fusednorm import budget, candidates
+from fusednorm.device import DeviceSpec
+from fusednorm.plan import ColumnTilePlan, Plan
+from fusednorm.problem import check_backward, check_forward
+from fusednorm.testing import Case, Inputs, make_inputs, relative_error
+
+from .bench_norm import DTYPES, NORMS, RESULTS, describe_machine, parse_shape, slug
+from .candidates import floor_call
+from .timing import time_interleaved
+
+GENERATORS = {
+    "multi_wave": candidates.multiwave_plans,
+    "pipelined": candidates.pipelined_plans,
+    "warp_specialized": candidates.warp_specialized_plans,
+}
+FLOOR = "floor"
+# Relative L2 error of an output: rounding to bfloat16 gives 1.7e-3.
+TOLERANCE = {torch.float16: 6e-4, torch.bfloat16: 4e-3, torch.float32: 1e-5, torch.float64: 1e-13}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    if not torch.cuda.is_available():
+        print("sweep: needs a CUDA GPU, got none (python -m fusednorm doctor says more)", file=sys.stderr)
+        return 2
+    machine = describe_machine()
+    path = options.out / f"{machine['date'][:10]}-{slug(machine['gpu'])}-sweep.jsonl"
+    wrong = 0
+    with path.open("a") as file:
+        for case in cases(options):
+            records = sweep(case, options)
+            wrong += sum(record["wrong"] for record in records)
+            file.writelines(json.dumps(machine | record) + "\n" for record in records)
+            file.flush()
+            report(case, records)
+    return 1 if wrong else 0
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.sweep", description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", nargs="+", type=parse_shape, required=True, metavar="MxN")
+    parser.add_argument("--norms", nargs="+", choices=NORMS, default=NORMS)
+    parser.add_argument("--direction", choices=("forward", "backward"), default="backward")
+    parser.add_argument("--variants", nargs="+", choices=GENERATORS, default=["multi_wave", "pipelined"])
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of all tensors (default: bf16)")
+    parser.add_argument("--rounds", type=int, default=15, help="timed replays of each plan (default: 15)")
+    parser.add_argument("--most", type=int, default=80, help="plans of a variant and shape, evenly drawn (default: 80)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON lines (default: bench/results)")
+    return parser.parse_args(arguments)
+
+
+def cases(options: argparse.Namespace) -> Iterator[Case]:
+    dtype = DTYPES[options.dtype]
+    for norm in options.norms:
+        for shape in options.shapes:
+            yield Case(norm, shape, 1, dtype, dtype, dtype if norm == "layer" else None)
+
+
+def make_call(case: Case, inputs: Inputs, direction: str):
+    """The checked call of the case; statistics are computed in float64 and rounded."""
+    x, shape = inputs.x, case.normalized_shape
+    if direction == "forward":
+        return check_forward(case.norm, x, shape, inputs.weight, inputs.bias, case.resolved_eps)
+    exact_x = x.double()
+    mean = exact_x.mean(-1) if case.norm == "layer" else torch.zeros(len(x), device=x.device)
+    rstd = ((exact_x - mean[:, None]).square().mean(-1) + case.resolved_eps).rsqrt().float()
+    mean = mean.float() if case.norm == "layer" else None
+    masks = (True, inputs.weight is not None, inputs.bias is not None)
+    return check_backward(case.norm, inputs.grad_out, x, shape, mean, rstd, inputs.weight, inputs.bias, masks)
+
+
+def fitting_plans(problem, device: DeviceSpec, variant: str, most: int) -> list[Plan]:
+    plans = list(dict.fromkeys(GENERATORS[variant](problem, device)))
+    if variant == "multi_wave":
+        plans.append(candidates.column_tile_plan(problem))
+    else:
+        plans = [plan for plan in plans if budget.fits_shared_memory(plan, problem, device)]
+    step = max(1, -(-len(plans) // most))
+    return plans[::step]
+
+
+def compile_plan(job: tuple) -> tuple[int, int] | str:
+    """(registers, stack bytes) of the plan's largest kernel, or why it does not compile."""
+    from fusednorm import compilation
+
+    case, direction, plan, arch = job
+    try:
+        used = [compilation.resources(launch, arch) for launch in prepare(case, meta_inputs(case), direction, plan)[0]]
+    except Exception as error:  # a plan that does not compile is a line of the report, not the end of the sweep
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return max(r.registers for r in used), max(r.stack_bytes for r in used)
+
+
+def meta_inputs(case: Case) -> Inputs:
+    return Inputs(*(None if t is None else t.to("meta") for t in dataclasses.astuple(make_small(case))))
+
+
+def make_small(case: Case) -> Inputs:
+    return make_inputs(dataclasses.replace(case, shape=(4, *case.shape[1:])), "cpu")
+
+
+def prepare(case: Case, inputs: Inputs, direction: str, plan: Plan):
+    from fusednorm import launch
+
+    build = launch.prepare_forward if direction == "forward" else launch.prepare_backward
+    return build(make_call(case, inputs, direction), plan)
+
+
+def sweep(case: Case, options: argparse.Namespace) -> list[dict]:
+    """A record for each plan of the case."""
+    from fusednorm.testing import exact
+
+    inputs = make_inputs(case, "cuda")
+    device = DeviceSpec.of(inputs.x.device)
+    problem = make_call(case, inputs, options.direction).problem
+    plans = [p for variant in options.variants for p in fitting_plans(problem, device, variant, options.most)]
+    jobs = [(case, options.direction, plan, device.arch) for plan in plans]
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
+        compiled = pool.map(compile_plan, jobs, chunksize=1)
+    want = exact(case, inputs)
+    names = ("y", "mean", "rstd") if options.direction == "forward" else ("dx", "dweight", "dbias")
+    calls, records = {FLOOR: floor_call(options.direction, inputs)}, []
+    for plan, result in zip(plans, compiled, strict=True):
+        record = {
+            "norm": case.norm, "direction": options.direction, "rows": case.rows, "cols": case.cols,
+            "x_dtype": str(case.x_dtype).removeprefix("torch."), "variant": plan.variant, "plan": str(plan),
+            "column_tiles": isinstance(plan, ColumnTilePlan), "compiled": result, "wrong": False, "median_us": None,
+        }  # fmt: skip
+        records.append(record)
+        if isinstance(result, str) or result[1] > 0:
+            continue
+        launches, outputs = prepare(case, inputs, options.direction, plan)
+        calls[record["plan"]] = lambda launches=launches: [launch.run() for launch in launches]
+        calls[record["plan"]]()
+        errors = {n: relative_error(o, getattr(want, n)) for n, o in zip(names, outputs, strict=True) if o is not None}
+        record |= {"errors": errors, "wrong": not max(errors.values()) <= TOLERANCE[case.x_dtype]}
+        records[-1] = record
+    times = time_interleaved(calls, options.rounds)
+    for record in records:
+        if record["plan"] in times:
+            record["median_us"] = times[record["plan"]].median
+            record["times_floor"] = times[record["plan"]].median / times[FLOOR].median
+    return records
+
+
+def report(case: Case, records: list[dict]) -> None:
+    timed = sorted((r for r in records if r["median_us"]), key=lambda r: r["median_us"])
+    print(f"{case}: {len(records)} plans, {len(timed)} timed")
+    for record in timed[:5]:
+        wrong = " WRONG" if record["wrong"] else ""
+        print(f"  {record['median_us']:8.1f} us {record['times_floor']:.3f} {record['plan']}{wrong}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""Plans worth considering, variant by variant, and the key that picks one of them.
+
+The numbers aimed at were found on an H200 (bfloat16 backward, 1024 to 16384 columns, 2026-11-20); the keys choose within
+3% of the fastest plan of every sweep there. Other GPUs are planned for by the same arithmetic with their own resources.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+from . import budget
+from .device import DeviceSpec
+from .plan import ColumnTilePlan, MultiWavePlan, PipelinedPlan, Plan, RingPlan, WarpSpecializedPlan
+from .problem import NormProblem
+
+WARPS = (4, 8, 16)
+MAX_CHUNKS = 8  # a longer unrolled row loop outgrows the instruction cache
+MAX_BOX_SIDE = 256  # elements, of a TMA copy
+# Columns beyond the last are computed on for nothing; so many for each that there is do not matter.
+TOLERATED_PADDING = 1.125
+
+# Little's law: 4.4 TB/s of an H200 times about 1 us of loaded latency is 32 KiB in flight for each SM.
+BYTES_IN_FLIGHT_PER_SM = 32 * 1024
+MULTIWAVE_WARPS_PER_SM = 16
+MIN_MULTIWAVE_CHUNK = 16  # columns; below it, a load of one chunk is for many short pieces of memory
+MULTIWAVE_CHUNK = 1024  # columns; faster than 512 by 2 to 5%, than 2048 by 1 to 6%, than 4096 by 2 to 9%
+# What a stage of the ring brings to an SM: half of it is up to 25% slower (5120 columns), twice of it 7%.
+RING_STAGE_BYTES_PER_SM = 32 * 1024
+RING_STAGES = 3  # 4 to 8 are no faster
+# Elements of a row tile in a thread. With 16 or 64 the backward is up to 19% slower; with 32 the forward, which waits for
+# two row sums in turn, up to 22% (LayerNorm, 1024 columns).
+RING_ELEMENTS_PER_THREAD = {"backward": 32, "forward": 64}
+MAX_COLUMNS_WITH_WEIGHT = 20  # a thread holds the weight of so many columns in registers; of 24 it is faster in smem
+MAX_PRODUCED_CHUNKS = {1: 6, 2: 4}  # by groups; of more, the producer cannot hold the addresses in its 24 registers
+CLUSTERS = (1, 2, 4, 8)  # CTAs that share a row too wide for one
+# To cover what the CTAs of a cluster wait for each other, tiles are larger there: of 16384 elements for each SM.
+CLUSTER_STAGE_BYTES_PER_SM = {"backward": 64 * 1024, "forward": 32 * 1024}
+CLUSTER_ELEMENTS_PER_THREAD = 64
+CLUSTER_ARCHS = (90, 100, 103)
+
+COLUMN_TILE = 1024
+
+
+# --- Rows in registers, and what does not fit there ---
+
+
+def multi_wave(problem: NormProblem, device: DeviceSpec) -> Plan:
+    """The best plan that holds rows in registers, or one by column tiles."""
+    if problem.direction == "backward" and not problem.wants_dx:
+        return column_tile_plan(problem)  # no row sum is needed: a plain reduction over rows
+    plans = multiwave_plans(problem, device)
+    return max(plans, key=lambda plan: multiwave_key(problem, plan), default=None) or column_tile_plan(problem)
+
+
+def multiwave_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[MultiWavePlan]:
+    """Every plan within the budgets whose threads load 8 bytes or more at once."""
+    elements_at_once = 8 // problem.x_dtype.itemsize
+    for num_warps, rows_per_tile in itertools.product(WARPS, powers_of_two(1, 128)):
+        threads = 32 * num_warps
+        for chunk, num_chunks in chunkings(problem.cols, smallest=MIN_MULTIWAVE_CHUNK):
+            if rows_per_tile * chunk < elements_at_once * threads:
+                continue
+            registers = budget.multiwave_registers(rows_per_tile, chunk, num_chunks, num_warps, problem, device)
+            room = min(device.registers_per_sm // registers, device.max_threads_per_sm) // threads
+            if registers <= budget.MAX_REGISTERS and room:
+                enough = max(MULTIWAVE_WARPS_PER_SM / num_warps, BYTES_IN_FLIGHT_PER_SM / rows_per_tile * problem.cols * bytes_per_element(problem))
+                ctas_per_sm = min(room, math.ceil(enough))
+                limit = budget.register_limit(threads * ctas_per_sm, device)
+                yield MultiWavePlan(rows_per_tile, chunk, num_chunks, num_warps, ctas_per_sm, limit)
+
+
+def multiwave_key(problem: NormProblem, plan: MultiWavePlan) -> tuple:
+    """Larger is better: little padding; enough bytes in flight and enough warps, which registers trade for each other;
+    then chunks of the size that was fastest."""
+    bytes_in_flight = plan.ctas_per_sm * plan.rows_per_tile * problem.cols * bytes_per_element(problem)
+    warps = plan.ctas_per_sm * plan.num_warps
+    return (
+        -max(TOLERATED_PADDING, plan.chunk * plan.num_chunks / problem.cols),
+        min(bytes_in_flight, BYTES_IN_FLIGHT_PER_SM) * min(warps, MULTIWAVE_WARPS_PER_SM),
+        -distance(plan.chunk, MULTIWAVE_CHUNK),
+        -plan.num_warps,
+        -plan.rows_per_tile,
+    )
+
+
+def column_tile_plan(problem: NormProblem) -> ColumnTilePlan:
+    chunk = min(COLUMN_TILE, max(16, 1 << (problem.cols - 1).bit_length()))
+    rows_per_tile = max(1, COLUMN_TILE // chunk)
+    if problem.acc_dtype.itemsize == 8:
+        return ColumnTilePlan(rows_per_tile, chunk, 8, 4, min(2048, chunk * 2), 8)
+    return ColumnTilePlan(rows_per_tile, chunk, 4, 4, min(4096, chunk * 4), 8)
+
+
+# --- Rings ---
+
+
+def pipelined(problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | None:
+    """The best plan that fits shared memory, faults or not; None if even one stage is too large."""
+    return _best_ring(pipelined_plans(problem, device), problem, device)
+
+
+def warp_specialized(problem: NormProblem, device: DeviceSpec) -> WarpSpecializedPlan | None:
+    """As `pipelined`."""
+    return _best_ring(warp_specialized_plans(problem, device), problem, device)
+
+
+def _best_ring(plans: Iterator[RingPlan], problem: NormProblem, device: DeviceSpec) -> RingPlan | None:
+    ranked = sorted(plans, key=lambda plan: ring_key(plan, problem, device), reverse=True)
+    return next((plan for plan in ranked if budget.fits_shared_memory(plan, problem, device)), None)
+
+
+def pipelined_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[PipelinedPlan]:
+    for num_warps, ctas_per_sm, cluster in itertools.product(WARPS, (1, 2), cluster_sizes(device)):
+        limit = budget.register_limit(32 * num_warps * ctas_per_sm, device)
+        stages = range(1 if cluster == 1 else 2, RING_STAGES + 1)  # a cluster works on two tiles at once
+        for tile, num_stages, in_smem in itertools.product(ring_tiles(problem, num_warps, cluster), stages, (False, True)):
+            yield PipelinedPlan(*tile, num_stages, num_warps, ctas_per_sm, limit, in_smem, cluster)
+
+
+def warp_specialized_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[WarpSpecializedPlan]:
+    """A tile is never cached in registers: these are short, stages are not."""
+    for num_groups, num_warps in ((1, 4), (1, 8), (1, 16), (2, 4), (2, 8)):
+        limit = budget.group_register_limit(num_groups, num_warps, device)
+        stages = (1, 2, 3) if num_groups == 1 else (2, 4)
+        for tile, num_stages, in_smem in itertools.product(ring_tiles(problem, num_warps, 1), stages, (False, True)):
+            if tile[-1] <= MAX_PRODUCED_CHUNKS[num_groups]:
+                yield WarpSpecializedPlan(*tile, num_stages, num_groups, num_warps, 1, limit, in_smem, cached=False)
+
+
+def cluster_sizes(device: DeviceSpec) -> tuple[int, ...]:
+    return CLUSTERS if device.arch in CLUSTER_ARCHS else (1,)
+
+
+def ring_tiles(problem: NormProblem, num_warps: int, cluster: int) -> Iterator[tuple[int, int, int]]:
+    """(rows_per_tile, chunk, num_chunks) of up to 64 elements a thread, of which each is a column of its own."""
+    threads = 32 * num_warps
+    for chunk, num_chunks in chunkings(-(-problem.cols // cluster), smallest=threads):
+        most_rows = 64 * threads // (chunk * num_chunks)
+        if most_rows and cluster * chunk // math.gcd(problem.cols, chunk, MAX_BOX_SIDE) <= MAX_BOX_SIDE:
+            for rows_per_tile in powers_of_two(1, min(MAX_BOX_SIDE, most_rows)):
+                yield rows_per_tile, chunk, num_chunks
+
+
+def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
+    """Larger is better: no fault; one CTA for a row; a full ring; little padding; enough bytes in a stage; the number of
+    threads that was fastest; not more than enough bytes; two rows or more for a barrier; two streams of tiles on each SM;
+    then as little as will do."""
+    streams = plan.ctas_per_sm if isinstance(plan, PipelinedPlan) else plan.num_groups
+    columns = plan.chunk * plan.num_chunks  # of one CTA
+    columns_per_thread = columns / (32 * plan.num_warps)
+    stage_bytes = streams * plan.rows_per_tile * columns * bytes_per_element(problem)
+    enough_bytes, elements = RING_STAGE_BYTES_PER_SM, RING_ELEMENTS_PER_THREAD[problem.direction]
+    if plan.cluster > 1:
+        enough_bytes, elements = CLUSTER_STAGE_BYTES_PER_SM[problem.direction], CLUSTER_ELEMENTS_PER_THREAD
+    return (
+        plan.num_stages > 1 and budget.registers(plan, problem, device) <= plan.max_registers,
+        -plan.cluster,
+        min(plan.num_stages, RING_STAGES),
+        -max(TOLERATED_PADDING, plan.cluster * columns / problem.cols),
+        min(stage_bytes, enough_bytes),
+        -distance(plan.rows_per_tile * columns_per_thread, elements),
+        -stage_bytes,
+        min(plan.rows_per_tile, 2),
+        min(streams, 2),
+        plan.weight_in_smem == (columns_per_thread > MAX_COLUMNS_WITH_WEIGHT),
+        -plan.num_chunks,
+        -streams,
+    )
+
+
+# --- Common ---
+
+
+def chunkings(cols: int, smallest: int) -> Iterator[tuple[int, int]]:
+    """(chunk, num_chunks) that cover cols, chunk a power of two of at least `smallest`."""
+    for chunk in powers_of_two(smallest, max(smallest, 1 << (cols - 1).bit_length())):
+        num_chunks = -(-cols // chunk)
+        if num_chunks <= MAX_CHUNKS:
+            yield chunk, num_chunks
+
+
+def bytes_per_element(problem: NormProblem) -> int:
+    """Of x and, in the backward, the gradient."""
+    return problem.x_dtype.itemsize + (problem.grad_dtype.itemsize if problem.direction == "backward" else 0)
+
+
+def powers_of_two(first: int, last: int) -> list[int]:
+    return [1 << exponent for exponent in range((first - 1).bit_length(), last.bit_length())]
+
+
+def distance(value: float, target: float) -> float:
+    """In doublings."""
+    return abs(math.log2(value / target))

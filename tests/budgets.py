@@ -1,0 +1,108 @@
+"""The budgets against the compiler, for every plan that the planner can choose; in processes that do not interpret.
+
+As a command it tries many widths, dtypes and architectures:  python tests/budgets.py --arch 90 --widths 1024 1987
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+from compiling import worker_processes
+from planning import ARCHITECTURES, make_problem, meta_call
+
+from fusednorm import budget
+from fusednorm.device import DeviceSpec
+from fusednorm.heuristics import outcome
+from fusednorm.plan import VARIANTS, Plan, RingPlan
+from fusednorm.problem import NormProblem
+
+MANY_ROWS = 1 << 20
+ROW_PASSES = {"forward_by_column_tiles", "backward_row_means"}
+
+
+def plans_of(problem: NormProblem, device: DeviceSpec) -> Iterator[Plan]:
+    """What may be chosen for a problem: of every variant the best plan, if neither it nor its register need is a fault."""
+    for variant in VARIANTS:
+        plan, fault = outcome(variant, problem, MANY_ROWS, device)
+        if plan is not None and variant != "reference" and not (fault and fault.rule in ("one_stage", "spills")):
+            yield plan
+
+
+def complaints(problem: NormProblem, plan: Plan, device: DeviceSpec) -> list[str]:
+    """Where the compiler's builds of a plan differ from its budget."""
+    from fusednorm import compilation, launch
+
+    prepare = launch.prepare_forward if problem.direction == "forward" else launch.prepare_backward
+    found = []
+    for each in prepare(meta_call(problem), plan)[0]:
+        name = each.kernel.__name__
+        if name == "finalize":
+            continue
+        used = compilation.resources(each, device.arch)
+        bound = budget.shared_bytes(plan, problem)
+        if isinstance(plan, RingPlan) and used.shared_bytes != bound - budget.static_bytes(plan):
+            found.append(f"{name} takes {used.shared_bytes} bytes of shared memory, expected {bound}")
+        if used.shared_bytes > bound:
+            found.append(f"{name} takes {used.shared_bytes} bytes of shared memory, expected at most {bound}")
+        if used.stack_bytes:
+            found.append(f"{name} spills {used.stack_bytes} bytes a thread")
+        if used.registers > budget.max_registers(plan):
+            found.append(f"{name} takes {used.registers} registers, expected at most {budget.max_registers(plan)}")
+    return found
+
+
+def check(problem: NormProblem, arch: int) -> list[str]:
+    """All complaints about the plans of a problem, with what they are about."""
+    device = ARCHITECTURES[arch]
+    return [
+        f"sm_{arch} {problem.norm} {problem.direction} {problem.cols} x {problem.x_dtype} weight {problem.weight_dtype}: "
+        f"{text}; {plan}, budget {budget.registers(plan, problem, device)} registers"
+        for plan in plans_of(problem, device)
+        for text in complaints(problem, plan, device)
+    ]
+
+
+WIDTHS = sorted(
+    {1, 3, 32, 96, 262144}
+    | {2**n + d for n in range(6, 18) for d in (-1, 0, 8)}
+    | {768 * n for n in range(1, 17)}
+    | {640 * n for n in (1, 2, 4, 8, 16, 32)}
+    | {1600, 1984, 1987, 4104, 6656, 7168, 14336, 18432, 20480, 23040, 28672}
+)
+MIXES = [("bf16", "bf16", "bf16"), ("fp16", "fp32", "fp16"), ("fp32", "fp32", "fp32"), ("fp64", "fp64", "fp64")]
+ODD_MIXES = [("bf16", "none", "bf16"), ("bf16", "bf16", "fp32"), ("fp32", "bf16", "bf16"), ("fp16", "fp64", "bf16")]
+
+
+def problems(widths, mixes) -> Iterator[NormProblem]:
+    for cols, (dtype, weight, grad), norm in itertools.product(widths, mixes, ("layer", "rms")):
+        for direction in ("backward", "forward"):
+            yield make_problem(norm, cols, dtype, weight, direction, grad)
+        if weight != "none":
+            problem = make_problem(norm, cols, dtype, weight, "backward", grad)
+            yield replace(problem, wants_dw=False, wants_db=False)
+            yield replace(problem, wants_dx=False)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", type=int, nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))
+    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
+    parser.add_argument("--mixed", action="store_true", help="operands of different dtypes too")
+    options = parser.parse_args()
+    mixes = MIXES + (ODD_MIXES if options.mixed else [])
+    jobs = [(p, arch) for arch in options.arch for p in problems(options.widths, mixes)]
+    failures = 0
+    with worker_processes() as pool:
+        for found in pool.map(check, *zip(*jobs, strict=True), chunksize=4):
+            failures += len(found)
+            for text in found:
+                print(text, flush=True)
+    print(f"{failures} complaints about the plans of {len(jobs)} problems")
+    return failures > 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,63 @@
+"""Problems and devices for the tests of the planner."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from fusednorm.device import A100, B200, GB300, H200, RTX_5090
+from fusednorm.explanation import DTYPES
+from fusednorm.problem import NormProblem
+
+ARCHITECTURES = {spec.arch: spec for spec in (A100, H200, B200, GB300, RTX_5090)}
+
+
+def make_problem(
+    norm="layer", cols=4096, dtype="bf16", weight="", direction="backward", grad="", **changes
+) -> NormProblem:
+    """The norm of contiguous rows, everything wanted; weight is the dtype of weight and bias, "none" for neither."""
+    backward, layer = direction == "backward", norm == "layer"
+    x_dtype = DTYPES[dtype]
+    weight_dtype = None if weight == "none" else DTYPES[weight or dtype]
+    fields = {
+        "wants_dx": backward,
+        "wants_dw": backward and weight_dtype is not None,
+        "wants_db": backward and layer and weight_dtype is not None,
+        "tma_aligned": cols * x_dtype.itemsize % 16 == 0,
+    }
+    grad_dtype = DTYPES[grad or dtype] if backward else None
+    bias_dtype = weight_dtype if layer else None
+    return NormProblem(norm, direction, cols, x_dtype, weight_dtype, bias_dtype, grad_dtype, **fields | changes)
+
+
+def meta_call(problem: NormProblem, rows: int = 4096):
+    """A call, on meta tensors, whose problem is `problem` (contiguous rows)."""
+    from fusednorm.problem import check_backward, check_forward
+
+    def meta(shape, dtype):
+        return None if dtype is None else torch.empty(shape, dtype=dtype, device="meta")
+
+    shape = (problem.cols,)
+    x, weight, bias = (
+        meta((rows, *shape), problem.x_dtype),
+        meta(shape, problem.weight_dtype),
+        meta(shape, problem.bias_dtype),
+    )
+    if problem.direction == "forward":
+        call = check_forward(problem.norm, x, shape, weight, bias, 1e-5)
+    else:
+        grad, rstd = meta((rows, *shape), problem.grad_dtype), meta((rows,), problem.acc_dtype)
+        mean = rstd if problem.norm == "layer" else None
+        mask = (problem.wants_dx, problem.wants_dw, problem.wants_db)
+        call = check_backward(problem.norm, grad, x, shape, mean, rstd, weight, bias, mask)
+    assert call.problem == problem
+    return call
+
+
+def sweep(widths, dtypes=("bf16", "fp32", "fp64"), weights=("",)):
+    """Problems of each width, norm, direction and dtype."""
+    for cols, norm, direction, dtype, weight in itertools.product(
+        widths, ("layer", "rms"), ("backward", "forward"), dtypes, weights
+    ):
+        yield make_problem(norm, cols, dtype, weight, direction)

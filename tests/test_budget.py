@@ -1,0 +1,117 @@
+"""Shared memory and registers as the planner counts them, against the compiler. No GPU is needed."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+from budgets import check, plans_of
+from compiling import worker_processes
+from hypothesis import given
+from hypothesis import strategies as st
+from planning import ARCHITECTURES, make_problem
+
+from fusednorm import budget
+from fusednorm.device import A100, B200, H200, KNOWN
+from fusednorm.plan import MultiWavePlan, PipelinedPlan, WarpSpecializedPlan
+
+# A width, dtype or mask each that has been trouble, taken in turns by the architectures; `make budgets` tries thousands.
+SAMPLE = [
+    make_problem("layer", 4096),
+    make_problem("rms", 1024, weight="fp32"),
+    make_problem("layer", 8192, "fp32"),
+    make_problem("rms", 576),
+    make_problem("layer", 5120, "fp16", "fp32"),
+    make_problem("rms", 16384),
+    make_problem("layer", 1987),
+    make_problem("layer", 12288),
+    make_problem("rms", 3072, wants_dw=False),
+    make_problem("layer", 3, "fp64"),
+    make_problem("layer", 1600, grad="fp32"),
+    make_problem("rms", 12288, "fp32"),
+    make_problem("layer", 31),
+    make_problem("layer", 1280, weight="none"),
+    make_problem("rms", 4104),
+    make_problem("layer", 768, "fp64"),
+    make_problem("layer", 20480),
+    make_problem("rms", 1023, "fp32", "bf16"),
+]
+FORWARD = [
+    make_problem("layer", 4096, direction="forward"),
+    make_problem("rms", 8192, direction="forward"),
+    make_problem("layer", 576, "fp32", direction="forward"),
+    make_problem("layer", 16384, direction="forward", weight="fp32"),
+    make_problem("rms", 29, direction="forward"),
+]
+JOBS = [
+    *((arch, problem) for turn, arch in enumerate(ARCHITECTURES) for problem in SAMPLE[turn :: len(ARCHITECTURES)]),
+    *zip(ARCHITECTURES, FORWARD, strict=True),
+    (90, make_problem("layer", 4096, "fp32")),
+    (90, make_problem("layer", 16384)),
+    (120, make_problem("layer", 4096)),
+]
+
+
+@pytest.fixture(scope="module")
+def builds():
+    """Futures of all complaints, so that the builds are made in parallel."""
+    with worker_processes() as pool, mock.patch.dict(os.environ):
+        os.environ.pop("TRITON_INTERPRET", None)  # a worker keeps the environment that it starts in
+        yield {job: pool.submit(check, job[1], job[0]) for job in JOBS}
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: f"sm_{job[0]}-{job[1].norm}-{job[1].direction}-{job[1].cols}")
+def test_compiler_needs_no_more_than_the_budget_says_and_rings_exactly_their_shared_memory(builds, job):
+    assert list(plans_of(job[1], ARCHITECTURES[job[0]]))
+    assert builds[job].result() == []
+
+
+def test_sample_holds_every_variant_that_an_architecture_has():
+    for arch, device in ARCHITECTURES.items():
+        of_arch = {type(plan) for a, problem in JOBS if a == arch for plan in plans_of(problem, device)}
+        rings = {PipelinedPlan, WarpSpecializedPlan} if arch >= 90 else set()
+        assert of_arch >= {MultiWavePlan} | rings
+
+
+def test_a_stage_costs_its_tiles_and_nothing_else_grows():
+    problem = make_problem("layer", 4096)
+    plan = PipelinedPlan(2, 4096, 1, 2, 8, 1, 255, False)
+    sizes = [budget.shared_bytes(replace(plan, num_stages=stages), problem) for stages in (2, 4, 6)]
+    tile = 2 * 2 * 4096 * 2
+    assert [b - a for a, b in zip(sizes, sizes[1:], strict=False)] == [2 * tile + 2 * 16] * 2
+
+
+@pytest.mark.parametrize("num_groups, num_warps, registers", [(1, 4, 240), (1, 8, 240), (2, 4, 240), (1, 16, 112), (2, 8, 112)])
+def test_compute_groups_get_what_the_producer_gives_away(num_groups, num_warps, registers):
+    limit = budget.group_register_limit(num_groups, num_warps, B200)
+    assert limit == registers
+    plan = WarpSpecializedPlan(1, 4096, 1, 4, num_groups, num_warps, 1, limit, False, False)
+    threads = 32 * num_warps * num_groups
+    entry = budget.entry_registers(plan)
+    assert entry % 8 == 0 and entry * (threads + 128) <= B200.registers_per_sm
+    assert entry * (threads + 128) >= threads * limit + 128 * budget.PRODUCER_REGISTERS
+
+
+@given(st.sampled_from(KNOWN), st.integers(32, 2048))
+def test_registers_of_all_threads_fit_an_sm(device, threads):
+    limit = budget.register_limit(threads, device)
+    assert limit <= 255 and limit * threads <= device.registers_per_sm
+    assert limit == 255 or (limit % 8 == 0 and (limit + 8) * threads > device.registers_per_sm)
+
+
+@given(st.sampled_from(["layer", "rms"]), st.sampled_from([1, 2, 4]), st.sampled_from([1024, 4096]), st.integers(1, 4))
+def test_more_to_hold_never_needs_fewer_registers(norm, rows, chunk, num_chunks):
+    problem = make_problem(norm, chunk * num_chunks)
+    plan = PipelinedPlan(rows, chunk, num_chunks, 3, 4, 1, 255, False)
+    need = budget.registers(plan, problem, H200)
+    for larger in (replace(plan, rows_per_tile=2 * rows), replace(plan, num_chunks=num_chunks + 1), replace(plan, chunk=2 * chunk)):
+        assert budget.registers(larger, problem, H200) >= need
+    assert budget.registers(replace(plan, weight_in_smem=True), problem, H200) <= need
+    assert budget.registers(plan, replace(problem, wants_dw=False, wants_db=False), H200) <= need
+
+
+def test_unaligned_rows_need_more_registers():
+    plan = MultiWavePlan(1, 1024, 4, 8, 2, 128)
+    assert budget.registers(plan, make_problem(cols=4095), A100) > budget.registers(plan, make_problem(cols=4096), A100)

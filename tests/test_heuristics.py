@@ -1,0 +1,459 @@
+"""The planner: which plan, by which rule, within which limits. No GPU and no compiler."""
+
+from __future__ import annotations
+
+import csv
+import random
+import threading
+import timeit
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from planning import ARCHITECTURES, make_problem, meta_call, sweep
+
+import fusednorm
+from fusednorm import budget, forcing, legality
+from fusednorm.device import A100, B200, GB300, H100, H200, KNOWN, RTX_4090, RTX_5090
+from fusednorm.heuristics import TUNINGS, best_plan, choose, decide, fault, outcome
+from fusednorm.plan import (
+    VARIANTS,
+    ColumnTilePlan,
+    MultiWavePlan,
+    PipelinedPlan,
+    ReferencePlan,
+    RingPlan,
+    WarpSpecializedPlan,
+    num_ctas,
+    num_partials,
+)
+
+DATA = Path(__file__).parent / "data"
+MANY_ROWS = 16384
+
+# (device, problem, rows) -> plan: one line for each regime, so that a change of a rule shows where it reaches.
+GOLDEN = [
+    (H200, make_problem("layer", 4096), MANY_ROWS, PipelinedPlan(2, 4096, 1, 3, 8, 1, 255, False)),
+    (H200, make_problem("rms", 4096), MANY_ROWS, PipelinedPlan(2, 4096, 1, 3, 8, 1, 255, False)),
+    (H200, make_problem("layer", 8192), MANY_ROWS, PipelinedPlan(1, 8192, 1, 3, 8, 1, 255, True)),
+    (H200, make_problem("layer", 16384), MANY_ROWS, PipelinedPlan(2, 8192, 1, 3, 8, 1, 255, True, 2)),
+    (H200, make_problem("layer", 4096, direction="forward"), MANY_ROWS, PipelinedPlan(2, 4096, 1, 3, 4, 2, 255, True)),
+    (H200, make_problem("layer", 2048), MANY_ROWS, PipelinedPlan(2, 2048, 1, 3, 4, 2, 255, False)),
+    (H200, make_problem("layer", 1024), MANY_ROWS, PipelinedPlan(4, 1024, 1, 3, 4, 2, 255, False)),
+    (H200, make_problem("layer", 5120), MANY_ROWS, PipelinedPlan(2, 1024, 5, 3, 8, 1, 255, False)),
+    (H200, make_problem("layer", 4096), 1024, MultiWavePlan(1, 1024, 4, 8, 2, 128)),
+    (H200, make_problem("layer", 1023), MANY_ROWS, MultiWavePlan(1, 1024, 1, 4, 4, 128)),
+    (H200, make_problem("layer", 768), MANY_ROWS, MultiWavePlan(2, 256, 3, 4, 4, 128)),
+    (H200, make_problem("layer", 4096, wants_dx=False), MANY_ROWS, ColumnTilePlan(1, 1024, 4, 4, 4096, 8)),
+    (A100, make_problem("layer", 4096), MANY_ROWS, MultiWavePlan(1, 1024, 4, 8, 2, 128)),
+    (A100, make_problem("layer", 8192), MANY_ROWS, MultiWavePlan(1, 2048, 4, 16, 1, 128)),
+    (A100, make_problem("layer", 65536), MANY_ROWS, ColumnTilePlan(1, 1024, 4, 4, 4096, 8)),
+    (B200, make_problem("layer", 4096), MANY_ROWS, WarpSpecializedPlan(2, 4096, 1, 3, 1, 8, 1, 240, False, False)),
+    (B200, make_problem("layer", 1024), MANY_ROWS, WarpSpecializedPlan(4, 1024, 1, 4, 2, 4, 1, 240, False, False)),
+    (B200, make_problem("layer", 4096), 1024, MultiWavePlan(1, 1024, 4, 8, 2, 128)),
+    (B200, make_problem("layer", 65536), MANY_ROWS, ColumnTilePlan(1, 1024, 4, 4, 4096, 8)),
+]
+
+
+@pytest.mark.parametrize("device, problem, rows, plan", GOLDEN, ids=lambda v: getattr(v, "name", None))
+def test_each_regime_has_the_plan_it_is_known_for(device, problem, rows, plan):
+    assert choose(problem, rows, device) == plan
+
+
+# --- Thresholds ---
+
+
+@pytest.mark.parametrize("device", [H200, B200, GB300, RTX_5090], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_a_ring_begins_at_the_first_row_beyond_its_threshold(device, norm):
+    problem = make_problem(norm, 4096)
+    last = TUNINGS[device.arch, "backward"].ring_rows_per_sm[norm] * device.sm_count
+    assert isinstance(choose(problem, last, device), MultiWavePlan)
+    assert isinstance(choose(problem, last + 1, device), RingPlan)
+
+
+@pytest.mark.parametrize("norm, last", [("rms", 592), ("layer", 2368)])
+def test_thresholds_on_b200_are_those_published(norm, last):
+    assert choose(make_problem(norm), last, B200).variant == "multi_wave"
+    assert choose(make_problem(norm), last + 1, B200).variant == "warp_specialized"
+
+
+@pytest.mark.parametrize("device, narrowest", [(H200, 1024), (B200, 256)], ids=["H200", "B200"])
+def test_a_ring_begins_at_the_narrowest_row_tried(device, narrowest):
+    assert isinstance(choose(make_problem("layer", narrowest - 8), MANY_ROWS, device), MultiWavePlan)
+    assert isinstance(choose(make_problem("layer", narrowest), MANY_ROWS, device), RingPlan)
+
+
+def test_a_ring_counts_rows_in_32_bits():
+    assert isinstance(choose(make_problem(), legality.MAX_RING_ROWS, H200), PipelinedPlan)
+    assert isinstance(choose(make_problem(), legality.MAX_RING_ROWS + 1, H200), MultiWavePlan)
+
+
+# --- The decisions published for B200 ---
+
+# Where we know better, and why.
+DISAGREEMENTS = {
+    (
+        "rms",
+        14336,
+        4,
+    ): "57344 bytes a row: what the rules allow there spills here, and 48 KiB is the last round number that does not",
+    ("layer", 24576, 2): "two CTAs of a cluster share the row, so registers suffice where one CTA has none left",
+}
+
+
+def published() -> list[dict]:
+    with open(DATA / "b200_decisions.csv") as file:
+        rows = list(csv.DictReader(file))
+    return [row for row in rows if row["decision"] != "UNSCHEDULABLE"]
+
+
+def as_problem(row: dict):
+    dtype = {"2": "bf16", "4": "fp32"}
+    return make_problem(row["norm"], int(row["cols"]), dtype[row["act_bytes"]], dtype[row["weight_bytes"]])
+
+
+def agrees(row: dict) -> bool:
+    ring = isinstance(choose(as_problem(row), int(row["rows"]), B200), RingPlan)
+    return ring == (row["decision"] == "WS")
+
+
+def test_choices_on_b200_are_the_published_ones_but_for_those_explained():
+    disagree = {(row["norm"], int(row["cols"]), int(row["act_bytes"])) for row in published() if not agrees(row)}
+    assert disagree == set(DISAGREEMENTS)
+    assert sum(map(agrees, published())) >= 0.95 * len(published())
+
+
+def test_what_was_unschedulable_there_has_a_plan_here():
+    with open(DATA / "b200_decisions.csv") as file:
+        rows = [row for row in csv.DictReader(file) if row["decision"] == "UNSCHEDULABLE"]
+    assert len(rows) == 8
+    for row in rows:
+        problem = as_problem(row)
+        assert_runs(choose(problem, int(row["rows"]), B200), problem, int(row["rows"]), B200)
+
+
+# --- Invariants ---
+
+
+def assert_runs(plan, problem, rows, device):
+    """Everything that a launch relies on."""
+    assert legality.broken_rule(plan.variant, problem, rows, device) is None
+    if isinstance(plan, ReferencePlan):
+        return
+    ctas, tiles = num_ctas(plan, rows, problem.cols, device), -(-rows // plan.rows_per_tile)
+    assert 1 <= ctas <= tiles
+    assert budget.fits_shared_memory(plan, problem, device)
+    warps = plan.num_warps * getattr(plan, "num_groups", 1) + 4 * isinstance(plan, WarpSpecializedPlan)
+    assert 32 * warps <= 1024 and plan.ctas_per_sm * 32 * warps <= device.max_threads_per_sm
+    if isinstance(plan, ColumnTilePlan):
+        return
+    assert plan.rows_per_tile & (plan.rows_per_tile - 1) == plan.chunk & (plan.chunk - 1) == 0
+    assert (
+        plan.cluster * plan.chunk * (plan.num_chunks - 1) < problem.cols <= plan.cluster * plan.chunk * plan.num_chunks
+    )
+    assert budget.registers(plan, problem, device) <= plan.max_registers <= 255
+    if isinstance(plan, MultiWavePlan):
+        assert plan.ctas_per_sm * 32 * plan.num_warps * plan.max_registers <= device.registers_per_sm
+    elif isinstance(plan, PipelinedPlan):
+        assert plan.ctas_per_sm * 32 * plan.num_warps * plan.max_registers <= device.registers_per_sm
+        assert plan.num_stages >= 2 and plan.chunk >= 32 * plan.num_warps
+    else:
+        assert plan.num_stages >= 2 and plan.num_stages % plan.num_groups == 0 and plan.chunk >= 32 * plan.num_warps
+        assert 32 * warps * budget.entry_registers(plan) <= device.registers_per_sm
+
+
+DTYPE_NAMES = st.sampled_from(["fp16", "bf16", "fp32", "fp64"])
+PLAIN_PROBLEMS = st.builds(
+    make_problem,
+    norm=st.sampled_from(["layer", "rms"]),
+    cols=st.integers(1, 1 << 13).map(lambda n: 8 * n),
+    dtype=st.sampled_from(["bf16", "fp32"]),
+    weight=st.sampled_from(["bf16", "fp32", "none"]),
+    direction=st.sampled_from(["forward", "backward"]),
+)
+ANY_PROBLEMS = st.builds(
+    make_problem,
+    norm=st.sampled_from(["layer", "rms"]),
+    cols=st.integers(1, 1 << 18) | st.integers(1, 1 << 15).map(lambda n: 8 * n),
+    dtype=DTYPE_NAMES,
+    weight=DTYPE_NAMES | st.just("none"),
+    direction=st.sampled_from(["forward", "backward"]),
+    grad=DTYPE_NAMES,
+    nested_rows=st.booleans(),
+)
+PROBLEMS = PLAIN_PROBLEMS | ANY_PROBLEMS
+DEVICES = st.sampled_from(KNOWN) | st.builds(
+    replace,
+    st.sampled_from(KNOWN),
+    sm_count=st.integers(1, 300),
+    arch=st.sampled_from([70, 75, 80, 86, 87, 89, 90, 100, 101, 103, 110, 120, 121, 130]),
+    smem_per_block_bytes=st.integers(48, 227).map(lambda kib: kib * 1024),
+)
+ROWS = st.integers(1, 1 << 20) | st.integers(1, 1 << 34)
+
+
+@given(PROBLEMS, ROWS, DEVICES)
+def test_every_problem_has_a_plan_that_runs(problem, rows, device):
+    assert_runs(choose(problem, rows, device), problem, rows, device)
+
+
+@given(PROBLEMS, ROWS, DEVICES, st.sampled_from(VARIANTS))
+def test_forcing_overrides_quality_never_legality(problem, rows, device, variant):
+    with fusednorm.force(variant):
+        plan = choose(problem, rows, device)
+    decision = decide(problem, rows, device, variant)
+    assert plan == decision.plan
+    can = outcome(variant, problem, rows, device).plan is not None
+    assert decision.forced == can
+    assert plan.variant == variant if can else plan == choose(problem, rows, device)
+    assert decision.reasons[variant].startswith("forced") and set(decision.reasons) == set(VARIANTS)
+
+
+@given(PROBLEMS, ROWS, DEVICES)
+def test_choosing_and_explaining_agree(problem, rows, device):
+    decision = decide(problem, rows, device)
+    assert decision.plan == choose(problem, rows, device)
+    assert not decision.forced and decision.reasons[decision.plan.variant].startswith("chosen")
+    assert sum(text.startswith("chosen") for text in decision.reasons.values()) == 1
+
+
+@given(PROBLEMS, DEVICES, st.integers(0, 64))
+def test_more_shared_memory_never_loses_a_variant(problem, device, more):
+    more *= 1024
+    larger = replace(
+        device,
+        smem_per_block_bytes=device.smem_per_block_bytes + more,
+        smem_per_sm_bytes=device.smem_per_sm_bytes + more,
+    )
+    for variant in VARIANTS:
+        before, after = (outcome(variant, problem, MANY_ROWS, spec) for spec in (device, larger))
+        assert after.plan or not before.plan
+        assert not after.fault or before.fault
+
+
+@given(PROBLEMS, DEVICES)
+def test_a_thousand_row_counts_need_two_plans_at_most(problem, device):
+    rows = [int(2 ** random.Random(seed).uniform(0, 30)) for seed in range(1000)]
+    assert len({choose(problem, count, device) for count in rows}) <= 2
+
+
+@given(PROBLEMS, ROWS, DEVICES)
+def test_no_cta_of_a_chosen_plan_is_idle(problem, rows, device):
+    plan = choose(problem, rows, device)
+    if isinstance(plan, ReferencePlan):
+        return
+    ctas, tiles = num_ctas(plan, rows, problem.cols, device), -(-rows // plan.rows_per_tile)
+    most = -(-tiles // ctas)
+    assert (ctas - 1) * most < tiles, "fewer CTAs would be done as soon"
+    assert num_partials(plan, ctas) <= max(2 * device.sm_count, rows // 8)
+
+
+def test_architectures_without_tma_or_without_rules_run_multi_wave():
+    for arch in (80, 86, 87, 89, 110, 121, 130):
+        device = replace(B200, arch=arch)
+        for problem in sweep((64, 1024, 8192, 65536), ("bf16", "fp32")):
+            assert choose(problem, MANY_ROWS, device).variant == "multi_wave"
+
+
+def test_architectures_before_ampere_run_atens_kernels():
+    plan = choose(make_problem(), MANY_ROWS, replace(A100, arch=75))
+    assert plan == ReferencePlan("needs compute capability 8.0, A100 has 7.5")
+
+
+@pytest.mark.parametrize("device", ARCHITECTURES.values(), ids=lambda spec: spec.name)
+def test_rows_are_padded_by_little(device):
+    for problem in sweep((1280, 2560, 3072, 5120, 6144, 7168, 10240, 12288), ("bf16", "fp32")):
+        plan = choose(problem, MANY_ROWS, device)
+        if not isinstance(plan, ColumnTilePlan):
+            assert plan.cluster * plan.chunk * plan.num_chunks <= 8 / 7 * problem.cols
+
+
+# --- Rules ---
+
+WIDE = make_problem("layer", 32768)
+RULES = {  # rule: variant, problem, rows, device that meet it
+    "arch": ("multi_wave", make_problem(), MANY_ROWS, replace(A100, arch=75)),
+    "tma": ("pipelined", make_problem(), MANY_ROWS, A100),
+    "dx": ("pipelined", make_problem(wants_dx=False), MANY_ROWS, H200),
+    "float64": ("pipelined", make_problem(dtype="fp64"), MANY_ROWS, H200),
+    "alignment": ("warp_specialized", make_problem(cols=4100), MANY_ROWS, B200),
+    "nested_rows": ("pipelined", make_problem(nested_rows=True), MANY_ROWS, H200),
+    "rows": ("pipelined", make_problem(), 2**31, H200),
+    "backward": ("warp_specialized", make_problem(direction="forward"), MANY_ROWS, B200),
+    "shared_memory": ("warp_specialized", make_problem("layer", 65536), MANY_ROWS, B200),
+    "untried": ("warp_specialized", make_problem(), MANY_ROWS, H200),
+    "one_stage": ("warp_specialized", make_problem("layer", 32768), MANY_ROWS, B200),
+    "spills": ("warp_specialized", make_problem("layer", 20480), MANY_ROWS, B200),
+    "few_rows": ("pipelined", make_problem(), 1024, H200),
+    "narrow_rows": ("pipelined", make_problem(cols=512), MANY_ROWS, H200),
+    "wide_rows": ("pipelined", make_problem("layer", 32768), MANY_ROWS, B200),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_each_rule_is_met_by_what_it_is_about(rule):
+    found = outcome(*RULES[rule]).fault
+    assert found.rule == rule
+    assert decide(*RULES[rule][1:]).reasons[RULES[rule][0]] == found.reason
+
+
+def test_every_rule_of_legality_is_among_them():
+    assert {rule.name for rules in legality.RULES.values() for rule in rules} <= set(RULES)
+
+
+@pytest.mark.parametrize("rule", ["tma", "alignment", "nested_rows", "dx", "float64", "rows"])
+def test_launch_asserts_what_the_planner_asks(rule, monkeypatch):
+    from fusednorm import launch
+    from fusednorm.device import DeviceSpec
+
+    variant, problem, rows, device = RULES[rule]
+    monkeypatch.setattr(DeviceSpec, "of", staticmethod(lambda _: device))
+    call = meta_call(replace(problem, nested_rows=False), min(rows, 4096))
+    plan = best_plan("pipelined", make_problem(), H200)
+    with pytest.raises(AssertionError):
+        launch.prepare_backward(call._replace(problem=problem, rows=rows), plan)
+
+
+# --- force ---
+
+
+def test_force_nests_and_none_gives_the_choice_back():
+    assert forcing.forced_variant() is None
+    with fusednorm.force("pipelined"):
+        with fusednorm.force(None):
+            assert forcing.forced_variant() is None
+        with fusednorm.force("multi_wave"):
+            assert forcing.forced_variant() == "multi_wave"
+        assert forcing.forced_variant() == "pipelined"
+    assert forcing.forced_variant() is None
+
+
+def test_force_refuses_what_is_no_variant():
+    with pytest.raises(
+        ValueError, match="^force: variant must be one of multi_wave, pipelined, .* or None, got 'fast'$"
+    ):
+        fusednorm.force("fast")
+
+
+def test_force_is_undone_by_an_error():
+    with pytest.raises(KeyError), fusednorm.force("pipelined"):
+        raise KeyError
+    assert forcing.forced_variant() is None
+
+
+def test_force_holds_in_its_own_thread_only():
+    one = fusednorm.force("pipelined")
+    inside, entered, seen = threading.Event(), threading.Event(), {}
+
+    def other():
+        entered.wait()
+        seen["before"] = forcing.forced_variant()
+        with one:
+            seen["inside"] = forcing.forced_variant()
+        seen["after"] = forcing.forced_variant()
+        inside.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with one:
+        entered.set()
+        inside.wait()
+        assert forcing.forced_variant() == "pipelined"
+    thread.join()
+    assert seen == {"before": None, "inside": "pipelined", "after": None}
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_forced_choice_reaches_the_backward_on_another_thread(norm, monkeypatch):
+    seen = []
+    original = fusednorm.ops.reference.backward
+
+    def backward(call):
+        seen.append(forcing.forced_variant())
+        return original(call)
+
+    monkeypatch.setattr(fusednorm.ops.reference, "backward", backward)
+    x = torch.randn(4, 8, requires_grad=True)
+    op = getattr(torch.ops.fusednorm, f"{norm}_norm_fwd")
+    for variant in ("pipelined", None, "multi_wave"):
+        with fusednorm.force(variant):
+            y = op(x, [8])[0].sum()
+        with fusednorm.force("reference"):  # has no say in what the forward decided
+            thread = threading.Thread(target=y.backward)
+            thread.start()
+            thread.join()
+            op(x, [8])[0].sum().backward()
+        assert seen[-2:] == [variant, "reference"]
+    assert len(seen) == 6
+
+
+def test_forced_reference_runs_atens_kernels(monkeypatch):
+    from fusednorm import launch
+
+    call = meta_call(make_problem("layer", 64))
+    monkeypatch.setattr(launch.reference, "backward", lambda call: "aten")
+    with fusednorm.force("reference"):
+        assert launch.backward(call) == "aten"
+
+
+# --- Devices ---
+
+
+def test_constants_are_told_apart_by_whatever_spelling():
+    assert fusednorm.device.named("rtx_5090") is fusednorm.device.named("RTX5090") is RTX_5090
+    with pytest.raises(ValueError, match="^device must be one of A100, .*, got 'V100'$"):
+        fusednorm.device.named("V100")
+
+
+def properties_of(spec, name, sm_count):
+    from types import SimpleNamespace
+
+    return SimpleNamespace(
+        name=name,
+        major=spec.arch // 10,
+        minor=spec.arch % 10,
+        multi_processor_count=sm_count,
+        shared_memory_per_block_optin=spec.smem_per_block_bytes,
+        shared_memory_per_multiprocessor=spec.smem_per_sm_bytes,
+        regs_per_multiprocessor=spec.registers_per_sm,
+        max_threads_per_multi_processor=spec.max_threads_per_sm,
+        L2_cache_size=spec.l2_bytes,
+    )
+
+
+@pytest.mark.parametrize("spec", [A100, H100, H200, B200, GB300, RTX_4090, RTX_5090], ids=lambda spec: spec.name)
+def test_a_whole_gpu_is_the_constant_of_its_name(spec):
+    found = fusednorm.device.from_properties(properties_of(spec, f"NVIDIA {spec.name} 80GB", spec.sm_count))
+    assert found == replace(spec, name=f"NVIDIA {spec.name} 80GB")
+
+
+def test_a_partition_of_a_gpu_has_its_share():
+    part = fusednorm.device.from_properties(properties_of(H200, "NVIDIA H200 MIG 2g.35gb", 33))
+    assert part.sm_count == 33 and part.bandwidth_gb_s == H200.bandwidth_gb_s / 4
+    threshold = 16 * 33
+    assert choose(make_problem(), threshold, part).variant == "multi_wave"
+    assert choose(make_problem(), threshold + 1, part).variant == "pipelined"
+    assert num_ctas(choose(make_problem(), MANY_ROWS, part), MANY_ROWS, 4096, part) <= 33
+
+
+def test_an_unknown_gpu_is_planned_for_by_its_resources():
+    unknown = fusednorm.device.from_properties(properties_of(replace(A100, arch=87), "Orin", 16))
+    assert choose(make_problem(), MANY_ROWS, unknown).variant == "multi_wave"
+
+
+# --- Cost of choosing ---
+
+
+def test_a_choice_made_before_costs_less_than_two_microseconds():
+    problem = make_problem()
+    choose(problem, MANY_ROWS, H200)
+    times = timeit.repeat(lambda: choose(problem, MANY_ROWS, H200), number=2000, repeat=25)
+    assert min(times) / 2000 < 2e-6
+
+
+def test_fault_of_a_plan_that_is_no_ring_is_none():
+    assert fault(best_plan("multi_wave", WIDE, H200), WIDE, 1, H200) is None
