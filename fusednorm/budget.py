@@ -184,17 +184,18 @@ def multiwave_registers(
     scattered, many_rows = not is_vectorized(problem), rows_per_tile > 2
     if problem.direction == "backward":
         loaded = (problem.x_dtype.itemsize + problem.grad_dtype.itemsize) / 4
-        sums = problem.wants_dw + problem.wants_db
-        per_element = 1.25 * loaded + accumulator * (2.5 + 0.7 * sums) + 1.3 * sm120
-        per_element += scattered * (9.0 if many_rows else 4.5)
+        per_element = 1.25 * loaded + 3.9 * accumulator + 1.3 * sm120 + scattered * (9.0 if many_rows else 4.5)
+        if problem.weight_dtype is not None and not problem.wants_dw:
+            per_element += 0.8 * accumulator  # dw's product would hold x_hat anyway
         least, need = (112, 84) if fp64 else (80, 44)  # float64 divides and takes roots in software
-        need += min(rows_per_tile, 16) - 1 + per_element * elements
+        need += (min(rows_per_tile, 16) - 1) * num_chunks + per_element * elements + 0.2 * max(0, elements - 16)
     else:
         parameters = (problem.weight_dtype is not None) + (problem.bias_dtype is not None)
         per_element = 1.5 * problem.x_dtype.itemsize / 4 + accumulator * (1.3 + 0.7 * parameters)
         per_element += scattered * (7.5 if many_rows else 0.8)
-        least, need = (96, 50) if fp64 else (72, 16)
-        need += per_element * elements
+        least, need = (96, 50) if fp64 else (72, 14)
+        need += 0.3 * (rows_per_tile - 1) + 4 * (num_chunks - 1) + per_element * elements
+        need += 0.15 * parameters * elements / rows_per_tile  # what rows of one thread share
     return _round_up(max(least, need), REGISTER_STEP)
 
 

@@ -6,6 +6,7 @@ knows how Triton's JIT turns call arguments into a build.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import tempfile
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
@@ -56,12 +58,22 @@ def resources(launch: Launch, arch: int) -> Resources:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
-        used = dict(re.findall(r"(REG|STACK):(\d+)", _dump("--dump-resource-usage", cubin.name)))
-        stack_bytes = int(used["STACK"])
-        if stack_bytes and "LDL" not in _dump("--dump-sass", cubin.name):
-            stack_bytes = 0  # for sm_120 the assembler clears 8 bytes here and there that nothing ever loads
+        dump = subprocess.run(
+            [CUOBJDUMP, "--dump-resource-usage", cubin.name], capture_output=True, text=True, check=True
+        ).stdout
+    used = dict(re.findall(r"(REG|STACK):(\d+)", dump))
+    stack_bytes = int(used["STACK"])
+    if stack_bytes and not _spills(compiled, arch):
+        stack_bytes = 0  # for sm_120 the assembler clears 8 bytes here and there that nothing ever loads
     return Resources(compiled.metadata.name, int(used["REG"]), stack_bytes, compiled.metadata.shared)
 
 
-def _dump(option: str, cubin: str) -> str:
-    return subprocess.run([CUOBJDUMP, option, cubin], capture_output=True, text=True, check=True).stdout
+def _spills(compiled, arch: int) -> bool:
+    """Whether the assembler says so; its report is not kept with the binary."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
+        ptx.write(compiled.asm["ptx"])
+        ptx.flush()
+        target = f"--gpu-name={sm_arch_from_capability(arch)}"
+        command = [get_ptxas(arch).path, "-v", target, ptx.name, "-o", os.devnull]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return " 0 bytes spill stores, 0 bytes spill loads" not in report

@@ -18,7 +18,7 @@ from . import budget, candidates
 from .device import DeviceSpec
 from .forcing import forced_variant
 from .legality import MAX_RING_ROWS, broken_rule, capability
-from .plan import VARIANTS, Plan, ReferencePlan, Rejected, RingPlan
+from .plan import VARIANTS, ColumnTilePlan, Plan, ReferencePlan, Rejected, RingPlan
 from .problem import NormProblem
 
 
@@ -33,6 +33,7 @@ class Tuning:
     evidence: str
     # A ring pays for its start, and for the parameters that every CTA loads, with more rows for each SM than this.
     ring_rows_per_sm: dict[str, int] = field(default_factory=dict)  # by norm
+    few_rows_by_column_tiles: bool = True  # also where multi-wave cannot hold a row, and reads everything twice
     narrowest_ring_bytes: int = 0  # of a row of x
     widest_ring_bytes: float = math.inf
 
@@ -46,6 +47,7 @@ HOPPER_BACKWARD = Tuning(
     # 1024 rows, 7.8 for each SM: multi-wave is faster, by 7% for LayerNorm and by 1% for RMSNorm. 4096 rows, 31 for each
     # SM: pipelined is, by 15% and 10%. (H200, bfloat16, 4096 and 5120 columns, 2026-11-20)
     ring_rows_per_sm={"layer": 16, "rms": 8},
+    few_rows_by_column_tiles=False,  # twice the floor at 12288 columns and more, the ring 1.2 to 1.7 times
     narrowest_ring_bytes=2048,  # the narrowest tried
 )
 HOPPER_FORWARD = Tuning(
@@ -158,7 +160,7 @@ def fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Re
     if registers > plan.max_registers:
         return Rejected("spills", f"might spill: up to {registers} registers a thread, of {plan.max_registers}")
     least = known.ring_rows_per_sm[problem.norm] * device.sm_count
-    if rows <= least:
+    if rows <= least and (known.few_rows_by_column_tiles or not _goes_by_column_tiles(problem, device)):
         return Rejected("few_rows", f"needs more than {least} rows to pay for its start, got {rows}")
     row_bytes = problem.cols * problem.x_dtype.itemsize
     if row_bytes < known.narrowest_ring_bytes:
@@ -171,6 +173,10 @@ def fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Re
 
 def tuning(problem: NormProblem, device: DeviceSpec) -> Tuning:
     return TUNINGS.get((device.arch, problem.direction), UNKNOWN)
+
+
+def _goes_by_column_tiles(problem: NormProblem, device: DeviceSpec) -> bool:
+    return isinstance(best_plan("multi_wave", problem, device), ColumnTilePlan)
 
 
 @functools.cache

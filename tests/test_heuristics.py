@@ -81,6 +81,13 @@ def test_thresholds_on_b200_are_those_published(norm, last):
     assert choose(make_problem(norm), last + 1, B200).variant == "warp_specialized"
 
 
+def test_few_rows_that_multi_wave_cannot_hold_go_through_a_ring_on_hopper_but_not_on_blackwell():
+    wide = make_problem("layer", 16384)
+    assert isinstance(best_plan("multi_wave", wide, H200), ColumnTilePlan)
+    assert isinstance(choose(wide, 64, H200), PipelinedPlan)
+    assert isinstance(choose(wide, 64, B200), ColumnTilePlan)
+
+
 @pytest.mark.parametrize("device, narrowest", [(H200, 1024), (B200, 256)], ids=["H200", "B200"])
 def test_a_ring_begins_at_the_narrowest_row_tried(device, narrowest):
     assert isinstance(choose(make_problem("layer", narrowest - 8), MANY_ROWS, device), MultiWavePlan)

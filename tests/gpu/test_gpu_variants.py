@@ -1,0 +1,152 @@
+"""Every variant of the kernels, forced: each must be as right as the one the planner would have taken."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from calls import assert_same_bits, run, run_backward
+from cases import BF16, FP16, FP32, make_case, rotate
+
+import fusednorm
+from fusednorm import heuristics
+from fusednorm.device import DeviceSpec
+from fusednorm.problem import check_backward
+from fusednorm.testing import assert_outputs_close, fused, make_inputs
+
+pytestmark = pytest.mark.gpu
+
+TMA_VARIANTS = ("pipelined", "warp_specialized")
+DTYPES = [(BF16, BF16, BF16), (FP32, FP32, FP32), (BF16, FP32, BF16), (FP16, FP16, FP16)]
+ONE_CTA = rotate([(2048, 1024), (2048, 2304), (2049, 8192), (1031, 5120), (216, 1600), (300, 768)], DTYPES)
+CLUSTERS = rotate([(300, 12288), (301, 16384), (128, 32768), (67, 65536)], DTYPES[:1])
+
+
+def planned(case, inputs, mean, rstd):
+    """The plan of the backward, as `force` has it here and now."""
+    arguments = (case.norm, inputs.grad_out, inputs.x, case.normalized_shape, mean, rstd, inputs.weight, inputs.bias)
+    call = check_backward(*arguments, (True, inputs.weight is not None, inputs.bias is not None))
+    return heuristics.choose(call.problem, call.rows, DeviceSpec.of(inputs.x.device))
+
+
+@pytest.mark.parametrize("variant", TMA_VARIANTS)
+@pytest.mark.parametrize("case", ONE_CTA, ids=str)
+def test_a_forced_variant_runs_and_is_right(case, variant):
+    inputs = make_inputs(case, "cuda")
+    with fusednorm.force(variant):
+        outputs = run(case, inputs)
+        assert planned(case, inputs, outputs.mean, outputs.rstd).variant == variant
+    assert_outputs_close(outputs, case, inputs)
+
+
+@pytest.mark.parametrize("case", CLUSTERS, ids=str)
+def test_rows_shared_by_a_cluster_are_right(case):
+    inputs = make_inputs(case, "cuda")
+    with fusednorm.force("pipelined"):
+        outputs = run(case, inputs)
+        for _ in range(10):  # an exchange that is not waited for shows now and then only
+            assert_same_bits(fused(case, inputs), outputs)
+    assert_outputs_close(outputs, case, inputs)
+
+
+@pytest.mark.parametrize("variant", TMA_VARIANTS)
+@pytest.mark.parametrize("offset", [None, -1, 0, 1, 997], ids=["one row", "SM-1", "SM", "SM+1", "SM+997"])
+def test_any_number_of_rows_is_right_under_a_forced_variant(variant, offset, sm_count):
+    rows = 1 if offset is None else sm_count + offset
+    case = make_case("layer", (rows, 2048))
+    inputs = make_inputs(case, "cuda")
+    with fusednorm.force(variant):
+        assert_outputs_close(run(case, inputs), case, inputs)
+
+
+@pytest.mark.parametrize("variant", TMA_VARIANTS)
+@pytest.mark.parametrize("mask", [(True, False, False), (True, True, False), (True, False, True)], ids=str)
+def test_masks_hold_under_a_forced_variant(variant, mask):
+    case = make_case("layer", (700, 2048))
+    inputs = make_inputs(case, "cuda")
+    mean, rstd = torch.ops.fusednorm.layer_norm_fwd(inputs.x, (2048,), inputs.weight, inputs.bias, case.eps)[1:]
+    with fusednorm.force(variant):
+        outputs = run_backward(case, inputs, mean, rstd, mask)
+    assert tuple(o is not None for o in (outputs.dx, outputs.dweight, outputs.dbias)) == mask
+    assert_outputs_close(outputs, case, inputs)
+
+
+@pytest.mark.parametrize("variant", TMA_VARIANTS)
+@pytest.mark.parametrize("layout", ["[M]", "[M, 1] strided", "16 bits"])
+def test_row_statistics_are_read_in_every_layout_under_a_forced_variant(variant, layout):
+    case = make_case("layer", (2048, 2048))
+    inputs = make_inputs(case, "cuda")
+    mean, rstd = torch.ops.fusednorm.layer_norm_fwd(inputs.x, (2048,), inputs.weight, inputs.bias, case.eps)[1:]
+    change = {
+        "[M]": lambda s: s.flatten(),
+        "[M, 1] strided": lambda s: s.expand(2048, 3).contiguous()[:, :1],
+        "16 bits": lambda s: s.half(),
+    }[layout]
+    mean, rstd = change(mean), change(rstd)
+    with fusednorm.force(variant):
+        got = run_backward(case, inputs, mean, rstd)
+    with fusednorm.force("multi_wave"):
+        want = run_backward(case, inputs, mean, rstd)
+    for name in ("dx", "dweight", "dbias"):
+        torch.testing.assert_close(getattr(got, name), getattr(want, name), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("variant", TMA_VARIANTS)
+def test_a_forced_variant_that_cannot_run_leaves_the_planner_its_choice(variant):
+    case = make_case("rms", (1024, 1023))  # rows of an odd number of bytes: no TMA
+    inputs = make_inputs(case, "cuda")
+    want = run(case, inputs)
+    with fusednorm.force(variant):
+        assert_same_bits(run(case, inputs), want)
+
+
+@pytest.mark.parametrize("variant", TMA_VARIANTS)
+def test_a_narrower_row_after_a_wider_one_gets_kernels_of_its_own(variant):
+    with fusednorm.force(variant):
+        for cols in (8192, 8190):  # the second is no multiple of a vector
+            case = make_case("layer", (512, cols))
+            inputs = make_inputs(case, "cuda")
+            assert_outputs_close(run(case, inputs), case, inputs)
+
+
+@pytest.mark.parametrize("variant", TMA_VARIANTS)
+def test_the_choice_of_the_forward_reaches_the_backward_on_its_own_thread(variant):
+    x = torch.randn(2048, 2048, device="cuda", dtype=BF16, requires_grad=True)
+    weight = torch.ones(2048, device="cuda", dtype=BF16, requires_grad=True)
+    with fusednorm.force(variant):
+        y = fusednorm.functional.rms_norm(x, (2048,), weight, 1e-5)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        y.sum().backward()
+        torch.cuda.synchronize()
+    assert any(event.key.startswith("backward") for event in profile.key_averages())
+    assert x.grad is not None and torch.isfinite(x.grad).all()
+
+
+@pytest.mark.parametrize("variant", TMA_VARIANTS)
+def test_graph_replays_follow_their_inputs_under_a_forced_variant(variant):
+    case = make_case("layer", (1000, 4096))
+    inputs, fresh = make_inputs(case, "cuda"), make_inputs(case, "cuda", seed=1)
+    with fusednorm.force(variant):
+        fused(case, inputs)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = fused(case, inputs)
+        for name in ("x", "grad_out", "weight", "bias"):
+            getattr(inputs, name).copy_(getattr(fresh, name))
+        for name in ("y", "mean", "rstd", "dx", "dweight", "dbias"):
+            getattr(outputs, name).fill_(float("nan"))
+        graph.replay()
+        assert_outputs_close(outputs, case, fresh)
+
+
+@pytest.mark.parametrize("variant", ["multi_wave", *TMA_VARIANTS])
+def test_two_hundred_row_counts_build_a_forced_variant_once(variant, builds_of_kernels):
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(1, 3000, (200,), generator=generator).tolist()
+    weight = torch.ones(1280, device="cuda", dtype=BF16)
+    x = torch.randn(3000, 1280, device="cuda", dtype=BF16)
+    rstd = torch.ones(3000, 1, device="cuda")
+    with fusednorm.force(variant):
+        for count in rows:
+            torch.ops.fusednorm.rms_norm_bwd(x[:count], x[:count], (1280,), rstd[:count], weight)
+    assert len([name for name in builds_of_kernels if "finalize" not in name]) <= 1
