@@ -39,7 +39,7 @@ GOLDEN = [
     (H200, make_problem("layer", 4096), MANY_ROWS, PipelinedPlan(2, 4096, 1, 3, 8, 1, 255, False)),
     (H200, make_problem("rms", 4096), MANY_ROWS, PipelinedPlan(2, 4096, 1, 3, 8, 1, 255, False)),
     (H200, make_problem("layer", 8192), MANY_ROWS, PipelinedPlan(1, 8192, 1, 3, 8, 1, 255, True)),
-    (H200, make_problem("layer", 16384), MANY_ROWS, PipelinedPlan(2, 8192, 1, 3, 8, 1, 255, True, 2)),
+    (H200, make_problem("layer", 16384), MANY_ROWS, PipelinedPlan(1, 8192, 1, 2, 8, 2, 128, True, 2)),
     (H200, make_problem("layer", 4096, direction="forward"), MANY_ROWS, PipelinedPlan(2, 4096, 1, 3, 4, 2, 255, True)),
     (H200, make_problem("layer", 2048), MANY_ROWS, PipelinedPlan(2, 2048, 1, 3, 4, 2, 255, False)),
     (H200, make_problem("layer", 1024), MANY_ROWS, PipelinedPlan(4, 1024, 1, 3, 4, 2, 255, False)),
