@@ -26,7 +26,7 @@ MAX_GROUP_REGISTERS = 240
 
 
 class Buffer(NamedTuple):
-    """A stretch of shared memory, and when it is needed: always, or at the entry, or in the row loop that follows it."""
+    """A stretch of shared memory, and when it is needed: always, at the entry, or in the row loop that follows it."""
 
     size: int
     alignment: int
@@ -50,7 +50,7 @@ def shared_bytes(plan: Plan, problem: NormProblem) -> int:
 
 
 def static_bytes(plan: RingPlan) -> int:
-    """Of these, the static ones, through which the CTAs of a cluster exchange row sums: two halves for two sums of each row."""
+    """Of these, the static ones: where the CTAs of a cluster exchange row sums, twice two for each row and CTA."""
     return _round_up(2 * 2 * 4 * plan.rows_per_tile * plan.cluster, 128) if plan.cluster > 1 else 0
 
 
@@ -128,7 +128,8 @@ def register_limit(threads_per_sm: int, device: DeviceSpec) -> int:
 
 
 def group_register_limit(num_groups: int, num_warps: int, device: DeviceSpec) -> int:
-    """Registers that a thread of a compute group can have, one CTA on each SM, once the producer has given its own away."""
+    """Registers that a thread of a compute group can have, with one CTA on each SM, when the producer has given away
+    what it does not need."""
     compute, producer = WARP_SIZE * num_warps * num_groups, WARP_SIZE * PRODUCER_WARPS
     entry = register_limit(compute + producer, device)
     left = _round_down(entry, REGISTER_STEP) * (compute + producer) - PRODUCER_REGISTERS * producer
@@ -138,7 +139,8 @@ def group_register_limit(num_groups: int, num_warps: int, device: DeviceSpec) ->
 def entry_registers(plan: WarpSpecializedPlan) -> int:
     """Registers that a thread starts with, so that each of a compute group comes to max_registers."""
     compute, producer = WARP_SIZE * plan.num_warps * plan.num_groups, WARP_SIZE * PRODUCER_WARPS
-    return _round_up((compute * plan.max_registers + producer * PRODUCER_REGISTERS) / (compute + producer), REGISTER_STEP)
+    total = compute * plan.max_registers + producer * PRODUCER_REGISTERS
+    return _round_up(total / (compute + producer), REGISTER_STEP)
 
 
 def registers(plan: Plan, problem: NormProblem, device: DeviceSpec) -> int:
@@ -156,12 +158,14 @@ def registers(plan: Plan, problem: NormProblem, device: DeviceSpec) -> int:
 
 
 def ring_registers(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> int:
-    """For the ring kernels: by the columns that a thread holds sums and parameters of, and by its elements of a tile."""
+    """For the ring kernels: by the columns of a thread, with their sums and parameters, and its elements of a tile."""
     sm120, held = device.arch >= 120, not plan.weight_in_smem
     columns = plan.chunk * plan.num_chunks / (WARP_SIZE * plan.num_warps)
     elements = columns * plan.rows_per_tile
     if problem.direction == "backward":
-        need = 22 + (96 if isinstance(plan, WarpSpecializedPlan) else 30) * sm120
+        need = 22.0
+        if sm120:
+            need += 96 + 4 * plan.rows_per_tile if isinstance(plan, WarpSpecializedPlan) else 30
         need += columns * (2.0 + 0.7 * (problem.wants_dw + problem.wants_db))
         need += columns * 0.8 * (held and problem.weight_dtype is not None)
         need += 1.25 * elements + 2.5 * plan.rows_per_tile + 3.5 * plan.num_chunks
@@ -176,8 +180,8 @@ def ring_registers(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> 
 
 
 def _manages_with_128(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> bool:
-    """Whether the compiler, capped at 128, recomputes what it would hold otherwise and still spills nothing: seen of every
-    such build for clusters, which need it for their second CTA on an SM (sm_90, 100 and 103, 2026-11-20)."""
+    """Whether the compiler, capped at 128, recomputes what it would hold otherwise and still spills nothing: seen of
+    every such build for clusters, which need it for their second CTA on an SM (sm_90, 100 and 103, 2026-11-20)."""
     columns = plan.chunk * plan.num_chunks / (WARP_SIZE * plan.num_warps)
     few = plan.rows_per_tile == 1 and columns <= 32 and plan.num_chunks <= 3
     halves = problem.x_dtype.itemsize == problem.grad_dtype.itemsize == 2

@@ -66,7 +66,8 @@ def multiwave_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[MultiW
             registers = budget.multiwave_registers(rows_per_tile, chunk, num_chunks, num_warps, problem, device)
             room = min(device.registers_per_sm // registers, device.max_threads_per_sm) // threads
             if registers <= budget.MAX_REGISTERS and room:
-                enough = max(MULTIWAVE_WARPS_PER_SM / num_warps, BYTES_IN_FLIGHT_PER_SM / rows_per_tile * problem.cols * bytes_per_element(problem))
+                tile_bytes = rows_per_tile * problem.cols * bytes_per_element(problem)
+                enough = max(MULTIWAVE_WARPS_PER_SM / num_warps, BYTES_IN_FLIGHT_PER_SM / tile_bytes)
                 ctas_per_sm = min(room, math.ceil(enough))
                 limit = budget.register_limit(threads * ctas_per_sm, device)
                 yield MultiWavePlan(rows_per_tile, chunk, num_chunks, num_warps, ctas_per_sm, limit)
@@ -143,9 +144,9 @@ def ring_tiles(problem: NormProblem, num_warps: int, cluster: int) -> Iterator[t
     """(rows_per_tile, chunk, num_chunks) of up to 64 elements a thread, of which each is a column of its own."""
     threads = 32 * num_warps
     for chunk, num_chunks in chunkings(-(-problem.cols // cluster), smallest=threads):
-        most_rows = 64 * threads // (chunk * num_chunks)
+        most_rows = min(64 * threads // (chunk * num_chunks), MAX_BOX_SIDE if cluster == 1 else 2)
         if most_rows and cluster * chunk // math.gcd(problem.cols, chunk, MAX_BOX_SIDE) <= MAX_BOX_SIDE:
-            for rows_per_tile in powers_of_two(1, min(MAX_BOX_SIDE, most_rows)):
+            for rows_per_tile in powers_of_two(1, most_rows):
                 yield rows_per_tile, chunk, num_chunks
 
 

@@ -124,7 +124,8 @@ def explain(
     rows, cols, backward = math.prod(batch_shape), math.prod(normalized_shape), direction == "backward"
     layouts = [_layout("x", x, len(batch_shape), cols)]
     if backward:
-        layouts.append(_contiguous(x, cols) if grad_out is None else _layout("grad_out", grad_out, len(batch_shape), cols))
+        given = grad_out is not None
+        layouts.append(_layout("grad_out", grad_out, len(batch_shape), cols) if given else _contiguous(x, cols))
     problem = NormProblem(
         norm,
         direction,

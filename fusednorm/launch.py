@@ -16,7 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from . import budget, heuristics, reference
 from .device import DeviceSpec
 from .kernels import column_sum, multiwave, pipelined, ring, warp_specialized
-from .kernels.config import FinalizeTile, Norm, RingTile, Tile
+from .kernels.config import Norm, RingTile, Tile
 from .legality import broken_rule
 from .plan import (
     ColumnTilePlan,
@@ -30,8 +30,10 @@ from .plan import (
 )
 from .problem import BackwardCall, ForwardCall, NormProblem, RowView
 
-FINALIZE_ROWS, FINALIZE_COLS, FINALIZE_WARPS = 64, 32, 4
-EARLY_START_ARCH = 90  # first with programmatic dependent launch
+# The finalizer's tile and warps. Hundreds of partials are summed 256 at a time: 1 to 4 us less than by 64 (H200, 1024 and 2048
+# columns and below, 2026-11-20). The few of clusters and column tiles are not: 4 us more at 32768 columns.
+FINALIZE_MANY = Tile(rows=256, chunk=32, num_chunks=1), 8
+FINALIZE_FEW = Tile(rows=64, chunk=32, num_chunks=1), 4
 MAX_BOX_SIDE = 256  # elements, of a TMA copy
 VECTOR_BYTES = 16  # of one load or store of a thread
 
@@ -106,17 +108,17 @@ def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> tuple[list
     build = _BACKWARD[type(plan)]
     launches = build(plan, call, _norm(problem), (dx, dw_partial, db_partial), ctas)
     if problem.wants_dw or problem.wants_db:
-        launches.append(_finalize(problem, (dw_partial, db_partial), (dw, db), partials, spec))
+        launches.append(_finalize(plan, problem, (dw_partial, db_partial), (dw, db), partials))
     return launches, (dx, dw, db)
 
 
-def _finalize(problem: NormProblem, partial: tuple, outputs: tuple, num_partials: int, spec: DeviceSpec) -> Launch:
-    """The sums of the partials. Starts while the kernel before it ends, where the GPU can, and waits for it there."""
-    early = spec.arch >= EARLY_START_ARCH
-    tile = FinalizeTile(FINALIZE_ROWS, FINALIZE_COLS, 1, early_start=early)
+def _finalize(plan: Plan, problem: NormProblem, partial: tuple, outputs: tuple, num_partials: int) -> Launch:
+    """The sums of the partials, by as many CTAs as there are pieces of dw and db."""
+    few = plan.cluster > 1 or isinstance(plan, ColumnTilePlan)
+    tile, num_warps = FINALIZE_FEW if few else FINALIZE_MANY
     grid = (triton.cdiv(problem.cols, tile.chunk), problem.wants_dw + problem.wants_db)
     args = (*partial, *outputs, num_partials, problem.cols)
-    return Launch(column_sum.finalize, grid, args, _norm(problem), tile, FINALIZE_WARPS, {"launch_pdl": early})
+    return Launch(column_sum.finalize, grid, args, _norm(problem), tile, num_warps)
 
 
 def _multiwave_forward(plan: MultiWavePlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int) -> list[Launch]:

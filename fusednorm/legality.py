@@ -1,4 +1,4 @@
-"""What each schedule can run at all: one predicate per rule. The planner asks for the reason, launch asserts the same predicates.
+"""What each schedule can run at all, one predicate per rule: the planner asks for the reason, launch asserts the same.
 
 Nothing here is about speed; see heuristics.py for that.
 """

@@ -16,7 +16,8 @@ MIN_ROWS_PER_CTA = 8
 
 @dataclass(frozen=True)
 class MultiWavePlan:
-    """Rows in registers, num_chunks chunks of `chunk` columns each; `ctas_per_sm` CTAs fit an SM at max_registers a thread."""
+    """Rows in registers, num_chunks chunks of `chunk` columns each; ctas_per_sm CTAs fit an SM at max_registers a
+    thread."""
 
     variant: ClassVar[str] = "multi_wave"
     cluster: ClassVar[int] = 1
@@ -46,8 +47,8 @@ class ColumnTilePlan:
 
 @dataclass(frozen=True)
 class PipelinedPlan:
-    """Row tiles through a TMA ring of num_stages stages in shared memory, filled by the computing warps; num_chunks copies of `chunk` columns
-    make one row tile. weight_in_smem keeps weight (and bias) in shared memory instead of registers."""
+    """Row tiles through a TMA ring of num_stages stages in shared memory, filled by the computing warps; num_chunks copies
+    of `chunk` columns make one row tile. weight_in_smem keeps weight (and bias) in shared memory instead of registers."""
 
     variant: ClassVar[str] = "pipelined"
     rows_per_tile: int
@@ -63,9 +64,10 @@ class PipelinedPlan:
 
 @dataclass(frozen=True)
 class WarpSpecializedPlan:
-    """The same ring filled by a producer warp and emptied by num_groups compute groups of num_warps warps, which take stages in turn
-    (num_stages is a multiple of num_groups) and sum dw and db each for themselves. cached keeps a row tile in registers instead of reading
-    its stage twice. max_registers is the compute warps' share once the producer has given its own away."""
+    """The same ring filled by a producer warp and emptied by num_groups compute groups of num_warps warps, which take
+    stages in turn (num_stages is a multiple of num_groups) and sum dw and db each for themselves. cached keeps a row tile
+    in registers instead of reading its stage twice. max_registers is the compute warps' share once the producer has given
+    its own away."""
 
     variant: ClassVar[str] = "warp_specialized"
     cluster: ClassVar[int] = 1
@@ -103,26 +105,26 @@ class Rejected:
 
 
 def num_ctas(plan: Plan, rows: int, cols: int, device: DeviceSpec) -> int:
-    """The grid along the rows: CTAs, or clusters of CTAs. None is idle, and all have the same number of row tiles but for
-    the last."""
+    """The grid along the rows: CTAs, or clusters of CTAs. None is idle, and all have as many row tiles, but for the last."""
     tiles = -(-rows // plan.rows_per_tile)
-    at_once = plan.ctas_per_sm * clusters_at_once(plan.cluster, device)
+    first_wave = clusters_at_once(plan.cluster, device)
+    at_once = plan.ctas_per_sm * first_wave
     if isinstance(plan, ColumnTilePlan):
         limit = max(1, at_once // -(-cols // plan.chunk))
     else:
-        first_wave = at_once // plan.ctas_per_sm
         limit = max(first_wave, min(at_once, rows // MIN_ROWS_PER_CTA // first_wave * first_wave))
     tiles_per_cta = -(-tiles // min(tiles, limit))
     return -(-tiles // tiles_per_cta)
 
 
 def clusters_at_once(cluster: int, device: DeviceSpec) -> int:
-    """How many clusters of so many CTAs, one for each SM, run at the same time. A cluster keeps to one group of SMs (GPC),
-    which clusters of 4 and 8 do not fill: with 120 of an H200's 132 SMs they are 5 to 25% faster than with all (2026-11-20)."""
+    """How many clusters of so many CTAs, one on each SM, run at the same time. A cluster keeps to one group of SMs (GPC),
+    which clusters of 4 and 8 do not fill: on 120 of an H200's 132 SMs they are 5 to 20% faster than on all (bfloat16
+    backward of 16384 and 32768 columns, 2026-11-20)."""
     usable = device.sm_count if cluster <= 2 else device.sm_count * 10 // 11
     return max(1, usable // cluster)
 
 
 def num_partials(plan: Plan, ctas: int) -> int:
-    """Rows of the dw and db partials: one for each CTA along the rows, or for each compute group where a CTA has several."""
+    """Rows of the dw and db partials: one for each CTA along the rows, or for each of its compute groups."""
     return ctas * plan.num_groups if isinstance(plan, WarpSpecializedPlan) else ctas

@@ -96,8 +96,6 @@ def draw_map(options: argparse.Namespace, spec: DeviceSpec) -> int:
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.subplots()
     axes.pcolormesh(
-        range(len(cols)),
-        range(len(rows)),
         [[names.index(name) for name in line] for line in regions],
         cmap=ListedColormap(list(REGIONS.values())),
         vmin=-0.5,
@@ -105,10 +103,9 @@ def draw_map(options: argparse.Namespace, spec: DeviceSpec) -> int:
         edgecolors="white",
         linewidth=0.3,
     )
-    for values, ticks, labels in ((cols, axes.set_xticks, axes.set_xticklabels), (rows, axes.set_yticks, axes.set_yticklabels)):
+    for axis, values in ((axes.xaxis, cols), (axes.yaxis, rows)):
         shown = range(0, len(values), max(1, len(values) // 12))
-        ticks(list(shown))
-        labels([f"{values[index]:,}" for index in shown])
+        axis.set_ticks([index + 0.5 for index in shown], [f"{values[index]:,}" for index in shown])
     axes.tick_params(axis="x", rotation=45)
     forced = f", {options.force} forced" if options.force else ""
     axes.set(xlabel="columns", ylabel="rows")

@@ -2,7 +2,6 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 
 @triton.jit
@@ -22,8 +21,6 @@ def finalize(
     dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, num_partials, cols, norm: tl.constexpr, tile: tl.constexpr
 ):
     """dw and db in one launch: the grid's second axis walks the outputs that are wanted."""
-    if tile.early_start:
-        gdc_wait()  # for the partials
     if norm.wants_dw:
         if tl.program_id(1) == 0:
             sum_partials(dw_partial_ptr, dw_ptr, num_partials, cols, tile)

@@ -52,14 +52,6 @@ class Tile(CompileTime):
 
 
 @dataclass(frozen=True)
-class FinalizeTile(Tile):
-    """How much of the partials a CTA sums at a time."""
-
-    # Launched while the kernel before it still runs (programmatic dependent launch), and waits for it.
-    early_start: bool
-
-
-@dataclass(frozen=True)
 class RingTile(Tile):
     """A tile in shared memory, in a ring of num_stages: chunk columns of num_chunks chunks in each CTA of a cluster."""
 

@@ -6,7 +6,6 @@ with it for its life are the parameters and, in the backward, the sums of dw and
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from . import ring
 from .cluster import open_exchange
@@ -102,7 +101,6 @@ def backward(
     row sums and for dx, and leaves no copy in registers."""
     rings, full = open_rings((x_desc, dy_desc), rows, tile)
     exchange = open_exchange(tile)
-    gdc_launch_dependents()  # the finalizer's CTAs may take their places as soon as there are any
     weight = ring.hold_parameter(weight_ptr, cols, norm.has_weight, tile.weight_in_smem, tile)
     dw = ring.zeros_by_column(tile)
     db = ring.zeros_by_column(tile)

@@ -8,7 +8,6 @@ partials.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from . import ring
 
@@ -93,7 +92,6 @@ def backward(
     empty = ring.allocate_barriers(tile)
     ring.fence_barriers()
     weight = ring.hold_parameter(weight_ptr, cols, norm.has_weight and tile.weight_in_smem, True, tile)
-    gdc_launch_dependents()  # the finalizer's CTAs may take their places as soon as there are any
     filling = (x_desc, dy_desc, x_ring, dy_ring, full, empty, rows)
     emptying = (
         x_ring, dy_ring, full, empty, mean_ptr, rstd_ptr, weight_ptr, weight, dx_ptr, dw_partial_ptr, db_partial_ptr,
