@@ -24,7 +24,7 @@ from fusednorm import budget, candidates
 from fusednorm.device import DeviceSpec
 from fusednorm.plan import ColumnTilePlan, Plan
 from fusednorm.problem import check_backward, check_forward
-from fusednorm.testing import Case, Inputs, make_inputs, relative_error
+from fusednorm.testing import Case, Inputs, exact, make_inputs, relative_error
 
 from .bench_norm import DTYPES, NORMS, RESULTS, describe_machine, parse_shape, slug
 from .candidates import floor_call
@@ -94,7 +94,7 @@ def make_call(case: Case, inputs: Inputs, direction: str):
 def fitting_plans(problem, device: DeviceSpec, variant: str, most: int) -> list[Plan]:
     plans = list(dict.fromkeys(GENERATORS[variant](problem, device)))
     if variant == "multi_wave":
-        plans.append(candidates.column_tile_plan(problem))
+        plans.append(candidates.column_tile_plan(problem, device))
     else:
         plans = [plan for plan in plans if budget.fits_shared_memory(plan, problem, device)]
     step = max(1, -(-len(plans) // most))
@@ -114,11 +114,10 @@ def compile_plan(job: tuple) -> tuple[int, int] | str:
 
 
 def meta_inputs(case: Case) -> Inputs:
-    return Inputs(*(None if t is None else t.to("meta") for t in dataclasses.astuple(make_small(case))))
-
-
-def make_small(case: Case) -> Inputs:
-    return make_inputs(dataclasses.replace(case, shape=(4, *case.shape[1:])), "cpu")
+    """The case's inputs without their elements, of four rows: no build depends on how many there are."""
+    few = make_inputs(dataclasses.replace(case, shape=(4, *case.shape[1:])), "cpu")
+    tensors = (few.x, few.grad_out, few.weight, few.bias)
+    return Inputs(*(None if tensor is None else tensor.to("meta") for tensor in tensors))
 
 
 def prepare(case: Case, inputs: Inputs, direction: str, plan: Plan):
@@ -130,8 +129,6 @@ def prepare(case: Case, inputs: Inputs, direction: str, plan: Plan):
 
 def sweep(case: Case, options: argparse.Namespace) -> list[dict]:
     """A record for each plan of the case."""
-    from fusednorm.testing import exact
-
     inputs = make_inputs(case, "cuda")
     device = DeviceSpec.of(inputs.x.device)
     problem = make_call(case, inputs, options.direction).problem

@@ -183,9 +183,13 @@ def _manages_with_128(plan: RingPlan, problem: NormProblem, device: DeviceSpec) 
     """Whether the compiler, capped at 128, recomputes what it would hold otherwise and still spills nothing: seen of
     every such build for clusters, which need it for their second CTA on an SM (sm_90, 100 and 103, 2026-11-20)."""
     columns = plan.chunk * plan.num_chunks / (WARP_SIZE * plan.num_warps)
-    few = plan.rows_per_tile == 1 and columns <= 32 and plan.num_chunks <= 3
+    few = plan.rows_per_tile == 1 and columns <= (32 if plan.num_chunks == 1 else 24)
     halves = problem.x_dtype.itemsize == problem.grad_dtype.itemsize == 2
-    return plan.cluster > 1 and plan.weight_in_smem and few and halves and device.arch < 120
+    # Not so beside a float32 weight, where several chunks or columns that are not there take addresses and predicates.
+    narrow_weight = problem.weight_dtype is None or problem.weight_dtype.itemsize == 2
+    plain = plan.cluster * plan.chunk == problem.cols
+    in_cluster = plan.cluster > 1 and plan.weight_in_smem and device.arch < 120
+    return in_cluster and halves and few and (plain or narrow_weight)
 
 
 def multiwave_registers(

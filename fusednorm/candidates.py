@@ -1,7 +1,8 @@
 """Plans worth considering, variant by variant, and the key that picks one of them.
 
-The numbers aimed at were found on an H200 (bfloat16 backward, 1024 to 16384 columns, 2026-11-20); the keys choose within
-3% of the fastest plan of every sweep there. Other GPUs are planned for by the same arithmetic with their own resources.
+The numbers aimed at were found on an H200 (bfloat16, 1024 to 16384 columns, 2026-11-20). Of the plans swept there the
+keys choose one within 3% of the fastest in the backward and 5% in the forward. Other GPUs are planned for by the same
+arithmetic with their own resources.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ MULTIWAVE_CHUNK = 1024  # columns; faster than 512 by 2 to 5%, than 2048 by 1 to
 # What a stage of the ring brings to an SM: half of it is up to 25% slower (5120 columns), twice of it 7%.
 RING_STAGE_BYTES_PER_SM = 32 * 1024
 RING_STAGES = 3  # 4 to 8 are no faster
-# Elements of a row tile in a thread. With 16 or 64 the backward is up to 19% slower; with 32 the forward, which waits for
-# two row sums in turn, up to 22% (LayerNorm, 1024 columns).
+# Elements of a row tile in a thread. With 16 or 64 the backward is up to 19% slower; with 32 the forward, which waits
+# for two row sums in turn, up to 22% (LayerNorm, 1024 columns).
 RING_ELEMENTS_PER_THREAD = {"backward": 32, "forward": 64}
 MAX_COLUMNS_WITH_WEIGHT = 20  # a thread holds the weight of so many columns in registers; of 24 it is faster in smem
 MAX_PRODUCED_CHUNKS = {1: 6, 2: 4}  # by groups; of more, the producer cannot hold the addresses in its 24 registers
 CLUSTERS = (1, 2, 4, 8)  # CTAs that share a row too wide for one
-# While a CTA of a cluster waits for the others, a second one on the same SM works: two CTAs of two stages beat one of three
-# by 5 to 20% (H200, bfloat16 backward, 16384 to 65536 columns, 2026-11-20), at 32 elements a thread as without clusters.
+# While a CTA of a cluster waits for the others, a second one on the same SM works: two CTAs of two stages beat one of
+# three by 5 to 20% (H200, bfloat16 backward, 16384 to 65536 columns, 2026-11-20), at 32 elements a thread as without
+# clusters.
 CLUSTER_CTAS_PER_SM = 2
 CLUSTER_STAGES = {"backward": 2, "forward": 3}
 CLUSTER_ARCHS = (90, 100, 103)
@@ -96,8 +98,10 @@ def column_tile_plan(problem: NormProblem, device: DeviceSpec) -> ColumnTilePlan
         row_pass = 4096, 8
     else:  # the one is up to 35% slower below, the other above (LayerNorm, H200, bfloat16, 2026-11-20)
         row_pass = (2048, 8) if problem.cols <= 16384 else (8192, 16)
-    row_pass_chunk = min(row_pass[0] >> fp64, whole)
-    return ColumnTilePlan(COLUMN_TILE // chunk, chunk, num_warps, 4, row_pass_chunk, row_pass[1])
+    row_pass_chunk, row_pass_warps = row_pass
+    if fp64:
+        row_pass_chunk = 8 * 32 * row_pass_warps  # 8 elements a thread; of 4 it spills on sm_90
+    return ColumnTilePlan(COLUMN_TILE // chunk, chunk, num_warps, 4, min(row_pass_chunk, whole), row_pass_warps)
 
 
 # --- Rings ---
@@ -122,7 +126,8 @@ def pipelined_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[Pipeli
     for num_warps, ctas_per_sm, cluster in itertools.product(WARPS, (1, 2), cluster_sizes(device)):
         limit = budget.register_limit(32 * num_warps * ctas_per_sm, device)
         stages = range(1, RING_STAGES + 1)
-        for tile, num_stages, in_smem in itertools.product(ring_tiles(problem, num_warps, cluster), stages, (False, True)):
+        tiles = ring_tiles(problem, num_warps, cluster)
+        for tile, num_stages, in_smem in itertools.product(tiles, stages, (False, True)):
             yield PipelinedPlan(*tile, num_stages, num_warps, ctas_per_sm, limit, in_smem, cluster)
 
 
@@ -151,15 +156,17 @@ def ring_tiles(problem: NormProblem, num_warps: int, cluster: int) -> Iterator[t
 
 
 def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
-    """Larger is better: no fault; one CTA for a row; a full ring; little padding; enough bytes in a stage; the number of
-    threads that was fastest; not more than enough bytes; two rows or more for a barrier; two streams of tiles on each SM;
-    then as little as will do."""
+    """Larger is better: no fault; few CTAs to a row; a full ring; little padding; enough bytes in a stage; the number
+    of threads that was fastest; not more than enough bytes; two rows or more for a barrier; two streams of tiles on an
+    SM; then as little as will do."""
     streams = plan.ctas_per_sm if isinstance(plan, PipelinedPlan) else plan.num_groups
     columns = plan.chunk * plan.num_chunks  # of one CTA
     columns_per_thread = columns / (32 * plan.num_warps)
     stage_bytes = streams * plan.rows_per_tile * columns * bytes_per_element(problem)
     elements = RING_ELEMENTS_PER_THREAD[problem.direction]
-    stages, least_streams = (RING_STAGES, 1) if plan.cluster == 1 else (CLUSTER_STAGES[problem.direction], CLUSTER_CTAS_PER_SM)
+    stages, least_streams = RING_STAGES, 1
+    if plan.cluster > 1:
+        stages, least_streams = CLUSTER_STAGES[problem.direction], CLUSTER_CTAS_PER_SM
     return (
         plan.num_stages > 1 and budget.registers(plan, problem, device) <= plan.max_registers,
         streams >= least_streams,

@@ -20,7 +20,7 @@ COLUMN_TILE_EFFICIENCY = 0.80
 
 
 class Cost(NamedTuple):
-    """bytes_moved to and from device memory; share_of_light is the time of the unavoidable bytes alone by that of all."""
+    """bytes_moved to and from device memory; share_of_light is the time of the tensors' bytes alone by predicted_us."""
 
     bytes_moved: int
     predicted_us: float

@@ -36,6 +36,8 @@ class Tuning:
     few_rows_by_column_tiles: bool = True  # also where multi-wave cannot hold a row, and reads everything twice
     narrowest_ring_bytes: int = 0  # of a row of x
     widest_ring_bytes: float = math.inf
+    # Column tiles read a row twice, but up to this size the second time from the cache; compare clusters to that.
+    cached_row_bytes: dict[str, int] = field(default_factory=dict)  # by norm
 
 
 UNKNOWN = Tuning(("multi_wave",), "no other schedule has been tried on this architecture")
@@ -44,18 +46,21 @@ HOPPER_BACKWARD = Tuning(
     ("pipelined", "multi_wave"),
     "1 to 20% faster than multi-wave wherever both were tried, at 1024 to 16384 columns and 4096 rows or more "
     "(H200, bfloat16, 2026-11-20)",
-    # 1024 rows, 7.8 for each SM: multi-wave is faster, by 7% for LayerNorm and by 1% for RMSNorm. 4096 rows, 31 for each
-    # SM: pipelined is, by 15% and 10%. (H200, bfloat16, 4096 and 5120 columns, 2026-11-20)
+    # 1024 rows, 7.8 for each SM: multi-wave is faster, by 7% for LayerNorm and by 1% for RMSNorm. 4096 rows, 31 for
+    # each SM: pipelined is, by 15% and 10%. (H200, bfloat16, 4096 and 5120 columns, 2026-11-20)
     ring_rows_per_sm={"layer": 16, "rms": 8},
     few_rows_by_column_tiles=False,  # twice the floor at 12288 columns and more, the ring 1.2 to 1.7 times
     narrowest_ring_bytes=2048,  # the narrowest tried
 )
 HOPPER_FORWARD = Tuning(
     ("pipelined", "multi_wave"),
-    "as fast as multi-wave or up to 15% faster wherever both were tried, at 1024 to 16384 columns and 1024 rows or more "
-    "(H200, bfloat16, 2026-11-20)",
+    "between 4% slower and 15% faster than multi-wave wherever both were tried, at 1024 to 16384 columns and 1024 rows "
+    "or more (H200, bfloat16, 2026-11-20)",
     ring_rows_per_sm={"layer": 7, "rms": 7},  # fewer have not been tried
     narrowest_ring_bytes=2048,
+    # 2048 x 32768: 91 us by column tiles and 112 by a cluster for LayerNorm, 93 and 86 for RMSNorm, which needs one sum
+    # only; 2048 x 65536: 270 and 221, 200 and 167 (H200, bfloat16, 2026-11-20).
+    cached_row_bytes={"layer": 64 * 1024},
 )
 
 # Nothing has been measured on Blackwell. It is planned for by what nvFuser has published on its choice for B200: its
@@ -153,7 +158,8 @@ def fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Re
         return None
     known = tuning(problem, device)
     if plan.variant not in known.order:
-        return Rejected("untried", f"is not in use for the {problem.direction} on compute capability {capability(device)}")
+        where = f"for the {problem.direction} on compute capability {capability(device)}"
+        return Rejected("untried", f"is not in use {where}")
     if plan.num_stages == 1:
         return Rejected("one_stage", "has room for one stage only: nothing would be copied while a tile is worked on")
     registers = budget.registers(plan, problem, device)
@@ -168,6 +174,10 @@ def fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Re
         return Rejected("narrow_rows", text)
     if row_bytes > known.widest_ring_bytes:
         return Rejected("wide_rows", f"is for rows up to {known.widest_ring_bytes} bytes, got {row_bytes}")
+    cached = known.cached_row_bytes.get(problem.norm, 0)
+    if plan.cluster > 1 and row_bytes <= cached:
+        text = f"needs a cluster of CTAs for rows that column tiles find in the cache, up to {cached} bytes"
+        return Rejected("cached_rows", text)
     return None
 
 
@@ -181,7 +191,7 @@ def _goes_by_column_tiles(problem: NormProblem, device: DeviceSpec) -> bool:
 
 @functools.cache
 def _plans_by_rows(problem: NormProblem, device: DeviceSpec, forced: str | None) -> tuple[tuple[float, Plan], ...]:
-    """(most rows, plan), ascending: divided where anything depends on the row count, the last without an end."""
+    """(most rows, plan), ascending: divided where something depends on the row count, the last without an end."""
     few = tuning(problem, device).ring_rows_per_sm.get(problem.norm, 0) * device.sm_count
     first_and_last = ((1, few), (few + 1, MAX_RING_ROWS), (MAX_RING_ROWS + 1, math.inf))
     return tuple((last, decide(problem, first, device, forced).plan) for first, last in first_and_last)

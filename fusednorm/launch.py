@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,8 +31,8 @@ from .plan import (
 )
 from .problem import BackwardCall, ForwardCall, NormProblem, RowView
 
-# The finalizer's tile and warps. Hundreds of partials are summed 256 at a time: 1 to 4 us less than by 64 (H200, 1024 and 2048
-# columns and below, 2026-11-20). The few of clusters and column tiles are not: 4 us more at 32768 columns.
+# The finalizer's tile and warps. Hundreds of partials are summed 256 at a time: 1 to 3 us less than by 64 (H200, up to
+# 2048 columns, 2026-11-20). The few of clusters and column tiles are not: that took 4 us more at 32768 columns.
 FINALIZE_MANY = Tile(rows=256, chunk=32, num_chunks=1), 8
 FINALIZE_FEW = Tile(rows=64, chunk=32, num_chunks=1), 4
 MAX_BOX_SIDE = 256  # elements, of a TMA copy
@@ -131,7 +132,7 @@ def _column_tile_forward(
     plan: ColumnTilePlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int
 ) -> list[Launch]:
     """A CTA per row, which walks its column tiles twice."""
-    tile = Tile(1, plan.row_pass_chunk, 1)
+    tile = _whole_row_tile(plan)
     args = _forward_args(call, outputs)
     return [Launch(multiwave.forward_by_column_tiles, (call.rows,), args, norm, tile, plan.row_pass_warps)]
 
@@ -157,11 +158,11 @@ def _column_tile_backward(
     launches, means = [], None
     if problem.wants_dx:
         means = torch.empty((2, call.rows), dtype=problem.acc_dtype, device=call.x.tensor.device)
-        tile = Tile(1, plan.row_pass_chunk, 1)
+        tile = _whole_row_tile(plan)
         args = (*inputs, means, *sizes)
         launches.append(Launch(multiwave.backward_row_means, (call.rows,), args, norm, tile, plan.row_pass_warps))
     grid = (triton.cdiv(problem.cols, plan.chunk), ctas)
-    tile = Tile(plan.rows_per_tile, plan.chunk, 1)
+    tile = _column_tile(plan)
     args = (*inputs, means, *outputs, *sizes)
     launches.append(Launch(multiwave.backward_by_column_tiles, grid, args, norm, tile, plan.num_warps))
     return launches
@@ -208,6 +209,7 @@ def _run(launches: list[Launch], device: torch.device) -> None:
             launch.run()
 
 
+@functools.cache
 def _norm(problem: NormProblem) -> Norm:
     return Norm(
         layer=problem.norm == "layer",
@@ -222,10 +224,22 @@ def _norm(problem: NormProblem) -> Norm:
     )
 
 
+@functools.cache
 def _tile(plan: MultiWavePlan) -> Tile:
     return Tile(plan.rows_per_tile, plan.chunk, plan.num_chunks)
 
 
+@functools.cache
+def _whole_row_tile(plan: ColumnTilePlan) -> Tile:
+    return Tile(1, plan.row_pass_chunk, 1)
+
+
+@functools.cache
+def _column_tile(plan: ColumnTilePlan) -> Tile:
+    return Tile(plan.rows_per_tile, plan.chunk, 1)
+
+
+@functools.cache
 def _ring_tile(plan: PipelinedPlan | WarpSpecializedPlan, problem: NormProblem, **more) -> RingTile:
     return RingTile(
         plan.rows_per_tile,

@@ -47,8 +47,9 @@ class ColumnTilePlan:
 
 @dataclass(frozen=True)
 class PipelinedPlan:
-    """Row tiles through a TMA ring of num_stages stages in shared memory, filled by the computing warps; num_chunks copies
-    of `chunk` columns make one row tile. weight_in_smem keeps weight (and bias) in shared memory instead of registers."""
+    """Row tiles through a TMA ring of num_stages stages in shared memory, filled by the computing warps; num_chunks
+    copies of `chunk` columns make one row tile. weight_in_smem keeps weight (and bias) in shared memory instead of
+    registers."""
 
     variant: ClassVar[str] = "pipelined"
     rows_per_tile: int
@@ -65,9 +66,9 @@ class PipelinedPlan:
 @dataclass(frozen=True)
 class WarpSpecializedPlan:
     """The same ring filled by a producer warp and emptied by num_groups compute groups of num_warps warps, which take
-    stages in turn (num_stages is a multiple of num_groups) and sum dw and db each for themselves. cached keeps a row tile
-    in registers instead of reading its stage twice. max_registers is the compute warps' share once the producer has given
-    its own away."""
+    stages in turn (num_stages is a multiple of num_groups) and sum dw and db each for themselves. cached keeps a row
+    tile in registers instead of reading its stage twice. max_registers is the compute warps' share once the producer
+    has given its own away."""
 
     variant: ClassVar[str] = "warp_specialized"
     cluster: ClassVar[int] = 1
@@ -105,7 +106,7 @@ class Rejected:
 
 
 def num_ctas(plan: Plan, rows: int, cols: int, device: DeviceSpec) -> int:
-    """The grid along the rows: CTAs, or clusters of CTAs. None is idle, and all have as many row tiles, but for the last."""
+    """The grid along the rows: CTAs, or clusters of them. None is idle; all but the last have as many row tiles."""
     tiles = -(-rows // plan.rows_per_tile)
     first_wave = clusters_at_once(plan.cluster, device)
     at_once = plan.ctas_per_sm * first_wave
@@ -118,7 +119,7 @@ def num_ctas(plan: Plan, rows: int, cols: int, device: DeviceSpec) -> int:
 
 
 def clusters_at_once(cluster: int, device: DeviceSpec) -> int:
-    """How many clusters of so many CTAs, one on each SM, run at the same time. A cluster keeps to one group of SMs (GPC),
+    """How many clusters of so many CTAs, one on each SM, run at the same time. A cluster keeps to a group of SMs (GPC),
     which clusters of 4 and 8 do not fill: on 120 of an H200's 132 SMs they are 5 to 20% faster than on all (bfloat16
     backward of 16384 and 32768 columns, 2026-11-20)."""
     usable = device.sm_count if cluster <= 2 else device.sm_count * 10 // 11

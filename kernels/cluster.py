@@ -86,8 +86,8 @@ def sum_over_cluster(sums, address, parity, tile: gl.constexpr):
         constraints: gl.constexpr = exchange_constraints(count, tile)
         at = address + parity * half_bytes(tile)
         if len(sums) == 1:
-            total = gl.inline_asm_elementwise(ptx, constraints, [sums[0], at], gl.float32, is_pure=False, pack=tile.rows)
-            sums = (total,)
+            share = [sums[0], at]
+            sums = (gl.inline_asm_elementwise(ptx, constraints, share, gl.float32, is_pure=False, pack=tile.rows),)
         else:
             sums = gl.inline_asm_elementwise(
                 ptx, constraints, [sums[0], sums[1], at], (gl.float32, gl.float32), is_pure=False, pack=tile.rows

@@ -58,8 +58,7 @@ def check(problem: NormProblem, arch: int) -> list[str]:
     """All complaints about the plans of a problem, with what they are about."""
     device = ARCHITECTURES[arch]
     return [
-        f"sm_{arch} {problem.norm} {problem.direction} {problem.cols} x {problem.x_dtype} weight {problem.weight_dtype}: "
-        f"{text}; {plan}, budget {budget.registers(plan, problem, device)} registers"
+        f"sm_{arch} {problem}: {text}; {plan}, budget {budget.registers(plan, problem, device)} registers"
         for plan in plans_of(problem, device)
         for text in complaints(problem, plan, device)
     ]

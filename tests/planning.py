@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import hypothesis
 import torch
 
 from fusednorm.device import A100, B200, GB300, H200, RTX_5090
@@ -11,6 +12,11 @@ from fusednorm.explanation import DTYPES
 from fusednorm.problem import NormProblem
 
 ARCHITECTURES = {spec.arch: spec for spec in (A100, H200, B200, GB300, RTX_5090)}
+
+
+def given(*strategies):
+    """hypothesis.given without a limit of time: the first plan of a problem takes tens of milliseconds."""
+    return lambda test: hypothesis.settings(deadline=None)(hypothesis.given(*strategies)(test))
 
 
 def make_problem(

@@ -105,3 +105,22 @@ def test_report_says_why_a_candidate_has_no_time():
 def test_without_a_gpu_the_tool_says_so_and_exits_with_2(capsys):
     assert bench_norm.main([]) == 2
     assert "needs a CUDA GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("variant", ["multi_wave", "pipelined", "warp_specialized"])
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_sweep_draws_plans_of_the_variant_that_prepare_without_a_gpu(norm, variant):
+    from bench import sweep
+    from fusednorm.device import H200
+
+    bf16 = torch.bfloat16
+    case = Case(norm, (16384, 4096), 1, bf16, bf16, bf16 if norm == "layer" else None)
+    inputs = sweep.meta_inputs(case)
+    problem = sweep.make_call(case, inputs, "backward").problem
+    plans = sweep.fitting_plans(problem, H200, variant, most=5)
+    assert 1 < len(plans) <= 7
+    assert {plan.variant for plan in plans} == {variant}
+    for plan in plans:
+        launches, outputs = sweep.prepare(case, inputs, "backward", plan)
+        assert launches[-1].kernel.__name__ == "finalize"
+        assert outputs[0].shape == inputs.x.shape

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 from budgets import check, plans_of
 from compiling import worker_processes
-from hypothesis import given
 from hypothesis import strategies as st
-from planning import ARCHITECTURES, make_problem
+from planning import ARCHITECTURES, given, make_problem
 
 from fusednorm import budget
 from fusednorm.device import A100, B200, H200, KNOWN
 from fusednorm.plan import MultiWavePlan, PipelinedPlan, WarpSpecializedPlan
 
-# A width, dtype or mask each that has been trouble, taken in turns by the architectures; `make budgets` tries thousands.
+# A width, dtype or mask each that has been trouble, taken in turns by the architectures; make budgets tries thousands.
 SAMPLE = [
     make_problem("layer", 4096),
     make_problem("rms", 1024, weight="fp32"),
@@ -57,8 +54,7 @@ JOBS = [
 @pytest.fixture(scope="module")
 def builds():
     """Futures of all complaints, so that the builds are made in parallel."""
-    with worker_processes() as pool, mock.patch.dict(os.environ):
-        os.environ.pop("TRITON_INTERPRET", None)  # a worker keeps the environment that it starts in
+    with worker_processes() as pool:
         yield {job: pool.submit(check, job[1], job[0]) for job in JOBS}
 
 
@@ -83,7 +79,9 @@ def test_a_stage_costs_its_tiles_and_nothing_else_grows():
     assert [b - a for a, b in zip(sizes, sizes[1:], strict=False)] == [2 * tile + 2 * 16] * 2
 
 
-@pytest.mark.parametrize("num_groups, num_warps, registers", [(1, 4, 240), (1, 8, 240), (2, 4, 240), (1, 16, 112), (2, 8, 112)])
+@pytest.mark.parametrize(
+    "num_groups, num_warps, registers", [(1, 4, 240), (1, 8, 240), (2, 4, 240), (1, 16, 112), (2, 8, 112)]
+)
 def test_compute_groups_get_what_the_producer_gives_away(num_groups, num_warps, registers):
     limit = budget.group_register_limit(num_groups, num_warps, B200)
     assert limit == registers
@@ -106,7 +104,8 @@ def test_more_to_hold_never_needs_fewer_registers(norm, rows, chunk, num_chunks)
     problem = make_problem(norm, chunk * num_chunks)
     plan = PipelinedPlan(rows, chunk, num_chunks, 3, 4, 1, 255, False)
     need = budget.registers(plan, problem, H200)
-    for larger in (replace(plan, rows_per_tile=2 * rows), replace(plan, num_chunks=num_chunks + 1), replace(plan, chunk=2 * chunk)):
+    for more in ({"rows_per_tile": 2 * rows}, {"num_chunks": num_chunks + 1}, {"chunk": 2 * chunk}):
+        larger = replace(plan, **more)
         assert budget.registers(larger, problem, H200) >= need
     assert budget.registers(replace(plan, weight_in_smem=True), problem, H200) <= need
     assert budget.registers(plan, replace(problem, wants_dw=False, wants_db=False), H200) <= need

@@ -96,7 +96,8 @@ def test_mistakes_are_named(capsys, arguments, message):
 def test_map_draws_the_choice_over_rows_and_columns(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "maps" / "out.png"
-    text = run(capsys, "--map", str(picture), "--device", "H200", "--rows", "64", "65536", "--cols", "64", "4096", "262144")
+    shapes = ("--rows", "64", "65536", "--cols", "64", "4096", "262144")
+    text = run(capsys, "--map", str(picture), "--device", "H200", *shapes)
     assert picture.read_bytes().startswith(b"\x89PNG") and "2 x 3 shapes" in text
 
 
@@ -117,8 +118,10 @@ def test_explain_of_a_cpu_tensor_says_that_aten_runs_and_asks_another_device_if_
     x = torch.empty(16384, 4096, dtype=torch.bfloat16)
     plain = fusednorm.explain(x, (4096,))
     assert plain.plan.variant == "reference" and "x is on cpu, where ATen's kernels run" in str(plain)
-    assert fusednorm.explain(x, (4096,), x[0], x[0], device=H200).plan == choose(make_problem("layer", 4096), 16384, H200)
-    assert fusednorm.explain(x, (4096,), x[0], norm="rms", direction="forward", device=A100).plan.variant == "multi_wave"
+    other = fusednorm.explain(x, (4096,), x[0], x[0], device=H200)
+    assert other.plan == choose(make_problem("layer", 4096), 16384, H200)
+    other = fusednorm.explain(x, (4096,), x[0], norm="rms", direction="forward", device=A100)
+    assert other.plan.variant == "multi_wave"
 
 
 def test_explain_is_of_the_inputs_given():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from calls import assert_same_bits, run, run_backward
@@ -150,3 +152,20 @@ def test_two_hundred_row_counts_build_a_forced_variant_once(variant, builds_of_k
         for count in rows:
             torch.ops.fusednorm.rms_norm_bwd(x[:count], x[:count], (1280,), rstd[:count], weight)
     assert len([name for name in builds_of_kernels if "finalize" not in name]) <= 1
+
+
+@pytest.mark.parametrize("variant", TMA_VARIANTS)
+@pytest.mark.parametrize("layout", ["row strided", "one gradient row for all", "one row of x for all"])
+def test_rows_at_any_stride_are_read_in_place_under_a_forced_variant(variant, layout):
+    case = make_case("layer", (1500, 2048))
+    inputs = make_inputs(case, "cuda")
+    if layout == "row strided":
+        wide = torch.full((1500, 2048 + 64), float("nan"), device="cuda", dtype=BF16)
+        inputs = replace(inputs, x=wide[:, 64:].copy_(inputs.x))
+    elif layout == "one gradient row for all":
+        inputs = replace(inputs, grad_out=inputs.grad_out[:1].expand(1500, 2048))
+    else:
+        inputs = replace(inputs, x=inputs.x[:1].expand(1500, 2048))
+    with fusednorm.force(variant):
+        outputs = run(case, inputs)
+    assert_outputs_close(outputs, case, inputs)

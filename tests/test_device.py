@@ -1,0 +1,56 @@
+"""What is known of GPUs by name, and read from the driver."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from planning import make_problem
+
+import fusednorm
+from fusednorm.device import A100, B200, GB300, H100, H200, RTX_4090, RTX_5090
+from fusednorm.heuristics import choose
+from fusednorm.plan import num_ctas
+
+MANY_ROWS = 16384
+
+
+def test_constants_are_told_apart_by_whatever_spelling():
+    assert fusednorm.device.named("rtx_5090") is fusednorm.device.named("RTX5090") is RTX_5090
+    with pytest.raises(ValueError, match="^device must be one of A100, .*, got 'V100'$"):
+        fusednorm.device.named("V100")
+
+
+def properties_of(spec, name, sm_count):
+    return SimpleNamespace(
+        name=name,
+        major=spec.arch // 10,
+        minor=spec.arch % 10,
+        multi_processor_count=sm_count,
+        shared_memory_per_block_optin=spec.smem_per_block_bytes,
+        shared_memory_per_multiprocessor=spec.smem_per_sm_bytes,
+        regs_per_multiprocessor=spec.registers_per_sm,
+        max_threads_per_multi_processor=spec.max_threads_per_sm,
+        L2_cache_size=spec.l2_bytes,
+    )
+
+
+@pytest.mark.parametrize("spec", [A100, H100, H200, B200, GB300, RTX_4090, RTX_5090], ids=lambda spec: spec.name)
+def test_a_whole_gpu_is_the_constant_of_its_name(spec):
+    found = fusednorm.device.from_properties(properties_of(spec, f"NVIDIA {spec.name} 80GB", spec.sm_count))
+    assert found == replace(spec, name=f"NVIDIA {spec.name} 80GB")
+
+
+def test_a_partition_of_a_gpu_has_its_share():
+    part = fusednorm.device.from_properties(properties_of(H200, "NVIDIA H200 MIG 2g.35gb", 33))
+    assert part.sm_count == 33 and part.bandwidth_gb_s == H200.bandwidth_gb_s / 4
+    threshold = 16 * 33
+    assert choose(make_problem(), threshold, part).variant == "multi_wave"
+    assert choose(make_problem(), threshold + 1, part).variant == "pipelined"
+    assert num_ctas(choose(make_problem(), MANY_ROWS, part), MANY_ROWS, 4096, part) <= 33
+
+
+def test_an_unknown_gpu_is_planned_for_by_its_resources():
+    unknown = fusednorm.device.from_properties(properties_of(replace(A100, arch=87), "Orin", 16))
+    assert choose(make_problem(), MANY_ROWS, unknown).variant == "multi_wave"

@@ -1,0 +1,91 @@
+"""force: for whom it holds, how long, and how it reaches the backward. What it chooses is in test_heuristics.py."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from planning import make_problem, meta_call
+
+import fusednorm
+from fusednorm import forcing
+
+
+def test_force_nests_and_none_gives_the_choice_back():
+    assert forcing.forced_variant() is None
+    with fusednorm.force("pipelined"):
+        with fusednorm.force(None):
+            assert forcing.forced_variant() is None
+        with fusednorm.force("multi_wave"):
+            assert forcing.forced_variant() == "multi_wave"
+        assert forcing.forced_variant() == "pipelined"
+    assert forcing.forced_variant() is None
+
+
+def test_force_refuses_what_is_no_variant():
+    with pytest.raises(
+        ValueError, match="^force: variant must be one of multi_wave, pipelined, .* or None, got 'fast'$"
+    ):
+        fusednorm.force("fast")
+
+
+def test_force_is_undone_by_an_error():
+    with pytest.raises(KeyError), fusednorm.force("pipelined"):
+        raise KeyError
+    assert forcing.forced_variant() is None
+
+
+def test_force_holds_in_its_own_thread_only():
+    one = fusednorm.force("pipelined")
+    inside, entered, seen = threading.Event(), threading.Event(), {}
+
+    def other():
+        entered.wait()
+        seen["before"] = forcing.forced_variant()
+        with one:
+            seen["inside"] = forcing.forced_variant()
+        seen["after"] = forcing.forced_variant()
+        inside.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with one:
+        entered.set()
+        inside.wait()
+        assert forcing.forced_variant() == "pipelined"
+    thread.join()
+    assert seen == {"before": None, "inside": "pipelined", "after": None}
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_forced_choice_reaches_the_backward_on_another_thread(norm, monkeypatch):
+    seen = []
+    original = fusednorm.ops.reference.backward
+
+    def backward(call):
+        seen.append(forcing.forced_variant())
+        return original(call)
+
+    monkeypatch.setattr(fusednorm.ops.reference, "backward", backward)
+    x = torch.randn(4, 8, requires_grad=True)
+    op = getattr(torch.ops.fusednorm, f"{norm}_norm_fwd")
+    for variant in ("pipelined", None, "multi_wave"):
+        with fusednorm.force(variant):
+            y = op(x, [8])[0].sum()
+        with fusednorm.force("reference"):  # has no say in what the forward decided
+            thread = threading.Thread(target=y.backward)
+            thread.start()
+            thread.join()
+            op(x, [8])[0].sum().backward()
+        assert seen[-2:] == [variant, "reference"]
+    assert len(seen) == 6
+
+
+def test_forced_reference_runs_atens_kernels(monkeypatch):
+    from fusednorm import launch
+
+    call = meta_call(make_problem("layer", 64))
+    monkeypatch.setattr(launch.reference, "backward", lambda call: "aten")
+    with fusednorm.force("reference"):
+        assert launch.backward(call) == "aten"
