@@ -109,9 +109,10 @@ def _packed(buffers: list[Buffer]) -> int:
 
 
 def _scratch_bytes(plan: MultiWavePlan | ColumnTilePlan, problem: NormProblem) -> int:
-    """An upper bound: Triton's reductions and changes of layout take up to 8 numbers a thread."""
+    """An upper bound: Triton's reductions and changes of layout take up to 8 numbers a thread, of the widest type."""
     num_warps = plan.num_warps if isinstance(plan, MultiWavePlan) else max(plan.num_warps, plan.row_pass_warps)
-    return 8 * problem.acc_dtype.itemsize * WARP_SIZE * num_warps
+    dtypes = (problem.acc_dtype, problem.weight_dtype, problem.bias_dtype, problem.grad_dtype)
+    return 8 * max(dtype.itemsize for dtype in dtypes if dtype is not None) * WARP_SIZE * num_warps
 
 
 # --- Registers ---
@@ -184,12 +185,9 @@ def _manages_with_128(plan: RingPlan, problem: NormProblem, device: DeviceSpec) 
     every such build for clusters, which need it for their second CTA on an SM (sm_90, 100 and 103, 2026-11-20)."""
     columns = plan.chunk * plan.num_chunks / (WARP_SIZE * plan.num_warps)
     few = plan.rows_per_tile == 1 and columns <= (32 if plan.num_chunks == 1 else 24)
-    halves = problem.x_dtype.itemsize == problem.grad_dtype.itemsize == 2
-    # Not so beside a float32 weight, where several chunks or columns that are not there take addresses and predicates.
-    narrow_weight = problem.weight_dtype is None or problem.weight_dtype.itemsize == 2
-    plain = plan.cluster * plan.chunk == problem.cols
-    in_cluster = plan.cluster > 1 and plan.weight_in_smem and device.arch < 120
-    return in_cluster and halves and few and (plain or narrow_weight)
+    dtypes = (problem.x_dtype, problem.grad_dtype, problem.weight_dtype)
+    halves = all(dtype is None or dtype.itemsize == 2 for dtype in dtypes)
+    return plan.cluster > 1 and plan.weight_in_smem and few and halves and device.arch < 120
 
 
 def multiwave_registers(
@@ -204,6 +202,7 @@ def multiwave_registers(
     if problem.direction == "backward":
         loaded = (problem.x_dtype.itemsize + problem.grad_dtype.itemsize) / 4
         per_element = 1.25 * loaded + 3.9 * accumulator + 1.3 * sm120 + scattered * (9.0 if many_rows else 4.5)
+        per_element += problem.x_dtype.itemsize != problem.grad_dtype.itemsize  # one of them changes its layout
         if problem.weight_dtype is not None and not problem.wants_dw:
             per_element += 0.8 * accumulator  # dw's product would hold x_hat anyway
         least, need = (112, 84) if fp64 else (80, 44)  # float64 divides and takes roots in software
