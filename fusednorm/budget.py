@@ -166,7 +166,7 @@ def ring_registers(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> 
     if problem.direction == "backward":
         need = 22.0
         if sm120:
-            need += 96 + 4 * plan.rows_per_tile if isinstance(plan, WarpSpecializedPlan) else 30
+            need += 104 + 4 * plan.rows_per_tile if isinstance(plan, WarpSpecializedPlan) else 30
         need += columns * (2.0 + 0.7 * (problem.wants_dw + problem.wants_db))
         need += columns * 0.8 * (held and problem.weight_dtype is not None)
         need += 1.25 * elements + 2.5 * plan.rows_per_tile + 3.5 * plan.num_chunks
@@ -208,7 +208,8 @@ def multiwave_registers(
         least, need = (112, 84) if fp64 else (80, 44)  # float64 divides and takes roots in software
         need += (min(rows_per_tile, 16) - 1) * num_chunks + per_element * elements + 0.2 * max(0, elements - 16)
     else:
-        parameters = (problem.weight_dtype is not None) + (problem.bias_dtype is not None)
+        held = [dtype for dtype in (problem.weight_dtype, problem.bias_dtype) if dtype is not None]
+        parameters = sum(max(1, dtype.itemsize / problem.acc_dtype.itemsize) for dtype in held)
         per_element = 1.5 * problem.x_dtype.itemsize / 4 + accumulator * (1.3 + 0.7 * parameters)
         per_element += scattered * (7.5 if many_rows else 0.8)
         least, need = (96, 50) if fp64 else (80, 12)

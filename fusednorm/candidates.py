@@ -93,11 +93,12 @@ def column_tile_plan(problem: NormProblem, device: DeviceSpec) -> ColumnTilePlan
     """For rows that fit no registers. The pass over whole rows has a CTA for each."""
     whole, fp64 = 1 << max(4, (problem.cols - 1).bit_length()), problem.acc_dtype.itemsize == 8
     chunk = min(COLUMN_TILE, whole)
-    num_warps = 8 if fp64 or device.arch >= 120 else 4  # 4 spill on sm_120, whatever registers they may have
+    # On sm_120 some builds spill 8 bytes, whatever registers they may have: not those with fewer elements a thread.
+    num_warps = 8 if fp64 or device.arch >= 120 else 4
     if problem.direction == "backward":
         row_pass = 4096, 8
     else:  # the one is up to 35% slower below, the other above (LayerNorm, H200, bfloat16, 2026-11-20)
-        row_pass = (2048, 8) if problem.cols <= 16384 else (8192, 16)
+        row_pass = (2048, 8) if problem.cols <= 16384 else (8192 if device.arch < 120 else 4096, 16)
     row_pass_chunk, row_pass_warps = row_pass
     if fp64:
         row_pass_chunk = 8 * 32 * row_pass_warps  # 8 elements a thread; of 4 it spills on sm_90
