@@ -13,12 +13,11 @@ from collections.abc import Iterator
 
 from . import budget
 from .device import DeviceSpec
-from .plan import ColumnTilePlan, MultiWavePlan, PipelinedPlan, Plan, RingPlan, WarpSpecializedPlan
+from .plan import MAX_BOX_SIDE, ColumnTilePlan, MultiWavePlan, PipelinedPlan, Plan, RingPlan, WarpSpecializedPlan
 from .problem import NormProblem
 
 WARPS = (4, 8, 16)
 MAX_CHUNKS = 8  # a longer unrolled row loop outgrows the instruction cache
-MAX_BOX_SIDE = 256  # elements, of a TMA copy
 # Columns beyond the last are computed on for nothing; so many for each that there is do not matter.
 TOLERATED_PADDING = 1.125
 

@@ -20,6 +20,7 @@ from .kernels import column_sum, multiwave, pipelined, ring, warp_specialized
 from .kernels.config import Norm, RingTile, Tile
 from .legality import broken_rule
 from .plan import (
+    MAX_BOX_SIDE,
     ColumnTilePlan,
     MultiWavePlan,
     PipelinedPlan,
@@ -35,7 +36,6 @@ from .problem import BackwardCall, ForwardCall, NormProblem, RowView
 # 2048 columns, 2026-11-20). The few of clusters and column tiles are not: that took 4 us more at 32768 columns.
 FINALIZE_MANY = Tile(rows=256, chunk=32, num_chunks=1), 8
 FINALIZE_FEW = Tile(rows=64, chunk=32, num_chunks=1), 4
-MAX_BOX_SIDE = 256  # elements, of a TMA copy
 VECTOR_BYTES = 16  # of one load or store of a thread
 
 

@@ -13,6 +13,8 @@ from .device import DeviceSpec
 # Below this many rows a CTA's partial costs more traffic than its share of the parallelism is worth.
 MIN_ROWS_PER_CTA = 8
 
+MAX_BOX_SIDE = 256  # elements, of a TMA copy
+
 
 @dataclass(frozen=True)
 class MultiWavePlan:

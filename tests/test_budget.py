@@ -114,3 +114,9 @@ def test_more_to_hold_never_needs_fewer_registers(norm, rows, chunk, num_chunks)
 def test_unaligned_rows_need_more_registers():
     plan = MultiWavePlan(1, 1024, 4, 8, 2, 128)
     assert budget.registers(plan, make_problem(cols=4095), A100) > budget.registers(plan, make_problem(cols=4096), A100)
+
+
+def test_budget_and_kernel_leave_the_producer_the_same_registers():
+    from fusednorm.kernels import warp_specialized
+
+    assert warp_specialized.PRODUCER_REGISTERS.value == budget.PRODUCER_REGISTERS
