@@ -20,6 +20,8 @@ _layer_norm_fwd_op = torch.ops.fusednorm.layer_norm_fwd.default
 _layer_norm_bwd_op = torch.ops.fusednorm.layer_norm_bwd.default
 _rms_norm_fwd_op = torch.ops.fusednorm.rms_norm_fwd.default
 _rms_norm_bwd_op = torch.ops.fusednorm.rms_norm_bwd.default
+_layer_norm_bwd_residual_op = torch.ops.fusednorm.layer_norm_bwd_residual.default
+_rms_norm_bwd_residual_op = torch.ops.fusednorm.rms_norm_bwd_residual.default
 
 
 # Both Functions are of the old style, without setup_context, which costs 20 us a call. torch.func wants that, but never
@@ -129,6 +131,35 @@ def rms_norm_bwd(grad_out, x, normalized_shape, rstd, weight=None, output_mask=(
         return _rms_norm_bwd_op(grad_out, x, normalized_shape, rstd, weight, output_mask)
 
 
+def layer_norm_bwd_residual(
+    grad_out, x, normalized_shape, mean, rstd, weight=None, bias=None, residual_grad=None,
+    output_mask=(True, True, True), *, dx_dtype=None,
+):  # fmt: skip
+    operands = (grad_out, x, normalized_shape, mean, rstd, weight, bias)
+    if torch.compiler.is_dynamo_compiling():
+        return _layer_norm_bwd_residual_op(*operands, residual_grad, output_mask, dx_dtype=dx_dtype)
+    if _is_looked_into() or _is_recorded(grad_out, x, mean, rstd, weight, residual_grad):
+        validate_backward("layer", *operands, output_mask, residual_grad, dx_dtype)
+        return reference.backward_formula(*operands, output_mask, residual_grad, dx_dtype)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _layer_norm_bwd_residual_op(*operands, residual_grad, output_mask, dx_dtype=dx_dtype)
+
+
+def rms_norm_bwd_residual(
+    grad_out, x, normalized_shape, rstd, weight=None, residual_grad=None, output_mask=(True, True), *, dx_dtype=None
+):
+    operands = (grad_out, x, normalized_shape, rstd, weight, residual_grad, output_mask)
+    if torch.compiler.is_dynamo_compiling():
+        return _rms_norm_bwd_residual_op(*operands, dx_dtype=dx_dtype)
+    if _is_looked_into() or _is_recorded(grad_out, x, rstd, weight, residual_grad):
+        as_layer = (grad_out, x, normalized_shape, None, rstd, weight, None)
+        mask = (*output_mask, False)
+        validate_backward("rms", *as_layer, mask, residual_grad, dx_dtype)
+        return reference.backward_formula(*as_layer, mask, residual_grad, dx_dtype)[:2]
+    with torch._C._AutoDispatchBelowAutograd():
+        return _rms_norm_bwd_residual_op(*operands, dx_dtype=dx_dtype)
+
+
 def _is_looked_into() -> bool:
     """Whether a torch.func transform or forward-mode AD is active."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
@@ -143,7 +174,14 @@ def _add(a: Tensor | None, b: Tensor) -> Tensor:
     return b if a is None else a + b
 
 
-for _above in (layer_norm_fwd, layer_norm_bwd, rms_norm_fwd, rms_norm_bwd):
+for _above in (
+    layer_norm_fwd,
+    layer_norm_bwd,
+    rms_norm_fwd,
+    rms_norm_bwd,
+    layer_norm_bwd_residual,
+    rms_norm_bwd_residual,
+):
     ops.LIBRARY.impl(_above.__name__, _above, "Autograd")
     # vmap hands the tensors over batched, and the formula's operations have batching rules.
     ops.LIBRARY.impl(_above.__name__, _above, "FuncTorchBatchedDecomposition")

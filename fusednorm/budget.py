@@ -169,7 +169,9 @@ def ring_registers(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> 
             need += 104 + 4 * plan.rows_per_tile if isinstance(plan, WarpSpecializedPlan) else 30
         need += columns * (2.0 + 0.7 * (problem.wants_dw + problem.wants_db))
         need += columns * 0.8 * (held and problem.weight_dtype is not None)
-        need += 1.25 * elements + 2.5 * plan.rows_per_tile + 3.5 * plan.num_chunks
+        need += (
+            (1.25 + 1.25 * _residual_registers(problem)) * elements + 2.5 * plan.rows_per_tile + 3.5 * plan.num_chunks
+        )
         need += plan.rows_per_tile * plan.cluster * (plan.cluster > 1)  # shares of the row sums
         if _manages_with_128(plan, problem, device):
             need = min(need, 128)
@@ -202,6 +204,7 @@ def multiwave_registers(
     if problem.direction == "backward":
         loaded = (problem.x_dtype.itemsize + problem.grad_dtype.itemsize) / 4
         per_element = 1.25 * loaded + 3.9 * accumulator + 1.3 * sm120 + scattered * (9.0 if many_rows else 4.5)
+        per_element += 1.25 * _residual_registers(problem)
         per_element += problem.x_dtype.itemsize != problem.grad_dtype.itemsize  # one of them changes its layout
         if problem.weight_dtype is not None and not problem.wants_dw:
             per_element += 0.8 * accumulator  # dw's product would hold x_hat anyway
@@ -216,6 +219,11 @@ def multiwave_registers(
         need += 0.3 * (rows_per_tile - 1) + 4 * (num_chunks - 1) + per_element * elements
         need += 0.15 * parameters * elements / rows_per_tile  # what rows of one thread share
     return _round_up(max(least, need), REGISTER_STEP)
+
+
+def _residual_registers(problem: NormProblem) -> float:
+    """Of an element of the gradient that is added to dx."""
+    return 0 if problem.residual_dtype is None else problem.residual_dtype.itemsize / 4
 
 
 def is_vectorized(problem: NormProblem) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from . import budget, heuristics, reference
+from . import budget, heuristics, reference, semaphore
 from .device import DeviceSpec
 from .kernels import column_sum, multiwave, pipelined, ring, warp_specialized
 from .kernels.config import Norm, RingTile, Tile
@@ -34,8 +35,8 @@ from .problem import BackwardCall, ForwardCall, NormProblem, RowView
 
 # The finalizer's tile and warps. Hundreds of partials are summed 256 at a time: 1 to 3 us less than by 64 (H200, up to
 # 2048 columns, 2026-11-20). The few of clusters and column tiles are not: that took 4 us more at 32768 columns.
-FINALIZE_MANY = Tile(rows=256, chunk=32, num_chunks=1), 8
-FINALIZE_FEW = Tile(rows=64, chunk=32, num_chunks=1), 4
+FINALIZE_MANY = Tile(rows=256, chunk=32, num_chunks=1, num_warps=8)
+FINALIZE_FEW = Tile(rows=64, chunk=32, num_chunks=1, num_warps=4)
 VECTOR_BYTES = 16  # of one load or store of a thread
 
 
@@ -48,11 +49,10 @@ class Launch:
     args: tuple
     norm: Norm
     tile: Tile
-    num_warps: int
     options: dict[str, Any] = field(default_factory=dict)
 
     def keywords(self) -> dict[str, Any]:
-        return {"norm": self.norm, "tile": self.tile, "num_warps": self.num_warps, **self.options}
+        return {"norm": self.norm, "tile": self.tile, "num_warps": self.tile.num_warps, **self.options}
 
     def run(self) -> None:
         self.kernel[self.grid](*self.args, **self.keywords())
@@ -100,32 +100,39 @@ def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> tuple[list
     assert broken_rule(plan.variant, problem, call.rows, spec) is None
     ctas = num_ctas(plan, call.rows, problem.cols, spec)
     partials = num_partials(plan, ctas)
-    dx = torch.empty(call.shape, dtype=problem.x_dtype, device=device) if problem.wants_dx else None
+    dx = torch.empty(call.shape, dtype=call.dx_dtype, device=device) if problem.wants_dx else None
     dw, db = (
         torch.empty(call.normalized_shape, dtype=dtype, device=device) if wanted else None
         for wanted, dtype in ((problem.wants_dw, problem.weight_dtype), (problem.wants_db, problem.bias_dtype))
     )
     dw_partial, db_partial = _workspace(problem, partials, device)
-    build = _BACKWARD[type(plan)]
-    launches = build(plan, call, _norm(problem), (dx, dw_partial, db_partial), ctas)
-    if problem.wants_dw or problem.wants_db:
-        launches.append(_finalize(plan, problem, (dw_partial, db_partial), (dw, db), partials))
+    sums = problem.wants_dw or problem.wants_db
+    meeting = _semaphore(device) if sums and plan.sums_partials else None
+    outputs = (dx, dw_partial, db_partial, dw, db, meeting)
+    launches = _BACKWARD[type(plan)](plan, call, _norm(problem), outputs, ctas)
+    if sums and meeting is None:
+        launches.append(_finalize(plan, problem, outputs, partials))
     return launches, (dx, dw, db)
 
 
-def _finalize(plan: Plan, problem: NormProblem, partial: tuple, outputs: tuple, num_partials: int) -> Launch:
-    """The sums of the partials, by as many CTAs as there are pieces of dw and db."""
-    few = plan.cluster > 1 or isinstance(plan, ColumnTilePlan)
-    tile, num_warps = FINALIZE_FEW if few else FINALIZE_MANY
-    grid = (triton.cdiv(problem.cols, tile.chunk), problem.wants_dw + problem.wants_db)
-    args = (*partial, *outputs, num_partials, problem.cols)
-    return Launch(column_sum.finalize, grid, args, _norm(problem), tile, num_warps)
+def _semaphore(device: torch.device) -> Tensor | None:
+    """For the launch that comes next; None where the interpreter runs it, or no word is left."""
+    if device.type == "cuda":
+        return semaphore.of_device(device).next(torch._C._cuda_getCurrentRawStream(device.index))
+    return torch.empty(1, dtype=torch.int32, device=device) if device.type == "meta" else None
+
+
+def _finalize(plan: Plan, problem: NormProblem, outputs: tuple, num_partials: int) -> Launch:
+    """The sums of the partials in a launch of their own, by as many CTAs as there are pieces of dw and db."""
+    tile = FINALIZE_FEW if plan.cluster > 1 or isinstance(plan, ColumnTilePlan) else FINALIZE_MANY
+    grid = (triton.cdiv(problem.cols, tile.chunk) * (problem.wants_dw + problem.wants_db),)
+    return Launch(column_sum.finalize, grid, (*outputs[1:5], num_partials, problem.cols), _norm(problem), tile)
 
 
 def _multiwave_forward(plan: MultiWavePlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int) -> list[Launch]:
     options = {"maxnreg": plan.max_registers}
     args = _forward_args(call, outputs)
-    return [Launch(multiwave.forward, (ctas,), args, norm, _tile(plan), plan.num_warps, options)]
+    return [Launch(multiwave.forward, (ctas,), args, norm, _tile(plan), options)]
 
 
 def _column_tile_forward(
@@ -134,20 +141,20 @@ def _column_tile_forward(
     """A CTA per row, which walks its column tiles twice."""
     tile = _whole_row_tile(plan)
     args = _forward_args(call, outputs)
-    return [Launch(multiwave.forward_by_column_tiles, (call.rows,), args, norm, tile, plan.row_pass_warps)]
+    return [Launch(multiwave.forward_by_column_tiles, (call.rows,), args, norm, tile)]
 
 
 def _pipelined_forward(plan: PipelinedPlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int) -> list[Launch]:
     tile, cols = _ring_tile(plan, call.problem, cluster=plan.cluster), call.problem.cols
     x = _row_descriptor(call.x, call.rows, cols, tile)
     args = (x, call.weight, call.bias, *outputs, call.rows, cols, call.eps)
-    return [Launch(pipelined.forward, (ctas,), args, norm, tile, plan.num_warps, _pipelined_options(plan))]
+    return [Launch(pipelined.forward, (ctas,), args, norm, tile, _pipelined_options(plan))]
 
 
 def _multiwave_backward(plan: MultiWavePlan, call: BackwardCall, norm: Norm, outputs: tuple, ctas: int) -> list[Launch]:
     args = (*_inputs(call), *outputs, *_sizes(call))
-    options = {"maxnreg": plan.max_registers}
-    return [Launch(multiwave.backward, (ctas,), args, norm, _tile(plan), plan.num_warps, options)]
+    options = {"maxnreg": plan.max_registers, **_cooperative(outputs)}
+    return [Launch(multiwave.backward, (ctas,), args, norm, _tile(plan), options)]
 
 
 def _column_tile_backward(
@@ -159,19 +166,20 @@ def _column_tile_backward(
     if problem.wants_dx:
         means = torch.empty((2, call.rows), dtype=problem.acc_dtype, device=call.x.tensor.device)
         tile = _whole_row_tile(plan)
-        args = (*inputs, means, *sizes)
-        launches.append(Launch(multiwave.backward_row_means, (call.rows,), args, norm, tile, plan.row_pass_warps))
+        args = (*inputs[:-1], means, *sizes)
+        launches.append(Launch(multiwave.backward_row_means, (call.rows,), args, norm, tile))
     grid = (triton.cdiv(problem.cols, plan.chunk), ctas)
     tile = _column_tile(plan)
-    args = (*inputs, means, *outputs, *sizes)
-    launches.append(Launch(multiwave.backward_by_column_tiles, grid, args, norm, tile, plan.num_warps))
+    args = (*inputs, means, *outputs[:3], *sizes)
+    launches.append(Launch(multiwave.backward_by_column_tiles, grid, args, norm, tile))
     return launches
 
 
 def _pipelined_backward(plan: PipelinedPlan, call: BackwardCall, norm: Norm, outputs: tuple, ctas: int) -> list[Launch]:
     tile = _ring_tile(plan, call.problem, cluster=plan.cluster)
-    args = _ring_args(call, tile, outputs)
-    return [Launch(pipelined.backward, (ctas,), args, norm, tile, plan.num_warps, _pipelined_options(plan))]
+    options = _pipelined_options(plan) | _cooperative(outputs)
+    args = (*_descriptors(call, tile), *_inputs(call)[2:], *outputs, *_ring_sizes(call))
+    return [Launch(pipelined.backward, (ctas,), args, norm, tile, options)]
 
 
 def _warp_specialized_backward(
@@ -180,12 +188,19 @@ def _warp_specialized_backward(
     groups = {"num_groups": plan.num_groups, "cached": plan.cached, "group_registers": plan.max_registers}
     tile = _ring_tile(plan, call.problem, **groups)
     options = {"maxnreg": budget.entry_registers(plan)}
-    args = _ring_args(call, tile, outputs)
-    return [Launch(warp_specialized.backward, (ctas,), args, norm, tile, plan.num_warps, options)]
+    pointers = (*_inputs(call)[2:], *outputs[:3])
+    present = (call.rstd if pointer is None else pointer for pointer in pointers)  # a warp partition takes no None
+    args = (*_descriptors(call, tile), *present, *_ring_sizes(call))
+    return [Launch(warp_specialized.backward, (ctas,), args, norm, tile, options)]
 
 
 def _pipelined_options(plan: PipelinedPlan) -> dict[str, int]:
     return {"maxnreg": plan.max_registers, "num_ctas": plan.cluster}
+
+
+def _cooperative(outputs: tuple) -> dict[str, bool]:
+    """CTAs that meet at a semaphore must all run at once."""
+    return {} if outputs[-1] is None else {"launch_cooperative_grid": True}
 
 
 _FORWARD = {
@@ -220,23 +235,24 @@ def _norm(problem: NormProblem) -> Norm:
         wants_dx=problem.wants_dx,
         wants_dw=problem.wants_dw,
         wants_db=problem.wants_db,
+        has_residual=problem.residual_dtype is not None,
         nested_rows=problem.nested_rows,
     )
 
 
 @functools.cache
 def _tile(plan: MultiWavePlan) -> Tile:
-    return Tile(plan.rows_per_tile, plan.chunk, plan.num_chunks)
+    return Tile(plan.rows_per_tile, plan.chunk, plan.num_chunks, plan.num_warps)
 
 
 @functools.cache
 def _whole_row_tile(plan: ColumnTilePlan) -> Tile:
-    return Tile(1, plan.row_pass_chunk, 1)
+    return Tile(1, plan.row_pass_chunk, 1, plan.row_pass_warps)
 
 
 @functools.cache
 def _column_tile(plan: ColumnTilePlan) -> Tile:
-    return Tile(plan.rows_per_tile, plan.chunk, 1)
+    return Tile(plan.rows_per_tile, plan.chunk, 1, plan.num_warps)
 
 
 @functools.cache
@@ -245,21 +261,21 @@ def _ring_tile(plan: PipelinedPlan | WarpSpecializedPlan, problem: NormProblem, 
         plan.rows_per_tile,
         plan.chunk,
         plan.num_chunks,
+        plan.num_warps,
         num_stages=plan.num_stages,
         box=math.gcd(problem.cols, plan.chunk, MAX_BOX_SIDE),
         vector=min(VECTOR_BYTES // problem.x_dtype.itemsize, plan.chunk // (32 * plan.num_warps)),
-        num_warps=plan.num_warps,
         weight_in_smem=plan.weight_in_smem,
         **more,
     )
 
 
-def _ring_args(call: BackwardCall, tile: RingTile, outputs: tuple) -> tuple:
-    cols = call.problem.cols
-    x, dy = (_row_descriptor(view, call.rows, cols, tile) for view in (call.x, call.grad_out))
-    pointers = (call.mean, call.rstd, call.weight, *outputs)
-    present = (call.rstd if pointer is None else pointer for pointer in pointers)  # a warp partition takes no None
-    return (x, dy, *present, call.rows, cols, _stride(call.mean), _stride(call.rstd))
+def _descriptors(call: BackwardCall, tile: RingTile) -> Iterator[TensorDescriptor]:
+    return (_row_descriptor(view, call.rows, call.problem.cols, tile) for view in (call.x, call.grad_out))
+
+
+def _ring_sizes(call: BackwardCall) -> tuple:
+    return call.rows, call.problem.cols, _stride(call.mean), _stride(call.rstd)
 
 
 def _row_descriptor(view: RowView, rows: int, cols: int, tile: RingTile) -> TensorDescriptor:
@@ -276,7 +292,7 @@ def _forward_args(call: ForwardCall, outputs: tuple) -> tuple:
 
 
 def _inputs(call: BackwardCall) -> tuple:
-    return call.grad_out.tensor, call.x.tensor, call.mean, call.rstd, call.weight
+    return call.grad_out.tensor, call.x.tensor, call.mean, call.rstd, call.weight, call.residual_grad
 
 
 def _sizes(call: BackwardCall) -> tuple:

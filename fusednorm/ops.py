@@ -7,10 +7,13 @@ rms_norm_fwd    y = x * rstd * weight, with rstd = 1 / sqrt(mean(x^2) + eps); ep
                 (float64 for float64 x)
 *_bwd           gradients of x, weight and bias from that of y and the statistics the forward returned
 
-Each takes the arguments of aten::native_layer_norm, native_layer_norm_backward, _fused_rms_norm and
+*_bwd_residual  the same with one rounding for dx + residual_grad, where x went into a residual stream as well; dx has
+                dx_dtype (x's by default)
+
+Each of the first four takes the arguments of aten::native_layer_norm, native_layer_norm_backward, _fused_rms_norm and
 _fused_rms_norm_backward at the same positions.
 
-Shapes: grad_out as x; weight and bias normalized_shape; mean and rstd any shape of M elements, such as [M], [M, 1] or
+Shapes: grad_out and residual_grad as x; weight and bias normalized_shape; mean and rstd any shape of M elements, such as [M], [M, 1] or
 the [*batch, 1, ...] that the forward returns. Outputs are contiguous.
 Dtypes: float16, bfloat16, float32 or float64, each operand its own. y and dx have x's, dweight and dbias the
 parameter's; statistics are float32, float64 for float64 x.
@@ -51,6 +54,12 @@ SCHEMAS = (
     " -> (Tensor y, Tensor rstd)",
     "rms_norm_bwd(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor rstd, Tensor? weight=None,"
     " bool[2] output_mask=[True, True]) -> (Tensor dx, Tensor dweight)",
+    "layer_norm_bwd_residual(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd,"
+    " Tensor? weight=None, Tensor? bias=None, Tensor? residual_grad=None, bool[3] output_mask=[True, True, True], *,"
+    " ScalarType? dx_dtype=None) -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    "rms_norm_bwd_residual(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor rstd, Tensor? weight=None,"
+    " Tensor? residual_grad=None, bool[2] output_mask=[True, True], *, ScalarType? dx_dtype=None)"
+    " -> (Tensor dx, Tensor dweight)",
 )
 
 
@@ -71,6 +80,21 @@ def rms_norm_bwd(grad_out, x, normalized_shape, rstd, weight=None, output_mask=(
     mask = (*output_mask, False)
     dx, dw, _ = _backward(check_backward("rms", grad_out, x, normalized_shape, None, rstd, weight, None, mask))
     return dx, dw
+
+
+def layer_norm_bwd_residual(
+    grad_out, x, normalized_shape, mean, rstd, weight=None, bias=None, residual_grad=None,
+    output_mask=(True, True, True), *, dx_dtype=None,
+):  # fmt: skip
+    operands = (grad_out, x, normalized_shape, mean, rstd, weight, bias)
+    return _backward(check_backward("layer", *operands, output_mask, residual_grad, dx_dtype))
+
+
+def rms_norm_bwd_residual(
+    grad_out, x, normalized_shape, rstd, weight=None, residual_grad=None, output_mask=(True, True), *, dx_dtype=None
+):
+    operands, mask = (grad_out, x, normalized_shape, None, rstd, weight, None), (*output_mask, False)
+    return _backward(check_backward("rms", *operands, mask, residual_grad, dx_dtype))[:2]
 
 
 def _forward(call: ForwardCall) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -109,6 +133,14 @@ def _layer_norm_bwd_fake(
     return _fake_backward("layer", grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask)
 
 
+def _layer_norm_bwd_residual_fake(
+    grad_out, x, normalized_shape, mean, rstd, weight=None, bias=None, residual_grad=None,
+    output_mask=(True, True, True), *, dx_dtype=None,
+):  # fmt: skip
+    operands = (grad_out, x, normalized_shape, mean, rstd, weight, bias)
+    return _fake_backward("layer", *operands, output_mask, residual_grad, dx_dtype)
+
+
 def _rms_norm_fwd_fake(x, normalized_shape, weight=None, eps=None):
     return _fake_forward("rms", x, normalized_shape, weight, None)
 
@@ -118,16 +150,29 @@ def _rms_norm_bwd_fake(grad_out, x, normalized_shape, rstd, weight=None, output_
     return _fake_backward("rms", grad_out, x, normalized_shape, None, rstd, weight, None, mask)[:2]
 
 
+def _rms_norm_bwd_residual_fake(
+    grad_out, x, normalized_shape, rstd, weight=None, residual_grad=None, output_mask=(True, True), *, dx_dtype=None
+):
+    operands, mask = (grad_out, x, normalized_shape, None, rstd, weight, None), (*output_mask, False)
+    return _fake_backward("rms", *operands, mask, residual_grad, dx_dtype)[:2]
+
+
 def _fake_forward(norm, x, normalized_shape, weight, bias):
     batch_shape = validate_forward(norm, x, normalized_shape, weight, bias)
     statistic = x.new_empty(stats_shape(batch_shape, normalized_shape), dtype=accumulation_dtype(x.dtype))
     return x.new_empty(x.shape), statistic
 
 
-def _fake_backward(norm, grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask):
-    validate_backward(norm, grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask)
-    outputs = zip((x, weight, bias), output_mask, strict=True)
-    return tuple(like.new_empty(like.shape) if wanted and like is not None else None for like, wanted in outputs)
+def _fake_backward(
+    norm, grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask, residual_grad=None, dx_dtype=None
+):
+    operands = (grad_out, x, normalized_shape, mean, rstd, weight, bias)
+    validate_backward(norm, *operands, output_mask, residual_grad, dx_dtype)
+    outputs = zip((x, weight, bias), output_mask, (dx_dtype, None, None), strict=True)
+    return tuple(
+        like.new_empty(like.shape, dtype=dtype or like.dtype) if wanted and like is not None else None
+        for like, wanted, dtype in outputs
+    )
 
 
 for schema in SCHEMAS:
@@ -137,6 +182,8 @@ for kernel, fake in (
     (layer_norm_bwd, _layer_norm_bwd_fake),
     (rms_norm_fwd, _rms_norm_fwd_fake),
     (rms_norm_bwd, _rms_norm_bwd_fake),
+    (layer_norm_bwd_residual, _layer_norm_bwd_residual_fake),
+    (rms_norm_bwd_residual, _rms_norm_bwd_residual_fake),
 ):
     LIBRARY.impl(kernel.__name__, kernel, "CPU")
     LIBRARY.impl(kernel.__name__, kernel, "CUDA")

@@ -22,6 +22,7 @@ class MultiWavePlan:
     thread."""
 
     variant: ClassVar[str] = "multi_wave"
+    sums_partials: ClassVar[bool] = True
     cluster: ClassVar[int] = 1
     rows_per_tile: int
     chunk: int
@@ -38,6 +39,7 @@ class ColumnTilePlan:
     row_pass_chunk and row_pass_warps are those of the pass that reads whole rows."""
 
     variant: ClassVar[str] = "multi_wave"
+    sums_partials: ClassVar[bool] = False
     cluster: ClassVar[int] = 1
     rows_per_tile: int
     chunk: int
@@ -54,6 +56,7 @@ class PipelinedPlan:
     registers."""
 
     variant: ClassVar[str] = "pipelined"
+    sums_partials: ClassVar[bool] = True
     rows_per_tile: int
     chunk: int
     num_chunks: int
@@ -73,6 +76,7 @@ class WarpSpecializedPlan:
     has given its own away."""
 
     variant: ClassVar[str] = "warp_specialized"
+    sums_partials: ClassVar[bool] = False
     cluster: ClassVar[int] = 1
     rows_per_tile: int
     chunk: int

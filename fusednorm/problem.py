@@ -31,6 +31,7 @@ class NormProblem:
     weight_dtype: torch.dtype | None = None
     bias_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
+    residual_dtype: torch.dtype | None = None  # of a gradient that is added to dx
     wants_dx: bool = False
     wants_dw: bool = False
     wants_db: bool = False
@@ -113,6 +114,8 @@ class BackwardCall(NamedTuple):
     mean: Tensor | None
     rstd: Tensor
     weight: Tensor | None
+    residual_grad: Tensor | None  # contiguous
+    dx_dtype: torch.dtype
     shape: torch.Size  # of dx
     normalized_shape: tuple[int, ...]  # of dw and db
 
@@ -170,17 +173,22 @@ def check_backward(
     weight: Tensor | None,
     bias: Tensor | None,
     output_mask: Sequence[bool],
+    residual_grad: Tensor | None = None,
+    dx_dtype: torch.dtype | None = None,
 ) -> BackwardCall:
     """Check the arguments of layer_norm_bwd or rms_norm_bwd and flatten them to rows x cols.
 
     mean and bias are None for RMSNorm; output_mask is (dx, dweight, dbias) for both. The gradient of a parameter that
     is None is not wanted, whatever the mask says. Raises RuntimeError as `validate_backward` does. Copies grad_out and
-    x only where no two strides describe their rows.
+    x only where no two strides describe their rows, residual_grad where it is not contiguous.
     """
-    batch_shape = validate_backward(norm, grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask)
+    batch_shape = validate_backward(
+        norm, grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask, residual_grad, dx_dtype
+    )
     batch_ndim, cols = len(batch_shape), math.prod(normalized_shape)
     grad_view, view = _row_view_or_copy(grad_out, batch_ndim, cols), _row_view_or_copy(x, batch_ndim, cols)
     wants_dx, wants_dw, wants_db = output_mask
+    residual = residual_grad.contiguous() if wants_dx and residual_grad is not None else None
     problem = _problem(
         norm,
         "backward",
@@ -189,6 +197,7 @@ def check_backward(
         None if weight is None else weight.dtype,
         None if bias is None else bias.dtype,
         grad_out.dtype,
+        None if residual is None else residual.dtype,
         wants_dx,
         wants_dw and weight is not None,
         wants_db and bias is not None,
@@ -203,6 +212,8 @@ def check_backward(
         None if mean is None else mean.reshape(-1),
         rstd.reshape(-1),
         None if weight is None else weight.contiguous(),
+        residual,
+        dx_dtype or x.dtype,
         x.shape,
         tuple(normalized_shape),
     )
@@ -229,8 +240,11 @@ def validate_backward(
     weight: Tensor | None,
     bias: Tensor | None,
     output_mask: Sequence[bool],
+    residual_grad: Tensor | None = None,
+    dx_dtype: torch.dtype | None = None,
 ) -> torch.Size:
-    """`validate_forward`, and: grad_out has the shape of x, each statistic one element per row in whatever shape."""
+    """`validate_forward`, and: grad_out and residual_grad have the shape of x, each statistic one element per row in
+    whatever shape."""
     op = f"{norm}_norm_bwd"
     batch_shape = _validate_operands(op, x, normalized_shape, weight, bias)
     _require(op, "grad_out", grad_out, x.shape, x.device)
@@ -238,6 +252,10 @@ def validate_backward(
     if mean is not None:
         _require_statistic(op, "mean", mean, rows, x.device)
     _require_statistic(op, "rstd", rstd, rows, x.device)
+    if residual_grad is not None:
+        _require(op, "residual_grad", residual_grad, x.shape, x.device)
+    if dx_dtype not in (None, *FLOAT_DTYPES):
+        raise RuntimeError(f"{op}: dx_dtype must be float16, bfloat16, float32 or float64, got {dx_dtype}")
     if len(output_mask) != 3:
         flags = list(output_mask) if norm == "layer" else list(output_mask[:-1])  # without the one that ops.py adds
         raise RuntimeError(f"{op}: output_mask must have one flag per output, got {flags}")

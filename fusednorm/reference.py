@@ -34,13 +34,16 @@ def backward(call: BackwardCall) -> tuple[Tensor | None, Tensor | None, Tensor |
     problem, shape = call.problem, call.normalized_shape
     grad_out, x, mask = call.grad_out.tensor, call.x.tensor, (problem.wants_dx, problem.wants_dw, problem.wants_db)
     if problem.norm == "rms":  # ATen has no such kernel for CPU tensors
-        return backward_formula(grad_out, x, shape, None, call.rstd, call.weight, None, mask)
+        operands = (grad_out, x, shape, None, call.rstd, call.weight, None)
+        return backward_formula(*operands, mask, call.residual_grad, call.dx_dtype)
     operands = (grad_out, x, call.mean, call.rstd, call.weight)
     # Upcast, because ATen adds up dweight and dbias of 16-bit x in 16 bits.
     grad_out, x, mean, rstd, weight = (_cast(t, problem.acc_dtype) for t in operands)
     bias = x.new_empty(shape) if problem.wants_db else None  # ATen reads its shape and dtype only
     dx, dw, db = torch.ops.aten.native_layer_norm_backward(grad_out, x, shape, mean, rstd, weight, bias, mask)
-    return _cast(dx, problem.x_dtype), _cast(dw, problem.weight_dtype), _cast(db, problem.bias_dtype)
+    if call.residual_grad is not None:
+        dx = dx + _cast(call.residual_grad, problem.acc_dtype)
+    return _cast(dx, call.dx_dtype), _cast(dw, problem.weight_dtype), _cast(db, problem.bias_dtype)
 
 
 def layer_norm_formula(
@@ -82,8 +85,11 @@ def backward_formula(
     weight: Tensor | None,
     bias: Tensor | None,
     output_mask: Sequence[bool],
+    residual_grad: Tensor | None = None,
+    dx_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dx, dweight, dbias) of layer_norm_bwd, or with mean None of rms_norm_bwd, in their dtypes and shapes.
+    """(dx, dweight, dbias) of layer_norm_bwd, or with mean None of rms_norm_bwd, in their dtypes and shapes; with the
+    last two, of their forms with a residual gradient.
 
     A function of all its tensors: what x contributes through the statistics is the statistics' own derivative.
     """
@@ -98,7 +104,10 @@ def backward_formula(
         inner = wdy - x_hat * (wdy * x_hat).mean(dims, keepdim=True)
         if mean is not None:
             inner = inner - wdy.mean(dims, keepdim=True)
-        dx = (inner * rstd).to(x.dtype).contiguous()
+        dx = inner * rstd
+        if residual_grad is not None:
+            dx = dx + residual_grad.to(dtype)
+        dx = dx.to(dx_dtype or x.dtype).contiguous()
     if output_mask[1] and weight is not None:
         dw = (dy * x_hat).sum_to_size(normalized_shape).to(weight.dtype)
     if output_mask[2] and bias is not None:

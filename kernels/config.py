@@ -4,6 +4,7 @@ whole."""
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import ClassVar
 
 import triton.language as tl
 
@@ -28,6 +29,7 @@ class Norm(CompileTime):
     wants_dx: bool = False  # backward, as the next two
     wants_dw: bool = False
     wants_db: bool = False
+    has_residual: bool = False  # a gradient is added to dx
     nested_rows: bool = False  # rows at two nested strides
 
     @property
@@ -44,6 +46,14 @@ class Tile(CompileTime):
     rows: int
     chunk: int
     num_chunks: int
+    num_warps: int  # that work on a tile together
+
+    # Of the partials of dw and db, which are summed at the end: 16 elements a thread, in pieces of 128 bytes.
+    partial_cols: ClassVar[int] = 32
+
+    @property
+    def partial_rows(self) -> int:
+        return 16 * self.num_warps
 
     @property
     def chunks(self) -> tl.constexpr:
@@ -58,7 +68,6 @@ class RingTile(Tile):
     num_stages: int
     box: int  # columns on the innermost side of a TMA box: a row is [cols / box, box]
     vector: int  # adjacent columns in a thread
-    num_warps: int  # that compute on a tile together
     weight_in_smem: bool  # and bias
     cluster: int = 1  # CTAs that share a row: chunk columns each
     num_groups: int = 1  # compute groups that take tiles in turn

@@ -12,6 +12,8 @@ outer_stride. Offsets are 64-bit; scalars are typed so that no value of theirs a
 import triton
 import triton.language as tl
 
+from .column_sum import sum_pieces_in_tiles
+from .grid import meet
 from .rowmath import input_gradient, inverse_std, normalize, row_means
 
 
@@ -55,6 +57,22 @@ def load_parameter(ptr, cols, present: tl.constexpr, tile: tl.constexpr):
 
 
 @triton.jit
+def load_residual(ptr, start, row_mask, cols, norm: tl.constexpr, tile: tl.constexpr):
+    """The gradient that is added to dx, contiguous as dx is: chunks in its own dtype."""
+    chunks = ()
+    for c in tl.static_range(tile.chunks):
+        if norm.has_residual:
+            col = c * tile.chunk + tl.arange(0, tile.chunk)[None, :]
+            mask = row_mask
+            if c == tile.num_chunks - 1:
+                mask = row_mask & (col < cols)
+            chunks = chunks + (tl.load(ptr + start + col, mask=mask, other=0.0),)
+        else:
+            chunks = chunks + (0.0,)
+    return chunks
+
+
+@triton.jit
 def store_chunk(ptr, start, value, row_mask, cols, c: tl.constexpr, tile: tl.constexpr):
     col = c * tile.chunk + tl.arange(0, tile.chunk)[None, :]
     mask = row_mask
@@ -65,8 +83,8 @@ def store_chunk(ptr, start, value, row_mask, cols, c: tl.constexpr, tile: tl.con
 
 @triton.jit(do_not_specialize=["rows", "x_inner"])
 def forward(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr,
-    rows: "i64", cols, eps: "fp64", x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64",
+    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows: "i64", cols, eps: "fp64", x_inner: "i64",
+    x_outer_stride: "i64", x_inner_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr,
 ):
     """y, mean and rstd of the CTA's row tiles; the variance is summed from x - mean, with the row in registers."""
@@ -112,12 +130,12 @@ def forward(
 
 @triton.jit(do_not_specialize=["rows", "x_inner", "dy_inner"])
 def backward(
-    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr,
-    rows: "i64", cols, x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64",
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, residual_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr, dw_ptr,
+    db_ptr, semaphore_ptr, rows: "i64", cols, x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64",
     dy_inner: "i64", dy_outer_stride: "i64", dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr,
 ):
-    """dx of the CTA's row tiles and its row of the dw and db partials."""
+    """dx of the CTA's row tiles and its row of the dw and db partials; with a semaphore, then dw and db."""
     weight = load_parameter(weight_ptr, cols, norm.has_weight, tile)
     dw = ()
     db = ()
@@ -139,6 +157,7 @@ def backward(
         ahead = row + step
         x_next = load_row_tile(x_ptr, ahead, rows, cols, x_inner, x_outer_stride, x_inner_stride, norm, tile)
         dy_next = load_row_tile(dy_ptr, ahead, rows, cols, dy_inner, dy_outer_stride, dy_inner_stride, norm, tile)
+        residual = load_residual(residual_ptr, (row * cols)[:, None], in_range[:, None], cols, norm, tile)
         sum_gx = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
         sum_g = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
         new_dw = ()
@@ -161,6 +180,8 @@ def backward(
             if norm.has_weight:
                 g *= weight[c].to(norm.acc)
             dx = input_gradient(g, x[c].to(norm.acc), mean, rstd, mean_gx, mean_g, norm)
+            if norm.has_residual:
+                dx += residual[c].to(norm.acc)
             store_chunk(dx_ptr, (row * cols)[:, None], dx, in_range[:, None], cols, c, tile)
         row = ahead
     for c in tl.static_range(tile.chunks):
@@ -169,12 +190,18 @@ def backward(
             store_chunk(dw_partial_ptr, partial, tl.sum(dw[c], axis=0)[None, :], partial >= 0, cols, c, tile)
         if norm.wants_db:
             store_chunk(db_partial_ptr, partial, tl.sum(db[c], axis=0)[None, :], partial >= 0, cols, c, tile)
+    if semaphore_ptr is not None:
+        meet(semaphore_ptr)
+        sum_pieces_in_tiles(
+            dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, tl.num_programs(0), cols,
+            norm, tile.partial_rows, tile.partial_cols,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "x_inner"])
 def forward_by_column_tiles(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr,
-    rows: "i64", cols, eps: "fp64", x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64",
+    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows: "i64", cols, eps: "fp64", x_inner: "i64",
+    x_outer_stride: "i64", x_inner_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr,
 ):
     """One row that does not fit registers per CTA: its mean, its variance from x - mean, and y, in a pass over its
@@ -214,9 +241,9 @@ def forward_by_column_tiles(
 
 @triton.jit(do_not_specialize=["rows", "x_inner", "dy_inner"])
 def backward_row_means(
-    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, means_ptr,
-    rows: "i64", cols, x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64",
-    dy_inner: "i64", dy_outer_stride: "i64", dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, means_ptr, rows: "i64", cols, x_inner: "i64",
+    x_outer_stride: "i64", x_inner_stride: "i64", dy_inner: "i64", dy_outer_stride: "i64", dy_inner_stride: "i64",
+    mean_stride: "i64", rstd_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr,
 ):
     """First pass over rows that do not fit registers: one row's mean(g * x_hat) to means[0, row] and mean(g) to
@@ -249,9 +276,9 @@ def backward_row_means(
 
 @triton.jit(do_not_specialize=["rows", "x_inner", "dy_inner"])
 def backward_by_column_tiles(
-    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, means_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr,
-    rows: "i64", cols, x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64",
-    dy_inner: "i64", dy_outer_stride: "i64", dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, residual_ptr, means_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr,
+    rows: "i64", cols, x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64", dy_inner: "i64",
+    dy_outer_stride: "i64", dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr,
 ):
     """Second pass: a CTA owns tile.chunk columns of every num_programs(1)-th row tile; needs the row means only for
@@ -292,7 +319,10 @@ def backward_by_column_tiles(
             if norm.has_weight:
                 g *= weight[0].to(norm.acc)
             dx = input_gradient(g, x, mean, rstd, mean_gx, mean_g, norm)
-            store_chunk(dx_ptr + left, (row * cols)[:, None], dx, in_range[:, None], width, 0, tile)
+            start = (row * cols)[:, None]
+            if norm.has_residual:
+                dx += load_residual(residual_ptr + left, start, in_range[:, None], width, norm, tile)[0].to(norm.acc)
+            store_chunk(dx_ptr + left, start, dx, in_range[:, None], width, 0, tile)
         row = ahead
     partial = tl.program_id(1).to(tl.int64) * cols + tl.zeros([1, 1], tl.int64)
     if norm.wants_dw:

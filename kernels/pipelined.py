@@ -93,12 +93,12 @@ def forward(
 
 @gluon.jit(do_not_specialize=["rows"])
 def backward(
-    x_desc, dy_desc, mean_ptr, rstd_ptr, weight_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr,
-    rows, cols, mean_stride: "i64", rstd_stride: "i64",
+    x_desc, dy_desc, mean_ptr, rstd_ptr, weight_ptr, residual_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr, dw_ptr,
+    db_ptr, semaphore_ptr, rows, cols, mean_stride: "i64", rstd_stride: "i64",
     norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr,
 ):
-    """dx of the CTA's row tiles and its row of the dw and db partials. A tile is read twice from its stage, for the
-    row sums and for dx, and leaves no copy in registers."""
+    """dx of the CTA's row tiles and its row of the dw and db partials; with a semaphore, then dw and db. A tile is read
+    twice from its stage, for the row sums and for dx, and leaves no copy in registers."""
     rings, full = open_rings((x_desc, dy_desc), rows, tile)
     exchange = open_exchange(tile)
     weight = ring.hold_parameter(weight_ptr, cols, norm.has_weight, tile.weight_in_smem, tile)
@@ -119,14 +119,17 @@ def backward(
         wait_for_stage(full, stage, phase, tile)
         x = ring.read_tile(rings[0], stage, False, tile)
         dy = ring.read_tile(rings[1], stage, False, tile)
+        residual = ring.load_residual(residual_ptr, row, rows, cols, norm, tile)
         dw, db, sums = ring.sum_tile(x, dy, mean, rstd, weight, dw, db, norm, tile)
         sums = ring.sum_over_cluster(sums, exchange, parity, tile)
         parity ^= 1
         x = ring.read_tile(rings[0], stage, True, tile)
         dy = ring.read_tile(rings[1], stage, True, tile)
-        ring.store_dx(dx_ptr, x, dy, mean, rstd, sums, weight, row, rows, cols, norm, tile)
+        ring.store_dx(dx_ptr, x, dy, mean, rstd, sums, weight, residual, row, rows, cols, norm, tile)
         ahead = row + tile.num_stages * step
         fill_stage((x_desc, dy_desc), rings, full, stage, ahead, ahead < rows, tile)
         stage, phase = next_stage(stage, phase, tile)
 
     ring.store_partials(dw_partial_ptr, db_partial_ptr, dw, db, gl.program_id(0), cols, norm, tile)
+    if semaphore_ptr is not None:
+        ring.sum_partials_of_grid(semaphore_ptr, dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, cols, norm, tile)

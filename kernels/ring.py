@@ -14,6 +14,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from .cluster import sum_over_cluster
+from .column_sum import sum_pieces
+from .grid import meet
 from .rowmath import input_gradient, inverse_std, normalize
 
 fence_barriers = fence_async_shared
@@ -258,7 +260,22 @@ def sum_tile(x, dy, mean, rstd, weight, dw, db, norm: gl.constexpr, tile: gl.con
 
 
 @gluon.jit
-def store_dx(dx_ptr, x, dy, mean, rstd, sums, weight, row, rows, cols, norm: gl.constexpr, tile: gl.constexpr):
+def load_residual(ptr, row, rows, cols, norm: gl.constexpr, tile: gl.constexpr):
+    """The gradient that is added to dx, contiguous as dx is, straight to registers: chunks in its own dtype."""
+    chunks = ()
+    for c in gl.static_range(tile.chunks):
+        if norm.has_residual:
+            target, mask = output_elements(row, rows, cols, c, tile)
+            chunks = chunks + (gl.load(ptr + target, mask=mask, other=0.0),)
+        else:
+            chunks = chunks + (0.0,)
+    return chunks
+
+
+@gluon.jit
+def store_dx(
+    dx_ptr, x, dy, mean, rstd, sums, weight, residual, row, rows, cols, norm: gl.constexpr, tile: gl.constexpr
+):
     """Second pass of the backward, from the row sums over the cluster."""
     mean_gx = gl.expand_dims(sums[0], 2) / cols
     mean_g = mean_gx
@@ -267,16 +284,23 @@ def store_dx(dx_ptr, x, dy, mean, rstd, sums, weight, row, rows, cols, norm: gl.
     for c in gl.static_range(tile.chunks):
         g = upstream_gradient(dy[c].to(gl.float32), weight[c], norm, tile)
         dx = input_gradient(g, x[c].to(gl.float32), mean, rstd, mean_gx, mean_g, norm)
+        if norm.has_residual:
+            dx += residual[c].to(gl.float32)
         store_chunk(dx_ptr, dx, row, rows, cols, c, tile)
 
 
 @gluon.jit
-def store_chunk(ptr, value, row, rows, cols, c: gl.constexpr, tile: gl.constexpr):
-    """Chunk c of the tile at `row` of a contiguous [rows, cols] output."""
+def output_elements(row, rows, cols, c: gl.constexpr, tile: gl.constexpr):
+    """Where chunk c of the tile at `row` is in a contiguous [rows, cols] tensor, and whether it is."""
     index = per_row(row_index(row, tile))
     col = gl.expand_dims(column_index(c, tile), 0)
-    target = index.to(gl.int64) * cols + col
-    gl.store(ptr + target, value.to(ptr.dtype.element_ty), mask=(index < rows) & (col < cols))
+    return index.to(gl.int64) * cols + col, (index < rows) & (col < cols)
+
+
+@gluon.jit
+def store_chunk(ptr, value, row, rows, cols, c: gl.constexpr, tile: gl.constexpr):
+    target, mask = output_elements(row, rows, cols, c, tile)
+    gl.store(ptr + target, value.to(ptr.dtype.element_ty), mask=mask)
 
 
 @gluon.jit
@@ -289,3 +313,28 @@ def store_partials(dw_ptr, db_ptr, dw, db, partial, cols, norm: gl.constexpr, ti
             gl.store(dw_ptr + target, dw[c], mask=col < cols)
         if norm.wants_db:
             gl.store(db_ptr + target, db[c], mask=col < cols)
+
+
+@gluon.constexpr_function
+def partial_layout(tile):
+    """A warp reads 128 bytes of four partials at once."""
+    return gl.BlockedLayout(
+        [1, 1, 4], [4, 1, 8], [tile.num_warps, 1, 1], [2, 1, 0], cga_layout=cluster_bases(tile, 3, 1)
+    )
+
+
+@gluon.jit
+def sum_partials_of_grid(
+    semaphore_ptr, dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, cols, norm: gl.constexpr, tile: gl.constexpr
+):
+    """dw and db from the partials of all CTAs, or of all clusters, which run at once and wait for each other here."""
+    meet(semaphore_ptr)
+    layout: gl.constexpr = partial_layout(tile)
+    row = per_row(gl.arange(0, tile.partial_rows, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+    cta = gl.arange(0, tile.cluster, gl.SliceLayout(0, gl.SliceLayout(2, layout))) * tile.partial_cols
+    within = gl.arange(0, tile.partial_cols, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    col = gl.expand_dims(gl.expand_dims(cta, 0), 2) + gl.expand_dims(gl.expand_dims(within, 0), 1)
+    sum_pieces(
+        dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, gl.num_programs(0), cols, row, col,
+        tile.partial_rows, tile.cluster * tile.partial_cols, norm,
+    )  # fmt: skip

@@ -37,9 +37,8 @@ def produce(tile: gl.constexpr, x_desc, dy_desc, x_ring, dy_ring, full, empty, r
 
 @gluon.jit
 def consume(
-    norm: gl.constexpr, tile: gl.constexpr, group, x_ring, dy_ring, full, empty,
-    mean_ptr, rstd_ptr, weight_ptr, weight_in_smem, dx_ptr, dw_partial_ptr, db_partial_ptr,
-    rows, cols, mean_stride, rstd_stride,
+    norm: gl.constexpr, tile: gl.constexpr, group, x_ring, dy_ring, full, empty, mean_ptr, rstd_ptr, weight_ptr,
+    weight_in_smem, residual_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr, rows, cols, mean_stride, rstd_stride,
 ):
     """One compute group: every num_groups-th tile of the CTA, from the group-th on."""
     if tile.weight_in_smem:
@@ -62,13 +61,14 @@ def consume(
         ring.wait(full.index(stage), phase)
         x = ring.read_tile(x_ring, stage, False, tile)
         dy = ring.read_tile(dy_ring, stage, False, tile)
+        residual = ring.load_residual(residual_ptr, row, rows, cols, norm, tile)
         if tile.cached:
             ring.arrive(empty.index(stage), count=1)
         dw, db, sums = ring.sum_tile(x, dy, mean, rstd, weight, dw, db, norm, tile)
         if not tile.cached:
             x = ring.read_tile(x_ring, stage, True, tile)
             dy = ring.read_tile(dy_ring, stage, True, tile)
-        ring.store_dx(dx_ptr, x, dy, mean, rstd, sums, weight, row, rows, cols, norm, tile)
+        ring.store_dx(dx_ptr, x, dy, mean, rstd, sums, weight, residual, row, rows, cols, norm, tile)
         if not tile.cached:
             ring.arrive(empty.index(stage), count=1)
         stage += tile.num_groups
@@ -81,8 +81,8 @@ def consume(
 
 @gluon.jit(do_not_specialize=["rows"])
 def backward(
-    x_desc, dy_desc, mean_ptr, rstd_ptr, weight_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr,
-    rows, cols, mean_stride: "i64", rstd_stride: "i64",
+    x_desc, dy_desc, mean_ptr, rstd_ptr, weight_ptr, residual_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr, rows, cols,
+    mean_stride: "i64", rstd_stride: "i64",
     norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr,
 ):
     """dx of the CTA's row tiles and its num_groups rows of the dw and db partials."""
@@ -94,8 +94,8 @@ def backward(
     weight = ring.hold_parameter(weight_ptr, cols, norm.has_weight and tile.weight_in_smem, True, tile)
     filling = (x_desc, dy_desc, x_ring, dy_ring, full, empty, rows)
     emptying = (
-        x_ring, dy_ring, full, empty, mean_ptr, rstd_ptr, weight_ptr, weight, dx_ptr, dw_partial_ptr, db_partial_ptr,
-        rows, cols, mean_stride, rstd_stride,
+        x_ring, dy_ring, full, empty, mean_ptr, rstd_ptr, weight_ptr, weight, residual_ptr,
+        dx_ptr, dw_partial_ptr, db_partial_ptr, rows, cols, mean_stride, rstd_stride,
     )  # fmt: skip
     if tile.num_groups == 1:
         gl.warp_specialize(

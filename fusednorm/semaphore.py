@@ -1,0 +1,46 @@
+"""The words of device memory at which the CTAs of a cooperative launch meet (kernels/grid.py).
+
+A word serves launches that cannot run at the same time: those of one stream, or one launch of one captured graph. It is
+zero at first and leaves every launch as the next one needs it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+WORDS = 4096  # handed out before new ones are needed: launches in all captured graphs, and streams
+SPACING = 32  # int32 from word to word: a cache line each
+
+
+class Semaphores:
+    """Those of one device."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._free: list[Tensor] = []
+        self._by_stream: dict[int, Tensor] = {}
+
+    def next(self, stream: int) -> Tensor | None:
+        """The word for a launch on `stream`, the device's current one; None if a graph is being captured for which
+        none is left."""
+        if torch.cuda.is_current_stream_capturing():
+            return self._free.pop() if self._free else None
+        word = self._by_stream.get(stream)
+        if word is None:
+            if len(self._free) < WORDS // 2:
+                self._provide()
+            word = self._by_stream[stream] = self._free.pop()
+        return word
+
+    def _provide(self) -> None:
+        words = torch.zeros(WORDS, SPACING, dtype=torch.int32, device=self._device)
+        torch.cuda.synchronize(self._device)  # other streams use them too
+        self._free.extend(words[:, 0].unbind())
+
+
+@functools.cache
+def of_device(device: torch.device) -> Semaphores:
+    return Semaphores(device)
