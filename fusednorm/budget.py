@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .device import DeviceSpec
-from .plan import ColumnTilePlan, MultiWavePlan, PipelinedPlan, Plan, RingPlan, WarpSpecializedPlan
+from .plan import ColumnTilePlan, MultiWavePlan, PipelinedPlan, Plan, RingPlan, WarpSpecializedPlan, num_copies
 from .problem import NormProblem
 
 WARP_SIZE = 32
@@ -58,16 +58,16 @@ def _ring_buffers(plan: RingPlan, problem: NormProblem) -> list[Buffer]:
     backward, num_warps = problem.direction == "backward", plan.num_warps
     tensors = [problem.x_dtype, problem.grad_dtype] if backward else [problem.x_dtype]
     parameters = [problem.weight_dtype] if backward else [problem.weight_dtype, problem.bias_dtype]
-    stage_elements = plan.num_stages * plan.rows_per_tile * plan.chunk
-    buffers = [Buffer(stage_elements * dtype.itemsize, 128) for dtype in tensors]
+    copies, ring_elements = num_copies(plan), plan.num_stages * plan.rows_per_tile * plan.copy_chunks * plan.chunk
+    buffers = [Buffer(ring_elements * dtype.itemsize, 128) for dtype in tensors] * copies
     if plan.weight_in_smem:
-        buffers += [Buffer(plan.chunk * dtype.itemsize, 16) for dtype in parameters if dtype is not None]
-    buffers *= plan.num_chunks
+        held = [Buffer(plan.chunk * dtype.itemsize, 16) for dtype in parameters if dtype is not None]
+        buffers += held * plan.num_chunks
     barriers = Buffer(8 * plan.num_stages, 16)
     # The warps of a group exchange a number for each row, or two.
     reduction = Buffer(4 * _sums_per_row(problem) * plan.rows_per_tile * num_warps * plan.cluster, 128, "loop")
     if isinstance(plan, PipelinedPlan):
-        return [*buffers, *[barriers] * (len(tensors) * plan.num_chunks), reduction]
+        return [*buffers, *[barriers] * (len(tensors) * copies), reduction]
     captured = Buffer(_captured_bytes(plan, problem), 8, "entry")
     states = Buffer(num_warps * (plan.num_groups - 1) + PRODUCER_WARPS, 4)  # a byte for each warp but the first group's
     return [*buffers, barriers, barriers, *[reduction] * plan.num_groups, captured, states]
@@ -81,7 +81,7 @@ def _sums_per_row(problem: NormProblem) -> int:
 def _captured_bytes(plan: WarpSpecializedPlan, problem: NormProblem) -> int:
     """What the first group hands to the other warps: for a piece of shared memory 8 bytes and 4 per dimension, for a
     pointer, a descriptor or a stride 8, for a size 4."""
-    rings, barriers, descriptors, rows = 2 * plan.num_chunks * (8 + 4 * 4), 2 * (8 + 4 * 2), 2 * 8, 4
+    rings, barriers, descriptors, rows = 2 * num_copies(plan) * (8 + 4 * 4), 2 * (8 + 4 * 2), 2 * 8, 4
     captured = rings + barriers + descriptors + rows
     if plan.num_groups > 1:
         layer = problem.norm == "layer"

@@ -13,7 +13,16 @@ from collections.abc import Iterator
 
 from . import budget
 from .device import DeviceSpec
-from .plan import MAX_BOX_SIDE, ColumnTilePlan, MultiWavePlan, PipelinedPlan, Plan, RingPlan, WarpSpecializedPlan
+from .plan import (
+    MAX_BOX_SIDE,
+    ColumnTilePlan,
+    MultiWavePlan,
+    PipelinedPlan,
+    Plan,
+    RingPlan,
+    WarpSpecializedPlan,
+    num_copies,
+)
 from .problem import NormProblem
 
 WARPS = (4, 8, 16)
@@ -33,7 +42,7 @@ RING_STAGES = 3  # 4 to 8 are no faster
 # for two row sums in turn, up to 22% (LayerNorm, 1024 columns).
 RING_ELEMENTS_PER_THREAD = {"backward": 32, "forward": 64}
 MAX_COLUMNS_WITH_WEIGHT = 20  # a thread holds the weight of so many columns in registers; of 24 it is faster in smem
-MAX_PRODUCED_CHUNKS = {1: 6, 2: 4}  # by groups; of more, the producer cannot hold the addresses in its 24 registers
+MAX_PRODUCED_COPIES = {1: 6, 2: 4}  # by groups; of more, the producer cannot hold the addresses in its 24 registers
 CLUSTERS = (1, 2, 4, 8)  # CTAs that share a row too wide for one
 # While a CTA of a cluster waits for the others, a second one on the same SM works: two CTAs of two stages beat one of
 # three by 5 to 20% (H200, bfloat16 backward, 16384 to 65536 columns, 2026-11-20), at 32 elements a thread as without
@@ -127,8 +136,8 @@ def pipelined_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[Pipeli
         limit = budget.register_limit(32 * num_warps * ctas_per_sm, device)
         stages = range(1, RING_STAGES + 1)
         tiles = ring_tiles(problem, num_warps, cluster)
-        for tile, num_stages, in_smem in itertools.product(tiles, stages, (False, True)):
-            yield PipelinedPlan(*tile, num_stages, num_warps, ctas_per_sm, limit, in_smem, cluster)
+        for (tile, copy_chunks), num_stages, in_smem in itertools.product(tiles, stages, (False, True)):
+            yield PipelinedPlan(*tile, num_stages, num_warps, ctas_per_sm, limit, in_smem, cluster, copy_chunks)
 
 
 def warp_specialized_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[WarpSpecializedPlan]:
@@ -136,23 +145,30 @@ def warp_specialized_plans(problem: NormProblem, device: DeviceSpec) -> Iterator
     for num_groups, num_warps in ((1, 4), (1, 8), (1, 16), (2, 4), (2, 8)):
         limit = budget.group_register_limit(num_groups, num_warps, device)
         stages = (1, 2, 3) if num_groups == 1 else (2, 4)
-        for tile, num_stages, in_smem in itertools.product(ring_tiles(problem, num_warps, 1), stages, (False, True)):
-            if tile[-1] <= MAX_PRODUCED_CHUNKS[num_groups]:
-                yield WarpSpecializedPlan(*tile, num_stages, num_groups, num_warps, 1, limit, in_smem, cached=False)
+        tiles = ring_tiles(problem, num_warps, 1)
+        for (tile, copy_chunks), num_stages, in_smem in itertools.product(tiles, stages, (False, True)):
+            plan = WarpSpecializedPlan(*tile, num_stages, num_groups, num_warps, 1, limit, in_smem, False, copy_chunks)
+            if num_copies(plan) <= MAX_PRODUCED_COPIES[num_groups]:
+                yield plan
 
 
 def cluster_sizes(device: DeviceSpec) -> tuple[int, ...]:
     return CLUSTERS if device.arch in CLUSTER_ARCHS else (1,)
 
 
-def ring_tiles(problem: NormProblem, num_warps: int, cluster: int) -> Iterator[tuple[int, int, int]]:
-    """(rows_per_tile, chunk, num_chunks) of up to 64 elements a thread, of which each is a column of its own."""
+def ring_tiles(
+    problem: NormProblem, num_warps: int, cluster: int
+) -> Iterator[tuple[tuple[int, int, int], int]]:
+    """(rows_per_tile, chunk, num_chunks) of up to 64 elements a thread, of which each is a column of its own; and the
+    chunks of a copy, the last of which may reach beyond the row unless CTAs share it."""
     threads = 32 * num_warps
     for chunk, num_chunks in chunkings(-(-problem.cols // cluster), smallest=threads):
         most_rows = min(64 * threads // (chunk * num_chunks), MAX_BOX_SIDE if cluster == 1 else 2)
-        if most_rows and cluster * chunk // math.gcd(problem.cols, chunk, MAX_BOX_SIDE) <= MAX_BOX_SIDE:
-            for rows_per_tile in powers_of_two(1, most_rows):
-                yield rows_per_tile, chunk, num_chunks
+        boxes = cluster * chunk // math.gcd(problem.cols, chunk, MAX_BOX_SIDE)  # of a chunk
+        for copy_chunks in powers_of_two(1, 1 << (num_chunks - 1).bit_length()):
+            if boxes * copy_chunks <= MAX_BOX_SIDE and (cluster == 1 or num_chunks % copy_chunks == 0):
+                for rows_per_tile in powers_of_two(1, most_rows) if most_rows else ():
+                    yield (rows_per_tile, chunk, num_chunks), copy_chunks
 
 
 def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
@@ -179,7 +195,9 @@ def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
         min(plan.rows_per_tile, 2),
         min(streams, 2),
         plan.weight_in_smem == (columns_per_thread > MAX_COLUMNS_WITH_WEIGHT),
+        -num_copies(plan),
         -plan.num_chunks,
+        -plan.copy_chunks,
         -streams,
     )
 

@@ -27,16 +27,17 @@ from .plan import (
     PipelinedPlan,
     Plan,
     ReferencePlan,
+    RingPlan,
     WarpSpecializedPlan,
     num_ctas,
     num_partials,
 )
 from .problem import BackwardCall, ForwardCall, NormProblem, RowView
 
-# The finalizer's tile and warps. Hundreds of partials are summed 256 at a time: 1 to 3 us less than by 64 (H200, up to
-# 2048 columns, 2026-11-20). The few of clusters and column tiles are not: that took 4 us more at 32768 columns.
-FINALIZE_MANY = Tile(rows=256, chunk=32, num_chunks=1, num_warps=8)
-FINALIZE_FEW = Tile(rows=64, chunk=32, num_chunks=1, num_warps=4)
+FINALIZE_WARPS = 8
+MIN_PARTIAL_COLS, MAX_PARTIAL_COLS = 32, 128
+MANY_ROWS = 1 << 30  # enough for a full grid
+MAX_PARTIAL_LOADS = 9  # of 16 bytes, that a thread has under way when it sums partials: more would not fit registers
 VECTOR_BYTES = 16  # of one load or store of a thread
 
 
@@ -89,7 +90,7 @@ def prepare_forward(call: ForwardCall, plan: Plan | None = None) -> tuple[list[L
     mean = torch.empty_like(rstd) if problem.norm == "layer" else None
     outputs = (y, mean, rstd)
     build = _FORWARD[type(plan)]
-    return build(plan, call, _norm(problem), outputs, num_ctas(plan, call.rows, problem.cols, spec)), outputs
+    return build(plan, call, _norm(problem), outputs, num_ctas(plan, call.rows, problem.cols, spec), spec), outputs
 
 
 def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> tuple[list[Launch], tuple]:
@@ -109,7 +110,7 @@ def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> tuple[list
     sums = problem.wants_dw or problem.wants_db
     meeting = _semaphore(device) if sums and plan.sums_partials else None
     outputs = (dx, dw_partial, db_partial, dw, db, meeting)
-    launches = _BACKWARD[type(plan)](plan, call, _norm(problem), outputs, ctas)
+    launches = _BACKWARD[type(plan)](plan, call, _norm(problem), outputs, ctas, spec)
     if sums and meeting is None:
         launches.append(_finalize(plan, problem, outputs, partials))
     return launches, (dx, dw, db)
@@ -124,19 +125,19 @@ def _semaphore(device: torch.device) -> Tensor | None:
 
 def _finalize(plan: Plan, problem: NormProblem, outputs: tuple, num_partials: int) -> Launch:
     """The sums of the partials in a launch of their own, by as many CTAs as there are pieces of dw and db."""
-    tile = FINALIZE_FEW if plan.cluster > 1 or isinstance(plan, ColumnTilePlan) else FINALIZE_MANY
-    grid = (triton.cdiv(problem.cols, tile.chunk) * (problem.wants_dw + problem.wants_db),)
+    tile = _finalize_tile(plan, problem, DeviceSpec.of(outputs[1 if problem.wants_dw else 2].device))
+    grid = (triton.cdiv(problem.cols, tile.partial_cols) * (problem.wants_dw + problem.wants_db),)
     return Launch(column_sum.finalize, grid, (*outputs[1:5], num_partials, problem.cols), _norm(problem), tile)
 
 
-def _multiwave_forward(plan: MultiWavePlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int) -> list[Launch]:
+def _multiwave_forward(plan: MultiWavePlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int, spec: DeviceSpec) -> list[Launch]:
     options = {"maxnreg": plan.max_registers}
     args = _forward_args(call, outputs)
-    return [Launch(multiwave.forward, (ctas,), args, norm, _tile(plan), options)]
+    return [Launch(multiwave.forward, (ctas,), args, norm, _tile(plan, call.problem, spec), options)]
 
 
 def _column_tile_forward(
-    plan: ColumnTilePlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int
+    plan: ColumnTilePlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int, spec: DeviceSpec
 ) -> list[Launch]:
     """A CTA per row, which walks its column tiles twice."""
     tile = _whole_row_tile(plan)
@@ -144,21 +145,21 @@ def _column_tile_forward(
     return [Launch(multiwave.forward_by_column_tiles, (call.rows,), args, norm, tile)]
 
 
-def _pipelined_forward(plan: PipelinedPlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int) -> list[Launch]:
-    tile, cols = _ring_tile(plan, call.problem, cluster=plan.cluster), call.problem.cols
+def _pipelined_forward(plan: PipelinedPlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int, spec: DeviceSpec) -> list[Launch]:
+    tile, cols = _ring_tile(plan, call.problem, spec, cluster=plan.cluster), call.problem.cols
     x = _row_descriptor(call.x, call.rows, cols, tile)
     args = (x, call.weight, call.bias, *outputs, call.rows, cols, call.eps)
     return [Launch(pipelined.forward, (ctas,), args, norm, tile, _pipelined_options(plan))]
 
 
-def _multiwave_backward(plan: MultiWavePlan, call: BackwardCall, norm: Norm, outputs: tuple, ctas: int) -> list[Launch]:
+def _multiwave_backward(plan: MultiWavePlan, call: BackwardCall, norm: Norm, outputs: tuple, ctas: int, spec: DeviceSpec) -> list[Launch]:
     args = (*_inputs(call), *outputs, *_sizes(call))
     options = {"maxnreg": plan.max_registers, **_cooperative(outputs)}
-    return [Launch(multiwave.backward, (ctas,), args, norm, _tile(plan), options)]
+    return [Launch(multiwave.backward, (ctas,), args, norm, _tile(plan, call.problem, spec), options)]
 
 
 def _column_tile_backward(
-    plan: ColumnTilePlan, call: BackwardCall, norm: Norm, outputs: tuple, ctas: int
+    plan: ColumnTilePlan, call: BackwardCall, norm: Norm, outputs: tuple, ctas: int, spec: DeviceSpec
 ) -> list[Launch]:
     """The row means first, where dx is wanted; then all outputs by column tiles."""
     problem, inputs, sizes = call.problem, _inputs(call), _sizes(call)
@@ -175,18 +176,18 @@ def _column_tile_backward(
     return launches
 
 
-def _pipelined_backward(plan: PipelinedPlan, call: BackwardCall, norm: Norm, outputs: tuple, ctas: int) -> list[Launch]:
-    tile = _ring_tile(plan, call.problem, cluster=plan.cluster)
+def _pipelined_backward(plan: PipelinedPlan, call: BackwardCall, norm: Norm, outputs: tuple, ctas: int, spec: DeviceSpec) -> list[Launch]:
+    tile = _ring_tile(plan, call.problem, spec, cluster=plan.cluster)
     options = _pipelined_options(plan) | _cooperative(outputs)
     args = (*_descriptors(call, tile), *_inputs(call)[2:], *outputs, *_ring_sizes(call))
     return [Launch(pipelined.backward, (ctas,), args, norm, tile, options)]
 
 
 def _warp_specialized_backward(
-    plan: WarpSpecializedPlan, call: BackwardCall, norm: Norm, outputs: tuple, ctas: int
+    plan: WarpSpecializedPlan, call: BackwardCall, norm: Norm, outputs: tuple, ctas: int, spec: DeviceSpec
 ) -> list[Launch]:
     groups = {"num_groups": plan.num_groups, "cached": plan.cached, "group_registers": plan.max_registers}
-    tile = _ring_tile(plan, call.problem, **groups)
+    tile = _ring_tile(plan, call.problem, spec, **groups)
     options = {"maxnreg": budget.entry_registers(plan)}
     pointers = (*_inputs(call)[2:], *outputs[:3])
     present = (call.rstd if pointer is None else pointer for pointer in pointers)  # a warp partition takes no None
@@ -241,8 +242,9 @@ def _norm(problem: NormProblem) -> Norm:
 
 
 @functools.cache
-def _tile(plan: MultiWavePlan) -> Tile:
-    return Tile(plan.rows_per_tile, plan.chunk, plan.num_chunks, plan.num_warps)
+def _tile(plan: MultiWavePlan, problem: NormProblem, device: DeviceSpec) -> Tile:
+    partial = _partial_shape(plan, problem, device, plan.num_warps)
+    return Tile(plan.rows_per_tile, plan.chunk, plan.num_chunks, plan.num_warps, *partial)
 
 
 @functools.cache
@@ -256,18 +258,40 @@ def _column_tile(plan: ColumnTilePlan) -> Tile:
 
 
 @functools.cache
-def _ring_tile(plan: PipelinedPlan | WarpSpecializedPlan, problem: NormProblem, **more) -> RingTile:
+def _finalize_tile(plan: Plan, problem: NormProblem, device: DeviceSpec) -> Tile:
+    return Tile(1, 1, 1, FINALIZE_WARPS, *_partial_shape(plan, problem, device, FINALIZE_WARPS))
+
+
+@functools.cache
+def _ring_tile(plan: RingPlan, problem: NormProblem, device: DeviceSpec, **more) -> RingTile:
     return RingTile(
         plan.rows_per_tile,
         plan.chunk,
         plan.num_chunks,
         plan.num_warps,
+        *_partial_shape(plan, problem, device, plan.num_warps),
         num_stages=plan.num_stages,
+        copy_chunks=plan.copy_chunks,
         box=math.gcd(problem.cols, plan.chunk, MAX_BOX_SIDE),
         vector=min(VECTOR_BYTES // problem.x_dtype.itemsize, plan.chunk // (32 * plan.num_warps)),
         weight_in_smem=plan.weight_in_smem,
         **more,
     )
+
+
+def _partial_shape(plan: Plan, problem: NormProblem, device: DeviceSpec, num_warps: int) -> tuple[int, int]:
+    """(partial_cols, partial_loads): pieces for all CTAs of a full grid, all partials in as few rounds of loads as fit
+    registers."""
+    outputs = problem.wants_dw + problem.wants_db
+    if outputs == 0:
+        return MIN_PARTIAL_COLS, 1
+    ctas = num_ctas(plan, MANY_ROWS, problem.cols, device)
+    columns = MIN_PARTIAL_COLS
+    while plan.sums_partials and columns < MAX_PARTIAL_COLS and columns * ctas * plan.cluster < outputs * problem.cols:
+        columns *= 2
+    rows, partials = 128 * num_warps // columns, num_partials(plan, ctas)
+    most = MAX_PARTIAL_LOADS * 4 // problem.acc_dtype.itemsize
+    return columns, -(-partials // (rows * -(-partials // (rows * most))))
 
 
 def _descriptors(call: BackwardCall, tile: RingTile) -> Iterator[TensorDescriptor]:
@@ -281,7 +305,7 @@ def _ring_sizes(call: BackwardCall) -> tuple:
 def _row_descriptor(view: RowView, rows: int, cols: int, tile: RingTile) -> TensorDescriptor:
     """Rows as [rows, cols / box, box], because no side of a box may be longer than 256."""
     shape, strides = [rows, cols // tile.box, tile.box], [view.outer_stride, tile.box, 1]
-    box = [tile.rows, tile.cluster * tile.chunk // tile.box, tile.box]
+    box = [tile.rows, tile.cluster * tile.copy_cols // tile.box, tile.box]
     bits = 8 * view.tensor.element_size()
     layout = NVMMASharedLayout(0, bits, 3, cga_layout=ring.cluster_bases(tile, 3, 1))
     return TensorDescriptor(view.tensor, shape, strides, box, layout)

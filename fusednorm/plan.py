@@ -51,8 +51,8 @@ class ColumnTilePlan:
 
 @dataclass(frozen=True)
 class PipelinedPlan:
-    """Row tiles through a TMA ring of num_stages stages in shared memory, filled by the computing warps; num_chunks
-    copies of `chunk` columns make one row tile. weight_in_smem keeps weight (and bias) in shared memory instead of
+    """Row tiles through a TMA ring of num_stages stages in shared memory, filled by the computing warps. A row tile is
+    num_chunks chunks of `chunk` columns, which come copy_chunks to a copy. weight_in_smem keeps weight (and bias) in shared memory instead of
     registers."""
 
     variant: ClassVar[str] = "pipelined"
@@ -66,6 +66,7 @@ class PipelinedPlan:
     max_registers: int
     weight_in_smem: bool
     cluster: int = 1  # CTAs that share a row, chunk columns of every chunk each, and exchange its sums
+    copy_chunks: int = 1
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class WarpSpecializedPlan:
     max_registers: int
     weight_in_smem: bool
     cached: bool
+    copy_chunks: int = 1
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,11 @@ class Rejected:
 
     rule: str
     reason: str
+
+
+def num_copies(plan: RingPlan) -> int:
+    """Copies of each tensor that make a row tile."""
+    return -(-plan.num_chunks // plan.copy_chunks)
 
 
 def num_ctas(plan: Plan, rows: int, cols: int, device: DeviceSpec) -> int:

@@ -4,7 +4,6 @@ whole."""
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import ClassVar
 
 import triton.language as tl
 
@@ -47,13 +46,19 @@ class Tile(CompileTime):
     chunk: int
     num_chunks: int
     num_warps: int  # that work on a tile together
-
-    # Of the partials of dw and db, which are summed at the end: 16 elements a thread, in pieces of 128 bytes.
-    partial_cols: ClassVar[int] = 32
+    # How the partials of dw and db are summed: in pieces of partial_cols columns, partial_loads loads at once.
+    partial_cols: int = 32
+    partial_loads: int = 1
 
     @property
     def partial_rows(self) -> int:
-        return 16 * self.num_warps
+        """Of one load, four elements a thread."""
+        return 128 * self.num_warps // self.partial_cols
+
+    @property
+    def loads(self) -> tl.constexpr:
+        """partial_loads in the form that static_range takes."""
+        return tl.constexpr(self.partial_loads)
 
     @property
     def chunks(self) -> tl.constexpr:
@@ -63,12 +68,14 @@ class Tile(CompileTime):
 
 @dataclass(frozen=True)
 class RingTile(Tile):
-    """A tile in shared memory, in a ring of num_stages: chunk columns of num_chunks chunks in each CTA of a cluster."""
+    """A tile in shared memory, in a ring of num_stages: chunk columns of num_chunks chunks in each CTA of a cluster.
+    It comes in copies of copy_chunks chunks each; what the last has beyond the row's end is zeros."""
 
-    num_stages: int
-    box: int  # columns on the innermost side of a TMA box: a row is [cols / box, box]
-    vector: int  # adjacent columns in a thread
-    weight_in_smem: bool  # and bias
+    num_stages: int = 2
+    copy_chunks: int = 1  # a power of two
+    box: int = 256  # columns on the innermost side of a TMA box: a row is [cols / box, box]
+    vector: int = 8  # adjacent columns in a thread
+    weight_in_smem: bool = False  # and bias
     cluster: int = 1  # CTAs that share a row: chunk columns each
     num_groups: int = 1  # compute groups that take tiles in turn
     cached: bool = False  # a tile stays in registers between its two passes
@@ -78,3 +85,13 @@ class RingTile(Tile):
     def stages(self) -> tl.constexpr:
         """num_stages in the form that static_range takes."""
         return tl.constexpr(self.num_stages)
+
+    @property
+    def copies(self) -> tl.constexpr:
+        """How many copies make a tile, in the form that static_range takes."""
+        return tl.constexpr(-(-self.num_chunks // self.copy_chunks))
+
+    @property
+    def copy_cols(self) -> int:
+        """Columns that a copy brings to a CTA."""
+        return self.copy_chunks * self.chunk

@@ -12,7 +12,7 @@ outer_stride. Offsets are 64-bit; scalars are typed so that no value of theirs a
 import triton
 import triton.language as tl
 
-from .column_sum import sum_pieces_in_tiles
+from .column_sum import finalize
 from .grid import meet
 from .rowmath import input_gradient, inverse_std, normalize, row_means
 
@@ -192,10 +192,7 @@ def backward(
             store_chunk(db_partial_ptr, partial, tl.sum(db[c], axis=0)[None, :], partial >= 0, cols, c, tile)
     if semaphore_ptr is not None:
         meet(semaphore_ptr)
-        sum_pieces_in_tiles(
-            dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, tl.num_programs(0), cols,
-            norm, tile.partial_rows, tile.partial_cols,
-        )  # fmt: skip
+        finalize(dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, tl.num_programs(0), cols, norm, tile)
 
 
 @triton.jit(do_not_specialize=["rows", "x_inner"])

@@ -12,11 +12,11 @@ from .cluster import open_exchange
 
 
 @gluon.jit
-def allocate_chunk_barriers(tile: gl.constexpr):
-    """One barrier per chunk and stage: copies that complete on a common one would be kept apart by a CTA barrier
+def allocate_copy_barriers(tile: gl.constexpr):
+    """One barrier per copy and stage: copies that complete on a common one would be kept apart by a CTA barrier
     each."""
     barriers = ()
-    for _ in gl.static_range(tile.chunks):
+    for _ in gl.static_range(tile.copies):
         barriers = barriers + (ring.allocate_barriers(tile),)
     return barriers
 
@@ -25,12 +25,12 @@ def allocate_chunk_barriers(tile: gl.constexpr):
 def fill_stage(descs, rings, full, stage, row, pred, tile: gl.constexpr):
     """Start the copies of the tile at `row`, of every tensor that has a ring, into `stage`."""
     for t in gl.static_range(len(descs)):
-        for c in gl.static_range(tile.chunks):
-            ring.expect(full[t][c].index(stage), ring.copy_bytes(descs[t].block_type, tile), pred=pred)
+        for i in gl.static_range(tile.copies):
+            ring.expect(full[t][i].index(stage), ring.copy_bytes(descs[t].block_type, tile), pred=pred)
     for t in gl.static_range(len(descs)):
-        for c in gl.static_range(tile.chunks):
-            at = [row, ring.chunk_start(c, tile), 0]
-            ring.copy_to_shared(descs[t], at, full[t][c].index(stage), rings[t][c].index(stage), pred=pred)
+        for i in gl.static_range(tile.copies):
+            at = [row, ring.copy_start(i, tile), 0]
+            ring.copy_to_shared(descs[t], at, full[t][i].index(stage), rings[t][i].index(stage), pred=pred)
 
 
 @gluon.jit
@@ -40,7 +40,7 @@ def open_rings(descs, rows, tile: gl.constexpr):
     full = ()
     for t in gl.static_range(len(descs)):
         rings = rings + (ring.allocate_ring(descs[t], tile),)
-        full = full + (allocate_chunk_barriers(tile),)
+        full = full + (allocate_copy_barriers(tile),)
     ring.fence_barriers()
     for s in gl.static_range(tile.stages):
         row = (gl.program_id(0) + s * gl.num_programs(0)) * tile.rows
@@ -51,8 +51,8 @@ def open_rings(descs, rows, tile: gl.constexpr):
 @gluon.jit
 def wait_for_stage(full, stage, phase, tile: gl.constexpr):
     for t in gl.static_range(len(full)):
-        for c in gl.static_range(tile.chunks):
-            ring.wait(full[t][c].index(stage), phase)
+        for i in gl.static_range(tile.copies):
+            ring.wait(full[t][i].index(stage), phase)
 
 
 @gluon.jit
@@ -72,10 +72,12 @@ def forward(
 ):
     """y, mean and rstd of the CTA's row tiles. A tile is read once from its stage, which is free again as soon as the
     first row sum is."""
+    weight = ring.load_parameter(weight_ptr, cols, norm.has_weight, tile)
+    bias = ring.load_parameter(bias_ptr, cols, norm.has_bias, tile)
     rings, full = open_rings((x_desc,), rows, tile)
     exchange = open_exchange(tile)
-    weight = ring.hold_parameter(weight_ptr, cols, norm.has_weight, tile.weight_in_smem, tile)
-    bias = ring.hold_parameter(bias_ptr, cols, norm.has_bias, tile.weight_in_smem, tile)
+    weight = ring.hold_parameter(weight, norm.has_weight, tile.weight_in_smem, tile)
+    bias = ring.hold_parameter(bias, norm.has_bias, tile.weight_in_smem, tile)
     stage = 0
     phase = 0
     parity = 0
@@ -99,14 +101,15 @@ def backward(
 ):
     """dx of the CTA's row tiles and its row of the dw and db partials; with a semaphore, then dw and db. A tile is read
     twice from its stage, for the row sums and for dx, and leaves no copy in registers."""
-    rings, full = open_rings((x_desc, dy_desc), rows, tile)
-    exchange = open_exchange(tile)
-    weight = ring.hold_parameter(weight_ptr, cols, norm.has_weight, tile.weight_in_smem, tile)
-    dw = ring.zeros_by_column(tile)
-    db = ring.zeros_by_column(tile)
     first = gl.program_id(0) * tile.rows
     step = gl.num_programs(0) * tile.rows
+    weight = ring.load_parameter(weight_ptr, cols, norm.has_weight, tile)
     mean_next, rstd_next = ring.load_statistics(mean_ptr, rstd_ptr, first, rows, mean_stride, rstd_stride, norm, tile)
+    rings, full = open_rings((x_desc, dy_desc), rows, tile)
+    exchange = open_exchange(tile)
+    weight = ring.hold_parameter(weight, norm.has_weight, tile.weight_in_smem, tile)
+    dw = ring.zeros_by_column(tile)
+    db = ring.zeros_by_column(tile)
     stage = 0
     phase = 0
     parity = 0
@@ -130,6 +133,7 @@ def backward(
         fill_stage((x_desc, dy_desc), rings, full, stage, ahead, ahead < rows, tile)
         stage, phase = next_stage(stage, phase, tile)
 
-    ring.store_partials(dw_partial_ptr, db_partial_ptr, dw, db, gl.program_id(0), cols, norm, tile)
+    layout: gl.constexpr = ring.partial_store_layout(tile)  # the ring's memory is free for the way there
+    ring.store_partials(dw_partial_ptr, db_partial_ptr, dw, db, gl.program_id(0), cols, layout, norm, tile)
     if semaphore_ptr is not None:
         ring.sum_partials_of_grid(semaphore_ptr, dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, cols, norm, tile)

@@ -2,9 +2,9 @@
 tile.
 
 A tile is tile.rows rows of x (and of dy), held by a cluster of tile.cluster CTAs that share its columns: [rows,
-cluster, chunk], num_chunks times. Every chunk of a tensor has a ring of its own, [num_stages, rows, cluster * chunk],
-so that a row needs no padding to a power of two and the compiler sees no hazard between the copies into different
-chunks. Rows beyond the last arrive as zeros, and so do columns.
+cluster, chunk], num_chunks times. It comes in copies of copy_chunks chunks each, which have a ring of their own each,
+[num_stages, rows, cluster * copy_cols], so that the compiler sees no hazard between them. Few copies are quick to
+start, many pad the row less. Rows beyond the last arrive as zeros, and so do columns.
 
 The one file that names Gluon's TMA functions.
 """
@@ -67,7 +67,7 @@ def per_row(values):
 @gluon.jit
 def allocate_ring(desc, tile: gl.constexpr):
     ring = ()
-    for _ in gl.static_range(tile.chunks):
+    for _ in gl.static_range(tile.copies):
         ring = ring + (gl.allocate_shared_memory(desc.dtype, [tile.num_stages] + desc.block_type.shape, desc.layout),)
     return ring
 
@@ -87,9 +87,9 @@ def copy_bytes(block_type, tile):
 
 
 @gluon.constexpr_function
-def chunk_start(c, tile):
-    """Where chunk c starts along the middle side of a descriptor's [rows, cols / box, box]."""
-    return c * (tile.cluster * tile.chunk // tile.box)
+def copy_start(i, tile):
+    """Where copy i starts along the middle side of a descriptor's [rows, cols / box, box]."""
+    return i * (tile.cluster * tile.copy_cols // tile.box)
 
 
 @gluon.jit
@@ -103,7 +103,9 @@ def read_tile(ring, stage, again: gl.constexpr, tile: gl.constexpr):
     layout: gl.constexpr = tile_layout(tile)
     chunks = ()
     for c in gl.static_range(tile.chunks):
-        chunk = ring[c].index(stage)._reinterpret(seen_as, [tile.rows, tile.cluster, tile.chunk], by_rows).load(layout)
+        copied = ring[c // tile.copy_chunks].index(stage)
+        copied = copied._reinterpret(seen_as, [tile.rows, tile.cluster, tile.copy_cols], by_rows)
+        chunk = copied.slice(c % tile.copy_chunks * tile.chunk, tile.chunk, 2).load(layout)
         chunks = chunks + (chunk.to(dtype, bitcast=True),)
     return chunks
 
@@ -112,9 +114,10 @@ def read_tile(ring, stage, again: gl.constexpr, tile: gl.constexpr):
 def column_index(c: gl.constexpr, tile: gl.constexpr):
     """The columns [cluster, chunk] of chunk c."""
     layout: gl.constexpr = column_layout(tile)
-    cta = gl.arange(0, tile.cluster, gl.SliceLayout(1, layout)) * tile.chunk
+    cta = gl.arange(0, tile.cluster, gl.SliceLayout(1, layout)) * tile.copy_cols
     within = gl.arange(0, tile.chunk, gl.SliceLayout(0, layout))
-    return c * (tile.cluster * tile.chunk) + gl.expand_dims(cta, 1) + gl.expand_dims(within, 0)
+    copy = c // tile.copy_chunks * (tile.cluster * tile.copy_cols)
+    return copy + c % tile.copy_chunks * tile.chunk + gl.expand_dims(cta, 1) + gl.expand_dims(within, 0)
 
 
 @gluon.jit
@@ -123,20 +126,28 @@ def row_index(row, tile: gl.constexpr):
 
 
 @gluon.jit
-def hold_parameter(ptr, cols, present: gl.constexpr, in_smem: gl.constexpr, tile: gl.constexpr):
-    """The chunks of weight or bias for the CTA's life: in registers, or in shared memory where registers are short."""
-    by_rows: gl.constexpr = row_major(tile, 2, 0)
-    held = ()
+def load_parameter(ptr, cols, present: gl.constexpr, tile: gl.constexpr):
+    """The chunks of weight or bias. Asked for before the first tiles, or they would come after them."""
+    loaded = ()
     for c in gl.static_range(tile.chunks):
         if present:
             col = column_index(c, tile)
-            chunk = gl.load(ptr + col, mask=col < cols, other=0.0)
-            if in_smem:
-                held = held + (gl.allocate_shared_memory(chunk.dtype, [tile.cluster, tile.chunk], by_rows, chunk),)
-            else:
-                held = held + (chunk,)
+            loaded = loaded + (gl.load(ptr + col, mask=col < cols, other=0.0),)
         else:
-            held = held + (0.0,)
+            loaded = loaded + (0.0,)
+    return loaded
+
+
+@gluon.jit
+def hold_parameter(loaded, present: gl.constexpr, in_smem: gl.constexpr, tile: gl.constexpr):
+    """Keep a parameter for the CTA's life: in registers, or in shared memory where registers are short."""
+    held = loaded
+    if present and in_smem:
+        by_rows: gl.constexpr = row_major(tile, 2, 0)
+        held = ()
+        for c in gl.static_range(tile.chunks):
+            chunk = loaded[c]
+            held = held + (gl.allocate_shared_memory(chunk.dtype, [tile.cluster, tile.chunk], by_rows, chunk),)
     return held
 
 
@@ -303,23 +314,32 @@ def store_chunk(ptr, value, row, rows, cols, c: gl.constexpr, tile: gl.constexpr
     gl.store(ptr + target, value.to(ptr.dtype.element_ty), mask=mask)
 
 
+@gluon.constexpr_function
+def partial_store_layout(tile):
+    """Adjacent threads store adjacent 16 bytes."""
+    return gl.BlockedLayout([1, 4], [1, 32], [1, tile.num_warps], [1, 0], cga_layout=cluster_bases(tile, 2, 0))
+
+
 @gluon.jit
-def store_partials(dw_ptr, db_ptr, dw, db, partial, cols, norm: gl.constexpr, tile: gl.constexpr):
-    """Row `partial` of the [num_partials, cols] partials."""
+def store_partials(
+    dw_ptr, db_ptr, dw, db, partial, cols, layout: gl.constexpr, norm: gl.constexpr, tile: gl.constexpr
+):
+    """Row `partial` of the [num_partials, cols] partials, from registers in that layout."""
     for c in gl.static_range(tile.chunks):
-        col = column_index(c, tile)
+        col = gl.convert_layout(column_index(c, tile), layout)
         target = partial.to(gl.int64) * cols + col
         if norm.wants_dw:
-            gl.store(dw_ptr + target, dw[c], mask=col < cols)
+            gl.store(dw_ptr + target, gl.convert_layout(dw[c], layout), mask=col < cols)
         if norm.wants_db:
-            gl.store(db_ptr + target, db[c], mask=col < cols)
+            gl.store(db_ptr + target, gl.convert_layout(db[c], layout), mask=col < cols)
 
 
 @gluon.constexpr_function
-def partial_layout(tile):
-    """A warp reads 128 bytes of four partials at once."""
+def partial_load_layout(tile):
+    """Four elements a thread: [partial_rows, cluster, partial_cols]."""
+    lanes = tile.partial_cols // 4
     return gl.BlockedLayout(
-        [1, 1, 4], [4, 1, 8], [tile.num_warps, 1, 1], [2, 1, 0], cga_layout=cluster_bases(tile, 3, 1)
+        [1, 1, 4], [32 // lanes, 1, lanes], [tile.num_warps, 1, 1], [2, 1, 0], cga_layout=cluster_bases(tile, 3, 1)
     )
 
 
@@ -329,12 +349,12 @@ def sum_partials_of_grid(
 ):
     """dw and db from the partials of all CTAs, or of all clusters, which run at once and wait for each other here."""
     meet(semaphore_ptr)
-    layout: gl.constexpr = partial_layout(tile)
+    layout: gl.constexpr = partial_load_layout(tile)
     row = per_row(gl.arange(0, tile.partial_rows, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
     cta = gl.arange(0, tile.cluster, gl.SliceLayout(0, gl.SliceLayout(2, layout))) * tile.partial_cols
     within = gl.arange(0, tile.partial_cols, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
     col = gl.expand_dims(gl.expand_dims(cta, 0), 2) + gl.expand_dims(gl.expand_dims(within, 0), 1)
     sum_pieces(
         dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, gl.num_programs(0), cols, row, col,
-        tile.partial_rows, tile.cluster * tile.partial_cols, norm,
+        tile.cluster * tile.partial_cols, norm, tile,
     )  # fmt: skip

@@ -24,11 +24,11 @@ def produce(tile: gl.constexpr, x_desc, dy_desc, x_ring, dy_ring, full, empty, r
     for row in range(first, rows, step):
         ring.wait(empty.index(stage), phase)
         barrier = full.index(stage)
-        ring.expect(barrier, tile.num_chunks * (x_desc.block_type.nbytes + dy_desc.block_type.nbytes))
-        for c in gl.static_range(tile.chunks):
-            at = [row, ring.chunk_start(c, tile), 0]
-            ring.copy_to_shared(x_desc, at, barrier, x_ring[c].index(stage))
-            ring.copy_to_shared(dy_desc, at, barrier, dy_ring[c].index(stage))
+        ring.expect(barrier, tile.copies * (x_desc.block_type.nbytes + dy_desc.block_type.nbytes))
+        for i in gl.static_range(tile.copies):
+            at = [row, ring.copy_start(i, tile), 0]
+            ring.copy_to_shared(x_desc, at, barrier, x_ring[i].index(stage))
+            ring.copy_to_shared(dy_desc, at, barrier, dy_ring[i].index(stage))
         stage += 1
         if stage == tile.num_stages:
             stage = 0
@@ -44,7 +44,7 @@ def consume(
     if tile.weight_in_smem:
         weight = weight_in_smem
     else:
-        weight = ring.hold_parameter(weight_ptr, cols, norm.has_weight, False, tile)
+        weight = ring.load_parameter(weight_ptr, cols, norm.has_weight, tile)
     dw = ring.zeros_by_column(tile)
     db = ring.zeros_by_column(tile)
     first = (gl.program_id(0) + group * gl.num_programs(0)) * tile.rows
@@ -76,7 +76,8 @@ def consume(
             stage = group
             phase ^= 1
     partial = gl.program_id(0) * tile.num_groups + group
-    ring.store_partials(dw_partial_ptr, db_partial_ptr, dw, db, partial, cols, norm, tile)
+    layout: gl.constexpr = ring.column_layout(tile)
+    ring.store_partials(dw_partial_ptr, db_partial_ptr, dw, db, partial, cols, layout, norm, tile)
 
 
 @gluon.jit(do_not_specialize=["rows"])
@@ -91,7 +92,8 @@ def backward(
     full = ring.allocate_barriers(tile)
     empty = ring.allocate_barriers(tile)
     ring.fence_barriers()
-    weight = ring.hold_parameter(weight_ptr, cols, norm.has_weight and tile.weight_in_smem, True, tile)
+    in_smem: gl.constexpr = norm.has_weight and tile.weight_in_smem
+    weight = ring.hold_parameter(ring.load_parameter(weight_ptr, cols, in_smem, tile), in_smem, True, tile)
     filling = (x_desc, dy_desc, x_ring, dy_ring, full, empty, rows)
     emptying = (
         x_ring, dy_ring, full, empty, mean_ptr, rstd_ptr, weight_ptr, weight, residual_ptr,
