@@ -168,6 +168,7 @@ def ring_tiles(
         for copy_chunks in powers_of_two(1, 1 << (num_chunks - 1).bit_length()):
             if boxes * copy_chunks <= MAX_BOX_SIDE and (cluster == 1 or num_chunks % copy_chunks == 0):
                 for rows_per_tile in powers_of_two(1, most_rows) if most_rows else ():
+                    if cluster > 1 and rows_per_tile > 1 and copy_chunks > 1: continue
                     yield (rows_per_tile, chunk, num_chunks), copy_chunks
 
 

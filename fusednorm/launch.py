@@ -35,7 +35,7 @@ from .plan import (
 from .problem import BackwardCall, ForwardCall, NormProblem, RowView
 
 FINALIZE_WARPS = 8
-MIN_PARTIAL_COLS, MAX_PARTIAL_COLS = 32, 128
+MIN_PARTIAL_COLS, MAX_PARTIAL_COLS = 16, 128
 MANY_ROWS = 1 << 30  # enough for a full grid
 MAX_PARTIAL_LOADS = 9  # of 16 bytes, that a thread has under way when it sums partials: more would not fit registers
 VECTOR_BYTES = 16  # of one load or store of a thread
@@ -286,7 +286,7 @@ def _partial_shape(plan: Plan, problem: NormProblem, device: DeviceSpec, num_war
     if outputs == 0:
         return MIN_PARTIAL_COLS, 1
     ctas = num_ctas(plan, MANY_ROWS, problem.cols, device)
-    columns = MIN_PARTIAL_COLS
+    columns = MIN_PARTIAL_COLS if plan.sums_partials else 32
     while plan.sums_partials and columns < MAX_PARTIAL_COLS and columns * ctas * plan.cluster < outputs * problem.cols:
         columns *= 2
     rows, partials = 128 * num_warps // columns, num_partials(plan, ctas)

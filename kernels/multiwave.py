@@ -57,6 +57,17 @@ def load_parameter(ptr, cols, present: tl.constexpr, tile: tl.constexpr):
 
 
 @triton.jit
+def load_statistics(mean_ptr, rstd_ptr, row, rows, mean_stride, rstd_stride, norm: tl.constexpr):
+    """mean and rstd [rows, 1]; zeros beyond the last row, so that such a row adds nothing to dw."""
+    in_range = row < rows
+    rstd = tl.load(rstd_ptr + row * rstd_stride, mask=in_range, other=0.0).to(norm.acc)[:, None]
+    mean = rstd
+    if norm.layer:
+        mean = tl.load(mean_ptr + row * mean_stride, mask=in_range, other=0.0).to(norm.acc)[:, None]
+    return mean, rstd
+
+
+@triton.jit
 def load_residual(ptr, start, row_mask, cols, norm: tl.constexpr, tile: tl.constexpr):
     """The gradient that is added to dx, contiguous as dx is: chunks in its own dtype."""
     chunks = ()
@@ -146,17 +157,17 @@ def backward(
     row = tl.program_id(0).to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
     x_next = load_row_tile(x_ptr, row, rows, cols, x_inner, x_outer_stride, x_inner_stride, norm, tile)
     dy_next = load_row_tile(dy_ptr, row, rows, cols, dy_inner, dy_outer_stride, dy_inner_stride, norm, tile)
+    mean_next, rstd_next = load_statistics(mean_ptr, rstd_ptr, row, rows, mean_stride, rstd_stride, norm)
     for _ in range(tl.cdiv(rows - tl.program_id(0) * tile.rows, step)):
         x = x_next
         dy = dy_next
+        mean = mean_next
+        rstd = rstd_next
         in_range = row < rows
-        rstd = tl.load(rstd_ptr + row * rstd_stride, mask=in_range, other=0.0).to(norm.acc)[:, None]
-        mean = rstd
-        if norm.layer:
-            mean = tl.load(mean_ptr + row * mean_stride, mask=in_range, other=0.0).to(norm.acc)[:, None]
         ahead = row + step
         x_next = load_row_tile(x_ptr, ahead, rows, cols, x_inner, x_outer_stride, x_inner_stride, norm, tile)
         dy_next = load_row_tile(dy_ptr, ahead, rows, cols, dy_inner, dy_outer_stride, dy_inner_stride, norm, tile)
+        mean_next, rstd_next = load_statistics(mean_ptr, rstd_ptr, ahead, rows, mean_stride, rstd_stride, norm)
         residual = load_residual(residual_ptr, (row * cols)[:, None], in_range[:, None], cols, norm, tile)
         sum_gx = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
         sum_g = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
@@ -295,10 +306,7 @@ def backward_by_column_tiles(
         x = x_next[0].to(norm.acc)
         dy = dy_next[0].to(norm.acc)
         in_range = row < rows
-        rstd = tl.load(rstd_ptr + row * rstd_stride, mask=in_range, other=0.0).to(norm.acc)[:, None]
-        mean = rstd
-        if norm.layer:
-            mean = tl.load(mean_ptr + row * mean_stride, mask=in_range, other=0.0).to(norm.acc)[:, None]
+        mean, rstd = load_statistics(mean_ptr, rstd_ptr, row, rows, mean_stride, rstd_stride, norm)
         ahead = row + step
         x_next = load_row_tile(x_ptr + left, ahead, rows, width, x_inner, x_outer_stride, x_inner_stride, norm, tile)
         dy_next = load_row_tile(

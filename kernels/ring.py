@@ -104,8 +104,13 @@ def read_tile(ring, stage, again: gl.constexpr, tile: gl.constexpr):
     chunks = ()
     for c in gl.static_range(tile.chunks):
         copied = ring[c // tile.copy_chunks].index(stage)
-        copied = copied._reinterpret(seen_as, [tile.rows, tile.cluster, tile.copy_cols], by_rows)
-        chunk = copied.slice(c % tile.copy_chunks * tile.chunk, tile.chunk, 2).load(layout)
+        if tile.rows == 1:  # a slice of what is spread over a cluster does not compile, an element of its first side does
+            copied = copied._reinterpret(seen_as, [tile.copy_chunks, 1, tile.cluster, tile.chunk], by_rows)
+            copied = copied.index(c % tile.copy_chunks)
+        else:
+            copied = copied._reinterpret(seen_as, [tile.rows, tile.cluster, tile.copy_cols], by_rows)
+            copied = copied.slice(c % tile.copy_chunks * tile.chunk, tile.chunk, 2)
+        chunk = copied.load(layout)
         chunks = chunks + (chunk.to(dtype, bitcast=True),)
     return chunks
 
