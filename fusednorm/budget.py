@@ -50,8 +50,9 @@ def shared_bytes(plan: Plan, problem: NormProblem) -> int:
 
 
 def static_bytes(plan: RingPlan) -> int:
-    """Of these, the static ones: where the CTAs of a cluster exchange row sums, twice two for each row and CTA."""
-    return _round_up(2 * 2 * 4 * plan.rows_per_tile * plan.cluster, 128) if plan.cluster > 1 else 0
+    """Of these, the static ones: where the CTAs of a cluster exchange row sums, twice two for each row and CTA, and
+    the two barriers for that."""
+    return _round_up(2 * 8 + 2 * 2 * 4 * plan.rows_per_tile * plan.cluster, 128) if plan.cluster > 1 else 0
 
 
 def _ring_buffers(plan: RingPlan, problem: NormProblem) -> list[Buffer]:

@@ -1,62 +1,89 @@
 """Row sums over the CTAs of a cluster, through distributed shared memory.
 
 Triton 3.6 spreads tensors and TMA copies over a cluster but does not reduce across it, and offers no address of
-shared memory; so the exchange is PTX, on a few bytes of static shared memory per CTA: every CTA writes its share to
-all of the cluster, meets the others at the cluster's barrier, and sums what has come in the order of the CTAs, the
-same for all of them. The two halves of the buffer alternate (`parity`): the barrier of the next exchange tells that
-all have read this one.
+shared memory; so the exchange is PTX, on a few bytes of static shared memory per CTA: every CTA sends its share to all
+of the cluster by stores that complete on the receiver's mbarrier, waits for its own to be complete, and sums what has
+come in the order of the CTAs, the same for all of them. Nobody waits for anything else, such as stores to global
+memory, for which a barrier of the cluster would.
+
+There are two buffers, used in turn. A CTA sends its next share but one only after it has received all of the next
+ones, which the others send after they have read these: behind the CTA barrier of their next row sum.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 MAX_SUMS = 2
+BARRIER_BYTES = 16  # of two
+ADDRESS_BITS = 20
+NEXT = gl.constexpr(1 << ADDRESS_BITS)  # what an exchange adds to the state
 
 
 @gluon.constexpr_function
-def half_bytes(tile):
+def buffer_bytes(tile):
     return 4 * MAX_SUMS * tile.rows * tile.cluster
 
 
 @gluon.constexpr_function
 def open_ptx(tile):
     # Dynamic shared memory starts where static ends, and TMA writes to multiples of 128 bytes only.
-    size = -(-2 * half_bytes(tile) // 128) * 128
+    size = -(-(BARRIER_BYTES + 2 * buffer_bytes(tile)) // 128) * 128
     return f"""{{
         .shared .align 128 .b8 exchange[{size}];
+        .reg .b32 thread;
+        .reg .pred leads;
         mov.u32 $0, exchange;
-        barrier.cluster.arrive.release.aligned;
-        barrier.cluster.wait.acquire.aligned;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 leads, thread, 0;
+        @leads mbarrier.init.shared::cta.b64 [exchange], 1;
+        @leads mbarrier.init.shared::cta.b64 [exchange+8], 1;
+        @leads fence.mbarrier_init.release.cluster;
+        barrier.cluster.arrive.relaxed.aligned;
     }}"""
 
 
 @gluon.constexpr_function
 def exchange_ptx(count, tile):
     """Operands: `count` sums over the cluster; then this CTA's `count` shares, the same in all its threads; then the
-    buffer's address."""
-    address = 2 * count
-    writes = "".join(f"@writes st.shared::cluster.f32 [peer+{4 * i}], ${count + i};" for i in range(count))
+    state: the buffers' address, and above it how many exchanges there were."""
+    state = 2 * count
+    sends = "".join(
+        f"@sends st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [peer+{4 * i}], ${count + i}, [peer_full];"
+        for i in range(count)
+    )
     sums = ""
     for cta in range(tile.cluster):
         for i in range(count):
-            share = f"[${address}+{4 * (cta * count + i)}]"
+            share = f"[received+{4 * (cta * count + i)}]"
             if cta == 0:
                 sums += f"ld.shared.f32 sum{i}, {share};"
             else:
                 sums += f"ld.shared.f32 other, {share}; add.f32 sum{i}, sum{i}, other;"
     gives = "".join(f"mov.f32 ${i}, sum{i};" for i in range(count))
     return f"""{{
-        .reg .b32 mine, peer, rank, thread;
+        .reg .b32 full, received, which, phase, mine, peer, peer_full, rank, thread;
         .reg .f32 other, sum<{count}>;
-        .reg .pred writes;
-        mov.u32 rank, %cluster_ctarank;
-        mad.lo.u32 mine, rank, {4 * count}, ${address};
+        .reg .pred leads, sends, done;
+        and.b32 full, ${state}, {(1 << ADDRESS_BITS) - 1};
+        shr.u32 which, ${state}, {ADDRESS_BITS};
+        shr.u32 phase, which, 1;
+        and.b32 phase, phase, 1;
+        and.b32 which, which, 1;
+        mad.lo.u32 received, which, {buffer_bytes(tile)}, full;
+        add.u32 received, received, {BARRIER_BYTES};
+        mad.lo.u32 full, which, 8, full;
         mov.u32 thread, %tid.x;
-        setp.lt.u32 writes, thread, {tile.cluster};
-        @writes mapa.shared::cluster.u32 peer, mine, thread;
-        {writes}
-        barrier.cluster.arrive.release.aligned;
-        barrier.cluster.wait.acquire.aligned;
+        setp.eq.u32 leads, thread, 0;
+        setp.lt.u32 sends, thread, {tile.cluster};
+        @leads mbarrier.arrive.expect_tx.shared::cta.b64 _, [full], {4 * count * tile.cluster};
+        mov.u32 rank, %cluster_ctarank;
+        mad.lo.u32 mine, rank, {4 * count}, received;
+        @sends mapa.shared::cluster.u32 peer, mine, thread;
+        @sends mapa.shared::cluster.u32 peer_full, full, thread;
+        {sends}
+    WAIT:
+        mbarrier.try_wait.parity.shared::cta.b64 done, [full], phase;
+        @!done bra WAIT;
         {sums}
         {gives}
     }}"""
@@ -64,32 +91,41 @@ def exchange_ptx(count, tile):
 
 @gluon.constexpr_function
 def exchange_constraints(count, tile):
-    return ",".join(["=f"] * count + ["f"] * count + ["r"] * tile.rows)  # the address comes once per row of the tile
+    return ",".join(["=f"] * count + ["f"] * count + ["r"] * tile.rows)  # the state comes once per row of the tile
 
 
 @gluon.jit
 def open_exchange(tile: gl.constexpr):
-    """Address of the CTA's exchange buffer, once every CTA of the cluster has started and may be written to."""
-    address = 0
+    """The state of the CTA's exchanges; `join_cluster` before the first."""
+    state = 0
     if tile.cluster > 1:
-        address = gl.inline_asm_elementwise(open_ptx(tile), "=r,r", [address], gl.int32, is_pure=False, pack=1)
-    return address
+        state = gl.inline_asm_elementwise(open_ptx(tile), "=r,r", [state], gl.int32, is_pure=False, pack=1)
+    return state
 
 
 @gluon.jit
-def sum_over_cluster(sums, address, parity, tile: gl.constexpr):
+def join_cluster(state, tile: gl.constexpr):
+    """Return once every CTA of the cluster has opened its exchange."""
+    if tile.cluster > 1:
+        ptx: gl.constexpr = "barrier.cluster.wait.acquire.aligned; mov.u32 $0, $1;"
+        state = gl.inline_asm_elementwise(ptx, "=r,r", [state], gl.int32, is_pure=False, pack=1)
+    return state
+
+
+@gluon.jit
+def sum_over_cluster(sums, state, tile: gl.constexpr):
     """A tuple of one or two sums [rows, cluster], of which every CTA holds its own -> the same over the whole
-    cluster, in each. parity alternates from call to call."""
+    cluster, in each; and the state of the next exchange."""
     if tile.cluster > 1:
         count: gl.constexpr = len(sums) * tile.rows
         ptx: gl.constexpr = exchange_ptx(count, tile)
         constraints: gl.constexpr = exchange_constraints(count, tile)
-        at = address + parity * half_bytes(tile)
         if len(sums) == 1:
-            share = [sums[0], at]
+            share = [sums[0], state]
             sums = (gl.inline_asm_elementwise(ptx, constraints, share, gl.float32, is_pure=False, pack=tile.rows),)
         else:
             sums = gl.inline_asm_elementwise(
-                ptx, constraints, [sums[0], sums[1], at], (gl.float32, gl.float32), is_pure=False, pack=tile.rows
+                ptx, constraints, [sums[0], sums[1], state], (gl.float32, gl.float32), is_pure=False, pack=tile.rows
             )
-    return sums
+        state += NEXT
+    return sums, state

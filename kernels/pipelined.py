@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from . import ring
-from .cluster import open_exchange
+from .cluster import join_cluster, open_exchange
 
 
 @gluon.jit
@@ -72,20 +72,20 @@ def forward(
 ):
     """y, mean and rstd of the CTA's row tiles. A tile is read once from its stage, which is free again as soon as the
     first row sum is."""
+    exchange = open_exchange(tile)
     weight = ring.load_parameter(weight_ptr, cols, norm.has_weight, tile)
     bias = ring.load_parameter(bias_ptr, cols, norm.has_bias, tile)
     rings, full = open_rings((x_desc,), rows, tile)
-    exchange = open_exchange(tile)
     weight = ring.hold_parameter(weight, norm.has_weight, tile.weight_in_smem, tile)
     bias = ring.hold_parameter(bias, norm.has_bias, tile.weight_in_smem, tile)
+    exchange = join_cluster(exchange, tile)
     stage = 0
     phase = 0
-    parity = 0
     step = gl.num_programs(0) * tile.rows
     for row in range(gl.program_id(0) * tile.rows, rows, step):
         wait_for_stage(full, stage, phase, tile)
         x = ring.read_tile(rings[0], stage, False, tile)
-        mean, rstd, parity = ring.row_statistics(x, cols, eps, exchange, parity, norm, tile)
+        mean, rstd, exchange = ring.row_statistics(x, cols, eps, exchange, norm, tile)
         ahead = row + tile.num_stages * step
         fill_stage((x_desc,), rings, full, stage, ahead, ahead < rows, tile)
         ring.store_statistics(mean_ptr, rstd_ptr, mean, rstd, row, rows, norm, tile)
@@ -101,18 +101,18 @@ def backward(
 ):
     """dx of the CTA's row tiles and its row of the dw and db partials; with a semaphore, then dw and db. A tile is read
     twice from its stage, for the row sums and for dx, and leaves no copy in registers."""
+    exchange = open_exchange(tile)
     first = gl.program_id(0) * tile.rows
     step = gl.num_programs(0) * tile.rows
     weight = ring.load_parameter(weight_ptr, cols, norm.has_weight, tile)
     mean_next, rstd_next = ring.load_statistics(mean_ptr, rstd_ptr, first, rows, mean_stride, rstd_stride, norm, tile)
     rings, full = open_rings((x_desc, dy_desc), rows, tile)
-    exchange = open_exchange(tile)
     weight = ring.hold_parameter(weight, norm.has_weight, tile.weight_in_smem, tile)
     dw = ring.zeros_by_column(tile)
     db = ring.zeros_by_column(tile)
+    exchange = join_cluster(exchange, tile)
     stage = 0
     phase = 0
-    parity = 0
     for row in range(first, rows, step):
         mean = ring.per_row(mean_next)
         rstd = ring.per_row(rstd_next)
@@ -124,8 +124,7 @@ def backward(
         dy = ring.read_tile(rings[1], stage, False, tile)
         residual = ring.load_residual(residual_ptr, row, rows, cols, norm, tile)
         dw, db, sums = ring.sum_tile(x, dy, mean, rstd, weight, dw, db, norm, tile)
-        sums = ring.sum_over_cluster(sums, exchange, parity, tile)
-        parity ^= 1
+        sums, exchange = ring.sum_over_cluster(sums, exchange, tile)
         x = ring.read_tile(rings[0], stage, True, tile)
         dy = ring.read_tile(rings[1], stage, True, tile)
         ring.store_dx(dx_ptr, x, dy, mean, rstd, sums, weight, residual, row, rows, cols, norm, tile)

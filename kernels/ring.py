@@ -201,15 +201,16 @@ def add_pairs(a0, b0, a1, b1):
 
 
 @gluon.jit
-def row_sum(values, exchange, parity, tile: gl.constexpr):
+def row_sum(values, exchange, tile: gl.constexpr):
     """Sum of [rows, cluster, chunk] over each row, [rows, cluster, 1]: every CTA gets the sum over all of them."""
-    return gl.expand_dims(sum_over_cluster((gl.sum(values, axis=2),), exchange, parity, tile)[0], 2)
+    sums, exchange = sum_over_cluster((gl.sum(values, axis=2),), exchange, tile)
+    return gl.expand_dims(sums[0], 2), exchange
 
 
 @gluon.jit
-def row_statistics(x, cols, eps, exchange, parity, norm: gl.constexpr, tile: gl.constexpr):
-    """mean and rstd [rows, cluster, 1] of a tile in registers, and the exchange's next parity. The variance is summed
-    from x - mean."""
+def row_statistics(x, cols, eps, exchange, norm: gl.constexpr, tile: gl.constexpr):
+    """mean and rstd [rows, cluster, 1] of a tile in registers, and the exchange's state. The variance is summed from
+    x - mean."""
     layout: gl.constexpr = tile_layout(tile)
     shape: gl.constexpr = [tile.rows, tile.cluster, tile.chunk]
     mean = gl.full([tile.rows, tile.cluster, 1], 0.0, gl.float32, layout)
@@ -217,8 +218,8 @@ def row_statistics(x, cols, eps, exchange, parity, norm: gl.constexpr, tile: gl.
         total = gl.full(shape, 0.0, gl.float32, layout)
         for c in gl.static_range(tile.chunks):
             total += x[c].to(gl.float32)
-        mean = row_sum(total, exchange, parity, tile) / cols
-        parity ^= 1
+        total, exchange = row_sum(total, exchange, tile)
+        mean = total / cols
     squares = gl.full(shape, 0.0, gl.float32, layout)
     for c in gl.static_range(tile.chunks):
         deviation = x[c].to(gl.float32)
@@ -227,7 +228,8 @@ def row_statistics(x, cols, eps, exchange, parity, norm: gl.constexpr, tile: gl.
             if c == tile.num_chunks - 1:  # the padding's x is 0, its deviation is not
                 deviation = gl.where(gl.expand_dims(column_index(c, tile), 0) < cols, deviation, 0.0)
         squares += deviation * deviation
-    return mean, inverse_std(row_sum(squares, exchange, parity, tile) / cols, eps.to(gl.float32)), parity ^ 1
+    squares, exchange = row_sum(squares, exchange, tile)
+    return mean, inverse_std(squares / cols, eps.to(gl.float32)), exchange
 
 
 @gluon.jit
