@@ -15,8 +15,6 @@ from triton.experimental.gluon import language as gl
 
 MAX_SUMS = 2
 BARRIER_BYTES = 16  # of two
-ADDRESS_BITS = 20
-NEXT = gl.constexpr(1 << ADDRESS_BITS)  # what an exchange adds to the state
 
 
 @gluon.constexpr_function
@@ -44,9 +42,9 @@ def open_ptx(tile):
 
 @gluon.constexpr_function
 def exchange_ptx(count, tile):
-    """Operands: `count` sums over the cluster; then this CTA's `count` shares, the same in all its threads; then the
-    state: the buffers' address, and above it how many exchanges there were."""
-    state = 2 * count
+    """Operands: `count` sums over the cluster; then this CTA's `count` shares, the same in all its threads; then, once
+    for each row of the tile, the buffers' address; then, as often, how many exchanges there were before."""
+    address, number = 2 * count, 2 * count + tile.rows
     sends = "".join(
         f"@sends st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [peer+{4 * i}], ${count + i}, [peer_full];"
         for i in range(count)
@@ -64,14 +62,12 @@ def exchange_ptx(count, tile):
         .reg .b32 full, received, which, phase, mine, peer, peer_full, rank, thread;
         .reg .f32 other, sum<{count}>;
         .reg .pred leads, sends, done;
-        and.b32 full, ${state}, {(1 << ADDRESS_BITS) - 1};
-        shr.u32 which, ${state}, {ADDRESS_BITS};
-        shr.u32 phase, which, 1;
+        and.b32 which, ${number}, 1;
+        shr.u32 phase, ${number}, 1;
         and.b32 phase, phase, 1;
-        and.b32 which, which, 1;
-        mad.lo.u32 received, which, {buffer_bytes(tile)}, full;
+        mad.lo.u32 received, which, {buffer_bytes(tile)}, ${address};
         add.u32 received, received, {BARRIER_BYTES};
-        mad.lo.u32 full, which, 8, full;
+        mad.lo.u32 full, which, 8, ${address};
         mov.u32 thread, %tid.x;
         setp.eq.u32 leads, thread, 0;
         setp.lt.u32 sends, thread, {tile.cluster};
@@ -91,41 +87,45 @@ def exchange_ptx(count, tile):
 
 @gluon.constexpr_function
 def exchange_constraints(count, tile):
-    return ",".join(["=f"] * count + ["f"] * count + ["r"] * tile.rows)  # the state comes once per row of the tile
+    return ",".join(["=f"] * count + ["f"] * count + ["r"] * 2 * tile.rows)
 
 
 @gluon.jit
 def open_exchange(tile: gl.constexpr):
-    """The state of the CTA's exchanges; `join_cluster` before the first."""
-    state = 0
+    """The state of the CTA's exchanges, (buffers' address, how many there were); `join_cluster` before the first."""
+    address = gl.to_tensor(0)
     if tile.cluster > 1:
-        state = gl.inline_asm_elementwise(open_ptx(tile), "=r,r", [state], gl.int32, is_pure=False, pack=1)
-    return state
+        address = gl.inline_asm_elementwise(open_ptx(tile), "=r,r", [address], gl.int32, is_pure=False, pack=1)
+    return address, gl.to_tensor(0)
 
 
 @gluon.jit
-def join_cluster(state, tile: gl.constexpr):
+def join_cluster(exchange, tile: gl.constexpr):
     """Return once every CTA of the cluster has opened its exchange."""
+    address = exchange[0]
     if tile.cluster > 1:
         ptx: gl.constexpr = "barrier.cluster.wait.acquire.aligned; mov.u32 $0, $1;"
-        state = gl.inline_asm_elementwise(ptx, "=r,r", [state], gl.int32, is_pure=False, pack=1)
-    return state
+        address = gl.inline_asm_elementwise(ptx, "=r,r", [address], gl.int32, is_pure=False, pack=1)
+    return address, exchange[1]
 
 
 @gluon.jit
-def sum_over_cluster(sums, state, tile: gl.constexpr):
+def sum_over_cluster(sums, exchange, tile: gl.constexpr):
     """A tuple of one or two sums [rows, cluster], of which every CTA holds its own -> the same over the whole
     cluster, in each; and the state of the next exchange."""
+    address = exchange[0]
+    number = exchange[1]
     if tile.cluster > 1:
         count: gl.constexpr = len(sums) * tile.rows
         ptx: gl.constexpr = exchange_ptx(count, tile)
         constraints: gl.constexpr = exchange_constraints(count, tile)
         if len(sums) == 1:
-            share = [sums[0], state]
-            sums = (gl.inline_asm_elementwise(ptx, constraints, share, gl.float32, is_pure=False, pack=tile.rows),)
+            operands = [sums[0], address, number]
+            sums = (gl.inline_asm_elementwise(ptx, constraints, operands, gl.float32, is_pure=False, pack=tile.rows),)
         else:
+            operands = [sums[0], sums[1], address, number]
             sums = gl.inline_asm_elementwise(
-                ptx, constraints, [sums[0], sums[1], state], (gl.float32, gl.float32), is_pure=False, pack=tile.rows
+                ptx, constraints, operands, (gl.float32, gl.float32), is_pure=False, pack=tile.rows
             )
-        state += NEXT
-    return sums, state
+        number += 1
+    return sums, (address, number)
