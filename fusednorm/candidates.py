@@ -32,23 +32,31 @@ TOLERATED_PADDING = 1.125
 
 # Little's law: 4.4 TB/s of an H200 times about 1 us of loaded latency is 32 KiB in flight for each SM.
 BYTES_IN_FLIGHT_PER_SM = 32 * 1024
-MULTIWAVE_WARPS_PER_SM = 16
+# Fewer warps with more rows each: 20.8 us and 26.2 (LayerNorm backward, 128 columns). The forward holds less.
+MULTIWAVE_WARPS_PER_SM = {"backward": 8, "forward": 16}
 MIN_MULTIWAVE_CHUNK = 16  # columns; below it, a load of one chunk is for many short pieces of memory
 MULTIWAVE_CHUNK = 1024  # columns; faster than 512 by 2 to 5%, than 2048 by 1 to 6%, than 4096 by 2 to 9%
 # What a stage of the ring brings to an SM: half of it is up to 25% slower (5120 columns), twice of it 7%.
 RING_STAGE_BYTES_PER_SM = 32 * 1024
 RING_STAGES = 3  # 4 to 8 are no faster
-# Elements of a row tile in a thread. With 16 or 64 the backward is up to 19% slower; with 32 the forward, which waits
-# for two row sums in turn, up to 22% (LayerNorm, 1024 columns).
-RING_ELEMENTS_PER_THREAD = {"backward": 32, "forward": 64}
-MAX_COLUMNS_WITH_WEIGHT = 20  # a thread holds the weight of so many columns in registers; of 24 it is faster in smem
+RING_ELEMENTS_PER_THREAD = 32  # of a row tile; with 16 or 64 the backward is up to 19% slower
+TOLERATED_DISTANCE = 0.6  # from it, in doublings: 24 to 48
+RING_CHUNK = 1024  # columns; 2048 within 2%, 8192 up to 5% slower: more is alive at once
+# With more columns a row is spread over CTAs: 12288 take 83.6 us over two and 91.2 us in one (LayerNorm backward, 4096
+# rows), 32768 take 109.8 us over four and 130 us over two (2048 rows).
+MAX_COLUMNS_PER_CTA = {"backward": 8192, "forward": 16384}
+BUSY_WARPS = 8  # 16 meet at barriers more often than they have work
+# A thread holds the weight of so many columns in registers; of more it is faster in shared memory. By whether CTAs
+# share the row: then, at 32 columns a thread, it is 7% slower there (LayerNorm, 32768 and 65536 columns).
+MAX_COLUMNS_WITH_WEIGHT = {False: 20, True: 32}
+# The forward waits for its row sums in turn, so that other CTAs on its SM must fill the time; and they may be many,
+# because there are no partials to sum.
+RING_CTAS_PER_SM = {"backward": (1, 2), "forward": (1, 2, 3, 4)}
+# Short-lived CTAs where several run on an SM: SMs do not run equally fast, 42 to 47 us for the same work, and who is
+# fast gets more of it. 3 to 5% in the forward (RMSNorm, 1024 to 32768 columns).
+FORWARD_WAVES = 16
 MAX_PRODUCED_COPIES = {1: 6, 2: 4}  # by groups; of more, the producer cannot hold the addresses in its 24 registers
 CLUSTERS = (1, 2, 4, 8)  # CTAs that share a row too wide for one
-# While a CTA of a cluster waits for the others, a second one on the same SM works: two CTAs of two stages beat one of
-# three by 5 to 20% (H200, bfloat16 backward, 16384 to 65536 columns, 2026-11-20), at 32 elements a thread as without
-# clusters.
-CLUSTER_CTAS_PER_SM = 2
-CLUSTER_STAGES = {"backward": 2, "forward": 3}
 CLUSTER_ARCHS = (90, 100, 103)
 
 COLUMN_TILE = 1024
@@ -77,7 +85,7 @@ def multiwave_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[MultiW
             room = min(device.registers_per_sm // registers, device.max_threads_per_sm) // threads
             if registers <= budget.MAX_REGISTERS and room:
                 tile_bytes = rows_per_tile * problem.cols * bytes_per_element(problem)
-                enough = max(MULTIWAVE_WARPS_PER_SM / num_warps, BYTES_IN_FLIGHT_PER_SM / tile_bytes)
+                enough = max(MULTIWAVE_WARPS_PER_SM[problem.direction] / num_warps, BYTES_IN_FLIGHT_PER_SM / tile_bytes)
                 ctas_per_sm = min(room, math.ceil(enough))
                 limit = budget.register_limit(threads * ctas_per_sm, device)
                 yield MultiWavePlan(rows_per_tile, chunk, num_chunks, num_warps, ctas_per_sm, limit)
@@ -90,8 +98,9 @@ def multiwave_key(problem: NormProblem, plan: MultiWavePlan) -> tuple:
     warps = plan.ctas_per_sm * plan.num_warps
     return (
         -max(TOLERATED_PADDING, plan.chunk * plan.num_chunks / problem.cols),
-        min(bytes_in_flight, BYTES_IN_FLIGHT_PER_SM) * min(warps, MULTIWAVE_WARPS_PER_SM),
+        min(bytes_in_flight, BYTES_IN_FLIGHT_PER_SM) * min(warps, MULTIWAVE_WARPS_PER_SM[problem.direction]),
         -distance(plan.chunk, MULTIWAVE_CHUNK),
+        -plan.ctas_per_sm,  # each has partials
         -plan.num_warps,
         -plan.rows_per_tile,
     )
@@ -132,12 +141,16 @@ def _best_ring(plans: Iterator[RingPlan], problem: NormProblem, device: DeviceSp
 
 
 def pipelined_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[PipelinedPlan]:
-    for num_warps, ctas_per_sm, cluster in itertools.product(WARPS, (1, 2), cluster_sizes(device)):
+    forward = problem.direction == "forward"
+    for num_warps, ctas_per_sm, cluster in itertools.product(
+        WARPS, RING_CTAS_PER_SM[problem.direction], cluster_sizes(device)
+    ):
         limit = budget.register_limit(32 * num_warps * ctas_per_sm, device)
+        waves = FORWARD_WAVES if forward and ctas_per_sm > 1 else 1
         stages = range(1, RING_STAGES + 1)
         tiles = ring_tiles(problem, num_warps, cluster)
         for (tile, copy_chunks), num_stages, in_smem in itertools.product(tiles, stages, (False, True)):
-            yield PipelinedPlan(*tile, num_stages, num_warps, ctas_per_sm, limit, in_smem, cluster, copy_chunks)
+            yield PipelinedPlan(*tile, num_stages, num_warps, ctas_per_sm, limit, in_smem, cluster, copy_chunks, waves)
 
 
 def warp_specialized_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[WarpSpecializedPlan]:
@@ -156,48 +169,49 @@ def cluster_sizes(device: DeviceSpec) -> tuple[int, ...]:
     return CLUSTERS if device.arch in CLUSTER_ARCHS else (1,)
 
 
-def ring_tiles(
-    problem: NormProblem, num_warps: int, cluster: int
-) -> Iterator[tuple[tuple[int, int, int], int]]:
+def ring_tiles(problem: NormProblem, num_warps: int, cluster: int) -> Iterator[tuple[tuple[int, int, int], int]]:
     """(rows_per_tile, chunk, num_chunks) of up to 64 elements a thread, of which each is a column of its own; and the
-    chunks of a copy, the last of which may reach beyond the row unless CTAs share it."""
+    chunks of a copy."""
     threads = 32 * num_warps
     for chunk, num_chunks in chunkings(-(-problem.cols // cluster), smallest=threads):
         most_rows = min(64 * threads // (chunk * num_chunks), MAX_BOX_SIDE if cluster == 1 else 2)
         boxes = cluster * chunk // math.gcd(problem.cols, chunk, MAX_BOX_SIDE)  # of a chunk
-        for copy_chunks in powers_of_two(1, 1 << (num_chunks - 1).bit_length()):
-            if boxes * copy_chunks <= MAX_BOX_SIDE and (cluster == 1 or num_chunks % copy_chunks == 0):
-                for rows_per_tile in powers_of_two(1, most_rows) if most_rows else ():
-                    if cluster > 1 and rows_per_tile > 1 and copy_chunks > 1: continue
+        for rows_per_tile in powers_of_two(1, most_rows) if most_rows else ():
+            for copy_chunks in powers_of_two(1, 1 << (num_chunks - 1).bit_length()):
+                if boxes * copy_chunks <= MAX_BOX_SIDE and _copies(rows_per_tile, num_chunks, cluster, copy_chunks):
                     yield (rows_per_tile, chunk, num_chunks), copy_chunks
 
 
+def _copies(rows_per_tile: int, num_chunks: int, cluster: int, copy_chunks: int) -> bool:
+    """Whether the kernels copy so many chunks at once: into a cluster, only whole copies, and of one row."""
+    return cluster == 1 or copy_chunks == 1 or (rows_per_tile == 1 and num_chunks % copy_chunks == 0)
+
+
 def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
-    """Larger is better: no fault; few CTAs to a row; a full ring; little padding; enough bytes in a stage; the number
-    of threads that was fastest; not more than enough bytes; two rows or more for a barrier; two streams of tiles on an
-    SM; then as little as will do."""
+    """Larger is better: no fault; not too many columns to a CTA; few CTAs to a row; a full ring; little padding; enough bytes
+    in a stage; the number of threads that was fastest; not more than enough bytes; two rows or more for a barrier and
+    two streams of tiles on an SM, or in the forward rather streams; then as little as will do."""
+    forward = problem.direction == "forward"
     streams = plan.ctas_per_sm if isinstance(plan, PipelinedPlan) else plan.num_groups
     columns = plan.chunk * plan.num_chunks  # of one CTA
     columns_per_thread = columns / (32 * plan.num_warps)
     stage_bytes = streams * plan.rows_per_tile * columns * bytes_per_element(problem)
-    elements = RING_ELEMENTS_PER_THREAD[problem.direction]
-    stages, least_streams = RING_STAGES, 1
-    if plan.cluster > 1:
-        stages, least_streams = CLUSTER_STAGES[problem.direction], CLUSTER_CTAS_PER_SM
+    rows_first = min(plan.rows_per_tile, 2), min(streams, 2)
     return (
         plan.num_stages > 1 and budget.registers(plan, problem, device) <= plan.max_registers,
-        streams >= least_streams,
+        columns <= MAX_COLUMNS_PER_CTA[problem.direction],
         -plan.cluster,
-        min(plan.num_stages, stages),
+        min(plan.num_stages, RING_STAGES),
         -max(TOLERATED_PADDING, plan.cluster * columns / problem.cols),
         min(stage_bytes, RING_STAGE_BYTES_PER_SM),
-        -distance(plan.rows_per_tile * columns_per_thread, elements),
+        min(BUSY_WARPS, streams * plan.num_warps),
+        -max(BUSY_WARPS, plan.num_warps),
+        -max(TOLERATED_DISTANCE, distance(plan.rows_per_tile * columns_per_thread, RING_ELEMENTS_PER_THREAD)),
         -stage_bytes,
-        min(plan.rows_per_tile, 2),
-        min(streams, 2),
-        plan.weight_in_smem == (columns_per_thread > MAX_COLUMNS_WITH_WEIGHT),
+        (streams, plan.rows_per_tile) if forward else rows_first,
+        plan.weight_in_smem == (columns_per_thread > MAX_COLUMNS_WITH_WEIGHT[plan.cluster > 1]),
         -num_copies(plan),
-        -plan.num_chunks,
+        -distance(plan.chunk, RING_CHUNK),
         -plan.copy_chunks,
         -streams,
     )

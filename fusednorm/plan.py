@@ -13,6 +13,9 @@ from .device import DeviceSpec
 # Below this many rows a CTA's partial costs more traffic than its share of the parallelism is worth.
 MIN_ROWS_PER_CTA = 8
 
+# Of a short-lived CTA: it loads the parameters while the first tiles are on their way.
+MIN_TILES_PER_CTA = 2
+
 MAX_BOX_SIDE = 256  # elements, of a TMA copy
 
 
@@ -67,6 +70,7 @@ class PipelinedPlan:
     weight_in_smem: bool
     cluster: int = 1  # CTAs that share a row, chunk columns of every chunk each, and exchange its sums
     copy_chunks: int = 1
+    waves: int = 1  # how many times as many CTAs as run at once
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,8 @@ def num_ctas(plan: Plan, rows: int, cols: int, device: DeviceSpec) -> int:
     at_once = plan.ctas_per_sm * first_wave
     if isinstance(plan, ColumnTilePlan):
         limit = max(1, at_once // -(-cols // plan.chunk))
+    elif isinstance(plan, PipelinedPlan) and plan.waves > 1:
+        limit = max(at_once, min(plan.waves * at_once, tiles // MIN_TILES_PER_CTA))
     else:
         limit = max(first_wave, min(at_once, rows // MIN_ROWS_PER_CTA // first_wave * first_wave))
     tiles_per_cta = -(-tiles // min(tiles, limit))
