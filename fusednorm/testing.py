@@ -95,6 +95,10 @@ class Inputs:
     bias: Tensor | None
     _known: dict[tuple[str, Case], Outputs] = field(default_factory=dict, init=False, repr=False)
 
+    def forget(self) -> None:
+        """Free what `exact` and `stock` made of them."""
+        self._known.clear()
+
 
 @dataclass(frozen=True, eq=False)
 class Outputs:

@@ -1,4 +1,4 @@
-"""The parts of the bench tool that need no GPU."""
+"""The parts of the bench tools that need no GPU."""
 
 from __future__ import annotations
 
@@ -8,14 +8,33 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import bench_norm
-from bench.candidates import CANDIDATES, floor_bytes, floor_call
+from bench import bench_norm, first_call, plot, widths
+from bench.candidates import CANDIDATES, OURS, Refused, floor_bytes, floor_call
+from bench.cases import BenchCase, Shape, add_case_arguments, make_bench_inputs, make_cases, parse_shape
+from bench.compare import compare_files
+from bench.peers import packages
+from bench.records import best_peer, load, make_record, report_row, results_path, save, summary_rows
 from bench.timing import Times, rotations
-from fusednorm.testing import Case, assert_outputs_close, make_inputs
+from fusednorm.testing import Inputs, assert_outputs_close, make_inputs
 
-CASE = Case("layer", (16, 64), weight_dtype=torch.float32, bias_dtype=torch.float32)
+CASE = BenchCase("layer", (16, 64), weight_dtype=torch.float32, bias_dtype=torch.float32)
 MACHINE = {"date": "2031-05-06T07:08:09+00:00", "gpu": "NVIDIA H200 NVL", "torch": "2", "triton": "3"}
 TIMES = Times.of([12.0, 10.0, 11.0])
+TEN = Times.of([10.0])
+
+
+def record_of(candidate: str, microseconds: float, case: BenchCase = CASE, direction="backward", **more) -> dict:
+    """A record whose floor takes 10 us, and whose middle 80% is 2% wide."""
+    times = Times.of([microseconds * factor for factor in (0.99, 1.0, 1.01)])
+    return make_record(case, direction, candidate, times, TEN, MACHINE) | more
+
+
+def parse_cases(*arguments: str) -> list[BenchCase]:
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    add_case_arguments(parser)
+    return list(make_cases(parser.parse_args(arguments)))
 
 
 def test_every_candidate_is_as_often_first_as_last():
@@ -31,28 +50,65 @@ def test_times_are_median_and_percentiles_whatever_the_order():
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
-def test_our_candidate_is_right_on_cpu_tensors(norm):
-    case = replace(CASE, norm=norm, bias_dtype=torch.float32 if norm == "layer" else None)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_our_candidate_is_right_on_cpu_tensors(norm, frozen):
+    case = replace(CASE, norm=norm, bias_dtype=torch.float32 if norm == "layer" else None, frozen=frozen)
     inputs = make_inputs(case)
-    assert_outputs_close(CANDIDATES["fusednorm"].outputs(case, inputs), case, inputs)
+    outputs = CANDIDATES[OURS].outputs(case, inputs)
+    assert_outputs_close(outputs, case, inputs)
+    assert (outputs.dweight is None) == frozen
 
 
-def test_aten_candidate_is_right_on_cpu_tensors():
-    checked = bench_norm.check(CANDIDATES["aten"], CASE, make_inputs(CASE))
-    assert checked.fault is None
-    assert set(checked.errors) == {"y", "mean", "rstd", "dx", "dweight", "dbias"}
+@pytest.mark.parametrize("candidate", ["aten", "inductor"])
+def test_candidates_that_come_with_torch_are_right_on_cpu_tensors(candidate):
+    inputs = make_inputs(CASE)
+    entry = bench_norm.enter(CANDIDATES[candidate], CASE, inputs)
+    if entry.failed and "compiler" in entry.refusal.lower():
+        pytest.skip(f"torch.compile has no C++ compiler here: {entry.refusal}")
+    assert entry.check.fault is None
+    assert set(entry.check.errors) == {"y", "mean", "rstd", "dx", "dweight", "dbias"}
 
 
-def test_check_reports_a_candidate_that_is_wrong():
-    right = CANDIDATES["fusednorm"]
+def test_check_reports_a_candidate_that_is_wrong_and_it_is_not_timed():
+    right = CANDIDATES[OURS]
 
-    def wrong(case, inputs, ahead):
-        outputs = right.backward(case, inputs, ahead)
-        return replace(outputs, dx=outputs.dx * 2)
+    def prepare(case: BenchCase, inputs: Inputs):
+        calls = right.prepare(case, inputs)
 
-    checked = bench_norm.check(replace(right, backward=wrong), CASE, make_inputs(CASE))
-    assert "dx has an element beyond its bound" in checked.fault
-    assert checked.errors["dx"] == pytest.approx(1)
+        def backward(ahead):
+            outputs = calls.backward(ahead)
+            return replace(outputs, dx=outputs.dx * 2)
+
+        return calls._replace(backward=backward)
+
+    entry = bench_norm.enter(replace(right, prepare=prepare), CASE, make_inputs(CASE))
+    assert "dx has an element beyond its bound" in entry.check.fault
+    assert entry.check.errors["dx"] == pytest.approx(1)
+    assert entry.calls is None and entry.failed
+    assert entry.refusal == "wrong: dx has a relative error of 1.0e+00"
+
+
+def test_a_peer_that_raises_is_a_line_of_the_report():
+    def prepare(case, inputs):
+        raise ValueError("no such width\nand more")
+
+    entry = bench_norm.enter(replace(CANDIDATES["aten"], prepare=prepare), CASE, make_inputs(CASE))
+    assert (entry.refusal, entry.failed, entry.calls) == ("ValueError: no such width", True, None)
+
+
+def test_a_forced_variant_that_is_the_planners_choice_is_refused_and_no_failure():
+    with pytest.raises(Refused, match="the planner's own choice"):
+        CANDIDATES["fusednorm:pipelined"].prepare(CASE, make_inputs(CASE))
+    assert not bench_norm.enter(CANDIDATES["fusednorm:pipelined"], CASE, make_inputs(CASE)).failed
+
+
+def test_candidates_that_are_not_installed_are_left_out_with_a_reason(capsys, monkeypatch):
+    monkeypatch.setattr(packages.util, "find_spec", lambda name: None)
+    chosen = bench_norm.present(["fusednorm", "aten", "cudnn", "quack", "liger", "transformer_engine"])
+    assert list(chosen) == ["fusednorm", "aten"]
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "cudnn is left out: cudnn is not installed: pip install nvidia-cudnn-frontend brings it"
+    assert len(said) == 4 and "comes as source only" in said[3]
 
 
 def test_floor_moves_the_large_tensors_of_its_direction():
@@ -64,46 +120,210 @@ def test_floor_moves_the_large_tensors_of_its_direction():
 
 
 def test_flags_make_the_cases():
-    options = bench_norm.parse(["--shapes", "8x16", "4x2", "--norms", "rms", "--weight-dtype", "fp32"])
-    first, second = bench_norm.make_cases(options)
-    assert first == Case("rms", (8, 16), 1, torch.bfloat16, torch.float32)
+    first, second = parse_cases("--shapes", "8x16", "4x2", "--norms", "rms", "--weight-dtype", "fp32")
+    assert first == BenchCase("rms", (8, 16), 1, torch.bfloat16, torch.float32)
     assert second.shape == (4, 2)
-    assert [case.shape for case in bench_norm.make_cases(bench_norm.parse([]))][:4] == [
-        (16384, 4096),
-        (8192, 8192),
-        (32768, 1024),
-        (1024, 4096),
-    ]
+    assert [case.shape for case in parse_cases()][:4] == [(16384, 4096), (8192, 8192), (32768, 1024), (1024, 4096)]
+    both = parse_cases("--set", "quick", "--shapes", "8x16", "--dtype", "bf16", "fp32", "--frozen")
+    assert len(both) == 2 * 2 * 5
+    assert both[0].output_mask == [True, False, False]
 
 
-def test_a_shape_that_is_none_is_refused(capsys):
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        ("16384x4096", Shape((16384, 4096))),
+        ("4096x32x128", Shape((4096, 32, 128))),
+        ("4096x32x128@6144", Shape((4096, 32, 128), 6144)),
+    ],
+)
+def test_shapes_are_rows_and_columns_or_tokens_heads_and_columns(text, shape):
+    assert parse_shape(text) == shape
+
+
+@pytest.mark.parametrize("text", ["16384", "4x0", "4x5x6x7", "4x5@", "4x32x128@4095"])
+def test_a_shape_that_is_none_is_refused(text, capsys):
     with pytest.raises(SystemExit):
-        bench_norm.parse(["--shapes", "16384"])
-    assert "a shape is rows x cols like 16384x4096, got 16384" in capsys.readouterr().err
+        bench_norm.parse(["--shapes", text])
+    assert f"got {text}" in capsys.readouterr().err
+
+
+def test_a_packed_shape_is_a_slice_of_longer_rows():
+    (case,) = parse_cases("--shapes", "6x2x8@40", "--norms", "rms", "--dtype", "fp32")
+    inputs = make_bench_inputs(case, "cpu")
+    assert inputs.x.stride() == (40, 8, 1)
+    assert torch.equal(inputs.x, make_inputs(case).x)
+    assert_outputs_close(CANDIDATES[OURS].outputs(case, inputs), case, inputs)
+    assert str(case).endswith("@40")
 
 
 def test_records_are_json_lines_in_a_file_named_by_date_and_gpu(tmp_path):
-    floor = Times.of([5.0])
-    record = bench_norm.make_record(CASE, "backward", "fusednorm", TIMES, floor, None, MACHINE)
-    path = bench_norm.save([record, record], MACHINE, tmp_path / "results")
+    record = make_record(CASE, "backward", "fusednorm", TIMES, Times.of([5.0]), MACHINE)
+    path = results_path(tmp_path / "results", MACHINE)
     assert path.name == "2031-05-06-nvidia-h200-nvl.jsonl"
-    bench_norm.save([record], MACHINE, tmp_path / "results")
+    save([record, record], path)
+    save([record], path)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(lines) == 3
     assert lines[0] == record
     assert (record["median_us"], record["times_floor"], record["gpu"]) == (11.0, 2.2, "NVIDIA H200 NVL")
 
 
+def test_of_two_times_of_a_cell_the_later_is_loaded(tmp_path):
+    path = tmp_path / "some.jsonl"
+    save([record_of("fusednorm", 20), record_of("fusednorm", 30), record_of("aten", 40)], path)
+    assert [(r["candidate"], r["median_us"]) for r in load([path])] == [("fusednorm", 30), ("aten", 40)]
+
+
 def test_report_says_why_a_candidate_has_no_time():
-    refused = bench_norm.make_record(CASE, "forward", "aten", None, TIMES, None, MACHINE) | {"refusal": "mixed dtypes"}
-    timed = bench_norm.make_record(CASE, "forward", "floor", TIMES, TIMES, None, MACHINE)
-    assert bench_norm.report_row(refused)[-1] == "mixed dtypes"
-    assert bench_norm.report_row(timed)[5:8] == ["11.0", "18.2%", "1.00"]
+    refused = make_record(CASE, "forward", "aten", None, TIMES, MACHINE) | {"refusal": "mixed dtypes"}
+    timed = make_record(CASE, "forward", "floor", TIMES, TIMES, MACHINE)
+    assert report_row(refused)[-1] == "mixed dtypes"
+    assert report_row(timed)[5:8] == ["11.0", "18.2%", "1.00"]
+    extras = record_of("fusednorm", 20, host_us=7.04, peak_bytes=2_500_000, errors={"dx": 1e-3}, fault="dx is off")
+    assert report_row(extras)[8:] == ["7.0", "2.5", "1.0e-03 !"]
+
+
+def test_summary_is_the_geometric_mean_over_the_floor_best_first():
+    wide = replace(CASE, shape=(16, 256))
+    records = [record_of("aten", 40), record_of("fusednorm", 20), record_of("fusednorm", 5, wide)]
+    assert summary_rows(records) == [
+        ["layer", "backward", "float32", "fusednorm", "1.000", "2"],
+        ["layer", "backward", "float32", "aten", "4.000", "1"],
+    ]
+
+
+def test_best_peer_is_neither_ours_nor_the_floor():
+    times = {"floor": 1, "fusednorm": 2, "fusednorm:pipelined": 3, "cudnn": 5, "aten": 9}
+    assert best_peer({name: record_of(name, time) for name, time in times.items()})["candidate"] == "cudnn"
+    assert best_peer({"fusednorm": record_of("fusednorm", 2)}) is None
+
+
+def compare(tmp_path, old: list[dict], new: list[dict]) -> int:
+    for name, records in (("old", old), ("new", new)):
+        (tmp_path / f"{name}.jsonl").unlink(missing_ok=True)
+        save(records, tmp_path / f"{name}.jsonl")
+    return bench_norm.main(["--compare", str(tmp_path / "old.jsonl"), str(tmp_path / "new.jsonl")])
+
+
+@pytest.mark.parametrize(("microseconds", "status"), [(20, 0), (20.7, 0), (20.9, 1), (15, 0)])
+def test_a_loss_of_more_than_3_percent_beyond_the_spread_fails_the_gate(tmp_path, microseconds, status):
+    assert compare(tmp_path, [record_of("fusednorm", 20)], [record_of("fusednorm", microseconds)]) == status
+
+
+def test_gate_lists_the_cells_that_lost_the_worst_first(tmp_path, capsys):
+    wide = replace(CASE, shape=(16, 256))
+    old = [
+        record_of("fusednorm", 20),
+        record_of("fusednorm", 20, wide),
+        record_of("fusednorm", 20, direction="forward"),
+    ]
+    new = [
+        record_of("fusednorm", 22),
+        record_of("fusednorm", 30, wide),
+        record_of("fusednorm", 20, direction="forward"),
+    ]
+    assert compare(tmp_path, old, new) == 1
+    said = capsys.readouterr().out
+    assert "3 cells compared, 0 of the old file are not in the new one, 2 lost" in said
+    assert said.index("16x256") < said.index("16x64") and "+50.0%" in said and "+10.0%" in said
+
+
+def test_gate_takes_times_as_multiples_of_the_floor_of_their_run(tmp_path):
+    slow = {"times_floor": 2.0}  # the whole machine takes 1.5 times as long
+    assert compare(tmp_path, [record_of("fusednorm", 20)], [record_of("fusednorm", 30) | slow]) == 0
+
+
+def test_gate_looks_at_our_own_times_only_and_needs_some_in_common(tmp_path, capsys):
+    ours = record_of("fusednorm", 20)
+    assert compare(tmp_path, [ours, record_of("aten", 40)], [ours, record_of("aten", 80)]) == 0
+    assert compare_files(*(tmp_path / name for name in ("old.jsonl", "old.jsonl"))) == 0
+    assert compare(tmp_path, [ours], [record_of("fusednorm", 20, direction="forward")]) == 2
+    assert "none of our cells in common" in capsys.readouterr().err
+
+
+def test_a_cell_that_failed_is_lost_and_one_that_was_refused_is_not(tmp_path):
+    none = make_record(CASE, "backward", "fusednorm", None, TEN, MACHINE)
+    assert compare(tmp_path, [record_of("fusednorm", 20)], [none | {"failed": True, "refusal": "wrong"}]) == 1
+    assert compare(tmp_path, [record_of("fusednorm", 20)], [none | {"failed": False, "refusal": "forced"}]) == 0
+
+
+def test_plots_are_drawn_of_every_direction_and_dtype(tmp_path):
+    pytest.importorskip("matplotlib")
+    records = []
+    for norm in ("layer", "rms"):
+        for cols in (1024, 4096):
+            case = BenchCase(norm, (2048, cols), 1, torch.bfloat16, torch.bfloat16)
+            times = {"floor": 10, "fusednorm": 12, "fusednorm:multi_wave": 13, "aten": 40, "cudnn": 14}
+            records += [record_of(name, time, case) for name, time in times.items()]
+    save(records, tmp_path / "some.jsonl")
+    assert plot.main([str(tmp_path / "some.jsonl"), "--out", str(tmp_path / "pictures")]) == 0
+    names = {path.name for path in (tmp_path / "pictures").iterdir()}
+    assert names == {f"some-backward-bfloat16-{kind}.png" for kind in ("floor", "roofline", "speedup")}
+    assert all(path.stat().st_size > 5000 for path in (tmp_path / "pictures").iterdir())
+
+
+def test_speedup_is_over_the_best_peer_and_the_worst_of_the_weight_dtypes():
+    mixed = replace(CASE, weight_dtype=torch.bfloat16)
+    records = [record_of("fusednorm", 20), record_of("aten", 50), record_of("cudnn", 30)]
+    records += [record_of("fusednorm", 20, mixed), record_of("aten", 22, mixed)]
+    assert plot.speedups(records) == {(16, 64): (pytest.approx(1.1), "aten")}
+
+
+def test_roofline_points_are_operations_of_the_formulas_over_bytes_and_time():
+    case = BenchCase("layer", (1000, 1000), 1, torch.bfloat16)
+    intensity, speed = plot.intensity_and_speed(record_of("fusednorm", 13, case))
+    assert (intensity, speed) == (pytest.approx(13 / 6), pytest.approx(1.0))
+
+
+def cells(shares: dict[int, float], rows=2048, norm="layer") -> list[dict]:
+    return [
+        {"norm": norm, "rows": rows, "cols": c, "us": 10 / s, "floor_us": 10, "plan": "P"} for c, s in shares.items()
+    ]
+
+
+def test_a_width_far_below_its_neighbours_is_a_cliff():
+    even = {cols: 0.8 for cols in range(1024, 4096, 256)}
+    assert widths.cliffs(cells(even)) == []
+    ((cell, share, around),) = widths.cliffs(cells(even | {2048: 0.67}))
+    assert (cell["cols"], share, around) == (2048, pytest.approx(0.67), pytest.approx(0.8))
+    assert widths.cliffs(cells(even | {2048: 0.69})) == []
+    assert len(widths.cliffs(cells(even | {1024: 0.5}))) == 1, "the first width has neighbours on one side"
+    assert widths.cliffs(cells(even) + cells({2048: 0.1}, rows=16384)) == [], "other row counts are no neighbours"
+
+
+def test_a_drop_that_stays_is_found_at_its_edge():
+    steps = {cols: 0.9 if cols <= 8192 else 0.6 for cols in range(7168, 9472, 256)}
+    assert [cell["cols"] for cell, *_ in widths.cliffs(cells(steps))] == [8448]
+
+
+def test_widths_halve_the_gaps_and_come_once_each():
+    order = widths.halving(range(0, 900, 100))
+    assert order == [0, 800, 400, 200, 600, 100, 300, 500, 700]
+    for count in range(1, 40):
+        assert sorted(widths.halving(range(count))) == list(range(count))
+
+
+def test_width_cells_leave_out_what_is_too_large_and_the_check_reads_what_was_written(tmp_path, capsys):
+    options = widths.parse(["--step", "36096"])
+    assert list(dict.fromkeys(widths.make_cells(options))) == [
+        (norm, rows, cols)
+        for cols in (768, 72960, 36864)
+        for norm in ("layer", "rms")
+        for rows in (2048, 16384)
+        if (rows, cols) != (16384, 72960)
+    ]
+    path = tmp_path / "widths.jsonl"
+    lines = [MACHINE, *([cell[name] for name in widths.FIELDS] for cell in cells({1024: 0.8, 1280: 0.8, 1536: 0.5}))]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert widths.main(["--check", str(path)]) == 1
+    assert "1 of 3 cells are 15% or more below their neighbours" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, so the tool would run")
-def test_without_a_gpu_the_tool_says_so_and_exits_with_2(capsys):
-    assert bench_norm.main([]) == 2
+@pytest.mark.parametrize("tool", [bench_norm, first_call, widths], ids=lambda tool: tool.__name__)
+def test_without_a_gpu_a_tool_says_so_and_exits_with_2(tool, capsys):
+    assert tool.main([]) == 2
     assert "needs a CUDA GPU" in capsys.readouterr().err
 
 
@@ -114,7 +334,7 @@ def test_sweep_draws_plans_of_the_variant_that_prepare_without_a_gpu(norm, varia
     from fusednorm.device import H200
 
     bf16 = torch.bfloat16
-    case = Case(norm, (16384, 4096), 1, bf16, bf16, bf16 if norm == "layer" else None)
+    case = BenchCase(norm, (16384, 4096), 1, bf16, bf16, bf16 if norm == "layer" else None)
     inputs = sweep.meta_inputs(case)
     problem = sweep.make_call(case, inputs, "backward").problem
     plans = sweep.fitting_plans(problem, H200, variant, most=5)

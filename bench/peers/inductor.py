@@ -1,0 +1,56 @@
+"""torch.compile of ATen's ops: what it makes of the same forward and backward that autograd would hand it."""
+
+from __future__ import annotations
+
+import torch
+
+from fusednorm.testing import Inputs, Outputs
+
+NAME = "inductor"
+
+
+def missing() -> str | None:
+    return None
+
+
+def prepare(case, inputs: Inputs, options: dict | None = None):
+    """One graph for each direction, of static shapes. options are Inductor's."""
+    compiled = torch.compile(dynamic=False, fullgraph=True, options=options)
+    x, dy, weight, bias, shape, eps = (
+        inputs.x, inputs.grad_out, inputs.weight, inputs.bias, case.normalized_shape, case.resolved_eps,
+    )  # fmt: skip
+    mask, aten = case.output_mask, torch.ops.aten
+
+    @compiled
+    def layer_forward(x, weight, bias):
+        return aten.native_layer_norm(x, shape, weight, bias, eps)
+
+    @compiled
+    def layer_backward(dy, x, mean, rstd, weight, bias):
+        return aten.native_layer_norm_backward(dy, x, shape, mean, rstd, weight, bias, mask)
+
+    @compiled
+    def rms_forward(x, weight):
+        return aten._fused_rms_norm(x, shape, weight, eps)
+
+    @compiled
+    def rms_backward(dy, x, rstd, weight):
+        return aten._fused_rms_norm_backward(dy, x, shape, rstd, weight, mask[:2])
+
+    def forward() -> Outputs:
+        if case.norm == "layer":
+            return Outputs(*layer_forward(x, weight, bias))
+        y, rstd = rms_forward(x, weight)
+        return Outputs(y, None, rstd)
+
+    def backward(ahead: Outputs) -> Outputs:
+        if case.norm == "layer":
+            return Outputs(None, None, None, *layer_backward(dy, x, ahead.mean, ahead.rstd, weight, bias))
+        return Outputs(None, None, None, *rms_backward(dy, x, ahead.rstd, weight))
+
+    return forward, backward
+
+
+def forget() -> None:
+    """Drop what was compiled: cases share code objects, and Dynamo stops compiling one after 8 builds."""
+    torch.compiler.reset()

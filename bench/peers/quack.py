@@ -1,0 +1,116 @@
+"""QuACK's norms, one kernel for both, called below the wrappers that take float32 weights only."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+
+import torch
+
+from fusednorm.testing import Inputs, Outputs
+
+from . import packages
+
+NAME = "quack"
+TUNING_ROUNDS = 10
+TUNING_CLUSTERS = (1, 2)  # times the cluster of its own choice
+
+
+def missing() -> str | None:
+    return packages.missing("quack", "quack-kernels") or packages.missing("cutlass", "'nvidia-cutlass-dsl[cu13]'")
+
+
+def prepare(case, inputs: Inputs, tuned: bool = False):
+    """By its own choice of configuration; tuned: the fastest of several, on several grids, found here and now."""
+    module = importlib.import_module("quack.rmsnorm")  # the package gives this name to a function, too
+    forward = _forward(module, case, inputs)
+    if not tuned:
+        grid = module.get_sm_count(case.cols, inputs.x.device)
+        return forward, _backward(case, inputs, grid, module._rmsnorm_bwd)
+    return forward, _fastest(module, case, inputs, forward())
+
+
+def _forward(module, case, inputs: Inputs):
+    x, layer = inputs.x, case.norm == "layer"
+
+    def forward() -> Outputs:
+        flat = x.reshape(case.rows, case.cols)
+        y = torch.empty_like(flat)
+        rstd = torch.empty(case.rows, dtype=torch.float32, device=x.device)
+        mean = torch.empty_like(rstd) if layer else None
+        module._rmsnorm_fwd(flat, inputs.weight, y, inputs.bias, rstd, mean, None, None, case.resolved_eps, layer)
+        stats = (None if t is None else t.reshape(case.stats_shape) for t in (mean, rstd))
+        return Outputs(y.reshape(case.shape), *stats)
+
+    return forward
+
+
+def _backward(case, inputs: Inputs, grid: int, kernel):
+    """As its own wrappers do: partial sums of each CTA, then torch's sum over them."""
+    layer = case.norm == "layer"
+    _, wants_dw, wants_db = case.output_mask
+
+    def backward(ahead: Outputs) -> Outputs:
+        x, dy = (t.reshape(case.rows, case.cols) for t in (inputs.x, inputs.grad_out))
+        dx = torch.empty_like(x)
+        dw, db = (
+            torch.empty(grid, case.cols, dtype=torch.float32, device=x.device) if wanted else None
+            for wanted in (wants_dw, wants_db)
+        )
+        mean = ahead.mean.reshape(-1) if layer else None
+        kernel(
+            x, inputs.weight, dy, ahead.rstd.reshape(-1), dx, dw, db, sm_count=grid, mean=mean, is_layernorm=layer
+        )  # fmt: skip
+        dw = dw.sum(dim=0).to(inputs.weight.dtype) if wants_dw else None
+        db = db.sum(dim=0).to(inputs.bias.dtype) if wants_db else None
+        return Outputs(dx=dx.reshape(case.shape), dweight=dw, dbias=db)
+
+    return backward
+
+
+def _fastest(module, case, inputs: Inputs, ahead: Outputs):
+    from ..timing import time_interleaved
+
+    sms = torch.cuda.get_device_properties(inputs.x.device).multi_processor_count
+    grids = dict.fromkeys((module.get_sm_count(case.cols, inputs.x.device), sms, 2 * sms))
+    found, calls = {}, {}
+    for config, grid in itertools.product(_configs(module, case), grids):
+        backward = _backward(case, inputs, grid, _configured(module, config))
+        try:
+            backward(ahead)
+        except Exception:  # a configuration that does not compile or fit is not the fastest
+            continue
+        found[config, grid] = backward
+        calls[f"{config} on {grid}"] = lambda backward=backward: backward(ahead)
+    if not found:
+        raise RuntimeError("none of its configurations runs")
+    times = time_interleaved(calls, TUNING_ROUNDS)
+    best = min(found, key=lambda pair: times["{} on {}".format(*pair)].median)
+    return found[best]
+
+
+def _configs(module, case) -> list:
+    """Its own choice, and what stands near it: the other CTA size, the copy engine, reloading, and a wider cluster."""
+    from quack.rmsnorm_config import RmsNormBwdConfig
+
+    bits = 8 * case.x_dtype.itemsize
+    own = RmsNormBwdConfig.from_analytical_heuristic(case.cols, bits, bits)
+    near = [own]
+    knobs = itertools.product((128, 256), (False, True), (None, "smem"), TUNING_CLUSTERS)
+    for threads, use_tma, reload_wdy, factor in knobs:
+        cluster = own.cluster_n * factor
+        if threads * cluster <= case.cols and cluster <= 16 and case.cols >= 1024:
+            near.append(RmsNormBwdConfig(threads, threads, cluster, reload_wdy, None, use_tma))
+    return list(dict.fromkeys(near))
+
+
+def _configured(module, config):
+    """The op of its default path, with the configuration given."""
+
+    def kernel(x, weight, dy, rstd, dx, dw, db, sm_count, mean, is_layernorm):
+        module.rmsnorm_bwd_tuned.fn(
+            x, weight, dy, rstd, dx, dw, db, sm_count=sm_count, mean=mean, is_layernorm=is_layernorm,
+            has_dw_partial=dw is not None, has_db_partial=db is not None, config=config,
+        )  # fmt: skip
+
+    return kernel

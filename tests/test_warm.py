@@ -1,0 +1,91 @@
+"""warmup without a GPU: what is to be built is known here, and built in processes that do not interpret."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compiling import DEVICES, worker_processes
+
+import fusednorm
+from fusednorm import warm
+from fusednorm.plan import MultiWavePlan
+
+H200, A100 = DEVICES[90], DEVICES[80]
+BF16, FP32 = torch.bfloat16, torch.float32
+ALL = (True, True, True)
+
+
+def wanted(norm="layer", direction="backward", cols=4096, mask=ALL, weight=BF16) -> warm.Wanted:
+    return warm.Wanted(norm, direction, cols, BF16, weight, True, mask)
+
+
+def builds_of(plans, device) -> list[str]:
+    return [build.plan.variant for build in warm.distinct_builds(plans, device)]
+
+
+def warm_up_twice(folder: str) -> tuple[int, int, int, list[bool]]:
+    """(kernels, builds on disk after the first warmup, after the second, which of what a launch looks up is there)."""
+    import os
+    from pathlib import Path
+
+    os.environ["TRITON_CACHE_DIR"] = folder
+    from fusednorm import compilation
+
+    plans = list(warm.plans_of([wanted(cols=1024), wanted(cols=1024, direction="forward")], None, H200))
+    builds = warm.distinct_builds(plans, H200)
+
+    def compile_all() -> int:
+        warm.compile_builds(builds, H200, processes=2)
+        return len(list(Path(folder).rglob("*.cubin")))
+
+    first, second = compile_all(), compile_all()
+    looked_up = [compilation.is_built(each, 90) for what, plan in plans for each in warm._launches(what, plan, "meta")]
+    return len(builds), first, second, looked_up
+
+
+def test_every_kernel_is_built_once_and_found_by_the_launches(tmp_path):
+    with worker_processes() as pool:
+        kernels, first, second, looked_up = pool.submit(warm_up_twice, str(tmp_path)).result()
+    assert kernels == first == second > 3
+    assert all(looked_up)
+
+
+def test_all_row_counts_take_every_plan_of_the_planner_and_given_ones_only_theirs():
+    every = list(warm.plans_of([wanted()], None, H200))
+    few = list(warm.plans_of([wanted()], [128], H200))
+    many = list(warm.plans_of([wanted()], [16384, 65536], H200))
+    assert [plan for _, plan in every] == [few[0][1], many[0][1]]
+    assert len(few) == len(many) == 1
+    assert list(warm.plans_of([wanted()], [0], H200)) == [], "no rows, no kernel"
+
+
+def test_plans_are_those_of_the_device_and_of_force():
+    assert {type(plan) for _, plan in warm.plans_of([wanted()], None, A100)} == {MultiWavePlan}
+    with fusednorm.force("warp_specialized"):
+        forced = list(warm.plans_of([wanted()], [16384], H200))
+    assert [plan.variant for _, plan in forced] == ["warp_specialized"]
+    with fusednorm.force("reference"):
+        assert list(warm.plans_of([wanted()], None, H200)) == []
+
+
+def test_a_finalizer_that_calls_share_is_built_once():
+    plans = [pair for cols in (1024, 4096) for pair in warm.plans_of([wanted(cols=cols)], [16384], H200)]
+    with worker_processes() as pool:
+        alone = [len(pool.submit(builds_of, [plan], H200).result()) for plan in plans]
+        together = len(pool.submit(builds_of, plans, H200).result())
+    assert (alone, together) == ([2, 2], 3)
+
+
+def test_nothing_is_compiled_where_no_gradient_is_wanted():
+    assert list(warm.plans_of([wanted(mask=(False, False, False))], None, H200)) == []
+
+
+def test_warmup_has_nothing_to_do_on_the_cpu():
+    assert fusednorm.warmup("layer", [4096], BF16, device="cpu") == 0
+
+
+def test_warmup_refuses_names_that_are_none():
+    with pytest.raises(ValueError, match="warmup: norm must be 'layer' or 'rms', got 'group'"):
+        fusednorm.warmup("group", 4096, BF16)
+    with pytest.raises(ValueError, match="warmup: directions must be 'forward' and 'backward', got 'up'"):
+        fusednorm.warmup("rms", 4096, BF16, directions=["up"])
