@@ -23,7 +23,7 @@ def _layer(case, inputs: Inputs):
     _, needs_dw, needs_db = case.output_mask
 
     def forward() -> Outputs:
-        y, _, mean, rstd, *_ = layer_norm_forward(inputs.x, inputs.weight, inputs.bias, case.resolved_eps)
+        y, _, mean, rstd, *_ = layer_norm_forward(inputs.x.contiguous(), inputs.weight, inputs.bias, case.resolved_eps)
         return Outputs(y, mean.reshape(case.stats_shape), rstd.reshape(case.stats_shape))
 
     def backward(ahead: Outputs) -> Outputs:
@@ -46,7 +46,7 @@ def _rms(case, inputs: Inputs):
     mode = 0  # Llama's
 
     def forward() -> Outputs:
-        y, _, rstd, *_ = rms_norm_forward(inputs.x, inputs.weight, case.resolved_eps, 0.0, mode, False)
+        y, _, rstd, *_ = rms_norm_forward(inputs.x.contiguous(), inputs.weight, case.resolved_eps, 0.0, mode, False)
         return Outputs(y, None, rstd.reshape(case.stats_shape))
 
     def backward(ahead: Outputs) -> Outputs:

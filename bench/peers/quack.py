@@ -9,6 +9,7 @@ import torch
 
 from fusednorm.testing import Inputs, Outputs
 
+from ..timing import time_interleaved
 from . import packages
 
 NAME = "quack"
@@ -69,24 +70,33 @@ def _backward(case, inputs: Inputs, grid: int, kernel):
 
 
 def _fastest(module, case, inputs: Inputs, ahead: Outputs):
-    from ..timing import time_interleaved
-
+    """The best configuration on its own grid, then the best grid for it."""
     sms = torch.cuda.get_device_properties(inputs.x.device).multi_processor_count
-    grids = dict.fromkeys((module.get_sm_count(case.cols, inputs.x.device), sms, 2 * sms))
-    found, calls = {}, {}
-    for config, grid in itertools.product(_configs(module, case), grids):
-        backward = _backward(case, inputs, grid, _configured(module, config))
+    own_grid = module.get_sm_count(case.cols, inputs.x.device)
+    on_own_grid = {
+        config: _backward(case, inputs, own_grid, _configured(module, config)) for config in _configs(module, case)
+    }
+    best = _quickest(on_own_grid, ahead)
+    on_grids = {
+        grid: _backward(case, inputs, grid, _configured(module, best))
+        for grid in dict.fromkeys((own_grid, sms, 2 * sms))
+    }
+    return on_grids[_quickest(on_grids, ahead)]
+
+
+def _quickest(backwards: dict, ahead: Outputs):
+    """The key of the fastest; what does not compile or fit is not the fastest."""
+    calls = {}
+    for key, backward in backwards.items():
         try:
             backward(ahead)
-        except Exception:  # a configuration that does not compile or fit is not the fastest
+        except Exception:
             continue
-        found[config, grid] = backward
-        calls[f"{config} on {grid}"] = lambda backward=backward: backward(ahead)
-    if not found:
+        calls[key] = lambda backward=backward: backward(ahead)
+    if not calls:
         raise RuntimeError("none of its configurations runs")
     times = time_interleaved(calls, TUNING_ROUNDS)
-    best = min(found, key=lambda pair: times["{} on {}".format(*pair)].median)
-    return found[best]
+    return min(times, key=lambda key: times[key].median)
 
 
 def _configs(module, case) -> list:
