@@ -90,8 +90,10 @@ def warmup(
     device = torch.device(device)
     if device.type == "cpu":
         return 0
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("warmup: must run before the capture of a CUDA graph, not during it")
+    if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("warmup: must run before the capture of a CUDA graph, not during it")
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     mask = (*map(bool, output_mask), False, False)[:3] if norm == "layer" else (*map(bool, output_mask[:2]), False)
     weight = (weight_dtype or dtype) if elementwise_affine else None
     widths = [cols] if isinstance(cols, int) else cols

@@ -69,7 +69,7 @@ def test_plans_are_those_of_the_device_and_of_force():
 
 
 def test_a_finalizer_that_calls_share_is_built_once():
-    plans = [pair for cols in (1024, 4096) for pair in warm.plans_of([wanted(cols=cols)], [16384], H200)]
+    plans = [pair for cols in (32768, 65536) for pair in warm.plans_of([wanted(cols=cols)], [16384], H200)]
     with worker_processes() as pool:
         alone = [len(pool.submit(builds_of, [plan], H200).result()) for plan in plans]
         together = len(pool.submit(builds_of, plans, H200).result())

@@ -77,10 +77,8 @@ def _fastest(module, case, inputs: Inputs, ahead: Outputs):
         config: _backward(case, inputs, own_grid, _configured(module, config)) for config in _configs(module, case)
     }
     best = _quickest(on_own_grid, ahead)
-    on_grids = {
-        grid: _backward(case, inputs, grid, _configured(module, best))
-        for grid in dict.fromkeys((own_grid, sms, 2 * sms))
-    }
+    kernel, grids = _configured(module, best), (own_grid, sms, 2 * sms)
+    on_grids = {grid: _backward(case, inputs, grid, kernel) for grid in grids}
     return on_grids[_quickest(on_grids, ahead)]
 
 
