@@ -68,12 +68,36 @@ def test_plans_are_those_of_the_device_and_of_force():
         assert list(warm.plans_of([wanted()], None, H200)) == []
 
 
-def test_a_finalizer_that_calls_share_is_built_once():
-    plans = [pair for cols in (32768, 65536) for pair in warm.plans_of([wanted(cols=cols)], [16384], H200)]
+def test_a_kernel_that_calls_share_is_built_once():
+    plans = [pair for cols in (65536, 131072) for pair in warm.plans_of([wanted(cols=cols)], [4096], A100)]
     with worker_processes() as pool:
-        alone = [len(pool.submit(builds_of, [plan], H200).result()) for plan in plans]
-        together = len(pool.submit(builds_of, plans, H200).result())
-    assert (alone, together) == ([2, 2], 3)
+        alone = [pool.submit(builds_of, [plan], A100).result() for plan in plans]
+        together = pool.submit(builds_of, plans, A100).result()
+    assert len(together) < sum(map(len, alone)), "column tiles of any width end with the same finalizer"
+
+
+def keys_of_kernels(order: list[int]) -> list[str]:
+    from fusednorm.kernels import column_sum, multiwave, pipelined, warp_specialized
+
+    kernels = (
+        multiwave.backward,
+        pipelined.backward,
+        warp_specialized.backward,
+        multiwave.forward,
+        column_sum.finalize,
+    )
+    for index in order:
+        kernels[index].cache_key  # noqa: B018  computed on first use
+    return [kernel.cache_key for kernel in kernels]
+
+
+def test_what_a_kernel_is_called_on_disk_does_not_depend_on_what_ran_before():
+    orders = ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [1, 0, 4, 2, 3])
+    keys = []
+    for order in orders:
+        with worker_processes() as pool:  # a process each: keys are computed once
+            keys.append(pool.submit(keys_of_kernels, order).result())
+    assert keys[0] == keys[1] == keys[2]
 
 
 def test_nothing_is_compiled_where_no_gradient_is_wanted():
