@@ -22,11 +22,11 @@ import fusednorm
 from fusednorm.console import progress, show_beside
 from fusednorm.testing import Inputs, Outputs, assert_outputs_close, exact, relative_error
 
-from .candidates import CANDIDATES, FLOOR, OURS, Calls, Candidate, Refused, floor_call, joined
+from .candidates import CANDIDATES, FLOOR, Calls, Candidate, Refused, floor_call, joined
 from .cases import BenchCase, add_case_arguments, make_bench_inputs, make_cases
 from .compare import compare_files
 from .peers import inductor
-from .records import RESULTS, describe_machine, make_record, print_report, read_clocks, results_path, save
+from .records import RESULTS, describe_machine, is_ours, make_record, print_report, read_clocks, results_path, save
 from .timing import capture, host_microseconds, peak_bytes, time_graphs
 
 # Relative L2 error beyond which an output is wrong, not just rounded otherwise than ours: rounding once gives 0.42 of
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     print_report(records, machine)
     if path:
         print(f"\n{len(records)} lines added to {path}")
-    faults = [record for record in records if record["candidate"] == OURS and (record["fault"] or record["failed"])]
+    faults = [record for record in records if is_ours(record["candidate"]) and (record["fault"] or record["failed"])]
     for record in faults:
         print(f"WRONG: {record['fault'] or record['refusal']}", file=sys.stderr)
     return 1 if faults else 0
@@ -136,6 +136,7 @@ def bench_case(case: BenchCase, chosen: dict[str, Candidate], options: argparse.
             records.append(record | describe(entries.get(name, Entry()), direction) | beside.get(name, {}))
             records[-1]["clocks"] = clocks
     inductor.forget()
+    torch.cuda.empty_cache()  # the graphs' own pools
     return records
 
 

@@ -27,6 +27,7 @@ COLORS = {OURS: "#c1121f", "aten": "#6c757d", "inductor": "#e09f3e", "inductor_m
 FLOPS = {("layer", "forward"): 8, ("rms", "forward"): 4, ("layer", "backward"): 13, ("rms", "backward"): 9}
 FP32_TFLOPS = {"H100": 67, "H200": 67, "A100": 19.5, "B200": 75}  # by the datasheets, outside the matrix units
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+MOST_PANELS = 7  # side by side
 TENSORS = {"forward": 2, "backward": 3}  # of rows x cols that go to or from memory
 
 
@@ -96,7 +97,7 @@ def grid_of_axes(rows: int, columns: int, width: float, height: float):
 
 def draw_shares(records: list[dict]):
     """A panel for each norm and row count: floor / time over the width, a line for each candidate."""
-    norms, row_counts = norms_of(records), sorted({record["rows"] for record in records})
+    norms, row_counts = norms_of(records), row_counts_of(records)
     figure, axes = grid_of_axes(len(norms), len(row_counts), 2.4, 2.7)
     for (i, norm), (j, rows) in itertools.product(enumerate(norms), enumerate(row_counts)):
         axis = axes[i][j]
@@ -122,6 +123,14 @@ def draw_shares(records: list[dict]):
         axis.set_xlabel("columns")
     add_legend(figure, axes)
     return figure
+
+
+def row_counts_of(records: list[dict]) -> list[int]:
+    """The row counts with the most widths, as many as fit side by side."""
+    widths: dict[int, set[int]] = {}
+    for record in records:
+        widths.setdefault(record["rows"], set()).add(record["cols"])
+    return sorted(sorted(widths, key=lambda rows: (-len(widths[rows]), -rows))[:MOST_PANELS])
 
 
 def mark_widths(axis, widths: list[int]) -> None:

@@ -159,7 +159,7 @@ def report_row(record: dict) -> list[str]:
     shape, dtype = f"{record['rows']}x{record['cols']}{packed}", record["x_dtype"]
     row = [record["norm"], record["direction"], shape, dtype, record["candidate"]]
     if record["median_us"] is None:
-        return [*row, "", "", "", "", "", record.get("refusal") or ""]
+        return [*row, "", "", "", "", "", (record.get("refusal") or "")[:60]]
     errors = record.get("errors") or {}
     worst = f"{max(errors.values()):.1e}" if errors else f"{record['floor_tb_s']:.2f} TB/s"
     fault = " !" if record.get("fault") else ""

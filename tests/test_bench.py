@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench import bench_norm, first_call, plot, widths
-from bench.candidates import CANDIDATES, OURS, Refused, floor_bytes, floor_call
+from bench.candidates import CANDIDATES, OURS, Refused, floor_bytes, floor_call, our_calls
 from bench.cases import BenchCase, Shape, add_case_arguments, make_bench_inputs, make_cases, parse_shape
 from bench.compare import compare_files
 from bench.peers import packages
@@ -59,7 +59,7 @@ def test_our_candidate_is_right_on_cpu_tensors(norm, frozen):
     assert (outputs.dweight is None) == frozen
 
 
-@pytest.mark.parametrize("candidate", ["aten", "inductor"])
+@pytest.mark.parametrize("candidate", ["aten", "inductor", "inductor_mix"])
 def test_candidates_that_come_with_torch_are_right_on_cpu_tensors(candidate):
     inputs = make_inputs(CASE)
     entry = bench_norm.enter(CANDIDATES[candidate], CASE, inputs)
@@ -263,6 +263,11 @@ def test_plots_are_drawn_of_every_direction_and_dtype(tmp_path):
     assert all(path.stat().st_size > 5000 for path in (tmp_path / "pictures").iterdir())
 
 
+def test_row_counts_with_the_most_widths_are_drawn():
+    shapes = [(rows, 4096) for rows in range(100, 112)] + [(50, 1024), (50, 2048)]
+    assert plot.row_counts_of([{"rows": rows, "cols": cols} for rows, cols in shapes]) == [50, *range(106, 112)]
+
+
 def test_speedup_is_over_the_best_peer_and_the_worst_of_the_weight_dtypes():
     mixed = replace(CASE, weight_dtype=torch.bfloat16)
     records = [record_of("fusednorm", 20), record_of("aten", 50), record_of("cudnn", 30)]
@@ -344,3 +349,87 @@ def test_sweep_draws_plans_of_the_variant_that_prepare_without_a_gpu(norm, varia
         launches, outputs = sweep.prepare(case, inputs, "backward", plan)
         assert launches[-1].kernel.__name__ in ("finalize", "backward")
         assert outputs[0].shape == inputs.x.shape
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch):
+    """CPU tensors for CUDA's, and for a graph the call itself; every candidate takes 10 us more than the last."""
+    warmed = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for tool in (bench_norm, widths):
+        monkeypatch.setattr(tool, "describe_machine", lambda: MACHINE)
+    monkeypatch.setattr(bench_norm, "make_bench_inputs", lambda case, device: make_bench_inputs(case, "cpu"))
+    monkeypatch.setattr(bench_norm, "capture", lambda call: (call(), call)[1])
+    monkeypatch.setattr(bench_norm, "read_clocks", lambda: None)
+    monkeypatch.setattr(bench_norm, "extras", lambda call, host: {"peak_bytes": 1000, "host_us": 5.0 if host else None})
+    monkeypatch.setattr(bench_norm.fusednorm, "warmup", lambda *args, **more: warmed.append((args, more)))
+
+    def times(graphs, rounds):
+        return {name: Times.of([10.0 * (place + 1)] * rounds) for place, name in enumerate(graphs)}
+
+    monkeypatch.setattr(bench_norm, "time_graphs", times)
+    return warmed
+
+
+def test_a_run_checks_times_reports_and_saves_each_candidate(pretended_gpu, tmp_path, capsys):
+    arguments = ["--shapes", "8x16", "4x2x8@40", "--dtype", "fp32", "--out", str(tmp_path), "--host"]
+    assert bench_norm.main([*arguments, "--candidates", "fusednorm", "fusednorm:pipelined", "aten"]) == 0
+    (path,) = tmp_path.iterdir()
+    records = load([path])
+    assert len(records) == 2 * 2 * 2 * 4  # shapes, norms, directions, candidates and floor
+    ours = [record for record in records if record["candidate"] == "fusednorm"]
+    assert {(r["median_us"], r["times_floor"], r["host_us"], r["fault"], r["failed"]) for r in ours} == {
+        (20.0, 2.0, 5.0, None, False)
+    }
+    forced = next(record for record in records if record["candidate"] == "fusednorm:pipelined")
+    assert (forced["median_us"], forced["refusal"]) == (None, "the planner's own choice")
+    said = capsys.readouterr().out
+    assert "8x8@40" in said and "32 lines added to" in said
+    assert [args[:3] for args, _ in pretended_gpu] == [(norm, [16], torch.float32) for norm in ("layer", "rms")] * 2
+
+
+def test_a_peer_that_cannot_be_captured_is_left_out_and_ours_that_is_wrong_is_exit_code_1(
+    pretended_gpu, tmp_path, monkeypatch, capsys
+):
+    def backward_fails(case, inputs):
+        calls, asked = our_calls(case, inputs), []
+
+        def backward(ahead):
+            asked.append(ahead)
+            if len(asked) > 1:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return calls.backward(ahead)
+
+        return calls._replace(backward=backward)
+
+    def wrong(case, inputs):
+        calls = our_calls(case, inputs)
+        return calls._replace(forward=lambda: replace(calls.forward(), y=inputs.x * 3))
+
+    peer, ours = replace(CANDIDATES["aten"], prepare=backward_fails), replace(CANDIDATES[OURS], prepare=wrong)
+    monkeypatch.setitem(CANDIDATES, "liger", replace(peer, name="liger"))
+    arguments = ["--shapes", "8x16", "--norms", "rms", "--dtype", "fp32", "--out", str(tmp_path), "--candidates"]
+    assert bench_norm.main([*arguments, "aten", "liger"]) == 0
+    refused = [r for r in load(tmp_path.iterdir()) if r["candidate"] == "liger" and r["median_us"] is None]
+    assert [(r["direction"], r["refusal"]) for r in refused] == [
+        ("backward", "backward cannot be captured: RuntimeError: operation not permitted when stream is capturing")
+    ]
+    monkeypatch.setitem(CANDIDATES, OURS, ours)
+    assert bench_norm.main([*arguments, OURS, "--no-save"]) == 1
+    assert "WRONG: rms-8x16" in capsys.readouterr().err
+
+
+def test_a_width_sweep_writes_short_lines_and_stops_in_time(pretended_gpu, tmp_path, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(widths, "compile_batch", lambda batch, options: compiled.append(batch))
+    monkeypatch.setattr(
+        widths, "measure", lambda norm, rows, cols, options: cells({cols: 0.8}, rows=rows, norm=norm)[0]
+    )
+    path = tmp_path / "widths.jsonl"
+    assert widths.main(["--step", "8192", "--out", str(path)]) == 0
+    done = widths.read(path)
+    assert len(done) == 2 * (9 + 5) and sum(map(len, compiled)) == len(done)
+    assert all(len(line) < 80 for line in path.read_text().splitlines()[1:])
+    late = tmp_path / "late.jsonl"
+    assert widths.main(["--step", "8192", "--limit-seconds", "0", "--out", str(late)]) == 0
+    assert widths.read(late) == []
