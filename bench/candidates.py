@@ -16,9 +16,9 @@ from fusednorm.device import DeviceSpec
 from fusednorm.heuristics import decide
 from fusednorm.plan import VARIANTS, Plan, ReferencePlan
 from fusednorm.problem import check_backward, check_forward
-from fusednorm.testing import Inputs, Outputs
+from fusednorm.testing import Outputs
 
-from .cases import BenchCase
+from .cases import BenchCase, BenchInputs
 from .peers import cudnn, inductor, liger, quack, transformer_engine
 
 OURS = "fusednorm"
@@ -43,7 +43,7 @@ class Candidate:
     """prepare(case, inputs) -> Calls; missing() is the reason why it cannot run on this machine at all, or None."""
 
     name: str
-    prepare: Callable[[BenchCase, Inputs], Calls]
+    prepare: Callable[[BenchCase, BenchInputs], Calls]
     missing: Callable[[], str | None] = field(default=lambda: None)
     by_default: bool = True
 
@@ -51,7 +51,7 @@ class Candidate:
     def ours(self) -> bool:
         return self.name.partition(":")[0] == OURS
 
-    def outputs(self, case: BenchCase, inputs: Inputs) -> Outputs:
+    def outputs(self, case: BenchCase, inputs: BenchInputs) -> Outputs:
         """Forward and backward together, for comparing with the oracle."""
         return joined(self.prepare(case, inputs))
 
@@ -62,20 +62,27 @@ def joined(calls: Calls) -> Outputs:
     return Outputs(ahead.y, ahead.mean, ahead.rstd, back.dx, back.dweight, back.dbias)
 
 
-def floor_call(direction: str, inputs: Inputs) -> Callable[[], object]:
-    """The stream kernel with the same traffic: forward 1 read 1 write, backward 2 reads 1 write of rows x cols."""
+def floor_call(direction: str, inputs: BenchInputs) -> Callable[[], object]:
+    """The stream kernel with the same traffic: forward 1 read 1 write, backward 2 reads 1 write of rows x cols; one
+    read more where a residual's gradient is added."""
     out = torch.empty_like(inputs.x, memory_format=torch.contiguous_format)
+    residual = inputs.residual_grad
     if direction == "forward":
         return lambda: torch.neg(inputs.x, out=out)
+    if residual is not None:
+        return lambda: torch.addcmul(residual, inputs.grad_out, inputs.x, out=out)
     return lambda: torch.add(inputs.grad_out, inputs.x, out=out)
 
 
 def floor_bytes(direction: str, case: BenchCase) -> int:
     """Bytes of the large tensors, which is what `floor_call` moves; parameters and statistics are left out."""
-    return {"forward": 2, "backward": 3}[direction] * case.rows * case.cols * case.x_dtype.itemsize
+    element = {"forward": 2, "backward": 3}[direction] * case.x_dtype.itemsize
+    if direction == "backward" and case.residual_dtype is not None:
+        element += case.residual_dtype.itemsize
+    return element * case.rows * case.cols
 
 
-def _calls(case: BenchCase, inputs: Inputs, layer_fwd, layer_bwd, rms_fwd, rms_bwd) -> Calls:
+def _calls(case: BenchCase, inputs: BenchInputs, layer_fwd, layer_bwd, rms_fwd, rms_bwd) -> Calls:
     """Ops with ATen's arguments at ATen's positions: ours are, so both are the same two functions."""
     x, dy, weight, bias, shape = inputs.x, inputs.grad_out, inputs.weight, inputs.bias, case.normalized_shape
 
@@ -94,7 +101,7 @@ def _calls(case: BenchCase, inputs: Inputs, layer_fwd, layer_bwd, rms_fwd, rms_b
     return Calls(forward, backward)
 
 
-def _aten(case: BenchCase, inputs: Inputs) -> Calls:
+def _aten(case: BenchCase, inputs: BenchInputs) -> Calls:
     aten = torch.ops.aten
     ops = (
         aten.native_layer_norm,
@@ -102,20 +109,36 @@ def _aten(case: BenchCase, inputs: Inputs) -> Calls:
         aten._fused_rms_norm,
         aten._fused_rms_norm_backward,
     )
-    return _calls(case, inputs, *ops)
+    return adding_residual(_calls(case, inputs, *ops), inputs)
 
 
-def our_calls(case: BenchCase, inputs: Inputs) -> Calls:
+def adding_residual(calls: Calls, inputs: BenchInputs) -> Calls:
+    """For whoever has no such argument: the residual's gradient is added to dx afterwards."""
+    if inputs.residual_grad is None:
+        return calls
+    return calls._replace(backward=lambda ahead: inputs.with_residual(calls.backward(ahead)))
+
+
+def our_calls(case: BenchCase, inputs: BenchInputs) -> Calls:
     """Our ops as anybody calls them."""
-    ops = torch.ops.fusednorm
-    return _calls(case, inputs, ops.layer_norm_fwd, ops.layer_norm_bwd, ops.rms_norm_fwd, ops.rms_norm_bwd)
+    ops, residual = torch.ops.fusednorm, inputs.residual_grad
+    if residual is None:
+        return _calls(case, inputs, ops.layer_norm_fwd, ops.layer_norm_bwd, ops.rms_norm_fwd, ops.rms_norm_bwd)
+
+    def layer_bwd(*arguments):
+        return ops.layer_norm_bwd_residual(*arguments[:-1], residual, arguments[-1])
+
+    def rms_bwd(*arguments):
+        return ops.rms_norm_bwd_residual(*arguments[:-1], residual, arguments[-1])
+
+    return _calls(case, inputs, ops.layer_norm_fwd, layer_bwd, ops.rms_norm_fwd, rms_bwd)
 
 
-def _ours(variant: str | None) -> Callable[[BenchCase, Inputs], Calls]:
+def _ours(variant: str | None) -> Callable[[BenchCase, BenchInputs], Calls]:
     """Our ops by a variant, or by the planner's choice. A forced variant must be another plan than the planner's in
     some direction, or its time would stand there twice."""
 
-    def prepare(case: BenchCase, inputs: Inputs) -> Calls:
+    def prepare(case: BenchCase, inputs: BenchInputs) -> Calls:
         plans = our_plans(case, inputs, variant)
         if variant and plans == our_plans(case, inputs, None):
             raise Refused("the planner's own choice")
@@ -135,7 +158,7 @@ def _ours(variant: str | None) -> Callable[[BenchCase, Inputs], Calls]:
     return prepare
 
 
-def our_plans(case: BenchCase, inputs: Inputs, variant: str | None) -> dict[str, Plan]:
+def our_plans(case: BenchCase, inputs: BenchInputs, variant: str | None) -> dict[str, Plan]:
     """The plan by direction. Raises Refused where the variant can run in neither direction."""
     x, weight, bias, shape = inputs.x, inputs.weight, inputs.bias, case.normalized_shape
     rstd = torch.empty(case.rows, dtype=case.acc_dtype, device=x.device)
@@ -143,8 +166,17 @@ def our_plans(case: BenchCase, inputs: Inputs, variant: str | None) -> dict[str,
     calls = {
         "forward": check_forward(case.norm, x, shape, weight, bias, case.resolved_eps),
         "backward": check_backward(
-            case.norm, inputs.grad_out, x, shape, mean, rstd, weight, bias, tuple(case.output_mask)
-        ),
+            case.norm,
+            inputs.grad_out,
+            x,
+            shape,
+            mean,
+            rstd,
+            weight,
+            bias,
+            tuple(case.output_mask),
+            inputs.residual_grad,
+        ),  # fmt: skip
     }
     if x.device.type == "cpu":
         return {direction: ReferencePlan("CPU tensors") for direction in calls}
@@ -157,9 +189,12 @@ def our_plans(case: BenchCase, inputs: Inputs, variant: str | None) -> dict[str,
 
 def _peer(module, *, by_default: bool = True, **options) -> Candidate:
     name = options.pop("name", module.NAME)
-    return Candidate(
-        name, lambda case, inputs: Calls(*module.prepare(case, inputs, **options)), module.missing, by_default
-    )
+
+    def prepare(case: BenchCase, inputs: BenchInputs) -> Calls:
+        calls = Calls(*module.prepare(case, inputs, **options))
+        return calls if module.ADDS_RESIDUAL else adding_residual(calls, inputs)
+
+    return Candidate(name, prepare, module.missing, by_default)
 
 
 CANDIDATES = {

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from fusednorm.testing import Case, Inputs, make_inputs
+from fusednorm.testing import Case, Inputs, Outputs, exact, make_inputs, stock
 
 NORMS = ("layer", "rms")
 DIRECTIONS = ("forward", "backward")
@@ -56,20 +56,41 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class BenchCase(Case):
-    """A case of the tests, and how it is called: x as a slice of packed rows, and without gradients of parameters."""
+    """A case of the tests, and how it is called: x as a slice of packed rows; without gradients of parameters; with a
+    gradient that comes past the norm, by the residual stream, and is added to dx."""
 
     token_stride: int | None = None
     frozen: bool = False
+    residual_dtype: torch.dtype | None = None
 
     def __str__(self) -> str:
         packed = f"@{self.token_stride}" if self.token_stride else ""
-        return super().__str__() + packed + ("-frozen" if self.frozen else "")
+        residual = f"-residual_{dtype_name(self.residual_dtype)}" if self.residual_dtype else ""
+        return super().__str__() + packed + ("-frozen" if self.frozen else "") + residual
 
     @property
     def output_mask(self) -> list[bool]:
         """(dx, dweight, dbias), as the ops take it."""
         trained = (dtype is not None and not self.frozen for dtype in (self.weight_dtype, self.bias_dtype))
         return [True, *trained]
+
+
+@dataclass(frozen=True, eq=False)
+class BenchInputs(Inputs):
+    """residual_grad has the shape of x; dx is to be the sum of the norm's gradient and it."""
+
+    residual_grad: torch.Tensor | None = None
+
+    def with_residual(self, outputs: Outputs) -> Outputs:
+        """dx and residual_grad added by torch, in a kernel of its own."""
+        if self.residual_grad is None:
+            return outputs
+        dx = outputs.dx + self.residual_grad.to(torch.promote_types(outputs.dx.dtype, self.residual_grad.dtype))
+        return dataclasses.replace(outputs, dx=dx.to(outputs.dx.dtype))
+
+
+def dtype_name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def parse_shape(text: str) -> Shape:
@@ -93,6 +114,7 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS)
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bf16"], help="of x and grad_out")
     parser.add_argument("--weight-dtype", nargs="+", choices=DTYPES, help="of the parameters (default: as x)")
+    parser.add_argument("--residual", choices=DTYPES, help="dtype of a gradient to be added to dx (default: none)")
     parser.add_argument("--frozen", action="store_true", help="no gradients of the parameters")
 
 
@@ -103,15 +125,22 @@ def make_cases(options: argparse.Namespace) -> Iterator[BenchCase]:
         for weight in options.weight_dtype or [dtype]:
             bias_dtype = DTYPES[weight] if norm == "layer" else None
             dtypes = (DTYPES[dtype], DTYPES[weight], bias_dtype)
-            yield BenchCase(norm, shape.sizes, 1, *dtypes, token_stride=shape.token_stride, frozen=options.frozen)
+            residual = DTYPES.get(options.residual)
+            yield BenchCase(norm, shape.sizes, 1, *dtypes, None, 1e-5, shape.token_stride, options.frozen, residual)
 
 
-def make_bench_inputs(case: BenchCase, device: torch.device | str) -> Inputs:
-    """The tensors of `make_inputs`, with x in packed rows where the case says so."""
+def make_bench_inputs(case: BenchCase, device: torch.device | str) -> BenchInputs:
+    """The tensors of `make_inputs`, with x in packed rows and a residual's gradient where the case says so."""
     inputs = make_inputs(case, device)
-    if case.token_stride is None:
-        return inputs
-    tokens, *rest = case.shape
-    packed = torch.zeros(tokens, case.token_stride, dtype=case.x_dtype, device=device)
-    inner = torch.empty(rest, device="meta").stride()
-    return dataclasses.replace(inputs, x=packed.as_strided(case.shape, (case.token_stride, *inner)).copy_(inputs.x))
+    x, residual_grad = inputs.x, None
+    if case.token_stride is not None:
+        packed = torch.zeros(case.shape[0], case.token_stride, dtype=case.x_dtype, device=device)
+        inner = torch.empty(case.shape[1:], device="meta").stride()
+        x = packed.as_strided(case.shape, (case.token_stride, *inner)).copy_(x)
+    if case.residual_dtype is not None:
+        residual_grad = inputs.grad_out.flip(0).to(case.residual_dtype)
+    made = BenchInputs(x, inputs.grad_out, inputs.weight, inputs.bias, residual_grad)
+    if residual_grad is not None:
+        for kind, answer in (("exact", exact(case, made)), ("stock", stock(case, made))):
+            made.remember(kind, case, made.with_residual(answer))
+    return made

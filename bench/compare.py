@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from fusednorm.console import print_table
 
-from .records import CELL, cell, is_ours, load, spread, timed
+from .records import cell, is_ours, load, shape_text, spread, timed
 
 TOLERANCE = 0.03
 
@@ -69,9 +69,8 @@ def losses(pairs: list[tuple[dict, dict]]) -> list[Loss]:
 
 
 def row(loss: Loss) -> list[str]:
-    named = dict(zip(CELL, cell(loss.old), strict=True))
-    shape = f"{named['rows']}x{named['cols']}" + (f"@{named['token_stride']}" if named["token_stride"] else "")
-    text = f"{named['norm']} {named['direction']} {shape} {named['x_dtype']}" + (" frozen" if named["frozen"] else "")
+    old = loss.old
+    text = f"{old['norm']} {old['direction']} {shape_text(old)} {old['x_dtype']}"
     start = [text, loss.old["candidate"], f"{loss.old['times_floor']:.3f}"]
     if loss.grown is None:
         return [*start, loss.new.get("refusal") or "not timed", "", ""]

@@ -21,10 +21,9 @@ import torch
 
 import fusednorm
 from fusednorm.console import print_table
-from fusednorm.testing import make_inputs
 
 from .candidates import our_calls
-from .cases import BenchCase, add_case_arguments, make_cases
+from .cases import BenchCase, add_case_arguments, make_bench_inputs, make_cases
 from .records import RESULTS, describe_machine, results_path, save
 
 STATES = ("cold", "disk", "warmup")
@@ -79,7 +78,7 @@ def in_process(case: BenchCase, state: str, cache: str) -> dict:
 
 def first_call(case: BenchCase, warm: bool) -> dict:
     """Seconds of the first and the second call of each direction in this process, waited for."""
-    inputs = make_inputs(case, "cuda")
+    inputs = make_bench_inputs(case, "cuda")
     calls = our_calls(case, inputs)
     seconds = {"warmup_s": 0.0}
     if warm:

@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not files:
         print(f"plot: needs results, got none in {RESULTS}: make bench makes some", file=sys.stderr)
         return 2
-    records = [record for record in timed(load(files)) if not record.get("token_stride")]
+    records = [record for record in timed(load(files)) if is_plain(record)]
     stem, folder = files[-1].stem, options.out or files[-1].parent
     folder.mkdir(parents=True, exist_ok=True)
     for path in draw_all(records, folder, stem):
@@ -56,6 +56,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("files", nargs="*", type=Path, help="JSON lines of bench.bench_norm (default: the newest)")
     parser.add_argument("--out", type=Path, help="folder of the pictures (default: that of the last file)")
     return parser.parse_args(arguments)
+
+
+def is_plain(record: dict) -> bool:
+    """Contiguous rows, all gradients and nothing added: what the pictures show."""
+    return not any(record.get(name) for name in ("token_stride", "frozen", "residual_dtype"))
 
 
 def newest(folder: Path) -> list[Path]:

@@ -17,14 +17,14 @@ import fusednorm
 from fusednorm.console import print_table
 
 from .candidates import FLOOR, OURS, floor_bytes
-from .cases import BenchCase
+from .cases import BenchCase, dtype_name
 from .peers import packages
 from .timing import Times
 
 RESULTS = Path(__file__).parent / "results"
 PEER_DISTRIBUTIONS = ("nvidia-cudnn-frontend", "quack-kernels", "nvidia-cutlass-dsl", "liger-kernel")
 # What names a cell: two records with the same values of these are the same measurement at two times.
-CELL = ("gpu", "norm", "direction", "rows", "cols", "x_dtype", "weight_dtype", "token_stride", "frozen")
+CELL = tuple("gpu norm direction rows cols x_dtype weight_dtype token_stride frozen residual_dtype".split())
 
 
 def describe_machine() -> dict:
@@ -60,10 +60,11 @@ def make_record(case: BenchCase, direction: str, name: str, times: Times | None,
         "direction": direction,
         "rows": case.rows,
         "cols": case.cols,
-        "x_dtype": _name(case.x_dtype),
-        "weight_dtype": _name(case.weight_dtype),
+        "x_dtype": dtype_name(case.x_dtype),
+        "weight_dtype": dtype_name(case.weight_dtype),
         "token_stride": case.token_stride,
         "frozen": case.frozen,
+        "residual_dtype": dtype_name(case.residual_dtype),
         "candidate": name,
         "median_us": None,
     }
@@ -77,10 +78,6 @@ def make_record(case: BenchCase, direction: str, name: str, times: Times | None,
         "times_floor": times.median / floor.median,
         "floor_tb_s": floor_bytes(direction, case) / floor.median / 1e6,
     }
-
-
-def _name(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def results_path(folder: Path, machine: dict, kind: str = "") -> Path:
@@ -155,9 +152,7 @@ def print_report(records: list[dict], machine: dict) -> None:
 
 
 def report_row(record: dict) -> list[str]:
-    packed = f"@{record['token_stride']}" if record.get("token_stride") else ""
-    shape, dtype = f"{record['rows']}x{record['cols']}{packed}", record["x_dtype"]
-    row = [record["norm"], record["direction"], shape, dtype, record["candidate"]]
+    row = [record["norm"], record["direction"], shape_text(record), record["x_dtype"], record["candidate"]]
     if record["median_us"] is None:
         return [*row, "", "", "", "", "", (record.get("refusal") or "")[:60]]
     errors = record.get("errors") or {}
@@ -173,6 +168,14 @@ def report_row(record: dict) -> list[str]:
         "" if peak is None else f"{peak / 1e6:.1f}",
         worst + fault,
     ]
+
+
+def shape_text(record: dict) -> str:
+    """rows x cols, and how it was called: packed rows, frozen parameters, a gradient that is added to dx."""
+    packed = f"@{record['token_stride']}" if record.get("token_stride") else ""
+    frozen = " frozen" if record.get("frozen") else ""
+    residual = f" +{record['residual_dtype']}" if record.get("residual_dtype") else ""
+    return f"{record['rows']}x{record['cols']}{packed}{frozen}{residual}"
 
 
 def summary_rows(records: list[dict]) -> list[list[str]]:

@@ -27,7 +27,7 @@ from fusednorm.problem import check_backward, check_forward
 from fusednorm.testing import Case, Inputs, exact, make_inputs, relative_error
 
 from .candidates import FLOOR, floor_call
-from .cases import DTYPES, NORMS, parse_shape
+from .cases import DTYPES, NORMS, BenchCase, make_bench_inputs, parse_shape
 from .records import RESULTS, describe_machine, results_path
 from .timing import time_interleaved
 
@@ -71,11 +71,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def cases(options: argparse.Namespace) -> Iterator[Case]:
+def cases(options: argparse.Namespace) -> Iterator[BenchCase]:
     dtype = DTYPES[options.dtype]
     for norm in options.norms:
         for shape in options.shapes:
-            yield Case(norm, shape.sizes, 1, dtype, dtype, dtype if norm == "layer" else None)
+            yield BenchCase(norm, shape.sizes, 1, dtype, dtype, dtype if norm == "layer" else None)
 
 
 def make_call(case: Case, inputs: Inputs, direction: str):
@@ -127,9 +127,9 @@ def prepare(case: Case, inputs: Inputs, direction: str, plan: Plan):
     return build(make_call(case, inputs, direction), plan)
 
 
-def sweep(case: Case, options: argparse.Namespace) -> list[dict]:
+def sweep(case: BenchCase, options: argparse.Namespace) -> list[dict]:
     """A record for each plan of the case."""
-    inputs = make_inputs(case, "cuda")
+    inputs = make_bench_inputs(case, "cuda")
     device = DeviceSpec.of(inputs.x.device)
     problem = make_call(case, inputs, options.direction).problem
     plans = [p for variant in options.variants for p in fitting_plans(problem, device, variant, options.most)]

@@ -27,10 +27,10 @@ import torch
 from fusednorm import warm
 from fusednorm.console import print_table, progress, show_beside
 from fusednorm.device import DeviceSpec
-from fusednorm.testing import Outputs, make_inputs
+from fusednorm.testing import Outputs
 
 from .candidates import FLOOR, OURS, floor_call, our_calls, our_plans
-from .cases import DTYPES, NORMS, BenchCase
+from .cases import DTYPES, NORMS, BenchCase, make_bench_inputs
 from .records import RESULTS, describe_machine, results_path
 from .timing import time_interleaved
 
@@ -145,7 +145,7 @@ def compile_batch(batch: list[tuple[str, int, int]], options: argparse.Namespace
 def measure(norm: str, rows: int, cols: int, options: argparse.Namespace) -> dict:
     dtype = DTYPES[options.dtype]
     case = BenchCase(norm, (rows, cols), 1, dtype, dtype, dtype if norm == "layer" else None)
-    inputs = make_inputs(case, "cuda")
+    inputs = make_bench_inputs(case, "cuda")
     calls, ahead = our_calls(case, inputs), statistics_of(case, inputs.x)
     both = {FLOOR: floor_call("backward", inputs), OURS: lambda: calls.backward(ahead)}
     times = time_interleaved(both, options.rounds)

@@ -53,7 +53,7 @@ def test_times_are_median_and_percentiles_whatever_the_order():
 @pytest.mark.parametrize("frozen", [False, True])
 def test_our_candidate_is_right_on_cpu_tensors(norm, frozen):
     case = replace(CASE, norm=norm, bias_dtype=torch.float32 if norm == "layer" else None, frozen=frozen)
-    inputs = make_inputs(case)
+    inputs = make_bench_inputs(case, "cpu")
     outputs = CANDIDATES[OURS].outputs(case, inputs)
     assert_outputs_close(outputs, case, inputs)
     assert (outputs.dweight is None) == frozen
@@ -61,12 +61,29 @@ def test_our_candidate_is_right_on_cpu_tensors(norm, frozen):
 
 @pytest.mark.parametrize("candidate", ["aten", "inductor", "inductor_mix"])
 def test_candidates_that_come_with_torch_are_right_on_cpu_tensors(candidate):
-    inputs = make_inputs(CASE)
+    inputs = make_bench_inputs(CASE, "cpu")
     entry = bench_norm.enter(CANDIDATES[candidate], CASE, inputs)
     if entry.failed and "compiler" in entry.refusal.lower():
         pytest.skip(f"torch.compile has no C++ compiler here: {entry.refusal}")
     assert entry.check.fault is None
     assert set(entry.check.errors) == {"y", "mean", "rstd", "dx", "dweight", "dbias"}
+
+
+@pytest.mark.parametrize("candidate", ["fusednorm", "aten", "inductor"])
+@pytest.mark.parametrize("residual", [torch.bfloat16, torch.float32])
+def test_a_residuals_gradient_is_part_of_dx_and_of_the_floor(candidate, residual):
+    bf16 = torch.bfloat16
+    case = BenchCase("layer", (16, 64), 1, bf16, bf16, bf16, residual_dtype=residual)
+    inputs = make_bench_inputs(case, "cpu")
+    checked = bench_norm.enter(CANDIDATES[candidate], case, inputs).check
+    assert checked.errors["dx"] < 4e-3
+    assert checked.fault is None or candidate != "fusednorm", "others round dx before they add, and dw in between"
+    plain = CANDIDATES["fusednorm"].outputs(replace(case, residual_dtype=None), replace(inputs, residual_grad=None))
+    joint = CANDIDATES[candidate].outputs(case, inputs)
+    torch.testing.assert_close(joint.dx - plain.dx, inputs.residual_grad.to(bf16), atol=0.1, rtol=0.05)
+    assert floor_call("backward", inputs)().dtype == bf16
+    assert floor_bytes("backward", case) == (3 * 2 + residual.itemsize) * 16 * 64
+    assert str(case).endswith("residual_bfloat16" if residual == bf16 else "residual_float32")
 
 
 def test_check_reports_a_candidate_that_is_wrong_and_it_is_not_timed():
@@ -81,7 +98,7 @@ def test_check_reports_a_candidate_that_is_wrong_and_it_is_not_timed():
 
         return calls._replace(backward=backward)
 
-    entry = bench_norm.enter(replace(right, prepare=prepare), CASE, make_inputs(CASE))
+    entry = bench_norm.enter(replace(right, prepare=prepare), CASE, make_bench_inputs(CASE, "cpu"))
     assert "dx has an element beyond its bound" in entry.check.fault
     assert entry.check.errors["dx"] == pytest.approx(1)
     assert entry.calls is None and entry.failed
@@ -92,14 +109,14 @@ def test_a_peer_that_raises_is_a_line_of_the_report():
     def prepare(case, inputs):
         raise ValueError("no such width\nand more")
 
-    entry = bench_norm.enter(replace(CANDIDATES["aten"], prepare=prepare), CASE, make_inputs(CASE))
+    entry = bench_norm.enter(replace(CANDIDATES["aten"], prepare=prepare), CASE, make_bench_inputs(CASE, "cpu"))
     assert (entry.refusal, entry.failed, entry.calls) == ("ValueError: no such width", True, None)
 
 
 def test_a_forced_variant_that_is_the_planners_choice_is_refused_and_no_failure():
     with pytest.raises(Refused, match="the planner's own choice"):
-        CANDIDATES["fusednorm:pipelined"].prepare(CASE, make_inputs(CASE))
-    assert not bench_norm.enter(CANDIDATES["fusednorm:pipelined"], CASE, make_inputs(CASE)).failed
+        CANDIDATES["fusednorm:pipelined"].prepare(CASE, make_bench_inputs(CASE, "cpu"))
+    assert not bench_norm.enter(CANDIDATES["fusednorm:pipelined"], CASE, make_bench_inputs(CASE, "cpu")).failed
 
 
 def test_candidates_that_are_not_installed_are_left_out_with_a_reason(capsys, monkeypatch):
@@ -112,7 +129,7 @@ def test_candidates_that_are_not_installed_are_left_out_with_a_reason(capsys, mo
 
 
 def test_floor_moves_the_large_tensors_of_its_direction():
-    inputs = make_inputs(CASE)
+    inputs = make_bench_inputs(CASE, "cpu")
     assert torch.equal(floor_call("forward", inputs)(), -inputs.x)
     assert torch.equal(floor_call("backward", inputs)(), inputs.x + inputs.grad_out)
     assert floor_bytes("forward", CASE) == 2 * 16 * 64 * 4

@@ -7,11 +7,13 @@ import functools
 import torch
 from torch import Tensor
 
-from fusednorm.testing import Inputs, Outputs
+from fusednorm.testing import Outputs
 
+from ..cases import BenchCase, BenchInputs
 from . import packages
 
 NAME = "cudnn"
+ADDS_RESIDUAL = False
 
 
 def missing() -> str | None:
@@ -61,12 +63,12 @@ def _handle(device_index: int) -> int:
         return cudnn.create_handle()
 
 
-def prepare(case, inputs: Inputs):
+def prepare(case: BenchCase, inputs: BenchInputs):
     handle = _handle(inputs.x.device.index)
     return _forward(case, inputs, handle), _backward(case, inputs, handle)
 
 
-def _forward(case, inputs: Inputs, handle: int):
+def _forward(case: BenchCase, inputs: BenchInputs, handle: int):
     x, weight, bias, rows, cols = inputs.x, inputs.weight, inputs.bias, case.rows, case.cols
     layer, graph = case.norm == "layer", Graph(handle)
     phase = graph.cudnn.norm_forward_phase.TRAINING
@@ -95,7 +97,7 @@ def _forward(case, inputs: Inputs, handle: int):
     return forward
 
 
-def _backward(case, inputs: Inputs, handle: int):
+def _backward(case: BenchCase, inputs: BenchInputs, handle: int):
     """It has no mask: a frozen parameter's gradient is computed all the same."""
     x, dy, weight, bias, rows, cols = inputs.x, inputs.grad_out, inputs.weight, inputs.bias, case.rows, case.cols
     layer, graph = case.norm == "layer", Graph(handle)

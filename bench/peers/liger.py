@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from fusednorm.testing import Inputs, Outputs
+from fusednorm.testing import Outputs
 
+from ..cases import BenchCase, BenchInputs
 from . import packages
 
 NAME = "liger"
+ADDS_RESIDUAL = False
 
 
 def missing() -> str | None:
     return packages.missing("liger_kernel", "liger-kernel")
 
 
-def prepare(case, inputs: Inputs):
+def prepare(case: BenchCase, inputs: BenchInputs):
     return _layer(case, inputs) if case.norm == "layer" else _rms(case, inputs)
 
 
-def _layer(case, inputs: Inputs):
+def _layer(case: BenchCase, inputs: BenchInputs):
     from liger_kernel.ops.layer_norm import layer_norm_backward, layer_norm_forward
 
     _, needs_dw, needs_db = case.output_mask
@@ -36,7 +38,7 @@ def _layer(case, inputs: Inputs):
     return forward, backward
 
 
-def _rms(case, inputs: Inputs):
+def _rms(case: BenchCase, inputs: BenchInputs):
     """As its module calls it: Llama's rounding, and dx in the place of dy, so that it gets a dy of its own."""
     from liger_kernel.ops.rms_norm import rms_norm_backward, rms_norm_forward
     from liger_kernel.ops.utils import calculate_settings

@@ -7,12 +7,14 @@ import itertools
 
 import torch
 
-from fusednorm.testing import Inputs, Outputs
+from fusednorm.testing import Outputs
 
+from ..cases import BenchCase, BenchInputs
 from ..timing import time_interleaved
 from . import packages
 
 NAME = "quack"
+ADDS_RESIDUAL = True
 TUNING_ROUNDS = 10
 TUNING_CLUSTERS = (1, 2)  # times the cluster of its own choice
 
@@ -21,7 +23,7 @@ def missing() -> str | None:
     return packages.missing("quack", "quack-kernels") or packages.missing("cutlass", "'nvidia-cutlass-dsl[cu13]'")
 
 
-def prepare(case, inputs: Inputs, tuned: bool = False):
+def prepare(case: BenchCase, inputs: BenchInputs, tuned: bool = False):
     """By its own choice of configuration; tuned: the fastest of several, on several grids, found here and now."""
     module = importlib.import_module("quack.rmsnorm")  # the package gives this name to a function, too
     forward = _forward(module, case, inputs)
@@ -31,7 +33,7 @@ def prepare(case, inputs: Inputs, tuned: bool = False):
     return forward, _fastest(module, case, inputs, forward())
 
 
-def _forward(module, case, inputs: Inputs):
+def _forward(module, case: BenchCase, inputs: BenchInputs):
     x, layer = inputs.x, case.norm == "layer"
 
     def forward() -> Outputs:
@@ -46,8 +48,9 @@ def _forward(module, case, inputs: Inputs):
     return forward
 
 
-def _backward(case, inputs: Inputs, grid: int, kernel):
-    """As its own wrappers do: partial sums of each CTA, then torch's sum over them."""
+def _backward(case: BenchCase, inputs: BenchInputs, grid: int, kernel):
+    """As its own wrappers do: partial sums of each CTA, then torch's sum over them; and for a residual of another dtype
+    than x the sum in that one, too."""
     layer = case.norm == "layer"
     _, wants_dw, wants_db = case.output_mask
 
@@ -59,8 +62,11 @@ def _backward(case, inputs: Inputs, grid: int, kernel):
             for wanted in (wants_dw, wants_db)
         )
         mean = ahead.mean.reshape(-1) if layer else None
+        residual = None if inputs.residual_grad is None else inputs.residual_grad.reshape(case.rows, case.cols)
+        own = torch.empty_like(residual) if residual is not None and residual.dtype != x.dtype else None
         kernel(
-            x, inputs.weight, dy, ahead.rstd.reshape(-1), dx, dw, db, sm_count=grid, mean=mean, is_layernorm=layer
+            x, inputs.weight, dy, ahead.rstd.reshape(-1), dx, dw, db, residual, own,
+            sm_count=grid, mean=mean, is_layernorm=layer,
         )  # fmt: skip
         dw = dw.sum(dim=0).to(inputs.weight.dtype) if wants_dw else None
         db = db.sum(dim=0).to(inputs.bias.dtype) if wants_db else None
@@ -69,7 +75,7 @@ def _backward(case, inputs: Inputs, grid: int, kernel):
     return backward
 
 
-def _fastest(module, case, inputs: Inputs, ahead: Outputs):
+def _fastest(module, case: BenchCase, inputs: BenchInputs, ahead: Outputs):
     """The best configuration on its own grid, then the best grid for it."""
     sms = torch.cuda.get_device_properties(inputs.x.device).multi_processor_count
     own_grid = module.get_sm_count(case.cols, inputs.x.device)
@@ -97,7 +103,7 @@ def _quickest(backwards: dict, ahead: Outputs):
     return min(times, key=lambda key: times[key].median)
 
 
-def _configs(module, case) -> list:
+def _configs(module, case: BenchCase) -> list:
     """Its own choice, and what stands near it: the other CTA size, the copy engine, reloading, and a wider cluster."""
     from quack.rmsnorm_config import RmsNormBwdConfig
 
@@ -115,9 +121,9 @@ def _configs(module, case) -> list:
 def _configured(module, config):
     """The op of its default path, with the configuration given."""
 
-    def kernel(x, weight, dy, rstd, dx, dw, db, sm_count, mean, is_layernorm):
+    def kernel(x, weight, dy, rstd, dx, dw, db, residual, own, sm_count, mean, is_layernorm):
         module.rmsnorm_bwd_tuned.fn(
-            x, weight, dy, rstd, dx, dw, db, sm_count=sm_count, mean=mean, is_layernorm=is_layernorm,
+            x, weight, dy, rstd, dx, dw, db, residual, own, sm_count=sm_count, mean=mean, is_layernorm=is_layernorm,
             has_dw_partial=dw is not None, has_db_partial=db is not None, config=config,
         )  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 NAME = "transformer_engine"
+ADDS_RESIDUAL = False
 
 
 def missing() -> str | None:
