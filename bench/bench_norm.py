@@ -110,12 +110,14 @@ def compile_ours(cases: list[BenchCase], chosen: dict[str, Candidate]) -> None:
     for case in cases:
         if case.token_stride is None:
             mask = tuple(case.output_mask)
-            problems.setdefault((case.norm, case.x_dtype, case.weight_dtype, mask), set()).add(case.cols)
+            key = (case.norm, case.x_dtype, case.weight_dtype, mask, case.residual_dtype)
+            problems.setdefault(key, set()).add(case.cols)
     variants = [name.partition(":")[2] or None for name, candidate in chosen.items() if candidate.ours]
     for variant in variants:
         with fusednorm.force(variant):
-            for (norm, dtype, weight_dtype, mask), cols in problems.items():
-                fusednorm.warmup(norm, sorted(cols), dtype, weight_dtype=weight_dtype, output_mask=mask)
+            for (norm, dtype, weight_dtype, mask, residual), cols in problems.items():
+                more = {"weight_dtype": weight_dtype, "output_mask": mask, "residual_dtype": residual}
+                fusednorm.warmup(norm, sorted(cols), dtype, **more)
 
 
 def bench_case(case: BenchCase, chosen: dict[str, Candidate], options: argparse.Namespace, machine: dict) -> list[dict]:

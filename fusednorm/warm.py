@@ -34,6 +34,7 @@ class Wanted(NamedTuple):
     weight_dtype: torch.dtype | None
     has_bias: bool
     output_mask: tuple[bool, bool, bool]
+    residual_dtype: torch.dtype | None = None  # of a gradient that is added to dx
 
     def call(self, device: torch.device | str) -> ForwardCall | BackwardCall:
         """The checked call, on FEW_ROWS rows of zeros."""
@@ -48,7 +49,9 @@ class Wanted(NamedTuple):
             return check_forward(self.norm, x, shape, weight, bias, 1e-5)
         rstd = zeros(FEW_ROWS, dtype=accumulation_dtype(self.dtype))
         mean = rstd if layer else None
-        return check_backward(self.norm, torch.zeros_like(x), x, shape, mean, rstd, weight, bias, self.output_mask)
+        residual = zeros(FEW_ROWS, self.cols, dtype=self.residual_dtype)
+        grads = (mean, rstd, weight, bias, self.output_mask, residual)
+        return check_backward(self.norm, torch.zeros_like(x), x, shape, *grads)
 
 
 class Build(NamedTuple):
@@ -72,6 +75,7 @@ def warmup(
     bias: bool = True,
     rows: int | Sequence[int] | None = None,
     output_mask: Sequence[bool] = (True, True, True),
+    residual_dtype: torch.dtype | None = None,
     directions: Sequence[str] = ("forward", "backward"),
     device: torch.device | str = "cuda",
     processes: int | None = None,
@@ -80,7 +84,8 @@ def warmup(
 
     norm is "layer" or "rms"; cols the sizes of a row; dtype that of x and of its gradient; weight_dtype that of weight
     and bias (None: dtype). Without elementwise_affine there is no weight, and without bias LayerNorm has none. rows are
-    the row counts to come; None stands for all. output_mask says which gradients will be wanted, (dx, dweight, dbias).
+    the row counts to come; None stands for all. output_mask says which gradients will be wanted, (dx, dweight, dbias);
+    residual_dtype is that of a gradient which the backward adds to dx, where there is one.
     Rows are taken to be contiguous, and aligned to 16 bytes where their size allows it. Honours `force`.
 
     processes (default: one for each CPU) share the work. Returns how many kernels there are; on a CPU device, none.
@@ -97,7 +102,9 @@ def warmup(
     mask = (*map(bool, output_mask), False, False)[:3] if norm == "layer" else (*map(bool, output_mask[:2]), False)
     weight = (weight_dtype or dtype) if elementwise_affine else None
     widths = [cols] if isinstance(cols, int) else cols
-    wanted = [Wanted(norm, each, width, dtype, weight, bias, mask) for width in widths for each in directions]
+    wanted = [
+        Wanted(norm, each, width, dtype, weight, bias, mask, residual_dtype) for width in widths for each in directions
+    ]
     spec = DeviceSpec.of(device)
     plans = list(plans_of(wanted, [rows] if isinstance(rows, int) else rows, spec))
     builds = distinct_builds(plans, spec)

@@ -97,6 +97,12 @@ def test_what_a_kernel_is_called_on_disk_does_not_depend_on_what_ran_before():
         assert there.result() == back.result()
 
 
+def test_a_gradient_to_be_added_is_a_problem_of_its_own():
+    residual = wanted()._replace(residual_dtype=FP32)
+    assert residual.call("meta").problem.residual_dtype == FP32
+    assert wanted().call("meta").problem != residual.call("meta").problem
+
+
 def test_nothing_is_compiled_where_no_gradient_is_wanted():
     assert list(warm.plans_of([wanted(mask=(False, False, False))], None, H200)) == []
 
