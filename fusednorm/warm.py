@@ -158,9 +158,11 @@ def compile_builds(builds: list[Build], device: DeviceSpec, processes: int | Non
         _compile(builds, device.arch)
         return
     workers = [_start_worker(builds[start::count], device.arch) for start in range(count)]
-    failures = [text for worker in workers if (text := worker.communicate()[1]) and worker.returncode]
+    said = [worker.communicate()[1].decode(errors="replace").strip() for worker in workers]
+    failures = [text for worker, text in zip(workers, said, strict=True) if worker.returncode]
     if failures:
-        raise RuntimeError(f"warmup: a kernel does not compile: {failures[0].strip().splitlines()[-1]}")
+        last_line = (failures[0].splitlines() or ["its process was killed"])[-1]
+        raise RuntimeError(f"warmup: a kernel does not compile: {last_line}")
 
 
 def _start_worker(builds: list[Build], arch: int) -> subprocess.Popen:

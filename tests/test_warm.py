@@ -16,6 +16,12 @@ ALL = (True, True, True)
 ORDER = [1, 0, 4, 2, 3]  # of asking for the kernels' keys
 
 
+@pytest.fixture(scope="module")
+def workers():
+    with worker_processes() as pool:
+        yield pool
+
+
 def wanted(norm="layer", direction="backward", cols=4096, mask=ALL, weight=BF16) -> warm.Wanted:
     return warm.Wanted(norm, direction, cols, BF16, weight, True, mask)
 
@@ -32,7 +38,8 @@ def warm_up_twice(folder: str) -> tuple[int, int, int, list[bool]]:
     os.environ["TRITON_CACHE_DIR"] = folder
     from fusednorm import compilation
 
-    plans = list(warm.plans_of([wanted(cols=1024), wanted(cols=1024, direction="forward")], None, H200))
+    both = [wanted(norm, direction, 512) for norm in ("layer", "rms") for direction in ("forward", "backward")]
+    plans = list(warm.plans_of(both, None, H200))
     builds = warm.distinct_builds(plans, H200)
 
     def compile_all() -> int:
@@ -44,9 +51,8 @@ def warm_up_twice(folder: str) -> tuple[int, int, int, list[bool]]:
     return len(builds), first, second, looked_up
 
 
-def test_every_kernel_is_built_once_and_found_by_the_launches(tmp_path):
-    with worker_processes() as pool:
-        kernels, first, second, looked_up = pool.submit(warm_up_twice, str(tmp_path)).result()
+def test_every_kernel_is_built_once_and_found_by_the_launches(tmp_path, workers):
+    kernels, first, second, looked_up = workers.submit(warm_up_twice, str(tmp_path)).result()
     assert kernels == first == second > 3
     assert all(looked_up)
 
@@ -69,10 +75,22 @@ def test_plans_are_those_of_the_device_and_of_force():
         assert list(warm.plans_of([wanted()], None, H200)) == []
 
 
-def test_a_kernel_that_calls_share_is_built_once():
+def compile_what_no_gpu_takes() -> str:
+    plans = [MultiWavePlan(1, chunk, 1, 4, 1, 128) for chunk in (1000, 1001, 1002)]  # no powers of two
+    try:
+        warm.compile_builds([warm.Build(wanted(), plan, 0) for plan in plans], H200, processes=2)
+    except RuntimeError as error:
+        return str(error)
+    return "compiled"
+
+
+def test_what_a_process_cannot_compile_is_raised_in_this_one(workers):
+    assert workers.submit(compile_what_no_gpu_takes).result().startswith("warmup: a kernel does not compile: ")
+
+
+def test_a_kernel_that_calls_share_is_built_once(workers):
     plans = [pair for cols in (65536, 131072) for pair in warm.plans_of([wanted(cols=cols)], [4096], A100)]
-    with worker_processes() as pool:
-        *alone, together = pool.submit(numbers_of_builds, [*([plan] for plan in plans), plans], A100).result()
+    *alone, together = workers.submit(numbers_of_builds, [*([plan] for plan in plans), plans], A100).result()
     assert together < sum(alone), "column tiles of any width end with the same finalizer"
 
 
