@@ -2,8 +2,9 @@
 
     python -m bench.first_call --shapes 16384x4096 --norms layer
 
-Each is measured in a process of its own, the first and the third with an empty Triton cache. One JSON line per shape,
-norm and state goes to bench/results/<date>-<gpu>-first-call.jsonl. Exit code 2 without a CUDA GPU.
+Each is measured in a process of its own, the first and the third with an empty Triton cache; then it counts the kernels
+that further row counts ask for. One JSON line per shape, norm and state goes to
+bench/results/<date>-<gpu>-first-call.jsonl. Exit code 2 without a CUDA GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,11 +24,12 @@ import torch
 import fusednorm
 from fusednorm.console import print_table
 
-from .candidates import our_calls
-from .cases import BenchCase, add_case_arguments, make_bench_inputs, make_cases
+from .candidates import joined, our_calls
+from .cases import DTYPES, BenchCase, add_case_arguments, make_bench_inputs, make_cases
 from .records import RESULTS, describe_machine, results_path, save
 
 STATES = ("cold", "disk", "warmup")
+FURTHER_ROWS = (1, 2, 17, 128, 1000, 2048, 4097, 12345, 16384)
 COLUMNS = ("warmup_s", "forward_s", "backward_s", "second_forward_s", "second_backward_s")
 
 
@@ -41,8 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
     machine, records = describe_machine(), []
     for case in make_cases(options):
         records += [machine | record for record in measure(case)]
-    rows = [[f"{r['norm']} {r['rows']}x{r['cols']}", r["state"], *(f"{r[c]:.4f}" for c in COLUMNS)] for r in records]
-    print_table("Seconds of the first call", ["case", "state", *(c.removesuffix("_s") for c in COLUMNS)], rows, "bench")
+    header = ["case", "state", *(name.removesuffix("_s") for name in COLUMNS), "further builds"]
+    print_table("Seconds of the first call", header, [row(record) for record in records], "bench")
     save(records, results_path(options.out, machine, "-first-call"))
     return 0
 
@@ -53,6 +56,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON lines (default: bench/results)")
     parser.add_argument("--child", choices=STATES, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
+
+
+def row(record: dict) -> list[str]:
+    seconds = (f"{record[name]:.4f}" for name in COLUMNS)
+    case = f"{record['norm']} {record['rows']}x{record['cols']}"
+    return [case, record["state"], *seconds, str(record["further_builds"])]
 
 
 def measure(case: BenchCase) -> list[dict]:
@@ -67,13 +76,17 @@ def measure(case: BenchCase) -> list[dict]:
 
 def in_process(case: BenchCase, state: str, cache: str) -> dict:
     """`first_call` of a fresh process with that folder as Triton's cache."""
-    dtype = str(case.x_dtype).removeprefix("torch.")
-    short = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}[dtype]
-    command = [sys.executable, "-m", "bench.first_call", "--child", state, "--norms", case.norm, "--dtype", short]
-    command += ["--shapes", "x".join(map(str, case.shape))]
+    command = [sys.executable, "-m", "bench.first_call", "--child", state, *arguments_of(case)]
     environment = {**os.environ, "TRITON_CACHE_DIR": cache}
     answer = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
     return json.loads(answer.splitlines()[-1])
+
+
+def arguments_of(case: BenchCase) -> list[str]:
+    """The flags that make this case of contiguous rows again."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    dtypes = ["--dtype", names[case.x_dtype], "--weight-dtype", names[case.weight_dtype]]
+    return ["--norms", case.norm, "--shapes", f"{case.rows}x{case.cols}", *dtypes]
 
 
 def first_call(case: BenchCase, warm: bool) -> dict:
@@ -84,12 +97,23 @@ def first_call(case: BenchCase, warm: bool) -> dict:
     if warm:
         arguments = (case.norm, case.cols, case.x_dtype)
         seconds["warmup_s"], _ = timed(
-            lambda: fusednorm.warmup(*arguments, weight_dtype=case.weight_dtype, rows=case.rows)
+            lambda: fusednorm.warmup(*arguments, weight_dtype=case.weight_dtype, rows=[case.rows, *FURTHER_ROWS])
         )
     for prefix in ("", "second_"):
         seconds[f"{prefix}forward_s"], ahead = timed(calls.forward)
         seconds[f"{prefix}backward_s"], _ = timed(lambda ahead=ahead: calls.backward(ahead))
-    return seconds
+    return seconds | {"further_builds": further_builds(case)}
+
+
+def further_builds(case: BenchCase) -> int:
+    """Kernels that Triton builds, or takes from disk, when the row count goes through FURTHER_ROWS."""
+    from triton import knobs
+
+    built: list[str] = []
+    knobs.runtime.jit_post_compile_hook = lambda **build: built.append(build["fn"].name)
+    for rows in FURTHER_ROWS:
+        joined(our_calls(case, make_bench_inputs(replace(case, shape=(rows, case.cols)), "cuda")))
+    return len(built)
 
 
 def timed(call) -> tuple[float, object]:

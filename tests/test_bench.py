@@ -135,6 +135,11 @@ def test_flags_make_the_cases():
     assert both[0].output_mask == [True, False, False]
 
 
+def test_a_process_of_its_own_is_given_the_same_case():
+    for case in parse_cases("--dtype", "fp16", "fp32", "--weight-dtype", "bf16"):
+        assert parse_cases(*first_call.arguments_of(case)) == [case]
+
+
 @pytest.mark.parametrize(
     ("text", "shape"),
     [

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from bench import bench_norm, plot, widths
+from bench import bench_norm, first_call, plot, widths
 
 pytestmark = pytest.mark.gpu
 
@@ -38,3 +38,11 @@ def test_widths_are_swept_and_checked(tmp_path):
     cells = widths.read(path)
     assert sorted(cell["cols"] for cell in cells) == [1024, 1024, 1280, 1280, 1536, 1536]
     assert all(0 < cell["floor_us"] and 0 < cell["us"] < 1e4 for cell in cells)
+
+
+def test_first_calls_are_timed_in_each_state_and_further_rows_build_nothing_after_warmup(tmp_path):
+    assert first_call.main(["--shapes", "2048x1024", "--norms", "rms", "--out", str(tmp_path)]) == 0
+    cold, disk, warm = lines_of(tmp_path)
+    assert [record["state"] for record in (cold, disk, warm)] == ["cold", "disk", "warmup"]
+    assert cold["forward_s"] + cold["backward_s"] > disk["forward_s"] + disk["backward_s"]
+    assert warm["warmup_s"] > 0 and warm["further_builds"] == 0
