@@ -22,7 +22,7 @@ import fusednorm
 from fusednorm.console import progress, show_beside
 from fusednorm.testing import Inputs, Outputs, assert_outputs_close, exact, relative_error
 
-from .candidates import CANDIDATES, FLOOR, Calls, Candidate, Refused, floor_call, joined
+from .candidates import CANDIDATES, FLOOR, OURS, Calls, Candidate, Refused, floor_call, joined
 from .cases import BenchCase, add_case_arguments, make_bench_inputs, make_cases
 from .compare import compare_files
 from .peers import inductor
@@ -129,7 +129,9 @@ def bench_case(case: BenchCase, chosen: dict[str, Candidate], options: argparse.
     for direction in options.directions:
         graphs, beside = {FLOOR: capture(floor_call(direction, inputs))}, {}
         for name, entry in entries.items():
-            if entry.calls:
+            if repeats(name, entries, direction):
+                beside[name] = {"refusal": "the planner's own choice"}
+            elif entry.calls:
                 graphs |= captured(name, entry, direction)
                 beside[name] = extras(timed_call(entry.calls, direction), options.host) if name in graphs else {}
         times, clocks = time_graphs(graphs, options.rounds), read_clocks()
@@ -140,6 +142,14 @@ def bench_case(case: BenchCase, chosen: dict[str, Candidate], options: argparse.
     inductor.forget()
     torch.cuda.empty_cache()  # the graphs' own pools
     return records
+
+
+def repeats(name: str, entries: dict[str, Entry], direction: str) -> bool:
+    """Whether a forced variant runs what the planner chooses in this direction: its time would stand there twice."""
+    entry, own = entries[name], entries.get(OURS)
+    if name == OURS or not is_ours(name) or not (entry.calls and own and own.calls):
+        return False
+    return entry.calls.plans[direction] == own.calls.plans[direction]
 
 
 def captured(name: str, entry: Entry, direction: str) -> dict[str, torch.cuda.CUDAGraph]:

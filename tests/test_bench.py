@@ -10,7 +10,7 @@ import torch
 from bench_records import CASE, MACHINE, TIMES, cells, record_of
 
 from bench import bench_norm, first_call, widths
-from bench.candidates import CANDIDATES, OURS, Refused, floor_bytes, floor_call, our_calls
+from bench.candidates import CANDIDATES, OURS, Calls, Refused, floor_bytes, floor_call, our_calls
 from bench.cases import BenchCase, Shape, add_case_arguments, make_bench_inputs, make_cases, parse_shape
 from bench.peers import packages
 from bench.records import best_peer, load, make_record, report_row, results_path, save, summary_rows
@@ -271,6 +271,16 @@ def test_a_run_checks_times_reports_and_saves_each_candidate(pretended_gpu, tmp_
     said = capsys.readouterr().out
     assert "8x8@40" in said and "32 lines added to" in said
     assert [args[:3] for args, _ in pretended_gpu] == [(norm, [16], torch.float32) for norm in ("layer", "rms")] * 2
+
+
+def test_a_forced_variant_is_timed_only_where_its_plan_is_another():
+    def entry(**plans: str) -> bench_norm.Entry:
+        return bench_norm.Entry(calls=Calls(lambda: None, lambda ahead: None, plans))
+
+    entries = {OURS: entry(forward="A", backward="B"), "fusednorm:pipelined": entry(forward="A", backward="C")}
+    entries |= {"aten": entry(), "fusednorm:multi_wave": bench_norm.Entry(refusal="cannot run")}
+    again = [(n, d) for n in entries for d in ("forward", "backward") if bench_norm.repeats(n, entries, d)]
+    assert again == [("fusednorm:pipelined", "forward")]
 
 
 def test_a_peer_that_cannot_be_captured_is_left_out_and_ours_that_is_wrong_is_exit_code_1(
