@@ -1,4 +1,4 @@
-# make demo | test | test-gpu | bench | budgets | lint        in .venv, made on first use
+# make demo | test | test-gpu | bench | plot | budgets | lint        in .venv, made on first use
 # make test VENV=none                               in the current python3, as it is: nothing installed, no network
 
 VENV ?= .venv
@@ -14,7 +14,7 @@ READY := $(VENV)/.ready
 endif
 PIP := $(PYTHON) -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test test-gpu bench budgets lint clean
+.PHONY: demo test test-gpu bench plot budgets lint clean
 
 demo: $(READY)
 	$(PYTHON) -m fusednorm demo
@@ -26,7 +26,11 @@ test-gpu: $(READY)
 	$(PYTHON) -m pytest -m gpu
 
 bench: $(READY)
-	$(PYTHON) -m bench.bench_norm
+	$(PYTHON) -m bench.bench_norm $(BENCH)
+
+# Pictures of the newest results, or of FILES.
+plot: $(READY)
+	$(PYTHON) -m bench.plot $(FILES)
 
 # Every plan of the planner against the compiler: thousands of builds, hours on two cores.
 budgets: $(READY)

@@ -24,7 +24,7 @@ setup(
     install_requires=["torch>=2.11", f"triton>=3.6; {LINUX}"],
     extras_require={
         "test": ["pytest", "hypothesis", "expecttest", "numpy", "ruff", "setuptools>=68"],
-        "bench": ["rich", "tqdm"],
+        "bench": ["matplotlib", "rich", "tqdm"],
         "demo": ["matplotlib", "rich", "tqdm"],
     },
     classifiers=[

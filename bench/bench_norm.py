@@ -1,39 +1,37 @@
-"""Times LayerNorm and RMSNorm, forward and backward, beside ATen and a stream kernel that moves the same bytes.
+"""Times LayerNorm and RMSNorm, forward and backward, beside other implementations and a stream of the same bytes.
 
-    python -m bench.bench_norm --shapes 16384x4096 8192x5120 --norms layer --dtype bf16
+    python -m bench.bench_norm --shapes 16384x4096 8192x5120 --norms layer --dtype bf16 fp32
+    python -m bench.bench_norm --compare old.jsonl new.jsonl
 
-Every output is compared with float64 autograd before anything is timed. One JSON line per time goes to
-bench/results/<date>-<gpu>.jsonl; exit code 1 if one of our outputs is wrong, 2 without a CUDA GPU.
+Every output is compared with float64 autograd before anything is timed: a candidate that is wrong is reported and not
+timed. One JSON line per time goes to bench/results/<date>-<gpu>.jsonl. Exit code 1 if one of our outputs is wrong or
+fails, or if --compare finds a loss; 2 without a CUDA GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import datetime
-import json
-import re
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
 
 import fusednorm
-from fusednorm.console import print_table, progress, show_beside
-from fusednorm.testing import Case, Inputs, Outputs, assert_outputs_close, exact, make_inputs, relative_error
+from fusednorm.console import progress, show_beside
+from fusednorm.testing import Inputs, Outputs, assert_outputs_close, exact, relative_error
 
-from .candidates import CANDIDATES, Candidate, floor_bytes, floor_call
-from .timing import Times, time_interleaved
+from .candidates import CANDIDATES, FLOOR, OURS, Calls, Candidate, Refused, floor_call, joined
+from .cases import BenchCase, add_case_arguments, make_bench_inputs, make_cases
+from .compare import compare_files
+from .peers import inductor
+from .records import RESULTS, describe_machine, is_ours, make_record, print_report, read_clocks, results_path, save
+from .timing import capture, host_microseconds, peak_bytes, time_graphs
 
-SHAPES = ("16384x4096", "8192x8192", "32768x1024", "1024x4096")
-NORMS = ("layer", "rms")
-DIRECTIONS = ("forward", "backward")
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-FLOOR = "floor"
-RESULTS = Path(__file__).parent / "results"
+# Relative L2 error beyond which an output is wrong, not just rounded otherwise than ours: rounding once gives 0.42 of
+# the machine epsilon (bfloat16: 1.7e-3), and peers round some intermediate results, too.
+WRONG = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 1e-5, torch.float64: 1e-13}
 
 
 @dataclass(frozen=True)
@@ -44,81 +42,147 @@ class Check:
     fault: str | None
 
 
+@dataclass
+class Entry:
+    """A candidate on one case: what it may be timed by, or the refusal; failed says that this is its own fault."""
+
+    calls: Calls | None = None
+    check: Check | None = None
+    refusal: str | None = None
+    failed: bool = False
+
+
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
+    if options.compare:
+        return compare_files(*options.compare)
     if not torch.cuda.is_available():
         print("bench_norm: needs a CUDA GPU, got none (python -m fusednorm doctor says more)", file=sys.stderr)
         return 2
+    chosen = present(options.candidates)
     cases = list(make_cases(options))
     machine, records = describe_machine(), []
+    path = None if options.no_save else results_path(options.out, machine)
+    compile_ours(cases, chosen)
     bar = progress(cases, "cases", "bench")
     for case in bar:
         show_beside(bar, str(case))
-        records += bench_case(case, options.candidates, options.directions, options.rounds, machine)
+        made = bench_case(case, chosen, options, machine)
+        records += made
+        if path:
+            save(made, path)
     print_report(records, machine)
-    if not options.no_save:
-        print(f"\n{len(records)} lines added to {save(records, machine, options.out)}")
-    faults = [record for record in records if record["candidate"] == "fusednorm" and record["fault"]]
+    if path:
+        print(f"\n{len(records)} lines added to {path}")
+    faults = [record for record in records if is_ours(record["candidate"]) and (record["fault"] or record["failed"])]
     for record in faults:
-        print(f"WRONG: {record['fault']}", file=sys.stderr)
+        print(f"WRONG: {record['fault'] or record['refusal']}", file=sys.stderr)
     return 1 if faults else 0
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.bench_norm", description=__doc__.splitlines()[0])
-    shapes = [parse_shape(shape) for shape in SHAPES]
-    parser.add_argument("--shapes", nargs="+", type=parse_shape, default=shapes, metavar="MxN")
-    parser.add_argument("--norms", nargs="+", choices=NORMS, default=NORMS)
-    parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS)
-    parser.add_argument("--candidates", nargs="+", choices=CANDIDATES, default=list(CANDIDATES))
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of x and grad_out (default: bf16)")
-    parser.add_argument("--weight-dtype", choices=DTYPES, help="of the parameters (default: as --dtype)")
+    add_case_arguments(parser)
+    default = [name for name, candidate in CANDIDATES.items() if candidate.by_default]
+    parser.add_argument("--candidates", nargs="+", choices=CANDIDATES, default=default)
     parser.add_argument("--rounds", type=int, default=50, help="timed replays of each candidate (default: 50)")
+    parser.add_argument("--host", action="store_true", help="host time of an eager call, too")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON lines (default: bench/results)")
     parser.add_argument("--no-save", action="store_true", help="print only")
+    parser.add_argument(
+        "--compare", nargs=2, type=Path, metavar=("OLD", "NEW"), help="measure nothing: what got slower?"
+    )
     return parser.parse_args(arguments)
 
 
-def parse_shape(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"a shape is rows x cols like 16384x4096, got {text}")
-    return int(match[1]), int(match[2])
+def present(names: Iterable[str]) -> dict[str, Candidate]:
+    """The candidates that are on this machine; why the others are not is printed."""
+    reasons = {name: CANDIDATES[name].missing() for name in names}
+    for name, reason in reasons.items():
+        if reason:
+            print(f"{name} is left out: {reason}")
+    return {name: CANDIDATES[name] for name, reason in reasons.items() if not reason}
 
 
-def make_cases(options: argparse.Namespace) -> Iterator[Case]:
-    dtype = DTYPES[options.dtype]
-    weight_dtype = DTYPES[options.weight_dtype or options.dtype]
-    for norm in options.norms:
-        for shape in options.shapes:
-            yield Case(norm, shape, 1, dtype, weight_dtype, weight_dtype if norm == "layer" else None)
+def compile_ours(cases: list[BenchCase], chosen: dict[str, Candidate]) -> None:
+    """Our kernels of all contiguous cases, side by side, before the first is timed."""
+    problems: dict[tuple, set[int]] = {}
+    for case in cases:
+        if case.token_stride is None:
+            mask = tuple(case.output_mask)
+            key = (case.norm, case.x_dtype, case.weight_dtype, mask, case.residual_dtype)
+            problems.setdefault(key, set()).add(case.cols)
+    variants = [name.partition(":")[2] or None for name, candidate in chosen.items() if candidate.ours]
+    for variant in variants:
+        with fusednorm.force(variant):
+            for (norm, dtype, weight_dtype, mask, residual), cols in problems.items():
+                more = {"weight_dtype": weight_dtype, "output_mask": mask, "residual_dtype": residual}
+                fusednorm.warmup(norm, sorted(cols), dtype, **more)
 
 
-def bench_case(case: Case, names: list[str], directions: list[str], rounds: int, machine: dict) -> list[dict]:
+def bench_case(case: BenchCase, chosen: dict[str, Candidate], options: argparse.Namespace, machine: dict) -> list[dict]:
     """Check, then time, all candidates on one case; a record per direction and candidate, the floor included."""
-    inputs = make_inputs(case, "cuda")
-    checks: dict[str, Check] = {}
-    refusals: dict[str, str] = {}
-    for name in names:
-        try:
-            checks[name] = check(CANDIDATES[name], case, inputs)
-        except (RuntimeError, NotImplementedError) as error:
-            refusals[name] = str(error).splitlines()[0]
-    inputs = dataclasses.replace(inputs)  # without the oracle's float64 tensors, which would hold most of the memory
+    inputs = make_bench_inputs(case, "cuda")
+    entries = {name: enter(candidate, case, inputs) for name, candidate in chosen.items()}
+    inputs.forget()  # the oracle's float64 tensors, which would hold most of the memory
     records = []
-    for direction in directions:
-        calls = {FLOOR: floor_call(direction, inputs)}
-        calls |= {name: timed_call(CANDIDATES[name], direction, case, inputs) for name in checks}
-        times = time_interleaved(calls, rounds)
-        clocks = read_clocks()
-        for name in (FLOOR, *names):
-            record = make_record(case, direction, name, times.get(name), times[FLOOR], checks.get(name), machine)
-            records.append(record | {"refusal": refusals.get(name), "clocks": clocks})
+    for direction in options.directions:
+        graphs, beside = {FLOOR: capture(floor_call(direction, inputs))}, {}
+        for name, entry in entries.items():
+            if repeats(name, entries, direction):
+                beside[name] = {"refusal": "the planner's own choice"}
+            elif entry.calls:
+                graphs |= captured(name, entry, direction)
+                beside[name] = extras(timed_call(entry.calls, direction), options.host) if name in graphs else {}
+        times, clocks = time_graphs(graphs, options.rounds), read_clocks()
+        for name in (FLOOR, *entries):
+            record = make_record(case, direction, name, times.get(name), times[FLOOR], machine)
+            records.append(record | describe(entries.get(name, Entry()), direction) | beside.get(name, {}))
+            records[-1]["clocks"] = clocks
+    inductor.forget()
+    torch.cuda.empty_cache()  # the graphs' own pools
     return records
 
 
-def check(candidate: Candidate, case: Case, inputs: Inputs) -> Check:
-    got, want = candidate.outputs(case, inputs), exact(case, inputs)
+def repeats(name: str, entries: dict[str, Entry], direction: str) -> bool:
+    """Whether a forced variant runs what the planner chooses in this direction: its time would stand there twice."""
+    entry, own = entries[name], entries.get(OURS)
+    if name == OURS or not is_ours(name) or not (entry.calls and own and own.calls):
+        return False
+    return entry.calls.plans[direction] == own.calls.plans[direction]
+
+
+def captured(name: str, entry: Entry, direction: str) -> dict[str, torch.cuda.CUDAGraph]:
+    """The graph of one candidate; none, and a refusal, where it cannot be captured."""
+    try:
+        return {name: capture(timed_call(entry.calls, direction))}
+    except Exception as error:
+        entry.refusal, entry.failed = f"{direction} cannot be captured: {first_line(error)}", True
+        return {}
+
+
+def enter(candidate: Candidate, case: BenchCase, inputs: Inputs) -> Entry:
+    """Prepare and check. Whatever a peer raises is a line of the report, not the end of the run."""
+    try:
+        calls = candidate.prepare(case, inputs)
+        checked = check(calls, case, inputs)
+    except Refused as refusal:
+        return Entry(refusal=str(refusal))
+    except Exception as error:
+        return Entry(refusal=first_line(error), failed=True)
+    if not max(checked.errors.values()) <= WRONG[case.x_dtype]:
+        worst = max(checked.errors, key=checked.errors.get)
+        return Entry(None, checked, f"wrong: {worst} has a relative error of {checked.errors[worst]:.1e}", failed=True)
+    return Entry(calls, checked)
+
+
+def first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"[:200]
+
+
+def check(calls: Calls, case: BenchCase, inputs: Inputs) -> Check:
+    got, want = joined(calls), exact(case, inputs)
     names = [f.name for f in fields(Outputs) if getattr(got, f.name) is not None]
     errors = {name: relative_error(getattr(got, name), getattr(want, name)) for name in names}
     try:
@@ -128,98 +192,27 @@ def check(candidate: Candidate, case: Case, inputs: Inputs) -> Check:
     return Check(errors, None)
 
 
-def timed_call(candidate: Candidate, direction: str, case: Case, inputs: Inputs) -> Callable[[], object]:
+def timed_call(calls: Calls, direction: str) -> Callable[[], object]:
     if direction == "forward":
-        return lambda: candidate.forward(case, inputs)
-    ahead = candidate.forward(case, inputs)
+        return calls.forward
+    ahead = calls.forward()
     ahead = Outputs(mean=ahead.mean, rstd=ahead.rstd)
-    return lambda: candidate.backward(case, inputs, ahead)
+    return lambda: calls.backward(ahead)
 
 
-def make_record(
-    case: Case, direction: str, name: str, times: Times | None, floor: Times, checked: Check | None, machine: dict
-) -> dict:
-    """One JSON line. Times are microseconds; a candidate that refused the case has none."""
-    record = machine | {
-        "norm": case.norm,
-        "direction": direction,
-        "rows": case.rows,
-        "cols": case.cols,
-        "x_dtype": str(case.x_dtype).removeprefix("torch."),
-        "weight_dtype": str(case.weight_dtype).removeprefix("torch."),
-        "candidate": name,
+def extras(call: Callable[[], object], host: bool) -> dict:
+    return {"peak_bytes": peak_bytes(call), "host_us": host_microseconds(call) if host else None}
+
+
+def describe(entry: Entry, direction: str) -> dict:
+    checked = entry.check
+    return {
+        "plan": entry.calls.plans.get(direction) if entry.calls else None,
         "errors": checked.errors if checked else None,
         "fault": checked.fault if checked else None,
+        "refusal": entry.refusal,
+        "failed": entry.failed,
     }
-    if times is None:
-        return record | {"median_us": None}
-    return record | {
-        "median_us": times.median,
-        "p10_us": times.low,
-        "p90_us": times.high,
-        "rounds": times.rounds,
-        "times_floor": times.median / floor.median,
-        "floor_tb_s": floor_bytes(direction, case) / floor.median / 1e6,
-    }
-
-
-def describe_machine() -> dict:
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    try:
-        import triton
-    except ModuleNotFoundError:
-        triton = None
-    return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "gpu": properties.name,
-        "fusednorm": fusednorm.__version__,
-        "torch": torch.__version__,
-        "triton": getattr(triton, "__version__", None),
-        "cuda": torch.version.cuda,
-    }
-
-
-def read_clocks() -> dict[str, str] | None:
-    """What nvidia-smi says of the current device right after timing; None where it says nothing."""
-    names = ["clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit", "driver_version"]
-    uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid).removeprefix("GPU-")
-    command = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return dict(zip(names, (value.strip() for value in answer.strip().split(",")), strict=False))
-
-
-def save(records: list[dict], machine: dict, folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{machine['date'][:10]}-{slug(machine['gpu'])}.jsonl"
-    with path.open("a") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
-    return path
-
-
-def slug(name: str) -> str:
-    """NVIDIA H200 NVL is nvidia-h200-nvl."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
-def print_report(records: list[dict], machine: dict) -> None:
-    title = f"{machine['gpu']}, torch {machine['torch']}, triton {machine['triton']}, {machine['date']}"
-    header = ["norm", "direction", "shape", "dtype", "candidate", "us", "spread", "time/floor", "worst error"]
-    print_table(title, header, [report_row(record) for record in records], "bench")
-
-
-def report_row(record: dict) -> list[str]:
-    shape, dtype = f"{record['rows']}x{record['cols']}", record["x_dtype"]
-    row = [record["norm"], record["direction"], shape, dtype, record["candidate"]]
-    if record["median_us"] is None:
-        return [*row, "", "", "", record.get("refusal") or ""]
-    spread = (record["p90_us"] - record["p10_us"]) / record["median_us"]
-    errors = record["errors"] or {}
-    worst = f"{max(errors.values()):.1e}" if errors else f"{record['floor_tb_s']:.2f} TB/s"
-    fault = " !" if record["fault"] else ""
-    return [*row, f"{record['median_us']:.1f}", f"{spread:.1%}", f"{record['times_floor']:.2f}", worst + fault]
 
 
 if __name__ == "__main__":

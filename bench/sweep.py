@@ -26,8 +26,9 @@ from fusednorm.plan import ColumnTilePlan, Plan
 from fusednorm.problem import check_backward, check_forward
 from fusednorm.testing import Case, Inputs, exact, make_inputs, relative_error
 
-from .bench_norm import DTYPES, NORMS, RESULTS, describe_machine, parse_shape, slug
-from .candidates import floor_call
+from .candidates import FLOOR, floor_call
+from .cases import DTYPES, NORMS, BenchCase, make_bench_inputs, parse_shape
+from .records import RESULTS, describe_machine, results_path
 from .timing import time_interleaved
 
 GENERATORS = {
@@ -35,7 +36,6 @@ GENERATORS = {
     "pipelined": candidates.pipelined_plans,
     "warp_specialized": candidates.warp_specialized_plans,
 }
-FLOOR = "floor"
 # Relative L2 error of an output: rounding to bfloat16 gives 1.7e-3.
 TOLERANCE = {torch.float16: 6e-4, torch.bfloat16: 4e-3, torch.float32: 1e-5, torch.float64: 1e-13}
 
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("sweep: needs a CUDA GPU, got none (python -m fusednorm doctor says more)", file=sys.stderr)
         return 2
     machine = describe_machine()
-    path = options.out / f"{machine['date'][:10]}-{slug(machine['gpu'])}-sweep.jsonl"
+    path = results_path(options.out, machine, "-sweep")
     wrong = 0
     with path.open("a") as file:
         for case in cases(options):
@@ -71,11 +71,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def cases(options: argparse.Namespace) -> Iterator[Case]:
+def cases(options: argparse.Namespace) -> Iterator[BenchCase]:
     dtype = DTYPES[options.dtype]
     for norm in options.norms:
         for shape in options.shapes:
-            yield Case(norm, shape, 1, dtype, dtype, dtype if norm == "layer" else None)
+            yield BenchCase(norm, shape.sizes, 1, dtype, dtype, dtype if norm == "layer" else None)
 
 
 def make_call(case: Case, inputs: Inputs, direction: str):
@@ -127,9 +127,9 @@ def prepare(case: Case, inputs: Inputs, direction: str, plan: Plan):
     return build(make_call(case, inputs, direction), plan)
 
 
-def sweep(case: Case, options: argparse.Namespace) -> list[dict]:
+def sweep(case: BenchCase, options: argparse.Namespace) -> list[dict]:
     """A record for each plan of the case."""
-    inputs = make_inputs(case, "cuda")
+    inputs = make_bench_inputs(case, "cuda")
     device = DeviceSpec.of(inputs.x.device)
     problem = make_call(case, inputs, options.direction).problem
     plans = [p for variant in options.variants for p in fitting_plans(problem, device, variant, options.most)]

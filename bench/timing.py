@@ -7,6 +7,7 @@ spread that drift over all of them: the ratio of two candidates of one run is wo
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -75,11 +76,15 @@ class ColdL2:
 
 
 def time_interleaved(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Times]:
-    """Times of each call on the current CUDA device: graph replays, L2 flushed before each, in rotating order.
+    """Times of each call on the current CUDA device: graph replays, L2 flushed before each, in rotating order."""
+    return time_graphs({name: capture(call) for name, call in calls.items()}, rounds)
+
+
+def time_graphs(graphs: dict[str, torch.cuda.CUDAGraph], rounds: int) -> dict[str, Times]:
+    """`time_interleaved` of what is captured already.
 
     The flush keeps the GPU busy while the host enqueues the replay, so that launching it is not part of the time.
     """
-    graphs = {name: capture(call) for name, call in calls.items()}
     cold = ColdL2()
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in graphs}
     for order in rotations(list(graphs), rounds + 1):
@@ -93,3 +98,29 @@ def time_interleaved(calls: dict[str, Callable[[], object]], rounds: int) -> dic
         torch.cuda.synchronize()
     # The first round warms the graphs up.
     return {name: Times.of([1e3 * s.elapsed_time(e) for s, e in pairs[1:]]) for name, pairs in events.items()}
+
+
+def host_microseconds(call: Callable[[], object], calls: int = 50, rounds: int = 5) -> float:
+    """Median host time of one eager call: nothing is waited for, and the GPU has nothing to do at the start."""
+    for _ in range(WARMUP_CALLS):
+        call()
+    taken = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        taken.append(1e6 * (time.perf_counter() - start) / calls)
+    torch.cuda.synchronize()
+    return statistics.median(taken)
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """What one call takes beyond what was allocated before it: its outputs, and its workspace."""
+    call()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before

@@ -15,7 +15,8 @@ from .autograd import LayerNormFunction, RMSNormFunction  # noqa: E402
 from .explanation import explain  # noqa: E402
 from .forcing import force  # noqa: E402
 from .modules import LayerNorm, RMSNorm  # noqa: E402
+from .warm import warmup  # noqa: E402
 
 __version__ = "0.1.0"
 
-__all__ = ["LayerNorm", "LayerNormFunction", "RMSNorm", "RMSNormFunction", "explain", "force", "functional"]
+__all__ = ["LayerNorm", "LayerNormFunction", "RMSNorm", "RMSNormFunction", "explain", "force", "functional", "warmup"]

@@ -6,6 +6,7 @@ knows how Triton's JIT turns call arguments into a build.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import subprocess
@@ -17,8 +18,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource
-from triton.compiler.compiler import make_backend
+from triton.compiler.compiler import get_cache_invalidating_env_vars, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.runtime.cache import get_cache_key, get_cache_manager
 from triton.runtime.jit import create_function_from_signature
 
 from .launch import Launch
@@ -40,6 +42,28 @@ class Resources:
 
 def compile_for(launch: Launch, arch: int):
     """Triton's compiled kernel of `launch` for compute capability arch / 10."""
+    source, target, options = _source(launch, arch)
+    return triton.compile(source, target=target, options=options.__dict__)
+
+
+def is_built(launch: Launch, arch: int) -> bool:
+    """Whether the build is in Triton's on-disk cache."""
+    source, target, options = _source(launch, arch)
+    backend = make_backend(target)
+    options = backend.parse_options({**options.__dict__, **source.parse_options()})
+    key = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
+    name = f"{source.name[:150]}.json"
+    return name in (get_cache_manager(hashlib.sha256(key.encode()).hexdigest()).get_group(name) or {})
+
+
+def build_key(launch: Launch, arch: int) -> str:
+    """The same for two launches exactly where one build serves both."""
+    source, _, options = _source(launch, arch)
+    return f"{source.hash()}-{options.hash()}"
+
+
+def _source(launch: Launch, arch: int):
+    """(source, target, options) of the build, as Triton's launch makes them of the arguments."""
     target = GPUTarget("cuda", arch, WARP_SIZE)
     backend = make_backend(target)
     kernel = launch.kernel
@@ -48,8 +72,7 @@ def compile_for(launch: Launch, arch: int):
     bound, specialization, options = bind(*launch.args, **keywords)
     options, signature, constants, attributes = kernel._pack_args(backend, keywords, bound, specialization, options)
     source_type = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
-    source = source_type(kernel, signature, constants, attributes)
-    return triton.compile(source, target=target, options=options.__dict__)
+    return source_type(kernel, signature, constants, attributes), target, options
 
 
 def resources(launch: Launch, arch: int) -> Resources:

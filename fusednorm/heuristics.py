@@ -104,10 +104,15 @@ class Outcome(NamedTuple):
 
 def choose(problem: NormProblem, rows: int, device: DeviceSpec) -> Plan:
     """The plan for `rows` rows, under `force` as it holds in this thread."""
-    for most_rows, plan in _plans_by_rows(problem, device, forced_variant()):
+    for most_rows, plan in choices(problem, device):
         if rows <= most_rows:
             return plan
     raise AssertionError("the last interval has no end")
+
+
+def choices(problem: NormProblem, device: DeviceSpec) -> tuple[tuple[float, Plan], ...]:
+    """Every plan that `choose` may choose here and now, as (most rows, plan), ascending."""
+    return _plans_by_rows(problem, device, forced_variant())
 
 
 def decide(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | None = None) -> Decision:

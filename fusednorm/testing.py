@@ -95,6 +95,14 @@ class Inputs:
     bias: Tensor | None
     _known: dict[tuple[str, Case], Outputs] = field(default_factory=dict, init=False, repr=False)
 
+    def remember(self, kind: str, case: Case, outputs: Outputs) -> None:
+        """Let "exact" or "stock" answer with these from now on."""
+        self._known[kind, case] = outputs
+
+    def forget(self) -> None:
+        """Free what `exact` and `stock` made of them."""
+        self._known.clear()
+
 
 @dataclass(frozen=True, eq=False)
 class Outputs:

@@ -3,9 +3,18 @@
 import triton
 import triton.language as tl
 
-# One word of global memory, zero at first, serves any number of grids one after the other. CTA 0 adds 2^31 - (CTAs - 1)
-# and each other CTA 1, so that the top bit turns over with the last to come and the other bits are zero again.
-MEET = tl.constexpr("""{
+
+@triton.jit
+def meet(semaphore_ptr):
+    """Return once every CTA has called this, with what each wrote before to be read by all."""
+    # One word of global memory, zero at first, serves any number of grids one after the other. CTA 0 adds
+    # 2^31 - (CTAs - 1) and each other CTA 1, so that the top bit turns over with the last to come and the other bits
+    # are zero again.
+    # The text is no global constant: Triton's keys of the kernels that call this would then depend on which of them was
+    # looked up first, and what another process has compiled would not be found on disk.
+    tl.debug_barrier()
+    tl.inline_asm_elementwise(
+        """{
     .reg .pred leads, first, waits;
     .reg .b32 x, y, width, height, share, before, now;
     mov.u32 x, %tid.x;
@@ -29,12 +38,11 @@ WAIT:
     @waits bra WAIT;
 MET:
     mov.u32 $0, 0;
-}""")
-
-
-@triton.jit
-def meet(semaphore_ptr):
-    """Return once every CTA has called this, with what each wrote before to be read by all."""
-    tl.debug_barrier()
-    tl.inline_asm_elementwise(MEET, "=r,l", [semaphore_ptr.to(tl.uint64)], dtype=tl.int32, is_pure=False, pack=1)
+}""",
+        "=r,l",
+        [semaphore_ptr.to(tl.uint64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
     tl.debug_barrier()

@@ -15,7 +15,7 @@ PACKAGE, KERNELS = ROOT / "fusednorm", ROOT / "kernels"
 
 PLANNER = {"heuristics", "candidates", "forcing", "legality", "budget", "plan", "problem", "device"}
 MAY_IMPORT = {
-    "__init__": {"functional", "autograd", "modules", "explanation", "forcing"},
+    "__init__": {"functional", "autograd", "modules", "explanation", "forcing", "warm"},
     "modules": {"functional"},
     "functional": {"autograd"},
     "autograd": {"ops", "problem", "reference", "forcing"},
@@ -33,6 +33,7 @@ MAY_IMPORT = {
     # Beside the path of a call:
     "integrations": {"__init__", "ops", "heuristics"},
     "compilation": PLANNER | {"launch"},
+    "warm": PLANNER | {"launch", "compilation"},
     "cost": {"plan", "problem", "device"},
     "explanation": PLANNER | {"cost"},
     "plan_cli": PLANNER | {"explanation", "console"},

@@ -1,0 +1,146 @@
+"""What is timed: problems, written as `rows x cols` on the command line, and their tensors.
+
+16384x4096            rows x cols, contiguous
+4096x32x128           tokens x heads x cols, contiguous: a QK-norm
+4096x32x128@6144      the same as a slice of packed rows: 6144 elements from one token to the next
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from fusednorm.testing import Case, Inputs, Outputs, exact, make_inputs, stock
+
+NORMS = ("layer", "rms")
+DIRECTIONS = ("forward", "backward")
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+MODEL_WIDTHS = (768, 1024, 1152, 1536, 2048, 2304, 2560, 2880, 3072, 3584, 3840, 4096, 4608, 5120, 5376, 6144, 7168,
+                8192, 10240, 12288, 14336, 16384, 18432, 20480)  # fmt: skip
+WIDE_WIDTHS = (24576, 32768, 36864, 65536, 131072, 262144)
+ROW_COUNTS = (1, 128, 1024, 2048, 4096, 4095, 8192, 8193, 12345, 16384, 32768, 65536)
+HEAD_WIDTHS = (64, 96, 128, 192, 256, 512)
+
+SHAPE_SETS = {
+    "quick": "16384x4096 8192x8192 32768x1024 1024x4096".split(),
+    "proof": (
+        "16384x4096 8192x8192 16384x2048 32768x1024 2048x8192 4096x12288 2048x32768 8192x16384 4096x5120 1024x4096"
+        " 65536x128 2048x65536"
+    ).split(),
+    "widths": [f"8192x{cols}" for cols in MODEL_WIDTHS],
+    "wide": [f"2048x{cols}" for cols in WIDE_WIDTHS],
+    "rows": [f"{rows}x4096" for rows in ROW_COUNTS],
+    "heads": [
+        *(f"4096x32x{cols}" for cols in HEAD_WIDTHS),
+        *(f"4096x{min(32, 4096 // cols)}x{cols}@6144" for cols in HEAD_WIDTHS),
+        "65536x1x512@576",
+    ],
+}
+
+
+class Shape(NamedTuple):
+    """The sizes of x, and the distance of neighbours in its first dimension where that is not the contiguous one."""
+
+    sizes: tuple[int, ...]
+    token_stride: int | None = None
+
+
+@dataclass(frozen=True)
+class BenchCase(Case):
+    """A case of the tests, and how it is called: x as a slice of packed rows; without gradients of parameters; with a
+    gradient that comes past the norm, by the residual stream, and is added to dx."""
+
+    token_stride: int | None = None
+    frozen: bool = False
+    residual_dtype: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        packed = f"@{self.token_stride}" if self.token_stride else ""
+        residual = f"-residual_{dtype_name(self.residual_dtype)}" if self.residual_dtype else ""
+        return super().__str__() + packed + ("-frozen" if self.frozen else "") + residual
+
+    @property
+    def output_mask(self) -> list[bool]:
+        """(dx, dweight, dbias), as the ops take it."""
+        trained = (dtype is not None and not self.frozen for dtype in (self.weight_dtype, self.bias_dtype))
+        return [True, *trained]
+
+
+@dataclass(frozen=True, eq=False)
+class BenchInputs(Inputs):
+    """residual_grad has the shape of x; dx is to be the sum of the norm's gradient and it."""
+
+    residual_grad: torch.Tensor | None = None
+
+    def with_residual(self, outputs: Outputs) -> Outputs:
+        """dx and residual_grad added by torch, in a kernel of its own."""
+        if self.residual_grad is None:
+            return outputs
+        dx = outputs.dx + self.residual_grad.to(torch.promote_types(outputs.dx.dtype, self.residual_grad.dtype))
+        return dataclasses.replace(outputs, dx=dx.to(outputs.dx.dtype))
+
+
+def dtype_name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def parse_shape(text: str) -> Shape:
+    match = re.fullmatch(r"([1-9]\d*(?:x[1-9]\d*){1,2})(?:@([1-9]\d*))?", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"a shape is rows x cols like 16384x4096, or tokens x heads x cols like 4096x32x128@6144, got {text}"
+        )
+    sizes = tuple(int(size) for size in match[1].split("x"))
+    stride = int(match[2]) if match[2] else None
+    if stride is not None and stride < math.prod(sizes[1:]):
+        needed = math.prod(sizes[1:])
+        raise argparse.ArgumentTypeError(f"the stride after @ must hold a token's {needed} elements, got {text}")
+    return Shape(sizes, stride)
+
+
+def add_case_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shapes", nargs="+", type=parse_shape, default=[], metavar="MxN", help="see bench/cases.py")
+    parser.add_argument("--set", nargs="+", choices=SHAPE_SETS, default=[], help="shapes by name (default: quick)")
+    parser.add_argument("--norms", nargs="+", choices=NORMS, default=NORMS)
+    parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS)
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bf16"], help="of x and grad_out")
+    parser.add_argument("--weight-dtype", nargs="+", choices=DTYPES, help="of the parameters (default: as x)")
+    parser.add_argument("--residual", choices=DTYPES, help="dtype of a gradient to be added to dx (default: none)")
+    parser.add_argument("--frozen", action="store_true", help="no gradients of the parameters")
+
+
+def make_cases(options: argparse.Namespace) -> Iterator[BenchCase]:
+    named = options.set or ([] if options.shapes else ["quick"])
+    shapes = [*options.shapes, *(parse_shape(text) for name in named for text in SHAPE_SETS[name])]
+    for dtype, norm, shape in itertools.product(options.dtype, options.norms, dict.fromkeys(shapes)):
+        for weight in options.weight_dtype or [dtype]:
+            bias_dtype = DTYPES[weight] if norm == "layer" else None
+            dtypes = (DTYPES[dtype], DTYPES[weight], bias_dtype)
+            residual = DTYPES.get(options.residual)
+            yield BenchCase(norm, shape.sizes, 1, *dtypes, None, 1e-5, shape.token_stride, options.frozen, residual)
+
+
+def make_bench_inputs(case: BenchCase, device: torch.device | str) -> BenchInputs:
+    """The tensors of `make_inputs`, with x in packed rows and a residual's gradient where the case says so."""
+    inputs = make_inputs(case, device)
+    x, residual_grad = inputs.x, None
+    if case.token_stride is not None:
+        packed = torch.zeros(case.shape[0], case.token_stride, dtype=case.x_dtype, device=device)
+        inner = torch.empty(case.shape[1:], device="meta").stride()
+        x = packed.as_strided(case.shape, (case.token_stride, *inner)).copy_(x)
+    if case.residual_dtype is not None:
+        residual_grad = inputs.grad_out.flip(0).to(case.residual_dtype)
+    made = BenchInputs(x, inputs.grad_out, inputs.weight, inputs.bias, residual_grad)
+    if residual_grad is not None:
+        for kind, answer in (("exact", exact(case, made)), ("stock", stock(case, made))):
+            made.remember(kind, case, made.with_residual(answer))
+    return made

@@ -1,0 +1,235 @@
+"""Pictures of results: share of the floor by width, rooflines, and the speed-up over the best other implementation.
+
+    python -m bench.plot                                                # of the newest results
+    python -m bench.plot bench/results/2026-11-20-nvidia-h200.jsonl     # of these
+
+writes <file>-<direction>-<dtype>-{floor,roofline,speedup}.png beside the file, or into --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from fusednorm.device import KNOWN
+
+from .candidates import FLOOR, OURS
+from .cases import DIRECTIONS, NORMS
+from .records import RESULTS, best_peer, by_cell, is_ours, load, slug, timed
+
+TITLES = {"layer": "LayerNorm", "rms": "RMSNorm"}
+COLORS = {OURS: "#c1121f", "aten": "#6c757d", "inductor": "#e09f3e", "inductor_mix": "#bb7a1c", "cudnn": "#2a9d8f",
+          "quack": "#3a6ea5", "quack_tuned": "#1d3557", "liger": "#9d4edd"}  # fmt: skip
+# Floating-point operations an element, by the formulas of kernels/rowmath.py: row sums count one for each term.
+FLOPS = {("layer", "forward"): 8, ("rms", "forward"): 4, ("layer", "backward"): 13, ("rms", "backward"): 9}
+FP32_TFLOPS = {"H100": 67, "H200": 67, "A100": 19.5, "B200": 75}  # by the datasheets, outside the matrix units
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+MOST_PANELS = 7  # side by side
+TENSORS = {"forward": 2, "backward": 3}  # of rows x cols that go to or from memory
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        print("plot: needs matplotlib: pip install 'fusednorm[bench]' brings it", file=sys.stderr)
+        return 2
+    matplotlib.use("Agg")
+    files = options.files or newest(RESULTS)
+    if not files:
+        print(f"plot: needs results, got none in {RESULTS}: make bench makes some", file=sys.stderr)
+        return 2
+    records = [record for record in timed(load(files)) if is_plain(record)]
+    stem, folder = files[-1].stem, options.out or files[-1].parent
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in draw_all(records, folder, stem):
+        print(path)
+    return 0
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.plot", description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="*", type=Path, help="JSON lines of bench.bench_norm (default: the newest)")
+    parser.add_argument("--out", type=Path, help="folder of the pictures (default: that of the last file)")
+    return parser.parse_args(arguments)
+
+
+def is_plain(record: dict) -> bool:
+    """Contiguous rows, all gradients and nothing added: what the pictures show."""
+    return not any(record.get(name) for name in ("token_stride", "frozen", "residual_dtype"))
+
+
+def newest(folder: Path) -> list[Path]:
+    """The file of bench.bench_norm with the latest date in its name; the other tools' names have one word more."""
+    others = ("-sweep", "-widths", "-first-call")
+    return sorted(path for path in folder.glob("*.jsonl") if not path.stem.endswith(others))[-1:]
+
+
+def draw_all(records: list[dict], folder: Path, stem: str) -> Iterator[Path]:
+    """Three pictures for each direction and dtype that the records have."""
+    for direction, dtype in itertools.product(DIRECTIONS, sorted({record["x_dtype"] for record in records})):
+        chosen = [r for r in records if (r["direction"], r["x_dtype"]) == (direction, dtype)]
+        if not chosen:
+            continue
+        for name, draw in (("floor", draw_shares), ("roofline", draw_roofline), ("speedup", draw_speedups)):
+            figure = draw(chosen)
+            figure.suptitle(f"{chosen[0]['gpu']}, {direction}, {dtype}", fontsize=11)
+            path = folder / f"{stem}-{direction}-{slug(dtype)}-{name}.png"
+            figure.savefig(path, dpi=110)
+            yield path
+
+
+def norms_of(records: list[dict]) -> list[str]:
+    return [norm for norm in NORMS if any(record["norm"] == norm for record in records)]
+
+
+def compared(records: list[dict]) -> list[str]:
+    """Ours and the peers that were timed; forced variants and the floor are no competitors."""
+    present = {record["candidate"] for record in records}
+    return [OURS] * (OURS in present) + sorted(n for n in present if n != FLOOR and not is_ours(n))
+
+
+def grid_of_axes(rows: int, columns: int, width: float, height: float):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def draw_shares(records: list[dict]):
+    """A panel for each norm and row count: floor / time over the width, a line for each candidate."""
+    norms, row_counts = norms_of(records), row_counts_of(records)
+    figure, axes = grid_of_axes(len(norms), len(row_counts), 2.4, 2.7)
+    for (i, norm), (j, rows) in itertools.product(enumerate(norms), enumerate(row_counts)):
+        axis = axes[i][j]
+        for name in compared(records):
+            points = sorted(
+                (r["cols"], 1 / r["times_floor"])
+                for r in records
+                if (r["norm"], r["rows"], r["candidate"]) == (norm, rows, name)
+            )
+            if points:
+                emphasis = {"linewidth": 2.2, "zorder": 3} if name == OURS else {"linewidth": 1.1}
+                axis.plot(
+                    *zip(*points, strict=True), "o-", color=COLORS.get(name), label=name, markersize=4, **emphasis
+                )
+        axis.set_title(f"{TITLES[norm]}, {rows} rows", fontsize=9)
+        axis.set_ylim(0, 1.08)
+        axis.set_xscale("log", base=2)
+        mark_widths(axis, sorted({r["cols"] for r in records if (r["norm"], r["rows"]) == (norm, rows)}))
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.grid(alpha=0.3)
+        if j == 0:
+            axis.set_ylabel("share of the floor's speed")
+        axis.set_xlabel("columns")
+    add_legend(figure, axes)
+    return figure
+
+
+def row_counts_of(records: list[dict]) -> list[int]:
+    """The row counts with the most widths, as many as fit side by side."""
+    widths: dict[int, set[int]] = {}
+    for record in records:
+        widths.setdefault(record["rows"], set()).add(record["cols"])
+    return sorted(sorted(widths, key=lambda rows: (-len(widths[rows]), -rows))[:MOST_PANELS])
+
+
+def mark_widths(axis, widths: list[int]) -> None:
+    """The widths themselves as ticks, at most six of them."""
+    step = -(-len(widths) // 6) or 1
+    axis.set_xticks(widths[::step], [str(width) for width in widths[::step]], fontsize=7, rotation=45)
+    axis.minorticks_off()
+
+
+def draw_roofline(records: list[dict]):
+    """For each norm: operations per second over operations per byte, under the bandwidth and the fp32 peak."""
+    norms = norms_of(records)
+    figure, axes = grid_of_axes(1, len(norms), 5.2, 4.2)
+    spec = next((spec for spec in KNOWN if slug(spec.name) in slug(records[0]["gpu"])), None)
+    fastest = max(intensity_and_speed(r)[1] / intensity_and_speed(r)[0] for r in records if r["candidate"] == FLOOR)
+    for norm, axis in zip(norms, axes[0], strict=True):
+        draw_roofs(axis, spec, fastest)
+        for offset, name in enumerate(compared(records)):
+            points = [intensity_and_speed(r) for r in records if (r["norm"], r["candidate"]) == (norm, name)]
+            if points:
+                # All have the same intensity: set the candidates apart a little to be told from each other.
+                xs, ys = zip(*((x * 1.12**offset, y) for x, y in points), strict=True)
+                axis.scatter(xs, ys, s=16, color=COLORS.get(name), label=name, alpha=0.8)
+        axis.set(xscale="log", yscale="log", title=TITLES[norm], xlabel="operations per byte (candidates set apart)")
+        axis.set_ylabel("TFLOP/s")
+        axis.grid(alpha=0.3, which="both")
+    add_legend(figure, axes)
+    return figure
+
+
+def draw_roofs(axis, spec, floor_tb_s: float) -> None:
+    intensities = [0.5, 64]
+    axis.plot(
+        intensities, [x * floor_tb_s for x in intensities], "k-", linewidth=1, label=f"floor {floor_tb_s:.1f} TB/s"
+    )
+    if spec is None:
+        return
+    datasheet = spec.bandwidth_gb_s / 1e3
+    axis.plot(
+        intensities, [x * datasheet for x in intensities], "k--", linewidth=1, label=f"memory {datasheet:.1f} TB/s"
+    )
+    if spec.name in FP32_TFLOPS:
+        peak = FP32_TFLOPS[spec.name]
+        axis.axhline(peak, color="black", linestyle=":", linewidth=1, label=f"fp32 {peak:g} TFLOP/s")
+
+
+def intensity_and_speed(record: dict) -> tuple[float, float]:
+    """(operations per byte of the large tensors, 1e12 operations per second)."""
+    elements = record["rows"] * record["cols"]
+    operations = FLOPS[record["norm"], record["direction"]] * elements
+    moved = TENSORS[record["direction"]] * elements * ITEMSIZE[record["x_dtype"]]
+    return operations / moved, operations / record["median_us"] / 1e6
+
+
+def draw_speedups(records: list[dict]):
+    """For each norm: best other implementation's time over ours, and its name, by rows and columns."""
+    norms = norms_of(records)
+    rows, cols = (sorted({record[side] for record in records}) for side in ("rows", "cols"))
+    figure, axes = grid_of_axes(1, len(norms), max(4.5, 0.62 * len(cols) + 1.5), max(3.2, 0.42 * len(rows) + 1.6))
+    for norm, axis in zip(norms, axes[0], strict=True):
+        table = speedups([record for record in records if record["norm"] == norm])
+        values = [[table.get((r, c), (float("nan"), ""))[0] for c in cols] for r in rows]
+        image = axis.imshow(values, cmap="RdYlGn", vmin=0.5, vmax=1.5, aspect="auto", origin="lower")
+        for (i, r), (j, c) in itertools.product(enumerate(rows), enumerate(cols)):
+            if (r, c) in table:
+                ratio, name = table[r, c]
+                color = "black" if 0.7 < ratio < 1.35 else "white"
+                axis.text(j, i, f"{ratio:.2f}\n{name}", ha="center", va="center", fontsize=6, color=color)
+        axis.set_xticks(range(len(cols)), cols, rotation=45, fontsize=7)
+        axis.set_yticks(range(len(rows)), rows, fontsize=7)
+        axis.set(title=f"{TITLES[norm]}: best other / ours", xlabel="columns", ylabel="rows")
+    figure.colorbar(image, ax=axes[0][-1])
+    return figure
+
+
+def speedups(records: list[dict]) -> dict[tuple[int, int], tuple[float, str]]:
+    """(rows, cols) -> (the best peer's time over ours, its name); of several weight dtypes the worst for us."""
+    table: dict[tuple[int, int], tuple[float, str]] = {}
+    for candidates in by_cell(records).values():
+        ours, peer = candidates.get(OURS), best_peer(candidates)
+        if ours and peer:
+            place = ours["rows"], ours["cols"]
+            here = peer["median_us"] / ours["median_us"], peer["candidate"]
+            table[place] = min(here, table.get(place, here))
+    return table
+
+
+def add_legend(figure, axes) -> None:
+    """One legend for all panels, below them."""
+    known = {}
+    for axis in axes.flat:
+        known |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    figure.legend(known.values(), known.keys(), loc="outside lower center", ncols=min(len(known), 8), fontsize=8)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""Results as JSON lines: one dict for each case, direction and candidate; how they are made, kept, read and named."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import re
+import statistics
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+import fusednorm
+from fusednorm.console import print_table
+
+from .candidates import FLOOR, OURS, floor_bytes
+from .cases import BenchCase, dtype_name
+from .peers import packages
+from .timing import Times
+
+RESULTS = Path(__file__).parent / "results"
+PEER_DISTRIBUTIONS = ("nvidia-cudnn-frontend", "quack-kernels", "nvidia-cutlass-dsl", "liger-kernel")
+# What names a cell: two records with the same values of these are the same measurement at two times.
+CELL = tuple("gpu norm direction rows cols x_dtype weight_dtype token_stride frozen residual_dtype".split())
+
+
+def describe_machine() -> dict:
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    found = {name: packages.version(name) for name in PEER_DISTRIBUTIONS}
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "gpu": properties.name,
+        "fusednorm": fusednorm.__version__,
+        "torch": torch.__version__,
+        "triton": packages.version("triton"),
+        "cuda": torch.version.cuda,
+        "peers": {name: version for name, version in found.items() if version},
+    }
+
+
+def read_clocks() -> dict[str, str] | None:
+    """What nvidia-smi says of the current device right after timing; None where it says nothing."""
+    names = ["clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit", "driver_version"]
+    uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid).removeprefix("GPU-")
+    command = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return dict(zip(names, (value.strip() for value in answer.strip().split(",")), strict=False))
+
+
+def make_record(case: BenchCase, direction: str, name: str, times: Times | None, floor: Times, machine: dict) -> dict:
+    """One JSON line. Times are microseconds; a candidate that was not timed has none."""
+    record = machine | {
+        "norm": case.norm,
+        "direction": direction,
+        "rows": case.rows,
+        "cols": case.cols,
+        "x_dtype": dtype_name(case.x_dtype),
+        "weight_dtype": dtype_name(case.weight_dtype),
+        "token_stride": case.token_stride,
+        "frozen": case.frozen,
+        "residual_dtype": dtype_name(case.residual_dtype),
+        "candidate": name,
+        "median_us": None,
+    }
+    if times is None:
+        return record
+    return record | {
+        "median_us": times.median,
+        "p10_us": times.low,
+        "p90_us": times.high,
+        "rounds": times.rounds,
+        "times_floor": times.median / floor.median,
+        "floor_tb_s": floor_bytes(direction, case) / floor.median / 1e6,
+    }
+
+
+def results_path(folder: Path, machine: dict, kind: str = "") -> Path:
+    """<date>-<gpu><kind>.jsonl, in a folder that is made where it is not there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{machine['date'][:10]}-{slug(machine['gpu'])}{kind}.jsonl"
+
+
+def slug(name: str) -> str:
+    """NVIDIA H200 NVL is nvidia-h200-nvl."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def save(records: list[dict], path: Path) -> None:
+    with path.open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def load(paths: Iterable[Path]) -> list[dict]:
+    """The records of some files, the last of those with the same cell and candidate."""
+    latest: dict[tuple, dict] = {}
+    for path in paths:
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            latest[(*cell(record), record["candidate"])] = record
+    return list(latest.values())
+
+
+def cell(record: dict) -> tuple:
+    """What was measured, whoever was measured; older files lack the last fields."""
+    return tuple(record.get(name) or None for name in CELL)
+
+
+def spread(record: dict) -> float:
+    """Width of the middle 80% of the times, relative to the median."""
+    return (record["p90_us"] - record["p10_us"]) / record["median_us"]
+
+
+def is_ours(name: str) -> bool:
+    return name.partition(":")[0] == OURS
+
+
+def timed(records: Iterable[dict]) -> list[dict]:
+    return [record for record in records if record["median_us"] is not None]
+
+
+def by_cell(records: Iterable[dict]) -> dict[tuple, dict[str, dict]]:
+    """cell -> candidate -> record, of those that have a time."""
+    cells: dict[tuple, dict[str, dict]] = {}
+    for record in timed(records):
+        cells.setdefault(cell(record), {})[record["candidate"]] = record
+    return cells
+
+
+def best_peer(candidates: dict[str, dict]) -> dict | None:
+    """The fastest of a cell that is neither ours nor the floor."""
+    peers = [r for name, r in candidates.items() if name != FLOOR and not is_ours(name)]
+    return min(peers, key=lambda record: record["median_us"], default=None)
+
+
+def print_report(records: list[dict], machine: dict) -> None:
+    title = f"{machine['gpu']}, torch {machine['torch']}, triton {machine['triton']}, {machine['date']}"
+    header = "norm direction shape dtype candidate us spread time/floor host_us MB error".split()
+    ordered = sorted(records, key=lambda r: (*map(str, cell(r)), r["median_us"] or math.inf))
+    print_table(title, header, [report_row(record) for record in ordered], "bench")
+    print_table(
+        "Geometric mean of time/floor, over the shapes that each candidate was timed on",
+        ["norm", "direction", "dtype", "candidate", "time/floor", "shapes"],
+        summary_rows(records),
+        "bench",
+    )
+
+
+def report_row(record: dict) -> list[str]:
+    row = [record["norm"], record["direction"], shape_text(record), record["x_dtype"], record["candidate"]]
+    if record["median_us"] is None:
+        return [*row, "", "", "", "", "", (record.get("refusal") or "")[:60]]
+    errors = record.get("errors") or {}
+    worst = f"{max(errors.values()):.1e}" if errors else f"{record['floor_tb_s']:.2f} TB/s"
+    fault = " !" if record.get("fault") else ""
+    host, peak = record.get("host_us"), record.get("peak_bytes")
+    return [
+        *row,
+        f"{record['median_us']:.1f}",
+        f"{spread(record):.1%}",
+        f"{record['times_floor']:.2f}",
+        "" if host is None else f"{host:.1f}",
+        "" if peak is None else f"{peak / 1e6:.1f}",
+        worst + fault,
+    ]
+
+
+def shape_text(record: dict) -> str:
+    """rows x cols, and how it was called: packed rows, frozen parameters, a gradient that is added to dx."""
+    packed = f"@{record['token_stride']}" if record.get("token_stride") else ""
+    frozen = " frozen" if record.get("frozen") else ""
+    residual = f" +{record['residual_dtype']}" if record.get("residual_dtype") else ""
+    return f"{record['rows']}x{record['cols']}{packed}{frozen}{residual}"
+
+
+def summary_rows(records: list[dict]) -> list[list[str]]:
+    groups: dict[tuple, list[float]] = {}
+    for record in timed(records):
+        if record["candidate"] != FLOOR:
+            key = (record["norm"], record["direction"], record["x_dtype"], record["candidate"])
+            groups.setdefault(key, []).append(record["times_floor"])
+    means = {key: statistics.geometric_mean(values) for key, values in groups.items()}
+    ordered = sorted(groups, key=lambda key: (*key[:3], means[key]))
+    return [[*key, f"{means[key]:.3f}", str(len(groups[key]))] for key in ordered]

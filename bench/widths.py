@@ -1,0 +1,208 @@
+"""Looks for cliffs: the backward's share of the floor over many widths, and widths far below their neighbours.
+
+    python -m bench.widths --step 256 --limit-seconds 500
+    python -m bench.widths --check bench/results/2026-11-20-nvidia-h200-widths.jsonl
+
+The planner's own choice only, a few replays of each, not checked against float64 (bench.bench_norm does that). Kernels
+are compiled side by side some widths ahead of the timing. One short JSON line per cell; widths come in an order that
+halves the gaps, so that a run that ends at its limit has covered the whole range. Exit code 1 if a cell is a cliff, 2
+without a CUDA GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from fusednorm import warm
+from fusednorm.console import print_table, progress, show_beside
+from fusednorm.device import DeviceSpec
+from fusednorm.testing import Outputs
+
+from .candidates import FLOOR, OURS, floor_call, our_calls, our_plans
+from .cases import DTYPES, NORMS, BenchCase, make_bench_inputs
+from .records import RESULTS, describe_machine, results_path
+from .timing import time_interleaved
+
+FIRST, LAST = 768, 73728
+ROWS = (2048, 16384)
+MOST_ELEMENTS = 16384 * 36864  # of x: more rows than this allows are left out
+CLIFF = 0.15  # of a cell's share of the floor below that of its neighbours
+NEIGHBOURS = 2  # on each side
+BATCH = 48  # widths compiled at a time: starting the processes takes 5 s each time
+FIELDS = ("norm", "rows", "cols", "us", "floor_us", "plan")
+COMPILERS = max(1, (os.cpu_count() or 1) - 2)  # the one that times must not wait for a CPU
+SECONDS_PER_CELL, SECONDS_PER_BUILD = 0.15, 2.0  # about, on one H200 with 16 CPUs
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    if options.check:
+        return report(read(options.check))
+    if not torch.cuda.is_available():
+        print("widths: needs a CUDA GPU, got none (python -m fusednorm doctor says more)", file=sys.stderr)
+        return 2
+    cells = list(make_cells(options))
+    machine = describe_machine()
+    path = options.out or results_path(RESULTS, machine, "-widths")
+    print(f"{len(cells)} cells, about {estimate(cells):.0f} s; to {path}")
+    done, end = [], time.monotonic() + options.limit_seconds
+    with path.open("a") as file:
+        file.write(json.dumps(machine | {"direction": "backward", "dtype": options.dtype}) + "\n")
+        for cell in measured(cells, options, end):
+            done.append(cell)
+            file.write(json.dumps([cell[name] for name in FIELDS]) + "\n")
+    print(f"{len(done)} of {len(cells)} cells timed")
+    return report(done)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.widths", description=__doc__.splitlines()[0])
+    parser.add_argument("--first", type=int, default=FIRST)
+    parser.add_argument("--last", type=int, default=LAST)
+    parser.add_argument("--step", type=int, default=256)
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--norms", nargs="+", choices=NORMS, default=NORMS)
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of all tensors (default: bf16)")
+    parser.add_argument("--rounds", type=int, default=7, help="timed replays of each (default: 7)")
+    parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="stop in time")
+    parser.add_argument("--processes", type=int, default=COMPILERS, help="that compile (default: all CPUs but two)")
+    parser.add_argument("--out", type=Path, help="file (default: bench/results/<date>-<gpu>-widths.jsonl)")
+    parser.add_argument("--check", type=Path, metavar="FILE", help="measure nothing: has this file a cliff?")
+    return parser.parse_args(arguments)
+
+
+def make_cells(options: argparse.Namespace) -> Iterator[tuple[str, int, int]]:
+    """(norm, rows, cols): all of one width together, widths in an order that halves the gaps."""
+    for cols in halving(range(options.first, options.last + 1, options.step)):
+        for norm, rows in itertools.product(options.norms, options.rows):
+            if rows * cols <= MOST_ELEMENTS:
+                yield norm, rows, cols
+
+
+def halving(items: range) -> list[int]:
+    """Both ends, the middle, the middles of the halves, and so on: each item once."""
+    steps = 1 << max(0, len(items) - 1).bit_length()
+    order = [0, len(items) - 1]
+    while steps > 1:
+        steps //= 2
+        order += range(steps, len(items), 2 * steps)
+    return [items[index] for index in dict.fromkeys(order) if 0 <= index < len(items)]
+
+
+def estimate(cells: list[tuple[str, int, int]]) -> float:
+    """Seconds, if the CPUs compile while the GPU times: about two builds for a norm and a width."""
+    builds = 2 * len({(norm, cols) for norm, _, cols in cells})
+    return max(SECONDS_PER_CELL * len(cells), SECONDS_PER_BUILD * builds / COMPILERS)
+
+
+def measured(cells: list[tuple[str, int, int]], options: argparse.Namespace, end: float) -> Iterator[dict]:
+    """Times the cells, the next batch of widths being compiled meanwhile."""
+    batches = list(in_batches(cells))
+    with ThreadPoolExecutor(1) as ahead:  # a thread that waits for processes; loading happens at the first call
+        compiled: list[Future] = [ahead.submit(compile_batch, batch, options) for batch in batches]
+        try:
+            bar = progress(list(zip(batches, compiled, strict=True)), "batches of widths", "bench")
+            for batch, builds in bar:
+                builds.result()
+                for norm, rows, cols in batch:
+                    if time.monotonic() > end:
+                        return
+                    show_beside(bar, f"{norm} {rows}x{cols}")
+                    yield measure(norm, rows, cols, options)
+        finally:
+            ahead.shutdown(wait=False, cancel_futures=True)
+
+
+def in_batches(cells: list[tuple[str, int, int]]) -> Iterator[list[tuple[str, int, int]]]:
+    widths = list(dict.fromkeys(cols for *_, cols in cells))
+    for start in range(0, len(widths), BATCH):
+        chosen = set(widths[start : start + BATCH])
+        yield [cell for cell in cells if cell[2] in chosen]
+
+
+def compile_batch(batch: list[tuple[str, int, int]], options: argparse.Namespace) -> None:
+    dtype, device = DTYPES[options.dtype], DeviceSpec.of(torch.device("cuda", torch.cuda.current_device()))
+    wanted = [
+        warm.Wanted(norm, "backward", cols, dtype, dtype, True, (True, True, norm == "layer"))
+        for norm, cols in dict.fromkeys((norm, cols) for norm, _, cols in batch)
+    ]
+    rows = sorted({rows for _, rows, _ in batch})
+    builds = warm.distinct_builds(list(warm.plans_of(wanted, rows, device)), device)
+    warm.compile_builds(builds, device, options.processes)
+
+
+def measure(norm: str, rows: int, cols: int, options: argparse.Namespace) -> dict:
+    dtype = DTYPES[options.dtype]
+    case = BenchCase(norm, (rows, cols), 1, dtype, dtype, dtype if norm == "layer" else None)
+    inputs = make_bench_inputs(case, "cuda")
+    calls, ahead = our_calls(case, inputs), statistics_of(case, inputs.x)
+    both = {FLOOR: floor_call("backward", inputs), OURS: lambda: calls.backward(ahead)}
+    times = time_interleaved(both, options.rounds)
+    plan = our_plans(case, inputs, None)["backward"]
+    microseconds = {"us": round(times[OURS].median, 2), "floor_us": round(times[FLOOR].median, 2)}
+    return {"norm": norm, "rows": rows, "cols": cols, **microseconds, "plan": short(plan)}
+
+
+def statistics_of(case: BenchCase, x: torch.Tensor) -> Outputs:
+    """mean and rstd by torch: our forward would be one more kernel to compile for each width."""
+    variance, mean = torch.var_mean(x.float(), dim=-1, correction=0, keepdim=True)
+    if case.norm == "layer":
+        return Outputs(mean=mean, rstd=(variance + case.resolved_eps).rsqrt())
+    return Outputs(rstd=(variance + mean.square() + case.resolved_eps).rsqrt())
+
+
+def short(plan) -> str:
+    """A plan in a few letters: its variant and its numbers."""
+    numbers = ",".join(str(int(value)) for value in vars(plan).values())
+    return f"{type(plan).__name__.removesuffix('Plan')}({numbers})"
+
+
+def read(path: Path) -> list[dict]:
+    lines = (json.loads(line) for line in path.read_text().splitlines())
+    return [dict(zip(FIELDS, line, strict=True)) for line in lines if isinstance(line, list)]
+
+
+def cliffs(cells: list[dict]) -> list[tuple[dict, float, float]]:
+    """(cell, its share of the floor, its neighbours' median) where the share is CLIFF below the neighbours'."""
+    found = []
+    rows_of_norm = sorted({(cell["norm"], cell["rows"]) for cell in cells})
+    for norm, rows in rows_of_norm:
+        line = {cell["cols"]: cell for cell in cells if (cell["norm"], cell["rows"]) == (norm, rows)}
+        ordered = [line[cols] for cols in sorted(line)]
+        shares = [cell["floor_us"] / cell["us"] for cell in ordered]
+        for index, (cell, share) in enumerate(zip(ordered, shares, strict=True)):
+            around = shares[max(0, index - NEIGHBOURS) : index] + shares[index + 1 : index + 1 + NEIGHBOURS]
+            if around and share < (1 - CLIFF) * median(around):
+                found.append((cell, share, median(around)))
+    return found
+
+
+def report(cells: list[dict]) -> int:
+    found = cliffs(cells)
+    worst = min(cells, key=lambda cell: cell["floor_us"] / cell["us"], default=None)
+    if worst:
+        share = worst["floor_us"] / worst["us"]
+        print(f"lowest share of the floor: {share:.0%} at {worst['norm']} {worst['rows']}x{worst['cols']}")
+    print(f"{len(found)} of {len(cells)} cells are {CLIFF:.0%} or more below their neighbours")
+    rows = [
+        [f"{c['norm']} {c['rows']}x{c['cols']}", f"{share:.0%}", f"{around:.0%}", c["plan"]]
+        for c, share, around in found
+    ]
+    if rows:
+        print_table("Share of the floor", ["cell", "here", "beside", "plan"], rows, "bench")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

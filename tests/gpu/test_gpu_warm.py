@@ -1,0 +1,47 @@
+"""warmup on a GPU: afterwards nothing is compiled, also not while a graph is captured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from calls import assert_case_is_right
+from cases import BF16, FP32, make_case
+
+import fusednorm
+from fusednorm.testing import fused, make_inputs
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(("norm", "weight"), [("layer", BF16), ("rms", FP32)])
+def test_a_first_call_under_capture_compiles_nothing_after_warmup(norm, weight, builds_of_kernels):
+    cols = 3968 if norm == "layer" else 2944  # widths of no other test, or others would have warmed them up
+    case = make_case(norm, (4096, cols), (BF16, weight, BF16))
+    inputs = make_inputs(case, "cuda")
+    assert fusednorm.warmup(norm, cols, BF16, weight_dtype=weight) >= 3
+    builds_of_kernels.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fused(case, inputs)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert builds_of_kernels == []
+    assert_case_is_right(case, inputs)
+
+
+@pytest.mark.parametrize("rows", [64, 8192])
+def test_given_row_counts_are_enough_for_themselves(rows, builds_of_kernels):
+    case = make_case("layer", (rows, 2688), (BF16, BF16, BF16))
+    fusednorm.warmup("layer", [2688], BF16, rows=rows)
+    builds_of_kernels.clear()
+    fused(case, make_inputs(case, "cuda"))
+    assert builds_of_kernels == []
+
+
+def test_warmup_is_refused_during_a_capture():
+    graph = torch.cuda.CUDAGraph()
+    x = torch.zeros(4, device="cuda")
+    with torch.cuda.graph(graph):
+        x.add_(1)
+        with pytest.raises(RuntimeError, match="before the capture of a CUDA graph"):
+            fusednorm.warmup("layer", [4096], BF16)

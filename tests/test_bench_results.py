@@ -1,0 +1,135 @@
+"""What the bench tools make of results: the gate, the pictures, and the search for cliffs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from bench_records import CASE, MACHINE, TEN, cells, record_of
+
+from bench import bench_norm, plot, widths
+from bench.cases import BenchCase
+from bench.compare import compare_files
+from bench.records import make_record, save
+
+
+def compare(tmp_path, old: list[dict], new: list[dict]) -> int:
+    for name, records in (("old", old), ("new", new)):
+        (tmp_path / f"{name}.jsonl").unlink(missing_ok=True)
+        save(records, tmp_path / f"{name}.jsonl")
+    return bench_norm.main(["--compare", str(tmp_path / "old.jsonl"), str(tmp_path / "new.jsonl")])
+
+
+@pytest.mark.parametrize(("microseconds", "status"), [(20, 0), (20.7, 0), (20.9, 1), (15, 0)])
+def test_a_loss_of_more_than_3_percent_beyond_the_spread_fails_the_gate(tmp_path, microseconds, status):
+    assert compare(tmp_path, [record_of("fusednorm", 20)], [record_of("fusednorm", microseconds)]) == status
+
+
+def test_gate_lists_the_cells_that_lost_the_worst_first(tmp_path, capsys):
+    wide = replace(CASE, shape=(16, 256))
+    old = [
+        record_of("fusednorm", 20),
+        record_of("fusednorm", 20, wide),
+        record_of("fusednorm", 20, direction="forward"),
+    ]
+    new = [
+        record_of("fusednorm", 22),
+        record_of("fusednorm", 30, wide),
+        record_of("fusednorm", 20, direction="forward"),
+    ]
+    assert compare(tmp_path, old, new) == 1
+    said = capsys.readouterr().out
+    assert "3 cells compared, 0 of the old file are not in the new one, 2 lost" in said
+    assert said.index("16x256") < said.index("16x64") and "+50.0%" in said and "+10.0%" in said
+
+
+def test_gate_takes_times_as_multiples_of_the_floor_of_their_run(tmp_path):
+    slow = {"times_floor": 2.0}  # the whole machine takes 1.5 times as long
+    assert compare(tmp_path, [record_of("fusednorm", 20)], [record_of("fusednorm", 30) | slow]) == 0
+
+
+def test_gate_looks_at_our_own_times_only_and_needs_some_in_common(tmp_path, capsys):
+    ours = record_of("fusednorm", 20)
+    assert compare(tmp_path, [ours, record_of("aten", 40)], [ours, record_of("aten", 80)]) == 0
+    assert compare_files(*(tmp_path / name for name in ("old.jsonl", "old.jsonl"))) == 0
+    assert compare(tmp_path, [ours], [record_of("fusednorm", 20, direction="forward")]) == 2
+    assert "none of our cells in common" in capsys.readouterr().err
+
+
+def test_a_cell_that_failed_is_lost_and_one_that_was_refused_is_not(tmp_path):
+    none = make_record(CASE, "backward", "fusednorm", None, TEN, MACHINE)
+    assert compare(tmp_path, [record_of("fusednorm", 20)], [none | {"failed": True, "refusal": "wrong"}]) == 1
+    assert compare(tmp_path, [record_of("fusednorm", 20)], [none | {"failed": False, "refusal": "forced"}]) == 0
+
+
+def test_plots_are_drawn_of_every_direction_and_dtype(tmp_path):
+    pytest.importorskip("matplotlib")
+    records = []
+    for norm in ("layer", "rms"):
+        for cols in (1024, 4096):
+            case = BenchCase(norm, (2048, cols), 1, torch.bfloat16, torch.bfloat16)
+            times = {"floor": 10, "fusednorm": 12, "fusednorm:multi_wave": 13, "aten": 40, "cudnn": 14}
+            records += [record_of(name, time, case) for name, time in times.items()]
+    save(records, tmp_path / "some.jsonl")
+    assert plot.main([str(tmp_path / "some.jsonl"), "--out", str(tmp_path / "pictures")]) == 0
+    names = {path.name for path in (tmp_path / "pictures").iterdir()}
+    assert names == {f"some-backward-bfloat16-{kind}.png" for kind in ("floor", "roofline", "speedup")}
+    assert all(path.stat().st_size > 5000 for path in (tmp_path / "pictures").iterdir())
+
+
+def test_row_counts_with_the_most_widths_are_drawn():
+    shapes = [(rows, 4096) for rows in range(100, 112)] + [(50, 1024), (50, 2048)]
+    assert plot.row_counts_of([{"rows": rows, "cols": cols} for rows, cols in shapes]) == [50, *range(106, 112)]
+
+
+def test_speedup_is_over_the_best_peer_and_the_worst_of_the_weight_dtypes():
+    mixed = replace(CASE, weight_dtype=torch.bfloat16)
+    records = [record_of("fusednorm", 20), record_of("aten", 50), record_of("cudnn", 30)]
+    records += [record_of("fusednorm", 20, mixed), record_of("aten", 22, mixed)]
+    assert plot.speedups(records) == {(16, 64): (pytest.approx(1.1), "aten")}
+
+
+def test_roofline_points_are_operations_of_the_formulas_over_bytes_and_time():
+    case = BenchCase("layer", (1000, 1000), 1, torch.bfloat16)
+    intensity, speed = plot.intensity_and_speed(record_of("fusednorm", 13, case))
+    assert (intensity, speed) == (pytest.approx(13 / 6), pytest.approx(1.0))
+
+
+def test_a_width_far_below_its_neighbours_is_a_cliff():
+    even = {cols: 0.8 for cols in range(1024, 4096, 256)}
+    assert widths.cliffs(cells(even)) == []
+    ((cell, share, around),) = widths.cliffs(cells(even | {2048: 0.67}))
+    assert (cell["cols"], share, around) == (2048, pytest.approx(0.67), pytest.approx(0.8))
+    assert widths.cliffs(cells(even | {2048: 0.69})) == []
+    assert len(widths.cliffs(cells(even | {1024: 0.5}))) == 1, "the first width has neighbours on one side"
+    assert widths.cliffs(cells(even) + cells({2048: 0.1}, rows=16384)) == [], "other row counts are no neighbours"
+
+
+def test_a_drop_that_stays_is_found_at_its_edge():
+    steps = {cols: 0.9 if cols <= 8192 else 0.6 for cols in range(7168, 9472, 256)}
+    assert [cell["cols"] for cell, *_ in widths.cliffs(cells(steps))] == [8448]
+
+
+def test_widths_halve_the_gaps_and_come_once_each():
+    order = widths.halving(range(0, 900, 100))
+    assert order == [0, 800, 400, 200, 600, 100, 300, 500, 700]
+    for count in range(1, 40):
+        assert sorted(widths.halving(range(count))) == list(range(count))
+
+
+def test_width_cells_leave_out_what_is_too_large_and_the_check_reads_what_was_written(tmp_path, capsys):
+    options = widths.parse(["--step", "36096"])
+    assert list(dict.fromkeys(widths.make_cells(options))) == [
+        (norm, rows, cols)
+        for cols in (768, 72960, 36864)
+        for norm in ("layer", "rms")
+        for rows in (2048, 16384)
+        if (rows, cols) != (16384, 72960)
+    ]
+    path = tmp_path / "widths.jsonl"
+    lines = [MACHINE, *([cell[name] for name in widths.FIELDS] for cell in cells({1024: 0.8, 1280: 0.8, 1536: 0.5}))]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert widths.main(["--check", str(path)]) == 1
+    assert "1 of 3 cells are 15% or more below their neighbours" in capsys.readouterr().out
