@@ -56,7 +56,7 @@ RING_CTAS_PER_SM = {"backward": (1, 2), "forward": (1, 2, 3, 4)}
 # fast gets more of it. 3 to 5% in the forward (RMSNorm, 1024 to 32768 columns).
 FORWARD_WAVES = 16
 MAX_PRODUCED_COPIES = {1: 6, 2: 4}  # by groups; of more, the producer cannot hold the addresses in its 24 registers
-CLUSTERS = (1, 2, 4, 8)  # CTAs that share a row too wide for one
+CLUSTERS = (1, 2, 4, 8, 16)  # CTAs that share a row too wide for one
 CLUSTER_ARCHS = (90, 100, 103)
 
 COLUMN_TILE = 1024
@@ -171,20 +171,17 @@ def cluster_sizes(device: DeviceSpec) -> tuple[int, ...]:
 
 def ring_tiles(problem: NormProblem, num_warps: int, cluster: int) -> Iterator[tuple[tuple[int, int, int], int]]:
     """(rows_per_tile, chunk, num_chunks) of up to 64 elements a thread, of which each is a column of its own; and the
-    chunks of a copy."""
+    chunks of a copy: several only where they are all whole."""
     threads = 32 * num_warps
     for chunk, num_chunks in chunkings(-(-problem.cols // cluster), smallest=threads):
         most_rows = min(64 * threads // (chunk * num_chunks), MAX_BOX_SIDE if cluster == 1 else 2)
         boxes = cluster * chunk // math.gcd(problem.cols, chunk, MAX_BOX_SIDE)  # of a chunk
-        for rows_per_tile in powers_of_two(1, most_rows) if most_rows else ():
-            for copy_chunks in powers_of_two(1, 1 << (num_chunks - 1).bit_length()):
-                if boxes * copy_chunks <= MAX_BOX_SIDE and _copies(rows_per_tile, num_chunks, cluster, copy_chunks):
-                    yield (rows_per_tile, chunk, num_chunks), copy_chunks
-
-
-def _copies(rows_per_tile: int, num_chunks: int, cluster: int, copy_chunks: int) -> bool:
-    """Whether the kernels copy so many chunks at once: into a cluster, only whole copies, and of one row."""
-    return cluster == 1 or copy_chunks == 1 or (rows_per_tile == 1 and num_chunks % copy_chunks == 0)
+        most_chunks = 1 << (num_chunks - 1).bit_length() if problem.cols % (cluster * chunk) == 0 else 1
+        if most_rows and boxes <= MAX_BOX_SIDE:
+            for rows_per_tile, copy_chunks in itertools.product(
+                powers_of_two(1, most_rows), powers_of_two(1, most_chunks)
+            ):
+                yield (rows_per_tile, chunk, num_chunks), copy_chunks
 
 
 def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:

@@ -303,12 +303,19 @@ def _ring_sizes(call: BackwardCall) -> tuple:
 
 
 def _row_descriptor(view: RowView, rows: int, cols: int, tile: RingTile) -> TensorDescriptor:
-    """Rows as [rows, cols / box, box], because no side of a box may be longer than 256."""
-    shape, strides = [rows, cols // tile.box, tile.box], [view.outer_stride, tile.box, 1]
-    box = [tile.rows, tile.cluster * tile.copy_cols // tile.box, tile.box]
-    bits = 8 * view.tensor.element_size()
-    layout = NVMMASharedLayout(0, bits, 3, cga_layout=ring.cluster_bases(tile, 3, 1))
-    return TensorDescriptor(view.tensor, shape, strides, box, layout)
+    """Rows as [rows, cols / box, box], because no side of a box may be longer than 256; for copies of several chunks
+    as [chunks, rows, chunk / box, box], so that each chunk is in one piece in shared memory."""
+    chunk = tile.cluster * tile.chunk  # of all CTAs
+    if tile.copy_chunks > 1:
+        shape = [cols // chunk, rows, chunk // tile.box, tile.box]
+        strides = [chunk, view.outer_stride, tile.box, 1]
+        block = [tile.copy_chunks, tile.rows, chunk // tile.box, tile.box]
+    else:
+        shape, strides = [rows, cols // tile.box, tile.box], [view.outer_stride, tile.box, 1]
+        block = [tile.rows, chunk // tile.box, tile.box]
+    bits, rank = 8 * view.tensor.element_size(), len(shape)
+    layout = NVMMASharedLayout(0, bits, rank, cga_layout=ring.cluster_bases(tile, rank, rank - 2))
+    return TensorDescriptor(view.tensor, shape, strides, block, layout)
 
 
 def _forward_args(call: ForwardCall, outputs: tuple) -> tuple:

@@ -72,7 +72,7 @@ class RingTile(Tile):
     It comes in copies of copy_chunks chunks each; what the last has beyond the row's end is zeros."""
 
     num_stages: int = 2
-    copy_chunks: int = 1  # a power of two
+    copy_chunks: int = 1  # a power of two; more than 1 where cluster * chunk divides cols
     box: int = 256  # columns on the innermost side of a TMA box: a row is [cols / box, box]
     vector: int = 8  # adjacent columns in a thread
     weight_in_smem: bool = False  # and bias
@@ -90,8 +90,3 @@ class RingTile(Tile):
     def copies(self) -> tl.constexpr:
         """How many copies make a tile, in the form that static_range takes."""
         return tl.constexpr(-(-self.num_chunks // self.copy_chunks))
-
-    @property
-    def copy_cols(self) -> int:
-        """Columns that a copy brings to a CTA."""
-        return self.copy_chunks * self.chunk

@@ -29,8 +29,7 @@ def fill_stage(descs, rings, full, stage, row, pred, tile: gl.constexpr):
             ring.expect(full[t][i].index(stage), ring.copy_bytes(descs[t].block_type, tile), pred=pred)
     for t in gl.static_range(len(descs)):
         for i in gl.static_range(tile.copies):
-            at = [row, ring.copy_start(i, tile), 0]
-            ring.copy_to_shared(descs[t], at, full[t][i].index(stage), rings[t][i].index(stage), pred=pred)
+            ring.start_copy(descs[t], row, i, full[t][i].index(stage), rings[t][i].index(stage), pred, tile)
 
 
 @gluon.jit

@@ -3,8 +3,8 @@ tile.
 
 A tile is tile.rows rows of x (and of dy), held by a cluster of tile.cluster CTAs that share its columns: [rows,
 cluster, chunk], num_chunks times. It comes in copies of copy_chunks chunks each, which have a ring of their own each,
-[num_stages, rows, cluster * copy_cols], so that the compiler sees no hazard between them. Few copies are quick to
-start, many pad the row less. Rows beyond the last arrive as zeros, and so do columns.
+so that the compiler sees no hazard between them. One copy is the quickest to start; what it has beyond the row is
+zeros, as are rows beyond the last.
 
 The one file that names Gluon's TMA functions.
 """
@@ -86,10 +86,14 @@ def copy_bytes(block_type, tile):
     return block_type.nbytes // tile.cluster
 
 
-@gluon.constexpr_function
-def copy_start(i, tile):
-    """Where copy i starts along the middle side of a descriptor's [rows, cols / box, box]."""
-    return i * (tile.cluster * tile.copy_cols // tile.box)
+@gluon.jit
+def start_copy(desc, row, i: gl.constexpr, barrier, stage, pred, tile: gl.constexpr):
+    """Start copy i of the tile at `row` into a stage of its ring. A descriptor is [rows, cols / box, box], or, where a
+    copy has several chunks, [chunks, rows, chunk / box, box]."""
+    if tile.copy_chunks > 1:
+        copy_to_shared(desc, [i * tile.copy_chunks, row, 0, 0], barrier, stage, pred=pred)
+    else:
+        copy_to_shared(desc, [row, i * (tile.cluster * tile.chunk // tile.box), 0], barrier, stage, pred=pred)
 
 
 @gluon.jit
@@ -104,13 +108,8 @@ def read_tile(ring, stage, again: gl.constexpr, tile: gl.constexpr):
     chunks = ()
     for c in gl.static_range(tile.chunks):
         copied = ring[c // tile.copy_chunks].index(stage)
-        if tile.rows == 1:  # a slice of what is spread over a cluster does not compile, an element of its first side does
-            copied = copied._reinterpret(seen_as, [tile.copy_chunks, 1, tile.cluster, tile.chunk], by_rows)
-            copied = copied.index(c % tile.copy_chunks)
-        else:
-            copied = copied._reinterpret(seen_as, [tile.rows, tile.cluster, tile.copy_cols], by_rows)
-            copied = copied.slice(c % tile.copy_chunks * tile.chunk, tile.chunk, 2)
-        chunk = copied.load(layout)
+        copied = copied._reinterpret(seen_as, [tile.copy_chunks, tile.rows, tile.cluster, tile.chunk], by_rows)
+        chunk = copied.index(c % tile.copy_chunks).load(layout)
         chunks = chunks + (chunk.to(dtype, bitcast=True),)
     return chunks
 
@@ -119,10 +118,9 @@ def read_tile(ring, stage, again: gl.constexpr, tile: gl.constexpr):
 def column_index(c: gl.constexpr, tile: gl.constexpr):
     """The columns [cluster, chunk] of chunk c."""
     layout: gl.constexpr = column_layout(tile)
-    cta = gl.arange(0, tile.cluster, gl.SliceLayout(1, layout)) * tile.copy_cols
+    cta = gl.arange(0, tile.cluster, gl.SliceLayout(1, layout)) * tile.chunk
     within = gl.arange(0, tile.chunk, gl.SliceLayout(0, layout))
-    copy = c // tile.copy_chunks * (tile.cluster * tile.copy_cols)
-    return copy + c % tile.copy_chunks * tile.chunk + gl.expand_dims(cta, 1) + gl.expand_dims(within, 0)
+    return c * (tile.cluster * tile.chunk) + gl.expand_dims(cta, 1) + gl.expand_dims(within, 0)
 
 
 @gluon.jit

@@ -26,9 +26,8 @@ def produce(tile: gl.constexpr, x_desc, dy_desc, x_ring, dy_ring, full, empty, r
         barrier = full.index(stage)
         ring.expect(barrier, tile.copies * (x_desc.block_type.nbytes + dy_desc.block_type.nbytes))
         for i in gl.static_range(tile.copies):
-            at = [row, ring.copy_start(i, tile), 0]
-            ring.copy_to_shared(x_desc, at, barrier, x_ring[i].index(stage))
-            ring.copy_to_shared(dy_desc, at, barrier, dy_ring[i].index(stage))
+            ring.start_copy(x_desc, row, i, barrier, x_ring[i].index(stage), True, tile)
+            ring.start_copy(dy_desc, row, i, barrier, dy_ring[i].index(stage), True, tile)
         stage += 1
         if stage == tile.num_stages:
             stage = 0
