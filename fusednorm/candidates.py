@@ -26,7 +26,7 @@ from .plan import (
 from .problem import NormProblem
 
 WARPS = (4, 8, 16)
-MAX_CHUNKS = 8  # a longer unrolled row loop outgrows the instruction cache
+MAX_CHUNKS = 10  # a longer unrolled row loop outgrows the instruction cache
 # Columns beyond the last are computed on for nothing; so many for each that there is do not matter.
 TOLERATED_PADDING = 1.125
 
@@ -36,25 +36,20 @@ BYTES_IN_FLIGHT_PER_SM = 32 * 1024
 MULTIWAVE_WARPS_PER_SM = {"backward": 8, "forward": 16}
 MIN_MULTIWAVE_CHUNK = 16  # columns; below it, a load of one chunk is for many short pieces of memory
 MULTIWAVE_CHUNK = 1024  # columns; faster than 512 by 2 to 5%, than 2048 by 1 to 6%, than 4096 by 2 to 9%
-# What a stage of the ring brings to an SM: half of it is up to 25% slower (5120 columns), twice of it 7%.
+# Elements of a row tile in a thread, in bytes of x and its gradient, and what all tiles of a stage bring to an SM: with
+# half or twice of it the backward is up to 25% slower.
+RING_BYTES_PER_THREAD = 128
 RING_STAGE_BYTES_PER_SM = 32 * 1024
 RING_STAGES = 3  # 4 to 8 are no faster
-RING_ELEMENTS_PER_THREAD = 32  # of a row tile; with 16 or 64 the backward is up to 19% slower
-TOLERATED_DISTANCE = 0.6  # from it, in doublings: 24 to 48
-RING_CHUNK = 1024  # columns; 2048 within 2%, 8192 up to 5% slower: more is alive at once
-# With more columns a row is spread over CTAs: 12288 take 83.6 us over two and 91.2 us in one (LayerNorm backward, 4096
-# rows), 32768 take 109.8 us over four and 130 us over two (2048 rows).
-MAX_COLUMNS_PER_CTA = {"backward": 8192, "forward": 16384}
-BUSY_WARPS = 8  # 16 meet at barriers more often than they have work
-# A thread holds the weight of so many columns in registers; of more it is faster in shared memory. By whether CTAs
-# share the row: then, at 32 columns a thread, it is 7% slower there (LayerNorm, 32768 and 65536 columns).
-MAX_COLUMNS_WITH_WEIGHT = {False: 20, True: 32}
-# The forward waits for its row sums in turn, so that other CTAs on its SM must fill the time; and they may be many,
-# because there are no partials to sum.
-RING_CTAS_PER_SM = {"backward": (1, 2), "forward": (1, 2, 3, 4)}
+# Of a thread from shared memory, by norm. With twice as many LayerNorm, with half RMSNorm is 1 to 3% slower.
+RING_COLUMNS_PER_LOAD = {"layer": 4, "rms": 8}
+BUSY_WARPS = 8  # on an SM: 4 in each of two CTAs, one of which works while the other waits for a row sum, or 8 in one
 # Short-lived CTAs where several run on an SM: SMs do not run equally fast, 42 to 47 us for the same work, and who is
 # fast gets more of it. 3 to 5% in the forward (RMSNorm, 1024 to 32768 columns).
 FORWARD_WAVES = 16
+MAX_COLUMNS_PER_THREAD = 32  # with 64 the forward is 12% slower (LayerNorm, 8192 columns)
+# A thread holds the parameters of so many columns in registers; of more, they are faster in shared memory.
+MAX_COLUMNS_WITH_WEIGHT = {"backward": 32, "forward": 20}
 MAX_PRODUCED_COPIES = {1: 6, 2: 4}  # by groups; of more, the producer cannot hold the addresses in its 24 registers
 CLUSTERS = (1, 2, 4, 8, 16)  # CTAs that share a row too wide for one
 CLUSTER_ARCHS = (90, 100, 103)
@@ -142,9 +137,7 @@ def _best_ring(plans: Iterator[RingPlan], problem: NormProblem, device: DeviceSp
 
 def pipelined_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[PipelinedPlan]:
     forward = problem.direction == "forward"
-    for num_warps, ctas_per_sm, cluster in itertools.product(
-        WARPS, RING_CTAS_PER_SM[problem.direction], cluster_sizes(device)
-    ):
+    for num_warps, ctas_per_sm, cluster in itertools.product(WARPS, (1, 2), cluster_sizes(device)):
         limit = budget.register_limit(32 * num_warps * ctas_per_sm, device)
         waves = FORWARD_WAVES if forward and ctas_per_sm > 1 else 1
         stages = range(1, RING_STAGES + 1)
@@ -185,32 +178,30 @@ def ring_tiles(problem: NormProblem, num_warps: int, cluster: int) -> Iterator[t
 
 
 def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
-    """Larger is better: no fault; not too many columns to a CTA; few CTAs to a row; a full ring; little padding; enough bytes
-    in a stage; the number of threads that was fastest; not more than enough bytes; two rows or more for a barrier and
-    two streams of tiles on an SM, or in the forward rather streams; then as little as will do."""
-    forward = problem.direction == "forward"
+    """Larger is better: no fault; a row that is not too much for its threads; a full ring; little padding; as many
+    bytes to a thread and to an SM as are fastest; few CTAs to a row, or if several, two streams of tiles on an SM; then as
+    little as will do."""
     streams = plan.ctas_per_sm if isinstance(plan, PipelinedPlan) else plan.num_groups
+    threads = 32 * plan.num_warps
     columns = plan.chunk * plan.num_chunks  # of one CTA
-    columns_per_thread = columns / (32 * plan.num_warps)
-    stage_bytes = streams * plan.rows_per_tile * columns * bytes_per_element(problem)
-    rows_first = min(plan.rows_per_tile, 2), min(streams, 2)
+    row_bytes = columns * bytes_per_element(problem)
+    stage_bytes = streams * plan.rows_per_tile * row_bytes
     return (
         plan.num_stages > 1 and budget.registers(plan, problem, device) <= plan.max_registers,
-        columns <= MAX_COLUMNS_PER_CTA[problem.direction],
-        -plan.cluster,
+        row_bytes <= RING_BYTES_PER_THREAD * threads and columns <= MAX_COLUMNS_PER_THREAD * threads,
+        streams * plan.num_warps == BUSY_WARPS,
         min(plan.num_stages, RING_STAGES),
         -max(TOLERATED_PADDING, plan.cluster * columns / problem.cols),
+        -distance(plan.rows_per_tile * row_bytes / threads, RING_BYTES_PER_THREAD),
         min(stage_bytes, RING_STAGE_BYTES_PER_SM),
-        min(BUSY_WARPS, streams * plan.num_warps),
-        -max(BUSY_WARPS, plan.num_warps),
-        -max(TOLERATED_DISTANCE, distance(plan.rows_per_tile * columns_per_thread, RING_ELEMENTS_PER_THREAD)),
-        -stage_bytes,
-        (streams, plan.rows_per_tile) if forward else rows_first,
-        plan.weight_in_smem == (columns_per_thread > MAX_COLUMNS_WITH_WEIGHT[plan.cluster > 1]),
         -num_copies(plan),
-        -distance(plan.chunk, RING_CHUNK),
+        plan.cluster == 1,
+        streams,
+        -plan.cluster,
+        -stage_bytes,
+        plan.weight_in_smem == (columns > MAX_COLUMNS_WITH_WEIGHT[problem.direction] * threads),
+        -distance(plan.chunk / threads, RING_COLUMNS_PER_LOAD[problem.norm]),
         -plan.copy_chunks,
-        -streams,
     )
 
 

@@ -18,7 +18,7 @@ from . import budget, candidates
 from .device import DeviceSpec
 from .forcing import forced_variant
 from .legality import MAX_RING_ROWS, broken_rule, capability
-from .plan import VARIANTS, ColumnTilePlan, Plan, ReferencePlan, Rejected, RingPlan
+from .plan import VARIANTS, Plan, ReferencePlan, Rejected, RingPlan, box_columns
 from .problem import NormProblem
 
 
@@ -33,34 +33,27 @@ class Tuning:
     evidence: str
     # A ring pays for its start, and for the parameters that every CTA loads, with more rows for each SM than this.
     ring_rows_per_sm: dict[str, int] = field(default_factory=dict)  # by norm
-    few_rows_by_column_tiles: bool = True  # also where multi-wave cannot hold a row, and reads everything twice
     narrowest_ring_bytes: int = 0  # of a row of x
     widest_ring_bytes: float = math.inf
-    # Column tiles read a row twice, but up to this size the second time from the cache; compare clusters to that.
-    cached_row_bytes: dict[str, int] = field(default_factory=dict)  # by norm
 
+
+# Copies in pieces of 16 bytes take twice as long as multi-wave (1000 columns: 46.7 us and 25.2), in pieces of 128 as
+# long (1600 columns; H200, bfloat16 backward, 2026-11-20).
+MIN_BOX_BYTES = 128
 
 UNKNOWN = Tuning(("multi_wave",), "no other schedule has been tried on this architecture")
 
 HOPPER_BACKWARD = Tuning(
     ("pipelined", "multi_wave"),
-    "1 to 20% faster than multi-wave wherever both were tried, at 1024 to 16384 columns and 4096 rows or more "
+    "1 to 50% faster than multi-wave almost wherever both were tried, at 768 to 131072 columns and 128 rows or more "
     "(H200, bfloat16, 2026-11-20)",
-    # 1024 rows, 7.8 for each SM: multi-wave is faster, by 7% for LayerNorm and by 1% for RMSNorm. 4096 rows, 31 for
-    # each SM: pipelined is, by 15% and 10%. (H200, bfloat16, 4096 and 5120 columns, 2026-11-20)
-    ring_rows_per_sm={"layer": 16, "rms": 8},
-    few_rows_by_column_tiles=False,  # twice the floor at 12288 columns and more, the ring 1.2 to 1.7 times
-    narrowest_ring_bytes=2048,  # the narrowest tried
+    narrowest_ring_bytes=1536,  # 512 columns: 37.2 us and 36.7 by multi-wave, 256 columns: 52 and 34
 )
 HOPPER_FORWARD = Tuning(
     ("pipelined", "multi_wave"),
-    "between 4% slower and 15% faster than multi-wave wherever both were tried, at 1024 to 16384 columns and 1024 rows "
-    "or more (H200, bfloat16, 2026-11-20)",
-    ring_rows_per_sm={"layer": 7, "rms": 7},  # fewer have not been tried
-    narrowest_ring_bytes=2048,
-    # 2048 x 32768: 91 us by column tiles and 112 by a cluster for LayerNorm, 93 and 86 for RMSNorm, which needs one sum
-    # only; 2048 x 65536: 270 and 221, 200 and 167 (H200, bfloat16, 2026-11-20).
-    cached_row_bytes={"layer": 64 * 1024},
+    "between 4% slower and 50% faster than multi-wave wherever both were tried, at 1024 to 131072 columns "
+    "(H200, bfloat16, 2026-11-20)",
+    narrowest_ring_bytes=2048,  # 768 columns: 17.9 us and 15.9 by multi-wave
 )
 
 # Nothing has been measured on Blackwell. It is planned for by what nvFuser has published on its choice for B200: its
@@ -170,8 +163,8 @@ def fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Re
     registers = budget.registers(plan, problem, device)
     if registers > plan.max_registers:
         return Rejected("spills", f"might spill: up to {registers} registers a thread, of {plan.max_registers}")
-    least = known.ring_rows_per_sm[problem.norm] * device.sm_count
-    if rows <= least and (known.few_rows_by_column_tiles or not _goes_by_column_tiles(problem, device)):
+    least = known.ring_rows_per_sm.get(problem.norm, 0) * device.sm_count
+    if rows <= least:
         return Rejected("few_rows", f"needs more than {least} rows to pay for its start, got {rows}")
     row_bytes = problem.cols * problem.x_dtype.itemsize
     if row_bytes < known.narrowest_ring_bytes:
@@ -179,19 +172,15 @@ def fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Re
         return Rejected("narrow_rows", text)
     if row_bytes > known.widest_ring_bytes:
         return Rejected("wide_rows", f"is for rows up to {known.widest_ring_bytes} bytes, got {row_bytes}")
-    cached = known.cached_row_bytes.get(problem.norm, 0)
-    if plan.cluster > 1 and row_bytes <= cached:
-        text = f"needs a cluster of CTAs for rows that column tiles find in the cache, up to {cached} bytes"
-        return Rejected("cached_rows", text)
+    box_bytes = box_columns(plan, problem.cols) * problem.x_dtype.itemsize
+    if box_bytes < MIN_BOX_BYTES:
+        text = f"could copy {box_bytes} bytes at once of rows of {problem.cols} columns, at least {MIN_BOX_BYTES} pay"
+        return Rejected("small_boxes", text)
     return None
 
 
 def tuning(problem: NormProblem, device: DeviceSpec) -> Tuning:
     return TUNINGS.get((device.arch, problem.direction), UNKNOWN)
-
-
-def _goes_by_column_tiles(problem: NormProblem, device: DeviceSpec) -> bool:
-    return isinstance(best_plan("multi_wave", problem, device), ColumnTilePlan)
 
 
 @functools.cache

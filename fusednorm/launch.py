@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +20,6 @@ from .kernels import column_sum, multiwave, pipelined, ring, warp_specialized
 from .kernels.config import Norm, RingTile, Tile
 from .legality import broken_rule
 from .plan import (
-    MAX_BOX_SIDE,
     ColumnTilePlan,
     MultiWavePlan,
     PipelinedPlan,
@@ -29,6 +27,7 @@ from .plan import (
     ReferencePlan,
     RingPlan,
     WarpSpecializedPlan,
+    box_columns,
     num_ctas,
     num_partials,
 )
@@ -130,7 +129,9 @@ def _finalize(plan: Plan, problem: NormProblem, outputs: tuple, num_partials: in
     return Launch(column_sum.finalize, grid, (*outputs[1:5], num_partials, problem.cols), _norm(problem), tile)
 
 
-def _multiwave_forward(plan: MultiWavePlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int, spec: DeviceSpec) -> list[Launch]:
+def _multiwave_forward(
+    plan: MultiWavePlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int, spec: DeviceSpec
+) -> list[Launch]:
     options = {"maxnreg": plan.max_registers}
     args = _forward_args(call, outputs)
     return [Launch(multiwave.forward, (ctas,), args, norm, _tile(plan, call.problem, spec), options)]
@@ -145,14 +146,18 @@ def _column_tile_forward(
     return [Launch(multiwave.forward_by_column_tiles, (call.rows,), args, norm, tile)]
 
 
-def _pipelined_forward(plan: PipelinedPlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int, spec: DeviceSpec) -> list[Launch]:
+def _pipelined_forward(
+    plan: PipelinedPlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int, spec: DeviceSpec
+) -> list[Launch]:
     tile, cols = _ring_tile(plan, call.problem, spec, cluster=plan.cluster), call.problem.cols
     x = _row_descriptor(call.x, call.rows, cols, tile)
     args = (x, call.weight, call.bias, *outputs, call.rows, cols, call.eps)
     return [Launch(pipelined.forward, (ctas,), args, norm, tile, _pipelined_options(plan))]
 
 
-def _multiwave_backward(plan: MultiWavePlan, call: BackwardCall, norm: Norm, outputs: tuple, ctas: int, spec: DeviceSpec) -> list[Launch]:
+def _multiwave_backward(
+    plan: MultiWavePlan, call: BackwardCall, norm: Norm, outputs: tuple, ctas: int, spec: DeviceSpec
+) -> list[Launch]:
     args = (*_inputs(call), *outputs, *_sizes(call))
     options = {"maxnreg": plan.max_registers, **_cooperative(outputs)}
     return [Launch(multiwave.backward, (ctas,), args, norm, _tile(plan, call.problem, spec), options)]
@@ -176,7 +181,9 @@ def _column_tile_backward(
     return launches
 
 
-def _pipelined_backward(plan: PipelinedPlan, call: BackwardCall, norm: Norm, outputs: tuple, ctas: int, spec: DeviceSpec) -> list[Launch]:
+def _pipelined_backward(
+    plan: PipelinedPlan, call: BackwardCall, norm: Norm, outputs: tuple, ctas: int, spec: DeviceSpec
+) -> list[Launch]:
     tile = _ring_tile(plan, call.problem, spec, cluster=plan.cluster)
     options = _pipelined_options(plan) | _cooperative(outputs)
     args = (*_descriptors(call, tile), *_inputs(call)[2:], *outputs, *_ring_sizes(call))
@@ -272,7 +279,7 @@ def _ring_tile(plan: RingPlan, problem: NormProblem, device: DeviceSpec, **more)
         *_partial_shape(plan, problem, device, plan.num_warps),
         num_stages=plan.num_stages,
         copy_chunks=plan.copy_chunks,
-        box=math.gcd(problem.cols, plan.chunk, MAX_BOX_SIDE),
+        box=box_columns(plan, problem.cols),
         vector=min(VECTOR_BYTES // problem.x_dtype.itemsize, plan.chunk // (32 * plan.num_warps)),
         weight_in_smem=plan.weight_in_smem,
         **more,

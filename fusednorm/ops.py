@@ -13,8 +13,8 @@ rms_norm_fwd    y = x * rstd * weight, with rstd = 1 / sqrt(mean(x^2) + eps); ep
 Each of the first four takes the arguments of aten::native_layer_norm, native_layer_norm_backward, _fused_rms_norm and
 _fused_rms_norm_backward at the same positions.
 
-Shapes: grad_out and residual_grad as x; weight and bias normalized_shape; mean and rstd any shape of M elements, such as [M], [M, 1] or
-the [*batch, 1, ...] that the forward returns. Outputs are contiguous.
+Shapes: grad_out and residual_grad as x; weight and bias normalized_shape; mean and rstd any shape of M elements, such
+as [M], [M, 1] or the [*batch, 1, ...] that the forward returns. Outputs are contiguous.
 Dtypes: float16, bfloat16, float32 or float64, each operand its own. y and dx have x's, dweight and dbias the
 parameter's; statistics are float32, float64 for float64 x.
 Strides: any. Rows at one constant stride or at two nested ones are read in place, anything else is copied once.

@@ -5,6 +5,7 @@ Grid, and with it the number of partials, come from plan, rows and device in `nu
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,6 +16,7 @@ MIN_ROWS_PER_CTA = 8
 
 # Of a short-lived CTA: it loads the parameters while the first tiles are on their way.
 MIN_TILES_PER_CTA = 2
+MIN_WAVES = 6  # of fewer, the last would leave too much of the GPU idle
 
 MAX_BOX_SIDE = 256  # elements, of a TMA copy
 
@@ -55,8 +57,8 @@ class ColumnTilePlan:
 @dataclass(frozen=True)
 class PipelinedPlan:
     """Row tiles through a TMA ring of num_stages stages in shared memory, filled by the computing warps. A row tile is
-    num_chunks chunks of `chunk` columns, which come copy_chunks to a copy. weight_in_smem keeps weight (and bias) in shared memory instead of
-    registers."""
+    num_chunks chunks of `chunk` columns, which come copy_chunks to a copy. weight_in_smem keeps weight (and bias) in
+    shared memory instead of registers."""
 
     variant: ClassVar[str] = "pipelined"
     sums_partials: ClassVar[bool] = True
@@ -117,6 +119,11 @@ class Rejected:
     reason: str
 
 
+def box_columns(plan: RingPlan, cols: int) -> int:
+    """Columns on the innermost side of a TMA box, which must divide a row."""
+    return math.gcd(cols, plan.chunk, MAX_BOX_SIDE)
+
+
 def num_copies(plan: RingPlan) -> int:
     """Copies of each tensor that make a row tile."""
     return -(-plan.num_chunks // plan.copy_chunks)
@@ -130,7 +137,8 @@ def num_ctas(plan: Plan, rows: int, cols: int, device: DeviceSpec) -> int:
     if isinstance(plan, ColumnTilePlan):
         limit = max(1, at_once // -(-cols // plan.chunk))
     elif isinstance(plan, PipelinedPlan) and plan.waves > 1:
-        limit = max(at_once, min(plan.waves * at_once, tiles // MIN_TILES_PER_CTA))
+        many = min(plan.waves * at_once, tiles // MIN_TILES_PER_CTA)
+        limit = many if many >= MIN_WAVES * at_once else at_once
     else:
         limit = max(first_wave, min(at_once, rows // MIN_ROWS_PER_CTA // first_wave * first_wave))
     tiles_per_cta = -(-tiles // min(tiles, limit))

@@ -8,15 +8,14 @@ import triton.language as tl
 def sum_partials(partial_ptr, out_ptr, row, col, num_partials, cols, tile: tl.constexpr):
     """The columns `col` of [num_partials, cols] partials summed in a fixed order and rounded once to the dtype of out.
     `row` indexes the rows of one load; partial_loads of them are under way at once."""
-    here = partial_ptr + row.to(tl.int64) * cols + col
     in_range = col < cols
     total = (row * 0 + col * 0).to(partial_ptr.dtype.element_ty)
     for start in range(0, num_partials, tile.partial_rows * tile.partial_loads):
         loads = ()
         for i in tl.static_range(tile.loads):
-            first = start + i * tile.partial_rows
-            mask = (first + row < num_partials) & in_range
-            loads = loads + (tl.load(here + first * cols.to(tl.int64), mask=mask, other=0.0),)
+            partial = start + i * tile.partial_rows + row
+            here = partial_ptr + partial.to(tl.int64) * cols + col
+            loads = loads + (tl.load(here, mask=(partial < num_partials) & in_range, other=0.0),)
         for i in tl.static_range(tile.loads):
             total += loads[i]
     total = tl.sum(total, axis=0, keep_dims=True).to(out_ptr.dtype.element_ty)
