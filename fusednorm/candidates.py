@@ -36,10 +36,10 @@ BYTES_IN_FLIGHT_PER_SM = 32 * 1024
 MULTIWAVE_WARPS_PER_SM = {"backward": 8, "forward": 16}
 MIN_MULTIWAVE_CHUNK = 16  # columns; below it, a load of one chunk is for many short pieces of memory
 MULTIWAVE_CHUNK = 1024  # columns; faster than 512 by 2 to 5%, than 2048 by 1 to 6%, than 4096 by 2 to 9%
-# Elements of a row tile in a thread, in bytes of x and its gradient, and what all tiles of a stage bring to an SM: with
-# half or twice of it the backward is up to 25% slower.
+# Elements of a row tile in a thread, in bytes of x and its gradient: with half or twice as many the backward is up to 25%
+# slower. And what all tiles of a stage bring to an SM at least.
 RING_BYTES_PER_THREAD = 128
-RING_STAGE_BYTES_PER_SM = 32 * 1024
+RING_STAGE_BYTES_PER_SM = 24 * 1024
 RING_STAGES = 3  # 4 to 8 are no faster
 # Of a thread from shared memory, by norm. With twice as many LayerNorm, with half RMSNorm is 1 to 3% slower.
 RING_COLUMNS_PER_LOAD = {"layer": 4, "rms": 8}
@@ -47,7 +47,12 @@ BUSY_WARPS = 8  # on an SM: 4 in each of two CTAs, one of which works while the 
 # Short-lived CTAs where several run on an SM: SMs do not run equally fast, 42 to 47 us for the same work, and who is
 # fast gets more of it. 3 to 5% in the forward (RMSNorm, 1024 to 32768 columns).
 FORWARD_WAVES = 16
-MAX_COLUMNS_PER_THREAD = 32  # with 64 the forward is 12% slower (LayerNorm, 8192 columns)
+MAX_COLUMNS_PER_THREAD = 32
+# LayerNorm's forward waits for two sums in turn, so that its rows had better keep to few CTAs: 32768 columns take 70.8
+# us over two and 75.6 us over eight.
+MAX_COLUMNS_PER_THREAD_OF_TWO_SUMS = 64
+# 8 rows of 1024 columns take 39.4 us in the forward where 4 take 35.6 (LayerNorm); in the backward they win at 768.
+MAX_ROWS_PER_TILE = {"backward": 8, "forward": 4}
 # A thread holds the parameters of so many columns in registers; of more, they are faster in shared memory.
 MAX_COLUMNS_WITH_WEIGHT = {"backward": 32, "forward": 20}
 MAX_PRODUCED_COPIES = {1: 6, 2: 4}  # by groups; of more, the producer cannot hold the addresses in its 24 registers
@@ -179,25 +184,27 @@ def ring_tiles(problem: NormProblem, num_warps: int, cluster: int) -> Iterator[t
 
 def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
     """Larger is better: no fault; a row that is not too much for its threads; a full ring; little padding; as many
-    bytes to a thread and to an SM as are fastest; few CTAs to a row, or if several, two streams of tiles on an SM; then as
-    little as will do."""
+    bytes to an SM and to a thread as are fastest; few copies; a row in one CTA, two of them at once; two streams of
+    tiles on an SM; few CTAs to a row; then as little as will do."""
     streams = plan.ctas_per_sm if isinstance(plan, PipelinedPlan) else plan.num_groups
     threads = 32 * plan.num_warps
     columns = plan.chunk * plan.num_chunks  # of one CTA
     row_bytes = columns * bytes_per_element(problem)
+    two_sums = problem.norm == "layer" and problem.direction == "forward"
+    max_columns = threads * (MAX_COLUMNS_PER_THREAD_OF_TWO_SUMS if two_sums else MAX_COLUMNS_PER_THREAD)
     stage_bytes = streams * plan.rows_per_tile * row_bytes
     return (
         plan.num_stages > 1 and budget.registers(plan, problem, device) <= plan.max_registers,
-        row_bytes <= RING_BYTES_PER_THREAD * threads and columns <= MAX_COLUMNS_PER_THREAD * threads,
+        row_bytes <= RING_BYTES_PER_THREAD * threads and columns <= max_columns,
         streams * plan.num_warps == BUSY_WARPS,
         min(plan.num_stages, RING_STAGES),
         -max(TOLERATED_PADDING, plan.cluster * columns / problem.cols),
-        -distance(plan.rows_per_tile * row_bytes / threads, RING_BYTES_PER_THREAD),
+        -max(MAX_ROWS_PER_TILE[problem.direction], plan.rows_per_tile),
         min(stage_bytes, RING_STAGE_BYTES_PER_SM),
+        -distance(plan.rows_per_tile * row_bytes / threads, RING_BYTES_PER_THREAD),
         -num_copies(plan),
-        plan.cluster == 1,
-        streams,
-        -plan.cluster,
+        min(plan.rows_per_tile, 2) if plan.cluster == 1 else 0,
+        *((-plan.cluster, streams) if two_sums else (streams, -plan.cluster)),
         -stage_bytes,
         plan.weight_in_smem == (columns > MAX_COLUMNS_WITH_WEIGHT[problem.direction] * threads),
         -distance(plan.chunk / threads, RING_COLUMNS_PER_LOAD[problem.norm]),

@@ -37,9 +37,9 @@ class Tuning:
     widest_ring_bytes: float = math.inf
 
 
-# Copies in pieces of 16 bytes take twice as long as multi-wave (1000 columns: 46.7 us and 25.2), in pieces of 128 as
-# long (1600 columns; H200, bfloat16 backward, 2026-11-20).
-MIN_BOX_BYTES = 128
+# Copies in pieces of 16 bytes take twice as long as multi-wave (1000 columns: 46.7 us and 25.2), in pieces of 128 a
+# fifth longer (1600 columns: 43.0 and 36.7; H200, bfloat16 backward, 2026-11-20).
+MIN_BOX_BYTES = 256
 
 UNKNOWN = Tuning(("multi_wave",), "no other schedule has been tried on this architecture")
 
