@@ -32,12 +32,13 @@ TOLERATED_PADDING = 1.125
 
 # Little's law: 4.4 TB/s of an H200 times about 1 us of loaded latency is 32 KiB in flight for each SM.
 BYTES_IN_FLIGHT_PER_SM = 32 * 1024
-# Fewer warps with more rows each: 20.8 us and 26.2 (LayerNorm backward, 128 columns). The forward holds less.
-MULTIWAVE_WARPS_PER_SM = {"backward": 8, "forward": 16}
+MULTIWAVE_WARPS_PER_SM = 16
+# Of narrow rows fewer warps with more rows each: 128 columns take 20.8 us with 8 and 26.2 us with 20 (LayerNorm).
+NARROW_COLUMNS, NARROW_WARPS_PER_SM = 512, 8
 MIN_MULTIWAVE_CHUNK = 16  # columns; below it, a load of one chunk is for many short pieces of memory
 MULTIWAVE_CHUNK = 1024  # columns; faster than 512 by 2 to 5%, than 2048 by 1 to 6%, than 4096 by 2 to 9%
-# Elements of a row tile in a thread, in bytes of x and its gradient: with half or twice as many the backward is up to 25%
-# slower. And what all tiles of a stage bring to an SM at least.
+# Elements of a row tile in a thread, in bytes of x and its gradient: with half or twice as many the backward is up to
+# 25% slower. And what all tiles of a stage bring to an SM at least.
 RING_BYTES_PER_THREAD = 128
 RING_STAGE_BYTES_PER_SM = 24 * 1024
 RING_STAGES = 3  # 4 to 8 are no faster
@@ -85,7 +86,7 @@ def multiwave_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[MultiW
             room = min(device.registers_per_sm // registers, device.max_threads_per_sm) // threads
             if registers <= budget.MAX_REGISTERS and room:
                 tile_bytes = rows_per_tile * problem.cols * bytes_per_element(problem)
-                enough = max(MULTIWAVE_WARPS_PER_SM[problem.direction] / num_warps, BYTES_IN_FLIGHT_PER_SM / tile_bytes)
+                enough = max(warps_per_sm(problem) / num_warps, BYTES_IN_FLIGHT_PER_SM / tile_bytes)
                 ctas_per_sm = min(room, math.ceil(enough))
                 limit = budget.register_limit(threads * ctas_per_sm, device)
                 yield MultiWavePlan(rows_per_tile, chunk, num_chunks, num_warps, ctas_per_sm, limit)
@@ -98,12 +99,16 @@ def multiwave_key(problem: NormProblem, plan: MultiWavePlan) -> tuple:
     warps = plan.ctas_per_sm * plan.num_warps
     return (
         -max(TOLERATED_PADDING, plan.chunk * plan.num_chunks / problem.cols),
-        min(bytes_in_flight, BYTES_IN_FLIGHT_PER_SM) * min(warps, MULTIWAVE_WARPS_PER_SM[problem.direction]),
+        min(bytes_in_flight, BYTES_IN_FLIGHT_PER_SM) * min(warps, warps_per_sm(problem)),
         -distance(plan.chunk, MULTIWAVE_CHUNK),
-        -plan.ctas_per_sm,  # each has partials
         -plan.num_warps,
         -plan.rows_per_tile,
     )
+
+
+def warps_per_sm(problem: NormProblem) -> int:
+    narrow = problem.direction == "backward" and problem.cols <= NARROW_COLUMNS
+    return NARROW_WARPS_PER_SM if narrow else MULTIWAVE_WARPS_PER_SM
 
 
 def column_tile_plan(problem: NormProblem, device: DeviceSpec) -> ColumnTilePlan:

@@ -7,6 +7,7 @@ zero at first and leaves every launch as the next one needs it.
 from __future__ import annotations
 
 import functools
+import threading
 
 import torch
 from torch import Tensor
@@ -31,7 +32,11 @@ class Semaphores:
         word = self._by_stream.get(stream)
         if word is None:
             if len(self._free) < WORDS // 2:
-                self._provide()
+                # On a thread of its own, because an allocation belongs to the memory pool of its thread's CUDA graph
+                # if there is one, and this one outlives it.
+                provider = threading.Thread(target=self._provide)
+                provider.start()
+                provider.join()
             word = self._by_stream[stream] = self._free.pop()
         return word
 

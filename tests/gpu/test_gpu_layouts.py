@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from calls import assert_case_is_right, assert_same_bits, run, run_backward, skip_unless_memory
+from calls import assert_case_is_right, run, run_backward, skip_unless_memory
 from cases import BF16, FP16, FP32, FP64, LAYOUTS, NORMS, STATISTIC_LAYOUTS, lay_out, make_case, statistic_layouts
 
 from fusednorm.testing import Inputs, Outputs, assert_outputs_close, make_inputs
