@@ -1,6 +1,6 @@
 """enable_eager: ATen's own norm ops run this package's kernels, so that eager models need no change.
 
-The kernels that ATen has registered for CUDA tensors are replaced; everything above them stays ATen's: autograd's nodes,
+The kernels that ATen has registered for CUDA tensors are replaced. All above them stays ATen's: autograd's nodes,
 second derivatives, autocast, torch.func, DTensor. What we do not take is handed on to the kernel that was there before.
 """
 
@@ -100,7 +100,7 @@ class _State:
 _lock, _state = threading.Lock(), _State()
 
 
-# Each takes the arguments of the op of ATen that it stands in for, and returns its outputs, or None to leave the call to
+# Each takes the arguments of the op of ATen that it stands in for, and returns its outputs, or None to leave it to
 # ATen's kernel. Every norm of the process comes through here.
 def layer_norm_fwd(x, normalized_shape, weight, bias, eps) -> Outputs | None:
     return _forward("layer", x, normalized_shape, weight, bias, eps)
