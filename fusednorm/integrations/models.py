@@ -92,7 +92,7 @@ def _replacement(module: nn.Module) -> tuple[type, str]:
         raise Unrecognized("has modules inside, a parametrization for example")
     for stock, ours in STOCK.items():
         if own.forward is stock.forward:
-            return ours if own is stock else _fused_class(ours, own), f"as torch.nn.{stock.__name__}"
+            return ours if own is stock else _fused_class(ours, own, None), f"as torch.nn.{stock.__name__}"
     formula = formula_of(module)
     return _fused_class(NormByHand, own, formula), f"{formula}, written by hand"
 
@@ -108,7 +108,7 @@ class _MadeAtRunTime:
 
 
 @functools.cache
-def _fused_class(ours: type, own: type, formula: Formula | None = None) -> type:
+def _fused_class(ours: type, own: type, formula: Formula | None) -> type:
     attributes = {"__module__": __name__, "formula": formula, "ingredients": (ours, own, formula)}
     return type(f"Fused{own.__name__}", (_MadeAtRunTime, ours, own), attributes)
 
