@@ -1,4 +1,4 @@
-"""The override of ATen's norm ops for CPU tensors: as for CUDA's, with the Triton kernels in the interpreter."""
+"""The override of ATen's norm ops, watched. CPU tensors run it on the Triton kernels in the interpreter."""
 
 from __future__ import annotations
 

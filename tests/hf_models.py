@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fusednorm.testing import STOCK_FACTOR
+
 # Class of the model, class of its config, number of norms in each layer and outside of them.
 MODELS = {
     "Llama": ("LlamaForCausalLM", "LlamaConfig", 2, 1),
@@ -76,10 +78,11 @@ def assert_as_good_as_stock(ours: dict, stock: dict, exact: dict, dtype: torch.d
     """Our loss and gradients are as near to the exact ones as those of the stock model, in the same dtypes."""
     eps = torch.finfo(dtype).eps
     assert {name: t.dtype for name, t in ours.items()} == {name: t.dtype for name, t in stock.items()}
-    torch.testing.assert_close(ours["loss"].double(), exact["loss"].double(), rtol=2 * eps, atol=0)
+    slack = (2 * eps + 16 * torch.finfo(torch.float32).eps) * norm([exact["loss"]])
+    assert distance(ours, exact, ["loss"]) <= 2 * distance(stock, exact, ["loss"]) + slack
     grads = exact.keys() - {"loss"}
     size = norm([exact[name] for name in grads])
-    assert distance(ours, exact, grads) <= 1.2 * distance(stock, exact, grads) + eps / 4 * size
+    assert distance(ours, exact, grads) <= STOCK_FACTOR * distance(stock, exact, grads) + eps / 4 * size
     for name in grads:  # a single one may be unlucky, but not wrong; what should be zero is measured on the others
         slack = 2 * eps * (norm([exact[name]]) + size / 100)
         assert distance(ours, exact, [name]) <= 2 * distance(stock, exact, [name]) + slack, name
