@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from graphs import RecordingBackend
 from op_log import OpLog
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusednorm
 
@@ -301,6 +302,28 @@ def test_the_random_state_is_not_touched():
     torch.manual_seed(3)
     fusednorm.patch_model(PlainRMSNorm())
     assert torch.equal(torch.rand(1), want)
+
+
+class UncopyableRMSNorm(PlainRMSNorm):
+    def __new__(cls, *args):
+        if not args:
+            raise TypeError("needs its arguments, as the classes of FSDP do")
+        return super().__new__(cls)
+
+
+def test_modes_and_default_devices_and_dtypes_do_not_disturb_the_trial():
+    model = nn.ModuleList([PlainRMSNorm(), UncopyableRMSNorm(COLS), CenteredRMSNorm().to("meta")])
+    with FakeTensorMode():
+        model.append(WrittenOutLayerNorm())
+        assert len(fusednorm.patch_model(model).replaced) == 4
+    model = nn.ModuleList([PlainRMSNorm()])
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(BF16)
+    try:
+        with torch.device("meta"), torch.inference_mode(), torch.autocast("cpu", BF16):
+            assert len(fusednorm.patch_model(model).replaced) == 1
+    finally:
+        torch.set_default_dtype(before)
 
 
 class GatedRMSNorm(PlainRMSNorm):

@@ -7,7 +7,6 @@ is asked: a copy with random parameters runs on small CPU tensors and must agree
 
 from __future__ import annotations
 
-import copy
 import inspect
 import itertools
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import autograd
 from ..problem import FLOAT_DTYPES
@@ -88,7 +88,7 @@ def _output_dtype(rule: str, x: Tensor, weight: Tensor | None) -> torch.dtype:
 def formula_of(module: nn.Module) -> Formula:
     """What `module` computes, found out by trial; raises Unrecognized. Neither it nor the random state is touched."""
     eps_name = _eps_name_of_a_norm(module)
-    with torch.no_grad(), _NoStockNorm():
+    with torch.no_grad(), _disable_current_modes(), _NoStockNorm():
         norm, one_plus_weight = _matching_formula(module, eps_name)
         return Formula(norm, one_plus_weight, _output_rule(module, eps_name), eps_name)
 
@@ -147,8 +147,8 @@ def _trial(
         name: None if old is None else nn.Parameter(normal(*old.shape, dtype=parameter_dtype))
         for name, old in module._parameters.items()
     }
-    copied = copy.copy(module)
-    vars(copied).update({"_parameters": parameters, eps_name: TRIAL_EPS, "training": training})
+    copied = object.__new__(type(module))  # a class may have its own ideas of copying; FSDP's have
+    vars(copied).update(vars(module) | {"_parameters": parameters, eps_name: TRIAL_EPS, "training": training})
     weight = parameters.get("weight")
     cols = TRIAL_COLS if weight is None else len(weight)
     return copied, normal(2, 3, cols, dtype=x_dtype) + 1  # a mean, for the LayerNorms
