@@ -5,6 +5,7 @@ from __future__ import annotations
 import hf_models
 import pytest
 import torch
+from cases import BF16, FP32
 from graphs import RecordingBackend
 from op_log import OpLog
 
@@ -15,7 +16,7 @@ models = pytest.mark.parametrize("name", hf_models.MODELS)
 
 
 @models
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_replaced_norms_train_as_the_stock_model(name, dtype):
     model, ids = hf_models.build(name).to(dtype), hf_models.tokens()
     exact, stock = hf_models.in_float64(model, ids), hf_models.loss_and_grads(model, ids)
@@ -34,16 +35,18 @@ def test_replaced_norms_train_as_the_stock_model(name, dtype):
     assert all(torch.equal(again[key], stock[key]) for key in stock)
 
 
-@models
-def test_compiled_models_with_replaced_norms_agree_with_stock(name):
-    model, ids = hf_models.build(name, layers=1), hf_models.tokens()
-    want = hf_models.loss_and_grads(model, ids)
+COMPILED = [("Llama", FP32), ("Gemma", BF16), ("Qwen3", BF16), ("T5", FP32), ("GPT2", FP32), ("Bert", BF16)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), COMPILED, ids=[name for name, _ in COMPILED])
+def test_compiled_models_with_replaced_norms_train_as_the_stock_model(name, dtype):
+    model, ids = hf_models.build(name, layers=1).to(dtype), hf_models.tokens()
+    exact, stock = hf_models.in_float64(model, ids), hf_models.loss_and_grads(model, ids)
     fusednorm.patch_model(model)
     torch._dynamo.reset()
     backend = RecordingBackend()
-    got = hf_models.loss_and_grads(model, ids, torch.compile(model, backend=backend))
-    for key in want:
-        torch.testing.assert_close(got[key], want[key], rtol=1e-4, atol=1e-5)
+    ours = hf_models.loss_and_grads(model, ids, torch.compile(model, backend=backend))
+    hf_models.assert_as_good_as_stock(ours, stock, exact, dtype)
     for op in ("fwd", "bwd"):
         count = backend.ops.count(f"fusednorm.rms_norm_{op}.default")
         assert count == (hf_models.norm_count(name, layers=1) if name in BY_HAND else 0)
@@ -52,15 +55,15 @@ def test_compiled_models_with_replaced_norms_agree_with_stock(name):
 def test_mixed_dtypes_of_model_and_norms_keep_their_dtypes():
     """bfloat16 activations on norms kept in float32: the stock model goes on in float32 from there."""
     model, ids = hf_models.build("Llama"), hf_models.tokens()
-    hidden = torch.randn(2, 24, 64, dtype=torch.bfloat16)
+    hidden = torch.randn(2, 24, 64, dtype=BF16)
     norm = model.model.norm
     want = norm(hidden)
     fusednorm.patch_model(model)
-    assert norm(hidden).dtype == want.dtype == torch.float32
-    with torch.autocast("cpu", torch.bfloat16):
+    assert norm(hidden).dtype == want.dtype == FP32
+    with torch.autocast("cpu", BF16):
         loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
-    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
+    assert all(p.grad.dtype == FP32 and p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_generation_gives_the_same_tokens():

@@ -30,7 +30,8 @@ class enable_eager:  # noqa: N801  reads as a function: with enable_eager(): ...
     torch.nn.functional.layer_norm and rms_norm and whatever calls them. Outputs have ATen's shapes, strides and dtypes.
     float16, bfloat16, float32 and float64 are taken, on GPUs from sm_80 on; anything else, and everything under
     force("reference"), goes to ATen's kernel as before, and so do tensors without elements. LayerNorm whose parameters
-    have another dtype than x, which ATen refuses, works.
+    have another dtype than x, which ATen refuses, works; RMSNorm whose weight has another never gets here, because
+    ATen takes it apart before.
 
     As a context manager it holds for the block: `with enable_eager(): ...`. It may be called, and blocks may be nested,
     any number of times. It holds for the whole process, all threads and all of autograd's; switch while no other thread
@@ -38,30 +39,24 @@ class enable_eager:  # noqa: N801  reads as a function: with enable_eager(): ...
     """
 
     def __init__(self) -> None:
-        with _lock:
-            self._began = not _state.switched_on
-            _state.switched_on = True
-            _state.update()
+        self.__enter__()
 
     def __enter__(self) -> None:
         with _lock:
-            _state.blocks.add(self)
-            if self._began:  # from here on the block holds it, no longer the call
-                self._began = _state.switched_on = False
-            _state.update()
+            _wanted_by.add(self)
+            _install_or_remove()
 
     def __exit__(self, *_) -> None:
         with _lock:
-            _state.blocks.discard(self)
-            _state.update()
+            _wanted_by.discard(self)
+            _install_or_remove()
 
 
 def disable_eager() -> None:
     """Give ATen's own kernels back, whatever enabled ours: calls and open `with enable_eager()` blocks alike."""
     with _lock:
-        _state.switched_on = False
-        _state.blocks.clear()
-        _state.update()
+        _wanted_by.clear()
+        _install_or_remove()
 
 
 class Overrides:
@@ -80,24 +75,16 @@ class Overrides:
         self._library._destroy()
 
 
-class _State:
-    """Who wants the override, and the override while anybody does. To be touched under `_lock`."""
-
-    def __init__(self) -> None:
-        self.switched_on = False  # by a call of enable_eager that was not the start of a block
-        self.blocks: set[enable_eager] = set()
-        self.overrides: Overrides | None = None
-
-    def update(self) -> None:
-        wanted = self.switched_on or bool(self.blocks)
-        if wanted and self.overrides is None:
-            self.overrides = Overrides("CUDA")
-        elif not wanted and self.overrides is not None:
-            self.overrides.remove()
-            self.overrides = None
+_lock = threading.Lock()  # over the two below
+_wanted_by: set[enable_eager] = set()  # calls, and blocks that are open
+_installed: list[Overrides] = []  # one or none
 
 
-_lock, _state = threading.Lock(), _State()
+def _install_or_remove() -> None:
+    if _wanted_by and not _installed:
+        _installed.append(Overrides("CUDA"))
+    elif _installed and not _wanted_by:
+        _installed.pop().remove()
 
 
 # Each takes the arguments of the op of ATen that it stands in for, and returns its outputs, or None to leave it to
