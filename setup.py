@@ -23,7 +23,7 @@ setup(
     python_requires=">=3.10",
     install_requires=["torch>=2.11", f"triton>=3.6; {LINUX}"],
     extras_require={
-        "test": ["pytest", "hypothesis", "expecttest", "numpy", "ruff", "setuptools>=68"],
+        "test": ["pytest", "hypothesis", "expecttest", "numpy", "ruff", "setuptools>=68", "transformers"],
         "bench": ["matplotlib", "rich", "tqdm"],
         "demo": ["matplotlib", "rich", "tqdm"],
     },

@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "problem": set(),
     "device": set(),
     # Beside the path of a call:
-    "integrations": {"__init__", "ops", "heuristics"},
+    "integrations": {"__init__", "ops", "autograd", "functional", "modules", "forcing", *PLANNER},
     "compilation": PLANNER | {"launch"},
     "warm": PLANNER | {"launch", "compilation"},
     "cost": {"plan", "problem", "device"},
@@ -119,6 +119,21 @@ def test_import_brings_no_triton_and_starts_no_cuda():
     code = "import sys, torch, fusednorm; print('triton' in sys.modules, torch.cuda.is_initialized())"
     asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert asked.stdout.split() == ["False", "False"]
+
+
+def test_package_works_without_its_integrations():
+    code = """
+import sys
+sys.modules["fusednorm.integrations"] = None  # importing it fails
+import torch, fusednorm
+print(fusednorm.LayerNorm(8)(torch.randn(2, 8)).shape, "enable_eager" in dir(fusednorm))
+try:
+    fusednorm.enable_eager
+except ImportError:
+    print("missing")
+"""
+    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert asked.stdout.splitlines() == ["torch.Size([2, 8]) True", "missing"]
 
 
 def test_imports_are_seen_at_every_depth(tmp_path, monkeypatch):

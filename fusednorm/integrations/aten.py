@@ -1,0 +1,165 @@
+"""enable_eager: ATen's own norm ops run this package's kernels, so that eager models need no change.
+
+The kernels that ATen has registered for CUDA tensors are replaced. All above them stays ATen's: autograd's nodes,
+second derivatives, autocast, torch.func, DTensor. What we do not take is handed on to the kernel that was there before.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..device import DeviceSpec
+from ..forcing import forced_variant
+from ..legality import OLDEST_ARCH
+from ..problem import BackwardCall, ForwardCall, check_backward, check_forward
+
+Outputs = tuple[Tensor | None, ...]
+
+
+class enable_eager:  # noqa: N801  reads as a function: with enable_eager(): ...
+    """enable_eager(): from here on, eager LayerNorm and RMSNorm of CUDA tensors run this package's kernels.
+
+    That is aten::native_layer_norm, native_layer_norm_backward, _fused_rms_norm and _fused_rms_norm_backward, hence
+    torch.nn.functional.layer_norm and rms_norm and whatever calls them. Outputs have ATen's shapes, strides and dtypes.
+    float16, bfloat16, float32 and float64 are taken, on GPUs from sm_80 on; anything else, and everything under
+    force("reference"), goes to ATen's kernel as before, and so do tensors without elements. LayerNorm whose parameters
+    have another dtype than x, which ATen refuses, works; RMSNorm whose weight has another never gets here, because
+    ATen takes it apart before.
+
+    As a context manager it holds for the block: `with enable_eager(): ...`. It may be called, and blocks may be nested,
+    any number of times. It holds for the whole process, all threads and all of autograd's; switch while no other thread
+    runs a norm. Graphs that torch.compile has made do not change. `force` does not reach the backwards.
+    """
+
+    def __init__(self) -> None:
+        self.__enter__()
+
+    def __enter__(self) -> None:
+        with _lock:
+            _wanted_by.add(self)
+            _install_or_remove()
+
+    def __exit__(self, *_) -> None:
+        with _lock:
+            _wanted_by.discard(self)
+            _install_or_remove()
+
+
+def disable_eager() -> None:
+    """Give ATen's own kernels back, whatever enabled ours: calls and open `with enable_eager()` blocks alike."""
+    with _lock:
+        _wanted_by.clear()
+        _install_or_remove()
+
+
+class Overrides:
+    """Our kernels in the place of ATen's for one dispatch key, from construction to `remove`."""
+
+    def __init__(self, key: str):
+        self._library = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            # The dispatcher warns once a process that a kernel is overridden, which is what we are here for.
+            warnings.filterwarnings("ignore", message="Warning only once for all operators")
+            for name, ours in KERNELS.items():
+                kernel = _ours_or(ours, _kernel_of(name, key))
+                self._library.impl(name, kernel, key, with_keyset=True, allow_override=True)
+
+    def remove(self) -> None:
+        self._library._destroy()
+
+
+_lock = threading.Lock()  # over the two below
+_wanted_by: set[enable_eager] = set()  # calls, and blocks that are open
+_installed: list[Overrides] = []  # one or none
+
+
+def _install_or_remove() -> None:
+    if _wanted_by and not _installed:
+        _installed.append(Overrides("CUDA"))
+    elif _installed and not _wanted_by:
+        _installed.pop().remove()
+
+
+# Each takes the arguments of the op of ATen that it stands in for, and returns its outputs, or None to leave it to
+# ATen's kernel. Every norm of the process comes through here.
+def layer_norm_fwd(x, normalized_shape, weight, bias, eps) -> Outputs | None:
+    return _forward("layer", x, normalized_shape, weight, bias, eps)
+
+
+def layer_norm_bwd(grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask) -> Outputs | None:
+    return _backward("layer", grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask)
+
+
+def rms_norm_fwd(x, normalized_shape, weight, eps) -> Outputs | None:
+    outputs = _forward("rms", x, normalized_shape, weight, None, eps)
+    return outputs and (outputs[0], outputs[2])
+
+
+def rms_norm_bwd(grad_out, x, normalized_shape, rstd, weight, output_mask) -> Outputs | None:
+    outputs = _backward("rms", grad_out, x, normalized_shape, None, rstd, weight, None, (*output_mask, False))
+    return outputs and outputs[:2]
+
+
+KERNELS: dict[str, Callable[..., Outputs | None]] = {
+    "native_layer_norm": layer_norm_fwd,
+    "native_layer_norm_backward": layer_norm_bwd,
+    "_fused_rms_norm": rms_norm_fwd,
+    "_fused_rms_norm_backward": rms_norm_bwd,
+}
+
+
+def _forward(*args) -> Outputs | None:
+    """(y, mean, rstd) by our kernels."""
+    try:
+        call = check_forward(*args)
+    except RuntimeError:  # the user's error or what only ATen takes: its kernel will know
+        return None
+    return ops._launch().forward(call) if _takes(call) else None
+
+
+def _backward(*args) -> Outputs | None:
+    """(dx, dweight, dbias) by our kernels."""
+    try:
+        call = check_backward(*args)
+    except RuntimeError:
+        return None
+    problem = call.problem
+    wanted = problem.wants_dx or problem.wants_dw or problem.wants_db
+    return ops._launch().backward(call) if wanted and _takes(call) else None
+
+
+def _takes(call: ForwardCall | BackwardCall) -> bool:
+    elements = call.rows and call.problem.cols
+    return bool(elements) and _has_kernels(call.x.tensor.device) and forced_variant() != "reference"
+
+
+@functools.cache
+def _has_kernels(device: torch.device) -> bool:
+    return DeviceSpec.of(device).arch >= OLDEST_ARCH
+
+
+def _ours_or(ours: Callable[..., Outputs | None], atens: Callable[..., Outputs]) -> Callable[..., Outputs]:
+    def kernel(keys: torch._C.DispatchKeySet, *args) -> Outputs:
+        outputs = ours(*args)
+        return atens(keys, *args) if outputs is None else outputs
+
+    return kernel
+
+
+def _kernel_of(name: str, key: str) -> Callable[..., Outputs]:
+    """The kernel that runs aten::`name` under `key` at present."""
+    try:
+        return torch.library.get_kernel(f"aten::{name}", key).call_boxed
+    except RuntimeError:  # a build of torch without CUDA has none, and calls none
+
+        def missing(*_) -> Outputs:
+            raise NotImplementedError(f"aten::{name} has no kernel for {key}")
+
+        return missing

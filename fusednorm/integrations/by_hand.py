@@ -1,0 +1,191 @@
+"""Norms that a model has written out by hand: which formula one computes, and its forward on this package's kernels.
+
+transformers has some hundred of them: LlamaRMSNorm, GemmaRMSNorm with its 1 + weight, T5LayerNorm, ... They are known
+by their looks: the name of the class, one eps, parameters weight and bias and nothing else. What a module computes, it
+is asked: a copy with random parameters runs on small CPU tensors and must agree with a formula that we stand in for.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .. import autograd
+from ..problem import FLOAT_DTYPES
+
+EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+STOCK_FUNCTIONS = {F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm, torch.native_layer_norm}
+# Of (y for bfloat16 x and float32 weight, y for float32 x and bfloat16 weight), by the names of Formula.output.
+OUTPUT_DTYPES = {
+    (torch.bfloat16, torch.float32): "x",
+    (torch.float32, torch.float32): "promoted",
+    (torch.float32, torch.bfloat16): "weight",
+}
+TRIAL_EPS = 0.25  # so large that it shows
+TRIAL_COLS = 16  # where no weight says how many
+
+
+class Unrecognized(Exception):  # noqa: N818  no error: it ends a search with its reason
+    """Why a module is to keep its own forward."""
+
+
+@dataclass(frozen=True)
+class Formula:
+    """What a norm computes over the last dim."""
+
+    norm: str  # "layer" or "rms"
+    one_plus_weight: bool  # y = x_hat * (1 + weight), the sum in float32
+    output: str  # dtype of y: "x", as x; "promoted", with weight's; "weight", a 16-bit weight's own, else promoted
+    eps_name: str
+
+    def __str__(self) -> str:
+        norm = "LayerNorm" if self.norm == "layer" else "RMSNorm"
+        return norm + (" with 1 + weight" if self.one_plus_weight else "")
+
+
+class NormByHand(nn.Module):
+    """The forward of a norm written by hand. To be put before its class, whose `formula` it computes."""
+
+    formula: Formula
+
+    def forward(self, *args, **kwargs) -> Tensor:
+        (x,) = *args, *kwargs.values()  # models call it x, or hidden_states, or input
+        weight, formula = getattr(self, "weight", None), self.formula
+        if not _takes(x, weight):
+            return super().forward(x)
+        dtype = _output_dtype(formula.output, x, weight)
+        if formula.one_plus_weight and weight is not None:
+            weight = 1 + weight.float()
+        shape, eps = x.shape[-1:], getattr(self, formula.eps_name)
+        if formula.norm == "rms":
+            y = autograd.rms_norm_fwd(x, shape, weight, eps)[0]
+        else:
+            y = autograd.layer_norm_fwd(x, shape, weight, getattr(self, "bias", None), eps)[0]
+        return y.to(dtype)
+
+
+def _takes(x: Tensor, weight: Tensor | None) -> bool:
+    known = x.dtype in FLOAT_DTYPES and (weight is None or weight.dtype in FLOAT_DTYPES)
+    return known and type(x) is Tensor and (x.is_cuda or x.is_cpu)
+
+
+def _output_dtype(rule: str, x: Tensor, weight: Tensor | None) -> torch.dtype:
+    if rule == "x" or weight is None:
+        return x.dtype
+    if rule == "weight" and weight.dtype in HALF_DTYPES:
+        return weight.dtype
+    return torch.promote_types(x.dtype, weight.dtype)
+
+
+def formula_of(module: nn.Module) -> Formula:
+    """What `module` computes, found out by trial; raises Unrecognized. Neither it nor the random state is touched."""
+    eps_name = _eps_name_of_a_norm(module)
+    with torch.no_grad(), _disable_current_modes(), _NoStockNorm():
+        norm, one_plus_weight = _matching_formula(module, eps_name)
+        return Formula(norm, one_plus_weight, _output_rule(module, eps_name), eps_name)
+
+
+def _eps_name_of_a_norm(module: nn.Module) -> str:
+    """The name of the eps of a module that looks like a norm of one tensor over its last dim."""
+    name = type(module).__name__
+    if "LayerNorm" not in name and "RMSNorm" not in name:
+        raise Unrecognized("is neither a LayerNorm nor an RMSNorm by its name")
+    present = {name for name, parameter in module._parameters.items() if parameter is not None}
+    if not present <= {"weight", "bias"} or any(True for _ in module.buffers()):
+        raise Unrecognized("has parameters or buffers besides weight and bias")
+    if any(module._parameters[name].dim() != 1 for name in present):
+        raise Unrecognized("normalizes more than one dim")
+    if len(inspect.signature(type(module).forward).parameters) != 2:
+        raise Unrecognized("its forward takes more than the tensor")
+    names = [name for name in EPS_NAMES if isinstance(getattr(module, name, None), float)]
+    if len(names) != 1:
+        raise Unrecognized(f"has no eps that we know of ({', '.join(EPS_NAMES)})")
+    return names[0]
+
+
+def _matching_formula(module: nn.Module, eps_name: str) -> tuple[str, bool]:
+    results = []
+    for training in (True, False):
+        copied, x = _trial(module, eps_name, torch.float32, torch.float32, training)
+        results.append(_run(copied, x))
+    for norm, one_plus_weight in itertools.product(("rms", "layer"), (False, True)):
+        want = _in_float64(copied, x, norm, one_plus_weight)
+        if all(_agree(got, want) for got in results):
+            return norm, one_plus_weight
+    raise Unrecognized("its forward computes something else")
+
+
+def _output_rule(module: nn.Module, eps_name: str) -> str:
+    if getattr(module, "weight", None) is None:
+        dtypes = _run(*_trial(module, eps_name, torch.bfloat16, torch.float32)).dtype, torch.float32
+    else:
+        mixtures = (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)
+        dtypes = tuple(_run(*_trial(module, eps_name, *mixture)).dtype for mixture in mixtures)
+    if dtypes not in OUTPUT_DTYPES:
+        raise Unrecognized("its forward returns a dtype that follows from neither x nor weight")
+    return OUTPUT_DTYPES[dtypes]
+
+
+def _trial(
+    module: nn.Module, eps_name: str, x_dtype: torch.dtype, parameter_dtype: torch.dtype, training: bool = True
+) -> tuple[nn.Module, Tensor]:
+    """A copy of the module with random parameters on the CPU, and an x for it: the same numbers each time."""
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def normal(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32).to(dtype)
+
+    parameters = {
+        name: None if old is None else nn.Parameter(normal(*old.shape, dtype=parameter_dtype))
+        for name, old in module._parameters.items()
+    }
+    copied = object.__new__(type(module))  # a class may have its own ideas of copying; FSDP's have
+    vars(copied).update(vars(module) | {"_parameters": parameters, eps_name: TRIAL_EPS, "training": training})
+    weight = parameters.get("weight")
+    cols = TRIAL_COLS if weight is None else len(weight)
+    return copied, normal(2, 3, cols, dtype=x_dtype) + 1  # a mean, for the LayerNorms
+
+
+def _run(module: nn.Module, x: Tensor) -> Tensor:
+    try:
+        return type(module).forward(module, x)
+    except Unrecognized:
+        raise
+    except Exception as error:
+        problem = (str(error).splitlines() or [type(error).__name__])[0]
+        raise Unrecognized(f"its forward failed on a small CPU tensor: {problem}") from error
+
+
+def _in_float64(module: nn.Module, x: Tensor, norm: str, one_plus_weight: bool) -> Tensor:
+    x, weight, bias = x.double(), getattr(module, "weight", None), getattr(module, "bias", None)
+    if norm == "layer":
+        x = x - x.mean(-1, keepdim=True)
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + TRIAL_EPS)
+    if weight is not None:
+        y = y * (weight.double() + one_plus_weight)
+    if norm == "layer" and bias is not None:
+        y = y + bias.double()
+    return y
+
+
+def _agree(got: object, want: Tensor) -> bool:
+    if not isinstance(got, Tensor) or got.shape != want.shape or got.dtype != torch.float32:
+        return False
+    return torch.allclose(got.double(), want, rtol=1e-4, atol=1e-4)
+
+
+class _NoStockNorm(TorchFunctionMode):
+    """A forward that calls torch's norm is none written by hand; it would also follow autocast, as ours would not."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in STOCK_FUNCTIONS:
+            raise Unrecognized("calls torch's own norm, which enable_eager() covers")
+        return function(*args, **(kwargs or {}))

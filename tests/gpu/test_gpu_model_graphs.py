@@ -1,0 +1,81 @@
+"""Norms among what surrounds them in models on which a planner of this kind has failed: unmodified code, overridden."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import BF16, FP32
+from eager import watched_kernels
+from hf_models import distance, norm
+from torch import Tensor
+
+import fusednorm
+from fusednorm.testing import STOCK_FACTOR
+
+pytestmark = pytest.mark.gpu
+
+
+# Each takes leaves of the shapes beside it in GRAPHS and returns outputs to differentiate.
+def reshaped_twice(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """Two users of y, so that its gradient is a sum of two reshaped ones."""
+    y = F.rms_norm(x, x.shape[-1:], weight, 1e-6)
+    return y.reshape(-1, x.shape[-1]), y.reshape(*x.shape[:-1], -1, 128)
+
+
+def three_column_sums(x: Tensor, addend: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+    """The gradient of a bias before the norm is a third sum over the rows."""
+    return (F.layer_norm(x + addend, x.shape[-1:], weight, bias, 1e-5),)
+
+
+def permuted_residual(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """x is stored heads first, and its gradient has a second part in the strides of that."""
+    heads_last = x.transpose(1, 2)
+    return F.rms_norm(heads_last, x.shape[-1:], weight, 1e-6), heads_last
+
+
+def shared_input(x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+    """Two norms of one input."""
+    return tuple(F.layer_norm(x, x.shape[-1:], *parameters[i : i + 2], 1e-5) for i in (0, 2))
+
+
+def scaled_with_residual(x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    """1 + weight, a residual, and a scale without dims."""
+    return (F.rms_norm(x * scale, x.shape[-1:], 1 + weight, 1e-6) + x,)
+
+
+GRAPHS: list[tuple[Callable, list[tuple[int, ...]], int]] = [  # graph, shapes of its leaves, its norms
+    (reshaped_twice, [(1, 4096, 3072), (3072,)], 1),
+    (three_column_sums, [(147456, 128), (128,), (128,), (128,)], 1),
+    (permuted_residual, [(4, 16, 1024, 128), (128,)], 1),
+    (permuted_residual, [(14, 8, 2048, 256), (256,)], 1),
+    (shared_input, [(1, 16384, 2560), (2560,), (2560,), (2560,), (2560,)], 2),
+    (scaled_with_residual, [(1, 4096, 3072), (3072,), ()], 1),
+]
+
+
+def gradients(graph: Callable, leaves: list[Tensor]) -> dict[str, Tensor]:
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    outputs = graph(*leaves)
+    torch.manual_seed(1)
+    grads = [torch.randn(y.shape, device=y.device).to(BF16).to(y.dtype) for y in outputs]
+    found = torch.autograd.grad(outputs, leaves, grads)
+    return {f"output {i}": y.detach() for i, y in enumerate(outputs)} | {
+        f"gradient {i}": grad for i, grad in enumerate(found)
+    }
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize(("graph", "shapes", "norm_count"), GRAPHS, ids=[graph.__name__ for graph, *_ in GRAPHS])
+def test_graph_is_as_exact_as_with_atens_norms(graph, shapes, norm_count, dtype):
+    torch.manual_seed(0)
+    leaves = [torch.randn(shape, device="cuda").to(dtype) for shape in shapes]
+    exact, stock = gradients(graph, [leaf.double() for leaf in leaves]), gradients(graph, leaves)
+    with watched_kernels() as calls, fusednorm.enable_eager():
+        ours = gradients(graph, leaves)
+    assert len(calls.taken) == len(calls.all) == 2 * norm_count
+    for name, want in exact.items():
+        slack = torch.finfo(dtype).eps / 2 * norm([want])
+        assert distance(ours, exact, [name]) <= STOCK_FACTOR * distance(stock, exact, [name]) + slack, name
