@@ -3,6 +3,7 @@
 Importing registers torch.ops.fusednorm.*; it imports no Triton and leaves CUDA alone.
 """
 
+import importlib
 import pathlib
 
 _HERE = pathlib.Path(__file__).parent
@@ -20,3 +21,16 @@ from .warm import warmup  # noqa: E402
 __version__ = "0.1.0"
 
 __all__ = ["LayerNorm", "LayerNormFunction", "RMSNorm", "RMSNormFunction", "explain", "force", "functional", "warmup"]
+
+# Imported when asked for, because they use what PyTorch does not promise to keep: everything else works without them.
+_INTEGRATIONS = {"disable_inductor": "inductor", "enable_inductor": "inductor"}
+
+
+def __getattr__(name: str):
+    if name not in _INTEGRATIONS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".integrations.{_INTEGRATIONS[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_INTEGRATIONS])
