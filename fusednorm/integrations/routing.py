@@ -1,7 +1,7 @@
 """Which norms of a traced graph run this package's ops, and which Inductor's code: as decompositions, with a report.
 
-A decomposition sees fake tensors, whose sizes may be symbols. It decides by dtype, device and row length, never by a row
-count, so that one graph serves all of them.
+A decomposition sees fake tensors, whose sizes may be symbols. It decides by dtype, device and length of the rows, never
+by their number, so that one graph serves any.
 """
 
 from __future__ import annotations
