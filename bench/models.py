@@ -1,4 +1,4 @@
-"""Two stacks of transformer blocks as people write them, on torch.nn alone: GPT-2's with LayerNorm, Llama's with RMSNorm."""
+"""Stacks of transformer blocks as people write them, of torch.nn alone: GPT-2's (LayerNorm) and Llama's (RMSNorm)."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class enable_inductor:  # noqa: N801  reads as a function: with enable_inductor(
 
 
 def disable_inductor() -> None:
-    """Undo enable_inductor(), however often it was called. What is compiled stays as it is until torch._dynamo.reset()."""
+    """Undo enable_inductor(), however often it was called. Compiled graphs stay as they are until torch._dynamo.reset()."""
     global _stock_compile_fx
     if _stock_compile_fx is not None:
         inductor.compile_fx = _stock_compile_fx
@@ -86,18 +86,18 @@ def _routed(compile_fx: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compile_fx)
     def routed(model_, example_inputs_, inner_compile=None, *args, **kwargs):
         # Inductor calls inner_compile for each graph: for a backward perhaps long after this, on a thread of autograd.
-        inner_compile = _compilation()(inner_compile or inductor.compile_fx_inner)
-        with _compilation():
+        inner_compile = _compilation(routing.decompositions_restored)(inner_compile or inductor.compile_fx_inner)
+        with _compilation(routing.decompositions_replaced):
             return compile_fx(model_, example_inputs_, inner_compile, *args, **kwargs)
 
     return routed
 
 
 @contextlib.contextmanager
-def _compilation() -> Iterator[None]:
+def _compilation(decompositions: Callable[[], contextlib.AbstractContextManager]) -> Iterator[None]:
     key_tag, custom_pass = torch.compiler.config.cache_key_tag, config.post_grad_custom_pre_pass
     with (
-        routing.decompositions_replaced(),
+        decompositions(),
         torch.compiler.config.patch(cache_key_tag=key_tag if _tag() in key_tag else key_tag + _tag()),
         config.patch(post_grad_custom_pre_pass=folding.appended_to(custom_pass)),
     ):

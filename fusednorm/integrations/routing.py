@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -127,39 +128,47 @@ def _is_read_once(row_bytes: int | SymInt) -> bool:
 # The decompositions. Those of ATen's ops call ours, which the tracer looks up in turn: decided alike and noted once.
 
 
-def of_aten(norm: str, direction: str, op, stock: Callable) -> Callable:
-    def decomposition(*args):
-        arguments = named_arguments(op, args)
-        why = why_inductor(norm, direction, arguments)
+@dataclass(frozen=True)
+class Decomposition:
+    """What stands in Inductor's table for an op. `ours` is our op, `stock` the decomposition of ATen's, and `before`
+    what stood there."""
+
+    norm: str
+    direction: str
+    ours: Any
+    stock: Callable
+    before: Callable | None
+
+    def __call__(self, *args, **kwargs):
+        if _tracing.get():
+            return self.decompose(named_arguments(self.ours, args, kwargs))
+        return self.before(*args, **kwargs) if self.before else NotImplemented
+
+    def note(self, x: torch.Tensor, taken: bool, reason: str) -> None:
+        shape = tuple(str(size) if isinstance(size, SymInt) else size for size in x.shape)
+        _traced[Entry(self.norm, self.direction, shape, x.dtype, x.device.type, taken, reason)] += 1
+
+
+class OfAten(Decomposition):
+    def decompose(self, arguments: dict[str, Any]):
+        why = why_inductor(self.norm, self.direction, arguments)
         if why:
-            _note(norm, direction, arguments["x"], False, why)
-            return stock(*args)
-        return op(*args)
-
-    return decomposition
+            self.note(arguments["x"], False, why)
+        return (self.stock if why else self.ours)(*arguments.values())
 
 
-def of_ours(norm: str, direction: str, op, stock: Callable) -> Callable:
+class OfOurs(Decomposition):
     """A call that somebody wrote stays what it is, except for a forward that Inductor does better."""
 
-    def decomposition(*args, **kwargs):
-        arguments = named_arguments(op, args, kwargs)
-        x, why = arguments["x"], why_inductor(norm, direction, arguments)
-        if why and direction == "forward" and x.device.type in DEVICE_TYPES:
-            _note(norm, direction, x, False, why)
-            return stock(*arguments.values())
-        _note(norm, direction, x, True, "as written" if why else REASONS[direction])
-        return _with_optional_outputs(op, arguments)
-
-    return decomposition
-
-
-def _with_optional_outputs(op, arguments: dict[str, Any]):
-    mask = arguments.get("output_mask", ())
-    present = (arguments["x"], arguments["weight"], arguments.get("bias"))
-    if V.aot_compilation and not all(wanted and like is not None for wanted, like in zip(mask, present, strict=False)):
-        return getattr(ours, WITH_OPTIONAL_OUTPUTS[op])(*arguments.values())
-    return NotImplemented  # which leaves the op in the graph
+    def decompose(self, arguments: dict[str, Any]):
+        x, why = arguments["x"], why_inductor(self.norm, self.direction, arguments)
+        if why and self.direction == "forward" and x.device.type in DEVICE_TYPES:
+            self.note(x, False, why)
+            return self.stock(*arguments.values())
+        self.note(x, True, "as written" if why else REASONS[self.direction])
+        if V.aot_compilation and _leaves_out(arguments):
+            return getattr(ours, WITH_OPTIONAL_OUTPUTS[self.ours])(*arguments.values())
+        return NotImplemented  # keeps the op in the graph
 
 
 REASONS = {
@@ -168,70 +177,69 @@ REASONS = {
 }
 
 
-def named_arguments(op, args: tuple, kwargs: dict[str, Any] | None = None) -> dict[str, Any]:
+def _leaves_out(arguments: dict[str, Any]) -> bool:
+    """Whether an output of this backward is None."""
+    inputs = arguments["x"], arguments["weight"], arguments.get("bias")
+    return not all(m and like is not None for m, like in zip(arguments.get("output_mask", ()), inputs, strict=False))
+
+
+def named_arguments(op, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments of a call of the op by name, defaults included, in the schema's order."""
-    given, kwargs = dict(zip((a.name for a in op._schema.arguments), args, strict=False)), kwargs or {}
-    return {a.name: given.get(a.name, kwargs.get(a.name, a.default_value)) for a in op._schema.arguments}
+    given = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
+    return {a.name: given.get(a.name, a.default_value) for a in op._schema.arguments}
 
 
-def _note(norm: str, direction: str, x: torch.Tensor, taken: bool, reason: str) -> None:
-    shape = tuple(str(size) if isinstance(size, SymInt) else size for size in x.shape)
-    _traced[Entry(norm, direction, shape, x.dtype, x.device.type, taken, reason)] += 1
+# Their place: Inductor's table, which is one for all threads.
 
-
-# Their place in Inductor's table, which is one for all threads: others than ours find what they would have found.
-
-_tracing: ContextVar[bool] = ContextVar("fusednorm_tracing", default=False)
 _lock = threading.RLock()
-_nested = 0
-_stock: dict[Any, Callable | None] = {}
+_tracing: ContextVar[bool] = ContextVar("fusednorm_tracing", default=False)  # a thread that does not is served as ever
 
 
 @contextlib.contextmanager
 def decompositions_replaced() -> Iterator[None]:
-    """Inductor's table with our decompositions, for what this thread traces inside."""
-    token = _tracing.set(True)
-    _change_table(+1)
-    try:
-        yield
-    finally:
-        _change_table(-1)
-        _tracing.reset(token)
+    """Inductor's table with our decompositions, for what this thread traces inside. Other threads wait here."""
+    with _lock, _changed_table(_replacements(decomposition.decompositions)):
+        token = _tracing.set(True)
+        try:
+            yield
+        finally:
+            _tracing.reset(token)
 
 
-def _change_table(step: int) -> None:
-    global _nested
-    table = decomposition.decompositions
+@contextlib.contextmanager
+def decompositions_restored() -> Iterator[None]:
+    """Inductor's own table, for what compiles a traced graph: it takes no op that has a decomposition as it is."""
     with _lock:
-        before, _nested = _nested, _nested + step
-        if before == 0:
-            replacements = _replacements(table)
-            _stock.update({op: table.get(op) for op in replacements})
-            table.update(replacements)
-        elif _nested == 0:
-            for op, stock in _stock.items():
-                if stock is None:
-                    del table[op]
-                else:
-                    table[op] = stock
-        else:
-            return
-        decomposition.fast_random_decomps.cache_clear()  # it caches a copy of the table
+        mine = {op: d.before for op, d in decomposition.decompositions.items() if isinstance(d, Decomposition)}
+        with _changed_table(mine):
+            yield
 
 
-def _replacements(table: dict[Any, Callable]) -> dict[Any, Callable]:
+def _replacements(table: dict[Any, Callable]) -> dict[Any, Decomposition]:
     replacements = {}
     for norm, direction, aten_op, op in OPS:
         stock = table[aten_op]
-        replacements[aten_op] = _while_tracing(of_aten(norm, direction, op, stock), stock)
-        replacements[op] = _while_tracing(of_ours(norm, direction, op, stock), None)
+        if isinstance(stock, Decomposition):
+            return {}
+        replacements[aten_op] = OfAten(norm, direction, op, stock, stock)
+        replacements[op] = OfOurs(norm, direction, op, stock, table.get(op))
     return replacements
 
 
-def _while_tracing(decomposition: Callable, stock: Callable | None) -> Callable:
-    def checked(*args, **kwargs):
-        if _tracing.get():
-            return decomposition(*args, **kwargs)
-        return stock(*args, **kwargs) if stock else NotImplemented
+@contextlib.contextmanager
+def _changed_table(changes: dict[Any, Callable | None]) -> Iterator[None]:
+    before = {op: decomposition.decompositions.get(op) for op in changes}
+    _write(changes)
+    try:
+        yield
+    finally:
+        _write(before)
 
-    return checked
+
+def _write(changes: dict[Any, Callable | None]) -> None:
+    for op, function in changes.items():
+        if function is None:
+            decomposition.decompositions.pop(op, None)
+        else:
+            decomposition.decompositions[op] = function
+    decomposition.fast_random_decomps.cache_clear()  # it caches a copy of the table
