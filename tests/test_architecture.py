@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "problem": set(),
     "device": set(),
     # Beside the path of a call:
-    "integrations": {"__init__", "ops", "heuristics"},
+    "integrations": {"__init__", "ops", "autograd", "functional", "modules", "forcing", *PLANNER},
     "compilation": PLANNER | {"launch"},
     "warm": PLANNER | {"launch", "compilation"},
     "cost": {"plan", "problem", "device"},

@@ -59,7 +59,7 @@ class enable_inductor:  # noqa: N801  reads as a function: with enable_inductor(
 
 
 def disable_inductor() -> None:
-    """Undo enable_inductor(), however often it was called. Compiled graphs stay as they are until torch._dynamo.reset()."""
+    """Undo enable_inductor(), however often it was called. Compiled graphs stay until torch._dynamo.reset()."""
     global _stock_compile_fx
     if _stock_compile_fx is not None:
         inductor.compile_fx = _stock_compile_fx

@@ -240,17 +240,32 @@ def test_our_modules_compile_without_a_graph_break(name, enabled):
     with fusednorm.enable_inductor() if enabled else torch.enable_grad():
         got, codes = run_and_get_code(lambda: gradients(model, compiled, x, dy))
     norm = {"LayerNorm": "layer", "RMSNorm": "rms"}[name]
-    # Enabled, the forward is Inductor's, in one kernel with the residual, and the residual's gradient is in our backward.
+    # Enabled, the forward is Inductor's, in one kernel with the residual, whose gradient our backward adds.
     written = {f"{norm}_norm_fwd": 1, f"{norm}_norm_bwd": 1}
     assert ops_in(codes) == ({f"{norm}_norm_bwd_residual": 1} if enabled else written)
     assert_as_exact_as_eager(model, got, x, dy)
 
 
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_our_modules_compile_under_autocast_to_the_dtypes_of_eager(name):
+    norm = getattr(fusednorm, name)(WIDTH, device="cuda")
+    compiled = torch.compile(norm, fullgraph=True)
+    for dtype in (BF16, FP32):
+        x = torch.randn(64, WIDTH, device="cuda", dtype=dtype, requires_grad=True)
+        with torch.autocast("cuda", BF16):
+            got, want = compiled(x), norm(x)
+        assert got.dtype == want.dtype
+        assert relative_error(got, want.double()) < 4e-3
+        got.float().sum().backward()
+        assert x.grad.dtype == dtype
+
+
 class Written(nn.Module):
-    """The op-level calls, a masked backward among them."""
+    """The functional form, and op-level calls, a masked backward among them."""
 
     def forward(self, dy, x, weight):
         y, rstd = OPS.rms_norm_fwd(x, [WIDTH], weight)
+        y = y + fusednorm.functional.layer_norm(x, (WIDTH,), weight, weight)
         return y, OPS.rms_norm_bwd(dy, x, [WIDTH], rstd, weight, [True, False])[0]
 
 
@@ -261,7 +276,7 @@ def test_written_calls_export():
     exported = torch.export.export(Written(), arguments, dynamic_shapes=({0: rows}, {0: rows}, None))
     torch.testing.assert_close(exported.module()(*arguments), Written()(*arguments))
     targets = {str(node.target) for node in exported.graph.nodes}
-    assert {"fusednorm.rms_norm_fwd.default", "fusednorm.rms_norm_bwd.default"} <= targets
+    assert {f"fusednorm.{op}.default" for op in ("rms_norm_fwd", "rms_norm_bwd", "layer_norm_fwd")} <= targets
 
 
 def test_written_calls_become_an_aot_package():
