@@ -196,6 +196,32 @@ def test_masks_are_kept(mask):
     assert tuple(node.args[8]) == mask
 
 
+def test_an_output_that_is_taken_twice_is_left_alone():
+    def function(other, *operands):
+        dx, dw, db = layer_norm_bwd(*operands)
+        return dx + other, dw, db
+
+    graph = make_fx(function, tracing_mode="fake")(residual(), *operands())
+    (op,) = calls(graph, "fusednorm.layer_norm_bwd")
+    dx = next(iter(op.users))
+    with graph.graph.inserting_after(dx):
+        again = graph.graph.call_function(dx.target, dx.args)
+    again.meta = dict(dx.meta)
+    (output,) = graph.graph.find_nodes(op="output")
+    output.args = ((*output.args[0], again),)
+    assert fold(graph.graph) == 0
+
+
+def test_folding_again_changes_nothing():
+    def function(other, *operands):
+        dx, dw, db = layer_norm_bwd(*operands)
+        return dx + other, dw, db
+
+    graph, _ = folded(function, residual(), *operands())
+    code = graph.code
+    assert fold(graph.graph) == 0 and graph.code == code
+
+
 def test_graphs_without_a_norm_are_left_as_they_are():
     graph = make_fx(lambda x: (x + x).exp(), tracing_mode="fake")(torch.ones(3))
     code = graph.code

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -33,7 +35,7 @@ def nothing_is_left(monkeypatch):
     fusednorm.disable_inductor()
     assert inductor_entry.compile_fx is STOCK_COMPILE_FX
     assert list(decompositions.items()) == list(before.items())
-    assert config.post_grad_custom_pre_pass is None
+    assert config.joint_custom_post_pass is None
     assert "fusednorm" not in torch.compiler.config.cache_key_tag
 
 
@@ -112,6 +114,24 @@ def test_casts_of_autocast_are_folded(cpu_as_cuda):
     for node in backwards:
         assert node.args[0].meta["val"].dtype == BF16, "the gradient came from a bfloat16 matmul"
         assert node.args[0].target != torch.ops.prims.convert_element_type.default
+
+
+class NormInFloat32(nn.LayerNorm):
+    """As many models write it."""
+
+    def forward(self, x):
+        return F.layer_norm(x.float(), self.normalized_shape, self.weight.float(), self.bias.float()).to(x.dtype)
+
+
+def test_a_norm_written_with_casts_to_float32_reads_and_writes_16_bits(cpu_as_cuda):
+    model = nn.Sequential(nn.Linear(32, 32), NormInFloat32(32)).to(BF16)
+    traced = trace(lambda x: x + model(x))
+    traced(torch.randn(6, 32, dtype=BF16, requires_grad=True)).sum().backward()
+    (node,) = calls(traced.backward, "fusednorm.layer_norm_bwd_residual")
+    grad_out, x, _, _, _, weight, bias = node.args[:7]
+    assert [operand.meta["val"].dtype for operand in (grad_out, x, weight, bias)] == [BF16] * 4
+    assert [output.dtype for output in node.meta["val"]] == [BF16] * 3
+    assert not calls(traced.backward, "prims.convert_element_type")
 
 
 @pytest.mark.parametrize("frozen", ["weight", "bias", "both"])
@@ -263,6 +283,12 @@ def test_enabling_twice_is_enabling_once():
     assert not is_enabled()
 
 
+def test_importing_the_package_does_not_import_inductor():
+    code = "import sys, torch; before = {*sys.modules}; import fusednorm; print({*sys.modules} - before)"
+    imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "fusednorm.modules" in imported and "_inductor" not in imported and "integrations" not in imported
+
+
 def test_contexts_nest_and_restore_what_was_before():
     with fusednorm.enable_inductor():
         with fusednorm.enable_inductor():
@@ -284,12 +310,12 @@ def test_key_tag_and_pass_are_there_while_inductor_compiles_and_not_otherwise(mo
 
     def compile_fx(model, inputs, inner_compile, **settings):
         seen.append((torch.compiler.config.cache_key_tag, len(decompositions)))
+        assert config.joint_custom_post_pass.before is None
         inner_compile(model, inputs)
         return model
 
     def compile_fx_inner(model, inputs):
         seen.append((torch.compiler.config.cache_key_tag, len(decompositions)))
-        assert config.post_grad_custom_pre_pass.before is None
 
     monkeypatch.setattr(inductor_entry, "compile_fx_inner", compile_fx_inner)
     count = len(decompositions)

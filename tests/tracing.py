@@ -1,4 +1,4 @@
-"""The graphs that Inductor would compile, without its code generation: joint trace, partition, our pass."""
+"""The graphs that Inductor would compile, without its code generation: joint trace, our pass, partition."""
 
 from __future__ import annotations
 
@@ -43,11 +43,13 @@ def trace(model: Callable, **compile_options) -> Traced:
     traced = Traced()
 
     def keep(graphs: list[GraphModule], graph: GraphModule, inputs: list) -> Callable:
-        folding.fold(graph.graph)
-        graph.graph.lint()
-        graph.recompile()
         graphs.append(graph)
         return make_boxed_func(graph.forward)
+
+    def fold_and_partition(graph: GraphModule, inputs: list, **options):
+        folding.fold(graph.graph)
+        graph.graph.lint()
+        return min_cut_rematerialization_partition(graph, inputs, **options)
 
     def backend(graph: GraphModule, inputs: list) -> Callable:
         with routing.decompositions_replaced():
@@ -55,7 +57,7 @@ def trace(model: Callable, **compile_options) -> Traced:
                 fw_compiler=functools.partial(keep, traced.forwards),
                 bw_compiler=functools.partial(keep, traced.backwards),
                 decompositions=select_decomp_table(),
-                partition_fn=min_cut_rematerialization_partition,
+                partition_fn=fold_and_partition,
             )
             return compiler(graph, inputs)
 

@@ -1,4 +1,4 @@
-"""A pass over Inductor's graphs that folds what surrounds a norm's backward into the op itself.
+"""A pass over Inductor's joint graph that folds what surrounds a norm's backward into the op itself.
 
 Inductor cannot fuse anything into an op that it does not know: a cast before it, or an addition after it, is one more
 kernel that reads and writes whole tensors. layer_norm_bwd_residual and rms_norm_bwd_residual do these on the way:
@@ -7,7 +7,8 @@ kernel that reads and writes whole tensors. layer_norm_bwd_residual and rms_norm
     dx.to(dtype)                    dx is rounded once, to that dtype
     dx + residual                   is added before dx is rounded
 
-Every value is the one it was, or has been rounded less often.
+Every value is the one it was, or has been rounded less often. The joint graph, because its partition into forward and
+backward keeps for the backward what the op reads: after it, the float32 copies would have been kept.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class FoldIntoNorms(CustomGraphPass):
 
 
 def appended_to(custom_pass):
-    """A value for Inductor's post_grad_custom_pre_pass: what it was, and then ours, once."""
+    """A value for Inductor's joint_custom_post_pass: what it was, and then ours, once."""
     if isinstance(custom_pass, (list, tuple)):  # which torch 2.11 does not know
         return (
             custom_pass if any(isinstance(p, FoldIntoNorms) for p in custom_pass) else [*custom_pass, FoldIntoNorms()]
@@ -77,7 +78,10 @@ def fold(graph: Graph) -> int:
 def _fold_around(node: Node) -> bool:
     name, parameters = FOLDED[node.target]
     arguments = named_arguments(node.target, node.args, node.kwargs)
-    outputs = {user.args[1]: user for user in node.users if user.users}  # getitems
+    getitems = [user for user in node.users if user.users]
+    outputs = {getitem.args[1]: getitem for getitem in getitems}
+    if len(outputs) < len(getitems):
+        return False  # an output was taken twice, which Inductor's own passes do not leave behind
     tail = _follow(outputs) if 0 in outputs else Tail(None, _dtype(arguments["x"]))
     widened = [*_widened(arguments, ("grad_out", "x")), *_widened_parameters(arguments, parameters, outputs)]
     if not widened and tail.node is outputs.get(0):

@@ -4,7 +4,8 @@
 thread only, the wrapper
 
 - replaces the decompositions of the norms, which AOTAutograd applies as it traces forward and backward (routing.py);
-- adds the pass that folds casts and residual gradients into the backward ops, after passes of the user's (folding.py);
+- adds the pass over the joint graph that folds casts and residual gradients into the backward ops, after what the user
+  has there (folding.py);
 - adds a tag to the keys of all compile caches. These know nothing of decompositions: without the tag a process would
   load what another one compiled with, or without, this package.
 
@@ -72,7 +73,9 @@ def compile_graph(graph: torch.fx.GraphModule, inputs: list, *, mode: str | None
     mode and options are those that torch.compile takes for Inductor.
     """
     settings = torch._TorchCompileInductorWrapper(mode or "default", options, None).config
-    return _routed(_stock_compile_fx or inductor.compile_fx)(graph, inputs, config_patches=settings)
+    compile_fx = _routed(_stock_compile_fx or inductor.compile_fx)
+    with config.patch(settings):
+        return compile_fx(graph, inputs, config.patch(settings)(inductor.compile_fx_inner))
 
 
 def _enable() -> None:
@@ -85,23 +88,27 @@ def _enable() -> None:
 def _routed(compile_fx: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compile_fx)
     def routed(model_, example_inputs_, inner_compile=None, *args, **kwargs):
-        # Inductor calls inner_compile for each graph: for a backward perhaps long after this, on a thread of autograd.
-        inner_compile = _compilation(routing.decompositions_restored)(inner_compile or inductor.compile_fx_inner)
-        with _compilation(routing.decompositions_replaced):
+        inner_compile = _compiling()(inner_compile or inductor.compile_fx_inner)
+        with (
+            _tagged(),
+            routing.decompositions_replaced(),
+            config.patch(joint_custom_post_pass=folding.appended_to(config.joint_custom_post_pass)),
+        ):
             return compile_fx(model_, example_inputs_, inner_compile, *args, **kwargs)
 
     return routed
 
 
 @contextlib.contextmanager
-def _compilation(decompositions: Callable[[], contextlib.AbstractContextManager]) -> Iterator[None]:
-    key_tag, custom_pass = torch.compiler.config.cache_key_tag, config.post_grad_custom_pre_pass
-    with (
-        decompositions(),
-        torch.compiler.config.patch(cache_key_tag=key_tag if _tag() in key_tag else key_tag + _tag()),
-        config.patch(post_grad_custom_pre_pass=folding.appended_to(custom_pass)),
-    ):
+def _compiling() -> Iterator[None]:
+    """For a graph that has been traced: its backward perhaps long after, on a thread of autograd's."""
+    with _tagged(), routing.decompositions_restored():
         yield
+
+
+def _tagged() -> contextlib.AbstractContextManager:
+    tag = torch.compiler.config.cache_key_tag
+    return torch.compiler.config.patch(cache_key_tag=tag if _tag() in tag else tag + _tag())
 
 
 @functools.cache
