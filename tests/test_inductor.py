@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from tracing import calls, trace
 
 import fusednorm
 from bench.models import make_stack
+from fusednorm import autograd
 from fusednorm.integrations import inductor, routing
 
 OPS = torch.ops.fusednorm
@@ -146,6 +148,16 @@ def test_frozen_parameters_are_masked(frozen, cpu_as_cuda):
     assert node.args[7] == [True, frozen == "bias", frozen == "weight"]
 
 
+def test_an_input_without_gradient_is_masked(cpu_as_cuda):
+    norm = nn.LayerNorm(32)
+    traced = trace(norm)
+    x, dy = torch.randn(6, 32), torch.randn(6, 32)
+    got = torch.autograd.grad(traced(x), norm.parameters(), dy)
+    torch.testing.assert_close(got, torch.autograd.grad(norm(x), norm.parameters(), dy))
+    (node,) = calls(traced.backward, "fusednorm.layer_norm_bwd")
+    assert node.args[7] == [False, True, True]
+
+
 def test_one_graph_serves_every_row_count(cpu_as_cuda):
     model = make_stack("gpt2", depth=1, width=32, heads=2)
     traced = trace(model, dynamic=True)
@@ -196,6 +208,28 @@ def test_a_written_call_of_cpu_tensors_stays_as_it_is(norm):
     traced(torch.randn(4, 32, requires_grad=True)).sum().backward()
     assert len(calls(traced.forward, f"fusednorm.{norm}_norm_fwd")) == 1
     assert calls(traced.backward, f"fusednorm.{norm}_norm_bwd")
+
+
+class WrittenNorms(nn.Module):
+    """What fusednorm.functional does with CUDA tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.rms = nn.LayerNorm(32), nn.RMSNorm(32)
+
+    def forward(self, x):
+        y = autograd.layer_norm_fwd(x, (32,), self.layer.weight, self.layer.bias, self.layer.eps)[0]
+        return autograd.rms_norm_fwd(y, (32,), self.rms.weight, self.rms.eps)[0]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_written_calls_export_as_ops_with_dynamic_rows(strict):
+    model, x = WrittenNorms(), torch.randn(4, 32)
+    rows = torch.export.Dim("rows")
+    exported = torch.export.export(model, (x,), dynamic_shapes=({0: rows},), strict=strict)
+    for program in (exported, exported.run_decompositions()):
+        torch.testing.assert_close(program.module()(torch.cat([x, x])), model(torch.cat([x, x])))
+        assert [len(calls(program.graph, f"fusednorm.{norm}_norm_fwd")) for norm in ("layer", "rms")] == [1, 1]
 
 
 # What is refused
@@ -305,7 +339,8 @@ def test_contexts_nest_and_restore_what_was_before():
     assert is_enabled()
 
 
-def test_key_tag_and_pass_are_there_while_inductor_compiles_and_not_otherwise(monkeypatch):
+@pytest.mark.parametrize("where", ["here", "in another thread"])
+def test_key_tag_and_pass_are_there_while_inductor_compiles_and_not_otherwise(where, monkeypatch):
     seen = []
 
     def compile_fx(model, inputs, inner_compile, **settings):
@@ -320,8 +355,17 @@ def test_key_tag_and_pass_are_there_while_inductor_compiles_and_not_otherwise(mo
     monkeypatch.setattr(inductor_entry, "compile_fx_inner", compile_fx_inner)
     count = len(decompositions)
     torch._dynamo.reset()
-    with torch.compiler.config.patch(cache_key_tag="theirs"):
-        inductor._routed(compile_fx)(lambda: None, [])
+
+    def compile_something():
+        with torch.compiler.config.patch(cache_key_tag="theirs"):
+            inductor._routed(compile_fx)(lambda: None, [])
+
+    if where == "here":
+        compile_something()
+    else:  # torch's settings are each thread's own from 2.13 on
+        thread = threading.Thread(target=compile_something)
+        thread.start()
+        thread.join()
     (tag, while_tracing), (inner_tag, while_compiling) = seen
     assert tag == inner_tag and tag.startswith(f"theirs|fusednorm-{fusednorm.__version__}-")
     assert (while_tracing, while_compiling) == (count + 4, count), "Inductor takes no op that has a decomposition"
@@ -340,12 +384,16 @@ def test_inductor_compiles_and_caches_with_and_without_us_apart(cpu_as_cuda, tmp
     op = "torch.ops.fusednorm.layer_norm_bwd_residual.default("
 
     def compile_and_run(**options) -> tuple[int, int]:
+        """Backward ops of ours in the code, and graphs that came from the cache."""
         torch._dynamo.reset()
         counters.clear()
         compiled = torch.compile(skip, fullgraph=True, **options)
         got, codes = run_and_get_code(lambda: gradients(model, compiled, x, torch.ones(6, 32)))
         torch.testing.assert_close(got, gradients(model, skip, x, torch.ones(6, 32)))
-        return sum(code.count(op) for code in codes), counters["inductor"]["fxgraph_cache_hit"]
+        kernels = re.findall(r"(cpp_fused_\w+) =", codes[-1])
+        ours = codes[-1].count(op)
+        assert kernels and any("add" in kernel for kernel in kernels) != bool(ours), "who adds the residual's gradient"
+        return ours, counters["inductor"]["fxgraph_cache_hit"]
 
     with fusednorm.enable_inductor():
         assert compile_and_run() == (1, 0)

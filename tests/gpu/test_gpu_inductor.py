@@ -149,9 +149,10 @@ fusednorm.enable_inductor()
 model = make_stack("gpt2", 2, 1024, 8, device="cuda", dtype=torch.bfloat16)
 plain, graphed = torch.compile(model), torch.compile(model, mode="reduce-overhead")
 def gradients(call, x):
-    model.zero_grad()
     call(x).square().sum().backward()
-    return [p.grad.clone() for p in model.parameters()]
+    grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()  # before the next replay, which writes to the same memory
+    return grads
 inputs = [torch.randn(2, 256, 1024, device="cuda", dtype=torch.bfloat16) for _ in range(6)]
 got = []
 for x in inputs:
