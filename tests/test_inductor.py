@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,14 +15,17 @@ from cases import BF16
 from torch import nn
 from torch._inductor import compile_fx as inductor_entry
 from torch._inductor import config
-from torch._inductor.decomposition import decompositions
+from torch._inductor.decomposition import decompositions, select_decomp_table
 from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 from tracing import calls, trace
 
 import fusednorm
 from bench.models import make_stack
 from fusednorm import autograd
+from fusednorm import device as device_specs
 from fusednorm.integrations import inductor, routing
 
 OPS = torch.ops.fusednorm
@@ -158,6 +162,32 @@ def test_an_input_without_gradient_is_masked(cpu_as_cuda):
     assert node.args[7] == [False, True, True]
 
 
+def test_one_graph_serves_every_width(cpu_as_cuda):
+    def skip(x, weight):
+        return x + F.layer_norm(x, (x.shape[-1],), weight)
+
+    traced = trace(skip, dynamic=True)
+    for cols in (32, 48, 80):
+        operands = torch.randn(6, cols, requires_grad=True), torch.randn(cols, requires_grad=True)
+        grads = [torch.autograd.grad(f(*operands).square().sum(), operands) for f in (traced, skip)]
+        torch.testing.assert_close(*grads)
+    (node,) = calls(traced.backward, "fusednorm.layer_norm_bwd_residual")
+    assert isinstance(node.args[2][0], torch.fx.Node)
+
+
+def test_row_counts_known_only_at_run_time_are_taken(cpu_as_cuda):
+    def of_some_rows(x, chosen):
+        rows = x[chosen]
+        return rows + F.layer_norm(rows, (32,))
+
+    x, chosen = torch.randn(6, 32, requires_grad=True), torch.arange(6) % 2 == 0
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        traced = trace(of_some_rows)
+        grads = [torch.autograd.grad(f(x, chosen).square().sum(), x) for f in (traced, of_some_rows)]
+    torch.testing.assert_close(*grads)
+    assert len(calls(traced.backward, "fusednorm.layer_norm_bwd_residual")) == 1
+
+
 def test_one_graph_serves_every_row_count(cpu_as_cuda):
     model = make_stack("gpt2", depth=1, width=32, heads=2)
     traced = trace(model, dynamic=True)
@@ -254,14 +284,31 @@ def test_tensors_without_elements_stay_with_inductor(cpu_as_cuda):
     assert only_reason("backward") == "x has no elements"
 
 
-def test_gpus_without_a_kernel_are_refused_in_the_planners_words(monkeypatch):
-    old = fusednorm.device.A100.__class__("V100", 70, 80, 96 << 10, 96 << 10, 65536, 2048, 6 << 20, 900.0)
-    monkeypatch.setattr(routing.DeviceSpec, "of", lambda device: old)
-    meta = torch.empty(4, 32, device="meta")
-    x = type("OnCuda", (), {"device": torch.device("cuda", 0), "dtype": meta.dtype, "shape": meta.shape})()
-    assert routing._no_kernel("layer", "backward", 32, x) == "our kernel needs compute capability 8.0, V100 has 7.0"
-    monkeypatch.setattr(routing.DeviceSpec, "of", lambda device: fusednorm.device.H200)
-    assert routing._no_kernel("layer", "backward", 32, x) is None
+def trace_backward_on_fake_cuda(norm: str) -> torch.fx.GraphModule:
+    """ATen's backward op of CUDA tensors that do not exist, decomposed."""
+    aten, dims = torch.ops.aten, {"device": "cuda", "dtype": BF16}
+
+    def backward(x, weight, statistic):
+        if norm == "layer":
+            return aten.native_layer_norm_backward(x, x, [32], statistic, statistic, weight, weight, [True] * 3)
+        return aten._fused_rms_norm_backward(x, x, [32], statistic, weight, [True, True])
+
+    with FakeTensorMode(), routing.decompositions_replaced():
+        operands = torch.empty(4, 32, **dims), torch.empty(32, **dims), torch.empty(4, 1, device="cuda")
+        return make_fx(backward, decomposition_table=select_decomp_table())(*operands)
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_gpus_with_kernels_take_the_norms(norm, monkeypatch):
+    monkeypatch.setattr(routing.DeviceSpec, "of", lambda device: device_specs.H200)
+    assert len(calls(trace_backward_on_fake_cuda(norm), f"fusednorm.{norm}_norm_bwd")) == 1
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_gpus_without_kernels_are_refused_in_the_planners_words(norm, monkeypatch):
+    monkeypatch.setattr(routing.DeviceSpec, "of", lambda device: replace(device_specs.A100, name="V100", arch=70))
+    assert not calls(trace_backward_on_fake_cuda(norm), f"fusednorm.{norm}_norm_bwd")
+    assert only_reason("backward") == "our kernel needs compute capability 8.0, V100 has 7.0"
 
 
 def test_aot_packages_stay_free_of_python(cpu_as_cuda):
