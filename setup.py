@@ -21,6 +21,7 @@ setup(
     package_dir={"fusednorm.kernels": "kernels"},  # a top-level `kernels` would collide with another package
     package_data={"fusednorm": ["py.typed"]},
     python_requires=">=3.10",
+    entry_points={"torch_dynamo_backends": ["fusednorm = fusednorm.integrations.inductor:compile_graph"]},
     install_requires=["torch>=2.11", f"triton>=3.6; {LINUX}"],
     extras_require={
         "test": ["pytest", "hypothesis", "expecttest", "numpy", "ruff", "setuptools>=68", "transformers"],

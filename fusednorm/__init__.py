@@ -23,7 +23,13 @@ __version__ = "0.1.0"
 __all__ = ["LayerNorm", "LayerNormFunction", "RMSNorm", "RMSNormFunction", "explain", "force", "functional", "warmup"]
 
 # Imported when asked for, because they use what PyTorch does not promise to keep: everything else works without them.
-_INTEGRATIONS = {"disable_eager": "aten", "enable_eager": "aten", "patch_model": "models"}
+_INTEGRATIONS = {
+    "disable_eager": "aten",
+    "disable_inductor": "inductor",
+    "enable_eager": "aten",
+    "enable_inductor": "inductor",
+    "patch_model": "models",
+}
 
 
 def __getattr__(name: str):

@@ -69,6 +69,18 @@ def test_wheel_installs_and_imports_on_its_own(wheel, tmp_path):
     assert wheel.name == f"fusednorm-{version}-py3-none-any.whl"
 
 
+def test_torch_compile_finds_the_backend_of_an_installed_package(wheel, tmp_path):
+    target = tmp_path / "target"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(target)
+    code = (
+        "import sys, torch; from torch._dynamo.backends.registry import lookup_backend;"
+        "before = 'fusednorm' in sys.modules; print(before, lookup_backend('fusednorm').__module__)"
+    )
+    asked = run("-c", code, cwd=tmp_path, PYTHONPATH=str(target)).split()
+    assert asked == ["False", "fusednorm.integrations.inductor"]
+
+
 def test_wheel_holds_the_package_and_nothing_beside_it(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"fusednorm"}

@@ -1,0 +1,201 @@
+"""Times whole training steps of transformer stacks, with stock norms and with ours: eager, compiled, with CUDA graphs.
+
+    python -m bench.bench_training_step --out bench/results/steps.jsonl
+
+A step is forward, loss, backward and fused AdamW on bfloat16 parameters. All variants of a stack begin with the same
+weights, see the same batches and are timed in turn; their losses must agree. One JSON line per variant goes to --out.
+Exit code 1 if a loss differs, 2 without a CUDA GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import fusednorm
+from fusednorm.console import print_table
+
+from .models import make_stack
+from .records import describe_machine
+from .timing import Times, rotations
+
+
+@dataclass(frozen=True)
+class Size:
+    """One stack: depth blocks of this width, on batch x length tokens."""
+
+    depth: int
+    width: int
+    heads: int
+    batch: int
+    length: int
+
+
+# GPT-2 XL's and Llama 7B's blocks, fewer of them: a norm's share of the step does not depend on how many there are.
+SIZES = {"gpt2": Size(2, 1600, 25, 8, 1024), "llama": Size(2, 4096, 32, 4, 2048)}
+WARMUP_STEPS = 5  # CUDA graphs are recorded in the second or third
+SAME_LOSS = 0.02  # relative, after the last step: bfloat16 runs of the same model in other orders of summation
+
+
+@dataclass
+class Variant:
+    """One way to run the stack; `around` is entered for every step, outside of what is timed."""
+
+    way: str  # "eager", "compiled" or "graphs"
+    norms: str  # what runs them: "stock" or how ours came in
+    model: Callable[[Tensor], Tensor]
+    parameters: list[nn.Parameter]
+    around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+    milliseconds: list[float] = field(default_factory=list)
+    loss: float = float("nan")
+
+    def __post_init__(self) -> None:
+        self._optimizer = torch.optim.AdamW(self.parameters, lr=1e-4, fused=True)
+
+    def step(self, x: Tensor, target: Tensor) -> None:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with self.around():
+            torch.cuda.synchronize()
+            begin.record()
+            torch.compiler.cudagraph_mark_step_begin()
+            loss = (self.model(x) - target).float().square().mean()
+            loss.backward()
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+            end.record()
+            torch.cuda.synchronize()
+        self.milliseconds.append(begin.elapsed_time(end))
+        self.loss = loss.item()
+
+
+def make_variants(name: str, size: Size) -> list[Variant]:
+    """All variants of a stack, each with parameters of its own that begin alike."""
+
+    def variant(way: str, norms: str, prepare: Callable[[nn.Module], object], around=contextlib.nullcontext) -> Variant:
+        model = make_stack(name, size.depth, size.width, size.heads, device="cuda", dtype=torch.bfloat16)
+        return Variant(way, norms, prepare(model), list(model.parameters()), around)
+
+    def patched(model: nn.Module) -> nn.Module:
+        fusednorm.patch_model(model)
+        return model
+
+    # This backend is Inductor as under enable_inductor(), but Dynamo keeps its graphs apart from the stock one's.
+    from fusednorm.integrations.inductor import compile_graph
+
+    def compiled(**options) -> Callable[[nn.Module], object]:
+        return lambda model: torch.compile(model, fullgraph=True, **options)
+
+    return [
+        variant("eager", "stock", lambda model: model),
+        variant("eager", "enable_eager", lambda model: model, fusednorm.enable_eager),
+        variant("eager", "patch_model", patched),
+        variant("compiled", "stock", compiled()),
+        variant("compiled", "enable_inductor", compiled(backend=compile_graph)),
+        variant("graphs", "stock", compiled(mode="reduce-overhead")),
+        variant("graphs", "enable_inductor", compiled(backend=compile_graph, mode="reduce-overhead")),
+    ]
+
+
+def train(variants: list[Variant], size: Size, rounds: int, seconds: float) -> None:
+    """Warm up, then `rounds` steps of each variant, in turn; fewer if time is over."""
+    torch.manual_seed(1)
+    shape = (size.batch, size.length, size.width)
+    batches = [[torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2)] for _ in range(2)]
+    end = time.monotonic() + seconds
+    for variant in variants:
+        for step in range(WARMUP_STEPS):
+            variant.step(*batches[step % 2])
+        variant.milliseconds.clear()
+    for step, order in enumerate(rotations(variants, rounds)):
+        if step and time.monotonic() > end:
+            print(f"Stopped after {step} of {rounds} rounds: the time is over.")
+            break
+        for variant in order:
+            variant.step(*batches[step % 2])
+
+
+def records_of(name: str, size: Size, variants: list[Variant], machine: dict) -> Iterator[dict]:
+    stock = {v.way: Times.of(v.milliseconds).median for v in variants if v.norms == "stock"}
+    for variant in variants:
+        times = Times.of(variant.milliseconds)
+        yield machine | {
+            "bench": "training_step",
+            "model": name,
+            **vars(size),
+            "way": variant.way,
+            "norms": variant.norms,
+            "median_ms": times.median,
+            "p10_ms": times.low,
+            "p90_ms": times.high,
+            "rounds": times.rounds,
+            "speedup": stock[variant.way] / times.median,
+            "loss": variant.loss,
+        }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    if not torch.cuda.is_available():
+        print("bench_training_step: needs a CUDA GPU, got none", file=sys.stderr)
+        return 2
+    machine, faults = describe_machine(), 0
+    for name in options.models:
+        torch.compiler.reset()
+        variants = make_variants(name, SIZES[name])
+        train(variants, SIZES[name], options.rounds, options.seconds / len(options.models))
+        records = list(records_of(name, SIZES[name], variants, machine))
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        with options.out.open("a") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+        print_report(name, records)
+        faults += report_faults(name, records)
+        del variants
+        torch.cuda.empty_cache()
+    return 1 if faults else 0
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.bench_training_step", description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--rounds", type=int, default=30, help="timed steps of each variant (default: 30)")
+    parser.add_argument("--seconds", type=float, default=120, help="start no round after so many (default: 120)")
+    parser.add_argument("--out", type=Path, required=True, help="file that gets the JSON lines")
+    return parser.parse_args(arguments)
+
+
+def print_report(name: str, records: list[dict]) -> None:
+    header = ["", "norms", "ms per step (median)", "spread", "speedup", "loss"]
+    rows = [
+        [
+            record["way"],
+            record["norms"],
+            f"{record['median_ms']:.2f}",
+            f"{(record['p90_ms'] - record['p10_ms']) / record['median_ms']:.1%}",
+            f"{record['speedup']:.3f}",
+            f"{record['loss']:.4f}",
+        ]
+        for record in records
+    ]
+    print_table(f"Training step, {name}", header, rows, "bench")
+
+
+def report_faults(name: str, records: list[dict]) -> int:
+    """How many variants end at another loss than the first one, the stock norms run eagerly."""
+    want = records[0]["loss"]
+    wrong = [r for r in records if not abs(r["loss"] - want) <= SAME_LOSS * want]  # written so that nan is wrong
+    for r in wrong:
+        print(f"WRONG: {name}, {r['way']} with {r['norms']}: loss {r['loss']:.4f}, want {want:.4f}", file=sys.stderr)
+    return len(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,245 @@
+"""Which norms of a traced graph run this package's ops, and which Inductor's code: as decompositions, with a report.
+
+A decomposition sees fake tensors, whose sizes may be symbols. It decides by dtype, device and length of the rows, never
+by their number, so that one graph serves any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import SymInt
+from torch._inductor import decomposition
+from torch._inductor.virtualized import V
+
+from .. import legality
+from ..device import DeviceSpec
+from ..problem import NormProblem, validate_backward, validate_forward
+
+# Norm, direction, ATen's op, ours: of the same arguments at the same positions.
+aten, ours = torch.ops.aten, torch.ops.fusednorm
+OPS = (
+    ("layer", "forward", aten.native_layer_norm.default, ours.layer_norm_fwd.default),
+    ("layer", "backward", aten.native_layer_norm_backward.default, ours.layer_norm_bwd.default),
+    ("rms", "forward", aten._fused_rms_norm.default, ours.rms_norm_fwd.default),
+    ("rms", "backward", aten._fused_rms_norm_backward.default, ours.rms_norm_bwd.default),
+)
+# As layer_norm_bwd and rms_norm_bwd, but their outputs may be None by schema, without which AOTInductor asserts.
+WITH_OPTIONAL_OUTPUTS = {
+    ours.layer_norm_bwd.default: "layer_norm_bwd_optional",
+    ours.rms_norm_bwd.default: "rms_norm_bwd_optional",
+}
+
+DEVICE_TYPES = ("cuda",)
+
+# Inductor reads a row for its statistics, and again to normalize it. The second time the row is in the L1 cache, and
+# being fused with its neighbours saves more than our kernel would, up to about this size.
+# Not measured yet: with one row of it for each of 4 CTAs, Hopper's 256 KiB of L1 are full.
+WIDE_ROW_BYTES = 64 * 1024
+
+
+class Entry(NamedTuple):
+    """A norm that was traced, and whether our kernel runs it (`taken`). Sizes may be symbols."""
+
+    norm: str
+    direction: str
+    shape: tuple[int | str, ...]
+    dtype: torch.dtype
+    device: str
+    taken: bool
+    reason: str
+
+    def __str__(self) -> str:
+        shape, dtype = "x".join(map(str, self.shape)), str(self.dtype).removeprefix("torch.")
+        runs = "fusednorm" if self.taken else "Inductor"
+        return f"{self.norm}_norm {self.direction} {shape} {dtype} on {self.device}: {runs} ({self.reason})"
+
+
+class Report(dict[Entry, int]):
+    """The norms that were traced, and how many of each kind; print() it."""
+
+    def __str__(self) -> str:
+        return "\n".join(f"{count} x {entry}" for entry, count in self.items()) or "no norm was traced"
+
+
+_traced: Counter[Entry] = Counter()
+
+
+def report(*, clear: bool = False) -> Report:
+    """What became of each norm that this process traced for Inductor, and why; `clear` starts afresh.
+
+    A graph that a compile cache provides is not traced: it is as the process decided that compiled it.
+    """
+    result = Report(_traced)
+    if clear:
+        _traced.clear()
+    return result
+
+
+def why_inductor(norm: str, direction: str, arguments: dict[str, Any]) -> str | None:
+    """None where our op takes the norm with these arguments, named as in the op's schema."""
+    x, cols = arguments["x"], math.prod(arguments["normalized_shape"])
+    if x.device.type not in DEVICE_TYPES:
+        return f"x is on {x.device.type}"
+    if V.aot_compilation:
+        return "an AOTInductor package is to run without Python"
+    try:
+        _validate(norm, direction, arguments)
+    except RuntimeError as error:
+        return str(error)
+    if any(not isinstance(size, SymInt) and size == 0 for size in x.shape):
+        return "x has no elements"
+    if direction == "forward" and _is_read_once(cols * x.dtype.itemsize):
+        return f"fused with its neighbours, and rows of up to {WIDE_ROW_BYTES} bytes are read once"
+    return _no_kernel(norm, direction, cols, x)
+
+
+def _validate(norm: str, direction: str, arguments: dict[str, Any]) -> None:
+    """Raises RuntimeError as our op would."""
+    named = arguments.get
+    operands = named("x"), named("normalized_shape")
+    if direction == "forward":
+        validate_forward(norm, *operands, named("weight"), named("bias"))
+    else:
+        mask = named("output_mask") if norm == "layer" else (*named("output_mask"), False)
+        tensors = named("mean"), named("rstd"), named("weight"), named("bias")
+        validate_backward(norm, named("grad_out"), *operands, *tensors, mask)
+
+
+def _no_kernel(norm: str, direction: str, cols: int | SymInt, x: torch.Tensor) -> str | None:
+    if x.device.type != "cuda" or isinstance(cols, SymInt):
+        return None
+    broken = legality.broken_rule("multi_wave", NormProblem(norm, direction, cols, x.dtype), 1, DeviceSpec.of(x.device))
+    return f"our kernel {broken.reason}" if broken else None
+
+
+def _is_read_once(row_bytes: int | SymInt) -> bool:
+    return isinstance(row_bytes, SymInt) or row_bytes <= WIDE_ROW_BYTES  # symbols: of widths that a model varies
+
+
+# The decompositions. Those of ATen's ops call ours, which the tracer looks up in turn: decided alike and noted once.
+
+
+@dataclass(frozen=True)
+class Decomposition:
+    """What stands in Inductor's table for an op. `ours` is our op, `stock` the decomposition of ATen's, and `before`
+    what stood there."""
+
+    norm: str
+    direction: str
+    ours: Any
+    stock: Callable
+    before: Callable | None
+
+    def __call__(self, *args, **kwargs):
+        if _tracing.get():
+            return self.decompose(named_arguments(self.ours, args, kwargs))
+        return self.before(*args, **kwargs) if self.before else NotImplemented
+
+    def note(self, x: torch.Tensor, taken: bool, reason: str) -> None:
+        shape = tuple(str(size) if isinstance(size, SymInt) else size for size in x.shape)
+        _traced[Entry(self.norm, self.direction, shape, x.dtype, x.device.type, taken, reason)] += 1
+
+
+class OfAten(Decomposition):
+    def decompose(self, arguments: dict[str, Any]):
+        why = why_inductor(self.norm, self.direction, arguments)
+        if why:
+            self.note(arguments["x"], False, why)
+        return (self.stock if why else self.ours)(*arguments.values())
+
+
+class OfOurs(Decomposition):
+    """A call that somebody wrote stays what it is, except for a forward that Inductor does better."""
+
+    def decompose(self, arguments: dict[str, Any]):
+        x, why = arguments["x"], why_inductor(self.norm, self.direction, arguments)
+        if why and self.direction == "forward" and x.device.type in DEVICE_TYPES:
+            self.note(x, False, why)
+            return self.stock(*arguments.values())
+        self.note(x, True, "as written" if why else REASONS[self.direction])
+        if V.aot_compilation and _leaves_out(arguments):
+            return getattr(ours, WITH_OPTIONAL_OUTPUTS[self.ours])(*arguments.values())
+        return NotImplemented  # keeps the op in the graph
+
+
+REASONS = {
+    "forward": f"rows of more than {WIDE_ROW_BYTES} bytes are read once",
+    "backward": "dx and the sums over rows in one pass",
+}
+
+
+def _leaves_out(arguments: dict[str, Any]) -> bool:
+    """Whether an output of this backward is None."""
+    inputs = arguments["x"], arguments["weight"], arguments.get("bias")
+    return not all(m and like is not None for m, like in zip(arguments.get("output_mask", ()), inputs, strict=False))
+
+
+def named_arguments(op, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call of the op by name, defaults included, in the schema's order."""
+    given = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
+    return {a.name: given.get(a.name, a.default_value) for a in op._schema.arguments}
+
+
+# Their place: Inductor's table, which is one for all threads.
+
+_lock = threading.RLock()
+_tracing: ContextVar[bool] = ContextVar("fusednorm_tracing", default=False)  # a thread that does not is served as ever
+
+
+@contextlib.contextmanager
+def decompositions_replaced() -> Iterator[None]:
+    """Inductor's table with our decompositions, for what this thread traces inside. Other threads wait here."""
+    with _lock, _changed_table(_replacements(decomposition.decompositions)):
+        token = _tracing.set(True)
+        try:
+            yield
+        finally:
+            _tracing.reset(token)
+
+
+@contextlib.contextmanager
+def decompositions_restored() -> Iterator[None]:
+    """Inductor's own table, for what compiles a traced graph: it takes no op that has a decomposition as it is."""
+    with _lock:
+        mine = {op: d.before for op, d in decomposition.decompositions.items() if isinstance(d, Decomposition)}
+        with _changed_table(mine):
+            yield
+
+
+def _replacements(table: dict[Any, Callable]) -> dict[Any, Decomposition]:
+    replacements = {}
+    for norm, direction, aten_op, op in OPS:
+        stock = table[aten_op]
+        if isinstance(stock, Decomposition):
+            return {}
+        replacements[aten_op] = OfAten(norm, direction, op, stock, stock)
+        replacements[op] = OfOurs(norm, direction, op, stock, table.get(op))
+    return replacements
+
+
+@contextlib.contextmanager
+def _changed_table(changes: dict[Any, Callable | None]) -> Iterator[None]:
+    before = {op: decomposition.decompositions.get(op) for op in changes}
+    _write(changes)
+    try:
+        yield
+    finally:
+        _write(before)
+
+
+def _write(changes: dict[Any, Callable | None]) -> None:
+    for op, function in changes.items():
+        if function is None:
+            decomposition.decompositions.pop(op, None)
+        else:
+            decomposition.decompositions[op] = function
+    decomposition.fast_random_decomps.cache_clear()  # it caches a copy of the table

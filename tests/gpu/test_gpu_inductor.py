@@ -1,0 +1,291 @@
+"""torch.compile with Inductor on CUDA: our kernels in its graphs, and what it does with them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import BF16, FP32
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
+from torch.utils.checkpoint import checkpoint
+
+import fusednorm
+from bench.models import make_stack
+from fusednorm.integrations import inductor, routing
+from fusednorm.testing import relative_error
+
+pytestmark = pytest.mark.gpu
+
+ROOT, OPS = Path(__file__).parent.parent.parent, torch.ops.fusednorm
+NORM_OF = {"gpt2": "layer", "llama": "rms"}
+WIDTH, HEADS = 1024, 8
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path, monkeypatch):
+    """Nothing compiled before, in this process or on the disk."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch._dynamo.reset()
+    counters.clear()
+    inductor.report(clear=True)
+    yield
+    fusednorm.disable_inductor()
+    torch._dynamo.reset()
+
+
+class Skip(nn.Module):
+    """x + linear(norm(x))"""
+
+    def __init__(self, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.norm, self.linear = norm(WIDTH, eps=1e-5), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.linear(self.norm(x))
+
+
+def gradients(model: nn.Module, call, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+    leaf = x.detach().clone().requires_grad_()
+    model.zero_grad()
+    y = call(leaf)
+    y.backward(dy.to(y.dtype))
+    grads = [p.grad for p in model.parameters() if p.requires_grad]
+    return [t.detach().clone() for t in (y, leaf.grad, *grads)]
+
+
+def random_like_activations(*shape, dtype=BF16) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    return tuple(torch.randn(*shape, device="cuda", dtype=dtype) for _ in range(2))
+
+
+def assert_as_exact_as_eager(model: nn.Module, got: list[torch.Tensor], x: torch.Tensor, dy: torch.Tensor) -> None:
+    """Against the model in float64, with the errors of the stock model run eagerly in its own dtype as the measure."""
+    exact_model = copy.deepcopy(model).double()
+    exact = gradients(exact_model, exact_model, x.double(), dy.double())
+    eager = gradients(model, model, x, dy)
+    assert len(got) == len(exact)
+    for index, (a, b, want) in enumerate(zip(got, eager, exact, strict=True)):
+        limit = 1.5 * relative_error(b, want) + 1e-3
+        assert relative_error(a, want) <= limit, f"tensor {index}: {relative_error(a, want)}, eager {limit}"
+
+
+def ops_in(codes: list[str]) -> dict[str, int]:
+    names = re.findall(r"= torch\.ops\.fusednorm\.(\w+)\.default\(", "\n".join(codes))
+    return {name: names.count(name) for name in names}
+
+
+@pytest.mark.parametrize("name", NORM_OF)
+def test_unmodified_models_run_our_backwards_with_everything_around_folded_in(name):
+    model, op = make_stack(name, 2, WIDTH, HEADS, device="cuda", dtype=BF16), f"{NORM_OF[name]}_norm_bwd"
+    x, dy = random_like_activations(4, 256, WIDTH)
+    with fusednorm.enable_inductor():
+        got, codes = run_and_get_code(lambda: gradients(model, torch.compile(model, fullgraph=True), x, dy))
+    assert ops_in(codes) == {f"{op}_residual": 4, op: 1}
+    backward = next(code for code in codes if op in code)
+    assert "norm_backward" not in "".join(re.findall(r"def (triton_\w+)\(", backward)), "no norm's backward is left"
+    assert_as_exact_as_eager(model, got, x, dy)
+    taken = {(entry.direction, entry.taken): count for entry, count in inductor.report().items()}
+    assert taken == {("forward", False): 5, ("backward", True): 5}
+
+
+def test_backend_takes_the_modes_and_options_of_inductor():
+    model = make_stack("gpt2", 1, WIDTH, HEADS, device="cuda", dtype=BF16)
+    x, dy = random_like_activations(2, 256, WIDTH)
+    compiled = torch.compile(model, fullgraph=True, backend=inductor.compile_graph, options={"max_fusion_size": 32})
+    got, codes = run_and_get_code(lambda: gradients(model, compiled, x, dy))
+    assert ops_in(codes) == {"layer_norm_bwd_residual": 2, "layer_norm_bwd": 1}
+    assert_as_exact_as_eager(model, got, x, dy)
+
+
+def test_autocast_hands_us_the_tensors_before_its_casts():
+    model = make_stack("gpt2", 1, WIDTH, HEADS, device="cuda")
+    x, dy = random_like_activations(4, 256, WIDTH, dtype=FP32)
+
+    def under_autocast(call):
+        def wrapped(x):
+            with torch.autocast("cuda", BF16):
+                return call(x)
+
+        return wrapped
+
+    compiled = under_autocast(torch.compile(model, fullgraph=True))
+    with fusednorm.enable_inductor():
+        got, codes = run_and_get_code(lambda: gradients(model, compiled, x, dy))
+    assert ops_in(codes)["layer_norm_bwd_residual"] >= 2
+    exact_model = copy.deepcopy(model).double()
+    exact = gradients(exact_model, exact_model, x.double(), dy.double())
+    eager = gradients(model, under_autocast(model), x, dy)
+    for a, b, want in zip(got, eager, exact, strict=True):
+        assert relative_error(a, want) <= 1.5 * relative_error(b, want) + 1e-3
+
+
+def test_changing_row_counts_compile_once_and_build_no_kernel_anew(builds_of_kernels):
+    model, built = Skip(nn.LayerNorm).to("cuda", BF16), []
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    with fusednorm.enable_inductor():
+        for rows in (4096, 4104, 4099, 5003):  # of one plan
+            x, dy = random_like_activations(rows, WIDTH)
+            assert_as_exact_as_eager(model, gradients(model, compiled, x, dy), x, dy)
+            built.append(len(builds_of_kernels))
+    assert counters["stats"]["unique_graphs"] == 1
+    assert 0 < built[0] == built[-1]
+
+
+# A process of its own, so that nothing of ours has been launched, and nothing allocated, before the CUDA graphs.
+CUDA_GRAPHS = """
+import torch, fusednorm
+from torch._dynamo.utils import counters
+from bench.models import make_stack
+fusednorm.enable_inductor()
+model = make_stack("gpt2", 2, 1024, 8, device="cuda", dtype=torch.bfloat16)
+plain, graphed = torch.compile(model), torch.compile(model, mode="reduce-overhead")
+def gradients(call, x):
+    call(x).square().sum().backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()  # before the next replay, which writes to the same memory
+    return grads
+inputs = [torch.randn(2, 256, 1024, device="cuda", dtype=torch.bfloat16) for _ in range(6)]
+got = []
+for x in inputs:
+    torch.compiler.cudagraph_mark_step_begin()
+    got.append(gradients(graphed, x))
+assert counters["inductor"]["cudagraph_skips"] == 0, counters["inductor"]
+torch._dynamo.reset()
+for x, grads in zip(inputs, got):
+    for a, b in zip(grads, gradients(plain, x)):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * b.abs().max().item())
+print("same")
+"""
+
+
+def run_alone(code: str, *arguments: str) -> str:
+    command = [sys.executable, "-c", code, *arguments]
+    finished = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    return finished.stdout.splitlines()[-1]
+
+
+def test_cuda_graphs_replay_our_kernels():
+    assert run_alone(CUDA_GRAPHS) == "same"
+
+
+TWO_PROCESSES = """
+import json, sys, torch, fusednorm
+from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
+if sys.argv[1] == "ours":
+    fusednorm.enable_inductor()
+norm = torch.nn.LayerNorm(1024, device="cuda", dtype=torch.bfloat16)
+compiled = torch.compile(lambda x: x + norm(x), fullgraph=True)
+x = torch.randn(512, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+_, codes = run_and_get_code(lambda: compiled(x).sum().backward())
+graphs_with_ours = sum("fusednorm.layer_norm_bwd" in code for code in codes)
+print(json.dumps([graphs_with_ours, counters["inductor"]["fxgraph_cache_hit"]]))
+"""
+
+
+def test_second_process_loads_what_the_first_compiled_and_a_stock_one_does_not():
+    runs = [json.loads(run_alone(TWO_PROCESSES, kind)) for kind in ("ours", "stock", "ours", "stock")]
+    assert runs == [[1, 0], [0, 0], [1, 2], [0, 2]]
+
+
+def test_checkpointed_blocks_train_alike():
+    model = make_stack("llama", 1, WIDTH, HEADS, device="cuda", dtype=BF16)
+    x, dy = random_like_activations(4, 256, WIDTH)
+    compiled = torch.compile(lambda x: checkpoint(model, x, use_reentrant=False), fullgraph=True)
+    with fusednorm.enable_inductor():
+        got, codes = run_and_get_code(lambda: gradients(model, compiled, x, dy))
+    assert ops_in(codes)["rms_norm_bwd_residual"] == 2
+    assert_as_exact_as_eager(model, got, x, dy)
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_frozen_norms_give_no_gradient_and_the_right_dx(norm):
+    module = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}[norm](WIDTH, eps=1e-5)
+    model = nn.Sequential(module, nn.Linear(WIDTH, WIDTH)).to("cuda", BF16)
+    model[0].requires_grad_(False)
+    x, dy = random_like_activations(2048, WIDTH)
+    with fusednorm.enable_inductor():
+        got, codes = run_and_get_code(lambda: gradients(model, torch.compile(model, fullgraph=True), x, dy))
+    assert ops_in(codes) == {f"{norm}_norm_bwd": 1}
+    assert_as_exact_as_eager(model, got, x, dy)
+
+
+@pytest.mark.parametrize("function", [F.layer_norm, F.rms_norm], ids=lambda function: function.__name__)
+def test_forwards_of_very_wide_rows_are_ours_too(function):
+    cols = routing.WIDE_ROW_BYTES  # twice the limit, in bytes
+    x, dy = random_like_activations(64, cols)
+    weight = torch.randn(cols, device="cuda", dtype=BF16)
+    compiled = torch.compile(lambda x: function(x, (cols,), weight), fullgraph=True)
+    with fusednorm.enable_inductor():
+        y, codes = run_and_get_code(lambda: compiled(x))
+    assert ops_in(codes) == {f"{function.__name__}_fwd": 1}
+    assert relative_error(y, function(x.double(), (cols,), weight.double(), eps=torch.finfo(FP32).eps)) < 4e-3
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_our_modules_compile_without_a_graph_break(name, enabled):
+    model = Skip(getattr(fusednorm, name)).to("cuda", BF16)
+    x, dy = random_like_activations(512, WIDTH)
+    compiled = torch.compile(model, fullgraph=True)
+    with fusednorm.enable_inductor() if enabled else torch.enable_grad():
+        got, codes = run_and_get_code(lambda: gradients(model, compiled, x, dy))
+    norm = {"LayerNorm": "layer", "RMSNorm": "rms"}[name]
+    # Enabled, the forward is Inductor's, in one kernel with the residual, whose gradient our backward adds.
+    written = {f"{norm}_norm_fwd": 1, f"{norm}_norm_bwd": 1}
+    assert ops_in(codes) == ({f"{norm}_norm_bwd_residual": 1} if enabled else written)
+    assert_as_exact_as_eager(model, got, x, dy)
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_our_modules_compile_under_autocast_to_the_dtypes_of_eager(name):
+    norm = getattr(fusednorm, name)(WIDTH, device="cuda")
+    compiled = torch.compile(norm, fullgraph=True)
+    for dtype in (BF16, FP32):
+        x = torch.randn(64, WIDTH, device="cuda", dtype=dtype, requires_grad=True)
+        with torch.autocast("cuda", BF16):
+            got, want = compiled(x), norm(x)
+        assert got.dtype == want.dtype
+        assert relative_error(got, want.double()) < 4e-3
+        got.float().sum().backward()
+        assert x.grad.dtype == dtype
+
+
+class Written(nn.Module):
+    """The functional form, and op-level calls, a masked backward among them."""
+
+    def forward(self, dy, x, weight):
+        y, rstd = OPS.rms_norm_fwd(x, [WIDTH], weight)
+        y = y + fusednorm.functional.layer_norm(x, (WIDTH,), weight, weight)
+        return y, OPS.rms_norm_bwd(dy, x, [WIDTH], rstd, weight, [True, False])[0]
+
+
+def test_written_calls_export():
+    x, dy = random_like_activations(16, WIDTH)
+    arguments = (dy, x, x[0].clone())
+    rows = torch.export.Dim("rows", min=2, max=4096)
+    exported = torch.export.export(Written(), arguments, dynamic_shapes=({0: rows}, {0: rows}, None))
+    torch.testing.assert_close(exported.module()(*arguments), Written()(*arguments))
+    targets = {str(node.target) for node in exported.graph.nodes}
+    assert {f"fusednorm.{op}.default" for op in ("rms_norm_fwd", "rms_norm_bwd", "layer_norm_fwd")} <= targets
+
+
+def test_written_calls_become_an_aot_package():
+    x, dy = random_like_activations(16, WIDTH)
+    arguments = (dy, x, x[0].clone())
+    exported = torch.export.export(Written(), arguments)
+    with fusednorm.enable_inductor():
+        package = torch._inductor.aoti_compile_and_package(exported)
+    loaded = torch._inductor.aoti_load_package(package)
+    for a, b in zip(loaded(*arguments), Written()(*arguments), strict=True):
+        assert relative_error(a, b.double()) < 4e-3

@@ -1,0 +1,71 @@
+"""The graphs that Inductor would compile, without its code generation: joint trace, our pass, partition."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx import GraphModule, Node
+
+from fusednorm.integrations import folding, routing
+
+
+@dataclass
+class Traced:
+    """The graphs of one torch.compile, in order of compilation; call it as the model."""
+
+    forwards: list[GraphModule] = field(default_factory=list)
+    backwards: list[GraphModule] = field(default_factory=list)
+    model: Callable | None = None
+
+    def __call__(self, *args):
+        return self.model(*args)
+
+    @property
+    def backward(self) -> GraphModule:
+        (graph,) = self.backwards
+        return graph
+
+    @property
+    def forward(self) -> GraphModule:
+        (graph,) = self.forwards
+        return graph
+
+
+def trace(model: Callable, **compile_options) -> Traced:
+    """The model compiled with this package's decompositions and pass, whole and to graphs only."""
+    traced = Traced()
+
+    def keep(graphs: list[GraphModule], graph: GraphModule, inputs: list) -> Callable:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    def fold_and_partition(graph: GraphModule, inputs: list, **options):
+        folding.fold(graph.graph)
+        graph.graph.lint()
+        return min_cut_rematerialization_partition(graph, inputs, **options)
+
+    def backend(graph: GraphModule, inputs: list) -> Callable:
+        with routing.decompositions_replaced():
+            compiler = aot_autograd(
+                fw_compiler=functools.partial(keep, traced.forwards),
+                bw_compiler=functools.partial(keep, traced.backwards),
+                decompositions=select_decomp_table(),
+                partition_fn=fold_and_partition,
+            )
+            return compiler(graph, inputs)
+
+    traced.model = torch.compile(model, backend=backend, fullgraph=True, **compile_options)
+    return traced
+
+
+def calls(graph: GraphModule | torch.fx.Graph, name: str) -> list[Node]:
+    """The calls of an op such as "fusednorm.layer_norm_bwd" or "aten.add.Tensor"."""
+    nodes = (graph.graph if isinstance(graph, GraphModule) else graph).nodes
+    return [node for node in nodes if str(node.target).removesuffix(".default") == name]
