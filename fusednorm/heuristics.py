@@ -35,25 +35,28 @@ class Tuning:
     ring_rows_per_sm: dict[str, int] = field(default_factory=dict)  # by norm
     narrowest_ring_bytes: int = 0  # of a row of x
     widest_ring_bytes: float = math.inf
+    smallest_box_bytes: int = 0  # that TMA copies at a time
 
+
+UNKNOWN = Tuning(("multi_wave",), "no other schedule has been tried on this architecture")
 
 # Copies in pieces of 16 bytes take twice as long as multi-wave (1000 columns: 46.7 us and 25.2), in pieces of 128 a
 # fifth longer (1600 columns: 43.0 and 36.7; H200, bfloat16 backward, 2026-11-20).
-MIN_BOX_BYTES = 256
-
-UNKNOWN = Tuning(("multi_wave",), "no other schedule has been tried on this architecture")
+HOPPER_BOX_BYTES = 256
 
 HOPPER_BACKWARD = Tuning(
     ("pipelined", "multi_wave"),
     "1 to 50% faster than multi-wave almost wherever both were tried, at 768 to 131072 columns and 128 rows or more "
     "(H200, bfloat16, 2026-11-20)",
     narrowest_ring_bytes=1536,  # 512 columns: 37.2 us and 36.7 by multi-wave, 256 columns: 52 and 34
+    smallest_box_bytes=HOPPER_BOX_BYTES,
 )
 HOPPER_FORWARD = Tuning(
     ("pipelined", "multi_wave"),
     "between 4% slower and 50% faster than multi-wave wherever both were tried, at 1024 to 131072 columns "
     "(H200, bfloat16, 2026-11-20)",
     narrowest_ring_bytes=2048,  # 768 columns: 17.9 us and 15.9 by multi-wave
+    smallest_box_bytes=HOPPER_BOX_BYTES,
 )
 
 # Nothing has been measured on Blackwell. It is planned for by what nvFuser has published on its choice for B200: its
@@ -173,8 +176,8 @@ def fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Re
     if row_bytes > known.widest_ring_bytes:
         return Rejected("wide_rows", f"is for rows up to {known.widest_ring_bytes} bytes, got {row_bytes}")
     box_bytes = box_columns(plan, problem.cols) * problem.x_dtype.itemsize
-    if box_bytes < MIN_BOX_BYTES:
-        text = f"could copy {box_bytes} bytes at once of rows of {problem.cols} columns, at least {MIN_BOX_BYTES} pay"
+    if box_bytes < known.smallest_box_bytes:
+        text = f"could copy {box_bytes} bytes at once of {problem.cols} columns; at least {known.smallest_box_bytes} pay"
         return Rejected("small_boxes", text)
     return None
 

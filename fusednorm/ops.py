@@ -189,8 +189,8 @@ for kernel, fake in (
     LIBRARY.impl(kernel.__name__, kernel, "CUDA")
     torch.library.register_fake(f"fusednorm::{kernel.__name__}", fake, lib=LIBRARY)
 
-# AOTInductor takes None for an output of type Tensor? only, and those of ATen's ops are Tensor. So here are the backward
-# ops once more, with such outputs and no derivatives: for its graphs alone (integrations/routing.py).
+# AOTInductor takes None for an output of type Tensor? only, and those of ATen's ops are Tensor. So here are the
+# backward ops once more, with such outputs and no derivatives: for its graphs alone (integrations/routing.py).
 for name, kernel, fake in (
     ("layer_norm_bwd_optional", layer_norm_bwd, _layer_norm_bwd_fake),
     ("rms_norm_bwd_optional", rms_norm_bwd, _rms_norm_bwd_fake),

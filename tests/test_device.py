@@ -45,10 +45,13 @@ def test_a_whole_gpu_is_the_constant_of_its_name(spec):
 def test_a_partition_of_a_gpu_has_its_share():
     part = fusednorm.device.from_properties(properties_of(H200, "NVIDIA H200 MIG 2g.35gb", 33))
     assert part.sm_count == 33 and part.bandwidth_gb_s == H200.bandwidth_gb_s / 4
-    threshold = 16 * 33
-    assert choose(make_problem(), threshold, part).variant == "multi_wave"
-    assert choose(make_problem(), threshold + 1, part).variant == "pipelined"
     assert num_ctas(choose(make_problem(), MANY_ROWS, part), MANY_ROWS, 4096, part) <= 33
+
+
+def test_a_partition_has_its_own_thresholds():
+    part = fusednorm.device.from_properties(properties_of(B200, "NVIDIA B200 MIG 2g.45gb", 37))
+    assert choose(make_problem(), 16 * 37, part).variant == "multi_wave"
+    assert choose(make_problem(), 16 * 37 + 1, part).variant == "warp_specialized"
 
 
 def test_an_unknown_gpu_is_planned_for_by_its_resources():

@@ -313,7 +313,8 @@ def test_no_cta_of_a_chosen_plan_is_idle(problem, rows, device):
     ctas, tiles = num_ctas(plan, rows, problem.cols, device), -(-rows // plan.rows_per_tile)
     most = -(-tiles // ctas)
     assert (ctas - 1) * most < tiles, "fewer CTAs would be done as soon"
-    assert num_partials(plan, ctas) <= max(2 * device.sm_count, rows // 8)
+    if problem.direction == "backward":
+        assert num_partials(plan, ctas) <= max(2 * device.sm_count, rows // 8)
 
 
 def test_architectures_without_tma_or_without_rules_run_multi_wave():

@@ -10,7 +10,7 @@ import fusednorm
 from fusednorm import warm
 from fusednorm.plan import MultiWavePlan
 
-H200, A100 = DEVICES[90], DEVICES[80]
+H200, B200, A100 = DEVICES[90], DEVICES[100], DEVICES[80]
 BF16, FP32 = torch.bfloat16, torch.float32
 ALL = (True, True, True)
 ORDER = [1, 0, 4, 2, 3]  # of asking for the kernels' keys
@@ -58,12 +58,12 @@ def test_every_kernel_is_built_once_and_found_by_the_launches(tmp_path, workers)
 
 
 def test_all_row_counts_take_every_plan_of_the_planner_and_given_ones_only_theirs():
-    every = list(warm.plans_of([wanted()], None, H200))
-    few = list(warm.plans_of([wanted()], [128], H200))
-    many = list(warm.plans_of([wanted()], [16384, 65536], H200))
-    assert [plan for _, plan in every] == [few[0][1], many[0][1]]
+    every = list(warm.plans_of([wanted()], None, B200))
+    few = list(warm.plans_of([wanted()], [128], B200))
+    many = list(warm.plans_of([wanted()], [16384, 65536], B200))
     assert len(few) == len(many) == 1
-    assert list(warm.plans_of([wanted()], [0], H200)) == [], "no rows, no kernel"
+    assert [plan for _, plan in every] == [few[0][1], many[0][1]]
+    assert list(warm.plans_of([wanted()], [0], B200)) == [], "no rows, no kernel"
 
 
 def test_plans_are_those_of_the_device_and_of_force():
