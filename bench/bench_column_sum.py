@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -22,14 +21,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-import fusednorm
 from fusednorm import column_plan
 from fusednorm.column_plan import KERNELS, Choice
 from fusednorm.column_problem import ColumnSumCall, check_column_sum
 from fusednorm.console import print_table, progress, show_beside
 from fusednorm.device import DeviceSpec
 
-from .bench_norm import DTYPES, RESULTS, describe_machine, read_clocks, slug
+from .cases import DTYPES
+from .records import RESULTS, describe_machine, read_clocks, results_path, save, spread
 from .timing import Times, time_interleaved
 
 SQUARES = tuple(f"{side}x{side}" for side in (256, 1024, 4096, 8192, 16384, 65536))
@@ -65,8 +64,9 @@ def main(arguments: list[str] | None = None) -> int:
         torch.cuda.empty_cache()
     print_report(records, machine)
     if not options.no_save:
-        out = options.out or RESULTS / f"{machine['date'][:10]}-{slug(machine['gpu'])}-column-sum.jsonl"
-        print(f"\n{len(records)} lines added to {save(records, out)}")
+        out = options.out or results_path(RESULTS, machine, "-column-sum")
+        save(records, out)
+        print(f"\n{len(records)} lines added to {out}")
     wrong = [record for record in records if record["candidate"] not in (FLOOR, TORCH) and record["fault"]]
     for record in wrong:
         print(f"WRONG: {record['case']} {record['dtype']} {record['candidate']}: {record['fault']}", file=sys.stderr)
@@ -170,13 +170,6 @@ def make_record(
     }
 
 
-def save(records: list[dict], path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
-    return path
-
-
 def print_report(records: list[dict], machine: dict) -> None:
     title = f"{machine['gpu']}, torch {machine['torch']}, triton {machine['triton']}, {machine['date']}"
     header = ["case", "dtype", "candidate", "us", "spread", "of the floor", "TB/s", "error"]
@@ -188,12 +181,11 @@ def report_row(record: dict) -> list[str]:
     if name in (OURS, *KERNELS):
         plan = record["plan"]
         name += f" ({plan['kernel']} {plan['rows_per_tile']}x{plan['chunk']} / {record['num_splits']})"
-    spread = (record["p90_us"] - record["p10_us"]) / record["median_us"]
     error = "" if record["error"] is None else f"{record['error']:.1e}" + " !" * bool(record["fault"])
-    times = [f"{record['median_us']:.1f}", f"{spread:.1%}", f"{record['share_of_floor']:.1%}", f"{record['tb_s']:.2f}"]
+    times = [f"{record['median_us']:.1f}", f"{spread(record):.1%}"]
+    times += [f"{record['share_of_floor']:.1%}", f"{record['tb_s']:.2f}"]
     return [record["case"], record["dtype"], name, *times, error]
 
 
 if __name__ == "__main__":
-    print(f"fusednorm {fusednorm.__version__}")
     sys.exit(main())

@@ -9,7 +9,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .device import DeviceSpec
-from .plan import ColumnRingPlan, ColumnTilePlan, MultiWavePlan, PipelinedPlan, Plan, RingPlan, WarpSpecializedPlan, num_copies
+from .plan import (
+    ColumnRingPlan,
+    ColumnTilePlan,
+    MultiWavePlan,
+    PipelinedPlan,
+    Plan,
+    RingPlan,
+    WarpSpecializedPlan,
+    num_copies,
+)
 from .problem import NormProblem
 
 WARP_SIZE = 32
@@ -80,7 +89,8 @@ def _column_ring_buffers(plan: ColumnRingPlan, problem: NormProblem) -> list[Buf
     """The last reduction over warps finds place where the tiles were."""
     dtypes = [problem.grad_dtype, problem.x_dtype] if problem.wants_dw else [problem.grad_dtype]
     elements = plan.num_stages * plan.rows_per_tile * plan.chunk
-    return [Buffer(elements * dtype.itemsize, 128) for dtype in dtypes] + [Buffer(8 * plan.num_stages, 16)] * len(dtypes)
+    barriers = [Buffer(8 * plan.num_stages, 16)] * len(dtypes)
+    return [Buffer(elements * dtype.itemsize, 128) for dtype in dtypes] + barriers
 
 
 def _sums_per_row(problem: NormProblem) -> int:
