@@ -85,12 +85,17 @@ def validate_column_sum(inputs: Sequence[Tensor], dtype: torch.dtype | None) -> 
         if got is not None and got not in FLOAT_DTYPES:
             raise RuntimeError(f"{OP}: {name}, got {got}")
     for i, tensor in enumerate(inputs):
-        for what in ("shape", "dtype", "device"):
-            got, want = getattr(tensor, what), getattr(first, what)
-            if got != want:
-                got, want = (tuple(value) if what == "shape" else value for value in (got, want))
-                raise RuntimeError(f"{OP}: inputs[{i}] must have {what} {want} as inputs[0] has, got {got}")
+        if tensor.shape != first.shape:
+            _refuse(i, "shape", tuple(first.shape), tuple(tensor.shape))
+        if tensor.dtype != first.dtype:
+            _refuse(i, "dtype", first.dtype, tensor.dtype)
+        if tensor.device != first.device:
+            _refuse(i, "device", first.device, tensor.device)
     return dtype or first.dtype
+
+
+def _refuse(i: int, what: str, want: object, got: object) -> None:
+    raise RuntimeError(f"{OP}: inputs[{i}] must have {what} {want} as inputs[0] has, got {got}")
 
 
 def sum_dtype(dtype: torch.dtype, out_dtype: torch.dtype) -> torch.dtype:
@@ -100,6 +105,8 @@ def sum_dtype(dtype: torch.dtype, out_dtype: torch.dtype) -> torch.dtype:
 
 def in_place(tensor: Tensor) -> RowView | None:
     """A view of `tensor` as rows (all dims but the last) at one stride; None where only a copy would do."""
+    if tensor.is_contiguous():
+        return RowView(tensor, 1, tensor.shape[-1], 0)
     view = row_view(tensor, tensor.dim() - 1)
     return view if view is not None and view.inner_rows == 1 else None
 

@@ -108,9 +108,13 @@ def _compile_time(plan: SumPlan, problem: ColumnSumProblem) -> dict[str, Any]:
 
 
 def _descriptor(view: RowView, rows: int, cols: int, plan: RingSum) -> TensorDescriptor:
-    layout = NVMMASharedLayout(0, 8 * view.tensor.element_size(), 2)
-    box = [plan.rows_per_tile, plan.chunk]
+    box, layout = [plan.rows_per_tile, plan.chunk], _row_major(8 * view.tensor.element_size())
     return TensorDescriptor(view.tensor, [rows, cols], [view.outer_stride, 1], box, layout)
+
+
+@functools.cache
+def _row_major(bits: int) -> NVMMASharedLayout:
+    return NVMMASharedLayout(0, bits, 2)
 
 
 @functools.cache
