@@ -81,7 +81,7 @@ def _sums(plan: SumPlan, call: ColumnSumCall, outs: list[Tensor] | tuple[Tensor,
         descriptors = dict(itertools.zip_longest(names, descriptors))
         return ColumnLaunch(kernel, grid, sizes, {**constants, **descriptors})
     pointers, strides = tuple(view.tensor for view in views), tuple(view.outer_stride for view in views)
-    return ColumnLaunch(column_reduction.sum_rows, grid, (pointers, strides, *sizes, problem.count), constants)
+    return ColumnLaunch(column_reduction.sum_rows, grid, (pointers, strides, *sizes), constants)
 
 
 @functools.cache

@@ -63,20 +63,20 @@ def load_tile(inputs, row_strides, which, row, col, rows, cols):
 
 
 @triton.jit
-def add_rows(acc, inputs, row_strides, count, col, rows, cols, tile: tl.constexpr):
-    """acc [tile.rows, tile.chunk] with the CTA's row tiles of `count` tensors added: each row tile of one after the
-    other, with the next two always on their way."""
+def add_rows(acc, inputs, row_strides, col, rows, cols, tile: tl.constexpr):
+    """acc [tile.rows, tile.chunk] with the CTA's row tiles of all tensors added: each row tile of one after the other,
+    with the next two always on their way."""
     step = tl.num_programs(1) * tile.rows
     first = tl.program_id(1) * tile.rows
     row = first.to(tl.int64) + tl.arange(0, tile.rows)[:, None]
     which = 0
     next_tile = load_tile(inputs, row_strides, which, row, col, rows, cols)
-    row, which = advance(row, which, count, step)
+    row, which = advance(row, which, len(inputs), step)
     tile_after = load_tile(inputs, row_strides, which, row, col, rows, cols)
-    for _ in range(tl.cdiv(rows - first, step) * count):
+    for _ in range(tl.cdiv(rows - first, step) * len(inputs)):
         x = next_tile
         next_tile = tile_after
-        row, which = advance(row, which, count, step)
+        row, which = advance(row, which, len(inputs), step)
         tile_after = load_tile(inputs, row_strides, which, row, col, rows, cols)
         acc += x.to(acc.dtype)
     return acc
@@ -89,20 +89,19 @@ def advance(row, which, count, step):
     return row + tl.where(last, step, 0), tl.where(last, 0, which + 1)
 
 
-@triton.jit(do_not_specialize=["rows", "count"])
+@triton.jit(do_not_specialize=["rows"])
 def sum_rows(
-    inputs, row_strides, outs, rows: "i64", cols, count: "i32",
+    inputs, row_strides, outs, rows: "i64", cols,
     total: tl.constexpr, fp64: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """Tensors by pointer and row stride; their elements in a row are adjacent. Their number is a run-time value, or the
-    loop over them would be unrolled, for which there are not the registers."""
+    """Tensors by pointer and row stride; their elements in a row are adjacent."""
     output = tl.program_id(2)
     col = tl.program_id(0).to(tl.int64) * tile.chunk + tl.arange(0, tile.chunk)[None, :]
     acc = tl.full([tile.rows, tile.chunk], 0.0, tl.float64 if fp64 else tl.float32)
     if total:
-        acc = add_rows(acc, inputs, row_strides, count, col, rows, cols, tile)
+        acc = add_rows(acc, inputs, row_strides, col, rows, cols, tile)
     else:
-        acc = add_rows(acc, (pick(inputs, output),), (pick(row_strides, output),), 1, col, rows, cols, tile)
+        acc = add_rows(acc, (pick(inputs, output),), (pick(row_strides, output),), col, rows, cols, tile)
     out = pick(outs, output)
     target = out + tl.program_id(1).to(tl.int64) * cols + col
     tl.store(target, tl.sum(acc, axis=0)[None, :].to(out.dtype.element_ty), mask=col < cols)
