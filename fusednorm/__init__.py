@@ -13,6 +13,8 @@ if not (_HERE / "kernels").is_dir():
 
 from . import functional  # noqa: E402
 from .autograd import LayerNormFunction, RMSNormFunction  # noqa: E402
+from .column_explanation import explain_column_sum  # noqa: E402
+from .column_ops import column_sum  # noqa: E402
 from .explanation import explain  # noqa: E402
 from .forcing import force  # noqa: E402
 from .modules import LayerNorm, RMSNorm  # noqa: E402
@@ -20,7 +22,18 @@ from .warm import warmup  # noqa: E402
 
 __version__ = "0.1.0"
 
-__all__ = ["LayerNorm", "LayerNormFunction", "RMSNorm", "RMSNormFunction", "explain", "force", "functional", "warmup"]
+__all__ = [
+    "LayerNorm",
+    "LayerNormFunction",
+    "RMSNorm",
+    "RMSNormFunction",
+    "column_sum",
+    "explain",
+    "explain_column_sum",
+    "force",
+    "functional",
+    "warmup",
+]
 
 # Imported when asked for, because they use what PyTorch does not promise to keep: everything else works without them.
 _INTEGRATIONS = {

@@ -9,7 +9,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .device import DeviceSpec
-from .plan import ColumnTilePlan, MultiWavePlan, PipelinedPlan, Plan, RingPlan, WarpSpecializedPlan, num_copies
+from .plan import (
+    ColumnRingPlan,
+    ColumnTilePlan,
+    MultiWavePlan,
+    PipelinedPlan,
+    Plan,
+    RingPlan,
+    WarpSpecializedPlan,
+    num_copies,
+)
 from .problem import NormProblem
 
 WARP_SIZE = 32
@@ -46,6 +55,8 @@ def shared_bytes(plan: Plan, problem: NormProblem) -> int:
     """Bytes of shared memory of a CTA, static and dynamic."""
     if isinstance(plan, RingPlan):
         return static_bytes(plan) + _packed(_ring_buffers(plan, problem))
+    if isinstance(plan, ColumnRingPlan):
+        return _packed(_column_ring_buffers(plan, problem))
     return _scratch_bytes(plan, problem)
 
 
@@ -72,6 +83,14 @@ def _ring_buffers(plan: RingPlan, problem: NormProblem) -> list[Buffer]:
     captured = Buffer(_captured_bytes(plan, problem), 8, "entry")
     states = Buffer(num_warps * (plan.num_groups - 1) + PRODUCER_WARPS, 4)  # a byte for each warp but the first group's
     return [*buffers, barriers, barriers, *[reduction] * plan.num_groups, captured, states]
+
+
+def _column_ring_buffers(plan: ColumnRingPlan, problem: NormProblem) -> list[Buffer]:
+    """The last reduction over warps finds place where the tiles were."""
+    dtypes = [problem.grad_dtype, problem.x_dtype] if problem.wants_dw else [problem.grad_dtype]
+    elements = plan.num_stages * plan.rows_per_tile * plan.chunk
+    barriers = [Buffer(8 * plan.num_stages, 16)] * len(dtypes)
+    return [Buffer(elements * dtype.itemsize, 128) for dtype in dtypes] + barriers
 
 
 def _sums_per_row(problem: NormProblem) -> int:
@@ -151,7 +170,7 @@ def registers(plan: Plan, problem: NormProblem, device: DeviceSpec) -> int:
         return ring_registers(plan, problem, device)
     if isinstance(plan, MultiWavePlan):
         return multiwave_registers(plan.rows_per_tile, plan.chunk, plan.num_chunks, plan.num_warps, problem, device)
-    return MAX_REGISTERS
+    return plan.max_registers if isinstance(plan, ColumnRingPlan) else MAX_REGISTERS
 
 
 # The coefficients below bound what some thousand builds needed, Triton 3.6, sm_80 to sm_120, random tiles, dtypes and

@@ -15,6 +15,7 @@ from . import budget
 from .device import DeviceSpec
 from .plan import (
     MAX_BOX_SIDE,
+    ColumnRingPlan,
     ColumnTilePlan,
     MultiWavePlan,
     PipelinedPlan,
@@ -61,6 +62,10 @@ CLUSTERS = (1, 2, 4, 8, 16)  # CTAs that share a row too wide for one
 CLUSTER_ARCHS = (90, 100, 103)
 
 COLUMN_TILE = 1024
+# Of a backward without dx by TMA; to be measured.
+COLUMN_RING_CHUNK = 128
+COLUMN_RING_ROWS = (64, 32, 16)
+COLUMN_RING_WARPS = 8
 
 
 # --- Rows in registers, and what does not fit there ---
@@ -130,9 +135,20 @@ def column_tile_plan(problem: NormProblem, device: DeviceSpec) -> ColumnTilePlan
 # --- Rings ---
 
 
-def pipelined(problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | None:
+def pipelined(problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | ColumnRingPlan | None:
     """The best plan that fits shared memory, faults or not; None if even one stage is too large."""
+    if problem.direction == "backward" and not problem.wants_dx:
+        return column_ring_plan(problem, device)
     return _best_ring(pipelined_plans(problem, device), problem, device)
+
+
+def column_ring_plan(problem: NormProblem, device: DeviceSpec) -> ColumnRingPlan | None:
+    """Two CTAs on an SM, with as large a tile as fits."""
+    limit = budget.register_limit(32 * COLUMN_RING_WARPS * 2, device)
+    plans = (
+        ColumnRingPlan(rows, COLUMN_RING_CHUNK, RING_STAGES, COLUMN_RING_WARPS, 2, limit) for rows in COLUMN_RING_ROWS
+    )
+    return next((plan for plan in plans if budget.fits_shared_memory(plan, problem, device)), None)
 
 
 def warp_specialized(problem: NormProblem, device: DeviceSpec) -> WarpSpecializedPlan | None:

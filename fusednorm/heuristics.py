@@ -18,7 +18,7 @@ from . import budget, candidates
 from .device import DeviceSpec
 from .forcing import forced_variant
 from .legality import MAX_RING_ROWS, broken_rule, capability
-from .plan import VARIANTS, Plan, ReferencePlan, Rejected, RingPlan, box_columns
+from .plan import VARIANTS, ColumnRingPlan, Plan, ReferencePlan, Rejected, RingPlan, box_columns
 from .problem import NormProblem
 
 
@@ -155,6 +155,8 @@ def best_plan(variant: str, problem: NormProblem, device: DeviceSpec) -> Plan | 
 
 def fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Rejected | None:
     """Why a plan that could run should not: the first of the rules of quality that it breaks."""
+    if isinstance(plan, ColumnRingPlan):
+        return Rejected("unmeasured", "has not been measured without dx")
     if not isinstance(plan, RingPlan):
         return None
     known = tuning(problem, device)

@@ -16,10 +16,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from . import budget, heuristics, reference, semaphore
 from .device import DeviceSpec
-from .kernels import column_sum, multiwave, pipelined, ring, warp_specialized
+from .kernels import column_sum, multiwave, parameter_gradients, pipelined, ring, warp_specialized
+from .kernels.column_reduction import ColumnTile
 from .kernels.config import Norm, RingTile, Tile
 from .legality import broken_rule
 from .plan import (
+    ColumnRingPlan,
     ColumnTilePlan,
     MultiWavePlan,
     PipelinedPlan,
@@ -98,6 +100,7 @@ def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> tuple[list
     spec = DeviceSpec.of(device)
     plan = plan or heuristics.choose(problem, call.rows, spec)
     assert broken_rule(plan.variant, problem, call.rows, spec) is None
+    assert plan.variant != "pipelined" or problem.wants_dx != isinstance(plan, ColumnRingPlan)
     ctas = num_ctas(plan, call.rows, problem.cols, spec)
     partials = num_partials(plan, ctas)
     dx = torch.empty(call.shape, dtype=call.dx_dtype, device=device) if problem.wants_dx else None
@@ -190,6 +193,18 @@ def _pipelined_backward(
     return [Launch(pipelined.backward, (ctas,), args, norm, tile, options)]
 
 
+def _column_ring_backward(
+    plan: ColumnRingPlan, call: BackwardCall, norm: Norm, outputs: tuple, ctas: int, spec: DeviceSpec
+) -> list[Launch]:
+    """Partials of dw and db by column tiles."""
+    tile, cols = _column_ring_tile(plan, call.problem), call.problem.cols
+    dy = _tile_descriptor(call.grad_out, call.rows, cols, tile)
+    x = _tile_descriptor(call.x, call.rows, cols, tile) if norm.wants_dw else None
+    args = (dy, x, call.mean, call.rstd, *outputs[1:3], *_ring_sizes(call))
+    grid = (triton.cdiv(cols, plan.chunk), ctas)
+    return [Launch(parameter_gradients.dw_and_db, grid, args, norm, tile, {"maxnreg": plan.max_registers})]
+
+
 def _warp_specialized_backward(
     plan: WarpSpecializedPlan, call: BackwardCall, norm: Norm, outputs: tuple, ctas: int, spec: DeviceSpec
 ) -> list[Launch]:
@@ -220,6 +235,7 @@ _BACKWARD = {
     MultiWavePlan: _multiwave_backward,
     ColumnTilePlan: _column_tile_backward,
     PipelinedPlan: _pipelined_backward,
+    ColumnRingPlan: _column_ring_backward,
     WarpSpecializedPlan: _warp_specialized_backward,
 }
 
@@ -286,6 +302,12 @@ def _ring_tile(plan: RingPlan, problem: NormProblem, device: DeviceSpec, **more)
     )
 
 
+@functools.cache
+def _column_ring_tile(plan: ColumnRingPlan, problem: NormProblem) -> ColumnTile:
+    vector = VECTOR_BYTES // max(problem.x_dtype.itemsize, problem.grad_dtype.itemsize)
+    return ColumnTile(plan.rows_per_tile, plan.chunk, plan.num_warps, plan.num_stages, vector=vector)
+
+
 def _partial_shape(plan: Plan, problem: NormProblem, device: DeviceSpec, num_warps: int) -> tuple[int, int]:
     """(partial_cols, partial_loads): pieces for all CTAs of a full grid, all partials in as few rounds of loads as fit
     registers."""
@@ -323,6 +345,11 @@ def _row_descriptor(view: RowView, rows: int, cols: int, tile: RingTile) -> Tens
     bits, rank = 8 * view.tensor.element_size(), len(shape)
     layout = NVMMASharedLayout(0, bits, rank, cga_layout=ring.cluster_bases(tile, rank, rank - 2))
     return TensorDescriptor(view.tensor, shape, strides, block, layout)
+
+
+def _tile_descriptor(view: RowView, rows: int, cols: int, tile: ColumnTile) -> TensorDescriptor:
+    layout = NVMMASharedLayout(0, 8 * view.tensor.element_size(), 2)
+    return TensorDescriptor(view.tensor, [rows, cols], [view.outer_stride, 1], [tile.rows, tile.chunk], layout)
 
 
 def _forward_args(call: ForwardCall, outputs: tuple) -> tuple:

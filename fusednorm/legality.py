@@ -63,7 +63,6 @@ def rows_fit_int32(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
 KERNELS = Rule("arch", has_kernels, "needs compute capability 8.0, {device.name} has {capability}")
 RING = (
     Rule("tma", has_tma, "needs compute capability 9.0 for TMA, {device.name} has {capability}"),
-    Rule("dx", wants_dx, "computes dx, which is not asked for"),
     Rule("float64", accumulates_in_float32, "computes in float32, and x or the gradient is float64"),
     Rule(
         "alignment",
@@ -73,12 +72,13 @@ RING = (
     Rule("nested_rows", rows_have_one_stride, "needs rows at one stride, and some tensor has them at two nested ones"),
     Rule("rows", rows_fit_int32, f"needs at most {MAX_RING_ROWS} rows, got {{rows}}"),
 )
+DX = Rule("dx", wants_dx, "computes dx, which is not asked for")
 BACKWARD_ONLY = Rule("backward", is_backward, "has no forward kernel")
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "multi_wave": (KERNELS,),
     "pipelined": RING,
-    "warp_specialized": (BACKWARD_ONLY, *RING),
+    "warp_specialized": (BACKWARD_ONLY, DX, *RING),
     "reference": (),
 }
 

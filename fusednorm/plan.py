@@ -76,6 +76,22 @@ class PipelinedPlan:
 
 
 @dataclass(frozen=True)
+class ColumnRingPlan:
+    """For a backward without dx, which sums over rows only: tiles of rows_per_tile x chunk elements of the gradient,
+    and of x for dw, through a TMA ring of num_stages stages in shared memory."""
+
+    variant: ClassVar[str] = "pipelined"
+    sums_partials: ClassVar[bool] = False
+    cluster: ClassVar[int] = 1
+    rows_per_tile: int
+    chunk: int
+    num_stages: int
+    num_warps: int
+    ctas_per_sm: int
+    max_registers: int
+
+
+@dataclass(frozen=True)
 class WarpSpecializedPlan:
     """The same ring filled by a producer warp and emptied by num_groups compute groups of num_warps warps, which take
     stages in turn (num_stages is a multiple of num_groups) and sum dw and db each for themselves. cached keeps a row
@@ -107,7 +123,7 @@ class ReferencePlan:
 
 
 RingPlan = PipelinedPlan | WarpSpecializedPlan
-Plan = MultiWavePlan | ColumnTilePlan | RingPlan | ReferencePlan
+Plan = MultiWavePlan | ColumnTilePlan | RingPlan | ColumnRingPlan | ReferencePlan
 VARIANTS = ("multi_wave", "pipelined", "warp_specialized", "reference")
 
 
@@ -134,7 +150,7 @@ def num_ctas(plan: Plan, rows: int, cols: int, device: DeviceSpec) -> int:
     tiles = -(-rows // plan.rows_per_tile)
     first_wave = clusters_at_once(plan.cluster, device)
     at_once = plan.ctas_per_sm * first_wave
-    if isinstance(plan, ColumnTilePlan):
+    if isinstance(plan, (ColumnTilePlan, ColumnRingPlan)):
         limit = max(1, at_once // -(-cols // plan.chunk))
     elif isinstance(plan, PipelinedPlan) and plan.waves > 1:
         many = min(plan.waves * at_once, tiles // MIN_TILES_PER_CTA)

@@ -16,7 +16,7 @@ from planning import ARCHITECTURES, make_problem, meta_call
 from fusednorm import budget
 from fusednorm.device import DeviceSpec
 from fusednorm.heuristics import outcome
-from fusednorm.plan import VARIANTS, Plan, RingPlan
+from fusednorm.plan import VARIANTS, ColumnRingPlan, Plan, RingPlan
 from fusednorm.problem import NormProblem
 
 MANY_ROWS = 1 << 20
@@ -43,7 +43,8 @@ def complaints(problem: NormProblem, plan: Plan, device: DeviceSpec) -> list[str
             continue
         used = compilation.resources(each, device.arch)
         bound = budget.shared_bytes(plan, problem)
-        if isinstance(plan, RingPlan) and used.shared_bytes != bound - budget.static_bytes(plan):
+        static = budget.static_bytes(plan) if isinstance(plan, RingPlan) else 0
+        if isinstance(plan, (RingPlan, ColumnRingPlan)) and used.shared_bytes != bound - static:
             found.append(f"{name} takes {used.shared_bytes} bytes of shared memory, expected {bound}")
         if used.shared_bytes > bound:
             found.append(f"{name} takes {used.shared_bytes} bytes of shared memory, expected at most {bound}")

@@ -15,7 +15,16 @@ PACKAGE, KERNELS = ROOT / "fusednorm", ROOT / "kernels"
 
 PLANNER = {"heuristics", "candidates", "forcing", "legality", "budget", "plan", "problem", "device"}
 MAY_IMPORT = {
-    "__init__": {"functional", "autograd", "modules", "explanation", "forcing", "warm"},
+    "__init__": {
+        "functional",
+        "autograd",
+        "modules",
+        "explanation",
+        "forcing",
+        "warm",
+        "column_ops",
+        "column_explanation",
+    },
     "modules": {"functional"},
     "functional": {"autograd"},
     "autograd": {"ops", "problem", "reference", "forcing"},
@@ -31,6 +40,13 @@ MAY_IMPORT = {
     "plan": {"problem", "device"},
     "problem": set(),
     "device": set(),
+    # column_sum, in layers of its own:
+    "column_ops": {"launch_columns", "column_plan", "column_problem", "column_reference", "ops"},
+    "launch_columns": {"kernels", "column_plan", "column_problem", "column_reference", "problem", "device"},
+    "column_explanation": {"column_plan", "column_problem", "device"},
+    "column_reference": {"column_problem"},
+    "column_plan": {"budget", "legality", "column_problem", "device"},
+    "column_problem": {"problem"},
     # Beside the path of a call:
     "integrations": {"__init__", "ops", "autograd", "functional", "modules", "forcing", *PLANNER},
     "compilation": PLANNER | {"launch"},
@@ -45,7 +61,7 @@ MAY_IMPORT = {
     "doctor": {"__init__", "testing"},
     "__main__": {"demo", "doctor", "plan_cli"},
 }
-IMPORT_TRITON = {"launch", "compilation"}  # at their top; interpreter and doctor do when asked
+IMPORT_TRITON = {"launch", "launch_columns", "compilation"}  # at their top; interpreter and doctor do when asked
 
 
 def modules_of(folder: Path) -> list[Path]:

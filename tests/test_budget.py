@@ -48,6 +48,9 @@ JOBS = [
     (90, make_problem("layer", 4096, "fp32")),
     (90, make_problem("layer", 16384)),
     (120, make_problem("layer", 4096)),
+    (90, make_problem("layer", 4096, wants_dx=False)),
+    (100, make_problem("rms", 1000, "fp32", grad="bf16", wants_dx=False)),
+    (120, make_problem("layer", 1000, wants_dx=False, wants_dw=False)),
 ]
 
 

@@ -18,6 +18,7 @@ from fusednorm.device import A100, B200, GB300, H200, KNOWN, RTX_5090
 from fusednorm.heuristics import TUNINGS, best_plan, choose, decide, fault, outcome
 from fusednorm.plan import (
     VARIANTS,
+    ColumnRingPlan,
     ColumnTilePlan,
     MultiWavePlan,
     PipelinedPlan,
@@ -343,13 +344,14 @@ WIDE = make_problem("layer", 32768)
 RULES = {  # rule: variant, problem, rows, device that meet it
     "arch": ("multi_wave", make_problem(), MANY_ROWS, replace(A100, arch=75)),
     "tma": ("pipelined", make_problem(), MANY_ROWS, A100),
-    "dx": ("pipelined", make_problem(wants_dx=False), MANY_ROWS, H200),
+    "dx": ("warp_specialized", make_problem(wants_dx=False), MANY_ROWS, H200),
     "float64": ("pipelined", make_problem(dtype="fp64"), MANY_ROWS, H200),
     "alignment": ("warp_specialized", make_problem(cols=4100), MANY_ROWS, B200),
     "nested_rows": ("pipelined", make_problem(nested_rows=True), MANY_ROWS, H200),
     "rows": ("pipelined", make_problem(), 2**31, H200),
     "backward": ("warp_specialized", make_problem(direction="forward"), MANY_ROWS, B200),
     "shared_memory": ("warp_specialized", make_problem("layer", 65536), MANY_ROWS, B200),
+    "unmeasured": ("pipelined", make_problem(wants_dx=False), MANY_ROWS, H200),
     "untried": ("warp_specialized", make_problem(), MANY_ROWS, H200),
     "one_stage": ("warp_specialized", make_problem("layer", 32768), MANY_ROWS, B200),
     "spills": ("warp_specialized", make_problem("layer", 20480), MANY_ROWS, B200),
@@ -382,6 +384,20 @@ def test_launch_asserts_what_the_planner_asks(rule, monkeypatch):
     plan = best_plan("pipelined", make_problem(), H200)
     with pytest.raises(AssertionError):
         launch.prepare_backward(call._replace(problem=problem, rows=rows), plan)
+
+
+@pytest.mark.parametrize("device", [H200, B200, RTX_5090], ids=lambda device: device.name)
+@pytest.mark.parametrize("wants", [(True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("dtype, grad", [("bf16", "bf16"), ("fp32", "fp32"), ("bf16", "fp32")])
+def test_parameter_gradients_alone_go_by_tma_where_that_is_forced(device, wants, dtype, grad):
+    problem = make_problem(
+        "layer", 1000, dtype, grad=grad, wants_dx=False, wants_dw=wants[0], wants_db=wants[1], tma_aligned=True
+    )
+    plan = decide(problem, MANY_ROWS, device, forced="pipelined").plan
+    assert isinstance(plan, ColumnRingPlan)
+    assert 2 * (budget.shared_bytes(plan, problem) + budget.RESERVED_SMEM_BYTES) <= device.smem_per_sm_bytes
+    assert num_ctas(plan, MANY_ROWS, 1000, device) * -(-1000 // plan.chunk) <= 2 * device.sm_count
+    assert isinstance(choose(problem, MANY_ROWS, device), ColumnTilePlan)
 
 
 # --- Cost of choosing ---

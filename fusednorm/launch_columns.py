@@ -1,0 +1,123 @@
+"""column_sum on the GPU: a choice and tensors -> outputs, by one launch or two."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from . import column_plan
+from .column_plan import VECTOR_BYTES, AtenSum, Choice, PortableSum, RingSum, SumPlan
+from .column_problem import ColumnSumCall, ColumnSumProblem
+from .column_reference import formula
+from .device import DeviceSpec
+from .kernels import column_reduction
+from .problem import RowView
+
+WORKSPACE_ALIGNMENT = 4  # elements; keeps every output's partial sums at multiples of 16 bytes
+
+
+@dataclass
+class ColumnLaunch:
+    """One kernel with all that it is called with, by position and by name."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    args: tuple
+    named: dict[str, Any]
+
+    def keywords(self) -> dict[str, Any]:
+        return self.named
+
+    def run(self) -> None:
+        self.kernel[self.grid](*self.args, **self.named)
+
+
+def column_sum(call: ColumnSumCall, choice: Choice | None = None) -> list[Tensor]:
+    """The sums, [cols] each; by `choice`, or by the planner's."""
+    problem, device = call.problem, call.views[0].tensor.device
+    choice = choice or column_plan.choose(problem, call.rows, DeviceSpec.of(device))
+    if isinstance(choice.plan, AtenSum):
+        return formula([view.tensor for view in call.views], problem.total, problem.out_dtype)
+    launches, outputs = prepare(call, choice)
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
+        for launch in launches:
+            launch.run()
+    return outputs
+
+
+def prepare(call: ColumnSumCall, choice: Choice) -> tuple[list[ColumnLaunch], list[Tensor]]:
+    """The launches of a choice of a kernel, and the tensors they will fill."""
+    problem, splits, device = call.problem, choice.num_splits, call.views[0].tensor.device
+    outputs = [torch.empty(problem.cols, dtype=problem.out_dtype, device=device) for _ in range(problem.num_outputs)]
+    if splits == 1:
+        return [_sums(choice.plan, call, outputs, 1)], outputs
+    size = -(-splits * problem.cols // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+    partials = torch.empty((problem.num_outputs, size), dtype=problem.acc_dtype, device=device).unbind()
+    views = tuple(RowView(partial, 1, problem.cols, 0) for partial in partials)
+    of_partials = _finalizer_problem(problem)
+    plan = column_plan.finalizer(DeviceSpec.of(device))
+    finalize = _sums(plan, ColumnSumCall(of_partials, splits, views), outputs, 1)
+    return [_sums(choice.plan, call, partials, splits), finalize], outputs
+
+
+def _sums(plan: SumPlan, call: ColumnSumCall, outs: list[Tensor] | tuple[Tensor, ...], splits: int) -> ColumnLaunch:
+    problem, views = call.problem, call.views
+    grid = (triton.cdiv(problem.cols, plan.chunk), splits, problem.num_outputs)
+    sizes, constants = (tuple(outs), call.rows, problem.cols), _compile_time(plan, problem)
+    if isinstance(plan, RingSum):
+        kernel, names = ring_kernel(problem.count)
+        descriptors = (_descriptor(view, call.rows, problem.cols, plan) for view in views)
+        descriptors = dict(itertools.zip_longest(names, descriptors))
+        return ColumnLaunch(kernel, grid, sizes, {**constants, **descriptors})
+    pointers, strides = tuple(view.tensor for view in views), tuple(view.outer_stride for view in views)
+    return ColumnLaunch(column_reduction.sum_rows, grid, (pointers, strides, *sizes), constants)
+
+
+@functools.cache
+def ring_kernel(count: int) -> tuple[Any, list[str]]:
+    """The kernel for so many tensors, and its parameters for their descriptors."""
+    for kernel in (column_reduction.sum_few_by_tma, column_reduction.sum_many_by_tma):
+        names = [name for name in kernel.arg_names if re.fullmatch(r"d\d+", name)]
+        if count <= len(names):
+            return kernel, names
+    raise AssertionError(f"MAX_TENSORS is larger than the {len(names)} that a kernel takes")
+
+
+@functools.cache
+def _compile_time(plan: SumPlan, problem: ColumnSumProblem) -> dict[str, Any]:
+    shared = {"total": problem.total, "num_warps": plan.num_warps, "maxnreg": plan.max_registers}
+    if isinstance(plan, PortableSum):
+        tile = column_reduction.ColumnTile(plan.rows_per_tile, plan.chunk, plan.num_warps)
+        return {**shared, "fp64": problem.acc_dtype == torch.float64, "tile": tile}
+    vector = VECTOR_BYTES // problem.dtype.itemsize
+    tile = column_reduction.ColumnTile(
+        plan.rows_per_tile, plan.chunk, plan.num_warps, plan.num_stages, plan.group, vector
+    )
+    return {**shared, "tile": tile, "count": problem.count}
+
+
+def _descriptor(view: RowView, rows: int, cols: int, plan: RingSum) -> TensorDescriptor:
+    box, layout = [plan.rows_per_tile, plan.chunk], _row_major(8 * view.tensor.element_size())
+    return TensorDescriptor(view.tensor, [rows, cols], [view.outer_stride, 1], box, layout)
+
+
+@functools.cache
+def _row_major(bits: int) -> NVMMASharedLayout:
+    return NVMMASharedLayout(0, bits, 2)
+
+
+@functools.cache
+def _finalizer_problem(problem: ColumnSumProblem) -> ColumnSumProblem:
+    """The sums of the partial sums."""
+    return ColumnSumProblem(problem.num_outputs, problem.cols, problem.acc_dtype, problem.out_dtype)

@@ -1,0 +1,254 @@
+"""Sums of [rows, cols] tensors over their rows: several tensors in one launch, one sum each or one of all.
+
+CTA (c, s, o) owns tile.chunk columns of output o, from column c * tile.chunk on, and of the S splits of the rows the
+s-th: row tiles s, s + S, s + 2S, ... It leaves its sums as row s of out[o], [S, cols]: a partial sum, or with S = 1 the
+result. Partials are [rows, cols] as well, so the portable kernel is the finalizer too.
+
+The tensors, and what there is one of for each, come as tuples. Where every output is the sum of one tensor, a CTA picks
+its own once, by comparing; so the code does not grow with their number. Offsets are 64-bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from . import ring
+from .config import CompileTime
+
+
+@dataclass(frozen=True)
+class ColumnTile(CompileTime):
+    """rows x chunk elements, which num_warps warps hold in registers or, by TMA, in shared memory: there in a ring of
+    num_stages for each tensor."""
+
+    rows: int
+    chunk: int
+    num_warps: int
+    num_stages: int = 0
+    group: int = 0  # tensors whose tiles are read, and then copied anew, together
+    vector: int = 0  # adjacent columns in a thread
+
+    @property
+    def stages(self) -> tl.constexpr:
+        """num_stages in the form that static_range takes."""
+        return tl.constexpr(self.num_stages)
+
+    @property
+    def groups(self) -> tl.constexpr:
+        """group, likewise."""
+        return tl.constexpr(self.group)
+
+
+# --- Rows through registers: any strides, any architecture ---
+
+
+@triton.jit
+def pick(choices, which):
+    """choices[which] of a tuple of scalars."""
+    chosen = choices[0]
+    for i in tl.static_range(1, len(choices)):
+        chosen = tl.where(which == i, choices[i], chosen)
+    return chosen
+
+
+@triton.jit
+def load_tile(inputs, row_strides, which, row, col, rows, cols):
+    target = pick(inputs, which) + row * pick(row_strides, which) + col
+    return tl.load(target, mask=(row < rows) & (col < cols), other=0.0)
+
+
+@triton.jit
+def add_rows(acc, inputs, row_strides, col, rows, cols, tile: tl.constexpr):
+    """acc [tile.rows, tile.chunk] with the CTA's row tiles of all tensors added: each row tile of one after the other,
+    with the next two always on their way."""
+    step = tl.num_programs(1) * tile.rows
+    first = tl.program_id(1) * tile.rows
+    row = first.to(tl.int64) + tl.arange(0, tile.rows)[:, None]
+    which = 0
+    next_tile = load_tile(inputs, row_strides, which, row, col, rows, cols)
+    row, which = advance(row, which, len(inputs), step)
+    tile_after = load_tile(inputs, row_strides, which, row, col, rows, cols)
+    for _ in range(tl.cdiv(rows - first, step) * len(inputs)):
+        x = next_tile
+        next_tile = tile_after
+        row, which = advance(row, which, len(inputs), step)
+        tile_after = load_tile(inputs, row_strides, which, row, col, rows, cols)
+        acc += x.to(acc.dtype)
+    return acc
+
+
+@triton.jit
+def advance(row, which, count, step):
+    """To the same rows of the next tensor, or to the next rows of the first."""
+    last = which + 1 == count
+    return row + tl.where(last, step, 0), tl.where(last, 0, which + 1)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def sum_rows(
+    inputs, row_strides, outs, rows: "i64", cols,
+    total: tl.constexpr, fp64: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
+    """Tensors by pointer and row stride; their elements in a row are adjacent."""
+    output = tl.program_id(2)
+    col = tl.program_id(0).to(tl.int64) * tile.chunk + tl.arange(0, tile.chunk)[None, :]
+    acc = tl.full([tile.rows, tile.chunk], 0.0, tl.float64 if fp64 else tl.float32)
+    if total:
+        acc = add_rows(acc, inputs, row_strides, col, rows, cols, tile)
+    else:
+        acc = add_rows(acc, (pick(inputs, output),), (pick(row_strides, output),), col, rows, cols, tile)
+    out = pick(outs, output)
+    target = out + tl.program_id(1).to(tl.int64) * cols + col
+    tl.store(target, tl.sum(acc, axis=0)[None, :].to(out.dtype.element_ty), mask=col < cols)
+
+
+# --- Row tiles through a ring in shared memory, by TMA ---
+
+
+@gluon.jit
+def pick_descriptor(choices, which):
+    chosen = choices[0]
+    for i in gl.static_range(1, len(choices)):
+        if which == i:
+            chosen = choices[i]
+    return chosen
+
+
+@gluon.constexpr_function
+def threads_per_row(tile):
+    return min(32, tile.chunk // tile.vector)
+
+
+@gluon.constexpr_function
+def rows_at_once(tile):
+    """Rows of a tile that the CTA reads at a time, and keeps apart in its accumulators until the end."""
+    return tile.num_warps * 32 // threads_per_row(tile)
+
+
+@gluon.constexpr_function
+def tile_layout(tile):
+    """Of a tile as [rows / rows_at_once, rows_at_once, chunk]: the first side within a thread, so that adding it up
+    moves nothing; 16 bytes of adjacent columns in a thread, adjacent ones in the next, warps along the rows."""
+    across = threads_per_row(tile)
+    return gl.BlockedLayout(
+        [tile.rows // rows_at_once(tile), 1, tile.vector], [1, 32 // across, across], [1, tile.num_warps, 1], [2, 1, 0]
+    )
+
+
+@gluon.constexpr_function
+def end_of_group(first, count, tile):
+    return gl.constexpr(min(first + tile.group, count))
+
+
+@gluon.jit
+def open_rings(descs, first, left, rows, tile: gl.constexpr):
+    """A ring and its barriers for each tensor, with the copies of the CTA's first num_stages row tiles under way."""
+    rings = ()
+    full = ()
+    for t in gl.static_range(len(descs)):
+        slots = gl.allocate_shared_memory(descs[t].dtype, [tile.num_stages, tile.rows, tile.chunk], descs[t].layout)
+        rings = rings + (slots,)
+        full = full + (ring.allocate_barriers(tile),)
+    ring.fence_barriers()
+    for stage in gl.static_range(tile.stages):
+        row = first + stage * gl.num_programs(1) * tile.rows
+        fill(descs, rings, full, stage, row, left, row < rows, 0, len(descs))
+    return rings, full
+
+
+@gluon.jit
+def fill(descs, rings, full, stage, row, left, pred, first: gl.constexpr, end: gl.constexpr):
+    """Start copying the tile at (row, left) of tensors first to end - 1 into `stage`. Each completes on a barrier of
+    its own, and all of these are armed before the first copy: else the CTA would meet between every two copies."""
+    for t in gl.static_range(first, end):
+        ring.expect(full[t].index(stage), descs[t].block_type.nbytes, pred=pred)
+    for t in gl.static_range(first, end):
+        ring.copy_to_shared(descs[t], [row, left], full[t].index(stage), rings[t].index(stage), pred=pred)
+
+
+@gluon.jit
+def read_tile(slots, stage, tile: gl.constexpr):
+    """[rows / rows_at_once, rows_at_once, chunk] in registers."""
+    by_rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    shape: gl.constexpr = [tile.rows // rows_at_once(tile), rows_at_once(tile), tile.chunk]
+    return slots.index(stage)._reinterpret(slots.dtype, shape, by_rows).load(tile_layout(tile))
+
+
+@gluon.jit
+def add_group(acc, rings, full, stage, phase, first: gl.constexpr, end: gl.constexpr, tile: gl.constexpr):
+    """acc with the tiles in `stage` of tensors first to end - 1 added."""
+    for t in gl.static_range(first, end):
+        ring.wait(full[t].index(stage), phase)
+        acc += gl.sum(read_tile(rings[t], stage, tile).to(gl.float32), axis=0)
+    return acc
+
+
+@gluon.jit
+def sum_tiles(descs, left, rows, tile: gl.constexpr):
+    """Sums [chunk] of the CTA's row tiles of all tensors. Their tiles are read, and copied anew, a group at a time,
+    while those of the other groups and stages are on their way."""
+    layout: gl.constexpr = tile_layout(tile)
+    acc = gl.full([rows_at_once(tile), tile.chunk], 0.0, gl.float32, gl.SliceLayout(0, layout))
+    first = gl.program_id(1) * tile.rows
+    step = gl.num_programs(1) * tile.rows
+    rings, full = open_rings(descs, first, left, rows, tile)
+    stage = 0
+    phase = 0
+    for row in range(first, rows, step):
+        ahead = row + tile.num_stages * step
+        for start in gl.static_range(0, len(descs), tile.groups):
+            acc = add_group(acc, rings, full, stage, phase, start, end_of_group(start, len(descs), tile), tile)
+            fill(descs, rings, full, stage, ahead, left, ahead < rows, start, end_of_group(start, len(descs), tile))
+        stage += 1
+        if stage == tile.num_stages:
+            stage = 0
+            phase ^= 1
+    return gl.sum(acc, axis=0)
+
+
+@gluon.jit
+def sum_and_store(descs, outs, rows, cols, total: gl.constexpr, tile: gl.constexpr):
+    """Tensors by descriptor, [rows, cols] in boxes of a tile; rows and columns beyond the last arrive as zeros."""
+    left = gl.program_id(0) * tile.chunk
+    if total:
+        sums = sum_tiles(descs, left, rows, tile)
+    else:
+        sums = sum_tiles((pick_descriptor(descs, gl.program_id(2)),), left, rows, tile)
+    out = pick(outs, gl.program_id(2))
+    col = left + gl.arange(0, tile.chunk, gl.SliceLayout(0, gl.SliceLayout(0, tile_layout(tile))))
+    target = out + gl.program_id(1).to(gl.int64) * cols + col
+    gl.store(target, sums.to(out.dtype.element_ty), mask=col < cols)
+
+
+# Triton 3.6 launches no descriptor inside of a tuple. So these have a parameter for each, None beyond the last: a few,
+# as each costs the host some 0.2 us, or very many.
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def sum_few_by_tma(
+    outs, rows, cols, total: gl.constexpr, tile: gl.constexpr, count: gl.constexpr, num_warps: gl.constexpr,
+    d0, d1, d2, d3, d4, d5, d6, d7,
+):  # fmt: skip
+    sum_and_store((d0, d1, d2, d3, d4, d5, d6, d7)[:count], outs, rows, cols, total, tile)
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def sum_many_by_tma(
+    outs, rows, cols, total: gl.constexpr, tile: gl.constexpr, count: gl.constexpr, num_warps: gl.constexpr,
+    d0, d1, d2, d3, d4, d5, d6, d7, d8, d9, d10, d11, d12, d13, d14, d15,
+    d16, d17, d18, d19, d20, d21, d22, d23, d24, d25, d26, d27, d28, d29, d30, d31,
+    d32, d33, d34, d35, d36, d37, d38, d39, d40, d41, d42, d43, d44, d45, d46, d47,
+    d48, d49, d50, d51, d52, d53, d54, d55, d56, d57, d58, d59, d60, d61, d62, d63,
+):  # fmt: skip
+    descs = (
+        d0, d1, d2, d3, d4, d5, d6, d7, d8, d9, d10, d11, d12, d13, d14, d15,
+        d16, d17, d18, d19, d20, d21, d22, d23, d24, d25, d26, d27, d28, d29, d30, d31,
+        d32, d33, d34, d35, d36, d37, d38, d39, d40, d41, d42, d43, d44, d45, d46, d47,
+        d48, d49, d50, d51, d52, d53, d54, d55, d56, d57, d58, d59, d60, d61, d62, d63,
+    )  # fmt: skip
+    sum_and_store(descs[:count], outs, rows, cols, total, tile)

@@ -1,0 +1,123 @@
+"""Column sums as both tiers try them: inputs, what they should give, and their kernels compiled without a GPU."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusednorm import column_plan
+from fusednorm.column_plan import KERNELS, RingSum, SumPlan
+from fusednorm.column_problem import ColumnSumProblem, check_column_sum
+from fusednorm.device import A100, B200, GB300, H200, RTX_5090
+
+DEVICES = {spec.arch: spec for spec in (A100, H200, B200, GB300, RTX_5090)}
+
+
+class Sums(NamedTuple):
+    """count tensors of [rows, cols] to be summed."""
+
+    rows: int
+    cols: int
+    count: int = 1
+    dtype: torch.dtype = torch.float32
+    total: bool = False
+    out_dtype: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        return f"{self.count}x{self.rows}x{self.cols}-{name}{'-total' if self.total else ''}"
+
+    def inputs(self, device: str = "cpu", seed: int = 0) -> list[Tensor]:
+        """Normal numbers around 1/4, so that sums grow with the rows and a missing row shows in each."""
+        generator = torch.Generator(device).manual_seed(seed) if device != "meta" else None
+        shape = (self.rows, self.cols)
+        return [
+            torch.randn(shape, generator=generator, device=device, dtype=self.dtype).add_(0.25)
+            for _ in range(self.count)
+        ]
+
+
+def problem_of(sums: Sums) -> ColumnSumProblem:
+    return check_column_sum(sums.inputs("meta"), sums.total, sums.out_dtype).problem
+
+
+def assert_sums_close(got: list[Tensor], inputs: list[Tensor], total: bool = False) -> None:
+    """Against float64 sums. An error may be that of pairwise float32 summation: a few ulps of the sum of the absolute
+    values; and half an ulp of the output's dtype. (float64 outputs: the same in float64.)"""
+    rows = [tensor.reshape(-1, tensor.shape[-1]) for tensor in inputs]
+    want = [tensor.sum(0, dtype=torch.float64) for tensor in rows]
+    size = [tensor.abs().sum(0, dtype=torch.float64) for tensor in rows]
+    if total:
+        want, size = [sum(want)], [sum(size)]
+    assert len(got) == len(want)
+    for i, (g, w, s) in enumerate(zip(got, want, size, strict=True)):
+        epsilon = torch.finfo(torch.float64 if g.dtype == torch.float64 else torch.float32).eps
+        bound = 8 * epsilon * s + torch.finfo(g.dtype).eps * w.abs() + torch.finfo(g.dtype).smallest_normal
+        off = (g.double() - w).abs() > bound
+        assert not off.any(), f"{int(off.sum())} of {off.numel()} sums of output {i} are off, such as {g[off][0]}"
+
+
+def plans_of(sums: Sums, device) -> list[SumPlan]:
+    """The plan that each kernel would run, ring first where it can run."""
+    problem = problem_of(sums)
+    plans = [column_plan.choose(problem, sums.rows, device, kernel).plan for kernel in KERNELS]
+    return list(dict.fromkeys(plans))
+
+
+def complaints(sums: Sums, arch: int) -> list[str]:
+    """Where the compiler's builds differ from what the plans count on. For a process that does not interpret."""
+    from fusednorm import compilation, launch_columns
+
+    device, call, found = DEVICES[arch], check_column_sum(sums.inputs("meta"), sums.total, sums.out_dtype), []
+    for plan in plans_of(sums, device):
+        launches, _ = launch_columns.prepare(call, column_plan.Choice(plan, num_splits=2))
+        for launch, of in zip(launches, (plan, column_plan.finalizer(device)), strict=True):
+            used = compilation.resources(launch, arch)
+            if used.stack_bytes:
+                found.append(f"{of} spills {used.stack_bytes} bytes a thread")
+            if used.registers > of.max_registers:
+                found.append(f"{of} takes {used.registers} registers of {of.max_registers}")
+            expected = column_plan.shared_bytes(of, call.problem) if isinstance(of, RingSum) else used.shared_bytes
+            if used.shared_bytes != expected:
+                found.append(f"{of} takes {used.shared_bytes} bytes of shared memory, expected {expected}")
+    return found
+
+
+def builds(sums: Sums, arch: int) -> list[str]:
+    """Hashes of the planner's kernels, compiled into Triton's on-disk cache. For a process that does not interpret."""
+    from fusednorm import compilation, launch_columns
+
+    call = check_column_sum(sums.inputs("meta"), sums.total, sums.out_dtype)
+    choice = column_plan.choose(call.problem, sums.rows, DEVICES[arch])
+    return [compilation.compile_for(launch, arch).hash for launch in launch_columns.prepare(call, choice)[0]]
+
+
+def main() -> int:
+    """All complaints about many shapes, counts and dtypes, on every architecture."""
+    import itertools
+
+    from compiling import worker_processes
+
+    counts = [(1, False), *((n, total) for n in (2, 7, 8, 15, 29, 54, 57, 64) for total in (False, True))]
+    dtypes = (torch.float16, torch.float32, torch.float64)
+    shapes = itertools.product((4096, 1001, 1000, 72, 3), counts, dtypes)
+    jobs = [
+        (Sums(4096, cols, *count, total=total), arch)
+        for cols, (n, total), dtype in shapes
+        for count in [(n, dtype)]
+        for arch in DEVICES
+    ]
+    failures = 0
+    with worker_processes() as pool:
+        for job, found in zip(jobs, pool.map(complaints, *zip(*jobs, strict=True), chunksize=4), strict=True):
+            failures += len(found)
+            for text in found:
+                print(f"sm_{job[1]} {job[0]}: {text}", flush=True)
+    print(f"{failures} complaints about {len(jobs)} jobs")
+    return failures > 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
