@@ -179,7 +179,8 @@ def fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Re
         return Rejected("wide_rows", f"is for rows up to {known.widest_ring_bytes} bytes, got {row_bytes}")
     box_bytes = box_columns(plan, problem.cols) * problem.x_dtype.itemsize
     if box_bytes < known.smallest_box_bytes:
-        text = f"could copy {box_bytes} bytes at once of {problem.cols} columns; at least {known.smallest_box_bytes} pay"
+        least = known.smallest_box_bytes
+        text = f"could copy {box_bytes} bytes at once of {problem.cols} columns, and needs {least} to pay"
         return Rejected("small_boxes", text)
     return None
 
