@@ -16,6 +16,8 @@ from . import ops, reference
 from .forcing import force, forced_variant
 from .problem import validate_backward, validate_forward
 
+PLAIN = (Tensor, torch.nn.Parameter)
+
 _layer_norm_fwd_op = torch.ops.fusednorm.layer_norm_fwd.default
 _layer_norm_bwd_op = torch.ops.fusednorm.layer_norm_bwd.default
 _rms_norm_fwd_op = torch.ops.fusednorm.rms_norm_fwd.default
@@ -94,6 +96,8 @@ def layer_norm_fwd(x, normalized_shape, weight=None, bias=None, eps=1e-5):
         return reference.layer_norm_formula(x, normalized_shape, weight, bias, eps)
     if _is_recorded(x, weight, bias):
         return LayerNormFunction.apply(x, normalized_shape, weight, bias, eps)
+    if _is_plain(x, weight, bias):
+        return ops.layer_norm_fwd(x, normalized_shape, weight, bias, eps)
     with torch._C._AutoDispatchBelowAutograd():
         return _layer_norm_fwd_op(x, normalized_shape, weight, bias, eps)
 
@@ -104,6 +108,8 @@ def layer_norm_bwd(grad_out, x, normalized_shape, mean, rstd, weight=None, bias=
     if _is_looked_into() or _is_recorded(grad_out, x, mean, rstd, weight):
         validate_backward("layer", grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask)
         return reference.backward_formula(grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask)
+    if _is_plain(grad_out, x, mean, rstd, weight, bias):
+        return ops.layer_norm_bwd(grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask)
     with torch._C._AutoDispatchBelowAutograd():
         return _layer_norm_bwd_op(grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask)
 
@@ -116,6 +122,8 @@ def rms_norm_fwd(x, normalized_shape, weight=None, eps=None):
         return reference.rms_norm_formula(x, normalized_shape, weight, eps)
     if _is_recorded(x, weight):
         return RMSNormFunction.apply(x, normalized_shape, weight, eps)
+    if _is_plain(x, weight):
+        return ops.rms_norm_fwd(x, normalized_shape, weight, eps)
     with torch._C._AutoDispatchBelowAutograd():
         return _rms_norm_fwd_op(x, normalized_shape, weight, eps)
 
@@ -127,6 +135,8 @@ def rms_norm_bwd(grad_out, x, normalized_shape, rstd, weight=None, output_mask=(
         mask = (*output_mask, False)
         validate_backward("rms", grad_out, x, normalized_shape, None, rstd, weight, None, mask)
         return reference.backward_formula(grad_out, x, normalized_shape, None, rstd, weight, None, mask)[:2]
+    if _is_plain(grad_out, x, rstd, weight):
+        return ops.rms_norm_bwd(grad_out, x, normalized_shape, rstd, weight, output_mask)
     with torch._C._AutoDispatchBelowAutograd():
         return _rms_norm_bwd_op(grad_out, x, normalized_shape, rstd, weight, output_mask)
 
@@ -168,6 +178,14 @@ def _is_looked_into() -> bool:
 def _is_recorded(*tensors: Tensor | None) -> bool:
     """Whether autograd would record an operation on these tensors."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _is_plain(*tensors: Tensor | None) -> bool:
+    """Whether nobody but the CUDA kernels stands below autograd: then these are called at once, which saves a third of
+    the host time of a call."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return False
+    return all(t is None or (type(t) in PLAIN and t.is_cuda) for t in tensors)
 
 
 def _add(a: Tensor | None, b: Tensor) -> Tensor:

@@ -34,8 +34,8 @@ TOLERATED_PADDING = 1.125
 # Little's law: 4.4 TB/s of an H200 times about 1 us of loaded latency is 32 KiB in flight for each SM.
 BYTES_IN_FLIGHT_PER_SM = 32 * 1024
 MULTIWAVE_WARPS_PER_SM = 16
-# Of narrow rows fewer warps with more rows each, by smaller chunks: 128 columns take 20.9 us so and 26.2 us with 20 warps
-# (LayerNorm backward), 12.0 us by chunks of 64 and 13.1 us of 128 (forward).
+# Of narrow rows fewer warps with more rows each, by smaller chunks: 128 columns take 20.9 us so and 26.2 us with 20
+# warps (LayerNorm backward), 12.0 us by chunks of 64 and 13.1 us of 128 (forward).
 NARROW_COLUMNS, NARROW_WARPS_PER_SM, NARROW_CHUNK = 256, 8, 64
 MIN_MULTIWAVE_CHUNK = 16  # columns; below it, a load of one chunk is for many short pieces of memory
 MULTIWAVE_CHUNK = 1024  # columns; faster than 512 by 2 to 5%, than 2048 by 1 to 6%, than 4096 by 2 to 9%

@@ -5,20 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
-from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from . import budget, heuristics, reference, semaphore
 from .device import DeviceSpec
-from .kernels import column_sum, multiwave, parameter_gradients, pipelined, ring, warp_specialized
+from .kernels import column_sum, multiwave, parameter_gradients, pipelined, warp_specialized
 from .kernels.column_reduction import ColumnTile
 from .kernels.config import Norm, RingTile, Tile
+from .launcher import Launch, RowDescriptor, TileDescriptor
 from .legality import broken_rule
 from .plan import (
     ColumnRingPlan,
@@ -42,41 +39,44 @@ MAX_PARTIAL_LOADS = 9  # of 16 bytes, that a thread has under way when it sums p
 VECTOR_BYTES = 16  # of one load or store of a thread
 
 
-@dataclass
-class Launch:
-    """One kernel with all that it is called with; norm and tile are its compile-time arguments."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    args: tuple
-    norm: Norm
-    tile: Tile
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def keywords(self) -> dict[str, Any]:
-        return {"norm": self.norm, "tile": self.tile, "num_warps": self.tile.num_warps, **self.options}
-
-    def run(self) -> None:
-        self.kernel[self.grid](*self.args, **self.keywords())
-
-
 def forward(call: ForwardCall) -> tuple[Tensor, Tensor | None, Tensor]:
     """(y, mean, rstd); mean is None for RMSNorm."""
     plan = heuristics.choose(call.problem, call.rows, DeviceSpec.of(call.x.tensor.device))
     if isinstance(plan, ReferencePlan):
         return reference.forward(call)
-    launches, outputs = prepare_forward(call, plan)
-    _run(launches, call.x.tensor.device)
-    return outputs
+    with _current(call.x.tensor.device):
+        return _run(prepare_forward(call, plan))
 
 
 def backward(call: BackwardCall) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dx, dw, db), None where not wanted."""
-    plan = heuristics.choose(call.problem, call.rows, DeviceSpec.of(call.x.tensor.device))
+    device = call.x.tensor.device
+    plan = heuristics.choose(call.problem, call.rows, DeviceSpec.of(device))
     if isinstance(plan, ReferencePlan):
         return reference.backward(call)
-    launches, outputs = prepare_backward(call, plan)
-    _run(launches, call.x.tensor.device)
+    with _current(device):
+        try:
+            return _run(prepare_backward(call, plan))
+        except RuntimeError as error:
+            if "cooperative" not in str(error):
+                raise
+            _not_at_once.add(device)  # the GPU is shared with others, who hold a part of it
+            return _run(prepare_backward(call, plan))
+
+
+_not_at_once: set[torch.device] = set()  # devices that do not run as many CTAs at once as they have room for
+
+
+def _current(device: torch.device):
+    """Make the tensors' own device the current one, if it is not."""
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    return torch.cuda.device(device) if elsewhere else contextlib.nullcontext()
+
+
+def _run(prepared: tuple[list[Launch], tuple]) -> tuple:
+    launches, outputs = prepared
+    for launch in launches:
+        launch.run()
     return outputs
 
 
@@ -85,7 +85,7 @@ def prepare_forward(call: ForwardCall, plan: Plan | None = None) -> tuple[list[L
     problem, device = call.problem, call.x.tensor.device
     spec = DeviceSpec.of(device)
     plan = plan or heuristics.choose(problem, call.rows, spec)
-    assert broken_rule(plan.variant, problem, call.rows, spec) is None
+    assert _is_legal(plan.variant, problem, min(call.rows, MANY_ROWS + 1), spec)
     y = torch.empty(call.shape, dtype=problem.x_dtype, device=device)
     rstd = torch.empty(call.stats_shape, dtype=problem.acc_dtype, device=device)
     mean = torch.empty_like(rstd) if problem.norm == "layer" else None
@@ -99,7 +99,7 @@ def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> tuple[list
     problem, device = call.problem, call.x.tensor.device
     spec = DeviceSpec.of(device)
     plan = plan or heuristics.choose(problem, call.rows, spec)
-    assert broken_rule(plan.variant, problem, call.rows, spec) is None
+    assert _is_legal(plan.variant, problem, min(call.rows, MANY_ROWS + 1), spec)
     assert plan.variant != "pipelined" or problem.wants_dx != isinstance(plan, ColumnRingPlan)
     ctas = num_ctas(plan, call.rows, problem.cols, spec)
     partials = num_partials(plan, ctas)
@@ -119,7 +119,9 @@ def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> tuple[list
 
 
 def _semaphore(device: torch.device) -> Tensor | None:
-    """For the launch that comes next; None where the interpreter runs it, or no word is left."""
+    """For the launch that comes next; None where the interpreter runs it, no word is left, or CTAs cannot meet."""
+    if device in _not_at_once:
+        return None
     if device.type == "cuda":
         return semaphore.of_device(device).next(torch._C._cuda_getCurrentRawStream(device.index))
     return torch.empty(1, dtype=torch.int32, device=device) if device.type == "meta" else None
@@ -153,7 +155,7 @@ def _pipelined_forward(
     plan: PipelinedPlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int, spec: DeviceSpec
 ) -> list[Launch]:
     tile, cols = _ring_tile(plan, call.problem, spec, cluster=plan.cluster), call.problem.cols
-    x = _row_descriptor(call.x, call.rows, cols, tile)
+    x = RowDescriptor(call.x, call.rows, cols, tile)
     args = (x, call.weight, call.bias, *outputs, call.rows, cols, call.eps)
     return [Launch(pipelined.forward, (ctas,), args, norm, tile, _pipelined_options(plan))]
 
@@ -198,8 +200,8 @@ def _column_ring_backward(
 ) -> list[Launch]:
     """Partials of dw and db by column tiles."""
     tile, cols = _column_ring_tile(plan, call.problem), call.problem.cols
-    dy = _tile_descriptor(call.grad_out, call.rows, cols, tile)
-    x = _tile_descriptor(call.x, call.rows, cols, tile) if norm.wants_dw else None
+    dy = TileDescriptor(call.grad_out, call.rows, cols, tile)
+    x = TileDescriptor(call.x, call.rows, cols, tile) if norm.wants_dw else None
     args = (dy, x, call.mean, call.rstd, *outputs[1:3], *_ring_sizes(call))
     grid = (triton.cdiv(cols, plan.chunk), ctas)
     return [Launch(parameter_gradients.dw_and_db, grid, args, norm, tile, {"maxnreg": plan.max_registers})]
@@ -240,12 +242,9 @@ _BACKWARD = {
 }
 
 
-def _run(launches: list[Launch], device: torch.device) -> None:
-    """Launch on the tensors' own device, whichever is current."""
-    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
-    with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
-        for launch in launches:
-            launch.run()
+@functools.lru_cache(maxsize=4096)
+def _is_legal(variant: str, problem: NormProblem, rows: int, spec: DeviceSpec) -> bool:
+    return broken_rule(variant, problem, rows, spec) is None
 
 
 @functools.cache
@@ -323,33 +322,12 @@ def _partial_shape(plan: Plan, problem: NormProblem, device: DeviceSpec, num_war
     return columns, -(-partials // (rows * -(-partials // (rows * most))))
 
 
-def _descriptors(call: BackwardCall, tile: RingTile) -> Iterator[TensorDescriptor]:
-    return (_row_descriptor(view, call.rows, call.problem.cols, tile) for view in (call.x, call.grad_out))
+def _descriptors(call: BackwardCall, tile: RingTile) -> Iterator[RowDescriptor]:
+    return (RowDescriptor(view, call.rows, call.problem.cols, tile) for view in (call.x, call.grad_out))
 
 
 def _ring_sizes(call: BackwardCall) -> tuple:
     return call.rows, call.problem.cols, _stride(call.mean), _stride(call.rstd)
-
-
-def _row_descriptor(view: RowView, rows: int, cols: int, tile: RingTile) -> TensorDescriptor:
-    """Rows as [rows, cols / box, box], because no side of a box may be longer than 256; for copies of several chunks
-    as [chunks, rows, chunk / box, box], so that each chunk is in one piece in shared memory."""
-    chunk = tile.cluster * tile.chunk  # of all CTAs
-    if tile.copy_chunks > 1:
-        shape = [cols // chunk, rows, chunk // tile.box, tile.box]
-        strides = [chunk, view.outer_stride, tile.box, 1]
-        block = [tile.copy_chunks, tile.rows, chunk // tile.box, tile.box]
-    else:
-        shape, strides = [rows, cols // tile.box, tile.box], [view.outer_stride, tile.box, 1]
-        block = [tile.rows, chunk // tile.box, tile.box]
-    bits, rank = 8 * view.tensor.element_size(), len(shape)
-    layout = NVMMASharedLayout(0, bits, rank, cga_layout=ring.cluster_bases(tile, rank, rank - 2))
-    return TensorDescriptor(view.tensor, shape, strides, block, layout)
-
-
-def _tile_descriptor(view: RowView, rows: int, cols: int, tile: ColumnTile) -> TensorDescriptor:
-    layout = NVMMASharedLayout(0, 8 * view.tensor.element_size(), 2)
-    return TensorDescriptor(view.tensor, [rows, cols], [view.outer_stride, 1], [tile.rows, tile.chunk], layout)
 
 
 def _forward_args(call: ForwardCall, outputs: tuple) -> tuple:

@@ -30,8 +30,9 @@ MAY_IMPORT = {
     "autograd": {"ops", "problem", "reference", "forcing"},
     "ops": {"launch", "problem", "reference"},
     "reference": {"problem"},
-    "launch": PLANNER | {"kernels", "reference", "semaphore"},
+    "launch": PLANNER | {"kernels", "launcher", "reference", "semaphore"},
     "semaphore": set(),
+    "launcher": {"kernels", "problem"},
     "heuristics": PLANNER - {"heuristics"},
     "candidates": {"budget", "plan", "problem", "device"},
     "forcing": {"plan"},
@@ -61,7 +62,8 @@ MAY_IMPORT = {
     "doctor": {"__init__", "testing"},
     "__main__": {"demo", "doctor", "plan_cli"},
 }
-IMPORT_TRITON = {"launch", "launch_columns", "compilation"}  # at their top; interpreter and doctor do when asked
+# At their top; interpreter and doctor do when asked.
+IMPORT_TRITON = {"launch", "launch_columns", "launcher", "compilation"}
 
 
 def modules_of(folder: Path) -> list[Path]:
