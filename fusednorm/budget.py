@@ -230,6 +230,7 @@ def multiwave_registers(
             per_element += 0.8 * accumulator  # dw's product would hold x_hat anyway
         least, need = (112, 84) if fp64 else (80, 44)  # float64 divides and takes roots in software
         need += (min(rows_per_tile, 16) - 1) * num_chunks + per_element * elements + 0.2 * max(0, elements - 16)
+        need += 0.8 * max(0, rows_per_tile - 32)
     else:
         held = [dtype for dtype in (problem.weight_dtype, problem.bias_dtype) if dtype is not None]
         parameters = sum(max(1, dtype.itemsize / problem.acc_dtype.itemsize) for dtype in held)

@@ -181,7 +181,7 @@ SEVERAL_PLANS = [
     Sums(65_537, 256, 2, BF16),
     Sums(4096, 1024, 5, FP16, total=True),
     Sums(4096, 1001, 3, FP32),
-    Sums(20_000, 512, 29, FP16, total=True),
+    Sums(20_000, 512, 29, BF16, total=True),
 ]
 
 

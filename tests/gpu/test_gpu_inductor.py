@@ -91,7 +91,8 @@ def test_unmodified_models_run_our_backwards_with_everything_around_folded_in(na
         got, codes = run_and_get_code(lambda: gradients(model, torch.compile(model, fullgraph=True), x, dy))
     assert ops_in(codes) == {f"{op}_residual": 4, op: 1}
     backward = next(code for code in codes if op in code)
-    assert "norm_backward" not in "".join(re.findall(r"def (triton_\w+)\(", backward)), "no norm's backward is left"
+    reductions = "".join(re.findall(r"def (triton_(?:red|per)\w*)\(", backward))
+    assert "norm_backward" not in reductions, "no norm's backward is left"
     assert_as_exact_as_eager(model, got, x, dy)
     taken = {(entry.direction, entry.taken): count for entry, count in inductor.report().items()}
     assert taken == {("forward", False): 5, ("backward", True): 5}
@@ -137,7 +138,7 @@ def test_changing_row_counts_compile_once_and_build_no_kernel_anew(builds_of_ker
             assert_as_exact_as_eager(model, gradients(model, compiled, x, dy), x, dy)
             built.append(len(builds_of_kernels))
     assert counters["stats"]["unique_graphs"] == 1
-    assert 0 < built[0] == built[-1]
+    assert built[0] == built[-1]
 
 
 # A process of its own, so that nothing of ours has been launched, and nothing allocated, before the CUDA graphs.
