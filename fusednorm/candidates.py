@@ -34,9 +34,10 @@ TOLERATED_PADDING = 1.125
 # Little's law: 4.4 TB/s of an H200 times about 1 us of loaded latency is 32 KiB in flight for each SM.
 BYTES_IN_FLIGHT_PER_SM = 32 * 1024
 MULTIWAVE_WARPS_PER_SM = 16
-# Of narrow rows fewer warps with more rows each, by smaller chunks: 128 columns take 20.9 us so and 26.2 us with 20
-# warps (LayerNorm backward), 12.0 us by chunks of 64 and 13.1 us of 128 (forward).
-NARROW_COLUMNS, NARROW_WARPS_PER_SM, NARROW_CHUNK = 256, 8, 64
+# Of narrow rows fewer warps with more rows each: 512 columns take 36.0 us so and 41.0 us with 16 warps (LayerNorm
+# backward). Of still narrower ones, smaller chunks: 128 columns take 12.0 us by chunks of 64, 13.1 us of 128 (forward).
+NARROW_COLUMNS, NARROW_WARPS_PER_SM = 512, 8
+VERY_NARROW_COLUMNS, VERY_NARROW_CHUNK = 256, 64
 MIN_MULTIWAVE_CHUNK = 16  # columns; below it, a load of one chunk is for many short pieces of memory
 MULTIWAVE_CHUNK = 1024  # columns; faster than 512 by 2 to 5%, than 2048 by 1 to 6%, than 4096 by 2 to 9%
 # Elements of a row tile in a thread, in bytes of x and its gradient: with half or twice as many the backward is up to
@@ -106,7 +107,7 @@ def multiwave_key(problem: NormProblem, plan: MultiWavePlan) -> tuple:
     return (
         -max(TOLERATED_PADDING, plan.chunk * plan.num_chunks / problem.cols),
         min(bytes_in_flight, BYTES_IN_FLIGHT_PER_SM) * min(warps, warps_per_sm(problem)),
-        -distance(plan.chunk, NARROW_CHUNK if problem.cols <= NARROW_COLUMNS else MULTIWAVE_CHUNK),
+        -distance(plan.chunk, VERY_NARROW_CHUNK if problem.cols <= VERY_NARROW_COLUMNS else MULTIWAVE_CHUNK),
         -plan.num_warps,
         -plan.rows_per_tile,
     )

@@ -33,6 +33,7 @@ class Tuning:
     evidence: str
     # A ring pays for its start, and for the parameters that every CTA loads, with more rows for each SM than this.
     ring_rows_per_sm: dict[str, int] = field(default_factory=dict)  # by norm
+    ring_rows_per_sm_without_dx: int | None = None  # the same for sums over rows alone; None: not measured
     narrowest_ring_bytes: int = 0  # of a row of x
     widest_ring_bytes: float = math.inf
     smallest_box_bytes: int = 0  # that TMA copies at a time
@@ -48,6 +49,8 @@ HOPPER_BACKWARD = Tuning(
     ("pipelined", "multi_wave"),
     "1 to 50% faster than multi-wave almost wherever both were tried, at 768 to 131072 columns and 128 rows or more "
     "(H200, bfloat16, 2026-11-20)",
+    # dw and db of 16384 x 4096: 73.0 us and 85.4 by multi-wave, of 1024 x 4096: 16.7 and 13.4 (LayerNorm, bfloat16).
+    ring_rows_per_sm_without_dx=8,
     narrowest_ring_bytes=1536,  # 512 columns: 37.2 us and 36.7 by multi-wave, 256 columns: 52 and 34
     smallest_box_bytes=HOPPER_BOX_BYTES,
 )
@@ -156,7 +159,7 @@ def best_plan(variant: str, problem: NormProblem, device: DeviceSpec) -> Plan | 
 def fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Rejected | None:
     """Why a plan that could run should not: the first of the rules of quality that it breaks."""
     if isinstance(plan, ColumnRingPlan):
-        return Rejected("unmeasured", "has not been measured without dx")
+        return _fault_without_dx(problem, rows, device)
     if not isinstance(plan, RingPlan):
         return None
     known = tuning(problem, device)
@@ -168,9 +171,8 @@ def fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Re
     registers = budget.registers(plan, problem, device)
     if registers > plan.max_registers:
         return Rejected("spills", f"might spill: up to {registers} registers a thread, of {plan.max_registers}")
-    least = known.ring_rows_per_sm.get(problem.norm, 0) * device.sm_count
-    if rows <= least:
-        return Rejected("few_rows", f"needs more than {least} rows to pay for its start, got {rows}")
+    if rows <= least_rows(problem, device):
+        return _few_rows(problem, rows, device)
     row_bytes = problem.cols * problem.x_dtype.itemsize
     if row_bytes < known.narrowest_ring_bytes:
         text = f"has not been tried on rows below {known.narrowest_ring_bytes} bytes, got {row_bytes}"
@@ -185,6 +187,26 @@ def fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Re
     return None
 
 
+def _fault_without_dx(problem: NormProblem, rows: int, device: DeviceSpec) -> Rejected | None:
+    if tuning(problem, device).ring_rows_per_sm_without_dx is None:
+        where = f"on compute capability {capability(device)}"
+        return Rejected("unmeasured", f"has not been measured without dx {where}")
+    return _few_rows(problem, rows, device) if rows <= least_rows(problem, device) else None
+
+
+def _few_rows(problem: NormProblem, rows: int, device: DeviceSpec) -> Rejected:
+    least = least_rows(problem, device)
+    return Rejected("few_rows", f"needs more than {least} rows to pay for its start, got {rows}")
+
+
+def least_rows(problem: NormProblem, device: DeviceSpec) -> int:
+    """Rows of which a ring needs more."""
+    known = tuning(problem, device)
+    if problem.direction == "backward" and not problem.wants_dx:
+        return (known.ring_rows_per_sm_without_dx or 0) * device.sm_count
+    return known.ring_rows_per_sm.get(problem.norm, 0) * device.sm_count
+
+
 def tuning(problem: NormProblem, device: DeviceSpec) -> Tuning:
     return TUNINGS.get((device.arch, problem.direction), UNKNOWN)
 
@@ -192,7 +214,7 @@ def tuning(problem: NormProblem, device: DeviceSpec) -> Tuning:
 @functools.cache
 def _plans_by_rows(problem: NormProblem, device: DeviceSpec, forced: str | None) -> tuple[tuple[float, Plan], ...]:
     """(most rows, plan), ascending: divided where something depends on the row count, the last without an end."""
-    few = tuning(problem, device).ring_rows_per_sm.get(problem.norm, 0) * device.sm_count
+    few = least_rows(problem, device)
     first_and_last = ((1, few), (few + 1, MAX_RING_ROWS), (MAX_RING_ROWS + 1, math.inf))
     return tuple((last, decide(problem, first, device, forced).plan) for first, last in first_and_last)
 

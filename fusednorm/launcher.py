@@ -128,7 +128,8 @@ def run(launch: Launch, device_index: int) -> None:
 def _key_and_values(launch: Launch, device_index: int) -> tuple[tuple | None, list]:
     """What a build depends on (None where a pointer is not aligned), and the operands with pointers as numbers."""
     kernel = launch.kernel
-    key: list[Any] = [kernel, id(launch.norm), id(launch.tile), device_index]  # both are made once and kept
+    # Kernels, norms and tiles are made once and kept; hashing a kernel would ask Triton for its source.
+    key: list[Any] = [id(kernel), id(launch.norm), id(launch.tile), device_index]
     values: list[Any] = []
     pointers, unspecialized = 0, _unspecialized(kernel)
     for position, operand in enumerate(launch.operands):

@@ -345,3 +345,43 @@ def test_import_leaves_triton_and_cuda_alone():
         "assert not torch.cuda.is_initialized()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(fusednorm.__file__).parents[1])
+
+
+# --- The residual gradient ---
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("dx_dtype", [None, torch.float32])
+def test_residual_gradient_is_added_before_the_one_rounding(norm, dx_dtype):
+    torch.manual_seed(0)
+    x, dy = (torch.randn(5, 64, dtype=torch.bfloat16) for _ in range(2))
+    residual, weight = torch.randn(5, 64), torch.randn(64)
+    if norm == "layer":
+        _, mean, rstd = OPS.layer_norm_fwd(x, [64], weight, weight)
+        operands, op, tail = (dy, x, [64], mean, rstd, weight, weight), OPS.layer_norm_bwd_residual, weight
+    else:
+        _, rstd = OPS.rms_norm_fwd(x, [64], weight)
+        operands, op, tail = (dy, x, [64], rstd, weight), OPS.rms_norm_bwd_residual, weight
+    exact, *rest = op(*operands, None, dx_dtype=torch.float32)
+    dx, *gradients = op(*operands, residual, dx_dtype=dx_dtype)
+    assert torch.equal(dx, (exact + residual).to(dx_dtype or x.dtype))
+    assert all(map(torch.equal, gradients, rest)) and gradients[0].dtype == tail.dtype
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_residual_ops_are_registered_as_torch_demands(norm):
+    x, dy, residual = (torch.randn(3, 8, requires_grad=True) for _ in range(3))
+    weight, rstd = torch.randn(8, requires_grad=True), torch.rand(3, 1) + 0.5
+    if norm == "layer":
+        arguments, op = (dy, x, [8], rstd, rstd, weight, weight, residual), OPS.layer_norm_bwd_residual
+    else:
+        arguments, op = (dy, x, [8], rstd, weight, residual), OPS.rms_norm_bwd_residual
+    torch.library.opcheck(op.default, arguments, {"dx_dtype": torch.float64})
+
+
+def test_residual_gradient_of_another_shape_is_refused():
+    x, weight = torch.randn(3, 8), torch.randn(8)
+    with pytest.raises(RuntimeError, match=r"residual_grad must have shape \(3, 8\), got \(3, 7\)"):
+        OPS.rms_norm_bwd_residual(x, x, [8], torch.ones(3), weight, torch.randn(3, 7))
+    with pytest.raises(RuntimeError, match="dx_dtype must be float16, bfloat16, float32 or float64, got torch.int32"):
+        OPS.rms_norm_bwd_residual(x, x, [8], torch.ones(3), weight, None, dx_dtype=torch.int32)

@@ -1,0 +1,85 @@
+"""What stands between a plan and the GPU: builds that are launched again, words at which CTAs meet, GPUs that are
+shared."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from planning import make_problem, meta_call
+
+from fusednorm.plan import PipelinedPlan
+
+
+def test_a_gpu_that_others_use_too_gets_a_second_launch_instead_of_ctas_that_meet(monkeypatch):
+    from fusednorm import launch
+
+    call, runs = meta_call(make_problem("layer", 4096), 64), []
+
+    def run(prepared):
+        runs.append([each.kernel.__name__ for each in prepared[0]])
+        if len(runs) == 1:
+            raise RuntimeError("Triton Error [CUDA]: too many blocks in cooperative launch")
+        return prepared[1]
+
+    monkeypatch.setattr(launch, "_run", run)
+    monkeypatch.setattr(launch, "_not_at_once", set())
+    assert all(output is not None for output in launch.backward(call))
+    launch.backward(call)
+    assert runs == [["backward"], ["backward", "finalize"], ["backward", "finalize"]]
+
+
+def test_other_errors_of_a_launch_reach_the_caller(monkeypatch):
+    from fusednorm import launch
+
+    def run(prepared):
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+    monkeypatch.setattr(launch, "_run", run)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        launch.backward(meta_call(make_problem("layer", 4096), 64))
+
+
+def prepared_launch(rows=64, cols=4096, **changes):
+    from fusednorm import heuristics, launch
+    from fusednorm.device import H200
+
+    call = meta_call(make_problem("layer", cols, **changes), rows)
+    plan = heuristics.choose(call.problem, rows, H200)
+    return plan, launch.prepare_backward(call, plan)[0][0]
+
+
+def test_the_row_count_is_no_part_of_what_a_build_depends_on():
+    from fusednorm import launcher
+
+    (plan, few), (_, many) = prepared_launch(64), prepared_launch(65)
+    assert isinstance(plan, PipelinedPlan)
+    assert launcher._key_and_values(few, 0)[0] == launcher._key_and_values(many, 0)[0]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"cols": 2048}, {"dtype": "fp16"}, {"weight": "fp32"}, {"wants_db": False}], ids=str
+)
+def test_what_a_build_depends_on_is(changes):
+    from fusednorm import launcher
+
+    launches = [prepared_launch()[1], prepared_launch(**changes)[1]]
+    one, other = (launcher._key_and_values(each, 0)[0] for each in launches)
+    assert one != other
+
+
+class Kernel:
+    params = [SimpleNamespace(do_not_specialize=False, annotation_type="")]
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_pointer_that_is_not_aligned_goes_the_way_of_triton_itself(offset):
+    from fusednorm import launcher
+
+    tensor = torch.zeros(64)
+    tensor = tensor[(-tensor.data_ptr() // 4) % 4 + offset :]
+    launch = SimpleNamespace(kernel=Kernel(), norm=None, tile=None, operands=(tensor,))
+    key, values = launcher._key_and_values(launch, 0)
+    assert (key is None) == (offset == 1)
+    assert values == [tensor.data_ptr()]
