@@ -8,7 +8,6 @@ Triton's launcher is no public interface: versions that were not tried take Trit
 
 from __future__ import annotations
 
-import functools
 import inspect
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -33,6 +32,7 @@ ALIGNMENT = 16
 KEPT_TENSOR_MAPS = 1024  # of a build
 
 _builds: dict[tuple, _Build | None] = {}
+_unspecialized: dict[int, frozenset[int]] = {}  # by kernel
 
 
 class RowDescriptor(NamedTuple):
@@ -131,7 +131,9 @@ def _key_and_values(launch: Launch, device_index: int) -> tuple[tuple | None, li
     # Kernels, norms and tiles are made once and kept; hashing a kernel would ask Triton for its source.
     key: list[Any] = [id(kernel), id(launch.norm), id(launch.tile), device_index]
     values: list[Any] = []
-    pointers, unspecialized = 0, _unspecialized(kernel)
+    pointers, unspecialized = 0, _unspecialized.get(id(kernel))
+    if unspecialized is None:
+        unspecialized = _unspecialized[id(kernel)] = _positions_no_build_depends_on(kernel)
     for position, operand in enumerate(launch.operands):
         if isinstance(operand, Tensor):
             pointer = operand.data_ptr()
@@ -147,9 +149,8 @@ def _key_and_values(launch: Launch, device_index: int) -> tuple[tuple | None, li
     return (None if pointers % ALIGNMENT else tuple(key)), values
 
 
-@functools.cache
-def _unspecialized(kernel) -> frozenset[int]:
-    """Positions of the numbers that no build depends on: those said so, and floating-point ones."""
+def _positions_no_build_depends_on(kernel) -> frozenset[int]:
+    """Of the numbers said so, and of floating-point ones."""
     return frozenset(
         position
         for position, parameter in enumerate(kernel.params)

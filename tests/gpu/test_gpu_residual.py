@@ -9,6 +9,8 @@ from cases import BF16, FP16, FP32, FP64
 import fusednorm
 from fusednorm.testing import Case, make_inputs
 
+pytestmark = pytest.mark.gpu
+
 # rows x cols, and the schedule that the planner or `force` gives them: a ring, rows over a cluster, several rows and
 # chunks of columns, narrow rows in registers, an odd width, column tiles.
 SHAPES = [
