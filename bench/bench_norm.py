@@ -27,7 +27,7 @@ from .cases import BenchCase, add_case_arguments, make_bench_inputs, make_cases
 from .compare import compare_files
 from .peers import inductor
 from .records import RESULTS, describe_machine, is_ours, make_record, print_report, read_clocks, results_path, save
-from .timing import capture, host_microseconds, peak_bytes, time_graphs
+from .timing import CapturedCall, capture, host_microseconds, peak_bytes, time_graphs
 
 # Relative L2 error beyond which an output is wrong, not just rounded otherwise than ours: rounding once gives 0.42 of
 # the machine epsilon (bfloat16: 1.7e-3), and peers round some intermediate results, too.
@@ -152,7 +152,7 @@ def repeats(name: str, entries: dict[str, Entry], direction: str) -> bool:
     return entry.calls.plans[direction] == own.calls.plans[direction]
 
 
-def captured(name: str, entry: Entry, direction: str) -> dict[str, torch.cuda.CUDAGraph]:
+def captured(name: str, entry: Entry, direction: str) -> dict[str, CapturedCall]:
     """The graph of one candidate; none, and a refusal, where it cannot be captured."""
     try:
         return {name: capture(timed_call(entry.calls, direction))}

@@ -48,18 +48,27 @@ def rotations(items: Sequence[T], rounds: int) -> Iterator[list[T]]:
         yield [*items[shift:], *items[:shift]]
 
 
-def capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of one call. What it allocates stays in the graph's own pool."""
+class CapturedCall:
+    """A CUDA graph of one call, with the call itself: what it holds, such as the statistics that a backward reads, must
+    live as long as the graph. What the call allocates stays in the graph's own pool."""
+
+    def __init__(self, call: Callable[[], object]):
+        self._call, self._graph = call, torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            call()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+def capture(call: Callable[[], object]) -> CapturedCall:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(WARMUP_CALLS):
             call()
     torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
+    return CapturedCall(call)
 
 
 class ColdL2:
@@ -80,7 +89,7 @@ def time_interleaved(calls: dict[str, Callable[[], object]], rounds: int) -> dic
     return time_graphs({name: capture(call) for name, call in calls.items()}, rounds)
 
 
-def time_graphs(graphs: dict[str, torch.cuda.CUDAGraph], rounds: int) -> dict[str, Times]:
+def time_graphs(graphs: dict[str, CapturedCall], rounds: int) -> dict[str, Times]:
     """`time_interleaved` of what is captured already.
 
     The flush keeps the GPU busy while the host enqueues the replay, so that launching it is not part of the time.

@@ -328,3 +328,26 @@ def test_a_width_sweep_writes_short_lines_and_stops_in_time(pretended_gpu, tmp_p
     late = tmp_path / "late.jsonl"
     assert widths.main(["--step", "8192", "--limit-seconds", "0", "--out", str(late)]) == 0
     assert widths.read(late) == []
+
+
+def test_a_captured_call_lives_as_long_as_its_graph(monkeypatch):
+    import contextlib
+    import gc
+    import weakref
+
+    from bench import timing
+
+    class Statistics:
+        """What a backward reads, and nobody else holds."""
+
+    monkeypatch.setattr(timing.torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(timing.torch.cuda, "graph", contextlib.nullcontext)
+    statistics = Statistics()
+    alive = weakref.ref(statistics)
+    captured = timing.CapturedCall(lambda held=statistics: held)
+    del statistics
+    gc.collect()
+    assert alive() is not None
+    del captured
+    gc.collect()
+    assert alive() is None
