@@ -54,7 +54,7 @@ def fits_shared_memory(plan: Plan, problem: NormProblem, device: DeviceSpec) -> 
 def shared_bytes(plan: Plan, problem: NormProblem) -> int:
     """Bytes of shared memory of a CTA, static and dynamic."""
     if isinstance(plan, RingPlan):
-        return static_bytes(plan) + _packed(_ring_buffers(plan, problem))
+        return static_bytes(plan) + max(_packed(_ring_buffers(plan, problem)), _partial_store_bytes(plan, problem))
     if isinstance(plan, ColumnRingPlan):
         return _packed(_column_ring_buffers(plan, problem))
     return _scratch_bytes(plan, problem)
@@ -64,6 +64,16 @@ def static_bytes(plan: RingPlan) -> int:
     """Of these, the static ones: where the CTAs of a cluster exchange row sums, twice two for each row and CTA, and
     the two barriers for that."""
     return _round_up(2 * 8 + 2 * 2 * 4 * plan.rows_per_tile * plan.cluster, 128) if plan.cluster > 1 else 0
+
+
+def _partial_store_bytes(plan: RingPlan, problem: NormProblem) -> int:
+    """For dw and db on their way out, when the ring is not needed any more: Triton sets aside what a chunk of the whole
+    cluster takes, unless a thread holds the four columns that it stores."""
+    sums = problem.wants_dw or problem.wants_db
+    columns = min(16 // problem.x_dtype.itemsize, plan.chunk // (WARP_SIZE * plan.num_warps))  # adjacent, of a thread
+    if not sums or columns == 4 or isinstance(plan, WarpSpecializedPlan):
+        return 0
+    return 4 * plan.cluster * plan.chunk
 
 
 def _ring_buffers(plan: RingPlan, problem: NormProblem) -> list[Buffer]:
@@ -101,7 +111,8 @@ def _sums_per_row(problem: NormProblem) -> int:
 def _captured_bytes(plan: WarpSpecializedPlan, problem: NormProblem) -> int:
     """What the first group hands to the other warps: for a piece of shared memory 8 bytes and 4 per dimension, for a
     pointer, a descriptor or a stride 8, for a size 4."""
-    rings, barriers, descriptors, rows = 2 * num_copies(plan) * (8 + 4 * 4), 2 * (8 + 4 * 2), 2 * 8, 4
+    sides = 5 if plan.copy_chunks > 1 else 4
+    rings, barriers, descriptors, rows = 2 * num_copies(plan) * (8 + 4 * sides), 2 * (8 + 4 * 2), 2 * 8, 4
     captured = rings + barriers + descriptors + rows
     if plan.num_groups > 1:
         layer = problem.norm == "layer"

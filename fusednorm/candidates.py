@@ -27,17 +27,19 @@ from .plan import (
 from .problem import NormProblem
 
 WARPS = (4, 8, 16)
-MAX_CHUNKS = 10  # a longer unrolled row loop outgrows the instruction cache
+MAX_CHUNKS = 8  # a longer unrolled row loop outgrows the instruction cache
+MAX_RING_CHUNKS = 10
 # Columns beyond the last are computed on for nothing; so many for each that there is do not matter.
 TOLERATED_PADDING = 1.125
 
 # Little's law: 4.4 TB/s of an H200 times about 1 us of loaded latency is 32 KiB in flight for each SM.
 BYTES_IN_FLIGHT_PER_SM = 32 * 1024
 MULTIWAVE_WARPS_PER_SM = 16
-# Of narrow rows fewer warps with more rows each: 512 columns take 36.0 us so and 41.0 us with 16 warps (LayerNorm
-# backward). Of still narrower ones, smaller chunks: 128 columns take 12.0 us by chunks of 64, 13.1 us of 128 (forward).
-NARROW_COLUMNS, NARROW_WARPS_PER_SM = 512, 8
-VERY_NARROW_COLUMNS, VERY_NARROW_CHUNK = 256, 64
+# By the most columns: of narrow rows fewer warps with more rows each. 512 columns take 36.2 us so and 41.0 us with 20
+# warps, 128 columns 20.9 us and 26.2 us (LayerNorm backward). Of the narrowest, smaller chunks: 128 columns take 12.0
+# us by chunks of 64, 13.1 us of 128 (forward).
+NARROW_WARPS_PER_SM = {256: 8, 512: 12}
+NARROW_COLUMNS, NARROW_CHUNK = 256, 64
 MIN_MULTIWAVE_CHUNK = 16  # columns; below it, a load of one chunk is for many short pieces of memory
 MULTIWAVE_CHUNK = 1024  # columns; faster than 512 by 2 to 5%, than 2048 by 1 to 6%, than 4096 by 2 to 9%
 # Elements of a row tile in a thread, in bytes of x and its gradient: with half or twice as many the backward is up to
@@ -86,7 +88,7 @@ def multiwave_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[MultiW
     elements_at_once = 8 // problem.x_dtype.itemsize
     for num_warps, rows_per_tile in itertools.product(WARPS, powers_of_two(1, 128)):
         threads = 32 * num_warps
-        for chunk, num_chunks in chunkings(problem.cols, smallest=MIN_MULTIWAVE_CHUNK):
+        for chunk, num_chunks in chunkings(problem.cols, MIN_MULTIWAVE_CHUNK, MAX_CHUNKS):
             if rows_per_tile * chunk < elements_at_once * threads:
                 continue
             registers = budget.multiwave_registers(rows_per_tile, chunk, num_chunks, num_warps, problem, device)
@@ -107,15 +109,15 @@ def multiwave_key(problem: NormProblem, plan: MultiWavePlan) -> tuple:
     return (
         -max(TOLERATED_PADDING, plan.chunk * plan.num_chunks / problem.cols),
         min(bytes_in_flight, BYTES_IN_FLIGHT_PER_SM) * min(warps, warps_per_sm(problem)),
-        -distance(plan.chunk, VERY_NARROW_CHUNK if problem.cols <= VERY_NARROW_COLUMNS else MULTIWAVE_CHUNK),
+        -distance(plan.chunk, NARROW_CHUNK if problem.cols <= NARROW_COLUMNS else MULTIWAVE_CHUNK),
         -plan.num_warps,
         -plan.rows_per_tile,
     )
 
 
 def warps_per_sm(problem: NormProblem) -> int:
-    narrow = problem.direction == "backward" and problem.cols <= NARROW_COLUMNS
-    return NARROW_WARPS_PER_SM if narrow else MULTIWAVE_WARPS_PER_SM
+    narrow = NARROW_WARPS_PER_SM.items() if problem.direction == "backward" else ()
+    return next((warps for most, warps in narrow if problem.cols <= most), MULTIWAVE_WARPS_PER_SM)
 
 
 def column_tile_plan(problem: NormProblem, device: DeviceSpec) -> ColumnTilePlan:
@@ -194,7 +196,7 @@ def ring_tiles(problem: NormProblem, num_warps: int, cluster: int) -> Iterator[t
     """(rows_per_tile, chunk, num_chunks) of up to 64 elements a thread, of which each is a column of its own; and the
     chunks of a copy: several only where they are all whole."""
     threads = 32 * num_warps
-    for chunk, num_chunks in chunkings(-(-problem.cols // cluster), smallest=threads):
+    for chunk, num_chunks in chunkings(-(-problem.cols // cluster), threads, MAX_RING_CHUNKS):
         most_rows = min(64 * threads // (chunk * num_chunks), MAX_BOX_SIDE if cluster == 1 else 2)
         boxes = cluster * chunk // math.gcd(problem.cols, chunk, MAX_BOX_SIDE)  # of a chunk
         most_chunks = 1 << (num_chunks - 1).bit_length() if problem.cols % (cluster * chunk) == 0 else 1
@@ -238,11 +240,11 @@ def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
 # --- Common ---
 
 
-def chunkings(cols: int, smallest: int) -> Iterator[tuple[int, int]]:
-    """(chunk, num_chunks) that cover cols, chunk a power of two of at least `smallest`."""
+def chunkings(cols: int, smallest: int, most: int) -> Iterator[tuple[int, int]]:
+    """(chunk, num_chunks) that cover cols, chunk a power of two of at least `smallest`, at most `most` of them."""
     for chunk in powers_of_two(smallest, max(smallest, 1 << (cols - 1).bit_length())):
         num_chunks = -(-cols // chunk)
-        if num_chunks <= MAX_CHUNKS:
+        if num_chunks <= most:
             yield chunk, num_chunks
 
 
