@@ -65,7 +65,7 @@ def is_plain(record: dict) -> bool:
 
 def newest(folder: Path) -> list[Path]:
     """The file of bench.bench_norm with the latest date in its name; the other tools' names have one word more."""
-    others = ("-sweep", "-widths", "-first-call")
+    others = ("-sweep", "-widths", "-first-call", "-plans", "-variants", "-column-sum", "-training-step")
     return sorted(path for path in folder.glob("*.jsonl") if not path.stem.endswith(others))[-1:]
 
 
