@@ -14,7 +14,7 @@ from .problem import NormProblem
 
 STREAM_SHARE = 0.907  # of the datasheet's bandwidth
 KERNEL_US = 6.2  # launch, filling and draining the memory system
-FINALIZE_US = 3.7  # launch of the finalizer behind a running kernel; its partials come from L2
+FINALIZE_US = 3.7  # sums of the partials, which come from L2: after all CTAs have met, or in a second launch
 EFFICIENCY = {"multi_wave": 0.90, "pipelined": 0.95, "warp_specialized": 0.88, "reference": 0.40}
 COLUMN_TILE_EFFICIENCY = 0.80
 
@@ -50,6 +50,8 @@ def tensor_bytes(problem: NormProblem, rows: int, passes: int = 1) -> int:
     else:
         read = problem.x_dtype.itemsize + problem.grad_dtype.itemsize
         per_element = passes * read + problem.wants_dx * problem.x_dtype.itemsize
+        if problem.residual_dtype is not None:
+            per_element += problem.residual_dtype.itemsize
     return rows * problem.cols * per_element
 
 
