@@ -70,11 +70,11 @@ def test_statistics_are_read_in_every_layout_and_dtype(case):
 
 def assert_same_but_for_rounding(got: Outputs, want: Outputs) -> None:
     """Of two builds: where multiply and add become one is the compiler's choice, which moves a result here and there
-    over the edge of a rounding."""
+    over the edge of a rounding, and float32 sums over rows by a few of theirs."""
     for a, b in ((got.dx, want.dx), (got.dweight, want.dweight), (got.dbias, want.dbias)):
         if b is not None:
             assert (a != b).float().mean() < 1e-4 or a.dtype == FP32
-            torch.testing.assert_close(a, b, rtol=2 * torch.finfo(b.dtype).eps, atol=1e-5)
+            torch.testing.assert_close(a, b, rtol=max(1e-5, 2 * torch.finfo(b.dtype).eps), atol=1e-4)
 
 
 HUGE = [make_case(norm, (70_000, 32_768), (BF16, FP32, BF16)) for norm in NORMS]
