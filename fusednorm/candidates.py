@@ -66,7 +66,7 @@ CLUSTERS = (1, 2, 4, 8, 16)  # CTAs that share a row too wide for one
 CLUSTER_ARCHS = (90, 100, 103)
 
 COLUMN_TILE = 1024
-# Of a backward without dx by TMA; to be measured.
+# Of a backward without dx by TMA: the one tile that was measured, others are to be.
 COLUMN_RING_CHUNK = 128
 COLUMN_RING_ROWS = (64, 32, 16)
 COLUMN_RING_WARPS = 8

@@ -14,6 +14,7 @@ from typing import ClassVar, NamedTuple
 
 from .budget import RESERVED_SMEM_BYTES, WARP_SIZE, register_limit
 from .column_problem import ColumnSumProblem
+from .cost import FINALIZE_US, STREAM_SHARE
 from .device import KIB, DeviceSpec
 from .legality import MAX_RING_ROWS, OLDEST_ARCH, OLDEST_TMA_ARCH, capability
 
@@ -172,13 +173,11 @@ def finalizer(device: DeviceSpec) -> PortableSum:
 
 # --- Choice ---
 
-# What the time of a plan is predicted from. Measured on an H200 (2026-11-20): the share of a datasheet's bandwidth that
-# a stream kernel reaches; of that, rings reach 0.95 and portable kernels, whose rows of a tile are short, 0.7; and what
-# a second launch adds. The others are estimates: what one SM takes in at the most, how long a load takes under
-# load, what a ring's first tensor maps, barriers and fences cost beyond a plain load, what narrow tiles waste.
-STREAM_SHARE = 0.907
+# What the time of a plan is predicted from, besides the constants of cost.py. Measured on an H200 (2026-11-20): of what
+# a stream kernel reaches, rings reach 0.95 and portable kernels, whose rows of a tile are short, 0.7. The others
+# are estimates: what one SM takes in at the most, how long a load takes under load, what a ring's first tensor maps,
+# barriers and fences cost beyond a plain load, what narrow tiles waste.
 EFFICIENCY = {"ring": 0.95, "portable": 0.7}
-FINALIZE_US = 3.7
 RING_START_US = 0.7
 SM_BYTES_PER_US = 44 * KIB
 LATENCY_US = 0.8

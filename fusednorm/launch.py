@@ -16,7 +16,7 @@ from .kernels import column_sum, multiwave, parameter_gradients, pipelined, warp
 from .kernels.column_reduction import ColumnTile
 from .kernels.config import Norm, RingTile, Tile
 from .launcher import Launch, RowDescriptor, TileDescriptor
-from .legality import broken_rule
+from .legality import MAX_RING_ROWS, broken_rule
 from .plan import (
     ColumnRingPlan,
     ColumnTilePlan,
@@ -34,7 +34,6 @@ from .problem import BackwardCall, ForwardCall, NormProblem, RowView
 
 FINALIZE_WARPS = 8
 MIN_PARTIAL_COLS, MAX_PARTIAL_COLS = 16, 128
-MANY_ROWS = 1 << 30  # enough for a full grid
 MAX_PARTIAL_LOADS = 9  # of 16 bytes, that a thread has under way when it sums partials: more would not fit registers
 VECTOR_BYTES = 16  # of one load or store of a thread
 
@@ -85,7 +84,7 @@ def prepare_forward(call: ForwardCall, plan: Plan | None = None) -> tuple[list[L
     problem, device = call.problem, call.x.tensor.device
     spec = DeviceSpec.of(device)
     plan = plan or heuristics.choose(problem, call.rows, spec)
-    assert _is_legal(plan.variant, problem, min(call.rows, MANY_ROWS + 1), spec)
+    assert _is_legal(plan.variant, problem, min(call.rows, MAX_RING_ROWS + 1), spec)
     y = torch.empty(call.shape, dtype=problem.x_dtype, device=device)
     rstd = torch.empty(call.stats_shape, dtype=problem.acc_dtype, device=device)
     mean = torch.empty_like(rstd) if problem.norm == "layer" else None
@@ -99,7 +98,7 @@ def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> tuple[list
     problem, device = call.problem, call.x.tensor.device
     spec = DeviceSpec.of(device)
     plan = plan or heuristics.choose(problem, call.rows, spec)
-    assert _is_legal(plan.variant, problem, min(call.rows, MANY_ROWS + 1), spec)
+    assert _is_legal(plan.variant, problem, min(call.rows, MAX_RING_ROWS + 1), spec)
     assert plan.variant != "pipelined" or problem.wants_dx != isinstance(plan, ColumnRingPlan)
     ctas = num_ctas(plan, call.rows, problem.cols, spec)
     partials = num_partials(plan, ctas)
@@ -313,7 +312,7 @@ def _partial_shape(plan: Plan, problem: NormProblem, device: DeviceSpec, num_war
     outputs = problem.wants_dw + problem.wants_db
     if outputs == 0:
         return MIN_PARTIAL_COLS, 1
-    ctas = num_ctas(plan, MANY_ROWS, problem.cols, device)
+    ctas = num_ctas(plan, MAX_RING_ROWS, problem.cols, device)
     columns = MIN_PARTIAL_COLS if plan.sums_partials else 32
     while plan.sums_partials and columns < MAX_PARTIAL_COLS and columns * ctas * plan.cluster < outputs * problem.cols:
         columns *= 2
