@@ -148,7 +148,7 @@ def sweep(case: BenchCase, options: argparse.Namespace) -> list[dict]:
         records.append(record)
         if isinstance(result, str) or result[1] > 0:
             continue
-        launches, outputs = prepare(case, inputs, options.direction, plan)
+        launches, outputs = prepare(case, inputs, options.direction, plan)[:2]
         calls[record["plan"]] = lambda launches=launches: [launch.run() for launch in launches]
         calls[record["plan"]]()
         errors = {n: relative_error(o, getattr(want, n)) for n, o in zip(names, outputs, strict=True) if o is not None}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
-from . import ops, reference
+from . import native, ops, reference
 from .forcing import force, forced_variant
 from .problem import validate_backward, validate_forward
 
@@ -37,7 +37,7 @@ class LayerNormFunction(Function):
 
     @staticmethod
     def forward(ctx, x, normalized_shape, weight=None, bias=None, eps=1e-5):
-        y, mean, rstd = layer_norm_fwd(x, normalized_shape, weight, bias, eps)
+        y, mean, rstd = _layer_norm_fwd(x, normalized_shape, weight, bias, eps)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, mean, rstd, weight, bias)
         ctx.normalized_shape = normalized_shape
@@ -67,7 +67,7 @@ class RMSNormFunction(Function):
 
     @staticmethod
     def forward(ctx, x, normalized_shape, weight=None, eps=None):
-        y, rstd = rms_norm_fwd(x, normalized_shape, weight, eps)
+        y, rstd = _rms_norm_fwd(x, normalized_shape, weight, eps)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, rstd, weight)
         ctx.normalized_shape = normalized_shape
@@ -96,6 +96,13 @@ def layer_norm_fwd(x, normalized_shape, weight=None, bias=None, eps=1e-5):
         return reference.layer_norm_formula(x, normalized_shape, weight, bias, eps)
     if _is_recorded(x, weight, bias):
         return LayerNormFunction.apply(x, normalized_shape, weight, bias, eps)
+    return _layer_norm_fwd(x, normalized_shape, weight, bias, eps)
+
+
+def _layer_norm_fwd(x, normalized_shape, weight, bias, eps):
+    """Below autograd."""
+    if torch.compiler.is_dynamo_compiling():
+        return _layer_norm_fwd_op(x, normalized_shape, weight, bias, eps)
     if _is_plain(x, weight, bias):
         return ops.layer_norm_fwd(x, normalized_shape, weight, bias, eps)
     with torch._C._AutoDispatchBelowAutograd():
@@ -122,6 +129,13 @@ def rms_norm_fwd(x, normalized_shape, weight=None, eps=None):
         return reference.rms_norm_formula(x, normalized_shape, weight, eps)
     if _is_recorded(x, weight):
         return RMSNormFunction.apply(x, normalized_shape, weight, eps)
+    return _rms_norm_fwd(x, normalized_shape, weight, eps)
+
+
+def _rms_norm_fwd(x, normalized_shape, weight, eps):
+    """Below autograd."""
+    if torch.compiler.is_dynamo_compiling():
+        return _rms_norm_fwd_op(x, normalized_shape, weight, eps)
     if _is_plain(x, weight):
         return ops.rms_norm_fwd(x, normalized_shape, weight, eps)
     with torch._C._AutoDispatchBelowAutograd():
@@ -177,7 +191,11 @@ def _is_looked_into() -> bool:
 
 def _is_recorded(*tensors: Tensor | None) -> bool:
     """Whether autograd would record an operation on these tensors."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
 
 
 def _is_plain(*tensors: Tensor | None) -> bool:
@@ -185,7 +203,10 @@ def _is_plain(*tensors: Tensor | None) -> bool:
     the host time of a call."""
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return False
-    return all(t is None or (type(t) in PLAIN and t.is_cuda) for t in tensors)
+    for tensor in tensors:
+        if tensor is not None and not (type(tensor) in PLAIN and tensor.is_cuda and not tensor.is_neg()):
+            return False
+    return True
 
 
 def _add(a: Tensor | None, b: Tensor) -> Tensor:
@@ -203,3 +224,11 @@ for _above in (
     ops.LIBRARY.impl(_above.__name__, _above, "Autograd")
     # vmap hands the tensors over batched, and the formula's operations have batching rules.
     ops.LIBRARY.impl(_above.__name__, _above, "FuncTorchBatchedDecomposition")
+
+# The forward ops for callers in this package: through the dispatcher where C++ is behind it, without its cost where
+# Python is.
+layer_norm, rms_norm = layer_norm_fwd, rms_norm_fwd
+if native.extension:
+    layer_norm, rms_norm = _layer_norm_fwd_op, _rms_norm_fwd_op
+    _above = [globals()[name] for name in native.OPS]
+    native.install("CUDA", _above, ops.forward, ops.backward, reference.statistics_backward_formula)

@@ -231,7 +231,7 @@ def multiwave_registers(
     elements = rows_per_tile * chunk * num_chunks / (WARP_SIZE * num_warps)
     accumulator = 1 + fp64
     # Loads of single elements take an address and a predicate each, which rows of one thread do not share.
-    scattered, many_rows = not is_vectorized(problem), rows_per_tile > 2
+    scattered, many_rows = not is_vectorized(problem.cols, problem.tma_aligned), rows_per_tile > 2
     if problem.direction == "backward":
         loaded = (problem.x_dtype.itemsize + problem.grad_dtype.itemsize) / 4
         per_element = 1.25 * loaded + 3.9 * accumulator + 1.3 * sm120 + scattered * (9.0 if many_rows else 4.5)
@@ -240,6 +240,7 @@ def multiwave_registers(
         if problem.weight_dtype is not None and not problem.wants_dw:
             per_element += 0.8 * accumulator  # dw's product would hold x_hat anyway
         least, need = (112, 84) if fp64 else (80, 44)  # float64 divides and takes roots in software
+        need += 8 * (many_rows and 100 <= device.arch < 120)
         need += (min(rows_per_tile, 16) - 1) * num_chunks + per_element * elements + 0.2 * max(0, elements - 16)
         need += 0.8 * max(0, rows_per_tile - 32)
     else:
@@ -258,9 +259,9 @@ def _residual_registers(problem: NormProblem) -> float:
     return 0 if problem.residual_dtype is None else problem.residual_dtype.itemsize / 4
 
 
-def is_vectorized(problem: NormProblem) -> bool:
+def is_vectorized(cols: int, tma_aligned: bool) -> bool:
     """Whether the portable kernels load several elements at once: Triton asks for multiples of 16 elements."""
-    return problem.tma_aligned and problem.cols % 16 == 0
+    return tma_aligned and cols % 16 == 0
 
 
 def _round_up(value: float, step: int) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from .budget import RESERVED_SMEM_BYTES, WARP_SIZE, register_limit
+from .budget import RESERVED_SMEM_BYTES, WARP_SIZE, is_vectorized, register_limit
 from .column_problem import ColumnSumProblem
 from .cost import FINALIZE_US, STREAM_SHARE
 from .device import KIB, DeviceSpec
@@ -152,18 +152,14 @@ FINALIZER_WARPS = 4
 
 def portable_plans(problem: ColumnSumProblem, device: DeviceSpec) -> Iterator[PortableSum]:
     """From narrow tiles to wide ones."""
-    halvings = (problem.acc_dtype.itemsize > max(4, problem.dtype.itemsize)) + (not is_vectorized(problem))
+    wide = problem.acc_dtype.itemsize > max(4, problem.dtype.itemsize)
+    halvings = wide + (not is_vectorized(problem.cols, problem.tma_aligned))
     threads = WARP_SIZE * PORTABLE_WARPS
     elements = (BYTES_PER_THREAD // problem.dtype.itemsize >> halvings) * threads
     whole_row = 1 << (problem.cols - 1).bit_length()
     limit = register_limit(threads * PORTABLE_CTAS_PER_SM, device)
     for chunk in sorted({min(whole_row, size // problem.dtype.itemsize) for size in SEGMENT_BYTES}):
         yield PortableSum(elements // chunk, chunk, PORTABLE_WARPS, PORTABLE_CTAS_PER_SM, limit)
-
-
-def is_vectorized(problem: ColumnSumProblem) -> bool:
-    """Whether the portable kernel loads several elements at once: Triton asks for multiples of 16 elements."""
-    return problem.tma_aligned and problem.cols % 16 == 0
 
 
 def finalizer(device: DeviceSpec) -> PortableSum:

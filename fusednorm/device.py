@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import dataclass
 
@@ -32,6 +33,12 @@ class DeviceSpec:
         if device.type == "cuda":
             return _of_cuda(device.index)
         return A100 if device.type == "cpu" else H200
+
+
+def current(device: torch.device) -> contextlib.AbstractContextManager:
+    """Inside, the device is the current one."""
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    return torch.cuda.device(device) if elsewhere else contextlib.nullcontext()
 
 
 def named(name: str) -> DeviceSpec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 
 import torch
@@ -10,6 +11,7 @@ from .plan import VARIANTS
 
 # What the enclosing `with` statements of this thread ask for, innermost last.
 _asked: ContextVar[tuple[str | None, ...]] = ContextVar("fusednorm_force", default=())
+_observers: list[Callable[[int], None]] = []
 
 
 class force:  # noqa: N801  reads as a function: with force("pipelined"): ...
@@ -28,11 +30,23 @@ class force:  # noqa: N801  reads as a function: with force("pipelined"): ...
 
     def __enter__(self) -> None:
         if not torch.compiler.is_dynamo_compiling():  # which knows no context variables, and would break the graph
+            _tell(1)
             _asked.set((*_asked.get(), self._variant))
 
     def __exit__(self, *_) -> None:
         if not torch.compiler.is_dynamo_compiling():
             _asked.set(_asked.get()[:-1])
+            _tell(-1)
+
+
+def observe(observer: Callable[[int], None]) -> None:
+    """Call observer(1) when a block of `force` begins, in any thread, and observer(-1) when it ends."""
+    _observers.append(observer)
+
+
+def _tell(change: int) -> None:
+    for observer in _observers:
+        observer(change)
 
 
 def forced_variant() -> str | None:

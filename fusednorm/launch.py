@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from . import budget, heuristics, reference, semaphore
-from .device import DeviceSpec
+from .device import DeviceSpec, current
 from .kernels import column_sum, multiwave, parameter_gradients, pipelined, warp_specialized
 from .kernels.column_reduction import ColumnTile
 from .kernels.config import Norm, RingTile, Tile
@@ -38,48 +38,67 @@ MAX_PARTIAL_LOADS = 9  # of 16 bytes, that a thread has under way when it sums p
 VECTOR_BYTES = 16  # of one load or store of a thread
 
 
-def forward(call: ForwardCall) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(y, mean, rstd); mean is None for RMSNorm."""
+class Prepared(NamedTuple):
+    """A call on the point of being launched."""
+
+    launches: list[Launch]
+    outputs: tuple  # tensors that the op returns, None where not wanted
+    workspace: Tensor | None = None  # lives for the call only
+    meeting: Tensor | None = None  # the word at which CTAs meet
+
+
+class Filled(NamedTuple):
+    """What a backward writes to; None where not wanted."""
+
+    dx: Tensor | None
+    dw_partial: Tensor | None
+    db_partial: Tensor | None
+    dw: Tensor | None
+    db: Tensor | None
+    meeting: Tensor | None
+    row_means: Tensor | None
+
+
+def forward(call: ForwardCall, remember: Remember | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(y, mean, rstd); mean is None for RMSNorm. `remember` is called with what was launched."""
     plan = heuristics.choose(call.problem, call.rows, DeviceSpec.of(call.x.tensor.device))
     if isinstance(plan, ReferencePlan):
         return reference.forward(call)
-    with _current(call.x.tensor.device):
-        return _run(prepare_forward(call, plan))
+    with current(call.x.tensor.device):
+        return _run(prepare_forward(call, plan), remember)
 
 
-def backward(call: BackwardCall) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dx, dw, db), None where not wanted."""
+def backward(
+    call: BackwardCall, remember: Remember | None = None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dx, dw, db), None where not wanted. `remember` is called with what was launched."""
     device = call.x.tensor.device
     plan = heuristics.choose(call.problem, call.rows, DeviceSpec.of(device))
     if isinstance(plan, ReferencePlan):
         return reference.backward(call)
-    with _current(device):
+    with current(device):
         try:
-            return _run(prepare_backward(call, plan))
+            return _run(prepare_backward(call, plan), remember)
         except RuntimeError as error:
             if "cooperative" not in str(error):
                 raise
             _not_at_once.add(device)  # the GPU is shared with others, who hold a part of it
-            return _run(prepare_backward(call, plan))
+            return _run(prepare_backward(call, plan), remember)
 
 
+Remember = Callable[[Prepared], None]
 _not_at_once: set[torch.device] = set()  # devices that do not run as many CTAs at once as they have room for
 
 
-def _current(device: torch.device):
-    """Make the tensors' own device the current one, if it is not."""
-    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
-    return torch.cuda.device(device) if elsewhere else contextlib.nullcontext()
-
-
-def _run(prepared: tuple[list[Launch], tuple]) -> tuple:
-    launches, outputs = prepared
-    for launch in launches:
+def _run(prepared: Prepared, remember: Remember | None) -> tuple:
+    for launch in prepared.launches:
         launch.run()
-    return outputs
+    if remember is not None:
+        remember(prepared)
+    return prepared.outputs
 
 
-def prepare_forward(call: ForwardCall, plan: Plan | None = None) -> tuple[list[Launch], tuple]:
+def prepare_forward(call: ForwardCall, plan: Plan | None = None) -> Prepared:
     """The launches of a forward and the tensors they will fill; by `plan`, or by the planner's."""
     problem, device = call.problem, call.x.tensor.device
     spec = DeviceSpec.of(device)
@@ -89,11 +108,11 @@ def prepare_forward(call: ForwardCall, plan: Plan | None = None) -> tuple[list[L
     rstd = torch.empty(call.stats_shape, dtype=problem.acc_dtype, device=device)
     mean = torch.empty_like(rstd) if problem.norm == "layer" else None
     outputs = (y, mean, rstd)
-    build = _FORWARD[type(plan)]
-    return build(plan, call, _norm(problem), outputs, num_ctas(plan, call.rows, problem.cols, spec), spec), outputs
+    build, ctas = _FORWARD[type(plan)], num_ctas(plan, call.rows, problem.cols, spec)
+    return Prepared(build(plan, call, _norm(problem), outputs, ctas, spec), outputs)
 
 
-def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> tuple[list[Launch], tuple]:
+def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> Prepared:
     """The launches of a backward and the tensors they will fill; by `plan`, or by the planner's."""
     problem, device = call.problem, call.x.tensor.device
     spec = DeviceSpec.of(device)
@@ -107,14 +126,15 @@ def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> tuple[list
         torch.empty(call.normalized_shape, dtype=dtype, device=device) if wanted else None
         for wanted, dtype in ((problem.wants_dw, problem.weight_dtype), (problem.wants_db, problem.bias_dtype))
     )
-    dw_partial, db_partial = _workspace(problem, partials, device)
+    has_means = isinstance(plan, ColumnTilePlan) and problem.wants_dx
+    workspace, dw_partial, db_partial, means = _workspace(problem, partials, 2 * call.rows * has_means, device)
     sums = problem.wants_dw or problem.wants_db
     meeting = _semaphore(device) if sums and plan.sums_partials else None
-    outputs = (dx, dw_partial, db_partial, dw, db, meeting)
-    launches = _BACKWARD[type(plan)](plan, call, _norm(problem), outputs, ctas, spec)
+    filled = Filled(dx, dw_partial, db_partial, dw, db, meeting, means)
+    launches = _BACKWARD[type(plan)](plan, call, _norm(problem), filled, ctas, spec)
     if sums and meeting is None:
-        launches.append(_finalize(plan, problem, outputs, partials))
-    return launches, (dx, dw, db)
+        launches.append(_finalize(plan, problem, filled, partials))
+    return Prepared(launches, (dx, dw, db), workspace, meeting)
 
 
 def _semaphore(device: torch.device) -> Tensor | None:
@@ -122,15 +142,15 @@ def _semaphore(device: torch.device) -> Tensor | None:
     if device in _not_at_once:
         return None
     if device.type == "cuda":
-        return semaphore.of_device(device).next(torch._C._cuda_getCurrentRawStream(device.index))
+        return semaphore.of_device(device.index).next(torch._C._cuda_getCurrentRawStream(device.index))
     return torch.empty(1, dtype=torch.int32, device=device) if device.type == "meta" else None
 
 
-def _finalize(plan: Plan, problem: NormProblem, outputs: tuple, num_partials: int) -> Launch:
+def _finalize(plan: Plan, problem: NormProblem, filled: Filled, num_partials: int) -> Launch:
     """The sums of the partials in a launch of their own, by as many CTAs as there are pieces of dw and db."""
-    tile = _finalize_tile(plan, problem, DeviceSpec.of(outputs[1 if problem.wants_dw else 2].device))
+    tile = _finalize_tile(plan, problem, DeviceSpec.of((filled.dw if problem.wants_dw else filled.db).device))
     grid = (triton.cdiv(problem.cols, tile.partial_cols) * (problem.wants_dw + problem.wants_db),)
-    return Launch(column_sum.finalize, grid, (*outputs[1:5], num_partials, problem.cols), _norm(problem), tile)
+    return Launch(column_sum.finalize, grid, (*filled[1:5], num_partials, problem.cols), _norm(problem), tile)
 
 
 def _multiwave_forward(
@@ -160,59 +180,58 @@ def _pipelined_forward(
 
 
 def _multiwave_backward(
-    plan: MultiWavePlan, call: BackwardCall, norm: Norm, outputs: tuple, ctas: int, spec: DeviceSpec
+    plan: MultiWavePlan, call: BackwardCall, norm: Norm, filled: Filled, ctas: int, spec: DeviceSpec
 ) -> list[Launch]:
-    args = (*_inputs(call), *outputs, *_sizes(call))
-    options = {"maxnreg": plan.max_registers, **_cooperative(outputs)}
+    args = (*_inputs(call), *filled[:6], *_sizes(call))
+    options = {"maxnreg": plan.max_registers, **_cooperative(filled)}
     return [Launch(multiwave.backward, (ctas,), args, norm, _tile(plan, call.problem, spec), options)]
 
 
 def _column_tile_backward(
-    plan: ColumnTilePlan, call: BackwardCall, norm: Norm, outputs: tuple, ctas: int, spec: DeviceSpec
+    plan: ColumnTilePlan, call: BackwardCall, norm: Norm, filled: Filled, ctas: int, spec: DeviceSpec
 ) -> list[Launch]:
     """The row means first, where dx is wanted; then all outputs by column tiles."""
     problem, inputs, sizes = call.problem, _inputs(call), _sizes(call)
-    launches, means = [], None
+    launches = []
     if problem.wants_dx:
-        means = torch.empty((2, call.rows), dtype=problem.acc_dtype, device=call.x.tensor.device)
         tile = _whole_row_tile(plan)
-        args = (*inputs[:-1], means, *sizes)
+        args = (*inputs[:-1], filled.row_means, *sizes)
         launches.append(Launch(multiwave.backward_row_means, (call.rows,), args, norm, tile))
     grid = (triton.cdiv(problem.cols, plan.chunk), ctas)
     tile = _column_tile(plan)
-    args = (*inputs, means, *outputs[:3], *sizes)
+    args = (*inputs, filled.row_means, *filled[:3], *sizes)
     launches.append(Launch(multiwave.backward_by_column_tiles, grid, args, norm, tile))
     return launches
 
 
 def _pipelined_backward(
-    plan: PipelinedPlan, call: BackwardCall, norm: Norm, outputs: tuple, ctas: int, spec: DeviceSpec
+    plan: PipelinedPlan, call: BackwardCall, norm: Norm, filled: Filled, ctas: int, spec: DeviceSpec
 ) -> list[Launch]:
     tile = _ring_tile(plan, call.problem, spec, cluster=plan.cluster)
-    options = _pipelined_options(plan) | _cooperative(outputs)
-    args = (*_descriptors(call, tile), *_inputs(call)[2:], *outputs, *_ring_sizes(call))
+    options = _pipelined_options(plan) | _cooperative(filled)
+    args = (*_descriptors(call, tile), *_inputs(call)[2:], *filled[:6], *_ring_sizes(call))
     return [Launch(pipelined.backward, (ctas,), args, norm, tile, options)]
 
 
 def _column_ring_backward(
-    plan: ColumnRingPlan, call: BackwardCall, norm: Norm, outputs: tuple, ctas: int, spec: DeviceSpec
+    plan: ColumnRingPlan, call: BackwardCall, norm: Norm, filled: Filled, ctas: int, spec: DeviceSpec
 ) -> list[Launch]:
     """Partials of dw and db by column tiles."""
     tile, cols = _column_ring_tile(plan, call.problem), call.problem.cols
     dy = TileDescriptor(call.grad_out, call.rows, cols, tile)
     x = TileDescriptor(call.x, call.rows, cols, tile) if norm.wants_dw else None
-    args = (dy, x, call.mean, call.rstd, *outputs[1:3], *_ring_sizes(call))
+    args = (dy, x, call.mean, call.rstd, *filled[1:3], *_ring_sizes(call))
     grid = (triton.cdiv(cols, plan.chunk), ctas)
     return [Launch(parameter_gradients.dw_and_db, grid, args, norm, tile, {"maxnreg": plan.max_registers})]
 
 
 def _warp_specialized_backward(
-    plan: WarpSpecializedPlan, call: BackwardCall, norm: Norm, outputs: tuple, ctas: int, spec: DeviceSpec
+    plan: WarpSpecializedPlan, call: BackwardCall, norm: Norm, filled: Filled, ctas: int, spec: DeviceSpec
 ) -> list[Launch]:
     groups = {"num_groups": plan.num_groups, "cached": plan.cached, "group_registers": plan.max_registers}
     tile = _ring_tile(plan, call.problem, spec, **groups)
     options = {"maxnreg": budget.entry_registers(plan)}
-    pointers = (*_inputs(call)[2:], *outputs[:3])
+    pointers = (*_inputs(call)[2:], *filled[:3])
     present = (call.rstd if pointer is None else pointer for pointer in pointers)  # a warp partition takes no None
     args = (*_descriptors(call, tile), *present, *_ring_sizes(call))
     return [Launch(warp_specialized.backward, (ctas,), args, norm, tile, options)]
@@ -222,9 +241,9 @@ def _pipelined_options(plan: PipelinedPlan) -> dict[str, int]:
     return {"maxnreg": plan.max_registers, "num_ctas": plan.cluster}
 
 
-def _cooperative(outputs: tuple) -> dict[str, bool]:
+def _cooperative(filled: Filled) -> dict[str, bool]:
     """CTAs that meet at a semaphore must all run at once."""
-    return {} if outputs[-1] is None else {"launch_cooperative_grid": True}
+    return {} if filled.meeting is None else {"launch_cooperative_grid": True}
 
 
 _FORWARD = {
@@ -349,14 +368,15 @@ def _stride(statistic: Tensor | None) -> int:
     return 0 if statistic is None else statistic.stride(0)
 
 
-def _workspace(problem: NormProblem, partials: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """[partials, cols] each for dw and db from one allocation; the second starts at a multiple of 16 bytes whatever
-    the row count is."""
+def _workspace(
+    problem: NormProblem, partials: int, means: int, device: torch.device
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """One allocation, and what is in it: [partials, cols] each for dw and db, and so many row means. Each part starts
+    at a multiple of 16 bytes whatever the row count is."""
     size = -(-partials * problem.cols // 4) * 4
-    count = problem.wants_dw + problem.wants_db
-    if count == 0:
-        return None, None
-    workspace = torch.empty(count * size, dtype=problem.acc_dtype, device=device)
-    dw = workspace[:size] if problem.wants_dw else None
-    db = workspace[-size:] if problem.wants_db else None
-    return dw, db
+    sizes = size * problem.wants_dw, size * problem.wants_db, means
+    if not any(sizes):
+        return None, None, None, None
+    workspace = torch.empty(sum(sizes), dtype=problem.acc_dtype, device=device)
+    parts = (part if part.numel() else None for part in workspace.split(sizes))
+    return workspace, *parts

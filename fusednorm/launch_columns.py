@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import re
@@ -19,7 +18,7 @@ from . import column_plan
 from .column_plan import VECTOR_BYTES, AtenSum, Choice, PortableSum, RingSum, SumPlan
 from .column_problem import ColumnSumCall, ColumnSumProblem
 from .column_reference import formula
-from .device import DeviceSpec
+from .device import DeviceSpec, current
 from .kernels import column_reduction
 from .problem import RowView
 
@@ -49,8 +48,7 @@ def column_sum(call: ColumnSumCall, choice: Choice | None = None) -> list[Tensor
     if isinstance(choice.plan, AtenSum):
         return formula([view.tensor for view in call.views], problem.total, problem.out_dtype)
     launches, outputs = prepare(call, choice)
-    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
-    with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
+    with current(device):
         for launch in launches:
             launch.run()
     return outputs

@@ -1,9 +1,9 @@
 """Launches a build that Triton has made before, without asking Triton again which build that is: 2 us instead of 11 to
 18 (Triton 3.6).
 
-A build depends on dtypes, on what is None, on the integers that its kernel is specialized by and on whether pointers
-are multiples of 16 bytes; launches with other pointers take Triton's own way. Encoded tensor maps are kept by address.
-Triton's launcher is no public interface: versions that were not tried take Triton's way always.
+A build depends on dtypes, on what is None, on the integers that its kernel is specialized by and on which pointers are
+multiples of 16 bytes. Encoded tensor maps are kept by address. Triton's launcher is no public interface: versions that
+were not tried take Triton's way always.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import triton
 from torch import Tensor
 from triton import knobs
-from triton.backends.nvidia.driver import make_tensordesc_arg
+from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST, make_tensordesc_arg
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
@@ -31,7 +31,7 @@ TRIED = triton.__version__.startswith("3.6.")
 ALIGNMENT = 16
 KEPT_TENSOR_MAPS = 1024  # of a build
 
-_builds: dict[tuple, _Build | None] = {}
+_builds: dict[tuple, Build | None] = {}
 _unspecialized: dict[int, frozenset[int]] = {}  # by kernel
 
 
@@ -116,37 +116,45 @@ class Launch:
 def run(launch: Launch, device_index: int) -> None:
     """Launch on the current stream of the current device, whose index is given."""
     key, values = _key_and_values(launch, device_index)
-    build = _builds.get(key) if key is not None else None
-    if build is not None and not launch.kernel.pre_run_hooks and not _is_hooked():
+    build = _builds.get(key)
+    if build is not None and not launch.kernel.pre_run_hooks and not build.is_hooked():
         build.run(launch.grid, values, torch._C._cuda_getCurrentRawStream(device_index))
         return
     compiled = launch.kernel[launch.grid](*launch.args, **launch.keywords())
-    if TRIED and key is not None and key not in _builds:
-        _builds[key] = _Build.of(compiled, launch)
+    if TRIED and key not in _builds:
+        _builds[key] = Build.of(compiled, launch)
 
 
-def _key_and_values(launch: Launch, device_index: int) -> tuple[tuple | None, list]:
-    """What a build depends on (None where a pointer is not aligned), and the operands with pointers as numbers."""
+def known_build(launch: Launch, device_index: int) -> tuple[Build | None, list]:
+    """The build that `run` has launched before (None where Triton itself has to launch it), and its operands as
+    `_key_and_values` has them."""
+    if not isinstance(launch.kernel, JITFunction) or launch.kernel.pre_run_hooks:
+        return None, []
+    key, values = _key_and_values(launch, device_index)
+    return _builds.get(key), values
+
+
+def _key_and_values(launch: Launch, device_index: int) -> tuple[tuple, list]:
+    """What a build depends on, and the operands with pointers as numbers."""
     kernel = launch.kernel
     # Kernels, norms and tiles are made once and kept; hashing a kernel would ask Triton for its source.
     key: list[Any] = [id(kernel), id(launch.norm), id(launch.tile), device_index]
     values: list[Any] = []
-    pointers, unspecialized = 0, _unspecialized.get(id(kernel))
+    unspecialized = _unspecialized.get(id(kernel))
     if unspecialized is None:
         unspecialized = _unspecialized[id(kernel)] = _positions_no_build_depends_on(kernel)
     for position, operand in enumerate(launch.operands):
         if isinstance(operand, Tensor):
             pointer = operand.data_ptr()
-            pointers |= pointer
             values.append(pointer)
-            key.append(operand.dtype)
+            key += (operand.dtype, pointer % ALIGNMENT == 0)
             continue
         values.append(operand)
         if isinstance(operand, DESCRIPTORS):
             key.append(operand.view.tensor.dtype)
         elif position not in unspecialized:
             key.append(operand)
-    return (None if pointers % ALIGNMENT else tuple(key)), values
+    return tuple(key), values
 
 
 def _positions_no_build_depends_on(kernel) -> frozenset[int]:
@@ -158,51 +166,88 @@ def _positions_no_build_depends_on(kernel) -> frozenset[int]:
     )
 
 
-def _is_hooked() -> bool:
-    """Whether a profiler wants to see Triton's launches."""
-    return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
+class Build:
+    """One compiled kernel with what its launcher is called with every time.
 
+    `launch(grid x, y, z, stream, *head, *values, *constants)` launches it, where each tensor map among the values is
+    followed by its shape and strides.
+    """
 
-class _Build:
-    """One compiled kernel with what its launcher is called with every time."""
+    STREAM = 3  # position of the stream in a launch's arguments
 
     @staticmethod
-    def of(compiled, launch: Launch) -> _Build | None:
+    def of(compiled, launch: Launch) -> Build | None:
         """None where the launcher would need memory of its own."""
         launcher = compiled.run
-        return None if launcher.global_scratch_size or launcher.profile_scratch_size else _Build(compiled, launch)
+        return None if launcher.global_scratch_size or launcher.profile_scratch_size else Build(compiled, launch)
 
     def __init__(self, compiled, launch: Launch):
         launcher = compiled.run
         constants = {"norm": launch.norm, "tile": launch.tile, "num_warps": launch.tile.num_warps}
         names = launch.kernel.arg_names[len(launch.operands) :]
+        self.compiled = compiled
+        self.cooperative = bool(launcher.launch_cooperative_grid)
         self._constants = [constants[name] for name in names]
         self._head = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
         self._head += (compiled.packed_metadata, None, None, None)
-        self._descriptors = getattr(compiled.metadata, "tensordesc_meta", None) or []  # operands that come first
-        self._encoded: dict[tuple, list] = {}
-        self._launch = launcher.launch
-        if self._descriptors:  # the function inside the one that encodes tensor maps
-            self._launch = inspect.getclosurevars(launcher.launch).nonlocals["launcher"]
+        self.descriptors = getattr(compiled.metadata, "tensordesc_meta", None) or []  # of operands that come first
+        self._encoded: dict[tuple, Any] = {}
+        self.launch = launcher.launch
+        if self.descriptors:  # the function inside the one that encodes tensor maps
+            self.launch = inspect.getclosurevars(launcher.launch).nonlocals["launcher"]
 
     def run(self, grid: tuple[int, ...], values: list, stream: int) -> None:
-        count = len(self._descriptors)
-        if count:
-            encoded = [each for at in range(count) for each in self._encode(at, values[at])]
-            values = [*encoded, *values[count:]]
-        self._launch(*grid, *(1, 1, 1)[len(grid) :], stream, *self._head, *values, *self._constants)
+        """Launch with the operands as `_key_and_values` has them."""
+        self.launch(*self.arguments(grid, values, stream))
 
-    def _encode(self, position: int, rows: RowDescriptor | TileDescriptor) -> list:
-        """A tensor map and its sizes, in the form that the launcher takes."""
-        pointer = rows.view.tensor.data_ptr()
-        key = position, pointer, rows.rows, rows.view.outer_stride
+    def arguments(self, grid: tuple[int, ...], values: list, stream: int) -> list:
+        """What `launch` is called with."""
+        count = len(self.descriptors)
+        if count:
+            encoded = []
+            for at in range(count):
+                shape, strides, _ = values[at].geometry()
+                encoded += [self.tensor_map(at, values[at].view.tensor.data_ptr(), shape, strides), *shape, *strides]
+            values = [*encoded, *values[count:]]
+        return [*grid, *(1, 1, 1)[len(grid) :], stream, *self._head, *values, *self._constants]
+
+    def positions(self, operands: tuple) -> list[int]:
+        """Where each operand (of a descriptor the tensor map) is among the arguments."""
+        sizes = [1 + 2 * len(o.geometry()[0]) if isinstance(o, DESCRIPTORS) else 1 for o in operands]
+        return [self.STREAM + 1 + len(self._head) + sum(sizes[:at]) for at in range(len(operands))]
+
+    def parameter_types(self) -> list[tuple[int, str]]:
+        """(position among the arguments, type by Triton's name) of all that the kernel is called with: constants are
+        not."""
+        types: list[str] = []
+        for each in self.compiled.src.signature.values():
+            if isinstance(each, str) and each.startswith("tensordesc"):
+                rank = len(self.descriptors[sum(name == "nvTmaDesc" for name in types)]["block_size"])
+                types += ["nvTmaDesc", *["i32"] * rank, *["i64"] * rank]
+            else:
+                types.append(each)
+        start = self.STREAM + 1 + len(self._head)
+        return [(position, each) for position, each in enumerate(types, start) if each != "constexpr"]
+
+    def map_geometry(self, position: int) -> tuple[int, int, list[int]]:
+        """Of the tensor map of a descriptor: bytes of an element, CUDA's number of its type, and the box of a copy."""
+        described = self.descriptors[position]
+        return described["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[described["elem_type"]], described["block_size"]
+
+    @staticmethod
+    def is_hooked() -> bool:
+        """Whether a profiler wants to see Triton's launches."""
+        return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
+
+    def tensor_map(self, position: int, pointer: int, shape: list[int], strides: list[int]):
+        """What the TMA copies of a descriptor need, in the form that `launch` takes."""
+        key = position, pointer, *shape, *strides
         encoded = self._encoded.get(key)
         if encoded is None:
             if len(self._encoded) >= KEPT_TENSOR_MAPS:
                 self._encoded.clear()
-            shape, strides, _ = rows.geometry()
             described = SimpleNamespace(
                 base=SimpleNamespace(data_ptr=lambda: pointer), shape=shape, strides=strides, padding="zero"
             )
-            encoded = self._encoded[key] = make_tensordesc_arg(described, self._descriptors[position])
+            encoded = self._encoded[key] = make_tensordesc_arg(described, self.descriptors[position])[0]
         return encoded

@@ -19,10 +19,11 @@ SPACING = 32  # int32 from word to word: a cache line each
 class Semaphores:
     """Those of one device."""
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    def __init__(self, device: int):
+        self._device = torch.device("cuda", device)
         self._free: list[Tensor] = []
         self._by_stream: dict[int, Tensor] = {}
+        self._addresses: dict[int, int] = {}
 
     def next(self, stream: int) -> Tensor | None:
         """The word for a launch on `stream`, the device's current one; None if a graph is being captured for which
@@ -38,7 +39,12 @@ class Semaphores:
                 provider.start()
                 provider.join()
             word = self._by_stream[stream] = self._free.pop()
+            self._addresses[stream] = word.data_ptr()
         return word
+
+    def address(self, stream: int) -> int | None:
+        """That of the word of a stream which has one; None while a graph is being captured, which needs its own."""
+        return None if torch.cuda.is_current_stream_capturing() else self._addresses.get(stream)
 
     def _provide(self) -> None:
         words = torch.zeros(WORDS, SPACING, dtype=torch.int32, device=self._device)
@@ -47,5 +53,5 @@ class Semaphores:
 
 
 @functools.cache
-def of_device(device: torch.device) -> Semaphores:
+def of_device(device: int) -> Semaphores:
     return Semaphores(device)

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from fusednorm import native, recipe
 from fusednorm.testing import Case, Inputs
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -126,7 +127,7 @@ MARGIN = 64  # elements: keeps every buffer as aligned as the allocator made it
 
 @contextlib.contextmanager
 def guarded_buffers() -> Iterator[list[Tensor]]:
-    """Inside, torch.empty returns NaN between margins of NaN; on leaving, the margins must be as they were.
+    """Inside, the ops allocate NaN between margins of NaN; on leaving, the margins must be as they were.
 
     So what is read before it is written, never written, or written beyond an end, shows. Yields the buffers handed out.
     """
@@ -141,7 +142,15 @@ def guarded_buffers() -> Iterator[list[Tensor]]:
     def guarded_like(tensor: Tensor) -> Tensor:
         return guarded(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
-    with mock.patch.object(torch, "empty", guarded), mock.patch.object(torch, "empty_like", guarded_like):
+    def guarded_for_recipe(shape, strides, dtype) -> Tensor:
+        return guarded(shape, dtype=dtype, device="cuda")
+
+    native.forget()  # what it repeats allocates by itself
+    with (
+        mock.patch.object(torch, "empty", guarded),
+        mock.patch.object(torch, "empty_like", guarded_like),
+        mock.patch.object(recipe, "_allocate", guarded_for_recipe),
+    ):
         yield buffers
     for buffer in buffers:
         assert buffer[:MARGIN].isnan().all(), f"a write before the start of a buffer of {buffer.numel() - 2 * MARGIN}"

@@ -66,11 +66,18 @@ def launches_of(
     return launches
 
 
-def compile_case(case: Case, device: DeviceSpec, output_mask=ALL_OUTPUTS, layout: str | None = None) -> list[str]:
-    """Compile every kernel of a case into Triton's on-disk cache; their hashes there."""
-    from fusednorm import compilation
+def compile_case(
+    case: Case,
+    device: DeviceSpec,
+    output_mask=ALL_OUTPUTS,
+    layout: str | None = None,
+    variant: str | None = None,
+) -> list[str]:
+    """Compile every kernel of a case, under force(variant), into Triton's on-disk cache; their hashes there."""
+    from fusednorm import compilation, force
 
-    launches = launches_of(case, device, output_mask, layout)
+    with force(variant):
+        launches = launches_of(case, device, output_mask, layout)
     return [compilation.compile_for(each, device.arch).hash for _, each in launches]
 
 

@@ -27,8 +27,11 @@ MAY_IMPORT = {
     },
     "modules": {"functional"},
     "functional": {"autograd"},
-    "autograd": {"ops", "problem", "reference", "forcing"},
-    "ops": {"launch", "problem", "reference"},
+    "autograd": {"native", "ops", "problem", "reference", "forcing"},
+    "ops": {"launch", "native", "problem", "recipe", "reference"},
+    "native": {"_native", "forcing", "recipe", "semaphore"},
+    "_native": set(),  # csrc/native.cpp, where it was built
+    "recipe": {"forcing", "launch", "launcher", "semaphore"},
     "reference": {"problem"},
     "launch": PLANNER | {"kernels", "launcher", "reference", "semaphore"},
     "semaphore": set(),
@@ -49,7 +52,7 @@ MAY_IMPORT = {
     "column_plan": {"budget", "cost", "legality", "column_problem", "device"},
     "column_problem": {"problem"},
     # Beside the path of a call:
-    "integrations": {"__init__", "ops", "autograd", "functional", "modules", "forcing", *PLANNER},
+    "integrations": {"__init__", "ops", "autograd", "functional", "modules", "forcing", "recipe", *PLANNER},
     "compilation": PLANNER | {"launch"},
     "warm": PLANNER | {"launch", "compilation"},
     "cost": {"plan", "problem", "device"},

@@ -52,6 +52,8 @@ JOBS = [
     (100, make_problem("rms", 1000, "fp32", grad="bf16", wants_dx=False)),
     (120, make_problem("layer", 1000, wants_dx=False, wants_dw=False)),
     (120, make_problem("layer", 128, direction="forward")),
+    (100, make_problem("layer", 128)),
+    (103, make_problem("layer", 640)),
 ]
 
 

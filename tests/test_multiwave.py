@@ -48,7 +48,7 @@ def run_forward(case: Case, inputs: Inputs, plan=None):
 
     call = check_forward(case.norm, inputs.x, case.normalized_shape, inputs.weight, inputs.bias, case.eps)
     with guarded_buffers() as buffers:
-        launches, outputs = launch.prepare_forward(call, plan)
+        launches, outputs = launch.prepare_forward(call, plan)[:2]
         assert len(buffers) >= len([output for output in outputs if output is not None])
         for each in launches:
             each.run()
@@ -62,7 +62,7 @@ def run_backward(case: Case, inputs: Inputs, mean, rstd, plan=None, mask=ALL_OUT
         case.norm, inputs.grad_out, inputs.x, case.normalized_shape, mean, rstd, inputs.weight, inputs.bias, mask
     )
     with guarded_buffers() as buffers:
-        launches, outputs = launch.prepare_backward(call, plan)
+        launches, outputs = launch.prepare_backward(call, plan)[:2]
         assert len(buffers) >= len([output for output in outputs if output is not None])
         for each in launches:
             each.run()

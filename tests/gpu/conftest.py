@@ -14,14 +14,16 @@ from fusednorm.device import DeviceSpec
 
 @pytest.fixture(scope="session", autouse=True)
 def kernels_are_compiled_in_parallel(request):
-    """Fills Triton's on-disk cache for the parameters `case`, `mask` and `layout` of the tests to come."""
+    """Fills Triton's on-disk cache for the parameters `case`, `mask`, `layout` and `variant` of the tests to come."""
     if not torch.cuda.is_available():
         return
     parameters = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    jobs = {(p["case"], p.get("mask", ALL_OUTPUTS), p.get("layout")) for p in parameters if "case" in p}
+    jobs = {
+        (p["case"], p.get("mask", ALL_OUTPUTS), p.get("layout"), p.get("variant")) for p in parameters if "case" in p
+    }
     device = DeviceSpec.of(torch.device("cuda", torch.cuda.current_device()))
     with worker_processes() as pool:
-        futures = [pool.submit(compile_case, case, device, mask, layout) for case, mask, layout in jobs]
+        futures = [pool.submit(compile_case, case, device, *how) for case, *how in jobs]
         wait(futures)
     failures = [future.exception() for future in futures if future.exception()]
     if failures:  # the tests themselves will compile, and fail, where it is the kernel's fault

@@ -1,0 +1,104 @@
+"""The optional host side in C++ (csrc/native.cpp), and what it needs of Python.
+
+It repeats recipes and records autograd's node without Python, for plain tensors on a GPU; everything else it hands to
+the functions that `install` gives it. Where it was not built, the same ops run in Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from . import forcing, recipe, semaphore
+
+try:
+    from . import _native as extension
+except ImportError as error:  # not built, or for another torch
+    extension, reason = None, str(error)
+else:
+    reason = ""
+
+OPS = ("layer_norm_fwd", "layer_norm_bwd", "rms_norm_fwd", "rms_norm_bwd")
+NAMES_OF_NUMBERS = {"i32", "i64", "fp32", "fp64"}  # Triton's names of parameter types
+
+
+def install(
+    key: str, above: list[Callable], forward: Callable, backward: Callable, statistics_gradient: Callable
+) -> None:
+    """Register the OPS in C++ at dispatch key `key` ("CUDA") and at autograd's above it.
+
+    above: what stands in for each of OPS above autograd; forward and backward: of ops.py, where a call without a recipe
+    goes; statistics_gradient: reference.statistics_backward_formula.
+    """
+
+    def forward_of(norm: str):
+        def run(x, shape, weight, bias, eps):
+            outputs = forward(norm, x, shape, weight, bias, eps)
+            return outputs, _packed(recipe.forward(norm, x, shape, weight, bias, eps))
+
+        return run
+
+    def backward_of(norm: str):
+        def run(grad_out, x, shape, mean, rstd, weight, bias, mask):
+            operands = grad_out, x, shape, mean, rstd, weight, bias, mask
+            return backward(norm, *operands), _packed(recipe.backward(norm, *operands))
+
+        return run
+
+    below = [forward_of("layer"), backward_of("layer"), forward_of("rms"), backward_of("rms")]
+    extension.install(key, above, below, statistics_gradient)
+    forcing.observe(extension.pause)  # what is forced takes Python's way
+
+
+def _packed(sighting: recipe.Sighting) -> tuple | None:
+    """The recipe of a call in the form that csrc/native.cpp takes; None where there is none."""
+    known = sighting.recipe()
+    if known is None:
+        return None
+    word = 0
+    if known.meets:
+        stream = torch._C._cuda_getCurrentRawStream(known.device)
+        word = semaphore.of_device(known.device).address(stream)
+        if word is None:
+            return None
+    return known.device, known.outputs, known.workspace, word, [_packed_step(step) for step in known.steps]
+
+
+def _packed_step(step: recipe.Step) -> tuple:
+    """(function, grid, threads, shared bytes, CTAs of a cluster, cooperative, parameters): see `step_of` there."""
+    build, arguments = step.build, step.arguments
+    num_warps, cluster, shared = build.compiled.packed_metadata
+    slots = {slot.position: ("address", slot.index, slot.offset) for slot in step.slots}
+    maps = {each.position: _packed_map(build, each) for each in step.maps}
+    parameters = []
+    for position, kind in build.parameter_types():
+        if kind == "nvTmaDesc":
+            parameters.append(maps[position])
+        elif kind.startswith("*"):
+            parameters.append(slots[position])
+        elif kind in NAMES_OF_NUMBERS:
+            parameters.append((kind, arguments[position]))
+        else:
+            raise RuntimeError(f"native: a kernel's parameter must be a pointer, a map or a number, got {kind}")
+    parameters += [("i64", 0), ("i64", 0)]  # memory for Triton's own use and its profiler's, of which we have none
+    grid = tuple(arguments[: build.STREAM])
+    return build.compiled.function, grid, 32 * num_warps, shared, cluster, build.cooperative, tuple(parameters)
+
+
+def _packed_map(build, slot: recipe.MapSlot) -> tuple:
+    """("map", index, CUDA's type, shape, strides in bytes, box), innermost first; the innermost stride is left out."""
+    element_bytes, cuda_type, box = build.map_geometry(slot.operand)
+    shape, strides = reversed(slot.shape), [element_bytes * stride for stride in reversed(slot.strides[:-1])]
+    return "map", slot.index, cuda_type, tuple(shape), tuple(strides), tuple(reversed(box))
+
+
+def repeats() -> int:
+    """How many calls have been repeated without Python; 0 where nothing was built."""
+    return extension.repeats() if extension else 0
+
+
+def forget() -> None:
+    """All recipes of the C++ side."""
+    if extension:
+        extension.forget()

@@ -1,0 +1,113 @@
+"""The shapes that schedules of this kind have been published with, or have broken on, under every variant."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from calls import run, run_backward
+from cases import BF16, FP32, NORMS, make_case
+from test_gpu_variants import planned
+
+import fusednorm
+from fusednorm import heuristics
+from fusednorm.device import DeviceSpec
+from fusednorm.problem import check_forward
+from fusednorm.testing import assert_outputs_close, make_inputs
+
+pytestmark = pytest.mark.gpu
+
+VARIANTS = ("multi_wave", "pipelined", "warp_specialized")
+DTYPES = [(BF16, BF16, BF16), (FP32, FP32, FP32)]
+EVERY_256 = [make_case(norm, (2048, cols), mix) for cols in range(1024, 8193, 256) for mix in DTYPES for norm in NORMS]
+FORWARD_WIDTHS = (768, 1024, 1280, 1536, 1600, 2048, 2560, 4096, 5120, 6656, 8192, 12288, 18432)
+FORWARDS = [
+    make_case(norm, shape, mix)
+    for shape in [*((rows, cols) for cols in FORWARD_WIDTHS for rows in (66, 2048)), (2049, 10240)]
+    for mix in DTYPES
+    for norm in NORMS
+]
+# The norms of models on which an automatic choice of schedule has failed: Gemma, Mistral, StableCode and others.
+OF_MODELS = [
+    make_case("rms", (1, 4096, 3072)),
+    make_case("layer", (147_456, 128)),
+    make_case("rms", (14, 2048, 2048)),
+    make_case("layer", (1, 16_384, 2560)),
+    make_case("layer", (16_384, 2048)),
+]
+
+
+def assert_planned(case, inputs, outputs, variant) -> None:
+    """That the variant ran, wherever it has a kernel for the width."""
+    plan = planned(case, inputs, outputs.mean, outputs.rstd)
+    assert plan.variant == variant or case.cols > 8192
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("case", EVERY_256, ids=str)
+def test_every_256th_width_is_right_and_reads_its_statistics_at_any_stride(case, variant):
+    inputs = make_inputs(case, "cuda")
+    with fusednorm.force(variant):
+        outputs = run(case, inputs)
+        assert_planned(case, inputs, outputs, variant)
+        mean, rstd = (None if s is None else s.expand(-1, 3).contiguous()[:, 1] for s in (outputs.mean, outputs.rstd))
+        again = run_backward(case, inputs, mean, rstd)
+    assert_outputs_close(outputs, case, inputs)
+    for name in ("dx", "dweight", "dbias"):
+        got, want = getattr(again, name), getattr(outputs, name)
+        assert want is None or torch.equal(got, want), name
+
+
+@pytest.mark.parametrize("variant", ["multi_wave", "pipelined"])
+@pytest.mark.parametrize("case", FORWARDS, ids=str)
+def test_forwards_of_few_and_many_rows_are_right(case, variant):
+    inputs = make_inputs(case, "cuda")
+    with fusednorm.force(variant):
+        call = check_forward(case.norm, inputs.x, case.normalized_shape, inputs.weight, inputs.bias, case.eps)
+        assert heuristics.choose(call.problem, call.rows, DeviceSpec.of(inputs.x.device)).variant == variant
+        outputs = run(case, inputs)
+    assert_outputs_close(outputs, case, inputs)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("case", OF_MODELS, ids=str)
+def test_norms_of_models_are_right(case, variant):
+    inputs = make_inputs(case, "cuda")
+    with fusednorm.force(variant):
+        outputs = run(case, inputs)
+        assert_planned(case, inputs, outputs, variant)
+    assert_outputs_close(outputs, case, inputs)
+
+
+@pytest.mark.parametrize("shape", [(1, 2048), (2048, 1), (1, 300, 1, 64), (300, 1, 1, 64), (1, 1, 1, 8)], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("norm", NORMS)
+def test_dims_of_size_one_are_right_wherever_they_stand(norm, variant, shape):
+    case = make_case(norm, shape)
+    inputs = make_inputs(case, "cuda")
+    with fusednorm.force(variant):
+        assert_outputs_close(run(case, inputs), case, inputs)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("norm", NORMS)
+def test_two_streams_at_once_do_not_meet(norm, variant):
+    """Calls of two streams, of which neither waits for the other, on data of their own."""
+    cases = [make_case(norm, (3001, 2048)), make_case(norm, (1024, 4096))]
+    inputs = [make_inputs(case, "cuda") for case in cases]
+    streams = [torch.cuda.Stream() for _ in cases]
+    with fusednorm.force(variant):
+        wanted = [run(case, each) for case, each in zip(cases, inputs, strict=True)]
+        torch.cuda.synchronize()
+        got = []
+        for _ in range(10):
+            for case, each, stream in zip(cases, inputs, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    got.append(run(case, each))
+        torch.cuda.synchronize()
+    for number, outputs in enumerate(got):
+        want = wanted[number % 2]
+        for name in ("y", "mean", "rstd", "dx", "dweight", "dbias"):
+            a, b = getattr(outputs, name), getattr(want, name)
+            assert (a is None and b is None) or torch.equal(a, b), name
+    for case, each, outputs in zip(cases, inputs, wanted, strict=True):
+        assert_outputs_close(outputs, case, each)

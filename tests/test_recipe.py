@@ -1,0 +1,262 @@
+"""Calls that look like an earlier one: what is launched for them is what would be if nothing were remembered."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import BF16, FP32, make_case
+
+from fusednorm import heuristics, recipe, semaphore
+from fusednorm.device import H200, DeviceSpec
+from fusednorm.problem import check_backward, check_forward
+from fusednorm.testing import make_inputs
+
+STREAM = 77
+WORD = 2**50
+
+
+@pytest.fixture(autouse=True)
+def cpu_tensors_stand_in_for_those_of_an_h200(monkeypatch):
+    """Kernels are not launched: the list that a test gets holds the arguments of each launch."""
+    from fusednorm import launcher
+
+    launched = []
+
+    class Build(launcher.Build):
+        def __init__(self, launch):
+            self._head, self._constants = ("head",) * 9, [launch.norm, launch.tile]
+            self.descriptors = [each for each in launch.operands if isinstance(each, launcher.DESCRIPTORS)]
+            self.launch = lambda *arguments: launched.append(list(arguments))
+
+        def tensor_map(self, position, pointer, shape, strides):
+            return "map", position, pointer, tuple(shape), tuple(strides)
+
+    def known_build(launch, device):
+        return Build(launch), [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in launch.operands]
+
+    class Words:
+        def address(self, stream):
+            return WORD
+
+    monkeypatch.setattr(launcher, "known_build", known_build)
+    monkeypatch.setattr(DeviceSpec, "of", lambda device: H200)
+    monkeypatch.setattr(recipe, "_allocate", lambda *memory: torch.empty_strided(*memory[:2], dtype=memory[2]))
+    monkeypatch.setattr(semaphore, "of_device", lambda device: Words())
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
+    recipe.forget()
+    yield launched
+    recipe.forget()
+
+
+def backward_arguments(rows=64, cols=4096, norm="layer", residual=False, mask=(True, True, True)) -> tuple:
+    """Of recipe.backward and check_backward."""
+    inputs = make_inputs(make_case(norm, (rows, cols), (BF16, FP32, BF16)))
+    layer = norm == "layer"
+    mean, rstd = (torch.randn(rows, 1) for _ in range(2))
+    mask = mask if layer else (*mask[:2], False)
+    extra = torch.randn(rows, cols, dtype=BF16) if residual else None
+    operands = inputs.grad_out, inputs.x, (cols,), mean if layer else None, rstd, inputs.weight
+    return norm, *operands, inputs.bias if layer else None, mask, extra, None
+
+
+def run_the_long_way(arguments, monkeypatch, variant=None, remember=True, meeting=None):
+    """Prepared as the first call prepares it, and remembered."""
+    from fusednorm import launch
+
+    monkeypatch.setattr(launch, "_semaphore", lambda device: meeting)
+    sighting, call = recipe.backward(*arguments), check_backward(*arguments)
+    outcome = heuristics.decide(call.problem, call.rows, H200, variant)
+    assert variant in (None, outcome.plan.variant)
+    prepared = launch.prepare_backward(call, outcome.plan)
+    if remember:
+        sighting.remember(prepared)
+    return prepared
+
+
+def launched_the_long_way(prepared):
+    from fusednorm import launcher
+
+    known = [(each.grid, *launcher.known_build(each, 0)) for each in prepared.launches]
+    return [build.arguments(grid, values, STREAM) for grid, build, values in known]
+
+
+def named(arguments: list, tensors: dict) -> list:
+    """The same with the names of tensors for their addresses."""
+    regions = [(each.data_ptr(), each.nbytes, name) for name, each in tensors.items() if each is not None]
+
+    def name_of(value):
+        if isinstance(value, tuple):
+            return tuple(name_of(each) for each in value)
+        if type(value) is not int:
+            return value
+        return next((f"{name}+{value - at}" for at, size, name in regions if at <= value < at + size), value)
+
+    return [name_of(value) for value in arguments]
+
+
+NAMES = "grad_out", "x", "mean", "rstd", "weight", "bias", "residual"
+
+
+def tensors_of(arguments, outputs, workspace) -> dict:
+    _, grad_out, x, _, mean, rstd, weight, bias, _, residual, _ = arguments
+    inputs = dict(zip(NAMES, (grad_out, x, mean, rstd, weight, bias, residual), strict=True))
+    return inputs | dict(zip(("dx", "dw", "db"), outputs, strict=True)) | {"workspace": workspace}
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize(
+    "variant, changes",
+    [
+        ("pipelined", {}),
+        ("pipelined", {"residual": True}),
+        ("pipelined", {"mask": (False, True, True), "rows": 2048}),
+        ("pipelined", {"cols": 32768}),
+        ("multi_wave", {"cols": 1000}),
+        ("multi_wave", {"mask": (True, False, False)}),
+        ("multi_wave", {"cols": 262144, "rows": 3}),
+        ("warp_specialized", {"cols": 2048}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("meets", [False, True], ids=["", "meets"])
+def test_a_second_call_is_launched_as_the_first_but_for_its_addresses(
+    norm, variant, changes, meets, cpu_tensors_stand_in_for_those_of_an_h200, monkeypatch
+):
+    launched, workspaces = cpu_tensors_stand_in_for_those_of_an_h200, []
+    meeting = torch.empty(1, dtype=torch.int32) if meets else None
+    first, second = (backward_arguments(norm=norm, **changes) for _ in range(2))
+    prepared = run_the_long_way(first, monkeypatch, variant, meeting=meeting)
+    expected = [
+        named(arguments, tensors_of(first, prepared.outputs, prepared.workspace) | {"meeting": meeting})
+        for arguments in launched_the_long_way(prepared)
+    ]
+    allocate = recipe._allocate
+    monkeypatch.setattr(recipe, "_allocate", lambda *memory: workspaces.append(allocate(*memory)) or workspaces[-1])
+    outputs = recipe.backward(*second).repeat()
+    tensors = tensors_of(second, outputs, workspaces[-1] if prepared.workspace is not None else None)
+    found = [[("meeting+0" if each == WORD else each) for each in named(arguments, tensors)] for arguments in launched]
+    assert found == expected
+    for got, want in zip(outputs, prepared.outputs, strict=True):
+        assert (got is None) == (want is None)
+        assert got is None or (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
+
+
+def test_a_forward_is_repeated_too(cpu_tensors_stand_in_for_those_of_an_h200):
+    from fusednorm import launch
+
+    launched = cpu_tensors_stand_in_for_those_of_an_h200
+    inputs = make_inputs(make_case("layer", (6, 5, 4096)))
+    arguments = "layer", inputs.x, (4096,), inputs.weight, inputs.bias, 1e-5
+    assert recipe.forward(*arguments).repeat() is None
+    recipe.forward(*arguments).remember(launch.prepare_forward(check_forward(*arguments)))
+    y, mean, rstd = recipe.forward(*arguments).repeat()
+    assert y.shape == inputs.x.shape and mean.shape == rstd.shape == (6, 5, 1)
+    expected = {each.data_ptr() for each in (y, mean, rstd, inputs.weight, inputs.bias)} | {1e-5, STREAM}
+    assert expected <= set(launched[0][:40])
+
+
+def changed(arguments: tuple, **changes) -> tuple:
+    names = "norm", "grad_out", "x", "shape", "mean", "rstd", "weight", "bias", "mask", "residual", "dx_dtype"
+    return tuple((dict(zip(names, arguments, strict=True)) | changes).values())
+
+
+def other_calls(arguments):
+    _, grad_out, x, shape, mean, rstd, weight, bias, mask, *_ = arguments
+    rows, cols = x.shape
+    wide = torch.randn(rows, cols + 8, dtype=x.dtype)[:, :cols]
+    yield "rows", changed(arguments, grad_out=grad_out[1:], x=x[1:], mean=mean[1:], rstd=rstd[1:])
+    yield "strides of x", changed(arguments, x=wide)
+    yield "strides of grad_out", changed(arguments, grad_out=wide)
+    yield "dtype of grad_out", changed(arguments, grad_out=grad_out.float())
+    yield "dtype of weight", changed(arguments, weight=weight.double())
+    yield "no bias", changed(arguments, bias=None)
+    yield "mask", changed(arguments, mask=(True, False, True))
+    yield "residual", changed(arguments, residual=torch.randn(rows, cols))
+    yield "dx_dtype", changed(arguments, dx_dtype=FP32)
+    yield "shape", changed(arguments, shape=(rows, cols))
+    yield "unaligned", changed(arguments, weight=torch.randn(cols + 1)[1:])
+    yield "norm", changed(arguments, norm="rms")
+    yield "wrong shape of rstd", changed(arguments, rstd=rstd[1:])
+
+
+def test_a_call_that_looks_different_in_anything_is_not_repeated(monkeypatch):
+    arguments = backward_arguments()
+    run_the_long_way(arguments, monkeypatch)
+    assert recipe.backward(*arguments).repeat() is not None
+    tried = [name for name, other in other_calls(arguments) if recipe.backward(*other).repeat() is None]
+    assert tried == [name for name, _ in other_calls(arguments)]
+
+
+def test_force_is_part_of_what_a_call_looks_like(monkeypatch):
+    from fusednorm import force
+
+    arguments = backward_arguments()
+    run_the_long_way(arguments, monkeypatch)
+    with force("multi_wave"):
+        assert recipe.backward(*arguments).repeat() is None
+    assert recipe.backward(*arguments).repeat() is not None
+
+
+def test_two_tensors_at_one_address_are_not_remembered(monkeypatch):
+    arguments = backward_arguments()
+    twice = changed(arguments, grad_out=arguments[2])
+    run_the_long_way(twice, monkeypatch)
+    assert recipe.backward(*twice).repeat() is None
+
+
+@pytest.mark.parametrize("operand", ["x", "grad_out", "weight", "rstd"])
+def test_what_had_to_be_copied_is_not_remembered(operand, monkeypatch):
+    arguments = backward_arguments(rows=64, cols=4096)
+    copied = {
+        "x": torch.randn(4096, 64, dtype=BF16).t(),
+        "grad_out": torch.randn(4096, 64, dtype=BF16).t(),
+        "weight": torch.randn(4096, 2)[:, 0],
+        "rstd": torch.randn(8, 8).t(),
+    }
+    arguments = changed(arguments, **{operand: copied[operand]})
+    run_the_long_way(arguments, monkeypatch)
+    assert recipe.backward(*arguments).repeat() is None
+
+
+def test_no_call_of_a_captured_graph_takes_the_word_of_its_stream(monkeypatch):
+    arguments = backward_arguments()
+    run_the_long_way(arguments, monkeypatch, meeting=torch.empty(1, dtype=torch.int32))
+    monkeypatch.setattr(semaphore.of_device(0).__class__, "address", lambda self, stream: None)
+    assert recipe.backward(*arguments).repeat() is None
+
+
+def test_profilers_that_hook_tritons_launches_see_all(monkeypatch):
+    from fusednorm import launcher
+
+    arguments = backward_arguments()
+    run_the_long_way(arguments, monkeypatch)
+    monkeypatch.setattr(launcher.Build, "is_hooked", staticmethod(lambda: True))
+    assert recipe.backward(*arguments).repeat() is None
+
+
+def test_a_gpu_that_others_hold_a_part_of_forgets_recipes_that_need_all_of_it(monkeypatch):
+    from fusednorm import launcher
+
+    arguments = backward_arguments()
+    run_the_long_way(arguments, monkeypatch)
+
+    def refuse(self, position, pointer, shape, strides):
+        raise RuntimeError(failure)
+
+    (recipe_,) = recipe._recipes.values()
+    monkeypatch.setattr(type(recipe_.steps[0].build), "tensor_map", refuse)
+    failure = "Triton Error [CUDA]: an illegal memory access was encountered"
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        recipe.backward(*arguments).repeat()
+    failure = "Triton Error [CUDA]: too many blocks in cooperative launch"
+    assert recipe.backward(*arguments).repeat() is None
+    assert not recipe._recipes
+    assert launcher.TRIED
+
+
+def test_recipes_are_bounded(monkeypatch):
+    monkeypatch.setattr(recipe, "KEPT", 3)
+    for rows in range(64, 72):
+        run_the_long_way(backward_arguments(rows=rows), monkeypatch)
+        assert 1 <= len(recipe._recipes) <= 3
