@@ -184,6 +184,37 @@ def rms_norm_bwd_residual(
         return _rms_norm_bwd_residual_op(*operands, dx_dtype=dx_dtype)
 
 
+def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
+    """y of layer_norm_fwd, differentiable; without the statistics where no gradient needs them."""
+    if torch.compiler.is_dynamo_compiling():
+        return _layer_norm_fwd_op(x, normalized_shape, weight, bias, eps)[0]
+    if native.extension:
+        y = native.extension.layer_norm(x, normalized_shape, weight, bias, eps)
+        if y is not NotImplemented:
+            return y
+    if _is_quick(x, weight, bias):
+        return ops.forward("layer", x, normalized_shape, weight, bias, eps, wants_statistics=False)[0]
+    return layer_norm_fwd(x, normalized_shape, weight, bias, eps)[0]
+
+
+def rms_norm(x, normalized_shape, weight=None, eps=None):
+    """y of rms_norm_fwd, differentiable; without the statistics where no gradient needs them."""
+    if torch.compiler.is_dynamo_compiling():
+        return _rms_norm_fwd_op(x, normalized_shape, weight, eps)[0]
+    if native.extension:
+        y = native.extension.rms_norm(x, normalized_shape, weight, eps)
+        if y is not NotImplemented:
+            return y
+    if _is_quick(x, weight):
+        return ops.forward("rms", x, normalized_shape, weight, None, eps, wants_statistics=False)[0]
+    return rms_norm_fwd(x, normalized_shape, weight, eps)[0]
+
+
+def _is_quick(*tensors: Tensor | None) -> bool:
+    """Whether only y of a forward will ever be asked for, and nobody looks on."""
+    return not _is_recorded(*tensors) and not _is_looked_into() and _is_plain(*tensors)
+
+
 def _is_looked_into() -> bool:
     """Whether a torch.func transform or forward-mode AD is active."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
@@ -225,10 +256,5 @@ for _above in (
     # vmap hands the tensors over batched, and the formula's operations have batching rules.
     ops.LIBRARY.impl(_above.__name__, _above, "FuncTorchBatchedDecomposition")
 
-# The forward ops for callers in this package: through the dispatcher where C++ is behind it, without its cost where
-# Python is.
-layer_norm, rms_norm = layer_norm_fwd, rms_norm_fwd
 if native.extension:
-    layer_norm, rms_norm = _layer_norm_fwd_op, _rms_norm_fwd_op
-    _above = [globals()[name] for name in native.OPS]
-    native.install("CUDA", _above, ops.forward, ops.backward, reference.statistics_backward_formula)
+    native.install("CUDA", [globals()[name] for name in native.OPS], ops, reference.statistics_backward_formula)

@@ -30,7 +30,7 @@ def layer_norm(
         return torch.nn.functional.layer_norm(input, normalized_shape, weight, bias, eps)
     if torch.is_autocast_enabled("cuda") and _AUTOCASTS_LAYER_NORM:
         input, weight, bias = _upcast(input), _upcast(weight), _upcast(bias)
-    return autograd.layer_norm(input, normalized_shape, weight, bias, eps)[0]
+    return autograd.layer_norm(input, normalized_shape, weight, bias, eps)
 
 
 def rms_norm(
@@ -46,7 +46,7 @@ def rms_norm(
         return torch.nn.functional.rms_norm(input, normalized_shape, weight, eps)
     if torch.is_autocast_enabled("cuda") and _AUTOCASTS_RMS_NORM:
         input, weight = _upcast(input), _upcast(weight)
-    return autograd.rms_norm(input, normalized_shape, weight, eps)[0]
+    return autograd.rms_norm(input, normalized_shape, weight, eps)
 
 
 def _has_autocast_rule(aten_op: str) -> bool:

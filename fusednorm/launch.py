@@ -59,8 +59,8 @@ class Filled(NamedTuple):
     row_means: Tensor | None
 
 
-def forward(call: ForwardCall, remember: Remember | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(y, mean, rstd); mean is None for RMSNorm. `remember` is called with what was launched."""
+def forward(call: ForwardCall, remember: Remember | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(y, mean, rstd), of which mean is None for RMSNorm, and None what is not wanted. `remember` is called with what was launched."""
     plan = heuristics.choose(call.problem, call.rows, DeviceSpec.of(call.x.tensor.device))
     if isinstance(plan, ReferencePlan):
         return reference.forward(call)
@@ -105,8 +105,8 @@ def prepare_forward(call: ForwardCall, plan: Plan | None = None) -> Prepared:
     plan = plan or heuristics.choose(problem, call.rows, spec)
     assert _is_legal(plan.variant, problem, min(call.rows, MAX_RING_ROWS + 1), spec)
     y = torch.empty(call.shape, dtype=problem.x_dtype, device=device)
-    rstd = torch.empty(call.stats_shape, dtype=problem.acc_dtype, device=device)
-    mean = torch.empty_like(rstd) if problem.norm == "layer" else None
+    rstd = torch.empty(call.stats_shape, dtype=problem.acc_dtype, device=device) if call.wants_statistics else None
+    mean = torch.empty_like(rstd) if rstd is not None and problem.norm == "layer" else None
     outputs = (y, mean, rstd)
     build, ctas = _FORWARD[type(plan)], num_ctas(plan, call.rows, problem.cols, spec)
     return Prepared(build(plan, call, _norm(problem), outputs, ctas, spec), outputs)

@@ -7,6 +7,7 @@ the functions that `install` gives it. Where it was not built, the same ops run 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -23,26 +24,22 @@ OPS = ("layer_norm_fwd", "layer_norm_bwd", "rms_norm_fwd", "rms_norm_bwd")
 NAMES_OF_NUMBERS = {"i32", "i64", "fp32", "fp64"}  # Triton's names of parameter types
 
 
-def install(
-    key: str, above: list[Callable], forward: Callable, backward: Callable, statistics_gradient: Callable
-) -> None:
+def install(key: str, above: list[Callable], ops: Any, statistics_gradient: Callable) -> None:
     """Register the OPS in C++ at dispatch key `key` ("CUDA") and at autograd's above it.
 
-    above: what stands in for each of OPS above autograd; forward and backward: of ops.py, where a call without a recipe
-    goes; statistics_gradient: reference.statistics_backward_formula.
+    above: what stands in for each of OPS above autograd; ops: has forward and backward, where a call without a recipe
+    goes (ops.py); statistics_gradient: reference.statistics_backward_formula.
     """
 
     def forward_of(norm: str):
-        def run(x, shape, weight, bias, eps):
-            outputs = forward(norm, x, shape, weight, bias, eps)
-            return outputs, _packed(recipe.forward(norm, x, shape, weight, bias, eps))
+        def run(*operands):
+            return ops.forward(norm, *operands), _packed(recipe.forward(norm, *operands))
 
         return run
 
     def backward_of(norm: str):
-        def run(grad_out, x, shape, mean, rstd, weight, bias, mask):
-            operands = grad_out, x, shape, mean, rstd, weight, bias, mask
-            return backward(norm, *operands), _packed(recipe.backward(norm, *operands))
+        def run(*operands):
+            return ops.backward(norm, *operands), _packed(recipe.backward(norm, *operands))
 
         return run
 

@@ -95,14 +95,18 @@ def rms_norm_bwd_residual(
     return backward("rms", *operands, mask, residual_grad, dx_dtype)[:2]
 
 
-def forward(norm, x, normalized_shape, weight, bias, eps) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(y, mean, rstd); mean is None for RMSNorm. Raises RuntimeError as `check_forward` does."""
+def forward(
+    norm, x, normalized_shape, weight, bias, eps, wants_statistics=True
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(y, mean, rstd); mean is None for RMSNorm, and a kernel writes no statistics that are not wanted. Raises
+    RuntimeError as `check_forward` does."""
+    operands = (x, normalized_shape, weight, bias, eps, wants_statistics)
     if not x.is_cuda:
-        return reference.forward(check_forward(norm, x, normalized_shape, weight, bias, eps))
-    sighting = recipe.forward(norm, x, normalized_shape, weight, bias, eps)
+        return reference.forward(check_forward(norm, *operands))
+    sighting = recipe.forward(norm, *operands)
     outputs = sighting.repeat()
     if outputs is None:
-        call = check_forward(norm, x, normalized_shape, weight, bias, eps)
+        call = check_forward(norm, *operands)
         if not (call.rows and call.problem.cols):
             return reference.forward(call)
         outputs = launch().forward(call, sighting.remember)

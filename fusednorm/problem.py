@@ -102,6 +102,7 @@ class ForwardCall(NamedTuple):
     shape: torch.Size  # of y
     stats_shape: tuple[int, ...]  # [..., 1, 1] as ATen shapes them
     normalized_shape: tuple[int, ...]  # of weight and bias
+    wants_statistics: bool = True  # mean and rstd, for a backward
 
 
 class BackwardCall(NamedTuple):
@@ -131,7 +132,13 @@ def resolve_eps(eps: float | None, x_dtype: torch.dtype) -> float:
 
 
 def check_forward(
-    norm: str, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float | None
+    norm: str,
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float | None,
+    wants_statistics: bool = True,
 ) -> ForwardCall:
     """Check the arguments of layer_norm_fwd (norm "layer") or rms_norm_fwd ("rms") and flatten them to rows x cols.
 
@@ -160,6 +167,7 @@ def check_forward(
         x.shape,
         stats_shape(batch_shape, normalized_shape),
         tuple(normalized_shape),
+        wants_statistics,
     )
 
 

@@ -134,9 +134,15 @@ class Sighting(NamedTuple):
 
 
 def forward(
-    norm: str, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float | None
+    norm: str,
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float | None,
+    wants_statistics: bool = True,
 ) -> Sighting:
-    return _sighting((x, weight, bias), x, "forward", norm, eps, forced_variant(), *normalized_shape)
+    return _sighting((x, weight, bias), x, "forward", norm, eps, wants_statistics, forced_variant(), *normalized_shape)
 
 
 def backward(

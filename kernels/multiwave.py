@@ -98,7 +98,7 @@ def forward(
     x_outer_stride: "i64", x_inner_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr,
 ):
-    """y, mean and rstd of the CTA's row tiles; the variance is summed from x - mean, with the row in registers."""
+    """y of the CTA's row tiles, and mean and rstd unless their pointers are None; the variance is summed from x - mean, with the row in registers."""
     weight = load_parameter(weight_ptr, cols, norm.has_weight, tile)
     bias = load_parameter(bias_ptr, cols, norm.has_bias, tile)
     step = tl.num_programs(0) * tile.rows
@@ -114,7 +114,8 @@ def forward(
             for c in tl.static_range(tile.chunks):
                 total += x[c].to(norm.acc)
             row_mean = tl.sum(total, axis=1) / cols
-            tl.store(mean_ptr + row, row_mean, mask=in_range)
+            if mean_ptr is not None:
+                tl.store(mean_ptr + row, row_mean, mask=in_range)
             mean = row_mean[:, None]
         else:
             mean = tl.full([tile.rows, 1], 0.0, norm.acc)
@@ -127,7 +128,8 @@ def forward(
                     deviation = tl.where(c * tile.chunk + tl.arange(0, tile.chunk)[None, :] < cols, deviation, 0.0)
             squares += deviation * deviation
         row_rstd = inverse_std(tl.sum(squares, axis=1) / cols, tl.full([], eps, norm.acc))
-        tl.store(rstd_ptr + row, row_rstd, mask=in_range)
+        if rstd_ptr is not None:
+            tl.store(rstd_ptr + row, row_rstd, mask=in_range)
         rstd = row_rstd[:, None]
         for c in tl.static_range(tile.chunks):
             y = normalize(x[c].to(norm.acc), mean, rstd, norm)
@@ -224,7 +226,8 @@ def forward_by_column_tiles(
         for start in range(0, cols, tile.chunk):
             total += tl.load(x_row + start + lane, mask=lane < cols - start, other=0.0).to(norm.acc)
         row_mean = tl.sum(total, axis=0) / cols
-        tl.store(mean_ptr + row, row_mean)
+        if mean_ptr is not None:
+            tl.store(mean_ptr + row, row_mean)
     squares = tl.full([tile.chunk], 0.0, norm.acc)
     for start in range(0, cols, tile.chunk):
         valid = lane < cols - start
@@ -234,7 +237,8 @@ def forward_by_column_tiles(
         squares += deviation * deviation
     mean_square = tl.sum(squares, axis=0) / cols
     rstd = inverse_std(mean_square, tl.full([], eps, norm.acc))
-    tl.store(rstd_ptr + row, rstd)
+    if rstd_ptr is not None:
+        tl.store(rstd_ptr + row, rstd)
     for start in range(0, cols, tile.chunk):
         col = start + lane
         valid = lane < cols - start

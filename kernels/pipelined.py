@@ -69,7 +69,7 @@ def forward(
     x_desc, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows, cols, eps: "fp64",
     norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr,
 ):
-    """y, mean and rstd of the CTA's row tiles. A tile is read once from its stage, which is free again as soon as the
+    """y of the CTA's row tiles, and mean and rstd unless their pointers are None. A tile is read once from its stage, which is free again as soon as the
     first row sum is."""
     exchange = open_exchange(tile)
     weight = ring.load_parameter(weight_ptr, cols, norm.has_weight, tile)
@@ -87,7 +87,8 @@ def forward(
         mean, rstd, exchange = ring.row_statistics(x, cols, eps, exchange, norm, tile)
         ahead = row + tile.num_stages * step
         fill_stage((x_desc,), rings, full, stage, ahead, ahead < rows, tile)
-        ring.store_statistics(mean_ptr, rstd_ptr, mean, rstd, row, rows, norm, tile)
+        if rstd_ptr is not None:
+            ring.store_statistics(mean_ptr, rstd_ptr, mean, rstd, row, rows, norm, tile)
         ring.store_y(y_ptr, x, mean, rstd, weight, bias, row, rows, cols, norm, tile)
         stage, phase = next_stage(stage, phase, tile)
 

@@ -54,6 +54,7 @@ JOBS = [
     (120, make_problem("layer", 128, direction="forward")),
     (100, make_problem("layer", 128)),
     (103, make_problem("layer", 640)),
+    (80, make_problem("layer", 16383, weight="none", direction="forward")),
 ]
 
 

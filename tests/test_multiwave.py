@@ -173,6 +173,23 @@ def test_rows_are_read_where_they_lie(layout, plan):
     assert_outputs_close(run(case, inputs, plan, plan), case, inputs)
 
 
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_forward_without_statistics_has_the_same_y_and_writes_nothing_else(norm, plan):
+    from fusednorm import launch
+
+    case = make_case(norm, (9, 48))
+    inputs = make_inputs(case)
+    call = check_forward(norm, inputs.x, (48,), inputs.weight, inputs.bias, case.eps, wants_statistics=False)
+    with guarded_buffers() as buffers:
+        prepared = launch.prepare_forward(call, plan)
+        for each in prepared.launches:
+            each.run()
+    assert len(buffers) == 1
+    assert prepared.outputs[1:] == (None, None)
+    assert torch.equal(prepared.outputs[0], run_forward(case, inputs, plan)[0])
+
+
 @pytest.mark.parametrize("shape", [(1, 7, 6, 8), (7, 1, 6, 8), (7, 6, 1, 8), (1, 1, 6, 8), (7, 6, 8, 1)], ids=str)
 def test_dims_of_size_one_stand_anywhere(shape):
     case = make_case("layer", shape, (FP32, FP32, FP32), normalized_ndim=2)

@@ -3,6 +3,8 @@
 // `install` is given: a call that looks like none before, a tensor subclass, a mode, a transform, a forced variant.
 // fusednorm/native.py is the other side.
 
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceGuard.h>
@@ -14,7 +16,9 @@
 #include <dlfcn.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty_strided.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
@@ -362,16 +366,18 @@ Two first_and_last(std::vector<Tensor> of) { return {std::move(of.front()), std:
 Two first_two(std::vector<Tensor> of) { return {std::move(of[0]), std::move(of[1])}; }
 
 std::vector<Tensor> run_forward(
-    Op op, const Tensor& x, SymIntArrayRef shape, const Tensor& weight, const Tensor& bias, optional<double> eps) {
+    Op op, const Tensor& x, SymIntArrayRef shape, const Tensor& weight, const Tensor& bias, optional<double> eps,
+    bool wants_statistics = true) {
   optional<Call> call;
   if (is_ordinary({x, weight, bias})) {
     call.emplace(op, as_ints(shape), eps.has_value() ? bits(*eps) : -1);
+    call->key.push_back(wants_statistics);
     for (const Tensor& each : {std::cref(x), std::cref(weight), std::cref(bias)}) call->add(each);
     if (auto outputs = repeat(call->key, call->addresses)) return std::move(*outputs);
   }
   py::gil_scoped_acquire gil;
   return go_the_long_way(op, call ? &*call : nullptr, to_python(x), to_python(shape), to_python(weight),
-                         to_python(bias), py::cast(eps));
+                         to_python(bias), py::cast(eps), wants_statistics);
 }
 
 std::vector<Tensor> run_backward(
@@ -414,16 +420,16 @@ Two rms_norm_bwd(
 
 // ------------------------------------------------------------------------------------------------ and above it
 
-// One node for both norms; LayerNorm's has mean and bias.
+// One node for both norms, of which LayerNorm's has a mean; with the statistics among its outputs or without.
 struct NormNode : torch::autograd::Function<NormNode> {
   static torch::autograd::variable_list forward(
       torch::autograd::AutogradContext* context, Op op, const Tensor& x, const std::vector<int64_t>& shape,
-      const optional<Tensor>& weight, const optional<Tensor>& bias, optional<double> eps) {
+      const optional<Tensor>& weight, const optional<Tensor>& bias, optional<double> eps, bool gives_statistics) {
     auto outputs = run_forward(op, x, c10::fromIntArrayRefUnchecked(shape), value(weight), value(bias), eps);
     context->set_materialize_grads(false);
     context->save_for_backward({x, outputs[1], outputs[2], value(weight), value(bias)});
-    context->saved_data["layer"] = op == LAYER_FWD;
     context->saved_data["shape"] = shape;
+    if (!gives_statistics) return {outputs[0]};
     if (!outputs[1].defined()) outputs.erase(outputs.begin() + 1);
     return outputs;
   }
@@ -440,14 +446,16 @@ struct NormNode : torch::autograd::Function<NormNode> {
                                         const optional<Tensor>&, std::array<bool, 2>)>();
     auto saved = context->get_saved_variables();
     const Tensor &x = saved[0], &mean = saved[1], &rstd = saved[2], &weight = saved[3], &bias = saved[4];
-    bool layer = context->saved_data["layer"].toBool();
+    bool layer = mean.defined(), has_statistics = grads.size() > 1;
     auto shape = context->saved_data["shape"].toIntVector();
     auto sizes = c10::fromIntArrayRefUnchecked(shape);
     size_t inputs = 0;  // of those that are there
     bool wants_dx = context->needs_input_grad(inputs++);
     bool wants_dw = weight.defined() && context->needs_input_grad(inputs++);
     bool wants_db = bias.defined() && context->needs_input_grad(inputs++);
-    Tensor dx, dw, db, grad_mean = layer ? grads[1] : Tensor(), grad_rstd = grads.back();
+    Tensor dx, dw, db, grad_mean, grad_rstd;
+    if (has_statistics) grad_rstd = grads.back();
+    if (has_statistics && layer) grad_mean = grads[1];
     if (grads[0].defined()) {
       if (layer) {
         std::tie(dx, dw, db) = layer_op.call(grads[0], x, sizes, mean, rstd, some(weight), some(bias),
@@ -462,7 +470,7 @@ struct NormNode : torch::autograd::Function<NormNode> {
                                                           to_python(rstd), to_python(grad_mean), to_python(grad_rstd)));
       dx = dx.defined() ? at::add(dx, more) : more;
     }
-    return {Tensor(), dx, Tensor(), dw, db, Tensor()};
+    return {Tensor(), dx, Tensor(), dw, db, Tensor(), Tensor()};
   }
 
   static optional<Tensor> some(const Tensor& tensor) {
@@ -496,7 +504,7 @@ Three layer_norm_fwd_above(
   if (is_recorded({x, weight, bias})) {
     auto ints = as_ints(shape);
     return three(NormNode::apply(
-        LAYER_FWD, x, std::vector<int64_t>(ints.begin(), ints.end()), weight_, bias_, optional<double>(eps)));
+        LAYER_FWD, x, std::vector<int64_t>(ints.begin(), ints.end()), weight_, bias_, optional<double>(eps), true));
   }
   at::AutoDispatchBelowADInplaceOrView below;
   return layer_norm_fwd(x, shape, weight_, bias_, eps);
@@ -512,7 +520,7 @@ Two rms_norm_fwd_above(
   if (is_recorded({x, weight})) {
     auto ints = as_ints(shape);
     return first_two(
-        NormNode::apply(RMS_FWD, x, std::vector<int64_t>(ints.begin(), ints.end()), weight_, optional<Tensor>(), eps));
+        NormNode::apply(RMS_FWD, x, std::vector<int64_t>(ints.begin(), ints.end()), weight_, optional<Tensor>(), eps, true));
   }
   at::AutoDispatchBelowADInplaceOrView below;
   return rms_norm_fwd(x, shape, weight_, eps);
@@ -545,6 +553,68 @@ Two rms_norm_bwd_above(
   at::AutoDispatchBelowADInplaceOrView below;
   return rms_norm_bwd(grad_out, x, shape, rstd, weight, mask);
 }
+
+// y alone, as modules ask for it: without the dispatcher, and without statistics that no backward will read. Returns
+// NotImplemented for whatever is to be looked at in Python.
+PyObject* norm_of(Op op, PyObject* const* arguments, Py_ssize_t count) {
+  bool layer = op == LAYER_FWD;
+  auto decline = [] { Py_RETURN_NOTIMPLEMENTED; };
+  if (count != (layer ? 5 : 4) || !python || at::impl::torch_function_mode_enabled() ||
+      at::autocast::is_autocast_enabled(at::kCUDA) || c10::InferenceMode::is_enabled())
+    return decline();
+  auto tensor = [](PyObject* object, optional<Tensor>& into) {
+    if (object == Py_None) return true;
+    if (!THPVariable_CheckTypeExact(Py_TYPE(object))) return false;
+    into = THPVariable_Unpack(object);
+    return true;
+  };
+  optional<Tensor> x, weight, bias;
+  if (!tensor(arguments[0], x) || !x || !tensor(arguments[2], weight) || (layer && !tensor(arguments[3], bias)))
+    return decline();
+  if (!PyTuple_Check(arguments[1])) return decline();
+  std::vector<int64_t> shape(PyTuple_GET_SIZE(arguments[1]));
+  for (size_t i = 0; i < shape.size(); ++i) {
+    PyObject* size = PyTuple_GET_ITEM(arguments[1], i);
+    if (!PyLong_CheckExact(size)) return decline();
+    shape[i] = PyLong_AsLongLong(size);
+  }
+  optional<double> eps;
+  if (PyObject* number = arguments[count - 1]; number != Py_None) {
+    if (!PyFloat_CheckExact(number)) return decline();
+    eps = PyFloat_AS_DOUBLE(number);
+  }
+  if (!is_ordinary({*x, value(weight), value(bias)}) || is_looked_into({*x, value(weight), value(bias)}))
+    return decline();
+  Tensor y;
+  {
+    py::gil_scoped_release released;
+    if (is_recorded({*x, value(weight), value(bias)})) {
+      y = NormNode::apply(op, *x, shape, weight, bias, eps, false)[0];
+    } else {
+      at::AutoDispatchBelowADInplaceOrView below;
+      y = run_forward(op, *x, c10::fromIntArrayRefUnchecked(shape), value(weight), value(bias), eps, false)[0];
+    }
+  }
+  return THPVariable_Wrap(y);
+}
+
+PyObject* layer_norm(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  return norm_of(LAYER_FWD, arguments, count);
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* rms_norm(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  return norm_of(RMS_FWD, arguments, count);
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef functions[] = {
+    {"layer_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(layer_norm)), METH_FASTCALL, nullptr},
+    {"rms_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(rms_norm)), METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
 
 // ------------------------------------------------------------------------------------------------ Python's side
 
@@ -671,6 +741,7 @@ void install(const std::string& key, const std::vector<py::object>& above, const
 }  // namespace
 
 PYBIND11_MODULE(_native, module) {
+  PyModule_AddFunctions(module.ptr(), functions);
   module.def("install", &install);
   module.def("pause", [](int by) { pauses += by; });
   module.def("repeats", [] { return repeats.load(); });

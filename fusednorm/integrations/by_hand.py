@@ -66,9 +66,9 @@ class NormByHand(nn.Module):
             weight = 1 + weight.float()
         shape, eps = x.shape[-1:], getattr(self, formula.eps_name)
         if formula.norm == "rms":
-            y = autograd.rms_norm(x, shape, weight, eps)[0]
+            y = autograd.rms_norm(x, shape, weight, eps)
         else:
-            y = autograd.layer_norm(x, shape, weight, getattr(self, "bias", None), eps)[0]
+            y = autograd.layer_norm(x, shape, weight, getattr(self, "bias", None), eps)
         return y.to(dtype)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from calls import assert_same_bits, run, run_backward
-from cases import BF16, FP16, FP32, make_case, rotate
+from cases import BF16, FP16, FP32, guarded_buffers, make_case, rotate
 
 import fusednorm
 from fusednorm import heuristics
@@ -77,6 +77,20 @@ def test_parameter_gradients_alone_by_tma_are_right(case, mask):
     assert (outputs.dweight is not None, outputs.dbias is not None) == (mask[1], mask[2] and case.norm == "layer")
     assert_outputs_close(outputs, case, inputs)
     assert_same_bits(again, outputs)
+
+
+@pytest.mark.parametrize("variant", ["multi_wave", "pipelined"])
+@pytest.mark.parametrize("case", [*rotate([(300, 768), (1031, 5120)], DTYPES[:1]), *CLUSTERS], ids=str)
+def test_a_forward_that_needs_no_gradient_writes_y_alone(case, variant):
+    inputs = make_inputs(case, "cuda")
+    norm = getattr(fusednorm.functional, f"{case.norm}_norm")
+    parameters = [inputs.weight] if case.norm == "rms" else [inputs.weight, inputs.bias]
+    with fusednorm.force(variant):
+        want = run(case, inputs).y
+        with guarded_buffers() as buffers:
+            got = norm(inputs.x, case.normalized_shape, *parameters, case.eps)
+    assert len(buffers) == 1
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("variant", TMA_VARIANTS)
