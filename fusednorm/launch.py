@@ -60,7 +60,7 @@ class Filled(NamedTuple):
 
 
 def forward(call: ForwardCall, remember: Remember | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(y, mean, rstd), of which mean is None for RMSNorm, and None what is not wanted. `remember` is called with what was launched."""
+    """(y, mean, rstd), None where not wanted; mean is None for RMSNorm. `remember` is called with what was launched."""
     plan = heuristics.choose(call.problem, call.rows, DeviceSpec.of(call.x.tensor.device))
     if isinstance(plan, ReferencePlan):
         return reference.forward(call)

@@ -98,7 +98,8 @@ def forward(
     x_outer_stride: "i64", x_inner_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr,
 ):
-    """y of the CTA's row tiles, and mean and rstd unless their pointers are None; the variance is summed from x - mean, with the row in registers."""
+    """y of the CTA's row tiles, and mean and rstd unless their pointers are None; the variance is summed from x - mean,
+    with the row in registers."""
     weight = load_parameter(weight_ptr, cols, norm.has_weight, tile)
     bias = load_parameter(bias_ptr, cols, norm.has_bias, tile)
     step = tl.num_programs(0) * tile.rows

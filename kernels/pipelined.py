@@ -69,8 +69,8 @@ def forward(
     x_desc, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows, cols, eps: "fp64",
     norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr,
 ):
-    """y of the CTA's row tiles, and mean and rstd unless their pointers are None. A tile is read once from its stage, which is free again as soon as the
-    first row sum is."""
+    """y of the CTA's row tiles, and mean and rstd unless their pointers are None. A tile is read once from its stage,
+    which is free again as soon as the first row sum is."""
     exchange = open_exchange(tile)
     weight = ring.load_parameter(weight_ptr, cols, norm.has_weight, tile)
     bias = ring.load_parameter(bias_ptr, cols, norm.has_bias, tile)
