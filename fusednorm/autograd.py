@@ -186,20 +186,20 @@ def rms_norm_bwd_residual(
 
 def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
     """y of layer_norm_fwd, differentiable; without the statistics where no gradient needs them."""
-    if torch.compiler.is_dynamo_compiling():
+    if _is_traced():
         return _layer_norm_fwd_op(x, normalized_shape, weight, bias, eps)[0]
     if native.extension:
         y = native.extension.layer_norm(x, normalized_shape, weight, bias, eps)
         if y is not NotImplemented:
             return y
-    if _is_quick(x, weight, bias):
+    if eps is not None and _is_quick(x, weight, bias):
         return ops.forward("layer", x, normalized_shape, weight, bias, eps, wants_statistics=False)[0]
     return layer_norm_fwd(x, normalized_shape, weight, bias, eps)[0]
 
 
 def rms_norm(x, normalized_shape, weight=None, eps=None):
     """y of rms_norm_fwd, differentiable; without the statistics where no gradient needs them."""
-    if torch.compiler.is_dynamo_compiling():
+    if _is_traced():
         return _rms_norm_fwd_op(x, normalized_shape, weight, eps)[0]
     if native.extension:
         y = native.extension.rms_norm(x, normalized_shape, weight, eps)
@@ -208,6 +208,11 @@ def rms_norm(x, normalized_shape, weight=None, eps=None):
     if _is_quick(x, weight):
         return ops.forward("rms", x, normalized_shape, weight, None, eps, wants_statistics=False)[0]
     return rms_norm_fwd(x, normalized_shape, weight, eps)[0]
+
+
+def _is_traced() -> bool:
+    """Whether torch.compile or torch.jit.trace writes down which ops are called."""
+    return torch.compiler.is_dynamo_compiling() or torch._C._get_tracing_state() is not None
 
 
 def _is_quick(*tensors: Tensor | None) -> bool:

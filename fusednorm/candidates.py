@@ -45,18 +45,22 @@ MULTIWAVE_CHUNK = 1024  # columns; faster than 512 by 2 to 5%, than 2048 by 1 to
 # Elements of a row tile in a thread, in bytes of x and its gradient: with half or twice as many the backward is up to
 # 25% slower. And what all tiles of a stage bring to an SM at least.
 RING_BYTES_PER_THREAD = 128
+# Where whole rows have fewer columns than this, and threads fewer sums and parameters to hold, more of them: 12000 x
+# 1536 takes 32.5 us and 39.9 us with half as many, 16384 x 768 28.8 us and 30.3 us (LayerNorm).
+FEW_COLUMNS, RING_BYTES_PER_THREAD_OF_FEW = 2048, 176
 RING_STAGE_BYTES_PER_SM = 24 * 1024
-RING_STAGES = 3  # 4 to 8 are no faster
-# Of a thread from shared memory, by norm. With twice as many LayerNorm, with half RMSNorm is 1 to 3% slower.
+# 4 to 8 are no faster in the backward, where 2 are up to 10% slower (2048 x 65536, RMSNorm); a short-lived CTA of the
+# forward is done sooner with 2: 8192 x 8192 66.7 us and 70.2 us with 3.
+RING_STAGES = {"backward": 3, "forward": 2}
+# Of a thread from shared memory, by norm. With twice as many LayerNorm, with half RMSNorm is 1 to 3% slower; a thread
+# of LayerNorm that has no more than 8 had better read them at once (1024 columns, backward: 56.7 us and 58.1 us).
 RING_COLUMNS_PER_LOAD = {"layer": 4, "rms": 8}
+COLUMNS_AT_ONCE = 8
 BUSY_WARPS = 8  # on an SM: 4 in each of two CTAs, one of which works while the other waits for a row sum, or 8 in one
 # Short-lived CTAs where several run on an SM: SMs do not run equally fast, 42 to 47 us for the same work, and who is
 # fast gets more of it. 3 to 5% in the forward (RMSNorm, 1024 to 32768 columns).
 FORWARD_WAVES = 16
 MAX_COLUMNS_PER_THREAD = 32
-# LayerNorm's forward waits for two sums in turn, so that its rows had better keep to few CTAs: 32768 columns take 70.8
-# us over two and 75.6 us over eight.
-MAX_COLUMNS_PER_THREAD_OF_TWO_SUMS = 64
 # 8 rows of 1024 columns take 39.4 us in the forward where 4 take 35.6 (LayerNorm); in the backward they win at 768.
 MAX_ROWS_PER_TILE = {"backward": 8, "forward": 4}
 # A thread holds the parameters of so many columns in registers; of more, they are faster in shared memory.
@@ -146,11 +150,19 @@ def pipelined(problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | Colum
     return _best_ring(pipelined_plans(problem, device), problem, device)
 
 
+def pipelined_alone(problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | None:
+    """The best plan with rows in one CTA each, on the threads that are fastest; None if that is too much for them."""
+    plans = (plan for plan in pipelined_plans(problem, device) if plan.cluster == 1)
+    plan = _best_ring(plans, problem, device)
+    return plan if plan is not None and all(ring_key(plan, problem, device)[:3]) else None
+
+
 def column_ring_plan(problem: NormProblem, device: DeviceSpec) -> ColumnRingPlan | None:
     """Two CTAs on an SM, with as large a tile as fits."""
     limit = budget.register_limit(32 * COLUMN_RING_WARPS * 2, device)
+    stages = RING_STAGES["backward"]
     plans = (
-        ColumnRingPlan(rows, COLUMN_RING_CHUNK, RING_STAGES, COLUMN_RING_WARPS, 2, limit) for rows in COLUMN_RING_ROWS
+        ColumnRingPlan(rows, COLUMN_RING_CHUNK, stages, COLUMN_RING_WARPS, 2, limit) for rows in COLUMN_RING_ROWS
     )
     return next((plan for plan in plans if budget.fits_shared_memory(plan, problem, device)), None)
 
@@ -170,7 +182,7 @@ def pipelined_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[Pipeli
     for num_warps, ctas_per_sm, cluster in itertools.product(WARPS, (1, 2), cluster_sizes(device)):
         limit = budget.register_limit(32 * num_warps * ctas_per_sm, device)
         waves = FORWARD_WAVES if forward and ctas_per_sm > 1 else 1
-        stages = range(1, RING_STAGES + 1)
+        stages = range(1, RING_STAGES[problem.direction] + 1)
         tiles = ring_tiles(problem, num_warps, cluster)
         for (tile, copy_chunks), num_stages, in_smem in itertools.product(tiles, stages, (False, True)):
             yield PipelinedPlan(*tile, num_stages, num_warps, ctas_per_sm, limit, in_smem, cluster, copy_chunks, waves)
@@ -209,30 +221,41 @@ def ring_tiles(problem: NormProblem, num_warps: int, cluster: int) -> Iterator[t
 
 def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
     """Larger is better: no fault; a row that is not too much for its threads; a full ring; little padding; as many
-    bytes to an SM and to a thread as are fastest; few copies; a row in one CTA, two of them at once; two streams of
-    tiles on an SM; few CTAs to a row; then as little as will do."""
+    bytes to an SM and to a thread as are fastest; few copies; a row in one CTA, if it has company; two streams of tiles
+    on an SM; few CTAs to a row; then as little as will do.
+
+    Company is another CTA on the SM, or in the backward a tile that fills threads which hold few columns each. With
+    half a row in each of two CTAs instead, 1024 x 4096 takes 3 to 8% longer; but 2048 x 8192, where threads would hold
+    32 columns, 4% less (LayerNorm 31.1 us and 32.4 us).
+    """
     streams = plan.ctas_per_sm if isinstance(plan, PipelinedPlan) else plan.num_groups
     threads = 32 * plan.num_warps
     columns = plan.chunk * plan.num_chunks  # of one CTA
     row_bytes = columns * bytes_per_element(problem)
-    two_sums = problem.norm == "layer" and problem.direction == "forward"
-    max_columns = threads * (MAX_COLUMNS_PER_THREAD_OF_TWO_SUMS if two_sums else MAX_COLUMNS_PER_THREAD)
     stage_bytes = streams * plan.rows_per_tile * row_bytes
+    tile_bytes, backward = plan.rows_per_tile * row_bytes, problem.direction == "backward"
+    fills_threads = tile_bytes >= RING_BYTES_PER_THREAD * threads and columns < MAX_COLUMNS_PER_THREAD * threads
+    has_company = streams == 2 or (backward and fills_threads)
+    at_once = backward and columns <= COLUMNS_AT_ONCE * threads
+    few = backward and plan.cluster == 1 and columns < FEW_COLUMNS
+    bytes_per_thread = RING_BYTES_PER_THREAD_OF_FEW if few else RING_BYTES_PER_THREAD
+    columns_per_load = COLUMNS_AT_ONCE if at_once else RING_COLUMNS_PER_LOAD[problem.norm]
     return (
         plan.num_stages > 1 and budget.registers(plan, problem, device) <= plan.max_registers,
-        row_bytes <= RING_BYTES_PER_THREAD * threads and columns <= max_columns,
+        row_bytes <= RING_BYTES_PER_THREAD * threads and columns <= MAX_COLUMNS_PER_THREAD * threads,
         streams * plan.num_warps == BUSY_WARPS,
-        min(plan.num_stages, RING_STAGES),
+        min(plan.num_stages, RING_STAGES[problem.direction]),
         -max(TOLERATED_PADDING, plan.cluster * columns / problem.cols),
         -max(MAX_ROWS_PER_TILE[problem.direction], plan.rows_per_tile),
         min(stage_bytes, RING_STAGE_BYTES_PER_SM),
-        -distance(plan.rows_per_tile * row_bytes / threads, RING_BYTES_PER_THREAD),
+        -distance(tile_bytes / threads, bytes_per_thread),
         -num_copies(plan),
-        min(plan.rows_per_tile, 2) if plan.cluster == 1 else 0,
-        *((-plan.cluster, streams) if two_sums else (streams, -plan.cluster)),
+        min(plan.rows_per_tile, 2) if plan.cluster == 1 and has_company else 0,
+        streams,
+        -plan.cluster,
         -stage_bytes,
         plan.weight_in_smem == (columns > MAX_COLUMNS_WITH_WEIGHT[problem.direction] * threads),
-        -distance(plan.chunk / threads, RING_COLUMNS_PER_LOAD[problem.norm]),
+        -distance(plan.chunk / threads, columns_per_load),
         -plan.copy_chunks,
     )
 

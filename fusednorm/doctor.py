@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from . import __version__
+from . import __version__, native
 from .testing import Case, assert_outputs_close, fused, make_inputs
 
 OLDEST_TORCH = (2, 11)
@@ -47,7 +48,8 @@ def run_doctor() -> int:
 
 def diagnose() -> list[Finding]:
     """All findings, each independent of the others: one broken part does not hide the next."""
-    checks = (check_versions, check_triton, check_device, check_compiler, check_cache, check_cpu_ops, check_cuda_ops)
+    machine = check_versions, check_triton, check_device, check_compiler, check_cache
+    checks = (*machine, check_native, check_cpu_ops, check_cuda_ops)
     return [finding for check in checks for finding in _guarded(check)]
 
 
@@ -118,6 +120,16 @@ def check_cache() -> list[Finding]:
     free = shutil.disk_usage(existing).free / 2**30
     text = f"{folder} for compiled kernels, {free:.1f} GiB free"
     return [Finding("ok" if free > 0.5 else "note", "cache", text)]
+
+
+def check_native() -> list[Finding]:
+    """The host side in C++."""
+    if native.extension is not None:
+        return [Finding("ok", "native", "built: ops repeat without Python")]
+    if importlib.util.find_spec(f"{__package__}._native") is not None:
+        return [Finding("note", "native", f"built, but it cannot be loaded, so all runs in Python: {native.reason}")]
+    text = "not built: pip install --no-build-isolation builds it with a C++ compiler and saves host time on a GPU"
+    return [Finding("note", "native", text)]
 
 
 def check_cpu_ops() -> list[Finding]:

@@ -4,21 +4,33 @@ For each variant: is it legal (legality.py); which of its plans fit shared memor
 (candidates.py); has that one a fault (`fault`). Of the variants without a fault, the first in the order of the `Tuning`
 for the device is chosen. `force` overrides faults and order, never legality.
 
-A plan does not depend on the row count; which plan is chosen does, at two thresholds at most.
+A plan does not depend on the row count; which plan is chosen does, at two thresholds at most, and at 2^31 rows.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from . import budget, candidates
 from .device import DeviceSpec
 from .forcing import forced_variant
 from .legality import MAX_RING_ROWS, broken_rule, capability
-from .plan import VARIANTS, ColumnRingPlan, Plan, ReferencePlan, Rejected, RingPlan, box_columns
+from .plan import (
+    VARIANTS,
+    ColumnRingPlan,
+    MultiWavePlan,
+    PipelinedPlan,
+    Plan,
+    ReferencePlan,
+    Rejected,
+    RingPlan,
+    box_columns,
+    clusters_at_once,
+    num_copies,
+)
 from .problem import NormProblem
 
 
@@ -37,6 +49,10 @@ class Tuning:
     narrowest_ring_bytes: int = 0  # of a row of x
     widest_ring_bytes: float = math.inf
     smallest_box_bytes: int = 0  # that TMA copies at a time
+    most_copies: float = math.inf  # of a row tile in one CTA, where multi-wave holds the row in registers
+    # Row tiles of a CTA that has no more: two stages are enough for it, and a row had better not be shared by CTAs.
+    tiles_of_a_short_walk: int = 0
+    tiles_of_a_short_walk_alone: int = 0  # the same where the plan for many rows shares them
 
 
 UNKNOWN = Tuning(("multi_wave",), "no other schedule has been tried on this architecture")
@@ -44,6 +60,9 @@ UNKNOWN = Tuning(("multi_wave",), "no other schedule has been tried on this arch
 # Copies in pieces of 16 bytes take twice as long as multi-wave (1000 columns: 46.7 us and 25.2), in pieces of 128 a
 # fifth longer (1600 columns: 43.0 and 36.7; H200, bfloat16 backward, 2026-11-20).
 HOPPER_BOX_BYTES = 256
+# Chunks that do not divide a row are copied one by one: 3328 columns in 7 copies take 1.58 times the floor and 1.26 by
+# multi-wave, 2816 in 3 copies 1.29 and 1.30 (LayerNorm backward); 2304 columns in 5 copies 1.30 and 1.07 (forward).
+HOPPER_COPIES = 3
 
 HOPPER_BACKWARD = Tuning(
     ("pipelined", "multi_wave"),
@@ -53,6 +72,12 @@ HOPPER_BACKWARD = Tuning(
     ring_rows_per_sm_without_dx=8,
     narrowest_ring_bytes=1536,  # 512 columns: 37.2 us and 36.7 by multi-wave, 256 columns: 52 and 34
     smallest_box_bytes=HOPPER_BOX_BYTES,
+    most_copies=HOPPER_COPIES,
+    # 1024 x 4096 takes 13.5 us and 14.1 with three stages (RMSNorm; LayerNorm 15.2 and 15.6): the first tile waits for
+    # less that was asked for after it.
+    tiles_of_a_short_walk=4,
+    # 1024 x 8192: 21.7 us, and 24.0 over two CTAs; but 2048 x 8192 32.4 us and 31.1 (LayerNorm).
+    tiles_of_a_short_walk_alone=8,
 )
 HOPPER_FORWARD = Tuning(
     ("pipelined", "multi_wave"),
@@ -60,6 +85,7 @@ HOPPER_FORWARD = Tuning(
     "(H200, bfloat16, 2026-11-20)",
     narrowest_ring_bytes=2048,  # 768 columns: 17.9 us and 15.9 by multi-wave
     smallest_box_bytes=HOPPER_BOX_BYTES,
+    most_copies=HOPPER_COPIES,
 )
 
 # Nothing has been measured on Blackwell. It is planned for by what nvFuser has published on its choice for B200: its
@@ -121,6 +147,9 @@ def decide(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | No
     best = next(variant for variant in order if outcomes[variant].plan and not outcomes[variant].fault)
     obeyed = forced is not None and outcomes[forced].plan is not None
     chosen = forced if obeyed else best
+    chosen_plan = outcomes[chosen].plan
+    if not obeyed and rows <= short_walk(chosen_plan, problem, device).most_rows:
+        chosen_plan = short_walk(chosen_plan, problem, device).plan
     reasons = {}
     for variant, (plan, fault) in outcomes.items():
         if variant == forced:
@@ -131,7 +160,7 @@ def decide(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | No
             reasons[variant] = f"{'would be ' * obeyed}chosen: {_why_best(variant, problem, device)}"
         else:
             reasons[variant] = f"could run, but {best} comes first"
-    return Decision(outcomes[chosen].plan, obeyed, reasons)
+    return Decision(chosen_plan, obeyed, reasons)
 
 
 def outcome(variant: str, problem: NormProblem, rows: int, device: DeviceSpec) -> Outcome:
@@ -184,6 +213,11 @@ def fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Re
         least = known.smallest_box_bytes
         text = f"could copy {box_bytes} bytes at once of {problem.cols} columns, and needs {least} to pay"
         return Rejected("small_boxes", text)
+    copies = num_copies(plan)
+    in_registers = isinstance(best_plan("multi_wave", problem, device), MultiWavePlan)
+    if plan.cluster == 1 and copies > known.most_copies and in_registers:
+        text = f"would copy {problem.cols} columns in {copies} pieces, and should in {known.most_copies} at most"
+        return Rejected("many_copies", text)
     return None
 
 
@@ -207,6 +241,26 @@ def least_rows(problem: NormProblem, device: DeviceSpec) -> int:
     return known.ring_rows_per_sm.get(problem.norm, 0) * device.sm_count
 
 
+class ShortWalk(NamedTuple):
+    """The plan for so few rows that no CTA gets many tiles; of rings that are not forced, which have one plan."""
+
+    most_rows: int
+    plan: Plan | None = None
+
+
+@functools.cache
+def short_walk(plan: Plan, problem: NormProblem, device: DeviceSpec) -> ShortWalk:
+    """What there is in the place of the plan for many rows."""
+    known = tuning(problem, device)
+    if not isinstance(plan, PipelinedPlan) or not known.tiles_of_a_short_walk:
+        return ShortWalk(0)
+    alone = candidates.pipelined_alone(problem, device) if plan.cluster > 1 else None
+    tiles = known.tiles_of_a_short_walk_alone if alone else known.tiles_of_a_short_walk
+    short = replace(alone or plan, num_stages=2)
+    at_once = short.ctas_per_sm * clusters_at_once(short.cluster, device)
+    return ShortWalk(tiles * short.rows_per_tile * at_once, short)
+
+
 def tuning(problem: NormProblem, device: DeviceSpec) -> Tuning:
     return TUNINGS.get((device.arch, problem.direction), UNKNOWN)
 
@@ -214,9 +268,12 @@ def tuning(problem: NormProblem, device: DeviceSpec) -> Tuning:
 @functools.cache
 def _plans_by_rows(problem: NormProblem, device: DeviceSpec, forced: str | None) -> tuple[tuple[float, Plan], ...]:
     """(most rows, plan), ascending: divided where something depends on the row count, the last without an end."""
-    few = least_rows(problem, device)
-    first_and_last = ((1, few), (few + 1, MAX_RING_ROWS), (MAX_RING_ROWS + 1, math.inf))
-    return tuple((last, decide(problem, first, device, forced).plan) for first, last in first_and_last)
+    few, short = least_rows(problem, device), 0
+    if forced is None:
+        short = short_walk(decide(problem, MAX_RING_ROWS, device).plan, problem, device).most_rows
+    lasts = sorted({few, short, MAX_RING_ROWS})
+    plans = [(last, decide(problem, last, device, forced).plan) for last in lasts if last]
+    return (*plans, (math.inf, decide(problem, MAX_RING_ROWS + 1, device, forced).plan))
 
 
 def _why_best(variant: str, problem: NormProblem, device: DeviceSpec) -> str:

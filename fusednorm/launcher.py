@@ -237,7 +237,12 @@ class Build:
     @staticmethod
     def is_hooked() -> bool:
         """Whether a profiler wants to see Triton's launches."""
-        return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
+        return any(Build.hooks())
+
+    @staticmethod
+    def hooks() -> tuple[list, list]:
+        """Triton's lists of those who want to: before a launch, and after."""
+        return knobs.runtime.launch_enter_hook.calls, knobs.runtime.launch_exit_hook.calls
 
     def tensor_map(self, position: int, pointer: int, shape: list[int], strides: list[int]):
         """What the TMA copies of a descriptor need, in the form that `launch` takes."""

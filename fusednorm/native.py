@@ -15,10 +15,12 @@ from . import forcing, recipe, semaphore
 
 try:
     from . import _native as extension
-except ImportError as error:  # not built, or for another torch
+except ImportError as error:  # not built, or for another Python
     extension, reason = None, str(error)
 else:
     reason = ""
+    if not torch.__version__.startswith(extension.torch_version):  # whose tensors may be laid out otherwise
+        extension, reason = None, f"built for torch {extension.torch_version}, found {torch.__version__}"
 
 OPS = ("layer_norm_fwd", "layer_norm_bwd", "rms_norm_fwd", "rms_norm_bwd")
 NAMES_OF_NUMBERS = {"i32", "i64", "fp32", "fp64"}  # Triton's names of parameter types
@@ -53,6 +55,7 @@ def _packed(sighting: recipe.Sighting) -> tuple | None:
     known = sighting.recipe()
     if known is None:
         return None
+    extension.watch(*known.steps[0].build.hooks())
     word = 0
     if known.meets:
         stream = torch._C._cuda_getCurrentRawStream(known.device)

@@ -15,8 +15,8 @@ from planning import ARCHITECTURES, make_problem, meta_call
 
 from fusednorm import budget
 from fusednorm.device import DeviceSpec
-from fusednorm.heuristics import outcome
-from fusednorm.plan import VARIANTS, ColumnRingPlan, Plan, RingPlan
+from fusednorm.heuristics import choices, outcome
+from fusednorm.plan import VARIANTS, ColumnRingPlan, Plan, ReferencePlan, RingPlan
 from fusednorm.problem import NormProblem
 
 MANY_ROWS = 1 << 20
@@ -24,11 +24,14 @@ ROW_PASSES = {"forward_by_column_tiles", "backward_row_means"}
 
 
 def plans_of(problem: NormProblem, device: DeviceSpec) -> Iterator[Plan]:
-    """The best plan of every variant that can run, but those that are known to spill: these run only if forced."""
+    """The plans for few rows and many, and the best of every variant that can run but those that are known to spill:
+    these run only if forced."""
+    plans = [plan for _, plan in choices(problem, device) if not isinstance(plan, ReferencePlan)]
     for variant in VARIANTS[:-1]:
         plan = outcome(variant, problem, MANY_ROWS, device).plan
         if plan is not None and budget.registers(plan, problem, device) <= budget.max_registers(plan):
-            yield plan
+            plans.append(plan)
+    yield from dict.fromkeys(plans)
 
 
 def complaints(problem: NormProblem, plan: Plan, device: DeviceSpec) -> list[str]:

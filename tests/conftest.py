@@ -9,6 +9,8 @@ import torch
 
 from fusednorm.interpreter import enable_interpreter
 
+collect_ignore = ["native"]  # test_native.py runs these, in a process of their own
+
 
 def pytest_configure(config: pytest.Config) -> None:
     # The interpreter must be chosen before triton is imported and excludes compilation in the same process: tests that

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fusednorm import doctor
+from fusednorm import doctor, native
 from fusednorm.doctor import Finding
 
 ROOT = Path(__file__).parent.parent
@@ -28,7 +28,8 @@ def test_doctor_finds_this_machine_able():
     asked = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     said = asked.stdout
     assert asked.returncode == 0, said + asked.stderr
-    for subject in ("fusednorm", "python", "torch", "triton", "device", "compiler", "cache", "cpu ops", "cuda ops"):
+    machine = "fusednorm", "python", "torch", "triton", "device", "compiler", "cache"
+    for subject in (*machine, "native", "cpu ops", "cuda ops"):
         assert f" {subject} " in said
     assert "Everything this machine can run works." in said
 
@@ -77,6 +78,23 @@ def test_a_cache_that_cannot_be_written_is_a_problem(tmp_path, monkeypatch):
     tmp_path.chmod(0o500)
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path / "cache"))
     assert doctor.check_cache()[0].status == "problem"
+
+
+def test_the_host_side_in_cpp_is_no_problem_whether_it_is_there_or_not(monkeypatch):
+    monkeypatch.setattr(native, "extension", object())
+    assert doctor.check_native() == [Finding("ok", "native", "built: ops repeat without Python")]
+    monkeypatch.setattr(native, "extension", None)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    (finding,) = doctor.check_native()
+    assert finding.status == "note" and finding.text.startswith("not built: pip install --no-build-isolation ")
+
+
+def test_a_host_side_in_cpp_that_cannot_be_loaded_says_why(monkeypatch):
+    monkeypatch.setattr(native, "extension", None)
+    monkeypatch.setattr(native, "reason", "undefined symbol: torch")
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object())
+    (finding,) = doctor.check_native()
+    assert finding.status == "note" and finding.text.endswith("in Python: undefined symbol: torch")
 
 
 def test_wrong_ops_are_a_problem(monkeypatch):

@@ -36,25 +36,28 @@ MANY_ROWS = 16384
 GOLDEN = [
     (H200, make_problem("layer", 4096), MANY_ROWS, PipelinedPlan(2, 1024, 4, 3, 8, 1, 255, False, copy_chunks=4)),
     (H200, make_problem("rms", 4096), MANY_ROWS, PipelinedPlan(2, 2048, 2, 3, 8, 1, 255, False, copy_chunks=2)),
-    (H200, make_problem("layer", 8192), MANY_ROWS, PipelinedPlan(1, 1024, 8, 3, 8, 1, 255, False, copy_chunks=8)),
+    (
+        H200, make_problem("layer", 8192), MANY_ROWS,
+        PipelinedPlan(1, 512, 8, 3, 4, 2, 255, False, cluster=2, copy_chunks=8),
+    ),
     (
         H200, make_problem("layer", 16384), MANY_ROWS,
         PipelinedPlan(1, 512, 8, 3, 4, 2, 255, False, cluster=4, copy_chunks=8),
     ),
     (
         H200, make_problem("layer", 32768, direction="forward"), MANY_ROWS,
-        PipelinedPlan(1, 2048, 8, 3, 8, 1, 255, True, cluster=2, copy_chunks=8),
+        PipelinedPlan(2, 512, 8, 2, 4, 2, 255, True, cluster=8, copy_chunks=8, waves=16),
     ),
     (
         H200, make_problem("layer", 4096, direction="forward"), MANY_ROWS,
-        PipelinedPlan(2, 512, 8, 3, 4, 2, 255, True, copy_chunks=8, waves=16),
+        PipelinedPlan(2, 512, 8, 2, 4, 2, 255, True, copy_chunks=8, waves=16),
     ),
     (H200, make_problem("layer", 2048), MANY_ROWS, PipelinedPlan(2, 512, 4, 3, 4, 2, 255, False, copy_chunks=4)),
-    (H200, make_problem("layer", 1024), MANY_ROWS, PipelinedPlan(4, 512, 2, 3, 4, 2, 255, False, copy_chunks=2)),
+    (H200, make_problem("layer", 1024), MANY_ROWS, PipelinedPlan(4, 1024, 1, 3, 4, 2, 255, False)),
     (H200, make_problem("layer", 5120), MANY_ROWS, PipelinedPlan(2, 1024, 5, 3, 8, 1, 255, False, copy_chunks=8)),
-    (H200, make_problem("layer", 4096), 1024, PipelinedPlan(2, 1024, 4, 3, 8, 1, 255, False, copy_chunks=4)),
+    (H200, make_problem("layer", 4096), 1024, PipelinedPlan(2, 1024, 4, 2, 8, 1, 255, False, copy_chunks=4)),
     (H200, make_problem("layer", 1023), MANY_ROWS, MultiWavePlan(1, 1024, 1, 4, 4, 128)),
-    (H200, make_problem("layer", 768), MANY_ROWS, PipelinedPlan(4, 256, 3, 3, 4, 2, 255, False, copy_chunks=4)),
+    (H200, make_problem("layer", 768), MANY_ROWS, PipelinedPlan(8, 256, 3, 3, 4, 2, 255, False, copy_chunks=4)),
     (H200, make_problem("layer", 128), MANY_ROWS, MultiWavePlan(32, 64, 2, 4, 2, 255)),
     (
         H200, make_problem("rms", 65536), MANY_ROWS,
@@ -72,10 +75,7 @@ GOLDEN = [
         B200, make_problem("layer", 4096), MANY_ROWS,
         WarpSpecializedPlan(2, 1024, 4, 3, 1, 8, 1, 240, False, False, copy_chunks=4),
     ),
-    (
-        B200, make_problem("layer", 1024), MANY_ROWS,
-        WarpSpecializedPlan(4, 512, 2, 4, 2, 4, 1, 240, False, False, copy_chunks=2),
-    ),
+    (B200, make_problem("layer", 1024), MANY_ROWS, WarpSpecializedPlan(4, 1024, 1, 4, 2, 4, 1, 240, False, False)),
     (B200, make_problem("layer", 4096), 1024, MultiWavePlan(1, 1024, 4, 8, 2, 128)),
     (B200, make_problem("layer", 65536), MANY_ROWS, ColumnTilePlan(1, 1024, 4, 4, 4096, 8)),
 ]
@@ -114,6 +114,28 @@ def test_gradients_of_parameters_alone_go_by_tma_from_some_rows_on():
 def test_few_rows_go_through_a_ring_on_hopper_but_not_on_blackwell(cols):
     assert isinstance(choose(make_problem("layer", cols), 64, H200), PipelinedPlan)
     assert not isinstance(choose(make_problem("layer", cols), 64, B200), RingPlan)
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_a_ring_whose_ctas_have_four_tiles_or_fewer_has_two_stages(norm):
+    problem = make_problem(norm, 4096)
+    last = 4 * 2 * H200.sm_count  # tiles of two rows, a CTA on each SM
+    assert choose(problem, last, H200).num_stages == 2
+    assert choose(problem, last + 1, H200).num_stages == 3
+    assert replace(choose(problem, last, H200), num_stages=3) == choose(problem, last + 1, H200)
+    with fusednorm.force("pipelined"):
+        assert choose(problem, last, H200) == choose(problem, last + 1, H200)
+    forward = make_problem(norm, 4096, direction="forward")
+    assert choose(forward, 1, H200) == choose(forward, MANY_ROWS, H200)
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_rows_are_shared_by_ctas_only_where_each_gets_more_than_eight(norm):
+    problem, last = make_problem(norm, 8192), 8 * H200.sm_count
+    few, many = choose(problem, last, H200), choose(problem, last + 1, H200)
+    assert (few.cluster, few.num_warps, few.num_stages) == (1, 8, 2)
+    assert (many.cluster, many.num_warps, many.num_stages) == (2, 4, 3)
+    assert choose(make_problem(norm, 32768), 1, H200).cluster == choose(make_problem(norm, 32768), 4096, H200).cluster
 
 
 @pytest.mark.parametrize("device, narrowest", [(H200, 768), (B200, 256)], ids=["H200", "B200"])
@@ -183,20 +205,15 @@ def measured() -> dict[tuple, dict]:
     return times
 
 
-# Where the one chosen is further behind, and what is ahead of it.
-SLOWER = {
-    ("backward", "layer", 8192, 3072): 1.15,  # four rows for each tile instead of two
-}
-
-
 @pytest.mark.parametrize("shape", measured(), ids=str)
 def test_of_each_variant_the_plan_is_nearly_the_fastest_measured(shape):
     variant, direction, norm, rows, cols = shape
     problem = make_problem(norm, cols, direction=direction)
-    times, plan = measured()[shape], best_plan(variant, problem, H200)
+    times, chosen = measured()[shape], choose(problem, rows, H200)
+    plan = chosen if chosen.variant == variant else best_plan(variant, problem, H200)
     assert plan in times, "a rule has changed: measure what it chooses"
-    if variant == choose(problem, rows, H200).variant:
-        assert times[plan] <= SLOWER.get(shape[1:], 1.08) * min(times.values())
+    if chosen.variant == variant:
+        assert times[plan] <= 1.08 * min(times.values())
     else:
         assert times[plan] <= 1.3 * min(times.values())
 
@@ -205,8 +222,9 @@ def test_on_the_average_the_plans_chosen_are_within_three_percent_of_the_fastest
     ratios = []
     for (variant, direction, norm, rows, cols), times in measured().items():
         problem = make_problem(norm, cols, direction=direction)
-        if variant == choose(problem, rows, H200).variant:
-            ratios.append(times[best_plan(variant, problem, H200)] / min(times.values()))
+        chosen = choose(problem, rows, H200)
+        if chosen.variant == variant:
+            ratios.append(times[chosen] / min(times.values()))
     assert len(ratios) > 50 and sum(ratios) / len(ratios) <= 1.03
 
 
@@ -384,6 +402,7 @@ RULES = {  # rule: variant, problem, rows, device that meet it
     "narrow_rows": ("pipelined", make_problem(cols=512), MANY_ROWS, H200),
     "wide_rows": ("pipelined", make_problem("layer", 32768), MANY_ROWS, B200),
     "small_boxes": ("pipelined", make_problem(cols=1600), MANY_ROWS, H200),
+    "many_copies": ("pipelined", make_problem(cols=3328), MANY_ROWS, H200),
 }
 
 

@@ -25,6 +25,8 @@ assert pathlib.Path(fusednorm.kernels.__file__).is_relative_to(sys.argv[1]), fus
 print(fusednorm.__version__)
 """
 
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None"
+
 
 def run(*command, cwd: Path, **environment: str) -> str:
     finished = subprocess.run(
@@ -35,9 +37,9 @@ def run(*command, cwd: Path, **environment: str) -> str:
 
 
 def build(kind: str, source: Path, out: Path) -> Path:
-    """The build backend itself, as pip runs it without isolation."""
+    """The build backend itself, as pip runs it in isolation: without torch, so without the extension."""
     out.mkdir(exist_ok=True)
-    code = f"from setuptools import build_meta; build_meta.build_{kind}({str(out)!r})"
+    code = f"{WITHOUT_TORCH}; from setuptools import build_meta; build_meta.build_{kind}({str(out)!r})"
     run("-c", code, cwd=source)
     (built,) = out.iterdir()
     return built
@@ -87,6 +89,14 @@ def test_wheel_holds_the_package_and_nothing_beside_it(wheel):
     kernels = {f"fusednorm/kernels/{path.name}" for path in (ROOT / "kernels").glob("*.py")}
     assert kernels | {"fusednorm/py.typed"} <= set(names)
     assert any(name.endswith("LICENSE") for name in names)
+    assert {Path(name).suffix for name in names if name.startswith("fusednorm/")} == {".py", ".typed"}
+
+
+def test_the_extension_is_built_where_torch_can_be_imported_and_may_fail():
+    asked = "from distutils.core import run_setup; print([(each.name, each.optional) for each in "
+    asked += "run_setup('setup.py', stop_after='init').ext_modules])"
+    assert run("-c", f"import setuptools; {asked}", cwd=ROOT).strip() == "[('fusednorm._native', True)]"
+    assert run("-c", f"{WITHOUT_TORCH}; import setuptools; {asked}", cwd=ROOT).strip() == "[]"
 
 
 def test_wheel_leaves_versions_open(wheel):
@@ -104,5 +114,5 @@ def test_sdist_holds_tests_bench_and_documents(sdist):
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     needed = {"tests/conftest.py", "bench/bench_norm.py", "kernels/rowmath.py", "README.md", "CHANGELOG.md", "LICENSE"}
-    assert needed | {"Makefile"} <= names
+    assert needed | {"Makefile", "fusednorm/csrc/native.cpp"} <= names
     assert not {name for name in names if name.endswith(".pyc")}

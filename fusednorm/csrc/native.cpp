@@ -21,6 +21,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
+#include <torch/version.h>
 
 #include <atomic>
 #include <cstring>
@@ -151,8 +152,16 @@ std::map<std::pair<int, uint64_t>, uint64_t> words;  // where CTAs meet, by devi
 size_t most_recipes = 8192;
 
 std::atomic<int> pauses{0};
+std::array<std::atomic<PyObject*>, 2> hooks{};  // Triton's lists of them: those who want to see its launches
 std::atomic<int64_t> repeats{0};
 bool cpu_too = false;  // so that tests need no GPU
+
+// Whether Python's way was asked for. Looks at lists without the GIL: who hooks in meanwhile was too late.
+bool is_paused() {
+  for (const auto& each : hooks)
+    if (PyObject* list = each.load(std::memory_order_relaxed); list && PyList_GET_SIZE(list)) return true;
+  return pauses.load(std::memory_order_relaxed);
+}
 
 uint64_t stream_of(at::Device device) {
   if (device.is_cpu()) return 1;  // of tests that have no GPU
@@ -287,7 +296,7 @@ bool is_plain(const Tensor& tensor) {
 }
 
 bool is_ordinary(std::initializer_list<std::reference_wrapper<const Tensor>> tensors) {
-  if (pauses.load(std::memory_order_relaxed) || c10::impl::TorchDispatchModeTLS::any_modes_set()) return false;
+  if (is_paused() || c10::impl::TorchDispatchModeTLS::any_modes_set()) return false;
   for (const Tensor& tensor : tensors)
     if (!is_plain(tensor)) return false;
   return true;
@@ -397,6 +406,17 @@ std::vector<Tensor> run_backward(
                          py::make_tuple(mask[0], mask[1], mask[2]));
 }
 
+// As problem.py checks a mask: the dispatcher's own conversion to an array has a sentence of its own.
+template <size_t N>
+std::array<bool, 3> flags(const char* op, const c10::List<bool>& mask) {
+  if (C10_UNLIKELY(mask.size() != N)) {
+    std::string got;
+    for (size_t i = 0; i < mask.size(); ++i) got += std::string(i ? ", " : "") + (mask.get(i) ? "True" : "False");
+    TORCH_CHECK(false, op, ": output_mask must have one flag per output, got [", got, "]");
+  }
+  return {mask.get(0), mask.get(1), N == 3 && mask.get(N - 1)};
+}
+
 Three layer_norm_fwd(
     const Tensor& x, SymIntArrayRef shape, const optional<Tensor>& weight, const optional<Tensor>& bias, double eps) {
   return three(run_forward(LAYER_FWD, x, shape, value(weight), value(bias), eps));
@@ -408,14 +428,16 @@ Two rms_norm_fwd(const Tensor& x, SymIntArrayRef shape, const optional<Tensor>& 
 
 Three layer_norm_bwd(
     const Tensor& grad_out, const Tensor& x, SymIntArrayRef shape, const Tensor& mean, const Tensor& rstd,
-    const optional<Tensor>& weight, const optional<Tensor>& bias, std::array<bool, 3> mask) {
-  return three(run_backward(LAYER_BWD, grad_out, x, shape, mean, rstd, value(weight), value(bias), mask));
+    const optional<Tensor>& weight, const optional<Tensor>& bias, c10::List<bool> mask) {
+  auto wanted = flags<3>("layer_norm_bwd", mask);
+  return three(run_backward(LAYER_BWD, grad_out, x, shape, mean, rstd, value(weight), value(bias), wanted));
 }
 
 Two rms_norm_bwd(
     const Tensor& grad_out, const Tensor& x, SymIntArrayRef shape, const Tensor& rstd, const optional<Tensor>& weight,
-    std::array<bool, 2> mask) {
-  return first_two(run_backward(RMS_BWD, grad_out, x, shape, {}, rstd, value(weight), {}, {mask[0], mask[1], false}));
+    c10::List<bool> mask) {
+  auto wanted = flags<2>("rms_norm_bwd", mask);
+  return first_two(run_backward(RMS_BWD, grad_out, x, shape, {}, rstd, value(weight), {}, wanted));
 }
 
 // ------------------------------------------------------------------------------------------------ and above it
@@ -424,12 +446,11 @@ Two rms_norm_bwd(
 struct NormNode : torch::autograd::Function<NormNode> {
   static torch::autograd::variable_list forward(
       torch::autograd::AutogradContext* context, Op op, const Tensor& x, const std::vector<int64_t>& shape,
-      const optional<Tensor>& weight, const optional<Tensor>& bias, optional<double> eps, bool gives_statistics) {
+      const optional<Tensor>& weight, const optional<Tensor>& bias, optional<double> eps) {
     auto outputs = run_forward(op, x, c10::fromIntArrayRefUnchecked(shape), value(weight), value(bias), eps);
     context->set_materialize_grads(false);
     context->save_for_backward({x, outputs[1], outputs[2], value(weight), value(bias)});
-    context->saved_data["shape"] = shape;
-    if (!gives_statistics) return {outputs[0]};
+    if (!weight) context->saved_data["shape"] = shape;  // a map of names is not free
     if (!outputs[1].defined()) outputs.erase(outputs.begin() + 1);
     return outputs;
   }
@@ -439,29 +460,27 @@ struct NormNode : torch::autograd::Function<NormNode> {
     static auto layer_op = c10::Dispatcher::singleton()
                                .findSchemaOrThrow("fusednorm::layer_norm_bwd", "")
                                .typed<Three(const Tensor&, const Tensor&, SymIntArrayRef, const Tensor&, const Tensor&,
-                                            const optional<Tensor>&, const optional<Tensor>&, std::array<bool, 3>)>();
+                                            const optional<Tensor>&, const optional<Tensor>&, c10::List<bool>)>();
     static auto rms_op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("fusednorm::rms_norm_bwd", "")
                              .typed<Two(const Tensor&, const Tensor&, SymIntArrayRef, const Tensor&,
-                                        const optional<Tensor>&, std::array<bool, 2>)>();
+                                        const optional<Tensor>&, c10::List<bool>)>();
     auto saved = context->get_saved_variables();
     const Tensor &x = saved[0], &mean = saved[1], &rstd = saved[2], &weight = saved[3], &bias = saved[4];
-    bool layer = mean.defined(), has_statistics = grads.size() > 1;
-    auto shape = context->saved_data["shape"].toIntVector();
+    bool layer = mean.defined();
+    auto shape = weight.defined() ? weight.sizes().vec() : context->saved_data["shape"].toIntVector();
     auto sizes = c10::fromIntArrayRefUnchecked(shape);
     size_t inputs = 0;  // of those that are there
     bool wants_dx = context->needs_input_grad(inputs++);
     bool wants_dw = weight.defined() && context->needs_input_grad(inputs++);
     bool wants_db = bias.defined() && context->needs_input_grad(inputs++);
-    Tensor dx, dw, db, grad_mean, grad_rstd;
-    if (has_statistics) grad_rstd = grads.back();
-    if (has_statistics && layer) grad_mean = grads[1];
+    Tensor dx, dw, db, grad_mean = layer ? grads[1] : Tensor(), grad_rstd = grads.back();
     if (grads[0].defined()) {
       if (layer) {
         std::tie(dx, dw, db) = layer_op.call(grads[0], x, sizes, mean, rstd, some(weight), some(bias),
-                                             {wants_dx, wants_dw, wants_db});
+                                             c10::List<bool>({wants_dx, wants_dw, wants_db}));
       } else {
-        std::tie(dx, dw) = rms_op.call(grads[0], x, sizes, rstd, some(weight), {wants_dx, wants_dw});
+        std::tie(dx, dw) = rms_op.call(grads[0], x, sizes, rstd, some(weight), c10::List<bool>({wants_dx, wants_dw}));
       }
     }
     if (wants_dx && (grad_mean.defined() || grad_rstd.defined())) {
@@ -470,7 +489,7 @@ struct NormNode : torch::autograd::Function<NormNode> {
                                                           to_python(rstd), to_python(grad_mean), to_python(grad_rstd)));
       dx = dx.defined() ? at::add(dx, more) : more;
     }
-    return {Tensor(), dx, Tensor(), dw, db, Tensor(), Tensor()};
+    return {Tensor(), dx, Tensor(), dw, db, Tensor()};
   }
 
   static optional<Tensor> some(const Tensor& tensor) {
@@ -504,7 +523,7 @@ Three layer_norm_fwd_above(
   if (is_recorded({x, weight, bias})) {
     auto ints = as_ints(shape);
     return three(NormNode::apply(
-        LAYER_FWD, x, std::vector<int64_t>(ints.begin(), ints.end()), weight_, bias_, optional<double>(eps), true));
+        LAYER_FWD, x, std::vector<int64_t>(ints.begin(), ints.end()), weight_, bias_, optional<double>(eps)));
   }
   at::AutoDispatchBelowADInplaceOrView below;
   return layer_norm_fwd(x, shape, weight_, bias_, eps);
@@ -520,7 +539,7 @@ Two rms_norm_fwd_above(
   if (is_recorded({x, weight})) {
     auto ints = as_ints(shape);
     return first_two(
-        NormNode::apply(RMS_FWD, x, std::vector<int64_t>(ints.begin(), ints.end()), weight_, optional<Tensor>(), eps, true));
+        NormNode::apply(RMS_FWD, x, std::vector<int64_t>(ints.begin(), ints.end()), weight_, optional<Tensor>(), eps));
   }
   at::AutoDispatchBelowADInplaceOrView below;
   return rms_norm_fwd(x, shape, weight_, eps);
@@ -528,14 +547,15 @@ Two rms_norm_fwd_above(
 
 Three layer_norm_bwd_above(
     const Tensor& grad_out, const Tensor& x, SymIntArrayRef shape, const Tensor& mean, const Tensor& rstd,
-    const optional<Tensor>& weight, const optional<Tensor>& bias, std::array<bool, 3> mask) {
+    const optional<Tensor>& weight, const optional<Tensor>& bias, c10::List<bool> mask) {
+  auto wanted = flags<3>("layer_norm_bwd", mask);
   if (!is_ordinary({grad_out, x, mean, rstd, value(weight), value(bias)}) ||
       is_looked_into({grad_out, x, mean, rstd, value(weight)}) ||
       is_recorded({grad_out, x, mean, rstd, value(weight)})) {
     py::gil_scoped_acquire gil;
     return three_of(ask_python_above(
         LAYER_BWD, to_python(grad_out), to_python(x), to_python(shape), to_python(mean), to_python(rstd),
-        to_python(value(weight)), to_python(value(bias)), py::make_tuple(mask[0], mask[1], mask[2])));
+        to_python(value(weight)), to_python(value(bias)), py::make_tuple(wanted[0], wanted[1], wanted[2])));
   }
   at::AutoDispatchBelowADInplaceOrView below;
   return layer_norm_bwd(grad_out, x, shape, mean, rstd, weight, bias, mask);
@@ -543,12 +563,13 @@ Three layer_norm_bwd_above(
 
 Two rms_norm_bwd_above(
     const Tensor& grad_out, const Tensor& x, SymIntArrayRef shape, const Tensor& rstd, const optional<Tensor>& weight,
-    std::array<bool, 2> mask) {
+    c10::List<bool> mask) {
+  auto wanted = flags<2>("rms_norm_bwd", mask);
   if (!is_ordinary({grad_out, x, rstd, value(weight)}) || is_looked_into({grad_out, x, rstd, value(weight)}) ||
       is_recorded({grad_out, x, rstd, value(weight)})) {
     py::gil_scoped_acquire gil;
     return two_of(ask_python_above(RMS_BWD, to_python(grad_out), to_python(x), to_python(shape), to_python(rstd),
-                                   to_python(value(weight)), py::make_tuple(mask[0], mask[1])));
+                                   to_python(value(weight)), py::make_tuple(wanted[0], wanted[1])));
   }
   at::AutoDispatchBelowADInplaceOrView below;
   return rms_norm_bwd(grad_out, x, shape, rstd, weight, mask);
@@ -576,12 +597,16 @@ PyObject* norm_of(Op op, PyObject* const* arguments, Py_ssize_t count) {
   for (size_t i = 0; i < shape.size(); ++i) {
     PyObject* size = PyTuple_GET_ITEM(arguments[1], i);
     if (!PyLong_CheckExact(size)) return decline();
-    shape[i] = PyLong_AsLongLong(size);
+    int overflow = 0;
+    shape[i] = PyLong_AsLongLongAndOverflow(size, &overflow);
+    if (overflow) return decline();
   }
   optional<double> eps;
   if (PyObject* number = arguments[count - 1]; number != Py_None) {
     if (!PyFloat_CheckExact(number)) return decline();
     eps = PyFloat_AS_DOUBLE(number);
+  } else if (layer) {
+    return decline();  // RMSNorm alone has an eps of its own
   }
   if (!is_ordinary({*x, value(weight), value(bias)}) || is_looked_into({*x, value(weight), value(bias)}))
     return decline();
@@ -589,7 +614,7 @@ PyObject* norm_of(Op op, PyObject* const* arguments, Py_ssize_t count) {
   {
     py::gil_scoped_release released;
     if (is_recorded({*x, value(weight), value(bias)})) {
-      y = NormNode::apply(op, *x, shape, weight, bias, eps, false)[0];
+      y = NormNode::apply(op, *x, shape, weight, bias, eps)[0];  // second derivatives lead through the statistics
     } else {
       at::AutoDispatchBelowADInplaceOrView below;
       y = run_forward(op, *x, c10::fromIntArrayRefUnchecked(shape), value(weight), value(bias), eps, false)[0];
@@ -741,9 +766,14 @@ void install(const std::string& key, const std::vector<py::object>& above, const
 }  // namespace
 
 PYBIND11_MODULE(_native, module) {
+  module.attr("torch_version") = TORCH_VERSION;
   PyModule_AddFunctions(module.ptr(), functions);
   module.def("install", &install);
   module.def("pause", [](int by) { pauses += by; });
+  module.def("watch", [](py::list enter, py::list exit) {
+    if (hooks[0] != enter.ptr()) hooks[0] = enter.release().ptr();  // for good
+    if (hooks[1] != exit.ptr()) hooks[1] = exit.release().ptr();
+  });
   module.def("repeats", [] { return repeats.load(); });
   module.def("forget", [] {
     std::unique_lock<std::shared_mutex> writing(mutex);

@@ -94,6 +94,15 @@ def test_autocast_gives_the_dtypes_of_the_stock_module(norm, autocast, x_dtype, 
     assert dtypes[0] == dtypes[1]
 
 
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_traced_module_follows_its_input(norm, requires_grad):
+    module = MODULES[norm][1](64, eps=1e-5, device="cuda").requires_grad_(requires_grad)
+    traced = torch.jit.trace(module, torch.randn(8, 64, device="cuda"), check_trace=False)
+    x = torch.randn(8, 64, device="cuda")
+    assert torch.equal(traced(x), module(x))
+
+
 def test_autocast_leaves_the_raw_ops_alone():
     x = torch.randn(8, 64, device="cuda", dtype=BF16)
     with torch.autocast("cuda", FP16):

@@ -1,0 +1,78 @@
+"""The driver that stands in for CUDA's, and calls that are known to the C++ host side."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from types import SimpleNamespace
+
+import fake_gpu
+import pytest
+import torch
+from cases import FP32, make_case
+from fake_gpu import CUDA_HEADER, DRIVER, STREAM, Gpu, backward, forward, known_build
+from norms import SHAPE, backward_of, forward_of, layer_norm
+
+from fusednorm import autograd, launch, launcher, native, recipe, reference, semaphore
+from fusednorm.device import H200, DeviceSpec
+from fusednorm.testing import make_inputs
+
+
+@pytest.fixture(scope="session", autouse=True)
+def driver(tmp_path_factory):
+    """Ours, and the ops of CPU tensors registered in C++ as well."""
+    assert native.extension, f"these tests need the extension: {native.reason}"
+    folder = tmp_path_factory.mktemp("driver")
+    (folder / "driver.c").write_text(DRIVER)
+    library = folder / "libcuda.so.1"
+    command = ["cc", "-shared", "-fPIC", f"-I{CUDA_HEADER}", folder / "driver.c", "-o", library]
+    subprocess.run(command, check=True)
+    native.extension.use_driver(str(library))
+    above = [getattr(autograd, name) for name in native.OPS]
+    ops = SimpleNamespace(forward=forward, backward=backward)
+    native.install("CPU", above, ops, reference.statistics_backward_formula)
+    return ctypes.CDLL(str(library))
+
+
+@pytest.fixture(autouse=True)
+def gpu(driver, monkeypatch):
+    fake_gpu.GPU = simulated = Gpu(driver)
+
+    class Words:
+        def address(self, stream):
+            assert stream == STREAM
+            return None if simulated.meeting is None else simulated.meeting.data_ptr()
+
+    monkeypatch.setattr(launcher, "known_build", known_build)
+    monkeypatch.setattr(launch, "_semaphore", lambda device: simulated.meeting)
+    monkeypatch.setattr(DeviceSpec, "of", lambda device: H200)
+    monkeypatch.setattr(semaphore, "of_device", lambda device: Words())
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
+    recipe.forget()
+    native.forget()
+    yield simulated
+    assert simulated.failure is None, simulated.failure
+
+
+@pytest.fixture
+def known_calls(gpu):
+    """A case and its inputs, whose forward and backward are repeated."""
+    case = make_case("layer", (4, 5, 40), (FP32, FP32, FP32))
+    inputs = make_inputs(case)
+    for op, arguments in (forward_of(case, inputs), backward_of(case, inputs)):
+        op(*arguments)
+        with gpu.repeating():
+            op(*arguments)
+    gpu.remembers = False
+    return case, inputs
+
+
+@pytest.fixture
+def known_norm(gpu):
+    """Inputs of SHAPE, whose LayerNorm is repeated."""
+    inputs = make_inputs(make_case("layer", SHAPE, (FP32,) * 3))
+    layer_norm(inputs)
+    with gpu.repeating():
+        layer_norm(inputs)
+    return inputs

@@ -1,0 +1,421 @@
+"""CPU tensors in the place of an H200's, so that the host side in C++ can be tried without a GPU.
+
+The driver that it launches with is one of our own: it reads a launch's parameters as the compiled kernel declares them
+and does by tensor code, in float64, what the kernel would do to the memory they point to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+import triton
+from cases import BF16, FP16, FP32, FP64
+
+from fusednorm import compilation, heuristics, launch, launcher, native, recipe, reference
+from fusednorm.device import H200
+from fusednorm.plan import ReferencePlan
+from fusednorm.problem import check_backward, check_forward
+
+STREAM = 1  # that of CPU tensors, to native.cpp
+
+
+TOO_LARGE, ILLEGAL_ADDRESS = 720, 700  # CUDA's numbers
+
+
+CUDA_HEADER = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
+
+
+MAP_DTYPES = {6: FP16, 7: FP32, 8: FP64, 9: BF16}  # by CUtensorMapDataType
+
+
+POINTED_TO = {"fp16": FP16, "bf16": BF16, "fp32": FP32, "fp64": FP64, "i32": torch.int32}
+
+
+DRIVER = r"""
+#include <cuda.h>
+#include <string.h>
+
+typedef struct {
+  uint64_t address, sizes[5], strides[4];
+  uint32_t type, rank, box[5];
+} Map;
+
+typedef int (*Launch)(const uint64_t *config, void **parameters);
+
+static Launch launch;
+static __thread CUcontext context;
+int capture_status, contexts;
+
+void on_launch(Launch does) { launch = does; }
+
+CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **parameters, void **extra) {
+  uint64_t numbers[] = {(uint64_t)function, (uint64_t)config->hStream, config->gridDimX, config->gridDimY,
+                        config->gridDimZ, config->blockDimX, config->blockDimY, config->blockDimZ,
+                        config->sharedMemBytes, 0, 1, 1, 1, 0};
+  if (!context || extra) return CUDA_ERROR_INVALID_CONTEXT;
+  for (unsigned i = 0; i < config->numAttrs; ++i) {
+    const CUlaunchAttribute *each = &config->attrs[i];
+    if (each->id == CU_LAUNCH_ATTRIBUTE_COOPERATIVE) {
+      numbers[9] = each->value.cooperative;
+    } else if (each->id == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) {
+      numbers[10] = each->value.clusterDim.x;
+      numbers[11] = each->value.clusterDim.y;
+      numbers[12] = each->value.clusterDim.z;
+    } else if (each->id == CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE) {
+      numbers[13] = each->value.clusterSchedulingPolicyPreference;
+    } else {
+      return CUDA_ERROR_NOT_SUPPORTED;
+    }
+  }
+  return launch(numbers, parameters);
+}
+
+/* Takes what Triton's driver gives, for strided memory without swizzling. */
+CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *address,
+                                const cuuint64_t *sizes, const cuuint64_t *strides, const cuuint32_t *box,
+                                const cuuint32_t *element_strides, CUtensorMapInterleave interleave,
+                                CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion,
+                                CUtensorMapFloatOOBfill fill) {
+  Map known = {(uint64_t)address};
+  if ((uint64_t)map % 64 || (uint64_t)address % 16 || rank < 2 || rank > 5) return CUDA_ERROR_INVALID_VALUE;
+  if (interleave != CU_TENSOR_MAP_INTERLEAVE_NONE || swizzle != CU_TENSOR_MAP_SWIZZLE_NONE ||
+      promotion != CU_TENSOR_MAP_L2_PROMOTION_L2_128B || fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
+    return CUDA_ERROR_INVALID_VALUE;
+  known.type = type;
+  known.rank = rank;
+  for (unsigned i = 0; i < rank; ++i) {
+    if (element_strides[i] != 1 || (i && strides[i - 1] % 16)) return CUDA_ERROR_INVALID_VALUE;
+    known.sizes[i] = sizes[i];
+    known.box[i] = box[i];
+    if (i) known.strides[i - 1] = strides[i - 1];
+  }
+  memset(map, 0, sizeof *map);
+  memcpy(map, &known, sizeof known);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
+  *status = capture_status;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuGetErrorString(CUresult error, const char **text) {
+  *text = error == CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE ? "too many blocks in cooperative launch"
+          : error == CUDA_ERROR_ILLEGAL_ADDRESS            ? "an illegal memory access was encountered"
+                                                           : 0;
+  return *text ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+CUresult cuCtxGetCurrent(CUcontext *current) {
+  *current = context;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuDevicePrimaryCtxRetain(CUcontext *primary, CUdevice device) {
+  ++contexts;
+  *primary = (CUcontext)(uint64_t)(device + 1);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuCtxSetCurrent(CUcontext given) {
+  context = given;
+  return CUDA_SUCCESS;
+}
+"""
+
+
+LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_void_p))
+
+
+class Map(ctypes.Structure):
+    """A tensor map as DRIVER encodes it: innermost first, strides in bytes and from the second on."""
+
+    _fields_ = [
+        ("address", ctypes.c_uint64),
+        ("sizes", ctypes.c_uint64 * 5),
+        ("strides", ctypes.c_uint64 * 4),
+        ("type", ctypes.c_uint32),
+        ("rank", ctypes.c_uint32),
+        ("box", ctypes.c_uint32 * 5),
+    ]
+
+    def shape(self) -> list[int]:
+        return list(self.sizes[: self.rank])[::-1]
+
+    def byte_strides(self) -> list[int]:
+        return list(self.strides[: self.rank - 1])[::-1]
+
+    def known(self) -> tuple:
+        """As `Build.tensor_map` gives it."""
+        return "map", self.address, self.type, self.shape(), self.byte_strides(), list(self.box[: self.rank])[::-1]
+
+    def rows(self) -> torch.Tensor:
+        """What it shows as [rows, cols]: of [rows, cols], [rows, boxes, box] or [chunks, rows, boxes, box]."""
+        dtype = MAP_DTYPES[self.type]
+        strides = [each // dtype.itemsize for each in self.byte_strides()]
+        tensor = at_address(self.address, dtype, self.shape(), [*strides, 1])
+        return (tensor.transpose(0, 1) if self.rank == 4 else tensor).flatten(1)
+
+
+# As the compiler declares a kernel's parameters in PTX.
+PARAMETERS = {"u32": ctypes.c_int32, "u64": ctypes.c_int64, "f32": ctypes.c_float, "f64": ctypes.c_double, "b8": Map}
+
+
+def at_address(address: int, dtype: torch.dtype, shape, strides=None) -> torch.Tensor:
+    """The memory there, strided by elements; contiguous if no strides are given."""
+    if strides is None:
+        strides = torch.empty(shape, device="meta").stride()
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    memory = (ctypes.c_char * (elements * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
+
+
+class Build(launcher.Build):
+    """A kernel as compiled for an H200, whose launches from Python are kept in `launched`."""
+
+    def __init__(self, compiled, launch):
+        super().__init__(compiled, launch)
+        self.name, self.layer = launch.kernel.__name__, launch.norm.layer
+        self.launched: list[tuple] = []
+        self.launch = lambda *arguments: self.launched.append(arguments)
+        types = re.findall(r"\.param (?:\.align \d+ )?\.(\w+)", compiled.ptx.split(".entry")[1].split(")")[0])
+        self.declared = list(zip(self._parameter_names(), types, strict=True))
+
+    def _parameter_names(self) -> list[str]:
+        names = []
+        for name, kind in self.compiled.src.signature.items():
+            rank = kind.split("]")[0].count(",") + 1
+            if kind.startswith("tensordesc"):
+                names += [name, *(f"{name}.{what}{i}" for what in ("shape", "stride") for i in range(rank))]
+            elif kind != "constexpr":
+                names.append(name)
+        return [*names, "global_scratch", "profile_scratch"]
+
+    def tensor_map(self, position, pointer, shape, strides):
+        element_bytes, cuda_type, box = self.map_geometry(position)
+        return "map", pointer, cuda_type, shape, [element_bytes * stride for stride in strides[:-1]], box
+
+
+class Config(NamedTuple):
+    """What a launch is made with beside its parameters."""
+
+    function: int
+    stream: int
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int
+    cooperative: int
+    cluster: tuple[int, int, int]
+    policy: int  # that of scheduling clusters
+
+
+class Launched(NamedTuple):
+    """What the driver got."""
+
+    build: Build
+    config: Config
+    parameters: dict[str, object]  # by the kernel's names
+
+    def tensor(self, name: str, shape, strides=None) -> torch.Tensor | None:
+        """What the parameter `{name}_ptr` points to, if the kernel has it."""
+        address = self.parameters.get(f"{name}_ptr")
+        if address is None:
+            return None
+        return at_address(address, POINTED_TO[self.build.compiled.src.signature[f"{name}_ptr"][1:]], shape, strides)
+
+    def rows(self, name: str) -> torch.Tensor | None:
+        parameters = self.parameters
+        if f"{name}_desc" in parameters:
+            return parameters[f"{name}_desc"].rows()
+        if f"{name}_ptr" not in parameters:
+            return None
+        (rows, cols), inner = self.shape(), parameters[f"{name}_inner"]
+        strides = parameters[f"{name}_outer_stride"], parameters[f"{name}_inner_stride"], 1
+        return self.tensor(name, (rows // inner, inner, cols), strides).flatten(0, 1)
+
+    def shape(self) -> tuple[int, int]:
+        return self.parameters["rows"], self.parameters["cols"]
+
+    def statistic(self, name: str) -> torch.Tensor | None:
+        return self.tensor(name, self.shape()[:1], (self.parameters.get(f"{name}_stride", 1),))
+
+
+def compute(launched: Launched) -> None:
+    """What the kernel would; of partials all is in the first row."""
+    name, cols = launched.build.name, launched.parameters["cols"]
+    if name == "finalize":
+        for each in ("dw", "db"):
+            fill(launched.tensor(each, (cols,)), launched.tensor(f"{each}_partial", (cols,)))
+    elif name.startswith("forward"):
+        weight, bias = doubles(*(launched.tensor(each, (cols,)) for each in ("weight", "bias")))
+        (x,), eps = doubles(launched.rows("x")), launched.parameters["eps"]
+        if launched.build.layer:
+            y, mean, rstd = reference.layer_norm_formula(x, (cols,), weight, bias, eps)
+            fill(launched.statistic("mean"), mean.flatten())
+        else:
+            y, rstd = reference.rms_norm_formula(x, (cols,), weight, eps)
+        fill(launched.tensor("y", launched.shape()), y)
+        fill(launched.statistic("rstd"), rstd.flatten())
+    elif name != "backward_row_means":
+        compute_backward(launched)
+
+
+def compute_backward(launched: Launched) -> None:
+    cols = launched.parameters["cols"]
+    dy, x, weight = doubles(launched.rows("dy"), launched.rows("x"), launched.tensor("weight", (cols,)))
+    mean, rstd = doubles(launched.statistic("mean"), launched.statistic("rstd"))
+    x = torch.zeros_like(dy) if x is None else x  # of a kernel that sums db alone
+    dx, *_ = reference.backward_formula(dy, x, (cols,), mean, rstd, weight, None, (True, False, False))
+    ones = torch.ones_like(x[0])
+    _, dw, db = reference.backward_formula(dy, x, (cols,), mean, rstd, ones, ones, (False, True, True))
+    fill(launched.tensor("dx", launched.shape()), dx)
+    for each, total in (("dw", dw), ("db", db)):
+        fill(launched.tensor(f"{each}_partial", (cols,)), total)
+        fill(launched.tensor(each, (cols,)), total)
+
+
+def doubles(*tensors):
+    return tuple(None if each is None else each.double() for each in tensors)
+
+
+def fill(tensor: torch.Tensor | None, values: torch.Tensor) -> None:
+    if tensor is not None:
+        tensor.copy_(values)
+
+
+class Gpu:
+    """What tests see of the machine: launches, and the calls that Python was asked for."""
+
+    def __init__(self, driver: ctypes.CDLL):
+        self.launched: list[Launched] = []
+        self.python_calls: list[tuple] = []
+        self.remembers = True  # what goes Python's way
+        self.meeting: torch.Tensor | None = torch.zeros(1, dtype=torch.int32)
+        self.result = 0  # of launches
+        self.failure: Exception | None = None
+        self.driver, self._launch = driver, LAUNCH(self._take)
+        self._capturing = ctypes.c_int.in_dll(driver, "capture_status")
+        self._capturing.value = 0
+        driver.on_launch(self._launch)
+
+    def capture(self, status: int) -> None:
+        self._capturing.value = status
+
+    def contexts(self) -> int:
+        """How many threads have been given one."""
+        return ctypes.c_int.in_dll(self.driver, "contexts").value
+
+    def _take(self, config, pointers) -> int:
+        if self.result:
+            return self.result
+        try:
+            function, stream, *numbers = config[:14]
+            shaped = tuple(numbers[:3]), tuple(numbers[3:6]), *numbers[6:8], tuple(numbers[8:11]), numbers[11]
+            build = BUILDS_BY_FUNCTION[function]
+            found = {
+                name: PARAMETERS[kind].from_address(pointers[at]) for at, (name, kind) in enumerate(build.declared)
+            }
+            values = {name: Map.from_buffer_copy(v) if isinstance(v, Map) else v.value for name, v in found.items()}
+            launched = Launched(build, Config(function, stream, *shaped), values)
+            self.launched.append(launched)
+            with torch.no_grad():
+                compute(launched)
+        except Exception as failure:  # which would be lost on its way through the driver
+            self.failure = failure
+            return ILLEGAL_ADDRESS
+        return 0
+
+    @contextlib.contextmanager
+    def repeating(self, calls: int = 1):
+        """Inside, so many calls must be repeated, and nothing go to Python."""
+        before, asked = native.repeats(), len(self.python_calls)
+        yield
+        assert (native.repeats() - before, self.python_calls[asked:]) == (calls, [])
+
+    @contextlib.contextmanager
+    def going_to_python(self, *wanted: str):
+        """Inside, nothing must be repeated, and Python be asked for these kernels."""
+        before, asked = native.repeats(), len(self.python_calls)
+        yield
+        assert (native.repeats() - before, self.directions()[asked:]) == (0, list(wanted))
+
+    def directions(self) -> list[str]:
+        return [call[0] for call in self.python_calls]
+
+
+GPU: Gpu  # of the running test
+
+
+BUILDS: dict[tuple, Build] = {}
+
+
+BUILDS_BY_FUNCTION: dict[int, Build] = {}
+
+
+GPU: Gpu | None = None  # of the test that runs; the fixture `gpu` sets it
+BUILDING = threading.Lock()
+
+
+def known_build(launch, device):
+    """As launcher.known_build, of kernels that nobody has launched."""
+    key, values = launcher._key_and_values(launch, device)
+    with BUILDING:
+        if key not in BUILDS:
+            function = 2**40 + len(BUILDS)
+            BUILDS[key] = BUILDS_BY_FUNCTION[function] = build_for(launch, function)
+    return BUILDS[key], values
+
+
+def build_for(launch, function: int) -> Build:
+    compiled = compilation.compile_for(launch, H200.arch)
+    metadata = compiled.metadata
+    assert not (metadata.launch_pdl or metadata.global_scratch_size or metadata.profile_scratch_size)
+    run = SimpleNamespace(
+        launch_cooperative_grid=metadata.launch_cooperative_grid, launch_pdl=False, launch=in_tritons_form(None)
+    )
+    known = SimpleNamespace(
+        run=run, function=function, src=compiled.src, metadata=metadata, ptx=compiled.asm["ptx"],
+        packed_metadata=compiled.packed_metadata,
+    )  # fmt: skip
+    return Build(known, launch)
+
+
+def in_tritons_form(launcher):
+    """A launcher inside a function that would encode tensor maps, where Build looks for it."""
+    return lambda *arguments: launcher(*arguments)
+
+
+def forward(norm, *operands):
+    """What ops.forward does for CUDA tensors, but for the launches."""
+    call = check_forward(norm, *operands)
+    GPU.python_calls.append(("forward", norm))
+    if GPU.remembers and call.rows and call.problem.cols:
+        remember(recipe.forward(norm, *operands), launch.prepare_forward, call)
+    return reference.forward(call)
+
+
+def backward(norm, *operands):
+    """What ops.backward does for CUDA tensors, but for the launches."""
+    call = check_backward(norm, *operands)
+    mask = call.problem.wants_dx, call.problem.wants_dw, call.problem.wants_db
+    if GPU.result == TOO_LARGE:
+        recipe.forget()  # as Python's own repetition does, which is refused too
+    GPU.python_calls.append(("backward", norm, mask))
+    if not any(mask):
+        return None, None, None
+    if GPU.remembers and call.rows and call.problem.cols:
+        remember(recipe.backward(norm, *operands), launch.prepare_backward, call)
+    return reference.backward(call)
+
+
+def remember(sighting, prepare, call) -> None:
+    plan = heuristics.choose(call.problem, call.rows, H200)
+    if not isinstance(plan, ReferencePlan):
+        sighting.remember(prepare(call, plan))

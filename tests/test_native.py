@@ -1,0 +1,109 @@
+"""The optional host side in C++: built and tried on CPU tensors, missing, and broken."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
+
+
+def run(*command, cwd: Path, site: Path | None = None) -> subprocess.CompletedProcess:
+    """Python in a process that does not interpret Triton, with the site before everything else it imports from."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if site is not None:
+        environment["PYTHONPATH"] = os.pathsep.join(map(str, (site, ROOT / "tests")))
+    command = [sys.executable, *map(str, command)]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+
+
+def copy_package(site: Path) -> Path:
+    """As it installs, without the extension."""
+    ours = shutil.ignore_patterns("__pycache__", "*.so", "csrc")
+    shutil.copytree(ROOT / "fusednorm", site / "fusednorm", ignore=ours)
+    shutil.copytree(ROOT / "kernels", site / "fusednorm" / "kernels", ignore=ours)
+    return site
+
+
+def said(code: str, site: Path) -> list[str]:
+    """The words that `code` prints in a process that imports the package from the site."""
+    asked = run("-c", code, cwd=site, site=site)
+    assert asked.returncode == 0, asked.stderr
+    return asked.stdout.split()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """The package with the extension beside it."""
+    if not (os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")):
+        pytest.skip("no C++ compiler")
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("no Triton, which has CUDA's header")
+    folder = tmp_path_factory.mktemp("native")
+    site = copy_package(folder / "site")
+    built = run("setup.py", "-q", "build_ext", "--build-lib", site, "--build-temp", folder / "temporary", cwd=ROOT)
+    assert (site / "fusednorm" / f"_native{SUFFIX}").exists(), built.stdout + built.stderr
+    return site
+
+
+def test_all_that_it_does_is_right_on_cpu_tensors(site):
+    tests = ROOT / "tests" / "native"
+    options = ["-q", "-o", f"pythonpath={site}", "-p", "no:cacheprovider", f"--confcutdir={tests}"]
+    tried = run("-m", "pytest", *options, tests, cwd=site, site=site)
+    output = tried.stdout[-20_000:] + tried.stderr[-5_000:]
+    assert tried.returncode == 0, output
+    counts = re.findall(r"(\d+) (\w+)", tried.stdout.splitlines()[-1])
+    assert {kind for _, kind in counts} <= {"passed", "warning", "warnings"}, output
+    assert int(counts[0][0]) > 0, output
+
+
+def test_importing_it_brings_no_triton_and_starts_no_cuda(site):
+    code = "import sys, torch, fusednorm; from fusednorm import native;"
+    code += "print(native.extension.__file__, 'triton' in sys.modules, torch.cuda.is_initialized())"
+    file, *answers = said(code, site)
+    assert Path(file).is_relative_to(site)
+    assert answers == ["False", "False"]
+
+
+USE = """
+import torch, fusednorm
+from fusednorm import native
+x = torch.randn(2, 8, requires_grad=True)
+y, _, _ = torch.ops.fusednorm.layer_norm_fwd(x, [8])
+y.sum().backward()
+print(native.extension, native.repeats(), y.shape == x.grad.shape)
+"""
+
+
+def test_without_it_the_package_is_pure_python(tmp_path):
+    assert said(USE, copy_package(tmp_path)) == ["None", "0", "True"]
+
+
+@pytest.mark.parametrize("content", [b"", b"no library"])
+def test_a_file_that_cannot_be_loaded_leaves_pure_python_and_a_reason(content, tmp_path):
+    file = copy_package(tmp_path) / "fusednorm" / f"_native{SUFFIX}"
+    file.write_bytes(content)
+    assert said(USE, tmp_path) == ["None", "0", "True"]
+    reason = " ".join(said("from fusednorm import native; print(native.reason)", tmp_path))
+    assert str(file) in reason
+
+
+def test_one_that_was_built_for_another_torch_is_left_alone(tmp_path):
+    (copy_package(tmp_path) / "fusednorm" / "_native.py").write_text("torch_version = '2.1.0'")
+    assert said(USE, tmp_path) == ["None", "0", "True"]
+    reason = " ".join(said("from fusednorm import native; print(native.reason)", tmp_path))
+    assert reason.startswith("built for torch 2.1.0, found ")
+
+
+def test_what_works_with_it_works_on_plain_cpu_tensors_as_well(site):
+    found, repeats, same = said(USE.replace("native.extension", "bool(native.extension)"), site)
+    assert (found, repeats, same) == ("True", "0", "True")
