@@ -67,13 +67,13 @@ def static_bytes(plan: RingPlan) -> int:
 
 
 def _partial_store_bytes(plan: RingPlan, problem: NormProblem) -> int:
-    """For dw and db on their way out, when the ring is not needed any more: Triton sets aside what a chunk of the whole
-    cluster takes, unless a thread holds the four columns that it stores."""
+    """For dw and db on their way out, when the ring is not needed any more: Triton sets aside what the adjacent columns
+    of all threads of the whole cluster take, unless these are the four that a thread stores."""
     sums = problem.wants_dw or problem.wants_db
     columns = min(16 // problem.x_dtype.itemsize, plan.chunk // (WARP_SIZE * plan.num_warps))  # adjacent, of a thread
     if not sums or columns == 4 or isinstance(plan, WarpSpecializedPlan):
         return 0
-    return 4 * plan.cluster * plan.chunk
+    return 4 * plan.cluster * columns * WARP_SIZE * plan.num_warps
 
 
 def _ring_buffers(plan: RingPlan, problem: NormProblem) -> list[Buffer]:

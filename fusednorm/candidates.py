@@ -137,7 +137,9 @@ def column_tile_plan(problem: NormProblem, device: DeviceSpec) -> ColumnTilePlan
     row_pass_chunk, row_pass_warps = row_pass
     if fp64:
         row_pass_chunk = 8 * 32 * row_pass_warps  # 8 elements a thread; of 4 it spills on sm_90
-    return ColumnTilePlan(COLUMN_TILE // chunk, chunk, num_warps, 4, min(row_pass_chunk, whole), row_pass_warps)
+    # On sm_80 a thread takes up to 131 registers, of which four CTAs of four warps have no more than 128.
+    rows_per_tile, ctas_per_sm = COLUMN_TILE // chunk, 2 if num_warps == 8 else 3 if device.arch < 90 else 4
+    return ColumnTilePlan(rows_per_tile, chunk, num_warps, ctas_per_sm, min(row_pass_chunk, whole), row_pass_warps)
 
 
 # --- Rings ---

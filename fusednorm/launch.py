@@ -57,6 +57,7 @@ class Filled(NamedTuple):
     db: Tensor | None
     meeting: Tensor | None
     row_means: Tensor | None
+    counters: Tensor | None  # of CTAs that are done with a column tile
 
 
 def forward(call: ForwardCall, remember: Remember | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -126,13 +127,14 @@ def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> Prepared:
         torch.empty(call.normalized_shape, dtype=dtype, device=device) if wanted else None
         for wanted, dtype in ((problem.wants_dw, problem.weight_dtype), (problem.wants_db, problem.bias_dtype))
     )
-    has_means = isinstance(plan, ColumnTilePlan) and problem.wants_dx
-    workspace, dw_partial, db_partial, means = _workspace(problem, partials, 2 * call.rows * has_means, device)
-    sums = problem.wants_dw or problem.wants_db
+    sums, two_passes = problem.wants_dw or problem.wants_db, isinstance(plan, ColumnTilePlan) and problem.wants_dx
+    counters = triton.cdiv(problem.cols, plan.chunk) if sums and two_passes else 0
+    workspace, *parts = _workspace(problem, partials, 2 * call.rows * two_passes, counters, device)
+    dw_partial, db_partial, means, counters = parts
     meeting = _semaphore(device) if sums and plan.sums_partials else None
-    filled = Filled(dx, dw_partial, db_partial, dw, db, meeting, means)
+    filled = Filled(dx, dw_partial, db_partial, dw, db, meeting, means, counters)
     launches = _BACKWARD[type(plan)](plan, call, _norm(problem), filled, ctas, spec)
-    if sums and meeting is None:
+    if sums and meeting is None and counters is None:
         launches.append(_finalize(plan, problem, filled, partials))
     return Prepared(launches, (dx, dw, db), workspace, meeting)
 
@@ -195,11 +197,12 @@ def _column_tile_backward(
     launches = []
     if problem.wants_dx:
         tile = _whole_row_tile(plan)
-        args = (*inputs[:-1], filled.row_means, *sizes)
+        num_counters = 0 if filled.counters is None else triton.cdiv(problem.cols, plan.chunk)
+        args = (*inputs[:-1], filled.row_means, filled.counters, num_counters, *sizes)
         launches.append(Launch(multiwave.backward_row_means, (call.rows,), args, norm, tile))
     grid = (triton.cdiv(problem.cols, plan.chunk), ctas)
     tile = _column_tile(plan)
-    args = (*inputs, filled.row_means, *filled[:3], *sizes)
+    args = (*inputs, filled.row_means, *filled[:5], filled.counters, *sizes)
     launches.append(Launch(multiwave.backward_by_column_tiles, grid, args, norm, tile))
     return launches
 
@@ -369,14 +372,18 @@ def _stride(statistic: Tensor | None) -> int:
 
 
 def _workspace(
-    problem: NormProblem, partials: int, means: int, device: torch.device
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """One allocation, and what is in it: [partials, cols] each for dw and db, and so many row means. Each part starts
-    at a multiple of 16 bytes whatever the row count is."""
-    size = -(-partials * problem.cols // 4) * 4
-    sizes = size * problem.wants_dw, size * problem.wants_db, means
+    problem: NormProblem, partials: int, means: int, counters: int, device: torch.device
+) -> tuple[Tensor | None, ...]:
+    """One allocation, and what is in it: [partials, cols] each for dw and db, so many row means, and so many counters
+    (int32). Each part starts at a multiple of 16 bytes whatever the row count is."""
+    partials = _aligned(partials * problem.cols)
+    sizes = partials * problem.wants_dw, partials * problem.wants_db, _aligned(means), counters
     if not any(sizes):
-        return None, None, None, None
+        return None, None, None, None, None
     workspace = torch.empty(sum(sizes), dtype=problem.acc_dtype, device=device)
-    parts = (part if part.numel() else None for part in workspace.split(sizes))
-    return workspace, *parts
+    dw, db, means, counters = (part if part.numel() else None for part in workspace.split(sizes))
+    return workspace, dw, db, means, None if counters is None else counters.view(torch.int32)
+
+
+def _aligned(elements: int) -> int:
+    return -(-elements // 4) * 4

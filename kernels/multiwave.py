@@ -252,16 +252,21 @@ def forward_by_column_tiles(
         tl.store(y_row + col, y.to(y_ptr.dtype.element_ty), mask=valid)
 
 
-@triton.jit(do_not_specialize=["rows", "x_inner", "dy_inner"])
+@triton.jit(do_not_specialize=["num_counters", "rows", "x_inner", "dy_inner"])
 def backward_row_means(
-    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, means_ptr, rows: "i64", cols, x_inner: "i64",
-    x_outer_stride: "i64", x_inner_stride: "i64", dy_inner: "i64", dy_outer_stride: "i64", dy_inner_stride: "i64",
-    mean_stride: "i64", rstd_stride: "i64",
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, means_ptr, counters_ptr, num_counters, rows: "i64", cols,
+    x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64", dy_inner: "i64", dy_outer_stride: "i64",
+    dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr,
 ):
     """First pass over rows that do not fit registers: one row's mean(g * x_hat) to means[0, row] and mean(g) to
-    means[1, row]."""
+    means[1, row]; and zeros to the counters of the second pass."""
     row = tl.program_id(0).to(tl.int64)
+    if counters_ptr is not None:
+        if row == 0:
+            for start in range(0, num_counters, tile.chunk):
+                lane = tl.arange(0, tile.chunk)
+                tl.store(counters_ptr + start + lane, tl.zeros_like(lane), mask=lane < num_counters - start)
     x_row = x_ptr + row_start(row, x_inner, x_outer_stride, x_inner_stride, norm)
     dy_row = dy_ptr + row_start(row, dy_inner, dy_outer_stride, dy_inner_stride, norm)
     rstd = tl.load(rstd_ptr + row * rstd_stride).to(norm.acc)
@@ -290,12 +295,13 @@ def backward_row_means(
 @triton.jit(do_not_specialize=["rows", "x_inner", "dy_inner"])
 def backward_by_column_tiles(
     dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, residual_ptr, means_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr,
-    rows: "i64", cols, x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64", dy_inner: "i64",
-    dy_outer_stride: "i64", dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
+    dw_ptr, db_ptr, counters_ptr, rows: "i64", cols, x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64",
+    dy_inner: "i64", dy_outer_stride: "i64", dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr,
 ):
     """Second pass: a CTA owns tile.chunk columns of every num_programs(1)-th row tile; needs the row means only for
-    dx, so it is also the whole of a backward without dx."""
+    dx, so it is also the whole of a backward without dx. With counters, one for each column tile, the last CTA of a
+    tile to come sums its partials, in an order that does not depend on which that is."""
     left = tl.program_id(0).to(tl.int64) * tile.chunk  # rows may be wider than 2^31 elements
     width = tl.minimum(cols - left, tile.chunk).to(tl.int32)
     weight = (0.0,)
@@ -339,3 +345,25 @@ def backward_by_column_tiles(
         store_chunk(dw_partial_ptr + left, partial, tl.sum(dw, axis=0)[None, :], partial >= 0, width, 0, tile)
     if norm.wants_db:
         store_chunk(db_partial_ptr + left, partial, tl.sum(db, axis=0)[None, :], partial >= 0, width, 0, tile)
+    if counters_ptr is not None:
+        tl.debug_barrier()  # all of the CTA's partials are written
+        others = tl.atomic_add(counters_ptr + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
+        tl.debug_barrier()
+        if others == tl.num_programs(1) - 1:
+            if norm.wants_dw:
+                sum_column_tile(dw_partial_ptr + left, dw_ptr + left, width, cols, norm, tile)
+            if norm.wants_db:
+                sum_column_tile(db_partial_ptr + left, db_ptr + left, width, cols, norm, tile)
+
+
+@triton.jit
+def sum_column_tile(partial_ptr, out_ptr, width, cols, norm: tl.constexpr, tile: tl.constexpr):
+    """`width` columns of the partials of all CTAs along the rows."""
+    lane = tl.arange(0, tile.chunk)
+    here = partial_ptr + lane
+    total = tl.full([tile.chunk], 0.0, norm.acc)
+    for _ in range(tl.num_programs(1)):
+        # Not from L1, which is not told what other SMs have written.
+        total += tl.load(here, mask=lane < width, other=0.0, cache_modifier=".cg")
+        here += cols
+    tl.store(out_ptr + lane, total.to(out_ptr.dtype.element_ty), mask=lane < width)

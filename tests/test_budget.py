@@ -46,6 +46,7 @@ JOBS = [
     *((arch, problem) for turn, arch in enumerate(ARCHITECTURES) for problem in SAMPLE[turn :: len(ARCHITECTURES)]),
     *zip(ARCHITECTURES, FORWARD, strict=True),
     (90, make_problem("layer", 4096, "fp32")),
+    (90, make_problem("rms", 7680, grad="fp32")),
     (90, make_problem("layer", 16384)),
     (120, make_problem("layer", 4096)),
     (90, make_problem("layer", 4096, wants_dx=False)),

@@ -25,6 +25,7 @@ ALWAYS = [
     (make_case("layer", (4096, 4096), (BF16, BF16, BF16)), ALL_OUTPUTS),
     (make_case("layer", (64, 65535), (BF16, FP32, BF16)), ALL_OUTPUTS),
     (make_case("layer", (216, 1600), (BF16, FP32, BF16)), ALL_OUTPUTS),
+    (make_case("layer", (216, 1000), (BF16, BF16, BF16)), NO_DX),
 ]
 # Taken in turns by the architectures: another width, dtype or way to cut a row each.
 IN_TURNS = [

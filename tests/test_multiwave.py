@@ -243,6 +243,20 @@ def test_a_backward_without_dx_is_planned_as_one_that_needs_no_row_sums(norm):
     assert len(launch.prepare_backward(call)[0]) == 2
 
 
+@pytest.mark.parametrize("mask", [ALL_OUTPUTS, (True, True, False), (True, False, True), (True, False, False)], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP64], ids=str)
+def test_a_backward_of_rows_too_wide_for_registers_is_two_launches(dtype, mask):
+    from fusednorm import launch
+
+    case = make_case("layer", (70, 200), (dtype, FP32, dtype))
+    inputs = make_inputs(case)
+    _, mean, rstd = run_forward(case, inputs)
+    plan = ColumnTilePlan(4, 16, 4, 2, 64, 8)
+    operands = "layer", inputs.grad_out, inputs.x, (200,), mean, rstd, inputs.weight, inputs.bias, mask
+    assert len(launch.prepare_backward(check_backward(*operands), plan).launches) == 2
+    assert_outputs_close(Outputs(None, None, None, *run_backward(case, inputs, mean, rstd, plan, mask)), case, inputs)
+
+
 @pytest.mark.parametrize("weight, bias", [(None, FP32), (FP32, None), (None, None), (FP16, FP64)], ids=str)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_absent_and_unlike_parameters(weight, bias, plan):
