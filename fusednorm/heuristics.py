@@ -28,7 +28,6 @@ from .plan import (
     Rejected,
     RingPlan,
     box_columns,
-    clusters_at_once,
     num_copies,
 )
 from .problem import NormProblem
@@ -254,11 +253,12 @@ def short_walk(plan: Plan, problem: NormProblem, device: DeviceSpec) -> ShortWal
     known = tuning(problem, device)
     if not isinstance(plan, PipelinedPlan) or not known.tiles_of_a_short_walk:
         return ShortWalk(0)
-    alone = candidates.pipelined_alone(problem, device) if plan.cluster > 1 else None
-    tiles = known.tiles_of_a_short_walk_alone if alone else known.tiles_of_a_short_walk
-    short = replace(alone or plan, num_stages=2)
-    at_once = short.ctas_per_sm * clusters_at_once(short.cluster, device)
-    return ShortWalk(tiles * short.rows_per_tile * at_once, short)
+    shared = plan.cluster > 1
+    short = candidates.pipelined_alone(problem, device) if shared else plan
+    if short is None:
+        return ShortWalk(0)
+    tiles = known.tiles_of_a_short_walk_alone if shared else known.tiles_of_a_short_walk
+    return ShortWalk(tiles * short.rows_per_tile * short.ctas_per_sm * device.sm_count, replace(short, num_stages=2))
 
 
 def tuning(problem: NormProblem, device: DeviceSpec) -> Tuning:
