@@ -70,7 +70,7 @@ GOLDEN = [
     (H200, make_problem("layer", 4096, wants_dx=False), MANY_ROWS, ColumnRingPlan(64, 128, 3, 8, 2, 128)),
     (A100, make_problem("layer", 4096), MANY_ROWS, MultiWavePlan(1, 1024, 4, 8, 2, 128)),
     (A100, make_problem("layer", 8192), MANY_ROWS, MultiWavePlan(1, 2048, 4, 16, 1, 128)),
-    (A100, make_problem("layer", 65536), MANY_ROWS, ColumnTilePlan(1, 1024, 4, 4, 4096, 8)),
+    (A100, make_problem("layer", 65536), MANY_ROWS, ColumnTilePlan(1, 1024, 4, 3, 4096, 8)),
     (
         B200, make_problem("layer", 4096), MANY_ROWS,
         WarpSpecializedPlan(2, 1024, 4, 3, 1, 8, 1, 240, False, False, copy_chunks=4),
