@@ -1,4 +1,4 @@
-"""What it costs that row count and width are run-time values: a backward beside a build with all numbers fixed.
+"""What it costs that row count and width are run-time values: a backward beside a build with both fixed.
 
     python -m bench.static_build --shapes 16384x4096 --norms layer
 

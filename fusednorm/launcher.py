@@ -25,10 +25,9 @@ from triton.runtime.jit import JITFunction
 from .kernels import ring
 from .kernels.column_reduction import ColumnTile
 from .kernels.config import Norm, RingTile, Tile
-from .problem import RowView
+from .problem import ALIGNMENT, RowView
 
 TRIED = triton.__version__.startswith("3.6.")
-ALIGNMENT = 16
 KEPT_TENSOR_MAPS = 1024  # of a build
 
 _builds: dict[tuple, Build | None] = {}

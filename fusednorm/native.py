@@ -46,7 +46,7 @@ def install(key: str, above: list[Callable], ops: Any, statistics_gradient: Call
         return run
 
     below = [forward_of("layer"), backward_of("layer"), forward_of("rms"), backward_of("rms")]
-    extension.install(key, above, below, statistics_gradient)
+    extension.install(key, above, below, statistics_gradient, recipe.KEPT)
     forcing.observe(extension.pause)  # what is forced takes Python's way
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+ALIGNMENT = 16  # bytes: of TMA's addresses and strides, and of pointers by which builds differ
 FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 
@@ -86,7 +87,7 @@ def row_view(tensor: Tensor, batch_ndim: int) -> RowView | None:
 def is_tma_aligned(view: RowView, cols: int) -> bool:
     """Whether each row starts at a multiple of 16 bytes, and ends at one: what a TMA descriptor demands."""
     row_units = cols | view.outer_stride | view.inner_stride
-    return (view.tensor.data_ptr() | row_units * view.tensor.element_size()) % 16 == 0
+    return (view.tensor.data_ptr() | row_units * view.tensor.element_size()) % ALIGNMENT == 0
 
 
 # The calls are NamedTuples because one is built per op call: 0.3 us, where a frozen dataclass takes 1.1.

@@ -17,13 +17,13 @@ from torch._C._dynamo.guards import _empty_strided_cuda as _allocate  # what com
 
 from . import semaphore
 from .forcing import forced_variant
+from .problem import ALIGNMENT
 
 if TYPE_CHECKING:
     from .launch import Prepared
     from .launcher import Build
 
 KEPT = 8192  # recipes: one for each shape of x that comes along
-ALIGNMENT = 16
 
 _recipes: dict[tuple, Recipe] = {}
 

@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "ops": {"launch", "native", "problem", "recipe", "reference"},
     "native": {"_native", "forcing", "recipe", "semaphore"},
     "_native": set(),  # csrc/native.cpp, where it was built
-    "recipe": {"forcing", "launch", "launcher", "semaphore"},
+    "recipe": {"forcing", "launch", "launcher", "problem", "semaphore"},
     "reference": {"problem"},
     "launch": PLANNER | {"kernels", "launcher", "reference", "semaphore"},
     "semaphore": set(),

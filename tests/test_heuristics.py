@@ -189,60 +189,6 @@ def test_what_was_unschedulable_there_has_a_plan_here():
         assert_runs(choose(problem, int(row["rows"]), B200), problem, int(row["rows"]), B200)
 
 
-# --- The plans measured on an H200 ---
-
-
-def measured() -> dict[tuple, dict]:
-    """(variant, direction, norm, rows, cols) -> plan -> us, of bfloat16 sweeps on 2026-11-20: the ten fastest plans of
-    each, and the planner's. A backward's time holds the finalizer's."""
-    times: dict[tuple, dict] = {}
-    names = {kind.__name__: kind for kind in (MultiWavePlan, PipelinedPlan, WarpSpecializedPlan)}
-    with open(DATA / "h200_plans.csv") as file:
-        for row in csv.DictReader(file):
-            plan = eval(row["plan"], names)
-            shape = plan.variant, row["direction"], row["norm"], int(row["rows"]), int(row["cols"])
-            times.setdefault(shape, {})[plan] = float(row["us"])
-    return times
-
-
-@pytest.mark.parametrize("shape", measured(), ids=str)
-def test_of_each_variant_the_plan_is_nearly_the_fastest_measured(shape):
-    variant, direction, norm, rows, cols = shape
-    problem = make_problem(norm, cols, direction=direction)
-    times, chosen = measured()[shape], choose(problem, rows, H200)
-    plan = chosen if chosen.variant == variant else best_plan(variant, problem, H200)
-    assert plan in times, "a rule has changed: measure what it chooses"
-    if chosen.variant == variant:
-        assert times[plan] <= 1.08 * min(times.values())
-    else:
-        assert times[plan] <= 1.3 * min(times.values())
-
-
-def test_on_the_average_the_plans_chosen_are_within_three_percent_of_the_fastest_measured():
-    ratios = []
-    for (variant, direction, norm, rows, cols), times in measured().items():
-        problem = make_problem(norm, cols, direction=direction)
-        chosen = choose(problem, rows, H200)
-        if chosen.variant == variant:
-            ratios.append(times[chosen] / min(times.values()))
-    assert len(ratios) > 50 and sum(ratios) / len(ratios) <= 1.03
-
-
-def rivals() -> dict[tuple, dict]:
-    """(direction, norm, rows, cols) -> variant -> us of its fastest plan, where multi-wave and a ring were measured."""
-    fastest: dict[tuple, dict] = {}
-    for (variant, *shape), times in measured().items():
-        fastest.setdefault(tuple(shape), {})[variant] = min(times.values())
-    return {shape: times for shape, times in fastest.items() if "multi_wave" in times and len(times) > 1}
-
-
-@pytest.mark.parametrize("shape", rivals(), ids=str)
-def test_on_an_h200_the_fastest_variant_is_chosen_or_one_that_is_nearly_as_fast(shape):
-    (direction, norm, rows, cols), times = shape, rivals()[shape]
-    chosen = choose(make_problem(norm, cols, direction=direction), rows, H200).variant
-    assert times[chosen] <= 1.05 * min(times.values())
-
-
 # --- Invariants ---
 
 

@@ -149,7 +149,7 @@ struct Hash {
 std::shared_mutex mutex;  // over the two below
 std::unordered_map<Key, std::shared_ptr<const Recipe>, Hash> recipes;
 std::map<std::pair<int, uint64_t>, uint64_t> words;  // where CTAs meet, by device and stream
-size_t most_recipes = 8192;
+size_t most_recipes = 0;  // as recipe.py keeps
 
 std::atomic<int> pauses{0};
 std::array<std::atomic<PyObject*>, 2> hooks{};  // Triton's lists of them: those who want to see its launches
@@ -739,7 +739,8 @@ Recipe recipe_of(py::handle packed) {
 std::vector<std::unique_ptr<torch::Library>> installed;
 
 void install(const std::string& key, const std::vector<py::object>& above, const std::vector<py::object>& below,
-             py::object statistics_gradient) {
+             py::object statistics_gradient, size_t kept) {
+  most_recipes = kept;
   python = new Python{{}, {}, std::move(statistics_gradient)};
   for (size_t op = 0; op < OPS; ++op) {
     python->above[op] = above.at(op);
