@@ -17,7 +17,9 @@ from .plan import (
     Plan,
     RingPlan,
     WarpSpecializedPlan,
+    is_whole,
     num_copies,
+    threads_of_a_row,
 )
 from .problem import NormProblem
 
@@ -35,7 +37,7 @@ MAX_GROUP_REGISTERS = 240
 
 
 class Buffer(NamedTuple):
-    """A stretch of shared memory, and when it is needed: always, at the entry, or in the row loop that follows it."""
+    """A stretch of shared memory, and when it is needed: always, at the entry, in the row loop or after it."""
 
     size: int
     alignment: int
@@ -54,7 +56,7 @@ def fits_shared_memory(plan: Plan, problem: NormProblem, device: DeviceSpec) -> 
 def shared_bytes(plan: Plan, problem: NormProblem) -> int:
     """Bytes of shared memory of a CTA, static and dynamic."""
     if isinstance(plan, RingPlan):
-        return static_bytes(plan) + max(_packed(_ring_buffers(plan, problem)), _partial_store_bytes(plan, problem))
+        return static_bytes(plan) + _packed(_ring_buffers(plan, problem))
     if isinstance(plan, ColumnRingPlan):
         return _packed(_column_ring_buffers(plan, problem))
     return _scratch_bytes(plan, problem)
@@ -67,13 +69,14 @@ def static_bytes(plan: RingPlan) -> int:
 
 
 def _partial_store_bytes(plan: RingPlan, problem: NormProblem) -> int:
-    """For dw and db on their way out, when the ring is not needed any more: Triton sets aside what the adjacent columns
-    of all threads of the whole cluster take, unless these are the four that a thread stores."""
-    sums = problem.wants_dw or problem.wants_db
-    columns = min(16 // problem.x_dtype.itemsize, plan.chunk // (WARP_SIZE * plan.num_warps))  # adjacent, of a thread
-    if not sums or columns == 4 or isinstance(plan, WarpSpecializedPlan):
+    """For dw and db on their way out: what the adjacent columns of all threads take, as they are held or as they are
+    stored, in all rows of a tile and CTAs of a cluster; nothing where both are the same."""
+    threads, row_threads = WARP_SIZE * plan.num_warps, threads_of_a_row(plan)
+    held = min(16 // problem.x_dtype.itemsize, plan.chunk // row_threads)  # adjacent, in a thread
+    stored = 4
+    if not (problem.wants_dw or problem.wants_db) or (held == stored and row_threads == threads):
         return 0
-    return 4 * plan.cluster * columns * WARP_SIZE * plan.num_warps
+    return 4 * plan.rows_per_tile * plan.cluster * min(plan.chunk, max(held * row_threads, stored * threads))
 
 
 def _ring_buffers(plan: RingPlan, problem: NormProblem) -> list[Buffer]:
@@ -81,18 +84,22 @@ def _ring_buffers(plan: RingPlan, problem: NormProblem) -> list[Buffer]:
     tensors = [problem.x_dtype, problem.grad_dtype] if backward else [problem.x_dtype]
     parameters = [problem.weight_dtype] if backward else [problem.weight_dtype, problem.bias_dtype]
     copies, ring_elements = num_copies(plan), plan.num_stages * plan.rows_per_tile * plan.copy_chunks * plan.chunk
-    buffers = [Buffer(ring_elements * dtype.itemsize, 128) for dtype in tensors] * copies
+    life = "loop" if isinstance(plan, PipelinedPlan) else "always"
+    buffers = [Buffer(ring_elements * dtype.itemsize, 128, life) for dtype in tensors] * copies
     if plan.weight_in_smem:
-        held = [Buffer(plan.chunk * dtype.itemsize, 16) for dtype in parameters if dtype is not None]
+        held = [Buffer(plan.chunk * dtype.itemsize, 16, life) for dtype in parameters if dtype is not None]
         buffers += held * plan.num_chunks
     barriers = Buffer(8 * plan.num_stages, 16)
-    # The warps of a group exchange a number for each row, or two.
-    reduction = Buffer(4 * _sums_per_row(problem) * plan.rows_per_tile * num_warps * plan.cluster, 128, "loop")
+    # The warps of a row exchange a number, or two.
+    warps = threads_of_a_row(plan) // WARP_SIZE
+    exchanged = 4 * _sums_per_row(plan, problem) * plan.rows_per_tile * warps * plan.cluster if warps > 1 else 0
     if isinstance(plan, PipelinedPlan):
-        return [*buffers, *[barriers] * (len(tensors) * copies), reduction]
+        after = Buffer(_partial_store_bytes(plan, problem), 128, "after")
+        return [*buffers, *[barriers] * (len(tensors) * copies), Buffer(exchanged, 128, "loop"), after]
     captured = Buffer(_captured_bytes(plan, problem), 8, "entry")
     states = Buffer(num_warps * (plan.num_groups - 1) + PRODUCER_WARPS, 4)  # a byte for each warp but the first group's
-    return [*buffers, barriers, barriers, *[reduction] * plan.num_groups, captured, states]
+    scratch = Buffer(max(exchanged, _partial_store_bytes(plan, problem)), 128, "loop")
+    return [*buffers, barriers, barriers, *[scratch] * plan.num_groups, captured, states]
 
 
 def _column_ring_buffers(plan: ColumnRingPlan, problem: NormProblem) -> list[Buffer]:
@@ -103,9 +110,10 @@ def _column_ring_buffers(plan: ColumnRingPlan, problem: NormProblem) -> list[Buf
     return [Buffer(elements * dtype.itemsize, 128) for dtype in dtypes] + barriers
 
 
-def _sums_per_row(problem: NormProblem) -> int:
+def _sums_per_row(plan: RingPlan, problem: NormProblem) -> int:
     """That one reduction makes of a row."""
-    return 2 if problem.norm == "layer" and problem.direction == "backward" else 1
+    both = problem.direction == "backward" or is_whole(plan, problem.cols)
+    return 2 if problem.norm == "layer" and both else 1
 
 
 def _captured_bytes(plan: WarpSpecializedPlan, problem: NormProblem) -> int:
@@ -192,31 +200,29 @@ def registers(plan: Plan, problem: NormProblem, device: DeviceSpec) -> int:
 def ring_registers(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> int:
     """For the ring kernels: by the columns of a thread, with their sums and parameters, and its elements of a tile."""
     sm120, held = device.arch >= 120, not plan.weight_in_smem
-    columns = plan.chunk * plan.num_chunks / (WARP_SIZE * plan.num_warps)
-    elements = columns * plan.rows_per_tile
+    columns, rows = plan.chunk * plan.num_chunks / threads_of_a_row(plan), plan.rows_per_tile if plan.cluster > 1 else 1
+    elements = columns * rows
     if problem.direction == "backward":
-        need = 22.0
+        need = 30.0 if isinstance(plan, WarpSpecializedPlan) else 20.0
         if sm120:
-            need += 104 + 4 * plan.rows_per_tile if isinstance(plan, WarpSpecializedPlan) else 30
+            need += 108 if isinstance(plan, WarpSpecializedPlan) else 30
         need += columns * (2.0 + 0.7 * (problem.wants_dw + problem.wants_db))
-        need += columns * 0.8 * (held and problem.weight_dtype is not None)
-        need += (
-            (1.25 + 1.25 * _residual_registers(problem)) * elements + 2.5 * plan.rows_per_tile + 3.5 * plan.num_chunks
-        )
-        need += plan.rows_per_tile * plan.cluster * (plan.cluster > 1)  # shares of the row sums
+        need += columns * (0.8 if held else 0.2) * (problem.weight_dtype is not None)
+        need += (1.25 + 1.25 * _residual_registers(problem)) * elements + 2.5 * rows + 3.5 * plan.num_chunks
+        need += plan.cluster * (plan.cluster > 1)  # shares of the row sums
         if _manages_with_128(plan, problem, device):
             need = min(need, 128)
     else:
-        parameters = (problem.weight_dtype is not None) + (problem.bias_dtype is not None)
-        need = 28 + 16 * sm120 + (1.6 + problem.x_dtype.itemsize / 4) * elements
-        need += columns * held * parameters + 2 * plan.rows_per_tile + 2 * plan.num_chunks
+        parameters = [dtype.itemsize for dtype in (problem.weight_dtype, problem.bias_dtype) if dtype is not None]
+        need = 30 + (1 + problem.x_dtype.itemsize / 4) * elements
+        need += columns * held * len(parameters) + 0.01 * elements * sum(itemsize - 2 for itemsize in parameters)
     return _round_up(need, REGISTER_STEP)
 
 
 def _manages_with_128(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> bool:
     """Whether the compiler, capped at 128, recomputes what it would hold otherwise and still spills nothing: seen of
     every such build for clusters, which need it for their second CTA on an SM (sm_90, 100 and 103, 2026-11-20)."""
-    columns = plan.chunk * plan.num_chunks / (WARP_SIZE * plan.num_warps)
+    columns = plan.chunk * plan.num_chunks / threads_of_a_row(plan)
     few = plan.rows_per_tile == 1 and columns <= (32 if plan.num_chunks == 1 else 24)
     dtypes = (problem.x_dtype, problem.grad_dtype, problem.weight_dtype)
     halves = all(dtype is None or dtype.itemsize == 2 for dtype in dtypes)

@@ -23,6 +23,7 @@ from .plan import (
     RingPlan,
     WarpSpecializedPlan,
     num_copies,
+    threads_of_a_row,
 )
 from .problem import NormProblem
 
@@ -42,29 +43,42 @@ NARROW_WARPS_PER_SM = {256: 8, 512: 12}
 NARROW_COLUMNS, NARROW_CHUNK = 256, 64
 MIN_MULTIWAVE_CHUNK = 16  # columns; below it, a load of one chunk is for many short pieces of memory
 MULTIWAVE_CHUNK = 1024  # columns; faster than 512 by 2 to 5%, than 2048 by 1 to 6%, than 4096 by 2 to 9%
-# Elements of a row tile in a thread, in bytes of x and its gradient: with half or twice as many the backward is up to
-# 25% slower. And what all tiles of a stage bring to an SM at least.
-RING_BYTES_PER_THREAD = 128
-# Where whole rows have fewer columns than this, and threads fewer sums and parameters to hold, more of them: 12000 x
-# 1536 takes 32.5 us and 39.9 us with half as many, 16384 x 768 28.8 us and 30.3 us (LayerNorm).
-FEW_COLUMNS, RING_BYTES_PER_THREAD_OF_FEW = 2048, 176
-RING_STAGE_BYTES_PER_SM = 24 * 1024
-# 4 to 8 are no faster in the backward, where 2 are up to 10% slower (2048 x 65536, RMSNorm); a short-lived CTA of the
-# forward is done sooner with 2: 8192 x 8192 66.7 us and 70.2 us with 3.
+# What a thread has of a row tile at most, in bytes of x and its gradient, and in columns, of which the backward holds
+# two sums each. It gets as many as are allowed: with half as many, a row's sums cost twice as much (3000 x 9216: 48.3
+# us with 36, 53.0 us with 18).
+RING_BYTES_PER_THREAD, MAX_COLUMNS_PER_THREAD = 144, 36
+# Of the forward: of a row that one or two warps have, that four have, and of two rows in a cluster.
+FORWARD_COLUMNS_PER_THREAD, FORWARD_COLUMNS_ALONE, FORWARD_COLUMNS_IN_CLUSTER = 64, 40, 32
+FORWARD_THREADS_APART = 64
+FORWARD_COLUMNS = 45  # aimed at: between 32, at 512 to 2048 columns, and 64, at 4096
+# Streams of tiles on an SM, each of four warps, one of which works while others wait for a row sum. Three in the
+# backward where a thread has so few bytes of a tile that the registers suffice: 16384 x 1280 takes 36.8 us and 41.4 us
+# with two, 16384 x 2560 66.2 us and 69.0 us; but 16384 x 3072 79.1 us and 77.2 us. LayerNorm in a cluster, which waits
+# for longer, with a few more: 4096 x 12288 80.1 us and 83.2 us.
+STREAMS = {"backward": 2, "forward": 4}
+THREE_STREAMS_BYTES, THREE_STREAMS_BYTES_IN_CLUSTER = 80, 96
+# In the forward, where all warps have a row together: 4096 x 5120 takes 24.1 us and 24.9 us with four. And LayerNorm in
+# a cluster: 2048 x 8192 20.0 us and 20.7 us with four; but RMSNorm 8192 x 6144 52.0 us and 50.2 us with four.
+FORWARD_STREAMS_OF_WHOLE_CTAS = 2
+# Two where these bring so much to an SM, but in larger clusters: 2048 x 65536 is up to 10% slower with two (RMSNorm). A
+# short-lived CTA of the forward is done sooner with two: 8192 x 8192 66.7 us and 70.2 us with three.
 RING_STAGES = {"backward": 3, "forward": 2}
-# Of a thread from shared memory, by norm. With twice as many LayerNorm, with half RMSNorm is 1 to 3% slower; a thread
-# of LayerNorm that has no more than 8 had better read them at once (1024 columns, backward: 56.7 us and 58.1 us).
-RING_COLUMNS_PER_LOAD = {"layer": 4, "rms": 8}
-COLUMNS_AT_ONCE = 8
-BUSY_WARPS = 8  # on an SM: 4 in each of two CTAs, one of which works while the other waits for a row sum, or 8 in one
+RING_BYTES_PER_SM, LARGEST_CLUSTER_OF_TWO_STAGES = 60 * 1000, 2
+# Adjacent in a thread or not, in one chunk. Rows that have few threads come as they are: 128 columns take 19.9 us by
+# one chunk and 20.7 us by two (LayerNorm backward), 1024 columns 35.0 us and 35.8 us by four (LayerNorm forward).
+# RMSNorm 8192 x 16384 takes 198 us by chunks of 8 columns a thread and 206 us of 4, which are faster for LayerNorm.
+RING_COLUMNS_PER_CHUNK = {"layer": 4, "rms": 8}
+WHOLE_COLUMNS, MANY_COLUMNS_PER_CHUNK = 1024, 8
+# Each copy of a tile is asked for and waited for by itself: 16384 x 8448 takes 481 us by nine chunks of a copy each,
+# and no more than 297 us by three, which have room for half as many columns again (LayerNorm).
+TOLERATED_COPIES = 3
 # Short-lived CTAs where several run on an SM: SMs do not run equally fast, 42 to 47 us for the same work, and who is
 # fast gets more of it. 3 to 5% in the forward (RMSNorm, 1024 to 32768 columns).
 FORWARD_WAVES = 16
-MAX_COLUMNS_PER_THREAD = 32
-# 8 rows of 1024 columns take 39.4 us in the forward where 4 take 35.6 (LayerNorm); in the backward they win at 768.
-MAX_ROWS_PER_TILE = {"backward": 8, "forward": 4}
 # A thread holds the parameters of so many columns in registers; of more, they are faster in shared memory.
 MAX_COLUMNS_WITH_WEIGHT = {"backward": 32, "forward": 20}
+MAX_ROWS_PER_WARP = 8  # of 4 lanes each; with 2 lanes 131072 x 64 takes 20.9 us and 20.5 us (LayerNorm backward)
+SHORT_WALK_WARPS = 8  # of the one CTA on an SM that a few rows get: half as many partials to sum as of two CTAs
 MAX_PRODUCED_COPIES = {1: 6, 2: 4}  # by groups; of more, the producer cannot hold the addresses in its 24 registers
 CLUSTERS = (1, 2, 4, 8, 16)  # CTAs that share a row too wide for one
 CLUSTER_ARCHS = (90, 100, 103)
@@ -152,11 +166,13 @@ def pipelined(problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | Colum
     return _best_ring(pipelined_plans(problem, device), problem, device)
 
 
-def pipelined_alone(problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | None:
-    """The best plan with rows in one CTA each, on the threads that are fastest; None if that is too much for them."""
-    plans = (plan for plan in pipelined_plans(problem, device) if plan.cluster == 1)
-    plan = _best_ring(plans, problem, device)
-    return plan if plan is not None and all(ring_key(plan, problem, device)[:3]) else None
+def pipelined_short(problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | None:
+    """The best plan for few rows, by one CTA on an SM; None if a row is too much for it."""
+    alone = (1, 1, SHORT_WALK_WARPS)
+    plans = pipelined_plans(problem, device)
+    short = (plan for plan in plans if (plan.cluster, plan.ctas_per_sm, plan.num_warps) == alone)
+    plan = _best_ring(short, problem, device)
+    return plan if plan is not None and all(ring_key(plan, problem, device)[:2]) else None
 
 
 def column_ring_plan(problem: NormProblem, device: DeviceSpec) -> ColumnRingPlan | None:
@@ -181,7 +197,8 @@ def _best_ring(plans: Iterator[RingPlan], problem: NormProblem, device: DeviceSp
 
 def pipelined_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[PipelinedPlan]:
     forward = problem.direction == "forward"
-    for num_warps, ctas_per_sm, cluster in itertools.product(WARPS, (1, 2), cluster_sizes(device)):
+    streams = (1, 2, 4) if forward else (1, 2, 3)
+    for num_warps, ctas_per_sm, cluster in itertools.product(WARPS, streams, cluster_sizes(device)):
         limit = budget.register_limit(32 * num_warps * ctas_per_sm, device)
         waves = FORWARD_WAVES if forward and ctas_per_sm > 1 else 1
         stages = range(1, RING_STAGES[problem.direction] + 1)
@@ -207,59 +224,87 @@ def cluster_sizes(device: DeviceSpec) -> tuple[int, ...]:
 
 
 def ring_tiles(problem: NormProblem, num_warps: int, cluster: int) -> Iterator[tuple[tuple[int, int, int], int]]:
-    """(rows_per_tile, chunk, num_chunks) of up to 64 elements a thread, of which each is a column of its own; and the
-    chunks of a copy: several only where they are all whole."""
-    threads = 32 * num_warps
-    for chunk, num_chunks in chunkings(-(-problem.cols // cluster), threads, MAX_RING_CHUNKS):
-        most_rows = min(64 * threads // (chunk * num_chunks), MAX_BOX_SIDE if cluster == 1 else 2)
-        boxes = cluster * chunk // math.gcd(problem.cols, chunk, MAX_BOX_SIDE)  # of a chunk
-        most_chunks = 1 << (num_chunks - 1).bit_length() if problem.cols % (cluster * chunk) == 0 else 1
-        if most_rows and boxes <= MAX_BOX_SIDE:
-            for rows_per_tile, copy_chunks in itertools.product(
-                powers_of_two(1, most_rows), powers_of_two(1, most_chunks)
-            ):
-                yield (rows_per_tile, chunk, num_chunks), copy_chunks
+    """(rows_per_tile, chunk, num_chunks) of up to 64 elements a thread, of which each is a column of its own but for
+    the two rows of a forward in a cluster; and the chunks of a copy: several only where they are all whole."""
+    apart = powers_of_two(1, MAX_ROWS_PER_WARP * num_warps)
+    for rows_per_tile in apart if cluster == 1 else (1, 2) if problem.direction == "forward" else (1,):
+        threads = 32 * num_warps // (rows_per_tile if cluster == 1 else 1)
+        for chunk, num_chunks in chunkings(-(-problem.cols // cluster), threads, MAX_RING_CHUNKS):
+            boxes = cluster * chunk // math.gcd(problem.cols, chunk, MAX_BOX_SIDE)  # of a chunk
+            most_chunks = 1 << (num_chunks - 1).bit_length() if problem.cols % (cluster * chunk) == 0 else 1
+            if chunk * num_chunks <= 64 * threads and boxes <= MAX_BOX_SIDE:
+                for copy_chunks in powers_of_two(1, most_chunks):
+                    yield (rows_per_tile, chunk, num_chunks), copy_chunks
 
 
 def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
-    """Larger is better: no fault; a row that is not too much for its threads; a full ring; little padding; as many
-    bytes to an SM and to a thread as are fastest; few copies; a row in one CTA, if it has company; two streams of tiles
-    on an SM; few CTAs to a row; then as little as will do.
-
-    Company is another CTA on the SM, or in the backward a tile that fills threads which hold few columns each. With
-    half a row in each of two CTAs instead, 1024 x 4096 takes 3 to 8% longer; but 2048 x 8192, where threads would hold
-    32 columns, 4% less (LayerNorm 31.1 us and 32.4 us).
-    """
+    """Larger is better: no fault; a tile that is not too much for its threads; not too many copies; little padding; few
+    warps to a tile; few CTAs to a row; few copies; as many streams of tiles on an SM as are fastest; a row to few
+    threads; a ring that is full enough; then as little as will do."""
+    forward = problem.direction == "forward"
     streams = plan.ctas_per_sm if isinstance(plan, PipelinedPlan) else plan.num_groups
-    threads = 32 * plan.num_warps
-    columns = plan.chunk * plan.num_chunks  # of one CTA
-    row_bytes = columns * bytes_per_element(problem)
-    stage_bytes = streams * plan.rows_per_tile * row_bytes
-    tile_bytes, backward = plan.rows_per_tile * row_bytes, problem.direction == "backward"
-    fills_threads = tile_bytes >= RING_BYTES_PER_THREAD * threads and columns < MAX_COLUMNS_PER_THREAD * threads
-    has_company = streams == 2 or (backward and fills_threads)
-    at_once = backward and columns <= COLUMNS_AT_ONCE * threads
-    few = backward and plan.cluster == 1 and columns < FEW_COLUMNS
-    bytes_per_thread = RING_BYTES_PER_THREAD_OF_FEW if few else RING_BYTES_PER_THREAD
-    columns_per_load = COLUMNS_AT_ONCE if at_once else RING_COLUMNS_PER_LOAD[problem.norm]
+    threads, columns = threads_of_a_row(plan), plan.chunk * plan.num_chunks  # of one CTA
+    columns_of_thread = columns / threads
+    rows_of_thread = plan.rows_per_tile if plan.cluster > 1 else 1
+    bytes_of_thread = rows_of_thread * columns_of_thread * bytes_per_element(problem)
+    several_rows = plan.rows_per_tile > 1 and (plan.cluster > 1 or threads <= FORWARD_THREADS_APART)
+    few_threads = problem.cols / plan.cluster / threads
+    if forward:
+        few_threads = several_rows, -distance(columns_of_thread, FORWARD_COLUMNS)
+    stages = _ring_stages(plan, problem, streams * 2 * 32 * plan.num_warps * bytes_of_thread)
     return (
         plan.num_stages > 1 and budget.registers(plan, problem, device) <= plan.max_registers,
-        row_bytes <= RING_BYTES_PER_THREAD * threads and columns <= MAX_COLUMNS_PER_THREAD * threads,
-        streams * plan.num_warps == BUSY_WARPS,
-        min(plan.num_stages, RING_STAGES[problem.direction]),
+        bytes_of_thread <= RING_BYTES_PER_THREAD and columns_of_thread <= _most_columns(plan, problem),
+        -max(TOLERATED_COPIES, num_copies(plan)),
         -max(TOLERATED_PADDING, plan.cluster * columns / problem.cols),
-        -max(MAX_ROWS_PER_TILE[problem.direction], plan.rows_per_tile),
-        min(stage_bytes, RING_STAGE_BYTES_PER_SM),
-        -distance(tile_bytes / threads, bytes_per_thread),
-        -num_copies(plan),
-        min(plan.rows_per_tile, 2) if plan.cluster == 1 and has_company else 0,
-        streams,
+        -plan.num_warps,
         -plan.cluster,
-        -stage_bytes,
-        plan.weight_in_smem == (columns > MAX_COLUMNS_WITH_WEIGHT[problem.direction] * threads),
-        -distance(plan.chunk / threads, columns_per_load),
+        -num_copies(plan),
+        -abs(streams - _streams(plan, problem, bytes_of_thread)),
+        few_threads,
+        min(plan.num_stages, stages),
+        -plan.num_stages,
+        plan.weight_in_smem == (columns_of_thread > MAX_COLUMNS_WITH_WEIGHT[problem.direction]),
+        -distance(plan.chunk, _ring_chunk(plan, problem)),
         -plan.copy_chunks,
     )
+
+
+def _most_columns(plan: RingPlan, problem: NormProblem) -> int:
+    """That a thread had better have."""
+    if problem.direction == "backward":
+        return MAX_COLUMNS_PER_THREAD
+    if plan.cluster > 1:
+        return FORWARD_COLUMNS_IN_CLUSTER
+    few = threads_of_a_row(plan) <= FORWARD_THREADS_APART
+    return FORWARD_COLUMNS_PER_THREAD if few else FORWARD_COLUMNS_ALONE
+
+
+def _streams(plan: RingPlan, problem: NormProblem, bytes_of_thread: float) -> int:
+    """Row tiles that an SM had better work on at a time."""
+    layer_in_cluster = problem.norm == "layer" and plan.cluster > 1
+    if problem.direction == "forward":
+        alone = plan.cluster == 1 and plan.rows_per_tile == 1
+        return FORWARD_STREAMS_OF_WHOLE_CTAS if alone or layer_in_cluster else STREAMS["forward"]
+    most_bytes = THREE_STREAMS_BYTES_IN_CLUSTER if layer_in_cluster else THREE_STREAMS_BYTES
+    return STREAMS["backward"] + (bytes_of_thread <= most_bytes and isinstance(plan, PipelinedPlan))
+
+
+def _ring_stages(plan: RingPlan, problem: NormProblem, bytes_of_two: float) -> int:
+    """Stages enough, of which two bring so many bytes to an SM."""
+    groups = plan.num_groups if isinstance(plan, WarpSpecializedPlan) else 1
+    two = bytes_of_two >= RING_BYTES_PER_SM and plan.cluster <= LARGEST_CLUSTER_OF_TWO_STAGES
+    return groups * (2 if two else RING_STAGES[problem.direction])
+
+
+def _ring_chunk(plan: RingPlan, problem: NormProblem) -> int:
+    """The chunk that is fastest for the threads of a row."""
+    threads = threads_of_a_row(plan)
+    apart = plan.cluster == 1 and plan.rows_per_tile > 1
+    if apart and problem.cols <= WHOLE_COLUMNS:
+        return problem.cols
+    many = apart or problem.direction == "forward" or (plan.cluster > 1 and plan.ctas_per_sm == 3)
+    return threads * (MANY_COLUMNS_PER_CHUNK if many else RING_COLUMNS_PER_CHUNK[problem.norm])
 
 
 # --- Common ---

@@ -28,7 +28,6 @@ from .plan import (
     Rejected,
     RingPlan,
     box_columns,
-    num_copies,
 )
 from .problem import NormProblem
 
@@ -45,13 +44,13 @@ class Tuning:
     # A ring pays for its start, and for the parameters that every CTA loads, with more rows for each SM than this.
     ring_rows_per_sm: dict[str, int] = field(default_factory=dict)  # by norm
     ring_rows_per_sm_without_dx: int | None = None  # the same for sums over rows alone; None: not measured
-    narrowest_ring_bytes: int = 0  # of a row of x
+    narrowest_ring_bytes: dict[str, int] = field(default_factory=dict)  # of a row of x, by norm
     widest_ring_bytes: float = math.inf
     smallest_box_bytes: int = 0  # that TMA copies at a time
-    most_copies: float = math.inf  # of a row tile in one CTA, where multi-wave holds the row in registers
-    # Row tiles of a CTA that has no more: two stages are enough for it, and a row had better not be shared by CTAs.
+    most_padding: float = math.inf  # columns for each of a row in one CTA, where multi-wave holds the row in registers
+    # Row tiles, and rows, of a CTA that is alone on its SM and has no more: fewer and larger CTAs leave fewer partials.
     tiles_of_a_short_walk: int = 0
-    tiles_of_a_short_walk_alone: int = 0  # the same where the plan for many rows shares them
+    rows_of_a_short_walk: int = 0
 
 
 UNKNOWN = Tuning(("multi_wave",), "no other schedule has been tried on this architecture")
@@ -59,9 +58,10 @@ UNKNOWN = Tuning(("multi_wave",), "no other schedule has been tried on this arch
 # Copies in pieces of 16 bytes take twice as long as multi-wave (1000 columns: 46.7 us and 25.2), in pieces of 128 a
 # fifth longer (1600 columns: 43.0 and 36.7; H200, bfloat16 backward, 2026-11-20).
 HOPPER_BOX_BYTES = 256
-# Chunks that do not divide a row are copied one by one: 3328 columns in 7 copies take 1.58 times the floor and 1.26 by
-# multi-wave, 2816 in 3 copies 1.29 and 1.30 (LayerNorm backward); 2304 columns in 5 copies 1.30 and 1.07 (forward).
-HOPPER_COPIES = 3
+# Up to three chunks that do not divide a row are worked on whole: 3840 columns as 4096 take 1.20 times the floor, 2816
+# as 3072 1.29 and by multi-wave 1.30, but 3328 would take as long as 3840, 1.37, and by multi-wave 1.26 (LayerNorm
+# backward).
+HOPPER_PADDING = 1.125
 
 HOPPER_BACKWARD = Tuning(
     ("pipelined", "multi_wave"),
@@ -69,22 +69,23 @@ HOPPER_BACKWARD = Tuning(
     "(H200, bfloat16, 2026-11-20)",
     # dw and db of 16384 x 4096: 73.0 us and 85.4 by multi-wave, of 1024 x 4096: 16.7 and 13.4 (LayerNorm, bfloat16).
     ring_rows_per_sm_without_dx=8,
-    narrowest_ring_bytes=1536,  # 512 columns: 37.2 us and 36.7 by multi-wave, 256 columns: 52 and 34
+    narrowest_ring_bytes=dict(layer=256, rms=256),  # 128 columns: 19.9 us and 21.3 by multi-wave, 64: 20.4 and 20.8
     smallest_box_bytes=HOPPER_BOX_BYTES,
-    most_copies=HOPPER_COPIES,
-    # 1024 x 4096 takes 13.5 us and 14.1 with three stages (RMSNorm; LayerNorm 15.2 and 15.6): the first tile waits for
-    # less that was asked for after it.
-    tiles_of_a_short_walk=4,
-    # 1024 x 8192: 21.7 us, and 24.0 over two CTAs; but 2048 x 8192 32.4 us and 31.1 (LayerNorm).
-    tiles_of_a_short_walk_alone=8,
+    most_padding=HOPPER_PADDING,
+    # 1024 x 4096 takes 15.1 us and 16.1 by two CTAs on an SM, 1024 x 8192 21.7 us and 24.0 over two CTAs; but 2048 x
+    # 8192 32.4 us and 31.1 (LayerNorm).
+    tiles_of_a_short_walk=8,
+    rows_of_a_short_walk=64,  # 65536 x 128, 497 rows in eight tiles: 2 to 4% slower so
 )
 HOPPER_FORWARD = Tuning(
     ("pipelined", "multi_wave"),
     "between 4% slower and 50% faster than multi-wave wherever both were tried, at 1024 to 131072 columns "
     "(H200, bfloat16, 2026-11-20)",
-    narrowest_ring_bytes=2048,  # 768 columns: 17.9 us and 15.9 by multi-wave
+    # 256 columns: 20.0 us and 20.2 by multi-wave (LayerNorm), 18.9 and 19.1 (RMSNorm); 128 columns: 12.5 and 12.8, but
+    # 12.2 and 11.6.
+    narrowest_ring_bytes=dict(layer=256, rms=512),
     smallest_box_bytes=HOPPER_BOX_BYTES,
-    most_copies=HOPPER_COPIES,
+    most_padding=HOPPER_PADDING,
 )
 
 # Nothing has been measured on Blackwell. It is planned for by what nvFuser has published on its choice for B200: its
@@ -94,14 +95,14 @@ BLACKWELL_BACKWARD = Tuning(
     ("warp_specialized", "pipelined", "multi_wave"),
     "nvFuser found warp specialization the fastest on B200 wherever rows and registers suffice",
     ring_rows_per_sm={"layer": 16, "rms": 4},
-    narrowest_ring_bytes=512,  # the narrowest of its published decisions
+    narrowest_ring_bytes=dict(layer=512, rms=512),  # the narrowest of its published decisions
     widest_ring_bytes=48 * 1024,  # beyond, it finds registers for 14336 columns of float32 RMSNorm only
 )
 BLACKWELL_FORWARD = Tuning(
     ("pipelined", "multi_wave"),
     "nvFuser reads rows of this size through a ring on B200",
     ring_rows_per_sm={"layer": 16, "rms": 4},
-    narrowest_ring_bytes=2048,
+    narrowest_ring_bytes=dict(layer=2048, rms=2048),
     widest_ring_bytes=128 * 1024,
 )
 
@@ -202,8 +203,9 @@ def fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Re
     if rows <= least_rows(problem, device):
         return _few_rows(problem, rows, device)
     row_bytes = problem.cols * problem.x_dtype.itemsize
-    if row_bytes < known.narrowest_ring_bytes:
-        text = f"has not been tried on rows below {known.narrowest_ring_bytes} bytes, got {row_bytes}"
+    narrowest = known.narrowest_ring_bytes[problem.norm]
+    if row_bytes < narrowest:
+        text = f"is for rows of {narrowest} bytes or more, got {row_bytes}"
         return Rejected("narrow_rows", text)
     if row_bytes > known.widest_ring_bytes:
         return Rejected("wide_rows", f"is for rows up to {known.widest_ring_bytes} bytes, got {row_bytes}")
@@ -212,11 +214,11 @@ def fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Re
         least = known.smallest_box_bytes
         text = f"could copy {box_bytes} bytes at once of {problem.cols} columns, and needs {least} to pay"
         return Rejected("small_boxes", text)
-    copies = num_copies(plan)
+    padded = plan.chunk * plan.num_chunks
     in_registers = isinstance(best_plan("multi_wave", problem, device), MultiWavePlan)
-    if plan.cluster == 1 and copies > known.most_copies and in_registers:
-        text = f"would copy {problem.cols} columns in {copies} pieces, and should in {known.most_copies} at most"
-        return Rejected("many_copies", text)
+    if plan.cluster == 1 and padded > known.most_padding * problem.cols and in_registers:
+        text = f"would work on {padded} columns for {problem.cols}, and should on {known.most_padding} times as many"
+        return Rejected("padding", f"{text} at most")
     return None
 
 
@@ -253,12 +255,11 @@ def short_walk(plan: Plan, problem: NormProblem, device: DeviceSpec) -> ShortWal
     known = tuning(problem, device)
     if not isinstance(plan, PipelinedPlan) or not known.tiles_of_a_short_walk:
         return ShortWalk(0)
-    shared = plan.cluster > 1
-    short = candidates.pipelined_alone(problem, device) if shared else plan
+    short = candidates.pipelined_short(problem, device)
     if short is None:
         return ShortWalk(0)
-    tiles = known.tiles_of_a_short_walk_alone if shared else known.tiles_of_a_short_walk
-    return ShortWalk(tiles * short.rows_per_tile * short.ctas_per_sm * device.sm_count, replace(short, num_stages=2))
+    rows = min(known.tiles_of_a_short_walk * short.rows_per_tile, known.rows_of_a_short_walk)
+    return ShortWalk(rows * device.sm_count, replace(short, num_stages=2))
 
 
 def tuning(problem: NormProblem, device: DeviceSpec) -> Tuning:

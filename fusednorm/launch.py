@@ -27,8 +27,10 @@ from .plan import (
     RingPlan,
     WarpSpecializedPlan,
     box_columns,
+    is_whole,
     num_ctas,
     num_partials,
+    threads_of_a_row,
 )
 from .problem import BackwardCall, ForwardCall, NormProblem, RowView
 
@@ -316,7 +318,8 @@ def _ring_tile(plan: RingPlan, problem: NormProblem, device: DeviceSpec, **more)
         num_stages=plan.num_stages,
         copy_chunks=plan.copy_chunks,
         box=box_columns(plan, problem.cols),
-        vector=min(VECTOR_BYTES // problem.x_dtype.itemsize, plan.chunk // (32 * plan.num_warps)),
+        vector=min(VECTOR_BYTES // problem.x_dtype.itemsize, plan.chunk // threads_of_a_row(plan)),
+        whole=is_whole(plan, problem.cols),
         weight_in_smem=plan.weight_in_smem,
         **more,
     )

@@ -140,6 +140,17 @@ def box_columns(plan: RingPlan, cols: int) -> int:
     return math.gcd(cols, plan.chunk, MAX_BOX_SIDE)
 
 
+def threads_of_a_row(plan: RingPlan) -> int:
+    """Threads among which a row is divided, or in a cluster a CTA's part of it: there they share all rows of a tile,
+    else each row has threads of its own."""
+    return 32 * plan.num_warps // (plan.rows_per_tile if plan.cluster == 1 else 1)
+
+
+def is_whole(plan: RingPlan, cols: int) -> bool:
+    """Whether the chunks are exactly a row, so that every thread has as many columns."""
+    return cols == plan.cluster * plan.num_chunks * plan.chunk
+
+
 def num_copies(plan: RingPlan) -> int:
     """Copies of each tensor that make a row tile."""
     return -(-plan.num_chunks // plan.copy_chunks)

@@ -132,7 +132,9 @@ def backward(
         fill_stage((x_desc, dy_desc), rings, full, stage, ahead, ahead < rows, tile)
         stage, phase = next_stage(stage, phase, tile)
 
-    layout: gl.constexpr = ring.partial_store_layout(tile)  # the ring's memory is free for the way there
-    ring.store_partials(dw_partial_ptr, db_partial_ptr, dw, db, gl.program_id(0), cols, layout, norm, tile)
+    ring.store_partials(dw_partial_ptr, db_partial_ptr, dw, db, gl.program_id(0), cols, norm, tile)
     if semaphore_ptr is not None:
         ring.sum_partials_of_grid(semaphore_ptr, dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, cols, norm, tile)
+    for t in gl.static_range(len(full)):
+        for i in gl.static_range(tile.copies):
+            ring.close_barriers(full[t][i], tile)

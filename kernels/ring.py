@@ -39,11 +39,16 @@ def row_major(tile, rank, dim):
 
 @gluon.constexpr_function
 def tile_layout(tile):
-    """A thread holds the same columns of every row of a tile, so that dw and db are summed over the tile's rows
-    without leaving it."""
+    """Each row has threads of its own, within a warp where they are few, so that its sums need no others. In a cluster,
+    a thread holds the same columns of every row instead: a row's sums come from all its threads anyway."""
+    rows_of_thread, lanes, warps = tile.rows, 1, 1
+    if tile.cluster == 1:
+        rows_of_thread, warps = 1, min(tile.rows, tile.num_warps)
+        lanes = tile.rows // warps
     return gl.BlockedLayout(
-        [tile.rows, 1, tile.vector], [1, 1, 32], [1, 1, tile.num_warps], [2, 1, 0], cga_layout=cluster_bases(tile, 3, 1)
-    )
+        [rows_of_thread, 1, tile.vector], [lanes, 1, 32 // lanes], [warps, 1, tile.num_warps // warps], [2, 1, 0],
+        cga_layout=cluster_bases(tile, 3, 1),
+    )  # fmt: skip
 
 
 @gluon.constexpr_function
@@ -78,6 +83,15 @@ def allocate_barriers(tile: gl.constexpr):
     for stage in gl.static_range(tile.stages):
         mbarrier.init(barriers.index(stage), count=1)
     return barriers
+
+
+@gluon.jit
+def close_barriers(barriers, tile: gl.constexpr):
+    """The last use of barriers: a kernel that needs shared memory for something else after its row loop closes them at
+    its very end. Until then their memory must not be anything else's, since hardware may still write to it when the
+    last copy has been waited for: row sums in their place have been spoilt."""
+    for stage in gl.static_range(tile.stages):
+        mbarrier.invalidate(barriers.index(stage))
 
 
 @gluon.constexpr_function
@@ -176,9 +190,10 @@ def upstream_gradient(dy, weight, norm: gl.constexpr, tile: gl.constexpr):
 
 @gluon.jit
 def zeros_by_column(tile: gl.constexpr):
+    """Where the sums of dw or db start, each thread's its own: the rows of a tile come together at the end."""
     sums = ()
     for _ in gl.static_range(tile.chunks):
-        sums = sums + (gl.full([tile.cluster, tile.chunk], 0.0, gl.float32, column_layout(tile)),)
+        sums = sums + (gl.full([tile.rows, tile.cluster, tile.chunk], 0.0, gl.float32, tile_layout(tile)),)
     return sums
 
 
@@ -206,9 +221,64 @@ def row_sum(values, exchange, tile: gl.constexpr):
 
 
 @gluon.jit
+def merge_moments(mean_a, variance_a, mean_b, variance_b):
+    """Mean and variance of two halves of as many elements each -> of both (Chan, Golub, LeVeque, "Updating formulae
+    and a pairwise algorithm for computing sample variances", 1979)."""
+    distance = 0.5 * (mean_a - mean_b)
+    return 0.5 * (mean_a + mean_b), 0.5 * (variance_a + variance_b) + distance * distance
+
+
+@gluon.jit
+def by_thread(chunk, tile: gl.constexpr):
+    """[rows, cluster, chunk] seen as [rows, cluster, load, thread, adjacent column], in float32."""
+    threads: gl.constexpr = tile.threads_of_a_row
+    loads: gl.constexpr = tile.chunk // (threads * tile.vector)
+    return gl.reshape(chunk.to(gl.float32), [tile.rows, tile.cluster, loads, threads, tile.vector])
+
+
+@gluon.jit
+def sum_of_thread(values):
+    """[rows, cluster, loads, threads, adjacent columns] -> [rows, cluster, threads]."""
+    return gl.sum(gl.sum(values, axis=4), axis=2)
+
+
+@gluon.jit
+def row_moments(x, exchange, tile: gl.constexpr):
+    """mean and variance [rows, cluster, 1] of whole rows, and the exchange's state: every thread's own in two passes
+    over its registers, then one reduction for both."""
+    total = by_thread(x[0], tile)
+    for c in gl.static_range(tile.chunks):
+        if c > 0:
+            total += by_thread(x[c], tile)
+    mean = sum_of_thread(total) / tile.columns_of_thread
+    of_thread = gl.expand_dims(gl.expand_dims(mean, 2), 4)
+    squares = by_thread(x[0], tile) - of_thread
+    squares *= squares
+    for c in gl.static_range(tile.chunks):
+        if c > 0:
+            deviation = by_thread(x[c], tile) - of_thread
+            squares += deviation * deviation
+    moments = gl.reduce((mean, sum_of_thread(squares) / tile.columns_of_thread), 2, merge_moments)
+    moments, exchange = sum_over_cluster(moments, exchange, tile, moments=True)
+    by_row: gl.constexpr = gl.SliceLayout(2, tile_layout(tile))
+    mean = gl.expand_dims(gl.convert_layout(moments[0], by_row, assert_trivial=True), 2)
+    variance = gl.expand_dims(gl.convert_layout(moments[1], by_row, assert_trivial=True), 2)
+    return mean, variance, exchange
+
+
+@gluon.jit
 def row_statistics(x, cols, eps, exchange, norm: gl.constexpr, tile: gl.constexpr):
-    """mean and rstd [rows, cluster, 1] of a tile in registers, and the exchange's state. The variance is summed from
-    x - mean."""
+    """mean and rstd [rows, cluster, 1] of a tile in registers, and the exchange's state."""
+    if norm.layer and tile.whole:
+        mean, square, exchange = row_moments(x, exchange, tile)
+    else:
+        mean, square, exchange = mean_and_squares(x, cols, exchange, norm, tile)
+    return mean, inverse_std(square, eps.to(gl.float32)), exchange
+
+
+@gluon.jit
+def mean_and_squares(x, cols, exchange, norm: gl.constexpr, tile: gl.constexpr):
+    """The rows' mean, which is 0 for RMSNorm, and the mean of (x - mean)^2, by one reduction for each."""
     layout: gl.constexpr = tile_layout(tile)
     shape: gl.constexpr = [tile.rows, tile.cluster, tile.chunk]
     mean = gl.full([tile.rows, tile.cluster, 1], 0.0, gl.float32, layout)
@@ -227,7 +297,7 @@ def row_statistics(x, cols, eps, exchange, norm: gl.constexpr, tile: gl.constexp
                 deviation = gl.where(gl.expand_dims(column_index(c, tile), 0) < cols, deviation, 0.0)
         squares += deviation * deviation
     squares, exchange = row_sum(squares, exchange, tile)
-    return mean, inverse_std(squares / cols, eps.to(gl.float32)), exchange
+    return mean, squares / cols, exchange
 
 
 @gluon.jit
@@ -266,8 +336,8 @@ def sum_tile(x, dy, mean, rstd, weight, dw, db, norm: gl.constexpr, tile: gl.con
         g = upstream_gradient(upstream, weight[c], norm, tile)
         sum_gx += g * x_hat
         sum_g += g
-        new_dw = new_dw + (dw[c] + gl.sum(upstream * x_hat, axis=0),)
-        new_db = new_db + (db[c] + gl.sum(upstream, axis=0),)
+        new_dw = new_dw + (dw[c] + upstream * x_hat,)
+        new_db = new_db + (db[c] + upstream,)
     if norm.layer:
         sums = gl.reduce((sum_gx, sum_g), 2, add_pairs)  # one reduction: the CTA meets at the barriers of one
     else:
@@ -321,31 +391,36 @@ def store_chunk(ptr, value, row, rows, cols, c: gl.constexpr, tile: gl.constexpr
 
 @gluon.constexpr_function
 def partial_store_layout(tile):
-    """Adjacent threads store adjacent 16 bytes."""
-    return gl.BlockedLayout([1, 4], [1, 32], [1, tile.num_warps], [1, 0], cga_layout=cluster_bases(tile, 2, 0))
+    """A thread has some columns of all rows, which it sums in order; adjacent threads store adjacent 16 bytes."""
+    return gl.BlockedLayout(
+        [tile.rows, 1, 4], [1, 1, 32], [1, 1, tile.num_warps], [2, 1, 0], cga_layout=cluster_bases(tile, 3, 1)
+    )
 
 
 @gluon.jit
-def store_partials(
-    dw_ptr, db_ptr, dw, db, partial, cols, layout: gl.constexpr, norm: gl.constexpr, tile: gl.constexpr
-):
-    """Row `partial` of the [num_partials, cols] partials, from registers in that layout."""
+def store_partials(dw_ptr, db_ptr, dw, db, partial, cols, norm: gl.constexpr, tile: gl.constexpr):
+    """Row `partial` of the [num_partials, cols] partials."""
+    layout: gl.constexpr = partial_store_layout(tile)
     for c in gl.static_range(tile.chunks):
-        col = gl.convert_layout(column_index(c, tile), layout)
+        col = gl.convert_layout(column_index(c, tile), gl.SliceLayout(0, layout))
         target = partial.to(gl.int64) * cols + col
         if norm.wants_dw:
-            gl.store(dw_ptr + target, gl.convert_layout(dw[c], layout), mask=col < cols)
+            gl.store(dw_ptr + target, gl.sum(gl.convert_layout(dw[c], layout), axis=0), mask=col < cols)
         if norm.wants_db:
-            gl.store(db_ptr + target, gl.convert_layout(db[c], layout), mask=col < cols)
+            gl.store(db_ptr + target, gl.sum(gl.convert_layout(db[c], layout), axis=0), mask=col < cols)
 
 
 @gluon.constexpr_function
 def partial_load_layout(tile):
-    """Four elements a thread: [partial_rows, cluster, partial_cols]."""
-    lanes = tile.partial_cols // 4
+    """Four elements a thread: [partial_rows, cluster, partial_cols]. The warps of a CTA have different rows, so that
+    loads are of long pieces; but in a cluster different columns, because the compiler's sum over warps would be done by
+    each CTA for all of them."""
+    warps = 1 if tile.cluster == 1 else min(tile.num_warps, tile.partial_cols // 4)
+    lanes = tile.partial_cols // (4 * warps)
     return gl.BlockedLayout(
-        [1, 1, 4], [32 // lanes, 1, lanes], [tile.num_warps, 1, 1], [2, 1, 0], cga_layout=cluster_bases(tile, 3, 1)
-    )
+        [1, 1, 4], [32 // lanes, 1, lanes], [tile.num_warps // warps, 1, warps], [2, 1, 0],
+        cga_layout=cluster_bases(tile, 3, 1),
+    )  # fmt: skip
 
 
 @gluon.jit

@@ -75,8 +75,7 @@ def consume(
             stage = group
             phase ^= 1
     partial = gl.program_id(0) * tile.num_groups + group
-    layout: gl.constexpr = ring.column_layout(tile)
-    ring.store_partials(dw_partial_ptr, db_partial_ptr, dw, db, partial, cols, layout, norm, tile)
+    ring.store_partials(dw_partial_ptr, db_partial_ptr, dw, db, partial, cols, norm, tile)
 
 
 @gluon.jit(do_not_specialize=["rows"])

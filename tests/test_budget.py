@@ -34,6 +34,10 @@ SAMPLE = [
     make_problem("layer", 768, "fp64"),
     make_problem("layer", 20480),
     make_problem("rms", 1023, "fp32", "bf16"),
+    make_problem("layer", 128),
+    make_problem("rms", 2048),
+    make_problem("layer", 36864),
+    make_problem("layer", 8448),
 ]
 FORWARD = [
     make_problem("layer", 4096, direction="forward"),
@@ -48,6 +52,10 @@ JOBS = [
     (90, make_problem("layer", 4096, "fp32")),
     (90, make_problem("rms", 7680, grad="fp32")),
     (90, make_problem("layer", 16384)),
+    (90, make_problem("layer", 36864)),
+    (90, make_problem("layer", 8448, direction="forward")),
+    (90, make_problem("layer", 256)),
+    (90, make_problem("layer", 256, direction="forward")),
     (120, make_problem("layer", 4096)),
     (90, make_problem("layer", 4096, wants_dx=False)),
     (100, make_problem("rms", 1000, "fp32", grad="bf16", wants_dx=False)),

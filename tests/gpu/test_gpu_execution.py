@@ -10,7 +10,10 @@ import torch
 from calls import assert_same_bits, run
 from cases import BF16, FP32, make_case
 
-from fusednorm.testing import assert_outputs_close, fused, make_inputs
+from fusednorm import launch
+from fusednorm.plan import PipelinedPlan
+from fusednorm.problem import check_backward
+from fusednorm.testing import Outputs, assert_outputs_close, fused, make_inputs
 
 pytestmark = pytest.mark.gpu
 
@@ -21,6 +24,9 @@ SEVERAL_PLANS = [
     make_case("rms", (1031, 5120), (FP32, FP32, FP32)),
     make_case("layer", (301, 8191), (BF16, FP32, BF16)),
     make_case("layer", (301, 65536), (BF16, FP32, BF16)),
+    make_case("layer", (60013, 256), (BF16, BF16, BF16)),
+    make_case("layer", (4099, 2048), (BF16, BF16, BF16)),
+    make_case("layer", (2048, 36864), (BF16, BF16, BF16)),
 ]
 
 
@@ -30,6 +36,25 @@ def test_twenty_runs_give_the_same_bits(case):
     first = run(case, inputs)
     for _ in range(20):
         assert_same_bits(fused(case, inputs), first)
+
+
+def test_sums_are_right_where_what_follows_the_row_loop_takes_more_memory_than_the_ring():
+    """Barriers were in the place of the last sums then, and were written to after these."""
+    case = make_case("layer", (2048, 36864), (BF16, BF16, BF16))
+    inputs = make_inputs(case, "cuda")
+    want = run(case, inputs)
+    call = check_backward(
+        "layer", inputs.grad_out, inputs.x, case.normalized_shape, want.mean, want.rstd, inputs.weight, inputs.bias,
+        (True, True, True),
+    )  # fmt: skip
+    plan = PipelinedPlan(1, 512, 5, 3, 4, 3, 168, False, cluster=16)
+    prepared = launch.prepare_backward(call, plan)
+    for _ in range(50):
+        prepared.workspace.view(torch.uint8).fill_(255)  # NaN
+        for each in prepared.launches:
+            each.run()
+        got = Outputs(want.y, want.mean, want.rstd, *(output.clone() for output in prepared.outputs))
+        assert_outputs_close(got, case, inputs)
 
 
 @pytest.mark.parametrize("case", SEVERAL_PLANS, ids=str)
