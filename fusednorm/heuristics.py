@@ -65,7 +65,7 @@ HOPPER_PADDING = 1.125
 
 HOPPER_BACKWARD = Tuning(
     ("pipelined", "multi_wave"),
-    "1 to 50% faster than multi-wave almost wherever both were tried, at 768 to 131072 columns and 128 rows or more "
+    "1 to 50% faster than multi-wave almost wherever both were tried, at 128 to 131072 columns and 128 rows or more "
     "(H200, bfloat16, 2026-11-20)",
     # dw and db of 16384 x 4096: 73.0 us and 85.4 by multi-wave, of 1024 x 4096: 16.7 and 13.4 (LayerNorm, bfloat16).
     ring_rows_per_sm_without_dx=8,
@@ -79,7 +79,7 @@ HOPPER_BACKWARD = Tuning(
 )
 HOPPER_FORWARD = Tuning(
     ("pipelined", "multi_wave"),
-    "between 4% slower and 50% faster than multi-wave wherever both were tried, at 1024 to 131072 columns "
+    "between 6% slower and 50% faster than multi-wave wherever both were tried, at 128 to 131072 columns "
     "(H200, bfloat16, 2026-11-20)",
     # 256 columns: 20.0 us and 20.2 by multi-wave (LayerNorm), 18.9 and 19.1 (RMSNorm); 128 columns: 12.5 and 12.8, but
     # 12.2 and 11.6.
