@@ -1,0 +1,46 @@
+"""How means and variances of parts of a row become the row's: the formula of kernels/ring.py on numpy's numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from fusednorm.kernels.ring import merge_moments
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+def merged(row: np.ndarray, parts: int) -> tuple[np.floating, np.floating]:
+    """(mean, variance) of a row from those of its parts, halves by halves as a reduction does."""
+    moments = [(part.mean(), part.var()) for part in np.split(row, parts)]
+    while len(moments) > 1:
+        half = len(moments) // 2
+        moments = [merge_moments.fn(*a, *b) for a, b in zip(moments[:half], moments[half:], strict=True)]
+    return moments[0]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.floats(-1e6, 1e6, width=32), min_size=64, max_size=64),
+    st.sampled_from([1, 2, 4, 8, 16, 32, 64]),
+)
+def test_moments_of_parts_merge_to_those_of_the_row(row, parts):
+    row = np.array(row)
+    mean, variance = merged(row, parts)
+    assert mean == pytest.approx(row.mean(), rel=1e-12, abs=1e-9)
+    assert variance == pytest.approx(row.var(), rel=1e-12, abs=1e-9)
+
+
+@pytest.mark.parametrize("mean", [0, 100, -1e4])
+def test_float32_keeps_the_variance_of_a_row_far_from_zero(mean):
+    row = (mean + np.random.default_rng(0).standard_normal(4096)).astype(np.float32)
+    _, variance = merged(row, 64)
+    assert variance.dtype == np.float32
+    assert variance == pytest.approx(row.astype(np.float64).var(), rel=1e-6 + abs(mean) * 2**-26)
+
+
+def test_what_is_infinite_or_not_a_number_does_not_disappear():
+    row = np.zeros(64, dtype=np.float32)
+    for spoilt in (np.inf, np.nan):
+        row[5] = spoilt
+        with np.errstate(invalid="ignore"):
+            assert not np.isfinite(merged(row, 8)).any()
