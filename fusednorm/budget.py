@@ -216,7 +216,9 @@ def ring_registers(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> 
         parameters = [dtype.itemsize for dtype in (problem.weight_dtype, problem.bias_dtype) if dtype is not None]
         need = 30 + (1 + problem.x_dtype.itemsize / 4) * elements
         need += columns * held * len(parameters) + 0.01 * elements * sum(itemsize - 2 for itemsize in parameters)
-        need += 2.5 * columns * parameters.count(8)
+        need += 2.5 * columns * parameters.count(8) + 3 * num_copies(plan) * (num_copies(plan) > 1)
+        if problem.norm == "layer" and plan.cluster > 1:
+            need += 0.5 * rows * plan.cluster  # means and variances of the other CTAs
     return _round_up(need, REGISTER_STEP)
 
 
