@@ -17,8 +17,10 @@ from .plan import (
     Plan,
     RingPlan,
     WarpSpecializedPlan,
+    columns_of_a_thread,
     is_whole,
     num_copies,
+    rows_of_a_thread,
     threads_of_a_row,
 )
 from .problem import NormProblem
@@ -200,7 +202,7 @@ def registers(plan: Plan, problem: NormProblem, device: DeviceSpec) -> int:
 def ring_registers(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> int:
     """For the ring kernels: by the columns of a thread, with their sums and parameters, and its elements of a tile."""
     sm120, held = device.arch >= 120, not plan.weight_in_smem
-    columns, rows = plan.chunk * plan.num_chunks / threads_of_a_row(plan), plan.rows_per_tile if plan.cluster > 1 else 1
+    columns, rows = columns_of_a_thread(plan), rows_of_a_thread(plan.rows_per_tile, plan.cluster)
     elements = columns * rows
     if problem.direction == "backward":
         need = 30.0 if isinstance(plan, WarpSpecializedPlan) else 20.0
@@ -225,7 +227,7 @@ def ring_registers(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> 
 def _manages_with_128(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> bool:
     """Whether the compiler, capped at 128, recomputes what it would hold otherwise and still spills nothing: seen of
     every such build for clusters, which need it for their second CTA on an SM (sm_90, 100 and 103, 2026-11-20)."""
-    columns = plan.chunk * plan.num_chunks / threads_of_a_row(plan)
+    columns = columns_of_a_thread(plan)
     few = plan.rows_per_tile == 1 and columns <= (32 if plan.num_chunks == 1 else 24)
     dtypes = (problem.x_dtype, problem.grad_dtype, problem.weight_dtype)
     halves = all(dtype is None or dtype.itemsize == 2 for dtype in dtypes)

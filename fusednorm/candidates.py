@@ -1,8 +1,8 @@
 """Plans worth considering, variant by variant, and the key that picks one of them.
 
-The numbers aimed at were found on an H200 (bfloat16, 1024 to 16384 columns, 2026-11-20). Of the plans swept there the
-keys choose one within 3% of the fastest in the backward and 5% in the forward. Other GPUs are planned for by the same
-arithmetic with their own resources.
+The numbers aimed at were found on an H200 (bfloat16, 64 to 73472 columns; bench/results/2026-11-20-nvidia-h200-sweep,
+-rings, -rows-apart and -widths.jsonl). Of the plans swept there the keys choose one within 8% of the fastest, 3% on the
+average. Other GPUs are planned for by the same arithmetic with their own resources.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from .plan import (
     Plan,
     RingPlan,
     WarpSpecializedPlan,
+    columns_of_a_thread,
     num_copies,
+    rows_of_a_thread,
     threads_of_a_row,
 )
 from .problem import NormProblem
@@ -64,9 +66,9 @@ FORWARD_STREAMS_OF_WHOLE_CTAS = 2
 # short-lived CTA of the forward is done sooner with two: 8192 x 8192 66.7 us and 70.2 us with three.
 RING_STAGES = {"backward": 3, "forward": 2}
 RING_BYTES_PER_SM, LARGEST_CLUSTER_OF_TWO_STAGES = 60 * 1000, 2
-# Adjacent in a thread or not, in one chunk. Rows that have few threads come as they are: 128 columns take 19.9 us by
-# one chunk and 20.7 us by two (LayerNorm backward), 1024 columns 35.0 us and 35.8 us by four (LayerNorm forward).
-# RMSNorm 8192 x 16384 takes 198 us by chunks of 8 columns a thread and 206 us of 4, which are faster for LayerNorm.
+# That a thread has of one chunk: RMSNorm 8192 x 16384 takes 198 us with 8 and 206 us with 4, LayerNorm 192 us with 4
+# and 201 us with 8. More than 4 where threads have few columns; and narrow rows are one chunk: 128 columns take 19.9 us
+# so and 20.7 us by two (LayerNorm backward), 1024 columns 35.0 us and 35.8 us by four (LayerNorm forward).
 RING_COLUMNS_PER_CHUNK = {"layer": 4, "rms": 8}
 WHOLE_COLUMNS, MANY_COLUMNS_PER_CHUNK = 1024, 8
 # Each copy of a tile is asked for and waited for by itself: 16384 x 8448 takes 481 us by nine chunks of a copy each,
@@ -197,7 +199,7 @@ def _best_ring(plans: Iterator[RingPlan], problem: NormProblem, device: DeviceSp
 
 def pipelined_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[PipelinedPlan]:
     forward = problem.direction == "forward"
-    streams = (1, 2, 4) if forward else (1, 2, 3)
+    streams = (1, 2, STREAMS["forward"] if forward else STREAMS["backward"] + 1)
     for num_warps, ctas_per_sm, cluster in itertools.product(WARPS, streams, cluster_sizes(device)):
         limit = budget.register_limit(32 * num_warps * ctas_per_sm, device)
         waves = FORWARD_WAVES if forward and ctas_per_sm > 1 else 1
@@ -228,7 +230,7 @@ def ring_tiles(problem: NormProblem, num_warps: int, cluster: int) -> Iterator[t
     the two rows of a forward in a cluster; and the chunks of a copy: several only where they are all whole."""
     apart = powers_of_two(1, MAX_ROWS_PER_WARP * num_warps)
     for rows_per_tile in apart if cluster == 1 else (1, 2) if problem.direction == "forward" else (1,):
-        threads = 32 * num_warps // (rows_per_tile if cluster == 1 else 1)
+        threads = 32 * num_warps * rows_of_a_thread(rows_per_tile, cluster) // rows_per_tile
         for chunk, num_chunks in chunkings(-(-problem.cols // cluster), threads, MAX_RING_CHUNKS):
             boxes = cluster * chunk // math.gcd(problem.cols, chunk, MAX_BOX_SIDE)  # of a chunk
             most_chunks = 1 << (num_chunks - 1).bit_length() if problem.cols % (cluster * chunk) == 0 else 1
@@ -243,20 +245,19 @@ def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
     threads; a ring that is full enough; then as little as will do."""
     forward = problem.direction == "forward"
     streams = plan.ctas_per_sm if isinstance(plan, PipelinedPlan) else plan.num_groups
-    threads, columns = threads_of_a_row(plan), plan.chunk * plan.num_chunks  # of one CTA
-    columns_of_thread = columns / threads
-    rows_of_thread = plan.rows_per_tile if plan.cluster > 1 else 1
-    bytes_of_thread = rows_of_thread * columns_of_thread * bytes_per_element(problem)
+    threads, columns = threads_of_a_row(plan), columns_of_a_thread(plan)
+    rows = rows_of_a_thread(plan.rows_per_tile, plan.cluster)
+    bytes_of_thread = rows * columns * bytes_per_element(problem)
     several_rows = plan.rows_per_tile > 1 and (plan.cluster > 1 or threads <= FORWARD_THREADS_APART)
     few_threads = problem.cols / plan.cluster / threads
     if forward:
-        few_threads = several_rows, -distance(columns_of_thread, FORWARD_COLUMNS)
+        few_threads = several_rows, -distance(columns, FORWARD_COLUMNS)
     stages = _ring_stages(plan, problem, streams * 2 * 32 * plan.num_warps * bytes_of_thread)
     return (
         plan.num_stages > 1 and budget.registers(plan, problem, device) <= plan.max_registers,
-        bytes_of_thread <= RING_BYTES_PER_THREAD and columns_of_thread <= _most_columns(plan, problem),
+        bytes_of_thread <= RING_BYTES_PER_THREAD and columns <= _most_columns(plan, problem),
         -max(TOLERATED_COPIES, num_copies(plan)),
-        -max(TOLERATED_PADDING, plan.cluster * columns / problem.cols),
+        -max(TOLERATED_PADDING, plan.cluster * plan.chunk * plan.num_chunks / problem.cols),
         -plan.num_warps,
         -plan.cluster,
         -num_copies(plan),
@@ -264,7 +265,7 @@ def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
         few_threads,
         min(plan.num_stages, stages),
         -plan.num_stages,
-        plan.weight_in_smem == (columns_of_thread > MAX_COLUMNS_WITH_WEIGHT[problem.direction]),
+        plan.weight_in_smem == (columns > MAX_COLUMNS_WITH_WEIGHT[problem.direction]),
         -distance(plan.chunk, _ring_chunk(plan, problem)),
         -plan.copy_chunks,
     )
@@ -303,7 +304,7 @@ def _ring_chunk(plan: RingPlan, problem: NormProblem) -> int:
     apart = plan.cluster == 1 and plan.rows_per_tile > 1
     if apart and problem.cols <= WHOLE_COLUMNS:
         return problem.cols
-    many = apart or problem.direction == "forward" or (plan.cluster > 1 and plan.ctas_per_sm == 3)
+    many = apart or problem.direction == "forward" or (plan.cluster > 1 and plan.ctas_per_sm > STREAMS["backward"])
     return threads * (MANY_COLUMNS_PER_CHUNK if many else RING_COLUMNS_PER_CHUNK[problem.norm])
 
 

@@ -319,6 +319,7 @@ def _ring_tile(plan: RingPlan, problem: NormProblem, device: DeviceSpec, **more)
         copy_chunks=plan.copy_chunks,
         box=box_columns(plan, problem.cols),
         vector=min(VECTOR_BYTES // problem.x_dtype.itemsize, plan.chunk // threads_of_a_row(plan)),
+        threads_of_a_row=threads_of_a_row(plan),
         whole=is_whole(plan, problem.cols),
         weight_in_smem=plan.weight_in_smem,
         **more,

@@ -140,10 +140,20 @@ def box_columns(plan: RingPlan, cols: int) -> int:
     return math.gcd(cols, plan.chunk, MAX_BOX_SIDE)
 
 
+def rows_of_a_thread(rows_per_tile: int, cluster: int) -> int:
+    """Rows of a ring's tile of which a thread has a part: all in a cluster, else one, and each row has threads of its
+    own."""
+    return rows_per_tile if cluster > 1 else 1
+
+
 def threads_of_a_row(plan: RingPlan) -> int:
-    """Threads among which a row is divided, or in a cluster a CTA's part of it: there they share all rows of a tile,
-    else each row has threads of its own."""
-    return 32 * plan.num_warps // (plan.rows_per_tile if plan.cluster == 1 else 1)
+    """Threads among which a row is divided, or in a cluster a CTA's part of it."""
+    return 32 * plan.num_warps * rows_of_a_thread(plan.rows_per_tile, plan.cluster) // plan.rows_per_tile
+
+
+def columns_of_a_thread(plan: RingPlan) -> float:
+    """Of each of its rows, those beyond the last included."""
+    return plan.chunk * plan.num_chunks / threads_of_a_row(plan)
 
 
 def is_whole(plan: RingPlan, cols: int) -> bool:

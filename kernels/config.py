@@ -75,18 +75,13 @@ class RingTile(Tile):
     copy_chunks: int = 1  # a power of two; more than 1 where cluster * chunk divides cols
     box: int = 256  # columns on the innermost side of a TMA box: a row is [cols / box, box]
     vector: int = 8  # adjacent columns in a thread
+    threads_of_a_row: int = 32  # that share its columns in a CTA
     whole: bool = False  # the chunks are exactly a row, so that every thread has as many columns
     weight_in_smem: bool = False  # and bias
     cluster: int = 1  # CTAs that share a row: chunk columns each
     num_groups: int = 1  # compute groups that take tiles in turn
     cached: bool = False  # a tile stays in registers between its two passes
     group_registers: int = 0  # a thread of a compute group is given
-
-    @property
-    def threads_of_a_row(self) -> int:
-        """Threads that share the columns of a row, or of a CTA's part of it: all, but for rows that have a CTA to
-        themselves, which have threads of their own."""
-        return 32 * self.num_warps // (self.rows if self.cluster == 1 else 1)
 
     @property
     def columns_of_thread(self) -> int:
