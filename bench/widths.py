@@ -1,11 +1,12 @@
-"""Looks for cliffs: the backward's share of the floor over many widths, and widths far below their neighbours.
+"""Looks for cliffs: a direction's share of the floor over many widths, and widths far below their neighbours.
 
     python -m bench.widths --step 256 --limit-seconds 500
     python -m bench.widths --check bench/results/2026-11-20-nvidia-h200-widths.jsonl
 
 The planner's own choice only, a few replays of each, not checked against float64 (bench.bench_norm does that). Kernels
 are compiled side by side some widths ahead of the timing. One short JSON line per cell; widths come in an order that
-halves the gaps, so that a run that ends at its limit has covered the whole range. Exit code 1 if a cell is a cliff, 2
+halves the gaps, so that a run that ends at its limit has covered the whole range. What looks like a cliff is timed
+again with its neighbours, once the compilers are quiet, and the later line counts. Exit code 1 if a cell is a cliff, 2
 without a CUDA GPU.
 """
 
@@ -59,12 +60,18 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{len(cells)} cells, about {estimate(cells):.0f} s; to {path}")
     done, end = [], time.monotonic() + options.limit_seconds
     with path.open("a") as file:
-        file.write(json.dumps(machine | {"direction": "backward", "dtype": options.dtype}) + "\n")
-        for cell in measured(cells, options, end):
-            done.append(cell)
-            file.write(json.dumps([cell[name] for name in FIELDS]) + "\n")
-    print(f"{len(done)} of {len(cells)} cells timed")
-    return report(done)
+        file.write(json.dumps(machine | {"direction": options.direction, "dtype": options.dtype}) + "\n")
+
+        def keep(found: Iterator[dict]) -> None:
+            for cell in found:
+                done.append(cell)
+                file.write(json.dumps([cell[name] for name in FIELDS]) + "\n")
+
+        keep(measured(cells, options, end))
+        count = len(done)
+        keep(measure(*place_of(cell), options) for cell in doubtful(done) if time.monotonic() < end)
+    print(f"{count} of {len(cells)} cells timed, {len(done) - count} of them again")
+    return report(latest(done))
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -74,6 +81,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--step", type=int, default=256)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--norms", nargs="+", choices=NORMS, default=NORMS)
+    parser.add_argument("--direction", choices=("forward", "backward"), default="backward")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of all tensors (default: bf16)")
     parser.add_argument("--rounds", type=int, default=7, help="timed replays of each (default: 7)")
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="stop in time")
@@ -135,7 +143,7 @@ def in_batches(cells: list[tuple[str, int, int]]) -> Iterator[list[tuple[str, in
 def compile_batch(batch: list[tuple[str, int, int]], options: argparse.Namespace) -> None:
     dtype, device = DTYPES[options.dtype], DeviceSpec.of(torch.device("cuda", torch.cuda.current_device()))
     wanted = [
-        warm.Wanted(norm, "backward", cols, dtype, dtype, True, (True, True, norm == "layer"))
+        warm.Wanted(norm, options.direction, cols, dtype, dtype, True, (True, True, norm == "layer"))
         for norm, cols in dict.fromkeys((norm, cols) for norm, _, cols in batch)
     ]
     rows = sorted({rows for _, rows, _ in batch})
@@ -148,9 +156,9 @@ def measure(norm: str, rows: int, cols: int, options: argparse.Namespace) -> dic
     case = BenchCase(norm, (rows, cols), 1, dtype, dtype, dtype if norm == "layer" else None)
     inputs = make_bench_inputs(case, "cuda")
     calls, ahead = our_calls(case, inputs), statistics_of(case, inputs.x)
-    both = {FLOOR: floor_call("backward", inputs), OURS: lambda: calls.backward(ahead)}
-    times = time_interleaved(both, options.rounds)
-    plan = our_plans(case, inputs, None)["backward"]
+    ours = calls.forward if options.direction == "forward" else lambda: calls.backward(ahead)
+    times = time_interleaved({FLOOR: floor_call(options.direction, inputs), OURS: ours}, options.rounds)
+    plan = our_plans(case, inputs, None)[options.direction]
     microseconds = {"us": round(times[OURS].median, 2), "floor_us": round(times[FLOOR].median, 2)}
     return {"norm": norm, "rows": rows, "cols": cols, **microseconds, "plan": short(plan)}
 
@@ -171,22 +179,47 @@ def short(plan) -> str:
 
 def read(path: Path) -> list[dict]:
     lines = (json.loads(line) for line in path.read_text().splitlines())
-    return [dict(zip(FIELDS, line, strict=True)) for line in lines if isinstance(line, list)]
+    return latest([dict(zip(FIELDS, line, strict=True)) for line in lines if isinstance(line, list)])
+
+
+def place_of(cell: dict) -> tuple[str, int, int]:
+    return cell["norm"], cell["rows"], cell["cols"]
+
+
+def latest(cells: list[dict]) -> list[dict]:
+    """Each cell once, as it was timed last."""
+    return list({place_of(cell): cell for cell in cells}.values())
+
+
+def doubtful(cells: list[dict]) -> list[dict]:
+    """The cells that look like cliffs, and all that make them look so."""
+    found = {place_of(cell) for cell, *_ in cliffs(cells)}
+    return [cell for line in lines_of(cells) for cell in line if found & set(map(place_of, beside(line, cell)))]
 
 
 def cliffs(cells: list[dict]) -> list[tuple[dict, float, float]]:
     """(cell, its share of the floor, its neighbours' median) where the share is CLIFF below the neighbours'."""
     found = []
-    rows_of_norm = sorted({(cell["norm"], cell["rows"]) for cell in cells})
-    for norm, rows in rows_of_norm:
-        line = {cell["cols"]: cell for cell in cells if (cell["norm"], cell["rows"]) == (norm, rows)}
-        ordered = [line[cols] for cols in sorted(line)]
-        shares = [cell["floor_us"] / cell["us"] for cell in ordered]
-        for index, (cell, share) in enumerate(zip(ordered, shares, strict=True)):
-            around = shares[max(0, index - NEIGHBOURS) : index] + shares[index + 1 : index + 1 + NEIGHBOURS]
+    for line in lines_of(cells):
+        for cell in line:
+            share = cell["floor_us"] / cell["us"]
+            around = [other["floor_us"] / other["us"] for other in beside(line, cell) if other is not cell]
             if around and share < (1 - CLIFF) * median(around):
                 found.append((cell, share, median(around)))
     return found
+
+
+def lines_of(cells: list[dict]) -> Iterator[list[dict]]:
+    """The cells of each norm and row count, by width."""
+    for norm, rows in sorted({(cell["norm"], cell["rows"]) for cell in cells}):
+        line = [cell for cell in cells if (cell["norm"], cell["rows"]) == (norm, rows)]
+        yield sorted(line, key=lambda cell: cell["cols"])
+
+
+def beside(line: list[dict], cell: dict) -> list[dict]:
+    """A cell and its neighbours."""
+    index = line.index(cell)
+    return line[max(0, index - NEIGHBOURS) : index + 1 + NEIGHBOURS]
 
 
 def report(cells: list[dict]) -> int:

@@ -70,24 +70,28 @@ def static_bytes(plan: RingPlan) -> int:
     return _round_up(2 * 8 + 2 * 2 * 4 * plan.rows_per_tile * plan.cluster, 128) if plan.cluster > 1 else 0
 
 
-def _partial_store_bytes(plan: RingPlan, problem: NormProblem) -> int:
-    """For dw and db on their way out: what the adjacent columns of all threads take, as they are held or as they are
-    stored, in all rows of a tile and CTAs of a cluster; nothing where both are the same."""
+def _partial_store_buffers(plan: RingPlan, problem: NormProblem) -> list[Buffer]:
+    """For dw and db on their way out, nothing where threads store what they hold. In all rows of a tile: all columns in
+    a pipelined kernel; else what the adjacent ones of all threads take, as they are held or as they are stored."""
     threads, row_threads = WARP_SIZE * plan.num_warps, threads_of_a_row(plan)
     held = min(16 // problem.x_dtype.itemsize, plan.chunk // row_threads)  # adjacent, in a thread
-    stored = 4
-    if not (problem.wants_dw or problem.wants_db) or (held == stored and row_threads == threads):
-        return 0
-    return 4 * plan.rows_per_tile * plan.cluster * min(plan.chunk, max(held * row_threads, stored * threads))
+    stored, wanted = 4, problem.wants_dw + problem.wants_db
+    if not wanted or (held == stored and row_threads == threads):
+        return []
+    if isinstance(plan, PipelinedPlan):
+        return [Buffer(4 * plan.rows_per_tile * plan.num_chunks * plan.chunk, 16, "after")] * wanted
+    return [Buffer(4 * plan.rows_per_tile * min(plan.chunk, max(held * row_threads, stored * threads)), 128, "loop")]
 
 
 def _ring_buffers(plan: RingPlan, problem: NormProblem) -> list[Buffer]:
     backward, num_warps = problem.direction == "backward", plan.num_warps
     tensors = [problem.x_dtype, problem.grad_dtype] if backward else [problem.x_dtype]
     parameters = [problem.weight_dtype] if backward else [problem.weight_dtype, problem.bias_dtype]
-    copies, ring_elements = num_copies(plan), plan.num_stages * plan.rows_per_tile * plan.copy_chunks * plan.chunk
+    copies = [plan.copy_chunks, 1] if plan.tail else [plan.copy_chunks] * num_copies(plan)
+    chunk_elements = plan.num_stages * plan.rows_per_tile * plan.chunk
     life = "loop" if isinstance(plan, PipelinedPlan) else "always"
-    buffers = [Buffer(ring_elements * dtype.itemsize, 128, life) for dtype in tensors] * copies
+    rings = [chunks * chunk_elements * dtype.itemsize for chunks in copies for dtype in tensors]
+    buffers = [Buffer(size, 128, life) for size in rings]
     if plan.weight_in_smem:
         held = [Buffer(plan.chunk * dtype.itemsize, 16, life) for dtype in parameters if dtype is not None]
         buffers += held * plan.num_chunks
@@ -96,11 +100,11 @@ def _ring_buffers(plan: RingPlan, problem: NormProblem) -> list[Buffer]:
     warps = threads_of_a_row(plan) // WARP_SIZE
     exchanged = 4 * _sums_per_row(plan, problem) * plan.rows_per_tile * warps * plan.cluster if warps > 1 else 0
     if isinstance(plan, PipelinedPlan):
-        after = Buffer(_partial_store_bytes(plan, problem), 128, "after")
-        return [*buffers, *[barriers] * (len(tensors) * copies), Buffer(exchanged, 128, "loop"), after]
+        after = _partial_store_buffers(plan, problem)
+        return [*buffers, *[barriers] * len(rings), Buffer(exchanged, 128, "loop"), *after]
     captured = Buffer(_captured_bytes(plan, problem), 8, "entry")
     states = Buffer(num_warps * (plan.num_groups - 1) + PRODUCER_WARPS, 4)  # a byte for each warp but the first group's
-    scratch = Buffer(max(exchanged, _partial_store_bytes(plan, problem)), 128, "loop")
+    scratch = max([Buffer(exchanged, 128, "loop"), *_partial_store_buffers(plan, problem)])
     return [*buffers, barriers, barriers, *[scratch] * plan.num_groups, captured, states]
 
 
@@ -226,12 +230,21 @@ def ring_registers(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> 
 
 def _manages_with_128(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> bool:
     """Whether the compiler, capped at 128, recomputes what it would hold otherwise and still spills nothing: seen of
-    every such build for clusters, which need it for their second CTA on an SM (sm_90, 100 and 103, 2026-11-20)."""
+    every such build for clusters, which need it for a second CTA on an SM, or for one of 16 warps (sm_90, 100 and 103,
+    2026-11-21)."""
     columns = columns_of_a_thread(plan)
-    few = plan.rows_per_tile == 1 and columns <= (32 if plan.num_chunks == 1 else 24)
+    in_eights = plan.num_chunks <= 4 and is_whole(plan, problem.cols) and device.arch < 100
+    many = plan.num_chunks == 1 or problem.norm == "rms" or in_eights
+    few = plan.rows_per_tile == 1 and columns <= (32 if many else 24)
     dtypes = (problem.x_dtype, problem.grad_dtype, problem.weight_dtype)
     halves = all(dtype is None or dtype.itemsize == 2 for dtype in dtypes)
     return plan.cluster > 1 and plan.weight_in_smem and few and halves and device.arch < 120
+
+
+def has_registers_for_early_statistics(plan: RingPlan, problem: NormProblem) -> bool:
+    """For the statistics of the next tile as long as the sums of one are made: the last two registers, for LayerNorm
+    where a thread has 128 and many columns."""
+    return problem.norm == "rms" or plan.max_registers > 128 or columns_of_a_thread(plan) <= 24
 
 
 def multiwave_registers(

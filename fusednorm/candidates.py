@@ -10,6 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
 
 from . import budget
 from .device import DeviceSpec
@@ -49,10 +51,16 @@ MULTIWAVE_CHUNK = 1024  # columns; faster than 512 by 2 to 5%, than 2048 by 1 to
 # two sums each. It gets as many as are allowed: with half as many, a row's sums cost twice as much (3000 x 9216: 48.3
 # us with 36, 53.0 us with 18).
 RING_BYTES_PER_THREAD, MAX_COLUMNS_PER_THREAD = 144, 36
-# Of the forward: of a row that one or two warps have, that four have, and of two rows in a cluster.
-FORWARD_COLUMNS_PER_THREAD, FORWARD_COLUMNS_ALONE, FORWARD_COLUMNS_IN_CLUSTER = 64, 40, 32
-FORWARD_THREADS_APART = 64
+# Of the forward: of a row that one or two warps have, that four have, and of two rows in a cluster. In a cluster the
+# most rather than 16 CTAs (LayerNorm 2048 x 65536: 136 us by 8 and 139 us; but RMSNorm 132 us and 130 us).
+FORWARD_COLUMNS_PER_THREAD, FORWARD_COLUMNS_ALONE, FORWARD_COLUMNS_IN_CLUSTER = 64, 40, 36
+FORWARD_THREADS_APART, LARGEST_FORWARD_CLUSTER = 64, 8
 FORWARD_COLUMNS = 45  # aimed at: between 32, at 512 to 2048 columns, and 64, at 4096
+# RMSNorm's forward up to this width: one stage and one tile for each CTA, so that more of them are on an SM. 8192 x
+# 8192 takes 65.9 us and 67.4 by two stages, 1024 x 4096 8.4 us and 8.9, 8192 x 16384 129 us and 133; but 2048 x 32768
+# 69.8 us and 67.6. LayerNorm, whose CTAs load two parameters: 8192 x 8192 70.8 us and 67.1.
+ONE_TILE_COLUMNS = 16384
+ELEMENTS_OF_ONE_TILE, ELEMENTS_OF_ONE_IN_CLUSTER = 32, 64  # of a thread; 4096 x 8448 36.0 us with 72 and 39.8 with 36
 # Streams of tiles on an SM, each of four warps, one of which works while others wait for a row sum. Three in the
 # backward where a thread has so few bytes of a tile that the registers suffice: 16384 x 1280 takes 36.8 us and 41.4 us
 # with two, 16384 x 2560 66.2 us and 69.0 us; but 16384 x 3072 79.1 us and 77.2 us. LayerNorm in a cluster, which waits
@@ -66,6 +74,7 @@ FORWARD_STREAMS_OF_WHOLE_CTAS = 2
 # short-lived CTA of the forward is done sooner with two: 8192 x 8192 66.7 us and 70.2 us with three.
 RING_STAGES = {"backward": 3, "forward": 2}
 RING_BYTES_PER_SM, LARGEST_CLUSTER_OF_TWO_STAGES = 60 * 1000, 2
+RING_BYTES_PER_SM_IN_CLUSTER = 120 * 1000  # 1024 x 262144: 429 us and 453 us with three (LayerNorm)
 # That a thread has of one chunk: RMSNorm 8192 x 16384 takes 198 us with 8 and 206 us with 4, LayerNorm 192 us with 4
 # and 201 us with 8. More than 4 where threads have few columns; and narrow rows are one chunk: 128 columns take 19.9 us
 # so and 20.7 us by two (LayerNorm backward), 1024 columns 35.0 us and 35.8 us by four (LayerNorm forward).
@@ -74,11 +83,12 @@ WHOLE_COLUMNS, MANY_COLUMNS_PER_CHUNK = 1024, 8
 # Each copy of a tile is asked for and waited for by itself: 16384 x 8448 takes 481 us by nine chunks of a copy each,
 # and no more than 297 us by three, which have room for half as many columns again (LayerNorm).
 TOLERATED_COPIES = 3
-# Short-lived CTAs where several run on an SM: SMs do not run equally fast, 42 to 47 us for the same work, and who is
-# fast gets more of it. 3 to 5% in the forward (RMSNorm, 1024 to 32768 columns).
-FORWARD_WAVES = 16
-# A thread holds the parameters of so many columns in registers; of more, they are faster in shared memory.
-MAX_COLUMNS_WITH_WEIGHT = {"backward": 32, "forward": 20}
+# Chunks that a tile has room for, for each of its own: in the forward, nine take two copies and not room for sixteen
+# (16384 x 9216: 148 us and 164 us; but backward 6000 x 2304 29.0 us and 27.7; LayerNorm).
+TOLERATED_ROOM = {"backward": 2, "forward": 1.7}
+# A thread holds the parameters of so many columns in registers; of more, they are faster in shared memory (forward of
+# 8192 x 10240, 20 columns a thread: 85.6 us and 89.3; LayerNorm).
+MAX_COLUMNS_WITH_WEIGHT = {"backward": 32, "forward": 16}
 MAX_ROWS_PER_WARP = 8  # of 4 lanes each; with 2 lanes 131072 x 64 takes 20.9 us and 20.5 us (LayerNorm backward)
 SHORT_WALK_WARPS = 8  # of the one CTA on an SM that a few rows get: half as many partials to sum as of two CTAs
 MAX_PRODUCED_COPIES = {1: 6, 2: 4}  # by groups; of more, the producer cannot hold the addresses in its 24 registers
@@ -174,7 +184,7 @@ def pipelined_short(problem: NormProblem, device: DeviceSpec) -> PipelinedPlan |
     plans = pipelined_plans(problem, device)
     short = (plan for plan in plans if (plan.cluster, plan.ctas_per_sm, plan.num_warps) == alone)
     plan = _best_ring(short, problem, device)
-    return plan if plan is not None and all(ring_key(plan, problem, device)[:2]) else None
+    return replace(plan, num_stages=2) if plan is not None and all(ring_key(plan, problem, device)[:2]) else None
 
 
 def column_ring_plan(problem: NormProblem, device: DeviceSpec) -> ColumnRingPlan | None:
@@ -202,11 +212,12 @@ def pipelined_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[Pipeli
     streams = (1, 2, STREAMS["forward"] if forward else STREAMS["backward"] + 1)
     for num_warps, ctas_per_sm, cluster in itertools.product(WARPS, streams, cluster_sizes(device)):
         limit = budget.register_limit(32 * num_warps * ctas_per_sm, device)
-        waves = FORWARD_WAVES if forward and ctas_per_sm > 1 else 1
+        short_lived = forward and ctas_per_sm > 1  # 3 to 5% faster (RMSNorm, 1024 to 32768 columns)
         stages = range(1, RING_STAGES[problem.direction] + 1)
         tiles = ring_tiles(problem, num_warps, cluster)
-        for (tile, copy_chunks), num_stages, in_smem in itertools.product(tiles, stages, (False, True)):
-            yield PipelinedPlan(*tile, num_stages, num_warps, ctas_per_sm, limit, in_smem, cluster, copy_chunks, waves)
+        for (tile, copies), num_stages, in_smem in itertools.product(tiles, stages, (False, True)):
+            depth = num_stages, num_warps, ctas_per_sm, limit, in_smem, cluster
+            yield PipelinedPlan(*tile, *depth, copies.chunks, short_lived, copies.tail)
 
 
 def warp_specialized_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[WarpSpecializedPlan]:
@@ -215,9 +226,10 @@ def warp_specialized_plans(problem: NormProblem, device: DeviceSpec) -> Iterator
         limit = budget.group_register_limit(num_groups, num_warps, device)
         stages = (1, 2, 3) if num_groups == 1 else (2, 4)
         tiles = ring_tiles(problem, num_warps, 1)
-        for (tile, copy_chunks), num_stages, in_smem in itertools.product(tiles, stages, (False, True)):
-            plan = WarpSpecializedPlan(*tile, num_stages, num_groups, num_warps, 1, limit, in_smem, False, copy_chunks)
-            if num_copies(plan) <= MAX_PRODUCED_COPIES[num_groups]:
+        for (tile, copies), num_stages, in_smem in itertools.product(tiles, stages, (False, True)):
+            depth = num_stages, num_groups, num_warps, 1, limit, in_smem
+            plan = WarpSpecializedPlan(*tile, *depth, False, copies.chunks)
+            if not copies.tail and num_copies(plan) <= MAX_PRODUCED_COPIES[num_groups]:
                 yield plan
 
 
@@ -225,18 +237,30 @@ def cluster_sizes(device: DeviceSpec) -> tuple[int, ...]:
     return CLUSTERS if device.arch in CLUSTER_ARCHS else (1,)
 
 
-def ring_tiles(problem: NormProblem, num_warps: int, cluster: int) -> Iterator[tuple[tuple[int, int, int], int]]:
+class Copies(NamedTuple):
+    """How a tile comes: so many chunks to a copy, and whether the last of all in a copy of its own."""
+
+    chunks: int
+    tail: bool
+
+
+def ring_tiles(problem: NormProblem, num_warps: int, cluster: int) -> Iterator[tuple[tuple[int, int, int], Copies]]:
     """(rows_per_tile, chunk, num_chunks) of up to 64 elements a thread, of which each is a column of its own but for
-    the two rows of a forward in a cluster; and the chunks of a copy: several only where they are all whole."""
+    the two rows of a forward in a cluster; and how they come: several to a copy only if they are whole."""
     apart = powers_of_two(1, MAX_ROWS_PER_WARP * num_warps)
     for rows_per_tile in apart if cluster == 1 else (1, 2) if problem.direction == "forward" else (1,):
         threads = 32 * num_warps * rows_of_a_thread(rows_per_tile, cluster) // rows_per_tile
         for chunk, num_chunks in chunkings(-(-problem.cols // cluster), threads, MAX_RING_CHUNKS):
             boxes = cluster * chunk // math.gcd(problem.cols, chunk, MAX_BOX_SIDE)  # of a chunk
-            most_chunks = 1 << (num_chunks - 1).bit_length() if problem.cols % (cluster * chunk) == 0 else 1
+            whole = problem.cols // (cluster * chunk)
             if chunk * num_chunks <= 64 * threads and boxes <= MAX_BOX_SIDE:
-                for copy_chunks in powers_of_two(1, most_chunks):
-                    yield (rows_per_tile, chunk, num_chunks), copy_chunks
+                tile, room = (rows_per_tile, chunk, num_chunks), 1 << (whole - 1).bit_length()
+                for copy_chunks in powers_of_two(1, room if whole == num_chunks else 1):
+                    yield tile, Copies(copy_chunks, False)
+                if 1 < whole < num_chunks:
+                    yield tile, Copies(room, True)
+                elif whole == num_chunks and room == 2 * (num_chunks - 1) > 2:
+                    yield tile, Copies(num_chunks - 1, True)
 
 
 def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
@@ -252,17 +276,21 @@ def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
     few_threads = problem.cols / plan.cluster / threads
     if forward:
         few_threads = several_rows, -distance(columns, FORWARD_COLUMNS)
+    streams_and_threads = -abs(streams - _streams(plan, problem, bytes_of_thread)), few_threads
+    one_tile, tolerated_room = _has_one_tile(problem), TOLERATED_ROOM[problem.direction] * plan.num_chunks
+    if one_tile:
+        target = ELEMENTS_OF_ONE_IN_CLUSTER if plan.cluster > 1 else ELEMENTS_OF_ONE_TILE
+        streams_and_threads = -distance(rows * columns, target), streams
     stages = _ring_stages(plan, problem, streams * 2 * 32 * plan.num_warps * bytes_of_thread)
     return (
-        plan.num_stages > 1 and budget.registers(plan, problem, device) <= plan.max_registers,
+        (plan.num_stages > 1 or one_tile) and budget.registers(plan, problem, device) <= plan.max_registers,
         bytes_of_thread <= RING_BYTES_PER_THREAD and columns <= _most_columns(plan, problem),
         -max(TOLERATED_COPIES, num_copies(plan)),
         -max(TOLERATED_PADDING, plan.cluster * plan.chunk * plan.num_chunks / problem.cols),
         -plan.num_warps,
         -plan.cluster,
-        -num_copies(plan),
-        -abs(streams - _streams(plan, problem, bytes_of_thread)),
-        few_threads,
+        -num_copies(plan) if _room(plan) <= tolerated_room else -TOLERATED_COPIES,
+        streams_and_threads,
         min(plan.num_stages, stages),
         -plan.num_stages,
         plan.weight_in_smem == (columns > MAX_COLUMNS_WITH_WEIGHT[problem.direction]),
@@ -271,21 +299,32 @@ def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
     )
 
 
+def _room(plan: RingPlan) -> int:
+    """In chunks, of a tile in shared memory."""
+    return plan.copy_chunks + 1 if plan.tail else plan.copy_chunks * num_copies(plan)
+
+
 def _most_columns(plan: RingPlan, problem: NormProblem) -> int:
     """That a thread had better have."""
     if problem.direction == "backward":
         return MAX_COLUMNS_PER_THREAD
-    if plan.cluster > 1:
-        return FORWARD_COLUMNS_IN_CLUSTER
-    few = threads_of_a_row(plan) <= FORWARD_THREADS_APART
-    return FORWARD_COLUMNS_PER_THREAD if few else FORWARD_COLUMNS_ALONE
+    threads = threads_of_a_row(plan)
+    too_wide = problem.norm == "layer" and problem.cols > LARGEST_FORWARD_CLUSTER * threads * FORWARD_COLUMNS_IN_CLUSTER
+    if threads <= FORWARD_THREADS_APART or too_wide or _has_one_tile(problem):
+        return FORWARD_COLUMNS_PER_THREAD
+    return FORWARD_COLUMNS_IN_CLUSTER if plan.cluster > 1 else FORWARD_COLUMNS_ALONE
+
+
+def _has_one_tile(problem: NormProblem) -> bool:
+    """Whether a CTA had better have one tile only."""
+    return problem.direction == "forward" and problem.norm == "rms" and problem.cols <= ONE_TILE_COLUMNS
 
 
 def _streams(plan: RingPlan, problem: NormProblem, bytes_of_thread: float) -> int:
     """Row tiles that an SM had better work on at a time."""
     layer_in_cluster = problem.norm == "layer" and plan.cluster > 1
     if problem.direction == "forward":
-        alone = plan.cluster == 1 and plan.rows_per_tile == 1
+        alone = plan.cluster == 1 and plan.rows_per_tile == 1 and not _has_one_tile(problem)
         return FORWARD_STREAMS_OF_WHOLE_CTAS if alone or layer_in_cluster else STREAMS["forward"]
     most_bytes = THREE_STREAMS_BYTES_IN_CLUSTER if layer_in_cluster else THREE_STREAMS_BYTES
     return STREAMS["backward"] + (bytes_of_thread <= most_bytes and isinstance(plan, PipelinedPlan))
@@ -293,8 +332,11 @@ def _streams(plan: RingPlan, problem: NormProblem, bytes_of_thread: float) -> in
 
 def _ring_stages(plan: RingPlan, problem: NormProblem, bytes_of_two: float) -> int:
     """Stages enough, of which two bring so many bytes to an SM."""
+    if _has_one_tile(problem):
+        return 1
     groups = plan.num_groups if isinstance(plan, WarpSpecializedPlan) else 1
-    two = bytes_of_two >= RING_BYTES_PER_SM and plan.cluster <= LARGEST_CLUSTER_OF_TWO_STAGES
+    few_ctas = plan.cluster <= LARGEST_CLUSTER_OF_TWO_STAGES
+    two = bytes_of_two >= (RING_BYTES_PER_SM if few_ctas else RING_BYTES_PER_SM_IN_CLUSTER)
     return groups * (2 if two else RING_STAGES[problem.direction])
 
 
@@ -304,7 +346,8 @@ def _ring_chunk(plan: RingPlan, problem: NormProblem) -> int:
     apart = plan.cluster == 1 and plan.rows_per_tile > 1
     if apart and problem.cols <= WHOLE_COLUMNS:
         return problem.cols
-    many = apart or problem.direction == "forward" or (plan.cluster > 1 and plan.ctas_per_sm > STREAMS["backward"])
+    few_registers = plan.ctas_per_sm > STREAMS["backward"] or plan.max_registers <= 128
+    many = apart or problem.direction == "forward" or (plan.cluster > 1 and few_registers)
     return threads * (MANY_COLUMNS_PER_CHUNK if many else RING_COLUMNS_PER_CHUNK[problem.norm])
 
 

@@ -28,6 +28,7 @@ from .plan import (
     Rejected,
     RingPlan,
     box_columns,
+    clusters_at_once,
 )
 from .problem import NormProblem
 
@@ -48,9 +49,10 @@ class Tuning:
     widest_ring_bytes: float = math.inf
     smallest_box_bytes: int = 0  # that TMA copies at a time
     most_padding: float = math.inf  # columns for each of a row in one CTA, where multi-wave holds the row in registers
-    # Row tiles, and rows, of a CTA that is alone on its SM and has no more: fewer and larger CTAs leave fewer partials.
+    # Row tiles, and rows, of a CTA that has no more. In the backward there are fewer and larger CTAs then, which leave
+    # fewer partials; in the forward each has one tile and copies nothing ahead.
     tiles_of_a_short_walk: int = 0
-    rows_of_a_short_walk: int = 0
+    rows_of_a_short_walk: float = math.inf
 
 
 UNKNOWN = Tuning(("multi_wave",), "no other schedule has been tried on this architecture")
@@ -62,6 +64,7 @@ HOPPER_BOX_BYTES = 256
 # as 3072 1.29 and by multi-wave 1.30, but 3328 would take as long as 3840, 1.37, and by multi-wave 1.26 (LayerNorm
 # backward).
 HOPPER_PADDING = 1.125
+HOPPER_FORWARD_PADDING = 1.2
 
 HOPPER_BACKWARD = Tuning(
     ("pipelined", "multi_wave"),
@@ -81,11 +84,11 @@ HOPPER_FORWARD = Tuning(
     ("pipelined", "multi_wave"),
     "between 6% slower and 50% faster than multi-wave wherever both were tried, at 128 to 131072 columns "
     "(H200, bfloat16, 2026-11-20)",
-    # 256 columns: 20.0 us and 20.2 by multi-wave (LayerNorm), 18.9 and 19.1 (RMSNorm); 128 columns: 12.5 and 12.8, but
-    # 12.2 and 11.6.
-    narrowest_ring_bytes=dict(layer=256, rms=512),
+    # 128 columns: 12.5 us and 12.8 by multi-wave (LayerNorm), but 12.2 and 11.6 (RMSNorm); 64 columns: 12.8 and 13.3.
+    narrowest_ring_bytes=dict(layer=128, rms=512),
     smallest_box_bytes=HOPPER_BOX_BYTES,
-    most_padding=HOPPER_PADDING,
+    most_padding=HOPPER_FORWARD_PADDING,
+    tiles_of_a_short_walk=1,  # 1024 x 4096: 8.7 us and 9.05 with two stages (LayerNorm)
 )
 
 # Nothing has been measured on Blackwell. It is planned for by what nvFuser has published on its choice for B200: its
@@ -195,7 +198,8 @@ def fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Re
     if plan.variant not in known.order:
         where = f"for the {problem.direction} on compute capability {capability(device)}"
         return Rejected("untried", f"is not in use {where}")
-    if plan.num_stages == 1:
+    one_tile = isinstance(plan, PipelinedPlan) and plan.short_lived  # for each CTA
+    if plan.num_stages == 1 and not one_tile:
         return Rejected("one_stage", "has room for one stage only: nothing would be copied while a tile is worked on")
     registers = budget.registers(plan, problem, device)
     if registers > plan.max_registers:
@@ -210,7 +214,7 @@ def fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Re
     if row_bytes > known.widest_ring_bytes:
         return Rejected("wide_rows", f"is for rows up to {known.widest_ring_bytes} bytes, got {row_bytes}")
     box_bytes = box_columns(plan, problem.cols) * problem.x_dtype.itemsize
-    if box_bytes < known.smallest_box_bytes:
+    if box_bytes < min(known.smallest_box_bytes, row_bytes):
         least = known.smallest_box_bytes
         text = f"could copy {box_bytes} bytes at once of {problem.cols} columns, and needs {least} to pay"
         return Rejected("small_boxes", text)
@@ -255,11 +259,15 @@ def short_walk(plan: Plan, problem: NormProblem, device: DeviceSpec) -> ShortWal
     known = tuning(problem, device)
     if not isinstance(plan, PipelinedPlan) or not known.tiles_of_a_short_walk:
         return ShortWalk(0)
-    short = candidates.pipelined_short(problem, device)
+    if problem.direction == "forward":
+        short = replace(plan, num_stages=1) if plan.short_lived and plan.num_stages > 1 else None
+    else:
+        short = candidates.pipelined_short(problem, device)
     if short is None:
         return ShortWalk(0)
     rows = min(known.tiles_of_a_short_walk * short.rows_per_tile, known.rows_of_a_short_walk)
-    return ShortWalk(rows * device.sm_count, replace(short, num_stages=2))
+    at_once = short.ctas_per_sm * clusters_at_once(short.cluster, device)
+    return ShortWalk(rows * at_once, short)
 
 
 def tuning(problem: NormProblem, device: DeviceSpec) -> Tuning:

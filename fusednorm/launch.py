@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -178,8 +178,8 @@ def _pipelined_forward(
     plan: PipelinedPlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int, spec: DeviceSpec
 ) -> list[Launch]:
     tile, cols = _ring_tile(plan, call.problem, spec, cluster=plan.cluster), call.problem.cols
-    x = RowDescriptor(call.x, call.rows, cols, tile)
-    args = (x, call.weight, call.bias, *outputs, call.rows, cols, call.eps)
+    x = _descriptors([call.x], call.rows, cols, tile)
+    args = (*x, call.weight, call.bias, *outputs, call.rows, cols, call.eps)
     return [Launch(pipelined.forward, (ctas,), args, norm, tile, _pipelined_options(plan))]
 
 
@@ -214,7 +214,8 @@ def _pipelined_backward(
 ) -> list[Launch]:
     tile = _ring_tile(plan, call.problem, spec, cluster=plan.cluster)
     options = _pipelined_options(plan) | _cooperative(filled)
-    args = (*_descriptors(call, tile), *_inputs(call)[2:], *filled[:6], *_ring_sizes(call))
+    descriptors = _descriptors([call.x, call.grad_out], call.rows, call.problem.cols, tile)
+    args = (*descriptors, *_inputs(call)[2:], *filled[:6], *_ring_sizes(call))
     return [Launch(pipelined.backward, (ctas,), args, norm, tile, options)]
 
 
@@ -238,7 +239,8 @@ def _warp_specialized_backward(
     options = {"maxnreg": budget.entry_registers(plan)}
     pointers = (*_inputs(call)[2:], *filled[:3])
     present = (call.rstd if pointer is None else pointer for pointer in pointers)  # a warp partition takes no None
-    args = (*_descriptors(call, tile), *present, *_ring_sizes(call))
+    descriptors = _descriptors([call.x, call.grad_out], call.rows, call.problem.cols, tile)[:2]  # it knows no tails
+    args = (*descriptors, *present, *_ring_sizes(call))
     return [Launch(warp_specialized.backward, (ctas,), args, norm, tile, options)]
 
 
@@ -317,11 +319,13 @@ def _ring_tile(plan: RingPlan, problem: NormProblem, device: DeviceSpec, **more)
         *_partial_shape(plan, problem, device, plan.num_warps),
         num_stages=plan.num_stages,
         copy_chunks=plan.copy_chunks,
+        tail=plan.tail,
         box=box_columns(plan, problem.cols),
         vector=min(VECTOR_BYTES // problem.x_dtype.itemsize, plan.chunk // threads_of_a_row(plan)),
         threads_of_a_row=threads_of_a_row(plan),
         whole=is_whole(plan, problem.cols),
         weight_in_smem=plan.weight_in_smem,
+        early_statistics=budget.has_registers_for_early_statistics(plan, problem),
         **more,
     )
 
@@ -347,8 +351,10 @@ def _partial_shape(plan: Plan, problem: NormProblem, device: DeviceSpec, num_war
     return columns, -(-partials // (rows * -(-partials // (rows * most))))
 
 
-def _descriptors(call: BackwardCall, tile: RingTile) -> Iterator[RowDescriptor]:
-    return (RowDescriptor(view, call.rows, call.problem.cols, tile) for view in (call.x, call.grad_out))
+def _descriptors(views: list[RowView], rows: int, cols: int, tile: RingTile) -> list[RowDescriptor | None]:
+    """Of each tensor, then of each one's tail, None where there is none."""
+    tails = [RowDescriptor(view, rows, cols, tile, tail=True) if tile.tail else None for view in views]
+    return [RowDescriptor(view, rows, cols, tile) for view in views] + tails
 
 
 def _ring_sizes(call: BackwardCall) -> tuple:

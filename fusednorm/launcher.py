@@ -37,26 +37,31 @@ _unspecialized: dict[int, frozenset[int]] = {}  # by kernel
 class RowDescriptor(NamedTuple):
     """What TMA copies row tiles from: rows as [rows, cols / box, box], because no side of a box may be longer than 256;
     for copies of several chunks as [chunks, rows, chunk / box, box], so that each chunk is in one piece in shared
-    memory."""
+    memory. Of a tile's copies, or of its tail."""
 
     view: RowView
     rows: int
     cols: int
     tile: RingTile
+    tail: bool = False
 
     def geometry(self) -> tuple[list[int], list[int], list[int]]:
         """Shape, strides and the block of a copy."""
         tile, chunk = self.tile, self.tile.cluster * self.tile.chunk  # of all CTAs
         boxes, row_stride = chunk // tile.box, self.view.outer_stride
-        if tile.copy_chunks > 1:
+        if self._has_chunks:
             shape = [self.cols // chunk, self.rows, boxes, tile.box]
             return shape, [chunk, row_stride, tile.box, 1], [tile.copy_chunks, tile.rows, boxes, tile.box]
         return [self.rows, self.cols // tile.box, tile.box], [row_stride, tile.box, 1], [tile.rows, boxes, tile.box]
 
     def triton(self) -> TensorDescriptor:
         """The same in Triton's form."""
-        rank = 4 if self.tile.copy_chunks > 1 else 3
+        rank = 4 if self._has_chunks else 3
         return _in_tritons_form(self, ring.cluster_bases(self.tile, rank, rank - 2))
+
+    @property
+    def _has_chunks(self) -> bool:
+        return self.tile.copy_chunks > 1 and not self.tail
 
 
 class TileDescriptor(NamedTuple):

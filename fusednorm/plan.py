@@ -14,8 +14,11 @@ from .device import DeviceSpec
 # Below this many rows a CTA's partial costs more traffic than its share of the parallelism is worth.
 MIN_ROWS_PER_CTA = 8
 
-# Of a short-lived CTA: it loads the parameters while the first tiles are on their way.
-MIN_TILES_PER_CTA = 2
+# Of a short-lived CTA, which loads the parameters while its first tile is on its way; of one in a cluster, which begins
+# with waiting for the others, also rows and elements. LayerNorm forward 8192 x 16384 takes 131 us by 2 tiles of 2 rows,
+# 134 us by 5; 2048 x 65536 137 us by 5 tiles of a row, 150 us by 2; 4096 x 20480 88 us by 5 tiles of a row, 96 us by 2
+# of 2 rows, 10240 elements in all.
+MIN_TILES_OF_SHORT_LIVED, MIN_ROWS_IN_CLUSTER, MIN_ELEMENTS_IN_CLUSTER = 2, 5, 12 * 1024
 MIN_WAVES = 6  # of fewer, the last would leave too much of the GPU idle
 
 MAX_BOX_SIDE = 256  # elements, of a TMA copy
@@ -57,8 +60,9 @@ class ColumnTilePlan:
 @dataclass(frozen=True)
 class PipelinedPlan:
     """Row tiles through a TMA ring of num_stages stages in shared memory, filled by the computing warps. A row tile is
-    num_chunks chunks of `chunk` columns, which come copy_chunks to a copy. weight_in_smem keeps weight (and bias) in
-    shared memory instead of registers."""
+    num_chunks chunks of `chunk` columns, which come copy_chunks to a copy; with a tail, the last, within which the row
+    may end, comes in a copy of its own and all others in one. weight_in_smem keeps weight (and bias) in shared memory
+    instead of registers."""
 
     variant: ClassVar[str] = "pipelined"
     sums_partials: ClassVar[bool] = True
@@ -72,7 +76,10 @@ class PipelinedPlan:
     weight_in_smem: bool
     cluster: int = 1  # CTAs that share a row, chunk columns of every chunk each, and exchange its sums
     copy_chunks: int = 1
-    waves: int = 1  # how many times as many CTAs as run at once
+    # SMs do not run equally fast, and who is faster gets more of the CTAs where there are more of them than run at
+    # once. With one stage each has one tile, and what is copied meanwhile is others'.
+    short_lived: bool = False
+    tail: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,7 @@ class WarpSpecializedPlan:
     variant: ClassVar[str] = "warp_specialized"
     sums_partials: ClassVar[bool] = False
     cluster: ClassVar[int] = 1
+    tail: ClassVar[bool] = False
     rows_per_tile: int
     chunk: int
     num_chunks: int
@@ -163,7 +171,7 @@ def is_whole(plan: RingPlan, cols: int) -> bool:
 
 def num_copies(plan: RingPlan) -> int:
     """Copies of each tensor that make a row tile."""
-    return -(-plan.num_chunks // plan.copy_chunks)
+    return 2 if plan.tail else -(-plan.num_chunks // plan.copy_chunks)
 
 
 def num_ctas(plan: Plan, rows: int, cols: int, device: DeviceSpec) -> int:
@@ -173,13 +181,24 @@ def num_ctas(plan: Plan, rows: int, cols: int, device: DeviceSpec) -> int:
     at_once = plan.ctas_per_sm * first_wave
     if isinstance(plan, (ColumnTilePlan, ColumnRingPlan)):
         limit = max(1, at_once // -(-cols // plan.chunk))
-    elif isinstance(plan, PipelinedPlan) and plan.waves > 1:
-        many = min(plan.waves * at_once, tiles // MIN_TILES_PER_CTA)
-        limit = many if many >= MIN_WAVES * at_once else at_once
+    elif isinstance(plan, PipelinedPlan) and plan.short_lived:
+        many = tiles // tiles_of_short_lived(plan)
+        limit = many if many >= MIN_WAVES * at_once or plan.num_stages == 1 else at_once
     else:
         limit = max(first_wave, min(at_once, rows // MIN_ROWS_PER_CTA // first_wave * first_wave))
     tiles_per_cta = -(-tiles // min(tiles, limit))
     return -(-tiles // tiles_per_cta)
+
+
+def tiles_of_short_lived(plan: PipelinedPlan) -> int:
+    """Row tiles for each short-lived CTA, at least."""
+    if plan.num_stages == 1:
+        return 1
+    if plan.cluster == 1:
+        return MIN_TILES_OF_SHORT_LIVED
+    elements = plan.rows_per_tile * plan.chunk * plan.num_chunks
+    few_rows, few_elements = MIN_ROWS_IN_CLUSTER // plan.rows_per_tile, -(-MIN_ELEMENTS_IN_CLUSTER // elements)
+    return max(MIN_TILES_OF_SHORT_LIVED, few_rows, few_elements)
 
 
 def clusters_at_once(cluster: int, device: DeviceSpec) -> int:

@@ -9,7 +9,7 @@ def meet(semaphore_ptr):
     """Return once every CTA has called this, with what each wrote before to be read by all."""
     # One word of global memory, zero at first, serves any number of grids one after the other. CTA 0 adds
     # 2^31 - (CTAs - 1) and each other CTA 1, so that the top bit turns over with the last to come and the other bits
-    # are zero again.
+    # are zero again. What the top bit was is read beforehand: the addition could return it, but not as soon.
     # The text is no global constant: Triton's keys of the kernels that call this would then depend on which of them was
     # looked up first, and what another process has compiled would not be found on disk.
     tl.debug_barrier()
@@ -29,10 +29,10 @@ def meet(semaphore_ptr):
     mul.lo.u32 share, width, height;
     sub.u32 share, 0x80000001, share;
     selp.u32 share, share, 1, first;
-    fence.acq_rel.gpu;
-    atom.global.add.acq_rel.gpu.u32 before, [$1], share;
+    ld.relaxed.gpu.global.u32 before, [$1];
+    red.release.gpu.global.add.u32 [$1], share;
 WAIT:
-    ld.global.acquire.gpu.u32 now, [$1];
+    ld.acquire.gpu.global.u32 now, [$1];
     xor.b32 now, now, before;
     setp.ge.s32 waits, now, 0;
     @waits bra WAIT;

@@ -22,28 +22,30 @@ def allocate_copy_barriers(tile: gl.constexpr):
 
 
 @gluon.jit
-def fill_stage(descs, rings, full, stage, row, pred, tile: gl.constexpr):
+def fill_stage(descs, tails, rings, full, stage, row, pred, tile: gl.constexpr):
     """Start the copies of the tile at `row`, of every tensor that has a ring, into `stage`."""
     for t in gl.static_range(len(descs)):
         for i in gl.static_range(tile.copies):
-            ring.expect(full[t][i].index(stage), ring.copy_bytes(descs[t].block_type, tile), pred=pred)
+            desc = ring.descriptor_of(descs[t], tails[t], i, tile)
+            ring.expect(full[t][i].index(stage), ring.copy_bytes(desc.block_type, tile), pred=pred)
     for t in gl.static_range(len(descs)):
         for i in gl.static_range(tile.copies):
-            ring.start_copy(descs[t], row, i, full[t][i].index(stage), rings[t][i].index(stage), pred, tile)
+            desc = ring.descriptor_of(descs[t], tails[t], i, tile)
+            ring.start_copy(desc, row, i, full[t][i].index(stage), rings[t][i].index(stage), pred, tile)
 
 
 @gluon.jit
-def open_rings(descs, rows, tile: gl.constexpr):
+def open_rings(descs, tails, rows, tile: gl.constexpr):
     """Rings and barriers for each tensor, with the copies of the CTA's first num_stages tiles under way."""
     rings = ()
     full = ()
     for t in gl.static_range(len(descs)):
-        rings = rings + (ring.allocate_ring(descs[t], tile),)
+        rings = rings + (ring.allocate_ring(descs[t], tails[t], tile),)
         full = full + (allocate_copy_barriers(tile),)
     ring.fence_barriers()
     for s in gl.static_range(tile.stages):
         row = (gl.program_id(0) + s * gl.num_programs(0)) * tile.rows
-        fill_stage(descs, rings, full, s, row, row < rows, tile)
+        fill_stage(descs, tails, rings, full, s, row, row < rows, tile)
     return rings, full
 
 
@@ -66,7 +68,7 @@ def next_stage(stage, phase, tile: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["rows"])
 def forward(
-    x_desc, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows, cols, eps: "fp64",
+    x_desc, x_tail_desc, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows, cols, eps: "fp64",
     norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr,
 ):
     """y of the CTA's row tiles, and mean and rstd unless their pointers are None. A tile is read once from its stage,
@@ -74,7 +76,7 @@ def forward(
     exchange = open_exchange(tile)
     weight = ring.load_parameter(weight_ptr, cols, norm.has_weight, tile)
     bias = ring.load_parameter(bias_ptr, cols, norm.has_bias, tile)
-    rings, full = open_rings((x_desc,), rows, tile)
+    rings, full = open_rings((x_desc,), (x_tail_desc,), rows, tile)
     weight = ring.hold_parameter(weight, norm.has_weight, tile.weight_in_smem, tile)
     bias = ring.hold_parameter(bias, norm.has_bias, tile.weight_in_smem, tile)
     exchange = join_cluster(exchange, tile)
@@ -86,7 +88,7 @@ def forward(
         x = ring.read_tile(rings[0], stage, False, tile)
         mean, rstd, exchange = ring.row_statistics(x, cols, eps, exchange, norm, tile)
         ahead = row + tile.num_stages * step
-        fill_stage((x_desc,), rings, full, stage, ahead, ahead < rows, tile)
+        fill_stage((x_desc,), (x_tail_desc,), rings, full, stage, ahead, ahead < rows, tile)
         if rstd_ptr is not None:
             ring.store_statistics(mean_ptr, rstd_ptr, mean, rstd, row, rows, norm, tile)
         ring.store_y(y_ptr, x, mean, rstd, weight, bias, row, rows, cols, norm, tile)
@@ -95,8 +97,8 @@ def forward(
 
 @gluon.jit(do_not_specialize=["rows"])
 def backward(
-    x_desc, dy_desc, mean_ptr, rstd_ptr, weight_ptr, residual_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr, dw_ptr,
-    db_ptr, semaphore_ptr, rows, cols, mean_stride: "i64", rstd_stride: "i64",
+    x_desc, dy_desc, x_tail_desc, dy_tail_desc, mean_ptr, rstd_ptr, weight_ptr, residual_ptr, dx_ptr, dw_partial_ptr,
+    db_partial_ptr, dw_ptr, db_ptr, semaphore_ptr, rows, cols, mean_stride: "i64", rstd_stride: "i64",
     norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr,
 ):
     """dx of the CTA's row tiles and its row of the dw and db partials; with a semaphore, then dw and db. A tile is read
@@ -106,7 +108,9 @@ def backward(
     step = gl.num_programs(0) * tile.rows
     weight = ring.load_parameter(weight_ptr, cols, norm.has_weight, tile)
     mean_next, rstd_next = ring.load_statistics(mean_ptr, rstd_ptr, first, rows, mean_stride, rstd_stride, norm, tile)
-    rings, full = open_rings((x_desc, dy_desc), rows, tile)
+    descs = x_desc, dy_desc
+    tails = x_tail_desc, dy_tail_desc
+    rings, full = open_rings(descs, tails, rows, tile)
     weight = ring.hold_parameter(weight, norm.has_weight, tile.weight_in_smem, tile)
     dw = ring.zeros_by_column(tile)
     db = ring.zeros_by_column(tile)
@@ -116,22 +120,29 @@ def backward(
     for row in range(first, rows, step):
         mean = ring.per_row(mean_next)
         rstd = ring.per_row(rstd_next)
-        mean_next, rstd_next = ring.load_statistics(
-            mean_ptr, rstd_ptr, row + step, rows, mean_stride, rstd_stride, norm, tile
-        )
+        if tile.early_statistics:
+            mean_next, rstd_next = ring.load_statistics(
+                mean_ptr, rstd_ptr, row + step, rows, mean_stride, rstd_stride, norm, tile
+            )
         wait_for_stage(full, stage, phase, tile)
         x = ring.read_tile(rings[0], stage, False, tile)
         dy = ring.read_tile(rings[1], stage, False, tile)
         residual = ring.load_residual(residual_ptr, row, rows, cols, norm, tile)
         dw, db, sums = ring.sum_tile(x, dy, mean, rstd, weight, dw, db, norm, tile)
         sums, exchange = ring.sum_over_cluster(sums, exchange, tile)
+        if not tile.early_statistics:
+            mean_next, rstd_next = ring.load_statistics(
+                mean_ptr, rstd_ptr, row + step, rows, mean_stride, rstd_stride, norm, tile
+            )
         x = ring.read_tile(rings[0], stage, True, tile)
         dy = ring.read_tile(rings[1], stage, True, tile)
         ring.store_dx(dx_ptr, x, dy, mean, rstd, sums, weight, residual, row, rows, cols, norm, tile)
         ahead = row + tile.num_stages * step
-        fill_stage((x_desc, dy_desc), rings, full, stage, ahead, ahead < rows, tile)
+        fill_stage(descs, tails, rings, full, stage, ahead, ahead < rows, tile)
         stage, phase = next_stage(stage, phase, tile)
 
+    dw = ring.leave_sums(dw, norm.wants_dw, tile)
+    db = ring.leave_sums(db, norm.wants_db, tile)
     ring.store_partials(dw_partial_ptr, db_partial_ptr, dw, db, gl.program_id(0), cols, norm, tile)
     if semaphore_ptr is not None:
         ring.sum_partials_of_grid(semaphore_ptr, dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, cols, norm, tile)

@@ -2,9 +2,10 @@
 tile.
 
 A tile is tile.rows rows of x (and of dy), held by a cluster of tile.cluster CTAs that share its columns: [rows,
-cluster, chunk], num_chunks times. It comes in copies of copy_chunks chunks each, which have a ring of their own each,
-so that the compiler sees no hazard between them. One copy is the quickest to start; what it has beyond the row is
-zeros, as are rows beyond the last.
+cluster, chunk], num_chunks times. It comes in copies of several chunks, which have a ring of their own each, so that
+the compiler sees no hazard between them. One copy is the quickest to start, and brings whole chunks; where a row ends
+within a chunk, that one is the tail and comes in a copy of its own. What a copy has beyond the row is zeros, as are
+rows beyond the last.
 
 The one file that names Gluon's TMA functions.
 """
@@ -70,10 +71,25 @@ def per_row(values):
 
 
 @gluon.jit
-def allocate_ring(desc, tile: gl.constexpr):
+def descriptor_of(desc, tail_desc, i: gl.constexpr, tile: gl.constexpr):
+    """Of copy i of a tensor: its descriptor is [rows, cols / box, box], as is that of a tail; or, where a copy has
+    several chunks, [chunks, rows, chunk / box, box]."""
+    if tile.tail and i == 1:
+        found = tail_desc
+    else:
+        found = desc
+    return found
+
+
+@gluon.jit
+def allocate_ring(desc, tail_desc, tile: gl.constexpr):
     ring = ()
-    for _ in gl.static_range(tile.copies):
-        ring = ring + (gl.allocate_shared_memory(desc.dtype, [tile.num_stages] + desc.block_type.shape, desc.layout),)
+    for i in gl.static_range(tile.copies):
+        of_copy = descriptor_of(desc, tail_desc, i, tile)
+        stages = gl.allocate_shared_memory(
+            of_copy.dtype, [tile.num_stages] + of_copy.block_type.shape, of_copy.layout
+        )
+        ring = ring + (stages,)
     return ring
 
 
@@ -102,36 +118,38 @@ def copy_bytes(block_type, tile):
 
 @gluon.jit
 def start_copy(desc, row, i: gl.constexpr, barrier, stage, pred, tile: gl.constexpr):
-    """Start copy i of the tile at `row` into a stage of its ring. A descriptor is [rows, cols / box, box], or, where a
-    copy has several chunks, [chunks, rows, chunk / box, box]."""
-    if tile.copy_chunks > 1:
-        copy_to_shared(desc, [i * tile.copy_chunks, row, 0, 0], barrier, stage, pred=pred)
+    """Start copy i, of this descriptor, of the tile at `row` into a stage of its ring."""
+    first: gl.constexpr = tile.first_chunk(i)
+    if tile.chunks_of(i) > 1:
+        copy_to_shared(desc, [first, row, 0, 0], barrier, stage, pred=pred)
     else:
-        copy_to_shared(desc, [row, i * (tile.cluster * tile.chunk // tile.box), 0], barrier, stage, pred=pred)
+        copy_to_shared(desc, [row, first * (tile.cluster * tile.chunk // tile.box), 0], barrier, stage, pred=pred)
+
+
+@gluon.jit
+def read_chunk(ring, stage, c: gl.constexpr, again: gl.constexpr, tile: gl.constexpr):
+    dtype: gl.constexpr = ring[0].dtype
+    as_bits: gl.constexpr = gl.int16 if dtype.primitive_bitwidth == 16 else gl.int32
+    seen_as: gl.constexpr = as_bits if again else dtype
+    i: gl.constexpr = tile.copy_of(c)
+    shape: gl.constexpr = [tile.chunks_of(i), tile.rows, tile.cluster, tile.chunk]
+    copied = ring[i].index(stage)._reinterpret(seen_as, shape, row_major(tile, 3, 1))
+    return copied.index(c - tile.first_chunk(i)).load(tile_layout(tile)).to(dtype, bitcast=True)
 
 
 @gluon.jit
 def read_tile(ring, stage, again: gl.constexpr, tile: gl.constexpr):
     """The chunks of a stage in registers, in their own dtype. `again` reads through another type, or the compiler
     would find the second read equal to the first and keep that one in registers instead."""
-    dtype: gl.constexpr = ring[0].dtype
-    as_bits: gl.constexpr = gl.int16 if dtype.primitive_bitwidth == 16 else gl.int32
-    seen_as: gl.constexpr = as_bits if again else dtype
-    by_rows: gl.constexpr = row_major(tile, 3, 1)
-    layout: gl.constexpr = tile_layout(tile)
     chunks = ()
     for c in gl.static_range(tile.chunks):
-        copied = ring[c // tile.copy_chunks].index(stage)
-        copied = copied._reinterpret(seen_as, [tile.copy_chunks, tile.rows, tile.cluster, tile.chunk], by_rows)
-        chunk = copied.index(c % tile.copy_chunks).load(layout)
-        chunks = chunks + (chunk.to(dtype, bitcast=True),)
+        chunks = chunks + (read_chunk(ring, stage, c, again, tile),)
     return chunks
 
 
 @gluon.jit
-def column_index(c: gl.constexpr, tile: gl.constexpr):
+def column_index(c: gl.constexpr, layout: gl.constexpr, tile: gl.constexpr):
     """The columns [cluster, chunk] of chunk c."""
-    layout: gl.constexpr = column_layout(tile)
     cta = gl.arange(0, tile.cluster, gl.SliceLayout(1, layout)) * tile.chunk
     within = gl.arange(0, tile.chunk, gl.SliceLayout(0, layout))
     return c * (tile.cluster * tile.chunk) + gl.expand_dims(cta, 1) + gl.expand_dims(within, 0)
@@ -148,7 +166,7 @@ def load_parameter(ptr, cols, present: gl.constexpr, tile: gl.constexpr):
     loaded = ()
     for c in gl.static_range(tile.chunks):
         if present:
-            col = column_index(c, tile)
+            col = column_index(c, column_layout(tile), tile)
             loaded = loaded + (gl.load(ptr + col, mask=col < cols, other=0.0),)
         else:
             loaded = loaded + (0.0,)
@@ -294,7 +312,8 @@ def mean_and_squares(x, cols, exchange, norm: gl.constexpr, tile: gl.constexpr):
         if norm.layer:
             deviation -= mean
             if c == tile.num_chunks - 1:  # the padding's x is 0, its deviation is not
-                deviation = gl.where(gl.expand_dims(column_index(c, tile), 0) < cols, deviation, 0.0)
+                col = gl.expand_dims(column_index(c, column_layout(tile), tile), 0)
+                deviation = gl.where(col < cols, deviation, 0.0)
         squares += deviation * deviation
     squares, exchange = row_sum(squares, exchange, tile)
     return mean, squares / cols, exchange
@@ -352,7 +371,10 @@ def load_residual(ptr, row, rows, cols, norm: gl.constexpr, tile: gl.constexpr):
     for c in gl.static_range(tile.chunks):
         if norm.has_residual:
             target, mask = output_elements(row, rows, cols, c, tile)
-            chunks = chunks + (gl.load(ptr + target, mask=mask, other=0.0),)
+            if has_no_outside(tile):
+                chunks = chunks + (gl.load(ptr + target),)
+            else:
+                chunks = chunks + (gl.load(ptr + target, mask=mask, other=0.0),)
         else:
             chunks = chunks + (0.0,)
     return chunks
@@ -379,14 +401,23 @@ def store_dx(
 def output_elements(row, rows, cols, c: gl.constexpr, tile: gl.constexpr):
     """Where chunk c of the tile at `row` is in a contiguous [rows, cols] tensor, and whether it is."""
     index = per_row(row_index(row, tile))
-    col = gl.expand_dims(column_index(c, tile), 0)
+    col = gl.expand_dims(column_index(c, column_layout(tile), tile), 0)
     return index.to(gl.int64) * cols + col, (index < rows) & (col < cols)
+
+
+@gluon.constexpr_function
+def has_no_outside(tile):
+    """Whether all of a tile is in the tensor, so that nobody has to ask."""
+    return tile.whole and tile.rows == 1
 
 
 @gluon.jit
 def store_chunk(ptr, value, row, rows, cols, c: gl.constexpr, tile: gl.constexpr):
     target, mask = output_elements(row, rows, cols, c, tile)
-    gl.store(ptr + target, value.to(ptr.dtype.element_ty), mask=mask)
+    if has_no_outside(tile):
+        gl.store(ptr + target, value.to(ptr.dtype.element_ty))
+    else:
+        gl.store(ptr + target, value.to(ptr.dtype.element_ty), mask=mask)
 
 
 @gluon.constexpr_function
@@ -397,17 +428,50 @@ def partial_store_layout(tile):
     )
 
 
+@gluon.constexpr_function
+def is_as_stored(tile):
+    """Whether a thread already holds what it has to store."""
+    return tile.rows == 1 and tile.vector == 4
+
+
+@gluon.jit
+def leave_sums(sums, wanted: gl.constexpr, tile: gl.constexpr):
+    """What threads summed, in shared memory where others are to store it: all chunks at once, because one by one each
+    would be two CTA barriers. When the row loop is done there is room for it: a ring of two stages is as large."""
+    left = sums
+    if wanted and not is_as_stored(tile):
+        layout: gl.constexpr = row_major(tile, 3, 1)  # of a chunk
+        memory = gl.allocate_shared_memory(gl.float32, [tile.num_chunks, tile.rows, tile.cluster, tile.chunk], layout)
+        left = ()
+        for c in gl.static_range(tile.chunks):
+            memory.index(c).store(sums[c])
+            left = left + (memory.index(c),)
+    return left
+
+
+@gluon.jit
+def sum_over_rows(chunk, tile: gl.constexpr):
+    """A chunk of dw or db, [cluster, chunk], as it is to be stored."""
+    layout: gl.constexpr = partial_store_layout(tile)
+    if isinstance(chunk, gl.shared_memory_descriptor):
+        by_row = chunk.load(layout)
+    else:
+        by_row = gl.convert_layout(chunk, layout)
+    return gl.sum(by_row, axis=0)
+
+
 @gluon.jit
 def store_partials(dw_ptr, db_ptr, dw, db, partial, cols, norm: gl.constexpr, tile: gl.constexpr):
-    """Row `partial` of the [num_partials, cols] partials."""
+    """Row `partial` of the [num_partials, cols] partials. dw and db are chunks in registers, or left in shared
+    memory."""
     layout: gl.constexpr = partial_store_layout(tile)
     for c in gl.static_range(tile.chunks):
-        col = gl.convert_layout(column_index(c, tile), gl.SliceLayout(0, layout))
+        col = column_index(c, gl.SliceLayout(0, layout), tile)
         target = partial.to(gl.int64) * cols + col
         if norm.wants_dw:
-            gl.store(dw_ptr + target, gl.sum(gl.convert_layout(dw[c], layout), axis=0), mask=col < cols)
+            gl.store(dw_ptr + target, sum_over_rows(dw[c], tile), mask=col < cols)
         if norm.wants_db:
-            gl.store(db_ptr + target, gl.sum(gl.convert_layout(db[c], layout), axis=0), mask=col < cols)
+            gl.store(db_ptr + target, sum_over_rows(db[c], tile), mask=col < cols)
 
 
 @gluon.constexpr_function

@@ -85,8 +85,8 @@ def backward(
     norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr,
 ):
     """dx of the CTA's row tiles and its num_groups rows of the dw and db partials."""
-    x_ring = ring.allocate_ring(x_desc, tile)
-    dy_ring = ring.allocate_ring(dy_desc, tile)
+    x_ring = ring.allocate_ring(x_desc, None, tile)
+    dy_ring = ring.allocate_ring(dy_desc, None, tile)
     full = ring.allocate_barriers(tile)
     empty = ring.allocate_barriers(tile)
     ring.fence_barriers()

@@ -330,6 +330,23 @@ def test_a_width_sweep_writes_short_lines_and_stops_in_time(pretended_gpu, tmp_p
     assert widths.read(late) == []
 
 
+def test_what_looks_like_a_cliff_is_timed_again_with_its_neighbours(pretended_gpu, tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def measure(norm, rows, cols, options):
+        asked.append(cols)
+        hiccup = cols == 3 * 8192 + 768 and asked.count(cols) == 1
+        return cells({cols: 0.3 if hiccup else 0.8}, rows=rows, norm=norm)[0]
+
+    monkeypatch.setattr(widths, "compile_batch", lambda batch, options: None)
+    monkeypatch.setattr(widths, "measure", measure)
+    path = tmp_path / "widths.jsonl"
+    assert widths.main(["--step", "8192", "--norms", "rms", "--rows", "2048", "--out", str(path)]) == 0
+    assert asked[-5:] == [768 + 8192 * n for n in range(1, 6)] and len(asked) == 9 + 5
+    assert "9 of 9 cells timed, 5 of them again" in capsys.readouterr().out
+    assert {cell["cols"]: cell["floor_us"] / cell["us"] for cell in widths.read(path)}[25344] == pytest.approx(0.8)
+
+
 def test_a_captured_call_lives_as_long_as_its_graph(monkeypatch):
     import contextlib
     import gc
