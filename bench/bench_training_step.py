@@ -3,7 +3,9 @@
     python -m bench.bench_training_step --out bench/results/steps.jsonl
 
 A step is forward, loss, backward and fused AdamW on bfloat16 parameters. All variants of a stack begin with the same
-weights, see the same batches and are timed in turn; their losses must agree. One JSON line per variant goes to --out.
+weights, see the same batches and are timed in turn; their losses must agree. The matrix products set clocks and
+temperature, so that steps vary by some percent over seconds: a speedup is the mean over the rounds of the stock step's
+time by the variant's in the same round, and comes with its standard error. One JSON line per variant goes to --out.
 Exit code 1 if a loss differs, 2 without a CUDA GPU.
 """
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -124,9 +127,10 @@ def train(variants: list[Variant], size: Size, rounds: int, seconds: float) -> N
 
 
 def records_of(name: str, size: Size, variants: list[Variant], machine: dict) -> Iterator[dict]:
-    stock = {v.way: Times.of(v.milliseconds).median for v in variants if v.norms == "stock"}
+    stock = {v.way: v.milliseconds for v in variants if v.norms == "stock"}
     for variant in variants:
         times = Times.of(variant.milliseconds)
+        speedup, error = mean_ratio(stock[variant.way], variant.milliseconds)
         yield machine | {
             "bench": "training_step",
             "model": name,
@@ -137,9 +141,17 @@ def records_of(name: str, size: Size, variants: list[Variant], machine: dict) ->
             "p10_ms": times.low,
             "p90_ms": times.high,
             "rounds": times.rounds,
-            "speedup": stock[variant.way] / times.median,
+            "speedup": speedup,
+            "speedup_error": error,
             "loss": variant.loss,
         }
+
+
+def mean_ratio(before: list[float], after: list[float]) -> tuple[float, float | None]:
+    """The mean of before / after, round by round, and its standard error; None for a single round."""
+    ratios = [a / b for a, b in zip(before, after, strict=True)]
+    error = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else None
+    return statistics.mean(ratios), error
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -166,7 +178,7 @@ def main(arguments: list[str] | None = None) -> int:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.bench_training_step", description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--rounds", type=int, default=30, help="timed steps of each variant (default: 30)")
+    parser.add_argument("--rounds", type=int, default=200, help="timed steps of each variant (default: 200)")
     parser.add_argument("--seconds", type=float, default=120, help="start no round after so many (default: 120)")
     parser.add_argument("--out", type=Path, required=True, help="file that gets the JSON lines")
     return parser.parse_args(arguments)
@@ -180,7 +192,7 @@ def print_report(name: str, records: list[dict]) -> None:
             record["norms"],
             f"{record['median_ms']:.2f}",
             f"{(record['p90_ms'] - record['p10_ms']) / record['median_ms']:.1%}",
-            f"{record['speedup']:.3f}",
+            f"{record['speedup']:.3f} ± {record['speedup_error'] or 0:.3f}",
             f"{record['loss']:.4f}",
         ]
         for record in records

@@ -59,7 +59,9 @@ FORWARD_COLUMNS = 45  # aimed at: between 32, at 512 to 2048 columns, and 64, at
 # RMSNorm's forward up to this width: one stage and one tile for each CTA, so that more of them are on an SM. 8192 x
 # 8192 takes 65.9 us and 67.4 by two stages, 1024 x 4096 8.4 us and 8.9, 8192 x 16384 129 us and 133; but 2048 x 32768
 # 69.8 us and 67.6. LayerNorm, whose CTAs load two parameters: 8192 x 8192 70.8 us and 67.1.
-ONE_TILE_COLUMNS = 16384
+# Nor where two CTAs have too few elements of a row: 8192 x 10240 takes 87.5 us and 85.3 by two stages, 4096 x 12288
+# 51.7 us and 50.5.
+ONE_TILE_COLUMNS, TOO_FEW_FOR_TWO_CTAS = 16384, range(9217, 14336)
 ELEMENTS_OF_ONE_TILE, ELEMENTS_OF_ONE_IN_CLUSTER = 32, 64  # of a thread; 4096 x 8448 36.0 us with 72 and 39.8 with 36
 # Streams of tiles on an SM, each of four warps, one of which works while others wait for a row sum. Three in the
 # backward where a thread has so few bytes of a tile that the registers suffice: 16384 x 1280 takes 36.8 us and 41.4 us
@@ -317,7 +319,8 @@ def _most_columns(plan: RingPlan, problem: NormProblem) -> int:
 
 def _has_one_tile(problem: NormProblem) -> bool:
     """Whether a CTA had better have one tile only."""
-    return problem.direction == "forward" and problem.norm == "rms" and problem.cols <= ONE_TILE_COLUMNS
+    narrow = problem.cols <= ONE_TILE_COLUMNS and problem.cols not in TOO_FEW_FOR_TWO_CTAS
+    return problem.direction == "forward" and problem.norm == "rms" and narrow
 
 
 def _streams(plan: RingPlan, problem: NormProblem, bytes_of_thread: float) -> int:

@@ -17,6 +17,14 @@ def test_training_steps_that_end_at_another_loss_are_faults(capsys):
     assert "gpt2, eager with b: loss 2.5000, want 2.0000" in capsys.readouterr().err
 
 
+def test_a_speedup_is_of_the_same_rounds_whatever_drifts_between_them():
+    drift = [1.0, 1.5, 0.7, 1.2]
+    speedup, error = bench.mean_ratio([1.02 * d for d in drift], drift)
+    assert speedup == pytest.approx(1.02) and error == pytest.approx(0, abs=1e-12)
+    assert bench.mean_ratio([3.0, 1.0], [2.0, 2.0]) == (pytest.approx(1.0), pytest.approx(0.5))
+    assert bench.mean_ratio([3.0], [2.0]) == (1.5, None)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_stacks_of_the_training_bench_begin_alike(name):
     models = [make_stack(name, 1, 32, 2) for _ in range(2)]

@@ -16,8 +16,8 @@ DATA = Path(__file__).parent / "data"
 
 
 def measured() -> dict[tuple, dict]:
-    """(variant, direction, norm, rows, cols) -> plan -> us, of bfloat16 sweeps on 2026-11-20 and 21: the ten fastest plans of
-    each, and the planner's. A backward's time holds the finalizer's."""
+    """(variant, direction, norm, rows, cols) -> plan -> us, of bfloat16 sweeps on 2026-11-20 and 21: the ten fastest
+    plans of each, and the planner's. A backward's time holds the finalizer's."""
     times: dict[tuple, dict] = {}
     names = {kind.__name__: kind for kind in (MultiWavePlan, PipelinedPlan, WarpSpecializedPlan)}
     with open(DATA / "h200_plans.csv") as file:

@@ -20,7 +20,10 @@ pytestmark = pytest.mark.gpu
 TMA_VARIANTS = ("pipelined", "warp_specialized")
 DTYPES = [(BF16, BF16, BF16), (FP32, FP32, FP32), (BF16, FP32, BF16), (FP16, FP16, FP16)]
 ONE_CTA = rotate([(2048, 1024), (2048, 2304), (2049, 8192), (1031, 5120), (216, 1600), (300, 768)], DTYPES)
-CLUSTERS = rotate([(300, 12288), (301, 16384), (128, 32768), (67, 65536)], DTYPES[:1])
+CLUSTERS = rotate([(300, 12288), (301, 16384), (128, 32768), (67, 65536), (33, 131072), (40, 262144)], DTYPES[:1])
+# Rows that end within a chunk, but for 9216 columns, which are nine.
+TAILS = rotate([(300, 2816), (2049, 3328), (1031, 4352), (601, 8448), (600, 9216)], DTYPES)
+TAILS += rotate([(2049, 8448), (130, 10496), (67, 16640), (33, 49408), (129, 98560)], DTYPES[:1])
 
 
 def planned(case, inputs, mean, rstd):
@@ -46,6 +49,16 @@ def test_rows_shared_by_a_cluster_are_right(case):
     with fusednorm.force("pipelined"):
         outputs = run(case, inputs)
         for _ in range(10):  # an exchange that is not waited for shows now and then only
+            assert_same_bits(fused(case, inputs), outputs)
+    assert_outputs_close(outputs, case, inputs)
+
+
+@pytest.mark.parametrize("case", TAILS, ids=str)
+def test_rows_whose_last_chunk_comes_by_itself_are_right(case):
+    inputs = make_inputs(case, "cuda")
+    with fusednorm.force("pipelined"):
+        outputs = run(case, inputs)
+        for _ in range(5):
             assert_same_bits(fused(case, inputs), outputs)
     assert_outputs_close(outputs, case, inputs)
 
