@@ -3,10 +3,10 @@
     python -m bench.bench_training_step --out bench/results/steps.jsonl
 
 A step is forward, loss, backward and fused AdamW on bfloat16 parameters. All variants of a stack begin with the same
-weights, see the same batches and are timed in turn; their losses must agree. The matrix products set clocks and
-temperature, so that steps vary by some percent over seconds: a speedup is the mean over the rounds of the stock step's
-time by the variant's in the same round, and comes with its standard error. One JSON line per variant goes to --out.
-Exit code 1 if a loss differs, 2 without a CUDA GPU.
+weights and see the same batches; their losses must agree. The matrix products set clocks and temperature, so that steps
+vary by some percent over seconds, and with what ran just before: every round runs all variants in an order of its own,
+and a speedup is the mean over the rounds of the stock step's time by the variant's in the same round, with its standard
+error. One JSON line per variant goes to --out. Exit code 1 if a loss differs, 2 without a CUDA GPU.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import random
 import statistics
 import sys
 import time
@@ -29,7 +30,7 @@ from fusednorm.console import print_table
 
 from .models import make_stack
 from .records import describe_machine
-from .timing import Times, rotations
+from .timing import Times
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def make_variants(name: str, size: Size) -> list[Variant]:
 
 
 def train(variants: list[Variant], size: Size, rounds: int, seconds: float) -> None:
-    """Warm up, then `rounds` steps of each variant, in turn; fewer if time is over."""
+    """Warm up, then `rounds` steps of each variant; fewer if time is over."""
     torch.manual_seed(1)
     shape = (size.batch, size.length, size.width)
     batches = [[torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2)] for _ in range(2)]
@@ -118,11 +119,12 @@ def train(variants: list[Variant], size: Size, rounds: int, seconds: float) -> N
         for step in range(WARMUP_STEPS):
             variant.step(*batches[step % 2])
         variant.milliseconds.clear()
-    for step, order in enumerate(rotations(variants, rounds)):
+    orders = random.Random(0)
+    for step in range(rounds):
         if step and time.monotonic() > end:
             print(f"Stopped after {step} of {rounds} rounds: the time is over.")
             break
-        for variant in order:
+        for variant in orders.sample(variants, len(variants)):
             variant.step(*batches[step % 2])
 
 
