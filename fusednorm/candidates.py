@@ -1,8 +1,9 @@
 """Plans worth considering, variant by variant, and the key that picks one of them.
 
-The numbers aimed at were found on an H200 (bfloat16, 64 to 73472 columns; bench/results/2026-11-20-nvidia-h200-sweep,
--rings, -rows-apart and -widths.jsonl). Of the plans swept there the keys choose one within 8% of the fastest, 3% on the
-average. Other GPUs are planned for by the same arithmetic with their own resources.
+The numbers aimed at were found on an H200 (bfloat16, 64 to 262144 columns; bench/results/2026-11-20-nvidia-h200-sweep,
+-rings, -rows-apart and -widths.jsonl, 2026-11-21-nvidia-h200-plans, -tiles-of-a-cta and -widths.jsonl). Of the plans
+swept there the keys choose one within 8% of the fastest, 3% on the average. Other GPUs are planned for by the same
+arithmetic with their own resources.
 """
 
 from __future__ import annotations

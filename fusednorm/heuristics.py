@@ -68,8 +68,8 @@ HOPPER_FORWARD_PADDING = 1.2
 
 HOPPER_BACKWARD = Tuning(
     ("pipelined", "multi_wave"),
-    "1 to 50% faster than multi-wave almost wherever both were tried, at 128 to 131072 columns and 128 rows or more "
-    "(H200, bfloat16, 2026-11-20)",
+    "1 to 50% faster than multi-wave almost wherever both were tried, at 128 to 262144 columns and 128 rows or more "
+    "(H200, bfloat16, 2026-11-21)",
     # dw and db of 16384 x 4096: 73.0 us and 85.4 by multi-wave, of 1024 x 4096: 16.7 and 13.4 (LayerNorm, bfloat16).
     ring_rows_per_sm_without_dx=8,
     narrowest_ring_bytes=dict(layer=256, rms=256),  # 128 columns: 19.9 us and 21.3 by multi-wave, 64: 20.4 and 20.8
@@ -82,8 +82,8 @@ HOPPER_BACKWARD = Tuning(
 )
 HOPPER_FORWARD = Tuning(
     ("pipelined", "multi_wave"),
-    "between 6% slower and 50% faster than multi-wave wherever both were tried, at 128 to 131072 columns "
-    "(H200, bfloat16, 2026-11-20)",
+    "between 6% slower and 50% faster than multi-wave wherever both were tried, at 64 to 262144 columns "
+    "(H200, bfloat16, 2026-11-21)",
     # 128 columns: 12.5 us and 12.8 by multi-wave (LayerNorm), but 12.2 and 11.6 (RMSNorm); 64 columns: 12.8 and 13.3.
     narrowest_ring_bytes=dict(layer=128, rms=512),
     smallest_box_bytes=HOPPER_BOX_BYTES,
