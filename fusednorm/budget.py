@@ -214,6 +214,7 @@ def ring_registers(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> 
             need += 108 if isinstance(plan, WarpSpecializedPlan) else 30
         need += columns * (2.0 + 0.7 * (problem.wants_dw + problem.wants_db))
         need += columns * (0.8 if held else 0.2) * (problem.weight_dtype is not None)
+        need += 24 * (problem.weight_dtype is not None and problem.weight_dtype.itemsize == 8)
         need += (1.25 + 1.25 * _residual_registers(problem)) * elements + 2.5 * rows + 3.5 * plan.num_chunks
         need += plan.cluster * (plan.cluster > 1)  # shares of the row sums
         if _manages_with_128(plan, problem, device):
@@ -225,6 +226,7 @@ def ring_registers(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> 
         need += 2.5 * columns * parameters.count(8) + 3 * num_copies(plan) * (num_copies(plan) > 1)
         if problem.norm == "layer" and plan.cluster > 1:
             need += 0.5 * rows * plan.cluster  # means and variances of the other CTAs
+        need += 16 * (plan.tail and threads_of_a_row(plan) < WARP_SIZE)  # where rows of one warp end
     return _round_up(need, REGISTER_STEP)
 
 

@@ -94,7 +94,7 @@ TOLERATED_ROOM = {"backward": 2, "forward": 1.7}
 MAX_COLUMNS_WITH_WEIGHT = {"backward": 32, "forward": 16}
 MAX_ROWS_PER_WARP = 8  # of 4 lanes each; with 2 lanes 131072 x 64 takes 20.9 us and 20.5 us (LayerNorm backward)
 SHORT_WALK_WARPS = 8  # of the one CTA on an SM that a few rows get: half as many partials to sum as of two CTAs
-MAX_PRODUCED_COPIES = {1: 6, 2: 4}  # by groups; of more, the producer cannot hold the addresses in its 24 registers
+MAX_PRODUCED_COPIES = {1: 6, 2: 2}  # by groups; of more, the producer cannot hold the addresses in its 24 registers
 CLUSTERS = (1, 2, 4, 8, 16)  # CTAs that share a row too wide for one
 CLUSTER_ARCHS = (90, 100, 103)
 

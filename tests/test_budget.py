@@ -39,6 +39,12 @@ SAMPLE = [
     make_problem("layer", 36864),
     make_problem("layer", 8448),
 ]
+SPILLED = [  # 8 to 40 bytes a thread, once, on sm_100
+    make_problem("layer", 392, direction="forward"),
+    make_problem("layer", 136, "fp16", "fp64", grad="bf16"),
+    make_problem("layer", 2056, "fp32"),
+    make_problem("rms", 4096, "fp32", wants_dw=False),
+]
 FORWARD = [
     make_problem("layer", 4096, direction="forward"),
     make_problem("rms", 8192, direction="forward"),
@@ -49,6 +55,7 @@ FORWARD = [
 JOBS = [
     *((arch, problem) for turn, arch in enumerate(ARCHITECTURES) for problem in SAMPLE[turn :: len(ARCHITECTURES)]),
     *zip(ARCHITECTURES, FORWARD, strict=True),
+    *((100, problem) for problem in SPILLED),
     (90, make_problem("layer", 4096, "fp32")),
     (90, make_problem("rms", 7680, grad="fp32")),
     (90, make_problem("layer", 16384)),
