@@ -226,7 +226,9 @@ def ring_registers(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> 
         need += 2.5 * columns * parameters.count(8) + 3 * num_copies(plan) * (num_copies(plan) > 1)
         if problem.norm == "layer" and plan.cluster > 1:
             need += 0.5 * rows * plan.cluster  # means and variances of the other CTAs
-        need += 16 * (plan.tail and threads_of_a_row(plan) < WARP_SIZE)  # where rows of one warp end
+        threads = threads_of_a_row(plan)
+        if problem.norm == "layer" and threads <= WARP_SIZE and not is_whole(plan, problem.cols):
+            need += 2 * plan.chunk / threads  # whether each column of the last chunk is in the row
     return _round_up(need, REGISTER_STEP)
 
 

@@ -39,8 +39,9 @@ SAMPLE = [
     make_problem("layer", 36864),
     make_problem("layer", 8448),
 ]
-SPILLED = [  # 8 to 40 bytes a thread, once, on sm_100
+SPILLED = [  # 8 to 40 bytes a thread, once, on sm_90 or sm_100
     make_problem("layer", 392, direction="forward"),
+    make_problem("layer", 904, "fp16", "fp32", direction="forward"),
     make_problem("layer", 136, "fp16", "fp64", grad="bf16"),
     make_problem("layer", 2056, "fp32"),
     make_problem("rms", 4096, "fp32", wants_dw=False),
@@ -55,7 +56,7 @@ FORWARD = [
 JOBS = [
     *((arch, problem) for turn, arch in enumerate(ARCHITECTURES) for problem in SAMPLE[turn :: len(ARCHITECTURES)]),
     *zip(ARCHITECTURES, FORWARD, strict=True),
-    *((100, problem) for problem in SPILLED),
+    *((arch, problem) for arch in (90, 100) for problem in SPILLED),
     (90, make_problem("layer", 4096, "fp32")),
     (90, make_problem("rms", 7680, grad="fp32")),
     (90, make_problem("layer", 16384)),
