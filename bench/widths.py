@@ -1,7 +1,7 @@
 """Looks for cliffs: a direction's share of the floor over many widths, and widths far below their neighbours.
 
     python -m bench.widths --step 256 --limit-seconds 500
-    python -m bench.widths --check bench/results/2026-11-20-nvidia-h200-widths.jsonl
+    python -m bench.widths --check bench/results/2026-11-21-nvidia-h200-widths.jsonl
 
 The planner's own choice only, a few replays of each, not checked against float64 (bench.bench_norm does that). Kernels
 are compiled side by side some widths ahead of the timing. One short JSON line per cell; widths come in an order that

@@ -77,14 +77,16 @@ FORWARD_STREAMS_OF_WHOLE_CTAS = 2
 # short-lived CTA of the forward is done sooner with two: 8192 x 8192 66.7 us and 70.2 us with three.
 RING_STAGES = {"backward": 3, "forward": 2}
 RING_BYTES_PER_SM, LARGEST_CLUSTER_OF_TWO_STAGES = 60 * 1000, 2
-RING_BYTES_PER_SM_IN_CLUSTER = 120 * 1000  # 1024 x 262144: 429 us and 453 us with three (LayerNorm)
+# 2048 x 131072: 401 us and 410 us with three (RMSNorm); 1024 x 262144 443 us and 440 us (LayerNorm).
+RING_BYTES_PER_SM_IN_CLUSTER = 120 * 1000
 # That a thread has of one chunk: RMSNorm 8192 x 16384 takes 198 us with 8 and 206 us with 4, LayerNorm 192 us with 4
 # and 201 us with 8. More than 4 where threads have few columns; and narrow rows are one chunk: 128 columns take 19.9 us
 # so and 20.7 us by two (LayerNorm backward), 1024 columns 35.0 us and 35.8 us by four (LayerNorm forward).
 RING_COLUMNS_PER_CHUNK = {"layer": 4, "rms": 8}
 WHOLE_COLUMNS, MANY_COLUMNS_PER_CHUNK = 1024, 8
 # Each copy of a tile is asked for and waited for by itself: 16384 x 8448 takes 481 us by nine chunks of a copy each,
-# and no more than 297 us by three, which have room for half as many columns again (LayerNorm).
+# no more than 297 us by three, which have room for half as many columns again, and 208 us by two, of eight whole chunks
+# and of the one within which the row ends (LayerNorm).
 TOLERATED_COPIES = 3
 # Chunks that a tile has room for, for each of its own: in the forward, nine take two copies and not room for sixteen
 # (16384 x 9216: 148 us and 164 us; but backward 6000 x 2304 29.0 us and 27.7; LayerNorm).

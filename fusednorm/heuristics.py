@@ -60,11 +60,10 @@ UNKNOWN = Tuning(("multi_wave",), "no other schedule has been tried on this arch
 # Copies in pieces of 16 bytes take twice as long as multi-wave (1000 columns: 46.7 us and 25.2), in pieces of 128 a
 # fifth longer (1600 columns: 43.0 and 36.7; H200, bfloat16 backward, 2026-11-20).
 HOPPER_BOX_BYTES = 256
-# Up to three chunks that do not divide a row are worked on whole: 3840 columns as 4096 take 1.20 times the floor, 2816
-# as 3072 1.29 and by multi-wave 1.30, but 3328 would take as long as 3840, 1.37, and by multi-wave 1.26 (LayerNorm
-# backward).
-HOPPER_PADDING = 1.125
-HOPPER_FORWARD_PADDING = 1.2
+# What a row's last chunk has beyond it is worked on: 3328 columns as 4096 took 1.37 times the floor, by multi-wave 1.26
+# (LayerNorm backward, 16384 rows). In the forward it matters less: 5376 as 6144 take 14.4 us, by multi-wave 17.1
+# (RMSNorm, 2048 rows).
+HOPPER_PADDING, HOPPER_FORWARD_PADDING = 1.125, 1.2
 
 HOPPER_BACKWARD = Tuning(
     ("pipelined", "multi_wave"),
