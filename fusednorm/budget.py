@@ -18,10 +18,12 @@ from .plan import (
     RingPlan,
     WarpSpecializedPlan,
     columns_of_a_thread,
+    has_rows_in_lanes,
     is_whole,
     num_copies,
     rows_of_a_thread,
     threads_of_a_row,
+    warps_of_a_row,
 )
 from .problem import NormProblem
 
@@ -76,7 +78,7 @@ def _partial_store_buffers(plan: RingPlan, problem: NormProblem) -> list[Buffer]
     threads, row_threads = WARP_SIZE * plan.num_warps, threads_of_a_row(plan)
     held = min(16 // problem.x_dtype.itemsize, plan.chunk // row_threads)  # adjacent, in a thread
     stored, wanted = 4, problem.wants_dw + problem.wants_db
-    if not wanted or (held == stored and row_threads == threads):
+    if not wanted or has_rows_in_lanes(plan) or (held == stored and row_threads == threads):
         return []
     if isinstance(plan, PipelinedPlan):
         return [Buffer(4 * plan.rows_per_tile * plan.num_chunks * plan.chunk, 16, "after")] * wanted
@@ -97,7 +99,7 @@ def _ring_buffers(plan: RingPlan, problem: NormProblem) -> list[Buffer]:
         buffers += held * plan.num_chunks
     barriers = Buffer(8 * plan.num_stages, 16)
     # The warps of a row exchange a number, or two.
-    warps = threads_of_a_row(plan) // WARP_SIZE
+    warps = warps_of_a_row(plan)
     exchanged = 4 * _sums_per_row(plan, problem) * plan.rows_per_tile * warps * plan.cluster if warps > 1 else 0
     if isinstance(plan, PipelinedPlan):
         after = _partial_store_buffers(plan, problem)
@@ -212,6 +214,9 @@ def ring_registers(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> 
         need = 30.0 if isinstance(plan, WarpSpecializedPlan) else 20.0
         if sm120:
             need += 108 if isinstance(plan, WarpSpecializedPlan) else 30
+        if isinstance(plan, WarpSpecializedPlan) and plan.num_groups > 1:
+            need += REGISTER_STEP * (problem.cols % 16 != 0)  # whether each column of the last chunk is in the row
+            need += 4 * REGISTER_STEP * (not problem.wants_dw and problem.x_dtype.itemsize == 4 and device.arch >= 100)
         need += columns * (2.0 + 0.7 * (problem.wants_dw + problem.wants_db))
         need += columns * (0.8 if held else 0.2) * (problem.weight_dtype is not None)
         need += 24 * (problem.weight_dtype is not None and problem.weight_dtype.itemsize == 8)
@@ -227,7 +232,8 @@ def ring_registers(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> 
         if problem.norm == "layer" and plan.cluster > 1:
             need += 0.5 * rows * plan.cluster  # means and variances of the other CTAs
         threads = threads_of_a_row(plan)
-        if problem.norm == "layer" and threads <= WARP_SIZE and not is_whole(plan, problem.cols):
+        in_lanes = WARP_SIZE if problem.cols % 16 == 0 else 2 * WARP_SIZE  # of 16 columns the compiler asks for one
+        if problem.norm == "layer" and threads <= in_lanes and not is_whole(plan, problem.cols):
             need += 2 * plan.chunk / threads  # whether each column of the last chunk is in the row
     return _round_up(need, REGISTER_STEP)
 

@@ -26,6 +26,7 @@ from .plan import (
     RingPlan,
     WarpSpecializedPlan,
     columns_of_a_thread,
+    is_whole,
     num_copies,
     rows_of_a_thread,
     threads_of_a_row,
@@ -53,7 +54,8 @@ MULTIWAVE_CHUNK = 1024  # columns; faster than 512 by 2 to 5%, than 2048 by 1 to
 # us with 36, 53.0 us with 18).
 RING_BYTES_PER_THREAD, MAX_COLUMNS_PER_THREAD = 144, 36
 # Of the forward: of a row that one or two warps have, that four have, and of two rows in a cluster. In a cluster the
-# most rather than 16 CTAs (LayerNorm 2048 x 65536: 136 us by 8 and 139 us; but RMSNorm 132 us and 130 us).
+# most rather than 16 CTAs (LayerNorm 2048 x 65536: 136 us by 8 and 139 us; but RMSNorm 132 us and 130 us), and of
+# these with one row each (LayerNorm 2048 x 73728: 153 us and 173 us).
 FORWARD_COLUMNS_PER_THREAD, FORWARD_COLUMNS_ALONE, FORWARD_COLUMNS_IN_CLUSTER = 64, 40, 36
 FORWARD_THREADS_APART, LARGEST_FORWARD_CLUSTER = 64, 8
 FORWARD_COLUMNS = 45  # aimed at: between 32, at 512 to 2048 columns, and 64, at 4096
@@ -91,6 +93,10 @@ TOLERATED_COPIES = 3
 # Chunks that a tile has room for, for each of its own: in the forward, nine take two copies and not room for sixteen
 # (16384 x 9216: 148 us and 164 us; but backward 6000 x 2304 29.0 us and 27.7; LayerNorm).
 TOLERATED_ROOM = {"backward": 2, "forward": 1.7}
+# Nor in a cluster three, of 8 columns a thread at least, room for four (LayerNorm forward 4096 x 12288: 51.5 us and
+# 53.5; 2048 x 98304 204 us and 222; 2048 x 196608 452 us and 493), unless more CTAs than these have two rows (4096 x
+# 24576: 110 us and 107).
+SMALL_CLUSTER = 4
 # A thread holds the parameters of so many columns in registers; of more, they are faster in shared memory (forward of
 # 8192 x 10240, 20 columns a thread: 85.6 us and 89.3; LayerNorm).
 MAX_COLUMNS_WITH_WEIGHT = {"backward": 32, "forward": 16}
@@ -270,19 +276,23 @@ def ring_tiles(problem: NormProblem, num_warps: int, cluster: int) -> Iterator[t
 
 def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
     """Larger is better: no fault; a tile that is not too much for its threads; not too many copies; little padding; few
-    warps to a tile; few CTAs to a row; few copies; as many streams of tiles on an SM as are fastest; a row to few
-    threads; a ring that is full enough; then as little as will do."""
+    warps to a tile; few CTAs to a row; one reduction for mean and variance, which takes whole rows; few copies; as many
+    streams of tiles on an SM as are fastest; a row to few threads; a ring that is full enough; then as little as will
+    do."""
     forward = problem.direction == "forward"
     streams = plan.ctas_per_sm if isinstance(plan, PipelinedPlan) else plan.num_groups
     threads, columns = threads_of_a_row(plan), columns_of_a_thread(plan)
     rows = rows_of_a_thread(plan.rows_per_tile, plan.cluster)
     bytes_of_thread = rows * columns * bytes_per_element(problem)
-    several_rows = plan.rows_per_tile > 1 and (plan.cluster > 1 or threads <= FORWARD_THREADS_APART)
+    in_cluster = 1 < plan.cluster and (problem.norm == "rms" or plan.cluster <= LARGEST_FORWARD_CLUSTER)
+    several_rows = plan.rows_per_tile > 1 and (in_cluster or threads <= FORWARD_THREADS_APART)
     few_threads = problem.cols / plan.cluster / threads
     if forward:
         few_threads = several_rows, -distance(columns, FORWARD_COLUMNS)
     streams_and_threads = -abs(streams - _streams(plan, problem, bytes_of_thread)), few_threads
-    one_tile, tolerated_room = _has_one_tile(problem), TOLERATED_ROOM[problem.direction] * plan.num_chunks
+    # LayerNorm forward 16384 x 4608, by chunks that are a row and by fewer that are not: 73.1 us and 78.3.
+    merges_moments = not forward or problem.norm == "rms" or is_whole(plan, problem.cols)
+    one_tile = _has_one_tile(problem)
     if one_tile:
         target = ELEMENTS_OF_ONE_IN_CLUSTER if plan.cluster > 1 else ELEMENTS_OF_ONE_TILE
         streams_and_threads = -distance(rows * columns, target), streams
@@ -294,7 +304,8 @@ def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
         -max(TOLERATED_PADDING, plan.cluster * plan.chunk * plan.num_chunks / problem.cols),
         -plan.num_warps,
         -plan.cluster,
-        -num_copies(plan) if _room(plan) <= tolerated_room else -TOLERATED_COPIES,
+        merges_moments,
+        -_copies(plan, problem),
         streams_and_threads,
         min(plan.num_stages, stages),
         -plan.num_stages,
@@ -304,9 +315,23 @@ def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
     )
 
 
-def _room(plan: RingPlan) -> int:
-    """In chunks, of a tile in shared memory."""
-    return plan.copy_chunks + 1 if plan.tail else plan.copy_chunks * num_copies(plan)
+def _copies(plan: RingPlan, problem: NormProblem) -> float:
+    """How many of a tile they are worth."""
+    room = plan.copy_chunks + 1 if plan.tail else plan.copy_chunks * num_copies(plan)
+    if room > TOLERATED_ROOM[problem.direction] * plan.num_chunks:
+        return TOLERATED_COPIES
+    if _is_better_by_two(plan, problem) and plan.tail and is_whole(plan, problem.cols):
+        return 0.5
+    return num_copies(plan)
+
+
+def _is_better_by_two(plan: RingPlan, problem: NormProblem) -> bool:
+    """Whether a row of a few large chunks had better come in two copies."""
+    layer_forward = problem.norm == "layer" and problem.direction == "forward"
+    large = plan.cluster > 1 and plan.chunk >= MANY_COLUMNS_PER_CHUNK * threads_of_a_row(plan)
+    if plan.rows_per_tile == 1:
+        return layer_forward and large and columns_of_a_thread(plan) > FORWARD_COLUMNS_IN_CLUSTER
+    return layer_forward and large and plan.cluster <= SMALL_CLUSTER
 
 
 def _most_columns(plan: RingPlan, problem: NormProblem) -> int:

@@ -1,13 +1,13 @@
 """The pipelined TMA schedule: a ring of row tiles in shared memory, refilled by the computing warps themselves.
 
-CTA p, or cluster p of CTAs that share the columns of a row, owns the row tiles p, p + P, p + 2P, ... of P. What stays
-with it for its life are the parameters and, in the backward, the sums of dw and db.
+CTA p, or cluster p of CTAs that share the columns of a row, owns the row tiles p, p + P, p + 2P, ... of P, counted
+from the last. What stays with it for its life are the parameters and, in the backward, the sums of dw and db.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from . import ring
+from . import partial_sums, ring
 from .cluster import join_cluster, open_exchange
 
 
@@ -22,8 +22,10 @@ def allocate_copy_barriers(tile: gl.constexpr):
 
 
 @gluon.jit
-def fill_stage(descs, tails, rings, full, stage, row, pred, tile: gl.constexpr):
-    """Start the copies of the tile at `row`, of every tensor that has a ring, into `stage`."""
+def fill_stage(descs, tails, rings, full, stage, row, tile: gl.constexpr):
+    """Start the copies of the tile at `row`, of every tensor that has a ring, into `stage`; none if it is before row
+    0."""
+    pred = row > -tile.rows
     for t in gl.static_range(len(descs)):
         for i in gl.static_range(tile.copies):
             desc = ring.descriptor_of(descs[t], tails[t], i, tile)
@@ -44,8 +46,8 @@ def open_rings(descs, tails, rows, tile: gl.constexpr):
         full = full + (allocate_copy_barriers(tile),)
     ring.fence_barriers()
     for s in gl.static_range(tile.stages):
-        row = (gl.program_id(0) + s * gl.num_programs(0)) * tile.rows
-        fill_stage(descs, tails, rings, full, s, row, row < rows, tile)
+        nth = (gl.program_id(0) + s * gl.num_programs(0)) * tile.rows
+        fill_stage(descs, tails, rings, full, s, ring.row_of_tile(nth, rows, tile), tile)
     return rings, full
 
 
@@ -74,6 +76,9 @@ def forward(
     """y of the CTA's row tiles, and mean and rstd unless their pointers are None. A tile is read once from its stage,
     which is free again as soon as the first row sum is."""
     exchange = open_exchange(tile)
+    first = gl.program_id(0) * tile.rows
+    step = gl.num_programs(0) * tile.rows
+    row = ring.row_of_tile(first, rows, tile)
     weight = ring.load_parameter(weight_ptr, cols, norm.has_weight, tile)
     bias = ring.load_parameter(bias_ptr, cols, norm.has_bias, tile)
     rings, full = open_rings((x_desc,), (x_tail_desc,), rows, tile)
@@ -82,16 +87,15 @@ def forward(
     exchange = join_cluster(exchange, tile)
     stage = 0
     phase = 0
-    step = gl.num_programs(0) * tile.rows
-    for row in range(gl.program_id(0) * tile.rows, rows, step):
+    for _ in range(first, rows, step):
         wait_for_stage(full, stage, phase, tile)
         x = ring.read_tile(rings[0], stage, False, tile)
         mean, rstd, exchange = ring.row_statistics(x, cols, eps, exchange, norm, tile)
-        ahead = row + tile.num_stages * step
-        fill_stage((x_desc,), (x_tail_desc,), rings, full, stage, ahead, ahead < rows, tile)
+        fill_stage((x_desc,), (x_tail_desc,), rings, full, stage, row - tile.num_stages * step, tile)
         if rstd_ptr is not None:
-            ring.store_statistics(mean_ptr, rstd_ptr, mean, rstd, row, rows, norm, tile)
-        ring.store_y(y_ptr, x, mean, rstd, weight, bias, row, rows, cols, norm, tile)
+            ring.store_statistics(mean_ptr, rstd_ptr, mean, rstd, row, norm, tile)
+        ring.store_y(y_ptr, x, mean, rstd, weight, bias, row, cols, norm, tile)
+        row -= step
         stage, phase = next_stage(stage, phase, tile)
 
 
@@ -106,46 +110,49 @@ def backward(
     exchange = open_exchange(tile)
     first = gl.program_id(0) * tile.rows
     step = gl.num_programs(0) * tile.rows
+    row = ring.row_of_tile(first, rows, tile)
     weight = ring.load_parameter(weight_ptr, cols, norm.has_weight, tile)
-    mean_next, rstd_next = ring.load_statistics(mean_ptr, rstd_ptr, first, rows, mean_stride, rstd_stride, norm, tile)
+    mean_next, rstd_next = ring.load_statistics(mean_ptr, rstd_ptr, row, mean_stride, rstd_stride, norm, tile)
     descs = x_desc, dy_desc
     tails = x_tail_desc, dy_tail_desc
     rings, full = open_rings(descs, tails, rows, tile)
     weight = ring.hold_parameter(weight, norm.has_weight, tile.weight_in_smem, tile)
-    dw = ring.zeros_by_column(tile)
-    db = ring.zeros_by_column(tile)
+    dw = partial_sums.zeros_by_column(tile)
+    db = partial_sums.zeros_by_column(tile)
     exchange = join_cluster(exchange, tile)
     stage = 0
     phase = 0
-    for row in range(first, rows, step):
+    for _ in range(first, rows, step):
         mean = ring.per_row(mean_next)
         rstd = ring.per_row(rstd_next)
         if tile.early_statistics:
             mean_next, rstd_next = ring.load_statistics(
-                mean_ptr, rstd_ptr, row + step, rows, mean_stride, rstd_stride, norm, tile
+                mean_ptr, rstd_ptr, row - step, mean_stride, rstd_stride, norm, tile
             )
         wait_for_stage(full, stage, phase, tile)
         x = ring.read_tile(rings[0], stage, False, tile)
         dy = ring.read_tile(rings[1], stage, False, tile)
-        residual = ring.load_residual(residual_ptr, row, rows, cols, norm, tile)
+        residual = ring.load_residual(residual_ptr, row, cols, norm, tile)
         dw, db, sums = ring.sum_tile(x, dy, mean, rstd, weight, dw, db, norm, tile)
         sums, exchange = ring.sum_over_cluster(sums, exchange, tile)
         if not tile.early_statistics:
             mean_next, rstd_next = ring.load_statistics(
-                mean_ptr, rstd_ptr, row + step, rows, mean_stride, rstd_stride, norm, tile
+                mean_ptr, rstd_ptr, row - step, mean_stride, rstd_stride, norm, tile
             )
         x = ring.read_tile(rings[0], stage, True, tile)
         dy = ring.read_tile(rings[1], stage, True, tile)
-        ring.store_dx(dx_ptr, x, dy, mean, rstd, sums, weight, residual, row, rows, cols, norm, tile)
-        ahead = row + tile.num_stages * step
-        fill_stage(descs, tails, rings, full, stage, ahead, ahead < rows, tile)
+        ring.store_dx(dx_ptr, x, dy, mean, rstd, sums, weight, residual, row, cols, norm, tile)
+        fill_stage(descs, tails, rings, full, stage, row - tile.num_stages * step, tile)
+        row -= step
         stage, phase = next_stage(stage, phase, tile)
 
-    dw = ring.leave_sums(dw, norm.wants_dw, tile)
-    db = ring.leave_sums(db, norm.wants_db, tile)
-    ring.store_partials(dw_partial_ptr, db_partial_ptr, dw, db, gl.program_id(0), cols, norm, tile)
+    dw = partial_sums.leave_sums(dw, norm.wants_dw, tile)
+    db = partial_sums.leave_sums(db, norm.wants_db, tile)
+    partial_sums.store_partials(dw_partial_ptr, db_partial_ptr, dw, db, gl.program_id(0), cols, norm, tile)
     if semaphore_ptr is not None:
-        ring.sum_partials_of_grid(semaphore_ptr, dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, cols, norm, tile)
+        partial_sums.sum_partials_of_grid(
+            semaphore_ptr, dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, cols, norm, tile
+        )
     for t in gl.static_range(len(full)):
         for i in gl.static_range(tile.copies):
             ring.close_barriers(full[t][i], tile)

@@ -5,7 +5,10 @@ A tile is tile.rows rows of x (and of dy), held by a cluster of tile.cluster CTA
 cluster, chunk], num_chunks times. It comes in copies of several chunks, which have a ring of their own each, so that
 the compiler sees no hazard between them. One copy is the quickest to start, and brings whole chunks; where a row ends
 within a chunk, that one is the tail and comes in a copy of its own. What a copy has beyond the row is zeros, as are
-rows beyond the last.
+rows before the first.
+
+Tiles go from the last row to the first: the last rows are those that whoever wrote the tensor has left in L2, and the
+first are those that whoever reads the result will ask for first.
 
 The one file that names Gluon's TMA functions.
 """
@@ -15,8 +18,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from .cluster import sum_over_cluster
-from .column_sum import sum_pieces
-from .grid import meet
 from .rowmath import input_gradient, inverse_std, normalize
 
 fence_barriers = fence_async_shared
@@ -40,11 +41,12 @@ def row_major(tile, rank, dim):
 
 @gluon.constexpr_function
 def tile_layout(tile):
-    """Each row has threads of its own, within a warp where they are few, so that its sums need no others. In a cluster,
-    a thread holds the same columns of every row instead: a row's sums come from all its threads anyway."""
+    """Each row has threads of its own, within a warp where they are few, so that its sums need no others. Where a row
+    needs several warps, all have a part of every row, so that what they sum over rows comes together by shuffles. In a
+    cluster, a thread holds the same columns of every row instead: a row's sums come from all its threads anyway."""
     rows_of_thread, lanes, warps = tile.rows, 1, 1
     if tile.cluster == 1:
-        rows_of_thread, warps = 1, min(tile.rows, tile.num_warps)
+        rows_of_thread, warps = 1, 1 if tile.rows < tile.num_warps else tile.num_warps
         lanes = tile.rows // warps
     return gl.BlockedLayout(
         [rows_of_thread, 1, tile.vector], [lanes, 1, 32 // lanes], [warps, 1, tile.num_warps // warps], [2, 1, 0],
@@ -156,6 +158,12 @@ def column_index(c: gl.constexpr, layout: gl.constexpr, tile: gl.constexpr):
 
 
 @gluon.jit
+def row_of_tile(nth, rows, tile: gl.constexpr):
+    """Where the tile begins that has nth rows after it. The first one of a tensor may begin before row 0."""
+    return rows - tile.rows - nth
+
+
+@gluon.jit
 def row_index(row, tile: gl.constexpr):
     return row + gl.arange(0, tile.rows, row_layout(tile))
 
@@ -207,22 +215,13 @@ def upstream_gradient(dy, weight, norm: gl.constexpr, tile: gl.constexpr):
 
 
 @gluon.jit
-def zeros_by_column(tile: gl.constexpr):
-    """Where the sums of dw or db start, each thread's its own: the rows of a tile come together at the end."""
-    sums = ()
-    for _ in gl.static_range(tile.chunks):
-        sums = sums + (gl.full([tile.rows, tile.cluster, tile.chunk], 0.0, gl.float32, tile_layout(tile)),)
-    return sums
-
-
-@gluon.jit
-def load_statistics(mean_ptr, rstd_ptr, row, rows, mean_stride, rstd_stride, norm: gl.constexpr, tile: gl.constexpr):
-    """mean and rstd [rows] of a tile; zeros beyond the last row, so that such a row adds nothing to dw."""
+def load_statistics(mean_ptr, rstd_ptr, row, mean_stride, rstd_stride, norm: gl.constexpr, tile: gl.constexpr):
+    """mean and rstd [rows] of a tile; zeros before row 0, so that such a row adds nothing to dw."""
     index = row_index(row, tile)
-    rstd = gl.load(rstd_ptr + index * rstd_stride, mask=index < rows, other=0.0).to(gl.float32)
+    rstd = gl.load(rstd_ptr + index * rstd_stride, mask=index >= 0, other=0.0).to(gl.float32)
     mean = rstd
     if norm.layer:
-        mean = gl.load(mean_ptr + index * mean_stride, mask=index < rows, other=0.0).to(gl.float32)
+        mean = gl.load(mean_ptr + index * mean_stride, mask=index >= 0, other=0.0).to(gl.float32)
     return mean, rstd
 
 
@@ -320,25 +319,26 @@ def mean_and_squares(x, cols, exchange, norm: gl.constexpr, tile: gl.constexpr):
 
 
 @gluon.jit
-def store_statistics(mean_ptr, rstd_ptr, mean, rstd, row, rows, norm: gl.constexpr, tile: gl.constexpr):
+def store_statistics(mean_ptr, rstd_ptr, mean, rstd, row, norm: gl.constexpr, tile: gl.constexpr):
     cta = gl.arange(0, tile.cluster, gl.SliceLayout(0, gl.SliceLayout(2, tile_layout(tile))))
     cta = gl.expand_dims(gl.expand_dims(cta, 0), 2)
     index = per_row(row_index(row, tile)) + 0 * cta
-    here = (index < rows) & (cta == 0)
+    here = (index >= 0) & (cta == 0)
     gl.store(rstd_ptr + index, rstd, mask=here)
     if norm.layer:
         gl.store(mean_ptr + index, mean, mask=here)
 
 
 @gluon.jit
-def store_y(y_ptr, x, mean, rstd, weight, bias, row, rows, cols, norm: gl.constexpr, tile: gl.constexpr):
+def store_y(y_ptr, x, mean, rstd, weight, bias, row, cols, norm: gl.constexpr, tile: gl.constexpr):
     for c in gl.static_range(tile.chunks):
         y = normalize(x[c].to(gl.float32), mean, rstd, norm)
         if norm.has_weight:
             y *= parameter_row(weight[c], tile)
         if norm.has_bias:
             y += parameter_row(bias[c], tile)
-        store_chunk(y_ptr, y, row, rows, cols, c, tile)
+        # Whoever reads y does it soon, and x perhaps never: of the lines in L2, those of y are the last to go.
+        store_chunk(y_ptr, y, row, cols, c, "evict_last", tile)
 
 
 @gluon.jit
@@ -365,12 +365,12 @@ def sum_tile(x, dy, mean, rstd, weight, dw, db, norm: gl.constexpr, tile: gl.con
 
 
 @gluon.jit
-def load_residual(ptr, row, rows, cols, norm: gl.constexpr, tile: gl.constexpr):
+def load_residual(ptr, row, cols, norm: gl.constexpr, tile: gl.constexpr):
     """The gradient that is added to dx, contiguous as dx is, straight to registers: chunks in its own dtype."""
     chunks = ()
     for c in gl.static_range(tile.chunks):
         if norm.has_residual:
-            target, mask = output_elements(row, rows, cols, c, tile)
+            target, mask = output_elements(row, cols, c, tile)
             if has_no_outside(tile):
                 chunks = chunks + (gl.load(ptr + target),)
             else:
@@ -381,9 +381,7 @@ def load_residual(ptr, row, rows, cols, norm: gl.constexpr, tile: gl.constexpr):
 
 
 @gluon.jit
-def store_dx(
-    dx_ptr, x, dy, mean, rstd, sums, weight, residual, row, rows, cols, norm: gl.constexpr, tile: gl.constexpr
-):
+def store_dx(dx_ptr, x, dy, mean, rstd, sums, weight, residual, row, cols, norm: gl.constexpr, tile: gl.constexpr):
     """Second pass of the backward, from the row sums over the cluster."""
     mean_gx = gl.expand_dims(sums[0], 2) / cols
     mean_g = mean_gx
@@ -394,15 +392,15 @@ def store_dx(
         dx = input_gradient(g, x[c].to(gl.float32), mean, rstd, mean_gx, mean_g, norm)
         if norm.has_residual:
             dx += residual[c].to(gl.float32)
-        store_chunk(dx_ptr, dx, row, rows, cols, c, tile)
+        store_chunk(dx_ptr, dx, row, cols, c, "", tile)
 
 
 @gluon.jit
-def output_elements(row, rows, cols, c: gl.constexpr, tile: gl.constexpr):
+def output_elements(row, cols, c: gl.constexpr, tile: gl.constexpr):
     """Where chunk c of the tile at `row` is in a contiguous [rows, cols] tensor, and whether it is."""
     index = per_row(row_index(row, tile))
     col = gl.expand_dims(column_index(c, column_layout(tile), tile), 0)
-    return index.to(gl.int64) * cols + col, (index < rows) & (col < cols)
+    return index.to(gl.int64) * cols + col, (index >= 0) & (col < cols)
 
 
 @gluon.constexpr_function
@@ -413,93 +411,10 @@ def has_no_outside(tile):
 
 
 @gluon.jit
-def store_chunk(ptr, value, row, rows, cols, c: gl.constexpr, tile: gl.constexpr):
-    target, mask = output_elements(row, rows, cols, c, tile)
+def store_chunk(ptr, value, row, cols, c: gl.constexpr, eviction_policy: gl.constexpr, tile: gl.constexpr):
+    target, mask = output_elements(row, cols, c, tile)
+    rounded = value.to(ptr.dtype.element_ty)
     if has_no_outside(tile):
-        gl.store(ptr + target, value.to(ptr.dtype.element_ty))
+        gl.store(ptr + target, rounded, eviction_policy=eviction_policy)
     else:
-        gl.store(ptr + target, value.to(ptr.dtype.element_ty), mask=mask)
-
-
-@gluon.constexpr_function
-def partial_store_layout(tile):
-    """A thread has some columns of all rows, which it sums in order; adjacent threads store adjacent 16 bytes."""
-    return gl.BlockedLayout(
-        [tile.rows, 1, 4], [1, 1, 32], [1, 1, tile.num_warps], [2, 1, 0], cga_layout=cluster_bases(tile, 3, 1)
-    )
-
-
-@gluon.constexpr_function
-def is_as_stored(tile):
-    """Whether a thread already holds what it has to store."""
-    return tile.rows == 1 and tile.vector == 4
-
-
-@gluon.jit
-def leave_sums(sums, wanted: gl.constexpr, tile: gl.constexpr):
-    """What threads summed, in shared memory where others are to store it: all chunks at once, because one by one each
-    would be two CTA barriers. When the row loop is done there is room for it: a ring of two stages is as large."""
-    left = sums
-    if wanted and not is_as_stored(tile):
-        layout: gl.constexpr = row_major(tile, 3, 1)  # of a chunk
-        memory = gl.allocate_shared_memory(gl.float32, [tile.num_chunks, tile.rows, tile.cluster, tile.chunk], layout)
-        left = ()
-        for c in gl.static_range(tile.chunks):
-            memory.index(c).store(sums[c])
-            left = left + (memory.index(c),)
-    return left
-
-
-@gluon.jit
-def sum_over_rows(chunk, tile: gl.constexpr):
-    """A chunk of dw or db, [cluster, chunk], as it is to be stored."""
-    layout: gl.constexpr = partial_store_layout(tile)
-    if isinstance(chunk, gl.shared_memory_descriptor):
-        by_row = chunk.load(layout)
-    else:
-        by_row = gl.convert_layout(chunk, layout)
-    return gl.sum(by_row, axis=0)
-
-
-@gluon.jit
-def store_partials(dw_ptr, db_ptr, dw, db, partial, cols, norm: gl.constexpr, tile: gl.constexpr):
-    """Row `partial` of the [num_partials, cols] partials. dw and db are chunks in registers, or left in shared
-    memory."""
-    layout: gl.constexpr = partial_store_layout(tile)
-    for c in gl.static_range(tile.chunks):
-        col = column_index(c, gl.SliceLayout(0, layout), tile)
-        target = partial.to(gl.int64) * cols + col
-        if norm.wants_dw:
-            gl.store(dw_ptr + target, sum_over_rows(dw[c], tile), mask=col < cols)
-        if norm.wants_db:
-            gl.store(db_ptr + target, sum_over_rows(db[c], tile), mask=col < cols)
-
-
-@gluon.constexpr_function
-def partial_load_layout(tile):
-    """Four elements a thread: [partial_rows, cluster, partial_cols]. The warps of a CTA have different rows, so that
-    loads are of long pieces; but in a cluster different columns, because the compiler's sum over warps would be done by
-    each CTA for all of them."""
-    warps = 1 if tile.cluster == 1 else min(tile.num_warps, tile.partial_cols // 4)
-    lanes = tile.partial_cols // (4 * warps)
-    return gl.BlockedLayout(
-        [1, 1, 4], [32 // lanes, 1, lanes], [tile.num_warps // warps, 1, warps], [2, 1, 0],
-        cga_layout=cluster_bases(tile, 3, 1),
-    )  # fmt: skip
-
-
-@gluon.jit
-def sum_partials_of_grid(
-    semaphore_ptr, dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, cols, norm: gl.constexpr, tile: gl.constexpr
-):
-    """dw and db from the partials of all CTAs, or of all clusters, which run at once and wait for each other here."""
-    meet(semaphore_ptr)
-    layout: gl.constexpr = partial_load_layout(tile)
-    row = per_row(gl.arange(0, tile.partial_rows, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
-    cta = gl.arange(0, tile.cluster, gl.SliceLayout(0, gl.SliceLayout(2, layout))) * tile.partial_cols
-    within = gl.arange(0, tile.partial_cols, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    col = gl.expand_dims(gl.expand_dims(cta, 0), 2) + gl.expand_dims(gl.expand_dims(within, 0), 1)
-    sum_pieces(
-        dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, gl.num_programs(0), cols, row, col,
-        tile.cluster * tile.partial_cols, norm, tile,
-    )  # fmt: skip
+        gl.store(ptr + target, rounded, mask=mask, eviction_policy=eviction_policy)
