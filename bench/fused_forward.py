@@ -1,0 +1,108 @@
+"""Times the forward of a norm behind a residual's addition in a compiled graph, in two ways: both in one kernel of
+Inductor's, and the norm by ours behind Inductor's addition.
+
+    python -m bench.fused_forward --shapes 8192x8192 4096x16384 2048x32768 1024x65536
+
+From which width on ours is faster is WIDE_ROW_BYTES of fusednorm/integrations/routing.py. One JSON line per case goes
+to bench/results/<date>-<gpu>-fused-forward.jsonl. Exit code 1 if a result is wrong, 2 without a CUDA GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from fusednorm.console import print_table
+from fusednorm.testing import relative_error
+
+from .cases import BenchCase, add_case_arguments, dtype_name, make_bench_inputs, make_cases
+from .records import RESULTS, describe_machine, results_path, save
+from .timing import time_interleaved
+
+MAX_ERROR = 1e-2  # relative, of a bfloat16 result
+FUSED, OURS = "fused", "ours"
+Block = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    if not torch.cuda.is_available():
+        print("fused_forward: needs a CUDA GPU, got none (python -m fusednorm doctor says more)", file=sys.stderr)
+        return 2
+    machine = describe_machine()
+    records = [machine | compare(case, options.rounds) for case in make_cases(options)]
+    rows = [
+        [f"{r['norm']} {r['rows']}x{r['cols']} {r['x_dtype']}", f"{r['fused_us']:.1f}", f"{r['ours_us']:.1f}",
+         f"{r['fused_us'] / r['ours_us']:.3f}", f"{max(r['errors'].values()):.1e}"]
+        for r in records
+    ]  # fmt: skip
+    print_table("Addition and norm, us", ["case", "one kernel", "ours behind", "faster by", "error"], rows, "bench")
+    save(records, results_path(options.out, machine, "-fused-forward"))
+    return 0 if all(max(record["errors"].values()) <= MAX_ERROR for record in records) else 1
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.fused_forward", description=__doc__.split("\n\n")[0])
+    add_case_arguments(parser)
+    parser.add_argument("--rounds", type=int, default=40, help="timed replays of each (default: 40)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON lines (default: bench/results)")
+    return parser.parse_args(arguments)
+
+
+def make_block(case: BenchCase, weight: Tensor | None, bias: Tensor | None) -> Block:
+    """What a layer does between two matrix products: the residual stream goes on, and its norm."""
+
+    def block(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        stream = x + residual
+        if case.norm == "layer":
+            return stream, torch.nn.functional.layer_norm(stream, stream.shape[1:], weight, bias)
+        return stream, torch.nn.functional.rms_norm(stream, stream.shape[1:], weight, 1e-5)
+
+    return block
+
+
+def compile_both(block: Block, *example: Tensor) -> dict[str, Block]:
+    """The block compiled in both ways, whatever the width. Caches of compiled graphs do not know of the limit that is
+    changed for it."""
+    from fusednorm.integrations import routing
+    from fusednorm.integrations.inductor import compile_graph
+
+    compiled = {FUSED: torch.compile(block, fullgraph=True, dynamic=False)}
+    compiled[OURS] = torch.compile(block, fullgraph=True, dynamic=False, backend=compile_graph)
+    with torch._inductor.config.patch(force_disable_caches=True), mock.patch.object(routing, "WIDE_ROW_BYTES", 0):
+        for each in compiled.values():
+            each(*example)
+        ours = [entry for entry in routing.report(clear=True) if entry.direction == "forward" and entry.taken]
+    if len(ours) != 1:
+        raise RuntimeError(f"one norm was to run our kernel, got {len(ours)}")
+    return compiled
+
+
+def compare(case: BenchCase, rounds: int) -> dict:
+    """A record of both ways."""
+    from fusednorm.integrations import routing
+
+    torch.compiler.reset()
+    routing.report(clear=True)
+    inputs = make_bench_inputs(case, "cuda")
+    operands = inputs.x, inputs.grad_out
+    block = make_block(case, inputs.weight, inputs.bias)
+    with torch.no_grad():
+        compiled = compile_both(block, *operands)
+        want = block(*operands)[1]
+        errors = {name: relative_error(run(*operands)[1], want) for name, run in compiled.items()}
+        times = time_interleaved({name: lambda run=run: run(*operands) for name, run in compiled.items()}, rounds)
+    return {
+        "norm": case.norm, "rows": case.rows, "cols": case.cols, "x_dtype": dtype_name(case.x_dtype), "errors": errors,
+        "fused_us": times[FUSED].median, "ours_us": times[OURS].median, "spread": times[FUSED].spread,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
