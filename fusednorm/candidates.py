@@ -305,7 +305,7 @@ def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
         -plan.num_warps,
         -plan.cluster,
         merges_moments,
-        -_copies(plan, problem),
+        -_cost_of_copies(plan, problem),
         streams_and_threads,
         min(plan.num_stages, stages),
         -plan.num_stages,
@@ -315,8 +315,9 @@ def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
     )
 
 
-def _copies(plan: RingPlan, problem: NormProblem) -> float:
-    """How many of a tile they are worth."""
+def _cost_of_copies(plan: RingPlan, problem: NormProblem) -> float:
+    """Of each tensor's that make a tile: how many there are, but less where two are faster than one, and more where
+    they leave much of the room empty."""
     room = plan.copy_chunks + 1 if plan.tail else plan.copy_chunks * num_copies(plan)
     if room > TOLERATED_ROOM[problem.direction] * plan.num_chunks:
         return TOLERATED_COPIES
