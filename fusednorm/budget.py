@@ -281,7 +281,8 @@ def multiwave_registers(
         held = [dtype for dtype in (problem.weight_dtype, problem.bias_dtype) if dtype is not None]
         parameters = sum(max(1, dtype.itemsize / problem.acc_dtype.itemsize) for dtype in held)
         per_element = 1.5 * problem.x_dtype.itemsize / 4 + accumulator * (1.3 + 0.7 * parameters)
-        per_element += scattered * (7.5 if many_rows else 0.8)
+        two_long_rows = rows_per_tile == 2 and elements > 20
+        per_element += scattered * (7.5 if many_rows else 3.0 if two_long_rows else 0.8)
         least, need = (96, 50) if fp64 else (80, 12)
         need += 16 * (scattered and device.arch < 90)
         need += 8 * sm120 + 0.3 * (rows_per_tile - 1) + 4 * (num_chunks - 1) + per_element * elements
