@@ -3,10 +3,12 @@
     python -m bench.bench_training_step --out bench/results/steps.jsonl
 
 A step is forward, loss, backward and fused AdamW on bfloat16 parameters. All variants of a stack begin with the same
-weights and see the same batches; their losses must agree. The matrix products set clocks and temperature, so that steps
-vary by some percent over seconds, and with what ran just before: every round runs all variants in an order of its own,
-and a speedup is the mean over the rounds of the stock step's time by the variant's in the same round, with its standard
-error. One JSON line per variant goes to --out. Exit code 1 if a loss differs, 2 without a CUDA GPU.
+weights and see the same batches; their losses must agree. As in training, the host does not wait for the GPU between
+steps: a variant's turn is a few in a row, timed together (--steps 1: the host waits after each, and what it does before
+the first kernel counts). The matrix products set clocks and temperature, so that steps vary by some percent over
+seconds, and with what ran just before: every round runs all variants in an order of its own, and a speedup is the mean
+over the rounds of the stock step's time by the variant's in the same round, with its standard error. One JSON line per
+variant goes to --out. Exit code 1 if a loss differs, 2 without a CUDA GPU.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import fusednorm
+from fusednorm import native
 from fusednorm.console import print_table
 
 from .models import make_stack
@@ -52,33 +55,39 @@ SAME_LOSS = 0.02  # relative, after the last step: bfloat16 runs of the same mod
 
 @dataclass
 class Variant:
-    """One way to run the stack; `around` is entered for every step, outside of what is timed."""
+    """One way to run the stack; `around` is entered for every turn, outside of what is timed."""
 
     way: str  # "eager", "compiled" or "graphs"
     norms: str  # what runs them: "stock" or how ours came in
     model: Callable[[Tensor], Tensor]
     parameters: list[nn.Parameter]
     around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
-    milliseconds: list[float] = field(default_factory=list)
+    milliseconds: list[float] = field(default_factory=list)  # of a step, one number for each turn
     loss: float = float("nan")
 
     def __post_init__(self) -> None:
         self._optimizer = torch.optim.AdamW(self.parameters, lr=1e-4, fused=True)
 
-    def step(self, x: Tensor, target: Tensor) -> None:
+    def turn(self, batches: list[tuple[Tensor, Tensor]]) -> None:
+        """A step on each of the batches, without waiting in between."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with self.around():
             torch.cuda.synchronize()
             begin.record()
-            torch.compiler.cudagraph_mark_step_begin()
-            loss = (self.model(x) - target).float().square().mean()
-            loss.backward()
-            self._optimizer.step()
-            self._optimizer.zero_grad(set_to_none=True)
+            for x, target in batches:
+                loss = self.step(x, target)
             end.record()
             torch.cuda.synchronize()
-        self.milliseconds.append(begin.elapsed_time(end))
+        self.milliseconds.append(begin.elapsed_time(end) / len(batches))
         self.loss = loss.item()
+
+    def step(self, x: Tensor, target: Tensor) -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        loss = (self.model(x) - target).float().square().mean()
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
 
 
 def make_variants(name: str, size: Size) -> list[Variant]:
@@ -109,26 +118,27 @@ def make_variants(name: str, size: Size) -> list[Variant]:
     ]
 
 
-def train(variants: list[Variant], size: Size, rounds: int, seconds: float) -> None:
-    """Warm up, then `rounds` steps of each variant; fewer if time is over."""
+def train(variants: list[Variant], size: Size, steps: int, rounds: int, seconds: float) -> None:
+    """Warm up, then `rounds` turns of each variant; fewer if time is over."""
     torch.manual_seed(1)
     shape = (size.batch, size.length, size.width)
-    batches = [[torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2)] for _ in range(2)]
+    pairs = [tuple(torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2)) for _ in range(2)]
     end = time.monotonic() + seconds
     for variant in variants:
         for step in range(WARMUP_STEPS):
-            variant.step(*batches[step % 2])
+            variant.turn(pairs[step % 2 :][:1])
         variant.milliseconds.clear()
     orders = random.Random(0)
-    for step in range(rounds):
-        if step and time.monotonic() > end:
-            print(f"Stopped after {step} of {rounds} rounds: the time is over.")
+    for number in range(rounds):
+        if number and time.monotonic() > end:
+            print(f"Stopped after {number} of {rounds} rounds: the time is over.")
             break
+        batches = [pairs[(number * steps + step) % 2] for step in range(steps)]
         for variant in orders.sample(variants, len(variants)):
-            variant.step(*batches[step % 2])
+            variant.turn(batches)
 
 
-def records_of(name: str, size: Size, variants: list[Variant], machine: dict) -> Iterator[dict]:
+def records_of(name: str, size: Size, steps: int, variants: list[Variant], machine: dict) -> Iterator[dict]:
     stock = {v.way: v.milliseconds for v in variants if v.norms == "stock"}
     for variant in variants:
         times = Times.of(variant.milliseconds)
@@ -137,6 +147,8 @@ def records_of(name: str, size: Size, variants: list[Variant], machine: dict) ->
             "bench": "training_step",
             "model": name,
             **vars(size),
+            "steps": steps,
+            "native": native.extension is not None,
             "way": variant.way,
             "norms": variant.norms,
             "median_ms": times.median,
@@ -165,8 +177,8 @@ def main(arguments: list[str] | None = None) -> int:
     for name in options.models:
         torch.compiler.reset()
         variants = make_variants(name, SIZES[name])
-        train(variants, SIZES[name], options.rounds, options.seconds / len(options.models))
-        records = list(records_of(name, SIZES[name], variants, machine))
+        train(variants, SIZES[name], options.steps, options.rounds, options.seconds / len(options.models))
+        records = list(records_of(name, SIZES[name], options.steps, variants, machine))
         options.out.parent.mkdir(parents=True, exist_ok=True)
         with options.out.open("a") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
@@ -180,7 +192,8 @@ def main(arguments: list[str] | None = None) -> int:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.bench_training_step", description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--rounds", type=int, default=200, help="timed steps of each variant (default: 200)")
+    parser.add_argument("--rounds", type=int, default=200, help="turns of each variant (default: 200)")
+    parser.add_argument("--steps", type=int, default=4, help="steps of a turn, between which nobody waits (default: 4)")
     parser.add_argument("--seconds", type=float, default=120, help="start no round after so many (default: 120)")
     parser.add_argument("--out", type=Path, required=True, help="file that gets the JSON lines")
     return parser.parse_args(arguments)
@@ -199,7 +212,8 @@ def print_report(name: str, records: list[dict]) -> None:
         ]
         for record in records
     ]
-    print_table(f"Training step, {name}", header, rows, "bench")
+    title = f"Training step, {name}, our host side in {'C++' if native.extension else 'Python'}"
+    print_table(title, header, rows, "bench")
 
 
 def report_faults(name: str, records: list[dict]) -> int:

@@ -36,14 +36,17 @@ def main(arguments: list[str] | None = None) -> int:
         print("fused_forward: needs a CUDA GPU, got none (python -m fusednorm doctor says more)", file=sys.stderr)
         return 2
     machine = describe_machine()
-    records = [machine | compare(case, options.rounds) for case in make_cases(options)]
+    path = results_path(options.out, machine, "-fused-forward")
+    records = []
+    for case in make_cases(options):
+        records.append(machine | compare(case, options.rounds))
+        save(records[-1:], path)
     rows = [
         [f"{r['norm']} {r['rows']}x{r['cols']} {r['x_dtype']}", f"{r['fused_us']:.1f}", f"{r['ours_us']:.1f}",
          f"{r['fused_us'] / r['ours_us']:.3f}", f"{max(r['errors'].values()):.1e}"]
         for r in records
     ]  # fmt: skip
     print_table("Addition and norm, us", ["case", "one kernel", "ours behind", "faster by", "error"], rows, "bench")
-    save(records, results_path(options.out, machine, "-fused-forward"))
     return 0 if all(max(record["errors"].values()) <= MAX_ERROR for record in records) else 1
 
 
