@@ -3,7 +3,7 @@ Inductor's, and the norm by ours behind Inductor's addition.
 
     python -m bench.fused_forward --shapes 8192x8192 4096x16384 2048x32768 1024x65536
 
-From which width on ours is faster is WIDE_ROW_BYTES of fusednorm/integrations/routing.py. One JSON line per case goes
+From which width on ours is faster is WIDE_ROW of fusednorm/integrations/routing.py. One JSON line per case goes
 to bench/results/<date>-<gpu>-fused-forward.jsonl. Exit code 1 if a result is wrong, 2 without a CUDA GPU.
 """
 
@@ -78,7 +78,7 @@ def compile_both(block: Block, *example: Tensor) -> dict[str, Block]:
 
     compiled = {FUSED: torch.compile(block, fullgraph=True, dynamic=False)}
     compiled[OURS] = torch.compile(block, fullgraph=True, dynamic=False, backend=compile_graph)
-    with torch._inductor.config.patch(force_disable_caches=True), mock.patch.object(routing, "WIDE_ROW_BYTES", 0):
+    with torch._inductor.config.patch(force_disable_caches=True), mock.patch.object(routing, "WIDE_ROW", 0):
         for each in compiled.values():
             each(*example)
         ours = [entry for entry in routing.report(clear=True) if entry.direction == "forward" and entry.taken]

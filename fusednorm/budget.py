@@ -18,7 +18,6 @@ from .plan import (
     RingPlan,
     WarpSpecializedPlan,
     columns_of_a_thread,
-    has_rows_in_lanes,
     is_whole,
     num_copies,
     rows_of_a_thread,
@@ -73,15 +72,15 @@ def static_bytes(plan: RingPlan) -> int:
 
 
 def _partial_store_buffers(plan: RingPlan, problem: NormProblem) -> list[Buffer]:
-    """For dw and db on their way out, nothing where threads store what they hold. In all rows of a tile: all columns in
-    a pipelined kernel; else what the adjacent ones of all threads take, as they are held or as they are stored."""
-    threads, row_threads = WARP_SIZE * plan.num_warps, threads_of_a_row(plan)
-    held = min(16 // problem.x_dtype.itemsize, plan.chunk // row_threads)  # adjacent, in a thread
-    stored, wanted = 4, problem.wants_dw + problem.wants_db
-    if not wanted or has_rows_in_lanes(plan) or (held == stored and row_threads == threads):
+    """For dw and db on their way out, where rows of a tile are in different warps. In all rows of a tile: all columns
+    in a pipelined kernel; else what the adjacent ones of all threads take, as they are held or as they are stored."""
+    wanted = problem.wants_dw + problem.wants_db
+    if not wanted or plan.cluster > 1 or not 1 < plan.num_warps <= plan.rows_per_tile:
         return []
     if isinstance(plan, PipelinedPlan):
         return [Buffer(4 * plan.rows_per_tile * plan.num_chunks * plan.chunk, 16, "after")] * wanted
+    threads, row_threads, stored = WARP_SIZE * plan.num_warps, threads_of_a_row(plan), 4
+    held = min(16 // problem.x_dtype.itemsize, plan.chunk // row_threads)  # adjacent, in a thread
     return [Buffer(4 * plan.rows_per_tile * min(plan.chunk, max(held * row_threads, stored * threads)), 128, "loop")]
 
 
@@ -251,9 +250,9 @@ def _manages_with_128(plan: RingPlan, problem: NormProblem, device: DeviceSpec) 
     return plan.cluster > 1 and plan.weight_in_smem and few and halves and device.arch < 120
 
 
-def has_registers_for_early_statistics(plan: RingPlan, problem: NormProblem) -> bool:
-    """For the statistics of the next tile as long as the sums of one are made: the last two registers, for LayerNorm
-    where a thread has 128 and many columns."""
+def has_registers_to_work_ahead(plan: RingPlan, problem: NormProblem) -> bool:
+    """For the statistics of the next tile as long as the sums of one are made, say: the last two registers, for
+    LayerNorm where a thread has 128 and many columns."""
     return problem.norm == "rms" or plan.max_registers > 128 or columns_of_a_thread(plan) <= 24
 
 

@@ -325,7 +325,7 @@ def _ring_tile(plan: RingPlan, problem: NormProblem, device: DeviceSpec, **more)
         threads_of_a_row=threads_of_a_row(plan),
         whole=is_whole(plan, problem.cols),
         weight_in_smem=plan.weight_in_smem,
-        early_statistics=budget.has_registers_for_early_statistics(plan, problem),
+        works_ahead=budget.has_registers_to_work_ahead(plan, problem),
         **more,
     )
 

@@ -159,11 +159,6 @@ def threads_of_a_row(plan: RingPlan) -> int:
     return 32 * plan.num_warps * rows_of_a_thread(plan.rows_per_tile, plan.cluster) // plan.rows_per_tile
 
 
-def has_rows_in_lanes(plan: RingPlan) -> bool:
-    """Whether each warp has a part of every row of a tile, in lanes of its own."""
-    return plan.cluster == 1 and 1 < plan.rows_per_tile < plan.num_warps
-
-
 def warps_of_a_row(plan: RingPlan) -> int:
     """Warps of a CTA among which a row's sum is divided."""
     return plan.num_warps if plan.cluster > 1 or plan.rows_per_tile < plan.num_warps else 1

@@ -80,7 +80,9 @@ class RingTile(Tile):
     threads_of_a_row: int = 32  # that share its columns in a CTA
     whole: bool = False  # the chunks are exactly a row, so that every thread has as many columns
     weight_in_smem: bool = False  # and bias
-    early_statistics: bool = True  # a tile's are asked for a whole tile ahead, not half of one: 10% faster
+    # A tile's statistics are asked for a whole tile ahead, not half of one (10% faster), and the partials leave before
+    # the dx of the last tile is made.
+    works_ahead: bool = True
     cluster: int = 1  # CTAs that share a row: chunk columns each
     num_groups: int = 1  # compute groups that take tiles in turn
     cached: bool = False  # a tile stays in registers between its two passes

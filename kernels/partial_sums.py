@@ -5,8 +5,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .column_sum import sum_pieces
-from .grid import meet
-from .ring import cluster_bases, column_index, per_row, row_major, tile_layout
+from .grid import arrive, wait_for_all
+from .ring import cluster_bases, column_index, column_layout, per_row, row_major, tile_layout
 
 
 @gluon.jit
@@ -19,29 +19,50 @@ def zeros_by_column(tile: gl.constexpr):
 
 
 @gluon.constexpr_function
-def is_as_stored(tile):
-    """Whether threads store what they hold already, or have summed over the rows of their warp."""
-    return tile.cluster == 1 and 1 < tile.rows < tile.num_warps or tile.rows == 1 and tile.vector == 4
+def is_of_several_warps(tile):
+    """Whether the rows of a tile are in different warps, so that only shared memory brings a column's sum together."""
+    return tile.cluster == 1 and 1 < tile.num_warps <= tile.rows
+
+
+@gluon.constexpr_function
+def leave_early(tile):
+    """Whether partials leave before the last tile's dx is made, for which they must need no shared memory: that is the
+    ring's until then."""
+    return tile.works_ahead and not is_of_several_warps(tile)
+
+
+@gluon.constexpr_function
+def by_row_layout(tile):
+    """Of [rows, cluster, chunk] read back from shared memory: a thread has some columns of all rows."""
+    return gl.BlockedLayout([tile.rows, 1, 4], [1, 1, 32], [1, 1, tile.num_warps], [2, 1, 0])
 
 
 @gluon.constexpr_function
 def partial_store_layout(tile):
-    """A thread has some columns of all rows, which it sums in order; adjacent threads store adjacent 16 bytes."""
-    if is_as_stored(tile):
-        return tile_layout(tile)
-    return gl.BlockedLayout(
-        [tile.rows, 1, 4], [1, 1, 32], [1, 1, tile.num_warps], [2, 1, 0], cga_layout=cluster_bases(tile, 3, 1)
-    )
+    """Of a chunk of partials, [cluster, chunk]: adjacent threads store adjacent 16 bytes. A warp has the columns that
+    it had in the tile, so that they change hands by shuffles."""
+    if is_of_several_warps(tile):
+        return gl.SliceLayout(0, by_row_layout(tile))
+    if tile.vector <= 4:
+        return column_layout(tile)
+    of_warp = tile.vector * tile.threads_of_a_row // tile.num_warps  # adjacent columns
+    powers = [1 << bit for bit in range(tile.chunk.bit_length() - 1)]
+    lanes = [n for n in powers if 4 <= n < min(of_warp, 128)]
+    warps = [n for n in powers if of_warp <= n < of_warp * tile.num_warps]
+    registers = [n for n in powers if n not in lanes + warps]
+    lanes += [0] * (5 - len(lanes))
+    bases = [[[0, n] for n in columns] for columns in (registers, lanes, warps)]
+    return gl.DistributedLinearLayout(*bases, cluster_bases(tile, 2, 0), [tile.cluster, tile.chunk])
 
 
 @gluon.jit
 def leave_sums(sums, wanted: gl.constexpr, tile: gl.constexpr):
-    """What threads summed, in shared memory where others are to store it: all chunks at once, because one by one each
+    """The chunks of dw or db, in shared memory where warps have to meet there: all at once, because one by one each
     would be two CTA barriers. When the row loop is done there is room for it: a ring of two stages is as large."""
     left = sums
-    if wanted and not is_as_stored(tile):
+    if wanted and is_of_several_warps(tile):
         layout: gl.constexpr = row_major(tile, 3, 1)  # of a chunk
-        memory = gl.allocate_shared_memory(gl.float32, [tile.num_chunks, tile.rows, tile.cluster, tile.chunk], layout)
+        memory = gl.allocate_shared_memory(gl.float32, [tile.num_chunks, tile.rows, 1, tile.chunk], layout)
         left = ()
         for c in gl.static_range(tile.chunks):
             memory.index(c).store(sums[c])
@@ -52,26 +73,39 @@ def leave_sums(sums, wanted: gl.constexpr, tile: gl.constexpr):
 @gluon.jit
 def sum_over_rows(chunk, tile: gl.constexpr):
     """A chunk of dw or db, [cluster, chunk], as it is to be stored."""
-    layout: gl.constexpr = partial_store_layout(tile)
-    if isinstance(chunk, gl.shared_memory_descriptor):
-        by_row = chunk.load(layout)
+    if not is_of_several_warps(tile):
+        total = gl.convert_layout(gl.sum(chunk, axis=0), partial_store_layout(tile))
+    elif isinstance(chunk, gl.shared_memory_descriptor):
+        total = gl.sum(chunk.load(by_row_layout(tile)), axis=0)
     else:
-        by_row = gl.convert_layout(chunk, layout)
-    return gl.sum(by_row, axis=0)
+        total = gl.sum(gl.convert_layout(chunk, by_row_layout(tile)), axis=0)
+    return total
 
 
 @gluon.jit
 def store_partials(dw_ptr, db_ptr, dw, db, partial, cols, norm: gl.constexpr, tile: gl.constexpr):
     """Row `partial` of the [num_partials, cols] partials. dw and db are chunks in registers, or left in shared
     memory."""
-    layout: gl.constexpr = partial_store_layout(tile)
     for c in gl.static_range(tile.chunks):
-        col = column_index(c, gl.SliceLayout(0, layout), tile)
+        col = column_index(c, partial_store_layout(tile), tile)
         target = partial.to(gl.int64) * cols + col
         if norm.wants_dw:
             gl.store(dw_ptr + target, sum_over_rows(dw[c], tile), mask=col < cols)
         if norm.wants_db:
             gl.store(db_ptr + target, sum_over_rows(db[c], tile), mask=col < cols)
+
+
+@gluon.jit
+def leave_partials(dw_ptr, db_ptr, dw, db, semaphore_ptr, cols, norm: gl.constexpr, tile: gl.constexpr):
+    """The CTA's row of the partials; with a semaphore, for all CTAs to read when they meet."""
+    dw = leave_sums(dw, norm.wants_dw, tile)
+    db = leave_sums(db, norm.wants_db, tile)
+    # Which row that is, unknown to the compiler, or it would work out the addresses before the row loop and hold them.
+    partial = gl.program_id(0)
+    partial = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [partial], gl.int32, is_pure=False, pack=1)
+    store_partials(dw_ptr, db_ptr, dw, db, partial, cols, norm, tile)
+    if semaphore_ptr is not None:
+        arrive(semaphore_ptr)
 
 
 @gluon.constexpr_function
@@ -92,7 +126,7 @@ def sum_partials_of_grid(
     semaphore_ptr, dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, cols, norm: gl.constexpr, tile: gl.constexpr
 ):
     """dw and db from the partials of all CTAs, or of all clusters, which run at once and wait for each other here."""
-    meet(semaphore_ptr)
+    wait_for_all(semaphore_ptr)
     layout: gl.constexpr = partial_load_layout(tile)
     row = per_row(gl.arange(0, tile.partial_rows, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
     cta = gl.arange(0, tile.cluster, gl.SliceLayout(0, gl.SliceLayout(2, layout))) * tile.partial_cols

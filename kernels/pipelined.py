@@ -106,7 +106,9 @@ def backward(
     norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr,
 ):
     """dx of the CTA's row tiles and its row of the dw and db partials; with a semaphore, then dw and db. A tile is read
-    twice from its stage, for the row sums and for dx, and leaves no copy in registers."""
+    twice from its stage, for the row sums and for dx, and leaves no copy in registers. The partials are complete before
+    the dx of the last tile is."""
+    wants_sums: gl.constexpr = norm.wants_dw or norm.wants_db
     exchange = open_exchange(tile)
     first = gl.program_id(0) * tile.rows
     step = gl.num_programs(0) * tile.rows
@@ -122,10 +124,10 @@ def backward(
     exchange = join_cluster(exchange, tile)
     stage = 0
     phase = 0
-    for _ in range(first, rows, step):
+    for nth in range(first, rows, step):
         mean = ring.per_row(mean_next)
         rstd = ring.per_row(rstd_next)
-        if tile.early_statistics:
+        if tile.works_ahead:
             mean_next, rstd_next = ring.load_statistics(
                 mean_ptr, rstd_ptr, row - step, mean_stride, rstd_stride, norm, tile
             )
@@ -134,8 +136,11 @@ def backward(
         dy = ring.read_tile(rings[1], stage, False, tile)
         residual = ring.load_residual(residual_ptr, row, cols, norm, tile)
         dw, db, sums = ring.sum_tile(x, dy, mean, rstd, weight, dw, db, norm, tile)
+        if wants_sums and partial_sums.leave_early(tile):
+            if nth + step >= rows:  # the last tile, whose dx the others need not wait for
+                partial_sums.leave_partials(dw_partial_ptr, db_partial_ptr, dw, db, semaphore_ptr, cols, norm, tile)
         sums, exchange = ring.sum_over_cluster(sums, exchange, tile)
-        if not tile.early_statistics:
+        if not tile.works_ahead:
             mean_next, rstd_next = ring.load_statistics(
                 mean_ptr, rstd_ptr, row - step, mean_stride, rstd_stride, norm, tile
             )
@@ -146,9 +151,8 @@ def backward(
         row -= step
         stage, phase = next_stage(stage, phase, tile)
 
-    dw = partial_sums.leave_sums(dw, norm.wants_dw, tile)
-    db = partial_sums.leave_sums(db, norm.wants_db, tile)
-    partial_sums.store_partials(dw_partial_ptr, db_partial_ptr, dw, db, gl.program_id(0), cols, norm, tile)
+    if wants_sums and not partial_sums.leave_early(tile):
+        partial_sums.leave_partials(dw_partial_ptr, db_partial_ptr, dw, db, semaphore_ptr, cols, norm, tile)
     if semaphore_ptr is not None:
         partial_sums.sum_partials_of_grid(
             semaphore_ptr, dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, cols, norm, tile

@@ -9,12 +9,16 @@ from bench import bench_training_step as bench
 from bench.models import make_stack
 
 
-def test_training_steps_that_end_at_another_loss_are_faults(capsys):
-    stock = {"way": "eager", "norms": "stock", "loss": 2.0}
-    records = [stock | {"norms": norms, "loss": loss} for norms, loss in (("stock", 2.0), ("a", 2.01), ("b", 2.5))]
-    assert bench.report_faults("gpt2", records) == 1 and bench.report_faults("gpt2", [stock, stock]) == 0
-    assert bench.report_faults("gpt2", [stock, stock | {"loss": float("nan")}]) == 1
-    assert "gpt2, eager with b: loss 2.5000, want 2.0000" in capsys.readouterr().err
+def record(norms: str, early_loss: float, loss: float = 1.0) -> dict:
+    return {"way": "eager", "norms": norms, "early_loss": early_loss, "loss": loss}
+
+
+def test_training_steps_that_come_to_another_loss_are_faults(capsys):
+    assert bench.report_faults("gpt2", [record("stock", 2.0), record("a", 2.01), record("b", 2.5)]) == 1
+    assert "gpt2, eager with b: loss 2.5000 and at the end 1.0000, want 2.0000" in capsys.readouterr().err
+    assert bench.report_faults("gpt2", [record("stock", 2.0), record("stock", 2.0, 5.0)]) == 0
+    for lost in (record("a", float("nan")), record("a", 2.0, float("nan")), record("a", 2.0, float("inf"))):
+        assert bench.report_faults("gpt2", [record("stock", 2.0), lost]) == 1
 
 
 def test_a_speedup_is_of_the_same_rounds_whatever_drifts_between_them():

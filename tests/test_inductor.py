@@ -206,15 +206,15 @@ def test_activation_checkpoints_recompute_and_still_fold(cpu_as_cuda):
 
 
 @pytest.mark.parametrize("function", [F.layer_norm, F.rms_norm], ids=lambda function: function.__name__)
-@pytest.mark.parametrize("past", [0, 1])
-def test_forwards_of_very_wide_rows_are_ours(function, past, cpu_as_cuda):
-    cols = routing.WIDE_ROW_BYTES // 4 + past
+@pytest.mark.parametrize("taken", [False, True])
+def test_forwards_of_very_wide_rows_are_ours(function, taken, cpu_as_cuda):
+    cols = routing.WIDE_ROW - (not taken)
     traced = trace(lambda x: function(x, (cols,)))
     x = torch.randn(2, cols, requires_grad=True)
     torch.testing.assert_close(traced(x), function(x, (cols,)))
-    assert len(calls(traced.forward, f"fusednorm.{function.__name__}_fwd")) == past
+    assert len(calls(traced.forward, f"fusednorm.{function.__name__}_fwd")) == taken
     (entry,) = (entry for entry in inductor.report() if entry.direction == "forward")
-    assert entry.taken == bool(past)
+    assert entry.taken == taken
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])

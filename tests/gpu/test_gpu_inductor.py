@@ -223,7 +223,7 @@ def test_frozen_norms_give_no_gradient_and_the_right_dx(norm):
 
 @pytest.mark.parametrize("function", [F.layer_norm, F.rms_norm], ids=lambda function: function.__name__)
 def test_forwards_of_very_wide_rows_are_ours_too(function):
-    cols = routing.WIDE_ROW_BYTES  # twice the limit, in bytes
+    cols = routing.WIDE_ROW
     x, dy = random_like_activations(64, cols)
     weight = torch.randn(cols, device="cuda", dtype=BF16)
     compiled = torch.compile(lambda x: function(x, (cols,), weight), fullgraph=True)
