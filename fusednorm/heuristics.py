@@ -47,7 +47,8 @@ class Tuning:
     ring_rows_per_sm_without_dx: int | None = None  # the same for sums over rows alone; None: not measured
     narrowest_ring_bytes: dict[str, int] = field(default_factory=dict)  # of a row of x, by norm
     widest_ring_bytes: float = math.inf
-    smallest_box_bytes: int = 0  # that TMA copies at a time
+    # Bytes of a row that TMA copies at once, and from how many columns on a ring pays that has no longer pieces.
+    columns_by_piece: dict[int, int] = field(default_factory=dict)
     most_padding: float = math.inf  # columns for each of a row in one CTA, where multi-wave holds the row in registers
     # Row tiles, and rows, of a CTA that has no more. In the backward there are fewer and larger CTAs then, which leave
     # fewer partials; in the forward each has one tile and copies nothing ahead.
@@ -57,13 +58,18 @@ class Tuning:
 
 UNKNOWN = Tuning(("multi_wave",), "no other schedule has been tried on this architecture")
 
-# Copies in pieces of 16 bytes take twice as long as multi-wave (1000 columns: 46.7 us and 25.2), in pieces of 128 a
-# fifth longer (1600 columns: 43.0 and 36.7; H200, bfloat16 backward, 2026-11-20).
-HOPPER_BOX_BYTES = 256
+# Short pieces take long, but where multi-wave has to hold a row of 8192 columns and more, or loads single elements of a
+# row that is no multiple of 16 columns, it takes longer (8192 rows of 448 to 12352 columns, H200, bfloat16, both norms,
+# 2026-11-22). Pieces of 16 bytes: 1000 columns 59 us and 30 by multi-wave, 2056 55 and 60, 8200 180 and 423 (LayerNorm
+# backward), forward 4104 columns 64 and 63. Of 32: 1040 columns 13.6 and 13.2, 2064 21.9 and 22.2 (LayerNorm forward).
+# Of 128: 1600 columns 28.6 and 33.0, 4160 60 and 74 (LayerNorm backward); in the forward, up to 1600 columns, 7% slower
+# to 4% faster with many rows and 17 to 25% faster with 1628.
+HOPPER_BACKWARD_PIECES = {16: 2048, 32: 1024, 128: 0}
+HOPPER_FORWARD_PIECES = {16: 8192, 32: 2048, 64: 1024, 128: 0}
 # What a row's last chunk has beyond it is worked on: 3328 columns as 4096 took 1.37 times the floor, by multi-wave 1.26
-# (LayerNorm backward, 16384 rows). In the forward it matters less: 5376 as 6144 take 14.4 us, by multi-wave 17.1
-# (RMSNorm, 2048 rows).
-HOPPER_PADDING, HOPPER_FORWARD_PADDING = 1.125, 1.2
+# (LayerNorm backward, 16384 rows), but 3136 as 3584 1.27 and 1.36. In the forward it matters less: 5376 as 6144 take
+# 14.4 us, by multi-wave 17.1 (RMSNorm, 2048 rows).
+HOPPER_PADDING, HOPPER_FORWARD_PADDING = 1.16, 1.2
 
 HOPPER_BACKWARD = Tuning(
     ("pipelined", "multi_wave"),
@@ -72,7 +78,7 @@ HOPPER_BACKWARD = Tuning(
     # dw and db of 16384 x 4096: 73.0 us and 85.4 by multi-wave, of 1024 x 4096: 16.7 and 13.4 (LayerNorm, bfloat16).
     ring_rows_per_sm_without_dx=8,
     narrowest_ring_bytes=dict(layer=256, rms=256),  # 128 columns: 19.9 us and 21.3 by multi-wave, 64: 20.4 and 20.8
-    smallest_box_bytes=HOPPER_BOX_BYTES,
+    columns_by_piece=HOPPER_BACKWARD_PIECES,
     most_padding=HOPPER_PADDING,
     # 1024 x 4096 takes 15.1 us and 16.1 by two CTAs on an SM, 1024 x 8192 21.7 us and 24.0 over two CTAs; but 2048 x
     # 8192 32.4 us and 31.1 (LayerNorm).
@@ -85,7 +91,7 @@ HOPPER_FORWARD = Tuning(
     "(H200, bfloat16, 2026-11-21)",
     # 128 columns: 12.5 us and 12.8 by multi-wave (LayerNorm), but 12.2 and 11.6 (RMSNorm); 64 columns: 12.8 and 13.3.
     narrowest_ring_bytes=dict(layer=128, rms=512),
-    smallest_box_bytes=HOPPER_BOX_BYTES,
+    columns_by_piece=HOPPER_FORWARD_PIECES,
     most_padding=HOPPER_FORWARD_PADDING,
     tiles_of_a_short_walk=1,  # 1024 x 4096: 8.7 us and 9.05 with two stages (LayerNorm)
 )
@@ -213,10 +219,11 @@ def fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Re
     if row_bytes > known.widest_ring_bytes:
         return Rejected("wide_rows", f"is for rows up to {known.widest_ring_bytes} bytes, got {row_bytes}")
     box_bytes = box_columns(plan, problem.cols) * problem.x_dtype.itemsize
-    if box_bytes < min(known.smallest_box_bytes, row_bytes):
-        least = known.smallest_box_bytes
-        text = f"could copy {box_bytes} bytes at once of {problem.cols} columns, and needs {least} to pay"
-        return Rejected("small_boxes", text)
+    fitting = [piece for piece in known.columns_by_piece if piece <= box_bytes]
+    least = known.columns_by_piece[max(fitting)] if fitting else 0
+    if problem.cols < least:
+        text = f"would copy {box_bytes} bytes at once, which pays from {least} columns on, got {problem.cols}"
+        return Rejected("short_pieces", text)
     padded = plan.chunk * plan.num_chunks
     in_registers = isinstance(best_plan("multi_wave", problem, device), MultiWavePlan)
     if plan.cluster == 1 and padded > known.most_padding * problem.cols and in_registers:
