@@ -29,6 +29,7 @@ from .plan import (
     RingPlan,
     box_columns,
     clusters_at_once,
+    is_whole,
 )
 from .problem import NormProblem
 
@@ -45,10 +46,15 @@ class Tuning:
     # A ring pays for its start, and for the parameters that every CTA loads, with more rows for each SM than this.
     ring_rows_per_sm: dict[str, int] = field(default_factory=dict)  # by norm
     ring_rows_per_sm_without_dx: int | None = None  # the same for sums over rows alone; None: not measured
+    # The same for rows up to so many bytes that a cluster shares and that end within a chunk, of which it has to fill
+    # up the last and, in LayerNorm's forward, to exchange sums twice.
+    ring_rows_per_sm_of_ragged_rows: int = 0
+    widest_ragged_bytes: int = 0
     narrowest_ring_bytes: dict[str, int] = field(default_factory=dict)  # of a row of x, by norm
     widest_ring_bytes: float = math.inf
-    # Bytes of a row that TMA copies at once, and from how many columns on a ring pays that has no longer pieces.
-    columns_by_piece: dict[int, int] = field(default_factory=dict)
+    # By the bytes of an element of x: the bytes of a row that TMA copies at once, and from how many columns on a ring
+    # pays that has no longer pieces. Shorter ones than those named do not pay, or have not been tried.
+    columns_by_piece: dict[int, dict[int, int]] = field(default_factory=dict)
     most_padding: float = math.inf  # columns for each of a row in one CTA, where multi-wave holds the row in registers
     # Row tiles, and rows, of a CTA that has no more. In the backward there are fewer and larger CTAs then, which leave
     # fewer partials; in the forward each has one tile and copies nothing ahead.
@@ -64,12 +70,16 @@ UNKNOWN = Tuning(("multi_wave",), "no other schedule has been tried on this arch
 # backward), forward 4104 columns 64 and 63. Of 32: 1040 columns 13.6 and 13.2, 2064 21.9 and 22.2 (LayerNorm forward).
 # Of 128: 1600 columns 28.6 and 33.0, 4160 60 and 74 (LayerNorm backward); in the forward, up to 1600 columns, 7% slower
 # to 4% faster with many rows and 17 to 25% faster with 1628.
-HOPPER_BACKWARD_PIECES = {16: 2048, 32: 1024, 128: 0}
-HOPPER_FORWARD_PIECES = {16: 8192, 32: 2048, 64: 1024, 128: 0}
+HOPPER_BACKWARD_PIECES = {2: {16: 2048, 32: 1024, 128: 0}, 4: {256: 0}}
+HOPPER_FORWARD_PIECES = {2: {16: 8192, 32: 2048, 64: 1024, 128: 0}, 4: {256: 0}}
 # What a row's last chunk has beyond it is worked on: 3328 columns as 4096 took 1.37 times the floor, by multi-wave 1.26
 # (LayerNorm backward, 16384 rows), but 3136 as 3584 1.27 and 1.36. In the forward it matters less: 5376 as 6144 take
 # 14.4 us, by multi-wave 17.1 (RMSNorm, 2048 rows).
 HOPPER_PADDING, HOPPER_FORWARD_PADDING = 1.16, 1.2
+
+# 5888 and 6016 columns of 595 and 1302 rows: RMSNorm backward 14.5 us and 13.7 by multi-wave, 20.9 and 18.9; LayerNorm
+# backward the same, forward 10.8 and 9.1, 14.1 and 13.2; but 8192 x 6080 55 us and 57.
+HOPPER_ROWS_PER_SM_OF_RAGGED_ROWS, HOPPER_RAGGED_BYTES = 10, 12 * 1024
 
 HOPPER_BACKWARD = Tuning(
     ("pipelined", "multi_wave"),
@@ -78,6 +88,8 @@ HOPPER_BACKWARD = Tuning(
     # dw and db of 16384 x 4096: 73.0 us and 85.4 by multi-wave, of 1024 x 4096: 16.7 and 13.4 (LayerNorm, bfloat16).
     ring_rows_per_sm_without_dx=8,
     narrowest_ring_bytes=dict(layer=256, rms=256),  # 128 columns: 19.9 us and 21.3 by multi-wave, 64: 20.4 and 20.8
+    ring_rows_per_sm_of_ragged_rows=HOPPER_ROWS_PER_SM_OF_RAGGED_ROWS,
+    widest_ragged_bytes=HOPPER_RAGGED_BYTES,
     columns_by_piece=HOPPER_BACKWARD_PIECES,
     most_padding=HOPPER_PADDING,
     # 1024 x 4096 takes 15.1 us and 16.1 by two CTAs on an SM, 1024 x 8192 21.7 us and 24.0 over two CTAs; but 2048 x
@@ -91,6 +103,8 @@ HOPPER_FORWARD = Tuning(
     "(H200, bfloat16, 2026-11-21)",
     # 128 columns: 12.5 us and 12.8 by multi-wave (LayerNorm), but 12.2 and 11.6 (RMSNorm); 64 columns: 12.8 and 13.3.
     narrowest_ring_bytes=dict(layer=128, rms=512),
+    ring_rows_per_sm_of_ragged_rows=HOPPER_ROWS_PER_SM_OF_RAGGED_ROWS,
+    widest_ragged_bytes=HOPPER_RAGGED_BYTES,
     columns_by_piece=HOPPER_FORWARD_PIECES,
     most_padding=HOPPER_FORWARD_PADDING,
     tiles_of_a_short_walk=1,  # 1024 x 4096: 8.7 us and 9.05 with two stages (LayerNorm)
@@ -219,10 +233,10 @@ def fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Re
     if row_bytes > known.widest_ring_bytes:
         return Rejected("wide_rows", f"is for rows up to {known.widest_ring_bytes} bytes, got {row_bytes}")
     box_bytes = box_columns(plan, problem.cols) * problem.x_dtype.itemsize
-    fitting = [piece for piece in known.columns_by_piece if piece <= box_bytes]
-    least = known.columns_by_piece[max(fitting)] if fitting else 0
-    if problem.cols < least:
-        text = f"would copy {box_bytes} bytes at once, which pays from {least} columns on, got {problem.cols}"
+    least = _columns_that_pay(box_bytes, known.columns_by_piece.get(problem.x_dtype.itemsize, {0: 0}))
+    if problem.cols < least and box_bytes < row_bytes:
+        where = "nowhere" if least == math.inf else f"from {least} columns on"
+        text = f"would copy {problem.cols} columns by {box_bytes} bytes at once, which pays {where}"
         return Rejected("short_pieces", text)
     padded = plan.chunk * plan.num_chunks
     in_registers = isinstance(best_plan("multi_wave", problem, device), MultiWavePlan)
@@ -230,6 +244,11 @@ def fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Re
         text = f"would work on {padded} columns for {problem.cols}, and should on {known.most_padding} times as many"
         return Rejected("padding", f"{text} at most")
     return None
+
+
+def _columns_that_pay(box_bytes: int, columns_by_piece: dict[int, int]) -> float:
+    short = [piece for piece in columns_by_piece if piece <= box_bytes]
+    return columns_by_piece[max(short)] if short else math.inf
 
 
 def _fault_without_dx(problem: NormProblem, rows: int, device: DeviceSpec) -> Rejected | None:
@@ -249,7 +268,12 @@ def least_rows(problem: NormProblem, device: DeviceSpec) -> int:
     known = tuning(problem, device)
     if problem.direction == "backward" and not problem.wants_dx:
         return (known.ring_rows_per_sm_without_dx or 0) * device.sm_count
-    return known.ring_rows_per_sm.get(problem.norm, 0) * device.sm_count
+    per_sm = known.ring_rows_per_sm.get(problem.norm, 0)
+    if problem.cols * problem.x_dtype.itemsize <= known.widest_ragged_bytes:
+        plan = best_plan("pipelined", problem, device)
+        if isinstance(plan, PipelinedPlan) and plan.cluster > 1 and not is_whole(plan, problem.cols):
+            per_sm = max(per_sm, known.ring_rows_per_sm_of_ragged_rows)
+    return per_sm * device.sm_count
 
 
 class ShortWalk(NamedTuple):

@@ -127,6 +127,26 @@ def test_few_rows_go_through_a_ring_on_hopper_but_not_on_blackwell(cols):
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("direction, shared", [("backward", True), ("forward", False)])
+def test_few_rows_that_a_cluster_shares_raggedly_do_not_go_through_a_ring(norm, direction, shared):
+    ragged, whole = (make_problem(norm, cols, direction=direction) for cols in (5888, 6144))
+    last = 10 * H200.sm_count
+    in_cluster = shared or norm == "layer"  # RMSNorm's forward holds such a row in one CTA
+    assert isinstance(choose(ragged, last, H200), MultiWavePlan if in_cluster else PipelinedPlan)
+    assert isinstance(choose(ragged, last + 1, H200), PipelinedPlan)
+    assert isinstance(choose(whole, last, H200), PipelinedPlan)
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("direction, narrow, wide", [("backward", 2040, 2056), ("forward", 8184, 8200)])
+def test_rows_that_tma_copies_16_bytes_at_a_time_go_through_a_ring_from_some_width_on(norm, direction, narrow, wide):
+    for cols, kind in ((narrow, MultiWavePlan), (wide, PipelinedPlan)):
+        assert isinstance(choose(make_problem(norm, cols, direction=direction), 8192, H200), kind)
+        # Not measured in float32, of which the portable kernel's loads are twice as long.
+        assert isinstance(choose(make_problem(norm, cols + 4, "fp32", direction=direction), 8192, H200), MultiWavePlan)
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_rows_of_eight_tiles_or_fewer_go_to_one_large_cta_on_each_sm(norm):
     problem = make_problem(norm, 4096)
     last = 8 * 2 * H200.sm_count  # tiles of two rows
