@@ -130,7 +130,7 @@ def train(variants: list[Variant], size: Size, steps: int, rounds: int, seconds:
     pairs = [tuple(torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2)) for _ in range(2)]
     for variant in variants:
         for step in range(WARMUP_STEPS):
-            variant.turn(pairs[step % 2 :][:1])
+            variant.turn([pairs[step % 2]])
         variant.early_loss = variant.loss
         variant.milliseconds.clear()
     orders, end = random.Random(0), time.monotonic() + seconds

@@ -75,7 +75,7 @@ def _partial_store_buffers(plan: RingPlan, problem: NormProblem) -> list[Buffer]
     """For dw and db on their way out, where rows of a tile are in different warps. In all rows of a tile: all columns
     in a pipelined kernel; else what the adjacent ones of all threads take, as they are held or as they are stored."""
     wanted = problem.wants_dw + problem.wants_db
-    if not wanted or plan.cluster > 1 or not 1 < plan.num_warps <= plan.rows_per_tile:
+    if not wanted or warps_of_a_row(plan) == plan.num_warps:
         return []
     if isinstance(plan, PipelinedPlan):
         return [Buffer(4 * plan.rows_per_tile * plan.num_chunks * plan.chunk, 16, "after")] * wanted

@@ -379,11 +379,12 @@ def _ring_chunk(plan: RingPlan, problem: NormProblem) -> int:
     if apart and problem.cols <= WHOLE_COLUMNS:
         return problem.cols
     few_registers = plan.ctas_per_sm > STREAMS["backward"] or plan.max_registers <= 128
-    many = apart or problem.direction == "forward" or (plan.cluster > 1 and few_registers)
-    # RMSNorm backward of 6144, 12288, 24576 columns: six chunks are up to 2% faster than three of 8 columns a thread.
-    three = not many and columns_of_a_thread(plan) == 3 * MANY_COLUMNS_PER_CHUNK
-    few = RING_COLUMNS_PER_CHUNK["layer" if three else problem.norm]
-    return threads * (MANY_COLUMNS_PER_CHUNK if many else few)
+    columns = RING_COLUMNS_PER_CHUNK[problem.norm]
+    if apart or problem.direction == "forward" or (plan.cluster > 1 and few_registers):
+        columns = MANY_COLUMNS_PER_CHUNK
+    elif columns_of_a_thread(plan) == 3 * columns and problem.norm == "rms":
+        columns //= 2  # 6144, 12288, 24576 columns: six chunks are up to 2% faster than three
+    return threads * columns
 
 
 # --- Common ---

@@ -68,8 +68,8 @@ UNKNOWN = Tuning(("multi_wave",), "no other schedule has been tried on this arch
 # row that is no multiple of 16 columns, it takes longer (8192 rows of 448 to 12352 columns, H200, bfloat16, both norms,
 # 2026-11-22). Pieces of 16 bytes: 1000 columns 59 us and 30 by multi-wave, 2056 55 and 60, 8200 180 and 423 (LayerNorm
 # backward), forward 4104 columns 64 and 63. Of 32: 1040 columns 13.6 and 13.2, 2064 21.9 and 22.2 (LayerNorm forward).
-# Of 128: 1600 columns 28.6 and 33.0, 4160 60 and 74 (LayerNorm backward); in the forward, up to 1600 columns, 7% slower
-# to 4% faster with many rows and 17 to 25% faster with 1628.
+# Of 128: 1600 columns 28.6 and 33.0, 4160 60 and 74 (LayerNorm backward); in the forward, up to 1600 columns, 8% slower
+# to 5% faster with many rows and 17 to 25% faster with 1628.
 HOPPER_BACKWARD_PIECES = {2: {16: 2048, 32: 1024, 128: 0}, 4: {256: 0}}
 HOPPER_FORWARD_PIECES = {2: {16: 8192, 32: 2048, 64: 1024, 128: 0}, 4: {256: 0}}
 # What a row's last chunk has beyond it is worked on: 3328 columns as 4096 took 1.37 times the floor, by multi-wave 1.26
@@ -269,11 +269,17 @@ def least_rows(problem: NormProblem, device: DeviceSpec) -> int:
     if problem.direction == "backward" and not problem.wants_dx:
         return (known.ring_rows_per_sm_without_dx or 0) * device.sm_count
     per_sm = known.ring_rows_per_sm.get(problem.norm, 0)
-    if problem.cols * problem.x_dtype.itemsize <= known.widest_ragged_bytes:
-        plan = best_plan("pipelined", problem, device)
-        if isinstance(plan, PipelinedPlan) and plan.cluster > 1 and not is_whole(plan, problem.cols):
-            per_sm = max(per_sm, known.ring_rows_per_sm_of_ragged_rows)
+    if problem.cols * problem.x_dtype.itemsize <= known.widest_ragged_bytes and _is_ragged(problem, device):
+        per_sm = max(per_sm, known.ring_rows_per_sm_of_ragged_rows)
     return per_sm * device.sm_count
+
+
+def _is_ragged(problem: NormProblem, device: DeviceSpec) -> bool:
+    """Whether a ring would share a row among CTAs, and the row ends within a chunk."""
+    if broken_rule("pipelined", problem, 1, device):
+        return False
+    plan = best_plan("pipelined", problem, device)
+    return isinstance(plan, PipelinedPlan) and plan.cluster > 1 and not is_whole(plan, problem.cols)
 
 
 class ShortWalk(NamedTuple):

@@ -41,8 +41,8 @@ WITH_OPTIONAL_OUTPUTS = {
 DEVICE_TYPES = ("cuda",)
 
 # Inductor reads a row for its statistics, and again to normalize it. In narrow rows that costs little, and being fused
-# with its neighbours saves more than our kernel would: behind an addition 12 to 14% up to 32768 columns, 4 to 5% at
-# 36864. From here on ours is as fast or faster, by 8 to 10% from 49152 columns on, in bfloat16 as in float32 (H200,
+# with its neighbours saves more than our kernel would: behind an addition 11 to 14% up to 32768 columns of bfloat16, 4
+# to 5% at 36864. From here on ours is within 2% or faster, by 7 to 10% from 49152 columns on, in float32 too (H200,
 # bench/fused_forward.py, 2026-11-22).
 WIDE_ROW = 40960  # columns
 

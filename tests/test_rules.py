@@ -1,0 +1,63 @@
+"""Each rule that rejects a plan, by a problem that meets it; launch asserts those of legality again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from planning import make_problem, meta_call
+
+from fusednorm import legality
+from fusednorm.device import A100, B200, H200
+from fusednorm.heuristics import best_plan, decide, fault, outcome
+
+MANY_ROWS = 16384
+RULES = {  # rule: variant, problem, rows, device that meet it
+    "arch": ("multi_wave", make_problem(), MANY_ROWS, replace(A100, arch=75)),
+    "tma": ("pipelined", make_problem(), MANY_ROWS, A100),
+    "dx": ("warp_specialized", make_problem(wants_dx=False), MANY_ROWS, H200),
+    "float64": ("pipelined", make_problem(dtype="fp64"), MANY_ROWS, H200),
+    "alignment": ("warp_specialized", make_problem(cols=4100), MANY_ROWS, B200),
+    "nested_rows": ("pipelined", make_problem(nested_rows=True), MANY_ROWS, H200),
+    "rows": ("pipelined", make_problem(), 2**31, H200),
+    "backward": ("warp_specialized", make_problem(direction="forward"), MANY_ROWS, B200),
+    "shared_memory": ("warp_specialized", make_problem("layer", 65536), MANY_ROWS, B200),
+    "unmeasured": ("pipelined", make_problem(wants_dx=False), MANY_ROWS, B200),
+    "untried": ("warp_specialized", make_problem(), MANY_ROWS, H200),
+    "one_stage": ("warp_specialized", make_problem("layer", 32768), MANY_ROWS, B200),
+    "spills": ("warp_specialized", make_problem("layer", 16384), MANY_ROWS, B200),
+    "few_rows": ("pipelined", make_problem(), 1024, B200),
+    "narrow_rows": ("pipelined", make_problem(cols=64), MANY_ROWS, H200),
+    "wide_rows": ("pipelined", make_problem("layer", 32768), MANY_ROWS, B200),
+    "short_pieces": ("pipelined", make_problem(cols=1000), MANY_ROWS, H200),
+    "padding": ("pipelined", make_problem(cols=2600), MANY_ROWS, H200),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_each_rule_is_met_by_what_it_is_about(rule):
+    found = outcome(*RULES[rule]).fault
+    assert found.rule == rule
+    assert decide(*RULES[rule][1:]).reasons[RULES[rule][0]] == found.reason
+
+
+def test_every_rule_of_legality_is_among_them():
+    assert {rule.name for rules in legality.RULES.values() for rule in rules} <= set(RULES)
+
+
+@pytest.mark.parametrize("rule", ["tma", "alignment", "nested_rows", "dx", "float64", "rows"])
+def test_launch_asserts_what_the_planner_asks(rule, monkeypatch):
+    from fusednorm import launch
+    from fusednorm.device import DeviceSpec
+
+    variant, problem, rows, device = RULES[rule]
+    monkeypatch.setattr(DeviceSpec, "of", staticmethod(lambda _: device))
+    call = meta_call(replace(problem, nested_rows=False), min(rows, 4096))
+    plan = best_plan("pipelined", make_problem(), H200)
+    with pytest.raises(AssertionError):
+        launch.prepare_backward(call._replace(problem=problem, rows=rows), plan)
+
+
+def test_fault_of_a_plan_that_is_no_ring_is_none():
+    problem = make_problem("layer", 32768)
+    assert fault(best_plan("multi_wave", problem, H200), problem, 1, H200) is None
