@@ -264,7 +264,7 @@ def multiwave_registers(
     elements = rows_per_tile * chunk * num_chunks / (WARP_SIZE * num_warps)
     accumulator = 1 + fp64
     # Loads of single elements take an address and a predicate each, which rows of one thread do not share.
-    scattered, many_rows = not is_vectorized(problem.cols, problem.tma_aligned), rows_per_tile > 2
+    scattered, many_rows = not problem.tma_aligned, rows_per_tile > 2
     if problem.direction == "backward":
         loaded = (problem.x_dtype.itemsize + problem.grad_dtype.itemsize) / 4
         per_element = 1.25 * loaded + 3.9 * accumulator + 1.3 * sm120 + scattered * (9.0 if many_rows else 4.5)
@@ -292,11 +292,6 @@ def multiwave_registers(
 def _residual_registers(problem: NormProblem) -> float:
     """Of an element of the gradient that is added to dx."""
     return 0 if problem.residual_dtype is None else problem.residual_dtype.itemsize / 4
-
-
-def is_vectorized(cols: int, tma_aligned: bool) -> bool:
-    """Whether the portable kernels load several elements at once: Triton asks for multiples of 16 elements."""
-    return tma_aligned and cols % 16 == 0
 
 
 def _round_up(value: float, step: int) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from .budget import RESERVED_SMEM_BYTES, WARP_SIZE, is_vectorized, register_limit
+from .budget import RESERVED_SMEM_BYTES, WARP_SIZE, register_limit
 from .column_problem import ColumnSumProblem
 from .cost import FINALIZE_US, STREAM_SHARE
 from .device import KIB, DeviceSpec
@@ -153,7 +153,8 @@ FINALIZER_WARPS = 4
 def portable_plans(problem: ColumnSumProblem, device: DeviceSpec) -> Iterator[PortableSum]:
     """From narrow tiles to wide ones."""
     wide = problem.acc_dtype.itemsize > max(4, problem.dtype.itemsize)
-    halvings = wide + (not is_vectorized(problem.cols, problem.tma_aligned))
+    scattered = not problem.tma_aligned or problem.cols % 16 != 0  # of such rows Triton loads single elements
+    halvings = wide + scattered
     threads = WARP_SIZE * PORTABLE_WARPS
     elements = (BYTES_PER_THREAD // problem.dtype.itemsize >> halvings) * threads
     whole_row = 1 << (problem.cols - 1).bit_length()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -162,14 +163,15 @@ def _multiwave_forward(
 ) -> list[Launch]:
     options = {"maxnreg": plan.max_registers}
     args = _forward_args(call, outputs)
-    return [Launch(multiwave.forward, (ctas,), args, norm, _tile(plan, call.problem, spec), options)]
+    tile = _tile(plan, call.problem, spec, _even_bits(call.x, cols=call.problem.cols))
+    return [Launch(multiwave.forward, (ctas,), args, norm, tile, options)]
 
 
 def _column_tile_forward(
     plan: ColumnTilePlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int, spec: DeviceSpec
 ) -> list[Launch]:
     """A CTA per row, which walks its column tiles twice."""
-    tile = _whole_row_tile(plan)
+    tile = _whole_row_tile(plan, _even_bits(call.x, cols=call.problem.cols))
     args = _forward_args(call, outputs)
     return [Launch(multiwave.forward_by_column_tiles, (call.rows,), args, norm, tile)]
 
@@ -188,7 +190,8 @@ def _multiwave_backward(
 ) -> list[Launch]:
     args = (*_inputs(call), *filled[:6], *_sizes(call))
     options = {"maxnreg": plan.max_registers, **_cooperative(filled)}
-    return [Launch(multiwave.backward, (ctas,), args, norm, _tile(plan, call.problem, spec), options)]
+    tile = _tile(plan, call.problem, spec, _even_bits(call.x, call.grad_out, cols=call.problem.cols))
+    return [Launch(multiwave.backward, (ctas,), args, norm, tile, options)]
 
 
 def _column_tile_backward(
@@ -196,14 +199,14 @@ def _column_tile_backward(
 ) -> list[Launch]:
     """The row means first, where dx is wanted; then all outputs by column tiles."""
     problem, inputs, sizes = call.problem, _inputs(call), _sizes(call)
-    launches = []
+    even_bits, launches = _even_bits(call.x, call.grad_out, cols=problem.cols), []
     if problem.wants_dx:
-        tile = _whole_row_tile(plan)
+        tile = _whole_row_tile(plan, even_bits)
         num_counters = 0 if filled.counters is None else triton.cdiv(problem.cols, plan.chunk)
         args = (*inputs[:-1], filled.row_means, filled.counters, num_counters, *sizes)
         launches.append(Launch(multiwave.backward_row_means, (call.rows,), args, norm, tile))
     grid = (triton.cdiv(problem.cols, plan.chunk), ctas)
-    tile = _column_tile(plan)
+    tile = _column_tile(plan, even_bits)
     args = (*inputs, filled.row_means, *filled[:5], filled.counters, *sizes)
     launches.append(Launch(multiwave.backward_by_column_tiles, grid, args, norm, tile))
     return launches
@@ -289,19 +292,26 @@ def _norm(problem: NormProblem) -> Norm:
 
 
 @functools.cache
-def _tile(plan: MultiWavePlan, problem: NormProblem, device: DeviceSpec) -> Tile:
+def _tile(plan: MultiWavePlan, problem: NormProblem, device: DeviceSpec, even_bits: int) -> Tile:
     partial = _partial_shape(plan, problem, device, plan.num_warps)
-    return Tile(plan.rows_per_tile, plan.chunk, plan.num_chunks, plan.num_warps, *partial)
+    return Tile(plan.rows_per_tile, plan.chunk, plan.num_chunks, plan.num_warps, *partial, even_bits=even_bits)
 
 
 @functools.cache
-def _whole_row_tile(plan: ColumnTilePlan) -> Tile:
-    return Tile(1, plan.row_pass_chunk, 1, plan.row_pass_warps)
+def _whole_row_tile(plan: ColumnTilePlan, even_bits: int) -> Tile:
+    return Tile(1, plan.row_pass_chunk, 1, plan.row_pass_warps, even_bits=even_bits)
 
 
 @functools.cache
-def _column_tile(plan: ColumnTilePlan) -> Tile:
-    return Tile(plan.rows_per_tile, plan.chunk, 1, plan.num_warps)
+def _column_tile(plan: ColumnTilePlan, even_bits: int) -> Tile:
+    return Tile(plan.rows_per_tile, plan.chunk, 1, plan.num_warps, even_bits=even_bits)
+
+
+def _even_bits(*views: RowView, cols: int) -> int:
+    """Of a portable kernel's tile: how many low bits are zero of all that rows are long and apart, where these are no
+    multiples of 16, for which Triton looks itself."""
+    sizes = functools.reduce(operator.or_, (view.outer_stride | view.inner_stride for view in views), cols)
+    return (sizes & -sizes).bit_length() - 1 if sizes % 16 else 0
 
 
 @functools.cache

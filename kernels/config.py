@@ -49,6 +49,7 @@ class Tile(CompileTime):
     # How the partials of dw and db are summed: in pieces of partial_cols columns, partial_loads loads at once.
     partial_cols: int = 32
     partial_loads: int = 1
+    even_bits: int = 0  # a row's columns and rows' strides are multiples of 2^even_bits; of 16 the compiler sees itself
 
     @property
     def partial_rows(self) -> int:

@@ -18,6 +18,15 @@ from .rowmath import input_gradient, inverse_std, normalize, row_means
 
 
 @triton.jit
+def even(value, tile: tl.constexpr):
+    """The same value, known to the compiler as a multiple of 2^even_bits: only so does it load several elements at
+    once."""
+    if tile.even_bits > 0:
+        value = (value >> tile.even_bits) << tile.even_bits
+    return value
+
+
+@triton.jit
 def row_start(row, inner, outer_stride, inner_stride, norm: tl.constexpr):
     """Element offset of each row; `row` is int64."""
     if norm.nested_rows:
@@ -100,6 +109,9 @@ def forward(
 ):
     """y of the CTA's row tiles, and mean and rstd unless their pointers are None; the variance is summed from x - mean,
     with the row in registers."""
+    cols = even(cols, tile)
+    x_outer_stride = even(x_outer_stride, tile)
+    x_inner_stride = even(x_inner_stride, tile)
     weight = load_parameter(weight_ptr, cols, norm.has_weight, tile)
     bias = load_parameter(bias_ptr, cols, norm.has_bias, tile)
     step = tl.num_programs(0) * tile.rows
@@ -150,6 +162,11 @@ def backward(
     norm: tl.constexpr, tile: tl.constexpr,
 ):
     """dx of the CTA's row tiles and its row of the dw and db partials; with a semaphore, then dw and db."""
+    cols = even(cols, tile)
+    x_outer_stride = even(x_outer_stride, tile)
+    x_inner_stride = even(x_inner_stride, tile)
+    dy_outer_stride = even(dy_outer_stride, tile)
+    dy_inner_stride = even(dy_inner_stride, tile)
     weight = load_parameter(weight_ptr, cols, norm.has_weight, tile)
     dw = ()
     db = ()
@@ -218,6 +235,9 @@ def forward_by_column_tiles(
 ):
     """One row that does not fit registers per CTA: its mean, its variance from x - mean, and y, in a pass over its
     column tiles each, of which only the first is from beyond the cache."""
+    cols = even(cols, tile)
+    x_outer_stride = even(x_outer_stride, tile)
+    x_inner_stride = even(x_inner_stride, tile)
     row = tl.program_id(0).to(tl.int64)
     x_row = x_ptr + row_start(row, x_inner, x_outer_stride, x_inner_stride, norm)
     y_row = y_ptr + row * cols
@@ -262,6 +282,11 @@ def backward_row_means(
 ):
     """First pass over rows that do not fit registers: one row's mean(g * x_hat) to means[0, row] and mean(g) to
     means[1, row]; and zeros to the counters of the second pass."""
+    cols = even(cols, tile)
+    x_outer_stride = even(x_outer_stride, tile)
+    x_inner_stride = even(x_inner_stride, tile)
+    dy_outer_stride = even(dy_outer_stride, tile)
+    dy_inner_stride = even(dy_inner_stride, tile)
     row = tl.program_id(0).to(tl.int64)
     if counters_ptr is not None:
         if row == 0:
@@ -303,8 +328,13 @@ def backward_by_column_tiles(
     """Second pass: a CTA owns tile.chunk columns of every num_programs(1)-th row tile; needs the row means only for
     dx, so it is also the whole of a backward without dx. With counters, one for each column tile, the last CTA of a
     tile to come sums its partials, in an order that does not depend on which that is."""
+    cols = even(cols, tile)
+    x_outer_stride = even(x_outer_stride, tile)
+    x_inner_stride = even(x_inner_stride, tile)
+    dy_outer_stride = even(dy_outer_stride, tile)
+    dy_inner_stride = even(dy_inner_stride, tile)
     left = tl.program_id(0).to(tl.int64) * tile.chunk  # rows may be wider than 2^31 elements
-    width = tl.minimum(cols - left, tile.chunk).to(tl.int32)
+    width = even(tl.minimum(cols - left, tile.chunk).to(tl.int32), tile)
     weight = (0.0,)
     if norm.has_weight and norm.wants_dx:
         weight = load_parameter(weight_ptr + left, width, True, tile)

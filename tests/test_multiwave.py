@@ -173,6 +173,20 @@ def test_rows_are_read_where_they_lie(layout, plan):
     assert_outputs_close(run(case, inputs, plan, plan), case, inputs)
 
 
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("cols, x_stride, grad_stride", [(40, 40, 40), (40, 44, 40), (40, 40, 42), (36, 41, 40)])
+def test_rows_may_be_apart_by_what_their_length_is_no_multiple_of(norm, plan, cols, x_stride, grad_stride):
+    case = make_case(norm, (9, cols), (BF16, BF16, BF16))
+    inputs = make_inputs(case)
+    x, grad_out = (
+        torch.full((9, stride), float("nan"), dtype=BF16)[:, :cols].copy_(tensor)
+        for tensor, stride in ((inputs.x, x_stride), (inputs.grad_out, grad_stride))
+    )
+    inputs = replace(inputs, x=x, grad_out=grad_out)
+    assert_outputs_close(run(case, inputs, plan, plan), case, inputs)
+
+
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("norm", NORMS)
 def test_a_forward_without_statistics_has_the_same_y_and_writes_nothing_else(norm, plan):
