@@ -10,10 +10,17 @@ import triton.language as tl
 
 
 @triton.jit
+def ptx_on(semaphore_ptr, text: tl.constexpr):
+    """Run PTX that knows the address of the word as $1."""
+    tl.inline_asm_elementwise(text, "=r,l", [semaphore_ptr.to(tl.uint64)], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def arrive(semaphore_ptr):
     """Let it be known that this CTA has come; what it wrote before is for all to read."""
     tl.debug_barrier()
-    tl.inline_asm_elementwise(
+    ptx_on(
+        semaphore_ptr,
         """{
     .reg .pred leads, first;
     .reg .b32 x, y, width, height, share;
@@ -31,18 +38,14 @@ def arrive(semaphore_ptr):
     @leads red.release.gpu.global.add.u32 [$1], share;
     mov.u32 $0, 0;
 }""",
-        "=r,l",
-        [semaphore_ptr.to(tl.uint64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
     )
 
 
 @triton.jit
 def wait_for_all(semaphore_ptr):
     """Return once every CTA has come: this one has."""
-    tl.inline_asm_elementwise(
+    ptx_on(
+        semaphore_ptr,
         """{
     .reg .pred leads, waits;
     .reg .b32 x, missing;
@@ -56,10 +59,5 @@ WAIT:
 MET:
     mov.u32 $0, 0;
 }""",
-        "=r,l",
-        [semaphore_ptr.to(tl.uint64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
     )
     tl.debug_barrier()
