@@ -6,6 +6,7 @@ upper bounds of what a thread needs for the compiler not to spill.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from .device import DeviceSpec
@@ -221,8 +222,6 @@ def ring_registers(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> 
         need += 24 * (problem.weight_dtype is not None and problem.weight_dtype.itemsize == 8)
         need += (1.25 + 1.25 * _residual_registers(problem)) * elements + 2.5 * rows + 3.5 * plan.num_chunks
         need += plan.cluster * (plan.cluster > 1)  # shares of the row sums
-        if _manages_with_128(plan, problem, device):
-            need = min(need, 128)
     else:
         parameters = [dtype.itemsize for dtype in (problem.weight_dtype, problem.bias_dtype) if dtype is not None]
         need = 30 + (1 + problem.x_dtype.itemsize / 4) * elements
@@ -234,20 +233,27 @@ def ring_registers(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> 
         in_lanes = WARP_SIZE if problem.cols % 16 == 0 else 2 * WARP_SIZE  # of 16 columns the compiler asks for one
         if problem.norm == "layer" and threads <= in_lanes and not is_whole(plan, problem.cols):
             need += 2 * plan.chunk / threads  # whether each column of the last chunk is in the row
-    return _round_up(need, REGISTER_STEP)
+    return _round_up(min(need, _manages_with(plan, problem, device)), REGISTER_STEP)
 
 
-def _manages_with_128(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> bool:
-    """Whether the compiler, capped at 128, recomputes what it would hold otherwise and still spills nothing: seen of
-    every such build for clusters, which need it for a second CTA on an SM, or for one of 16 warps (sm_90, 100 and 103,
-    2026-11-21)."""
-    columns = columns_of_a_thread(plan)
-    in_eights = plan.num_chunks <= 4 and is_whole(plan, problem.cols) and device.arch < 100
-    many = plan.num_chunks == 1 or problem.norm == "rms" or in_eights
-    few = plan.rows_per_tile == 1 and columns <= (32 if many else 24)
-    dtypes = (problem.x_dtype, problem.grad_dtype, problem.weight_dtype)
+def _manages_with(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> float:
+    """Registers with which the compiler, capped there, recomputes what it would hold otherwise and still spills
+    nothing, as seen of every such build (sm_90, 100 and 103, 2026-11-21 and 22)."""
+    columns, one_row = columns_of_a_thread(plan), plan.rows_per_tile == 1
+    dtypes = (problem.x_dtype, problem.grad_dtype, problem.weight_dtype, problem.bias_dtype)
     halves = all(dtype is None or dtype.itemsize == 2 for dtype in dtypes)
-    return plan.cluster > 1 and plan.weight_in_smem and few and halves and device.arch < 120
+    if not halves or not one_row or device.arch >= 120:
+        return math.inf
+    if problem.direction == "backward":  # in clusters, for a second CTA on an SM, or for one of 16 warps
+        in_eights = plan.num_chunks <= 4 and is_whole(plan, problem.cols) and device.arch < 100
+        many = plan.num_chunks == 1 or problem.norm == "rms" or in_eights
+        return 128 if plan.cluster > 1 and plan.weight_in_smem and columns <= (32 if many else 24) else math.inf
+    if plan.weight_in_smem or problem.norm == "rms":
+        return math.inf
+    whole, large = is_whole(plan, problem.cols), plan.cluster > 4
+    ends_well = whole or (problem.cols % 16 == 0 and device.arch < 100)
+    too_many = columns > (48 if large else 64) or (large and whole and columns > 40)
+    return math.inf if too_many or not ends_well else 168 if columns <= 48 else 248
 
 
 def has_registers_to_work_ahead(plan: RingPlan, problem: NormProblem) -> bool:

@@ -47,17 +47,27 @@ MULTIWAVE_WARPS_PER_SM = 16
 # us by chunks of 64, 13.1 us of 128 (forward).
 NARROW_WARPS_PER_SM = {256: 8, 512: 12}
 NARROW_COLUMNS, NARROW_CHUNK = 256, 64
+MULTIWAVE_SHORT_CTAS = 1  # on an SM, of few rows: 2048 x 2048 takes 17.9 us and 25.2 with four (LayerNorm backward)
 MIN_MULTIWAVE_CHUNK = 16  # columns; below it, a load of one chunk is for many short pieces of memory
 MULTIWAVE_CHUNK = 1024  # columns; faster than 512 by 2 to 5%, than 2048 by 1 to 6%, than 4096 by 2 to 9%
 # What a thread has of a row tile at most, in bytes of x and its gradient, and in columns, of which the backward holds
 # two sums each. It gets as many as are allowed: with half as many, a row's sums cost twice as much (3000 x 9216: 48.3
 # us with 36, 53.0 us with 18).
 RING_BYTES_PER_THREAD, MAX_COLUMNS_PER_THREAD = 144, 36
+# RMSNorm, which has no sums of db, of rows for as many threads: 16384 x 10240 takes 243 us with 40 columns and 255 with
+# 20 over twice as many CTAs, 4096 x 5120 35.8 us and 37.0. But 16384 x 1280 41.4 us so and 36.8 with 20.
+RING_BYTES_OF_RMS, MAX_COLUMNS_OF_RMS, THREADS_OF_RMS = 160, 40, 128
 # Of the forward: of a row that one or two warps have, that four have, and of two rows in a cluster. In a cluster the
 # most rather than 16 CTAs (LayerNorm 2048 x 65536: 136 us by 8 and 139 us; but RMSNorm 132 us and 130 us), and of
 # these with one row each (LayerNorm 2048 x 73728: 153 us and 173 us).
 FORWARD_COLUMNS_PER_THREAD, FORWARD_COLUMNS_ALONE, FORWARD_COLUMNS_IN_CLUSTER = 64, 40, 36
 FORWARD_THREADS_APART, LARGEST_FORWARD_CLUSTER = 64, 8
+# LayerNorm, one row whose parameters are in registers, so that tiles are all that is read from shared memory. 4096 x
+# 5120 takes 23.9 us, with parameters in shared memory 24.4; 8192 x 11264 94.9 us, by two rows in twice as many CTAs
+# 110; 1024 x 12288 16.5 us and 18.4. But 8192 x 14336, 56 columns of a thread, 119 us and 115; a row that ends within
+# a chunk, 8192 x 4864, 45.7 us and 42.3 (by shared memory, as many CTAs); eight CTAs, 2048 x 40960, 87.7 us and 83.0.
+# float32 8192 x 4096 64.3 us and 67.2, by shared memory.
+FORWARD_COLUMNS_OF_ONE_ROW, FORWARD_STREAMS_OF_ONE_ROW = 48, 3
 FORWARD_COLUMNS = 45  # aimed at: between 32, at 512 to 2048 columns, and 64, at 4096
 # RMSNorm's forward up to this width: one stage and one tile for each CTA, so that more of them are on an SM. 8192 x
 # 8192 takes 65.9 us and 67.4 by two stages, 1024 x 4096 8.4 us and 8.9, 8192 x 16384 129 us and 133; but 2048 x 32768
@@ -101,7 +111,8 @@ SMALL_CLUSTER = 4
 # 8192 x 10240, 20 columns a thread: 85.6 us and 89.3; LayerNorm).
 MAX_COLUMNS_WITH_WEIGHT = {"backward": 32, "forward": 16}
 MAX_ROWS_PER_WARP = 8  # of 4 lanes each; with 2 lanes 131072 x 64 takes 20.9 us and 20.5 us (LayerNorm backward)
-SHORT_WALK_WARPS = 8  # of the one CTA on an SM that a few rows get: half as many partials to sum as of two CTAs
+# Of the one CTA on an SM that a few rows get: half as many partials to sum as of two CTAs.
+SHORT_WALK_WARPS, MAX_SHORT_ROWS = 8, 4
 MAX_PRODUCED_COPIES = {1: 6, 2: 2}  # by groups; of more, the producer cannot hold the addresses in its 24 registers
 CLUSTERS = (1, 2, 4, 8, 16)  # CTAs that share a row too wide for one
 CLUSTER_ARCHS = (90, 100, 103)
@@ -140,6 +151,14 @@ def multiwave_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[MultiW
                 ctas_per_sm = min(room, math.ceil(enough))
                 limit = budget.register_limit(threads * ctas_per_sm, device)
                 yield MultiWavePlan(rows_per_tile, chunk, num_chunks, num_warps, ctas_per_sm, limit)
+
+
+def multi_wave_short(plan: MultiWavePlan, problem: NormProblem, device: DeviceSpec) -> MultiWavePlan | None:
+    """What leaves fewer partials where CTAs get few tiles."""
+    if not (problem.wants_dx and (problem.wants_dw or problem.wants_db)) or plan.ctas_per_sm <= MULTIWAVE_SHORT_CTAS:
+        return None
+    limit = budget.register_limit(32 * plan.num_warps * MULTIWAVE_SHORT_CTAS, device)
+    return replace(plan, ctas_per_sm=MULTIWAVE_SHORT_CTAS, max_registers=limit)
 
 
 def multiwave_key(problem: NormProblem, plan: MultiWavePlan) -> tuple:
@@ -189,22 +208,33 @@ def pipelined(problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | Colum
     return _best_ring(pipelined_plans(problem, device), problem, device)
 
 
-def pipelined_short(problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | None:
-    """The best plan for few rows, by one CTA on an SM; None if a row is too much for it."""
-    alone = (1, 1, SHORT_WALK_WARPS)
-    plans = pipelined_plans(problem, device)
-    short = (plan for plan in plans if (plan.cluster, plan.ctas_per_sm, plan.num_warps) == alone)
-    plan = _best_ring(short, problem, device)
-    return replace(plan, num_stages=2) if plan is not None and all(ring_key(plan, problem, device)[:2]) else None
+def pipelined_short(plan: PipelinedPlan, problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | None:
+    """What had better take the place of the best plan where CTAs get few tiles, if anything: in the backward one CTA on
+    an SM, which leaves fewer partials; in LayerNorm's forward one row whose parameters are in registers, over half as
+    many CTAs where it was two; or, where all tiles run at once, one stage."""
+    forward, wanted = problem.direction == "forward", {"num_stages": 2}
+    if not forward:
+        wanted |= {"cluster": 1, "ctas_per_sm": 1, "num_warps": SHORT_WALK_WARPS}
+    elif problem.norm == "layer" and (plan.cluster > 1 or plan.rows_per_tile == 1):
+        two = plan.rows_per_tile == 2
+        wanted |= {"cluster": plan.cluster // (1 + two), "ctas_per_sm": 2 if two else FORWARD_STREAMS_OF_ONE_ROW}
+        wanted |= {"rows_per_tile": 1, "num_warps": plan.num_warps, "weight_in_smem": False}
+    plans = (each for each in pipelined_plans(problem, device) if wanted.items() <= vars(each).items())
+    short = _best_ring(plans, problem, device) if len(wanted) > 1 else None
+    if short is not None:
+        fits, not_too_much = ring_key(short, problem, device)[:2]
+        # Of 36 columns a thread LayerNorm's backward is up to 23% slower so, RMSNorm's by narrow rows up to 12%.
+        slower = short.weight_in_smem and (problem.norm == "layer" or short.rows_per_tile > MAX_SHORT_ROWS)
+        if fits and (forward or (not_too_much and not slower)):
+            return short
+    return replace(plan, num_stages=1) if forward and plan.short_lived and plan.num_stages > 1 else None
 
 
 def column_ring_plan(problem: NormProblem, device: DeviceSpec) -> ColumnRingPlan | None:
     """Two CTAs on an SM, with as large a tile as fits."""
     limit = budget.register_limit(32 * COLUMN_RING_WARPS * 2, device)
     stages = RING_STAGES["backward"]
-    plans = (
-        ColumnRingPlan(rows, COLUMN_RING_CHUNK, stages, COLUMN_RING_WARPS, 2, limit) for rows in COLUMN_RING_ROWS
-    )
+    plans = (ColumnRingPlan(rows, COLUMN_RING_CHUNK, stages, COLUMN_RING_WARPS, 2, limit) for rows in COLUMN_RING_ROWS)
     return next((plan for plan in plans if budget.fits_shared_memory(plan, problem, device)), None)
 
 
@@ -220,7 +250,7 @@ def _best_ring(plans: Iterator[RingPlan], problem: NormProblem, device: DeviceSp
 
 def pipelined_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[PipelinedPlan]:
     forward = problem.direction == "forward"
-    streams = (1, 2, STREAMS["forward"] if forward else STREAMS["backward"] + 1)
+    streams = (1, 2, 3, 4) if forward else (1, 2, 3)
     for num_warps, ctas_per_sm, cluster in itertools.product(WARPS, streams, cluster_sizes(device)):
         limit = budget.register_limit(32 * num_warps * ctas_per_sm, device)
         short_lived = forward and ctas_per_sm > 1  # 3 to 5% faster (RMSNorm, 1024 to 32768 columns)
@@ -228,7 +258,9 @@ def pipelined_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[Pipeli
         tiles = ring_tiles(problem, num_warps, cluster)
         for (tile, copies), num_stages, in_smem in itertools.product(tiles, stages, (False, True)):
             depth = num_stages, num_warps, ctas_per_sm, limit, in_smem, cluster
-            yield PipelinedPlan(*tile, *depth, copies.chunks, short_lived, copies.tail)
+            plan = PipelinedPlan(*tile, *depth, copies.chunks, short_lived, copies.tail)
+            if not forward or ctas_per_sm != FORWARD_STREAMS_OF_ONE_ROW or not in_smem:
+                yield plan
 
 
 def warp_specialized_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[WarpSpecializedPlan]:
@@ -299,7 +331,7 @@ def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
     stages = _ring_stages(plan, problem, streams * 2 * 32 * plan.num_warps * bytes_of_thread)
     return (
         (plan.num_stages > 1 or one_tile) and budget.registers(plan, problem, device) <= plan.max_registers,
-        bytes_of_thread <= RING_BYTES_PER_THREAD and columns <= _most_columns(plan, problem),
+        bytes_of_thread <= _most_bytes(plan, problem) and columns <= _most_columns(plan, problem),
         -max(TOLERATED_COPIES, num_copies(plan)),
         -max(TOLERATED_PADDING, plan.cluster * plan.chunk * plan.num_chunks / problem.cols),
         -plan.num_warps,
@@ -309,7 +341,7 @@ def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
         streams_and_threads,
         min(plan.num_stages, stages),
         -plan.num_stages,
-        plan.weight_in_smem == (columns > MAX_COLUMNS_WITH_WEIGHT[problem.direction]),
+        plan.weight_in_smem == (columns > _most_columns_with_weight(plan, problem)),
         -distance(plan.chunk, _ring_chunk(plan, problem)),
         -plan.copy_chunks,
     )
@@ -331,18 +363,30 @@ def _is_better_by_two(plan: RingPlan, problem: NormProblem) -> bool:
     layer_forward = problem.norm == "layer" and problem.direction == "forward"
     large = plan.cluster > 1 and plan.chunk >= MANY_COLUMNS_PER_CHUNK * threads_of_a_row(plan)
     if plan.rows_per_tile == 1:
-        return layer_forward and large and columns_of_a_thread(plan) > FORWARD_COLUMNS_IN_CLUSTER
+        many = columns_of_a_thread(plan) > FORWARD_COLUMNS_IN_CLUSTER
+        return layer_forward and large and many and not _is_one_row(plan, problem)
     return layer_forward and large and plan.cluster <= SMALL_CLUSTER
+
+
+def _has_much_of_rms(plan: RingPlan, problem: NormProblem) -> bool:
+    return problem.norm == "rms" and problem.direction == "backward" and threads_of_a_row(plan) >= THREADS_OF_RMS
+
+
+def _most_bytes(plan: RingPlan, problem: NormProblem) -> int:
+    """Of x and its gradient, that a thread had better have."""
+    return RING_BYTES_OF_RMS if _has_much_of_rms(plan, problem) else RING_BYTES_PER_THREAD
 
 
 def _most_columns(plan: RingPlan, problem: NormProblem) -> int:
     """That a thread had better have."""
     if problem.direction == "backward":
-        return MAX_COLUMNS_PER_THREAD
+        return MAX_COLUMNS_OF_RMS if _has_much_of_rms(plan, problem) else MAX_COLUMNS_PER_THREAD
     threads = threads_of_a_row(plan)
     too_wide = problem.norm == "layer" and problem.cols > LARGEST_FORWARD_CLUSTER * threads * FORWARD_COLUMNS_IN_CLUSTER
     if threads <= FORWARD_THREADS_APART or too_wide or _has_one_tile(problem):
         return FORWARD_COLUMNS_PER_THREAD
+    if _is_one_row(plan, problem):
+        return FORWARD_COLUMNS_OF_ONE_ROW
     return FORWARD_COLUMNS_IN_CLUSTER if plan.cluster > 1 else FORWARD_COLUMNS_ALONE
 
 
@@ -352,10 +396,29 @@ def _has_one_tile(problem: NormProblem) -> bool:
     return problem.direction == "forward" and problem.norm == "rms" and narrow
 
 
+def _is_one_row(plan: RingPlan, problem: NormProblem) -> bool:
+    """Whether it is a tile of LayerNorm's forward whose threads had better hold its parameters than a second row."""
+    if problem.norm == "rms" or problem.direction == "backward" or plan.rows_per_tile > 1:
+        return False
+    columns, whole = columns_of_a_thread(plan), is_whole(plan, problem.cols)
+    if problem.x_dtype.itemsize == 2:
+        least, most = FORWARD_COLUMNS_ALONE + (plan.cluster == 1 and not whole), FORWARD_COLUMNS_OF_ONE_ROW
+    else:  # there is no room for a second row anyway
+        least, most = 0 if whole else math.inf, FORWARD_COLUMNS_IN_CLUSTER
+    return least <= columns <= most and plan.cluster <= SMALL_CLUSTER
+
+
+def _most_columns_with_weight(plan: RingPlan, problem: NormProblem) -> int:
+    """Whose parameters a thread had better have in registers."""
+    return FORWARD_COLUMNS_OF_ONE_ROW if _is_one_row(plan, problem) else MAX_COLUMNS_WITH_WEIGHT[problem.direction]
+
+
 def _streams(plan: RingPlan, problem: NormProblem, bytes_of_thread: float) -> int:
     """Row tiles that an SM had better work on at a time."""
     layer_in_cluster = problem.norm == "layer" and plan.cluster > 1
     if problem.direction == "forward":
+        if _is_one_row(plan, problem):
+            return FORWARD_STREAMS_OF_ONE_ROW
         alone = plan.cluster == 1 and plan.rows_per_tile == 1 and not _has_one_tile(problem)
         return FORWARD_STREAMS_OF_WHOLE_CTAS if alone or layer_in_cluster else STREAMS["forward"]
     most_bytes = THREE_STREAMS_BYTES_IN_CLUSTER if layer_in_cluster else THREE_STREAMS_BYTES

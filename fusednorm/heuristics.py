@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from . import budget, candidates
@@ -47,7 +47,7 @@ class Tuning:
     ring_rows_per_sm: dict[str, int] = field(default_factory=dict)  # by norm
     ring_rows_per_sm_without_dx: int | None = None  # the same for sums over rows alone; None: not measured
     # The same for rows up to so many bytes that a cluster shares and that end within a chunk, of which it has to fill
-    # up the last and, in LayerNorm's forward, to exchange sums twice.
+    # up the last.
     ring_rows_per_sm_of_ragged_rows: int = 0
     widest_ragged_bytes: int = 0
     narrowest_ring_bytes: dict[str, int] = field(default_factory=dict)  # of a row of x, by norm
@@ -56,10 +56,9 @@ class Tuning:
     # pays that has no longer pieces. Shorter ones than those named do not pay, or have not been tried.
     columns_by_piece: dict[int, dict[int, int]] = field(default_factory=dict)
     most_padding: float = math.inf  # columns for each of a row in one CTA, where multi-wave holds the row in registers
-    # Row tiles, and rows, of a CTA that has no more. In the backward there are fewer and larger CTAs then, which leave
-    # fewer partials; in the forward each has one tile and copies nothing ahead.
-    tiles_of_a_short_walk: int = 0
-    rows_of_a_short_walk: float = math.inf
+    # Row tiles, and rows, of a CTA that has no more, for which there is another plan than for many rows; by variant.
+    tiles_of_a_short_walk: dict[str, int] = field(default_factory=dict)
+    rows_of_a_short_walk: dict[str, int] = field(default_factory=dict)
 
 
 UNKNOWN = Tuning(("multi_wave",), "no other schedule has been tried on this architecture")
@@ -70,16 +69,12 @@ UNKNOWN = Tuning(("multi_wave",), "no other schedule has been tried on this arch
 # backward), forward 4104 columns 64 and 63. Of 32: 1040 columns 13.6 and 13.2, 2064 21.9 and 22.2 (LayerNorm forward).
 # Of 128: 1600 columns 28.6 and 33.0, 4160 60 and 74 (LayerNorm backward); in the forward, up to 1600 columns, 8% slower
 # to 5% faster with many rows and 17 to 25% faster with 1628.
-HOPPER_BACKWARD_PIECES = {2: {16: 2048, 32: 1024, 128: 0}, 4: {256: 0}}
-HOPPER_FORWARD_PIECES = {2: {16: 8192, 32: 2048, 64: 1024, 128: 0}, 4: {256: 0}}
+HOPPER_BACKWARD_PIECES = {2: {16: 8192, 32: 1024, 128: 0}, 4: {16: 7168, 32: 7168, 64: 0}}
+HOPPER_FORWARD_PIECES = {2: {32: 2048, 64: 1024, 128: 0}, 4: {64: 0}}
 # What a row's last chunk has beyond it is worked on: 3328 columns as 4096 took 1.37 times the floor, by multi-wave 1.26
 # (LayerNorm backward, 16384 rows), but 3136 as 3584 1.27 and 1.36. In the forward it matters less: 5376 as 6144 take
 # 14.4 us, by multi-wave 17.1 (RMSNorm, 2048 rows).
 HOPPER_PADDING, HOPPER_FORWARD_PADDING = 1.16, 1.2
-
-# 5888 and 6016 columns of 595 and 1302 rows: RMSNorm backward 14.5 us and 13.7 by multi-wave, 20.9 and 18.9; LayerNorm
-# backward the same, forward 10.8 and 9.1, 14.1 and 13.2; but 8192 x 6080 55 us and 57.
-HOPPER_ROWS_PER_SM_OF_RAGGED_ROWS, HOPPER_RAGGED_BYTES = 10, 12 * 1024
 
 HOPPER_BACKWARD = Tuning(
     ("pipelined", "multi_wave"),
@@ -88,14 +83,17 @@ HOPPER_BACKWARD = Tuning(
     # dw and db of 16384 x 4096: 73.0 us and 85.4 by multi-wave, of 1024 x 4096: 16.7 and 13.4 (LayerNorm, bfloat16).
     ring_rows_per_sm_without_dx=8,
     narrowest_ring_bytes=dict(layer=256, rms=256),  # 128 columns: 19.9 us and 21.3 by multi-wave, 64: 20.4 and 20.8
-    ring_rows_per_sm_of_ragged_rows=HOPPER_ROWS_PER_SM_OF_RAGGED_ROWS,
-    widest_ragged_bytes=HOPPER_RAGGED_BYTES,
+    # 5888 columns of 595 rows take 14.5 us and 13.7 by multi-wave, 6016 of 1302 20.9 and 18.9; but 8192 x 6080 55 us
+    # and 57 (RMSNorm).
+    ring_rows_per_sm_of_ragged_rows=10,
+    widest_ragged_bytes=12 * 1024,
     columns_by_piece=HOPPER_BACKWARD_PIECES,
     most_padding=HOPPER_PADDING,
     # 1024 x 4096 takes 15.1 us and 16.1 by two CTAs on an SM, 1024 x 8192 21.7 us and 24.0 over two CTAs; but 2048 x
-    # 8192 32.4 us and 31.1 (LayerNorm).
-    tiles_of_a_short_walk=8,
-    rows_of_a_short_walk=64,  # 65536 x 128, 497 rows in eight tiles: 2 to 4% slower so
+    # 8192 32.4 us and 31.1 (LayerNorm). By multi-wave 2048 x 2048 17.9 us and 25.2, 8192 x 2048 54.6 us and 35.4.
+    tiles_of_a_short_walk=dict(pipelined=8, multi_wave=16),
+    # 65536 x 128, 497 rows in eight tiles: 2 to 4% slower so. By multi-wave 2551 x 508, 19 rows in ten, 22 to 28%.
+    rows_of_a_short_walk=dict(pipelined=64, multi_wave=16),
 )
 HOPPER_FORWARD = Tuning(
     ("pipelined", "multi_wave"),
@@ -103,11 +101,11 @@ HOPPER_FORWARD = Tuning(
     "(H200, bfloat16, 2026-11-21)",
     # 128 columns: 12.5 us and 12.8 by multi-wave (LayerNorm), but 12.2 and 11.6 (RMSNorm); 64 columns: 12.8 and 13.3.
     narrowest_ring_bytes=dict(layer=128, rms=512),
-    ring_rows_per_sm_of_ragged_rows=HOPPER_ROWS_PER_SM_OF_RAGGED_ROWS,
-    widest_ragged_bytes=HOPPER_RAGGED_BYTES,
     columns_by_piece=HOPPER_FORWARD_PIECES,
     most_padding=HOPPER_FORWARD_PADDING,
-    tiles_of_a_short_walk=1,  # 1024 x 4096: 8.7 us and 9.05 with two stages (LayerNorm)
+    # 512 x 8192 takes 8.9 us and 9.7 with two rows over two CTAs, 2400 x 6656 19.4 us and 22.1, but 4096 x 8192, 16
+    # tiles, 36 us and 34.5; 1024 x 4096, whose tiles run all at once, 8.7 us and 9.05 with two stages (LayerNorm).
+    tiles_of_a_short_walk=dict(pipelined=12),
 )
 
 # Nothing has been measured on Blackwell. It is planned for by what nvFuser has published on its choice for B200: its
@@ -283,7 +281,7 @@ def _is_ragged(problem: NormProblem, device: DeviceSpec) -> bool:
 
 
 class ShortWalk(NamedTuple):
-    """The plan for so few rows that no CTA gets many tiles; of rings that are not forced, which have one plan."""
+    """The plan for so few rows that no CTA gets many tiles; of variants that are not forced, which have one plan."""
 
     most_rows: int
     plan: Plan | None = None
@@ -292,16 +290,17 @@ class ShortWalk(NamedTuple):
 @functools.cache
 def short_walk(plan: Plan, problem: NormProblem, device: DeviceSpec) -> ShortWalk:
     """What there is in the place of the plan for many rows."""
-    known = tuning(problem, device)
-    if not isinstance(plan, PipelinedPlan) or not known.tiles_of_a_short_walk:
+    known, short = tuning(problem, device), None
+    if isinstance(plan, PipelinedPlan):
+        short = candidates.pipelined_short(plan, problem, device)
+    elif isinstance(plan, MultiWavePlan):
+        short = candidates.multi_wave_short(plan, problem, device)
+    tiles = known.tiles_of_a_short_walk.get(plan.variant, 0)
+    if short is None or not tiles:
         return ShortWalk(0)
-    if problem.direction == "forward":
-        short = replace(plan, num_stages=1) if plan.short_lived and plan.num_stages > 1 else None
-    else:
-        short = candidates.pipelined_short(problem, device)
-    if short is None:
-        return ShortWalk(0)
-    rows = min(known.tiles_of_a_short_walk * short.rows_per_tile, known.rows_of_a_short_walk)
+    if isinstance(short, PipelinedPlan) and short.num_stages == 1:
+        tiles = 1
+    rows = min(tiles * short.rows_per_tile, known.rows_of_a_short_walk.get(plan.variant, math.inf))
     at_once = short.ctas_per_sm * clusters_at_once(short.cluster, device)
     return ShortWalk(rows * at_once, short)
 
@@ -313,10 +312,9 @@ def tuning(problem: NormProblem, device: DeviceSpec) -> Tuning:
 @functools.cache
 def _plans_by_rows(problem: NormProblem, device: DeviceSpec, forced: str | None) -> tuple[tuple[float, Plan], ...]:
     """(most rows, plan), ascending: divided where something depends on the row count, the last without an end."""
-    few, short = least_rows(problem, device), 0
-    if forced is None:
-        short = short_walk(decide(problem, MAX_RING_ROWS, device).plan, problem, device).most_rows
-    lasts = sorted({few, short, MAX_RING_ROWS})
+    many = decide(problem, MAX_RING_ROWS, device, forced)
+    short = 0 if many.forced else short_walk(many.plan, problem, device).most_rows
+    lasts = sorted({least_rows(problem, device), short, MAX_RING_ROWS})
     plans = [(last, decide(problem, last, device, forced).plan) for last in lasts if last]
     return (*plans, (math.inf, decide(problem, MAX_RING_ROWS + 1, device, forced).plan))
 

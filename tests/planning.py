@@ -26,13 +26,13 @@ def make_problem(
     backward, layer = direction == "backward", norm == "layer"
     x_dtype = DTYPES[dtype]
     weight_dtype = None if weight == "none" else DTYPES[weight or dtype]
+    grad_dtype = DTYPES[grad or dtype] if backward else None
     fields = {
         "wants_dx": backward,
         "wants_dw": backward and weight_dtype is not None,
         "wants_db": backward and layer and weight_dtype is not None,
-        "tma_aligned": cols * x_dtype.itemsize % 16 == 0,
+        "tma_aligned": all(cols * each.itemsize % 16 == 0 for each in (x_dtype, grad_dtype or x_dtype)),
     }
-    grad_dtype = DTYPES[grad or dtype] if backward else None
     bias_dtype = weight_dtype if layer else None
     return NormProblem(norm, direction, cols, x_dtype, weight_dtype, bias_dtype, grad_dtype, **fields | changes)
 

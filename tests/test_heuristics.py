@@ -25,6 +25,7 @@ from fusednorm.plan import (
     ReferencePlan,
     RingPlan,
     WarpSpecializedPlan,
+    columns_of_a_thread,
     num_copies,
     num_ctas,
     num_partials,
@@ -140,24 +141,43 @@ def test_few_rows_go_through_a_ring_on_hopper_but_not_on_blackwell(cols):
     assert not isinstance(choose(make_problem("layer", cols), 64, B200), RingPlan)
 
 
-@pytest.mark.parametrize("norm", ["layer", "rms"])
-@pytest.mark.parametrize("direction, shared", [("backward", True), ("forward", False)])
-def test_few_rows_that_a_cluster_shares_raggedly_do_not_go_through_a_ring(norm, direction, shared):
-    ragged, whole = (make_problem(norm, cols, direction=direction) for cols in (5888, 6144))
+def test_few_rows_that_a_cluster_shares_raggedly_do_not_go_through_a_ring():
+    ragged, whole = make_problem("layer", 5888), make_problem("layer", 6144)
     last = 10 * H200.sm_count
-    in_cluster = shared or norm == "layer"  # RMSNorm's forward holds such a row in one CTA
-    assert isinstance(choose(ragged, last, H200), MultiWavePlan if in_cluster else PipelinedPlan)
+    assert isinstance(choose(ragged, last, H200), MultiWavePlan)
     assert isinstance(choose(ragged, last + 1, H200), PipelinedPlan)
     assert isinstance(choose(whole, last, H200), PipelinedPlan)
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
-@pytest.mark.parametrize("direction, narrow, wide", [("backward", 2040, 2056), ("forward", 8184, 8200)])
-def test_rows_that_tma_copies_16_bytes_at_a_time_go_through_a_ring_from_some_width_on(norm, direction, narrow, wide):
-    for cols, kind in ((narrow, MultiWavePlan), (wide, PipelinedPlan)):
-        assert isinstance(choose(make_problem(norm, cols, direction=direction), 8192, H200), kind)
-        # Not measured in float32, of which the portable kernel's loads are twice as long.
-        assert isinstance(choose(make_problem(norm, cols + 4, "fp32", direction=direction), 8192, H200), MultiWavePlan)
+def test_rows_that_tma_copies_16_bytes_at_a_time_go_through_a_ring_where_multi_wave_cannot_hold_them(norm):
+    for cols, dtype, kind in (
+        (2056, "bf16", MultiWavePlan),
+        (8184, "bf16", MultiWavePlan),
+        (8200, "bf16", PipelinedPlan),
+        (6148, "fp32", MultiWavePlan),
+        (8196, "fp32", PipelinedPlan),
+    ):
+        assert isinstance(choose(make_problem(norm, cols, dtype), MANY_ROWS, H200), kind)
+        assert not isinstance(choose(make_problem(norm, cols, dtype, direction="forward"), 8192, H200), PipelinedPlan)
+
+
+@pytest.mark.parametrize("direction", ["backward", "forward"])
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_float32_rows_go_through_a_ring_from_pieces_of_64_bytes_on(norm, direction):
+    for cols, kind in ((2056, MultiWavePlan), (2064, PipelinedPlan), (2080, PipelinedPlan)):
+        assert isinstance(choose(make_problem(norm, cols, "fp32", direction=direction), MANY_ROWS, H200), kind)
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_few_rows_get_one_multi_wave_cta_on_each_sm(norm):
+    problem = make_problem(norm, 2056)
+    last = 16 * H200.sm_count
+    few, many = choose(problem, last, H200), choose(problem, last + 1, H200)
+    assert (few.ctas_per_sm, few.max_registers) == (1, 255) and many.ctas_per_sm > 1
+    assert replace(few, ctas_per_sm=many.ctas_per_sm, max_registers=many.max_registers) == many
+    alone = replace(problem, wants_dw=False, wants_db=False)  # which leaves no partials
+    assert choose(alone, last, H200) == choose(alone, last + 1, H200)
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
@@ -178,6 +198,32 @@ def test_a_forward_whose_tiles_all_run_at_once_has_one_stage():
     few, many = choose(problem, last, H200), choose(problem, last + 1, H200)
     assert (few.num_stages, many.num_stages) == (1, 2) and few == replace(many, num_stages=1)
     assert num_ctas(few, last, 4096, H200) == last // 2
+
+
+@pytest.mark.parametrize(
+    "cols, dtype, cluster",
+    [(5120, "bf16", 1), (5632, "bf16", 1), (10240, "bf16", 2), (12288, "bf16", 2), (24576, "bf16", 4)]
+    + [(3072, "fp32", 1), (8192, "fp32", 2)],
+)
+def test_layernorm_forward_holds_the_parameters_of_one_row_in_registers(cols, dtype, cluster):
+    plan = choose(make_problem("layer", cols, dtype, direction="forward"), MANY_ROWS, H200)
+    assert (plan.rows_per_tile, plan.cluster, plan.ctas_per_sm, plan.weight_in_smem) == (1, cluster, 3, False)
+
+
+@pytest.mark.parametrize("cols", [6656, 8192, 16384])
+def test_few_rows_of_layernorm_forward_are_one_row_over_half_as_many_ctas(cols):
+    problem = make_problem("layer", cols, direction="forward")
+    few, many = choose(problem, 8 * 128, H200), choose(problem, MANY_ROWS, H200)
+    assert (many.rows_per_tile, many.weight_in_smem) == (2, True)
+    assert (few.rows_per_tile, few.weight_in_smem, few.ctas_per_sm) == (1, False, 2)
+    assert few.cluster == many.cluster // 2
+
+
+@pytest.mark.parametrize("cols, cluster", [(5120, 1), (10240, 2)])
+def test_a_thread_has_forty_columns_of_rmsnorm_backward_where_fewer_would_take_more_ctas(cols, cluster):
+    rms, layer = (choose(make_problem(norm, cols), MANY_ROWS, H200) for norm in ("rms", "layer"))
+    assert (rms.cluster, columns_of_a_thread(rms)) == (cluster, 40)
+    assert layer.cluster == 2 * cluster
 
 
 @pytest.mark.parametrize("cols, cluster", [(1024, 1), (4096, 1), (8192, 1), (8448, 2), (16384, 2)])
