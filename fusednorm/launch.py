@@ -40,7 +40,7 @@ MIN_PARTIAL_COLS, MAX_PARTIAL_COLS = 16, 128
 MAX_PARTIAL_LOADS = 9  # of 16 bytes, that a thread has under way when it sums partials: more would not fit registers
 # Of a forward by column tiles, of elements of 4 bytes and more: left alone, the compiler takes 32 or 40 for some widths
 # that are no multiples of 16, and spills 8 or 16 bytes.
-ROW_PASS_REGISTERS = 48
+ROW_PASS_REGISTERS = 64
 VECTOR_BYTES = 16  # of one load or store of a thread
 
 
@@ -176,7 +176,7 @@ def _column_tile_forward(
     """A CTA per row, which walks its column tiles twice."""
     tile = _whole_row_tile(plan, _even_bits(call.x, cols=call.problem.cols))
     args = _forward_args(call, outputs)
-    options = {"maxnreg": ROW_PASS_REGISTERS} if call.problem.x_dtype.itemsize >= 4 else {}
+    options = {"maxnreg": ROW_PASS_REGISTERS} if call.problem.x_dtype.itemsize >= 4 and tile.even_bits else {}
     return [Launch(multiwave.forward_by_column_tiles, (call.rows,), args, norm, tile, options)]
 
 
