@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE, KERNELS = ROOT / "fusednorm", ROOT / "kernels"
 
-PLANNER = {"heuristics", "candidates", "forcing", "legality", "budget", "plan", "problem", "device"}
+PLANNER = {"heuristics", "candidates", "preference", "forcing", "legality", "budget", "plan", "problem", "device"}
 MAY_IMPORT = {
     "__init__": {
         "functional",
@@ -37,7 +37,8 @@ MAY_IMPORT = {
     "semaphore": set(),
     "launcher": {"kernels", "problem"},
     "heuristics": PLANNER - {"heuristics"},
-    "candidates": {"budget", "plan", "problem", "device"},
+    "candidates": {"preference", "budget", "plan", "problem", "device"},
+    "preference": {"budget", "plan", "problem", "device"},
     "forcing": {"plan"},
     "legality": {"plan", "problem", "device"},
     "budget": {"plan", "problem", "device"},
