@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ DATA = Path(__file__).parent / "data"
 KINDS = (ColumnTilePlan, MultiWavePlan, PipelinedPlan, WarpSpecializedPlan)
 
 
+@functools.cache
 def measured() -> dict[tuple, dict]:
     """(variant, direction, norm, rows, cols) -> plan -> us, of bfloat16 sweeps on 2026-11-20 to 22: the ten fastest
     plans of each, and the planner's. A backward's time holds the finalizer's."""
@@ -52,6 +54,7 @@ def test_on_the_average_the_plans_chosen_are_within_three_percent_of_the_fastest
     assert len(ratios) > 50 and sum(ratios) / len(ratios) <= 1.03
 
 
+@functools.cache
 def rivals() -> dict[tuple, dict]:
     """(direction, norm, rows, cols) -> variant -> us of its fastest plan, where multi-wave and a ring were measured."""
     fastest: dict[tuple, dict] = {}
