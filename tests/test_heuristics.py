@@ -141,34 +141,6 @@ def test_few_rows_go_through_a_ring_on_hopper_but_not_on_blackwell(cols):
     assert not isinstance(choose(make_problem("layer", cols), 64, B200), RingPlan)
 
 
-def test_few_rows_that_a_cluster_shares_raggedly_do_not_go_through_a_ring():
-    ragged, whole = make_problem("layer", 5888), make_problem("layer", 6144)
-    last = 10 * H200.sm_count
-    assert isinstance(choose(ragged, last, H200), MultiWavePlan)
-    assert isinstance(choose(ragged, last + 1, H200), PipelinedPlan)
-    assert isinstance(choose(whole, last, H200), PipelinedPlan)
-
-
-@pytest.mark.parametrize("norm", ["layer", "rms"])
-def test_rows_that_tma_copies_16_bytes_at_a_time_go_through_a_ring_where_multi_wave_cannot_hold_them(norm):
-    for cols, dtype, kind in (
-        (2056, "bf16", MultiWavePlan),
-        (8184, "bf16", MultiWavePlan),
-        (8200, "bf16", PipelinedPlan),
-        (6148, "fp32", MultiWavePlan),
-        (8196, "fp32", PipelinedPlan),
-    ):
-        assert isinstance(choose(make_problem(norm, cols, dtype), MANY_ROWS, H200), kind)
-        assert not isinstance(choose(make_problem(norm, cols, dtype, direction="forward"), 8192, H200), PipelinedPlan)
-
-
-@pytest.mark.parametrize("direction", ["backward", "forward"])
-@pytest.mark.parametrize("norm", ["layer", "rms"])
-def test_float32_rows_go_through_a_ring_from_pieces_of_64_bytes_on(norm, direction):
-    for cols, kind in ((2056, MultiWavePlan), (2064, PipelinedPlan), (2080, PipelinedPlan)):
-        assert isinstance(choose(make_problem(norm, cols, "fp32", direction=direction), MANY_ROWS, H200), kind)
-
-
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_few_rows_get_one_multi_wave_cta_on_each_sm(norm):
     problem = make_problem(norm, 2056)

@@ -1,4 +1,5 @@
-"""Each rule that rejects a plan, by a problem that meets it; launch asserts those of legality again."""
+"""Each rule that rejects a plan, by a problem that meets it, and where some of them begin; launch asserts those of
+legality again."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from planning import make_problem, meta_call
 
 from fusednorm import legality
 from fusednorm.device import A100, B200, H200
-from fusednorm.heuristics import best_plan, decide, fault, outcome
+from fusednorm.heuristics import best_plan, choose, decide, fault, outcome
+from fusednorm.plan import MultiWavePlan, PipelinedPlan
 
 MANY_ROWS = 16384
 RULES = {  # rule: variant, problem, rows, device that meet it
@@ -61,3 +63,31 @@ def test_launch_asserts_what_the_planner_asks(rule, monkeypatch):
 def test_fault_of_a_plan_that_is_no_ring_is_none():
     problem = make_problem("layer", 32768)
     assert fault(best_plan("multi_wave", problem, H200), problem, 1, H200) is None
+
+
+def test_few_rows_that_a_cluster_shares_raggedly_do_not_go_through_a_ring():
+    ragged, whole = make_problem("layer", 5888), make_problem("layer", 6144)
+    last = 10 * H200.sm_count
+    assert isinstance(choose(ragged, last, H200), MultiWavePlan)
+    assert isinstance(choose(ragged, last + 1, H200), PipelinedPlan)
+    assert isinstance(choose(whole, last, H200), PipelinedPlan)
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_rows_that_tma_copies_16_bytes_at_a_time_go_through_a_ring_where_multi_wave_cannot_hold_them(norm):
+    for cols, dtype, kind in (
+        (2056, "bf16", MultiWavePlan),
+        (8184, "bf16", MultiWavePlan),
+        (8200, "bf16", PipelinedPlan),
+        (6148, "fp32", MultiWavePlan),
+        (8196, "fp32", PipelinedPlan),
+    ):
+        assert isinstance(choose(make_problem(norm, cols, dtype), MANY_ROWS, H200), kind)
+        assert not isinstance(choose(make_problem(norm, cols, dtype, direction="forward"), 8192, H200), PipelinedPlan)
+
+
+@pytest.mark.parametrize("direction", ["backward", "forward"])
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_float32_rows_go_through_a_ring_from_pieces_of_64_bytes_on(norm, direction):
+    for cols, kind in ((2056, MultiWavePlan), (2064, PipelinedPlan), (2080, PipelinedPlan)):
+        assert isinstance(choose(make_problem(norm, cols, "fp32", direction=direction), MANY_ROWS, H200), kind)
