@@ -50,7 +50,7 @@ class Prepared(NamedTuple):
     launches: list[Launch]
     outputs: tuple  # tensors that the op returns, None where not wanted
     workspace: Tensor | None = None  # lives for the call only
-    meeting: Tensor | None = None  # the word at which CTAs meet
+    meeting: Tensor | None = None  # where the semaphore begins at which CTAs meet
 
 
 class Filled(NamedTuple):

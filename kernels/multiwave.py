@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .column_sum import finalize
-from .grid import arrive, wait_for_all
+from .grid import meet
 from .rowmath import input_gradient, inverse_std, normalize, row_means
 
 
@@ -222,8 +222,7 @@ def backward(
         if norm.wants_db:
             store_chunk(db_partial_ptr, partial, tl.sum(db[c], axis=0)[None, :], partial >= 0, cols, c, tile)
     if semaphore_ptr is not None:
-        arrive(semaphore_ptr)
-        wait_for_all(semaphore_ptr)
+        meet(semaphore_ptr)
         finalize(dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, tl.num_programs(0), cols, norm, tile)
 
 

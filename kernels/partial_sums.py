@@ -5,7 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .column_sum import sum_pieces
-from .grid import arrive, wait_for_all
+from .grid import WORDS, arrive, group_of, group_size, groups_with_members, wait_for_group
 from .ring import cluster_bases, column_index, column_layout, per_row, row_major, tile_layout
 
 
@@ -96,24 +96,55 @@ def store_partials(dw_ptr, db_ptr, dw, db, partial, cols, norm: gl.constexpr, ti
 
 
 @gluon.jit
+def hidden(value):
+    """A number of which the compiler knows nothing more, not even that it is the same in every turn of a loop."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def leave_partials(dw_ptr, db_ptr, dw, db, semaphore_ptr, cols, norm: gl.constexpr, tile: gl.constexpr):
     """The CTA's row of the partials; with a semaphore, for all CTAs to read when they meet."""
     dw = leave_sums(dw, norm.wants_dw, tile)
     db = leave_sums(db, norm.wants_db, tile)
-    # Which row that is, unknown to the compiler, or it would work out the addresses before the row loop and hold them.
-    partial = gl.program_id(0)
-    partial = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [partial], gl.int32, is_pure=False, pack=1)
+    partial = hidden(gl.program_id(0))  # or addresses would be worked out before the row loop, and held
     store_partials(dw_ptr, db_ptr, dw, db, partial, cols, norm, tile)
     if semaphore_ptr is not None:
-        arrive(semaphore_ptr)
+        adjacent: gl.constexpr = partials_of_a_load(tile)
+        groups: gl.constexpr = meeting_groups(tile)
+        partials = hidden(gl.num_programs(0))
+        group = group_of(partial, adjacent, groups)
+        ctas = group_size(group, partials, adjacent, groups) * tile.cluster
+        first = group * (adjacent * tile.cluster)
+        arrive(semaphore_ptr, group, first, ctas, groups_with_members(partials, adjacent, groups))
+
+
+@gluon.constexpr_function
+def partials_of_a_load(tile):
+    """Rows of the partials that a warp reads at once, four elements a thread."""
+    return 128 // tile.partial_cols
+
+
+@gluon.constexpr_function
+def meeting_groups(tile):
+    """Groups of CTAs, by the warps that read what they wrote: a warp has long been busy with what others left when the
+    last CTA comes."""
+    return min(WORDS, tile.num_warps)
 
 
 @gluon.constexpr_function
 def partial_load_layout(tile):
-    """Four elements a thread: [partial_rows, cluster, partial_cols]. The warps of a CTA have different rows, so that
-    loads are of long pieces; but in a cluster different columns, because the compiler's sum over warps would be done by
-    each CTA for all of them."""
-    warps = 1 if tile.cluster == 1 else min(tile.num_warps, tile.partial_cols // 4)
+    """Four elements a thread of [partial_rows, cluster, partial_cols]: different rows in each warp."""
+    lanes = tile.partial_cols // 4
+    return gl.BlockedLayout(
+        [1, 1, 4], [32 // lanes, 1, lanes], [tile.num_warps, 1, 1], [2, 1, 0], cga_layout=cluster_bases(tile, 3, 1)
+    )
+
+
+@gluon.constexpr_function
+def partial_sum_layout(tile):
+    """Of the same, the rows of a column within a warp where columns are enough: each CTA of a cluster would sum over
+    warps for all of them."""
+    warps = min(tile.num_warps, tile.partial_cols // 4)
     lanes = tile.partial_cols // (4 * warps)
     return gl.BlockedLayout(
         [1, 1, 4], [32 // lanes, 1, lanes], [tile.num_warps // warps, 1, warps], [2, 1, 0],
@@ -122,17 +153,29 @@ def partial_load_layout(tile):
 
 
 @gluon.jit
+def sum_of_warps(values, tile: gl.constexpr):
+    """[partial_rows, cluster, partial_cols] as it was loaded -> [1, cluster, partial_cols]."""
+    return gl.expand_dims(gl.sum(gl.convert_layout(values, partial_sum_layout(tile)), axis=0), 0)
+
+
+@gluon.jit
+def piece_columns(layout: gl.constexpr, tile: gl.constexpr):
+    """The columns of a cluster's piece of dw or db, [1, cluster, partial_cols]."""
+    cta = gl.arange(0, tile.cluster, gl.SliceLayout(0, gl.SliceLayout(2, layout))) * tile.partial_cols
+    within = gl.arange(0, tile.partial_cols, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    return gl.expand_dims(gl.expand_dims(cta, 0), 2) + gl.expand_dims(gl.expand_dims(within, 0), 1)
+
+
+@gluon.jit
 def sum_partials_of_grid(
     semaphore_ptr, dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, cols, norm: gl.constexpr, tile: gl.constexpr
 ):
     """dw and db from the partials of all CTAs, or of all clusters, which run at once and wait for each other here."""
-    wait_for_all(semaphore_ptr)
+    groups: gl.constexpr = meeting_groups(tile)
+    wait_for_group(semaphore_ptr, group_of(gl.program_id(0), partials_of_a_load(tile), groups), groups)
     layout: gl.constexpr = partial_load_layout(tile)
     row = per_row(gl.arange(0, tile.partial_rows, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
-    cta = gl.arange(0, tile.cluster, gl.SliceLayout(0, gl.SliceLayout(2, layout))) * tile.partial_cols
-    within = gl.arange(0, tile.partial_cols, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    col = gl.expand_dims(gl.expand_dims(cta, 0), 2) + gl.expand_dims(gl.expand_dims(within, 0), 1)
     sum_pieces(
-        dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, gl.num_programs(0), cols, row, col,
-        tile.cluster * tile.partial_cols, norm, tile,
+        dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, gl.num_programs(0), cols, row, piece_columns(layout, tile),
+        piece_columns(partial_sum_layout(tile), tile), tile.cluster * tile.partial_cols, sum_of_warps, norm, tile,
     )  # fmt: skip

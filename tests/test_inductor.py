@@ -24,7 +24,6 @@ from tracing import calls, trace
 
 import fusednorm
 from bench.models import make_stack
-from fusednorm import autograd
 from fusednorm import device as device_specs
 from fusednorm.integrations import inductor, routing
 
@@ -238,28 +237,6 @@ def test_a_written_call_of_cpu_tensors_stays_as_it_is(norm):
     traced(torch.randn(4, 32, requires_grad=True)).sum().backward()
     assert len(calls(traced.forward, f"fusednorm.{norm}_norm_fwd")) == 1
     assert calls(traced.backward, f"fusednorm.{norm}_norm_bwd")
-
-
-class WrittenNorms(nn.Module):
-    """What fusednorm.functional does with CUDA tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.rms = nn.LayerNorm(32), nn.RMSNorm(32)
-
-    def forward(self, x):
-        y = autograd.layer_norm_fwd(x, (32,), self.layer.weight, self.layer.bias, self.layer.eps)[0]
-        return autograd.rms_norm_fwd(y, (32,), self.rms.weight, self.rms.eps)[0]
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_written_calls_export_as_ops_with_dynamic_rows(strict):
-    model, x = WrittenNorms(), torch.randn(4, 32)
-    rows = torch.export.Dim("rows")
-    exported = torch.export.export(model, (x,), dynamic_shapes=({0: rows},), strict=strict)
-    for program in (exported, exported.run_decompositions()):
-        torch.testing.assert_close(program.module()(torch.cat([x, x])), model(torch.cat([x, x])))
-        assert [len(calls(program.graph, f"fusednorm.{norm}_norm_fwd")) for norm in ("layer", "rms")] == [1, 1]
 
 
 # What is refused

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from calls import assert_same_bits, run
 from cases import BF16, FP32, make_case
 
-from fusednorm import launch
+from fusednorm import heuristics, launch
+from fusednorm.device import DeviceSpec
 from fusednorm.plan import PipelinedPlan
 from fusednorm.problem import check_backward
 from fusednorm.testing import Outputs, assert_outputs_close, fused, make_inputs
@@ -55,6 +57,33 @@ def test_sums_are_right_where_what_follows_the_row_loop_takes_more_memory_than_t
             each.run()
         got = Outputs(want.y, want.mean, want.rstd, *(output.clone() for output in prepared.outputs))
         assert_outputs_close(got, case, inputs)
+
+
+@pytest.mark.parametrize("cols", [128, 2048, 8192])
+def test_grids_of_all_sizes_meet_one_after_the_other(cols):
+    """At one semaphore, of which small grids leave words without a CTA; in any order, over partials of NaN."""
+    meetings = []
+    for variant, rows in product(("pipelined", "multi_wave"), (1, 2, 3, 9, 16, 17, 33, 65, 130, 263, 529, 4099)):
+        case = make_case("layer", (rows, cols), (BF16, BF16, BF16))
+        inputs = make_inputs(case, "cuda")
+        statistics = run(case, inputs)
+        call = check_backward(
+            "layer", inputs.grad_out, inputs.x, case.normalized_shape, statistics.mean, statistics.rstd,
+            inputs.weight, inputs.bias, (True, True, True),
+        )  # fmt: skip
+        plan = heuristics.best_plan(variant, call.problem, DeviceSpec.of(inputs.x.device))
+        prepared = launch.prepare_backward(call, plan)
+        meetings.append((case, inputs, statistics, prepared))
+    assert all(prepared.meeting is not None for *_, prepared in meetings)
+    for _ in range(4):
+        random.shuffle(meetings)
+        for *_, prepared in meetings:
+            prepared.workspace.view(torch.uint8).fill_(255)
+            for each in prepared.launches:
+                each.run()
+        for case, inputs, statistics, prepared in meetings:
+            got = Outputs(statistics.y, statistics.mean, statistics.rstd, *prepared.outputs)
+            assert_outputs_close(got, case, inputs)
 
 
 @pytest.mark.parametrize("case", SEVERAL_PLANS, ids=str)

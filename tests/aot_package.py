@@ -1,0 +1,71 @@
+"""AOTInductor packages, made, loaded and run in processes of their own: one that cannot be loaded takes its process
+with it.
+
+As a command, of the model called "written" or "stock", on a device of the type given:
+
+    PYTHONPATH=.:tests python tests/aot_package.py written cpu
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DONE = "as exact as eager"
+
+
+def check_package(device: str, cache: Path) -> None:
+    """Fails unless a package of calls written by hand, a masked backward among them, runs as eager mode does."""
+    if not (os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")):
+        pytest.skip("no C++ compiler")
+
+    def run(model: str) -> subprocess.CompletedProcess:
+        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
+        command = [sys.executable, __file__, model, device]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=environment)
+
+    if run("stock").returncode < 0:
+        pytest.skip("AOTInductor's packages of stock models crash this process, too")
+    written = run("written")
+    assert written.stdout.endswith(DONE + "\n"), written.stderr
+
+
+def main(name: str, device: str) -> None:
+    import torch
+    from torch import nn
+
+    import fusednorm
+
+    ops, width = torch.ops.fusednorm, 256
+
+    class Stock(nn.Module):
+        def forward(self, dy, x, weight):
+            return (x * weight,)
+
+    class Written(nn.Module):
+        def forward(self, dy, x, weight):
+            y, rstd = ops.rms_norm_fwd(x, [width], weight, 1e-5)
+            dx, _ = ops.rms_norm_bwd(dy, x, [width], rstd, weight, [True, False])
+            return y, dx, *ops.rms_norm_bwd(dy, x, [width], rstd, weight, [True, True])
+
+    model = {"stock": Stock, "written": Written}[name]()
+    x, dy = (torch.randn(16, width, device=device, dtype=torch.bfloat16) for _ in range(2))
+    arguments = (dy, x, x[0].clone())
+    exported = torch.export.export(model, arguments)
+    with fusednorm.enable_inductor():
+        package = torch._inductor.aoti_compile_and_package(exported)
+    loaded = torch._inductor.aoti_load_package(package)
+    for got, want in zip(loaded(*arguments), model(*arguments), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
+    print(DONE)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    main(*sys.argv[1:])
