@@ -5,54 +5,40 @@ import triton.language as tl
 
 
 @triton.jit
-def sum_partials(
-    partial_ptr, out_ptr, row, col, out_col, num_partials, cols, sum_rows: tl.constexpr, tile: tl.constexpr
-):
-    """The columns `col` of [num_partials, cols] partials summed in a fixed order and rounded once to the dtype of out.
-    `row` indexes the rows of one load; partial_loads of them are under way at once. What a thread has added up,
-    sum_rows brings together: out_col are the columns of the sums as it returns them."""
+def sum_partials(partial_ptr, out_ptr, first_col, num_partials, cols, tile: tl.constexpr):
+    """partial_cols columns of [num_partials, cols] partials, summed in a fixed order and rounded once to the dtype of
+    out; partial_loads loads of partial_rows rows are under way at once."""
+    row = tl.arange(0, tile.partial_rows)[:, None]
+    col = first_col + tl.arange(0, tile.partial_cols)[None, :].to(tl.int64)  # a row may be wider than 2^31 elements
     in_range = col < cols
     total = (row * 0 + col * 0).to(partial_ptr.dtype.element_ty)
-    here = partial_ptr + (row.to(tl.int64) * cols + col)
-    step = tl.cast(cols, tl.int64) * tile.partial_rows
     for start in range(0, num_partials, tile.partial_rows * tile.partial_loads):
         loads = ()
         for i in tl.static_range(tile.loads):
-            left = num_partials - start - i * tile.partial_rows
-            loads = loads + (tl.load(here, mask=(row < left) & in_range, other=0.0),)
-            here += step
+            partial = start + i * tile.partial_rows + row
+            here = partial_ptr + partial.to(tl.int64) * cols + col
+            loads = loads + (tl.load(here, mask=(partial < num_partials) & in_range, other=0.0),)
         for i in tl.static_range(tile.loads):
             total += loads[i]
-    tl.store(out_ptr + out_col, sum_rows(total, tile).to(out_ptr.dtype.element_ty), mask=out_col < cols)
+    total = tl.sum(total, axis=0, keep_dims=True).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + col, total, mask=in_range)
 
 
 @triton.jit
 def sum_pieces(
-    dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, num_partials, cols, row, col, out_col, width,
-    sum_rows: tl.constexpr, norm: tl.constexpr, tile: tl.constexpr,
+    dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, num_partials, cols, width, sum_piece: tl.constexpr,
+    norm: tl.constexpr, tile: tl.constexpr,
 ):
-    """dw and db, in pieces of `width` columns (`col` and out_col, counted from the piece's first) that the grid's CTAs
-    take in turn."""
+    """dw and db by sum_piece, `width` columns at a time, which the grid's CTAs take in turn."""
     pieces = tl.cdiv(cols, width)
     for piece in range(tl.program_id(0), pieces * (norm.wants_dw + norm.wants_db), tl.num_programs(0)):
         if norm.wants_dw:
             if piece < pieces:
-                at = piece * width
-                sum_partials(
-                    dw_partial_ptr, dw_ptr, row, at + col, at + out_col, num_partials, cols, sum_rows, tile
-                )  # fmt: skip
+                sum_piece(dw_partial_ptr, dw_ptr, piece * width, num_partials, cols, tile)
         if norm.wants_db:
-            at = (piece - pieces * norm.wants_dw) * width
-            if at >= 0:
-                sum_partials(
-                    db_partial_ptr, db_ptr, row, at + col, at + out_col, num_partials, cols, sum_rows, tile
-                )  # fmt: skip
-
-
-@triton.jit
-def sum_columns(values, tile: tl.constexpr):
-    """[partial_rows, partial_cols] -> [1, partial_cols]."""
-    return tl.sum(values, axis=0, keep_dims=True)
+            of_db = piece - pieces * norm.wants_dw
+            if of_db >= 0:
+                sum_piece(db_partial_ptr, db_ptr, of_db * width, num_partials, cols, tile)
 
 
 @triton.jit(do_not_specialize=["num_partials"])
@@ -60,9 +46,6 @@ def finalize(
     dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, num_partials, cols, norm: tl.constexpr, tile: tl.constexpr
 ):
     """dw and db from their partials: at the end of the kernel that wrote them, or in a launch that follows it."""
-    row = tl.arange(0, tile.partial_rows)[:, None]
-    col = tl.arange(0, tile.partial_cols)[None, :].to(tl.int64)  # a row may be wider than 2^31 elements
     sum_pieces(
-        dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, num_partials, cols, row, col, col, tile.partial_cols,
-        sum_columns, norm, tile,
-    )  # fmt: skip
+        dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, num_partials, cols, tile.partial_cols, sum_partials, norm, tile
+    )

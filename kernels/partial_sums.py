@@ -153,17 +153,34 @@ def partial_sum_layout(tile):
 
 
 @gluon.jit
-def sum_of_warps(values, tile: gl.constexpr):
-    """[partial_rows, cluster, partial_cols] as it was loaded -> [1, cluster, partial_cols]."""
-    return gl.expand_dims(gl.sum(gl.convert_layout(values, partial_sum_layout(tile)), axis=0), 0)
-
-
-@gluon.jit
 def piece_columns(layout: gl.constexpr, tile: gl.constexpr):
     """The columns of a cluster's piece of dw or db, [1, cluster, partial_cols]."""
     cta = gl.arange(0, tile.cluster, gl.SliceLayout(0, gl.SliceLayout(2, layout))) * tile.partial_cols
     within = gl.arange(0, tile.partial_cols, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
     return gl.expand_dims(gl.expand_dims(cta, 0), 2) + gl.expand_dims(gl.expand_dims(within, 0), 1)
+
+
+@gluon.jit
+def sum_partials(partial_ptr, out_ptr, first_col, num_partials, cols, tile: gl.constexpr):
+    """As column_sum's: `partial_cols` columns for each CTA of a cluster. Rows are multiples of 16 bytes here, so that a
+    thread has one address, and one step from load to load."""
+    layout: gl.constexpr = partial_load_layout(tile)
+    row = per_row(gl.arange(0, tile.partial_rows, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+    col = first_col + piece_columns(layout, tile)
+    total = (row * 0 + col * 0).to(gl.float32)
+    here = partial_ptr + (row.to(gl.int64) * cols + col)
+    step = cols.to(gl.int64) * tile.partial_rows
+    for start in range(0, num_partials, tile.partial_rows * tile.partial_loads):
+        loads = ()
+        for i in gl.static_range(tile.loads):
+            left = num_partials - start - i * tile.partial_rows
+            loads = loads + (gl.load(here, mask=(row < left) & (col < cols), other=0.0),)
+            here += step
+        for i in gl.static_range(tile.loads):
+            total += loads[i]
+    total = gl.expand_dims(gl.sum(gl.convert_layout(total, partial_sum_layout(tile)), axis=0), 0)
+    col = first_col + piece_columns(partial_sum_layout(tile), tile)
+    gl.store(out_ptr + col, total.to(out_ptr.dtype.element_ty), mask=col < cols)
 
 
 @gluon.jit
@@ -173,9 +190,7 @@ def sum_partials_of_grid(
     """dw and db from the partials of all CTAs, or of all clusters, which run at once and wait for each other here."""
     groups: gl.constexpr = meeting_groups(tile)
     wait_for_group(semaphore_ptr, group_of(gl.program_id(0), partials_of_a_load(tile), groups), groups)
-    layout: gl.constexpr = partial_load_layout(tile)
-    row = per_row(gl.arange(0, tile.partial_rows, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
     sum_pieces(
-        dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, gl.num_programs(0), cols, row, piece_columns(layout, tile),
-        piece_columns(partial_sum_layout(tile), tile), tile.cluster * tile.partial_cols, sum_of_warps, norm, tile,
+        dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, gl.num_programs(0), cols, tile.cluster * tile.partial_cols,
+        sum_partials, norm, tile,
     )  # fmt: skip
