@@ -146,7 +146,7 @@ def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> Prepared:
 
 
 def _semaphore(device: torch.device) -> Tensor | None:
-    """For the launch that comes next; None where the interpreter runs it, no word is left, or CTAs cannot meet."""
+    """For the launch that comes next; None where the interpreter runs it, no semaphore is left, or CTAs cannot meet."""
     if device in _not_at_once:
         return None
     if device.type == "cuda":

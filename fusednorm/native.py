@@ -56,13 +56,13 @@ def _packed(sighting: recipe.Sighting) -> tuple | None:
     if known is None:
         return None
     extension.watch(*known.steps[0].build.hooks())
-    word = 0
+    meeting = 0
     if known.meets:
         stream = torch._C._cuda_getCurrentRawStream(known.device)
-        word = semaphore.of_device(known.device).address(stream)
-        if word is None:
+        meeting = semaphore.of_device(known.device).address(stream)
+        if meeting is None:
             return None
-    return known.device, known.outputs, known.workspace, word, [_packed_step(step) for step in known.steps]
+    return known.device, known.outputs, known.workspace, meeting, [_packed_step(step) for step in known.steps]
 
 
 def _packed_step(step: recipe.Step) -> tuple:

@@ -42,7 +42,7 @@ class Memory(NamedTuple):
 
 class Slot(NamedTuple):
     """An address in a launch's arguments: `offset` bytes into what is at `index` among the call's tensors, its
-    outputs, its workspace and the word at which CTAs meet, in this order."""
+    outputs, its workspace and the semaphore at which CTAs meet, in this order."""
 
     position: int
     index: int
@@ -84,12 +84,12 @@ class Recipe(NamedTuple):
 
     def _run(self, addresses: list[int]) -> tuple | None:
         stream = torch._C._cuda_getCurrentRawStream(self.device)
-        word = semaphore.of_device(self.device).address(stream) if self.meets else 0
-        if word is None:
+        meeting = semaphore.of_device(self.device).address(stream) if self.meets else 0
+        if meeting is None:
             return None
         outputs = [None if memory is None else _allocate(*memory) for memory in self.outputs]
         workspace = None if self.workspace is None else _allocate(*self.workspace)
-        addresses = addresses + [0 if each is None else each.data_ptr() for each in (*outputs, workspace)] + [word]
+        addresses = addresses + [0 if each is None else each.data_ptr() for each in (*outputs, workspace)] + [meeting]
         for build, arguments, slots, maps in self.steps:
             arguments = arguments.copy()
             arguments[build.STREAM] = stream

@@ -34,14 +34,14 @@ def cpu_tensors_stand_in_for_those_of_an_h200(monkeypatch):
     def known_build(launch, device):
         return Build(launch), [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in launch.operands]
 
-    class Words:
+    class Semaphores:
         def address(self, stream):
             return WORD
 
     monkeypatch.setattr(launcher, "known_build", known_build)
     monkeypatch.setattr(DeviceSpec, "of", lambda device: H200)
     monkeypatch.setattr(recipe, "_allocate", lambda *memory: torch.empty_strided(*memory[:2], dtype=memory[2]))
-    monkeypatch.setattr(semaphore, "of_device", lambda device: Words())
+    monkeypatch.setattr(semaphore, "of_device", lambda device: Semaphores())
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
     recipe.forget()
@@ -219,7 +219,7 @@ def test_what_had_to_be_copied_is_not_remembered(operand, monkeypatch):
     assert recipe.backward(*arguments).repeat() is None
 
 
-def test_no_call_of_a_captured_graph_takes_the_word_of_its_stream(monkeypatch):
+def test_no_call_of_a_captured_graph_takes_the_semaphore_of_its_stream(monkeypatch):
     arguments = backward_arguments()
     run_the_long_way(arguments, monkeypatch, meeting=torch.empty(1, dtype=torch.int32))
     monkeypatch.setattr(semaphore.of_device(0).__class__, "address", lambda self, stream: None)

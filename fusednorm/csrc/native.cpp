@@ -148,7 +148,7 @@ struct Hash {
 
 std::shared_mutex mutex;  // over the two below
 std::unordered_map<Key, std::shared_ptr<const Recipe>, Hash> recipes;
-std::map<std::pair<int, uint64_t>, uint64_t> words;  // where CTAs meet, by device and stream
+std::map<std::pair<int, uint64_t>, uint64_t> meetings;  // where CTAs meet, by device and stream
 size_t most_recipes = 0;  // as recipe.py keeps
 
 std::atomic<int> pauses{0};
@@ -178,7 +178,7 @@ Tensor allocate(const Memory& memory, at::Device device) {
 // The outputs of the call whose tensors are at `addresses`, or nothing where it has to go the long way.
 optional<std::vector<Tensor>> repeat(const Key& key, c10::SmallVector<uint64_t, 16>& addresses) {
   std::shared_ptr<const Recipe> recipe;
-  uint64_t word = 0, stream = 0;
+  uint64_t meeting = 0, stream = 0;
   {
     std::shared_lock<std::shared_mutex> reading(mutex);
     auto found = recipes.find(key);
@@ -186,9 +186,9 @@ optional<std::vector<Tensor>> repeat(const Key& key, c10::SmallVector<uint64_t, 
     recipe = found->second;
     stream = stream_of(recipe->device);
     if (recipe->meets) {
-      auto known = words.find({recipe->device.index(), stream});
-      if (known == words.end()) return {};
-      word = known->second;
+      auto known = meetings.find({recipe->device.index(), stream});
+      if (known == meetings.end()) return {};
+      meeting = known->second;
     }
   }
   const Driver& cuda = driver();
@@ -198,7 +198,7 @@ optional<std::vector<Tensor>> repeat(const Key& key, c10::SmallVector<uint64_t, 
   if (recipe->meets) {
     CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
     cuda.check(cuda.is_capturing(reinterpret_cast<CUstream>(stream), &status));
-    if (status != CU_STREAM_CAPTURE_STATUS_NONE) return {};  // a captured launch needs a word of its own
+    if (status != CU_STREAM_CAPTURE_STATUS_NONE) return {};  // a captured launch needs a semaphore of its own
   }
   std::vector<Tensor> outputs;
   outputs.reserve(recipe->outputs.size());
@@ -208,7 +208,7 @@ optional<std::vector<Tensor>> repeat(const Key& key, c10::SmallVector<uint64_t, 
   }
   Tensor workspace = allocate(recipe->workspace, recipe->device);
   addresses.push_back(workspace.defined() ? reinterpret_cast<uint64_t>(workspace.data_ptr()) : 0);
-  addresses.push_back(word);
+  addresses.push_back(meeting);
   for (const Step& step : recipe->steps) {
     alignas(MAP_ALIGNMENT) char parameters[MAX_PARAMETER_BYTES];
     void* pointers[MAX_PARAMETERS];
@@ -344,11 +344,11 @@ std::vector<Tensor> go_the_long_way(Op op, const Call* call, Arguments&&... argu
   if (call && !returned[1].is_none()) {
     py::tuple packed = returned[1];
     auto recipe = std::make_shared<const Recipe>(recipe_of(packed));
-    uint64_t word = py::cast<uint64_t>(packed[3]);
+    uint64_t meeting = py::cast<uint64_t>(packed[3]);
     std::unique_lock<std::shared_mutex> writing(mutex);
     if (recipes.size() >= most_recipes) recipes.clear();
     recipes[call->key] = recipe;
-    if (word) words[{recipe->device.index(), stream_of(recipe->device)}] = word;
+    if (meeting) meetings[{recipe->device.index(), stream_of(recipe->device)}] = meeting;
   }
   return outputs;
 }
@@ -724,7 +724,7 @@ Step step_of(py::handle packed) {
   return step;
 }
 
-// (device, outputs, workspace, word at which CTAs meet or 0, steps)
+// (device, outputs, workspace, semaphore at which CTAs meet or 0, steps)
 Recipe recipe_of(py::handle packed) {
   py::tuple of = py::cast<py::tuple>(packed);
   int device = py::cast<int>(of[0]);
@@ -779,7 +779,7 @@ PYBIND11_MODULE(_native, module) {
   module.def("forget", [] {
     std::unique_lock<std::shared_mutex> writing(mutex);
     recipes.clear();
-    words.clear();
+    meetings.clear();
   });
   module.def("use_driver", [](const std::string& path) { driver_path = path; });
 }

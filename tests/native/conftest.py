@@ -38,7 +38,7 @@ def driver(tmp_path_factory):
 def gpu(driver, monkeypatch):
     fake_gpu.GPU = simulated = Gpu(driver)
 
-    class Words:
+    class Semaphores:
         def address(self, stream):
             assert stream == STREAM
             return None if simulated.meeting is None else simulated.meeting.data_ptr()
@@ -46,7 +46,7 @@ def gpu(driver, monkeypatch):
     monkeypatch.setattr(launcher, "known_build", known_build)
     monkeypatch.setattr(launch, "_semaphore", lambda device: simulated.meeting)
     monkeypatch.setattr(DeviceSpec, "of", lambda device: H200)
-    monkeypatch.setattr(semaphore, "of_device", lambda device: Words())
+    monkeypatch.setattr(semaphore, "of_device", lambda device: Semaphores())
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
     recipe.forget()
