@@ -5,10 +5,10 @@ import triton.language as tl
 
 # A semaphore is WORDS words of global memory. The CTAs of a grid come to one each, by groups, so that whoever needs
 # what one group wrote waits for no other. The lower half of a word counts who has come, the upper half how often all
-# had: the first of n CTAs of a group adds 2^16 - (n - 1), the others 1 each. As words without a group are added 2^16
-# as well, all are equal before and after a grid, and serve any number of grids one after the other. The texts below
-# are no global constants: Triton's keys of the kernels that call them would then depend on which was looked up first,
-# and what another process has compiled would not be found on disk.
+# had: the first of n CTAs of a group adds 2^16 - (n - 1), the others 1 each (of CTAs that run at once there are
+# fewer). As words without a group are added 2^16 as well, all are equal before and after a grid, and serve any number
+# of grids one after the other. The texts below are no global constants: Triton's keys of the kernels that call them
+# would then depend on which was looked up first, and what another process has compiled would not be found on disk.
 
 WORDS = 4
 WORD_BYTES = 128  # from word to word: a cache line each
