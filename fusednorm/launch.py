@@ -298,7 +298,8 @@ def _norm(problem: NormProblem) -> Norm:
 @functools.cache
 def _tile(plan: MultiWavePlan, problem: NormProblem, device: DeviceSpec, even_bits: int) -> Tile:
     partial = _partial_shape(plan, problem, device, plan.num_warps)
-    return Tile(plan.rows_per_tile, plan.chunk, plan.num_chunks, plan.num_warps, *partial, even_bits=even_bits)
+    shape = plan.rows_per_tile, plan.chunk, plan.num_chunks, plan.num_warps
+    return Tile(*shape, *partial, even_bits, plan.short_lived)
 
 
 @functools.cache

@@ -27,7 +27,7 @@ MAX_BOX_SIDE = 256  # elements, of a TMA copy
 @dataclass(frozen=True)
 class MultiWavePlan:
     """Rows in registers, num_chunks chunks of `chunk` columns each; ctas_per_sm CTAs fit an SM at max_registers a
-    thread."""
+    thread. Short-lived CTAs, of a forward, have one row tile each."""
 
     variant: ClassVar[str] = "multi_wave"
     sums_partials: ClassVar[bool] = True
@@ -38,6 +38,7 @@ class MultiWavePlan:
     num_warps: int
     ctas_per_sm: int
     max_registers: int
+    short_lived: bool = False
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,8 @@ def num_ctas(plan: Plan, rows: int, cols: int, device: DeviceSpec) -> int:
     elif isinstance(plan, PipelinedPlan) and plan.short_lived:
         many = tiles // tiles_of_short_lived(plan)
         limit = many if many >= MIN_WAVES * at_once or plan.num_stages == 1 else at_once
+    elif isinstance(plan, MultiWavePlan) and plan.short_lived:
+        limit = tiles
     else:
         limit = max(first_wave, min(at_once, rows // MIN_ROWS_PER_CTA // first_wave * first_wave))
     tiles_per_cta = -(-tiles // min(tiles, limit))

@@ -50,6 +50,7 @@ class Tile(CompileTime):
     partial_cols: int = 32
     partial_loads: int = 1
     even_bits: int = 0  # a row's columns and rows' strides are multiples of 2^even_bits; of 16 the compiler sees itself
+    one_tile: bool = False  # of a forward: no CTA has a second, so that nothing is asked for ahead
 
     @property
     def partial_rows(self) -> int:

@@ -101,57 +101,68 @@ def store_chunk(ptr, start, value, row_mask, cols, c: tl.constexpr, tile: tl.con
     tl.store(ptr + start + col, value.to(ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def write_rows(
+    x, row, rows, cols, weight, bias, y_ptr, mean_ptr, rstd_ptr, eps, norm: tl.constexpr, tile: tl.constexpr
+):
+    """y of a row tile in registers, and mean and rstd unless their pointers are None; the variance is summed from
+    x - mean."""
+    in_range = row < rows
+    if norm.layer:
+        total = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
+        for c in tl.static_range(tile.chunks):
+            total += x[c].to(norm.acc)
+        row_mean = tl.sum(total, axis=1) / cols
+        if mean_ptr is not None:
+            tl.store(mean_ptr + row, row_mean, mask=in_range)
+        mean = row_mean[:, None]
+    else:
+        mean = tl.full([tile.rows, 1], 0.0, norm.acc)
+    squares = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
+    for c in tl.static_range(tile.chunks):
+        deviation = x[c].to(norm.acc)
+        if norm.layer:
+            deviation -= mean
+            if c == tile.num_chunks - 1:  # the padding's x is 0, its deviation is not
+                deviation = tl.where(c * tile.chunk + tl.arange(0, tile.chunk)[None, :] < cols, deviation, 0.0)
+        squares += deviation * deviation
+    row_rstd = inverse_std(tl.sum(squares, axis=1) / cols, tl.full([], eps, norm.acc))
+    if rstd_ptr is not None:
+        tl.store(rstd_ptr + row, row_rstd, mask=in_range)
+    rstd = row_rstd[:, None]
+    for c in tl.static_range(tile.chunks):
+        y = normalize(x[c].to(norm.acc), mean, rstd, norm)
+        if norm.has_weight:
+            y *= weight[c].to(norm.acc)
+        if norm.has_bias:
+            y += bias[c].to(norm.acc)
+        store_chunk(y_ptr, (row * cols)[:, None], y, in_range[:, None], cols, c, tile)
+
+
 @triton.jit(do_not_specialize=["rows", "x_inner"])
 def forward(
     x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows: "i64", cols, eps: "fp64", x_inner: "i64",
     x_outer_stride: "i64", x_inner_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr,
 ):
-    """y of the CTA's row tiles, and mean and rstd unless their pointers are None; the variance is summed from x - mean,
-    with the row in registers."""
+    """y of the CTA's row tiles, or of its only one, and mean and rstd unless their pointers are None."""
     cols = even(cols, tile)
     x_outer_stride = even(x_outer_stride, tile)
     x_inner_stride = even(x_inner_stride, tile)
-    weight = load_parameter(weight_ptr, cols, norm.has_weight, tile)
-    bias = load_parameter(bias_ptr, cols, norm.has_bias, tile)
     step = tl.num_programs(0) * tile.rows
     row = tl.program_id(0).to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
-    x_next = load_row_tile(x_ptr, row, rows, cols, x_inner, x_outer_stride, x_inner_stride, norm, tile)
-    for _ in range(tl.cdiv(rows - tl.program_id(0) * tile.rows, step)):
-        x = x_next
-        in_range = row < rows
-        ahead = row + step
-        x_next = load_row_tile(x_ptr, ahead, rows, cols, x_inner, x_outer_stride, x_inner_stride, norm, tile)
-        if norm.layer:
-            total = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
-            for c in tl.static_range(tile.chunks):
-                total += x[c].to(norm.acc)
-            row_mean = tl.sum(total, axis=1) / cols
-            if mean_ptr is not None:
-                tl.store(mean_ptr + row, row_mean, mask=in_range)
-            mean = row_mean[:, None]
-        else:
-            mean = tl.full([tile.rows, 1], 0.0, norm.acc)
-        squares = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
-        for c in tl.static_range(tile.chunks):
-            deviation = x[c].to(norm.acc)
-            if norm.layer:
-                deviation -= mean
-                if c == tile.num_chunks - 1:  # the padding's x is 0, its deviation is not
-                    deviation = tl.where(c * tile.chunk + tl.arange(0, tile.chunk)[None, :] < cols, deviation, 0.0)
-            squares += deviation * deviation
-        row_rstd = inverse_std(tl.sum(squares, axis=1) / cols, tl.full([], eps, norm.acc))
-        if rstd_ptr is not None:
-            tl.store(rstd_ptr + row, row_rstd, mask=in_range)
-        rstd = row_rstd[:, None]
-        for c in tl.static_range(tile.chunks):
-            y = normalize(x[c].to(norm.acc), mean, rstd, norm)
-            if norm.has_weight:
-                y *= weight[c].to(norm.acc)
-            if norm.has_bias:
-                y += bias[c].to(norm.acc)
-            store_chunk(y_ptr, (row * cols)[:, None], y, in_range[:, None], cols, c, tile)
-        row = ahead
+    x = load_row_tile(x_ptr, row, rows, cols, x_inner, x_outer_stride, x_inner_stride, norm, tile)
+    weight = load_parameter(weight_ptr, cols, norm.has_weight, tile)
+    bias = load_parameter(bias_ptr, cols, norm.has_bias, tile)
+    if tile.one_tile:
+        write_rows(x, row, rows, cols, weight, bias, y_ptr, mean_ptr, rstd_ptr, eps, norm, tile)
+    else:
+        for _ in range(tl.cdiv(rows - tl.program_id(0) * tile.rows, step)):
+            ahead = row + step
+            x_next = load_row_tile(x_ptr, ahead, rows, cols, x_inner, x_outer_stride, x_inner_stride, norm, tile)
+            write_rows(x, row, rows, cols, weight, bias, y_ptr, mean_ptr, rstd_ptr, eps, norm, tile)
+            row = ahead
+            x = x_next
 
 
 @triton.jit(do_not_specialize=["rows", "x_inner", "dy_inner"])

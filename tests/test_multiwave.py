@@ -28,7 +28,7 @@ from cases import (
 
 from fusednorm import heuristics
 from fusednorm.device import A100, DeviceSpec
-from fusednorm.plan import ColumnTilePlan, MultiWavePlan
+from fusednorm.plan import ColumnTilePlan, MultiWavePlan, num_ctas
 from fusednorm.problem import check_backward, check_forward
 from fusednorm.testing import Case, Inputs, Outputs, assert_outputs_close, make_inputs
 
@@ -202,6 +202,18 @@ def test_a_forward_without_statistics_has_the_same_y_and_writes_nothing_else(nor
     assert len(buffers) == 1
     assert prepared.outputs[1:] == (None, None)
     assert torch.equal(prepared.outputs[0], run_forward(case, inputs, plan)[0])
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("rows", [1, 8, 13])
+@pytest.mark.parametrize("rows_per_tile", [1, 4])
+def test_a_forward_by_ctas_of_one_row_tile_each_has_the_same_bits(norm, rows, rows_per_tile):
+    case = make_case(norm, (rows, 1000), (BF16, FP32, BF16))
+    inputs, plan = make_inputs(case), MultiWavePlan(rows_per_tile, 1024, 1, 4, 2, 255)
+    short_lived = replace(plan, short_lived=True)
+    assert num_ctas(short_lived, rows, 1000, SMALL_GPU) == -(-rows // rows_per_tile)
+    for got, want in zip(run_forward(case, inputs, short_lived), run_forward(case, inputs, plan), strict=True):
+        assert got is want is None or torch.equal(got, want)
 
 
 @pytest.mark.parametrize("shape", [(1, 7, 6, 8), (7, 1, 6, 8), (7, 6, 1, 8), (1, 1, 6, 8), (7, 6, 8, 1)], ids=str)
