@@ -196,6 +196,9 @@ def registers(plan: Plan, problem: NormProblem, device: DeviceSpec) -> int:
     if isinstance(plan, RingPlan):
         return ring_registers(plan, problem, device)
     if isinstance(plan, MultiWavePlan):
+        if plan.short_lived:
+            elements = plan.rows_per_tile * plan.chunk * plan.num_chunks / (WARP_SIZE * plan.num_warps)
+            return one_tile_registers(elements, problem)
         return multiwave_registers(plan.rows_per_tile, plan.chunk, plan.num_chunks, plan.num_warps, problem, device)
     return plan.max_registers if isinstance(plan, ColumnRingPlan) else MAX_REGISTERS
 
@@ -220,6 +223,9 @@ def ring_registers(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> 
         need += columns * (2.0 + 0.7 * (problem.wants_dw + problem.wants_db))
         need += columns * (0.8 if held else 0.2) * (problem.weight_dtype is not None)
         need += 24 * (problem.weight_dtype is not None and problem.weight_dtype.itemsize == 8)
+        if rows > 1 and elements > 40 and problem.residual_dtype is not None:  # else 8 to 88 bytes of spills
+            large = problem.weight_dtype is not None and problem.weight_dtype.itemsize == 4
+            need += 24 * (large or device.arch >= 100)
         need += (1.25 + 1.25 * _residual_registers(problem)) * elements + 2.5 * rows + 3.5 * plan.num_chunks
         need += plan.cluster * (plan.cluster > 1)  # shares of the row sums
     else:
@@ -293,6 +299,17 @@ def multiwave_registers(
         need += 8 * sm120 + 0.3 * (rows_per_tile - 1) + 4 * (num_chunks - 1) + per_element * elements
         need += 0.15 * parameters * elements / rows_per_tile  # what rows of one thread share
     return _round_up(max(least, need), REGISTER_STEP)
+
+
+def one_tile_registers(elements: float, problem: NormProblem) -> int:
+    """For a multi-wave forward whose CTAs have one row tile each, of so many elements a thread, 8 or more of them at
+    once (sm_90, 2026-11-22)."""
+    held = [dtype.itemsize for dtype in (problem.weight_dtype, problem.bias_dtype) if dtype is not None]
+    need = 16 + elements * (1.5 if problem.norm == "layer" else 1.2)
+    need += elements * sum(max(0.75, 0.24 * itemsize) for itemsize in held)
+    if problem.norm == "rms" and elements <= 32 and max(problem.x_dtype.itemsize, *held, 2) == 2:
+        need = min(need, 64)  # with which the compiler manages
+    return _round_up(need, REGISTER_STEP)
 
 
 def _residual_registers(problem: NormProblem) -> float:

@@ -19,15 +19,20 @@ from .plan import (
     Plan,
     RingPlan,
     WarpSpecializedPlan,
+    columns_of_a_thread,
     num_copies,
     rows_of_a_thread,
 )
 from .preference import (
     BYTES_IN_FLIGHT_PER_SM,
+    ELEMENTS_OF_ONE_TILE,
     FORWARD_STREAMS_OF_ONE_ROW,
+    ONE_TILE_BYTES_PER_SM,
+    ONE_TILE_THREADS_PER_SM,
     RING_STAGES,
     bytes_per_element,
     multiwave_key,
+    one_tile_key,
     ring_key,
     warps_per_sm,
 )
@@ -36,15 +41,18 @@ from .problem import NormProblem
 WARPS = (4, 8, 16)
 MAX_CHUNKS = 8  # a longer unrolled row loop outgrows the instruction cache
 MAX_RING_CHUNKS = 10
-MULTIWAVE_SHORT_CTAS = 1  # on an SM, of few rows: 2048 x 2048 takes 17.9 us and 25.2 with four (LayerNorm backward)
 MIN_MULTIWAVE_CHUNK = 16  # columns; below it, a load of one chunk is for many short pieces of memory
 MAX_ROWS_PER_WARP = 8  # of 4 lanes each; with 2 lanes 131072 x 64 takes 20.9 us and 20.5 us (LayerNorm backward)
-# Of the one CTA on an SM that a few rows get: half as many partials to sum as of two CTAs.
-SHORT_WALK_WARPS, MAX_SHORT_ROWS = 8, 4
+# Of the one CTA on an SM that a few rows get: half as many partials to sum as of two CTAs. 1024 x 4096 takes 13.7 us so
+# and 14.1 by two CTAs, 600 x 3072 11.1 us and 12.0; but 4000 x 2048, four rows, 19.4 us and 18.3, 264 x 1024, eight,
+# 10.6 us and 8.1. Over two CTAs 700 x 6656 17.9 us, so 16.8; but 700 x 8192, 32 columns of a thread, 16.1 us and 17.2;
+# 700 x 5120, two rows in a cluster, 13.6 us and 14.2 (LayerNorm).
+SHORT_WALK_WARPS, MAX_SHORT_ROWS, MAX_COLUMNS_OF_ONE_ROW = 8, 2, 28
 MAX_PRODUCED_COPIES = {1: 6, 2: 2}  # by groups; of more, the producer cannot hold the addresses in its 24 registers
 CLUSTERS = (1, 2, 4, 8, 16)  # CTAs that share a row too wide for one
 CLUSTER_ARCHS = (90, 100, 103)
 COLUMN_TILE = 1024
+ONE_TILE_WARPS = (2, 4, 8, 16)
 # Of a backward without dx by TMA: the one tile that was measured, others are to be.
 COLUMN_RING_CHUNK = 128
 COLUMN_RING_ROWS = (64, 32, 16)
@@ -81,11 +89,39 @@ def multiwave_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[MultiW
 
 
 def multi_wave_short(plan: MultiWavePlan, problem: NormProblem, device: DeviceSpec) -> MultiWavePlan | None:
-    """What leaves fewer partials where CTAs get few tiles."""
-    if not (problem.wants_dx and (problem.wants_dw or problem.wants_db)) or plan.ctas_per_sm <= MULTIWAVE_SHORT_CTAS:
+    """What had better take the place of the best plan where CTAs get few tiles. In the backward the same with all
+    registers, where each SM gets one CTA anyway."""
+    if problem.direction == "forward":
+        return one_tile(problem, device)
+    if plan.ctas_per_sm == 1 or not (problem.wants_dw or problem.wants_db):
         return None
-    limit = budget.register_limit(32 * plan.num_warps * MULTIWAVE_SHORT_CTAS, device)
-    return replace(plan, ctas_per_sm=MULTIWAVE_SHORT_CTAS, max_registers=limit)
+    return replace(plan, ctas_per_sm=1, max_registers=budget.register_limit(32 * plan.num_warps, device))
+
+
+def one_tile(problem: NormProblem, device: DeviceSpec) -> MultiWavePlan | None:
+    """The best plan by CTAs of one row tile each, of which an SM has no more than are faster so; if there is any."""
+    return max(one_tile_plans(problem, device), key=lambda plan: one_tile_key(problem, plan), default=None)
+
+
+def one_tile_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[MultiWavePlan]:
+    """Of forwards whose rows are multiples of 16 bytes, those whose threads load 8 bytes or more at once."""
+    if not problem.tma_aligned or problem.acc_dtype.itemsize == 8:
+        return
+    elements_at_once = 8 // problem.x_dtype.itemsize
+    for num_warps, rows_per_tile in itertools.product(ONE_TILE_WARPS, powers_of_two(1, 32)):
+        threads = 32 * num_warps
+        for chunk, num_chunks in chunkings(problem.cols, MIN_MULTIWAVE_CHUNK, MAX_CHUNKS):
+            elements = rows_per_tile * chunk * num_chunks / threads
+            if rows_per_tile * chunk < elements_at_once * threads or elements > ELEMENTS_OF_ONE_TILE:
+                continue
+            tile_bytes = rows_per_tile * problem.cols * problem.x_dtype.itemsize
+            registers = budget.one_tile_registers(elements, problem)
+            room = min(device.registers_per_sm // registers, device.max_threads_per_sm) // threads
+            wanted = ONE_TILE_BYTES_PER_SM[problem.norm] // tile_bytes, ONE_TILE_THREADS_PER_SM[problem.norm] // threads
+            ctas_per_sm = min(room, *wanted)
+            if ctas_per_sm:
+                limit = budget.register_limit(threads * ctas_per_sm, device)
+                yield MultiWavePlan(rows_per_tile, chunk, num_chunks, num_warps, ctas_per_sm, limit, True)
 
 
 def column_tile_plan(problem: NormProblem, device: DeviceSpec) -> ColumnTilePlan:
@@ -116,13 +152,16 @@ def pipelined(problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | Colum
     return _best_ring(pipelined_plans(problem, device), problem, device)
 
 
-def pipelined_short(plan: PipelinedPlan, problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | None:
+def pipelined_short(
+    plan: PipelinedPlan, problem: NormProblem, device: DeviceSpec
+) -> PipelinedPlan | MultiWavePlan | None:
     """What had better take the place of the best plan where CTAs get few tiles, if anything."""
     if problem.direction == "backward":
-        return _one_large_cta(problem, device)
+        two_rows_in_cluster = plan.cluster > 1 and plan.rows_per_tile > 1
+        return None if two_rows_in_cluster else _one_large_cta(problem, device)
     one_row = _one_row(plan, problem, device) if problem.norm == "layer" else None
     one_stage = replace(plan, num_stages=1) if plan.short_lived and plan.num_stages > 1 else None
-    return one_row or one_stage  # for as many tiles as run at once
+    return one_row or one_tile(problem, device) or one_stage  # the last two for as many tiles as run at once
 
 
 def _one_large_cta(problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | None:
@@ -131,8 +170,11 @@ def _one_large_cta(problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | 
     plan = _best_ring(_those(wanted, problem, device), problem, device)
     if plan is None or not all(ring_key(plan, problem, device)[:2]):
         return None
-    # Of 36 columns a thread LayerNorm is up to 23% slower so, RMSNorm by narrow rows up to 12%.
-    slower = plan.weight_in_smem and (problem.norm == "layer" or plan.rows_per_tile > MAX_SHORT_ROWS)
+    if plan.rows_per_tile > MAX_SHORT_ROWS:
+        return None
+    if plan.rows_per_tile == 1 and columns_of_a_thread(plan) > MAX_COLUMNS_OF_ONE_ROW:
+        return None
+    slower = plan.weight_in_smem and problem.norm == "layer"  # of 36 columns a thread by up to 23%
     return None if slower else plan
 
 
@@ -213,9 +255,9 @@ class Copies(NamedTuple):
 
 def ring_tiles(problem: NormProblem, num_warps: int, cluster: int) -> Iterator[tuple[tuple[int, int, int], Copies]]:
     """(rows_per_tile, chunk, num_chunks) of up to 64 elements a thread, of which each is a column of its own but for
-    the two rows of a forward in a cluster; and how they come: several to a copy only if they are whole."""
+    the two rows of a tile in a cluster; and how they come: several to a copy only if they are whole."""
     apart = powers_of_two(1, MAX_ROWS_PER_WARP * num_warps)
-    for rows_per_tile in apart if cluster == 1 else (1, 2) if problem.direction == "forward" else (1,):
+    for rows_per_tile in apart if cluster == 1 else (1, 2):
         threads = 32 * num_warps * rows_of_a_thread(rows_per_tile, cluster) // rows_per_tile
         for chunk, num_chunks in chunkings(-(-problem.cols // cluster), threads, MAX_RING_CHUNKS):
             boxes = cluster * chunk // math.gcd(problem.cols, chunk, MAX_BOX_SIDE)  # of a chunk

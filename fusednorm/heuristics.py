@@ -29,7 +29,7 @@ from .plan import (
     RingPlan,
     box_columns,
     clusters_at_once,
-    is_whole,
+    least_rows_of_cta,
 )
 from .problem import NormProblem
 
@@ -46,19 +46,14 @@ class Tuning:
     # A ring pays for its start, and for the parameters that every CTA loads, with more rows for each SM than this.
     ring_rows_per_sm: dict[str, int] = field(default_factory=dict)  # by norm
     ring_rows_per_sm_without_dx: int | None = None  # the same for sums over rows alone; None: not measured
-    # The same for rows up to so many bytes that a cluster shares and that end within a chunk, of which it has to fill
-    # up the last.
-    ring_rows_per_sm_of_ragged_rows: int = 0
-    widest_ragged_bytes: int = 0
     narrowest_ring_bytes: dict[str, int] = field(default_factory=dict)  # of a row of x, by norm
     widest_ring_bytes: float = math.inf
     # By the bytes of an element of x: the bytes of a row that TMA copies at once, and from how many columns on a ring
     # pays that has no longer pieces. Shorter ones than those named do not pay, or have not been tried.
     columns_by_piece: dict[int, dict[int, int]] = field(default_factory=dict)
     most_padding: float = math.inf  # columns for each of a row in one CTA, where multi-wave holds the row in registers
-    # Row tiles, and rows, of a CTA that has no more, for which there is another plan than for many rows; by variant.
+    # Row tiles of a CTA that has no more, for which there is another plan than for many rows; by variant.
     tiles_of_a_short_walk: dict[str, int] = field(default_factory=dict)
-    rows_of_a_short_walk: dict[str, int] = field(default_factory=dict)
 
 
 UNKNOWN = Tuning(("multi_wave",), "no other schedule has been tried on this architecture")
@@ -84,17 +79,12 @@ HOPPER_BACKWARD = Tuning(
     # dw and db of 16384 x 4096: 73.0 us and 85.4 by multi-wave, of 1024 x 4096: 16.7 and 13.4 (LayerNorm, bfloat16).
     ring_rows_per_sm_without_dx=8,
     narrowest_ring_bytes=dict(layer=256, rms=256),  # 128 columns: 19.9 us and 21.3 by multi-wave, 64: 20.4 and 20.8
-    # 5888 columns of 595 rows take 14.5 us and 13.7 by multi-wave, 6016 of 1302 20.9 and 18.9; but 8192 x 6080 55 us
-    # and 57 (RMSNorm).
-    ring_rows_per_sm_of_ragged_rows=10,
-    widest_ragged_bytes=12 * 1024,
     columns_by_piece=HOPPER_BACKWARD_PIECES,
     most_padding=HOPPER_PADDING,
-    # 1024 x 4096 takes 15.1 us and 16.1 by two CTAs on an SM, 1024 x 8192 21.7 us and 24.0 over two CTAs; but 2048 x
-    # 8192 32.4 us and 31.1 (LayerNorm). By multi-wave 2048 x 2048 17.9 us and 25.2, 8192 x 2048 54.6 us and 35.4.
-    tiles_of_a_short_walk=dict(pipelined=8, multi_wave=16),
-    # 65536 x 128, 497 rows in eight tiles: 2 to 4% slower so. By multi-wave 2551 x 508, 19 rows in ten, 22 to 28%.
-    rows_of_a_short_walk=dict(pipelined=64, multi_wave=16),
+    # 1500 x 4096 takes 16.2 us and 16.6 by two CTAs on an SM, 2000 x 4096, 16 rows of each, 18.7 and 18.8 (LayerNorm).
+    # By multi-wave 300 x 2055 10.8 us and 11.5, 1024 x 1000 9.3 and 10.3 with fewer registers; but 600 x 2055 13.4 and
+    # 12.6 by two CTAs.
+    tiles_of_a_short_walk=dict(pipelined=8, multi_wave=4),
 )
 HOPPER_FORWARD = Tuning(
     ("pipelined", "multi_wave"),
@@ -106,7 +96,7 @@ HOPPER_FORWARD = Tuning(
     most_padding=HOPPER_FORWARD_PADDING,
     # 512 x 8192 takes 8.9 us and 9.7 with two rows over two CTAs, 2400 x 6656 19.4 us and 22.1, but 4096 x 8192, 16
     # tiles, 36 us and 34.5; 1024 x 4096, whose tiles run all at once, 8.7 us and 9.05 with two stages (LayerNorm).
-    tiles_of_a_short_walk=dict(pipelined=12),
+    tiles_of_a_short_walk=dict(pipelined=12, multi_wave=1),
 )
 
 # Nothing has been measured on Blackwell. It is planned for by what nvFuser has published on its choice for B200: its
@@ -169,8 +159,9 @@ def decide(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | No
     obeyed = forced is not None and outcomes[forced].plan is not None
     chosen = forced if obeyed else best
     chosen_plan = outcomes[chosen].plan
-    if not obeyed and rows <= short_walk(chosen_plan, problem, device).most_rows:
-        chosen_plan = short_walk(chosen_plan, problem, device).plan
+    short = ShortWalk(0) if obeyed else short_walk(chosen_plan, problem, device)
+    if rows <= short.most_rows:
+        chosen_plan = short.plan
     reasons = {}
     for variant, (plan, fault) in outcomes.items():
         if variant == forced:
@@ -181,6 +172,9 @@ def decide(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | No
             reasons[variant] = f"{'would be ' * obeyed}chosen: {_why_best(variant, problem, device)}"
         else:
             reasons[variant] = f"could run, but {best} comes first"
+    if chosen_plan.variant != chosen:  # the one for few rows is of another variant
+        reasons[chosen] = f"is for more than {short.most_rows} rows, got {rows}"
+        reasons[chosen_plan.variant] = "chosen: so few rows are one tile for each CTA, and all of them run at once"
     return Decision(chosen_plan, obeyed, reasons)
 
 
@@ -267,18 +261,7 @@ def least_rows(problem: NormProblem, device: DeviceSpec) -> int:
     known = tuning(problem, device)
     if problem.direction == "backward" and not problem.wants_dx:
         return (known.ring_rows_per_sm_without_dx or 0) * device.sm_count
-    per_sm = known.ring_rows_per_sm.get(problem.norm, 0)
-    if problem.cols * problem.x_dtype.itemsize <= known.widest_ragged_bytes and _is_ragged(problem, device):
-        per_sm = max(per_sm, known.ring_rows_per_sm_of_ragged_rows)
-    return per_sm * device.sm_count
-
-
-def _is_ragged(problem: NormProblem, device: DeviceSpec) -> bool:
-    """Whether a ring would share a row among CTAs, and the row ends within a chunk."""
-    if broken_rule("pipelined", problem, 1, device):
-        return False
-    plan = best_plan("pipelined", problem, device)
-    return isinstance(plan, PipelinedPlan) and plan.cluster > 1 and not is_whole(plan, problem.cols)
+    return known.ring_rows_per_sm.get(problem.norm, 0) * device.sm_count
 
 
 class ShortWalk(NamedTuple):
@@ -291,19 +274,19 @@ class ShortWalk(NamedTuple):
 @functools.cache
 def short_walk(plan: Plan, problem: NormProblem, device: DeviceSpec) -> ShortWalk:
     """What there is in the place of the plan for many rows."""
-    known, short = tuning(problem, device), None
+    tiles, short = tuning(problem, device).tiles_of_a_short_walk.get(plan.variant, 0), None
     if isinstance(plan, PipelinedPlan):
         short = candidates.pipelined_short(plan, problem, device)
     elif isinstance(plan, MultiWavePlan):
         short = candidates.multi_wave_short(plan, problem, device)
-    tiles = known.tiles_of_a_short_walk.get(plan.variant, 0)
     if short is None or not tiles:
         return ShortWalk(0)
-    if isinstance(short, PipelinedPlan) and short.num_stages == 1:
-        tiles = 1
-    rows = min(tiles * short.rows_per_tile, known.rows_of_a_short_walk.get(plan.variant, math.inf))
-    at_once = short.ctas_per_sm * clusters_at_once(short.cluster, device)
-    return ShortWalk(rows * at_once, short)
+    if short.short_lived and getattr(short, "num_stages", 1) == 1:
+        tiles = 1  # for each CTA
+    rows = tiles * short.rows_per_tile
+    if isinstance(short, MultiWavePlan) and problem.direction == "backward":
+        rows = 2 * least_rows_of_cta(plan)  # up to which an SM has one CTA of either
+    return ShortWalk(rows * short.ctas_per_sm * clusters_at_once(short.cluster, device), short)
 
 
 def tuning(problem: NormProblem, device: DeviceSpec) -> Tuning:

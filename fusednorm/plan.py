@@ -11,8 +11,11 @@ from typing import ClassVar
 
 from .device import DeviceSpec
 
-# Below this many rows a CTA's partial costs more traffic than its share of the parallelism is worth.
-MIN_ROWS_PER_CTA = 8
+# Of fewer row tiles than these, or in a cluster of fewer rows, a CTA's partials cost more than its part of the work is
+# worth; where several narrow rows are in its registers, of fewer rows. 1024 x 2055 takes 14.2 us by two tiles of a row
+# and 17.5 by four, but 3000 x 508 12.4 us by two tiles of two rows and 11.4 by four; 400 x 8192 13.3 us by two rows for
+# each cluster and 14.1 by four (LayerNorm backward).
+MIN_TILES_OF_CTA, MIN_ROWS_OF_CLUSTER, MIN_NARROW_ROWS = 2, 2, 8
 
 # Of a short-lived CTA, which loads the parameters while its first tile is on its way; of one in a cluster, which begins
 # with waiting for the others, also rows and elements. LayerNorm forward 8192 x 16384 takes 131 us by 2 tiles of 2 rows,
@@ -181,7 +184,10 @@ def num_copies(plan: RingPlan) -> int:
 
 
 def num_ctas(plan: Plan, rows: int, cols: int, device: DeviceSpec) -> int:
-    """The grid along the rows: CTAs, or clusters of them. None is idle; all but the last have as many row tiles."""
+    """The grid along the rows: CTAs, or clusters of them, of which none is idle. As many as run at once, even if some
+    then have a row tile less than others: fewer would be done as soon, but load less at a time (16384 x 2055 takes 55.0
+    us and 56.3, LayerNorm forward). Short-lived ones have as many each, but for the last (2048 x 8192: 19.0 us, 19.6 by
+    as many as run at once)."""
     tiles = -(-rows // plan.rows_per_tile)
     first_wave = clusters_at_once(plan.cluster, device)
     at_once = plan.ctas_per_sm * first_wave
@@ -193,9 +199,18 @@ def num_ctas(plan: Plan, rows: int, cols: int, device: DeviceSpec) -> int:
     elif isinstance(plan, MultiWavePlan) and plan.short_lived:
         limit = tiles
     else:
-        limit = max(first_wave, min(at_once, rows // MIN_ROWS_PER_CTA // first_wave * first_wave))
-    tiles_per_cta = -(-tiles // min(tiles, limit))
-    return -(-tiles // tiles_per_cta)
+        limit = max(first_wave, min(at_once, rows // least_rows_of_cta(plan) // first_wave * first_wave))
+    if isinstance(plan, PipelinedPlan) and plan.short_lived:
+        return -(-tiles // -(-tiles // min(tiles, limit)))
+    return min(tiles, limit)
+
+
+def least_rows_of_cta(plan: Plan) -> int:
+    """Rows for each CTA, or cluster, of which there are more than one wave."""
+    if plan.cluster > 1:
+        return MIN_ROWS_OF_CLUSTER
+    narrow = isinstance(plan, MultiWavePlan) and plan.rows_per_tile > 1
+    return max(MIN_TILES_OF_CTA * plan.rows_per_tile, MIN_NARROW_ROWS * narrow)
 
 
 def tiles_of_short_lived(plan: PipelinedPlan) -> int:

@@ -40,9 +40,14 @@ MULTIWAVE_CHUNK = 1024  # columns; faster than 512 by 2 to 5%, than 2048 by 1 to
 # two sums each. It gets as many as are allowed: with half as many, a row's sums cost twice as much (3000 x 9216: 48.3
 # us with 36, 53.0 us with 18).
 RING_BYTES_PER_THREAD, MAX_COLUMNS_PER_THREAD = 144, 36
-# RMSNorm, which has no sums of db, of rows for as many threads: 16384 x 10240 takes 243 us with 40 columns and 255 with
-# 20 over twice as many CTAs, 4096 x 5120 35.8 us and 37.0. But 16384 x 1280 41.4 us so and 36.8 with 20.
+# RMSNorm, which has no sums of db, of rows for as many threads: 2048 x 40960 takes 127 us with 40 columns and 129 with
+# 20 over twice as many CTAs. But 16384 x 1280 41.4 us so and 36.8 with 20.
 RING_BYTES_OF_RMS, MAX_COLUMNS_OF_RMS, THREADS_OF_RMS = 160, 40, 128
+# Two rows in a cluster, where a thread has so many columns: 4096 x 5120 takes 35.4 us and 37.4 by one row, 8192 x 5632
+# 73 us and 78 (LayerNorm), 8192 x 20480 240 us and 254 by 40 columns of one row over half as many CTAs, 4096 x 10752 70
+# us and 84 (RMSNorm). But 8192 x 6144, 24 columns, 82.5 us and 77.0, 2048 x 40960, 16 CTAs, 149 us and 140 (LayerNorm);
+# and of float32, of which these are more bytes than are allowed, 4096 x 5120, ten columns, 66.1 us and 64.7.
+RING_BYTES_OF_TWO_ROWS, COLUMNS_OF_TWO_ROWS, LARGEST_CLUSTER_OF_TWO_ROWS = 192, (18, 24), 8
 # Of the forward: of a row that one or two warps have, that four have, and of two rows in a cluster. In a cluster the
 # most rather than 16 CTAs (LayerNorm 2048 x 65536: 136 us by 8 and 139 us; but RMSNorm 132 us and 130 us), and of
 # these with one row each (LayerNorm 2048 x 73728: 153 us and 173 us).
@@ -74,6 +79,8 @@ FORWARD_STREAMS_OF_WHOLE_CTAS = 2
 # Two where these bring so much to an SM, but in larger clusters: 2048 x 65536 is up to 10% slower with two (RMSNorm). A
 # short-lived CTA of the forward is done sooner with two: 8192 x 8192 66.7 us and 70.2 us with three.
 RING_STAGES = {"backward": 3, "forward": 2}
+# Nor is a third worth the room of two rows: 1500 x 10240 29.9 us and 30.8 with three, but 8192 x 10240 125.9 us and
+# 123.9 (LayerNorm; RMSNorm 16384 x 10240 242 us and 254).
 RING_BYTES_PER_SM, LARGEST_CLUSTER_OF_TWO_STAGES = 60 * 1000, 2
 # 2048 x 131072: 401 us and 410 us with three (RMSNorm); 1024 x 262144 443 us and 440 us (LayerNorm).
 RING_BYTES_PER_SM_IN_CLUSTER = 120 * 1000
@@ -97,6 +104,15 @@ LESS_THAN_ONE_COPY = 0.5
 MAX_COLUMNS_WITH_WEIGHT = {"backward": 32, "forward": 16}
 
 
+# Of a forward by CTAs of one row tile each, which starts sooner than a ring: what an SM gets of x, at most. RMSNorm 264
+# x 4096 takes 5.4 us and 6.3 by a ring, 1056 x 4096 8.5 and 8.7, but 1056 x 8192 12.6 and 12.2. LayerNorm, whose CTAs
+# load two parameters, 132 x 4096 5.3 and 6.3, 1056 x 2048 6.9 and 7.2, but 1056 x 4096 10.1 and 8.8. Narrow rows end
+# sooner: 5544 x 512, 1344 threads, 7.6 us and 7.5 (RMSNorm), 4224 x 512, 1024 threads, 7.3 and 7.1 (LayerNorm).
+ONE_TILE_BYTES_PER_SM = {"layer": 32 * 1024, "rms": 64 * 1024}
+ONE_TILE_THREADS_PER_SM = {"layer": 512, "rms": 1024}
+ELEMENTS_OF_NARROW_ROWS = 16  # of a thread, by several rows if need be
+
+
 def multiwave_key(problem: NormProblem, plan: MultiWavePlan) -> tuple:
     """Larger is better: little padding; enough bytes in flight and enough warps, which registers trade for each other;
     then chunks of the size that was fastest."""
@@ -111,6 +127,17 @@ def multiwave_key(problem: NormProblem, plan: MultiWavePlan) -> tuple:
     )
 
 
+def one_tile_key(problem: NormProblem, plan: MultiWavePlan) -> tuple:
+    """Larger is better: little padding; few warps; then threads with enough to do, and loads of 16 bytes."""
+    threads = 32 * plan.num_warps
+    return (
+        -max(TOLERATED_PADDING, plan.chunk * plan.num_chunks / problem.cols),
+        -plan.num_warps,
+        -distance(plan.rows_per_tile * plan.chunk * plan.num_chunks / threads, ELEMENTS_OF_NARROW_ROWS),
+        -distance(plan.rows_per_tile * plan.chunk * problem.x_dtype.itemsize / threads, 16),
+    )
+
+
 def warps_per_sm(problem: NormProblem) -> int:
     narrow = NARROW_WARPS_PER_SM.items() if problem.direction == "backward" else ()
     return next((warps for most, warps in narrow if problem.cols <= most), MULTIWAVE_WARPS_PER_SM)
@@ -118,9 +145,9 @@ def warps_per_sm(problem: NormProblem) -> int:
 
 def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
     """Larger is better: no fault; a tile that is not too much for its threads; not too many copies; little padding; few
-    warps to a tile; few CTAs to a row; one reduction for mean and variance, which takes whole rows; few copies; as many
-    streams of tiles on an SM as are fastest; a row to few threads; a ring that is full enough; then as little as will
-    do."""
+    warps to a tile; few CTAs to a row, or in the backward to each row of a tile; one reduction for mean and variance,
+    which takes whole rows; few copies; as many streams of tiles on an SM as are fastest; a row to few threads; a ring
+    that is full enough; then as little as will do."""
     forward = problem.direction == "forward"
     streams = plan.ctas_per_sm if isinstance(plan, PipelinedPlan) else plan.num_groups
     threads, columns = threads_of_a_row(plan), columns_of_a_thread(plan)
@@ -128,7 +155,7 @@ def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
     bytes_of_thread = rows * columns * bytes_per_element(problem)
     in_cluster = 1 < plan.cluster and (problem.norm == "rms" or plan.cluster <= LARGEST_FORWARD_CLUSTER)
     several_rows = plan.rows_per_tile > 1 and (in_cluster or threads <= FORWARD_THREADS_APART)
-    few_threads = problem.cols / plan.cluster / threads
+    few_threads = rows, problem.cols / plan.cluster / threads
     if forward:
         few_threads = several_rows, -distance(columns, FORWARD_COLUMNS)
     streams_and_threads = -abs(streams - _streams(plan, problem, bytes_of_thread)), few_threads
@@ -145,7 +172,7 @@ def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
         -max(TOLERATED_COPIES, num_copies(plan)),
         -max(TOLERATED_PADDING, plan.cluster * plan.chunk * plan.num_chunks / problem.cols),
         -plan.num_warps,
-        -plan.cluster,
+        -plan.cluster if forward else -plan.cluster / rows,
         merges_moments,
         -_cost_of_copies(plan, problem),
         streams_and_threads,
@@ -182,6 +209,11 @@ def _has_much_of_rms(plan: RingPlan, problem: NormProblem) -> bool:
 
 def _most_bytes(plan: RingPlan, problem: NormProblem) -> int:
     """Of x and its gradient, that a thread had better have."""
+    if problem.direction == "backward" and plan.rows_per_tile > 1 < plan.cluster:
+        least, too_many = COLUMNS_OF_TWO_ROWS
+        few = plan.cluster <= LARGEST_CLUSTER_OF_TWO_ROWS
+        enough = least < problem.cols / plan.cluster / threads_of_a_row(plan) < too_many
+        return RING_BYTES_OF_TWO_ROWS if few and enough else 0
     return RING_BYTES_OF_RMS if _has_much_of_rms(plan, problem) else RING_BYTES_PER_THREAD
 
 
@@ -238,7 +270,8 @@ def _ring_stages(plan: RingPlan, problem: NormProblem, bytes_of_two: float) -> i
     if _has_one_tile(problem):
         return 1
     groups = plan.num_groups if isinstance(plan, WarpSpecializedPlan) else 1
-    few_ctas = plan.cluster <= LARGEST_CLUSTER_OF_TWO_STAGES
+    two_rows = plan.rows_per_tile > 1 and problem.direction == "backward"
+    few_ctas = plan.cluster <= LARGEST_CLUSTER_OF_TWO_STAGES or two_rows
     two = bytes_of_two >= (RING_BYTES_PER_SM if few_ctas else RING_BYTES_PER_SM_IN_CLUSTER)
     return groups * (2 if two else RING_STAGES[problem.direction])
 

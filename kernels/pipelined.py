@@ -113,11 +113,11 @@ def backward(
     first = gl.program_id(0) * tile.rows
     step = gl.num_programs(0) * tile.rows
     row = ring.row_of_tile(first, rows, tile)
-    weight = ring.load_parameter(weight_ptr, cols, norm.has_weight, tile)
-    mean_next, rstd_next = ring.load_statistics(mean_ptr, rstd_ptr, row, mean_stride, rstd_stride, norm, tile)
     descs = x_desc, dy_desc
     tails = x_tail_desc, dy_tail_desc
     rings, full = open_rings(descs, tails, rows, tile)
+    weight = ring.load_parameter(weight_ptr, cols, norm.has_weight, tile)
+    mean_next, rstd_next = ring.load_statistics(mean_ptr, rstd_ptr, row, mean_stride, rstd_stride, norm, tile)
     weight = ring.hold_parameter(weight, norm.has_weight, tile.weight_in_smem, tile)
     dw = partial_sums.zeros_by_column(tile)
     db = partial_sums.zeros_by_column(tile)

@@ -25,6 +25,7 @@ from fusednorm.plan import (
     ReferencePlan,
     RingPlan,
     WarpSpecializedPlan,
+    clusters_at_once,
     columns_of_a_thread,
     num_copies,
     num_ctas,
@@ -63,13 +64,19 @@ GOLDEN = [
     (H200, make_problem("layer", 1024), MANY_ROWS, PipelinedPlan(4, 1024, 1, 2, 4, 2, 255, False)),
     (
         H200, make_problem("layer", 5120), MANY_ROWS,
-        PipelinedPlan(1, 512, 5, 2, 4, 3, 168, False, cluster=2, copy_chunks=8),
+        PipelinedPlan(2, 512, 5, 2, 4, 2, 255, False, cluster=2, copy_chunks=8),
     ),
+    (
+        H200, make_problem("rms", 11264), MANY_ROWS,
+        PipelinedPlan(2, 512, 6, 2, 4, 2, 255, False, cluster=4, copy_chunks=8, tail=True),
+    ),
+    (H200, make_problem("rms", 4096, direction="forward"), 1024, MultiWavePlan(1, 1024, 4, 4, 8, 64, True)),
+    (H200, make_problem("layer", 512, direction="forward"), 1000, MultiWavePlan(2, 256, 2, 2, 8, 128, True)),
     (H200, make_problem("layer", 4096), 1024, PipelinedPlan(2, 1024, 4, 2, 8, 1, 255, False, copy_chunks=4)),
     (H200, make_problem("layer", 1023), MANY_ROWS, MultiWavePlan(1, 1024, 1, 4, 4, 128)),
     (H200, make_problem("layer", 768), MANY_ROWS, PipelinedPlan(4, 256, 3, 3, 4, 2, 255, False, copy_chunks=4)),
     (H200, make_problem("layer", 128), 4 * MANY_ROWS, PipelinedPlan(32, 128, 1, 2, 4, 2, 255, False)),
-    (H200, make_problem("layer", 64), MANY_ROWS, MultiWavePlan(32, 64, 1, 4, 3, 168)),
+    (H200, make_problem("layer", 64), 4 * MANY_ROWS, MultiWavePlan(32, 64, 1, 4, 3, 168)),
     (
         H200, make_problem("rms", 65536), MANY_ROWS,
         PipelinedPlan(1, 1024, 4, 3, 4, 2, 255, False, cluster=16, copy_chunks=4),
@@ -142,12 +149,14 @@ def test_few_rows_go_through_a_ring_on_hopper_but_not_on_blackwell(cols):
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
-def test_few_rows_get_one_multi_wave_cta_on_each_sm(norm):
-    problem = make_problem(norm, 2056)
-    last = 16 * H200.sm_count
+@pytest.mark.parametrize("cols, rows_of_sm", [(2056, 4), (1000, 16)])
+def test_a_multi_wave_cta_that_is_alone_on_its_sm_has_all_registers(norm, cols, rows_of_sm):
+    problem = make_problem(norm, cols)
+    last = rows_of_sm * H200.sm_count
     few, many = choose(problem, last, H200), choose(problem, last + 1, H200)
     assert (few.ctas_per_sm, few.max_registers) == (1, 255) and many.ctas_per_sm > 1
     assert replace(few, ctas_per_sm=many.ctas_per_sm, max_registers=many.max_registers) == many
+    assert num_ctas(many, last - 1, cols, H200) == H200.sm_count == num_ctas(few, last, cols, H200)
     alone = replace(problem, wants_dw=False, wants_db=False)  # which leaves no partials
     assert choose(alone, last, H200) == choose(alone, last + 1, H200)
 
@@ -164,12 +173,29 @@ def test_rows_of_eight_tiles_or_fewer_go_to_one_large_cta_on_each_sm(norm):
         assert choose(problem, last, H200) == choose(problem, last + 1, H200) == many
 
 
-def test_a_forward_whose_tiles_all_run_at_once_has_one_stage():
-    problem = make_problem("layer", 4096, direction="forward")
-    last = 2 * 4 * H200.sm_count  # tiles of two rows, four CTAs on an SM
+@pytest.mark.parametrize("norm, cols", [("rms", 128), ("rms", 4096), ("rms", 16384), ("layer", 512), ("layer", 4096)])
+def test_a_forward_whose_tiles_all_run_at_once_has_a_cta_for_each(norm, cols):
+    problem = make_problem(norm, cols, direction="forward")
+    few = choose(problem, 1, H200)
+    last = few.rows_per_tile * few.ctas_per_sm * H200.sm_count
+    many = choose(problem, last + 1, H200)
+    assert isinstance(few, MultiWavePlan) and few.short_lived and few == choose(problem, last, H200) != many
+    assert num_ctas(few, last, cols, H200) == last // few.rows_per_tile
+    bytes_of_sm = few.ctas_per_sm * few.rows_per_tile * cols * 2
+    assert bytes_of_sm <= (64 if norm == "rms" else 32) * 1024
+    if isinstance(many, PipelinedPlan):
+        reasons = decide(problem, last, H200).reasons
+        assert "one tile for each CTA" in reasons["multi_wave"]
+        assert reasons["pipelined"] == f"is for more than {last} rows, got {last}"
+
+
+def test_a_forward_by_tma_whose_tiles_all_run_at_once_has_one_stage():
+    problem = make_problem("rms", 32768, direction="forward")
+    least = choose(problem, 1, H200)
+    last = least.rows_per_tile * least.ctas_per_sm * clusters_at_once(least.cluster, H200)
     few, many = choose(problem, last, H200), choose(problem, last + 1, H200)
     assert (few.num_stages, many.num_stages) == (1, 2) and few == replace(many, num_stages=1)
-    assert num_ctas(few, last, 4096, H200) == last // 2
+    assert num_ctas(few, last, 32768, H200) == last // few.rows_per_tile
 
 
 @pytest.mark.parametrize(
@@ -191,11 +217,25 @@ def test_few_rows_of_layernorm_forward_are_one_row_over_half_as_many_ctas(cols):
     assert few.cluster == many.cluster // 2
 
 
-@pytest.mark.parametrize("cols, cluster", [(5120, 1), (10240, 2)])
-def test_a_thread_has_forty_columns_of_rmsnorm_backward_where_fewer_would_take_more_ctas(cols, cluster):
-    rms, layer = (choose(make_problem(norm, cols), MANY_ROWS, H200) for norm in ("rms", "layer"))
-    assert (rms.cluster, columns_of_a_thread(rms)) == (cluster, 40)
-    assert layer.cluster == 2 * cluster
+def test_a_thread_has_forty_columns_of_rmsnorm_backward_where_fewer_would_take_sixteen_ctas():
+    rms, layer = (choose(make_problem(norm, 40960), MANY_ROWS, H200) for norm in ("rms", "layer"))
+    assert (rms.cluster, columns_of_a_thread(rms)) == (8, 40)
+    assert (layer.cluster, columns_of_a_thread(layer)) == (16, 20)
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("cols, cluster", [(4736, 2), (5120, 2), (6016, 2), (10240, 4), (11264, 4), (20480, 8)])
+def test_a_cluster_has_two_rows_of_a_backward_where_a_thread_has_19_to_23_columns(norm, cols, cluster):
+    problem = make_problem(norm, cols)
+    plan = choose(problem, MANY_ROWS, H200)
+    assert (plan.rows_per_tile, plan.cluster, plan.ctas_per_sm, plan.num_stages) == (2, cluster, 2, 2)
+    assert plan == choose(problem, 1, H200)
+    wider = choose(make_problem(norm, 24 * 128 * cluster), MANY_ROWS, H200)
+    assert (wider.rows_per_tile, wider.cluster) == (1, cluster)
+
+
+def test_a_cluster_has_one_row_of_float32():
+    assert choose(make_problem("layer", 5120, "fp32"), MANY_ROWS, H200).rows_per_tile == 1
 
 
 @pytest.mark.parametrize("cols, cluster", [(1024, 1), (4096, 1), (8192, 1), (8448, 2), (16384, 2)])
@@ -204,7 +244,6 @@ def test_rmsnorm_forward_is_by_ctas_of_one_tile_and_one_stage(cols, cluster):
     plan = choose(problem, MANY_ROWS, H200)
     assert (plan.num_stages, plan.cluster, plan.short_lived) == (1, cluster, True)
     assert num_ctas(plan, MANY_ROWS, cols, H200) == MANY_ROWS // plan.rows_per_tile
-    assert choose(problem, 1, H200) == plan
 
 
 @pytest.mark.parametrize("cols, whole", [(3328, 6), (4352, 8), (8448, 8), (12544, 6), (33024, 8)])
@@ -215,12 +254,33 @@ def test_a_row_that_ends_within_a_chunk_comes_in_two_copies(cols, whole):
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
-def test_rows_are_shared_by_ctas_only_where_each_gets_more_than_eight(norm):
-    problem, last = make_problem(norm, 8192), 8 * H200.sm_count
+def test_rows_of_a_large_cta_are_shared_by_two_only_where_each_gets_more_than_eight(norm):
+    problem, last = make_problem(norm, 7168), 8 * H200.sm_count
     few, many = choose(problem, last, H200), choose(problem, last + 1, H200)
     assert (few.cluster, few.num_warps, few.num_stages) == (1, 8, 2)
     assert (many.cluster, many.num_warps) == (2, 4)
-    assert choose(make_problem(norm, 32768), 1, H200).cluster == choose(make_problem(norm, 32768), 4096, H200).cluster
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("cols", [512, 1024, 2048, 5120, 8192, 10240, 32768])
+def test_few_rows_have_the_plan_of_many_where_one_large_cta_would_be_slower(norm, cols):
+    problem = make_problem(norm, cols)
+    assert choose(problem, 1, H200) == choose(problem, 132, H200) == choose(problem, MANY_ROWS, H200)
+
+
+@pytest.mark.parametrize(
+    "cols, rows, ctas",
+    [(2048, 2 * 132, 132), (2048, 4 * 263, 132), (2048, 4 * 264, 264), (16384, 2 * 59, 30), (16384, 2 * 60, 60)]
+    + [(1000, 16 * 132 - 1, 132), (2055, 4 * 132, 264)],
+)
+def test_an_sm_gets_a_second_cta_once_it_has_two_tiles_for_it_or_two_rows_in_a_cluster(cols, rows, ctas):
+    with fusednorm.force("multi_wave" if cols in (1000, 2055) else "pipelined"):
+        assert num_ctas(choose(make_problem("layer", cols), rows, H200), rows, cols, H200) == ctas
+
+
+def test_all_ctas_that_run_at_once_get_tiles_even_if_some_get_one_less():
+    problem = make_problem("layer", 2048)
+    assert num_ctas(choose(problem, 16384, H200), 16384, 2048, H200) == 264  # 31 or 32 tiles of two rows
 
 
 @pytest.mark.parametrize("device, narrowest", [(H200, 128), (B200, 256)], ids=["H200", "B200"])
@@ -387,10 +447,9 @@ def test_no_cta_of_a_chosen_plan_is_idle(problem, rows, device):
     if isinstance(plan, ReferencePlan):
         return
     ctas, tiles = num_ctas(plan, rows, problem.cols, device), -(-rows // plan.rows_per_tile)
-    most = -(-tiles // ctas)
-    assert (ctas - 1) * most < tiles, "fewer CTAs would be done as soon"
+    assert 1 <= ctas <= tiles
     if problem.direction == "backward":
-        assert num_partials(plan, ctas) <= max(2 * device.sm_count, rows // 8)
+        assert num_partials(plan, ctas) <= max(2 * device.sm_count, rows // 2)
 
 
 def test_architectures_without_tma_or_without_rules_run_multi_wave():

@@ -65,14 +65,6 @@ def test_fault_of_a_plan_that_is_no_ring_is_none():
     assert fault(best_plan("multi_wave", problem, H200), problem, 1, H200) is None
 
 
-def test_few_rows_that_a_cluster_shares_raggedly_do_not_go_through_a_ring():
-    ragged, whole = make_problem("layer", 5888), make_problem("layer", 6144)
-    last = 10 * H200.sm_count
-    assert isinstance(choose(ragged, last, H200), MultiWavePlan)
-    assert isinstance(choose(ragged, last + 1, H200), PipelinedPlan)
-    assert isinstance(choose(whole, last, H200), PipelinedPlan)
-
-
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_rows_that_tma_copies_16_bytes_at_a_time_go_through_a_ring_where_multi_wave_cannot_hold_them(norm):
     for cols, dtype, kind in (
