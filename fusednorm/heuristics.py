@@ -62,10 +62,11 @@ UNKNOWN = Tuning(("multi_wave",), "no other schedule has been tried on this arch
 # from 8193 columns of bfloat16 and 7169 of float32 on (8192 rows, H200, both norms, 2026-11-22; -odd-widths and
 # -short-pieces.jsonl). Pieces of 16 bytes: 4104 columns 92 us and 75 by multi-wave, 8200 177 and 225, but 10248 293 and
 # 264 (LayerNorm backward), forward 8200 columns 131 and 91. Of 32: 1040 columns 13.6 and 13.2, 2064 21.9 and 22.2
-# (LayerNorm forward). Of 128: 1600 columns 28.6 and 33.0, 4160 60 and 74 (LayerNorm backward); in the forward, up to
-# 1600 columns, 8% slower to 5% faster with many rows and 17 to 25% faster with 1628. float32, pieces of 32 bytes: 4104
-# columns 118 and 102, of 64: 4112 100 and 103 (RMSNorm backward).
-HOPPER_BACKWARD_PIECES = {2: {16: 8192, 32: 1024, 128: 0}, 4: {16: 7168, 32: 7168, 64: 0}}
+# (LayerNorm forward), 4823 x 624 13.9 and 21.4, 2684 x 912 11.4 and 12.6 (LayerNorm backward). Of 128: 1600 columns
+# 28.6 and 33.0, 4160 60 and 74 (LayerNorm backward); in the forward, up to 1600 columns, 8% slower to 5% faster with
+# many rows and 17 to 25% faster with 1628. float32, pieces of 32 bytes: 4104 columns 118 and 102, of 64: 4112 100 and
+# 103 (RMSNorm backward).
+HOPPER_BACKWARD_PIECES = {2: {16: 8192, 32: 600, 128: 0}, 4: {16: 7168, 32: 7168, 64: 0}}
 HOPPER_FORWARD_PIECES = {2: {32: 2048, 64: 1024, 128: 0}, 4: {64: 0}}
 # What a row's last chunk has beyond it is worked on: 3328 columns as 4096 took 1.37 times the floor, by multi-wave 1.26
 # (LayerNorm backward, 16384 rows), but 3136 as 3584 1.27 and 1.36. In the forward it matters less: 5376 as 6144 take

@@ -38,7 +38,7 @@ ALL, DX, NO_DX = (True, True, True), (True, False, False), (False, True, True)
 
 
 REPEATED = [  # plan, shape, dtypes, mask of a backward
-    (PipelinedPlan, (64, 4096), BF16_FP32, None),
+    (MultiWavePlan, (64, 2048), BF16_FP32, None),
     (PipelinedPlan, (64, 4096), BF16_FP32, ALL),
     (PipelinedPlan, (64, 4096), BF16_FP32, DX),
     (PipelinedPlan, (16, 32768), BF16_FP32, None),
