@@ -282,8 +282,8 @@ def short_walk(plan: Plan, problem: NormProblem, device: DeviceSpec) -> ShortWal
         short = candidates.multi_wave_short(plan, problem, device)
     if short is None or not tiles:
         return ShortWalk(0)
-    if short.short_lived and getattr(short, "num_stages", 1) == 1:
-        tiles = 1  # for each CTA
+    if isinstance(short, MultiWavePlan) or short.num_stages == 1:
+        tiles = 1  # for each CTA of a forward
     rows = tiles * short.rows_per_tile
     if isinstance(short, MultiWavePlan) and problem.direction == "backward":
         rows = 2 * least_rows_of_cta(plan)  # up to which an SM has one CTA of either
