@@ -163,7 +163,7 @@ def decide(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | No
     short = ShortWalk(0) if obeyed else short_walk(chosen_plan, problem, device)
     if rows <= short.most_rows:
         chosen_plan = short.plan
-    reasons = {}
+    reasons, first = {}, best if obeyed else chosen_plan.variant
     for variant, (plan, fault) in outcomes.items():
         if variant == forced:
             reasons[variant] = _why_forced(fault, best, could_run=plan is not None, would_anyway=variant == best)
@@ -172,7 +172,7 @@ def decide(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | No
         elif variant == best:
             reasons[variant] = f"{'would be ' * obeyed}chosen: {_why_best(variant, problem, device)}"
         else:
-            reasons[variant] = f"could run, but {best} comes first"
+            reasons[variant] = f"could run, but {first} comes first"
     if chosen_plan.variant != chosen:  # the one for few rows is of another variant
         reasons[chosen] = f"is for more than {short.most_rows} rows, got {rows}"
         reasons[chosen_plan.variant] = "chosen: so few rows are one tile for each CTA, and all of them run at once"

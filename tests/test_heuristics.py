@@ -187,6 +187,7 @@ def test_a_forward_whose_tiles_all_run_at_once_has_a_cta_for_each(norm, cols):
         reasons = decide(problem, last, H200).reasons
         assert "one tile for each CTA" in reasons["multi_wave"]
         assert reasons["pipelined"] == f"is for more than {last} rows, got {last}"
+        assert reasons["reference"] == "could run, but multi_wave comes first"
 
 
 def test_a_forward_by_tma_whose_tiles_all_run_at_once_has_one_stage():
