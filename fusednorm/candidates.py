@@ -20,6 +20,7 @@ from .plan import (
     RingPlan,
     WarpSpecializedPlan,
     columns_of_a_thread,
+    has_two_rows_in_cluster,
     num_copies,
     rows_of_a_thread,
 )
@@ -27,6 +28,7 @@ from .preference import (
     BYTES_IN_FLIGHT_PER_SM,
     ELEMENTS_OF_ONE_TILE,
     FORWARD_STREAMS_OF_ONE_ROW,
+    MOST_COLUMNS_OF_ONE_TILE,
     ONE_TILE_BYTES_PER_SM,
     ONE_TILE_THREADS_PER_SM,
     RING_STAGES,
@@ -79,13 +81,18 @@ def multiwave_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[MultiW
             if rows_per_tile * chunk < elements_at_once * threads:
                 continue
             registers = budget.multiwave_registers(rows_per_tile, chunk, num_chunks, num_warps, problem, device)
-            room = min(device.registers_per_sm // registers, device.max_threads_per_sm) // threads
+            room = _ctas_with_room(registers, threads, device)
             if registers <= budget.MAX_REGISTERS and room:
                 tile_bytes = rows_per_tile * problem.cols * bytes_per_element(problem)
                 enough = max(warps_per_sm(problem) / num_warps, BYTES_IN_FLIGHT_PER_SM / tile_bytes)
                 ctas_per_sm = min(room, math.ceil(enough))
                 limit = budget.register_limit(threads * ctas_per_sm, device)
                 yield MultiWavePlan(rows_per_tile, chunk, num_chunks, num_warps, ctas_per_sm, limit)
+
+
+def _ctas_with_room(registers: int, threads: int, device: DeviceSpec) -> int:
+    """How many CTAs of so many threads, of so many registers each, fit an SM."""
+    return min(device.registers_per_sm // registers, device.max_threads_per_sm) // threads
 
 
 def multi_wave_short(plan: MultiWavePlan, problem: NormProblem, device: DeviceSpec) -> MultiWavePlan | None:
@@ -105,7 +112,8 @@ def one_tile(problem: NormProblem, device: DeviceSpec) -> MultiWavePlan | None:
 
 def one_tile_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[MultiWavePlan]:
     """Of forwards whose rows are multiples of 16 bytes, those whose threads load 8 bytes or more at once."""
-    if not problem.tma_aligned or problem.acc_dtype.itemsize == 8:
+    too_wide = problem.cols > MOST_COLUMNS_OF_ONE_TILE[problem.norm]
+    if too_wide or not problem.tma_aligned or problem.acc_dtype.itemsize == 8:
         return
     elements_at_once = 8 // problem.x_dtype.itemsize
     for num_warps, rows_per_tile in itertools.product(ONE_TILE_WARPS, powers_of_two(1, 32)):
@@ -116,7 +124,7 @@ def one_tile_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[MultiWa
                 continue
             tile_bytes = rows_per_tile * problem.cols * problem.x_dtype.itemsize
             registers = budget.one_tile_registers(elements, problem)
-            room = min(device.registers_per_sm // registers, device.max_threads_per_sm) // threads
+            room = _ctas_with_room(registers, threads, device)
             wanted = ONE_TILE_BYTES_PER_SM[problem.norm] // tile_bytes, ONE_TILE_THREADS_PER_SM[problem.norm] // threads
             ctas_per_sm = min(room, *wanted)
             if ctas_per_sm:
@@ -157,8 +165,7 @@ def pipelined_short(
 ) -> PipelinedPlan | MultiWavePlan | None:
     """What had better take the place of the best plan where CTAs get few tiles, if anything."""
     if problem.direction == "backward":
-        two_rows_in_cluster = plan.cluster > 1 and plan.rows_per_tile > 1
-        return None if two_rows_in_cluster else _one_large_cta(problem, device)
+        return None if has_two_rows_in_cluster(plan) else _one_large_cta(problem, device)
     one_row = _one_row(plan, problem, device) if problem.norm == "layer" else None
     one_stage = replace(plan, num_stages=1) if plan.short_lived and plan.num_stages > 1 else None
     return one_row or one_tile(problem, device) or one_stage  # the last two for as many tiles as run at once
@@ -170,11 +177,11 @@ def _one_large_cta(problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | 
     plan = _best_ring(_those(wanted, problem, device), problem, device)
     if plan is None or not all(ring_key(plan, problem, device)[:2]):
         return None
-    if plan.rows_per_tile > MAX_SHORT_ROWS:
-        return None
-    if plan.rows_per_tile == 1 and columns_of_a_thread(plan) > MAX_COLUMNS_OF_ONE_ROW:
-        return None
-    slower = plan.weight_in_smem and problem.norm == "layer"  # of 36 columns a thread by up to 23%
+    slower = (
+        plan.rows_per_tile > MAX_SHORT_ROWS
+        or (plan.rows_per_tile == 1 and columns_of_a_thread(plan) > MAX_COLUMNS_OF_ONE_ROW)
+        or (plan.weight_in_smem and problem.norm == "layer")  # of 36 columns a thread by up to 23%
+    )
     return None if slower else plan
 
 

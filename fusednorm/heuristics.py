@@ -28,8 +28,8 @@ from .plan import (
     Rejected,
     RingPlan,
     box_columns,
-    clusters_at_once,
     least_rows_of_cta,
+    rows_at_once,
 )
 from .problem import NormProblem
 
@@ -52,8 +52,8 @@ class Tuning:
     # pays that has no longer pieces. Shorter ones than those named do not pay, or have not been tried.
     columns_by_piece: dict[int, dict[int, int]] = field(default_factory=dict)
     most_padding: float = math.inf  # columns for each of a row in one CTA, where multi-wave holds the row in registers
-    # Row tiles of a CTA that has no more, for which there is another plan than for many rows; by variant.
-    tiles_of_a_short_walk: dict[str, int] = field(default_factory=dict)
+    # Row tiles of a ring's CTA that has no more, for which there is another plan than for many rows; None: none is.
+    tiles_of_a_short_walk: int | None = None
 
 
 UNKNOWN = Tuning(("multi_wave",), "no other schedule has been tried on this architecture")
@@ -83,9 +83,7 @@ HOPPER_BACKWARD = Tuning(
     columns_by_piece=HOPPER_BACKWARD_PIECES,
     most_padding=HOPPER_PADDING,
     # 1500 x 4096 takes 16.2 us and 16.6 by two CTAs on an SM, 2000 x 4096, 16 rows of each, 18.7 and 18.8 (LayerNorm).
-    # By multi-wave 300 x 2055 10.8 us and 11.5, 1024 x 1000 9.3 and 10.3 with fewer registers; but 600 x 2055 13.4 and
-    # 12.6 by two CTAs.
-    tiles_of_a_short_walk=dict(pipelined=8, multi_wave=4),
+    tiles_of_a_short_walk=8,
 )
 HOPPER_FORWARD = Tuning(
     ("pipelined", "multi_wave"),
@@ -97,7 +95,7 @@ HOPPER_FORWARD = Tuning(
     most_padding=HOPPER_FORWARD_PADDING,
     # 512 x 8192 takes 8.9 us and 9.7 with two rows over two CTAs, 2400 x 6656 19.4 us and 22.1, but 4096 x 8192, 16
     # tiles, 36 us and 34.5; 1024 x 4096, whose tiles run all at once, 8.7 us and 9.05 with two stages (LayerNorm).
-    tiles_of_a_short_walk=dict(pipelined=12, multi_wave=1),
+    tiles_of_a_short_walk=12,
 )
 
 # Nothing has been measured on Blackwell. It is planned for by what nvFuser has published on its choice for B200: its
@@ -275,19 +273,21 @@ class ShortWalk(NamedTuple):
 @functools.cache
 def short_walk(plan: Plan, problem: NormProblem, device: DeviceSpec) -> ShortWalk:
     """What there is in the place of the plan for many rows."""
-    tiles, short = tuning(problem, device).tiles_of_a_short_walk.get(plan.variant, 0), None
+    tiles, short = tuning(problem, device).tiles_of_a_short_walk, None
+    if tiles is None:
+        return ShortWalk(0)
     if isinstance(plan, PipelinedPlan):
         short = candidates.pipelined_short(plan, problem, device)
     elif isinstance(plan, MultiWavePlan):
         short = candidates.multi_wave_short(plan, problem, device)
-    if short is None or not tiles:
+    if short is None:
         return ShortWalk(0)
-    if isinstance(short, MultiWavePlan) or short.num_stages == 1:
-        tiles = 1  # for each CTA of a forward
-    rows = tiles * short.rows_per_tile
-    if isinstance(short, MultiWavePlan) and problem.direction == "backward":
-        rows = 2 * least_rows_of_cta(plan)  # up to which an SM has one CTA of either
-    return ShortWalk(rows * short.ctas_per_sm * clusters_at_once(short.cluster, device), short)
+    if isinstance(short, MultiWavePlan) and not short.short_lived:
+        # Up to which an SM has one CTA of either: 300 x 2055 takes 10.8 us and 11.5 with fewer registers, 1024 x 1000
+        # 9.3 and 10.3; but 600 x 2055 13.4 and 12.6 by two CTAs (LayerNorm).
+        return ShortWalk(2 * least_rows_of_cta(plan) * device.sm_count, short)
+    one_tile = isinstance(short, MultiWavePlan) or short.num_stages == 1
+    return ShortWalk((1 if one_tile else tiles) * rows_at_once(short, device), short)
 
 
 def tuning(problem: NormProblem, device: DeviceSpec) -> Tuning:

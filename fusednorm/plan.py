@@ -158,6 +158,11 @@ def rows_of_a_thread(rows_per_tile: int, cluster: int) -> int:
     return rows_per_tile if cluster > 1 else 1
 
 
+def has_two_rows_in_cluster(plan: RingPlan) -> bool:
+    """Whether its threads have parts of two rows."""
+    return rows_of_a_thread(plan.rows_per_tile, plan.cluster) > 1
+
+
 def threads_of_a_row(plan: RingPlan) -> int:
     """Threads among which a row is divided, or in a cluster a CTA's part of it."""
     return 32 * plan.num_warps * rows_of_a_thread(plan.rows_per_tile, plan.cluster) // plan.rows_per_tile
@@ -230,6 +235,11 @@ def clusters_at_once(cluster: int, device: DeviceSpec) -> int:
     backward of 16384 and 32768 columns, 2026-11-20)."""
     usable = device.sm_count if cluster <= 2 else device.sm_count * 10 // 11
     return max(1, usable // cluster)
+
+
+def rows_at_once(plan: Plan, device: DeviceSpec) -> int:
+    """Rows of one tile for each CTA, or cluster, that runs at the same time."""
+    return plan.rows_per_tile * plan.ctas_per_sm * clusters_at_once(plan.cluster, device)
 
 
 def num_partials(plan: Plan, ctas: int) -> int:

@@ -18,6 +18,7 @@ from .plan import (
     RingPlan,
     WarpSpecializedPlan,
     columns_of_a_thread,
+    has_two_rows_in_cluster,
     is_whole,
     num_copies,
     rows_of_a_thread,
@@ -106,10 +107,12 @@ MAX_COLUMNS_WITH_WEIGHT = {"backward": 32, "forward": 16}
 
 # Of a forward by CTAs of one row tile each, which starts sooner than a ring: what an SM gets of x, at most. RMSNorm 264
 # x 4096 takes 5.4 us and 6.3 by a ring, 1056 x 4096 8.5 and 8.7, but 1056 x 8192 12.6 and 12.2. LayerNorm, whose CTAs
-# load two parameters, 132 x 4096 5.3 and 6.3, 1056 x 2048 6.9 and 7.2, but 1056 x 4096 10.1 and 8.8. Narrow rows end
-# sooner: 5544 x 512, 1344 threads, 7.6 us and 7.5 (RMSNorm), 4224 x 512, 1024 threads, 7.3 and 7.1 (LayerNorm).
+# load two parameters, 528 x 2048 5.9 and 6.2, 1056 x 2048 6.9 and 7.2, but 1056 x 4096 10.1 and 8.8. Narrow rows end
+# sooner: 5544 x 512, 1344 threads, 7.6 us and 7.5 (RMSNorm), 4224 x 512, 1024 threads, 7.3 and 7.1 (LayerNorm). Nor
+# wide rows of LayerNorm: 264 x 4096 takes 6.0 us either way, and by one stage of a ring twice as many rows run at once.
 ONE_TILE_BYTES_PER_SM = {"layer": 32 * 1024, "rms": 64 * 1024}
 ONE_TILE_THREADS_PER_SM = {"layer": 512, "rms": 1024}
+MOST_COLUMNS_OF_ONE_TILE = {"layer": 3072, "rms": ONE_TILE_COLUMNS}
 ELEMENTS_OF_NARROW_ROWS = 16  # of a thread, by several rows if need be
 
 
@@ -209,7 +212,7 @@ def _has_much_of_rms(plan: RingPlan, problem: NormProblem) -> bool:
 
 def _most_bytes(plan: RingPlan, problem: NormProblem) -> int:
     """Of x and its gradient, that a thread had better have."""
-    if problem.direction == "backward" and plan.rows_per_tile > 1 < plan.cluster:
+    if problem.direction == "backward" and has_two_rows_in_cluster(plan):
         least, too_many = COLUMNS_OF_TWO_ROWS
         few = plan.cluster <= LARGEST_CLUSTER_OF_TWO_ROWS
         enough = least < problem.cols / plan.cluster / threads_of_a_row(plan) < too_many
@@ -270,7 +273,7 @@ def _ring_stages(plan: RingPlan, problem: NormProblem, bytes_of_two: float) -> i
     if _has_one_tile(problem):
         return 1
     groups = plan.num_groups if isinstance(plan, WarpSpecializedPlan) else 1
-    two_rows = plan.rows_per_tile > 1 and problem.direction == "backward"
+    two_rows = problem.direction == "backward" and has_two_rows_in_cluster(plan)
     few_ctas = plan.cluster <= LARGEST_CLUSTER_OF_TWO_STAGES or two_rows
     two = bytes_of_two >= (RING_BYTES_PER_SM if few_ctas else RING_BYTES_PER_SM_IN_CLUSTER)
     return groups * (2 if two else RING_STAGES[problem.direction])

@@ -1,0 +1,106 @@
+"""The planner where CTAs get few row tiles: which plan takes the place of that for many rows, and how many CTAs run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from planning import make_problem
+
+import fusednorm
+from fusednorm.device import H200
+from fusednorm.heuristics import choose, decide
+from fusednorm.plan import MultiWavePlan, PipelinedPlan, num_ctas, num_partials, rows_at_once
+
+MANY_ROWS = 16384
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("cols, rows_of_sm", [(2056, 4), (1000, 16)])
+def test_a_multi_wave_cta_that_is_alone_on_its_sm_has_all_registers(norm, cols, rows_of_sm):
+    problem = make_problem(norm, cols)
+    last = rows_of_sm * H200.sm_count
+    few, many = choose(problem, last, H200), choose(problem, last + 1, H200)
+    assert (few.ctas_per_sm, few.max_registers) == (1, 255) and many.ctas_per_sm > 1
+    assert replace(few, ctas_per_sm=many.ctas_per_sm, max_registers=many.max_registers) == many
+    assert num_ctas(many, last - 1, cols, H200) == H200.sm_count == num_ctas(few, last, cols, H200)
+    alone = replace(problem, wants_dw=False, wants_db=False)  # which leaves no partials
+    assert choose(alone, last, H200) == choose(alone, last + 1, H200)
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_rows_of_eight_tiles_or_fewer_go_to_one_large_cta_on_each_sm(norm):
+    problem = make_problem(norm, 4096)
+    last = 8 * 2 * H200.sm_count  # tiles of two rows
+    few, many = choose(problem, last, H200), choose(problem, last + 1, H200)
+    assert (few.ctas_per_sm, few.num_warps, few.rows_per_tile, few.num_stages) == (1, 8, 2, 2)
+    assert (many.ctas_per_sm, many.num_warps, many.rows_per_tile) == (2, 4, 1)
+    assert num_partials(few, num_ctas(few, last, 4096, H200)) <= H200.sm_count
+    with fusednorm.force("pipelined"):
+        assert choose(problem, last, H200) == choose(problem, last + 1, H200) == many
+
+
+@pytest.mark.parametrize("norm, cols", [("rms", 128), ("rms", 4096), ("rms", 16384), ("layer", 512), ("layer", 2048)])
+def test_a_forward_whose_tiles_all_run_at_once_has_a_cta_for_each(norm, cols):
+    problem = make_problem(norm, cols, direction="forward")
+    few = choose(problem, 1, H200)
+    last = rows_at_once(few, H200)
+    many = choose(problem, last + 1, H200)
+    assert isinstance(few, MultiWavePlan) and few.short_lived and few == choose(problem, last, H200) != many
+    assert num_ctas(few, last, cols, H200) == last // few.rows_per_tile
+    bytes_of_sm = few.ctas_per_sm * few.rows_per_tile * cols * 2
+    assert bytes_of_sm <= (64 if norm == "rms" else 32) * 1024
+    if isinstance(many, PipelinedPlan):
+        reasons = decide(problem, last, H200).reasons
+        assert "one tile for each CTA" in reasons["multi_wave"]
+        assert reasons["pipelined"] == f"is for more than {last} rows, got {last}"
+        assert reasons["reference"] == "could run, but multi_wave comes first"
+
+
+@pytest.mark.parametrize("norm, cols", [("rms", 32768), ("layer", 4096)])
+def test_wide_rows_have_a_ring_of_one_stage_then(norm, cols):
+    problem = make_problem(norm, cols, direction="forward")
+    least = choose(problem, 1, H200)
+    last = rows_at_once(least, H200)
+    few, many = choose(problem, last, H200), choose(problem, last + 1, H200)
+    assert (few.num_stages, many.num_stages) == (1, 2) and few == replace(many, num_stages=1)
+    assert num_ctas(few, last, cols, H200) == last // few.rows_per_tile
+
+
+@pytest.mark.parametrize("cols", [6656, 8192, 16384])
+def test_few_rows_of_layernorm_forward_are_one_row_over_half_as_many_ctas(cols):
+    problem = make_problem("layer", cols, direction="forward")
+    few, many = choose(problem, 8 * 128, H200), choose(problem, MANY_ROWS, H200)
+    assert (many.rows_per_tile, many.weight_in_smem) == (2, True)
+    assert (few.rows_per_tile, few.weight_in_smem, few.ctas_per_sm) == (1, False, 2)
+    assert few.cluster == many.cluster // 2
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_rows_of_a_large_cta_are_shared_by_two_only_where_each_gets_more_than_eight(norm):
+    problem, last = make_problem(norm, 7168), 8 * H200.sm_count
+    few, many = choose(problem, last, H200), choose(problem, last + 1, H200)
+    assert (few.cluster, few.num_warps, few.num_stages) == (1, 8, 2)
+    assert (many.cluster, many.num_warps) == (2, 4)
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("cols", [512, 1024, 2048, 5120, 8192, 10240, 32768])
+def test_few_rows_have_the_plan_of_many_where_one_large_cta_would_be_slower(norm, cols):
+    problem = make_problem(norm, cols)
+    assert choose(problem, 1, H200) == choose(problem, 132, H200) == choose(problem, MANY_ROWS, H200)
+
+
+@pytest.mark.parametrize(
+    "cols, rows, ctas",
+    [(2048, 2 * 132, 132), (2048, 4 * 263, 132), (2048, 4 * 264, 264), (16384, 2 * 59, 30), (16384, 2 * 60, 60)]
+    + [(1000, 16 * 132 - 1, 132), (2055, 4 * 132, 264)],
+)
+def test_an_sm_gets_a_second_cta_once_it_has_two_tiles_for_it_or_two_rows_in_a_cluster(cols, rows, ctas):
+    with fusednorm.force("multi_wave" if cols in (1000, 2055) else "pipelined"):
+        assert num_ctas(choose(make_problem("layer", cols), rows, H200), rows, cols, H200) == ctas
+
+
+def test_all_ctas_that_run_at_once_get_tiles_even_if_some_get_one_less():
+    problem = make_problem("layer", 2048)
+    assert num_ctas(choose(problem, 16384, H200), 16384, 2048, H200) == 264  # 31 or 32 tiles of two rows
