@@ -288,6 +288,8 @@ def multiwave_registers(
         need += 8 * (many_rows and 100 <= device.arch < 120)
         need += (min(rows_per_tile, 16) - 1) * num_chunks + per_element * elements + 0.2 * max(0, elements - 16)
         need += 0.8 * max(0, rows_per_tile - 32)
+        if problem.wants_db:  # dw and db of one chunk come together with all of a thread's elements at once
+            need += 2 * max(0, elements / num_chunks - 16)
     else:
         held = [dtype for dtype in (problem.weight_dtype, problem.bias_dtype) if dtype is not None]
         parameters = sum(max(1, dtype.itemsize / problem.acc_dtype.itemsize) for dtype in held)

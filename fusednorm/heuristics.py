@@ -4,7 +4,7 @@ For each variant: is it legal (legality.py); which of its plans fit shared memor
 (candidates.py); has that one a fault (`fault`). Of the variants without a fault, the first in the order of the `Tuning`
 for the device is chosen. `force` overrides faults and order, never legality.
 
-A plan does not depend on the row count; which plan is chosen does, at two thresholds at most, and at 2^30 rows.
+A plan does not depend on the row count; which plan is chosen does, at three thresholds at most, and at 2^30 rows.
 """
 
 from __future__ import annotations
@@ -48,30 +48,36 @@ class Tuning:
     ring_rows_per_sm_without_dx: int | None = None  # the same for sums over rows alone; None: not measured
     narrowest_ring_bytes: dict[str, int] = field(default_factory=dict)  # of a row of x, by norm
     widest_ring_bytes: float = math.inf
-    # By the bytes of an element of x: the bytes of a row that TMA copies at once, and from how many columns on a ring
-    # pays that has no longer pieces. Shorter ones than those named do not pay, or have not been tried.
-    columns_by_piece: dict[int, dict[int, int]] = field(default_factory=dict)
-    most_padding: float = math.inf  # columns for each of a row in one CTA, where multi-wave holds the row in registers
+    # By the bytes of an element of x: the bytes of a row that TMA copies at once, and the columns of which a ring pays
+    # that has no longer pieces: from how many on and, where multi-wave holds the row in registers, up to how many.
+    # Shorter ones than those named do not pay, or have not been tried.
+    columns_by_piece: dict[int, dict[int, tuple[float, float]]] = field(default_factory=dict)
     # Row tiles of a ring's CTA that has no more, for which there is another plan than for many rows; None: none is.
     tiles_of_a_short_walk: int | None = None
 
 
+TILES_OF_MULTI_WAVE = 8  # that take the place of a ring of LayerNorm's forward, whose rows end within a chunk
+
 UNKNOWN = Tuning(("multi_wave",), "no other schedule has been tried on this architecture")
 
-# Short pieces take long, but in the backward multi-wave takes longer where it cannot hold a row in registers, which is
-# from 8193 columns of bfloat16 and 7169 of float32 on (8192 rows, H200, both norms, 2026-11-22; -odd-widths and
-# -short-pieces.jsonl). Pieces of 16 bytes: 4104 columns 92 us and 75 by multi-wave, 8200 177 and 225, but 10248 293 and
-# 264 (LayerNorm backward), forward 8200 columns 131 and 91. Of 32: 1040 columns 13.6 and 13.2, 2064 21.9 and 22.2
-# (LayerNorm forward), 4823 x 624 13.9 and 21.4, 2684 x 912 11.4 and 12.6 (LayerNorm backward). Of 128: 1600 columns
-# 28.6 and 33.0, 4160 60 and 74 (LayerNorm backward); in the forward, up to 1600 columns, 8% slower to 5% faster with
-# many rows and 17 to 25% faster with 1628. float32, pieces of 32 bytes: 4104 columns 118 and 102, of 64: 4112 100 and
+# Short pieces take long, but in the backward multi-wave takes longer where it cannot hold a row in registers, which
+# is from 8193 columns of bfloat16 and 7169 of float32 on (8192 rows, H200, both norms, 2026-11-22; -odd-widths,
+# -short-pieces and -one-chunk.jsonl). Pieces of 16 bytes: 4104 columns 92 us and 75 by multi-wave, 8200 177 and 225,
+# but 10248 293 and 264 (LayerNorm backward), forward 8200 columns 131 and 91. Of 32: 1040 columns 13.6 and 13.2, 2064
+# 21.9 and 22.2 (LayerNorm forward), 40000 x 144 19.3 and 17.9, 8000 x 176 10.5 and 13.7, 8000 x 496 13.7 and 18.4
+# (LayerNorm backward). Of 64: 65536 x 416 29.4 and 32.2, 65536 x 224 18.2 and 18.6 (LayerNorm forward), 65536 x 160
+# 13.8 and 13.7 (RMSNorm). Wide rows by pieces of 32: 4096 x 9232 43.6 and 46.6, 4096 x 12496 66.8 and 59.0, 250 x
+# 12496 9.3 and 8.3 (LayerNorm forward). float32, pieces of 32 bytes: 4104 columns 118 and 102, of 64: 4112 100 and
 # 103 (RMSNorm backward).
-HOPPER_BACKWARD_PIECES = {2: {16: 8192, 32: 600, 128: 0}, 4: {16: 7168, 32: 7168, 64: 0}}
-HOPPER_FORWARD_PIECES = {2: {32: 2048, 64: 1024, 128: 0}, 4: {64: 0}}
-# What a row's last chunk has beyond it is worked on: 3328 columns as 4096 took 1.37 times the floor, by multi-wave 1.26
-# (LayerNorm backward, 16384 rows), but 3136 as 3584 1.27 and 1.36. In the forward it matters less: 5376 as 6144 take
-# 14.4 us, by multi-wave 17.1 (RMSNorm, 2048 rows).
-HOPPER_PADDING, HOPPER_FORWARD_PADDING = 1.16, 1.2
+ANY_COLUMNS = 0, math.inf
+HOPPER_BACKWARD_PIECES = {
+    2: {16: (8192, math.inf), 32: (160, math.inf), 64: ANY_COLUMNS},
+    4: {16: (7168, math.inf), 64: ANY_COLUMNS},
+}
+HOPPER_FORWARD_PIECES = {
+    2: {32: (2048, 10240), 64: (256, math.inf), 128: ANY_COLUMNS},
+    4: {64: ANY_COLUMNS},
+}
 
 HOPPER_BACKWARD = Tuning(
     ("pipelined", "multi_wave"),
@@ -79,9 +85,9 @@ HOPPER_BACKWARD = Tuning(
     "(H200, bfloat16, 2026-11-21)",
     # dw and db of 16384 x 4096: 73.0 us and 85.4 by multi-wave, of 1024 x 4096: 16.7 and 13.4 (LayerNorm, bfloat16).
     ring_rows_per_sm_without_dx=8,
-    narrowest_ring_bytes=dict(layer=256, rms=256),  # 128 columns: 19.9 us and 21.3 by multi-wave, 64: 20.4 and 20.8
+    # 128 columns: 19.9 us and 21.3 by multi-wave, 96: 15.3 and 16.1, 80: 15.6 and 13.6 (65536 rows).
+    narrowest_ring_bytes=dict(layer=192, rms=192),
     columns_by_piece=HOPPER_BACKWARD_PIECES,
-    most_padding=HOPPER_PADDING,
     # 1500 x 4096 takes 16.2 us and 16.6 by two CTAs on an SM, 2000 x 4096, 16 rows of each, 18.7 and 18.8 (LayerNorm).
     tiles_of_a_short_walk=8,
 )
@@ -92,7 +98,6 @@ HOPPER_FORWARD = Tuning(
     # 128 columns: 12.5 us and 12.8 by multi-wave (LayerNorm), but 12.2 and 11.6 (RMSNorm); 64 columns: 12.8 and 13.3.
     narrowest_ring_bytes=dict(layer=128, rms=512),
     columns_by_piece=HOPPER_FORWARD_PIECES,
-    most_padding=HOPPER_FORWARD_PADDING,
     # 512 x 8192 takes 8.9 us and 9.7 with two rows over two CTAs, 2400 x 6656 19.4 us and 22.1, but 4096 x 8192, 16
     # tiles, 36 us and 34.5; 1024 x 4096, whose tiles run all at once, 8.7 us and 9.05 with two stages (LayerNorm).
     tiles_of_a_short_walk=12,
@@ -158,9 +163,10 @@ def decide(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | No
     obeyed = forced is not None and outcomes[forced].plan is not None
     chosen = forced if obeyed else best
     chosen_plan = outcomes[chosen].plan
-    short = ShortWalk(0) if obeyed else short_walk(chosen_plan, problem, device)
-    if rows <= short.most_rows:
-        chosen_plan = short.plan
+    walks = () if obeyed else short_walks(chosen_plan, problem, device)
+    walk = next((walk for walk in walks if rows <= walk.most_rows), None)
+    if walk:
+        chosen_plan = walk.plan
     reasons, first = {}, best if obeyed else chosen_plan.variant
     for variant, (plan, fault) in outcomes.items():
         if variant == forced:
@@ -172,7 +178,7 @@ def decide(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | No
         else:
             reasons[variant] = f"could run, but {first} comes first"
     if chosen_plan.variant != chosen:  # the one for few rows is of another variant
-        reasons[chosen] = f"is for more than {short.most_rows} rows, got {rows}"
+        reasons[chosen] = f"is for more than {walk.most_rows} rows, got {rows}"
         reasons[chosen_plan.variant] = "chosen: so few rows are one tile for each CTA, and all of them run at once"
     return Decision(chosen_plan, obeyed, reasons)
 
@@ -225,22 +231,23 @@ def fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Re
     if row_bytes > known.widest_ring_bytes:
         return Rejected("wide_rows", f"is for rows up to {known.widest_ring_bytes} bytes, got {row_bytes}")
     box_bytes = box_columns(plan, problem.cols) * problem.x_dtype.itemsize
-    least = _columns_that_pay(box_bytes, known.columns_by_piece.get(problem.x_dtype.itemsize, {0: 0}))
-    if problem.cols < least and box_bytes < row_bytes:
-        where = "nowhere" if least == math.inf else f"from {least} columns on"
-        text = f"would copy {problem.cols} columns by {box_bytes} bytes at once, which pays {where}"
-        return Rejected("short_pieces", text)
-    padded = plan.chunk * plan.num_chunks
-    in_registers = isinstance(best_plan("multi_wave", problem, device), MultiWavePlan)
-    if plan.cluster == 1 and padded > known.most_padding * problem.cols and in_registers:
-        text = f"would work on {padded} columns for {problem.cols}, and should on {known.most_padding} times as many"
-        return Rejected("padding", f"{text} at most")
+    text = _why_pieces_are_short(box_bytes, problem, device) if box_bytes < row_bytes else None
+    if text:
+        return Rejected("short_pieces", f"would copy {problem.cols} columns by {box_bytes} bytes at once, {text}")
     return None
 
 
-def _columns_that_pay(box_bytes: int, columns_by_piece: dict[int, int]) -> float:
-    short = [piece for piece in columns_by_piece if piece <= box_bytes]
-    return columns_by_piece[max(short)] if short else math.inf
+def _why_pieces_are_short(box_bytes: int, problem: NormProblem, device: DeviceSpec) -> str | None:
+    columns_by_piece = tuning(problem, device).columns_by_piece.get(problem.x_dtype.itemsize, {0: ANY_COLUMNS})
+    tried = [piece for piece in columns_by_piece if piece <= box_bytes]
+    if not tried:
+        return "which pays nowhere"
+    least, most = columns_by_piece[max(tried)]
+    if problem.cols < least:
+        return f"which pays from {least} columns on"
+    if problem.cols > most and isinstance(best_plan("multi_wave", problem, device), MultiWavePlan):
+        return f"which pays up to {most} columns"
+    return None
 
 
 def _fault_without_dx(problem: NormProblem, rows: int, device: DeviceSpec) -> Rejected | None:
@@ -267,27 +274,38 @@ class ShortWalk(NamedTuple):
     """The plan for so few rows that no CTA gets many tiles; of variants that are not forced, which have one plan."""
 
     most_rows: int
-    plan: Plan | None = None
+    plan: Plan
 
 
 @functools.cache
-def short_walk(plan: Plan, problem: NormProblem, device: DeviceSpec) -> ShortWalk:
-    """What there is in the place of the plan for many rows."""
-    tiles, short = tuning(problem, device).tiles_of_a_short_walk, None
-    if tiles is None:
-        return ShortWalk(0)
+def short_walks(plan: Plan, problem: NormProblem, device: DeviceSpec) -> tuple[ShortWalk, ...]:
+    """What there is in the place of the plan for many rows, for the fewest rows first."""
+    shorts = ()
+    if tuning(problem, device).tiles_of_a_short_walk is None:
+        return ()
     if isinstance(plan, PipelinedPlan):
-        short = candidates.pipelined_short(plan, problem, device)
+        shorts = candidates.pipelined_short(plan, problem, device)
     elif isinstance(plan, MultiWavePlan):
-        short = candidates.multi_wave_short(plan, problem, device)
-    if short is None:
-        return ShortWalk(0)
-    if isinstance(short, MultiWavePlan) and not short.short_lived:
+        shorts = candidates.multi_wave_short(plan, problem, device)
+    walks: list[ShortWalk] = []
+    for short in shorts:
+        most_rows = _rows_of_a_short_walk(short, plan, problem, device) if short else 0
+        if most_rows > max((walk.most_rows for walk in walks), default=0):
+            walks.append(ShortWalk(most_rows, short))
+    return tuple(walks)
+
+
+def _rows_of_a_short_walk(short: Plan, plan: Plan, problem: NormProblem, device: DeviceSpec) -> int:
+    if isinstance(short, MultiWavePlan) and problem.direction == "backward":
         # Up to which an SM has one CTA of either: 300 x 2055 takes 10.8 us and 11.5 with fewer registers, 1024 x 1000
         # 9.3 and 10.3; but 600 x 2055 13.4 and 12.6 by two CTAs (LayerNorm).
-        return ShortWalk(2 * least_rows_of_cta(plan) * device.sm_count, short)
-    one_tile = isinstance(short, MultiWavePlan) or short.num_stages == 1
-    return ShortWalk((1 if one_tile else tiles) * rows_at_once(short, device), short)
+        return 2 * least_rows_of_cta(plan) * device.sm_count
+    tiles = tuning(problem, device).tiles_of_a_short_walk
+    if isinstance(short, MultiWavePlan):  # 2000 x 11264 takes 27.3 us and 26.4, 1000 x 11264 15.6 and 16.3
+        tiles = 1 if short.short_lived else TILES_OF_MULTI_WAVE
+    elif short.num_stages == 1:
+        tiles = 1
+    return tiles * rows_at_once(short, device)
 
 
 def tuning(problem: NormProblem, device: DeviceSpec) -> Tuning:
@@ -298,8 +316,8 @@ def tuning(problem: NormProblem, device: DeviceSpec) -> Tuning:
 def _plans_by_rows(problem: NormProblem, device: DeviceSpec, forced: str | None) -> tuple[tuple[float, Plan], ...]:
     """(most rows, plan), ascending: divided where something depends on the row count, the last without an end."""
     many = decide(problem, MAX_RING_ROWS, device, forced)
-    short = 0 if many.forced else short_walk(many.plan, problem, device).most_rows
-    lasts = sorted({least_rows(problem, device), short, MAX_RING_ROWS})
+    walks = () if many.forced else short_walks(many.plan, problem, device)
+    lasts = sorted({least_rows(problem, device), MAX_RING_ROWS, *(walk.most_rows for walk in walks)})
     plans = [(last, decide(problem, last, device, forced).plan) for last in lasts if last]
     return (*plans, (math.inf, decide(problem, MAX_RING_ROWS + 1, device, forced).plan))
 

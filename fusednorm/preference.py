@@ -28,22 +28,40 @@ from .problem import NormProblem
 
 # Columns beyond the last are computed on for nothing; so many for each that there is do not matter.
 TOLERATED_PADDING = 1.125
+# Nor do more where a row is one chunk (backward): all of it comes in one copy, 16 bytes to a thread at a time, and what
+# its threads have beyond the row costs no memory traffic. By the threads of a row, a warp or more: 16384 x 832 takes
+# 25.7 us as 1024 columns and 27.2 as seven chunks of 128, 8000 x 160 10.1 as 256 and 10.8 as five of 32, but 16384 x
+# 640 22.7 and 22.1 as five of 128; 16384 x 1664 47.4 as 2048 and 49.3 as seven of 256, but 16384 x 1408 42.9 and 38.8
+# as three of 512; 5242 x 6400 over two CTAs 60.2 and 62.8 (LayerNorm).
+TOLERATED_PADDING_OF_A_WARP, TOLERATED_PADDING_OF_WARPS = 1.6, 1.32
+# And a little more for fewer chunks: 15420 x 2176 takes 55.9 us as five chunks of 512, which are 2560, and 58.3 as nine
+# of 256, 12000 x 544 18.4 as five of 128 and 19.0 as nine of 64 (LayerNorm backward).
+TOLERATED_PADDING_OF_CHUNKS = 1.18
 # Little's law: 4.4 TB/s of an H200 times about 1 us of loaded latency is 32 KiB in flight for each SM.
 BYTES_IN_FLIGHT_PER_SM = 32 * 1024
+# A backward of narrow rows has fewer warps with more rows each, whose partials are fewer; by the most columns: 8192 x
+# 1000 takes 20.0 us by 16 and 17.8 by 8 (RMSNorm), 2500 x 1001 17.3 and 13.5, but 2500 x 1900 16.5 and 17.6
+# (LayerNorm). Of the narrowest, smaller chunks: 128 columns take 12.0 us by chunks of 64, 13.1 us of 128 (forward).
 MULTIWAVE_WARPS_PER_SM = 16
-# By the most columns: of narrow rows fewer warps with more rows each. 512 columns take 36.2 us so and 41.0 us with 20
-# warps, 128 columns 20.9 us and 26.2 us (LayerNorm backward). Of the narrowest, smaller chunks: 128 columns take 12.0
-# us by chunks of 64, 13.1 us of 128 (forward).
-NARROW_WARPS_PER_SM = {256: 8, 512: 12}
+NARROW_WARPS_PER_SM = {256: 8, 512: 12, 1024: 8}
 NARROW_COLUMNS, NARROW_CHUNK = 256, 64
+# Where each thread loads 16 bytes of every row, a backward needs no exchange between threads for dw and db, which costs
+# more than padding: 4096 x 632 takes 13.6 us as one chunk of 1024 and 21.5 as five of 128, 4096 x 1544 17.5 as 2048 and
+# 22.0 as seven of 256; but 10000 x 2600 64.5 as 4096 and 53.4 as three of 1024, and 22243 x 1152 56.2 as 2048 and 50.0
+# as five of 256 (LayerNorm). From 1025 columns on LayerNorm has eight warps on an SM for these, RMSNorm, 8% slower so,
+# sixteen.
+MOST_BYTES_OF_ONE_CHUNK, MOST_COLUMNS_BEYOND, WARPS_OF_ONE_CHUNK = 4096, 768, 8
 MULTIWAVE_CHUNK = 1024  # columns; faster than 512 by 2 to 5%, than 2048 by 1 to 6%, than 4096 by 2 to 9%
 # What a thread has of a row tile at most, in bytes of x and its gradient, and in columns, of which the backward holds
 # two sums each. It gets as many as are allowed: with half as many, a row's sums cost twice as much (3000 x 9216: 48.3
 # us with 36, 53.0 us with 18).
 RING_BYTES_PER_THREAD, MAX_COLUMNS_PER_THREAD = 144, 36
-# RMSNorm, which has no sums of db, of rows for as many threads: 2048 x 40960 takes 127 us with 40 columns and 129 with
-# 20 over twice as many CTAs. But 16384 x 1280 41.4 us so and 36.8 with 20.
-RING_BYTES_OF_RMS, MAX_COLUMNS_OF_RMS, THREADS_OF_RMS = 160, 40, 128
+# A few more of 16-bit rows that no cluster shares: 26214 x 1280 takes 53.6 us with 40 columns, the parameter in
+# shared memory, and 55.1 with 20, 6000 x 2560 28.5 and 29.3, 27594 x 608 31.8 and 34.0 with 20 (LayerNorm); but 3000
+# x 320, by eight threads to a row, 10.7 and 9.4 as 512, and 40000 x 272 29.1 with 36 columns and 26.5 with 20. And of
+# RMSNorm in clusters, which has no sums of db: 2048 x 40960 127 us and 129 with 20 columns over twice as many CTAs.
+RING_BYTES_OF_MANY_COLUMNS, MANY_COLUMNS = 160, 40
+LEAST_THREADS_OF_MANY_COLUMNS, MAX_COLUMNS_OF_FEW_THREADS, THREADS_OF_RMS_IN_CLUSTER = 16, 32, 128
 # Two rows in a cluster, where a thread has so many columns: 4096 x 5120 takes 35.4 us and 37.4 by one row, 8192 x 5632
 # 73 us and 78 (LayerNorm), 8192 x 20480 240 us and 254 by 40 columns of one row over half as many CTAs, 4096 x 10752 70
 # us and 84 (RMSNorm). But 8192 x 6144, 24 columns, 82.5 us and 77.0, 2048 x 40960, 16 CTAs, 149 us and 140 (LayerNorm);
@@ -69,18 +87,20 @@ FORWARD_COLUMNS = 45  # aimed at: between 32, at 512 to 2048 columns, and 64, at
 ONE_TILE_COLUMNS, TOO_FEW_FOR_TWO_CTAS = 16384, range(9217, 14336)
 ELEMENTS_OF_ONE_TILE, ELEMENTS_OF_ONE_IN_CLUSTER = 32, 64  # of a thread; 4096 x 8448 36.0 us with 72 and 39.8 with 36
 # Streams of tiles on an SM, each of four warps, one of which works while others wait for a row sum. Three in the
-# backward where a thread has so few bytes of a tile that the registers suffice: 16384 x 1280 takes 36.8 us and 41.4 us
-# with two, 16384 x 2560 66.2 us and 69.0 us; but 16384 x 3072 79.1 us and 77.2 us. LayerNorm in a cluster, which waits
-# for longer, with a few more: 4096 x 12288 80.1 us and 83.2 us.
+# backward where several warps make that sum, if a thread has so few bytes of a tile that the registers suffice: 16384 x
+# 1280 takes 36.6 us and 40.8 with two, 16384 x 1536 40.1 and 43.4, 16384 x 2688 68.8 and 77.6, 4096 x 12288 80.1 and
+# 83.2 (LayerNorm); but 4096 x 640, a warp to a row, 13.2 and 11.8. RMSNorm in a cluster with fewer: 8192 x 6144 is 2%
+# slower with three.
 STREAMS = {"backward": 2, "forward": 4}
-THREE_STREAMS_BYTES, THREE_STREAMS_BYTES_IN_CLUSTER = 80, 96
+THREE_STREAMS_COLUMNS, THREE_STREAMS_BYTES, THREE_STREAMS_BYTES_OF_RMS_IN_CLUSTER = 24, 104, 80
 # In the forward, where all warps have a row together: 4096 x 5120 takes 24.1 us and 24.9 us with four. And LayerNorm in
 # a cluster: 2048 x 8192 20.0 us and 20.7 us with four; but RMSNorm 8192 x 6144 52.0 us and 50.2 us with four.
 FORWARD_STREAMS_OF_WHOLE_CTAS = 2
 # Two where these bring so much to an SM, but in larger clusters: 2048 x 65536 is up to 10% slower with two (RMSNorm). A
 # short-lived CTA of the forward is done sooner with two: 8192 x 8192 66.7 us and 70.2 us with three.
 RING_STAGES = {"backward": 3, "forward": 2}
-# Nor is a third worth the room of two rows: 1500 x 10240 29.9 us and 30.8 with three, but 8192 x 10240 125.9 us and
+# Nor is a third worth its start where a tile has several rows: 4000 x 1280 15.6 us and 16.9 with three, 4000 x 768 12.0
+# and 12.5, 16384 x 896 27.1 and 27.8, 1500 x 10240, two rows in a cluster, 29.9 and 30.8; but 8192 x 10240 125.9 and
 # 123.9 (LayerNorm; RMSNorm 16384 x 10240 242 us and 254).
 RING_BYTES_PER_SM, LARGEST_CLUSTER_OF_TWO_STAGES = 60 * 1000, 2
 # 2048 x 131072: 401 us and 410 us with three (RMSNorm); 1024 x 262144 443 us and 440 us (LayerNorm).
@@ -108,11 +128,12 @@ MAX_COLUMNS_WITH_WEIGHT = {"backward": 32, "forward": 16}
 # Of a forward by CTAs of one row tile each, which starts sooner than a ring: what an SM gets of x, at most. RMSNorm 264
 # x 4096 takes 5.4 us and 6.3 by a ring, 1056 x 4096 8.5 and 8.7, but 1056 x 8192 12.6 and 12.2. LayerNorm, whose CTAs
 # load two parameters, 528 x 2048 5.9 and 6.2, 1056 x 2048 6.9 and 7.2, but 1056 x 4096 10.1 and 8.8. Narrow rows end
-# sooner: 5544 x 512, 1344 threads, 7.6 us and 7.5 (RMSNorm), 4224 x 512, 1024 threads, 7.3 and 7.1 (LayerNorm). Nor
-# wide rows of LayerNorm: 264 x 4096 takes 6.0 us either way, and by one stage of a ring twice as many rows run at once.
+# sooner: 5544 x 512, 1344 threads, 7.6 us and 7.5 (RMSNorm), 4224 x 512, 1024 threads, 7.3 and 7.1 (LayerNorm). Of wide
+# rows of LayerNorm one: 105 x 4096 takes 5.2 us and 5.8, 132 x 6144 5.4 and 6.0, but 264 x 4096 6.0 either way.
 ONE_TILE_BYTES_PER_SM = {"layer": 32 * 1024, "rms": 64 * 1024}
 ONE_TILE_THREADS_PER_SM = {"layer": 512, "rms": 1024}
-MOST_COLUMNS_OF_ONE_TILE = {"layer": 3072, "rms": ONE_TILE_COLUMNS}
+MOST_COLUMNS_OF_ONE_TILE = {"layer": 8192, "rms": ONE_TILE_COLUMNS}
+MOST_COLUMNS_OF_SEVERAL = {"layer": 3072, "rms": ONE_TILE_COLUMNS}
 ELEMENTS_OF_NARROW_ROWS = 16  # of a thread, by several rows if need be
 
 
@@ -121,13 +142,36 @@ def multiwave_key(problem: NormProblem, plan: MultiWavePlan) -> tuple:
     then chunks of the size that was fastest."""
     bytes_in_flight = plan.ctas_per_sm * plan.rows_per_tile * problem.cols * bytes_per_element(problem)
     warps = plan.ctas_per_sm * plan.num_warps
+    alone = _holds_columns_alone(plan, problem)
     return (
-        -max(TOLERATED_PADDING, plan.chunk * plan.num_chunks / problem.cols),
+        alone,
+        alone or -max(TOLERATED_PADDING, plan.chunk * plan.num_chunks / problem.cols),
         min(bytes_in_flight, BYTES_IN_FLIGHT_PER_SM) * min(warps, warps_per_sm(problem)),
         -distance(plan.chunk, NARROW_CHUNK if problem.cols <= NARROW_COLUMNS else MULTIWAVE_CHUNK),
         -plan.num_warps,
+        -plan.ctas_per_sm,
         -plan.rows_per_tile,
     )
+
+
+def warps_per_sm(problem: NormProblem) -> int:
+    if problem.direction == "forward":
+        return MULTIWAVE_WARPS_PER_SM
+    one_chunk = problem.norm == "layer" and _may_be_one_chunk(problem)
+    wide = WARPS_OF_ONE_CHUNK if one_chunk else MULTIWAVE_WARPS_PER_SM
+    return next((warps for most, warps in NARROW_WARPS_PER_SM.items() if problem.cols <= most), wide)
+
+
+def _may_be_one_chunk(problem: NormProblem) -> bool:
+    return problem.tma_aligned and problem.cols * problem.x_dtype.itemsize <= MOST_BYTES_OF_ONE_CHUNK
+
+
+def _holds_columns_alone(plan: MultiWavePlan, problem: NormProblem) -> bool:
+    """Whether it is a backward of one chunk, of which every thread has 16 bytes of each row of the tile."""
+    if problem.direction == "forward" or not _may_be_one_chunk(problem):
+        return False
+    loaded = 16 // max(problem.x_dtype.itemsize, problem.grad_dtype.itemsize) * 32 * plan.num_warps
+    return plan.rows_per_tile > 1 == plan.num_chunks and loaded <= plan.chunk <= problem.cols + MOST_COLUMNS_BEYOND
 
 
 def one_tile_key(problem: NormProblem, plan: MultiWavePlan) -> tuple:
@@ -141,11 +185,6 @@ def one_tile_key(problem: NormProblem, plan: MultiWavePlan) -> tuple:
     )
 
 
-def warps_per_sm(problem: NormProblem) -> int:
-    narrow = NARROW_WARPS_PER_SM.items() if problem.direction == "backward" else ()
-    return next((warps for most, warps in narrow if problem.cols <= most), MULTIWAVE_WARPS_PER_SM)
-
-
 def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
     """Larger is better: no fault; a tile that is not too much for its threads; not too many copies; little padding; few
     warps to a tile; few CTAs to a row, or in the backward to each row of a tile; one reduction for mean and variance,
@@ -155,7 +194,8 @@ def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
     streams = plan.ctas_per_sm if isinstance(plan, PipelinedPlan) else plan.num_groups
     threads, columns = threads_of_a_row(plan), columns_of_a_thread(plan)
     rows = rows_of_a_thread(plan.rows_per_tile, plan.cluster)
-    bytes_of_thread = rows * columns * bytes_per_element(problem)
+    bytes_held = rows * columns * bytes_per_element(problem)
+    bytes_of_thread = bytes_held * problem.cols / (plan.cluster * plan.chunk * plan.num_chunks)  # those of the row
     in_cluster = 1 < plan.cluster and (problem.norm == "rms" or plan.cluster <= LARGEST_FORWARD_CLUSTER)
     several_rows = plan.rows_per_tile > 1 and (in_cluster or threads <= FORWARD_THREADS_APART)
     few_threads = rows, problem.cols / plan.cluster / threads
@@ -171,9 +211,9 @@ def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
     stages = _ring_stages(plan, problem, streams * 2 * 32 * plan.num_warps * bytes_of_thread)
     return (
         (plan.num_stages > 1 or one_tile) and budget.registers(plan, problem, device) <= plan.max_registers,
-        bytes_of_thread <= _most_bytes(plan, problem) and columns <= _most_columns(plan, problem),
+        bytes_held <= _most_bytes(plan, problem) and columns <= _most_columns(plan, problem),
         -max(TOLERATED_COPIES, num_copies(plan)),
-        -max(TOLERATED_PADDING, plan.cluster * plan.chunk * plan.num_chunks / problem.cols),
+        -_padding(plan, problem),
         -plan.num_warps,
         -plan.cluster if forward else -plan.cluster / rows,
         merges_moments,
@@ -185,6 +225,16 @@ def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
         -distance(plan.chunk, _ring_chunk(plan, problem)),
         -plan.copy_chunks,
     )
+
+
+def _padding(plan: RingPlan, problem: NormProblem) -> float:
+    """Columns that a row takes, for each that it has, where they matter."""
+    tolerated, padding = TOLERATED_PADDING, plan.cluster * plan.chunk * plan.num_chunks / problem.cols
+    if problem.direction == "backward" and plan.num_chunks == 1:
+        tolerated = TOLERATED_PADDING_OF_A_WARP if threads_of_a_row(plan) <= 32 else TOLERATED_PADDING_OF_WARPS
+    elif problem.direction == "backward" and plan.cluster == 1:
+        tolerated = TOLERATED_PADDING_OF_CHUNKS
+    return TOLERATED_PADDING if padding <= tolerated else padding
 
 
 def _cost_of_copies(plan: RingPlan, problem: NormProblem) -> float:
@@ -206,8 +256,14 @@ def _is_better_by_two(plan: RingPlan, problem: NormProblem) -> bool:
     return alone and large and many and not _is_one_row(plan, problem)
 
 
-def _has_much_of_rms(plan: RingPlan, problem: NormProblem) -> bool:
-    return problem.norm == "rms" and problem.direction == "backward" and threads_of_a_row(plan) >= THREADS_OF_RMS
+def _may_have_many_columns(plan: RingPlan, problem: NormProblem) -> bool:
+    """Of a backward, whether a thread had better have a few more columns than usual."""
+    threads = threads_of_a_row(plan)
+    if problem.norm == "rms" and threads >= THREADS_OF_RMS_IN_CLUSTER:
+        return True
+    alone = isinstance(plan, PipelinedPlan) and plan.cluster == 1 and plan.num_warps == 4
+    long_pieces = bytes_per_element(problem) == 4 and problem.cols % 16 == 0
+    return alone and long_pieces and threads >= LEAST_THREADS_OF_MANY_COLUMNS
 
 
 def _most_bytes(plan: RingPlan, problem: NormProblem) -> int:
@@ -217,13 +273,18 @@ def _most_bytes(plan: RingPlan, problem: NormProblem) -> int:
         few = plan.cluster <= LARGEST_CLUSTER_OF_TWO_ROWS
         enough = least < problem.cols / plan.cluster / threads_of_a_row(plan) < too_many
         return RING_BYTES_OF_TWO_ROWS if few and enough else 0
-    return RING_BYTES_OF_RMS if _has_much_of_rms(plan, problem) else RING_BYTES_PER_THREAD
+    if problem.direction == "backward" and _may_have_many_columns(plan, problem):
+        return RING_BYTES_OF_MANY_COLUMNS
+    return RING_BYTES_PER_THREAD
 
 
 def _most_columns(plan: RingPlan, problem: NormProblem) -> int:
     """That a thread had better have."""
     if problem.direction == "backward":
-        return MAX_COLUMNS_OF_RMS if _has_much_of_rms(plan, problem) else MAX_COLUMNS_PER_THREAD
+        if _may_have_many_columns(plan, problem):
+            return MANY_COLUMNS
+        few_threads = plan.cluster == 1 and threads_of_a_row(plan) < LEAST_THREADS_OF_MANY_COLUMNS
+        return MAX_COLUMNS_OF_FEW_THREADS if few_threads else MAX_COLUMNS_PER_THREAD
     threads = threads_of_a_row(plan)
     too_wide = problem.norm == "layer" and problem.cols > LARGEST_FORWARD_CLUSTER * threads * FORWARD_COLUMNS_IN_CLUSTER
     if threads <= FORWARD_THREADS_APART or too_wide or _has_one_tile(problem):
@@ -264,8 +325,10 @@ def _streams(plan: RingPlan, problem: NormProblem, bytes_of_thread: float) -> in
             return FORWARD_STREAMS_OF_ONE_ROW
         alone = plan.cluster == 1 and plan.rows_per_tile == 1 and not _has_one_tile(problem)
         return FORWARD_STREAMS_OF_WHOLE_CTAS if alone or layer_in_cluster else STREAMS["forward"]
-    most_bytes = THREE_STREAMS_BYTES_IN_CLUSTER if layer_in_cluster else THREE_STREAMS_BYTES
-    return STREAMS["backward"] + (bytes_of_thread <= most_bytes and isinstance(plan, PipelinedPlan))
+    rms_in_cluster = plan.cluster > 1 and not layer_in_cluster
+    most_bytes = THREE_STREAMS_BYTES_OF_RMS_IN_CLUSTER if rms_in_cluster else THREE_STREAMS_BYTES
+    few = bytes_of_thread <= most_bytes and columns_of_a_thread(plan) <= THREE_STREAMS_COLUMNS
+    return STREAMS["backward"] + (few and threads_of_a_row(plan) > 32 and isinstance(plan, PipelinedPlan))
 
 
 def _ring_stages(plan: RingPlan, problem: NormProblem, bytes_of_two: float) -> int:
@@ -273,9 +336,9 @@ def _ring_stages(plan: RingPlan, problem: NormProblem, bytes_of_two: float) -> i
     if _has_one_tile(problem):
         return 1
     groups = plan.num_groups if isinstance(plan, WarpSpecializedPlan) else 1
-    two_rows = problem.direction == "backward" and has_two_rows_in_cluster(plan)
-    few_ctas = plan.cluster <= LARGEST_CLUSTER_OF_TWO_STAGES or two_rows
-    two = bytes_of_two >= (RING_BYTES_PER_SM if few_ctas else RING_BYTES_PER_SM_IN_CLUSTER)
+    few_ctas = plan.cluster <= LARGEST_CLUSTER_OF_TWO_STAGES
+    enough = bytes_of_two >= (RING_BYTES_PER_SM if few_ctas else RING_BYTES_PER_SM_IN_CLUSTER)
+    two = enough or (problem.direction == "backward" and plan.rows_per_tile > 1)
     return groups * (2 if two else RING_STAGES[problem.direction])
 
 

@@ -15,7 +15,7 @@ from planning import ARCHITECTURES, given, make_problem, sweep
 import fusednorm
 from fusednorm import budget, legality
 from fusednorm.device import A100, B200, GB300, H200, KNOWN, RTX_5090
-from fusednorm.heuristics import TUNINGS, choose, decide, outcome
+from fusednorm.heuristics import TUNINGS, best_plan, choose, decide, outcome
 from fusednorm.plan import (
     VARIANTS,
     ColumnRingPlan,
@@ -72,8 +72,13 @@ GOLDEN = [
     (H200, make_problem("rms", 4096, direction="forward"), 1024, MultiWavePlan(1, 1024, 4, 4, 8, 64, True)),
     (H200, make_problem("layer", 512, direction="forward"), 1000, MultiWavePlan(2, 256, 2, 2, 8, 128, True)),
     (H200, make_problem("layer", 4096), 1024, PipelinedPlan(2, 1024, 4, 2, 8, 1, 255, False, copy_chunks=4)),
-    (H200, make_problem("layer", 1023), MANY_ROWS, MultiWavePlan(1, 1024, 1, 4, 4, 128)),
-    (H200, make_problem("layer", 768), MANY_ROWS, PipelinedPlan(4, 256, 3, 3, 4, 2, 255, False, copy_chunks=4)),
+    (H200, make_problem("layer", 1023), MANY_ROWS, MultiWavePlan(2, 1024, 1, 4, 2, 255)),
+    (H200, make_problem("layer", 1000), MANY_ROWS, MultiWavePlan(4, 1024, 1, 4, 2, 255)),
+    (H200, make_problem("layer", 768), MANY_ROWS, PipelinedPlan(4, 1024, 1, 2, 4, 2, 255, False)),
+    (
+        H200, make_problem("layer", 2816), MANY_ROWS,
+        PipelinedPlan(1, 1024, 3, 2, 4, 3, 168, False, copy_chunks=2, tail=True),
+    ),
     (H200, make_problem("layer", 128), 4 * MANY_ROWS, PipelinedPlan(32, 128, 1, 2, 4, 2, 255, False)),
     (H200, make_problem("layer", 64), 4 * MANY_ROWS, MultiWavePlan(32, 64, 1, 4, 3, 168)),
     (
@@ -186,14 +191,60 @@ def test_rmsnorm_forward_is_by_ctas_of_one_tile_and_one_stage(cols, cluster):
     assert num_ctas(plan, MANY_ROWS, cols, H200) == MANY_ROWS // plan.rows_per_tile
 
 
-@pytest.mark.parametrize("cols, whole", [(3328, 6), (4352, 8), (8448, 8), (12544, 6), (33024, 8)])
+@pytest.mark.parametrize("cols, whole", [(1408, 2), (2816, 2), (4352, 8), (8448, 8), (33024, 8)])
 def test_a_row_that_ends_within_a_chunk_comes_in_two_copies(cols, whole):
     plan = choose(make_problem("layer", cols), MANY_ROWS, H200)
     assert plan.tail and num_copies(plan) == 2 and plan.num_chunks == whole + 1 and plan.copy_chunks >= whole
     assert 0 < cols - whole * plan.cluster * plan.chunk < plan.cluster * plan.chunk
 
 
-@pytest.mark.parametrize("device, narrowest", [(H200, 128), (B200, 256)], ids=["H200", "B200"])
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize(
+    "cols, chunk, cluster",
+    [(160, 256, 1), (352, 512, 1), (832, 1024, 1), (1664, 2048, 1), (3328, 4096, 1), (6400, 4096, 2), (12800, 4096, 4)],
+)
+def test_a_row_of_a_backward_is_one_padded_chunk_rather_than_many(norm, cols, chunk, cluster):
+    plan = choose(make_problem(norm, cols), MANY_ROWS, H200)
+    assert (plan.chunk, plan.num_chunks, plan.cluster, plan.weight_in_smem) == (chunk, 1, cluster, False)
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("cols", [576, 1152, 1408, 2304, 2688, 6144])
+def test_but_not_where_that_is_too_much(norm, cols):
+    assert choose(make_problem(norm, cols), MANY_ROWS, H200).num_chunks > 1
+
+
+@pytest.mark.parametrize("cols, rows_per_tile", [(1408, 2), (1536, 2), (2688, 1), (3072, 1)])
+def test_three_backwards_run_on_an_sm_where_registers_allow(cols, rows_per_tile):
+    plan, few = (choose(make_problem("layer", cols), rows, H200) for rows in (MANY_ROWS, 4096))
+    assert (plan.rows_per_tile, plan.ctas_per_sm, plan.num_stages) == (rows_per_tile, 3, 2)
+    assert few == replace(plan, ctas_per_sm=2, max_registers=255) if rows_per_tile == 2 else few == plan
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("cols, rows_per_tile", [(608, 8), (640, 8), (1280, 4), (2560, 2)])
+def test_a_thread_of_a_backward_has_forty_columns_of_five_chunks(norm, cols, rows_per_tile):
+    plan = choose(make_problem(norm, cols), MANY_ROWS, H200)
+    assert (plan.rows_per_tile, plan.num_chunks, columns_of_a_thread(plan)) == (rows_per_tile, 5, 40)
+    assert plan.weight_in_smem and (plan.ctas_per_sm, plan.num_stages) == (2, 2)
+    assert columns_of_a_thread(choose(make_problem(norm, cols, "fp32"), MANY_ROWS, H200)) <= 20
+
+
+@pytest.mark.parametrize("cols, is_ring", [(2032, False), (2064, True), (9232, True), (10256, False), (15376, True)])
+def test_a_forward_that_tma_copies_by_32_bytes_is_a_ring_at_some_widths(cols, is_ring):
+    plan = choose(make_problem("layer", cols, direction="forward"), MANY_ROWS, H200)
+    assert isinstance(plan, PipelinedPlan) == is_ring
+
+
+@pytest.mark.parametrize("device", [A100, H200], ids=lambda device: device.name)
+@pytest.mark.parametrize("cols, rows_per_tile", [(520, 4), (1000, 4), (1544, 2), (1992, 2)])
+def test_threads_of_a_multi_wave_backward_hold_the_same_columns_of_all_rows(device, cols, rows_per_tile):
+    plan = best_plan("multi_wave", make_problem("layer", cols), device)
+    assert (plan.rows_per_tile, plan.num_chunks) == (rows_per_tile, 1)
+    assert plan.chunk >= 8 * 32 * plan.num_warps
+
+
+@pytest.mark.parametrize("device, narrowest", [(H200, 96), (B200, 256)], ids=["H200", "B200"])
 def test_a_ring_begins_at_the_narrowest_row_tried(device, narrowest):
     assert isinstance(choose(make_problem("layer", narrowest - 8), MANY_ROWS, device), MultiWavePlan)
     assert isinstance(choose(make_problem("layer", narrowest), MANY_ROWS, device), RingPlan)
@@ -375,10 +426,10 @@ def test_architectures_before_ampere_run_atens_kernels():
 
 
 @pytest.mark.parametrize("device", ARCHITECTURES.values(), ids=lambda spec: spec.name)
-def test_rows_are_padded_by_little(device):
+def test_rows_of_several_chunks_are_padded_by_little(device):
     for problem in sweep((1280, 2560, 3072, 5120, 6144, 7168, 10240, 12288), ("bf16", "fp32")):
         plan = choose(problem, MANY_ROWS, device)
-        if not isinstance(plan, ColumnTilePlan):
+        if not isinstance(plan, ColumnTilePlan) and plan.num_chunks > 1:
             assert plan.cluster * plan.chunk * plan.num_chunks <= 8 / 7 * problem.cols
 
 

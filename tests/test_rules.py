@@ -32,7 +32,6 @@ RULES = {  # rule: variant, problem, rows, device that meet it
     "narrow_rows": ("pipelined", make_problem(cols=64), MANY_ROWS, H200),
     "wide_rows": ("pipelined", make_problem("layer", 32768), MANY_ROWS, B200),
     "short_pieces": ("pipelined", make_problem(cols=1000), MANY_ROWS, H200),
-    "padding": ("pipelined", make_problem(cols=2624), MANY_ROWS, H200),
 }
 
 
