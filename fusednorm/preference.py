@@ -2,8 +2,9 @@
 
 These were found on an H200 (bfloat16, 64 to 262144 columns; bench/results/2026-11-20-nvidia-h200-sweep, -rings,
 -rows-apart and -widths.jsonl, 2026-11-21-nvidia-h200-plans, -tiles-of-a-cta and -widths.jsonl,
-2026-11-22-nvidia-h200-plans, -few-rows and -odd-widths.jsonl). Of the plans swept there the keys choose one within 8%
-of the fastest, 3% on the average. Other GPUs are planned for by the same arithmetic with their own resources.
+2026-11-22-nvidia-h200-plans, -few-rows, -odd-widths and -one-chunk.jsonl). Of the plans swept there the keys choose one
+within 8% of the fastest, 3% on the average; bench/NOTES.md names exceptions. Other GPUs are planned for by the same
+arithmetic with their own resources.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ def multiwave_key(problem: NormProblem, plan: MultiWavePlan) -> tuple:
     alone = _holds_columns_alone(plan, problem)
     return (
         alone,
-        alone or -max(TOLERATED_PADDING, plan.chunk * plan.num_chunks / problem.cols),
+        0 if alone else -max(TOLERATED_PADDING, plan.chunk * plan.num_chunks / problem.cols),
         min(bytes_in_flight, BYTES_IN_FLIGHT_PER_SM) * min(warps, warps_per_sm(problem)),
         -distance(plan.chunk, NARROW_CHUNK if problem.cols <= NARROW_COLUMNS else MULTIWAVE_CHUNK),
         -plan.num_warps,

@@ -77,6 +77,16 @@ def test_layernorm_forward_has_a_ring_for_a_few_rows_more(cols, stages):
     assert (few.num_stages, many.num_stages) == (stages, 2) and fewest == choose(problem, last, H200)
 
 
+@pytest.mark.parametrize("cols", [8464, 9216, 11264, 13312])
+def test_few_wide_rows_of_layernorm_forward_need_no_ring_where_its_chunks_are_no_row(cols):
+    problem, last = make_problem("layer", cols, direction="forward"), 8 * H200.sm_count
+    few, many = choose(problem, last, H200), choose(problem, last + 1, H200)
+    assert isinstance(few, MultiWavePlan) and not few.short_lived and isinstance(many, PipelinedPlan)
+    reasons = decide(problem, last, H200).reasons
+    assert "start sooner without one" in reasons["multi_wave"] and "more than 1056 rows" in reasons["pipelined"]
+    assert isinstance(choose(make_problem("layer", 10240, direction="forward"), last, H200), PipelinedPlan)
+
+
 @pytest.mark.parametrize("cols", [6656, 8192, 16384])
 def test_few_rows_of_layernorm_forward_are_one_row_over_half_as_many_ctas(cols):
     problem = make_problem("layer", cols, direction="forward")
