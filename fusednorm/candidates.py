@@ -29,7 +29,6 @@ from .preference import (
     ELEMENTS_OF_ONE_TILE,
     FORWARD_STREAMS_OF_ONE_ROW,
     MOST_COLUMNS_OF_ONE_TILE,
-    MOST_COLUMNS_OF_SEVERAL,
     ONE_TILE_BYTES_PER_SM,
     ONE_TILE_THREADS_PER_SM,
     RING_STAGES,
@@ -56,6 +55,7 @@ CLUSTERS = (1, 2, 4, 8, 16)  # CTAs that share a row too wide for one
 CLUSTER_ARCHS = (90, 100, 103)
 COLUMN_TILE = 1024
 ONE_TILE_WARPS = (2, 4, 8, 16)
+WIDE_ROWS = 8192  # of more columns; 5888 columns, 595 rows, 9.1 us by multi-wave and 9.3, but 384 x 5376 7.7 and 7.2
 # Of a backward without dx by TMA: the one tile that was measured, others are to be.
 COLUMN_RING_CHUNK = 128
 COLUMN_RING_ROWS = (64, 32, 16)
@@ -96,13 +96,14 @@ def _ctas_with_room(registers: int, threads: int, device: DeviceSpec) -> int:
     return min(device.registers_per_sm // registers, device.max_threads_per_sm) // threads
 
 
-def multi_wave_short(plan: MultiWavePlan, problem: NormProblem, device: DeviceSpec) -> Iterator[MultiWavePlan | None]:
-    """What had better take the place of the best plan where CTAs get few tiles, if anything. In the backward the same
-    with all registers, where each SM gets one CTA anyway."""
+def multi_wave_short(plan: MultiWavePlan, problem: NormProblem, device: DeviceSpec) -> MultiWavePlan | None:
+    """What had better take the place of the best plan where CTAs get few tiles. In the backward the same with all
+    registers, where each SM gets one CTA anyway."""
     if problem.direction == "forward":
-        yield one_tile(problem, device)
-    elif plan.ctas_per_sm > 1 and (problem.wants_dw or problem.wants_db):
-        yield replace(plan, ctas_per_sm=1, max_registers=budget.register_limit(32 * plan.num_warps, device))
+        return one_tile(problem, device)
+    if plan.ctas_per_sm == 1 or not (problem.wants_dw or problem.wants_db):
+        return None
+    return replace(plan, ctas_per_sm=1, max_registers=budget.register_limit(32 * plan.num_warps, device))
 
 
 def one_tile(problem: NormProblem, device: DeviceSpec) -> MultiWavePlan | None:
@@ -126,8 +127,7 @@ def one_tile_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[MultiWa
             registers = budget.one_tile_registers(elements, problem)
             room = _ctas_with_room(registers, threads, device)
             wanted = ONE_TILE_BYTES_PER_SM[problem.norm] // tile_bytes, ONE_TILE_THREADS_PER_SM[problem.norm] // threads
-            several = problem.cols <= MOST_COLUMNS_OF_SEVERAL[problem.norm]
-            ctas_per_sm = min(room, *wanted) if several else min(room, 1)
+            ctas_per_sm = min(room, *wanted)
             if ctas_per_sm:
                 limit = budget.register_limit(threads * ctas_per_sm, device)
                 yield MultiWavePlan(rows_per_tile, chunk, num_chunks, num_warps, ctas_per_sm, limit, True)
@@ -163,23 +163,16 @@ def pipelined(problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | Colum
 
 def pipelined_short(
     plan: PipelinedPlan, problem: NormProblem, device: DeviceSpec
-) -> Iterator[PipelinedPlan | MultiWavePlan | None]:
-    """The same for a ring; in the forward that for fewer rows first."""
+) -> PipelinedPlan | MultiWavePlan | None:
+    """What had better take the place of the best plan where CTAs get few tiles, if anything."""
     if problem.direction == "backward":
-        if not has_two_rows_in_cluster(plan):
-            yield _one_large_cta(problem, device) or _two_ctas(plan, device)
-        return
-    alone, one_stage = one_tile(problem, device), None
-    if problem.norm == "layer" and problem.cols > MOST_COLUMNS_OF_ONE_TILE["layer"] and plan.tail:
-        in_registers = multi_wave(problem, device)  # 500 x 11264 10.5 us and 11.2, 250 x 13312 8.3 and 9.1
-        alone = in_registers if isinstance(in_registers, MultiWavePlan) else None
-    if plan.short_lived and plan.num_stages > 1:
-        one_stage = replace(plan, num_stages=1)
-    yield alone
-    if problem.norm == "layer":
-        yield _one_row(plan, problem, device) or one_stage
-    elif alone is None:
-        yield one_stage
+        return None if has_two_rows_in_cluster(plan) else _one_large_cta(problem, device) or _two_ctas(plan, device)
+    one_row = _one_row(plan, problem, device) if problem.norm == "layer" else None
+    if problem.norm == "layer" and problem.cols > WIDE_ROWS and plan.tail and one_row in (None, plan):
+        in_registers = multi_wave(problem, device)  # 250 x 11264 8.0 us and 8.8, 1000 x 11264 15.6 and 16.3
+        one_row = in_registers if isinstance(in_registers, MultiWavePlan) else one_row
+    one_stage = replace(plan, num_stages=1) if plan.short_lived and plan.num_stages > 1 else None
+    return one_row or one_tile(problem, device) or one_stage  # the last two for as many tiles as run at once
 
 
 def _one_large_cta(problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | None:

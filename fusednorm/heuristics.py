@@ -4,7 +4,7 @@ For each variant: is it legal (legality.py); which of its plans fit shared memor
 (candidates.py); has that one a fault (`fault`). Of the variants without a fault, the first in the order of the `Tuning`
 for the device is chosen. `force` overrides faults and order, never legality.
 
-A plan does not depend on the row count; which plan is chosen does, at three thresholds at most, and at 2^30 rows.
+A plan does not depend on the row count; which plan is chosen does, at two thresholds at most, and at 2^30 rows.
 """
 
 from __future__ import annotations
@@ -163,10 +163,9 @@ def decide(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | No
     obeyed = forced is not None and outcomes[forced].plan is not None
     chosen = forced if obeyed else best
     chosen_plan = outcomes[chosen].plan
-    walks = () if obeyed else short_walks(chosen_plan, problem, device)
-    walk = next((walk for walk in walks if rows <= walk.most_rows), None)
-    if walk:
-        chosen_plan = walk.plan
+    short = ShortWalk(0) if obeyed else short_walk(chosen_plan, problem, device)
+    if rows <= short.most_rows:
+        chosen_plan = short.plan
     reasons, first = {}, best if obeyed else chosen_plan.variant
     for variant, (plan, fault) in outcomes.items():
         if variant == forced:
@@ -178,7 +177,7 @@ def decide(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | No
         else:
             reasons[variant] = f"could run, but {first} comes first"
     if chosen_plan.variant != chosen:  # the one for few rows is of another variant
-        reasons[chosen] = f"is for more than {walk.most_rows} rows, got {rows}"
+        reasons[chosen] = f"is for more than {short.most_rows} rows, got {rows}"
         reasons[chosen_plan.variant] = f"chosen: {_why_few(chosen_plan)}"
     return Decision(chosen_plan, obeyed, reasons)
 
@@ -274,25 +273,20 @@ class ShortWalk(NamedTuple):
     """The plan for so few rows that no CTA gets many tiles; of variants that are not forced, which have one plan."""
 
     most_rows: int
-    plan: Plan
+    plan: Plan | None = None
 
 
 @functools.cache
-def short_walks(plan: Plan, problem: NormProblem, device: DeviceSpec) -> tuple[ShortWalk, ...]:
-    """What there is in the place of the plan for many rows, for the fewest rows first."""
-    shorts = ()
+def short_walk(plan: Plan, problem: NormProblem, device: DeviceSpec) -> ShortWalk:
+    """What there is in the place of the plan for many rows."""
+    short = None
     if tuning(problem, device).tiles_of_a_short_walk is None:
-        return ()
+        return ShortWalk(0)
     if isinstance(plan, PipelinedPlan):
-        shorts = candidates.pipelined_short(plan, problem, device)
+        short = candidates.pipelined_short(plan, problem, device)
     elif isinstance(plan, MultiWavePlan):
-        shorts = candidates.multi_wave_short(plan, problem, device)
-    walks: list[ShortWalk] = []
-    for short in shorts:
-        most_rows = _rows_of_a_short_walk(short, plan, problem, device) if short else 0
-        if most_rows > max((walk.most_rows for walk in walks), default=0):
-            walks.append(ShortWalk(most_rows, short))
-    return tuple(walks)
+        short = candidates.multi_wave_short(plan, problem, device)
+    return ShortWalk(_rows_of_a_short_walk(short, plan, problem, device), short) if short else ShortWalk(0)
 
 
 def _rows_of_a_short_walk(short: Plan, plan: Plan, problem: NormProblem, device: DeviceSpec) -> int:
@@ -316,8 +310,8 @@ def tuning(problem: NormProblem, device: DeviceSpec) -> Tuning:
 def _plans_by_rows(problem: NormProblem, device: DeviceSpec, forced: str | None) -> tuple[tuple[float, Plan], ...]:
     """(most rows, plan), ascending: divided where something depends on the row count, the last without an end."""
     many = decide(problem, MAX_RING_ROWS, device, forced)
-    walks = () if many.forced else short_walks(many.plan, problem, device)
-    lasts = sorted({least_rows(problem, device), MAX_RING_ROWS, *(walk.most_rows for walk in walks)})
+    short = 0 if many.forced else short_walk(many.plan, problem, device).most_rows
+    lasts = sorted({least_rows(problem, device), short, MAX_RING_ROWS})
     plans = [(last, decide(problem, last, device, forced).plan) for last in lasts if last]
     return (*plans, (math.inf, decide(problem, MAX_RING_ROWS + 1, device, forced).plan))
 

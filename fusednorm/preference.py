@@ -129,12 +129,11 @@ MAX_COLUMNS_WITH_WEIGHT = {"backward": 32, "forward": 16}
 # Of a forward by CTAs of one row tile each, which starts sooner than a ring: what an SM gets of x, at most. RMSNorm 264
 # x 4096 takes 5.4 us and 6.3 by a ring, 1056 x 4096 8.5 and 8.7, but 1056 x 8192 12.6 and 12.2. LayerNorm, whose CTAs
 # load two parameters, 528 x 2048 5.9 and 6.2, 1056 x 2048 6.9 and 7.2, but 1056 x 4096 10.1 and 8.8. Narrow rows end
-# sooner: 5544 x 512, 1344 threads, 7.6 us and 7.5 (RMSNorm), 4224 x 512, 1024 threads, 7.3 and 7.1 (LayerNorm). Of wide
-# rows of LayerNorm one: 105 x 4096 takes 5.2 us and 5.8, 132 x 6144 5.4 and 6.0, but 264 x 4096 6.0 either way.
+# sooner: 5544 x 512, 1344 threads, 7.6 us and 7.5 (RMSNorm), 4224 x 512, 1024 threads, 7.3 and 7.1 (LayerNorm). Nor
+# wide rows of LayerNorm: 264 x 4096 takes 6.0 us either way, and by one stage of a ring twice as many rows run at once.
 ONE_TILE_BYTES_PER_SM = {"layer": 32 * 1024, "rms": 64 * 1024}
 ONE_TILE_THREADS_PER_SM = {"layer": 512, "rms": 1024}
-MOST_COLUMNS_OF_ONE_TILE = {"layer": 8192, "rms": ONE_TILE_COLUMNS}
-MOST_COLUMNS_OF_SEVERAL = {"layer": 3072, "rms": ONE_TILE_COLUMNS}
+MOST_COLUMNS_OF_ONE_TILE = {"layer": 3072, "rms": ONE_TILE_COLUMNS}
 ELEMENTS_OF_NARROW_ROWS = 16  # of a thread, by several rows if need be
 
 

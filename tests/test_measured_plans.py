@@ -70,10 +70,13 @@ def loss_of_variant(shape: tuple) -> float:
     return times[chosen] / min(times.values())
 
 
+# Of few rows of LayerNorm's forward, the plan that is faster by multi-wave would be a third of its width.
+SLOWER_THAN_A_RIVAL = {("forward", "layer", 132, 5120): 1.1, ("forward", "layer", 250, 13312): 1.1}
+
+
 @pytest.mark.parametrize("shape", rivals(), ids=str)
 def test_on_an_h200_the_fastest_variant_is_chosen_or_one_that_is_nearly_as_fast(shape):
-    # LayerNorm backward of 2752 columns, which TMA copies 128 bytes at a time: 8192 rows are as fast by both.
-    assert loss_of_variant(shape) <= (1.1 if shape == ("backward", "layer", 4060, 2752) else 1.08)
+    assert loss_of_variant(shape) <= SLOWER_THAN_A_RIVAL.get(shape, 1.08)
 
 
 def test_on_the_average_the_variant_chosen_is_within_one_percent_of_the_fastest():
