@@ -190,8 +190,8 @@ def _one_large_cta(problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | 
 
 
 def _two_ctas(plan: PipelinedPlan, device: DeviceSpec) -> PipelinedPlan | None:
-    """On an SM instead of three: 4096 x 1280 takes 15.4 us so and 15.7, 4096 x 1536 16.5 and 17.1 (LayerNorm), but 4096
-    x 2688, tiles of one row, 25.7 and 24.2."""
+    """On an SM instead of three: 4096 x 1536 takes 16.5 us so and 17.0 (LayerNorm), but 4096 x 2688, tiles of one row,
+    25.8 and 24.3."""
     if plan.ctas_per_sm < 3 or plan.rows_per_tile == 1:
         return None
     return replace(plan, ctas_per_sm=2, max_registers=budget.register_limit(2 * 32 * plan.num_warps, device))

@@ -67,7 +67,7 @@ UNKNOWN = Tuning(("multi_wave",), "no other schedule has been tried on this arch
 # 21.9 and 22.2 (LayerNorm forward), 40000 x 144 19.3 and 17.9, 8000 x 176 10.5 and 13.7, 8000 x 496 13.7 and 18.4
 # (LayerNorm backward). Of 64: 65536 x 416 29.4 and 32.2, 65536 x 224 18.2 and 18.6 (LayerNorm forward), 65536 x 160
 # 13.8 and 13.7 (RMSNorm). Wide rows by pieces of 32: 4096 x 9232 43.6 and 46.6, 4096 x 12496 66.8 and 59.0, 250 x
-# 12496 9.3 and 8.3 (LayerNorm forward). float32, pieces of 32 bytes: 4104 columns 118 and 102, of 64: 4112 100 and
+# 12496 9.3 and 8.5 (LayerNorm forward). float32, pieces of 32 bytes: 4104 columns 118 and 102, of 64: 4112 100 and
 # 103 (RMSNorm backward).
 ANY_COLUMNS = 0, math.inf
 HOPPER_BACKWARD_PIECES = {
@@ -85,7 +85,7 @@ HOPPER_BACKWARD = Tuning(
     "(H200, bfloat16, 2026-11-21)",
     # dw and db of 16384 x 4096: 73.0 us and 85.4 by multi-wave, of 1024 x 4096: 16.7 and 13.4 (LayerNorm, bfloat16).
     ring_rows_per_sm_without_dx=8,
-    # 128 columns: 19.9 us and 21.3 by multi-wave, 96: 15.3 and 16.1, 80: 15.6 and 13.6 (65536 rows).
+    # 65536 x 128 takes 19.9 us and 21.3 by multi-wave, 65536 x 96 16.8 and 17.7, but 65536 x 80 18.6 and 16.2.
     narrowest_ring_bytes=dict(layer=192, rms=192),
     columns_by_piece=HOPPER_BACKWARD_PIECES,
     # 1500 x 4096 takes 16.2 us and 16.6 by two CTAs on an SM, 2000 x 4096, 16 rows of each, 18.7 and 18.8 (LayerNorm).

@@ -32,7 +32,7 @@ TOLERATED_PADDING = 1.125
 # Nor do more where a row is one chunk (backward): all of it comes in one copy, 16 bytes to a thread at a time, and what
 # its threads have beyond the row costs no memory traffic. By the threads of a row, a warp or more: 16384 x 832 takes
 # 25.7 us as 1024 columns and 27.2 as seven chunks of 128, 8000 x 160 10.1 as 256 and 10.8 as five of 32, but 16384 x
-# 640 22.7 and 22.1 as five of 128; 16384 x 1664 47.4 as 2048 and 49.3 as seven of 256, but 16384 x 1408 42.9 and 38.8
+# 640 22.7 and 22.1 as five of 128; 16384 x 1664 47.4 as 2048 and 49.3 as seven of 256, but 16384 x 1408 44.3 and 38.8
 # as three of 512; 5242 x 6400 over two CTAs 60.2 and 62.8 (LayerNorm).
 TOLERATED_PADDING_OF_A_WARP, TOLERATED_PADDING_OF_WARPS = 1.6, 1.32
 # And a little more for fewer chunks: 15420 x 2176 takes 55.9 us as five chunks of 512, which are 2560, and 58.3 as nine
@@ -89,7 +89,7 @@ ONE_TILE_COLUMNS, TOO_FEW_FOR_TWO_CTAS = 16384, range(9217, 14336)
 ELEMENTS_OF_ONE_TILE, ELEMENTS_OF_ONE_IN_CLUSTER = 32, 64  # of a thread; 4096 x 8448 36.0 us with 72 and 39.8 with 36
 # Streams of tiles on an SM, each of four warps, one of which works while others wait for a row sum. Three in the
 # backward where several warps make that sum, if a thread has so few bytes of a tile that the registers suffice: 16384 x
-# 1280 takes 36.6 us and 40.8 with two, 16384 x 1536 40.1 and 43.4, 16384 x 2688 68.8 and 77.6, 4096 x 12288 80.1 and
+# 1280 takes 36.6 us and 41.0 with two, 16384 x 1536 40.4 and 43.4, 16384 x 2688 68.8 and 78.0, 4096 x 12288 80.1 and
 # 83.2 (LayerNorm); but 4096 x 640, a warp to a row, 13.2 and 11.8. RMSNorm in a cluster with fewer: 8192 x 6144 is 2%
 # slower with three.
 STREAMS = {"backward": 2, "forward": 4}
