@@ -178,9 +178,14 @@ def columns_of_a_thread(plan: RingPlan) -> float:
     return plan.chunk * plan.num_chunks / threads_of_a_row(plan)
 
 
+def padded_columns(plan: RingPlan) -> int:
+    """Of all chunks of a row: those beyond the last column are zeros."""
+    return plan.cluster * plan.num_chunks * plan.chunk
+
+
 def is_whole(plan: RingPlan, cols: int) -> bool:
     """Whether the chunks are exactly a row, so that every thread has as many columns."""
-    return cols == plan.cluster * plan.num_chunks * plan.chunk
+    return cols == padded_columns(plan)
 
 
 def num_copies(plan: RingPlan) -> int:

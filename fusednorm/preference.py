@@ -22,8 +22,10 @@ from .plan import (
     has_two_rows_in_cluster,
     is_whole,
     num_copies,
+    padded_columns,
     rows_of_a_thread,
     threads_of_a_row,
+    warps_of_a_row,
 )
 from .problem import NormProblem
 
@@ -60,9 +62,10 @@ RING_BYTES_PER_THREAD, MAX_COLUMNS_PER_THREAD = 144, 36
 # A few more of 16-bit rows that no cluster shares: 26214 x 1280 takes 53.6 us with 40 columns, the parameter in
 # shared memory, and 55.1 with 20, 6000 x 2560 28.5 and 29.3, 27594 x 608 31.8 and 34.0 with 20 (LayerNorm); but 3000
 # x 320, by eight threads to a row, 10.7 and 9.4 as 512, and 40000 x 272 29.1 with 36 columns and 26.5 with 20. And of
-# RMSNorm in clusters, which has no sums of db: 2048 x 40960 127 us and 129 with 20 columns over twice as many CTAs.
+# RMSNorm, which has no sums of db, of rows for as many threads: 2048 x 40960 127 us and 129 with 20 columns over twice
+# as many CTAs.
 RING_BYTES_OF_MANY_COLUMNS, MANY_COLUMNS = 160, 40
-LEAST_THREADS_OF_MANY_COLUMNS, MAX_COLUMNS_OF_FEW_THREADS, THREADS_OF_RMS_IN_CLUSTER = 16, 32, 128
+LEAST_THREADS_OF_MANY_COLUMNS, MAX_COLUMNS_OF_FEW_THREADS, THREADS_OF_RMS = 16, 32, 128
 # Two rows in a cluster, where a thread has so many columns: 4096 x 5120 takes 35.4 us and 37.4 by one row, 8192 x 5632
 # 73 us and 78 (LayerNorm), 8192 x 20480 240 us and 254 by 40 columns of one row over half as many CTAs, 4096 x 10752 70
 # us and 84 (RMSNorm). But 8192 x 6144, 24 columns, 82.5 us and 77.0, 2048 x 40960, 16 CTAs, 149 us and 140 (LayerNorm);
@@ -194,11 +197,11 @@ def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
     streams = plan.ctas_per_sm if isinstance(plan, PipelinedPlan) else plan.num_groups
     threads, columns = threads_of_a_row(plan), columns_of_a_thread(plan)
     rows = rows_of_a_thread(plan.rows_per_tile, plan.cluster)
-    bytes_held = rows * columns * bytes_per_element(problem)
-    bytes_of_thread = bytes_held * problem.cols / (plan.cluster * plan.chunk * plan.num_chunks)  # those of the row
+    columns_of_row = problem.cols / plan.cluster / threads  # a thread's, without the padding
+    bytes_of_thread = rows * columns_of_row * bytes_per_element(problem)
     in_cluster = 1 < plan.cluster and (problem.norm == "rms" or plan.cluster <= LARGEST_FORWARD_CLUSTER)
     several_rows = plan.rows_per_tile > 1 and (in_cluster or threads <= FORWARD_THREADS_APART)
-    few_threads = rows, problem.cols / plan.cluster / threads
+    few_threads = rows, columns_of_row
     if forward:
         few_threads = several_rows, -distance(columns, FORWARD_COLUMNS)
     streams_and_threads = -abs(streams - _streams(plan, problem, bytes_of_thread)), few_threads
@@ -211,7 +214,8 @@ def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
     stages = _ring_stages(plan, problem, streams * 2 * 32 * plan.num_warps * bytes_of_thread)
     return (
         (plan.num_stages > 1 or one_tile) and budget.registers(plan, problem, device) <= plan.max_registers,
-        bytes_held <= _most_bytes(plan, problem) and columns <= _most_columns(plan, problem),
+        rows * columns * bytes_per_element(problem) <= _most_bytes(plan, problem)
+        and columns <= _most_columns(plan, problem),
         -max(TOLERATED_COPIES, num_copies(plan)),
         -_padding(plan, problem),
         -plan.num_warps,
@@ -229,9 +233,9 @@ def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
 
 def _padding(plan: RingPlan, problem: NormProblem) -> float:
     """Columns that a row takes, for each that it has, where they matter."""
-    tolerated, padding = TOLERATED_PADDING, plan.cluster * plan.chunk * plan.num_chunks / problem.cols
+    tolerated, padding = TOLERATED_PADDING, padded_columns(plan) / problem.cols
     if problem.direction == "backward" and plan.num_chunks == 1:
-        tolerated = TOLERATED_PADDING_OF_A_WARP if threads_of_a_row(plan) <= 32 else TOLERATED_PADDING_OF_WARPS
+        tolerated = TOLERATED_PADDING_OF_A_WARP if warps_of_a_row(plan) == 1 else TOLERATED_PADDING_OF_WARPS
     elif problem.direction == "backward" and plan.cluster == 1:
         tolerated = TOLERATED_PADDING_OF_CHUNKS
     return TOLERATED_PADDING if padding <= tolerated else padding
@@ -259,7 +263,7 @@ def _is_better_by_two(plan: RingPlan, problem: NormProblem) -> bool:
 def _may_have_many_columns(plan: RingPlan, problem: NormProblem) -> bool:
     """Of a backward, whether a thread had better have a few more columns than usual."""
     threads = threads_of_a_row(plan)
-    if problem.norm == "rms" and threads >= THREADS_OF_RMS_IN_CLUSTER:
+    if problem.norm == "rms" and threads >= THREADS_OF_RMS:
         return True
     alone = isinstance(plan, PipelinedPlan) and plan.cluster == 1 and plan.num_warps == 4
     long_pieces = bytes_per_element(problem) == 4 and problem.cols % 16 == 0
@@ -328,7 +332,7 @@ def _streams(plan: RingPlan, problem: NormProblem, bytes_of_thread: float) -> in
     rms_in_cluster = plan.cluster > 1 and not layer_in_cluster
     most_bytes = THREE_STREAMS_BYTES_OF_RMS_IN_CLUSTER if rms_in_cluster else THREE_STREAMS_BYTES
     few = bytes_of_thread <= most_bytes and columns_of_a_thread(plan) <= THREE_STREAMS_COLUMNS
-    return STREAMS["backward"] + (few and threads_of_a_row(plan) > 32 and isinstance(plan, PipelinedPlan))
+    return STREAMS["backward"] + (few and warps_of_a_row(plan) > 1 and isinstance(plan, PipelinedPlan))
 
 
 def _ring_stages(plan: RingPlan, problem: NormProblem, bytes_of_two: float) -> int:
