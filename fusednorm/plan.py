@@ -199,8 +199,7 @@ def num_ctas(plan: Plan, rows: int, cols: int, device: DeviceSpec) -> int:
     us and 56.3, LayerNorm forward). Short-lived ones have as many each, but for the last (2048 x 8192: 19.0 us, 19.6 by
     as many as run at once)."""
     tiles = -(-rows // plan.rows_per_tile)
-    first_wave = clusters_at_once(plan.cluster, device)
-    at_once = plan.ctas_per_sm * first_wave
+    first_wave, at_once = clusters_at_once(plan.cluster, device), ctas_at_once(plan, device)
     if isinstance(plan, (ColumnTilePlan, ColumnRingPlan)):
         limit = max(1, at_once // -(-cols // plan.chunk))
     elif isinstance(plan, PipelinedPlan) and plan.short_lived:
@@ -242,9 +241,14 @@ def clusters_at_once(cluster: int, device: DeviceSpec) -> int:
     return max(1, usable // cluster)
 
 
+def ctas_at_once(plan: Plan, device: DeviceSpec) -> int:
+    """How many of a plan's CTAs, or clusters, run at the same time."""
+    return plan.ctas_per_sm * clusters_at_once(plan.cluster, device)
+
+
 def rows_at_once(plan: Plan, device: DeviceSpec) -> int:
-    """Rows of one tile for each CTA, or cluster, that runs at the same time."""
-    return plan.rows_per_tile * plan.ctas_per_sm * clusters_at_once(plan.cluster, device)
+    """Rows of one tile for each of these."""
+    return plan.rows_per_tile * ctas_at_once(plan, device)
 
 
 def num_partials(plan: Plan, ctas: int) -> int:

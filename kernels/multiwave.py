@@ -226,15 +226,17 @@ def backward(
                 dx += residual[c].to(norm.acc)
             store_chunk(dx_ptr, (row * cols)[:, None], dx, in_range[:, None], cols, c, tile)
         row = ahead
+    partials = min(tl.num_programs(0), tl.cdiv(rows, tile.rows).to(tl.int32))  # of the CTAs that have rows
     for c in tl.static_range(tile.chunks):
-        partial = tl.program_id(0).to(tl.int64) * cols + tl.zeros([1, 1], tl.int64)
+        partial = tl.program_id(0) + tl.zeros([1, 1], tl.int64)
+        here, is_any = partial * cols, partial < partials
         if norm.wants_dw:
-            store_chunk(dw_partial_ptr, partial, tl.sum(dw[c], axis=0)[None, :], partial >= 0, cols, c, tile)
+            store_chunk(dw_partial_ptr, here, tl.sum(dw[c], axis=0)[None, :], is_any, cols, c, tile)
         if norm.wants_db:
-            store_chunk(db_partial_ptr, partial, tl.sum(db[c], axis=0)[None, :], partial >= 0, cols, c, tile)
+            store_chunk(db_partial_ptr, here, tl.sum(db[c], axis=0)[None, :], is_any, cols, c, tile)
     if semaphore_ptr is not None:
         meet(semaphore_ptr)
-        finalize(dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, tl.num_programs(0), cols, norm, tile)
+        finalize(dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, partials, cols, norm, tile)
 
 
 @triton.jit(do_not_specialize=["rows", "x_inner"])

@@ -83,16 +83,16 @@ def sum_over_rows(chunk, tile: gl.constexpr):
 
 
 @gluon.jit
-def store_partials(dw_ptr, db_ptr, dw, db, partial, cols, norm: gl.constexpr, tile: gl.constexpr):
-    """Row `partial` of the [num_partials, cols] partials. dw and db are chunks in registers, or left in shared
-    memory."""
+def store_partials(dw_ptr, db_ptr, dw, db, partial, cols, end, norm: gl.constexpr, tile: gl.constexpr):
+    """Row `partial` of the [num_partials, cols] partials, up to column `end`. dw and db are chunks in registers, or
+    left in shared memory."""
     for c in gl.static_range(tile.chunks):
         col = column_index(c, partial_store_layout(tile), tile)
         target = partial.to(gl.int64) * cols + col
         if norm.wants_dw:
-            gl.store(dw_ptr + target, sum_over_rows(dw[c], tile), mask=col < cols)
+            gl.store(dw_ptr + target, sum_over_rows(dw[c], tile), mask=col < end)
         if norm.wants_db:
-            gl.store(db_ptr + target, sum_over_rows(db[c], tile), mask=col < cols)
+            gl.store(db_ptr + target, sum_over_rows(db[c], tile), mask=col < end)
 
 
 @gluon.jit
@@ -102,12 +102,25 @@ def hidden(value):
 
 
 @gluon.jit
-def leave_partials(dw_ptr, db_ptr, dw, db, semaphore_ptr, cols, norm: gl.constexpr, tile: gl.constexpr):
-    """The CTA's row of the partials; with a semaphore, for all CTAs to read when they meet."""
+def num_partials(rows, tile: gl.constexpr):
+    """As many as there are CTAs, or clusters, that have row tiles; the others only help to sum them."""
+    return min(gl.num_programs(0), gl.cdiv(rows, tile.rows))
+
+
+@gluon.jit
+def leave_partials(dw_ptr, db_ptr, dw, db, semaphore_ptr, rows, cols, norm: gl.constexpr, tile: gl.constexpr):
+    """The CTA's row of the partials, if it has row tiles; with a semaphore, for all CTAs to read when they meet."""
     dw = leave_sums(dw, norm.wants_dw, tile)
     db = leave_sums(db, norm.wants_db, tile)
     partial = hidden(gl.program_id(0))  # or addresses would be worked out before the row loop, and held
-    store_partials(dw_ptr, db_ptr, dw, db, partial, cols, norm, tile)
+    end = gl.where(partial * tile.rows < rows, cols, 0)
+    store_partials(dw_ptr, db_ptr, dw, db, partial, cols, end, norm, tile)
+    come(semaphore_ptr, partial, tile)
+
+
+@gluon.jit
+def come(semaphore_ptr, partial, tile: gl.constexpr):
+    """With a semaphore, let whoever reads row `partial` know that this CTA is done with it."""
     if semaphore_ptr is not None:
         adjacent: gl.constexpr = partials_of_a_load(tile)
         groups: gl.constexpr = meeting_groups(tile)
@@ -185,12 +198,12 @@ def sum_partials(partial_ptr, out_ptr, first_col, num_partials, cols, tile: gl.c
 
 @gluon.jit
 def sum_partials_of_grid(
-    semaphore_ptr, dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, cols, norm: gl.constexpr, tile: gl.constexpr
+    semaphore_ptr, dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, rows, cols, norm: gl.constexpr, tile: gl.constexpr
 ):
     """dw and db from the partials of all CTAs, or of all clusters, which run at once and wait for each other here."""
     groups: gl.constexpr = meeting_groups(tile)
     wait_for_group(semaphore_ptr, group_of(gl.program_id(0), partials_of_a_load(tile), groups), groups)
     sum_pieces(
-        dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, gl.num_programs(0), cols, tile.cluster * tile.partial_cols,
-        sum_partials, norm, tile,
+        dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, num_partials(rows, tile), cols,
+        tile.cluster * tile.partial_cols, sum_partials, norm, tile,
     )  # fmt: skip

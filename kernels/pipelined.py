@@ -138,7 +138,9 @@ def backward(
         dw, db, sums = ring.sum_tile(x, dy, mean, rstd, weight, dw, db, norm, tile)
         if wants_sums and partial_sums.leave_early(tile):
             if nth + step >= rows:  # the last tile, whose dx the others need not wait for
-                partial_sums.leave_partials(dw_partial_ptr, db_partial_ptr, dw, db, semaphore_ptr, cols, norm, tile)
+                partial_sums.leave_partials(
+                    dw_partial_ptr, db_partial_ptr, dw, db, semaphore_ptr, rows, cols, norm, tile
+                )
         sums, exchange = ring.sum_over_cluster(sums, exchange, tile)
         if not tile.works_ahead:
             mean_next, rstd_next = ring.load_statistics(
@@ -151,11 +153,14 @@ def backward(
         row -= step
         stage, phase = next_stage(stage, phase, tile)
 
-    if wants_sums and not partial_sums.leave_early(tile):
-        partial_sums.leave_partials(dw_partial_ptr, db_partial_ptr, dw, db, semaphore_ptr, cols, norm, tile)
+    if wants_sums and partial_sums.leave_early(tile):
+        if first >= rows:  # there was no tile
+            partial_sums.come(semaphore_ptr, gl.program_id(0), tile)
+    elif wants_sums:
+        partial_sums.leave_partials(dw_partial_ptr, db_partial_ptr, dw, db, semaphore_ptr, rows, cols, norm, tile)
     if semaphore_ptr is not None:
         partial_sums.sum_partials_of_grid(
-            semaphore_ptr, dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, cols, norm, tile
+            semaphore_ptr, dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, rows, cols, norm, tile
         )
     for t in gl.static_range(len(full)):
         for i in gl.static_range(tile.copies):

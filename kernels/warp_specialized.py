@@ -79,7 +79,7 @@ def consume(
             stage = group
             phase ^= 1
     partial = gl.program_id(0) * tile.num_groups + group
-    partial_sums.store_partials(dw_partial_ptr, db_partial_ptr, dw, db, partial, cols, norm, tile)
+    partial_sums.store_partials(dw_partial_ptr, db_partial_ptr, dw, db, partial, cols, cols, norm, tile)
 
 
 @gluon.jit(do_not_specialize=["rows"])

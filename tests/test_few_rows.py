@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from planning import make_problem
+from planning import make_problem, meta_call
 
 import fusednorm
-from fusednorm.device import H200
+from fusednorm.device import H200, DeviceSpec
 from fusednorm.heuristics import choose, decide
-from fusednorm.plan import MultiWavePlan, PipelinedPlan, num_ctas, num_partials, rows_at_once
+from fusednorm.plan import MultiWavePlan, PipelinedPlan, ctas_at_once, num_ctas, num_partials, rows_at_once
 
 MANY_ROWS = 16384
 
@@ -114,3 +114,31 @@ def test_an_sm_gets_a_second_cta_once_it_has_two_tiles_for_it_or_two_rows_in_a_c
 def test_all_ctas_that_run_at_once_get_tiles_even_if_some_get_one_less():
     problem = make_problem("layer", 2048)
     assert num_ctas(choose(problem, 16384, H200), 16384, 2048, H200) == 264  # 31 or 32 tiles of two rows
+
+
+@pytest.mark.parametrize("norm, sums", [("layer", 2), ("rms", 1)])
+@pytest.mark.parametrize("cols", [360, 1024, 2048, 8192, 65536])
+@pytest.mark.parametrize("rows", [1, 7])
+def test_ctas_without_rows_help_to_sum_the_partials_of_those_that_have_some(norm, sums, cols, rows, monkeypatch):
+    from fusednorm import launch
+
+    monkeypatch.setattr(DeviceSpec, "of", staticmethod(lambda device: H200))
+    problem = make_problem(norm, cols)
+    plan = choose(problem, rows, H200)
+    prepared = launch.prepare_backward(meta_call(problem, rows))
+    ctas, tiles = prepared.launches[0].grid[0], -(-rows // plan.rows_per_tile)
+    columns = launch._partial_shape(plan, problem, H200, plan.num_warps)[0] * plan.cluster
+    pieces = sums * -(-cols // columns)
+    assert tiles < ctas == min(pieces, ctas_at_once(plan, H200))
+    assert prepared.workspace.numel() == tiles * sums * cols  # others leave nothing there
+
+
+def test_ctas_that_leave_no_partials_are_no_more_than_have_rows(monkeypatch):
+    from fusednorm import launch
+
+    monkeypatch.setattr(DeviceSpec, "of", staticmethod(lambda device: H200))
+    for wanted in ({"wants_dw": False, "wants_db": False}, {}):
+        monkeypatch.setattr(launch, "_semaphore", lambda device: None)  # as where CTAs cannot meet
+        problem = make_problem("layer", 4096, **wanted)
+        plan = choose(problem, 16, H200)
+        assert launch.prepare_backward(meta_call(problem, 16)).launches[0].grid == (-(-16 // plan.rows_per_tile),)

@@ -338,6 +338,25 @@ def test_a_row_comes_out_the_same_whatever_rows_surround_it(norm):
             assert torch.equal(getattr(some, name), getattr(everything, name)[part]), name
 
 
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_ctas_without_rows_leave_no_partials(norm, rows):
+    """They are there to sum those of the others."""
+    from fusednorm import launch
+
+    case = make_case(norm, (rows, 96), (FP32, FP32, FP32))
+    inputs = make_inputs(case)
+    want = run(case, inputs)
+    call = check_backward(
+        norm, inputs.grad_out, inputs.x, (96,), want.mean, want.rstd, inputs.weight, inputs.bias, ALL_OUTPUTS
+    )
+    with guarded_buffers():  # of which no row is for them
+        launches, (_, *got) = launch.prepare_backward(call, MultiWavePlan(2, 128, 1, 4, 1, 255))[:2]
+        replace(launches[0], grid=(8,)).run()
+        launches[1].run()
+    assert_outputs_close(replace(want, dweight=got[0], dbias=got[1]), case, inputs)
+
+
 @pytest.mark.parametrize("num_partials", [1, 2, 63, 64, 65, 200])
 def test_finalizer_sums_any_number_of_partials(num_partials):
     from fusednorm import launch
