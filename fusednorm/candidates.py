@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 from . import budget
@@ -19,22 +18,16 @@ from .plan import (
     Plan,
     RingPlan,
     WarpSpecializedPlan,
-    columns_of_a_thread,
-    has_two_rows_in_cluster,
     num_copies,
     rows_of_a_thread,
 )
 from .preference import (
     BYTES_IN_FLIGHT_PER_SM,
-    ELEMENTS_OF_ONE_TILE,
     FORWARD_STREAMS_OF_ONE_ROW,
-    MOST_COLUMNS_OF_ONE_TILE,
-    ONE_TILE_BYTES_PER_SM,
-    ONE_TILE_THREADS_PER_SM,
     RING_STAGES,
     bytes_per_element,
+    may_have_few_warps,
     multiwave_key,
-    one_tile_key,
     ring_key,
     warps_per_sm,
 )
@@ -45,17 +38,10 @@ MAX_CHUNKS = 8  # a longer unrolled row loop outgrows the instruction cache
 MAX_RING_CHUNKS = 10
 MIN_MULTIWAVE_CHUNK = 16  # columns; below it, a load of one chunk is for many short pieces of memory
 MAX_ROWS_PER_WARP = 8  # of 4 lanes each; with 2 lanes 131072 x 64 takes 20.9 us and 20.5 us (LayerNorm backward)
-# Of the one CTA on an SM that a few rows get: half as many partials to sum as of two CTAs. 1024 x 4096 takes 13.7 us so
-# and 14.1 by two CTAs, 600 x 3072 11.1 us and 12.0; but 4000 x 2048, four rows, 19.4 us and 18.3, 264 x 1024, eight,
-# 10.6 us and 8.1. Over two CTAs 700 x 6656 17.9 us, so 16.8; but 700 x 8192, 32 columns of a thread, 16.1 us and 17.2;
-# 700 x 5120, two rows in a cluster, 13.6 us and 14.2 (LayerNorm).
-SHORT_WALK_WARPS, MAX_SHORT_ROWS, MAX_COLUMNS_OF_ONE_ROW = 8, 2, 28
 MAX_PRODUCED_COPIES = {1: 6, 2: 2}  # by groups; of more, the producer cannot hold the addresses in its 24 registers
 CLUSTERS = (1, 2, 4, 8, 16)  # CTAs that share a row too wide for one
 CLUSTER_ARCHS = (90, 100, 103)
 COLUMN_TILE = 1024
-ONE_TILE_WARPS = (2, 4, 8, 16)
-WIDE_ROWS = 8192  # of more columns; 5888 columns, 595 rows, 9.1 us by multi-wave and 9.3, but 384 x 5376 7.7 and 7.2
 # Of a backward without dx by TMA: the one tile that was measured, others are to be.
 COLUMN_RING_CHUNK = 128
 COLUMN_RING_ROWS = (64, 32, 16)
@@ -76,61 +62,27 @@ def multi_wave(problem: NormProblem, device: DeviceSpec) -> Plan:
 def multiwave_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[MultiWavePlan]:
     """Every plan within the budgets whose threads load 8 bytes or more at once."""
     elements_at_once = 8 // problem.x_dtype.itemsize
-    for num_warps, rows_per_tile in itertools.product(WARPS, powers_of_two(1, 128)):
+    few_warps = may_have_few_warps(problem)
+    for num_warps, rows_per_tile in itertools.product((2, *WARPS) if few_warps else WARPS, powers_of_two(1, 128)):
         threads = 32 * num_warps
         for chunk, num_chunks in chunkings(problem.cols, MIN_MULTIWAVE_CHUNK, MAX_CHUNKS):
-            if rows_per_tile * chunk < elements_at_once * threads:
+            if rows_per_tile * chunk < elements_at_once * threads or (num_chunks > 1 and num_warps < min(WARPS)):
                 continue
             registers = budget.multiwave_registers(rows_per_tile, chunk, num_chunks, num_warps, problem, device)
-            room = _ctas_with_room(registers, threads, device)
+            room = ctas_with_room(registers, threads, device)
             if registers <= budget.MAX_REGISTERS and room:
                 tile_bytes = rows_per_tile * problem.cols * bytes_per_element(problem)
-                enough = max(warps_per_sm(problem) / num_warps, BYTES_IN_FLIGHT_PER_SM / tile_bytes)
+                enough = warps_per_sm(problem) / num_warps
+                if num_chunks > 1 or not few_warps:
+                    enough = max(enough, BYTES_IN_FLIGHT_PER_SM / tile_bytes)
                 ctas_per_sm = min(room, math.ceil(enough))
                 limit = budget.register_limit(threads * ctas_per_sm, device)
                 yield MultiWavePlan(rows_per_tile, chunk, num_chunks, num_warps, ctas_per_sm, limit)
 
 
-def _ctas_with_room(registers: int, threads: int, device: DeviceSpec) -> int:
+def ctas_with_room(registers: int, threads: int, device: DeviceSpec) -> int:
     """How many CTAs of so many threads, of so many registers each, fit an SM."""
     return min(device.registers_per_sm // registers, device.max_threads_per_sm) // threads
-
-
-def multi_wave_short(plan: MultiWavePlan, problem: NormProblem, device: DeviceSpec) -> MultiWavePlan | None:
-    """What had better take the place of the best plan where CTAs get few tiles. In the backward the same with all
-    registers, where each SM gets one CTA anyway."""
-    if problem.direction == "forward":
-        return one_tile(problem, device)
-    if plan.ctas_per_sm == 1 or not (problem.wants_dw or problem.wants_db):
-        return None
-    return replace(plan, ctas_per_sm=1, max_registers=budget.register_limit(32 * plan.num_warps, device))
-
-
-def one_tile(problem: NormProblem, device: DeviceSpec) -> MultiWavePlan | None:
-    """The best plan by CTAs of one row tile each, of which an SM has no more than are faster so; if there is any."""
-    return max(one_tile_plans(problem, device), key=lambda plan: one_tile_key(problem, plan), default=None)
-
-
-def one_tile_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[MultiWavePlan]:
-    """Of forwards whose rows are multiples of 16 bytes, those whose threads load 8 bytes or more at once."""
-    too_wide = problem.cols > MOST_COLUMNS_OF_ONE_TILE[problem.norm]
-    if too_wide or not problem.tma_aligned or problem.acc_dtype.itemsize == 8:
-        return
-    elements_at_once = 8 // problem.x_dtype.itemsize
-    for num_warps, rows_per_tile in itertools.product(ONE_TILE_WARPS, powers_of_two(1, 32)):
-        threads = 32 * num_warps
-        for chunk, num_chunks in chunkings(problem.cols, MIN_MULTIWAVE_CHUNK, MAX_CHUNKS):
-            elements = rows_per_tile * chunk * num_chunks / threads
-            if rows_per_tile * chunk < elements_at_once * threads or elements > ELEMENTS_OF_ONE_TILE:
-                continue
-            tile_bytes = rows_per_tile * problem.cols * problem.x_dtype.itemsize
-            registers = budget.one_tile_registers(elements, problem)
-            room = _ctas_with_room(registers, threads, device)
-            wanted = ONE_TILE_BYTES_PER_SM[problem.norm] // tile_bytes, ONE_TILE_THREADS_PER_SM[problem.norm] // threads
-            ctas_per_sm = min(room, *wanted)
-            if ctas_per_sm:
-                limit = budget.register_limit(threads * ctas_per_sm, device)
-                yield MultiWavePlan(rows_per_tile, chunk, num_chunks, num_warps, ctas_per_sm, limit, True)
 
 
 def column_tile_plan(problem: NormProblem, device: DeviceSpec) -> ColumnTilePlan:
@@ -158,69 +110,7 @@ def pipelined(problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | Colum
     """The best plan that fits shared memory, faults or not; None if even one stage is too large."""
     if problem.direction == "backward" and not problem.wants_dx:
         return column_ring_plan(problem, device)
-    return _best_ring(pipelined_plans(problem, device), problem, device)
-
-
-def pipelined_short(
-    plan: PipelinedPlan, problem: NormProblem, device: DeviceSpec
-) -> PipelinedPlan | MultiWavePlan | None:
-    """What had better take the place of the best plan where CTAs get few tiles, if anything."""
-    if problem.direction == "backward":
-        return None if has_two_rows_in_cluster(plan) else _one_large_cta(problem, device) or _two_ctas(plan, device)
-    one_row = _one_row(plan, problem, device) if problem.norm == "layer" else None
-    if problem.norm == "layer" and one_row in (None, plan):
-        one_row = _in_registers(plan, problem, device) or one_row
-    one_stage = replace(plan, num_stages=1) if plan.short_lived and plan.num_stages > 1 else None
-    return one_row or one_tile(problem, device) or one_stage  # the last two for as many tiles as run at once
-
-
-def _one_large_cta(problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | None:
-    """On an SM, which leaves fewer partials."""
-    wanted = {"cluster": 1, "ctas_per_sm": 1, "num_warps": SHORT_WALK_WARPS, "num_stages": 2}
-    plan = _best_ring(_those(wanted, problem, device), problem, device)
-    if plan is None or not all(ring_key(plan, problem, device)[:2]):
-        return None
-    slower = (
-        plan.rows_per_tile > MAX_SHORT_ROWS
-        or (plan.rows_per_tile == 1 and columns_of_a_thread(plan) > MAX_COLUMNS_OF_ONE_ROW)
-        or (plan.weight_in_smem and problem.norm == "layer")  # of 36 columns a thread by up to 23%
-    )
-    return None if slower else plan
-
-
-def _two_ctas(plan: PipelinedPlan, device: DeviceSpec) -> PipelinedPlan | None:
-    """On an SM instead of three: 4096 x 1536 takes 16.5 us so and 17.0 (LayerNorm), but 4096 x 2688, tiles of one row,
-    25.8 and 24.3."""
-    if plan.ctas_per_sm < 3 or plan.rows_per_tile == 1:
-        return None
-    return replace(plan, ctas_per_sm=2, max_registers=budget.register_limit(2 * 32 * plan.num_warps, device))
-
-
-def _one_row(plan: PipelinedPlan, problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | None:
-    """Of LayerNorm's forward, whose parameters are in registers; over half as many CTAs where it was two rows."""
-    if plan.cluster == 1 < plan.rows_per_tile:
-        return None
-    wanted = {"rows_per_tile": 1, "num_stages": 2, "num_warps": plan.num_warps, "weight_in_smem": False}
-    if plan.rows_per_tile == 2:
-        wanted |= {"cluster": plan.cluster // 2, "ctas_per_sm": 2}
-    else:
-        wanted |= {"cluster": plan.cluster, "ctas_per_sm": FORWARD_STREAMS_OF_ONE_ROW}
-    best = _best_ring(_those(wanted, problem, device), problem, device)
-    return best if best is not None and ring_key(best, problem, device)[0] else None
-
-
-def _in_registers(plan: PipelinedPlan, problem: NormProblem, device: DeviceSpec) -> MultiWavePlan | None:
-    """Of LayerNorm's forward, wide rows that end within a chunk of the ring's: 250 x 11264 takes 8.0 us so and 8.8,
-    1000 x 11264 15.6 and 16.3; but 500 x 10240, which do not, 10.2 and 9.7."""
-    if problem.cols <= WIDE_ROWS or not plan.tail:
-        return None
-    in_registers = multi_wave(problem, device)
-    return in_registers if isinstance(in_registers, MultiWavePlan) else None
-
-
-def _those(wanted: dict, problem: NormProblem, device: DeviceSpec) -> Iterator[PipelinedPlan]:
-    """The plans with these fields."""
-    return (plan for plan in pipelined_plans(problem, device) if wanted.items() <= vars(plan).items())
+    return best_ring(pipelined_plans(problem, device), problem, device)
 
 
 def column_ring_plan(problem: NormProblem, device: DeviceSpec) -> ColumnRingPlan | None:
@@ -233,10 +123,10 @@ def column_ring_plan(problem: NormProblem, device: DeviceSpec) -> ColumnRingPlan
 
 def warp_specialized(problem: NormProblem, device: DeviceSpec) -> WarpSpecializedPlan | None:
     """As `pipelined`."""
-    return _best_ring(warp_specialized_plans(problem, device), problem, device)
+    return best_ring(warp_specialized_plans(problem, device), problem, device)
 
 
-def _best_ring(plans: Iterator[RingPlan], problem: NormProblem, device: DeviceSpec) -> RingPlan | None:
+def best_ring(plans: Iterator[RingPlan], problem: NormProblem, device: DeviceSpec) -> RingPlan | None:
     ranked = sorted(plans, key=lambda plan: ring_key(plan, problem, device), reverse=True)
     return next((plan for plan in ranked if budget.fits_shared_memory(plan, problem, device)), None)
 

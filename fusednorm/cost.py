@@ -75,7 +75,7 @@ def imbalance(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -
     if isinstance(plan, (ColumnTilePlan, ReferencePlan)):
         return 1.0
     tiles = -(-rows // plan.rows_per_tile)
-    ctas = num_ctas(plan, rows, problem.cols, device)
+    ctas = num_ctas(plan, rows, problem.cols, device, problem.wants_dw or problem.wants_db)
     resident = max(1, device.sm_count // getattr(plan, "cluster", 1))
     busy = min(1.0, ctas / resident)  # below one CTA for each SM some SMs, and their share of the bandwidth, are idle
     return -(-tiles // ctas) * ctas / tiles / max(busy, 0.25)

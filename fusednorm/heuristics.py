@@ -14,8 +14,9 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from . import budget, candidates
+from . import budget, candidates, few_rows
 from .device import DeviceSpec
+from .few_rows import NO_SHORT_WALK, ShortWalk
 from .forcing import forced_variant
 from .legality import MAX_RING_ROWS, broken_rule, capability
 from .plan import (
@@ -28,10 +29,10 @@ from .plan import (
     Rejected,
     RingPlan,
     box_columns,
-    least_rows_of_cta,
-    rows_at_once,
 )
 from .problem import NormProblem
+
+Ranges = tuple[tuple[float, float], ...]  # (least, most)
 
 
 @dataclass(frozen=True)
@@ -48,15 +49,13 @@ class Tuning:
     ring_rows_per_sm_without_dx: int | None = None  # the same for sums over rows alone; None: not measured
     narrowest_ring_bytes: dict[str, int] = field(default_factory=dict)  # of a row of x, by norm
     widest_ring_bytes: float = math.inf
-    # By the bytes of an element of x: the bytes of a row that TMA copies at once, and the columns of which a ring pays
-    # that has no longer pieces: from how many on and, where multi-wave holds the row in registers, up to how many.
-    # Shorter ones than those named do not pay, or have not been tried.
-    columns_by_piece: dict[int, dict[int, tuple[float, float]]] = field(default_factory=dict)
+    # By norm and the bytes of an element of x: the bytes of a row that TMA copies at once, and the columns of which a
+    # ring pays that has no longer pieces, in ranges; beyond the first it pays as well where multi-wave does not hold
+    # the row in registers. Shorter ones than those named do not pay, or have not been tried.
+    columns_by_piece: dict[tuple[str, int], dict[int, Ranges]] = field(default_factory=dict)
     # Row tiles of a ring's CTA that has no more, for which there is another plan than for many rows; None: none is.
     tiles_of_a_short_walk: int | None = None
 
-
-TILES_OF_MULTI_WAVE = 8  # that take the place of a ring of LayerNorm's forward, whose rows end within a chunk
 
 UNKNOWN = Tuning(("multi_wave",), "no other schedule has been tried on this architecture")
 
@@ -68,15 +67,24 @@ UNKNOWN = Tuning(("multi_wave",), "no other schedule has been tried on this arch
 # (LayerNorm backward). Of 64: 65536 x 416 29.4 and 32.2, 65536 x 224 18.2 and 18.6 (LayerNorm forward), 65536 x 160
 # 13.8 and 13.7 (RMSNorm). Wide rows by pieces of 32: 4096 x 9232 43.6 and 46.6, 4096 x 12496 66.8 and 59.0, 250 x
 # 12496 9.3 and 8.5 (LayerNorm forward). float32, pieces of 32 bytes: 4104 columns 118 and 102, of 64: 4112 100 and
-# 103 (RMSNorm backward).
-ANY_COLUMNS = 0, math.inf
+# 103 (RMSNorm backward). And RMSNorm's backward by pieces of 32 bytes: 4000 x 1840 18.1 and 17.1, 4000 x 2960 27.8 and
+# 24.6, 8000 x 7536 105 and 98, but 8000 x 1232 21.8 and 24.4, 8000 x 4880 69 and 77 (LayerNorm 13696 x 1840 46.3 either
+# way, 4718 x 7536 66 and 90).
+ANY_COLUMNS = ((0, math.inf),)
+FLOAT32_BACKWARD_PIECES = {16: ((7168, math.inf),), 64: ANY_COLUMNS}
 HOPPER_BACKWARD_PIECES = {
-    2: {16: (8192, math.inf), 32: (160, math.inf), 64: ANY_COLUMNS},
-    4: {16: (7168, math.inf), 64: ANY_COLUMNS},
+    ("layer", 2): {16: ((8192, math.inf),), 32: ((160, math.inf),), 64: ANY_COLUMNS},
+    ("rms", 2): {16: ((8192, math.inf),), 32: ((160, 1600), (4097, 6200)), 64: ANY_COLUMNS},
+    ("layer", 4): FLOAT32_BACKWARD_PIECES,
+    ("rms", 4): FLOAT32_BACKWARD_PIECES,
 }
+# 64 is for pieces of 128 as well: 20000 x 192 10.1 us and 8.5 (LayerNorm).
+HALF_FORWARD_PIECES, FLOAT32_FORWARD_PIECES = {32: ((2048, 10240),), 64: ((256, math.inf),)}, {64: ANY_COLUMNS}
 HOPPER_FORWARD_PIECES = {
-    2: {32: (2048, 10240), 64: (256, math.inf), 128: ANY_COLUMNS},
-    4: {64: ANY_COLUMNS},
+    ("layer", 2): HALF_FORWARD_PIECES,
+    ("rms", 2): HALF_FORWARD_PIECES,
+    ("layer", 4): FLOAT32_FORWARD_PIECES,
+    ("rms", 4): FLOAT32_FORWARD_PIECES,
 }
 
 HOPPER_BACKWARD = Tuning(
@@ -163,7 +171,7 @@ def decide(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | No
     obeyed = forced is not None and outcomes[forced].plan is not None
     chosen = forced if obeyed else best
     chosen_plan = outcomes[chosen].plan
-    short = ShortWalk(0) if obeyed else short_walk(chosen_plan, problem, device)
+    short = NO_SHORT_WALK if obeyed else short_walk(chosen_plan, problem, device)
     if rows <= short.most_rows:
         chosen_plan = short.plan
     reasons, first = {}, best if obeyed else chosen_plan.variant
@@ -237,15 +245,18 @@ def fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Re
 
 
 def _why_pieces_are_short(box_bytes: int, problem: NormProblem, device: DeviceSpec) -> str | None:
-    columns_by_piece = tuning(problem, device).columns_by_piece.get(problem.x_dtype.itemsize, {0: ANY_COLUMNS})
+    known = tuning(problem, device).columns_by_piece
+    columns_by_piece = known.get((problem.norm, problem.x_dtype.itemsize), {0: ANY_COLUMNS})
     tried = [piece for piece in columns_by_piece if piece <= box_bytes]
     if not tried:
         return "which pays nowhere"
-    least, most = columns_by_piece[max(tried)]
-    if problem.cols < least:
-        return f"which pays from {least} columns on"
-    if problem.cols > most and isinstance(best_plan("multi_wave", problem, device), MultiWavePlan):
-        return f"which pays up to {most} columns"
+    ranges = columns_by_piece[max(tried)]
+    if any(least <= problem.cols <= most for least, most in ranges):
+        return None
+    if problem.cols < ranges[0][0]:
+        return f"which pays from {ranges[0][0]} columns on"
+    if isinstance(best_plan("multi_wave", problem, device), MultiWavePlan):
+        return f"which pays at {' and '.join(f'{least} to {most}' for least, most in ranges)} columns"
     return None
 
 
@@ -269,37 +280,15 @@ def least_rows(problem: NormProblem, device: DeviceSpec) -> int:
     return known.ring_rows_per_sm.get(problem.norm, 0) * device.sm_count
 
 
-class ShortWalk(NamedTuple):
-    """The plan for so few rows that no CTA gets many tiles; of variants that are not forced, which have one plan."""
-
-    most_rows: int
-    plan: Plan | None = None
-
-
 @functools.cache
 def short_walk(plan: Plan, problem: NormProblem, device: DeviceSpec) -> ShortWalk:
-    """What there is in the place of the plan for many rows."""
-    short = None
-    if tuning(problem, device).tiles_of_a_short_walk is None:
-        return ShortWalk(0)
-    if isinstance(plan, PipelinedPlan):
-        short = candidates.pipelined_short(plan, problem, device)
-    elif isinstance(plan, MultiWavePlan):
-        short = candidates.multi_wave_short(plan, problem, device)
-    return ShortWalk(_rows_of_a_short_walk(short, plan, problem, device), short) if short else ShortWalk(0)
-
-
-def _rows_of_a_short_walk(short: Plan, plan: Plan, problem: NormProblem, device: DeviceSpec) -> int:
-    if isinstance(short, MultiWavePlan) and problem.direction == "backward":
-        # Up to which an SM has one CTA of either: 300 x 2055 takes 10.8 us and 11.5 with fewer registers, 1024 x 1000
-        # 9.3 and 10.3; but 600 x 2055 13.4 and 12.6 by two CTAs (LayerNorm).
-        return 2 * least_rows_of_cta(plan) * device.sm_count
+    """What there is in the place of the plan for many rows; of variants that are not forced, which have one plan."""
     tiles = tuning(problem, device).tiles_of_a_short_walk
-    if isinstance(short, MultiWavePlan):  # 2000 x 11264 takes 27.3 us and 26.4, 1000 x 11264 15.6 and 16.3
-        tiles = 1 if short.short_lived else TILES_OF_MULTI_WAVE
-    elif short.num_stages == 1:
-        tiles = 1
-    return tiles * rows_at_once(short, device)
+    if tiles is not None and isinstance(plan, PipelinedPlan):
+        return few_rows.pipelined_short(plan, problem, device, tiles)
+    if tiles is not None and isinstance(plan, MultiWavePlan):
+        return few_rows.multi_wave_short(plan, problem, device)
+    return NO_SHORT_WALK
 
 
 def tuning(problem: NormProblem, device: DeviceSpec) -> Tuning:

@@ -116,7 +116,7 @@ def prepare_forward(call: ForwardCall, plan: Plan | None = None) -> Prepared:
     rstd = torch.empty(call.stats_shape, dtype=problem.acc_dtype, device=device) if call.wants_statistics else None
     mean = torch.empty_like(rstd) if rstd is not None and problem.norm == "layer" else None
     outputs = (y, mean, rstd)
-    build, ctas = _FORWARD[type(plan)], num_ctas(plan, call.rows, problem.cols, spec)
+    build, ctas = _FORWARD[type(plan)], num_ctas(plan, call.rows, problem.cols, spec, leaves_partials=False)
     return Prepared(build(plan, call, _norm(problem), outputs, ctas, spec), outputs)
 
 
@@ -127,14 +127,15 @@ def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> Prepared:
     plan = plan or heuristics.choose(problem, call.rows, spec)
     assert _is_legal(plan.variant, problem, min(call.rows, MAX_RING_ROWS + 1), spec)
     assert plan.variant != "pipelined" or problem.wants_dx != isinstance(plan, ColumnRingPlan)
-    ctas = num_ctas(plan, call.rows, problem.cols, spec)
+    sums = problem.wants_dw or problem.wants_db
+    ctas = num_ctas(plan, call.rows, problem.cols, spec, leaves_partials=sums)
     partials = num_partials(plan, ctas)
     dx = torch.empty(call.shape, dtype=call.dx_dtype, device=device) if problem.wants_dx else None
     dw, db = (
         torch.empty(call.normalized_shape, dtype=dtype, device=device) if wanted else None
         for wanted, dtype in ((problem.wants_dw, problem.weight_dtype), (problem.wants_db, problem.bias_dtype))
     )
-    sums, two_passes = problem.wants_dw or problem.wants_db, isinstance(plan, ColumnTilePlan) and problem.wants_dx
+    two_passes = isinstance(plan, ColumnTilePlan) and problem.wants_dx
     counters = triton.cdiv(problem.cols, plan.chunk) if sums and two_passes else 0
     workspace, *parts = _workspace(problem, partials, 2 * call.rows * two_passes, counters, device)
     dw_partial, db_partial, means, counters = parts

@@ -193,11 +193,11 @@ def num_copies(plan: RingPlan) -> int:
     return 2 if plan.tail else -(-plan.num_chunks // plan.copy_chunks)
 
 
-def num_ctas(plan: Plan, rows: int, cols: int, device: DeviceSpec) -> int:
+def num_ctas(plan: Plan, rows: int, cols: int, device: DeviceSpec, leaves_partials: bool = True) -> int:
     """The grid along the rows: CTAs, or clusters of them, of which none is idle. As many as run at once, even if some
     then have a row tile less than others: fewer would be done as soon, but load less at a time (16384 x 2055 takes 55.0
-    us and 56.3, LayerNorm forward). Short-lived ones have as many each, but for the last (2048 x 8192: 19.0 us, 19.6 by
-    as many as run at once)."""
+    us and 56.3, LayerNorm forward). Not so where they leave partials of few tiles. Short-lived ones have as many tiles
+    each, but for the last (2048 x 8192: 19.0 us, 19.6 by as many as run at once)."""
     tiles = -(-rows // plan.rows_per_tile)
     first_wave, at_once = clusters_at_once(plan.cluster, device), ctas_at_once(plan, device)
     if isinstance(plan, (ColumnTilePlan, ColumnRingPlan)):
@@ -207,8 +207,10 @@ def num_ctas(plan: Plan, rows: int, cols: int, device: DeviceSpec) -> int:
         limit = many if many >= MIN_WAVES * at_once or plan.num_stages == 1 else at_once
     elif isinstance(plan, MultiWavePlan) and plan.short_lived:
         limit = tiles
-    else:
+    elif leaves_partials:
         limit = max(first_wave, min(at_once, rows // least_rows_of_cta(plan) // first_wave * first_wave))
+    else:
+        limit = at_once
     if isinstance(plan, PipelinedPlan) and plan.short_lived:
         return -(-tiles // -(-tiles // min(tiles, limit)))
     return min(tiles, limit)

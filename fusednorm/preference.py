@@ -54,6 +54,11 @@ NARROW_COLUMNS, NARROW_CHUNK = 256, 64
 # as five of 256 (LayerNorm). From 1025 columns on LayerNorm has eight warps on an SM for these, RMSNorm, 8% slower so,
 # sixteen.
 MOST_BYTES_OF_ONE_CHUNK, MOST_COLUMNS_BEYOND, WARPS_OF_ONE_CHUNK = 4096, 768, 8
+# Narrow rows of 16 bits by CTAs of as few warps as have the registers, LayerNorm two rows at a time, RMSNorm four: 2500
+# x 440 takes 10.9 us by two warps and two rows, 12.4 by four warps and eight rows of seven chunks of 64; 20000 x 632
+# 30.9 by two warps and 35.5 by four with four rows (LayerNorm); RMSNorm 20000 x 632 28.3 by four rows, by two 30.3. But
+# 10000 x 312 16.4 us as 512 columns and 15.2 as five of 64.
+NARROWEST_OF_TWO_WARPS, ROWS_OF_FEW_WARPS = 321, {"layer": 2, "rms": 4}
 MULTIWAVE_CHUNK = 1024  # columns; faster than 512 by 2 to 5%, than 2048 by 1 to 6%, than 4096 by 2 to 9%
 # What a thread has of a row tile at most, in bytes of x and its gradient, and in columns, of which the backward holds
 # two sums each. It gets as many as are allowed: with half as many, a row's sums cost twice as much (3000 x 9216: 48.3
@@ -129,20 +134,12 @@ LESS_THAN_ONE_COPY = 0.5
 MAX_COLUMNS_WITH_WEIGHT = {"backward": 32, "forward": 16}
 
 
-# Of a forward by CTAs of one row tile each, which starts sooner than a ring: what an SM gets of x, at most. RMSNorm 264
-# x 4096 takes 5.4 us and 6.3 by a ring, 1056 x 4096 8.5 and 8.7, but 1056 x 8192 12.6 and 12.2. LayerNorm, whose CTAs
-# load two parameters, 528 x 2048 5.9 and 6.2, 1056 x 2048 6.9 and 7.2, but 1056 x 4096 10.1 and 8.8. Narrow rows end
-# sooner: 5544 x 512, 1344 threads, 7.6 us and 7.5 (RMSNorm), 4224 x 512, 1024 threads, 7.3 and 7.1 (LayerNorm). Nor
-# wide rows of LayerNorm: 264 x 4096 takes 6.0 us either way, and by one stage of a ring twice as many rows run at once.
-ONE_TILE_BYTES_PER_SM = {"layer": 32 * 1024, "rms": 64 * 1024}
-ONE_TILE_THREADS_PER_SM = {"layer": 512, "rms": 1024}
-MOST_COLUMNS_OF_ONE_TILE = {"layer": 3072, "rms": ONE_TILE_COLUMNS}
-ELEMENTS_OF_NARROW_ROWS = 16  # of a thread, by several rows if need be
-
-
 def multiwave_key(problem: NormProblem, plan: MultiWavePlan) -> tuple:
     """Larger is better: little padding; enough bytes in flight and enough warps, which registers trade for each other;
-    then chunks of the size that was fastest."""
+    then chunks of the size that was fastest. Of narrow rows whose threads hold the columns of a chunk alone, as many at
+    a time, and by as few warps, as were fastest."""
+    if may_have_few_warps(problem) and _holds_columns_alone(plan, problem):
+        return True, -distance(plan.rows_per_tile, ROWS_OF_FEW_WARPS[problem.norm]), -plan.num_warps
     bytes_in_flight = plan.ctas_per_sm * plan.rows_per_tile * problem.cols * bytes_per_element(problem)
     warps = plan.ctas_per_sm * plan.num_warps
     alone = _holds_columns_alone(plan, problem)
@@ -158,11 +155,21 @@ def multiwave_key(problem: NormProblem, plan: MultiWavePlan) -> tuple:
 
 
 def warps_per_sm(problem: NormProblem) -> int:
+    """That multi-wave had better have."""
     if problem.direction == "forward":
         return MULTIWAVE_WARPS_PER_SM
+    if may_have_few_warps(problem):
+        return WARPS_OF_ONE_CHUNK
     one_chunk = problem.norm == "layer" and _may_be_one_chunk(problem)
     wide = WARPS_OF_ONE_CHUNK if one_chunk else MULTIWAVE_WARPS_PER_SM
     return next((warps for most, warps in NARROW_WARPS_PER_SM.items() if problem.cols <= most), wide)
+
+
+def may_have_few_warps(problem: NormProblem) -> bool:
+    """Whether it is a backward of narrow rows of 16 bits, of which a CTA of two warps may have some."""
+    narrow = NARROWEST_OF_TWO_WARPS <= problem.cols <= max(NARROW_WARPS_PER_SM)
+    sixteen_bits = problem.x_dtype.itemsize == 2 and bytes_per_element(problem) == 4
+    return problem.direction == "backward" and narrow and sixteen_bits and problem.tma_aligned
 
 
 def _may_be_one_chunk(problem: NormProblem) -> bool:
@@ -175,17 +182,6 @@ def _holds_columns_alone(plan: MultiWavePlan, problem: NormProblem) -> bool:
         return False
     loaded = 16 // max(problem.x_dtype.itemsize, problem.grad_dtype.itemsize) * 32 * plan.num_warps
     return plan.rows_per_tile > 1 == plan.num_chunks and loaded <= plan.chunk <= problem.cols + MOST_COLUMNS_BEYOND
-
-
-def one_tile_key(problem: NormProblem, plan: MultiWavePlan) -> tuple:
-    """Larger is better: little padding; few warps; then threads with enough to do, and loads of 16 bytes."""
-    threads = 32 * plan.num_warps
-    return (
-        -max(TOLERATED_PADDING, plan.chunk * plan.num_chunks / problem.cols),
-        -plan.num_warps,
-        -distance(plan.rows_per_tile * plan.chunk * plan.num_chunks / threads, ELEMENTS_OF_NARROW_ROWS),
-        -distance(plan.rows_per_tile * plan.chunk * problem.x_dtype.itemsize / threads, 16),
-    )
 
 
 def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:

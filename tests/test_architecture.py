@@ -13,7 +13,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE, KERNELS = ROOT / "fusednorm", ROOT / "kernels"
 
-PLANNER = {"heuristics", "candidates", "preference", "forcing", "legality", "budget", "plan", "problem", "device"}
+PLANNER = {
+    "heuristics", "few_rows", "candidates", "preference", "forcing", "legality", "budget", "plan", "problem", "device"
+}  # fmt: skip
 MAY_IMPORT = {
     "__init__": {
         "functional",
@@ -37,6 +39,7 @@ MAY_IMPORT = {
     "semaphore": set(),
     "launcher": {"kernels", "problem"},
     "heuristics": PLANNER - {"heuristics"},
+    "few_rows": {"candidates", "preference", "legality", "budget", "plan", "problem", "device"},
     "candidates": {"preference", "budget", "plan", "problem", "device"},
     "preference": {"budget", "plan", "problem", "device"},
     "forcing": {"plan"},

@@ -9,21 +9,23 @@ from planning import make_problem, meta_call
 
 import fusednorm
 from fusednorm.device import H200, DeviceSpec
-from fusednorm.heuristics import choose, decide
+from fusednorm.heuristics import best_plan, choose, decide
 from fusednorm.plan import MultiWavePlan, PipelinedPlan, ctas_at_once, num_ctas, num_partials, rows_at_once
 
 MANY_ROWS = 16384
 
 
-@pytest.mark.parametrize("norm", ["layer", "rms"])
-@pytest.mark.parametrize("cols, rows_of_sm", [(2056, 4), (1000, 16)])
-def test_a_multi_wave_cta_that_is_alone_on_its_sm_has_all_registers(norm, cols, rows_of_sm):
-    problem = make_problem(norm, cols)
+@pytest.mark.parametrize(
+    "norm, cols, dtype, rows_of_sm",
+    [("layer", 2056, "bf16", 6), ("layer", 2055, "bf16", 4), ("rms", 2056, "bf16", 4), ("layer", 1001, "fp32", 16)],
+)
+def test_a_multi_wave_cta_that_is_alone_on_its_sm_has_all_registers(norm, cols, dtype, rows_of_sm):
+    problem = make_problem(norm, cols, dtype)
     last = rows_of_sm * H200.sm_count
     few, many = choose(problem, last, H200), choose(problem, last + 1, H200)
     assert (few.ctas_per_sm, few.max_registers) == (1, 255) and many.ctas_per_sm > 1
     assert replace(few, ctas_per_sm=many.ctas_per_sm, max_registers=many.max_registers) == many
-    assert num_ctas(many, last - 1, cols, H200) == H200.sm_count == num_ctas(few, last, cols, H200)
+    assert num_ctas(few, last, cols, H200) == H200.sm_count
     alone = replace(problem, wants_dw=False, wants_db=False)  # which leaves no partials
     assert choose(alone, last, H200) == choose(alone, last + 1, H200)
 
@@ -40,7 +42,7 @@ def test_rows_of_eight_tiles_or_fewer_go_to_one_large_cta_on_each_sm(norm):
         assert choose(problem, last, H200) == choose(problem, last + 1, H200) == many
 
 
-@pytest.mark.parametrize("norm, cols", [("rms", 128), ("rms", 4096), ("rms", 16384), ("layer", 512), ("layer", 2048)])
+@pytest.mark.parametrize("norm, cols", [("rms", 128), ("rms", 4096), ("rms", 16384), ("layer", 512), ("layer", 4096)])
 def test_a_forward_whose_tiles_all_run_at_once_has_a_cta_for_each(norm, cols):
     problem = make_problem(norm, cols, direction="forward")
     few = choose(problem, 1, H200)
@@ -57,7 +59,29 @@ def test_a_forward_whose_tiles_all_run_at_once_has_a_cta_for_each(norm, cols):
         assert reasons["reference"] == "could run, but multi_wave comes first"
 
 
-@pytest.mark.parametrize("norm, cols", [("rms", 32768), ("layer", 4096)])
+@pytest.mark.parametrize(
+    "norm, cols, rows_of_sm",
+    [("layer", 760, 40), ("layer", 632, 32), ("layer", 2048, 12), ("layer", 3840, 12), ("rms", 760, 32)],
+)
+def test_a_forward_by_one_tile_each_serves_more_rows_than_run_at_once(norm, cols, rows_of_sm):
+    """Whole waves of them where many rows are multi-wave, too: a short last one would take as long."""
+    problem, last = make_problem(norm, cols, direction="forward"), rows_of_sm * H200.sm_count
+    few, many = choose(problem, last, H200), choose(problem, last + 1, H200)
+    assert few.short_lived and few == choose(problem, 1, H200) != many and many == choose(problem, 1 << 20, H200)
+    if isinstance(many, MultiWavePlan):
+        assert last % rows_at_once(few, H200) == 0 < last - rows_at_once(few, H200)
+
+
+@pytest.mark.parametrize("norm, widths", [("layer", [488, 504, 1000, 2040]), ("rms", [504, 1000, 2040, 2808])])
+def test_a_forward_that_cannot_be_a_ring_is_by_one_tile_each_however_many_there_are(norm, widths):
+    for cols in widths:
+        problem = make_problem(norm, cols, direction="forward")
+        plan = choose(problem, MANY_ROWS, H200)
+        assert plan.short_lived and plan == choose(problem, 1, H200) == choose(problem, 1 << 30, H200)
+        assert num_ctas(plan, MANY_ROWS, cols, H200, leaves_partials=False) == MANY_ROWS // plan.rows_per_tile
+
+
+@pytest.mark.parametrize("norm, cols", [("rms", 32768), ("layer", 65536)])
 def test_wide_rows_have_a_ring_of_one_stage_then(norm, cols):
     problem = make_problem(norm, cols, direction="forward")
     least = choose(problem, 1, H200)
@@ -65,6 +89,18 @@ def test_wide_rows_have_a_ring_of_one_stage_then(norm, cols):
     few, many = choose(problem, last, H200), choose(problem, last + 1, H200)
     assert (few.num_stages, many.num_stages) == (1, 2) and few == replace(many, num_stages=1)
     assert num_ctas(few, last, cols, H200) == last // few.rows_per_tile
+
+
+@pytest.mark.parametrize("cols", [2304, 3072, 3328, 3584, 5632])
+def test_few_rows_of_layernorm_forward_need_no_ring_at_some_widths(cols):
+    problem = make_problem("layer", cols, direction="forward")
+    few = choose(problem, 1, H200)
+    last = 8 * rows_at_once(few, H200)
+    many = choose(problem, last + 1, H200)
+    assert isinstance(few, MultiWavePlan) and not few.short_lived and isinstance(many, PipelinedPlan)
+    assert few == choose(problem, last, H200) == best_plan("multi_wave", problem, H200)
+    at_once = rows_at_once(few, H200)
+    assert num_ctas(few, at_once, cols, H200, leaves_partials=False) == at_once  # a row each, where they are enough
 
 
 @pytest.mark.parametrize("cols", [8464, 9216, 11264])
@@ -86,16 +122,42 @@ def test_few_rows_of_layernorm_forward_are_one_row_over_half_as_many_ctas(cols):
     assert few.cluster == many.cluster // 2
 
 
-@pytest.mark.parametrize("norm", ["layer", "rms"])
-def test_rows_of_a_large_cta_are_shared_by_two_only_where_each_gets_more_than_eight(norm):
-    problem, last = make_problem(norm, 7168), 8 * H200.sm_count
+def test_rows_of_a_large_cta_are_shared_by_two_only_where_each_gets_more_than_eight():
+    problem, last = make_problem("rms", 7168), 8 * H200.sm_count
     few, many = choose(problem, last, H200), choose(problem, last + 1, H200)
     assert (few.cluster, few.num_warps, few.num_stages) == (1, 8, 2)
     assert (many.cluster, many.num_warps) == (2, 4)
 
 
+@pytest.mark.parametrize(
+    "norm, cols", [("layer", 6656), ("layer", 7168), ("rms", 6656), ("layer", 12288), ("rms", 65536)]
+)
+def test_of_eight_rows_of_a_cluster_a_ring_of_two_stages_makes_enough(norm, cols):
+    problem = make_problem(norm, cols)
+    many = choose(problem, MANY_ROWS, H200)
+    few = replace(many, num_stages=2)
+    last = 8 * rows_at_once(few, H200)
+    assert many.num_stages == 3 and many.cluster > 1
+    assert choose(problem, 1, H200) == choose(problem, last, H200) == few and choose(problem, last + 1, H200) == many
+
+
+@pytest.mark.parametrize(
+    "norm, cols, chunk, num_warps, rows_of_sm",
+    [("layer", 200, 256, 1, 6), ("layer", 312, 512, 2, 64), ("layer", 632, 1024, 4, 64), ("layer", 1040, 2048, 8, 8)]
+    + [("layer", 320, 512, 2, 3), ("layer", 1024, 1024, 4, 5), ("layer", 2048, 2048, 8, 8), ("layer", 1032, 2048, 8, 16)]
+    + [("rms", 200, 256, 1, 2), ("rms", 440, 512, 2, 2), ("rms", 1000, 1024, 4, 2), ("rms", 2048, 2048, 8, 6)],
+)
+def test_few_rows_of_a_backward_are_tiles_of_two_by_one_chunk(norm, cols, chunk, num_warps, rows_of_sm):
+    problem, last = make_problem(norm, cols), rows_of_sm * H200.sm_count
+    few, many = choose(problem, last, H200), choose(problem, last + 1, H200)
+    assert few == MultiWavePlan(2, chunk, 1, num_warps, 8 // num_warps, 255) == choose(problem, 1, H200) != many
+    assert chunk == 8 * 32 * num_warps  # each thread loads 16 bytes of both rows, and has their columns alone
+    alone = replace(problem, wants_dw=False, wants_db=False)  # which has no sums for which that is good
+    assert choose(alone, 1, H200) != few
+
+
 @pytest.mark.parametrize("norm", ["layer", "rms"])
-@pytest.mark.parametrize("cols", [512, 1024, 2048, 5120, 8192, 10240, 32768])
+@pytest.mark.parametrize("cols", [128, 5120, 8192, 10240])
 def test_few_rows_have_the_plan_of_many_where_one_large_cta_would_be_slower(norm, cols):
     problem = make_problem(norm, cols)
     assert choose(problem, 1, H200) == choose(problem, 132, H200) == choose(problem, MANY_ROWS, H200)
