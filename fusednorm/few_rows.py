@@ -83,7 +83,7 @@ ELEMENTS_OF_NARROW_ROWS = 16  # of a thread, by several rows if need be
 # LayerNorm, with two parameters, had better load 8 bytes at once: 1250 x 2048 7.2 us and 8.2 by 16, 2500 x 3072 12.7
 # and 13.2; but 1000 columns are as fast either way.
 LONG_LOADS, SHORT_LOADS = 16, 8
-# In the place of multi-wave CTAs that walk over rows, any number of these columns: 1500 x 1232 takes 6.4 us and 8.6,
+# In the place of multi-wave CTAs that walk over rows, any number of these columns: 1250 x 1232 takes 6.3 us and 8.3,
 # 40000 x 1680 71 us and 79, 4200 x 504 7.2 and 9.4 (LayerNorm). Of narrower rows so many for each SM: 2500 x 632 6.8 us
 # and 7.5, 8000 x 632 10.9 and 9.9. And in the place of a ring of LayerNorm's, of some columns, more than run at
 # once: 1500 x 1376 6.8 us and 7.6, 2100 x 1376 8.7 and 8.2, 1200 x 3840 10.0 and 10.8.
