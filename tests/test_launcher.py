@@ -59,7 +59,7 @@ def test_the_row_count_is_no_part_of_what_a_build_depends_on():
 
 
 @pytest.mark.parametrize(
-    "changes", [{"cols": 2048}, {"dtype": "fp16"}, {"weight": "fp32"}, {"wants_db": False}], ids=str
+    "changes", [{"cols": 8192}, {"dtype": "fp16"}, {"weight": "fp32"}, {"wants_db": False}], ids=str
 )
 def test_what_a_build_depends_on_is(changes):
     from fusednorm import launcher
