@@ -186,7 +186,7 @@ def decide(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | No
             reasons[variant] = f"could run, but {first} comes first"
     if chosen_plan.variant != chosen:  # the one for few rows is of another variant
         reasons[chosen] = f"is for more than {short.most_rows} rows, got {rows}"
-        reasons[chosen_plan.variant] = f"chosen: {_why_few(chosen_plan)}"
+        reasons[chosen_plan.variant] = f"chosen: {_why_few(short)}"
     return Decision(chosen_plan, obeyed, reasons)
 
 
@@ -314,10 +314,9 @@ def _why_best(variant: str, problem: NormProblem, device: DeviceSpec) -> str:
     return known.evidence
 
 
-def _why_few(plan: MultiWavePlan) -> str:
-    if plan.short_lived:
-        return "so few rows are one tile for each CTA, and all of them run at once"
-    return "so few rows, which end within a chunk of a ring's, start sooner without one"
+def _why_few(short: ShortWalk) -> str:
+    how = "by one row tile for each CTA" if short.plan.short_lived else "by multi-wave CTAs"
+    return f"up to {short.most_rows} rows are done sooner without a ring, {how}"
 
 
 def _why_forced(fault: Rejected | None, best: str, *, could_run: bool, would_anyway: bool) -> str:

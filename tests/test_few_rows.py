@@ -54,7 +54,9 @@ def test_a_forward_whose_tiles_all_run_at_once_has_a_cta_for_each(norm, cols):
     assert bytes_of_sm <= (64 if norm == "rms" else 32) * 1024
     if isinstance(many, PipelinedPlan):
         reasons = decide(problem, last, H200).reasons
-        assert "one tile for each CTA" in reasons["multi_wave"]
+        assert reasons["multi_wave"] == (
+            f"chosen: up to {last} rows are done sooner without a ring, by one row tile for each CTA"
+        )
         assert reasons["pipelined"] == f"is for more than {last} rows, got {last}"
         assert reasons["reference"] == "could run, but multi_wave comes first"
 
@@ -109,7 +111,8 @@ def test_few_wide_rows_of_layernorm_forward_need_no_ring_where_its_chunks_are_no
     few, many = choose(problem, last, H200), choose(problem, last + 1, H200)
     assert isinstance(few, MultiWavePlan) and not few.short_lived and isinstance(many, PipelinedPlan)
     reasons = decide(problem, last, H200).reasons
-    assert "start sooner without one" in reasons["multi_wave"] and "more than 1056 rows" in reasons["pipelined"]
+    assert reasons["multi_wave"] == "chosen: up to 1056 rows are done sooner without a ring, by multi-wave CTAs"
+    assert reasons["pipelined"] == "is for more than 1056 rows, got 1056"
     assert isinstance(choose(make_problem("layer", 10240, direction="forward"), last, H200), PipelinedPlan)
 
 
