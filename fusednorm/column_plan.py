@@ -14,7 +14,6 @@ from typing import ClassVar, NamedTuple
 
 from .budget import RESERVED_SMEM_BYTES, WARP_SIZE, register_limit
 from .column_problem import ColumnSumProblem
-from .cost import FINALIZE_US, STREAM_SHARE
 from .device import KIB, DeviceSpec
 from .legality import MAX_RING_ROWS, OLDEST_ARCH, OLDEST_TMA_ARCH, capability
 
@@ -170,10 +169,12 @@ def finalizer(device: DeviceSpec) -> PortableSum:
 
 # --- Choice ---
 
-# What the time of a plan is predicted from, besides the constants of cost.py. Measured on an H200 (2026-11-20): of what
-# a stream kernel reaches, rings reach 0.95 and portable kernels, whose rows of a tile are short, 0.7. The others
-# are estimates: what one SM takes in at the most, how long a load takes under load, what a ring's first tensor maps,
-# barriers and fences cost beyond a plain load, what narrow tiles waste.
+# What the time of a plan is predicted from. Measured on an H200 (2026-11-20): of the datasheet's bandwidth a stream
+# kernel reaches 0.907, of that rings reach 0.95 and portable kernels, whose rows of a tile are short, 0.7; a second
+# launch, for partial sums, takes 3.7 us. The others are estimates: what one SM takes in at the most, how long a load
+# takes under load, what a ring's first tensor maps, barriers and fences cost beyond a plain load, what narrow tiles
+# waste.
+STREAM_SHARE, SECOND_LAUNCH_US = 0.907, 3.7
 EFFICIENCY = {"ring": 0.95, "portable": 0.7}
 RING_START_US = 0.7
 SM_BYTES_PER_US = 44 * KIB
@@ -227,7 +228,7 @@ def predicted_us(plan: SumPlan, splits: int, problem: ColumnSumProblem, rows: in
     sm_bytes = ctas_of_an_sm * tiles_of_a_cta * plan.rows_per_tile * segment
     sm_us = sm_bytes / min(SM_BYTES_PER_US, in_flight / LATENCY_US)
     start_us = RING_START_US if isinstance(plan, RingSum) else 0.0
-    return max(memory_us, sm_us) + start_us + (FINALIZE_US if splits > 1 else 0.0)
+    return max(memory_us, sm_us) + start_us + (SECOND_LAUNCH_US if splits > 1 else 0.0)
 
 
 def bytes_in_flight(plan: SumPlan, problem: ColumnSumProblem) -> int:

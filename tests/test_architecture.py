@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "launch_columns": {"kernels", "column_plan", "column_problem", "column_reference", "problem", "device"},
     "column_explanation": {"column_plan", "column_problem", "device"},
     "column_reference": {"column_problem"},
-    "column_plan": {"budget", "cost", "legality", "column_problem", "device"},
+    "column_plan": {"budget", "legality", "column_problem", "device"},
     "column_problem": {"problem"},
     # Beside the path of a call:
     "integrations": {"__init__", "ops", "autograd", "functional", "modules", "forcing", "recipe", *PLANNER},

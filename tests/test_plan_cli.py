@@ -164,27 +164,33 @@ def test_explain_refuses_what_the_op_refuses():
 
 # --- Prediction ---
 
-# Fastest plans of a sweep, main kernel and finalizer: H200, bfloat16, 2026-11-20.
+# The planner's choice, whole call: H200, bfloat16, 2026-11-22.
 MEASURED_US = {
-    ("layer", "backward", 16384, 4096): 107.6,
-    ("rms", "backward", 16384, 4096): 106.9,
-    ("layer", "backward", 8192, 8192): 111.2,
-    ("layer", "backward", 32768, 1024): 63.3,
-    ("layer", "backward", 16384, 2048): 63.2,
-    ("layer", "backward", 4096, 5120): 47.2,
-    ("layer", "backward", 1024, 4096): 17.7,
-    ("layer", "forward", 16384, 4096): 72.7,
-    ("rms", "forward", 8192, 8192): 72.0,
-    ("layer", "forward", 32768, 1024): 42.1,
-    ("layer", "forward", 4096, 12288): 60.0,
+    ("layer", "backward", 16384, 4096): 98.2,
+    ("rms", "backward", 16384, 4096): 98.1,
+    ("layer", "backward", 8192, 8192): 99.5,
+    ("layer", "backward", 32768, 1024): 51.7,
+    ("layer", "backward", 16384, 2048): 52.3,
+    ("layer", "backward", 4096, 5120): 35.0,
+    ("layer", "backward", 1024, 4096): 13.6,
+    ("rms", "backward", 2048, 65536): 192.6,
+    ("layer", "forward", 16384, 4096): 69.8,
+    ("rms", "forward", 8192, 8192): 68.4,
+    ("layer", "forward", 32768, 1024): 34.2,
+    ("layer", "forward", 4096, 12288): 52.2,
+    ("layer", "backward", 1, 1024): 6.9,
+    ("layer", "backward", 16, 2048): 7.9,
+    ("rms", "backward", 132, 4096): 8.3,
+    ("layer", "forward", 132, 4096): 5.3,
+    ("rms", "forward", 900, 1232): 5.7,
 }
 
 
 @pytest.mark.parametrize("case", MEASURED_US, ids=str)
-def test_prediction_is_within_a_tenth_of_what_was_measured(case):
+def test_prediction_is_within_an_eighth_of_what_was_measured(case):
     norm, direction, rows, cols = case
     predicted = explain_problem(make_problem(norm, cols, direction=direction), rows, H200).cost.predicted_us
-    assert predicted == pytest.approx(MEASURED_US[case], rel=0.1)
+    assert predicted == pytest.approx(MEASURED_US[case], rel=0.125)
 
 
 def test_bytes_are_those_of_the_tensors_and_little_more():
