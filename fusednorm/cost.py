@@ -1,8 +1,8 @@
 """Predicted time of a plan: bytes moved, fixed costs and imbalance. For people to read; nothing is chosen by it.
 
 Constants from an H200, fitted to the times of chosen plans in bench/results/2026-11-22-nvidia-h200-fewer-rows.jsonl and
--nvidia-h200.jsonl (bfloat16 above all, both directions, 1 to 40000 rows). Eight in ten of 2270 predictions are between 11%
-too short and 7% too long. Other GPUs are taken to behave alike.
+-nvidia-h200.jsonl (bfloat16 above all, both directions, 1 to 40000 rows). Eight in ten of 2270 predictions are between
+11% too short and 7% too long. Other GPUs are taken to behave alike.
 """
 
 from __future__ import annotations
