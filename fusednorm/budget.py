@@ -75,7 +75,7 @@ def static_bytes(plan: RingPlan) -> int:
 def _partial_store_buffers(plan: RingPlan, problem: NormProblem) -> list[Buffer]:
     """For dw and db on their way out, where rows of a tile are in different warps. In all rows of a tile: all columns
     in a pipelined kernel; else what the adjacent ones of all threads take, as they are held or as they are stored."""
-    wanted = problem.wants_dw + problem.wants_db
+    wanted = problem.num_sums
     if not wanted or warps_of_a_row(plan) == plan.num_warps:
         return []
     if isinstance(plan, PipelinedPlan):
@@ -132,7 +132,7 @@ def _captured_bytes(plan: WarpSpecializedPlan, problem: NormProblem) -> int:
     captured = rings + barriers + descriptors + rows
     if plan.num_groups > 1:
         layer = problem.norm == "layer"
-        pointers = 2 + layer + problem.wants_dw + problem.wants_db  # rstd, dx; mean, dw, db
+        pointers = 2 + layer + problem.num_sums  # rstd, dx; mean, dw, db
         strides, cols = 8 * (1 + layer), 4
         weight = plan.num_chunks * (8 + 4 * 2) if plan.weight_in_smem else 8
         captured += 8 * pointers + strides + cols + (weight if problem.weight_dtype is not None else 0)
@@ -220,7 +220,7 @@ def ring_registers(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> 
         if isinstance(plan, WarpSpecializedPlan) and plan.num_groups > 1:
             need += REGISTER_STEP * (problem.cols % 16 != 0)  # whether each column of the last chunk is in the row
             need += 4 * REGISTER_STEP * (not problem.wants_dw and problem.x_dtype.itemsize == 4 and device.arch >= 100)
-        need += columns * (2.0 + 0.7 * (problem.wants_dw + problem.wants_db))
+        need += columns * (2.0 + 0.7 * problem.num_sums)
         need += columns * (0.8 if held else 0.2) * (problem.weight_dtype is not None)
         need += 24 * (problem.weight_dtype is not None and problem.weight_dtype.itemsize == 8)
         if rows > 1 and elements > 40 and problem.residual_dtype is not None:  # else 8 to 88 bytes of spills

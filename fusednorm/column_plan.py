@@ -169,13 +169,11 @@ def finalizer(device: DeviceSpec) -> PortableSum:
 
 # --- Choice ---
 
-# What the time of a plan is predicted from. Measured on an H200 (2026-11-20): of the datasheet's bandwidth a stream
-# kernel reaches 0.907, of that rings reach 0.95 and portable kernels, whose rows of a tile are short, 0.7; a second
-# launch, for partial sums, takes 3.7 us. The others are estimates: what one SM takes in at the most, how long a load
-# takes under load, what a ring's first tensor maps, barriers and fences cost beyond a plain load, what narrow tiles
-# waste.
-STREAM_SHARE, SECOND_LAUNCH_US = 0.907, 3.7
-EFFICIENCY = {"ring": 0.95, "portable": 0.7}
+# What the time of a plan is predicted from. Measured on an H200 (2026-11-20): of the datasheet's bandwidth rings reach
+# 0.86165 and portable kernels, whose rows of a tile are short, 0.6349; a second launch, for partial sums, takes 3.7 us.
+# The others are estimates: what one SM takes in at the most, how long a load takes under load, what a ring's first
+# tensor maps, barriers and fences cost beyond a plain load, what narrow tiles waste.
+EFFICIENCY, SECOND_LAUNCH_US = {"ring": 0.86165, "portable": 0.6349}, 3.7
 RING_START_US = 0.7
 SM_BYTES_PER_US = 44 * KIB
 LATENCY_US = 0.8
@@ -221,7 +219,7 @@ def predicted_us(plan: SumPlan, splits: int, problem: ColumnSumProblem, rows: in
     moved = problem.count * rows * problem.cols * problem.dtype.itemsize
     if splits > 1:  # partial sums are written and read
         moved += 2 * splits * problem.num_outputs * problem.cols * problem.acc_dtype.itemsize
-    memory_us = moved / (device.bandwidth_gb_s * 1e3 * STREAM_SHARE * EFFICIENCY[plan.kernel] * share)
+    memory_us = moved / (device.bandwidth_gb_s * 1e3 * EFFICIENCY[plan.kernel] * share)
     tiles_of_a_cta = ceil_div(ceil_div(rows, plan.rows_per_tile), splits) * (problem.count // problem.num_outputs)
     ctas_of_an_sm = ceil_div(splits * ctas_of_a_split(plan, problem), device.sm_count)
     in_flight = min(ctas_of_an_sm, plan.ctas_per_sm) * bytes_in_flight(plan, problem)

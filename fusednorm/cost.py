@@ -36,8 +36,9 @@ def cost(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Cos
     partials = 2 * partial_bytes(plan, problem, rows, device)  # written and read
     moved = tensors + partials + small_bytes(problem, rows)
     two_kernels = isinstance(plan, ColumnTilePlan) and _reads_twice(plan, problem)
-    sums = problem.wants_dw + problem.wants_db
-    fixed = KERNEL_US * (1 + two_kernels) + (FINALIZE_US + SECOND_SUM_US * (sums > 1)) * (sums > 0)
+    fixed = KERNEL_US * (1 + two_kernels)
+    if problem.num_sums:
+        fixed += FINALIZE_US + SECOND_SUM_US * (problem.num_sums - 1)
     waiting = 1 + IMBALANCE_SHARE * (imbalance(plan, problem, rows, device) - 1)
     time = fixed + moved / bandwidth(device) * waiting / _efficiency(plan)
     return Cost(moved, time, light / time)
@@ -65,7 +66,7 @@ def partial_bytes(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpe
     if isinstance(plan, ReferencePlan):
         return 0
     partials = num_partials(plan, num_ctas(plan, rows, problem.cols, device))
-    return (problem.wants_dw + problem.wants_db) * partials * problem.cols * problem.acc_dtype.itemsize
+    return problem.num_sums * partials * problem.cols * problem.acc_dtype.itemsize
 
 
 def small_bytes(problem: NormProblem, rows: int) -> int:
@@ -80,7 +81,7 @@ def imbalance(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -
     if isinstance(plan, (ColumnTilePlan, ReferencePlan)):
         return 1.0
     tiles = -(-rows // plan.rows_per_tile)
-    ctas = num_ctas(plan, rows, problem.cols, device, problem.wants_dw or problem.wants_db)
+    ctas = num_ctas(plan, rows, problem.cols, device, problem.num_sums > 0)
     resident = max(1, device.sm_count // getattr(plan, "cluster", 1))
     busy = min(1.0, ctas / resident)  # below one CTA for each SM some SMs, and their share of the bandwidth, are idle
     return -(-tiles // ctas) * ctas / tiles / max(busy, 0.25)

@@ -59,7 +59,7 @@ class Explanation:
     def _resources(self) -> list[str]:
         plan, problem, device, lines = self.plan, self.problem, self.device, []
         if not isinstance(plan, ReferencePlan):
-            ctas = num_ctas(plan, self.rows, problem.cols, device, problem.wants_dw or problem.wants_db)
+            ctas = num_ctas(plan, self.rows, problem.cols, device, problem.num_sums > 0)
             registers, limit = budget.registers(plan, problem, device), budget.max_registers(plan)
             lines = [
                 str(plan),

@@ -42,7 +42,6 @@ from .preference import (
     WHOLE_COLUMNS,
     bytes_per_element,
     distance,
-    may_have_few_warps,
     ring_key,
 )
 from .problem import NormProblem
@@ -55,12 +54,12 @@ from .problem import NormProblem
 # cluster, 13.6 us and 14.2 (LayerNorm). One row of 28 columns a thread 300 x 7168 12.8 us and 12.2 by two CTAs, 11.2
 # and 11.3 (RMSNorm).
 LARGE_CTA_WARPS, MAX_ROWS_OF_LARGE_CTA, MAX_COLUMNS_OF_ONE_ROW = 8, 2, {"layer": 24, "rms": 28}
-# Tiles of two rows by one chunk, by the least columns of each: its columns, and the warps of which each thread loads 16
-# bytes of both rows. And for up to how many rows of each SM, in the place of multi-wave and of a ring. 132 x 632 takes
-# 6.8 us so and 7.8 by four rows, 5000 x 632 14.5 and 15.8 by two warps, but 12000 x 632 24.5 and 22.5; 700 x 2048 10.2
+# Tiles of two rows by one chunk, of which each thread loads 16 bytes of both rows: of how many columns, and for up to
+# how many rows of each SM by the columns of the chunk, in the place of multi-wave and of a ring. 132 x 632 takes 6.8 us
+# so and 7.8 by four rows, 5000 x 632 14.5 and 15.8 by two warps, but 12000 x 632 24.5 and 22.5; 700 x 2048 10.2
 # and 11.1 by the ring, 132 x 768 6.9 and 7.6, 264 x 288 7.2 and 8.5 (LayerNorm); 132 x 632 6.7 and 7.0, 1050 x 632 8.9
 # and 8.1, 132 x 1232 6.6 and 7.8 by the ring, 700 x 1680 9.3 and 9.9 (RMSNorm).
-CHUNK_OF_TWO_ROWS = {97: (256, 1), 257: (512, 2), 513: (1024, 4), 1025: (2048, 8)}
+COLUMNS_OF_TWO_ROWS = range(97, 2049)
 TWO_ROWS_PER_SM = {
     ("layer", "multi_wave"): {256: 6, 512: 64, 1024: 64, 2048: 16},
     ("layer", "pipelined"): {512: 3, 1024: 5, 2048: 8},
@@ -115,7 +114,8 @@ def multi_wave_short(plan: MultiWavePlan, problem: NormProblem, device: DeviceSp
     two_rows = _two_rows(plan, problem, device)
     if two_rows is not NO_SHORT_WALK:
         return two_rows
-    if plan.ctas_per_sm == 1 or may_have_few_warps(problem) or not (problem.wants_dw or problem.wants_db):
+    # A CTA of two warps alone would leave an SM almost idle.
+    if plan.ctas_per_sm == 1 or plan.num_warps == 2 or not problem.num_sums:
         return NO_SHORT_WALK
     alone = replace(plan, ctas_per_sm=1, max_registers=budget.register_limit(32 * plan.num_warps, device))
     ctas = 3 if plan.rows_per_tile == 1 and problem.norm == "layer" and problem.tma_aligned else 2
@@ -147,6 +147,11 @@ def pipelined_short(plan: PipelinedPlan, problem: NormProblem, device: DeviceSpe
     return ShortWalk(max(at_once, ROWS_PER_SM_BEFORE_RING * device.sm_count * more), one_tile_each)
 
 
+def _rings_with(wanted: dict, problem: NormProblem, device: DeviceSpec) -> Iterator[PipelinedPlan]:
+    """The plans that have these fields."""
+    return (plan for plan in pipelined_plans(problem, device) if wanted.items() <= vars(plan).items())
+
+
 def _for_tiles(tiles: int, plan: MultiWavePlan | PipelinedPlan | None, device: DeviceSpec) -> ShortWalk:
     return NO_SHORT_WALK if plan is None else ShortWalk(tiles * rows_at_once(plan, device), plan)
 
@@ -157,16 +162,17 @@ def _for_tiles(tiles: int, plan: MultiWavePlan | PipelinedPlan | None, device: D
 def _two_rows(plan: MultiWavePlan | PipelinedPlan, problem: NormProblem, device: DeviceSpec) -> ShortWalk:
     rows_per_sm = TWO_ROWS_PER_SM.get((problem.norm, plan.variant), {})
     two_rows = two_rows_of_one_chunk(problem, device)
-    if two_rows in (None, plan) or two_rows.chunk not in rows_per_sm or not (problem.wants_dw or problem.wants_db):
+    if two_rows in (None, plan) or two_rows.chunk not in rows_per_sm or not problem.num_sums:
         return NO_SHORT_WALK
     return ShortWalk(rows_per_sm[two_rows.chunk] * device.sm_count, two_rows)
 
 
 def two_rows_of_one_chunk(problem: NormProblem, device: DeviceSpec) -> MultiWavePlan | None:
     """Of 16-bit rows, so that a column of dw and db has one thread; so many CTAs that an SM has eight warps."""
-    chunk, num_warps = next((CHUNK_OF_TWO_ROWS[n] for n in reversed(CHUNK_OF_TWO_ROWS) if problem.cols >= n), (0, 1))
-    if problem.cols > chunk or bytes_per_element(problem) != 4 or not problem.tma_aligned:
+    if problem.cols not in COLUMNS_OF_TWO_ROWS or bytes_per_element(problem) != 4 or not problem.tma_aligned:
         return None
+    chunk = max(256, 1 << (problem.cols - 1).bit_length())
+    num_warps = chunk // 256  # 16 bytes for each of 32 threads
     limit = budget.register_limit(32 * WARPS_OF_ONE_CHUNK, device)
     if budget.multiwave_registers(2, chunk, 1, num_warps, problem, device) > limit:
         return None
@@ -217,11 +223,6 @@ def _one_row(plan: PipelinedPlan, problem: NormProblem, device: DeviceSpec) -> P
     return best if best is not None and ring_key(best, problem, device)[0] else None
 
 
-def _rings_with(wanted: dict, problem: NormProblem, device: DeviceSpec) -> Iterator[PipelinedPlan]:
-    """The plans that have these fields."""
-    return (plan for plan in pipelined_plans(problem, device) if wanted.items() <= vars(plan).items())
-
-
 def _may_be_in_registers(plan: PipelinedPlan, problem: NormProblem) -> bool:
     narrower = problem.cols in COLUMNS_IN_REGISTERS and problem.x_dtype.itemsize == 2
     return narrower or (plan.tail and problem.cols >= LEAST_COLUMNS_WITH_TAIL)
@@ -229,7 +230,7 @@ def _may_be_in_registers(plan: PipelinedPlan, problem: NormProblem) -> bool:
 
 def _one_tile_for_multi_wave(problem: NormProblem, device: DeviceSpec) -> ShortWalk:
     short, any_rows = _for_tiles(1, one_tile(problem, device), device), COLUMNS_OF_ONE_TILE[problem.norm]
-    if short.plan is None or problem.cols > max(any_rows[-1]):
+    if short.plan is None or problem.cols >= any_rows[-1].stop:
         return short
     if any(problem.cols in columns for columns in any_rows):
         return short._replace(most_rows=MAX_RING_ROWS)

@@ -71,21 +71,13 @@ UNKNOWN = Tuning(("multi_wave",), "no other schedule has been tried on this arch
 # 24.6, 8000 x 7536 105 and 98, but 8000 x 1232 21.8 and 24.4, 8000 x 4880 69 and 77 (LayerNorm 13696 x 1840 46.3 either
 # way, 4718 x 7536 66 and 90).
 ANY_COLUMNS = ((0, math.inf),)
-FLOAT32_BACKWARD_PIECES = {16: ((7168, math.inf),), 64: ANY_COLUMNS}
-HOPPER_BACKWARD_PIECES = {
-    ("layer", 2): {16: ((8192, math.inf),), 32: ((160, math.inf),), 64: ANY_COLUMNS},
-    ("rms", 2): {16: ((8192, math.inf),), 32: ((160, 1600), (4097, 6200)), 64: ANY_COLUMNS},
-    ("layer", 4): FLOAT32_BACKWARD_PIECES,
-    ("rms", 4): FLOAT32_BACKWARD_PIECES,
-}
-# 64 is for pieces of 128 as well: 20000 x 192 10.1 us and 8.5 (LayerNorm).
-HALF_FORWARD_PIECES, FLOAT32_FORWARD_PIECES = {32: ((2048, 10240),), 64: ((256, math.inf),)}, {64: ANY_COLUMNS}
-HOPPER_FORWARD_PIECES = {
-    ("layer", 2): HALF_FORWARD_PIECES,
-    ("rms", 2): HALF_FORWARD_PIECES,
-    ("layer", 4): FLOAT32_FORWARD_PIECES,
-    ("rms", 4): FLOAT32_FORWARD_PIECES,
-}
+HOPPER_BACKWARD_PIECES, HOPPER_FORWARD_PIECES = {}, {}
+for _norm, _of_32_bytes in (("layer", ((160, math.inf),)), ("rms", ((160, 1600), (4097, 6200)))):
+    HOPPER_BACKWARD_PIECES[_norm, 2] = {16: ((8192, math.inf),), 32: _of_32_bytes, 64: ANY_COLUMNS}
+    HOPPER_BACKWARD_PIECES[_norm, 4] = {16: ((7168, math.inf),), 64: ANY_COLUMNS}
+    # 64 is for pieces of 128 as well: 20000 x 192 10.1 us and 8.5 (LayerNorm).
+    HOPPER_FORWARD_PIECES[_norm, 2] = {32: ((2048, 10240),), 64: ((256, math.inf),)}
+    HOPPER_FORWARD_PIECES[_norm, 4] = {64: ANY_COLUMNS}
 
 HOPPER_BACKWARD = Tuning(
     ("pipelined", "multi_wave"),
@@ -107,7 +99,7 @@ HOPPER_FORWARD = Tuning(
     narrowest_ring_bytes=dict(layer=128, rms=512),
     columns_by_piece=HOPPER_FORWARD_PIECES,
     # 512 x 8192 takes 8.9 us and 9.7 with two rows over two CTAs, 2400 x 6656 19.4 us and 22.1, but 4096 x 8192, 16
-    # tiles, 36 us and 34.5; 1024 x 4096, whose tiles run all at once, 8.7 us and 9.05 with two stages (LayerNorm).
+    # tiles, 36 us and 34.5 (LayerNorm).
     tiles_of_a_short_walk=12,
 )
 

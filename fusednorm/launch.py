@@ -127,7 +127,7 @@ def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> Prepared:
     plan = plan or heuristics.choose(problem, call.rows, spec)
     assert _is_legal(plan.variant, problem, min(call.rows, MAX_RING_ROWS + 1), spec)
     assert plan.variant != "pipelined" or problem.wants_dx != isinstance(plan, ColumnRingPlan)
-    sums = problem.wants_dw or problem.wants_db
+    sums = problem.num_sums > 0
     ctas = num_ctas(plan, call.rows, problem.cols, spec, leaves_partials=sums)
     partials = num_partials(plan, ctas)
     dx = torch.empty(call.shape, dtype=call.dx_dtype, device=device) if problem.wants_dx else None
@@ -166,14 +166,14 @@ def _ctas_that_meet(
     if ctas < triton.cdiv(rows, plan.rows_per_tile):
         return ctas
     columns, _ = _partial_shape(plan, problem, device, plan.num_warps)
-    pieces = triton.cdiv(problem.cols, columns * plan.cluster) * (problem.wants_dw + problem.wants_db)
+    pieces = triton.cdiv(problem.cols, columns * plan.cluster) * problem.num_sums
     return max(ctas, min(pieces, ctas_at_once(plan, device)))
 
 
 def _finalize(plan: Plan, problem: NormProblem, filled: Filled, num_partials: int) -> Launch:
     """The sums of the partials in a launch of their own, by as many CTAs as there are pieces of dw and db."""
     tile = _finalize_tile(plan, problem, DeviceSpec.of((filled.dw if problem.wants_dw else filled.db).device))
-    grid = (triton.cdiv(problem.cols, tile.partial_cols) * (problem.wants_dw + problem.wants_db),)
+    grid = (triton.cdiv(problem.cols, tile.partial_cols) * problem.num_sums,)
     return Launch(column_sum.finalize, grid, (*filled[1:5], num_partials, problem.cols), _norm(problem), tile)
 
 
@@ -370,7 +370,7 @@ def _column_ring_tile(plan: ColumnRingPlan, problem: NormProblem) -> ColumnTile:
 def _partial_shape(plan: Plan, problem: NormProblem, device: DeviceSpec, num_warps: int) -> tuple[int, int]:
     """(partial_cols, partial_loads): pieces for all CTAs of a full grid, all partials in as few rounds of loads as fit
     registers."""
-    outputs = problem.wants_dw + problem.wants_db
+    outputs = problem.num_sums
     if outputs == 0:
         return MIN_PARTIAL_COLS, 1
     ctas = num_ctas(plan, MAX_RING_ROWS, problem.cols, device)

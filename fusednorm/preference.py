@@ -168,8 +168,7 @@ def warps_per_sm(problem: NormProblem) -> int:
 def may_have_few_warps(problem: NormProblem) -> bool:
     """Whether it is a backward of narrow rows of 16 bits, of which a CTA of two warps may have some."""
     narrow = NARROWEST_OF_TWO_WARPS <= problem.cols <= max(NARROW_WARPS_PER_SM)
-    sixteen_bits = problem.x_dtype.itemsize == 2 and bytes_per_element(problem) == 4
-    return problem.direction == "backward" and narrow and sixteen_bits and problem.tma_aligned
+    return problem.direction == "backward" and narrow and bytes_per_element(problem) == 4 and problem.tma_aligned
 
 
 def _may_be_one_chunk(problem: NormProblem) -> bool:

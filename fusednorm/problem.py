@@ -43,6 +43,11 @@ class NormProblem:
     def acc_dtype(self) -> torch.dtype:
         return accumulation_dtype(self.x_dtype)
 
+    @property
+    def num_sums(self) -> int:
+        """Over rows, of dw and db; CTAs leave partial ones."""
+        return self.wants_dw + self.wants_db
+
 
 class RowView(NamedTuple):
     """A tensor as rows x cols read in place: row r starts at element
