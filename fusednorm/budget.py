@@ -303,6 +303,9 @@ def multiwave_registers(
     return _round_up(max(least, need), REGISTER_STEP)
 
 
+ELEMENTS_OF_128_REGISTERS = {"layer": 48, "rms": 64}
+
+
 def one_tile_registers(elements: float, problem: NormProblem) -> int:
     """For a multi-wave forward whose CTAs have one row tile each, of so many elements a thread, 8 or more of them at
     once (sm_90, 2026-11-22)."""
@@ -311,6 +314,8 @@ def one_tile_registers(elements: float, problem: NormProblem) -> int:
     need += elements * sum(max(0.75, 0.24 * itemsize) for itemsize in held)
     if problem.norm == "rms" and elements <= 32 and max(problem.x_dtype.itemsize, *held, 2) == 2:
         need = min(need, 64)  # with which the compiler manages
+    if elements <= ELEMENTS_OF_128_REGISTERS[problem.norm] and max(problem.x_dtype.itemsize, *held, 2) == 2:
+        need = min(need, 128)
     return _round_up(need, REGISTER_STEP)
 
 

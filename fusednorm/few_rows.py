@@ -1,12 +1,13 @@
 """The plan that takes the place of the best one where CTAs get few row tiles, and up to how many rows.
 
 What a kernel does once for each CTA is most of what it does then. The numbers were found on an H200 (bfloat16, 1 to
-40000 rows; bench/results/2026-11-22-nvidia-h200-few-rows and -fewer-rows.jsonl).
+40000 rows; bench/results/2026-11-22-nvidia-h200-few-rows, -fewer-rows and -every-row.jsonl).
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -25,11 +26,13 @@ from .candidates import (
 from .device import DeviceSpec
 from .legality import MAX_RING_ROWS
 from .plan import (
+    ColumnTilePlan,
     MultiWavePlan,
     PipelinedPlan,
     Plan,
     columns_of_a_thread,
     has_two_rows_in_cluster,
+    is_whole,
     least_rows_of_cta,
     rows_at_once,
 )
@@ -55,17 +58,23 @@ from .problem import NormProblem
 # and 11.3 (RMSNorm).
 LARGE_CTA_WARPS, MAX_ROWS_OF_LARGE_CTA, MAX_COLUMNS_OF_ONE_ROW = 8, 2, {"layer": 24, "rms": 28}
 # Tiles of two rows by one chunk, of which each thread loads 16 bytes of both rows: of how many columns, and for up to
-# how many rows of each SM by the columns of the chunk, in the place of multi-wave and of a ring. 132 x 632 takes 6.8 us
-# so and 7.8 by four rows, 5000 x 632 14.5 and 15.8 by two warps, but 12000 x 632 24.5 and 22.5; 700 x 2048 10.2
-# and 11.1 by the ring, 132 x 768 6.9 and 7.6, 264 x 288 7.2 and 8.5 (LayerNorm); 132 x 632 6.7 and 7.0, 1050 x 632 8.9
-# and 8.1, 132 x 1232 6.6 and 7.8 by the ring, 700 x 1680 9.3 and 9.9 (RMSNorm).
+# how many rows of each SM, by the most columns, in the place of multi-wave and of a ring. 132 x 632 takes 6.8 us so and
+# 7.8 by four rows, 5000 x 632 14.5 and 15.8 by two warps, but 12000 x 632 24.5 and 22.5; 1100 x 1376 10.6 us and 11.6
+# by the ring, 2400 x 1096 14.4 and 16.6, 132 x 768 6.9 and 7.6, 264 x 288 7.2 and 8.5 (LayerNorm); 132 x 632 6.7 and
+# 7.0, 1050 x 632 8.9 and 8.1, 132 x 1232 6.6 and 7.8 by the ring, 300 x 544 7.1 and 7.8 (RMSNorm).
 COLUMNS_OF_TWO_ROWS = range(97, 2049)
 TWO_ROWS_PER_SM = {
-    ("layer", "multi_wave"): {256: 6, 512: 64, 1024: 64, 2048: 16},
-    ("layer", "pipelined"): {512: 3, 1024: 5, 2048: 8},
-    ("rms", "multi_wave"): {256: 2, 512: 2, 1024: 2, 2048: 16},
-    ("rms", "pipelined"): {512: 2, 1024: 2, 2048: 6},
+    ("layer", "multi_wave"): {256: 6, 1024: 64, 1280: 26, 2048: 13},
+    ("layer", "pipelined"): {256: 0, 512: 3, 640: 8, 1024: 5, 1280: 9, 1536: 13, 2048: 11},
+    ("rms", "multi_wave"): {1024: 2, 1280: 18, 2048: 12},
+    ("rms", "pipelined"): {256: 0, 512: 2, 640: 4, 1024: 2, 2048: 6},
 }
+# RMSNorm, in the place of a ring by multi-wave: 120 x 2176 takes 7.5 us so and 8.6, 798 x 2272 11.4 and 12.0, 300 x
+# 4480 10.5 and 11.0; but 132 x 4608, nine whole chunks, 9.5 and 8.5.
+RMS_ROWS_PER_SM_IN_REGISTERS = {range(2049, 2305): 8, range(4097, 4608): 12}
+# In the place of multi-wave by CTAs of so many warps, by a ring over two CTAs: 37 x 8008 takes 10.0 us so and 12.0, 132
+# x 5320 11.8 and 12.6, but 264 x 5320 17.5 and 13.6 (LayerNorm); 60 x 7664 8.4 and 9.6 (RMSNorm).
+MANY_WARPS = 16
 
 # --- Forward ---
 
@@ -76,47 +85,69 @@ TWO_ROWS_PER_SM = {
 # (LayerNorm).
 ONE_TILE_BYTES_PER_SM = {"layer": 32 * 1024, "rms": 64 * 1024}
 ONE_TILE_THREADS_PER_SM = {"layer": 512, "rms": 1024}
-MOST_COLUMNS_OF_ONE_TILE = {"layer": 4096, "rms": ONE_TILE_COLUMNS}
+MOST_COLUMNS_OF_ONE_TILE = {"layer": 8192, "rms": ONE_TILE_COLUMNS}
+ELEMENTS_OF_WIDE_ROWS = 64  # of a thread, where 32 are not enough for any number of warps
 ONE_TILE_WARPS = (2, 4, 8, 16)
 ELEMENTS_OF_NARROW_ROWS = 16  # of a thread, by several rows if need be
 # LayerNorm, with two parameters, had better load 8 bytes at once: 1250 x 2048 7.2 us and 8.2 by 16, 2500 x 3072 12.7
 # and 13.2; but 1000 columns are as fast either way.
 LONG_LOADS, SHORT_LOADS = 16, 8
-# In the place of multi-wave CTAs that walk over rows, any number of these columns: 1250 x 1232 takes 6.3 us and 8.3,
-# 40000 x 1680 71 us and 79, 4200 x 504 7.2 and 9.4 (LayerNorm). Of narrower rows so many for each SM: 2500 x 632 6.8 us
-# and 7.5, 8000 x 632 10.9 and 9.9. And in the place of a ring of LayerNorm's, of some columns, more than run at
-# once: 1500 x 1376 6.8 us and 7.6, 2100 x 1376 8.7 and 8.2, 1200 x 3840 10.0 and 10.8.
-COLUMNS_OF_ONE_TILE = {"layer": (range(481, 513), range(960, 2049)), "rms": (range(481, 513), range(960, 3073))}
-NARROW_ROWS_PER_SM, ROWS_PER_SM_BEFORE_RING, COLUMNS_BEFORE_RING = 40, 12, (range(1025, 2049), range(3585, 4096))
-# LayerNorm, in the place of a ring by multi-wave for so many tiles of each CTA: 16-bit rows of some columns, and from
-# 4097 columns on those that end within a chunk of the ring's. 600 x 2496 takes 6.5 us and 7.3, 1500 x 3328 9.5 and
-# 10.4, 528 x 5632 7.7 and 8.5, 250 x 11264 8.0 and 8.8, but 600 x 7168, without a tail, 9.5 and 9.3, 2000 x 11264 27.3
-# and 26.4.
-COLUMNS_IN_REGISTERS, LEAST_COLUMNS_WITH_TAIL, TILES_IN_REGISTERS = range(2049, 3585), 4097, 8
+# In the place of multi-wave CTAs that walk over rows, so many 16-bit rows of each SM, by the most columns, half as many
+# of 32 bits; None: as many as run at once. 40000 x 1680 takes 71 us so and 79, 8000 x 960 12.6 and 13.2, but 1000 x 416
+# 5.5 and 5.3, 4000 x 528 7.9 and 7.1, 2600 x 1872 10.1 and 9.4 (LayerNorm); 30000 x 1600 47 and 52, but 4000 x 656 8.1
+# and 6.8 (RMSNorm).
+ROWS_PER_SM_OF_ONE_TILE = {
+    "layer": {256: None, 320: 0, 384: 16, 448: 0, 512: math.inf, 896: 16, 1792: math.inf, 2048: 12},
+    "rms": {256: None, 320: 0, 384: 16, 448: 0, 640: math.inf, 768: 8, 4096: math.inf},
+}
+# Of RMSNorm's rows of so many columns, more than so many: 1200 x 2688 takes 8.0 us so and 7.2 by multi-wave, 1700 x
+# 2176 8.5 and 7.8, but 6500 x 3136 21.9 and 23.4.
+RMS_COLUMNS_WALKED_OVER, RMS_ROWS_PER_SM_WALKED_OVER = range(2049, 4097), 24
+# And in the place of a ring of LayerNorm's, of so many columns: 6500 x 1344 takes 13.6 us so and 14.2, 1700 x 1472 7.3
+# and 8.0; but of rows that are whole chunks 2600 x 1792 10.0 and 9.8.
+COLUMNS_BEFORE_RING, ROWS_PER_SM_BEFORE_RING, ROWS_PER_SM_BEFORE_WHOLE_RING = range(1025, 2049), 50, 12
+# And in the place of column tiles, for so many tiles of each CTA: 30 x 16312 takes 6.7 us so and 12.2, 264 x 16312 11.1
+# and 13.3, but 1300 x 20808 45 and 42 (LayerNorm). However many of the widest, in bytes: 600 x 32760 26 and 31
+# (RMSNorm).
+TILES_OF_WIDE_ROWS, WIDEST_ROW_BYTES = 2, 48 * 1024
+# In the place of a ring by multi-wave. 16-bit rows so narrow for so many rows of each SM: 2000 x 416 takes 5.8 us so
+# and 6.1, 8000 x 320 7.0 and 7.5, but 40000 x 448 21.7 and 20.9 (LayerNorm); 4000 x 384 6.0 and 6.4 (RMSNorm).
+# LayerNorm for so many tiles of each CTA, of some columns: 600 x 2496 6.5 us and 7.3, 2600 x 4064 14.7 and 15.7, 2600
+# x 4240 15.3 and 16.7, but 6500 x 3360 27.4 and 26.6, 300 x 5120 6.8 and 6.6. For fewer in the place of a ring of whole
+# chunks, and of wider rows, if they end within a chunk: 250 x 11264 8.0 and 8.8, but 2000 x 11264 27.3 and 26.4.
+NARROW_COLUMNS_IN_REGISTERS, ROWS_PER_SM_IN_REGISTERS = range(257, 449), 100
+COLUMNS_IN_REGISTERS = range(2049, 4096), range(4097, 5120), range(5121, 7169)
+TILES_IN_REGISTERS, FEWER_TILES_IN_REGISTERS, LEAST_COLUMNS_WITH_TAIL = 12, 8, 4097
 
 
 class ShortWalk(NamedTuple):
-    """A plan, and the most rows of which it is faster than the best plan for many."""
+    """A plan, and the most rows of which it is faster than the best plan for many; more than some, if not any few."""
 
     most_rows: int
     plan: Plan | None = None
+    more_than: int = 0
 
 
 NO_SHORT_WALK = ShortWalk(0)
 
 
-def multi_wave_short(plan: MultiWavePlan, problem: NormProblem, device: DeviceSpec) -> ShortWalk:
+def multi_wave_short(
+    plan: MultiWavePlan | ColumnTilePlan, problem: NormProblem, device: DeviceSpec
+) -> ShortWalk:
     """In the place of this plan. In the backward the same with all registers, if there is nothing better, where each SM
     gets one CTA anyway: 300 x 2055 takes 10.8 us so and 11.5, but 600 x 2055 13.4 and 12.6 by two CTAs; and of rows of
     multiples of 16 bytes a little longer, 700 x 2200 12.1 and 13.4 (LayerNorm)."""
     if problem.direction == "forward":
-        return _one_tile_for_multi_wave(problem, device)
+        return _one_tile_for_multi_wave(plan, problem, device)
+    if isinstance(plan, ColumnTilePlan):
+        return NO_SHORT_WALK
     two_rows = _two_rows(plan, problem, device)
     if two_rows is not NO_SHORT_WALK:
         return two_rows
     # A CTA of two warps alone would leave an SM almost idle.
     if plan.ctas_per_sm == 1 or plan.num_warps == 2 or not problem.num_sums:
-        return NO_SHORT_WALK
+        ring = _ring_over_two_ctas(plan, problem, device)
+        return NO_SHORT_WALK if ring is None else ShortWalk(device.sm_count, ring)
     alone = replace(plan, ctas_per_sm=1, max_registers=budget.register_limit(32 * plan.num_warps, device))
     ctas = 3 if plan.rows_per_tile == 1 and problem.norm == "layer" and problem.tma_aligned else 2
     return ShortWalk(ctas * least_rows_of_cta(plan) * device.sm_count, alone)
@@ -125,26 +156,23 @@ def multi_wave_short(plan: MultiWavePlan, problem: NormProblem, device: DeviceSp
 def pipelined_short(plan: PipelinedPlan, problem: NormProblem, device: DeviceSpec, tiles: int) -> ShortWalk:
     """In the place of this plan; by another ring for so many tiles of each CTA."""
     if problem.direction == "backward":
-        if has_two_rows_in_cluster(plan):
-            return NO_SHORT_WALK
-        two_rows = _two_rows(plan, problem, device)
-        ring = _one_large_cta(problem, device) or _two_ctas(plan, device) or _two_stages(plan)
-        return two_rows if two_rows is not NO_SHORT_WALK else _for_tiles(tiles, ring, device)
-    if problem.norm == "layer":
-        one_row = _one_row(plan, problem, device)
-        if one_row in (None, plan) and _may_be_in_registers(plan, problem):
-            in_registers = multi_wave(problem, device)
-            if isinstance(in_registers, MultiWavePlan):
-                return _for_tiles(TILES_IN_REGISTERS, in_registers, device)
-        if one_row is not None:
-            return _for_tiles(tiles, one_row, device)
+        return _short_backward_of_ring(plan, problem, device, tiles)
+    one_row = _one_row(plan, problem, device) if problem.norm == "layer" else None
+    in_registers = _multi_wave_before_ring(plan, one_row, problem, device)
+    if in_registers is not NO_SHORT_WALK:
+        return in_registers
+    if one_row is not None:
+        return _for_tiles(tiles, one_row, device)
     one_tile_each = one_tile(problem, device)
     if one_tile_each is None:
         one_stage = replace(plan, num_stages=1) if plan.short_lived and plan.num_stages > 1 else None
         return _for_tiles(1, one_stage, device)
-    more = problem.norm == "layer" and any(problem.cols in columns for columns in COLUMNS_BEFORE_RING)
-    at_once = rows_at_once(one_tile_each, device)
-    return ShortWalk(max(at_once, ROWS_PER_SM_BEFORE_RING * device.sm_count * more), one_tile_each)
+    most_rows = rows_at_once(one_tile_each, device)
+    if problem.norm == "layer" and problem.cols in COLUMNS_BEFORE_RING:
+        longer = problem.x_dtype.itemsize == 2 and not is_whole(plan, problem.cols)
+        rows_per_sm = ROWS_PER_SM_BEFORE_RING if longer else ROWS_PER_SM_BEFORE_WHOLE_RING
+        most_rows = max(most_rows, rows_per_sm * device.sm_count)
+    return ShortWalk(most_rows, one_tile_each)
 
 
 def _rings_with(wanted: dict, problem: NormProblem, device: DeviceSpec) -> Iterator[PipelinedPlan]:
@@ -159,12 +187,26 @@ def _for_tiles(tiles: int, plan: MultiWavePlan | PipelinedPlan | None, device: D
 # --- Backward ---
 
 
-def _two_rows(plan: MultiWavePlan | PipelinedPlan, problem: NormProblem, device: DeviceSpec) -> ShortWalk:
-    rows_per_sm = TWO_ROWS_PER_SM.get((problem.norm, plan.variant), {})
-    two_rows = two_rows_of_one_chunk(problem, device)
-    if two_rows in (None, plan) or two_rows.chunk not in rows_per_sm or not problem.num_sums:
+def _short_backward_of_ring(plan: PipelinedPlan, problem: NormProblem, device: DeviceSpec, tiles: int) -> ShortWalk:
+    if has_two_rows_in_cluster(plan):
         return NO_SHORT_WALK
-    return ShortWalk(rows_per_sm[two_rows.chunk] * device.sm_count, two_rows)
+    two_rows = _two_rows(plan, problem, device)
+    if two_rows is not NO_SHORT_WALK:
+        return two_rows
+    if problem.norm == "rms" and bytes_per_element(problem) == 4 and problem.num_sums:
+        for columns, rows_per_sm in RMS_ROWS_PER_SM_IN_REGISTERS.items():
+            if problem.cols in columns:
+                return ShortWalk(rows_per_sm * device.sm_count, multi_wave(problem, device))
+    ring = _one_large_cta(problem, device) or _two_ctas(plan, device) or _two_stages(plan)
+    return _for_tiles(tiles, ring, device)
+
+
+def _two_rows(plan: MultiWavePlan | PipelinedPlan, problem: NormProblem, device: DeviceSpec) -> ShortWalk:
+    rows_per_sm = _by_columns(TWO_ROWS_PER_SM[problem.norm, plan.variant], problem.cols, beyond=0)
+    two_rows = two_rows_of_one_chunk(problem, device)
+    if two_rows in (None, plan) or not rows_per_sm or not problem.num_sums:
+        return NO_SHORT_WALK
+    return ShortWalk(rows_per_sm * device.sm_count, two_rows)
 
 
 def two_rows_of_one_chunk(problem: NormProblem, device: DeviceSpec) -> MultiWavePlan | None:
@@ -191,6 +233,16 @@ def _one_large_cta(problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | 
         or (plan.weight_in_smem and problem.norm == "layer")  # of 36 columns a thread by up to 23%
     )
     return None if slower else plan
+
+
+def _ring_over_two_ctas(plan: MultiWavePlan, problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | None:
+    """Of 16-bit rows; RMSNorm's not by pieces of 16 bytes: 37 x 7384 takes 8.6 us so and 8.3."""
+    may_be = problem.tma_aligned and bytes_per_element(problem) == 4 and problem.num_sums
+    short_pieces = problem.cols * problem.x_dtype.itemsize % 32 != 0
+    if plan.num_warps < MANY_WARPS or not may_be or (short_pieces and problem.norm == "rms"):
+        return None
+    ring = best_ring(_rings_with({"cluster": 2}, problem, device), problem, device)
+    return ring if ring is not None and all(ring_key(ring, problem, device)[:2]) else None
 
 
 def _two_ctas(plan: PipelinedPlan, device: DeviceSpec) -> PipelinedPlan | None:
@@ -223,43 +275,75 @@ def _one_row(plan: PipelinedPlan, problem: NormProblem, device: DeviceSpec) -> P
     return best if best is not None and ring_key(best, problem, device)[0] else None
 
 
-def _may_be_in_registers(plan: PipelinedPlan, problem: NormProblem) -> bool:
-    narrower = problem.cols in COLUMNS_IN_REGISTERS and problem.x_dtype.itemsize == 2
-    return narrower or (plan.tail and problem.cols >= LEAST_COLUMNS_WITH_TAIL)
+def _multi_wave_before_ring(
+    plan: PipelinedPlan, one_row: PipelinedPlan | None, problem: NormProblem, device: DeviceSpec
+) -> ShortWalk:
+    in_registers = multi_wave(problem, device)
+    if not isinstance(in_registers, MultiWavePlan):
+        return NO_SHORT_WALK
+    has_16_bits = problem.x_dtype.itemsize == 2
+    if has_16_bits and problem.cols in NARROW_COLUMNS_IN_REGISTERS:
+        return ShortWalk(ROWS_PER_SM_IN_REGISTERS * device.sm_count, in_registers)
+    if problem.norm == "rms":
+        return NO_SHORT_WALK
+    if has_16_bits and any(problem.cols in columns for columns in COLUMNS_IN_REGISTERS):
+        tiles = FEWER_TILES_IN_REGISTERS if is_whole(plan, problem.cols) else TILES_IN_REGISTERS
+        return _for_tiles(tiles, in_registers, device)
+    with_tail = plan.tail and problem.cols >= LEAST_COLUMNS_WITH_TAIL and one_row in (None, plan)
+    return _for_tiles(FEWER_TILES_IN_REGISTERS, in_registers, device) if with_tail else NO_SHORT_WALK
 
 
-def _one_tile_for_multi_wave(problem: NormProblem, device: DeviceSpec) -> ShortWalk:
-    short, any_rows = _for_tiles(1, one_tile(problem, device), device), COLUMNS_OF_ONE_TILE[problem.norm]
-    if short.plan is None or problem.cols >= any_rows[-1].stop:
-        return short
-    if any(problem.cols in columns for columns in any_rows):
-        return short._replace(most_rows=MAX_RING_ROWS)
-    waves = NARROW_ROWS_PER_SM * device.sm_count // short.most_rows  # whole ones: 4509 x 392 is 10% slower by a fifth
-    return short._replace(most_rows=max(1, waves) * short.most_rows)
+def _one_tile_for_multi_wave(
+    plan: MultiWavePlan | ColumnTilePlan, problem: NormProblem, device: DeviceSpec
+) -> ShortWalk:
+    plan_of_one_tile = one_tile(problem, device, wide=isinstance(plan, ColumnTilePlan))
+    if plan_of_one_tile is None:
+        return NO_SHORT_WALK
+    if isinstance(plan, ColumnTilePlan):
+        widest = problem.cols * problem.x_dtype.itemsize > WIDEST_ROW_BYTES
+        short = _for_tiles(TILES_OF_WIDE_ROWS, plan_of_one_tile, device)
+        return short._replace(most_rows=MAX_RING_ROWS) if widest else short
+    rows_per_sm = _by_columns(ROWS_PER_SM_OF_ONE_TILE[problem.norm], problem.cols, beyond=None)
+    if rows_per_sm is None:
+        return _for_tiles(1, plan_of_one_tile, device)
+    rows_at_16_bits = device.sm_count * 2 / problem.x_dtype.itemsize
+    most_rows = int(min(rows_per_sm * rows_at_16_bits, MAX_RING_ROWS))
+    walked_over = problem.norm == "rms" and problem.cols in RMS_COLUMNS_WALKED_OVER
+    more_than = int(RMS_ROWS_PER_SM_WALKED_OVER * rows_at_16_bits) if walked_over else 0
+    return ShortWalk(most_rows, plan_of_one_tile, more_than) if most_rows else NO_SHORT_WALK
 
 
-def one_tile(problem: NormProblem, device: DeviceSpec) -> MultiWavePlan | None:
-    """The best plan by CTAs of one row tile each, of which an SM has no more than are faster so; if there is any."""
+def _by_columns(values: dict, columns: int, beyond: int | None) -> float | None:
+    """The value of the first bound that is not exceeded."""
+    return next((value for most, value in values.items() if columns <= most), beyond)
+
+
+def one_tile(problem: NormProblem, device: DeviceSpec, *, wide: bool = False) -> MultiWavePlan | None:
+    """The best plan by CTAs of one row tile each, of which an SM has no more than are faster so; if there is any. Of
+    wide rows only if asked for."""
+    if problem.cols > MOST_COLUMNS_OF_ONE_TILE[problem.norm] and not wide:
+        return None
     return max(one_tile_plans(problem, device), key=lambda plan: _one_tile_key(problem, plan), default=None)
 
 
 def one_tile_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[MultiWavePlan]:
     """Of forwards whose rows are multiples of 16 bytes, those whose threads load 8 bytes or more at once."""
-    too_wide = problem.cols > MOST_COLUMNS_OF_ONE_TILE[problem.norm]
-    if too_wide or not problem.tma_aligned or problem.acc_dtype.itemsize == 8:
+    if not problem.tma_aligned or problem.acc_dtype.itemsize == 8:
         return
     elements_at_once = 8 // problem.x_dtype.itemsize
+    wide = problem.cols > ELEMENTS_OF_ONE_TILE * 32 * ONE_TILE_WARPS[-1]
+    most_elements = ELEMENTS_OF_WIDE_ROWS if wide else ELEMENTS_OF_ONE_TILE
     for num_warps, rows_per_tile in itertools.product(ONE_TILE_WARPS, powers_of_two(1, 32)):
         threads = 32 * num_warps
         for chunk, num_chunks in chunkings(problem.cols, MIN_MULTIWAVE_CHUNK, MAX_CHUNKS):
             elements = rows_per_tile * chunk * num_chunks / threads
-            if rows_per_tile * chunk < elements_at_once * threads or elements > ELEMENTS_OF_ONE_TILE:
+            if rows_per_tile * chunk < elements_at_once * threads or elements > most_elements:
                 continue
             tile_bytes = rows_per_tile * problem.cols * problem.x_dtype.itemsize
             registers = budget.one_tile_registers(elements, problem)
             room = ctas_with_room(registers, threads, device)
-            wanted = ONE_TILE_BYTES_PER_SM[problem.norm] // tile_bytes, ONE_TILE_THREADS_PER_SM[problem.norm] // threads
-            ctas_per_sm = min(room, *wanted)
+            wanted = max(1, ONE_TILE_BYTES_PER_SM[problem.norm] // tile_bytes)
+            ctas_per_sm = min(room, wanted, ONE_TILE_THREADS_PER_SM[problem.norm] // threads)
             if ctas_per_sm:
                 limit = budget.register_limit(threads * ctas_per_sm, device)
                 yield MultiWavePlan(rows_per_tile, chunk, num_chunks, num_warps, ctas_per_sm, limit, True)

@@ -22,6 +22,7 @@ from .legality import MAX_RING_ROWS, broken_rule, capability
 from .plan import (
     VARIANTS,
     ColumnRingPlan,
+    ColumnTilePlan,
     MultiWavePlan,
     PipelinedPlan,
     Plan,
@@ -70,14 +71,23 @@ UNKNOWN = Tuning(("multi_wave",), "no other schedule has been tried on this arch
 # 103 (RMSNorm backward). And RMSNorm's backward by pieces of 32 bytes: 4000 x 1840 18.1 and 17.1, 4000 x 2960 27.8 and
 # 24.6, 8000 x 7536 105 and 98, but 8000 x 1232 21.8 and 24.4, 8000 x 4880 69 and 77 (LayerNorm 13696 x 1840 46.3 either
 # way, 4718 x 7536 66 and 90).
+# In the forward a plan of one row tile for each CTA takes the place of rings of some columns.
 ANY_COLUMNS = ((0, math.inf),)
-HOPPER_BACKWARD_PIECES, HOPPER_FORWARD_PIECES = {}, {}
-for _norm, _of_32_bytes in (("layer", ((160, math.inf),)), ("rms", ((160, 1600), (4097, 6200)))):
-    HOPPER_BACKWARD_PIECES[_norm, 2] = {16: ((8192, math.inf),), 32: _of_32_bytes, 64: ANY_COLUMNS}
-    HOPPER_BACKWARD_PIECES[_norm, 4] = {16: ((7168, math.inf),), 64: ANY_COLUMNS}
-    # 64 is for pieces of 128 as well: 20000 x 192 10.1 us and 8.5 (LayerNorm).
-    HOPPER_FORWARD_PIECES[_norm, 2] = {32: ((2048, 10240),), 64: ((256, math.inf),)}
-    HOPPER_FORWARD_PIECES[_norm, 4] = {64: ANY_COLUMNS}
+HOPPER_BACKWARD_PIECES = {
+    ("layer", 2): {16: ((8192, math.inf),), 32: ((160, 1280), (2049, math.inf)), 64: ANY_COLUMNS},
+    ("rms", 2): {16: ((8192, math.inf),), 32: ((160, 1280), (4097, 5120)), 64: ANY_COLUMNS},
+    ("layer", 4): {16: ((7168, math.inf),), 64: ANY_COLUMNS},
+    ("rms", 4): {16: ((7168, math.inf),), 64: ANY_COLUMNS},
+}
+HOPPER_FORWARD_PIECES = {
+    ("layer", 2): {
+        32: ((513, 640), (2049, 2304), (4097, 4608), (7169, 10240)),
+        64: ((256, 896), (1024, 1792), (2048, 12288), (14336, math.inf)),
+    },
+    ("rms", 2): {32: ((8193, 9216),), 64: ((256, 640), (769, 1280), (1792, 2304), (3584, math.inf))},
+    ("layer", 4): {64: ANY_COLUMNS},
+    ("rms", 4): {64: ANY_COLUMNS},
+}
 
 HOPPER_BACKWARD = Tuning(
     ("pipelined", "multi_wave"),
@@ -133,6 +143,7 @@ class Decision:
     plan: Plan
     forced: bool  # the plan is there because it was asked for
     reasons: dict[str, str]
+    short: ShortWalk = NO_SHORT_WALK  # in the place of the variant's best plan for some rows, these or others
 
 
 class Outcome(NamedTuple):
@@ -164,7 +175,7 @@ def decide(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | No
     chosen = forced if obeyed else best
     chosen_plan = outcomes[chosen].plan
     short = NO_SHORT_WALK if obeyed else short_walk(chosen_plan, problem, device)
-    if rows <= short.most_rows:
+    if short.more_than < rows <= short.most_rows:
         chosen_plan = short.plan
     reasons, first = {}, best if obeyed else chosen_plan.variant
     for variant, (plan, fault) in outcomes.items():
@@ -179,7 +190,7 @@ def decide(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | No
     if chosen_plan.variant != chosen:  # the one for few rows is of another variant
         reasons[chosen] = f"is for more than {short.most_rows} rows, got {rows}"
         reasons[chosen_plan.variant] = f"chosen: {_why_few(short)}"
-    return Decision(chosen_plan, obeyed, reasons)
+    return Decision(chosen_plan, obeyed, reasons, short)
 
 
 def outcome(variant: str, problem: NormProblem, rows: int, device: DeviceSpec) -> Outcome:
@@ -248,8 +259,12 @@ def _why_pieces_are_short(box_bytes: int, problem: NormProblem, device: DeviceSp
     if problem.cols < ranges[0][0]:
         return f"which pays from {ranges[0][0]} columns on"
     if isinstance(best_plan("multi_wave", problem, device), MultiWavePlan):
-        return f"which pays at {' and '.join(f'{least} to {most}' for least, most in ranges)} columns"
+        return f"which pays at {' and '.join(_range_text(*columns) for columns in ranges)}"
     return None
+
+
+def _range_text(least: int, most: float) -> str:
+    return f"{least} columns or more" if most == math.inf else f"{least} to {most} columns"
 
 
 def _fault_without_dx(problem: NormProblem, rows: int, device: DeviceSpec) -> Rejected | None:
@@ -278,7 +293,7 @@ def short_walk(plan: Plan, problem: NormProblem, device: DeviceSpec) -> ShortWal
     tiles = tuning(problem, device).tiles_of_a_short_walk
     if tiles is not None and isinstance(plan, PipelinedPlan):
         return few_rows.pipelined_short(plan, problem, device, tiles)
-    if tiles is not None and isinstance(plan, MultiWavePlan):
+    if tiles is not None and isinstance(plan, (MultiWavePlan, ColumnTilePlan)):
         return few_rows.multi_wave_short(plan, problem, device)
     return NO_SHORT_WALK
 
@@ -290,9 +305,8 @@ def tuning(problem: NormProblem, device: DeviceSpec) -> Tuning:
 @functools.cache
 def _plans_by_rows(problem: NormProblem, device: DeviceSpec, forced: str | None) -> tuple[tuple[float, Plan], ...]:
     """(most rows, plan), ascending: divided where something depends on the row count, the last without an end."""
-    many = decide(problem, MAX_RING_ROWS, device, forced)
-    short = 0 if many.forced else short_walk(many.plan, problem, device).most_rows
-    lasts = sorted({least_rows(problem, device), short, MAX_RING_ROWS})
+    short = decide(problem, MAX_RING_ROWS, device, forced).short
+    lasts = sorted({least_rows(problem, device), short.more_than, short.most_rows, MAX_RING_ROWS})
     plans = [(last, decide(problem, last, device, forced).plan) for last in lasts if last]
     return (*plans, (math.inf, decide(problem, MAX_RING_ROWS + 1, device, forced).plan))
 

@@ -40,6 +40,9 @@ TOLERATED_PADDING_OF_A_WARP, TOLERATED_PADDING_OF_WARPS = 1.6, 1.32
 # And a little more for fewer chunks: 15420 x 2176 takes 55.9 us as five chunks of 512, which are 2560, and 58.3 as nine
 # of 256, 12000 x 544 18.4 as five of 128 and 19.0 as nine of 64 (LayerNorm backward).
 TOLERATED_PADDING_OF_CHUNKS = 1.18
+# Or for fewer warps, over two CTAs: 1500 x 5392, which are 6144, takes 24.2 us so and 28.0 by one CTA, for which they
+# are 6144 as well, of which the last copy ends within the row (LayerNorm backward).
+TOLERATED_PADDING_IN_CLUSTER = 1.15
 # Little's law: 4.4 TB/s of an H200 times about 1 us of loaded latency is 32 KiB in flight for each SM.
 BYTES_IN_FLIGHT_PER_SM = 32 * 1024
 # A backward of narrow rows has fewer warps with more rows each, whose partials are fewer; by the most columns: 8192 x
@@ -112,6 +115,9 @@ RING_STAGES = {"backward": 3, "forward": 2}
 # and 12.5, 16384 x 896 27.1 and 27.8, 1500 x 10240, two rows in a cluster, 29.9 and 30.8; but 8192 x 10240 125.9 and
 # 123.9 (LayerNorm; RMSNorm 16384 x 10240 242 us and 254).
 RING_BYTES_PER_SM, LARGEST_CLUSTER_OF_TWO_STAGES = 60 * 1000, 2
+# LayerNorm over two CTAs with fewer, where the chunks are more than a row: 1500 x 6352 24.4 us and 26.0 with three,
+# 4000 x 6656 48.4 either way; but 8000 x 7168, seven whole chunks, 90 and 85 (RMSNorm 4000 x 6656 45.0 and 42.4).
+RING_BYTES_PER_SM_OF_PART = 48 * 1000
 # 2048 x 131072: 401 us and 410 us with three (RMSNorm); 1024 x 262144 443 us and 440 us (LayerNorm).
 RING_BYTES_PER_SM_IN_CLUSTER = 120 * 1000
 # That a thread has of one chunk: RMSNorm 8192 x 16384 takes 198 us with 8 and 206 us with 4, LayerNorm 192 us with 4
@@ -231,8 +237,8 @@ def _padding(plan: RingPlan, problem: NormProblem) -> float:
     tolerated, padding = TOLERATED_PADDING, padded_columns(plan) / problem.cols
     if problem.direction == "backward" and plan.num_chunks == 1:
         tolerated = TOLERATED_PADDING_OF_A_WARP if warps_of_a_row(plan) == 1 else TOLERATED_PADDING_OF_WARPS
-    elif problem.direction == "backward" and plan.cluster == 1:
-        tolerated = TOLERATED_PADDING_OF_CHUNKS
+    elif problem.direction == "backward":
+        tolerated = TOLERATED_PADDING_OF_CHUNKS if plan.cluster == 1 else TOLERATED_PADDING_IN_CLUSTER
     return TOLERATED_PADDING if padding <= tolerated else padding
 
 
@@ -336,7 +342,9 @@ def _ring_stages(plan: RingPlan, problem: NormProblem, bytes_of_two: float) -> i
         return 1
     groups = plan.num_groups if isinstance(plan, WarpSpecializedPlan) else 1
     few_ctas = plan.cluster <= LARGEST_CLUSTER_OF_TWO_STAGES
-    enough = bytes_of_two >= (RING_BYTES_PER_SM if few_ctas else RING_BYTES_PER_SM_IN_CLUSTER)
+    in_part = problem.norm == "layer" and plan.cluster == 2 and not is_whole(plan, problem.cols)
+    in_few = RING_BYTES_PER_SM_OF_PART if in_part else RING_BYTES_PER_SM
+    enough = bytes_of_two >= (in_few if few_ctas else RING_BYTES_PER_SM_IN_CLUSTER)
     two = enough or (problem.direction == "backward" and plan.rows_per_tile > 1)
     return groups * (2 if two else RING_STAGES[problem.direction])
 

@@ -9,8 +9,18 @@ from planning import make_problem, meta_call
 
 import fusednorm
 from fusednorm.device import H200, DeviceSpec
+from fusednorm.few_rows import one_tile
 from fusednorm.heuristics import best_plan, choose, decide
-from fusednorm.plan import MultiWavePlan, PipelinedPlan, ctas_at_once, num_ctas, num_partials, rows_at_once
+from fusednorm.plan import (
+    ColumnTilePlan,
+    MultiWavePlan,
+    PipelinedPlan,
+    ctas_at_once,
+    is_whole,
+    num_ctas,
+    num_partials,
+    rows_at_once,
+)
 
 MANY_ROWS = 16384
 
@@ -63,24 +73,56 @@ def test_a_forward_whose_tiles_all_run_at_once_has_a_cta_for_each(norm, cols):
 
 @pytest.mark.parametrize(
     "norm, cols, rows_of_sm",
-    [("layer", 760, 40), ("layer", 632, 32), ("layer", 2048, 12), ("layer", 3840, 12), ("rms", 760, 32)],
+    [("layer", 760, 16), ("layer", 1376, 50), ("layer", 2040, 12), ("layer", 2048, 12)],
 )
 def test_a_forward_by_one_tile_each_serves_more_rows_than_run_at_once(norm, cols, rows_of_sm):
-    """Whole waves of them where many rows are multi-wave, too: a short last one would take as long."""
     problem, last = make_problem(norm, cols, direction="forward"), rows_of_sm * H200.sm_count
     few, many = choose(problem, last, H200), choose(problem, last + 1, H200)
     assert few.short_lived and few == choose(problem, 1, H200) != many and many == choose(problem, 1 << 20, H200)
-    if isinstance(many, MultiWavePlan):
-        assert last % rows_at_once(few, H200) == 0 < last - rows_at_once(few, H200)
+    assert last > rows_at_once(few, H200)
 
 
-@pytest.mark.parametrize("norm, widths", [("layer", [488, 504, 1000, 2040]), ("rms", [504, 1000, 2040, 2808])])
-def test_a_forward_that_cannot_be_a_ring_is_by_one_tile_each_however_many_there_are(norm, widths):
+@pytest.mark.parametrize(
+    "norm, widths", [("layer", [504, 960, 1000, 1784]), ("rms", [504, 632, 1000, 1600, 2040])]
+)
+def test_a_forward_of_some_columns_is_by_one_tile_each_however_many_rows_there_are(norm, widths):
     for cols in widths:
         problem = make_problem(norm, cols, direction="forward")
         plan = choose(problem, MANY_ROWS, H200)
         assert plan.short_lived and plan == choose(problem, 1, H200) == choose(problem, 1 << 30, H200)
         assert num_ctas(plan, MANY_ROWS, cols, H200, leaves_partials=False) == MANY_ROWS // plan.rows_per_tile
+
+
+@pytest.mark.parametrize("cols, dtype, rows_of_sm", [(2184, "bf16", 24), (2816, "bf16", 24), (4088, "fp32", 12)])
+def test_many_rows_of_rmsnorm_forward_are_by_one_tile_each_at_some_widths(cols, dtype, rows_of_sm):
+    problem, last = make_problem("rms", cols, dtype, direction="forward"), rows_of_sm * H200.sm_count
+    few, many = choose(problem, last, H200), choose(problem, last + 1, H200)
+    assert few == choose(problem, 1, H200) == best_plan("multi_wave", problem, H200) and not few.short_lived
+    assert many == choose(problem, 1 << 30, H200) == one_tile(problem, H200) and many.short_lived
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_a_forward_of_narrow_rows_walks_over_them_until_there_are_enough_for_a_ring(norm):
+    for cols in (264, 400):  # which cannot be a ring
+        problem = make_problem(norm, cols, direction="forward")
+        assert choose(problem, 1, H200) == choose(problem, MANY_ROWS, H200) == best_plan("multi_wave", problem, H200)
+    for cols in (288, 384, 448):
+        problem, last = make_problem(norm, cols, direction="forward"), 100 * H200.sm_count
+        few, many = choose(problem, last, H200), choose(problem, last + 1, H200)
+        assert few == choose(problem, 1, H200) == best_plan("multi_wave", problem, H200)
+        assert isinstance(many, PipelinedPlan)
+
+
+def test_rows_wider_than_multi_wave_holds_are_by_one_tile_each_where_there_are_few_or_they_are_the_widest():
+    for norm, cols in [("layer", 14600), ("layer", 24568), ("rms", 17416)]:
+        problem, last = make_problem(norm, cols, direction="forward"), 2 * H200.sm_count
+        few, many = choose(problem, last, H200), choose(problem, last + 1, H200)
+        assert few.short_lived and isinstance(few, MultiWavePlan) and few.num_warps == 16
+        assert isinstance(many, ColumnTilePlan) and few == choose(problem, 1, H200)
+    widest = make_problem("rms", 32760, direction="forward")
+    assert choose(widest, 1, H200) == choose(widest, MANY_ROWS, H200) == one_tile(widest, H200, wide=True)
+    # LayerNorm's two parameters leave no registers for as much.
+    assert isinstance(choose(make_problem("layer", 32760, direction="forward"), 1, H200), ColumnTilePlan)
 
 
 @pytest.mark.parametrize("norm, cols", [("rms", 32768), ("layer", 65536)])
@@ -93,16 +135,16 @@ def test_wide_rows_have_a_ring_of_one_stage_then(norm, cols):
     assert num_ctas(few, last, cols, H200) == last // few.rows_per_tile
 
 
-@pytest.mark.parametrize("cols", [2304, 3072, 3328, 3584, 5632])
+@pytest.mark.parametrize("cols", [2304, 3072, 3328, 3584, 3840, 4352, 5632, 6656])
 def test_few_rows_of_layernorm_forward_need_no_ring_at_some_widths(cols):
     problem = make_problem("layer", cols, direction="forward")
-    few = choose(problem, 1, H200)
-    last = 8 * rows_at_once(few, H200)
-    many = choose(problem, last + 1, H200)
+    few, many = choose(problem, 1, H200), choose(problem, MANY_ROWS, H200)
     assert isinstance(few, MultiWavePlan) and not few.short_lived and isinstance(many, PipelinedPlan)
+    last = (8 if is_whole(many, cols) else 12) * rows_at_once(few, H200)
+    assert choose(problem, last + 1, H200) == many
     assert few == choose(problem, last, H200) == best_plan("multi_wave", problem, H200)
     at_once = rows_at_once(few, H200)
-    assert num_ctas(few, at_once, cols, H200, leaves_partials=False) == at_once  # a row each, where they are enough
+    assert num_ctas(few, at_once, cols, H200, leaves_partials=False) == at_once // few.rows_per_tile
 
 
 @pytest.mark.parametrize("cols", [8464, 9216, 11264])
@@ -116,7 +158,7 @@ def test_few_wide_rows_of_layernorm_forward_need_no_ring_where_its_chunks_are_no
     assert isinstance(choose(make_problem("layer", 10240, direction="forward"), last, H200), PipelinedPlan)
 
 
-@pytest.mark.parametrize("cols", [6656, 8192, 16384])
+@pytest.mark.parametrize("cols", [7680, 8192, 16384])
 def test_few_rows_of_layernorm_forward_are_one_row_over_half_as_many_ctas(cols):
     problem = make_problem("layer", cols, direction="forward")
     few, many = choose(problem, 8 * 128, H200), choose(problem, MANY_ROWS, H200)
@@ -133,7 +175,7 @@ def test_rows_of_a_large_cta_are_shared_by_two_only_where_each_gets_more_than_ei
 
 
 @pytest.mark.parametrize(
-    "norm, cols", [("layer", 6656), ("layer", 7168), ("rms", 6656), ("layer", 12288), ("rms", 65536)]
+    "norm, cols", [("layer", 7168), ("rms", 6656), ("layer", 12288), ("rms", 65536)]
 )
 def test_of_eight_rows_of_a_cluster_a_ring_of_two_stages_makes_enough(norm, cols):
     problem = make_problem(norm, cols)
@@ -146,10 +188,11 @@ def test_of_eight_rows_of_a_cluster_a_ring_of_two_stages_makes_enough(norm, cols
 
 @pytest.mark.parametrize(
     "norm, cols, chunk, num_warps, rows_of_sm",
-    [("layer", 200, 256, 1, 6), ("layer", 312, 512, 2, 64), ("layer", 632, 1024, 4, 64), ("layer", 1040, 2048, 8, 8)]
-    + [("layer", 320, 512, 2, 3), ("layer", 1024, 1024, 4, 5), ("layer", 2048, 2048, 8, 8)]
-    + [("layer", 1032, 2048, 8, 16)]
-    + [("rms", 200, 256, 1, 2), ("rms", 440, 512, 2, 2), ("rms", 1000, 1024, 4, 2), ("rms", 2048, 2048, 8, 6)],
+    [("layer", 200, 256, 1, 6), ("layer", 312, 512, 2, 64), ("layer", 632, 1024, 4, 64), ("layer", 1040, 2048, 8, 9)]
+    + [("layer", 320, 512, 2, 3), ("layer", 640, 1024, 4, 8), ("layer", 1024, 1024, 4, 5), ("layer", 1408, 2048, 8, 13)]
+    + [("layer", 2048, 2048, 8, 11), ("layer", 1032, 2048, 8, 26), ("layer", 1832, 2048, 8, 13)]
+    + [("rms", 200, 256, 1, 2), ("rms", 440, 512, 2, 2), ("rms", 640, 1024, 4, 4), ("rms", 1000, 1024, 4, 2)]
+    + [("rms", 2048, 2048, 8, 6), ("rms", 1096, 2048, 8, 18), ("rms", 1832, 2048, 8, 12)],
 )
 def test_few_rows_of_a_backward_are_tiles_of_two_by_one_chunk(norm, cols, chunk, num_warps, rows_of_sm):
     problem, last = make_problem(norm, cols), rows_of_sm * H200.sm_count
@@ -208,3 +251,22 @@ def test_ctas_that_leave_no_partials_are_no_more_than_have_rows(monkeypatch):
         problem = make_problem("layer", 4096, **wanted)
         plan = choose(problem, 16, H200)
         assert launch.prepare_backward(meta_call(problem, 16)).launches[0].grid == (-(-16 // plan.rows_per_tile),)
+
+
+@pytest.mark.parametrize("cols, rows_of_sm", [(2176, 8), (4480, 12)])
+def test_few_rows_of_rmsnorm_backward_need_no_ring_at_some_widths(cols, rows_of_sm):
+    problem, last = make_problem("rms", cols), rows_of_sm * H200.sm_count
+    few, many = choose(problem, last, H200), choose(problem, last + 1, H200)
+    assert few == choose(problem, 1, H200) == best_plan("multi_wave", problem, H200)
+    assert isinstance(many, PipelinedPlan)
+    assert isinstance(choose(make_problem("layer", cols), 1, H200), PipelinedPlan)
+
+
+@pytest.mark.parametrize("norm, cols", [("layer", 8008), ("layer", 5320), ("rms", 7664)])
+def test_a_row_for_each_sm_of_a_multi_wave_backward_of_16_warps_is_by_a_ring_over_two_ctas(norm, cols):
+    problem = make_problem(norm, cols)
+    few, many = choose(problem, H200.sm_count, H200), choose(problem, H200.sm_count + 1, H200)
+    assert isinstance(few, PipelinedPlan) and few.cluster == 2 and few == choose(problem, 1, H200)
+    assert isinstance(many, MultiWavePlan) and many.num_warps == 16
+    for other in (make_problem("rms", 7384), make_problem(norm, cols, "fp32"), make_problem(norm, 8191)):
+        assert not getattr(choose(other, 1, H200), "cluster", 1) == 2
