@@ -303,7 +303,7 @@ def multiwave_registers(
     return _round_up(max(least, need), REGISTER_STEP)
 
 
-ELEMENTS_OF_128_REGISTERS = {"layer": 48, "rms": 64}
+ELEMENTS_OF_128_REGISTERS = {"layer": 56, "rms": 64}
 
 
 def one_tile_registers(elements: float, problem: NormProblem) -> int:

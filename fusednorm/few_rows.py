@@ -59,9 +59,9 @@ from .problem import NormProblem
 LARGE_CTA_WARPS, MAX_ROWS_OF_LARGE_CTA, MAX_COLUMNS_OF_ONE_ROW = 8, 2, {"layer": 24, "rms": 28}
 # Tiles of two rows by one chunk, of which each thread loads 16 bytes of both rows: of how many columns, and for up to
 # how many rows of each SM, by the most columns, in the place of multi-wave and of a ring. 132 x 632 takes 6.8 us so and
-# 7.8 by four rows, 5000 x 632 14.5 and 15.8 by two warps, but 12000 x 632 24.5 and 22.5; 1100 x 1376 10.6 us and 11.6
-# by the ring, 2400 x 1096 14.4 and 16.6, 132 x 768 6.9 and 7.6, 264 x 288 7.2 and 8.5 (LayerNorm); 132 x 632 6.7 and
-# 7.0, 1050 x 632 8.9 and 8.1, 132 x 1232 6.6 and 7.8 by the ring, 300 x 544 7.1 and 7.8 (RMSNorm).
+# 7.8 by four rows, 5000 x 632 14.5 and 15.8 by two warps, but 12000 x 632 24.5 and 22.5; 1100 x 1376 11.1 us and 12.1
+# by the ring, 2400 x 1096 14.6 and 17.0, 132 x 768 6.9 and 7.6, 264 x 288 7.2 and 8.5 (LayerNorm); 132 x 632 6.7 and
+# 7.0, 1050 x 632 8.9 and 8.1, 132 x 1232 6.6 and 7.8 by the ring, 300 x 544 7.3 and 7.8 (RMSNorm).
 COLUMNS_OF_TWO_ROWS = range(97, 2049)
 TWO_ROWS_PER_SM = {
     ("layer", "multi_wave"): {256: 6, 1024: 64, 1280: 26, 2048: 13},
@@ -69,11 +69,11 @@ TWO_ROWS_PER_SM = {
     ("rms", "multi_wave"): {1024: 2, 1280: 18, 2048: 12},
     ("rms", "pipelined"): {256: 0, 512: 2, 640: 4, 1024: 2, 2048: 6},
 }
-# RMSNorm, in the place of a ring by multi-wave: 120 x 2176 takes 7.5 us so and 8.6, 798 x 2272 11.4 and 12.0, 300 x
-# 4480 10.5 and 11.0; but 132 x 4608, nine whole chunks, 9.5 and 8.5.
+# RMSNorm, in the place of a ring by multi-wave: 120 x 2176 takes 7.6 us so and 8.3, 798 x 2272 11.4 and 12.0, 300 x
+# 4480 10.3 and 10.9; but 132 x 4608, nine whole chunks, 9.1 and 8.1.
 RMS_ROWS_PER_SM_IN_REGISTERS = {range(2049, 2305): 8, range(4097, 4608): 12}
-# In the place of multi-wave by CTAs of so many warps, by a ring over two CTAs: 37 x 8008 takes 10.0 us so and 12.0, 132
-# x 5320 11.8 and 12.6, but 264 x 5320 17.5 and 13.6 (LayerNorm); 60 x 7664 8.4 and 9.6 (RMSNorm).
+# In the place of multi-wave by CTAs of so many warps, by a ring over two CTAs: 37 x 8008 takes 10.0 us so and 11.8, 132
+# x 5320 11.8 and 12.6, but 264 x 5320 17.5 and 13.6 (LayerNorm); 60 x 7664 8.2 and 9.9 (RMSNorm).
 MANY_WARPS = 16
 
 # --- Forward ---
@@ -93,28 +93,28 @@ ELEMENTS_OF_NARROW_ROWS = 16  # of a thread, by several rows if need be
 # and 13.2; but 1000 columns are as fast either way.
 LONG_LOADS, SHORT_LOADS = 16, 8
 # In the place of multi-wave CTAs that walk over rows, so many 16-bit rows of each SM, by the most columns, half as many
-# of 32 bits; None: as many as run at once. 40000 x 1680 takes 71 us so and 79, 8000 x 960 12.6 and 13.2, but 1000 x 416
-# 5.5 and 5.3, 4000 x 528 7.9 and 7.1, 2600 x 1872 10.1 and 9.4 (LayerNorm); 30000 x 1600 47 and 52, but 4000 x 656 8.1
-# and 6.8 (RMSNorm).
+# of 32 bits; None: as many as run at once. 40000 x 1680 takes 71 us so and 79, 8000 x 928 12.5 and 13.3, but 1000 x 416
+# 5.7 and 5.3, 4000 x 528 8.1 and 7.6, 2600 x 1872 10.1 and 9.4 (LayerNorm); 30000 x 1600 47 and 52, but 4000 x 656 8.2
+# and 7.0 (RMSNorm).
 ROWS_PER_SM_OF_ONE_TILE = {
     "layer": {256: None, 320: 0, 384: 16, 448: 0, 512: math.inf, 896: 16, 1792: math.inf, 2048: 12},
     "rms": {256: None, 320: 0, 384: 16, 448: 0, 640: math.inf, 768: 8, 4096: math.inf},
 }
-# Of RMSNorm's rows of so many columns, more than so many: 1200 x 2688 takes 8.0 us so and 7.2 by multi-wave, 1700 x
-# 2176 8.5 and 7.8, but 6500 x 3136 21.9 and 23.4.
+# Of RMSNorm's rows of so many columns, more than so many: 1200 x 2688 takes 8.1 us so and 7.1 by multi-wave, 1700 x
+# 2176 8.5 and 7.9, but 6500 x 3136 22.0 and 23.5.
 RMS_COLUMNS_WALKED_OVER, RMS_ROWS_PER_SM_WALKED_OVER = range(2049, 4097), 24
-# And in the place of a ring of LayerNorm's, of so many columns: 6500 x 1344 takes 13.6 us so and 14.2, 1700 x 1472 7.3
+# And in the place of a ring of LayerNorm's, of so many columns: 6500 x 1344 takes 13.4 us so and 14.3, 1700 x 1472 7.3
 # and 8.0; but of rows that are whole chunks 2600 x 1792 10.0 and 9.8.
 COLUMNS_BEFORE_RING, ROWS_PER_SM_BEFORE_RING, ROWS_PER_SM_BEFORE_WHOLE_RING = range(1025, 2049), 50, 12
-# And in the place of column tiles, for so many tiles of each CTA: 30 x 16312 takes 6.7 us so and 12.2, 264 x 16312 11.1
-# and 13.3, but 1300 x 20808 45 and 42 (LayerNorm). However many of the widest, in bytes: 600 x 32760 26 and 31
+# And in the place of column tiles, for so many tiles of each CTA: 30 x 16312 takes 6.4 us so and 12.3, 264 x 16312 11.1
+# and 13.2, but 1300 x 20808 45 and 42 (LayerNorm). However many of the widest, in bytes: 600 x 32760 26 and 32
 # (RMSNorm).
 TILES_OF_WIDE_ROWS, WIDEST_ROW_BYTES = 2, 48 * 1024
-# In the place of a ring by multi-wave. 16-bit rows so narrow for so many rows of each SM: 2000 x 416 takes 5.8 us so
-# and 6.1, 8000 x 320 7.0 and 7.5, but 40000 x 448 21.7 and 20.9 (LayerNorm); 4000 x 384 6.0 and 6.4 (RMSNorm).
-# LayerNorm for so many tiles of each CTA, of some columns: 600 x 2496 6.5 us and 7.3, 2600 x 4064 14.7 and 15.7, 2600
-# x 4240 15.3 and 16.7, but 6500 x 3360 27.4 and 26.6, 300 x 5120 6.8 and 6.6. For fewer in the place of a ring of whole
-# chunks, and of wider rows, if they end within a chunk: 250 x 11264 8.0 and 8.8, but 2000 x 11264 27.3 and 26.4.
+# In the place of a ring by multi-wave. 16-bit rows so narrow for so many rows of each SM: 1000 x 416 takes 5.3 us so
+# and 5.6, 8000 x 320 7.0 and 7.5, but 40000 x 448 21.7 and 20.9 (LayerNorm); 4000 x 384 6.1 and 6.4 (RMSNorm).
+# LayerNorm for so many tiles of each CTA, of some columns: 600 x 2496 6.5 us and 7.3, 2600 x 4064 14.8 and 15.8, 2600
+# x 4240 15.4 and 16.5, but 6500 x 3360 27.3 and 26.5, 300 x 5120 6.9 and 6.8. For fewer in the place of a ring of whole
+# chunks, and of wider rows, if they end within a chunk: 250 x 11264 8.0 and 8.8, but 2000 x 11264 27.7 and 25.9.
 NARROW_COLUMNS_IN_REGISTERS, ROWS_PER_SM_IN_REGISTERS = range(257, 449), 100
 COLUMNS_IN_REGISTERS = range(2049, 4096), range(4097, 5120), range(5121, 7169)
 TILES_IN_REGISTERS, FEWER_TILES_IN_REGISTERS, LEAST_COLUMNS_WITH_TAIL = 12, 8, 4097
@@ -131,9 +131,7 @@ class ShortWalk(NamedTuple):
 NO_SHORT_WALK = ShortWalk(0)
 
 
-def multi_wave_short(
-    plan: MultiWavePlan | ColumnTilePlan, problem: NormProblem, device: DeviceSpec
-) -> ShortWalk:
+def multi_wave_short(plan: MultiWavePlan | ColumnTilePlan, problem: NormProblem, device: DeviceSpec) -> ShortWalk:
     """In the place of this plan. In the backward the same with all registers, if there is nothing better, where each SM
     gets one CTA anyway: 300 x 2055 takes 10.8 us so and 11.5, but 600 x 2055 13.4 and 12.6 by two CTAs; and of rows of
     multiples of 16 bytes a little longer, 700 x 2200 12.1 and 13.4 (LayerNorm)."""
@@ -162,7 +160,9 @@ def pipelined_short(plan: PipelinedPlan, problem: NormProblem, device: DeviceSpe
     if in_registers is not NO_SHORT_WALK:
         return in_registers
     if one_row is not None:
-        return _for_tiles(tiles, one_row, device)
+        # For longer in a cluster: 2000 x 15872 takes 33.5 us so and 36.7 by two rows over twice as many CTAs, 4000 x
+        # 15872 70.0 and 66.9; 4000 x 8000, by one CTA and two rows over two, 37.7 and 34.3.
+        return _for_tiles(tiles * min(one_row.cluster, 2), one_row, device)
     one_tile_each = one_tile(problem, device)
     if one_tile_each is None:
         one_stage = replace(plan, num_stages=1) if plan.short_lived and plan.num_stages > 1 else None
@@ -236,7 +236,7 @@ def _one_large_cta(problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | 
 
 
 def _ring_over_two_ctas(plan: MultiWavePlan, problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | None:
-    """Of 16-bit rows; RMSNorm's not by pieces of 16 bytes: 37 x 7384 takes 8.6 us so and 8.3."""
+    """Of 16-bit rows; RMSNorm's not by pieces of 16 bytes: 37 x 7384 takes 10.8 us so and 9.5."""
     may_be = problem.tma_aligned and bytes_per_element(problem) == 4 and problem.num_sums
     short_pieces = problem.cols * problem.x_dtype.itemsize % 32 != 0
     if plan.num_warps < MANY_WARPS or not may_be or (short_pieces and problem.norm == "rms"):

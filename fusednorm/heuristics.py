@@ -68,10 +68,14 @@ UNKNOWN = Tuning(("multi_wave",), "no other schedule has been tried on this arch
 # (LayerNorm backward). Of 64: 65536 x 416 29.4 and 32.2, 65536 x 224 18.2 and 18.6 (LayerNorm forward), 65536 x 160
 # 13.8 and 13.7 (RMSNorm). Wide rows by pieces of 32: 4096 x 9232 43.6 and 46.6, 4096 x 12496 66.8 and 59.0, 250 x
 # 12496 9.3 and 8.5 (LayerNorm forward). float32, pieces of 32 bytes: 4104 columns 118 and 102, of 64: 4112 100 and
-# 103 (RMSNorm backward). And RMSNorm's backward by pieces of 32 bytes: 4000 x 1840 18.1 and 17.1, 4000 x 2960 27.8 and
-# 24.6, 8000 x 7536 105 and 98, but 8000 x 1232 21.8 and 24.4, 8000 x 4880 69 and 77 (LayerNorm 13696 x 1840 46.3 either
-# way, 4718 x 7536 66 and 90).
-# In the forward a plan of one row tile for each CTA takes the place of rings of some columns.
+# 103 (RMSNorm backward). By pieces of 32 bytes RMSNorm's backward 4000 x 1840 18.1 and 17.1, 4000 x 2960 27.8 and
+# 24.6, 1500 x 5392 26.2 and 20.2, but 8000 x 1232 21.8 and 24.4, 8000 x 4880 69 and 77; LayerNorm's 3500 x 1392 16.9
+# and 16.0, but 4718 x 7536 66 and 90; LayerNorm's forward 4500 x 2800 20.5 and 16.6, 3600 x 7152 33.0 and 29.8, but
+# 8000 x 4240 39.4 and 41.3; RMSNorm's 8000 x 3440 31.4 and 28.3, 8000 x 7664 66 and 60.
+# In the forward a plan of one row tile for each CTA takes the place of rings of some columns, whatever their pieces:
+# 40000 x 960 46.7 us and 43.6 so (LayerNorm), 30000 x 1312 43.0 and 39.4, 13000 x 2816 38.4 and 36.1 (RMSNorm). Of
+# LayerNorm from 1793 to 2047 and from 12289 to 14335 columns multi-wave does, 2600 x 1984 10.9 and 9.4, 2000 x 13056
+# 33.1 and 31.0, of RMSNorm from 641 to 768, 3318 x 704 7.4 and 6.9 (2026-11-22, -every-row.jsonl).
 ANY_COLUMNS = ((0, math.inf),)
 HOPPER_BACKWARD_PIECES = {
     ("layer", 2): {16: ((8192, math.inf),), 32: ((160, 1280), (2049, math.inf)), 64: ANY_COLUMNS},

@@ -40,9 +40,10 @@ TOLERATED_PADDING_OF_A_WARP, TOLERATED_PADDING_OF_WARPS = 1.6, 1.32
 # And a little more for fewer chunks: 15420 x 2176 takes 55.9 us as five chunks of 512, which are 2560, and 58.3 as nine
 # of 256, 12000 x 544 18.4 as five of 128 and 19.0 as nine of 64 (LayerNorm backward).
 TOLERATED_PADDING_OF_CHUNKS = 1.18
-# Or for fewer warps, over two CTAs: 1500 x 5392, which are 6144, takes 24.2 us so and 28.0 by one CTA, for which they
-# are 6144 as well, of which the last copy ends within the row (LayerNorm backward).
-TOLERATED_PADDING_IN_CLUSTER = 1.15
+# Or for fewer warps over more CTAs: 1500 x 5392, as 6144, takes 24.2 us so and 27.9 by one CTA, which has as many
+# columns but for the last copy, 2000 x 6192 29.1 and 35.8 (LayerNorm backward). But by as many warps of as many CTAs
+# 2000 x 14064 63 us as four chunks of 1024 each and 54 as seven of 512 (RMSNorm).
+TOLERATED_PADDING_FOR_FEW_WARPS = 1.165
 # Little's law: 4.4 TB/s of an H200 times about 1 us of loaded latency is 32 KiB in flight for each SM.
 BYTES_IN_FLIGHT_PER_SM = 32 * 1024
 # A backward of narrow rows has fewer warps with more rows each, whose partials are fewer; by the most columns: 8192 x
@@ -115,8 +116,9 @@ RING_STAGES = {"backward": 3, "forward": 2}
 # and 12.5, 16384 x 896 27.1 and 27.8, 1500 x 10240, two rows in a cluster, 29.9 and 30.8; but 8192 x 10240 125.9 and
 # 123.9 (LayerNorm; RMSNorm 16384 x 10240 242 us and 254).
 RING_BYTES_PER_SM, LARGEST_CLUSTER_OF_TWO_STAGES = 60 * 1000, 2
-# LayerNorm over two CTAs with fewer, where the chunks are more than a row: 1500 x 6352 24.4 us and 26.0 with three,
-# 4000 x 6656 48.4 either way; but 8000 x 7168, seven whole chunks, 90 and 85 (RMSNorm 4000 x 6656 45.0 and 42.4).
+# LayerNorm of 16 bits over two CTAs with fewer, where the chunks are more than a row: 1500 x 6352 24.1 us and 26.0
+# with three, 4000 x 6656 47.9 and 48.5; but 8000 x 7168, seven whole chunks, 90 and 85 (RMSNorm 4000 x 6656 44.8 and
+# 42.4).
 RING_BYTES_PER_SM_OF_PART = 48 * 1000
 # 2048 x 131072: 401 us and 410 us with three (RMSNorm); 1024 x 262144 443 us and 440 us (LayerNorm).
 RING_BYTES_PER_SM_IN_CLUSTER = 120 * 1000
@@ -191,9 +193,9 @@ def _holds_columns_alone(plan: MultiWavePlan, problem: NormProblem) -> bool:
 
 def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
     """Larger is better: no fault; a tile that is not too much for its threads; not too many copies; little padding; few
-    warps to a tile; few CTAs to a row, or in the backward to each row of a tile; one reduction for mean and variance,
-    which takes whole rows; few copies; as many streams of tiles on an SM as are fastest; a row to few threads; a ring
-    that is full enough; then as little as will do."""
+    warps to a tile; few CTAs to a row, or in the backward to each row of a tile; of as many, less padding; one
+    reduction for mean and variance, which takes whole rows; few copies; as many streams of tiles on an SM as are
+    fastest; a row to few threads; a ring that is full enough; then as little as will do."""
     forward = problem.direction == "forward"
     streams = plan.ctas_per_sm if isinstance(plan, PipelinedPlan) else plan.num_groups
     threads, columns = threads_of_a_row(plan), columns_of_a_thread(plan)
@@ -218,9 +220,10 @@ def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
         rows * columns * bytes_per_element(problem) <= _most_bytes(plan, problem)
         and columns <= _most_columns(plan, problem),
         -max(TOLERATED_COPIES, num_copies(plan)),
-        -_padding(plan, problem),
+        -_padding(plan, problem, TOLERATED_PADDING_FOR_FEW_WARPS),
         -plan.num_warps,
         -plan.cluster if forward else -plan.cluster / rows,
+        -_padding(plan, problem, TOLERATED_PADDING),
         merges_moments,
         -_cost_of_copies(plan, problem),
         streams_and_threads,
@@ -232,13 +235,13 @@ def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
     )
 
 
-def _padding(plan: RingPlan, problem: NormProblem) -> float:
-    """Columns that a row takes, for each that it has, where they matter."""
+def _padding(plan: RingPlan, problem: NormProblem, in_cluster: float) -> float:
+    """Columns that a row takes, for each that it has, where they matter; in a backward's cluster, beyond so many."""
     tolerated, padding = TOLERATED_PADDING, padded_columns(plan) / problem.cols
     if problem.direction == "backward" and plan.num_chunks == 1:
         tolerated = TOLERATED_PADDING_OF_A_WARP if warps_of_a_row(plan) == 1 else TOLERATED_PADDING_OF_WARPS
     elif problem.direction == "backward":
-        tolerated = TOLERATED_PADDING_OF_CHUNKS if plan.cluster == 1 else TOLERATED_PADDING_IN_CLUSTER
+        tolerated = TOLERATED_PADDING_OF_CHUNKS if plan.cluster == 1 else in_cluster
     return TOLERATED_PADDING if padding <= tolerated else padding
 
 
@@ -342,7 +345,8 @@ def _ring_stages(plan: RingPlan, problem: NormProblem, bytes_of_two: float) -> i
         return 1
     groups = plan.num_groups if isinstance(plan, WarpSpecializedPlan) else 1
     few_ctas = plan.cluster <= LARGEST_CLUSTER_OF_TWO_STAGES
-    in_part = problem.norm == "layer" and plan.cluster == 2 and not is_whole(plan, problem.cols)
+    in_two = problem.norm == "layer" and plan.cluster == 2 and bytes_per_element(problem) == 4
+    in_part = in_two and not is_whole(plan, problem.cols)
     in_few = RING_BYTES_PER_SM_OF_PART if in_part else RING_BYTES_PER_SM
     enough = bytes_of_two >= (in_few if few_ctas else RING_BYTES_PER_SM_IN_CLUSTER)
     two = enough or (problem.direction == "backward" and plan.rows_per_tile > 1)

@@ -82,9 +82,7 @@ def test_a_forward_by_one_tile_each_serves_more_rows_than_run_at_once(norm, cols
     assert last > rows_at_once(few, H200)
 
 
-@pytest.mark.parametrize(
-    "norm, widths", [("layer", [504, 960, 1000, 1784]), ("rms", [504, 632, 1000, 1600, 2040])]
-)
+@pytest.mark.parametrize("norm, widths", [("layer", [504, 960, 1000, 1784]), ("rms", [504, 632, 1000, 1600, 2040])])
 def test_a_forward_of_some_columns_is_by_one_tile_each_however_many_rows_there_are(norm, widths):
     for cols in widths:
         problem = make_problem(norm, cols, direction="forward")
@@ -165,6 +163,8 @@ def test_few_rows_of_layernorm_forward_are_one_row_over_half_as_many_ctas(cols):
     assert (many.rows_per_tile, many.weight_in_smem) == (2, True)
     assert (few.rows_per_tile, few.weight_in_smem, few.ctas_per_sm) == (1, False, 2)
     assert few.cluster == many.cluster // 2
+    last = (24 if few.cluster > 1 else 12) * rows_at_once(few, H200)
+    assert choose(problem, last, H200) == few and choose(problem, last + 1, H200) == many
 
 
 def test_rows_of_a_large_cta_are_shared_by_two_only_where_each_gets_more_than_eight():
@@ -174,9 +174,7 @@ def test_rows_of_a_large_cta_are_shared_by_two_only_where_each_gets_more_than_ei
     assert (many.cluster, many.num_warps) == (2, 4)
 
 
-@pytest.mark.parametrize(
-    "norm, cols", [("layer", 7168), ("rms", 6656), ("layer", 12288), ("rms", 65536)]
-)
+@pytest.mark.parametrize("norm, cols", [("layer", 7168), ("rms", 6656), ("layer", 12288), ("rms", 65536)])
 def test_of_eight_rows_of_a_cluster_a_ring_of_two_stages_makes_enough(norm, cols):
     problem = make_problem(norm, cols)
     many = choose(problem, MANY_ROWS, H200)

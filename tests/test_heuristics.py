@@ -446,3 +446,9 @@ def test_a_choice_made_before_costs_less_than_two_microseconds():
     choose(problem, MANY_ROWS, H200)
     times = timeit.repeat(lambda: choose(problem, MANY_ROWS, H200), number=2000, repeat=25)
     assert min(times) / 2000 < 2e-6
+
+
+@pytest.mark.parametrize("norm, cols, cluster", [("layer", 5392, 2), ("layer", 6192, 2), ("rms", 14064, 4)])
+def test_a_backward_of_few_warps_over_more_ctas_is_worth_some_padding_but_not_larger_chunks(norm, cols, cluster):
+    plan = choose(make_problem(norm, cols), MANY_ROWS, H200)
+    assert (plan.cluster, plan.num_warps, plan.chunk) == (cluster, 4, 512)
