@@ -4,7 +4,7 @@ For each variant: is it legal (legality.py); which of its plans fit shared memor
 (candidates.py); has that one a fault (`fault`). Of the variants without a fault, the first in the order of the `Tuning`
 for the device is chosen. `force` overrides faults and order, never legality.
 
-A plan does not depend on the row count; which plan is chosen does, at two thresholds at most, and at 2^30 rows.
+A plan does not depend on the row count; which of two plans is chosen does, and at 2^30 rows a third.
 """
 
 from __future__ import annotations
