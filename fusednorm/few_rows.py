@@ -112,12 +112,19 @@ COLUMNS_BEFORE_RING, ROWS_PER_SM_BEFORE_RING, ROWS_PER_SM_BEFORE_WHOLE_RING = ra
 TILES_OF_WIDE_ROWS, WIDEST_ROW_BYTES = 2, 48 * 1024
 # In the place of a ring by multi-wave. 16-bit rows so narrow for so many rows of each SM: 1000 x 416 takes 5.3 us so
 # and 5.6, 8000 x 320 7.0 and 7.5, but 40000 x 448 21.7 and 20.9 (LayerNorm); 4000 x 384 6.1 and 6.4 (RMSNorm).
-# LayerNorm for so many tiles of each CTA, of some columns: 600 x 2496 6.5 us and 7.3, 2600 x 4064 14.8 and 15.8, 2600
-# x 4240 15.4 and 16.5, but 6500 x 3360 27.3 and 26.5, 300 x 5120 6.9 and 6.8. For fewer in the place of a ring of whole
-# chunks, and of wider rows, if they end within a chunk: 250 x 11264 8.0 and 8.8, but 2000 x 11264 27.7 and 25.9.
+# LayerNorm for so many tiles of each CTA, by the columns: 600 x 2496 6.5 us and 7.3, 2600 x 4064 14.8 and 15.8, 2600 x
+# 4240 15.4 and 16.5, 6500 x 1984 16.1 and 17.4, 2000 x 13056 31.0 and 33.1, but 6500 x 3360 27.3 and 26.5, 20000 x 1984
+# 42.3 and 39.4, 300 x 5120 6.9 and 6.8. For fewer in the place of a ring of whole chunks, and of other wide rows, if
+# they end within a chunk: 250 x 11264 8.0 and 8.8, but 2000 x 11264 27.7 and 25.9.
 NARROW_COLUMNS_IN_REGISTERS, ROWS_PER_SM_IN_REGISTERS = range(257, 449), 100
-COLUMNS_IN_REGISTERS = range(2049, 4096), range(4097, 5120), range(5121, 7169)
-TILES_IN_REGISTERS, FEWER_TILES_IN_REGISTERS, LEAST_COLUMNS_WITH_TAIL = 12, 8, 4097
+TILES_IN_REGISTERS = {
+    range(1793, 2048): 12,
+    range(2049, 4096): 12,
+    range(4097, 5120): 12,
+    range(5121, 7169): 12,
+    range(12289, 14336): 24,
+}
+FEWER_TILES_IN_REGISTERS, LEAST_COLUMNS_WITH_TAIL = 8, 4097
 
 
 class ShortWalk(NamedTuple):
@@ -286,9 +293,10 @@ def _multi_wave_before_ring(
         return ShortWalk(ROWS_PER_SM_IN_REGISTERS * device.sm_count, in_registers)
     if problem.norm == "rms":
         return NO_SHORT_WALK
-    if has_16_bits and any(problem.cols in columns for columns in COLUMNS_IN_REGISTERS):
-        tiles = FEWER_TILES_IN_REGISTERS if is_whole(plan, problem.cols) else TILES_IN_REGISTERS
-        return _for_tiles(tiles, in_registers, device)
+    tiles = next((tiles for columns, tiles in TILES_IN_REGISTERS.items() if problem.cols in columns), 0)
+    if has_16_bits and tiles:
+        whole = is_whole(plan, problem.cols)
+        return _for_tiles(FEWER_TILES_IN_REGISTERS if whole else tiles, in_registers, device)
     with_tail = plan.tail and problem.cols >= LEAST_COLUMNS_WITH_TAIL and one_row in (None, plan)
     return _for_tiles(FEWER_TILES_IN_REGISTERS, in_registers, device) if with_tail else NO_SHORT_WALK
 

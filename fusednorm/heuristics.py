@@ -74,8 +74,7 @@ UNKNOWN = Tuning(("multi_wave",), "no other schedule has been tried on this arch
 # 8000 x 4240 39.4 and 41.3; RMSNorm's 8000 x 3440 31.4 and 28.3, 8000 x 7664 66 and 60.
 # In the forward a plan of one row tile for each CTA takes the place of rings of some columns, whatever their pieces:
 # 40000 x 960 46.7 us and 43.6 so (LayerNorm), 30000 x 1312 43.0 and 39.4, 13000 x 2816 38.4 and 36.1 (RMSNorm). Of
-# LayerNorm from 1793 to 2047 and from 12289 to 14335 columns multi-wave does, 2600 x 1984 10.9 and 9.4, 2000 x 13056
-# 33.1 and 31.0, of RMSNorm from 641 to 768, 3318 x 704 7.4 and 6.9 (2026-11-22, -every-row.jsonl).
+# RMSNorm from 641 to 768 columns multi-wave does, 3318 x 704 7.4 and 6.9 (2026-11-22, -every-row.jsonl).
 ANY_COLUMNS = ((0, math.inf),)
 HOPPER_BACKWARD_PIECES = {
     ("layer", 2): {16: ((8192, math.inf),), 32: ((160, 1280), (2049, math.inf)), 64: ANY_COLUMNS},
@@ -86,7 +85,7 @@ HOPPER_BACKWARD_PIECES = {
 HOPPER_FORWARD_PIECES = {
     ("layer", 2): {
         32: ((513, 640), (2049, 2304), (4097, 4608), (7169, 10240)),
-        64: ((256, 896), (1024, 1792), (2048, 12288), (14336, math.inf)),
+        64: ((256, 896), (1024, math.inf)),
     },
     ("rms", 2): {32: ((8193, 9216),), 64: ((256, 640), (769, 1280), (1792, 2304), (3584, math.inf))},
     ("layer", 4): {64: ANY_COLUMNS},
