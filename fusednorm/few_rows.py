@@ -24,7 +24,7 @@ from .candidates import (
     powers_of_two,
 )
 from .device import DeviceSpec
-from .legality import MAX_RING_ROWS
+from .legality import MAX_RING_ROWS, broken_rule
 from .plan import (
     ColumnTilePlan,
     MultiWavePlan,
@@ -244,9 +244,9 @@ def _one_large_cta(problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | 
 
 def _ring_over_two_ctas(plan: MultiWavePlan, problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | None:
     """Of 16-bit rows; RMSNorm's not by pieces of 16 bytes: 37 x 7384 takes 10.8 us so and 9.5."""
-    may_be = problem.tma_aligned and bytes_per_element(problem) == 4 and problem.num_sums
     short_pieces = problem.cols * problem.x_dtype.itemsize % 32 != 0
-    if plan.num_warps < MANY_WARPS or not may_be or (short_pieces and problem.norm == "rms"):
+    pays = plan.num_warps >= MANY_WARPS and bytes_per_element(problem) == 4 and problem.num_sums
+    if not pays or (short_pieces and problem.norm == "rms") or broken_rule("pipelined", problem, 1, device):
         return None
     ring = best_ring(_rings_with({"cluster": 2}, problem, device), problem, device)
     return ring if ring is not None and all(ring_key(ring, problem, device)[:2]) else None

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from planning import make_problem, meta_call
 
 import fusednorm
 from fusednorm.device import H200, DeviceSpec
 from fusednorm.few_rows import one_tile
-from fusednorm.heuristics import best_plan, choose, decide
+from fusednorm.heuristics import best_plan, choices, choose, decide
+from fusednorm.legality import broken_rule
 from fusednorm.plan import (
     ColumnTilePlan,
     MultiWavePlan,
@@ -266,5 +268,22 @@ def test_a_row_for_each_sm_of_a_multi_wave_backward_of_16_warps_is_by_a_ring_ove
     few, many = choose(problem, H200.sm_count, H200), choose(problem, H200.sm_count + 1, H200)
     assert isinstance(few, PipelinedPlan) and few.cluster == 2 and few == choose(problem, 1, H200)
     assert isinstance(many, MultiWavePlan) and many.num_warps == 16
+    nested = replace(problem, nested_rows=True)  # which no ring reads
+    assert choose(nested, 1, H200) == choose(nested, MANY_ROWS, H200) == many
     for other in (make_problem("rms", 7384), make_problem(norm, cols, "fp32"), make_problem(norm, 8191)):
         assert not getattr(choose(other, 1, H200), "cluster", 1) == 2
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_what_takes_the_place_of_a_plan_is_as_legal(norm, direction):
+    """Of rows that rings cannot read, too, and of gradients that are not wanted."""
+    kinds = [{}, {"nested_rows": True}]
+    if direction == "backward":
+        kinds += [{"residual_dtype": torch.bfloat16}, {"wants_dx": False}, {"wants_dw": False, "wants_db": False}]
+    for cols in (*range(8, 9000, 248), 9744, 14600, 16384, 17416, 32760):
+        for kind in kinds:
+            problem = replace(make_problem(norm, cols, direction=direction), **kind)
+            for most_rows, plan in choices(problem, H200):
+                rows = int(min(most_rows, 1 << 40))
+                assert broken_rule(plan.variant, problem, rows, H200) is None, (problem, rows, plan)
