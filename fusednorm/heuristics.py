@@ -324,8 +324,13 @@ def _why_best(variant: str, problem: NormProblem, device: DeviceSpec) -> str:
 
 
 def _why_few(short: ShortWalk) -> str:
-    how = "by one row tile for each CTA" if short.plan.short_lived else "by multi-wave CTAs"
-    return f"up to {short.most_rows} rows are done sooner without a ring, {how}"
+    if isinstance(short.plan, PipelinedPlan):
+        how = "by a ring over two CTAs"
+    elif short.plan.short_lived:
+        how = "without a ring, by one row tile for each CTA"
+    else:
+        how = "without a ring, by multi-wave CTAs"
+    return f"up to {short.most_rows} rows are done sooner {how}"
 
 
 def _why_forced(fault: Rejected | None, best: str, *, could_run: bool, would_anyway: bool) -> str:

@@ -268,6 +268,9 @@ def test_a_row_for_each_sm_of_a_multi_wave_backward_of_16_warps_is_by_a_ring_ove
     few, many = choose(problem, H200.sm_count, H200), choose(problem, H200.sm_count + 1, H200)
     assert isinstance(few, PipelinedPlan) and few.cluster == 2 and few == choose(problem, 1, H200)
     assert isinstance(many, MultiWavePlan) and many.num_warps == 16
+    reasons = decide(problem, 132, H200).reasons
+    assert reasons["pipelined"] == "chosen: up to 132 rows are done sooner by a ring over two CTAs"
+    assert reasons["multi_wave"] == "is for more than 132 rows, got 132"
     nested = replace(problem, nested_rows=True)  # which no ring reads
     assert choose(nested, 1, H200) == choose(nested, MANY_ROWS, H200) == many
     for other in (make_problem("rms", 7384), make_problem(norm, cols, "fp32"), make_problem(norm, 8191)):
