@@ -303,6 +303,7 @@ def multiwave_registers(
     return _round_up(max(least, need), REGISTER_STEP)
 
 
+# Of 16 bits, for which the compiler manages with 128: it loads parameters when their columns are due.
 ELEMENTS_OF_128_REGISTERS = {"layer": 56, "rms": 64}
 
 

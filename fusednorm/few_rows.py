@@ -26,7 +26,6 @@ from .candidates import (
 from .device import DeviceSpec
 from .legality import MAX_RING_ROWS, broken_rule
 from .plan import (
-    ColumnTilePlan,
     MultiWavePlan,
     PipelinedPlan,
     Plan,
@@ -138,14 +137,21 @@ class ShortWalk(NamedTuple):
 NO_SHORT_WALK = ShortWalk(0)
 
 
-def multi_wave_short(plan: MultiWavePlan | ColumnTilePlan, problem: NormProblem, device: DeviceSpec) -> ShortWalk:
+def column_tiles_short(problem: NormProblem, device: DeviceSpec) -> ShortWalk:
+    """In the place of column tiles."""
+    if problem.direction == "backward":
+        return NO_SHORT_WALK
+    short = _for_tiles(TILES_OF_WIDE_ROWS, one_tile_of_any_width(problem, device), device)
+    widest = problem.cols * problem.x_dtype.itemsize > WIDEST_ROW_BYTES
+    return short._replace(most_rows=MAX_RING_ROWS) if widest and short.plan else short
+
+
+def multi_wave_short(plan: MultiWavePlan, problem: NormProblem, device: DeviceSpec) -> ShortWalk:
     """In the place of this plan. In the backward the same with all registers, if there is nothing better, where each SM
     gets one CTA anyway: 300 x 2055 takes 10.8 us so and 11.5, but 600 x 2055 13.4 and 12.6 by two CTAs; and of rows of
     multiples of 16 bytes a little longer, 700 x 2200 12.1 and 13.4 (LayerNorm)."""
     if problem.direction == "forward":
-        return _one_tile_for_multi_wave(plan, problem, device)
-    if isinstance(plan, ColumnTilePlan):
-        return NO_SHORT_WALK
+        return _one_tile_for_multi_wave(problem, device)
     two_rows = _two_rows(plan, problem, device)
     if two_rows is not NO_SHORT_WALK:
         return two_rows
@@ -301,24 +307,16 @@ def _multi_wave_before_ring(
     return _for_tiles(FEWER_TILES_IN_REGISTERS, in_registers, device) if with_tail else NO_SHORT_WALK
 
 
-def _one_tile_for_multi_wave(
-    plan: MultiWavePlan | ColumnTilePlan, problem: NormProblem, device: DeviceSpec
-) -> ShortWalk:
-    plan_of_one_tile = one_tile(problem, device, wide=isinstance(plan, ColumnTilePlan))
-    if plan_of_one_tile is None:
-        return NO_SHORT_WALK
-    if isinstance(plan, ColumnTilePlan):
-        widest = problem.cols * problem.x_dtype.itemsize > WIDEST_ROW_BYTES
-        short = _for_tiles(TILES_OF_WIDE_ROWS, plan_of_one_tile, device)
-        return short._replace(most_rows=MAX_RING_ROWS) if widest else short
+def _one_tile_for_multi_wave(problem: NormProblem, device: DeviceSpec) -> ShortWalk:
+    plan = one_tile(problem, device)
     rows_per_sm = _by_columns(ROWS_PER_SM_OF_ONE_TILE[problem.norm], problem.cols, beyond=None)
-    if rows_per_sm is None:
-        return _for_tiles(1, plan_of_one_tile, device)
+    if plan is None or rows_per_sm is None:
+        return _for_tiles(1, plan, device)
     rows_at_16_bits = device.sm_count * 2 / problem.x_dtype.itemsize
     most_rows = int(min(rows_per_sm * rows_at_16_bits, MAX_RING_ROWS))
     walked_over = problem.norm == "rms" and problem.cols in RMS_COLUMNS_WALKED_OVER
     more_than = int(RMS_ROWS_PER_SM_WALKED_OVER * rows_at_16_bits) if walked_over else 0
-    return ShortWalk(most_rows, plan_of_one_tile, more_than) if most_rows else NO_SHORT_WALK
+    return ShortWalk(most_rows, plan, more_than) if most_rows else NO_SHORT_WALK
 
 
 def _by_columns(values: dict, columns: int, beyond: int | None) -> float | None:
@@ -326,11 +324,14 @@ def _by_columns(values: dict, columns: int, beyond: int | None) -> float | None:
     return next((value for most, value in values.items() if columns <= most), beyond)
 
 
-def one_tile(problem: NormProblem, device: DeviceSpec, *, wide: bool = False) -> MultiWavePlan | None:
-    """The best plan by CTAs of one row tile each, of which an SM has no more than are faster so; if there is any. Of
-    wide rows only if asked for."""
-    if problem.cols > MOST_COLUMNS_OF_ONE_TILE[problem.norm] and not wide:
-        return None
+def one_tile(problem: NormProblem, device: DeviceSpec) -> MultiWavePlan | None:
+    """The best plan by CTAs of one row tile each, of rows for which there are good others; if there is any."""
+    too_wide = problem.cols > MOST_COLUMNS_OF_ONE_TILE[problem.norm]
+    return None if too_wide else one_tile_of_any_width(problem, device)
+
+
+def one_tile_of_any_width(problem: NormProblem, device: DeviceSpec) -> MultiWavePlan | None:
+    """The best plan by CTAs of one row tile each, of which an SM has no more than are faster so; if there is any."""
     return max(one_tile_plans(problem, device), key=lambda plan: _one_tile_key(problem, plan), default=None)
 
 

@@ -54,6 +54,8 @@ class Tuning:
     # ring pays that has no longer pieces, in ranges; beyond the first it pays as well where multi-wave does not hold
     # the row in registers. Shorter ones than those named do not pay, or have not been tried.
     columns_by_piece: dict[tuple[str, int], dict[int, Ranges]] = field(default_factory=dict)
+    # Columns of which multi-wave is faster than any ring, keyed likewise.
+    slower_columns: dict[tuple[str, int], tuple[range, ...]] = field(default_factory=dict)
     # Row tiles of a ring's CTA that has no more, for which there is another plan than for many rows; None: none is.
     tiles_of_a_short_walk: int | None = None
 
@@ -72,24 +74,27 @@ UNKNOWN = Tuning(("multi_wave",), "no other schedule has been tried on this arch
 # 24.6, 1500 x 5392 26.2 and 20.2, but 8000 x 1232 21.8 and 24.4, 8000 x 4880 69 and 77; LayerNorm's 3500 x 1392 16.9
 # and 16.0, but 4718 x 7536 66 and 90; LayerNorm's forward 4500 x 2800 20.5 and 16.6, 3600 x 7152 33.0 and 29.8, but
 # 8000 x 4240 39.4 and 41.3; RMSNorm's 8000 x 3440 31.4 and 28.3, 8000 x 7664 66 and 60.
-# In the forward a plan of one row tile for each CTA takes the place of rings of some columns, whatever their pieces:
-# 40000 x 960 46.7 us and 43.6 so (LayerNorm), 30000 x 1312 43.0 and 39.4, 13000 x 2816 38.4 and 36.1 (RMSNorm). Of
-# RMSNorm from 641 to 768 columns multi-wave does, 3318 x 704 7.4 and 6.9 (2026-11-22, -every-row.jsonl).
+# 64 is for longer pieces as well: by 128 bytes 20000 x 192 10.1 us and 8.5 (LayerNorm forward).
 ANY_COLUMNS = ((0, math.inf),)
+FLOAT32_BACKWARD_PIECES, FLOAT32_FORWARD_PIECES = {16: ((7168, math.inf),), 64: ANY_COLUMNS}, {64: ANY_COLUMNS}
 HOPPER_BACKWARD_PIECES = {
     ("layer", 2): {16: ((8192, math.inf),), 32: ((160, 1280), (2049, math.inf)), 64: ANY_COLUMNS},
     ("rms", 2): {16: ((8192, math.inf),), 32: ((160, 1280), (4097, 5120)), 64: ANY_COLUMNS},
-    ("layer", 4): {16: ((7168, math.inf),), 64: ANY_COLUMNS},
-    ("rms", 4): {16: ((7168, math.inf),), 64: ANY_COLUMNS},
+    ("layer", 4): FLOAT32_BACKWARD_PIECES,
+    ("rms", 4): FLOAT32_BACKWARD_PIECES,
 }
 HOPPER_FORWARD_PIECES = {
-    ("layer", 2): {
-        32: ((513, 640), (2049, 2304), (4097, 4608), (7169, 10240)),
-        64: ((256, 896), (1024, math.inf)),
-    },
-    ("rms", 2): {32: ((8193, 9216),), 64: ((256, 640), (769, 1280), (1792, 2304), (3584, math.inf))},
-    ("layer", 4): {64: ANY_COLUMNS},
-    ("rms", 4): {64: ANY_COLUMNS},
+    ("layer", 2): {32: ((513, 640), (2049, 2304), (4097, 4608), (7169, 10240)), 64: ((256, math.inf),)},
+    ("rms", 2): {32: ((8193, 9216),), 64: ((256, math.inf),)},
+    ("layer", 4): FLOAT32_FORWARD_PIECES,
+    ("rms", 4): FLOAT32_FORWARD_PIECES,
+}
+# Whatever the pieces, one row tile for each CTA is faster than a ring: 40000 x 960 43.6 us and 46.7 by the ring
+# (LayerNorm), 30000 x 1312 39.4 and 43.0, 13000 x 2816 36.1 and 38.4; or multi-wave, 3318 x 704 6.9 and 7.4 (RMSNorm;
+# bfloat16, 2026-11-22, -every-row.jsonl).
+HOPPER_FORWARD_SLOWER = {
+    ("layer", 2): (range(897, 1024),),
+    ("rms", 2): (range(641, 769), range(1281, 1792), range(2305, 3584)),
 }
 
 HOPPER_BACKWARD = Tuning(
@@ -111,6 +116,7 @@ HOPPER_FORWARD = Tuning(
     # 128 columns: 12.5 us and 12.8 by multi-wave (LayerNorm), but 12.2 and 11.6 (RMSNorm); 64 columns: 12.8 and 13.3.
     narrowest_ring_bytes=dict(layer=128, rms=512),
     columns_by_piece=HOPPER_FORWARD_PIECES,
+    slower_columns=HOPPER_FORWARD_SLOWER,
     # 512 x 8192 takes 8.9 us and 9.7 with two rows over two CTAs, 2400 x 6656 19.4 us and 22.1, but 4096 x 8192, 16
     # tiles, 36 us and 34.5 (LayerNorm).
     tiles_of_a_short_walk=12,
@@ -243,6 +249,10 @@ def fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Re
         return Rejected("narrow_rows", text)
     if row_bytes > known.widest_ring_bytes:
         return Rejected("wide_rows", f"is for rows up to {known.widest_ring_bytes} bytes, got {row_bytes}")
+    for columns in known.slower_columns.get((problem.norm, problem.x_dtype.itemsize), ()):
+        if problem.cols in columns:
+            text = f"is slower than multi-wave at {_range_text(columns[0], columns[-1])}, got {problem.cols}"
+            return Rejected("slower_columns", text)
     box_bytes = box_columns(plan, problem.cols) * problem.x_dtype.itemsize
     text = _why_pieces_are_short(box_bytes, problem, device) if box_bytes < row_bytes else None
     if text:
@@ -296,8 +306,10 @@ def short_walk(plan: Plan, problem: NormProblem, device: DeviceSpec) -> ShortWal
     tiles = tuning(problem, device).tiles_of_a_short_walk
     if tiles is not None and isinstance(plan, PipelinedPlan):
         return few_rows.pipelined_short(plan, problem, device, tiles)
-    if tiles is not None and isinstance(plan, (MultiWavePlan, ColumnTilePlan)):
+    if tiles is not None and isinstance(plan, MultiWavePlan):
         return few_rows.multi_wave_short(plan, problem, device)
+    if tiles is not None and isinstance(plan, ColumnTilePlan):
+        return few_rows.column_tiles_short(problem, device)
     return NO_SHORT_WALK
 
 

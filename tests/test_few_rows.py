@@ -10,7 +10,7 @@ from planning import make_problem, meta_call
 
 import fusednorm
 from fusednorm.device import H200, DeviceSpec
-from fusednorm.few_rows import one_tile
+from fusednorm.few_rows import one_tile, one_tile_of_any_width
 from fusednorm.heuristics import best_plan, choices, choose, decide
 from fusednorm.legality import broken_rule
 from fusednorm.plan import (
@@ -120,7 +120,7 @@ def test_rows_wider_than_multi_wave_holds_are_by_one_tile_each_where_there_are_f
         assert few.short_lived and isinstance(few, MultiWavePlan) and few.num_warps == 16
         assert isinstance(many, ColumnTilePlan) and few == choose(problem, 1, H200)
     widest = make_problem("rms", 32760, direction="forward")
-    assert choose(widest, 1, H200) == choose(widest, MANY_ROWS, H200) == one_tile(widest, H200, wide=True)
+    assert choose(widest, 1, H200) == choose(widest, MANY_ROWS, H200) == one_tile_of_any_width(widest, H200)
     # LayerNorm's two parameters leave no registers for as much.
     assert isinstance(choose(make_problem("layer", 32760, direction="forward"), 1, H200), ColumnTilePlan)
 

@@ -31,6 +31,7 @@ RULES = {  # rule: variant, problem, rows, device that meet it
     "few_rows": ("pipelined", make_problem(), 1024, B200),
     "narrow_rows": ("pipelined", make_problem(cols=64), MANY_ROWS, H200),
     "wide_rows": ("pipelined", make_problem("layer", 32768), MANY_ROWS, B200),
+    "slower_columns": ("pipelined", make_problem(cols=960, direction="forward"), MANY_ROWS, H200),
     "short_pieces": ("pipelined", make_problem(cols=1000), MANY_ROWS, H200),
 }
 
