@@ -103,6 +103,9 @@ def _ring_buffers(plan: RingPlan, problem: NormProblem) -> list[Buffer]:
     exchanged = 4 * _sums_per_row(plan, problem) * plan.rows_per_tile * warps * plan.cluster if warps > 1 else 0
     if isinstance(plan, PipelinedPlan):
         after = _partial_store_buffers(plan, problem)
+        if plan.cluster > 1 and problem.num_sums:
+            # Pieces of dw and db change layout; the compiler counts four elements a thread for every CTA of a cluster.
+            after.append(Buffer(4 * 4 * WARP_SIZE * num_warps * plan.cluster, 128, "after"))
         return [*buffers, *[barriers] * len(rings), Buffer(exchanged, 128, "loop"), *after]
     captured = Buffer(_captured_bytes(plan, problem), 8, "entry")
     states = Buffer(num_warps * (plan.num_groups - 1) + PRODUCER_WARPS, 4)  # a byte for each warp but the first group's
@@ -250,16 +253,32 @@ def _manages_with(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> f
     halves = all(dtype is None or dtype.itemsize == 2 for dtype in dtypes)
     if not halves or not one_row or device.arch >= 120:
         return math.inf
-    if problem.direction == "backward":  # in clusters, for a second CTA on an SM, or for one of 16 warps
-        in_eights = plan.num_chunks <= 4 and is_whole(plan, problem.cols) and device.arch < 100
-        many = plan.num_chunks == 1 or problem.norm == "rms" or in_eights
-        return 128 if plan.cluster > 1 and plan.weight_in_smem and columns <= (32 if many else 24) else math.inf
+    if problem.direction == "backward":
+        tried = plan.cluster > 1 or (isinstance(plan, PipelinedPlan) and plan.num_warps == 8)
+        return _backward_of_one_row_manages_with(plan, problem, device) if tried else math.inf
     if plan.weight_in_smem or problem.norm == "rms":
         return math.inf
     whole, large = is_whole(plan, problem.cols), plan.cluster > 4
     ends_well = whole or (problem.cols % 16 == 0 and device.arch < 100)
     too_many = columns > (48 if large else 64) or (large and whole and columns > 40)
     return math.inf if too_many or not ends_well else 168 if columns <= 48 else 248
+
+
+def _backward_of_one_row_manages_with(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> float:
+    """For a second CTA on an SM, or one of 16 warps; or for many columns. Of copies there are one or two."""
+    columns, whole, hopper = columns_of_a_thread(plan), is_whole(plan, problem.cols), device.arch < 100
+    few_copies = num_copies(plan) <= 2
+    if problem.norm == "rms":
+        few, many = (36 if few_copies else 32), (64 if plan.weight_in_smem else 48)
+    else:
+        in_fours = plan.chunk == 4 * threads_of_a_row(plan) and not whole and problem.residual_dtype is None
+        in_eights = plan.num_chunks <= 4 and whole
+        most = plan.num_chunks == 1 or (hopper and (in_eights or (in_fours and few_copies)))
+        few, many = (32 if most else 28 if few_copies and hopper else 24), (56 if hopper or not whole else 48)
+    if plan.weight_in_smem and plan.cluster > 1 and columns <= few:
+        return 128
+    held_well = plan.weight_in_smem or problem.norm == "rms"
+    return 248 if columns <= many and few_copies and held_well else math.inf
 
 
 def has_registers_to_work_ahead(plan: RingPlan, problem: NormProblem) -> bool:

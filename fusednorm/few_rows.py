@@ -38,6 +38,7 @@ from .plan import (
 from .preference import (
     ELEMENTS_OF_ONE_TILE,
     FORWARD_STREAMS_OF_ONE_ROW,
+    MAX_COLUMNS_PER_THREAD,
     ONE_TILE_COLUMNS,
     TOLERATED_PADDING,
     WARPS_OF_ONE_CHUNK,
@@ -71,6 +72,11 @@ TWO_ROWS_PER_SM = {
 # RMSNorm, in the place of a ring by multi-wave: 120 x 2176 takes 7.6 us so and 8.3, 798 x 2272 11.4 and 12.0, 300 x
 # 4480 10.3 and 10.9; but 132 x 4608, nine whole chunks, 9.1 and 8.1.
 RMS_ROWS_PER_SM_IN_REGISTERS = {range(2049, 2305): 8, range(4097, 4608): 12}
+# LayerNorm's rows of many columns of a thread, by one CTA or two: over four, for so many rows of each SM, by the most
+# columns of a thread; two rows in a cluster but where the columns are the most. 264 x 10240 takes 13.5 us so and 14.9,
+# 264 x 10752 14.8 and 16.9, 1024 x 10752 26.8 and 27.8, 700 x 12800 23.6 and 25.6, 1024 x 14080 30.4 and 32.4, but 1024
+# x 10240 24.5 and 24.1, 2048 x 10752 43.9 and 42.7, 2621 x 12800 62.6 and 58.7.
+CTAS_OF_FEW_ROWS, ROWS_PER_SM_OVER_MORE_CTAS, COLUMNS_OF_TWO_SHORT_ROWS = 4, {40: 5, 48: 10, 64: 9}, 48
 # In the place of multi-wave by CTAs of so many warps, by a ring over two CTAs: 37 x 8008 takes 10.0 us so and 11.8, 132
 # x 5320 11.8 and 12.6, but 264 x 5320 17.5 and 13.6 (LayerNorm); 60 x 7664 8.2 and 9.9 (RMSNorm).
 MANY_WARPS = 16
@@ -210,6 +216,10 @@ def _short_backward_of_ring(plan: PipelinedPlan, problem: NormProblem, device: D
         for columns, rows_per_sm in RMS_ROWS_PER_SM_IN_REGISTERS.items():
             if problem.cols in columns:
                 return ShortWalk(rows_per_sm * device.sm_count, multi_wave(problem, device))
+    more_ctas = _over_more_ctas(plan, problem, device)
+    if more_ctas is not None:
+        rows_per_sm = _by_columns(ROWS_PER_SM_OVER_MORE_CTAS, columns_of_a_thread(plan), beyond=0)
+        return ShortWalk(rows_per_sm * device.sm_count, more_ctas)
     ring = _one_large_cta(problem, device) or _two_ctas(plan, device) or _two_stages(plan)
     return _for_tiles(tiles, ring, device)
 
@@ -264,6 +274,16 @@ def _two_ctas(plan: PipelinedPlan, device: DeviceSpec) -> PipelinedPlan | None:
     if plan.ctas_per_sm < 3 or plan.rows_per_tile == 1:
         return None
     return replace(plan, ctas_per_sm=2, max_registers=budget.register_limit(2 * 32 * plan.num_warps, device))
+
+
+def _over_more_ctas(plan: PipelinedPlan, problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | None:
+    many_columns = plan.rows_per_tile == 1 and columns_of_a_thread(plan) > MAX_COLUMNS_PER_THREAD
+    if problem.norm == "rms" or plan.cluster >= CTAS_OF_FEW_ROWS or not many_columns or not problem.num_sums:
+        return None
+    rows = 2 if columns_of_a_thread(plan) <= COLUMNS_OF_TWO_SHORT_ROWS else 1
+    wanted = {"cluster": CTAS_OF_FEW_ROWS, "num_warps": 4, "ctas_per_sm": 2, "num_stages": 2, "rows_per_tile": rows}
+    best = best_ring(_rings_with(wanted, problem, device), problem, device)
+    return best if best is not None and ring_key(best, problem, device)[0] else None
 
 
 def _two_stages(plan: PipelinedPlan) -> PipelinedPlan | None:

@@ -2,9 +2,9 @@
 
 These were found on an H200 (bfloat16, 64 to 262144 columns; bench/results/2026-11-20-nvidia-h200-sweep, -rings,
 -rows-apart and -widths.jsonl, 2026-11-21-nvidia-h200-plans, -tiles-of-a-cta and -widths.jsonl,
-2026-11-22-nvidia-h200-plans, -few-rows, -odd-widths and -one-chunk.jsonl). Of the plans swept there the keys choose one
-within 8% of the fastest, 3% on the average; bench/NOTES.md names exceptions. Other GPUs are planned for by the same
-arithmetic with their own resources.
+2026-11-22-nvidia-h200-plans, -few-rows, -odd-widths and -one-chunk.jsonl, 2026-11-23-nvidia-h200-wide-rows.jsonl). Of
+the plans swept there the keys choose one within 8% of the fastest, 3% on the average; bench/NOTES.md names exceptions.
+Other GPUs are planned for by the same arithmetic with their own resources.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TOLERATED_PADDING = 1.125
 # 25.7 us as 1024 columns and 27.2 as seven chunks of 128, 8000 x 160 10.1 as 256 and 10.8 as five of 32, but 16384 x
 # 640 22.7 and 22.1 as five of 128; 16384 x 1664 47.4 as 2048 and 49.3 as seven of 256, but 16384 x 1408 44.3 and 38.8
 # as three of 512; 5242 x 6400 over two CTAs 60.2 and 62.8 (LayerNorm).
-TOLERATED_PADDING_OF_A_WARP, TOLERATED_PADDING_OF_WARPS = 1.6, 1.32
+TOLERATED_PADDING_OF_A_WARP, TOLERATED_PADDING_OF_WARPS, MOST_COLUMNS_OF_ONE_CHUNK = 1.6, 1.32, 32
 # And a little more for fewer chunks: 15420 x 2176 takes 55.9 us as five chunks of 512, which are 2560, and 58.3 as nine
 # of 256, 12000 x 544 18.4 as five of 128 and 19.0 as nine of 64 (LayerNorm backward).
 TOLERATED_PADDING_OF_CHUNKS = 1.18
@@ -79,12 +79,41 @@ LEAST_THREADS_OF_MANY_COLUMNS, MAX_COLUMNS_OF_FEW_THREADS, THREADS_OF_RMS = 16, 
 # 73 us and 78 (LayerNorm), 8192 x 20480 240 us and 254 by 40 columns of one row over half as many CTAs, 4096 x 10752 70
 # us and 84 (RMSNorm). But 8192 x 6144, 24 columns, 82.5 us and 77.0, 2048 x 40960, 16 CTAs, 149 us and 140 (LayerNorm);
 # and of float32, of which these are more bytes than are allowed, 4096 x 5120, ten columns, 66.1 us and 64.7.
-RING_BYTES_OF_TWO_ROWS, COLUMNS_OF_TWO_ROWS, LARGEST_CLUSTER_OF_TWO_ROWS = 192, (18, 24), 8
+RING_BYTES_OF_TWO_ROWS = 192
+# LayerNorm over four CTAs and more is faster by one row over half as many: 8192 x 10240 124 us and 135, 8192 x 22528
+# 290 and 309; RMSNorm over eight from 20 columns on, 8192 x 23552 298 and 309.
+COLUMNS_OF_TWO_ROWS = {"layer": {2: (18, 24)}, "rms": {2: (18, 24), 4: (18, 24), 8: (18, 20.1)}}
+# Of 16-bit rows by one-row tiles of a backward, by the warps of a CTA and how many CTAs share a row: columns of the row
+# (padding not counted) that a thread had better have, in ranges above the first and up to the second. Fewer CTAs or
+# warps with more columns are faster than what the limits above allow: 8192 x 39936 takes 507 us with 39 and 561 with 20
+# over 16 CTAs, 8192 x 53248 680 with 52 and 777 with 26, 4096 x 98304 629 by eight warps with 48 and 724 with 24,
+# 2730 x 196608 870 by eight warps with 48 and 1068 by sixteen with 24, 2473 x 217088 971 and 1672 by column tiles
+# (LayerNorm); 8192 x 43008 542 with 42 and 653 with 21 (RMSNorm). What is left out: LayerNorm with 40 to 48, faster by
+# eight warps over half as many CTAs (8192 x 47104 600 us and 618), which start later (few_rows.py), and half of that
+# over twice as many, but for three streams of 24 (8192 x 24576 315 and 317); 26 to 28 only over eight CTAs at most
+# (8192 x 28672 by 56 over four 4% slower, 2048 x 57344 178 with 56 over eight and 190 with 28).
+ANY_CLUSTER = 0
+COLUMNS_OF_SHARED_ROWS: dict[tuple[str, int], dict[int, tuple[tuple[float, float], ...]]] = {
+    ("layer", 4): {
+        2: ((0, 40), (48, 55)),
+        4: ((16, 20), (23.9, 39.9), (48, 55)),
+        8: ((16, 20), (23.9, 40), (48, 56)),
+        16: ((16, 20), (24, 28), (31.9, 40), (48, 56)),
+    },
+    ("layer", 8): {16: ((16, 56),), ANY_CLUSTER: ((16, 48),)},
+    ("rms", 4): {4: ((16, 47.9),), 8: ((16, 47.9), (48, 56)), 16: ((16, 56),)},
+    ("rms", 8): {8: ((16, 64),), 16: ((16, 64),)},
+}
 # Of the forward: of a row that one or two warps have, that four have, and of two rows in a cluster. In a cluster the
 # most rather than 16 CTAs (LayerNorm 2048 x 65536: 136 us by 8 and 139 us; but RMSNorm 132 us and 130 us), and of
 # these with one row each (LayerNorm 2048 x 73728: 153 us and 173 us).
 FORWARD_COLUMNS_PER_THREAD, FORWARD_COLUMNS_ALONE, FORWARD_COLUMNS_IN_CLUSTER = 64, 40, 36
 FORWARD_THREADS_APART, LARGEST_FORWARD_CLUSTER = 64, 8
+# CTAs of eight warps and more, one on an SM, for rows that four cannot hold: 16-bit rows by two, eight CTAs to a row if
+# that will do, each thread with up to 64 columns of both: 1024 x 90112 takes 97 us so and 119 by 16 CTAs of four warps,
+# 1024 x 106496 114 and 132 (LayerNorm), 1024 x 98304 98 and 112 (RMSNorm); of LayerNorm from 131073 columns on one row
+# by 16 warps, with 48 columns at most, rather than 16 CTAs: 1024 x 163840 168 us and 206.
+FORWARD_COLUMNS_OF_16_WARPS = 48
 # LayerNorm, one row whose parameters are in registers, so that tiles are all that is read from shared memory. 4096 x
 # 5120 takes 23.9 us, with parameters in shared memory 24.4; 8192 x 11264 94.9 us, by two rows in twice as many CTAs
 # 110; 1024 x 12288 16.5 us and 18.4. But 8192 x 14336, 56 columns of a thread, 119 us and 115; a row that ends within
@@ -121,7 +150,8 @@ RING_BYTES_PER_SM, LARGEST_CLUSTER_OF_TWO_STAGES = 60 * 1000, 2
 # 42.4).
 RING_BYTES_PER_SM_OF_PART = 48 * 1000
 # 2048 x 131072: 401 us and 410 us with three (RMSNorm); 1024 x 262144 443 us and 440 us (LayerNorm).
-RING_BYTES_PER_SM_IN_CLUSTER = 120 * 1000
+# 8192 x 49152 628 us and 662 (LayerNorm), 1024 x 114688 177 and 189 (RMSNorm).
+RING_BYTES_PER_SM_IN_CLUSTER = 98 * 1000
 # That a thread has of one chunk: RMSNorm 8192 x 16384 takes 198 us with 8 and 206 us with 4, LayerNorm 192 us with 4
 # and 201 us with 8. More than 4 where threads have few columns; and narrow rows are one chunk: 128 columns take 19.9 us
 # so and 20.7 us by two (LayerNorm backward), 1024 columns 35.0 us and 35.8 us by four (LayerNorm forward).
@@ -134,12 +164,19 @@ TOLERATED_COPIES = 3
 # Chunks that a tile has room for, for each of its own: in the forward, nine take two copies and not room for sixteen
 # (16384 x 9216: 148 us and 164 us; but backward 6000 x 2304 29.0 us and 27.7; LayerNorm).
 TOLERATED_ROOM = {"backward": 2, "forward": 1.7}
+# Of rows that end within a chunk by eight warps, three chunks in two copies rather than six, of which five have room
+# for eight: backward 4096 x 88064 585 us and 606, forward 1024 x 90112 97 and 102 (LayerNorm). RMSNorm's backward by
+# four as well: 8192 x 45056 569 us and 574.
+TOLERATED_ROOM_OF_WIDE_ROWS = 1.4
 # Nor in a cluster three, of 8 columns a thread at least, room for four (LayerNorm forward of one row: 2048 x 98304
 # 204 us and 222; 2048 x 196608 452 us and 493).
 LESS_THAN_ONE_COPY = 0.5
 # A thread holds the parameters of so many columns in registers; of more, they are faster in shared memory (forward of
 # 8192 x 10240, 20 columns a thread of two rows: 85.6 us and 89.3; LayerNorm).
 MAX_COLUMNS_WITH_WEIGHT = {"backward": 32, "forward": 16}
+# RMSNorm's backward over several CTAs: 3971 x 135168 833 us with 36 columns in registers and 935, 2048 x 69632 205 and
+# 221, 3542 x 151552 826 and 866.
+RMS_COLUMNS_WITH_WEIGHT = 48
 
 
 def multiwave_key(problem: NormProblem, plan: MultiWavePlan) -> tuple:
@@ -202,7 +239,8 @@ def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
     rows = rows_of_a_thread(plan.rows_per_tile, plan.cluster)
     columns_of_row = problem.cols / plan.cluster / threads  # a thread's, without the padding
     bytes_of_thread = rows * columns_of_row * bytes_per_element(problem)
-    in_cluster = 1 < plan.cluster and (problem.norm == "rms" or plan.cluster <= LARGEST_FORWARD_CLUSTER)
+    few_ctas = problem.norm == "rms" or plan.cluster <= LARGEST_FORWARD_CLUSTER or _has_many_warps(plan, problem)
+    in_cluster = 1 < plan.cluster and few_ctas
     several_rows = plan.rows_per_tile > 1 and (in_cluster or threads <= FORWARD_THREADS_APART)
     few_threads = rows, columns_of_row
     if forward:
@@ -217,8 +255,7 @@ def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
     stages = _ring_stages(plan, problem, streams * 2 * 32 * plan.num_warps * bytes_of_thread)
     return (
         (plan.num_stages > 1 or one_tile) and budget.registers(plan, problem, device) <= plan.max_registers,
-        rows * columns * bytes_per_element(problem) <= _most_bytes(plan, problem)
-        and columns <= _most_columns(plan, problem),
+        not _is_too_much(plan, problem),
         -max(TOLERATED_COPIES, num_copies(plan)),
         -_padding(plan, problem, TOLERATED_PADDING_FOR_FEW_WARPS),
         -plan.num_warps,
@@ -238,7 +275,8 @@ def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
 def _padding(plan: RingPlan, problem: NormProblem, in_cluster: float) -> float:
     """Columns that a row takes, for each that it has, where they matter; in a backward's cluster, beyond so many."""
     tolerated, padding = TOLERATED_PADDING, padded_columns(plan) / problem.cols
-    if problem.direction == "backward" and plan.num_chunks == 1:
+    one_chunk = plan.num_chunks == 1 and columns_of_a_thread(plan) <= MOST_COLUMNS_OF_ONE_CHUNK
+    if problem.direction == "backward" and one_chunk:
         tolerated = TOLERATED_PADDING_OF_A_WARP if warps_of_a_row(plan) == 1 else TOLERATED_PADDING_OF_WARPS
     elif problem.direction == "backward":
         tolerated = TOLERATED_PADDING_OF_CHUNKS if plan.cluster == 1 else in_cluster
@@ -249,11 +287,22 @@ def _cost_of_copies(plan: RingPlan, problem: NormProblem) -> float:
     """Of each tensor's that make a tile: how many there are, but less where two are faster than one, and more where
     they leave much of the room empty."""
     room = plan.copy_chunks + 1 if plan.tail else plan.copy_chunks * num_copies(plan)
-    if room > TOLERATED_ROOM[problem.direction] * plan.num_chunks:
+    tolerated = TOLERATED_ROOM[problem.direction]
+    if not is_whole(plan, problem.cols) and _is_wide_row_of_copies(plan, problem):
+        tolerated = TOLERATED_ROOM_OF_WIDE_ROWS
+    if room > tolerated * plan.num_chunks:
         return TOLERATED_COPIES
     if _is_better_by_two(plan, problem) and plan.tail and is_whole(plan, problem.cols):
         return LESS_THAN_ONE_COPY
     return num_copies(plan)
+
+
+def _is_wide_row_of_copies(plan: RingPlan, problem: NormProblem) -> bool:
+    """Whether room in copies that stays empty is time lost: of eight warps with many columns or more CTAs, and of
+    RMSNorm's backward."""
+    if plan.num_warps > 4:
+        return plan.cluster > 2 or (plan.rows_per_tile == 1 and columns_of_a_thread(plan) > MAX_COLUMNS_PER_THREAD)
+    return plan.cluster > 2 and plan.rows_per_tile == 1 and problem.norm == "rms" and problem.direction == "backward"
 
 
 def _is_better_by_two(plan: RingPlan, problem: NormProblem) -> bool:
@@ -261,7 +310,42 @@ def _is_better_by_two(plan: RingPlan, problem: NormProblem) -> bool:
     alone = problem.norm == "layer" and problem.direction == "forward" and plan.rows_per_tile == 1 < plan.cluster
     large = plan.chunk >= MANY_COLUMNS_PER_CHUNK * threads_of_a_row(plan)
     many = columns_of_a_thread(plan) > FORWARD_COLUMNS_IN_CLUSTER
-    return alone and large and many and not _is_one_row(plan, problem)
+    return alone and large and many and not _is_one_row(plan, problem) and not _has_many_warps(plan, problem)
+
+
+def _is_too_much(plan: RingPlan, problem: NormProblem) -> bool:
+    """Whether a thread had better have less of a row tile."""
+    columns, rows = columns_of_a_thread(plan), rows_of_a_thread(plan.rows_per_tile, plan.cluster)
+    ranges = _columns_of_shared_row(plan, problem)
+    if ranges is not None:
+        of_row = problem.cols / plan.cluster / threads_of_a_row(plan)
+        return not any(above < of_row <= most for above, most in ranges)
+    if _has_too_many_ctas(plan, problem):
+        return True
+    if _has_many_warps(plan, problem):
+        return columns > (FORWARD_COLUMNS_OF_16_WARPS if plan.num_warps == 16 else FORWARD_COLUMNS_PER_THREAD)
+    too_many = columns > _most_columns(plan, problem)
+    return too_many or rows * columns * bytes_per_element(problem) > _most_bytes(plan, problem)
+
+
+def _columns_of_shared_row(plan: RingPlan, problem: NormProblem) -> tuple[tuple[float, float], ...] | None:
+    """COLUMNS_OF_SHARED_ROWS of a backward's tile of one row; None where there are none."""
+    if problem.direction == "forward" or plan.rows_per_tile > 1 or bytes_per_element(problem) > 4:
+        return None
+    by_cluster = COLUMNS_OF_SHARED_ROWS.get((problem.norm, plan.num_warps), {})
+    return by_cluster.get(plan.cluster, by_cluster.get(ANY_CLUSTER)) if isinstance(plan, PipelinedPlan) else None
+
+
+def _has_many_warps(plan: RingPlan, problem: NormProblem) -> bool:
+    """Whether it is a forward in which CTAs of eight warps or more share a 16-bit row."""
+    return problem.direction == "forward" and plan.cluster > 1 and plan.num_warps > 4 and problem.x_dtype.itemsize == 2
+
+
+def _has_too_many_ctas(plan: RingPlan, problem: NormProblem) -> bool:
+    """Whether it is a forward of LayerNorm, of 16-bit rows that fewer CTAs had better share, by more warps."""
+    large = problem.norm == "layer" and problem.direction == "forward" and plan.cluster > LARGEST_FORWARD_CLUSTER
+    widest = LARGEST_FORWARD_CLUSTER * 32 * 16 * FORWARD_COLUMNS_OF_16_WARPS
+    return large and problem.x_dtype.itemsize == 2 and problem.cols <= widest
 
 
 def _may_have_many_columns(plan: RingPlan, problem: NormProblem) -> bool:
@@ -277,10 +361,9 @@ def _may_have_many_columns(plan: RingPlan, problem: NormProblem) -> bool:
 def _most_bytes(plan: RingPlan, problem: NormProblem) -> int:
     """Of x and its gradient, that a thread had better have."""
     if problem.direction == "backward" and has_two_rows_in_cluster(plan):
-        least, too_many = COLUMNS_OF_TWO_ROWS
-        few = plan.cluster <= LARGEST_CLUSTER_OF_TWO_ROWS
+        least, too_many = COLUMNS_OF_TWO_ROWS[problem.norm].get(plan.cluster, (0, 0))
         enough = least < problem.cols / plan.cluster / threads_of_a_row(plan) < too_many
-        return RING_BYTES_OF_TWO_ROWS if few and enough else 0
+        return RING_BYTES_OF_TWO_ROWS if plan.num_warps == 4 and enough else 0
     if problem.direction == "backward" and _may_have_many_columns(plan, problem):
         return RING_BYTES_OF_MANY_COLUMNS
     return RING_BYTES_PER_THREAD
@@ -322,6 +405,8 @@ def _is_one_row(plan: RingPlan, problem: NormProblem) -> bool:
 
 def _most_columns_with_weight(plan: RingPlan, problem: NormProblem) -> int:
     """Whose parameters a thread had better have in registers."""
+    if problem.direction == "backward" and problem.norm == "rms" and _columns_of_shared_row(plan, problem):
+        return RMS_COLUMNS_WITH_WEIGHT
     return FORWARD_COLUMNS_OF_ONE_ROW if _is_one_row(plan, problem) else MAX_COLUMNS_WITH_WEIGHT[problem.direction]
 
 
@@ -329,6 +414,8 @@ def _streams(plan: RingPlan, problem: NormProblem, bytes_of_thread: float) -> in
     """Row tiles that an SM had better work on at a time."""
     layer_in_cluster = problem.norm == "layer" and plan.cluster > 1
     if problem.direction == "forward":
+        if _has_many_warps(plan, problem):
+            return 1
         if _is_one_row(plan, problem):
             return FORWARD_STREAMS_OF_ONE_ROW
         alone = plan.cluster == 1 and plan.rows_per_tile == 1 and not _has_one_tile(problem)
@@ -361,7 +448,9 @@ def _ring_chunk(plan: RingPlan, problem: NormProblem) -> int:
         return problem.cols
     few_registers = plan.ctas_per_sm > STREAMS["backward"] or plan.max_registers <= 128
     columns = RING_COLUMNS_PER_CHUNK[problem.norm]
-    if apart or problem.direction == "forward" or (plan.cluster > 1 and few_registers):
+    if _has_many_warps(plan, problem) and plan.num_warps == 16:
+        columns = RING_COLUMNS_PER_CHUNK["layer"]
+    elif apart or problem.direction == "forward" or (plan.cluster > 1 and few_registers):
         columns = MANY_COLUMNS_PER_CHUNK
     elif columns_of_a_thread(plan) == 3 * columns and problem.norm == "rms":
         columns //= 2  # 6144, 12288, 24576 columns: six chunks are up to 2% faster than three

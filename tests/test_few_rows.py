@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,7 @@ from fusednorm.plan import (
     ColumnTilePlan,
     MultiWavePlan,
     PipelinedPlan,
+    columns_of_a_thread,
     ctas_at_once,
     is_whole,
     num_ctas,
@@ -203,8 +205,19 @@ def test_few_rows_of_a_backward_are_tiles_of_two_by_one_chunk(norm, cols, chunk,
     assert choose(alone, 1, H200) != few
 
 
-@pytest.mark.parametrize("norm", ["layer", "rms"])
-@pytest.mark.parametrize("cols", [128, 5120, 8192, 10240])
+@pytest.mark.parametrize(
+    "cols, rows_per_tile, most_rows", [(9472, 2, 660), (10240, 2, 660), (11264, 2, 1320), (12800, 1, 1188)]
+)
+def test_few_rows_of_layernorm_with_many_columns_of_a_thread_are_shared_by_four_ctas(cols, rows_per_tile, most_rows):
+    problem = make_problem("layer", cols)
+    few, many = choose(problem, most_rows, H200), choose(problem, most_rows + 1, H200)
+    assert few == choose(problem, 1, H200) and (few.rows_per_tile, few.cluster, few.num_stages) == (rows_per_tile, 4, 2)
+    assert many.cluster < 4 and columns_of_a_thread(many) > 36
+    alone = replace(problem, wants_dw=False, wants_db=False)  # which leaves no partials
+    assert choose(alone, 1, H200) != few
+
+
+@pytest.mark.parametrize("norm, cols", [*itertools.product(("layer", "rms"), (128, 5120, 8192)), ("rms", 10240)])
 def test_few_rows_have_the_plan_of_many_where_one_large_cta_would_be_slower(norm, cols):
     problem = make_problem(norm, cols)
     assert choose(problem, 1, H200) == choose(problem, 132, H200) == choose(problem, MANY_ROWS, H200)

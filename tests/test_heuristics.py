@@ -165,21 +165,51 @@ def test_layernorm_forward_holds_the_parameters_of_one_row_in_registers(cols, dt
     assert (plan.rows_per_tile, plan.cluster, plan.ctas_per_sm, plan.weight_in_smem) == (1, cluster, 3, False)
 
 
-def test_a_thread_has_forty_columns_of_rmsnorm_backward_where_fewer_would_take_sixteen_ctas():
-    rms, layer = (choose(make_problem(norm, 40960), MANY_ROWS, H200) for norm in ("rms", "layer"))
-    assert (rms.cluster, columns_of_a_thread(rms)) == (8, 40)
-    assert (layer.cluster, columns_of_a_thread(layer)) == (16, 20)
+@pytest.mark.parametrize(
+    "norm, cols, num_warps, cluster",
+    [("layer", 10240, 4, 2), ("layer", 11264, 8, 1), ("layer", 22528, 8, 2), ("layer", 26624, 4, 4)]
+    + [("layer", 40960, 4, 8), ("layer", 57344, 4, 8), ("layer", 98304, 8, 8), ("layer", 106496, 4, 16)]
+    + [("layer", 163840, 8, 16), ("layer", 196608, 8, 16), ("layer", 229376, 8, 16)]
+    + [("rms", 40960, 4, 8), ("rms", 45056, 4, 8), ("rms", 98304, 4, 16), ("rms", 131072, 8, 8)]
+    + [("rms", 262144, 8, 16)],
+)
+def test_wide_rows_of_a_backward_have_many_columns_of_a_thread_rather_than_more_ctas_or_warps(
+    norm, cols, num_warps, cluster
+):
+    plan = choose(make_problem(norm, cols), MANY_ROWS, H200)
+    assert (plan.rows_per_tile, plan.num_warps, plan.cluster) == (1, num_warps, cluster)
+    assert 38 < columns_of_a_thread(plan) <= 64
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
-@pytest.mark.parametrize("cols, cluster", [(4736, 2), (5120, 2), (6016, 2), (10240, 4), (11264, 4), (20480, 8)])
+@pytest.mark.parametrize("cols", range(65536 + 4096, 262144 + 1, 4096))
+def test_rows_of_up_to_262144_columns_are_rings_and_never_by_column_tiles(norm, cols):
+    for direction in ("backward", "forward"):
+        assert isinstance(choose(make_problem(norm, cols, direction=direction), MANY_ROWS, H200), PipelinedPlan)
+
+
+@pytest.mark.parametrize(
+    "norm, cols, rows, num_warps, cluster",
+    [("layer", 73728, 2, 8, 8), ("layer", 106496, 2, 8, 8), ("layer", 131072, 2, 8, 8), ("layer", 147456, 1, 16, 8)]
+    + [("layer", 196608, 1, 16, 8), ("layer", 212992, 2, 8, 16), ("layer", 262144, 2, 8, 16)]
+    + [("rms", 98304, 2, 8, 8), ("rms", 163840, 2, 8, 16), ("rms", 229376, 2, 8, 16)],
+)
+def test_wide_rows_of_a_forward_have_more_warps_rather_than_more_ctas(norm, cols, rows, num_warps, cluster):
+    plan = choose(make_problem(norm, cols, direction="forward"), MANY_ROWS, H200)
+    assert (plan.rows_per_tile, plan.num_warps, plan.cluster, plan.ctas_per_sm) == (rows, num_warps, cluster, 1)
+
+
+@pytest.mark.parametrize(
+    "norm, cols, cluster",
+    [(norm, cols, 2) for norm in ("layer", "rms") for cols in (4736, 5120, 6016)]
+    + [("rms", 10240, 4), ("rms", 11264, 4), ("rms", 20480, 8)],
+)
 def test_a_cluster_has_two_rows_of_a_backward_where_a_thread_has_19_to_23_columns(norm, cols, cluster):
     problem = make_problem(norm, cols)
     plan = choose(problem, MANY_ROWS, H200)
     assert (plan.rows_per_tile, plan.cluster, plan.ctas_per_sm, plan.num_stages) == (2, cluster, 2, 2)
     assert plan == choose(problem, 1, H200)
-    wider = choose(make_problem(norm, 24 * 128 * cluster), MANY_ROWS, H200)
-    assert (wider.rows_per_tile, wider.cluster) == (1, cluster)
+    assert choose(make_problem(norm, 24 * 128 * cluster), MANY_ROWS, H200).rows_per_tile == 1
 
 
 def test_a_cluster_has_one_row_of_float32():
@@ -204,7 +234,7 @@ def test_a_row_that_ends_within_a_chunk_comes_in_two_copies(cols, whole):
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @pytest.mark.parametrize(
     "cols, chunk, cluster",
-    [(160, 256, 1), (352, 512, 1), (832, 1024, 1), (1664, 2048, 1), (3328, 4096, 1), (6400, 4096, 2), (12800, 4096, 4)],
+    [(160, 256, 1), (352, 512, 1), (832, 1024, 1), (1664, 2048, 1), (3328, 4096, 1), (6400, 4096, 2), (15360, 4096, 4)],
 )
 def test_a_row_of_a_backward_is_one_padded_chunk_rather_than_many(norm, cols, chunk, cluster):
     plan = choose(make_problem(norm, cols), MANY_ROWS, H200)
