@@ -83,15 +83,16 @@ RING_BYTES_OF_TWO_ROWS = 192
 # LayerNorm over four CTAs and more is faster by one row over half as many: 8192 x 10240 124 us and 135, 8192 x 22528
 # 290 and 309; RMSNorm over eight from 20 columns on, 8192 x 23552 298 and 309.
 COLUMNS_OF_TWO_ROWS = {"layer": {2: (18, 24)}, "rms": {2: (18, 24), 4: (18, 24), 8: (18, 20.1)}}
-# Of 16-bit rows by one-row tiles of a backward, by the warps of a CTA and how many CTAs share a row: columns of the row
-# (padding not counted) that a thread had better have, in ranges above the first and up to the second. Fewer CTAs or
-# warps with more columns are faster than what the limits above allow: 8192 x 39936 takes 507 us with 39 and 561 with 20
-# over 16 CTAs, 8192 x 53248 680 with 52 and 777 with 26, 4096 x 98304 629 by eight warps with 48 and 724 with 24,
-# 2730 x 196608 870 by eight warps with 48 and 1068 by sixteen with 24, 2473 x 217088 971 and 1672 by column tiles
-# (LayerNorm); 8192 x 43008 542 with 42 and 653 with 21 (RMSNorm). What is left out: LayerNorm with 40 to 48, faster by
-# eight warps over half as many CTAs (8192 x 47104 600 us and 618), which start later (few_rows.py), and half of that
-# over twice as many, but for three streams of 24 (8192 x 24576 315 and 317); 26 to 28 only over eight CTAs at most
-# (8192 x 28672 by 56 over four 4% slower, 2048 x 57344 178 with 56 over eight and 190 with 28).
+# Of 16-bit rows by one-row tiles of a backward, by the warps of a CTA and how many CTAs share a row: columns of the
+# row (padding not counted) that a thread had better have, in ranges above the first and up to the second (23.9 lets
+# 24 in, 39.9 leaves 40 out). Fewer CTAs or warps with more columns are faster than what the limits above allow: 8192
+# x 39936 takes 507 us with 39 and 561 with 20 over 16 CTAs, 8192 x 53248 680 with 52 and 777 with 26, 4096 x 98304
+# 629 by eight warps with 48 and 724 with 24, 2730 x 196608 870 by eight warps with 48 and 1068 by sixteen with 24,
+# 2473 x 217088 971 and 1672 by column tiles (LayerNorm); 8192 x 43008 542 with 42 and 653 with 21 (RMSNorm). What is
+# left out: LayerNorm with 40 to 48, faster by eight warps over half as many CTAs (8192 x 47104 600 us and 618), which
+# start later (few_rows.py), and half of that over twice as many, but for three streams of 24 (8192 x 24576 315 and
+# 317); 26 to 28 only over eight CTAs at most (8192 x 28672 by 56 over four 4% slower, 2048 x 57344 178 with 56 over
+# eight and 190 with 28).
 ANY_CLUSTER = 0
 COLUMNS_OF_SHARED_ROWS: dict[tuple[str, int], dict[int, tuple[tuple[float, float], ...]]] = {
     ("layer", 4): {
