@@ -277,6 +277,7 @@ def _two_ctas(plan: PipelinedPlan, device: DeviceSpec) -> PipelinedPlan | None:
 
 
 def _over_more_ctas(plan: PipelinedPlan, problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | None:
+    """Of LayerNorm's rows that one CTA or two have, with many columns of a thread: the ring over CTAS_OF_FEW_ROWS."""
     many_columns = plan.rows_per_tile == 1 and columns_of_a_thread(plan) > MAX_COLUMNS_PER_THREAD
     if problem.norm == "rms" or plan.cluster >= CTAS_OF_FEW_ROWS or not many_columns or not problem.num_sums:
         return None
