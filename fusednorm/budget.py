@@ -254,8 +254,7 @@ def _manages_with(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> f
     if not halves or not one_row or device.arch >= 120:
         return math.inf
     if problem.direction == "backward":
-        tried = plan.cluster > 1 or (isinstance(plan, PipelinedPlan) and plan.num_warps == 8)
-        return _backward_of_one_row_manages_with(plan, problem, device) if tried else math.inf
+        return _backward_of_one_row_manages_with(plan, problem, device) if isinstance(plan, PipelinedPlan) else math.inf
     if plan.weight_in_smem or problem.norm == "rms":
         return math.inf
     whole, large = is_whole(plan, problem.cols), plan.cluster > 4
@@ -269,15 +268,15 @@ def _backward_of_one_row_manages_with(plan: RingPlan, problem: NormProblem, devi
     columns, whole, hopper = columns_of_a_thread(plan), is_whole(plan, problem.cols), device.arch < 100
     few_copies = num_copies(plan) <= 2
     if problem.norm == "rms":
-        few, many = (36 if few_copies else 32), (64 if plan.weight_in_smem else 48)
+        few, many = (36 if few_copies else 32), (64 if plan.weight_in_smem else 60)
     else:
         in_fours = plan.chunk == 4 * threads_of_a_row(plan) and not whole and problem.residual_dtype is None
         in_eights = plan.num_chunks <= 4 and whole
         most = plan.num_chunks == 1 or (hopper and (in_eights or (in_fours and few_copies)))
-        few, many = (32 if most else 28 if few_copies and hopper else 24), (56 if hopper or not whole else 48)
+        few, many = (32 if most else 28 if few_copies and hopper else 24), (64 if hopper else 60)
     if plan.weight_in_smem and plan.cluster > 1 and columns <= few:
         return 128
-    held_well = plan.weight_in_smem or problem.norm == "rms"
+    held_well = plan.weight_in_smem or problem.norm == "rms" or columns <= (60 if hopper else 48)
     return 248 if columns <= many and few_copies and held_well else math.inf
 
 
@@ -285,6 +284,12 @@ def has_registers_to_work_ahead(plan: RingPlan, problem: NormProblem) -> bool:
     """For the statistics of the next tile as long as the sums of one are made, say: the last two registers, for
     LayerNorm where a thread has 128 and many columns."""
     return problem.norm == "rms" or plan.max_registers > 128 or columns_of_a_thread(plan) <= 24
+
+
+def has_registers_for_pairs(plan: RingPlan, problem: NormProblem) -> bool:
+    """For two values at a time to become float32 (rowmath.widen): 32 columns of a row that ends within a chunk would
+    spill 8 bytes with 128 registers."""
+    return plan.max_registers > 128 or columns_of_a_thread(plan) <= 28 or is_whole(plan, problem.cols)
 
 
 def multiwave_registers(

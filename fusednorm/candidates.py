@@ -23,21 +23,25 @@ from .plan import (
 )
 from .preference import (
     BYTES_IN_FLIGHT_PER_SM,
-    FORWARD_STREAMS_OF_ONE_ROW,
     RING_STAGES,
-    bytes_per_element,
     may_have_few_warps,
     multiwave_key,
     ring_key,
     warps_per_sm,
 )
 from .problem import NormProblem
+from .tile_share import FORWARD_STREAMS_OF_ONE_ROW, bytes_per_element
 
 WARPS = (4, 8, 16)
 MAX_CHUNKS = 8  # a longer unrolled row loop outgrows the instruction cache
-MAX_RING_CHUNKS = 10
+MAX_RING_CHUNKS = {"backward": 16, "forward": 10}
+FEW_CHUNKS = 10  # of more, a thread has two columns of each at least; four where one row ends within a chunk
 MIN_MULTIWAVE_CHUNK = 16  # columns; below it, a load of one chunk is for many short pieces of memory
 MAX_ROWS_PER_WARP = 8  # of 4 lanes each; with 2 lanes 131072 x 64 takes 20.9 us and 20.5 us (LayerNorm backward)
+# Boxes of TMA in a row's chunk over its cluster: more of wide rows whose boxes are short, which would be column tiles
+# else. 2048 x 65552, boxes of 32 bytes, takes 269 us so and 387, 2048 x 239136, of 64, 800 and 1452; but of 16 bytes
+# 2048 x 49160 282 and 295, 2048 x 65544 437 and 386, 2048 x 131080 1077 and 757 (LayerNorm backward).
+COLUMNS_OF_FEW_BOXES, BYTES_OF_LONG_BOX, MOST_BOXES_OF_16_BYTES = 32768, 128, 512
 MAX_PRODUCED_COPIES = {1: 6, 2: 2}  # by groups; of more, the producer cannot hold the addresses in its 24 registers
 CLUSTERS = (1, 2, 4, 8, 16)  # CTAs that share a row too wide for one
 CLUSTER_ARCHS = (90, 100, 103)
@@ -176,10 +180,12 @@ def ring_tiles(problem: NormProblem, num_warps: int, cluster: int) -> Iterator[t
     apart = powers_of_two(1, MAX_ROWS_PER_WARP * num_warps)
     for rows_per_tile in apart if cluster == 1 else (1, 2):
         threads = 32 * num_warps * rows_of_a_thread(rows_per_tile, cluster) // rows_per_tile
-        for chunk, num_chunks in chunkings(-(-problem.cols // cluster), threads, MAX_RING_CHUNKS):
+        for chunk, num_chunks in chunkings(-(-problem.cols // cluster), threads, MAX_RING_CHUNKS[problem.direction]):
             boxes = cluster * chunk // math.gcd(problem.cols, chunk, MAX_BOX_SIDE)  # of a chunk
             whole = problem.cols // (cluster * chunk)
-            if chunk * num_chunks <= 64 * threads and boxes <= MAX_BOX_SIDE:
+            least = 4 if rows_per_tile == 1 and whole < num_chunks else 2
+            too_small = num_chunks > FEW_CHUNKS and chunk < least * threads
+            if chunk * num_chunks <= 64 * threads and boxes <= most_boxes(problem, cluster) and not too_small:
                 tile, room = (rows_per_tile, chunk, num_chunks), 1 << (whole - 1).bit_length()
                 for copy_chunks in powers_of_two(1, room if whole == num_chunks else 1):
                     yield tile, Copies(copy_chunks, False)
@@ -187,6 +193,14 @@ def ring_tiles(problem: NormProblem, num_warps: int, cluster: int) -> Iterator[t
                     yield tile, Copies(room, True)
                 elif whole == num_chunks and room == 2 * (num_chunks - 1) > 2:
                     yield tile, Copies(num_chunks - 1, True)
+
+
+def most_boxes(problem: NormProblem, cluster: int) -> int:
+    """Of a row's chunk over its cluster; of each CTA MAX_BOX_SIDE."""
+    box_bytes = math.gcd(problem.cols, MAX_BOX_SIDE) * problem.x_dtype.itemsize
+    if problem.cols <= COLUMNS_OF_FEW_BOXES or box_bytes >= BYTES_OF_LONG_BOX:
+        return MAX_BOX_SIDE
+    return MOST_BOXES_OF_16_BYTES if box_bytes < 32 else cluster * MAX_BOX_SIDE
 
 
 # --- Common ---

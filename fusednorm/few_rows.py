@@ -37,17 +37,20 @@ from .plan import (
 )
 from .preference import (
     ELEMENTS_OF_ONE_TILE,
-    FORWARD_STREAMS_OF_ONE_ROW,
-    MAX_COLUMNS_PER_THREAD,
-    ONE_TILE_COLUMNS,
     TOLERATED_PADDING,
     WARPS_OF_ONE_CHUNK,
     WHOLE_COLUMNS,
-    bytes_per_element,
     distance,
     ring_key,
 )
 from .problem import NormProblem
+from .tile_share import (
+    FORWARD_STREAMS_OF_ONE_ROW,
+    MANY_COLUMNS,
+    MAX_COLUMNS_PER_THREAD,
+    ONE_TILE_COLUMNS,
+    bytes_per_element,
+)
 
 # --- Backward ---
 
@@ -75,8 +78,16 @@ RMS_ROWS_PER_SM_IN_REGISTERS = {range(2049, 2305): 8, range(4097, 4608): 12}
 # LayerNorm's rows of many columns of a thread, by one CTA or two: over four, for so many rows of each SM, by the most
 # columns of a thread; two rows in a cluster but where the columns are the most. 264 x 10240 takes 13.5 us so and 14.9,
 # 264 x 10752 14.8 and 16.9, 1024 x 10752 26.8 and 27.8, 700 x 12800 23.6 and 25.6, 1024 x 14080 30.4 and 32.4, but 1024
-# x 10240 24.5 and 24.1, 2048 x 10752 43.9 and 42.7, 2621 x 12800 62.6 and 58.7.
-CTAS_OF_FEW_ROWS, ROWS_PER_SM_OVER_MORE_CTAS, COLUMNS_OF_TWO_SHORT_ROWS = 4, {40: 5, 48: 10, 64: 9}, 48
+# x 10240 24.5 and 24.1, 2048 x 10752 43.9 and 42.7, 2621 x 12800 62.6 and 58.7. By one CTA over two if there are more
+# than 40: 1024 x 6656 18.2 us so and 23.5 over four.
+CTAS_OF_FEW_ROWS, CTAS_OF_FEW_SHORT_ROWS = 4, 2
+ROWS_PER_SM_OVER_MORE_CTAS, COLUMNS_OF_TWO_SHORT_ROWS = {40: 5, 48: 10, 64: 9}, 48
+# By four CTAs or eight with more than so many columns: over twice as many, for so many rows of each SM. 132 x 29696
+# takes 15.1 us so and 18.2, 264 x 29696 21.1 and 24.0, 132 x 114688 36.1 and 39.8, but 264 x 58368 35.9 and 34.6.
+MOST_COLUMNS_OF_FEW_ROWS, ROWS_PER_SM_OVER_TWICE_THE_CTAS = 52, {4: 2, 8: 1}
+# By eight CTAs of eight warps, with 40 columns at most: over sixteen of four. 132 x 73728 25.1 us so and 28.7, 528 x
+# 73728 65.3 and 68.2, 2048 x 73728 228 and 221.
+ROWS_PER_SM_BY_FEWER_WARPS = 4
 # In the place of multi-wave by CTAs of so many warps, by a ring over two CTAs: 37 x 8008 takes 10.0 us so and 11.8, 132
 # x 5320 11.8 and 12.6, but 264 x 5320 17.5 and 13.6 (LayerNorm); 60 x 7664 8.2 and 9.9 (RMSNorm).
 MANY_WARPS = 16
@@ -217,9 +228,8 @@ def _short_backward_of_ring(plan: PipelinedPlan, problem: NormProblem, device: D
             if problem.cols in columns:
                 return ShortWalk(rows_per_sm * device.sm_count, multi_wave(problem, device))
     more_ctas = _over_more_ctas(plan, problem, device)
-    if more_ctas is not None:
-        rows_per_sm = _by_columns(ROWS_PER_SM_OVER_MORE_CTAS, columns_of_a_thread(plan), beyond=0)
-        return ShortWalk(rows_per_sm * device.sm_count, more_ctas)
+    if more_ctas is not NO_SHORT_WALK:
+        return more_ctas
     ring = _one_large_cta(problem, device) or _two_ctas(plan, device) or _two_stages(plan)
     return _for_tiles(tiles, ring, device)
 
@@ -276,15 +286,26 @@ def _two_ctas(plan: PipelinedPlan, device: DeviceSpec) -> PipelinedPlan | None:
     return replace(plan, ctas_per_sm=2, max_registers=budget.register_limit(2 * 32 * plan.num_warps, device))
 
 
-def _over_more_ctas(plan: PipelinedPlan, problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | None:
-    """Of LayerNorm's rows that one CTA or two have, with many columns of a thread: the ring over CTAS_OF_FEW_ROWS."""
-    many_columns = plan.rows_per_tile == 1 and columns_of_a_thread(plan) > MAX_COLUMNS_PER_THREAD
-    if problem.norm == "rms" or plan.cluster >= CTAS_OF_FEW_ROWS or not many_columns or not problem.num_sums:
-        return None
-    rows = 2 if columns_of_a_thread(plan) <= COLUMNS_OF_TWO_SHORT_ROWS else 1
-    wanted = {"cluster": CTAS_OF_FEW_ROWS, "num_warps": 4, "ctas_per_sm": 2, "num_stages": 2, "rows_per_tile": rows}
+def _over_more_ctas(plan: PipelinedPlan, problem: NormProblem, device: DeviceSpec) -> ShortWalk:
+    """Of LayerNorm's rows of which a thread has many columns."""
+    columns, rows = columns_of_a_thread(plan), 1
+    if problem.norm == "rms" or plan.rows_per_tile > 1 or not problem.num_sums:
+        return NO_SHORT_WALK
+    if plan.cluster < CTAS_OF_FEW_ROWS and columns > MAX_COLUMNS_PER_THREAD:
+        ctas = CTAS_OF_FEW_SHORT_ROWS if plan.cluster == 1 and columns > MANY_COLUMNS else CTAS_OF_FEW_ROWS
+        rows = 2 if columns <= COLUMNS_OF_TWO_SHORT_ROWS else 1
+        rows_per_sm = _by_columns(ROWS_PER_SM_OVER_MORE_CTAS, columns, beyond=0)
+    elif plan.cluster == 8 and plan.num_warps == LARGE_CTA_WARPS and columns <= MANY_COLUMNS:
+        ctas, rows_per_sm = 2 * plan.cluster, ROWS_PER_SM_BY_FEWER_WARPS
+    elif plan.cluster in ROWS_PER_SM_OVER_TWICE_THE_CTAS and columns > MOST_COLUMNS_OF_FEW_ROWS:
+        ctas, rows_per_sm = 2 * plan.cluster, ROWS_PER_SM_OVER_TWICE_THE_CTAS[plan.cluster]
+    else:
+        return NO_SHORT_WALK
+    wanted = {"cluster": ctas, "num_warps": 4, "ctas_per_sm": 2, "num_stages": 2, "rows_per_tile": rows}
     best = best_ring(_rings_with(wanted, problem, device), problem, device)
-    return best if best is not None and ring_key(best, problem, device)[0] else None
+    if best is None or not ring_key(best, problem, device)[0]:
+        return NO_SHORT_WALK
+    return ShortWalk(rows_per_sm * device.sm_count, best)
 
 
 def _two_stages(plan: PipelinedPlan) -> PipelinedPlan | None:

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from . import budget, heuristics, reference, semaphore
+from . import budget, heuristics, reference, semaphore, tile_share
 from .device import DeviceSpec, current
 from .kernels import column_sum, multiwave, parameter_gradients, pipelined, warp_specialized
 from .kernels.column_reduction import ColumnTile
@@ -357,6 +357,7 @@ def _ring_tile(plan: RingPlan, problem: NormProblem, device: DeviceSpec, **more)
         whole=is_whole(plan, problem.cols),
         weight_in_smem=plan.weight_in_smem,
         works_ahead=budget.has_registers_to_work_ahead(plan, problem),
+        in_pairs=tile_share.widens_in_pairs(plan, problem),
         **more,
     )
 

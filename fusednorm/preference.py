@@ -2,8 +2,9 @@
 
 These were found on an H200 (bfloat16, 64 to 262144 columns; bench/results/2026-11-20-nvidia-h200-sweep, -rings,
 -rows-apart and -widths.jsonl, 2026-11-21-nvidia-h200-plans, -tiles-of-a-cta and -widths.jsonl,
-2026-11-22-nvidia-h200-plans, -few-rows, -odd-widths and -one-chunk.jsonl, 2026-11-23-nvidia-h200-wide-rows.jsonl). Of
-the plans swept there the keys choose one within 8% of the fastest, 3% on the average; bench/NOTES.md names exceptions.
+2026-11-22-nvidia-h200-plans, -few-rows, -odd-widths and -one-chunk.jsonl, 2026-11-23-nvidia-h200-wide-rows and
+-many-chunks.jsonl). Of the plans swept there the keys choose one within 8% of the fastest, 3% on the average;
+bench/NOTES.md names exceptions.
 Other GPUs are planned for by the same arithmetic with their own resources.
 """
 
@@ -19,7 +20,6 @@ from .plan import (
     RingPlan,
     WarpSpecializedPlan,
     columns_of_a_thread,
-    has_two_rows_in_cluster,
     is_whole,
     num_copies,
     padded_columns,
@@ -28,6 +28,20 @@ from .plan import (
     warps_of_a_row,
 )
 from .problem import NormProblem
+from .tile_share import (
+    FORWARD_COLUMNS_IN_CLUSTER,
+    FORWARD_STREAMS_OF_ONE_ROW,
+    FORWARD_THREADS_APART,
+    LARGEST_FORWARD_CLUSTER,
+    MANY_COLUMNS,
+    MAX_COLUMNS_PER_THREAD,
+    bytes_per_element,
+    has_many_warps,
+    has_one_tile,
+    is_one_row,
+    is_too_much,
+    most_columns_with_weight,
+)
 
 # Columns beyond the last are computed on for nothing; so many for each that there is do not matter.
 TOLERATED_PADDING = 1.125
@@ -64,70 +78,7 @@ MOST_BYTES_OF_ONE_CHUNK, MOST_COLUMNS_BEYOND, WARPS_OF_ONE_CHUNK = 4096, 768, 8
 # 10000 x 312 16.4 us as 512 columns and 15.2 as five of 64.
 NARROWEST_OF_TWO_WARPS, ROWS_OF_FEW_WARPS = 321, {"layer": 2, "rms": 4}
 MULTIWAVE_CHUNK = 1024  # columns; faster than 512 by 2 to 5%, than 2048 by 1 to 6%, than 4096 by 2 to 9%
-# What a thread has of a row tile at most, in bytes of x and its gradient, and in columns, of which the backward holds
-# two sums each. It gets as many as are allowed: with half as many, a row's sums cost twice as much (3000 x 9216: 48.3
-# us with 36, 53.0 us with 18).
-RING_BYTES_PER_THREAD, MAX_COLUMNS_PER_THREAD = 144, 36
-# A few more of 16-bit rows that no cluster shares: 26214 x 1280 takes 53.6 us with 40 columns, the parameter in
-# shared memory, and 55.1 with 20, 6000 x 2560 28.5 and 29.3, 27594 x 608 31.8 and 34.0 with 20 (LayerNorm); but 3000
-# x 320, by eight threads to a row, 10.7 and 9.4 as 512, and 40000 x 272 29.1 with 36 columns and 26.5 with 20. And of
-# RMSNorm, which has no sums of db, of rows for as many threads: 2048 x 40960 127 us and 129 with 20 columns over twice
-# as many CTAs.
-RING_BYTES_OF_MANY_COLUMNS, MANY_COLUMNS = 160, 40
-LEAST_THREADS_OF_MANY_COLUMNS, MAX_COLUMNS_OF_FEW_THREADS, THREADS_OF_RMS = 16, 32, 128
-# Two rows in a cluster, where a thread has so many columns: 4096 x 5120 takes 35.4 us and 37.4 by one row, 8192 x 5632
-# 73 us and 78 (LayerNorm), 8192 x 20480 240 us and 254 by 40 columns of one row over half as many CTAs, 4096 x 10752 70
-# us and 84 (RMSNorm). But 8192 x 6144, 24 columns, 82.5 us and 77.0, 2048 x 40960, 16 CTAs, 149 us and 140 (LayerNorm);
-# and of float32, of which these are more bytes than are allowed, 4096 x 5120, ten columns, 66.1 us and 64.7.
-RING_BYTES_OF_TWO_ROWS = 192
-# LayerNorm over four CTAs and more is faster by one row over half as many: 8192 x 10240 124 us and 135, 8192 x 22528
-# 290 and 309; RMSNorm over eight from 20 columns on, 8192 x 23552 298 and 309.
-COLUMNS_OF_TWO_ROWS = {"layer": {2: (18, 24)}, "rms": {2: (18, 24), 4: (18, 24), 8: (18, 20.1)}}
-# Of 16-bit rows by one-row tiles of a backward, by the warps of a CTA and how many CTAs share a row: columns of the
-# row (padding not counted) that a thread had better have, in ranges above the first and up to the second (23.9 lets
-# 24 in, 39.9 leaves 40 out). Fewer CTAs or warps with more columns are faster than what the limits above allow: 8192
-# x 39936 takes 507 us with 39 and 561 with 20 over 16 CTAs, 8192 x 53248 680 with 52 and 777 with 26, 4096 x 98304
-# 629 by eight warps with 48 and 724 with 24, 2730 x 196608 870 by eight warps with 48 and 1068 by sixteen with 24,
-# 2473 x 217088 971 and 1672 by column tiles (LayerNorm); 8192 x 43008 542 with 42 and 653 with 21 (RMSNorm). What is
-# left out: LayerNorm with 40 to 48, faster by eight warps over half as many CTAs (8192 x 47104 600 us and 618), which
-# start later (few_rows.py), and half of that over twice as many, but for three streams of 24 (8192 x 24576 315 and
-# 317); 26 to 28 only over eight CTAs at most (8192 x 28672 by 56 over four 4% slower, 2048 x 57344 178 with 56 over
-# eight and 190 with 28).
-ANY_CLUSTER = 0
-COLUMNS_OF_SHARED_ROWS: dict[tuple[str, int], dict[int, tuple[tuple[float, float], ...]]] = {
-    ("layer", 4): {
-        2: ((0, 40), (48, 55)),
-        4: ((16, 20), (23.9, 39.9), (48, 55)),
-        8: ((16, 20), (23.9, 40), (48, 56)),
-        16: ((16, 20), (24, 28), (31.9, 40), (48, 56)),
-    },
-    ("layer", 8): {16: ((16, 56),), ANY_CLUSTER: ((16, 48),)},
-    ("rms", 4): {4: ((16, 47.9),), 8: ((16, 47.9), (48, 56)), 16: ((16, 56),)},
-    ("rms", 8): {8: ((16, 64),), 16: ((16, 64),)},
-}
-# Of the forward: of a row that one or two warps have, that four have, and of two rows in a cluster. In a cluster the
-# most rather than 16 CTAs (LayerNorm 2048 x 65536: 136 us by 8 and 139 us; but RMSNorm 132 us and 130 us), and of
-# these with one row each (LayerNorm 2048 x 73728: 153 us and 173 us).
-FORWARD_COLUMNS_PER_THREAD, FORWARD_COLUMNS_ALONE, FORWARD_COLUMNS_IN_CLUSTER = 64, 40, 36
-FORWARD_THREADS_APART, LARGEST_FORWARD_CLUSTER = 64, 8
-# CTAs of eight warps and more, one on an SM, for rows that four cannot hold: 16-bit rows by two, eight CTAs to a row if
-# that will do, each thread with up to 64 columns of both: 1024 x 90112 takes 97 us so and 119 by 16 CTAs of four warps,
-# 1024 x 106496 114 and 132 (LayerNorm), 1024 x 98304 98 and 112 (RMSNorm); of LayerNorm from 131073 columns on one row
-# by 16 warps, with 48 columns at most, rather than 16 CTAs: 1024 x 163840 168 us and 206.
-FORWARD_COLUMNS_OF_16_WARPS = 48
-# LayerNorm, one row whose parameters are in registers, so that tiles are all that is read from shared memory. 4096 x
-# 5120 takes 23.9 us, with parameters in shared memory 24.4; 8192 x 11264 94.9 us, by two rows in twice as many CTAs
-# 110; 1024 x 12288 16.5 us and 18.4. But 8192 x 14336, 56 columns of a thread, 119 us and 115; a row that ends within
-# a chunk, 8192 x 4864, 45.7 us and 42.3 (by shared memory, as many CTAs); eight CTAs, 2048 x 40960, 87.7 us and 83.0.
-# float32 8192 x 4096 64.3 us and 67.2, by shared memory.
-FORWARD_COLUMNS_OF_ONE_ROW, FORWARD_STREAMS_OF_ONE_ROW, LARGEST_CLUSTER_OF_ONE_ROW = 48, 3, 4
 FORWARD_COLUMNS = 45  # aimed at: between 32, at 512 to 2048 columns, and 64, at 4096
-# RMSNorm's forward up to this width: one stage and one tile for each CTA, so that more of them are on an SM. 8192 x
-# 8192 takes 65.9 us and 67.4 by two stages, 1024 x 4096 8.4 us and 8.9, 8192 x 16384 129 us and 133; but 2048 x 32768
-# 69.8 us and 67.6. LayerNorm, whose CTAs load two parameters: 8192 x 8192 70.8 us and 67.1.
-# Nor where two CTAs have too few elements of a row: 8192 x 10240 takes 87.5 us and 85.3 by two stages, 4096 x 12288
-# 51.7 us and 50.5.
-ONE_TILE_COLUMNS, TOO_FEW_FOR_TWO_CTAS = 16384, range(9217, 14336)
 ELEMENTS_OF_ONE_TILE, ELEMENTS_OF_ONE_IN_CLUSTER = 32, 64  # of a thread; 4096 x 8448 36.0 us with 72 and 39.8 with 36
 # Streams of tiles on an SM, each of four warps, one of which works while others wait for a row sum. Three in the
 # backward where several warps make that sum, if a thread has so few bytes of a tile that the registers suffice: 16384 x
@@ -150,9 +101,11 @@ RING_BYTES_PER_SM, LARGEST_CLUSTER_OF_TWO_STAGES = 60 * 1000, 2
 # with three, 4000 x 6656 47.9 and 48.5; but 8000 x 7168, seven whole chunks, 90 and 85 (RMSNorm 4000 x 6656 44.8 and
 # 42.4).
 RING_BYTES_PER_SM_OF_PART = 48 * 1000
-# 2048 x 131072: 401 us and 410 us with three (RMSNorm); 1024 x 262144 443 us and 440 us (LayerNorm).
-# 8192 x 49152 628 us and 662 (LayerNorm), 1024 x 114688 177 and 189 (RMSNorm).
-RING_BYTES_PER_SM_IN_CLUSTER = 98 * 1000
+# 2048 x 131072: 401 us and 410 us with three (RMSNorm); 1024 x 262144 443 us and 440 us (LayerNorm). 8192 x 49152 628
+# us and 662 (LayerNorm), 1024 x 114688 177 and 189 (RMSNorm). Of LayerNorm by several CTAs on an SM twelve chunks
+# rather than a third stage: 2048 x 47104 145.5 us and 156.4 by three large ones; but by one CTA 2048 x 92160 283 us
+# with three stages and 290 with two.
+RING_BYTES_PER_SM_IN_CLUSTER, RING_BYTES_PER_SM_OF_LAYER = 98 * 1000, 91 * 1000
 # That a thread has of one chunk: RMSNorm 8192 x 16384 takes 198 us with 8 and 206 us with 4, LayerNorm 192 us with 4
 # and 201 us with 8. More than 4 where threads have few columns; and narrow rows are one chunk: 128 columns take 19.9 us
 # so and 20.7 us by two (LayerNorm backward), 1024 columns 35.0 us and 35.8 us by four (LayerNorm forward).
@@ -172,12 +125,6 @@ TOLERATED_ROOM_OF_WIDE_ROWS = 1.4
 # Nor in a cluster three, of 8 columns a thread at least, room for four (LayerNorm forward of one row: 2048 x 98304
 # 204 us and 222; 2048 x 196608 452 us and 493).
 LESS_THAN_ONE_COPY = 0.5
-# A thread holds the parameters of so many columns in registers; of more, they are faster in shared memory (forward of
-# 8192 x 10240, 20 columns a thread of two rows: 85.6 us and 89.3; LayerNorm).
-MAX_COLUMNS_WITH_WEIGHT = {"backward": 32, "forward": 16}
-# RMSNorm's backward over several CTAs: 3971 x 135168 833 us with 36 columns in registers and 935, 2048 x 69632 205 and
-# 221, 3542 x 151552 826 and 866.
-RMS_COLUMNS_WITH_WEIGHT = 48
 
 
 def multiwave_key(problem: NormProblem, plan: MultiWavePlan) -> tuple:
@@ -240,7 +187,7 @@ def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
     rows = rows_of_a_thread(plan.rows_per_tile, plan.cluster)
     columns_of_row = problem.cols / plan.cluster / threads  # a thread's, without the padding
     bytes_of_thread = rows * columns_of_row * bytes_per_element(problem)
-    few_ctas = problem.norm == "rms" or plan.cluster <= LARGEST_FORWARD_CLUSTER or _has_many_warps(plan, problem)
+    few_ctas = problem.norm == "rms" or plan.cluster <= LARGEST_FORWARD_CLUSTER or has_many_warps(plan, problem)
     in_cluster = 1 < plan.cluster and few_ctas
     several_rows = plan.rows_per_tile > 1 and (in_cluster or threads <= FORWARD_THREADS_APART)
     few_threads = rows, columns_of_row
@@ -249,25 +196,26 @@ def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
     streams_and_threads = -abs(streams - _streams(plan, problem, bytes_of_thread)), few_threads
     # LayerNorm forward 16384 x 4608, by chunks that are a row and by fewer that are not: 73.1 us and 78.3.
     merges_moments = not forward or problem.norm == "rms" or is_whole(plan, problem.cols)
-    one_tile = _has_one_tile(problem)
+    padded = padded_columns(plan) / problem.cols
+    one_tile = has_one_tile(problem)
     if one_tile:
         target = ELEMENTS_OF_ONE_IN_CLUSTER if plan.cluster > 1 else ELEMENTS_OF_ONE_TILE
         streams_and_threads = -distance(rows * columns, target), streams
     stages = _ring_stages(plan, problem, streams * 2 * 32 * plan.num_warps * bytes_of_thread)
     return (
         (plan.num_stages > 1 or one_tile) and budget.registers(plan, problem, device) <= plan.max_registers,
-        not _is_too_much(plan, problem),
+        not is_too_much(plan, problem),
         -max(TOLERATED_COPIES, num_copies(plan)),
         -_padding(plan, problem, TOLERATED_PADDING_FOR_FEW_WARPS),
         -plan.num_warps,
         -plan.cluster if forward else -plan.cluster / rows,
-        -_padding(plan, problem, TOLERATED_PADDING),
+        -_padding(plan, problem, TOLERATED_PADDING) if forward or columns <= MANY_COLUMNS else -padded,
         merges_moments,
         -_cost_of_copies(plan, problem),
         streams_and_threads,
         min(plan.num_stages, stages),
         -plan.num_stages,
-        plan.weight_in_smem == (columns > _most_columns_with_weight(plan, problem)),
+        plan.weight_in_smem == (columns > most_columns_with_weight(plan, problem)),
         -distance(plan.chunk, _ring_chunk(plan, problem)),
         -plan.copy_chunks,
     )
@@ -311,115 +259,18 @@ def _is_better_by_two(plan: RingPlan, problem: NormProblem) -> bool:
     alone = problem.norm == "layer" and problem.direction == "forward" and plan.rows_per_tile == 1 < plan.cluster
     large = plan.chunk >= MANY_COLUMNS_PER_CHUNK * threads_of_a_row(plan)
     many = columns_of_a_thread(plan) > FORWARD_COLUMNS_IN_CLUSTER
-    return alone and large and many and not _is_one_row(plan, problem) and not _has_many_warps(plan, problem)
-
-
-def _is_too_much(plan: RingPlan, problem: NormProblem) -> bool:
-    """Whether a thread had better have less of a row tile."""
-    columns, rows = columns_of_a_thread(plan), rows_of_a_thread(plan.rows_per_tile, plan.cluster)
-    ranges = _columns_of_shared_row(plan, problem)
-    if ranges is not None:
-        of_row = problem.cols / plan.cluster / threads_of_a_row(plan)
-        return not any(above < of_row <= most for above, most in ranges)
-    if _has_too_many_ctas(plan, problem):
-        return True
-    if _has_many_warps(plan, problem):
-        return columns > (FORWARD_COLUMNS_OF_16_WARPS if plan.num_warps == 16 else FORWARD_COLUMNS_PER_THREAD)
-    too_many = columns > _most_columns(plan, problem)
-    return too_many or rows * columns * bytes_per_element(problem) > _most_bytes(plan, problem)
-
-
-def _columns_of_shared_row(plan: RingPlan, problem: NormProblem) -> tuple[tuple[float, float], ...] | None:
-    """COLUMNS_OF_SHARED_ROWS of a backward's tile of one row; None where there are none."""
-    if problem.direction == "forward" or plan.rows_per_tile > 1 or bytes_per_element(problem) > 4:
-        return None
-    by_cluster = COLUMNS_OF_SHARED_ROWS.get((problem.norm, plan.num_warps), {})
-    return by_cluster.get(plan.cluster, by_cluster.get(ANY_CLUSTER)) if isinstance(plan, PipelinedPlan) else None
-
-
-def _has_many_warps(plan: RingPlan, problem: NormProblem) -> bool:
-    """Whether it is a forward in which CTAs of eight warps or more share a 16-bit row."""
-    return problem.direction == "forward" and plan.cluster > 1 and plan.num_warps > 4 and problem.x_dtype.itemsize == 2
-
-
-def _has_too_many_ctas(plan: RingPlan, problem: NormProblem) -> bool:
-    """Whether it is a forward of LayerNorm, of 16-bit rows that fewer CTAs had better share, by more warps."""
-    large = problem.norm == "layer" and problem.direction == "forward" and plan.cluster > LARGEST_FORWARD_CLUSTER
-    widest = LARGEST_FORWARD_CLUSTER * 32 * 16 * FORWARD_COLUMNS_OF_16_WARPS
-    return large and problem.x_dtype.itemsize == 2 and problem.cols <= widest
-
-
-def _may_have_many_columns(plan: RingPlan, problem: NormProblem) -> bool:
-    """Of a backward, whether a thread had better have a few more columns than usual."""
-    threads = threads_of_a_row(plan)
-    if problem.norm == "rms" and threads >= THREADS_OF_RMS:
-        return True
-    alone = isinstance(plan, PipelinedPlan) and plan.cluster == 1 and plan.num_warps == 4
-    long_pieces = bytes_per_element(problem) == 4 and problem.cols % 16 == 0
-    return alone and long_pieces and threads >= LEAST_THREADS_OF_MANY_COLUMNS
-
-
-def _most_bytes(plan: RingPlan, problem: NormProblem) -> int:
-    """Of x and its gradient, that a thread had better have."""
-    if problem.direction == "backward" and has_two_rows_in_cluster(plan):
-        least, too_many = COLUMNS_OF_TWO_ROWS[problem.norm].get(plan.cluster, (0, 0))
-        enough = least < problem.cols / plan.cluster / threads_of_a_row(plan) < too_many
-        return RING_BYTES_OF_TWO_ROWS if plan.num_warps == 4 and enough else 0
-    if problem.direction == "backward" and _may_have_many_columns(plan, problem):
-        return RING_BYTES_OF_MANY_COLUMNS
-    return RING_BYTES_PER_THREAD
-
-
-def _most_columns(plan: RingPlan, problem: NormProblem) -> int:
-    """That a thread had better have."""
-    if problem.direction == "backward":
-        if _may_have_many_columns(plan, problem):
-            return MANY_COLUMNS
-        few_threads = plan.cluster == 1 and threads_of_a_row(plan) < LEAST_THREADS_OF_MANY_COLUMNS
-        return MAX_COLUMNS_OF_FEW_THREADS if few_threads else MAX_COLUMNS_PER_THREAD
-    threads = threads_of_a_row(plan)
-    too_wide = problem.norm == "layer" and problem.cols > LARGEST_FORWARD_CLUSTER * threads * FORWARD_COLUMNS_IN_CLUSTER
-    if threads <= FORWARD_THREADS_APART or too_wide or _has_one_tile(problem):
-        return FORWARD_COLUMNS_PER_THREAD
-    if _is_one_row(plan, problem):
-        return FORWARD_COLUMNS_OF_ONE_ROW
-    return FORWARD_COLUMNS_IN_CLUSTER if plan.cluster > 1 else FORWARD_COLUMNS_ALONE
-
-
-def _has_one_tile(problem: NormProblem) -> bool:
-    """Whether a CTA had better have one tile only."""
-    narrow = problem.cols <= ONE_TILE_COLUMNS and problem.cols not in TOO_FEW_FOR_TWO_CTAS
-    return problem.direction == "forward" and problem.norm == "rms" and narrow
-
-
-def _is_one_row(plan: RingPlan, problem: NormProblem) -> bool:
-    """Whether it is a tile of LayerNorm's forward whose threads had better hold its parameters than a second row."""
-    if problem.norm == "rms" or problem.direction == "backward" or plan.rows_per_tile > 1:
-        return False
-    columns, whole = columns_of_a_thread(plan), is_whole(plan, problem.cols)
-    if problem.x_dtype.itemsize == 2:
-        least, most = FORWARD_COLUMNS_ALONE + (plan.cluster == 1 and not whole), FORWARD_COLUMNS_OF_ONE_ROW
-    else:  # there is no room for a second row anyway
-        least, most = 0 if whole else math.inf, FORWARD_COLUMNS_IN_CLUSTER
-    return least <= columns <= most and plan.cluster <= LARGEST_CLUSTER_OF_ONE_ROW
-
-
-def _most_columns_with_weight(plan: RingPlan, problem: NormProblem) -> int:
-    """Whose parameters a thread had better have in registers."""
-    if problem.direction == "backward" and problem.norm == "rms" and _columns_of_shared_row(plan, problem):
-        return RMS_COLUMNS_WITH_WEIGHT
-    return FORWARD_COLUMNS_OF_ONE_ROW if _is_one_row(plan, problem) else MAX_COLUMNS_WITH_WEIGHT[problem.direction]
+    return alone and large and many and not is_one_row(plan, problem) and not has_many_warps(plan, problem)
 
 
 def _streams(plan: RingPlan, problem: NormProblem, bytes_of_thread: float) -> int:
     """Row tiles that an SM had better work on at a time."""
     layer_in_cluster = problem.norm == "layer" and plan.cluster > 1
     if problem.direction == "forward":
-        if _has_many_warps(plan, problem):
+        if has_many_warps(plan, problem):
             return 1
-        if _is_one_row(plan, problem):
+        if is_one_row(plan, problem):
             return FORWARD_STREAMS_OF_ONE_ROW
-        alone = plan.cluster == 1 and plan.rows_per_tile == 1 and not _has_one_tile(problem)
+        alone = plan.cluster == 1 and plan.rows_per_tile == 1 and not has_one_tile(problem)
         return FORWARD_STREAMS_OF_WHOLE_CTAS if alone or layer_in_cluster else STREAMS["forward"]
     rms_in_cluster = plan.cluster > 1 and not layer_in_cluster
     most_bytes = THREE_STREAMS_BYTES_OF_RMS_IN_CLUSTER if rms_in_cluster else THREE_STREAMS_BYTES
@@ -429,14 +280,16 @@ def _streams(plan: RingPlan, problem: NormProblem, bytes_of_thread: float) -> in
 
 def _ring_stages(plan: RingPlan, problem: NormProblem, bytes_of_two: float) -> int:
     """Stages enough, of which two bring so many bytes to an SM."""
-    if _has_one_tile(problem):
+    if has_one_tile(problem):
         return 1
     groups = plan.num_groups if isinstance(plan, WarpSpecializedPlan) else 1
     few_ctas = plan.cluster <= LARGEST_CLUSTER_OF_TWO_STAGES
     in_two = problem.norm == "layer" and plan.cluster == 2 and bytes_per_element(problem) == 4
     in_part = in_two and not is_whole(plan, problem.cols)
     in_few = RING_BYTES_PER_SM_OF_PART if in_part else RING_BYTES_PER_SM
-    enough = bytes_of_two >= (in_few if few_ctas else RING_BYTES_PER_SM_IN_CLUSTER)
+    several_of_layer = problem.norm == "layer" and plan.ctas_per_sm > 1 and bytes_per_element(problem) == 4
+    in_many = RING_BYTES_PER_SM_OF_LAYER if several_of_layer else RING_BYTES_PER_SM_IN_CLUSTER
+    enough = bytes_of_two >= (in_few if few_ctas else in_many)
     two = enough or (problem.direction == "backward" and plan.rows_per_tile > 1)
     return groups * (2 if two else RING_STAGES[problem.direction])
 
@@ -449,18 +302,13 @@ def _ring_chunk(plan: RingPlan, problem: NormProblem) -> int:
         return problem.cols
     few_registers = plan.ctas_per_sm > STREAMS["backward"] or plan.max_registers <= 128
     columns = RING_COLUMNS_PER_CHUNK[problem.norm]
-    if _has_many_warps(plan, problem) and plan.num_warps == 16:
+    if has_many_warps(plan, problem) and plan.num_warps == 16:
         columns = RING_COLUMNS_PER_CHUNK["layer"]
     elif apart or problem.direction == "forward" or (plan.cluster > 1 and few_registers):
         columns = MANY_COLUMNS_PER_CHUNK
     elif columns_of_a_thread(plan) == 3 * columns and problem.norm == "rms":
         columns //= 2  # 6144, 12288, 24576 columns: six chunks are up to 2% faster than three
     return threads * columns
-
-
-def bytes_per_element(problem: NormProblem) -> int:
-    """Of x and, in the backward, the gradient."""
-    return problem.x_dtype.itemsize + (problem.grad_dtype.itemsize if problem.direction == "backward" else 0)
 
 
 def distance(value: float, target: float) -> float:

@@ -85,6 +85,7 @@ class RingTile(Tile):
     # A tile's statistics are asked for a whole tile ahead, not half of one (10% faster), and the partials leave before
     # the dx of the last tile is made.
     works_ahead: bool = True
+    in_pairs: bool = False  # 16-bit values become float32 two at a time: see rowmath.widen
     cluster: int = 1  # CTAs that share a row: chunk columns each
     num_groups: int = 1  # compute groups that take tiles in turn
     cached: bool = False  # a tile stays in registers between its two passes

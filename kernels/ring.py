@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from .cluster import sum_over_cluster
-from .rowmath import input_gradient, inverse_std, normalize
+from .rowmath import input_gradient, inverse_std, normalize, widen
 
 fence_barriers = fence_async_shared
 wait = mbarrier.wait
@@ -201,7 +201,10 @@ def parameter_row(held, tile: gl.constexpr):
         row = held.load(column_layout(tile))
     else:
         row = held
-    return gl.expand_dims(row, 0).to(gl.float32)
+    row = gl.expand_dims(row, 0)
+    if tile.in_pairs:
+        row = widen(row, True)
+    return row.to(gl.float32)
 
 
 @gluon.jit
@@ -350,8 +353,8 @@ def sum_tile(x, dy, mean, rstd, weight, dw, db, norm: gl.constexpr, tile: gl.con
     new_dw = ()
     new_db = ()
     for c in gl.static_range(tile.chunks):
-        x_hat = normalize(x[c].to(gl.float32), mean, rstd, norm)
-        upstream = dy[c].to(gl.float32)
+        x_hat = normalize(widen(x[c], tile.in_pairs), mean, rstd, norm)
+        upstream = widen(dy[c], tile.in_pairs)
         g = upstream_gradient(upstream, weight[c], norm, tile)
         sum_gx += g * x_hat
         sum_g += g
@@ -388,10 +391,10 @@ def store_dx(dx_ptr, x, dy, mean, rstd, sums, weight, residual, row, cols, norm:
     if norm.layer:
         mean_g = gl.expand_dims(sums[1], 2) / cols
     for c in gl.static_range(tile.chunks):
-        g = upstream_gradient(dy[c].to(gl.float32), weight[c], norm, tile)
-        dx = input_gradient(g, x[c].to(gl.float32), mean, rstd, mean_gx, mean_g, norm)
+        g = upstream_gradient(widen(dy[c], tile.in_pairs), weight[c], norm, tile)
+        dx = input_gradient(g, widen(x[c], tile.in_pairs), mean, rstd, mean_gx, mean_g, norm)
         if norm.has_residual:
-            dx += residual[c].to(gl.float32)
+            dx += widen(residual[c], tile.in_pairs)
         store_chunk(dx_ptr, dx, row, cols, c, "", tile)
 
 

@@ -17,6 +17,18 @@ import triton.language as tl
 
 
 @triton.jit
+def widen(x, in_pairs: tl.constexpr):
+    """x in float32. In pairs, two adjacent bfloat16 become float32 by one instruction each, where the compiler takes
+    three for both. Not in the interpreter, which knows no PTX."""
+    if in_pairs and x.dtype == tl.bfloat16:
+        ptx: tl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+        wide = tl.inline_asm_elementwise(ptx, "=f,=f,r", [x], tl.float32, is_pure=True, pack=2)
+    else:
+        wide = x.to(tl.float32)
+    return wide
+
+
+@triton.jit
 def inverse_std(mean_square, eps):
     """1 / sqrt(mean_square + eps): rstd from the variance (LayerNorm) or the mean square (RMSNorm)."""
     return 1.0 / tl.sqrt(mean_square + eps)

@@ -14,7 +14,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE, KERNELS = ROOT / "fusednorm", ROOT / "kernels"
 
 PLANNER = {
-    "heuristics", "few_rows", "candidates", "preference", "forcing", "legality", "budget", "plan", "problem", "device"
+    "heuristics", "few_rows", "candidates", "preference", "tile_share", "forcing", "legality", "budget",
+    "plan", "problem", "device",
 }  # fmt: skip
 MAY_IMPORT = {
     "__init__": {
@@ -39,9 +40,10 @@ MAY_IMPORT = {
     "semaphore": set(),
     "launcher": {"kernels", "problem"},
     "heuristics": PLANNER - {"heuristics"},
-    "few_rows": {"candidates", "preference", "legality", "budget", "plan", "problem", "device"},
-    "candidates": {"preference", "budget", "plan", "problem", "device"},
-    "preference": {"budget", "plan", "problem", "device"},
+    "few_rows": {"candidates", "preference", "tile_share", "legality", "budget", "plan", "problem", "device"},
+    "candidates": {"preference", "tile_share", "budget", "plan", "problem", "device"},
+    "preference": {"tile_share", "budget", "plan", "problem", "device"},
+    "tile_share": {"budget", "plan", "problem"},
     "forcing": {"plan"},
     "legality": {"plan", "problem", "device"},
     "budget": {"plan", "problem", "device"},

@@ -24,6 +24,9 @@ CLUSTERS = rotate([(300, 12288), (301, 16384), (128, 32768), (67, 65536), (33, 1
 # Rows that end within a chunk, but for 9216 columns, which are nine.
 TAILS = rotate([(300, 2816), (2049, 3328), (1031, 4352), (601, 8448), (600, 9216)], DTYPES)
 TAILS += rotate([(2049, 8448), (130, 10496), (67, 16640), (33, 49408), (129, 98560)], DTYPES[:1])
+# Of which a thread has many columns, in up to sixteen chunks.
+MANY_CHUNKS = rotate([(1500, 5376), (1401, 6656), (1500, 7040), (1402, 11008), (300, 43520), (301, 61440)], DTYPES[::3])
+MANY_CHUNKS += rotate([(600, 67584), (140, 122880), (40, 204800), (33, 237568), (33, 262144)], DTYPES[:2])
 
 
 def planned(case, inputs, mean, rstd):
@@ -53,8 +56,8 @@ def test_rows_shared_by_a_cluster_are_right(case):
     assert_outputs_close(outputs, case, inputs)
 
 
-@pytest.mark.parametrize("case", TAILS, ids=str)
-def test_rows_whose_last_chunk_comes_by_itself_are_right(case):
+@pytest.mark.parametrize("case", TAILS + MANY_CHUNKS, ids=str)
+def test_rows_of_many_chunks_and_those_whose_last_comes_by_itself_are_right(case):
     inputs = make_inputs(case, "cuda")
     with fusednorm.force("pipelined"):
         outputs = run(case, inputs)
