@@ -50,7 +50,7 @@ COLUMNS_OF_TWO_ROWS = {"layer": {2: (18, 24)}, "rms": {2: (18, 24), 4: (18, 24),
 # 28 over twice as many CTAs (8192 x 6144 77.0 us and 79.6, 8192 x 14336 171 and 173), 33 and more by four warps over
 # sixteen CTAs, which eight warps over eight have (2048 x 67584 226 us and 240).
 ANY_CLUSTER = 0
-COLUMNS_OF_SHARED_ROWS: dict[tuple[str, int], dict[int, tuple[tuple[float, float], ...]]] = {
+COLUMNS_OF_ONE_ROW: dict[tuple[str, int], dict[int, tuple[tuple[float, float], ...]]] = {
     ("layer", 4): {
         1: ((0, 47.9), (48, 55.9)),
         2: ((0, 47.9), (48, 55)),
@@ -101,7 +101,7 @@ LEAST_COLUMNS_IN_PAIRS = 32
 def is_too_much(plan: RingPlan, problem: NormProblem) -> bool:
     """Whether a thread had better have less of a row tile."""
     columns, rows = columns_of_a_thread(plan), rows_of_a_thread(plan.rows_per_tile, plan.cluster)
-    ranges = columns_of_shared_row(plan, problem)
+    ranges = ranges_of_one_row(plan, problem)
     if ranges is not None:
         of_row = problem.cols / plan.cluster / threads_of_a_row(plan)
         return not any(above < of_row <= most for above, most in ranges)
@@ -113,11 +113,11 @@ def is_too_much(plan: RingPlan, problem: NormProblem) -> bool:
     return too_many or rows * columns * bytes_per_element(problem) > _most_bytes(plan, problem)
 
 
-def columns_of_shared_row(plan: RingPlan, problem: NormProblem) -> tuple[tuple[float, float], ...] | None:
-    """COLUMNS_OF_SHARED_ROWS of a backward's tile of one row; None where there are none."""
+def ranges_of_one_row(plan: RingPlan, problem: NormProblem) -> tuple[tuple[float, float], ...] | None:
+    """COLUMNS_OF_ONE_ROW of a backward's tile; None where there are none."""
     if problem.direction == "forward" or plan.rows_per_tile > 1 or bytes_per_element(problem) > 4:
         return None
-    by_cluster = COLUMNS_OF_SHARED_ROWS.get((problem.norm, plan.num_warps), {})
+    by_cluster = COLUMNS_OF_ONE_ROW.get((problem.norm, plan.num_warps), {})
     return by_cluster.get(plan.cluster, by_cluster.get(ANY_CLUSTER)) if isinstance(plan, PipelinedPlan) else None
 
 
@@ -190,7 +190,7 @@ def is_one_row(plan: RingPlan, problem: NormProblem) -> bool:
 
 def most_columns_with_weight(plan: RingPlan, problem: NormProblem) -> int:
     """Whose parameters a thread had better have in registers."""
-    if problem.direction == "backward" and columns_of_shared_row(plan, problem):
+    if problem.direction == "backward" and ranges_of_one_row(plan, problem):
         fewer, more = COLUMNS_WITHOUT_WEIGHT[problem.norm]
         return fewer if columns_of_a_thread(plan) <= more else COLUMNS_WITH_WEIGHT
     return FORWARD_COLUMNS_OF_ONE_ROW if is_one_row(plan, problem) else MAX_COLUMNS_WITH_WEIGHT[problem.direction]
