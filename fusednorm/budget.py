@@ -272,8 +272,9 @@ def _backward_of_one_row_manages_with(plan: RingPlan, problem: NormProblem, devi
     else:
         in_fours = plan.chunk == 4 * threads_of_a_row(plan) and not whole and problem.residual_dtype is None
         in_eights = plan.num_chunks <= 4 and whole
-        most = plan.num_chunks == 1 or (hopper and (in_eights or (in_fours and few_copies)))
-        few, many = (32 if most else 28 if few_copies and hopper else 24), (64 if hopper else 60)
+        one_chunk = plan.num_chunks == 1 and (hopper or whole)
+        most = one_chunk or (hopper and (in_eights or (in_fours and few_copies)))
+        few, many = (32 if most else 28 if few_copies and hopper else 24), (64 if hopper else 56)
     if plan.weight_in_smem and plan.cluster > 1 and columns <= few:
         return 128
     held_well = plan.weight_in_smem or problem.norm == "rms" or columns <= (60 if hopper else 48)
