@@ -200,7 +200,7 @@ def most_boxes(problem: NormProblem, cluster: int) -> int:
     box_bytes = math.gcd(problem.cols, MAX_BOX_SIDE) * problem.x_dtype.itemsize
     if problem.cols <= COLUMNS_OF_FEW_BOXES or box_bytes >= BYTES_OF_LONG_BOX:
         return MAX_BOX_SIDE
-    return MOST_BOXES_OF_16_BYTES if box_bytes < 32 else cluster * MAX_BOX_SIDE
+    return MOST_BOXES_OF_16_BYTES if box_bytes == 16 else cluster * MAX_BOX_SIDE
 
 
 # --- Common ---

@@ -4,8 +4,7 @@ These were found on an H200 (bfloat16, 64 to 262144 columns; bench/results/2026-
 -rows-apart and -widths.jsonl, 2026-11-21-nvidia-h200-plans, -tiles-of-a-cta and -widths.jsonl,
 2026-11-22-nvidia-h200-plans, -few-rows, -odd-widths and -one-chunk.jsonl, 2026-11-23-nvidia-h200-wide-rows and
 -many-chunks.jsonl). Of the plans swept there the keys choose one within 8% of the fastest, 3% on the average;
-bench/NOTES.md names exceptions.
-Other GPUs are planned for by the same arithmetic with their own resources.
+bench/NOTES.md names exceptions. Other GPUs are planned for by the same arithmetic with their own resources.
 """
 
 from __future__ import annotations

@@ -87,10 +87,10 @@ ONE_TILE_COLUMNS, TOO_FEW_FOR_TWO_CTAS = 16384, range(9217, 14336)
 # A thread holds the parameters of so many columns in registers; of more, they are faster in shared memory (forward of
 # 8192 x 10240, 20 columns a thread of two rows: 85.6 us and 89.3; LayerNorm).
 MAX_COLUMNS_WITH_WEIGHT = {"backward": 32, "forward": 16}
-# One row of a backward with so many: in registers but for some of LayerNorm's, of which the registers are short. 2048 x
-# 139264 480 us so and 503, 2048 x 41984 132 and 134, 2048 x 57856 179 and 182, but 2048 x 46080, 48 columns, 149 and
-# 144, 2048 x 98304 306 and 296; RMSNorm 2048 x 200704 613 and 637.
-COLUMNS_WITH_WEIGHT, COLUMNS_WITHOUT_WEIGHT = 60, {"layer": (44, 52), "rms": (60, 60)}
+# One row of a backward: in registers if these suffice (budget.py), but of LayerNorm not where the columns are more than
+# so many, up to the second. 2048 x 139264 takes 480 us so and 503, 2048 x 41984 132 and 134, 2048 x 57856 179 and 182,
+# but 2048 x 46080, 48 columns, 149 and 144, 2048 x 98304 306 and 296; RMSNorm 2048 x 200704 613 and 637.
+LAYER_COLUMNS_WITHOUT_WEIGHT = 44, 52
 # Where nothing else fills an SM's waits (one row's sums at a time, of many columns), instructions are what it waits
 # for: LayerNorm's backward by eight warps in clusters 2048 x 139264 549 us and 507 with pairs, 2048 x 90112 306 and
 # 280; of four, 2048 x 61440 194 and 187, 2048 x 43520 134.7 and 133.0. With fewer columns and two CTAs on an SM it is
@@ -188,11 +188,11 @@ def is_one_row(plan: RingPlan, problem: NormProblem) -> bool:
     return least <= columns <= most and plan.cluster <= LARGEST_CLUSTER_OF_ONE_ROW
 
 
-def most_columns_with_weight(plan: RingPlan, problem: NormProblem) -> int:
+def most_columns_with_weight(plan: RingPlan, problem: NormProblem) -> float:
     """Whose parameters a thread had better have in registers."""
     if problem.direction == "backward" and ranges_of_one_row(plan, problem):
-        fewer, more = COLUMNS_WITHOUT_WEIGHT[problem.norm]
-        return fewer if columns_of_a_thread(plan) <= more else COLUMNS_WITH_WEIGHT
+        above, most = LAYER_COLUMNS_WITHOUT_WEIGHT
+        return above if problem.norm == "layer" and columns_of_a_thread(plan) <= most else math.inf
     return FORWARD_COLUMNS_OF_ONE_ROW if is_one_row(plan, problem) else MAX_COLUMNS_WITH_WEIGHT[problem.direction]
 
 
