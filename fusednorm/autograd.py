@@ -1,19 +1,22 @@
 """Derivatives of the ops: the drop-in autograd Functions, and what the ops run above their kernels.
 
 A call takes one of three routes. Where nothing is to be differentiated it goes straight to the op's kernel. Where
-autograd records, it goes through LayerNormFunction or RMSNormFunction, whose backward is the backward op. Where
-somebody must look inside (torch.func transforms, forward-mode AD, a backward that is itself differentiated), the op's
-formula takes its place.
+autograd records, it goes through LayerNormFunction or RMSNormFunction, whose backward is the backward op; layer_norm
+and rms_norm, which return y alone, through RecordedNorm. Where somebody must look inside (torch.func transforms,
+forward-mode AD, a backward that is itself differentiated), the op's formula takes its place.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
-from . import native, ops, reference
-from .forcing import force, forced_variant
+from . import native, ops, recipe, reference
+from .forcing import asked_variants, force, forced_variant
 from .problem import validate_backward, validate_forward
 
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -88,6 +91,72 @@ class RMSNormFunction(Function):
         return dx, None, dw, None
 
 
+@dataclass(eq=False, slots=True)
+class NormCall:
+    """A forward that has run, but for its tensors: one for all that look alike."""
+
+    norm: str
+    normalized_shape: Sequence[int]
+    eps: float | None
+    asked: tuple[str | None, ...]  # for variants, by `force`
+    repeat_backward: recipe.Repeat | None = None  # what its latest backward launched
+
+    def backward(self, grad_y, x, mean, rstd, weight, bias, mask) -> tuple[Tensor | None, ...]:
+        """(dx, dw, db) on whatever route."""
+        norm, shape = self.norm, self.normalized_shape
+        if torch.is_grad_enabled():
+            return differentiable_backward(norm, shape, self.eps, grad_y, x, weight, bias, mask)
+        with force(self.asked[-1] if self.asked else None):  # not what holds for the thread that runs this
+            if norm == "layer":
+                grads = layer_norm_bwd(grad_y, x, shape, mean, rstd, weight, bias, mask)
+            else:
+                grads = *rms_norm_bwd(grad_y, x, shape, rstd, weight, mask[:2]), None
+            if not torch.compiler.is_dynamo_compiling() and type(x) in PLAIN:
+                known = recipe.find(recipe.backward(norm, grad_y, x, shape, mean, rstd, weight, bias, mask))
+                self.repeat_backward = known.repeat if known else self.repeat_backward
+        return grads
+
+
+class RecordedNorm(Function):
+    """What autograd records of a forward that has run: y is its one output, and mean and rstd are the node's own.
+
+    Most of a module's host time in Python goes to autograd and its thread, which comes to all code and data anew: what
+    it does for the usual call is as little as can be.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, outputs, call: NormCall):
+        y, mean, rstd = outputs
+        ctx.save_for_backward(x, mean, rstd, weight, bias)
+        ctx.call = call
+        return y
+
+    @staticmethod
+    def backward(ctx, grad_y):
+        x, mean, rstd, weight, bias = ctx.saved_tensors
+        call = ctx.call
+        if not (torch.is_grad_enabled() or forward_ad._current_level >= 0 or torch.compiler.is_dynamo_compiling()):
+            # What is wanted needs no look: it goes by what requires grad, which is the same in calls that look alike.
+            repeat = call.repeat_backward
+            grads = repeat and repeat(grad_y, x, mean, rstd, weight, bias, None)
+            if grads is not None:
+                return *grads, None, None
+        return *call.backward(grad_y, x, mean, rstd, weight, bias, ctx.needs_input_grad[:3]), None, None
+
+
+def differentiable_backward(norm, normalized_shape, eps, grad_y, x, weight, bias, mask) -> tuple[Tensor | None, ...]:
+    """(dx, dw, db) of a norm that gave y alone, where they are differentiated: the statistics are a part of that."""
+    if norm == "layer":
+        _, mean, rstd = reference.layer_norm_formula(x, normalized_shape, None, None, eps)
+        return layer_norm_bwd(grad_y, x, normalized_shape, mean, rstd, weight, bias, mask)
+    _, rstd = reference.rms_norm_formula(x, normalized_shape, None, eps)
+    return *rms_norm_bwd(grad_y, x, normalized_shape, rstd, weight, mask[:2]), None
+
+
+# Without what Function.apply does for torch.func first (3 us), which never gets here.
+_record = super(Function, RecordedNorm).apply
+
+
 def layer_norm_fwd(x, normalized_shape, weight=None, bias=None, eps=1e-5):
     if torch.compiler.is_dynamo_compiling():
         return _layer_norm_fwd_op(x, normalized_shape, weight, bias, eps)
@@ -103,8 +172,9 @@ def _layer_norm_fwd(x, normalized_shape, weight, bias, eps):
     """Below autograd."""
     if torch.compiler.is_dynamo_compiling():
         return _layer_norm_fwd_op(x, normalized_shape, weight, bias, eps)
-    if _is_plain(x, weight, bias):
-        return ops.layer_norm_fwd(x, normalized_shape, weight, bias, eps)
+    outputs = _at_once(recipe.forward, ops.forward, "layer", x, normalized_shape, weight, bias, eps)
+    if outputs is not None:
+        return outputs
     with torch._C._AutoDispatchBelowAutograd():
         return _layer_norm_fwd_op(x, normalized_shape, weight, bias, eps)
 
@@ -115,8 +185,10 @@ def layer_norm_bwd(grad_out, x, normalized_shape, mean, rstd, weight=None, bias=
     if _is_looked_into() or _is_recorded(grad_out, x, mean, rstd, weight):
         validate_backward("layer", grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask)
         return reference.backward_formula(grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask)
-    if _is_plain(grad_out, x, mean, rstd, weight, bias):
-        return ops.layer_norm_bwd(grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask)
+    operands = grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask
+    grads = _at_once(recipe.backward, ops.backward, "layer", *operands)
+    if grads is not None:
+        return grads
     with torch._C._AutoDispatchBelowAutograd():
         return _layer_norm_bwd_op(grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask)
 
@@ -136,8 +208,9 @@ def _rms_norm_fwd(x, normalized_shape, weight, eps):
     """Below autograd."""
     if torch.compiler.is_dynamo_compiling():
         return _rms_norm_fwd_op(x, normalized_shape, weight, eps)
-    if _is_plain(x, weight):
-        return ops.rms_norm_fwd(x, normalized_shape, weight, eps)
+    outputs = _at_once(recipe.forward, ops.forward, "rms", x, normalized_shape, weight, None, eps)
+    if outputs is not None:
+        return outputs[0], outputs[2]
     with torch._C._AutoDispatchBelowAutograd():
         return _rms_norm_fwd_op(x, normalized_shape, weight, eps)
 
@@ -149,8 +222,10 @@ def rms_norm_bwd(grad_out, x, normalized_shape, rstd, weight=None, output_mask=(
         mask = (*output_mask, False)
         validate_backward("rms", grad_out, x, normalized_shape, None, rstd, weight, None, mask)
         return reference.backward_formula(grad_out, x, normalized_shape, None, rstd, weight, None, mask)[:2]
-    if _is_plain(grad_out, x, rstd, weight):
-        return ops.rms_norm_bwd(grad_out, x, normalized_shape, rstd, weight, output_mask)
+    operands = grad_out, x, normalized_shape, None, rstd, weight, None, (*output_mask, False)
+    grads = _at_once(recipe.backward, ops.backward, "rms", *operands)
+    if grads is not None:
+        return grads[:2]
     with torch._C._AutoDispatchBelowAutograd():
         return _rms_norm_bwd_op(grad_out, x, normalized_shape, rstd, weight, output_mask)
 
@@ -192,9 +267,8 @@ def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
         y = native.extension.layer_norm(x, normalized_shape, weight, bias, eps)
         if y is not NotImplemented:
             return y
-    if eps is not None and _is_quick(x, weight, bias):
-        return ops.forward("layer", x, normalized_shape, weight, bias, eps, wants_statistics=False)[0]
-    return layer_norm_fwd(x, normalized_shape, weight, bias, eps)[0]
+    y = _forward("layer", x, normalized_shape, weight, bias, eps)
+    return y if y is not None else layer_norm_fwd(x, normalized_shape, weight, bias, eps)[0]
 
 
 def rms_norm(x, normalized_shape, weight=None, eps=None):
@@ -205,19 +279,38 @@ def rms_norm(x, normalized_shape, weight=None, eps=None):
         y = native.extension.rms_norm(x, normalized_shape, weight, eps)
         if y is not NotImplemented:
             return y
-    if _is_quick(x, weight):
-        return ops.forward("rms", x, normalized_shape, weight, None, eps, wants_statistics=False)[0]
-    return rms_norm_fwd(x, normalized_shape, weight, eps)[0]
+    y = _forward("rms", x, normalized_shape, weight, None, eps)
+    return y if y is not None else rms_norm_fwd(x, normalized_shape, weight, eps)[0]
+
+
+def _forward(norm, x, normalized_shape, weight, bias, eps) -> Tensor | None:
+    """y of plain tensors; None where the tensors are not plain or somebody looks on."""
+    if type(x) not in PLAIN or forward_ad._current_level >= 0 or torch._C._len_torch_function_stack():
+        return None
+    recorded = torch.is_grad_enabled() and (x.requires_grad or _is_recorded(weight, bias))
+    operands = norm, x, normalized_shape, weight, bias, eps, recorded
+    seen = recipe.forward(*operands)
+    for known in recipe.of_key(seen[0], ()):
+        outputs = known.repeat(x, weight, bias)
+        if outputs is not None:
+            break
+    else:
+        if _is_looked_into() or not _is_plain((x, weight, bias)):
+            return None
+        outputs, known = ops.forward(*operands), recipe.find(seen)
+    if not recorded:
+        return outputs[0]
+    call = known and known.note
+    if call is None:
+        call = NormCall(norm, tuple(normalized_shape), eps, asked_variants())
+        if known is not None:
+            known.note = call
+    return _record(x, weight, bias, outputs, call)
 
 
 def _is_traced() -> bool:
     """Whether torch.compile or torch.jit.trace writes down which ops are called."""
     return torch.compiler.is_dynamo_compiling() or torch._C._get_tracing_state() is not None
-
-
-def _is_quick(*tensors: Tensor | None) -> bool:
-    """Whether only y of a forward will ever be asked for, and nobody looks on."""
-    return not _is_recorded(*tensors) and not _is_looked_into() and _is_plain(*tensors)
 
 
 def _is_looked_into() -> bool:
@@ -234,15 +327,33 @@ def _is_recorded(*tensors: Tensor | None) -> bool:
     return False
 
 
-def _is_plain(*tensors: Tensor | None) -> bool:
-    """Whether nobody but the CUDA kernels stands below autograd: then these are called at once, which saves a third of
-    the host time of a call."""
+def _at_once(look: Callable[..., recipe.Call], run: Callable[..., tuple], norm: str, *operands) -> tuple | None:
+    """The outputs by CUDA kernels, where nobody else stands below autograd: not to ask the dispatcher saves a third of
+    the host time of a call. None elsewhere."""
+    seen = look(norm, *operands)
+    if torch._C._len_torch_function_stack() or not all(each is None or type(each) in PLAIN for each in seen[1]):
+        return None
+    # Before all other questions: a call that looks like an earlier one would get the same answers.
+    outputs = recipe.repeat(seen)
+    if outputs is None and _is_plain(seen[1]):
+        outputs = run(norm, *operands)
+    return outputs
+
+
+def _is_plain(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether nobody but the CUDA kernels stands below autograd."""
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return False
-    for tensor in tensors:
-        if tensor is not None and not (type(tensor) in PLAIN and tensor.is_cuda and not tensor.is_neg()):
-            return False
-    return True
+    return all(each is None or (_is_on_a_gpu(each) and not _is_wrapped(each)) for each in tensors)
+
+
+def _is_on_a_gpu(tensor: Tensor) -> bool:
+    return type(tensor) in PLAIN and tensor.is_cuda
+
+
+def _is_wrapped(tensor: Tensor) -> bool:
+    """Whether the tensor's memory is not its value, or a torch.func transform's, which may be over."""
+    return tensor.is_neg() or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def _add(a: Tensor | None, b: Tensor) -> Tensor:
@@ -262,4 +373,10 @@ for _above in (
     ops.LIBRARY.impl(_above.__name__, _above, "FuncTorchBatchedDecomposition")
 
 if native.extension:
-    native.install("CUDA", [globals()[name] for name in native.OPS], ops, reference.statistics_backward_formula)
+    native.install(
+        "CUDA",
+        [globals()[name] for name in native.OPS],
+        ops,
+        reference.statistics_backward_formula,
+        differentiable_backward,
+    )

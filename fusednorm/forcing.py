@@ -39,6 +39,9 @@ class force:  # noqa: N801  reads as a function: with force("pipelined"): ...
             _tell(-1)
 
 
+asked_variants = _asked.get  # all that the enclosing `with` statements ask for, without a Python frame
+
+
 def observe(observer: Callable[[int], None]) -> None:
     """Call observer(1) when a block of `force` begins, in any thread, and observer(-1) when it ends."""
     _observers.append(observer)

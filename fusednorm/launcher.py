@@ -178,6 +178,7 @@ class Build:
     """
 
     STREAM = 3  # position of the stream in a launch's arguments
+    RUNTIME = knobs.runtime  # where those who want to see Triton's launches leave their hooks
 
     @staticmethod
     def of(compiled, launch: Launch) -> Build | None:
@@ -241,12 +242,13 @@ class Build:
     @staticmethod
     def is_hooked() -> bool:
         """Whether a profiler wants to see Triton's launches."""
-        return any(Build.hooks())
+        before, after = Build.hooks()
+        return bool(before or after)
 
     @staticmethod
     def hooks() -> tuple[list, list]:
         """Triton's lists of those who want to: before a launch, and after."""
-        return knobs.runtime.launch_enter_hook.calls, knobs.runtime.launch_exit_hook.calls
+        return Build.RUNTIME.launch_enter_hook.calls, Build.RUNTIME.launch_exit_hook.calls
 
     def tensor_map(self, position: int, pointer: int, shape: list[int], strides: list[int]):
         """What the TMA copies of a descriptor need, in the form that `launch` takes."""

@@ -26,43 +26,47 @@ OPS = ("layer_norm_fwd", "layer_norm_bwd", "rms_norm_fwd", "rms_norm_bwd")
 NAMES_OF_NUMBERS = {"i32", "i64", "fp32", "fp64"}  # Triton's names of parameter types
 
 
-def install(key: str, above: list[Callable], ops: Any, statistics_gradient: Callable) -> None:
+def install(
+    key: str, above: list[Callable], ops: Any, statistics_gradient: Callable, differentiable_backward: Callable
+) -> None:
     """Register the OPS in C++ at dispatch key `key` ("CUDA") and at autograd's above it.
 
     above: what stands in for each of OPS above autograd; ops: has forward and backward, where a call without a recipe
-    goes (ops.py); statistics_gradient: reference.statistics_backward_formula.
+    goes (ops.py); statistics_gradient: reference.statistics_backward_formula; differentiable_backward: of a norm whose
+    y alone was asked for, called as autograd.differentiable_backward.
     """
 
     def forward_of(norm: str):
         def run(*operands):
-            return ops.forward(norm, *operands), _packed(recipe.forward(norm, *operands))
+            return ops.forward(norm, *operands), _packed(recipe.find(recipe.forward(norm, *operands)))
 
         return run
 
     def backward_of(norm: str):
         def run(*operands):
-            return ops.backward(norm, *operands), _packed(recipe.backward(norm, *operands))
+            return ops.backward(norm, *operands), _packed(recipe.find(recipe.backward(norm, *operands)))
 
         return run
 
     below = [forward_of("layer"), backward_of("layer"), forward_of("rms"), backward_of("rms")]
-    extension.install(key, above, below, statistics_gradient, recipe.KEPT)
+    extension.install(key, above, below, statistics_gradient, differentiable_backward, recipe.KEPT)
     forcing.observe(extension.pause)  # what is forced takes Python's way
 
 
-def _packed(sighting: recipe.Sighting) -> tuple | None:
-    """The recipe of a call in the form that csrc/native.cpp takes; None where there is none."""
-    known = sighting.recipe()
-    if known is None:
+def _packed(found: recipe.Known | None) -> tuple | None:
+    """A recipe in the form that csrc/native.cpp takes; None where there is none."""
+    if found is None:
         return None
+    known = found.recipe
     extension.watch(*known.steps[0].build.hooks())
     meeting = 0
     if known.meets:
         stream = torch._C._cuda_getCurrentRawStream(known.device)
-        meeting = semaphore.of_device(known.device).address(stream)
-        if meeting is None:
+        meeting = semaphore.of_device(known.device).addresses.get(stream)
+        if meeting is None or torch.cuda.is_current_stream_capturing():
             return None
-    return known.device, known.outputs, known.workspace, meeting, [_packed_step(step) for step in known.steps]
+    *outputs, workspace = known.written
+    return known.device, outputs, workspace, meeting, [_packed_step(step) for step in known.steps]
 
 
 def _packed_step(step: recipe.Step) -> tuple:

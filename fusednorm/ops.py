@@ -25,6 +25,7 @@ Raise RuntimeError where an operand has another shape, dtype or device than said
 from __future__ import annotations
 
 import functools
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -103,13 +104,13 @@ def forward(
     operands = (x, normalized_shape, weight, bias, eps, wants_statistics)
     if not x.is_cuda:
         return reference.forward(check_forward(norm, *operands))
-    sighting = recipe.forward(norm, *operands)
-    outputs = sighting.repeat()
+    seen = recipe.forward(norm, *operands)
+    outputs = recipe.repeat(seen)
     if outputs is None:
         call = check_forward(norm, *operands)
         if not (call.rows and call.problem.cols):
             return reference.forward(call)
-        outputs = launch().forward(call, sighting.remember)
+        outputs = launch().forward(call, partial(recipe.remember, seen))
     return outputs
 
 
@@ -121,15 +122,15 @@ def backward(
     if not x.is_cuda:
         call = check_backward(norm, *operands)
         return reference.backward(call) if _wants_any(call) else (None, None, None)
-    sighting = recipe.backward(norm, *operands)
-    outputs = sighting.repeat()
+    seen = recipe.backward(norm, *operands)
+    outputs = recipe.repeat(seen)
     if outputs is None:
         call = check_backward(norm, *operands)
         if not _wants_any(call):
             return None, None, None
         if not (call.rows and call.problem.cols):
             return reference.backward(call)
-        outputs = launch().backward(call, sighting.remember)
+        outputs = launch().backward(call, partial(recipe.remember, seen))
     return outputs
 
 

@@ -148,9 +148,12 @@ def check_forward(
 ) -> ForwardCall:
     """Check the arguments of layer_norm_fwd (norm "layer") or rms_norm_fwd ("rms") and flatten them to rows x cols.
 
-    Raises RuntimeError as `validate_forward` does. Copies x only where no two strides describe its rows.
+    Raises RuntimeError as `validate_forward` does, and where LayerNorm has no eps. Copies x only where no two strides
+    describe its rows.
     """
     batch_shape = validate_forward(norm, x, normalized_shape, weight, bias)
+    if norm == "layer" and eps is None:
+        raise RuntimeError("layer_norm_fwd: eps must be a number, got None")
     cols = math.prod(normalized_shape)
     view = _row_view_or_copy(x, len(batch_shape), cols)
     problem = _problem(

@@ -23,7 +23,7 @@ class Semaphores:
         self._device = torch.device("cuda", device)
         self._free: list[Tensor] = []
         self._by_stream: dict[int, Tensor] = {}
-        self._addresses: dict[int, int] = {}
+        self.addresses: dict[int, int] = {}  # by stream; for launches of no captured graph, which needs its own
 
     def next(self, stream: int) -> Tensor | None:
         """Where the one for a launch on `stream` begins, the device's current one; None if a graph is being captured
@@ -39,12 +39,8 @@ class Semaphores:
                 provider.start()
                 provider.join()
             first = self._by_stream[stream] = self._free.pop()
-            self._addresses[stream] = first.data_ptr()
+            self.addresses[stream] = first.data_ptr()
         return first
-
-    def address(self, stream: int) -> int | None:
-        """That of the one of a stream that has one; None while a graph is being captured, which needs its own."""
-        return None if torch.cuda.is_current_stream_capturing() else self._addresses.get(stream)
 
     def _provide(self) -> None:
         words = torch.zeros(HANDED_OUT, SIZE, dtype=torch.int32, device=self._device)

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fusednorm import native, recipe
+from fusednorm import native, straight_line
 from fusednorm.testing import Case, Inputs
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -149,7 +149,7 @@ def guarded_buffers() -> Iterator[list[Tensor]]:
     with (
         mock.patch.object(torch, "empty", guarded),
         mock.patch.object(torch, "empty_like", guarded_like),
-        mock.patch.object(recipe, "_allocate", guarded_for_recipe),
+        mock.patch.object(straight_line, "_allocate", guarded_for_recipe),
     ):
         yield buffers
     for buffer in buffers:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ from op_log import OpLog
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.testing import assert_close
 
-from fusednorm import LayerNormFunction, RMSNormFunction
+from fusednorm import LayerNormFunction, RMSNormFunction, autograd, force, forcing
 from fusednorm.testing import Case, Outputs, assert_outputs_close, make_inputs
 
 OPS = torch.ops.fusednorm
@@ -27,8 +29,25 @@ STOCK = {
     "layer": lambda x, w=None, b=None: (F.layer_norm(x, (8,), w, b, 1e-2),),
     "rms": lambda x, w=None, b=None: (F.rms_norm(x, (8,), w, 1e-2),),
 }
+
+
+def as_on_a_gpu(function):
+    """The forward with CPU tensors taken for those that go to the kernels at once."""
+
+    def run(*tensors):
+        with mock.patch.object(autograd, "_is_on_a_gpu", lambda tensor: True):
+            return (function(*tensors),)
+
+    return run
+
+
+RECORDED = {
+    "layer": as_on_a_gpu(lambda x, w=None, b=None: autograd.layer_norm(x, (8,), w, b, 1e-2)),
+    "rms": as_on_a_gpu(lambda x, w=None: autograd.rms_norm(x, (8,), w, 1e-2)),
+}
 norms = pytest.mark.parametrize("norm", ["layer", "rms"])
-routes = pytest.mark.parametrize("route", [OP, FUNCTION], ids=["op", "Function"])
+routes = pytest.mark.parametrize("route", [OP, FUNCTION, RECORDED], ids=["op", "Function", "recorded"])
+traceable_routes = pytest.mark.parametrize("route", [OP, FUNCTION], ids=["op", "Function"])
 
 
 def operands(norm, dtype=torch.float64, requires_grad=True, shape=(2, 3, 8)):
@@ -97,10 +116,11 @@ def test_forward_mode_and_batched_gradients_pass_gradcheck(norm):
 
 
 @norms
-def test_gradients_are_right_to_third_order(norm):
+@routes
+def test_gradients_are_right_to_third_order(route, norm):
     # Held against finite differences: the third derivative of F.layer_norm itself is wrong in torch 2.11 to 2.15.
     def gradient(x):
-        return torch.autograd.grad(scalar(OP[norm])(x), x, create_graph=True)[0]
+        return torch.autograd.grad(scalar(route[norm])(x), x, create_graph=True)[0]
 
     x = operands(norm, shape=(2, 8))[:1]
     assert gradgradcheck(gradient, x)
@@ -255,7 +275,7 @@ def test_functions_refuse_forward_mode_and_torch_func_instead_of_dropping_them(n
 
 
 @norms
-@routes
+@traceable_routes
 def test_compiles_without_a_graph_break(norm, route):
     leaves = operands(norm)
     compiled = torch.compile(route[norm], fullgraph=True, backend="aot_eager", dynamic=True)
@@ -266,9 +286,75 @@ def test_compiles_without_a_graph_break(norm, route):
 
 
 @norms
+@pytest.mark.parametrize("route", [FUNCTION, RECORDED], ids=["Function", "recorded"])
+def test_compiled_autograd_traces_the_backward(norm, route):
+    leaves = operands(norm)
+    want = torch.autograd.grad(scalar(route[norm])(*leaves), leaves)
+    loss, counters = scalar(route[norm])(*leaves), torch._dynamo.utils.counters["compiled_autograd"]
+    captures = counters["captures"]
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(lambda: loss.backward(), backend="eager")()
+    assert counters["captures"] > captures
+    assert_close(tuple(each.grad for each in leaves), want)
+
+
+@norms
 @routes
 def test_checkpointing_recomputes_to_the_same_gradients(norm, route):
     leaves = operands(norm)
     y = torch.utils.checkpoint.checkpoint(lambda *t: route[norm](*t)[0], *leaves, use_reentrant=False)
     got = torch.autograd.grad(y.sin().sum(), leaves)
     assert_close(got, torch.autograd.grad(scalar(STOCK[norm])(*leaves), leaves))
+
+
+@norms
+def test_a_recorded_forward_has_one_node_with_one_output(norm):
+    leaves = operands(norm)
+    (y,) = RECORDED[norm](*leaves)
+    assert y.grad_fn.name() == "RecordedNormBackward" and y.output_nr == 0
+    assert_close(y, OP[norm](*leaves)[0])
+
+
+@norms
+def test_a_recorded_forward_that_needs_no_gradient_leaves_no_node(norm):
+    (y,) = RECORDED[norm](*operands(norm, requires_grad=False))
+    assert y.grad_fn is None
+
+
+@norms
+def test_a_recorded_forward_is_batched_where_its_gradients_are(norm):
+    leaves = operands(norm)
+    (y,) = RECORDED[norm](*leaves)
+    grads = torch.randn(4, *y.shape, dtype=y.dtype)
+    got = torch.autograd.grad(y, leaves, grads, is_grads_batched=True, retain_graph=True)
+    looped = zip(*(torch.autograd.grad(y, leaves, each, retain_graph=True) for each in grads), strict=True)
+    assert_close(got, tuple(torch.stack(each) for each in looped))
+
+
+@norms
+def test_a_recorded_backward_passes_tangents_on(norm):
+    leaves = operands(norm)
+    (y,) = RECORDED[norm](*leaves)
+    grad_out, tangent = torch.randn_like(y), torch.randn_like(y)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(grad_out, tangent)
+        (dx,) = torch.autograd.grad(y, leaves[0], dual, retain_graph=True)
+        got = forward_ad.unpack_dual(dx).tangent
+    assert_close(got, torch.autograd.grad(y, leaves[0], tangent)[0])  # linear in grad_out
+
+
+@norms
+def test_a_recorded_backward_is_forced_as_its_forward_was(norm, monkeypatch):
+    asked = []
+    backward = getattr(autograd, f"{norm}_norm_bwd")
+    monkeypatch.setattr(
+        autograd, f"{norm}_norm_bwd", lambda *call: asked.append(forcing.forced_variant()) or backward(*call)
+    )
+    leaves = operands(norm)
+    with force("multi_wave"):
+        (y,) = RECORDED[norm](*leaves)
+    y.sum().backward()
+    (y,) = RECORDED[norm](*leaves)
+    with force("pipelined"):
+        y.sum().backward()
+    assert asked == ["multi_wave", None]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fusednorm
+from fusednorm.problem import check_forward
 
 X = torch.ones(2, 3, 8)
 FORWARD = {"x": X, "normalized_shape": [8], "weight": torch.ones(8)}
@@ -115,6 +116,8 @@ def test_layer_norm_refuses_eps_none_as_aten_does():
     for op in (torch.ops.fusednorm.layer_norm_fwd, torch.ops.aten.native_layer_norm):
         with pytest.raises(RuntimeError, match="eps"):
             op(X, [8], None, None, None)
+    with raises("layer_norm_fwd", "eps must be a number, got None"):
+        check_forward("layer", X, (8,), None, None, None)
 
 
 @pytest.mark.parametrize("function", [fusednorm.LayerNormFunction, fusednorm.RMSNormFunction])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from cases import BF16, FP32, make_case
 
-from fusednorm import heuristics, recipe, semaphore
+from fusednorm import heuristics, recipe, semaphore, straight_line
 from fusednorm.device import H200, DeviceSpec
 from fusednorm.problem import check_backward, check_forward
 from fusednorm.testing import make_inputs
@@ -34,16 +36,13 @@ def cpu_tensors_stand_in_for_those_of_an_h200(monkeypatch):
     def known_build(launch, device):
         return Build(launch), [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in launch.operands]
 
-    class Semaphores:
-        def address(self, stream):
-            return WORD
-
     monkeypatch.setattr(launcher, "known_build", known_build)
     monkeypatch.setattr(DeviceSpec, "of", lambda device: H200)
-    monkeypatch.setattr(recipe, "_allocate", lambda *memory: torch.empty_strided(*memory[:2], dtype=memory[2]))
-    monkeypatch.setattr(semaphore, "of_device", lambda device: Semaphores())
+    monkeypatch.setattr(straight_line, "_allocate", lambda *memory: torch.empty_strided(*memory[:2], dtype=memory[2]))
+    monkeypatch.setattr(semaphore, "of_device", lambda device: SimpleNamespace(addresses={STREAM: WORD}))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
     recipe.forget()
     yield launched
     recipe.forget()
@@ -65,12 +64,12 @@ def run_the_long_way(arguments, monkeypatch, variant=None, remember=True, meetin
     from fusednorm import launch
 
     monkeypatch.setattr(launch, "_semaphore", lambda device: meeting)
-    sighting, call = recipe.backward(*arguments), check_backward(*arguments)
+    seen, call = recipe.backward(*arguments), check_backward(*arguments)
     outcome = heuristics.decide(call.problem, call.rows, H200, variant)
     assert variant in (None, outcome.plan.variant)
     prepared = launch.prepare_backward(call, outcome.plan)
     if remember:
-        sighting.remember(prepared)
+        recipe.remember(seen, prepared)
     return prepared
 
 
@@ -131,9 +130,9 @@ def test_a_second_call_is_launched_as_the_first_but_for_its_addresses(
         named(arguments, tensors_of(first, prepared.outputs, prepared.workspace) | {"meeting": meeting})
         for arguments in launched_the_long_way(prepared)
     ]
-    allocate = recipe._allocate
-    monkeypatch.setattr(recipe, "_allocate", lambda *memory: workspaces.append(allocate(*memory)) or workspaces[-1])
-    outputs = recipe.backward(*second).repeat()
+    allocate = straight_line._allocate
+    monkeypatch.setattr(straight_line, "_allocate", lambda *each: workspaces.append(allocate(*each)) or workspaces[-1])
+    outputs = recipe.repeat(recipe.backward(*second))
     tensors = tensors_of(second, outputs, workspaces[-1] if prepared.workspace is not None else None)
     found = [[("meeting+0" if each == WORD else each) for each in named(arguments, tensors)] for arguments in launched]
     assert found == expected
@@ -148,9 +147,9 @@ def test_a_forward_is_repeated_too(cpu_tensors_stand_in_for_those_of_an_h200):
     launched = cpu_tensors_stand_in_for_those_of_an_h200
     inputs = make_inputs(make_case("layer", (6, 5, 4096)))
     arguments = "layer", inputs.x, (4096,), inputs.weight, inputs.bias, 1e-5
-    assert recipe.forward(*arguments).repeat() is None
-    recipe.forward(*arguments).remember(launch.prepare_forward(check_forward(*arguments)))
-    y, mean, rstd = recipe.forward(*arguments).repeat()
+    assert recipe.repeat(recipe.forward(*arguments)) is None
+    recipe.remember(recipe.forward(*arguments), launch.prepare_forward(check_forward(*arguments)))
+    y, mean, rstd = recipe.repeat(recipe.forward(*arguments))
     assert y.shape == inputs.x.shape and mean.shape == rstd.shape == (6, 5, 1)
     expected = {each.data_ptr() for each in (y, mean, rstd, inputs.weight, inputs.bias)} | {1e-5, STREAM}
     assert expected <= set(launched[0][:40])
@@ -183,8 +182,8 @@ def other_calls(arguments):
 def test_a_call_that_looks_different_in_anything_is_not_repeated(monkeypatch):
     arguments = backward_arguments()
     run_the_long_way(arguments, monkeypatch)
-    assert recipe.backward(*arguments).repeat() is not None
-    tried = [name for name, other in other_calls(arguments) if recipe.backward(*other).repeat() is None]
+    assert recipe.repeat(recipe.backward(*arguments)) is not None
+    tried = [name for name, other in other_calls(arguments) if recipe.repeat(recipe.backward(*other)) is None]
     assert tried == [name for name, _ in other_calls(arguments)]
 
 
@@ -194,15 +193,15 @@ def test_force_is_part_of_what_a_call_looks_like(monkeypatch):
     arguments = backward_arguments()
     run_the_long_way(arguments, monkeypatch)
     with force("multi_wave"):
-        assert recipe.backward(*arguments).repeat() is None
-    assert recipe.backward(*arguments).repeat() is not None
+        assert recipe.repeat(recipe.backward(*arguments)) is None
+    assert recipe.repeat(recipe.backward(*arguments)) is not None
 
 
 def test_two_tensors_at_one_address_are_not_remembered(monkeypatch):
     arguments = backward_arguments()
     twice = changed(arguments, grad_out=arguments[2])
     run_the_long_way(twice, monkeypatch)
-    assert recipe.backward(*twice).repeat() is None
+    assert recipe.repeat(recipe.backward(*twice)) is None
 
 
 @pytest.mark.parametrize("operand", ["x", "grad_out", "weight", "rstd"])
@@ -216,41 +215,55 @@ def test_what_had_to_be_copied_is_not_remembered(operand, monkeypatch):
     }
     arguments = changed(arguments, **{operand: copied[operand]})
     run_the_long_way(arguments, monkeypatch)
-    assert recipe.backward(*arguments).repeat() is None
+    assert recipe.repeat(recipe.backward(*arguments)) is None
 
 
 def test_no_call_of_a_captured_graph_takes_the_semaphore_of_its_stream(monkeypatch):
     arguments = backward_arguments()
+    capturing = iter([False, True])
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: next(capturing))
     run_the_long_way(arguments, monkeypatch, meeting=torch.empty(1, dtype=torch.int32))
-    monkeypatch.setattr(semaphore.of_device(0).__class__, "address", lambda self, stream: None)
-    assert recipe.backward(*arguments).repeat() is None
+    assert recipe.repeat(recipe.backward(*arguments)) is not None
+    assert recipe.repeat(recipe.backward(*arguments)) is None
+
+
+def test_a_stream_without_a_semaphore_gets_one_the_long_way(monkeypatch):
+    arguments = backward_arguments()
+    streams = iter([STREAM, STREAM + 1])
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: next(streams))
+    run_the_long_way(arguments, monkeypatch, meeting=torch.empty(1, dtype=torch.int32))
+    assert recipe.repeat(recipe.backward(*arguments)) is not None
+    assert recipe.repeat(recipe.backward(*arguments)) is None
 
 
 def test_profilers_that_hook_tritons_launches_see_all(monkeypatch):
-    from fusednorm import launcher
+    from triton import knobs
 
     arguments = backward_arguments()
     run_the_long_way(arguments, monkeypatch)
-    monkeypatch.setattr(launcher.Build, "is_hooked", staticmethod(lambda: True))
-    assert recipe.backward(*arguments).repeat() is None
+    for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
+        hook.add(print)
+        assert recipe.repeat(recipe.backward(*arguments)) is None
+        hook.remove(print)
+        assert recipe.repeat(recipe.backward(*arguments)) is not None
 
 
 def test_a_gpu_that_others_hold_a_part_of_forgets_recipes_that_need_all_of_it(monkeypatch):
     from fusednorm import launcher
 
     arguments = backward_arguments()
-    run_the_long_way(arguments, monkeypatch)
+    run_the_long_way(arguments, monkeypatch, meeting=torch.empty(1, dtype=torch.int32))
 
     def refuse(self, position, pointer, shape, strides):
         raise RuntimeError(failure)
 
-    (recipe_,) = recipe._recipes.values()
-    monkeypatch.setattr(type(recipe_.steps[0].build), "tensor_map", refuse)
+    ((known,),) = recipe._recipes.values()
+    monkeypatch.setattr(type(known.recipe.steps[0].build), "tensor_map", refuse)
     failure = "Triton Error [CUDA]: an illegal memory access was encountered"
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        recipe.backward(*arguments).repeat()
+        recipe.repeat(recipe.backward(*arguments))
     failure = "Triton Error [CUDA]: too many blocks in cooperative launch"
-    assert recipe.backward(*arguments).repeat() is None
+    assert recipe.repeat(recipe.backward(*arguments)) is None
     assert not recipe._recipes
     assert launcher.TRIED
 
@@ -260,3 +273,19 @@ def test_recipes_are_bounded(monkeypatch):
     for rows in range(64, 72):
         run_the_long_way(backward_arguments(rows=rows), monkeypatch)
         assert 1 <= len(recipe._recipes) <= 3
+
+
+def test_recipes_of_one_key_are_bounded_and_the_latest_stay(monkeypatch):
+    monkeypatch.setattr(recipe, "KEPT_ALIKE", 2)
+    arguments = backward_arguments()
+    looks = [changed(arguments, weight=arguments[6].to(dtype)) for dtype in (FP32, BF16, torch.float16)]
+    for each in looks:
+        run_the_long_way(each, monkeypatch)
+    assert [recipe.repeat(recipe.backward(*each)) is not None for each in looks] == [False, True, True]
+
+
+def test_source_is_made_once_for_calls_that_differ_in_numbers_alone(monkeypatch):
+    straight_line._maker.cache_clear()
+    for rows in (64, 100, 1000):
+        run_the_long_way(backward_arguments(rows=rows), monkeypatch, "pipelined")
+    assert straight_line._maker.cache_info().misses == 1

@@ -10,6 +10,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -117,21 +118,21 @@ KERNELS: dict[str, Callable[..., Outputs | None]] = {
 
 def _forward(*args) -> Outputs | None:
     """(y, mean, rstd) by our kernels."""
-    sighting = recipe.forward(*args)
-    outputs = sighting.repeat()
+    seen = recipe.forward(*args)
+    outputs = recipe.repeat(seen)
     if outputs is None:
         try:
             call = check_forward(*args)
         except RuntimeError:  # the user's error or what only ATen takes: its kernel will know
             return None
-        outputs = ops.launch().forward(call, sighting.remember) if _takes(call) else None
+        outputs = ops.launch().forward(call, partial(recipe.remember, seen)) if _takes(call) else None
     return outputs
 
 
 def _backward(*args) -> Outputs | None:
     """(dx, dweight, dbias) by our kernels."""
-    sighting = recipe.backward(*args)
-    outputs = sighting.repeat()
+    seen = recipe.backward(*args)
+    outputs = recipe.repeat(seen)
     if outputs is None:
         try:
             call = check_backward(*args)
@@ -139,7 +140,8 @@ def _backward(*args) -> Outputs | None:
             return None
         problem = call.problem
         wanted = problem.wants_dx or problem.wants_dw or problem.wants_db
-        outputs = ops.launch().backward(call, sighting.remember) if wanted and _takes(call) else None
+        if wanted and _takes(call):
+            outputs = ops.launch().backward(call, partial(recipe.remember, seen))
     return outputs
 
 

@@ -27,6 +27,7 @@ TAILS += rotate([(2049, 8448), (130, 10496), (67, 16640), (33, 49408), (129, 985
 # Of which a thread has many columns, in up to sixteen chunks.
 MANY_CHUNKS = rotate([(1500, 5376), (1401, 6656), (1500, 7040), (1402, 11008), (300, 43520), (301, 61440)], DTYPES[::3])
 MANY_CHUNKS += rotate([(600, 67584), (140, 122880), (40, 204800), (33, 237568), (33, 262144)], DTYPES[:2])
+MANY_CHUNKS += rotate([(33, 131104), (33, 163856), (40, 239136)], DTYPES[:2])  # in boxes of 64 and 32 bytes
 
 
 def planned(case, inputs, mean, rstd):

@@ -30,7 +30,7 @@ def driver(tmp_path_factory):
     native.extension.use_driver(str(library))
     above = [getattr(autograd, name) for name in native.OPS]
     ops = SimpleNamespace(forward=forward, backward=backward)
-    native.install("CPU", above, ops, reference.statistics_backward_formula)
+    native.install("CPU", above, ops, reference.statistics_backward_formula, autograd.differentiable_backward)
     return ctypes.CDLL(str(library))
 
 
@@ -39,9 +39,9 @@ def gpu(driver, monkeypatch):
     fake_gpu.GPU = simulated = Gpu(driver)
 
     class Semaphores:
-        def address(self, stream):
-            assert stream == STREAM
-            return None if simulated.meeting is None else simulated.meeting.data_ptr()
+        @property
+        def addresses(self):
+            return {} if simulated.meeting is None else {STREAM: simulated.meeting.data_ptr()}
 
     monkeypatch.setattr(launcher, "known_build", known_build)
     monkeypatch.setattr(launch, "_semaphore", lambda device: simulated.meeting)
@@ -49,6 +49,8 @@ def gpu(driver, monkeypatch):
     monkeypatch.setattr(semaphore, "of_device", lambda device: Semaphores())
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     recipe.forget()
     native.forget()
     yield simulated

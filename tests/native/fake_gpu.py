@@ -415,7 +415,7 @@ def backward(norm, *operands):
     return reference.backward(call)
 
 
-def remember(sighting, prepare, call) -> None:
+def remember(seen, prepare, call) -> None:
     plan = heuristics.choose(call.problem, call.rows, H200)
     if not isinstance(plan, ReferencePlan):
-        sighting.remember(prepare(call, plan))
+        recipe.remember(seen, prepare(call, plan))

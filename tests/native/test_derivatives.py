@@ -48,6 +48,10 @@ LEAVES = [  # norm, parameters that are there, what requires grad
 ]
 
 
+# Two nodes: that of the ops, with the statistics among its outputs, and that of modules.
+y_ways = pytest.mark.parametrize("y_of", [lambda *operands: ours(*operands)[0], y_alone], ids=["op", "y alone"])
+
+
 @pytest.mark.parametrize("norm, present, requires_grad", LEAVES)
 def test_gradients_are_right_by_python_and_when_repeated(norm, present, requires_grad, gpu):
     for seed in range(3):
@@ -63,9 +67,10 @@ def test_gradients_are_right_by_python_and_when_repeated(norm, present, requires
     assert gpu.python_calls == [("forward", norm), ("backward", norm, asked)]
 
 
-def test_gradients_that_nobody_asks_for_are_not_computed(gpu):
+@y_ways
+def test_gradients_that_nobody_asks_for_are_not_computed(y_of, gpu):
     x, weight, bias = operands("layer")
-    y, *_ = ours("layer", x, weight, bias)
+    y = y_of("layer", x, weight, bias)
     torch.autograd.grad(y.sum(), [weight], retain_graph=True)
     torch.autograd.grad(y.sum(), [bias], retain_graph=True)
     torch.autograd.grad(y.sum(), [x, bias])
@@ -105,27 +110,30 @@ def test_derivatives_of_both_orders_pass_the_checks(norm, present, gpu):
     assert native.repeats() > before
 
 
+@y_ways
 @norms
-def test_a_gradient_that_is_differentiated_itself_is_the_formula(norm, gpu):
+def test_a_gradient_that_is_differentiated_itself_is_the_formula(y_of, norm, gpu):
     tensors = [each for each in operands(norm) if each is not None]
-    y, *_ = ours(norm, *tensors)
+    y = y_of(norm, *tensors)
     with gpu.going_to_python():
         first = torch.autograd.grad(y.sin().sum(), tensors, create_graph=True)
     assert all(each.requires_grad for each in first)
 
 
+@y_ways
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointed_gradients_are_right(use_reentrant, gpu):
+def test_checkpointed_gradients_are_right(y_of, use_reentrant, gpu):
     for seed in range(2):
         tensors = operands("layer", seed=seed)
         with gpu.repeating(3) if seed else contextlib.nullcontext():
-            y = checkpoint(lambda *t: ours("layer", *t)[0], *tensors, use_reentrant=use_reentrant)
+            y = checkpoint(lambda *t: y_of("layer", *t), *tensors, use_reentrant=use_reentrant)
             y.sin().sum().backward()
         want = exact_grads("layer", tensors, lambda out, leaves: torch.autograd.grad(out[0].sin().sum(), leaves))
         assert_grads_close(tuple(each.grad for each in tensors), want)
 
 
-def test_hooks_of_saved_tensors_see_them_once(gpu):
+@y_ways
+def test_hooks_of_saved_tensors_see_them_once(y_of, gpu):
     packed, unpacked = [], []
 
     def pack(tensor):
@@ -139,47 +147,68 @@ def test_hooks_of_saved_tensors_see_them_once(gpu):
     for seed in range(2):
         tensors = operands("layer", seed=seed)
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            y, *_ = ours("layer", *tensors)
+            y = y_of("layer", *tensors)
         got = torch.autograd.grad(y.sum(), tensors)
         want = exact_grads("layer", tensors, lambda out, leaves: torch.autograd.grad(out[0].sum(), leaves))
         assert_grads_close(got, want)
     assert packed == unpacked == 2 * [SHAPE, (6, 1), (6, 1), (40,), (40,)]
 
 
-def test_a_graph_is_used_once_unless_it_is_kept(gpu):
+@y_ways
+def test_a_graph_is_used_once_unless_it_is_kept(y_of, gpu):
     x, weight, bias = operands("layer")
-    y, *_ = ours("layer", x, weight, bias)
+    y = y_of("layer", x, weight, bias)
     first = torch.autograd.grad(y.sum(), x, retain_graph=True)
     assert_close(torch.autograd.grad(y.sum(), x), first)
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(y.sum(), x)
 
 
-def test_saved_tensors_that_were_changed_are_noticed(gpu):
+@y_ways
+def test_saved_tensors_that_were_changed_are_noticed(y_of, gpu):
     x, weight, bias = operands("layer")
-    y, *_ = ours("layer", x, weight, bias)
+    y = y_of("layer", x, weight, bias)
     with torch.no_grad():
         weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
 
-def test_the_node_keeps_no_memory_after_its_graph(gpu):
+@y_ways
+def test_the_node_keeps_no_memory_after_its_graph(y_of, gpu):
     import gc
     import weakref
 
     x, weight, bias = operands("layer")
     kept = weakref.ref(x)
-    y, mean, rstd = ours("layer", x, weight, bias)
-    del x, y, mean, rstd
+    y = y_of("layer", x, weight, bias)
+    del x, y
     gc.collect()
     assert kept() is None
 
 
-def test_backward_on_a_thread_without_a_context_gets_one(gpu):
+def test_a_deep_graph_is_freed_without_recursion(gpu):
+    """Or it would overflow the small stack of the thread."""
+    x, *_ = operands("layer", "", shape=(1, 40))
+
+    def grow_and_free():
+        y = x
+        for _ in range(4000):
+            y = y_alone("layer", y, None, None)
+
+    before = threading.stack_size(256 * 1024)
+    thread = threading.Thread(target=grow_and_free)
+    thread.start()
+    threading.stack_size(before)
+    thread.join()
+    assert not gpu.failure and len(gpu.launched) == 3999
+
+
+@y_ways
+def test_backward_on_a_thread_without_a_context_gets_one(y_of, gpu):
     for seed in range(2):
         tensors = operands("layer", seed=seed)
-        y, *_ = ours("layer", *tensors)
+        y = y_of("layer", *tensors)
         before, failures = gpu.contexts(), []
 
         def run(y=y, failures=failures):
@@ -224,6 +253,26 @@ def test_gradients_of_y_alone_are_right(norm, present, requires_grad, gpu):
             got = torch.autograd.grad(y_alone(norm, *tensors).sin().sum(), leaves)
         want = exact_grads(norm, tensors, lambda out, leaves: torch.autograd.grad(out[0].sin().sum(), leaves))
         assert_grads_close(got, want)
+
+
+@norms
+def test_y_alone_has_a_node_with_one_output(norm, gpu):
+    y = y_alone(norm, *operands(norm))
+    assert y.grad_fn.name() == "NormOfYNode" and len(y.grad_fn.next_functions) == 3
+
+
+@norms
+@pytest.mark.parametrize("present", ["wb", ""])
+def test_compiled_autograd_traces_the_backward_of_y_alone(norm, present, gpu):
+    tensors = operands(norm, present)
+    leaves = [each for each in tensors if each is not None]
+    want = exact_grads(norm, tensors, lambda out, leaves: torch.autograd.grad(out[0].sin().sum(), leaves))
+    loss, counters = y_alone(norm, *tensors).sin().sum(), torch._dynamo.utils.counters["compiled_autograd"]
+    captures = counters["captures"]
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(lambda: loss.backward(), backend="eager")()
+    assert counters["captures"] > captures
+    assert_grads_close(tuple(each.grad for each in leaves), want)
 
 
 @norms

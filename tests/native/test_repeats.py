@@ -25,7 +25,7 @@ from norms import (
 )
 from torch.testing import assert_close
 
-from fusednorm import heuristics, native, recipe, reference
+from fusednorm import heuristics, native, recipe, reference, straight_line
 from fusednorm.device import H200
 from fusednorm.plan import ColumnRingPlan, ColumnTilePlan, MultiWavePlan, PipelinedPlan
 from fusednorm.problem import check_backward, check_forward
@@ -96,7 +96,8 @@ def repeat_and_compare(case, plan, mask, gpu, layout=None, statistics="[M]"):
     with gpu.repeating():
         outputs = op(*calls[1])
     assert_right(case, inputs, outputs, mask)
-    (recipe_,) = recipe._recipes.values()
+    ((known,),) = recipe._recipes.values()
+    recipe_ = known.recipe
     call = (check_forward if mask is None else check_backward)(case.norm, *pythons_arguments(case, calls[1]))
     assert isinstance(heuristics.choose(call.problem, call.rows, H200), plan)
     assert [launched.config for launched in gpu.launched] == [config_of(step) for step in recipe_.steps]
@@ -143,8 +144,8 @@ def launched_by_python(recipe_, tensors, outputs, gpu) -> list[list]:
     workspace = SimpleNamespace(data_ptr=lambda: workspace_address(recipe_, gpu.launched, len(tensors)))
     memory = iter([*(each for each in outputs if each is not None), workspace])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recipe, "_allocate", lambda *_: next(memory))
-        recipe_.run([0 if each is None else each.data_ptr() for each in tensors])
+        patch.setattr(straight_line, "_allocate", lambda *_: next(memory))
+        straight_line.python_of(recipe_, tensors, lambda *_: True, recipe.forget)(*tensors)
     launched = [step.build.launched.pop() for step in recipe_.steps]
     return [
         [arguments[position] for position, _ in step.build.parameter_types()]
@@ -157,7 +158,7 @@ def workspace_address(recipe_, launched, tensors: int) -> int:
     for step, each in zip(recipe_.steps, launched, strict=True):
         positions = [position for position, _ in step.build.parameter_types()]
         for slot in step.slots:
-            if slot.index == tensors + len(recipe_.outputs):
+            if slot.index == tensors + len(recipe_.written) - 1:
                 return list(each.parameters.values())[positions.index(slot.position)] - slot.offset
     return 0
 
