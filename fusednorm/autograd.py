@@ -20,6 +20,7 @@ from .forcing import asked_variants, force, forced_variant
 from .problem import validate_backward, validate_forward
 
 PLAIN = (Tensor, torch.nn.Parameter)
+KEPT_BACKWARDS = 4  # of one look of the forward, which all layers of a model may share
 
 _layer_norm_fwd_op = torch.ops.fusednorm.layer_norm_fwd.default
 _layer_norm_bwd_op = torch.ops.fusednorm.layer_norm_bwd.default
@@ -99,7 +100,7 @@ class NormCall:
     normalized_shape: Sequence[int]
     eps: float | None
     asked: tuple[str | None, ...]  # for variants, by `force`
-    repeat_backward: recipe.Repeat | None = None  # what its latest backward launched
+    repeats: tuple[recipe.Repeat, ...] = ()  # what its backwards launched, for the latest looks of y's gradient
 
     def backward(self, grad_y, x, mean, rstd, weight, bias, mask) -> tuple[Tensor | None, ...]:
         """(dx, dw, db) on whatever route."""
@@ -113,7 +114,8 @@ class NormCall:
                 grads = *rms_norm_bwd(grad_y, x, shape, rstd, weight, mask[:2]), None
             if not torch.compiler.is_dynamo_compiling() and type(x) in PLAIN:
                 known = recipe.find(recipe.backward(norm, grad_y, x, shape, mean, rstd, weight, bias, mask))
-                self.repeat_backward = known.repeat if known else self.repeat_backward
+                if known is not None and known.repeat not in self.repeats:
+                    self.repeats = known.repeat, *self.repeats[: KEPT_BACKWARDS - 1]
         return grads
 
 
@@ -137,10 +139,10 @@ class RecordedNorm(Function):
         call = ctx.call
         if not (torch.is_grad_enabled() or forward_ad._current_level >= 0 or torch.compiler.is_dynamo_compiling()):
             # What is wanted needs no look: it goes by what requires grad, which is the same in calls that look alike.
-            repeat = call.repeat_backward
-            grads = repeat and repeat(grad_y, x, mean, rstd, weight, bias, None)
-            if grads is not None:
-                return *grads, None, None
+            for repeat in call.repeats:
+                grads = repeat(grad_y, x, mean, rstd, weight, bias, None)
+                if grads is not None:
+                    return *grads, None, None
         return *call.backward(grad_y, x, mean, rstd, weight, bias, ctx.needs_input_grad[:3]), None, None
 
 
@@ -172,7 +174,7 @@ def _layer_norm_fwd(x, normalized_shape, weight, bias, eps):
     """Below autograd."""
     if torch.compiler.is_dynamo_compiling():
         return _layer_norm_fwd_op(x, normalized_shape, weight, bias, eps)
-    outputs = _at_once(recipe.forward, ops.forward, "layer", x, normalized_shape, weight, bias, eps)
+    outputs = _at_once(x, recipe.forward, ops.forward, "layer", x, normalized_shape, weight, bias, eps)
     if outputs is not None:
         return outputs
     with torch._C._AutoDispatchBelowAutograd():
@@ -186,7 +188,7 @@ def layer_norm_bwd(grad_out, x, normalized_shape, mean, rstd, weight=None, bias=
         validate_backward("layer", grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask)
         return reference.backward_formula(grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask)
     operands = grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask
-    grads = _at_once(recipe.backward, ops.backward, "layer", *operands)
+    grads = _at_once(x, recipe.backward, ops.backward, "layer", *operands)
     if grads is not None:
         return grads
     with torch._C._AutoDispatchBelowAutograd():
@@ -208,7 +210,7 @@ def _rms_norm_fwd(x, normalized_shape, weight, eps):
     """Below autograd."""
     if torch.compiler.is_dynamo_compiling():
         return _rms_norm_fwd_op(x, normalized_shape, weight, eps)
-    outputs = _at_once(recipe.forward, ops.forward, "rms", x, normalized_shape, weight, None, eps)
+    outputs = _at_once(x, recipe.forward, ops.forward, "rms", x, normalized_shape, weight, None, eps)
     if outputs is not None:
         return outputs[0], outputs[2]
     with torch._C._AutoDispatchBelowAutograd():
@@ -223,7 +225,7 @@ def rms_norm_bwd(grad_out, x, normalized_shape, rstd, weight=None, output_mask=(
         validate_backward("rms", grad_out, x, normalized_shape, None, rstd, weight, None, mask)
         return reference.backward_formula(grad_out, x, normalized_shape, None, rstd, weight, None, mask)[:2]
     operands = grad_out, x, normalized_shape, None, rstd, weight, None, (*output_mask, False)
-    grads = _at_once(recipe.backward, ops.backward, "rms", *operands)
+    grads = _at_once(x, recipe.backward, ops.backward, "rms", *operands)
     if grads is not None:
         return grads[:2]
     with torch._C._AutoDispatchBelowAutograd():
@@ -327,12 +329,14 @@ def _is_recorded(*tensors: Tensor | None) -> bool:
     return False
 
 
-def _at_once(look: Callable[..., recipe.Call], run: Callable[..., tuple], norm: str, *operands) -> tuple | None:
+def _at_once(
+    x: Tensor, look: Callable[..., recipe.Call], run: Callable[..., tuple], norm: str, *operands
+) -> tuple | None:
     """The outputs by CUDA kernels, where nobody else stands below autograd: not to ask the dispatcher saves a third of
     the host time of a call. None elsewhere."""
-    seen = look(norm, *operands)
-    if torch._C._len_torch_function_stack() or not all(each is None or type(each) in PLAIN for each in seen[1]):
+    if type(x) not in PLAIN or torch._C._len_torch_function_stack():  # others' shapes may have no hash
         return None
+    seen = look(norm, *operands)
     # Before all other questions: a call that looks like an earlier one would get the same answers.
     outputs = recipe.repeat(seen)
     if outputs is None and _is_plain(seen[1]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -341,6 +342,34 @@ def test_a_recorded_backward_passes_tangents_on(norm):
         (dx,) = torch.autograd.grad(y, leaves[0], dual, retain_graph=True)
         got = forward_ad.unpack_dual(dx).tangent
     assert_close(got, torch.autograd.grad(y, leaves[0], tangent)[0])  # linear in grad_out
+
+
+@norms
+def test_a_recorded_backward_is_repeated_for_every_look_of_its_gradient(norm, monkeypatch):
+    leaves = operands(norm)
+    (y,) = RECORDED[norm](*leaves)
+    looks = [torch.ones_like(y), torch.ones(()).to(y).expand_as(y)]
+    want = [torch.autograd.grad(y, leaves, each, retain_graph=True) for each in looks]
+    found, repeated = [], []
+
+    def find(call):  # as if the call had been launched
+        strides = call[1][0].stride()
+        found.append(strides)
+
+        def repeat(grad_y, *_):
+            if grad_y.stride() != strides:
+                return None
+            repeated.append(strides)
+            return (*want[strides == looks[1].stride()], None)[:3]
+
+        return SimpleNamespace(repeat=repeat)
+
+    monkeypatch.setattr(autograd.recipe, "find", find)
+    for _ in range(3):
+        for look, gradients in zip(looks, want, strict=True):
+            assert_close(torch.autograd.grad(y, leaves, look, retain_graph=True), gradients)
+    strides = [look.stride() for look in looks]
+    assert found == strides and repeated == 2 * strides
 
 
 @norms
