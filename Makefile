@@ -1,4 +1,4 @@
-# make demo | test | test-gpu | bench | plot | budgets | lint        in .venv, made on first use
+# make demo | test | test-gpu | bench | plot | budgets | sass | lint        in .venv, made on first use
 # make test VENV=none                               in the current python3, as it is: nothing installed, no network
 
 VENV ?= .venv
@@ -14,7 +14,7 @@ READY := $(VENV)/.ready
 endif
 PIP := $(PYTHON) -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test test-gpu bench plot budgets lint clean
+.PHONY: demo test test-gpu bench plot budgets sass lint clean
 
 demo: $(READY)
 	$(PYTHON) -m fusednorm demo
@@ -35,6 +35,10 @@ plot: $(READY)
 # Every plan of the planner against the compiler: thousands of builds, hours on two cores.
 budgets: $(READY)
 	$(PYTHON) tests/budgets.py --mixed
+
+# The kernels' instructions against those that were committed, where Triton is 3.6: a sample; SASS=--all for every build.
+sass: $(READY)
+	$(PYTHON) tests/sass.py $(SASS)
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

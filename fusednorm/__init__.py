@@ -17,6 +17,7 @@ from .column_explanation import explain_column_sum  # noqa: E402
 from .column_ops import column_sum  # noqa: E402
 from .explanation import explain  # noqa: E402
 from .forcing import force  # noqa: E402
+from .margin import sm_margin  # noqa: E402
 from .modules import LayerNorm, RMSNorm  # noqa: E402
 from .warm import warmup  # noqa: E402
 
@@ -32,6 +33,7 @@ __all__ = [
     "explain_column_sum",
     "force",
     "functional",
+    "sm_margin",
     "warmup",
 ]
 

@@ -15,7 +15,7 @@ from .problem import NormProblem
 
 STREAM_SHARE = 0.925  # of the datasheet's bandwidth, behind what is fixed
 KERNEL_US = 4.7  # launch, filling and draining the memory system
-# Sums of the partials, which come from L2, after all CTAs have met or in a second launch; of db beside dw.
+# The launch that sums the partials, which come from L2; of db beside dw.
 FINALIZE_US, SECOND_SUM_US = 2.1, 0.5
 EFFICIENCY = {"multi_wave": 0.92, "pipelined": 1.0, "warp_specialized": 0.92, "reference": 0.40}
 IMBALANCE_SHARE = 0.24  # of what the busiest CTA has more to do: bandwidth that others leave is for it

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+from . import margin
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -25,14 +27,24 @@ class DeviceSpec:
     max_threads_per_sm: int
     l2_bytes: int
     bandwidth_gb_s: float  # of device memory, by the datasheet
+    sm_margin: int = 0  # SMs that it has besides, which are left to others
 
     @staticmethod
     def of(device: torch.device) -> DeviceSpec:
-        """The spec of a CUDA device, cached. Meta tensors are planned for as on an H200; CPU tensors, which only the
-        interpreter takes, as on an A100, because it does not know TMA."""
+        """The spec of a CUDA device, under `sm_margin` as it holds now. Meta tensors are planned for as on an H200; CPU
+        tensors, which only the interpreter takes, as on an A100, because it does not know TMA."""
         if device.type == "cuda":
-            return _of_cuda(device.index)
-        return A100 if device.type == "cpu" else H200
+            spec = _of_cuda(device.index)
+        else:
+            spec = A100 if device.type == "cpu" else H200
+        return spec.leaving(margin.sms) if margin.sms else spec
+
+    @functools.cache  # noqa: B019  of few values, which live as long as the process
+    def leaving(self, sms: int) -> DeviceSpec:
+        """The same device with so many of its SMs left to others. ValueError where none would be for us."""
+        count = self.sm_count + self.sm_margin
+        margin.check_that_one_is_left(sms, self.name, count)
+        return replace(self, sm_count=count - sms, sm_margin=sms)
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager:

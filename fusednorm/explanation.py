@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import budget
+from . import budget, margin
 from .cost import Cost, cost
 from .device import DeviceSpec
 from .forcing import forced_variant
@@ -61,9 +61,10 @@ class Explanation:
         if not isinstance(plan, ReferencePlan):
             ctas = num_ctas(plan, self.rows, problem.cols, device, problem.num_sums > 0)
             registers, limit = budget.registers(plan, problem, device), budget.max_registers(plan)
+            left = f"; sm_margin leaves {device.sm_margin} to others" if device.sm_margin else ""
             lines = [
                 str(plan),
-                f"{ctas} CTAs along the rows, up to {plan.ctas_per_sm} on each of {device.sm_count} SMs",
+                f"{ctas} CTAs along the rows, up to {plan.ctas_per_sm} on each of {device.sm_count} SMs{left}",
                 f"shared memory {budget.shared_bytes(plan, problem)} of {device.smem_per_block_bytes} bytes a CTA, "
                 f"registers up to {registers} of {limit} a thread",
             ]
@@ -86,6 +87,7 @@ class Explanation:
             "dtype": dtype_name(problem.x_dtype),
             "weight_dtype": None if problem.weight_dtype is None else dtype_name(problem.weight_dtype),
             "device": self.device.name if self.device else None,
+            "sm_margin": self.device.sm_margin if self.device else 0,
             "plan": {"type": type(plan).__name__, **dataclasses.asdict(plan)},
             "shared_bytes": budget.shared_bytes(plan, problem) if kernel else None,
             "registers": budget.registers(plan, problem, self.device) if kernel else None,
@@ -145,7 +147,7 @@ def explain(
         return _by_reference(problem, rows, f"x is on {x.device}, where ATen's kernels run", notes)
     if rows == 0 or cols == 0:
         return _by_reference(problem, rows, "x has no elements", notes)
-    spec = device or DeviceSpec.of(x.device)
+    spec = device.leaving(margin.sms) if device else DeviceSpec.of(x.device)
     return Explanation(problem, rows, spec, decide(problem, rows, spec, forced_variant()), notes)
 
 

@@ -11,11 +11,11 @@ import torch
 import triton
 from torch import Tensor
 
-from . import budget, heuristics, reference, semaphore, tile_share
+from . import budget, heuristics, reference, tile_share
 from .device import DeviceSpec, current
 from .kernels import column_sum, multiwave, parameter_gradients, pipelined, warp_specialized
 from .kernels.column_reduction import ColumnTile
-from .kernels.config import Norm, RingTile, Tile
+from .kernels.config import Norm, PartialsTile, RingTile, Tile
 from .launcher import Launch, RowDescriptor, TileDescriptor
 from .legality import MAX_RING_ROWS, broken_rule
 from .plan import (
@@ -28,7 +28,6 @@ from .plan import (
     RingPlan,
     WarpSpecializedPlan,
     box_columns,
-    ctas_at_once,
     is_whole,
     num_ctas,
     num_partials,
@@ -37,8 +36,9 @@ from .plan import (
 from .problem import BackwardCall, ForwardCall, NormProblem, RowView
 
 FINALIZE_WARPS = 8
-MIN_PARTIAL_COLS, MAX_PARTIAL_COLS = 16, 128
 MAX_PARTIAL_LOADS = 9  # of 16 bytes, that a thread has under way when it sums partials: more would not fit registers
+MIN_PIECE, MAX_PIECE = 8, 128  # columns that a CTA sums partials of: 32 bytes are the least that memory reads at once
+MAX_PIECES = 128  # of dw and of db, from which on pieces get wider: a CTA of each for an SM
 # Of a forward by column tiles, of elements of 4 bytes and more: left alone, the compiler takes 32 or 40 for some widths
 # that are no multiples of 16, and spills 8 or 16 bytes.
 ROW_PASS_REGISTERS = 64
@@ -51,7 +51,6 @@ class Prepared(NamedTuple):
     launches: list[Launch]
     outputs: tuple  # tensors that the op returns, None where not wanted
     workspace: Tensor | None = None  # lives for the call only
-    meeting: Tensor | None = None  # where the semaphore begins at which CTAs meet
 
 
 class Filled(NamedTuple):
@@ -62,7 +61,6 @@ class Filled(NamedTuple):
     db_partial: Tensor | None
     dw: Tensor | None
     db: Tensor | None
-    meeting: Tensor | None
     row_means: Tensor | None
     counters: Tensor | None  # of CTAs that are done with a column tile
 
@@ -85,17 +83,10 @@ def backward(
     if isinstance(plan, ReferencePlan):
         return reference.backward(call)
     with current(device):
-        try:
-            return _run(prepare_backward(call, plan), remember)
-        except RuntimeError as error:
-            if "cooperative" not in str(error):
-                raise
-            _not_at_once.add(device)  # the GPU is shared with others, who hold a part of it
-            return _run(prepare_backward(call, plan), remember)
+        return _run(prepare_backward(call, plan), remember)
 
 
 Remember = Callable[[Prepared], None]
-_not_at_once: set[torch.device] = set()  # devices that do not run as many CTAs at once as they have room for
 
 
 def _run(prepared: Prepared, remember: Remember | None) -> tuple:
@@ -117,7 +108,7 @@ def prepare_forward(call: ForwardCall, plan: Plan | None = None) -> Prepared:
     mean = torch.empty_like(rstd) if rstd is not None and problem.norm == "layer" else None
     outputs = (y, mean, rstd)
     build, ctas = _FORWARD[type(plan)], num_ctas(plan, call.rows, problem.cols, spec, leaves_partials=False)
-    return Prepared(build(plan, call, _norm(problem), outputs, ctas, spec), outputs)
+    return Prepared(build(plan, call, _norm(problem), outputs, ctas), outputs)
 
 
 def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> Prepared:
@@ -139,55 +130,39 @@ def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> Prepared:
     counters = triton.cdiv(problem.cols, plan.chunk) if sums and two_passes else 0
     workspace, *parts = _workspace(problem, partials, 2 * call.rows * two_passes, counters, device)
     dw_partial, db_partial, means, counters = parts
-    meeting = _semaphore(device) if sums and plan.sums_partials else None
-    filled = Filled(dx, dw_partial, db_partial, dw, db, meeting, means, counters)
-    if meeting is not None:
-        ctas = _ctas_that_meet(plan, problem, call.rows, ctas, spec)
-    launches = _BACKWARD[type(plan)](plan, call, _norm(problem), filled, ctas, spec)
-    if sums and meeting is None and counters is None:
-        launches.append(_finalize(plan, problem, filled, partials))
-    return Prepared(launches, (dx, dw, db), workspace, meeting)
+    filled = Filled(dx, dw_partial, db_partial, dw, db, means, counters)
+    launches = _BACKWARD[type(plan)](plan, call, _norm(problem), filled, ctas)
+    if sums and counters is None:
+        launches.append(_finalize(problem, filled, partials))
+    return Prepared(launches, (dx, dw, db), workspace)
 
 
-def _semaphore(device: torch.device) -> Tensor | None:
-    """For the launch that comes next; None where the interpreter runs it, no semaphore is left, or CTAs cannot meet."""
-    if device in _not_at_once:
-        return None
-    if device.type == "cuda":
-        return semaphore.of_device(device.index).next(torch._C._cuda_getCurrentRawStream(device.index))
-    return torch.empty(1, dtype=torch.int32, device=device) if device.type == "meta" else None
-
-
-def _ctas_that_meet(
-    plan: MultiWavePlan | PipelinedPlan, problem: NormProblem, rows: int, ctas: int, device: DeviceSpec
-) -> int:
-    """Those that have row tiles; and where each has one, and there are more pieces of dw and db to sum than these,
-    others that sum and do nothing else: 16 x 2048 takes 7.8 us so and 20.7 by eight CTAs alone (LayerNorm)."""
-    if ctas < triton.cdiv(rows, plan.rows_per_tile):
-        return ctas
-    columns, _ = _partial_shape(plan, problem, device, plan.num_warps)
-    pieces = triton.cdiv(problem.cols, columns * plan.cluster) * problem.num_sums
-    return max(ctas, min(pieces, ctas_at_once(plan, device)))
-
-
-def _finalize(plan: Plan, problem: NormProblem, filled: Filled, num_partials: int) -> Launch:
-    """The sums of the partials in a launch of their own, by as many CTAs as there are pieces of dw and db."""
-    tile = _finalize_tile(plan, problem, DeviceSpec.of((filled.dw if problem.wants_dw else filled.db).device))
-    grid = (triton.cdiv(problem.cols, tile.partial_cols) * problem.num_sums,)
+def _finalize(problem: NormProblem, filled: Filled, num_partials: int) -> Launch:
+    """The sums of the partials, in a launch of their own: one CTA for each piece of dw and of db."""
+    tile = partials_tile(problem.cols, problem.acc_dtype.itemsize)
+    grid = (triton.cdiv(problem.cols, tile.cols) * problem.num_sums,)
     return Launch(column_sum.finalize, grid, (*filled[1:5], num_partials, problem.cols), _norm(problem), tile)
 
 
-def _multiwave_forward(
-    plan: MultiWavePlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int, spec: DeviceSpec
-) -> list[Launch]:
+@functools.cache
+def partials_tile(cols: int, itemsize: int) -> PartialsTile:
+    """How partials of `cols` columns are summed. The order of the additions follows from it and from the number of
+    partials, so it depends on nothing else: not on the plan, the device or who launches."""
+    piece = MIN_PIECE
+    while piece < MAX_PIECE and piece * MAX_PIECES < cols:
+        piece *= 2
+    return PartialsTile(piece, MAX_PARTIAL_LOADS * 4 // itemsize, FINALIZE_WARPS)
+
+
+def _multiwave_forward(plan: MultiWavePlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int) -> list[Launch]:
     options = {"maxnreg": plan.max_registers}
     args = _forward_args(call, outputs)
-    tile = _tile(plan, call.problem, spec, _even_bits(call.x, cols=call.problem.cols))
+    tile = _tile(plan, _even_bits(call.x, cols=call.problem.cols))
     return [Launch(multiwave.forward, (ctas,), args, norm, tile, options)]
 
 
 def _column_tile_forward(
-    plan: ColumnTilePlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int, spec: DeviceSpec
+    plan: ColumnTilePlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int
 ) -> list[Launch]:
     """A CTA per row, which walks its column tiles twice."""
     tile = _whole_row_tile(plan, _even_bits(call.x, cols=call.problem.cols))
@@ -196,26 +171,22 @@ def _column_tile_forward(
     return [Launch(multiwave.forward_by_column_tiles, (call.rows,), args, norm, tile, options)]
 
 
-def _pipelined_forward(
-    plan: PipelinedPlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int, spec: DeviceSpec
-) -> list[Launch]:
-    tile, cols = _ring_tile(plan, call.problem, spec, cluster=plan.cluster), call.problem.cols
+def _pipelined_forward(plan: PipelinedPlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int) -> list[Launch]:
+    tile, cols = _ring_tile(plan, call.problem, cluster=plan.cluster), call.problem.cols
     x = _descriptors([call.x], call.rows, cols, tile)
     args = (*x, call.weight, call.bias, *outputs, call.rows, cols, call.eps)
     return [Launch(pipelined.forward, (ctas,), args, norm, tile, _pipelined_options(plan))]
 
 
-def _multiwave_backward(
-    plan: MultiWavePlan, call: BackwardCall, norm: Norm, filled: Filled, ctas: int, spec: DeviceSpec
-) -> list[Launch]:
-    args = (*_inputs(call), *filled[:6], *_sizes(call))
-    options = {"maxnreg": plan.max_registers, **_cooperative(filled)}
-    tile = _tile(plan, call.problem, spec, _even_bits(call.x, call.grad_out, cols=call.problem.cols))
+def _multiwave_backward(plan: MultiWavePlan, call: BackwardCall, norm: Norm, filled: Filled, ctas: int) -> list[Launch]:
+    args = (*_inputs(call), *filled[:3], *_sizes(call))
+    options = {"maxnreg": plan.max_registers}
+    tile = _tile(plan, _even_bits(call.x, call.grad_out, cols=call.problem.cols))
     return [Launch(multiwave.backward, (ctas,), args, norm, tile, options)]
 
 
 def _column_tile_backward(
-    plan: ColumnTilePlan, call: BackwardCall, norm: Norm, filled: Filled, ctas: int, spec: DeviceSpec
+    plan: ColumnTilePlan, call: BackwardCall, norm: Norm, filled: Filled, ctas: int
 ) -> list[Launch]:
     """The row means first, where dx is wanted; then all outputs by column tiles."""
     problem, inputs, sizes = call.problem, _inputs(call), _sizes(call)
@@ -232,18 +203,15 @@ def _column_tile_backward(
     return launches
 
 
-def _pipelined_backward(
-    plan: PipelinedPlan, call: BackwardCall, norm: Norm, filled: Filled, ctas: int, spec: DeviceSpec
-) -> list[Launch]:
-    tile = _ring_tile(plan, call.problem, spec, cluster=plan.cluster)
-    options = _pipelined_options(plan) | _cooperative(filled)
+def _pipelined_backward(plan: PipelinedPlan, call: BackwardCall, norm: Norm, filled: Filled, ctas: int) -> list[Launch]:
+    tile = _ring_tile(plan, call.problem, cluster=plan.cluster)
     descriptors = _descriptors([call.x, call.grad_out], call.rows, call.problem.cols, tile)
-    args = (*descriptors, *_inputs(call)[2:], *filled[:6], *_ring_sizes(call))
-    return [Launch(pipelined.backward, (ctas,), args, norm, tile, options)]
+    args = (*descriptors, *_inputs(call)[2:], *filled[:3], *_ring_sizes(call))
+    return [Launch(pipelined.backward, (ctas,), args, norm, tile, _pipelined_options(plan))]
 
 
 def _column_ring_backward(
-    plan: ColumnRingPlan, call: BackwardCall, norm: Norm, filled: Filled, ctas: int, spec: DeviceSpec
+    plan: ColumnRingPlan, call: BackwardCall, norm: Norm, filled: Filled, ctas: int
 ) -> list[Launch]:
     """Partials of dw and db by column tiles."""
     tile, cols = _column_ring_tile(plan, call.problem), call.problem.cols
@@ -255,10 +223,10 @@ def _column_ring_backward(
 
 
 def _warp_specialized_backward(
-    plan: WarpSpecializedPlan, call: BackwardCall, norm: Norm, filled: Filled, ctas: int, spec: DeviceSpec
+    plan: WarpSpecializedPlan, call: BackwardCall, norm: Norm, filled: Filled, ctas: int
 ) -> list[Launch]:
     groups = {"num_groups": plan.num_groups, "cached": plan.cached, "group_registers": plan.max_registers}
-    tile = _ring_tile(plan, call.problem, spec, **groups)
+    tile = _ring_tile(plan, call.problem, **groups)
     options = {"maxnreg": budget.entry_registers(plan)}
     pointers = (*_inputs(call)[2:], *filled[:3])
     present = (call.rstd if pointer is None else pointer for pointer in pointers)  # a warp partition takes no None
@@ -269,11 +237,6 @@ def _warp_specialized_backward(
 
 def _pipelined_options(plan: PipelinedPlan) -> dict[str, int]:
     return {"maxnreg": plan.max_registers, "num_ctas": plan.cluster}
-
-
-def _cooperative(filled: Filled) -> dict[str, bool]:
-    """CTAs that meet at a semaphore must all run at once."""
-    return {} if filled.meeting is None else {"launch_cooperative_grid": True}
 
 
 _FORWARD = {
@@ -312,10 +275,8 @@ def _norm(problem: NormProblem) -> Norm:
 
 
 @functools.cache
-def _tile(plan: MultiWavePlan, problem: NormProblem, device: DeviceSpec, even_bits: int) -> Tile:
-    partial = _partial_shape(plan, problem, device, plan.num_warps)
-    shape = plan.rows_per_tile, plan.chunk, plan.num_chunks, plan.num_warps
-    return Tile(*shape, *partial, even_bits, plan.short_lived)
+def _tile(plan: MultiWavePlan, even_bits: int) -> Tile:
+    return Tile(plan.rows_per_tile, plan.chunk, plan.num_chunks, plan.num_warps, even_bits, plan.short_lived)
 
 
 @functools.cache
@@ -336,18 +297,12 @@ def _even_bits(*views: RowView, cols: int) -> int:
 
 
 @functools.cache
-def _finalize_tile(plan: Plan, problem: NormProblem, device: DeviceSpec) -> Tile:
-    return Tile(1, 1, 1, FINALIZE_WARPS, *_partial_shape(plan, problem, device, FINALIZE_WARPS))
-
-
-@functools.cache
-def _ring_tile(plan: RingPlan, problem: NormProblem, device: DeviceSpec, **more) -> RingTile:
+def _ring_tile(plan: RingPlan, problem: NormProblem, **more) -> RingTile:
     return RingTile(
         plan.rows_per_tile,
         plan.chunk,
         plan.num_chunks,
         plan.num_warps,
-        *_partial_shape(plan, problem, device, plan.num_warps),
         num_stages=plan.num_stages,
         copy_chunks=plan.copy_chunks,
         tail=plan.tail,
@@ -366,21 +321,6 @@ def _ring_tile(plan: RingPlan, problem: NormProblem, device: DeviceSpec, **more)
 def _column_ring_tile(plan: ColumnRingPlan, problem: NormProblem) -> ColumnTile:
     vector = VECTOR_BYTES // max(problem.x_dtype.itemsize, problem.grad_dtype.itemsize)
     return ColumnTile(plan.rows_per_tile, plan.chunk, plan.num_warps, plan.num_stages, vector=vector)
-
-
-def _partial_shape(plan: Plan, problem: NormProblem, device: DeviceSpec, num_warps: int) -> tuple[int, int]:
-    """(partial_cols, partial_loads): pieces for all CTAs of a full grid, all partials in as few rounds of loads as fit
-    registers."""
-    outputs = problem.num_sums
-    if outputs == 0:
-        return MIN_PARTIAL_COLS, 1
-    ctas = num_ctas(plan, MAX_RING_ROWS, problem.cols, device)
-    columns = MIN_PARTIAL_COLS if plan.sums_partials else 32
-    while plan.sums_partials and columns < MAX_PARTIAL_COLS and columns * ctas * plan.cluster < outputs * problem.cols:
-        columns *= 2
-    rows, partials = 128 * num_warps // columns, num_partials(plan, ctas)
-    most = MAX_PARTIAL_LOADS * 4 // problem.acc_dtype.itemsize
-    return columns, -(-partials // (rows * -(-partials // (rows * most))))
 
 
 def _descriptors(views: list[RowView], rows: int, cols: int, tile: RingTile) -> list[RowDescriptor | None]:

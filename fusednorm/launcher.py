@@ -191,7 +191,6 @@ class Build:
         constants = {"norm": launch.norm, "tile": launch.tile, "num_warps": launch.tile.num_warps}
         names = launch.kernel.arg_names[len(launch.operands) :]
         self.compiled = compiled
-        self.cooperative = bool(launcher.launch_cooperative_grid)
         self._constants = [constants[name] for name in names]
         self._head = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
         self._head += (compiled.packed_metadata, None, None, None)

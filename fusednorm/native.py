@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import forcing, recipe, semaphore
+from . import forcing, margin, recipe
 
 try:
     from . import _native as extension
@@ -51,6 +51,7 @@ def install(
     below = [forward_of("layer"), backward_of("layer"), forward_of("rms"), backward_of("rms")]
     extension.install(key, above, below, statistics_gradient, differentiable_backward, recipe.KEPT)
     forcing.observe(extension.pause)  # what is forced takes Python's way
+    margin.observe(extension.set_sm_margin)
 
 
 def _packed(found: recipe.Known | None) -> tuple | None:
@@ -59,18 +60,12 @@ def _packed(found: recipe.Known | None) -> tuple | None:
         return None
     known = found.recipe
     extension.watch(*known.steps[0].build.hooks())
-    meeting = 0
-    if known.meets:
-        stream = torch._C._cuda_getCurrentRawStream(known.device)
-        meeting = semaphore.of_device(known.device).addresses.get(stream)
-        if meeting is None or torch.cuda.is_current_stream_capturing():
-            return None
     *outputs, workspace = known.written
-    return known.device, outputs, workspace, meeting, [_packed_step(step) for step in known.steps]
+    return known.device, outputs, workspace, [_packed_step(step) for step in known.steps]
 
 
 def _packed_step(step: recipe.Step) -> tuple:
-    """(function, grid, threads, shared bytes, CTAs of a cluster, cooperative, parameters): see `step_of` there."""
+    """(function, grid, threads, shared bytes, CTAs of a cluster, parameters): see `step_of` there."""
     build, arguments = step.build, step.arguments
     num_warps, cluster, shared = build.compiled.packed_metadata
     slots = {slot.position: ("address", slot.index, slot.offset) for slot in step.slots}
@@ -87,7 +82,7 @@ def _packed_step(step: recipe.Step) -> tuple:
             raise RuntimeError(f"native: a kernel's parameter must be a pointer, a map or a number, got {kind}")
     parameters += [("i64", 0), ("i64", 0)]  # memory for Triton's own use and its profiler's, of which we have none
     grid = tuple(arguments[: build.STREAM])
-    return build.compiled.function, grid, 32 * num_warps, shared, cluster, build.cooperative, tuple(parameters)
+    return build.compiled.function, grid, 32 * num_warps, shared, cluster, tuple(parameters)
 
 
 def _packed_map(build, slot: recipe.MapSlot) -> tuple:

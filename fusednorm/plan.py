@@ -33,7 +33,6 @@ class MultiWavePlan:
     thread. Short-lived CTAs, of a forward, have one row tile each."""
 
     variant: ClassVar[str] = "multi_wave"
-    sums_partials: ClassVar[bool] = True
     cluster: ClassVar[int] = 1
     rows_per_tile: int
     chunk: int
@@ -51,7 +50,6 @@ class ColumnTilePlan:
     row_pass_chunk and row_pass_warps are those of the pass that reads whole rows."""
 
     variant: ClassVar[str] = "multi_wave"
-    sums_partials: ClassVar[bool] = False
     cluster: ClassVar[int] = 1
     rows_per_tile: int
     chunk: int
@@ -69,7 +67,6 @@ class PipelinedPlan:
     instead of registers."""
 
     variant: ClassVar[str] = "pipelined"
-    sums_partials: ClassVar[bool] = True
     rows_per_tile: int
     chunk: int
     num_chunks: int
@@ -92,7 +89,6 @@ class ColumnRingPlan:
     and of x for dw, through a TMA ring of num_stages stages in shared memory."""
 
     variant: ClassVar[str] = "pipelined"
-    sums_partials: ClassVar[bool] = False
     cluster: ClassVar[int] = 1
     rows_per_tile: int
     chunk: int
@@ -110,7 +106,6 @@ class WarpSpecializedPlan:
     has given its own away."""
 
     variant: ClassVar[str] = "warp_specialized"
-    sums_partials: ClassVar[bool] = False
     cluster: ClassVar[int] = 1
     tail: ClassVar[bool] = False
     rows_per_tile: int

@@ -38,13 +38,18 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weight-dtype", choices=DTYPES, help="of weight and bias (default: that of x)")
     names = ", ".join(spec.name for spec in device.KNOWN)
     parser.add_argument("--device", type=_device, help=f"{names} (default: this machine's GPU, or H200)")
+    parser.add_argument("--sm-margin", type=_count, default=0, metavar="N", help="SMs that are left to others")
     parser.add_argument("--force", choices=VARIANTS, help="what to run, if it can be run")
     parser.add_argument("--json", action="store_true", help="a line of JSON for each case")
     parser.add_argument("--map", type=Path, metavar="PNG", help="draw the choice over rows and cols instead")
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    spec = options.device or _this_device()
+    try:
+        spec = (options.device or _this_device()).leaving(options.sm_margin)
+    except ValueError as error:
+        print(error)
+        return 1
     if options.map:
         return draw_map(options, spec)
     cases = itertools.product(options.cols or [4096], options.rows or [16384])
@@ -128,6 +133,10 @@ def _device(name: str) -> DeviceSpec:
         return device.named(name)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _count(text: str) -> int:
+    return 0 if text == "0" else _positive(text)
 
 
 def _positive(text: str) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import likeness
+from . import likeness, margin
 from .forcing import asked_variants
 from .problem import ALIGNMENT
 from .straight_line import MapSlot, Memory, Recipe, Repeat, Slot, Step, python_of
@@ -95,7 +95,7 @@ def remember(call: Call, prepared: Prepared) -> None:
         return
     present = [each for each in tensors if each is not None]
     is_alike, aligned = likeness.of(present), _aligned(present)
-    known = Known(recipe, python_of(recipe, tensors, is_alike, forget), is_alike, aligned)
+    known = Known(recipe, python_of(recipe, tensors, is_alike), is_alike, aligned)
     if len(_recipes) >= KEPT:
         _recipes.clear()
     _recipes[key] = known, *_recipes.get(key, ())[: KEPT_ALIKE - 1]
@@ -106,7 +106,8 @@ def find(call: Call) -> Known | None:
     key, tensors = call
     present = [each for each in tensors if each is not None]
     for known in of_key(key, ()):
-        if known.is_alike(*present) and _aligned(present) == known.aligned:
+        same_margin = known.recipe.sm_margin == margin.sms
+        if same_margin and known.is_alike(*present) and _aligned(present) == known.aligned:
             return known
     return None
 
@@ -131,8 +132,6 @@ def _written_down(tensors: tuple[Tensor | None, ...], prepared: Prepared) -> Rec
     written = *prepared.outputs, prepared.workspace
     starts = {address: index for index, address in enumerate(addresses) if address}
     starts |= {each.data_ptr(): len(addresses) + at for at, each in enumerate(written) if each is not None}
-    if prepared.meeting is not None:
-        starts[prepared.meeting.data_ptr()] = len(addresses) + len(written)
     steps = []
     for launch in prepared.launches:
         build, values = launcher.known_build(launch, device)
@@ -153,7 +152,7 @@ def _written_down(tensors: tuple[Tensor | None, ...], prepared: Prepared) -> Rec
                 step.maps.append(MapSlot(position, index, operand, shape, strides))
         steps.append(step)
     memory = [None if each is None else Memory.like(each) for each in written]
-    return Recipe(device, memory, prepared.meeting is not None, steps)
+    return Recipe(device, margin.sms, memory, steps)
 
 
 def _place(address: int, starts: dict[int, int], workspace: Tensor | None, index: int) -> tuple[int, int] | None:

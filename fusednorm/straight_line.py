@@ -13,18 +13,20 @@ takes twice the time. A forward reads like this:
         p0, p1, p2 = t0.data_ptr(), t1.data_ptr(), t2.data_ptr()
         if (p0 | p1 | p2) & 15:
             return None
-        if c4() != c0:
+        if c3.sms != c4:
+            return None
+        if c5() != c0:
             return _on_device(c0, repeat, t0, t1, t2)
-        stream = c5(c0)
+        stream = c6(c0)
         t3 = _allocate(c7, c8, c9)
         p3 = t3.data_ptr()
         ...
         c40(c16, c17, c18, stream, c19, ..., p0, p1, p2, p3, ...)
         return (t3, t4, t5)
 
-where c are constants (c0 the device, c1 says which tensors this is for, c2 has Triton's hooks, c4 to c6 are questions
-to CUDA, c40 launches), t tensors and p addresses: of the call's tensors, its outputs and its workspace, in this order,
-and last of the semaphore at which CTAs meet.
+where c are constants (c0 the device, c1 says which tensors this is for, c2 has Triton's hooks, c3 how many SMs are left
+free and c4 how many were, c5 and c6 are questions to CUDA, c40 launches), t tensors and p addresses: of the call's
+tensors, its outputs and its workspace, in this order.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from torch import Tensor
 # What compiled graphs allocate with: no dispatch.
 from torch._C._dynamo.guards import _empty_strided_cuda as _allocate  # noqa: F401  for the source that is made here
 
-from . import semaphore
+from . import margin
 from .problem import ALIGNMENT
 
 if TYPE_CHECKING:
@@ -63,7 +65,7 @@ class Memory(NamedTuple):
 
 class Slot(NamedTuple):
     """An address in a launch's arguments: `offset` bytes into what is at `index` among the call's tensors, its
-    outputs, its workspace and the semaphore at which CTAs meet, in this order."""
+    outputs and its workspace, in this order."""
 
     position: int
     index: int
@@ -91,23 +93,20 @@ class Step(NamedTuple):
 
 class Recipe(NamedTuple):
     device: int
+    sm_margin: int  # under which it was planned
     written: list[Memory | None]  # outputs, and last the workspace
-    meets: bool
     steps: list[Step]
 
 
 Repeat = Callable[..., "tuple | None"]
 
 
-def python_of(
-    recipe: Recipe, tensors: Sequence[Tensor | None], is_alike: Callable[..., bool], forget: Callable[[], None]
-) -> Repeat:
+def python_of(recipe: Recipe, tensors: Sequence[Tensor | None], is_alike: Callable[..., bool]) -> Repeat:
     """A function of tensors like these: the outputs of their call. None where the call has to go the long way: its
-    tensors are not like these, a profiler hooks Triton's launches, a graph is being captured that needs a semaphore of
-    its own, or CTAs cannot all run at once, after which `forget` is called.
+    tensors are not like these, a profiler hooks Triton's launches, or another number of SMs is left free.
     """
-    constants: list[Any] = [recipe.device, is_alike, recipe.steps[0].build.RUNTIME, forget, torch._C._cuda_getDevice]
-    constants += torch._C._cuda_getCurrentRawStream, torch._C._cuda_isCurrentStreamCapturing
+    constants: list[Any] = [recipe.device, is_alike, recipe.steps[0].build.RUNTIME, margin, recipe.sm_margin]
+    constants += torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
 
     def constant(value: Any) -> str:
         constants.append(value)
@@ -117,7 +116,6 @@ def python_of(
     arguments = ", ".join(f"t{at}" for at in range(count))
     present = [at for at, each in enumerate(tensors) if each is not None]
     written = [count + at for at, each in enumerate(recipe.written) if each is not None]
-    meeting = count + len(recipe.written)
     lines = [
         f"if not c1({', '.join(f't{at}' for at in present)}):",
         "    return None",
@@ -126,26 +124,17 @@ def python_of(
         *(f"p{at} = t{at}.data_ptr()" for at in present),
         f"if {_is_aligned_otherwise(tensors)}:",
         "    return None",
-        "if c4() != c0:",
+        "if c3.sms != c4:",
+        "    return None",
+        "if c5() != c0:",
         f"    return _on_device(c0, repeat, {arguments})",
-        "stream = c5(c0)",
+        "stream = c6(c0)",
     ]
-    if recipe.meets:
-        addresses = semaphore.of_device(recipe.device).addresses
-        lines += [
-            f"p{meeting} = {constant(addresses)}.get(stream)",
-            f"if p{meeting} is None or c6():",
-            "    return None",
-        ]
     for at in written:
         memory = ", ".join(constant(each) for each in recipe.written[at - count])
         lines += [f"t{at} = _allocate({memory})", f"p{at} = t{at}.data_ptr()"]
-    launches = [_launch(step, constant) for step in recipe.steps]
-    if recipe.meets:
-        launches = ["try:", *(f"    {each}" for each in launches)]
-        launches += ["except RuntimeError as error:", "    return _refused(error, c3)"]
-    lines += launches
-    outputs = ", ".join(f"t{at}" if at in written else "None" for at in range(count, meeting - 1))
+    lines += [_launch(step, constant) for step in recipe.steps]
+    outputs = ", ".join(f"t{at}" if at in written else "None" for at in range(count, count + len(recipe.written) - 1))
     body = "\n".join([*lines, f"return ({outputs},)"])
     return _maker(arguments, body, len(constants))(*constants)
 
@@ -182,13 +171,6 @@ def _maker(arguments: str, body: str, constants: int) -> Callable[..., Callable]
     made: dict[str, Any] = {}
     exec(compile(source, "<recipe>", "exec"), globals(), made)
     return made["make"]
-
-
-def _refused(error: RuntimeError, forget: Callable[[], None]) -> None:
-    """Where a launch of CTAs that meet has failed."""
-    if "cooperative" not in str(error):
-        raise error
-    forget()  # the GPU is shared with others, who hold a part of it: launch.py knows what to do
 
 
 def _on_device(device: int, repeat: Callable, *tensors: Tensor | None) -> tuple | None:

@@ -46,26 +46,32 @@ class Tile(CompileTime):
     chunk: int
     num_chunks: int
     num_warps: int  # that work on a tile together
-    # How the partials of dw and db are summed: in pieces of partial_cols columns, partial_loads loads at once.
-    partial_cols: int = 32
-    partial_loads: int = 1
     even_bits: int = 0  # a row's columns and rows' strides are multiples of 2^even_bits; of 16 the compiler sees itself
     one_tile: bool = False  # of a forward: no CTA has a second, so that nothing is asked for ahead
-
-    @property
-    def partial_rows(self) -> int:
-        """Of one load, four elements a thread."""
-        return 128 * self.num_warps // self.partial_cols
-
-    @property
-    def loads(self) -> tl.constexpr:
-        """partial_loads in the form that static_range takes."""
-        return tl.constexpr(self.partial_loads)
 
     @property
     def chunks(self) -> tl.constexpr:
         """num_chunks in the form that static_range takes."""
         return tl.constexpr(self.num_chunks)
+
+
+@dataclass(frozen=True)
+class PartialsTile(CompileTime):
+    """How a CTA sums partials of dw or db: a piece of `cols` columns, num_loads loads of `rows` rows at once."""
+
+    cols: int
+    num_loads: int
+    num_warps: int
+
+    @property
+    def rows(self) -> int:
+        """Of one load, four elements a thread."""
+        return 128 * self.num_warps // self.cols
+
+    @property
+    def loads(self) -> tl.constexpr:
+        """num_loads in the form that static_range takes."""
+        return tl.constexpr(self.num_loads)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,6 @@ outer_stride. Offsets are 64-bit; scalars are typed so that no value of theirs a
 import triton
 import triton.language as tl
 
-from .column_sum import finalize
-from .grid import meet
 from .rowmath import input_gradient, inverse_std, normalize, row_means
 
 
@@ -167,12 +165,12 @@ def forward(
 
 @triton.jit(do_not_specialize=["rows", "x_inner", "dy_inner"])
 def backward(
-    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, residual_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr, dw_ptr,
-    db_ptr, semaphore_ptr, rows: "i64", cols, x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64",
-    dy_inner: "i64", dy_outer_stride: "i64", dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, residual_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr, rows: "i64",
+    cols, x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64", dy_inner: "i64", dy_outer_stride: "i64",
+    dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr,
 ):
-    """dx of the CTA's row tiles and its row of the dw and db partials; with a semaphore, then dw and db."""
+    """dx of the CTA's row tiles and its row of the dw and db partials."""
     cols = even(cols, tile)
     x_outer_stride = even(x_outer_stride, tile)
     x_inner_stride = even(x_inner_stride, tile)
@@ -234,9 +232,6 @@ def backward(
             store_chunk(dw_partial_ptr, here, tl.sum(dw[c], axis=0)[None, :], is_any, cols, c, tile)
         if norm.wants_db:
             store_chunk(db_partial_ptr, here, tl.sum(db[c], axis=0)[None, :], is_any, cols, c, tile)
-    if semaphore_ptr is not None:
-        meet(semaphore_ptr)
-        finalize(dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, partials, cols, norm, tile)
 
 
 @triton.jit(do_not_specialize=["rows", "x_inner"])

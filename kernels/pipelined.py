@@ -102,12 +102,12 @@ def forward(
 @gluon.jit(do_not_specialize=["rows"])
 def backward(
     x_desc, dy_desc, x_tail_desc, dy_tail_desc, mean_ptr, rstd_ptr, weight_ptr, residual_ptr, dx_ptr, dw_partial_ptr,
-    db_partial_ptr, dw_ptr, db_ptr, semaphore_ptr, rows, cols, mean_stride: "i64", rstd_stride: "i64",
+    db_partial_ptr, rows, cols, mean_stride: "i64", rstd_stride: "i64",
     norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr,
 ):
-    """dx of the CTA's row tiles and its row of the dw and db partials; with a semaphore, then dw and db. A tile is read
-    twice from its stage, for the row sums and for dx, and leaves no copy in registers. The partials are complete before
-    the dx of the last tile is."""
+    """dx of the CTA's row tiles and its row of the dw and db partials. A tile is read twice from its stage, for the
+    row sums and for dx, and leaves no copy in registers. The partials are complete before the dx of the last tile
+    is."""
     wants_sums: gl.constexpr = norm.wants_dw or norm.wants_db
     exchange = open_exchange(tile)
     first = gl.program_id(0) * tile.rows
@@ -137,10 +137,8 @@ def backward(
         residual = ring.load_residual(residual_ptr, row, cols, norm, tile)
         dw, db, sums = ring.sum_tile(x, dy, mean, rstd, weight, dw, db, norm, tile)
         if wants_sums and partial_sums.leave_early(tile):
-            if nth + step >= rows:  # the last tile, whose dx the others need not wait for
-                partial_sums.leave_partials(
-                    dw_partial_ptr, db_partial_ptr, dw, db, semaphore_ptr, rows, cols, norm, tile
-                )
+            if nth + step >= rows:  # the last tile
+                partial_sums.leave_partials(dw_partial_ptr, db_partial_ptr, dw, db, rows, cols, norm, tile)
         sums, exchange = ring.sum_over_cluster(sums, exchange, tile)
         if not tile.works_ahead:
             mean_next, rstd_next = ring.load_statistics(
@@ -153,15 +151,8 @@ def backward(
         row -= step
         stage, phase = next_stage(stage, phase, tile)
 
-    if wants_sums and partial_sums.leave_early(tile):
-        if first >= rows:  # there was no tile
-            partial_sums.come(semaphore_ptr, gl.program_id(0), tile)
-    elif wants_sums:
-        partial_sums.leave_partials(dw_partial_ptr, db_partial_ptr, dw, db, semaphore_ptr, rows, cols, norm, tile)
-    if semaphore_ptr is not None:
-        partial_sums.sum_partials_of_grid(
-            semaphore_ptr, dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, rows, cols, norm, tile
-        )
+    if wants_sums and not partial_sums.leave_early(tile):
+        partial_sums.leave_partials(dw_partial_ptr, db_partial_ptr, dw, db, rows, cols, norm, tile)
     for t in gl.static_range(len(full)):
         for i in gl.static_range(tile.copies):
             ring.close_barriers(full[t][i], tile)

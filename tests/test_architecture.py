@@ -15,7 +15,7 @@ PACKAGE, KERNELS = ROOT / "fusednorm", ROOT / "kernels"
 
 PLANNER = {
     "heuristics", "few_rows", "candidates", "preference", "tile_share", "forcing", "legality", "budget",
-    "plan", "problem", "device",
+    "plan", "problem", "device", "margin",
 }  # fmt: skip
 MAY_IMPORT = {
     "__init__": {
@@ -24,6 +24,7 @@ MAY_IMPORT = {
         "modules",
         "explanation",
         "forcing",
+        "margin",
         "warm",
         "column_ops",
         "column_explanation",
@@ -32,14 +33,13 @@ MAY_IMPORT = {
     "functional": {"autograd"},
     "autograd": {"native", "ops", "problem", "recipe", "reference", "forcing"},
     "ops": {"launch", "native", "problem", "recipe", "reference"},
-    "native": {"_native", "forcing", "recipe", "semaphore"},
+    "native": {"_native", "forcing", "margin", "recipe"},
     "_native": set(),  # csrc/native.cpp, where it was built
-    "recipe": {"forcing", "launch", "launcher", "likeness", "problem", "straight_line"},
-    "straight_line": {"launcher", "problem", "semaphore"},
+    "recipe": {"forcing", "launch", "launcher", "likeness", "margin", "problem", "straight_line"},
+    "straight_line": {"launcher", "margin", "problem"},
     "likeness": set(),
     "reference": {"problem"},
-    "launch": PLANNER | {"kernels", "launcher", "reference", "semaphore"},
-    "semaphore": set(),
+    "launch": PLANNER | {"kernels", "launcher", "reference"},
     "launcher": {"kernels", "problem"},
     "heuristics": PLANNER - {"heuristics"},
     "few_rows": {"candidates", "preference", "tile_share", "legality", "budget", "plan", "problem", "device"},
@@ -51,7 +51,8 @@ MAY_IMPORT = {
     "budget": {"plan", "problem", "device"},
     "plan": {"problem", "device"},
     "problem": set(),
-    "device": set(),
+    "device": {"margin"},
+    "margin": set(),
     # column_sum, in layers of its own:
     "column_ops": {"launch_columns", "column_plan", "column_problem", "column_reference", "ops"},
     "launch_columns": {"kernels", "column_plan", "column_problem", "column_reference", "problem", "device"},

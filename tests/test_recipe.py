@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from cases import BF16, FP32, make_case
 
-from fusednorm import heuristics, recipe, semaphore, straight_line
+from fusednorm import heuristics, recipe, sm_margin, straight_line
 from fusednorm.device import H200, DeviceSpec
 from fusednorm.problem import check_backward, check_forward
 from fusednorm.testing import make_inputs
 
 STREAM = 77
-WORD = 2**50
 
 
 @pytest.fixture(autouse=True)
@@ -39,10 +36,8 @@ def cpu_tensors_stand_in_for_those_of_an_h200(monkeypatch):
     monkeypatch.setattr(launcher, "known_build", known_build)
     monkeypatch.setattr(DeviceSpec, "of", lambda device: H200)
     monkeypatch.setattr(straight_line, "_allocate", lambda *memory: torch.empty_strided(*memory[:2], dtype=memory[2]))
-    monkeypatch.setattr(semaphore, "of_device", lambda device: SimpleNamespace(addresses={STREAM: WORD}))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
     recipe.forget()
     yield launched
     recipe.forget()
@@ -59,11 +54,10 @@ def backward_arguments(rows=64, cols=4096, norm="layer", residual=False, mask=(T
     return norm, *operands, inputs.bias if layer else None, mask, extra, None
 
 
-def run_the_long_way(arguments, monkeypatch, variant=None, remember=True, meeting=None):
+def run_the_long_way(arguments, monkeypatch, variant=None, remember=True):
     """Prepared as the first call prepares it, and remembered."""
     from fusednorm import launch
 
-    monkeypatch.setattr(launch, "_semaphore", lambda device: meeting)
     seen, call = recipe.backward(*arguments), check_backward(*arguments)
     outcome = heuristics.decide(call.problem, call.rows, H200, variant)
     assert variant in (None, outcome.plan.variant)
@@ -118,24 +112,21 @@ def tensors_of(arguments, outputs, workspace) -> dict:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("meets", [False, True], ids=["", "meets"])
 def test_a_second_call_is_launched_as_the_first_but_for_its_addresses(
-    norm, variant, changes, meets, cpu_tensors_stand_in_for_those_of_an_h200, monkeypatch
+    norm, variant, changes, cpu_tensors_stand_in_for_those_of_an_h200, monkeypatch
 ):
     launched, workspaces = cpu_tensors_stand_in_for_those_of_an_h200, []
-    meeting = torch.empty(1, dtype=torch.int32) if meets else None
     first, second = (backward_arguments(norm=norm, **changes) for _ in range(2))
-    prepared = run_the_long_way(first, monkeypatch, variant, meeting=meeting)
+    prepared = run_the_long_way(first, monkeypatch, variant)
     expected = [
-        named(arguments, tensors_of(first, prepared.outputs, prepared.workspace) | {"meeting": meeting})
+        named(arguments, tensors_of(first, prepared.outputs, prepared.workspace))
         for arguments in launched_the_long_way(prepared)
     ]
     allocate = straight_line._allocate
     monkeypatch.setattr(straight_line, "_allocate", lambda *each: workspaces.append(allocate(*each)) or workspaces[-1])
     outputs = recipe.repeat(recipe.backward(*second))
     tensors = tensors_of(second, outputs, workspaces[-1] if prepared.workspace is not None else None)
-    found = [[("meeting+0" if each == WORD else each) for each in named(arguments, tensors)] for arguments in launched]
-    assert found == expected
+    assert [named(arguments, tensors) for arguments in launched] == expected
     for got, want in zip(outputs, prepared.outputs, strict=True):
         assert (got is None) == (want is None)
         assert got is None or (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
@@ -218,24 +209,6 @@ def test_what_had_to_be_copied_is_not_remembered(operand, monkeypatch):
     assert recipe.repeat(recipe.backward(*arguments)) is None
 
 
-def test_no_call_of_a_captured_graph_takes_the_semaphore_of_its_stream(monkeypatch):
-    arguments = backward_arguments()
-    capturing = iter([False, True])
-    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: next(capturing))
-    run_the_long_way(arguments, monkeypatch, meeting=torch.empty(1, dtype=torch.int32))
-    assert recipe.repeat(recipe.backward(*arguments)) is not None
-    assert recipe.repeat(recipe.backward(*arguments)) is None
-
-
-def test_a_stream_without_a_semaphore_gets_one_the_long_way(monkeypatch):
-    arguments = backward_arguments()
-    streams = iter([STREAM, STREAM + 1])
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: next(streams))
-    run_the_long_way(arguments, monkeypatch, meeting=torch.empty(1, dtype=torch.int32))
-    assert recipe.repeat(recipe.backward(*arguments)) is not None
-    assert recipe.repeat(recipe.backward(*arguments)) is None
-
-
 def test_profilers_that_hook_tritons_launches_see_all(monkeypatch):
     from triton import knobs
 
@@ -248,24 +221,30 @@ def test_profilers_that_hook_tritons_launches_see_all(monkeypatch):
         assert recipe.repeat(recipe.backward(*arguments)) is not None
 
 
-def test_a_gpu_that_others_hold_a_part_of_forgets_recipes_that_need_all_of_it(monkeypatch):
-    from fusednorm import launcher
-
+def test_errors_of_a_launch_reach_the_caller(monkeypatch):
     arguments = backward_arguments()
-    run_the_long_way(arguments, monkeypatch, meeting=torch.empty(1, dtype=torch.int32))
+    run_the_long_way(arguments, monkeypatch)
 
     def refuse(self, position, pointer, shape, strides):
-        raise RuntimeError(failure)
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
 
     ((known,),) = recipe._recipes.values()
     monkeypatch.setattr(type(known.recipe.steps[0].build), "tensor_map", refuse)
-    failure = "Triton Error [CUDA]: an illegal memory access was encountered"
     with pytest.raises(RuntimeError, match="illegal memory access"):
         recipe.repeat(recipe.backward(*arguments))
-    failure = "Triton Error [CUDA]: too many blocks in cooperative launch"
-    assert recipe.repeat(recipe.backward(*arguments)) is None
-    assert not recipe._recipes
-    assert launcher.TRIED
+
+
+def test_a_call_is_repeated_under_the_margin_that_it_was_planned_for(monkeypatch):
+    arguments = backward_arguments()
+    run_the_long_way(arguments, monkeypatch)
+    with sm_margin(16):
+        assert recipe.repeat(recipe.backward(*arguments)) is None
+        assert recipe.find(recipe.backward(*arguments)) is None
+        run_the_long_way(arguments, monkeypatch)
+        assert recipe.repeat(recipe.backward(*arguments)) is not None
+        assert recipe.find(recipe.backward(*arguments)).recipe.sm_margin == 16
+    assert recipe.repeat(recipe.backward(*arguments)) is not None
+    assert recipe.find(recipe.backward(*arguments)).recipe.sm_margin == 0
 
 
 def test_recipes_are_bounded(monkeypatch):

@@ -29,7 +29,6 @@
 
 #include <atomic>
 #include <cstring>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
@@ -48,7 +47,6 @@ namespace {
 struct Driver {
   decltype(&cuLaunchKernelEx) launch;
   decltype(&cuTensorMapEncodeTiled) encode;
-  decltype(&cuStreamIsCapturing) is_capturing;
   decltype(&cuGetErrorString) error_string;
   decltype(&cuCtxGetCurrent) current_context;
   decltype(&cuDevicePrimaryCtxRetain) retain_context;
@@ -59,7 +57,6 @@ struct Driver {
     TORCH_CHECK(library, "fusednorm: ", path, " must be there to launch kernels, got: ", dlerror());
     find(library, launch, "cuLaunchKernelEx");
     find(library, encode, "cuTensorMapEncodeTiled");
-    find(library, is_capturing, "cuStreamIsCapturing");
     find(library, error_string, "cuGetErrorString");
     find(library, current_context, "cuCtxGetCurrent");
     find(library, retain_context, "cuDevicePrimaryCtxRetain");
@@ -121,7 +118,7 @@ struct Map {
 struct Step {
   CUfunction function;
   CUlaunchConfig config{};
-  std::array<CUlaunchAttribute, 3> attributes{};
+  std::array<CUlaunchAttribute, 2> attributes{};
   std::vector<char> parameters;  // right but for slots and maps
   std::vector<size_t> starts;    // of each parameter
   std::vector<Slot> slots;
@@ -132,7 +129,6 @@ struct Recipe {
   at::Device device;
   std::vector<Memory> outputs;
   Memory workspace;
-  bool meets;
   std::vector<Step> steps;
 };
 
@@ -150,12 +146,12 @@ struct Hash {
   }
 };
 
-std::shared_mutex mutex;  // over the two below
+std::shared_mutex mutex;  // over the recipes
 std::unordered_map<Key, std::shared_ptr<const Recipe>, Hash> recipes;
-std::map<std::pair<int, uint64_t>, uint64_t> meetings;  // where CTAs meet, by device and stream
 size_t most_recipes = 0;  // as recipe.py keeps
 
 std::atomic<int> pauses{0};
+std::atomic<int64_t> sm_margin{0};  // a part of what a call looks like
 std::array<std::atomic<PyObject*>, 2> hooks{};  // Triton's lists of them: those who want to see its launches
 std::atomic<int64_t> repeats{0};
 bool cpu_too = false;  // so that tests need no GPU
@@ -182,28 +178,17 @@ Tensor allocate(const Memory& memory, at::Device device) {
 // The outputs of the call whose tensors are at `addresses`, or nothing where it has to go the long way.
 optional<std::vector<Tensor>> repeat(const Key& key, c10::SmallVector<uint64_t, 16>& addresses) {
   std::shared_ptr<const Recipe> recipe;
-  uint64_t meeting = 0, stream = 0;
   {
     std::shared_lock<std::shared_mutex> reading(mutex);
     auto found = recipes.find(key);
     if (found == recipes.end()) return {};
     recipe = found->second;
-    stream = stream_of(recipe->device);
-    if (recipe->meets) {
-      auto known = meetings.find({recipe->device.index(), stream});
-      if (known == meetings.end()) return {};
-      meeting = known->second;
-    }
   }
+  uint64_t stream = stream_of(recipe->device);
   const Driver& cuda = driver();
   c10::OptionalDeviceGuard guard;
   if (!recipe->device.is_cpu()) guard.reset_device(recipe->device);
   cuda.ensure_context(recipe->device.index());
-  if (recipe->meets) {
-    CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
-    cuda.check(cuda.is_capturing(reinterpret_cast<CUstream>(stream), &status));
-    if (status != CU_STREAM_CAPTURE_STATUS_NONE) return {};  // a captured launch needs a semaphore of its own
-  }
   std::vector<Tensor> outputs;
   outputs.reserve(recipe->outputs.size());
   for (const Memory& memory : recipe->outputs) {
@@ -212,7 +197,6 @@ optional<std::vector<Tensor>> repeat(const Key& key, c10::SmallVector<uint64_t, 
   }
   Tensor workspace = allocate(recipe->workspace, recipe->device);
   addresses.push_back(workspace.defined() ? reinterpret_cast<uint64_t>(workspace.data_ptr()) : 0);
-  addresses.push_back(meeting);
   for (const Step& step : recipe->steps) {
     alignas(MAP_ALIGNMENT) char parameters[MAX_PARAMETER_BYTES];
     void* pointers[MAX_PARAMETERS];
@@ -233,13 +217,7 @@ optional<std::vector<Tensor>> repeat(const Key& key, c10::SmallVector<uint64_t, 
     CUlaunchConfig config = step.config;
     config.hStream = reinterpret_cast<CUstream>(stream);
     config.attrs = const_cast<CUlaunchAttribute*>(step.attributes.data());
-    CUresult result = cuda.launch(&config, step.function, pointers, nullptr);
-    if (C10_UNLIKELY(result == CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE)) {
-      std::unique_lock<std::shared_mutex> writing(mutex);
-      recipes.clear();  // the GPU is shared with others, who hold a part of it: launch.py knows what to do
-      return {};
-    }
-    cuda.check(result);
+    cuda.check(cuda.launch(&config, step.function, pointers, nullptr));
   }
   repeats.fetch_add(1, std::memory_order_relaxed);
   return outputs;
@@ -262,7 +240,8 @@ struct Call {
   c10::SmallVector<uint64_t, 16> addresses;
 
   Call(Op op, c10::IntArrayRef shape, int64_t scalar) {
-    key.push_back(static_cast<int64_t>(op) << 32 | static_cast<int64_t>(shape.size()));
+    key.push_back(sm_margin.load(std::memory_order_relaxed) << 32 | static_cast<int64_t>(op) << 16 |
+                  static_cast<int64_t>(shape.size()));
     key.push_back(scalar);
     key.append(shape.begin(), shape.end());
   }
@@ -348,11 +327,9 @@ std::vector<Tensor> go_the_long_way(Op op, const Call* call, Arguments&&... argu
   if (call && !returned[1].is_none()) {
     py::tuple packed = returned[1];
     auto recipe = std::make_shared<const Recipe>(recipe_of(packed));
-    uint64_t meeting = py::cast<uint64_t>(packed[3]);
     std::unique_lock<std::shared_mutex> writing(mutex);
     if (recipes.size() >= most_recipes) recipes.clear();
     recipes[call->key] = recipe;
-    if (meeting) meetings[{recipe->device.index(), stream_of(recipe->device)}] = meeting;
   }
   return outputs;
 }
@@ -807,7 +784,7 @@ void fill(Array& array, py::handle numbers) {
   for (py::handle each : numbers) array.at(i++) = py::cast<typename Array::value_type>(each);
 }
 
-// A step as native.py packs it: (function, grid, threads, shared bytes, CTAs of a cluster, cooperative, parameters), each
+// A step as native.py packs it: (function, grid, threads, shared bytes, CTAs of a cluster, parameters), each
 // parameter (kind, ...) in the kernel's order.
 Step step_of(py::handle packed) {
   py::tuple of = py::cast<py::tuple>(packed);
@@ -821,11 +798,6 @@ Step step_of(py::handle packed) {
   step.config.blockDimX = py::cast<unsigned>(of[2]);
   step.config.blockDimY = step.config.blockDimZ = 1;
   step.config.sharedMemBytes = py::cast<unsigned>(of[3]);
-  if (py::cast<bool>(of[5])) {
-    CUlaunchAttribute& attribute = step.attributes.at(step.config.numAttrs++);
-    attribute.id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
-    attribute.value.cooperative = 1;
-  }
   if (cluster > 1) {
     CUlaunchAttribute& size = step.attributes.at(step.config.numAttrs++);
     size.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
@@ -847,7 +819,7 @@ Step step_of(py::handle packed) {
     size_t at = reserve(sizeof number, sizeof number);
     std::memcpy(step.parameters.data() + at, &number, sizeof number);
   };
-  for (py::handle each : py::cast<py::tuple>(of[6])) {
+  for (py::handle each : py::cast<py::tuple>(of[5])) {
     py::tuple parameter = py::cast<py::tuple>(each);
     std::string kind = py::cast<std::string>(parameter[0]);
     if (kind == "address") {
@@ -875,15 +847,15 @@ Step step_of(py::handle packed) {
   return step;
 }
 
-// (device, outputs, workspace, semaphore at which CTAs meet or 0, steps)
+// (device, outputs, workspace, steps)
 Recipe recipe_of(py::handle packed) {
   py::tuple of = py::cast<py::tuple>(packed);
   int device = py::cast<int>(of[0]);
   bool on_cpu = device < 0;
   Recipe recipe{on_cpu ? at::Device(at::kCPU) : at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device)),
-                {}, memory_of(of[2]), py::cast<uint64_t>(of[3]) != 0, {}};
+                {}, memory_of(of[2]), {}};
   for (py::handle each : py::cast<py::list>(of[1])) recipe.outputs.push_back(memory_of(each));
-  for (py::handle each : py::cast<py::list>(of[4])) recipe.steps.push_back(step_of(each));
+  for (py::handle each : py::cast<py::list>(of[3])) recipe.steps.push_back(step_of(each));
   return recipe;
 }
 
@@ -922,6 +894,7 @@ PYBIND11_MODULE(_native, module) {
   PyModule_AddFunctions(module.ptr(), functions);
   module.def("install", &install);
   module.def("pause", [](int by) { pauses += by; });
+  module.def("set_sm_margin", [](int64_t sms) { sm_margin = sms; });
   module.def("watch", [](py::list enter, py::list exit) {
     if (hooks[0] != enter.ptr()) hooks[0] = enter.release().ptr();  // for good
     if (hooks[1] != exit.ptr()) hooks[1] = exit.release().ptr();
@@ -930,7 +903,6 @@ PYBIND11_MODULE(_native, module) {
   module.def("forget", [] {
     std::unique_lock<std::shared_mutex> writing(mutex);
     recipes.clear();
-    meetings.clear();
   });
   module.def("use_driver", [](const std::string& path) { driver_path = path; });
 }

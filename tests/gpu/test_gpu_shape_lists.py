@@ -90,7 +90,7 @@ def test_dims_of_size_one_are_right_wherever_they_stand(norm, variant, shape):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("norm", NORMS)
-def test_two_streams_at_once_do_not_meet(norm, variant):
+def test_two_streams_at_once_do_not_disturb_each_other(norm, variant):
     """Calls of two streams, of which neither waits for the other, on data of their own."""
     cases = [make_case(norm, (3001, 2048)), make_case(norm, (1024, 4096))]
     inputs = [make_inputs(case, "cuda") for case in cases]

@@ -13,7 +13,7 @@ from cases import FP32, make_case
 from fake_gpu import CUDA_HEADER, DRIVER, STREAM, Gpu, backward, forward, known_build
 from norms import SHAPE, backward_of, forward_of, layer_norm
 
-from fusednorm import autograd, launch, launcher, native, recipe, reference, semaphore
+from fusednorm import autograd, launcher, native, recipe, reference
 from fusednorm.device import H200, DeviceSpec
 from fusednorm.testing import make_inputs
 
@@ -38,19 +38,10 @@ def driver(tmp_path_factory):
 def gpu(driver, monkeypatch):
     fake_gpu.GPU = simulated = Gpu(driver)
 
-    class Semaphores:
-        @property
-        def addresses(self):
-            return {} if simulated.meeting is None else {STREAM: simulated.meeting.data_ptr()}
-
     monkeypatch.setattr(launcher, "known_build", known_build)
-    monkeypatch.setattr(launch, "_semaphore", lambda device: simulated.meeting)
     monkeypatch.setattr(DeviceSpec, "of", lambda device: H200)
-    monkeypatch.setattr(semaphore, "of_device", lambda device: Semaphores())
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     recipe.forget()
     native.forget()
     yield simulated

@@ -26,7 +26,7 @@ from fusednorm.problem import check_backward, check_forward
 STREAM = 1  # that of CPU tensors, to native.cpp
 
 
-TOO_LARGE, ILLEGAL_ADDRESS = 720, 700  # CUDA's numbers
+ILLEGAL_ADDRESS = 700  # CUDA's number
 
 
 CUDA_HEADER = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
@@ -51,25 +51,23 @@ typedef int (*Launch)(const uint64_t *config, void **parameters);
 
 static Launch launch;
 static __thread CUcontext context;
-int capture_status, contexts;
+int contexts;
 
 void on_launch(Launch does) { launch = does; }
 
 CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **parameters, void **extra) {
   uint64_t numbers[] = {(uint64_t)function, (uint64_t)config->hStream, config->gridDimX, config->gridDimY,
                         config->gridDimZ, config->blockDimX, config->blockDimY, config->blockDimZ,
-                        config->sharedMemBytes, 0, 1, 1, 1, 0};
+                        config->sharedMemBytes, 1, 1, 1, 0};
   if (!context || extra) return CUDA_ERROR_INVALID_CONTEXT;
   for (unsigned i = 0; i < config->numAttrs; ++i) {
     const CUlaunchAttribute *each = &config->attrs[i];
-    if (each->id == CU_LAUNCH_ATTRIBUTE_COOPERATIVE) {
-      numbers[9] = each->value.cooperative;
-    } else if (each->id == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) {
-      numbers[10] = each->value.clusterDim.x;
-      numbers[11] = each->value.clusterDim.y;
-      numbers[12] = each->value.clusterDim.z;
+    if (each->id == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) {
+      numbers[9] = each->value.clusterDim.x;
+      numbers[10] = each->value.clusterDim.y;
+      numbers[11] = each->value.clusterDim.z;
     } else if (each->id == CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE) {
-      numbers[13] = each->value.clusterSchedulingPolicyPreference;
+      numbers[12] = each->value.clusterSchedulingPolicyPreference;
     } else {
       return CUDA_ERROR_NOT_SUPPORTED;
     }
@@ -101,15 +99,8 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuui
   return CUDA_SUCCESS;
 }
 
-CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
-  *status = capture_status;
-  return CUDA_SUCCESS;
-}
-
 CUresult cuGetErrorString(CUresult error, const char **text) {
-  *text = error == CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE ? "too many blocks in cooperative launch"
-          : error == CUDA_ERROR_ILLEGAL_ADDRESS            ? "an illegal memory access was encountered"
-                                                           : 0;
+  *text = error == CUDA_ERROR_ILLEGAL_ADDRESS ? "an illegal memory access was encountered" : 0;
   return *text ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
@@ -211,7 +202,6 @@ class Config(NamedTuple):
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     shared_bytes: int
-    cooperative: int
     cluster: tuple[int, int, int]
     policy: int  # that of scheduling clusters
 
@@ -297,16 +287,10 @@ class Gpu:
         self.launched: list[Launched] = []
         self.python_calls: list[tuple] = []
         self.remembers = True  # what goes Python's way
-        self.meeting: torch.Tensor | None = torch.zeros(1, dtype=torch.int32)
         self.result = 0  # of launches
         self.failure: Exception | None = None
         self.driver, self._launch = driver, LAUNCH(self._take)
-        self._capturing = ctypes.c_int.in_dll(driver, "capture_status")
-        self._capturing.value = 0
         driver.on_launch(self._launch)
-
-    def capture(self, status: int) -> None:
-        self._capturing.value = status
 
     def contexts(self) -> int:
         """How many threads have been given one."""
@@ -316,8 +300,8 @@ class Gpu:
         if self.result:
             return self.result
         try:
-            function, stream, *numbers = config[:14]
-            shaped = tuple(numbers[:3]), tuple(numbers[3:6]), *numbers[6:8], tuple(numbers[8:11]), numbers[11]
+            function, stream, *numbers = config[:13]
+            shaped = tuple(numbers[:3]), tuple(numbers[3:6]), numbers[6], tuple(numbers[7:10]), numbers[10]
             build = BUILDS_BY_FUNCTION[function]
             found = {
                 name: PARAMETERS[kind].from_address(pointers[at]) for at, (name, kind) in enumerate(build.declared)
@@ -376,10 +360,13 @@ def known_build(launch, device):
 def build_for(launch, function: int) -> Build:
     compiled = compilation.compile_for(launch, H200.arch)
     metadata = compiled.metadata
-    assert not (metadata.launch_pdl or metadata.global_scratch_size or metadata.profile_scratch_size)
-    run = SimpleNamespace(
-        launch_cooperative_grid=metadata.launch_cooperative_grid, launch_pdl=False, launch=in_tritons_form(None)
+    assert not (
+        metadata.launch_pdl
+        or metadata.launch_cooperative_grid
+        or metadata.global_scratch_size
+        or metadata.profile_scratch_size
     )
+    run = SimpleNamespace(launch_cooperative_grid=False, launch_pdl=False, launch=in_tritons_form(None))
     known = SimpleNamespace(
         run=run, function=function, src=compiled.src, metadata=metadata, ptx=compiled.asm["ptx"],
         packed_metadata=compiled.packed_metadata,
@@ -405,8 +392,6 @@ def backward(norm, *operands):
     """What ops.backward does for CUDA tensors, but for the launches."""
     call = check_backward(norm, *operands)
     mask = call.problem.wants_dx, call.problem.wants_dw, call.problem.wants_db
-    if GPU.result == TOO_LARGE:
-        recipe.forget()  # as Python's own repetition does, which is refused too
     GPU.python_calls.append(("backward", norm, mask))
     if not any(mask):
         return None, None, None

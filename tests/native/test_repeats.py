@@ -9,7 +9,7 @@ import pytest
 import test_errors
 import torch
 from cases import BF16, FP16, FP32, FP64, lay_out, make_case, statistic_layouts
-from fake_gpu import ILLEGAL_ADDRESS, STREAM, TOO_LARGE, Config, Launched, Map
+from fake_gpu import ILLEGAL_ADDRESS, STREAM, Config, Launched, Map
 from norms import (
     OPS,
     SHAPE,
@@ -25,7 +25,7 @@ from norms import (
 )
 from torch.testing import assert_close
 
-from fusednorm import heuristics, native, recipe, reference, straight_line
+from fusednorm import heuristics, native, recipe, reference, sm_margin, straight_line
 from fusednorm.device import H200
 from fusednorm.plan import ColumnRingPlan, ColumnTilePlan, MultiWavePlan, PipelinedPlan
 from fusednorm.problem import check_backward, check_forward
@@ -56,17 +56,8 @@ REPEATED = [  # plan, shape, dtypes, mask of a backward
 @pytest.mark.parametrize("plan, shape, dtypes, mask", REPEATED, ids=str)
 def test_the_driver_gets_what_python_would_launch(norm, plan, shape, dtypes, mask, gpu):
     recipe_ = repeat_and_compare(make_case(norm, shape, dtypes), plan, mask, gpu)
-    meets = any(step.build.cooperative for step in recipe_.steps)
-    sums = mask not in (None, DX) and None not in dtypes
-    assert recipe_.meets == meets == (sums and plan in (PipelinedPlan, MultiWavePlan))
-
-
-@norms
-@pytest.mark.parametrize("plan, shape", [(PipelinedPlan, (64, 4096)), (MultiWavePlan, (64, 1000))])
-def test_so_it_does_where_ctas_do_not_meet(norm, plan, shape, gpu):
-    gpu.meeting = None
-    recipe_ = repeat_and_compare(make_case(norm, shape, BF16_FP32), plan, ALL, gpu)
-    assert not recipe_.meets and [step.build.name for step in recipe_.steps] == ["backward", "finalize"]
+    sums = mask not in (None, DX) and None not in dtypes and plan is not ColumnTilePlan
+    assert (recipe_.steps[-1].build.name == "finalize") == sums
 
 
 @norms
@@ -128,7 +119,7 @@ def config_of(step) -> Config:
     x, y, z = step.arguments[:3]
     return Config(
         step.build.compiled.function, STREAM, (x * cluster, y, z), (32 * num_warps, 1, 1), shared_bytes,
-        int(step.build.cooperative), (cluster, 1, 1), int(cluster > 1),
+        (cluster, 1, 1), int(cluster > 1),
     )  # fmt: skip
 
 
@@ -145,7 +136,7 @@ def launched_by_python(recipe_, tensors, outputs, gpu) -> list[list]:
     memory = iter([*(each for each in outputs if each is not None), workspace])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(straight_line, "_allocate", lambda *_: next(memory))
-        straight_line.python_of(recipe_, tensors, lambda *_: True, recipe.forget)(*tensors)
+        straight_line.python_of(recipe_, tensors, lambda *_: True)(*tensors)
     launched = [step.build.launched.pop() for step in recipe_.steps]
     return [
         [arguments[position] for position, _ in step.build.parameter_types()]
@@ -252,31 +243,31 @@ def test_inference_mode_is_repeated_too(known_calls, gpu):
     assert_right(case, inputs, outputs)
 
 
-def test_no_launch_whose_ctas_meet_is_repeated_in_a_capture(known_calls, gpu):
+def test_a_call_is_repeated_under_the_margin_that_it_was_planned_for(known_calls, gpu):
     (op, arguments), (backward_op, operands) = forward_of(*known_calls), backward_of(*known_calls)
-    gpu.capture(1)
-    with gpu.going_to_python("backward"):
-        backward_op(*operands)
-    with gpu.repeating():
-        op(*arguments)
-    gpu.capture(0)
-    with gpu.repeating():
-        backward_op(*operands)
-
-
-def test_a_gpu_that_others_hold_a_part_of_forgets_all_recipes(known_calls, gpu):
-    case, inputs = known_calls
-    (op, arguments), (backward_op, operands) = forward_of(case, inputs), backward_of(case, inputs)
-    gpu.result = TOO_LARGE
-    with gpu.going_to_python("backward"):
-        assert_right(case, inputs, backward_op(*operands), ALL)
-    gpu.result = 0
-    with gpu.going_to_python("forward", "backward"):
+    gpu.remembers = True
+    with sm_margin(16):
+        with gpu.going_to_python("forward", "backward"):
+            op(*arguments)
+            backward_op(*operands)
+        with gpu.repeating(2):
+            op(*arguments)
+            backward_op(*operands)
+    with gpu.repeating(2):
         op(*arguments)
         backward_op(*operands)
 
 
-def test_other_errors_of_the_driver_reach_the_caller(known_calls, gpu):
+def test_a_margin_reaches_the_thread_that_runs_a_backward(gpu):
+    tensors = operands("layer")
+    for _ in range(2):
+        ours("layer", *tensors)[0].sum().backward()
+    y, *_ = ours("layer", *tensors)
+    with sm_margin(16), gpu.going_to_python("backward"):
+        y.sum().backward()
+
+
+def test_errors_of_the_driver_reach_the_caller(known_calls, gpu):
     op, arguments = forward_of(*known_calls)
     gpu.result = ILLEGAL_ADDRESS
     with pytest.raises(RuntimeError, match="fusednorm: CUDA's driver says: an illegal memory access was encountered"):

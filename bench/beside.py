@@ -1,0 +1,292 @@
+"""Backwards beside other work: while a kernel of another stream holds SMs, or while a collective runs.
+
+    python -m bench.beside                                     SMs held by a spinning kernel, on one GPU
+    torchrun --nproc-per-node 2 -m bench.beside                beside NCCL's all-gather and reduce-scatter
+    python -m bench.beside --dry-run                           no GPU: the same way on CPU tensors, beside nothing
+
+A holder ends with the backward that it is beside, or after --patience milliseconds: who waits for it takes that long.
+One JSON line per time goes to bench/results/<date>-<gpu>-beside.jsonl. Exit code 2 without a CUDA GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import fusednorm
+from fusednorm.console import print_table, progress, show_beside
+
+from .bench_norm import present
+from .candidates import CANDIDATES, OURS, Refused
+from .cases import DTYPES, NORMS, BenchCase, dtype_name, make_bench_inputs, parse_shape
+from .records import RESULTS, describe_machine, results_path, save
+from .timing import WARMUP_CALLS, Times, capture
+
+SHAPES = "16384x4096 4096x4096 1024x4096 65536x128 2048x32768".split()
+HELD_SMS = (1, 8, 16, 32)
+COLLECTIVES = ("all_gather", "reduce_scatter")
+CALLS_BESIDE_A_COLLECTIVE = 4  # in a row, as the layers of a model
+
+
+class Company(NamedTuple):
+    """What runs beside a backward, and how many SMs `sm_margin` leaves to it. `begin` returns once it runs and gives
+    what ends it."""
+
+    name: str
+    sms: int  # that it takes, where that is known
+    margin: int
+    begin: Callable[[], Callable[[], None]]
+    calls: int = 1
+
+
+class Candidate(NamedTuple):
+    name: str
+    mode: str  # eager or graph
+    call: Callable[[], object]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    if not (options.dry_run or torch.cuda.is_available()):
+        print("beside: needs a CUDA GPU, got none (--dry-run goes the same way without one)", file=sys.stderr)
+        return 2
+    with joined_ranks(options) as (rank, ranks):
+        machine = dry_machine() if options.dry_run else describe_machine()
+        companies = [alone(), *(with_ranks(options, ranks) if ranks > 1 else holders(options))]
+        cases = [case_of(norm, text, options) for norm in options.norms for text in options.shapes]
+        records = []
+        bar = progress(cases, "cases", "bench") if rank == 0 else cases
+        for case in bar:
+            if rank == 0:
+                show_beside(bar, str(case))
+            records += bench_case(case, companies, options, machine)
+        if rank == 0:
+            report(records)
+            path = results_path(options.out, machine, "-beside")
+            save(records, path)
+            print(f"\n{len(records)} lines added to {path}")
+    return 0
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.beside", description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", nargs="+", type=parse_shape, default=[parse_shape(text) for text in SHAPES])
+    parser.add_argument("--norms", nargs="+", choices=NORMS, default=NORMS)
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--candidates", nargs="+", choices=CANDIDATES, default=[OURS, "aten", "cudnn", "quack"])
+    parser.add_argument("--modes", nargs="+", choices=("eager", "graph"), default=["eager", "graph"])
+    parser.add_argument("--held", nargs="+", type=int, default=HELD_SMS, metavar="K", help="SMs that are held")
+    parser.add_argument("--margins", nargs="+", type=int, default=[16], help="beside collectives (default: 0 and 16)")
+    parser.add_argument("--patience", type=float, default=5.0, help="ms that a holder holds at most (default: 5)")
+    parser.add_argument("--megabytes", type=int, default=512, help="of a collective (default: 512)")
+    parser.add_argument("--rounds", type=int, default=15, help="timed calls of each (default: 15)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON lines (default: bench/results)")
+    parser.add_argument("--dry-run", action="store_true", help="on CPU tensors, by gloo where there are ranks")
+    return parser.parse_args(arguments)
+
+
+@contextlib.contextmanager
+def joined_ranks(options: argparse.Namespace) -> Iterator[tuple[int, int]]:
+    """(rank, number of ranks): those of torchrun, or one."""
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if ranks == 1:
+        yield 0, 1
+        return
+    if not options.dry_run:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo" if options.dry_run else "nccl")
+    try:
+        yield dist.get_rank(), ranks
+    finally:
+        dist.destroy_process_group()
+
+
+def case_of(norm: str, shape, options: argparse.Namespace) -> BenchCase:
+    dtype = DTYPES[options.dtype]
+    return BenchCase(norm, shape.sizes, 1, dtype, dtype, dtype if norm == "layer" else None, None, 1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------- company
+
+
+def alone() -> Company:
+    return Company("alone", 0, 0, lambda: lambda: None)
+
+
+def holders(options: argparse.Namespace) -> Iterator[Company]:
+    """Each number of SMs, without a margin and with one as large."""
+    for sms in options.held:
+        begin = (lambda: lambda: None) if options.dry_run else hold(sms, options.patience / 1e3)
+        for margin in (0, sms):
+            yield Company("held SMs", sms, margin, begin)
+
+
+def hold(sms: int, patience_s: float) -> Callable[[], Callable[[], None]]:
+    from .holder import Holder
+
+    holder = Holder(sms, patience_s)
+
+    def begin() -> Callable[[], None]:
+        holder.start()
+        return holder.release
+
+    return begin
+
+
+def with_ranks(options: argparse.Namespace, ranks: int) -> Iterator[Company]:
+    device = torch.device("cpu") if options.dry_run else torch.device("cuda", torch.cuda.current_device())
+    whole = torch.ones(options.megabytes << 18, device=device)  # float32
+    part = torch.ones(whole.numel() // ranks, device=device)
+    for name in COLLECTIVES:
+        for margin in (0, *(each for each in options.margins if each)):
+            yield Company(name, 0, margin, collective(name, whole, part), CALLS_BESIDE_A_COLLECTIVE)
+
+
+def collective(name: str, whole: torch.Tensor, part: torch.Tensor) -> Callable[[], Callable[[], None]]:
+    def begin() -> Callable[[], None]:
+        if name == "all_gather":
+            work = dist.all_gather_into_tensor(whole, part, async_op=True)
+        else:
+            work = dist.reduce_scatter_tensor(part, whole, async_op=True)
+        return work.wait
+
+    return begin
+
+
+# ---------------------------------------------------------------------------------------------------- times
+
+
+def bench_case(case: BenchCase, companies: list[Company], options: argparse.Namespace, machine: dict) -> list[dict]:
+    inputs = make_bench_inputs(case, "cpu" if options.dry_run else "cuda")
+    clock = host_clock if options.dry_run else gpu_clock
+    records = []
+    for company in companies:
+        with fusednorm.sm_margin(company.margin):  # captured graphs keep it
+            for candidate in candidates_of(case, inputs, company.margin, options):
+                times = measure(candidate, company, options.rounds, clock)
+                records.append(record_of(case, candidate, company, times, machine))
+    return records
+
+
+def candidates_of(case: BenchCase, inputs, margin: int, options: argparse.Namespace) -> Iterator[Candidate]:
+    """Those that take the case; under a margin ours alone."""
+    names = present(options.candidates) if not options.dry_run else {n: CANDIDATES[n] for n in (OURS, "aten")}
+    for name, candidate in names.items():
+        if margin and name != OURS:
+            continue
+        try:
+            calls = candidate.prepare(case, inputs)
+            backward = functools.partial(calls.backward, calls.forward())
+            backward()
+        except Exception as error:  # a peer that does not take the case
+            refusal = str(error) if isinstance(error, Refused) else repr(error)
+            print(f"{name} refuses {case}: {refusal.splitlines()[0][:150]}")
+            continue
+        for mode in options.modes:
+            graphed = mode == "graph" and not options.dry_run
+            yield Candidate(name, mode, capture(backward).replay if graphed else backward)
+
+
+def measure(candidate: Candidate, company: Company, rounds: int, clock) -> Times:
+    """Microseconds of one call, from when the company runs; of the slowest rank where there are several."""
+    for _ in range(WARMUP_CALLS):
+        candidate.call()
+    found = []
+    for _ in range(rounds):
+        end = company.begin()
+        elapsed = clock(candidate.call, company.calls, end)
+        found.append(slowest(elapsed / company.calls))
+    return Times.of(found)
+
+
+def gpu_clock(call: Callable[[], object], calls: int, end: Callable[[], None]) -> float:
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before.record()
+    for _ in range(calls):
+        call()
+    after.record()
+    end()
+    torch.cuda.synchronize()
+    return 1e3 * before.elapsed_time(after)
+
+
+def host_clock(call: Callable[[], object], calls: int, end: Callable[[], None]) -> float:
+    before = time.perf_counter()
+    for _ in range(calls):
+        call()
+    elapsed = 1e6 * (time.perf_counter() - before)
+    end()
+    return elapsed
+
+
+def slowest(microseconds: float) -> float:
+    if not dist.is_initialized():
+        return microseconds
+    found = torch.tensor([microseconds], device="cpu" if dist.get_backend() == "gloo" else "cuda")
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.item()
+
+
+# ---------------------------------------------------------------------------------------------------- records
+
+
+def dry_machine() -> dict:
+    import datetime
+
+    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return {"date": date, "gpu": "none, dry run", "fusednorm": fusednorm.__version__, "torch": torch.__version__}
+
+
+def record_of(case: BenchCase, candidate: Candidate, company: Company, times: Times, machine: dict) -> dict:
+    return machine | {
+        "norm": case.norm,
+        "direction": "backward",
+        "rows": case.rows,
+        "cols": case.cols,
+        "x_dtype": dtype_name(case.x_dtype),
+        "candidate": candidate.name,
+        "mode": candidate.mode,
+        "company": company.name,
+        "held_sms": company.sms,
+        "sm_margin": company.margin,
+        "calls": company.calls,
+        "median_us": times.median,
+        "p10_us": times.low,
+        "p90_us": times.high,
+        "rounds": times.rounds,
+    }
+
+
+def report(records: list[dict]) -> None:
+    """A line for each cell: alone, and beside each company as a multiple of that."""
+    found: dict[tuple, dict[str, float]] = {}
+    for record in records:
+        cell = record["norm"], f"{record['rows']}x{record['cols']}", record["candidate"], record["mode"]
+        found.setdefault(cell, {})[column_of(record)] = record["median_us"]
+    columns = list(dict.fromkeys(column_of(record) for record in records))
+    rows = []
+    for cell, times in found.items():
+        ratios = (f"{times[each] / times['alone']:.2f}" if each in times else "" for each in columns[1:])
+        rows.append([*cell, f"{times['alone']:.1f}", *ratios])
+    title = "us of a backward alone, and beside others as a multiple"
+    print_table(title, ["norm", "shape", "candidate", "mode", *columns], rows, "bench")
+
+
+def column_of(record: dict) -> str:
+    sms = f" {record['held_sms']}" if record["held_sms"] else ""
+    margin = f", margin {record['sm_margin']}" if record["sm_margin"] else ""
+    return f"{record['company']}{sms}{margin}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

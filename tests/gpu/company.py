@@ -1,0 +1,233 @@
+"""What test_gpu_company.py runs, each in a process of its own:  python tests/gpu/company.py SCENARIO
+
+A scenario that hangs is ended with its process. Backwards begin with partials and outputs of NaN.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+from cases import BF16, FP32, make_case
+from torch import Tensor
+
+import fusednorm
+from bench.holder import Holder
+from fusednorm.testing import Case, Outputs, assert_outputs_close, fused, make_inputs
+
+# Every schedule: narrow and wide rings, clusters, multi-wave, column tiles.
+CASES = [
+    make_case("layer", (16384, 4096), (BF16, BF16, BF16)),
+    make_case("rms", (4096, 4096), (BF16, BF16, BF16)),
+    make_case("layer", (65536, 128), (BF16, BF16, BF16)),
+    make_case("rms", (2048, 32768), (BF16, BF16, BF16)),
+    make_case("layer", (1024, 65536), (BF16, BF16, BF16)),
+    make_case("layer", (4099, 1000), (FP32, FP32, FP32)),
+    make_case("rms", (300, 200000), (BF16, BF16, BF16)),
+    make_case("layer", (16, 2048), (BF16, BF16, BF16)),
+]
+HELD = (1, 8, 16, 32)
+
+
+class Backward:
+    """A case, a call of its backward, and what it is to give to the bit."""
+
+    def __init__(self, case: Case, seed: int = 0):
+        self.case, self.inputs = case, make_inputs(case, "cuda", seed)
+        self.ahead = fused(case, self.inputs)
+        self.wanted = self()
+        outputs = Outputs(self.ahead.y, self.ahead.mean, self.ahead.rstd, *self.wanted)
+        assert_outputs_close(outputs, case, self.inputs)
+
+    def __call__(self) -> tuple[Tensor, ...]:
+        inputs, shape, ops = self.inputs, self.case.normalized_shape, torch.ops.fusednorm
+        if self.case.norm == "layer":
+            operands = inputs.grad_out, inputs.x, shape, self.ahead.mean, self.ahead.rstd, inputs.weight, inputs.bias
+            return ops.layer_norm_bwd(*operands, [True] * 3)
+        return *ops.rms_norm_bwd(inputs.grad_out, inputs.x, shape, self.ahead.rstd, inputs.weight, [True] * 2), None
+
+    def assert_right(self, got: tuple[Tensor, ...]) -> None:
+        for name, a, b in zip(("dx", "dweight", "dbias"), got, self.wanted, strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or torch.equal(a, b), f"{self.case}: {name} has other bits"
+
+
+def backwards() -> list[Backward]:
+    return [Backward(case) for case in CASES]
+
+
+def captured(call: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = call()
+    return graph, outputs
+
+
+def run_beside(holder: Holder, call: Callable[[], object]) -> object:
+    """The outputs of a call beside which SMs are held until it is done: who waits for them waits forever."""
+    with holder:
+        outputs = call()
+        holder.release()
+        assert holder.was_told(), "it ended only when the holder lost its patience"
+    return outputs
+
+
+def sms_left_to_one_cluster() -> Iterator[int]:
+    count = torch.cuda.get_device_properties(0).multi_processor_count
+    yield from HELD
+    yield count // 2
+    yield count - 32  # a GPU's clusters of 16 need a free group of SMs
+
+
+# ---------------------------------------------------------------------------------------------------- scenarios
+
+
+def posted_receive() -> None:
+    """A holder that ends only after our backward, as a receive that was posted early."""
+    for held in sms_left_to_one_cluster():
+        for each in backwards():
+            each.assert_right(run_beside(Holder(held), each))
+
+
+def posted_receive_in_graphs() -> None:
+    for held in HELD:
+        for each in backwards():
+            graph, outputs = captured(each)
+            for output in outputs:
+                if output is not None:
+                    output.fill_(float("nan"))
+            run_beside(Holder(held), graph.replay)
+            each.assert_right(outputs)
+
+
+def forced_variants() -> None:
+    for variant in ("multi_wave", "pipelined", "warp_specialized"):
+        with fusednorm.force(variant):
+            for each in backwards():
+                each.assert_right(run_beside(Holder(8), each))
+
+
+def overtaking() -> None:
+    """A kernel of another stream that comes after our backward, which has only what is left, starts."""
+    each, other = Backward(CASES[0]), torch.cuda.Stream()
+    x = torch.zeros(1 << 20, device="cuda")
+    with Holder(16) as holder:
+        got = each()
+        with torch.cuda.stream(other):
+            x.add_(1)
+            holder.release()
+        assert holder.was_told()
+    each.assert_right(got)
+    assert bool((x == 1).all())
+
+
+def streams() -> None:
+    """Backwards of four streams, with 16 SMs held and without."""
+    calls = backwards()
+    lanes = [torch.cuda.Stream() for _ in range(4)]
+    for held in (0, 16):
+        got = []
+        with Holder(held) as holder:
+            for turn in range(8):
+                for at, each in enumerate(calls):
+                    with torch.cuda.stream(lanes[(at + turn) % 4]):
+                        got.append((each, each()))
+            for lane in lanes:
+                torch.cuda.current_stream().wait_stream(lane)
+            holder.release()
+            assert holder.was_told()
+        for each, outputs in got:
+            each.assert_right(outputs)
+
+
+def branches_of_a_graph() -> None:
+    """A graph whose branches may run side by side, and two graphs at once."""
+    calls, lanes = backwards()[:4], [torch.cuda.Stream() for _ in range(4)]
+
+    def all_at_once() -> list:
+        outputs = []
+        for each, lane in zip(calls, lanes, strict=True):
+            lane.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(lane):
+                outputs.append(each())
+        for lane in lanes:
+            torch.cuda.current_stream().wait_stream(lane)
+        return outputs
+
+    graphs = [captured(all_at_once) for _ in range(2)]
+    with Holder(16) as holder:
+        for _ in range(10):
+            for (graph, _), lane in zip(graphs, lanes, strict=False):
+                with torch.cuda.stream(lane):
+                    graph.replay()
+        for lane in lanes:
+            torch.cuda.current_stream().wait_stream(lane)
+        holder.release()
+        assert holder.was_told()
+    for _, outputs in graphs:
+        for each, got in zip(calls, outputs, strict=True):
+            each.assert_right(got)
+
+
+def thousands_of_captures() -> None:
+    """No capture takes from a supply that ends, and the 4300th gives the bits of the first."""
+    each = Backward(make_case("layer", (64, 1024), (BF16, BF16, BF16)))
+    graphs = [captured(lambda: [each() for _ in range(100)]) for _ in range(43)]
+    for graph, outputs in graphs:
+        graph.replay()
+        for got in outputs:
+            each.assert_right(got)
+    each.assert_right(each())
+    graph, got = captured(each)
+    graph.replay()
+    each.assert_right(got)
+
+
+def memory_pools() -> None:
+    """What is allocated for a call belongs to the pool of its thread and stream; nothing of ours outlives it there."""
+    each, pool = Backward(CASES[0]), torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        for _ in range(3):
+            each.assert_right(each())
+    torch.cuda.synchronize()
+    allocated = torch.cuda.memory_allocated()
+    del pool
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_allocated() <= allocated
+    each.assert_right(each())
+
+
+def deterministic_mode() -> None:
+    """Fresh memory is filled with NaN there."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    for each in backwards():
+        each.assert_right(each())
+
+
+def margins() -> None:
+    """Beside as many SMs as the margin leaves, the backward of few rows has its bits; of many its values."""
+    for each in backwards():
+        for held in HELD:
+            with fusednorm.sm_margin(held):
+                got = run_beside(Holder(held), each)
+            outputs = Outputs(each.ahead.y, each.ahead.mean, each.ahead.rstd, *got)
+            assert_outputs_close(outputs, each.case, each.inputs)
+
+
+SCENARIOS = (
+    posted_receive, posted_receive_in_graphs, forced_variants, overtaking, streams, branches_of_a_graph,
+    thousands_of_captures, memory_pools, deterministic_mode, margins,
+)  # fmt: skip
+
+
+if __name__ == "__main__":
+    {each.__name__: each for each in SCENARIOS}[sys.argv[1]]()
+    torch.cuda.synchronize()
+    print("right")

@@ -1,0 +1,144 @@
+"""The kernels' instructions against those that were committed: a change that says it leaves a kernel alone can show it.
+
+What is compared is the SASS for sm_90 by Triton 3.6 of every kernel that the planner chooses for the cells of
+tests/data/h200_plans.csv, without the offsets of parameters. From the repository root:
+
+    python tests/sass.py            a fixed sample of some 200 builds
+    python tests/sass.py --all      all of them
+    python tests/sass.py --renew    writes tests/data/sass.csv anew; say in bench/NOTES.md what changed
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from compiling import worker_processes
+from planning import make_problem, meta_call
+
+from fusednorm.device import H200
+
+DATA = Path(__file__).parent / "data"
+HASHES, CELLS = DATA / "sass.csv", DATA / "h200_plans.csv"
+RELEASE = "3.6."  # of Triton
+SAMPLE = 5, 2  # of so many builds so many
+
+
+class Build(NamedTuple):
+    """A kernel of the plan that is chosen for a cell: the first of all cells that have this build."""
+
+    direction: str
+    norm: str
+    rows: int
+    cols: int
+    kernel: str
+
+
+def launches(direction: str, norm: str, rows: int, cols: int) -> list:
+    """Of a cell, but for the sums of partials."""
+    from fusednorm import heuristics, launch
+
+    problem = make_problem(norm, cols, direction=direction)
+    prepare = launch.prepare_forward if direction == "forward" else launch.prepare_backward
+    prepared = prepare(meta_call(problem, rows), heuristics.choose(problem, rows, H200))
+    return [each for each in prepared.launches if each.kernel.__name__ != "finalize"]
+
+
+def golden_set() -> Iterator[Build]:
+    """Every build once."""
+    with CELLS.open() as file:
+        cells = {(row["direction"], row["norm"], int(row["rows"]), int(row["cols"])) for row in csv.DictReader(file)}
+    seen = set()
+    for cell in sorted(cells):
+        for each in launches(*cell):
+            specialized = cell[-1] % 16 == 0  # as Triton does integers
+            build = cell[0], each.kernel.__name__, each.norm, each.tile, str(each.options), specialized
+            if build not in seen:
+                seen.add(build)
+                yield Build(*cell, each.kernel.__name__)
+
+
+def digest(build: Build) -> tuple[int, str]:
+    """(number of instructions, hash of them)."""
+    from fusednorm import compilation
+
+    launch = next(each for each in launches(*build[:4]) if each.kernel.__name__ == build.kernel)
+    text = instructions(compilation.compile_for(launch, H200.arch).asm["cubin"])
+    return len(text), hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
+
+
+def instructions(cubin: bytes) -> list[str]:
+    """SASS without addresses, encodings and the offsets of parameters."""
+    from fusednorm.compilation import CUOBJDUMP
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        dump = subprocess.run([CUOBJDUMP, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+    lines = re.findall(r"/\*[0-9a-f]{4,}\*/ +(.*?) *;", dump)
+    assert lines, "cuobjdump must list instructions"
+    return [re.sub(r"c\[0x0\]\[0x[0-9a-f]+\]", "c[0x0][parameter]", line) for line in lines]
+
+
+def digests(builds: list[Build]) -> dict[Build, tuple[int, str]]:
+    from tqdm import tqdm
+
+    with worker_processes() as pool:
+        return dict(zip(builds, tqdm(pool.map(digest, builds), total=len(builds), smoothing=0), strict=True))
+
+
+def committed() -> dict[Build, tuple[int, str]]:
+    with HASHES.open() as file:
+        return {
+            Build(row["direction"], row["norm"], int(row["rows"]), int(row["cols"]), row["kernel"]): (
+                int(row["instructions"]),
+                row["hash"],
+            )
+            for row in csv.DictReader(file)
+        }
+
+
+def renew() -> None:
+    found = digests(list(golden_set()))
+    with HASHES.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([*Build._fields, "instructions", "hash"])
+        writer.writerows([*build, *found[build]] for build in found)
+
+
+def compare(everything: bool) -> int:
+    """How many builds have other instructions than those that were committed."""
+    wanted = committed()
+    builds = [build for at, build in enumerate(wanted) if everything or at % SAMPLE[0] < SAMPLE[1]]
+    found = digests(builds)
+    changed = [build for build in builds if found[build] != wanted[build]]
+    for build in changed:
+        print(f"{build}: {wanted[build][0]} instructions were committed, got {found[build][0]}, not the same")
+    print(f"{len(changed)} of {len(builds)} builds have changed")
+    return len(changed)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--all", action="store_true", help="every build, not a sample")
+    parser.add_argument("--renew", action="store_true", help="write what is there now")
+    options = parser.parse_args()
+    import triton
+
+    if not triton.__version__.startswith(RELEASE):
+        parser.error(f"instructions are compared as Triton {RELEASE}x makes them, got {triton.__version__}")
+    if options.renew:
+        renew()
+        return 0
+    return compare(options.all) > 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

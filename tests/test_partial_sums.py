@@ -1,0 +1,81 @@
+"""How partials of dw and db are added up: by a second launch, in an order that columns and partials alone decide."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import FP32, make_case
+from planning import make_problem, meta_call
+
+from fusednorm import sm_margin
+from fusednorm.device import A100, B200, H200, DeviceSpec
+from fusednorm.heuristics import choose
+from fusednorm.plan import VARIANTS, num_ctas, num_partials
+from fusednorm.testing import make_inputs
+
+
+def finalizer(problem, rows, device, variant=None, left=0):
+    """(number of partials, tile) of the launch that ends a backward; None where it has no such launch."""
+    from unittest import mock
+
+    from fusednorm import force, launch
+
+    with force(variant), mock.patch.object(DeviceSpec, "of", lambda _: device.leaving(left)):
+        last = launch.prepare_backward(meta_call(problem, rows)).launches[-1]
+    return (last.operands[4], last.tile) if last.kernel.__name__ == "finalize" else None
+
+
+@pytest.mark.parametrize("cols", [96, 1000, 4096, 12288, 65536])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_order_of_summing_depends_on_columns_and_partials_alone(cols, dtype):
+    tiles = set()
+    for norm in ("layer", "rms"):
+        for rows in (1, 300, 16384):
+            for device in (A100, H200, B200):
+                for variant in VARIANTS[:-1]:
+                    for left in (0, 16):
+                        for wants_dx in (True, False):
+                            problem = make_problem(norm, cols, dtype, wants_dx=wants_dx)
+                            found = finalizer(problem, rows, device, variant, left)
+                            tiles |= {found[1]} if found else set()
+    assert len(tiles) == 1
+
+
+@pytest.mark.parametrize("left", [0, 16, 131])
+@pytest.mark.parametrize("rows", [1, 100, 16384])
+def test_it_is_told_how_many_partials_there_are(rows, left):
+    for cols in (128, 4096, 32768):
+        problem, spec = make_problem("layer", cols), H200.leaving(left)
+        plan = choose(problem, rows, spec)
+        assert finalizer(problem, rows, H200, left=left)[0] == num_partials(plan, num_ctas(plan, rows, cols, spec))
+
+
+@pytest.mark.parametrize("rows, cols", [(16, 200), (200, 40)])
+def test_a_margin_that_leaves_the_partials_their_number_leaves_the_bits_alone(rows, cols):
+    from fusednorm import launch
+    from fusednorm.problem import check_backward
+
+    case = make_case("layer", (rows, cols), (FP32, FP32, FP32))
+    inputs = make_inputs(case)
+    rstd, mean = torch.rand(rows) + 0.5, torch.randn(rows)
+    arguments = "layer", inputs.grad_out, inputs.x, (cols,), mean, rstd, inputs.weight, inputs.bias, (True,) * 3
+    found = []
+    for left in (0, 8, 50):
+        with sm_margin(left):
+            prepared = launch.prepare_backward(check_backward(*arguments))
+            assert [each.kernel.__name__ for each in prepared.launches] == ["backward", "finalize"]
+            for each in prepared.launches:
+                each.run()
+        found.append((prepared.launches[-1].operands[4], prepared.outputs))
+    for partials, outputs in found[1:]:
+        assert partials == found[0][0]
+        assert all(torch.equal(a, b) for a, b in zip(outputs, found[0][1], strict=True))
+
+
+def test_both_sums_are_one_launch_of_a_cta_for_each_piece():
+    from fusednorm import launch
+
+    for cols, norm, sums in ((128, "layer", 2), (4096, "layer", 2), (4100, "rms", 1), (65536, "layer", 2)):
+        launches = launch.prepare_backward(meta_call(make_problem(norm, cols), 4096)).launches
+        assert len(launches) == 2
+        assert launches[1].grid == (sums * -(-cols // launches[1].tile.cols),)
