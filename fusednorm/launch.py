@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable
 from typing import NamedTuple
@@ -35,14 +36,14 @@ from .plan import (
 )
 from .problem import BackwardCall, ForwardCall, NormProblem, RowView
 
-FINALIZE_WARPS = 8
-MAX_PARTIAL_LOADS = 9  # of 16 bytes, that a thread has under way when it sums partials: more would not fit registers
-MIN_PIECE, MAX_PIECE = 8, 128  # columns that a CTA sums partials of: 32 bytes are the least that memory reads at once
-MAX_PIECES = 128  # of dw and of db, from which on pieces get wider: a CTA of each for an SM
+PARTIAL_LOADS = 9  # of 16 bytes, that a thread has under way when it sums partials: more would not fit registers
+# Up to so many columns a CTA sums the partials of so many, with so many warps (bench/NOTES.md, "The second launch").
+PIECES = ((512, 16, 8), (2048, 16, 4), (16384, 32, 4), (math.inf, 128, 4))
 # Of a forward by column tiles, of elements of 4 bytes and more: left alone, the compiler takes 32 or 40 for some widths
 # that are no multiples of 16, and spills 8 or 16 bytes.
 ROW_PASS_REGISTERS = 64
 VECTOR_BYTES = 16  # of one load or store of a thread
+OLDEST_DEPENDENT_ARCH = 90  # that places a dependent launch before the one that it depends on has ended
 
 
 class Prepared(NamedTuple):
@@ -63,6 +64,7 @@ class Filled(NamedTuple):
     db: Tensor | None
     row_means: Tensor | None
     counters: Tensor | None  # of CTAs that are done with a column tile
+    announces_end: bool  # to a dependent launch, which sums the partials
 
 
 def forward(call: ForwardCall, remember: Remember | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -130,28 +132,29 @@ def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> Prepared:
     counters = triton.cdiv(problem.cols, plan.chunk) if sums and two_passes else 0
     workspace, *parts = _workspace(problem, partials, 2 * call.rows * two_passes, counters, device)
     dw_partial, db_partial, means, counters = parts
-    filled = Filled(dx, dw_partial, db_partial, dw, db, means, counters)
+    summed_next = sums and counters is None
+    dependent = summed_next and spec.arch >= OLDEST_DEPENDENT_ARCH
+    filled = Filled(dx, dw_partial, db_partial, dw, db, means, counters, dependent)
     launches = _BACKWARD[type(plan)](plan, call, _norm(problem), filled, ctas)
-    if sums and counters is None:
+    if summed_next:
         launches.append(_finalize(problem, filled, partials))
     return Prepared(launches, (dx, dw, db), workspace)
 
 
 def _finalize(problem: NormProblem, filled: Filled, num_partials: int) -> Launch:
     """The sums of the partials, in a launch of their own: one CTA for each piece of dw and of db."""
-    tile = partials_tile(problem.cols, problem.acc_dtype.itemsize)
+    tile = partials_tile(problem.cols, problem.acc_dtype.itemsize, filled.announces_end)
     grid = (triton.cdiv(problem.cols, tile.cols) * problem.num_sums,)
-    return Launch(column_sum.finalize, grid, (*filled[1:5], num_partials, problem.cols), _norm(problem), tile)
+    args, options = (*filled[1:5], num_partials, problem.cols), {"launch_pdl": True} if tile.dependent else {}
+    return Launch(column_sum.finalize, grid, args, _norm(problem), tile, options)
 
 
 @functools.cache
-def partials_tile(cols: int, itemsize: int) -> PartialsTile:
+def partials_tile(cols: int, itemsize: int, dependent: bool) -> PartialsTile:
     """How partials of `cols` columns are summed. The order of the additions follows from it and from the number of
     partials, so it depends on nothing else: not on the plan, the device or who launches."""
-    piece = MIN_PIECE
-    while piece < MAX_PIECE and piece * MAX_PIECES < cols:
-        piece *= 2
-    return PartialsTile(piece, MAX_PARTIAL_LOADS * 4 // itemsize, FINALIZE_WARPS)
+    piece, num_warps = next(tile for most, *tile in PIECES if cols <= most)
+    return PartialsTile(piece, PARTIAL_LOADS * 4 // itemsize, num_warps, dependent)
 
 
 def _multiwave_forward(plan: MultiWavePlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int) -> list[Launch]:
@@ -181,7 +184,7 @@ def _pipelined_forward(plan: PipelinedPlan, call: ForwardCall, norm: Norm, outpu
 def _multiwave_backward(plan: MultiWavePlan, call: BackwardCall, norm: Norm, filled: Filled, ctas: int) -> list[Launch]:
     args = (*_inputs(call), *filled[:3], *_sizes(call))
     options = {"maxnreg": plan.max_registers}
-    tile = _tile(plan, _even_bits(call.x, call.grad_out, cols=call.problem.cols))
+    tile = _tile(plan, _even_bits(call.x, call.grad_out, cols=call.problem.cols), filled.announces_end)
     return [Launch(multiwave.backward, (ctas,), args, norm, tile, options)]
 
 
@@ -204,7 +207,7 @@ def _column_tile_backward(
 
 
 def _pipelined_backward(plan: PipelinedPlan, call: BackwardCall, norm: Norm, filled: Filled, ctas: int) -> list[Launch]:
-    tile = _ring_tile(plan, call.problem, cluster=plan.cluster)
+    tile = _ring_tile(plan, call.problem, cluster=plan.cluster, announces_end=filled.announces_end)
     descriptors = _descriptors([call.x, call.grad_out], call.rows, call.problem.cols, tile)
     args = (*descriptors, *_inputs(call)[2:], *filled[:3], *_ring_sizes(call))
     return [Launch(pipelined.backward, (ctas,), args, norm, tile, _pipelined_options(plan))]
@@ -275,8 +278,9 @@ def _norm(problem: NormProblem) -> Norm:
 
 
 @functools.cache
-def _tile(plan: MultiWavePlan, even_bits: int) -> Tile:
-    return Tile(plan.rows_per_tile, plan.chunk, plan.num_chunks, plan.num_warps, even_bits, plan.short_lived)
+def _tile(plan: MultiWavePlan, even_bits: int, announces_end: bool = False) -> Tile:
+    shape = plan.rows_per_tile, plan.chunk, plan.num_chunks, plan.num_warps
+    return Tile(*shape, even_bits, plan.short_lived, announces_end)
 
 
 @functools.cache

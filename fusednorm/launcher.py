@@ -142,7 +142,7 @@ def _key_and_values(launch: Launch, device_index: int) -> tuple[tuple, list]:
     """What a build depends on, and the operands with pointers as numbers."""
     kernel = launch.kernel
     # Kernels, norms and tiles are made once and kept; hashing a kernel would ask Triton for its source.
-    key: list[Any] = [id(kernel), id(launch.norm), id(launch.tile), device_index]
+    key: list[Any] = [id(kernel), id(launch.norm), id(launch.tile), device_index, *launch.options.items()]
     values: list[Any] = []
     unspecialized = _unspecialized.get(id(kernel))
     if unspecialized is None:
@@ -192,6 +192,7 @@ class Build:
         names = launch.kernel.arg_names[len(launch.operands) :]
         self.compiled = compiled
         self._constants = [constants[name] for name in names]
+        self.dependent = bool(launcher.launch_pdl)  # on the launch before it: may be placed while that one ends
         self._head = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
         self._head += (compiled.packed_metadata, None, None, None)
         self.descriptors = getattr(compiled.metadata, "tensordesc_meta", None) or []  # of operands that come first

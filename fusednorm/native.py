@@ -65,7 +65,7 @@ def _packed(found: recipe.Known | None) -> tuple | None:
 
 
 def _packed_step(step: recipe.Step) -> tuple:
-    """(function, grid, threads, shared bytes, CTAs of a cluster, parameters): see `step_of` there."""
+    """(function, grid, threads, shared bytes, CTAs of a cluster, dependent, parameters): see `step_of` there."""
     build, arguments = step.build, step.arguments
     num_warps, cluster, shared = build.compiled.packed_metadata
     slots = {slot.position: ("address", slot.index, slot.offset) for slot in step.slots}
@@ -82,7 +82,7 @@ def _packed_step(step: recipe.Step) -> tuple:
             raise RuntimeError(f"native: a kernel's parameter must be a pointer, a map or a number, got {kind}")
     parameters += [("i64", 0), ("i64", 0)]  # memory for Triton's own use and its profiler's, of which we have none
     grid = tuple(arguments[: build.STREAM])
-    return build.compiled.function, grid, 32 * num_warps, shared, cluster, tuple(parameters)
+    return build.compiled.function, grid, 32 * num_warps, shared, cluster, build.dependent, tuple(parameters)
 
 
 def _packed_map(build, slot: recipe.MapSlot) -> tuple:

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .ptx import wait_for_prerequisites
+
 
 @triton.jit
 def sum_partials(partial_ptr, out_ptr, first_col, num_partials, cols, tile: tl.constexpr):
@@ -29,6 +31,8 @@ def finalize(
     dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, num_partials, cols, norm: tl.constexpr, tile: tl.constexpr
 ):
     """A CTA sums one piece of tile.cols columns: of dw first, then of db."""
+    if tile.dependent:
+        wait_for_prerequisites()
     piece = tl.program_id(0)
     pieces = tl.cdiv(cols, tile.cols)
     if norm.wants_dw:

@@ -48,6 +48,7 @@ class Tile(CompileTime):
     num_warps: int  # that work on a tile together
     even_bits: int = 0  # a row's columns and rows' strides are multiples of 2^even_bits; of 16 the compiler sees itself
     one_tile: bool = False  # of a forward: no CTA has a second, so that nothing is asked for ahead
+    announces_end: bool = False  # of a backward: the launch that sums its partials is dependent on it
 
     @property
     def chunks(self) -> tl.constexpr:
@@ -62,6 +63,7 @@ class PartialsTile(CompileTime):
     cols: int
     num_loads: int
     num_warps: int
+    dependent: bool = False  # may be placed while the launch that writes the partials ends
 
     @property
     def rows(self) -> int:

@@ -12,6 +12,7 @@ outer_stride. Offsets are 64-bit; scalars are typed so that no value of theirs a
 import triton
 import triton.language as tl
 
+from .ptx import launch_dependents
 from .rowmath import input_gradient, inverse_std, normalize, row_means
 
 
@@ -224,6 +225,8 @@ def backward(
                 dx += residual[c].to(norm.acc)
             store_chunk(dx_ptr, (row * cols)[:, None], dx, in_range[:, None], cols, c, tile)
         row = ahead
+    if tile.announces_end:
+        launch_dependents()
     partials = min(tl.num_programs(0), tl.cdiv(rows, tile.rows).to(tl.int32))  # of the CTAs that have rows
     for c in tl.static_range(tile.chunks):
         partial = tl.program_id(0) + tl.zeros([1, 1], tl.int64)

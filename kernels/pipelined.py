@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from . import partial_sums, ring
 from .cluster import join_cluster, open_exchange
+from .ptx import launch_dependents
 
 
 @gluon.jit
@@ -138,6 +139,8 @@ def backward(
         dw, db, sums = ring.sum_tile(x, dy, mean, rstd, weight, dw, db, norm, tile)
         if wants_sums and partial_sums.leave_early(tile):
             if nth + step >= rows:  # the last tile
+                if tile.announces_end:
+                    launch_dependents()
                 partial_sums.leave_partials(dw_partial_ptr, db_partial_ptr, dw, db, rows, cols, norm, tile)
         sums, exchange = ring.sum_over_cluster(sums, exchange, tile)
         if not tile.works_ahead:
@@ -152,6 +155,8 @@ def backward(
         stage, phase = next_stage(stage, phase, tile)
 
     if wants_sums and not partial_sums.leave_early(tile):
+        if tile.announces_end:
+            launch_dependents()
         partial_sums.leave_partials(dw_partial_ptr, db_partial_ptr, dw, db, rows, cols, norm, tile)
     for t in gl.static_range(len(full)):
         for i in gl.static_range(tile.copies):

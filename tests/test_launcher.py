@@ -50,6 +50,15 @@ def test_what_a_build_depends_on_is(changes):
     assert one != other
 
 
+def test_a_build_depends_on_its_options():
+    from fusednorm import launcher
+
+    _, launch = prepared_launch()
+    key = launcher._key_and_values(launch, 0)[0]
+    launch.options = launch.options | {"maxnreg": 64}
+    assert launcher._key_and_values(launch, 0)[0] != key
+
+
 class Kernel:
     params = [SimpleNamespace(do_not_specialize=False, annotation_type="")]
 
@@ -60,7 +69,7 @@ def test_a_build_depends_on_whether_pointers_are_aligned(offset):
 
     tensor = torch.zeros(64)
     tensor = tensor[(-tensor.data_ptr() // 4) % 4 + offset :]
-    launch = SimpleNamespace(kernel=Kernel(), norm=None, tile=None, operands=(tensor,))
+    launch = SimpleNamespace(kernel=Kernel(), norm=None, tile=None, options={}, operands=(tensor,))
     key, values = launcher._key_and_values(launch, 0)
     assert key[-1] is (offset == 0)
     assert values == [tensor.data_ptr()]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning import make_problem, meta_call
 
-from fusednorm import explain, margin, sm_margin
+from fusednorm import candidates, explain, margin, sm_margin
 from fusednorm.device import A100, B200, H200, KNOWN, DeviceSpec
 from fusednorm.heuristics import choose
 from fusednorm.plan import num_ctas
@@ -139,6 +139,16 @@ def test_no_grid_that_walks_over_rows_is_larger_than_what_is_left(device, cols, 
         ctas = num_ctas(plan, 1 << 20, cols, spec)
         clusters = max(1, (device.sm_count - left) // plan.cluster)  # one is left in any case
         assert ctas <= plan.ctas_per_sm * clusters
+
+
+@pytest.mark.parametrize(
+    "left, largest", [(0, 16), (2, 16), (4, 8), (16, 8), (32, 8), (46, 4), (64, 4), (80, 1), (131, 1)]
+)
+def test_clusters_find_a_place_in_the_groups_of_sms_that_are_left(left, largest):
+    problem = make_problem("layer", 196608)
+    assert candidates.cluster_sizes(H200.leaving(left))[-1] == largest
+    assert choose(problem, 2048, H200.leaving(left)).cluster <= largest
+    assert choose(problem, 2048, H200).cluster == 16
 
 
 def test_leaving_counts_from_the_whole_device():

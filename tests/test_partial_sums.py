@@ -37,14 +37,14 @@ def test_the_order_of_summing_depends_on_columns_and_partials_alone(cols, dtype)
                         for wants_dx in (True, False):
                             problem = make_problem(norm, cols, dtype, wants_dx=wants_dx)
                             found = finalizer(problem, rows, device, variant, left)
-                            tiles |= {found[1]} if found else set()
+                            tiles |= {(found[1].rows, found[1].cols)} if found else set()
     assert len(tiles) == 1
 
 
 @pytest.mark.parametrize("left", [0, 16, 131])
 @pytest.mark.parametrize("rows", [1, 100, 16384])
 def test_it_is_told_how_many_partials_there_are(rows, left):
-    for cols in (128, 4096, 32768):
+    for cols in (128, 4096, 5120):
         problem, spec = make_problem("layer", cols), H200.leaving(left)
         plan = choose(problem, rows, spec)
         assert finalizer(problem, rows, H200, left=left)[0] == num_partials(plan, num_ctas(plan, rows, cols, spec))
@@ -70,6 +70,31 @@ def test_a_margin_that_leaves_the_partials_their_number_leaves_the_bits_alone(ro
     for partials, outputs in found[1:]:
         assert partials == found[0][0]
         assert all(torch.equal(a, b) for a, b in zip(outputs, found[0][1], strict=True))
+
+
+@pytest.mark.parametrize("device, dependent", [(A100, False), (H200, True), (B200, True)], ids=["A100", "H200", "B200"])
+def test_the_sums_are_placed_while_what_they_depend_on_ends_where_a_gpu_can(device, dependent):
+    from unittest import mock
+
+    from fusednorm import launch
+
+    for norm, cols, changes in (("layer", 4096, {}), ("rms", 1000, {}), ("layer", 4096, {"wants_dx": False})):
+        with mock.patch.object(DeviceSpec, "of", lambda _: device):
+            first, last = launch.prepare_backward(meta_call(make_problem(norm, cols, **changes), 16384)).launches
+        assert last.options.get("launch_pdl", False) == last.tile.dependent == dependent
+        assert "launch_pdl" not in first.options  # it follows a launch of somebody else's
+        if not changes and first.kernel.__module__.split(".")[-1] != "warp_specialized":
+            assert first.tile.announces_end == dependent
+
+
+def test_nothing_is_announced_where_nothing_is_summed(monkeypatch):
+    from fusednorm import launch
+
+    monkeypatch.setattr(DeviceSpec, "of", staticmethod(lambda _: H200))
+    for changes in ({"wants_dw": False, "wants_db": False}, {"cols": 250001}):
+        problem = make_problem("layer", changes.pop("cols", 4096), **changes)
+        for each in launch.prepare_backward(meta_call(problem, 4096)).launches:
+            assert not each.tile.announces_end and "launch_pdl" not in each.options
 
 
 def test_both_sums_are_one_launch_of_a_cta_for_each_piece():

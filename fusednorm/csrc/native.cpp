@@ -118,7 +118,7 @@ struct Map {
 struct Step {
   CUfunction function;
   CUlaunchConfig config{};
-  std::array<CUlaunchAttribute, 2> attributes{};
+  std::array<CUlaunchAttribute, 3> attributes{};
   std::vector<char> parameters;  // right but for slots and maps
   std::vector<size_t> starts;    // of each parameter
   std::vector<Slot> slots;
@@ -784,7 +784,7 @@ void fill(Array& array, py::handle numbers) {
   for (py::handle each : numbers) array.at(i++) = py::cast<typename Array::value_type>(each);
 }
 
-// A step as native.py packs it: (function, grid, threads, shared bytes, CTAs of a cluster, parameters), each
+// A step as native.py packs it: (function, grid, threads, shared bytes, CTAs of a cluster, dependent, parameters), each
 // parameter (kind, ...) in the kernel's order.
 Step step_of(py::handle packed) {
   py::tuple of = py::cast<py::tuple>(packed);
@@ -807,6 +807,11 @@ Step step_of(py::handle packed) {
     policy.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE;
     policy.value.clusterSchedulingPolicyPreference = CU_CLUSTER_SCHEDULING_POLICY_SPREAD;
   }
+  if (py::cast<bool>(of[5])) {  // on the launch before it: may be placed while that one ends
+    CUlaunchAttribute& attribute = step.attributes.at(step.config.numAttrs++);
+    attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    attribute.value.programmaticStreamSerializationAllowed = 1;
+  }
   auto reserve = [&step](size_t bytes, size_t alignment) {
     size_t at = (step.parameters.size() + alignment - 1) / alignment * alignment;
     step.parameters.resize(at + bytes);
@@ -819,7 +824,7 @@ Step step_of(py::handle packed) {
     size_t at = reserve(sizeof number, sizeof number);
     std::memcpy(step.parameters.data() + at, &number, sizeof number);
   };
-  for (py::handle each : py::cast<py::tuple>(of[5])) {
+  for (py::handle each : py::cast<py::tuple>(of[6])) {
     py::tuple parameter = py::cast<py::tuple>(each);
     std::string kind = py::cast<std::string>(parameter[0]);
     if (kind == "address") {

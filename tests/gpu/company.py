@@ -6,7 +6,8 @@ A scenario that hangs is ended with its process. Backwards begin with partials a
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from cases import BF16, FP32, make_case
@@ -14,6 +15,8 @@ from torch import Tensor
 
 import fusednorm
 from bench.holder import Holder
+from fusednorm import launch
+from fusednorm.problem import check_backward
 from fusednorm.testing import Case, Outputs, assert_outputs_close, fused, make_inputs
 
 # Every schedule: narrow and wide rings, clusters, multi-wave, column tiles.
@@ -22,11 +25,12 @@ CASES = [
     make_case("rms", (4096, 4096), (BF16, BF16, BF16)),
     make_case("layer", (65536, 128), (BF16, BF16, BF16)),
     make_case("rms", (2048, 32768), (BF16, BF16, BF16)),
-    make_case("layer", (1024, 65536), (BF16, BF16, BF16)),
     make_case("layer", (4099, 1000), (FP32, FP32, FP32)),
-    make_case("rms", (300, 200000), (BF16, BF16, BF16)),
+    make_case("rms", (300, 250001), (BF16, BF16, BF16)),
     make_case("layer", (16, 2048), (BF16, BF16, BF16)),
 ]
+# Needs 16 free SMs in one group of them, so that it may wait where more than 16 are held; which a margin rules out.
+CLUSTER_OF_16 = make_case("layer", (1024, 65536), (BF16, BF16, BF16))
 HELD = (1, 8, 16, 32)
 
 
@@ -69,20 +73,13 @@ def captured(call: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object]:
     return graph, outputs
 
 
-def run_beside(holder: Holder, call: Callable[[], object]) -> object:
+def run_beside(held: int, call: Callable[[], object], about: object) -> object:
     """The outputs of a call beside which SMs are held until it is done: who waits for them waits forever."""
-    with holder:
+    with Holder(held) as holder:
         outputs = call()
         holder.release()
-        assert holder.was_told(), "it ended only when the holder lost its patience"
+        assert holder.was_told(), f"{about} ended only when the holder of {held} SMs lost its patience"
     return outputs
-
-
-def sms_left_to_one_cluster() -> Iterator[int]:
-    count = torch.cuda.get_device_properties(0).multi_processor_count
-    yield from HELD
-    yield count // 2
-    yield count - 32  # a GPU's clusters of 16 need a free group of SMs
 
 
 # ---------------------------------------------------------------------------------------------------- scenarios
@@ -90,19 +87,23 @@ def sms_left_to_one_cluster() -> Iterator[int]:
 
 def posted_receive() -> None:
     """A holder that ends only after our backward, as a receive that was posted early."""
-    for held in sms_left_to_one_cluster():
-        for each in backwards():
-            each.assert_right(run_beside(Holder(held), each))
+    calls = backwards()
+    for held in HELD:
+        for each in calls:
+            each.assert_right(run_beside(held, each, each.case))
+    wide = Backward(CLUSTER_OF_16)
+    for held in (1, 8, 16):
+        wide.assert_right(run_beside(held, wide, wide.case))
 
 
 def posted_receive_in_graphs() -> None:
-    for held in HELD:
-        for each in backwards():
-            graph, outputs = captured(each)
+    for each in backwards():
+        graph, outputs = captured(each)
+        for held in HELD:
             for output in outputs:
                 if output is not None:
                     output.fill_(float("nan"))
-            run_beside(Holder(held), graph.replay)
+            run_beside(held, graph.replay, each.case)
             each.assert_right(outputs)
 
 
@@ -110,7 +111,7 @@ def forced_variants() -> None:
     for variant in ("multi_wave", "pipelined", "warp_specialized"):
         with fusednorm.force(variant):
             for each in backwards():
-                each.assert_right(run_beside(Holder(8), each))
+                each.assert_right(run_beside(8, each, (variant, each.case)))
 
 
 def overtaking() -> None:
@@ -212,18 +213,39 @@ def deterministic_mode() -> None:
 
 
 def margins() -> None:
-    """Beside as many SMs as the margin leaves, the backward of few rows has its bits; of many its values."""
-    for each in backwards():
-        for held in HELD:
+    """Beside as many held SMs as the margin leaves, rows too wide for a CTA too."""
+    for each in (*backwards(), Backward(CLUSTER_OF_16)):
+        for held in (*HELD, 64, 80):
             with fusednorm.sm_margin(held):
-                got = run_beside(Holder(held), each)
+                got = run_beside(held, each, each.case)
             outputs = Outputs(each.ahead.y, each.ahead.mean, each.ahead.rstd, *got)
             assert_outputs_close(outputs, each.case, each.inputs)
 
 
+def a_second_launch_that_does_not_wait() -> None:
+    """Is noticed: with its wait taken out it sums partials that are not there yet, of which the others have NaN."""
+    case = make_case("layer", (4096, 8192), (BF16, BF16, BF16))
+    inputs = make_inputs(case, "cuda")
+    ahead = fused(case, inputs)
+    operands = inputs.grad_out, inputs.x, case.normalized_shape, ahead.mean, ahead.rstd, inputs.weight, inputs.bias
+    with fusednorm.force("multi_wave"):
+        prepared = launch.prepare_backward(check_backward("layer", *operands, (True,) * 3))
+    first, last = prepared.launches
+    assert last.tile.dependent and last.options["launch_pdl"]
+    hasty = replace(last, tile=replace(last.tile, dependent=False))
+    for second, is_right in ((last, True), (hasty, False)):
+        wrong = 0
+        for _ in range(50):
+            prepared.workspace.view(torch.uint8).fill_(255)
+            first.run()
+            second.run()
+            wrong += bool(prepared.outputs[1].isnan().any())
+        assert (wrong == 0) == is_right, f"{wrong} of 50 had NaN where the second launch waits: {is_right}"
+
+
 SCENARIOS = (
     posted_receive, posted_receive_in_graphs, forced_variants, overtaking, streams, branches_of_a_graph,
-    thousands_of_captures, memory_pools, deterministic_mode, margins,
+    thousands_of_captures, memory_pools, deterministic_mode, margins, a_second_launch_that_does_not_wait,
 )  # fmt: skip
 
 

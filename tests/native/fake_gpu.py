@@ -58,7 +58,7 @@ void on_launch(Launch does) { launch = does; }
 CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **parameters, void **extra) {
   uint64_t numbers[] = {(uint64_t)function, (uint64_t)config->hStream, config->gridDimX, config->gridDimY,
                         config->gridDimZ, config->blockDimX, config->blockDimY, config->blockDimZ,
-                        config->sharedMemBytes, 1, 1, 1, 0};
+                        config->sharedMemBytes, 1, 1, 1, 0, 0};
   if (!context || extra) return CUDA_ERROR_INVALID_CONTEXT;
   for (unsigned i = 0; i < config->numAttrs; ++i) {
     const CUlaunchAttribute *each = &config->attrs[i];
@@ -68,6 +68,8 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, voi
       numbers[11] = each->value.clusterDim.z;
     } else if (each->id == CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE) {
       numbers[12] = each->value.clusterSchedulingPolicyPreference;
+    } else if (each->id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION) {
+      numbers[13] = each->value.programmaticStreamSerializationAllowed;
     } else {
       return CUDA_ERROR_NOT_SUPPORTED;
     }
@@ -204,6 +206,7 @@ class Config(NamedTuple):
     shared_bytes: int
     cluster: tuple[int, int, int]
     policy: int  # that of scheduling clusters
+    dependent: int  # on the launch before it
 
 
 class Launched(NamedTuple):
@@ -300,8 +303,8 @@ class Gpu:
         if self.result:
             return self.result
         try:
-            function, stream, *numbers = config[:13]
-            shaped = tuple(numbers[:3]), tuple(numbers[3:6]), numbers[6], tuple(numbers[7:10]), numbers[10]
+            function, stream, *numbers = config[:14]
+            shaped = tuple(numbers[:3]), tuple(numbers[3:6]), numbers[6], tuple(numbers[7:10]), *numbers[10:12]
             build = BUILDS_BY_FUNCTION[function]
             found = {
                 name: PARAMETERS[kind].from_address(pointers[at]) for at, (name, kind) in enumerate(build.declared)
@@ -360,13 +363,9 @@ def known_build(launch, device):
 def build_for(launch, function: int) -> Build:
     compiled = compilation.compile_for(launch, H200.arch)
     metadata = compiled.metadata
-    assert not (
-        metadata.launch_pdl
-        or metadata.launch_cooperative_grid
-        or metadata.global_scratch_size
-        or metadata.profile_scratch_size
-    )
-    run = SimpleNamespace(launch_cooperative_grid=False, launch_pdl=False, launch=in_tritons_form(None))
+    assert not metadata.launch_cooperative_grid
+    assert not (metadata.global_scratch_size or metadata.profile_scratch_size)
+    run = SimpleNamespace(launch_cooperative_grid=False, launch_pdl=metadata.launch_pdl, launch=in_tritons_form(None))
     known = SimpleNamespace(
         run=run, function=function, src=compiled.src, metadata=metadata, ptx=compiled.asm["ptx"],
         packed_metadata=compiled.packed_metadata,

@@ -119,7 +119,7 @@ def config_of(step) -> Config:
     x, y, z = step.arguments[:3]
     return Config(
         step.build.compiled.function, STREAM, (x * cluster, y, z), (32 * num_warps, 1, 1), shared_bytes,
-        (cluster, 1, 1), int(cluster > 1),
+        (cluster, 1, 1), int(cluster > 1), int(step.build.name == "finalize"),
     )  # fmt: skip
 
 
