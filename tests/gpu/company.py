@@ -215,7 +215,7 @@ def deterministic_mode() -> None:
 def margins() -> None:
     """Beside as many held SMs as the margin leaves, rows too wide for a CTA too."""
     for each in (*backwards(), Backward(CLUSTER_OF_16)):
-        for held in (*HELD, 64, 80):
+        for held in HELD:
             with fusednorm.sm_margin(held):
                 got = run_beside(held, each, each.case)
             outputs = Outputs(each.ahead.y, each.ahead.mean, each.ahead.rstd, *got)
