@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from .kernels import ring
 from .kernels.column_reduction import ColumnTile
-from .kernels.config import Norm, RingTile, Tile
+from .kernels.config import COMPILE_OPTIONS, Norm, RingTile, Tile
 from .problem import ALIGNMENT, RowView
 
 TRIED = triton.__version__.startswith("3.6.")
@@ -107,7 +107,8 @@ class Launch:
         return tuple(each.triton() if isinstance(each, DESCRIPTORS) else each for each in self.operands)
 
     def keywords(self) -> dict[str, Any]:
-        return {"norm": self.norm, "tile": self.tile, "num_warps": self.tile.num_warps, **self.options}
+        constants = {"norm": self.norm, "tile": self.tile, "num_warps": self.tile.num_warps}
+        return {**constants, **COMPILE_OPTIONS, **self.options}
 
     def run(self) -> None:
         """Launch on the current stream of the current device, or in the interpreter."""

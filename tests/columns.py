@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from planning import EVERY_ARCHITECTURE
 from torch import Tensor
 
 from fusednorm import column_plan
@@ -70,7 +71,7 @@ def complaints(sums: Sums, arch: int) -> list[str]:
     """Where the compiler's builds differ from what the plans count on. For a process that does not interpret."""
     from fusednorm import compilation, launch_columns
 
-    device, call, found = DEVICES[arch], check_column_sum(sums.inputs("meta"), sums.total, sums.out_dtype), []
+    device, call, found = EVERY_ARCHITECTURE[arch], check_column_sum(sums.inputs("meta"), sums.total, sums.out_dtype), []
     for plan in plans_of(sums, device):
         launches, _ = launch_columns.prepare(call, column_plan.Choice(plan, num_splits=2))
         for launch, of in zip(launches, (plan, column_plan.finalizer(device)), strict=True):
