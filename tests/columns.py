@@ -71,7 +71,8 @@ def complaints(sums: Sums, arch: int) -> list[str]:
     """Where the compiler's builds differ from what the plans count on. For a process that does not interpret."""
     from fusednorm import compilation, launch_columns
 
-    device, call, found = EVERY_ARCHITECTURE[arch], check_column_sum(sums.inputs("meta"), sums.total, sums.out_dtype), []
+    device, found = EVERY_ARCHITECTURE[arch], []
+    call = check_column_sum(sums.inputs("meta"), sums.total, sums.out_dtype)
     for plan in plans_of(sums, device):
         launches, _ = launch_columns.prepare(call, column_plan.Choice(plan, num_splits=2))
         for launch, of in zip(launches, (plan, column_plan.finalizer(device)), strict=True):

@@ -34,7 +34,7 @@ from columns import complaints as column_complaints
 from compiling import worker_processes
 from planning import EVERY_ARCHITECTURE, make_problem
 
-from fusednorm import column_plan, heuristics
+from fusednorm import heuristics
 from fusednorm.plan import ReferencePlan
 from fusednorm.problem import NormProblem
 
@@ -77,8 +77,8 @@ SMALL = 12  # of the problems: for CI
 
 
 def some_problems() -> Iterator[NormProblem | Sums]:
-    """Every width in both norms and directions, half of them in bfloat16 and half in the other mixes of dtypes by turns;
-    then parts of the gradients, residual gradients and column sums."""
+    """Every width in both norms and directions, half of them in bfloat16 and half in the other mixes of dtypes by
+    turns; then parts of the gradients, residual gradients and column sums."""
     for turn, cols in enumerate(SOME_WIDTHS):
         for at, (norm, direction) in enumerate((n, d) for n in ("layer", "rms") for d in ("backward", "forward")):
             dtype, weight, grad = BF16_AND_OTHERS[(turn + at * 3) % len(BF16_AND_OTHERS)]
@@ -226,7 +226,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--arch", type=int, nargs="+", choices=every, default=every)
     parser.add_argument("--thorough", action="store_true", help="the problems of tests/budgets.py --mixed")
     parser.add_argument("--small", action="store_true", help=f"about {SMALL} of the problems")
-    parser.add_argument("--part", type=part_of, default=(1, 1), help="such as 3/20: every twentieth problem, from the third")
+    parser.add_argument("--part", type=part_of, default=(1, 1), help="such as 3/20: every 20th problem, from the 3rd")
     parser.add_argument("--folder", type=Path, default=ROOT / ".versions")
     parser.add_argument("--table", action="store_true", help="print what was found before, and try nothing")
     options = parser.parse_args(arguments)
