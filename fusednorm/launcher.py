@@ -22,6 +22,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
+from . import torch_compat
 from .kernels import ring
 from .kernels.column_reduction import ColumnTile
 from .kernels.config import COMPILE_OPTIONS, Norm, RingTile, Tile
@@ -123,7 +124,7 @@ def run(launch: Launch, device_index: int) -> None:
     key, values = _key_and_values(launch, device_index)
     build = _builds.get(key)
     if build is not None and not launch.kernel.pre_run_hooks and not build.is_hooked():
-        build.run(launch.grid, values, torch._C._cuda_getCurrentRawStream(device_index))
+        build.run(launch.grid, values, torch_compat.raw_stream(device_index))
         return
     compiled = launch.kernel[launch.grid](*launch.args, **launch.keywords())
     if TRIED and key not in _builds:
