@@ -1,7 +1,8 @@
 """Shared memory and registers of a plan: arithmetic only, held against the compiler by tests/test_budget.py.
 
-Shared memory of the ring kernels is exact for Triton 3.6, that of the portable kernels an upper bound. Registers are
-upper bounds of what a thread needs for the compiler not to spill.
+Shared memory of the ring kernels is exact, that of the portable kernels an upper bound. Where Triton's releases differ
+a plan counts on the most, so that it is the same plan with all of them. Registers are upper bounds of what a thread
+needs for the compiler not to spill.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ REGISTER_STEP = 8  # registers are given out by eight a thread
 MAX_REGISTERS = 255  # of a thread
 RESERVED_SMEM_BYTES = 1024  # of every CTA, for the driver
 
+OLDEST_TRITON = (3, 6)
+EACH_CTA_BY_ITSELF = (3, 8)  # from here on Triton counts no other CTA of the cluster
+
 PRODUCER_REGISTERS = 24
 PRODUCER_WARPS = 4  # of which one works: registers are handed over by warpgroups
 MAX_GROUP_REGISTERS = 240
@@ -58,9 +62,15 @@ def fits_shared_memory(plan: Plan, problem: NormProblem, device: DeviceSpec) -> 
 
 
 def shared_bytes(plan: Plan, problem: NormProblem) -> int:
-    """Bytes of shared memory of a CTA, static and dynamic."""
+    """Bytes of shared memory of a CTA, static and dynamic, with the release of Triton that takes most."""
+    return max(shared_bytes_by(release, plan, problem) for release in (OLDEST_TRITON, EACH_CTA_BY_ITSELF))
+
+
+def shared_bytes_by(release: tuple[int, int], plan: Plan, problem: NormProblem) -> int:
+    """The same with one release of Triton, (major, minor)."""
     if isinstance(plan, RingPlan):
-        return static_bytes(plan) + _packed(_ring_buffers(plan, problem))
+        counted = plan.cluster if release < EACH_CTA_BY_ITSELF else 1
+        return static_bytes(plan) + _packed(_ring_buffers(plan, problem, counted))
     if isinstance(plan, ColumnRingPlan):
         return _packed(_column_ring_buffers(plan, problem))
     return _scratch_bytes(plan, problem)
@@ -85,7 +95,8 @@ def _partial_store_buffers(plan: RingPlan, problem: NormProblem) -> list[Buffer]
     return [Buffer(4 * plan.rows_per_tile * min(plan.chunk, max(held * row_threads, stored * threads)), 128, "loop")]
 
 
-def _ring_buffers(plan: RingPlan, problem: NormProblem) -> list[Buffer]:
+def _ring_buffers(plan: RingPlan, problem: NormProblem, counted: int) -> list[Buffer]:
+    """`counted`: for how many CTAs the compiler counts what the threads of one exchange."""
     backward, num_warps = problem.direction == "backward", plan.num_warps
     tensors = [problem.x_dtype, problem.grad_dtype] if backward else [problem.x_dtype]
     parameters = [problem.weight_dtype] if backward else [problem.weight_dtype, problem.bias_dtype]
@@ -100,12 +111,12 @@ def _ring_buffers(plan: RingPlan, problem: NormProblem) -> list[Buffer]:
     barriers = Buffer(8 * plan.num_stages, 16)
     # The warps of a row exchange a number, or two.
     warps = warps_of_a_row(plan)
-    exchanged = 4 * _sums_per_row(plan, problem) * plan.rows_per_tile * warps * plan.cluster if warps > 1 else 0
+    exchanged = 4 * _sums_per_row(plan, problem) * plan.rows_per_tile * warps * counted if warps > 1 else 0
     if isinstance(plan, PipelinedPlan):
         after = _partial_store_buffers(plan, problem)
         if plan.cluster > 1 and problem.num_sums:
-            # Pieces of dw and db change layout; the compiler counts four elements a thread for every CTA of a cluster.
-            after.append(Buffer(4 * 4 * WARP_SIZE * num_warps * plan.cluster, 128, "after"))
+            # Pieces of dw and db change layout, four elements a thread.
+            after.append(Buffer(4 * 4 * WARP_SIZE * num_warps * counted, 128, "after"))
         return [*buffers, *[barriers] * len(rings), Buffer(exchanged, 128, "loop"), *after]
     captured = Buffer(_captured_bytes(plan, problem), 8, "entry")
     states = Buffer(num_warps * (plan.num_groups - 1) + PRODUCER_WARPS, 4)  # a byte for each warp but the first group's
