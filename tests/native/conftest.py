@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import fake_gpu
 import pytest
-import torch
 from cases import FP32, make_case
 from fake_gpu import CUDA_HEADER, DRIVER, STREAM, Gpu, backward, forward, known_build
 from norms import SHAPE, backward_of, forward_of, layer_norm
