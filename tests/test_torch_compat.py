@@ -33,7 +33,7 @@ NAMES = [
 
 # Everything that imports torch from here on gets one without some names; torch itself keeps them.
 WITHOUT = """
-import sys, types, torch, torch.nn.functional
+import sys, types, torch, torch.nn.functional, torch._dynamo
 real = torch
 
 class Without(types.ModuleType):
