@@ -39,9 +39,10 @@ MAY_IMPORT = {
     "straight_line": {"launcher", "margin", "problem", "torch_compat"},
     "likeness": {"torch_compat"},
     "torch_compat": set(),
+    "triton_compat": set(),
     "reference": {"problem"},
     "launch": PLANNER | {"kernels", "launcher", "reference"},
-    "launcher": {"kernels", "problem", "torch_compat"},
+    "launcher": {"kernels", "problem", "torch_compat", "triton_compat"},
     "heuristics": PLANNER - {"heuristics"},
     "few_rows": {"candidates", "preference", "tile_share", "legality", "budget", "plan", "problem", "device"},
     "candidates": {"preference", "tile_share", "budget", "plan", "problem", "device"},
@@ -72,10 +73,10 @@ MAY_IMPORT = {
     "console": set(),
     "interpreter": set(),
     "demo": {"__init__", "console", "interpreter", "launch", "modules", "problem", "testing"},
-    "doctor": {"__init__", "native", "testing", "torch_compat"},
+    "doctor": {"__init__", "native", "testing", "torch_compat", "triton_compat"},
     "__main__": {"demo", "doctor", "plan_cli"},
 }
-# At their top; interpreter and doctor do when asked.
+# At their top; interpreter, doctor and triton_compat do when asked.
 IMPORT_TRITON = {"launch", "launch_columns", "launcher", "compilation"}
 
 
