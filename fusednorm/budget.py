@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from .device import DeviceSpec
+from .device import OLDEST_TRITON, DeviceSpec
 from .plan import (
     ColumnRingPlan,
     ColumnTilePlan,
@@ -33,7 +33,6 @@ REGISTER_STEP = 8  # registers are given out by eight a thread
 MAX_REGISTERS = 255  # of a thread
 RESERVED_SMEM_BYTES = 1024  # of every CTA, for the driver
 
-OLDEST_TRITON = (3, 6)
 EACH_CTA_BY_ITSELF = (3, 8)  # from here on Triton counts no other CTA of the cluster
 
 PRODUCER_REGISTERS = 24
@@ -286,6 +285,8 @@ def _backward_of_one_row_manages_with(plan: RingPlan, problem: NormProblem, devi
         one_chunk = plan.num_chunks == 1 and (hopper or whole)
         most = one_chunk or (hopper and (in_eights or (in_fours and few_copies)))
         few, many = (32 if most else 28 if few_copies and hopper else 24), (64 if hopper else 56)
+        if device.triton > OLDEST_TRITON:  # 3.7 and 3.9 spill 16 to 104 bytes of 64 columns, and of 32 by 16 warps
+            few, many = min(few, 28 if plan.num_warps == 16 else 32), 56
     if plan.weight_in_smem and plan.cluster > 1 and columns <= few:
         return 128
     held_well = plan.weight_in_smem or problem.norm == "rms" or columns <= (60 if hopper else 48)
@@ -314,6 +315,7 @@ def multiwave_registers(
     # Loads of single elements take an address and a predicate each, which rows of one thread do not share.
     scattered, many_rows = not problem.tma_aligned, rows_per_tile > 2
     if problem.direction == "backward":
+        scattered *= 1.0 if device.triton == OLDEST_TRITON else 1.5  # 8 rows of 77 columns spilled 56 to 128 bytes
         loaded = (problem.x_dtype.itemsize + problem.grad_dtype.itemsize) / 4
         per_element = 1.25 * loaded + 3.9 * accumulator + 1.3 * sm120 + scattered * (9.0 if many_rows else 4.5)
         per_element += 1.25 * _residual_registers(problem)

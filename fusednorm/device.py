@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from . import margin
+from . import margin, triton_compat
 
 KIB = 1024
 MIB = 1024 * KIB
+OLDEST_TRITON = (3, 6)
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class DeviceSpec:
     l2_bytes: int
     bandwidth_gb_s: float  # of device memory, by the datasheet
     sm_margin: int = 0  # SMs that it has besides, which are left to others
+    triton: tuple[int, int] = OLDEST_TRITON  # which compiles for it: releases need different numbers of registers
 
     @staticmethod
     def of(device: torch.device) -> DeviceSpec:
@@ -77,7 +79,13 @@ UNKNOWN_BANDWIDTH_GB_S = 1000.0  # enters predicted times only, no choice
 
 @functools.cache
 def _of_cuda(index: int | None) -> DeviceSpec:
-    return from_properties(torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index))
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
+    return compiled_for_here(from_properties(properties))
+
+
+def compiled_for_here(spec: DeviceSpec) -> DeviceSpec:
+    """The same device, for which the installed Triton compiles."""
+    return replace(spec, triton=triton_compat.installed() or OLDEST_TRITON)
 
 
 def from_properties(properties) -> DeviceSpec:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from planning import EVERY_ARCHITECTURE
+from planning import ARCHITECTURES, EVERY_ARCHITECTURE
 from torch import Tensor
 
 from fusednorm import column_plan
 from fusednorm.column_plan import KERNELS, RingSum, SumPlan
 from fusednorm.column_problem import ColumnSumProblem, check_column_sum
-from fusednorm.device import A100, B200, GB300, H200, RTX_5090
 
-DEVICES = {spec.arch: spec for spec in (A100, H200, B200, GB300, RTX_5090)}
+DEVICES = ARCHITECTURES
 
 
 class Sums(NamedTuple):

@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "budget": {"plan", "problem", "device"},
     "plan": {"problem", "device"},
     "problem": set(),
-    "device": {"margin"},
+    "device": {"margin", "triton_compat"},
     "margin": set(),
     # column_sum, in layers of its own:
     "column_ops": {"launch_columns", "column_plan", "column_problem", "column_reference", "ops", "torch_compat"},
