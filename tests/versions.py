@@ -228,6 +228,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help=f"about {SMALL} of the problems")
     parser.add_argument("--part", type=part_of, default=(1, 1), help="such as 3/20: every 20th problem, from the 3rd")
     parser.add_argument("--folder", type=Path, default=ROOT / ".versions")
+    parser.add_argument("--environment", metavar="RELEASE", help="print the Python that has this Triton")
     parser.add_argument("--table", action="store_true", help="print what was found before, and try nothing")
     options = parser.parse_args(arguments)
     options.given = arguments
@@ -239,6 +240,9 @@ def main() -> int:
 
     options = parse(sys.argv[1:])
     options.folder = options.folder.resolve()
+    if options.environment:
+        print(environment(options.environment, options.folder))
+        return 0
     results, jobs = Results(options.folder), jobs_of(options)
     if not options.table:
         with tqdm(total=len(options.releases) * len(jobs), unit="problem", smoothing=0.02) as progress:
