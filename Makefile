@@ -1,8 +1,10 @@
-# make demo | test | test-gpu | bench | plot | budgets | sass | lint        in .venv, made on first use
+# make demo | test | test-versions | test-gpu | bench | plot | budgets | sass | lint      in .venv, made on first use
 # make test VENV=none                               in the current python3, as it is: nothing installed, no network
 
 VENV ?= .venv
-TORCH ?= torch==2.13.0
+# The newest pair with which all tests pass. To raise it: write the next torch and the Triton that it asks for; then
+# `make clean test test-versions` must pass, and tests/versions.py and fusednorm/triton_compat.py have that Triton.
+PAIR ?= torch==2.15.0 triton==3.9.0
 
 ifeq ($(VENV),none)
 PYTHON := python3
@@ -14,13 +16,22 @@ READY := $(VENV)/.ready
 endif
 PIP := $(PYTHON) -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test test-gpu bench plot budgets sass lint clean
+.PHONY: demo test test-versions test-versions-all test-gpu bench plot budgets sass lint clean
 
 demo: $(READY)
 	$(PYTHON) -m fusednorm demo
 
 test: $(READY)
 	$(PYTHON) -m pytest
+
+# Every Triton that is supported x every architecture, compiled: some 150 problems each, within an hour on two cores. With
+# -all the thousands of `make budgets`, in parts: PART=3/50 and so on. Either goes on where it was stopped.
+test-versions: $(READY)
+	$(PYTHON) tests/versions.py $(VERSIONS)
+
+PART ?= 1/1
+test-versions-all: $(READY)
+	$(PYTHON) tests/versions.py --thorough --part $(PART) $(VERSIONS)
 
 test-gpu: $(READY)
 	$(PYTHON) -m pytest -m gpu
@@ -36,9 +47,9 @@ plot: $(READY)
 budgets: $(READY)
 	$(PYTHON) tests/budgets.py --mixed
 
-# The kernels' instructions against those that were committed, where Triton is 3.6: a sample; SASS=--all for every build.
+# The kernels' instructions against those that were committed, with Triton 3.6: a sample; SASS=--all for every build.
 sass: $(READY)
-	$(PYTHON) tests/sass.py $(SASS)
+	python=$$($(PYTHON) tests/versions.py --environment 3.6.0) && PYTHONPATH=$(CURDIR) $$python tests/sass.py $(SASS)
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .
@@ -46,11 +57,9 @@ lint: $(READY)
 clean:
 	rm -rf build dist out *.egg-info .pytest_cache .ruff_cache $(filter-out none,$(VENV))
 
-# The stamp makes a second make instant. A CPU build of torch brings no Triton: take 3.6.0, and the last numpy that its
-# interpreter bears without help.
+# The stamp makes a second make instant. A torch that knows no CUDA brings no Triton, and names none that it needs.
 $(VENV)/.ready: setup.py
 	python3 -m venv $(VENV)
-	$(PIP) $(TORCH)
-	$(PYTHON) -c "import triton" 2>/dev/null || { $(PIP) --no-deps triton==3.6.0 && $(PIP) "numpy<2.4"; }
+	$(PIP) $(PAIR)
 	$(PIP) --editable ".[test,bench,demo]"
 	touch $@

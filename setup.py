@@ -1,25 +1,77 @@
 """The packages, what they need, and the one renaming: the folder kernels/ installs as fusednorm.kernels.
 
 Where torch and triton can be imported while this runs (pip install --no-build-isolation, python setup.py build_ext
---inplace) the host side is built in C++ as well, for this torch; where it does not compile, a warning says so.
+--inplace) the host side is built in C++ as well, for this torch. Where it does not compile the package is pure Python;
+the build's last line says so, and so does `python -m fusednorm doctor`, with the compiler's first error.
 """
 
+import atexit
+import contextlib
+import os
 import re
+import sys
+import tempfile
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
 
 HERE = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"', (HERE / "fusednorm" / "__init__.py").read_text(), re.MULTILINE).group(1)
 LINUX = "sys_platform == 'linux' and (platform_machine == 'x86_64' or platform_machine == 'aarch64')"
 
 
+NATIVE_FAILURE = "_native_failure.txt"  # beside where the extension would be; fusednorm/native.py reads it
+
+
+class BuildNative(build_ext):
+    """Keeps the compiler's first error, and says it last of all."""
+
+    def build_extension(self, extension):
+        failure = Path(self.get_ext_fullpath(extension.name)).with_name(NATIVE_FAILURE)
+        failure.unlink(missing_ok=True)
+        with tempfile.TemporaryFile("w+", errors="replace") as said:
+            try:
+                with stderr_to(said):
+                    super().build_extension(extension)
+            except Exception as error:
+                said.seek(0)
+                text = first_error(said.read()) or str(error)
+                failure.parent.mkdir(parents=True, exist_ok=True)
+                failure.write_text(f"{text}\n")
+                last = f"fusednorm: the host side in C++ was NOT built, everything runs in Python: {text}"
+                atexit.register(print, last, file=sys.stderr, flush=True)
+                raise
+            finally:
+                said.seek(0)
+                sys.stderr.write(said.read())
+
+
+@contextlib.contextmanager
+def stderr_to(file):
+    """That of the processes that are started inside, too."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def first_error(said: str) -> str:
+    return next((line.strip() for line in said.splitlines() if re.search(r"\b(fatal )?error\b:", line)), "")
+
+
 def extensions() -> list[Extension]:
     try:
+        import torch
         import triton
         from torch.utils import cpp_extension
     except ImportError:
         return []
+    standard = "c++20" if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14) else "c++17"
     cuda_header = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
     return [
         Extension(
@@ -28,7 +80,7 @@ def extensions() -> list[Extension]:
             include_dirs=[*cpp_extension.include_paths(), str(cuda_header)],
             library_dirs=cpp_extension.library_paths(),
             libraries=["c10", "torch_cpu", "torch_python"],
-            extra_compile_args=["-std=c++17", "-O2", "-g0", "-fvisibility=hidden"],
+            extra_compile_args=[f"-std={standard}", "-O2", "-g0", "-fvisibility=hidden"],
             language="c++",
             optional=True,
         )
@@ -46,6 +98,7 @@ setup(
     packages=[*find_packages(include=["fusednorm", "fusednorm.*"]), "fusednorm.kernels"],
     package_dir={"fusednorm.kernels": "kernels"},  # a top-level `kernels` would collide with another package
     ext_modules=extensions(),
+    cmdclass={"build_ext": BuildNative},
     package_data={"fusednorm": ["py.typed"]},
     python_requires=">=3.10",
     entry_points={"torch_dynamo_backends": ["fusednorm = fusednorm.integrations.inductor:compile_graph"]},

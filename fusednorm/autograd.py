@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 
-from . import native, ops, recipe, reference
+from . import native, ops, recipe, reference, torch_compat
 from .forcing import asked_variants, force, forced_variant
 from .problem import validate_backward, validate_forward
+from .torch_compat import dispatch_modes, forward_ad, function_modes, is_transforming, is_wrapped, tracing_state
 
 PLAIN = (Tensor, torch.nn.Parameter)
 KEPT_BACKWARDS = 4  # of one look of the forward, which all layers of a model may share
@@ -155,8 +156,7 @@ def differentiable_backward(norm, normalized_shape, eps, grad_y, x, weight, bias
     return *rms_norm_bwd(grad_y, x, normalized_shape, rstd, weight, mask[:2]), None
 
 
-# Without what Function.apply does for torch.func first (3 us), which never gets here.
-_record = super(Function, RecordedNorm).apply
+_record = torch_compat.record(RecordedNorm)  # under torch.func nothing gets here
 
 
 def layer_norm_fwd(x, normalized_shape, weight=None, bias=None, eps=1e-5):
@@ -177,8 +177,7 @@ def _layer_norm_fwd(x, normalized_shape, weight, bias, eps):
     outputs = _at_once(x, recipe.forward, ops.forward, "layer", x, normalized_shape, weight, bias, eps)
     if outputs is not None:
         return outputs
-    with torch._C._AutoDispatchBelowAutograd():
-        return _layer_norm_fwd_op(x, normalized_shape, weight, bias, eps)
+    return _below_autograd(_layer_norm_fwd_op, x, normalized_shape, weight, bias, eps)
 
 
 def layer_norm_bwd(grad_out, x, normalized_shape, mean, rstd, weight=None, bias=None, output_mask=(True, True, True)):
@@ -191,8 +190,7 @@ def layer_norm_bwd(grad_out, x, normalized_shape, mean, rstd, weight=None, bias=
     grads = _at_once(x, recipe.backward, ops.backward, "layer", *operands)
     if grads is not None:
         return grads
-    with torch._C._AutoDispatchBelowAutograd():
-        return _layer_norm_bwd_op(grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask)
+    return _below_autograd(_layer_norm_bwd_op, grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask)
 
 
 def rms_norm_fwd(x, normalized_shape, weight=None, eps=None):
@@ -213,8 +211,7 @@ def _rms_norm_fwd(x, normalized_shape, weight, eps):
     outputs = _at_once(x, recipe.forward, ops.forward, "rms", x, normalized_shape, weight, None, eps)
     if outputs is not None:
         return outputs[0], outputs[2]
-    with torch._C._AutoDispatchBelowAutograd():
-        return _rms_norm_fwd_op(x, normalized_shape, weight, eps)
+    return _below_autograd(_rms_norm_fwd_op, x, normalized_shape, weight, eps)
 
 
 def rms_norm_bwd(grad_out, x, normalized_shape, rstd, weight=None, output_mask=(True, True)):
@@ -228,8 +225,7 @@ def rms_norm_bwd(grad_out, x, normalized_shape, rstd, weight=None, output_mask=(
     grads = _at_once(x, recipe.backward, ops.backward, "rms", *operands)
     if grads is not None:
         return grads[:2]
-    with torch._C._AutoDispatchBelowAutograd():
-        return _rms_norm_bwd_op(grad_out, x, normalized_shape, rstd, weight, output_mask)
+    return _below_autograd(_rms_norm_bwd_op, grad_out, x, normalized_shape, rstd, weight, output_mask)
 
 
 def layer_norm_bwd_residual(
@@ -242,8 +238,7 @@ def layer_norm_bwd_residual(
     if _is_looked_into() or _is_recorded(grad_out, x, mean, rstd, weight, residual_grad):
         validate_backward("layer", *operands, output_mask, residual_grad, dx_dtype)
         return reference.backward_formula(*operands, output_mask, residual_grad, dx_dtype)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _layer_norm_bwd_residual_op(*operands, residual_grad, output_mask, dx_dtype=dx_dtype)
+    return _below_autograd(_layer_norm_bwd_residual_op, *operands, residual_grad, output_mask, dx_dtype=dx_dtype)
 
 
 def rms_norm_bwd_residual(
@@ -257,8 +252,7 @@ def rms_norm_bwd_residual(
         mask = (*output_mask, False)
         validate_backward("rms", *as_layer, mask, residual_grad, dx_dtype)
         return reference.backward_formula(*as_layer, mask, residual_grad, dx_dtype)[:2]
-    with torch._C._AutoDispatchBelowAutograd():
-        return _rms_norm_bwd_residual_op(*operands, dx_dtype=dx_dtype)
+    return _below_autograd(_rms_norm_bwd_residual_op, *operands, dx_dtype=dx_dtype)
 
 
 def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
@@ -287,7 +281,7 @@ def rms_norm(x, normalized_shape, weight=None, eps=None):
 
 def _forward(norm, x, normalized_shape, weight, bias, eps) -> Tensor | None:
     """y of plain tensors; None where the tensors are not plain or somebody looks on."""
-    if type(x) not in PLAIN or forward_ad._current_level >= 0 or torch._C._len_torch_function_stack():
+    if type(x) not in PLAIN or forward_ad._current_level >= 0 or function_modes():
         return None
     recorded = torch.is_grad_enabled() and (x.requires_grad or _is_recorded(weight, bias))
     operands = norm, x, normalized_shape, weight, bias, eps, recorded
@@ -310,14 +304,18 @@ def _forward(norm, x, normalized_shape, weight, bias, eps) -> Tensor | None:
     return _record(x, weight, bias, outputs, call)
 
 
+def _below_autograd(op, *operands, **named):
+    return torch_compat.below_autograd(op, getattr(ops, op.name().split("::")[1]), *operands, **named)
+
+
 def _is_traced() -> bool:
     """Whether torch.compile or torch.jit.trace writes down which ops are called."""
-    return torch.compiler.is_dynamo_compiling() or torch._C._get_tracing_state() is not None
+    return torch.compiler.is_dynamo_compiling() or tracing_state() is not None
 
 
 def _is_looked_into() -> bool:
     """Whether a torch.func transform or forward-mode AD is active."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return is_transforming() or forward_ad._current_level >= 0
 
 
 def _is_recorded(*tensors: Tensor | None) -> bool:
@@ -334,7 +332,7 @@ def _at_once(
 ) -> tuple | None:
     """The outputs by CUDA kernels, where nobody else stands below autograd: not to ask the dispatcher saves a third of
     the host time of a call. None elsewhere."""
-    if type(x) not in PLAIN or torch._C._len_torch_function_stack():  # others' shapes may have no hash
+    if type(x) not in PLAIN or function_modes():  # others' shapes may have no hash
         return None
     seen = look(norm, *operands)
     # Before all other questions: a call that looks like an earlier one would get the same answers.
@@ -346,7 +344,7 @@ def _at_once(
 
 def _is_plain(tensors: Sequence[Tensor | None]) -> bool:
     """Whether nobody but the CUDA kernels stands below autograd."""
-    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+    if dispatch_modes() or function_modes():
         return False
     return all(each is None or (_is_on_a_gpu(each) and not _is_wrapped(each)) for each in tensors)
 
@@ -357,7 +355,7 @@ def _is_on_a_gpu(tensor: Tensor) -> bool:
 
 def _is_wrapped(tensor: Tensor) -> bool:
     """Whether the tensor's memory is not its value, or a torch.func transform's, which may be over."""
-    return tensor.is_neg() or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return tensor.is_neg() or is_wrapped(tensor)
 
 
 def _add(a: Tensor | None, b: Tensor) -> Tensor:

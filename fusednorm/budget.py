@@ -1,7 +1,8 @@
 """Shared memory and registers of a plan: arithmetic only, held against the compiler by tests/test_budget.py.
 
-Shared memory of the ring kernels is exact for Triton 3.6, that of the portable kernels an upper bound. Registers are
-upper bounds of what a thread needs for the compiler not to spill.
+Shared memory of the ring kernels is exact, that of the portable kernels an upper bound. Where Triton's releases differ
+a plan counts on the most, so that it is the same plan with all of them. Registers are upper bounds of what a thread
+needs for the compiler not to spill.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from .device import DeviceSpec
+from .device import OLDEST_TRITON, DeviceSpec
 from .plan import (
     ColumnRingPlan,
     ColumnTilePlan,
@@ -31,6 +32,8 @@ WARP_SIZE = 32
 REGISTER_STEP = 8  # registers are given out by eight a thread
 MAX_REGISTERS = 255  # of a thread
 RESERVED_SMEM_BYTES = 1024  # of every CTA, for the driver
+
+EACH_CTA_BY_ITSELF = (3, 8)  # from here on Triton counts no other CTA of the cluster
 
 PRODUCER_REGISTERS = 24
 PRODUCER_WARPS = 4  # of which one works: registers are handed over by warpgroups
@@ -58,9 +61,15 @@ def fits_shared_memory(plan: Plan, problem: NormProblem, device: DeviceSpec) -> 
 
 
 def shared_bytes(plan: Plan, problem: NormProblem) -> int:
-    """Bytes of shared memory of a CTA, static and dynamic."""
+    """Bytes of shared memory of a CTA, static and dynamic, with the release of Triton that takes most."""
+    return max(shared_bytes_by(release, plan, problem) for release in (OLDEST_TRITON, EACH_CTA_BY_ITSELF))
+
+
+def shared_bytes_by(release: tuple[int, int], plan: Plan, problem: NormProblem) -> int:
+    """The same with one release of Triton, (major, minor)."""
     if isinstance(plan, RingPlan):
-        return static_bytes(plan) + _packed(_ring_buffers(plan, problem))
+        counted = plan.cluster if release < EACH_CTA_BY_ITSELF else 1
+        return static_bytes(plan) + _packed(_ring_buffers(plan, problem, counted))
     if isinstance(plan, ColumnRingPlan):
         return _packed(_column_ring_buffers(plan, problem))
     return _scratch_bytes(plan, problem)
@@ -85,7 +94,8 @@ def _partial_store_buffers(plan: RingPlan, problem: NormProblem) -> list[Buffer]
     return [Buffer(4 * plan.rows_per_tile * min(plan.chunk, max(held * row_threads, stored * threads)), 128, "loop")]
 
 
-def _ring_buffers(plan: RingPlan, problem: NormProblem) -> list[Buffer]:
+def _ring_buffers(plan: RingPlan, problem: NormProblem, counted: int) -> list[Buffer]:
+    """`counted`: for how many CTAs the compiler counts what the threads of one exchange."""
     backward, num_warps = problem.direction == "backward", plan.num_warps
     tensors = [problem.x_dtype, problem.grad_dtype] if backward else [problem.x_dtype]
     parameters = [problem.weight_dtype] if backward else [problem.weight_dtype, problem.bias_dtype]
@@ -100,12 +110,12 @@ def _ring_buffers(plan: RingPlan, problem: NormProblem) -> list[Buffer]:
     barriers = Buffer(8 * plan.num_stages, 16)
     # The warps of a row exchange a number, or two.
     warps = warps_of_a_row(plan)
-    exchanged = 4 * _sums_per_row(plan, problem) * plan.rows_per_tile * warps * plan.cluster if warps > 1 else 0
+    exchanged = 4 * _sums_per_row(plan, problem) * plan.rows_per_tile * warps * counted if warps > 1 else 0
     if isinstance(plan, PipelinedPlan):
         after = _partial_store_buffers(plan, problem)
         if plan.cluster > 1 and problem.num_sums:
-            # Pieces of dw and db change layout; the compiler counts four elements a thread for every CTA of a cluster.
-            after.append(Buffer(4 * 4 * WARP_SIZE * num_warps * plan.cluster, 128, "after"))
+            # Pieces of dw and db change layout, four elements a thread.
+            after.append(Buffer(4 * 4 * WARP_SIZE * num_warps * counted, 128, "after"))
         return [*buffers, *[barriers] * len(rings), Buffer(exchanged, 128, "loop"), *after]
     captured = Buffer(_captured_bytes(plan, problem), 8, "entry")
     states = Buffer(num_warps * (plan.num_groups - 1) + PRODUCER_WARPS, 4)  # a byte for each warp but the first group's
@@ -275,6 +285,8 @@ def _backward_of_one_row_manages_with(plan: RingPlan, problem: NormProblem, devi
         one_chunk = plan.num_chunks == 1 and (hopper or whole)
         most = one_chunk or (hopper and (in_eights or (in_fours and few_copies)))
         few, many = (32 if most else 28 if few_copies and hopper else 24), (64 if hopper else 56)
+        if device.triton > OLDEST_TRITON:  # 3.7 and 3.9 spill 16 to 104 bytes of 64 columns, and of 32 by 16 warps
+            few, many = min(few, 28 if plan.num_warps == 16 else 32), 56
     if plan.weight_in_smem and plan.cluster > 1 and columns <= few:
         return 128
     held_well = plan.weight_in_smem or problem.norm == "rms" or columns <= (60 if hopper else 48)
@@ -303,6 +315,7 @@ def multiwave_registers(
     # Loads of single elements take an address and a predicate each, which rows of one thread do not share.
     scattered, many_rows = not problem.tma_aligned, rows_per_tile > 2
     if problem.direction == "backward":
+        scattered *= 1.0 if device.triton == OLDEST_TRITON else 1.5  # 8 rows of 77 columns spilled 56 to 128 bytes
         loaded = (problem.x_dtype.itemsize + problem.grad_dtype.itemsize) / 4
         per_element = 1.25 * loaded + 3.9 * accumulator + 1.3 * sm120 + scattered * (9.0 if many_rows else 4.5)
         per_element += 1.25 * _residual_registers(problem)

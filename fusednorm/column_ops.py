@@ -19,12 +19,14 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 
+from . import torch_compat
 from .column_plan import MAX_TENSORS
 from .column_problem import check_column_sum, sum_dtype, validate_column_sum
 from .column_reference import formula
 from .ops import LIBRARY
+from .torch_compat import forward_ad, is_transforming
 
 SCHEMA = "column_sum(Tensor[] inputs, *, bool total=False, ScalarType? dtype=None) -> Tensor[]"
 
@@ -75,8 +77,7 @@ class ColumnSumFunction(Function):
     def forward(ctx, total, dtype, *inputs):
         ctx.set_materialize_grads(False)
         ctx.shape, ctx.dtype, ctx.total, ctx.count = inputs[0].shape, inputs[0].dtype, total, len(inputs)
-        with torch._C._AutoDispatchBelowAutograd():
-            return tuple(torch.ops.fusednorm.column_sum(inputs, total=total, dtype=dtype))
+        return tuple(_below_autograd(inputs, total, dtype))
 
     @staticmethod
     def backward(ctx, *grads):
@@ -88,13 +89,17 @@ class ColumnSumFunction(Function):
 
 def _above(inputs: Sequence[Tensor], *, total: bool = False, dtype: torch.dtype | None = None) -> list[Tensor]:
     """The op at autograd's dispatch key."""
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if is_transforming() or forward_ad._current_level >= 0:
         return formula(inputs, total, dtype)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
         validate_column_sum(inputs, dtype)
         return list(ColumnSumFunction.apply(total, dtype, *inputs))
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.fusednorm.column_sum(inputs, total=total, dtype=dtype)
+    return _below_autograd(inputs, total, dtype)
+
+
+def _below_autograd(inputs: Sequence[Tensor], total: bool, dtype: torch.dtype | None) -> list[Tensor]:
+    op = torch.ops.fusednorm.column_sum
+    return torch_compat.below_autograd(op, _run, inputs, total=total, dtype=dtype)
 
 
 LIBRARY.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))

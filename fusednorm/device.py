@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from . import margin
+from . import margin, triton_compat
 
 KIB = 1024
 MIB = 1024 * KIB
+OLDEST_TRITON = (3, 6)
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class DeviceSpec:
     l2_bytes: int
     bandwidth_gb_s: float  # of device memory, by the datasheet
     sm_margin: int = 0  # SMs that it has besides, which are left to others
+    triton: tuple[int, int] = OLDEST_TRITON  # which compiles for it: releases need different numbers of registers
 
     @staticmethod
     def of(device: torch.device) -> DeviceSpec:
@@ -67,16 +69,23 @@ H100 = DeviceSpec("H100", 90, 132, 227 * KIB, 228 * KIB, 65536, 2048, 50 * MIB, 
 H200 = DeviceSpec("H200", 90, 132, 227 * KIB, 228 * KIB, 65536, 2048, 60 * MIB, 4800)
 B200 = DeviceSpec("B200", 100, 148, 227 * KIB, 228 * KIB, 65536, 2048, 126 * MIB, 8000)
 GB300 = DeviceSpec("GB300", 103, 152, 227 * KIB, 228 * KIB, 65536, 2048, 126 * MIB, 8000)
+RTX_3090 = DeviceSpec("RTX 3090", 86, 82, 99 * KIB, 100 * KIB, 65536, 1536, 6 * MIB, 936)
 RTX_4090 = DeviceSpec("RTX 4090", 89, 128, 99 * KIB, 100 * KIB, 65536, 1536, 72 * MIB, 1008)
 RTX_5090 = DeviceSpec("RTX 5090", 120, 170, 99 * KIB, 100 * KIB, 65536, 1536, 96 * MIB, 1792)
-KNOWN = (A100, H100, H200, B200, GB300, RTX_4090, RTX_5090)
+KNOWN = (A100, H100, H200, B200, GB300, RTX_3090, RTX_4090, RTX_5090)
 
 UNKNOWN_BANDWIDTH_GB_S = 1000.0  # enters predicted times only, no choice
 
 
 @functools.cache
 def _of_cuda(index: int | None) -> DeviceSpec:
-    return from_properties(torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index))
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
+    return compiled_for_here(from_properties(properties))
+
+
+def compiled_for_here(spec: DeviceSpec) -> DeviceSpec:
+    """The same device, for which the installed Triton compiles."""
+    return replace(spec, triton=triton_compat.installed() or OLDEST_TRITON)
 
 
 def from_properties(properties) -> DeviceSpec:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from . import __version__, native
+from . import __version__, native, torch_compat, triton_compat
 from .testing import Case, assert_outputs_close, fused, make_inputs
 
 OLDEST_TORCH = (2, 11)
@@ -42,7 +42,10 @@ def run_doctor() -> int:
     for finding in findings:
         print(f"{finding.status:<8}{finding.subject:<12}{finding.text}")
     problems = sum(finding.status == "problem" for finding in findings)
-    print(f"\nProblems: {problems}." if problems else "\nEverything this machine can run works.")
+    works = "Everything this machine can run works."
+    if native.failure():
+        works = "Everything this machine can run works, but without the host side in C++, which does not compile here."
+    print(f"\nProblems: {problems}." if problems else f"\n{works}")
     return 1 if problems else 0
 
 
@@ -67,7 +70,16 @@ def check_versions() -> list[Finding]:
         Finding("ok", "fusednorm", f"{__version__}, from {Path(__file__).parent}"),
         Finding("ok", "python", f"{platform.python_version()} on {platform.platform()}"),
         Finding("problem" if old else "ok", "torch", f"{torch.__version__}{needs}"),
+        *missing_names(),
     ]
+
+
+def missing_names() -> list[Finding]:
+    """Of what torch does not promise."""
+    if not torch_compat.missing:
+        return []
+    text = f"without {', '.join(torch_compat.missing)}, which this release does not have: right, but calls take longer"
+    return [Finding("note", "torch", text)]
 
 
 def check_triton() -> list[Finding]:
@@ -77,7 +89,21 @@ def check_triton() -> list[Finding]:
         return [Finding(status, "triton", "not installed: CUDA tensors cannot run, CPU tensors do not need it")]
     if version_of(installed) < OLDEST_TRITON:
         return [Finding("problem", "triton", f"{installed}, needs {'.'.join(map(str, OLDEST_TRITON))} or later")]
+    if is_launched_by_triton():
+        return [Finding("note", "triton", f"{installed}: {tritons_way()}")]
     return [Finding("ok", "triton", installed)]
+
+
+def is_launched_by_triton() -> bool:
+    return triton_compat.installed() is not None and triton_compat.in_use() is None
+
+
+def tritons_way() -> str:
+    tried = ", ".join(f"{major}.{minor}" for (major, minor), each in triton_compat.RELEASES.items() if each.has_run)
+    return (
+        f"its launcher has not run with this package on a GPU ({tried} has), so Triton launches every kernel itself: "
+        f"right, and {triton_compat.SLOWER_US} us of host time more each"
+    )
 
 
 def check_device() -> list[Finding]:
@@ -125,9 +151,15 @@ def check_cache() -> list[Finding]:
 def check_native() -> list[Finding]:
     """The host side in C++."""
     if native.extension is not None:
+        if is_launched_by_triton():
+            return [Finding("note", "native", "built, but calls do not repeat without Python: see triton")]
         return [Finding("ok", "native", "built: ops repeat without Python")]
     if importlib.util.find_spec(f"{__package__}._native") is not None:
         return [Finding("note", "native", f"built, but it cannot be loaded, so all runs in Python: {native.reason}")]
+    if native.failure():
+        return [Finding("note", "native", f"does not compile here, so all runs in Python: {native.failure()}")]
+    if is_launched_by_triton():
+        return [Finding("note", "native", "not built, and no use with this Triton: see triton")]
     text = "not built: pip install --no-build-isolation builds it with a C++ compiler and saves host time on a GPU"
     return [Finding("note", "native", text)]
 

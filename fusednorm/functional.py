@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import autograd
+from . import autograd, torch_compat
 
 
 def layer_norm(
@@ -49,13 +49,8 @@ def rms_norm(
     return autograd.rms_norm(input, normalized_shape, weight, eps)
 
 
-def _has_autocast_rule(aten_op: str) -> bool:
-    """Whether CUDA autocast of the installed torch has this op (in its float32 list): rms_norm is not there in 2.11."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(aten_op, "AutocastCUDA")
-
-
-_AUTOCASTS_LAYER_NORM = _has_autocast_rule("aten::layer_norm")
-_AUTOCASTS_RMS_NORM = _has_autocast_rule("aten::rms_norm")
+_AUTOCASTS_LAYER_NORM = torch_compat.has_autocast_rule("aten::layer_norm")
+_AUTOCASTS_RMS_NORM = torch_compat.has_autocast_rule("aten::rms_norm")
 
 
 def _upcast(tensor: Tensor | None) -> Tensor | None:

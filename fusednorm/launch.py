@@ -42,6 +42,7 @@ PIECES = ((512, 16, 8), (2048, 16, 4), (16384, 32, 4), (math.inf, 128, 4))
 # Of a forward by column tiles, of elements of 4 bytes and more: left alone, the compiler takes 32 or 40 for some widths
 # that are no multiples of 16, and spills 8 or 16 bytes.
 ROW_PASS_REGISTERS = 64
+COLUMN_PASS_REGISTERS = 64  # of a backward with 16-bit x and a float64 weight: Triton 3.8 and 3.9 spill 8 bytes of 48
 VECTOR_BYTES = 16  # of one load or store of a thread
 OLDEST_DEPENDENT_ARCH = 90  # that places a dependent launch before the one that it depends on has ended
 
@@ -202,7 +203,9 @@ def _column_tile_backward(
     grid = (triton.cdiv(problem.cols, plan.chunk), ctas)
     tile = _column_tile(plan, even_bits)
     args = (*inputs, filled.row_means, *filled[:5], filled.counters, *sizes)
-    launches.append(Launch(multiwave.backward_by_column_tiles, grid, args, norm, tile))
+    is_wide = problem.x_dtype.itemsize == 2 and problem.weight_dtype == torch.float64
+    options = {"maxnreg": COLUMN_PASS_REGISTERS} if is_wide else {}
+    launches.append(Launch(multiwave.backward_by_column_tiles, grid, args, norm, tile, options))
     return launches
 
 

@@ -20,6 +20,7 @@ from .column_problem import ColumnSumCall, ColumnSumProblem
 from .column_reference import formula
 from .device import DeviceSpec, current
 from .kernels import column_reduction
+from .kernels.config import COMPILE_OPTIONS
 from .problem import RowView
 
 WORKSPACE_ALIGNMENT = 4  # elements; keeps every output's partial sums at multiples of 16 bytes
@@ -94,7 +95,7 @@ def ring_kernel(count: int) -> tuple[Any, list[str]]:
 
 @functools.cache
 def _compile_time(plan: SumPlan, problem: ColumnSumProblem) -> dict[str, Any]:
-    shared = {"total": problem.total, "num_warps": plan.num_warps, "maxnreg": plan.max_registers}
+    shared = {"total": problem.total, "num_warps": plan.num_warps, "maxnreg": plan.max_registers, **COMPILE_OPTIONS}
     if isinstance(plan, PortableSum):
         tile = column_reduction.ColumnTile(plan.rows_per_tile, plan.chunk, plan.num_warps)
         return {**shared, "fp64": problem.acc_dtype == torch.float64, "tile": tile}

@@ -2,32 +2,30 @@
 18 (Triton 3.6).
 
 A build depends on dtypes, on what is None, on the integers that its kernel is specialized by and on which pointers are
-multiples of 16 bytes. Encoded tensor maps are kept by address. Triton's launcher is no public interface: versions that
-were not tried take Triton's way always.
+multiples of 16 bytes. Encoded tensor maps are kept by address. Triton's launcher is no public interface: releases that
+have not been tried take Triton's way always (triton_compat.py).
 """
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton import knobs
-from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST, make_tensordesc_arg
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime.jit import JITFunction
+from triton.runtime import JITFunction
 
+from . import torch_compat, triton_compat
 from .kernels import ring
 from .kernels.column_reduction import ColumnTile
-from .kernels.config import Norm, RingTile, Tile
+from .kernels.config import COMPILE_OPTIONS, Norm, RingTile, Tile
 from .problem import ALIGNMENT, RowView
 
-TRIED = triton.__version__.startswith("3.6.")
+TRITON = triton_compat.in_use()  # None: all launches are Triton's
 KEPT_TENSOR_MAPS = 1024  # of a build
 
 _builds: dict[tuple, Build | None] = {}
@@ -107,7 +105,8 @@ class Launch:
         return tuple(each.triton() if isinstance(each, DESCRIPTORS) else each for each in self.operands)
 
     def keywords(self) -> dict[str, Any]:
-        return {"norm": self.norm, "tile": self.tile, "num_warps": self.tile.num_warps, **self.options}
+        constants = {"norm": self.norm, "tile": self.tile, "num_warps": self.tile.num_warps}
+        return {**constants, **COMPILE_OPTIONS, **self.options}
 
     def run(self) -> None:
         """Launch on the current stream of the current device, or in the interpreter."""
@@ -119,20 +118,23 @@ class Launch:
 
 def run(launch: Launch, device_index: int) -> None:
     """Launch on the current stream of the current device, whose index is given."""
+    if TRITON is None:
+        launch.kernel[launch.grid](*launch.args, **launch.keywords())
+        return
     key, values = _key_and_values(launch, device_index)
     build = _builds.get(key)
     if build is not None and not launch.kernel.pre_run_hooks and not build.is_hooked():
-        build.run(launch.grid, values, torch._C._cuda_getCurrentRawStream(device_index))
+        build.run(launch.grid, values, torch_compat.raw_stream(device_index))
         return
     compiled = launch.kernel[launch.grid](*launch.args, **launch.keywords())
-    if TRIED and key not in _builds:
+    if key not in _builds:
         _builds[key] = Build.of(compiled, launch)
 
 
 def known_build(launch: Launch, device_index: int) -> tuple[Build | None, list]:
     """The build that `run` has launched before (None where Triton itself has to launch it), and its operands as
     `_key_and_values` has them."""
-    if not isinstance(launch.kernel, JITFunction) or launch.kernel.pre_run_hooks:
+    if TRITON is None or not isinstance(launch.kernel, JITFunction) or launch.kernel.pre_run_hooks:
         return None, []
     key, values = _key_and_values(launch, device_index)
     return _builds.get(key), values
@@ -182,24 +184,25 @@ class Build:
 
     @staticmethod
     def of(compiled, launch: Launch) -> Build | None:
-        """None where the launcher would need memory of its own."""
-        launcher = compiled.run
-        return None if launcher.global_scratch_size or launcher.profile_scratch_size else Build(compiled, launch)
+        """None where the launcher would need memory of its own, or is another than is known."""
+        try:
+            launcher = compiled.run
+            needs_memory = launcher.global_scratch_size or launcher.profile_scratch_size
+            watched = getattr(launcher, "gsan_enabled", False)  # a sanitizer's launches take more operands
+            return None if needs_memory or watched else Build(compiled, launch, TRITON)
+        except (AttributeError, KeyError):
+            return None
 
-    def __init__(self, compiled, launch: Launch):
-        launcher = compiled.run
+    def __init__(self, compiled, launch: Launch, triton: triton_compat.Release):
         constants = {"norm": launch.norm, "tile": launch.tile, "num_warps": launch.tile.num_warps}
         names = launch.kernel.arg_names[len(launch.operands) :]
         self.compiled = compiled
         self._constants = [constants[name] for name in names]
-        self.dependent = bool(launcher.launch_pdl)  # on the launch before it: may be placed while that one ends
-        self._head = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
-        self._head += (compiled.packed_metadata, None, None, None)
+        self.dependent = compiled.metadata.launch_pdl  # on the launch before it: may be placed while that one ends
         self.descriptors = getattr(compiled.metadata, "tensordesc_meta", None) or []  # of operands that come first
         self._encoded: dict[tuple, Any] = {}
-        self.launch = launcher.launch
-        if self.descriptors:  # the function inside the one that encodes tensor maps
-            self.launch = inspect.getclosurevars(launcher.launch).nonlocals["launcher"]
+        self._encode = triton.encode
+        self.launch, self._head = triton.launch_of(compiled, bool(self.descriptors))
 
     def run(self, grid: tuple[int, ...], values: list, stream: int) -> None:
         """Launch with the operands as `_key_and_values` has them."""
@@ -237,7 +240,7 @@ class Build:
     def map_geometry(self, position: int) -> tuple[int, int, list[int]]:
         """Of the tensor map of a descriptor: bytes of an element, CUDA's number of its type, and the box of a copy."""
         described = self.descriptors[position]
-        return described["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[described["elem_type"]], described["block_size"]
+        return described["elem_size"], triton_compat.number_of_type(described["elem_type"]), described["block_size"]
 
     @staticmethod
     def is_hooked() -> bool:
@@ -257,8 +260,9 @@ class Build:
         if encoded is None:
             if len(self._encoded) >= KEPT_TENSOR_MAPS:
                 self._encoded.clear()
+            base = SimpleNamespace(data_ptr=lambda: pointer)
             described = SimpleNamespace(
-                base=SimpleNamespace(data_ptr=lambda: pointer), shape=shape, strides=strides, padding="zero"
+                base=base, shape=shape, strides=strides, padding="zero", round_f32_to_tf32=False
             )
-            encoded = self._encoded[key] = make_tensordesc_arg(described, self.descriptors[position])[0]
+            encoded = self._encoded[key] = self._encode(described, self.descriptors[position])
         return encoded

@@ -8,24 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
+
+from . import torch_compat
 
 
 def of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """A function of as many tensors that says whether each is like the one in its place, and none comes twice."""
     try:
         return in_cpp(tensors)
-    except (ImportError, TypeError):  # a torch whose guards are others
+    except TypeError:  # a torch whose guards are others, or that has none
         return in_python(tensors)
 
 
 def in_cpp(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """By what guards compiled graphs: 0.4 us for six tensors."""
-    from torch._C._dynamo.guards import TensorGuards
-
     shapes, strides = [list(each.shape) for each in tensors], [list(each.stride()) for each in tensors]
-    return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
+    return torch_compat.TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
 
 
 def in_python(tensors: Sequence[Tensor]) -> Callable[..., bool]:
@@ -43,8 +42,7 @@ def in_python(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 def _kind(tensor: Tensor | None) -> tuple | None:
     if not isinstance(tensor, Tensor):
         return None
-    keys = torch._C._dispatch_keys(tensor) | torch._C._dispatch_tls_local_include_set()
-    return type(tensor), (keys - torch._C._dispatch_tls_local_exclude_set()).raw_repr()
+    return type(tensor), torch_compat.dispatch_keys(tensor)
 
 
 def _look(tensor: Tensor) -> tuple:

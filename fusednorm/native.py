@@ -7,6 +7,7 @@ the functions that `install` gives it. Where it was not built, the same ops run 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ else:
     reason = ""
     if not torch.__version__.startswith(extension.torch_version):  # whose tensors may be laid out otherwise
         extension, reason = None, f"built for torch {extension.torch_version}, found {torch.__version__}"
+
+_FAILURE = Path(__file__).with_name("_native_failure.txt")  # setup.py leaves it where the extension does not compile
 
 OPS = ("layer_norm_fwd", "layer_norm_bwd", "rms_norm_fwd", "rms_norm_bwd")
 NAMES_OF_NUMBERS = {"i32", "i64", "fp32", "fp64"}  # Triton's names of parameter types
@@ -90,6 +93,11 @@ def _packed_map(build, slot: recipe.MapSlot) -> tuple:
     element_bytes, cuda_type, box = build.map_geometry(slot.operand)
     shape, strides = reversed(slot.shape), [element_bytes * stride for stride in reversed(slot.strides[:-1])]
     return "map", slot.index, cuda_type, tuple(shape), tuple(strides), tuple(reversed(box))
+
+
+def failure() -> str:
+    """The compiler's first error, where the extension was to be built and was not; else nothing."""
+    return "" if extension or not _FAILURE.exists() else _FAILURE.read_text().strip()
 
 
 def repeats() -> int:

@@ -130,7 +130,7 @@ def _this_device() -> DeviceSpec:
 
 def _device(name: str) -> DeviceSpec:
     try:
-        return device.named(name)
+        return device.compiled_for_here(device.named(name))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

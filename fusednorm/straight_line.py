@@ -18,7 +18,7 @@ takes twice the time. A forward reads like this:
         if c5() != c0:
             return _on_device(c0, repeat, t0, t1, t2)
         stream = c6(c0)
-        t3 = _allocate(c7, c8, c9)
+        t3 = allocate(c7, c8, c9)
         p3 = t3.data_ptr()
         ...
         c40(c16, c17, c18, stream, c19, ..., p0, p1, p2, p3, ...)
@@ -39,15 +39,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-# What compiled graphs allocate with: no dispatch.
-from torch._C._dynamo.guards import _empty_strided_cuda as _allocate  # noqa: F401  for the source that is made here
-
-from . import margin
+from . import margin, torch_compat
 from .problem import ALIGNMENT
 
 if TYPE_CHECKING:
     from .launcher import Build
 
+allocate = torch_compat.allocate  # for the source that is made here
 MAPS_AT_HAND = 256  # tensor maps of one operand, by address
 
 
@@ -106,7 +104,7 @@ def python_of(recipe: Recipe, tensors: Sequence[Tensor | None], is_alike: Callab
     tensors are not like these, a profiler hooks Triton's launches, or another number of SMs is left free.
     """
     constants: list[Any] = [recipe.device, is_alike, recipe.steps[0].build.RUNTIME, margin, recipe.sm_margin]
-    constants += torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
+    constants += torch_compat.current_device, torch_compat.raw_stream
 
     def constant(value: Any) -> str:
         constants.append(value)
@@ -132,7 +130,7 @@ def python_of(recipe: Recipe, tensors: Sequence[Tensor | None], is_alike: Callab
     ]
     for at in written:
         memory = ", ".join(constant(each) for each in recipe.written[at - count])
-        lines += [f"t{at} = _allocate({memory})", f"p{at} = t{at}.data_ptr()"]
+        lines += [f"t{at} = allocate({memory})", f"p{at} = t{at}.data_ptr()"]
     lines += [_launch(step, constant) for step in recipe.steps]
     outputs = ", ".join(f"t{at}" if at in written else "None" for at in range(count, count + len(recipe.written) - 1))
     body = "\n".join([*lines, f"return ({outputs},)"])

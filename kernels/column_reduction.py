@@ -11,6 +11,7 @@ its own once, by comparing; so the code does not grow with their number. Offsets
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import triton
 import triton.language as tl
@@ -19,6 +20,7 @@ from triton.experimental.gluon import language as gl
 
 from . import ring
 from .config import CompileTime
+from .gluon_compat import copy_to_shared, reinterpret
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class ColumnTile(CompileTime):
     num_stages: int = 0
     group: int = 0  # tensors whose tiles are read, and then copied anew, together
     vector: int = 0  # adjacent columns in a thread
+    cluster: ClassVar[int] = 1  # CTAs that share a tile
 
     @property
     def stages(self) -> tl.constexpr:
@@ -168,7 +171,7 @@ def fill(descs, rings, full, stage, row, left, pred, first: gl.constexpr, end: g
     for t in gl.static_range(first, end):
         ring.expect(full[t].index(stage), descs[t].block_type.nbytes, pred=pred)
     for t in gl.static_range(first, end):
-        ring.copy_to_shared(descs[t], [row, left], full[t].index(stage), rings[t].index(stage), pred=pred)
+        copy_to_shared(descs[t], [row, left], full[t].index(stage), rings[t].index(stage), pred=pred)
 
 
 @gluon.jit
@@ -176,7 +179,7 @@ def read_tile(slots, stage, tile: gl.constexpr):
     """[rows / rows_at_once, rows_at_once, chunk] in registers."""
     by_rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     shape: gl.constexpr = [tile.rows // rows_at_once(tile), rows_at_once(tile), tile.chunk]
-    return slots.index(stage)._reinterpret(slots.dtype, shape, by_rows).load(tile_layout(tile))
+    return reinterpret(slots.index(stage), slots.dtype, shape, by_rows).load(tile_layout(tile))
 
 
 @gluon.jit

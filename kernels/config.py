@@ -7,6 +7,9 @@ from dataclasses import asdict, dataclass
 
 import triton.language as tl
 
+# Triton 3.10 will not contract a product and a sum into one instruction unless asked; 3.9 warns that it still does.
+COMPILE_OPTIONS = {"enable_fp_fusion": True}
+
 
 class CompileTime(dict):
     """Attributes a kernel is compiled for. A dict as well, because Triton's compile hooks write every constant as

@@ -10,21 +10,21 @@ rows before the first.
 Tiles go from the last row to the first: the last rows are those that whoever wrote the tensor has left in L2, and the
 first are those that whoever reads the result will ask for first.
 
-The one file that names Gluon's TMA functions.
+What a release of Triton may call otherwise comes from gluon_compat.py.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from .cluster import sum_over_cluster
+from .gluon_compat import barrier_layout, barrier_shape, copy_to_shared, reinterpret
 from .rowmath import input_gradient, inverse_std, normalize, widen
 
 fence_barriers = fence_async_shared
 wait = mbarrier.wait
 expect = mbarrier.expect
 arrive = mbarrier.arrive
-copy_to_shared = tma.async_copy_global_to_shared
 
 
 @gluon.constexpr_function
@@ -97,7 +97,8 @@ def allocate_ring(desc, tail_desc, tile: gl.constexpr):
 
 @gluon.jit
 def allocate_barriers(tile: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [tile.num_stages, 1], mbarrier.MBarrierLayout())
+    shape: gl.constexpr = barrier_shape(tile.num_stages, tile.cluster)
+    barriers = gl.allocate_shared_memory(gl.int64, shape, barrier_layout(tile.cluster))
     for stage in gl.static_range(tile.stages):
         mbarrier.init(barriers.index(stage), count=1)
     return barriers
@@ -135,7 +136,7 @@ def read_chunk(ring, stage, c: gl.constexpr, again: gl.constexpr, tile: gl.const
     seen_as: gl.constexpr = as_bits if again else dtype
     i: gl.constexpr = tile.copy_of(c)
     shape: gl.constexpr = [tile.chunks_of(i), tile.rows, tile.cluster, tile.chunk]
-    copied = ring[i].index(stage)._reinterpret(seen_as, shape, row_major(tile, 3, 1))
+    copied = reinterpret(ring[i].index(stage), seen_as, shape, row_major(tile, 3, 1))
     return copied.index(c - tile.first_chunk(i)).load(tile_layout(tile)).to(dtype, bitcast=True)
 
 

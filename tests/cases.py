@@ -149,7 +149,7 @@ def guarded_buffers() -> Iterator[list[Tensor]]:
     with (
         mock.patch.object(torch, "empty", guarded),
         mock.patch.object(torch, "empty_like", guarded_like),
-        mock.patch.object(straight_line, "_allocate", guarded_for_recipe),
+        mock.patch.object(straight_line, "allocate", guarded_for_recipe),
     ):
         yield buffers
     for buffer in buffers:

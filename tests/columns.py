@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from planning import ARCHITECTURES, EVERY_ARCHITECTURE
 from torch import Tensor
 
 from fusednorm import column_plan
 from fusednorm.column_plan import KERNELS, RingSum, SumPlan
 from fusednorm.column_problem import ColumnSumProblem, check_column_sum
-from fusednorm.device import A100, B200, GB300, H200, RTX_5090
 
-DEVICES = {spec.arch: spec for spec in (A100, H200, B200, GB300, RTX_5090)}
+DEVICES = ARCHITECTURES
 
 
 class Sums(NamedTuple):
@@ -70,7 +70,8 @@ def complaints(sums: Sums, arch: int) -> list[str]:
     """Where the compiler's builds differ from what the plans count on. For a process that does not interpret."""
     from fusednorm import compilation, launch_columns
 
-    device, call, found = DEVICES[arch], check_column_sum(sums.inputs("meta"), sums.total, sums.out_dtype), []
+    device, found = EVERY_ARCHITECTURE[arch], []
+    call = check_column_sum(sums.inputs("meta"), sums.total, sums.out_dtype)
     for plan in plans_of(sums, device):
         launches, _ = launch_columns.prepare(call, column_plan.Choice(plan, num_splits=2))
         for launch, of in zip(launches, (plan, column_plan.finalizer(device)), strict=True):

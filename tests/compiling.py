@@ -17,14 +17,15 @@ from unittest import mock
 
 import torch
 from cases import MIXED_DTYPES, NORMS, SAME_DTYPES, TROUBLED_WIDTHS, lay_out, make_case
+from planning import ARCHITECTURES
 
 from fusednorm import budget, heuristics
-from fusednorm.device import A100, B200, GB300, H200, RTX_5090, DeviceSpec
+from fusednorm.device import DeviceSpec
 from fusednorm.plan import Plan, WarpSpecializedPlan
 from fusednorm.problem import check_backward, check_forward
 from fusednorm.testing import Case, Inputs
 
-DEVICES = {spec.arch: spec for spec in (A100, H200, B200, GB300, RTX_5090)}
+DEVICES = ARCHITECTURES
 ALL_OUTPUTS = (True, True, True)
 SWEEP_WIDTHS = sorted({1, *TROUBLED_WIDTHS, *(w + d for w in (64, 256, 1024, 4096, 16384) for d in (-1, 0, 1)), 262144})
 

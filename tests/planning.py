@@ -7,11 +7,14 @@ import itertools
 import hypothesis
 import torch
 
-from fusednorm.device import A100, B200, GB300, H200, RTX_5090
+from fusednorm.device import A100, B200, GB300, H200, RTX_3090, RTX_4090, RTX_5090, compiled_for_here
 from fusednorm.explanation import DTYPES
 from fusednorm.problem import NormProblem
 
-ARCHITECTURES = {spec.arch: spec for spec in (A100, H200, B200, GB300, RTX_5090)}
+ARCHITECTURES = {spec.arch: compiled_for_here(spec) for spec in (A100, H200, B200, GB300, RTX_5090)}
+# Those whose resources are between: for what runs by itself, not with every test.
+BETWEEN = {spec.arch: compiled_for_here(spec) for spec in (RTX_3090, RTX_4090)}
+EVERY_ARCHITECTURE = dict(sorted((ARCHITECTURES | BETWEEN).items()))
 
 
 def given(*strategies):
@@ -56,7 +59,8 @@ def meta_call(problem: NormProblem, rows: int = 4096):
         grad, rstd = meta((rows, *shape), problem.grad_dtype), meta((rows,), problem.acc_dtype)
         mean = rstd if problem.norm == "layer" else None
         mask = (problem.wants_dx, problem.wants_dw, problem.wants_db)
-        call = check_backward(problem.norm, grad, x, shape, mean, rstd, weight, bias, mask)
+        residual = meta((rows, *shape), problem.residual_dtype)
+        call = check_backward(problem.norm, grad, x, shape, mean, rstd, weight, bias, mask, residual)
     assert call.problem == problem
     return call
 

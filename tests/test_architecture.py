@@ -30,17 +30,19 @@ MAY_IMPORT = {
         "column_explanation",
     },
     "modules": {"functional"},
-    "functional": {"autograd"},
-    "autograd": {"native", "ops", "problem", "recipe", "reference", "forcing"},
+    "functional": {"autograd", "torch_compat"},
+    "autograd": {"native", "ops", "problem", "recipe", "reference", "forcing", "torch_compat"},
     "ops": {"launch", "native", "problem", "recipe", "reference"},
     "native": {"_native", "forcing", "margin", "recipe"},
     "_native": set(),  # csrc/native.cpp, where it was built
     "recipe": {"forcing", "launch", "launcher", "likeness", "margin", "problem", "straight_line"},
-    "straight_line": {"launcher", "margin", "problem"},
-    "likeness": set(),
+    "straight_line": {"launcher", "margin", "problem", "torch_compat"},
+    "likeness": {"torch_compat"},
+    "torch_compat": set(),
+    "triton_compat": set(),
     "reference": {"problem"},
     "launch": PLANNER | {"kernels", "launcher", "reference"},
-    "launcher": {"kernels", "problem"},
+    "launcher": {"kernels", "problem", "torch_compat", "triton_compat"},
     "heuristics": PLANNER - {"heuristics"},
     "few_rows": {"candidates", "preference", "tile_share", "legality", "budget", "plan", "problem", "device"},
     "candidates": {"preference", "tile_share", "budget", "plan", "problem", "device"},
@@ -51,10 +53,10 @@ MAY_IMPORT = {
     "budget": {"plan", "problem", "device"},
     "plan": {"problem", "device"},
     "problem": set(),
-    "device": {"margin"},
+    "device": {"margin", "triton_compat"},
     "margin": set(),
     # column_sum, in layers of its own:
-    "column_ops": {"launch_columns", "column_plan", "column_problem", "column_reference", "ops"},
+    "column_ops": {"launch_columns", "column_plan", "column_problem", "column_reference", "ops", "torch_compat"},
     "launch_columns": {"kernels", "column_plan", "column_problem", "column_reference", "problem", "device"},
     "column_explanation": {"column_plan", "column_problem", "device"},
     "column_reference": {"column_problem"},
@@ -71,10 +73,10 @@ MAY_IMPORT = {
     "console": set(),
     "interpreter": set(),
     "demo": {"__init__", "console", "interpreter", "launch", "modules", "problem", "testing"},
-    "doctor": {"__init__", "native", "testing"},
+    "doctor": {"__init__", "native", "testing", "torch_compat", "triton_compat"},
     "__main__": {"demo", "doctor", "plan_cli"},
 }
-# At their top; interpreter and doctor do when asked.
+# At their top; interpreter, doctor and triton_compat do when asked.
 IMPORT_TRITON = {"launch", "launch_columns", "launcher", "compilation"}
 
 

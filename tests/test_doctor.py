@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fusednorm import doctor, native
+from fusednorm import doctor, native, torch_compat, triton_compat
 from fusednorm.doctor import Finding
 
 ROOT = Path(__file__).parent.parent
@@ -81,6 +81,7 @@ def test_a_cache_that_cannot_be_written_is_a_problem(tmp_path, monkeypatch):
 
 
 def test_the_host_side_in_cpp_is_no_problem_whether_it_is_there_or_not(monkeypatch):
+    monkeypatch.setattr(triton_compat, "installed", lambda: (3, 6))
     monkeypatch.setattr(native, "extension", object())
     assert doctor.check_native() == [Finding("ok", "native", "built: ops repeat without Python")]
     monkeypatch.setattr(native, "extension", None)
@@ -103,3 +104,29 @@ def test_wrong_ops_are_a_problem(monkeypatch):
     (finding,) = doctor._guarded(doctor.check_cpu_ops)
     assert finding.status == "problem"
     assert "AssertionError: layer-64x1024-bf16" in finding.text
+
+
+@pytest.mark.parametrize("release, status", [((3, 6), "ok"), ((3, 9), "note"), ((4, 0), "note")])
+def test_a_triton_that_launches_every_kernel_itself_is_named(release, status, monkeypatch):
+    monkeypatch.setattr(triton_compat, "installed", lambda: release)
+    monkeypatch.setattr(doctor, "triton_version", lambda: f"{release[0]}.{release[1]}.0")
+    (finding,) = doctor.check_triton()
+    assert finding.status == status
+    if status == "note":
+        assert "us of host time more" in finding.text and "3.6 has" in finding.text
+        monkeypatch.setattr(native, "extension", None)
+        monkeypatch.setattr(native, "failure", lambda: "")
+        monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+        assert "pip install" not in doctor.check_native()[0].text  # it would not help
+
+
+def test_names_that_a_torch_lacks_are_named(monkeypatch):
+    monkeypatch.setattr(torch_compat, "missing", ["torch._C._x"])
+    assert "torch._C._x" in doctor.missing_names()[0].text
+
+
+def test_an_extension_that_does_not_compile_is_in_the_last_line(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "diagnose", lambda: [Finding("ok", "a", "fine")])
+    monkeypatch.setattr(native, "failure", lambda: "native.cpp:1:1: error: x")
+    assert doctor.run_doctor() == 0
+    assert "does not compile here" in capsys.readouterr().out.splitlines()[-1]

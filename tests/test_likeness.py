@@ -7,7 +7,7 @@ import torch
 from op_log import OpLog
 from torch.nn import Parameter
 
-from fusednorm import likeness
+from fusednorm import likeness, torch_compat
 
 X, WEIGHT = torch.randn(4, 8), Parameter(torch.randn(8))
 
@@ -93,7 +93,8 @@ def test_below_autograd_only_what_was_seen_there_is_alike(made, is_alike):
         assert made([X, WEIGHT])(X, WEIGHT)
 
 
-def test_a_torch_without_such_guards_is_served_in_python(monkeypatch):
-    monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", lambda *tensors: None)
+@pytest.mark.parametrize("guards", [None, lambda *tensors: None], ids=["none", "others"])
+def test_a_torch_without_such_guards_is_served_in_python(guards, monkeypatch):
+    monkeypatch.setattr(torch_compat, "TensorGuards", guards)
     is_alike = likeness.of([X, WEIGHT])
     assert is_alike(X.clone(), WEIGHT) and not is_alike(X.double(), WEIGHT)

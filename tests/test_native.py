@@ -88,6 +88,20 @@ def test_without_it_the_package_is_pure_python(tmp_path):
     assert said(USE, copy_package(tmp_path)) == ["None", "0", "True"]
 
 
+def test_where_it_does_not_compile_the_last_line_and_the_doctor_say_why(tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "__pycache__", "*.so", "bench", "tests", "build"))
+    (source / "fusednorm" / "csrc" / "native.cpp").write_text("int here;\n#error no such thing\n#error nor this\n")
+    site = copy_package(tmp_path / "site")
+    built = run("setup.py", "-q", "build_ext", "--build-lib", site, "--build-temp", tmp_path / "temporary", cwd=source)
+    assert built.returncode == 0  # the package is right without it
+    *_, last = built.stderr.strip().splitlines()
+    assert "NOT built" in last and "native.cpp:2:2: error: #error no such thing" in last
+    assert said(USE, site) == ["None", "0", "True"]
+    report = " ".join(said("from fusednorm import doctor; print(doctor.check_native()[0].text)", site))
+    assert report.startswith("does not compile here") and report.endswith("error: #error no such thing")
+
+
 @pytest.mark.parametrize("content", [b"", b"no library"])
 def test_a_file_that_cannot_be_loaded_leaves_pure_python_and_a_reason(content, tmp_path):
     file = copy_package(tmp_path) / "fusednorm" / f"_native{SUFFIX}"

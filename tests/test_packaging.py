@@ -99,6 +99,13 @@ def test_the_extension_is_built_where_torch_can_be_imported_and_may_fail():
     assert run("-c", f"{WITHOUT_TORCH}; import setuptools; {asked}", cwd=ROOT).strip() == "[]"
 
 
+@pytest.mark.parametrize("version, standard", [("2.11.0+cu130", "c++17"), ("2.14.0", "c++20"), ("3.0.1", "c++20")])
+def test_the_extension_is_built_by_the_standard_that_torchs_headers_need(version, standard):
+    asked = f"import torch, setuptools; torch.__version__ = {version!r}; from distutils.core import run_setup; "
+    asked += "print(run_setup('setup.py', stop_after='init').ext_modules[0].extra_compile_args)"
+    assert f"'-std={standard}'" in run("-c", asked, cwd=ROOT)
+
+
 def test_wheel_leaves_versions_open(wheel):
     archive = zipfile.ZipFile(wheel)
     (metadata,) = (name for name in archive.namelist() if name.endswith("/METADATA"))

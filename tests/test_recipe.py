@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import BF16, FP32, make_case
 
-from fusednorm import heuristics, recipe, sm_margin, straight_line
+from fusednorm import heuristics, recipe, sm_margin, straight_line, torch_compat
 from fusednorm.device import H200, DeviceSpec
 from fusednorm.problem import check_backward, check_forward
 from fusednorm.testing import make_inputs
@@ -35,9 +35,9 @@ def cpu_tensors_stand_in_for_those_of_an_h200(monkeypatch):
 
     monkeypatch.setattr(launcher, "known_build", known_build)
     monkeypatch.setattr(DeviceSpec, "of", lambda device: H200)
-    monkeypatch.setattr(straight_line, "_allocate", lambda *memory: torch.empty_strided(*memory[:2], dtype=memory[2]))
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
+    monkeypatch.setattr(straight_line, "allocate", lambda *memory: torch.empty_strided(*memory[:2], dtype=memory[2]))
+    monkeypatch.setattr(torch_compat, "current_device", lambda: -1)
+    monkeypatch.setattr(torch_compat, "raw_stream", lambda device: STREAM)
     recipe.forget()
     yield launched
     recipe.forget()
@@ -122,8 +122,8 @@ def test_a_second_call_is_launched_as_the_first_but_for_its_addresses(
         named(arguments, tensors_of(first, prepared.outputs, prepared.workspace))
         for arguments in launched_the_long_way(prepared)
     ]
-    allocate = straight_line._allocate
-    monkeypatch.setattr(straight_line, "_allocate", lambda *each: workspaces.append(allocate(*each)) or workspaces[-1])
+    allocate = straight_line.allocate
+    monkeypatch.setattr(straight_line, "allocate", lambda *each: workspaces.append(allocate(*each)) or workspaces[-1])
     outputs = recipe.repeat(recipe.backward(*second))
     tensors = tensors_of(second, outputs, workspaces[-1] if prepared.workspace is not None else None)
     assert [named(arguments, tensors) for arguments in launched] == expected

@@ -8,12 +8,11 @@ from types import SimpleNamespace
 
 import fake_gpu
 import pytest
-import torch
 from cases import FP32, make_case
 from fake_gpu import CUDA_HEADER, DRIVER, STREAM, Gpu, backward, forward, known_build
 from norms import SHAPE, backward_of, forward_of, layer_norm
 
-from fusednorm import autograd, launcher, native, recipe, reference
+from fusednorm import autograd, launcher, native, recipe, reference, torch_compat
 from fusednorm.device import H200, DeviceSpec
 from fusednorm.testing import make_inputs
 
@@ -40,8 +39,8 @@ def gpu(driver, monkeypatch):
 
     monkeypatch.setattr(launcher, "known_build", known_build)
     monkeypatch.setattr(DeviceSpec, "of", lambda device: H200)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
+    monkeypatch.setattr(torch_compat, "current_device", lambda: -1)
+    monkeypatch.setattr(torch_compat, "raw_stream", lambda device: STREAM)
     recipe.forget()
     native.forget()
     yield simulated

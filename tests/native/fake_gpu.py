@@ -18,7 +18,7 @@ import torch
 import triton
 from cases import BF16, FP16, FP32, FP64
 
-from fusednorm import compilation, heuristics, launch, launcher, native, recipe, reference
+from fusednorm import compilation, heuristics, launch, launcher, native, recipe, reference, triton_compat
 from fusednorm.device import H200
 from fusednorm.plan import ReferencePlan
 from fusednorm.problem import check_backward, check_forward
@@ -174,7 +174,7 @@ class Build(launcher.Build):
     """A kernel as compiled for an H200, whose launches from Python are kept in `launched`."""
 
     def __init__(self, compiled, launch):
-        super().__init__(compiled, launch)
+        super().__init__(compiled, launch, triton_compat.RELEASES[3, 6])
         self.name, self.layer = launch.kernel.__name__, launch.norm.layer
         self.launched: list[tuple] = []
         self.launch = lambda *arguments: self.launched.append(arguments)

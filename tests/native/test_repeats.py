@@ -135,7 +135,7 @@ def launched_by_python(recipe_, tensors, outputs, gpu) -> list[list]:
     workspace = SimpleNamespace(data_ptr=lambda: workspace_address(recipe_, gpu.launched, len(tensors)))
     memory = iter([*(each for each in outputs if each is not None), workspace])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(straight_line, "_allocate", lambda *_: next(memory))
+        patch.setattr(straight_line, "allocate", lambda *_: next(memory))
         straight_line.python_of(recipe_, tensors, lambda *_: True)(*tensors)
     launched = [step.build.launched.pop() for step in recipe_.steps]
     return [

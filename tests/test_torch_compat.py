@@ -1,0 +1,149 @@
+"""A torch without the names that it does not promise to keep: the package imports, and is right."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fusednorm import torch_compat
+
+ROOT = Path(__file__).parent.parent
+NAMES = [
+    "_C._dynamo.guards._empty_strided_cuda",
+    "_C._cuda_getDevice",
+    "_C._cuda_getCurrentRawStream",
+    "autograd.forward_ad._current_level",
+    "_C._are_functorch_transforms_active",
+    "_C._functorch.is_functorch_wrapped_tensor",
+    "_C._len_torch_function_stack",
+    "_C._len_torch_dispatch_stack",
+    "_C._get_tracing_state",
+    "_C._AutoDispatchBelowAutograd",
+    "_C._dispatch_has_kernel_for_dispatch_key",
+    "_C._dispatch_keys",
+    "_C._dispatch_tls_local_include_set",
+    "_C._dispatch_tls_local_exclude_set",
+    "_C._dynamo.guards.TensorGuards",
+]
+
+# Everything that imports torch from here on gets one without some names; torch itself keeps them.
+WITHOUT = """
+import sys, types, torch, torch.nn.functional, torch._dynamo
+real = torch
+
+class Without(types.ModuleType):
+    def __init__(self, real, name, missing):
+        super().__init__(real.__name__)
+        vars(self).update(real=real, name=name, missing=missing, __path__=getattr(real, "__path__", []))
+    def __getattr__(self, at):
+        name = f"{self.name}.{at}".lstrip(".")
+        if name in self.missing:
+            raise AttributeError(f"torch has no {name}")
+        value = getattr(self.real, at)
+        parents = any(each.startswith(f"{name}.") for each in self.missing)
+        return Without(value, name, self.missing) if parents else value
+
+sys.modules["torch"] = Without(torch, "", set(sys.argv[1:]))
+"""
+
+# Forward, backward, both derivatives beyond, and transforms, as the stock norm gives them.
+USE = """
+import torch, fusednorm
+from torch.nn.functional import layer_norm
+from fusednorm import torch_compat
+
+assert type(torch).__name__ == "Without"
+generator = real.Generator().manual_seed(0)
+x, g = (real.randn(6, 16, generator=generator, dtype=real.float64) for _ in range(2))
+w, b = (real.randn(16, generator=generator, dtype=real.float64) for _ in range(2))
+
+def ours(x, w, b):
+    return real.ops.fusednorm.layer_norm_fwd(x, [16], w, b, 1e-5)[0]
+
+def stock(x, w, b):
+    return layer_norm(x, [16], w, b, 1e-5)
+
+def everything(norm):
+    leaves = [each.clone().requires_grad_() for each in (x, w, b)]
+    y = norm(*leaves)
+    first = real.autograd.grad(y, leaves, g, create_graph=True)
+    second = real.autograd.grad(first[0].square().sum() + first[1].square().sum(), leaves[:2])
+    transformed = real.func.grad(lambda x: (norm(x, w, b) * g).sum())(x)
+    batched = real.func.vmap(lambda x: norm(x, w, b))(x.view(2, 3, 16))
+    _, tangent = real.func.jvp(lambda x: norm(x, w, b), (x,), (g,))
+    with real.no_grad():
+        plain = norm(x, w, b)
+    return y, *first, *second, transformed, batched, tangent, plain
+
+for a, b_ in zip(everything(ours), everything(stock), strict=True):
+    real.testing.assert_close(a, b_)
+sums = fusednorm.column_sum([x.requires_grad_()])
+real.testing.assert_close(sums[0], x.sum(0))
+sums[0].sum().backward()
+real.testing.assert_close(x.grad, real.ones_like(x))
+fusednorm.LayerNorm(16)(real.randn(2, 16)).sum().backward()
+fusednorm.functional.rms_norm(real.randn(2, 16), [16])
+print("missing", *torch_compat.missing)
+"""
+
+
+def missing_in(*names: str) -> list[str]:
+    """The names that the package misses in a torch without these; it has passed USE."""
+    command = [sys.executable, "-c", WITHOUT + USE, *names]
+    asked = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert asked.returncode == 0, asked.stderr[-2000:]
+    return asked.stdout.split()[1:]
+
+
+def on_a_gpu(name: str) -> bool:
+    return "cuda" in name
+
+
+# Without these two the formula always takes the ops' place, and nobody asks for the others.
+FIRST_ASKED = {"autograd.forward_ad._current_level", "_C._are_functorch_transforms_active"}
+
+
+@pytest.mark.parametrize("names", [NAMES, [n for n in NAMES if n not in FIRST_ASKED]], ids=["all", "all but two"])
+def test_without_any_of_the_names_the_package_is_right(names):
+    wanted = {f"torch.{name}" for name in names if torch.version.cuda or not on_a_gpu(name)}
+    assert set(missing_in(*names)) == wanted
+
+
+def test_names_that_are_taken_from_torch_are_in_the_list_above():
+    tree = ast.parse(Path(torch_compat.__file__).read_text())
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    asked = {node.args[0].value for node in calls if getattr(node.func, "id", "") == "_private" and node.args}
+    assert asked == set(NAMES)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "fusednorm").glob("*.py")), ids=lambda path: path.name)
+def test_nobody_else_takes_a_private_name_from_torch(path):
+    """But integrations, which may fail by themselves."""
+    if path.name == "torch_compat.py":
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+            # torch._foreach_copy_ is documented with the optimizers; the demo trains with it.
+            assert not node.attr.startswith("_") or node.attr in ("__version__", "_foreach_copy_"), node.attr
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+            assert not any(part.startswith("_") for name in names if "torch" in name for part in name.split("."))
+
+
+def test_of_a_torch_that_is_supported_nothing_is_missing():
+    assert torch_compat.missing == []
+
+
+def test_what_serves_on_a_gpu_asks_torch_by_its_public_names(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: asked.append(device) or torch.cuda.Stream)
+    monkeypatch.setattr(torch.cuda.Stream, "cuda_stream", 7, raising=False)
+    assert torch_compat._stream_by_public_names(3) == 7 and asked == [3]
+    monkeypatch.setattr(torch, "empty_strided", lambda *shape, **named: (*shape, named))
+    made = torch_compat._empty_by_public_names((2, 3), (3, 1), torch.float16)
+    assert made == ((2, 3), (3, 1), {"dtype": torch.float16, "device": "cuda"})
