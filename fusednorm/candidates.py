@@ -10,7 +10,6 @@ from typing import NamedTuple
 from . import budget
 from .device import DeviceSpec
 from .plan import (
-    GROUPS_OF_SMS,
     MAX_BOX_SIDE,
     ColumnRingPlan,
     ColumnTilePlan,
@@ -46,6 +45,8 @@ COLUMNS_OF_FEW_BOXES, BYTES_OF_LONG_BOX, MOST_BOXES_OF_16_BYTES = 32768, 128, 51
 MAX_PRODUCED_COPIES = {1: 6, 2: 2}  # by groups; of more, the producer cannot hold the addresses in its 24 registers
 CLUSTERS = (1, 2, 4, 8, 16)  # CTAs that share a row too wide for one
 CLUSTER_ARCHS = (90, 100, 103)
+# Where others hold up to so many SMs (bench/NOTES.md, "Clusters beside others").
+LARGEST_CLUSTER = ((0, 16), (8, 8), (32, 4), (math.inf, 2))
 COLUMN_TILE = 1024
 # Of a backward without dx by TMA: the one tile that was measured, others are to be.
 COLUMN_RING_CHUNK = 128
@@ -169,10 +170,8 @@ def cluster_sizes(device: DeviceSpec) -> tuple[int, ...]:
     of these, a cluster as large as a group would wait for them."""
     if device.arch not in CLUSTER_ARCHS:
         return (1,)
-    # SMs that are held count twice, because they are not spread evenly over the groups.
-    left = device.sm_count - device.sm_margin
-    most = max(1, left // GROUPS_OF_SMS) if device.sm_margin else CLUSTERS[-1]
-    return tuple(size for size in CLUSTERS if size <= most)
+    largest = next(size for most, size in LARGEST_CLUSTER if device.sm_margin <= most)
+    return tuple(size for size in CLUSTERS if size <= largest)
 
 
 class Copies(NamedTuple):

@@ -25,7 +25,6 @@ MIN_TILES_OF_SHORT_LIVED, MIN_ROWS_IN_CLUSTER, MIN_ELEMENTS_IN_CLUSTER = 2, 5, 1
 MIN_WAVES = 6  # of fewer, the last would leave too much of the GPU idle
 
 MAX_BOX_SIDE = 256  # elements, of a TMA copy
-GROUPS_OF_SMS = 8  # of a whole GPU from sm_90 on (GPCs): a cluster keeps to one of them
 
 
 @dataclass(frozen=True)
@@ -236,10 +235,7 @@ def clusters_at_once(cluster: int, device: DeviceSpec) -> int:
     which clusters of 4 and 8 do not fill: on 120 of an H200's 132 SMs they are 5 to 20% faster than on all (bfloat16
     backward of 16384 and 32768 columns, 2026-11-20)."""
     usable = device.sm_count if cluster <= 2 else device.sm_count * 10 // 11
-    at_once = usable // cluster
-    if cluster > 2 and device.sm_margin:
-        at_once = min(at_once, device.sm_count // GROUPS_OF_SMS // cluster * GROUPS_OF_SMS)
-    return max(1, at_once)
+    return max(1, usable // cluster)
 
 
 def ctas_at_once(plan: Plan, device: DeviceSpec) -> int:
