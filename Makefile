@@ -2,9 +2,10 @@
 # make test VENV=none                               in the current python3, as it is: nothing installed, no network
 
 VENV ?= .venv
-# The newest pair with which all tests pass. To raise it: write the next torch and the Triton that it asks for; then
+# The newest pair with which all tests pass; Triton where torch brings none. To raise it: write the next ones here; then
 # `make clean test test-versions` must pass, and tests/versions.py and fusednorm/triton_compat.py have that Triton.
-PAIR ?= torch==2.15.0 triton==3.9.0
+TORCH ?= torch==2.13.0
+TRITON ?= triton==3.6.0
 
 ifeq ($(VENV),none)
 PYTHON := python3
@@ -57,9 +58,11 @@ lint: $(READY)
 clean:
 	rm -rf build dist out *.egg-info .pytest_cache .ruff_cache $(filter-out none,$(VENV))
 
-# The stamp makes a second make instant. A torch that knows no CUDA brings no Triton, and names none that it needs.
+# The stamp makes a second make instant. A CPU build of torch brings no Triton: take ours, and the last numpy that the
+# interpreter of 3.6 bears without help.
 $(VENV)/.ready: setup.py
 	python3 -m venv $(VENV)
-	$(PIP) $(PAIR)
+	$(PIP) $(TORCH)
+	$(PYTHON) -c "import triton" 2>/dev/null || { $(PIP) --no-deps $(TRITON) && $(PIP) "numpy<2.4"; }
 	$(PIP) --editable ".[test,bench,demo]"
 	touch $@

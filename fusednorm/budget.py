@@ -233,6 +233,8 @@ def ring_registers(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> 
         if isinstance(plan, WarpSpecializedPlan) and plan.num_groups > 1:
             need += REGISTER_STEP * (problem.cols % 16 != 0)  # whether each column of the last chunk is in the row
             need += 4 * REGISTER_STEP * (not problem.wants_dw and problem.x_dtype.itemsize == 4 and device.arch >= 100)
+        if isinstance(plan, WarpSpecializedPlan) and device.triton > OLDEST_TRITON and device.arch >= 100:
+            need += 3 * REGISTER_STEP  # eight rows of 576 columns spilled 48 bytes with 3.7
         need += columns * (2.0 + 0.7 * problem.num_sums)
         need += columns * (0.8 if held else 0.2) * (problem.weight_dtype is not None)
         need += 24 * (problem.weight_dtype is not None and problem.weight_dtype.itemsize == 8)
@@ -319,6 +321,8 @@ def multiwave_registers(
         loaded = (problem.x_dtype.itemsize + problem.grad_dtype.itemsize) / 4
         per_element = 1.25 * loaded + 3.9 * accumulator + 1.3 * sm120 + scattered * (9.0 if many_rows else 4.5)
         per_element += 1.25 * _residual_registers(problem)
+        if device.triton > OLDEST_TRITON and 100 <= device.arch < 120:
+            per_element += 1.0  # two rows of 1600 columns spilled 112 bytes with 3.9
         per_element += problem.x_dtype.itemsize != problem.grad_dtype.itemsize  # one of them changes its layout
         if problem.weight_dtype is not None and not problem.wants_dw:
             per_element += 0.8 * accumulator  # dw's product would hold x_hat anyway

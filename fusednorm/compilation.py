@@ -29,6 +29,10 @@ WARP_SIZE = 32
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
+class UnknownTriton(RuntimeError):
+    """Triton's JIT is another than this file knows."""
+
+
 @dataclass(frozen=True)
 class Resources:
     """What one compiled kernel takes: registers per thread, bytes of stack per thread (spills), bytes of shared
@@ -63,7 +67,14 @@ def build_key(launch: Launch, arch: int) -> str:
 
 
 def _source(launch: Launch, arch: int):
-    """(source, target, options) of the build, as Triton's launch makes them of the arguments."""
+    """(source, target, options) of the build, as Triton's launch makes them of the arguments. Raises UnknownTriton."""
+    try:
+        return _as_tritons_launch(launch, arch)
+    except (AttributeError, TypeError) as error:
+        raise UnknownTriton(f"Triton {triton.__version__} compiles in another way than is known: {error}") from error
+
+
+def _as_tritons_launch(launch: Launch, arch: int):
     target = GPUTarget("cuda", arch, WARP_SIZE)
     backend = make_backend(target)
     kernel = launch.kernel

@@ -12,8 +12,8 @@ import torch
 import triton
 from torch import Tensor
 
-from . import budget, heuristics, reference, tile_share
-from .device import DeviceSpec, current
+from . import budget, heuristics, reference, tile_share, triton_compat
+from .device import OLDEST_TRITON, DeviceSpec, current
 from .kernels import column_sum, multiwave, parameter_gradients, pipelined, warp_specialized
 from .kernels.column_reduction import ColumnTile
 from .kernels.config import Norm, PartialsTile, RingTile, Tile
@@ -42,7 +42,7 @@ PIECES = ((512, 16, 8), (2048, 16, 4), (16384, 32, 4), (math.inf, 128, 4))
 # Of a forward by column tiles, of elements of 4 bytes and more: left alone, the compiler takes 32 or 40 for some widths
 # that are no multiples of 16, and spills 8 or 16 bytes.
 ROW_PASS_REGISTERS = 64
-COLUMN_PASS_REGISTERS = 64  # of a backward with 16-bit x and a float64 weight: Triton 3.8 and 3.9 spill 8 bytes of 48
+COLUMN_PASS_REGISTERS = 128  # of a backward with 16-bit x and a float64 weight: left alone, 48 of which 8 bytes spill
 VECTOR_BYTES = 16  # of one load or store of a thread
 OLDEST_DEPENDENT_ARCH = 90  # that places a dependent launch before the one that it depends on has ended
 
@@ -205,6 +205,10 @@ def _column_tile_backward(
     args = (*inputs, filled.row_means, *filled[:5], filled.counters, *sizes)
     is_wide = problem.x_dtype.itemsize == 2 and problem.weight_dtype == torch.float64
     options = {"maxnreg": COLUMN_PASS_REGISTERS} if is_wide else {}
+    if not options and triton_compat.installed() != OLDEST_TRITON:
+        # 3.6 takes no more than leaves room for all CTAs; 3.9 takes 130 with float32 parameters on sm_100.
+        threads = plan.ctas_per_sm * 32 * plan.num_warps
+        options = {"maxnreg": budget.register_limit(threads, DeviceSpec.of(call.x.tensor.device))}
     launches.append(Launch(multiwave.backward_by_column_tiles, grid, args, norm, tile, options))
     return launches
 

@@ -188,6 +188,7 @@ class Build:
         try:
             launcher = compiled.run
             needs_memory = launcher.global_scratch_size or launcher.profile_scratch_size
+            Build.hooks()  # must be there to be asked
             watched = getattr(launcher, "gsan_enabled", False)  # a sanitizer's launches take more operands
             return None if needs_memory or watched else Build(compiled, launch, TRITON)
         except (AttributeError, KeyError):

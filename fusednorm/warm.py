@@ -107,11 +107,10 @@ def warmup(
     ]
     spec = DeviceSpec.of(device)
     plans = list(plans_of(wanted, [rows] if isinstance(rows, int) else rows, spec))
-    builds = distinct_builds(plans, spec)
-    compile_builds(builds, spec, processes)
+    count = build_ahead(plans, spec, processes)
     if device.type == "cuda":
         _load(plans, device)
-    return len(builds)
+    return count
 
 
 def _check_names(norm: str, directions: Sequence[str]) -> None:
@@ -135,6 +134,22 @@ def plans_of(wanted: list[Wanted], rows: Sequence[int] | None, device: DeviceSpe
         for plan in dict.fromkeys(plans):
             if not isinstance(plan, ReferencePlan):
                 yield each, plan
+
+
+def build_ahead(plans: list[tuple[Wanted, Plan]], device: DeviceSpec, processes: int | None) -> int:
+    """Build what the plans run, side by side, and say how many kernels that is. With a Triton whose way of compiling is
+    not known nothing is built here: whoever loads the kernels then compiles them, one after the other."""
+    kernels = sum(len(_launches(wanted, plan, "meta")) for wanted, plan in plans)
+    try:
+        from . import compilation
+    except ImportError:
+        return kernels
+    try:
+        builds = distinct_builds(plans, device)
+    except compilation.UnknownTriton:
+        return kernels
+    compile_builds(builds, device, processes)
+    return len(builds)
 
 
 def distinct_builds(plans: list[tuple[Wanted, Plan]], device: DeviceSpec) -> list[Build]:

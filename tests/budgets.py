@@ -9,6 +9,7 @@ import argparse
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from unittest import mock
 
 from compiling import worker_processes
 from planning import ARCHITECTURES, make_problem, meta_call
@@ -47,7 +48,9 @@ def complaints(problem: NormProblem, plan: Plan, device: DeviceSpec) -> list[str
 
     prepare = launch.prepare_forward if problem.direction == "forward" else launch.prepare_backward
     found = []
-    for each in prepare(meta_call(problem), plan)[0]:
+    with mock.patch.object(DeviceSpec, "of", lambda _: device):
+        launches = prepare(meta_call(problem), plan)[0]
+    for each in launches:
         name = each.kernel.__name__
         if name == "finalize":
             continue

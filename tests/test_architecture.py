@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "torch_compat": set(),
     "triton_compat": set(),
     "reference": {"problem"},
-    "launch": PLANNER | {"kernels", "launcher", "reference"},
+    "launch": PLANNER | {"kernels", "launcher", "reference", "triton_compat"},
     "launcher": {"kernels", "problem", "torch_compat", "triton_compat"},
     "heuristics": PLANNER - {"heuristics"},
     "few_rows": {"candidates", "preference", "tile_share", "legality", "budget", "plan", "problem", "device"},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from compiling import DEVICES, worker_processes
@@ -134,3 +136,23 @@ def test_warmup_refuses_names_that_are_none():
         fusednorm.warmup("group", 4096, BF16)
     with pytest.raises(ValueError, match="warmup: directions must be 'forward' and 'backward', got 'up'"):
         fusednorm.warmup("rms", 4096, BF16, directions=["up"])
+
+
+def build_with_another_triton() -> int:
+    """How many kernels there are said to be where Triton's JIT takes other arguments. For a process that compiles."""
+    from fusednorm import compilation
+
+    compilation.create_function_from_signature = lambda signature: None
+    plans = list(warm.plans_of([wanted(cols=512), wanted(direction="forward", cols=512)], [4096], H200))
+    with pytest.raises(compilation.UnknownTriton, match="another way than is known"):
+        compilation.build_key(warm._launches(*plans[0], "meta")[0], 90)
+    return warm.build_ahead(plans, H200, None)
+
+
+def test_with_a_triton_that_compiles_otherwise_nothing_is_built_ahead_and_nothing_fails(monkeypatch):
+    with worker_processes() as own:
+        assert own.submit(build_with_another_triton).result() >= 2
+    monkeypatch.setitem(sys.modules, "fusednorm.compilation", None)  # importing it fails
+    monkeypatch.delattr(fusednorm, "compilation", raising=False)
+    plans = list(warm.plans_of([wanted(direction="forward", cols=512)], [4096], H200))
+    assert warm.build_ahead(plans, H200, None) == 1
