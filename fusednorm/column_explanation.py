@@ -11,6 +11,7 @@ from torch import Tensor
 from .column_plan import MAX_TENSORS, AtenSum, Choice, RingSum, choose, ring_fault, shared_bytes
 from .column_problem import OP, ColumnSumProblem, describe, in_place, validate_column_sum
 from .device import DeviceSpec
+from .kernel_devices import runs_kernels
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def explain_column_sum(
     `device`, such as fusednorm.device.H200, takes the place of the inputs' own. Copies nothing, launches nothing. Of
     more tensors than one launch takes (64) it is about the first 64. Raises RuntimeError where the op would.
     """
-    validate_column_sum(inputs, dtype)
+    validate_column_sum(inputs, dtype, "explain_column_sum")
     inputs = inputs[:MAX_TENSORS]
     problem, rows = describe(inputs, [in_place(tensor) for tensor in inputs], total, dtype)
     copied = [str(i) for i, tensor in enumerate(inputs) if in_place(tensor) is None]
@@ -69,7 +70,7 @@ def explain_column_sum(
     why = None
     if not rows or not problem.cols:
         why = "the inputs have no elements"
-    elif device is None and not inputs[0].is_cuda:
+    elif device is None and not runs_kernels(inputs[0]):
         why = f"the inputs are on {inputs[0].device}, where ATen's kernels run"
     if why:
         return ColumnSumExplanation(problem, rows, None, Choice(AtenSum(why)), why, notes)

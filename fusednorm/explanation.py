@@ -16,6 +16,7 @@ from .cost import Cost, cost
 from .device import DeviceSpec
 from .forcing import forced_variant
 from .heuristics import Decision, decide
+from .kernel_devices import runs_kernels
 from .plan import VARIANTS, Plan, ReferencePlan, num_ctas
 from .problem import NormProblem, is_tma_aligned, row_view, validate_forward
 
@@ -122,7 +123,7 @@ def explain(
     """
     _require("norm", norm, ("layer", "rms"))
     _require("direction", direction, ("forward", "backward"))
-    batch_shape = validate_forward(norm, x, normalized_shape, weight, bias)
+    batch_shape = validate_forward(norm, x, normalized_shape, weight, bias, op="explain")
     rows, cols, backward = math.prod(batch_shape), math.prod(normalized_shape), direction == "backward"
     layouts = [_layout("x", x, len(batch_shape), cols)]
     if backward:
@@ -143,7 +144,7 @@ def explain(
         tma_aligned=all(layout.aligned for layout in layouts),
     )
     notes = tuple(layout.note for layout in layouts if layout.note)
-    if device is None and not x.is_cuda:
+    if device is None and not runs_kernels(x):
         return _by_reference(problem, rows, f"x is on {x.device}, where ATen's kernels run", notes)
     if rows == 0 or cols == 0:
         return _by_reference(problem, rows, "x has no elements", notes)

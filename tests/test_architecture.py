@@ -30,9 +30,14 @@ MAY_IMPORT = {
         "column_explanation",
     },
     "modules": {"functional"},
-    "functional": {"autograd", "torch_compat"},
-    "autograd": {"native", "ops", "problem", "recipe", "reference", "forcing", "torch_compat"},
-    "ops": {"launch", "native", "problem", "recipe", "reference"},
+    "functional": {"autograd", "kernel_devices", "problem", "torch_compat"},
+    "autograd": {
+        "formulas", "forcing", "kernel_devices", "native", "ops", "problem", "recipe", "reference",
+        "torch_compat",
+    },  # fmt: skip
+    "formulas": {"problem", "reference"},
+    "kernel_devices": set(),
+    "ops": {"kernel_devices", "launch", "native", "problem", "recipe", "reference"},
     "native": {"_native", "forcing", "margin", "recipe"},
     "_native": set(),  # csrc/native.cpp, where it was built
     "recipe": {"forcing", "launch", "launcher", "likeness", "margin", "problem", "straight_line"},
@@ -56,9 +61,11 @@ MAY_IMPORT = {
     "device": {"margin", "triton_compat"},
     "margin": set(),
     # column_sum, in layers of its own:
-    "column_ops": {"launch_columns", "column_plan", "column_problem", "column_reference", "ops", "torch_compat"},
+    "column_ops": {
+        "launch_columns", "column_plan", "column_problem", "column_reference", "kernel_devices", "ops", "torch_compat",
+    },  # fmt: skip
     "launch_columns": {"kernels", "column_plan", "column_problem", "column_reference", "problem", "device"},
-    "column_explanation": {"column_plan", "column_problem", "device"},
+    "column_explanation": {"column_plan", "column_problem", "device", "kernel_devices"},
     "column_reference": {"column_problem"},
     "column_plan": {"budget", "legality", "column_problem", "device"},
     "column_problem": {"problem"},
@@ -67,7 +74,7 @@ MAY_IMPORT = {
     "compilation": PLANNER | {"launch"},
     "warm": PLANNER | {"launch", "compilation"},
     "cost": {"plan", "problem", "device"},
-    "explanation": PLANNER | {"cost"},
+    "explanation": PLANNER | {"cost", "kernel_devices"},
     "plan_cli": PLANNER | {"explanation", "console"},
     "testing": set(),
     "console": set(),
