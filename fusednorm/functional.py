@@ -7,6 +7,7 @@ Everything else is handed on to torch.nn.functional, but for mixtures of dtypes 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -90,8 +91,10 @@ def _is_mixture(input: Tensor, *parameters: Tensor | None) -> bool:
 
 
 def _number(eps: float) -> float:
-    """Raises TypeError for what is no number."""
-    return eps if isinstance(eps, torch.SymFloat) else float(eps + 0.0)
+    """Raises TypeError for what torch takes for no number."""
+    if not isinstance(eps, (Real, Tensor, torch.SymFloat)):
+        raise TypeError
+    return eps if isinstance(eps, torch.SymFloat) else float(eps)
 
 
 def _are_for_us(input, normalized_shape, weight, bias, eps) -> bool:

@@ -20,9 +20,9 @@ from torch import Tensor
 _cpu_blocks = 0  # of kernels_on("cpu") that are open, in whatever thread
 
 
-def runs_kernels(tensor: Tensor) -> bool:
-    """Whether our kernels run on this tensor; elsewhere ATen's do."""
-    return tensor.is_cuda or (_cpu_blocks > 0 and tensor.is_cpu)
+def runs_kernels(tensor: Tensor | None) -> bool:
+    """Whether our kernels run on this tensor; elsewhere ATen's do. On None, which ops may get, nothing runs."""
+    return tensor is not None and (tensor.is_cuda or (_cpu_blocks > 0 and tensor.is_cpu))
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -149,12 +150,14 @@ def check_forward(
 ) -> ForwardCall:
     """Check the arguments of layer_norm_fwd (norm "layer") or rms_norm_fwd ("rms") and flatten them to rows x cols.
 
-    Raises RuntimeError as `validate_forward` does, and where LayerNorm has no eps. Copies x only where no two strides
+    Raises as `validate_forward` does, and where eps is no number. Copies x only where no two strides
     describe its rows.
     """
     batch_shape = validate_forward(norm, x, normalized_shape, weight, bias)
     if norm == "layer" and eps is None:
         raise RuntimeError("layer_norm_fwd: eps must be a number, got None")
+    if eps is not None and not isinstance(eps, (Real, Tensor)):
+        raise TypeError(f"{norm}_norm_fwd: eps must be a number, got {eps!r}")
     cols = math.prod(normalized_shape)
     view = _row_view_or_copy(x, len(batch_shape), cols)
     problem = _problem(
@@ -173,7 +176,7 @@ def check_forward(
         view,
         None if weight is None else weight.contiguous(),
         None if bias is None else bias.contiguous(),
-        resolve_eps(eps, x.dtype),
+        float(resolve_eps(eps, x.dtype)),
         x.shape,
         stats_shape(batch_shape, normalized_shape),
         tuple(normalized_shape),
