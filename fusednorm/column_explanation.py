@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from . import fallback
 from .column_plan import MAX_TENSORS, AtenSum, Choice, RingSum, choose, ring_fault, shared_bytes
 from .column_problem import OP, ColumnSumProblem, describe, in_place, validate_column_sum
 from .device import DeviceSpec
@@ -76,4 +77,9 @@ def explain_column_sum(
         return ColumnSumExplanation(problem, rows, None, Choice(AtenSum(why)), why, notes)
     spec = device or DeviceSpec.of(inputs[0].device)
     choice, fault = choose(problem, rows, spec), ring_fault(problem, rows, spec)
+    failed = fallback.failed_of(problem, spec)
+    if choice.plan in failed:
+        choice, fault = choose(problem, rows, spec, "portable"), f"cannot run here: {failed[choice.plan]}"
+        if choice.plan in failed:
+            choice = Choice(AtenSum(f"the kernels for it have failed: {failed[choice.plan]}"))
     return ColumnSumExplanation(problem, rows, spec, choice, fault, notes)

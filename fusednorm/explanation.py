@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import budget, margin
+from . import budget, fallback, margin
 from .cost import Cost, cost
 from .device import DeviceSpec
 from .forcing import forced_variant
@@ -118,8 +118,9 @@ def explain(
 
     norm is "layer" or "rms", direction "forward" or "backward". The backward is that of all inputs given, for a
     gradient like grad_out, or for a contiguous one of x's dtype. `device`, such as fusednorm.device.H200, takes the
-    place of x's own. Under `force`, says what it comes to. Copies nothing, launches nothing. Raises RuntimeError where
-    the op would, ValueError for another norm or direction.
+    place of x's own. Under `force`, says what it comes to; where kernels have failed, what runs instead. Copies
+    nothing, launches nothing. Raises RuntimeError or TypeError where the op would, ValueError for another norm or
+    direction.
     """
     _require("norm", norm, ("layer", "rms"))
     _require("direction", direction, ("forward", "backward"))
@@ -149,7 +150,8 @@ def explain(
     if rows == 0 or cols == 0:
         return _by_reference(problem, rows, "x has no elements", notes)
     spec = device.leaving(margin.sms) if device else DeviceSpec.of(x.device)
-    return Explanation(problem, rows, spec, decide(problem, rows, spec, forced_variant()), notes)
+    decision = fallback.in_place_of(decide(problem, rows, spec, forced_variant()), problem, rows, spec)
+    return Explanation(problem, rows, spec, decision, notes)
 
 
 class _Layout(NamedTuple):

@@ -7,7 +7,7 @@ Everything else is handed on to torch.nn.functional, but for mixtures of dtypes 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Real
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ def layer_norm(
             if _AUTOCASTS_LAYER_NORM and torch.is_autocast_enabled():
                 input, weight, bias = _upcast(input), _upcast(weight), _upcast(bias)
             return autograd.layer_norm(input, normalized_shape, weight, bias, eps)
-        if _is_mixture(input, weight, bias):
+        if _is_mixture(input, weight, bias) and _are_for_us(input, normalized_shape, weight, bias, eps):
             return autograd.layer_norm(input, normalized_shape, weight, bias, eps)
     except Exception:
         if _are_for_us(input, normalized_shape, weight, bias, eps):
@@ -67,7 +67,7 @@ def rms_norm(
             if _AUTOCASTS_RMS_NORM and torch.is_autocast_enabled():
                 input, weight = _upcast(input), _upcast(weight)
             return autograd.rms_norm(input, normalized_shape, weight, eps)
-        if _is_mixture(input, weight):
+        if _is_mixture(input, weight) and _are_for_us(input, normalized_shape, weight, None, eps):
             return autograd.rms_norm(input, normalized_shape, weight, eps)
     except Exception:
         if _are_for_us(input, normalized_shape, weight, None, eps):
@@ -105,6 +105,6 @@ def _are_for_us(input, normalized_shape, weight, bias, eps) -> bool:
         isinstance(input, Tensor)
         and all(each is None or isinstance(each, Tensor) for each in (weight, bias))
         and all(each is None or (each.layout is torch.strided and not each.is_nested) for each in (input, weight, bias))
-        and all(isinstance(size, (int, torch.SymInt)) and not isinstance(size, bool) for size in shape)
+        and all(isinstance(size, (Integral, torch.SymInt)) and not isinstance(size, bool) for size in shape)
         and (eps is None or isinstance(eps, (float, torch.SymFloat)))
     )

@@ -28,7 +28,7 @@ import fusednorm
 from fusednorm import force, functional, reference
 from fusednorm.interpreter import enable_interpreter
 from fusednorm.kernel_devices import kernels_on
-from fusednorm.problem import FLOAT_DTYPES
+from fusednorm.problem import FLOAT_DTYPES, resolve_eps
 
 OPS, ATEN = torch.ops.fusednorm, torch.ops.aten
 DTYPES = {
@@ -126,9 +126,14 @@ def outcome(expression: str, functions: dict) -> Outcome:
             grads = []
             if leaves and recorded and recorded[0].requires_grad:
                 grads = torch.autograd.grad(recorded[0], leaves, torch.ones_like(recorded[0]), allow_unused=True)
-            return Outcome([None if each is None else each.detach() for each in (*outputs, *grads)])
+            flat = [part for each in (*outputs, *grads) for part in parts(each)]
+            return Outcome([None if each is None else each.detach() for each in flat])
     except Exception as error:
         return Outcome(None, error)
+
+
+def parts(tensor: Tensor | None) -> list[Tensor | None]:
+    return list(tensor.unbind()) if isinstance(tensor, Tensor) and tensor.is_nested else [tensor]
 
 
 # What tensors may look like: the same numbers in other memory, or no strided tensor at all.
@@ -175,7 +180,7 @@ def module(kind: type, *, wide: bool = False):
         for i, parameter in enumerate(built.parameters()):
             parameter.data.copy_(torch.linspace(0.5, 1.5 + i, parameter.numel()).reshape(parameter.shape))
         if wide and kind is nn.RMSNorm and built.eps is None:
-            built.eps = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+            built.eps = resolve_eps(None, x.dtype)
         return built.double()(x.double()) if wide else built(x)
 
     return run
@@ -234,7 +239,7 @@ def widened(function):
 
 
 def rms(x, shape, weight=None, eps=None):
-    return reference.rms_norm_formula(x, shape, weight, torch.finfo(torch.float32).eps if eps is None else eps)
+    return widened(reference.rms_norm_formula)(x, shape, weight, resolve_eps(eps, x.dtype))
 
 
 def column_sum(inputs, *, total=False, dtype=None):
@@ -263,13 +268,13 @@ def rms_backward_residual(grad_out, x, shape, rstd, weight=None, residual=None, 
 
 EXACT = {
     "layer_norm": widened(lambda x, shape, w=None, b=None, eps=1e-5: F.layer_norm(x, shape, w, b, eps)),
-    "rms_norm": widened(lambda *args, **more: rms(*args, **more)[0]),
+    "rms_norm": lambda *args: rms(*args)[0],
     "LayerNorm": module(nn.LayerNorm, wide=True),
     "RMSNorm": module(nn.RMSNorm, wide=True),
     "LayerNormFunction": widened(lambda x, s, w=None, b=None, e=1e-5: reference.layer_norm_formula(x, s, w, b, e)),
-    "RMSNormFunction": widened(rms),
+    "RMSNormFunction": rms,
     "layer_norm_fwd": widened(lambda x, s, w=None, b=None, e=1e-5: reference.layer_norm_formula(x, s, w, b, e)),
-    "rms_norm_fwd": widened(rms),
+    "rms_norm_fwd": rms,
     "layer_norm_bwd": widened(layer_backward),
     "layer_norm_bwd_residual": widened(layer_backward_residual),
     "rms_norm_bwd": widened(rms_backward_formula),
