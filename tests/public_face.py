@@ -230,6 +230,8 @@ def widened(function):
     def wide(value):
         if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
             return [wide(each) for each in value]
+        if isinstance(value, tuple):  # a shape, in which torch takes True for 1 where it comes to ops
+            return tuple(int(size) if isinstance(size, bool) else size for size in value)
         return value.double() if isinstance(value, Tensor) and value.dtype in FLOAT_DTYPES else value
 
     def run(*args, **options):

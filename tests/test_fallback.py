@@ -78,6 +78,7 @@ class FakeTriton:
         monkeypatch.setattr(launcher, "_builds", {})
         monkeypatch.setattr(launcher, "_loaded", set())
         monkeypatch.setattr(launcher, "_failed", {})
+        monkeypatch.setattr(launcher, "_unspecialized", {})  # by id, which a kernel of another test may have had
 
     def do(self, stage: str, kernel: Kernel) -> None:
         self.log.append((stage, kernel.__name__))
