@@ -111,7 +111,8 @@ def cause_of(error: Exception, *, launched: bool) -> str | None:
     """In one line why a kernel cannot be built, or where it was `launched` already why the driver refused it; None
     where another kernel would not help, and the error is the user's to see."""
     text = str(error)
-    if isinstance(error, MemoryError) or any(each in text.lower() for each in NOT_OF_THE_KERNEL):
+    says_cuda = "CUDA" in text  # else it is the compiler that speaks, who may use the same words
+    if isinstance(error, MemoryError) or (says_cuda and any(each in text.lower() for each in NOT_OF_THE_KERNEL)):
         return None
     if launched and not any(each in text.lower() for each in REFUSED):
         return None
