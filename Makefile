@@ -17,7 +17,7 @@ READY := $(VENV)/.ready
 endif
 PIP := $(PYTHON) -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test test-versions test-versions-all test-gpu bench plot budgets sass lint clean
+.PHONY: demo test test-versions test-versions-all test-gpu fuzz bench plot budgets sass lint clean
 
 demo: $(READY)
 	$(PYTHON) -m fusednorm demo
@@ -36,6 +36,10 @@ test-versions-all: $(READY)
 
 test-gpu: $(READY)
 	$(PYTHON) -m pytest -m gpu
+
+# Drawn calls of the public face, right and wrong ones, against torch's own functions.
+fuzz: $(READY)
+	PYTHONPATH=$(CURDIR) $(PYTHON) tests/public_face.py --cases 20000
 
 bench: $(READY)
 	$(PYTHON) -m bench.bench_norm $(BENCH)

@@ -3,13 +3,14 @@
     python -m bench.plot                                                # of the newest results
     python -m bench.plot bench/results/2026-11-20-nvidia-h200.jsonl     # of these
 
-writes <file>-<direction>-<dtype>-{floor,roofline,speedup}.png beside the file, or into --out.
+writes <file>-<direction>-<dtype>-{floor,roofline,speedup}.png into out/, or into --out.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from fusednorm.device import KNOWN
 
 from .candidates import FLOOR, OURS
 from .cases import DIRECTIONS, NORMS
-from .records import RESULTS, best_peer, by_cell, is_ours, load, slug, timed
+from .records import RESULTS, best_peer, by_cell, is_ours, load, results_path, slug, timed
 
 TITLES = {"layer": "LayerNorm", "rms": "RMSNorm"}
 COLORS = {OURS: "#c1121f", "aten": "#6c757d", "inductor": "#e09f3e", "inductor_mix": "#bb7a1c", "cudnn": "#2a9d8f",
@@ -44,7 +45,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"plot: needs results, got none in {RESULTS}: make bench makes some", file=sys.stderr)
         return 2
     records = [record for record in timed(load(files)) if is_plain(record)]
-    stem, folder = files[-1].stem, options.out or files[-1].parent
+    if not records:
+        print(f"plot: needs results of bench_norm, got others in {', '.join(map(str, files))}", file=sys.stderr)
+        return 2
+    stem, folder = files[-1].stem, options.out
     folder.mkdir(parents=True, exist_ok=True)
     for path in draw_all(records, folder, stem):
         print(path)
@@ -54,19 +58,25 @@ def main(arguments: list[str] | None = None) -> int:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.plot", description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", type=Path, help="JSON lines of bench.bench_norm (default: the newest)")
-    parser.add_argument("--out", type=Path, help="folder of the pictures (default: that of the last file)")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the pictures (default: out)")
     return parser.parse_args(arguments)
 
 
 def is_plain(record: dict) -> bool:
-    """Contiguous rows, all gradients and nothing added: what the pictures show."""
+    """bench_norm's, of contiguous rows, all gradients and nothing added: what the pictures show."""
+    if not {"candidate", "times_floor"} <= record.keys():
+        return False
     return not any(record.get(name) for name in ("token_stride", "frozen", "residual_dtype"))
 
 
 def newest(folder: Path) -> list[Path]:
-    """The file of bench.bench_norm with the latest date in its name; the other tools' names have one word more."""
-    others = ("-sweep", "-widths", "-first-call", "-plans", "-variants", "-column-sum", "-training-step")
-    return sorted(path for path in folder.glob("*.jsonl") if not path.stem.endswith(others))[-1:]
+    """The latest file that bench_norm has made by itself: named by its date and GPU, without a further word."""
+    for path in sorted(folder.glob("*.jsonl"), reverse=True):
+        with path.open() as lines:
+            first = json.loads(next(lines, "{}"))
+        if "times_floor" in first and path.name == results_path(folder, first | {"date": path.name[:10]}).name:
+            return [path]
+    return []
 
 
 def draw_all(records: list[dict], folder: Path, stem: str) -> Iterator[Path]:

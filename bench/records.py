@@ -97,12 +97,13 @@ def save(records: list[dict], path: Path) -> None:
 
 
 def load(paths: Iterable[Path]) -> list[dict]:
-    """The records of some files, the last of those with the same cell and candidate."""
+    """bench_norm's records in some files, the last of those with the same cell and candidate."""
     latest: dict[tuple, dict] = {}
     for path in paths:
         for line in path.read_text().splitlines():
             record = json.loads(line)
-            latest[(*cell(record), record["candidate"])] = record
+            if {"candidate", "median_us"} <= record.keys():  # others are other tools'
+                latest[(*cell(record), record["candidate"])] = record
     return list(latest.values())
 
 

@@ -12,13 +12,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from . import native, ops, recipe, reference, torch_compat
+from . import formulas, native, ops, recipe, reference, torch_compat
 from .forcing import asked_variants, force, forced_variant
-from .problem import validate_backward, validate_forward
-from .torch_compat import dispatch_modes, forward_ad, function_modes, is_transforming, is_wrapped, tracing_state
+from .kernel_devices import runs_kernels
+from .problem import accumulation_dtype
+from .torch_compat import (
+    dispatch_modes,
+    forward_ad,
+    function_modes,
+    is_profiled,
+    is_transforming,
+    is_wrapped,
+    shown_to_profiler,
+    tracing_state,
+)
 
 PLAIN = (Tensor, torch.nn.Parameter)
 KEPT_BACKWARDS = 4  # of one look of the forward, which all layers of a model may share
@@ -37,7 +48,8 @@ class LayerNormFunction(Function):
     """apply(x, normalized_shape, weight=None, bias=None, eps=1e-5) -> (y, mean, rstd), differentiable in all three.
 
     Arguments, outputs and errors are those of torch.ops.fusednorm.layer_norm_fwd. The backward is one layer_norm_bwd
-    for the inputs that require grad. Under torch.func transforms call the op instead.
+    for the inputs that require grad. Under torch.func transforms call the op instead. mean and rstd of
+    aten::native_layer_norm are not differentiable.
     """
 
     @staticmethod
@@ -57,7 +69,8 @@ class LayerNormFunction(Function):
         dx = dw = db = None
         if grad_y is not None:
             with force(ctx.forced):
-                dx, dw, db = layer_norm_bwd(grad_y, x, shape, mean, rstd, weight, bias, mask)
+                run = _shown(_layer_norm_bwd_op, layer_norm_bwd)
+                dx, dw, db = run(grad_y, x, shape, mean, rstd, weight, bias, mask)
         if needs[0] and not (grad_mean is None and grad_rstd is None):
             dx = _add(dx, reference.statistics_backward_formula(x, shape, mean, rstd, grad_mean, grad_rstd))
         return dx, None, dw, db, None
@@ -87,7 +100,7 @@ class RMSNormFunction(Function):
         dx = dw = None
         if grad_y is not None:
             with force(ctx.forced):
-                dx, dw = rms_norm_bwd(grad_y, x, shape, rstd, weight, mask)
+                dx, dw = _shown(_rms_norm_bwd_op, rms_norm_bwd)(grad_y, x, shape, rstd, weight, mask)
         if needs[0] and grad_rstd is not None:
             dx = _add(dx, reference.statistics_backward_formula(x, shape, None, rstd, None, grad_rstd))
         return dx, None, dw, None
@@ -110,9 +123,9 @@ class NormCall:
             return differentiable_backward(norm, shape, self.eps, grad_y, x, weight, bias, mask)
         with force(self.asked[-1] if self.asked else None):  # not what holds for the thread that runs this
             if norm == "layer":
-                grads = layer_norm_bwd(grad_y, x, shape, mean, rstd, weight, bias, mask)
+                grads = _shown(_layer_norm_bwd_op, layer_norm_bwd)(grad_y, x, shape, mean, rstd, weight, bias, mask)
             else:
-                grads = *rms_norm_bwd(grad_y, x, shape, rstd, weight, mask[:2]), None
+                grads = *_shown(_rms_norm_bwd_op, rms_norm_bwd)(grad_y, x, shape, rstd, weight, mask[:2]), None
             if not torch.compiler.is_dynamo_compiling() and type(x) in PLAIN:
                 known = recipe.find(recipe.backward(norm, grad_y, x, shape, mean, rstd, weight, bias, mask))
                 if known is not None and known.repeat not in self.repeats:
@@ -138,7 +151,8 @@ class RecordedNorm(Function):
     def backward(ctx, grad_y):
         x, mean, rstd, weight, bias = ctx.saved_tensors
         call = ctx.call
-        if not (torch.is_grad_enabled() or forward_ad._current_level >= 0 or torch.compiler.is_dynamo_compiling()):
+        looked_into = torch.is_grad_enabled() or forward_ad._current_level >= 0
+        if not (looked_into or torch.compiler.is_dynamo_compiling() or is_profiled()):
             # What is wanted needs no look: it goes by what requires grad, which is the same in calls that look alike.
             for repeat in call.repeats:
                 grads = repeat(grad_y, x, mean, rstd, weight, bias, None)
@@ -163,8 +177,7 @@ def layer_norm_fwd(x, normalized_shape, weight=None, bias=None, eps=1e-5):
     if torch.compiler.is_dynamo_compiling():
         return _layer_norm_fwd_op(x, normalized_shape, weight, bias, eps)
     if _is_looked_into():
-        validate_forward("layer", x, normalized_shape, weight, bias)
-        return reference.layer_norm_formula(x, normalized_shape, weight, bias, eps)
+        return formulas.layer_norm_fwd(x, normalized_shape, weight, bias, eps)
     if _is_recorded(x, weight, bias):
         return LayerNormFunction.apply(x, normalized_shape, weight, bias, eps)
     return _layer_norm_fwd(x, normalized_shape, weight, bias, eps)
@@ -184,8 +197,7 @@ def layer_norm_bwd(grad_out, x, normalized_shape, mean, rstd, weight=None, bias=
     if torch.compiler.is_dynamo_compiling():
         return _layer_norm_bwd_op(grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask)
     if _is_looked_into() or _is_recorded(grad_out, x, mean, rstd, weight):
-        validate_backward("layer", grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask)
-        return reference.backward_formula(grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask)
+        return formulas.layer_norm_bwd(grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask)
     operands = grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask
     grads = _at_once(x, recipe.backward, ops.backward, "layer", *operands)
     if grads is not None:
@@ -197,8 +209,7 @@ def rms_norm_fwd(x, normalized_shape, weight=None, eps=None):
     if torch.compiler.is_dynamo_compiling():
         return _rms_norm_fwd_op(x, normalized_shape, weight, eps)
     if _is_looked_into():
-        validate_forward("rms", x, normalized_shape, weight, None)
-        return reference.rms_norm_formula(x, normalized_shape, weight, eps)
+        return formulas.rms_norm_fwd(x, normalized_shape, weight, eps)
     if _is_recorded(x, weight):
         return RMSNormFunction.apply(x, normalized_shape, weight, eps)
     return _rms_norm_fwd(x, normalized_shape, weight, eps)
@@ -218,9 +229,7 @@ def rms_norm_bwd(grad_out, x, normalized_shape, rstd, weight=None, output_mask=(
     if torch.compiler.is_dynamo_compiling():
         return _rms_norm_bwd_op(grad_out, x, normalized_shape, rstd, weight, output_mask)
     if _is_looked_into() or _is_recorded(grad_out, x, rstd, weight):
-        mask = (*output_mask, False)
-        validate_backward("rms", grad_out, x, normalized_shape, None, rstd, weight, None, mask)
-        return reference.backward_formula(grad_out, x, normalized_shape, None, rstd, weight, None, mask)[:2]
+        return formulas.rms_norm_bwd(grad_out, x, normalized_shape, rstd, weight, output_mask)
     operands = grad_out, x, normalized_shape, None, rstd, weight, None, (*output_mask, False)
     grads = _at_once(x, recipe.backward, ops.backward, "rms", *operands)
     if grads is not None:
@@ -232,13 +241,12 @@ def layer_norm_bwd_residual(
     grad_out, x, normalized_shape, mean, rstd, weight=None, bias=None, residual_grad=None,
     output_mask=(True, True, True), *, dx_dtype=None,
 ):  # fmt: skip
-    operands = (grad_out, x, normalized_shape, mean, rstd, weight, bias)
+    operands = (grad_out, x, normalized_shape, mean, rstd, weight, bias, residual_grad, output_mask)
     if torch.compiler.is_dynamo_compiling():
-        return _layer_norm_bwd_residual_op(*operands, residual_grad, output_mask, dx_dtype=dx_dtype)
+        return _layer_norm_bwd_residual_op(*operands, dx_dtype=dx_dtype)
     if _is_looked_into() or _is_recorded(grad_out, x, mean, rstd, weight, residual_grad):
-        validate_backward("layer", *operands, output_mask, residual_grad, dx_dtype)
-        return reference.backward_formula(*operands, output_mask, residual_grad, dx_dtype)
-    return _below_autograd(_layer_norm_bwd_residual_op, *operands, residual_grad, output_mask, dx_dtype=dx_dtype)
+        return formulas.layer_norm_bwd_residual(*operands, dx_dtype=dx_dtype)
+    return _below_autograd(_layer_norm_bwd_residual_op, *operands, dx_dtype=dx_dtype)
 
 
 def rms_norm_bwd_residual(
@@ -248,35 +256,38 @@ def rms_norm_bwd_residual(
     if torch.compiler.is_dynamo_compiling():
         return _rms_norm_bwd_residual_op(*operands, dx_dtype=dx_dtype)
     if _is_looked_into() or _is_recorded(grad_out, x, rstd, weight, residual_grad):
-        as_layer = (grad_out, x, normalized_shape, None, rstd, weight, None)
-        mask = (*output_mask, False)
-        validate_backward("rms", *as_layer, mask, residual_grad, dx_dtype)
-        return reference.backward_formula(*as_layer, mask, residual_grad, dx_dtype)[:2]
+        return formulas.rms_norm_bwd_residual(*operands, dx_dtype=dx_dtype)
     return _below_autograd(_rms_norm_bwd_residual_op, *operands, dx_dtype=dx_dtype)
 
 
 def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
     """y of layer_norm_fwd, differentiable; without the statistics where no gradient needs them."""
-    if _is_traced():
-        return _layer_norm_fwd_op(x, normalized_shape, weight, bias, eps)[0]
-    if native.extension:
-        y = native.extension.layer_norm(x, normalized_shape, weight, bias, eps)
-        if y is not NotImplemented:
+    if not _is_traced():
+        if native.extension:
+            y = native.extension.layer_norm(x, normalized_shape, weight, bias, eps)
+            if y is not NotImplemented:
+                return y
+        y = (_shown_forward if is_profiled() else _forward)("layer", x, normalized_shape, weight, bias, eps)
+        if y is not None:
             return y
-    y = _forward("layer", x, normalized_shape, weight, bias, eps)
-    return y if y is not None else layer_norm_fwd(x, normalized_shape, weight, bias, eps)[0]
+    if _is_for_onnx():
+        return _for_onnx(F.layer_norm, x, normalized_shape, weight, bias, eps)
+    return (_layer_norm_fwd_op if _is_traced() else layer_norm_fwd)(x, normalized_shape, weight, bias, eps)[0]
 
 
 def rms_norm(x, normalized_shape, weight=None, eps=None):
     """y of rms_norm_fwd, differentiable; without the statistics where no gradient needs them."""
-    if _is_traced():
-        return _rms_norm_fwd_op(x, normalized_shape, weight, eps)[0]
-    if native.extension:
-        y = native.extension.rms_norm(x, normalized_shape, weight, eps)
-        if y is not NotImplemented:
+    if not _is_traced():
+        if native.extension:
+            y = native.extension.rms_norm(x, normalized_shape, weight, eps)
+            if y is not NotImplemented:
+                return y
+        y = (_shown_forward if is_profiled() else _forward)("rms", x, normalized_shape, weight, None, eps)
+        if y is not None:
             return y
-    y = _forward("rms", x, normalized_shape, weight, None, eps)
-    return y if y is not None else rms_norm_fwd(x, normalized_shape, weight, eps)[0]
+    if _is_for_onnx():
+        return _for_onnx(F.rms_norm, x, normalized_shape, weight, eps)
+    return (_rms_norm_fwd_op if _is_traced() else rms_norm_fwd)(x, normalized_shape, weight, eps)[0]
 
 
 def _forward(norm, x, normalized_shape, weight, bias, eps) -> Tensor | None:
@@ -304,13 +315,39 @@ def _forward(norm, x, normalized_shape, weight, bias, eps) -> Tensor | None:
     return _record(x, weight, bias, outputs, call)
 
 
-def _below_autograd(op, *operands, **named):
-    return torch_compat.below_autograd(op, getattr(ops, op.name().split("::")[1]), *operands, **named)
+def _shown_forward(norm, x, normalized_shape, weight, bias, eps) -> Tensor | None:
+    """_forward as torch.profiler shows what goes by the dispatcher."""
+    if not _is_plain((x, weight, bias)):
+        return None
+    with shown_to_profiler(f"fusednorm::{norm}_norm_fwd", x, weight, bias):
+        return _forward(norm, x, normalized_shape, weight, bias, eps)
 
 
 def _is_traced() -> bool:
     """Whether torch.compile or torch.jit.trace writes down which ops are called."""
     return torch.compiler.is_dynamo_compiling() or tracing_state() is not None
+
+
+def _shown(op: Callable, function: Callable) -> Callable:
+    """The function that does what the op does; the op itself where a profiler is to see it."""
+    return op if not torch.compiler.is_dynamo_compiling() and is_profiled() else function
+
+
+def _is_for_onnx() -> bool:
+    """Whether an ONNX exporter writes down which ops are called. It does not trace by torch.compile's tracer, or only
+    where all else has failed; and that cannot ask."""
+    return not torch.compiler.is_dynamo_compiling() and torch.onnx.is_in_onnx_export()
+
+
+def _for_onnx(stock: Callable[..., Tensor], x, normalized_shape, *operands) -> Tensor:
+    """ATen's op, for which ONNX's exporters have a translation; in the accumulation dtype, where ATen might refuse a
+    mixture of dtypes."""
+    dtypes = {each.dtype for each in (x, *operands) if isinstance(each, Tensor)}
+    if len(dtypes) == 1:
+        return stock(x, normalized_shape, *operands)
+    dtype = accumulation_dtype(x.dtype)
+    upcast = (each.to(dtype) if isinstance(each, Tensor) else each for each in operands)
+    return stock(x.to(dtype), normalized_shape, *upcast).to(x.dtype)
 
 
 def _is_looked_into() -> bool:
@@ -334,12 +371,25 @@ def _at_once(
     the host time of a call. None elsewhere."""
     if type(x) not in PLAIN or function_modes():  # others' shapes may have no hash
         return None
-    seen = look(norm, *operands)
+    try:
+        key, tensors = look(norm, *operands)
+        known = recipe.of_key(key, ())
+    except (TypeError, RuntimeError):  # arguments of other types, a nested tensor: the op has an error for them
+        return None
     # Before all other questions: a call that looks like an earlier one would get the same answers.
-    outputs = recipe.repeat(seen)
-    if outputs is None and _is_plain(seen[1]):
-        outputs = run(norm, *operands)
-    return outputs
+    for each in known:
+        outputs = each.repeat(*tensors)
+        if outputs is not None:
+            return outputs
+    return run(norm, *operands) if _is_plain(tensors) else None
+
+
+def _below_autograd(op: Callable[..., tuple], *operands, **more) -> tuple:
+    """The op by the dispatcher, for whoever stands below autograd."""
+    name = op.name().removeprefix("fusednorm::")
+    if any(isinstance(each, Tensor) and each.is_nested for each in operands):
+        raise RuntimeError(f"{name}: all tensors must be strided, got a nested one")
+    return torch_compat.below_autograd(op, getattr(ops, name), *operands, **more)
 
 
 def _is_plain(tensors: Sequence[Tensor | None]) -> bool:
@@ -350,29 +400,31 @@ def _is_plain(tensors: Sequence[Tensor | None]) -> bool:
 
 
 def _is_on_a_gpu(tensor: Tensor) -> bool:
-    return type(tensor) in PLAIN and tensor.is_cuda
+    return type(tensor) in PLAIN and runs_kernels(tensor) and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _is_wrapped(tensor: Tensor) -> bool:
-    """Whether the tensor's memory is not its value, or a torch.func transform's, which may be over."""
-    return tensor.is_neg() or is_wrapped(tensor)
+    """Whether the tensor's memory is not its value; or it has none, because it is a transform's, which may be over:
+    torch.func's, or that of torch.autograd.grad(..., is_grads_batched=True)."""
+    if tensor.is_neg() or is_wrapped(tensor):
+        return True
+    try:
+        tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return True
+    return False
 
 
 def _add(a: Tensor | None, b: Tensor) -> Tensor:
     return b if a is None else a + b
 
 
-for _above in (
-    layer_norm_fwd,
-    layer_norm_bwd,
-    rms_norm_fwd,
-    rms_norm_bwd,
-    layer_norm_bwd_residual,
-    rms_norm_bwd_residual,
-):
-    ops.LIBRARY.impl(_above.__name__, _above, "Autograd")
-    # vmap hands the tensors over batched, and the formula's operations have batching rules.
-    ops.LIBRARY.impl(_above.__name__, _above, "FuncTorchBatchedDecomposition")
+for _name in ops.OPS:
+    ops.LIBRARY.impl(_name, globals()[_name], "Autograd")
+    # vmap, be it torch.func's or the older one of torch.autograd, hands the tensors over batched, and the formula's
+    # operations have batching rules.
+    for _key in ("FuncTorchBatchedDecomposition", "Batched"):
+        ops.LIBRARY.impl(_name, getattr(formulas, _name), _key)
 
 if native.extension:
     native.install(

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from . import fallback
 from .column_plan import MAX_TENSORS, AtenSum, Choice, RingSum, choose, ring_fault, shared_bytes
 from .column_problem import OP, ColumnSumProblem, describe, in_place, validate_column_sum
 from .device import DeviceSpec
+from .kernel_devices import runs_kernels
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def explain_column_sum(
     `device`, such as fusednorm.device.H200, takes the place of the inputs' own. Copies nothing, launches nothing. Of
     more tensors than one launch takes (64) it is about the first 64. Raises RuntimeError where the op would.
     """
-    validate_column_sum(inputs, dtype)
+    validate_column_sum(inputs, dtype, "explain_column_sum")
     inputs = inputs[:MAX_TENSORS]
     problem, rows = describe(inputs, [in_place(tensor) for tensor in inputs], total, dtype)
     copied = [str(i) for i, tensor in enumerate(inputs) if in_place(tensor) is None]
@@ -69,10 +71,15 @@ def explain_column_sum(
     why = None
     if not rows or not problem.cols:
         why = "the inputs have no elements"
-    elif device is None and not inputs[0].is_cuda:
+    elif device is None and not runs_kernels(inputs[0]):
         why = f"the inputs are on {inputs[0].device}, where ATen's kernels run"
     if why:
         return ColumnSumExplanation(problem, rows, None, Choice(AtenSum(why)), why, notes)
     spec = device or DeviceSpec.of(inputs[0].device)
     choice, fault = choose(problem, rows, spec), ring_fault(problem, rows, spec)
+    failed = fallback.failed_of(problem, spec)
+    if choice.plan in failed:
+        choice, fault = choose(problem, rows, spec, "portable"), f"cannot run here: {failed[choice.plan]}"
+        if choice.plan in failed:
+            choice = Choice(AtenSum(f"the kernels for it have failed: {failed[choice.plan]}"))
     return ColumnSumExplanation(problem, rows, spec, choice, fault, notes)

@@ -25,7 +25,8 @@ from . import torch_compat
 from .column_plan import MAX_TENSORS
 from .column_problem import check_column_sum, sum_dtype, validate_column_sum
 from .column_reference import formula
-from .ops import LIBRARY
+from .kernel_devices import runs_kernels
+from .ops import ELSEWHERE, LIBRARY
 from .torch_compat import forward_ad, is_transforming
 
 SCHEMA = "column_sum(Tensor[] inputs, *, bool total=False, ScalarType? dtype=None) -> Tensor[]"
@@ -42,7 +43,7 @@ def _run(inputs: Sequence[Tensor], *, total: bool = False, dtype: torch.dtype | 
     if len(inputs) > MAX_TENSORS:
         return _run_in_parts(inputs, total, dtype)
     call = check_column_sum(inputs, total, dtype)
-    if inputs[0].is_cuda and call.rows and call.problem.cols:
+    if runs_kernels(inputs[0]) and call.rows and call.problem.cols:
         return _launch().column_sum(call)
     with torch.no_grad():
         return formula(inputs, total, dtype)
@@ -94,6 +95,8 @@ def _above(inputs: Sequence[Tensor], *, total: bool = False, dtype: torch.dtype 
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
         validate_column_sum(inputs, dtype)
         return list(ColumnSumFunction.apply(total, dtype, *inputs))
+    if any(tensor.is_nested for tensor in inputs):
+        validate_column_sum(inputs, dtype)
     return _below_autograd(inputs, total, dtype)
 
 
@@ -104,7 +107,8 @@ def _below_autograd(inputs: Sequence[Tensor], total: bool, dtype: torch.dtype | 
 
 LIBRARY.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
 # For CPU and CUDA, and for a list without tensors, which has no device and gets its error from here.
-LIBRARY.impl("column_sum", _run, "CompositeExplicitAutograd")
+for _key in ELSEWHERE:
+    LIBRARY.impl("column_sum", _run, _key)
 for _key in ("Autograd", "FuncTorchBatchedDecomposition"):
     LIBRARY.impl("column_sum", _above, _key)
 torch.library.register_fake("fusednorm::column_sum", _fake, lib=LIBRARY)

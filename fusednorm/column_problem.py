@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .problem import FLOAT_DTYPES, RowView, accumulation_dtype, row_view
+from .problem import FLOAT_DTYPES, RowView, accumulation_dtype, require_strided, row_view
 
 OP = "column_sum"
 
@@ -70,32 +70,37 @@ def describe(
     return problem, math.prod(first.shape[:-1])
 
 
-def validate_column_sum(inputs: Sequence[Tensor], dtype: torch.dtype | None) -> torch.dtype:
-    """Raise RuntimeError unless there are tensors, all of one shape with a dimension or more, one float dtype and one
-    device, and dtype (that of the result; None for theirs) is a float one. Returns the result's.
+def validate_column_sum(inputs: Sequence[Tensor], dtype: torch.dtype | None, op: str = OP) -> torch.dtype:
+    """Raise RuntimeError unless there are strided tensors, all of one shape with a dimension or more, one float dtype
+    and one device, and dtype (that of the result; None for theirs) is a float one; TypeError where an input is no
+    tensor. Errors name `op`. Returns the result's dtype.
 
     Looks at shapes, dtypes and devices only, so it serves meta tensors and traced ones too.
     """
+    if not isinstance(inputs, Sequence) or isinstance(inputs, str):
+        raise TypeError(f"{op}: inputs must be a sequence of tensors, got {type(inputs).__name__}")
     if not inputs:
-        raise RuntimeError(f"{OP}: inputs must hold at least one tensor, got none")
+        raise RuntimeError(f"{op}: inputs must hold at least one tensor, got none")
+    for i, tensor in enumerate(inputs):
+        require_strided(op, f"inputs[{i}]", tensor)
     first = inputs[0]
     if first.dim() == 0:
-        raise RuntimeError(f"{OP}: inputs[0] must have at least one dimension, got shape ()")
+        raise RuntimeError(f"{op}: inputs[0] must have at least one dimension, got shape ()")
     for name, got in ((f"inputs[0] must have dtype {_FLOATS}", first.dtype), (f"dtype must be {_FLOATS}", dtype)):
         if got is not None and got not in FLOAT_DTYPES:
-            raise RuntimeError(f"{OP}: {name}, got {got}")
+            raise RuntimeError(f"{op}: {name}, got {got}")
     for i, tensor in enumerate(inputs):
         if tensor.shape != first.shape:
-            _refuse(i, "shape", tuple(first.shape), tuple(tensor.shape))
+            _refuse(op, i, "shape", tuple(first.shape), tuple(tensor.shape))
         if tensor.dtype != first.dtype:
-            _refuse(i, "dtype", first.dtype, tensor.dtype)
+            _refuse(op, i, "dtype", first.dtype, tensor.dtype)
         if tensor.device != first.device:
-            _refuse(i, "device", first.device, tensor.device)
+            _refuse(op, i, "device", first.device, tensor.device)
     return dtype or first.dtype
 
 
-def _refuse(i: int, what: str, want: object, got: object) -> None:
-    raise RuntimeError(f"{OP}: inputs[{i}] must have {what} {want} as inputs[0] has, got {got}")
+def _refuse(op: str, i: int, what: str, want: object, got: object) -> None:
+    raise RuntimeError(f"{op}: inputs[{i}] must have {what} {want} as inputs[0] has, got {got}")
 
 
 def sum_dtype(dtype: torch.dtype, out_dtype: torch.dtype) -> torch.dtype:

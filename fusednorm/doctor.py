@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from . import __version__, native, torch_compat, triton_compat
+from . import __version__, fallback, native, torch_compat, triton_compat
 from .testing import Case, assert_outputs_close, fused, make_inputs
 
 OLDEST_TORCH = (2, 11)
@@ -52,7 +52,7 @@ def run_doctor() -> int:
 def diagnose() -> list[Finding]:
     """All findings, each independent of the others: one broken part does not hide the next."""
     machine = check_versions, check_triton, check_device, check_compiler, check_cache
-    checks = (*machine, check_native, check_cpu_ops, check_cuda_ops)
+    checks = (*machine, check_native, check_cpu_ops, check_cuda_ops, check_fallbacks)
     return [finding for check in checks for finding in _guarded(check)]
 
 
@@ -173,6 +173,11 @@ def check_cuda_ops() -> list[Finding]:
         text = "cannot run here; the Triton kernels can be interpreted (python -m fusednorm demo shows it)"
         return [Finding("note", "cuda ops", text)]
     return [probe("cuda ops", "cuda", "right against float64 autograd, through this package's Triton kernels")]
+
+
+def check_fallbacks() -> list[Finding]:
+    """What the probes before have shown."""
+    return [Finding("note", "fallback", f"{failure}; another kernel or ATen's runs") for failure in fallback.failures()]
 
 
 def probe(subject: str, device: str, text: str) -> Finding:

@@ -11,11 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import budget, margin
+from . import budget, fallback, margin
 from .cost import Cost, cost
 from .device import DeviceSpec
 from .forcing import forced_variant
 from .heuristics import Decision, decide
+from .kernel_devices import runs_kernels
 from .plan import VARIANTS, Plan, ReferencePlan, num_ctas
 from .problem import NormProblem, is_tma_aligned, row_view, validate_forward
 
@@ -117,12 +118,13 @@ def explain(
 
     norm is "layer" or "rms", direction "forward" or "backward". The backward is that of all inputs given, for a
     gradient like grad_out, or for a contiguous one of x's dtype. `device`, such as fusednorm.device.H200, takes the
-    place of x's own. Under `force`, says what it comes to. Copies nothing, launches nothing. Raises RuntimeError where
-    the op would, ValueError for another norm or direction.
+    place of x's own. Under `force`, says what it comes to; where kernels have failed, what runs instead. Copies
+    nothing, launches nothing. Raises RuntimeError or TypeError where the op would, ValueError for another norm or
+    direction.
     """
     _require("norm", norm, ("layer", "rms"))
     _require("direction", direction, ("forward", "backward"))
-    batch_shape = validate_forward(norm, x, normalized_shape, weight, bias)
+    batch_shape = validate_forward(norm, x, normalized_shape, weight, bias, op="explain")
     rows, cols, backward = math.prod(batch_shape), math.prod(normalized_shape), direction == "backward"
     layouts = [_layout("x", x, len(batch_shape), cols)]
     if backward:
@@ -143,12 +145,13 @@ def explain(
         tma_aligned=all(layout.aligned for layout in layouts),
     )
     notes = tuple(layout.note for layout in layouts if layout.note)
-    if device is None and not x.is_cuda:
+    if device is None and not runs_kernels(x):
         return _by_reference(problem, rows, f"x is on {x.device}, where ATen's kernels run", notes)
     if rows == 0 or cols == 0:
         return _by_reference(problem, rows, "x has no elements", notes)
     spec = device.leaving(margin.sms) if device else DeviceSpec.of(x.device)
-    return Explanation(problem, rows, spec, decide(problem, rows, spec, forced_variant()), notes)
+    decision = fallback.in_place_of(decide(problem, rows, spec, forced_variant()), problem, rows, spec)
+    return Explanation(problem, rows, spec, decision, notes)
 
 
 class _Layout(NamedTuple):

@@ -1,17 +1,21 @@
 """layer_norm and rms_norm with the signatures of torch.nn.functional.
 
-CUDA tensors run this package's kernels, under autocast in the dtype that the installed torch would choose; all other
-tensors are handed on to torch.nn.functional.
+Where our kernels run (kernel_devices.py) they do, under autocast in the dtype that the installed torch would choose.
+Everything else is handed on to torch.nn.functional, but for mixtures of dtypes on a CPU, which our ops take.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from . import autograd, torch_compat
+from .kernel_devices import runs_kernels
+from .problem import FLOAT_DTYPES
 
 
 def layer_norm(
@@ -24,13 +28,24 @@ def layer_norm(
     """torch.nn.functional.layer_norm: normalize the trailing dims of input that make up normalized_shape.
 
     Takes float16, bfloat16, float32 and float64, weight and bias each in its own dtype; returns input's shape and
-    dtype (float32 under CUDA autocast), contiguous. Raises RuntimeError as torch.ops.fusednorm.layer_norm_fwd does.
+    dtype (float32 under CUDA autocast), contiguous. Raises RuntimeError as torch.ops.fusednorm.layer_norm_fwd does, and
+    torch.nn.functional's TypeError where an argument is of another type.
     """
-    if not input.is_cuda:
-        return torch.nn.functional.layer_norm(input, normalized_shape, weight, bias, eps)
-    if torch.is_autocast_enabled("cuda") and _AUTOCASTS_LAYER_NORM:
-        input, weight, bias = _upcast(input), _upcast(weight), _upcast(bias)
-    return autograd.layer_norm(input, normalized_shape, weight, bias, eps)
+    if has_torch_function_variadic(input, weight, bias):
+        operands = input, normalized_shape, weight, bias, eps
+        return handle_torch_function(layer_norm, (input, weight, bias), *operands)
+    try:
+        eps = eps if type(eps) is float else _number(eps)
+        if runs_kernels(input):
+            if _AUTOCASTS_LAYER_NORM and torch.is_autocast_enabled():
+                input, weight, bias = _upcast(input), _upcast(weight), _upcast(bias)
+            return autograd.layer_norm(input, normalized_shape, weight, bias, eps)
+        if _is_mixture(input, weight, bias) and _are_for_us(input, normalized_shape, weight, bias, eps):
+            return autograd.layer_norm(input, normalized_shape, weight, bias, eps)
+    except Exception:
+        if _are_for_us(input, normalized_shape, weight, bias, eps):
+            raise
+    return torch.nn.functional.layer_norm(input, normalized_shape, weight, bias, eps)
 
 
 def rms_norm(
@@ -40,13 +55,24 @@ def rms_norm(
 
     Takes float16, bfloat16, float32 and float64, weight in its own dtype; eps None is the machine epsilon of float32
     (float64 for float64 input). Returns input's shape and dtype (under CUDA autocast float32 where the installed torch
-    does), contiguous. Raises RuntimeError as torch.ops.fusednorm.rms_norm_fwd does.
+    does), contiguous: also of a channels-last input, whose memory format torch.nn.functional.rms_norm keeps. Raises
+    RuntimeError as torch.ops.fusednorm.rms_norm_fwd does, and torch.nn.functional's TypeError where an argument is of
+    another type.
     """
-    if not input.is_cuda:
-        return torch.nn.functional.rms_norm(input, normalized_shape, weight, eps)
-    if torch.is_autocast_enabled("cuda") and _AUTOCASTS_RMS_NORM:
-        input, weight = _upcast(input), _upcast(weight)
-    return autograd.rms_norm(input, normalized_shape, weight, eps)
+    if has_torch_function_variadic(input, weight):
+        return handle_torch_function(rms_norm, (input, weight), input, normalized_shape, weight, eps)
+    try:
+        eps = eps if eps is None or type(eps) is float else _number(eps)
+        if runs_kernels(input):
+            if _AUTOCASTS_RMS_NORM and torch.is_autocast_enabled():
+                input, weight = _upcast(input), _upcast(weight)
+            return autograd.rms_norm(input, normalized_shape, weight, eps)
+        if _is_mixture(input, weight) and _are_for_us(input, normalized_shape, weight, None, eps):
+            return autograd.rms_norm(input, normalized_shape, weight, eps)
+    except Exception:
+        if _are_for_us(input, normalized_shape, weight, None, eps):
+            raise
+    return torch.nn.functional.rms_norm(input, normalized_shape, weight, eps)
 
 
 _AUTOCASTS_LAYER_NORM = torch_compat.has_autocast_rule("aten::layer_norm")
@@ -56,3 +82,29 @@ _AUTOCASTS_RMS_NORM = torch_compat.has_autocast_rule("aten::rms_norm")
 def _upcast(tensor: Tensor | None) -> Tensor | None:
     """What autocast's float32 rule does to an argument: 16-bit floats become float32, all else stays."""
     return tensor.float() if tensor is not None and tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _is_mixture(input: Tensor, *parameters: Tensor | None) -> bool:
+    """Whether a CPU or meta tensor comes with parameters of another float dtype: few such are taken by ATen."""
+    dtypes = {each.dtype for each in (input, *parameters) if each is not None}
+    return len(dtypes) > 1 and dtypes <= FLOAT_DTYPES and input.device.type in ("cpu", "meta")
+
+
+def _number(eps: float) -> float:
+    """Raises TypeError for what torch takes for no number."""
+    if not isinstance(eps, (Real, Tensor, torch.SymFloat)):
+        raise TypeError
+    return eps if isinstance(eps, torch.SymFloat) else float(eps)
+
+
+def _are_for_us(input, normalized_shape, weight, bias, eps) -> bool:
+    """Whether arguments have the types of the signature, and the tensors are strided: then an error is ours to raise.
+    torch.nn.functional takes more, nested tensors for one, and says by name what it does not take."""
+    shape = normalized_shape if isinstance(normalized_shape, Sequence) else [None]
+    return (
+        isinstance(input, Tensor)
+        and all(each is None or isinstance(each, Tensor) for each in (weight, bias))
+        and all(each is None or (each.layout is torch.strided and not each.is_nested) for each in (input, weight, bias))
+        and all(isinstance(size, (Integral, torch.SymInt)) and not isinstance(size, bool) for size in shape)
+        and (eps is None or isinstance(eps, (float, torch.SymFloat)))
+    )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -173,6 +174,16 @@ def choose(problem: NormProblem, rows: int, device: DeviceSpec) -> Plan:
 def choices(problem: NormProblem, device: DeviceSpec) -> tuple[tuple[float, Plan], ...]:
     """Every plan that `choose` may choose here and now, as (most rows, plan), ascending."""
     return _plans_by_rows(problem, device, forced_variant())
+
+
+def alternatives(problem: NormProblem, rows: int, device: DeviceSpec) -> Iterator[Plan]:
+    """What may run in the place of a plan that fails, best first: the best plans of the variants without a fault, which
+    multi_wave ends, and ATen."""
+    for variant in tuning(problem, device).order:
+        plan, fault = outcome(variant, problem, rows, device)
+        if plan and not fault:
+            yield plan
+    yield ReferencePlan("the kernels for it have failed")
 
 
 def decide(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | None = None) -> Decision:

@@ -12,8 +12,9 @@ import torch
 import triton
 from torch import Tensor
 
-from . import budget, heuristics, reference, tile_share, triton_compat
+from . import budget, fallback, heuristics, reference, tile_share, triton_compat
 from .device import OLDEST_TRITON, DeviceSpec, current
+from .fallback import BuildFailed
 from .kernels import column_sum, multiwave, parameter_gradients, pipelined, warp_specialized
 from .kernels.column_reduction import ColumnTile
 from .kernels.config import Norm, PartialsTile, RingTile, Tile
@@ -70,29 +71,36 @@ class Filled(NamedTuple):
 
 def forward(call: ForwardCall, remember: Remember | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(y, mean, rstd), None where not wanted; mean is None for RMSNorm. `remember` is called with what was launched."""
-    plan = heuristics.choose(call.problem, call.rows, DeviceSpec.of(call.x.tensor.device))
-    if isinstance(plan, ReferencePlan):
-        return reference.forward(call)
-    with current(call.x.tensor.device):
-        return _run(prepare_forward(call, plan), remember)
+    return _run(call, prepare_forward, reference.forward, remember)
 
 
 def backward(
     call: BackwardCall, remember: Remember | None = None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dx, dw, db), None where not wanted. `remember` is called with what was launched."""
-    device = call.x.tensor.device
-    plan = heuristics.choose(call.problem, call.rows, DeviceSpec.of(device))
-    if isinstance(plan, ReferencePlan):
-        return reference.backward(call)
-    with current(device):
-        return _run(prepare_backward(call, plan), remember)
+    return _run(call, prepare_backward, reference.backward, remember)
 
 
 Remember = Callable[[Prepared], None]
 
 
-def _run(prepared: Prepared, remember: Remember | None) -> tuple:
+def _run(call, prepare: Callable[..., Prepared], by_aten: Callable[..., tuple], remember: Remember | None) -> tuple:
+    """The outputs of a call, by the first plan whose kernels can all be built."""
+    problem, device = call.problem, call.x.tensor.device
+    spec = DeviceSpec.of(device)
+    while not isinstance(plan := fallback.choose(problem, call.rows, spec), ReferencePlan):
+        with current(device):
+            try:
+                return _launch(prepare(call, plan), remember)
+            except BuildFailed as failed:
+                fallback.remember(plan, problem, spec, str(failed))
+    return by_aten(call)
+
+
+def _launch(prepared: Prepared, remember: Remember | None) -> tuple:
+    """All kernels are loaded before the first is launched."""
+    for launch in prepared.launches:
+        launch.load()
     for launch in prepared.launches:
         launch.run()
     if remember is not None:

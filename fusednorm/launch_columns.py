@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from . import column_plan
+from . import column_plan, fallback
 from .column_plan import VECTOR_BYTES, AtenSum, Choice, PortableSum, RingSum, SumPlan
 from .column_problem import ColumnSumCall, ColumnSumProblem
 from .column_reference import formula
@@ -45,11 +45,25 @@ class ColumnLaunch:
 def column_sum(call: ColumnSumCall, choice: Choice | None = None) -> list[Tensor]:
     """The sums, [cols] each; by `choice`, or by the planner's."""
     problem, device = call.problem, call.views[0].tensor.device
-    choice = choice or column_plan.choose(problem, call.rows, DeviceSpec.of(device))
-    if isinstance(choice.plan, AtenSum):
-        return formula([view.tensor for view in call.views], problem.total, problem.out_dtype)
+    if choice is not None:
+        return _run(call, choice)
+    spec = DeviceSpec.of(device)
+    for kernel in (None, "portable"):
+        choice = column_plan.choose(problem, call.rows, spec, kernel)
+        if not isinstance(choice.plan, AtenSum) and not fallback.has_failed(choice.plan, problem, spec):
+            try:
+                return _run(call, choice)
+            except Exception as error:  # even of a second launch: what the first has written is nobody else's
+                cause = fallback.cause_of(error, launched=False)
+                if cause is None:
+                    raise
+                fallback.remember(choice.plan, problem, spec, cause)
+    return formula([view.tensor for view in call.views], problem.total, problem.out_dtype)
+
+
+def _run(call: ColumnSumCall, choice: Choice) -> list[Tensor]:
     launches, outputs = prepare(call, choice)
-    with current(device):
+    with current(call.views[0].tensor.device):
         for launch in launches:
             launch.run()
     return outputs

@@ -20,6 +20,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import JITFunction
 
 from . import torch_compat, triton_compat
+from .fallback import BuildFailed, cause_of
 from .kernels import ring
 from .kernels.column_reduction import ColumnTile
 from .kernels.config import COMPILE_OPTIONS, Norm, RingTile, Tile
@@ -29,6 +30,8 @@ TRITON = triton_compat.in_use()  # None: all launches are Triton's
 KEPT_TENSOR_MAPS = 1024  # of a build
 
 _builds: dict[tuple, Build | None] = {}
+_loaded: set[tuple] = set()
+_failed: dict[tuple, str] = {}  # and why
 _unspecialized: dict[int, frozenset[int]] = {}  # by kernel
 
 
@@ -108,12 +111,55 @@ class Launch:
         constants = {"norm": self.norm, "tile": self.tile, "num_warps": self.tile.num_warps}
         return {**constants, **COMPILE_OPTIONS, **self.options}
 
-    def run(self) -> None:
-        """Launch on the current stream of the current device, or in the interpreter."""
+    def load(self) -> None:
+        """Do all of a launch that another kernel could mend if it failed, but for the launch: compile and load. Raises
+        BuildFailed."""
         if isinstance(self.kernel, JITFunction):
-            run(self, torch.cuda.current_device())
-        else:
+            load(self, torch.cuda.current_device())
+
+    def run(self) -> None:
+        """Launch on the current stream of the current device, or in the interpreter. Raises BuildFailed where the
+        driver refuses."""
+        if not isinstance(self.kernel, JITFunction):
             self.kernel[self.grid](*self.args, **self.keywords())
+            return
+        device_index = torch.cuda.current_device()
+        try:
+            run(self, device_index)
+        except Exception as error:
+            refused(self, device_index, error)
+            raise
+
+
+def load(launch: Launch, device_index: int) -> None:
+    """Have the build of a launch on the device. Raises BuildFailed, for a build that has failed before at once."""
+    key, _ = _key_and_values(launch, device_index)
+    if key in _builds or key in _loaded:
+        return
+    if key not in _failed:
+        try:
+            compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.keywords())
+            compiled.run  # noqa: B018  loads it, and asks whether its resources are there
+        except Exception as error:
+            cause = cause_of(error, launched=False)
+            if cause is None:
+                raise
+            _failed[key] = cause
+        else:
+            _loaded.add(key)
+            return
+    raise BuildFailed(_failed[key])
+
+
+def refused(launch: Launch, device_index: int, error: Exception) -> None:
+    """Raises BuildFailed, from here on at once, where the error of a launch says that the driver has refused it."""
+    cause = cause_of(error, launched=True)
+    if cause is not None:
+        key, _ = _key_and_values(launch, device_index)
+        _failed[key] = cause
+        _loaded.discard(key)
+        _builds.pop(key, None)
+        raise BuildFailed(cause) from error
 
 
 def run(launch: Launch, device_index: int) -> None:

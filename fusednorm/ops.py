@@ -18,6 +18,7 @@ as [M], [M, 1] or the [*batch, 1, ...] that the forward returns. Outputs are con
 Dtypes: float16, bfloat16, float32 or float64, each operand its own. y and dx have x's, dweight and dbias the
 parameter's; statistics are float32, float64 for float64 x.
 Strides: any. Rows at one constant stride or at two nested ones are read in place, anything else is copied once.
+Derivatives: of any order, of every output. mean and rstd count as well, which ATen's ops do not differentiate.
 Masked: an output that output_mask leaves out, or whose parameter is None, is not computed and comes back as None.
 Raise RuntimeError where an operand has another shape, dtype or device than said here.
 """
@@ -25,6 +26,7 @@ Raise RuntimeError where an operand has another shape, dtype or device than said
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 
@@ -32,6 +34,7 @@ import torch
 from torch import Tensor
 
 from . import native, recipe, reference
+from .kernel_devices import runs_kernels
 from .problem import (
     BackwardCall,
     accumulation_dtype,
@@ -86,14 +89,14 @@ def layer_norm_bwd_residual(
     output_mask=(True, True, True), *, dx_dtype=None,
 ):  # fmt: skip
     operands = (grad_out, x, normalized_shape, mean, rstd, weight, bias)
-    return backward("layer", *operands, output_mask, residual_grad, dx_dtype)
+    return backward("layer", *operands, output_mask, residual_grad, dx_dtype, op="layer_norm_bwd_residual")
 
 
 def rms_norm_bwd_residual(
     grad_out, x, normalized_shape, rstd, weight=None, residual_grad=None, output_mask=(True, True), *, dx_dtype=None
 ):
     operands, mask = (grad_out, x, normalized_shape, None, rstd, weight, None), (*output_mask, False)
-    return backward("rms", *operands, mask, residual_grad, dx_dtype)[:2]
+    return backward("rms", *operands, mask, residual_grad, dx_dtype, op="rms_norm_bwd_residual")[:2]
 
 
 def forward(
@@ -102,7 +105,7 @@ def forward(
     """(y, mean, rstd); mean is None for RMSNorm, and a kernel writes no statistics that are not wanted. Raises
     RuntimeError as `check_forward` does."""
     operands = (x, normalized_shape, weight, bias, eps, wants_statistics)
-    if not x.is_cuda:
+    if not runs_kernels(x):
         return reference.forward(check_forward(norm, *operands))
     seen = recipe.forward(norm, *operands)
     outputs = recipe.repeat(seen)
@@ -115,17 +118,18 @@ def forward(
 
 
 def backward(
-    norm, grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask, residual_grad=None, dx_dtype=None
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dx, dw, db), None where not wanted. Raises RuntimeError as `check_backward` does."""
+    norm, grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask, residual_grad=None, dx_dtype=None, *,
+    op=None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """(dx, dw, db), None where not wanted. Raises RuntimeError as `check_backward` does, in the name of `op`."""
     operands = (grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask, residual_grad, dx_dtype)
-    if not x.is_cuda:
-        call = check_backward(norm, *operands)
+    if not runs_kernels(x):
+        call = check_backward(norm, *operands, op=op)
         return reference.backward(call) if _wants_any(call) else (None, None, None)
     seen = recipe.backward(norm, *operands)
     outputs = recipe.repeat(seen)
     if outputs is None:
-        call = check_backward(norm, *operands)
+        call = check_backward(norm, *operands, op=op)
         if not _wants_any(call):
             return None, None, None
         if not (call.rows and call.problem.cols):
@@ -161,7 +165,7 @@ def _layer_norm_bwd_residual_fake(
     output_mask=(True, True, True), *, dx_dtype=None,
 ):  # fmt: skip
     operands = (grad_out, x, normalized_shape, mean, rstd, weight, bias)
-    return _fake_backward("layer", *operands, output_mask, residual_grad, dx_dtype)
+    return _fake_backward("layer", *operands, output_mask, residual_grad, dx_dtype, op="layer_norm_bwd_residual")
 
 
 def _rms_norm_fwd_fake(x, normalized_shape, weight=None, eps=None):
@@ -177,7 +181,7 @@ def _rms_norm_bwd_residual_fake(
     grad_out, x, normalized_shape, rstd, weight=None, residual_grad=None, output_mask=(True, True), *, dx_dtype=None
 ):
     operands, mask = (grad_out, x, normalized_shape, None, rstd, weight, None), (*output_mask, False)
-    return _fake_backward("rms", *operands, mask, residual_grad, dx_dtype)[:2]
+    return _fake_backward("rms", *operands, mask, residual_grad, dx_dtype, op="rms_norm_bwd_residual")[:2]
 
 
 def _fake_forward(norm, x, normalized_shape, weight, bias):
@@ -187,10 +191,11 @@ def _fake_forward(norm, x, normalized_shape, weight, bias):
 
 
 def _fake_backward(
-    norm, grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask, residual_grad=None, dx_dtype=None
-):
+    norm, grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask, residual_grad=None, dx_dtype=None, *,
+    op=None,
+):  # fmt: skip
     operands = (grad_out, x, normalized_shape, mean, rstd, weight, bias)
-    validate_backward(norm, *operands, output_mask, residual_grad, dx_dtype)
+    validate_backward(norm, *operands, output_mask, residual_grad, dx_dtype, op=op)
     outputs = zip((x, weight, bias), output_mask, (dx_dtype, None, None), strict=True)
     return tuple(
         like.new_empty(like.shape, dtype=dtype or like.dtype) if wanted and like is not None else None
@@ -198,19 +203,36 @@ def _fake_backward(
     )
 
 
+def _refuse(name: str, validate: Callable) -> Callable:
+    """The op of nested and sparse tensors, of tensors on other devices, and of no tensor at all."""
+
+    def refuse(*args, **kwargs):
+        validate(*args, **kwargs)  # says what is wrong with one operand
+        device = next(each.device for each in args if isinstance(each, Tensor))
+        raise RuntimeError(f"{name}: x must be on a CPU or a CUDA GPU, got {device}")
+
+    return refuse
+
+
+ELSEWHERE = ("CompositeExplicitAutograd", "NestedTensorCPU", "NestedTensorCUDA")
+FAKES = {
+    layer_norm_fwd: _layer_norm_fwd_fake,
+    layer_norm_bwd: _layer_norm_bwd_fake,
+    rms_norm_fwd: _rms_norm_fwd_fake,
+    rms_norm_bwd: _rms_norm_bwd_fake,
+    layer_norm_bwd_residual: _layer_norm_bwd_residual_fake,
+    rms_norm_bwd_residual: _rms_norm_bwd_residual_fake,
+}
+OPS = tuple(kernel.__name__ for kernel in FAKES)
+
 for schema in SCHEMAS:
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-for kernel, fake in (
-    (layer_norm_fwd, _layer_norm_fwd_fake),
-    (layer_norm_bwd, _layer_norm_bwd_fake),
-    (rms_norm_fwd, _rms_norm_fwd_fake),
-    (rms_norm_bwd, _rms_norm_bwd_fake),
-    (layer_norm_bwd_residual, _layer_norm_bwd_residual_fake),
-    (rms_norm_bwd_residual, _rms_norm_bwd_residual_fake),
-):
+for kernel, fake in FAKES.items():
     LIBRARY.impl(kernel.__name__, kernel, "CPU")
     if not (native.extension and kernel.__name__ in native.OPS):
         LIBRARY.impl(kernel.__name__, kernel, "CUDA")
+    for key in ELSEWHERE:
+        LIBRARY.impl(kernel.__name__, _refuse(kernel.__name__, fake), key)
     torch.library.register_fake(f"fusednorm::{kernel.__name__}", fake, lib=LIBRARY)
 
 # AOTInductor takes None for an output of type Tensor? only, and those of ATen's ops are Tensor. So here are the

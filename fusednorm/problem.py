@@ -6,9 +6,11 @@ This is the one place that raises on user input. Everything behind it trusts wha
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -148,12 +150,15 @@ def check_forward(
 ) -> ForwardCall:
     """Check the arguments of layer_norm_fwd (norm "layer") or rms_norm_fwd ("rms") and flatten them to rows x cols.
 
-    Raises RuntimeError as `validate_forward` does, and where LayerNorm has no eps. Copies x only where no two strides
+    Raises as `validate_forward` does, and where eps is no number. Copies x only where no two strides
     describe its rows.
     """
     batch_shape = validate_forward(norm, x, normalized_shape, weight, bias)
     if norm == "layer" and eps is None:
         raise RuntimeError("layer_norm_fwd: eps must be a number, got None")
+    if eps is not None and not isinstance(eps, (Real, Tensor)):
+        raise TypeError(f"{norm}_norm_fwd: eps must be a number, got {eps!r}")
+    normalized_shape = x.shape[len(batch_shape) :]  # in torch's own integers
     cols = math.prod(normalized_shape)
     view = _row_view_or_copy(x, len(batch_shape), cols)
     problem = _problem(
@@ -172,7 +177,7 @@ def check_forward(
         view,
         None if weight is None else weight.contiguous(),
         None if bias is None else bias.contiguous(),
-        resolve_eps(eps, x.dtype),
+        float(resolve_eps(eps, x.dtype)),
         x.shape,
         stats_shape(batch_shape, normalized_shape),
         tuple(normalized_shape),
@@ -192,6 +197,8 @@ def check_backward(
     output_mask: Sequence[bool],
     residual_grad: Tensor | None = None,
     dx_dtype: torch.dtype | None = None,
+    *,
+    op: str | None = None,
 ) -> BackwardCall:
     """Check the arguments of layer_norm_bwd or rms_norm_bwd and flatten them to rows x cols.
 
@@ -200,8 +207,9 @@ def check_backward(
     x only where no two strides describe their rows, residual_grad where it is not contiguous.
     """
     batch_shape = validate_backward(
-        norm, grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask, residual_grad, dx_dtype
+        norm, grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask, residual_grad, dx_dtype, op=op
     )
+    normalized_shape = x.shape[len(batch_shape) :]  # in torch's own integers
     batch_ndim, cols = len(batch_shape), math.prod(normalized_shape)
     grad_view, view = _row_view_or_copy(grad_out, batch_ndim, cols), _row_view_or_copy(x, batch_ndim, cols)
     wants_dx, wants_dw, wants_db = output_mask
@@ -237,14 +245,21 @@ def check_backward(
 
 
 def validate_forward(
-    norm: str, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None
+    norm: str,
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    op: str | None = None,
 ) -> torch.Size:
-    """Raise RuntimeError unless x ends in normalized_shape, weight and bias have it, and all are float on one device.
+    """Raise RuntimeError unless x ends in normalized_shape, weight and bias have it, and all are strided, float and on
+    one device; TypeError where one is no tensor, or the shape has no sizes.
 
-    Looks at shapes, dtypes and devices only, so it serves meta tensors and traced ones too. Returns x's shape without
-    the normalized dims.
+    Looks at shapes, dtypes and devices only, so it serves meta tensors and traced ones too. Errors name `op`, or else
+    the norm's. Returns x's shape without the normalized dims.
     """
-    return _validate_operands(f"{norm}_norm_fwd", x, normalized_shape, weight, bias)
+    return _validate_operands(op or f"{norm}_norm_fwd", x, normalized_shape, weight, bias)
 
 
 def validate_backward(
@@ -259,10 +274,12 @@ def validate_backward(
     output_mask: Sequence[bool],
     residual_grad: Tensor | None = None,
     dx_dtype: torch.dtype | None = None,
+    *,
+    op: str | None = None,
 ) -> torch.Size:
     """`validate_forward`, and: grad_out and residual_grad have the shape of x, each statistic one element per row in
     whatever shape."""
-    op = f"{norm}_norm_bwd"
+    op = op or f"{norm}_norm_bwd"
     batch_shape = _validate_operands(op, x, normalized_shape, weight, bias)
     shape, device = x.shape, x.device
     if not _is_as_wanted(grad_out, shape, device):
@@ -289,7 +306,9 @@ def stats_shape(batch_shape: Sequence[int], normalized_shape: Sequence[int]) -> 
 def _validate_operands(
     op: str, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None
 ) -> torch.Size:
-    shape, device, normalized_shape = x.shape, x.device, tuple(normalized_shape)
+    require_strided(op, "x", x)
+    normalized_shape = _sizes(op, normalized_shape)
+    shape, device = x.shape, x.device
     batch_ndim = len(shape) - len(normalized_shape)
     if not normalized_shape:
         raise RuntimeError(f"{op}: normalized_shape must have at least one dimension, got ()")
@@ -304,18 +323,39 @@ def _validate_operands(
     return shape[:batch_ndim]
 
 
+def _sizes(op: str, normalized_shape: Sequence[int]) -> tuple[int, ...]:
+    try:
+        if not any(isinstance(size, bool) for size in normalized_shape):
+            return tuple(size if isinstance(size, torch.SymInt) else operator.index(size) for size in normalized_shape)
+    except TypeError:
+        pass
+    raise TypeError(f"{op}: normalized_shape must be a tuple of integers, got {normalized_shape!r}")
+
+
+def require_strided(op: str, name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        layout = f"{'nested, ' * tensor.is_nested}{tensor.layout}"
+        raise RuntimeError(f"{op}: {name} must be a strided tensor, got one that is {layout}")
+
+
 def _is_as_wanted(tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> bool:
     """What `_require` asks for, in one look: checks are half of the host time that is ours."""
+    if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_nested:
+        return False
     return tensor.shape == shape and tensor.dtype in FLOAT_DTYPES and tensor.device == device
 
 
 def _require(op: str, name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    require_strided(op, name, tensor)
     if tensor.shape != shape:
         raise RuntimeError(f"{op}: {name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
     _require_float(op, name, tensor, device)
 
 
 def _require_statistic(op: str, name: str, tensor: Tensor, rows: int, device: torch.device) -> None:
+    require_strided(op, name, tensor)
     if tensor.numel() == rows and tensor.dtype in FLOAT_DTYPES and tensor.device == device:
         return
     if tensor.numel() != rows:

@@ -7,6 +7,7 @@ and everything works without these.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -88,6 +89,27 @@ def has_autocast_rule(aten_op: str) -> bool:
 
 
 _has_kernel = _private("_C._dispatch_has_kernel_for_dispatch_key", lambda op, key: True)
+
+# --- Profilers ---
+
+is_profiled = _private("autograd._profiler_enabled", lambda: False)  # in this thread; autograd's follow their caller's
+_enter_record = _private("_C._autograd._record_function_with_args_enter", None)
+_exit_record = _private("_C._autograd._record_function_with_args_exit", None)
+
+
+@contextlib.contextmanager
+def shown_to_profiler(name: str, *operands: Tensor | None):
+    """Inside, torch.profiler shows an op of this name and these operands: for what goes round the dispatcher."""
+    if _enter_record is None or _exit_record is None:
+        with torch.profiler.record_function(name):
+            yield
+        return
+    record = _enter_record(name, *operands)
+    try:
+        yield
+    finally:
+        _exit_record(record)
+
 
 # --- What a tensor is to the dispatcher ---
 

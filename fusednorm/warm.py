@@ -18,7 +18,7 @@ import torch
 from . import heuristics
 from .device import DeviceSpec
 from .plan import Plan, ReferencePlan
-from .problem import BackwardCall, ForwardCall, accumulation_dtype, check_backward, check_forward
+from .problem import FLOAT_DTYPES, BackwardCall, ForwardCall, accumulation_dtype, check_backward, check_forward
 
 FEW_ROWS = 16  # no build depends on the row count: these are enough to compile for, and to run
 SERIAL_BUILDS = 2  # a process takes 3 to 5 s to import torch and triton, a build 1 to 2: so few are made right here
@@ -89,13 +89,19 @@ def warmup(
     Rows are taken to be contiguous, and aligned to 16 bytes where their size allows it. Honours `force`.
 
     processes (default: one for each CPU) share the work. Returns how many kernels there are; on a CPU device, none.
-    Raises ValueError for a norm or direction of another name, RuntimeError while a CUDA graph is being captured.
+    Raises ValueError for a norm or direction of another name, TypeError where cols, rows or a dtype is none, and
+    RuntimeError for other dtypes, where there is no CUDA GPU, and while a CUDA graph is being captured.
     """
     _check_names(norm, directions)
+    _check_types(cols, rows, dtype, weight_dtype, residual_dtype)
     device = torch.device(device)
     if device.type == "cpu":
         return 0
+    if device.type not in ("cuda", "meta"):
+        raise RuntimeError(f"warmup: device must be a CUDA GPU or a CPU, got {device}")
     if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise RuntimeError(f"warmup: device must be a GPU that is there, got {device}, where torch finds none")
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("warmup: must run before the capture of a CUDA graph, not during it")
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
@@ -119,6 +125,23 @@ def _check_names(norm: str, directions: Sequence[str]) -> None:
     for direction in directions:
         if direction not in ("forward", "backward"):
             raise ValueError(f"warmup: directions must be 'forward' and 'backward', got {direction!r}")
+
+
+def _check_types(cols, rows, *dtypes: torch.dtype | None) -> None:
+    for name, sizes in (("cols", cols), ("rows", () if rows is None else rows)):
+        many = sizes if isinstance(sizes, Sequence) and not isinstance(sizes, str) else [sizes]
+        for size in many:
+            if not isinstance(size, int):
+                raise TypeError(f"warmup: {name} must be an integer or several, got {size!r}")
+            if size < 1:
+                raise RuntimeError(f"warmup: {name} must be 1 or more, got {size}")
+    for dtype in dtypes:
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"warmup: dtypes must be torch.dtypes, got {dtype!r}")
+        if dtype is not None and dtype not in FLOAT_DTYPES:
+            raise RuntimeError(f"warmup: dtypes must be float16, bfloat16, float32 or float64, got {dtype}")
+    if dtypes[0] is None:
+        raise TypeError("warmup: dtype must be a torch.dtype, got None")
 
 
 def plans_of(wanted: list[Wanted], rows: Sequence[int] | None, device: DeviceSpec) -> Iterator[tuple[Wanted, Plan]]:

@@ -30,9 +30,14 @@ MAY_IMPORT = {
         "column_explanation",
     },
     "modules": {"functional"},
-    "functional": {"autograd", "torch_compat"},
-    "autograd": {"native", "ops", "problem", "recipe", "reference", "forcing", "torch_compat"},
-    "ops": {"launch", "native", "problem", "recipe", "reference"},
+    "functional": {"autograd", "kernel_devices", "problem", "torch_compat"},
+    "autograd": {
+        "formulas", "forcing", "kernel_devices", "native", "ops", "problem", "recipe", "reference",
+        "torch_compat",
+    },  # fmt: skip
+    "formulas": {"problem", "reference"},
+    "kernel_devices": set(),
+    "ops": {"kernel_devices", "launch", "native", "problem", "recipe", "reference"},
     "native": {"_native", "forcing", "margin", "recipe"},
     "_native": set(),  # csrc/native.cpp, where it was built
     "recipe": {"forcing", "launch", "launcher", "likeness", "margin", "problem", "straight_line"},
@@ -41,8 +46,9 @@ MAY_IMPORT = {
     "torch_compat": set(),
     "triton_compat": set(),
     "reference": {"problem"},
-    "launch": PLANNER | {"kernels", "launcher", "reference", "triton_compat"},
-    "launcher": {"kernels", "problem", "torch_compat", "triton_compat"},
+    "launch": PLANNER | {"fallback", "kernels", "launcher", "reference", "triton_compat"},
+    "launcher": {"fallback", "kernels", "problem", "torch_compat", "triton_compat"},
+    "fallback": PLANNER,
     "heuristics": PLANNER - {"heuristics"},
     "few_rows": {"candidates", "preference", "tile_share", "legality", "budget", "plan", "problem", "device"},
     "candidates": {"preference", "tile_share", "budget", "plan", "problem", "device"},
@@ -56,24 +62,26 @@ MAY_IMPORT = {
     "device": {"margin", "triton_compat"},
     "margin": set(),
     # column_sum, in layers of its own:
-    "column_ops": {"launch_columns", "column_plan", "column_problem", "column_reference", "ops", "torch_compat"},
-    "launch_columns": {"kernels", "column_plan", "column_problem", "column_reference", "problem", "device"},
-    "column_explanation": {"column_plan", "column_problem", "device"},
+    "column_ops": {
+        "launch_columns", "column_plan", "column_problem", "column_reference", "kernel_devices", "ops", "torch_compat",
+    },  # fmt: skip
+    "launch_columns": {"fallback", "kernels", "column_plan", "column_problem", "column_reference", "problem", "device"},
+    "column_explanation": {"column_plan", "column_problem", "device", "fallback", "kernel_devices"},
     "column_reference": {"column_problem"},
     "column_plan": {"budget", "legality", "column_problem", "device"},
     "column_problem": {"problem"},
     # Beside the path of a call:
-    "integrations": {"__init__", "ops", "autograd", "functional", "modules", "forcing", "recipe", *PLANNER},
+    "integrations": {"__init__", "fallback", "ops", "autograd", "functional", "modules", "forcing", "recipe", *PLANNER},
     "compilation": PLANNER | {"launch"},
     "warm": PLANNER | {"launch", "compilation"},
     "cost": {"plan", "problem", "device"},
-    "explanation": PLANNER | {"cost"},
+    "explanation": PLANNER | {"cost", "fallback", "kernel_devices"},
     "plan_cli": PLANNER | {"explanation", "console"},
     "testing": set(),
     "console": set(),
     "interpreter": set(),
     "demo": {"__init__", "console", "interpreter", "launch", "modules", "problem", "testing"},
-    "doctor": {"__init__", "native", "testing", "torch_compat", "triton_compat"},
+    "doctor": {"__init__", "fallback", "native", "testing", "torch_compat", "triton_compat"},
     "__main__": {"demo", "doctor", "plan_cli"},
 }
 # At their top; interpreter, doctor and triton_compat do when asked.

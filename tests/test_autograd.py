@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.testing import assert_close
 
 from fusednorm import LayerNormFunction, RMSNormFunction, autograd, force, forcing
+from fusednorm.kernel_devices import kernels_on
 from fusednorm.testing import Case, Outputs, assert_outputs_close, make_inputs
 
 OPS = torch.ops.fusednorm
@@ -36,7 +36,7 @@ def as_on_a_gpu(function):
     """The forward with CPU tensors taken for those that go to the kernels at once."""
 
     def run(*tensors):
-        with mock.patch.object(autograd, "_is_on_a_gpu", lambda tensor: True):
+        with kernels_on("cpu"), force("reference"):
             return (function(*tensors),)
 
     return run
@@ -379,11 +379,13 @@ def test_a_recorded_backward_is_forced_as_its_forward_was(norm, monkeypatch):
     monkeypatch.setattr(
         autograd, f"{norm}_norm_bwd", lambda *call: asked.append(forcing.forced_variant()) or backward(*call)
     )
-    leaves = operands(norm)
-    with force("multi_wave"):
-        (y,) = RECORDED[norm](*leaves)
-    y.sum().backward()
-    (y,) = RECORDED[norm](*leaves)
-    with force("pipelined"):
+    run = getattr(autograd, f"{norm}_norm")
+    x, *parameters = operands(norm)
+    with kernels_on("cpu"):
+        with force("multi_wave"):
+            y = run(x, (8,), *parameters)
         y.sum().backward()
+        y = run(x, (8,), *parameters)
+        with force("pipelined"):
+            y.sum().backward()
     assert asked == ["multi_wave", None]

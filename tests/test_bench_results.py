@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -77,6 +78,26 @@ def test_plots_are_drawn_of_every_direction_and_dtype(tmp_path):
     names = {path.name for path in (tmp_path / "pictures").iterdir()}
     assert names == {f"some-backward-bfloat16-{kind}.png" for kind in ("floor", "roofline", "speedup")}
     assert all(path.stat().st_size > 5000 for path in (tmp_path / "pictures").iterdir())
+
+
+def test_plots_of_a_clean_clone_leave_what_is_committed_alone(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    results = plot.RESULTS
+    (newest,) = plot.newest(results)
+    assert newest.name == max(path.name for path in results.glob("*-nvidia-h200.jsonl"))
+    monkeypatch.chdir(tmp_path)
+    drawn = []
+    monkeypatch.setattr(plot, "draw_all", lambda records, *where: drawn.append((len(records), *where)) or [])
+    assert plot.main([]) == 0
+    assert plot.main([str(newest)]) == 0
+    (count, folder, stem), *_ = drawn
+    assert drawn == [(count, Path("out"), newest.stem)] * 2 and count > 0
+
+
+def test_plots_of_other_tools_results_say_what_they_need(capsys):
+    pytest.importorskip("matplotlib")
+    assert plot.main([str(plot.RESULTS / "2026-11-23-nvidia-h200-host-time.jsonl")]) == 2
+    assert "plot: needs results of bench_norm, got others in" in capsys.readouterr().err
 
 
 def test_row_counts_with_the_most_widths_are_drawn():

@@ -124,3 +124,90 @@ def test_layer_norm_refuses_eps_none_as_aten_does():
 def test_functions_raise_as_the_ops_do(function):
     with pytest.raises(RuntimeError, match=r"norm_fwd: x must end in normalized_shape \(7,\), got shape \(2, 3, 8\)"):
         function.apply(X.clone().requires_grad_(), (7,))
+
+
+STRANGE = {
+    "nested": lambda t: torch.nested.nested_tensor([t.reshape(-1), t.reshape(-1)[:1]]),
+    "jagged": lambda t: torch.nested.nested_tensor([t.reshape(-1), t.reshape(-1)[:1]], layout=torch.jagged),
+    "sparse": torch.Tensor.to_sparse,
+    "compressed": lambda t: t.reshape(-1, t.shape[-1]).to_sparse_csr(),
+    "mkldnn": torch.Tensor.to_mkldnn,
+}
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+@pytest.mark.parametrize("op", [*RIGHT_CALLS, "layer_norm_bwd_residual", "rms_norm_bwd_residual"])
+@pytest.mark.filterwarnings("ignore")
+def test_ops_say_that_they_take_strided_tensors_alone(op, kind):
+    arguments = RIGHT_CALLS[op.removesuffix("_residual")]
+    tensors = [name for name, value in arguments.items() if isinstance(value, torch.Tensor)]
+    for name in tensors:
+        for grad in (False, True):
+            strange = STRANGE[kind](arguments[name]).requires_grad_(grad)
+            with pytest.raises(RuntimeError, match=rf"^{op}: ({name} must be a strided|all tensors must be strided,)"):
+                getattr(torch.ops.fusednorm, op)(**arguments | {name: strange})
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+@pytest.mark.filterwarnings("ignore")
+def test_column_sums_and_explanations_say_so_too(kind):
+    strange = STRANGE[kind](torch.ones(6, 8))
+    for grad in (False, True):
+        with pytest.raises(RuntimeError, match=r"^column_sum: inputs\[1\] must be a strided tensor, got"):
+            fusednorm.column_sum([torch.ones(6, 8), strange.detach().requires_grad_(grad)])
+    with pytest.raises(RuntimeError, match="^explain: x must be a strided tensor, got"):
+        fusednorm.explain(strange, (8,))
+    with pytest.raises(RuntimeError, match="^explain: weight must be a strided tensor, got"):
+        fusednorm.explain(torch.ones(6, 8), (8,), strange)
+
+
+@pytest.mark.parametrize("op", [*RIGHT_CALLS, "layer_norm_bwd_residual", "rms_norm_bwd_residual"])
+def test_ops_of_no_tensor_say_so(op):
+    right = RIGHT_CALLS[op.removesuffix("_residual")]
+    arguments = {name: None if isinstance(value, torch.Tensor) else value for name, value in right.items()}
+    with pytest.raises(TypeError, match=f"^{op}: x must be a tensor, got NoneType"):
+        getattr(torch.ops.fusednorm, op)(**arguments)
+
+
+@pytest.mark.parametrize("op", BACKWARDS)
+def test_residual_backwards_name_themselves_on_every_route(op):
+    op, wrong, message = f"{op}_residual", {"rstd": torch.ones(5)}, "rstd must hold one element per row (6), got shape"
+    arguments = RIGHT_CALLS[op.removesuffix("_residual")] | wrong
+    run = getattr(torch.ops.fusednorm, op)
+    with raises(op, message):
+        run(**arguments)
+    with raises(op, message):  # through the formula, to be differentiated
+        run(**arguments | {"x": X.clone().requires_grad_()})
+    with raises(op, message):  # through the formula, batched
+        torch.func.vmap(lambda x: run(**arguments | {"x": x}))(torch.ones(4, 2, 3, 8))
+    with raises(op, message):  # through the fake
+        run(**{n: a.to("meta") if isinstance(a, torch.Tensor) else a for n, a in arguments.items()})
+
+
+@pytest.mark.parametrize(
+    ("run", "error", "message"),
+    [
+        (lambda: fusednorm.explain(None, (8,)), TypeError, "explain: x must be a tensor, got NoneType"),
+        (lambda: fusednorm.explain(X, 8), TypeError, "explain: normalized_shape must be a tuple of integers, got 8"),
+        (lambda: fusednorm.explain(X, (8,), [1]), TypeError, "explain: weight must be a tensor, got list"),
+        (lambda: fusednorm.explain(X, (7,)), RuntimeError, "explain: x must end in normalized_shape (7,), got shape"),
+        (lambda: fusednorm.explain_column_sum(3), TypeError, "explain_column_sum: inputs must be a sequence of"),
+        (lambda: fusednorm.explain_column_sum([3]), TypeError, "explain_column_sum: inputs[0] must be a tensor, got"),
+        (lambda: fusednorm.explain_column_sum([]), RuntimeError, "explain_column_sum: inputs must hold at least one"),
+        (lambda: fusednorm.patch_model(None), TypeError, "patch_model: model must be a torch.nn.Module, got NoneType"),
+        (lambda: fusednorm.warmup("layer", "8", torch.float32), TypeError, "warmup: cols must be an integer or"),
+        (lambda: fusednorm.warmup("layer", 0, torch.float32), RuntimeError, "warmup: cols must be 1 or more, got 0"),
+        (lambda: fusednorm.warmup("layer", 8, None), TypeError, "warmup: dtype must be a torch.dtype, got None"),
+        (lambda: fusednorm.warmup("layer", 8, torch.int8), RuntimeError, "warmup: dtypes must be float16, bfloat16"),
+        (lambda: fusednorm.warmup("rms", 8, torch.half, device="mps"), RuntimeError, "warmup: device must be a CUDA"),
+    ],
+)
+def test_functions_name_themselves_in_their_errors(run, error, message):
+    with pytest.raises(error, match="^" + re.escape(message)):
+        run()
+
+
+def test_warmup_says_that_there_is_no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="^warmup: device must be a GPU that is there, got cuda, where torch finds"):
+        fusednorm.warmup("layer", 4096, torch.bfloat16)

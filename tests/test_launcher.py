@@ -17,7 +17,7 @@ def test_errors_of_a_launch_reach_the_caller(monkeypatch):
     def run(prepared, remember):
         raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
 
-    monkeypatch.setattr(launch, "_run", run)
+    monkeypatch.setattr(launch, "_launch", run)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         launch.backward(meta_call(make_problem("layer", 4096), 64))
 

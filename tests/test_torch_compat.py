@@ -29,6 +29,9 @@ NAMES = [
     "_C._dispatch_tls_local_include_set",
     "_C._dispatch_tls_local_exclude_set",
     "_C._dynamo.guards.TensorGuards",
+    "autograd._profiler_enabled",
+    "_C._autograd._record_function_with_args_enter",
+    "_C._autograd._record_function_with_args_exit",
 ]
 
 # Everything that imports torch from here on gets one without some names; torch itself keeps them.

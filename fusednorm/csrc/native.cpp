@@ -7,6 +7,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -387,6 +388,15 @@ std::vector<Tensor> run_backward(
                          py::make_tuple(mask[0], mask[1], mask[2]));
 }
 
+// What the dispatcher does for profilers, where a call goes round it.
+void show(at::RecordFunction& record, const char* name, std::initializer_list<std::reference_wrapper<const Tensor>> tensors) {
+  if (C10_LIKELY(!record.isActive())) return;
+  std::vector<c10::IValue> inputs;
+  if (record.needsInputs())
+    for (const Tensor& tensor : tensors) inputs.emplace_back(tensor.defined() ? c10::IValue(tensor) : c10::IValue());
+  record.before(name, &inputs);
+}
+
 // As problem.py checks a mask: the dispatcher's own conversion to an array has a sentence of its own.
 template <size_t N>
 std::array<bool, 3> flags(const char* op, const c10::List<bool>& mask) {
@@ -533,6 +543,9 @@ struct NormOfYNode : torch::autograd::Node {
     auto sizes = c10::fromIntArrayRefUnchecked(shape);
     std::array<bool, 3> mask{wanted[0], weight.defined() && wanted[1], bias.defined() && wanted[2]};
     if (is_ordinary({grad_out, x, mean, rstd, weight, bias}) && !is_looked_into({grad_out, x, mean, rstd, weight})) {
+      at::RecordFunction record(at::RecordScope::FUNCTION);
+      show(record, op == LAYER_FWD ? "fusednorm::layer_norm_bwd" : "fusednorm::rms_norm_bwd",
+           {grad_out, x, mean, rstd, weight, bias});
       at::AutoDispatchBelowADInplaceOrView below;
       return run_backward(op == LAYER_FWD ? LAYER_BWD : RMS_BWD, grad_out, x, sizes, mean, rstd, weight, bias, mask);
     }
@@ -741,6 +754,8 @@ PyObject* norm_of(Op op, PyObject* const* arguments, Py_ssize_t count) {
   Tensor y;
   {
     py::gil_scoped_release released;
+    at::RecordFunction record(at::RecordScope::FUNCTION);
+    show(record, layer ? "fusednorm::layer_norm_fwd" : "fusednorm::rms_norm_fwd", {*x, value(weight), value(bias)});
     if (is_recorded({*x, value(weight), value(bias)})) {
       y = record_y(op, *x, shape, value(weight), value(bias), eps);
     } else {

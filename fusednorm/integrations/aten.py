@@ -15,10 +15,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .. import ops, recipe
+from .. import fallback, ops, recipe
 from ..device import DeviceSpec
 from ..forcing import forced_variant
 from ..legality import OLDEST_ARCH
+from ..plan import ReferencePlan
 from ..problem import BackwardCall, ForwardCall, check_backward, check_forward
 
 Outputs = tuple[Tensor | None, ...]
@@ -146,8 +147,10 @@ def _backward(*args) -> Outputs | None:
 
 
 def _takes(call: ForwardCall | BackwardCall) -> bool:
-    elements = call.rows and call.problem.cols
-    return bool(elements) and _has_kernels(call.x.tensor.device) and forced_variant() != "reference"
+    device, elements = call.x.tensor.device, call.rows and call.problem.cols
+    if not elements or not _has_kernels(device) or forced_variant() == "reference":
+        return False
+    return not isinstance(fallback.choose(call.problem, call.rows, DeviceSpec.of(device)), ReferencePlan)
 
 
 @functools.cache

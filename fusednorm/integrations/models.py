@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import nn
 
 from .. import modules
-from .by_hand import Formula, NormByHand, Unrecognized, formula_of
+from .by_hand import Formula, NormByHand, Unrecognized, formula_of, forward_of
 
 STOCK = {nn.LayerNorm: modules.LayerNorm, nn.RMSNorm: modules.RMSNorm}
 
@@ -56,10 +56,13 @@ def patch_model(model: nn.Module) -> Patch:
     1 + weight (Hugging Face's Llama, Mistral, Qwen, Gemma, T5, ...). These return the shape and dtype that their own
     forward would, autocast or not, but rounded once, where many round x_hat before the weight as well; bfloat16 x times
     float32 weight is rounded to bfloat16 and returned as float32. The sum 1 + weight is made in float32 on each call.
-    For dtypes, devices and tensor subclasses that this package does not take they run their own forward.
+    For dtypes, devices and tensor subclasses that this package does not take, and scripted (torch.jit.script) or traced
+    by torch.fx, they run their own forward.
 
-    Everything else is left, and Patch.left says why.
+    Everything else is left, and Patch.left says why. Raises TypeError where `model` is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"patch_model: model must be a torch.nn.Module, got {type(model).__name__}")
     patch = Patch()
     for name, module in list(model.named_modules()):
         if not _is_norm(module):
@@ -110,6 +113,8 @@ class _MadeAtRunTime:
 @functools.cache
 def _fused_class(ours: type, own: type, formula: Formula | None) -> type:
     attributes = {"__module__": __name__, "formula": formula, "ingredients": (ours, own, formula)}
+    if formula is not None:
+        attributes["forward"] = forward_of(own)
     return type(f"Fused{own.__name__}", (_MadeAtRunTime, ours, own), attributes)
 
 

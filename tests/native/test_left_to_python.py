@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import triton
-from norms import EPS, OPS, SHAPE, Wrapped, layer_norm, right_y
+from norms import EPS, OPS, SHAPE, Wrapped, layer_norm, norms, operands, ours, right_y, y_alone
 from op_log import OpLog
 from torch.autograd import forward_ad
 from torch.testing import assert_close
@@ -154,3 +154,38 @@ def test_profilers_that_hook_tritons_launches_see_all(hook, known_norm, gpu):
         chain.remove(look)
     with gpu.repeating():
         layer_norm(known_norm)
+
+
+@norms
+@pytest.mark.parametrize("requires_grad", ["", "xwb"])
+def test_the_profiler_shows_each_op_of_a_repeated_module_once(norm, requires_grad, gpu):
+    tensors, gradient = operands(norm, requires_grad=requires_grad), torch.randn(SHAPE)
+
+    def step():
+        y = y_alone(norm, *tensors)
+        if requires_grad:
+            y.backward(gradient)
+
+    step()
+    with (
+        gpu.repeating(2 * (1 + bool(requires_grad))),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile,
+    ):
+        step()
+        step()
+    shown = [event for event in profile.key_averages() if event.key.startswith("fusednorm::")]
+    wanted = ["fwd", "bwd"] if requires_grad else ["fwd"]
+    assert {event.key: event.count for event in shown} == {f"fusednorm::{norm}_norm_{each}": 2 for each in wanted}
+    events = [event for event in profile.events() if event.name.startswith("fusednorm::")]
+    assert all(event.input_shapes[0] == list(SHAPE) for event in events)
+
+
+@norms
+def test_batched_gradients_are_those_one_by_one(norm):
+    tensors = operands(norm)
+    inputs = [each for each in tensors if each is not None]
+    for y in (y_alone(norm, *tensors), ours(norm, *tensors)[0]):
+        many = torch.randn(3, *y.shape)
+        got = torch.autograd.grad(y, inputs, many, is_grads_batched=True, retain_graph=True)
+        want = [torch.autograd.grad(y, inputs, each, retain_graph=True) for each in many]
+        assert_close(got, tuple(torch.stack(each) for each in zip(*want, strict=True)))
