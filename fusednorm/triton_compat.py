@@ -12,6 +12,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+WHOLE_GRID_AT_ONCE = False  # no launch of ours asks for that: beside others it would wait for the whole GPU
+
 
 class Release(NamedTuple):
     """launch_of(compiled, has_maps): what launches a compiled kernel, called with grid x, y, z, stream, then the second
@@ -26,7 +28,7 @@ class Release(NamedTuple):
 def _flat(compiled, has_maps: bool) -> tuple[Callable, tuple]:
     """A function compiled for each kernel; for one with tensor maps, inside another that encodes them."""
     launcher = compiled.run
-    head = compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None
+    head = compiled.function, WHOLE_GRID_AT_ONCE, launcher.launch_pdl, None, None
     launch = inspect.getclosurevars(launcher.launch).nonlocals["launcher"] if has_maps else launcher.launch
     return launch, (*head, compiled.packed_metadata, None, None, None)
 
@@ -36,7 +38,7 @@ def _packed(compiled, has_maps: bool) -> tuple[Callable, tuple]:
     from triton.runtime import driver
 
     launcher, launch_packed = compiled.run, driver.active.utils.launch
-    head = compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, compiled.packed_metadata
+    head = compiled.function, WHOLE_GRID_AT_ONCE, launcher.launch_pdl, compiled.packed_metadata
     head += None, None, None, None, None, launcher.arg_annotations, launcher.kernel_signature
     first = 4 + len(head)
 

@@ -120,7 +120,7 @@ def test_with_any_other_release_triton_launches(monkeypatch):
 def test_a_launcher_that_is_other_than_known_is_left_to_triton(gone, monkeypatch):
     from fusednorm import launcher
 
-    names = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl", "launch")
+    names = ("global_scratch_size", "profile_scratch_size", "launch_pdl", "launch")
     monkeypatch.setattr(launcher, "TRITON", RELEASES[3, 6])
     run = SimpleNamespace(**{name: 0 for name in names if name != gone})
     compiled = SimpleNamespace(run=run, function=1, packed_metadata=(4, 1, 0), metadata=SimpleNamespace())

@@ -363,9 +363,8 @@ def known_build(launch, device):
 def build_for(launch, function: int) -> Build:
     compiled = compilation.compile_for(launch, H200.arch)
     metadata = compiled.metadata
-    assert not metadata.launch_cooperative_grid
     assert not (metadata.global_scratch_size or metadata.profile_scratch_size)
-    run = SimpleNamespace(launch_cooperative_grid=False, launch_pdl=metadata.launch_pdl, launch=in_tritons_form(None))
+    run = SimpleNamespace(launch_pdl=metadata.launch_pdl, launch=in_tritons_form(None))
     known = SimpleNamespace(
         run=run, function=function, src=compiled.src, metadata=metadata, ptx=compiled.asm["ptx"],
         packed_metadata=compiled.packed_metadata,
