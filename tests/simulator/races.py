@@ -55,61 +55,46 @@ class Access(NamedTuple):
 
 PLAIN, ATOMIC, COPY = "plain", "atomic", "copy"  # a copy is of the asynchronous proxy
 INIT, USE, COPY_USE = "init", "use", "copy's use"  # of an mbarrier
-FRESH = 0  # the record of memory that nobody has touched
+NOBODY = 0  # number of the access that memory begins with
 
 
 class Ledger:
-    """All records. Memory holds their numbers: alike bytes share one."""
+    """All accesses and all sets of reads, by number: alike bytes share one."""
 
     def __init__(self, strict: bool):
         self.strict = strict  # a copy's fence must cover reads too, as PTX has it, and not only writes
-        self.agents: list[str] = []
+        self.agents: list[str] = ["nobody"]
         self.sites: list[Instruction] = []
-        self._accesses: list[Access] = []
-        self._access_numbers: dict[Access, int] = {}
-        self._records: list[tuple[int | None, tuple[int, ...]]] = [(None, ())]  # last write, reads since
-        self._record_numbers = {self._records[0]: FRESH}
-        self._next: dict[tuple[int, int, bool], int] = {}
+        self.accesses: list[Access] = [Access(0, 0, 0, PLAIN)]
+        self._numbers: dict[Access, int] = {}
+        self.read_sets: list[tuple[int, ...]] = [()]
+        self._read_numbers = {(): 0}
 
     def agent(self, name: str) -> int:
         self.agents.append(name)
         return len(self.agents) - 1
 
     def number(self, access: Access) -> int:
-        found = self._access_numbers.setdefault(access, len(self._accesses))
-        if found == len(self._accesses):
-            self._accesses.append(access)
+        found = self._numbers.setdefault(access, len(self.accesses))
+        if found == len(self.accesses):
+            self.accesses.append(access)
         return found
 
-    def after(self, record: int, access: int, writes: bool, clock: Clock) -> int:
-        """The record of memory with `record` after an access (its number) by one who knows `clock`. Raises Race."""
-        key = record, access, writes
-        found = self._next.get(key)
-        if found is None:
-            found = self._next[key] = self._number_after(*self._records[record], access, writes, clock)
+    def with_read(self, reads: int, access: int, clock: Clock) -> int:
+        """The set of reads with another, by one who knows `clock`; what it knows of is told with it."""
+        kept = (each for each in self.read_sets[reads] if not self._is_known(self.accesses[each], access, clock))
+        new = (*kept, access)
+        found = self._read_numbers.setdefault(new, len(self.read_sets))
+        if found == len(self.read_sets):
+            self.read_sets.append(new)
         return found
 
-    def _number_after(self, write: int | None, reads: tuple[int, ...], access: int, writes: bool, clock: Clock) -> int:
-        if write is not None:
-            self._check(write, "written", access, writes, clock)
-        if writes:
-            for read in reads:
-                self._check(read, "read", access, writes, clock)
-            new = access, ()
-        else:
-            new = write, (*(each for each in reads if not self._is_known(each, access, clock)), access)
-        found = self._record_numbers.setdefault(new, len(self._records))
-        if found == len(self._records):
-            self._records.append(new)
-        return found
+    def _is_known(self, before: Access, access: int, clock: Clock) -> bool:
+        return before.agent == self.accesses[access].agent or before.time <= clock.seen.get(before.agent, 0)
 
-    def _is_known(self, before: int, access: int, clock: Clock) -> bool:
-        """Whether who knows of `access` knows of `before` as well."""
-        known, new = self._accesses[before], self._accesses[access]
-        return known.agent == new.agent or known.time <= clock.seen.get(known.agent, 0)
-
-    def _check(self, earlier: int, how: str, later: int, writes: bool, clock: Clock) -> None:
-        before, access = self._accesses[earlier], self._accesses[later]
+    def check(self, earlier: int, how: str, access: Access, writes: bool, clock: Clock) -> None:
+        """That an access by one who knows `clock` may follow an earlier one. Raises Race."""
+        before = self.accesses[earlier]
         if before.kind == access.kind == ATOMIC:
             return
         if before.kind == INIT and access.kind in (PLAIN, ATOMIC, COPY) and writes:
@@ -130,11 +115,12 @@ class Ledger:
 
 
 class Shadow:
-    """The records of a piece of memory, one for each `granule` bytes."""
+    """The last write and the reads since then of a piece of memory, by `granule` bytes."""
 
     def __init__(self, ledger: Ledger, size: int, granule: int):
         self.ledger, self.shift = ledger, granule.bit_length() - 1
-        self.records = np.zeros((size >> self.shift) + 1, np.int32)
+        self.writes = np.zeros((size >> self.shift) + 1, np.int32)
+        self.reads = np.zeros_like(self.writes)
         self._steps = {n << self.shift: np.arange(n) for n in (2, 4, 8, 16, 32)}
 
     def lanes(self, at: np.ndarray, nbytes: int) -> np.ndarray:
@@ -146,36 +132,45 @@ class Shadow:
         return slice(at >> self.shift, -(-(at + nbytes) >> self.shift))
 
     def read(self, where, access: Access, clock: Clock) -> None:
-        self._advance(where, access, False, clock, None)
+        ledger = self.ledger
+        for write in _different(self.writes[where]):
+            if write != NOBODY:
+                ledger.check(write, "written", access, False, clock)
+        before, number = self.reads[where], ledger.number(access)
+        after = {each: ledger.with_read(each, number, clock) for each in _different(before)}
+        if len(after) == 1:
+            self.reads[where] = next(iter(after.values()))
+        else:
+            self.reads[where] = np.array([after[each] for each in before.ravel().tolist()]).reshape(before.shape)
 
     def write(self, where, access: Access, clock: Clock, unchanged=None) -> None:
         """`unchanged()` says of which pieces the bits stay as they are: such a store is no write where it would race,
         as several warps may store the same."""
-        self._advance(where, access, True, clock, unchanged)
+        try:
+            self._check_write(where, access, clock)
+        except Race:
+            if unchanged is None:
+                raise
+            changed = ~unchanged()
+            if not changed.any():
+                return
+            where = np.broadcast_to(where, changed.shape)[changed]
+            self._check_write(where, access, clock)
+        self.writes[where], self.reads[where] = self.ledger.number(access), 0
+
+    def _check_write(self, where, access: Access, clock: Clock) -> None:
+        for write in _different(self.writes[where]):
+            if write != NOBODY:
+                self.ledger.check(write, "written", access, True, clock)
+        for reads in _different(self.reads[where]):
+            for read in self.ledger.read_sets[reads]:
+                self.ledger.check(read, "read", access, True, clock)
 
     def forget(self, where, access: Access) -> None:
-        """What was there before is over."""
-        self.records[where] = self.ledger.after(FRESH, self.ledger.number(access), True, Clock())
+        """What was there before this write is over."""
+        self.writes[where], self.reads[where] = self.ledger.number(access), 0
 
-    def _advance(self, where, access, writes, clock, unchanged) -> None:
-        now, after, access = self.records[where], self.ledger.after, self.ledger.number(access)
-        first = now.item(0)
-        if (now == first).all():
-            try:
-                new = after(first, access, writes, clock)
-            except Race:
-                if unchanged is None or not unchanged().all():
-                    raise
-                return
-            if new != first:
-                self.records[where] = new
-            return
-        alike, which = np.unique(now, return_inverse=True)
-        new = alike.copy()
-        for n, record in enumerate(alike.tolist()):
-            try:
-                new[n] = after(record, access, writes, clock)
-            except Race:
-                if unchanged is None or not unchanged()[which.reshape(now.shape) == n].all():
-                    raise
-        self.records[where] = new[which].reshape(now.shape)
+
+def _different(numbers: np.ndarray):
+    first = numbers.item(0)
+    return (first,) if (numbers == first).all() else set(numbers.ravel().tolist())
