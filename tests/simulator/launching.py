@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from . import effects, instructions  # noqa: F401  which register themselves
 from .gpu import Gpu
 from .memory import TensorMap
 from .ptx import Kernel, parse
+from .trace import Trace
 from .translate import Program
 
 FLOATS = {"fp32": torch.float32, "f32": torch.float32, "fp64": torch.float64, "f64": torch.float64}
@@ -30,7 +32,19 @@ def program_of(digest: str, ptx: str, without: frozenset[int] = frozenset()) -> 
     return Program(kernel_of(digest, ptx), without)
 
 
-def run(launch, arch: int, gpu: Gpu, without: dict[str, frozenset[int]]) -> None:
+class Launched(NamedTuple):
+    """A launch that has run."""
+
+    name: str
+    grid: tuple[int, int, int]  # in CTAs
+    cluster: int
+    build: str
+    kernel: Kernel
+    trace: Trace
+    steps: int
+
+
+def run(launch, arch: int, gpu: Gpu, without: dict[str, frozenset[int]]) -> Launched:
     """Run one Launch or ColumnLaunch to its end. `without` has the instructions to leave out, by build."""
     compiled = compilation.compile_for(launch, arch)
     metadata, text = compiled.metadata, compiled.asm["ptx"]
@@ -47,6 +61,9 @@ def run(launch, arch: int, gpu: Gpu, without: dict[str, frozenset[int]]) -> None
     grid[0] *= metadata.num_ctas
     gpu.launch(program, grid, metadata.num_ctas, metadata.shared, values)
     gpu.synchronize()
+    return Launched(
+        metadata.name, tuple(grid), metadata.num_ctas, compiled.hash, program.kernel, gpu.trace, gpu.order.steps
+    )
 
 
 def _parameters(launch, compiled, gpu: Gpu) -> list:
