@@ -14,8 +14,15 @@ gpu         places, grids, memory                           launching, host   fr
 recording, picture   what a run looked like                 everything, mutants   the commands of `make`
 """
 
-from .host import Simulation, simulated
-from .order import Deadlock
-from .races import Race, SimulationError
+import sys
+from pathlib import Path
+
+TESTS = str(Path(__file__).resolve().parent.parent)
+if TESTS not in sys.path:  # `python -m tests.simulator`: what all tests share lies beside this package
+    sys.path.insert(0, TESTS)
+
+from .host import Simulation, simulated  # noqa: E402
+from .order import Deadlock  # noqa: E402
+from .races import Race, SimulationError  # noqa: E402
 
 __all__ = ["Deadlock", "Race", "Simulation", "SimulationError", "simulated"]

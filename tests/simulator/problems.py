@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import torch
 from cases import BF16, LAYOUTS, lay_out, make_case
@@ -10,7 +12,7 @@ from columns import Sums, assert_sums_close
 from torch import Tensor
 
 import fusednorm
-from fusednorm import testing
+from fusednorm import column_plan, testing
 from fusednorm.testing import Case, Inputs, Outputs
 
 from .host import Simulation, simulated
@@ -100,17 +102,21 @@ class Problem:
 
 @dataclass(frozen=True)
 class SumProblem:
-    """Column sums by one of column_plan's kernels."""
+    """Column sums by one of column_plan's kernels (None: the planner's choice)."""
 
     sums: Sums
+    kernel: str | None = None
     device: str = "H200"
     sms: int = 2
 
     def __str__(self) -> str:
-        return f"column_sum-{self.sums}{'' if self.device == 'H200' else '-' + self.device}"
+        device = "" if self.device == "H200" else f"-{self.device}"
+        return f"column_sum-{self.kernel or 'planned'}-{self.sums}{device}"
 
     def simulate(self, **how) -> tuple[list[Tensor], Simulation]:
-        with simulated(self.device, self.sms, **how) as simulation:
+        by_kernel = functools.partial(column_plan.choose, kernel=self.kernel)
+        chosen = mock.patch.object(column_plan, "choose", by_kernel)
+        with chosen, simulated(self.device, self.sms, **how) as simulation:
             outputs = fusednorm.column_sum(self.sums.inputs(), total=self.sums.total, dtype=self.sums.out_dtype)
         assert simulation.launched, f"{self} went to ATen"
         return outputs, simulation

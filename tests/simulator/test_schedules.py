@@ -15,7 +15,7 @@ MIXED, HALVES, FLOATS = (BF16, FP32, BF16), (FP16, FP16, FP16), (FP32, FP32, FP3
 PORTABLE = [
     Problem("forward", "multi_wave", "layer", 1, 200),
     Problem("forward", "multi_wave", "rms", 5, 1987, FLOATS),  # rows of an odd length
-    Problem("backward", "multi_wave", "layer", 9, 200),
+    Problem("backward", "multi_wave", "layer", 60, 200),
     Problem("backward", "multi_wave", "rms", 1, 200, HALVES),
     Problem("backward", "multi_wave", "layer", 6, 96, (FP64, FP64, FP64)),
     Problem("backward", "multi_wave", "layer", 10, 160, MIXED, layout="packed_slice"),
@@ -56,9 +56,11 @@ SPECIALIZED = [
 ]
 SUMS = [
     SumProblem(Sums(1, 200)),
-    SumProblem(Sums(300, 200, 3, BF16, total=True)),
-    SumProblem(Sums(70, 264, 5, BF16)),
-    SumProblem(Sums(40, 264, 12, FP16, total=True), device="B200"),  # more than the few of the quicker kernel
+    SumProblem(Sums(300, 264, 3, BF16, total=True), "ring"),
+    SumProblem(Sums(70, 264, 5, BF16), "ring", device="B200"),
+    SumProblem(Sums(40, 264, 12, FP16, total=True), "ring"),  # more than the few of the quicker kernel
+    SumProblem(Sums(300, 200, 3, BF16, total=True), "portable"),
+    SumProblem(Sums(70, 131, 5, FP32), "portable", device="B200"),
 ]
 ORDERED = [
     Problem("backward", "multi_wave", "layer", 9, 200),
