@@ -53,7 +53,8 @@ class ClusterBarrier:
     members: list[Cta] = field(default_factory=list)
     phase: int = 0
     arrived: int = 0
-    time: int = 0
+    time: int = 0  # of the last arrival
+    opened: int = 0  # when the last phase was complete
     gathered: Clock = field(default_factory=Clock)
     known: Clock = field(default_factory=Clock)  # by those who wait, of the last phase
     waiting: list[Warp] = field(default_factory=list)
@@ -67,12 +68,12 @@ class ClusterBarrier:
     def check(self) -> None:
         if not self.arrived or self.arrived < sum(cta.running for cta in self.members):
             return
-        self.phase, self.arrived = self.phase + 1, 0
+        self.phase, self.arrived, self.opened = self.phase + 1, 0, self.time
         self.known, self.gathered = self.gathered, Clock()
         waiting, self.waiting = self.waiting, []
         for warp in waiting:
             warp.clock.join(self.known)
-            warp.go_on(self.time)
+            warp.go_on(self.opened)
 
 
 @dataclass
@@ -88,6 +89,7 @@ class MBarrier:
     tx: int = 0  # bytes that are expected and have not come
     phase: int = 0
     time: int = 0
+    opened: int = 0
     gathered: Clock = field(default_factory=Clock)
     known: Clock = field(default_factory=Clock)
     waiting: list[Warp] = field(default_factory=list)
@@ -120,10 +122,10 @@ class MBarrier:
             raise SimulationError(f"{self}: tx-count out of range")
         if self.pending or self.tx:
             return
-        self.phase, self.pending = self.phase + 1, self.count
+        self.phase, self.pending, self.opened = self.phase + 1, self.count, self.time
         self.known, self.gathered = self.gathered, Clock()
         self.known.join(Clock({self.agent: self.phase}, {self.agent: self.phase}))
         waiting, self.waiting = self.waiting, []
         self.cta.gpu.trace.phase(self)
         for warp in waiting:
-            warp.go_on(self.time)
+            warp.go_on(self.opened)

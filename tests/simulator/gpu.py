@@ -72,7 +72,8 @@ class Grid:
         self.tensor_maps = {
             PARAMETER_BASE + PARAMETER_PAGE * n: each for n, each in enumerate(parameters) if isinstance(each, TensorMap)
         }
-        self.parameters = np.array([0 if isinstance(each, TensorMap) else each for each in parameters], np.uint64)
+        words = [0 if isinstance(each, TensorMap) else each & ((1 << 64) - 1) for each in parameters]
+        self.parameters = np.array(words, np.uint64)
         self.parameter_rows = [np.full(32, each) for each in self.parameters]
         self.first_site = len(gpu.ledger.sites)
         gpu.ledger.sites += program.kernel.code

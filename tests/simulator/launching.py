@@ -50,16 +50,12 @@ def run(launch, arch: int, gpu: Gpu, without: dict[str, frozenset[int]]) -> Laun
     metadata, text = compiled.metadata, compiled.asm["ptx"]
     program = program_of(compiled.hash, text, without.get(compiled.hash, frozenset()))
     parameters = _parameters(launch, compiled, gpu)
-    sizes = program.kernel.parameters.values()
-    if len(parameters) + SCRATCH != len(sizes):
-        raise RuntimeError(f"{len(parameters)} operands for {len(sizes)} parameters of {metadata.name}")
-    values = [
-        each if isinstance(each, TensorMap) else each & (256**size - 1)
-        for each, size in zip([*parameters, *[0] * SCRATCH], sizes, strict=True)
-    ]
+    declared = program.kernel.parameters
+    if len(parameters) + SCRATCH != len(declared):
+        raise RuntimeError(f"{len(parameters)} operands for {len(declared)} parameters of {metadata.name}")
     grid = [*launch.grid, 1, 1][:3]
     grid[0] *= metadata.num_ctas
-    gpu.launch(program, grid, metadata.num_ctas, metadata.shared, values)
+    gpu.launch(program, grid, metadata.num_ctas, metadata.shared, [*parameters, *[0] * SCRATCH])
     gpu.synchronize()
     return Launched(
         metadata.name, tuple(grid), metadata.num_ctas, compiled.hash, program.kernel, gpu.trace, gpu.order.steps
@@ -83,7 +79,7 @@ def _add(found: list, kind, value, described, gpu: Gpu) -> None:
     elif kind.startswith("tensordesc"):
         found += [_tensor_map(value, next(described), gpu), *value.shape, *value.strides]
     elif isinstance(value, Tensor):
-        _know(value, gpu)
+        add_tensor(gpu, value)
         found.append(value.data_ptr())
     elif kind in FLOATS:
         found.append(int(torch.tensor(value, dtype=FLOATS[kind]).view(BITS[FLOATS[kind]])))
@@ -92,14 +88,15 @@ def _add(found: list, kind, value, described, gpu: Gpu) -> None:
 
 
 def _tensor_map(descriptor, meta: dict, gpu: Gpu) -> TensorMap:
-    _know(descriptor.base, gpu)
+    add_tensor(gpu, descriptor.base)
     itemsize = meta["elem_size"]
     strides = (itemsize, *(itemsize * each for each in descriptor.strides[-2::-1]))
     box = tuple(meta["block_size"][::-1])
     return TensorMap(descriptor.base.data_ptr(), tuple(descriptor.shape[::-1]), strides, box, meta["swizzle"])
 
 
-def _know(tensor: Tensor, gpu: Gpu) -> None:
+def add_tensor(gpu: Gpu, tensor: Tensor) -> None:
+    """Let the GPU know of a tensor's memory."""
     memory = tensor.untyped_storage()
     name = f"a tensor of shape {tuple(tensor.shape)}"
     gpu.memory.add(memory.data_ptr(), memory.nbytes(), name, gpu.ledger, min(tensor.element_size(), 4))

@@ -38,7 +38,7 @@ class Synchronization:
             self.wait("barrier.cluster")
         else:
             self.clock.join(barrier.known)
-            self.time = max(self.time, barrier.time)
+            self.catch_up(barrier.opened)
         self.cluster_phase = None
 
     # --- Fences ---
@@ -105,7 +105,7 @@ class Synchronization:
         over = barrier.phase & 1 != wanted
         if over:
             self.clock.join(barrier.known)
-            self.time = max(self.time, barrier.time)
+            self.catch_up(barrier.opened)
         elif self.gpu.order.random.random() >= SPURIOUS:
             barrier.waiting.append(self)
             self.wait(f"parity {wanted} of {barrier}")
@@ -128,16 +128,17 @@ class Synchronization:
     def grid_wait(self, mask) -> bool:
         """griddepcontrol.wait: until the grid before is done, all of whose stores are known then."""
         before = self.cta.grid.before
-        if before is None or not self.cta.grid.dependent:
+        if before is None or not self.cta.grid.dependent or (mask is not None and not mask.any()):
             return True
         if not before.done:
             before.waiting.append(self)
             self.wait("the grid before")
             return False
         self.clock.join(before.known)
-        self.time = max(self.time, before.time)
+        self.catch_up(before.time)
         return True
 
     def grid_trigger(self, mask) -> None:
         """griddepcontrol.launch_dependents."""
-        self.cta.trigger()
+        if mask is None or mask.any():
+            self.cta.trigger()

@@ -6,6 +6,7 @@ import pytest
 from cases import BF16, FP16, FP32, FP64
 from columns import Sums
 from simulator import Race
+from simulator.mutants import is_strict
 from simulator.problems import Problem, SumProblem, bits
 
 DX_ONLY, NO_DX = (True, False, False), (False, True, True)
@@ -71,11 +72,6 @@ ORDERED = [
 SEEDS = 20
 
 
-def is_strict(problem) -> bool:
-    """All but this schedule fence their reads before a copy overwrites what they have read."""
-    return getattr(problem, "variant", None) != "warp_specialized"
-
-
 @pytest.mark.parametrize("problem", [*PORTABLE, *PIPELINED, *CLUSTERS, *SPECIALIZED, *SUMS], ids=str)
 def test_outputs_are_the_oracles(problem):
     outputs, _ = problem.simulate(strict=is_strict(problem))
@@ -91,9 +87,8 @@ def test_bits_are_the_same_in_every_order_and_however_few_ctas_have_a_place(prob
         assert bits(outputs) == bits(first), seed
 
 
-@pytest.mark.parametrize("size", [2, 4, 16])
-def test_a_cluster_is_of_as_many_ctas_as_planned(size):
-    problem = {2: CLUSTERS[0], 4: CLUSTERS[1], 16: CLUSTERS[3]}[size]
+@pytest.mark.parametrize("problem, size", zip(CLUSTERS, (2, 4, 8, 16), strict=False), ids=str)
+def test_a_cluster_is_of_as_many_ctas_as_planned(problem, size):
     _, simulation = problem.simulate()
     assert [each.cluster for each in simulation.launched] == [size]
 

@@ -120,12 +120,17 @@ class Warp(Accesses, Copies, Synchronization):
 
     def go_on(self, time: int) -> None:
         """What it waits for has come about, at that time."""
-        self.gpu.trace.waited(self, time)
-        self.time = max(self.time, time)
+        self.catch_up(time)
         self.waiting = None
         if self.parked:
             self.parked = False
             self.gpu.order.add(self)
+
+    def catch_up(self, time: int) -> None:
+        """It can have gone on at that time only."""
+        if time > self.time:
+            self.gpu.trace.waited(self, time)
+            self.time = time
 
     def where(self) -> str:
         each = self.program.kernel.code[self.program.blocks[self.pc][0]]
