@@ -5,13 +5,17 @@
     with simulated("H200", sms=4, seed=3):
         y = fusednorm.functional.layer_norm(x, (1024,), weight, bias)  # of CPU tensors
 
-ptx         parses what Triton compiled                     translate, instructions, arithmetic   PTX to Python over numpy
-warp        a warp, and what its instructions ask:          effects (which instruction asks what),
-                                                            accesses, copies, synchronization
-memory      bytes, tensors, tensor maps                     races      who knows of which access
-barriers    what warps wait at                              order      who goes on next
-gpu         places, grids, memory                           launching, host   from fusednorm's launches to these
-recording, picture   what a run looked like                 everything, mutants   the commands of `make`
+ptx                  parses what Triton has compiled
+translate            PTX to Python over numpy, by instructions (that compute), arithmetic and
+                     effects (instructions that ask something of the warp)
+warp                 a warp, and what it is asked for: accesses, copies, synchronization
+memory, races        bytes, tensors and tensor maps; who knows of which access
+barriers, order      what warps wait at; who goes on next
+gpu                  places for CTAs, grids, memory
+launching, host      from fusednorm's launches to these
+recording, picture   what a run looked like
+problems             norms and column sums to try it with; mutants and everything do, for `make`
+small                kernels written by hand
 """
 
 import sys

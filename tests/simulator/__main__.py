@@ -1,6 +1,6 @@
 """Runs one norm by the simulated kernels, from the repository's root:
 
-    python -m tests.simulator --variant warp_specialized --rows 9 --cols 512 --picture out.png
+python -m tests.simulator --variant warp_specialized --rows 9 --cols 512 --picture out.png
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ def main() -> int:
     parser.add_argument("--sms", type=int, default=2, help="at least twice a cluster")
     parser.add_argument("--seed", type=int, default=0, help="the order of events")
     parser.add_argument("--resident", type=int, help="CTAs, or clusters, that have a place at a time")
-    parser.add_argument("--strict", action="store_true", help="want a proxy fence between reads and the copy that overwrites")
-    parser.add_argument("--picture", help="write a picture of the first launch there")
-    parser.add_argument("--trace", help="write what happened in the first launch there, as text")
+    parser.add_argument("--strict", action="store_true", help="want a proxy fence between reads and a copy")
+    parser.add_argument("--picture", help="write a picture of the run there")
+    parser.add_argument("--trace", help="write what happened there, as text")
     options = parser.parse_args()
     mask = (True, False, False) if options.dx_only else (True, True, True)
+    mix = (DTYPES[options.dtype],) * 3
     problem = Problem(
-        options.direction, options.variant, options.norm, options.rows, options.cols, (DTYPES[options.dtype],) * 3, mask,
+        options.direction, options.variant, options.norm, options.rows, options.cols, mix, mask,
         device=options.device, sms=options.sms,
     )  # fmt: skip
     how = {"seed": options.seed, "resident": options.resident, "strict": options.strict}
@@ -48,14 +49,15 @@ def main() -> int:
         print(f"{problem}: {type(error).__name__}: {error}")
         return 1
     for each in simulation.launched:
-        print(f"{each.name}: {each.grid} CTAs in clusters of {each.cluster}, {each.steps} steps")
-    first = simulation.launched[0]
+        print(f"{each.name}: {each.grid} CTAs in clusters of {each.cluster}{', dependent' * each.dependent}")
+    first, trace = simulation.launched[0], simulation.finished[0].trace
     if options.picture:
-        title = f"{options.variant or first.name}: {options.norm} {options.direction} of {options.rows} x {options.cols}"
-        draw(first.trace, title, options.picture)
+        size = f"{options.rows} x {options.cols}"
+        title = f"{options.variant or first.name}: {options.norm} {options.direction} of {size} on {options.sms} SMs"
+        draw(trace, title, options.picture)
     if options.trace:
         with open(options.trace, "w") as file:
-            file.write(first.trace.text() + "\n")
+            file.write(trace.text() + "\n")
     problem.check(outputs)
     print(f"{problem}: as the oracle's, in {time.perf_counter() - start:.1f} s")
     return 0

@@ -30,7 +30,6 @@ class Copy:
     source: tuple[TensorMap, list[int]] | np.ndarray
     knowledge: Clock | None  # that it makes known when it completes
     issued: int
-    site: int
     priority: float
 
     def step(self) -> bool:
@@ -92,7 +91,7 @@ class Copies:
         shadow.write(shadow.bytes(at, nbytes), landing, self.clock)
         cta.copies_under_way += 1
         order = self.gpu.order
-        copy = Copy(kind, cta, at, nbytes, barrier, source, knowledge, self.time, self.first_site + site, order.draw_copy())
+        copy = Copy(kind, cta, at, nbytes, barrier, source, knowledge, self.time, order.draw_copy())
         self.gpu.trace.issued(copy, self)
         if knowledge is not None:
             self.tick()

@@ -33,7 +33,8 @@ class Cta:
             warp.begin(self, number, self.gpu.order.draw(of_cta))
 
     def __str__(self) -> str:
-        return f"CTA {self.index[0] if self.grid.size[1:] == (1, 1) else self.index}"
+        index = self.index[0] if self.grid.size[1:] == (1, 1) else self.index
+        return f"CTA {index}" + (f" of {self.grid.program.kernel.name}" if self.grid.is_later else "")
 
     def mbarrier(self, at: int) -> MBarrier:
         if at not in self.mbarriers:
@@ -43,14 +44,17 @@ class Cta:
     def barrier(self, number: int) -> NamedBarrier:
         return self.named.setdefault(number, NamedBarrier(self, number))
 
-    def trigger(self) -> None:
+    def trigger(self, time: int) -> None:
         self.triggered = True
+        self.grid.announced = max(self.grid.announced, time)
         self.grid.check()
 
     def warp_ends(self, warp: Warp) -> None:
         self.running -= 1
         self.grid.known.join(warp.clock)
         self.grid.time = max(self.grid.time, warp.time)
+        if not self.triggered:
+            self.grid.announced = max(self.grid.announced, warp.time)
         for barrier in self.named.values():
             if barrier.threads is None:
                 barrier.check()
@@ -64,14 +68,14 @@ class Cta:
 class Grid:
     """One launch. Where it is dependent, it may begin when all CTAs of the one before have triggered or ended."""
 
-    def __init__(self, gpu: Gpu, program: Program, size, cluster: int, shared_bytes: int, parameters, before, dependent):
-        self.gpu, self.program, self.size, self.cluster, self.shared_bytes = gpu, program, tuple(size), cluster, shared_bytes
-        self.before: Grid | None = before
-        self.dependent = dependent
+    def __init__(self, gpu: Gpu, program: Program, size, cluster: int, shared_bytes: int, parameters: list):
+        self.gpu, self.program, self.size, self.cluster = gpu, program, tuple(size), cluster
+        self.shared_bytes = shared_bytes
+        self.before: Grid | None = None  # in its stream
+        self.dependent, self.is_later = False, bool(gpu.grids)
         self.granule = 2
-        self.tensor_maps = {
-            PARAMETER_BASE + PARAMETER_PAGE * n: each for n, each in enumerate(parameters) if isinstance(each, TensorMap)
-        }
+        maps = ((n, each) for n, each in enumerate(parameters) if isinstance(each, TensorMap))
+        self.tensor_maps = {PARAMETER_BASE + PARAMETER_PAGE * n: each for n, each in maps}  # by address
         words = [0 if isinstance(each, TensorMap) else each & ((1 << 64) - 1) for each in parameters]
         self.parameters = np.array(words, np.uint64)
         self.parameter_rows = [np.full(32, each) for each in self.parameters]
@@ -82,6 +86,7 @@ class Grid:
         self.done = False
         self.known = Clock()  # by whoever comes after it
         self.time = self.start_time = 0
+        self.announced = 0  # when the last CTA has triggered or ended
         self.waiting: list[Warp] = []
         self._idle: list[Warp] = []
 
@@ -99,7 +104,7 @@ class Grid:
 
     def begin_cluster(self) -> None:
         if self.before is not None and not self.start_time:
-            self.start_time = self.before.time
+            self.start_time = self.before.announced if self.dependent else self.before.time
         barrier = ClusterBarrier()
         for rank in range(self.cluster):
             barrier.members.append(Cta(self, self.to_come.pop(), rank, barrier))
@@ -138,8 +143,8 @@ class Gpu:
 
     def launch(self, program: Program, size, cluster, shared_bytes, parameters, stream=0, dependent=False) -> None:
         """parameters: an integer or a TensorMap each; size in CTAs. It runs at the next `synchronize`."""
-        before = self._last.get(stream)
-        grid = Grid(self, program, size, cluster, shared_bytes, parameters, before, dependent)
+        grid = Grid(self, program, size, cluster, shared_bytes, parameters)
+        grid.before, grid.dependent = self._last.get(stream), dependent
         self._last[stream] = grid
         self.grids.append(grid)
 

@@ -4,6 +4,7 @@ do the work."""
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from unittest import mock
@@ -28,13 +29,32 @@ class Simulation:
     seed: int = 0
     resident: int | None = None
     strict: bool = True
-    trace: Callable[[], Trace] = Trace  # makes that of each launch
+    trace: Callable[[], Trace] = Trace  # makes that of each op
     without: dict[str, frozenset[int]] = field(default_factory=dict)
     launched: list[launching.Launched] = field(default_factory=list)
+    finished: list[Gpu] = field(default_factory=list)  # one for each op
 
-    def run(self, launch) -> None:
-        gpu = Gpu(self.seed + len(self.launched), self.resident, self.strict, self.trace())
-        self.launched.append(launching.run(launch, self.spec.arch, gpu, self.without))
+    def launch(self, launch) -> None:
+        """Hand over a launch; those of an op run at its end, as a dependent one may begin before another has ended."""
+        self.launched.append(launching.enqueue(launch, self.spec.arch, self._gpu, self.without))
+
+    @functools.cached_property
+    def _gpu(self) -> Gpu:
+        return Gpu(self.seed + len(self.finished), self.resident, self.strict, self.trace())
+
+    def op(self, function: Callable) -> Callable:
+        """The function, whose launches have run when it returns."""
+
+        def run(*operands):
+            outputs = function(*operands)
+            if "_gpu" in vars(self):
+                gpu = self._gpu
+                del self._gpu
+                gpu.synchronize()
+                self.finished.append(gpu)
+            return outputs
+
+        return run
 
 
 @contextlib.contextmanager
@@ -48,7 +68,13 @@ def simulated(device: str | DeviceSpec = "H200", sms: int | None = None, **how) 
     """
     spec = named(device, sms) if isinstance(device, str) else device
     simulation = Simulation(spec, **how)
-    with planned_for(spec), mock.patch.object(launcher, "hand_over", simulation.run), _fresh_memory_is_nan(), _on_cpu():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(planned_for(spec))
+        stack.enter_context(mock.patch.object(launcher, "hand_over", simulation.launch))
+        for module, op in ((launch, "forward"), (launch, "backward"), (launch_columns, "column_sum")):
+            stack.enter_context(mock.patch.object(module, op, simulation.op(getattr(module, op))))
+        stack.enter_context(_fresh_memory_is_nan())
+        stack.enter_context(_on_cpu())
         yield simulation
 
 

@@ -208,5 +208,3 @@ def _shuffle(t, operands, mode):
         t.set(out, "b32", f"{t.get(values, 'u32')}[{t.program.constant(sources)}]")
     else:
         t.set(out, "b32", f"shuffle({mode!r}, {', '.join(t.get(each, 'u32') for each in sources)})")
-
-

@@ -14,7 +14,6 @@ from . import effects, instructions  # noqa: F401  which register themselves
 from .gpu import Gpu
 from .memory import TensorMap
 from .ptx import Kernel, parse
-from .trace import Trace
 from .translate import Program
 
 FLOATS = {"fp32": torch.float32, "f32": torch.float32, "fp64": torch.float64, "f64": torch.float64}
@@ -33,19 +32,18 @@ def program_of(digest: str, ptx: str, without: frozenset[int] = frozenset()) -> 
 
 
 class Launched(NamedTuple):
-    """A launch that has run."""
+    """What has been launched."""
 
     name: str
     grid: tuple[int, int, int]  # in CTAs
     cluster: int
+    dependent: bool
     build: str
     kernel: Kernel
-    trace: Trace
-    steps: int
 
 
-def run(launch, arch: int, gpu: Gpu, without: dict[str, frozenset[int]]) -> Launched:
-    """Run one Launch or ColumnLaunch to its end. `without` has the instructions to leave out, by build."""
+def enqueue(launch, arch: int, gpu: Gpu, without: dict[str, frozenset[int]]) -> Launched:
+    """Launch one Launch or ColumnLaunch. `without` has the instructions to leave out, by build."""
     compiled = compilation.compile_for(launch, arch)
     metadata, text = compiled.metadata, compiled.asm["ptx"]
     program = program_of(compiled.hash, text, without.get(compiled.hash, frozenset()))
@@ -53,13 +51,10 @@ def run(launch, arch: int, gpu: Gpu, without: dict[str, frozenset[int]]) -> Laun
     declared = program.kernel.parameters
     if len(parameters) + SCRATCH != len(declared):
         raise RuntimeError(f"{len(parameters)} operands for {len(declared)} parameters of {metadata.name}")
-    grid = [*launch.grid, 1, 1][:3]
-    grid[0] *= metadata.num_ctas
-    gpu.launch(program, grid, metadata.num_ctas, metadata.shared, [*parameters, *[0] * SCRATCH])
-    gpu.synchronize()
-    return Launched(
-        metadata.name, tuple(grid), metadata.num_ctas, compiled.hash, program.kernel, gpu.trace, gpu.order.steps
-    )
+    x, y, z = [*launch.grid, 1, 1][:3]
+    grid, cluster, dependent = (x * metadata.num_ctas, y, z), metadata.num_ctas, bool(metadata.launch_pdl)
+    gpu.launch(program, grid, cluster, metadata.shared, [*parameters, *[0] * SCRATCH], dependent=dependent)
+    return Launched(metadata.name, grid, cluster, dependent, compiled.hash, program.kernel)
 
 
 def _parameters(launch, compiled, gpu: Gpu) -> list:
@@ -99,4 +94,4 @@ def add_tensor(gpu: Gpu, tensor: Tensor) -> None:
     """Let the GPU know of a tensor's memory."""
     memory = tensor.untyped_storage()
     name = f"a tensor of shape {tuple(tensor.shape)}"
-    gpu.memory.add(memory.data_ptr(), memory.nbytes(), name, gpu.ledger, min(tensor.element_size(), 4))
+    gpu.memory.add(memory.data_ptr(), memory.nbytes(), memory, name, gpu.ledger, min(tensor.element_size(), 4))

@@ -42,7 +42,8 @@ class Region:
 
     def holds(self, at: np.ndarray, width: int, values: list[np.ndarray]) -> np.ndarray:
         """By the shadow's pieces, whether these values are there already."""
-        same = np.stack([old == new for old, new in zip(self.load(at, width, len(values)), values, strict=True)], axis=1)
+        now = self.load(at, width, len(values))
+        same = np.stack([old == new for old, new in zip(now, values, strict=True)], axis=1)
         pieces = self.shadow.lanes(at, width * len(values))
         if pieces.ndim == 1:
             return same.all(axis=1)
@@ -55,11 +56,13 @@ class GlobalMemory:
     def __init__(self):
         self._bases: list[int] = []
         self._regions: dict[int, Region] = {}
+        self._owners: list[object] = []  # whose memory must not be freed before the launches have run
 
-    def add(self, address: int, nbytes: int, name: str, ledger: Ledger, granule: int) -> None:
+    def add(self, address: int, nbytes: int, owner: object, name: str, ledger: Ledger, granule: int) -> None:
         if nbytes and address not in self._regions:
             raw = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)
             self._regions[address] = Region(raw, name, ledger, granule)
+            self._owners.append(owner)
             bisect.insort(self._bases, address)
 
     def find(self, address: int) -> tuple[Region, int]:
@@ -70,8 +73,8 @@ class GlobalMemory:
         base = self._bases[nearest]
         region = self._regions[base]
         if address >= base + region.size:
-            behind = address - base - region.size
-            raise SimulationError(f"access outside of all tensors, {behind} bytes behind the {region.size} of {region.name}")
+            behind = f"{address - base - region.size} bytes behind the {region.size} of {region.name}"
+            raise SimulationError(f"access outside of all tensors, {behind}")
         return region, base
 
 
@@ -89,7 +92,8 @@ class TensorMap:
         span = self.box[0] * self.strides[0]
         for rule, holds in {
             "its address is a multiple of 16": self.address % TMA_ALIGNMENT == 0,
-            "strides are multiples of 16 bytes": all(s % TMA_ALIGNMENT == 0 <= s < MAX_STRIDE for s in self.strides[1:]),
+            "strides are multiples of 16 bytes": not any(s % TMA_ALIGNMENT for s in self.strides[1:]),
+            "strides are less than 2^40": all(0 <= s < MAX_STRIDE for s in self.strides[1:]),
             "it has 1 to 5 sides of at most 2^32": len(self.shape) <= 5 and all(0 < n <= 1 << 32 for n in self.shape),
             "a box has sides of at most 256": all(0 < n <= MAX_BOX for n in self.box),
             "a box's inner side is a multiple of 16 bytes": span % TMA_ALIGNMENT == 0,

@@ -3,8 +3,8 @@
     make mutants                 or: python -m tests.simulator.mutants [--match TEXT] [--seeds N]
 
 What nobody notices is listed by its line in kernels/. Of these, one after the other is taken away for good as long as
-nobody notices: what is gone in the end is redundant, as far as a simulator sees that takes a warp's lanes for one agent.
-The others make up for each other.
+nobody notices: what is gone in the end is redundant, as far as a simulator sees that takes a warp's lanes for one
+agent. The others make up for each other.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
+from .copies import LATENCY
 from .recording import WAITS, Recording, Span, Transfer
 
 MAX_WARPS = 24
@@ -23,6 +24,7 @@ def draw(recording: Recording, title: str, path: str) -> None:
 
     spans = recording.finished()
     lanes = _warps(spans)
+    spans = [span for span in spans if span.who in lanes]
     ctas = {_cta(who) for who in lanes}
     stages = _stages([each for each in recording.transfers if each.cta in ctas])
     busiest = Counter()
@@ -35,15 +37,16 @@ def draw(recording: Recording, title: str, path: str) -> None:
     for row, who in enumerate(lanes):
         for span in (each for each in spans if each.who == who):
             color, inset = colors.get(span.what, OTHER), 0.3 if span.what == WAITS else 0.08
-            axes.broken_barh([(span.start, span.end - span.start)], (row + inset, 1 - 2 * inset), color=color, linewidth=0)
+            _bar(axes, row, inset, span.start, span.end, color)
     for row, transfers in enumerate(stages.values(), len(lanes)):
         for now, after in zip(transfers, [*transfers[1:], None], strict=True):
             until = after.issued if after else max(span.end for span in spans)
-            axes.broken_barh([(now.landed, until - now.landed)], (row + 0.3, 0.4), color=TILE, linewidth=0)
-            axes.broken_barh([(now.issued, now.landed - now.issued)], (row + 0.08, 0.84), color=COPY, linewidth=0)
+            _bar(axes, row, 0.3, now.landed, until, TILE)
+            _bar(axes, row, 0.08, now.issued, now.landed, COPY)
     axes.set_yticks([n + 0.5 for n in range(len(lanes) + len(stages))], [*lanes, *stages], fontsize=8)
     axes.set_ylim(len(lanes) + len(stages), 0)
-    axes.set_xlabel("instructions of a warp; a TMA copy is taken to last as long as 700, a remote store 100", fontsize=9)
+    lasts = " and ".join(f"a {kind} copy lasts as long as {count}" for kind, count in LATENCY.items())
+    axes.set_xlabel(f"instructions of a warp, if {lasts}", fontsize=9)
     axes.set_title(title, fontsize=11, loc="left")
     axes.margins(x=0.005)
     for side in ("top", "right", "left"):
@@ -57,8 +60,12 @@ def draw(recording: Recording, title: str, path: str) -> None:
     pyplot.close(figure)
 
 
+def _bar(axes, row: int, inset: float, start: int, end: int, color) -> None:
+    axes.broken_barh([(start, end - start)], (row + inset, 1 - 2 * inset), color=color, linewidth=0)
+
+
 def _cta(who: str) -> str:
-    return who.split(" of ")[1]
+    return who.split(" of ", 1)[1]
 
 
 def _numbers(who: str) -> list[int]:
@@ -66,11 +73,14 @@ def _numbers(who: str) -> list[int]:
 
 
 def _warps(spans: list[Span]) -> list[str]:
-    """Of the first CTA; where it is in a cluster that exchanges sums, the first warps of the others follow."""
-    names = sorted({span.who for span in spans}, key=lambda who: (_numbers(_cta(who)), _numbers(who)[0]))
+    """Of the first CTA; the first warps of others follow, those of a later launch last."""
+    order = {who: (who.count(" of "), _numbers(_cta(who)), _numbers(who)) for who in {span.who for span in spans}}
+    names = sorted(order, key=order.get)
     first = [who for who in names if _cta(who) == _cta(names[0])][:MAX_WARPS]
     leaders = [who for who in names if _numbers(who)[0] == 0 and who not in first]
-    return first + leaders[: max(0, MAX_WARPS // 2 - len(first))]
+    later = [who for who in leaders if who.count(" of ") > 1][:2]
+    same = [who for who in leaders if who.count(" of ") == 1][: max(1, MAX_WARPS // 2 - len(first) - len(later))]
+    return first + same + later
 
 
 def _stages(transfers: list[Transfer]) -> dict[str, list[Transfer]]:

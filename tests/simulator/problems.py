@@ -39,7 +39,11 @@ class Problem:
     def __str__(self) -> str:
         dtypes = "-".join(str(each).removeprefix("torch.") for each in dict.fromkeys(self.mix))
         text = f"{self.variant or 'planned'}-{self.norm}-{self.direction}-{self.rows}x{self.cols}-{dtypes}"
-        text += "" if self.mask == ALL else "-" + "".join(n for n, m in zip(("dx", "dw", "db"), self.mask) if m)
+        text += (
+            ""
+            if self.mask == ALL
+            else "-" + "".join(n for n, m in zip(("dx", "dw", "db"), self.mask, strict=True) if m)
+        )
         text += "-residual" if self.residual else ""
         text += f"-{self.layout}" if self.layout else ""
         return f"{text}-{self.device}" if self.device != "H200" else text

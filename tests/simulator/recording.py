@@ -46,11 +46,10 @@ def _functions(file: str) -> list[tuple[int, int, str]]:
 @functools.cache
 def part_of(place: str) -> str:
     """The function that a schedule calls and that an instruction is in; the schedule's own if it is in none."""
-    frames = re.findall(r"([\w.]+):(\d+)", place)[::-1]  # outermost first
+    frames = [frame for frame in re.findall(r"([\w.]+):(\d+)", place)[::-1] if _functions(frame[0])]  # outermost first
     if not frames:
         return "other"
-    schedule = frames[0][0]
-    file, line = next((frame for frame in frames if frame[0] != schedule), frames[-1])
+    file, line = next((frame for frame in frames if frame[0] != frames[0][0]), frames[-1])
     inside = [name for start, end, name in _functions(file) if start <= int(line) <= end]
     return inside[-1] if inside else Path(file).stem
 
@@ -78,16 +77,16 @@ class Recording(Trace):
         self._say(time, str(warp), f"has waited since {warp.time} for {warp.waiting or 'what is over'}")
 
     def issued(self, copy, warp) -> None:
-        self._say(warp.time, str(warp), f"starts a {copy.kind} copy of {copy.nbytes} bytes to byte {copy.at} of {copy.cta}")
+        target = f"byte {copy.at} of {copy.cta}"
+        self._say(warp.time, str(warp), f"starts a {copy.kind} copy of {copy.nbytes} bytes to {target}")
 
     def landed(self, copy, time: int) -> None:
-        self.transfers.append(
-            Transfer(copy.kind, str(copy.cta), copy.at, copy.nbytes, copy.barrier, copy.issued, time)
-        )
+        self.transfers.append(Transfer(copy.kind, str(copy.cta), copy.at, copy.nbytes, copy.barrier, copy.issued, time))
         self._say(time, str(copy.cta), f"has the {copy.nbytes} bytes at {copy.at}")
 
     def phase(self, barrier) -> None:
-        self._say(barrier.opened, str(barrier.cta), f"phase {barrier.phase - 1} of mbarrier {barrier.address} is complete")
+        phase = f"phase {barrier.phase - 1} of mbarrier {barrier.address}"
+        self._say(barrier.opened, str(barrier.cta), f"{phase} is complete")
 
     def _extend(self, span: Span) -> None:
         last = self._open.get(span.who)

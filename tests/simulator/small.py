@@ -34,7 +34,7 @@ def program(body: str, parameters: int, threads: int = 32, maps: int = 0) -> Pro
     return program_of(text, text)
 
 
-def launch(gpu: Gpu, kernel: Program, *values: Tensor | int | TensorMap, ctas: int = 1, cluster: int = 1, **how) -> None:
+def launch(gpu: Gpu, kernel: Program, *values: Tensor | int | TensorMap, ctas=1, cluster=1, **how) -> None:
     for each in values:
         if isinstance(each, Tensor):
             add_tensor(gpu, each)

@@ -141,4 +141,4 @@ class Synchronization:
     def grid_trigger(self, mask) -> None:
         """griddepcontrol.launch_dependents."""
         if mask is None or mask.any():
-            self.cta.trigger()
+            self.cta.trigger(self.time)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from simulator import simulated
 
 import fusednorm
 from fusednorm.device import B200, DeviceSpec
+from simulator import simulated
 
 
 def parameters(cols: int) -> tuple[torch.Tensor, torch.nn.Module, torch.nn.Module]:

@@ -7,6 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+
 from simulator import arithmetic
 from simulator.ptx import PtxError
 from simulator.small import nans, run

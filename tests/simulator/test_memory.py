@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from simulator import Race, SimulationError
 from simulator.gpu import Gpu
 from simulator.memory import TensorMap, swizzled
@@ -19,8 +20,8 @@ fence.proxy.async.shared::cta;
 bar.sync 0;
 @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], 1024;
 """
-COPY = """@%p1 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%d8, {%r4, %r3}], [%r2];
-"""
+COPY = "@%p1 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+COPY += "[%r1], [%d8, {%r4, %r3}], [%r2];\n"
 WAIT = """WAIT: mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r2], 0; @!%p2 bra WAIT;
 """
 OUT = """mul.lo.u32 %r5, %r0, 32; add.s32 %r6, %r1, %r5; cvt.u64.u32 %d9, %r5; add.s64 %d9, %d0, %d9;
@@ -95,15 +96,16 @@ def test_what_a_copy_brings_may_be_read_after_its_wait_only(seed):
         copied(torch.randn(20, 40), 0, 0, code=OPEN + COPY + OUT + WAIT, seed=seed)
 
 
-STORE = "mul.lo.u32 %r5, %r0, 4; add.s32 %r6, %r1, %r5; {} bar.sync 0;\n"
+ACCESSES = [("st.shared.b32 [%r6], %r0;", "written"), ("ld.shared.b32 %r7, [%r6];", "read")]
 
 
-@pytest.mark.parametrize("access, how", [("st.shared.b32 [%r6], %r0;", "written"), ("ld.shared.b32 %r7, [%r6];", "read")])
+@pytest.mark.parametrize("access, how", ACCESSES)
 def test_what_a_copy_overwrites_needs_a_proxy_fence(access, how):
-    before = STORE.format(access)
+    before = f"mul.lo.u32 %r5, %r0, 4; add.s32 %r6, %r1, %r5; {access} bar.sync 0;\n"
+    fence = "fence.proxy.async.shared::cta; bar.sync 0;\n"
     with pytest.raises(Race, match=f"writes what is {how} .*: no proxy fence"):
         copied(torch.randn(20, 40), 0, 0, code=OPEN + before + COPY + WAIT + OUT)
-    copied(torch.randn(20, 40), 0, 0, code=OPEN + before + "fence.proxy.async.shared::cta; bar.sync 0;" + COPY + WAIT + OUT)
+    copied(torch.randn(20, 40), 0, 0, code=OPEN + before + fence + COPY + WAIT + OUT)
 
 
 def test_a_store_to_a_live_mbarrier_is_an_error():

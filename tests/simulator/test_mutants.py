@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from simulator.mutants import DX_ONLY, mutants_of, who_notices
 from simulator.problems import Problem
 
@@ -24,7 +25,7 @@ def test_every_wait_arrival_and_fence_of_a_ring_is_missed(problem):
 
 
 def test_every_barrier_of_rows_over_several_warps_is_missed():
-    problem = Problem("forward", "multi_wave", "layer", 3, 1987)
+    problem = Problem("backward", "multi_wave", "layer", 60, 1987, mask=DX_ONLY)
     mutants = list(mutants_of(problem))
     assert len(mutants) >= 4
     assert [str(each) for each in mutants if who_notices(problem, [each], seeds=2) is None] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from simulator import Deadlock, Race
 from simulator.recording import Recording
 from simulator.small import nans, run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from simulator import Race, order
 from simulator.gpu import Gpu
 from simulator.order import Deadlock

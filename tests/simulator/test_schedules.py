@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from cases import BF16, FP16, FP32, FP64
 from columns import Sums
+
 from simulator import Race
 from simulator.mutants import is_strict
 from simulator.problems import Problem, SumProblem, bits
@@ -87,7 +88,7 @@ def test_bits_are_the_same_in_every_order_and_however_few_ctas_have_a_place(prob
         assert bits(outputs) == bits(first), seed
 
 
-@pytest.mark.parametrize("problem, size", zip(CLUSTERS, (2, 4, 8, 16), strict=False), ids=str)
+@pytest.mark.parametrize("problem, size", [*zip(CLUSTERS, (2, 4, 8, 16), strict=False)], ids=str)
 def test_a_cluster_is_of_as_many_ctas_as_planned(problem, size):
     _, simulation = problem.simulate()
     assert [each.cluster for each in simulation.launched] == [size]

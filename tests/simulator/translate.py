@@ -165,7 +165,8 @@ class _Block:
         if isinstance(operand, Name):
             if operand.text.startswith("%"):
                 return f"w.special[{operand.text!r}]"
-            return self.program.constant(np.full(32, self.program.address_of(operand.text), arithmetic.DTYPES[numpy_kind]))
+            address = self.program.address_of(operand.text)
+            return self.program.constant(np.full(32, address, arithmetic.DTYPES[numpy_kind]))
         raise PtxError(f"operand {operand} as {kind}")
 
     def set(self, register: Register, kind: str, values: str) -> None:
