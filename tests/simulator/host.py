@@ -12,9 +12,9 @@ from unittest import mock
 import torch
 from devices import named, planned_for
 
-from fusednorm import autograd, column_ops, functional, launch, launch_columns, launcher, ops, reference
+from fusednorm import launch, launch_columns, launcher
 from fusednorm.device import DeviceSpec
-from fusednorm.problem import check_backward, check_forward
+from fusednorm.kernel_devices import kernels_on
 
 from . import launching
 from .gpu import Gpu
@@ -69,12 +69,13 @@ def simulated(device: str | DeviceSpec = "H200", sms: int | None = None, **how) 
     spec = named(device, sms) if isinstance(device, str) else device
     simulation = Simulation(spec, **how)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(planned_for(spec))
-        stack.enter_context(mock.patch.object(launcher, "hand_over", simulation.launch))
+        for kind in (launcher.Launch, launch_columns.ColumnLaunch):
+            stack.enter_context(mock.patch.object(kind, "run", lambda each: simulation.launch(each)))
+        stack.enter_context(mock.patch.object(launcher.Launch, "load", lambda each: None))
         for module, op in ((launch, "forward"), (launch, "backward"), (launch_columns, "column_sum")):
             stack.enter_context(mock.patch.object(module, op, simulation.op(getattr(module, op))))
-        stack.enter_context(_fresh_memory_is_nan())
-        stack.enter_context(_on_cpu())
+        for each in (planned_for(spec), kernels_on("cpu"), _fresh_memory_is_nan()):
+            stack.enter_context(each)
         yield simulation
 
 
@@ -88,32 +89,3 @@ def _fresh_memory_is_nan() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0])
         torch.utils.deterministic.fill_uninitialized_memory = before[1]
-
-
-@contextlib.contextmanager
-def _on_cpu() -> Iterator[None]:
-    """Inside, CPU tensors go where CUDA tensors go."""
-
-    def forward(norm, *operands):
-        call = check_forward(norm, *operands)
-        return launch.forward(call) if call.rows and call.problem.cols else reference.forward(call)
-
-    def backward(norm, *operands):
-        call = check_backward(norm, *operands)
-        problem = call.problem
-        if not (problem.wants_dx or problem.wants_dw or problem.wants_db):
-            return None, None, None
-        return launch.backward(call) if call.rows and problem.cols else reference.backward(call)
-
-    def sums(tensors, total, dtype):
-        with torch.no_grad():
-            return launch_columns.column_sum(column_ops.check_column_sum(tensors, total, dtype))
-
-    with (
-        mock.patch.object(ops, "forward", forward),
-        mock.patch.object(ops, "backward", backward),
-        mock.patch.object(column_ops, "formula", sums),
-        mock.patch.object(functional, "layer_norm", autograd.layer_norm),
-        mock.patch.object(functional, "rms_norm", autograd.rms_norm),
-    ):
-        yield
