@@ -29,11 +29,11 @@ def _load_parameter(t, operands, kind):
         number = list(t.program.kernel.parameters).index(where.base.text)
         value = f"w.cta.grid.parameter_rows[{number}]"
     else:
-        value = f"w.parameter({t.get(where.base, 'u64')})"
+        value = f"w.parameter({t.get(where.base, f'u{where.base.bits}')})"
     t.set(out, f"u{out.bits}", f"{value}.astype('uint{BITS[kind]}')")
 
 
-@instruction(rf"ld\.(global|shared){HINTS}{VECTOR}\.{TYPE}")
+@instruction(rf"ld\.(global|shared)(?:::cta)?{HINTS}{VECTOR}\.{TYPE}")
 def _load(t, operands, space, kind):
     into = operands[0] if isinstance(operands[0], tuple) else operands[:1]
     if kind[0] == "s" and any(BITS[kind] != each.bits for each in into):
@@ -42,7 +42,7 @@ def _load(t, operands, space, kind):
     call(t, f"load_{space}", registers, t.address(operands[1], 64 if space == "global" else 32), str(BITS[kind] // 8))
 
 
-@instruction(rf"st\.(global|shared){HINTS}{VECTOR}\.{TYPE}")
+@instruction(rf"st\.(global|shared)(?:::cta)?{HINTS}{VECTOR}\.{TYPE}")
 def _store(t, operands, space, kind):
     where, values = operands[0], operands[1] if isinstance(operands[1], tuple) else operands[1:2]
     sources = [t.get(each, f"u{max(BITS[kind], 16)}" if not isinstance(each, Number) else kind) for each in values]

@@ -27,7 +27,7 @@ def _integers(t, operands, *groups):
     t.call(BINARY[name], operands[0], kind, *(t.get(each, kind) for each in operands[1:]))
 
 
-@instruction(rf"(add|sub|mul)(?:\.rn)?\.{FLOAT}|(div)\.(?:rn\.(f32|f64)|full\.(f32))")
+@instruction(rf"(add|sub|mul)(?:\.rn)?\.{FLOAT}|(div)\.(?:rn\.(f32|f64)|(?:full|approx)\.(f32))")
 def _floats(t, operands, *groups):
     name, kind = (each for each in groups if each)
     t.call(BINARY[name], operands[0], kind, *(t.get(each, kind) for each in operands[1:]))

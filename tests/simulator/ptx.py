@@ -145,7 +145,7 @@ class _Body:
             offset = -(-self.kernel.shared_bytes // align) * align
             self.kernel.shared[scope.names[name].text] = offset
             self.kernel.shared_bytes = offset + size
-        else:
+        elif not re.fullmatch(r'\.pragma "(?:nounroll|used_bytes_mask \w+)"', statement):  # hints to the assembler
             raise PtxError(f"declaration: {statement}")
 
     def _register(self, bits: int) -> Register:
