@@ -1,6 +1,6 @@
 """The whole product of schedules, norms, dtypes, widths and devices, and random problems, on every Triton release.
 
-    make simulate                or: python -m tests.simulator.everything [--releases 3.9.0] [--random 10000] [--part 1/4]
+    make simulate        or: python -m tests.simulator.everything [--releases 3.9.0] [--random 10000] [--part 1/4]
 
 Each is tried in one order of events, drawn by its number. A run that was stopped goes on where it was; other source
 begins anew. Exit code 1 if any fails.
