@@ -34,7 +34,7 @@ PROBLEMS = [
     Problem("backward", "multi_wave", "layer", 40, 5000, mask=(False, True, True)),
     Problem("backward", "pipelined", "layer", 85, 200, sms=1),
     Problem("backward", "pipelined", "layer", 21, 1032, mask=DX_ONLY, sms=1),
-    Problem("backward", "pipelined", "layer", 15, 5120, mask=DX_ONLY, sms=4),
+    Problem("backward", "pipelined", "layer", 27, 5120, mask=DX_ONLY, sms=4),
     Problem("backward", "pipelined", "layer", 700, 136, mask=(False, True, True), sms=1),
     Problem("backward", "warp_specialized", "layer", 105, 200, mask=DX_ONLY, sms=1),
     Problem("backward", "warp_specialized", "layer", 9, 1032, sms=1),

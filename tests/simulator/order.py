@@ -7,6 +7,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+from collections.abc import Callable
 from typing import Protocol
 
 from .races import SimulationError
@@ -23,9 +24,7 @@ class Goes(Protocol):
     """What can go on."""
 
     priority: float
-
-    def step(self) -> bool:
-        """Go on a little; whether it still can."""
+    step: Callable[[], bool]  # goes on a little; whether it still can
 
 
 class Order:

@@ -22,7 +22,7 @@ PORTABLE = [
     Problem("backward", "multi_wave", "layer", 6, 96, (FP64, FP64, FP64)),
     Problem("backward", "multi_wave", "layer", 10, 160, MIXED, layout="packed_slice"),
     Problem("backward", "multi_wave", "layer", 9, 200, device="B200"),
-    Problem("backward", "multi_wave", "layer", 3, 40000, mask=DX_ONLY),  # column tiles in two passes
+    Problem("backward", "multi_wave", "layer", 4, 33000, sms=70),  # column tiles; the last CTA of each sums partials
     Problem("backward", "multi_wave", "layer", 40, 136, mask=NO_DX),
 ]
 PIPELINED = [
@@ -42,7 +42,7 @@ PIPELINED = [
     Problem("backward", "pipelined", "layer", 300, 136, mask=NO_DX),  # sums over rows, by columns
 ]
 CLUSTERS = [
-    Problem("backward", "pipelined", "layer", 15, 5120, mask=DX_ONLY, sms=4),  # of 2
+    Problem("backward", "pipelined", "layer", 27, 5120, mask=DX_ONLY, sms=4),  # of 2
     Problem("backward", "pipelined", "rms", 3, 12288, mask=DX_ONLY, sms=8),  # of 4
     Problem("forward", "pipelined", "layer", 1, 65536, sms=16),  # of 8
     Problem("backward", "pipelined", "layer", 1, 65536, mask=DX_ONLY, sms=32),  # of 16
