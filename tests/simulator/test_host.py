@@ -71,6 +71,7 @@ def test_column_sums_of_no_float_that_kernels_take_are_an_error_as_everywhere():
 
 
 def test_the_command_draws_a_picture_and_writes_a_trace(tmp_path):
+    pytest.importorskip("matplotlib")
     root, picture, trace = Path(__file__).parents[2], tmp_path / "out.png", tmp_path / "out.txt"
     command = "-m tests.simulator --variant warp_specialized --rows 3 --cols 200 --dx-only".split()
     command += ["--picture", str(picture), "--trace", str(trace)]
