@@ -1,4 +1,5 @@
-# make demo | test | test-versions | test-gpu | bench | plot | budgets | sass | lint      in .venv, made on first use
+# make demo | test | test-versions | simulate | mutants | test-gpu | bench | plot | budgets | sass | lint
+#                                                    in .venv, made on first use
 # make test VENV=none                               in the current python3, as it is: nothing installed, no network
 
 VENV ?= .venv
@@ -17,7 +18,7 @@ READY := $(VENV)/.ready
 endif
 PIP := $(PYTHON) -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test test-versions test-versions-all test-gpu fuzz bench plot budgets sass lint clean
+.PHONY: demo test test-versions test-versions-all simulate mutants test-gpu fuzz bench plot budgets sass lint clean
 
 demo: $(READY)
 	$(PYTHON) -m fusednorm demo
@@ -33,6 +34,15 @@ test-versions: $(READY)
 PART ?= 1/1
 test-versions-all: $(READY)
 	$(PYTHON) tests/versions.py --thorough --part $(PART) $(VERSIONS)
+
+# The simulator's whole product of problems and 10,000 random ones, on every Triton: days on two cores, so in parts:
+# SIMULATE="--releases 3.9.0 --random 100 --part 3/20". Goes on where it was stopped.
+simulate: $(READY)
+	$(PYTHON) -m tests.simulator.everything $(SIMULATE)
+
+# Which barrier, wait, arrival or fence of the kernels nobody would miss.
+mutants: $(READY)
+	$(PYTHON) -m tests.simulator.mutants $(MUTANTS)
 
 test-gpu: $(READY)
 	$(PYTHON) -m pytest -m gpu

@@ -9,7 +9,7 @@ import torch
 
 from fusednorm.interpreter import enable_interpreter
 
-collect_ignore = ["native"]  # test_native.py runs these, in a process of their own
+collect_ignore = ["native", "simulator"]  # test_native.py and test_simulator.py run these, in processes of their own
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -147,9 +147,9 @@ def environment(release: str, folder: Path) -> Path:
     return python
 
 
-def source() -> str:
+def source(patterns: tuple[str, ...] = SOURCES) -> str:
     """What the results depend on."""
-    text = b"".join(path.read_bytes() for pattern in SOURCES for path in sorted(ROOT.glob(pattern)))
+    text = b"".join(path.read_bytes() for pattern in patterns for path in sorted(ROOT.glob(pattern)))
     return hashlib.sha256(text).hexdigest()[:12]
 
 

@@ -1,0 +1,129 @@
+"""What PTX's arithmetic is on numpy rows of 32 lanes.
+
+Rounding is to nearest even, as PTX says; an fma of floats rounds once but where its result is subnormal, one of doubles
+twice; div.full, sqrt.approx and the like are exact here, so that their last bits are no GPU's. A modifier that is not
+in a pattern is not known.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+
+DTYPES = {f"{kind}{bits}": f"{name}{bits}" for kind, name in (("u", "uint"), ("s", "int")) for bits in (8, 16, 32, 64)}
+DTYPES |= {f"f{bits}": f"float{bits}" for bits in (16, 32, 64)} | {"pred": "bool"}
+LANES = np.arange(32)
+HALF_ULP = np.uint64(1 << 28)  # of a float, in a double's mantissa
+BELOW_FLOAT = np.uint64((1 << 29) - 1)
+SMALLEST_NORMAL = np.finfo(np.float32).smallest_normal
+
+
+def numpy_kind(kind: str) -> str:
+    return kind.replace("b", "u") if kind[0] == "b" else kind
+
+
+def number(text: str, kind: str):
+    """An immediate operand as a numpy scalar."""
+    dtype = np.dtype(DTYPES[numpy_kind(kind)])
+    if text[:2] in ("0f", "0F", "0d", "0D"):
+        value = struct.unpack(">f" if text[1] in "fF" else ">d", bytes.fromhex(text[2:]))[0]
+        real = np.dtype(np.float32 if text[1] in "fF" else np.float64).type(value)
+        return real.astype(dtype) if dtype.kind == "f" else real.view(dtype)
+    if dtype.kind in "fb":
+        return dtype.type(float(text))
+    value = int(text.rstrip("U"), 0) & ((1 << (8 * dtype.itemsize)) - 1)
+    return np.array(value, f"uint{8 * dtype.itemsize}").view(dtype)[()]
+
+
+def fma(a, b, c, out=None, where=True):
+    """a * b + c in floats, rounded once: the product of two floats is exact in doubles, and of the sum's second
+    rounding only a tie is wrong."""
+    product = np.multiply(a, b, dtype=np.float64)
+    total = product + c
+    if ((total.view(np.uint64) & BELOW_FLOAT) == HALF_ULP).any():
+        back = total - product
+        error = (product - (total - back)) + (c - back)  # exact, by Knuth's two-sum
+        odd = total.view(np.int64) & 1
+        away = np.where((error > 0) == (total > 0), 1, -1)
+        total = (total.view(np.int64) + np.where((error != 0) & (odd == 0), away, 0)).view(np.float64)
+    return _result(total.astype(np.float32), out, where)
+
+
+def fma64(a, b, c, out=None, where=True):
+    return _result(a * b + c, out, where)
+
+
+def _result(values, out, where):
+    if out is None:
+        return values
+    np.copyto(out, values, "same_kind", where)
+    return out
+
+
+def flush(x):
+    """Subnormal floats are zeros of their sign."""
+    return np.where(np.abs(x) < SMALLEST_NORMAL, np.copysign(np.float32(0), x), x)
+
+
+def to_bf16(x):
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    rounded = ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(x), np.uint16(0x7FFF), rounded)
+
+
+def from_bf16(bits):
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def to_f16(x):
+    return x.astype(np.float16).view(np.uint16)
+
+
+def divide_integers(a, b):
+    """Of integers, towards zero."""
+    b = np.where(b == 0, b.dtype.type(1), b)
+    if a.dtype.kind == "u":
+        return a // b
+    return (np.abs(a) // np.abs(b)) * np.where((a < 0) != (b < 0), -1, 1).astype(a.dtype)
+
+
+def remainder(a, b):
+    return np.fmod(a, np.where(b == 0, b.dtype.type(1), b))
+
+
+def extract(x, position, length):
+    """Bit field, with the sign of x's type."""
+    bits = 8 * x.dtype.itemsize
+    return (x << (bits - position - length)) >> (bits - length)
+
+
+def permute_bytes(a, b, selector):
+    source = a.astype(np.uint64) | (b.astype(np.uint64) << np.uint64(32))
+    out = np.zeros(32, np.uint32)
+    for i in range(4):
+        chosen = (selector >> (4 * i)) & 0xF
+        byte = ((source >> (8 * (chosen & 7)).astype(np.uint64)) & 0xFF).astype(np.uint32)
+        out |= np.where(chosen & 8, np.where(byte & 0x80, 0xFF, 0), byte).astype(np.uint32) << (8 * i)
+    return out
+
+
+def sources(mode: str, b, c):
+    """The lane that each lane of a shfl takes its value from."""
+    b, c = b.astype(np.int64) & 31, c.astype(np.int64)
+    segment, clamp = (c >> 8) & 31, c & 31
+    most, least = (LANES & segment) | (clamp & ~segment), LANES & segment
+    source = {"bfly": LANES ^ b, "idx": least | (b & ~segment), "down": LANES + b, "up": LANES - b}[mode]
+    return np.where(source >= most if mode == "up" else source <= most, source, LANES)
+
+
+def shuffle(mode: str, values, b, c):
+    return values[sources(mode, b, c)]
+
+
+FUNCTIONS = {each.__name__: each for each in (
+    fma, fma64, flush, to_bf16, from_bf16, to_f16, divide_integers, remainder, extract, permute_bytes, shuffle,
+    np.add, np.subtract, np.multiply, np.divide, np.fmin, np.fmax, np.minimum, np.maximum, np.negative, np.absolute,
+    np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.invert, np.left_shift, np.right_shift, np.sqrt, np.copyto,
+    np.equal, np.not_equal, np.less, np.less_equal, np.greater, np.greater_equal, np.isnan, np.where, np.exp2,
+)}  # fmt: skip

@@ -1,0 +1,20 @@
+"""These tests compile kernels, which a process that interprets them cannot: tests/test_simulator.py runs them in two
+processes of their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="0/1", help="n/m: every m-th test, from the n-th on")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)  # all tensors are small, and the other processor has the other part
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    first, step = map(int, config.getoption("--part").split("/"))
+    items[:] = items[first::step]

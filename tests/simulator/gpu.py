@@ -1,0 +1,181 @@
+"""The GPU: places for CTAs, grids that wait for each other, and memory."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .barriers import ClusterBarrier, MBarrier, NamedBarrier
+from .memory import GlobalMemory, Region, TensorMap
+from .order import Deadlock, Order
+from .races import Clock, Ledger, SimulationError
+from .trace import Trace
+from .translate import PARAMETER_BASE, PARAMETER_PAGE, SHARED_BASE, Program
+from .warp import Warp
+
+PLACES = 16  # CTAs that are resident at a time, if nobody says how many
+MOST_REPORTED = 16
+
+
+class Cta:
+    def __init__(self, grid: Grid, index: tuple[int, int, int], rank: int, cluster_barrier: ClusterBarrier):
+        self.grid, self.gpu, self.index, self.rank, self.cluster_barrier = grid, grid.gpu, index, rank, cluster_barrier
+        size = -(-(grid.program.dynamic_base - SHARED_BASE + grid.shared_bytes) // 16) * 16
+        raw = np.full(size, 0xFF, np.uint8)  # NaN in every type
+        self.memory = Region(raw, f"shared memory of {self}", self.gpu.ledger, grid.granule)
+        self.mbarriers: dict[int, MBarrier] = {}
+        self.named: dict[int, NamedBarrier] = {}
+        self.copies_under_way = 0
+        self.triggered = False
+        self.warps = [grid.new_warp() for _ in range(grid.program.kernel.threads // 32)]
+        self.running = len(self.warps)
+        of_cta = self.gpu.order.draw_cta()
+        for number, warp in enumerate(self.warps):
+            warp.begin(self, number, self.gpu.order.draw(of_cta))
+
+    def __str__(self) -> str:
+        index = self.index[0] if self.grid.size[1:] == (1, 1) else self.index
+        return f"CTA {index}" + (f" of {self.grid.program.kernel.name}" if self.grid.is_later else "")
+
+    def mbarrier(self, at: int) -> MBarrier:
+        if at not in self.mbarriers:
+            raise SimulationError(f"no mbarrier at shared byte {at} of {self}")
+        return self.mbarriers[at]
+
+    def barrier(self, number: int) -> NamedBarrier:
+        return self.named.setdefault(number, NamedBarrier(self, number))
+
+    def trigger(self, time: int) -> None:
+        self.triggered = True
+        self.grid.announced = max(self.grid.announced, time)
+        self.grid.check()
+
+    def warp_ends(self, warp: Warp) -> None:
+        self.running -= 1
+        self.grid.known.join(warp.clock)
+        self.grid.time = max(self.grid.time, warp.time)
+        if not self.triggered:
+            self.grid.announced = max(self.grid.announced, warp.time)
+        for barrier in self.named.values():
+            if barrier.threads is None:
+                barrier.check()
+        self.cluster_barrier.check()
+        if not self.running and self.copies_under_way:
+            raise SimulationError(f"{self} ends with {self.copies_under_way} copies to it under way")
+        if not any(cta.running for cta in self.cluster_barrier.members):
+            self.grid.cluster_ends(self.cluster_barrier)
+
+
+class Grid:
+    """One launch. Where it is dependent, it may begin when all CTAs of the one before have triggered or ended."""
+
+    def __init__(self, gpu: Gpu, program: Program, size, cluster: int, shared_bytes: int, parameters: list):
+        self.gpu, self.program, self.size, self.cluster = gpu, program, tuple(size), cluster
+        self.shared_bytes = shared_bytes
+        self.before: Grid | None = None  # in its stream
+        self.dependent, self.is_later = False, bool(gpu.grids)
+        self.granule = 2
+        maps = ((n, each) for n, each in enumerate(parameters) if isinstance(each, TensorMap))
+        self.tensor_maps = {PARAMETER_BASE + PARAMETER_PAGE * n: each for n, each in maps}  # by address
+        words = [0 if isinstance(each, TensorMap) else each & ((1 << 64) - 1) for each in parameters]
+        self.parameters = np.array(words, np.uint64)
+        self.parameter_rows = [np.full(32, each) for each in self.parameters]
+        self.first_site = len(gpu.ledger.sites)
+        gpu.ledger.sites += program.kernel.code
+        self.to_come = [(x, y, z) for z in range(size[2]) for y in range(size[1]) for x in range(size[0])][::-1]
+        self.clusters: list[ClusterBarrier] = []
+        self.done = False
+        self.known = Clock()  # by whoever comes after it
+        self.time = self.start_time = 0
+        self.announced = 0  # when the last CTA has triggered or ended
+        self.waiting: list[Warp] = []
+        self._idle: list[Warp] = []
+
+    def may_begin(self) -> bool:
+        if self.before is None or self.before.done:
+            return True
+        running = (cta for each in self.before.clusters for cta in each.members)
+        return self.dependent and not self.before.to_come and all(cta.triggered or not cta.running for cta in running)
+
+    def initial_clock(self) -> Clock:
+        return Clock() if self.before is None or self.dependent else self.before.known.copy()
+
+    def new_warp(self) -> Warp:
+        return self._idle.pop() if self._idle else Warp(self.program)
+
+    def begin_cluster(self) -> None:
+        if self.before is not None and not self.start_time:
+            self.start_time = self.before.announced if self.dependent else self.before.time
+        barrier = ClusterBarrier()
+        for rank in range(self.cluster):
+            barrier.members.append(Cta(self, self.to_come.pop(), rank, barrier))
+        self.clusters.append(barrier)
+        for cta in barrier.members:
+            for warp in cta.warps:
+                self.gpu.order.add(warp)
+
+    def cluster_ends(self, barrier: ClusterBarrier) -> None:
+        self.clusters.remove(barrier)
+        self._idle += [warp for cta in barrier.members for warp in cta.warps]
+        self.check()
+
+    def check(self) -> None:
+        """A CTA has ended or triggered: who waited for that may have a place now."""
+        if not self.to_come and not self.clusters and not self.done:
+            self.done = True
+            self.known.fence()
+            waiting, self.waiting = self.waiting, []
+            for warp in waiting:
+                warp.go_on(self.time)
+        self.gpu.fill()
+
+
+class Gpu:
+    """resident: how many CTAs (of a grid of clusters: clusters) have a place at a time. strict: a proxy fence must be
+    between reads of shared memory and a copy that overwrites it, too."""
+
+    def __init__(self, seed: int = 0, resident: int | None = None, strict: bool = True, trace: Trace | None = None):
+        self.order, self.ledger, self.memory = Order(seed), Ledger(strict), GlobalMemory()
+        self.resident, self.trace = resident, trace or Trace()
+        self.elected = self.order.random.randrange(32)
+        self.released: dict[tuple[int, int], Clock] = {}  # what releases at a place have made known
+        self.grids: list[Grid] = []
+        self._last: dict[int, Grid] = {}  # by stream
+
+    def launch(self, program: Program, size, cluster, shared_bytes, parameters, stream=0, dependent=False) -> None:
+        """parameters: an integer or a TensorMap each; size in CTAs. It runs at the next `synchronize`."""
+        grid = Grid(self, program, size, cluster, shared_bytes, parameters)
+        grid.before, grid.dependent = self._last.get(stream), dependent
+        self._last[stream] = grid
+        self.grids.append(grid)
+
+    def fill(self) -> None:
+        """CTAs take the places that are free."""
+        for grid in self.grids:
+            while grid.to_come and grid.may_begin():
+                places = self.resident if self.resident is not None else max(1, PLACES // grid.cluster)
+                if sum(len(each.clusters) for each in self.grids) >= places:
+                    return
+                grid.begin_cluster()
+
+    def synchronize(self) -> None:
+        """Run all that was launched to its end. Raises SimulationError."""
+        with np.errstate(all="ignore"):
+            self.fill()
+            self.order.run()
+        if any(not grid.done for grid in self.grids):
+            raise Deadlock("nobody can go on\n" + "\n".join(self._waiting()))
+        self.grids.clear()
+        self._last.clear()
+
+    def _waiting(self) -> list[str]:
+        lines = [
+            warp.where()
+            for grid in self.grids
+            for barrier in grid.clusters
+            for cta in barrier.members
+            for warp in cta.warps
+            if not warp.done
+        ]
+        lines += [f"{len(grid.to_come)} CTAs have no place" for grid in self.grids if grid.to_come]
+        more = len(lines) - MOST_REPORTED
+        return [*lines[:MOST_REPORTED], *([f"and {more} more"] if more > 0 else [])]

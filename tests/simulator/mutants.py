@@ -1,0 +1,119 @@
+"""Takes away one barrier, wait, arrival, fence or atomic of a kernel at a time, and tells who notices.
+
+    make mutants                 or: python -m tests.simulator.mutants [--match TEXT] [--seeds N]
+
+What nobody notices is listed by its line in kernels/. Of these, one after the other is taken away for good as long as
+nobody notices: what is gone in the end is redundant, as far as a simulator sees that takes a warp's lanes for one
+agent. The others make up for each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from cases import BF16, FP32
+from columns import Sums
+from tqdm import tqdm
+
+from .order import Deadlock
+from .problems import Problem, SumProblem, bits
+from .ptx import Instruction
+from .races import Race, SimulationError
+
+SYNCHRONIZES = re.compile(
+    r"(bar\.sync|barrier|mbarrier\.(try_wait|arrive|inval)|fence|membar|red|atom|griddepcontrol)\b(?!.*\.warp)"
+)
+DX_ONLY = (True, False, False)
+PROBLEMS = [
+    Problem("backward", "multi_wave", "layer", 60, 200),
+    Problem("backward", "multi_wave", "layer", 40, 5000, mask=(False, True, True)),
+    Problem("backward", "pipelined", "layer", 85, 200, sms=1),
+    Problem("backward", "pipelined", "layer", 21, 1032, mask=DX_ONLY, sms=1),
+    Problem("backward", "pipelined", "layer", 27, 5120, mask=DX_ONLY, sms=4),
+    Problem("backward", "pipelined", "layer", 700, 136, mask=(False, True, True), sms=1),
+    Problem("backward", "warp_specialized", "layer", 105, 200, mask=DX_ONLY, sms=1),
+    Problem("backward", "warp_specialized", "layer", 9, 1032, sms=1),
+    Problem("forward", "pipelined", "layer", 400, 200, sms=1),
+    Problem("forward", "pipelined", "rms", 40, 12288, sms=4),
+    SumProblem(Sums(300, 264, 3, BF16, total=True), kernel="ring"),
+    SumProblem(Sums(300, 264, 1, FP32), kernel="portable"),
+]
+
+
+class Mutant(NamedTuple):
+    kernel: str
+    build: str
+    at: int  # which instruction is missing
+    instruction: Instruction
+
+    def __str__(self) -> str:
+        return f"{self.kernel} #{self.at} {self.instruction.opcode} at {self.instruction.place}"
+
+
+def is_strict(problem) -> bool:
+    """Whether it fences its reads before a copy overwrites what they have read: all but this schedule do."""
+    return getattr(problem, "variant", None) != "warp_specialized"
+
+
+def mutants_of(problem) -> Iterator[Mutant]:
+    """Of all kernels of a problem."""
+    _, simulation = problem.simulate(strict=is_strict(problem))
+    for each in {launched.build: launched for launched in simulation.launched}.values():
+        for at, instruction in enumerate(each.kernel.code):
+            if SYNCHRONIZES.match(instruction.opcode):
+                yield Mutant(each.name, each.build, at, instruction)
+
+
+def who_notices(problem, missing: list[Mutant], seeds: int) -> str | None:
+    """What shows that these are missing: a race, a deadlock, another error, or wrong or differing numbers."""
+    without: dict[str, frozenset[int]] = {}
+    for each in missing:
+        without[each.build] = without.get(each.build, frozenset()) | {each.at}
+    first = None
+    for seed in range(seeds):
+        try:
+            outputs, _ = problem.simulate(strict=is_strict(problem), seed=seed, without=without)
+            problem.check(outputs)
+        except (Race, Deadlock, SimulationError) as error:
+            return {Race: "race", Deadlock: "deadlock"}.get(type(error), "error")
+        except AssertionError:
+            return "numbers"
+        if first is not None and bits(outputs) != first:
+            return "numbers"
+        first = bits(outputs)
+    return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--match", default="", help="only problems whose name has this")
+    parser.add_argument("--seeds", type=int, default=4)
+    options = parser.parse_args()
+    total: Counter = Counter()
+    for problem in PROBLEMS:
+        if options.match not in str(problem):
+            continue
+        counts, unnoticed = Counter(), []
+        for mutant in tqdm(list(mutants_of(problem)), desc=str(problem), leave=False, file=sys.stderr):
+            found = who_notices(problem, [mutant], options.seeds)
+            kind = ".".join(mutant.instruction.opcode.split(".")[:2])
+            counts[kind, found or "nobody"] += 1
+            unnoticed += [mutant] if found is None else []
+        total += counts
+        print(f"{problem}: " + ", ".join(f"{kind} {who} {n}" for (kind, who), n in sorted(counts.items())), flush=True)
+        gone: list[Mutant] = []
+        for mutant in unnoticed:
+            makes_up = who_notices(problem, [*gone, mutant], options.seeds)
+            gone += [] if makes_up else [mutant]
+            print(f"    {'makes up for others' if makes_up else 'redundant'}: {mutant}", flush=True)
+    print("in all: " + ", ".join(f"{kind} {who} {n}" for (kind, who), n in sorted(total.items())))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""A run as a picture: time across, a lane for every warp and for every stage of a ring."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+from .copies import LATENCY
+from .recording import WAITS, Recording, Span, Transfer
+
+MAX_WARPS = 24
+LANE_INCHES, WIDTH_INCHES = 0.26, 12.0
+COLORS = ("#2f6db3", "#e8853a", "#4b9b58", "#c44e52", "#8566ab", "#7c5d4c", "#d483b9", "#b5a53a", "#45a8b5")
+WAITING, OTHER, COPY, TILE = "#e6e6e6", "#a9a9a9", "#31475e", "#c3d3e4"
+
+
+def draw(recording: Recording, title: str, path: str) -> None:
+    """Write the picture of one launch to `path` (PNG, or what its ending says)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    spans = recording.finished()
+    lanes = _warps(spans)
+    spans = [span for span in spans if span.who in lanes]
+    ctas = {_cta(who) for who in lanes}
+    stages = _stages([each for each in recording.transfers if each.cta in ctas])
+    busiest = Counter()
+    for span in spans:
+        busiest[span.what] += (span.what != WAITS) * (span.end - span.start)
+    parts = [part for part, _ in busiest.most_common(len(COLORS))]
+    colors = dict(zip(parts, COLORS, strict=False)) | {WAITS: WAITING}
+    height = LANE_INCHES * (len(lanes) + len(stages) + 5)
+    figure, axes = pyplot.subplots(figsize=(WIDTH_INCHES, height), layout="constrained")
+    for row, who in enumerate(lanes):
+        for span in (each for each in spans if each.who == who):
+            color, inset = colors.get(span.what, OTHER), 0.3 if span.what == WAITS else 0.08
+            _bar(axes, row, inset, span.start, span.end, color)
+    for row, transfers in enumerate(stages.values(), len(lanes)):
+        for now, after in zip(transfers, [*transfers[1:], None], strict=True):
+            until = after.issued if after else max(span.end for span in spans)
+            _bar(axes, row, 0.3, now.landed, until, TILE)
+            _bar(axes, row, 0.08, now.issued, now.landed, COPY)
+    axes.set_yticks([n + 0.5 for n in range(len(lanes) + len(stages))], [*lanes, *stages], fontsize=8)
+    axes.set_ylim(len(lanes) + len(stages), 0)
+    lasts = " and ".join(f"a {kind} copy lasts as long as {count}" for kind, count in LATENCY.items())
+    axes.set_xlabel(f"instructions of a warp, if {lasts}", fontsize=9)
+    axes.set_title(title, fontsize=11, loc="left")
+    axes.margins(x=0.005)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(left=False)
+    legend = [Patch(color=color, label=part) for part, color in colors.items()]
+    legend += [Patch(color=OTHER, label="other"), Patch(color=COPY, label="copy under way")]
+    legend.append(Patch(color=TILE, label="tile in its stage"))
+    figure.legend(handles=legend, loc="outside lower center", ncols=6, fontsize=8, frameon=False)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _bar(axes, row: int, inset: float, start: int, end: int, color) -> None:
+    axes.broken_barh([(start, end - start)], (row + inset, 1 - 2 * inset), color=color, linewidth=0)
+
+
+def _cta(who: str) -> str:
+    return who.split(" of ", 1)[1]
+
+
+def _numbers(who: str) -> list[int]:
+    return [int(each) for each in re.findall(r"\d+", who)]
+
+
+def _warps(spans: list[Span]) -> list[str]:
+    """Of the first CTA; the first warps of others follow, those of a later launch last."""
+    order = {who: (who.count(" of "), _numbers(_cta(who)), _numbers(who)) for who in {span.who for span in spans}}
+    names = sorted(order, key=order.get)
+    first = [who for who in names if _cta(who) == _cta(names[0])][:MAX_WARPS]
+    leaders = [who for who in names if _numbers(who)[0] == 0 and who not in first]
+    later = [who for who in leaders if who.count(" of ") > 1][:2]
+    same = [who for who in leaders if who.count(" of ") == 1][: max(1, MAX_WARPS // 2 - len(first) - len(later))]
+    return first + same + later
+
+
+def _stages(transfers: list[Transfer]) -> dict[str, list[Transfer]]:
+    """TMA copies by the mbarrier that they complete on, in the order of their first use; of one stage those of x and dy
+    may have one each."""
+    found: dict[tuple[str, int], list[Transfer]] = {}
+    for each in sorted(transfers, key=lambda each: each.issued):
+        if each.kind == "TMA":
+            found.setdefault((each.cta, each.barrier), []).append(each)
+    first = next(iter(found), ("", 0))[0]
+    return {f"copies on mbarrier {n}": found[key] for n, key in enumerate(key for key in found if key[0] == first)}

@@ -1,0 +1,139 @@
+"""Norms and column sums as the simulator is tried with: small, and each with the device it is planned for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from unittest import mock
+
+import torch
+from cases import BF16, LAYOUTS, lay_out, make_case
+from columns import Sums, assert_sums_close
+from torch import Tensor
+
+import fusednorm
+from fusednorm import column_plan, testing
+from fusednorm.testing import Case, Inputs, Outputs
+
+from .host import Simulation, simulated
+
+ALL = (True, True, True)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One direction of a norm of [rows, cols], by a variant (None: the planner's choice)."""
+
+    direction: str
+    variant: str | None
+    norm: str
+    rows: int
+    cols: int
+    mix: tuple = (BF16, BF16, BF16)  # dtypes of x, of the parameters and of the gradient
+    mask: tuple[bool, bool, bool] = ALL  # of the gradients of x, weight and bias that are wanted
+    residual: torch.dtype | None = None
+    layout: str | None = None  # one of cases.LAYOUTS
+    device: str = "H200"
+    sms: int = 2
+
+    def __str__(self) -> str:
+        dtypes = "-".join(str(each).removeprefix("torch.") for each in dict.fromkeys(self.mix))
+        text = f"{self.variant or 'planned'}-{self.norm}-{self.direction}-{self.rows}x{self.cols}-{dtypes}"
+        text += (
+            ""
+            if self.mask == ALL
+            else "-" + "".join(n for n, m in zip(("dx", "dw", "db"), self.mask, strict=True) if m)
+        )
+        text += "-residual" if self.residual else ""
+        text += f"-{self.layout}" if self.layout else ""
+        return f"{text}-{self.device}" if self.device != "H200" else text
+
+    @property
+    def case(self) -> Case:
+        if self.layout is None:
+            return make_case(self.norm, (self.rows, self.cols), self.mix)
+        batches = LAYOUTS[self.layout][0]
+        return make_case(self.norm, (batches, self.rows // batches, 4, self.cols // 4), self.mix, 2)
+
+    def inputs(self) -> Inputs:
+        inputs = testing.make_inputs(self.case)
+        return inputs if self.layout is None else lay_out(inputs, self.layout)
+
+    def simulate(self, **how) -> tuple[Outputs, Simulation]:
+        """What the kernels make of it. Raises SimulationError."""
+        inputs = self.inputs()
+        with fusednorm.force(self.variant), simulated(self.device, self.sms, **how) as simulation:
+            outputs = (self._forward if self.direction == "forward" else self._backward)(inputs)
+        assert simulation.launched, f"{self} went to ATen"
+        return outputs, simulation
+
+    def _forward(self, inputs: Inputs) -> Outputs:
+        ops, shape = torch.ops.fusednorm, self.case.normalized_shape
+        if self.norm == "layer":
+            return Outputs(*ops.layer_norm_fwd(inputs.x, shape, inputs.weight, inputs.bias, self.case.eps))
+        y, rstd = ops.rms_norm_fwd(inputs.x, shape, inputs.weight, self.case.eps)
+        return Outputs(y, None, rstd)
+
+    def _backward(self, inputs: Inputs) -> Outputs:
+        ops, case, want = torch.ops.fusednorm, self.case, testing.exact(self.case, inputs)
+        has = (True, inputs.weight is not None, inputs.bias is not None)
+        mask = [wanted and there for wanted, there in zip(self.mask, has, strict=True)]
+        rstd = want.rstd.to(case.acc_dtype)
+        operands = (inputs.grad_out, inputs.x, case.normalized_shape)
+        residual = () if self.residual is None else (self.residual_grad(),)
+        if self.norm == "layer":
+            op = ops.layer_norm_bwd_residual if residual else ops.layer_norm_bwd
+            mean = want.mean.to(case.acc_dtype)
+            grads = op(*operands, mean, rstd, inputs.weight, inputs.bias, *residual, mask)
+        else:
+            op = ops.rms_norm_bwd_residual if residual else ops.rms_norm_bwd
+            grads = op(*operands, rstd, inputs.weight, *residual, mask[:2])
+        return Outputs(None, None, None, *grads)
+
+    def residual_grad(self) -> Tensor:
+        return torch.randn(self.case.shape, generator=torch.Generator().manual_seed(7)).to(self.residual)
+
+    def check(self, outputs: Outputs) -> None:
+        """Against the float64 oracle, by the bounds of fusednorm.testing."""
+        inputs = self.inputs()
+        if self.residual is not None:
+            want = testing.exact(self.case, inputs).dx + self.residual_grad().double()
+            epsilon = torch.finfo(outputs.dx.dtype).eps
+            torch.testing.assert_close(outputs.dx.double(), want, rtol=epsilon, atol=1e-5)
+            outputs = replace(outputs, dx=None)
+        testing.assert_outputs_close(outputs, self.case, inputs)
+
+
+@dataclass(frozen=True)
+class SumProblem:
+    """Column sums by one of column_plan's kernels (None: the planner's choice)."""
+
+    sums: Sums
+    kernel: str | None = None
+    device: str = "H200"
+    sms: int = 2
+
+    def __str__(self) -> str:
+        device = "" if self.device == "H200" else f"-{self.device}"
+        return f"column_sum-{self.kernel or 'planned'}-{self.sums}{device}"
+
+    def simulate(self, **how) -> tuple[list[Tensor], Simulation]:
+        choose = column_plan.choose
+        by_kernel = lambda problem, rows, spec, kernel=None: choose(problem, rows, spec, self.kernel)  # noqa: E731
+        chosen = mock.patch.object(column_plan, "choose", by_kernel)
+        with chosen, simulated(self.device, self.sms, **how) as simulation:
+            outputs = fusednorm.column_sum(self.sums.inputs(), total=self.sums.total, dtype=self.sums.out_dtype)
+        assert simulation.launched, f"{self} went to ATen"
+        return outputs, simulation
+
+    def check(self, outputs: list[Tensor]) -> None:
+        assert_sums_close(outputs, self.sums.inputs(), self.sums.total)
+
+
+def bits(outputs) -> dict[str, bytes]:
+    """Of every output, to be compared."""
+    named = vars(outputs) if isinstance(outputs, Outputs) else {str(n): each for n, each in enumerate(outputs)}
+    return {
+        name: each.contiguous().view(torch.uint8).numpy().tobytes()
+        for name, each in named.items()
+        if isinstance(each, Tensor)
+    }

@@ -1,0 +1,176 @@
+"""Who knows of what: the happens-before order of PTX's memory model, and accesses that it leaves unordered.
+
+An agent is a warp, or an mbarrier on behalf of the copies that complete on it. It counts its time in steps, one for
+each release. A clock says up to which time of every agent its holder knows what was done ("seen"), and of how much of
+it the asynchronous proxy is told by a proxy fence on the way ("fenced"). Every few bytes of memory have a record of
+their last write and the reads since. A read must know of the write; a write of both; a TMA copy, which is of the
+asynchronous proxy, by way of a fence. So a value that a GPU may or may not show is never used: it is an error.
+
+Lanes of a warp are one agent: what bar.warp.sync is for is not seen.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .ptx import Instruction
+
+
+class SimulationError(Exception):
+    """What a GPU would not do, or not do reliably."""
+
+
+class Race(SimulationError):
+    """Two accesses to a byte, one of them a write, that nothing orders."""
+
+
+class Clock:
+    __slots__ = ("seen", "fenced")
+
+    def __init__(self, seen=(), fenced=()):
+        self.seen: dict[int, int] = dict(seen)  # time, by agent
+        self.fenced: dict[int, int] = dict(fenced)
+
+    def copy(self) -> Clock:
+        return Clock(self.seen, self.fenced)
+
+    def join(self, other: Clock) -> None:
+        for mine, theirs in ((self.seen, other.seen), (self.fenced, other.fenced)):
+            for agent, time in theirs.items():
+                if mine.get(agent, 0) < time:
+                    mine[agent] = time
+
+    def fence(self) -> None:
+        self.fenced.update(self.seen)
+
+
+class Access(NamedTuple):
+    agent: int
+    time: int
+    site: int  # of the instruction, in Ledger.sites
+    kind: str
+
+
+PLAIN, ATOMIC, COPY = "plain", "atomic", "copy"  # a copy is of the asynchronous proxy
+INIT, USE, COPY_USE = "init", "use", "copy's use"  # of an mbarrier
+NOBODY = 0  # number of the access that memory begins with
+
+
+class Ledger:
+    """All accesses and all sets of reads, by number: alike bytes share one."""
+
+    def __init__(self, strict: bool):
+        self.strict = strict  # a copy's fence must cover reads too, as PTX has it, and not only writes
+        self.agents: list[str] = ["nobody"]
+        self.sites: list[Instruction] = []
+        self.accesses: list[Access] = [Access(0, 0, 0, PLAIN)]
+        self._numbers: dict[Access, int] = {}
+        self.read_sets: list[tuple[int, ...]] = [()]
+        self._read_numbers = {(): 0}
+
+    def agent(self, name: str) -> int:
+        self.agents.append(name)
+        return len(self.agents) - 1
+
+    def number(self, access: Access) -> int:
+        found = self._numbers.setdefault(access, len(self.accesses))
+        if found == len(self.accesses):
+            self.accesses.append(access)
+        return found
+
+    def with_read(self, reads: int, access: int, clock: Clock) -> int:
+        """The set of reads with another, by one who knows `clock`; what it knows of is told with it."""
+        kept = (each for each in self.read_sets[reads] if not self._is_known(self.accesses[each], access, clock))
+        new = (*kept, access)
+        found = self._read_numbers.setdefault(new, len(self.read_sets))
+        if found == len(self.read_sets):
+            self.read_sets.append(new)
+        return found
+
+    def _is_known(self, before: Access, access: int, clock: Clock) -> bool:
+        return before.agent == self.accesses[access].agent or before.time <= clock.seen.get(before.agent, 0)
+
+    def check(self, earlier: int, how: str, access: Access, writes: bool, clock: Clock) -> None:
+        """That an access by one who knows `clock` may follow an earlier one. Raises Race."""
+        before = self.accesses[earlier]
+        if before.kind == access.kind == ATOMIC:
+            return
+        if before.kind == INIT and access.kind in (PLAIN, ATOMIC, COPY) and writes:
+            raise SimulationError(f"{self._describe(access, writes)} the memory of a live mbarrier")
+        if before.time > clock.seen.get(before.agent, 0):
+            raise Race(f"{self._describe(access, writes)} what is {how} by {self.where(before)}: nothing orders them")
+        by_copy = access.kind in (COPY, COPY_USE) and before.kind != COPY and (how == "written" or self.strict)
+        if by_copy and before.time > clock.fenced.get(before.agent, 0):
+            fence = "no proxy fence is between them"
+            raise Race(f"{self._describe(access, writes)} what is {how} by {self.where(before)}: {fence}")
+
+    def _describe(self, access: Access, writes: bool) -> str:
+        return f"{self.where(access)} {'writes' if writes else 'reads'}"
+
+    def where(self, access: Access) -> str:
+        each = self.sites[access.site]
+        return f"{self.agents[access.agent]} ({each.opcode} at {each.place or 'an unknown line'})"
+
+
+class Shadow:
+    """The last write and the reads since then of a piece of memory, by `granule` bytes."""
+
+    def __init__(self, ledger: Ledger, size: int, granule: int):
+        self.ledger, self.shift = ledger, granule.bit_length() - 1
+        self.writes = np.zeros((size >> self.shift) + 1, np.int32)
+        self.reads = np.zeros_like(self.writes)
+        self._steps = {n << self.shift: np.arange(n) for n in (2, 4, 8, 16, 32)}
+
+    def lanes(self, at: np.ndarray, nbytes: int) -> np.ndarray:
+        """The pieces of accesses of so many bytes from `at` on."""
+        first = at >> self.shift
+        return first if nbytes >> self.shift <= 1 else first[:, None] + self._steps[nbytes]
+
+    def bytes(self, at: int, nbytes: int) -> slice:
+        return slice(at >> self.shift, -(-(at + nbytes) >> self.shift))
+
+    def read(self, where, access: Access, clock: Clock) -> None:
+        ledger = self.ledger
+        for write in _different(self.writes[where]):
+            if write != NOBODY:
+                ledger.check(write, "written", access, False, clock)
+        before, number = self.reads[where], ledger.number(access)
+        after = {each: ledger.with_read(each, number, clock) for each in _different(before)}
+        if len(after) == 1:
+            self.reads[where] = next(iter(after.values()))
+        else:
+            self.reads[where] = np.array([after[each] for each in before.ravel().tolist()]).reshape(before.shape)
+
+    def write(self, where, access: Access, clock: Clock, unchanged=None) -> None:
+        """`unchanged()` says of which pieces the bits stay as they are: such a store is no write where it would race,
+        as several warps may store the same."""
+        try:
+            self._check_write(where, access, clock)
+        except Race:
+            if unchanged is None:
+                raise
+            changed = ~unchanged()
+            if not changed.any():
+                return
+            where = np.broadcast_to(where, changed.shape)[changed]
+            self._check_write(where, access, clock)
+        self.writes[where], self.reads[where] = self.ledger.number(access), 0
+
+    def _check_write(self, where, access: Access, clock: Clock) -> None:
+        for write in _different(self.writes[where]):
+            if write != NOBODY:
+                self.ledger.check(write, "written", access, True, clock)
+        for reads in _different(self.reads[where]):
+            for read in self.ledger.read_sets[reads]:
+                self.ledger.check(read, "read", access, True, clock)
+
+    def forget(self, where, access: Access) -> None:
+        """What was there before this write is over."""
+        self.writes[where], self.reads[where] = self.ledger.number(access), 0
+
+
+def _different(numbers: np.ndarray):
+    first = numbers.item(0)
+    return (first,) if (numbers == first).all() else set(numbers.ravel().tolist())

@@ -1,0 +1,36 @@
+"""The simulator can fail: what a kernel waits, arrives, fences or meets for is missed when it is not there."""
+
+from __future__ import annotations
+
+import pytest
+
+from simulator.mutants import DX_ONLY, mutants_of, who_notices
+from simulator.problems import Problem
+
+SCHEDULES = [
+    Problem("backward", "pipelined", "layer", 85, 200, mask=DX_ONLY, sms=1),
+    Problem("backward", "pipelined", "rms", 15, 5120, mask=DX_ONLY, sms=2),
+    Problem("backward", "warp_specialized", "layer", 105, 200, mask=DX_ONLY, sms=1),
+]
+
+
+def is_ours(mutant) -> bool:
+    """Barriers of a CTA that the compiler puts between two inits, expects or copies make up for each other; what is
+    invalid at a kernel's end nobody uses again; and at the kernel itself, not at a line of it, newer compilers put a
+    cluster's barrier of their own."""
+    opcode, place = mutant.instruction.opcode, mutant.instruction.place
+    return not (opcode.startswith(("bar.sync", "barrier.sync", "mbarrier.inval")) or place.endswith(":1"))
+
+
+@pytest.mark.parametrize("problem", SCHEDULES, ids=str)
+def test_every_wait_arrival_and_fence_of_a_ring_is_missed(problem):
+    mutants = [each for each in mutants_of(problem) if is_ours(each)]
+    assert len(mutants) >= 5
+    assert [str(each) for each in mutants if who_notices(problem, [each], seeds=3) is None] == []
+
+
+def test_every_barrier_of_rows_over_several_warps_is_missed():
+    problem = Problem("backward", "multi_wave", "layer", 60, 1987, mask=DX_ONLY)
+    mutants = list(mutants_of(problem))
+    assert len(mutants) >= 4
+    assert [str(each) for each in mutants if who_notices(problem, [each], seeds=2) is None] == []
