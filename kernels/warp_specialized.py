@@ -37,6 +37,14 @@ def produce(tile: gl.constexpr, x_desc, dy_desc, x_ring, dy_ring, full, empty, r
 
 
 @gluon.jit
+def release_stage(empty, stage):
+    """Let the producer refill a stage that has been read. Its copies write through another proxy than these reads went
+    by, and without a fence between them could overtake the reads."""
+    ring.fence_async_shared()
+    ring.arrive(empty.index(stage), count=1)
+
+
+@gluon.jit
 def consume(
     norm: gl.constexpr, tile: gl.constexpr, group, x_ring, dy_ring, full, empty, mean_ptr, rstd_ptr, weight_ptr,
     weight_in_smem, residual_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr, rows, cols, mean_stride, rstd_stride,
@@ -65,14 +73,14 @@ def consume(
         dy = ring.read_tile(dy_ring, stage, False, tile)
         residual = ring.load_residual(residual_ptr, row, cols, norm, tile)
         if tile.cached:
-            ring.arrive(empty.index(stage), count=1)
+            release_stage(empty, stage)
         dw, db, sums = ring.sum_tile(x, dy, mean, rstd, weight, dw, db, norm, tile)
         if not tile.cached:
             x = ring.read_tile(x_ring, stage, True, tile)
             dy = ring.read_tile(dy_ring, stage, True, tile)
         ring.store_dx(dx_ptr, x, dy, mean, rstd, sums, weight, residual, row, cols, norm, tile)
         if not tile.cached:
-            ring.arrive(empty.index(stage), count=1)
+            release_stage(empty, stage)
         row -= step
         stage += tile.num_groups
         if stage >= tile.num_stages:

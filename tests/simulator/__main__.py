@@ -31,7 +31,6 @@ def main() -> int:
     parser.add_argument("--sms", type=int, default=2, help="at least twice a cluster")
     parser.add_argument("--seed", type=int, default=0, help="the order of events")
     parser.add_argument("--resident", type=int, help="CTAs, or clusters, that have a place at a time")
-    parser.add_argument("--strict", action="store_true", help="want a proxy fence between reads and a copy")
     parser.add_argument("--picture", help="write a picture of the run there")
     parser.add_argument("--trace", help="write what happened there, as text")
     options = parser.parse_args()
@@ -41,7 +40,7 @@ def main() -> int:
         options.direction, options.variant, options.norm, options.rows, options.cols, mix, mask,
         device=options.device, sms=options.sms,
     )  # fmt: skip
-    how = {"seed": options.seed, "resident": options.resident, "strict": options.strict}
+    how = {"seed": options.seed, "resident": options.resident}
     start = time.perf_counter()
     try:
         outputs, simulation = problem.simulate(**how, trace=Recording)

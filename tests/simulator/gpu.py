@@ -130,11 +130,10 @@ class Grid:
 
 
 class Gpu:
-    """resident: how many CTAs (of a grid of clusters: clusters) have a place at a time. strict: a proxy fence must be
-    between reads of shared memory and a copy that overwrites it, too."""
+    """resident: how many CTAs (of a grid of clusters: clusters) have a place at a time."""
 
-    def __init__(self, seed: int = 0, resident: int | None = None, strict: bool = True, trace: Trace | None = None):
-        self.order, self.ledger, self.memory = Order(seed), Ledger(strict), GlobalMemory()
+    def __init__(self, seed: int = 0, resident: int | None = None, trace: Trace | None = None):
+        self.order, self.ledger, self.memory = Order(seed), Ledger(), GlobalMemory()
         self.resident, self.trace = resident, trace or Trace()
         self.elected = self.order.random.randrange(32)
         self.released: dict[tuple[int, int], Clock] = {}  # what releases at a place have made known

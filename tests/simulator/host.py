@@ -28,7 +28,6 @@ class Simulation:
     spec: DeviceSpec
     seed: int = 0
     resident: int | None = None
-    strict: bool = True
     trace: Callable[[], Trace] = Trace  # makes that of each op
     without: dict[str, frozenset[int]] = field(default_factory=dict)
     launched: list[launching.Launched] = field(default_factory=list)
@@ -40,7 +39,7 @@ class Simulation:
 
     @functools.cached_property
     def _gpu(self) -> Gpu:
-        return Gpu(self.seed + len(self.finished), self.resident, self.strict, self.trace())
+        return Gpu(self.seed + len(self.finished), self.resident, self.trace())
 
     def op(self, function: Callable) -> Callable:
         """The function, whose launches have run when it returns."""
@@ -62,9 +61,8 @@ def simulated(device: str | DeviceSpec = "H200", sms: int | None = None, **how) 
     """Inside, CPU tensors are planned for as on this device, with so many SMs (at least twice the largest cluster), and
     our kernels run on them as the compiler made them for it.
 
-    seed: the order of events. resident: how many CTAs, or clusters, have a place at a time. strict: a TMA copy needs a
-    proxy fence after reads of what it overwrites too. Memory that the ops allocate is NaN at first. Raises
-    SimulationError from within the call that a kernel fails in.
+    seed: the order of events. resident: how many CTAs, or clusters, have a place at a time.
+    Memory that the ops allocate is NaN at first. Raises SimulationError from within the call that a kernel fails in.
     """
     spec = named(device, sms) if isinstance(device, str) else device
     simulation = Simulation(spec, **how)

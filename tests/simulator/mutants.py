@@ -55,14 +55,9 @@ class Mutant(NamedTuple):
         return f"{self.kernel} #{self.at} {self.instruction.opcode} at {self.instruction.place}"
 
 
-def is_strict(problem) -> bool:
-    """Whether it fences its reads before a copy overwrites what they have read: all but this schedule do."""
-    return getattr(problem, "variant", None) != "warp_specialized"
-
-
 def mutants_of(problem) -> Iterator[Mutant]:
     """Of all kernels of a problem."""
-    _, simulation = problem.simulate(strict=is_strict(problem))
+    _, simulation = problem.simulate()
     for each in {launched.build: launched for launched in simulation.launched}.values():
         for at, instruction in enumerate(each.kernel.code):
             if SYNCHRONIZES.match(instruction.opcode):
@@ -77,7 +72,7 @@ def who_notices(problem, missing: list[Mutant], seeds: int) -> str | None:
     first = None
     for seed in range(seeds):
         try:
-            outputs, _ = problem.simulate(strict=is_strict(problem), seed=seed, without=without)
+            outputs, _ = problem.simulate(seed=seed, without=without)
             problem.check(outputs)
         except (Race, Deadlock, SimulationError) as error:
             return {Race: "race", Deadlock: "deadlock"}.get(type(error), "error")

@@ -61,8 +61,7 @@ NOBODY = 0  # number of the access that memory begins with
 class Ledger:
     """All accesses and all sets of reads, by number: alike bytes share one."""
 
-    def __init__(self, strict: bool):
-        self.strict = strict  # a copy's fence must cover reads too, as PTX has it, and not only writes
+    def __init__(self):
         self.agents: list[str] = ["nobody"]
         self.sites: list[Instruction] = []
         self.accesses: list[Access] = [Access(0, 0, 0, PLAIN)]
@@ -101,7 +100,7 @@ class Ledger:
             raise SimulationError(f"{self._describe(access, writes)} the memory of a live mbarrier")
         if before.time > clock.seen.get(before.agent, 0):
             raise Race(f"{self._describe(access, writes)} what is {how} by {self.where(before)}: nothing orders them")
-        by_copy = access.kind in (COPY, COPY_USE) and before.kind != COPY and (how == "written" or self.strict)
+        by_copy = access.kind in (COPY, COPY_USE) and before.kind != COPY  # after reads too, as PTX has it
         if by_copy and before.time > clock.fenced.get(before.agent, 0):
             fence = "no proxy fence is between them"
             raise Race(f"{self._describe(access, writes)} what is {how} by {self.where(before)}: {fence}")
