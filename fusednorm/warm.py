@@ -15,12 +15,13 @@ from typing import NamedTuple
 
 import torch
 
-from . import heuristics
+from . import fallback, heuristics
 from .device import DeviceSpec
 from .plan import Plan, ReferencePlan
 from .problem import FLOAT_DTYPES, BackwardCall, ForwardCall, accumulation_dtype, check_backward, check_forward
 
 FEW_ROWS = 16  # no build depends on the row count: these are enough to compile for, and to run
+MANY_ROWS = 1 << 20  # for which what takes the place of a plan is chosen
 SERIAL_BUILDS = 2  # a process takes 3 to 5 s to import torch and triton, a build 1 to 2: so few are made right here
 
 
@@ -113,9 +114,14 @@ def warmup(
     ]
     spec = DeviceSpec.of(device)
     plans = list(plans_of(wanted, [rows] if isinstance(rows, int) else rows, spec))
-    count = build_ahead(plans, spec, processes)
+    try:
+        count = build_ahead(plans, spec, processes)
+    except Exception as error:
+        if device.type != "cuda" or fallback.cause_of(error, launched=False) is None:
+            raise
+        count = sum(len(_launches(each, plan, "meta")) for each, plan in plans)  # what has failed gives way below
     if device.type == "cuda":
-        _load(plans, device)
+        _load(plans, device, spec)
     return count
 
 
@@ -228,12 +234,23 @@ def _compile(builds: list[Build], arch: int) -> None:
         compilation.compile_for(build.launch(), arch)
 
 
-def _load(plans: list[tuple[Wanted, Plan]], device: torch.device) -> None:
-    """Run each launch once: Triton finds the build on disk, loads it, and knows it from then on."""
+def _load(plans: list[tuple[Wanted, Plan]], device: torch.device, spec: DeviceSpec) -> None:
+    """Run each launch once: Triton finds the build on disk, loads it, and knows it from then on. What cannot be built
+    gives way here, as it would in the first call."""
     with torch.cuda.device(device):
         for wanted, plan in plans:
-            for launch in _launches(wanted, plan, device):
-                launch.run()
+            problem = wanted.call("meta").problem
+            while not isinstance(plan, ReferencePlan):
+                launches = _launches(wanted, plan, device)
+                try:
+                    for launch in launches:
+                        launch.load()
+                    for launch in launches:
+                        launch.run()
+                    break
+                except fallback.BuildFailed as failed:
+                    fallback.remember(plan, problem, spec, str(failed))
+                    plan = fallback.choose(problem, MANY_ROWS, spec)
         torch.cuda.synchronize()
 
 

@@ -73,7 +73,7 @@ MAY_IMPORT = {
     # Beside the path of a call:
     "integrations": {"__init__", "fallback", "ops", "autograd", "functional", "modules", "forcing", "recipe", *PLANNER},
     "compilation": PLANNER | {"launch"},
-    "warm": PLANNER | {"launch", "compilation"},
+    "warm": PLANNER | {"launch", "compilation", "fallback"},
     "cost": {"plan", "problem", "device"},
     "explanation": PLANNER | {"cost", "fallback", "kernel_devices"},
     "plan_cli": PLANNER | {"explanation", "console"},

@@ -156,3 +156,34 @@ def test_with_a_triton_that_compiles_otherwise_nothing_is_built_ahead_and_nothin
     monkeypatch.delattr(fusednorm, "compilation", raising=False)
     plans = list(warm.plans_of([wanted(direction="forward", cols=512)], [4096], H200))
     assert warm.build_ahead(plans, H200, None) == 1
+
+
+def test_a_kernel_that_cannot_be_built_gives_way_as_it_would_in_the_first_call(monkeypatch):
+    from contextlib import nullcontext
+
+    from fusednorm import fallback
+
+    loaded = []
+
+    class Launch:
+        def __init__(self, plan):
+            self.plan = plan
+
+        def load(self):
+            if self.plan.variant == "pipelined":
+                raise fallback.BuildFailed("PTXASError: no")
+
+        def run(self):
+            loaded.append(self.plan)
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(warm, "_launches", lambda wanted, plan, device: [Launch(plan)])
+    plans = list(warm.plans_of([wanted()], None, H200))
+    assert "pipelined" in {plan.variant for _, plan in plans}
+    try:
+        with pytest.warns(RuntimeWarning, match="cannot run as pipelined on H200: PTXASError: no"):
+            warm._load(plans, torch.device("cuda", 0), H200)
+    finally:
+        fallback.forget()
+    assert loaded and all(isinstance(plan, MultiWavePlan) for plan in loaded)
