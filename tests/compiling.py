@@ -13,10 +13,10 @@ import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
-from unittest import mock
 
 import torch
 from cases import MIXED_DTYPES, NORMS, SAME_DTYPES, TROUBLED_WIDTHS, lay_out, make_case
+from devices import planned_for
 from planning import ARCHITECTURES
 
 from fusednorm import budget, heuristics
@@ -60,7 +60,7 @@ def launches_of(
     forward = check_forward(case.norm, x, shape, weight, bias, case.eps)
     backward = check_backward(case.norm, inputs.grad_out, x, shape, mean, rstd, weight, bias, output_mask)
     launches = []
-    with mock.patch.object(DeviceSpec, "of", lambda _: device):
+    with planned_for(device):
         for call, prepare in ((forward, launch.prepare_forward), (backward, launch.prepare_backward)):
             plan = heuristics.choose(call.problem, call.rows, device)
             launches += [(plan, each) for each in prepare(call, plan)[0]]

@@ -9,11 +9,12 @@ from types import SimpleNamespace
 import fake_gpu
 import pytest
 from cases import FP32, make_case
+from devices import planned_for
 from fake_gpu import CUDA_HEADER, DRIVER, STREAM, Gpu, backward, forward, known_build
 from norms import SHAPE, backward_of, forward_of, layer_norm
 
 from fusednorm import autograd, launcher, native, recipe, reference, torch_compat
-from fusednorm.device import H200, DeviceSpec
+from fusednorm.device import H200
 from fusednorm.testing import make_inputs
 
 
@@ -38,12 +39,12 @@ def gpu(driver, monkeypatch):
     fake_gpu.GPU = simulated = Gpu(driver)
 
     monkeypatch.setattr(launcher, "known_build", known_build)
-    monkeypatch.setattr(DeviceSpec, "of", lambda device: H200)
     monkeypatch.setattr(torch_compat, "current_device", lambda: -1)
     monkeypatch.setattr(torch_compat, "raw_stream", lambda device: STREAM)
     recipe.forget()
     native.forget()
-    yield simulated
+    with planned_for(H200):
+        yield simulated
     assert simulated.failure is None, simulated.failure
 
 

@@ -66,7 +66,16 @@ def flush(x):
     return np.where(np.abs(x) < SMALLEST_NORMAL, np.copysign(np.float32(0), x), x)
 
 
+def to_odd(x):
+    """Doubles as floats, of which the last bit says where something is lost, so that these can be rounded once more."""
+    near = x.astype(np.float32)
+    lost, bits = x - near, near.view(np.int32)
+    step = np.where((lost > 0) != np.signbit(near), 1, -1)
+    return (bits + np.where((lost != 0) & (bits & 1 == 0), step, 0).astype(np.int32)).view(np.float32)
+
+
 def to_bf16(x):
+    x = to_odd(x) if x.dtype == np.float64 else x
     bits = np.ascontiguousarray(x).view(np.uint32)
     rounded = ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(x), np.uint16(0x7FFF), rounded)

@@ -40,7 +40,9 @@ MOST_ELEMENTS, MOST_COLUMNS_WITH_SUMS = 40_000, 2048
 
 
 def is_run(problem: Problem) -> bool:
-    """Whether its variant is what runs."""
+    """Whether its variant is what runs, and anything is wanted of it."""
+    if problem.direction == "backward" and problem.mix[1] is None and not problem.mask[0]:
+        return False
     x, parameter, grad = (NAMES[each] for each in problem.mix)
     wanted = make_problem(problem.norm, problem.cols, x, parameter, problem.direction, grad)
     return outcome(problem.variant, wanted, problem.rows, named(problem.device, problem.sms)).plan is not None

@@ -165,12 +165,24 @@ def _to_pairs(t, operands, to):
         t.put(f"{target}[:] = {value}" if t.mask is None else f"copyto({target}, {value}, where={t.mask})")
 
 
-@instruction(r"cvt\.rn\.bf16\.f32|cvt\.(f32)\.bf16")
-def _bf16(t, operands, widens):
-    if widens:
-        t.set(operands[0], "f32", f"from_bf16({t.get(operands[1], 'u16')})")
+@instruction(r"cvt\.rn\.bf16\.(f32|f64)|cvt\.(f32|f64)\.bf16")
+def _bf16(t, operands, narrowed, widened):
+    if widened:
+        t.set(operands[0], widened, _half(t, operands[1], "bf16"))
     else:
-        t.set(operands[0], "u16", f"to_bf16({t.get(operands[1], 'f32')})")
+        t.set(operands[0], "u16", f"to_bf16({t.get(operands[1], narrowed)})")
+
+
+def _half(t, operand, kind: str) -> str:
+    return f"from_bf16({t.get(operand, 'u16')})" if kind == "bf16" else t.get(operand, kind)
+
+
+@instruction(r"(add|sub|fma)\.rn\.f32\.(bf16|f16)")
+def _mixed(t, operands, name, kind):
+    """All operands but the last are of 16 bits; the sum is rounded once."""
+    out, *halves, last = operands
+    sources = [*(_half(t, each, kind) for each in halves), t.get(last, "f32")]
+    t.set(out, "f32", f"{BINARY.get(name, name)}({', '.join(sources)})")
 
 
 @instruction(r"cvt(\.rn)?\.([usf](?:8|16|32|64))\.([usf](?:8|16|32|64))")

@@ -31,6 +31,8 @@ def test_bfloat16_is_rounded_to_nearest_even():
     values = torch.cat([torch.randn(1000), torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1e-40, float("inf"), -0.0])])
     got = arithmetic.to_bf16(values.numpy())
     assert torch.equal(torch.from_numpy(got).view(torch.bfloat16), values.bfloat16())
+    above_a_tie = np.array([1 + 2**-8 + 2**-40, -(1 + 2**-8 + 2**-40), 1e-60, -1e-60])  # of doubles
+    assert arithmetic.from_bf16(arithmetic.to_bf16(above_a_tie)).tolist() == [1 + 2**-7, -1 - 2**-7, 0, 0]
     assert np.isnan(arithmetic.from_bf16(arithmetic.to_bf16(np.array([np.nan], np.float32))))
 
 
