@@ -319,14 +319,13 @@ def test_under_the_eager_override_aten_itself_runs_in_the_end(norm, triton):
 
 def test_column_sums_fall_back_to_the_portable_kernel_and_to_aten(triton, on_h200, monkeypatch):
     failing = {launch_columns.RingSum}
-    run = launch_columns.ColumnLaunch.run
 
-    def run_or_fail(launched):
+    def load_or_fail(launched):
         if isinstance(launched.kernel, GluonJITFunction) or launch_columns.PortableSum in failing:
             raise STAGES["shared memory"][1]()
-        run(launched)
 
-    monkeypatch.setattr(launch_columns.ColumnLaunch, "run", run_or_fail)
+    monkeypatch.setattr(launch_columns.ColumnLaunch, "load", load_or_fail)
+    monkeypatch.setattr(launch_columns, "_loaded", set())
     # So small that the portable kernel would be chosen.
     monkeypatch.setattr(column_plan, "predicted_us", lambda plan, *_: isinstance(plan, column_plan.PortableSum))
     column_plan.choose.cache_clear()
@@ -339,11 +338,30 @@ def test_column_sums_fall_back_to_the_portable_kernel_and_to_aten(triton, on_h20
     assert fusednorm.explain_column_sum(inputs).choice.plan.kernel == "portable"
     assert "not by TMA: it cannot run here" in str(fusednorm.explain_column_sum(inputs))
     failing.add(launch_columns.PortableSum)
+    launch_columns._loaded.clear()
     got, _ = warned(lambda: fusednorm.column_sum(inputs))
     assert_close(got, want, rtol=1e-4, atol=1e-4)
     assert fusednorm.explain_column_sum(inputs).choice.plan.kernel == "aten"
     assert warned(lambda: fusednorm.column_sum(inputs))[1] == []
     column_plan.choose.cache_clear()
+
+
+def test_column_sums_are_not_begun_where_their_second_kernel_cannot_be_built(triton, on_h200, monkeypatch):
+    events = []
+
+    def load_or_fail(launched):
+        events.append("load")
+        if events.count("load") % 2 == 0:
+            raise STAGES["shared memory"][1]()
+
+    monkeypatch.setattr(launch_columns.ColumnLaunch, "load", load_or_fail)
+    monkeypatch.setattr(launch_columns.ColumnLaunch, "run", lambda launched: events.append("run"))
+    monkeypatch.setattr(launch_columns, "_loaded", set())
+    inputs = [torch.randn(20000, 64)]
+    assert fusednorm.explain_column_sum(inputs).choice.num_splits > 1
+    got, said = warned(lambda: fusednorm.column_sum(inputs))
+    assert_close(got, [inputs[0].double().sum(0).float()], rtol=1e-3, atol=1e-3)
+    assert said and set(events) == {"load"}
 
 
 def test_column_sums_leave_the_users_errors_alone(triton, monkeypatch):

@@ -69,7 +69,7 @@ def simulated(device: str | DeviceSpec = "H200", sms: int | None = None, **how) 
     with contextlib.ExitStack() as stack:
         for kind in (launcher.Launch, launch_columns.ColumnLaunch):
             stack.enter_context(mock.patch.object(kind, "run", lambda each: simulation.launch(each)))
-        stack.enter_context(mock.patch.object(launcher.Launch, "load", lambda each: None))
+            stack.enter_context(mock.patch.object(kind, "load", lambda each: None))
         for module, op in ((launch, "forward"), (launch, "backward"), (launch_columns, "column_sum")):
             stack.enter_context(mock.patch.object(module, op, simulation.op(getattr(module, op))))
         for each in (planned_for(spec), kernels_on("cpu"), _fresh_memory_is_nan()):
