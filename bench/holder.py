@@ -54,7 +54,7 @@ DONE:
         "=r,l,l", [told_ptr.to(gl.uint64), patience_ns.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
     gl.atomic_add(ended_ptr, told)
-    # So that nothing of it was taken in vain.
+    # What is not used would not be allocated.
     gl.store(memory_ptr + 65536 + gl.arange(0, 32768, flat), many + large.load(flat))
     gl.store(memory_ptr + 65536 + gl.arange(0, 16384, flat), some + middle.load(flat))
     gl.store(memory_ptr + 65536 + gl.arange(0, 4096, flat), small.load(flat))

@@ -24,7 +24,7 @@ NOT_OF_THE_KERNEL = (
     "initialization error", "not initialized", "shutting down", "unloading", "captur", "external device",
     "unknown error",
 )  # fmt: skip
-# And of a launch that it has refused, before anything ran.
+# What it says of a launch that it has refused: nothing has run then.
 REFUSED = ("too many resources requested", "out of resource", "cluster")
 
 

@@ -43,7 +43,7 @@ PIECES = ((512, 16, 8), (2048, 16, 4), (16384, 32, 4), (math.inf, 128, 4))
 # Of a forward by column tiles, of elements of 4 bytes and more: left alone, the compiler takes 32 or 40 for some widths
 # that are no multiples of 16, and spills 8 or 16 bytes.
 ROW_PASS_REGISTERS = 64
-COLUMN_PASS_REGISTERS = 128  # of a backward with 16-bit x and a float64 weight: left alone, 48 of which 8 bytes spill
+COLUMN_PASS_REGISTERS = 128  # of a backward with 16-bit x and a float64 weight; left alone, the compiler spills 8 bytes
 VECTOR_BYTES = 16  # of one load or store of a thread
 OLDEST_DEPENDENT_ARCH = 90  # that places a dependent launch before the one that it depends on has ended
 

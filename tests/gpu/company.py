@@ -224,7 +224,7 @@ def margins() -> None:
 
 
 def a_second_launch_that_does_not_wait() -> None:
-    """Is noticed: with its wait taken out it sums partials that are not there yet, of which the others have NaN."""
+    """It must be noticed: without its wait it sums partials that are not there yet, where NaN stands instead."""
     case = make_case("layer", (4096, 8192), (BF16, BF16, BF16))
     inputs = make_inputs(case, "cuda")
     ahead = fused(case, inputs)
