@@ -95,6 +95,19 @@ def builds(sums: Sums, arch: int) -> list[str]:
     return [compilation.compile_for(launch, arch).hash for launch in launch_columns.prepare(call, choice)[0]]
 
 
+def loads(sums: Sums, arch: int) -> list[str]:
+    """The same hashes as ColumnLaunch.load has Triton look them up. For a process that does not interpret."""
+    from compiling import stand_in_for_a_gpu
+
+    from fusednorm import launch_columns
+
+    stand_in_for_a_gpu(DEVICES[arch])
+    call = check_column_sum(sums.inputs("meta"), sums.total, sums.out_dtype)
+    choice = column_plan.choose(call.problem, sums.rows, DEVICES[arch])
+    launches, _ = launch_columns.prepare(call, choice)
+    return [each.kernel.warmup(*each.args, grid=each.grid, **each.keywords()).hash for each in launches]
+
+
 def main() -> int:
     """All complaints about many shapes, counts and dtypes, on every architecture."""
     import itertools

@@ -82,8 +82,8 @@ def compile_case(
     return [compilation.compile_for(each, device.arch).hash for _, each in launches]
 
 
-def launch_case(case: Case, device: DeviceSpec, output_mask=ALL_OUTPUTS) -> list[str]:
-    """The same hashes as Triton's own launch path computes them on such a device."""
+def stand_in_for_a_gpu(device: DeviceSpec) -> None:
+    """From here on, Triton's own launch path compiles for such a device."""
     from types import SimpleNamespace
 
     from triton.backends.compiler import GPUTarget
@@ -95,6 +95,11 @@ def launch_case(case: Case, device: DeviceSpec, output_mask=ALL_OUTPUTS) -> list
             get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
         )
     )
+
+
+def launch_case(case: Case, device: DeviceSpec, output_mask=ALL_OUTPUTS) -> list[str]:
+    """The same hashes as Triton's own launch path computes them on such a device."""
+    stand_in_for_a_gpu(device)
     return [
         each.kernel.warmup(*each.args, grid=each.grid, **each.keywords()).hash
         for _, each in launches_of(case, device, output_mask)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import columns
 import pytest
 from cases import BF16, FP16, FP32, FP64, make_case
 from compiling import (
@@ -107,3 +108,8 @@ def test_what_is_compiled_ahead_is_what_a_launch_looks_up(workers):
     for case, mask in ALWAYS:
         ahead = workers.submit(compile_case, case, H200, mask).result()
         assert workers.submit(launch_case, case, H200, mask).result() == ahead
+
+
+@pytest.mark.parametrize("sums", [columns.Sums(65536, 512), columns.Sums(20000, 64), columns.Sums(70, 131, 5)], ids=str)
+def test_what_a_column_sum_loads_is_what_it_launches(workers, sums):
+    assert workers.submit(columns.loads, sums, 90).result() == workers.submit(columns.builds, sums, 90).result()

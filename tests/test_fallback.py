@@ -93,7 +93,7 @@ class Kernel:
     """In the place of a JITFunction."""
 
     pre_run_hooks = ()
-    # So that a build depends on every number.
+    # A build depends on every number that is not named here.
     params = [SimpleNamespace(do_not_specialize=False, annotation_type="")] * 64
 
     def __init__(self, triton: FakeTriton, interpreted):

@@ -67,7 +67,7 @@ def flush(x):
 
 
 def to_odd(x):
-    """Doubles as floats, of which the last bit says where something is lost, so that these can be rounded once more."""
+    """Doubles as floats whose last bit says that something was lost: they can be rounded once more, and still right."""
     near = x.astype(np.float32)
     lost, bits = x - near, near.view(np.int32)
     step = np.where((lost > 0) != np.signbit(near), 1, -1)

@@ -143,8 +143,8 @@ class Shadow:
             self.reads[where] = np.array([after[each] for each in before.ravel().tolist()]).reshape(before.shape)
 
     def write(self, where, access: Access, clock: Clock, unchanged=None) -> None:
-        """`unchanged()` says of which pieces the bits stay as they are: such a store is no write where it would race,
-        as several warps may store the same."""
+        """`unchanged()` says which pieces keep their bits. There a store is not held to be a write: several warps may
+        store the same value."""
         try:
             self._check_write(where, access, clock)
         except Race:

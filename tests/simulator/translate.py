@@ -68,7 +68,7 @@ class Program:
         return found[0]
 
     def instruction_at(self, number: int, masked: bool, line: int) -> Instruction:
-        """That of a line of a block's Python."""
+        """The instruction that a line of a block's Python stands for."""
         lines = self._functions[number, masked][1]
         return self.kernel.code[lines[min(line, len(lines)) - 1]]
 
