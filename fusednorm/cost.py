@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .device import DeviceSpec
-from .plan import ColumnTilePlan, Plan, ReferencePlan, num_ctas, num_partials
+from .plan import ColumnTilePlan, Plan, ReferencePlan, num_ctas, num_partials, num_passes
 from .problem import NormProblem
 
 STREAM_SHARE = 0.925  # of the datasheet's bandwidth, behind what is fixed
@@ -89,7 +89,7 @@ def imbalance(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -
 
 def _reads_twice(plan: Plan, problem: NormProblem) -> bool:
     """Whether the inputs come from memory a second time; a forward by column tiles finds its row in the cache."""
-    return isinstance(plan, (ColumnTilePlan, ReferencePlan)) and problem.direction == "backward" and problem.wants_dx
+    return num_passes(plan, problem) != 1 and problem.wants_dx
 
 
 def _efficiency(plan: Plan) -> float:

@@ -17,7 +17,7 @@ from .device import DeviceSpec
 from .forcing import forced_variant
 from .heuristics import Decision, decide
 from .kernel_devices import runs_kernels
-from .plan import VARIANTS, Plan, ReferencePlan, num_ctas
+from .plan import VARIANTS, Plan, ReferencePlan, num_ctas, num_launches, num_passes
 from .problem import NormProblem, is_tma_aligned, row_view, validate_forward
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -62,10 +62,12 @@ class Explanation:
         if not isinstance(plan, ReferencePlan):
             ctas = num_ctas(plan, self.rows, problem.cols, device, problem.num_sums > 0)
             registers, limit = budget.registers(plan, problem, device), budget.max_registers(plan)
+            inputs = "x and dy" if problem.direction == "backward" else "x"
             left = f"; sm_margin leaves {device.sm_margin} to others" if device.sm_margin else ""
             lines = [
                 str(plan),
                 f"{ctas} CTAs along the rows, up to {plan.ctas_per_sm} on each of {device.sm_count} SMs{left}",
+                f"launches: {num_launches(plan, problem)}; passes over {inputs}: {num_passes(plan, problem)}",
                 f"shared memory {budget.shared_bytes(plan, problem)} of {device.smem_per_block_bytes} bytes a CTA, "
                 f"registers up to {registers} of {limit} a thread",
             ]
@@ -90,6 +92,8 @@ class Explanation:
             "device": self.device.name if self.device else None,
             "sm_margin": self.device.sm_margin if self.device else 0,
             "plan": {"type": type(plan).__name__, **dataclasses.asdict(plan)},
+            "passes": num_passes(plan, problem),
+            "launches": num_launches(plan, problem),
             "shared_bytes": budget.shared_bytes(plan, problem) if kernel else None,
             "registers": budget.registers(plan, problem, self.device) if kernel else None,
             "bytes_moved": estimate.bytes_moved if estimate else None,

@@ -31,6 +31,7 @@ from .plan import (
     Rejected,
     RingPlan,
     box_columns,
+    num_passes,
 )
 from .problem import NormProblem
 
@@ -46,11 +47,11 @@ class Tuning:
 
     order: tuple[str, ...]
     evidence: str
-    # A ring pays for its start, and for the parameters that every CTA loads, with more rows for each SM than this.
+    # A ring pays for its start, and for the parameters that every CTA loads, with more rows for each SM than this; with
+    # any number where multi-wave reads its inputs twice.
     ring_rows_per_sm: dict[str, int] = field(default_factory=dict)  # by norm
     ring_rows_per_sm_without_dx: int | None = None  # the same for sums over rows alone; None: not measured
     narrowest_ring_bytes: dict[str, int] = field(default_factory=dict)  # of a row of x, by norm
-    widest_ring_bytes: float = math.inf
     # By norm and the bytes of an element of x: the bytes of a row that TMA copies at once, and the columns of which a
     # ring pays that has no longer pieces, in ranges; beyond the first it pays as well where multi-wave does not hold
     # the row in registers. Shorter ones than those named do not pay, or have not been tried.
@@ -125,20 +126,17 @@ HOPPER_FORWARD = Tuning(
 
 # Nothing has been measured on Blackwell. It is planned for by what nvFuser has published on its choice for B200: its
 # thresholds, and its rule that a plan must have two stages and registers to spare. Its forward asks for 128 vectors of
-# 16 bytes a row, and for no more than 128 KiB.
+# 16 bytes a row, and for any number of rows.
 BLACKWELL_BACKWARD = Tuning(
     ("warp_specialized", "pipelined", "multi_wave"),
     "nvFuser found warp specialization the fastest on B200 wherever rows and registers suffice",
     ring_rows_per_sm={"layer": 16, "rms": 4},
     narrowest_ring_bytes=dict(layer=512, rms=512),  # the narrowest of its published decisions
-    widest_ring_bytes=48 * 1024,  # beyond, it finds registers for 14336 columns of float32 RMSNorm only
 )
 BLACKWELL_FORWARD = Tuning(
     ("pipelined", "multi_wave"),
     "nvFuser reads rows of this size through a ring on B200",
-    ring_rows_per_sm={"layer": 16, "rms": 4},
     narrowest_ring_bytes=dict(layer=2048, rms=2048),
-    widest_ring_bytes=128 * 1024,
 )
 
 TUNINGS = {(90, "backward"): HOPPER_BACKWARD, (90, "forward"): HOPPER_FORWARD}
@@ -245,12 +243,12 @@ def fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Re
     if plan.variant not in known.order:
         where = f"for the {problem.direction} on compute capability {capability(device)}"
         return Rejected("untried", f"is not in use {where}")
-    one_tile = isinstance(plan, PipelinedPlan) and plan.short_lived  # for each CTA
-    if plan.num_stages == 1 and not one_tile:
-        return Rejected("one_stage", "has room for one stage only: nothing would be copied while a tile is worked on")
     registers = budget.registers(plan, problem, device)
     if registers > plan.max_registers:
         return Rejected("spills", f"might spill: up to {registers} registers a thread, of {plan.max_registers}")
+    one_tile = isinstance(plan, PipelinedPlan) and plan.short_lived  # for each CTA
+    if plan.num_stages == 1 and not one_tile:
+        return Rejected("one_stage", "has room for one stage only: nothing would be copied while a tile is worked on")
     if rows <= least_rows(problem, device):
         return _few_rows(problem, rows, device)
     row_bytes = problem.cols * problem.x_dtype.itemsize
@@ -258,8 +256,6 @@ def fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Re
     if row_bytes < narrowest:
         text = f"is for rows of {narrowest} bytes or more, got {row_bytes}"
         return Rejected("narrow_rows", text)
-    if row_bytes > known.widest_ring_bytes:
-        return Rejected("wide_rows", f"is for rows up to {known.widest_ring_bytes} bytes, got {row_bytes}")
     for columns in known.slower_columns.get((problem.norm, problem.x_dtype.itemsize), ()):
         if problem.cols in columns:
             text = f"is slower than multi-wave at {_range_text(columns[0], columns[-1])}, got {problem.cols}"
@@ -308,6 +304,8 @@ def least_rows(problem: NormProblem, device: DeviceSpec) -> int:
     known = tuning(problem, device)
     if problem.direction == "backward" and not problem.wants_dx:
         return (known.ring_rows_per_sm_without_dx or 0) * device.sm_count
+    if num_passes(best_plan("multi_wave", problem, device), problem) != 1:
+        return 0  # a ring spares a pass
     return known.ring_rows_per_sm.get(problem.norm, 0) * device.sm_count
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from .device import DeviceSpec
+from .problem import NormProblem
 
 # Of fewer row tiles than these, or in a cluster of fewer rows, a CTA's partials cost more than its part of the work is
 # worth; where several narrow rows are in its registers, of fewer rows. 1024 x 2055 takes 14.2 us by two tiles of a row
@@ -246,6 +247,22 @@ def ctas_at_once(plan: Plan, device: DeviceSpec) -> int:
 def rows_at_once(plan: Plan, device: DeviceSpec) -> int:
     """Rows of one tile for each of these."""
     return plan.rows_per_tile * ctas_at_once(plan, device)
+
+
+def num_passes(plan: Plan, problem: NormProblem) -> int | None:
+    """How often the kernels read x and dy; a forward finds x in the cache the second time. None: ATen's kernels."""
+    if isinstance(plan, ReferencePlan):
+        return None
+    return 2 if isinstance(plan, ColumnTilePlan) and (problem.direction == "forward" or problem.wants_dx) else 1
+
+
+def num_launches(plan: Plan, problem: NormProblem) -> int | None:
+    """Of one call. The second of two passes sums its partials itself, all others leave that to a launch of its own."""
+    if isinstance(plan, ReferencePlan):
+        return None
+    if isinstance(plan, ColumnTilePlan) and problem.wants_dx:
+        return 2
+    return 1 + (problem.num_sums > 0)
 
 
 def num_partials(plan: Plan, ctas: int) -> int:

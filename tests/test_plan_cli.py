@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from planning import make_problem
+from devices import planned_for
+from planning import make_problem, meta_call
 
 import fusednorm
 from fusednorm.__main__ import main
@@ -39,6 +40,7 @@ def test_plan_says_what_runs_what_it_takes_and_why_nothing_else_does(capsys):
     assert lines[1].startswith("pipelined: chosen: ") and "(H200, bfloat16" in lines[1]
     assert lines[2].startswith("PipelinedPlan(rows_per_tile=1, chunk=512, num_chunks=8")
     assert "shared memory 32992 of 232448 bytes a CTA" in text and "of 255 a thread" in text
+    assert "launches: 2; passes over x and dy: 1" in lines
     assert "MB moved" in text and "us predicted" in text and "% of the speed of light" in text
     assert [line.split(":")[0] for line in lines[-3:]] == ["not multi_wave", "not warp_specialized", "not reference"]
 
@@ -51,6 +53,30 @@ def test_json_has_a_line_for_each_case_of_the_lists(capsys):
         assert case.keys() >= KEYS and case["reasons"].keys() == set(VARIANTS)
         assert (case["norm"], case["pass"], case["dtype"], case["device"]) == ("rms", "backward", "bf16", "B200")
         assert case["forced"] is False and case["plan"]["max_registers"] >= case["registers"]
+
+
+CASES = [
+    make_problem("layer", 4096),
+    make_problem("layer", 65536),
+    make_problem("layer", 65536, wants_dx=False),
+    make_problem("layer", 65536, wants_dw=False, wants_db=False),
+    make_problem("layer", 65536, direction="forward"),
+]
+
+
+@pytest.mark.parametrize("spec", [A100, H200], ids=lambda spec: spec.name)
+def test_json_counts_launches_and_passes_as_they_are_made(spec):
+    from fusednorm import launch
+
+    for problem in CASES:
+        explanation = explain_problem(problem, 4096, spec)
+        prepare = launch.prepare_forward if problem.direction == "forward" else launch.prepare_backward
+        with planned_for(spec):
+            kernels = [each.kernel.__name__ for each in prepare(meta_call(problem), explanation.plan).launches]
+        said = explanation.as_dict()
+        twice = "backward_row_means" in kernels or "forward_by_column_tiles" in kernels
+        assert (said["launches"], said["passes"]) == (len(kernels), 2 if twice else 1)
+        assert twice == (spec is A100 and problem.cols == 65536 and problem != CASES[2])
 
 
 def test_forced_plan_says_what_is_bad_about_it(capsys):

@@ -14,6 +14,7 @@ from fusednorm.heuristics import best_plan, choose, decide, fault, outcome
 from fusednorm.plan import MultiWavePlan, PipelinedPlan
 
 MANY_ROWS = 16384
+SMALL = replace(B200, smem_per_block_bytes=48 * 1024)
 RULES = {  # rule: variant, problem, rows, device that meet it
     "arch": ("multi_wave", make_problem(), MANY_ROWS, replace(A100, arch=75)),
     "tma": ("pipelined", make_problem(), MANY_ROWS, A100),
@@ -26,11 +27,10 @@ RULES = {  # rule: variant, problem, rows, device that meet it
     "shared_memory": ("warp_specialized", make_problem("layer", 65536), MANY_ROWS, B200),
     "unmeasured": ("pipelined", make_problem(wants_dx=False), MANY_ROWS, B200),
     "untried": ("warp_specialized", make_problem(), MANY_ROWS, H200),
-    "one_stage": ("warp_specialized", make_problem("layer", 32768), MANY_ROWS, B200),
+    "one_stage": ("warp_specialized", make_problem("rms", 8192), MANY_ROWS, SMALL),
     "spills": ("warp_specialized", make_problem("layer", 16384), MANY_ROWS, B200),
     "few_rows": ("pipelined", make_problem(), 1024, B200),
     "narrow_rows": ("pipelined", make_problem(cols=64), MANY_ROWS, H200),
-    "wide_rows": ("pipelined", make_problem("layer", 32768), MANY_ROWS, B200),
     "slower_columns": ("pipelined", make_problem(cols=960, direction="forward"), MANY_ROWS, H200),
     "short_pieces": ("pipelined", make_problem(cols=1000), MANY_ROWS, H200),
 }
