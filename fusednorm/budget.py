@@ -145,7 +145,8 @@ def _captured_bytes(plan: WarpSpecializedPlan, problem: NormProblem) -> int:
     captured = rings + barriers + descriptors + rows
     if plan.num_groups > 1:
         layer = problem.norm == "layer"
-        pointers = 2 + layer + problem.num_sums  # rstd, dx; mean, dw, db
+        has_residual = problem.residual_dtype is not None
+        pointers = 2 + layer + problem.num_sums + has_residual  # rstd, dx; mean; dw, db; the residual gradient
         strides, cols = 8 * (1 + layer), 4
         weight = plan.num_chunks * (8 + 4 * 2) if plan.weight_in_smem else 8
         captured += 8 * pointers + strides + cols + (weight if problem.weight_dtype is not None else 0)
@@ -233,8 +234,10 @@ def ring_registers(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> 
         if isinstance(plan, WarpSpecializedPlan) and plan.num_groups > 1:
             need += REGISTER_STEP * (problem.cols % 16 != 0)  # whether each column of the last chunk is in the row
             need += 4 * REGISTER_STEP * (not problem.wants_dw and problem.x_dtype.itemsize == 4 and device.arch >= 100)
-        if isinstance(plan, WarpSpecializedPlan) and device.triton > OLDEST_TRITON and device.arch >= 100:
-            need += 3 * REGISTER_STEP  # eight rows of 576 columns spilled 48 bytes with 3.7
+        later = device.triton > OLDEST_TRITON
+        blackwell_groups = device.arch >= 100 and isinstance(plan, WarpSpecializedPlan)
+        if later and (plan.rows_per_tile >= 8 or blackwell_groups):
+            need += 3 * REGISTER_STEP  # eight rows of 576 columns spilled 16 to 48 bytes with 3.7
         need += columns * (2.0 + 0.7 * problem.num_sums)
         need += columns * (0.8 if held else 0.2) * (problem.weight_dtype is not None)
         need += 24 * (problem.weight_dtype is not None and problem.weight_dtype.itemsize == 8)
@@ -291,7 +294,11 @@ def _backward_of_one_row_manages_with(plan: RingPlan, problem: NormProblem, devi
             few, many = min(few, 28 if plan.num_warps == 16 else 32), 56
     if plan.weight_in_smem and plan.cluster > 1 and columns <= few:
         return 128
-    held_well = plan.weight_in_smem or problem.norm == "rms" or columns <= (60 if hopper else 48)
+    if hopper:
+        most_held = 60
+    else:
+        most_held = 48 if device.triton == OLDEST_TRITON else 36  # 3.8 spilled 24 bytes of 40 columns
+    held_well = plan.weight_in_smem or problem.norm == "rms" or columns <= most_held
     return 248 if columns <= many and few_copies and held_well else math.inf
 
 
@@ -324,6 +331,8 @@ def multiwave_registers(
         if device.triton > OLDEST_TRITON and 100 <= device.arch < 120:
             # 3.9 spilled 112 bytes of two rows of 1600 columns, and 40 of 16 rows of 128.
             per_element += 2.0 if many_rows else 1.0
+        if device.triton > OLDEST_TRITON and 80 < device.arch < 90 and many_rows:
+            per_element += 0.4  # 3.9 spilled 8 bytes of 16 rows of 256 columns
         per_element += problem.x_dtype.itemsize != problem.grad_dtype.itemsize  # one of them changes its layout
         if problem.weight_dtype is not None and not problem.wants_dw:
             per_element += 0.8 * accumulator  # dw's product would hold x_hat anyway
