@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from budgets import check, plans_of
 from compiling import worker_processes
 from hypothesis import strategies as st
@@ -76,6 +77,7 @@ JOBS = [
     (120, make_problem("layer", 128, direction="forward")),
     (100, make_problem("layer", 128)),
     (103, make_problem("layer", 640)),
+    (100, replace(make_problem("layer", 4096), residual_dtype=torch.bfloat16)),
     (80, make_problem("layer", 16383, weight="none", direction="forward")),
 ]
 
