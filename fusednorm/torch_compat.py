@@ -72,10 +72,21 @@ _BelowAutograd = _private("_C._AutoDispatchBelowAutograd", None)
 def below_autograd(op: Callable, kernel: Callable, *operands, **named):
     """op(*operands, **named) by what is registered below autograd; `kernel` is that for CPU and CUDA."""
     if _BelowAutograd is None:
+        if any(map(_is_subclassed, operands)):
+            with torch.inference_mode():  # goes below autograd too, but to tensors that autograd does not take
+                outputs = op(*operands, **named)
+            return type(outputs)(each if each is None else each.clone() for each in outputs)
         with torch.no_grad():
             return kernel(*operands, **named)
     with _BelowAutograd():
         return op(*operands, **named)
+
+
+def _is_subclassed(operand: Any) -> bool:
+    """Whether it is, or holds, a tensor whose class may have its own way with an op, as fake tensors have."""
+    if isinstance(operand, (list, tuple)):
+        return any(map(_is_subclassed, operand))
+    return isinstance(operand, Tensor) and type(operand) not in (Tensor, torch.nn.Parameter)
 
 
 def record(function: type[torch.autograd.Function]) -> Callable:

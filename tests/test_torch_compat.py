@@ -91,6 +91,14 @@ sums[0].sum().backward()
 real.testing.assert_close(x.grad, real.ones_like(x))
 fusednorm.LayerNorm(16)(real.randn(2, 16)).sum().backward()
 fusednorm.functional.rms_norm(real.randn(2, 16), [16])
+
+from torch._subclasses import FakeTensorMode
+with FakeTensorMode():
+    fake = real.empty(4, 16, device="cuda")
+    y, mean, rstd = real.ops.fusednorm.layer_norm_fwd(fake, [16], None, None, 1e-5)
+    dx, *_ = real.ops.fusednorm.layer_norm_bwd(y, fake, [16], mean, rstd, None, None, [True, False, False])
+    for each in (y, dx, *fusednorm.column_sum([fake])):
+        assert each.is_cuda and not each.is_inference()
 print("missing", *torch_compat.missing)
 """
 
