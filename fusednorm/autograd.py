@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from . import formulas, native, ops, recipe, reference, torch_compat
+from . import formulas, native, ops, recipe, reference, sharding, torch_compat
 from .forcing import asked_variants, force, forced_variant
 from .kernel_devices import runs_kernels
 from .problem import accumulation_dtype
@@ -389,6 +389,7 @@ def _below_autograd(op: Callable[..., tuple], *operands, **more) -> tuple:
     name = op.name().removeprefix("fusednorm::")
     if any(isinstance(each, Tensor) and each.is_nested for each in operands):
         raise RuntimeError(f"{name}: all tensors must be strided, got a nested one")
+    sharding.register_where_needed()
     return torch_compat.below_autograd(op, getattr(ops, name), *operands, **more)
 
 

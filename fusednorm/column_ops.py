@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from . import torch_compat
+from . import sharding, torch_compat
 from .column_plan import MAX_TENSORS
 from .column_problem import check_column_sum, sum_dtype, validate_column_sum
 from .column_reference import formula
@@ -101,6 +101,7 @@ def _above(inputs: Sequence[Tensor], *, total: bool = False, dtype: torch.dtype 
 
 
 def _below_autograd(inputs: Sequence[Tensor], total: bool, dtype: torch.dtype | None) -> list[Tensor]:
+    sharding.register_where_needed()
     op = torch.ops.fusednorm.column_sum
     return torch_compat.below_autograd(op, _run, inputs, total=total, dtype=dtype)
 

@@ -1,0 +1,141 @@
+"""How the ops run on DTensors: rules of sharding, which PyTorch's own engine expands over a device mesh.
+
+Rows are independent: sharded along any dim that is not normalized, a call runs on each rank's rows, and dweight and
+dbias come out as partial sums, which whoever reads them adds up. weight and bias are needed whole. x that is sharded in
+a normalized dim is redistributed first, as for ATen's norms.
+
+Nothing of torch.distributed is imported here before a program has imported torch.distributed.tensor itself. The names
+used are private or experimental: `register` says in `missing` what was not there, and then the ops raise torch's error,
+that they have no sharding strategy.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+from collections.abc import Callable, Iterable
+
+import torch
+
+ROWS, WHOLE, SUM = "sharded as the rows", "replicated", "a partial sum"
+PLACED = {
+    **dict.fromkeys(("x", "grad_out", "residual_grad", "mean", "rstd", "y", "dx"), ROWS),
+    **dict.fromkeys(("weight", "bias"), WHOLE),
+    **dict.fromkeys(("dweight", "dbias"), SUM),
+}
+NORMS = tuple(f"{norm}_norm_{way}" for norm in ("layer", "rms") for way in ("fwd", "bwd", "bwd_residual"))
+GRADIENTS = {"dx": "x", "dweight": "weight", "dbias": "bias"}  # in the order of output_mask
+
+missing: list[str] = []  # what torch did not have
+
+
+def register_where_needed() -> None:
+    """For whoever is about to call an op on tensors of any class: afterwards DTensors find the rules."""
+    if "torch.distributed.tensor" in sys.modules:  # else there is no DTensor
+        register()
+
+
+@functools.cache
+def register() -> None:
+    """Tell torch.distributed.tensor the rules, once."""
+    for add, ops in ((_add_norm, NORMS), (_add_column_sum, ("column_sum",))):
+        try:
+            for name in ops:
+                add(getattr(torch.ops.fusednorm, name).default)
+        except (ImportError, AttributeError, TypeError) as error:
+            missing.append(f"{ops[0]}, ...: {error}")
+
+
+def placed(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple[dict, dict, int]:
+    """(outputs, operands, dims): how each is placed where x is sharded in one of its first `dims`, by its name. Outputs
+    that are not computed are placed None; operands that are None are left out."""
+    names = [argument.name for argument in op._schema.arguments]
+    given = dict(zip(names, args)) | kwargs  # noqa: B905  defaults are left out
+    x = given["x"]
+    operands = {name: PLACED[name] for name in names if name in PLACED and given.get(name) is not None}
+    for name in ("mean", "rstd"):
+        if name in operands and len(given[name].shape) != len(x.shape):
+            raise RuntimeError(
+                f"{op._schema.name.removeprefix('fusednorm::')}: {name} of DTensors must have the shape that the "
+                f"forward returns, of {len(x.shape)} dims, got {tuple(given[name].shape)}"
+            )
+    outputs = {returned.name: PLACED[returned.name] for returned in op._schema.returns}
+    mask = given.get("output_mask") or itertools.repeat(True)
+    for (output, like), wanted in zip(GRADIENTS.items(), mask, strict=False):
+        if output in outputs and not (wanted and given.get(like) is not None):
+            outputs[output] = None
+    return outputs, operands, len(x.shape) - len(given["normalized_shape"])
+
+
+def _add_norm(op: torch._ops.OpOverload) -> None:
+    static = [argument.name for argument in op._schema.arguments].index("normalized_shape")
+    kwargs = [argument.name for argument in op._schema.arguments if argument.kwarg_only]
+    try:
+        _add_single_dim(op, static, kwargs)
+    except (ImportError, TypeError):  # TypeError: that of torch 2.11, which knows no output that is None
+        _add_by_public_name(op, static, kwargs)
+
+
+def _add_single_dim(op: torch._ops.OpOverload, static: int, kwargs: list[str]) -> None:
+    """By the engine of ATen's own rules: any kind of sharding, and all that is no tensor in the key of its cache."""
+    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+    from torch.distributed.tensor._ops import single_dim_strategy as engine
+
+    def strategy(op, args, kwargs):
+        outputs, operands, dims = placed(op, args, kwargs)
+        both = *outputs.values(), *operands.values()
+        return [_placements(both, engine._ShardingPlaceholder(dim)) for dim in range(dims)]
+
+    info = RuntimeSchemaInfo(static, kwargs or None)
+    engine.register_single_dim_strategy(op, info, allow_uneven_sharding=True)(strategy)
+
+
+def _add_by_public_name(op: torch._ops.OpOverload, static: int, kwargs: list[str]) -> None:
+    """By torch.distributed.tensor.experimental, whose cache goes by tensors alone unless it is told more. A dim with
+    fewer rows than ranks is replicated."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.experimental import register_sharding
+
+    names = [argument.name for argument in op._schema.arguments]
+
+    @register_sharding(op)
+    def strategy(*args, **kwargs):
+        outputs, operands, dims = placed(op, args, kwargs)
+        given = [operands.get(name) for name in names[: len(args)]]  # in the places of all arguments
+        whole = [[each and Replicate() for each in side] for side in (outputs.values(), given)]
+        sharded = [[_placements(side, Shard(dim)) for side in (outputs.values(), given)] for dim in range(dims)]
+        return [whole, *sharded]
+
+    info = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op]
+    info.static_argnum, info.static_kwargkey = static, kwargs or None
+
+
+def _placements(placed: Iterable[str | None], rows) -> list:
+    from torch.distributed.tensor import Partial, Replicate
+
+    placements = {ROWS: rows, WHOLE: Replicate(), SUM: Partial("sum"), None: None}
+    return [placements[each] for each in placed]
+
+
+def _add_column_sum(op: torch._ops.OpOverload) -> None:
+    """Sums are linear: of sharded rows they are partial, of partial tensors too; a sharded column keeps its rank."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+    from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
+
+    def strategy(schema):
+        inputs = schema.args_strategy
+        last, total = len(inputs[0].shape) - 1, schema.kwargs_schema.get("total", False)
+        outputs = 1 if total else len(inputs)
+        pairs = [(Replicate(), Replicate()), (Partial("sum"), Partial("sum")), (Shard(0), Shard(last))]
+        pairs += [(Partial("sum"), Shard(dim)) for dim in range(last)]
+        rules = [[output] * outputs + [input] * len(inputs) for output, input in pairs]
+        expanded = expand_to_full_mesh_op_strategy(inputs[0].mesh, schema, rules, input_index=outputs)
+        if outputs == 1:  # in a list all the same
+            for each in expanded.strategies:
+                each.output_specs = (each.output_specs,)
+        return expanded
+
+    register: Callable = DTensor._op_dispatcher.sharding_propagator.register_op_strategy
+    register(op, strategy, RuntimeSchemaInfo(1, ["total", "dtype"], needs_pytree=True))

@@ -1,0 +1,289 @@
+"""The ops on DTensors: each function is a combination of worlds.py.
+
+    torchrun --nproc-per-node 2 tests/sharded_ops.py      on two GPUs, over NCCL
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from worlds import Combination, Log, World, ops_run, run_by_torchrun
+
+import fusednorm
+from fusednorm import sharding
+
+OPS, ATEN = torch.ops.fusednorm, torch.ops.aten
+COLS = 8
+MASKS = tuple(mask for mask in itertools.product((True, False), repeat=3) if any(mask))
+FP64 = torch.float64  # so that sums in another order are still the same
+
+
+def draw(world: World, *shape: int, seed: int) -> Tensor:
+    """The same on every rank."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=FP64).to(world.device)
+
+
+class Norms:
+    """Operands for all ops, plain and distributed, and the checks that both give the same."""
+
+    def __init__(self, world: World, mesh, placements, shape=(6, 5), grad_placements=None) -> None:
+        self.mesh, self.placements = mesh, placements
+        self.x, self.dy, self.residual = (draw(world, *shape, COLS, seed=seed) for seed in (1, 2, 3))
+        self.w, self.b = (draw(world, COLS, seed=seed) for seed in (4, 5))
+        self.dx_placements = placements if grad_placements is None else None  # else any
+        self.dist_x, self.dist_residual = (distribute_tensor(t, mesh, placements) for t in (self.x, self.residual))
+        self.dist_dy = distribute_tensor(self.dy, mesh, grad_placements or placements)
+        self.dist_w, self.dist_b = (distribute_tensor(t, mesh, [Replicate()] * mesh.ndim) for t in (self.w, self.b))
+
+    def rows(self, got, want) -> None:
+        self.same(got, want)
+        if self.dx_placements:
+            assert got is None or list(got.placements) == list(self.placements), got.placements
+
+    def sums(self, got, want) -> None:
+        self.same(got, want)
+        if self.dx_placements and got is not None:
+            expected = [Partial("sum") if isinstance(p, Shard) else p for p in self.placements]
+            assert list(got.placements) == expected, (got.placements, expected)
+
+    def same(self, got, want) -> None:
+        assert (got is None) == (want is None)
+        if got is not None:
+            assert type(got) is DTensor and type(want) is Tensor
+            torch.testing.assert_close(got.full_tensor(), want, rtol=1e-9, atol=1e-9)
+
+    def check(self, masks=MASKS) -> None:
+        shape = (COLS,)
+        with Log() as log:
+            layer = OPS.layer_norm_fwd(self.dist_x, shape, self.dist_w, self.dist_b, 1e-5)
+            rms = OPS.rms_norm_fwd(self.dist_x, shape, self.dist_w, 1e-5)
+        assert log.norms() == ["fusednorm.layer_norm_fwd.default", "fusednorm.rms_norm_fwd.default"], log.ops
+        plain_layer = OPS.layer_norm_fwd(self.x, shape, self.w, self.b, 1e-5)
+        plain_rms = OPS.rms_norm_fwd(self.x, shape, self.w, 1e-5)
+        for got, want in zip((*layer, *rms), (*plain_layer, *plain_rms), strict=True):
+            self.rows(got, want)
+        ours = self.dist_dy, self.dist_x, shape
+        theirs = self.dy, self.x, shape
+        for mask in masks:
+            got = OPS.layer_norm_bwd(*ours, *layer[1:], self.dist_w, self.dist_b, mask)
+            self.gradients(got, OPS.layer_norm_bwd(*theirs, *plain_layer[1:], self.w, self.b, mask))
+            got = OPS.layer_norm_bwd_residual(
+                *ours, *layer[1:], self.dist_w, self.dist_b, self.dist_residual, mask, dx_dtype=torch.float32
+            )
+            want = OPS.layer_norm_bwd_residual(
+                *theirs, *plain_layer[1:], self.w, self.b, self.residual, mask, dx_dtype=torch.float32
+            )
+            self.gradients(got, want)
+            if not any(mask[:2]):
+                continue
+            got = OPS.rms_norm_bwd(*ours, rms[1], self.dist_w, mask[:2])
+            self.gradients(got, OPS.rms_norm_bwd(*theirs, plain_rms[1], self.w, mask[:2]))
+            got = OPS.rms_norm_bwd_residual(*ours, rms[1], self.dist_w, self.dist_residual, mask[:2])
+            want = OPS.rms_norm_bwd_residual(*theirs, plain_rms[1], self.w, self.residual, mask[:2])
+            self.gradients(got, want)
+
+    def gradients(self, got, want) -> None:
+        self.rows(got[0], want[0])
+        for each, wanted in zip(got[1:], want[1:], strict=True):
+            self.sums(each, wanted)
+
+
+def rows_sharded_in_any_dim(world: World) -> None:
+    mesh = world.mesh()
+    for placement in (Shard(0), Shard(1), Replicate()):
+        masks = MASKS if placement == Shard(0) else MASKS[:2]
+        Norms(world, mesh, [placement], shape=(2 * world.size, 3 * world.size)).check(masks)
+
+
+def uneven_and_empty_shards(world: World) -> None:
+    mesh = world.mesh()
+    for rows in (world.size + 1, 1):  # the second: one rank has a row, the others have none
+        Norms(world, mesh, [Shard(0)], shape=(rows, 3)).check(MASKS[:2])
+    local = distribute_tensor(draw(world, 1, COLS, seed=0), mesh, [Shard(0)]).to_local()
+    assert len(local) == (world.rank == 0)
+
+
+def meshes_of_two_dims(world: World) -> None:
+    mesh = world.mesh(2, 2)
+    s0, s1, r = Shard(0), Shard(1), Replicate()
+    for placements in ([s0, s1], [s1, s0], [s0, s0], [s0, r], [r, s1]):
+        Norms(world, mesh, placements, shape=(4, 8)).check(MASKS[1:3])
+
+
+def a_partial_gradient_is_added_up_first(world: World) -> None:
+    mesh = world.mesh()
+    norms = Norms(world, mesh, [Shard(0)], shape=(2 * world.size, 3), grad_placements=[Partial("sum")])
+    norms.dist_dy = DTensor.from_local(norms.dy / world.size, mesh, [Partial("sum")])
+    norms.check(MASKS[:2])
+
+
+def without_parameters(world: World) -> None:
+    """And two lengths of normalized_shape for one x: only the last call's rows may be sharded in their second dim."""
+    mesh, x = world.mesh(), draw(world, 4, 2 * world.size, COLS, seed=1)
+    dist_x = distribute_tensor(x, mesh, [Shard(1)])
+    for shape in ((2 * world.size, COLS), (COLS,)):
+        y, mean, rstd = OPS.layer_norm_fwd(dist_x, shape)
+        want = OPS.layer_norm_fwd(x, shape)
+        dx, dw, db = OPS.layer_norm_bwd(dist_x, dist_x, shape, mean, rstd)
+        assert dw is None and db is None
+        wanted_dx = OPS.layer_norm_bwd(x, x, shape, *want[1:])[0]
+        for got, wanted in ((y, want[0]), (mean, want[1]), (rstd, want[2]), (dx, wanted_dx)):
+            torch.testing.assert_close(got.full_tensor(), wanted, rtol=1e-9, atol=1e-9)
+    assert list(y.placements) == list(dx.placements) == [Shard(1)]
+
+
+def sums_of_columns(world: World) -> None:
+    mesh, shape = world.mesh(), (2 * world.size, 3, 2 * world.size)
+    inputs = [draw(world, *shape, seed=seed) for seed in (1, 2, 3)]
+    for placement, expected in ((Shard(0), Partial("sum")), (Shard(2), Shard(0)), (Replicate(), Replicate())):
+        distributed = [distribute_tensor(each, mesh, [placement]) for each in inputs]
+        for total in (False, True):
+            with Log() as log:
+                got = fusednorm.column_sum(distributed, total=total, dtype=FP64)
+            assert log.ops.count("fusednorm.column_sum.default") == 1 and not log.collectives()
+            want = fusednorm.column_sum(inputs, total=total, dtype=FP64)
+            for each, wanted in zip(got, want, strict=True):
+                assert list(each.placements) == [expected]
+                torch.testing.assert_close(each.full_tensor(), wanted, rtol=1e-9, atol=1e-9)
+    parts = [DTensor.from_local(each, mesh, [Partial("sum")]) for each in inputs]
+    with Log() as log:
+        got = fusednorm.column_sum(parts)
+    assert not log.collectives()
+    for each, input in zip(got, inputs, strict=True):
+        torch.testing.assert_close(each.full_tensor(), world.size * input.sum((0, 1)), rtol=1e-9, atol=1e-9)
+
+
+def collectives_are_those_of_atens_rules(world: World) -> None:
+    """None where rows are sharded; where a normalized dim is, the redistribution that ATen's LayerNorm would get."""
+    compare_collectives(world, Shard(0), Shard(1), Replicate(), Partial("sum"))
+
+
+def compare_collectives(world: World, *placements) -> None:
+    mesh, shape = world.mesh(), (COLS * world.size,)
+    w = distribute_tensor(draw(world, *shape, seed=2), mesh, [Replicate()])
+    for placement in placements:
+        rows = draw(world, 2 * world.size, *shape, seed=1)
+        is_partial = placement == Partial("sum")
+        x = DTensor.from_local(rows, mesh, [placement]) if is_partial else distribute_tensor(rows, mesh, [placement])
+        counts = []
+        for forward, backward in (
+            (OPS.layer_norm_fwd, OPS.layer_norm_bwd),
+            (ATEN.native_layer_norm, ATEN.native_layer_norm_backward),
+        ):
+            with Log() as log:
+                _, mean, rstd = forward(x, shape, w, w, 1e-5)
+                backward(x, x, shape, mean, rstd, w, w, [True, True, True])
+            counts.append(log.collectives())
+        ours, atens = counts
+        assert ours == atens, (placement, ours, atens)
+        assert bool(ours) == (placement in (Shard(1), Partial("sum"))), (placement, ours)
+
+
+def a_tensor_among_dtensors_gets_torchs_own_error(world: World) -> None:
+    x, w = draw(world, 4, COLS, seed=1), draw(world, COLS, seed=2)
+    dist_x = distribute_tensor(x, world.mesh(), [Shard(0)])
+    for op in (OPS.rms_norm_fwd, ATEN._fused_rms_norm):
+        with pytest.raises(RuntimeError, match="got mixed torch.Tensor and DTensor"):
+            op(dist_x, (COLS,), w, 1e-5)
+
+
+def statistics_of_another_shape_are_refused(world: World) -> None:
+    norms = Norms(world, world.mesh(), [Replicate()])
+    flat = distribute_tensor(draw(world, 30, seed=6), world.mesh(), [Replicate()])
+    with pytest.raises(RuntimeError, match=r"rms_norm_bwd: rstd of DTensors must have .* 3 dims, got \(30,\)"):
+        OPS.rms_norm_bwd(norms.dist_dy, norms.dist_x, (COLS,), flat, norms.dist_w)
+
+
+def modules_and_functions_on_dtensors(world: World) -> None:
+    """Forward, backward, second derivatives: through autograd, with the gradients of one process."""
+    mesh = world.mesh()
+    for make, way in ((fusednorm.LayerNorm, "layer"), (fusednorm.RMSNorm, "rms")):
+        plain, sharded = make(COLS, dtype=FP64, device=world.device), make(COLS, dtype=FP64, device=world.device)
+        for name, parameter in list(sharded.named_parameters()):
+            replicated = distribute_tensor(parameter.detach(), mesh, [Replicate()])
+            sharded.register_parameter(name, torch.nn.Parameter(replicated))
+        x, dy = draw(world, 2, 2 * world.size, COLS, seed=1), draw(world, 2, 2 * world.size, COLS, seed=2)
+        leaf, dist_dy = (distribute_tensor(each, mesh, [Shard(1)]) for each in (x, dy))
+        leaf.requires_grad_()
+        plain_leaf = x.clone().requires_grad_()
+        with ops_run(world), Log() as log:
+            sharded(leaf).backward(dist_dy)
+        assert log.norms() == [f"fusednorm.{way}_norm_fwd.default", f"fusednorm.{way}_norm_bwd.default"]
+        assert not log.collectives()
+        plain(plain_leaf).backward(dy)
+        torch.testing.assert_close(leaf.grad.full_tensor(), plain_leaf.grad)
+        for (_, mine), (_, theirs) in zip(sharded.named_parameters(), plain.named_parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
+        with ops_run(world):
+            (dx,) = torch.autograd.grad(sharded(leaf).square().sum(), leaf, create_graph=True)
+            (second,) = torch.autograd.grad(dx.square().sum(), leaf)
+        (dx,) = torch.autograd.grad(plain(plain_leaf).square().sum(), plain_leaf, create_graph=True)
+        (want,) = torch.autograd.grad(dx.square().sum(), plain_leaf)
+        torch.testing.assert_close(second.full_tensor(), want)
+
+
+def the_public_way_to_register_gives_the_same(world: World) -> None:
+    with registered(sharding._add_by_public_name):
+        rows_sharded_in_any_dim(world)
+        Norms(world, world.mesh(), [Shard(0)], shape=(world.size + 1, 3)).check()
+        Norms(world, world.mesh(), [Shard(0)], shape=(1, 3), grad_placements=[Shard(0)]).check()  # wherever it ends
+        a_partial_gradient_is_added_up_first(world)
+        without_parameters(world)
+        compare_collectives(world, Shard(0), Shard(1), Replicate())
+
+
+def without_a_rule_torch_says_so(world: World) -> None:
+    x = distribute_tensor(draw(world, 4, 6, COLS, seed=1), world.mesh(), [Shard(0)])
+    with registered(lambda *_: None):
+        for run in (lambda: OPS.rms_norm_fwd(x, (COLS,)), lambda: rows_sharded_in_any_dim(world)):
+            with pytest.raises(NotImplementedError, match="does not have a sharding strategy registered"):
+                run()
+    OPS.rms_norm_fwd(x, (COLS,))
+
+
+@contextlib.contextmanager
+def registered(add) -> Iterator[None]:
+    """Inside, the rules of the norms are registered by `add` alone."""
+    sharding.register()
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    tables = [each for each in vars(propagator).values() if isinstance(each, dict)]
+    before = [dict(each) for each in tables]
+    ours = [getattr(OPS, name).default for name in sharding.NORMS]
+    try:
+        for op in ours:
+            for table in tables:
+                table.pop(op, None)
+            schema = [argument.name for argument in op._schema.arguments]
+            add(op, schema.index("normalized_shape"), ["dx_dtype"] if "dx_dtype" in schema else [])
+        forget_what_was_propagated()
+        yield
+    finally:
+        for table, kept in zip(tables, before, strict=True):
+            table.clear()
+            table.update(kept)
+        forget_what_was_propagated()
+
+
+def forget_what_was_propagated() -> None:
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+
+
+SIZES = {meshes_of_two_dims: (4,), the_public_way_to_register_gives_the_same: (2,)}
+COMBINATIONS = [
+    Combination(run, SIZES.get(run, (2, 4)))
+    for run in list(vars().values())
+    if inspect.isfunction(run) and list(inspect.signature(run).parameters) == ["world"] and run.__module__ == __name__
+]
+
+if __name__ == "__main__":
+    sys.exit(run_by_torchrun(COMBINATIONS))

@@ -1,0 +1,168 @@
+"""Several processes, and what they do together: gloo on CPUs, started by pytest, or NCCL on GPUs, started by torchrun.
+
+A combination is a function of a World. All of a world's combinations run in the same processes, one after the other;
+the first that fails on one of them ends them all, because the others would wait for it in some collective.
+
+On CPU tensors modules reach the ops of this package, as they do on CUDA tensors, and ATen stands in for the kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fusednorm import force, interpreter
+from fusednorm.kernel_devices import kernels_on
+
+PATIENCE_SECONDS = 300  # for a whole world
+NORMS = tuple(f"fusednorm.{norm}_norm_{way}.default" for norm in ("layer", "rms") for way in ("fwd", "bwd"))
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int
+    size: int
+    device: torch.device
+    folder: Path  # that all of them see
+
+    def mesh(self, *shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
+        return init_device_mesh(self.device.type, shape or (self.size,), mesh_dim_names=names)
+
+
+@dataclass(frozen=True)
+class Combination:
+    run: Callable[[World], None]
+    sizes: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return self.run.__name__
+
+
+class Log(TorchDispatchMode):
+    """The ops that ran on local tensors, collectives among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # first what DTensor makes of it
+        if not any(issubclass(each, FakeTensor) for each in types):  # in those only shapes are propagated
+            self.ops.append(str(op))
+        return op(*args, **(kwargs or {}))
+
+    def norms(self) -> list[str]:
+        return [op for op in self.ops if op in NORMS]
+
+    def collectives(self) -> list[str]:
+        names = (op.split(".")[1] for op in self.ops if op.startswith(("_c10d_functional", "c10d.", "_dtensor")))
+        return [name for name in names if name not in ("wait_tensor", "_wrap_tensor_autograd")]
+
+
+@contextlib.contextmanager
+def ops_run(world: World) -> Iterator[None]:
+    """Inside, modules and functionals of this package reach its ops, whatever the device."""
+    with contextlib.ExitStack() as stack:
+        if world.device.type == "cpu":
+            stack.enter_context(kernels_on("cpu"))
+            stack.enter_context(force("reference"))
+        yield
+
+
+def run_all(size: int, combinations: list[Combination], folder: Path) -> dict[str, str]:
+    """What went wrong in each combination on this many processes: nothing where it is ""."""
+    context = multiprocessing.get_context("forkserver")
+    # Imported once for all of them, and before they fork.
+    modules = sorted({each.run.__module__ for each in combinations})
+    context.set_forkserver_preload(["fusednorm.launch", "torch._dynamo", *modules])
+    names = [each.name for each in combinations if size in each.sizes]
+    children = [context.Process(target=_work, args=(rank, size, combinations, folder)) for rank in range(size)]
+    for child in children:
+        child.start()
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while any(child.is_alive() for child in children) and time.monotonic() < deadline:
+        time.sleep(0.05)
+        if any(child.exitcode for child in children):
+            deadline = min(deadline, time.monotonic() + 2)  # the others may fail for a reason of their own
+    for child in children:
+        child.kill()
+        child.join()
+    told = [_told(folder / f"{rank}.jsonl") for rank in range(size)]
+    failures = {}
+    for name in names:
+        said = [each.get(name, "did not end") for each in told]
+        failures[name] = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(said) if text)
+    return failures
+
+
+def _told(path: Path) -> dict[str, str]:
+    return dict(json.loads(line) for line in path.read_text().splitlines()) if path.exists() else {}
+
+
+def _work(rank: int, size: int, combinations: list[Combination], folder: Path) -> None:
+    torch.set_num_threads(1)
+    interpreter.enable_interpreter()
+    world = World(rank, size, torch.device("cpu"), folder)
+    seconds = datetime.timedelta(seconds=PATIENCE_SECONDS)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=seconds)
+    with (folder / f"{rank}.jsonl").open("w") as told, (folder / f"{rank}.seconds").open("w") as took:
+        for each in combinations:
+            if size not in each.sizes:
+                continue
+            began = time.perf_counter()
+            failure = _failure(each, world)
+            print(json.dumps([each.name, failure]), file=told, flush=True)
+            print(f"{time.perf_counter() - began:6.2f} {each.name}", file=took, flush=True)
+            if failure:
+                os._exit(1)
+    dist.destroy_process_group()
+
+
+def _failure(combination: Combination, world: World) -> str:
+    torch.manual_seed(0)
+    try:
+        combination.run(world)
+    except BaseException:
+        return traceback.format_exc()
+    return ""
+
+
+def run_by_torchrun(combinations: list[Combination]) -> None:
+    """What `torchrun --nproc-per-node 2 FILE` does: every combination for this many GPUs, or for CPUs where there are
+    none. Prints one line each, and exits with 1 at the first that fails."""
+    cuda, local = torch.cuda.is_available(), int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        interpreter.enable_interpreter()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    folder = [os.path.abspath(f"worlds-{os.getpid()}")]
+    dist.broadcast_object_list(folder)
+    os.makedirs(folder[0], exist_ok=True)
+    for each in combinations:
+        if size in each.sizes:
+            failure = _failure(each, World(rank, size, device, Path(folder[0])))
+            print(f"rank {rank}: {each.name}: {failure or 'passed'}", flush=True)
+            if failure:
+                os._exit(1)
+    dist.barrier()
+    dist.destroy_process_group()
