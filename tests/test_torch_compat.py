@@ -134,7 +134,7 @@ def test_names_that_are_taken_from_torch_are_in_the_list_above():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "fusednorm").glob("*.py")), ids=lambda path: path.name)
 def test_nobody_else_takes_a_private_name_from_torch(path):
-    """But integrations, which may fail by themselves, and sharding.py, which says in `missing` what it has not found."""
+    """But integrations, which may fail by themselves, and sharding.py, which says in `missing` what it did not find."""
     if path.name in ("torch_compat.py", "sharding.py"):
         return
     for node in ast.walk(ast.parse(path.read_text())):
