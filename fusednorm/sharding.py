@@ -6,7 +6,8 @@ a normalized dim is redistributed first, as for ATen's norms.
 
 Nothing of torch.distributed is imported here before a program has imported torch.distributed.tensor itself. The names
 used are private or experimental: `register` says in `missing` what was not there, and then the ops raise torch's error,
-that they have no sharding strategy.
+that they have no sharding strategy. So does an op of torch.ops.fusednorm that a program calls in inference mode before
+anything else of ours, because that goes past autograd's key, where the rules are registered; `register` mends it.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def a_partial_gradient_is_added_up_first(world: World) -> None:
 
 
 def without_parameters(world: World) -> None:
-    """And two lengths of normalized_shape for one x: only the last call's rows may be sharded in their second dim."""
+    """One x is normalized over two dims, then over one. Only the second time is its sharded dim a row dim."""
     mesh, x = world.mesh(), draw(world, 4, 2 * world.size, COLS, seed=1)
     dist_x = distribute_tensor(x, mesh, [Shard(1)])
     for shape in ((2 * world.size, COLS), (COLS,)):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import sharded_ops
 from worlds import run_all
 
+ROOT = Path(__file__).parent.parent
 COMBINATIONS = sharded_ops.COMBINATIONS
 
 
@@ -24,3 +28,45 @@ def failures(tmp_path_factory):
 def test_combination_passes(size, name, failures):
     failure = failures(size)[name]
     assert not failure, failure
+
+
+ONE_PROCESS = """
+import sys, tempfile, torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, init_device_mesh, Shard, distribute_tensor
+import fusednorm
+from fusednorm import force, kernel_devices, sharding
+
+dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)
+x = distribute_tensor(torch.randn(4, 8), init_device_mesh("cpu", (1,)), [Shard(0)])
+"""
+
+
+def run_in_one_process(code: str) -> None:
+    command = [sys.executable, "-c", ONE_PROCESS + code]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+
+
+@pytest.mark.parametrize("call", ["column_sum([x])[0]", "functional.rms_norm(x, (8,))"])
+def test_functions_find_the_rules_in_inference_mode_too(call):
+    run_in_one_process(f"""
+with torch.inference_mode(), kernel_devices.kernels_on("cpu"), force("reference"):
+    assert type(fusednorm.{call}) is DTensor
+""")
+
+
+def test_where_torch_has_no_way_to_register_rules_everything_else_works():
+    run_in_one_process("""
+for name in ("_op_schema", "_ops.single_dim_strategy", "experimental"):
+    sys.modules[f"torch.distributed.tensor.{name}"] = None  # importing it fails
+torch.ops.fusednorm.rms_norm_fwd(x.to_local(), (8,))
+fusednorm.column_sum([x.to_local()])
+assert len(sharding.missing) == 2, sharding.missing
+try:
+    torch.ops.fusednorm.rms_norm_fwd(x, (8,))
+except NotImplementedError as error:
+    assert "does not have a sharding strategy registered" in str(error)
+else:
+    raise AssertionError("there is a rule")
+""")

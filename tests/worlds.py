@@ -13,6 +13,7 @@ import datetime
 import json
 import multiprocessing
 import os
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -155,9 +156,8 @@ def run_by_torchrun(combinations: list[Combination]) -> None:
         interpreter.enable_interpreter()
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    folder = [os.path.abspath(f"worlds-{os.getpid()}")]
+    folder = [tempfile.mkdtemp(prefix="world-")]  # all processes are on one host
     dist.broadcast_object_list(folder)
-    os.makedirs(folder[0], exist_ok=True)
     for each in combinations:
         if size in each.sizes:
             failure = _failure(each, World(rank, size, device, Path(folder[0])))
