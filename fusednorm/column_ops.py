@@ -35,7 +35,8 @@ SCHEMA = "column_sum(Tensor[] inputs, *, bool total=False, ScalarType? dtype=Non
 def column_sum(inputs: Sequence[Tensor], *, total: bool = False, dtype: torch.dtype | None = None) -> list[Tensor]:
     """The sum of each [..., cols] tensor over all its dims but the last, or with `total` one of all tensors, as a list
     of [cols] tensors: see torch.ops.fusednorm.column_sum (this module)."""
-    sharding.register_where_needed()  # in inference mode nobody below would
+    if not torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace it
+        sharding.register_where_needed()  # in inference mode nobody below would
     return torch.ops.fusednorm.column_sum(inputs, total=total, dtype=dtype)
 
 
