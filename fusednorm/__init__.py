@@ -50,7 +50,11 @@ _INTEGRATIONS = {
 def __getattr__(name: str):
     if name not in _INTEGRATIONS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".integrations.{_INTEGRATIONS[name]}", __name__), name)
+    try:
+        module = importlib.import_module(f".integrations.{_INTEGRATIONS[name]}", __name__)
+    except (ImportError, AttributeError) as error:
+        raise ImportError(f"fusednorm.{name} does not know this torch, everything else works: {error}") from error
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

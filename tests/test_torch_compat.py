@@ -146,6 +146,55 @@ def test_nobody_else_takes_a_private_name_from_torch(path):
             assert not any(part.startswith("_") for name in names if "torch" in name for part in name.split("."))
 
 
+# What an integration needs of a torch: where it is gone, using the integration says so, and nothing else suffers.
+INTEGRATIONS = {
+    "enable_eager": ["library.Library._destroy", "library.get_kernel"],
+    "patch_model": ["utils._python_dispatch._disable_current_modes"],
+    "enable_inductor": [
+        "_TorchCompileInductorWrapper",
+        "_inductor.compile_fx.compile_fx",
+        "_inductor.compile_fx.compile_fx_inner",
+        "_inductor.config.joint_custom_post_pass",
+        "_inductor.custom_graph_pass.CustomGraphPass",
+        "_inductor.custom_graph_pass.get_hash_for_files",
+        "_inductor.decomposition.decompositions",
+        "_inductor.decomposition.fast_random_decomps",
+        "_inductor.pattern_matcher.stable_topological_sort",
+        "_inductor.virtualized.V",
+        "compiler.config.cache_key_tag",
+    ],
+}
+LOSE_ONE_AFTER_THE_OTHER = """
+import importlib, os, sys, torch, fusednorm, torch._inductor.compile_fx
+for pair in sys.argv[1:]:
+    name, each = pair.split()
+    if os.fork():
+        assert os.wait()[1] == 0, pair
+        continue
+    path, _, at = f"torch.{each}".rpartition(".")
+    owner = torch.library.Library if path == "torch.library.Library" else importlib.import_module(path)
+    if "config" in path:
+        del owner._config[at]
+    else:
+        delattr(owner, at)
+    try:
+        getattr(fusednorm, name)
+    except ImportError as error:
+        assert str(error).startswith(f"fusednorm.{name} does not know this torch") and at in str(error), error
+    else:
+        raise AssertionError("nobody missed it")
+    fusednorm.LayerNorm(16)(torch.randn(2, 16)).sum().backward()
+    os._exit(0)
+"""
+
+
+def test_an_integration_names_what_a_torch_does_not_have():
+    pairs = [f"{name} {each}" for name, lost in INTEGRATIONS.items() for each in lost]
+    command = [sys.executable, "-c", LOSE_ONE_AFTER_THE_OTHER, *pairs]
+    asked = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert asked.returncode == 0, asked.stderr[-2000:]
+
+
 def test_of_a_torch_that_is_supported_nothing_is_missing():
     assert torch_compat.missing == []
 

@@ -23,6 +23,7 @@ from ..plan import ReferencePlan
 from ..problem import BackwardCall, ForwardCall, check_backward, check_forward
 
 Outputs = tuple[Tensor | None, ...]
+_destroy, _get_kernel = torch.library.Library._destroy, torch.library.get_kernel
 
 
 class enable_eager:  # noqa: N801  reads as a function: with enable_eager(): ...
@@ -74,7 +75,7 @@ class Overrides:
                 self._library.impl(name, kernel, key, with_keyset=True, allow_override=True)
 
     def remove(self) -> None:
-        self._library._destroy()
+        _destroy(self._library)
 
 
 _lock = threading.Lock()  # over the two below
@@ -169,7 +170,7 @@ def _ours_or(ours: Callable[..., Outputs | None], atens: Callable[..., Outputs])
 def _kernel_of(name: str, key: str) -> Callable[..., Outputs]:
     """The kernel that runs aten::`name` under `key` at present."""
     try:
-        return torch.library.get_kernel(f"aten::{name}", key).call_boxed
+        return _get_kernel(f"aten::{name}", key).call_boxed
     except RuntimeError:  # a build of torch without CUDA has none, and calls none
 
         def missing(*_) -> Outputs:

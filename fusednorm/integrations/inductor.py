@@ -31,6 +31,16 @@ from .routing import Entry, Report, report
 
 __all__ = ["Entry", "Report", "compile_graph", "disable_inductor", "enable_inductor", "report"]
 
+# What else torch does not promise to keep. Where it is gone, importing fails, not a compilation.
+_Settings = torch._TorchCompileInductorWrapper
+for _module, *_names in (
+    (inductor, "compile_fx", "compile_fx_inner"),
+    (config, "joint_custom_post_pass"),
+    (torch.compiler.config, "cache_key_tag"),
+    (routing.decomposition, "decompositions", "fast_random_decomps"),
+):
+    for _name in _names:
+        getattr(_module, _name)
 _stock_compile_fx: Callable[..., Any] | None = None  # Inductor's own, while ours is in its place
 
 
@@ -72,7 +82,7 @@ def compile_graph(graph: torch.fx.GraphModule, inputs: list, *, mode: str | None
 
     mode and options are those that torch.compile takes for Inductor.
     """
-    settings = torch._TorchCompileInductorWrapper(mode or "default", options, None).config
+    settings = _Settings(mode or "default", options, None).config
     compile_fx = _routed(_stock_compile_fx or inductor.compile_fx)
     with config.patch(settings):
         return compile_fx(graph, inputs, config.patch(settings)(inductor.compile_fx_inner))
