@@ -1,12 +1,11 @@
-# make demo | test | test-versions | simulate | mutants | test-gpu | bench | plot | budgets | sass | lint
+# make demo | test | test-versions | test-pairs | simulate | mutants | test-gpu | bench | plot | budgets | sass | lint
 #                                                    in .venv, made on first use
 # make test VENV=none                               in the current python3, as it is: nothing installed, no network
 
 VENV ?= .venv
-# The newest pair with which all tests pass; Triton where torch brings none. To raise it: write the next ones here; then
-# `make clean test test-versions` must pass, and tests/versions.py and fusednorm/triton_compat.py have that Triton.
-TORCH ?= torch==2.13.0
-TRITON ?= triton==3.6.0
+# The newest pair with which all tests pass. To raise it: write the next one here, and in tests/pairs.py, tests/versions.py
+# and fusednorm/triton_compat.py; then `make clean test test-pairs test-versions` must pass.
+PAIR ?= torch==2.15.0 triton==3.9.0
 
 ifeq ($(VENV),none)
 PYTHON := python3
@@ -18,7 +17,7 @@ READY := $(VENV)/.ready
 endif
 PIP := $(PYTHON) -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test test-versions test-versions-all simulate mutants test-gpu fuzz bench plot budgets sass lint clean
+.PHONY: demo test test-versions test-pairs test-versions-all simulate mutants test-gpu fuzz bench plot budgets sass lint clean
 
 demo: $(READY)
 	$(PYTHON) -m fusednorm demo
@@ -30,6 +29,10 @@ test: $(READY)
 # -all the thousands of `make budgets`, in parts: PART=3/50 and so on. Either goes on where it was stopped.
 test-versions: $(READY)
 	$(PYTHON) tests/versions.py $(VERSIONS)
+
+# The tests of what depends on torch and Triton, with the pairs of the two that install together: some ten minutes each.
+test-pairs: $(READY)
+	$(PYTHON) tests/pairs.py $(PAIRS)
 
 PART ?= 1/1
 test-versions-all: $(READY)
@@ -72,11 +75,9 @@ lint: $(READY)
 clean:
 	rm -rf build dist out *.egg-info .pytest_cache .ruff_cache $(filter-out none,$(VENV))
 
-# The stamp makes a second make instant. A CPU build of torch brings no Triton: take ours, and the last numpy that the
-# interpreter of 3.6 bears without help.
+# The stamp makes a second make instant.
 $(VENV)/.ready: setup.py
 	python3 -m venv $(VENV)
-	$(PIP) $(TORCH)
-	$(PYTHON) -c "import triton" 2>/dev/null || { $(PIP) --no-deps $(TRITON) && $(PIP) "numpy<2.4"; }
+	$(PIP) $(PAIR)
 	$(PIP) --editable ".[test,bench,demo]"
 	touch $@

@@ -1,0 +1,85 @@
+"""The tests of what depends on PyTorch and Triton, with the pairs of the two that install together, without a GPU.
+
+    python tests/pairs.py                                     # all of it: some ten minutes a pair on two cores
+    python tests/pairs.py --torch 2.11.0 --suites native      # of it
+
+Each pair has a virtual environment of its own in --folder, of 5 GB where the index brings CUDA's libraries too, made on
+first use. The host side in C++ is built with each. Ends in a table; exit code 1 if a test fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAIRS = {"2.11.0": "3.6.0", "2.13.0": "3.7.1", "2.14.1": "3.8.0", "2.15.0": "3.9.0"}  # Triton by torch
+SUITES = {
+    "face": "autograd drop_in errors export functional models modules ops opinfo public_face testing torch_compat",
+    "compile": "compile folding inductor",
+    "sharding": "distributed",
+    "interpreter": "column_sum demo fallback interpreter multiwave partial_sums row_moments",
+    "native": "doctor launcher likeness native recipe triton_compat warm",
+    "simulator": "simulator",
+}
+
+
+def environment(torch: str, folder: Path) -> Path:
+    """A Python with this torch, its Triton and what the tests need."""
+    home = folder / f"torch-{torch}"
+    python, ready = home / "bin" / "python", home / ".ready"
+    if not ready.exists():
+        venv.create(home, clear=True, symlinks=True, with_pip=True)
+        pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+        subprocess.run([*pip, f"torch=={torch}", f"triton=={PAIRS[torch]}"], check=True)
+        subprocess.run([*pip, "--editable", f"{ROOT}[test,demo]"], check=True)
+        ready.touch()
+    return python
+
+
+def run(torch: str, suite: str, folder: Path) -> str:
+    """pytest's own count, such as "12 passed, 1 skipped"; what it says else is in a file."""
+    variables = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHONPATH")}
+    files = [f"tests/test_{name}.py" for name in SUITES[suite].split()]
+    command = [environment(torch, folder), "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *files]
+    said = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
+    log = folder / f"torch-{torch}-{suite}.log"
+    log.write_text(said.stdout + said.stderr)
+    counts = re.findall(r"\d+ (?:passed|failed|skipped|errors?)", (said.stdout.splitlines() or [""])[-1])
+    if said.returncode:
+        print(f"torch {torch}, {suite}: see {log}", file=sys.stderr)
+        counts = counts if any("failed" in each or "error" in each for each in counts) else ["not run: error"]
+    return ", ".join(counts)
+
+
+def main() -> int:
+    from tqdm import tqdm
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--torch", nargs="+", choices=PAIRS, default=list(PAIRS), metavar="RELEASE")
+    parser.add_argument("--suites", nargs="+", choices=SUITES, default=list(SUITES))
+    parser.add_argument("--folder", type=Path, default=ROOT / ".versions")
+    options = parser.parse_args()
+    folder = options.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    cells = {}
+    with tqdm(total=len(options.torch) * len(options.suites), unit="suite") as progress:
+        for torch in options.torch:
+            for suite in options.suites:
+                progress.set_description(f"torch {torch}, {suite}")
+                cells[torch, suite] = run(torch, suite, folder)
+                progress.update()
+    print("| torch | Triton | " + " | ".join(options.suites) + " |")
+    print("|---|---|" + "---|" * len(options.suites))
+    for torch in options.torch:
+        print(f"| {torch} | {PAIRS[torch]} | " + " | ".join(cells[torch, suite] for suite in options.suites) + " |")
+    return any("failed" in said or "error" in said for said in cells.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
