@@ -40,7 +40,15 @@ from fusednorm.problem import NormProblem
 
 ROOT = Path(__file__).parent.parent
 RELEASES = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
-SOURCES = ("kernels/*.py", "fusednorm/*.py", "tests/budgets.py", "tests/columns.py", "tests/planning.py")
+MAKES_PLANS_AND_BUILDS = (
+    *("budget", "candidates", "column_plan", "column_problem", "column_reference", "compilation", "device", "fallback"),
+    *("few_rows", "forcing", "heuristics", "launch", "launch_columns", "launcher", "legality", "margin", "plan"),
+    *("preference", "problem", "reference", "tile_share", "torch_compat", "triton_compat"),
+)
+SOURCES = (
+    *("kernels/*.py", "tests/budgets.py", "tests/columns.py", "tests/compiling.py", "tests/planning.py"),
+    *(f"fusednorm/{name}.py" for name in MAKES_PLANS_AND_BUILDS),
+)
 
 
 class Job(NamedTuple):
