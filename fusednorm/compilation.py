@@ -26,6 +26,7 @@ from triton.runtime.jit import create_function_from_signature
 from .launch import Launch
 
 WARP_SIZE = 32
+WORDS_OUTSIDE_LOOPS = 8  # bytes of stack that cost a thread two instructions at most, if no loop touches them
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -35,8 +36,8 @@ class UnknownTriton(RuntimeError):
 
 @dataclass(frozen=True)
 class Resources:
-    """What one compiled kernel takes: registers per thread, bytes of stack per thread (spills), bytes of shared
-    memory per CTA."""
+    """What one compiled kernel takes: registers per thread, bytes of stack per thread (spills; none where a thread
+    stores a word before its loops and loads it after them), bytes of shared memory per CTA."""
 
     kernel: str
     registers: int
@@ -89,17 +90,30 @@ def _as_tritons_launch(launch: Launch, arch: int):
 def resources(launch: Launch, arch: int) -> Resources:
     """Registers, spills and shared memory of `launch` on `arch`, from the compiled binary."""
     compiled = compile_for(launch, arch)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(compiled.asm["cubin"])
-        cubin.flush()
-        dump = subprocess.run(
-            [CUOBJDUMP, "--dump-resource-usage", cubin.name], capture_output=True, text=True, check=True
-        ).stdout
-    used = dict(re.findall(r"(REG|STACK):(\d+)", dump))
+    used = dict(re.findall(r"(REG|STACK):(\d+)", dump(compiled, "--dump-resource-usage")))
     stack_bytes = int(used["STACK"])
     if stack_bytes and not _spills(compiled, arch):
         stack_bytes = 0  # for sm_120 the assembler clears 8 bytes here and there that nothing ever loads
+    if 0 < stack_bytes <= WORDS_OUTSIDE_LOOPS and not spills_in_loops(dump(compiled, "-sass")):
+        stack_bytes = 0
     return Resources(compiled.metadata.name, int(used["REG"]), stack_bytes, compiled.metadata.shared)
+
+
+def dump(compiled, option: str) -> str:
+    """What cuobjdump says of the binary."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        return subprocess.run([CUOBJDUMP, option, cubin.name], capture_output=True, text=True, check=True).stdout
+
+
+def spills_in_loops(sass: str) -> bool:
+    """Whether code between a branch back and its target touches the stack, or there is no loop at all."""
+    code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/ +(.*?) *;", sass)]
+    branches = [(at, int(to, 16)) for at, text in code for to in re.findall(r"\bBRA\b.*\b0x([0-9a-f]+)", text)]
+    loops = [(to, at) for at, to in branches if to < at]
+    touched = [at for at, text in code if re.search(r"\b(STL|LDL)\b", text)]
+    return not loops or any(first <= at <= last for at in touched for first, last in loops)
 
 
 def _spills(compiled, arch: int) -> bool:

@@ -113,3 +113,29 @@ def test_what_is_compiled_ahead_is_what_a_launch_looks_up(workers):
 @pytest.mark.parametrize("sums", [columns.Sums(65536, 512), columns.Sums(20000, 64), columns.Sums(70, 131, 5)], ids=str)
 def test_what_a_column_sum_loads_is_what_it_launches(workers, sums):
     assert workers.submit(columns.loads, sums, 90).result() == workers.submit(columns.builds, sums, 90).result()
+
+
+LOOP = """
+/*0000*/ STL [R1], R2 ;  /* 0x00 */
+/*0010*/ FADD R3, R3, R2 ;
+/*0020*/ @P0 BRA 0x10 ;
+/*0030*/ LDL R2, [R1] ;
+/*0040*/ EXIT ;
+/*0050*/ BRA 0x50;
+"""
+
+
+@pytest.mark.parametrize(
+    ("sass", "in_a_loop"),
+    [
+        (LOOP, False),
+        (LOOP.replace("FADD R3, R3, R2", "LDL.LU R2, [R1]"), True),
+        (LOOP.replace("FADD R3, R3, R2", "STL.64 [R1], R2"), True),
+        (LOOP.replace("@P0 BRA 0x10 ", "@P0 BRA 0x30 "), True),  # no loop: it happens for every row tile
+    ],
+)
+def test_a_spill_counts_unless_it_is_stored_before_and_loaded_after_the_loops(sass, in_a_loop):
+    pytest.importorskip("triton")
+    from fusednorm.compilation import spills_in_loops
+
+    assert spills_in_loops(sass) == in_a_loop
