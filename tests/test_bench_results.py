@@ -10,10 +10,10 @@ import pytest
 import torch
 from bench_records import CASE, MACHINE, TEN, cells, record_of
 
-from bench import bench_norm, plot, widths
+from bench import bench_norm, plot, report, widths
 from bench.cases import BenchCase
 from bench.compare import compare_files
-from bench.records import make_record, save
+from bench.records import RESULTS, make_record, save
 
 
 def compare(tmp_path, old: list[dict], new: list[dict]) -> int:
@@ -116,6 +116,13 @@ def test_roofline_points_are_operations_of_the_formulas_over_bytes_and_time():
     case = BenchCase("layer", (1000, 1000), 1, torch.bfloat16)
     intensity, speed = plot.intensity_and_speed(record_of("fusednorm", 13, case))
     assert (intensity, speed) == (pytest.approx(13 / 6), pytest.approx(1.0))
+
+
+def test_the_page_of_results_is_what_the_results_say(tmp_path, monkeypatch):
+    assert report.main(["--check"]) == 0
+    monkeypatch.setattr(report, "PAGE", tmp_path / "RESULTS.md")
+    (tmp_path / "RESULTS.md").write_text((RESULTS.parent / "RESULTS.md").read_text().replace("1.08x", "1.07x", 1))
+    assert report.main(["--check"]) == 1
 
 
 def test_a_width_far_below_its_neighbours_is_a_cliff():

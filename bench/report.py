@@ -1,0 +1,248 @@
+"""bench/RESULTS.md and its picture, from the committed results: tables, pictures and prose cannot disagree.
+
+    python -m bench.report            # writes both
+    python -m bench.report --check    # exit code 1 if the page is not what the results say
+
+Of each tool the newest file that holds the table's cells; peers that the newest run left out come from older ones, each
+beside our time of its own run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from .candidates import FLOOR, OURS
+from .records import RESULTS, load, timed
+
+PAGE = RESULTS.parent / "RESULTS.md"
+PICTURE = RESULTS / "twelve-shapes.png"
+NAMES = {"layer": "LayerNorm", "rms": "RMSNorm", "aten": "ATen", "cudnn": "cuDNN", "quack": "QuACK", "liger": "Liger",
+         "inductor": "torch.compile", FLOOR: "floor", OURS: "fusednorm"}  # fmt: skip
+PEERS = ("cudnn", "quack", "inductor", "liger", "aten")
+DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
+COLORS = {OURS: "#0072B2", "cudnn": "#E69F00", "quack": "#009E73", "aten": "#999999"}  # the colour-blind can tell apart
+MOST = 4  # times the floor: where bars are cut off
+NORMS, DIRECTIONS = ("layer", "rms"), ("backward", "forward")
+
+INTRODUCTION = """# Results
+
+Made by `python -m bench.report` from the files of `bench/results/`. What a file holds and how it was measured, its first
+lines and `bench/NOTES.md` say. Times are microseconds of the whole call, medians. The floor is a kernel that streams the
+same large tensors, timed in the same run. A forward can be faster than it, because it leaves less to write behind."""
+
+
+def newest(kind: str = "") -> Path:
+    """The newest results of a tool."""
+    return max(RESULTS.glob(f"????-??-??-nvidia-h200{kind}.jsonl"))
+
+
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def microseconds(value: float) -> str:
+    return f"{value:.0f}" if value >= 50 else f"{value:.1f}"
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    header = list(header)
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def source(path: Path, records: list[dict]) -> str:
+    """Where numbers come from: file, GPU, versions."""
+    first = records[0]
+    peers = "".join(f", {name} {version}" for name, version in (first.get("peers") or {}).items())
+    return f"`{path.name}`: {first['gpu']}, torch {first['torch']}, Triton {first['triton']}{peers}."
+
+
+class Cells:
+    """Records of bench_norm: (norm, direction, dtype) -> (rows, cols) -> candidate -> record."""
+
+    def __init__(self, path: Path):
+        self.path, self.records = path, timed(load([path]))
+        self.found: dict[tuple, dict[tuple, dict[str, dict]]] = {}
+        for each in self.records:
+            if each.get("token_stride") or each.get("frozen") or each.get("residual_dtype"):
+                continue
+            group = self.found.setdefault((each["norm"], each["direction"], each["x_dtype"]), {})
+            group.setdefault((each["rows"], each["cols"]), {})[each["candidate"]] = each
+
+    def shapes(self, direction: str, dtype: str) -> list[tuple]:
+        return list(self.found[NORMS[0], direction, dtype])
+
+    def of(self, norm: str, direction: str, dtype: str, shape: tuple) -> dict[str, dict]:
+        return self.found.get((norm, direction, dtype), {}).get(shape, {})
+
+    def mean(self, norm: str, direction: str, dtype: str, candidate: str) -> tuple[float, float, int]:
+        """(the candidate's, ours, cells): geometric means of times over the floor, of the cells that have both."""
+        pairs = [
+            (cell[candidate]["times_floor"], cell[OURS]["times_floor"])
+            for cell in self.found.get((norm, direction, dtype), {}).values()
+            if candidate in cell and OURS in cell
+        ]
+        theirs, ours = zip(*pairs, strict=True) if pairs else ((), ())
+        return (*(statistics.geometric_mean(each) if each else 0.0 for each in (theirs, ours)), len(pairs))
+
+
+def twelve_shapes(cells: Cells, direction: str, dtype: str) -> str:
+    header = ["rows x cols", "floor"]
+    for norm in NORMS:
+        header += [NAMES[norm], *(f"{NAMES[peer]}" for peer in ("cudnn", "aten"))]
+    lines = []
+    for shape in cells.shapes(direction, dtype):
+        floors = [cells.of(norm, direction, dtype, shape)[FLOOR]["median_us"] for norm in NORMS]
+        line = [f"{shape[0]}x{shape[1]}", microseconds(min(floors))]
+        for norm in NORMS:
+            cell = cells.of(norm, direction, dtype, shape)
+            line.append(f"{microseconds(cell[OURS]['median_us'])} ({cell[OURS]['times_floor']:.2f}x)")
+            line += [microseconds(cell[peer]["median_us"]) for peer in ("cudnn", "aten")]
+        lines.append(line)
+    return table(header, lines)
+
+
+def means(files: list[Path]) -> str:
+    """Every peer beside us, over the cells of its newest run that has both."""
+    read, lines = [Cells(path) for path in sorted(files, reverse=True)], []
+    for dtype in DTYPES:
+        for norm in NORMS:
+            for direction in DIRECTIONS:
+                for peer in PEERS:
+                    found = ((cells, cells.mean(norm, direction, dtype, peer)) for cells in read)
+                    cells, (theirs, ours, count) = next(((c, m) for c, m in found if m[2]), (None, (0, 0, 0)))
+                    if cells is not None:
+                        line = [NAMES[norm], direction, DTYPES[dtype], NAMES[peer], f"{theirs:.2f}", f"{ours:.2f}"]
+                        lines.append([*line, f"{theirs / ours:.2f}", str(count), f"`{cells.path.name}`"])
+    header = ["norm", "direction", "dtype", "peer", "its times/floor", "ours", "peer / ours", "shapes", "file"]
+    return table(header, lines)
+
+
+def beside(records: list[dict]) -> str:
+    """CUDA graphs of a backward while another stream's kernel holds SMs."""
+    cells = {
+        (r["norm"], r["rows"], r["cols"], r["candidate"], r["held_sms"], r["sm_margin"]): r["median_us"]
+        for r in records
+        if r["mode"] == "graph"
+    }
+    columns = [(OURS, held, 0) for held in (0, 1, 8, 16, 32)] + [(OURS, 32, 32)]
+    columns += [(peer, held, 0) for peer in ("aten", "cudnn") for held in (0, 32)]
+    header = ["backward", *(_column(*each) for each in columns)]
+    lines = []
+    for norm, rows, cols in dict.fromkeys(key[:3] for key in cells):
+        times = [cells.get((norm, rows, cols, *each)) for each in columns]
+        lines.append([f"{NAMES[norm]} {rows}x{cols}", *(microseconds(t) if t else "" for t in times)])
+    return table(header, lines)
+
+
+def _column(candidate: str, held: int, margin: int) -> str:
+    company = f"{held} held" if held else "alone"
+    return f"{NAMES[candidate]}, {company}" + (f", margin {margin}" if margin else "")
+
+
+def host_time(records: list[dict]) -> str:
+    """Medians over the runs of our time in ATen's of the same run."""
+    ratios: dict[tuple, list[float]] = {}
+    atens: dict[tuple, float] = {}
+    for each in records:
+        key = each["date"], each["native"], each["norm"], each["call"]
+        if each["candidate"] == "aten":
+            atens[key] = each["host_us"]
+    for each in records:
+        key = each["date"], each["native"], each["norm"], each["call"]
+        if each["candidate"] == OURS and key in atens:
+            ratios.setdefault(key[1:], []).append(each["host_us"] / atens[key])
+    calls = dict.fromkeys(call for _, _, call in ratios)
+    header = ["call", *(f"{NAMES[norm]}, {how}" for norm in NORMS for how in ("C++", "Python"))]
+    lines = []
+    for call in calls:
+        found = [ratios.get((native, norm, call), []) for norm in NORMS for native in (True, False)]
+        lines.append([call, *(f"{statistics.median(each):.2f}" if each else "" for each in found)])
+    return table(header, lines)
+
+
+def training_steps(paths: Iterable[Path]) -> str:
+    """The newest speed of each model, way, host side and number of steps in a row."""
+    latest: dict[tuple, list[str]] = {}
+    for path in sorted(paths):
+        for each in rows_of(path):
+            if each["norms"] == "stock" or "speedup_error" not in each or each.get("native") is None:
+                continue
+            model = f"{each['model']}, {each['depth']} blocks of width {each['width']}"
+            key = model, each["way"], each["norms"], "C++" if each["native"] else "Python", str(each.get("steps") or 1)
+            latest[key] = [f"{each['speedup']:.3f} +- {each['speedup_error']:.3f}", f"`{path.name}`"]
+    header = ["model", "way", "norms", "host side", "steps in a row", "speed over stock", "file"]
+    return table(header, ([*key, *said] for key, said in sorted(latest.items())))
+
+
+def page() -> str:
+    proof, company, host = newest(), newest("-beside"), newest("-host-time")
+    cells = Cells(proof)
+    plain = list(RESULTS.glob("????-??-??-nvidia-h200.jsonl"))
+    parts = [
+        INTRODUCTION,
+        f"![Times over the floor]({PICTURE.relative_to(RESULTS.parent)})",
+    ]
+    for dtype, name in DTYPES.items():
+        for direction in DIRECTIONS:
+            parts.append(f"## {direction.capitalize()}, {name}\n\n{twelve_shapes(cells, direction, dtype)}")
+    parts.append(source(proof, cells.records))
+    parts.append(f"## Every peer\n\nGeometric means over the shapes that both were timed on.\n\n{means(plain)}")
+    records = rows_of(company)
+    parts.append(f"## Beside a kernel that holds SMs\n\n{beside(records)}\n\n{source(company, records)}")
+    steps = training_steps(RESULTS.glob("????-??-??-nvidia-h200-training-step.jsonl"))
+    parts.append(f"## Training steps\n\nForward, backward and optimizer in bf16.\n\n{steps}")
+    records = rows_of(host)
+    parts.append(
+        "## Host time\n\nOf a call on 128 x 1024, in ATen's time of the same run.\n\n"
+        f"{host_time(records)}\n\n{source(host, records)}"
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+def draw(cells: Cells, path: Path) -> None:
+    """Bars of times over the floor: the backward of each shape, ours and peers."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 1, figsize=(10, 6), sharex=True, layout="constrained")
+    shown = (OURS, "cudnn", "aten")
+    for axis, norm in zip(axes, NORMS, strict=True):
+        shapes = cells.shapes("backward", "bfloat16")
+        for at, candidate in enumerate(shown):
+            heights = [cells.of(norm, "backward", "bfloat16", shape)[candidate]["times_floor"] for shape in shapes]
+            places = [number + 0.27 * (at - 1) for number in range(len(shapes))]
+            axis.bar(places, heights, width=0.26, color=COLORS[candidate], label=NAMES[candidate])
+            for place, height in zip(places, heights, strict=True):
+                if height > MOST:
+                    axis.text(place - 0.16, MOST, f"{height:.0f}", fontsize=8, ha="right", va="top")
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.set(ylim=(0, MOST), ylabel="times the floor", title=f"{NAMES[norm]} backward, bfloat16, H200")
+        axis.set_xticks(range(len(shapes)), [f"{rows}\nx {cols}" for rows, cols in shapes], fontsize=8)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(shown), frameon=False)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare, write nothing")
+    options = parser.parse_args(arguments)
+    wanted = page()
+    if options.check:
+        if not PAGE.exists() or PAGE.read_text() != wanted:
+            print(f"report: {PAGE} is not what the results say: python -m bench.report", file=sys.stderr)
+            return 1
+        return 0
+    PAGE.write_text(wanted)
+    draw(Cells(newest()), PICTURE)
+    print(f"{PAGE}\n{PICTURE}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
