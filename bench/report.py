@@ -28,12 +28,12 @@ DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 COLORS = {OURS: "#0072B2", "cudnn": "#E69F00", "quack": "#009E73", "aten": "#999999"}  # the colour-blind can tell apart
 MOST = 4  # times the floor: where bars are cut off
 NORMS, DIRECTIONS = ("layer", "rms"), ("backward", "forward")
-
 INTRODUCTION = """# Results
 
-Made by `python -m bench.report` from the files of `bench/results/`. What a file holds and how it was measured, its first
-lines and `bench/NOTES.md` say. Times are microseconds of the whole call, medians. The floor is a kernel that streams the
-same large tensors, timed in the same run. A forward can be faster than it, because it leaves less to write behind."""
+Made by `python -m bench.report` from the files of `bench/results/`. What a file holds and how it was measured, its
+first lines and `bench/NOTES.md` say. Times are microseconds of the whole call, medians. The floor is a kernel that
+streams the same large tensors, timed in the same run. A forward can be faster than it, because it leaves less to
+write behind."""
 
 
 def newest(kind: str = "") -> Path:
