@@ -1,6 +1,5 @@
-# make demo | test | test-versions | test-pairs | simulate | mutants | test-gpu | bench | plot | budgets | sass | lint
-#                                                    in .venv, made on first use
-# make test VENV=none                               in the current python3, as it is: nothing installed, no network
+# make help lists the targets; each works in .venv, made on first use. VENV=none: in the current python3, as it is,
+# nothing installed, no network.
 
 VENV ?= .venv
 # The newest pair with which all tests pass. To raise it: write the next one here, and in tests/pairs.py, tests/versions.py
@@ -17,62 +16,56 @@ READY := $(VENV)/.ready
 endif
 PIP := $(PYTHON) -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test test-versions test-pairs test-versions-all simulate mutants test-gpu fuzz bench plot budgets sass lint clean
+.PHONY: help demo test test-versions test-versions-all test-pairs simulate mutants test-gpu fuzz bench plot budgets sass lint clean
 
-demo: $(READY)
+help:  ## this list
+	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
+
+demo: $(READY)  ## the ops against float64; a small GPT on stock norms and on ours
 	$(PYTHON) -m fusednorm demo
 
-test: $(READY)
+test: $(READY)  ## all tests that need no GPU: about ten minutes on two cores
 	$(PYTHON) -m pytest
 
-# Every Triton that is supported x every architecture, compiled: some 150 problems each, within an hour on two cores. With
-# -all the thousands of `make budgets`, in parts: PART=3/50 and so on. Either goes on where it was stopped.
-test-versions: $(READY)
-	$(PYTHON) tests/versions.py $(VERSIONS)
-
-# The tests of what depends on torch and Triton, with the pairs of the two that install together: some ten minutes each.
-test-pairs: $(READY)
-	$(PYTHON) tests/pairs.py $(PAIRS)
-
-PART ?= 1/1
-test-versions-all: $(READY)
-	$(PYTHON) tests/versions.py --thorough --part $(PART) $(VERSIONS)
-
-# The simulator's whole product of problems and 10,000 random ones, on every Triton: days on two cores, so in parts:
-# SIMULATE="--releases 3.9.0 --random 100 --part 3/20". Goes on where it was stopped.
-simulate: $(READY)
-	$(PYTHON) -m tests.simulator.everything $(SIMULATE)
-
-# Which barrier, wait, arrival or fence of the kernels nobody would miss.
-mutants: $(READY)
-	$(PYTHON) -m tests.simulator.mutants $(MUTANTS)
-
-test-gpu: $(READY)
+test-gpu: $(READY)  ## the tests that need a GPU
 	$(PYTHON) -m pytest -m gpu
 
-# Drawn calls of the public face, right and wrong ones, against torch's own functions.
-fuzz: $(READY)
+test-versions: $(READY)  ## 150 problems compiled by each Triton for each architecture: within an hour; VERSIONS="--arch 90"
+	$(PYTHON) tests/versions.py $(VERSIONS)
+
+PART ?= 1/1
+test-versions-all: $(READY)  ## the thousands of problems of `make budgets`, with each Triton, in parts: PART=3/50
+	$(PYTHON) tests/versions.py --thorough --part $(PART) $(VERSIONS)
+
+test-pairs: $(READY)  ## what depends on torch and Triton, with four pairs of the two: some ten minutes each; PAIRS="--torch 2.11.0"
+	$(PYTHON) tests/pairs.py $(PAIRS)
+
+# Goes on where it was stopped: SIMULATE="--releases 3.9.0 --random 100 --part 3/20".
+simulate: $(READY)  ## the simulator's whole product of problems and 10,000 random ones, on every Triton: days, so in parts
+	$(PYTHON) -m tests.simulator.everything $(SIMULATE)
+
+mutants: $(READY)  ## which barrier, wait, arrival or fence of the kernels nobody would miss
+	$(PYTHON) -m tests.simulator.mutants $(MUTANTS)
+
+fuzz: $(READY)  ## 20,000 drawn calls of the public face, right and wrong ones, against torch's own functions
 	PYTHONPATH=$(CURDIR) $(PYTHON) tests/public_face.py --cases 20000
 
-bench: $(READY)
+bench: $(READY)  ## our times beside the peers' and the floor, on a GPU; BENCH="--shapes 65536x1024"
 	$(PYTHON) -m bench.bench_norm $(BENCH)
 
-# Pictures of the newest results, or of FILES.
-plot: $(READY)
+plot: $(READY)  ## pictures of the newest results, or of FILES
 	$(PYTHON) -m bench.plot $(FILES)
 
-# Every plan of the planner against the compiler: thousands of builds, hours on two cores.
-budgets: $(READY)
+budgets: $(READY)  ## every plan of the planner against the compiler: thousands of builds, hours on two cores
 	$(PYTHON) tests/budgets.py --mixed
 
-# The kernels' instructions against those that were committed, with Triton 3.6: a sample; SASS=--all for every build.
-sass: $(READY)
+sass: $(READY)  ## instructions of a sample of the kernels against the committed, with Triton 3.6; SASS=--all for all
 	python=$$($(PYTHON) tests/versions.py --environment 3.6.0) && PYTHONPATH=$(CURDIR) $$python tests/sass.py $(SASS)
 
-lint: $(READY)
+lint: $(READY)  ## ruff
 	$(PYTHON) -m ruff check .
 
-clean:
+clean:  ## what was built, and .venv
 	rm -rf build dist out *.egg-info .pytest_cache .ruff_cache $(filter-out none,$(VENV))
 
 # The stamp makes a second make instant.
