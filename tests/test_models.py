@@ -95,7 +95,31 @@ class NamedLayerNorm(nn.LayerNorm):
         super().__init__(cols)
 
 
-BY_HAND = [PlainRMSNorm, CenteredRMSNorm, RootLayerNorm, WrittenOutLayerNorm, UnweightedRMSNorm]
+class Scale(PlainRMSNorm):
+    """A norm by no name."""
+
+
+class WideningLayerNorm(nn.LayerNorm):
+    """torch's own in float32, which autocast leaves alone."""
+
+    def __init__(self, cols=COLS):
+        super().__init__(cols)
+
+    def forward(self, input):
+        weight, bias = self.weight.float(), self.bias.float()
+        return F.layer_norm(input.float(), self.normalized_shape, weight, bias, self.eps).type_as(input)
+
+
+class HandingOnRMSNorm(nn.RMSNorm):
+    def __init__(self, cols=COLS):
+        super().__init__((2, cols // 2))
+
+    def forward(self, x):
+        return super().forward(x)
+
+
+LAYER_NORMS = [WrittenOutLayerNorm, WideningLayerNorm]
+BY_HAND = [PlainRMSNorm, CenteredRMSNorm, RootLayerNorm, UnweightedRMSNorm, Scale, *LAYER_NORMS]
 
 
 def stock_layer_norm():
@@ -143,7 +167,7 @@ def test_norm_by_hand_runs_our_ops(make):
     fusednorm.patch_model(module)
     with OpLog() as log:
         outputs_and_grads(module, torch.randn(3, COLS))
-    norm = "layer" if make is WrittenOutLayerNorm else "rms"
+    norm = "layer" if make in LAYER_NORMS else "rms"
     ours = [name for name in log.names if name.startswith("fusednorm")]
     assert ours == [f"fusednorm.{norm}_norm_fwd.default", f"fusednorm.{norm}_norm_bwd.default"]
 
@@ -248,7 +272,7 @@ def test_compiled_graphs_hold_our_ops(make):
     compiled = torch.compile(module, backend=backend, fullgraph=True)
     for got, wanted in zip(outputs_and_grads(compiled, x), want, strict=True):
         torch.testing.assert_close(got, wanted)
-    norm = "layer" if make is WrittenOutLayerNorm else "rms"
+    norm = "layer" if make in LAYER_NORMS else "rms"
     for graph, op in zip(backend.graphs, ("fwd", "bwd"), strict=True):
         assert (f"fusednorm.{norm}_norm_{op}.default" in graph) == (make in BY_HAND)  # torch.nn's on the CPU are ATen's
 
@@ -353,7 +377,12 @@ class WideRMSNorm(PlainRMSNorm):
 
 class CallingLayerNorm(nn.LayerNorm):
     def forward(self, input):
-        return F.layer_norm(input.float(), self.normalized_shape, self.weight, self.bias, self.eps).type_as(input)
+        return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps).clone()
+
+
+class OtherEpsLayerNorm(nn.LayerNorm):
+    def forward(self, input):
+        return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, 2 * self.eps)
 
 
 class ChannelsRMSNorm(PlainRMSNorm):
@@ -400,12 +429,13 @@ LEFT = [
     (EpsOutsideRMSNorm, "computes something else"),
     (WideRMSNorm, "a dtype that follows from neither"),
     (lambda: CallingLayerNorm(COLS), "calls torch's own norm"),
+    (lambda: OtherEpsLayerNorm(COLS), "computes something else"),
     (ChannelsRMSNorm, "failed on a small CPU tensor"),
     (CountingRMSNorm, "parameters or buffers besides"),
     (EpslessLayerNorm, "no eps that we know of"),
     (TableRMSNorm, "normalizes more than one dim"),
-    (NormFactory, "neither a LayerNorm nor an RMSNorm by its name"),
-    (lambda: nn.BatchNorm1d(COLS), "neither a LayerNorm nor an RMSNorm by its name"),
+    (NormFactory, "no eps that we know of"),
+    (lambda: nn.BatchNorm1d(COLS), "another module of torch.nn"),
     (lambda: fusednorm.RMSNorm(COLS), "already"),
     (replaced_forward, "replaced on the instance"),
     (parametrized, "modules inside"),
@@ -420,7 +450,57 @@ def test_what_is_not_recognized_is_left_and_says_why(make, reason):
     assert type(model["norm"]) is before and not patch.replaced
     left = [each for each in patch.left if each.name == "norm"]
     assert len(left) == 1 and reason in left[0].note
-    assert f"norm: {before.__name__}, {left[0].note}" in str(patch)
+    assert f"1 x {before.__name__}, {left[0].note}: norm" in str(patch)
+
+
+def test_a_subclass_that_hands_on_is_what_torch_has():
+    model = nn.Sequential(made(HandingOnRMSNorm))
+    x = torch.randn(3, 2, COLS // 2)
+    want = model(x)
+    patch = fusednorm.patch_model(model)
+    assert [each.note for each in patch.replaced] == ["as torch.nn.RMSNorm"]
+    assert isinstance(model[0], fusednorm.RMSNorm) and torch.equal(model(x), want)
+
+
+def test_printed_norms_are_grouped_by_class_and_reason():
+    model = nn.Sequential(*(PlainRMSNorm() for _ in range(5)), nn.LayerNorm(COLS), NoisyRMSNorm(), NoisyRMSNorm())
+    assert str(fusednorm.patch_model(model)).splitlines() == [
+        "replaced 6",
+        "  5 x PlainRMSNorm, RMSNorm, written by hand: 0, 1, 2 and 2 more",
+        "  1 x LayerNorm, as torch.nn.LayerNorm: 5",
+        "left 2",
+        "  2 x NoisyRMSNorm, its forward computes something else: 6, 7",
+    ]
+
+
+class Offset(nn.Module):
+    eps = 1e-5
+
+    def forward(self, x):
+        return x + self.eps
+
+
+def test_what_calls_itself_no_norm_is_listed_where_it_was_asked_for():
+    model = nn.Sequential(Offset())
+    assert not fusednorm.patch_model(model).left
+    (left,) = fusednorm.patch_model(model, classes=[Offset]).left
+    assert left == ("0", "Offset", "its forward computes something else")
+    with pytest.raises(TypeError, match="classes must be classes of modules, got Offset"):
+        fusednorm.patch_model(model, classes=model)
+
+
+def test_a_block_restores_at_its_end():
+    model = nn.Sequential(PlainRMSNorm())
+    with fusednorm.patch_model(model) as patch:
+        assert type(model[0]) is not PlainRMSNorm and len(patch.replaced) == 1
+    assert type(model[0]) is PlainRMSNorm
+
+
+@pytest.mark.parametrize("make", [each for each in [*BY_HAND, *STOCK] if each is not RootLayerNorm])  # it branches
+def test_a_patched_model_can_be_traced_by_fx(make):
+    model, x = nn.Sequential(made(make)), torch.randn(3, COLS)
+    fusednorm.patch_model(model)
+    torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), model(x))
 
 
 def test_models_without_norms_and_what_is_no_norm_are_not_listed():

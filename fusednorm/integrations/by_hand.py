@@ -1,8 +1,8 @@
 """Norms that a model has written out by hand: which formula one computes, and its forward on this package's kernels.
 
 transformers has some hundred of them: LlamaRMSNorm, GemmaRMSNorm with its 1 + weight, T5LayerNorm, ... They are known
-by their looks: the name of the class, one eps, parameters weight and bias and nothing else. What a module computes, it
-is asked: a copy with random parameters runs on small CPU tensors and must agree with a formula that we stand in for.
+by their looks: one eps, parameters weight and bias and nothing else. What a module computes, it is asked: a copy with
+random parameters runs on small CPU tensors and must agree with a formula that we stand in for.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,8 @@ from ..problem import FLOAT_DTYPES
 
 EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
 HALF_DTYPES = (torch.float16, torch.bfloat16)
-STOCK_FUNCTIONS = {F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm, torch.native_layer_norm}
+STOCK_FUNCTIONS = {F.layer_norm, F.rms_norm}
+LOWER_STOCK_FUNCTIONS = {torch.layer_norm, torch.rms_norm, torch.native_layer_norm}
 # Of (y for bfloat16 x and float32 weight, y for float32 x and bfloat16 weight), by the names of Formula.output.
 OUTPUT_DTYPES = {
     (torch.bfloat16, torch.float32): "x",
@@ -103,16 +105,35 @@ def _output_dtype(rule: str, x: Tensor, weight: Tensor | None) -> torch.dtype:
 def formula_of(module: nn.Module) -> Formula:
     """What `module` computes, found out by trial; raises Unrecognized. Neither it nor the random state is touched."""
     eps_name = _eps_name_of_a_norm(module)
-    with torch.no_grad(), _disable_current_modes(), _NoStockNorm():
+    with torch.no_grad(), _disable_current_modes(), _StockNorms() as stock:
         norm, one_plus_weight = _matching_formula(module, eps_name)
-        return Formula(norm, one_plus_weight, _output_rule(module, eps_name), eps_name)
+        formula = Formula(norm, one_plus_weight, _output_rule(module, eps_name), eps_name)
+    if any(call.input.dtype in HALF_DTYPES for call in stock.calls):
+        raise Unrecognized("calls torch's own norm, which follows autocast: enable_eager() covers it")
+    return formula
+
+
+def hands_on(module: nn.LayerNorm | nn.RMSNorm) -> bool:
+    """Whether the forward of a subclass returns what torch's norm of its input and of its own parameters returns."""
+    if len(inspect.signature(type(module).forward).parameters) != 2:
+        return False
+    with torch.no_grad(), _disable_current_modes(), _StockNorms() as stock:
+        copied, x = _trial(module, "eps", torch.bfloat16, torch.float32, shape=module.normalized_shape)
+        try:
+            y = _run(copied, x)
+        except Unrecognized:
+            return False
+    if len(stock.calls) != 1 or stock.calls[0].input is not x or stock.calls[0].result is not y:
+        return False
+    shape, weight, bias, eps = stock.calls[0].others
+    own = weight is copied.weight and bias is getattr(copied, "bias", None)
+    return own and shape == tuple(copied.normalized_shape) and eps == TRIAL_EPS
 
 
 def _eps_name_of_a_norm(module: nn.Module) -> str:
     """The name of the eps of a module that looks like a norm of one tensor over its last dim."""
-    name = type(module).__name__
-    if "LayerNorm" not in name and "RMSNorm" not in name:
-        raise Unrecognized("is neither a LayerNorm nor an RMSNorm by its name")
+    if type(module).__module__.startswith("torch.nn."):
+        raise Unrecognized("is another module of torch.nn")
     present = {name for name, parameter in module._parameters.items() if parameter is not None}
     if not present <= {"weight", "bias"} or any(True for _ in module.buffers()):
         raise Unrecognized("has parameters or buffers besides weight and bias")
@@ -150,7 +171,12 @@ def _output_rule(module: nn.Module, eps_name: str) -> str:
 
 
 def _trial(
-    module: nn.Module, eps_name: str, x_dtype: torch.dtype, parameter_dtype: torch.dtype, training: bool = True
+    module: nn.Module,
+    eps_name: str,
+    x_dtype: torch.dtype,
+    parameter_dtype: torch.dtype,
+    training: bool = True,
+    shape: tuple[int, ...] | None = None,
 ) -> tuple[nn.Module, Tensor]:
     """A copy of the module with random parameters on the CPU, and an x for it: the same numbers each time."""
     generator = torch.Generator("cpu").manual_seed(0)
@@ -165,8 +191,8 @@ def _trial(
     copied = object.__new__(type(module))  # a class may have its own ideas of copying; FSDP's have
     vars(copied).update(vars(module) | {"_parameters": parameters, eps_name: TRIAL_EPS, "training": training})
     weight = parameters.get("weight")
-    cols = TRIAL_COLS if weight is None else len(weight)
-    return copied, normal(2, 3, cols, dtype=x_dtype) + 1  # a mean, for the LayerNorms
+    shape = shape or (TRIAL_COLS if weight is None else len(weight),)
+    return copied, normal(2, 3, *shape, dtype=x_dtype) + 1  # a mean, for the LayerNorms
 
 
 def _run(module: nn.Module, x: Tensor) -> Tensor:
@@ -197,10 +223,34 @@ def _agree(got: object, want: Tensor) -> bool:
     return torch.allclose(got.double(), want, rtol=1e-4, atol=1e-4)
 
 
-class _NoStockNorm(TorchFunctionMode):
-    """A forward that calls torch's norm is none written by hand; it would also follow autocast, as ours would not."""
+class StockCall(NamedTuple):
+    """A call of torch's own norm. others: normalized_shape, weight, bias and eps, as they were given."""
+
+    input: Tensor
+    others: tuple
+    result: Tensor
+
+
+class _StockNorms(TorchFunctionMode):
+    """Inside, calls of torch's own norms are written down. Parameters of another dtype than the input's, which ATen
+    does not take on every device, are cast first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[StockCall] = []
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function in STOCK_FUNCTIONS:
+        if function in LOWER_STOCK_FUNCTIONS:
             raise Unrecognized("calls torch's own norm, which enable_eager() covers")
-        return function(*args, **(kwargs or {}))
+        if function not in STOCK_FUNCTIONS:
+            return function(*args, **(kwargs or {}))
+        given = inspect.signature(function).bind(*args, **(kwargs or {}))
+        given.apply_defaults()
+        operands = given.arguments
+        others = tuple(operands["normalized_shape"]), operands["weight"], operands.get("bias"), operands["eps"]
+        for name in ("weight", "bias"):
+            if operands.get(name) is not None:
+                operands[name] = operands[name].to(operands["input"].dtype)
+        result = function(*given.args, **given.kwargs)
+        self.calls.append(StockCall(operands["input"], others, result))
+        return result
