@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from .barriers import ClusterBarrier, MBarrier, NamedBarrier
+from .barriers import Barrier, ClusterBarrier, MBarrier, NamedBarrier
 from .memory import GlobalMemory, Region, TensorMap
 from .order import Deadlock, Order
 from .races import Clock, Ledger, SimulationError
 from .trace import Trace
-from .translate import PARAMETER_BASE, PARAMETER_PAGE, SHARED_BASE, Program
+from .translate import PARAMETER_BASE, PARAMETER_PAGE, Program
 from .warp import Warp
 
 PLACES = 16  # CTAs that are resident at a time, if nobody says how many
@@ -19,14 +19,15 @@ MOST_REPORTED = 16
 class Cta:
     def __init__(self, grid: Grid, index: tuple[int, int, int], rank: int, cluster_barrier: ClusterBarrier):
         self.grid, self.gpu, self.index, self.rank, self.cluster_barrier = grid, grid.gpu, index, rank, cluster_barrier
-        size = -(-(grid.program.dynamic_base - SHARED_BASE + grid.shared_bytes) // 16) * 16
+        size = -(-(grid.program.dynamic_base + grid.shared_bytes) // 16) * 16
         raw = np.full(size, 0xFF, np.uint8)  # NaN in every type
         self.memory = Region(raw, f"shared memory of {self}", self.gpu.ledger, grid.granule)
         self.mbarriers: dict[int, MBarrier] = {}
         self.named: dict[int, NamedBarrier] = {}
         self.copies_under_way = 0
         self.triggered = False
-        self.warps = [grid.new_warp() for _ in range(grid.program.kernel.threads // 32)]
+        idle = grid.program.idle_warps
+        self.warps = [idle.pop() if idle else Warp(grid.program) for _ in range(grid.program.kernel.threads // 32)]
         self.running = len(self.warps)
         of_cta = self.gpu.order.draw_cta()
         for number, warp in enumerate(self.warps):
@@ -51,8 +52,7 @@ class Cta:
 
     def warp_ends(self, warp: Warp) -> None:
         self.running -= 1
-        self.grid.known.join(warp.clock)
-        self.grid.time = max(self.grid.time, warp.time)
+        self.grid.end.gather(warp.clock, warp.time)
         if not self.triggered:
             self.grid.announced = max(self.grid.announced, warp.time)
         for barrier in self.named.values():
@@ -78,17 +78,17 @@ class Grid:
         self.tensor_maps = {PARAMETER_BASE + PARAMETER_PAGE * n: each for n, each in maps}  # by address
         words = [0 if isinstance(each, TensorMap) else each & ((1 << 64) - 1) for each in parameters]
         self.parameters = np.array(words, np.uint64)
-        self.parameter_rows = [np.full(32, each) for each in self.parameters]
         self.first_site = len(gpu.ledger.sites)
         gpu.ledger.sites += program.kernel.code
         self.to_come = [(x, y, z) for z in range(size[2]) for y in range(size[1]) for x in range(size[0])][::-1]
         self.clusters: list[ClusterBarrier] = []
-        self.done = False
-        self.known = Clock()  # by whoever comes after it
-        self.time = self.start_time = 0
+        self.end = Barrier()
+        self.start_time = 0
         self.announced = 0  # when the last CTA has triggered or ended
-        self.waiting: list[Warp] = []
-        self._idle: list[Warp] = []
+
+    @property
+    def done(self) -> bool:
+        return self.end.phase > 0
 
     def may_begin(self) -> bool:
         if self.before is None or self.before.done:
@@ -97,14 +97,11 @@ class Grid:
         return self.dependent and not self.before.to_come and all(cta.triggered or not cta.running for cta in running)
 
     def initial_clock(self) -> Clock:
-        return Clock() if self.before is None or self.dependent else self.before.known.copy()
-
-    def new_warp(self) -> Warp:
-        return self._idle.pop() if self._idle else Warp(self.program)
+        return Clock() if self.before is None or self.dependent else self.before.end.known.copy()
 
     def begin_cluster(self) -> None:
         if self.before is not None and not self.start_time:
-            self.start_time = self.before.announced if self.dependent else self.before.time
+            self.start_time = self.before.announced if self.dependent else self.before.end.opened
         barrier = ClusterBarrier()
         for rank in range(self.cluster):
             barrier.members.append(Cta(self, self.to_come.pop(), rank, barrier))
@@ -115,17 +112,14 @@ class Grid:
 
     def cluster_ends(self, barrier: ClusterBarrier) -> None:
         self.clusters.remove(barrier)
-        self._idle += [warp for cta in barrier.members for warp in cta.warps]
+        self.program.idle_warps += [warp for cta in barrier.members for warp in cta.warps]
         self.check()
 
     def check(self) -> None:
         """A CTA has ended or triggered: who waited for that may have a place now."""
         if not self.to_come and not self.clusters and not self.done:
-            self.done = True
-            self.known.fence()
-            waiting, self.waiting = self.waiting, []
-            for warp in waiting:
-                warp.go_on(self.time)
+            self.end.gathered.fence()
+            self.end.open()
         self.gpu.fill()
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fusednorm import compilation
 
-from . import effects, instructions  # noqa: F401  which register themselves
 from .gpu import Gpu
 from .memory import TensorMap
 from .ptx import Kernel, parse
@@ -21,12 +20,12 @@ BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 SCRATCH = 2  # last parameters, for memory of Triton's own
 
 
-@functools.cache
+@functools.lru_cache(64)
 def kernel_of(digest: str, ptx: str) -> Kernel:
     return parse(ptx)
 
 
-@functools.cache
+@functools.lru_cache(64)
 def program_of(digest: str, ptx: str, without: frozenset[int] = frozenset()) -> Program:
     return Program(kernel_of(digest, ptx), without)
 

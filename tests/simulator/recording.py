@@ -84,9 +84,8 @@ class Recording(Trace):
         self.transfers.append(Transfer(copy.kind, str(copy.cta), copy.at, copy.nbytes, copy.barrier, copy.issued, time))
         self._say(time, str(copy.cta), f"has the {copy.nbytes} bytes at {copy.at}")
 
-    def phase(self, barrier) -> None:
-        phase = f"phase {barrier.phase - 1} of mbarrier {barrier.address}"
-        self._say(barrier.opened, str(barrier.cta), f"{phase} is complete")
+    def completes(self, barrier) -> None:
+        self._say(barrier.time, str(barrier.cta), f"phase {barrier.phase} of mbarrier {barrier.address} is complete")
 
     def _extend(self, span: Span) -> None:
         last = self._open.get(span.who)

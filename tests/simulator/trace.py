@@ -18,5 +18,5 @@ class Trace:
     def landed(self, copy, time: int) -> None:
         """A copy is there."""
 
-    def phase(self, barrier) -> None:
+    def completes(self, barrier) -> None:
         """A phase of an mbarrier is complete."""
