@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from unittest import mock
 
@@ -16,7 +17,7 @@ from fusednorm.testing import Case, Inputs, Outputs
 
 from .host import Simulation, simulated
 
-ALL = (True, True, True)
+ALL, DX_ONLY, NO_DX = (True, True, True), (True, False, False), (False, True, True)
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,8 @@ class Problem:
     def __str__(self) -> str:
         dtypes = "-".join(str(each).removeprefix("torch.") for each in dict.fromkeys(self.mix))
         text = f"{self.variant or 'planned'}-{self.norm}-{self.direction}-{self.rows}x{self.cols}-{dtypes}"
-        text += (
-            ""
-            if self.mask == ALL
-            else "-" + "".join(n for n, m in zip(("dx", "dw", "db"), self.mask, strict=True) if m)
-        )
+        wanted = "".join(itertools.compress(("dx", "dw", "db"), self.mask))
+        text += f"-{wanted}" if self.mask != ALL else ""
         text += "-residual" if self.residual else ""
         text += f"-{self.layout}" if self.layout else ""
         return f"{text}-{self.device}" if self.device != "H200" else text

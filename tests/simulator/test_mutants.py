@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from simulator.mutants import DX_ONLY, mutants_of, who_notices
-from simulator.problems import Problem
+from simulator.mutants import mutants_of, who_notices
+from simulator.problems import DX_ONLY, Problem
 
 SCHEDULES = [
     Problem("backward", "pipelined", "layer", 85, 200, mask=DX_ONLY, sms=1),

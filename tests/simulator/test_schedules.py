@@ -6,9 +6,8 @@ import pytest
 from cases import BF16, FP16, FP32, FP64
 from columns import Sums
 
-from simulator.problems import Problem, SumProblem, bits
+from simulator.problems import DX_ONLY, NO_DX, Problem, SumProblem, bits
 
-DX_ONLY, NO_DX = (True, False, False), (False, True, True)
 MIXED, HALVES, FLOATS = (BF16, FP32, BF16), (FP16, FP16, FP16), (FP32, FP32, FP32)
 
 # What is in a case that others lack is said at its line.
