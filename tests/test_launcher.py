@@ -12,12 +12,12 @@ from fusednorm.plan import PipelinedPlan
 
 
 def test_errors_of_a_launch_reach_the_caller(monkeypatch):
-    from fusednorm import launch
+    from fusednorm import launch, launcher
 
-    def run(prepared, remember):
+    def run(launches):
         raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
 
-    monkeypatch.setattr(launch, "_launch", run)
+    monkeypatch.setattr(launcher, "hand_over", run)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         launch.backward(meta_call(make_problem("layer", 4096), 64))
 
