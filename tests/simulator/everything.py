@@ -10,6 +10,7 @@ Exit code 1 if any fails.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import random
 import sys
@@ -69,14 +70,15 @@ def sized(draw: random.Random, direction: str, variant: str, norm: str, cols: in
     return Problem(direction, variant, norm, rows, cols, sms=max(draw.randint(1, 3), cols // 1536), **more)
 
 
-def product() -> list[Problem]:
+@functools.cache
+def product(first: int, step: int) -> list[Job]:
     """All variants, directions, norms, mixes of dtypes, widths and devices; rows and gradients drawn."""
     axes = (("forward", "backward"), VARIANTS[:-1], ("layer", "rms"), WIDTHS, ("H200", "B200"))
     found = []
-    for turn, (mix, each) in enumerate(itertools.product(SAME_DTYPES + MIXED_DTYPES, itertools.product(*axes))):
-        *what, device = each
-        problem = sized(random.Random(turn), *what, mix=mix, device=device)
-        found += [problem] if is_run(problem) else []
+    whole = enumerate(itertools.product(SAME_DTYPES + MIXED_DTYPES, *axes))
+    for number, (mix, *what, device) in itertools.islice(whole, first - 1, None, step):
+        job = Job(number, sized(random.Random(number), *what, mix=mix, device=device))
+        found += [job] if is_run(job.problem) else []
     return found
 
 
@@ -102,9 +104,9 @@ def drawn(number: int) -> Problem | SumProblem:
 
 def jobs_of(options: argparse.Namespace, release: str) -> list[Job]:
     releases, (first, step) = versions.RELEASES, options.part
-    turns = range(releases.index(release), options.random, len(releases))
-    whole = product() if release in (releases[0], releases[-1]) else []
-    return [*map(Job, itertools.count(), whole), *(Job(n, drawn(n)) for n in turns)][first - 1 :: step]
+    turns = range(releases.index(release), options.random, len(releases))[first - 1 :: step]
+    whole = product(first, step) if release in (releases[0], releases[-1]) else []
+    return [*whole, *(Job(number, drawn(number)) for number in turns)]
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
