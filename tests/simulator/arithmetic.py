@@ -64,14 +64,6 @@ def multiply_wide(a, b, c=0):
     return np.multiply(a, b, dtype=f"{a.dtype.kind}8") + c
 
 
-def multiply_high(a, b):
-    return multiply_wide(a, b) >> 32
-
-
-def rsqrt(x):
-    return 1 / np.sqrt(x)
-
-
 def flush(x):
     """Subnormal floats are zeros of their sign."""
     return np.where(np.abs(x) < SMALLEST_NORMAL, np.copysign(np.float32(0), x), x)
@@ -79,14 +71,6 @@ def flush(x):
 
 def sqrt_ftz(x):
     return flush(np.sqrt(flush(x)))
-
-
-def rsqrt_ftz(x):
-    return flush(rsqrt(flush(x)))
-
-
-def reciprocal_ftz(x):
-    return flush(np.reciprocal(flush(x)))
 
 
 def exp2_ftz(x):
@@ -124,10 +108,6 @@ def divide_integers(a, b):
     return (np.abs(a) // np.abs(b)) * np.where((a < 0) != (b < 0), -1, 1).astype(a.dtype)
 
 
-def remainder_of_integers(a, b):
-    return np.fmod(a, np.where(b == 0, b.dtype.type(1), b))
-
-
 def shift_left(x, amount):
     """All bits of x, and more, shift out: in numpy as well."""
     return np.left_shift(x, amount.astype(x.dtype))
@@ -143,16 +123,6 @@ def extract(x, position, length):
     if (length == 0).any() or (length > bits - position).any():
         raise ValueError("bfe of bits that there are not")
     return (x << (bits - position - length)) >> (bits - length)
-
-
-def permute_bytes(a, b, selector):
-    source = a.astype(np.uint64) | (b.astype(np.uint64) << np.uint64(32))
-    out = np.zeros(32, np.uint32)
-    for i in range(4):
-        chosen = (selector >> (4 * i)) & 0xF
-        byte = ((source >> (8 * (chosen & 7)).astype(np.uint64)) & 0xFF).astype(np.uint32)
-        out |= np.where(chosen & 8, np.where(byte & 0x80, 0xFF, 0), byte).astype(np.uint32) << (8 * i)
-    return out
 
 
 def select(a, b, chosen):

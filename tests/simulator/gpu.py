@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+from torch import Tensor
 
 from .barriers import Barrier, ClusterBarrier, MBarrier, NamedBarrier
 from .memory import GlobalMemory, Region, TensorMap
 from .order import Deadlock, Order
 from .races import Clock, Ledger, SimulationError
-from .trace import Trace
+from .recording import Trace
 from .translate import PARAMETER_BASE, PARAMETER_PAGE, Program
 from .warp import Warp
 
@@ -133,6 +134,12 @@ class Gpu:
         self.released: dict[tuple[int, int], Clock] = {}  # what releases at a place have made known
         self.grids: list[Grid] = []
         self._last: dict[int, Grid] = {}  # by stream
+
+    def add_tensor(self, tensor: Tensor) -> None:
+        """Let kernels reach a tensor's memory."""
+        memory = tensor.untyped_storage()
+        name = f"a tensor of shape {tuple(tensor.shape)}"
+        self.memory.add(memory.data_ptr(), memory.nbytes(), memory, name, self.ledger, min(tensor.element_size(), 4))
 
     def launch(self, program: Program, size, cluster, shared_bytes, parameters, stream=0, dependent=False) -> None:
         """parameters: an integer or a TensorMap each; size in CTAs. It runs at the next `synchronize`."""

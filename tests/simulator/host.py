@@ -14,7 +14,7 @@ from fusednorm.device import DeviceSpec
 
 from . import launching
 from .gpu import Gpu
-from .trace import Trace
+from .recording import Trace
 
 
 @dataclass

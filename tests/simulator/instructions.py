@@ -12,7 +12,6 @@ from .ptx import BITS, Number, PtxError, Register
 from .translate import instruction
 
 INTEGER, LONG, REAL = r"[su](?:16|32|64)", r"[su](?:32|64)", "f32|f64|f32x2"
-ROUNDED = r"(?:rn|approx)"
 
 # Function, opcodes, types of the operands. K is the type that a group of the pattern matches, W one of twice its bits.
 FUNCTIONS = [
@@ -21,11 +20,9 @@ FUNCTIONS = [
     ("multiply", rf"mul\.lo\.({INTEGER})|mul(?:\.rn)?\.({REAL})", "K K K"),
     ("divide", r"div\.(?:rn\.(f32|f64)|(?:full|approx)\.(f32))", "K K K"),
     ("divide_integers", rf"div\.({LONG})", "K K K"),
-    ("remainder_of_integers", rf"rem\.({LONG})", "K K K"),
     ("multiply_add", rf"mad\.lo\.({LONG})", "K K K K"),
     ("multiply_wide", r"mul\.wide\.([su]32)", "W K K"),
     ("multiply_wide", r"mad\.wide\.([su]32)", "W K K W"),
-    ("multiply_high", r"mul\.hi\.([su]32)", "K K K"),
     ("fma", r"fma\.rn\.(f32|f32x2)", "K K K K"),
     ("multiply_add", r"fma\.rn\.(f64)", "K K K K"),
     ("add", r"add\.rn\.f32\.(bf16|f16)", "f32 K f32"),  # rounded once
@@ -41,18 +38,12 @@ FUNCTIONS = [
     ("invert", r"not\.(pred|b16|b32|b64)", "K K"),
     ("negative", r"neg\.([sf](?:16|32|64))", "K K"),
     ("absolute", r"abs\.([sf](?:16|32|64))", "K K"),
-    ("sqrt", rf"sqrt\.{ROUNDED}\.(f32|f64)", "K K"),
-    ("rsqrt", rf"rsqrt\.{ROUNDED}\.(f32|f64)", "K K"),
-    ("reciprocal", rf"rcp\.{ROUNDED}\.(f32|f64)", "K K"),
-    ("exp2", r"ex2\.approx\.(f32)", "K K"),
-    ("sqrt_ftz", rf"sqrt\.{ROUNDED}\.ftz\.(f32)", "K K"),
-    ("rsqrt_ftz", rf"rsqrt\.{ROUNDED}\.ftz\.(f32)", "K K"),
-    ("reciprocal_ftz", rf"rcp\.{ROUNDED}\.ftz\.(f32)", "K K"),
+    ("sqrt", r"sqrt\.(?:rn|approx)\.(f32|f64)", "K K"),
+    ("sqrt_ftz", r"sqrt\.(?:rn|approx)\.ftz\.(f32)", "K K"),
     ("exp2_ftz", r"ex2\.approx\.ftz\.(f32)", "K K"),
     ("shift_left", r"shl\.(b16|b32|b64)", "K K u32"),
     ("shift_right", r"shr\.([bus](?:16|32|64))", "K K u32"),
     ("extract", rf"bfe\.({LONG})", "K K u32 u32"),
-    ("permute_bytes", r"prmt\.(b32)", "K K K K"),
     ("select", r"selp\.([busf](?:16|32|64))", "K K K pred"),
     ("shared_of_rank", r"mapa\.shared::cluster\.(u32)", "K K K"),
     ("positive", r"cvt\.rn\.(bf16)\.f32", "K f32"),
