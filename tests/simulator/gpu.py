@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from torch import Tensor
 
@@ -18,21 +20,23 @@ MOST_REPORTED = 16
 
 
 class Cta:
-    def __init__(self, grid: Grid, index: tuple[int, int, int], rank: int, cluster_barrier: ClusterBarrier):
-        self.grid, self.gpu, self.index, self.rank, self.cluster_barrier = grid, grid.gpu, index, rank, cluster_barrier
-        size = -(-(grid.program.dynamic_base + grid.shared_bytes) // 16) * 16
+    def __init__(self, grid: Grid, index: tuple[int, int, int], cluster_barrier: ClusterBarrier):
+        self.grid, self.gpu, self.index, self.cluster_barrier = grid, grid.gpu, index, cluster_barrier
+        self.rank = len(cluster_barrier.members)
+        cluster_barrier.members.append(self)
+        program, order = grid.program, self.gpu.order
+        size = -(-(program.dynamic_base + grid.shared_bytes) // 16) * 16
         raw = np.full(size, 0xFF, np.uint8)  # NaN in every type
-        self.memory = Region(raw, f"shared memory of {self}", self.gpu.ledger, grid.granule)
+        self.memory = Region(raw, f"shared memory of {self}", self.gpu.ledger, granule=2)
         self.mbarriers: dict[int, MBarrier] = {}
         self.named: dict[int, NamedBarrier] = {}
         self.copies_under_way = 0
         self.triggered = False
-        idle = grid.program.idle_warps
-        self.warps = [idle.pop() if idle else Warp(grid.program) for _ in range(grid.program.kernel.threads // 32)]
-        self.running = len(self.warps)
-        of_cta = self.gpu.order.draw_cta()
+        self.running = program.kernel.threads // 32
+        of_cta = order.draw_cta()
+        self.warps = [program.idle_warps.pop() if program.idle_warps else Warp(program) for _ in range(self.running)]
         for number, warp in enumerate(self.warps):
-            warp.begin(self, number, self.gpu.order.draw(of_cta))
+            warp.begin(self, number, order.draw(of_cta))
 
     def __str__(self) -> str:
         index = self.index[0] if self.grid.size[1:] == (1, 1) else self.index
@@ -69,19 +73,20 @@ class Cta:
 class Grid:
     """One launch. Where it is dependent, it may begin when all CTAs of the one before have triggered or ended."""
 
-    def __init__(self, gpu: Gpu, program: Program, size, cluster: int, shared_bytes: int, parameters: list):
+    def __init__(
+        self, gpu: Gpu, program: Program, size, cluster: int, shared_bytes: int, parameters: list,
+        before: Grid | None, dependent: bool,
+    ):  # fmt: skip
         self.gpu, self.program, self.size, self.cluster = gpu, program, tuple(size), cluster
-        self.shared_bytes = shared_bytes
-        self.before: Grid | None = None  # in its stream
-        self.dependent, self.is_later = False, bool(gpu.grids)
-        self.granule = 2
+        self.shared_bytes, self.before, self.dependent = shared_bytes, before, dependent
+        self.is_later = bool(gpu.grids)
         maps = ((n, each) for n, each in enumerate(parameters) if isinstance(each, TensorMap))
         self.tensor_maps = {PARAMETER_BASE + PARAMETER_PAGE * n: each for n, each in maps}  # by address
         words = [0 if isinstance(each, TensorMap) else each & ((1 << 64) - 1) for each in parameters]
         self.parameters = np.array(words, np.uint64)
         self.first_site = len(gpu.ledger.sites)
         gpu.ledger.sites += program.kernel.code
-        self.to_come = [(x, y, z) for z in range(size[2]) for y in range(size[1]) for x in range(size[0])][::-1]
+        self.to_come = [index[::-1] for index in itertools.product(*map(range, size[::-1]))][::-1]
         self.clusters: list[ClusterBarrier] = []
         self.end = Barrier()
         self.start_time = 0
@@ -91,11 +96,15 @@ class Grid:
     def done(self) -> bool:
         return self.end.phase > 0
 
+    def ctas(self) -> list[Cta]:
+        """Those that have a place."""
+        return [cta for each in self.clusters for cta in each.members]
+
     def may_begin(self) -> bool:
         if self.before is None or self.before.done:
             return True
-        running = (cta for each in self.before.clusters for cta in each.members)
-        return self.dependent and not self.before.to_come and all(cta.triggered or not cta.running for cta in running)
+        announced = all(cta.triggered or not cta.running for cta in self.before.ctas())
+        return self.dependent and not self.before.to_come and announced
 
     def initial_clock(self) -> Clock:
         return Clock() if self.before is None or self.dependent else self.before.end.known.copy()
@@ -104,8 +113,8 @@ class Grid:
         if self.before is not None and not self.start_time:
             self.start_time = self.before.announced if self.dependent else self.before.end.opened
         barrier = ClusterBarrier()
-        for rank in range(self.cluster):
-            barrier.members.append(Cta(self, self.to_come.pop(), rank, barrier))
+        for _ in range(self.cluster):
+            Cta(self, self.to_come.pop(), barrier)
         self.clusters.append(barrier)
         for cta in barrier.members:
             for warp in cta.warps:
@@ -143,10 +152,9 @@ class Gpu:
 
     def launch(self, program: Program, size, cluster, shared_bytes, parameters, stream=0, dependent=False) -> None:
         """parameters: an integer or a TensorMap each; size in CTAs. It runs at the next `synchronize`."""
-        grid = Grid(self, program, size, cluster, shared_bytes, parameters)
-        grid.before, grid.dependent = self._last.get(stream), dependent
-        self._last[stream] = grid
-        self.grids.append(grid)
+        before = self._last.get(stream)
+        self._last[stream] = Grid(self, program, size, cluster, shared_bytes, parameters, before, dependent)
+        self.grids.append(self._last[stream])
 
     def fill(self) -> None:
         """CTAs take the places that are free."""
@@ -168,14 +176,8 @@ class Gpu:
         self._last.clear()
 
     def _waiting(self) -> list[str]:
-        lines = [
-            warp.where()
-            for grid in self.grids
-            for barrier in grid.clusters
-            for cta in barrier.members
-            for warp in cta.warps
-            if not warp.done
-        ]
+        warps = [warp for grid in self.grids for cta in grid.ctas() for warp in cta.warps if not warp.done]
+        lines = [warp.where() for warp in warps]
         lines += [f"{len(grid.to_come)} CTAs have no place" for grid in self.grids if grid.to_come]
         more = len(lines) - MOST_REPORTED
         return [*lines[:MOST_REPORTED], *([f"and {more} more"] if more > 0 else [])]
