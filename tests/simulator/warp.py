@@ -64,8 +64,7 @@ class Warp(Accesses, Copies, Synchronization):
         """A register such as %tid.x."""
         if name == "%laneid" or name == "%tid.x":
             return (LANES + (name == "%tid.x") * 32 * self.number).astype(np.uint32)
-        size, cluster = self.cta.grid.size, self.cta.grid.cluster
-        x, y, z = self.cta.index
+        size, cluster, (x, y, z) = self.cta.grid.size, self.cta.grid.cluster, self.cta.index
         triples = {"%tid": (None, 0, 0), "%ntid": (self.program.kernel.threads, 1, 1), "%ctaid": (x, y, z),
                    "%nctaid": size, "%cluster_ctaid": (self.cta.rank, 0, 0), "%clusterid": (x // cluster, y, z),
                    "%nclusterid": (size[0] // cluster, *size[1:])}  # fmt: skip
@@ -97,23 +96,16 @@ class Warp(Accesses, Copies, Synchronization):
         """Lanes that part go on one part at a time, those furthest back first, and join where they meet again. False
         when all have ended."""
         mask = self.alive if self.lanes is None else self.lanes
-        if isinstance(after, tuple):
-            taken, target, other = after
-            parts = [(target, taken), (other, mask & ~taken)]
-        else:
-            parts = [(after, mask)]
-        for pc, lanes in parts:
+        taken, target, other = after if isinstance(after, tuple) else (mask, after, EXIT)
+        parts = dict(self.others)
+        for pc, lanes in ((target, taken), (other, mask & ~taken)):
             if pc == EXIT:
                 self.alive = self.alive & ~lanes
-                continue
-            there = next((n for n, (where, _) in enumerate(self.others) if where == pc), None)
-            if there is None:
-                self.others.append((pc, lanes))
             else:
-                self.others[there] = pc, self.others[there][1] | lanes
+                parts[pc] = parts.get(pc, False) | lanes
+        self.others = sorted(parts.items(), reverse=True)
         if not self.others:
             return False
-        self.others.sort(key=lambda part: -part[0])
         self.pc, self.lanes = self.others.pop()
         if self.lanes.all():
             self.lanes = None
