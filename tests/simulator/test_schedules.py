@@ -19,7 +19,7 @@ PORTABLE = [
     Problem("backward", "multi_wave", "layer", 6, 96, (FP64, FP64, FP64)),
     Problem("backward", "multi_wave", "layer", 10, 160, MIXED, layout="packed_slice"),
     Problem("backward", "multi_wave", "layer", 9, 200, device="B200"),
-    Problem("backward", "multi_wave", "layer", 4, 33000, sms=70),  # column tiles; the last CTA of each sums partials
+    Problem("backward", "multi_wave", "layer", 4, 33000, sms=20),  # column tiles; the last CTA of each sums partials
     Problem("backward", "multi_wave", "layer", 40, 136, mask=NO_DX),
 ]
 PIPELINED = [
