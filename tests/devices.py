@@ -9,7 +9,6 @@ from unittest import mock
 
 from fusednorm import device
 from fusednorm.device import DeviceSpec
-from fusednorm.kernel_devices import kernels_on
 
 
 def named(name: str, sms: int | None = None) -> DeviceSpec:
@@ -25,9 +24,9 @@ def planned_for(spec: DeviceSpec) -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def standing_in(spec: DeviceSpec, hand_over: Callable[..., None]) -> Iterator[None]:
-    """Inside, ops take CPU tensors for this device's, and launches go to `hand_over`, as `launcher.hand_over` gets
-    them, with their outputs still to be filled."""
+    """Inside, tensors are planned for as if on this device, and launches go to `hand_over`, as `launcher.hand_over`
+    gets them, with their outputs still to be filled."""
     from fusednorm import launcher
 
-    with planned_for(spec), kernels_on("cpu"), mock.patch.object(launcher, "hand_over", hand_over):
+    with planned_for(spec), mock.patch.object(launcher, "hand_over", hand_over):
         yield

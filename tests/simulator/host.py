@@ -11,6 +11,7 @@ import torch
 from devices import named, standing_in
 
 from fusednorm.device import DeviceSpec
+from fusednorm.kernel_devices import kernels_on
 
 from . import launching
 from .gpu import Gpu
@@ -46,7 +47,7 @@ def simulated(device: str | DeviceSpec = "H200", sms: int | None = None, **how) 
     Memory that the ops allocate is NaN at first. Raises SimulationError from within the call that a kernel fails in.
     """
     simulation = Simulation(named(device, sms) if isinstance(device, str) else device, **how)
-    with standing_in(simulation.spec, simulation.hand_over), _fresh_memory_is_nan():
+    with standing_in(simulation.spec, simulation.hand_over), kernels_on("cpu"), _fresh_memory_is_nan():
         yield simulation
 
 
