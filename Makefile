@@ -35,8 +35,8 @@ PART ?= 1/1
 test-versions-all: $(READY)
 	$(PYTHON) tests/versions.py --thorough --part $(PART) $(VERSIONS)
 
-# The simulator's whole product of problems and 10,000 random ones, on every Triton: days on two cores, so in parts:
-# SIMULATE="--releases 3.9.0 --random 100 --part 3/20". Goes on where it was stopped.
+# The simulator's whole product of problems with the oldest and the newest Triton, and 10,000 random ones, each with one
+# of all: hours on two cores. In parts: SIMULATE="--releases 3.9.0 --random 100 --part 3/20". Goes on where it was stopped.
 simulate: $(READY)
 	$(PYTHON) -m tests.simulator.everything $(SIMULATE)
 

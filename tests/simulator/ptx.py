@@ -59,9 +59,8 @@ class Instruction(NamedTuple):
 @dataclass
 class Kernel:
     name: str = ""
-    arch: str = ""
     threads: int = 0
-    parameters: dict[str, int] = field(default_factory=dict)  # bytes, by name
+    parameters: list[str] = field(default_factory=list)
     shared: dict[str, int] = field(default_factory=dict)  # offset of static shared memory, by name
     shared_bytes: int = 0
     registers: dict[int, int] = field(default_factory=lambda: {1: 0, 16: 0, 32: 0, 64: 0})  # how many, by bits
@@ -77,16 +76,15 @@ def parse(text: str) -> Kernel:
     entry = re.search(r"\.entry\s+([\w$]+)\s*\((.*?)\)(.*?)\{", text, flags=re.S)
     if entry is None or re.search(r"\.func\b", text):
         raise PtxError("wanted one entry and no functions")
-    kernel = Kernel(entry[1], re.search(r"\.target\s+(\w+)", text)[1])
-    kernel.threads = int(re.search(r"\.reqntid\s+(\d+)", entry[3])[1])
-    for declared in filter(None, entry[2].split(",")):
-        kind, (name, size) = declared.split(".", 2)[2], re.search(r"([\w$]+)(?:\[(\d+)\])?\s*$", declared).groups()
-        kernel.parameters[name] = int(size) if size else BITS[kind.split()[0]] // 8
+    kernel = Kernel(entry[1], int(re.search(r"\.reqntid\s+(\d+)", entry[3])[1]))
+    kernel.parameters = re.findall(r"([\w$]+)(?:\[\d+\])?\s*(?:,|$)", entry[2].strip())
     _Body(kernel).read(text, entry.end())
     return kernel
 
 
 class _Body:
+    """Reads statements, each with its scope: names, and for %r<9> "%r<>" with the bits of %r0, %r1 ..."""
+
     STATEMENT = re.compile(r"\s*(?:([{}])|([\w$%]+)\s*:(?!:)|([^;{]*(?:\{[^}]*\}[^;{]*)*);)")
 
     def __init__(self, kernel: Kernel):

@@ -120,7 +120,7 @@ class Program:
         if name in self.kernel.shared:
             return self.kernel.shared[name]
         if name in self.kernel.parameters:
-            return PARAMETER_BASE + PARAMETER_PAGE * list(self.kernel.parameters).index(name)
+            return PARAMETER_BASE + PARAMETER_PAGE * self.kernel.parameters.index(name)
         raise PtxError(f"unknown name {name}")
 
 
