@@ -74,9 +74,11 @@ def _run(call: ColumnSumCall, choice: Choice) -> list[Tensor]:
     launches, outputs = prepare(call, choice)
     device = call.views[0].tensor.device
     key = choice.plan, call.problem, device, len(launches)
+    loaded = key in _loaded
     with current(device):
-        launcher.hand_over(launches, loaded=key in _loaded)
-    _loaded.add(key)
+        launcher.hand_over(launches, loaded)
+    if not loaded:
+        _loaded.add(key)
     return outputs
 
 
