@@ -48,7 +48,9 @@ class Cta:
         return self.mbarriers[at]
 
     def barrier(self, number: int) -> NamedBarrier:
-        return self.named.setdefault(number, NamedBarrier(self, number))
+        if number not in self.named:
+            self.named[number] = NamedBarrier(self, number)
+        return self.named[number]
 
     def trigger(self, time: int) -> None:
         self.triggered = True
