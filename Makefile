@@ -41,7 +41,7 @@ test-pairs: $(READY)  ## what depends on torch and Triton, with four pairs of th
 	$(PYTHON) tests/pairs.py $(PAIRS)
 
 # Goes on where it was stopped: SIMULATE="--releases 3.9.0 --random 100 --part 3/20".
-simulate: $(READY)  ## the simulator's whole product of problems and 10,000 random ones, on every Triton: days, so in parts
+simulate: $(READY)  ## the simulator's product of problems, and 10,000 random ones over all Tritons: hours on two cores, so in parts
 	$(PYTHON) -m tests.simulator.everything $(SIMULATE)
 
 mutants: $(READY)  ## which barrier, wait, arrival or fence of the kernels nobody would miss

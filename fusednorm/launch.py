@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from . import budget, fallback, heuristics, reference, tile_share, triton_compat
+from . import budget, fallback, heuristics, launcher, reference, tile_share, triton_compat
 from .device import OLDEST_TRITON, DeviceSpec, current
 from .fallback import BuildFailed
 from .kernels import column_sum, multiwave, parameter_gradients, pipelined, warp_specialized
@@ -91,21 +91,15 @@ def _run(call, prepare: Callable[..., Prepared], by_aten: Callable[..., tuple], 
     while not isinstance(plan := fallback.choose(problem, call.rows, spec), ReferencePlan):
         with current(device):
             try:
-                return _launch(prepare(call, plan), remember)
+                prepared = prepare(call, plan)
+                launcher.hand_over(prepared.launches)
             except BuildFailed as failed:
                 fallback.remember(plan, problem, spec, str(failed))
+            else:
+                if remember is not None:
+                    remember(prepared)
+                return prepared.outputs
     return by_aten(call)
-
-
-def _launch(prepared: Prepared, remember: Remember | None) -> tuple:
-    """All kernels are loaded before the first is launched."""
-    for launch in prepared.launches:
-        launch.load()
-    for launch in prepared.launches:
-        launch.run()
-    if remember is not None:
-        remember(prepared)
-    return prepared.outputs
 
 
 def prepare_forward(call: ForwardCall, plan: Plan | None = None) -> Prepared:

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
-from . import column_plan, fallback
+from . import column_plan, fallback, launcher
 from .column_plan import VECTOR_BYTES, AtenSum, Choice, PortableSum, RingSum, SumPlan
 from .column_problem import ColumnSumCall, ColumnSumProblem
 from .column_reference import formula
@@ -71,17 +71,14 @@ def column_sum(call: ColumnSumCall, choice: Choice | None = None) -> list[Tensor
 
 
 def _run(call: ColumnSumCall, choice: Choice) -> list[Tensor]:
-    """All kernels are loaded before the first is launched."""
     launches, outputs = prepare(call, choice)
     device = call.views[0].tensor.device
     key = choice.plan, call.problem, device, len(launches)
+    loaded = key in _loaded
     with current(device):
-        if key not in _loaded:
-            for launch in launches:
-                launch.load()
-            _loaded.add(key)
-        for launch in launches:
-            launch.run()
+        launcher.hand_over(launches, loaded)
+    if not loaded:
+        _loaded.add(key)
     return outputs
 
 

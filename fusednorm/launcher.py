@@ -8,6 +8,7 @@ have not been tried take Triton's way always (triton_compat.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -129,6 +130,16 @@ class Launch:
         except Exception as error:
             refused(self, device_index, error)
             raise
+
+
+def hand_over(launches: Sequence[Any], loaded: bool = False) -> None:
+    """Launch them in turn, Launches or ColumnLaunches, on the current device: the one place where all launches go, but
+    for those that a recipe repeats. All kernels are loaded before the first is launched. Raises BuildFailed."""
+    if not loaded:
+        for launch in launches:
+            launch.load()
+    for launch in launches:
+        launch.run()
 
 
 def load(launch: Launch, device_index: int) -> None:

@@ -237,16 +237,14 @@ def _compile(builds: list[Build], arch: int) -> None:
 def _load(plans: list[tuple[Wanted, Plan]], device: torch.device, spec: DeviceSpec) -> None:
     """Run each launch once: Triton finds the build on disk, loads it, and knows it from then on. What cannot be built
     gives way here, as it would in the first call."""
+    from . import launcher
+
     with torch.cuda.device(device):
         for wanted, plan in plans:
             problem = wanted.call("meta").problem
             while not isinstance(plan, ReferencePlan):
-                launches = _launches(wanted, plan, device)
                 try:
-                    for launch in launches:
-                        launch.load()
-                    for launch in launches:
-                        launch.run()
+                    launcher.hand_over(_launches(wanted, plan, device))
                     break
                 except fallback.BuildFailed as failed:
                     fallback.remember(plan, problem, spec, str(failed))

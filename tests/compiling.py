@@ -135,9 +135,10 @@ def complaints(build: Build, device: DeviceSpec) -> list[str]:
     return found
 
 
-def worker_processes() -> ProcessPoolExecutor:
-    """Processes that compile, whether or not this one interprets."""
-    return ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"), initializer=_do_not_interpret)
+def worker_processes(count: int | None = None) -> ProcessPoolExecutor:
+    """Processes that compile, whether or not this one interprets; one for each processor if no count is given."""
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(count or os.cpu_count(), context, initializer=_do_not_interpret)
 
 
 def _do_not_interpret() -> None:

@@ -67,7 +67,9 @@ MAY_IMPORT = {
         "launch_columns", "column_plan", "column_problem", "column_reference", "kernel_devices", "ops", "sharding",
         "torch_compat",
     },  # fmt: skip
-    "launch_columns": {"fallback", "kernels", "column_plan", "column_problem", "column_reference", "problem", "device"},
+    "launch_columns": {
+        "fallback", "kernels", "launcher", "column_plan", "column_problem", "column_reference", "problem", "device",
+    },  # fmt: skip
     "column_explanation": {"column_plan", "column_problem", "device", "fallback", "kernel_devices"},
     "column_reference": {"column_problem"},
     "column_plan": {"budget", "legality", "column_problem", "device"},
@@ -75,7 +77,7 @@ MAY_IMPORT = {
     # Beside the path of a call:
     "integrations": {"__init__", "fallback", "ops", "autograd", "functional", "modules", "forcing", "recipe", *PLANNER},
     "compilation": PLANNER | {"launch"},
-    "warm": PLANNER | {"launch", "compilation", "fallback"},
+    "warm": PLANNER | {"launch", "launcher", "compilation", "fallback"},
     "cost": {"plan", "problem", "device"},
     "explanation": PLANNER | {"cost", "fallback", "kernel_devices"},
     "plan_cli": PLANNER | {"explanation", "console"},

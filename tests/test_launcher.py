@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,14 +14,20 @@ from fusednorm.plan import PipelinedPlan
 
 
 def test_errors_of_a_launch_reach_the_caller(monkeypatch):
-    from fusednorm import launch
+    from fusednorm import launch, launcher
 
-    def run(prepared, remember):
+    def run(launches):
         raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
 
-    monkeypatch.setattr(launch, "_launch", run)
+    monkeypatch.setattr(launcher, "hand_over", run)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         launch.backward(meta_call(make_problem("layer", 4096), 64))
+
+
+def test_launches_are_handed_over_in_one_place():
+    package = Path(__file__).parent.parent / "fusednorm"
+    callers = {path.name for path in package.glob("*.py") if re.search(r"\blaunch\.(load|run)\(\)", path.read_text())}
+    assert callers == {"launcher.py"}
 
 
 def prepared_launch(rows=64, cols=4096, **changes):

@@ -49,10 +49,10 @@ def test_a_part_beyond_the_last_is_refused(part, capsys):
 def test_what_was_found_is_found_again_and_counted(tmp_path):
     given = options("--arch", "90", "--releases", "3.9.0", "--small", folder=tmp_path)
     first, second, *_ = versions.jobs_of(given)
-    results = versions.Results(tmp_path)
+    results = versions.Results(tmp_path / "results.jsonl")
     results.add("3.9.0", first, [])
     results.add("3.9.0", second, ["spills 8 bytes a thread"])
-    again = versions.Results(tmp_path)
+    again = versions.Results(tmp_path / "results.jsonl")
     assert again.found == results.found and len(again.found) == 2
     text, failures = versions.table(again, given)
     assert "| 3.9.0 | 1 of 2 |" in text and failures == 1
@@ -69,7 +69,7 @@ def test_results_are_of_all_that_makes_plans_and_builds():
 
 def test_a_release_of_which_all_is_known_is_not_started(tmp_path, monkeypatch):
     given = options("--arch", "80", "--small", folder=tmp_path)
-    jobs, results = versions.jobs_of(given), versions.Results(tmp_path)
+    jobs, results = versions.jobs_of(given), versions.Results(tmp_path / "results.jsonl")
     for job in jobs:
         results.add("3.6.0", job, [])
     monkeypatch.setattr(versions, "environment", lambda *_: pytest.fail("it was started"))

@@ -22,7 +22,7 @@ import sys
 import sysconfig
 import venv
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -49,6 +49,9 @@ SOURCES = (
     *("kernels/*.py", "tests/budgets.py", "tests/columns.py", "tests/compiling.py", "tests/planning.py"),
     *(f"fusednorm/{name}.py" for name in MAKES_PLANS_AND_BUILDS),
 )
+
+
+WORK = "import versions; raise SystemExit(versions.work(lambda given: versions.jobs_of(versions.parse(given))))"
 
 
 class Job(NamedTuple):
@@ -116,20 +119,19 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
 # --- One release, in a Python that has it ---
 
 
-def work() -> int:
+def work(jobs_of: Callable[[list[str]], list], workers: int | None = None) -> int:
     """Jobs by number from stdin, answers to stdout: a line of JSON each, in whatever order they are done."""
     from concurrent.futures import as_completed
 
-    options = parse(json.loads(sys.stdin.readline()))
-    jobs, wanted = jobs_of(options), json.loads(sys.stdin.readline())
-    with worker_processes() as pool:
+    jobs, wanted = jobs_of(json.loads(sys.stdin.readline())), json.loads(sys.stdin.readline())
+    with worker_processes(workers) as pool:
         asked = {pool.submit(answer, jobs[number]): number for number in wanted}
         for each in as_completed(asked):
             print(json.dumps([asked[each], each.result()]), flush=True)
     return 0
 
 
-def answer(job: Job) -> list[str]:
+def answer(job) -> list[str]:
     try:
         return job.complaints()
     except Exception as error:
@@ -164,19 +166,22 @@ def source(patterns: tuple[str, ...] = SOURCES) -> str:
 class Results:
     """{(release, job): complaints} of one source, a line of a file each."""
 
-    def __init__(self, folder: Path):
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / f"results-{source()}.jsonl"
+    def __init__(self, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         self.found = {(release, job): said for release, job, said in map(json.loads, lines)}
 
-    def add(self, release: str, job: Job, said: list[str]) -> None:
+    def add(self, release: str, job, said: list[str]) -> None:
         self.found[release, str(job)] = said
         with self.path.open("a") as file:
             file.write(json.dumps([release, str(job), said]) + "\n")
 
 
-def run_release(release: str, options: argparse.Namespace, jobs: list[Job], results: Results, progress) -> None:
+def run_release(
+    release: str, options: argparse.Namespace, jobs: list, results: Results, progress, code: str = WORK
+) -> None:
+    """The jobs that have no results yet, by `code` in a Python with that release."""
     wanted = [number for number, job in enumerate(jobs) if (release, str(job)) not in results.found]
     progress.update(len(jobs) - len(wanted))
     if not wanted:
@@ -184,7 +189,7 @@ def run_release(release: str, options: argparse.Namespace, jobs: list[Job], resu
     python = environment(release, options.folder)
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     variables["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
-    command = [python, "-c", "import versions; raise SystemExit(versions.work())"]
+    command = [python, "-c", code]
     pipe, log = subprocess.PIPE, options.folder / f"triton-{release}.log"
     with (
         log.open("w") as file,
@@ -251,7 +256,7 @@ def main() -> int:
     if options.environment:
         print(environment(options.environment, options.folder))
         return 0
-    results, jobs = Results(options.folder), jobs_of(options)
+    results, jobs = Results(options.folder / f"results-{source()}.jsonl"), jobs_of(options)
     if not options.table:
         with tqdm(total=len(options.releases) * len(jobs), unit="problem", smoothing=0.02) as progress:
             for release in options.releases:

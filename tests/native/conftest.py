@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import fake_gpu
 import pytest
 from cases import FP32, make_case
-from devices import planned_for
+from devices import standing_in
 from fake_gpu import CUDA_HEADER, DRIVER, STREAM, Gpu, backward, forward, known_build
 from norms import SHAPE, backward_of, forward_of, layer_norm
 
@@ -43,7 +43,7 @@ def gpu(driver, monkeypatch):
     monkeypatch.setattr(torch_compat, "raw_stream", lambda device: STREAM)
     recipe.forget()
     native.forget()
-    with planned_for(H200):
+    with standing_in(H200, simulated.hand_over):
         yield simulated
     assert simulated.failure is None, simulated.failure
 

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import re
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -18,9 +19,8 @@ import torch
 import triton
 from cases import BF16, FP16, FP32, FP64
 
-from fusednorm import compilation, heuristics, launch, launcher, native, recipe, reference, triton_compat
+from fusednorm import compilation, launch, launcher, native, recipe, reference, triton_compat
 from fusednorm.device import H200
-from fusednorm.plan import ReferencePlan
 from fusednorm.problem import check_backward, check_forward
 
 STREAM = 1  # that of CPU tensors, to native.cpp
@@ -149,6 +149,13 @@ class Map(ctypes.Structure):
         """As `Build.tensor_map` gives it."""
         return "map", self.address, self.type, self.shape(), self.byte_strides(), list(self.box[: self.rank])[::-1]
 
+    @classmethod
+    def of(cls, address: int, type: int, shape: list[int], byte_strides: list[int], box: list[int]) -> Map:
+        known = cls(address=address, type=type, rank=len(shape))
+        for name, values in (("sizes", shape), ("strides", byte_strides), ("box", box)):
+            getattr(known, name)[: len(values)] = values[::-1]
+        return known
+
     def rows(self) -> torch.Tensor:
         """What it shows as [rows, cols]: of [rows, cols], [rows, boxes, box] or [chunks, rows, boxes, box]."""
         dtype = MAP_DTYPES[self.type]
@@ -213,7 +220,7 @@ class Launched(NamedTuple):
     """What the driver got."""
 
     build: Build
-    config: Config
+    config: Config | None  # None: it came from Python
     parameters: dict[str, object]  # by the kernel's names
 
     def tensor(self, name: str, shape, strides=None) -> torch.Tensor | None:
@@ -319,6 +326,17 @@ class Gpu:
             return ILLEGAL_ADDRESS
         return 0
 
+    def hand_over(self, launches, loaded: bool = False) -> None:
+        """What Python launches; it is computed, and not kept."""
+        for each in launches:
+            build, values = known_build(each, -1)
+            arguments = build.arguments(each.grid, values, STREAM)
+            given = [arguments[position] for position, _ in build.parameter_types()]
+            given = [Map.of(*value[1:]) if isinstance(value, tuple) else value for value in given]
+            names = [name for name, _ in build.declared]
+            with torch.no_grad():
+                compute(Launched(build, None, dict(zip(names, given, strict=False))))
+
     @contextlib.contextmanager
     def repeating(self, calls: int = 1):
         """Inside, so many calls must be repeated, and nothing go to Python."""
@@ -378,27 +396,21 @@ def in_tritons_form(launcher):
 
 
 def forward(norm, *operands):
-    """What ops.forward does for CUDA tensors, but for the launches."""
-    call = check_forward(norm, *operands)
+    """ops.forward, of tensors that are taken for CUDA's."""
     GPU.python_calls.append(("forward", norm))
-    if GPU.remembers and call.rows and call.problem.cols:
-        remember(recipe.forward(norm, *operands), launch.prepare_forward, call)
-    return reference.forward(call)
+    call = check_forward(norm, *operands)
+    if not (call.rows and call.problem.cols):
+        return reference.forward(call)
+    return launch.forward(call, partial(recipe.remember, recipe.forward(norm, *operands)) if GPU.remembers else None)
 
 
 def backward(norm, *operands):
-    """What ops.backward does for CUDA tensors, but for the launches."""
+    """ops.backward, of tensors that are taken for CUDA's."""
     call = check_backward(norm, *operands)
     mask = call.problem.wants_dx, call.problem.wants_dw, call.problem.wants_db
     GPU.python_calls.append(("backward", norm, mask))
     if not any(mask):
         return None, None, None
-    if GPU.remembers and call.rows and call.problem.cols:
-        remember(recipe.backward(norm, *operands), launch.prepare_backward, call)
-    return reference.backward(call)
-
-
-def remember(seen, prepare, call) -> None:
-    plan = heuristics.choose(call.problem, call.rows, H200)
-    if not isinstance(plan, ReferencePlan):
-        recipe.remember(seen, prepare(call, plan))
+    if not (call.rows and call.problem.cols):
+        return reference.backward(call)
+    return launch.backward(call, partial(recipe.remember, recipe.backward(norm, *operands)) if GPU.remembers else None)

@@ -25,7 +25,7 @@ from norms import (
 )
 from torch.testing import assert_close
 
-from fusednorm import heuristics, native, recipe, reference, sm_margin, straight_line
+from fusednorm import heuristics, launch, native, recipe, reference, sm_margin, straight_line
 from fusednorm.device import H200
 from fusednorm.plan import ColumnRingPlan, ColumnTilePlan, MultiWavePlan, PipelinedPlan
 from fusednorm.problem import check_backward, check_forward
@@ -311,7 +311,7 @@ def test_errors_of_python_in_a_backward_reach_the_caller(gpu, monkeypatch):
     def refuse(*_):
         raise RuntimeError("planned to fail")
 
-    monkeypatch.setattr(reference, "backward", refuse)
+    monkeypatch.setattr(launch, "backward", refuse)
     with pytest.raises(RuntimeError, match="planned to fail"):
         y.sum().backward()
 

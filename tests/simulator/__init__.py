@@ -6,9 +6,8 @@
         y = fusednorm.functional.layer_norm(x, (1024,), weight, bias)  # of CPU tensors
 
 ptx                  parses what Triton has compiled
-translate            PTX to Python over numpy, by instructions (that compute), arithmetic and
-                     effects (instructions that ask something of the warp)
-warp                 a warp, and what it is asked for: accesses, copies, synchronization
+translate            PTX to Python over numpy; instructions and arithmetic are those that compute
+warp                 a warp, and what it is asked for: accesses, copies, synchronization, by opcode
 memory, races        bytes, tensors and tensor maps; who knows of which access
 barriers, order      what warps wait at; who goes on next
 gpu                  places for CTAs, grids, memory

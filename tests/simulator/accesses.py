@@ -4,106 +4,83 @@ from __future__ import annotations
 
 import numpy as np
 
+from .arithmetic import LANES
+from .ptx import PtxError
 from .races import ATOMIC, Clock, SimulationError
-from .translate import PARAMETER_BASE, PARAMETER_PAGE, SHARED_BASE
+from .translate import PARAMETER_BASE, PARAMETER_PAGE, effect
+
+TYPE = r"([busf])(8|16|32|64)"
+HINTS = r"(?:\.(?:ca|cg|cs|lu|wb|wt))?(?:\.L1::\w+)?(?:\.L2::\w+)*"
+ATOMIC_ADD = rf"(?:global\.gpu\.)?(relaxed|acquire|release|acq_rel)(?:\.gpu\.global)?\.add\.{TYPE}"
 
 
 class Accesses:
-    """Of a Warp. `mask` are the lanes, None for all; `site` is the instruction."""
+    """Of a Warp."""
 
-    def load_shared(self, into, addresses, offset, width, mask, site) -> None:
-        if mask is None or mask.any():
-            self._load(self.cta.memory, self._shared(addresses, offset, mask), into, width, mask, site)
+    @effect(rf"ld\.(global|shared)(?:::cta)?{HINTS}(?:\.v[24])?\.{TYPE}", "= [] -?")
+    def load(self, lanes, site, space, kind, bits, into, at) -> None:
+        if kind == "s" and into[0].itemsize != int(bits) // 8:
+            raise PtxError("a load that extends a sign")
+        region, at = self._place(space, at[lanes])
+        found = region.read(at, int(bits) // 8, len(into), self.access(site), self.clock)
+        for register, values in zip(into, found, strict=True):
+            register[lanes] = values
 
-    def store_shared(self, values, addresses, offset, width, mask, site) -> None:
-        if mask is None or mask.any():
-            self._store(self.cta.memory, self._shared(addresses, offset, mask), values, width, mask, site)
+    @effect(rf"st\.(global|shared)(?:::cta)?{HINTS}(?:\.v[24])?\.{TYPE}", "[] *u{2} -?")
+    def store(self, lanes, site, space, kind, bits, at, values) -> None:
+        region, at = self._place(space, at[lanes])
+        region.write(at, int(bits) // 8, [value[lanes] for value in values], self.access(site), self.clock)
 
-    def load_global(self, into, addresses, offset, width, mask, site) -> None:
-        if mask is None or mask.any():
-            self._load(*self._global(addresses, offset, mask), into, width, mask, site)
-
-    def store_global(self, values, addresses, offset, width, mask, site) -> None:
-        if mask is None or mask.any():
-            self._store(*self._global(addresses, offset, mask), values, width, mask, site)
-
-    def _shared(self, addresses, offset, mask) -> np.ndarray:
-        return (addresses if mask is None else addresses[mask]).astype(np.int64) + (offset - SHARED_BASE)
-
-    def _global(self, addresses, offset, mask):
-        at = (addresses if mask is None else addresses[mask]).view(np.int64) + offset
+    def _place(self, space: str, at: np.ndarray):
+        """The piece of memory that addresses are in, and where in it."""
+        if space == "shared":
+            return self.cta.memory, at.astype(np.int64)
         region, base = self.gpu.memory.find(int(at[0]))
         return region, at - base
 
-    def _load(self, region, at, into, width, mask, site) -> None:
-        nbytes = width * len(into)
-        region.check(at, nbytes)
-        region.shadow.read(region.shadow.lanes(at, nbytes), self.access(site), self.clock)
-        lanes = slice(None) if mask is None else mask
-        for register, values in zip(into, region.load(at, width, len(into)), strict=True):
-            register[lanes] = values
-
-    def _store(self, region, at, values, width, mask, site) -> None:
-        nbytes = width * len(values)
-        region.check(at, nbytes)
-        values = [value if mask is None else value[mask] for value in values]
-        if values[0].itemsize != width:
-            values = [value.astype(f"uint{8 * width}") for value in values]
-        pieces = region.shadow.lanes(at, nbytes)
-        region.shadow.write(pieces, self.access(site), self.clock, lambda: region.holds(at, width, values))
-        region.store(at, width, values)
-
-    def load_matrices(self, into, addresses, offset, transposed, mask, site) -> None:
-        """ldmatrix: 8 x 8 elements of 2 bytes each, whose rows' addresses are those of 8 lanes each."""
-        at, memory = self._rows(addresses, offset, len(into), mask), self.cta.memory
-        memory.shadow.read(memory.shadow.lanes(at, 16), self.access(site), self.clock)
-        matrices = memory.views[2][(at[:, None] >> 1) + np.arange(8)].reshape(-1, 8, 8)
-        for register, matrix in zip(into, matrices, strict=True):
+    @effect(r"ldmatrix\.sync\.aligned\.m8n8\.x[124](\.trans)?\.shared(?:::cta)?\.b16", "= []")
+    def load_matrices(self, lanes, site, transposed, into, at) -> None:
+        """8 x 8 elements of 2 bytes each, whose rows' addresses are those of 8 lanes each."""
+        self.needs_all(lanes, "ldmatrix")
+        region, at = self._place("shared", at[: 8 * len(into)])
+        columns = region.read(at, 2, 8, self.access(site), self.clock)
+        for register, matrix in zip(into, np.stack(columns, axis=1).reshape(-1, 8, 8), strict=True):
             register[:] = np.ascontiguousarray(matrix.T if transposed else matrix).reshape(-1).view(np.uint32)
 
-    def store_matrices(self, values, addresses, offset, transposed, mask, site) -> None:
-        at, memory = self._rows(addresses, offset, len(values), mask), self.cta.memory
+    @effect(r"stmatrix\.sync\.aligned\.m8n8\.x[124](\.trans)?\.shared(?:::cta)?\.b16", "[] *u32")
+    def store_matrices(self, lanes, site, transposed, at, values) -> None:
+        self.needs_all(lanes, "stmatrix")
+        region, at = self._place("shared", at[: 8 * len(values)])
         matrices = np.stack([np.ascontiguousarray(value).view(np.uint16).reshape(8, 8) for value in values])
         rows = (matrices.transpose(0, 2, 1) if transposed else matrices).reshape(-1, 8)
-        columns = list(rows.T)
-        pieces = memory.shadow.lanes(at, 16)
-        memory.shadow.write(pieces, self.access(site), self.clock, lambda: memory.holds(at, 2, columns))
-        memory.store(at, 2, columns)
+        region.write(at, 2, list(rows.T), self.access(site), self.clock)
 
-    def _rows(self, addresses, offset, count, mask) -> np.ndarray:
-        if mask is not None:
-            self.needs_all(mask, "ldmatrix or stmatrix")
-        at = addresses[: 8 * count].astype(np.int64) + (offset - SHARED_BASE)
-        self.cta.memory.check(at, 16)
-        return at
+    @effect(rf"red\.{ATOMIC_ADD}", "[] u{2}")
+    def reduce(self, lanes, site, order, kind, bits, at, values) -> None:
+        self.atomic_add(lanes, site, order, kind, bits, (None,), at, values)
 
-    def atomic_add(self, into, addresses, offset, values, kind, order, mask, site) -> None:
-        """Lane after lane. With `order`, what was known where it is done before becomes known, and the other way."""
-        lanes = np.flatnonzero(np.ones(32, bool) if mask is None else mask)
-        if not len(lanes):
-            return
-        region, at = self._global(addresses, offset, mask)
-        width = values.itemsize
+    @effect(rf"atom\.{ATOMIC_ADD}", "= [] u{2}")
+    def atomic_add(self, lanes, site, order, kind, bits, into, at, values) -> None:
+        """Lane after lane. What was known where it is done before becomes known, and the other way, as `order` says."""
+        region, at = self._place("global", at[lanes])
+        width = int(bits) // 8
         region.check(at, width)
         region.shadow.write(region.shadow.lanes(at, width), self.access(site, ATOMIC), self.clock)
-        memory = region.views[width].view(f"float{8 * width}" if kind[0] == "f" else values.dtype)
-        for lane, place in zip(lanes, at, strict=True):
+        memory = region.views[width].view(f"{'f' if kind == 'f' else 'u'}{width}")
+        for lane, place in zip(LANES[lanes], at, strict=True):
             before = memory[place // width]
             memory[place // width] = before + values.view(memory.dtype)[lane]
-            if into is not None:
-                into[lane] = np.array(before).view(into.dtype)
+            if into[0] is not None:
+                into[0][lane] = np.array(before).view(into[0].dtype)
             self._synchronize(region, int(place), order in ("acquire", "acq_rel"), order in ("release", "acq_rel"))
 
-    def load_atomic(self, into, addresses, offset, width, order, mask, site) -> None:
-        """ld.acquire, ld.relaxed: reads of what others write at the same time."""
-        if mask is not None and not mask.any():
-            return
-        region, at = self._global(addresses, offset, mask)
-        region.check(at, width)
+    @effect(rf"ld\.(acquire|relaxed)\.gpu\.global\.{TYPE}", "= [] -?")
+    def load_atomic(self, lanes, site, order, kind, bits, into, at) -> None:
+        """It reads what others write at the same time."""
+        region, at = self._place("global", at[lanes])
         for place in at:
             self._synchronize(region, int(place), order == "acquire", False)
-        region.shadow.read(region.shadow.lanes(at, width), self.access(site, ATOMIC), self.clock)
-        into[0][slice(None) if mask is None else mask] = region.load(at, width, 1)[0]
+        into[0][lanes] = region.read(at, int(bits) // 8, 1, self.access(site, ATOMIC), self.clock)[0]
 
     def _synchronize(self, region, place: int, acquires: bool, releases: bool) -> None:
         known = self.gpu.released.setdefault((id(region), place), Clock())
@@ -113,9 +90,9 @@ class Accesses:
             known.join(self.clock)
             self.tick()
 
-    def parameter(self, addresses) -> np.ndarray:
-        """Of one of several kernel parameters, chosen at run time."""
-        number, within = np.divmod(addresses.astype(np.int64) - PARAMETER_BASE, PARAMETER_PAGE)
+    @effect(r"ld\.param\.[busf](8|16|32|64)", "= []")
+    def load_parameter(self, lanes, site, bits, into, at) -> None:
+        number, within = np.divmod(at[lanes].astype(np.int64) - PARAMETER_BASE, PARAMETER_PAGE)
         if within.any() or number.min() < 0 or number.max() >= len(self.cta.grid.parameters):
             raise SimulationError("a load from within a parameter, or from none")
-        return self.cta.grid.parameters[number]
+        into[0][lanes] = self.cta.grid.parameters[number].astype(f"u{int(bits) // 8}")

@@ -18,6 +18,12 @@ HALF_ULP = np.uint64(1 << 28)  # of a float, in a double's mantissa
 BELOW_FLOAT = np.uint64((1 << 29) - 1)
 SMALLEST_NORMAL = np.finfo(np.float32).smallest_normal
 
+RANK_SHIFT, OFFSET_BITS = 24, (1 << 24) - 1  # of addresses that mapa makes: the CTA's rank + 1, and where in it
+COMPARE = {
+    "eq": "equal", "ne": "not_equal", "lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal",
+    "lo": "less", "ls": "less_equal", "hi": "greater", "hs": "greater_equal",
+}  # fmt: skip
+
 
 def numpy_kind(kind: str) -> str:
     return kind.replace("b", "u") if kind[0] == "b" else kind
@@ -36,7 +42,7 @@ def number(text: str, kind: str):
     return np.array(value, f"uint{8 * dtype.itemsize}").view(dtype)[()]
 
 
-def fma(a, b, c, out=None, where=True):
+def fma(a, b, c):
     """a * b + c in floats, rounded once: the product of two floats is exact in doubles, and of the sum's second
     rounding only a tie is wrong."""
     product = np.multiply(a, b, dtype=np.float64)
@@ -47,23 +53,28 @@ def fma(a, b, c, out=None, where=True):
         odd = total.view(np.int64) & 1
         away = np.where((error > 0) == (total > 0), 1, -1)
         total = (total.view(np.int64) + np.where((error != 0) & (odd == 0), away, 0)).view(np.float64)
-    return _result(total.astype(np.float32), out, where)
+    return total.astype(np.float32)
 
 
-def fma64(a, b, c, out=None, where=True):
-    return _result(a * b + c, out, where)
+def multiply_add(a, b, c):
+    return a * b + c
 
 
-def _result(values, out, where):
-    if out is None:
-        return values
-    np.copyto(out, values, "same_kind", where)
-    return out
+def multiply_wide(a, b, c=0):
+    return np.multiply(a, b, dtype=f"{a.dtype.kind}8") + c
 
 
 def flush(x):
     """Subnormal floats are zeros of their sign."""
     return np.where(np.abs(x) < SMALLEST_NORMAL, np.copysign(np.float32(0), x), x)
+
+
+def sqrt_ftz(x):
+    return flush(np.sqrt(flush(x)))
+
+
+def exp2_ftz(x):
+    return flush(np.exp2(flush(x)))
 
 
 def to_odd(x):
@@ -97,24 +108,38 @@ def divide_integers(a, b):
     return (np.abs(a) // np.abs(b)) * np.where((a < 0) != (b < 0), -1, 1).astype(a.dtype)
 
 
-def remainder(a, b):
-    return np.fmod(a, np.where(b == 0, b.dtype.type(1), b))
+def shift_left(x, amount):
+    """All bits of x, and more, shift out: in numpy as well."""
+    return np.left_shift(x, amount.astype(x.dtype))
+
+
+def shift_right(x, amount):
+    return np.right_shift(x, amount.astype(x.dtype))
 
 
 def extract(x, position, length):
     """Bit field, with the sign of x's type."""
-    bits = 8 * x.dtype.itemsize
+    bits, position, length = 8 * x.dtype.itemsize, position.astype(x.dtype), length.astype(x.dtype)
+    if (length == 0).any() or (length > bits - position).any():
+        raise ValueError("bfe of bits that there are not")
     return (x << (bits - position - length)) >> (bits - length)
 
 
-def permute_bytes(a, b, selector):
-    source = a.astype(np.uint64) | (b.astype(np.uint64) << np.uint64(32))
-    out = np.zeros(32, np.uint32)
-    for i in range(4):
-        chosen = (selector >> (4 * i)) & 0xF
-        byte = ((source >> (8 * (chosen & 7)).astype(np.uint64)) & 0xFF).astype(np.uint32)
-        out |= np.where(chosen & 8, np.where(byte & 0x80, 0xFF, 0), byte).astype(np.uint32) << (8 * i)
-    return out
+def select(a, b, chosen):
+    return np.where(chosen, a, b)
+
+
+def compare(how, a, b):
+    """What is ordered is false of a NaN; what is not (three letters) is true."""
+    nan = np.isnan(a) | np.isnan(b)
+    if how in ("num", "nan"):
+        return nan == (how == "nan")
+    return np.where(nan, len(how) == 3, getattr(np, COMPARE[how[:2]])(a, b))
+
+
+def shared_of_rank(address, rank):
+    """mapa."""
+    return (address & np.uint32(OFFSET_BITS)) | ((rank + np.uint32(1)) << np.uint32(RANK_SHIFT))
 
 
 def sources(mode: str, b, c):
@@ -128,11 +153,3 @@ def sources(mode: str, b, c):
 
 def shuffle(mode: str, values, b, c):
     return values[sources(mode, b, c)]
-
-
-FUNCTIONS = {each.__name__: each for each in (
-    fma, fma64, flush, to_bf16, from_bf16, to_f16, divide_integers, remainder, extract, permute_bytes, shuffle,
-    np.add, np.subtract, np.multiply, np.divide, np.fmin, np.fmax, np.minimum, np.maximum, np.negative, np.absolute,
-    np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.invert, np.left_shift, np.right_shift, np.sqrt, np.copyto,
-    np.equal, np.not_equal, np.less, np.less_equal, np.greater, np.greater_equal, np.isnan, np.where, np.exp2,
-)}  # fmt: skip

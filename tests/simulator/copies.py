@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .arithmetic import OFFSET_BITS, RANK_SHIFT
 from .memory import COPY_ALIGNMENT, TensorMap
 from .races import COPY, COPY_USE, PLAIN, USE, Clock, SimulationError
-from .translate import SHARED_BASE
+from .translate import effect
 
 if TYPE_CHECKING:
     from .gpu import Cta
 
-RANK_SHIFT, OFFSET_BITS = 24, (1 << 24) - 1  # of addresses that mapa makes: the CTA's rank + 1, and where in it
 LATENCY = {"TMA": 700, "st.async": 100}  # instructions that a picture shows it to take
 
 
@@ -28,7 +28,7 @@ class Copy:
     nbytes: int
     barrier: int
     source: tuple[TensorMap, list[int]] | np.ndarray
-    knowledge: Clock | None  # that it makes known when it completes
+    knowledge: Clock  # that it makes known when it completes
     issued: int
     priority: float
 
@@ -41,48 +41,50 @@ class Copy:
         cta.memory.raw[self.at : self.at + self.nbytes] = self.source
         time = self.issued + LATENCY[self.kind]
         gpu.trace.landed(self, time)
-        cta.mbarrier(self.barrier).complete(self.nbytes, self.knowledge, time)
+        cta.mbarrier(self.barrier).come(self.knowledge, time, 0, -self.nbytes)
         return False
 
 
 class Copies:
-    """Of a Warp. `mask` are the lanes, None for all; `site` is the instruction."""
+    """Of a Warp."""
 
-    def tma(self, targets, offset, maps, coordinates, barriers, barrier_offset, mask, site) -> None:
-        for lane, at in self._lanes(targets, offset, mask):
-            cta, at = self._cta_of(at)
-            if (at + SHARED_BASE) % COPY_ALIGNMENT:
+    @effect(
+        r"cp\.async\.bulk\.tensor\.[1-5]d\.shared::(?:cluster|cta)\.global(?:\.tile)?\.mbarrier::complete_tx::bytes"
+        r"(?:\.L2::cache_hint)?",
+        "[] [map] [] -?",
+    )
+    def tma(self, lanes, site, targets, maps, coordinates, barriers) -> None:
+        for target, tensor, barrier, *corner in self.each(lanes, targets, maps, barriers, *coordinates):
+            cta, at = self._cta_of(target)
+            if at % COPY_ALIGNMENT:
                 raise SimulationError(f"TMA copy to shared byte {at}, no multiple of {COPY_ALIGNMENT}")
-            tensor = self.cta.grid.tensor_maps.get(int(maps[lane]))
-            if tensor is None or len(coordinates) != len(tensor.box):
-                raise SimulationError(f"TMA copy by {tensor} at {len(coordinates)} coordinates")
-            source = tensor, [int(each[lane]) for each in coordinates]
-            barrier = int(barriers[lane]) + barrier_offset - SHARED_BASE
-            self._issue("TMA", cta, at, tensor.box_bytes, barrier, source, None, site)
+            tensor = self.cta.grid.tensor_maps.get(tensor)
+            if tensor is None or len(corner) != len(tensor.box):
+                raise SimulationError(f"TMA copy by {tensor} at {len(corner)} coordinates")
+            self._issue("TMA", cta, at, tensor.box_bytes, barrier, (tensor, corner), Clock(), site)
 
-    def st_async(self, addresses, offset, values, barriers, barrier_offset, mask, site) -> None:
-        for lane, at in self._lanes(addresses, offset, mask):
-            cta, at = self._cta_of(at)
-            home, barrier = self._cta_of(int(barriers[lane]) + barrier_offset - SHARED_BASE)
+    @effect(r"st\.async(?:\.weak)?\.shared::cluster\.mbarrier::complete_tx::bytes\.b(32|64)", "[] u{0} []")
+    def st_async(self, lanes, site, bits, targets, values, barriers) -> None:
+        for target, value, barrier in self.each(lanes, targets, values, barriers):
+            (cta, at), (home, barrier) = self._cta_of(target), self._cta_of(barrier)
             if home is not cta:
                 raise SimulationError("st.async with its mbarrier in another CTA than its target")
-            data = values[lane : lane + 1].view(np.uint8).copy()
+            data = np.array([value], f"u{int(bits) // 8}").view(np.uint8)
             self._issue("st.async", cta, at, len(data), barrier, data, self.clock.copy(), site)
 
-    def mapa(self, addresses, ranks) -> np.ndarray:
-        return (addresses & np.uint32(OFFSET_BITS)) | ((ranks + np.uint32(1)) << np.uint32(RANK_SHIFT))
-
-    def _cta_of(self, at: int) -> tuple[Cta, int]:
+    def _cta_of(self, address: int) -> tuple[Cta, int]:
         """The CTA of the cluster that an address is in, and the byte of its shared memory."""
-        rank, offset = (at + SHARED_BASE) >> RANK_SHIFT, ((at + SHARED_BASE) & OFFSET_BITS) - SHARED_BASE
-        cta = self.cta if rank == 0 else self.cta.cluster_barrier.members[rank - 1]
+        rank, members = address >> RANK_SHIFT, self.cta.cluster_barrier.members
+        if not 0 <= rank <= len(members):
+            raise SimulationError(f"access to shared memory at {address:#x}, which no CTA of the cluster has")
+        cta = members[rank - 1] if rank else self.cta
         if not cta.running:
             raise SimulationError(f"access to the shared memory of {cta}, which has ended")
-        return cta, offset
+        return cta, address & OFFSET_BITS
 
     def _issue(self, kind, cta, at, nbytes, barrier, source, knowledge, site) -> None:
         """Nobody may look at the target from now on who has not waited for the mbarrier's phase."""
-        if at < 0 or at + nbytes > cta.memory.size:
+        if at + nbytes > cta.memory.size:
             raise SimulationError(f"copy to bytes {at} to {at + nbytes} of {cta.memory.name}")
         shadow, completes_on = cta.memory.shadow, cta.mbarrier(barrier)
         writes, completes = (COPY, COPY_USE) if kind == "TMA" else (PLAIN, USE)
@@ -93,6 +95,5 @@ class Copies:
         order = self.gpu.order
         copy = Copy(kind, cta, at, nbytes, barrier, source, knowledge, self.time, order.draw_copy())
         self.gpu.trace.issued(copy, self)
-        if knowledge is not None:
-            self.tick()
+        self.tick()
         order.add(copy)

@@ -1,26 +1,25 @@
-"""The whole product of schedules, norms, dtypes, widths and devices, and random problems, on every Triton release.
+"""The whole product of schedules, norms, dtypes, widths and devices, and random problems, by the Triton releases.
 
     make simulate        or: python -m tests.simulator.everything [--releases 3.9.0] [--random 10000] [--part 1/4]
 
-Each is tried in one order of events, drawn by its number. A run that was stopped goes on where it was; other source
-begins anew. Exit code 1 if any fails.
+The product is tried with the oldest release and the newest, each random problem with one of all in turn; all in one
+order of events, drawn by the problem's number. A run that was stopped goes on where it was; other source begins anew.
+Exit code 1 if any fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
-import json
-import os
 import random
-import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import versions
 from cases import BF16, FP32, LAYOUTS, MIXED_DTYPES, SAME_DTYPES
 from columns import Sums
-from compiling import worker_processes
 from devices import named
 from planning import make_problem
 from tqdm import tqdm
@@ -29,14 +28,29 @@ from fusednorm.explanation import DTYPES
 from fusednorm.heuristics import outcome
 from fusednorm.plan import VARIANTS
 
-from .problems import ALL, Problem, SumProblem
+from .problems import ALL, DX_ONLY, NO_DX, Problem, SumProblem
 
-ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("kernels/*.py", "fusednorm/*.py", "tests/simulator/*.py")
+WORK = "from simulator import everything; raise SystemExit(everything.work({!r}, {!r}))"
 WIDTHS = (64, 200, 512, 1000, 1032, 1987, 5120, 12288)
 NAMES = {dtype: name for name, dtype in DTYPES.items()} | {None: "none"}
-DX_ONLY, NO_DX, NO_DB = (True, False, False), (False, True, True), (True, True, False)
 MOST_ELEMENTS, MOST_COLUMNS_WITH_SUMS = 40_000, 2048
+
+
+class Job(NamedTuple):
+    number: int
+    problem: Problem | SumProblem
+
+    def __str__(self) -> str:
+        return f"{self.number} {self.problem}"
+
+    def complaints(self) -> list[str]:
+        try:
+            outputs, _ = self.problem.simulate(seed=self.number, resident=(None, 1, 2, 5)[self.number % 4])
+            self.problem.check(outputs)
+        except Exception as error:
+            return [f"{type(error).__name__}: " + " | ".join(str(error).splitlines()[:3])]
+        return []
 
 
 def is_run(problem: Problem) -> bool:
@@ -56,14 +70,15 @@ def sized(draw: random.Random, direction: str, variant: str, norm: str, cols: in
     return Problem(direction, variant, norm, rows, cols, sms=max(draw.randint(1, 3), cols // 1536), **more)
 
 
-def product() -> list:
+@functools.cache
+def product(first: int, step: int) -> list[Job]:
     """All variants, directions, norms, mixes of dtypes, widths and devices; rows and gradients drawn."""
     axes = (("forward", "backward"), VARIANTS[:-1], ("layer", "rms"), WIDTHS, ("H200", "B200"))
     found = []
-    for turn, (mix, each) in enumerate(itertools.product(SAME_DTYPES + MIXED_DTYPES, itertools.product(*axes))):
-        *what, device = each
-        problem = sized(random.Random(turn), *what, mix=mix, device=device)
-        found += [problem] if is_run(problem) else []
+    whole = enumerate(itertools.product(SAME_DTYPES + MIXED_DTYPES, *axes))
+    for number, (mix, *what, device) in itertools.islice(whole, first - 1, None, step):
+        job = Job(number, sized(random.Random(number), *what, mix=mix, device=device))
+        found += [job] if is_run(job.problem) else []
     return found
 
 
@@ -81,91 +96,49 @@ def drawn(number: int) -> Problem | SumProblem:
         if cols <= MOST_COLUMNS_WITH_SUMS and draw.random() < 0.3:
             more["layout"] = draw.choice([name for name in LAYOUTS if "element" not in name])
         if direction == "backward" and draw.random() < 0.2:
-            more |= {"residual": draw.choice((BF16, FP32)), "mask": draw.choice((DX_ONLY, NO_DB))}
+            more |= {"residual": draw.choice((BF16, FP32)), "mask": draw.choice((DX_ONLY, (True, True, False)))}
         problem = sized(draw, direction, draw.choice(VARIANTS[:-1]), draw.choice(("layer", "rms")), cols, **more)
-        if problem.layout and problem.rows % LAYOUTS[problem.layout][0]:
-            continue
-        if is_run(problem):
+        if (not problem.layout or problem.rows % LAYOUTS[problem.layout][0] == 0) and is_run(problem):
             return problem
 
 
-def jobs(options: argparse.Namespace) -> list:
-    first, step = options.part
-    return [*product(), *(drawn(number) for number in range(options.random))][first - 1 :: step]
-
-
-def answer(number: int, problem) -> str:
-    """What is wrong, in one line; nothing if it is right."""
-    try:
-        outputs, _ = problem.simulate(seed=number, resident=(None, 1, 2, 5)[number % 4])
-        problem.check(outputs)
-    except Exception as error:
-        return f"{type(error).__name__}: " + " | ".join(str(error).splitlines()[:3])
-    return ""
-
-
-def work() -> None:
-    """Numbers of jobs from stdin, answers to stdout, in a Python that has the release."""
-    from concurrent.futures import as_completed
-
-    options = parse(json.loads(sys.stdin.readline()))
-    problems = jobs(options)
-    with worker_processes() as pool:
-        asked = {pool.submit(answer, n, problems[n]): n for n in json.loads(sys.stdin.readline())}
-        for each in as_completed(asked):
-            print(json.dumps([asked[each], each.result()]), flush=True)
-
-
-def run_release(release: str, options: argparse.Namespace, problems: list, done: dict, path: Path) -> None:
-    wanted = [n for n, each in enumerate(problems) if f"{release} {n} {each}" not in done]
-    python = versions.environment(release, options.folder)
-    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    variables["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
-    command = [python, "-c", "from simulator import everything; everything.work()"]
-    with (
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables, text=True) as worker,
-        tqdm(total=len(problems), initial=len(problems) - len(wanted), desc=f"Triton {release}") as progress,
-        path.open("a") as file,
-    ):
-        worker.stdin.write(f"{json.dumps(options.given)}\n{json.dumps(wanted)}\n")
-        worker.stdin.close()
-        for line in worker.stdout:
-            number, said = json.loads(line)
-            name = f"{release} {number} {problems[number]}"
-            done[name] = said
-            file.write(json.dumps([name, said]) + "\n")
-            file.flush()
-            if said:
-                progress.write(f"Triton {name}: {said}")
-            progress.update()
-    if worker.returncode:
-        raise SystemExit(f"the process of Triton {release} ended with code {worker.returncode}")
+def jobs_of(options: argparse.Namespace, release: str) -> list[Job]:
+    releases, (first, step) = versions.RELEASES, options.part
+    turns = range(releases.index(release), options.random, len(releases))[first - 1 :: step]
+    whole = product(first, step) if release in (releases[0], releases[-1]) else []
+    return [*whole, *(Job(number, drawn(number)) for number in turns)]
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--releases", nargs="+", default=list(versions.RELEASES))
+    parser.add_argument("--releases", nargs="+", default=versions.RELEASES, choices=versions.RELEASES)
     parser.add_argument("--random", type=int, default=10_000, help="how many random problems")
     parser.add_argument("--part", type=versions.part_of, default=(1, 1), help="such as 3/20: every 20th, from the 3rd")
-    parser.add_argument("--folder", type=Path, default=ROOT / ".versions")
+    parser.add_argument("--workers", type=int, help="how many processes, one for each processor by default")
+    parser.add_argument("--folder", type=Path, default=versions.ROOT / ".versions")
     options = parser.parse_args(arguments)
     options.given = arguments
     return options
 
 
+def work(release: str, workers: int | None) -> int:
+    """What versions.py asks a Python that has this release for."""
+    return versions.work(lambda given: jobs_of(parse(given), release), workers)
+
+
 def main() -> int:
     options = parse(sys.argv[1:])
     options.folder = options.folder.resolve()
-    options.folder.mkdir(parents=True, exist_ok=True)
-    path = options.folder / f"simulated-{versions.source(SOURCES)}-{options.part[0]}-of-{options.part[1]}.jsonl"
-    done = dict(map(json.loads, path.read_text().splitlines())) if path.exists() else {}
-    problems = jobs(options)
-    for release in options.releases:
-        run_release(release, options, problems, done, path)
-    names = [f"{release} {n} {each}" for release in options.releases for n, each in enumerate(problems)]
-    failed = sum(bool(done[name]) for name in names)
-    print(f"{failed} of {len(names)} problems failed; {path}")
-    return failed > 0
+    results = versions.Results(options.folder / f"simulated-{versions.source(SOURCES)}.jsonl")
+    jobs = {release: jobs_of(options, release) for release in options.releases}
+    with tqdm(total=sum(map(len, jobs.values())), unit="problem", smoothing=0.02) as progress:
+        for release in options.releases:
+            progress.set_description(f"Triton {release}")
+            code = WORK.format(release, options.workers)
+            versions.run_release(release, options, jobs[release], results, progress, code)
+    said = [results.found[release, str(job)] for release, each in jobs.items() for job in each]
+    print(f"{sum(map(bool, said))} of {len(said)} problems failed; {results.path}")
+    return any(said)
 
 
 if __name__ == "__main__":

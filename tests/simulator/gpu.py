@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import numpy as np
+import itertools
 
-from .barriers import ClusterBarrier, MBarrier, NamedBarrier
+import numpy as np
+from torch import Tensor
+
+from .barriers import Barrier, ClusterBarrier, MBarrier, NamedBarrier
 from .memory import GlobalMemory, Region, TensorMap
 from .order import Deadlock, Order
 from .races import Clock, Ledger, SimulationError
-from .trace import Trace
-from .translate import PARAMETER_BASE, PARAMETER_PAGE, SHARED_BASE, Program
+from .recording import Trace
+from .translate import PARAMETER_BASE, PARAMETER_PAGE, Program
 from .warp import Warp
 
 PLACES = 16  # CTAs that are resident at a time, if nobody says how many
@@ -17,20 +20,23 @@ MOST_REPORTED = 16
 
 
 class Cta:
-    def __init__(self, grid: Grid, index: tuple[int, int, int], rank: int, cluster_barrier: ClusterBarrier):
-        self.grid, self.gpu, self.index, self.rank, self.cluster_barrier = grid, grid.gpu, index, rank, cluster_barrier
-        size = -(-(grid.program.dynamic_base - SHARED_BASE + grid.shared_bytes) // 16) * 16
+    def __init__(self, grid: Grid, index: tuple[int, int, int], cluster_barrier: ClusterBarrier):
+        self.grid, self.gpu, self.index, self.cluster_barrier = grid, grid.gpu, index, cluster_barrier
+        self.rank = len(cluster_barrier.members)
+        cluster_barrier.members.append(self)
+        program, order = grid.program, self.gpu.order
+        size = -(-(program.dynamic_base + grid.shared_bytes) // 16) * 16
         raw = np.full(size, 0xFF, np.uint8)  # NaN in every type
-        self.memory = Region(raw, f"shared memory of {self}", self.gpu.ledger, grid.granule)
+        self.memory = Region(raw, f"shared memory of {self}", self.gpu.ledger, granule=2)
         self.mbarriers: dict[int, MBarrier] = {}
         self.named: dict[int, NamedBarrier] = {}
         self.copies_under_way = 0
         self.triggered = False
-        self.warps = [grid.new_warp() for _ in range(grid.program.kernel.threads // 32)]
-        self.running = len(self.warps)
-        of_cta = self.gpu.order.draw_cta()
+        self.running = program.kernel.threads // 32
+        of_cta = order.draw_cta()
+        self.warps = [program.idle_warps.pop() if program.idle_warps else Warp(program) for _ in range(self.running)]
         for number, warp in enumerate(self.warps):
-            warp.begin(self, number, self.gpu.order.draw(of_cta))
+            warp.begin(self, number, order.draw(of_cta))
 
     def __str__(self) -> str:
         index = self.index[0] if self.grid.size[1:] == (1, 1) else self.index
@@ -42,7 +48,9 @@ class Cta:
         return self.mbarriers[at]
 
     def barrier(self, number: int) -> NamedBarrier:
-        return self.named.setdefault(number, NamedBarrier(self, number))
+        if number not in self.named:
+            self.named[number] = NamedBarrier(self, number)
+        return self.named[number]
 
     def trigger(self, time: int) -> None:
         self.triggered = True
@@ -51,8 +59,7 @@ class Cta:
 
     def warp_ends(self, warp: Warp) -> None:
         self.running -= 1
-        self.grid.known.join(warp.clock)
-        self.grid.time = max(self.grid.time, warp.time)
+        self.grid.end.gather(warp.clock, warp.time)
         if not self.triggered:
             self.grid.announced = max(self.grid.announced, warp.time)
         for barrier in self.named.values():
@@ -68,46 +75,48 @@ class Cta:
 class Grid:
     """One launch. Where it is dependent, it may begin when all CTAs of the one before have triggered or ended."""
 
-    def __init__(self, gpu: Gpu, program: Program, size, cluster: int, shared_bytes: int, parameters: list):
+    def __init__(
+        self, gpu: Gpu, program: Program, size, cluster: int, shared_bytes: int, parameters: list,
+        before: Grid | None, dependent: bool,
+    ):  # fmt: skip
         self.gpu, self.program, self.size, self.cluster = gpu, program, tuple(size), cluster
-        self.shared_bytes = shared_bytes
-        self.before: Grid | None = None  # in its stream
-        self.dependent, self.is_later = False, bool(gpu.grids)
-        self.granule = 2
+        self.shared_bytes, self.before, self.dependent = shared_bytes, before, dependent
+        self.is_later = bool(gpu.grids)
         maps = ((n, each) for n, each in enumerate(parameters) if isinstance(each, TensorMap))
         self.tensor_maps = {PARAMETER_BASE + PARAMETER_PAGE * n: each for n, each in maps}  # by address
         words = [0 if isinstance(each, TensorMap) else each & ((1 << 64) - 1) for each in parameters]
         self.parameters = np.array(words, np.uint64)
-        self.parameter_rows = [np.full(32, each) for each in self.parameters]
         self.first_site = len(gpu.ledger.sites)
         gpu.ledger.sites += program.kernel.code
-        self.to_come = [(x, y, z) for z in range(size[2]) for y in range(size[1]) for x in range(size[0])][::-1]
+        self.to_come = [index[::-1] for index in itertools.product(*map(range, size[::-1]))][::-1]
         self.clusters: list[ClusterBarrier] = []
-        self.done = False
-        self.known = Clock()  # by whoever comes after it
-        self.time = self.start_time = 0
+        self.end = Barrier()
+        self.start_time = 0
         self.announced = 0  # when the last CTA has triggered or ended
-        self.waiting: list[Warp] = []
-        self._idle: list[Warp] = []
+
+    @property
+    def done(self) -> bool:
+        return self.end.phase > 0
+
+    def ctas(self) -> list[Cta]:
+        """Those that have a place."""
+        return [cta for each in self.clusters for cta in each.members]
 
     def may_begin(self) -> bool:
         if self.before is None or self.before.done:
             return True
-        running = (cta for each in self.before.clusters for cta in each.members)
-        return self.dependent and not self.before.to_come and all(cta.triggered or not cta.running for cta in running)
+        announced = all(cta.triggered or not cta.running for cta in self.before.ctas())
+        return self.dependent and not self.before.to_come and announced
 
     def initial_clock(self) -> Clock:
-        return Clock() if self.before is None or self.dependent else self.before.known.copy()
-
-    def new_warp(self) -> Warp:
-        return self._idle.pop() if self._idle else Warp(self.program)
+        return Clock() if self.before is None or self.dependent else self.before.end.known.copy()
 
     def begin_cluster(self) -> None:
         if self.before is not None and not self.start_time:
-            self.start_time = self.before.announced if self.dependent else self.before.time
+            self.start_time = self.before.announced if self.dependent else self.before.end.opened
         barrier = ClusterBarrier()
-        for rank in range(self.cluster):
-            barrier.members.append(Cta(self, self.to_come.pop(), rank, barrier))
+        for _ in range(self.cluster):
+            Cta(self, self.to_come.pop(), barrier)
         self.clusters.append(barrier)
         for cta in barrier.members:
             for warp in cta.warps:
@@ -115,17 +124,14 @@ class Grid:
 
     def cluster_ends(self, barrier: ClusterBarrier) -> None:
         self.clusters.remove(barrier)
-        self._idle += [warp for cta in barrier.members for warp in cta.warps]
+        self.program.idle_warps += [warp for cta in barrier.members for warp in cta.warps]
         self.check()
 
     def check(self) -> None:
         """A CTA has ended or triggered: who waited for that may have a place now."""
         if not self.to_come and not self.clusters and not self.done:
-            self.done = True
-            self.known.fence()
-            waiting, self.waiting = self.waiting, []
-            for warp in waiting:
-                warp.go_on(self.time)
+            self.end.gathered.fence()
+            self.end.open()
         self.gpu.fill()
 
 
@@ -140,12 +146,17 @@ class Gpu:
         self.grids: list[Grid] = []
         self._last: dict[int, Grid] = {}  # by stream
 
+    def add_tensor(self, tensor: Tensor) -> None:
+        """Let kernels reach a tensor's memory."""
+        memory = tensor.untyped_storage()
+        name = f"a tensor of shape {tuple(tensor.shape)}"
+        self.memory.add(memory.data_ptr(), memory.nbytes(), memory, name, self.ledger, min(tensor.element_size(), 4))
+
     def launch(self, program: Program, size, cluster, shared_bytes, parameters, stream=0, dependent=False) -> None:
         """parameters: an integer or a TensorMap each; size in CTAs. It runs at the next `synchronize`."""
-        grid = Grid(self, program, size, cluster, shared_bytes, parameters)
-        grid.before, grid.dependent = self._last.get(stream), dependent
-        self._last[stream] = grid
-        self.grids.append(grid)
+        before = self._last.get(stream)
+        self._last[stream] = Grid(self, program, size, cluster, shared_bytes, parameters, before, dependent)
+        self.grids.append(self._last[stream])
 
     def fill(self) -> None:
         """CTAs take the places that are free."""
@@ -167,14 +178,8 @@ class Gpu:
         self._last.clear()
 
     def _waiting(self) -> list[str]:
-        lines = [
-            warp.where()
-            for grid in self.grids
-            for barrier in grid.clusters
-            for cta in barrier.members
-            for warp in cta.warps
-            if not warp.done
-        ]
+        warps = [warp for grid in self.grids for cta in grid.ctas() for warp in cta.warps if not warp.done]
+        lines = [warp.where() for warp in warps]
         lines += [f"{len(grid.to_come)} CTAs have no place" for grid in self.grids if grid.to_come]
         more = len(lines) - MOST_REPORTED
         return [*lines[:MOST_REPORTED], *([f"and {more} more"] if more > 0 else [])]

@@ -4,21 +4,18 @@ do the work."""
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from unittest import mock
 
 import torch
-from devices import named, planned_for
+from devices import named, standing_in
 
-from fusednorm import launch, launch_columns, launcher
 from fusednorm.device import DeviceSpec
 from fusednorm.kernel_devices import kernels_on
 
 from . import launching
 from .gpu import Gpu
-from .trace import Trace
+from .recording import Trace
 
 
 @dataclass
@@ -33,27 +30,12 @@ class Simulation:
     launched: list[launching.Launched] = field(default_factory=list)
     finished: list[Gpu] = field(default_factory=list)  # one for each op
 
-    def launch(self, launch) -> None:
-        """Hand over a launch; those of an op run at its end, as a dependent one may begin before another has ended."""
-        self.launched.append(launching.enqueue(launch, self.spec.arch, self._gpu, self.without))
-
-    @functools.cached_property
-    def _gpu(self) -> Gpu:
-        return Gpu(self.seed + len(self.finished), self.resident, self.trace())
-
-    def op(self, function: Callable) -> Callable:
-        """The function, whose launches have run when it returns."""
-
-        def run(*operands):
-            outputs = function(*operands)
-            if "_gpu" in vars(self):
-                gpu = self._gpu
-                del self._gpu
-                gpu.synchronize()
-                self.finished.append(gpu)
-            return outputs
-
-        return run
+    def hand_over(self, launches, loaded: bool = False) -> None:
+        """Run an op's launches together: a dependent one may begin before another has ended."""
+        gpu = Gpu(self.seed + len(self.finished), self.resident, self.trace())
+        self.launched += [launching.enqueue(each, self.spec.arch, gpu, self.without) for each in launches]
+        gpu.synchronize()
+        self.finished.append(gpu)
 
 
 @contextlib.contextmanager
@@ -64,16 +46,8 @@ def simulated(device: str | DeviceSpec = "H200", sms: int | None = None, **how) 
     seed: the order of events. resident: how many CTAs, or clusters, have a place at a time.
     Memory that the ops allocate is NaN at first. Raises SimulationError from within the call that a kernel fails in.
     """
-    spec = named(device, sms) if isinstance(device, str) else device
-    simulation = Simulation(spec, **how)
-    with contextlib.ExitStack() as stack:
-        for kind in (launcher.Launch, launch_columns.ColumnLaunch):
-            stack.enter_context(mock.patch.object(kind, "run", lambda each: simulation.launch(each)))
-            stack.enter_context(mock.patch.object(kind, "load", lambda each: None))
-        for module, op in ((launch, "forward"), (launch, "backward"), (launch_columns, "column_sum")):
-            stack.enter_context(mock.patch.object(module, op, simulation.op(getattr(module, op))))
-        for each in (planned_for(spec), kernels_on("cpu"), _fresh_memory_is_nan()):
-            stack.enter_context(each)
+    simulation = Simulation(named(device, sms) if isinstance(device, str) else device, **how)
+    with standing_in(simulation.spec, simulation.hand_over), kernels_on("cpu"), _fresh_memory_is_nan():
         yield simulation
 
 

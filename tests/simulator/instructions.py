@@ -1,7 +1,9 @@
 """The instructions that compute, as patterns of whole opcodes: another modifier makes another opcode, unknown until it
-is written here. Those that reach memory or other warps are in effects.py."""
+is written here. Those that reach memory or other warps stand at the methods of warps that they are."""
 
 from __future__ import annotations
+
+import functools
 
 import numpy as np
 
@@ -9,180 +11,92 @@ from . import arithmetic
 from .ptx import BITS, Number, PtxError, Register
 from .translate import instruction
 
-INTEGER = r"([su](?:16|32|64))"
-FLOAT = r"(f32|f64|f32x2)"
-BINARY = {
-    "add": "add", "sub": "subtract", "mul": "multiply", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
-    "div": "divide",
-}  # fmt: skip
-COMPARE = {
-    "eq": "equal", "ne": "not_equal", "lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal",
-    "lo": "less", "ls": "less_equal", "hi": "greater", "hs": "greater_equal",
-}  # fmt: skip
+INTEGER, LONG, REAL = r"[su](?:16|32|64)", r"[su](?:32|64)", "f32|f64|f32x2"
+
+# Function, opcodes, types of the operands. K is the type that a group of the pattern matches, W one of twice its bits.
+FUNCTIONS = [
+    ("add", rf"add\.({INTEGER})|add(?:\.rn)?\.({REAL})", "K K K"),
+    ("subtract", rf"sub\.({INTEGER})|sub(?:\.rn)?\.({REAL})", "K K K"),
+    ("multiply", rf"mul\.lo\.({INTEGER})|mul(?:\.rn)?\.({REAL})", "K K K"),
+    ("divide", r"div\.(?:rn\.(f32|f64)|(?:full|approx)\.(f32))", "K K K"),
+    ("divide_integers", rf"div\.({LONG})", "K K K"),
+    ("multiply_add", rf"mad\.lo\.({LONG})", "K K K K"),
+    ("multiply_wide", r"mul\.wide\.([su]32)", "W K K"),
+    ("multiply_wide", r"mad\.wide\.([su]32)", "W K K W"),
+    ("fma", r"fma\.rn\.(f32|f32x2)", "K K K K"),
+    ("multiply_add", r"fma\.rn\.(f64)", "K K K K"),
+    ("add", r"add\.rn\.f32\.(bf16|f16)", "f32 K f32"),  # rounded once
+    ("subtract", r"sub\.rn\.f32\.(bf16|f16)", "f32 K f32"),
+    ("fma", r"fma\.rn\.f32\.(bf16|f16)", "f32 K K f32"),
+    ("minimum", rf"min\.({INTEGER})", "K K K"),
+    ("maximum", rf"max\.({INTEGER})", "K K K"),
+    ("fmin", r"min\.(f32|f64)", "K K K"),
+    ("fmax", r"max\.(f32|f64)", "K K K"),
+    ("bitwise_and", r"and\.(pred|b16|b32|b64)", "K K K"),
+    ("bitwise_or", r"or\.(pred|b16|b32|b64)", "K K K"),
+    ("bitwise_xor", r"xor\.(pred|b16|b32|b64)", "K K K"),
+    ("invert", r"not\.(pred|b16|b32|b64)", "K K"),
+    ("negative", r"neg\.([sf](?:16|32|64))", "K K"),
+    ("absolute", r"abs\.([sf](?:16|32|64))", "K K"),
+    ("sqrt", r"sqrt\.(?:rn|approx)\.(f32|f64)", "K K"),
+    ("sqrt_ftz", r"sqrt\.(?:rn|approx)\.ftz\.(f32)", "K K"),
+    ("exp2_ftz", r"ex2\.approx\.ftz\.(f32)", "K K"),
+    ("shift_left", r"shl\.(b16|b32|b64)", "K K u32"),
+    ("shift_right", r"shr\.([bus](?:16|32|64))", "K K u32"),
+    ("extract", rf"bfe\.({LONG})", "K K u32 u32"),
+    ("select", r"selp\.([busf](?:16|32|64))", "K K K pred"),
+    ("shared_of_rank", r"mapa\.shared::cluster\.(u32)", "K K K"),
+    ("positive", r"cvt\.rn\.(bf16)\.f32", "K f32"),
+    ("positive", r"cvt\.rn\.(bf16)\.f64", "K f64"),
+    ("positive", r"cvt\.(f32|f64)\.bf16", "K bf16"),
+    ("positive", r"cvta\.(?:param|to\.global|to\.shared|global|shared)\.(u64)", "K K"),
+]
 
 
-@instruction(rf"(add|sub)\.{INTEGER}|(mul)\.lo\.{INTEGER}|(and|or|xor)\.(pred|b16|b32|b64)")
-def _integers(t, operands, *groups):
-    name, kind = (each for each in groups if each)
-    t.call(BINARY[name], operands[0], kind, *(t.get(each, kind) for each in operands[1:]))
+def _compute(function, types, t, operands, *groups):
+    (kind,) = filter(None, groups)
+    out, *kinds = types.replace("K", kind).replace("W", f"{kind[0]}{2 * BITS[kind]}").split()
+    sources = (t.get(each, kind) for each, kind in zip(operands[1:], kinds, strict=True))
+    t.compute(function, operands[0], out, *sources)
 
 
-@instruction(rf"(add|sub|mul)(?:\.rn)?\.{FLOAT}|(div)\.(?:rn\.(f32|f64)|(?:full|approx)\.(f32))")
-def _floats(t, operands, *groups):
-    name, kind = (each for each in groups if each)
-    t.call(BINARY[name], operands[0], kind, *(t.get(each, kind) for each in operands[1:]))
-
-
-@instruction(rf"(min|max)\.(?:{INTEGER}|(f32|f64))")
-def _extremes(t, operands, name, integer, real):
-    kind = integer or real
-    function = {"min": "minimum", "max": "maximum"}[name] if integer else {"min": "fmin", "max": "fmax"}[name]
-    t.call(function, operands[0], kind, *(t.get(each, kind) for each in operands[1:]))
-
-
-@instruction(r"(not|neg|abs)\.(pred|[bsf](?:16|32|64))")
-def _unary(t, operands, name, kind):
-    function = {"not": "invert", "neg": "negative", "abs": "absolute"}[name]
-    t.call(function, operands[0], kind, t.get(operands[1], kind))
-
-
-@instruction(r"(mul|mad)\.(wide|hi|lo)\.([su](?:32|64))")
-def _wide(t, operands, name, part, kind):
-    out, a, b = operands[0], t.get(operands[1], kind), t.get(operands[2], kind)
-    wide = f"{kind[0]}{2 * BITS[kind]}"
-    if part == "lo":
-        t.set(out, kind, f"{a} * {b} + {t.get(operands[3], kind)}")
-        return
-    if BITS[kind] == 64 or (part, name) == ("hi", "mad"):
-        raise ValueError
-    product = f"multiply({a}, {b}, dtype='{'u' * (kind[0] == 'u')}int64')"
-    if part == "hi":
-        t.set(out, kind, f"{product} >> 32")
-    else:
-        t.set(out, wide, product if name == "mul" else f"{product} + {t.get(operands[3], wide)}")
-
-
-@instruction(rf"fma\.rn\.{FLOAT}")
-def _fma(t, operands, kind):
-    function = "fma64" if kind == "f64" else "fma"
-    t.call(function, operands[0], kind, *(t.get(each, kind) for each in operands[1:]))
-
-
-@instruction(r"(div|rem)\.([su](?:32|64))")
-def _integer_division(t, operands, name, kind):
-    function = {"div": "divide_integers", "rem": "remainder"}[name]
-    t.set(operands[0], kind, f"{function}({t.get(operands[1], kind)}, {t.get(operands[2], kind)})")
-
-
-@instruction(r"(sqrt|rsqrt|rcp|ex2)\.(rn|approx)(\.ftz)?\.(f32|f64)")
-def _roots(t, operands, name, rounding, ftz, kind):
-    form = {"sqrt": "sqrt({})", "rsqrt": "1 / sqrt({})", "rcp": "1 / {}", "ex2": "exp2({})"}[name]
-    x = t.get(operands[1], kind)
-    t.set(operands[0], kind, f"flush({form.format(f'flush({x})')})" if ftz else form.format(x))
-
-
-@instruction(r"(shl|shr)\.([bus](?:16|32|64))")
-def _shift(t, operands, name, kind):
-    # The amount has 32 bits, and as many as x's type take; more than these shift everything out, in numpy as well.
-    amount = t.get(operands[2], "u32")
-    bits = BITS[kind]
-    if kind[0] == "s" or bits < 32:
-        amount = f"{amount}.astype('{'int' if kind[0] == 's' else 'uint'}{bits}')"
-    function = "left_shift" if name == "shl" else "right_shift"
-    t.call(function, operands[0], kind, t.get(operands[1], kind), amount)
-
-
-@instruction(r"bfe\.([su](?:32|64))")
-def _bit_field(t, operands, kind):
-    if not all(isinstance(each, Number) for each in operands[2:]):
-        raise ValueError
-    position, length = (int(each.text, 0) for each in operands[2:])
-    if not 0 < length <= BITS[kind] - position:
-        raise ValueError
-    t.set(operands[0], kind, f"extract({t.get(operands[1], kind)}, {position}, {length})")
-
-
-@instruction(r"prmt\.b32")
-def _prmt(t, operands):
-    t.set(operands[0], "b32", f"permute_bytes({', '.join(t.get(each, 'u32') for each in operands[1:])})")
+for function, pattern, types in FUNCTIONS:
+    instruction(pattern)(functools.partial(_compute, function, types))
 
 
 @instruction(r"setp\.(\w\w|equ|neu|ltu|leu|gtu|geu|num|nan)(?:\.(and|or|xor))?\.([busf](?:16|32|64))")
 def _compare(t, operands, how, combine, kind):
-    if not isinstance(operands[0], Register):  # a second predicate gets the opposite
-        raise ValueError
     a, b = t.get(operands[1], kind), t.get(operands[2], kind)
-    nan = f"(isnan({a}) | isnan({b}))"
-    real = kind[0] == "f"
-    if how in ("num", "nan"):
-        result = nan if how == "nan" else f"~{nan}"
-    else:
-        unordered = real and len(how) == 3
-        result = f"{COMPARE[how[:2]]}({a}, {b})"
-        if not combine and not real:
-            t.call(COMPARE[how], operands[0], "pred", a, b)
-            return
-        if unordered and how != "neu":
-            result = f"({result} | {nan})"
-        elif real and how == "ne":
-            result = f"({result} & ~{nan})"
-    if combine:
-        sign = {"and": "&", "or": "|", "xor": "^"}[combine]
-        result = f"{result} {sign} {t.get(operands[3], 'pred')}"
-    t.set(operands[0], "pred", result)
+    if kind[0] != "f" and not combine:
+        t.compute(arithmetic.COMPARE[how], operands[0], "pred", a, b)
+        return
+    combined = f" {dict(zip(('and', 'or', 'xor'), '&|^', strict=True))[combine]} " if combine else ""
+    combined += t.get(operands[3], "pred") if combine else ""
+    t.set(operands[0], "pred", f"compare({how!r}, {a}, {b}){combined}")
 
 
-@instruction(r"selp\.([busf](?:16|32|64))")
-def _select(t, operands, kind):
-    out, a, b, chosen = operands
-    t.set(out, kind, f"where({t.get(chosen, 'pred')}, {t.get(a, kind)}, {t.get(b, kind)})")
+def _halves(register: Register) -> list[Register]:
+    return [Register(register.bits // 2, register.row, part) for part in ("low", "high")]
 
 
 @instruction(r"mov\.(pred|[busf](?:16|32|64))")
 def _mov(t, operands, kind):
     out, source = operands
-    half = {"b32": "b16", "b64": "b32"}.get(kind)
-    if kind == "pred":
-        t.set(out, kind, t.get(source, kind) if isinstance(source, Register) else str(source.text != "0"))
-    elif isinstance(out, tuple):  # {low, high} = source
-        for each, part in zip(out, ("low", "high"), strict=True):
+    if kind == "pred" and isinstance(source, Number):
+        t.set(out, kind, str(source.text != "0"))
+    elif isinstance(out, tuple) or isinstance(source, tuple):  # a register, and the two that are its halves
+        outs, parts = (each if isinstance(each, tuple) else _halves(each) for each in operands)
+        for each, part in zip(outs, parts, strict=True):
             if each is not None:
-                t.set(each, half, f"{t.file(f'{part}{BITS[kind]}')}[{source.row}]")
-    elif isinstance(source, tuple):
-        for each, part in zip(source, ("low", "high"), strict=True):
-            target, value = f"{t.file(f'{part}{BITS[kind]}')}[{out.row}]", t.get(each, half)
-            t.put(f"{target}[:] = {value}" if t.mask is None else f"copyto({target}, {value}, where={t.mask})")
+                t.set(each, f"b{each.bits}", t.get(part, f"b{each.bits}"))
     else:
         t.set(out, kind, t.get(source, kind))
 
 
-@instruction(r"cvt\.(?:rn\.)?(bf16x2|f16x2)\.f32")
+@instruction(r"cvt\.rn\.(bf16|f16)x2\.f32")
 def _to_pairs(t, operands, to):
-    out, high, low = operands
-    function = "to_bf16" if to == "bf16x2" else "to_f16"
-    for part, source in (("high", high), ("low", low)):
-        target, value = f"{t.file(f'{part}32')}[{out.row}]", f"{function}({t.get(source, 'f32')})"
-        t.put(f"{target}[:] = {value}" if t.mask is None else f"copyto({target}, {value}, where={t.mask})")
-
-
-@instruction(r"cvt\.rn\.bf16\.(f32|f64)|cvt\.(f32|f64)\.bf16")
-def _bf16(t, operands, narrowed, widened):
-    if widened:
-        t.set(operands[0], widened, _half(t, operands[1], "bf16"))
-    else:
-        t.set(operands[0], "u16", f"to_bf16({t.get(operands[1], narrowed)})")
-
-
-def _half(t, operand, kind: str) -> str:
-    return f"from_bf16({t.get(operand, 'u16')})" if kind == "bf16" else t.get(operand, kind)
-
-
-@instruction(r"(add|sub|fma)\.rn\.f32\.(bf16|f16)")
-def _mixed(t, operands, name, kind):
-    """All operands but the last are of 16 bits; the sum is rounded once."""
-    out, *halves, last = operands
-    sources = [*(_half(t, each, kind) for each in halves), t.get(last, "f32")]
-    t.set(out, "f32", f"{BINARY.get(name, name)}({', '.join(sources)})")
+    for each, source in zip(_halves(operands[0])[::-1], operands[1:], strict=True):
+        t.set(each, "u16", f"to_{to}({t.get(source, 'f32')})")
 
 
 @instruction(r"cvt(\.rn)?\.([usf](?:8|16|32|64))\.([usf](?:8|16|32|64))")
@@ -196,11 +110,6 @@ def _convert(t, operands, rounds, to, source):
     t.set(operands[0], to, value)
 
 
-@instruction(r"cvta\.(?:param|to\.global|to\.shared)\.u64|cvta\.(?:global|shared)\.u64")
-def _cvta(t, operands):
-    t.set(operands[0], "u64", t.get(operands[1], "u64"))
-
-
 @instruction(r"createpolicy\.fractional\.L2::evict_(?:last|first)\.b64")
 def _policy(t, operands):
     t.set(operands[0], "b64", "0")
@@ -212,11 +121,15 @@ def _shuffle(t, operands, mode):
     if not isinstance(out, Register):
         raise PtxError("shfl with a predicate")
     if t.mask:
-        t.put(f"w.needs_all({t.mask}, 'shfl')")
-    t.mask = None
+        t.put(f"w.needs_all({t.lanes}, 'shfl')")
     values, lane, clamp = sources
     if isinstance(lane, Number) and isinstance(clamp, Number):
-        sources = arithmetic.sources(mode, *(np.full(32, int(each.text, 0)) for each in (lane, clamp)))
-        t.set(out, "b32", f"{t.get(values, 'u32')}[{t.program.constant(sources)}]")
+        known = arithmetic.sources(mode, *(np.full(32, int(each.text, 0)) for each in (lane, clamp)))
+        t.set(out, "b32", f"{t.get(values, 'u32')}[{t.program.constant(known)}]")
     else:
         t.set(out, "b32", f"shuffle({mode!r}, {', '.join(t.get(each, 'u32') for each in sources)})")
+
+
+@instruction(r"bar\.warp\.sync|setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32|nanosleep\.u32")
+def _nothing(t, operands):
+    """bar.warp.sync: lanes of a warp are one agent here. The others concern time and room only."""

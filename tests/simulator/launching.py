@@ -10,25 +10,18 @@ from torch import Tensor
 
 from fusednorm import compilation
 
-from . import effects, instructions  # noqa: F401  which register themselves
 from .gpu import Gpu
 from .memory import TensorMap
 from .ptx import Kernel, parse
 from .translate import Program
 
-FLOATS = {"fp32": torch.float32, "f32": torch.float32, "fp64": torch.float64, "f64": torch.float64}
-BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
+FLOATS = {"fp32": (torch.float32, torch.int32), "fp64": (torch.float64, torch.int64)}
 SCRATCH = 2  # last parameters, for memory of Triton's own
 
 
-@functools.cache
-def kernel_of(digest: str, ptx: str) -> Kernel:
-    return parse(ptx)
-
-
-@functools.cache
-def program_of(digest: str, ptx: str, without: frozenset[int] = frozenset()) -> Program:
-    return Program(kernel_of(digest, ptx), without)
+@functools.lru_cache(64)
+def program_of(ptx: str, without: frozenset[int] = frozenset()) -> Program:
+    return Program(program_of(ptx).kernel if without else parse(ptx), without)
 
 
 class Launched(NamedTuple):
@@ -45,53 +38,39 @@ class Launched(NamedTuple):
 def enqueue(launch, arch: int, gpu: Gpu, without: dict[str, frozenset[int]]) -> Launched:
     """Launch one Launch or ColumnLaunch. `without` has the instructions to leave out, by build."""
     compiled = compilation.compile_for(launch, arch)
-    metadata, text = compiled.metadata, compiled.asm["ptx"]
-    program = program_of(compiled.hash, text, without.get(compiled.hash, frozenset()))
-    parameters = _parameters(launch, compiled, gpu)
-    declared = program.kernel.parameters
-    if len(parameters) + SCRATCH != len(declared):
-        raise RuntimeError(f"{len(parameters)} operands for {len(declared)} parameters of {metadata.name}")
+    metadata = compiled.metadata
+    program = program_of(compiled.asm["ptx"], without.get(compiled.hash, frozenset()))
+    given = dict(zip(launch.kernel.arg_names, launch.args, strict=False)) | launch.keywords()
+    described = iter(getattr(metadata, "tensordesc_meta", None) or [])
+    signature = compiled.src.signature
+    parameters = [each for name in signature for each in _parameters(signature[name], given.get(name), described, gpu)]
+    if len(parameters) + SCRATCH != len(program.kernel.parameters):
+        raise RuntimeError(f"{len(parameters)} operands for {len(program.kernel.parameters)} parameters")
     x, y, z = [*launch.grid, 1, 1][:3]
     grid, cluster, dependent = (x * metadata.num_ctas, y, z), metadata.num_ctas, bool(metadata.launch_pdl)
     gpu.launch(program, grid, cluster, metadata.shared, [*parameters, *[0] * SCRATCH], dependent=dependent)
     return Launched(metadata.name, grid, cluster, dependent, compiled.hash, program.kernel)
 
 
-def _parameters(launch, compiled, gpu: Gpu) -> list:
-    names = launch.kernel.arg_names
-    given = dict(zip(names, launch.args, strict=False)) | launch.keywords()
-    described = iter(getattr(compiled.metadata, "tensordesc_meta", None) or [])
-    found = []
-    for name, kind in compiled.src.signature.items():
-        _add(found, kind, given.get(name), described, gpu)
-    return found
-
-
-def _add(found: list, kind, value, described, gpu: Gpu) -> None:
+def _parameters(kind, value, described, gpu: Gpu) -> list:
+    """Those of the kernel that an operand of this kind (by Triton's signature) is."""
     if isinstance(kind, (tuple, list)):
-        for each, part in zip(kind, value, strict=True):
-            _add(found, each, part, described, gpu)
-    elif kind.startswith("tensordesc"):
-        found += [_tensor_map(value, next(described), gpu), *value.shape, *value.strides]
-    elif isinstance(value, Tensor):
-        add_tensor(gpu, value)
-        found.append(value.data_ptr())
-    elif kind in FLOATS:
-        found.append(int(torch.tensor(value, dtype=FLOATS[kind]).view(BITS[FLOATS[kind]])))
-    elif kind != "constexpr":
-        found.append(int(value))
-
-
-def _tensor_map(descriptor, meta: dict, gpu: Gpu) -> TensorMap:
-    add_tensor(gpu, descriptor.base)
-    itemsize = meta["elem_size"]
-    strides = (itemsize, *(itemsize * each for each in descriptor.strides[-2::-1]))
-    box = tuple(meta["block_size"][::-1])
-    return TensorMap(descriptor.base.data_ptr(), tuple(descriptor.shape[::-1]), strides, box, meta["swizzle"])
-
-
-def add_tensor(gpu: Gpu, tensor: Tensor) -> None:
-    """Let the GPU know of a tensor's memory."""
-    memory = tensor.untyped_storage()
-    name = f"a tensor of shape {tuple(tensor.shape)}"
-    gpu.memory.add(memory.data_ptr(), memory.nbytes(), memory, name, gpu.ledger, min(tensor.element_size(), 4))
+        pairs = zip(kind, value, strict=True)
+        return [each for part, given in pairs for each in _parameters(part, given, described, gpu)]
+    if kind == "constexpr":
+        return []
+    if kind.startswith("tensordesc"):
+        gpu.add_tensor(value.base)
+        meta = next(described)
+        strides = [meta["elem_size"] * each for each in value.strides[::-1]]
+        box = tuple(meta["block_size"][::-1])
+        shape = tuple(value.shape[::-1])
+        tensor_map = TensorMap(value.base.data_ptr(), shape, tuple(strides), box, meta["swizzle"])
+        return [tensor_map, *value.shape, *value.strides]
+    if isinstance(value, Tensor):
+        gpu.add_tensor(value)
+        return [value.data_ptr()]
+    if kind in FLOATS:
+        real, bits = FLOATS[kind]
+        return [int(torch.tensor(value, dtype=real).view(bits))]
+    return [int(value)]

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .races import Ledger, Shadow, SimulationError
+from .races import Access, Clock, Ledger, Shadow, SimulationError
 
-UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 MAX_BOX, MAX_STRIDE, TMA_ALIGNMENT, COPY_ALIGNMENT = 256, 1 << 40, 16, 128
 SWIZZLE_BYTES = {0: 16, 1: 32, 2: 64, 3: 128}  # by CUtensorMapSwizzle: the span within which 16 bytes change places
 
@@ -20,7 +19,7 @@ class Region:
 
     def __init__(self, raw: np.ndarray, name: str, ledger: Ledger, granule: int):
         self.raw, self.name, self.size = raw, name, len(raw)
-        self.views = {width: raw[: len(raw) // width * width].view(kind) for width, kind in UNSIGNED.items()}
+        self.views = {width: raw[: len(raw) // width * width].view(f"u{width}") for width in (1, 2, 4, 8)}
         self.shadow = Shadow(ledger, len(raw), granule)
 
     def check(self, at: np.ndarray, nbytes: int) -> None:
@@ -31,23 +30,30 @@ class Region:
         if int(np.bitwise_or.reduce(at)) & (nbytes - 1):
             raise SimulationError(f"access to {self.name} that is not aligned to its {nbytes} bytes")
 
-    def load(self, at: np.ndarray, width: int, count: int) -> list[np.ndarray]:
-        index, view = at >> (width.bit_length() - 1), self.views[width]
-        return [view[index + j] if j else view[index] for j in range(count)]
+    def read(self, at: np.ndarray, width: int, count: int, access: Access, clock: Clock) -> list[np.ndarray]:
+        """From each address on, so many elements of so many bytes. Raises SimulationError."""
+        self.check(at, width * count)
+        self.shadow.read(self.shadow.lanes(at, width * count), access, clock)
+        return self._elements(at, width, count)
 
-    def store(self, at: np.ndarray, width: int, values: list[np.ndarray]) -> None:
+    def write(self, at: np.ndarray, width: int, values: list[np.ndarray], access: Access, clock: Clock) -> None:
+        self.check(at, width * len(values))
+        values = [value.astype(f"u{width}", copy=False) for value in values]
+        pieces = self.shadow.lanes(at, width * len(values))
+
+        def unchanged() -> np.ndarray:
+            now = self._elements(at, width, len(values))
+            same = np.stack([old == new for old, new in zip(now, values, strict=True)], axis=1)
+            return same.all(axis=1) if pieces.ndim == 1 else same.repeat(-(-pieces.shape[1] // len(values)), axis=1)
+
+        self.shadow.write(pieces, access, clock, unchanged)
         index, view = at >> (width.bit_length() - 1), self.views[width]
         for j, value in enumerate(values):
             view[index + j] = value
 
-    def holds(self, at: np.ndarray, width: int, values: list[np.ndarray]) -> np.ndarray:
-        """By the shadow's pieces, whether these values are there already."""
-        now = self.load(at, width, len(values))
-        same = np.stack([old == new for old, new in zip(now, values, strict=True)], axis=1)
-        pieces = self.shadow.lanes(at, width * len(values))
-        if pieces.ndim == 1:
-            return same.all(axis=1)
-        return np.repeat(same, -(-pieces.shape[1] // len(values)), axis=1)
+    def _elements(self, at: np.ndarray, width: int, count: int) -> list[np.ndarray]:
+        index, view = at >> (width.bit_length() - 1), self.views[width]
+        return [view[index + j] if j else view[index] for j in range(count)]
 
 
 class GlobalMemory:
@@ -109,7 +115,7 @@ class TensorMap:
     def read(self, memory: GlobalMemory, corner: list[int]) -> np.ndarray:
         """The bytes of the box at `corner` as they come to shared memory; zeros outside of the tensor."""
         itemsize = self.strides[0]
-        box = np.zeros(self.box[::-1], UNSIGNED[itemsize])
+        box = np.zeros(self.box[::-1], f"u{itemsize}")
         inside = [(max(c, 0), min(c + b, n)) for c, b, n in zip(corner, self.box, self.shape, strict=True)]
         if all(low < high for low, high in inside):
             start = self.address + sum(low * s for (low, _), s in zip(inside, self.strides, strict=True))

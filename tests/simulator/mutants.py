@@ -21,21 +21,21 @@ from columns import Sums
 from tqdm import tqdm
 
 from .order import Deadlock
-from .problems import Problem, SumProblem, bits
+from .problems import DX_ONLY, NO_DX, Problem, SumProblem, bits
 from .ptx import Instruction
 from .races import Race, SimulationError
 
 SYNCHRONIZES = re.compile(
     r"(bar\.sync|barrier|mbarrier\.(try_wait|arrive|inval)|fence|membar|red|atom|griddepcontrol)\b(?!.*\.warp)"
 )
-DX_ONLY = (True, False, False)
 PROBLEMS = [
     Problem("backward", "multi_wave", "layer", 60, 200),
-    Problem("backward", "multi_wave", "layer", 40, 5000, mask=(False, True, True)),
+    Problem("backward", "multi_wave", "layer", 40, 5000, mask=NO_DX),
+    Problem("backward", "multi_wave", "layer", 2, 33000, sms=20),
     Problem("backward", "pipelined", "layer", 85, 200, sms=1),
     Problem("backward", "pipelined", "layer", 21, 1032, mask=DX_ONLY, sms=1),
     Problem("backward", "pipelined", "layer", 27, 5120, mask=DX_ONLY, sms=4),
-    Problem("backward", "pipelined", "layer", 700, 136, mask=(False, True, True), sms=1),
+    Problem("backward", "pipelined", "layer", 700, 136, mask=NO_DX, sms=1),
     Problem("backward", "warp_specialized", "layer", 105, 200, mask=DX_ONLY, sms=1),
     Problem("backward", "warp_specialized", "layer", 9, 1032, sms=1),
     Problem("forward", "pipelined", "layer", 400, 200, sms=1),

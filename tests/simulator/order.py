@@ -7,8 +7,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections.abc import Callable
-from typing import Protocol
 
 from .races import SimulationError
 
@@ -20,21 +18,16 @@ class Deadlock(SimulationError):
     """Nobody can go on."""
 
 
-class Goes(Protocol):
-    """What can go on."""
-
-    priority: float
-    step: Callable[[], bool]  # goes on a little; whether it still can
-
-
 class Order:
+    """Of what has a `priority` and a `step()` that goes on a little and says whether it still can."""
+
     def __init__(self, seed: int):
         self.random = random.Random(seed)
         self.shuffle = self.random.choice((0.0, 0.0, 0.01, 0.1, 1.0))  # how often a priority changes
         self.by_cta = self.random.choice((False, False, True))
         self.copies = self.random.choice((-1.0, 0.0, 0.0, 1.0))  # late, at some time, at once
         self.steps = 0
-        self._ready: list[tuple[float, int, Goes]] = []
+        self._ready: list[tuple] = []  # priority, turn, who
         self._ties = itertools.count()
 
     def draw(self, of_cta: float = 0.0) -> float:
@@ -46,7 +39,7 @@ class Order:
     def draw_copy(self) -> float:
         return self.random.random() + 2 * self.copies
 
-    def add(self, who: Goes) -> None:
+    def add(self, who) -> None:
         heapq.heappush(self._ready, (-who.priority, next(self._ties), who))
 
     def run(self) -> None:

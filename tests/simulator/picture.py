@@ -22,11 +22,9 @@ def draw(recording: Recording, title: str, path: str) -> None:
     from matplotlib import pyplot
     from matplotlib.patches import Patch
 
-    spans = recording.finished()
-    lanes = _warps(spans)
-    spans = [span for span in spans if span.who in lanes]
-    ctas = {_cta(who) for who in lanes}
-    stages = _stages([each for each in recording.transfers if each.cta in ctas])
+    lanes = _warps(recording.finished())
+    spans = [span for span in recording.finished() if span.who in lanes]
+    stages = _stages(recording.transfers)
     busiest = Counter()
     for span in spans:
         busiest[span.what] += (span.what != WAITS) * (span.end - span.start)
@@ -34,10 +32,9 @@ def draw(recording: Recording, title: str, path: str) -> None:
     colors = dict(zip(parts, COLORS, strict=False)) | {WAITS: WAITING}
     height = LANE_INCHES * (len(lanes) + len(stages) + 5)
     figure, axes = pyplot.subplots(figsize=(WIDTH_INCHES, height), layout="constrained")
-    for row, who in enumerate(lanes):
-        for span in (each for each in spans if each.who == who):
-            color, inset = colors.get(span.what, OTHER), 0.3 if span.what == WAITS else 0.08
-            _bar(axes, row, inset, span.start, span.end, color)
+    for span in spans:
+        inset = 0.3 if span.what == WAITS else 0.08
+        _bar(axes, lanes.index(span.who), inset, span.start, span.end, colors.get(span.what, OTHER))
     for row, transfers in enumerate(stages.values(), len(lanes)):
         for now, after in zip(transfers, [*transfers[1:], None], strict=True):
             until = after.issued if after else max(span.end for span in spans)
@@ -68,27 +65,26 @@ def _cta(who: str) -> str:
     return who.split(" of ", 1)[1]
 
 
-def _numbers(who: str) -> list[int]:
-    return [int(each) for each in re.findall(r"\d+", who)]
-
-
 def _warps(spans: list[Span]) -> list[str]:
     """Of the first CTA; the first warps of others follow, those of a later launch last."""
-    order = {who: (who.count(" of "), _numbers(_cta(who)), _numbers(who)) for who in {span.who for span in spans}}
-    names = sorted(order, key=order.get)
+
+    def key(who: str) -> tuple:
+        warp, cta, *_ = map(int, re.findall(r"\d+", who))
+        return who.count(" of "), cta, warp
+
+    names = sorted({span.who for span in spans}, key=key)
     first = [who for who in names if _cta(who) == _cta(names[0])][:MAX_WARPS]
-    leaders = [who for who in names if _numbers(who)[0] == 0 and who not in first]
+    leaders = [who for who in names if who.startswith("warp 0 ") and who not in first]
     later = [who for who in leaders if who.count(" of ") > 1][:2]
     same = [who for who in leaders if who.count(" of ") == 1][: max(1, MAX_WARPS // 2 - len(first) - len(later))]
     return first + same + later
 
 
 def _stages(transfers: list[Transfer]) -> dict[str, list[Transfer]]:
-    """TMA copies by the mbarrier that they complete on, in the order of their first use; of one stage those of x and dy
-    may have one each."""
-    found: dict[tuple[str, int], list[Transfer]] = {}
+    """TMA copies to the first CTA by the mbarrier that they complete on, in the order of their first use; of one stage
+    those of x and dy may have one each."""
+    found: dict[int, list[Transfer]] = {}
     for each in sorted(transfers, key=lambda each: each.issued):
-        if each.kind == "TMA":
-            found.setdefault((each.cta, each.barrier), []).append(each)
-    first = next(iter(found), ("", 0))[0]
-    return {f"copies on mbarrier {n}": found[key] for n, key in enumerate(key for key in found if key[0] == first)}
+        if each.cta == min(transfers, key=lambda each: each.issued).cta:
+            found.setdefault(each.barrier, []).append(each)
+    return {f"copies on mbarrier {n}": each for n, each in enumerate(found.values())}

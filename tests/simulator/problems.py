@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from unittest import mock
 
@@ -16,7 +17,7 @@ from fusednorm.testing import Case, Inputs, Outputs
 
 from .host import Simulation, simulated
 
-ALL = (True, True, True)
+ALL, DX_ONLY, NO_DX = (True, True, True), (True, False, False), (False, True, True)
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,8 @@ class Problem:
     def __str__(self) -> str:
         dtypes = "-".join(str(each).removeprefix("torch.") for each in dict.fromkeys(self.mix))
         text = f"{self.variant or 'planned'}-{self.norm}-{self.direction}-{self.rows}x{self.cols}-{dtypes}"
-        text += (
-            ""
-            if self.mask == ALL
-            else "-" + "".join(n for n, m in zip(("dx", "dw", "db"), self.mask, strict=True) if m)
-        )
+        wanted = "".join(itertools.compress(("dx", "dw", "db"), self.mask))
+        text += f"-{wanted}" if self.mask != ALL else ""
         text += "-residual" if self.residual else ""
         text += f"-{self.layout}" if self.layout else ""
         return f"{text}-{self.device}" if self.device != "H200" else text
@@ -74,20 +72,14 @@ class Problem:
         return Outputs(y, None, rstd)
 
     def _backward(self, inputs: Inputs) -> Outputs:
-        ops, case, want = torch.ops.fusednorm, self.case, testing.exact(self.case, inputs)
-        has = (True, inputs.weight is not None, inputs.bias is not None)
-        mask = [wanted and there for wanted, there in zip(self.mask, has, strict=True)]
-        rstd = want.rstd.to(case.acc_dtype)
-        operands = (inputs.grad_out, inputs.x, case.normalized_shape)
-        residual = () if self.residual is None else (self.residual_grad(),)
-        if self.norm == "layer":
-            op = ops.layer_norm_bwd_residual if residual else ops.layer_norm_bwd
-            mean = want.mean.to(case.acc_dtype)
-            grads = op(*operands, mean, rstd, inputs.weight, inputs.bias, *residual, mask)
-        else:
-            op = ops.rms_norm_bwd_residual if residual else ops.rms_norm_bwd
-            grads = op(*operands, rstd, inputs.weight, *residual, mask[:2])
-        return Outputs(None, None, None, *grads)
+        case, want = self.case, testing.exact(self.case, inputs)
+        parameters = [inputs.weight, inputs.bias] if self.norm == "layer" else [inputs.weight]
+        statistics = [each.to(case.acc_dtype) for each in (want.mean, want.rstd) if each is not None]
+        residual = [] if self.residual is None else [self.residual_grad()]
+        mask = [wanted and each is not None for wanted, each in zip(self.mask, [inputs.x, *parameters], strict=False)]
+        op = getattr(torch.ops.fusednorm, f"{self.norm}_norm_bwd{'_residual' if residual else ''}")
+        operands = (*statistics, *parameters, *residual, mask)
+        return Outputs(None, None, None, *op(inputs.grad_out, inputs.x, case.normalized_shape, *operands))
 
     def residual_grad(self) -> Tensor:
         return torch.randn(self.case.shape, generator=torch.Generator().manual_seed(7)).to(self.residual)
@@ -129,11 +121,8 @@ class SumProblem:
         assert_sums_close(outputs, self.sums.inputs(), self.sums.total)
 
 
-def bits(outputs) -> dict[str, bytes]:
+def bits(outputs) -> dict:
     """Of every output, to be compared."""
-    named = vars(outputs) if isinstance(outputs, Outputs) else {str(n): each for n, each in enumerate(outputs)}
-    return {
-        name: each.contiguous().view(torch.uint8).numpy().tobytes()
-        for name, each in named.items()
-        if isinstance(each, Tensor)
-    }
+    named = vars(outputs) if isinstance(outputs, Outputs) else dict(enumerate(outputs))
+    tensors = {name: each for name, each in named.items() if isinstance(each, Tensor)}
+    return {name: each.contiguous().view(torch.uint8).numpy().tobytes() for name, each in tensors.items()}

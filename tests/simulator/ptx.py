@@ -6,10 +6,11 @@ Registers and labels of inner scopes (inline PTX) get names of their own, so tha
 from __future__ import annotations
 
 import re
+from collections import ChainMap
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-BITS = {"pred": 1, "f16x2": 32, "f32x2": 64} | {
+BITS = {"pred": 1, "bf16": 16, "f16x2": 32, "f32x2": 64} | {
     f"{kind}{bits}": bits for kind in "busf" for bits in (8, 16, 32, 64) if (kind, bits) != ("f", 8)
 }
 
@@ -22,6 +23,7 @@ class PtxError(Exception):
 class Register:
     bits: int  # 1 is a predicate
     row: int  # among those of as many bits
+    part: str = ""  # "low" or "high", of a register twice as wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +59,8 @@ class Instruction(NamedTuple):
 @dataclass
 class Kernel:
     name: str = ""
-    arch: str = ""
     threads: int = 0
-    parameters: dict[str, int] = field(default_factory=dict)  # bytes, by name
+    parameters: list[str] = field(default_factory=list)
     shared: dict[str, int] = field(default_factory=dict)  # offset of static shared memory, by name
     shared_bytes: int = 0
     registers: dict[int, int] = field(default_factory=lambda: {1: 0, 16: 0, 32: 0, 64: 0})  # how many, by bits
@@ -75,48 +76,34 @@ def parse(text: str) -> Kernel:
     entry = re.search(r"\.entry\s+([\w$]+)\s*\((.*?)\)(.*?)\{", text, flags=re.S)
     if entry is None or re.search(r"\.func\b", text):
         raise PtxError("wanted one entry and no functions")
-    kernel = Kernel(entry[1], re.search(r"\.target\s+(\w+)", text)[1])
-    kernel.threads = int(re.search(r"\.reqntid\s+(\d+)", entry[3])[1])
-    for declared in filter(None, entry[2].split(",")):
-        kind, (name, size) = declared.split(".", 2)[2], re.search(r"([\w$]+)(?:\[(\d+)\])?\s*$", declared).groups()
-        kernel.parameters[name] = int(size) if size else BITS[kind.split()[0]] // 8
+    kernel = Kernel(entry[1], int(re.search(r"\.reqntid\s+(\d+)", entry[3])[1]))
+    kernel.parameters = re.findall(r"([\w$]+)(?:\[\d+\])?\s*(?:,|$)", entry[2].strip())
     _Body(kernel).read(text, entry.end())
     return kernel
 
 
-class _Scope:
-    def __init__(self, outer: _Scope | None):
-        self.outer = outer
-        self.names: dict[str, Register | Name] = {}
-        self.ranges: dict[str, int] = {}  # bits, by prefix: .reg .b32 %r<9>
-
-    def chain(self):
-        scope = self
-        while scope is not None:
-            yield scope
-            scope = scope.outer
-
-
 class _Body:
+    """Reads statements, each with its scope: names, and for %r<9> "%r<>" with the bits of %r0, %r1 ..."""
+
     STATEMENT = re.compile(r"\s*(?:([{}])|([\w$%]+)\s*:(?!:)|([^;{]*(?:\{[^}]*\}[^;{]*)*);)")
 
     def __init__(self, kernel: Kernel):
         self.kernel, self.labels = kernel, 0
-        self.statements: list[tuple[str, _Scope, str]] = []
+        self.statements: list[tuple[str, ChainMap, str]] = []
 
     def read(self, text: str, at: int) -> None:
-        scope, place, here = _Scope(None), "", []
+        scope, place, here = ChainMap(), "", []
         while scope is not None:
             found = self.STATEMENT.match(text, at)
             if found is None:
                 raise PtxError(f"no statement: {text[at : at + 80]!r}")
             at, (brace, label, statement) = found.end(), found.groups()
             if brace:
-                scope = _Scope(scope) if brace == "{" else scope.outer
+                scope = scope.new_child() if brace == "{" else scope.parents if len(scope.maps) > 1 else None
             elif label:
                 self.labels += 1
-                scope.names[label] = Name(f"{label}@{self.labels}")
-                here.append(scope.names[label].text)
+                scope[label] = Name(f"{label}@{self.labels}")
+                here.append(scope[label].text)
             elif statement.startswith(".loc"):
                 place = statement[5:].strip()
             elif statement.startswith(".branchtargets"):
@@ -132,18 +119,18 @@ class _Body:
             self.kernel.tables[name] = [self._named(label, scope).text for label, scope in targets]
         self.kernel.code = [self._instruction(*each) for each in self.statements]
 
-    def _declare(self, statement: str, scope: _Scope) -> None:
+    def _declare(self, statement: str, scope: ChainMap) -> None:
         if found := re.fullmatch(r"\.reg \.(\w+) (.*)", statement):
             for name in map(str.strip, found[2].split(",")):
                 if counted := re.fullmatch(r"(.*)<\d+>", name):
-                    scope.ranges[counted[1]] = BITS[found[1]]
+                    scope[f"{counted[1]}<>"] = BITS[found[1]]
                 else:
-                    scope.names[name] = self._register(BITS[found[1]])
+                    scope[name] = self._register(BITS[found[1]])
         elif found := re.fullmatch(r"\.shared \.align (\d+) \.b8 (\w+)\[(\d+)\]", statement):
             align, name, size = int(found[1]), found[2], int(found[3])
-            scope.names[name] = Name(f"{name}@{len(self.kernel.shared)}")
+            scope[name] = Name(f"{name}@{len(self.kernel.shared)}")
             offset = -(-self.kernel.shared_bytes // align) * align
-            self.kernel.shared[scope.names[name].text] = offset
+            self.kernel.shared[scope[name].text] = offset
             self.kernel.shared_bytes = offset + size
         elif not re.fullmatch(r'\.pragma "(?:nounroll|used_bytes_mask \w+)"', statement):  # hints to the assembler
             raise PtxError(f"declaration: {statement}")
@@ -153,13 +140,13 @@ class _Body:
         self.kernel.registers[bits] += 1
         return Register(bits, self.kernel.registers[bits] - 1)
 
-    def _instruction(self, text: str, scope: _Scope, place: str) -> Instruction:
+    def _instruction(self, text: str, scope: ChainMap, place: str) -> Instruction:
         guarded = re.fullmatch(r"(?:@(!?)([%\w$]+) )?(\S+) ?(.*)", text)
         guard = self._named(guarded[2], scope) if guarded[2] else None
         operands = tuple(self._operand(each, scope) for each in _split(guarded[4]))
         return Instruction(guarded[3], operands, guard, bool(guarded[1]), place, text)
 
-    def _operand(self, text: str, scope: _Scope):
+    def _operand(self, text: str, scope: ChainMap):
         if text == "_":
             return None
         if text.startswith("{"):
@@ -175,14 +162,13 @@ class _Body:
             return Number(text)
         return self._named(text, scope)
 
-    def _named(self, text: str, scope: _Scope) -> Register | Name:
-        for each in scope.chain():
-            if text in each.names:
-                return each.names[text]
-            counted = re.fullmatch(r"(.*?)(\d+)", text)
-            if counted and counted[1] in each.ranges:
-                each.names[text] = self._register(each.ranges[counted[1]])
-                return each.names[text]
+    def _named(self, text: str, scope: ChainMap) -> Register | Name:
+        counted = re.fullmatch(r"(.*?)\d+", text)
+        for names in scope.maps:
+            if counted and text not in names and f"{counted[1]}<>" in names:
+                names[text] = self._register(names[f"{counted[1]}<>"])
+            if text in names:
+                return names[text]
         return Name(text)
 
 

@@ -55,58 +55,58 @@ class Access(NamedTuple):
 
 PLAIN, ATOMIC, COPY = "plain", "atomic", "copy"  # a copy is of the asynchronous proxy
 INIT, USE, COPY_USE = "init", "use", "copy's use"  # of an mbarrier
-NOBODY = 0  # number of the access that memory begins with
+
+
+class Numbered(list):
+    """Values that can be hashed, each once."""
+
+    def __init__(self, first):
+        super().__init__([first])
+        self._numbers = {first: 0}
+
+    def number(self, value) -> int:
+        found = self._numbers.setdefault(value, len(self))
+        if found == len(self):
+            self.append(value)
+        return found
 
 
 class Ledger:
-    """All accesses and all sets of reads, by number: alike bytes share one."""
+    """All accesses and all sets of reads, by number: alike bytes share one. Number 0 is what memory begins with."""
 
     def __init__(self):
         self.agents: list[str] = ["nobody"]
         self.sites: list[Instruction] = []
-        self.accesses: list[Access] = [Access(0, 0, 0, PLAIN)]
-        self._numbers: dict[Access, int] = {}
-        self.read_sets: list[tuple[int, ...]] = [()]
-        self._read_numbers = {(): 0}
+        self.accesses, self.read_sets = Numbered(Access(0, 0, 0, PLAIN)), Numbered(())
 
     def agent(self, name: str) -> int:
         self.agents.append(name)
         return len(self.agents) - 1
 
-    def number(self, access: Access) -> int:
-        found = self._numbers.setdefault(access, len(self.accesses))
-        if found == len(self.accesses):
-            self.accesses.append(access)
-        return found
-
-    def with_read(self, reads: int, access: int, clock: Clock) -> int:
+    def with_read(self, reads: int, number: int, clock: Clock) -> int:
         """The set of reads with another, by one who knows `clock`; what it knows of is told with it."""
-        kept = (each for each in self.read_sets[reads] if not self._is_known(self.accesses[each], access, clock))
-        new = (*kept, access)
-        found = self._read_numbers.setdefault(new, len(self.read_sets))
-        if found == len(self.read_sets):
-            self.read_sets.append(new)
-        return found
-
-    def _is_known(self, before: Access, access: int, clock: Clock) -> bool:
-        return before.agent == self.accesses[access].agent or before.time <= clock.seen.get(before.agent, 0)
+        agent, kept = self.accesses[number].agent, []
+        for each in self.read_sets[reads]:
+            before = self.accesses[each]
+            if before.agent != agent and before.time > clock.seen.get(before.agent, 0):
+                kept.append(each)
+        return self.read_sets.number((*kept, number))
 
     def check(self, earlier: int, how: str, access: Access, writes: bool, clock: Clock) -> None:
         """That an access by one who knows `clock` may follow an earlier one. Raises Race."""
-        before = self.accesses[earlier]
+        before, this = self.accesses[earlier], "writes" if writes else "reads"
         if before.kind == access.kind == ATOMIC:
             return
         if before.kind == INIT and access.kind in (PLAIN, ATOMIC, COPY) and writes:
-            raise SimulationError(f"{self._describe(access, writes)} the memory of a live mbarrier")
-        if before.time > clock.seen.get(before.agent, 0):
-            raise Race(f"{self._describe(access, writes)} what is {how} by {self.where(before)}: nothing orders them")
+            raise SimulationError(f"{self.where(access)} {this} the memory of a live mbarrier")
         by_copy = access.kind in (COPY, COPY_USE) and before.kind != COPY  # after reads too, as PTX has it
-        if by_copy and before.time > clock.fenced.get(before.agent, 0):
-            fence = "no proxy fence is between them"
-            raise Race(f"{self._describe(access, writes)} what is {how} by {self.where(before)}: {fence}")
-
-    def _describe(self, access: Access, writes: bool) -> str:
-        return f"{self.where(access)} {'writes' if writes else 'reads'}"
+        if before.time > clock.seen.get(before.agent, 0):
+            lacks = "nothing orders them"
+        elif by_copy and before.time > clock.fenced.get(before.agent, 0):
+            lacks = "no proxy fence is between them"
+        else:
+            return
+        raise Race(f"{self.where(access)} {this} what is {how} by {self.where(before)}: {lacks}")
 
     def where(self, access: Access) -> str:
         each = self.sites[access.site]
@@ -131,12 +131,9 @@ class Shadow:
         return slice(at >> self.shift, -(-(at + nbytes) >> self.shift))
 
     def read(self, where, access: Access, clock: Clock) -> None:
-        ledger = self.ledger
-        for write in _different(self.writes[where]):
-            if write != NOBODY:
-                ledger.check(write, "written", access, False, clock)
-        before, number = self.reads[where], ledger.number(access)
-        after = {each: ledger.with_read(each, number, clock) for each in _different(before)}
+        self._check(where, access, False, clock)
+        before, number = self.reads[where], self.ledger.accesses.number(access)
+        after = {each: self.ledger.with_read(each, number, clock) for each in _different(before)}
         if len(after) == 1:
             self.reads[where] = next(iter(after.values()))
         else:
@@ -146,7 +143,7 @@ class Shadow:
         """`unchanged()` says which pieces keep their bits. There a store is not held to be a write: several warps may
         store the same value."""
         try:
-            self._check_write(where, access, clock)
+            self._check(where, access, True, clock)
         except Race:
             if unchanged is None:
                 raise
@@ -154,20 +151,19 @@ class Shadow:
             if not changed.any():
                 return
             where = np.broadcast_to(where, changed.shape)[changed]
-            self._check_write(where, access, clock)
-        self.writes[where], self.reads[where] = self.ledger.number(access), 0
-
-    def _check_write(self, where, access: Access, clock: Clock) -> None:
-        for write in _different(self.writes[where]):
-            if write != NOBODY:
-                self.ledger.check(write, "written", access, True, clock)
-        for reads in _different(self.reads[where]):
-            for read in self.ledger.read_sets[reads]:
-                self.ledger.check(read, "read", access, True, clock)
+            self._check(where, access, True, clock)
+        self.forget(where, access)
 
     def forget(self, where, access: Access) -> None:
         """What was there before this write is over."""
-        self.writes[where], self.reads[where] = self.ledger.number(access), 0
+        self.writes[where], self.reads[where] = self.ledger.accesses.number(access), 0
+
+    def _check(self, where, access: Access, writes: bool, clock: Clock) -> None:
+        for write in _different(self.writes[where]):
+            self.ledger.check(write, "written", access, writes, clock)
+        for reads in _different(self.reads[where]) if writes else ():
+            for read in self.ledger.read_sets[reads]:
+                self.ledger.check(read, "read", access, writes, clock)
 
 
 def _different(numbers: np.ndarray):

@@ -9,10 +9,28 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from .trace import Trace
-
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 WAITS = "waits"
+
+
+class Trace:
+    """What a run looks like; this one looks away. Times are in instructions, as if every warp went on as soon as what
+    it waits for has come about."""
+
+    def runs(self, warp, start: int, end: int) -> None:
+        """A warp executes instructions start to end of its program, from its time on."""
+
+    def waited(self, warp, time: int) -> None:
+        """What a warp waits for has come about, at `time`."""
+
+    def issued(self, copy, warp) -> None:
+        """A copy is under way."""
+
+    def landed(self, copy, time: int) -> None:
+        """A copy is there."""
+
+    def completes(self, barrier) -> None:
+        """A phase of an mbarrier is complete."""
 
 
 class Span(NamedTuple):
@@ -25,12 +43,9 @@ class Span(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A copy: to which CTA, by its byte of shared memory, completing on which mbarrier."""
+    """A TMA copy: to which CTA, completing on which mbarrier."""
 
-    kind: str
     cta: str
-    at: int
-    nbytes: int
     barrier: int
     issued: int
     landed: int
@@ -39,7 +54,7 @@ class Transfer(NamedTuple):
 @functools.cache
 def _functions(file: str) -> list[tuple[int, int, str]]:
     path = KERNELS / file
-    tree = ast.parse(path.read_text()) if path.exists() else ast.parse("")
+    tree = ast.parse(path.read_text() if path.exists() else "")
     return [(n.lineno, n.end_lineno, n.name) for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
 
 
@@ -56,10 +71,9 @@ def part_of(place: str) -> str:
 
 class Recording(Trace):
     def __init__(self):
-        self.spans: list[Span] = []
         self.transfers: list[Transfer] = []
         self.log: list[str] = []  # in the order in which things went on
-        self._open: dict[str, Span] = {}
+        self._spans: dict[str, list[Span]] = {}  # by who
         self._parts: dict[tuple, list[tuple[str, int]]] = {}
 
     def runs(self, warp, start: int, end: int) -> None:
@@ -67,44 +81,41 @@ class Recording(Trace):
         if key not in self._parts:
             parts = (part_of(each.place) for each in warp.program.kernel.code[start:end])
             self._parts[key] = [(part, len(list(group))) for part, group in itertools.groupby(parts)]
-        time, who = warp.time, str(warp)
+        time = warp.time
         for part, count in self._parts[key]:
-            self._extend(Span(who, time, time + count, part))
+            self._extend(Span(str(warp), time, time + count, part))
             time += count
 
     def waited(self, warp, time: int) -> None:
         self._extend(Span(str(warp), warp.time, time, WAITS))
-        self._say(time, str(warp), f"has waited since {warp.time} for {warp.waiting or 'what is over'}")
+        self._say(time, warp, f"has waited since {warp.time} for {warp.waiting or 'what is over'}")
 
     def issued(self, copy, warp) -> None:
         target = f"byte {copy.at} of {copy.cta}"
-        self._say(warp.time, str(warp), f"starts a {copy.kind} copy of {copy.nbytes} bytes to {target}")
+        self._say(warp.time, warp, f"starts a {copy.kind} copy of {copy.nbytes} bytes to {target}")
 
     def landed(self, copy, time: int) -> None:
-        self.transfers.append(Transfer(copy.kind, str(copy.cta), copy.at, copy.nbytes, copy.barrier, copy.issued, time))
-        self._say(time, str(copy.cta), f"has the {copy.nbytes} bytes at {copy.at}")
+        if copy.kind == "TMA":
+            self.transfers.append(Transfer(str(copy.cta), copy.barrier, copy.issued, time))
+        self._say(time, copy.cta, f"has the {copy.nbytes} bytes at {copy.at}")
 
-    def phase(self, barrier) -> None:
-        phase = f"phase {barrier.phase - 1} of mbarrier {barrier.address}"
-        self._say(barrier.opened, str(barrier.cta), f"{phase} is complete")
+    def completes(self, barrier) -> None:
+        self._say(barrier.time, barrier.cta, f"phase {barrier.phase} of mbarrier {barrier.address} is complete")
 
     def _extend(self, span: Span) -> None:
-        last = self._open.get(span.who)
-        if last is not None and last.what == span.what and last.end == span.start:
-            self._open[span.who] = last._replace(end=span.end)
+        spans = self._spans.setdefault(span.who, [])
+        if spans and (spans[-1].what, spans[-1].end) == (span.what, span.start):
+            spans[-1] = spans[-1]._replace(end=span.end)
             return
-        if last is not None:
-            self.spans.append(last)
-        if last is None or last.what != span.what and span.what != WAITS:
+        if span.what != WAITS:
             self._say(span.start, span.who, span.what)
-        self._open[span.who] = span
+        spans.append(span)
 
-    def _say(self, time: int, who: str, what: str) -> None:
-        self.log.append(f"{time:>8}  {who:<20} {what}")
+    def _say(self, time: int, who, what: str) -> None:
+        self.log.append(f"{time:>8}  {who!s:<20} {what}")
 
     def finished(self) -> list[Span]:
-        """All spans, by who and when."""
-        return sorted([*self.spans, *self._open.values()], key=lambda span: (span.who, span.start))
+        return [span for spans in self._spans.values() for span in spans]
 
     def text(self) -> str:
         """A line for everything that happened, in the order of events; the number is its time."""

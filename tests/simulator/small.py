@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .gpu import Gpu
-from .launching import add_tensor, program_of
+from .launching import program_of
 from .memory import TensorMap
 from .translate import Program
 
@@ -31,13 +31,13 @@ def program(body: str, parameters: int, threads: int = 32, maps: int = 0) -> Pro
     lines = [f"\t.loc 1 {n} 0 // small.py:{n}:0\n{line}" for n, line in enumerate(body.splitlines())]
     head = HEAD.format(parameters=", ".join(declared), threads=threads)
     text = f"{head}{loads}{chr(10).join(lines)}\nret;\n}}\n"
-    return program_of(text, text)
+    return program_of(text)
 
 
 def launch(gpu: Gpu, kernel: Program, *values: Tensor | int | TensorMap, ctas=1, cluster=1, **how) -> None:
     for each in values:
         if isinstance(each, Tensor):
-            add_tensor(gpu, each)
+            gpu.add_tensor(each)
     given = [each.data_ptr() if isinstance(each, Tensor) else each for each in values]
     gpu.launch(kernel, (ctas, 1, 1), cluster, 4096, given, **how)
 
@@ -57,6 +57,6 @@ def nans(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def tensor_map(gpu: Gpu, tensor: Tensor, box: tuple[int, int], swizzle: int = 0) -> TensorMap:
     """Of a [rows, cols] tensor; the box is of as many rows and columns."""
-    add_tensor(gpu, tensor)
+    gpu.add_tensor(tensor)
     itemsize, (rows, cols) = tensor.element_size(), tensor.shape
     return TensorMap(tensor.data_ptr(), (cols, rows), (itemsize, itemsize * tensor.stride(0)), box[::-1], swizzle)

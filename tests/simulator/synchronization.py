@@ -4,141 +4,144 @@ from __future__ import annotations
 
 import numpy as np
 
-from .barriers import MBarrier
+from .barriers import Barrier, MBarrier
 from .races import INIT, USE, Clock, SimulationError
-from .translate import SHARED_BASE
+from .translate import effect
 
 SPURIOUS = 0.1  # how often a try_wait gives up, as hardware may
+MBARRIER = r"\.shared(?:::cta)?\.b64"
+ZERO, ONE = np.zeros(32, int), np.ones(32, int)
 
 
 class Synchronization:
-    """Of a Warp. `mask` are the lanes, None for all; `site` is the instruction."""
+    """Of a Warp."""
 
-    def bar(self, number, threads, mask) -> None:
-        self.needs_whole(mask, "bar.sync")
+    def is_over(self, barrier: Barrier, over: bool, what: str) -> bool:
+        """Of what the warp waits for: it knows what is known there; or it waits, and tries again when it opens."""
+        if over:
+            self.clock.join(barrier.known)
+            self.catch_up(barrier.opened)
+        else:
+            barrier.waiting.append(self)
+            self.waiting = what
+        return over
+
+    @effect(r"bar\.sync|barrier\.sync|barrier\.cta\.sync", "u32 u32?")
+    def bar(self, lanes, site, number, threads=None) -> None:
+        self.needs_whole(lanes, "bar.sync")
         self.cta.barrier(int(number[0])).come(self, None if threads is None else int(threads[0]))
 
-    def cluster_arrive(self, relaxed, mask) -> None:
-        self.needs_whole(mask, "barrier.cluster.arrive")
+    @effect(r"barrier\.cluster\.arrive(\.release|\.relaxed)?(?:\.aligned)?")
+    def cluster_arrive(self, lanes, site, order) -> None:
+        self.needs_whole(lanes, "barrier.cluster.arrive")
         if self.cluster_phase is not None:
             raise SimulationError("barrier.cluster.arrive twice without a wait")
         barrier = self.cta.cluster_barrier
         self.cluster_phase = barrier.phase
-        knowledge = self.inits if relaxed else self.clock
+        knowledge = self.inits if order == ".relaxed" else self.clock.copy()
         self.tick()
-        barrier.arrive(self, knowledge)
+        barrier.arrive(knowledge, self.time)
 
-    def cluster_wait(self, mask) -> None:
-        self.needs_whole(mask, "barrier.cluster.wait")
+    @effect(r"barrier\.cluster\.wait(?:\.acquire)?(?:\.aligned)?", waits=True)
+    def cluster_wait(self, lanes, site) -> bool:
+        self.needs_whole(lanes, "barrier.cluster.wait")
         if self.cluster_phase is None:
             raise SimulationError("barrier.cluster.wait without an arrive")
         barrier = self.cta.cluster_barrier
-        if barrier.phase == self.cluster_phase:
-            barrier.waiting.append(self)
-            self.wait("barrier.cluster")
-        else:
-            self.clock.join(barrier.known)
-            self.catch_up(barrier.opened)
+        if not self.is_over(barrier, barrier.phase != self.cluster_phase, "barrier.cluster"):
+            return False
         self.cluster_phase = None
+        return True
 
     # --- Fences ---
 
-    def fence_proxy(self, mask) -> None:
-        """fence.proxy.async: copies may count on what is known here."""
-        if mask is None or mask.any():
-            self.clock.fence()
-            self.tick()
+    @effect(r"fence\.proxy\.async(?:\.shared::cta|\.shared::cluster)?")
+    def fence_proxy(self, lanes, site) -> None:
+        """Copies may count on what is known here."""
+        self.clock.fence()
+        self.tick()
 
-    def fence_inits(self, mask) -> None:
-        """fence.mbarrier_init: even a relaxed arrival makes the inits known."""
-        if mask is None or mask.any():
-            own = {barrier.init_agent: 1 for barrier in self.cta.mbarriers.values()}
-            known = {agent: 1 for agent in own if agent in self.clock.seen}
-            self.inits.join(Clock(known, known))
-            self.clock.fenced.update(known)
+    @effect(r"fence\.mbarrier_init\.release\.cluster")
+    def fence_inits(self, lanes, site) -> None:
+        """Even a relaxed arrival makes the inits known."""
+        known = {each.init_agent: 1 for each in self.cta.mbarriers.values() if each.init_agent in self.clock.seen}
+        self.inits.join(Clock(known, known))
+        self.clock.fenced.update(known)
 
     # --- Mbarriers ---
 
-    def _lanes(self, addresses, offset, mask):
-        for lane in range(32) if mask is None else np.flatnonzero(mask):
-            yield lane, int(addresses[lane]) + offset - SHARED_BASE
-
-    def mbarrier_init(self, addresses, offset, counts, mask, site) -> None:
-        for lane, at in self._lanes(addresses, offset, mask):
-            self.cta.memory.check(np.array([at]), 8)
-            if at in self.cta.mbarriers:
-                raise SimulationError(f"mbarrier.init of {self.cta.mbarriers[at]}, which is valid")
+    @effect(rf"mbarrier\.init{MBARRIER}", "[] u32")
+    def mbarrier_init(self, lanes, site, at, counts) -> None:
+        for address, count in self.each(lanes, at, counts):
+            self.cta.memory.check(np.array([address]), 8)
+            if address in self.cta.mbarriers:
+                raise SimulationError(f"mbarrier.init of {self.cta.mbarriers[address]}, which is valid")
             agents = self.gpu.ledger.agent(str(self)), self.gpu.ledger.agent(f"a copy to {self.cta}")
-            self.cta.mbarriers[at] = MBarrier(self.cta, at, int(counts[lane]), *agents)
+            self.cta.mbarriers[address] = MBarrier(self.cta, address, count, *agents)
             self.clock.seen[agents[0]] = 1
             access = self.access(site, INIT)._replace(agent=agents[0], time=1)
-            self._note(at, access, True)
+            shadow = self.cta.memory.shadow
+            shadow.write(shadow.bytes(address, 8), access, self.clock)
 
-    def mbarrier_inval(self, addresses, offset, mask, site) -> None:
-        for _, at in self._lanes(addresses, offset, mask):
-            barrier = self.cta.mbarrier(at)
+    @effect(rf"mbarrier\.inval{MBARRIER}", "[]")
+    def mbarrier_inval(self, lanes, site, at) -> None:
+        for (address,) in self.each(lanes, at):
+            barrier, shadow = self.cta.mbarrier(address), self.cta.memory.shadow
             if barrier.waiting or barrier.tx:
                 raise SimulationError(f"mbarrier.inval of {barrier}, which is in use")
-            self._note(at, self.access(site, INIT), True)
-            self._note(at, self.access(site), True, forget=True)
-            del self.cta.mbarriers[at]
+            shadow.write(shadow.bytes(address, 8), self.access(site, INIT), self.clock)
+            shadow.forget(shadow.bytes(address, 8), self.access(site))
+            del self.cta.mbarriers[address]
 
-    def mbarrier_arrive(self, addresses, offset, count, expected, mask, site) -> None:
-        for lane, at in self._lanes(addresses, offset, mask):
-            barrier = self.cta.mbarrier(at)
-            self._note(at, self.access(site, USE), False)
+    @effect(rf"mbarrier\.arrive{MBARRIER}", "_ [] u32?")
+    def mbarrier_arrive(self, lanes, site, at, counts=ONE) -> None:
+        self._arrive(lanes, site, at, counts, ZERO)
+
+    @effect(rf"mbarrier\.arrive\.expect_tx{MBARRIER}", "_ [] u32")
+    def mbarrier_expect(self, lanes, site, at, nbytes) -> None:
+        self._arrive(lanes, site, at, ONE, nbytes)
+
+    def _arrive(self, lanes, site, at, counts, nbytes) -> None:
+        for address, count, tx in self.each(lanes, at, counts, nbytes):
+            barrier = self._used(address, site)
             knowledge = self.clock.copy()
             self.tick()
-            barrier.arrive(knowledge, self.time, int(count[lane]), int(expected[lane]))
+            barrier.come(knowledge, self.time, count, tx)
 
-    def mbarrier_wait(self, pred, addresses, offset, parity, mask, site) -> bool:
-        """False if it has to wait. It waits for a parity, and may give up before."""
-        lanes = np.arange(32) if mask is None else np.flatnonzero(mask)
-        if not len(lanes):
-            return True
-        asked = {(int(addresses[lane]) + offset - SHARED_BASE, int(parity[lane]) & 1) for lane in lanes}
+    @effect(rf"mbarrier\.(?:try|test)_wait\.parity{MBARRIER}", "= [] u32", waits=True)
+    def mbarrier_wait(self, lanes, site, into, at, parity) -> bool:
+        """For a parity; it may give up before."""
+        asked = {(address, wanted & 1) for address, wanted in self.each(lanes, at, parity)}
         if len(asked) > 1:
             raise SimulationError("lanes of a warp wait for different mbarriers")
-        at, wanted = asked.pop()
-        barrier = self.cta.mbarrier(at)
-        self._note(at, self.access(site, USE), False)
+        ((address, wanted),) = asked
+        barrier = self._used(address, site)
         over = barrier.phase & 1 != wanted
-        if over:
-            self.clock.join(barrier.known)
-            self.catch_up(barrier.opened)
-        elif self.gpu.order.random.random() >= SPURIOUS:
-            barrier.waiting.append(self)
-            self.wait(f"parity {wanted} of {barrier}")
-            return False
-        pred[lanes] = over
+        if over or self.gpu.order.random.random() >= SPURIOUS:
+            if not self.is_over(barrier, over, f"parity {wanted} of {barrier}"):
+                return False
+        into[0][lanes] = over
         return True
 
-    def _note(self, at: int, access, writes: bool, forget: bool = False) -> None:
-        """An access to an mbarrier's memory."""
-        shadow = self.cta.memory.shadow
-        if forget:
-            shadow.forget(shadow.bytes(at, 8), access)
-        elif writes:
-            shadow.write(shadow.bytes(at, 8), access, self.clock)
-        else:
-            shadow.read(shadow.bytes(at, 8), access, self.clock)
+    def _used(self, address: int, site: int) -> MBarrier:
+        barrier, shadow = self.cta.mbarrier(address), self.cta.memory.shadow
+        shadow.read(shadow.bytes(address, 8), self.access(site, USE), self.clock)
+        return barrier
+
+    def each(self, lanes, *values):
+        """Of each lane, its values as numbers."""
+        return zip(*(value[lanes].tolist() for value in values), strict=True)
 
     # --- Dependent grids ---
 
-    def grid_wait(self, mask) -> bool:
-        """griddepcontrol.wait: until the grid before is done, all of whose stores are known then."""
+    @effect(r"griddepcontrol\.wait", waits=True)
+    def grid_wait(self, lanes, site) -> bool:
+        """Until the grid before is done, all of whose stores are known then."""
         before = self.cta.grid.before
-        if before is None or not self.cta.grid.dependent or (mask is not None and not mask.any()):
+        if before is None or not self.cta.grid.dependent:
             return True
-        if not before.done:
-            before.waiting.append(self)
-            self.wait("the grid before")
-            return False
-        self.clock.join(before.known)
-        self.catch_up(before.time)
-        return True
+        return self.is_over(before.end, before.done, "the grid before")
 
-    def grid_trigger(self, mask) -> None:
-        """griddepcontrol.launch_dependents."""
-        if mask is None or mask.any():
-            self.cta.trigger(self.time)
+    @effect(r"griddepcontrol\.launch_dependents")
+    def grid_trigger(self, lanes, site) -> None:
+        self.cta.trigger(self.time)

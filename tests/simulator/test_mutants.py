@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from simulator.mutants import DX_ONLY, mutants_of, who_notices
-from simulator.problems import Problem
+from simulator.mutants import mutants_of, who_notices
+from simulator.problems import DX_ONLY, Problem
 
 SCHEDULES = [
     Problem("backward", "pipelined", "layer", 85, 200, mask=DX_ONLY, sms=1),
@@ -34,3 +34,9 @@ def test_every_barrier_of_rows_over_several_warps_is_missed():
     mutants = list(mutants_of(problem))
     assert len(mutants) >= 4
     assert [str(each) for each in mutants if who_notices(problem, [each], seeds=2) is None] == []
+
+
+def test_the_count_of_ctas_that_are_done_with_a_column_tile_is_missed():
+    problem = Problem("backward", "multi_wave", "layer", 2, 33000, sms=20)
+    (count,) = (each for each in mutants_of(problem) if each.instruction.opcode.startswith("atom"))
+    assert who_notices(problem, [count], seeds=1) == "numbers"

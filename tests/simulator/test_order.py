@@ -63,6 +63,25 @@ def test_relaxed_accesses_order_nothing(release, acquire):
         run(SAY.format(release, acquire), *(torch.zeros(1, dtype=torch.int32) for _ in range(3)), ctas=2)
 
 
+# CTA 0 stores a number, before it arrives or after; CTA 1 waits, and reads it.
+MEET = """mov.u32 %r0, %ctaid.x; setp.eq.u32 %p1, %r0, 0;
+{}
+barrier.cluster.arrive.aligned;
+{}
+barrier.cluster.wait.aligned;
+@!%p1 ld.global.b32 %r1, [%d0];
+@!%p1 st.global.b32 [%d1], %r1;"""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_cluster_knows_what_was_done_before_an_arrival_and_no_more(seed):
+    stores, out = "@%p1 st.global.b32 [%d0], 7;", nans(1)
+    run(MEET.format(stores, ""), nans(1), out, ctas=2, cluster=2, seed=seed)
+    assert out.view(torch.int32).item() == 7
+    with pytest.raises(Race, match="nothing orders them"):
+        run(MEET.format("", stores), nans(1), out, ctas=2, cluster=2, seed=seed)
+
+
 def test_nobody_can_go_on_where_a_barrier_lacks_a_warp():
     with pytest.raises(Deadlock, match=r"warp 0 of CTA 0 waits for bar\.sync 3, before .*small\.py"):
         run("mov.u32 %r0, %tid.x;\nbar.sync 3, 96;\nst.global.b32 [%d0], %r0;", nans(1), threads=64)

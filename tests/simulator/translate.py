@@ -14,15 +14,17 @@ from collections.abc import Callable
 import numpy as np
 
 from . import arithmetic
-from .ptx import BITS, Address, Instruction, Kernel, Name, Number, PtxError, Register
+from .ptx import BITS, Instruction, Kernel, Name, Number, PtxError, Register
 
 EXIT = -1
-SHARED_BASE = 1024  # of addresses in shared memory: so much is the system's
 PARAMETER_BASE, PARAMETER_PAGE = 0x7F00_0000, 4096  # of addresses of parameters, a page each
 ENDS_BLOCK = re.compile(
     r"(bra|brx|ret|exit|bar\.sync|barrier|red|atom|cp\.async|mbarrier\.arrive|st\.async|griddepcontrol)\b"
 )
-WAITS = re.compile(r"(mbarrier\.(try|test)_wait|ld\.(acquire|relaxed|volatile)|griddepcontrol\.wait)\b")
+WAITS = re.compile(r"(mbarrier\.(try|test)_wait|barrier\.cluster\.wait|ld\.(acquire|relaxed)|griddepcontrol\.wait)\b")
+ALL = slice(None)  # lanes
+SCOPE = {**vars(np), **vars(arithmetic), "ALL": ALL}  # of a block's function
+UNSIGNED = {1: "pred", 16: "u16", 32: "u32", 64: "u64"}
 
 INSTRUCTIONS: list[tuple[re.Pattern, Callable]] = []
 
@@ -30,6 +32,37 @@ INSTRUCTIONS: list[tuple[re.Pattern, Callable]] = []
 def instruction(pattern: str):
     """Registers a function(translator, operands, *groups) that emits the instructions whose whole opcode matches."""
     return lambda emit: INSTRUCTIONS.append((re.compile(pattern), emit)) or emit
+
+
+def effect(pattern: str, operands: str = "", waits: bool = False):
+    """Registers a method(lanes, site, *groups, *operands) of warps that does what these instructions do. Lanes are an
+    index; the site is the instruction's number.
+
+    Of the operands (a "?" at those that may be missing) it gets: "=" the registers to fill; "[]" an address; "[map]"
+    a tensor map's and the coordinates; "u32" and the like values, "*u32" of a vector; of "_" and "-" nothing, the
+    first is PTX's sink. Where it `waits`, the instruction is tried again, when something has come about, until it is
+    true.
+    """
+
+    def register(method: Callable) -> Callable:
+        def emit(t, given, *groups):
+            forms = operands.format(*groups).split()
+            if not sum("?" not in form for form in forms) <= len(given) <= len(forms):
+                raise ValueError
+            arguments = [t.lanes, str(t.site), *map(repr, groups)]
+            for form, operand in zip(forms, given, strict=False):
+                arguments += t.arguments(form.rstrip("?"), operand)
+            call = f"w.{method.__name__}({', '.join(arguments)})"
+            if waits:
+                nobody = "not q.any() or " * t.guarded
+                t.put(f"return {t.program.block_at[t.site + 1]} if {nobody}{call} else {t.number}")
+            else:
+                t.put("q.any() and " * t.guarded + call)
+
+        instruction(pattern)(emit)
+        return method
+
+    return register
 
 
 @functools.cache
@@ -48,7 +81,8 @@ class Program:
         self.kernel, self.without = kernel, without
         self.constants: list[np.ndarray] = []
         self._known_constants: dict[tuple, int] = {}
-        self.dynamic_base = SHARED_BASE + -(-kernel.shared_bytes // 16) * 16  # as global_smem is aligned
+        self.dynamic_base = -(-kernel.shared_bytes // 16) * 16  # as global_smem is aligned
+        self.idle_warps: list = []
         starts = {0, *kernel.labels.values()}
         for at, each in enumerate(kernel.code):
             if WAITS.match(each.opcode):
@@ -84,9 +118,9 @@ class Program:
         if name == "global_smem":
             return self.dynamic_base
         if name in self.kernel.shared:
-            return SHARED_BASE + self.kernel.shared[name]
+            return self.kernel.shared[name]
         if name in self.kernel.parameters:
-            return PARAMETER_BASE + PARAMETER_PAGE * list(self.kernel.parameters).index(name)
+            return PARAMETER_BASE + PARAMETER_PAGE * self.kernel.parameters.index(name)
         raise PtxError(f"unknown name {name}")
 
 
@@ -95,11 +129,20 @@ class _Block:
 
     def __init__(self, program: Program, number: int, masked: bool):
         self.program, self.number, self.masked = program, number, masked
-        self.mask: str | None = None  # the lanes of the instruction that is emitted
-        self.site = 0  # its index
+        self.guarded, self.site = False, 0  # the instruction that is emitted
         self.lines: list[str] = []
         self.sites: list[int] = []
         self.files: set[str] = set()  # lists of registers that are used
+
+    @property
+    def mask(self) -> str | None:
+        """The lanes that execute: None for all."""
+        return "q" if self.guarded else "m" if self.masked else None
+
+    @property
+    def lanes(self) -> str:
+        """The same as an index."""
+        return self.mask or "ALL"
 
     def compiled(self) -> tuple[Callable, list[int]]:
         start, end = self.program.blocks[self.number]
@@ -111,7 +154,7 @@ class _Block:
         head = [f"def block(w, m, k=k):  # {self.program.kernel.name}, {start} to {end}"]
         head.append(f" {', '.join(names)} = {', '.join(f'w.{each}' for each in names)}" if names else " pass")
         source = "\n".join([*head, *(f" {line}" for line in self.lines)])
-        scope = {"k": self.program.constants, **arithmetic.FUNCTIONS}
+        scope = {**SCOPE, "k": self.program.constants}
         exec(compile(source, f"<{self.program.kernel.name}>", "exec"), scope)
         return scope["block"], [start, start, *self.sites]
 
@@ -120,58 +163,57 @@ class _Block:
         self.sites.append(self.site)
 
     def _emit(self, each: Instruction) -> None:
+        self.guarded = False
         if self.site in self.program.without:
-            if WAITS.match(each.opcode) and each.opcode.startswith("mbarrier"):
-                self.mask = "m" if self.masked else None
+            if each.opcode.startswith("mbarrier") and WAITS.match(each.opcode):
                 self.set(each.operands[0], "pred", "True")
             return
         found = _emitter(each.opcode)
         if found is None:
             raise PtxError(f"{self.program.kernel.name}: unknown instruction {each.text!r} ({each.place})")
-        self.mask = "m" if self.masked else None
-        if each.guard is not None and not each.opcode.startswith("bra"):
-            self.put(f"q = {self._guard(each)}")
-            self.mask = "q"
+        if each.guard is not None:
+            taken = f"{'~' if each.negated else ''}{self.get(each.guard, 'pred')}"
+            self.put(f"q = {taken} & m" if self.masked else f"q = {taken}")
+            self.guarded = True
         emit, groups = found
         try:
             emit(self, each.operands, *groups)
         except (IndexError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise PtxError(f"{self.program.kernel.name}: {each.text!r} has operands of no known form") from error
 
-    def _guard(self, each: Instruction) -> str:
-        taken = f"{'~' if each.negated else ''}{self.get(each.guard, 'pred')}"
-        return f"{taken} & m" if self.masked else taken
-
     # --- Operands ---
 
-    def file(self, name: str) -> str:
+    def _file(self, name: str, row: int) -> str:
         self.files.add(name)
-        return name
+        return f"{name}[{row}]"
 
     def get(self, operand, kind: str) -> str:
         """A source operand as 32 values of a PTX type."""
+        if kind == "bf16":
+            return f"from_bf16({self.get(operand, 'u16')})"
         numpy_kind = arithmetic.numpy_kind(kind)
         if isinstance(operand, Register):
-            if kind == "pred":
-                return f"{self.file('pred')}[{operand.row}]"
-            if kind == "f32x2":
-                return f"{self.file('f32x2')}[{operand.row}]"
+            if operand.part:
+                return self._file(f"{operand.part}{2 * operand.bits}", operand.row)
             if BITS[kind] == operand.bits:
-                return f"{self.file(numpy_kind)}[{operand.row}]"
+                return self._file(numpy_kind, operand.row)
             if BITS[kind] < operand.bits:  # the low part of a wider register
-                return f"{self.file(f'u{operand.bits}')}[{operand.row}].astype('{arithmetic.DTYPES[numpy_kind]}')"
+                wide = self._file(UNSIGNED[operand.bits], operand.row)
+                return f"{wide}.astype('{arithmetic.DTYPES[numpy_kind]}')"
         if isinstance(operand, Number):
             return self.program.constant(np.full(32, arithmetic.number(operand.text, kind)))
         if isinstance(operand, Name):
             if operand.text.startswith("%"):
-                return f"w.special[{operand.text!r}]"
+                return f"w.special({operand.text!r})"
             address = self.program.address_of(operand.text)
             return self.program.constant(np.full(32, address, arithmetic.DTYPES[numpy_kind]))
         raise PtxError(f"operand {operand} as {kind}")
 
     def set(self, register: Register, kind: str, values: str) -> None:
         """register = values, in the lanes that execute."""
-        if kind != "pred" and kind != "f32x2" and BITS[kind] != register.bits:
+        if kind == "bf16":
+            kind, values = "u16", f"to_bf16({values})"
+        if BITS[kind] != register.bits:
             raise PtxError(f"a {kind} for a register of {register.bits} bits")
         target = self.get(register, kind)
         if self.mask is None:
@@ -180,20 +222,35 @@ class _Block:
             mask = f"{self.mask}.repeat(2)" if kind == "f32x2" else self.mask
             self.put(f"copyto({target}, {values}, 'unsafe', {mask})")
 
-    def call(self, function: str, register: Register, kind: str, *sources: str) -> None:
-        """The same by a numpy function, which writes where it computes."""
-        if kind == "f32x2" and self.mask is not None:
-            self.set(register, kind, f"{function}({', '.join(sources)})")
+    def compute(self, function: str, register: Register, kind: str, *sources: str) -> None:
+        """register = function of sources; one of numpy's own writes where it computes."""
+        given = ", ".join(sources)
+        if not isinstance(SCOPE[function], np.ufunc) or kind in ("bf16", "f32x2"):
+            self.set(register, kind, f"{function}({given})")
             return
-        where = "" if self.mask is None else f", where={self.mask}"
-        self.put(f"{function}({', '.join(sources)}, {self.get(register, kind)}{where})")
+        where = f", where={self.mask}" if self.mask else ""
+        self.put(f"{function}({given}, {self.get(register, kind)}{where})")
 
-    def address(self, operand: Address, bits: int) -> str:
-        return f"{self.get(operand.base, f'u{bits}')}, {operand.offset}"
+    def arguments(self, form: str, operand) -> list[str]:
+        """What a method of warps gets of an operand: see `effect`."""
+        if form in ("_", "-"):
+            if form == "_" and operand is not None:
+                raise ValueError
+            return []
+        if form == "[]":
+            base = self.get(operand.base, f"s{getattr(operand.base, 'bits', 64)}")
+            return [f"{base} + {operand.offset}" if operand.offset else base]
+        if form == "[map]":
+            if operand.offset:
+                raise ValueError
+            return [self.get(operand.base, "s64"), self._vector(operand.coordinates, lambda each: "s32")]
+        if form == "=":
+            return [self._vector(operand, lambda each: UNSIGNED[each.bits])]
+        return [self._vector(operand, lambda each: form[1:]) if form[0] == "*" else self.get(operand, form)]
 
-    def vector(self, operand, kind: str) -> str:
+    def _vector(self, operand, kind_of: Callable) -> str:
         parts = operand if isinstance(operand, tuple) else (operand,)
-        return f"({''.join(self.get(each, kind) + ', ' for each in parts)})"
+        return f"({''.join(f'{None if each is None else self.get(each, kind_of(each))}, ' for each in parts)})"
 
     def label(self, name: str) -> int:
         return self.program.block_at[self.program.kernel.labels[name]]
@@ -202,14 +259,13 @@ class _Block:
 # --- Control flow ---
 
 
-@instruction(r"bra(?:\.uni)?")
-def _bra(t, operands):
-    each = t.program.kernel.code[t.site]
-    target, after = t.label(operands[0].text), t.program.block_at[t.site + 1]
-    if each.guard is None:
+@instruction(r"bra(?:\.uni)?|ret|exit")
+def _jump(t, operands):
+    target = t.label(operands[0].text) if operands else EXIT
+    if not t.guarded:
         t.put(f"return {target}")
         return
-    t.put(f"q = {t._guard(each)}")
+    after = t.program.block_at[t.site + 1]
     t.put(f"if not q.any(): return {after}")
     t.put(f"if {'(q == m)' if t.masked else 'q'}.all(): return {target}")
     t.put(f"return q.copy(), {target}, {after}")
@@ -218,10 +274,4 @@ def _bra(t, operands):
 @instruction(r"brx\.idx")
 def _brx(t, operands):
     targets = [t.label(name) for name in t.program.kernel.tables[operands[1].text]]
-    t.put(f"return {targets}[w.uniform({t.get(operands[0], 'u32')}, m)]")
-
-
-@instruction(r"ret|exit")
-def _ret(t, operands):
-    each = t.program.kernel.code[t.site]
-    t.put(f"return {EXIT}" if each.guard is None else f"return q, {EXIT}, {t.program.block_at[t.site + 1]}")
+    t.put(f"return {targets}[w.uniform({t.lanes}, {t.get(operands[0], 'u32')})]")

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from . import instructions  # noqa: F401  which register themselves
 from .accesses import Accesses
 from .arithmetic import DTYPES, LANES
 from .copies import Copies
 from .races import PLAIN, Access, Clock, SimulationError
 from .synchronization import Synchronization
-from .translate import EXIT, Program
+from .translate import ALL, EXIT, Program, effect
 
 if TYPE_CHECKING:
     from .gpu import Cta
@@ -21,17 +22,19 @@ class Warp(Accesses, Copies, Synchronization):
     def __init__(self, program: Program):
         self.program = program
         rows = program.kernel.registers
-        self._files = {bits: np.empty((rows[bits], 32), f"uint{bits}") for bits in (16, 32, 64)}
-        self.pred = list(np.empty((rows[1], 32), bool))
+        self._files = {bits: np.empty((rows[bits], 32), f"u{bits // 8}") for bits in (16, 32, 64)}
+        self._files[1] = np.empty((rows[1], 32), bool)
 
     def __getattr__(self, name: str):
         """The lists of registers, when they are first used: u32 ... f64, the halves low32 ... high64, and f32x2."""
-        if name == "f32x2":
+        if name == "pred":
+            found = list(self._files[1])
+        elif name == "f32x2":
             found = list(self._files[64].view(np.float32))
         elif name in ("low32", "high32", "low64", "high64"):
             bits = int(name[-2:])
-            found = list(self._files[bits].view(f"uint{bits // 2}")[:, name.startswith("high") :: 2])
-        elif name in DTYPES and not name.startswith("_"):
+            found = list(self._files[bits].view(f"u{bits // 16}")[:, name.startswith("high") :: 2])
+        elif name in DTYPES:
             found = list(self._files[int(name[1:])].view(DTYPES[name]))
         else:
             raise AttributeError(name)
@@ -41,10 +44,8 @@ class Warp(Accesses, Copies, Synchronization):
     def begin(self, cta: Cta, number: int, priority: float) -> None:
         """From the first instruction on, as this warp of this CTA; registers are NaN."""
         self.cta, self.gpu, self.number, self.priority = cta, cta.gpu, number, priority
-        for file in self._files.values():
-            file.fill(np.iinfo(file.dtype).max)
-        for row in self.pred:
-            row.fill(False)
+        for bits, file in self._files.items():
+            file.fill(bits > 1 and np.iinfo(file.dtype).max)
         self.pc, self.lanes, self.others, self.alive = 0, None, [], np.ones(32, bool)
         self.waiting: str | None = None
         self.done = self.parked = False
@@ -55,19 +56,21 @@ class Warp(Accesses, Copies, Synchronization):
         self.clock = cta.grid.initial_clock()
         self.inits = Clock()  # what of it is known to be of mbarriers' inits, and published as such
         self.clock.seen[self.agent] = 1
-        grid, (x, y, z), cluster = cta.grid, cta.index, cta.grid.cluster
-        numbers = {"%tid.y": 0, "%tid.z": 0, "%ctaid.x": x, "%ctaid.y": y, "%ctaid.z": z, "%ntid.y": 1, "%ntid.z": 1,
-                   "%ntid.x": self.program.kernel.threads, "%nctaid.x": grid.size[0], "%nctaid.y": grid.size[1],
-                   "%nctaid.z": grid.size[2], "%warpid": number, "%cluster_ctarank": cta.rank,
-                   "%cluster_nctarank": cluster, "%cluster_ctaid.x": cta.rank, "%clusterid.x": x // cluster,
-                   "%clusterid.y": y, "%clusterid.z": z, "%nclusterid.x": grid.size[0] // cluster,
-                   "%nclusterid.y": grid.size[1], "%nclusterid.z": grid.size[2]}  # fmt: skip
-        self.special = {name: np.full(32, value, np.uint32) for name, value in numbers.items()}
-        self.special["%laneid"] = LANES.astype(np.uint32)
-        self.special["%tid.x"] = self.special["%laneid"] + np.uint32(32 * number)
 
     def __str__(self) -> str:
         return f"warp {self.number} of {self.cta}"
+
+    def special(self, name: str) -> np.ndarray:
+        """A register such as %tid.x."""
+        if name == "%laneid" or name == "%tid.x":
+            return (LANES + (name == "%tid.x") * 32 * self.number).astype(np.uint32)
+        size, cluster, (x, y, z) = self.cta.grid.size, self.cta.grid.cluster, self.cta.index
+        triples = {"%tid": (None, 0, 0), "%ntid": (self.program.kernel.threads, 1, 1), "%ctaid": (x, y, z),
+                   "%nctaid": size, "%cluster_ctaid": (self.cta.rank, 0, 0), "%clusterid": (x // cluster, y, z),
+                   "%nclusterid": (size[0] // cluster, *size[1:])}  # fmt: skip
+        numbers = {f"{name}.{axis}": n for name, three in triples.items() for axis, n in zip("xyz", three, strict=True)}
+        numbers |= {"%warpid": self.number, "%cluster_ctarank": self.cta.rank, "%cluster_nctarank": cluster}
+        return np.full(32, numbers[name], np.uint32)
 
     # --- Going on ---
 
@@ -93,30 +96,20 @@ class Warp(Accesses, Copies, Synchronization):
         """Lanes that part go on one part at a time, those furthest back first, and join where they meet again. False
         when all have ended."""
         mask = self.alive if self.lanes is None else self.lanes
-        if isinstance(after, tuple):
-            taken, target, other = after
-            parts = [(target, taken), (other, mask & ~taken)]
-        else:
-            parts = [(after, mask)]
-        for pc, lanes in parts:
+        taken, target, other = after if isinstance(after, tuple) else (mask, after, EXIT)
+        parts = dict(self.others)
+        for pc, lanes in ((target, taken), (other, mask & ~taken)):
             if pc == EXIT:
                 self.alive = self.alive & ~lanes
-                continue
-            there = next((n for n, (where, _) in enumerate(self.others) if where == pc), None)
-            if there is None:
-                self.others.append((pc, lanes))
             else:
-                self.others[there] = pc, self.others[there][1] | lanes
+                parts[pc] = parts.get(pc, False) | lanes
+        self.others = sorted(parts.items(), reverse=True)
         if not self.others:
             return False
-        self.others.sort(key=lambda part: -part[0])
         self.pc, self.lanes = self.others.pop()
         if self.lanes.all():
             self.lanes = None
         return True
-
-    def wait(self, what: str) -> None:
-        self.waiting = what
 
     def go_on(self, time: int) -> None:
         """What it waits for has come about, at that time."""
@@ -154,24 +147,25 @@ class Warp(Accesses, Copies, Synchronization):
         """What it does from now on is not known by those who know what it did."""
         self.clock.seen[self.agent] += 1
 
-    def needs_all(self, mask, what: str) -> None:
-        if not mask.all():
+    def needs_all(self, lanes, what: str) -> None:
+        if lanes is not ALL and not lanes.all():
             raise SimulationError(f"{what} by a part of a warp")
 
-    def needs_whole(self, mask, what: str) -> None:
+    def needs_whole(self, lanes, what: str) -> None:
         """Lanes that have ended may be missing."""
-        if self.others or (mask is not None and not (mask == self.alive).all()):
+        if self.others or (lanes is not ALL and not (lanes == self.alive).all()):
             raise SimulationError(f"{what} by a part of a warp")
 
-    def uniform(self, values, mask) -> int:
-        chosen = np.unique(values if mask is None else values[mask])
+    def uniform(self, lanes, values) -> int:
+        chosen = np.unique(values[lanes])
         if len(chosen) != 1:
             raise SimulationError("brx.idx to several targets in a warp")
         return int(chosen[0])
 
-    def elect(self, into, pred, mask) -> None:
-        if mask is not None:
-            self.needs_all(mask, "elect")
-        pred[:] = self.gpu.elected == LANES
-        if into is not None:
-            into[:] = self.gpu.elected
+    @effect(r"elect\.sync", "= u32")
+    def elect(self, lanes, site, into, members) -> None:
+        self.needs_all(lanes, "elect")
+        number, chosen = into
+        chosen[:] = self.gpu.elected == LANES
+        if number is not None:
+            number[:] = self.gpu.elected
