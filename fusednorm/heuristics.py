@@ -140,7 +140,7 @@ BLACKWELL_FORWARD = Tuning(
 )
 
 TUNINGS = {(90, "backward"): HOPPER_BACKWARD, (90, "forward"): HOPPER_FORWARD}
-for _arch in (100, 103, 120):
+for _arch in (100, 103, 110, 120, 121):
     TUNINGS |= {(_arch, "backward"): BLACKWELL_BACKWARD, (_arch, "forward"): BLACKWELL_FORWARD}
 
 

@@ -9,7 +9,7 @@ import pytest
 from planning import make_problem
 
 import fusednorm
-from fusednorm.device import A100, B200, GB300, H100, H200, RTX_4090, RTX_5090
+from fusednorm.device import A100, B200, H200, KNOWN, RTX_5090
 from fusednorm.heuristics import choose
 from fusednorm.plan import num_ctas
 
@@ -36,7 +36,7 @@ def properties_of(spec, name, sm_count):
     )
 
 
-@pytest.mark.parametrize("spec", [A100, H100, H200, B200, GB300, RTX_4090, RTX_5090], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", KNOWN, ids=lambda spec: spec.name)
 def test_a_whole_gpu_is_the_constant_of_its_name(spec):
     found = fusednorm.device.from_properties(properties_of(spec, f"NVIDIA {spec.name} 80GB", spec.sm_count))
     assert found == replace(spec, name=f"NVIDIA {spec.name} 80GB")
