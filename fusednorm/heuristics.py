@@ -134,7 +134,7 @@ BLACKWELL_BACKWARD = Tuning(
     narrowest_ring_bytes=dict(layer=512, rms=512),  # the narrowest of its published decisions
 )
 BLACKWELL_FORWARD = Tuning(
-    ("pipelined", "multi_wave"),
+    ("warp_specialized", "pipelined", "multi_wave"),
     "nvFuser reads rows of this size through a ring on B200",
     narrowest_ring_bytes=dict(layer=2048, rms=2048),
 )

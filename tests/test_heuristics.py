@@ -106,9 +106,9 @@ GOLDEN = [
     (A100, make_problem("layer", 65536), MANY_ROWS, ColumnTilePlan(1, 1024, 4, 3, 4096, 8)),
     (
         B200, make_problem("layer", 4096), MANY_ROWS,
-        WarpSpecializedPlan(1, 512, 8, 4, 2, 4, 1, 240, False, False, copy_chunks=8),
+        WarpSpecializedPlan(1, 512, 8, 8, 2, 4, 1, 240, False, False, copy_chunks=8),
     ),
-    (B200, make_problem("layer", 1024), MANY_ROWS, WarpSpecializedPlan(4, 1024, 1, 4, 2, 4, 1, 240, False, False)),
+    (B200, make_problem("layer", 1024), MANY_ROWS, WarpSpecializedPlan(4, 1024, 1, 8, 2, 4, 1, 240, False, True)),
     (B200, make_problem("layer", 4096), 1024, MultiWavePlan(1, 1024, 4, 8, 2, 128)),
 ]
 
@@ -223,6 +223,40 @@ def agrees(row: dict) -> bool:
 def test_95_of_100_choices_on_b200_are_the_published_ones():
     assert len(published()) == 100
     assert sum(map(agrees, published())) >= 95
+
+
+def published_rings() -> list[tuple[dict, RingPlan]]:
+    """Our plans for those that go by warp specialization there."""
+    rows = [row for row in published() if row["decision"] == "WS"]
+    return [(row, choose(as_problem(row), int(row["rows"]), B200)) for row in rows]
+
+
+def test_rings_on_b200_are_as_full_as_the_published_ones():
+    for row, plan in published_rings():
+        problem = as_problem(row)
+        held = plan.ctas_per_sm * budget.shared_bytes(plan, problem)
+        if isinstance(plan, WarpSpecializedPlan):
+            assert held >= 112 * 1024, row
+            assert not budget.fits_shared_memory(replace(plan, num_stages=2 * plan.num_stages), problem, B200)
+        on_their_way = held * (plan.num_stages - 1) / plan.num_stages
+        assert on_their_way >= B200.bytes_in_flight_per_sm, row
+
+
+def test_tiles_stay_in_registers_where_they_are_published_to_and_registers_suffice():
+    agree = 0
+    for row, plan in published_rings():
+        if isinstance(plan, WarpSpecializedPlan) and row["cached"] == "1":
+            agree += plan.cached
+            held = budget.registers(replace(plan, cached=True), as_problem(row), B200)
+            assert plan.cached == (plan.num_groups > 1 and held <= plan.max_registers), row
+        assert row["cached"] == "1" or not getattr(plan, "cached", False), row
+    assert agree >= 38  # of 47
+
+
+def test_a_warp_specialized_ring_on_hopper_is_as_shallow_as_it_was_measured():
+    for norm, cols in (("layer", 256), ("rms", 1024), ("layer", 4096), ("rms", 8192)):
+        plan = best_plan("warp_specialized", make_problem(norm, cols), H200)
+        assert plan.num_stages <= 4 and not plan.cached
 
 
 @pytest.mark.parametrize("device", BLACKWELL, ids=lambda device: device.name)

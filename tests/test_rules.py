@@ -23,7 +23,6 @@ RULES = {  # rule: variant, problem, rows, device that meet it
     "alignment": ("warp_specialized", make_problem(cols=4100), MANY_ROWS, B200),
     "nested_rows": ("pipelined", make_problem(nested_rows=True), MANY_ROWS, H200),
     "rows": ("pipelined", make_problem(), 2**31, H200),
-    "backward": ("warp_specialized", make_problem(direction="forward"), MANY_ROWS, B200),
     "shared_memory": ("warp_specialized", make_problem("layer", 65536), MANY_ROWS, B200),
     "unmeasured": ("pipelined", make_problem(wants_dx=False), MANY_ROWS, B200),
     "untried": ("warp_specialized", make_problem(), MANY_ROWS, H200),
