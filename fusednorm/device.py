@@ -66,9 +66,9 @@ def named(name: str) -> DeviceSpec:
     raise ValueError(f"device must be one of {', '.join(spec.name for spec in KNOWN)}, got {name!r}")
 
 
-# Full GPUs. Resources are the driver's attributes, bandwidths the datasheets' of the SXM module or of the card. Where no
-# test has run, limits of an SM are CCCL's (cuda/__device/arch_traits.h), SMs and L2 what users have seen (Thor: topic
-# 356355 of NVIDIA's forum; GB10: 6144 CUDA cores, 128 to an SM).
+# Full GPUs. Resources are the driver's attributes, bandwidths the datasheets' of the SXM module or the card. Where no
+# test has run, limits of an SM are CCCL's (cuda/__device/arch_traits.h), SMs and L2 what users have seen (Thor: the
+# topic 356355 of NVIDIA's forum; GB10: 6144 CUDA cores, 128 to an SM).
 A100 = DeviceSpec("A100", 80, 108, 163 * KIB, 164 * KIB, 65536, 2048, 40 * MIB, 2039)
 H100 = DeviceSpec("H100", 90, 132, 227 * KIB, 228 * KIB, 65536, 2048, 50 * MIB, 3352)
 H200 = DeviceSpec("H200", 90, 132, 227 * KIB, 228 * KIB, 65536, 2048, 60 * MIB, 4800)

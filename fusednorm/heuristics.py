@@ -131,6 +131,7 @@ BLACKWELL_BACKWARD = Tuning(
     ("warp_specialized", "pipelined", "multi_wave"),
     "nvFuser found warp specialization the fastest on B200 wherever rows and registers suffice",
     ring_rows_per_sm={"layer": 16, "rms": 4},
+    ring_rows_per_sm_without_dx=8,  # as on Hopper: nvFuser asks for TMA and for columns of 16 KiB, whatever the GPU
     narrowest_ring_bytes=dict(layer=512, rms=512),  # the narrowest of its published decisions
 )
 BLACKWELL_FORWARD = Tuning(

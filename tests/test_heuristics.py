@@ -110,6 +110,7 @@ GOLDEN = [
     ),
     (B200, make_problem("layer", 1024), MANY_ROWS, WarpSpecializedPlan(4, 1024, 1, 8, 2, 4, 1, 240, False, True)),
     (B200, make_problem("layer", 4096), 1024, MultiWavePlan(1, 1024, 4, 8, 2, 128)),
+    (B200, make_problem("layer", 4096, wants_dx=False), MANY_ROWS, ColumnRingPlan(64, 128, 3, 8, 2, 128)),
 ]
 
 
@@ -136,16 +137,17 @@ def test_thresholds_on_b200_are_those_published(norm, last):
     assert choose(make_problem(norm), last + 1, B200).variant == "warp_specialized"
 
 
-def test_gradients_of_parameters_alone_go_by_tma_from_some_rows_on():
+@pytest.mark.parametrize("device", [H200, *BLACKWELL], ids=lambda device: device.name)
+def test_gradients_of_parameters_alone_go_by_tma_from_some_rows_on(device):
     problem = make_problem("layer", 4096, wants_dx=False)
-    assert isinstance(choose(problem, 8 * H200.sm_count, H200), ColumnTilePlan)
-    assert isinstance(choose(problem, 8 * H200.sm_count + 1, H200), ColumnRingPlan)
+    assert isinstance(choose(problem, 8 * device.sm_count, device), ColumnTilePlan)
+    assert isinstance(choose(problem, 8 * device.sm_count + 1, device), ColumnRingPlan)
 
 
 @pytest.mark.parametrize("device", [H200, B200, RTX_5090], ids=lambda device: device.name)
 @pytest.mark.parametrize("wants", [(True, True), (True, False), (False, True)], ids=str)
 @pytest.mark.parametrize("dtype, grad", [("bf16", "bf16"), ("fp32", "fp32"), ("bf16", "fp32")])
-def test_parameter_gradients_alone_go_by_tma_where_that_is_measured_or_forced(device, wants, dtype, grad):
+def test_parameter_gradients_alone_go_by_tma_two_ctas_on_an_sm(device, wants, dtype, grad):
     problem = make_problem(
         "layer", 1000, dtype, grad=grad, wants_dx=False, wants_dw=wants[0], wants_db=wants[1], tma_aligned=True
     )
@@ -153,7 +155,7 @@ def test_parameter_gradients_alone_go_by_tma_where_that_is_measured_or_forced(de
     assert isinstance(plan, ColumnRingPlan)
     assert 2 * (budget.shared_bytes(plan, problem) + budget.RESERVED_SMEM_BYTES) <= device.smem_per_sm_bytes
     assert num_ctas(plan, MANY_ROWS, 1000, device) * -(-1000 // plan.chunk) <= 2 * device.sm_count
-    assert isinstance(choose(problem, MANY_ROWS, device), ColumnRingPlan if device is H200 else ColumnTilePlan)
+    assert plan == choose(problem, MANY_ROWS, device)
 
 
 @pytest.mark.parametrize("cols", [4096, 8192])

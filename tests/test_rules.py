@@ -24,7 +24,7 @@ RULES = {  # rule: variant, problem, rows, device that meet it
     "nested_rows": ("pipelined", make_problem(nested_rows=True), MANY_ROWS, H200),
     "rows": ("pipelined", make_problem(), 2**31, H200),
     "shared_memory": ("warp_specialized", make_problem("layer", 65536), MANY_ROWS, B200),
-    "unmeasured": ("pipelined", make_problem(wants_dx=False), MANY_ROWS, B200),
+    "unmeasured": ("pipelined", make_problem(wants_dx=False), MANY_ROWS, replace(B200, arch=130)),
     "untried": ("warp_specialized", make_problem(), MANY_ROWS, H200),
     "one_stage": ("warp_specialized", make_problem("rms", 8192), MANY_ROWS, SMALL),
     "spills": ("warp_specialized", make_problem("layer", 16384), MANY_ROWS, B200),
