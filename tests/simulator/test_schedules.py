@@ -52,7 +52,7 @@ SPECIALIZED = [
     Problem("backward", "warp_specialized", "rms", 85, 512, HALVES, mask=DX_ONLY),
     Problem("backward", "warp_specialized", "layer", 9, 1032, mask=DX_ONLY, sms=1),  # one group
     Problem("backward", "warp_specialized", "layer", 20, 200, MIXED, residual=BF16),
-    Problem("backward", "warp_specialized", "rms", 900, 200, device="B200"),  # a full ring that goes round
+    Problem("backward", "warp_specialized", "rms", 450, 200, device="B200", sms=1),  # a full ring that goes round
     Problem("backward", "warp_specialized", "layer", 100, 512, FLOATS, residual=BF16, device="B200"),  # cached
     Problem("forward", "warp_specialized", "layer", 1, 200),
     Problem("forward", "warp_specialized", "layer", 301, 200),
@@ -75,8 +75,8 @@ ORDERED = [
     Problem("backward", "pipelined", "layer", 60, 200, sms=1),
     Problem("backward", "pipelined", "rms", 5, 5120, mask=DX_ONLY, sms=4),
     Problem("backward", "warp_specialized", "layer", 105, 200, sms=1),
-    Problem("backward", "warp_specialized", "rms", 300, 512, mask=DX_ONLY, sms=1, device="B200"),
-    Problem("forward", "warp_specialized", "layer", 301, 200, sms=1),
+    Problem("backward", "warp_specialized", "rms", 150, 512, mask=DX_ONLY, sms=1, device="B200"),
+    Problem("forward", "warp_specialized", "layer", 105, 200, sms=1),
 ]
 SEEDS = 20
 
