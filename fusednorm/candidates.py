@@ -42,7 +42,8 @@ MAX_ROWS_PER_WARP = 8  # of 4 lanes each; with 2 lanes 131072 x 64 takes 20.9 us
 # else. 2048 x 65552, boxes of 32 bytes, takes 269 us so and 387, 2048 x 239136, of 64, 800 and 1452; but of 16 bytes
 # 2048 x 49160 282 and 295, 2048 x 65544 437 and 386, 2048 x 131080 1077 and 757 (LayerNorm backward).
 COLUMNS_OF_FEW_BOXES, BYTES_OF_LONG_BOX, MOST_BOXES_OF_16_BYTES = 32768, 128, 512
-MAX_PRODUCED_COPIES = {1: 6, 2: 2}  # by groups; of more, the producer cannot hold the addresses in its 24 registers
+# Of all tensors, by groups: of more copies, the producer cannot hold the addresses in its 24 registers.
+MAX_PRODUCED_COPIES = {1: 12, 2: 4}
 # For which nvFuser has published choices: its rings on B200 hold 112 to 224 KiB. On an H200 a few stages are fastest.
 OLDEST_PUBLISHED_ARCH = 100
 CLUSTERS = (1, 2, 4, 8, 16)  # CTAs that share a row too wide for one
@@ -170,6 +171,7 @@ def pipelined_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[Pipeli
 def warp_specialized_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[WarpSpecializedPlan]:
     """Those with few stages, of which a forward reads a tile once, and a backward twice."""
     forward = problem.direction == "forward"
+    tensors = 1 if forward else 2
     for num_groups, num_warps in ((1, 4), (1, 8), (1, 16), (2, 4), (2, 8)):
         limit = budget.group_register_limit(num_groups, num_warps, device)
         stages = (1, 2, 3) if num_groups == 1 else (2, 4)
@@ -177,7 +179,7 @@ def warp_specialized_plans(problem: NormProblem, device: DeviceSpec) -> Iterator
         for (tile, copies), num_stages, in_smem in itertools.product(tiles, stages, (False, True)):
             depth = num_stages, num_groups, num_warps, 1, limit, in_smem
             plan = WarpSpecializedPlan(*tile, *depth, forward, copies.chunks)
-            if not copies.tail and num_copies(plan) <= MAX_PRODUCED_COPIES[num_groups]:
+            if not copies.tail and tensors * num_copies(plan) <= MAX_PRODUCED_COPIES[num_groups]:
                 yield plan
 
 
