@@ -164,6 +164,22 @@ def test_few_rows_go_through_a_ring_on_hopper_but_not_on_blackwell(cols):
     assert not isinstance(choose(make_problem("layer", cols), 64, B200), RingPlan)
 
 
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("cols", [1024, 1280, 1536, 1600, 2048, 2560, 4096, 5120, 6656, 8192, 10240, 12288, 18432])
+def test_a_forward_of_any_number_of_rows_is_a_ring_on_blackwell_and_warp_specialized_by_force_on_hopper(norm, cols):
+    problem = make_problem(norm, cols, direction="forward")
+    for rows in (B200.sm_count // 2, 2048, 2049):
+        plan = choose(problem, rows, B200)
+        assert isinstance(plan, WarpSpecializedPlan if cols <= 12288 else RingPlan)
+        assert not isinstance(choose(problem, rows, H200), WarpSpecializedPlan)
+        with fusednorm.force("warp_specialized"):
+            forced = choose(problem, rows, H200)
+        assert isinstance(forced, WarpSpecializedPlan) and forced.num_stages <= 4
+    assert plan.num_stages > 1 and not budget.fits_shared_memory(
+        replace(plan, num_stages=2 * plan.num_stages), problem, B200
+    )
+
+
 @pytest.mark.parametrize("cols, is_ring", [(2032, False), (2064, True), (9232, True), (10256, False), (15376, True)])
 def test_a_forward_that_tma_copies_by_32_bytes_is_a_ring_at_some_widths(cols, is_ring):
     plan = choose(make_problem("layer", cols, direction="forward"), MANY_ROWS, H200)
