@@ -140,11 +140,14 @@ def _sums_per_row(plan: RingPlan, problem: NormProblem) -> int:
 def _captured_bytes(plan: WarpSpecializedPlan, problem: NormProblem) -> int:
     """What the first group hands to the other warps: for a piece of shared memory 8 bytes and 4 per dimension, for a
     pointer, a descriptor or a stride 8, for a size 4."""
-    sides = 5 if plan.copy_chunks > 1 else 4
-    rings, barriers, descriptors, rows = 2 * num_copies(plan) * (8 + 4 * sides), 2 * (8 + 4 * 2), 2 * 8, 4
-    captured = rings + barriers + descriptors + rows
-    if plan.num_groups > 1:
-        layer = problem.norm == "layer"
+    sides, layer = 5 if plan.copy_chunks > 1 else 4, problem.norm == "layer"
+    tensors = 2 if problem.direction == "backward" else 1
+    captured = tensors * (num_copies(plan) * (8 + 4 * sides) + 8) + 2 * (8 + 4 * 2) + 4  # the last are the rows
+    if plan.num_groups > 1 and problem.direction == "forward":
+        held = [dtype for dtype in (problem.weight_dtype, problem.bias_dtype) if dtype is not None]
+        parameter = plan.num_chunks * (8 + 4 * 2) if plan.weight_in_smem else 8
+        captured += len(held) * parameter + 8 * (2 + layer) + 4 + 8  # y and statistics; the columns; eps
+    elif plan.num_groups > 1:
         has_residual = problem.residual_dtype is not None
         pointers = 2 + layer + problem.num_sums + has_residual  # rstd, dx; mean; dw, db; the residual gradient
         strides, cols = 8 * (1 + layer), 4
@@ -246,6 +249,9 @@ def ring_registers(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> 
             need += 24 * (large or device.arch >= 100)
         need += (1.25 + 1.25 * _residual_registers(problem)) * elements + 2.5 * rows + 3.5 * plan.num_chunks
         need += plan.cluster * (plan.cluster > 1)  # shares of the row sums
+        if isinstance(plan, WarpSpecializedPlan) and plan.cached:
+            need += elements * (problem.x_dtype.itemsize + problem.grad_dtype.itemsize) / 8
+            need += 2 * REGISTER_STEP * (not is_whole(plan, problem.cols))
     else:
         parameters = [dtype.itemsize for dtype in (problem.weight_dtype, problem.bias_dtype) if dtype is not None]
         need = 30 + (1 + problem.x_dtype.itemsize / 4) * elements

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from . import budget
@@ -22,7 +23,6 @@ from .plan import (
     rows_of_a_thread,
 )
 from .preference import (
-    BYTES_IN_FLIGHT_PER_SM,
     RING_STAGES,
     may_have_few_warps,
     multiwave_key,
@@ -42,7 +42,10 @@ MAX_ROWS_PER_WARP = 8  # of 4 lanes each; with 2 lanes 131072 x 64 takes 20.9 us
 # else. 2048 x 65552, boxes of 32 bytes, takes 269 us so and 387, 2048 x 239136, of 64, 800 and 1452; but of 16 bytes
 # 2048 x 49160 282 and 295, 2048 x 65544 437 and 386, 2048 x 131080 1077 and 757 (LayerNorm backward).
 COLUMNS_OF_FEW_BOXES, BYTES_OF_LONG_BOX, MOST_BOXES_OF_16_BYTES = 32768, 128, 512
-MAX_PRODUCED_COPIES = {1: 6, 2: 2}  # by groups; of more, the producer cannot hold the addresses in its 24 registers
+# Of all tensors, by groups: of more copies, the producer cannot hold the addresses in its 24 registers.
+MAX_PRODUCED_COPIES = {1: 12, 2: 4}
+# For which nvFuser has published choices: its rings on B200 hold 112 to 224 KiB. On an H200 a few stages are fastest.
+OLDEST_PUBLISHED_ARCH = 100
 CLUSTERS = (1, 2, 4, 8, 16)  # CTAs that share a row too wide for one
 CLUSTER_ARCHS = (90, 100, 103)
 # Where others hold up to so many SMs (bench/NOTES.md, "Clusters beside others").
@@ -62,7 +65,8 @@ def multi_wave(problem: NormProblem, device: DeviceSpec) -> Plan:
     if problem.direction == "backward" and not problem.wants_dx:
         return column_tile_plan(problem, device)  # no row sum is needed: a plain reduction over rows
     plans = multiwave_plans(problem, device)
-    return max(plans, key=lambda plan: multiwave_key(problem, plan), default=None) or column_tile_plan(problem, device)
+    best = max(plans, key=lambda plan: multiwave_key(problem, plan, device), default=None)
+    return best or column_tile_plan(problem, device)
 
 
 def multiwave_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[MultiWavePlan]:
@@ -80,7 +84,7 @@ def multiwave_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[MultiW
                 tile_bytes = rows_per_tile * problem.cols * bytes_per_element(problem)
                 enough = warps_per_sm(problem) / num_warps
                 if num_chunks > 1 or not few_warps:
-                    enough = max(enough, BYTES_IN_FLIGHT_PER_SM / tile_bytes)
+                    enough = max(enough, device.bytes_in_flight_per_sm / tile_bytes)
                 ctas_per_sm = min(room, math.ceil(enough))
                 limit = budget.register_limit(threads * ctas_per_sm, device)
                 yield MultiWavePlan(rows_per_tile, chunk, num_chunks, num_warps, ctas_per_sm, limit)
@@ -129,7 +133,19 @@ def column_ring_plan(problem: NormProblem, device: DeviceSpec) -> ColumnRingPlan
 
 def warp_specialized(problem: NormProblem, device: DeviceSpec) -> WarpSpecializedPlan | None:
     """As `pipelined`."""
-    return best_ring(warp_specialized_plans(problem, device), problem, device)
+    plan = best_ring(warp_specialized_plans(problem, device), problem, device)
+    return as_published(plan, problem, device) if plan and device.arch >= OLDEST_PUBLISHED_ARCH else plan
+
+
+def as_published(plan: WarpSpecializedPlan, problem: NormProblem, device: DeviceSpec) -> WarpSpecializedPlan:
+    """The last steps of nvFuser's ladder: two groups keep a tile in registers where these suffice, and the stages are
+    doubled as often as they fit."""
+    cached = replace(plan, cached=True)
+    if plan.num_groups > 1 and budget.registers(cached, problem, device) <= plan.max_registers:
+        plan = cached
+    while budget.fits_shared_memory(deeper := replace(plan, num_stages=2 * plan.num_stages), problem, device):
+        plan = deeper
+    return plan
 
 
 def best_ring(plans: Iterator[RingPlan], problem: NormProblem, device: DeviceSpec) -> RingPlan | None:
@@ -153,15 +169,17 @@ def pipelined_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[Pipeli
 
 
 def warp_specialized_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[WarpSpecializedPlan]:
-    """A tile is never cached in registers: these are short, stages are not."""
+    """Those with few stages, of which a forward reads a tile once, and a backward twice."""
+    forward = problem.direction == "forward"
+    tensors = 1 if forward else 2
     for num_groups, num_warps in ((1, 4), (1, 8), (1, 16), (2, 4), (2, 8)):
         limit = budget.group_register_limit(num_groups, num_warps, device)
         stages = (1, 2, 3) if num_groups == 1 else (2, 4)
         tiles = ring_tiles(problem, num_warps, 1)
         for (tile, copies), num_stages, in_smem in itertools.product(tiles, stages, (False, True)):
             depth = num_stages, num_groups, num_warps, 1, limit, in_smem
-            plan = WarpSpecializedPlan(*tile, *depth, False, copies.chunks)
-            if not copies.tail and num_copies(plan) <= MAX_PRODUCED_COPIES[num_groups]:
+            plan = WarpSpecializedPlan(*tile, *depth, forward, copies.chunks)
+            if not copies.tail and tensors * num_copies(plan) <= MAX_PRODUCED_COPIES[num_groups]:
                 yield plan
 
 

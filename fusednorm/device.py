@@ -28,6 +28,9 @@ class DeviceSpec:
     max_threads_per_sm: int
     l2_bytes: int
     bandwidth_gb_s: float  # of device memory, by the datasheet
+    # That each SM must have asked for to keep the memory busy, by Little's law: 4.4 TB/s of an H200 times about 1 us of
+    # loaded latency is 32 KiB for each of its SMs. What was measured elsewhere went by as much.
+    bytes_in_flight_per_sm: int = 32 * KIB
     sm_margin: int = 0  # SMs that it has besides, which are left to others
     triton: tuple[int, int] = OLDEST_TRITON  # which compiles for it: releases need different numbers of registers
 
@@ -63,16 +66,22 @@ def named(name: str) -> DeviceSpec:
     raise ValueError(f"device must be one of {', '.join(spec.name for spec in KNOWN)}, got {name!r}")
 
 
-# Full GPUs. Resources are the driver's attributes, bandwidths the datasheets' of the SXM module or of the card.
+# Full GPUs. Resources are the driver's attributes, bandwidths the datasheets' of the SXM module or the card. Where no
+# test has run, limits of an SM are CCCL's (cuda/__device/arch_traits.h), SMs and L2 what users have seen (Thor: the
+# topic 356355 of NVIDIA's forum; GB10: 6144 CUDA cores, 128 to an SM).
 A100 = DeviceSpec("A100", 80, 108, 163 * KIB, 164 * KIB, 65536, 2048, 40 * MIB, 2039)
 H100 = DeviceSpec("H100", 90, 132, 227 * KIB, 228 * KIB, 65536, 2048, 50 * MIB, 3352)
 H200 = DeviceSpec("H200", 90, 132, 227 * KIB, 228 * KIB, 65536, 2048, 60 * MIB, 4800)
-B200 = DeviceSpec("B200", 100, 148, 227 * KIB, 228 * KIB, 65536, 2048, 126 * MIB, 8000)
-GB300 = DeviceSpec("GB300", 103, 152, 227 * KIB, 228 * KIB, 65536, 2048, 126 * MIB, 8000)
+B200 = DeviceSpec("B200", 100, 148, 227 * KIB, 228 * KIB, 65536, 2048, 126 * MIB, 8000, 49 * KIB)
+GB200 = DeviceSpec("GB200", 100, 152, 227 * KIB, 228 * KIB, 65536, 2048, 126 * MIB, 8000, 48 * KIB)
+B300 = DeviceSpec("B300", 103, 148, 227 * KIB, 228 * KIB, 65536, 2048, 126 * MIB, 8000, 49 * KIB)
+GB300 = DeviceSpec("GB300", 103, 152, 227 * KIB, 228 * KIB, 65536, 2048, 126 * MIB, 8000, 48 * KIB)
+THOR = DeviceSpec("Thor", 110, 20, 227 * KIB, 228 * KIB, 65536, 1536, 32 * MIB, 273)
 RTX_3090 = DeviceSpec("RTX 3090", 86, 82, 99 * KIB, 100 * KIB, 65536, 1536, 6 * MIB, 936)
 RTX_4090 = DeviceSpec("RTX 4090", 89, 128, 99 * KIB, 100 * KIB, 65536, 1536, 72 * MIB, 1008)
 RTX_5090 = DeviceSpec("RTX 5090", 120, 170, 99 * KIB, 100 * KIB, 65536, 1536, 96 * MIB, 1792)
-KNOWN = (A100, H100, H200, B200, GB300, RTX_3090, RTX_4090, RTX_5090)
+GB10 = DeviceSpec("GB10", 121, 48, 99 * KIB, 100 * KIB, 65536, 1536, 24 * MIB, 273)
+KNOWN = (A100, H100, H200, B200, GB200, B300, GB300, THOR, RTX_3090, RTX_4090, RTX_5090, GB10)
 
 UNKNOWN_BANDWIDTH_GB_S = 1000.0  # enters predicted times only, no choice
 
@@ -93,7 +102,8 @@ def from_properties(properties) -> DeviceSpec:
     partition's SMs, and of the bandwidth we take the same share."""
     arch = 10 * properties.major + properties.minor
     words = _plain(properties.name)
-    known = next((spec for spec in KNOWN if spec.arch == arch and _plain(spec.name) in words), None)
+    alike = [spec for spec in KNOWN if spec.arch == arch and _plain(spec.name) in words]
+    known = max(alike, key=lambda spec: len(spec.name), default=None)  # a GB200's name has a B200's in it
     share = min(1.0, properties.multi_processor_count / known.sm_count) if known else 1.0
     return DeviceSpec(
         name=properties.name,
@@ -105,6 +115,7 @@ def from_properties(properties) -> DeviceSpec:
         max_threads_per_sm=properties.max_threads_per_multi_processor,
         l2_bytes=properties.L2_cache_size,
         bandwidth_gb_s=known.bandwidth_gb_s * share if known else UNKNOWN_BANDWIDTH_GB_S,
+        **({"bytes_in_flight_per_sm": known.bytes_in_flight_per_sm} if known else {}),
     )
 
 

@@ -131,16 +131,17 @@ BLACKWELL_BACKWARD = Tuning(
     ("warp_specialized", "pipelined", "multi_wave"),
     "nvFuser found warp specialization the fastest on B200 wherever rows and registers suffice",
     ring_rows_per_sm={"layer": 16, "rms": 4},
+    ring_rows_per_sm_without_dx=8,  # as on Hopper: nvFuser asks for TMA and for columns of 16 KiB, whatever the GPU
     narrowest_ring_bytes=dict(layer=512, rms=512),  # the narrowest of its published decisions
 )
 BLACKWELL_FORWARD = Tuning(
-    ("pipelined", "multi_wave"),
+    ("warp_specialized", "pipelined", "multi_wave"),
     "nvFuser reads rows of this size through a ring on B200",
     narrowest_ring_bytes=dict(layer=2048, rms=2048),
 )
 
 TUNINGS = {(90, "backward"): HOPPER_BACKWARD, (90, "forward"): HOPPER_FORWARD}
-for _arch in (100, 103, 120):
+for _arch in (100, 103, 110, 120, 121):
     TUNINGS |= {(_arch, "backward"): BLACKWELL_BACKWARD, (_arch, "forward"): BLACKWELL_FORWARD}
 
 

@@ -237,14 +237,30 @@ def _column_ring_backward(
 def _warp_specialized_backward(
     plan: WarpSpecializedPlan, call: BackwardCall, norm: Norm, filled: Filled, ctas: int
 ) -> list[Launch]:
-    groups = {"num_groups": plan.num_groups, "cached": plan.cached, "group_registers": plan.max_registers}
-    tile = _ring_tile(plan, call.problem, **groups)
-    options = {"maxnreg": budget.entry_registers(plan)}
+    tile = _warp_specialized_tile(plan, call.problem)
     pointers = (*_inputs(call)[2:], *filled[:3])
     present = (call.rstd if pointer is None else pointer for pointer in pointers)  # a warp partition takes no None
     descriptors = _descriptors([call.x, call.grad_out], call.rows, call.problem.cols, tile)[:2]  # it knows no tails
     args = (*descriptors, *present, *_ring_sizes(call))
-    return [Launch(warp_specialized.backward, (ctas,), args, norm, tile, options)]
+    return [Launch(warp_specialized.backward, (ctas,), args, norm, tile, _warp_specialized_options(plan))]
+
+
+def _warp_specialized_forward(
+    plan: WarpSpecializedPlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int
+) -> list[Launch]:
+    tile = _warp_specialized_tile(plan, call.problem)
+    x, _no_tail = _descriptors([call.x], call.rows, call.problem.cols, tile)
+    args = (x, call.weight, call.bias, *outputs, call.rows, call.problem.cols, call.eps)
+    return [Launch(warp_specialized.forward, (ctas,), args, norm, tile, _warp_specialized_options(plan))]
+
+
+def _warp_specialized_tile(plan: WarpSpecializedPlan, problem: NormProblem) -> RingTile:
+    groups = {"num_groups": plan.num_groups, "cached": plan.cached, "group_registers": plan.max_registers}
+    return _ring_tile(plan, problem, **groups)
+
+
+def _warp_specialized_options(plan: WarpSpecializedPlan) -> dict[str, int]:
+    return {"maxnreg": budget.entry_registers(plan)}
 
 
 def _pipelined_options(plan: PipelinedPlan) -> dict[str, int]:
@@ -255,6 +271,7 @@ _FORWARD = {
     MultiWavePlan: _multiwave_forward,
     ColumnTilePlan: _column_tile_forward,
     PipelinedPlan: _pipelined_forward,
+    WarpSpecializedPlan: _warp_specialized_forward,
 }
 _BACKWARD = {
     MultiWavePlan: _multiwave_backward,

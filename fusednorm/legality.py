@@ -36,10 +36,6 @@ def has_tma(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
     return device.arch >= OLDEST_TMA_ARCH
 
 
-def is_backward(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
-    return problem.direction == "backward"
-
-
 def wants_dx(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
     return problem.direction == "forward" or problem.wants_dx
 
@@ -73,12 +69,11 @@ RING = (
     Rule("rows", rows_fit_int32, f"needs at most {MAX_RING_ROWS} rows, got {{rows}}"),
 )
 DX = Rule("dx", wants_dx, "computes dx, which is not asked for")
-BACKWARD_ONLY = Rule("backward", is_backward, "has no forward kernel")
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "multi_wave": (KERNELS,),
     "pipelined": RING,
-    "warp_specialized": (BACKWARD_ONLY, DX, *RING),
+    "warp_specialized": (DX, *RING),
     "reference": (),
 }
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 
 from . import budget
-from .device import DeviceSpec
+from .device import H200, DeviceSpec
 from .plan import (
     MultiWavePlan,
     PipelinedPlan,
@@ -57,8 +57,6 @@ TOLERATED_PADDING_OF_CHUNKS = 1.18
 # columns but for the last copy, 2000 x 6192 29.1 and 35.8 (LayerNorm backward). But by as many warps of as many CTAs
 # 2000 x 14064 63 us as four chunks of 1024 each and 54 as seven of 512 (RMSNorm).
 TOLERATED_PADDING_FOR_FEW_WARPS = 1.165
-# Little's law: 4.4 TB/s of an H200 times about 1 us of loaded latency is 32 KiB in flight for each SM.
-BYTES_IN_FLIGHT_PER_SM = 32 * 1024
 # A backward of narrow rows has fewer warps with more rows each, whose partials are fewer; by the most columns: 8192 x
 # 1000 takes 20.0 us by 16 and 17.8 by 8 (RMSNorm), 2500 x 1001 17.3 and 13.5, but 2500 x 1900 16.5 and 17.6
 # (LayerNorm). Of the narrowest, smaller chunks: 128 columns take 12.0 us by chunks of 64, 13.1 us of 128 (forward).
@@ -85,6 +83,7 @@ ELEMENTS_OF_ONE_TILE, ELEMENTS_OF_ONE_IN_CLUSTER = 32, 64  # of a thread; 4096 x
 # 83.2 (LayerNorm); but 4096 x 640, a warp to a row, 13.2 and 11.8. RMSNorm in a cluster with fewer: 8192 x 6144 is 2%
 # slower with three.
 STREAMS = {"backward": 2, "forward": 4}
+MOST_GROUPS = 2  # of a warp-specialized CTA, of which an SM has one
 THREE_STREAMS_COLUMNS, THREE_STREAMS_BYTES, THREE_STREAMS_BYTES_OF_RMS_IN_CLUSTER = 24, 104, 80
 # In the forward, where all warps have a row together: 4096 x 5120 takes 24.1 us and 24.9 us with four. And LayerNorm in
 # a cluster: 2048 x 8192 20.0 us and 20.7 us with four; but RMSNorm 8192 x 6144 52.0 us and 50.2 us with four.
@@ -126,7 +125,7 @@ TOLERATED_ROOM_OF_WIDE_ROWS = 1.4
 LESS_THAN_ONE_COPY = 0.5
 
 
-def multiwave_key(problem: NormProblem, plan: MultiWavePlan) -> tuple:
+def multiwave_key(problem: NormProblem, plan: MultiWavePlan, device: DeviceSpec) -> tuple:
     """Larger is better: little padding; enough bytes in flight and enough warps, which registers trade for each other;
     then chunks of the size that was fastest. Of narrow rows whose threads hold the columns of a chunk alone, as many at
     a time, and by as few warps, as were fastest."""
@@ -138,7 +137,7 @@ def multiwave_key(problem: NormProblem, plan: MultiWavePlan) -> tuple:
     return (
         alone,
         0 if alone else -max(TOLERATED_PADDING, plan.chunk * plan.num_chunks / problem.cols),
-        min(bytes_in_flight, BYTES_IN_FLIGHT_PER_SM) * min(warps, warps_per_sm(problem)),
+        min(bytes_in_flight, device.bytes_in_flight_per_sm) * min(warps, warps_per_sm(problem)),
         -distance(plan.chunk, NARROW_CHUNK if problem.cols <= NARROW_COLUMNS else MULTIWAVE_CHUNK),
         -plan.num_warps,
         -plan.ctas_per_sm,
@@ -196,11 +195,11 @@ def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
     # LayerNorm forward 16384 x 4608, by chunks that are a row and by fewer that are not: 73.1 us and 78.3.
     merges_moments = not forward or problem.norm == "rms" or is_whole(plan, problem.cols)
     padded = padded_columns(plan) / problem.cols
-    one_tile = has_one_tile(problem)
+    one_tile = isinstance(plan, PipelinedPlan) and has_one_tile(problem)
     if one_tile:
         target = ELEMENTS_OF_ONE_IN_CLUSTER if plan.cluster > 1 else ELEMENTS_OF_ONE_TILE
         streams_and_threads = -distance(rows * columns, target), streams
-    stages = _ring_stages(plan, problem, streams * 2 * 32 * plan.num_warps * bytes_of_thread)
+    stages = _ring_stages(plan, problem, device, streams * 2 * 32 * plan.num_warps * bytes_of_thread)
     return (
         (plan.num_stages > 1 or one_tile) and budget.registers(plan, problem, device) <= plan.max_registers,
         not is_too_much(plan, problem),
@@ -263,6 +262,8 @@ def _is_better_by_two(plan: RingPlan, problem: NormProblem) -> bool:
 
 def _streams(plan: RingPlan, problem: NormProblem, bytes_of_thread: float) -> int:
     """Row tiles that an SM had better work on at a time."""
+    if isinstance(plan, WarpSpecializedPlan):
+        return MOST_GROUPS
     layer_in_cluster = problem.norm == "layer" and plan.cluster > 1
     if problem.direction == "forward":
         if has_many_warps(plan, problem):
@@ -274,12 +275,12 @@ def _streams(plan: RingPlan, problem: NormProblem, bytes_of_thread: float) -> in
     rms_in_cluster = plan.cluster > 1 and not layer_in_cluster
     most_bytes = THREE_STREAMS_BYTES_OF_RMS_IN_CLUSTER if rms_in_cluster else THREE_STREAMS_BYTES
     few = bytes_of_thread <= most_bytes and columns_of_a_thread(plan) <= THREE_STREAMS_COLUMNS
-    return STREAMS["backward"] + (few and warps_of_a_row(plan) > 1 and isinstance(plan, PipelinedPlan))
+    return STREAMS["backward"] + (few and warps_of_a_row(plan) > 1)
 
 
-def _ring_stages(plan: RingPlan, problem: NormProblem, bytes_of_two: float) -> int:
-    """Stages enough, of which two bring so many bytes to an SM."""
-    if has_one_tile(problem):
+def _ring_stages(plan: RingPlan, problem: NormProblem, device: DeviceSpec, bytes_of_two: float) -> int:
+    """Stages enough, of which two bring so many bytes to an SM; more bytes where an SM needs more in flight."""
+    if has_one_tile(problem) and isinstance(plan, PipelinedPlan):
         return 1
     groups = plan.num_groups if isinstance(plan, WarpSpecializedPlan) else 1
     few_ctas = plan.cluster <= LARGEST_CLUSTER_OF_TWO_STAGES
@@ -288,7 +289,8 @@ def _ring_stages(plan: RingPlan, problem: NormProblem, bytes_of_two: float) -> i
     in_few = RING_BYTES_PER_SM_OF_PART if in_part else RING_BYTES_PER_SM
     several_of_layer = problem.norm == "layer" and plan.ctas_per_sm > 1 and bytes_per_element(problem) == 4
     in_many = RING_BYTES_PER_SM_OF_LAYER if several_of_layer else RING_BYTES_PER_SM_IN_CLUSTER
-    enough = bytes_of_two >= (in_few if few_ctas else in_many)
+    more = device.bytes_in_flight_per_sm / H200.bytes_in_flight_per_sm
+    enough = bytes_of_two >= more * (in_few if few_ctas else in_many)
     two = enough or (problem.direction == "backward" and plan.rows_per_tile > 1)
     return groups * (2 if two else RING_STAGES[problem.direction])
 

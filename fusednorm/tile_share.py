@@ -13,6 +13,7 @@ from . import budget
 from .plan import (
     PipelinedPlan,
     RingPlan,
+    WarpSpecializedPlan,
     columns_of_a_thread,
     has_two_rows_in_cluster,
     is_whole,
@@ -193,7 +194,10 @@ def most_columns_with_weight(plan: RingPlan, problem: NormProblem) -> float:
     if problem.direction == "backward" and ranges_of_one_row(plan, problem):
         above, most = LAYER_COLUMNS_WITHOUT_WEIGHT
         return above if problem.norm == "layer" and columns_of_a_thread(plan) <= most else math.inf
-    return FORWARD_COLUMNS_OF_ONE_ROW if is_one_row(plan, problem) else MAX_COLUMNS_WITH_WEIGHT[problem.direction]
+    alone = isinstance(plan, WarpSpecializedPlan) and problem.direction == "forward"  # on an SM, with its registers
+    if alone or is_one_row(plan, problem):
+        return FORWARD_COLUMNS_OF_ONE_ROW
+    return MAX_COLUMNS_WITH_WEIGHT[problem.direction]
 
 
 def widens_in_pairs(plan: RingPlan, problem: NormProblem) -> bool:

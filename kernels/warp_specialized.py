@@ -2,21 +2,28 @@
 
 CTA p owns the row tiles p, p + P, p + 2P, ... of P CTAs, counted from the last; of these, group g takes every
 num_groups-th. num_stages is a multiple of num_groups, so a stage always belongs to the same group: were it not, a group
-could take an old phase of a stage's barrier for the one it waits for. Each group keeps its own sums of dw and db and
-leaves its own row of partials.
+could take an old phase of a stage's barrier for the one it waits for. The producer is ahead by as many tiles as there
+are stages. In a backward each group keeps its own sums of dw and db and leaves its own row of partials.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from . import partial_sums, ring
+from .cluster import open_exchange
 
 PRODUCER_REGISTERS = gl.constexpr(24)  # the least a warp can be left with; the rest goes to the compute groups
 
 
+@gluon.constexpr_function
+def stage_bytes(descs, tile):
+    """Bytes of a row tile of every tensor."""
+    return tile.copies.value * sum(desc.block_type.nbytes for desc in descs)
+
+
 @gluon.jit
-def produce(tile: gl.constexpr, x_desc, dy_desc, x_ring, dy_ring, full, empty, rows):
-    """Fill stage after stage, each as soon as its group has let go of it."""
+def produce(tile: gl.constexpr, descs, rings, full, empty, rows):
+    """Fill stage after stage with a tile of every tensor, each as soon as its group has let go of it."""
     first = gl.program_id(0) * tile.rows
     step = gl.num_programs(0) * tile.rows
     stage = 0
@@ -25,10 +32,10 @@ def produce(tile: gl.constexpr, x_desc, dy_desc, x_ring, dy_ring, full, empty, r
     for _ in range(first, rows, step):
         ring.wait(empty.index(stage), phase)
         barrier = full.index(stage)
-        ring.expect(barrier, tile.copies * (x_desc.block_type.nbytes + dy_desc.block_type.nbytes))
+        ring.expect(barrier, stage_bytes(descs, tile))
         for i in gl.static_range(tile.copies):
-            ring.start_copy(x_desc, row, i, barrier, x_ring[i].index(stage), True, tile)
-            ring.start_copy(dy_desc, row, i, barrier, dy_ring[i].index(stage), True, tile)
+            for t in gl.static_range(len(descs)):
+                ring.start_copy(descs[t], row, i, barrier, rings[t][i].index(stage), True, tile)
         row -= step
         stage += 1
         if stage == tile.num_stages:
@@ -45,11 +52,32 @@ def release_stage(empty, stage):
 
 
 @gluon.jit
-def consume(
-    norm: gl.constexpr, tile: gl.constexpr, group, x_ring, dy_ring, full, empty, mean_ptr, rstd_ptr, weight_ptr,
-    weight_in_smem, residual_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr, rows, cols, mean_stride, rstd_stride,
-):
-    """One compute group: every num_groups-th tile of the CTA, from the group-th on."""
+def next_stage(stage, phase, group, tile: gl.constexpr):
+    """The group's stage after this one, and the phase its barrier will complete."""
+    stage += tile.num_groups
+    if stage >= tile.num_stages:
+        stage = group
+        phase ^= 1
+    return stage, phase
+
+
+@gluon.jit
+def consume(norm: gl.constexpr, tile: gl.constexpr, group, operands):
+    """One compute group."""
+    if norm.wants_dx:
+        consume_backward(norm, tile, group, operands)
+    else:
+        consume_forward(norm, tile, group, operands)
+
+
+@gluon.jit
+def consume_backward(norm: gl.constexpr, tile: gl.constexpr, group, operands):
+    """One compute group of a backward: every num_groups-th tile of the CTA, from the group-th on."""
+    inputs, parameters, outputs, sizes = operands
+    x_ring, dy_ring, full, empty, mean_ptr, rstd_ptr, residual_ptr = inputs
+    weight_ptr, weight_in_smem = parameters
+    dx_ptr, dw_partial_ptr, db_partial_ptr = outputs
+    rows, cols, mean_stride, rstd_stride = sizes
     if tile.weight_in_smem:
         weight = weight_in_smem
     else:
@@ -82,12 +110,41 @@ def consume(
         if not tile.cached:
             release_stage(empty, stage)
         row -= step
-        stage += tile.num_groups
-        if stage >= tile.num_stages:
-            stage = group
-            phase ^= 1
+        stage, phase = next_stage(stage, phase, group, tile)
     partial = gl.program_id(0) * tile.num_groups + group
     partial_sums.store_partials(dw_partial_ptr, db_partial_ptr, dw, db, partial, cols, cols, norm, tile)
+
+
+@gluon.jit
+def consume_forward(norm: gl.constexpr, tile: gl.constexpr, group, operands):
+    """One compute group of a forward: every num_groups-th tile of the CTA, from the group-th on. A stage is read once,
+    and free again at once."""
+    inputs, parameters, outputs, sizes = operands
+    x_ring, full, empty = inputs
+    weight_ptr, weight_in_smem, bias_ptr, bias_in_smem = parameters
+    y_ptr, statistics = outputs
+    rows, cols, eps = sizes
+    if tile.weight_in_smem:
+        weight = weight_in_smem
+        bias = bias_in_smem
+    else:
+        weight = ring.load_parameter(weight_ptr, cols, norm.has_weight, tile)
+        bias = ring.load_parameter(bias_ptr, cols, norm.has_bias, tile)
+    first = (gl.program_id(0) + group * gl.num_programs(0)) * tile.rows
+    step = gl.num_programs(0) * (tile.rows * tile.num_groups)
+    row = ring.row_of_tile(first, rows, tile)
+    stage = group
+    phase = 0
+    for _ in range(first, rows, step):
+        ring.wait(full.index(stage), phase)
+        x = ring.read_tile(x_ring, stage, False, tile)
+        release_stage(empty, stage)
+        mean, rstd, _exchange = ring.row_statistics(x, cols, eps, open_exchange(tile), norm, tile)
+        if len(statistics) > 0:
+            ring.store_statistics(statistics[0], statistics[1], mean, rstd, row, norm, tile)
+        ring.store_y(y_ptr, x, mean, rstd, weight, bias, row, cols, norm, tile)
+        row -= step
+        stage, phase = next_stage(stage, phase, group, tile)
 
 
 @gluon.jit(do_not_specialize=["rows"])
@@ -104,14 +161,53 @@ def backward(
     ring.fence_barriers()
     in_smem: gl.constexpr = norm.has_weight and tile.weight_in_smem
     weight = ring.hold_parameter(ring.load_parameter(weight_ptr, cols, in_smem, tile), in_smem, True, tile)
-    filling = (x_desc, dy_desc, x_ring, dy_ring, full, empty, rows)
-    emptying = (
-        x_ring, dy_ring, full, empty, mean_ptr, rstd_ptr, weight_ptr, weight, residual_ptr,
-        dx_ptr, dw_partial_ptr, db_partial_ptr, rows, cols, mean_stride, rstd_stride,
-    )  # fmt: skip
+    filling = ((x_desc, dy_desc), (x_ring, dy_ring), full, empty, rows)
+    inputs = (x_ring, dy_ring, full, empty, mean_ptr, rstd_ptr, residual_ptr)
+    outputs = (dx_ptr, dw_partial_ptr, db_partial_ptr)
+    sizes = (rows, cols, mean_stride, rstd_stride)
+    run_groups(filling, (inputs, (weight_ptr, weight), outputs, sizes), norm, tile)
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def forward(
+    x_desc, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows, cols, eps: "fp64",
+    norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr,
+):
+    """y of the CTA's row tiles, and mean and rstd unless their pointers are None."""
+    x_ring = ring.allocate_ring(x_desc, None, tile)
+    full = ring.allocate_barriers(tile)
+    empty = ring.allocate_barriers(tile)
+    ring.fence_barriers()
+    weight_held: gl.constexpr = norm.has_weight and tile.weight_in_smem
+    bias_held: gl.constexpr = norm.has_bias and tile.weight_in_smem
+    weight = ring.load_parameter(weight_ptr, cols, weight_held, tile)
+    bias = ring.load_parameter(bias_ptr, cols, bias_held, tile)
+    weight = ring.hold_parameter(weight, weight_held, True, tile)
+    bias = ring.hold_parameter(bias, bias_held, True, tile)
+    statistics = ()
+    if rstd_ptr is not None:
+        statistics = (or_else(mean_ptr, rstd_ptr), rstd_ptr)
+    filling = ((x_desc,), (x_ring,), full, empty, rows)
+    parameters = (or_else(weight_ptr, y_ptr), weight, or_else(bias_ptr, y_ptr), bias)
+    run_groups(filling, ((x_ring, full, empty), parameters, (y_ptr, statistics), (rows, cols, eps)), norm, tile)
+
+
+@gluon.jit
+def or_else(pointer, other):
+    """A warp partition takes no None."""
+    if pointer is None:
+        found = other
+    else:
+        found = pointer
+    return found
+
+
+@gluon.jit
+def run_groups(filling, operands, norm: gl.constexpr, tile: gl.constexpr):
+    """The producer beside one compute group or two."""
     if tile.num_groups == 1:
         gl.warp_specialize(
-            [(consume, (norm, tile, 0) + emptying), (produce, (tile,) + filling)],
+            [(consume, (norm, tile, 0, operands)), (produce, (tile,) + filling)],
             [1],
             [PRODUCER_REGISTERS],
         )
@@ -119,8 +215,8 @@ def backward(
         gl.static_assert(tile.num_groups == 2)
         gl.warp_specialize(
             [
-                (consume, (norm, tile, 0) + emptying),
-                (consume, (norm, tile, 1) + emptying),
+                (consume, (norm, tile, 0, operands)),
+                (consume, (norm, tile, 1, operands)),
                 (produce, (tile,) + filling),
             ],
             [tile.num_warps, 1],

@@ -7,13 +7,13 @@ import itertools
 import hypothesis
 import torch
 
-from fusednorm.device import A100, B200, GB300, H200, RTX_3090, RTX_4090, RTX_5090, compiled_for_here
+from fusednorm.device import A100, B200, GB10, GB300, H200, RTX_3090, RTX_4090, RTX_5090, compiled_for_here
 from fusednorm.explanation import DTYPES
 from fusednorm.problem import NormProblem
 
 ARCHITECTURES = {spec.arch: compiled_for_here(spec) for spec in (A100, H200, B200, GB300, RTX_5090)}
-# Those whose resources are between: for what runs by itself, not with every test.
-BETWEEN = {spec.arch: compiled_for_here(spec) for spec in (RTX_3090, RTX_4090)}
+# Those whose resources are between, or the same: for what runs by itself, not with every test.
+BETWEEN = {spec.arch: compiled_for_here(spec) for spec in (RTX_3090, RTX_4090, GB10)}
 EVERY_ARCHITECTURE = dict(sorted((ARCHITECTURES | BETWEEN).items()))
 
 

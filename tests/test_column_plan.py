@@ -52,6 +52,47 @@ def test_rows_are_halved_to_16_and_then_columns_to_64(budget, tile):
     assert shrink(128, 4, budget) == tile
 
 
+def test_a_tile_shrinks_by_one_halving_for_each_that_a_budget_lacks():
+    for itemsize in (2, 4):
+        tile, seen = (128, 256), []
+        while tile is not None:
+            rows, chunk = tile
+            size = rows * chunk * itemsize
+            assert shrink(256, itemsize, size) == tile
+            seen, tile = [*seen, tile], shrink(256, itemsize, size - 1)
+        assert seen == [(128, 256), (64, 256), (32, 256), (16, 256), (16, 128), (16, 64)]
+
+
+@pytest.mark.parametrize(
+    "dtype, largest",
+    [
+        (FP32, {1: 8192, 2: 4096, 3: 8192, 5: 4096, 7: 2048, 8: 2048, 14: 1024, 15: 1024, 29: 1024}),
+        (FP16, {1: 16384, 2: 8192, 3: 16384, 5: 8192, 7: 4096, 8: 4096, 14: 2048, 15: 2048, 29: 1024, 57: 1024}),
+    ],
+)
+def test_tiles_of_n_tensors_are_what_a_stage_of_each_leaves(dtype, largest):
+    for count, elements in largest.items():  # from three tensors on, one stage of each is enough
+        plans = list(ring_plans(problem_of(Sums(4096, 1024, count, dtype, total=True)), B200))
+        assert max(plan.rows_per_tile * plan.chunk for plan in plans) == elements
+
+
+SIDES = (256, 1024, 4096, 16384, 65536)
+
+
+@pytest.mark.parametrize("device", [H200, B200, RTX_5090], ids=lambda device: device.name)
+@pytest.mark.parametrize("rows", SIDES)
+@pytest.mark.parametrize("cols", SIDES)
+def test_every_pair_of_sides_has_a_ring_without_idle_splits_by_which_large_sums_go(device, rows, cols):
+    for dtype in (FP16, FP32):
+        problem = problem_of(Sums(rows, cols, 1, dtype))
+        plan, splits, ring_us = choose(problem, rows, device, "ring")
+        tiles = -(-rows // plan.rows_per_tile)
+        assert isinstance(plan, RingSum) and (splits - 1) * -(-tiles // splits) < tiles
+        best = choose(problem, rows, device)
+        assert best.predicted_us <= ring_us
+        assert isinstance(best.plan, RingSum) or rows * cols < 1 << 26, "of 128 MiB and more"
+
+
 @given(
     st.sampled_from([H200, B200, RTX_5090]),
     st.integers(1, MAX_TENSORS),

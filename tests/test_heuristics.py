@@ -14,7 +14,7 @@ from planning import ARCHITECTURES, given, make_problem, sweep
 
 import fusednorm
 from fusednorm import budget, legality
-from fusednorm.device import A100, B200, GB300, H200, KNOWN, RTX_5090
+from fusednorm.device import A100, B200, H200, KNOWN, RTX_5090
 from fusednorm.heuristics import TUNINGS, best_plan, choose, decide, outcome
 from fusednorm.plan import (
     VARIANTS,
@@ -33,7 +33,7 @@ from fusednorm.plan import (
 
 DATA = Path(__file__).parent / "data"
 MANY_ROWS = 16384
-BLACKWELL = (B200, GB300, RTX_5090)
+BLACKWELL = [spec for spec in KNOWN if spec.arch >= 100]
 
 # (device, problem, rows) -> plan: one line for each regime, so that a change of a rule shows where it reaches.
 GOLDEN = [
@@ -106,10 +106,11 @@ GOLDEN = [
     (A100, make_problem("layer", 65536), MANY_ROWS, ColumnTilePlan(1, 1024, 4, 3, 4096, 8)),
     (
         B200, make_problem("layer", 4096), MANY_ROWS,
-        WarpSpecializedPlan(1, 512, 8, 4, 2, 4, 1, 240, False, False, copy_chunks=8),
+        WarpSpecializedPlan(1, 512, 8, 8, 2, 4, 1, 240, False, False, copy_chunks=8),
     ),
-    (B200, make_problem("layer", 1024), MANY_ROWS, WarpSpecializedPlan(4, 1024, 1, 4, 2, 4, 1, 240, False, False)),
+    (B200, make_problem("layer", 1024), MANY_ROWS, WarpSpecializedPlan(4, 1024, 1, 8, 2, 4, 1, 240, False, True)),
     (B200, make_problem("layer", 4096), 1024, MultiWavePlan(1, 1024, 4, 8, 2, 128)),
+    (B200, make_problem("layer", 4096, wants_dx=False), MANY_ROWS, ColumnRingPlan(64, 128, 3, 8, 2, 128)),
 ]
 
 
@@ -121,7 +122,7 @@ def test_each_regime_has_the_plan_it_is_known_for(device, problem, rows, plan):
 # --- Thresholds ---
 
 
-@pytest.mark.parametrize("device", [B200, GB300, RTX_5090], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("device", BLACKWELL, ids=lambda spec: spec.name)
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_a_ring_begins_at_the_first_row_beyond_its_threshold(device, norm):
     problem = make_problem(norm, 4096)
@@ -136,16 +137,17 @@ def test_thresholds_on_b200_are_those_published(norm, last):
     assert choose(make_problem(norm), last + 1, B200).variant == "warp_specialized"
 
 
-def test_gradients_of_parameters_alone_go_by_tma_from_some_rows_on():
+@pytest.mark.parametrize("device", [H200, *BLACKWELL], ids=lambda device: device.name)
+def test_gradients_of_parameters_alone_go_by_tma_from_some_rows_on(device):
     problem = make_problem("layer", 4096, wants_dx=False)
-    assert isinstance(choose(problem, 8 * H200.sm_count, H200), ColumnTilePlan)
-    assert isinstance(choose(problem, 8 * H200.sm_count + 1, H200), ColumnRingPlan)
+    assert isinstance(choose(problem, 8 * device.sm_count, device), ColumnTilePlan)
+    assert isinstance(choose(problem, 8 * device.sm_count + 1, device), ColumnRingPlan)
 
 
 @pytest.mark.parametrize("device", [H200, B200, RTX_5090], ids=lambda device: device.name)
 @pytest.mark.parametrize("wants", [(True, True), (True, False), (False, True)], ids=str)
 @pytest.mark.parametrize("dtype, grad", [("bf16", "bf16"), ("fp32", "fp32"), ("bf16", "fp32")])
-def test_parameter_gradients_alone_go_by_tma_where_that_is_measured_or_forced(device, wants, dtype, grad):
+def test_parameter_gradients_alone_go_by_tma_two_ctas_on_an_sm(device, wants, dtype, grad):
     problem = make_problem(
         "layer", 1000, dtype, grad=grad, wants_dx=False, wants_dw=wants[0], wants_db=wants[1], tma_aligned=True
     )
@@ -153,13 +155,29 @@ def test_parameter_gradients_alone_go_by_tma_where_that_is_measured_or_forced(de
     assert isinstance(plan, ColumnRingPlan)
     assert 2 * (budget.shared_bytes(plan, problem) + budget.RESERVED_SMEM_BYTES) <= device.smem_per_sm_bytes
     assert num_ctas(plan, MANY_ROWS, 1000, device) * -(-1000 // plan.chunk) <= 2 * device.sm_count
-    assert isinstance(choose(problem, MANY_ROWS, device), ColumnRingPlan if device is H200 else ColumnTilePlan)
+    assert plan == choose(problem, MANY_ROWS, device)
 
 
 @pytest.mark.parametrize("cols", [4096, 8192])
 def test_few_rows_go_through_a_ring_on_hopper_but_not_on_blackwell(cols):
     assert isinstance(choose(make_problem("layer", cols), 64, H200), PipelinedPlan)
     assert not isinstance(choose(make_problem("layer", cols), 64, B200), RingPlan)
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("cols", [1024, 1280, 1536, 1600, 2048, 2560, 4096, 5120, 6656, 8192, 10240, 12288, 18432])
+def test_a_forward_of_any_number_of_rows_is_a_ring_on_blackwell_and_warp_specialized_by_force_on_hopper(norm, cols):
+    problem = make_problem(norm, cols, direction="forward")
+    for rows in (B200.sm_count // 2, 2048, 2049):
+        plan = choose(problem, rows, B200)
+        assert isinstance(plan, WarpSpecializedPlan if cols <= 12288 else RingPlan)
+        assert not isinstance(choose(problem, rows, H200), WarpSpecializedPlan)
+        with fusednorm.force("warp_specialized"):
+            forced = choose(problem, rows, H200)
+        assert isinstance(forced, WarpSpecializedPlan) and forced.num_stages <= 4
+    assert plan.num_stages > 1 and not budget.fits_shared_memory(
+        replace(plan, num_stages=2 * plan.num_stages), problem, B200
+    )
 
 
 @pytest.mark.parametrize("cols, is_ring", [(2032, False), (2064, True), (9232, True), (10256, False), (15376, True)])
@@ -182,9 +200,19 @@ def test_a_ring_begins_at_the_narrowest_row_tried(device, narrowest):
     assert isinstance(choose(make_problem("layer", narrowest), MANY_ROWS, device), RingPlan)
 
 
-def test_a_ring_counts_rows_in_32_bits():
-    assert isinstance(choose(make_problem(), legality.MAX_RING_ROWS, H200), PipelinedPlan)
-    assert isinstance(choose(make_problem(), legality.MAX_RING_ROWS + 1, H200), MultiWavePlan)
+@pytest.mark.parametrize("device", BLACKWELL, ids=lambda device: device.name)
+@pytest.mark.parametrize("direction, narrowest", [("backward", 256), ("forward", 1024)])
+def test_a_ring_begins_at_the_narrowest_row_published_on_each_blackwell_gpu(device, direction, narrowest):
+    for norm in ("layer", "rms"):
+        for cols, is_ring in ((narrowest - 8, False), (narrowest, True)):
+            plan = choose(make_problem(norm, cols, direction=direction), MANY_ROWS, device)
+            assert isinstance(plan, RingPlan if is_ring else MultiWavePlan)
+
+
+@pytest.mark.parametrize("device", [H200, *BLACKWELL], ids=lambda device: device.name)
+def test_a_ring_counts_rows_in_32_bits(device):
+    assert isinstance(choose(make_problem(), legality.MAX_RING_ROWS, device), RingPlan)
+    assert isinstance(choose(make_problem(), legality.MAX_RING_ROWS + 1, device), MultiWavePlan)
 
 
 # --- The decisions published for B200 ---
@@ -215,6 +243,40 @@ def test_95_of_100_choices_on_b200_are_the_published_ones():
     assert sum(map(agrees, published())) >= 95
 
 
+def published_rings() -> list[tuple[dict, RingPlan]]:
+    """Our plans for those that go by warp specialization there."""
+    rows = [row for row in published() if row["decision"] == "WS"]
+    return [(row, choose(as_problem(row), int(row["rows"]), B200)) for row in rows]
+
+
+def test_rings_on_b200_are_as_full_as_the_published_ones():
+    for row, plan in published_rings():
+        problem = as_problem(row)
+        held = plan.ctas_per_sm * budget.shared_bytes(plan, problem)
+        if isinstance(plan, WarpSpecializedPlan):
+            assert held >= 112 * 1024, row
+            assert not budget.fits_shared_memory(replace(plan, num_stages=2 * plan.num_stages), problem, B200)
+        on_their_way = held * (plan.num_stages - 1) / plan.num_stages
+        assert on_their_way >= B200.bytes_in_flight_per_sm, row
+
+
+def test_tiles_stay_in_registers_where_they_are_published_to_and_registers_suffice():
+    agree = 0
+    for row, plan in published_rings():
+        if isinstance(plan, WarpSpecializedPlan) and row["cached"] == "1":
+            agree += plan.cached
+            held = budget.registers(replace(plan, cached=True), as_problem(row), B200)
+            assert plan.cached == (plan.num_groups > 1 and held <= plan.max_registers), row
+        assert row["cached"] == "1" or not getattr(plan, "cached", False), row
+    assert agree >= 38  # of 47
+
+
+def test_a_warp_specialized_ring_on_hopper_is_as_shallow_as_it_was_measured():
+    for norm, cols in (("layer", 256), ("rms", 1024), ("layer", 4096), ("rms", 8192)):
+        plan = best_plan("warp_specialized", make_problem(norm, cols), H200)
+        assert plan.num_stages <= 4 and not plan.cached
+
+
 @pytest.mark.parametrize("device", BLACKWELL, ids=lambda device: device.name)
 def test_inputs_are_read_twice_on_blackwell_only_where_no_ring_has_room_or_registers(device):
     widths = (8448, 14336, 24832, 49152, 65544, 98304, 262144)
@@ -224,7 +286,8 @@ def test_inputs_are_read_twice_on_blackwell_only_where_no_ring_has_room_or_regis
             plan, fault = outcome(variant, problem, 1000, device)
             assert (fault.rule in ("spills", "one_stage")) if plan else fault.rule in ("shared_memory", "backward")
             assert decide(problem, 1000, device).reasons[variant] == fault.reason
-    assert {problem.cols for problem in twice} == ({65544, 262144} if device.arch < 110 else set(widths))
+    narrow = {100: set(widths[:4]) | {98304}, 103: set(widths[:4]) | {98304}, 110: {8448}}  # those that go by rings
+    assert {problem.cols for problem in twice} == set(widths) - narrow.get(device.arch, set())
 
 
 def test_what_was_unschedulable_there_has_a_plan_here():
@@ -355,7 +418,7 @@ def test_no_cta_of_a_chosen_plan_is_idle(problem, rows, device):
 
 
 def test_architectures_without_tma_or_without_rules_run_multi_wave():
-    for arch in (80, 86, 87, 89, 110, 121, 130):
+    for arch in (80, 86, 87, 89, 101, 130):
         device = replace(B200, arch=arch)
         for problem in sweep((64, 1024, 8192, 65536), ("bf16", "fp32")):
             assert choose(problem, MANY_ROWS, device).variant == "multi_wave"

@@ -19,7 +19,7 @@ from fusednorm.device import DeviceSpec
 pytestmark = pytest.mark.gpu
 
 SIDES = (256, 1024, 4096, 16384, 65536)
-SQUARES = [Sums(side, side, 1, dtype) for side, dtype in itertools.product(SIDES, (FP32, FP16))]
+PAIRS = [Sums(rows, cols, 1, dtype) for rows, cols, dtype in itertools.product(SIDES, SIDES, (FP32, FP16))]
 FEW = [
     Sums(4096, 1024, count, dtype, total)
     for count, dtype, total in itertools.product((2, 3, 5), (FP32, FP16), (False, True))
@@ -64,8 +64,8 @@ def assert_right(sums: Sums) -> None:
     assert_sums_close(run(inputs, total=sums.total, dtype=sums.out_dtype), inputs, sums.total)
 
 
-@pytest.mark.parametrize("sums", SQUARES, ids=str)
-def test_squares(sums):
+@pytest.mark.parametrize("sums", PAIRS, ids=str)
+def test_every_pair_of_sides(sums):
     skip_unless_memory(1 + 3 * sums.dtype.itemsize * sums.rows * sums.cols / 2**30)
     assert_right(sums)
 

@@ -38,6 +38,8 @@ PROBLEMS = [
     Problem("backward", "pipelined", "layer", 700, 136, mask=NO_DX, sms=1),
     Problem("backward", "warp_specialized", "layer", 105, 200, mask=DX_ONLY, sms=1),
     Problem("backward", "warp_specialized", "layer", 9, 1032, sms=1),
+    Problem("backward", "warp_specialized", "rms", 150, 512, mask=DX_ONLY, sms=1, device="B200"),
+    Problem("forward", "warp_specialized", "layer", 105, 200, sms=1),
     Problem("forward", "pipelined", "layer", 400, 200, sms=1),
     Problem("forward", "pipelined", "rms", 40, 12288, sms=4),
     SumProblem(Sums(300, 264, 3, BF16, total=True), kernel="ring"),

@@ -11,6 +11,7 @@ SCHEDULES = [
     Problem("backward", "pipelined", "layer", 85, 200, mask=DX_ONLY, sms=1),
     Problem("backward", "pipelined", "rms", 15, 5120, mask=DX_ONLY, sms=2),
     Problem("backward", "warp_specialized", "layer", 105, 200, mask=DX_ONLY, sms=1),
+    Problem("forward", "warp_specialized", "layer", 105, 200, sms=1),
 ]
 
 

@@ -51,7 +51,12 @@ SPECIALIZED = [
     Problem("backward", "warp_specialized", "rms", 85, 512, HALVES, mask=DX_ONLY),
     Problem("backward", "warp_specialized", "layer", 9, 1032, mask=DX_ONLY, sms=1),  # one group
     Problem("backward", "warp_specialized", "layer", 20, 200, MIXED, residual=BF16),
-    Problem("backward", "warp_specialized", "rms", 170, 200, device="B200"),
+    Problem("backward", "warp_specialized", "rms", 450, 200, device="B200", sms=1),  # a full ring that goes round
+    Problem("backward", "warp_specialized", "layer", 100, 512, FLOATS, residual=BF16, device="B200"),  # cached
+    Problem("forward", "warp_specialized", "layer", 1, 200),
+    Problem("forward", "warp_specialized", "layer", 301, 200),
+    Problem("forward", "warp_specialized", "rms", 37, 1032, MIXED, sms=1),  # one group
+    Problem("forward", None, "layer", 5, 4096, device="B200"),
 ]
 SUMS = [
     SumProblem(Sums(1, 200)),
@@ -60,12 +65,17 @@ SUMS = [
     SumProblem(Sums(40, 264, 12, FP16, total=True), "ring"),  # more than the few of the quicker kernel
     SumProblem(Sums(300, 200, 3, BF16, total=True), "portable"),
     SumProblem(Sums(70, 131, 5, FP32), "portable", device="B200"),
+    SumProblem(Sums(20, 72, 57, FP16, total=True), "ring", device="B200"),  # the smallest tile
+    SumProblem(Sums(700, 72), "ring", device="B200"),  # many rows of few columns, and the reverse
+    SumProblem(Sums(9, 2056), "ring"),
 ]
 ORDERED = [
     Problem("backward", "multi_wave", "layer", 9, 200),
     Problem("backward", "pipelined", "layer", 60, 200, sms=1),
     Problem("backward", "pipelined", "rms", 5, 5120, mask=DX_ONLY, sms=4),
     Problem("backward", "warp_specialized", "layer", 105, 200, sms=1),
+    Problem("backward", "warp_specialized", "rms", 150, 512, mask=DX_ONLY, sms=1, device="B200"),
+    Problem("forward", "warp_specialized", "layer", 105, 200, sms=1),
 ]
 SEEDS = 20
 
