@@ -2,10 +2,9 @@
 
     PYTHONPATH=. torchrun --nproc-per-node 2 tests/test_distributed.py      on two GPUs, over NCCL
 
-That run is also the first of what only NCCL or CUDA has: kernels of ours beside NCCL's, and streams; FSDP's offload to
-memory on the host (here it is the memory where parameters are anyway). It has no attention under context_parallel,
-which torch has for CUDA's fused kernels in 16 bits only, where nothing is equal to one process; nor what torch 2.13
-fails at with stock norms too: see compiled_blocks in sharded_models.py.
+Left to that run, because only NCCL or CUDA has it: our kernels beside NCCL's, on streams; attention in
+context_parallel_shards, whose ring torch has for kernels of CUDA; offload from one memory to another, which on a CPU
+are the same. Left out, because torch 2.13 fails at it with stock norms too: see compiled_blocks in sharded_models.py.
 """
 
 from __future__ import annotations
