@@ -1,6 +1,7 @@
 """Many processes: what people combine with norms, over gloo, in one world of two processes and one of four.
 
-    PYTHONPATH=. torchrun --nproc-per-node 2 tests/test_distributed.py      on two GPUs, over NCCL
+    PYTHONPATH=. torchrun --nproc-per-node 2 tests/test_distributed.py      on two GPUs, over NCCL; or with
+                                                                    TRITON_INTERPRET=1 on CPUs, over gloo
 
 Left to that run, because only NCCL or CUDA has it: our kernels beside NCCL's, on streams; attention in
 context_parallel_shards, whose ring torch has for kernels of CUDA; offload from one memory to another, which on a CPU
