@@ -1,21 +1,16 @@
-"""The ops on DTensors: each function is a combination of worlds.py.
-
-    torchrun --nproc-per-node 2 tests/sharded_ops.py      on two GPUs, over NCCL
-"""
+"""The ops on DTensors: each function is a combination of worlds.py."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
-import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from worlds import Combination, Log, World, ops_run, run_by_torchrun
+from worlds import Log, World, combinations_in, ops_run
 
 import fusednorm
 from fusednorm import sharding
@@ -284,12 +279,4 @@ def forget_what_was_propagated() -> None:
     _clear_sharding_prop_cache()
 
 
-SIZES = {meshes_of_two_dims: (4,), the_public_way_to_register_gives_the_same: (2,)}
-COMBINATIONS = [
-    Combination(run, SIZES.get(run, (2, 4)))
-    for run in list(vars().values())
-    if inspect.isfunction(run) and list(inspect.signature(run).parameters) == ["world"] and run.__module__ == __name__
-]
-
-if __name__ == "__main__":
-    sys.exit(run_by_torchrun(COMBINATIONS))
+COMBINATIONS = combinations_in(vars(), {meshes_of_two_dims: (4,), the_public_way_to_register_gives_the_same: (2,)})

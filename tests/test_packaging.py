@@ -117,9 +117,9 @@ def test_wheel_leaves_versions_open(wheel):
     assert {"Provides-Extra: test", "Provides-Extra: bench", "Provides-Extra: demo"} <= set(lines)
 
 
-def test_sdist_holds_tests_bench_and_documents(sdist):
+def test_sdist_holds_tests_bench_examples_and_documents(sdist):
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     needed = {"tests/conftest.py", "bench/bench_norm.py", "kernels/rowmath.py", "README.md", "CHANGELOG.md", "LICENSE"}
-    assert needed | {"Makefile", "fusednorm/csrc/native.cpp"} <= names
+    assert needed | {"Makefile", "fusednorm/csrc/native.cpp", "examples/train_fsdp2.py"} <= names
     assert not {name for name in names if name.endswith(".pyc")}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import inspect
 import json
 import multiprocessing
 import os
@@ -19,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusednorm import force, interpreter
+from fusednorm import force, functional, interpreter
 from fusednorm.kernel_devices import kernels_on
 
 PATIENCE_SECONDS = 300  # for a whole world
@@ -40,6 +42,7 @@ class World:
     size: int
     device: torch.device
     folder: Path  # that all of them see
+    calls_ops: bool = True
 
     def mesh(self, *shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
         return init_device_mesh(self.device.type, shape or (self.size,), mesh_dim_names=names)
@@ -55,8 +58,19 @@ class Combination:
         return self.run.__name__
 
 
+def combinations_in(module: dict[str, object], sizes: dict[Callable, tuple[int, ...]]) -> list[Combination]:
+    """The functions of a world that a module defines, in their order; in worlds of 2 and of 4 if not said otherwise."""
+    runs = [each for each in module.values() if inspect.isfunction(each) and each.__module__ == module["__name__"]]
+    runs = [run for run in runs if list(inspect.signature(run).parameters) == ["world"]]
+    return [Combination(run, sizes.get(run, (2, 4))) for run in runs]
+
+
 class Log(TorchDispatchMode):
-    """The ops that ran on local tensors, collectives among them."""
+    """The ops that ran on local tensors, collectives among them, those of compiled graphs too."""
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:  # to torch.compile: that it may go on
+        return True
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,9 +93,12 @@ class Log(TorchDispatchMode):
 
 @contextlib.contextmanager
 def ops_run(world: World) -> Iterator[None]:
-    """Inside, modules and functionals of this package reach its ops, whatever the device."""
+    """Inside, modules and functionals of this package reach its ops, whatever the device; or ATen's, if a world is to
+    show what happens then."""
     with contextlib.ExitStack() as stack:
-        if world.device.type == "cpu":
+        if not world.calls_ops:
+            stack.enter_context(mock.patch.object(functional, "runs_kernels", lambda tensor: False))
+        elif world.device.type == "cpu":
             stack.enter_context(kernels_on("cpu"))
             stack.enter_context(force("reference"))
         yield
@@ -127,10 +144,11 @@ def _work(rank: int, size: int, combinations: list[Combination], folder: Path) -
         for each in combinations:
             if size not in each.sizes:
                 continue
-            began = time.perf_counter()
+            began, computed = time.perf_counter(), time.process_time()
             failure = _failure(each, world)
             print(json.dumps([each.name, failure]), file=told, flush=True)
-            print(f"{time.perf_counter() - began:6.2f} {each.name}", file=took, flush=True)
+            wall, cpu = time.perf_counter() - began, time.process_time() - computed
+            print(f"{wall:6.2f} s, of the processor {cpu:6.2f}: {each.name}", file=took, flush=True)
             if failure:
                 os._exit(1)
     dist.destroy_process_group()

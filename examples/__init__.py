@@ -1,0 +1,1 @@
+"""Programs to run and to read: each says in its first lines what it shows."""

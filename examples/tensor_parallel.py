@@ -1,0 +1,61 @@
+"""What this shows: norms under PyTorch's tensor parallelism, where SequenceParallel shards their rows over the ranks.
+
+    torchrun --nproc-per-node 2 -m examples.tensor_parallel --model llama --norms both      on two GPUs
+    torchrun --nproc-per-node 2 -m examples.tensor_parallel --steps 20                      or on a CPU
+
+All ranks read the same text. Between the blocks each has a part of it; within attention and MLP all of it, and a part
+of the heads and of the hidden width. Norms get DTensors, for which our ops have rules of sharding: a weight is whole on
+every rank, and its gradient a partial sum. Everything is float32 here, matrix products on a GPU in TF32. On a CPU our
+functionals hand tensors to ATen, whose rules are the same.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from .language_models import LanguageModel
+from .training import arguments, start_processes, train_each
+
+ROWS = Shard(1)  # [batch, length, width] sharded along the text
+
+
+def parallelize(model: LanguageModel, mesh: DeviceMesh) -> LanguageModel:
+    """In place, by the plans of torch.distributed.tensor.parallel."""
+    embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=ROWS)
+    plan = {"embed.token": embedding, "norm": SequenceParallel()}
+    plan["head"] = ColwiseParallel(input_layouts=ROWS, output_layouts=Replicate())
+    if model.embed.position is not None:
+        plan["embed.position"] = embedding
+    parallelize_module(model, mesh, plan)
+    for block in model.blocks:
+        parallelize_module(block, mesh, plan_of(block))
+    return model
+
+
+def plan_of(block: nn.Module) -> dict:
+    plan = {"norm1": SequenceParallel(), "norm2": SequenceParallel()}
+    gather = PrepareModuleInput(input_layouts=(ROWS,), desired_input_layouts=(Replicate(),))
+    for part, last in (("attention", "out"), ("mlp", "down")):
+        plan[part] = gather
+        for name, _ in getattr(block, part).named_children():
+            plan[f"{part}.{name}"] = RowwiseParallel(output_layouts=ROWS) if name == last else ColwiseParallel()
+    return plan
+
+
+if __name__ == "__main__":
+    asked, device = arguments("tensor_parallel", __doc__), start_processes()
+    torch.set_float32_matmul_precision("high")
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    train_each(asked, device, lambda model: parallelize(model, mesh), readers=1)
+    dist.destroy_process_group()
