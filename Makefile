@@ -3,7 +3,7 @@
 
 VENV ?= .venv
 # The newest pair with which all tests pass. To raise it: write the next one here, and in tests/pairs.py, tests/versions.py
-# and fusednorm/triton_compat.py; then `make clean test test-pairs test-versions` must pass.
+# and fusednorm/host/triton_compat.py; then `make clean test test-pairs test-versions` must pass.
 PAIR ?= torch==2.15.0 triton==3.9.0
 
 ifeq ($(VENV),none)

@@ -21,7 +21,7 @@ VERSION = re.search(r'^__version__ = "(.+)"', (HERE / "fusednorm" / "__init__.py
 LINUX = "sys_platform == 'linux' and (platform_machine == 'x86_64' or platform_machine == 'aarch64')"
 
 
-NATIVE_FAILURE = "_native_failure.txt"  # beside where the extension would be; fusednorm/native.py reads it
+NATIVE_FAILURE = "_native_failure.txt"  # beside where the extension would be; fusednorm/host/native.py reads it
 
 
 class BuildNative(build_ext):
@@ -75,8 +75,8 @@ def extensions() -> list[Extension]:
     cuda_header = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
     return [
         Extension(
-            "fusednorm._native",
-            ["fusednorm/csrc/native.cpp"],
+            "fusednorm.host._native",
+            ["fusednorm/host/csrc/native.cpp"],
             include_dirs=[*cpp_extension.include_paths(), str(cuda_header)],
             library_dirs=cpp_extension.library_paths(),
             libraries=["c10", "torch_cpu", "torch_python"],

@@ -21,11 +21,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusednorm import column_plan
-from fusednorm.column_plan import KERNELS, Choice
-from fusednorm.column_problem import ColumnSumCall, check_column_sum
-from fusednorm.console import print_table, progress, show_beside
-from fusednorm.device import DeviceSpec
+from fusednorm.columns import plan as column_plan
+from fusednorm.columns.plan import KERNELS, Choice
+from fusednorm.columns.problem import ColumnSumCall, check_column_sum
+from fusednorm.host import gpus
+from fusednorm.tools.console import print_table, progress, show_beside
 
 from .cases import DTYPES
 from .records import RESULTS, describe_machine, read_clocks, results_path, save, spread
@@ -113,7 +113,7 @@ def bench_case(case: Case, dtype: str, options: argparse.Namespace, machine: dic
 
 def choices_for(call: ColumnSumCall, sweep: bool) -> Iterator[tuple[str, Choice]]:
     """The planner's choice, and those of each kernel or, in a sweep, of each plan."""
-    problem, rows, device = call.problem, call.rows, DeviceSpec.of(call.views[0].tensor.device)
+    problem, rows, device = call.problem, call.rows, gpus.spec_of(call.views[0].tensor.device)
     yield OURS, column_plan.choose(problem, rows, device)
     if not sweep:
         of_kernel = {kernel: column_plan.choose(problem, rows, device, kernel) for kernel in KERNELS}
@@ -127,7 +127,7 @@ def choices_for(call: ColumnSumCall, sweep: bool) -> Iterator[tuple[str, Choice]
 
 
 def our_call(inputs: list[Tensor], total: bool, choice: Choice) -> Call:
-    from fusednorm import launch_columns
+    from fusednorm.columns import launch as launch_columns
 
     return lambda: launch_columns.column_sum(check_column_sum(inputs, total, None), choice)
 

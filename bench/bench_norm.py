@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 import fusednorm
-from fusednorm.console import progress, show_beside
 from fusednorm.testing import Inputs, Outputs, assert_outputs_close, exact, relative_error
+from fusednorm.tools.console import progress, show_beside
 
 from .candidates import CANDIDATES, FLOOR, OURS, Calls, Candidate, Refused, floor_call, joined
 from .cases import BenchCase, add_case_arguments, make_bench_inputs, make_cases

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, nn
 
 import fusednorm
-from fusednorm import native
-from fusednorm.console import print_table
+from fusednorm.host import native
+from fusednorm.tools.console import print_table
 
 from .models import make_stack
 from .records import describe_machine

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import fusednorm
-from fusednorm.console import print_table, progress, show_beside
+from fusednorm.tools.console import print_table, progress, show_beside
 
 from .bench_norm import present
 from .candidates import CANDIDATES, OURS, Refused

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 
 import fusednorm
-from fusednorm.device import DeviceSpec
-from fusednorm.heuristics import decide
-from fusednorm.plan import VARIANTS, Plan, ReferencePlan
+from fusednorm.host import gpus
+from fusednorm.planner.heuristics import decide
+from fusednorm.planner.plan import VARIANTS, Plan, ReferencePlan
 from fusednorm.problem import check_backward, check_forward
 from fusednorm.testing import Outputs
 
@@ -180,7 +180,7 @@ def our_plans(case: BenchCase, inputs: BenchInputs, variant: str | None) -> dict
     }
     if x.device.type == "cpu":
         return {direction: ReferencePlan("CPU tensors") for direction in calls}
-    device = DeviceSpec.of(x.device)
+    device = gpus.spec_of(x.device)
     decisions = {direction: decide(call.problem, case.rows, device, variant) for direction, call in calls.items()}
     if variant and not any(decision.forced for decision in decisions.values()):
         raise Refused(decisions["backward"].reasons[variant])

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from fusednorm.console import print_table
+from fusednorm.tools.console import print_table
 
 from .records import cell, is_ours, load, shape_text, spread, timed
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 import fusednorm
-from fusednorm.console import print_table
+from fusednorm.tools.console import print_table
 
 from .candidates import joined, our_calls
 from .cases import DTYPES, BenchCase, add_case_arguments, make_bench_inputs, make_cases

@@ -18,8 +18,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fusednorm.console import print_table
 from fusednorm.testing import relative_error
+from fusednorm.tools.console import print_table
 
 from .cases import BenchCase, add_case_arguments, dtype_name, make_bench_inputs, make_cases
 from .records import RESULTS, describe_machine, results_path, save

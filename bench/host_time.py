@@ -3,8 +3,8 @@
     python -m bench.host_time --rows 128 --cols 1024
 
 Nothing is waited for: a call is over when its kernels are enqueued. Candidates take turns, so that both see the same
-moods of the machine. Says whether the host side in C++ was built (fusednorm/native.py). One JSON line per call goes to
-bench/results/<date>-<gpu>-host-time.jsonl. Exit code 2 without a CUDA GPU.
+moods of the machine. Says whether the host side in C++ was built (fusednorm/host/native.py). One JSON line per call
+goes to bench/results/<date>-<gpu>-host-time.jsonl. Exit code 2 without a CUDA GPU.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 import fusednorm
-from fusednorm import native
-from fusednorm.console import print_table
+from fusednorm.host import native
+from fusednorm.tools.console import print_table
 
 from .cases import DTYPES
 from .records import RESULTS, describe_machine, results_path, save

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from fusednorm.device import KNOWN
+from fusednorm.planner.device import KNOWN
 
 from .candidates import FLOOR, OURS
 from .cases import DIRECTIONS, NORMS

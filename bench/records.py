@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import fusednorm
-from fusednorm.console import print_table
+from fusednorm.tools.console import print_table
 
 from .candidates import FLOOR, OURS, floor_bytes
 from .cases import BenchCase, dtype_name

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from fusednorm.console import print_table
+from fusednorm.tools.console import print_table
 
 from .cases import BenchCase, add_case_arguments, make_bench_inputs, make_cases
 from .records import RESULTS, describe_machine, results_path, save
@@ -49,7 +49,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def compare(case: BenchCase, rounds: int) -> dict:
     """A record of both builds of the case's backward."""
-    from fusednorm import launch
+    from fusednorm.host import launch
 
     inputs = make_bench_inputs(case, "cuda")
     prepared = launch.prepare_backward(make_call(case, inputs, "backward"))

@@ -20,9 +20,10 @@ from pathlib import Path
 
 import torch
 
-from fusednorm import budget, candidates
-from fusednorm.device import DeviceSpec
-from fusednorm.plan import ColumnTilePlan, Plan
+from fusednorm.host import gpus
+from fusednorm.planner import budget, candidates
+from fusednorm.planner.device import DeviceSpec
+from fusednorm.planner.plan import ColumnTilePlan, Plan
 from fusednorm.problem import check_backward, check_forward
 from fusednorm.testing import Case, Inputs, exact, make_inputs, relative_error
 
@@ -103,7 +104,7 @@ def fitting_plans(problem, device: DeviceSpec, variant: str, most: int) -> list[
 
 def compile_plan(job: tuple) -> tuple[int, int] | str:
     """(registers, stack bytes) of the plan's largest kernel, or why it does not compile."""
-    from fusednorm import compilation
+    from fusednorm.host import compilation
 
     case, direction, plan, arch = job
     try:
@@ -121,7 +122,7 @@ def meta_inputs(case: Case) -> Inputs:
 
 
 def prepare(case: Case, inputs: Inputs, direction: str, plan: Plan):
-    from fusednorm import launch
+    from fusednorm.host import launch
 
     build = launch.prepare_forward if direction == "forward" else launch.prepare_backward
     return build(make_call(case, inputs, direction), plan)
@@ -130,7 +131,7 @@ def prepare(case: Case, inputs: Inputs, direction: str, plan: Plan):
 def sweep(case: BenchCase, options: argparse.Namespace) -> list[dict]:
     """A record for each plan of the case."""
     inputs = make_bench_inputs(case, "cuda")
-    device = DeviceSpec.of(inputs.x.device)
+    device = gpus.spec_of(inputs.x.device)
     problem = make_call(case, inputs, options.direction).problem
     plans = [p for variant in options.variants for p in fitting_plans(problem, device, variant, options.most)]
     jobs = [(case, options.direction, plan, device.arch) for plan in plans]

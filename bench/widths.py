@@ -25,10 +25,10 @@ from statistics import median
 
 import torch
 
-from fusednorm import warm
-from fusednorm.console import print_table, progress, show_beside
-from fusednorm.device import DeviceSpec
+from fusednorm.host import gpus
 from fusednorm.testing import Outputs
+from fusednorm.tools import warm
+from fusednorm.tools.console import print_table, progress, show_beside
 
 from .candidates import FLOOR, OURS, floor_call, our_calls, our_plans
 from .cases import DTYPES, NORMS, BenchCase, make_bench_inputs
@@ -141,7 +141,7 @@ def in_batches(cells: list[tuple[str, int, int]]) -> Iterator[list[tuple[str, in
 
 
 def compile_batch(batch: list[tuple[str, int, int]], options: argparse.Namespace) -> None:
-    dtype, device = DTYPES[options.dtype], DeviceSpec.of(torch.device("cuda", torch.cuda.current_device()))
+    dtype, device = DTYPES[options.dtype], gpus.spec_of(torch.device("cuda", torch.cuda.current_device()))
     wanted = [
         warm.Wanted(norm, options.direction, cols, dtype, dtype, True, (True, True, norm == "layer"))
         for norm, cols in dict.fromkeys((norm, cols) for norm, _, cols in batch)

@@ -13,13 +13,13 @@ if not (_HERE / "kernels").is_dir():
 
 from . import functional  # noqa: E402
 from .autograd import LayerNormFunction, RMSNormFunction  # noqa: E402
-from .column_explanation import explain_column_sum  # noqa: E402
-from .column_ops import column_sum  # noqa: E402
-from .explanation import explain  # noqa: E402
-from .forcing import force  # noqa: E402
+from .columns.explanation import explain_column_sum  # noqa: E402
+from .columns.ops import column_sum  # noqa: E402
 from .margin import sm_margin  # noqa: E402
 from .modules import LayerNorm, RMSNorm  # noqa: E402
-from .warm import warmup  # noqa: E402
+from .planner.forcing import force  # noqa: E402
+from .tools.explanation import explain  # noqa: E402
+from .tools.warm import warmup  # noqa: E402
 
 __version__ = "0.1.0"
 

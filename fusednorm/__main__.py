@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from .plan_cli import add_plan_arguments, run_plan
+from .tools.plan import add_plan_arguments, run_plan
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -21,10 +21,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.command == "plan":
         return run_plan(options)
     if options.command == "demo":
-        from .demo import run_demo
+        from .tools.demo import run_demo
 
         return run_demo(options.steps, options.out)
-    from .doctor import run_doctor
+    from .tools.doctor import run_doctor
 
     return run_doctor()
 

@@ -16,11 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from . import formulas, native, ops, recipe, reference, sharding, torch_compat
-from .forcing import asked_variants, force, forced_variant
-from .kernel_devices import runs_kernels
-from .problem import accumulation_dtype
-from .torch_compat import (
+from . import formulas, ops, reference, sharding
+from .host import native, recipe, torch_compat
+from .host.kernel_devices import runs_kernels
+from .host.torch_compat import (
     dispatch_modes,
     forward_ad,
     function_modes,
@@ -30,6 +29,8 @@ from .torch_compat import (
     shown_to_profiler,
     tracing_state,
 )
+from .planner.forcing import asked_variants, force, forced_variant
+from .planner.norm_problem import accumulation_dtype
 
 PLAIN = (Tensor, torch.nn.Parameter)
 KEPT_BACKWARDS = 4  # of one look of the forward, which all layers of a model may share

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from . import autograd, torch_compat
-from .kernel_devices import runs_kernels
-from .problem import FLOAT_DTYPES
+from . import autograd
+from .host import torch_compat
+from .host.kernel_devices import runs_kernels
+from .planner.norm_problem import FLOAT_DTYPES
 
 
 def layer_norm(

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from .planner.device import check_that_one_is_left
+
 sms = 0  # what holds now, in every thread
 
 _entries: list[sm_margin] = []  # the calls that have not been undone, the latest last
@@ -60,11 +62,6 @@ class sm_margin:  # noqa: N801  reads as a function: sm_margin(16)
                     _entries.pop()
                 _entries.remove(self)
             _tell()
-
-
-def check_that_one_is_left(n: int, name: str, count: int) -> None:
-    if n >= count:
-        raise ValueError(f"sm_margin: n must leave at least one of the {count} SMs of {name}, got {n}")
 
 
 def observe(observer: Callable[[int], None]) -> None:

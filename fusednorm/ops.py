@@ -33,17 +33,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import native, recipe, reference
-from .kernel_devices import runs_kernels
-from .problem import (
-    BackwardCall,
-    accumulation_dtype,
-    check_backward,
-    check_forward,
-    stats_shape,
-    validate_backward,
-    validate_forward,
-)
+from . import reference
+from .host import native, recipe
+from .host.kernel_devices import runs_kernels
+from .planner.norm_problem import accumulation_dtype
+from .problem import BackwardCall, check_backward, check_forward, stats_shape, validate_backward, validate_forward
 
 LIBRARY = torch.library.Library("fusednorm", "DEF")
 
@@ -144,7 +138,7 @@ def _wants_any(call: BackwardCall) -> bool:
 
 @functools.cache
 def launch() -> ModuleType:
-    from . import launch  # imports Triton, which a process without CUDA tensors need not have
+    from .host import launch  # imports Triton, which a process without CUDA tensors need not have
 
     return launch
 

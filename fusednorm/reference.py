@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .problem import BackwardCall, ForwardCall, accumulation_dtype, resolve_eps, stats_shape
+from .planner.norm_problem import accumulation_dtype
+from .problem import BackwardCall, ForwardCall, resolve_eps, stats_shape
 
 
 @torch.no_grad()

@@ -1,1 +1,1 @@
-"""Device code: Triton and Gluon kernels. Imports triton only; fusednorm/launch.py is its sole importer."""
+"""Device code: Triton and Gluon kernels. Imports triton only; fusednorm/host/ and fusednorm/columns/ import it."""

@@ -14,11 +14,12 @@ from unittest import mock
 from compiling import worker_processes
 from planning import ARCHITECTURES, make_problem, meta_call
 
-from fusednorm import budget
-from fusednorm.device import DeviceSpec
-from fusednorm.heuristics import choices, outcome
-from fusednorm.plan import VARIANTS, ColumnRingPlan, Plan, ReferencePlan, RingPlan
-from fusednorm.problem import NormProblem
+from fusednorm.host import gpus
+from fusednorm.planner import budget
+from fusednorm.planner.device import DeviceSpec
+from fusednorm.planner.heuristics import choices, outcome
+from fusednorm.planner.norm_problem import NormProblem
+from fusednorm.planner.plan import VARIANTS, ColumnRingPlan, Plan, ReferencePlan, RingPlan
 
 MANY_ROWS = 1 << 20
 ROW_PASSES = {"forward_by_column_tiles", "backward_row_means"}
@@ -44,11 +45,11 @@ def triton_release() -> tuple[int, int]:
 
 def complaints(problem: NormProblem, plan: Plan, device: DeviceSpec) -> list[str]:
     """Where the compiler's builds of a plan differ from its budget."""
-    from fusednorm import compilation, launch
+    from fusednorm.host import compilation, launch
 
     prepare = launch.prepare_forward if problem.direction == "forward" else launch.prepare_backward
     found = []
-    with mock.patch.object(DeviceSpec, "of", lambda _: device):
+    with mock.patch.object(gpus, "spec_of", lambda _: device):
         launches = prepare(meta_call(problem), plan)[0]
     for each in launches:
         name = each.kernel.__name__

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fusednorm import native, straight_line
+from fusednorm.host import native, straight_line
 from fusednorm.testing import Case, Inputs
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

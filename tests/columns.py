@@ -8,9 +8,9 @@ import torch
 from planning import ARCHITECTURES, EVERY_ARCHITECTURE
 from torch import Tensor
 
-from fusednorm import column_plan
-from fusednorm.column_plan import KERNELS, RingSum, SumPlan
-from fusednorm.column_problem import ColumnSumProblem, check_column_sum
+from fusednorm.columns import plan as column_plan
+from fusednorm.columns.plan import KERNELS, RingSum, SumPlan
+from fusednorm.columns.problem import ColumnSumProblem, check_column_sum
 
 DEVICES = ARCHITECTURES
 
@@ -68,7 +68,8 @@ def plans_of(sums: Sums, device) -> list[SumPlan]:
 
 def complaints(sums: Sums, arch: int) -> list[str]:
     """Where the compiler's builds differ from what the plans count on. For a process that does not interpret."""
-    from fusednorm import compilation, launch_columns
+    from fusednorm.columns import launch as launch_columns
+    from fusednorm.host import compilation
 
     device, found = EVERY_ARCHITECTURE[arch], []
     call = check_column_sum(sums.inputs("meta"), sums.total, sums.out_dtype)
@@ -88,7 +89,8 @@ def complaints(sums: Sums, arch: int) -> list[str]:
 
 def builds(sums: Sums, arch: int) -> list[str]:
     """Hashes of the planner's kernels, compiled into Triton's on-disk cache. For a process that does not interpret."""
-    from fusednorm import compilation, launch_columns
+    from fusednorm.columns import launch as launch_columns
+    from fusednorm.host import compilation
 
     call = check_column_sum(sums.inputs("meta"), sums.total, sums.out_dtype)
     choice = column_plan.choose(call.problem, sums.rows, DEVICES[arch])
@@ -99,7 +101,7 @@ def loads(sums: Sums, arch: int) -> list[str]:
     """The same hashes as ColumnLaunch.load has Triton look them up. For a process that does not interpret."""
     from compiling import stand_in_for_a_gpu
 
-    from fusednorm import launch_columns
+    from fusednorm.columns import launch as launch_columns
 
     stand_in_for_a_gpu(DEVICES[arch])
     call = check_column_sum(sums.inputs("meta"), sums.total, sums.out_dtype)

@@ -19,9 +19,9 @@ from cases import MIXED_DTYPES, NORMS, SAME_DTYPES, TROUBLED_WIDTHS, lay_out, ma
 from devices import planned_for
 from planning import ARCHITECTURES
 
-from fusednorm import budget, heuristics
-from fusednorm.device import DeviceSpec
-from fusednorm.plan import Plan, WarpSpecializedPlan
+from fusednorm.planner import budget, heuristics
+from fusednorm.planner.device import DeviceSpec
+from fusednorm.planner.plan import Plan, WarpSpecializedPlan
 from fusednorm.problem import check_backward, check_forward
 from fusednorm.testing import Case, Inputs
 
@@ -41,7 +41,7 @@ def launches_of(
     case: Case, device: DeviceSpec, output_mask=ALL_OUTPUTS, layout: str | None = None
 ) -> list[tuple[Plan, object]]:
     """Each kernel launch of forward and backward with its plan, as they would be on such a device; on meta tensors."""
-    from fusednorm import launch
+    from fusednorm.host import launch
 
     def meta(shape, dtype):
         return None if dtype is None else torch.empty(shape, dtype=dtype, device="meta")
@@ -75,7 +75,8 @@ def compile_case(
     variant: str | None = None,
 ) -> list[str]:
     """Compile every kernel of a case, under force(variant), into Triton's on-disk cache; their hashes there."""
-    from fusednorm import compilation, force
+    from fusednorm import force
+    from fusednorm.host import compilation
 
     with force(variant):
         launches = launches_of(case, device, output_mask, layout)
@@ -107,7 +108,7 @@ def launch_case(case: Case, device: DeviceSpec, output_mask=ALL_OUTPUTS) -> list
 
 
 def builds_of(case: Case, device: DeviceSpec, output_mask=ALL_OUTPUTS) -> list[Build]:
-    from fusednorm import compilation
+    from fusednorm.host import compilation
 
     return [
         Build(plan, compilation.resources(each, device.arch)) for plan, each in launches_of(case, device, output_mask)

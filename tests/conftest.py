@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from fusednorm.interpreter import enable_interpreter
+from fusednorm.tools.interpreter import enable_interpreter
 
 collect_ignore = ["native", "simulator"]  # test_native.py and test_simulator.py run these, in processes of their own
 

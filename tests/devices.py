@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from unittest import mock
 
-from fusednorm import device
-from fusednorm.device import DeviceSpec
+from fusednorm.host import gpus
+from fusednorm.planner import device
+from fusednorm.planner.device import DeviceSpec
 
 
 def named(name: str, sms: int | None = None) -> DeviceSpec:
@@ -19,14 +20,14 @@ def named(name: str, sms: int | None = None) -> DeviceSpec:
 
 def planned_for(spec: DeviceSpec) -> contextlib.AbstractContextManager:
     """Inside, every tensor is planned for as if it were on this device."""
-    return mock.patch.object(DeviceSpec, "of", lambda tensor_device: spec)
+    return mock.patch.object(gpus, "spec_of", lambda tensor_device: spec)
 
 
 @contextlib.contextmanager
 def standing_in(spec: DeviceSpec, hand_over: Callable[..., None]) -> Iterator[None]:
     """Inside, tensors are planned for as if on this device, and launches go to `hand_over`, as `launcher.hand_over`
     gets them, with their outputs still to be filled."""
-    from fusednorm import launcher
+    from fusednorm.host import launcher
 
     with planned_for(spec), mock.patch.object(launcher, "hand_over", hand_over):
         yield

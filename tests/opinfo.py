@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusednorm.problem import accumulation_dtype
+from fusednorm.planner.norm_problem import accumulation_dtype
 
 NAMES = ("nn.functional.layer_norm", "native_layer_norm", "nn.functional.rms_norm")
 

@@ -7,9 +7,10 @@ import itertools
 import hypothesis
 import torch
 
-from fusednorm.device import A100, B200, GB10, GB300, H200, RTX_3090, RTX_4090, RTX_5090, compiled_for_here
-from fusednorm.explanation import DTYPES
-from fusednorm.problem import NormProblem
+from fusednorm.host.gpus import compiled_for_here
+from fusednorm.planner.device import A100, B200, GB10, GB300, H200, RTX_3090, RTX_4090, RTX_5090
+from fusednorm.planner.norm_problem import NormProblem
+from fusednorm.tools.explanation import DTYPES
 
 ARCHITECTURES = {spec.arch: compiled_for_here(spec) for spec in (A100, H200, B200, GB300, RTX_5090)}
 # Those whose resources are between, or the same: for what runs by itself, not with every test.

@@ -26,9 +26,10 @@ from torch import Tensor, nn
 
 import fusednorm
 from fusednorm import force, functional, reference
-from fusednorm.interpreter import enable_interpreter
-from fusednorm.kernel_devices import kernels_on
-from fusednorm.problem import FLOAT_DTYPES, resolve_eps
+from fusednorm.host.kernel_devices import kernels_on
+from fusednorm.planner.norm_problem import FLOAT_DTYPES
+from fusednorm.problem import resolve_eps
+from fusednorm.tools.interpreter import enable_interpreter
 
 OPS, ATEN = torch.ops.fusednorm, torch.ops.aten
 DTYPES = {

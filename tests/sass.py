@@ -23,7 +23,7 @@ from typing import NamedTuple
 from compiling import worker_processes
 from planning import make_problem, meta_call
 
-from fusednorm.device import H200
+from fusednorm.planner.device import H200
 
 DATA = Path(__file__).parent / "data"
 HASHES, CELLS = DATA / "sass.csv", DATA / "h200_plans.csv"
@@ -43,7 +43,8 @@ class Build(NamedTuple):
 
 def launches(direction: str, norm: str, rows: int, cols: int) -> list:
     """Of a cell, but for the sums of partials."""
-    from fusednorm import heuristics, launch
+    from fusednorm.host import launch
+    from fusednorm.planner import heuristics
 
     problem = make_problem(norm, cols, direction=direction)
     prepare = launch.prepare_forward if direction == "forward" else launch.prepare_backward
@@ -67,7 +68,7 @@ def golden_set() -> Iterator[Build]:
 
 def digest(build: Build) -> tuple[int, str]:
     """(number of instructions, hash of them)."""
-    from fusednorm import compilation
+    from fusednorm.host import compilation
 
     launch = next(each for each in launches(*build[:4]) if each.kernel.__name__ == build.kernel)
     text = instructions(compilation.compile_for(launch, H200.arch).asm["cubin"])
@@ -76,7 +77,7 @@ def digest(build: Build) -> tuple[int, str]:
 
 def instructions(cubin: bytes) -> list[str]:
     """SASS without addresses, encodings and the offsets of parameters."""
-    from fusednorm.compilation import CUOBJDUMP
+    from fusednorm.host.compilation import CUOBJDUMP
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

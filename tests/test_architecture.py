@@ -1,4 +1,4 @@
-"""Who may import whom. Walks the source, so an import inside a function counts too."""
+"""Who may import whom, by room. Walks the source, so an import inside a function counts too."""
 
 from __future__ import annotations
 
@@ -13,83 +13,30 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE, KERNELS = ROOT / "fusednorm", ROOT / "kernels"
 
-PLANNER = {
-    "heuristics", "few_rows", "candidates", "preference", "tile_share", "forcing", "legality", "budget",
-    "plan", "problem", "device", "margin",
-}  # fmt: skip
+# A room is a folder, or a file at the root. From the public face down:
 MAY_IMPORT = {
-    "__init__": {
-        "functional",
-        "autograd",
-        "modules",
-        "explanation",
-        "forcing",
-        "margin",
-        "warm",
-        "column_ops",
-        "column_explanation",
-    },
+    "__init__": {"autograd", "columns", "functional", "margin", "modules", "planner", "tools"},
     "modules": {"functional"},
-    "functional": {"autograd", "kernel_devices", "problem", "torch_compat"},
-    "autograd": {
-        "formulas", "forcing", "kernel_devices", "native", "ops", "problem", "recipe", "reference",
-        "sharding", "torch_compat",
-    },  # fmt: skip
+    "functional": {"autograd", "host", "planner", "problem"},
+    "autograd": {"formulas", "host", "ops", "planner", "problem", "reference", "sharding"},
+    "columns": {"host", "kernels", "ops", "planner", "problem", "sharding"},
+    "formulas": {"planner", "problem", "reference"},
     "sharding": set(),
-    "formulas": {"problem", "reference"},
-    "kernel_devices": set(),
-    "ops": {"kernel_devices", "launch", "native", "problem", "recipe", "reference"},
-    "native": {"_native", "forcing", "margin", "recipe"},
-    "_native": set(),  # csrc/native.cpp, where it was built
-    "recipe": {"forcing", "launch", "launcher", "likeness", "margin", "problem", "straight_line"},
-    "straight_line": {"launcher", "margin", "problem", "torch_compat"},
-    "likeness": {"torch_compat"},
-    "torch_compat": set(),
-    "triton_compat": set(),
-    "reference": {"problem"},
-    "launch": PLANNER | {"fallback", "kernels", "launcher", "reference", "triton_compat"},
-    "launcher": {"fallback", "kernels", "problem", "torch_compat", "triton_compat"},
-    "fallback": PLANNER,
-    "heuristics": PLANNER - {"heuristics"},
-    "few_rows": {"candidates", "preference", "tile_share", "legality", "budget", "plan", "problem", "device"},
-    "candidates": {"preference", "tile_share", "budget", "plan", "problem", "device"},
-    "preference": {"tile_share", "budget", "plan", "problem", "device"},
-    "tile_share": {"budget", "plan", "problem"},
-    "forcing": {"plan"},
-    "legality": {"plan", "problem", "device"},
-    "budget": {"plan", "problem", "device"},
-    "plan": {"problem", "device"},
-    "problem": set(),
-    "device": {"margin", "triton_compat"},
-    "margin": set(),
-    # column_sum, in layers of its own:
-    "column_ops": {
-        "launch_columns", "column_plan", "column_problem", "column_reference", "kernel_devices", "ops", "sharding",
-        "torch_compat",
-    },  # fmt: skip
-    "launch_columns": {
-        "fallback", "kernels", "launcher", "column_plan", "column_problem", "column_reference", "problem", "device",
-    },  # fmt: skip
-    "column_explanation": {"column_plan", "column_problem", "device", "fallback", "kernel_devices"},
-    "column_reference": {"column_problem"},
-    "column_plan": {"budget", "legality", "column_problem", "device"},
-    "column_problem": {"problem"},
-    # Beside the path of a call:
-    "integrations": {"__init__", "fallback", "ops", "autograd", "functional", "modules", "forcing", "recipe", *PLANNER},
-    "compilation": PLANNER | {"launch"},
-    "warm": PLANNER | {"launch", "launcher", "compilation", "fallback"},
-    "cost": {"plan", "problem", "device"},
-    "explanation": PLANNER | {"cost", "fallback", "kernel_devices"},
-    "plan_cli": PLANNER | {"explanation", "console"},
+    "ops": {"host", "planner", "problem", "reference"},
+    "host": {"kernels", "margin", "planner", "problem", "reference"},
+    "reference": {"planner", "problem"},
+    "problem": {"planner"},
+    "margin": {"planner"},
+    "planner": set(),
     "testing": set(),
-    "console": set(),
-    "interpreter": set(),
-    "demo": {"__init__", "console", "interpreter", "launch", "modules", "problem", "testing"},
-    "doctor": {"__init__", "fallback", "native", "testing", "torch_compat", "triton_compat"},
-    "__main__": {"demo", "doctor", "plan_cli"},
+    # Beside the path of a call:
+    "integrations": {"__init__", "autograd", "functional", "host", "modules", "ops", "planner", "problem"},
+    "tools": {"__init__", "host", "margin", "modules", "planner", "problem", "testing"},
+    "__main__": {"tools"},
 }
-# At their top; interpreter, doctor and triton_compat do when asked.
-IMPORT_TRITON = {"launch", "launch_columns", "launcher", "compilation"}
+AT_THE_ROOT = 15  # files, at most: what a user may name
+# At their top; other modules import Triton when asked, or never.
+IMPORT_TRITON = {"columns.launch", "host.compilation", "host.launch", "host.launcher"}
 
 
 def modules_of(folder: Path) -> list[Path]:
@@ -113,33 +60,69 @@ def everywhere(path: Path) -> Iterator[str]:
     return imports(path, ast.walk(ast.parse(path.read_text())))
 
 
-def own_name(path: Path) -> str:
-    """The layer of a file: integrations/ is one, every other file of the package is its own."""
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def name_of(path: Path) -> str:
+    """Such as host.launch."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
-def layers_imported(path: Path) -> set[str]:
-    known = set(MAY_IMPORT) | {"kernels"}
-    ours = [name.split(".") for name in everywhere(path) if name.split(".")[0] == "fusednorm"]
-    layers = {name[1] for name in ours if len(name) > 1 and name[1] in known}
-    # `from . import __version__` and the like: a name that is no module comes from the package itself.
-    package = {"__init__"} if any(len(name) > 1 and name[1] not in known for name in ours) else set()
-    return (layers | package) - {own_name(path)}
+def modules_imported(path: Path) -> set[str]:
+    """Of the package's, such as host.launch; what comes from a package itself, as `from . import __version__`, is
+    imported from its __init__."""
+    known = {name_of(each) for each in modules_of(PACKAGE)}
+    found = set()
+    for name in everywhere(path):
+        parts = name.split(".")
+        if parts[0] != "fusednorm" or len(parts) == 1:
+            continue
+        if parts[1] == "kernels":
+            found.add("kernels")
+            continue
+        names = [".".join(parts[1:end]) for end in range(len(parts), 1, -1)]
+        module = next((each for each in names if each in known), None)
+        if module:
+            found.add(module)
+        elif not (PACKAGE / parts[1]).is_dir():
+            found.add("__init__")
+    return found - {name_of(path)}
 
 
-@pytest.mark.parametrize("path", modules_of(PACKAGE), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_module_imports_only_the_layers_below_it(path):
-    layer = own_name(path)
-    assert layer in MAY_IMPORT, f"say in MAY_IMPORT what {layer} may import"
-    assert layers_imported(path) <= MAY_IMPORT[layer]
+def room_of(module: str) -> str:
+    return module.split(".")[0]
 
 
-def test_layers_have_no_cycle():
+@pytest.mark.parametrize("path", modules_of(PACKAGE), ids=name_of)
+def test_module_imports_only_from_the_rooms_below_its_own(path):
+    room = room_of(name_of(path))
+    assert room in MAY_IMPORT, f"say in MAY_IMPORT what {room} may import"
+    assert {room_of(name) for name in modules_imported(path)} - {room} <= MAY_IMPORT[room]
+
+
+def test_arrows_between_rooms_go_one_way():
     done: set[str] = {"kernels"}
-    while ready := {layer for layer, below in MAY_IMPORT.items() if layer not in done and below <= done}:
+    while ready := {room for room, below in MAY_IMPORT.items() if room not in done and below <= done}:
         done |= ready
     # The commands and integrations use the package as its users do, through __init__.
-    assert set(MAY_IMPORT) <= done
+    assert set(MAY_IMPORT) - {"__init__", "__main__", "integrations", "tools"} <= done
+
+
+@pytest.mark.parametrize("room", ["columns", "host", "planner", "tools"])
+def test_arrows_within_a_room_go_one_way(room):
+    below = {name_of(path): modules_imported(path) for path in modules_of(PACKAGE / room)}
+    done: set[str] = set()
+    while ready := {name for name, wanted in below.items() if name not in done and wanted & set(below) <= done}:
+        done |= ready
+    assert done == set(below)
+
+
+def test_what_a_newcomer_sees_first_is_one_screen():
+    assert len(list(PACKAGE.glob("*.py"))) <= AT_THE_ROOT
+
+
+def test_planner_asks_no_gpu_no_clock_and_no_environment():
+    for path in modules_of(PACKAGE / "planner"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        assert not {"os", "time"} & {name.split(".")[0] for name in imports(path, nodes)}
+        assert "cuda" not in {node.attr for node in nodes if isinstance(node, ast.Attribute)}
 
 
 @pytest.mark.parametrize("path", modules_of(KERNELS), ids=lambda path: path.name)
@@ -147,15 +130,15 @@ def test_kernels_import_triton_and_each_other_only(path):
     assert {name.split(".")[0] for name in everywhere(path)} <= {"triton", "kernels"} | sys.stdlib_module_names
 
 
-@pytest.mark.parametrize("path", modules_of(PACKAGE), ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize("path", modules_of(PACKAGE), ids=name_of)
 def test_triton_and_inductor_are_imported_only_where_they_belong(path):
-    layer, top = own_name(path), set(imports(path, ast.parse(path.read_text()).body))
-    if layer not in IMPORT_TRITON:
-        assert not {name for name in top if name.split(".")[0] == "triton"}
-    if layer != "integrations":
+    name, top = name_of(path), set(imports(path, ast.parse(path.read_text()).body))
+    if name not in IMPORT_TRITON:
+        assert not {each for each in top if each.split(".")[0] == "triton"}
+    if room_of(name) != "integrations":
         tree = ast.walk(ast.parse(path.read_text()))
         attributes = {node.attr for node in tree if isinstance(node, ast.Attribute)}
-        inductor = {name for name in everywhere(path) if name.startswith(("torch._inductor", "torch._dynamo"))}
+        inductor = {each for each in everywhere(path) if each.startswith(("torch._inductor", "torch._dynamo"))}
         assert not inductor and not attributes & {"_inductor", "_dynamo"}
 
 

@@ -11,8 +11,9 @@ from op_log import OpLog
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.testing import assert_close
 
-from fusednorm import LayerNormFunction, RMSNormFunction, autograd, force, forcing
-from fusednorm.kernel_devices import kernels_on
+from fusednorm import LayerNormFunction, RMSNormFunction, autograd, force
+from fusednorm.host.kernel_devices import kernels_on
+from fusednorm.planner import forcing
 from fusednorm.testing import Case, Outputs, assert_outputs_close, make_inputs
 
 OPS = torch.ops.fusednorm

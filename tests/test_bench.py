@@ -221,7 +221,7 @@ def test_without_a_gpu_a_tool_says_so_and_exits_with_2(tool, capsys):
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_sweep_draws_plans_of_the_variant_that_prepare_without_a_gpu(norm, variant):
     from bench import sweep
-    from fusednorm.device import H200
+    from fusednorm.planner.device import H200
 
     bf16 = torch.bfloat16
     case = BenchCase(norm, (16384, 4096), 1, bf16, bf16, bf16 if norm == "layer" else None)

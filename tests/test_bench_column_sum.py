@@ -10,7 +10,7 @@ from columns import Sums
 
 from bench import bench_column_sum as bench
 from bench.timing import Times
-from fusednorm.column_problem import check_column_sum
+from fusednorm.columns.problem import check_column_sum
 
 TIMES, FLOOR = Times.of([20.0]), Times.of([18.0])
 

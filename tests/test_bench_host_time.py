@@ -31,7 +31,7 @@ def test_calls_take_turns_and_each_gets_its_time():
 def test_a_static_build_is_called_with_constants_for_its_numbers():
     from triton.language import constexpr
 
-    from fusednorm import launch
+    from fusednorm.host import launch
 
     prepared = launch.prepare_backward(meta_call(make_problem("layer", 1000, tma_aligned=True), 64))
     plain, fixed = prepared.launches[0].args, static_build.fixed(prepared.launches[0])

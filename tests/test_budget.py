@@ -11,9 +11,9 @@ from compiling import worker_processes
 from hypothesis import strategies as st
 from planning import ARCHITECTURES, given, make_problem
 
-from fusednorm import budget
-from fusednorm.device import A100, B200, H200, KNOWN
-from fusednorm.plan import MultiWavePlan, PipelinedPlan, WarpSpecializedPlan
+from fusednorm.planner import budget
+from fusednorm.planner.device import A100, B200, H200, KNOWN
+from fusednorm.planner.plan import MultiWavePlan, PipelinedPlan, WarpSpecializedPlan
 
 # A width, dtype or mask each that has been trouble, taken in turns by the architectures; make budgets tries thousands.
 SAMPLE = [

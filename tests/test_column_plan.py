@@ -12,9 +12,8 @@ from compiling import worker_processes
 from hypothesis import strategies as st
 from planning import given
 
-from fusednorm import column_plan
-from fusednorm.budget import RESERVED_SMEM_BYTES
-from fusednorm.column_plan import (
+from fusednorm.columns import plan as column_plan
+from fusednorm.columns.plan import (
     MAX_TENSORS,
     RESERVED_BYTES,
     AtenSum,
@@ -26,9 +25,10 @@ from fusednorm.column_plan import (
     shared_bytes,
     shrink,
 )
-from fusednorm.column_problem import in_place, is_tma_aligned
-from fusednorm.device import A100, B200, H200, RTX_4090, RTX_5090
-from fusednorm.legality import MAX_RING_ROWS
+from fusednorm.columns.problem import in_place, is_tma_aligned
+from fusednorm.planner.budget import RESERVED_SMEM_BYTES
+from fusednorm.planner.device import A100, B200, H200, RTX_4090, RTX_5090
+from fusednorm.planner.legality import MAX_RING_ROWS
 
 SQUARE = Sums(16384, 16384, 1, BF16)
 
@@ -200,7 +200,7 @@ def test_gpus_older_than_any_kernel_take_aten():
 
 def test_kernels_have_parameters_for_the_most_tensors():
     pytest.importorskip("triton")
-    from fusednorm import launch_columns
+    from fusednorm.columns import launch as launch_columns
 
     assert [len(launch_columns.ring_kernel(count)[1]) for count in (1, 8, 9, MAX_TENSORS)] == [8, 8, 64, 64]
 

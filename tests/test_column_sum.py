@@ -12,9 +12,9 @@ from columns import Sums, assert_sums_close
 from torch.testing import assert_close
 
 import fusednorm
-from fusednorm.column_plan import MAX_TENSORS, Choice, portable_plans
-from fusednorm.column_problem import check_column_sum
-from fusednorm.device import A100, H200, RTX_5090
+from fusednorm.columns.plan import MAX_TENSORS, Choice, portable_plans
+from fusednorm.columns.problem import check_column_sum
+from fusednorm.planner.device import A100, H200, RTX_5090
 
 OP = torch.ops.fusednorm.column_sum
 
@@ -180,7 +180,7 @@ INTERPRETED = [
 @pytest.mark.parametrize("sums, splits", INTERPRETED, ids=str)
 def test_portable_kernel_sums_every_row_once_whatever_the_tile(sums, splits):
     pytest.importorskip("triton")
-    from fusednorm import launch_columns
+    from fusednorm.columns import launch as launch_columns
 
     inputs = sums.inputs()
     call = check_column_sum(inputs, sums.total, sums.out_dtype)
@@ -194,7 +194,7 @@ def test_portable_kernel_sums_every_row_once_whatever_the_tile(sums, splits):
 @pytest.mark.parametrize("count", [1, 3])
 def test_portable_kernel_reads_rows_in_place(count):
     pytest.importorskip("triton")
-    from fusednorm import launch_columns
+    from fusednorm.columns import launch as launch_columns
 
     storage = torch.full((40, 3 * 24), float("nan"))
     inputs = [storage[::2, 24 * i : 24 * i + 20] for i in range(count)]

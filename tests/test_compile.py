@@ -16,7 +16,7 @@ from compiling import (
     worker_processes,
 )
 
-from fusednorm.legality import MAX_RING_ROWS
+from fusednorm.planner.legality import MAX_RING_ROWS
 
 H200 = DEVICES[90]
 NO_DX, NO_DB = (False, True, True), (True, True, False)
@@ -136,6 +136,6 @@ LOOP = """
 )
 def test_a_spill_counts_unless_it_is_stored_before_and_loaded_after_the_loops(sass, in_a_loop):
     pytest.importorskip("triton")
-    from fusednorm.compilation import spills_in_loops
+    from fusednorm.host.compilation import spills_in_loops
 
     assert spills_in_loops(sass) == in_a_loop

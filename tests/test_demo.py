@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import fusednorm
-from fusednorm import __main__, console, demo
+from fusednorm import __main__
+from fusednorm.tools import console, demo
 
 TINY = demo.Size(32, 2, 2, 16, 2, 4, 1e-3, torch.float32)
 ROOT = demo.Path(fusednorm.__file__).parent.parent

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fusednorm import doctor, native, torch_compat, triton_compat
-from fusednorm.doctor import Finding
+from fusednorm.host import native, torch_compat, triton_compat
+from fusednorm.tools import doctor
+from fusednorm.tools.doctor import Finding
 
 ROOT = Path(__file__).parent.parent
 

@@ -14,8 +14,9 @@ from torch import nn
 from torch.testing import assert_close
 
 import fusednorm
-from fusednorm import force, functional, torch_compat
-from fusednorm.kernel_devices import kernels_on, runs_kernels
+from fusednorm import force, functional
+from fusednorm.host import torch_compat
+from fusednorm.host.kernel_devices import kernels_on, runs_kernels
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 OPS = torch.ops.fusednorm
@@ -92,7 +93,7 @@ def test_cpu_tensors_are_for_kernels_inside_the_block_alone():
 @norms
 def test_cpu_tensors_reach_the_kernels_of_the_interpreter(norm):
     pytest.importorskip("triton")
-    from fusednorm import launch
+    from fusednorm.host import launch
 
     built, x = module_of(norm), torch.randn(3, 8, requires_grad=True)
     want = torch.autograd.grad(built(x).square().sum(), (x, *built.parameters()))

@@ -15,10 +15,13 @@ from planning import make_problem
 from torch.testing import assert_close
 
 import fusednorm
-from fusednorm import column_plan, fallback, force, heuristics
-from fusednorm.device import A100, B200, H200, DeviceSpec
-from fusednorm.doctor import check_fallbacks
-from fusednorm.kernel_devices import kernels_on
+from fusednorm import force
+from fusednorm.columns import plan as column_plan
+from fusednorm.host import fallback
+from fusednorm.host.kernel_devices import kernels_on
+from fusednorm.planner import heuristics
+from fusednorm.planner.device import A100, B200, H200
+from fusednorm.tools.doctor import check_fallbacks
 
 pytest.importorskip("triton")
 from fusednorm.kernels import column_sum, multiwave  # noqa: E402
@@ -26,7 +29,11 @@ from triton.compiler.errors import CompilationError  # noqa: E402
 from triton.experimental.gluon._runtime import GluonJITFunction  # noqa: E402
 from triton.runtime.errors import OutOfResources, PTXASError  # noqa: E402
 
-from fusednorm import launch_columns, launcher  # noqa: E402
+from fusednorm.columns import launch as launch_columns  # noqa: E402
+from fusednorm.host import (
+    gpus,
+    launcher,  # noqa: E402
+)
 
 OPS = torch.ops.fusednorm
 COMPILES, ASSEMBLES, LOADS, LAUNCHES = "compile", "assemble", "load", "launch"
@@ -132,7 +139,7 @@ def triton(monkeypatch):
 @pytest.fixture
 def on_h200(monkeypatch):
     """Planned for as on an H200, whose portable kernels are interpreted without their order to the launch behind."""
-    monkeypatch.setattr(DeviceSpec, "of", staticmethod(lambda device: H200))
+    monkeypatch.setattr(gpus, "spec_of", lambda device: H200)
     monkeypatch.setattr(multiwave, "launch_dependents", lambda: None)
     monkeypatch.setattr(column_sum, "wait_for_prerequisites", lambda: None)
 

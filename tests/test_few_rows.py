@@ -10,11 +10,12 @@ import torch
 from planning import make_problem, meta_call
 
 import fusednorm
-from fusednorm.device import H200, DeviceSpec
-from fusednorm.few_rows import one_tile, one_tile_of_any_width
-from fusednorm.heuristics import best_plan, choices, choose, decide
-from fusednorm.legality import broken_rule
-from fusednorm.plan import (
+from fusednorm.host import gpus
+from fusednorm.planner.device import H200
+from fusednorm.planner.few_rows import one_tile, one_tile_of_any_width
+from fusednorm.planner.heuristics import best_plan, choices, choose, decide
+from fusednorm.planner.legality import broken_rule
+from fusednorm.planner.plan import (
     ColumnTilePlan,
     MultiWavePlan,
     PipelinedPlan,
@@ -239,9 +240,9 @@ def test_all_ctas_that_run_at_once_get_tiles_even_if_some_get_one_less():
 
 @pytest.mark.parametrize("wanted", [{}, {"wants_dw": False, "wants_db": False}], ids=["dx, dw, db", "dx"])
 def test_no_more_ctas_are_launched_than_have_rows(wanted, monkeypatch):
-    from fusednorm import launch
+    from fusednorm.host import launch
 
-    monkeypatch.setattr(DeviceSpec, "of", staticmethod(lambda device: H200))
+    monkeypatch.setattr(gpus, "spec_of", lambda device: H200)
     problem = make_problem("layer", 4096, **wanted)
     plan = choose(problem, 16, H200)
     assert launch.prepare_backward(meta_call(problem, 16)).launches[0].grid == (-(-16 // plan.rows_per_tile),)

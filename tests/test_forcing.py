@@ -9,7 +9,7 @@ import torch
 from planning import make_problem, meta_call
 
 import fusednorm
-from fusednorm import forcing
+from fusednorm.planner import forcing
 
 
 def test_force_nests_and_none_gives_the_choice_back():
@@ -83,7 +83,7 @@ def test_forced_choice_reaches_the_backward_on_another_thread(norm, monkeypatch)
 
 
 def test_forced_reference_runs_atens_kernels(monkeypatch):
-    from fusednorm import launch
+    from fusednorm.host import launch
 
     call = meta_call(make_problem("layer", 64))
     monkeypatch.setattr(launch.reference, "backward", lambda call: "aten")

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from planning import ARCHITECTURES, given, make_problem, sweep
 
 import fusednorm
-from fusednorm import budget, legality
-from fusednorm.device import A100, B200, H200, KNOWN, RTX_5090
-from fusednorm.heuristics import TUNINGS, best_plan, choose, decide, outcome
-from fusednorm.plan import (
+from fusednorm.planner import budget, legality
+from fusednorm.planner.device import A100, B200, H200, KNOWN, RTX_5090
+from fusednorm.planner.heuristics import TUNINGS, best_plan, choose, decide, outcome
+from fusednorm.planner.plan import (
     VARIANTS,
     ColumnRingPlan,
     ColumnTilePlan,

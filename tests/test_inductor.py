@@ -24,8 +24,8 @@ from tracing import calls, trace
 
 import fusednorm
 from bench.models import make_stack
-from fusednorm import device as device_specs
 from fusednorm.integrations import inductor, routing
+from fusednorm.planner import device as device_specs
 
 OPS = torch.ops.fusednorm
 STOCK_COMPILE_FX = inductor_entry.compile_fx
@@ -278,13 +278,13 @@ def trace_backward_on_fake_cuda(norm: str) -> torch.fx.GraphModule:
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_gpus_with_kernels_take_the_norms(norm, monkeypatch):
-    monkeypatch.setattr(routing.DeviceSpec, "of", lambda device: device_specs.H200)
+    monkeypatch.setattr(routing.gpus, "spec_of", lambda device: device_specs.H200)
     assert len(calls(trace_backward_on_fake_cuda(norm), f"fusednorm.{norm}_norm_bwd")) == 1
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_gpus_without_kernels_are_refused_in_the_planners_words(norm, monkeypatch):
-    monkeypatch.setattr(routing.DeviceSpec, "of", lambda device: replace(device_specs.A100, name="V100", arch=70))
+    monkeypatch.setattr(routing.gpus, "spec_of", lambda device: replace(device_specs.A100, name="V100", arch=70))
     assert not calls(trace_backward_on_fake_cuda(norm), f"fusednorm.{norm}_norm_bwd")
     assert only_reason("backward") == "our kernel needs compute capability 8.0, V100 has 7.0"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusednorm.interpreter import enable_interpreter
+from fusednorm.tools.interpreter import enable_interpreter
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")

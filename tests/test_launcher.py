@@ -10,11 +10,11 @@ import pytest
 import torch
 from planning import make_problem, meta_call
 
-from fusednorm.plan import PipelinedPlan
+from fusednorm.planner.plan import PipelinedPlan
 
 
 def test_errors_of_a_launch_reach_the_caller(monkeypatch):
-    from fusednorm import launch, launcher
+    from fusednorm.host import launch, launcher
 
     def run(launches):
         raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
@@ -31,8 +31,9 @@ def test_launches_are_handed_over_in_one_place():
 
 
 def prepared_launch(rows=64, cols=4096, **changes):
-    from fusednorm import heuristics, launch
-    from fusednorm.device import H200
+    from fusednorm.host import launch
+    from fusednorm.planner import heuristics
+    from fusednorm.planner.device import H200
 
     call = meta_call(make_problem("layer", cols, **changes), rows)
     plan = heuristics.choose(call.problem, rows, H200)
@@ -40,7 +41,7 @@ def prepared_launch(rows=64, cols=4096, **changes):
 
 
 def test_the_row_count_is_no_part_of_what_a_build_depends_on():
-    from fusednorm import launcher
+    from fusednorm.host import launcher
 
     (plan, few), (_, many) = prepared_launch(64), prepared_launch(65)
     assert isinstance(plan, PipelinedPlan)
@@ -51,7 +52,7 @@ def test_the_row_count_is_no_part_of_what_a_build_depends_on():
     "changes", [{"cols": 8192}, {"dtype": "fp16"}, {"weight": "fp32"}, {"wants_db": False}], ids=str
 )
 def test_what_a_build_depends_on_is(changes):
-    from fusednorm import launcher
+    from fusednorm.host import launcher
 
     launches = [prepared_launch()[1], prepared_launch(**changes)[1]]
     one, other = (launcher._key_and_values(each, 0)[0] for each in launches)
@@ -59,7 +60,7 @@ def test_what_a_build_depends_on_is(changes):
 
 
 def test_a_build_depends_on_its_options():
-    from fusednorm import launcher
+    from fusednorm.host import launcher
 
     _, launch = prepared_launch()
     key = launcher._key_and_values(launch, 0)[0]
@@ -73,7 +74,7 @@ class Kernel:
 
 @pytest.mark.parametrize("offset", [0, 1])
 def test_a_build_depends_on_whether_pointers_are_aligned(offset):
-    from fusednorm import launcher
+    from fusednorm.host import launcher
 
     tensor = torch.zeros(64)
     tensor = tensor[(-tensor.data_ptr() // 4) % 4 + offset :]

@@ -7,7 +7,7 @@ import torch
 from op_log import OpLog
 from torch.nn import Parameter
 
-from fusednorm import likeness, torch_compat
+from fusednorm.host import likeness, torch_compat
 
 X, WEIGHT = torch.randn(4, 8), Parameter(torch.randn(8))
 

@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning import make_problem, meta_call
 
-from fusednorm import candidates, explain, margin, sm_margin
-from fusednorm.device import A100, B200, H200, KNOWN, DeviceSpec
-from fusednorm.heuristics import choose
-from fusednorm.plan import num_ctas
+from fusednorm import explain, margin, sm_margin
+from fusednorm.host import gpus
+from fusednorm.planner import candidates
+from fusednorm.planner.device import A100, B200, H200, KNOWN
+from fusednorm.planner.heuristics import choose
+from fusednorm.planner.plan import num_ctas
 
 META = torch.device("meta")  # planned for as on an H200
 
@@ -27,7 +29,7 @@ def no_margin_is_left_behind():
 
 
 def sms() -> int:
-    return DeviceSpec.of(META).sm_count
+    return gpus.spec_of(META).sm_count
 
 
 def test_a_block_holds_until_it_ends_and_the_innermost_wins():
@@ -168,7 +170,7 @@ def test_explain_says_what_is_left_to_others():
 
 
 def test_launches_are_planned_for_what_is_left():
-    from fusednorm import launch
+    from fusednorm.host import launch
 
     call = meta_call(make_problem("layer", 4096), 16384)
     whole = launch.prepare_backward(call).launches[0].grid[0]

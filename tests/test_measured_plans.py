@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from planning import make_problem
 
-from fusednorm.device import H200
-from fusednorm.heuristics import best_plan, choose
-from fusednorm.plan import ColumnTilePlan, MultiWavePlan, PipelinedPlan, WarpSpecializedPlan
+from fusednorm.planner.device import H200
+from fusednorm.planner.heuristics import best_plan, choose
+from fusednorm.planner.plan import ColumnTilePlan, MultiWavePlan, PipelinedPlan, WarpSpecializedPlan
 
 DATA = Path(__file__).parent / "data"
 KINDS = (ColumnTilePlan, MultiWavePlan, PipelinedPlan, WarpSpecializedPlan)

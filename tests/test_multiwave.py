@@ -26,9 +26,10 @@ from cases import (
     statistic_layouts,
 )
 
-from fusednorm import heuristics
-from fusednorm.device import A100, DeviceSpec
-from fusednorm.plan import ColumnTilePlan, MultiWavePlan, num_ctas
+from fusednorm.host import gpus
+from fusednorm.planner import heuristics
+from fusednorm.planner.device import A100
+from fusednorm.planner.plan import ColumnTilePlan, MultiWavePlan, num_ctas
 from fusednorm.problem import check_backward, check_forward
 from fusednorm.testing import Case, Inputs, Outputs, assert_outputs_close, make_inputs
 
@@ -40,11 +41,11 @@ ALL_OUTPUTS = (True, True, True)
 
 @pytest.fixture(autouse=True)
 def plans_for_a_small_gpu(monkeypatch):
-    monkeypatch.setattr(DeviceSpec, "of", staticmethod(lambda device: SMALL_GPU))
+    monkeypatch.setattr(gpus, "spec_of", lambda device: SMALL_GPU)
 
 
 def run_forward(case: Case, inputs: Inputs, plan=None):
-    from fusednorm import launch
+    from fusednorm.host import launch
 
     call = check_forward(case.norm, inputs.x, case.normalized_shape, inputs.weight, inputs.bias, case.eps)
     with guarded_buffers() as buffers:
@@ -56,7 +57,7 @@ def run_forward(case: Case, inputs: Inputs, plan=None):
 
 
 def run_backward(case: Case, inputs: Inputs, mean, rstd, plan=None, mask=ALL_OUTPUTS):
-    from fusednorm import launch
+    from fusednorm.host import launch
 
     call = check_backward(
         case.norm, inputs.grad_out, inputs.x, case.normalized_shape, mean, rstd, inputs.weight, inputs.bias, mask
@@ -190,7 +191,7 @@ def test_rows_may_be_apart_by_what_their_length_is_no_multiple_of(norm, plan, co
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("norm", NORMS)
 def test_a_forward_without_statistics_has_the_same_y_and_writes_nothing_else(norm, plan):
-    from fusednorm import launch
+    from fusednorm.host import launch
 
     case = make_case(norm, (9, 48))
     inputs = make_inputs(case)
@@ -256,7 +257,7 @@ def test_masked_outputs_are_none_and_the_others_what_they_are_without_a_mask(nor
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_a_backward_without_dx_is_planned_as_one_that_needs_no_row_sums(norm):
-    from fusednorm import launch
+    from fusednorm.host import launch
 
     case = make_case(norm, (40, 96), (BF16, FP32, BF16))
     inputs = make_inputs(case)
@@ -272,7 +273,7 @@ def test_a_backward_without_dx_is_planned_as_one_that_needs_no_row_sums(norm):
 @pytest.mark.parametrize("mask", [ALL_OUTPUTS, (True, True, False), (True, False, True), (True, False, False)], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, FP64], ids=str)
 def test_a_backward_of_rows_too_wide_for_registers_is_two_launches(dtype, mask):
-    from fusednorm import launch
+    from fusednorm.host import launch
 
     case = make_case("layer", (70, 200), (dtype, FP32, dtype))
     inputs = make_inputs(case)
@@ -342,7 +343,7 @@ def test_a_row_comes_out_the_same_whatever_rows_surround_it(norm):
 @pytest.mark.parametrize("rows", [1, 5])
 def test_ctas_without_rows_leave_no_partials(norm, rows):
     """They are there to sum those of the others."""
-    from fusednorm import launch
+    from fusednorm.host import launch
 
     case = make_case(norm, (rows, 96), (FP32, FP32, FP32))
     inputs = make_inputs(case)
@@ -359,7 +360,7 @@ def test_ctas_without_rows_leave_no_partials(norm, rows):
 
 @pytest.mark.parametrize("num_partials", [1, 2, 63, 64, 65, 200])
 def test_finalizer_sums_any_number_of_partials(num_partials):
-    from fusednorm import launch
+    from fusednorm.host import launch
 
     case = make_case("layer", (num_partials * 8, 33), (FP32, FP32, FP32))
     inputs = make_inputs(case)

@@ -51,7 +51,7 @@ def site(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("native")
     site = copy_package(folder / "site")
     built = run("setup.py", "-q", "build_ext", "--build-lib", site, "--build-temp", folder / "temporary", cwd=ROOT)
-    assert (site / "fusednorm" / f"_native{SUFFIX}").exists(), built.stdout + built.stderr
+    assert (site / "fusednorm" / "host" / f"_native{SUFFIX}").exists(), built.stdout + built.stderr
     return site
 
 
@@ -67,7 +67,7 @@ def test_all_that_it_does_is_right_on_cpu_tensors(site):
 
 
 def test_importing_it_brings_no_triton_and_starts_no_cuda(site):
-    code = "import sys, torch, fusednorm; from fusednorm import native;"
+    code = "import sys, torch, fusednorm; from fusednorm.host import native;"
     code += "print(native.extension.__file__, 'triton' in sys.modules, torch.cuda.is_initialized())"
     file, *answers = said(code, site)
     assert Path(file).is_relative_to(site)
@@ -76,7 +76,7 @@ def test_importing_it_brings_no_triton_and_starts_no_cuda(site):
 
 USE = """
 import torch, fusednorm
-from fusednorm import native
+from fusednorm.host import native
 x = torch.randn(2, 8, requires_grad=True)
 y, _, _ = torch.ops.fusednorm.layer_norm_fwd(x, [8])
 y.sum().backward()
@@ -91,30 +91,31 @@ def test_without_it_the_package_is_pure_python(tmp_path):
 def test_where_it_does_not_compile_the_last_line_and_the_doctor_say_why(tmp_path):
     source = tmp_path / "source"
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "__pycache__", "*.so", "bench", "tests", "build"))
-    (source / "fusednorm" / "csrc" / "native.cpp").write_text("int here;\n#error no such thing\n#error nor this\n")
+    native = source / "fusednorm" / "host" / "csrc" / "native.cpp"
+    native.write_text("int here;\n#error no such thing\n#error nor this\n")
     site = copy_package(tmp_path / "site")
     built = run("setup.py", "-q", "build_ext", "--build-lib", site, "--build-temp", tmp_path / "temporary", cwd=source)
     assert built.returncode == 0  # the package is right without it
     *_, last = built.stderr.strip().splitlines()
     assert "NOT built" in last and "native.cpp:2:2: error: #error no such thing" in last
     assert said(USE, site) == ["None", "0", "True"]
-    report = " ".join(said("from fusednorm import doctor; print(doctor.check_native()[0].text)", site))
+    report = " ".join(said("from fusednorm.tools import doctor; print(doctor.check_native()[0].text)", site))
     assert report.startswith("does not compile here") and report.endswith("error: #error no such thing")
 
 
 @pytest.mark.parametrize("content", [b"", b"no library"])
 def test_a_file_that_cannot_be_loaded_leaves_pure_python_and_a_reason(content, tmp_path):
-    file = copy_package(tmp_path) / "fusednorm" / f"_native{SUFFIX}"
+    file = copy_package(tmp_path) / "fusednorm" / "host" / f"_native{SUFFIX}"
     file.write_bytes(content)
     assert said(USE, tmp_path) == ["None", "0", "True"]
-    reason = " ".join(said("from fusednorm import native; print(native.reason)", tmp_path))
+    reason = " ".join(said("from fusednorm.host import native; print(native.reason)", tmp_path))
     assert str(file) in reason
 
 
 def test_one_that_was_built_for_another_torch_is_left_alone(tmp_path):
-    (copy_package(tmp_path) / "fusednorm" / "_native.py").write_text("torch_version = '2.1.0'")
+    (copy_package(tmp_path) / "fusednorm" / "host" / "_native.py").write_text("torch_version = '2.1.0'")
     assert said(USE, tmp_path) == ["None", "0", "True"]
-    reason = " ".join(said("from fusednorm import native; print(native.reason)", tmp_path))
+    reason = " ".join(said("from fusednorm.host import native; print(native.reason)", tmp_path))
     assert reason.startswith("built for torch 2.1.0, found ")
 
 

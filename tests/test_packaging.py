@@ -95,7 +95,7 @@ def test_wheel_holds_the_package_and_nothing_beside_it(wheel):
 def test_the_extension_is_built_where_torch_can_be_imported_and_may_fail():
     asked = "from distutils.core import run_setup; print([(each.name, each.optional) for each in "
     asked += "run_setup('setup.py', stop_after='init').ext_modules])"
-    assert run("-c", f"import setuptools; {asked}", cwd=ROOT).strip() == "[('fusednorm._native', True)]"
+    assert run("-c", f"import setuptools; {asked}", cwd=ROOT).strip() == "[('fusednorm.host._native', True)]"
     assert run("-c", f"{WITHOUT_TORCH}; import setuptools; {asked}", cwd=ROOT).strip() == "[]"
 
 
@@ -121,5 +121,5 @@ def test_sdist_holds_tests_bench_examples_and_documents(sdist):
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     needed = {"tests/conftest.py", "bench/bench_norm.py", "kernels/rowmath.py", "README.md", "CHANGELOG.md", "LICENSE"}
-    assert needed | {"Makefile", "fusednorm/csrc/native.cpp", "examples/train_fsdp2.py"} <= names
+    assert needed | {"Makefile", "fusednorm/host/csrc/native.cpp", "examples/train_fsdp2.py"} <= names
     assert not {name for name in names if name.endswith(".pyc")}

@@ -8,9 +8,10 @@ from cases import FP32, make_case
 from planning import make_problem, meta_call
 
 from fusednorm import sm_margin
-from fusednorm.device import A100, B200, H200, DeviceSpec
-from fusednorm.heuristics import choose
-from fusednorm.plan import VARIANTS, num_ctas, num_partials
+from fusednorm.host import gpus
+from fusednorm.planner.device import A100, B200, H200
+from fusednorm.planner.heuristics import choose
+from fusednorm.planner.plan import VARIANTS, num_ctas, num_partials
 from fusednorm.testing import make_inputs
 
 
@@ -18,9 +19,10 @@ def finalizer(problem, rows, device, variant=None, left=0):
     """(number of partials, tile) of the launch that ends a backward; None where it has no such launch."""
     from unittest import mock
 
-    from fusednorm import force, launch
+    from fusednorm import force
+    from fusednorm.host import launch
 
-    with force(variant), mock.patch.object(DeviceSpec, "of", lambda _: device.leaving(left)):
+    with force(variant), mock.patch.object(gpus, "spec_of", lambda _: device.leaving(left)):
         last = launch.prepare_backward(meta_call(problem, rows)).launches[-1]
     return (last.operands[4], last.tile) if last.kernel.__name__ == "finalize" else None
 
@@ -51,7 +53,7 @@ def test_it_is_told_how_many_partials_there_are(rows, left):
 
 @pytest.mark.parametrize("rows, cols", [(16, 200), (200, 40)])
 def test_a_margin_that_leaves_the_partials_their_number_leaves_the_bits_alone(rows, cols):
-    from fusednorm import launch
+    from fusednorm.host import launch
     from fusednorm.problem import check_backward
 
     case = make_case("layer", (rows, cols), (FP32, FP32, FP32))
@@ -75,10 +77,10 @@ def test_a_margin_that_leaves_the_partials_their_number_leaves_the_bits_alone(ro
 def test_the_sums_are_placed_while_what_they_depend_on_ends_where_a_gpu_can(device, dependent):
     from unittest import mock
 
-    from fusednorm import launch
+    from fusednorm.host import launch
 
     for norm, cols, changes in (("layer", 4096, {}), ("rms", 1000, {}), ("layer", 4096, {"wants_dx": False})):
-        with mock.patch.object(DeviceSpec, "of", lambda _: device):
+        with mock.patch.object(gpus, "spec_of", lambda _: device):
             first, last = launch.prepare_backward(meta_call(make_problem(norm, cols, **changes), 16384)).launches
         assert last.options.get("launch_pdl", False) == last.tile.dependent == dependent
         assert "launch_pdl" not in first.options  # it follows a launch of somebody else's
@@ -87,9 +89,9 @@ def test_the_sums_are_placed_while_what_they_depend_on_ends_where_a_gpu_can(devi
 
 
 def test_nothing_is_announced_where_nothing_is_summed(monkeypatch):
-    from fusednorm import launch
+    from fusednorm.host import launch
 
-    monkeypatch.setattr(DeviceSpec, "of", staticmethod(lambda _: H200))
+    monkeypatch.setattr(gpus, "spec_of", lambda _: H200)
     for changes in ({"wants_dw": False, "wants_db": False}, {"cols": 250001}):
         problem = make_problem("layer", changes.pop("cols", 4096), **changes)
         for each in launch.prepare_backward(meta_call(problem, 4096)).launches:
@@ -97,7 +99,7 @@ def test_nothing_is_announced_where_nothing_is_summed(monkeypatch):
 
 
 def test_both_sums_are_one_launch_of_a_cta_for_each_piece():
-    from fusednorm import launch
+    from fusednorm.host import launch
 
     for cols, norm, sums in ((128, "layer", 2), (4096, "layer", 2), (4100, "rms", 1), (65536, "layer", 2)):
         launches = launch.prepare_backward(meta_call(make_problem(norm, cols), 4096)).launches

@@ -15,11 +15,11 @@ from planning import make_problem, meta_call
 
 import fusednorm
 from fusednorm.__main__ import main
-from fusednorm.cost import cost, tensor_bytes
-from fusednorm.device import A100, H200
-from fusednorm.explanation import explain_problem
-from fusednorm.heuristics import choose
-from fusednorm.plan import VARIANTS
+from fusednorm.planner.cost import cost, tensor_bytes
+from fusednorm.planner.device import A100, H200
+from fusednorm.planner.heuristics import choose
+from fusednorm.planner.plan import VARIANTS
+from fusednorm.tools.explanation import explain_problem
 
 KEYS = {"variant", "forced", "reasons", "rows", "cols", "norm", "pass", "dtype", "device"}
 
@@ -66,7 +66,7 @@ CASES = [
 
 @pytest.mark.parametrize("spec", [A100, H200], ids=lambda spec: spec.name)
 def test_json_counts_launches_and_passes_as_they_are_made(spec):
-    from fusednorm import launch
+    from fusednorm.host import launch
 
     for problem in CASES:
         explanation = explain_problem(problem, 4096, spec)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from test_problem import gather_rows
 
-from fusednorm.device import A100, H200, RTX_5090
-from fusednorm.plan import ColumnTilePlan, MultiWavePlan, num_ctas
+from fusednorm.planner.device import A100, H200, RTX_5090
+from fusednorm.planner.plan import ColumnTilePlan, MultiWavePlan, num_ctas
 from fusednorm.problem import row_view
 
 pytest.importorskip("hypothesis", reason="the extra `test` brings hypothesis")

@@ -6,8 +6,10 @@ import pytest
 import torch
 from cases import BF16, FP32, make_case
 
-from fusednorm import heuristics, recipe, sm_margin, straight_line, torch_compat
-from fusednorm.device import H200, DeviceSpec
+from fusednorm import sm_margin
+from fusednorm.host import gpus, recipe, straight_line, torch_compat
+from fusednorm.planner import heuristics
+from fusednorm.planner.device import H200
 from fusednorm.problem import check_backward, check_forward
 from fusednorm.testing import make_inputs
 
@@ -17,7 +19,7 @@ STREAM = 77
 @pytest.fixture(autouse=True)
 def cpu_tensors_stand_in_for_those_of_an_h200(monkeypatch):
     """Kernels are not launched: the list that a test gets holds the arguments of each launch."""
-    from fusednorm import launcher
+    from fusednorm.host import launcher
 
     launched = []
 
@@ -34,7 +36,7 @@ def cpu_tensors_stand_in_for_those_of_an_h200(monkeypatch):
         return Build(launch), [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in launch.operands]
 
     monkeypatch.setattr(launcher, "known_build", known_build)
-    monkeypatch.setattr(DeviceSpec, "of", lambda device: H200)
+    monkeypatch.setattr(gpus, "spec_of", lambda device: H200)
     monkeypatch.setattr(straight_line, "allocate", lambda *memory: torch.empty_strided(*memory[:2], dtype=memory[2]))
     monkeypatch.setattr(torch_compat, "current_device", lambda: -1)
     monkeypatch.setattr(torch_compat, "raw_stream", lambda device: STREAM)
@@ -56,7 +58,7 @@ def backward_arguments(rows=64, cols=4096, norm="layer", residual=False, mask=(T
 
 def run_the_long_way(arguments, monkeypatch, variant=None, remember=True):
     """Prepared as the first call prepares it, and remembered."""
-    from fusednorm import launch
+    from fusednorm.host import launch
 
     seen, call = recipe.backward(*arguments), check_backward(*arguments)
     outcome = heuristics.decide(call.problem, call.rows, H200, variant)
@@ -68,7 +70,7 @@ def run_the_long_way(arguments, monkeypatch, variant=None, remember=True):
 
 
 def launched_the_long_way(prepared):
-    from fusednorm import launcher
+    from fusednorm.host import launcher
 
     known = [(each.grid, *launcher.known_build(each, 0)) for each in prepared.launches]
     return [build.arguments(grid, values, STREAM) for grid, build, values in known]
@@ -133,7 +135,7 @@ def test_a_second_call_is_launched_as_the_first_but_for_its_addresses(
 
 
 def test_a_forward_is_repeated_too(cpu_tensors_stand_in_for_those_of_an_h200):
-    from fusednorm import launch
+    from fusednorm.host import launch
 
     launched = cpu_tensors_stand_in_for_those_of_an_h200
     inputs = make_inputs(make_case("layer", (6, 5, 4096)))

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 from planning import make_problem, meta_call
 
-from fusednorm import legality
-from fusednorm.device import A100, B200, H200
-from fusednorm.heuristics import best_plan, choose, decide, fault, outcome
-from fusednorm.plan import MultiWavePlan, PipelinedPlan
+from fusednorm.host import gpus
+from fusednorm.planner import legality
+from fusednorm.planner.device import A100, B200, H200
+from fusednorm.planner.heuristics import best_plan, choose, decide, fault, outcome
+from fusednorm.planner.plan import MultiWavePlan, PipelinedPlan
 
 MANY_ROWS = 16384
 SMALL = replace(B200, smem_per_block_bytes=48 * 1024)
@@ -48,11 +49,10 @@ def test_every_rule_of_legality_is_among_them():
 
 @pytest.mark.parametrize("rule", ["tma", "alignment", "nested_rows", "dx", "float64", "rows"])
 def test_launch_asserts_what_the_planner_asks(rule, monkeypatch):
-    from fusednorm import launch
-    from fusednorm.device import DeviceSpec
+    from fusednorm.host import launch
 
     variant, problem, rows, device = RULES[rule]
-    monkeypatch.setattr(DeviceSpec, "of", staticmethod(lambda _: device))
+    monkeypatch.setattr(gpus, "spec_of", lambda _: device)
     call = meta_call(replace(problem, nested_rows=False), min(rows, 4096))
     plan = best_plan("pipelined", make_problem(), H200)
     with pytest.raises(AssertionError):

@@ -7,17 +7,10 @@ from dataclasses import replace
 import pytest
 from planning import make_problem
 
-from fusednorm.device import H200
-from fusednorm.heuristics import best_plan, choose
-from fusednorm.plan import (
-    PipelinedPlan,
-    columns_of_a_thread,
-    is_whole,
-    num_copies,
-    num_ctas,
-    threads_of_a_row,
-)
-from fusednorm.tile_share import widens_in_pairs
+from fusednorm.planner.device import H200
+from fusednorm.planner.heuristics import best_plan, choose
+from fusednorm.planner.plan import PipelinedPlan, columns_of_a_thread, is_whole, num_copies, num_ctas, threads_of_a_row
+from fusednorm.planner.tile_share import widens_in_pairs
 
 MANY_ROWS = 16384
 

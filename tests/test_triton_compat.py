@@ -11,8 +11,8 @@ import torch
 from compiling import worker_processes
 from planning import make_problem, meta_call
 
-from fusednorm import triton_compat
-from fusednorm.triton_compat import RELEASES
+from fusednorm.host import triton_compat
+from fusednorm.host.triton_compat import RELEASES
 
 PROBLEMS = [
     make_problem("layer", 4096),  # tensor maps
@@ -43,7 +43,7 @@ def launches(problem) -> list[tuple[list, list]]:
     from triton.backends.nvidia import driver as nvidia
     from triton.runtime import driver as runtime
 
-    from fusednorm import compilation, launch, launcher
+    from fusednorm.host import compilation, launch, launcher
 
     fake = Driver()
     prepare = launch.prepare_forward if problem.direction == "forward" else launch.prepare_backward
@@ -105,7 +105,7 @@ def test_only_releases_that_have_run_on_a_gpu_are_launched_without_triton(releas
 
 
 def test_with_any_other_release_triton_launches(monkeypatch):
-    from fusednorm import launcher
+    from fusednorm.host import launcher
 
     asked = []
     kernel = {(3,): lambda *args, **keywords: asked.append((args, keywords))}
@@ -118,7 +118,7 @@ def test_with_any_other_release_triton_launches(monkeypatch):
 
 @pytest.mark.parametrize("gone", ["global_scratch_size", "launch_pdl", "launch"])
 def test_a_launcher_that_is_other_than_known_is_left_to_triton(gone, monkeypatch):
-    from fusednorm import launcher
+    from fusednorm.host import launcher
 
     names = ("global_scratch_size", "profile_scratch_size", "launch_pdl", "launch")
     monkeypatch.setattr(launcher, "TRITON", RELEASES[3, 6])

@@ -9,8 +9,8 @@ import torch
 from compiling import DEVICES, worker_processes
 
 import fusednorm
-from fusednorm import warm
-from fusednorm.plan import MultiWavePlan
+from fusednorm.planner.plan import MultiWavePlan
+from fusednorm.tools import warm
 
 H200, B200, A100 = DEVICES[90], DEVICES[100], DEVICES[80]
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -38,7 +38,7 @@ def warm_up_twice(folder: str) -> tuple[int, int, int, list[bool]]:
     from pathlib import Path
 
     os.environ["TRITON_CACHE_DIR"] = folder
-    from fusednorm import compilation
+    from fusednorm.host import compilation
 
     both = [wanted(norm, direction, 512) for norm in ("layer", "rms") for direction in ("forward", "backward")]
     plans = list(warm.plans_of(both, None, H200))
@@ -140,7 +140,7 @@ def test_warmup_refuses_names_that_are_none():
 
 def build_with_another_triton() -> int:
     """How many kernels there are said to be where Triton's JIT takes other arguments. For a process that compiles."""
-    from fusednorm import compilation
+    from fusednorm.host import compilation
 
     compilation.create_function_from_signature = lambda signature: None
     plans = list(warm.plans_of([wanted(cols=512), wanted(direction="forward", cols=512)], [4096], H200))
@@ -152,7 +152,7 @@ def build_with_another_triton() -> int:
 def test_with_a_triton_that_compiles_otherwise_nothing_is_built_ahead_and_nothing_fails(monkeypatch):
     with worker_processes() as own:
         assert own.submit(build_with_another_triton).result() >= 2
-    monkeypatch.setitem(sys.modules, "fusednorm.compilation", None)  # importing it fails
+    monkeypatch.setitem(sys.modules, "fusednorm.host.compilation", None)  # importing it fails
     monkeypatch.delattr(fusednorm, "compilation", raising=False)
     plans = list(warm.plans_of([wanted(direction="forward", cols=512)], [4096], H200))
     assert warm.build_ahead(plans, H200, None) == 1
@@ -161,7 +161,7 @@ def test_with_a_triton_that_compiles_otherwise_nothing_is_built_ahead_and_nothin
 def test_a_kernel_that_cannot_be_built_gives_way_as_it_would_in_the_first_call(monkeypatch):
     from contextlib import nullcontext
 
-    from fusednorm import fallback
+    from fusednorm.host import fallback
 
     loaded = []
 

@@ -34,20 +34,15 @@ from columns import complaints as column_complaints
 from compiling import worker_processes
 from planning import EVERY_ARCHITECTURE, make_problem
 
-from fusednorm import heuristics
-from fusednorm.plan import ReferencePlan
-from fusednorm.problem import NormProblem
+from fusednorm.planner import heuristics
+from fusednorm.planner.norm_problem import NormProblem
+from fusednorm.planner.plan import ReferencePlan
 
 ROOT = Path(__file__).parent.parent
 RELEASES = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
-MAKES_PLANS_AND_BUILDS = (
-    *("budget", "candidates", "column_plan", "column_problem", "column_reference", "compilation", "device", "fallback"),
-    *("few_rows", "forcing", "heuristics", "launch", "launch_columns", "launcher", "legality", "margin", "plan"),
-    *("preference", "problem", "reference", "tile_share", "torch_compat", "triton_compat"),
-)
 SOURCES = (
-    *("kernels/*.py", "tests/budgets.py", "tests/columns.py", "tests/compiling.py", "tests/planning.py"),
-    *(f"fusednorm/{name}.py" for name in MAKES_PLANS_AND_BUILDS),
+    *("kernels/*.py", *(f"fusednorm/{name}.py" for name in ("planner/*", "host/*", "columns/*", "problem"))),
+    *("tests/budgets.py", "tests/columns.py", "tests/compiling.py", "tests/planning.py"),
 )
 
 

@@ -29,8 +29,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusednorm import force, functional, interpreter
-from fusednorm.kernel_devices import kernels_on
+from fusednorm import force, functional
+from fusednorm.host.kernel_devices import kernels_on
+from fusednorm.tools import interpreter
 
 PATIENCE_SECONDS = 300  # for a whole world
 NORMS = tuple(f"fusednorm.{norm}_norm_{way}.default" for norm in ("layer", "rms") for way in ("fwd", "bwd"))
@@ -109,7 +110,7 @@ def run_all(size: int, combinations: list[Combination], folder: Path) -> dict[st
     context = multiprocessing.get_context("forkserver")
     # Imported once for all of them, and before they fork.
     modules = sorted({each.run.__module__ for each in combinations})
-    context.set_forkserver_preload(["fusednorm.launch", "torch._dynamo", *modules])
+    context.set_forkserver_preload(["fusednorm.host.launch", "torch._dynamo", *modules])
     names = [each.name for each in combinations if size in each.sizes]
     children = [context.Process(target=_work, args=(rank, size, combinations, folder)) for rank in range(size)]
     for child in children:

@@ -15,11 +15,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .. import fallback, ops, recipe
-from ..device import DeviceSpec
-from ..forcing import forced_variant
-from ..legality import OLDEST_ARCH
-from ..plan import ReferencePlan
+from .. import ops
+from ..host import fallback, gpus, recipe
+from ..planner.forcing import forced_variant
+from ..planner.legality import OLDEST_ARCH
+from ..planner.plan import ReferencePlan
 from ..problem import BackwardCall, ForwardCall, check_backward, check_forward
 
 Outputs = tuple[Tensor | None, ...]
@@ -151,12 +151,12 @@ def _takes(call: ForwardCall | BackwardCall) -> bool:
     device, elements = call.x.tensor.device, call.rows and call.problem.cols
     if not elements or not _has_kernels(device) or forced_variant() == "reference":
         return False
-    return not isinstance(fallback.choose(call.problem, call.rows, DeviceSpec.of(device)), ReferencePlan)
+    return not isinstance(fallback.choose(call.problem, call.rows, gpus.spec_of(device)), ReferencePlan)
 
 
 @functools.cache
 def _has_kernels(device: torch.device) -> bool:
-    return DeviceSpec.of(device).arch >= OLDEST_ARCH
+    return gpus.spec_of(device).arch >= OLDEST_ARCH
 
 
 def _ours_or(ours: Callable[..., Outputs | None], atens: Callable[..., Outputs]) -> Callable[..., Outputs]:

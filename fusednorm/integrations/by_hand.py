@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import autograd
-from ..problem import FLOAT_DTYPES
+from ..planner.norm_problem import FLOAT_DTYPES
 
 EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
 HALF_DTYPES = (torch.float16, torch.bfloat16)

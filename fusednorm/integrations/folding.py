@@ -24,7 +24,7 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node, map_arg
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ..problem import FLOAT_DTYPES
+from ..planner.norm_problem import FLOAT_DTYPES
 from .routing import named_arguments
 
 aten, ours = torch.ops.aten, torch.ops.fusednorm

@@ -20,9 +20,10 @@ from torch import SymInt
 from torch._inductor import decomposition
 from torch._inductor.virtualized import V
 
-from .. import legality
-from ..device import DeviceSpec
-from ..problem import NormProblem, validate_backward, validate_forward
+from ..host import gpus
+from ..planner import legality
+from ..planner.norm_problem import NormProblem
+from ..problem import validate_backward, validate_forward
 
 # Norm, direction, ATen's op, ours: of the same arguments at the same positions.
 aten, ours = torch.ops.aten, torch.ops.fusednorm
@@ -118,7 +119,7 @@ def _validate(norm: str, direction: str, arguments: dict[str, Any]) -> None:
 def _no_kernel(norm: str, direction: str, cols: int | SymInt, x: torch.Tensor) -> str | None:
     if x.device.type != "cuda" or isinstance(cols, SymInt):
         return None
-    broken = legality.broken_rule("multi_wave", NormProblem(norm, direction, cols, x.dtype), 1, DeviceSpec.of(x.device))
+    broken = legality.broken_rule("multi_wave", NormProblem(norm, direction, cols, x.dtype), 1, gpus.spec_of(x.device))
     return f"our kernel {broken.reason}" if broken else None
 
 

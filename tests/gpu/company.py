@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fusednorm
 from bench.holder import Holder
-from fusednorm import launch
+from fusednorm.host import launch
 from fusednorm.problem import check_backward
 from fusednorm.testing import Case, Outputs, assert_outputs_close, fused, make_inputs
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from compiling import ALL_OUTPUTS, compile_case, worker_processes
 
-from fusednorm.device import DeviceSpec
+from fusednorm.host import gpus
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -21,7 +21,7 @@ def kernels_are_compiled_in_parallel(request):
     jobs = {
         (p["case"], p.get("mask", ALL_OUTPUTS), p.get("layout"), p.get("variant")) for p in parameters if "case" in p
     }
-    device = DeviceSpec.of(torch.device("cuda", torch.cuda.current_device()))
+    device = gpus.spec_of(torch.device("cuda", torch.cuda.current_device()))
     with worker_processes() as pool:
         futures = [pool.submit(compile_case, case, device, *how) for case, *how in jobs]
         wait(futures)

@@ -12,7 +12,8 @@ from calls import assert_same_bits
 from cases import BF16, FP16, FP32, FP64, NORMS, make_case
 
 import fusednorm
-from fusednorm import native, ops
+from fusednorm import ops
+from fusednorm.host import native
 from fusednorm.testing import Case, Outputs, assert_outputs_close, fused, make_inputs
 
 pytestmark = pytest.mark.gpu

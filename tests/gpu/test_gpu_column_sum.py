@@ -12,9 +12,10 @@ from cases import BF16, FP16, FP32, FP64, guarded_buffers
 from columns import Sums, assert_sums_close
 
 import fusednorm
-from fusednorm.column_plan import KERNELS, Choice, RingSum, choose, portable_plans, ring_fault, ring_plans
-from fusednorm.column_problem import check_column_sum
-from fusednorm.device import DeviceSpec
+from fusednorm.columns.plan import KERNELS, Choice, RingSum, choose, portable_plans, ring_fault, ring_plans
+from fusednorm.columns.problem import check_column_sum
+from fusednorm.host import gpus
+from fusednorm.planner.device import DeviceSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -48,7 +49,7 @@ def memory_is_returned():
 
 @pytest.fixture
 def device() -> DeviceSpec:
-    return DeviceSpec.of(torch.device("cuda", torch.cuda.current_device()))
+    return gpus.spec_of(torch.device("cuda", torch.cuda.current_device()))
 
 
 def run(inputs, **options):
@@ -101,7 +102,7 @@ EVERY_PLAN = [
 @pytest.mark.parametrize("splits", [1, 2, 7])
 @pytest.mark.parametrize("sums", EVERY_PLAN, ids=str)
 def test_every_plan_is_right_with_any_number_of_splits(sums, splits, device):
-    from fusednorm import launch_columns
+    from fusednorm.columns import launch as launch_columns
 
     inputs = sums.inputs("cuda")
     call = check_column_sum(inputs, sums.total, sums.out_dtype)
@@ -125,7 +126,7 @@ def test_every_plan_is_right_with_any_number_of_splits(sums, splits, device):
     ids=str,
 )
 def test_more_than_two_to_the_31_elements(sums, kernel, device):
-    from fusednorm import launch_columns
+    from fusednorm.columns import launch as launch_columns
 
     skip_unless_memory(4 + (10 * sums.count * sums.rows + 80) * sums.cols / 2**30)
     assert sums.rows * sums.cols > 2**31
@@ -159,7 +160,7 @@ def test_rows_at_a_stride_are_read_in_place(rows, cols, total, offset):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_both_kernels_read_rows_that_end_where_no_multiple_of_16_bytes_does(kernel, device):
-    from fusednorm import launch_columns
+    from fusednorm.columns import launch as launch_columns
 
     inputs = [x[:, :1001] for x in strided(3000, 1004, 2, dtype=FP32)]
     call = check_column_sum(inputs, False, None)

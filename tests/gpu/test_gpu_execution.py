@@ -11,9 +11,9 @@ import torch
 from calls import assert_same_bits, run
 from cases import BF16, FP32, make_case
 
-from fusednorm import heuristics, launch
-from fusednorm.device import DeviceSpec
-from fusednorm.plan import PipelinedPlan
+from fusednorm.host import gpus, launch
+from fusednorm.planner import heuristics
+from fusednorm.planner.plan import PipelinedPlan
 from fusednorm.problem import check_backward
 from fusednorm.testing import Outputs, assert_outputs_close, fused, make_inputs
 
@@ -71,7 +71,7 @@ def test_grids_of_all_sizes_run_one_after_the_other(cols):
             "layer", inputs.grad_out, inputs.x, case.normalized_shape, statistics.mean, statistics.rstd,
             inputs.weight, inputs.bias, (True, True, True),
         )  # fmt: skip
-        plan = heuristics.best_plan(variant, call.problem, DeviceSpec.of(inputs.x.device))
+        plan = heuristics.best_plan(variant, call.problem, gpus.spec_of(inputs.x.device))
         prepared = launch.prepare_backward(call, plan)
         calls.append((case, inputs, statistics, prepared))
     for _ in range(4):

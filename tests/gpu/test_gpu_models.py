@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm import native, recipe
+from fusednorm.host import native, recipe
 
 pytestmark = pytest.mark.gpu
 
@@ -22,7 +22,7 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 @pytest.fixture
 def kernel_calls(monkeypatch, request) -> dict[str, int]:
     """How often our kernels have run, by direction: all calls go the long way, where they are counted."""
-    from fusednorm import launch
+    from fusednorm.host import launch
 
     monkeypatch.setattr(recipe, "remember", lambda call, prepared: None)
     recipe.forget()

@@ -9,8 +9,8 @@ from cases import BF16, FP32, NORMS, make_case
 from test_gpu_variants import planned
 
 import fusednorm
-from fusednorm import heuristics
-from fusednorm.device import DeviceSpec
+from fusednorm.host import gpus
+from fusednorm.planner import heuristics
 from fusednorm.problem import check_forward
 from fusednorm.testing import assert_outputs_close, make_inputs
 
@@ -63,7 +63,7 @@ def test_forwards_of_few_and_many_rows_are_right(case, variant):
     inputs = make_inputs(case, "cuda")
     with fusednorm.force(variant):
         call = check_forward(case.norm, inputs.x, case.normalized_shape, inputs.weight, inputs.bias, case.eps)
-        assert heuristics.choose(call.problem, call.rows, DeviceSpec.of(inputs.x.device)).variant == variant
+        assert heuristics.choose(call.problem, call.rows, gpus.spec_of(inputs.x.device)).variant == variant
         outputs = run(case, inputs)
     assert_outputs_close(outputs, case, inputs)
 

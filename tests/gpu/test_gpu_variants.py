@@ -10,8 +10,8 @@ from calls import assert_same_bits, run, run_backward
 from cases import BF16, FP16, FP32, guarded_buffers, make_case, rotate
 
 import fusednorm
-from fusednorm import heuristics
-from fusednorm.device import DeviceSpec
+from fusednorm.host import gpus
+from fusednorm.planner import heuristics
 from fusednorm.problem import check_backward
 from fusednorm.testing import assert_outputs_close, fused, make_inputs
 
@@ -34,7 +34,7 @@ def planned(case, inputs, mean, rstd):
     """The plan of the backward, as `force` has it here and now."""
     arguments = (case.norm, inputs.grad_out, inputs.x, case.normalized_shape, mean, rstd, inputs.weight, inputs.bias)
     call = check_backward(*arguments, (True, inputs.weight is not None, inputs.bias is not None))
-    return heuristics.choose(call.problem, call.rows, DeviceSpec.of(inputs.x.device))
+    return heuristics.choose(call.problem, call.rows, gpus.spec_of(inputs.x.device))
 
 
 @pytest.mark.parametrize("variant", TMA_VARIANTS)

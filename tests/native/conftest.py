@@ -13,8 +13,9 @@ from devices import standing_in
 from fake_gpu import CUDA_HEADER, DRIVER, STREAM, Gpu, backward, forward, known_build
 from norms import SHAPE, backward_of, forward_of, layer_norm
 
-from fusednorm import autograd, launcher, native, recipe, reference, torch_compat
-from fusednorm.device import H200
+from fusednorm import autograd, reference
+from fusednorm.host import launcher, native, recipe, torch_compat
+from fusednorm.planner.device import H200
 from fusednorm.testing import make_inputs
 
 

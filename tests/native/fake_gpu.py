@@ -19,8 +19,9 @@ import torch
 import triton
 from cases import BF16, FP16, FP32, FP64
 
-from fusednorm import compilation, launch, launcher, native, recipe, reference, triton_compat
-from fusednorm.device import H200
+from fusednorm import reference
+from fusednorm.host import compilation, launch, launcher, native, recipe, triton_compat
+from fusednorm.planner.device import H200
 from fusednorm.problem import check_backward, check_forward
 
 STREAM = 1  # that of CPU tensors, to native.cpp

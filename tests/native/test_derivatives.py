@@ -29,7 +29,8 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from fusednorm import autograd, force, native
+from fusednorm import autograd, force
+from fusednorm.host import native
 
 LEAVES = [  # norm, parameters that are there, what requires grad
     ("layer", "wb", "xwb"),

@@ -25,9 +25,11 @@ from norms import (
 )
 from torch.testing import assert_close
 
-from fusednorm import heuristics, launch, native, recipe, reference, sm_margin, straight_line
-from fusednorm.device import H200
-from fusednorm.plan import ColumnRingPlan, ColumnTilePlan, MultiWavePlan, PipelinedPlan
+from fusednorm import reference, sm_margin
+from fusednorm.host import launch, native, recipe, straight_line
+from fusednorm.planner import heuristics
+from fusednorm.planner.device import H200
+from fusednorm.planner.plan import ColumnRingPlan, ColumnTilePlan, MultiWavePlan, PipelinedPlan
 from fusednorm.problem import check_backward, check_forward
 from fusednorm.testing import make_inputs
 

@@ -24,9 +24,9 @@ from devices import named
 from planning import make_problem
 from tqdm import tqdm
 
-from fusednorm.explanation import DTYPES
-from fusednorm.heuristics import outcome
-from fusednorm.plan import VARIANTS
+from fusednorm.planner.heuristics import outcome
+from fusednorm.planner.plan import VARIANTS
+from fusednorm.tools.explanation import DTYPES
 
 from .problems import ALL, DX_ONLY, NO_DX, Problem, SumProblem
 

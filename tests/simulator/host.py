@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from devices import named, standing_in
 
-from fusednorm.device import DeviceSpec
-from fusednorm.kernel_devices import kernels_on
+from fusednorm.host.kernel_devices import kernels_on
+from fusednorm.planner.device import DeviceSpec
 
 from . import launching
 from .gpu import Gpu

@@ -12,7 +12,8 @@ from columns import Sums, assert_sums_close
 from torch import Tensor
 
 import fusednorm
-from fusednorm import column_plan, testing
+from fusednorm import testing
+from fusednorm.columns import plan as column_plan
 from fusednorm.testing import Case, Inputs, Outputs
 
 from .host import Simulation, simulated

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm.device import B200, DeviceSpec
+from fusednorm.host import gpus
+from fusednorm.planner.device import B200
 from simulator import simulated
 
 
@@ -43,7 +44,7 @@ def test_a_module_and_its_gradients_are_the_kernels():
 
 def test_the_planner_sees_the_device_that_is_named():
     with simulated("B200", sms=3) as simulation:
-        assert DeviceSpec.of(torch.device("cpu")).sm_count == 3
+        assert gpus.spec_of(torch.device("cpu")).sm_count == 3
     assert (simulation.spec.arch, simulation.spec.name) == (100, "B200")
     with simulated(B200) as simulation:
         assert simulation.spec is B200

@@ -1,0 +1,1 @@
+"""column_sum, in the same layers as the norms: op, problem, plan, launch."""

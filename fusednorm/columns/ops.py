@@ -1,0 +1,118 @@
+"""torch.ops.fusednorm.column_sum and fusednorm.column_sum: sums of tensors over all their dims but the last.
+
+    column_sum(Tensor[] inputs, *, bool total=False, ScalarType? dtype=None) -> Tensor[]
+
+inputs are of one shape [..., cols], one dtype (float16, bfloat16, float32 or float64) and one device. The result is a
+list of contiguous [cols] tensors of dtype `dtype`, or of the inputs' if it is None: a sum for each input, or with total
+one, over all inputs added up. Sums are taken in float32 (float64 where inputs or dtype are float64) and rounded once;
+the same inputs on the same device give the same bits.
+Strides: any. Inputs whose rows lie at one constant stride are read in place, others copied once.
+Differentiable any number of times: the gradient of an input is that of its sum, expanded to its shape.
+Raises RuntimeError where the inputs are none, differ in shape, dtype or device, are 0-d or not of a float dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from .. import sharding
+from ..host import torch_compat
+from ..host.kernel_devices import runs_kernels
+from ..host.torch_compat import forward_ad, is_transforming
+from ..ops import ELSEWHERE, LIBRARY
+from .plan import MAX_TENSORS
+from .problem import check_column_sum, sum_dtype, validate_column_sum
+from .reference import formula
+
+SCHEMA = "column_sum(Tensor[] inputs, *, bool total=False, ScalarType? dtype=None) -> Tensor[]"
+
+
+def column_sum(inputs: Sequence[Tensor], *, total: bool = False, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """The sum of each [..., cols] tensor over all its dims but the last, or with `total` one of all tensors, as a list
+    of [cols] tensors: see torch.ops.fusednorm.column_sum (this module)."""
+    if not torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace it
+        sharding.register_where_needed()  # in inference mode nobody below would
+    return torch.ops.fusednorm.column_sum(inputs, total=total, dtype=dtype)
+
+
+def _run(inputs: Sequence[Tensor], *, total: bool = False, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """The op on CPU and CUDA."""
+    if len(inputs) > MAX_TENSORS:
+        return _run_in_parts(inputs, total, dtype)
+    call = check_column_sum(inputs, total, dtype)
+    if runs_kernels(inputs[0]) and call.rows and call.problem.cols:
+        return _launch().column_sum(call)
+    with torch.no_grad():
+        return formula(inputs, total, dtype)
+
+
+def _run_in_parts(inputs: Sequence[Tensor], total: bool, dtype: torch.dtype | None) -> list[Tensor]:
+    """More tensors than one launch takes."""
+    out_dtype = validate_column_sum(inputs, dtype)
+    parts = [inputs[i : i + MAX_TENSORS] for i in range(0, len(inputs), MAX_TENSORS)]
+    part_dtype = sum_dtype(inputs[0].dtype, out_dtype) if total else out_dtype
+    sums = [s for part in parts for s in _run(part, total=total, dtype=part_dtype)]
+    return _run(sums, total=True, dtype=out_dtype) if total else sums
+
+
+@functools.cache
+def _launch() -> ModuleType:
+    from . import launch as launch_columns  # imports Triton, which a process without CUDA tensors need not have
+
+    return launch_columns
+
+
+def _fake(inputs: Sequence[Tensor], *, total: bool = False, dtype: torch.dtype | None = None) -> list[Tensor]:
+    out_dtype = validate_column_sum(inputs, dtype)
+    cols = inputs[0].shape[-1]
+    return [inputs[0].new_empty(cols, dtype=out_dtype) for _ in (inputs[:1] if total else inputs)]
+
+
+class ColumnSumFunction(Function):
+    """apply(total, dtype, *inputs) -> the sums, as a tuple."""
+
+    @staticmethod
+    def forward(ctx, total, dtype, *inputs):
+        ctx.set_materialize_grads(False)
+        ctx.shape, ctx.dtype, ctx.total, ctx.count = inputs[0].shape, inputs[0].dtype, total, len(inputs)
+        return tuple(_below_autograd(inputs, total, dtype))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        spread = [None if grad is None else grad.to(ctx.dtype).expand(ctx.shape) for grad in grads]
+        spread = spread * ctx.count if ctx.total else spread
+        needed = ctx.needs_input_grad[2:]
+        return (None, None, *(grad if need else None for grad, need in zip(spread, needed, strict=True)))
+
+
+def _above(inputs: Sequence[Tensor], *, total: bool = False, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """The op at autograd's dispatch key."""
+    if is_transforming() or forward_ad._current_level >= 0:
+        return formula(inputs, total, dtype)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+        validate_column_sum(inputs, dtype)
+        return list(ColumnSumFunction.apply(total, dtype, *inputs))
+    if any(tensor.is_nested for tensor in inputs):
+        validate_column_sum(inputs, dtype)
+    return _below_autograd(inputs, total, dtype)
+
+
+def _below_autograd(inputs: Sequence[Tensor], total: bool, dtype: torch.dtype | None) -> list[Tensor]:
+    sharding.register_where_needed()
+    op = torch.ops.fusednorm.column_sum
+    return torch_compat.below_autograd(op, _run, inputs, total=total, dtype=dtype)
+
+
+LIBRARY.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+# For CPU and CUDA, and for a list without tensors, which has no device and gets its error from here.
+for _key in ELSEWHERE:
+    LIBRARY.impl("column_sum", _run, _key)
+for _key in ("Autograd", "FuncTorchBatchedDecomposition"):
+    LIBRARY.impl("column_sum", _above, _key)
+torch.library.register_fake("fusednorm::column_sum", _fake, lib=LIBRARY)

@@ -1,0 +1,126 @@
+"""What a column sum is asked for: validated, flattened to rows x cols, and described as a value the planner can hash.
+
+The one place of column_sum that raises on user input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..planner.norm_problem import FLOAT_DTYPES, accumulation_dtype
+from ..problem import RowView, require_strided, row_view
+
+OP = "column_sum"
+
+
+@dataclass(frozen=True)
+class ColumnSumProblem:
+    """Everything about a call that its kernels may depend on, but the row count. count tensors of one shape; total asks
+    for the sum of them all instead of one of each."""
+
+    count: int
+    cols: int
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    total: bool = False
+    tma_aligned: bool = True  # every row of every tensor starts at a multiple of 16 bytes, beyond the one before it
+
+    @property
+    def num_outputs(self) -> int:
+        return 1 if self.total else self.count
+
+    @property
+    def acc_dtype(self) -> torch.dtype:
+        return sum_dtype(self.dtype, self.out_dtype)
+
+
+class ColumnSumCall(NamedTuple):
+    """A checked call. Row r of a tensor starts at element r * view.outer_stride; view.inner_rows is 1."""
+
+    problem: ColumnSumProblem
+    rows: int
+    views: tuple[RowView, ...]
+
+
+def check_column_sum(inputs: Sequence[Tensor], total: bool, dtype: torch.dtype | None) -> ColumnSumCall:
+    """Check the arguments of column_sum and flatten its inputs to rows x cols.
+
+    Raises RuntimeError as `validate_column_sum` does. Copies an input only where no one stride describes its rows.
+    """
+    validate_column_sum(inputs, dtype)
+    cols = inputs[0].shape[-1]
+    views = tuple(in_place(tensor) or RowView(tensor.contiguous(), 1, cols, 0) for tensor in inputs)
+    problem, rows = describe(inputs, views, total, dtype)
+    return ColumnSumCall(problem, rows, views)
+
+
+def describe(
+    inputs: Sequence[Tensor], views: Sequence[RowView | None], total: bool, dtype: torch.dtype | None
+) -> tuple[ColumnSumProblem, int]:
+    """The problem and the row count of valid inputs; a view that is None will be a fresh contiguous tensor."""
+    first, cols = inputs[0], inputs[0].shape[-1]
+    fresh_is_aligned = cols * first.element_size() % 16 == 0
+    aligned = all(fresh_is_aligned if view is None else is_tma_aligned(view, cols) for view in views)
+    problem = ColumnSumProblem(len(inputs), cols, first.dtype, dtype or first.dtype, total, aligned)
+    return problem, math.prod(first.shape[:-1])
+
+
+def validate_column_sum(inputs: Sequence[Tensor], dtype: torch.dtype | None, op: str = OP) -> torch.dtype:
+    """Raise RuntimeError unless there are strided tensors, all of one shape with a dimension or more, one float dtype
+    and one device, and dtype (that of the result; None for theirs) is a float one; TypeError where an input is no
+    tensor. Errors name `op`. Returns the result's dtype.
+
+    Looks at shapes, dtypes and devices only, so it serves meta tensors and traced ones too.
+    """
+    if not isinstance(inputs, Sequence) or isinstance(inputs, str):
+        raise TypeError(f"{op}: inputs must be a sequence of tensors, got {type(inputs).__name__}")
+    if not inputs:
+        raise RuntimeError(f"{op}: inputs must hold at least one tensor, got none")
+    for i, tensor in enumerate(inputs):
+        require_strided(op, f"inputs[{i}]", tensor)
+    first = inputs[0]
+    if first.dim() == 0:
+        raise RuntimeError(f"{op}: inputs[0] must have at least one dimension, got shape ()")
+    for name, got in ((f"inputs[0] must have dtype {_FLOATS}", first.dtype), (f"dtype must be {_FLOATS}", dtype)):
+        if got is not None and got not in FLOAT_DTYPES:
+            raise RuntimeError(f"{op}: {name}, got {got}")
+    for i, tensor in enumerate(inputs):
+        if tensor.shape != first.shape:
+            _refuse(op, i, "shape", tuple(first.shape), tuple(tensor.shape))
+        if tensor.dtype != first.dtype:
+            _refuse(op, i, "dtype", first.dtype, tensor.dtype)
+        if tensor.device != first.device:
+            _refuse(op, i, "device", first.device, tensor.device)
+    return dtype or first.dtype
+
+
+def _refuse(op: str, i: int, what: str, want: object, got: object) -> None:
+    raise RuntimeError(f"{op}: inputs[{i}] must have {what} {want} as inputs[0] has, got {got}")
+
+
+def sum_dtype(dtype: torch.dtype, out_dtype: torch.dtype) -> torch.dtype:
+    """Dtype that sums are taken in: float64 where either is, float32 otherwise."""
+    return torch.promote_types(accumulation_dtype(dtype), accumulation_dtype(out_dtype))
+
+
+def in_place(tensor: Tensor) -> RowView | None:
+    """A view of `tensor` as rows (all dims but the last) at one stride; None where only a copy would do."""
+    if tensor.is_contiguous():
+        return RowView(tensor, 1, tensor.shape[-1], 0)
+    view = row_view(tensor, tensor.dim() - 1)
+    return view if view is not None and view.inner_rows == 1 else None
+
+
+def is_tma_aligned(view: RowView, cols: int) -> bool:
+    """Whether TMA can read the tensor: rows need not end where a multiple of 16 bytes does, but not overlap."""
+    stride_bytes = view.outer_stride * view.tensor.element_size()
+    return (view.tensor.data_ptr() | stride_bytes) % 16 == 0 and view.outer_stride >= cols
+
+
+_FLOATS = "float16, bfloat16, float32 or float64"

@@ -1,0 +1,23 @@
+"""column_sum by ATen's operations: what CPU tensors run, and what autograd and torch.func look into."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .problem import sum_dtype, validate_column_sum
+
+
+def formula(inputs: Sequence[Tensor], total: bool, dtype: torch.dtype | None) -> list[Tensor]:
+    """The sums of column_sum, in its dtypes."""
+    out_dtype = validate_column_sum(inputs, dtype)
+    *batch, cols = inputs[0].shape
+    acc_dtype = sum_dtype(inputs[0].dtype, out_dtype)
+    sums = [tensor.reshape(math.prod(batch), cols).sum(0, dtype=acc_dtype) for tensor in inputs]
+    if total:
+        sums = [functools.reduce(torch.add, sums)]
+    return [s.to(out_dtype) for s in sums]

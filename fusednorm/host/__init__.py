@@ -1,0 +1,1 @@
+"""Plans and tensors become launches: prepared once, repeated without Triton, in Python or in C++."""

@@ -1,0 +1,121 @@
+"""Which plan runs where the planner's cannot, because its kernel does not compile, assemble or load, or asks for more
+registers or shared memory than there are: the next of the planner's, multi-wave, ATen. Remembered for the process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from ..planner import heuristics
+from ..planner.device import DeviceSpec
+from ..planner.heuristics import Decision
+from ..planner.norm_problem import NormProblem
+from ..planner.plan import Plan
+
+# What CUDA's driver says of errors that no other kernel could mend: the context is lost, memory is short, or the stream
+# is in a state of its own.
+NOT_OF_THE_KERNEL = (
+    "out of memory", "memory access", "illegal address", "misaligned", "illegal instruction", "invalid program counter",
+    "invalid address space", "stack error", "device-side assert", "launch failure", "launch failed", "timed out",
+    "timeout", "uncorrectable", "ecc ", "nvlink", "context is destroyed", "invalid device context", "not ready",
+    "initialization error", "not initialized", "shutting down", "unloading", "captur", "external device",
+    "unknown error",
+)  # fmt: skip
+# What it says of a launch that it has refused: nothing has run then.
+REFUSED = ("too many resources requested", "out of resource", "cluster")
+
+
+class BuildFailed(Exception):  # noqa: N818  never reaches the user
+    """A kernel that cannot run here; str() is the cause."""
+
+
+class Failure(NamedTuple):
+    """A plan that cannot run a problem on a device, and why."""
+
+    plan: Any
+    problem: Any
+    device: DeviceSpec
+    cause: str
+
+    def __str__(self) -> str:
+        problem = self.problem
+        name = f"{problem.norm}_norm {problem.direction}" if isinstance(problem, NormProblem) else "column_sum"
+        kernel = self.plan.variant if isinstance(problem, NormProblem) else self.plan.kernel
+        dtype = problem.x_dtype if isinstance(problem, NormProblem) else problem.dtype
+        dtype = str(dtype).removeprefix("torch.")
+        return f"{name} of {problem.cols} columns of {dtype} cannot run as {kernel} on {self.device.name}: {self.cause}"
+
+
+_failures: dict[tuple, Failure] = {}
+_warned: set[str] = set()  # causes
+
+
+def choose(problem: NormProblem, rows: int, device: DeviceSpec) -> Plan:
+    """The planner's choice, or what runs in its place."""
+    plan = heuristics.choose(problem, rows, device)
+    if not _failures or not has_failed(plan, problem, device):
+        return plan
+    return first_left(heuristics.alternatives(problem, rows, device), problem, device)
+
+
+def first_left(plans: Iterable[Any], problem: Any, device: DeviceSpec) -> Any:
+    """The first of some plans that has not failed."""
+    return next(plan for plan in plans if not has_failed(plan, problem, device))
+
+
+def has_failed(plan: Any, problem: Any, device: DeviceSpec) -> bool:
+    return (plan, problem, device) in _failures
+
+
+def remember(plan: Any, problem: Any, device: DeviceSpec, cause: str) -> None:
+    """From here on another plan runs. Warns, once for each cause."""
+    failure = _failures[plan, problem, device] = Failure(plan, problem, device, cause)
+    if cause not in _warned:
+        _warned.add(cause)
+        warnings.warn(f"fusednorm: {failure}; another kernel or ATen's runs instead", RuntimeWarning, stacklevel=2)
+
+
+def failures() -> list[Failure]:
+    """All that have been remembered."""
+    return list(_failures.values())
+
+
+def failed_of(problem: Any, device: DeviceSpec) -> dict[Any, str]:
+    """The plans of a problem that have failed, with the causes."""
+    return {each.plan: each.cause for each in failures() if (each.problem, each.device) == (problem, device)}
+
+
+def forget() -> None:
+    """All of them."""
+    _failures.clear()
+    _warned.clear()
+
+
+def in_place_of(decision: Decision, problem: NormProblem, rows: int, device: DeviceSpec) -> Decision:
+    """What runs where the decision's plan has failed, and why."""
+    if not has_failed(decision.plan, problem, device):
+        return decision
+    reasons = dict(decision.reasons)
+    for failed, cause in failed_of(problem, device).items():
+        reasons[failed.variant] = f"cannot run here: {cause}"
+    plan = first_left(heuristics.alternatives(problem, rows, device), problem, device)
+    if plan.variant != decision.plan.variant:
+        reasons[plan.variant] = f"chosen: {decision.plan.variant} has failed"
+    return dataclasses.replace(decision, plan=plan, forced=False, reasons=reasons)
+
+
+def cause_of(error: Exception, *, launched: bool) -> str | None:
+    """In one line why a kernel cannot be built, or where it was `launched` already why the driver refused it; None
+    where another kernel would not help, and the error is the user's to see."""
+    text = str(error)
+    says_cuda = "CUDA" in text  # else it is the compiler that speaks, who may use the same words
+    if isinstance(error, MemoryError) or (says_cuda and any(each in text.lower() for each in NOT_OF_THE_KERNEL)):
+        return None
+    if launched and not any(each in text.lower() for each in REFUSED):
+        return None
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    said = " ... ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))
+    return f"{type(error).__name__}: {said[:300]}"

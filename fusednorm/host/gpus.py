@@ -1,0 +1,40 @@
+"""The GPU that tensors are on, as the value that plans are made for."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import replace
+
+import torch
+
+from .. import margin
+from ..planner.device import A100, H200, OLDEST_TRITON, DeviceSpec, from_properties
+from . import triton_compat
+
+
+def spec_of(device: torch.device) -> DeviceSpec:
+    """The spec of a CUDA device, under `sm_margin` as it holds now. Meta tensors are planned for as on an H200; CPU
+    tensors, which only the interpreter takes, as on an A100, because it does not know TMA."""
+    if device.type == "cuda":
+        spec = _of_cuda(device.index)
+    else:
+        spec = A100 if device.type == "cpu" else H200
+    return spec.leaving(margin.sms) if margin.sms else spec
+
+
+def current(device: torch.device) -> contextlib.AbstractContextManager:
+    """Inside, the device is the current one."""
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    return torch.cuda.device(device) if elsewhere else contextlib.nullcontext()
+
+
+@functools.cache
+def _of_cuda(index: int | None) -> DeviceSpec:
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
+    return compiled_for_here(from_properties(properties))
+
+
+def compiled_for_here(spec: DeviceSpec) -> DeviceSpec:
+    """The same device, for which the installed Triton compiles."""
+    return replace(spec, triton=triton_compat.installed() or OLDEST_TRITON)

@@ -1,0 +1,405 @@
+"""Plan + tensors -> outputs: allocates, launches. The sole importer of kernels/."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from .. import reference
+from ..kernels import column_sum, multiwave, parameter_gradients, pipelined, warp_specialized
+from ..kernels.column_reduction import ColumnTile
+from ..kernels.config import Norm, PartialsTile, RingTile, Tile
+from ..planner import budget, heuristics, tile_share
+from ..planner.device import OLDEST_TRITON, DeviceSpec
+from ..planner.legality import MAX_RING_ROWS, broken_rule
+from ..planner.norm_problem import NormProblem
+from ..planner.plan import (
+    ColumnRingPlan,
+    ColumnTilePlan,
+    MultiWavePlan,
+    PipelinedPlan,
+    Plan,
+    ReferencePlan,
+    RingPlan,
+    WarpSpecializedPlan,
+    box_columns,
+    is_whole,
+    num_ctas,
+    num_partials,
+    threads_of_a_row,
+)
+from ..problem import BackwardCall, ForwardCall, RowView
+from . import fallback, gpus, launcher, triton_compat
+from .fallback import BuildFailed
+from .gpus import current
+from .launcher import Launch, RowDescriptor, TileDescriptor
+
+PARTIAL_LOADS = 9  # of 16 bytes, that a thread has under way when it sums partials: more would not fit registers
+# Up to so many columns a CTA sums the partials of so many, with so many warps (bench/NOTES.md, "The second launch").
+PIECES = ((512, 16, 8), (2048, 16, 4), (16384, 32, 4), (math.inf, 128, 4))
+# Of a forward by column tiles, of elements of 4 bytes and more: left alone, the compiler takes 32 or 40 for some widths
+# that are no multiples of 16, and spills 8 or 16 bytes.
+ROW_PASS_REGISTERS = 64
+COLUMN_PASS_REGISTERS = 128  # of a backward with 16-bit x and a float64 weight; left alone, the compiler spills 8 bytes
+VECTOR_BYTES = 16  # of one load or store of a thread
+OLDEST_DEPENDENT_ARCH = 90  # that places a dependent launch before the one that it depends on has ended
+
+
+class Prepared(NamedTuple):
+    """A call on the point of being launched."""
+
+    launches: list[Launch]
+    outputs: tuple  # tensors that the op returns, None where not wanted
+    workspace: Tensor | None = None  # lives for the call only
+
+
+class Filled(NamedTuple):
+    """What a backward writes to; None where not wanted."""
+
+    dx: Tensor | None
+    dw_partial: Tensor | None
+    db_partial: Tensor | None
+    dw: Tensor | None
+    db: Tensor | None
+    row_means: Tensor | None
+    counters: Tensor | None  # of CTAs that are done with a column tile
+    announces_end: bool  # to a dependent launch, which sums the partials
+
+
+def forward(call: ForwardCall, remember: Remember | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(y, mean, rstd), None where not wanted; mean is None for RMSNorm. `remember` is called with what was launched."""
+    return _run(call, prepare_forward, reference.forward, remember)
+
+
+def backward(
+    call: BackwardCall, remember: Remember | None = None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dx, dw, db), None where not wanted. `remember` is called with what was launched."""
+    return _run(call, prepare_backward, reference.backward, remember)
+
+
+Remember = Callable[[Prepared], None]
+
+
+def _run(call, prepare: Callable[..., Prepared], by_aten: Callable[..., tuple], remember: Remember | None) -> tuple:
+    """The outputs of a call, by the first plan whose kernels can all be built."""
+    problem, device = call.problem, call.x.tensor.device
+    spec = gpus.spec_of(device)
+    while not isinstance(plan := fallback.choose(problem, call.rows, spec), ReferencePlan):
+        with current(device):
+            try:
+                prepared = prepare(call, plan)
+                launcher.hand_over(prepared.launches)
+            except BuildFailed as failed:
+                fallback.remember(plan, problem, spec, str(failed))
+            else:
+                if remember is not None:
+                    remember(prepared)
+                return prepared.outputs
+    return by_aten(call)
+
+
+def prepare_forward(call: ForwardCall, plan: Plan | None = None) -> Prepared:
+    """The launches of a forward and the tensors they will fill; by `plan`, or by the planner's."""
+    problem, device = call.problem, call.x.tensor.device
+    spec = gpus.spec_of(device)
+    plan = plan or heuristics.choose(problem, call.rows, spec)
+    assert _is_legal(plan.variant, problem, min(call.rows, MAX_RING_ROWS + 1), spec)
+    y = torch.empty(call.shape, dtype=problem.x_dtype, device=device)
+    rstd = torch.empty(call.stats_shape, dtype=problem.acc_dtype, device=device) if call.wants_statistics else None
+    mean = torch.empty_like(rstd) if rstd is not None and problem.norm == "layer" else None
+    outputs = (y, mean, rstd)
+    build, ctas = _FORWARD[type(plan)], num_ctas(plan, call.rows, problem.cols, spec, leaves_partials=False)
+    return Prepared(build(plan, call, _norm(problem), outputs, ctas), outputs)
+
+
+def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> Prepared:
+    """The launches of a backward and the tensors they will fill; by `plan`, or by the planner's."""
+    problem, device = call.problem, call.x.tensor.device
+    spec = gpus.spec_of(device)
+    plan = plan or heuristics.choose(problem, call.rows, spec)
+    assert _is_legal(plan.variant, problem, min(call.rows, MAX_RING_ROWS + 1), spec)
+    assert plan.variant != "pipelined" or problem.wants_dx != isinstance(plan, ColumnRingPlan)
+    sums = problem.num_sums > 0
+    ctas = num_ctas(plan, call.rows, problem.cols, spec, leaves_partials=sums)
+    partials = num_partials(plan, ctas)
+    dx = torch.empty(call.shape, dtype=call.dx_dtype, device=device) if problem.wants_dx else None
+    dw, db = (
+        torch.empty(call.normalized_shape, dtype=dtype, device=device) if wanted else None
+        for wanted, dtype in ((problem.wants_dw, problem.weight_dtype), (problem.wants_db, problem.bias_dtype))
+    )
+    two_passes = isinstance(plan, ColumnTilePlan) and problem.wants_dx
+    counters = triton.cdiv(problem.cols, plan.chunk) if sums and two_passes else 0
+    workspace, *parts = _workspace(problem, partials, 2 * call.rows * two_passes, counters, device)
+    dw_partial, db_partial, means, counters = parts
+    summed_next = sums and counters is None
+    dependent = summed_next and spec.arch >= OLDEST_DEPENDENT_ARCH
+    filled = Filled(dx, dw_partial, db_partial, dw, db, means, counters, dependent)
+    launches = _BACKWARD[type(plan)](plan, call, _norm(problem), filled, ctas)
+    if summed_next:
+        launches.append(_finalize(problem, filled, partials))
+    return Prepared(launches, (dx, dw, db), workspace)
+
+
+def _finalize(problem: NormProblem, filled: Filled, num_partials: int) -> Launch:
+    """The sums of the partials, in a launch of their own: one CTA for each piece of dw and of db."""
+    tile = partials_tile(problem.cols, problem.acc_dtype.itemsize, filled.announces_end)
+    grid = (triton.cdiv(problem.cols, tile.cols) * problem.num_sums,)
+    args, options = (*filled[1:5], num_partials, problem.cols), {"launch_pdl": True} if tile.dependent else {}
+    return Launch(column_sum.finalize, grid, args, _norm(problem), tile, options)
+
+
+@functools.cache
+def partials_tile(cols: int, itemsize: int, dependent: bool) -> PartialsTile:
+    """How partials of `cols` columns are summed. The order of the additions follows from it and from the number of
+    partials, so it depends on nothing else: not on the plan, the device or who launches."""
+    piece, num_warps = next(tile for most, *tile in PIECES if cols <= most)
+    return PartialsTile(piece, PARTIAL_LOADS * 4 // itemsize, num_warps, dependent)
+
+
+def _multiwave_forward(plan: MultiWavePlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int) -> list[Launch]:
+    options = {"maxnreg": plan.max_registers}
+    args = _forward_args(call, outputs)
+    tile = _tile(plan, _even_bits(call.x, cols=call.problem.cols))
+    return [Launch(multiwave.forward, (ctas,), args, norm, tile, options)]
+
+
+def _column_tile_forward(
+    plan: ColumnTilePlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int
+) -> list[Launch]:
+    """A CTA per row, which walks its column tiles twice."""
+    tile = _whole_row_tile(plan, _even_bits(call.x, cols=call.problem.cols))
+    args = _forward_args(call, outputs)
+    options = {"maxnreg": ROW_PASS_REGISTERS} if call.problem.x_dtype.itemsize >= 4 and tile.even_bits else {}
+    return [Launch(multiwave.forward_by_column_tiles, (call.rows,), args, norm, tile, options)]
+
+
+def _pipelined_forward(plan: PipelinedPlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int) -> list[Launch]:
+    tile, cols = _ring_tile(plan, call.problem, cluster=plan.cluster), call.problem.cols
+    x = _descriptors([call.x], call.rows, cols, tile)
+    args = (*x, call.weight, call.bias, *outputs, call.rows, cols, call.eps)
+    return [Launch(pipelined.forward, (ctas,), args, norm, tile, _pipelined_options(plan))]
+
+
+def _multiwave_backward(plan: MultiWavePlan, call: BackwardCall, norm: Norm, filled: Filled, ctas: int) -> list[Launch]:
+    args = (*_inputs(call), *filled[:3], *_sizes(call))
+    options = {"maxnreg": plan.max_registers}
+    tile = _tile(plan, _even_bits(call.x, call.grad_out, cols=call.problem.cols), filled.announces_end)
+    return [Launch(multiwave.backward, (ctas,), args, norm, tile, options)]
+
+
+def _column_tile_backward(
+    plan: ColumnTilePlan, call: BackwardCall, norm: Norm, filled: Filled, ctas: int
+) -> list[Launch]:
+    """The row means first, where dx is wanted; then all outputs by column tiles."""
+    problem, inputs, sizes = call.problem, _inputs(call), _sizes(call)
+    even_bits, launches = _even_bits(call.x, call.grad_out, cols=problem.cols), []
+    if problem.wants_dx:
+        tile = _whole_row_tile(plan, even_bits)
+        num_counters = 0 if filled.counters is None else triton.cdiv(problem.cols, plan.chunk)
+        args = (*inputs[:-1], filled.row_means, filled.counters, num_counters, *sizes)
+        launches.append(Launch(multiwave.backward_row_means, (call.rows,), args, norm, tile))
+    grid = (triton.cdiv(problem.cols, plan.chunk), ctas)
+    tile = _column_tile(plan, even_bits)
+    args = (*inputs, filled.row_means, *filled[:5], filled.counters, *sizes)
+    is_wide = problem.x_dtype.itemsize == 2 and problem.weight_dtype == torch.float64
+    options = {"maxnreg": COLUMN_PASS_REGISTERS} if is_wide else {}
+    if not options and triton_compat.installed() != OLDEST_TRITON:
+        # 3.6 takes no more than leaves room for all CTAs; 3.9 takes 130 with float32 parameters on sm_100.
+        threads = plan.ctas_per_sm * 32 * plan.num_warps
+        options = {"maxnreg": budget.register_limit(threads, gpus.spec_of(call.x.tensor.device))}
+    launches.append(Launch(multiwave.backward_by_column_tiles, grid, args, norm, tile, options))
+    return launches
+
+
+def _pipelined_backward(plan: PipelinedPlan, call: BackwardCall, norm: Norm, filled: Filled, ctas: int) -> list[Launch]:
+    tile = _ring_tile(plan, call.problem, cluster=plan.cluster, announces_end=filled.announces_end)
+    descriptors = _descriptors([call.x, call.grad_out], call.rows, call.problem.cols, tile)
+    args = (*descriptors, *_inputs(call)[2:], *filled[:3], *_ring_sizes(call))
+    return [Launch(pipelined.backward, (ctas,), args, norm, tile, _pipelined_options(plan))]
+
+
+def _column_ring_backward(
+    plan: ColumnRingPlan, call: BackwardCall, norm: Norm, filled: Filled, ctas: int
+) -> list[Launch]:
+    """Partials of dw and db by column tiles."""
+    tile, cols = _column_ring_tile(plan, call.problem), call.problem.cols
+    dy = TileDescriptor(call.grad_out, call.rows, cols, tile)
+    x = TileDescriptor(call.x, call.rows, cols, tile) if norm.wants_dw else None
+    args = (dy, x, call.mean, call.rstd, *filled[1:3], *_ring_sizes(call))
+    grid = (triton.cdiv(cols, plan.chunk), ctas)
+    return [Launch(parameter_gradients.dw_and_db, grid, args, norm, tile, {"maxnreg": plan.max_registers})]
+
+
+def _warp_specialized_backward(
+    plan: WarpSpecializedPlan, call: BackwardCall, norm: Norm, filled: Filled, ctas: int
+) -> list[Launch]:
+    tile = _warp_specialized_tile(plan, call.problem)
+    pointers = (*_inputs(call)[2:], *filled[:3])
+    present = (call.rstd if pointer is None else pointer for pointer in pointers)  # a warp partition takes no None
+    descriptors = _descriptors([call.x, call.grad_out], call.rows, call.problem.cols, tile)[:2]  # it knows no tails
+    args = (*descriptors, *present, *_ring_sizes(call))
+    return [Launch(warp_specialized.backward, (ctas,), args, norm, tile, _warp_specialized_options(plan))]
+
+
+def _warp_specialized_forward(
+    plan: WarpSpecializedPlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int
+) -> list[Launch]:
+    tile = _warp_specialized_tile(plan, call.problem)
+    x, _no_tail = _descriptors([call.x], call.rows, call.problem.cols, tile)
+    args = (x, call.weight, call.bias, *outputs, call.rows, call.problem.cols, call.eps)
+    return [Launch(warp_specialized.forward, (ctas,), args, norm, tile, _warp_specialized_options(plan))]
+
+
+def _warp_specialized_tile(plan: WarpSpecializedPlan, problem: NormProblem) -> RingTile:
+    groups = {"num_groups": plan.num_groups, "cached": plan.cached, "group_registers": plan.max_registers}
+    return _ring_tile(plan, problem, **groups)
+
+
+def _warp_specialized_options(plan: WarpSpecializedPlan) -> dict[str, int]:
+    return {"maxnreg": budget.entry_registers(plan)}
+
+
+def _pipelined_options(plan: PipelinedPlan) -> dict[str, int]:
+    return {"maxnreg": plan.max_registers, "num_ctas": plan.cluster}
+
+
+_FORWARD = {
+    MultiWavePlan: _multiwave_forward,
+    ColumnTilePlan: _column_tile_forward,
+    PipelinedPlan: _pipelined_forward,
+    WarpSpecializedPlan: _warp_specialized_forward,
+}
+_BACKWARD = {
+    MultiWavePlan: _multiwave_backward,
+    ColumnTilePlan: _column_tile_backward,
+    PipelinedPlan: _pipelined_backward,
+    ColumnRingPlan: _column_ring_backward,
+    WarpSpecializedPlan: _warp_specialized_backward,
+}
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_legal(variant: str, problem: NormProblem, rows: int, spec: DeviceSpec) -> bool:
+    return broken_rule(variant, problem, rows, spec) is None
+
+
+@functools.cache
+def _norm(problem: NormProblem) -> Norm:
+    return Norm(
+        layer=problem.norm == "layer",
+        fp64=problem.acc_dtype == torch.float64,
+        fold=problem.x_dtype.itemsize == 2,
+        has_weight=problem.weight_dtype is not None,
+        has_bias=problem.direction == "forward" and problem.bias_dtype is not None,
+        wants_dx=problem.wants_dx,
+        wants_dw=problem.wants_dw,
+        wants_db=problem.wants_db,
+        has_residual=problem.residual_dtype is not None,
+        nested_rows=problem.nested_rows,
+    )
+
+
+@functools.cache
+def _tile(plan: MultiWavePlan, even_bits: int, announces_end: bool = False) -> Tile:
+    shape = plan.rows_per_tile, plan.chunk, plan.num_chunks, plan.num_warps
+    return Tile(*shape, even_bits, plan.short_lived, announces_end)
+
+
+@functools.cache
+def _whole_row_tile(plan: ColumnTilePlan, even_bits: int) -> Tile:
+    return Tile(1, plan.row_pass_chunk, 1, plan.row_pass_warps, even_bits=even_bits)
+
+
+@functools.cache
+def _column_tile(plan: ColumnTilePlan, even_bits: int) -> Tile:
+    return Tile(plan.rows_per_tile, plan.chunk, 1, plan.num_warps, even_bits=even_bits)
+
+
+def _even_bits(*views: RowView, cols: int) -> int:
+    """Of a portable kernel's tile: how many low bits are zero of all that rows are long and apart, where these are no
+    multiples of 16, for which Triton looks itself."""
+    sizes = functools.reduce(operator.or_, (view.outer_stride | view.inner_stride for view in views), cols)
+    return (sizes & -sizes).bit_length() - 1 if sizes % 16 else 0
+
+
+@functools.cache
+def _ring_tile(plan: RingPlan, problem: NormProblem, **more) -> RingTile:
+    return RingTile(
+        plan.rows_per_tile,
+        plan.chunk,
+        plan.num_chunks,
+        plan.num_warps,
+        num_stages=plan.num_stages,
+        copy_chunks=plan.copy_chunks,
+        tail=plan.tail,
+        box=box_columns(plan, problem.cols),
+        vector=min(VECTOR_BYTES // problem.x_dtype.itemsize, plan.chunk // threads_of_a_row(plan)),
+        threads_of_a_row=threads_of_a_row(plan),
+        whole=is_whole(plan, problem.cols),
+        weight_in_smem=plan.weight_in_smem,
+        works_ahead=budget.has_registers_to_work_ahead(plan, problem),
+        in_pairs=tile_share.widens_in_pairs(plan, problem),
+        **more,
+    )
+
+
+@functools.cache
+def _column_ring_tile(plan: ColumnRingPlan, problem: NormProblem) -> ColumnTile:
+    vector = VECTOR_BYTES // max(problem.x_dtype.itemsize, problem.grad_dtype.itemsize)
+    return ColumnTile(plan.rows_per_tile, plan.chunk, plan.num_warps, plan.num_stages, vector=vector)
+
+
+def _descriptors(views: list[RowView], rows: int, cols: int, tile: RingTile) -> list[RowDescriptor | None]:
+    """Of each tensor, then of each one's tail, None where there is none."""
+    tails = [RowDescriptor(view, rows, cols, tile, tail=True) if tile.tail else None for view in views]
+    return [RowDescriptor(view, rows, cols, tile) for view in views] + tails
+
+
+def _ring_sizes(call: BackwardCall) -> tuple:
+    return call.rows, call.problem.cols, _stride(call.mean), _stride(call.rstd)
+
+
+def _forward_args(call: ForwardCall, outputs: tuple) -> tuple:
+    return (call.x.tensor, call.weight, call.bias, *outputs, call.rows, call.problem.cols, call.eps, *_walk(call.x))
+
+
+def _inputs(call: BackwardCall) -> tuple:
+    return call.grad_out.tensor, call.x.tensor, call.mean, call.rstd, call.weight, call.residual_grad
+
+
+def _sizes(call: BackwardCall) -> tuple:
+    return call.rows, call.problem.cols, *_walk(call.x), *_walk(call.grad_out), _stride(call.mean), _stride(call.rstd)
+
+
+def _walk(view: RowView) -> tuple[int, int, int]:
+    return view.inner_rows, view.outer_stride, view.inner_stride
+
+
+def _stride(statistic: Tensor | None) -> int:
+    return 0 if statistic is None else statistic.stride(0)
+
+
+def _workspace(
+    problem: NormProblem, partials: int, means: int, counters: int, device: torch.device
+) -> tuple[Tensor | None, ...]:
+    """One allocation, and what is in it: [partials, cols] each for dw and db, so many row means, and so many counters
+    (int32). Each part starts at a multiple of 16 bytes whatever the row count is."""
+    partials = _aligned(partials * problem.cols)
+    sizes = partials * problem.wants_dw, partials * problem.wants_db, _aligned(means), counters
+    if not any(sizes):
+        return None, None, None, None, None
+    workspace = torch.empty(sum(sizes), dtype=problem.acc_dtype, device=device)
+    dw, db, means, counters = (part if part.numel() else None for part in workspace.split(sizes))
+    return workspace, dw, db, means, None if counters is None else counters.view(torch.int32)
+
+
+def _aligned(elements: int) -> int:
+    return -(-elements // 4) * 4

@@ -1,0 +1,237 @@
+"""Plans worth considering, variant by variant, and the best of each: what is best, preference.py knows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from . import budget
+from .device import DeviceSpec
+from .norm_problem import NormProblem
+from .plan import (
+    MAX_BOX_SIDE,
+    ColumnRingPlan,
+    ColumnTilePlan,
+    MultiWavePlan,
+    PipelinedPlan,
+    Plan,
+    RingPlan,
+    WarpSpecializedPlan,
+    num_copies,
+    rows_of_a_thread,
+)
+from .preference import RING_STAGES, may_have_few_warps, multiwave_key, ring_key, warps_per_sm
+from .tile_share import FORWARD_STREAMS_OF_ONE_ROW, bytes_per_element
+
+WARPS = (4, 8, 16)
+MAX_CHUNKS = 8  # a longer unrolled row loop outgrows the instruction cache
+MAX_RING_CHUNKS = {"backward": 16, "forward": 10}
+FEW_CHUNKS = 10  # of more, a thread has two columns of each at least; four where one row ends within a chunk
+MIN_MULTIWAVE_CHUNK = 16  # columns; below it, a load of one chunk is for many short pieces of memory
+MAX_ROWS_PER_WARP = 8  # of 4 lanes each; with 2 lanes 131072 x 64 takes 20.9 us and 20.5 us (LayerNorm backward)
+# Boxes of TMA in a row's chunk over its cluster: more of wide rows whose boxes are short, which would be column tiles
+# else. 2048 x 65552, boxes of 32 bytes, takes 269 us so and 387, 2048 x 239136, of 64, 800 and 1452; but of 16 bytes
+# 2048 x 49160 282 and 295, 2048 x 65544 437 and 386, 2048 x 131080 1077 and 757 (LayerNorm backward).
+COLUMNS_OF_FEW_BOXES, BYTES_OF_LONG_BOX, MOST_BOXES_OF_16_BYTES = 32768, 128, 512
+# Of all tensors, by groups: of more copies, the producer cannot hold the addresses in its 24 registers.
+MAX_PRODUCED_COPIES = {1: 12, 2: 4}
+# For which nvFuser has published choices: its rings on B200 hold 112 to 224 KiB. On an H200 a few stages are fastest.
+OLDEST_PUBLISHED_ARCH = 100
+CLUSTERS = (1, 2, 4, 8, 16)  # CTAs that share a row too wide for one
+CLUSTER_ARCHS = (90, 100, 103)
+# Where others hold up to so many SMs (bench/NOTES.md, "Clusters beside others").
+LARGEST_CLUSTER = ((0, 16), (8, 8), (32, 4), (math.inf, 2))
+COLUMN_TILE = 1024
+# Of a backward without dx by TMA: the one tile that was measured, others are to be.
+COLUMN_RING_CHUNK = 128
+COLUMN_RING_ROWS = (64, 32, 16)
+COLUMN_RING_WARPS = 8
+
+
+# --- Rows in registers, and what does not fit there ---
+
+
+def multi_wave(problem: NormProblem, device: DeviceSpec) -> Plan:
+    """The best plan that holds rows in registers, or one by column tiles."""
+    if problem.direction == "backward" and not problem.wants_dx:
+        return column_tile_plan(problem, device)  # no row sum is needed: a plain reduction over rows
+    plans = multiwave_plans(problem, device)
+    best = max(plans, key=lambda plan: multiwave_key(problem, plan, device), default=None)
+    return best or column_tile_plan(problem, device)
+
+
+def multiwave_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[MultiWavePlan]:
+    """Every plan within the budgets whose threads load 8 bytes or more at once."""
+    elements_at_once = 8 // problem.x_dtype.itemsize
+    few_warps = may_have_few_warps(problem)
+    for num_warps, rows_per_tile in itertools.product((2, *WARPS) if few_warps else WARPS, powers_of_two(1, 128)):
+        threads = 32 * num_warps
+        for chunk, num_chunks in chunkings(problem.cols, MIN_MULTIWAVE_CHUNK, MAX_CHUNKS):
+            if rows_per_tile * chunk < elements_at_once * threads or (num_chunks > 1 and num_warps < min(WARPS)):
+                continue
+            registers = budget.multiwave_registers(rows_per_tile, chunk, num_chunks, num_warps, problem, device)
+            room = ctas_with_room(registers, threads, device)
+            if registers <= budget.MAX_REGISTERS and room:
+                tile_bytes = rows_per_tile * problem.cols * bytes_per_element(problem)
+                enough = warps_per_sm(problem) / num_warps
+                if num_chunks > 1 or not few_warps:
+                    enough = max(enough, device.bytes_in_flight_per_sm / tile_bytes)
+                ctas_per_sm = min(room, math.ceil(enough))
+                limit = budget.register_limit(threads * ctas_per_sm, device)
+                yield MultiWavePlan(rows_per_tile, chunk, num_chunks, num_warps, ctas_per_sm, limit)
+
+
+def ctas_with_room(registers: int, threads: int, device: DeviceSpec) -> int:
+    """How many CTAs of so many threads, of so many registers each, fit an SM."""
+    return min(device.registers_per_sm // registers, device.max_threads_per_sm) // threads
+
+
+def column_tile_plan(problem: NormProblem, device: DeviceSpec) -> ColumnTilePlan:
+    """For rows that fit no registers. The pass over whole rows has a CTA for each."""
+    whole, fp64 = 1 << max(4, (problem.cols - 1).bit_length()), problem.acc_dtype.itemsize == 8
+    chunk = min(COLUMN_TILE, whole)
+    # On sm_120 some builds spill 8 bytes, whatever registers they may have: not those with fewer elements a thread.
+    num_warps = 8 if fp64 or device.arch >= 120 else 4
+    if problem.direction == "backward":
+        row_pass = 4096, 8
+    else:  # the one is up to 35% slower below, the other above (LayerNorm, H200, bfloat16, 2026-11-20)
+        row_pass = (2048, 8) if problem.cols <= 16384 else (8192 if device.arch < 120 else 4096, 16)
+    row_pass_chunk, row_pass_warps = row_pass
+    if fp64:
+        row_pass_chunk = 8 * 32 * row_pass_warps  # 8 elements a thread; of 4 it spills on sm_90
+    # On sm_80 a thread takes up to 131 registers, of which four CTAs of four warps have no more than 128.
+    rows_per_tile, ctas_per_sm = COLUMN_TILE // chunk, 2 if num_warps == 8 else 3 if device.arch < 90 else 4
+    return ColumnTilePlan(rows_per_tile, chunk, num_warps, ctas_per_sm, min(row_pass_chunk, whole), row_pass_warps)
+
+
+# --- Rings ---
+
+
+def pipelined(problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | ColumnRingPlan | None:
+    """The best plan that fits shared memory, faults or not; None if even one stage is too large."""
+    if problem.direction == "backward" and not problem.wants_dx:
+        return column_ring_plan(problem, device)
+    return best_ring(pipelined_plans(problem, device), problem, device)
+
+
+def column_ring_plan(problem: NormProblem, device: DeviceSpec) -> ColumnRingPlan | None:
+    """Two CTAs on an SM, with as large a tile as fits."""
+    limit = budget.register_limit(32 * COLUMN_RING_WARPS * 2, device)
+    stages = RING_STAGES["backward"]
+    plans = (ColumnRingPlan(rows, COLUMN_RING_CHUNK, stages, COLUMN_RING_WARPS, 2, limit) for rows in COLUMN_RING_ROWS)
+    return next((plan for plan in plans if budget.fits_shared_memory(plan, problem, device)), None)
+
+
+def warp_specialized(problem: NormProblem, device: DeviceSpec) -> WarpSpecializedPlan | None:
+    """As `pipelined`."""
+    plan = best_ring(warp_specialized_plans(problem, device), problem, device)
+    return as_published(plan, problem, device) if plan and device.arch >= OLDEST_PUBLISHED_ARCH else plan
+
+
+def as_published(plan: WarpSpecializedPlan, problem: NormProblem, device: DeviceSpec) -> WarpSpecializedPlan:
+    """The last steps of nvFuser's ladder: two groups keep a tile in registers where these suffice, and the stages are
+    doubled as often as they fit."""
+    cached = replace(plan, cached=True)
+    if plan.num_groups > 1 and budget.registers(cached, problem, device) <= plan.max_registers:
+        plan = cached
+    while budget.fits_shared_memory(deeper := replace(plan, num_stages=2 * plan.num_stages), problem, device):
+        plan = deeper
+    return plan
+
+
+def best_ring(plans: Iterator[RingPlan], problem: NormProblem, device: DeviceSpec) -> RingPlan | None:
+    ranked = sorted(plans, key=lambda plan: ring_key(plan, problem, device), reverse=True)
+    return next((plan for plan in ranked if budget.fits_shared_memory(plan, problem, device)), None)
+
+
+def pipelined_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[PipelinedPlan]:
+    forward = problem.direction == "forward"
+    streams = (1, 2, 3, 4) if forward else (1, 2, 3)
+    for num_warps, ctas_per_sm, cluster in itertools.product(WARPS, streams, cluster_sizes(device)):
+        limit = budget.register_limit(32 * num_warps * ctas_per_sm, device)
+        short_lived = forward and ctas_per_sm > 1  # 3 to 5% faster (RMSNorm, 1024 to 32768 columns)
+        stages = range(1, RING_STAGES[problem.direction] + 1)
+        tiles = ring_tiles(problem, num_warps, cluster)
+        for (tile, copies), num_stages, in_smem in itertools.product(tiles, stages, (False, True)):
+            depth = num_stages, num_warps, ctas_per_sm, limit, in_smem, cluster
+            plan = PipelinedPlan(*tile, *depth, copies.chunks, short_lived, copies.tail)
+            if not forward or ctas_per_sm != FORWARD_STREAMS_OF_ONE_ROW or not in_smem:
+                yield plan
+
+
+def warp_specialized_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[WarpSpecializedPlan]:
+    """Those with few stages, of which a forward reads a tile once, and a backward twice."""
+    forward = problem.direction == "forward"
+    tensors = 1 if forward else 2
+    for num_groups, num_warps in ((1, 4), (1, 8), (1, 16), (2, 4), (2, 8)):
+        limit = budget.group_register_limit(num_groups, num_warps, device)
+        stages = (1, 2, 3) if num_groups == 1 else (2, 4)
+        tiles = ring_tiles(problem, num_warps, 1)
+        for (tile, copies), num_stages, in_smem in itertools.product(tiles, stages, (False, True)):
+            depth = num_stages, num_groups, num_warps, 1, limit, in_smem
+            plan = WarpSpecializedPlan(*tile, *depth, forward, copies.chunks)
+            if not copies.tail and tensors * num_copies(plan) <= MAX_PRODUCED_COPIES[num_groups]:
+                yield plan
+
+
+def cluster_sizes(device: DeviceSpec) -> tuple[int, ...]:
+    """Those that find a place. All CTAs of a cluster start together, in one group of SMs: where others hold SMs in each
+    of these, a cluster as large as a group would wait for them."""
+    if device.arch not in CLUSTER_ARCHS:
+        return (1,)
+    largest = next(size for most, size in LARGEST_CLUSTER if device.sm_margin <= most)
+    return tuple(size for size in CLUSTERS if size <= largest)
+
+
+class Copies(NamedTuple):
+    """How a tile comes: so many chunks to a copy, and whether the last of all in a copy of its own."""
+
+    chunks: int
+    tail: bool
+
+
+def ring_tiles(problem: NormProblem, num_warps: int, cluster: int) -> Iterator[tuple[tuple[int, int, int], Copies]]:
+    """(rows_per_tile, chunk, num_chunks) of up to 64 elements a thread, of which each is a column of its own but for
+    the two rows of a tile in a cluster; and how they come: several to a copy only if they are whole."""
+    apart = powers_of_two(1, MAX_ROWS_PER_WARP * num_warps)
+    for rows_per_tile in apart if cluster == 1 else (1, 2):
+        threads = 32 * num_warps * rows_of_a_thread(rows_per_tile, cluster) // rows_per_tile
+        for chunk, num_chunks in chunkings(-(-problem.cols // cluster), threads, MAX_RING_CHUNKS[problem.direction]):
+            boxes = cluster * chunk // math.gcd(problem.cols, chunk, MAX_BOX_SIDE)  # of a chunk
+            whole = problem.cols // (cluster * chunk)
+            least = 4 if rows_per_tile == 1 and whole < num_chunks else 2
+            too_small = num_chunks > FEW_CHUNKS and chunk < least * threads
+            if chunk * num_chunks <= 64 * threads and boxes <= most_boxes(problem, cluster) and not too_small:
+                tile, room = (rows_per_tile, chunk, num_chunks), 1 << (whole - 1).bit_length()
+                for copy_chunks in powers_of_two(1, room if whole == num_chunks else 1):
+                    yield tile, Copies(copy_chunks, False)
+                if 1 < whole < num_chunks:
+                    yield tile, Copies(room, True)
+                elif whole == num_chunks and room == 2 * (num_chunks - 1) > 2:
+                    yield tile, Copies(num_chunks - 1, True)
+
+
+def most_boxes(problem: NormProblem, cluster: int) -> int:
+    """Of a row's chunk over its cluster; of each CTA MAX_BOX_SIDE."""
+    box_bytes = math.gcd(problem.cols, MAX_BOX_SIDE) * problem.x_dtype.itemsize
+    if problem.cols <= COLUMNS_OF_FEW_BOXES or box_bytes >= BYTES_OF_LONG_BOX:
+        return MAX_BOX_SIDE
+    return MOST_BOXES_OF_16_BYTES if box_bytes == 16 else cluster * MAX_BOX_SIDE
+
+
+# --- Common ---
+
+
+def chunkings(cols: int, smallest: int, most: int) -> Iterator[tuple[int, int]]:
+    """(chunk, num_chunks) that cover cols, chunk a power of two of at least `smallest`, at most `most` of them."""
+    for chunk in powers_of_two(smallest, max(smallest, 1 << (cols - 1).bit_length())):
+        num_chunks = -(-cols // chunk)
+        if num_chunks <= most:
+            yield chunk, num_chunks
+
+
+def powers_of_two(first: int, last: int) -> list[int]:
+    return [1 << exponent for exponent in range((first - 1).bit_length(), last.bit_length())]

@@ -1,0 +1,96 @@
+"""Predicted time of a plan: bytes moved, fixed costs and imbalance. For people to read; nothing is chosen by it.
+
+Constants from an H200, fitted to the times of chosen plans in bench/results/2026-11-22-nvidia-h200-fewer-rows.jsonl and
+-nvidia-h200.jsonl (bfloat16 above all, both directions, 1 to 40000 rows). Eight in ten of 2270 predictions are between
+11% too short and 7% too long. Other GPUs are taken to behave alike.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .device import DeviceSpec
+from .norm_problem import NormProblem
+from .plan import ColumnTilePlan, Plan, ReferencePlan, num_ctas, num_partials, num_passes
+
+STREAM_SHARE = 0.925  # of the datasheet's bandwidth, behind what is fixed
+KERNEL_US = 4.7  # launch, filling and draining the memory system
+# The launch that sums the partials, which come from L2; of db beside dw.
+FINALIZE_US, SECOND_SUM_US = 2.1, 0.5
+EFFICIENCY = {"multi_wave": 0.92, "pipelined": 1.0, "warp_specialized": 0.92, "reference": 0.40}
+IMBALANCE_SHARE = 0.24  # of what the busiest CTA has more to do: bandwidth that others leave is for it
+COLUMN_TILE_EFFICIENCY = 0.80
+
+
+class Cost(NamedTuple):
+    """bytes_moved to and from device memory; share_of_light is the time of the tensors' bytes alone by predicted_us."""
+
+    bytes_moved: int
+    predicted_us: float
+    share_of_light: float
+
+
+def cost(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Cost:
+    light = tensor_bytes(problem, rows) / bandwidth(device)
+    tensors = tensor_bytes(problem, rows, passes=2 if _reads_twice(plan, problem) else 1)
+    partials = 2 * partial_bytes(plan, problem, rows, device)  # written and read
+    moved = tensors + partials + small_bytes(problem, rows)
+    two_kernels = isinstance(plan, ColumnTilePlan) and _reads_twice(plan, problem)
+    fixed = KERNEL_US * (1 + two_kernels)
+    if problem.num_sums:
+        fixed += FINALIZE_US + SECOND_SUM_US * (problem.num_sums - 1)
+    waiting = 1 + IMBALANCE_SHARE * (imbalance(plan, problem, rows, device) - 1)
+    time = fixed + moved / bandwidth(device) * waiting / _efficiency(plan)
+    return Cost(moved, time, light / time)
+
+
+def bandwidth(device: DeviceSpec) -> float:
+    """Bytes per us that a stream kernel moves."""
+    return STREAM_SHARE * device.bandwidth_gb_s * 1e3
+
+
+def tensor_bytes(problem: NormProblem, rows: int, passes: int = 1) -> int:
+    """Bytes of x, dy and dx (x and y in the forward), the inputs read `passes` times."""
+    if problem.direction == "forward":
+        per_element = (passes + 1) * problem.x_dtype.itemsize
+    else:
+        read = problem.x_dtype.itemsize + problem.grad_dtype.itemsize
+        per_element = passes * read + problem.wants_dx * problem.x_dtype.itemsize
+        if problem.residual_dtype is not None:
+            per_element += problem.residual_dtype.itemsize
+    return rows * problem.cols * per_element
+
+
+def partial_bytes(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> int:
+    """Bytes of the dw and db partials."""
+    if isinstance(plan, ReferencePlan):
+        return 0
+    partials = num_partials(plan, num_ctas(plan, rows, problem.cols, device))
+    return problem.num_sums * partials * problem.cols * problem.acc_dtype.itemsize
+
+
+def small_bytes(problem: NormProblem, rows: int) -> int:
+    """Bytes of the statistics, the parameters and their gradients."""
+    statistics = rows * problem.acc_dtype.itemsize * (2 if problem.norm == "layer" else 1)
+    parameters = sum(dtype.itemsize for dtype in (problem.weight_dtype, problem.bias_dtype) if dtype is not None)
+    return statistics + 2 * problem.cols * parameters
+
+
+def imbalance(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> float:
+    """Time of the CTA with the most row tiles by the mean."""
+    if isinstance(plan, (ColumnTilePlan, ReferencePlan)):
+        return 1.0
+    tiles = -(-rows // plan.rows_per_tile)
+    ctas = num_ctas(plan, rows, problem.cols, device, problem.num_sums > 0)
+    resident = max(1, device.sm_count // getattr(plan, "cluster", 1))
+    busy = min(1.0, ctas / resident)  # below one CTA for each SM some SMs, and their share of the bandwidth, are idle
+    return -(-tiles // ctas) * ctas / tiles / max(busy, 0.25)
+
+
+def _reads_twice(plan: Plan, problem: NormProblem) -> bool:
+    """Whether the inputs come from memory a second time; a forward by column tiles finds its row in the cache."""
+    return num_passes(plan, problem) != 1 and problem.wants_dx
+
+
+def _efficiency(plan: Plan) -> float:
+    return COLUMN_TILE_EFFICIENCY if isinstance(plan, ColumnTilePlan) else EFFICIENCY[plan.variant]

@@ -1,0 +1,90 @@
+"""What each schedule can run at all, one predicate per rule: the planner asks for the reason, launch asserts the same.
+
+Nothing here is about speed; see heuristics.py for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from .device import DeviceSpec
+from .norm_problem import NormProblem
+from .plan import Rejected
+
+OLDEST_ARCH = 80
+OLDEST_TMA_ARCH = 90
+# Ring kernels count rows in 32 bits, and look a few tiles of every CTA ahead.
+MAX_RING_ROWS = 2**30
+
+Predicate = Callable[[NormProblem, int, DeviceSpec], bool]
+
+
+class Rule(NamedTuple):
+    """`holds` must be true of (problem, rows, device); `reason` says what is wrong where it is not."""
+
+    name: str
+    holds: Predicate
+    reason: str
+
+
+def has_kernels(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
+    return device.arch >= OLDEST_ARCH
+
+
+def has_tma(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
+    return device.arch >= OLDEST_TMA_ARCH
+
+
+def wants_dx(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
+    return problem.direction == "forward" or problem.wants_dx
+
+
+def accumulates_in_float32(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
+    return all(dtype is None or dtype.itemsize <= 4 for dtype in (problem.x_dtype, problem.grad_dtype))
+
+
+def rows_are_tma_aligned(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
+    return problem.tma_aligned
+
+
+def rows_have_one_stride(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
+    return not problem.nested_rows
+
+
+def rows_fit_int32(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
+    return rows <= MAX_RING_ROWS
+
+
+KERNELS = Rule("arch", has_kernels, "needs compute capability 8.0, {device.name} has {capability}")
+RING = (
+    Rule("tma", has_tma, "needs compute capability 9.0 for TMA, {device.name} has {capability}"),
+    Rule("float64", accumulates_in_float32, "computes in float32, and x or the gradient is float64"),
+    Rule(
+        "alignment",
+        rows_are_tma_aligned,
+        "needs base pointers, rows and row strides in multiples of 16 bytes for TMA, and not all tensors have them",
+    ),
+    Rule("nested_rows", rows_have_one_stride, "needs rows at one stride, and some tensor has them at two nested ones"),
+    Rule("rows", rows_fit_int32, f"needs at most {MAX_RING_ROWS} rows, got {{rows}}"),
+)
+DX = Rule("dx", wants_dx, "computes dx, which is not asked for")
+
+RULES: dict[str, tuple[Rule, ...]] = {
+    "multi_wave": (KERNELS,),
+    "pipelined": RING,
+    "warp_specialized": (DX, *RING),
+    "reference": (),
+}
+
+
+def broken_rule(variant: str, problem: NormProblem, rows: int, device: DeviceSpec) -> Rejected | None:
+    """The first rule that keeps `variant` from running this, or None."""
+    for rule in RULES[variant]:
+        if not rule.holds(problem, rows, device):
+            return Rejected(rule.name, rule.reason.format(device=device, rows=rows, capability=capability(device)))
+    return None
+
+
+def capability(device: DeviceSpec) -> str:
+    return f"{device.arch // 10}.{device.arch % 10}"

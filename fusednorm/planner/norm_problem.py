@@ -1,0 +1,46 @@
+"""What a plan may know about a call: a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+ALIGNMENT = 16  # bytes: of TMA's addresses and strides, and of pointers by which builds differ
+FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+
+
+@dataclass(frozen=True)
+class NormProblem:
+    """Everything about a call that a plan may depend on, and nothing else (the row count is no part of it).
+
+    norm is "layer" or "rms"; direction is "forward" or "backward". Dtypes of what is absent are None.
+    """
+
+    norm: str
+    direction: str
+    cols: int
+    x_dtype: torch.dtype
+    weight_dtype: torch.dtype | None = None
+    bias_dtype: torch.dtype | None = None
+    grad_dtype: torch.dtype | None = None
+    residual_dtype: torch.dtype | None = None  # of a gradient that is added to dx
+    wants_dx: bool = False
+    wants_dw: bool = False
+    wants_db: bool = False
+    nested_rows: bool = False  # some tensor walks its rows at two nested strides
+    tma_aligned: bool = True  # every row of every tensor that TMA would touch starts at a multiple of 16 bytes
+
+    @property
+    def acc_dtype(self) -> torch.dtype:
+        return accumulation_dtype(self.x_dtype)
+
+    @property
+    def num_sums(self) -> int:
+        """Over rows, of dw and db; CTAs leave partial ones."""
+        return self.wants_dw + self.wants_db
+
+
+def accumulation_dtype(x_dtype: torch.dtype) -> torch.dtype:
+    """Dtype of statistics, accumulators and partials: float64 for float64 x, float32 otherwise."""
+    return torch.float64 if x_dtype == torch.float64 else torch.float32

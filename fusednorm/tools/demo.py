@@ -1,0 +1,330 @@
+"""The main job: the ops on real activations against float64; then a small GPT trained on stock norms and on ours."""
+
+from __future__ import annotations
+
+import copy
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LinearLR
+
+from .. import __version__
+from ..modules import LayerNorm, RMSNorm
+from ..testing import Case, Inputs, Outputs, assert_outputs_close, exact, fused, make_inputs, relative_error, stock
+from .console import optional, print_table, progress, show_beside
+from .interpreter import enable_interpreter
+
+SEED = 0
+TEXT_BYTES = 4 << 20
+PATIENCE_SECONDS = 120  # training stops here, however slow the machine
+SAME_LOSS = 0.02  # relative: rounding apart, the two runs compute the same
+SMALL_PROBLEMS = (
+    Case("layer", (24, 160), x_dtype=torch.bfloat16, weight_dtype=torch.bfloat16, bias_dtype=torch.bfloat16),
+    Case("rms", (24, 160), x_dtype=torch.bfloat16, weight_dtype=torch.bfloat16),
+)
+
+
+@dataclass(frozen=True)
+class Size:
+    """The model and its training, by device."""
+
+    width: int
+    blocks: int
+    heads: int
+    context: int
+    batch: int
+    steps: int
+    learning_rate: float
+    dtype: torch.dtype
+
+
+CPU_SIZE = Size(128, 4, 4, 128, 16, 150, 2e-3, torch.float32)
+GPU_SIZE = Size(1024, 12, 16, 1024, 16, 300, 3e-4, torch.bfloat16)  # about 20 GB
+SMALL_GPU_SIZE = replace(GPU_SIZE, batch=4)
+
+
+def run_demo(steps: int | None, out: Path) -> int:
+    """Run all of it; 0 if every output was within its bound and both trainings ended at the same loss."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    size = pick_size(device)
+    steps = steps or size.steps
+    print(describe(device))
+    text = standard_library_text()
+    torch.manual_seed(SEED)
+    model = GPT(size).to(device, size.dtype)
+    right = check_activations(model, next(batches(text, size, device)))
+    if device.type == "cpu":
+        right &= check_kernels_in_interpreter()
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"\nA byte-level GPT of {parameters / 1e6:.1f} M parameters reads the source of Python's standard library.")
+    return 0 if report(train(model, text, size, steps), out) and right else 1
+
+
+def pick_size(device: torch.device) -> Size:
+    if device.type != "cuda":
+        return CPU_SIZE
+    return GPU_SIZE if torch.cuda.get_device_properties(device).total_memory > 32 << 30 else SMALL_GPU_SIZE
+
+
+def describe(device: torch.device) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    return f"fusednorm {__version__}, torch {torch.__version__}, Python {platform.python_version()}, on {name}"
+
+
+# The model
+
+
+class Block(nn.Module):
+    """Pre-norm attention behind a LayerNorm, pre-norm MLP behind an RMSNorm."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.heads = size.heads
+        self.attention_norm = nn.LayerNorm(size.width)
+        self.qkv = nn.Linear(size.width, 3 * size.width)
+        self.attention_out = nn.Linear(size.width, size.width)
+        self.mlp_norm = nn.RMSNorm(size.width)
+        inner = 4 * size.width
+        self.mlp = nn.Sequential(nn.Linear(size.width, inner), nn.GELU(), nn.Linear(inner, size.width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, context, width = x.shape
+        qkv = self.qkv(self.attention_norm(x)).view(batch, context, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attention_out(attended.transpose(1, 2).reshape(batch, context, width))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GPT(nn.Module):
+    """Bytes in, logits of the next byte out."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.token = nn.Embedding(256, size.width)
+        self.position = nn.Embedding(size.context, size.width)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.blocks))
+        self.final_norm = nn.LayerNorm(size.width)
+        self.head = nn.Linear(size.width, 256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.final_norm(x))
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(self(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def swap_norms(model: nn.Module) -> nn.Module:
+    """Replace torch.nn's norms by ours, in place, on the same parameters."""
+    for parent in list(model.modules()):
+        for name, norm in list(parent.named_children()):
+            if type(norm) not in (nn.LayerNorm, nn.RMSNorm):
+                continue
+            ours = LayerNorm if type(norm) is nn.LayerNorm else RMSNorm
+            swapped = ours(norm.normalized_shape, eps=norm.eps, device="meta")
+            swapped.load_state_dict(dict(norm.named_parameters()), assign=True)
+            setattr(parent, name, swapped)
+    return model
+
+
+def standard_library_text() -> Tensor:
+    """The first TEXT_BYTES bytes of the standard library's modules, in order of their names."""
+    text = b""
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        text += path.read_bytes()
+    if not text:
+        raise RuntimeError("demo: needs the source of Python's standard library, got a Python without it")
+    return torch.frombuffer(bytearray(text[:TEXT_BYTES]), dtype=torch.uint8)
+
+
+def batches(text: Tensor, size: Size, device: torch.device) -> Iterator[Tensor]:
+    """Random windows of context + 1 bytes, the same from every call."""
+    generator = torch.Generator().manual_seed(SEED)
+    offsets = torch.arange(size.context + 1)
+    while True:
+        starts = torch.randint(len(text) - size.context, (size.batch, 1), generator=generator)
+        yield text[starts + offsets].to(device, torch.long)
+
+
+# The ops against float64
+
+
+def check_activations(model: GPT, tokens: Tensor) -> bool:
+    """One forward and backward of the model; what went through some of its norms then goes through the ops."""
+    first, last = model.blocks[0], model.blocks[-1]
+    norms = {
+        "first attention": first.attention_norm,
+        "first MLP": first.mlp_norm,
+        "last attention": last.attention_norm,
+        "last MLP": last.mlp_norm,
+        "final": model.final_norm,
+    }
+    seen: dict[str, list[Tensor]] = {label: [] for label in norms}
+
+    def record(label: str):
+        def hook(norm: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+            seen[label].append(inputs[0].detach())
+            output.register_hook(seen[label].append)
+
+        return hook
+
+    hooks = [norm.register_forward_hook(record(label)) for label, norm in norms.items()]
+    model.loss(tokens).backward()
+    for hook in hooks:
+        hook.remove()
+    model.zero_grad()
+    checked = {}
+    for label, norm in norms.items():
+        x, grad_out = seen.pop(label)
+        bias = getattr(norm, "bias", None)
+        kind = "layer" if bias is not None else "rms"
+        case = Case(kind, tuple(x.shape), 1, x.dtype, x.dtype, None if bias is None else x.dtype, eps=norm.eps)
+        inputs = Inputs(x, grad_out, norm.weight.detach(), None if bias is None else bias.detach())
+        checked[f"{label} ({kind})"] = compare(fused(case, inputs), case, inputs)
+    what = f"{tuple(x.shape)} in {str(x.dtype).removeprefix('torch.')}"
+    return print_errors(f"The ops on the untrained model's activations, {what}", checked)
+
+
+def check_kernels_in_interpreter() -> bool:
+    """The Triton kernels on CPU tensors, in a process of their own: interpreting and compiling exclude each other."""
+    code = "from fusednorm.tools.demo import interpret_kernels; interpret_kernels()"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if child.returncode:
+        reason = (child.stderr.strip() or "no reason given").splitlines()[-1]
+        print(f"WRONG: the Triton kernels did not run in Triton's interpreter: {reason}")
+        return False
+    return print_errors("The Triton kernels in Triton's interpreter", json.loads(child.stdout.splitlines()[-1]))
+
+
+def interpret_kernels() -> None:
+    """Run SMALL_PROBLEMS through the kernels and print the errors as one line of JSON."""
+    enable_interpreter()
+    from ..host import launch
+    from ..problem import check_backward, check_forward
+
+    checked = {}
+    for case in SMALL_PROBLEMS:
+        inputs, shape = make_inputs(case), case.normalized_shape
+        y, mean, rstd = launch.forward(check_forward(case.norm, inputs.x, shape, inputs.weight, inputs.bias, case.eps))
+        mask = (True, inputs.weight is not None, inputs.bias is not None)
+        call = check_backward(case.norm, inputs.grad_out, inputs.x, shape, mean, rstd, inputs.weight, inputs.bias, mask)
+        checked[str(case)] = compare(Outputs(y, mean, rstd, *launch.backward(call)), case, inputs)
+    print(json.dumps(checked))
+
+
+def compare(got: Outputs, case: Case, inputs: Inputs) -> dict[str, str]:
+    """Per output, our relative error and ATen's; under "wrong", the bound that does not hold."""
+    want, aten = exact(case, inputs), stock(case, inputs)
+    errors = {}
+    for name in (f.name for f in fields(Outputs) if getattr(got, f.name) is not None):
+        ours, theirs = (relative_error(getattr(o, name), getattr(want, name)) for o in (got, aten))
+        errors[name] = f"{ours:.1e} / {theirs:.1e}"
+    try:
+        assert_outputs_close(got, case, inputs)
+    except AssertionError as failure:
+        errors["wrong"] = str(failure)
+    return errors
+
+
+def print_errors(title: str, checked: dict[str, dict[str, str]]) -> bool:
+    names = ("y", "dx", "dweight", "dbias")
+    rows = [[label, *(errors.get(name, "") for name in names)] for label, errors in checked.items()]
+    print_table(f"{title}:\nrelative error against float64 autograd, ours / ATen's", ["norm", *names], rows, "demo")
+    wrong = [errors["wrong"] for errors in checked.values() if "wrong" in errors]
+    for sentence in wrong:
+        print(f"WRONG: {sentence}")
+    return not wrong
+
+
+# Training
+
+
+class Training:
+    """AdamW on float32 copies of the parameters: a 16-bit norm weight near 1 would not move by its small steps."""
+
+    def __init__(self, model: GPT, size: Size, steps: int) -> None:
+        self.model = model
+        self.losses: list[float] = []
+        self.seconds: list[float] = []  # per step
+        self._parameters = list(model.parameters())
+        self._masters = [p.detach().float().clone() for p in self._parameters]
+        self._optimizer = torch.optim.AdamW(self._masters, lr=size.learning_rate, betas=(0.9, 0.95))
+        self._warmup = LinearLR(self._optimizer, start_factor=0.05, total_iters=max(1, steps // 10))
+
+    def step(self, tokens: Tensor) -> None:
+        start = time.perf_counter()
+        loss = self.model.loss(tokens)
+        loss.backward()
+        for master, parameter in zip(self._masters, self._parameters, strict=True):
+            master.grad, parameter.grad = parameter.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(self._masters, 1.0)
+        self._optimizer.step()
+        self._warmup.step()
+        with torch.no_grad():
+            torch._foreach_copy_(self._parameters, self._masters)
+        self.losses.append(loss.item())  # waits for the device
+        self.seconds.append(time.perf_counter() - start)
+
+
+def train(model: GPT, text: Tensor, size: Size, steps: int) -> dict[str, Training]:
+    """The model, and a copy of it with our norms, step by step in turn: whatever slows the machine slows both."""
+    device = next(model.parameters()).device
+    models = {"stock norms": model, "fusednorm": swap_norms(copy.deepcopy(model))}
+    runs = {label: Training(model, size, steps) for label, model in models.items()}
+    began = time.perf_counter()
+    bar = progress(range(steps), "training both", "demo")
+    for step, tokens in zip(bar, batches(text, size, device), strict=False):
+        if step and time.perf_counter() - began > PATIENCE_SECONDS:
+            print(f"\nTraining stopped after {step} of {steps} steps: {PATIENCE_SECONDS} seconds are over.")
+            break
+        for run in runs.values():
+            run.step(tokens)
+        show_beside(bar, ", ".join(f"{run.losses[-1]:.3f}" for run in runs.values()))
+    return runs
+
+
+def report(runs: dict[str, Training], out: Path) -> bool:
+    """The table of step times and the picture. True if both runs end at the same loss, to SAME_LOSS."""
+    last = {label: statistics.mean(run.losses[-10:]) for label, run in runs.items()}
+    milliseconds = {label: 1e3 * statistics.median(run.seconds) for label, run in runs.items()}
+    rows = [[k, f"{milliseconds[k]:.1f}", f"{run.losses[0]:.4f}", f"{last[k]:.4f}"] for k, run in runs.items()]
+    print_table("Training", ["norms", "ms per step (median)", "first loss", "last loss (mean of 10)"], rows, "demo")
+    stock_run, our_run = runs.values()
+    apart = max(abs(a - b) for a, b in zip(stock_run.losses, our_run.losses, strict=True))
+    print(f"The two losses are never more than {apart:.2g} apart.")
+    if optional("matplotlib", "demo", "there is no picture of the losses"):
+        print(f"Loss curves: {draw_losses(runs, out)}")
+    ends = list(last.values())
+    if not abs(ends[0] - ends[1]) <= SAME_LOSS * ends[0]:  # written so that nan is not the same
+        print(f"WRONG: both runs must end at the same loss, got {ends[0]:.4f} and {ends[1]:.4f}")
+        return False
+    return True
+
+
+def draw_losses(runs: dict[str, Training], out: Path) -> Path:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for (label, run), style in zip(runs.items(), ("-", "--"), strict=True):
+        axes.plot(run.losses, style, label=label, linewidth=2 if style == "-" else 1.2)
+    axes.set(xlabel="step", ylabel="cross entropy (nats per byte)", title="One GPT, one seed, two sets of norms")
+    axes.legend()
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "demo_loss.png"
+    figure.savefig(path, dpi=150)
+    return path

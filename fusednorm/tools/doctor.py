@@ -1,0 +1,202 @@
+"""What this machine has, what works on it and what falls back, in plain words."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .. import __version__
+from ..host import fallback, native, torch_compat, triton_compat
+from ..testing import Case, assert_outputs_close, fused, make_inputs
+
+OLDEST_TORCH = (2, 11)
+OLDEST_TRITON = (3, 6)
+OLDEST_ARCH = (8, 0)
+PROBES = tuple(
+    Case(norm, (64, 1024), x_dtype=dtype, weight_dtype=dtype, bias_dtype=dtype if norm == "layer" else None)
+    for norm in ("layer", "rms")
+    for dtype in (torch.bfloat16, torch.float32)
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. status: "ok"; "note": works otherwise or slower; "problem": does not work."""
+
+    status: str
+    subject: str
+    text: str
+
+
+def run_doctor() -> int:
+    """Print the findings; 1 if one of them is a problem, else 0."""
+    findings = diagnose()
+    for finding in findings:
+        print(f"{finding.status:<8}{finding.subject:<12}{finding.text}")
+    problems = sum(finding.status == "problem" for finding in findings)
+    works = "Everything this machine can run works."
+    if native.failure():
+        works = "Everything this machine can run works, but without the host side in C++, which does not compile here."
+    print(f"\nProblems: {problems}." if problems else f"\n{works}")
+    return 1 if problems else 0
+
+
+def diagnose() -> list[Finding]:
+    """All findings, each independent of the others: one broken part does not hide the next."""
+    machine = check_versions, check_triton, check_device, check_compiler, check_cache
+    checks = (*machine, check_native, check_cpu_ops, check_cuda_ops, check_fallbacks)
+    return [finding for check in checks for finding in _guarded(check)]
+
+
+def _guarded(check: Callable[[], list[Finding]]) -> list[Finding]:
+    try:
+        return check()
+    except Exception as error:
+        return [Finding("problem", check.__name__.removeprefix("check_"), f"{type(error).__name__}: {error}")]
+
+
+def check_versions() -> list[Finding]:
+    old = version_of(torch.__version__) < OLDEST_TORCH
+    needs = f", needs {'.'.join(map(str, OLDEST_TORCH))} or later" if old else ""
+    return [
+        Finding("ok", "fusednorm", f"{__version__}, from {Path(__file__).parent.parent}"),
+        Finding("ok", "python", f"{platform.python_version()} on {platform.platform()}"),
+        Finding("problem" if old else "ok", "torch", f"{torch.__version__}{needs}"),
+        *missing_names(),
+    ]
+
+
+def missing_names() -> list[Finding]:
+    """Of what torch does not promise."""
+    if not torch_compat.missing:
+        return []
+    text = f"without {', '.join(torch_compat.missing)}, which this release does not have: right, but calls take longer"
+    return [Finding("note", "torch", text)]
+
+
+def check_triton() -> list[Finding]:
+    installed = triton_version()
+    if installed is None:
+        status = "problem" if torch.cuda.is_available() else "note"
+        return [Finding(status, "triton", "not installed: CUDA tensors cannot run, CPU tensors do not need it")]
+    if version_of(installed) < OLDEST_TRITON:
+        return [Finding("problem", "triton", f"{installed}, needs {'.'.join(map(str, OLDEST_TRITON))} or later")]
+    if is_launched_by_triton():
+        return [Finding("note", "triton", f"{installed}: {tritons_way()}")]
+    return [Finding("ok", "triton", installed)]
+
+
+def is_launched_by_triton() -> bool:
+    return triton_compat.installed() is not None and triton_compat.in_use() is None
+
+
+def tritons_way() -> str:
+    tried = ", ".join(f"{major}.{minor}" for (major, minor), each in triton_compat.RELEASES.items() if each.has_run)
+    return (
+        f"its launcher has not run with this package on a GPU ({tried} has), so Triton launches every kernel itself: "
+        f"right, and {triton_compat.SLOWER_US} us of host time more each"
+    )
+
+
+def check_device() -> list[Finding]:
+    if not torch.cuda.is_available():
+        built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
+        return [Finding("note", "device", f"no CUDA GPU ({built}): CPU tensors only, through ATen's kernels")]
+    return [describe_gpu(torch.cuda.get_device_properties(index)) for index in range(torch.cuda.device_count())]
+
+
+def describe_gpu(properties) -> Finding:
+    arch = (properties.major, properties.minor)
+    size = f"{properties.multi_processor_count} SMs, {properties.total_memory / 2**30:.0f} GiB"
+    text = f"{properties.name}, sm_{arch[0]}{arch[1]}, {size}"
+    if arch < OLDEST_ARCH:
+        return Finding("problem", "device", f"{text}: the kernels need sm_{OLDEST_ARCH[0]}{OLDEST_ARCH[1]} or later")
+    return Finding("ok", "device", text)
+
+
+def check_compiler() -> list[Finding]:
+    """Triton compiles a small C launcher per kernel, with $CC, gcc or clang, against Python's headers."""
+    status = "problem" if torch.cuda.is_available() else "note"
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return [Finding(status, "compiler", "no gcc or clang: Triton needs a C compiler to launch kernels on a GPU")]
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.exists():
+        return [Finding(status, "compiler", f"{compiler}, but no {header}: Triton needs Python's headers on a GPU")]
+    return [Finding("ok", "compiler", compiler)]
+
+
+def check_cache() -> list[Finding]:
+    if triton_version() is None:
+        return []
+    from triton import knobs
+
+    folder = Path(knobs.cache.dir)
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not os.access(existing, os.W_OK):
+        return [Finding("problem", "cache", f"{folder} is not writable: Triton cannot keep compiled kernels")]
+    free = shutil.disk_usage(existing).free / 2**30
+    text = f"{folder} for compiled kernels, {free:.1f} GiB free"
+    return [Finding("ok" if free > 0.5 else "note", "cache", text)]
+
+
+def check_native() -> list[Finding]:
+    """The host side in C++."""
+    if native.extension is not None:
+        if is_launched_by_triton():
+            return [Finding("note", "native", "built, but calls do not repeat without Python: see triton")]
+        return [Finding("ok", "native", "built: ops repeat without Python")]
+    if importlib.util.find_spec(f"{__package__}._native") is not None:
+        return [Finding("note", "native", f"built, but it cannot be loaded, so all runs in Python: {native.reason}")]
+    if native.failure():
+        return [Finding("note", "native", f"does not compile here, so all runs in Python: {native.failure()}")]
+    if is_launched_by_triton():
+        return [Finding("note", "native", "not built, and no use with this Triton: see triton")]
+    text = "not built: pip install --no-build-isolation builds it with a C++ compiler and saves host time on a GPU"
+    return [Finding("note", "native", text)]
+
+
+def check_cpu_ops() -> list[Finding]:
+    return [probe("cpu ops", "cpu", "right against float64 autograd, through ATen's kernels")]
+
+
+def check_cuda_ops() -> list[Finding]:
+    if not torch.cuda.is_available():
+        text = "cannot run here; the Triton kernels can be interpreted (python -m fusednorm demo shows it)"
+        return [Finding("note", "cuda ops", text)]
+    return [probe("cuda ops", "cuda", "right against float64 autograd, through this package's Triton kernels")]
+
+
+def check_fallbacks() -> list[Finding]:
+    """What the probes before have shown."""
+    return [Finding("note", "fallback", f"{failure}; another kernel or ATen's runs") for failure in fallback.failures()]
+
+
+def probe(subject: str, device: str, text: str) -> Finding:
+    """Forward and backward of PROBES on `device`."""
+    for case in PROBES:
+        inputs = make_inputs(case, device)
+        assert_outputs_close(fused(case, inputs), case, inputs)
+    return Finding("ok", subject, text)
+
+
+def triton_version() -> str | None:
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def version_of(text: str) -> tuple[int, int]:
+    """Major and minor version: 2.13.0+cpu is (2, 13)."""
+    major, minor = text.split(".")[:2]
+    return int(major), int(minor)

@@ -1,0 +1,195 @@
+"""What runs, with what resources, and why nothing else: for a live tensor, or for a problem on any GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import margin
+from ..host import fallback, gpus
+from ..host.kernel_devices import runs_kernels
+from ..planner import budget
+from ..planner.cost import Cost, cost
+from ..planner.device import DeviceSpec
+from ..planner.forcing import forced_variant
+from ..planner.heuristics import Decision, decide
+from ..planner.norm_problem import NormProblem
+from ..planner.plan import VARIANTS, Plan, ReferencePlan, num_ctas, num_launches, num_passes
+from ..problem import is_tma_aligned, row_view, validate_forward
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """str() of it is for people, as_dict() for programs. device is None where no kernel of this package can run."""
+
+    problem: NormProblem
+    rows: int
+    device: DeviceSpec | None
+    decision: Decision
+    notes: tuple[str, ...] = ()  # about the tensors, such as copies that their strides ask for
+
+    @property
+    def plan(self) -> Plan:
+        return self.decision.plan
+
+    @property
+    def cost(self) -> Cost | None:
+        return cost(self.plan, self.problem, self.rows, self.device) if self.device and self.rows else None
+
+    def __str__(self) -> str:
+        problem, plan, reasons = self.problem, self.plan, self.decision.reasons
+        dtypes = ", ".join(
+            f"{name} {dtype_name(dtype)}"
+            for name, dtype in (("x", problem.x_dtype), ("weight", problem.weight_dtype), ("bias", problem.bias_dtype))
+            if dtype is not None
+        )
+        where = f" on {self.device.name}" if self.device else ""
+        lines = [
+            f"{problem.norm}_norm {problem.direction}{where}: {self.rows} rows of {problem.cols} columns, {dtypes}",
+            f"  {plan.variant}: {reasons[plan.variant]}",
+            *(f"  {text}" for text in [*self._resources(), *self.notes]),
+            *(f"  not {variant}: {reasons[variant]}" for variant in VARIANTS if variant != plan.variant),
+        ]
+        return "\n".join(lines)
+
+    def _resources(self) -> list[str]:
+        plan, problem, device, lines = self.plan, self.problem, self.device, []
+        if not isinstance(plan, ReferencePlan):
+            ctas = num_ctas(plan, self.rows, problem.cols, device, problem.num_sums > 0)
+            registers, limit = budget.registers(plan, problem, device), budget.max_registers(plan)
+            inputs = "x and dy" if problem.direction == "backward" else "x"
+            left = f"; sm_margin leaves {device.sm_margin} to others" if device.sm_margin else ""
+            lines = [
+                str(plan),
+                f"{ctas} CTAs along the rows, up to {plan.ctas_per_sm} on each of {device.sm_count} SMs{left}",
+                f"launches: {num_launches(plan, problem)}; passes over {inputs}: {num_passes(plan, problem)}",
+                f"shared memory {budget.shared_bytes(plan, problem)} of {device.smem_per_block_bytes} bytes a CTA, "
+                f"registers up to {registers} of {limit} a thread",
+            ]
+        if self.cost:
+            moved, time, share = self.cost
+            lines.append(f"{moved / 1e6:.1f} MB moved, {time:.1f} us predicted: {share:.0%} of the speed of light")
+        return lines
+
+    def as_dict(self) -> dict:
+        problem, plan, estimate = self.problem, self.plan, self.cost
+        kernel = not isinstance(plan, ReferencePlan)
+        return {
+            "variant": plan.variant,
+            "forced": self.decision.forced,
+            "reasons": self.decision.reasons,
+            "rows": self.rows,
+            "cols": problem.cols,
+            "norm": problem.norm,
+            "pass": problem.direction,
+            "dtype": dtype_name(problem.x_dtype),
+            "weight_dtype": None if problem.weight_dtype is None else dtype_name(problem.weight_dtype),
+            "device": self.device.name if self.device else None,
+            "sm_margin": self.device.sm_margin if self.device else 0,
+            "plan": {"type": type(plan).__name__, **dataclasses.asdict(plan)},
+            "passes": num_passes(plan, problem),
+            "launches": num_launches(plan, problem),
+            "shared_bytes": budget.shared_bytes(plan, problem) if kernel else None,
+            "registers": budget.registers(plan, problem, self.device) if kernel else None,
+            "bytes_moved": estimate.bytes_moved if estimate else None,
+            "predicted_us": round(estimate.predicted_us, 2) if estimate else None,
+            "share_of_light": round(estimate.share_of_light, 4) if estimate else None,
+            "notes": list(self.notes),
+        }
+
+
+def explain_problem(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | None = None) -> Explanation:
+    return Explanation(problem, rows, device, decide(problem, rows, device, forced))
+
+
+def explain(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    norm: str = "layer",
+    direction: str = "backward",
+    grad_out: Tensor | None = None,
+    device: DeviceSpec | None = None,
+) -> Explanation:
+    """Why a norm of x, [*batch, *normalized_shape], runs the way it does: print() the result.
+
+    norm is "layer" or "rms", direction "forward" or "backward". The backward is that of all inputs given, for a
+    gradient like grad_out, or for a contiguous one of x's dtype. `device`, such as fusednorm.planner.device.H200, takes
+    the place of x's own. Under `force`, says what it comes to; where kernels have failed, what runs instead. Copies
+    nothing, launches nothing. Raises RuntimeError or TypeError where the op would, ValueError for another norm or
+    direction.
+    """
+    _require("norm", norm, ("layer", "rms"))
+    _require("direction", direction, ("forward", "backward"))
+    batch_shape = validate_forward(norm, x, normalized_shape, weight, bias, op="explain")
+    rows, cols, backward = math.prod(batch_shape), math.prod(normalized_shape), direction == "backward"
+    layouts = [_layout("x", x, len(batch_shape), cols)]
+    if backward:
+        given = grad_out is not None
+        layouts.append(_layout("grad_out", grad_out, len(batch_shape), cols) if given else _contiguous(x, cols))
+    problem = NormProblem(
+        norm,
+        direction,
+        cols,
+        x.dtype,
+        None if weight is None else weight.dtype,
+        None if bias is None else bias.dtype,
+        (x if grad_out is None else grad_out).dtype if backward else None,
+        wants_dx=backward,
+        wants_dw=backward and weight is not None,
+        wants_db=backward and bias is not None,
+        nested_rows=any(layout.nested for layout in layouts),
+        tma_aligned=all(layout.aligned for layout in layouts),
+    )
+    notes = tuple(layout.note for layout in layouts if layout.note)
+    if device is None and not runs_kernels(x):
+        return _by_reference(problem, rows, f"x is on {x.device}, where ATen's kernels run", notes)
+    if rows == 0 or cols == 0:
+        return _by_reference(problem, rows, "x has no elements", notes)
+    spec = device.leaving(margin.sms) if device else gpus.spec_of(x.device)
+    decision = fallback.in_place_of(decide(problem, rows, spec, forced_variant()), problem, rows, spec)
+    return Explanation(problem, rows, spec, decision, notes)
+
+
+class _Layout(NamedTuple):
+    nested: bool
+    aligned: bool
+    note: str = ""
+
+
+def _layout(name: str, tensor: Tensor, batch_ndim: int, cols: int) -> _Layout:
+    """How the op would read a tensor's rows."""
+    view = row_view(tensor, batch_ndim)
+    if view is None:
+        why = f"with strides {tuple(tensor.stride())} its rows are at more than two strides, or their elements apart"
+        return _contiguous(tensor, cols)._replace(note=f"{name} is copied first: {why}")
+    return _Layout(view.inner_rows != 1, is_tma_aligned(view, cols))
+
+
+def _contiguous(tensor: Tensor, cols: int) -> _Layout:
+    """That of a fresh contiguous tensor, which starts at a multiple of 16 bytes."""
+    return _Layout(False, cols * tensor.element_size() % 16 == 0)
+
+
+def _by_reference(problem: NormProblem, rows: int, why: str, notes: tuple[str, ...]) -> Explanation:
+    reasons = dict.fromkeys(VARIANTS, why) | {"reference": f"chosen: {why}"}
+    return Explanation(problem, rows, None, Decision(ReferencePlan(why), False, reasons), notes)
+
+
+def _require(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"explain: {name} must be one of {', '.join(known)}, got {value!r}")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return next(name for name, known in DTYPES.items() if known == dtype)

@@ -1,0 +1,147 @@
+"""python -m fusednorm plan: which plan runs and why, for any problem on any GPU, without one."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from pathlib import Path
+
+import torch
+
+from ..host import gpus
+from ..planner import device
+from ..planner.device import DeviceSpec
+from ..planner.forcing import force
+from ..planner.heuristics import choose
+from ..planner.norm_problem import NormProblem
+from ..planner.plan import VARIANTS, ColumnTilePlan, Plan
+from . import console
+from .explanation import DTYPES, explain_problem
+
+MAP_ROWS = [2**exponent for exponent in range(4, 21)]
+MAP_COLS = [quarters * 2**exponent for exponent in range(4, 16) for quarters in (4, 5, 6, 7)]  # 64 to 229376
+COLUMN_TILES = "multi_wave, by column tiles"
+REGIONS = {  # colours of the map, which the colour-blind can tell apart
+    "multi_wave": "#E69F00",
+    COLUMN_TILES: "#F0E442",
+    "pipelined": "#0072B2",
+    "warp_specialized": "#009E73",
+    "reference": "#999999",
+}
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rows", type=_positive, nargs="+", help="row counts (default: 16384)")
+    parser.add_argument("--cols", type=_positive, nargs="+", help="row lengths (default: 4096)")
+    parser.add_argument("--norm", choices=("layer", "rms"), default="layer")
+    parser.add_argument("--pass", dest="direction", choices=("backward", "forward"), default="backward")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of x and the gradient (default: bf16)")
+    parser.add_argument("--weight-dtype", choices=DTYPES, help="of weight and bias (default: that of x)")
+    names = ", ".join(spec.name for spec in device.KNOWN)
+    parser.add_argument("--device", type=_device, help=f"{names} (default: this machine's GPU, or H200)")
+    parser.add_argument("--sm-margin", type=_count, default=0, metavar="N", help="SMs that are left to others")
+    parser.add_argument("--force", choices=VARIANTS, help="what to run, if it can be run")
+    parser.add_argument("--json", action="store_true", help="a line of JSON for each case")
+    parser.add_argument("--map", type=Path, metavar="PNG", help="draw the choice over rows and cols instead")
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    try:
+        spec = (options.device or _this_device()).leaving(options.sm_margin)
+    except ValueError as error:
+        print(error)
+        return 1
+    if options.map:
+        return draw_map(options, spec)
+    cases = itertools.product(options.cols or [4096], options.rows or [16384])
+    for index, (cols, rows) in enumerate(cases):
+        explanation = explain_problem(problem_of(options, cols), rows, spec, options.force)
+        if options.json:
+            print(json.dumps(explanation.as_dict()))
+        else:
+            print("\n" * (index > 0) + str(explanation))
+    return 0
+
+
+def problem_of(options: argparse.Namespace, cols: int) -> NormProblem:
+    """The norm of contiguous rows, all outputs wanted."""
+    dtype, backward, layer = DTYPES[options.dtype], options.direction == "backward", options.norm == "layer"
+    weight_dtype = DTYPES[options.weight_dtype] if options.weight_dtype else dtype
+    return NormProblem(
+        options.norm,
+        options.direction,
+        cols,
+        dtype,
+        weight_dtype,
+        weight_dtype if layer else None,
+        dtype if backward else None,
+        wants_dx=backward,
+        wants_dw=backward,
+        wants_db=backward and layer,
+        tma_aligned=cols * dtype.itemsize % 16 == 0,
+    )
+
+
+def region(plan: Plan) -> str:
+    """The name that the map gives to a plan."""
+    return COLUMN_TILES if isinstance(plan, ColumnTilePlan) else plan.variant
+
+
+def draw_map(options: argparse.Namespace, spec: DeviceSpec) -> int:
+    """A picture of what is chosen over rows and columns."""
+    if console.optional("matplotlib", "bench", "no map is drawn") is None:
+        return 1
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    rows, cols = sorted(options.rows or MAP_ROWS), sorted(options.cols or MAP_COLS)
+    names = list(REGIONS)
+    with force(options.force):
+        regions = [[region(choose(problem_of(options, width), count, spec)) for width in cols] for count in rows]
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    axes = figure.subplots()
+    axes.pcolormesh(
+        [[names.index(name) for name in line] for line in regions],
+        cmap=ListedColormap(list(REGIONS.values())),
+        vmin=-0.5,
+        vmax=len(names) - 0.5,
+        edgecolors="white",
+        linewidth=0.3,
+    )
+    for axis, values in ((axes.xaxis, cols), (axes.yaxis, rows)):
+        shown = range(0, len(values), max(1, len(values) // 12))
+        axis.set_ticks([index + 0.5 for index in shown], [f"{values[index]:,}" for index in shown])
+    axes.tick_params(axis="x", rotation=45)
+    forced = f", {options.force} forced" if options.force else ""
+    axes.set(xlabel="columns", ylabel="rows")
+    axes.set_title(f"{options.norm} norm {options.direction}, {options.dtype}, on {spec.name}{forced}", loc="left")
+    present = [name for name in names if any(name in line for line in regions)]
+    patches = [Patch(color=REGIONS[name], label=name.replace("_", "-")) for name in present]
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)
+    options.map.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(options.map, dpi=150)
+    print(f"{options.map}: what is chosen for {len(rows)} x {len(cols)} shapes")
+    return 0
+
+
+def _this_device() -> DeviceSpec:
+    return gpus.spec_of(torch.device("cuda")) if torch.cuda.is_available() else device.H200
+
+
+def _device(name: str) -> DeviceSpec:
+    try:
+        return gpus.compiled_for_here(device.named(name))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _count(text: str) -> int:
+    return 0 if text == "0" else _positive(text)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+    return int(text)

@@ -1,0 +1,261 @@
+"""warmup: compiles the kernels of problems that will come, side by side, before the first call asks for them.
+
+The plans are made here, the builds in processes of their own that know no GPU and share Triton's on-disk cache with
+this one; then each kernel runs once here on a few rows, which loads it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..host import fallback, gpus
+from ..planner import heuristics
+from ..planner.device import DeviceSpec
+from ..planner.norm_problem import FLOAT_DTYPES, accumulation_dtype
+from ..planner.plan import Plan, ReferencePlan
+from ..problem import BackwardCall, ForwardCall, check_backward, check_forward
+
+FEW_ROWS = 16  # no build depends on the row count: these are enough to compile for, and to run
+MANY_ROWS = 1 << 20  # for which what takes the place of a plan is chosen
+SERIAL_BUILDS = 2  # a process takes 3 to 5 s to import torch and triton, a build 1 to 2: so few are made right here
+
+
+class Wanted(NamedTuple):
+    """What one call of an op looks like, but for its tensors; contiguous rows."""
+
+    norm: str
+    direction: str
+    cols: int
+    dtype: torch.dtype
+    weight_dtype: torch.dtype | None
+    has_bias: bool
+    output_mask: tuple[bool, bool, bool]
+    residual_dtype: torch.dtype | None = None  # of a gradient that is added to dx
+
+    def call(self, device: torch.device | str) -> ForwardCall | BackwardCall:
+        """The checked call, on FEW_ROWS rows of zeros."""
+
+        def zeros(*shape: int, dtype: torch.dtype | None):
+            return None if dtype is None else torch.zeros(shape, dtype=dtype, device=device)
+
+        shape, layer = (self.cols,), self.norm == "layer"
+        x, weight = zeros(FEW_ROWS, self.cols, dtype=self.dtype), zeros(self.cols, dtype=self.weight_dtype)
+        bias = zeros(self.cols, dtype=self.weight_dtype if layer and self.has_bias else None)
+        if self.direction == "forward":
+            return check_forward(self.norm, x, shape, weight, bias, 1e-5)
+        rstd = zeros(FEW_ROWS, dtype=accumulation_dtype(self.dtype))
+        mean = rstd if layer else None
+        residual = zeros(FEW_ROWS, self.cols, dtype=self.residual_dtype)
+        grads = (mean, rstd, weight, bias, self.output_mask, residual)
+        return check_backward(self.norm, torch.zeros_like(x), x, shape, *grads)
+
+
+class Build(NamedTuple):
+    """One kernel launch of a call by a plan: its place among the call's launches names it."""
+
+    wanted: Wanted
+    plan: Plan
+    index: int
+
+    def launch(self):
+        return _launches(self.wanted, self.plan, "meta")[self.index]
+
+
+def warmup(
+    norm: str,
+    cols: int | Sequence[int],
+    dtype: torch.dtype,
+    *,
+    weight_dtype: torch.dtype | None = None,
+    elementwise_affine: bool = True,
+    bias: bool = True,
+    rows: int | Sequence[int] | None = None,
+    output_mask: Sequence[bool] = (True, True, True),
+    residual_dtype: torch.dtype | None = None,
+    directions: Sequence[str] = ("forward", "backward"),
+    device: torch.device | str = "cuda",
+    processes: int | None = None,
+) -> int:
+    """Compile and load what later calls will run, so that none of them compiles: before a CUDA-graph capture, say.
+
+    norm is "layer" or "rms"; cols the sizes of a row; dtype that of x and of its gradient; weight_dtype that of weight
+    and bias (None: dtype). Without elementwise_affine there is no weight, and without bias LayerNorm has none. rows are
+    the row counts to come; None stands for all. output_mask says which gradients will be wanted, (dx, dweight, dbias);
+    residual_dtype is that of a gradient which the backward adds to dx, where there is one.
+    Rows are taken to be contiguous, and aligned to 16 bytes where their size allows it. Honours `force`.
+
+    processes (default: one for each CPU) share the work. Returns how many kernels there are; on a CPU device, none.
+    Raises ValueError for a norm or direction of another name, TypeError where cols, rows or a dtype is none, and
+    RuntimeError for other dtypes, where there is no CUDA GPU, and while a CUDA graph is being captured.
+    """
+    _check_names(norm, directions)
+    _check_types(cols, rows, dtype, weight_dtype, residual_dtype)
+    device = torch.device(device)
+    if device.type == "cpu":
+        return 0
+    if device.type not in ("cuda", "meta"):
+        raise RuntimeError(f"warmup: device must be a CUDA GPU or a CPU, got {device}")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise RuntimeError(f"warmup: device must be a GPU that is there, got {device}, where torch finds none")
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("warmup: must run before the capture of a CUDA graph, not during it")
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    mask = (*map(bool, output_mask), False, False)[:3] if norm == "layer" else (*map(bool, output_mask[:2]), False)
+    weight = (weight_dtype or dtype) if elementwise_affine else None
+    widths = [cols] if isinstance(cols, int) else cols
+    wanted = [
+        Wanted(norm, each, width, dtype, weight, bias, mask, residual_dtype) for width in widths for each in directions
+    ]
+    spec = gpus.spec_of(device)
+    plans = list(plans_of(wanted, [rows] if isinstance(rows, int) else rows, spec))
+    try:
+        count = build_ahead(plans, spec, processes)
+    except Exception as error:
+        if device.type != "cuda" or fallback.cause_of(error, launched=False) is None:
+            raise
+        count = sum(len(_launches(each, plan, "meta")) for each, plan in plans)  # what has failed gives way below
+    if device.type == "cuda":
+        _load(plans, device, spec)
+    return count
+
+
+def _check_names(norm: str, directions: Sequence[str]) -> None:
+    if norm not in ("layer", "rms"):
+        raise ValueError(f"warmup: norm must be 'layer' or 'rms', got {norm!r}")
+    for direction in directions:
+        if direction not in ("forward", "backward"):
+            raise ValueError(f"warmup: directions must be 'forward' and 'backward', got {direction!r}")
+
+
+def _check_types(cols, rows, *dtypes: torch.dtype | None) -> None:
+    for name, sizes in (("cols", cols), ("rows", () if rows is None else rows)):
+        many = sizes if isinstance(sizes, Sequence) and not isinstance(sizes, str) else [sizes]
+        for size in many:
+            if not isinstance(size, int):
+                raise TypeError(f"warmup: {name} must be an integer or several, got {size!r}")
+            if size < 1:
+                raise RuntimeError(f"warmup: {name} must be 1 or more, got {size}")
+    for dtype in dtypes:
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"warmup: dtypes must be torch.dtypes, got {dtype!r}")
+        if dtype is not None and dtype not in FLOAT_DTYPES:
+            raise RuntimeError(f"warmup: dtypes must be float16, bfloat16, float32 or float64, got {dtype}")
+    if dtypes[0] is None:
+        raise TypeError("warmup: dtype must be a torch.dtype, got None")
+
+
+def plans_of(wanted: list[Wanted], rows: Sequence[int] | None, device: DeviceSpec) -> Iterator[tuple[Wanted, Plan]]:
+    """Each plan that the planner would run for one of these row counts; for any, where rows is None."""
+    for each in wanted:
+        problem = each.call("meta").problem
+        if each.direction == "backward" and not (problem.wants_dx or problem.wants_dw or problem.wants_db):
+            continue
+        if rows is None:
+            plans = [plan for _, plan in heuristics.choices(problem, device)]
+        else:
+            plans = [heuristics.choose(problem, count, device) for count in rows if count]
+        for plan in dict.fromkeys(plans):
+            if not isinstance(plan, ReferencePlan):
+                yield each, plan
+
+
+def build_ahead(plans: list[tuple[Wanted, Plan]], device: DeviceSpec, processes: int | None) -> int:
+    """Build what the plans run, side by side, and say how many kernels that is. With a Triton whose way of compiling is
+    not known nothing is built here: whoever loads the kernels then compiles them, one after the other."""
+    kernels = sum(len(_launches(wanted, plan, "meta")) for wanted, plan in plans)
+    try:
+        from ..host import compilation
+    except ImportError:
+        return kernels
+    try:
+        builds = distinct_builds(plans, device)
+    except compilation.UnknownTriton:
+        return kernels
+    compile_builds(builds, device, processes)
+    return len(builds)
+
+
+def distinct_builds(plans: list[tuple[Wanted, Plan]], device: DeviceSpec) -> list[Build]:
+    """One entry for each kernel to be built, whatever the number of calls that share it."""
+    from ..host import compilation
+
+    builds: dict[str, Build] = {}
+    for wanted, plan in plans:
+        for index, launch in enumerate(_launches(wanted, plan, "meta")):
+            builds.setdefault(compilation.build_key(launch, device.arch), Build(wanted, plan, index))
+    return list(builds.values())
+
+
+def compile_builds(builds: list[Build], device: DeviceSpec, processes: int | None = None) -> None:
+    """Build what is not in Triton's on-disk cache yet. Raises RuntimeError, or what the compiler raises."""
+    from ..host import compilation
+
+    builds = [each for each in builds if not compilation.is_built(each.launch(), device.arch)]
+    count = min(processes or os.cpu_count() or 1, len(builds))
+    if count <= 1 or len(builds) <= SERIAL_BUILDS:
+        _compile(builds, device.arch)
+        return
+    workers = [_start_worker(builds[start::count], device.arch) for start in range(count)]
+    said = [worker.communicate()[1].decode(errors="replace").strip() for worker in workers]
+    failures = [text for worker, text in zip(workers, said, strict=True) if worker.returncode]
+    if failures:
+        last_line = (failures[0].splitlines() or ["its process was killed"])[-1]
+        raise RuntimeError(f"warmup: a kernel does not compile: {last_line}")
+
+
+def _start_worker(builds: list[Build], arch: int) -> subprocess.Popen:
+    """A process that imports nothing of the caller's program, as multiprocessing's would, and interprets nothing."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, "-c", "from fusednorm.tools import warm; warm._work()"]
+    worker = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
+    )
+    worker.stdin.write(pickle.dumps((builds, arch)))
+    worker.stdin.close()
+    worker.stdin = None  # or communicate would flush it
+    return worker
+
+
+def _work() -> None:
+    _compile(*pickle.load(sys.stdin.buffer))
+
+
+def _compile(builds: list[Build], arch: int) -> None:
+    from ..host import compilation
+
+    for build in builds:
+        compilation.compile_for(build.launch(), arch)
+
+
+def _load(plans: list[tuple[Wanted, Plan]], device: torch.device, spec: DeviceSpec) -> None:
+    """Run each launch once: Triton finds the build on disk, loads it, and knows it from then on. What cannot be built
+    gives way here, as it would in the first call."""
+    from ..host import launcher
+
+    with torch.cuda.device(device):
+        for wanted, plan in plans:
+            problem = wanted.call("meta").problem
+            while not isinstance(plan, ReferencePlan):
+                try:
+                    launcher.hand_over(_launches(wanted, plan, device))
+                    break
+                except fallback.BuildFailed as failed:
+                    fallback.remember(plan, problem, spec, str(failed))
+                    plan = fallback.choose(problem, MANY_ROWS, spec)
+        torch.cuda.synchronize()
+
+
+def _launches(wanted: Wanted, plan: Plan, device: torch.device | str) -> list:
+    from ..host import launch
+
+    prepare = launch.prepare_forward if wanted.direction == "forward" else launch.prepare_backward
+    return prepare(wanted.call(device), plan)[0]
