@@ -9,10 +9,12 @@ PAIR ?= torch==2.15.0 triton==3.9.0
 ifeq ($(VENV),none)
 PYTHON := python3
 READY :=
+SIDE_BY_SIDE :=
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
+SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 endif
 PIP := $(PYTHON) -m pip --disable-pip-version-check install --quiet
 
@@ -25,7 +27,7 @@ demo: $(READY)  ## the ops against float64; a small GPT on stock norms and on ou
 	$(PYTHON) -m fusednorm demo
 
 test: $(READY)  ## all tests that need no GPU: about ten minutes on two cores
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest $(SIDE_BY_SIDE)
 
 test-gpu: $(READY)  ## the tests that need a GPU
 	$(PYTHON) -m pytest -m gpu

@@ -104,7 +104,10 @@ setup(
     entry_points={"torch_dynamo_backends": ["fusednorm = fusednorm.integrations.inductor:compile_graph"]},
     install_requires=["torch>=2.11", f"triton>=3.6; {LINUX}"],
     extras_require={
-        "test": ["pytest", "hypothesis", "expecttest", "numpy", "ruff", "setuptools>=68", "tqdm", "transformers"],
+        "test": [
+            *("pytest", "pytest-xdist", "hypothesis", "expecttest", "numpy", "ruff", "setuptools>=68", "tqdm"),
+            "transformers",
+        ],
         "bench": ["matplotlib", "rich", "tqdm"],
         "demo": ["matplotlib", "rich", "tqdm"],
     },
