@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from cases import FP32
+from columns import Sums
 
 from simulator.mutants import mutants_of, who_notices
-from simulator.problems import DX_ONLY, Problem
+from simulator.problems import DX_ONLY, Problem, SumProblem
 
 SCHEDULES = [
     Problem("backward", "pipelined", "layer", 85, 200, mask=DX_ONLY, sms=1),
@@ -41,3 +43,11 @@ def test_the_count_of_ctas_that_are_done_with_a_column_tile_is_missed():
     problem = Problem("backward", "multi_wave", "layer", 2, 33000, sms=20)
     (count,) = (each for each in mutants_of(problem) if each.instruction.opcode.startswith("atom"))
     assert who_notices(problem, [count], seeds=1) == "numbers"
+
+
+@pytest.mark.filterwarnings("ignore:fusednorm. column_sum")
+def test_a_race_in_a_column_sum_is_not_taken_for_a_kernel_that_cannot_be_built():
+    problem = SumProblem(Sums(300, 264, 1, FP32), kernel="portable")
+    mutants = list(mutants_of(problem))
+    assert [who_notices(problem, [each], seeds=1) for each in mutants] == ["race", "race"]
+    problem.check(problem.simulate()[0])
