@@ -14,7 +14,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
-SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
+SIDE_BY_SIDE := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 endif
 PIP := $(PYTHON) -m pip --disable-pip-version-check install --quiet
 

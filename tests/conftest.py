@@ -9,6 +9,7 @@ import torch
 
 from fusednorm.tools.interpreter import enable_interpreter
 
+LONGEST = {"test_simulator", "test_native", "test_distributed"}
 collect_ignore = ["native", "simulator"]  # test_native.py and test_simulator.py run these, in processes of their own
 
 
@@ -17,6 +18,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # compile start a process of their own, without the variable.
     if "gpu" not in config.option.markexpr.replace("not gpu", ""):
         enable_interpreter()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of few long tests come first, so that side by side with them the others end when they do."""
+    items.sort(key=lambda item: item.path.stem not in LONGEST)  # a stable sort
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -44,7 +44,8 @@ import sys, tempfile, torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, init_device_mesh, Shard, distribute_tensor
 import fusednorm
-from fusednorm import force, kernel_devices, sharding
+from fusednorm import force, sharding
+from fusednorm.host import kernel_devices
 
 dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)
 x = distribute_tensor(torch.randn(4, 8), init_device_mesh("cpu", (1,)), [Shard(0)])

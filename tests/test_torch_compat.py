@@ -58,7 +58,7 @@ sys.modules["torch"] = Without(torch, "", set(sys.argv[1:]))
 USE = """
 import torch, fusednorm
 from torch.nn.functional import layer_norm
-from fusednorm import torch_compat
+from fusednorm.host import torch_compat
 
 assert type(torch).__name__ == "Without"
 generator = real.Generator().manual_seed(0)
