@@ -49,7 +49,8 @@ class Formula:
 
     norm: str  # "layer" or "rms"
     one_plus_weight: bool  # y = x_hat * (1 + weight), the sum in float32
-    output: str  # dtype of y: "x", x's; "promoted", x's and weight's promoted; "weight", weight's if 16-bit, else promoted
+    # dtype of y: "x" is x's; "promoted" is x's and weight's promoted; "weight" is weight's if 16-bit, else promoted
+    output: str
     eps_name: str
 
     def __str__(self) -> str:
