@@ -126,8 +126,8 @@ def _is_narrow(cols: int | SymInt) -> bool:
     return isinstance(cols, SymInt) or cols < WIDE_ROW  # a symbol is a width that varies in the model
 
 
-# The decompositions. OfAten calls our op, which the tracer then decomposes by OfOurs. Both decide alike, and only one of
-# them notes the decision.
+# The decompositions. OfAten calls our op, which the tracer then decomposes by OfOurs. Both decide alike, and only one
+# of them notes the decision.
 
 
 @dataclass(frozen=True)
