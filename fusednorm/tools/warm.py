@@ -88,21 +88,24 @@ def warmup(
     """Compile and load the kernels of later calls, so that none of these compiles. Use it before a CUDA-graph capture,
     for example.
 
-    norm            "layer" or "rms"
-    cols            elements of a row, one number or several
-    dtype           of x and of its gradient
-    weight_dtype    of weight and bias (None: dtype)
-    elementwise_affine, bias    False: no weight and no bias; False: no bias of LayerNorm
-    rows            expected row counts, one or several (None: any)
-    output_mask     which gradients will be wanted: (dx, dweight, dbias)
-    residual_dtype  of the residual gradient that the backward adds to dx (None: no such gradient)
-    processes       number of processes that share the work (None: one per CPU)
+    norm                "layer" or "rms"
+    cols                elements of a row, one number or several
+    dtype               of x and of its gradient
+    weight_dtype        of weight and bias (None: dtype)
+    elementwise_affine  False: the norm has no weight and no bias
+    bias                False: LayerNorm has no bias
+    rows                expected row counts, one or several (None: any)
+    output_mask         which gradients will be wanted: (dx, dweight, dbias)
+    residual_dtype      of the residual gradient that the backward adds to dx (None: no such gradient)
+    directions          of the calls: "forward", "backward" or both
+    processes           number of processes that share the work (None: one per CPU)
 
     Rows are assumed to be contiguous, and aligned to 16 bytes if their size allows it. Honours `force`. Returns the
     number of kernels, 0 for a CPU device.
 
-    Raises ValueError for another norm or direction; TypeError if cols or rows are no integers or a dtype is no dtype;
-    RuntimeError for other float dtypes, sizes below 1, a missing CUDA GPU, or during the capture of a CUDA graph.
+    Raises ValueError for another norm or direction. Raises TypeError if cols or rows are no integers or a dtype is no
+    torch.dtype. Raises RuntimeError for dtypes other than float16, bfloat16, float32 and float64, for sizes below 1,
+    without a CUDA GPU, and during the capture of a CUDA graph.
     """
     _check_names(norm, directions)
     _check_types(cols, rows, dtype, weight_dtype, residual_dtype)
