@@ -153,7 +153,7 @@ def load(launch: Launch, device_index: int) -> None:
     if key not in _failed:
         try:
             compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.keywords())
-            compiled.run  # noqa: B018  loads it, and checks that the device has the resources it needs
+            compiled.run  # noqa: B018  loads it, and asks whether its resources are there
         except Exception as error:
             cause = cause_of(error, launched=False)
             if cause is None:
