@@ -201,7 +201,7 @@ def _refuse(name: str, validate: Callable) -> Callable:
     """The op for calls that no kernel takes: nested or sparse tensors, other devices, no tensor at all. It raises."""
 
     def refuse(*args, **kwargs):
-        validate(*args, **kwargs)  # says what is wrong with one operand
+        validate(*args, **kwargs)  # raises first if an operand itself is wrong
         device = next(each.device for each in args if isinstance(each, Tensor))
         raise RuntimeError(f"{name}: x must be on a CPU or a CUDA GPU, got {device}")
 

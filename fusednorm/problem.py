@@ -1,6 +1,6 @@
 """Checks a call, flattens it to rows x cols and describes it as a value that the planner can hash.
 
-User input is checked here and nowhere else; all code behind this module trusts its arguments.
+The operands of a norm are checked here and nowhere else; all code behind this module trusts them.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def check_forward(
         raise RuntimeError("layer_norm_fwd: eps must be a number, got None")
     if eps is not None and not isinstance(eps, (Real, Tensor)):
         raise TypeError(f"{norm}_norm_fwd: eps must be a number, got {eps!r}")
-    normalized_shape = x.shape[len(batch_shape) :]  # in torch's own integers
+    normalized_shape = x.shape[len(batch_shape) :]  # the same sizes as torch's own integers
     cols = math.prod(normalized_shape)
     view = _row_view_or_copy(x, len(batch_shape), cols)
     problem = _problem(
@@ -171,7 +171,7 @@ def check_backward(
     batch_shape = validate_backward(
         norm, grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask, residual_grad, dx_dtype, op=op
     )
-    normalized_shape = x.shape[len(batch_shape) :]  # in torch's own integers
+    normalized_shape = x.shape[len(batch_shape) :]  # the same sizes as torch's own integers
     batch_ndim, cols = len(batch_shape), math.prod(normalized_shape)
     grad_view, view = _row_view_or_copy(grad_out, batch_ndim, cols), _row_view_or_copy(x, batch_ndim, cols)
     wants_dx, wants_dw, wants_db = output_mask

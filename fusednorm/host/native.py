@@ -100,7 +100,7 @@ def _packed_map(build, slot: recipe.MapSlot) -> tuple:
 
 
 def failure() -> str:
-    """The compiler's first error if the extension was to be built and did not compile; else ""."""
+    """The compiler's first error if the extension was to be built and did not compile; else an empty string."""
     return "" if extension or not _FAILURE.exists() else _FAILURE.read_text().strip()
 
 

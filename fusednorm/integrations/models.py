@@ -67,10 +67,10 @@ def patch_model(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> Pa
     stay the same, so optimizers, checkpoints and wrappers remain valid, whether made before or after. Patch before
     torch.compile.
 
-    Replaced are torch.nn.LayerNorm and RMSNorm, subclasses that return their result unchanged, and norms written by
-    hand that compute the same, or the same with 1 + weight (Hugging Face's Llama, Mistral, Qwen, Gemma, T5, ...). The
-    name of a class does not matter: a module without submodules, with an eps and no parameters but weight and bias, is
-    tried on small CPU tensors.
+    patch_model replaces torch.nn.LayerNorm and RMSNorm, subclasses that return their result unchanged, and norms
+    written by hand that compute the same, or the same with 1 + weight (Hugging Face's Llama, Mistral, Qwen, Gemma, T5,
+    ...). The name of a class does not matter: a module without submodules, with an eps and no parameters but weight and
+    bias, is tried on small CPU tensors.
 
     Norms written by hand keep the output shape and dtype of their own forward, under autocast too. They round once,
     while many of the originals also round x_hat before they multiply by the weight. The product of a bfloat16 x and a

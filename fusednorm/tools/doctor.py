@@ -52,7 +52,7 @@ def run_doctor() -> int:
 
 
 def diagnose() -> list[Finding]:
-    """All findings. Checks are independent: a failure of one does not hide the others."""
+    """The findings of all checks. Checks are independent: a failure of one does not hide the others."""
     machine = check_versions, check_triton, check_device, check_compiler, check_cache
     checks = (*machine, check_native, check_cpu_ops, check_cuda_ops, check_fallbacks)
     return [finding for check in checks for finding in _guarded(check)]

@@ -128,7 +128,7 @@ def explain(
     norm is "layer" or "rms", direction "forward" or "backward". The backward computes the gradients of all inputs
     given, from a gradient laid out as grad_out, by default contiguous and of x's dtype. `device`, such as
     fusednorm.planner.device.H200, replaces x's own. The result takes `force` into account, and kernels that have failed
-    on this machine. Copies nothing and launches nothing. Raises RuntimeError or TypeError where the op would, and
+    in this process. Copies nothing and launches nothing. Raises RuntimeError or TypeError where the op would, and
     ValueError for another norm or direction.
     """
     _require("norm", norm, ("layer", "rms"))
