@@ -1,6 +1,6 @@
 """LayerNorm and RMSNorm, forward and backward, as registered PyTorch ops with Triton kernels for NVIDIA GPUs.
 
-Importing registers torch.ops.fusednorm.*; it imports no Triton and leaves CUDA alone.
+Importing this package registers torch.ops.fusednorm.*. It imports no Triton and does not initialize CUDA.
 """
 
 import importlib
@@ -8,7 +8,7 @@ import pathlib
 
 _HERE = pathlib.Path(__file__).parent
 if not (_HERE / "kernels").is_dir():
-    # In a source tree kernels/ lies beside this package; installed, it is inside. Find fusednorm.kernels there too.
+    # A source tree has kernels/ beside this package, an installation has it inside. Both import as fusednorm.kernels.
     __path__.append(str(_HERE.parent))
 
 from . import functional  # noqa: E402
@@ -37,7 +37,7 @@ __all__ = [
     "warmup",
 ]
 
-# Imported when asked for, because they use what PyTorch does not promise to keep: everything else works without them.
+# Imported on first use: integrations rely on private names of PyTorch, and the rest must work where these are gone.
 _INTEGRATIONS = {
     "disable_eager": "aten",
     "disable_inductor": "inductor",

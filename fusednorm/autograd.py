@@ -1,9 +1,12 @@
-"""Derivatives of the ops: the drop-in autograd Functions, and what the ops run above their kernels.
+"""Derivatives of the ops: the drop-in autograd Functions, and the ops' implementations at the autograd dispatch key.
 
-A call takes one of three routes. Where nothing is to be differentiated it goes straight to the op's kernel. Where
-autograd records, it goes through LayerNormFunction or RMSNormFunction, whose backward is the backward op; layer_norm
-and rms_norm, which return y alone, through RecordedNorm. Where somebody must look inside (torch.func transforms,
-forward-mode AD, a backward that is itself differentiated), the op's formula takes its place.
+A call takes one of three routes:
+
+- If nothing is differentiated, the call goes straight to the op's kernel.
+- If autograd records, the call goes through LayerNormFunction or RMSNormFunction, whose backward is the backward op.
+  layer_norm and rms_norm, which return y alone, go through RecordedNorm.
+- If the op's inside must be visible (torch.func transforms, forward-mode AD, a backward that is itself differentiated),
+  the op's formula runs instead.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from .planner.forcing import asked_variants, force, forced_variant
 from .planner.norm_problem import accumulation_dtype
 
 PLAIN = (Tensor, torch.nn.Parameter)
-KEPT_BACKWARDS = 4  # of one look of the forward, which all layers of a model may share
+KEPT_BACKWARDS = 4  # recipes of backwards kept per NormCall, which all layers of a model may share
 
 _layer_norm_fwd_op = torch.ops.fusednorm.layer_norm_fwd.default
 _layer_norm_bwd_op = torch.ops.fusednorm.layer_norm_bwd.default
@@ -43,13 +46,13 @@ _layer_norm_bwd_residual_op = torch.ops.fusednorm.layer_norm_bwd_residual.defaul
 _rms_norm_bwd_residual_op = torch.ops.fusednorm.rms_norm_bwd_residual.default
 
 
-# Both Functions are of the old style, without setup_context, which costs 20 us a call. torch.func wants that, but never
-# gets here: under a transform the ops are their formulas.
+# Neither Function has setup_context, because it slows every call. Only torch.func needs it, and torch.func never gets
+# here: under a transform the ops run their formulas.
 class LayerNormFunction(Function):
     """apply(x, normalized_shape, weight=None, bias=None, eps=1e-5) -> (y, mean, rstd), differentiable in all three.
 
     Arguments, outputs and errors are those of torch.ops.fusednorm.layer_norm_fwd. The backward is one layer_norm_bwd
-    for the inputs that require grad. Under torch.func transforms call the op instead. mean and rstd of
+    for the inputs that require grad. Under torch.func transforms call the op instead. Unlike here, mean and rstd of
     aten::native_layer_norm are not differentiable.
     """
 
@@ -59,7 +62,7 @@ class LayerNormFunction(Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, mean, rstd, weight, bias)
         ctx.normalized_shape = normalized_shape
-        ctx.forced = forced_variant()  # for the backward, which runs on a thread of autograd's
+        ctx.forced = forced_variant()  # `force` does not reach autograd's thread, where the backward runs
         return y, mean, rstd
 
     @staticmethod
@@ -90,7 +93,7 @@ class RMSNormFunction(Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, rstd, weight)
         ctx.normalized_shape = normalized_shape
-        ctx.forced = forced_variant()  # for the backward, which runs on a thread of autograd's
+        ctx.forced = forced_variant()  # `force` does not reach autograd's thread, where the backward runs
         return y, rstd
 
     @staticmethod
@@ -109,20 +112,20 @@ class RMSNormFunction(Function):
 
 @dataclass(eq=False, slots=True)
 class NormCall:
-    """A forward that has run, but for its tensors: one for all that look alike."""
+    """A forward that has run, without its tensors. All forwards with the same signature share one."""
 
     norm: str
     normalized_shape: Sequence[int]
     eps: float | None
-    asked: tuple[str | None, ...]  # for variants, by `force`
-    repeats: tuple[recipe.Repeat, ...] = ()  # what its backwards launched, for the latest looks of y's gradient
+    asked: tuple[str | None, ...]  # the variants that `force` asked for
+    repeats: tuple[recipe.Repeat, ...] = ()  # of its backwards, one per signature of grad_y, the latest first
 
     def backward(self, grad_y, x, mean, rstd, weight, bias, mask) -> tuple[Tensor | None, ...]:
-        """(dx, dw, db) on whatever route."""
+        """(dx, dw, db), by whichever route applies."""
         norm, shape = self.norm, self.normalized_shape
         if torch.is_grad_enabled():
             return differentiable_backward(norm, shape, self.eps, grad_y, x, weight, bias, mask)
-        with force(self.asked[-1] if self.asked else None):  # not what holds for the thread that runs this
+        with force(self.asked[-1] if self.asked else None):  # the forward's `force`, not that of autograd's thread
             if norm == "layer":
                 grads = _shown(_layer_norm_bwd_op, layer_norm_bwd)(grad_y, x, shape, mean, rstd, weight, bias, mask)
             else:
@@ -135,10 +138,10 @@ class NormCall:
 
 
 class RecordedNorm(Function):
-    """What autograd records of a forward that has run: y is its one output, and mean and rstd are the node's own.
+    """The autograd node of a forward that has run. Its one output is y; mean and rstd stay inside the node.
 
-    Most of a module's host time in Python goes to autograd and its thread, which comes to all code and data anew: what
-    it does for the usual call is as little as can be.
+    The backward runs on autograd's thread with cold caches, where most of a module's host time in Python goes. The
+    common case therefore does as little as possible.
     """
 
     @staticmethod
@@ -154,7 +157,7 @@ class RecordedNorm(Function):
         call = ctx.call
         looked_into = torch.is_grad_enabled() or forward_ad._current_level >= 0
         if not (looked_into or torch.compiler.is_dynamo_compiling() or is_profiled()):
-            # What is wanted needs no look: it goes by what requires grad, which is the same in calls that look alike.
+            # output_mask is not rechecked (None): it follows from requires_grad, which is part of the call's signature.
             for repeat in call.repeats:
                 grads = repeat(grad_y, x, mean, rstd, weight, bias, None)
                 if grads is not None:
@@ -163,7 +166,8 @@ class RecordedNorm(Function):
 
 
 def differentiable_backward(norm, normalized_shape, eps, grad_y, x, weight, bias, mask) -> tuple[Tensor | None, ...]:
-    """(dx, dw, db) of a norm that gave y alone, where they are differentiated: the statistics are a part of that."""
+    """(dx, dw, db) of a norm that returned y alone, for a backward that is itself differentiated. The statistics are
+    computed again, because gradients flow through them."""
     if norm == "layer":
         _, mean, rstd = reference.layer_norm_formula(x, normalized_shape, None, None, eps)
         return layer_norm_bwd(grad_y, x, normalized_shape, mean, rstd, weight, bias, mask)
@@ -171,7 +175,7 @@ def differentiable_backward(norm, normalized_shape, eps, grad_y, x, weight, bias
     return *rms_norm_bwd(grad_y, x, normalized_shape, rstd, weight, mask[:2]), None
 
 
-_record = torch_compat.record(RecordedNorm)  # under torch.func nothing gets here
+_record = torch_compat.record(RecordedNorm)  # skips torch.func's checks: no call under torch.func gets here
 
 
 def layer_norm_fwd(x, normalized_shape, weight=None, bias=None, eps=1e-5):
@@ -185,7 +189,7 @@ def layer_norm_fwd(x, normalized_shape, weight=None, bias=None, eps=1e-5):
 
 
 def _layer_norm_fwd(x, normalized_shape, weight, bias, eps):
-    """Below autograd."""
+    """layer_norm_fwd below autograd."""
     if torch.compiler.is_dynamo_compiling():
         return _layer_norm_fwd_op(x, normalized_shape, weight, bias, eps)
     outputs = _at_once(x, recipe.forward, ops.forward, "layer", x, normalized_shape, weight, bias, eps)
@@ -217,7 +221,7 @@ def rms_norm_fwd(x, normalized_shape, weight=None, eps=None):
 
 
 def _rms_norm_fwd(x, normalized_shape, weight, eps):
-    """Below autograd."""
+    """rms_norm_fwd below autograd."""
     if torch.compiler.is_dynamo_compiling():
         return _rms_norm_fwd_op(x, normalized_shape, weight, eps)
     outputs = _at_once(x, recipe.forward, ops.forward, "rms", x, normalized_shape, weight, None, eps)
@@ -262,7 +266,7 @@ def rms_norm_bwd_residual(
 
 
 def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
-    """y of layer_norm_fwd, differentiable; without the statistics where no gradient needs them."""
+    """y of layer_norm_fwd, differentiable. The statistics are not written if no gradient needs them."""
     if not _is_traced():
         if native.extension:
             y = native.extension.layer_norm(x, normalized_shape, weight, bias, eps)
@@ -277,7 +281,7 @@ def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
 
 
 def rms_norm(x, normalized_shape, weight=None, eps=None):
-    """y of rms_norm_fwd, differentiable; without the statistics where no gradient needs them."""
+    """y of rms_norm_fwd, differentiable. The statistics are not written if no gradient needs them."""
     if not _is_traced():
         if native.extension:
             y = native.extension.rms_norm(x, normalized_shape, weight, eps)
@@ -292,7 +296,7 @@ def rms_norm(x, normalized_shape, weight=None, eps=None):
 
 
 def _forward(norm, x, normalized_shape, weight, bias, eps) -> Tensor | None:
-    """y of plain tensors; None where the tensors are not plain or somebody looks on."""
+    """y if all tensors are plain (`_is_plain`) and no mode, transform or forward-mode AD is active; else None."""
     if type(x) not in PLAIN or forward_ad._current_level >= 0 or function_modes():
         return None
     recorded = torch.is_grad_enabled() and (x.requires_grad or _is_recorded(weight, bias))
@@ -317,7 +321,7 @@ def _forward(norm, x, normalized_shape, weight, bias, eps) -> Tensor | None:
 
 
 def _shown_forward(norm, x, normalized_shape, weight, bias, eps) -> Tensor | None:
-    """_forward as torch.profiler shows what goes by the dispatcher."""
+    """`_forward`, recorded for torch.profiler as an op that the dispatcher runs would be."""
     if not _is_plain((x, weight, bias)):
         return None
     with shown_to_profiler(f"fusednorm::{norm}_norm_fwd", x, weight, bias):
@@ -325,24 +329,24 @@ def _shown_forward(norm, x, normalized_shape, weight, bias, eps) -> Tensor | Non
 
 
 def _is_traced() -> bool:
-    """Whether torch.compile or torch.jit.trace writes down which ops are called."""
+    """Whether torch.compile or torch.jit.trace is recording the ops that are called."""
     return torch.compiler.is_dynamo_compiling() or tracing_state() is not None
 
 
 def _shown(op: Callable, function: Callable) -> Callable:
-    """The function that does what the op does; the op itself where a profiler is to see it."""
+    """The function that does what the op does, or the op itself if a profiler must see it."""
     return op if not torch.compiler.is_dynamo_compiling() and is_profiled() else function
 
 
 def _is_for_onnx() -> bool:
-    """Whether an ONNX exporter writes down which ops are called. It does not trace by torch.compile's tracer, or only
-    where all else has failed; and that cannot ask."""
+    """Whether an ONNX exporter is recording the ops that are called. False under torch.compile's tracer: the tracer
+    cannot evaluate the question, and the exporter uses it only after everything else has failed."""
     return not torch.compiler.is_dynamo_compiling() and torch.onnx.is_in_onnx_export()
 
 
 def _for_onnx(stock: Callable[..., Tensor], x, normalized_shape, *operands) -> Tensor:
-    """ATen's op, for which ONNX's exporters have a translation; in the accumulation dtype, where ATen might refuse a
-    mixture of dtypes."""
+    """ATen's op, which ONNX's exporters can translate. Mixed dtypes run in the accumulation dtype, because ATen might
+    refuse the mixture."""
     dtypes = {each.dtype for each in (x, *operands) if isinstance(each, Tensor)}
     if len(dtypes) == 1:
         return stock(x, normalized_shape, *operands)
@@ -368,16 +372,16 @@ def _is_recorded(*tensors: Tensor | None) -> bool:
 def _at_once(
     x: Tensor, look: Callable[..., recipe.Call], run: Callable[..., tuple], norm: str, *operands
 ) -> tuple | None:
-    """The outputs by CUDA kernels, where nobody else stands below autograd: not to ask the dispatcher saves a third of
-    the host time of a call. None elsewhere."""
-    if type(x) not in PLAIN or function_modes():  # others' shapes may have no hash
+    """The outputs by CUDA kernels without the dispatcher, if nothing else intercepts calls below autograd; else None.
+    Skipping the dispatcher saves a good part of a call's host time."""
+    if type(x) not in PLAIN or function_modes():  # shapes of other classes may not be hashable
         return None
     try:
         key, tensors = look(norm, *operands)
         known = recipe.of_key(key, ())
-    except (TypeError, RuntimeError):  # arguments of other types, a nested tensor: the op has an error for them
+    except (TypeError, RuntimeError):  # arguments of other types or a nested tensor: the op raises the right error
         return None
-    # Before all other questions: a call that looks like an earlier one would get the same answers.
+    # Recipes come before all other checks: a call with an earlier call's signature would pass the same checks.
     for each in known:
         outputs = each.repeat(*tensors)
         if outputs is not None:
@@ -386,7 +390,7 @@ def _at_once(
 
 
 def _below_autograd(op: Callable[..., tuple], *operands, **more) -> tuple:
-    """The op by the dispatcher, for whoever stands below autograd."""
+    """The op through the dispatcher, which serves whatever intercepts calls below autograd (modes, DTensors, ...)."""
     name = op.name().removeprefix("fusednorm::")
     if any(isinstance(each, Tensor) and each.is_nested for each in operands):
         raise RuntimeError(f"{name}: all tensors must be strided, got a nested one")
@@ -395,7 +399,7 @@ def _below_autograd(op: Callable[..., tuple], *operands, **more) -> tuple:
 
 
 def _is_plain(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether nobody but the CUDA kernels stands below autograd."""
+    """Whether a call on these tensors would reach our CUDA kernels with nothing in between below autograd."""
     if dispatch_modes() or function_modes():
         return False
     return all(each is None or (_is_on_a_gpu(each) and not _is_wrapped(each)) for each in tensors)
@@ -406,8 +410,8 @@ def _is_on_a_gpu(tensor: Tensor) -> bool:
 
 
 def _is_wrapped(tensor: Tensor) -> bool:
-    """Whether the tensor's memory is not its value; or it has none, because it is a transform's, which may be over:
-    torch.func's, or that of torch.autograd.grad(..., is_grads_batched=True)."""
+    """Whether the tensor's memory does not hold its value (a negated view), or the tensor belongs to a transform and
+    has no memory: torch.func's, which may be over, or that of torch.autograd.grad(..., is_grads_batched=True)."""
     if tensor.is_neg() or is_wrapped(tensor):
         return True
     try:
@@ -423,8 +427,8 @@ def _add(a: Tensor | None, b: Tensor) -> Tensor:
 
 for _name in ops.OPS:
     ops.LIBRARY.impl(_name, globals()[_name], "Autograd")
-    # vmap, be it torch.func's or the older one of torch.autograd, hands the tensors over batched, and the formula's
-    # operations have batching rules.
+    # Both vmaps, torch.func's and the older one of torch.autograd, pass batched tensors. The formula's operations have
+    # batching rules.
     for _key in ("FuncTorchBatchedDecomposition", "Batched"):
         ops.LIBRARY.impl(_name, getattr(formulas, _name), _key)
 

@@ -1,4 +1,4 @@
-"""The ops as plain tensor code, with the ops' own arguments and errors: for whoever must look inside, such as vmap."""
+"""The ops as plain tensor code with the ops' own arguments and errors, for transforms such as vmap."""
 
 from __future__ import annotations
 

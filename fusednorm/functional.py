@@ -1,7 +1,8 @@
 """layer_norm and rms_norm with the signatures of torch.nn.functional.
 
-Where our kernels run (kernel_devices.py) they do, under autocast in the dtype that the installed torch would choose.
-Everything else is handed on to torch.nn.functional, but for mixtures of dtypes on a CPU, which our ops take.
+Tensors that our kernels run on (kernel_devices.py) take our ops, under autocast in the dtype that the installed torch
+would choose. All other tensors go to torch.nn.functional, except CPU and meta tensors of mixed dtypes, which our ops
+take.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ def layer_norm(
 ) -> Tensor:
     """torch.nn.functional.layer_norm: normalize the trailing dims of input that make up normalized_shape.
 
-    Takes float16, bfloat16, float32 and float64, weight and bias each in its own dtype; returns input's shape and
-    dtype (float32 under CUDA autocast), contiguous. Raises RuntimeError as torch.ops.fusednorm.layer_norm_fwd does, and
-    torch.nn.functional's TypeError where an argument is of another type.
+    Takes float16, bfloat16, float32 and float64; weight and bias may each have their own dtype. Returns a contiguous
+    tensor of input's shape and dtype (float32 under CUDA autocast). Raises RuntimeError as
+    torch.ops.fusednorm.layer_norm_fwd does, and torch.nn.functional's TypeError for an argument of another type.
     """
     if has_torch_function_variadic(input, weight, bias):
         operands = input, normalized_shape, weight, bias, eps
@@ -54,11 +55,11 @@ def rms_norm(
 ) -> Tensor:
     """torch.nn.functional.rms_norm: scale the trailing dims of input that make up normalized_shape to unit mean square.
 
-    Takes float16, bfloat16, float32 and float64, weight in its own dtype; eps None is the machine epsilon of float32
-    (float64 for float64 input). Returns input's shape and dtype (under CUDA autocast float32 where the installed torch
-    does), contiguous: also of a channels-last input, whose memory format torch.nn.functional.rms_norm keeps. Raises
-    RuntimeError as torch.ops.fusednorm.rms_norm_fwd does, and torch.nn.functional's TypeError where an argument is of
-    another type.
+    Takes float16, bfloat16, float32 and float64; weight may have its own dtype. eps None is the machine epsilon of
+    float32 (of float64 for float64 input). Returns a tensor of input's shape and dtype (under CUDA autocast float32 if
+    the installed torch returns that). The result is always contiguous; torch.nn.functional.rms_norm instead keeps the
+    memory format of a channels-last input. Raises RuntimeError as torch.ops.fusednorm.rms_norm_fwd does, and
+    torch.nn.functional's TypeError for an argument of another type.
     """
     if has_torch_function_variadic(input, weight):
         return handle_torch_function(rms_norm, (input, weight), input, normalized_shape, weight, eps)
@@ -81,26 +82,27 @@ _AUTOCASTS_RMS_NORM = torch_compat.has_autocast_rule("aten::rms_norm")
 
 
 def _upcast(tensor: Tensor | None) -> Tensor | None:
-    """What autocast's float32 rule does to an argument: 16-bit floats become float32, all else stays."""
+    """Apply autocast's float32 rule: 16-bit floats become float32, everything else stays."""
     return tensor.float() if tensor is not None and tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def _is_mixture(input: Tensor, *parameters: Tensor | None) -> bool:
-    """Whether a CPU or meta tensor comes with parameters of another float dtype: few such are taken by ATen."""
+    """Whether a CPU or meta input has parameters of another float dtype. ATen takes few such mixtures."""
     dtypes = {each.dtype for each in (input, *parameters) if each is not None}
     return len(dtypes) > 1 and dtypes <= FLOAT_DTYPES and input.device.type in ("cpu", "meta")
 
 
 def _number(eps: float) -> float:
-    """Raises TypeError for what torch takes for no number."""
+    """eps as a number. Raises TypeError for whatever torch does not take as one."""
     if not isinstance(eps, (Real, Tensor, torch.SymFloat)):
         raise TypeError
     return eps if isinstance(eps, torch.SymFloat) else float(eps)
 
 
 def _are_for_us(input, normalized_shape, weight, bias, eps) -> bool:
-    """Whether arguments have the types of the signature, and the tensors are strided: then an error is ours to raise.
-    torch.nn.functional takes more, nested tensors for one, and says by name what it does not take."""
+    """Whether the arguments have the types of the signature and all tensors are strided. If so, an error is ours to
+    raise. Otherwise the call goes to torch.nn.functional, which also takes other arguments, such as nested tensors, and
+    names the ones it does not take."""
     shape = normalized_shape if isinstance(normalized_shape, Sequence) else [None]
     return (
         isinstance(input, Tensor)

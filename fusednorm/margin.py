@@ -1,4 +1,4 @@
-"""sm_margin: how many SMs of a GPU the kernels leave to others, such as NCCL's."""
+"""sm_margin: the number of SMs that our kernels leave free for other kernels, such as NCCL's."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ import torch
 
 from .planner.device import check_that_one_is_left
 
-sms = 0  # what holds now, in every thread
+sms = 0  # the margin now in force, in every thread
 
-_entries: list[sm_margin] = []  # the calls that have not been undone, the latest last
+_entries: list[sm_margin] = []  # margins in force or covered by a later one, the latest last
 _lock = threading.RLock()
 _observers: list[Callable[[int], None]] = []
 
 
 class sm_margin:  # noqa: N801  reads as a function: sm_margin(16)
-    """sm_margin(n): plan as for a GPU that has n SMs fewer, from now on, in every thread of the process.
+    """sm_margin(n): plan as for a GPU with n SMs fewer, from now on, in every thread of the process.
 
-    `with sm_margin(n): ...` plans so until the block ends; of nested blocks the innermost holds. Kernels that run
-    beside ours, such as NCCL's, then find n SMs free. Kernels whose CTAs have one row tile each end too soon to be in
-    anybody's way and take whatever is free. What torch.cuda.graph has captured keeps the margin that it was captured
-    with.
+    `with sm_margin(n): ...` ends with the block; of nested blocks the innermost applies. Kernels that run beside ours,
+    such as NCCL's, then find n SMs free. Kernels whose CTAs have one row tile each ignore the margin: their CTAs end
+    too soon to block other kernels. A captured CUDA graph keeps the margin that it was captured with.
 
-    n is an int of 0 or more that leaves at least one SM. Raises TypeError or ValueError for anything else: at once
-    where CUDA is in use already, else when the first norm is planned.
+    n is an int, 0 or more, that leaves at least one SM. Raises TypeError if n is no int and ValueError if n is out of
+    range. An n that leaves no SM raises at once if CUDA is initialized, else when the first norm is planned.
     """
 
     def __init__(self, n: int):
@@ -37,9 +36,10 @@ class sm_margin:  # noqa: N801  reads as a function: sm_margin(16)
             properties = torch.cuda.get_device_properties(torch.cuda.current_device())
             check_that_one_is_left(n, properties.name, properties.multi_processor_count)
         self._sms = n
-        self._blocks = 0  # that have been entered and not left
+        self._blocks = 0  # `with` blocks of this margin that are open
         with _lock:
-            # What was set without a block holds until something else is; a block will put it back.
+            # A margin set without a block is replaced by the next one. If that next one opens a block, the block puts
+            # the replaced margin back beneath it (__enter__).
             self._replaced = _entries.pop() if _entries and not _entries[-1]._blocks else None
             _entries.append(self)
             _tell()
@@ -58,14 +58,14 @@ class sm_margin:  # noqa: N801  reads as a function: sm_margin(16)
         with _lock:
             self._blocks -= 1
             if not self._blocks:
-                if _entries[-1] is not self and not _entries[-1]._blocks:  # was set within the block
+                if _entries[-1] is not self and not _entries[-1]._blocks:  # set by a plain call within the block
                     _entries.pop()
                 _entries.remove(self)
             _tell()
 
 
 def observe(observer: Callable[[int], None]) -> None:
-    """Call observer(n) now and whenever another margin begins to hold."""
+    """Call observer(n) with the margin in force: now, and after every change."""
     _observers.append(observer)
     observer(sms)
 

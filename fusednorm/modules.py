@@ -1,4 +1,4 @@
-"""torch.nn.LayerNorm and torch.nn.RMSNorm on this package's kernels: the same parameters, state dicts and repr."""
+"""torch.nn.LayerNorm and torch.nn.RMSNorm on this package's kernels, with the same parameters, state dicts and repr."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from . import functional
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """torch.nn.LayerNorm whose CUDA tensors run this package's kernels; arguments, shapes and dtypes are the same.
+    """torch.nn.LayerNorm that runs this package's kernels on CUDA tensors. Arguments, shapes and dtypes are the same.
 
-    Parameters may have another dtype than the input. A parameter that does not require grad costs the backward nothing.
-    A scripted module (torch.jit.script) runs ATen's op, and can be loaded where this package is not.
+    Parameters may have another dtype than the input. The backward computes no gradient for a parameter that does not
+    require grad. A scripted module (torch.jit.script) runs ATen's op and loads without this package.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -23,11 +23,11 @@ class LayerNorm(torch.nn.LayerNorm):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch.nn.RMSNorm whose CUDA tensors run this package's kernels; arguments, shapes and dtypes are the same.
+    """torch.nn.RMSNorm that runs this package's kernels on CUDA tensors. Arguments, shapes and dtypes are the same.
 
-    The weight may have another dtype than the input. A weight that does not require grad costs the backward nothing.
-    The output is contiguous, also that of a channels-last input, whose memory format torch.nn.RMSNorm keeps. A scripted
-    module (torch.jit.script) runs ATen's op, and can be loaded where this package is not.
+    The weight may have another dtype than the input. The backward computes no gradient for a weight that does not
+    require grad. The output is always contiguous; torch.nn.RMSNorm instead keeps the memory format of a channels-last
+    input. A scripted module (torch.jit.script) runs ATen's op and loads without this package.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,26 +1,26 @@
-"""The registered ops, torch.ops.fusednorm.*: schemas, fakes, and entry points for CPU and CUDA. Wiring, no decisions.
+"""The registered ops, torch.ops.fusednorm.*: schemas, fakes and entry points for CPU and CUDA.
 
 x is [*batch, *normalized_shape]: rows of cols = prod(normalized_shape) elements, M of them.
 
 layer_norm_fwd  y = (x - mean) * rstd * weight + bias, with rstd = 1 / sqrt(var + eps), var the biased variance of a row
 rms_norm_fwd    y = x * rstd * weight, with rstd = 1 / sqrt(mean(x^2) + eps); eps None is the machine epsilon of float32
                 (float64 for float64 x)
-*_bwd           gradients of x, weight and bias from that of y and the statistics the forward returned
+*_bwd           gradients of x, weight and bias, from the gradient of y and the statistics that the forward returned
 
-*_bwd_residual  the same with one rounding for dx + residual_grad, where x went into a residual stream as well; dx has
-                dx_dtype (x's by default)
+*_bwd_residual  the same, with residual_grad (the gradient of a residual stream that x also went into) added to dx
+                before dx is rounded, once, to dx_dtype (x's by default)
 
-Each of the first four takes the arguments of aten::native_layer_norm, native_layer_norm_backward, _fused_rms_norm and
+The first four take the arguments of aten::native_layer_norm, native_layer_norm_backward, _fused_rms_norm and
 _fused_rms_norm_backward at the same positions.
 
-Shapes: grad_out and residual_grad as x; weight and bias normalized_shape; mean and rstd any shape of M elements, such
-as [M], [M, 1] or the [*batch, 1, ...] that the forward returns. Outputs are contiguous.
-Dtypes: float16, bfloat16, float32 or float64, each operand its own. y and dx have x's, dweight and dbias the
-parameter's; statistics are float32, float64 for float64 x.
-Strides: any. Rows at one constant stride or at two nested ones are read in place, anything else is copied once.
-Derivatives: of any order, of every output. mean and rstd count as well, which ATen's ops do not differentiate.
-Masked: an output that output_mask leaves out, or whose parameter is None, is not computed and comes back as None.
-Raise RuntimeError where an operand has another shape, dtype or device than said here.
+Shapes: grad_out and residual_grad have x's shape, weight and bias normalized_shape. mean and rstd have any shape of M
+elements, such as [M], [M, 1] or the [*batch, 1, ...] that the forward returns. Outputs are contiguous.
+Dtypes: each operand has its own: float16, bfloat16, float32 or float64. y and dx have x's dtype, dweight and dbias
+that of their parameter. Statistics are float32, or float64 for float64 x.
+Strides: any. Rows at one constant stride or at two nested strides are read in place; anything else is copied once.
+Derivatives: of any order, of every output, mean and rstd included (ATen's ops do not differentiate these two).
+Masks: an output that output_mask leaves out, or whose parameter is None, is not computed and is returned as None.
+Errors: RuntimeError if an operand has another shape, dtype or device than stated here.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def rms_norm_bwd_residual(
 def forward(
     norm, x, normalized_shape, weight, bias, eps, wants_statistics=True
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(y, mean, rstd); mean is None for RMSNorm, and a kernel writes no statistics that are not wanted. Raises
-    RuntimeError as `check_forward` does."""
+    """(y, mean, rstd). mean is None for RMSNorm. Kernels write statistics only if wants_statistics. Raises RuntimeError
+    as `check_forward` does."""
     operands = (x, normalized_shape, weight, bias, eps, wants_statistics)
     if not runs_kernels(x):
         return reference.forward(check_forward(norm, *operands))
@@ -115,7 +115,7 @@ def backward(
     norm, grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask, residual_grad=None, dx_dtype=None, *,
     op=None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """(dx, dw, db), None where not wanted. Raises RuntimeError as `check_backward` does, in the name of `op`."""
+    """(dx, dw, db); None for an unwanted gradient. Raises RuntimeError as `check_backward` does; messages name `op`."""
     operands = (grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask, residual_grad, dx_dtype)
     if not runs_kernels(x):
         call = check_backward(norm, *operands, op=op)
@@ -138,7 +138,7 @@ def _wants_any(call: BackwardCall) -> bool:
 
 @functools.cache
 def launch() -> ModuleType:
-    from .host import launch  # imports Triton, which a process without CUDA tensors need not have
+    from .host import launch  # imported late: it imports Triton, which a process without CUDA tensors may lack
 
     return launch
 
@@ -198,10 +198,10 @@ def _fake_backward(
 
 
 def _refuse(name: str, validate: Callable) -> Callable:
-    """The op of nested and sparse tensors, of tensors on other devices, and of no tensor at all."""
+    """The op for calls that no kernel takes: nested or sparse tensors, other devices, no tensor at all. It raises."""
 
     def refuse(*args, **kwargs):
-        validate(*args, **kwargs)  # says what is wrong with one operand
+        validate(*args, **kwargs)  # raises first if an operand itself is wrong
         device = next(each.device for each in args if isinstance(each, Tensor))
         raise RuntimeError(f"{name}: x must be on a CPU or a CUDA GPU, got {device}")
 
@@ -229,8 +229,9 @@ for kernel, fake in FAKES.items():
         LIBRARY.impl(kernel.__name__, _refuse(kernel.__name__, fake), key)
     torch.library.register_fake(f"fusednorm::{kernel.__name__}", fake, lib=LIBRARY)
 
-# AOTInductor takes None for an output of type Tensor? only, and those of ATen's ops are Tensor. So here are the
-# backward ops once more, with such outputs and no derivatives: for its graphs alone (integrations/routing.py).
+# AOTInductor accepts None only for outputs declared `Tensor?`, but the schemas above declare `Tensor` as ATen's do.
+# These copies of the backward ops declare `Tensor?` and have no derivatives. Only AOTInductor's graphs use them
+# (integrations/routing.py).
 for name, kernel, fake in (
     ("layer_norm_bwd_optional", layer_norm_bwd, _layer_norm_bwd_fake),
     ("rms_norm_bwd_optional", rms_norm_bwd, _rms_norm_bwd_fake),

@@ -1,6 +1,6 @@
-"""What a call asks for: validated, flattened to rows x cols, and described as a value the planner can hash.
+"""Checks a call, flattens it to rows x cols and describes it as a value that the planner can hash.
 
-This is the one place that raises on user input. Everything behind it trusts what it is handed.
+The operands of a norm are checked here and nowhere else; all code behind this module trusts them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .planner.norm_problem import ALIGNMENT, FLOAT_DTYPES, NormProblem, accumula
 
 
 class RowView(NamedTuple):
-    """A tensor as rows x cols read in place: row r starts at element
+    """A tensor as rows x cols, read in place. Row r starts at element
 
         (r // inner_rows) * outer_stride + (r % inner_rows) * inner_stride
 
-    and its cols elements are adjacent. inner_rows is 1 where one stride is enough.
+    and its cols elements are adjacent. Strides are in elements. inner_rows is 1 if one stride is enough.
     """
 
     tensor: Tensor
@@ -33,7 +33,7 @@ class RowView(NamedTuple):
 
 
 def row_view(tensor: Tensor, batch_ndim: int) -> RowView | None:
-    """View `tensor` as rows (its first `batch_ndim` dims) x cols (the others); None where only a copy would do."""
+    """View `tensor` as rows (its first `batch_ndim` dims) x cols (the others). None if only a copy would do."""
     shape, strides = tensor.shape, tensor.stride()
     cols = math.prod(shape[batch_ndim:])
     if tensor.is_contiguous():
@@ -43,7 +43,7 @@ def row_view(tensor: Tensor, batch_ndim: int) -> RowView | None:
         if size != 1 and stride != expected:
             return None
         expected *= size
-    levels: list[tuple[int, int]] = []  # (size, stride), innermost first, neighbours merged where one stride walks both
+    levels: list[tuple[int, int]] = []  # (size, stride), innermost first; dims that one stride covers are merged
     for size, stride in zip(reversed(shape[:batch_ndim]), reversed(strides[:batch_ndim]), strict=True):
         if size == 1:
             continue
@@ -59,14 +59,14 @@ def row_view(tensor: Tensor, batch_ndim: int) -> RowView | None:
 
 
 def is_tma_aligned(view: RowView, cols: int) -> bool:
-    """Whether each row starts at a multiple of 16 bytes, and ends at one: what a TMA descriptor demands."""
+    """Whether each row starts and ends at a multiple of 16 bytes, as a TMA descriptor demands."""
     row_units = cols | view.outer_stride | view.inner_stride
     return (view.tensor.data_ptr() | row_units * view.tensor.element_size()) % ALIGNMENT == 0
 
 
-# The calls are NamedTuples because one is built per op call: 0.3 us, where a frozen dataclass takes 1.1.
+# Calls are NamedTuples because one is built per op call, and a frozen dataclass takes over three times as long.
 class ForwardCall(NamedTuple):
-    """A checked forward call. weight and bias are contiguous; x is read in place wherever its strides allow it."""
+    """A checked forward call. weight and bias are contiguous. x is read in place if its strides allow it."""
 
     problem: NormProblem
     rows: int
@@ -75,9 +75,9 @@ class ForwardCall(NamedTuple):
     bias: Tensor | None
     eps: float
     shape: torch.Size  # of y
-    stats_shape: tuple[int, ...]  # [..., 1, 1] as ATen shapes them
+    stats_shape: tuple[int, ...]  # of mean and rstd: [*batch, 1, ...], as ATen shapes them
     normalized_shape: tuple[int, ...]  # of weight and bias
-    wants_statistics: bool = True  # mean and rstd, for a backward
+    wants_statistics: bool = True  # whether to write mean and rstd, for a backward
 
 
 class BackwardCall(NamedTuple):
@@ -97,7 +97,7 @@ class BackwardCall(NamedTuple):
 
 
 def resolve_eps(eps: float | None, x_dtype: torch.dtype) -> float:
-    """ATen's reading of an epsilon: None stands for the machine epsilon of the accumulation dtype."""
+    """eps as ATen reads it: None means the machine epsilon of the accumulation dtype."""
     return torch.finfo(accumulation_dtype(x_dtype)).eps if eps is None else eps
 
 
@@ -112,15 +112,15 @@ def check_forward(
 ) -> ForwardCall:
     """Check the arguments of layer_norm_fwd (norm "layer") or rms_norm_fwd ("rms") and flatten them to rows x cols.
 
-    Raises as `validate_forward` does, and where eps is no number. Copies x only where no two strides
-    describe its rows.
+    Raises as `validate_forward` does; RuntimeError if a LayerNorm's eps is None, TypeError if eps is no number. Copies
+    x only if two strides do not describe its rows.
     """
     batch_shape = validate_forward(norm, x, normalized_shape, weight, bias)
     if norm == "layer" and eps is None:
         raise RuntimeError("layer_norm_fwd: eps must be a number, got None")
     if eps is not None and not isinstance(eps, (Real, Tensor)):
         raise TypeError(f"{norm}_norm_fwd: eps must be a number, got {eps!r}")
-    normalized_shape = x.shape[len(batch_shape) :]  # in torch's own integers
+    normalized_shape = x.shape[len(batch_shape) :]  # the same sizes as torch's own integers
     cols = math.prod(normalized_shape)
     view = _row_view_or_copy(x, len(batch_shape), cols)
     problem = _problem(
@@ -164,14 +164,14 @@ def check_backward(
 ) -> BackwardCall:
     """Check the arguments of layer_norm_bwd or rms_norm_bwd and flatten them to rows x cols.
 
-    mean and bias are None for RMSNorm; output_mask is (dx, dweight, dbias) for both. The gradient of a parameter that
-    is None is not wanted, whatever the mask says. Raises RuntimeError as `validate_backward` does. Copies grad_out and
-    x only where no two strides describe their rows, residual_grad where it is not contiguous.
+    mean and bias are None for RMSNorm. output_mask is (dx, dweight, dbias) for both norms. The gradient of a parameter
+    that is None is not wanted, whatever the mask says. Raises RuntimeError as `validate_backward` does. Copies grad_out
+    and x only if two strides do not describe their rows, residual_grad only if it is not contiguous.
     """
     batch_shape = validate_backward(
         norm, grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask, residual_grad, dx_dtype, op=op
     )
-    normalized_shape = x.shape[len(batch_shape) :]  # in torch's own integers
+    normalized_shape = x.shape[len(batch_shape) :]  # the same sizes as torch's own integers
     batch_ndim, cols = len(batch_shape), math.prod(normalized_shape)
     grad_view, view = _row_view_or_copy(grad_out, batch_ndim, cols), _row_view_or_copy(x, batch_ndim, cols)
     wants_dx, wants_dw, wants_db = output_mask
@@ -215,11 +215,12 @@ def validate_forward(
     *,
     op: str | None = None,
 ) -> torch.Size:
-    """Raise RuntimeError unless x ends in normalized_shape, weight and bias have it, and all are strided, float and on
-    one device; TypeError where one is no tensor, or the shape has no sizes.
+    """Check the operands of a forward and return x's shape without the normalized dims.
 
-    Looks at shapes, dtypes and devices only, so it serves meta tensors and traced ones too. Errors name `op`, or else
-    the norm's. Returns x's shape without the normalized dims.
+    Raises RuntimeError unless x's shape ends in normalized_shape, weight and bias have that shape, and all tensors are
+    strided, float and on one device. Raises TypeError if an operand is no tensor or normalized_shape no tuple of
+    integers. Messages name `op`, by default the norm's forward. Only shapes, dtypes, layouts and devices are read, so
+    meta and traced tensors are accepted.
     """
     return _validate_operands(op or f"{norm}_norm_fwd", x, normalized_shape, weight, bias)
 
@@ -239,8 +240,8 @@ def validate_backward(
     *,
     op: str | None = None,
 ) -> torch.Size:
-    """`validate_forward`, and: grad_out and residual_grad have the shape of x, each statistic one element per row in
-    whatever shape."""
+    """Check the operands of a backward as `validate_forward` does, and in addition: grad_out and residual_grad have x's
+    shape, and each statistic has one element per row, in any shape."""
     op = op or f"{norm}_norm_bwd"
     batch_shape = _validate_operands(op, x, normalized_shape, weight, bias)
     shape, device = x.shape, x.device
@@ -255,13 +256,13 @@ def validate_backward(
     if dx_dtype not in (None, *FLOAT_DTYPES):
         raise RuntimeError(f"{op}: dx_dtype must be float16, bfloat16, float32 or float64, got {dx_dtype}")
     if len(output_mask) != 3:
-        flags = list(output_mask) if norm == "layer" else list(output_mask[:-1])  # without the one that ops.py adds
+        flags = list(output_mask) if norm == "layer" else list(output_mask[:-1])  # without the flag that ops.py adds
         raise RuntimeError(f"{op}: output_mask must have one flag per output, got {flags}")
     return batch_shape
 
 
 def stats_shape(batch_shape: Sequence[int], normalized_shape: Sequence[int]) -> tuple[int, ...]:
-    """[..., 1, 1], as ATen shapes statistics."""
+    """The shape of mean and rstd, [*batch, 1, ...], as ATen shapes them."""
     return (*batch_shape, *(1 for _ in normalized_shape))
 
 
@@ -303,7 +304,7 @@ def require_strided(op: str, name: str, tensor: Tensor) -> None:
 
 
 def _is_as_wanted(tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> bool:
-    """What `_require` asks for, in one look: checks are half of the host time that is ours."""
+    """Whether `_require` would pass, tested at once: these checks are much of this package's own host time."""
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_nested:
         return False
     return tensor.shape == shape and tensor.dtype in FLOAT_DTYPES and tensor.device == device
@@ -338,5 +339,5 @@ def _row_view_or_copy(tensor: Tensor, batch_ndim: int, cols: int) -> RowView:
     return row_view(tensor, batch_ndim) or RowView(tensor.contiguous(), 1, cols, 0)
 
 
-# One value per distinct problem: looking it up costs a third of building it.
+# One value per distinct problem: a lookup is cheaper than building the value again.
 _problem = lru_cache(maxsize=4096)(NormProblem)

@@ -1,7 +1,7 @@
-"""Every op through ATen: what CPU tensors, and tensors without elements on any device, run.
+"""Every op through ATen, for CPU tensors and for tensors without elements on any device.
 
-The formulas are plain tensor code that autograd, torch.func and forward-mode AD can look into: autograd.py puts them in
-the ops' place where one of those must.
+The formulas are plain tensor code. autograd.py runs them in the ops' place when autograd, torch.func or forward-mode AD
+must differentiate the inside of an op.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .problem import BackwardCall, ForwardCall, resolve_eps, stats_shape
 
 @torch.no_grad()
 def forward(call: ForwardCall) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(y, mean, rstd) of a checked call; mean is None for RMSNorm."""
+    """(y, mean, rstd) of a checked call. mean is None for RMSNorm."""
     x, dtype = call.x.tensor, call.problem.acc_dtype
     if call.problem.norm == "rms":
         y, rstd = rms_norm_formula(x, call.normalized_shape, call.weight, call.eps)
         return y, None, rstd
-    # Upcast, because ATen returns 16-bit statistics for 16-bit operands and takes few mixtures of dtypes.
+    # Upcast: ATen returns 16-bit statistics for 16-bit operands, and takes few mixtures of dtypes.
     x, weight, bias = _cast(x, dtype), _cast(call.weight, dtype), _cast(call.bias, dtype)
     y, mean, rstd = torch.native_layer_norm(x, call.normalized_shape, weight, bias, call.eps)
     return _cast(y, call.problem.x_dtype), mean, rstd
@@ -31,16 +31,16 @@ def forward(call: ForwardCall) -> tuple[Tensor, Tensor | None, Tensor]:
 
 @torch.no_grad()
 def backward(call: BackwardCall) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dx, dweight, dbias) of a checked call; None for what it does not want."""
+    """(dx, dweight, dbias) of a checked call. A gradient that the call does not want is None."""
     problem, shape = call.problem, call.normalized_shape
     grad_out, x, mask = call.grad_out.tensor, call.x.tensor, (problem.wants_dx, problem.wants_dw, problem.wants_db)
     if problem.norm == "rms":  # ATen has no such kernel for CPU tensors
         operands = (grad_out, x, shape, None, call.rstd, call.weight, None)
         return backward_formula(*operands, mask, call.residual_grad, call.dx_dtype)
     operands = (grad_out, x, call.mean, call.rstd, call.weight)
-    # Upcast, because ATen adds up dweight and dbias of 16-bit x in 16 bits.
+    # Upcast: for 16-bit x, ATen accumulates dweight and dbias in 16 bits.
     grad_out, x, mean, rstd, weight = (_cast(t, problem.acc_dtype) for t in operands)
-    bias = x.new_empty(shape) if problem.wants_db else None  # ATen reads its shape and dtype only
+    bias = x.new_empty(shape) if problem.wants_db else None  # ATen reads only bias's shape and dtype
     dx, dw, db = torch.ops.aten.native_layer_norm_backward(grad_out, x, shape, mean, rstd, weight, bias, mask)
     if call.residual_grad is not None:
         dx = dx + _cast(call.residual_grad, problem.acc_dtype)
@@ -89,10 +89,11 @@ def backward_formula(
     residual_grad: Tensor | None = None,
     dx_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dx, dweight, dbias) of layer_norm_bwd, or with mean None of rms_norm_bwd, in their dtypes and shapes; with the
-    last two, of their forms with a residual gradient.
+    """(dx, dweight, dbias) of layer_norm_bwd, or of rms_norm_bwd if mean is None, in the op's dtypes and shapes.
 
-    A function of all its tensors: what x contributes through the statistics is the statistics' own derivative.
+    residual_grad and dx_dtype make it the formula of the *_bwd_residual ops. All tensors are independent arguments: a
+    derivative of this formula with respect to x treats mean and rstd as constants, and the formula's derivatives with
+    respect to mean and rstd carry the rest.
     """
     dtype, dims = accumulation_dtype(x.dtype), _normalized_dims(normalized_shape)
     statistics_shape = stats_shape(x.shape[: x.dim() - len(normalized_shape)], normalized_shape)
@@ -124,7 +125,7 @@ def statistics_backward_formula(
     grad_mean: Tensor | None,
     grad_rstd: Tensor | None,
 ) -> Tensor:
-    """What gradients of mean and rstd (None where there is none) contribute to dx, in x's dtype."""
+    """The contribution of the gradients of mean and rstd (None if absent) to dx, in x's dtype."""
     dtype, cols = accumulation_dtype(x.dtype), math.prod(normalized_shape)
     dx = torch.zeros_like(x, dtype=dtype)
     if grad_mean is not None:

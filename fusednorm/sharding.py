@@ -1,13 +1,15 @@
-"""How the ops run on DTensors: rules of sharding, which PyTorch's own engine expands over a device mesh.
+"""Sharding rules of the ops for DTensors. PyTorch's own engine expands the rules over a device mesh.
 
-Rows are independent: sharded along any dim that is not normalized, a call runs on each rank's rows, and dweight and
-dbias come out as partial sums, which whoever reads them adds up. weight and bias are needed whole. x that is sharded in
-a normalized dim is redistributed first, as for ATen's norms.
+Rows are independent. If x is sharded along a dim that is not normalized, each rank runs the op on its own rows, and
+dweight and dbias come out as partial sums (Partial), which their reader reduces. weight and bias must be replicated. If
+x is sharded along a normalized dim, it is redistributed first, as for ATen's norms.
 
-Nothing of torch.distributed is imported here before a program has imported torch.distributed.tensor itself. The names
-used are private or experimental: `register` says in `missing` what was not there, and then the ops raise torch's error,
-that they have no sharding strategy. So does an op of torch.ops.fusednorm that a program calls in inference mode before
-anything else of ours, because that goes past autograd's key, where the rules are registered; `register` mends it.
+This module imports torch.distributed only after the program itself has imported torch.distributed.tensor. The names it
+uses are private or experimental. `register` lists names that the installed torch lacks in `missing`; the ops then raise
+torch's error that they have no sharding strategy.
+
+The same error comes up if a program's first call of this package is an op of torch.ops.fusednorm in inference mode:
+such a call bypasses the autograd key, where the rules are registered. Calling `register` first avoids it.
 """
 
 from __future__ import annotations
@@ -28,18 +30,18 @@ PLACED = {
 NORMS = tuple(f"{norm}_norm_{way}" for norm in ("layer", "rms") for way in ("fwd", "bwd", "bwd_residual"))
 GRADIENTS = {"dx": "x", "dweight": "weight", "dbias": "bias"}  # in the order of output_mask
 
-missing: list[str] = []  # what torch did not have
+missing: list[str] = []  # rules that could not be registered, with torch's error
 
 
 def register_where_needed() -> None:
-    """For whoever is about to call an op on tensors of any class: afterwards DTensors find the rules."""
-    if "torch.distributed.tensor" in sys.modules:  # else there is no DTensor
+    """Register the rules if DTensors may exist. To be called before an op runs on tensors of any class."""
+    if "torch.distributed.tensor" in sys.modules:  # otherwise no DTensor exists
         register()
 
 
 @functools.cache
 def register() -> None:
-    """Tell torch.distributed.tensor the rules, once."""
+    """Register the rules with torch.distributed.tensor, once per process."""
     for add, ops in ((_add_norm, NORMS), (_add_column_sum, ("column_sum",))):
         try:
             for name in ops:
@@ -49,8 +51,8 @@ def register() -> None:
 
 
 def placed(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple[dict, dict, int]:
-    """(outputs, operands, dims): how each is placed where x is sharded in one of its first `dims`, by its name. Outputs
-    that are not computed are placed None; operands that are None are left out."""
+    """(outputs, operands, dims): the placement of each output and operand by name, if x is sharded along one of its
+    first `dims` dims. An output that is not computed has placement None. An operand that is None is left out."""
     names = [argument.name for argument in op._schema.arguments]
     given = dict(zip(names, args)) | kwargs  # noqa: B905  defaults are left out
     x = given["x"]
@@ -74,12 +76,13 @@ def _add_norm(op: torch._ops.OpOverload) -> None:
     kwargs = [argument.name for argument in op._schema.arguments if argument.kwarg_only]
     try:
         _add_single_dim(op, static, kwargs)
-    except (ImportError, TypeError):  # TypeError: that of torch 2.11, which knows no output that is None
+    except (ImportError, TypeError):  # torch 2.11 raises TypeError: its engine allows no output that is None
         _add_by_public_name(op, static, kwargs)
 
 
 def _add_single_dim(op: torch._ops.OpOverload, static: int, kwargs: list[str]) -> None:
-    """By the engine of ATen's own rules: any kind of sharding, and all that is no tensor in the key of its cache."""
+    """Register by the engine of ATen's own rules. It handles any kind of sharding, and its cache key includes all
+    arguments that are no tensors."""
     from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
     from torch.distributed.tensor._ops import single_dim_strategy as engine
 
@@ -93,8 +96,8 @@ def _add_single_dim(op: torch._ops.OpOverload, static: int, kwargs: list[str]) -
 
 
 def _add_by_public_name(op: torch._ops.OpOverload, static: int, kwargs: list[str]) -> None:
-    """By torch.distributed.tensor.experimental, whose cache goes by tensors alone unless it is told more. A dim with
-    fewer rows than ranks is replicated."""
+    """Register by torch.distributed.tensor.experimental. Its cache key holds only the tensors unless static arguments
+    are declared, which is done at the end. A dim with fewer rows than ranks is replicated."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 
@@ -103,7 +106,7 @@ def _add_by_public_name(op: torch._ops.OpOverload, static: int, kwargs: list[str
     @register_sharding(op)
     def strategy(*args, **kwargs):
         outputs, operands, dims = placed(op, args, kwargs)
-        given = [operands.get(name) for name in names[: len(args)]]  # in the places of all arguments
+        given = [operands.get(name) for name in names[: len(args)]]  # one entry per positional argument
         whole = [[each and Replicate() for each in side] for side in (outputs.values(), given)]
         sharded = [[_placements(side, Shard(dim)) for side in (outputs.values(), given)] for dim in range(dims)]
         return [whole, *sharded]
@@ -120,7 +123,8 @@ def _placements(placed: Iterable[str | None], rows) -> list:
 
 
 def _add_column_sum(op: torch._ops.OpOverload) -> None:
-    """Sums are linear: of sharded rows they are partial, of partial tensors too; a sharded column keeps its rank."""
+    """Register column_sum. Sums are linear: sharded rows or partial inputs give partial sums, and sharded columns give
+    sums sharded alike."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
     from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
     from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
@@ -133,7 +137,7 @@ def _add_column_sum(op: torch._ops.OpOverload) -> None:
         pairs += [(Partial("sum"), Shard(dim)) for dim in range(last)]
         rules = [[output] * outputs + [input] * len(inputs) for output, input in pairs]
         expanded = expand_to_full_mesh_op_strategy(inputs[0].mesh, schema, rules, input_index=outputs)
-        if outputs == 1:  # in a list all the same
+        if outputs == 1:  # the op returns a list even for one sum
             for each in expanded.strategies:
                 each.output_specs = (each.output_specs,)
         return expanded

@@ -1,13 +1,13 @@
-"""What tests, bench and demo share: cases, inputs, the fp64 oracle, ATen's own answer, and the tolerance between them.
+"""Shared by tests, bench and demo: cases, inputs, the float64 oracle, ATen's own results, and the tolerances.
 
-The oracle is autograd through `torch.nn.functional` in float64, never a formula typed again. Each output is held to
+The oracle is autograd through `torch.nn.functional` in float64, never a second copy of a formula. Each output must meet
 two bounds:
 
-* as a whole, its relative L2 error may be 1.5 times that of ATen's own kernel on the same input, plus half an ulp of
-  the output's dtype;
-* element by element, the error may be half an ulp of the output's dtype plus `ACC_ULPS` ulps of the accumulation dtype,
-  those measured on the sum of the magnitudes of the terms that make up the element. One wrong row, column or element
-  cannot hide.
+* As a whole: its relative L2 error is at most 1.5 times that of ATen's own kernel on the same input, plus half an ulp
+  of the output's dtype.
+* Element by element: its error is at most half an ulp of the output's dtype plus `ACC_ULPS` ulps of the accumulation
+  dtype. The latter ulps are relative to the sum of the magnitudes of the element's terms. This bound catches a single
+  wrong row, column or element.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-STOCK_FACTOR = 1.5  # of the relative L2 error of ATen's kernel
-ACC_ULPS = 16  # ATen upcast on the CPU and a plain fp32 composite stay below 3 (216 x 1..1024, 4x65536, 16384x16)
+STOCK_FACTOR = 1.5  # limit of an output's relative L2 error, as a multiple of that of ATen's kernel
+# Limit of an element's error, in ulps of the accumulation dtype. It is several times the error of a sound fp32
+# computation (bench/NOTES.md, "Evidence behind constants").
+ACC_ULPS = 16
 
 _DTYPE_NAMES = {
     torch.float16: "fp16",
@@ -33,9 +35,10 @@ _DTYPE_NAMES = {
 
 @dataclass(frozen=True)
 class Case:
-    """One problem. norm is "layer" or "rms"; a parameter whose dtype is None is absent; grad_dtype None means x_dtype.
+    """One problem. norm is "layer" or "rms". A parameter is absent if its dtype is None; grad_dtype None means x_dtype.
 
-    The trailing `normalized_ndim` dims of `shape` are one row. eps None is the epsilon of the accumulation dtype.
+    The trailing `normalized_ndim` dims of `shape` are one row. eps None is the machine epsilon of the accumulation
+    dtype.
     """
 
     norm: str
@@ -87,7 +90,7 @@ class Case:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """The tensors of a case. What `exact` and `stock` make of them is kept here, so that each is computed once."""
+    """The tensors of a case. The results of `exact` and `stock` are cached here, so that each is computed once."""
 
     x: Tensor
     grad_out: Tensor
@@ -96,17 +99,17 @@ class Inputs:
     _known: dict[tuple[str, Case], Outputs] = field(default_factory=dict, init=False, repr=False)
 
     def remember(self, kind: str, case: Case, outputs: Outputs) -> None:
-        """Let "exact" or "stock" answer with these from now on."""
+        """Make `outputs` the cached result of "exact" or "stock" (`kind`)."""
         self._known[kind, case] = outputs
 
     def forget(self) -> None:
-        """Free what `exact` and `stock` made of them."""
+        """Drop the cached results."""
         self._known.clear()
 
 
 @dataclass(frozen=True, eq=False)
 class Outputs:
-    """What the forward and the backward of one case return; None is absent, or not to be compared."""
+    """The outputs of the forward and backward of one case. None is an absent output or one not to be compared."""
 
     y: Tensor | None = None
     mean: Tensor | None = None
@@ -117,7 +120,7 @@ class Outputs:
 
 
 def make_inputs(case: Case, device: torch.device | str = "cpu", seed: int = 0) -> Inputs:
-    """Random contiguous inputs; x has mean 0.5 and deviation 1.5, so that forgetting to centre it shows."""
+    """Random contiguous inputs. x has mean 0.5 and deviation 1.5, so that a kernel that does not centre it fails."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(shape: tuple[int, ...], mean: float, std: float, dtype: torch.dtype | None) -> Tensor | None:
@@ -155,22 +158,22 @@ def exact(case: Case, inputs: Inputs) -> Outputs:
 def stock(case: Case, inputs: Inputs) -> Outputs:
     """ATen's own kernels on the same input with fp32 statistics, rounded to the output dtypes.
 
-    They get the operands upcast to the accumulation dtype where they do not take this mix of dtypes, and always on the
-    CPU: ATen's CPU backward adds up dweight and dbias of a 16-bit x in 16 bits, whatever the parameters' dtype (bf16,
-    16384x16: single elements off by half their value).
+    The operands are upcast to the accumulation dtype if the kernels do not take their mix of dtypes, and always on the
+    CPU. There ATen's backward accumulates dweight and dbias of a 16-bit x in 16 bits, whatever the parameters' dtype,
+    with errors up to half of an element's value.
     """
     return _remember("stock", case, inputs, lambda: _stock(case, inputs))
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """||got - want|| / ||want||, in float64; the plain error where want is all zero."""
+    """||got - want|| / ||want|| in float64, or ||got - want|| if want is all zero."""
     want = want.double()
     error, norm = torch.linalg.vector_norm(got.double() - want).item(), torch.linalg.vector_norm(want).item()
     return error / norm if norm else error
 
 
 def assert_outputs_close(got: Outputs, case: Case, inputs: Inputs) -> None:
-    """Hold dtype, shape, contiguity and both bounds of the module's docstring for each output that `got` has."""
+    """Assert dtype, shape, contiguity and both bounds of the module's docstring for each output that `got` has."""
     want, aten = exact(case, inputs), stock(case, inputs)
     dtypes = {"mean": case.acc_dtype, "rstd": case.acc_dtype, "dweight": case.weight_dtype, "dbias": case.bias_dtype}
     magnitudes = _term_magnitudes(case, inputs, want)
@@ -196,7 +199,7 @@ def _remember(kind: str, case: Case, inputs: Inputs, compute) -> Outputs:
 
 
 def _autograd(case: Case, inputs: Inputs, dtype: torch.dtype) -> Outputs:
-    """Autograd of torch.nn.functional on operands cast to dtype; statistics by torch's own reductions."""
+    """Autograd of torch.nn.functional on operands cast to dtype, with the statistics by torch's own reductions."""
     params = {"weight": inputs.weight, "bias": inputs.bias}
     leaves = {"input": inputs.x} | {name: tensor for name, tensor in params.items() if tensor is not None}
     leaves = {name: tensor.detach().to(dtype).requires_grad_() for name, tensor in leaves.items()}
@@ -208,7 +211,7 @@ def _autograd(case: Case, inputs: Inputs, dtype: torch.dtype) -> Outputs:
     x, dims = leaves["input"].detach(), tuple(range(-case.normalized_ndim, 0))
     if case.norm == "layer":
         mean = x.mean(dims, keepdim=True)
-        x = x - mean  # two passes: the 65536 steps of x.var() in one pass cost 30 ulps
+        x = x - mean  # two passes: over a long row the one pass of x.var() is too inexact
     else:
         mean = None
     rstd = torch.rsqrt(x.square().mean(dims, keepdim=True) + case.resolved_eps)
@@ -250,10 +253,11 @@ def _cast(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
 
 
 def _term_magnitudes(case: Case, inputs: Inputs, want: Outputs) -> dict[str, Tensor]:
-    """Per output, the sum of the magnitudes of each element's terms: what its rounding error is measured against.
+    """Per output, the sum of the magnitudes of each element's terms. Its rounding error is measured against this sum.
 
     Centring is the ill-conditioned step. One ulp of the mean shifts a whole row of x_hat by `shift` = mean|x| * rstd
-    ulps; that enters y, dx and dweight linearly, the variance only squared: deviations from the mean sum to zero.
+    ulps. The shift enters y, dx and dweight linearly. It enters the variance only squared, because deviations from the
+    mean sum to zero.
     """
     rows, cols = case.rows, case.cols
     x, dy = (t.detach().double().reshape(rows, cols) for t in (inputs.x, inputs.grad_out))
@@ -283,7 +287,7 @@ def _term_magnitudes(case: Case, inputs: Inputs, want: Outputs) -> dict[str, Ten
 
 
 def _finite_parts(label: str, got: Tensor, want: Tensor, aten: Tensor, magnitude: Tensor) -> tuple[Tensor, ...]:
-    """All four in float64, zero where the oracle is not finite; there `got` must be the same nan or infinity."""
+    """All four in float64, with zero where the oracle is not finite. There `got` must be the same nan or infinity."""
     got, aten, finite = got.detach().double(), aten.double(), want.isfinite()
     same = torch.where(finite, got.isfinite(), (got == want) | (got.isnan() & want.isnan()))
     assert same.all(), f"{label} and the oracle are not finite in different places: {_worst(~same, got, want)}"
@@ -303,9 +307,9 @@ def _assert_whole_close(label, got: Tensor, want: Tensor, aten: Tensor, magnitud
     norm = torch.linalg.vector_norm
     error, aten_error, size = norm(got - want).item(), norm(aten - want).item(), norm(want).item()
     limit = STOCK_FACTOR * aten_error + size * torch.finfo(dtype).eps / 2
-    # Where few elements dominate, ATen may be lucky: half an ulp of the largest element's terms is no worse kernel.
+    # If few elements dominate, ATen's error may be small by luck: allow half an ulp of the largest element's terms.
     limit += magnitude.max().item() * torch.finfo(acc_dtype).eps / 2
-    # The oracle is exact only to float64, which shows for float64 inputs and where the exact answer is zero.
+    # The oracle is exact only to float64. Its error matters for float64 inputs and where the exact answer is zero.
     limit += norm(magnitude).item() * torch.finfo(torch.float64).eps * ACC_ULPS
     assert error <= limit, f"{label} has L2 error {error:.3e}, limit {limit:.3e}, ATen's own {aten_error:.3e}"
 

@@ -1,6 +1,6 @@
-"""Compiles a prepared launch for any architecture, without a GPU, and reads back what the compiler made of it.
+"""Compiles a prepared launch for any architecture without a GPU, and reads the resources of the compiled kernel.
 
-Meta tensors are enough: the build depends on dtypes, alignment and compile-time constants only. The one file that
+Meta tensors are enough, because a build depends only on dtypes, alignment and compile-time constants. No other file
 knows how Triton's JIT turns call arguments into a build.
 """
 
@@ -26,18 +26,18 @@ from triton.runtime.jit import create_function_from_signature
 from .launch import Launch
 
 WARP_SIZE = 32
-WORDS_OUTSIDE_LOOPS = 8  # bytes of stack that cost a thread two instructions at most, if no loop touches them
+WORDS_OUTSIDE_LOOPS = 8  # bytes of stack not counted as a spill if no loop touches them: at most two instructions
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 class UnknownTriton(RuntimeError):
-    """Triton's JIT is another than this file knows."""
+    """The installed Triton compiles in a way that this file does not know."""
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What one compiled kernel takes: registers per thread, bytes of stack per thread (spills; none where a thread
-    stores a word before its loops and loads it after them), bytes of shared memory per CTA."""
+    """The resources of one compiled kernel: registers per thread, stack_bytes of spills per thread, shared_bytes of
+    shared memory per CTA. stack_bytes is 0 if a thread only stores a word before its loops and loads it after them."""
 
     kernel: str
     registers: int
@@ -46,7 +46,7 @@ class Resources:
 
 
 def compile_for(launch: Launch, arch: int):
-    """Triton's compiled kernel of `launch` for compute capability arch / 10."""
+    """Triton's compiled kernel of `launch` for compute capability arch / 10 (90 is sm_90)."""
     source, target, options = _source(launch, arch)
     return triton.compile(source, target=target, options=options.__dict__)
 
@@ -62,13 +62,14 @@ def is_built(launch: Launch, arch: int) -> bool:
 
 
 def build_key(launch: Launch, arch: int) -> str:
-    """The same for two launches exactly where one build serves both."""
+    """A key that two launches share if and only if one build serves both."""
     source, _, options = _source(launch, arch)
     return f"{source.hash()}-{options.hash()}"
 
 
 def _source(launch: Launch, arch: int):
-    """(source, target, options) of the build, as Triton's launch makes them of the arguments. Raises UnknownTriton."""
+    """(source, target, options) of the build, derived from the arguments as Triton's launch does. Raises
+    UnknownTriton."""
     try:
         return _as_tritons_launch(launch, arch)
     except (AttributeError, TypeError) as error:
@@ -93,14 +94,14 @@ def resources(launch: Launch, arch: int) -> Resources:
     used = dict(re.findall(r"(REG|STACK):(\d+)", dump(compiled, "--dump-resource-usage")))
     stack_bytes = int(used["STACK"])
     if stack_bytes and not _spills(compiled, arch):
-        stack_bytes = 0  # for sm_120 the assembler clears 8 bytes here and there that nothing ever loads
+        stack_bytes = 0  # for sm_120 the assembler sometimes clears 8 bytes of stack that nothing ever loads
     if 0 < stack_bytes <= WORDS_OUTSIDE_LOOPS and not spills_in_loops(dump(compiled, "-sass")):
         stack_bytes = 0
     return Resources(compiled.metadata.name, int(used["REG"]), stack_bytes, compiled.metadata.shared)
 
 
 def dump(compiled, option: str) -> str:
-    """What cuobjdump says of the binary."""
+    """The output of cuobjdump with `option` for the binary."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
@@ -108,7 +109,7 @@ def dump(compiled, option: str) -> str:
 
 
 def spills_in_loops(sass: str) -> bool:
-    """Whether code between a branch back and its target touches the stack, or there is no loop at all."""
+    """Whether code between a backward branch and its target touches the stack. True also if the code has no loop."""
     code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/ +(.*?) *;", sass)]
     branches = [(at, int(to, 16)) for at, text in code for to in re.findall(r"\bBRA\b.*\b0x([0-9a-f]+)", text)]
     loops = [(to, at) for at, to in branches if to < at]
@@ -117,7 +118,7 @@ def spills_in_loops(sass: str) -> bool:
 
 
 def _spills(compiled, arch: int) -> bool:
-    """Whether the assembler says so; its report is not kept with the binary."""
+    """Whether ptxas reports spills. Its report is not kept with the binary, so ptxas runs again."""
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
         ptx.write(compiled.asm["ptx"])
         ptx.flush()

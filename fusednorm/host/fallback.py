@@ -1,5 +1,6 @@
-"""Which plan runs where the planner's cannot, because its kernel does not compile, assemble or load, or asks for more
-registers or shared memory than there are: the next of the planner's, multi-wave, ATen. Remembered for the process.
+"""Chooses a substitute for a plan whose kernel does not compile, assemble or load, or needs more registers or shared
+memory than there are. Substitutes are, in this order: the planner's next plan, multi-wave, ATen. Failures are
+remembered for the process.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from ..planner.heuristics import Decision
 from ..planner.norm_problem import NormProblem
 from ..planner.plan import Plan
 
-# What CUDA's driver says of errors that no other kernel could mend: the context is lost, memory is short, or the stream
-# is in a state of its own.
+# Parts of the CUDA driver's messages for errors that no other kernel could avoid: the context is lost, memory is
+# exhausted, or the stream's state forbids the launch.
 NOT_OF_THE_KERNEL = (
     "out of memory", "memory access", "illegal address", "misaligned", "illegal instruction", "invalid program counter",
     "invalid address space", "stack error", "device-side assert", "launch failure", "launch failed", "timed out",
@@ -24,12 +25,12 @@ NOT_OF_THE_KERNEL = (
     "initialization error", "not initialized", "shutting down", "unloading", "captur", "external device",
     "unknown error",
 )  # fmt: skip
-# What it says of a launch that it has refused: nothing has run then.
+# Parts of the driver's messages for a launch that it has refused. Nothing has run then.
 REFUSED = ("too many resources requested", "out of resource", "cluster")
 
 
 class BuildFailed(Exception):  # noqa: N818  never reaches the user
-    """A kernel that cannot run here; str() is the cause."""
+    """A kernel that cannot run here. str() is the cause."""
 
 
 class Failure(NamedTuple):
@@ -50,11 +51,11 @@ class Failure(NamedTuple):
 
 
 _failures: dict[tuple, Failure] = {}
-_warned: set[str] = set()  # causes
+_warned: set[str] = set()  # causes that have been warned about
 
 
 def choose(problem: NormProblem, rows: int, device: DeviceSpec) -> Plan:
-    """The planner's choice, or what runs in its place."""
+    """The planner's choice, or its substitute if that has failed."""
     plan = heuristics.choose(problem, rows, device)
     if not _failures or not has_failed(plan, problem, device):
         return plan
@@ -62,7 +63,7 @@ def choose(problem: NormProblem, rows: int, device: DeviceSpec) -> Plan:
 
 
 def first_left(plans: Iterable[Any], problem: Any, device: DeviceSpec) -> Any:
-    """The first of some plans that has not failed."""
+    """The first of the plans that has not failed."""
     return next(plan for plan in plans if not has_failed(plan, problem, device))
 
 
@@ -71,7 +72,7 @@ def has_failed(plan: Any, problem: Any, device: DeviceSpec) -> bool:
 
 
 def remember(plan: Any, problem: Any, device: DeviceSpec, cause: str) -> None:
-    """From here on another plan runs. Warns, once for each cause."""
+    """Record a failure: from now on another plan runs. Warns once per cause."""
     failure = _failures[plan, problem, device] = Failure(plan, problem, device, cause)
     if cause not in _warned:
         _warned.add(cause)
@@ -79,23 +80,23 @@ def remember(plan: Any, problem: Any, device: DeviceSpec, cause: str) -> None:
 
 
 def failures() -> list[Failure]:
-    """All that have been remembered."""
+    """All remembered failures."""
     return list(_failures.values())
 
 
 def failed_of(problem: Any, device: DeviceSpec) -> dict[Any, str]:
-    """The plans of a problem that have failed, with the causes."""
+    """The plans of a problem that have failed on the device, with their causes."""
     return {each.plan: each.cause for each in failures() if (each.problem, each.device) == (problem, device)}
 
 
 def forget() -> None:
-    """All of them."""
+    """Forget all failures and warnings."""
     _failures.clear()
     _warned.clear()
 
 
 def in_place_of(decision: Decision, problem: NormProblem, rows: int, device: DeviceSpec) -> Decision:
-    """What runs where the decision's plan has failed, and why."""
+    """The decision, or if its plan has failed the decision for the substitute, with the reasons."""
     if not has_failed(decision.plan, problem, device):
         return decision
     reasons = dict(decision.reasons)
@@ -108,10 +109,10 @@ def in_place_of(decision: Decision, problem: NormProblem, rows: int, device: Dev
 
 
 def cause_of(error: Exception, *, launched: bool) -> str | None:
-    """In one line why a kernel cannot be built, or where it was `launched` already why the driver refused it; None
-    where another kernel would not help, and the error is the user's to see."""
+    """Why a kernel cannot be built, or if it was already `launched`, why the driver refused it, in one line. None if
+    another kernel would not help; the user must then see the error."""
     text = str(error)
-    says_cuda = "CUDA" in text  # else it is the compiler that speaks, who may use the same words
+    says_cuda = "CUDA" in text  # otherwise it is the compiler's message, which may contain the same words
     if isinstance(error, MemoryError) or (says_cuda and any(each in text.lower() for each in NOT_OF_THE_KERNEL)):
         return None
     if launched and not any(each in text.lower() for each in REFUSED):

@@ -1,4 +1,4 @@
-"""The GPU that tensors are on, as the value that plans are made for."""
+"""The GPU that tensors are on, as a DeviceSpec for the planner."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from . import triton_compat
 
 
 def spec_of(device: torch.device) -> DeviceSpec:
-    """The spec of a CUDA device, under `sm_margin` as it holds now. Meta tensors are planned for as on an H200; CPU
-    tensors, which only the interpreter takes, as on an A100, because it does not know TMA."""
+    """The spec of a CUDA device, less the `sm_margin` in force. Meta tensors are planned as for an H200. CPU tensors,
+    whose kernels run only in Triton's interpreter, are planned as for an A100, because the interpreter lacks TMA."""
     if device.type == "cuda":
         spec = _of_cuda(device.index)
     else:
@@ -24,7 +24,7 @@ def spec_of(device: torch.device) -> DeviceSpec:
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager:
-    """Inside, the device is the current one."""
+    """Makes `device` the current CUDA device inside the block."""
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     return torch.cuda.device(device) if elsewhere else contextlib.nullcontext()
 
@@ -36,5 +36,5 @@ def _of_cuda(index: int | None) -> DeviceSpec:
 
 
 def compiled_for_here(spec: DeviceSpec) -> DeviceSpec:
-    """The same device, for which the installed Triton compiles."""
+    """The same spec with the version of the installed Triton, which compiles for it."""
     return replace(spec, triton=triton_compat.installed() or OLDEST_TRITON)

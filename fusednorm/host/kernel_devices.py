@@ -1,13 +1,13 @@
-"""Which tensors this package's kernels run on: those of CUDA GPUs. Whoever has to know asks here.
+"""Which tensors this package's kernels run on: CUDA tensors. All code that needs to know asks here.
 
-Tests that have no GPU make it CPU tensors as well:
+Tests without a GPU add CPU tensors:
 
     with kernels_on("cpu"):
         fusednorm.functional.layer_norm(x, (8,))  # reaches torch.ops.fusednorm, and through it Triton
 
-Inside, ops, functionals, modules and `explain` do with CPU tensors what they do with CUDA tensors. That needs something
-that runs kernels there, such as Triton's interpreter (interpreter.py); under `force("reference")` nothing else is
-needed, because ATen then stands in for the kernels.
+Inside the block, ops, functionals, modules and `explain` treat CPU tensors as CUDA tensors. Something must then run the
+kernels on CPU tensors, such as Triton's interpreter (interpreter.py). Under `force("reference")` nothing more is
+needed, because ATen then replaces the kernels.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-_cpu_blocks = 0  # of kernels_on("cpu") that are open, in whatever thread
+_cpu_blocks = 0  # open blocks of kernels_on("cpu"), over all threads
 
 
 def runs_kernels(tensor: Tensor | None) -> bool:
-    """Whether our kernels run on this tensor; elsewhere ATen's do. On None, which ops may get, nothing runs."""
+    """Whether our kernels run on this tensor. If not, ATen's do. Ops may pass None; no kernel runs on it."""
     return tensor is not None and (tensor.is_cuda or (_cpu_blocks > 0 and tensor.is_cpu))
 
 
 @contextlib.contextmanager
 def kernels_on(device_type: str) -> Iterator[None]:
-    """Inside, our kernels run on tensors of this device type too, which is "cpu". For tests; holds for all threads,
-    autograd's included. May be nested. Raises ValueError for another type."""
+    """Run our kernels on tensors of this device type too, inside the block. For tests. device_type must be "cpu"; any
+    other raises ValueError. Applies to all threads, autograd's included. Blocks may be nested."""
     global _cpu_blocks
     if device_type != "cpu":
         raise ValueError(f"kernels_on: device_type must be 'cpu', got {device_type!r}")

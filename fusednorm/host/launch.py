@@ -1,4 +1,7 @@
-"""Plan + tensors -> outputs: allocates, launches. The sole importer of kernels/."""
+"""Turns a plan and tensors into outputs: allocates them, and launches the kernels.
+
+The measurements behind the constants are in bench/NOTES.md, "Evidence behind constants".
+"""
 
 from __future__ import annotations
 
@@ -41,27 +44,30 @@ from .fallback import BuildFailed
 from .gpus import current
 from .launcher import Launch, RowDescriptor, TileDescriptor
 
-PARTIAL_LOADS = 9  # of 16 bytes, that a thread has under way when it sums partials: more would not fit registers
-# Up to so many columns a CTA sums the partials of so many, with so many warps (bench/NOTES.md, "The second launch").
+PARTIAL_LOADS = 9  # 16-byte loads that a thread has in flight when it sums partials; more would not fit its registers
+# How partials are summed: (largest number of columns, columns summed by one CTA, warps of that CTA). The first entry
+# that is large enough applies (bench/NOTES.md, "The second launch").
 PIECES = ((512, 16, 8), (2048, 16, 4), (16384, 32, 4), (math.inf, 128, 4))
-# Of a forward by column tiles, of elements of 4 bytes and more: left alone, the compiler takes 32 or 40 for some widths
-# that are no multiples of 16, and spills 8 or 16 bytes.
+# Registers per thread (maxnreg) of a forward by column tiles with elements of 4 bytes or more. Without it, the compiler
+# takes too few registers for some widths that are no multiple of 16, and spills.
 ROW_PASS_REGISTERS = 64
-COLUMN_PASS_REGISTERS = 128  # of a backward with 16-bit x and a float64 weight; left alone, the compiler spills 8 bytes
-VECTOR_BYTES = 16  # of one load or store of a thread
-OLDEST_DEPENDENT_ARCH = 90  # that places a dependent launch before the one that it depends on has ended
+# Registers per thread (maxnreg) of a backward by column tiles with 16-bit x and a float64 weight. Without it, the
+# compiler spills.
+COLUMN_PASS_REGISTERS = 128
+VECTOR_BYTES = 16  # bytes of one load or store of a thread
+OLDEST_DEPENDENT_ARCH = 90  # oldest arch on which a dependent launch may be placed before its predecessor has ended
 
 
 class Prepared(NamedTuple):
-    """A call on the point of being launched."""
+    """A call that is ready to be launched."""
 
     launches: list[Launch]
-    outputs: tuple  # tensors that the op returns, None where not wanted
-    workspace: Tensor | None = None  # lives for the call only
+    outputs: tuple  # tensors that the op returns; None for an unwanted one
+    workspace: Tensor | None = None  # needed during the call only
 
 
 class Filled(NamedTuple):
-    """What a backward writes to; None where not wanted."""
+    """The tensors that a backward writes; None for an unwanted one."""
 
     dx: Tensor | None
     dw_partial: Tensor | None
@@ -69,19 +75,20 @@ class Filled(NamedTuple):
     dw: Tensor | None
     db: Tensor | None
     row_means: Tensor | None
-    counters: Tensor | None  # of CTAs that are done with a column tile
-    announces_end: bool  # to a dependent launch, which sums the partials
+    counters: Tensor | None  # per column tile, the number of CTAs that are done with it
+    announces_end: bool  # whether the kernel signals its end to a dependent launch, which sums the partials
 
 
 def forward(call: ForwardCall, remember: Remember | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(y, mean, rstd), None where not wanted; mean is None for RMSNorm. `remember` is called with what was launched."""
+    """(y, mean, rstd). mean is None for RMSNorm, and unwanted statistics are None. Calls `remember` with the launched
+    call."""
     return _run(call, prepare_forward, reference.forward, remember)
 
 
 def backward(
     call: BackwardCall, remember: Remember | None = None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dx, dw, db), None where not wanted. `remember` is called with what was launched."""
+    """(dx, dw, db); None for an unwanted gradient. Calls `remember` with the launched call."""
     return _run(call, prepare_backward, reference.backward, remember)
 
 
@@ -89,7 +96,7 @@ Remember = Callable[[Prepared], None]
 
 
 def _run(call, prepare: Callable[..., Prepared], by_aten: Callable[..., tuple], remember: Remember | None) -> tuple:
-    """The outputs of a call, by the first plan whose kernels can all be built."""
+    """The outputs of a call, by the first plan whose kernels can all be built and launched, or else by ATen."""
     problem, device = call.problem, call.x.tensor.device
     spec = gpus.spec_of(device)
     while not isinstance(plan := fallback.choose(problem, call.rows, spec), ReferencePlan):
@@ -107,7 +114,7 @@ def _run(call, prepare: Callable[..., Prepared], by_aten: Callable[..., tuple], 
 
 
 def prepare_forward(call: ForwardCall, plan: Plan | None = None) -> Prepared:
-    """The launches of a forward and the tensors they will fill; by `plan`, or by the planner's."""
+    """The launches of a forward and the tensors that they will fill, by `plan` or else by the planner's choice."""
     problem, device = call.problem, call.x.tensor.device
     spec = gpus.spec_of(device)
     plan = plan or heuristics.choose(problem, call.rows, spec)
@@ -121,7 +128,7 @@ def prepare_forward(call: ForwardCall, plan: Plan | None = None) -> Prepared:
 
 
 def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> Prepared:
-    """The launches of a backward and the tensors they will fill; by `plan`, or by the planner's."""
+    """The launches of a backward and the tensors that they will fill, by `plan` or else by the planner's choice."""
     problem, device = call.problem, call.x.tensor.device
     spec = gpus.spec_of(device)
     plan = plan or heuristics.choose(problem, call.rows, spec)
@@ -149,7 +156,7 @@ def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> Prepared:
 
 
 def _finalize(problem: NormProblem, filled: Filled, num_partials: int) -> Launch:
-    """The sums of the partials, in a launch of their own: one CTA for each piece of dw and of db."""
+    """The launch that sums the partials, with one CTA per piece of dw and of db."""
     tile = partials_tile(problem.cols, problem.acc_dtype.itemsize, filled.announces_end)
     grid = (triton.cdiv(problem.cols, tile.cols) * problem.num_sums,)
     args, options = (*filled[1:5], num_partials, problem.cols), {"launch_pdl": True} if tile.dependent else {}
@@ -158,8 +165,8 @@ def _finalize(problem: NormProblem, filled: Filled, num_partials: int) -> Launch
 
 @functools.cache
 def partials_tile(cols: int, itemsize: int, dependent: bool) -> PartialsTile:
-    """How partials of `cols` columns are summed. The order of the additions follows from it and from the number of
-    partials, so it depends on nothing else: not on the plan, the device or who launches."""
+    """The tile that sums the partials of `cols` columns. The tile and the number of partials determine the order of the
+    additions, so the sums do not depend on the plan, the device or the caller in any other way."""
     piece, num_warps = next(tile for most, *tile in PIECES if cols <= most)
     return PartialsTile(piece, PARTIAL_LOADS * 4 // itemsize, num_warps, dependent)
 
@@ -174,7 +181,7 @@ def _multiwave_forward(plan: MultiWavePlan, call: ForwardCall, norm: Norm, outpu
 def _column_tile_forward(
     plan: ColumnTilePlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int
 ) -> list[Launch]:
-    """A CTA per row, which walks its column tiles twice."""
+    """One CTA per row, which passes over the row's column tiles twice."""
     tile = _whole_row_tile(plan, _even_bits(call.x, cols=call.problem.cols))
     args = _forward_args(call, outputs)
     options = {"maxnreg": ROW_PASS_REGISTERS} if call.problem.x_dtype.itemsize >= 4 and tile.even_bits else {}
@@ -198,7 +205,7 @@ def _multiwave_backward(plan: MultiWavePlan, call: BackwardCall, norm: Norm, fil
 def _column_tile_backward(
     plan: ColumnTilePlan, call: BackwardCall, norm: Norm, filled: Filled, ctas: int
 ) -> list[Launch]:
-    """The row means first, where dx is wanted; then all outputs by column tiles."""
+    """One launch for the row means if dx is wanted, then one for all outputs by column tiles."""
     problem, inputs, sizes = call.problem, _inputs(call), _sizes(call)
     even_bits, launches = _even_bits(call.x, call.grad_out, cols=problem.cols), []
     if problem.wants_dx:
@@ -212,7 +219,7 @@ def _column_tile_backward(
     is_wide = problem.x_dtype.itemsize == 2 and problem.weight_dtype == torch.float64
     options = {"maxnreg": COLUMN_PASS_REGISTERS} if is_wide else {}
     if not options and triton_compat.installed() != OLDEST_TRITON:
-        # 3.6 takes no more than leaves room for all CTAs; 3.9 takes 130 with float32 parameters on sm_100.
+        # Triton 3.6 keeps to the registers that let all CTAs of an SM be resident. Later releases may take more.
         threads = plan.ctas_per_sm * 32 * plan.num_warps
         options = {"maxnreg": budget.register_limit(threads, gpus.spec_of(call.x.tensor.device))}
     launches.append(Launch(multiwave.backward_by_column_tiles, grid, args, norm, tile, options))
@@ -229,7 +236,7 @@ def _pipelined_backward(plan: PipelinedPlan, call: BackwardCall, norm: Norm, fil
 def _column_ring_backward(
     plan: ColumnRingPlan, call: BackwardCall, norm: Norm, filled: Filled, ctas: int
 ) -> list[Launch]:
-    """Partials of dw and db by column tiles."""
+    """One launch for the partials of dw and db, by column tiles."""
     tile, cols = _column_ring_tile(plan, call.problem), call.problem.cols
     dy = TileDescriptor(call.grad_out, call.rows, cols, tile)
     x = TileDescriptor(call.x, call.rows, cols, tile) if norm.wants_dw else None
@@ -243,8 +250,8 @@ def _warp_specialized_backward(
 ) -> list[Launch]:
     tile = _warp_specialized_tile(plan, call.problem)
     pointers = (*_inputs(call)[2:], *filled[:3])
-    present = (call.rstd if pointer is None else pointer for pointer in pointers)  # a warp partition takes no None
-    descriptors = _descriptors([call.x, call.grad_out], call.rows, call.problem.cols, tile)[:2]  # it knows no tails
+    present = (call.rstd if pointer is None else pointer for pointer in pointers)  # warp partitions do not take None
+    descriptors = _descriptors([call.x, call.grad_out], call.rows, call.problem.cols, tile)[:2]  # without tails
     args = (*descriptors, *present, *_ring_sizes(call))
     return [Launch(warp_specialized.backward, (ctas,), args, norm, tile, _warp_specialized_options(plan))]
 
@@ -324,8 +331,8 @@ def _column_tile(plan: ColumnTilePlan, even_bits: int) -> Tile:
 
 
 def _even_bits(*views: RowView, cols: int) -> int:
-    """Of a portable kernel's tile: how many low bits are zero of all that rows are long and apart, where these are no
-    multiples of 16, for which Triton looks itself."""
+    """log2 of the largest power of two that divides the columns and all row strides, for a portable kernel's tile. 0 if
+    16 divides them, because Triton detects that itself."""
     sizes = functools.reduce(operator.or_, (view.outer_stride | view.inner_stride for view in views), cols)
     return (sizes & -sizes).bit_length() - 1 if sizes % 16 else 0
 
@@ -358,7 +365,7 @@ def _column_ring_tile(plan: ColumnRingPlan, problem: NormProblem) -> ColumnTile:
 
 
 def _descriptors(views: list[RowView], rows: int, cols: int, tile: RingTile) -> list[RowDescriptor | None]:
-    """Of each tensor, then of each one's tail, None where there is none."""
+    """The descriptors of the tensors, followed by those of their tails; None for each tail if the tile has none."""
     tails = [RowDescriptor(view, rows, cols, tile, tail=True) if tile.tail else None for view in views]
     return [RowDescriptor(view, rows, cols, tile) for view in views] + tails
 
@@ -390,8 +397,9 @@ def _stride(statistic: Tensor | None) -> int:
 def _workspace(
     problem: NormProblem, partials: int, means: int, counters: int, device: torch.device
 ) -> tuple[Tensor | None, ...]:
-    """One allocation, and what is in it: [partials, cols] each for dw and db, so many row means, and so many counters
-    (int32). Each part starts at a multiple of 16 bytes whatever the row count is."""
+    """(workspace, dw, db, means, counters): one allocation and its parts. dw and db have space for [partials, cols]
+    each, means for as many row means, counters for as many int32. Each part starts at a multiple of 16 bytes, whatever
+    the row count. A part of no elements is None."""
     partials = _aligned(partials * problem.cols)
     sizes = partials * problem.wants_dw, partials * problem.wants_db, _aligned(means), counters
     if not any(sizes):

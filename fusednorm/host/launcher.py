@@ -1,9 +1,9 @@
-"""Launches a build that Triton has made before, without asking Triton again which build that is: 2 us instead of 11 to
-18 (Triton 3.6).
+"""Launches a build that Triton has made before without Triton's own lookup, which takes most of a launch's host time.
 
-A build depends on dtypes, on what is None, on the integers that its kernel is specialized by and on which pointers are
-multiples of 16 bytes. Encoded tensor maps are kept by address. Triton's launcher is no public interface: releases that
-have not been tried take Triton's way always (triton_compat.py).
+A build depends on dtypes, on which operands are None, on the integers that its kernel is specialized for, and on which
+pointers are multiples of 16 bytes. Encoded tensor maps are cached by address. Triton's launcher is no public interface,
+so with releases that have not been tried Triton itself launches every kernel (triton_compat.py). The measurements are
+in bench/NOTES.md, "Evidence behind constants".
 """
 
 from __future__ import annotations
@@ -28,19 +28,21 @@ from ..problem import RowView
 from . import torch_compat, triton_compat
 from .fallback import BuildFailed, cause_of
 
-TRITON = triton_compat.in_use()  # None: all launches are Triton's
-KEPT_TENSOR_MAPS = 1024  # of a build
+TRITON = triton_compat.in_use()  # None: Triton itself launches every kernel
+KEPT_TENSOR_MAPS = 1024  # encoded tensor maps cached per build
 
-_builds: dict[tuple, Build | None] = {}
-_loaded: set[tuple] = set()
-_failed: dict[tuple, str] = {}  # and why
-_unspecialized: dict[int, frozenset[int]] = {}  # by kernel
+_builds: dict[tuple, Build | None] = {}  # by key (`_key_and_values`); None if Triton itself must launch it
+_loaded: set[tuple] = set()  # keys of builds that Triton has loaded
+_failed: dict[tuple, str] = {}  # causes of failures, by key
+_unspecialized: dict[int, frozenset[int]] = {}  # operand positions that no build depends on, by id of the kernel
 
 
 class RowDescriptor(NamedTuple):
-    """What TMA copies row tiles from: rows as [rows, cols / box, box], because no side of a box may be longer than 256;
-    for copies of several chunks as [chunks, rows, chunk / box, box], so that each chunk is in one piece in shared
-    memory. Of a tile's copies, or of its tail."""
+    """A tensor from which TMA copies row tiles, or with `tail` their tails.
+
+    It is described as [rows, cols / box, box], because no side of a TMA box may exceed 256 elements. For copies of
+    several chunks it is [chunks, rows, chunk / box, box], so that each chunk is contiguous in shared memory.
+    """
 
     view: RowView
     rows: int
@@ -49,8 +51,8 @@ class RowDescriptor(NamedTuple):
     tail: bool = False
 
     def geometry(self) -> tuple[list[int], list[int], list[int]]:
-        """Shape, strides and the block of a copy."""
-        tile, chunk = self.tile, self.tile.cluster * self.tile.chunk  # of all CTAs
+        """(shape, strides, block of one copy), in elements."""
+        tile, chunk = self.tile, self.tile.cluster * self.tile.chunk  # chunk of all CTAs of the cluster together
         boxes, row_stride = chunk // tile.box, self.view.outer_stride
         if self._has_chunks:
             shape = [self.cols // chunk, self.rows, boxes, tile.box]
@@ -58,7 +60,7 @@ class RowDescriptor(NamedTuple):
         return [self.rows, self.cols // tile.box, tile.box], [row_stride, tile.box, 1], [tile.rows, boxes, tile.box]
 
     def triton(self) -> TensorDescriptor:
-        """The same in Triton's form."""
+        """This descriptor in Triton's form."""
         rank = 4 if self._has_chunks else 3
         return _in_tritons_form(self, ring.cluster_bases(self.tile, rank, rank - 2))
 
@@ -68,7 +70,7 @@ class RowDescriptor(NamedTuple):
 
 
 class TileDescriptor(NamedTuple):
-    """What TMA copies tiles of rows and columns from: [rows, cols]."""
+    """A tensor from which TMA copies tiles of rows and columns, described as [rows, cols]."""
 
     view: RowView
     rows: int
@@ -76,11 +78,11 @@ class TileDescriptor(NamedTuple):
     tile: ColumnTile
 
     def geometry(self) -> tuple[list[int], list[int], list[int]]:
-        """Shape, strides and the block of a copy."""
+        """(shape, strides, block of one copy), in elements."""
         return [self.rows, self.cols], [self.view.outer_stride, 1], [self.tile.rows, self.tile.chunk]
 
     def triton(self) -> TensorDescriptor:
-        """The same in Triton's form."""
+        """This descriptor in Triton's form."""
         return _in_tritons_form(self, [])
 
 
@@ -95,7 +97,7 @@ def _in_tritons_form(descriptor: RowDescriptor | TileDescriptor, cluster_bases: 
 
 @dataclass
 class Launch:
-    """One kernel with all that it is called with; norm and tile are its compile-time arguments."""
+    """One kernel with all arguments of its call. norm and tile are compile-time arguments."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -114,14 +116,13 @@ class Launch:
         return {**constants, **COMPILE_OPTIONS, **self.options}
 
     def load(self) -> None:
-        """Do all of a launch that another kernel could mend if it failed, but for the launch: compile and load. Raises
-        BuildFailed."""
+        """Compile and load the kernel. Raises BuildFailed if that fails in a way that another kernel could avoid."""
         if isinstance(self.kernel, JITFunction):
             load(self, torch.cuda.current_device())
 
     def run(self) -> None:
-        """Launch on the current stream of the current device, or in the interpreter. Raises BuildFailed where the
-        driver refuses."""
+        """Launch on the current stream of the current device, or in the interpreter. Raises BuildFailed if the driver
+        refuses the launch."""
         if not isinstance(self.kernel, JITFunction):
             self.kernel[self.grid](*self.args, **self.keywords())
             return
@@ -134,8 +135,9 @@ class Launch:
 
 
 def hand_over(launches: Sequence[Any], loaded: bool = False) -> None:
-    """Launch them in turn, Launches or ColumnLaunches, on the current device: the one place where all launches go, but
-    for those that a recipe repeats. All kernels are loaded before the first is launched. Raises BuildFailed."""
+    """Run Launches or ColumnLaunches in order on the current device. All kernels are loaded before the first one is
+    launched, so that a failed build is noticed before anything runs. All launches come through here, except those that
+    a recipe repeats. Raises BuildFailed."""
     if not loaded:
         for launch in launches:
             launch.load()
@@ -144,7 +146,7 @@ def hand_over(launches: Sequence[Any], loaded: bool = False) -> None:
 
 
 def load(launch: Launch, device_index: int) -> None:
-    """Have the build of a launch on the device. Raises BuildFailed, for a build that has failed before at once."""
+    """Load the build of a launch on the device. Raises BuildFailed, at once for a build that has failed before."""
     key, _ = _key_and_values(launch, device_index)
     if key in _builds or key in _loaded:
         return
@@ -164,7 +166,7 @@ def load(launch: Launch, device_index: int) -> None:
 
 
 def refused(launch: Launch, device_index: int, error: Exception) -> None:
-    """Raises BuildFailed, from here on at once, where the error of a launch says that the driver has refused it."""
+    """Raise BuildFailed if the error of a launch says that the driver has refused it, and mark the build as failed."""
     cause = cause_of(error, launched=True)
     if cause is not None:
         key, _ = _key_and_values(launch, device_index)
@@ -175,7 +177,7 @@ def refused(launch: Launch, device_index: int, error: Exception) -> None:
 
 
 def run(launch: Launch, device_index: int) -> None:
-    """Launch on the current stream of the current device, whose index is given."""
+    """Launch on the current stream of the current device, whose index is device_index."""
     if TRITON is None:
         launch.kernel[launch.grid](*launch.args, **launch.keywords())
         return
@@ -190,8 +192,8 @@ def run(launch: Launch, device_index: int) -> None:
 
 
 def known_build(launch: Launch, device_index: int) -> tuple[Build | None, list]:
-    """The build that `run` has launched before (None where Triton itself has to launch it), and its operands as
-    `_key_and_values` has them."""
+    """The build that `run` has launched before, or None if Triton itself must launch it; and the operands in the form
+    of `_key_and_values`."""
     if TRITON is None or not isinstance(launch.kernel, JITFunction) or launch.kernel.pre_run_hooks:
         return None, []
     key, values = _key_and_values(launch, device_index)
@@ -199,9 +201,10 @@ def known_build(launch: Launch, device_index: int) -> tuple[Build | None, list]:
 
 
 def _key_and_values(launch: Launch, device_index: int) -> tuple[tuple, list]:
-    """What a build depends on, and the operands with pointers as numbers."""
+    """(key, values): everything that a build depends on, and the operands with tensors replaced by their addresses."""
     kernel = launch.kernel
-    # Kernels, norms and tiles are made once and kept; hashing a kernel would ask Triton for its source.
+    # id() is safe for kernels, norms and tiles: each is made once and kept. Hashing a kernel would make Triton read its
+    # source.
     key: list[Any] = [id(kernel), id(launch.norm), id(launch.tile), device_index, *launch.options.items()]
     values: list[Any] = []
     unspecialized = _unspecialized.get(id(kernel))
@@ -222,7 +225,7 @@ def _key_and_values(launch: Launch, device_index: int) -> tuple[tuple, list]:
 
 
 def _positions_no_build_depends_on(kernel) -> frozenset[int]:
-    """Of the numbers said so, and of floating-point ones."""
+    """Positions of parameters marked do_not_specialize and of floating-point numbers."""
     return frozenset(
         position
         for position, parameter in enumerate(kernel.params)
@@ -231,23 +234,23 @@ def _positions_no_build_depends_on(kernel) -> frozenset[int]:
 
 
 class Build:
-    """One compiled kernel with what its launcher is called with every time.
+    """One compiled kernel, with the arguments that are the same in each of its launches.
 
-    `launch(grid x, y, z, stream, *head, *values, *constants)` launches it, where each tensor map among the values is
+    `launch(grid x, y, z, stream, *head, *values, *constants)` launches it. Among the values, each tensor map is
     followed by its shape and strides.
     """
 
-    STREAM = 3  # position of the stream in a launch's arguments
-    RUNTIME = knobs.runtime  # where those who want to see Triton's launches leave their hooks
+    STREAM = 3  # position of the stream among the arguments of `launch`
+    RUNTIME = knobs.runtime  # has the hooks of profilers that watch Triton's launches
 
     @staticmethod
     def of(compiled, launch: Launch) -> Build | None:
-        """None where the launcher would need memory of its own, or is another than is known."""
+        """The build; None if its launcher needs scratch memory or has an unknown form."""
         try:
             launcher = compiled.run
             needs_memory = launcher.global_scratch_size or launcher.profile_scratch_size
-            Build.hooks()  # must be there to be asked
-            watched = getattr(launcher, "gsan_enabled", False)  # a sanitizer's launches take more operands
+            Build.hooks()  # raises AttributeError if this Triton has no such hooks
+            watched = getattr(launcher, "gsan_enabled", False)  # launches under the sanitizer take more operands
             return None if needs_memory or watched else Build(compiled, launch, TRITON)
         except (AttributeError, KeyError):
             return None
@@ -257,18 +260,20 @@ class Build:
         names = launch.kernel.arg_names[len(launch.operands) :]
         self.compiled = compiled
         self._constants = [constants[name] for name in names]
-        self.dependent = compiled.metadata.launch_pdl  # on the launch before it: may be placed while that one ends
-        self.descriptors = getattr(compiled.metadata, "tensordesc_meta", None) or []  # of operands that come first
+        # A dependent launch may be placed on the GPU while the launch before it ends.
+        self.dependent = compiled.metadata.launch_pdl
+        # Metadata of the TMA descriptors, which are the first operands.
+        self.descriptors = getattr(compiled.metadata, "tensordesc_meta", None) or []
         self._encoded: dict[tuple, Any] = {}
         self._encode = triton.encode
         self.launch, self._head = triton.launch_of(compiled, bool(self.descriptors))
 
     def run(self, grid: tuple[int, ...], values: list, stream: int) -> None:
-        """Launch with the operands as `_key_and_values` has them."""
+        """Launch with the operands in the form of `_key_and_values`."""
         self.launch(*self.arguments(grid, values, stream))
 
     def arguments(self, grid: tuple[int, ...], values: list, stream: int) -> list:
-        """What `launch` is called with."""
+        """The arguments for `launch`."""
         count = len(self.descriptors)
         if count:
             encoded = []
@@ -279,13 +284,13 @@ class Build:
         return [*grid, *(1, 1, 1)[len(grid) :], stream, *self._head, *values, *self._constants]
 
     def positions(self, operands: tuple) -> list[int]:
-        """Where each operand (of a descriptor the tensor map) is among the arguments."""
+        """The position of each operand among the arguments of `launch`; of a descriptor, that of its tensor map."""
         sizes = [1 + 2 * len(o.geometry()[0]) if isinstance(o, DESCRIPTORS) else 1 for o in operands]
         return [self.STREAM + 1 + len(self._head) + sum(sizes[:at]) for at in range(len(operands))]
 
     def parameter_types(self) -> list[tuple[int, str]]:
-        """(position among the arguments, type by Triton's name) of all that the kernel is called with: constants are
-        not."""
+        """(position among the arguments of `launch`, Triton's name of the type) of each kernel parameter, without the
+        compile-time constants."""
         types: list[str] = []
         for each in self.compiled.src.signature.values():
             if isinstance(each, str) and each.startswith("tensordesc"):
@@ -297,23 +302,23 @@ class Build:
         return [(position, each) for position, each in enumerate(types, start) if each != "constexpr"]
 
     def map_geometry(self, position: int) -> tuple[int, int, list[int]]:
-        """Of the tensor map of a descriptor: bytes of an element, CUDA's number of its type, and the box of a copy."""
+        """(bytes of an element, CUDA's number of the element type, box of a copy) of a descriptor's tensor map."""
         described = self.descriptors[position]
         return described["elem_size"], triton_compat.number_of_type(described["elem_type"]), described["block_size"]
 
     @staticmethod
     def is_hooked() -> bool:
-        """Whether a profiler wants to see Triton's launches."""
+        """Whether a profiler watches Triton's launches."""
         before, after = Build.hooks()
         return bool(before or after)
 
     @staticmethod
     def hooks() -> tuple[list, list]:
-        """Triton's lists of those who want to: before a launch, and after."""
+        """Triton's lists of hooks that run before and after a launch."""
         return Build.RUNTIME.launch_enter_hook.calls, Build.RUNTIME.launch_exit_hook.calls
 
     def tensor_map(self, position: int, pointer: int, shape: list[int], strides: list[int]):
-        """What the TMA copies of a descriptor need, in the form that `launch` takes."""
+        """The encoded tensor map of the descriptor at `position`, in the form that `launch` takes. Cached."""
         key = position, pointer, *shape, *strides
         encoded = self._encoded.get(key)
         if encoded is None:

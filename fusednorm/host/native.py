@@ -1,7 +1,7 @@
-"""The optional host side in C++ (csrc/native.cpp), and what it needs of Python.
+"""The optional host side in C++ (csrc/native.cpp), and its connection to Python.
 
-It repeats recipes and records autograd's node without Python, for plain tensors on a GPU; everything else it hands to
-the functions that `install` gives it. Where it was not built, the same ops run in Python.
+For plain tensors on a GPU it repeats recipes and records autograd's node without Python. All other calls go to the
+Python functions that `install` passes to it. If the extension was not built, the same ops run in Python.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ from . import recipe
 
 try:
     from . import _native as extension
-except ImportError as error:  # not built, or for another Python
+except ImportError as error:  # not built, or built for another Python
     extension, reason = None, str(error)
 else:
     reason = ""
-    if not torch.__version__.startswith(extension.torch_version):  # whose tensors may be laid out otherwise
+    if not torch.__version__.startswith(extension.torch_version):  # another torch may lay out its tensors differently
         extension, reason = None, f"built for torch {extension.torch_version}, found {torch.__version__}"
 
-_FAILURE = Path(__file__).with_name("_native_failure.txt")  # setup.py leaves it where the extension does not compile
+_FAILURE = Path(__file__).with_name("_native_failure.txt")  # setup.py writes it if the extension does not compile
 
 OPS = ("layer_norm_fwd", "layer_norm_bwd", "rms_norm_fwd", "rms_norm_bwd")
-NAMES_OF_NUMBERS = {"i32", "i64", "fp32", "fp64"}  # Triton's names of parameter types
+NAMES_OF_NUMBERS = {"i32", "i64", "fp32", "fp64"}  # Triton's names of numeric parameter types
 
 
 def install(
     key: str, above: list[Callable], ops: Any, statistics_gradient: Callable, differentiable_backward: Callable
 ) -> None:
-    """Register the OPS in C++ at dispatch key `key` ("CUDA") and at autograd's above it.
+    """Register the OPS in C++ at dispatch key `key` ("CUDA") and at the autograd key above it.
 
-    above: what stands in for each of OPS above autograd; ops: has forward and backward, where a call without a recipe
-    goes (ops.py); statistics_gradient: reference.statistics_backward_formula; differentiable_backward: of a norm whose
-    y alone was asked for, called as autograd.differentiable_backward.
+    above                    for each of OPS, the Python implementation at the autograd key
+    ops                      the module (ops.py) whose forward and backward run calls without a recipe
+    statistics_gradient      reference.statistics_backward_formula
+    differentiable_backward  autograd.differentiable_backward, for norms that returned y alone
     """
 
     def forward_of(norm: str):
@@ -55,12 +56,12 @@ def install(
 
     below = [forward_of("layer"), backward_of("layer"), forward_of("rms"), backward_of("rms")]
     extension.install(key, above, below, statistics_gradient, differentiable_backward, recipe.KEPT)
-    forcing.observe(extension.pause)  # what is forced takes Python's way
+    forcing.observe(extension.pause)  # under `force`, calls run in Python
     margin.observe(extension.set_sm_margin)
 
 
 def _packed(found: recipe.Known | None) -> tuple | None:
-    """A recipe in the form that csrc/native.cpp takes; None where there is none."""
+    """A recipe in the form that csrc/native.cpp takes; None without a recipe."""
     if found is None:
         return None
     known = found.recipe
@@ -70,7 +71,8 @@ def _packed(found: recipe.Known | None) -> tuple | None:
 
 
 def _packed_step(step: recipe.Step) -> tuple:
-    """(function, grid, threads, shared bytes, CTAs of a cluster, dependent, parameters): see `step_of` there."""
+    """(function, grid, threads, shared bytes, CTAs of a cluster, dependent, parameters), as `step_of` in native.cpp
+    takes it."""
     build, arguments = step.build, step.arguments
     num_warps, cluster, shared = build.compiled.packed_metadata
     slots = {slot.position: ("address", slot.index, slot.offset) for slot in step.slots}
@@ -85,29 +87,29 @@ def _packed_step(step: recipe.Step) -> tuple:
             parameters.append((kind, arguments[position]))
         else:
             raise RuntimeError(f"native: a kernel's parameter must be a pointer, a map or a number, got {kind}")
-    parameters += [("i64", 0), ("i64", 0)]  # memory for Triton's own use and its profiler's, of which we have none
+    parameters += [("i64", 0), ("i64", 0)]  # scratch memory of Triton and of its profiler: our kernels have none
     grid = tuple(arguments[: build.STREAM])
     return build.compiled.function, grid, 32 * num_warps, shared, cluster, build.dependent, tuple(parameters)
 
 
 def _packed_map(build, slot: recipe.MapSlot) -> tuple:
-    """("map", index, CUDA's type, shape, strides in bytes, box), innermost first; the innermost stride is left out."""
+    """("map", index, CUDA's type, shape, strides in bytes, box), innermost dim first, without the innermost stride."""
     element_bytes, cuda_type, box = build.map_geometry(slot.operand)
     shape, strides = reversed(slot.shape), [element_bytes * stride for stride in reversed(slot.strides[:-1])]
     return "map", slot.index, cuda_type, tuple(shape), tuple(strides), tuple(reversed(box))
 
 
 def failure() -> str:
-    """The compiler's first error, where the extension was to be built and was not; else nothing."""
+    """The compiler's first error if the extension was to be built and did not compile; else an empty string."""
     return "" if extension or not _FAILURE.exists() else _FAILURE.read_text().strip()
 
 
 def repeats() -> int:
-    """How many calls have been repeated without Python; 0 where nothing was built."""
+    """The number of calls repeated without Python; 0 if the extension was not built."""
     return extension.repeats() if extension else 0
 
 
 def forget() -> None:
-    """All recipes of the C++ side."""
+    """Drop all recipes of the C++ side."""
     if extension:
         extension.forget()

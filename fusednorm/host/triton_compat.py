@@ -1,7 +1,7 @@
-"""How each release of Triton launches a compiled kernel: what launcher.py needs to do that without asking Triton again.
+"""How each release of Triton launches a compiled kernel, so that launcher.py can skip Triton's own lookup.
 
-No release promises any of it. So RELEASES is a table of those whose launchers were read, and only one that has run on a
-GPU is used; with all others, and where a name is gone, calls take Triton's own way.
+All of this is internal to Triton. RELEASES lists the releases whose launchers were read; only an entry that has run on
+a GPU is used. With all other releases, and if a name is gone, Triton itself launches.
 """
 
 from __future__ import annotations
@@ -12,21 +12,25 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-WHOLE_GRID_AT_ONCE = False  # no launch of ours asks for that: beside others it would wait for the whole GPU
+WHOLE_GRID_AT_ONCE = False  # cooperative launch. Never used: beside other kernels it would wait for the whole GPU
 
 
 class Release(NamedTuple):
-    """launch_of(compiled, has_maps): what launches a compiled kernel, called with grid x, y, z, stream, then the second
-    of what is returned here, then the kernel's operands; a tensor map among these is followed by its shape and strides.
-    encode(descriptor, metadata): the tensor map of a TMA descriptor."""
+    """The launcher of one release.
+
+    launch_of(compiled, has_maps) returns (launch, head). launch(x, y, z, stream, *head, *operands) launches the kernel
+    on the grid x, y, z. Among the operands, each tensor map is followed by its shape and strides.
+    encode(descriptor, metadata) returns the tensor map of a TMA descriptor.
+    """
 
     launch_of: Callable[[Any, bool], tuple[Callable, tuple]]
     encode: Callable[[Any, dict], Any]
-    has_run: bool  # on a GPU, with this package
+    has_run: bool  # whether this entry has run on a GPU
 
 
 def _flat(compiled, has_maps: bool) -> tuple[Callable, tuple]:
-    """A function compiled for each kernel; for one with tensor maps, inside another that encodes them."""
+    """For releases that compile a launch function per kernel. If the kernel has tensor maps, that function is wrapped
+    in another that encodes the maps; the inner one is returned."""
     launcher = compiled.run
     head = compiled.function, WHOLE_GRID_AT_ONCE, launcher.launch_pdl, None, None
     launch = inspect.getclosurevars(launcher.launch).nonlocals["launcher"] if has_maps else launcher.launch
@@ -34,7 +38,8 @@ def _flat(compiled, has_maps: bool) -> tuple[Callable, tuple]:
 
 
 def _packed(compiled, has_maps: bool) -> tuple[Callable, tuple]:
-    """One function for all kernels, which takes the operands as one argument and is told what they are."""
+    """For releases with one launch function for all kernels. It takes all operands as one argument, and their types
+    as others."""
     from triton.runtime import driver
 
     launcher, launch_packed = compiled.run, driver.active.utils.launch
@@ -66,12 +71,14 @@ RELEASES = {
     (3, 8): Release(_packed, _encode_with_signature, has_run=False),
     (3, 9): Release(_packed, _encode_with_signature, has_run=False),
 }
-SLOWER_US = "9 to 16"  # of host time, for each kernel that Triton itself launches (H200, Triton 3.6)
+# Additional host time per kernel, in microseconds, if Triton itself launches it (bench/NOTES.md, "Evidence behind
+# constants").
+SLOWER_US = "9 to 16"
 
 
 @functools.cache
 def installed() -> tuple[int, int] | None:
-    """Major and minor version, without importing it; None where there is none."""
+    """(major, minor) of the installed Triton, without importing it. None if Triton is not installed."""
     try:
         major, minor = importlib.metadata.version("triton").split(".")[:2]
     except importlib.metadata.PackageNotFoundError:
@@ -80,13 +87,13 @@ def installed() -> tuple[int, int] | None:
 
 
 def in_use() -> Release | None:
-    """The installed release, if its launcher is in the table and has run on a GPU."""
+    """The installed release if RELEASES has it and it has run on a GPU; else None."""
     release = RELEASES.get(installed())
     return release if release is not None and release.has_run else None
 
 
 def number_of_type(name: int) -> int:
-    """CUDA's number of a tensor map's type, from Triton's."""
+    """CUDA's number of a tensor map's element type, from Triton's number."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
     return TMA_DTYPE_DEVICE_TO_HOST[name]

@@ -1,1 +1,1 @@
-"""What makes models that know nothing of this package run its kernels. Nothing here is imported unless asked for."""
+"""Integrations that make unmodified models run this package's kernels. Each is imported only on first use."""

@@ -1,7 +1,8 @@
 """enable_eager: ATen's own norm ops run this package's kernels, so that eager models need no change.
 
-The kernels that ATen has registered for CUDA tensors are replaced. All above them stays ATen's: autograd's nodes,
-second derivatives, autocast, torch.func, DTensor. What we do not take is handed on to the kernel that was there before.
+Our kernels replace those that ATen has registered for CUDA tensors. Everything above them stays ATen's: autograd's
+nodes, second derivatives, autocast, torch.func, DTensor. Calls that we do not take go to the kernel that was registered
+before.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ _destroy, _get_kernel = torch.library.Library._destroy, torch.library.get_kernel
 
 
 class enable_eager:  # noqa: N801  reads as a function: with enable_eager(): ...
-    """enable_eager(): from here on, eager LayerNorm and RMSNorm of CUDA tensors run this package's kernels.
+    """enable_eager(): from now on, eager LayerNorm and RMSNorm of CUDA tensors run this package's kernels.
 
-    That is aten::native_layer_norm, native_layer_norm_backward, _fused_rms_norm and _fused_rms_norm_backward, hence
-    torch.nn.functional.layer_norm and rms_norm and whatever calls them. Outputs have ATen's shapes, strides and dtypes.
-    float16, bfloat16, float32 and float64 are taken, on GPUs from sm_80 on; anything else, and everything under
-    force("reference"), goes to ATen's kernel as before, and so do tensors without elements. LayerNorm whose parameters
-    have another dtype than x, which ATen refuses, works; RMSNorm whose weight has another never gets here, because
-    ATen takes it apart before.
+    The ops are aten::native_layer_norm, native_layer_norm_backward, _fused_rms_norm and _fused_rms_norm_backward, and
+    therefore torch.nn.functional.layer_norm and rms_norm and whatever calls them. Outputs have ATen's shapes, strides
+    and dtypes. Our kernels take float16, bfloat16, float32 and float64 on GPUs from sm_80 on. Other dtypes and GPUs,
+    tensors without elements, and all calls under force("reference") go to ATen's kernel as before. A LayerNorm whose
+    parameters have another dtype than x works here, although ATen refuses it. An RMSNorm whose weight has another dtype
+    than x never gets here, because ATen decomposes it first.
 
-    As a context manager it holds for the block: `with enable_eager(): ...`. It may be called, and blocks may be nested,
-    any number of times. It holds for the whole process, all threads and all of autograd's; switch while no other thread
-    runs a norm. Graphs that torch.compile has made do not change. `force` does not reach the backwards.
+    `with enable_eager(): ...` ends with the block. Calls may be repeated and blocks nested. Either applies to the whole
+    process, including autograd's threads, so switch only while no other thread runs a norm. Graphs that torch.compile
+    has made do not change. `force` does not reach the backwards.
     """
 
     def __init__(self) -> None:
@@ -56,19 +57,19 @@ class enable_eager:  # noqa: N801  reads as a function: with enable_eager(): ...
 
 
 def disable_eager() -> None:
-    """Give ATen's own kernels back, whatever enabled ours: calls and open `with enable_eager()` blocks alike."""
+    """Restore ATen's own kernels, and end all enable_eager() calls and open `with enable_eager()` blocks."""
     with _lock:
         _wanted_by.clear()
         _install_or_remove()
 
 
 class Overrides:
-    """Our kernels in the place of ATen's for one dispatch key, from construction to `remove`."""
+    """Replaces ATen's kernels by ours for one dispatch key, from construction until `remove`."""
 
     def __init__(self, key: str):
         self._library = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
-            # The dispatcher warns once a process that a kernel is overridden, which is what we are here for.
+            # The dispatcher warns once per process that a kernel is overridden. Here that is intended.
             warnings.filterwarnings("ignore", message="Warning only once for all operators")
             for name, ours in KERNELS.items():
                 kernel = _ours_or(ours, _kernel_of(name, key))
@@ -78,9 +79,9 @@ class Overrides:
         _destroy(self._library)
 
 
-_lock = threading.Lock()  # over the two below
-_wanted_by: set[enable_eager] = set()  # calls, and blocks that are open
-_installed: list[Overrides] = []  # one or none
+_lock = threading.Lock()  # guards _wanted_by and _installed
+_wanted_by: set[enable_eager] = set()  # calls in force and open blocks
+_installed: list[Overrides] = []  # at most one
 
 
 def _install_or_remove() -> None:
@@ -90,8 +91,8 @@ def _install_or_remove() -> None:
         _installed.pop().remove()
 
 
-# Each takes the arguments of the op of ATen that it stands in for, and returns its outputs, or None to leave it to
-# ATen's kernel. Every norm of the process comes through here.
+# Each of these four takes the arguments of an op of ATen and returns its outputs, or None to leave the call to ATen's
+# kernel. While enabled, every eager norm on a CUDA tensor runs through them.
 def layer_norm_fwd(x, normalized_shape, weight, bias, eps) -> Outputs | None:
     return _forward("layer", x, normalized_shape, weight, bias, eps)
 
@@ -119,20 +120,20 @@ KERNELS: dict[str, Callable[..., Outputs | None]] = {
 
 
 def _forward(*args) -> Outputs | None:
-    """(y, mean, rstd) by our kernels."""
+    """(y, mean, rstd) by our kernels; None if they do not take the call."""
     seen = recipe.forward(*args)
     outputs = recipe.repeat(seen)
     if outputs is None:
         try:
             call = check_forward(*args)
-        except RuntimeError:  # the user's error or what only ATen takes: its kernel will know
+        except RuntimeError:  # a user's error, or a call that only ATen takes: ATen's kernel decides
             return None
         outputs = ops.launch().forward(call, partial(recipe.remember, seen)) if _takes(call) else None
     return outputs
 
 
 def _backward(*args) -> Outputs | None:
-    """(dx, dweight, dbias) by our kernels."""
+    """(dx, dweight, dbias) by our kernels; None if they do not take the call."""
     seen = recipe.backward(*args)
     outputs = recipe.repeat(seen)
     if outputs is None:
@@ -168,10 +169,10 @@ def _ours_or(ours: Callable[..., Outputs | None], atens: Callable[..., Outputs])
 
 
 def _kernel_of(name: str, key: str) -> Callable[..., Outputs]:
-    """The kernel that runs aten::`name` under `key` at present."""
+    """The kernel now registered for aten::`name` under `key`."""
     try:
         return _get_kernel(f"aten::{name}", key).call_boxed
-    except RuntimeError:  # a build of torch without CUDA has none, and calls none
+    except RuntimeError:  # a torch without CUDA has no such kernel and never calls one
 
         def missing(*_) -> Outputs:
             raise NotImplementedError(f"aten::{name} has no kernel for {key}")

@@ -1,8 +1,8 @@
-"""Norms that a model has written out by hand: which formula one computes, and its forward on this package's kernels.
+"""Norms that a model has written out by hand: finds the formula of one, and runs it on this package's kernels.
 
-transformers has some hundred of them: LlamaRMSNorm, GemmaRMSNorm with its 1 + weight, T5LayerNorm, ... They are known
-by their looks: one eps, parameters weight and bias and nothing else. What a module computes, it is asked: a copy with
-random parameters runs on small CPU tensors and must agree with a formula that we stand in for.
+transformers has about a hundred of them: LlamaRMSNorm, GemmaRMSNorm with its 1 + weight, T5LayerNorm, ... A candidate
+has one eps, and no parameters but weight and bias. Its formula is found by trial: a copy with random parameters runs on
+small CPU tensors and must agree with a formula that our kernels compute.
 """
 
 from __future__ import annotations
@@ -28,27 +28,29 @@ EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 STOCK_FUNCTIONS = {F.layer_norm, F.rms_norm}
 LOWER_STOCK_FUNCTIONS = {torch.layer_norm, torch.rms_norm, torch.native_layer_norm}
-# Of (y for bfloat16 x and float32 weight, y for float32 x and bfloat16 weight), by the names of Formula.output.
+# The value of Formula.output for the dtypes of y in two trials: bfloat16 x with float32 weight, and float32 x with
+# bfloat16 weight.
 OUTPUT_DTYPES = {
     (torch.bfloat16, torch.float32): "x",
     (torch.float32, torch.float32): "promoted",
     (torch.float32, torch.bfloat16): "weight",
 }
-TRIAL_EPS = 0.25  # so large that it shows
-TRIAL_COLS = 16  # where no weight says how many
+TRIAL_EPS = 0.25  # large enough to affect the result
+TRIAL_COLS = 16  # columns for a module without a weight
 
 
 class Unrecognized(Exception):  # noqa: N818  no error: it ends a search with its reason
-    """Why a module is to keep its own forward."""
+    """The reason why a module keeps its own forward."""
 
 
 @dataclass(frozen=True)
 class Formula:
-    """What a norm computes over the last dim."""
+    """The computation of a norm over the last dim."""
 
     norm: str  # "layer" or "rms"
     one_plus_weight: bool  # y = x_hat * (1 + weight), the sum in float32
-    output: str  # dtype of y: "x", as x; "promoted", with weight's; "weight", a 16-bit weight's own, else promoted
+    # dtype of y: "x" is x's; "promoted" is x's and weight's promoted; "weight" is weight's if 16-bit, else promoted
+    output: str
     eps_name: str
 
     def __str__(self) -> str:
@@ -57,12 +59,13 @@ class Formula:
 
 
 class NormByHand(nn.Module):
-    """The forward of a norm written by hand. To be put before its class, whose `formula` it computes."""
+    """The forward of a norm written by hand, on our kernels. A mixin to put before the norm's class; it computes
+    `formula`, which a subclass sets."""
 
     formula: Formula
 
     def forward(self, *args, **kwargs) -> Tensor:
-        (x,) = *args, *kwargs.values()  # models call it x, or hidden_states, or input
+        (x,) = *args, *kwargs.values()  # models name the argument x, hidden_states or input
         weight, formula = getattr(self, "weight", None), self.formula
         if not _takes(x, weight):
             return super().forward(x)
@@ -78,8 +81,11 @@ class NormByHand(nn.Module):
 
 
 def forward_of(own: type) -> Callable:
-    """NormByHand.forward for a class of its own: torch.jit.script, which knows no *args, reads the source of what is
-    wrapped, the class's own forward, among that one's globals."""
+    """NormByHand.forward wrapped for the class `own`, so that torch.jit.script works.
+
+    torch.jit.script does not take *args. It reads the source of the wrapped function instead, which is own.forward, and
+    resolves names in the globals of own.forward.
+    """
     ours = NormByHand.forward
 
     def forward(self, *args, **kwargs):
@@ -103,7 +109,7 @@ def _output_dtype(rule: str, x: Tensor, weight: Tensor | None) -> torch.dtype:
 
 
 def formula_of(module: nn.Module) -> Formula:
-    """What `module` computes, found out by trial; raises Unrecognized. Neither it nor the random state is touched."""
+    """The formula of `module`, found by trial. Raises Unrecognized. Changes neither the module nor the random state."""
     eps_name = _eps_name_of_a_norm(module)
     with torch.no_grad(), _disable_current_modes(), _StockNorms() as stock:
         norm, one_plus_weight = _matching_formula(module, eps_name)
@@ -114,7 +120,7 @@ def formula_of(module: nn.Module) -> Formula:
 
 
 def hands_on(module: nn.LayerNorm | nn.RMSNorm) -> bool:
-    """Whether the forward of a subclass returns what torch's norm of its input and of its own parameters returns."""
+    """Whether a subclass's forward returns exactly torch's norm of its input with the module's own parameters."""
     if len(inspect.signature(type(module).forward).parameters) != 2:
         return False
     with torch.no_grad(), _disable_current_modes(), _StockNorms() as stock:
@@ -131,7 +137,7 @@ def hands_on(module: nn.LayerNorm | nn.RMSNorm) -> bool:
 
 
 def _eps_name_of_a_norm(module: nn.Module) -> str:
-    """The name of the eps of a module that looks like a norm of one tensor over its last dim."""
+    """The name of the module's eps. Raises Unrecognized unless it looks like a norm of one tensor over its last dim."""
     if type(module).__module__.startswith("torch.nn."):
         raise Unrecognized("is another module of torch.nn")
     present = {name for name, parameter in module._parameters.items() if parameter is not None}
@@ -178,7 +184,7 @@ def _trial(
     training: bool = True,
     shape: tuple[int, ...] | None = None,
 ) -> tuple[nn.Module, Tensor]:
-    """A copy of the module with random parameters on the CPU, and an x for it: the same numbers each time."""
+    """A copy of the module with random parameters on the CPU, and an x for it. Every call draws the same numbers."""
     generator = torch.Generator("cpu").manual_seed(0)
 
     def normal(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -188,11 +194,11 @@ def _trial(
         name: None if old is None else nn.Parameter(normal(*old.shape, dtype=parameter_dtype))
         for name, old in module._parameters.items()
     }
-    copied = object.__new__(type(module))  # a class may have its own ideas of copying; FSDP's have
+    copied = object.__new__(type(module))  # not copy.copy: a class may define its own copying, as FSDP's do
     vars(copied).update(vars(module) | {"_parameters": parameters, eps_name: TRIAL_EPS, "training": training})
     weight = parameters.get("weight")
     shape = shape or (TRIAL_COLS if weight is None else len(weight),)
-    return copied, normal(2, 3, *shape, dtype=x_dtype) + 1  # a mean, for the LayerNorms
+    return copied, normal(2, 3, *shape, dtype=x_dtype) + 1  # a mean other than 0 tells LayerNorm from RMSNorm
 
 
 def _run(module: nn.Module, x: Tensor) -> Tensor:
@@ -224,7 +230,7 @@ def _agree(got: object, want: Tensor) -> bool:
 
 
 class StockCall(NamedTuple):
-    """A call of torch's own norm. others: normalized_shape, weight, bias and eps, as they were given."""
+    """A call of torch's own norm. others is (normalized_shape, weight, bias, eps), as given."""
 
     input: Tensor
     others: tuple
@@ -232,8 +238,8 @@ class StockCall(NamedTuple):
 
 
 class _StockNorms(TorchFunctionMode):
-    """Inside, calls of torch's own norms are written down. Parameters of another dtype than the input's, which ATen
-    does not take on every device, are cast first."""
+    """Records calls of torch's own norms while active. Parameters of another dtype than the input's are cast first,
+    because ATen does not take them on every device."""
 
     def __init__(self) -> None:
         super().__init__()

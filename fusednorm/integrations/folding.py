@@ -1,14 +1,14 @@
-"""A pass over Inductor's joint graph that folds what surrounds a norm's backward into the op itself.
+"""A pass over Inductor's joint graph that folds casts and additions around a norm's backward into the op.
 
-Inductor cannot fuse anything into an op that it does not know: a cast before it, or an addition after it, is one more
-kernel that reads and writes whole tensors. layer_norm_bwd_residual and rms_norm_bwd_residual do these on the way:
+Inductor cannot fuse into an op that it does not know. A cast before the op or an addition after it is then a kernel of
+its own that reads and writes whole tensors. layer_norm_bwd_residual and rms_norm_bwd_residual include this work:
 
-    grad_out.float(), x.float()     a 16-bit tensor that was only widened is read as it is; weight and bias likewise
-    dx.to(dtype)                    dx is rounded once, to that dtype
-    dx + residual                   is added before dx is rounded
+    grad_out.float(), x.float()     the op reads the 16-bit tensor itself; weight and bias likewise
+    dx.to(dtype)                    the op rounds dx once, to that dtype
+    dx + residual                   the op adds the residual before it rounds dx
 
-Every value is the one it was, or has been rounded less often. The joint graph, because its partition into forward and
-backward keeps for the backward what the op reads: after it, the float32 copies would have been kept.
+Every value stays the same or is rounded less often. The pass runs on the joint graph, before its partition into forward
+and backward: the partition saves the op's inputs for the backward, which would otherwise be the float32 copies.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .routing import named_arguments
 
 aten, ours = torch.ops.aten, torch.ops.fusednorm
 
-FOLDED = {  # the op, what takes its place, and the parameters whose gradients are outputs 1 and 2
+FOLDED = {  # per op: its replacement, and the parameters whose gradients are outputs 1 and 2
     ours.layer_norm_bwd.default: ("layer_norm_bwd_residual", ("weight", "bias")),
     ours.rms_norm_bwd.default: ("rms_norm_bwd_residual", ("weight",)),
 }
@@ -39,7 +39,7 @@ DX_DTYPES = (*SIXTEEN_BITS, torch.float32)
 
 
 class FoldIntoNorms(CustomGraphPass):
-    """Calls the pass that was there before, then folds."""
+    """Runs the pass that was installed before, then folds."""
 
     def __init__(self, before: Callable[[Graph], None] | None = None) -> None:
         self.before = before
@@ -54,12 +54,12 @@ class FoldIntoNorms(CustomGraphPass):
         if self.before is None:
             return own
         before = self.before.uuid() if isinstance(self.before, CustomGraphPass) else None
-        return before and (before, own)  # None, as for any pass that cannot be told from another: do not cache
+        return before and (before, own)  # None turns caching off, if the earlier pass has no identity
 
 
 def appended_to(custom_pass):
-    """A value for Inductor's joint_custom_post_pass: what it was, and then ours, once."""
-    if isinstance(custom_pass, (list, tuple)):  # which torch 2.11 does not know
+    """A value for Inductor's joint_custom_post_pass: the earlier value followed by our pass, which is added once."""
+    if isinstance(custom_pass, (list, tuple)):  # not in torch 2.11, which takes one pass only
         return (
             custom_pass if any(isinstance(p, FoldIntoNorms) for p in custom_pass) else [*custom_pass, FoldIntoNorms()]
         )
@@ -67,10 +67,10 @@ def appended_to(custom_pass):
 
 
 def fold(graph: Graph) -> int:
-    """Fold around every backward of a norm in the graph, in place. Returns how many of these took something in."""
+    """Fold around every norm backward in the graph, in place. Returns the number of backwards that changed."""
     folded = [_fold_around(node) for node in list(graph.nodes) if node.target in FOLDED]
     if any(folded):
-        stable_topological_sort(graph)  # a residual may have come after the op
+        stable_topological_sort(graph)  # a residual, now an input of the op, may have been computed after it
         graph.eliminate_dead_code()
     return sum(folded)
 
@@ -81,7 +81,7 @@ def _fold_around(node: Node) -> bool:
     getitems = [user for user in node.users if user.users]
     outputs = {getitem.args[1]: getitem for getitem in getitems}
     if len(outputs) < len(getitems):
-        return False  # an output was taken twice, which Inductor's own passes do not leave behind
+        return False  # two getitems of one output: unexpected, because Inductor's own passes merge them
     tail = _follow(outputs) if 0 in outputs else Tail(None, _dtype(arguments["x"]))
     widened = [*_widened(arguments, ("grad_out", "x")), *_widened_parameters(arguments, parameters, outputs)]
     if not widened and tail.node is outputs.get(0):
@@ -93,7 +93,7 @@ def _fold_around(node: Node) -> bool:
     for index, output in outputs.items():
         replaced = [tail.node] if index == 0 else [output]
         if index and parameters[index - 1] in widened:
-            replaced = list(output.users)  # the casts of the gradient back to the parameter's dtype
+            replaced = list(output.users)  # casts of the gradient back to the parameter's dtype
         value = _call_before(node, operator.getitem, (new, index))
         for old in replaced:
             old.replace_all_uses_with(value)
@@ -102,7 +102,7 @@ def _fold_around(node: Node) -> bool:
 
 @dataclass(frozen=True)
 class Tail:
-    """What becomes of dx, as far as the op can do it: `node` is dx in `dtype`, with the residual if there is one."""
+    """The work after dx that the op can include. `node` is the result: dx in `dtype`, plus the residual if any."""
 
     node: Node | None
     dtype: torch.dtype
@@ -110,7 +110,7 @@ class Tail:
 
 
 def _follow(outputs: dict[int, Node]) -> Tail:
-    """Along the casts, and one addition, while each is the only use of what comes before it."""
+    """Follow dx through casts and at most one addition, while each is the only use of the value before it."""
     dx = outputs[0]
     tail = Tail(dx, _dtype(dx))
     after_other_outputs = _reached_from(output for index, output in outputs.items() if index)
@@ -118,7 +118,7 @@ def _follow(outputs: dict[int, Node]) -> Tail:
         (user,) = tail.node.users
         dtype, narrowed = _dtype(user), tail.dtype in SIXTEEN_BITS and tail.dtype != _dtype(dx)
         if dtype not in (*DX_DTYPES, _dtype(dx)) or (narrowed and dtype != tail.dtype):
-            break  # the second: rounded on purpose, and widened again
+            break  # dtypes that the op cannot write; or dx was narrowed on purpose and then widened again
         residual = _other_summand(user, tail.node)
         if user.target is CAST:
             tail = replace(tail, node=user, dtype=dtype)
@@ -130,7 +130,7 @@ def _follow(outputs: dict[int, Node]) -> Tail:
 
 
 def _other_summand(user: Node, dx: Node) -> Node | None:
-    """What `user` adds to dx, where it is a float tensor of the same shape."""
+    """The other summand if `user` adds a float tensor of the same shape to dx; else None."""
     if user.target is not aten.add.Tensor or user.kwargs or len(user.args) != 2:
         return None
     a, b = user.args
@@ -143,12 +143,13 @@ def _other_summand(user: Node, dx: Node) -> Node | None:
 
 
 def _widened(arguments: dict[str, Any], names: Iterable[str]) -> list[str]:
-    """Which of the arguments are float32 copies of 16-bit tensors."""
+    """The named arguments that are float32 copies of 16-bit tensors."""
     return [name for name in names if _is_cast(arguments[name], SIXTEEN_BITS, torch.float32)]
 
 
 def _widened_parameters(arguments: dict[str, Any], parameters: tuple[str, ...], outputs: dict[int, Node]) -> list[str]:
-    """Which parameters are, of those whose gradient is only used in their own dtype: the op will give it in that."""
+    """The parameters that are float32 copies of 16-bit tensors and whose gradient is used only in the 16-bit dtype. The
+    folded op returns the gradient in that dtype."""
     found = []
     for index, name in enumerate(parameters, start=1):
         uses = outputs[index].users if index in outputs else ()
@@ -168,7 +169,7 @@ def _call_before(place: Node, function: Callable, args: tuple, kwargs: dict[str,
     with place.graph.inserting_before(place):
         node = place.graph.call_function(function, args, kwargs)
     values = map_arg(args, lambda argument: argument.meta["val"])
-    # Inductor hands a traced op its inputs with the strides of eager mode, which it finds here.
+    # Inductor passes a traced op its inputs with the strides of eager mode. It takes these from eager_input_vals.
     traced = {"val": function(*values, **kwargs), "eager_input_vals": (values, kwargs)}
     node.meta = {**place.meta, **traced}
     return node

@@ -1,15 +1,14 @@
 """torch.compile: norms of an unmodified model run this package's kernels in the graphs that Inductor compiles.
 
-`enable_inductor()` puts a wrapper in the place of Inductor's entry point. For the duration of a compilation, and in its
-thread only, the wrapper
+`enable_inductor()` wraps Inductor's entry point. For the duration of a compilation, and in its thread only, the wrapper
 
 - replaces the decompositions of the norms, which AOTAutograd applies as it traces forward and backward (routing.py);
-- adds the pass over the joint graph that folds casts and residual gradients into the backward ops, after what the user
-  has there (folding.py);
-- adds a tag to the keys of all compile caches. These know nothing of decompositions: without the tag a process would
-  load what another one compiled with, or without, this package.
+- adds the pass over the joint graph that folds casts and residual gradients into the backward ops, after the user's
+  own passes (folding.py);
+- adds a tag to the keys of all compile caches. The keys do not cover decompositions: without the tag, a process with
+  this package could load a graph that was compiled without it, and the reverse.
 
-Outside of compilations everything is as it was. Importing this module imports Inductor.
+Outside of compilations nothing changes. Importing this module imports Inductor.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from .routing import Entry, Report, report
 
 __all__ = ["Entry", "Report", "compile_graph", "disable_inductor", "enable_inductor", "report"]
 
-# What else torch does not promise to keep. Where it is gone, importing fails, not a compilation.
+# Further private names of torch that this module uses. If one is gone, the import fails here, not a compilation later.
 _Settings = torch._TorchCompileInductorWrapper
 for _module, *_names in (
     (inductor, "compile_fx", "compile_fx_inner"),
@@ -41,18 +40,18 @@ for _module, *_names in (
 ):
     for _name in _names:
         getattr(_module, _name)
-_stock_compile_fx: Callable[..., Any] | None = None  # Inductor's own, while ours is in its place
+_stock_compile_fx: Callable[..., Any] | None = None  # Inductor's own compile_fx while enabled, else None
 
 
 class enable_inductor:  # noqa: N801  reads as a function: with enable_inductor(): ...
     """Let torch.compile's default backend run the norms of unmodified models on this package's kernels.
 
-    nn.LayerNorm, nn.RMSNorm, F.layer_norm and F.rms_norm of CUDA tensors become layer_norm_bwd and rms_norm_bwd in
-    backward graphs. Forwards stay with Inductor, which fuses them with their neighbours, except for very wide rows.
-    fusednorm.integrations.inductor.report() says what went where, and why.
+    In backward graphs, nn.LayerNorm, nn.RMSNorm, F.layer_norm and F.rms_norm of CUDA tensors become layer_norm_bwd and
+    rms_norm_bwd. Forwards stay with Inductor, which fuses them with their neighbours, except for very wide rows.
+    fusednorm.integrations.inductor.report() lists the decision for each norm, with its reason.
 
-    Holds until disable_inductor(); as a context manager, until its end, which restores what was before. Enabling twice
-    is enabling once. What is compiled already stays as it is until torch._dynamo.reset().
+    Lasts until disable_inductor(). As a context manager, it restores the earlier state at the end of the block. Calling
+    it twice has no further effect. Graphs compiled before stay as they are until torch._dynamo.reset().
     """
 
     def __init__(self) -> None:
@@ -70,7 +69,7 @@ class enable_inductor:  # noqa: N801  reads as a function: with enable_inductor(
 
 
 def disable_inductor() -> None:
-    """Undo enable_inductor(), however often it was called. Compiled graphs stay until torch._dynamo.reset()."""
+    """Undo all calls of enable_inductor(). Compiled graphs stay as they are until torch._dynamo.reset()."""
     global _stock_compile_fx
     if _stock_compile_fx is not None:
         inductor.compile_fx = _stock_compile_fx
@@ -78,9 +77,8 @@ def disable_inductor() -> None:
 
 
 def compile_graph(graph: torch.fx.GraphModule, inputs: list, *, mode: str | None = None, options: dict | None = None):
-    """The backend of torch.compile(model, backend="fusednorm"): Inductor as under enable_inductor(), for this model.
-
-    mode and options are those that torch.compile takes for Inductor.
+    """The backend of torch.compile(model, backend="fusednorm"): for this model alone, Inductor as under
+    enable_inductor(). mode and options are those that torch.compile takes for Inductor.
     """
     settings = _Settings(mode or "default", options, None).config
     compile_fx = _routed(_stock_compile_fx or inductor.compile_fx)
@@ -111,7 +109,7 @@ def _routed(compile_fx: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _compiling() -> Iterator[None]:
-    """For a graph that has been traced: its backward perhaps long after, on a thread of autograd's."""
+    """The state for compiling a traced graph. A backward may be compiled long after tracing, on autograd's thread."""
     with _tagged(), routing.decompositions_restored():
         yield
 
@@ -123,7 +121,7 @@ def _tagged() -> contextlib.AbstractContextManager:
 
 @functools.cache
 def _tag() -> str:
-    """Different for any two versions of these rules, so that neither loads what the other compiled."""
+    """A tag that differs between any two versions of these files, so that neither loads the other's graphs."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())

@@ -1,4 +1,4 @@
-"""patch_model: the norm modules of a model that is already built run this package's kernels."""
+"""patch_model: makes the norm modules of an existing model run this package's kernels."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import nn
 from .. import modules
 from .by_hand import Formula, NormByHand, Unrecognized, formula_of, forward_of, hands_on
 
-NAMED = 3  # modules of a class, when a patch is printed
+NAMED = 3  # modules named per class when a patch is printed
 STOCK = {nn.LayerNorm: modules.LayerNorm, nn.RMSNorm: modules.RMSNorm}
 
 
 class Norm(NamedTuple):
-    """One norm of a model. `note` says what it computes, or why it was left."""
+    """One norm of a model. `note` is what the norm computes, or why it was left."""
 
     name: str  # its path in the model; "" for the model itself
     class_name: str
@@ -26,15 +26,15 @@ class Norm(NamedTuple):
 
 @dataclass
 class Patch:
-    """What patch_model did: the norms that it replaced and those that it left, with the reasons. print() shows both, a
-    line for each class. `with patch_model(model): ...` restores at the end of the block."""
+    """The result of patch_model: the norms that it replaced, and those that it left with the reasons. print() shows
+    both, one line per class and reason. `with patch_model(model): ...` restores the model at the end of the block."""
 
     replaced: list[Norm] = field(default_factory=list)
     left: list[Norm] = field(default_factory=list)
     _classes: list[tuple[nn.Module, type, type]] = field(default_factory=list, repr=False)  # module, before, after
 
     def restore(self) -> None:
-        """Give every replaced module its own class back. Parameters, and what training made of them, stay."""
+        """Give every replaced module its own class back. Parameters stay, with all training since."""
         for module, before, after in self._classes:
             if type(module) is after:
                 module.__class__ = before
@@ -63,21 +63,23 @@ def _by_class(norms: list[Norm]) -> Iterator[str]:
 def patch_model(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> Patch:
     """Make the LayerNorms and RMSNorms in `model` run this package's kernels, in place.
 
-    A module keeps everything but its class, which becomes a subclass of what it was: the very Parameter objects, names,
-    state dict, hooks and mode. So optimizers, checkpoints and wrappers, made before or after, stay valid. Patch before
+    A module's class becomes a subclass of its former class. The Parameter objects, names, state dict, hooks and mode
+    stay the same, so optimizers, checkpoints and wrappers remain valid, whether made before or after. Patch before
     torch.compile.
 
-    Taken are torch.nn.LayerNorm and RMSNorm, subclasses that hand on to them, and norms written by hand that compute
-    the same, or the same with 1 + weight (Hugging Face's Llama, Mistral, Qwen, Gemma, T5, ...). The name of a class
-    does not count: a module without modules inside, with an eps and no parameters but weight and bias, is tried on
-    small CPU tensors. Norms written by hand return the shape and dtype that their own forward would, autocast or not,
-    but rounded once, where many round x_hat before the weight as well; bfloat16 x times float32 weight is rounded to
-    bfloat16 and returned as float32. The sum 1 + weight is made in float32 on each call. For dtypes, devices and tensor
-    subclasses that this package does not take, and scripted (torch.jit.script) or traced by torch.fx, they run their
-    own forward.
+    patch_model replaces torch.nn.LayerNorm and RMSNorm, subclasses that return their result unchanged, and norms
+    written by hand that compute the same, or the same with 1 + weight (Hugging Face's Llama, Mistral, Qwen, Gemma, T5,
+    ...). The name of a class does not matter: a module without submodules, with an eps and no parameters but weight and
+    bias, is tried on small CPU tensors.
 
-    Everything else is left, and Patch.left says why: for what has Norm in its class's name, and for modules of
-    `classes`. Raises TypeError where `model` is no module, or one of `classes` no class.
+    Norms written by hand keep the output shape and dtype of their own forward, under autocast too. They round once,
+    while many of the originals also round x_hat before they multiply by the weight. The product of a bfloat16 x and a
+    float32 weight is rounded to bfloat16 and returned as float32. 1 + weight is computed in float32 on each call. They
+    run their own forward for dtypes, devices and tensor subclasses that this package does not take, and when scripted
+    (torch.jit.script) or traced by torch.fx.
+
+    All other modules are left. Patch.left gives the reason for stock norms, modules of `classes`, and innermost modules
+    with Norm in their class's name. Raises TypeError if `model` is no module or a member of `classes` no class.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch_model: model must be a torch.nn.Module, got {type(model).__name__}")
@@ -101,13 +103,13 @@ def patch_model(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> Pa
 
 
 def _is_listed(module: nn.Module, classes: tuple[type, ...]) -> bool:
-    """Whether somebody may expect it to be replaced: a stock norm, an innermost module that calls itself a norm, or one
-    that was asked for."""
+    """Whether a user may expect the module to be replaced: a stock norm, an innermost module with Norm in its class's
+    name, or one of `classes`."""
     return isinstance(module, (*STOCK, *classes)) or ("Norm" in type(module).__name__ and not module._modules)
 
 
 def _replacement(module: nn.Module) -> tuple[type, str]:
-    """The class that `module` is to have, and a note on what it computes; raises Unrecognized."""
+    """The new class of `module`, and a note on what it computes. Raises Unrecognized."""
     own = type(module)
     if isinstance(module, (NormByHand, *STOCK.values())):
         raise Unrecognized("runs this package's kernels already")
@@ -123,7 +125,8 @@ def _replacement(module: nn.Module) -> tuple[type, str]:
 
 
 class _MadeAtRunTime:
-    """A class without a name to pickle by: copies and pickles make it again from what it was made of."""
+    """A base of classes made at run time. Pickle cannot find them by name, so copies and pickles build the class again
+    from its ingredients."""
 
     ingredients: tuple
 

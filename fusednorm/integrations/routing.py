@@ -1,7 +1,7 @@
-"""Which norms of a traced graph run this package's ops, and which Inductor's code: as decompositions, with a report.
+"""Decides which norms of a traced graph run this package's ops and which Inductor's code, and reports the decisions.
 
-A decomposition sees fake tensors, whose sizes may be symbols. It decides by dtype, device and length of the rows, never
-by their number, so that one graph serves any.
+The decisions are made in decompositions, which see fake tensors whose sizes may be symbols. They depend on dtype,
+device and row length, never on the number of rows, so that one graph serves any number.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..planner import legality
 from ..planner.norm_problem import NormProblem
 from ..problem import validate_backward, validate_forward
 
-# Norm, direction, ATen's op, ours: of the same arguments at the same positions.
+# (norm, direction, ATen's op, our op). Both ops take the same arguments at the same positions.
 aten, ours = torch.ops.aten, torch.ops.fusednorm
 OPS = (
     ("layer", "forward", aten.native_layer_norm.default, ours.layer_norm_fwd.default),
@@ -33,7 +33,7 @@ OPS = (
     ("rms", "forward", aten._fused_rms_norm.default, ours.rms_norm_fwd.default),
     ("rms", "backward", aten._fused_rms_norm_backward.default, ours.rms_norm_bwd.default),
 )
-# As layer_norm_bwd and rms_norm_bwd, but their outputs may be None by schema, without which AOTInductor asserts.
+# Copies of layer_norm_bwd and rms_norm_bwd whose schema allows None outputs. Without it AOTInductor fails an assertion.
 WITH_OPTIONAL_OUTPUTS = {
     ours.layer_norm_bwd.default: "layer_norm_bwd_optional",
     ours.rms_norm_bwd.default: "rms_norm_bwd_optional",
@@ -41,15 +41,14 @@ WITH_OPTIONAL_OUTPUTS = {
 
 DEVICE_TYPES = ("cuda",)
 
-# Inductor reads a row for its statistics, and again to normalize it. In narrow rows that costs little, and being fused
-# with its neighbours saves more than our kernel would: behind an addition 11 to 14% up to 32768 columns of bfloat16, 4
-# to 5% at 36864. From here on ours is within 2% or faster, by 7 to 10% from 49152 columns on, in float32 too (H200,
-# bench/fused_forward.py, 2026-11-22).
+# Forwards of rows with at least this many columns run our kernel, narrower ones Inductor's code. Inductor reads a row
+# for its statistics and again to normalize it. In narrow rows the second read is cheap, and fusion with the neighbours
+# saves more than our kernel would (bench/NOTES.md, "Evidence behind constants").
 WIDE_ROW = 40960  # columns
 
 
 class Entry(NamedTuple):
-    """A norm that was traced, and whether our kernel runs it (`taken`). Sizes may be symbols."""
+    """A traced norm. `taken` says whether our kernel runs it. Sizes in `shape` may be symbols, as text."""
 
     norm: str
     direction: str
@@ -66,7 +65,7 @@ class Entry(NamedTuple):
 
 
 class Report(dict[Entry, int]):
-    """The norms that were traced, and how many of each kind; print() it."""
+    """The traced norms, with the number of each kind. print() lists them."""
 
     def __str__(self) -> str:
         return "\n".join(f"{count} x {entry}" for entry, count in self.items()) or "no norm was traced"
@@ -76,9 +75,9 @@ _traced: Counter[Entry] = Counter()
 
 
 def report(*, clear: bool = False) -> Report:
-    """What became of each norm that this process traced for Inductor, and why; `clear` starts afresh.
+    """The decision for each norm that this process traced for Inductor, with its reason. `clear` empties the record.
 
-    A graph that a compile cache provides is not traced: it is as the process decided that compiled it.
+    A graph from a compile cache is not traced and not listed. The process that compiled it made its decisions.
     """
     result = Report(_traced)
     if clear:
@@ -87,7 +86,7 @@ def report(*, clear: bool = False) -> Report:
 
 
 def why_inductor(norm: str, direction: str, arguments: dict[str, Any]) -> str | None:
-    """None where our op takes the norm with these arguments, named as in the op's schema."""
+    """Why Inductor's code runs the norm; None if our op does. arguments are named as in our op's schema."""
     x, cols = arguments["x"], math.prod(arguments["normalized_shape"])
     if x.device.type not in DEVICE_TYPES:
         return f"x is on {x.device.type}"
@@ -124,16 +123,17 @@ def _no_kernel(norm: str, direction: str, cols: int | SymInt, x: torch.Tensor) -
 
 
 def _is_narrow(cols: int | SymInt) -> bool:
-    return isinstance(cols, SymInt) or cols < WIDE_ROW  # symbols: of widths that a model varies
+    return isinstance(cols, SymInt) or cols < WIDE_ROW  # a symbol is a width that varies in the model
 
 
-# The decompositions. Those of ATen's ops call ours, which the tracer looks up in turn: decided alike and noted once.
+# The decompositions. OfAten calls our op, which the tracer then decomposes by OfOurs. Both decide alike, and only one
+# of them notes the decision.
 
 
 @dataclass(frozen=True)
 class Decomposition:
-    """What stands in Inductor's table for an op. `ours` is our op, `stock` the decomposition of ATen's, and `before`
-    what stood there."""
+    """An op's entry in Inductor's table. `ours` is our op, `stock` the decomposition of ATen's op, and `before` the
+    entry that this one replaces."""
 
     norm: str
     direction: str
@@ -160,7 +160,7 @@ class OfAten(Decomposition):
 
 
 class OfOurs(Decomposition):
-    """A call that somebody wrote stays what it is, except for a forward that Inductor does better."""
+    """For our own ops. A call in the user's code stays as it is, except for a forward that Inductor does better."""
 
     def decompose(self, arguments: dict[str, Any]):
         x, why = arguments["x"], why_inductor(self.norm, self.direction, arguments)
@@ -170,7 +170,7 @@ class OfOurs(Decomposition):
         self.note(x, True, "as written" if why else REASONS[self.direction])
         if V.aot_compilation and _leaves_out(arguments):
             return getattr(ours, WITH_OPTIONAL_OUTPUTS[self.ours])(*arguments.values())
-        return NotImplemented  # keeps the op in the graph
+        return NotImplemented  # the tracer keeps the op in the graph
 
 
 REASONS = {
@@ -180,26 +180,27 @@ REASONS = {
 
 
 def _leaves_out(arguments: dict[str, Any]) -> bool:
-    """Whether an output of this backward is None."""
+    """Whether an output of this backward will be None."""
     inputs = arguments["x"], arguments["weight"], arguments.get("bias")
     return not all(m and like is not None for m, like in zip(arguments.get("output_mask", ()), inputs, strict=False))
 
 
 def named_arguments(op, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a call of the op by name, defaults included, in the schema's order."""
+    """All arguments of a call of the op by name, in the schema's order, defaults included."""
     given = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
     return {a.name: given.get(a.name, a.default_value) for a in op._schema.arguments}
 
 
-# Their place: Inductor's table, which is one for all threads.
+# All threads share Inductor's table of decompositions. _lock guards our changes to it. Where _tracing is False, our
+# entries behave as the entries that they replace.
 
 _lock = threading.RLock()
-_tracing: ContextVar[bool] = ContextVar("fusednorm_tracing", default=False)  # a thread that does not is served as ever
+_tracing: ContextVar[bool] = ContextVar("fusednorm_tracing", default=False)
 
 
 @contextlib.contextmanager
 def decompositions_replaced() -> Iterator[None]:
-    """Inductor's table with our decompositions, for what this thread traces inside. Other threads wait here."""
+    """Put our decompositions into Inductor's table, for tracing in this thread. Other threads that enter wait."""
     with _lock, _changed_table(_replacements(decomposition.decompositions)):
         token = _tracing.set(True)
         try:
@@ -210,7 +211,8 @@ def decompositions_replaced() -> Iterator[None]:
 
 @contextlib.contextmanager
 def decompositions_restored() -> Iterator[None]:
-    """Inductor's own table, for what compiles a traced graph: it takes no op that has a decomposition as it is."""
+    """Restore Inductor's own table while a traced graph is compiled: Inductor does not compile an op as it is if the
+    table has a decomposition of it."""
     with _lock:
         mine = {op: d.before for op, d in decomposition.decompositions.items() if isinstance(d, Decomposition)}
         with _changed_table(mine):
@@ -244,4 +246,4 @@ def _write(changes: dict[Any, Callable | None]) -> None:
             decomposition.decompositions.pop(op, None)
         else:
             decomposition.decompositions[op] = function
-    decomposition.fast_random_decomps.cache_clear()  # it caches a copy of the table
+    decomposition.fast_random_decomps.cache_clear()  # this function caches a copy of the table

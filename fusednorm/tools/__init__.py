@@ -1,1 +1,1 @@
-"""The commands of `python -m fusednorm`, and what people ask for by name: explain and warmup."""
+"""The commands of `python -m fusednorm`, and the public functions explain and warmup."""

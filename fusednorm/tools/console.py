@@ -1,4 +1,4 @@
-"""Tables and progress bars for the commands: rich and tqdm, or plain text and one sentence that says so."""
+"""Tables and progress bars for the commands, by rich and tqdm. Without these: plain text, and one sentence about it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import ModuleType
 
 @functools.cache
 def optional(module: str, extra: str, otherwise: str) -> ModuleType | None:
-    """The module, or None after one sentence that says what happens without it and how to get it, said once."""
+    """The module; None if it is not installed, after printing once what is missing without it and how to get it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError:
@@ -21,22 +21,22 @@ def optional(module: str, extra: str, otherwise: str) -> ModuleType | None:
 
 
 def progress(items: Iterable, description: str, extra: str) -> Iterable:
-    """`items` behind a progress bar. What is returned may have tqdm's set_postfix_str; see `show_beside`."""
+    """`items` behind a progress bar, or `items` itself without tqdm. `show_beside` takes either."""
     tqdm = optional("tqdm", extra, "there is no progress bar")
     if tqdm is None:
         return items
-    interval = 0.1 if sys.stderr.isatty() else 10.0  # a log file gets a line now and then
+    interval = 0.1 if sys.stderr.isatty() else 10.0  # seconds; a log file gets few lines
     return tqdm.tqdm(items, desc=description, ncols=100, leave=False, mininterval=interval)
 
 
 def show_beside(bar: Iterable, text: str) -> None:
-    """Show `text` beside a bar made by `progress`."""
+    """Show `text` beside a bar that `progress` returned."""
     if hasattr(bar, "set_postfix_str"):
         bar.set_postfix_str(text, refresh=False)
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], extra: str) -> None:
-    """A table of text cells, the first column flush left and the others flush right."""
+    """Print a table of text cells, with the first column flush left and the others flush right."""
     if optional("rich", extra, "tables are plain text") is None:
         print(plain_table(title, header, rows))
         return
@@ -50,7 +50,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
     for row in rows:
         table.add_row(*row)
     print()
-    # A file or a pipe has no width of its own: there rich would assume 80 columns.
+    # A file or a pipe has no width, and rich would assume 80 columns.
     Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False).print(table)
 
 

@@ -1,4 +1,5 @@
-"""The main job: the ops on real activations against float64; then a small GPT trained on stock norms and on ours."""
+"""python -m fusednorm demo: checks the ops on real activations against float64, then trains a small GPT with stock
+norms and with ours."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ from .interpreter import enable_interpreter
 
 SEED = 0
 TEXT_BYTES = 4 << 20
-PATIENCE_SECONDS = 120  # training stops here, however slow the machine
-SAME_LOSS = 0.02  # relative: rounding apart, the two runs compute the same
+PATIENCE_SECONDS = 120  # training stops after this time, even on a slow machine
+SAME_LOSS = 0.02  # relative difference allowed between the final losses, which differ only by rounding
 SMALL_PROBLEMS = (
     Case("layer", (24, 160), x_dtype=torch.bfloat16, weight_dtype=torch.bfloat16, bias_dtype=torch.bfloat16),
     Case("rms", (24, 160), x_dtype=torch.bfloat16, weight_dtype=torch.bfloat16),
@@ -37,7 +38,7 @@ SMALL_PROBLEMS = (
 
 @dataclass(frozen=True)
 class Size:
-    """The model and its training, by device."""
+    """The sizes of the model and of its training."""
 
     width: int
     blocks: int
@@ -50,12 +51,13 @@ class Size:
 
 
 CPU_SIZE = Size(128, 4, 4, 128, 16, 150, 2e-3, torch.float32)
-GPU_SIZE = Size(1024, 12, 16, 1024, 16, 300, 3e-4, torch.bfloat16)  # about 20 GB
+GPU_SIZE = Size(1024, 12, 16, 1024, 16, 300, 3e-4, torch.bfloat16)  # takes about 20 GB
 SMALL_GPU_SIZE = replace(GPU_SIZE, batch=4)
 
 
 def run_demo(steps: int | None, out: Path) -> int:
-    """Run all of it; 0 if every output was within its bound and both trainings ended at the same loss."""
+    """Run the demo. Returns 0 if every output was within its bounds and both trainings ended at the same loss, else
+    1."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = pick_size(device)
     steps = steps or size.steps
@@ -86,7 +88,7 @@ def describe(device: torch.device) -> str:
 
 
 class Block(nn.Module):
-    """Pre-norm attention behind a LayerNorm, pre-norm MLP behind an RMSNorm."""
+    """A pre-norm transformer block: a LayerNorm before the attention, an RMSNorm before the MLP."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -108,7 +110,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, logits of the next byte out."""
+    """A byte-level GPT: maps bytes to logits of the next byte."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -129,7 +131,7 @@ class GPT(nn.Module):
 
 
 def swap_norms(model: nn.Module) -> nn.Module:
-    """Replace torch.nn's norms by ours, in place, on the same parameters."""
+    """Replace torch.nn's norms by ours, in place. The parameters stay the same."""
     for parent in list(model.modules()):
         for name, norm in list(parent.named_children()):
             if type(norm) not in (nn.LayerNorm, nn.RMSNorm):
@@ -152,7 +154,7 @@ def standard_library_text() -> Tensor:
 
 
 def batches(text: Tensor, size: Size, device: torch.device) -> Iterator[Tensor]:
-    """Random windows of context + 1 bytes, the same from every call."""
+    """Batches of random windows of context + 1 bytes. Every call yields the same sequence."""
     generator = torch.Generator().manual_seed(SEED)
     offsets = torch.arange(size.context + 1)
     while True:
@@ -164,7 +166,8 @@ def batches(text: Tensor, size: Size, device: torch.device) -> Iterator[Tensor]:
 
 
 def check_activations(model: GPT, tokens: Tensor) -> bool:
-    """One forward and backward of the model; what went through some of its norms then goes through the ops."""
+    """Run one forward and backward of the model, then check the ops on the inputs and gradients of some of its norms.
+    True if all outputs are within their bounds."""
     first, last = model.blocks[0], model.blocks[-1]
     norms = {
         "first attention": first.attention_norm,
@@ -200,7 +203,7 @@ def check_activations(model: GPT, tokens: Tensor) -> bool:
 
 
 def check_kernels_in_interpreter() -> bool:
-    """The Triton kernels on CPU tensors, in a process of their own: interpreting and compiling exclude each other."""
+    """Check the Triton kernels on CPU tensors, in a separate process: one process cannot both interpret and compile."""
     code = "from fusednorm.tools.demo import interpret_kernels; interpret_kernels()"
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     if child.returncode:
@@ -227,7 +230,7 @@ def interpret_kernels() -> None:
 
 
 def compare(got: Outputs, case: Case, inputs: Inputs) -> dict[str, str]:
-    """Per output, our relative error and ATen's; under "wrong", the bound that does not hold."""
+    """Per output, our relative error and ATen's, as text. The key "wrong" has the bound that does not hold, if any."""
     want, aten = exact(case, inputs), stock(case, inputs)
     errors = {}
     for name in (f.name for f in fields(Outputs) if getattr(got, f.name) is not None):
@@ -254,7 +257,8 @@ def print_errors(title: str, checked: dict[str, dict[str, str]]) -> bool:
 
 
 class Training:
-    """AdamW on float32 copies of the parameters: a 16-bit norm weight near 1 would not move by its small steps."""
+    """Training by AdamW on float32 copies of the parameters: AdamW's small steps would not change a 16-bit norm weight
+    near 1."""
 
     def __init__(self, model: GPT, size: Size, steps: int) -> None:
         self.model = model
@@ -276,12 +280,12 @@ class Training:
         self._warmup.step()
         with torch.no_grad():
             torch._foreach_copy_(self._parameters, self._masters)
-        self.losses.append(loss.item())  # waits for the device
+        self.losses.append(loss.item())  # item() waits for the device, so the time below is complete
         self.seconds.append(time.perf_counter() - start)
 
 
 def train(model: GPT, text: Tensor, size: Size, steps: int) -> dict[str, Training]:
-    """The model, and a copy of it with our norms, step by step in turn: whatever slows the machine slows both."""
+    """Train the model and a copy of it with our norms. Their steps alternate, so that other load slows both alike."""
     device = next(model.parameters()).device
     models = {"stock norms": model, "fusednorm": swap_norms(copy.deepcopy(model))}
     runs = {label: Training(model, size, steps) for label, model in models.items()}
@@ -298,7 +302,7 @@ def train(model: GPT, text: Tensor, size: Size, steps: int) -> dict[str, Trainin
 
 
 def report(runs: dict[str, Training], out: Path) -> bool:
-    """The table of step times and the picture. True if both runs end at the same loss, to SAME_LOSS."""
+    """Print the table of step times and draw the losses. True if the final losses are within SAME_LOSS."""
     last = {label: statistics.mean(run.losses[-10:]) for label, run in runs.items()}
     milliseconds = {label: 1e3 * statistics.median(run.seconds) for label, run in runs.items()}
     rows = [[k, f"{milliseconds[k]:.1f}", f"{run.losses[0]:.4f}", f"{last[k]:.4f}"] for k, run in runs.items()]
@@ -309,7 +313,7 @@ def report(runs: dict[str, Training], out: Path) -> bool:
     if optional("matplotlib", "demo", "there is no picture of the losses"):
         print(f"Loss curves: {draw_losses(runs, out)}")
     ends = list(last.values())
-    if not abs(ends[0] - ends[1]) <= SAME_LOSS * ends[0]:  # written so that nan is not the same
+    if not abs(ends[0] - ends[1]) <= SAME_LOSS * ends[0]:  # `not <=` rather than `>`, so that nan fails
         print(f"WRONG: both runs must end at the same loss, got {ends[0]:.4f} and {ends[1]:.4f}")
         return False
     return True

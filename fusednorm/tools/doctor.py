@@ -1,4 +1,4 @@
-"""What this machine has, what works on it and what falls back, in plain words."""
+"""python -m fusednorm doctor: says what this machine has, what works on it and what falls back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ PROBES = tuple(
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. status: "ok"; "note": works otherwise or slower; "problem": does not work."""
+    """One line of the report. status is "ok", "note" (works, but in another way or slower) or "problem" (does not
+    work)."""
 
     status: str
     subject: str
@@ -38,7 +39,7 @@ class Finding:
 
 
 def run_doctor() -> int:
-    """Print the findings; 1 if one of them is a problem, else 0."""
+    """Print the findings. Returns 1 if one of them is a problem, else 0."""
     findings = diagnose()
     for finding in findings:
         print(f"{finding.status:<8}{finding.subject:<12}{finding.text}")
@@ -51,7 +52,7 @@ def run_doctor() -> int:
 
 
 def diagnose() -> list[Finding]:
-    """All findings, each independent of the others: one broken part does not hide the next."""
+    """The findings of all checks. Checks are independent: a failure of one does not hide the others."""
     machine = check_versions, check_triton, check_device, check_compiler, check_cache
     checks = (*machine, check_native, check_cpu_ops, check_cuda_ops, check_fallbacks)
     return [finding for check in checks for finding in _guarded(check)]
@@ -76,7 +77,7 @@ def check_versions() -> list[Finding]:
 
 
 def missing_names() -> list[Finding]:
-    """Of what torch does not promise."""
+    """A finding for private names of torch that the installed release lacks."""
     if not torch_compat.missing:
         return []
     text = f"without {', '.join(torch_compat.missing)}, which this release does not have: right, but calls take longer"
@@ -124,7 +125,8 @@ def describe_gpu(properties) -> Finding:
 
 
 def check_compiler() -> list[Finding]:
-    """Triton compiles a small C launcher per kernel, with $CC, gcc or clang, against Python's headers."""
+    """Check that Triton can compile its C launchers: one per kernel, with $CC, gcc or clang, against Python's
+    headers."""
     status = "problem" if torch.cuda.is_available() else "note"
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
@@ -150,7 +152,7 @@ def check_cache() -> list[Finding]:
 
 
 def check_native() -> list[Finding]:
-    """The host side in C++."""
+    """Check the host side in C++."""
     if native.extension is not None:
         if is_launched_by_triton():
             return [Finding("note", "native", "built, but calls do not repeat without Python: see triton")]
@@ -177,12 +179,12 @@ def check_cuda_ops() -> list[Finding]:
 
 
 def check_fallbacks() -> list[Finding]:
-    """What the probes before have shown."""
+    """The kernels that failed in the probes of the earlier checks."""
     return [Finding("note", "fallback", f"{failure}; another kernel or ATen's runs") for failure in fallback.failures()]
 
 
 def probe(subject: str, device: str, text: str) -> Finding:
-    """Forward and backward of PROBES on `device`."""
+    """Run forward and backward of PROBES on `device`. Raises AssertionError if an output is wrong."""
     for case in PROBES:
         inputs = make_inputs(case, device)
         assert_outputs_close(fused(case, inputs), case, inputs)
@@ -197,6 +199,6 @@ def triton_version() -> str | None:
 
 
 def version_of(text: str) -> tuple[int, int]:
-    """Major and minor version: 2.13.0+cpu is (2, 13)."""
+    """(major, minor): 2.13.0+cpu is (2, 13)."""
     major, minor = text.split(".")[:2]
     return int(major), int(minor)

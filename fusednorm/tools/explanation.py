@@ -1,4 +1,5 @@
-"""What runs, with what resources, and why nothing else: for a live tensor, or for a problem on any GPU."""
+"""explain: which variant runs, with which resources, and why no other, for a live tensor or for a problem on any
+GPU."""
 
 from __future__ import annotations
 
@@ -28,13 +29,14 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, 
 
 @dataclass(frozen=True)
 class Explanation:
-    """str() of it is for people, as_dict() for programs. device is None where no kernel of this package can run."""
+    """The planner's decision with its reasons. str() is for people, as_dict() for programs. device is None if no kernel
+    of this package can run."""
 
     problem: NormProblem
     rows: int
     device: DeviceSpec | None
     decision: Decision
-    notes: tuple[str, ...] = ()  # about the tensors, such as copies that their strides ask for
+    notes: tuple[str, ...] = ()  # about the tensors, such as copies that their strides require
 
     @property
     def plan(self) -> Plan:
@@ -121,13 +123,13 @@ def explain(
     grad_out: Tensor | None = None,
     device: DeviceSpec | None = None,
 ) -> Explanation:
-    """Why a norm of x, [*batch, *normalized_shape], runs the way it does: print() the result.
+    """Explain which kernel runs for a norm of x, [*batch, *normalized_shape], and why. print() the result.
 
-    norm is "layer" or "rms", direction "forward" or "backward". The backward is that of all inputs given, for a
-    gradient like grad_out, or for a contiguous one of x's dtype. `device`, such as fusednorm.planner.device.H200, takes
-    the place of x's own. Under `force`, says what it comes to; where kernels have failed, what runs instead. Copies
-    nothing, launches nothing. Raises RuntimeError or TypeError where the op would, ValueError for another norm or
-    direction.
+    norm is "layer" or "rms", direction "forward" or "backward". The backward computes the gradients of all inputs
+    given, from a gradient laid out as grad_out, by default contiguous and of x's dtype. `device`, such as
+    fusednorm.planner.device.H200, replaces x's own. The result takes `force` into account, and kernels that have failed
+    in this process. Copies nothing and launches nothing. Raises RuntimeError or TypeError where the op would, and
+    ValueError for another norm or direction.
     """
     _require("norm", norm, ("layer", "rms"))
     _require("direction", direction, ("forward", "backward"))
@@ -168,7 +170,7 @@ class _Layout(NamedTuple):
 
 
 def _layout(name: str, tensor: Tensor, batch_ndim: int, cols: int) -> _Layout:
-    """How the op would read a tensor's rows."""
+    """The way in which the op would read a tensor's rows."""
     view = row_view(tensor, batch_ndim)
     if view is None:
         why = f"with strides {tuple(tensor.stride())} its rows are at more than two strides, or their elements apart"
@@ -177,7 +179,7 @@ def _layout(name: str, tensor: Tensor, batch_ndim: int, cols: int) -> _Layout:
 
 
 def _contiguous(tensor: Tensor, cols: int) -> _Layout:
-    """That of a fresh contiguous tensor, which starts at a multiple of 16 bytes."""
+    """The layout of a fresh contiguous tensor, which starts at a multiple of 16 bytes."""
     return _Layout(False, cols * tensor.element_size() % 16 == 0)
 
 

@@ -1,4 +1,4 @@
-"""Triton's interpreter, which runs the kernels on CPU tensors: how tests and demo see them work without a GPU."""
+"""Triton's interpreter, by which tests and demo run the kernels on CPU tensors without a GPU."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 
 
 def enable_interpreter() -> None:
-    """Make this process interpret every Triton kernel. Call it before anything imports triton: afterwards is too late.
+    """Make this process interpret every Triton kernel. Must be called before triton is imported.
 
-    The same process cannot compile kernels; whoever wants both starts a second one.
+    The same process cannot compile kernels. To do both, start a second process. Raises RuntimeError if triton has been
+    imported without TRITON_INTERPRET=1.
     """
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError("enable_interpreter: must be called before triton is imported, got a process that has it")
@@ -21,12 +22,13 @@ def enable_interpreter() -> None:
 
 
 def _round_to_bfloat16() -> None:
-    """The interpreter truncates float32 to bfloat16, and float64 to an integer; GPUs round to nearest even."""
+    """Round floats to bfloat16 to nearest even, as GPUs do. The interpreter truncates float32, and turns float64 into
+    an integer."""
     import triton.language as tl
 
     try:
         from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-    except ImportError:  # an interpreter that is another, and rounds as it likes
+    except ImportError:  # an interpreter with other internals keeps its own rounding
         return
     if not hasattr(InterpreterBuilder, "cast_impl"):
         return
@@ -42,7 +44,7 @@ def _round_to_bfloat16() -> None:
 
 
 def _accept_arrays_as_loop_bounds() -> None:
-    """Triton 3.6 makes a loop bound an int by int(array of one element), which numpy refuses from 2.4 on."""
+    """Let loop bounds be arrays of one element. Triton 3.6 converts them by int(), which numpy refuses from 2.4 on."""
     import triton
     from triton.runtime import interpreter
 

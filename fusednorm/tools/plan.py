@@ -1,4 +1,4 @@
-"""python -m fusednorm plan: which plan runs and why, for any problem on any GPU, without one."""
+"""python -m fusednorm plan: says which plan runs for a problem on a GPU, and why. It needs no GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .explanation import DTYPES, explain_problem
 MAP_ROWS = [2**exponent for exponent in range(4, 21)]
 MAP_COLS = [quarters * 2**exponent for exponent in range(4, 16) for quarters in (4, 5, 6, 7)]  # 64 to 229376
 COLUMN_TILES = "multi_wave, by column tiles"
-REGIONS = {  # colours of the map, which the colour-blind can tell apart
+REGIONS = {  # colours of the map, chosen to be told apart by the colour-blind
     "multi_wave": "#E69F00",
     COLUMN_TILES: "#F0E442",
     "pipelined": "#0072B2",
@@ -65,7 +65,7 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def problem_of(options: argparse.Namespace, cols: int) -> NormProblem:
-    """The norm of contiguous rows, all outputs wanted."""
+    """The problem of contiguous rows with all outputs wanted."""
     dtype, backward, layer = DTYPES[options.dtype], options.direction == "backward", options.norm == "layer"
     weight_dtype = DTYPES[options.weight_dtype] if options.weight_dtype else dtype
     return NormProblem(
@@ -84,12 +84,12 @@ def problem_of(options: argparse.Namespace, cols: int) -> NormProblem:
 
 
 def region(plan: Plan) -> str:
-    """The name that the map gives to a plan."""
+    """The plan's name on the map."""
     return COLUMN_TILES if isinstance(plan, ColumnTilePlan) else plan.variant
 
 
 def draw_map(options: argparse.Namespace, spec: DeviceSpec) -> int:
-    """A picture of what is chosen over rows and columns."""
+    """Draw the chosen variant over rows and columns. Returns the exit status."""
     if console.optional("matplotlib", "bench", "no map is drawn") is None:
         return 1
     from matplotlib.colors import ListedColormap

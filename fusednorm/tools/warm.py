@@ -1,7 +1,7 @@
-"""warmup: compiles the kernels of problems that will come, side by side, before the first call asks for them.
+"""warmup: compiles the kernels of expected problems in parallel, before the first call needs them.
 
-The plans are made here, the builds in processes of their own that know no GPU and share Triton's on-disk cache with
-this one; then each kernel runs once here on a few rows, which loads it.
+This process makes the plans. Worker processes, which use no GPU, compile the kernels into Triton's on-disk cache. Then
+this process runs each kernel once on a few rows, which loads it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from ..planner.norm_problem import FLOAT_DTYPES, accumulation_dtype
 from ..planner.plan import Plan, ReferencePlan
 from ..problem import BackwardCall, ForwardCall, check_backward, check_forward
 
-FEW_ROWS = 16  # no build depends on the row count: these are enough to compile for, and to run
-MANY_ROWS = 1 << 20  # for which what takes the place of a plan is chosen
-SERIAL_BUILDS = 2  # a process takes 3 to 5 s to import torch and triton, a build 1 to 2: so few are made right here
+FEW_ROWS = 16  # rows of the calls that are compiled and run here; no build depends on the row count
+MANY_ROWS = 1 << 20  # row count for which the substitute of a failed plan is chosen
+# Up to this many builds are compiled in this process: a worker first imports torch and triton, which takes longer than
+# a build.
+SERIAL_BUILDS = 2
 
 
 class Wanted(NamedTuple):
-    """What one call of an op looks like, but for its tensors; contiguous rows."""
+    """An expected call of an op, without its tensors. Its rows are contiguous."""
 
     norm: str
     direction: str
@@ -37,7 +39,7 @@ class Wanted(NamedTuple):
     weight_dtype: torch.dtype | None
     has_bias: bool
     output_mask: tuple[bool, bool, bool]
-    residual_dtype: torch.dtype | None = None  # of a gradient that is added to dx
+    residual_dtype: torch.dtype | None = None  # of the residual gradient that is added to dx, if any
 
     def call(self, device: torch.device | str) -> ForwardCall | BackwardCall:
         """The checked call, on FEW_ROWS rows of zeros."""
@@ -58,7 +60,7 @@ class Wanted(NamedTuple):
 
 
 class Build(NamedTuple):
-    """One kernel launch of a call by a plan: its place among the call's launches names it."""
+    """One kernel launch of a call by a plan. `index` is its position among the call's launches."""
 
     wanted: Wanted
     plan: Plan
@@ -83,17 +85,27 @@ def warmup(
     device: torch.device | str = "cuda",
     processes: int | None = None,
 ) -> int:
-    """Compile and load what later calls will run, so that none of them compiles: before a CUDA-graph capture, say.
+    """Compile and load the kernels of later calls, so that none of these compiles. Use it before a CUDA-graph capture,
+    for example.
 
-    norm is "layer" or "rms"; cols the sizes of a row; dtype that of x and of its gradient; weight_dtype that of weight
-    and bias (None: dtype). Without elementwise_affine there is no weight, and without bias LayerNorm has none. rows are
-    the row counts to come; None stands for all. output_mask says which gradients will be wanted, (dx, dweight, dbias);
-    residual_dtype is that of a gradient which the backward adds to dx, where there is one.
-    Rows are taken to be contiguous, and aligned to 16 bytes where their size allows it. Honours `force`.
+    norm                "layer" or "rms"
+    cols                elements of a row, one number or several
+    dtype               of x and of its gradient
+    weight_dtype        of weight and bias (None: dtype)
+    elementwise_affine  False: the norm has no weight and no bias
+    bias                False: LayerNorm has no bias
+    rows                expected row counts, one or several (None: any)
+    output_mask         which gradients will be wanted: (dx, dweight, dbias)
+    residual_dtype      of the residual gradient that the backward adds to dx (None: no such gradient)
+    directions          of the calls: "forward", "backward" or both
+    processes           number of processes that share the work (None: one per CPU)
 
-    processes (default: one for each CPU) share the work. Returns how many kernels there are; on a CPU device, none.
-    Raises ValueError for a norm or direction of another name, TypeError where cols, rows or a dtype is none, and
-    RuntimeError for other dtypes, where there is no CUDA GPU, and while a CUDA graph is being captured.
+    Rows are assumed to be contiguous, and aligned to 16 bytes if their size allows it. Honours `force`. Returns the
+    number of kernels, 0 for a CPU device.
+
+    Raises ValueError for another norm or direction. Raises TypeError if cols or rows are no integers or a dtype is no
+    torch.dtype. Raises RuntimeError for dtypes other than float16, bfloat16, float32 and float64, for sizes below 1,
+    without a CUDA GPU, and during the capture of a CUDA graph.
     """
     _check_names(norm, directions)
     _check_types(cols, rows, dtype, weight_dtype, residual_dtype)
@@ -121,7 +133,7 @@ def warmup(
     except Exception as error:
         if device.type != "cuda" or fallback.cause_of(error, launched=False) is None:
             raise
-        count = sum(len(_launches(each, plan, "meta")) for each, plan in plans)  # what has failed gives way below
+        count = sum(len(_launches(each, plan, "meta")) for each, plan in plans)  # _load replaces plans that failed
     if device.type == "cuda":
         _load(plans, device, spec)
     return count
@@ -153,7 +165,7 @@ def _check_types(cols, rows, *dtypes: torch.dtype | None) -> None:
 
 
 def plans_of(wanted: list[Wanted], rows: Sequence[int] | None, device: DeviceSpec) -> Iterator[tuple[Wanted, Plan]]:
-    """Each plan that the planner would run for one of these row counts; for any, where rows is None."""
+    """Each plan that the planner would choose for one of these row counts, or for any row count if rows is None."""
     for each in wanted:
         problem = each.call("meta").problem
         if each.direction == "backward" and not (problem.wants_dx or problem.wants_dw or problem.wants_db):
@@ -168,8 +180,8 @@ def plans_of(wanted: list[Wanted], rows: Sequence[int] | None, device: DeviceSpe
 
 
 def build_ahead(plans: list[tuple[Wanted, Plan]], device: DeviceSpec, processes: int | None) -> int:
-    """Build what the plans run, side by side, and say how many kernels that is. With a Triton whose way of compiling is
-    not known nothing is built here: whoever loads the kernels then compiles them, one after the other."""
+    """Build the kernels of the plans in parallel. Returns the number of kernels. If the installed Triton compiles in an
+    unknown way, nothing is built here, and the kernels are compiled one by one when they are loaded."""
     kernels = sum(len(_launches(wanted, plan, "meta")) for wanted, plan in plans)
     try:
         from ..host import compilation
@@ -184,7 +196,7 @@ def build_ahead(plans: list[tuple[Wanted, Plan]], device: DeviceSpec, processes:
 
 
 def distinct_builds(plans: list[tuple[Wanted, Plan]], device: DeviceSpec) -> list[Build]:
-    """One entry for each kernel to be built, whatever the number of calls that share it."""
+    """One entry per kernel to be built. Calls that share a build have one entry together."""
     from ..host import compilation
 
     builds: dict[str, Build] = {}
@@ -195,7 +207,8 @@ def distinct_builds(plans: list[tuple[Wanted, Plan]], device: DeviceSpec) -> lis
 
 
 def compile_builds(builds: list[Build], device: DeviceSpec, processes: int | None = None) -> None:
-    """Build what is not in Triton's on-disk cache yet. Raises RuntimeError, or what the compiler raises."""
+    """Build the kernels that are not in Triton's on-disk cache. Raises RuntimeError, or the compiler's own error if the
+    build runs in this process."""
     from ..host import compilation
 
     builds = [each for each in builds if not compilation.is_built(each.launch(), device.arch)]
@@ -212,7 +225,8 @@ def compile_builds(builds: list[Build], device: DeviceSpec, processes: int | Non
 
 
 def _start_worker(builds: list[Build], arch: int) -> subprocess.Popen:
-    """A process that imports nothing of the caller's program, as multiprocessing's would, and interprets nothing."""
+    """Start a worker process. Unlike one of multiprocessing it imports nothing of the caller's program. It never uses
+    Triton's interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     command = [sys.executable, "-c", "from fusednorm.tools import warm; warm._work()"]
@@ -221,7 +235,7 @@ def _start_worker(builds: list[Build], arch: int) -> subprocess.Popen:
     )
     worker.stdin.write(pickle.dumps((builds, arch)))
     worker.stdin.close()
-    worker.stdin = None  # or communicate would flush it
+    worker.stdin = None  # otherwise communicate() would flush the closed pipe
     return worker
 
 
@@ -237,8 +251,8 @@ def _compile(builds: list[Build], arch: int) -> None:
 
 
 def _load(plans: list[tuple[Wanted, Plan]], device: torch.device, spec: DeviceSpec) -> None:
-    """Run each launch once: Triton finds the build on disk, loads it, and knows it from then on. What cannot be built
-    gives way here, as it would in the first call."""
+    """Run each launch once: Triton finds the build on disk, loads it and keeps it. A plan that cannot be built is
+    replaced here, as in a first call."""
     from ..host import launcher
 
     with torch.cuda.device(device):
