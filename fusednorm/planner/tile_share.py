@@ -77,7 +77,8 @@ MAX_COLUMNS_WITH_WEIGHT = {"backward": 32, "forward": 16}
 LAYER_COLUMNS_WITHOUT_WEIGHT = 44, 52
 # LayerNorm's backward converts pairs of bfloat16 if a thread has more columns than this, or in a cluster of CTAs with
 # more than four warps. Nothing else then fills an SM's waits (one row's sums at a time), so instructions set the time.
-# With fewer columns and two CTAs on an SM pairs gain nothing or lose, by the compiler's schedule; RMSNorm gains nothing.
+# With fewer columns and two CTAs on an SM, pairs gain nothing, or lose by the compiler's schedule. RMSNorm hardly
+# changes.
 LEAST_COLUMNS_IN_PAIRS = 32
 
 
