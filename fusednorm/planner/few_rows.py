@@ -346,7 +346,7 @@ def _by_columns(values: dict, columns: int, beyond: int | None) -> float | None:
 
 
 def one_tile(problem: NormProblem, device: DeviceSpec) -> MultiWavePlan | None:
-    """The best plan with one row tile per CTA, or None; rows too wide for it have other good plans."""
+    """The best plan with one row tile per CTA, or None; rows above MOST_COLUMNS_OF_ONE_TILE have other good plans."""
     too_wide = problem.cols > MOST_COLUMNS_OF_ONE_TILE[problem.norm]
     return None if too_wide else one_tile_of_any_width(problem, device)
 

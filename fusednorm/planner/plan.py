@@ -13,8 +13,9 @@ from typing import ClassVar
 from .device import DeviceSpec
 from .norm_problem import NormProblem
 
-# Least work of another CTA (or cluster) per SM in a backward: row tiles; rows of a cluster; rows where a multi-wave tile
-# has several narrow rows. With less, storing and summing its dw and db partials costs more than it saves.
+# Least work of another CTA per SM (or another cluster) in a backward: row tiles; rows of a cluster; rows where a
+# multi-wave tile has several narrow rows. With less, storing and summing its dw and db partials costs more than it
+# saves.
 MIN_TILES_OF_CTA, MIN_ROWS_OF_CLUSTER, MIN_NARROW_ROWS = 2, 2, 8
 
 # Least work of a short-lived CTA: row tiles, because it loads the parameters while its first tile is on its way; in a

@@ -193,5 +193,5 @@ def widens_in_pairs(plan: RingPlan, problem: NormProblem) -> bool:
 
 
 def bytes_per_element(problem: NormProblem) -> int:
-    """Of x and, in the backward, the gradient."""
+    """Bytes per element of x, plus the gradient's in a backward."""
     return problem.x_dtype.itemsize + (problem.grad_dtype.itemsize if problem.direction == "backward" else 0)
