@@ -50,8 +50,8 @@ TOLERATED_PADDING = 1.125
 TOLERATED_PADDING_OF_A_WARP, TOLERATED_PADDING_OF_WARPS, MOST_COLUMNS_OF_ONE_CHUNK = 1.6, 1.32, 32
 # Backward of rows in several chunks without a cluster: fewer chunks are worth a little more padding.
 TOLERATED_PADDING_OF_CHUNKS = 1.18
-# Backward in a cluster: fewer warps over more CTAs are worth more padding. The same number of warps and CTAs is not,
-# and tolerates TOLERATED_PADDING only.
+# Backward in a cluster: fewer warps over more CTAs are worth more padding. Among plans with equally many warps and
+# CTAs, only TOLERATED_PADDING is tolerated.
 TOLERATED_PADDING_FOR_FEW_WARPS = 1.165
 # Warps per SM at which multi-wave plans aim. In a backward of narrow rows (keys: the most columns), fewer warps take
 # more rows each and leave fewer partials. Rows of at most NARROW_COLUMNS are faster in chunks of NARROW_CHUNK columns.
@@ -80,9 +80,9 @@ THREE_STREAMS_COLUMNS, THREE_STREAMS_BYTES, THREE_STREAMS_BYTES_OF_RMS_IN_CLUSTE
 FORWARD_STREAMS_OF_WHOLE_CTAS = 2
 # Stages per compute group. A short-lived CTA of the forward ends sooner with two.
 RING_STAGES = {"backward": 3, "forward": 2}
-# The backward needs two stages only if they bring this many bytes to an SM (clusters larger than
-# LARGEST_CLUSTER_OF_TWO_STAGES have limits of their own below), or if a tile has several rows: a third stage then
-# costs more at the start than it saves.
+# Two stages suffice for the backward if they bring this many bytes to an SM. Clusters larger than
+# LARGEST_CLUSTER_OF_TWO_STAGES have limits of their own below. Two stages also suffice where a tile has several rows: a
+# third costs more at the start than it saves.
 RING_BYTES_PER_SM, LARGEST_CLUSTER_OF_TWO_STAGES = 60 * 1000, 2
 # Fewer bytes suffice for LayerNorm of 16 bits over two CTAs where the chunks are more than a row. RMSNorm and whole
 # chunks are faster with a third stage there.

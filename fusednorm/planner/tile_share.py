@@ -33,14 +33,14 @@ RING_BYTES_OF_MANY_COLUMNS, MANY_COLUMNS = 160, 40
 LEAST_THREADS_OF_MANY_COLUMNS, MAX_COLUMNS_OF_FEW_THREADS, THREADS_OF_RMS = 16, 32, 128
 # Backward of two rows in a cluster: the bytes per thread. They allow 16-bit rows only; float32 rows are faster by one.
 RING_BYTES_OF_TWO_ROWS = 192
-# Where two rows in a cluster are faster than one row over fewer CTAs: by norm and CTAs per row, columns of a row per
-# thread (without padding), both bounds excluded. No other cluster should take two rows.
+# Where two rows in a cluster of CTAs of four warps are faster than one row: by norm and CTAs per row, columns of a row
+# per thread (without padding), both bounds excluded. No other cluster of a backward should take two rows.
 COLUMNS_OF_TWO_ROWS = {"layer": {2: (18, 24)}, "rms": {2: (18, 24), 4: (18, 24), 8: (18, 20.1)}}
 # One-row tiles of a 16-bit backward: by norm and warps of a CTA, then by CTAs per row, the allowed columns of the row
-# per thread (without padding). A range excludes its first bound and includes its second: (23.9, 60) has 24 in it, and
-# (0, 47.9) has not 48. Fewer CTAs or warps with more columns, in many small chunks, are faster than the limits above
-# allow. The gaps are left to plans that are faster: 48 and 56 columns of LayerNorm to 24 and 28 over twice as many
-# CTAs, 33 and more by four warps over sixteen CTAs to eight warps over eight.
+# per thread (without padding). A range excludes its first bound and includes its second: (23.9, 60) admits 24 and
+# (0, 47.9) does not admit 48. Fewer CTAs or warps with more columns, in many small chunks, are faster than the limits
+# above allow. The gaps are left to faster plans: 48 and 56 columns of LayerNorm to 24 and 28 over twice as many CTAs,
+# 33 and more by four warps over sixteen CTAs to eight warps over eight.
 ANY_CLUSTER = 0
 COLUMNS_OF_ONE_ROW: dict[tuple[str, int], dict[int, tuple[tuple[float, float], ...]]] = {
     ("layer", 4): {
@@ -72,8 +72,8 @@ FORWARD_COLUMNS_OF_ONE_ROW, FORWARD_STREAMS_OF_ONE_ROW, LARGEST_CLUSTER_OF_ONE_R
 ONE_TILE_COLUMNS, TOO_FEW_FOR_TWO_CTAS = 16384, range(9217, 14336)
 # The most columns per thread whose weight and bias stay in registers. More are faster in shared memory.
 MAX_COLUMNS_WITH_WEIGHT = {"backward": 32, "forward": 16}
-# One-row tiles of a backward keep weight and bias in registers where these suffice (budget.py). LayerNorm does not with
-# more columns per thread than the first number, up to the second.
+# One-row tiles of a backward keep weight (and bias) in registers where these suffice (budget.py). LayerNorm keeps it in
+# shared memory with more columns per thread than the first number, up to the second.
 LAYER_COLUMNS_WITHOUT_WEIGHT = 44, 52
 # LayerNorm's backward converts pairs of bfloat16 if a thread has more columns than this, or in a cluster of CTAs with
 # more than four warps. Nothing else then fills an SM's waits (one row's sums at a time), so instructions set the time.
