@@ -1,6 +1,7 @@
-"""Plans: everything about a launch that is compile-time, and nothing that the row count changes.
+"""Plans: everything about a launch that is known at compile time. The row count changes nothing in a plan.
 
-Grid, and with it the number of partials, come from plan, rows and device in `num_ctas`, and from nowhere else.
+`num_ctas` alone derives the grid, and with it the number of partials, from plan, rows and device. The measurements
+behind the constants are in bench/NOTES.md, "Evidence behind constants".
 """
 
 from __future__ import annotations
@@ -12,26 +13,25 @@ from typing import ClassVar
 from .device import DeviceSpec
 from .norm_problem import NormProblem
 
-# Of fewer row tiles than these, or in a cluster of fewer rows, a CTA's partials cost more than its part of the work is
-# worth; where several narrow rows are in its registers, of fewer rows. 1024 x 2055 takes 14.2 us by two tiles of a row
-# and 17.5 by four, but 3000 x 508 12.4 us by two tiles of two rows and 11.4 by four; 400 x 8192 13.3 us by two rows for
-# each cluster and 14.1 by four (LayerNorm backward).
+# Least work of another CTA per SM (or another cluster) in a backward: row tiles; rows of a cluster; rows where a
+# multi-wave tile has several narrow rows. With less, storing and summing its dw and db partials costs more than it
+# saves.
 MIN_TILES_OF_CTA, MIN_ROWS_OF_CLUSTER, MIN_NARROW_ROWS = 2, 2, 8
 
-# Of a short-lived CTA, which loads the parameters while its first tile is on its way; of one in a cluster, which begins
-# with waiting for the others, also rows and elements. LayerNorm forward 8192 x 16384 takes 131 us by 2 tiles of 2 rows,
-# 134 us by 5; 2048 x 65536 137 us by 5 tiles of a row, 150 us by 2; 4096 x 20480 88 us by 5 tiles of a row, 96 us by 2
-# of 2 rows, 10240 elements in all.
+# Least work of a short-lived CTA: row tiles, because it loads the parameters while its first tile is on its way; in a
+# cluster also rows and elements, because it begins by waiting for the other CTAs.
 MIN_TILES_OF_SHORT_LIVED, MIN_ROWS_IN_CLUSTER, MIN_ELEMENTS_IN_CLUSTER = 2, 5, 12 * 1024
-MIN_WAVES = 6  # of fewer, the last would leave too much of the GPU idle
+MIN_WAVES = 6  # with fewer, the last wave would leave too much of the GPU idle
 
-MAX_BOX_SIDE = 256  # elements, of a TMA copy
+MAX_BOX_SIDE = 256  # elements per side of a TMA copy's box
 
 
 @dataclass(frozen=True)
 class MultiWavePlan:
-    """Rows in registers, num_chunks chunks of `chunk` columns each; ctas_per_sm CTAs fit an SM at max_registers a
-    thread. Short-lived CTAs, of a forward, have one row tile each."""
+    """Rows in registers, in num_chunks chunks of `chunk` columns each.
+
+    ctas_per_sm CTAs fit an SM at max_registers per thread. Short-lived CTAs (forward only) have one row tile each.
+    """
 
     variant: ClassVar[str] = "multi_wave"
     cluster: ClassVar[int] = 1
@@ -48,7 +48,8 @@ class MultiWavePlan:
 class ColumnTilePlan:
     """Rows by column tiles: in two passes where dx (or y) is wanted, in one where a backward wants dw and db only.
 
-    row_pass_chunk and row_pass_warps are those of the pass that reads whole rows."""
+    row_pass_chunk and row_pass_warps belong to the pass that reads whole rows.
+    """
 
     variant: ClassVar[str] = "multi_wave"
     cluster: ClassVar[int] = 1
@@ -62,10 +63,12 @@ class ColumnTilePlan:
 
 @dataclass(frozen=True)
 class PipelinedPlan:
-    """Row tiles through a TMA ring of num_stages stages in shared memory, filled by the computing warps. A row tile is
-    num_chunks chunks of `chunk` columns, which come copy_chunks to a copy; with a tail, the last, within which the row
-    may end, comes in a copy of its own and all others in one. weight_in_smem keeps weight (and bias) in shared memory
-    instead of registers."""
+    """Row tiles through a TMA ring of num_stages stages in shared memory, filled by the computing warps.
+
+    A row tile is num_chunks chunks of `chunk` columns, copy_chunks chunks to a copy. With a tail there are two copies:
+    the last chunk, within which the row may end, and all others. weight_in_smem keeps weight (and bias) in shared
+    memory instead of registers.
+    """
 
     variant: ClassVar[str] = "pipelined"
     rows_per_tile: int
@@ -76,18 +79,20 @@ class PipelinedPlan:
     ctas_per_sm: int
     max_registers: int
     weight_in_smem: bool
-    cluster: int = 1  # CTAs that share a row, chunk columns of every chunk each, and exchange its sums
+    cluster: int = 1  # CTAs that share a row: each has chunk columns of every chunk; they exchange the row's sums
     copy_chunks: int = 1
-    # SMs do not run equally fast, and who is faster gets more of the CTAs where there are more of them than run at
-    # once. With one stage each has one tile, and what is copied meanwhile is others'.
+    # The launch has more CTAs than fit at once, so that faster SMs take more of them. With one stage a CTA has one
+    # tile, and other CTAs on the SM overlap its copy.
     short_lived: bool = False
     tail: bool = False
 
 
 @dataclass(frozen=True)
 class ColumnRingPlan:
-    """For a backward without dx, which sums over rows only: tiles of rows_per_tile x chunk elements of the gradient,
-    and of x for dw, through a TMA ring of num_stages stages in shared memory."""
+    """Column sums through a TMA ring of num_stages stages in shared memory, for a backward without dx.
+
+    A tile has rows_per_tile x chunk elements of the gradient, and of x if dw is wanted.
+    """
 
     variant: ClassVar[str] = "pipelined"
     cluster: ClassVar[int] = 1
@@ -101,10 +106,12 @@ class ColumnRingPlan:
 
 @dataclass(frozen=True)
 class WarpSpecializedPlan:
-    """The same ring filled by a producer warp and emptied by num_groups compute groups of num_warps warps, which take
-    stages in turn (num_stages is a multiple of num_groups) and sum dw and db each for themselves. cached keeps a row
-    tile in registers instead of reading its stage twice. max_registers is the compute warps' share once the producer
-    has given its own away."""
+    """The ring of PipelinedPlan, filled by a producer warp and emptied by num_groups compute groups of num_warps warps.
+
+    The groups take stages in turn, so num_stages is a multiple of num_groups, and each sums dw and db for itself.
+    cached keeps a row tile in registers instead of reading its stage twice. max_registers is what a compute thread
+    has after the producer warp has given its own registers away.
+    """
 
     variant: ClassVar[str] = "warp_specialized"
     cluster: ClassVar[int] = 1
@@ -124,7 +131,7 @@ class WarpSpecializedPlan:
 
 @dataclass(frozen=True)
 class ReferencePlan:
-    """No kernel of this package but ATen's, and why."""
+    """ATen's kernel instead of this package's, and the reason."""
 
     variant: ClassVar[str] = "reference"
     reason: str
@@ -137,30 +144,29 @@ VARIANTS = ("multi_wave", "pipelined", "warp_specialized", "reference")
 
 @dataclass(frozen=True)
 class Rejected:
-    """Why a variant is not used: the name of the rule it breaks, and a sentence for people."""
+    """Why a variant is not used: the name of the rule that it breaks, and a sentence for people."""
 
     rule: str
     reason: str
 
 
 def box_columns(plan: RingPlan, cols: int) -> int:
-    """Columns on the innermost side of a TMA box, which must divide a row."""
+    """Columns on the innermost side of a TMA box. They divide a row, as the box must, and a chunk."""
     return math.gcd(cols, plan.chunk, MAX_BOX_SIDE)
 
 
 def rows_of_a_thread(rows_per_tile: int, cluster: int) -> int:
-    """Rows of a ring's tile of which a thread has a part: all in a cluster, else one, and each row has threads of its
-    own."""
+    """Rows of a ring's tile of which a thread has a part: all in a cluster. Elsewhere each row has its own threads."""
     return rows_per_tile if cluster > 1 else 1
 
 
 def has_two_rows_in_cluster(plan: RingPlan) -> bool:
-    """Whether its threads have parts of two rows."""
+    """True if a thread has parts of two rows or more, which only a cluster has."""
     return rows_of_a_thread(plan.rows_per_tile, plan.cluster) > 1
 
 
 def threads_of_a_row(plan: RingPlan) -> int:
-    """Threads among which a row is divided, or in a cluster a CTA's part of it."""
+    """Threads of a CTA among which a row is divided; in a cluster the CTA's part of the row."""
     return 32 * plan.num_warps * rows_of_a_thread(plan.rows_per_tile, plan.cluster) // plan.rows_per_tile
 
 
@@ -170,30 +176,32 @@ def warps_of_a_row(plan: RingPlan) -> int:
 
 
 def columns_of_a_thread(plan: RingPlan) -> float:
-    """Of each of its rows, those beyond the last included."""
+    """Columns of one row per thread, padding included."""
     return plan.chunk * plan.num_chunks / threads_of_a_row(plan)
 
 
 def padded_columns(plan: RingPlan) -> int:
-    """Of all chunks of a row: those beyond the last column are zeros."""
+    """Columns in all chunks of a row, over all CTAs of a cluster. Columns beyond the last are zeros."""
     return plan.cluster * plan.num_chunks * plan.chunk
 
 
 def is_whole(plan: RingPlan, cols: int) -> bool:
-    """Whether the chunks are exactly a row, so that every thread has as many columns."""
+    """True if the chunks are exactly a row, so that all threads have equally many columns."""
     return cols == padded_columns(plan)
 
 
 def num_copies(plan: RingPlan) -> int:
-    """Copies of each tensor that make a row tile."""
+    """Copies that bring one tensor's row tile."""
     return 2 if plan.tail else -(-plan.num_chunks // plan.copy_chunks)
 
 
 def num_ctas(plan: Plan, rows: int, cols: int, device: DeviceSpec, leaves_partials: bool = True) -> int:
-    """The grid along the rows: CTAs, or clusters of them, of which none is idle. As many as run at once, even if some
-    then have a row tile less than others: fewer would be done as soon, but load less at a time (16384 x 2055 takes 55.0
-    us and 56.3, LayerNorm forward). Not so where they leave partials of few tiles. Short-lived ones have as many tiles
-    each, but for the last (2048 x 8192: 19.0 us, 19.6 by as many as run at once)."""
+    """The grid along the rows, in CTAs or in clusters of them; none is idle.
+
+    As many are launched as run at once, even if some then have a row tile fewer than others: fewer CTAs would take as
+    long and load less at a time. CTAs that leave partials are limited by least_rows_of_cta. Short-lived CTAs may be
+    more than run at once; they have equally many tiles each, except for the last.
+    """
     tiles = -(-rows // plan.rows_per_tile)
     first_wave, at_once = clusters_at_once(plan.cluster, device), ctas_at_once(plan, device)
     if isinstance(plan, (ColumnTilePlan, ColumnRingPlan)):
@@ -213,7 +221,7 @@ def num_ctas(plan: Plan, rows: int, cols: int, device: DeviceSpec, leaves_partia
 
 
 def least_rows_of_cta(plan: Plan) -> int:
-    """Rows for each CTA, or cluster, of which there are more than one wave."""
+    """Least rows per CTA, or cluster, beyond the first wave, if it leaves partials."""
     if plan.cluster > 1:
         return MIN_ROWS_OF_CLUSTER
     narrow = isinstance(plan, MultiWavePlan) and plan.rows_per_tile > 1
@@ -221,7 +229,7 @@ def least_rows_of_cta(plan: Plan) -> int:
 
 
 def tiles_of_short_lived(plan: PipelinedPlan) -> int:
-    """Row tiles for each short-lived CTA, at least."""
+    """Least row tiles per short-lived CTA."""
     if plan.num_stages == 1:
         return 1
     if plan.cluster == 1:
@@ -232,32 +240,37 @@ def tiles_of_short_lived(plan: PipelinedPlan) -> int:
 
 
 def clusters_at_once(cluster: int, device: DeviceSpec) -> int:
-    """How many clusters of so many CTAs, one on each SM, run at the same time. A cluster keeps to a group of SMs (GPC),
-    which clusters of 4 and 8 do not fill: on 120 of an H200's 132 SMs they are 5 to 20% faster than on all (bfloat16
-    backward of 16384 and 32768 columns, 2026-11-20)."""
+    """Clusters of `cluster` CTAs that run at the same time, one CTA on each SM.
+
+    A cluster keeps to one group of SMs (GPC). Clusters of 4 and 8 do not fill the groups and are faster on 10 of 11
+    SMs than on all, so clusters of more than two CTAs are counted on 10 of 11.
+    """
     usable = device.sm_count if cluster <= 2 else device.sm_count * 10 // 11
     return max(1, usable // cluster)
 
 
 def ctas_at_once(plan: Plan, device: DeviceSpec) -> int:
-    """How many of a plan's CTAs, or clusters, run at the same time."""
+    """CTAs of a plan, or clusters, that run at the same time."""
     return plan.ctas_per_sm * clusters_at_once(plan.cluster, device)
 
 
 def rows_at_once(plan: Plan, device: DeviceSpec) -> int:
-    """Rows of one tile for each of these."""
+    """Rows in one tile for every CTA, or cluster, that runs at the same time."""
     return plan.rows_per_tile * ctas_at_once(plan, device)
 
 
 def num_passes(plan: Plan, problem: NormProblem) -> int | None:
-    """How often the kernels read x and dy; a forward finds x in the cache the second time. None: ATen's kernels."""
+    """How often the kernels read x and dy, None for ATen's. A forward's second read of x comes from the cache."""
     if isinstance(plan, ReferencePlan):
         return None
     return 2 if isinstance(plan, ColumnTilePlan) and (problem.direction == "forward" or problem.wants_dx) else 1
 
 
 def num_launches(plan: Plan, problem: NormProblem) -> int | None:
-    """Of one call. The second of two passes sums its partials itself, all others leave that to a launch of its own."""
+    """Kernel launches of one call; None for ATen's kernels.
+
+    The second of two column-tile passes sums its partials itself. All others use one more launch for the sums, if any.
+    """
     if isinstance(plan, ReferencePlan):
         return None
     if isinstance(plan, ColumnTilePlan) and problem.wants_dx:
@@ -266,5 +279,5 @@ def num_launches(plan: Plan, problem: NormProblem) -> int | None:
 
 
 def num_partials(plan: Plan, ctas: int) -> int:
-    """Rows of the dw and db partials: one for each CTA along the rows, or for each of its compute groups."""
+    """Rows of the dw and db partials: one per CTA along the rows, or one per compute group of it."""
     return ctas * plan.num_groups if isinstance(plan, WarpSpecializedPlan) else ctas

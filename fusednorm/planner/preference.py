@@ -1,10 +1,10 @@
-"""What makes one plan of a variant better than another: the keys that rank them, and the numbers that they aim at.
+"""Ranks the plans of one variant: sort keys, and the numbers at which the keys aim.
 
-These were found on an H200 (bfloat16, 64 to 262144 columns; bench/results/2026-11-20-nvidia-h200-sweep, -rings,
--rows-apart and -widths.jsonl, 2026-11-21-nvidia-h200-plans, -tiles-of-a-cta and -widths.jsonl,
-2026-11-22-nvidia-h200-plans, -few-rows, -odd-widths and -one-chunk.jsonl, 2026-11-23-nvidia-h200-wide-rows and
--many-chunks.jsonl). Of the plans swept there the keys choose one within 8% of the fastest, 3% on the average;
-bench/NOTES.md names exceptions. Other GPUs are planned for by the same arithmetic with their own resources.
+The numbers were fitted on an H200 (bfloat16, 64 to 262144 columns). Among the plans swept there the keys choose one
+within 8% of the fastest, 3% on average; bench/NOTES.md names the exceptions, and its section "Evidence behind
+constants" has the measurements. Plans for other GPUs come from the same arithmetic with the resources of that GPU.
+
+Padding below is a ratio: the columns that the threads compute on, divided by the columns of the row.
 """
 
 from __future__ import annotations
@@ -42,93 +42,79 @@ from .tile_share import (
     most_columns_with_weight,
 )
 
-# Columns beyond the last are computed on for nothing; so many for each that there is do not matter.
+# Padding up to this ratio does not count against a plan.
 TOLERATED_PADDING = 1.125
-# Nor do more where a row is one chunk (backward): all of it comes in one copy, 16 bytes to a thread at a time, and what
-# its threads have beyond the row costs no memory traffic. By the threads of a row, a warp or more: 16384 x 832 takes
-# 25.7 us as 1024 columns and 27.2 as seven chunks of 128, 8000 x 160 10.1 as 256 and 10.8 as five of 32, but 16384 x
-# 640 22.7 and 22.1 as five of 128; 16384 x 1664 47.4 as 2048 and 49.3 as seven of 256, but 16384 x 1408 44.3 and 38.8
-# as three of 512; 5242 x 6400 over two CTAs 60.2 and 62.8 (LayerNorm).
+# Backward of rows in one chunk, with at most MOST_COLUMNS_OF_ONE_CHUNK columns per thread: such a row tolerates more
+# padding. The row comes in one copy and is read 16 bytes per thread at a time, so its padding costs no memory traffic.
+# The first ratio holds for one warp per row, the second for several.
 TOLERATED_PADDING_OF_A_WARP, TOLERATED_PADDING_OF_WARPS, MOST_COLUMNS_OF_ONE_CHUNK = 1.6, 1.32, 32
-# And a little more for fewer chunks: 15420 x 2176 takes 55.9 us as five chunks of 512, which are 2560, and 58.3 as nine
-# of 256, 12000 x 544 18.4 as five of 128 and 19.0 as nine of 64 (LayerNorm backward).
+# Backward of rows in several chunks without a cluster: fewer chunks are worth a little more padding.
 TOLERATED_PADDING_OF_CHUNKS = 1.18
-# Or for fewer warps over more CTAs: 1500 x 5392, as 6144, takes 24.2 us so and 27.9 by one CTA, which has as many
-# columns but for the last copy, 2000 x 6192 29.1 and 35.8 (LayerNorm backward). But by as many warps of as many CTAs
-# 2000 x 14064 63 us as four chunks of 1024 each and 54 as seven of 512 (RMSNorm).
+# Backward in a cluster: fewer warps over more CTAs are worth more padding. Among plans with equally many warps and
+# CTAs, only TOLERATED_PADDING is tolerated.
 TOLERATED_PADDING_FOR_FEW_WARPS = 1.165
-# A backward of narrow rows has fewer warps with more rows each, whose partials are fewer; by the most columns: 8192 x
-# 1000 takes 20.0 us by 16 and 17.8 by 8 (RMSNorm), 2500 x 1001 17.3 and 13.5, but 2500 x 1900 16.5 and 17.6
-# (LayerNorm). Of the narrowest, smaller chunks: 128 columns take 12.0 us by chunks of 64, 13.1 us of 128 (forward).
+# Warps per SM at which multi-wave plans aim. In a backward of narrow rows (keys: the most columns), fewer warps take
+# more rows each and leave fewer partials. Rows of at most NARROW_COLUMNS are faster in chunks of NARROW_CHUNK columns.
 MULTIWAVE_WARPS_PER_SM = 16
 NARROW_WARPS_PER_SM = {256: 8, 512: 12, 1024: 8}
 NARROW_COLUMNS, NARROW_CHUNK = 256, 64
-# Where each thread loads 16 bytes of every row, a backward needs no exchange between threads for dw and db, which costs
-# more than padding: 4096 x 632 takes 13.6 us as one chunk of 1024 and 21.5 as five of 128, 4096 x 1544 17.5 as 2048 and
-# 22.0 as seven of 256; but 10000 x 2600 64.5 as 4096 and 53.4 as three of 1024, and 22243 x 1152 56.2 as 2048 and 50.0
-# as five of 256 (LayerNorm). From 1025 columns on LayerNorm has eight warps on an SM for these, RMSNorm, 8% slower so,
-# sixteen.
+# Backward of one chunk where each thread loads 16 bytes of every row: dw and db need no exchange between threads, which
+# would cost more than the padding does. The limits are the bytes of a row of x and the columns of padding. From 1025
+# columns on, LayerNorm aims at WARPS_OF_ONE_CHUNK warps per SM for such rows; RMSNorm is slower that way and keeps
+# MULTIWAVE_WARPS_PER_SM.
 MOST_BYTES_OF_ONE_CHUNK, MOST_COLUMNS_BEYOND, WARPS_OF_ONE_CHUNK = 4096, 768, 8
-# Narrow rows of 16 bits by CTAs of as few warps as have the registers, LayerNorm two rows at a time, RMSNorm four: 2500
-# x 440 takes 10.9 us by two warps and two rows, 12.4 by four warps and eight rows of seven chunks of 64; 20000 x 632
-# 30.9 by two warps and 35.5 by four with four rows (LayerNorm); RMSNorm 20000 x 632 28.3 by four rows, by two 30.3. But
-# 10000 x 312 16.4 us as 512 columns and 15.2 as five of 64.
+# Backward of narrow 16-bit rows, from NARROWEST_OF_TWO_WARPS columns on: CTAs have as few warps as have the registers,
+# and tiles of this many rows.
 NARROWEST_OF_TWO_WARPS, ROWS_OF_FEW_WARPS = 321, {"layer": 2, "rms": 4}
-MULTIWAVE_CHUNK = 1024  # columns; faster than 512 by 2 to 5%, than 2048 by 1 to 6%, than 4096 by 2 to 9%
-FORWARD_COLUMNS = 45  # aimed at: between 32, at 512 to 2048 columns, and 64, at 4096
-ELEMENTS_OF_ONE_TILE, ELEMENTS_OF_ONE_IN_CLUSTER = 32, 64  # of a thread; 4096 x 8448 36.0 us with 72 and 39.8 with 36
-# Streams of tiles on an SM, each of four warps, one of which works while others wait for a row sum. Three in the
-# backward where several warps make that sum, if a thread has so few bytes of a tile that the registers suffice: 16384 x
-# 1280 takes 36.6 us and 41.0 with two, 16384 x 1536 40.4 and 43.4, 16384 x 2688 68.8 and 78.0, 4096 x 12288 80.1 and
-# 83.2 (LayerNorm); but 4096 x 640, a warp to a row, 13.2 and 11.8. RMSNorm in a cluster with fewer: 8192 x 6144 is 2%
-# slower with three.
+MULTIWAVE_CHUNK = 1024  # columns
+FORWARD_COLUMNS = 45  # per thread, to aim at: 32 are best for rows of 512 to 2048 columns, 64 for rows of 4096
+ELEMENTS_OF_ONE_TILE, ELEMENTS_OF_ONE_IN_CLUSTER = 32, 64  # per thread, to aim at where a CTA has one tile
+# Streams of tiles on an SM, of four warps each: one stream works while the others wait for a row sum. The backward
+# takes a third stream where several warps make that sum, if a thread has few enough columns and bytes of a tile for the
+# registers to suffice. RMSNorm in a cluster allows fewer bytes for it.
 STREAMS = {"backward": 2, "forward": 4}
-MOST_GROUPS = 2  # of a warp-specialized CTA, of which an SM has one
+MOST_GROUPS = 2  # compute groups of a warp-specialized CTA, which is alone on its SM
 THREE_STREAMS_COLUMNS, THREE_STREAMS_BYTES, THREE_STREAMS_BYTES_OF_RMS_IN_CLUSTER = 24, 104, 80
-# In the forward, where all warps have a row together: 4096 x 5120 takes 24.1 us and 24.9 us with four. And LayerNorm in
-# a cluster: 2048 x 8192 20.0 us and 20.7 us with four; but RMSNorm 8192 x 6144 52.0 us and 50.2 us with four.
+# Streams of a forward where all warps of a CTA share one row, and of LayerNorm's forward in a cluster. RMSNorm's
+# forward in a cluster is faster with four.
 FORWARD_STREAMS_OF_WHOLE_CTAS = 2
-# Two where these bring so much to an SM, but in larger clusters: 2048 x 65536 is up to 10% slower with two (RMSNorm). A
-# short-lived CTA of the forward is done sooner with two: 8192 x 8192 66.7 us and 70.2 us with three.
+# Stages per compute group. A short-lived CTA of the forward ends sooner with two.
 RING_STAGES = {"backward": 3, "forward": 2}
-# Nor is a third worth its start where a tile has several rows: 4000 x 1280 15.6 us and 16.9 with three, 4000 x 768 12.0
-# and 12.5, 16384 x 896 27.1 and 27.8, 1500 x 10240, two rows in a cluster, 29.9 and 30.8; but 8192 x 10240 125.9 and
-# 123.9 (LayerNorm; RMSNorm 16384 x 10240 242 us and 254).
+# Two stages suffice for the backward if they bring this many bytes to an SM. Clusters larger than
+# LARGEST_CLUSTER_OF_TWO_STAGES have limits of their own below. Two stages also suffice where a tile has several rows: a
+# third costs more at the start than it saves.
 RING_BYTES_PER_SM, LARGEST_CLUSTER_OF_TWO_STAGES = 60 * 1000, 2
-# LayerNorm of 16 bits over two CTAs with fewer, where the chunks are more than a row: 1500 x 6352 24.1 us and 26.0
-# with three, 4000 x 6656 47.9 and 48.5; but 8000 x 7168, seven whole chunks, 90 and 85 (RMSNorm 4000 x 6656 44.8 and
-# 42.4).
+# Fewer bytes suffice for LayerNorm of 16 bits over two CTAs where the chunks are more than a row. RMSNorm and whole
+# chunks are faster with a third stage there.
 RING_BYTES_PER_SM_OF_PART = 48 * 1000
-# 2048 x 131072: 401 us and 410 us with three (RMSNorm); 1024 x 262144 443 us and 440 us (LayerNorm). 8192 x 49152 628
-# us and 662 (LayerNorm), 1024 x 114688 177 and 189 (RMSNorm). Of LayerNorm by several CTAs on an SM twelve chunks
-# rather than a third stage: 2048 x 47104 145.5 us and 156.4 by three large ones; but by one CTA 2048 x 92160 283 us
-# with three stages and 290 with two.
+# The same limit in larger clusters, and there for LayerNorm of 16 bits with several CTAs on an SM, which is faster with
+# two stages of many small chunks than with a third stage.
 RING_BYTES_PER_SM_IN_CLUSTER, RING_BYTES_PER_SM_OF_LAYER = 98 * 1000, 91 * 1000
-# That a thread has of one chunk: RMSNorm 8192 x 16384 takes 198 us with 8 and 206 us with 4, LayerNorm 192 us with 4
-# and 201 us with 8. More than 4 where threads have few columns; and narrow rows are one chunk: 128 columns take 19.9 us
-# so and 20.7 us by two (LayerNorm backward), 1024 columns 35.0 us and 35.8 us by four (LayerNorm forward).
+# Columns of one chunk per thread. MANY_COLUMNS_PER_CHUNK holds where threads have few columns in all; rows of at most
+# WHOLE_COLUMNS columns are one chunk.
 RING_COLUMNS_PER_CHUNK = {"layer": 4, "rms": 8}
 WHOLE_COLUMNS, MANY_COLUMNS_PER_CHUNK = 1024, 8
-# Each copy of a tile is asked for and waited for by itself: 16384 x 8448 takes 481 us by nine chunks of a copy each,
-# no more than 297 us by three, which have room for half as many columns again, and 208 us by two, of eight whole chunks
-# and of the one within which the row ends (LayerNorm).
+# Copies per tensor and tile up to which a plan is not ranked lower. A CTA issues each copy and waits for it by itself,
+# so many small copies are slow.
 TOLERATED_COPIES = 3
-# Chunks that a tile has room for, for each of its own: in the forward, nine take two copies and not room for sixteen
-# (16384 x 9216: 148 us and 164 us; but backward 6000 x 2304 29.0 us and 27.7; LayerNorm).
+# Shared memory that the copies of a tile take, in chunks per chunk of the tile. Copies that leave more of it empty are
+# ranked like TOLERATED_COPIES copies.
 TOLERATED_ROOM = {"backward": 2, "forward": 1.7}
-# Of rows that end within a chunk by eight warps, three chunks in two copies rather than six, of which five have room
-# for eight: backward 4096 x 88064 585 us and 606, forward 1024 x 90112 97 and 102 (LayerNorm). RMSNorm's backward by
-# four as well: 8192 x 45056 569 us and 574.
+# The limit for rows that end within a chunk, of CTAs with eight warps (RMSNorm's backward: four, too): three chunks in
+# two copies are faster than six, where one copy of five chunks takes room for eight.
 TOLERATED_ROOM_OF_WIDE_ROWS = 1.4
-# Nor in a cluster three, of 8 columns a thread at least, room for four (LayerNorm forward of one row: 2048 x 98304
-# 204 us and 222; 2048 x 196608 452 us and 493).
+# Rank of LayerNorm's forward rows of few large chunks (MANY_COLUMNS_PER_CHUNK columns per thread or more) that come in
+# two copies in a cluster. They are faster than one copy, in which three chunks would take room for four.
 LESS_THAN_ONE_COPY = 0.5
 
 
 def multiwave_key(problem: NormProblem, plan: MultiWavePlan, device: DeviceSpec) -> tuple:
-    """Larger is better: little padding; enough bytes in flight and enough warps, which registers trade for each other;
-    then chunks of the size that was fastest. Of narrow rows whose threads hold the columns of a chunk alone, as many at
-    a time, and by as few warps, as were fastest."""
+    """Rank of a multi-wave plan; larger is better.
+
+    The order: each thread owns its columns, or else little padding; the product of bytes in flight and warps, each up
+    to what an SM needs, because registers buy one or the other; a chunk near the fastest size; few warps, CTAs and
+    rows. Narrow rows whose threads own their columns prefer ROWS_OF_FEW_WARPS rows per tile, then fewer warps.
+    """
     if may_have_few_warps(problem) and _holds_columns_alone(plan, problem):
         return True, -distance(plan.rows_per_tile, ROWS_OF_FEW_WARPS[problem.norm]), -plan.num_warps
     bytes_in_flight = plan.ctas_per_sm * plan.rows_per_tile * problem.cols * bytes_per_element(problem)
@@ -146,7 +132,7 @@ def multiwave_key(problem: NormProblem, plan: MultiWavePlan, device: DeviceSpec)
 
 
 def warps_per_sm(problem: NormProblem) -> int:
-    """That multi-wave had better have."""
+    """Warps on an SM at which a multi-wave plan aims."""
     if problem.direction == "forward":
         return MULTIWAVE_WARPS_PER_SM
     if may_have_few_warps(problem):
@@ -157,7 +143,7 @@ def warps_per_sm(problem: NormProblem) -> int:
 
 
 def may_have_few_warps(problem: NormProblem) -> bool:
-    """Whether it is a backward of narrow rows of 16 bits, of which a CTA of two warps may have some."""
+    """True for a backward of narrow 16-bit rows, which CTAs of as few as two warps may take."""
     narrow = NARROWEST_OF_TWO_WARPS <= problem.cols <= max(NARROW_WARPS_PER_SM)
     return problem.direction == "backward" and narrow and bytes_per_element(problem) == 4 and problem.tma_aligned
 
@@ -167,7 +153,7 @@ def _may_be_one_chunk(problem: NormProblem) -> bool:
 
 
 def _holds_columns_alone(plan: MultiWavePlan, problem: NormProblem) -> bool:
-    """Whether it is a backward of one chunk, of which every thread has 16 bytes of each row of the tile."""
+    """True for a backward of one chunk in which every thread has 16 bytes of each row of the tile."""
     if problem.direction == "forward" or not _may_be_one_chunk(problem):
         return False
     loaded = 16 // max(problem.x_dtype.itemsize, problem.grad_dtype.itemsize) * 32 * plan.num_warps
@@ -175,15 +161,31 @@ def _holds_columns_alone(plan: MultiWavePlan, problem: NormProblem) -> bool:
 
 
 def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
-    """Larger is better: no fault; a tile that is not too much for its threads; not too many copies; little padding; few
-    warps to a tile; few CTAs to a row, or in the backward to each row of a tile; of as many, less padding; one
-    reduction for mean and variance, which takes whole rows; few copies; as many streams of tiles on an SM as are
-    fastest; a row to few threads; a ring that is full enough; then as little as will do."""
+    """Rank of a ring's plan; larger is better. The first two entries are booleans, which other modules test.
+
+    The order of the entries:
+
+    1. The plan is sound: it has enough stages and enough registers.
+    2. A tile is not too much for its threads.
+    3. At most TOLERATED_COPIES copies per tensor.
+    4. Little padding; a backward's cluster tolerates more of it for fewer warps.
+    5. Few warps per CTA (per compute group if warp-specialized).
+    6. Few CTAs per row; in the backward, per row of a tile.
+    7. Less padding.
+    8. One reduction for both mean and variance, which needs whole rows.
+    9. Few copies.
+    10. The preferred number of streams on an SM, then few threads per row (forward: several rows per tile, then close
+        to FORWARD_COLUMNS columns per thread). Where each CTA has one tile: the preferred elements per thread, then
+        many streams.
+    11. Enough stages, then no more than that.
+    12. Weight and bias in shared memory exactly where a thread has too many columns to hold them in registers.
+    13. A chunk near the fastest size, then few chunks per copy.
+    """
     forward = problem.direction == "forward"
     streams = plan.ctas_per_sm if isinstance(plan, PipelinedPlan) else plan.num_groups
     threads, columns = threads_of_a_row(plan), columns_of_a_thread(plan)
     rows = rows_of_a_thread(plan.rows_per_tile, plan.cluster)
-    columns_of_row = problem.cols / plan.cluster / threads  # a thread's, without the padding
+    columns_of_row = problem.cols / plan.cluster / threads  # per thread, without the padding
     bytes_of_thread = rows * columns_of_row * bytes_per_element(problem)
     few_ctas = problem.norm == "rms" or plan.cluster <= LARGEST_FORWARD_CLUSTER or has_many_warps(plan, problem)
     in_cluster = 1 < plan.cluster and few_ctas
@@ -192,7 +194,7 @@ def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
     if forward:
         few_threads = several_rows, -distance(columns, FORWARD_COLUMNS)
     streams_and_threads = -abs(streams - _streams(plan, problem, bytes_of_thread)), few_threads
-    # LayerNorm forward 16384 x 4608, by chunks that are a row and by fewer that are not: 73.1 us and 78.3.
+    # LayerNorm's forward is faster by chunks that are exactly a row than by fewer chunks that are not.
     merges_moments = not forward or problem.norm == "rms" or is_whole(plan, problem.cols)
     padded = padded_columns(plan) / problem.cols
     one_tile = isinstance(plan, PipelinedPlan) and has_one_tile(problem)
@@ -220,7 +222,7 @@ def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
 
 
 def _padding(plan: RingPlan, problem: NormProblem, in_cluster: float) -> float:
-    """Columns that a row takes, for each that it has, where they matter; in a backward's cluster, beyond so many."""
+    """Padding of a row, or TOLERATED_PADDING if it is tolerated; `in_cluster` is the limit in a backward's cluster."""
     tolerated, padding = TOLERATED_PADDING, padded_columns(plan) / problem.cols
     one_chunk = plan.num_chunks == 1 and columns_of_a_thread(plan) <= MOST_COLUMNS_OF_ONE_CHUNK
     if problem.direction == "backward" and one_chunk:
@@ -231,8 +233,10 @@ def _padding(plan: RingPlan, problem: NormProblem, in_cluster: float) -> float:
 
 
 def _cost_of_copies(plan: RingPlan, problem: NormProblem) -> float:
-    """Of each tensor's that make a tile: how many there are, but less where two are faster than one, and more where
-    they leave much of the room empty."""
+    """Rank of the copies that bring one tensor's tile; smaller is better.
+
+    It is their number, less where two are faster than one, and more where they leave much of their room empty.
+    """
     room = plan.copy_chunks + 1 if plan.tail else plan.copy_chunks * num_copies(plan)
     tolerated = TOLERATED_ROOM[problem.direction]
     if not is_whole(plan, problem.cols) and _is_wide_row_of_copies(plan, problem):
@@ -245,15 +249,18 @@ def _cost_of_copies(plan: RingPlan, problem: NormProblem) -> float:
 
 
 def _is_wide_row_of_copies(plan: RingPlan, problem: NormProblem) -> bool:
-    """Whether room in copies that stays empty is time lost: of eight warps with many columns or more CTAs, and of
-    RMSNorm's backward."""
+    """True if empty room in the copies costs time.
+
+    It does for more than four warps in clusters larger than two or on one-row tiles of many columns per thread, and for
+    four warps or fewer on one-row tiles of RMSNorm's backward in such clusters.
+    """
     if plan.num_warps > 4:
         return plan.cluster > 2 or (plan.rows_per_tile == 1 and columns_of_a_thread(plan) > MAX_COLUMNS_PER_THREAD)
     return plan.cluster > 2 and plan.rows_per_tile == 1 and problem.norm == "rms" and problem.direction == "backward"
 
 
 def _is_better_by_two(plan: RingPlan, problem: NormProblem) -> bool:
-    """Whether a row of a few large chunks had better come in two copies."""
+    """True if a row of a few large chunks is faster in two copies than in one."""
     alone = problem.norm == "layer" and problem.direction == "forward" and plan.rows_per_tile == 1 < plan.cluster
     large = plan.chunk >= MANY_COLUMNS_PER_CHUNK * threads_of_a_row(plan)
     many = columns_of_a_thread(plan) > FORWARD_COLUMNS_IN_CLUSTER
@@ -261,7 +268,7 @@ def _is_better_by_two(plan: RingPlan, problem: NormProblem) -> bool:
 
 
 def _streams(plan: RingPlan, problem: NormProblem, bytes_of_thread: float) -> int:
-    """Row tiles that an SM had better work on at a time."""
+    """Preferred number of streams: row tiles on which an SM works at a time."""
     if isinstance(plan, WarpSpecializedPlan):
         return MOST_GROUPS
     layer_in_cluster = problem.norm == "layer" and plan.cluster > 1
@@ -279,7 +286,10 @@ def _streams(plan: RingPlan, problem: NormProblem, bytes_of_thread: float) -> in
 
 
 def _ring_stages(plan: RingPlan, problem: NormProblem, device: DeviceSpec, bytes_of_two: float) -> int:
-    """Stages enough, of which two bring so many bytes to an SM; more bytes where an SM needs more in flight."""
+    """Stages that suffice, all compute groups together. `bytes_of_two` is what two stages bring to an SM.
+
+    The limits scale with the bytes that the device's SMs need in flight, relative to an H200.
+    """
     if has_one_tile(problem) and isinstance(plan, PipelinedPlan):
         return 1
     groups = plan.num_groups if isinstance(plan, WarpSpecializedPlan) else 1
@@ -296,7 +306,7 @@ def _ring_stages(plan: RingPlan, problem: NormProblem, device: DeviceSpec, bytes
 
 
 def _ring_chunk(plan: RingPlan, problem: NormProblem) -> int:
-    """The chunk that is fastest for the threads of a row."""
+    """Fastest chunk, in columns, for the threads of a row."""
     threads = threads_of_a_row(plan)
     apart = plan.cluster == 1 and plan.rows_per_tile > 1
     if apart and problem.cols <= WHOLE_COLUMNS:
@@ -308,10 +318,10 @@ def _ring_chunk(plan: RingPlan, problem: NormProblem) -> int:
     elif apart or problem.direction == "forward" or (plan.cluster > 1 and few_registers):
         columns = MANY_COLUMNS_PER_CHUNK
     elif columns_of_a_thread(plan) == 3 * columns and problem.norm == "rms":
-        columns //= 2  # 6144, 12288, 24576 columns: six chunks are up to 2% faster than three
+        columns //= 2  # six chunks are faster than three (6144, 12288, 24576 columns)
     return threads * columns
 
 
 def distance(value: float, target: float) -> float:
-    """In doublings."""
+    """How far value is from target, in doublings."""
     return abs(math.log2(value / target))
