@@ -10,7 +10,7 @@ row's end and for rows before row 0.
 Tiles go from the last row to the first. The kernel that wrote the tensor has left the last rows in L2, and the kernel
 that reads the result asks for the first rows first.
 
-Hazards of a stage, in both schedules:
+Hazards of a stage, in every kernel with a ring:
 - Read after write: a copy writes through the asynchronous proxy. Every warp waits for the stage's mbarrier before it
   reads the stage, and the wait makes the copy's bytes visible.
 - Write after read: a stage may be refilled when every warp has read it (an execution barrier) and a proxy fence
