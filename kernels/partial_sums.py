@@ -9,7 +9,8 @@ from .ring import cluster_bases, column_index, column_layout, row_major, tile_la
 
 @gluon.jit
 def zeros_by_column(tile: gl.constexpr):
-    """Where the sums of dw or db start, each thread's its own: the rows of a tile come together at the end."""
+    """Zeros to start the sums of dw or db from, [rows, cluster, chunk] for each chunk. Each thread has its own sums;
+    the rows of a tile are added together only at the end."""
     sums = ()
     for _ in gl.static_range(tile.chunks):
         sums = sums + (gl.full([tile.rows, tile.cluster, tile.chunk], 0.0, gl.float32, tile_layout(tile)),)
@@ -57,9 +58,9 @@ def partial_store_layout(tile):
 def leave_sums(sums, wanted: gl.constexpr, tile: gl.constexpr):
     """The chunks of dw or db, in shared memory if their rows are in different warps.
 
-    All chunks are stored before any is read, which takes one CTA barrier in all: between the stores and the reads of
-    other warps' rows. One by one, each chunk would take two, the second of them before the next chunk overwrites it.
-    The memory is the ring's, whose row loop is done: a ring of two stages is as large."""
+    All chunks are stored before any is read, which takes one CTA barrier, between the stores and the reads of other
+    warps' rows. One by one, each chunk would take two. The memory is the ring's, whose row loop is done: a ring of two
+    stages is as large."""
     left = sums
     if wanted and is_of_several_warps(tile):
         layout: gl.constexpr = row_major(tile, 3, 1)  # of one chunk
