@@ -1,4 +1,4 @@
-"""dw and db from their partials: the launch that follows the launch of a backward."""
+"""dw and db from their partials: summed by the launch that follows a backward's main kernel."""
 
 import triton
 import triton.language as tl

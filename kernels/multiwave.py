@@ -6,8 +6,8 @@ padded to a multiple of the chunk and not to the next power of two. CTA p owns t
 P CTAs. Its sums of dw and db stay in registers and are stored once, as row p of the [P, cols] partials.
 
 Row r of a tensor starts at element (r // inner) * outer_stride + (r % inner) * inner_stride; without norm.nested_rows,
-at r * outer_stride. Offsets are 64-bit. Scalar arguments have fixed types, so that no value of theirs compiles the
-kernel again.
+at r * outer_stride. Offsets are 64-bit. Scalar arguments have fixed types, so that no value of theirs makes Triton
+compile the kernel again.
 """
 
 import triton

@@ -99,7 +99,7 @@ def store_partials(dw_ptr, db_ptr, dw, db, partial, cols, end, norm: gl.constexp
 
 @gluon.jit
 def hidden(value):
-    """`value` as the compiler knows nothing about it, not even that it is the same in every iteration of a loop."""
+    """`value`, of which the compiler then knows nothing, not even that it is the same in every iteration of a loop."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], gl.int32, is_pure=False, pack=1)
 
 

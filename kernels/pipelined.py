@@ -3,9 +3,9 @@
 CTA p (or cluster p, whose CTAs share the columns of a row) of P owns the row tiles p, p + P, p + 2P, ..., counted from
 the last tile. It keeps the parameters and, in the backward, the sums of dw and db for its whole life.
 
-A warp that has read a stage may be ahead of others that have not, and the same warps refill the stage: the compiler
-puts a CTA barrier and a proxy fence between the reads of a stage and the copies of `fill_stage`. Neither is in the
-source. Without them a copy could overwrite columns that a warp has yet to read.
+The warps that read a stage also refill it, and one of them may be ahead of the others. What keeps a copy from
+overwriting columns that a warp has yet to read is not in the source: between the reads of a stage and the copies of
+`fill_stage` the compiler puts a CTA barrier and a proxy fence.
 """
 
 from triton.experimental import gluon

@@ -123,9 +123,9 @@ def allocate_barriers(tile: gl.constexpr):
 
 @gluon.jit
 def close_barriers(barriers, tile: gl.constexpr):
-    """Invalidate the barriers, as their last use. A kernel that needs other shared memory after its row loop calls this
-    at its very end, and thereby keeps the compiler from reusing the barriers' memory until then. Hardware may write to
-    an mbarrier even after the wait for its last copy: it has overwritten row sums that were placed there."""
+    """Invalidate the mbarriers, as their last use. A kernel that needs other shared memory after its row loop calls
+    this at its very end, and thereby keeps the compiler from reusing their memory until then. Hardware may write to an
+    mbarrier even after the wait for its last copy: it has overwritten row sums that were placed there."""
     for stage in gl.static_range(tile.stages):
         mbarrier.invalidate(barriers.index(stage))
 
@@ -190,8 +190,8 @@ def row_index(row, tile: gl.constexpr):
 
 @gluon.jit
 def load_parameter(ptr, cols, present: gl.constexpr, tile: gl.constexpr):
-    """The chunks of weight or bias in registers, in their own dtype. A kernel loads them before it starts its first
-    copies; otherwise they would arrive after those tiles."""
+    """The chunks of weight or bias in registers, in their own dtype. The pipelined schedule loads them before it
+    starts its first copies; otherwise they would arrive after those tiles."""
     loaded = ()
     for c in gl.static_range(tile.chunks):
         if present:

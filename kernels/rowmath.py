@@ -51,8 +51,8 @@ def normalize(x, mean, rstd, norm: tl.constexpr):
 
 @triton.jit
 def input_gradient(g, x, mean, rstd, mean_gx, mean_g, norm: tl.constexpr):
-    """dx from g = dy * w, x, and the row means of g * x_hat and of g. Folded (norm.fold), the
-    factors that are constant along a row are gathered: dx = g * rstd + x * a + b takes two instructions instead of
+    """dx from g = dy * w, x, and the row means of g * x_hat and of g. Folded (norm.fold), it
+    gathers the factors that are constant along a row: dx = g * rstd + x * a + b takes two instructions instead of
     five."""
     if norm.fold:
         dx = x * (-rstd * rstd * mean_gx)

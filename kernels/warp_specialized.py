@@ -108,7 +108,7 @@ def consume_backward(norm: gl.constexpr, tile: gl.constexpr, group, operands):
         mean_next, rstd_next = ring.load_statistics(
             mean_ptr, rstd_ptr, row - step, mean_stride, rstd_stride, norm, tile
         )
-        ring.wait(full.index(stage), phase)
+        ring.wait(full.index(stage), phase)  # the tile has arrived, and is visible to this warp's reads
         x = ring.read_tile(x_ring, stage, False, tile)
         dy = ring.read_tile(dy_ring, stage, False, tile)
         residual = ring.load_residual(residual_ptr, row, cols, norm, tile)
@@ -148,7 +148,7 @@ def consume_forward(norm: gl.constexpr, tile: gl.constexpr, group, operands):
     stage = group
     phase = 0
     for _ in range(first, rows, step):
-        ring.wait(full.index(stage), phase)
+        ring.wait(full.index(stage), phase)  # the tile has arrived, and is visible to this warp's reads
         x = ring.read_tile(x_ring, stage, False, tile)
         release_stage(empty, stage)
         mean, rstd, _exchange = ring.row_statistics(x, cols, eps, open_exchange(tile), norm, tile)
