@@ -1,20 +1,27 @@
 """Row sums and moments over the CTAs of a cluster, through distributed shared memory.
 
-Triton 3.6 spreads tensors and TMA copies over a cluster but does not reduce across it, and offers no address of
-shared memory; so the exchange is PTX, on a few bytes of static shared memory per CTA: every CTA sends its share to all
-of the cluster by stores that complete on the receiver's mbarrier, waits for its own to be complete, and sums what has
-come (or merges it) in the order of the CTAs, the same for all of them. Nobody waits for anything else, such as stores
-to global memory, for which a barrier of the cluster would.
+Triton 3.6 spreads tensors and TMA copies over a cluster, but it does not reduce across one and offers no address of
+shared memory. The exchange is therefore PTX, on a few bytes of static shared memory per CTA. Each CTA sends its share
+to every CTA of the cluster, itself included, by stores that complete on the receiver's mbarrier. It waits for its own
+mbarrier and then sums (or merges) the shares in the order of the CTAs, which is the same in all of them. A cluster
+barrier in place of the mbarrier would also wait for other memory accesses, such as stores to global memory.
 
-There are two buffers, used in turn. A CTA sends its next share but one only after it has received all of the next
-ones, which the others send after they have read these: behind the CTA barrier of their next row sum.
+Hazards of an exchange:
+- A share must find an initialized mbarrier: every CTA initializes its own, fences and arrives at a cluster barrier
+  (`open_exchange`), and waits at that barrier (`join_cluster`) before its first exchange.
+- A phase must not complete early: a share may arrive before its receiver expects the bytes, but the phase also needs
+  the arrival of the receiver's own thread, which comes with the expected bytes of all shares.
+- A share must not overwrite one that is still to be read: there are two buffers, used in turn, and exchange n + 2
+  reuses the buffer of exchange n. A CTA starts n + 2 only after it has received all shares of n + 1. All threads of
+  their senders had read the shares of n by then: the CTA barrier of the sender's next row sum lies between.
+- A share must not reach a CTA that has ended: each CTA waits for all shares of its last exchange.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 MAX_SUMS = 2
-BARRIER_BYTES = 16  # of two
+BARRIER_BYTES = 16  # two mbarriers, one for each buffer
 
 
 @gluon.constexpr_function
@@ -24,7 +31,10 @@ def buffer_bytes(tile):
 
 @gluon.constexpr_function
 def open_ptx(tile):
-    # Dynamic shared memory starts where static ends, and TMA writes to multiples of 128 bytes only.
+    # Dynamic shared memory starts where static shared memory ends, and TMA writes only to multiples of 128 bytes: the
+    # size is a multiple of 128 too.
+    # The fence shows the initialization to the other CTAs that wait at the cluster barrier. The arrival there is
+    # relaxed, because a releasing one would wait for all loads under way.
     size = -(-(BARRIER_BYTES + 2 * buffer_bytes(tile)) // 128) * 128
     return f"""{{
         .shared .align 128 .b8 exchange[{size}];
@@ -42,7 +52,7 @@ def open_ptx(tile):
 
 @gluon.constexpr_function
 def sums_ptx(count, tile):
-    """Registers sum0, sum1 ... from what has been received."""
+    """PTX that sums the received shares into registers sum0, sum1, ..., in the order of the CTAs."""
     text = ""
     for cta in range(tile.cluster):
         for i in range(count):
@@ -56,8 +66,9 @@ def sums_ptx(count, tile):
 
 @gluon.constexpr_function
 def moments_ptx(count, tile):
-    """The same where the shares are the rows' means and then their variances: mean and variance of all, by the mean of
-    the means, and the mean of the variances and of the means' squared distances from it."""
+    """PTX that merges the received shares, the means of the tile's rows and then their variances, into registers sum0,
+    sum1, ...: the mean of the means, and the mean of the variances plus the mean of the means' squared distances from
+    it. The CTAs hold equal numbers of columns."""
     text = ""
     inverse = f"0f{(128 - tile.cluster.bit_length()) << 23:08X}"  # 1 / cluster, a power of two
     for row in range(tile.rows):
@@ -78,8 +89,13 @@ def moments_ptx(count, tile):
 
 @gluon.constexpr_function
 def exchange_ptx(moments, count, tile):
-    """Operands: `count` sums or moments over the cluster; then this CTA's `count` shares, the same in all its threads;
-    then, once for each row of the tile, the buffers' address; then, as often, how many exchanges there were before."""
+    """PTX of one exchange.
+
+    Operands: `count` results (sums or moments over the cluster); this CTA's `count` shares, the same in all its
+    threads; the buffers' address, once for each row of the tile; the number of exchanges before, as often.
+
+    Thread 0 arrives at the CTA's mbarrier and expects the bytes of all shares. Thread t sends the shares to CTA t.
+    Every thread waits for the mbarrier before it reads: the wait makes the shares visible."""
     address, number = 2 * count, 2 * count + tile.rows
     sends = "".join(
         f"@sends st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [peer+{4 * i}], ${count + i}, [peer_full];"
@@ -121,7 +137,8 @@ def exchange_constraints(count, tile):
 
 @gluon.jit
 def open_exchange(tile: gl.constexpr):
-    """The state of the CTA's exchanges, (buffers' address, how many there were); `join_cluster` before the first."""
+    """Initialize the CTA's mbarriers; the state of its exchanges, (buffers' address, number of exchanges so far).
+    `join_cluster` must come before the first exchange."""
     address = gl.to_tensor(0)
     if tile.cluster > 1:
         address = gl.inline_asm_elementwise(open_ptx(tile), "=r,r", [address], gl.int32, is_pure=False, pack=1)
@@ -130,7 +147,8 @@ def open_exchange(tile: gl.constexpr):
 
 @gluon.jit
 def join_cluster(exchange, tile: gl.constexpr):
-    """Return once every CTA of the cluster has opened its exchange."""
+    """Return once every CTA of the cluster has opened its exchange. Without this wait, a share could be sent to an
+    mbarrier that is not initialized yet."""
     address = exchange[0]
     if tile.cluster > 1:
         ptx: gl.constexpr = "barrier.cluster.wait.acquire.aligned; mov.u32 $0, $1;"
@@ -140,8 +158,9 @@ def join_cluster(exchange, tile: gl.constexpr):
 
 @gluon.jit
 def sum_over_cluster(sums, exchange, tile: gl.constexpr, moments: gl.constexpr = False):
-    """A tuple of one or two sums [rows, cluster], of which every CTA holds its own -> the same over the whole
-    cluster, in each; and the state of the next exchange. Or of means and variances of as many elements each."""
+    """Sums over the whole cluster, in every CTA, and the state for the next exchange. `sums` is a tuple of one or two
+    sums [rows, cluster], of which each CTA holds its own; with `moments`, a mean and a variance over equal numbers of
+    elements, which are merged."""
     address = exchange[0]
     number = exchange[1]
     if tile.cluster > 1:

@@ -1,11 +1,12 @@
 """Sums of [rows, cols] tensors over their rows: several tensors in one launch, one sum each or one of all.
 
-CTA (c, s, o) owns tile.chunk columns of output o, from column c * tile.chunk on, and of the S splits of the rows the
-s-th: row tiles s, s + S, s + 2S, ... It leaves its sums as row s of out[o], [S, cols]: a partial sum, or with S = 1 the
-result. Partials are [rows, cols] as well, so the portable kernel is the finalizer too.
+CTA (c, s, o) owns tile.chunk columns of output o, from column c * tile.chunk on, and split s of the S splits of the
+rows: row tiles s, s + S, s + 2S, ... It stores its sums as row s of out[o], [S, cols]: a partial sum, or the result if
+S = 1. Partials are [rows, cols] themselves, so the portable kernel sums them up too.
 
-The tensors, and what there is one of for each, come as tuples. Where every output is the sum of one tensor, a CTA picks
-its own once, by comparing; so the code does not grow with their number. Offsets are 64-bit.
+Tensors, row strides and descriptors come as tuples with one element for each tensor. Where every output is the sum of
+one tensor, a CTA picks its tensor once, by comparisons, so the code does not grow with the number of tensors. Offsets
+are 64-bit.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from .gluon_compat import copy_to_shared, reinterpret
 
 @dataclass(frozen=True)
 class ColumnTile(CompileTime):
-    """rows x chunk elements, which num_warps warps hold in registers or, by TMA, in shared memory: there in a ring of
-    num_stages for each tensor."""
+    """rows x chunk elements that num_warps warps hold: in registers or, with TMA, in a ring of num_stages stages in
+    shared memory for each tensor."""
 
     rows: int
     chunk: int
     num_warps: int
     num_stages: int = 0
-    group: int = 0  # tensors whose tiles are read, and then copied anew, together
-    vector: int = 0  # adjacent columns in a thread
+    group: int = 0  # tensors whose tiles are read together, and then refilled together
+    vector: int = 0  # adjacent columns of a thread
     cluster: ClassVar[int] = 1  # CTAs that share a tile
 
     @property
@@ -43,7 +44,7 @@ class ColumnTile(CompileTime):
 
     @property
     def groups(self) -> tl.constexpr:
-        """group, likewise."""
+        """group in the form that static_range takes."""
         return tl.constexpr(self.group)
 
 
@@ -67,8 +68,8 @@ def load_tile(inputs, row_strides, which, row, col, rows, cols):
 
 @triton.jit
 def add_rows(acc, inputs, row_strides, col, rows, cols, tile: tl.constexpr):
-    """acc [tile.rows, tile.chunk] with the CTA's row tiles of all tensors added: each row tile of one after the other,
-    with the next two always on their way."""
+    """acc [tile.rows, tile.chunk] with the CTA's row tiles of all tensors added: the same rows of each tensor in turn,
+    then the next rows. The loads of the next two tiles are always under way."""
     step = tl.num_programs(1) * tile.rows
     first = tl.program_id(1) * tile.rows
     row = first.to(tl.int64) + tl.arange(0, tile.rows)[:, None]
@@ -87,7 +88,8 @@ def add_rows(acc, inputs, row_strides, col, rows, cols, tile: tl.constexpr):
 
 @triton.jit
 def advance(row, which, count, step):
-    """To the same rows of the next tensor, or to the next rows of the first."""
+    """Row and tensor of the next tile: the same rows of the next tensor or, after the last, the first tensor's next
+    rows."""
     last = which + 1 == count
     return row + tl.where(last, step, 0), tl.where(last, 0, which + 1)
 
@@ -97,7 +99,8 @@ def sum_rows(
     inputs, row_strides, outs, rows: "i64", cols,
     total: tl.constexpr, fp64: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """Tensors by pointer and row stride; their elements in a row are adjacent."""
+    """Sums of tensors given by pointer and row stride in elements; elements of a row are adjacent. Accumulates in
+    float64 with `fp64`, else in float32, and rounds once to the output's dtype."""
     output = tl.program_id(2)
     col = tl.program_id(0).to(tl.int64) * tile.chunk + tl.arange(0, tile.chunk)[None, :]
     acc = tl.full([tile.rows, tile.chunk], 0.0, tl.float64 if fp64 else tl.float32)
@@ -129,14 +132,15 @@ def threads_per_row(tile):
 
 @gluon.constexpr_function
 def rows_at_once(tile):
-    """Rows of a tile that the CTA reads at a time, and keeps apart in its accumulators until the end."""
+    """Rows of a tile that the CTA reads at a time. Its accumulators have a row for each until the end."""
     return tile.num_warps * 32 // threads_per_row(tile)
 
 
 @gluon.constexpr_function
 def tile_layout(tile):
-    """Of a tile as [rows / rows_at_once, rows_at_once, chunk]: the first side within a thread, so that adding it up
-    moves nothing; 16 bytes of adjacent columns in a thread, adjacent ones in the next, warps along the rows."""
+    """Layout of a tile as [rows / rows_at_once, rows_at_once, chunk]. The first dimension is within a thread, so that
+    its sum moves nothing between threads. A thread has 16 bytes of adjacent columns and the next thread the next ones;
+    warps lie along the rows."""
     across = threads_per_row(tile)
     return gl.BlockedLayout(
         [tile.rows // rows_at_once(tile), 1, tile.vector], [1, 32 // across, across], [1, tile.num_warps, 1], [2, 1, 0]
@@ -150,7 +154,8 @@ def end_of_group(first, count, tile):
 
 @gluon.jit
 def open_rings(descs, first, left, rows, tile: gl.constexpr):
-    """A ring and its barriers for each tensor, with the copies of the CTA's first num_stages row tiles under way."""
+    """A ring and its mbarriers for each tensor, with the copies of the CTA's first num_stages row tiles under way. The
+    fence shows the initialized mbarriers to these copies."""
     rings = ()
     full = ()
     for t in gl.static_range(len(descs)):
@@ -166,8 +171,12 @@ def open_rings(descs, first, left, rows, tile: gl.constexpr):
 
 @gluon.jit
 def fill(descs, rings, full, stage, row, left, pred, first: gl.constexpr, end: gl.constexpr):
-    """Start copying the tile at (row, left) of tensors first to end - 1 into `stage`. Each completes on a barrier of
-    its own, and all of these are armed before the first copy: else the CTA would meet between every two copies."""
+    """Start copying the tile at (row, left) of tensors first to end - 1 into `stage`, if `pred`.
+
+    Each copy completes on an mbarrier of its own. All of them expect their bytes before the first copy starts;
+    otherwise the compiler would put a CTA barrier between every two copies. On a refill, the compiler puts a CTA
+    barrier and a proxy fence before the copies: every warp has then read the stage, and the copies, which write through
+    the asynchronous proxy, cannot overtake those reads."""
     for t in gl.static_range(first, end):
         ring.expect(full[t].index(stage), descs[t].block_type.nbytes, pred=pred)
     for t in gl.static_range(first, end):
@@ -176,7 +185,7 @@ def fill(descs, rings, full, stage, row, left, pred, first: gl.constexpr, end: g
 
 @gluon.jit
 def read_tile(slots, stage, tile: gl.constexpr):
-    """[rows / rows_at_once, rows_at_once, chunk] in registers."""
+    """A stage's tile in registers, [rows / rows_at_once, rows_at_once, chunk], after the wait for its mbarrier."""
     by_rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     shape: gl.constexpr = [tile.rows // rows_at_once(tile), rows_at_once(tile), tile.chunk]
     return reinterpret(slots.index(stage), slots.dtype, shape, by_rows).load(tile_layout(tile))
@@ -184,7 +193,8 @@ def read_tile(slots, stage, tile: gl.constexpr):
 
 @gluon.jit
 def add_group(acc, rings, full, stage, phase, first: gl.constexpr, end: gl.constexpr, tile: gl.constexpr):
-    """acc with the tiles in `stage` of tensors first to end - 1 added."""
+    """acc with the tiles in `stage` of tensors first to end - 1 added. Every warp waits for each copy itself, so that
+    the copy's bytes are visible to its reads."""
     for t in gl.static_range(first, end):
         ring.wait(full[t].index(stage), phase)
         acc += gl.sum(read_tile(rings[t], stage, tile).to(gl.float32), axis=0)
@@ -193,8 +203,8 @@ def add_group(acc, rings, full, stage, phase, first: gl.constexpr, end: gl.const
 
 @gluon.jit
 def sum_tiles(descs, left, rows, tile: gl.constexpr):
-    """Sums [chunk] of the CTA's row tiles of all tensors. Their tiles are read, and copied anew, a group at a time,
-    while those of the other groups and stages are on their way."""
+    """Sums [chunk] of the CTA's row tiles of all tensors. Tiles are read and refilled one group of tensors at a time,
+    while copies of the other groups and stages are under way."""
     layout: gl.constexpr = tile_layout(tile)
     acc = gl.full([rows_at_once(tile), tile.chunk], 0.0, gl.float32, gl.SliceLayout(0, layout))
     first = gl.program_id(1) * tile.rows
@@ -216,7 +226,8 @@ def sum_tiles(descs, left, rows, tile: gl.constexpr):
 
 @gluon.jit
 def sum_and_store(descs, outs, rows, cols, total: gl.constexpr, tile: gl.constexpr):
-    """Tensors by descriptor, [rows, cols] in boxes of a tile; rows and columns beyond the last arrive as zeros."""
+    """Sums of tensors given by descriptor: [rows, cols] in boxes of a tile. Rows and columns beyond the last arrive as
+    zeros. Accumulates in float32 and rounds once to the output's dtype."""
     left = gl.program_id(0) * tile.chunk
     if total:
         sums = sum_tiles(descs, left, rows, tile)
@@ -228,8 +239,9 @@ def sum_and_store(descs, outs, rows, cols, total: gl.constexpr, tile: gl.constex
     gl.store(target, sums.to(out.dtype.element_ty), mask=col < cols)
 
 
-# Triton 3.6 launches no descriptor inside of a tuple. So these have a parameter for each, None beyond the last: a few,
-# as each costs the host some 0.2 us, or very many.
+# Triton 3.6 cannot launch a kernel with descriptors inside a tuple, so each descriptor is a parameter, None beyond the
+# last. Each parameter costs the host time (bench/NOTES.md, "Evidence behind constants"), so there are two kernels: one
+# for up to 8 tensors, one for up to 64.
 
 
 @gluon.jit(do_not_specialize=["rows"])

@@ -1,5 +1,5 @@
-"""What a kernel is compiled for: two compile-time arguments, `norm` and `tile`, that every kernel takes and passes on
-whole."""
+"""The compile-time arguments of the kernels: `norm` says which function is computed, `tile` how the work is cut.
+Kernels pass them on whole."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ COMPILE_OPTIONS = {"enable_fp_fusion": True}
 
 
 class CompileTime(dict):
-    """Attributes a kernel is compiled for. A dict as well, because Triton's compile hooks write every constant as
-    JSON."""
+    """A compile-time argument: a dataclass whose attributes a kernel is compiled for. It is a dict too, because
+    Triton's compile hooks write every constant as JSON."""
 
     def __post_init__(self):
         self.update(asdict(self))
@@ -28,11 +28,11 @@ class Norm(CompileTime):
     fold: bool  # x is a 16-bit type: see rowmath.normalize
     has_weight: bool
     has_bias: bool = False  # forward
-    wants_dx: bool = False  # backward, as the next two
+    wants_dx: bool = False  # backward, like the next two
     wants_dw: bool = False
     wants_db: bool = False
     has_residual: bool = False  # a gradient is added to dx
-    nested_rows: bool = False  # rows at two nested strides
+    nested_rows: bool = False  # a tensor's rows lie at two nested strides: see multiwave.py
 
     @property
     def acc(self) -> tl.dtype:
@@ -42,16 +42,17 @@ class Norm(CompileTime):
 
 @dataclass(frozen=True)
 class Tile(CompileTime):
-    """How much a CTA holds at a time: `rows` rows of num_chunks chunks of `chunk` columns. rows and chunk are powers
-    of two."""
+    """What a CTA holds at a time: `rows` rows of num_chunks chunks of `chunk` columns. rows and chunk are powers of
+    two."""
 
     rows: int
     chunk: int
     num_chunks: int
-    num_warps: int  # that work on a tile together
-    even_bits: int = 0  # a row's columns and rows' strides are multiples of 2^even_bits; of 16 the compiler sees itself
-    one_tile: bool = False  # of a forward: no CTA has a second, so that nothing is asked for ahead
-    announces_end: bool = False  # of a backward: the launch that sums its partials is dependent on it
+    num_warps: int  # warps that work on a tile together
+    # cols and all row strides are multiples of 2^even_bits. 0 where they are multiples of 16, which Triton sees itself.
+    even_bits: int = 0
+    one_tile: bool = False  # forward: no CTA has a second tile, so nothing is loaded ahead
+    announces_end: bool = False  # backward: the launch that sums its partials is a dependent launch
 
     @property
     def chunks(self) -> tl.constexpr:
@@ -61,16 +62,16 @@ class Tile(CompileTime):
 
 @dataclass(frozen=True)
 class PartialsTile(CompileTime):
-    """How a CTA sums partials of dw or db: a piece of `cols` columns, num_loads loads of `rows` rows at once."""
+    """How a CTA sums partials of dw or db: a piece of `cols` columns, by num_loads loads of `rows` rows at once."""
 
     cols: int
     num_loads: int
     num_warps: int
-    dependent: bool = False  # may be placed while the launch that writes the partials ends
+    dependent: bool = False  # may be placed before the launch that writes the partials has ended
 
     @property
     def rows(self) -> int:
-        """Of one load, four elements a thread."""
+        """Rows of one load, with four elements for each thread."""
         return 128 * self.num_warps // self.cols
 
     @property
@@ -81,26 +82,27 @@ class PartialsTile(CompileTime):
 
 @dataclass(frozen=True)
 class RingTile(Tile):
-    """A tile in shared memory, in a ring of num_stages: chunk columns of num_chunks chunks in each CTA of a cluster.
-    It comes in copies of copy_chunks chunks each; what the last has beyond the row's end is zeros. With a tail
-    there are two: the last chunk, within which the row may end, and all others."""
+    """A tile in shared memory, in a ring of num_stages stages. Each CTA of a cluster has num_chunks chunks of `chunk`
+    columns. A tile arrives in copies of copy_chunks chunks each, and columns of the last copy beyond the row's end are
+    zeros. With a tail there are two copies: one of all chunks but the last, and one of the last, within which the row
+    may end."""
 
     num_stages: int = 2
-    copy_chunks: int = 1  # a power of two; more than 1 only of chunks that are whole
+    copy_chunks: int = 1  # a power of two; more than 1 only where chunks are whole
     tail: bool = False
-    box: int = 256  # columns on the innermost side of a TMA box: a row is [cols / box, box]
-    vector: int = 8  # adjacent columns in a thread
-    threads_of_a_row: int = 32  # that share its columns in a CTA
-    whole: bool = False  # the chunks are exactly a row, so that every thread has as many columns
-    weight_in_smem: bool = False  # and bias
-    # A tile's statistics are asked for a whole tile ahead, not half of one (10% faster), and the partials leave before
-    # the dx of the last tile is made.
+    box: int = 256  # columns of a TMA box's innermost dimension: a row is [cols / box, box]
+    vector: int = 8  # adjacent columns of a thread
+    threads_of_a_row: int = 32  # threads of a CTA that share a row's columns
+    whole: bool = False  # the chunks are exactly a row, so that all threads have equally many columns
+    weight_in_smem: bool = False  # weight and bias are kept in shared memory, else in registers
+    # A tile's statistics are loaded a whole tile ahead, not half a tile, and the partials are stored before the last
+    # tile's dx. False where registers are short. Its worth: bench/NOTES.md, "Evidence behind constants".
     works_ahead: bool = True
-    in_pairs: bool = False  # 16-bit values become float32 two at a time: see rowmath.widen
-    cluster: int = 1  # CTAs that share a row: chunk columns each
+    in_pairs: bool = False  # bfloat16 values become float32 two at a time: see rowmath.widen
+    cluster: int = 1  # CTAs that share a row: `chunk` columns of each chunk in each CTA
     num_groups: int = 1  # compute groups that take tiles in turn
     cached: bool = False  # a tile stays in registers between its two passes
-    group_registers: int = 0  # a thread of a compute group is given
+    group_registers: int = 0  # registers for each thread of a compute group
 
     @property
     def columns_of_thread(self) -> int:

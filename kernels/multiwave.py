@@ -1,12 +1,13 @@
-"""The portable schedule: several CTAs per SM, each loads, computes and stores its own rows, the next row tile already
-on its way.
+"""The portable schedule: several CTAs per SM. Each loads, computes and stores its own rows, with the loads of its next
+row tile already under way.
 
-A row is held in registers as tile.num_chunks chunks of tile.chunk columns (a power of two each), so a width pads to a
-multiple of the chunk and not to the next power of two. CTA p owns the row tiles p, p + P, p + 2P, ... of P CTAs; what
-it adds to dw and db stays in registers and leaves once, as row p of a [P, cols] partial.
+A row is held in registers as tile.num_chunks chunks of tile.chunk columns. A chunk is a power of two, so a row is
+padded to a multiple of the chunk and not to the next power of two. CTA p owns the row tiles p, p + P, p + 2P, ... of
+P CTAs. Its sums of dw and db stay in registers and are stored once, as row p of the [P, cols] partials.
 
-Row r of a tensor starts at (r // inner) * outer_stride + (r % inner) * inner_stride; without norm.nested_rows, at r *
-outer_stride. Offsets are 64-bit; scalars are typed so that no value of theirs asks for another build.
+Row r of a tensor starts at element (r // inner) * outer_stride + (r % inner) * inner_stride; without norm.nested_rows,
+at r * outer_stride. Offsets are 64-bit. Scalar arguments have fixed types, so that no value of theirs makes Triton
+compile the kernel again.
 """
 
 import triton
@@ -18,7 +19,7 @@ from .rowmath import input_gradient, inverse_std, normalize, row_means
 
 @triton.jit
 def even(value, tile: tl.constexpr):
-    """The same value, known to the compiler as a multiple of 2^even_bits: only so does it load several elements at
+    """`value`, which the compiler then knows to be a multiple of 2^even_bits. It needs this to load several elements at
     once."""
     if tile.even_bits > 0:
         value = (value >> tile.even_bits) << tile.even_bits
@@ -27,7 +28,7 @@ def even(value, tile: tl.constexpr):
 
 @triton.jit
 def row_start(row, inner, outer_stride, inner_stride, norm: tl.constexpr):
-    """Element offset of each row; `row` is int64."""
+    """Element offset of the start of each row; `row` is int64."""
     if norm.nested_rows:
         start = (row // inner) * outer_stride + (row % inner) * inner_stride
     else:
@@ -37,8 +38,8 @@ def row_start(row, inner, outer_stride, inner_stride, norm: tl.constexpr):
 
 @triton.jit
 def load_row_tile(ptr, row, rows, cols, inner, outer_stride, inner_stride, norm: tl.constexpr, tile: tl.constexpr):
-    """Rows `row` as tile.num_chunks tiles [rows, tile.chunk] in the tensor's own dtype; zeros outside. Only the last
-    chunk looks at cols."""
+    """Rows `row` as tile.num_chunks chunks [tile.rows, tile.chunk] in the tensor's own dtype, with zeros outside the
+    tensor. Only the last chunk is masked by cols."""
     start = row_start(row, inner, outer_stride, inner_stride, norm)[:, None]
     row_mask = (row < rows)[:, None]
     chunks = ()
@@ -53,7 +54,7 @@ def load_row_tile(ptr, row, rows, cols, inner, outer_stride, inner_stride, norm:
 
 @triton.jit
 def load_parameter(ptr, cols, present: tl.constexpr, tile: tl.constexpr):
-    """weight or bias as [1, tile.chunk] chunks in its own dtype, to stay in registers for the CTA's life."""
+    """weight or bias as chunks [1, tile.chunk] in its own dtype, to be kept in registers for the CTA's life."""
     chunks = ()
     for c in tl.static_range(tile.chunks):
         if present:
@@ -66,7 +67,8 @@ def load_parameter(ptr, cols, present: tl.constexpr, tile: tl.constexpr):
 
 @triton.jit
 def load_statistics(mean_ptr, rstd_ptr, row, rows, mean_stride, rstd_stride, norm: tl.constexpr):
-    """mean and rstd [rows, 1]; zeros beyond the last row, so that such a row adds nothing to dw."""
+    """mean and rstd [tile.rows, 1] in the accumulation dtype. They are 0 beyond the last row, so that such a row adds
+    nothing to dw."""
     in_range = row < rows
     rstd = tl.load(rstd_ptr + row * rstd_stride, mask=in_range, other=0.0).to(norm.acc)[:, None]
     mean = rstd
@@ -77,7 +79,7 @@ def load_statistics(mean_ptr, rstd_ptr, row, rows, mean_stride, rstd_stride, nor
 
 @triton.jit
 def load_residual(ptr, start, row_mask, cols, norm: tl.constexpr, tile: tl.constexpr):
-    """The gradient that is added to dx, contiguous as dx is: chunks in its own dtype."""
+    """Chunks of the gradient that is added to dx, in its own dtype. It is contiguous, as dx is."""
     chunks = ()
     for c in tl.static_range(tile.chunks):
         if norm.has_residual:
@@ -104,8 +106,8 @@ def store_chunk(ptr, start, value, row_mask, cols, c: tl.constexpr, tile: tl.con
 def write_rows(
     x, row, rows, cols, weight, bias, y_ptr, mean_ptr, rstd_ptr, eps, norm: tl.constexpr, tile: tl.constexpr
 ):
-    """y of a row tile in registers, and mean and rstd unless their pointers are None; the variance is summed from
-    x - mean."""
+    """Store y of a row tile that is in registers, and mean and rstd unless their pointers are None. The variance is the
+    mean of (x - mean)^2."""
     in_range = row < rows
     if norm.layer:
         total = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
@@ -122,7 +124,7 @@ def write_rows(
         deviation = x[c].to(norm.acc)
         if norm.layer:
             deviation -= mean
-            if c == tile.num_chunks - 1:  # the padding's x is 0, its deviation is not
+            if c == tile.num_chunks - 1:  # padding has x = 0, but a deviation of -mean
                 deviation = tl.where(c * tile.chunk + tl.arange(0, tile.chunk)[None, :] < cols, deviation, 0.0)
         squares += deviation * deviation
     row_rstd = inverse_std(tl.sum(squares, axis=1) / cols, tl.full([], eps, norm.acc))
@@ -144,7 +146,8 @@ def forward(
     x_outer_stride: "i64", x_inner_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr,
 ):
-    """y of the CTA's row tiles, or of its only one, and mean and rstd unless their pointers are None."""
+    """y of the CTA's row tiles (of its only one, with tile.one_tile), and mean and rstd unless their pointers are
+    None."""
     cols = even(cols, tile)
     x_outer_stride = even(x_outer_stride, tile)
     x_inner_stride = even(x_inner_stride, tile)
@@ -171,7 +174,7 @@ def backward(
     dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr,
 ):
-    """dx of the CTA's row tiles and its row of the dw and db partials."""
+    """dx of the CTA's row tiles, and its row of the dw and db partials."""
     cols = even(cols, tile)
     x_outer_stride = even(x_outer_stride, tile)
     x_inner_stride = even(x_inner_stride, tile)
@@ -225,9 +228,9 @@ def backward(
                 dx += residual[c].to(norm.acc)
             store_chunk(dx_ptr, (row * cols)[:, None], dx, in_range[:, None], cols, c, tile)
         row = ahead
-    if tile.announces_end:
+    if tile.announces_end:  # saves time only: the dependent launch waits for this one's end
         launch_dependents()
-    partials = min(tl.num_programs(0), tl.cdiv(rows, tile.rows).to(tl.int32))  # of the CTAs that have rows
+    partials = min(tl.num_programs(0), tl.cdiv(rows, tile.rows).to(tl.int32))  # one for each CTA that has rows
     for c in tl.static_range(tile.chunks):
         partial = tl.program_id(0) + tl.zeros([1, 1], tl.int64)
         here, is_any = partial * cols, partial < partials
@@ -243,8 +246,9 @@ def forward_by_column_tiles(
     x_outer_stride: "i64", x_inner_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr,
 ):
-    """One row that does not fit registers per CTA: its mean, its variance from x - mean, and y, in a pass over its
-    column tiles each, of which only the first is from beyond the cache."""
+    """y of a row that does not fit registers, and mean and rstd unless their pointers are None; one row per CTA. Mean,
+    variance (the mean of (x - mean)^2) and y take a pass over the row's column tiles each. Only the first pass reads
+    from beyond the cache."""
     cols = even(cols, tile)
     x_outer_stride = even(x_outer_stride, tile)
     x_inner_stride = even(x_inner_stride, tile)
@@ -290,8 +294,9 @@ def backward_row_means(
     dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr,
 ):
-    """First pass over rows that do not fit registers: one row's mean(g * x_hat) to means[0, row] and mean(g) to
-    means[1, row]; and zeros to the counters of the second pass."""
+    """First pass over rows that do not fit registers, one row per CTA: mean(g * x_hat) to means[0, row] and, for
+    LayerNorm, mean(g) to means[1, row]. CTA 0 also sets the counters of the second pass to zero. That pass is the next
+    launch on the stream, so it sees means and zeros."""
     cols = even(cols, tile)
     x_outer_stride = even(x_outer_stride, tile)
     x_inner_stride = even(x_inner_stride, tile)
@@ -335,9 +340,13 @@ def backward_by_column_tiles(
     dy_inner: "i64", dy_outer_stride: "i64", dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr,
 ):
-    """Second pass: a CTA owns tile.chunk columns of every num_programs(1)-th row tile; needs the row means only for
-    dx, so it is also the whole of a backward without dx. With counters, one for each column tile, the last CTA of a
-    tile to come sums its partials, in an order that does not depend on which that is."""
+    """Second pass: CTA (c, p) owns column tile c (tile.chunk columns) of every num_programs(1)-th row tile, from the
+    p-th on. It needs the row means for dx only, so this kernel is also the whole of a backward without dx.
+
+    With counters, one for each column tile, the last CTA of a column tile to finish sums the tile's partials. The order
+    of the sum does not depend on which CTA is last. That CTA sees all partials: each CTA stores its own, meets at a
+    barrier and then counts itself by one atomic addition, a release of all that the barrier ordered before it. The
+    addition is an acquire as well, so the CTA that finds all others counted has their partials before it."""
     cols = even(cols, tile)
     x_outer_stride = even(x_outer_stride, tile)
     x_inner_stride = even(x_inner_stride, tile)
@@ -387,9 +396,9 @@ def backward_by_column_tiles(
     if norm.wants_db:
         store_chunk(db_partial_ptr + left, partial, tl.sum(db, axis=0)[None, :], partial >= 0, width, 0, tile)
     if counters_ptr is not None:
-        tl.debug_barrier()  # all of the CTA's partials are written
+        tl.debug_barrier()  # every thread has stored its partials before the CTA is counted
         others = tl.atomic_add(counters_ptr + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
-        tl.debug_barrier()
+        tl.debug_barrier()  # no thread reads partials before the addition has acquired them
         if others == tl.num_programs(1) - 1:
             if norm.wants_dw:
                 sum_column_tile(dw_partial_ptr + left, dw_ptr + left, width, cols, norm, tile)
@@ -399,12 +408,12 @@ def backward_by_column_tiles(
 
 @triton.jit
 def sum_column_tile(partial_ptr, out_ptr, width, cols, norm: tl.constexpr, tile: tl.constexpr):
-    """`width` columns of the partials of all CTAs along the rows."""
+    """Sum `width` columns of the partials of all CTAs along the rows, in the order of the CTAs."""
     lane = tl.arange(0, tile.chunk)
     here = partial_ptr + lane
     total = tl.full([tile.chunk], 0.0, norm.acc)
     for _ in range(tl.num_programs(1)):
-        # Not from L1, which is not told what other SMs have written.
+        # Bypass L1, which does not see what other SMs have written.
         total += tl.load(here, mask=lane < width, other=0.0, cache_modifier=".cg")
         here += cols
     tl.store(out_ptr + lane, total.to(out_ptr.dtype.element_ty), mask=lane < width)

@@ -1,7 +1,8 @@
-"""dw and db of a backward without dx: sums over rows, for which a CTA needs no row as a whole.
+"""dw and db of a backward without dx: sums over rows, for which no CTA needs a whole row.
 
-CTA (c, p) owns tile.chunk columns, from column c * tile.chunk on, of the row tiles p, p + P, p + 2P, ... of P, and
-leaves row p of the [P, cols] partials. Tiles come through the ring of column_reduction.py: dy's, and x's for dw.
+CTA (c, p) owns tile.chunk columns, from column c * tile.chunk on, of the row tiles p, p + P, p + 2P, ... of P
+CTAs, and stores its sums as row p of the [P, cols] partials. Tiles of dy, and of x for dw, come through the ring of
+column_reduction.py.
 """
 
 from triton.experimental import gluon
@@ -14,8 +15,8 @@ from .rowmath import normalize
 
 @gluon.jit
 def load_statistic(ptr, stride, row, rows, tile: gl.constexpr):
-    """One number for each row of the tile at `row`, [rows / rows_at_once, rows_at_once, 1]; zeros beyond the last row,
-    so that such a row adds nothing to dw."""
+    """mean or rstd of the tile at `row`, [rows / rows_at_once, rows_at_once, 1], in float32. They are 0 beyond the last
+    row, so that such a row adds nothing to dw."""
     by_row: gl.constexpr = gl.SliceLayout(2, tile_layout(tile))
     outer = gl.arange(0, tile.rows // rows_at_once(tile), gl.SliceLayout(1, by_row)) * rows_at_once(tile)
     inner = gl.arange(0, rows_at_once(tile), gl.SliceLayout(0, by_row))
@@ -46,7 +47,10 @@ def dw_and_db(
     rows, cols, mean_stride: "i64", rstd_stride: "i64",
     norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Descriptors are of [rows, cols] in boxes of a tile."""
+    """The CTA's row of the dw and db partials, in float32. Descriptors are [rows, cols] in boxes of a tile.
+
+    Every warp waits for a tile's mbarriers before it reads the tile. The stage is refilled after the reads of dy and x:
+    see column_reduction.fill for what orders the copies behind them."""
     descs = (dy_desc,)
     if norm.wants_dw:
         descs = (dy_desc, x_desc)

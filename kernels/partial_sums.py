@@ -1,5 +1,5 @@
-"""dw and db over the rings: what a thread sums, over its rows of all tiles, as the CTA's row of the partials. A second
-launch (column_sum.finalize) adds up these rows."""
+"""dw and db of the ring schedules: each thread sums over its rows of all tiles, and the CTA (or compute group) stores
+its sums as one row of the partials. A second launch (column_sum.finalize) adds up these rows."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -9,7 +9,8 @@ from .ring import cluster_bases, column_index, column_layout, row_major, tile_la
 
 @gluon.jit
 def zeros_by_column(tile: gl.constexpr):
-    """Where the sums of dw or db start, each thread's its own: the rows of a tile come together at the end."""
+    """Zeros to start the sums of dw or db from, [rows, cluster, chunk] for each chunk. Each thread has its own sums;
+    the rows of a tile are added together only at the end."""
     sums = ()
     for _ in gl.static_range(tile.chunks):
         sums = sums + (gl.full([tile.rows, tile.cluster, tile.chunk], 0.0, gl.float32, tile_layout(tile)),)
@@ -18,32 +19,32 @@ def zeros_by_column(tile: gl.constexpr):
 
 @gluon.constexpr_function
 def is_of_several_warps(tile):
-    """Whether the rows of a tile are in different warps, so that only shared memory brings a column's sum together."""
+    """True if the rows of a tile are in different warps, so that a column's sum needs shared memory."""
     return tile.cluster == 1 and 1 < tile.num_warps <= tile.rows
 
 
 @gluon.constexpr_function
 def leave_early(tile):
-    """Whether partials leave before the last tile's dx is made, for which they must need no shared memory: that is the
-    ring's until then."""
+    """True if the partials are stored before the last tile's dx is computed. They must need no shared memory for that:
+    until then it belongs to the ring."""
     return tile.works_ahead and not is_of_several_warps(tile)
 
 
 @gluon.constexpr_function
 def by_row_layout(tile):
-    """Of [rows, cluster, chunk] read back from shared memory: a thread has some columns of all rows."""
+    """Layout of sums [rows, cluster, chunk] read back from shared memory: a thread has all rows of its columns."""
     return gl.BlockedLayout([tile.rows, 1, 4], [1, 1, 32], [1, 1, tile.num_warps], [2, 1, 0])
 
 
 @gluon.constexpr_function
 def partial_store_layout(tile):
-    """Of a chunk of partials, [cluster, chunk]: adjacent threads store adjacent 16 bytes. A warp has the columns that
-    it had in the tile, so that they change hands by shuffles."""
+    """Layout of a chunk of partials, [cluster, chunk]: adjacent threads store adjacent 16 bytes. A warp keeps the
+    columns that it had in the tile, so that the change of layout needs shuffles only."""
     if is_of_several_warps(tile):
         return gl.SliceLayout(0, by_row_layout(tile))
     if tile.vector <= 4:
         return column_layout(tile)
-    of_warp = tile.vector * tile.threads_of_a_row // tile.num_warps  # adjacent columns
+    of_warp = tile.vector * tile.threads_of_a_row // tile.num_warps  # adjacent columns of a warp
     powers = [1 << bit for bit in range(tile.chunk.bit_length() - 1)]
     lanes = [n for n in powers if 4 <= n < min(of_warp, 128)]
     warps = [n for n in powers if of_warp <= n < of_warp * tile.num_warps]
@@ -55,11 +56,14 @@ def partial_store_layout(tile):
 
 @gluon.jit
 def leave_sums(sums, wanted: gl.constexpr, tile: gl.constexpr):
-    """The chunks of dw or db, in shared memory where warps have to meet there: all at once, because one by one each
-    would be two CTA barriers. When the row loop is done there is room for it: a ring of two stages is as large."""
+    """The chunks of dw or db, in shared memory if their rows are in different warps.
+
+    All chunks are stored before any is read, which takes one CTA barrier, between the stores and the reads of other
+    warps' rows. One by one, each chunk would take two. The memory is the ring's, whose row loop is done: a ring of two
+    stages is as large."""
     left = sums
     if wanted and is_of_several_warps(tile):
-        layout: gl.constexpr = row_major(tile, 3, 1)  # of a chunk
+        layout: gl.constexpr = row_major(tile, 3, 1)  # of one chunk
         memory = gl.allocate_shared_memory(gl.float32, [tile.num_chunks, tile.rows, 1, tile.chunk], layout)
         left = ()
         for c in gl.static_range(tile.chunks):
@@ -70,7 +74,7 @@ def leave_sums(sums, wanted: gl.constexpr, tile: gl.constexpr):
 
 @gluon.jit
 def sum_over_rows(chunk, tile: gl.constexpr):
-    """A chunk of dw or db, [cluster, chunk], as it is to be stored."""
+    """A chunk of dw or db summed over a tile's rows, [cluster, chunk], in the layout to store it."""
     if not is_of_several_warps(tile):
         total = gl.convert_layout(gl.sum(chunk, axis=0), partial_store_layout(tile))
     elif isinstance(chunk, gl.shared_memory_descriptor):
@@ -82,8 +86,8 @@ def sum_over_rows(chunk, tile: gl.constexpr):
 
 @gluon.jit
 def store_partials(dw_ptr, db_ptr, dw, db, partial, cols, end, norm: gl.constexpr, tile: gl.constexpr):
-    """Row `partial` of the [num_partials, cols] partials, up to column `end`. dw and db are chunks in registers, or
-    left in shared memory."""
+    """Store row `partial` of the [num_partials, cols] partials up to column `end`, in float32. dw and db are chunks in
+    registers, or in shared memory (`leave_sums`)."""
     for c in gl.static_range(tile.chunks):
         col = column_index(c, partial_store_layout(tile), tile)
         target = partial.to(gl.int64) * cols + col
@@ -95,15 +99,15 @@ def store_partials(dw_ptr, db_ptr, dw, db, partial, cols, end, norm: gl.constexp
 
 @gluon.jit
 def hidden(value):
-    """A number of which the compiler knows nothing more, not even that it is the same in every turn of a loop."""
+    """`value`, of which the compiler then knows nothing, not even that it is the same in every iteration of a loop."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def leave_partials(dw_ptr, db_ptr, dw, db, rows, cols, norm: gl.constexpr, tile: gl.constexpr):
-    """The CTA's row of the partials, if it has row tiles."""
+    """Store the CTA's row of the partials, if it has row tiles."""
     dw = leave_sums(dw, norm.wants_dw, tile)
     db = leave_sums(db, norm.wants_db, tile)
-    partial = hidden(gl.program_id(0))  # or addresses would be worked out before the row loop, and held
+    partial = hidden(gl.program_id(0))  # else addresses are computed before the row loop, and held
     end = gl.where(partial * tile.rows < rows, cols, 0)
     store_partials(dw_ptr, db_ptr, dw, db, partial, cols, end, norm, tile)

@@ -1,7 +1,11 @@
 """The pipelined TMA schedule: a ring of row tiles in shared memory, refilled by the computing warps themselves.
 
-CTA p, or cluster p of CTAs that share the columns of a row, owns the row tiles p, p + P, p + 2P, ... of P, counted
-from the last. What stays with it for its life are the parameters and, in the backward, the sums of dw and db.
+CTA p (or cluster p, whose CTAs share the columns of a row) of P owns the row tiles p, p + P, p + 2P, ..., counted from
+the last tile. It keeps the parameters and, in the backward, the sums of dw and db for its whole life.
+
+The warps that read a stage also refill it, and one of them may be ahead of the others. What keeps a copy from
+overwriting columns that a warp has yet to read is not in the source: between the reads of a stage and the copies of
+`fill_stage` the compiler puts a CTA barrier and a proxy fence.
 """
 
 from triton.experimental import gluon
@@ -14,8 +18,8 @@ from .ptx import launch_dependents
 
 @gluon.jit
 def allocate_copy_barriers(tile: gl.constexpr):
-    """One barrier per copy and stage: copies that complete on a common one would be kept apart by a CTA barrier
-    each."""
+    """One mbarrier per copy and stage: with a common mbarrier, the compiler would put a CTA barrier between its
+    copies."""
     barriers = ()
     for _ in gl.static_range(tile.copies):
         barriers = barriers + (ring.allocate_barriers(tile),)
@@ -24,8 +28,11 @@ def allocate_copy_barriers(tile: gl.constexpr):
 
 @gluon.jit
 def fill_stage(descs, tails, rings, full, stage, row, tile: gl.constexpr):
-    """Start the copies of the tile at `row`, of every tensor that has a ring, into `stage`; none if it is before row
-    0."""
+    """Start the copies of the tile at `row`, of every tensor that has a ring, into `stage`; none if the tile lies
+    before row 0.
+
+    Each mbarrier expects its bytes before its copy starts. The stage must have been read, and every warp must have seen
+    the phase that its mbarriers leave: the compiler's CTA barrier before the copies sees to both."""
     pred = row > -tile.rows
     for t in gl.static_range(len(descs)):
         for i in gl.static_range(tile.copies):
@@ -39,7 +46,8 @@ def fill_stage(descs, tails, rings, full, stage, row, tile: gl.constexpr):
 
 @gluon.jit
 def open_rings(descs, tails, rows, tile: gl.constexpr):
-    """Rings and barriers for each tensor, with the copies of the CTA's first num_stages tiles under way."""
+    """Rings and mbarriers for each tensor, with the copies of the CTA's first num_stages tiles under way. The fence
+    shows the initialized mbarriers to these copies."""
     rings = ()
     full = ()
     for t in gl.static_range(len(descs)):
@@ -54,6 +62,7 @@ def open_rings(descs, tails, rows, tile: gl.constexpr):
 
 @gluon.jit
 def wait_for_stage(full, stage, phase, tile: gl.constexpr):
+    # Every warp waits for every copy itself, so that the copies' bytes are visible to its reads.
     for t in gl.static_range(len(full)):
         for i in gl.static_range(tile.copies):
             ring.wait(full[t][i].index(stage), phase)
@@ -61,7 +70,7 @@ def wait_for_stage(full, stage, phase, tile: gl.constexpr):
 
 @gluon.jit
 def next_stage(stage, phase, tile: gl.constexpr):
-    """The stage after this one, and the phase its barrier will complete."""
+    """The next stage of the ring, and the phase to wait for there."""
     stage += 1
     if stage == tile.num_stages:
         stage = 0
@@ -74,8 +83,8 @@ def forward(
     x_desc, x_tail_desc, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows, cols, eps: "fp64",
     norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr,
 ):
-    """y of the CTA's row tiles, and mean and rstd unless their pointers are None. A tile is read once from its stage,
-    which is free again as soon as the first row sum is."""
+    """y of the CTA's row tiles, and mean and rstd unless their pointers are None. A tile is read once from its stage
+    and then stays in registers, so the stage is refilled as soon as the statistics are known, before y is stored."""
     exchange = open_exchange(tile)
     first = gl.program_id(0) * tile.rows
     step = gl.num_programs(0) * tile.rows
@@ -106,9 +115,9 @@ def backward(
     db_partial_ptr, rows, cols, mean_stride: "i64", rstd_stride: "i64",
     norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr,
 ):
-    """dx of the CTA's row tiles and its row of the dw and db partials. A tile is read twice from its stage, for the
-    row sums and for dx, and leaves no copy in registers. The partials are complete before the dx of the last tile
-    is."""
+    """dx of the CTA's row tiles, and its row of the dw and db partials. A tile is read twice from its stage, for the
+    row sums and for dx, and is not kept in registers between; the stage is refilled after the second read. The
+    partials are complete before the last tile's dx and leave before it where `leave_early` allows."""
     wants_sums: gl.constexpr = norm.wants_dw or norm.wants_db
     exchange = open_exchange(tile)
     first = gl.program_id(0) * tile.rows
@@ -139,7 +148,7 @@ def backward(
         dw, db, sums = ring.sum_tile(x, dy, mean, rstd, weight, dw, db, norm, tile)
         if wants_sums and partial_sums.leave_early(tile):
             if nth + step >= rows:  # the last tile
-                if tile.announces_end:
+                if tile.announces_end:  # saves time only: the dependent launch waits for this one's end
                     launch_dependents()
                 partial_sums.leave_partials(dw_partial_ptr, db_partial_ptr, dw, db, rows, cols, norm, tile)
         sums, exchange = ring.sum_over_cluster(sums, exchange, tile)
@@ -154,6 +163,8 @@ def backward(
         row -= step
         stage, phase = next_stage(stage, phase, tile)
 
+    # The compiler may place these sums in the rings' memory, whose last copies have been waited for, but not in the
+    # barriers' memory: they are closed last.
     if wants_sums and not partial_sums.leave_early(tile):
         if tile.announces_end:
             launch_dependents()

@@ -1,16 +1,26 @@
 """What the TMA schedules share: a ring of row tiles in shared memory, and the passes of forward and backward over one
 tile.
 
-A tile is tile.rows rows of x (and of dy), held by a cluster of tile.cluster CTAs that share its columns: [rows,
-cluster, chunk], num_chunks times. It comes in copies of several chunks, which have a ring of their own each, so that
-the compiler sees no hazard between them. One copy is the quickest to start, and brings whole chunks; where a row ends
-within a chunk, that one is the tail and comes in a copy of its own. What a copy has beyond the row is zeros, as are
-rows before the first.
+A tile is tile.rows rows of x (and of dy). The tile.cluster CTAs of a cluster share its columns: [rows, cluster, chunk],
+num_chunks times. A tile arrives in copies of one or several chunks. Each copy has a ring of its own, so that the
+compiler sees no hazard between copies. A single copy is the quickest to start, but copies bring whole chunks: where a
+row ends within a chunk, that chunk is the tail and has a copy of its own. A copy brings zeros for columns beyond the
+row's end and for rows before row 0.
 
-Tiles go from the last row to the first: the last rows are those that whoever wrote the tensor has left in L2, and the
-first are those that whoever reads the result will ask for first.
+Tiles go from the last row to the first. The kernel that wrote the tensor has left the last rows in L2, and the kernel
+that reads the result asks for the first rows first.
 
-What a release of Triton may call otherwise comes from gluon_compat.py.
+Hazards of a stage, in every kernel with a ring:
+- Read after write: a copy writes through the asynchronous proxy. Every warp waits for the stage's mbarrier before it
+  reads the stage, and the wait makes the copy's bytes visible.
+- Write after read: a stage may be refilled when every warp has read it (an execution barrier) and a proxy fence
+  follows the reads. Reads go through the generic proxy; without the fence the copy could overtake them. Within one set
+  of warps the compiler inserts both between the reads and the copy. It inserts no fence across warp partitions, so
+  warp_specialized.release_stage has its own.
+- Parity: a wait tells a phase from the next by one bit. A warp cannot be a whole phase late, since the next phase ends
+  with a copy that starts after every warp has read the stage.
+
+Names that differ between Triton's releases come from gluon_compat.py.
 """
 
 from triton.experimental import gluon
@@ -21,6 +31,8 @@ from .cluster import sum_over_cluster
 from .gluon_compat import barrier_layout, barrier_shape, copy_to_shared, reinterpret
 from .rowmath import input_gradient, inverse_std, normalize, widen
 
+# Behind the initialization of mbarriers: shows it, a generic write, to the copies of the asynchronous proxy that
+# complete on them.
 fence_barriers = fence_async_shared
 wait = mbarrier.wait
 expect = mbarrier.expect
@@ -29,21 +41,23 @@ arrive = mbarrier.arrive
 
 @gluon.constexpr_function
 def cluster_bases(tile, rank, dim):
-    """The layout bases that spread dimension `dim` of `rank` over the CTAs of a cluster."""
+    """Layout bases that spread dimension `dim` of a tensor of `rank` dimensions over the CTAs of a cluster."""
     return [[1 << bit if d == dim else 0 for d in range(rank)] for bit in range((tile.cluster - 1).bit_length())]
 
 
 @gluon.constexpr_function
 def row_major(tile, rank, dim):
-    """Shared memory in row-major order, dimension `dim` spread over the cluster."""
+    """Row-major layout of shared memory, with dimension `dim` spread over the CTAs of a cluster."""
     return gl.SwizzledSharedLayout(1, 1, 1, list(reversed(range(rank))), cga_layout=cluster_bases(tile, rank, dim))
 
 
 @gluon.constexpr_function
 def tile_layout(tile):
-    """Each row has threads of its own, within a warp where they are few, so that its sums need no others. Where a row
-    needs several warps, all have a part of every row, so that what they sum over rows comes together by shuffles. In a
-    cluster, a thread holds the same columns of every row instead: a row's sums come from all its threads anyway."""
+    """Layout of a tile's chunk, [rows, cluster, chunk].
+
+    With at least as many rows as warps, the threads of a row are in one warp, and its row sum needs no other warp. With
+    fewer rows, every warp holds a part of every row, and its sums over rows (dw, db) need shuffles only. In a cluster,
+    each thread holds the same columns of every row: a row sum takes all threads of the CTA anyway."""
     rows_of_thread, lanes, warps = tile.rows, 1, 1
     if tile.cluster == 1:
         rows_of_thread, warps = 1, 1 if tile.rows < tile.num_warps else tile.num_warps
@@ -56,13 +70,13 @@ def tile_layout(tile):
 
 @gluon.constexpr_function
 def column_layout(tile):
-    """Layout of what has a value per column, [cluster, chunk]: parameters, dw, db."""
+    """Layout of one value per column, [cluster, chunk]: parameters, dw, db."""
     return gl.SliceLayout(0, tile_layout(tile))
 
 
 @gluon.constexpr_function
 def row_layout(tile):
-    """Layout of what has a value per row, [rows]."""
+    """Layout of one value per row, [rows]."""
     return gl.SliceLayout(1, gl.SliceLayout(2, tile_layout(tile)))
 
 
@@ -74,8 +88,8 @@ def per_row(values):
 
 @gluon.jit
 def descriptor_of(desc, tail_desc, i: gl.constexpr, tile: gl.constexpr):
-    """Of copy i of a tensor: its descriptor is [rows, cols / box, box], as is that of a tail; or, where a copy has
-    several chunks, [chunks, rows, chunk / box, box]."""
+    """Descriptor of copy i of a tensor: [rows, cols / box, box] for a copy of one chunk and for a tail,
+    [chunks, rows, chunk / box, box] for a copy of several chunks."""
     if tile.tail and i == 1:
         found = tail_desc
     else:
@@ -85,6 +99,7 @@ def descriptor_of(desc, tail_desc, i: gl.constexpr, tile: gl.constexpr):
 
 @gluon.jit
 def allocate_ring(desc, tail_desc, tile: gl.constexpr):
+    # For each copy of a tile: [num_stages] + the block of its descriptor.
     ring = ()
     for i in gl.static_range(tile.copies):
         of_copy = descriptor_of(desc, tail_desc, i, tile)
@@ -97,6 +112,8 @@ def allocate_ring(desc, tail_desc, tile: gl.constexpr):
 
 @gluon.jit
 def allocate_barriers(tile: gl.constexpr):
+    # One mbarrier for each stage, in every CTA of a cluster. A phase completes with one arrival and all bytes that the
+    # arrival expects. The caller must follow with `fence_barriers` before the first copy.
     shape: gl.constexpr = barrier_shape(tile.num_stages, tile.cluster)
     barriers = gl.allocate_shared_memory(gl.int64, shape, barrier_layout(tile.cluster))
     for stage in gl.static_range(tile.stages):
@@ -106,22 +123,23 @@ def allocate_barriers(tile: gl.constexpr):
 
 @gluon.jit
 def close_barriers(barriers, tile: gl.constexpr):
-    """The last use of barriers: a kernel that needs shared memory for something else after its row loop closes them at
-    its very end. Until then their memory must not be anything else's, since hardware may still write to it when the
-    last copy has been waited for: row sums in their place have been spoilt."""
+    """Invalidate the mbarriers, as their last use. A kernel that needs other shared memory after its row loop calls
+    this at its very end, and thereby keeps the compiler from reusing their memory until then. Hardware may write to an
+    mbarrier even after the wait for its last copy: it has overwritten row sums that were placed there."""
     for stage in gl.static_range(tile.stages):
         mbarrier.invalidate(barriers.index(stage))
 
 
 @gluon.constexpr_function
 def copy_bytes(block_type, tile):
-    """Bytes that one copy brings to each CTA."""
+    """Bytes that one copy brings to each CTA of a cluster."""
     return block_type.nbytes // tile.cluster
 
 
 @gluon.jit
 def start_copy(desc, row, i: gl.constexpr, barrier, stage, pred, tile: gl.constexpr):
-    """Start copy i, of this descriptor, of the tile at `row` into a stage of its ring."""
+    """Start copy i of the tile at `row`, by its descriptor, into a stage of its ring. The caller has made `barrier`
+    expect the bytes, and knows that all reads of the stage are done (see the module's docstring)."""
     first: gl.constexpr = tile.first_chunk(i)
     if tile.chunks_of(i) > 1:
         copy_to_shared(desc, [first, row, 0, 0], barrier, stage, pred=pred)
@@ -142,8 +160,9 @@ def read_chunk(ring, stage, c: gl.constexpr, again: gl.constexpr, tile: gl.const
 
 @gluon.jit
 def read_tile(ring, stage, again: gl.constexpr, tile: gl.constexpr):
-    """The chunks of a stage in registers, in their own dtype. `again` reads through another type, or the compiler
-    would find the second read equal to the first and keep that one in registers instead."""
+    """The chunks of a stage in registers, in their own dtype, after the wait for its mbarriers. `again` marks a second
+    read, which goes through an integer type. Otherwise the compiler would find both reads equal and keep the first
+    one's values in registers."""
     chunks = ()
     for c in gl.static_range(tile.chunks):
         chunks = chunks + (read_chunk(ring, stage, c, again, tile),)
@@ -160,7 +179,7 @@ def column_index(c: gl.constexpr, layout: gl.constexpr, tile: gl.constexpr):
 
 @gluon.jit
 def row_of_tile(nth, rows, tile: gl.constexpr):
-    """Where the tile begins that has nth rows after it. The first one of a tensor may begin before row 0."""
+    """First row of the tile that has `nth` rows after it. A tensor's first tile may begin before row 0."""
     return rows - tile.rows - nth
 
 
@@ -171,7 +190,8 @@ def row_index(row, tile: gl.constexpr):
 
 @gluon.jit
 def load_parameter(ptr, cols, present: gl.constexpr, tile: gl.constexpr):
-    """The chunks of weight or bias. Asked for before the first tiles, or they would come after them."""
+    """The chunks of weight or bias in registers, in their own dtype. The pipelined schedule loads them before it
+    starts its first copies; otherwise they would arrive after those tiles."""
     loaded = ()
     for c in gl.static_range(tile.chunks):
         if present:
@@ -184,7 +204,7 @@ def load_parameter(ptr, cols, present: gl.constexpr, tile: gl.constexpr):
 
 @gluon.jit
 def hold_parameter(loaded, present: gl.constexpr, in_smem: gl.constexpr, tile: gl.constexpr):
-    """Keep a parameter for the CTA's life: in registers, or in shared memory where registers are short."""
+    """Keep a loaded parameter for the CTA's life: in registers, or in shared memory where registers are short."""
     held = loaded
     if present and in_smem:
         by_rows: gl.constexpr = row_major(tile, 2, 0)
@@ -220,7 +240,7 @@ def upstream_gradient(dy, weight, norm: gl.constexpr, tile: gl.constexpr):
 
 @gluon.jit
 def load_statistics(mean_ptr, rstd_ptr, row, mean_stride, rstd_stride, norm: gl.constexpr, tile: gl.constexpr):
-    """mean and rstd [rows] of a tile; zeros before row 0, so that such a row adds nothing to dw."""
+    """mean and rstd [rows] of a tile, in float32. They are 0 before row 0, so that such a row adds nothing to dw."""
     index = row_index(row, tile)
     rstd = gl.load(rstd_ptr + index * rstd_stride, mask=index >= 0, other=0.0).to(gl.float32)
     mean = rstd
@@ -236,15 +256,16 @@ def add_pairs(a0, b0, a1, b1):
 
 @gluon.jit
 def row_sum(values, exchange, tile: gl.constexpr):
-    """Sum of [rows, cluster, chunk] over each row, [rows, cluster, 1]: every CTA gets the sum over all of them."""
+    """Sum of [rows, cluster, chunk] over each row, [rows, cluster, 1], and the exchange's state. Every CTA of the
+    cluster gets the sum over all of them."""
     sums, exchange = sum_over_cluster((gl.sum(values, axis=2),), exchange, tile)
     return gl.expand_dims(sums[0], 2), exchange
 
 
 @gluon.jit
 def merge_moments(mean_a, variance_a, mean_b, variance_b):
-    """Mean and variance of two halves of as many elements each -> of both (Chan, Golub, LeVeque, "Updating formulae
-    and a pairwise algorithm for computing sample variances", 1979)."""
+    """Mean and variance of the union of two halves with equal numbers of elements (Chan, Golub, LeVeque, "Updating
+    formulae and a pairwise algorithm for computing sample variances", 1979)."""
     distance = 0.5 * (mean_a - mean_b)
     return 0.5 * (mean_a + mean_b), 0.5 * (variance_a + variance_b) + distance * distance
 
@@ -265,8 +286,8 @@ def sum_of_thread(values):
 
 @gluon.jit
 def row_moments(x, exchange, tile: gl.constexpr):
-    """mean and variance [rows, cluster, 1] of whole rows, and the exchange's state: every thread's own in two passes
-    over its registers, then one reduction for both."""
+    """mean and variance [rows, cluster, 1] of whole rows, and the exchange's state. Each thread finds mean and variance
+    of its own columns in two passes over its registers; one reduction merges both over the threads."""
     total = by_thread(x[0], tile)
     for c in gl.static_range(tile.chunks):
         if c > 0:
@@ -299,7 +320,8 @@ def row_statistics(x, cols, eps, exchange, norm: gl.constexpr, tile: gl.constexp
 
 @gluon.jit
 def mean_and_squares(x, cols, exchange, norm: gl.constexpr, tile: gl.constexpr):
-    """The rows' mean, which is 0 for RMSNorm, and the mean of (x - mean)^2, by one reduction for each."""
+    """The rows' mean and the mean of (x - mean)^2, [rows, cluster, 1] each, and the exchange's state. RMSNorm's mean is
+    0 and takes no reduction; each of the others takes one."""
     layout: gl.constexpr = tile_layout(tile)
     shape: gl.constexpr = [tile.rows, tile.cluster, tile.chunk]
     mean = gl.full([tile.rows, tile.cluster, 1], 0.0, gl.float32, layout)
@@ -314,7 +336,7 @@ def mean_and_squares(x, cols, exchange, norm: gl.constexpr, tile: gl.constexpr):
         deviation = x[c].to(gl.float32)
         if norm.layer:
             deviation -= mean
-            if c == tile.num_chunks - 1:  # the padding's x is 0, its deviation is not
+            if c == tile.num_chunks - 1:  # padding has x = 0, but a deviation of -mean
                 col = gl.expand_dims(column_index(c, column_layout(tile), tile), 0)
                 deviation = gl.where(col < cols, deviation, 0.0)
         squares += deviation * deviation
@@ -327,7 +349,7 @@ def store_statistics(mean_ptr, rstd_ptr, mean, rstd, row, norm: gl.constexpr, ti
     cta = gl.arange(0, tile.cluster, gl.SliceLayout(0, gl.SliceLayout(2, tile_layout(tile))))
     cta = gl.expand_dims(gl.expand_dims(cta, 0), 2)
     index = per_row(row_index(row, tile)) + 0 * cta
-    here = (index >= 0) & (cta == 0)
+    here = (index >= 0) & (cta == 0)  # every CTA of a cluster has the statistics; the first one stores them
     gl.store(rstd_ptr + index, rstd, mask=here)
     if norm.layer:
         gl.store(mean_ptr + index, mean, mask=here)
@@ -341,14 +363,14 @@ def store_y(y_ptr, x, mean, rstd, weight, bias, row, cols, norm: gl.constexpr, t
             y *= parameter_row(weight[c], tile)
         if norm.has_bias:
             y += parameter_row(bias[c], tile)
-        # Whoever reads y does it soon, and x perhaps never: of the lines in L2, those of y are the last to go.
+        # y is likely to be read soon, x perhaps never again: L2 should evict y's lines last.
         store_chunk(y_ptr, y, row, cols, c, "evict_last", tile)
 
 
 @gluon.jit
 def sum_tile(x, dy, mean, rstd, weight, dw, db, norm: gl.constexpr, tile: gl.constexpr):
-    """First pass of the backward: the CTA's row sums [rows, cluster] of g * x_hat and of g (a tuple of both, or of
-    the first for RMSNorm), and dw and db with the tile's share added."""
+    """First pass of the backward: dw and db with the tile's share added, and the CTA's row sums [rows, cluster] of
+    g * x_hat and of g, as a tuple; RMSNorm's has only the first."""
     sum_gx = gl.full([tile.rows, tile.cluster, tile.chunk], 0.0, gl.float32, tile_layout(tile))
     sum_g = sum_gx
     new_dw = ()
@@ -362,7 +384,8 @@ def sum_tile(x, dy, mean, rstd, weight, dw, db, norm: gl.constexpr, tile: gl.con
         new_dw = new_dw + (dw[c] + upstream * x_hat,)
         new_db = new_db + (db[c] + upstream,)
     if norm.layer:
-        sums = gl.reduce((sum_gx, sum_g), 2, add_pairs)  # one reduction: the CTA meets at the barriers of one
+        # One reduction of pairs has half the CTA barriers of two reductions.
+        sums = gl.reduce((sum_gx, sum_g), 2, add_pairs)
     else:
         sums = (gl.sum(sum_gx, axis=2),)
     return new_dw, new_db, sums
@@ -370,7 +393,8 @@ def sum_tile(x, dy, mean, rstd, weight, dw, db, norm: gl.constexpr, tile: gl.con
 
 @gluon.jit
 def load_residual(ptr, row, cols, norm: gl.constexpr, tile: gl.constexpr):
-    """The gradient that is added to dx, contiguous as dx is, straight to registers: chunks in its own dtype."""
+    """Chunks of the gradient that is added to dx, in its own dtype. It is contiguous, as dx is, and comes straight to
+    registers."""
     chunks = ()
     for c in gl.static_range(tile.chunks):
         if norm.has_residual:
@@ -386,7 +410,7 @@ def load_residual(ptr, row, cols, norm: gl.constexpr, tile: gl.constexpr):
 
 @gluon.jit
 def store_dx(dx_ptr, x, dy, mean, rstd, sums, weight, residual, row, cols, norm: gl.constexpr, tile: gl.constexpr):
-    """Second pass of the backward, from the row sums over the cluster."""
+    """Second pass of the backward: dx of a tile, from its row sums over the whole cluster."""
     mean_gx = gl.expand_dims(sums[0], 2) / cols
     mean_g = mean_gx
     if norm.layer:
@@ -401,7 +425,8 @@ def store_dx(dx_ptr, x, dy, mean, rstd, sums, weight, residual, row, cols, norm:
 
 @gluon.jit
 def output_elements(row, cols, c: gl.constexpr, tile: gl.constexpr):
-    """Where chunk c of the tile at `row` is in a contiguous [rows, cols] tensor, and whether it is."""
+    """Element offsets (int64) of chunk c of the tile at `row` in a contiguous [rows, cols] tensor, and the mask of
+    those inside the tensor."""
     index = per_row(row_index(row, tile))
     col = gl.expand_dims(column_index(c, column_layout(tile), tile), 0)
     return index.to(gl.int64) * cols + col, (index >= 0) & (col < cols)
@@ -409,8 +434,8 @@ def output_elements(row, cols, c: gl.constexpr, tile: gl.constexpr):
 
 @gluon.constexpr_function
 def has_no_outside(tile):
-    """Whether all of a tile is in the tensor, so that nobody has to ask. Not for two compute groups, which have no
-    register left and, with the addresses kept that are shared so, need one more."""
+    """True if a tile lies inside the tensor and its loads and stores go without a mask. False for two compute groups:
+    without masks the compiler shares addresses and keeps them, for which those groups lack one register."""
     return tile.whole and tile.rows == 1 and tile.num_groups == 1
 
 

@@ -1,7 +1,7 @@
-"""The formulas of both norms, once.
+"""The formulas of both norms, for all kernels.
 
-Pure jit functions on register tiles, called from Triton and from Gluon kernels alike. A tile is [rows, columns];
-statistics and row sums are [rows, 1] and broadcast. `norm` is a config.Norm. Everything is in the accumulation dtype.
+Pure jit functions on register tiles, called from Triton and from Gluon kernels. A tile is [rows, columns]; statistics
+and row sums are [rows, 1] and broadcast. `norm` is a config.Norm. All values are in the accumulation dtype.
 
 With x_hat = (x - mean) * rstd (LayerNorm) or x * rstd (RMSNorm), y = x_hat * w + b and g = dy * w, over a row of N
 columns:
@@ -18,8 +18,8 @@ import triton.language as tl
 
 @triton.jit
 def widen(x, in_pairs: tl.constexpr):
-    """x in float32. In pairs, two adjacent bfloat16 become float32 by one instruction each, where the compiler takes
-    three for both. Not in the interpreter, which knows no PTX."""
+    """x in float32. `in_pairs` converts two adjacent bfloat16 values by one instruction each; the compiler takes three
+    for both. The interpreter knows no PTX and must not be asked for pairs."""
     if in_pairs and x.dtype == tl.bfloat16:
         ptx: tl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
         wide = tl.inline_asm_elementwise(ptx, "=f,=f,r", [x], tl.float32, is_pure=True, pack=2)
@@ -36,9 +36,9 @@ def inverse_std(mean_square, eps):
 
 @triton.jit
 def normalize(x, mean, rstd, norm: tl.constexpr):
-    """x_hat. Folded, it is one multiply-add, x * rstd - mean * rstd, which cancels where |mean| >> std: an error of
-    2^-24 |mean| / std, far below the 2^-9 |mean| / std that a 16-bit x was rounded by, so 16-bit x is folded and no
-    other."""
+    """x_hat. Folded (norm.fold), it is one multiply-add, x * rstd - mean * rstd, which cancels where |mean| >> std. Its
+    error there is 2^-24 |mean| / std, far below the 2^-9 |mean| / std by which a 16-bit x was rounded, so only a 16-bit
+    x is folded."""
     if norm.layer:
         if norm.fold:
             x_hat = x * rstd + (-mean * rstd)
@@ -51,8 +51,9 @@ def normalize(x, mean, rstd, norm: tl.constexpr):
 
 @triton.jit
 def input_gradient(g, x, mean, rstd, mean_gx, mean_g, norm: tl.constexpr):
-    """dx from g = dy * w, x, and the row means of g * x_hat and of g. Folded, it gathers what is constant along the
-    row: dx = g * rstd + x * a + b, two instructions instead of five."""
+    """dx from g = dy * w, x, and the row means of g * x_hat and of g. Folded (norm.fold), it
+    gathers the factors that are constant along a row: dx = g * rstd + x * a + b takes two instructions instead of
+    five."""
     if norm.fold:
         dx = x * (-rstd * rstd * mean_gx)
         if norm.layer:
@@ -68,8 +69,8 @@ def input_gradient(g, x, mean, rstd, mean_gx, mean_g, norm: tl.constexpr):
 
 @triton.jit
 def row_means(sum_gx, sum_g, cols, norm: tl.constexpr):
-    """Means of g * x_hat and of g over each row, [rows, 1], from [rows, n] sums: one reduction, so the CTA meets at
-    one barrier, not two."""
+    """Means of g * x_hat and of g over each row, [rows, 1] each, from sums [rows, n]. One reduction of both takes half
+    the CTA barriers of two reductions."""
     if norm.layer:
         mean_gx, mean_g = tl.split(tl.sum(tl.join(sum_gx, sum_g), axis=1) / cols)
     else:

@@ -1,9 +1,15 @@
 """The warp-specialized TMA schedule: a producer warp fills a ring of row tiles, compute groups empty it in turn.
 
-CTA p owns the row tiles p, p + P, p + 2P, ... of P CTAs, counted from the last; of these, group g takes every
-num_groups-th. num_stages is a multiple of num_groups, so a stage always belongs to the same group: were it not, a group
-could take an old phase of a stage's barrier for the one it waits for. The producer is ahead by as many tiles as there
-are stages. In a backward each group keeps its own sums of dw and db and leaves its own row of partials.
+CTA p of P owns the row tiles p, p + P, p + 2P, ..., counted from the last tile. Compute group g takes every
+num_groups-th of them, from the g-th on. The producer is up to num_stages tiles ahead. In a backward each group keeps
+its own sums of dw and db and leaves its own row of partials.
+
+Each stage has two mbarriers. `full` completes when the copies of a tile have arrived: a group waits for it before it
+reads. `empty` completes when the group has read the stage: the producer waits for it before it refills.
+
+num_stages is a multiple of num_groups, so that a stage always belongs to the same group. Otherwise a group could take
+an old phase of a stage's mbarrier for the one it waits for, since a wait knows a phase by its parity only, and read a
+tile that has not arrived.
 """
 
 from triton.experimental import gluon
@@ -12,25 +18,26 @@ from triton.experimental.gluon import language as gl
 from . import partial_sums, ring
 from .cluster import open_exchange
 
-PRODUCER_REGISTERS = gl.constexpr(24)  # the least a warp can be left with; the rest goes to the compute groups
+PRODUCER_REGISTERS = gl.constexpr(24)  # the fewest a warp can have; the compute groups get the rest
 
 
 @gluon.constexpr_function
 def stage_bytes(descs, tile):
-    """Bytes of a row tile of every tensor."""
+    """Bytes of one row tile, of all tensors together."""
     return tile.copies.value * sum(desc.block_type.nbytes for desc in descs)
 
 
 @gluon.jit
 def produce(tile: gl.constexpr, descs, rings, full, empty, rows):
-    """Fill stage after stage with a tile of every tensor, each as soon as its group has let go of it."""
+    """Fill stage after stage with a tile of every tensor, each as soon as its group has released it. All copies of a
+    tile complete on one mbarrier, which expects their bytes before the first of them starts."""
     first = gl.program_id(0) * tile.rows
     step = gl.num_programs(0) * tile.rows
     stage = 0
-    phase = 1  # a fresh barrier counts as having completed the phase before its first
+    phase = 1  # of a fresh barrier, the phase before its first counts as complete: the first fill does not wait
     row = ring.row_of_tile(first, rows, tile)
     for _ in range(first, rows, step):
-        ring.wait(empty.index(stage), phase)
+        ring.wait(empty.index(stage), phase)  # the group has read the tile that these copies overwrite
         barrier = full.index(stage)
         ring.expect(barrier, stage_bytes(descs, tile))
         for i in gl.static_range(tile.copies):
@@ -45,15 +52,19 @@ def produce(tile: gl.constexpr, descs, rings, full, empty, rows):
 
 @gluon.jit
 def release_stage(empty, stage):
-    """Let the producer refill a stage that has been read. Its copies write through another proxy than these reads went
-    by, and without a fence between them could overtake the reads."""
+    """Let the producer refill a stage that the group has read.
+
+    The reads went through the generic proxy, and the producer's copies write through the asynchronous proxy. Arrival
+    and wait alone do not order the two; without the proxy fence the copies could overtake the reads. The compiler puts
+    no fence between warp partitions. The one arrival is for the whole group: the compiler lets the group's warps meet
+    between fence and arrival."""
     ring.fence_async_shared()
     ring.arrive(empty.index(stage), count=1)
 
 
 @gluon.jit
 def next_stage(stage, phase, group, tile: gl.constexpr):
-    """The group's stage after this one, and the phase its barrier will complete."""
+    """The group's next stage, and the phase to wait for there."""
     stage += tile.num_groups
     if stage >= tile.num_stages:
         stage = group
@@ -72,7 +83,8 @@ def consume(norm: gl.constexpr, tile: gl.constexpr, group, operands):
 
 @gluon.jit
 def consume_backward(norm: gl.constexpr, tile: gl.constexpr, group, operands):
-    """One compute group of a backward: every num_groups-th tile of the CTA, from the group-th on."""
+    """One compute group of a backward: every num_groups-th tile of the CTA, from the group-th on. A stage is released
+    after its last read: the only one if the tile stays in registers (tile.cached), otherwise the second, for dx."""
     inputs, parameters, outputs, sizes = operands
     x_ring, dy_ring, full, empty, mean_ptr, rstd_ptr, residual_ptr = inputs
     weight_ptr, weight_in_smem = parameters
@@ -96,7 +108,7 @@ def consume_backward(norm: gl.constexpr, tile: gl.constexpr, group, operands):
         mean_next, rstd_next = ring.load_statistics(
             mean_ptr, rstd_ptr, row - step, mean_stride, rstd_stride, norm, tile
         )
-        ring.wait(full.index(stage), phase)
+        ring.wait(full.index(stage), phase)  # the tile has arrived, and is visible to this warp's reads
         x = ring.read_tile(x_ring, stage, False, tile)
         dy = ring.read_tile(dy_ring, stage, False, tile)
         residual = ring.load_residual(residual_ptr, row, cols, norm, tile)
@@ -118,7 +130,7 @@ def consume_backward(norm: gl.constexpr, tile: gl.constexpr, group, operands):
 @gluon.jit
 def consume_forward(norm: gl.constexpr, tile: gl.constexpr, group, operands):
     """One compute group of a forward: every num_groups-th tile of the CTA, from the group-th on. A stage is read once,
-    and free again at once."""
+    and released at once."""
     inputs, parameters, outputs, sizes = operands
     x_ring, full, empty = inputs
     weight_ptr, weight_in_smem, bias_ptr, bias_in_smem = parameters
@@ -136,7 +148,7 @@ def consume_forward(norm: gl.constexpr, tile: gl.constexpr, group, operands):
     stage = group
     phase = 0
     for _ in range(first, rows, step):
-        ring.wait(full.index(stage), phase)
+        ring.wait(full.index(stage), phase)  # the tile has arrived, and is visible to this warp's reads
         x = ring.read_tile(x_ring, stage, False, tile)
         release_stage(empty, stage)
         mean, rstd, _exchange = ring.row_statistics(x, cols, eps, open_exchange(tile), norm, tile)
@@ -153,7 +165,8 @@ def backward(
     mean_stride: "i64", rstd_stride: "i64",
     norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr,
 ):
-    """dx of the CTA's row tiles and its num_groups rows of the dw and db partials."""
+    """dx of the CTA's row tiles, and its num_groups rows of the dw and db partials. The fence shows the initialized
+    mbarriers to the copies."""
     x_ring = ring.allocate_ring(x_desc, None, tile)
     dy_ring = ring.allocate_ring(dy_desc, None, tile)
     full = ring.allocate_barriers(tile)
@@ -173,7 +186,8 @@ def forward(
     x_desc, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows, cols, eps: "fp64",
     norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr,
 ):
-    """y of the CTA's row tiles, and mean and rstd unless their pointers are None."""
+    """y of the CTA's row tiles, and mean and rstd unless their pointers are None. The fence shows the initialized
+    mbarriers to the copies."""
     x_ring = ring.allocate_ring(x_desc, None, tile)
     full = ring.allocate_barriers(tile)
     empty = ring.allocate_barriers(tile)
@@ -194,7 +208,7 @@ def forward(
 
 @gluon.jit
 def or_else(pointer, other):
-    """A warp partition takes no None."""
+    """`pointer`, or `other` if it is None, which a warp partition does not accept as an argument."""
     if pointer is None:
         found = other
     else:
@@ -204,7 +218,7 @@ def or_else(pointer, other):
 
 @gluon.jit
 def run_groups(filling, operands, norm: gl.constexpr, tile: gl.constexpr):
-    """The producer beside one compute group or two."""
+    """Run the producer beside one or two compute groups."""
     if tile.num_groups == 1:
         gl.warp_specialize(
             [(consume, (norm, tile, 0, operands)), (produce, (tile,) + filling)],
