@@ -247,11 +247,11 @@ def ring_registers(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> 
         later = device.triton > OLDEST_TRITON
         blackwell_groups = device.arch >= 100 and isinstance(plan, WarpSpecializedPlan)
         if later and (plan.rows_per_tile >= 8 or blackwell_groups):
-            need += 3 * REGISTER_STEP  # releases after OLDEST_TRITON spill without these
+            need += 3 * REGISTER_STEP  # a later release spilled without these
         need += columns * (2.0 + 0.7 * problem.num_sums)
         need += columns * (0.8 if held else 0.2) * (problem.weight_dtype is not None)
         need += 24 * (problem.weight_dtype is not None and problem.weight_dtype.itemsize == 8)
-        if rows > 1 and elements > 40 and problem.residual_dtype is not None:  # such a plan spills without these
+        if rows > 1 and elements > 40 and problem.residual_dtype is not None:  # some builds spill without these
             large = problem.weight_dtype is not None and problem.weight_dtype.itemsize == 4
             need += 24 * (large or device.arch >= 100)
         need += (1.25 + 1.25 * _residual_registers(problem)) * elements + 2.5 * rows + 3.5 * plan.num_chunks
@@ -267,7 +267,7 @@ def ring_registers(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> 
         if problem.norm == "layer" and plan.cluster > 1:
             need += 0.5 * rows * plan.cluster  # means and variances that come from the other CTAs
         threads = threads_of_a_row(plan)
-        in_lanes = WARP_SIZE if problem.cols % 16 == 0 else 2 * WARP_SIZE  # 16 aligned columns share one mask
+        in_lanes = WARP_SIZE if problem.cols % 16 == 0 else 2 * WARP_SIZE  # of 16 columns the compiler tests one
         if problem.norm == "layer" and threads <= in_lanes and not is_whole(plan, problem.cols):
             need += 2 * plan.chunk / threads  # the mask of the last chunk's columns
     return _round_up(min(need, _manages_with(plan, problem, device)), REGISTER_STEP)
@@ -304,14 +304,14 @@ def _backward_of_one_row_manages_with(plan: RingPlan, problem: NormProblem, devi
         one_chunk = plan.num_chunks == 1 and (hopper or whole)
         most = one_chunk or (hopper and (in_eights or (in_fours and few_copies)))
         few, many = (32 if most else 28 if few_copies and hopper else 24), (64 if hopper else 56)
-        if device.triton > OLDEST_TRITON:  # these releases spill at 64 columns, and at 32 columns with 16 warps
+        if device.triton > OLDEST_TRITON:  # later releases spilled at 64 columns, and at 32 with 16 warps
             few, many = min(few, 28 if plan.num_warps == 16 else 32), 56
     if plan.weight_in_smem and plan.cluster > 1 and columns <= few:
         return 128
     if hopper:
         most_held = 60
     else:
-        most_held = 48 if device.triton == OLDEST_TRITON else 36  # later releases spill at 40 columns
+        most_held = 48 if device.triton == OLDEST_TRITON else 36  # a later release spilled at 40 columns
     held_well = plan.weight_in_smem or problem.norm == "rms" or columns <= most_held
     return 248 if columns <= many and few_copies and held_well else math.inf
 
@@ -338,15 +338,15 @@ def multiwave_registers(
     # Each load of a single element takes an address and a predicate, which the rows of a thread do not share.
     scattered, many_rows = not problem.tma_aligned, rows_per_tile > 2
     if problem.direction == "backward":
-        scattered *= 1.0 if device.triton == OLDEST_TRITON else 1.5  # later releases spill with 1.0
+        scattered *= 1.0 if device.triton == OLDEST_TRITON else 1.5  # a later release spilled with 1.0
         loaded = (problem.x_dtype.itemsize + problem.grad_dtype.itemsize) / 4
         per_element = 1.25 * loaded + 3.9 * accumulator + 1.3 * sm120 + scattered * (9.0 if many_rows else 4.5)
         per_element += 1.25 * _residual_registers(problem)
         if device.triton > OLDEST_TRITON and 100 <= device.arch < 120:
-            # Later releases spill on Blackwell without these.
+            # A later release spilled on Blackwell without these.
             per_element += 2.0 if many_rows else 1.0
         if device.triton > OLDEST_TRITON and 80 < device.arch < 90 and many_rows:
-            per_element += 0.4  # later releases spill 16 rows of 256 columns without it
+            per_element += 0.4  # a later release spilled without it
         per_element += problem.x_dtype.itemsize != problem.grad_dtype.itemsize  # x or the gradient changes its layout
         if problem.weight_dtype is not None and not problem.wants_dw:
             per_element += 0.8 * accumulator  # x_hat, which dw's product would hold anyway

@@ -49,7 +49,7 @@ CLUSTER_ARCHS = (90, 100, 103)
 # (most SMs left to others, largest cluster): see cluster_sizes and bench/NOTES.md, "Clusters beside others".
 LARGEST_CLUSTER = ((0, 16), (8, 8), (32, 4), (math.inf, 2))
 COLUMN_TILE = 1024
-# Tiles of a backward without dx by TMA. The chunk is the only one measured so far.
+# Tiles of a backward without dx by TMA. Only one tile has been measured so far.
 COLUMN_RING_CHUNK = 128
 COLUMN_RING_ROWS = (64, 32, 16)
 COLUMN_RING_WARPS = 8

@@ -84,8 +84,8 @@ HOPPER_FORWARD_PIECES = {
     ("layer", 4): FLOAT32_FORWARD_PIECES,
     ("rms", 4): FLOAT32_FORWARD_PIECES,
 }
-# Values of Tuning.slower_columns. At these widths multi-wave, mostly with one row tile per CTA, is faster than a ring,
-# whatever its pieces.
+# Values of Tuning.slower_columns. At these widths multi-wave is faster than a ring, whatever the ring's pieces: usually
+# with one row tile per CTA (few_rows.py).
 HOPPER_FORWARD_SLOWER = {
     ("layer", 2): (range(897, 1024),),
     ("rms", 2): (range(641, 769), range(1281, 1792), range(2305, 3584)),
