@@ -233,8 +233,7 @@ def most_boxes(problem: NormProblem, cluster: int) -> int:
 
 
 def chunkings(cols: int, smallest: int, most: int) -> Iterator[tuple[int, int]]:
-    """(chunk, num_chunks) that cover cols: chunk is a power of two, at least `smallest`, and num_chunks at most `most`.
-    """
+    """(chunk, num_chunks) that cover cols. chunk is a power of two, at least `smallest`; num_chunks at most `most`."""
     for chunk in powers_of_two(smallest, max(smallest, 1 << (cols - 1).bit_length())):
         num_chunks = -(-cols // chunk)
         if num_chunks <= most:
