@@ -1,4 +1,4 @@
-"""What a column_sum runs, and why not something else."""
+"""explain_column_sum: which kernel a column_sum runs, and why no other."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from .problem import OP, ColumnSumProblem, describe, in_place, validate_column_s
 
 @dataclass(frozen=True)
 class ColumnSumExplanation:
-    """str() of it is for people. device is None where no kernel of this package can run."""
+    """The choice for one column_sum and its reasons; str() makes text for people. device is None if ATen sums because
+    there are no elements or the inputs are on a device without kernels of this package."""
 
     problem: ColumnSumProblem
     rows: int
     device: DeviceSpec | None
     choice: Choice
-    ring_fault: str | None  # why the ring of TMA tiles cannot run; None where it could
-    notes: tuple[str, ...] = ()  # about the tensors, such as copies that their strides ask for
+    ring_fault: str | None  # why the ring of TMA tiles cannot run; None if it can
+    notes: tuple[str, ...] = ()  # about the tensors, such as copies that their strides make necessary
 
     @property
     def num_launches(self) -> int:
@@ -58,11 +59,11 @@ def explain_column_sum(
     dtype: torch.dtype | None = None,
     device: DeviceSpec | None = None,
 ) -> ColumnSumExplanation:
-    """Why fusednorm.column_sum of these tensors runs the way it does: print() the result.
+    """Explain how fusednorm.column_sum of these tensors runs, and why: print() the result.
 
-    `device`, such as fusednorm.planner.device.H200, takes the place of the inputs' own. Copies nothing, launches
-    nothing. Of more tensors than one launch takes (64) it is about the first 64. Raises RuntimeError where the op
-    would.
+    `device`, such as fusednorm.planner.device.H200, replaces the inputs' own device. Nothing is copied or launched.
+    One launch takes 64 tensors; if there are more, the explanation is about the first 64. Raises the op's errors
+    (RuntimeError, or TypeError if an input is no tensor).
     """
     validate_column_sum(inputs, dtype, "explain_column_sum")
     inputs = inputs[:MAX_TENSORS]

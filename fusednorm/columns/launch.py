@@ -1,4 +1,4 @@
-"""column_sum on the GPU: a choice and tensors -> outputs, by one launch or two."""
+"""column_sum on the GPU: from a choice and tensors to outputs, by one launch or two."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from .plan import VECTOR_BYTES, AtenSum, Choice, PortableSum, RingSum, SumPlan
 from .problem import ColumnSumCall, ColumnSumProblem
 from .reference import formula
 
-WORKSPACE_ALIGNMENT = 4  # elements; keeps every output's partial sums at multiples of 16 bytes
+WORKSPACE_ALIGNMENT = 4  # elements; each output's partial sums start at a multiple of 16 bytes
 
 
 @dataclass
 class ColumnLaunch:
-    """One kernel with all that it is called with, by position and by name."""
+    """One kernel, its grid, and its arguments by position and by name."""
 
     kernel: Any
     grid: tuple[int, int, int]
@@ -49,11 +49,12 @@ class ColumnLaunch:
         self.kernel[self.grid](*self.args, **self.named)
 
 
-_loaded: set[tuple] = set()  # (plan, problem, device, whether the sums take one launch)
+_loaded: set[tuple] = set()  # (plan, problem, device, number of launches) whose kernels are loaded
 
 
 def column_sum(call: ColumnSumCall, choice: Choice | None = None) -> list[Tensor]:
-    """The sums, [cols] each; by `choice`, or by the planner's."""
+    """The sums, [cols] each, by `choice`. By default the planner chooses; if that kernel cannot be built, the portable
+    kernel runs, then ATen."""
     problem, device = call.problem, call.views[0].tensor.device
     if choice is not None:
         return _run(call, choice)
@@ -84,7 +85,7 @@ def _run(call: ColumnSumCall, choice: Choice) -> list[Tensor]:
 
 
 def prepare(call: ColumnSumCall, choice: Choice) -> tuple[list[ColumnLaunch], list[Tensor]]:
-    """The launches of a choice of a kernel, and the tensors they will fill."""
+    """The launches of a choice, which must name a kernel, and the output tensors that they will fill."""
     problem, splits, device = call.problem, choice.num_splits, call.views[0].tensor.device
     outputs = [torch.empty(problem.cols, dtype=problem.out_dtype, device=device) for _ in range(problem.num_outputs)]
     if splits == 1:
@@ -113,7 +114,7 @@ def _sums(plan: SumPlan, call: ColumnSumCall, outs: list[Tensor] | tuple[Tensor,
 
 @functools.cache
 def ring_kernel(count: int) -> tuple[Any, list[str]]:
-    """The kernel for so many tensors, and its parameters for their descriptors."""
+    """The kernel for `count` tensors, and the names of its descriptor parameters."""
     for kernel in (column_reduction.sum_few_by_tma, column_reduction.sum_many_by_tma):
         names = [name for name in kernel.arg_names if re.fullmatch(r"d\d+", name)]
         if count <= len(names):
@@ -146,5 +147,5 @@ def _row_major(bits: int) -> NVMMASharedLayout:
 
 @functools.cache
 def _finalizer_problem(problem: ColumnSumProblem) -> ColumnSumProblem:
-    """The sums of the partial sums."""
+    """The problem of the second launch, which sums the partial sums."""
     return ColumnSumProblem(problem.num_outputs, problem.cols, problem.acc_dtype, problem.out_dtype)

@@ -2,13 +2,14 @@
 
     column_sum(Tensor[] inputs, *, bool total=False, ScalarType? dtype=None) -> Tensor[]
 
-inputs are of one shape [..., cols], one dtype (float16, bfloat16, float32 or float64) and one device. The result is a
-list of contiguous [cols] tensors of dtype `dtype`, or of the inputs' if it is None: a sum for each input, or with total
-one, over all inputs added up. Sums are taken in float32 (float64 where inputs or dtype are float64) and rounded once;
-the same inputs on the same device give the same bits.
-Strides: any. Inputs whose rows lie at one constant stride are read in place, others copied once.
-Differentiable any number of times: the gradient of an input is that of its sum, expanded to its shape.
-Raises RuntimeError where the inputs are none, differ in shape, dtype or device, are 0-d or not of a float dtype.
+inputs have one shape [..., cols], one dtype (float16, bfloat16, float32 or float64) and one device. The result is a
+list of contiguous [cols] tensors of dtype `dtype`, or of the inputs' dtype if it is None. The list has one sum per
+input; with total it has a single sum, over all inputs. Sums are taken in float32 (float64 if the inputs or dtype are
+float64) and rounded once. The same inputs on the same device give the same bits.
+Strides may be any. Inputs whose rows lie at one constant stride are read in place; others are copied once.
+The op is differentiable any number of times: the gradient of an input is that of its sum, expanded to its shape.
+Raises RuntimeError if there are no inputs, if they differ in shape, dtype or device, or if they are 0-d or not of a
+float dtype. Raises TypeError if an input is no tensor.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ SCHEMA = "column_sum(Tensor[] inputs, *, bool total=False, ScalarType? dtype=Non
 
 
 def column_sum(inputs: Sequence[Tensor], *, total: bool = False, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """The sum of each [..., cols] tensor over all its dims but the last, or with `total` one of all tensors, as a list
-    of [cols] tensors: see torch.ops.fusednorm.column_sum (this module)."""
-    if not torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace it
-        sharding.register_where_needed()  # in inference mode nobody below would
+    """Sum each [..., cols] tensor over all its dims but the last, and return a list of [cols] tensors. With `total` the
+    list has one tensor, the sum of all. Dtypes and errors: see torch.ops.fusednorm.column_sum (this module)."""
+    if not torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace the registration
+        sharding.register_where_needed()  # in inference mode no later step would register
     return torch.ops.fusednorm.column_sum(inputs, total=total, dtype=dtype)
 
 
@@ -53,7 +54,7 @@ def _run(inputs: Sequence[Tensor], *, total: bool = False, dtype: torch.dtype | 
 
 
 def _run_in_parts(inputs: Sequence[Tensor], total: bool, dtype: torch.dtype | None) -> list[Tensor]:
-    """More tensors than one launch takes."""
+    """The op on CPU and CUDA for more tensors than one launch takes: in parts of MAX_TENSORS."""
     out_dtype = validate_column_sum(inputs, dtype)
     parts = [inputs[i : i + MAX_TENSORS] for i in range(0, len(inputs), MAX_TENSORS)]
     part_dtype = sum_dtype(inputs[0].dtype, out_dtype) if total else out_dtype
@@ -75,7 +76,7 @@ def _fake(inputs: Sequence[Tensor], *, total: bool = False, dtype: torch.dtype |
 
 
 class ColumnSumFunction(Function):
-    """apply(total, dtype, *inputs) -> the sums, as a tuple."""
+    """apply(total, dtype, *inputs) returns the sums as a tuple."""
 
     @staticmethod
     def forward(ctx, total, dtype, *inputs):
@@ -110,7 +111,7 @@ def _below_autograd(inputs: Sequence[Tensor], total: bool, dtype: torch.dtype | 
 
 
 LIBRARY.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
-# For CPU and CUDA, and for a list without tensors, which has no device and gets its error from here.
+# These keys cover CPU and CUDA, and a list without tensors, which has no device and gets its error from _run.
 for _key in ELSEWHERE:
     LIBRARY.impl("column_sum", _run, _key)
 for _key in ("Autograd", "FuncTorchBatchedDecomposition"):

@@ -1,8 +1,9 @@
-"""Plans of column_sum: tiles, shared memory, and which of them sums how many splits of the rows. Pure functions of
+"""Plans of column_sum: tiles, shared memory, and the choice of a plan and its number of row splits. Pure functions of
 problem, rows and device.
 
-Two kernels: `ring` reads tiles through shared memory by TMA, `portable` through registers. A grid that fills the GPU by
-columns alone writes the results at once; otherwise the rows are split, and a second launch sums the partial sums.
+There are two kernels: `ring` reads tiles by TMA through shared memory, `portable` reads them into registers. A grid
+that fills the GPU by columns alone writes the results at once. Otherwise the rows are split, and a second launch sums
+the partial sums. The measurements behind the constants are in bench/NOTES.md, "Evidence behind constants".
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from ..planner.device import KIB, DeviceSpec
 from ..planner.legality import MAX_RING_ROWS, OLDEST_ARCH, OLDEST_TMA_ARCH, capability
 from .problem import ColumnSumProblem
 
-# Tensors in one launch, whose descriptors (128 bytes each, with shape and strides 152) are the kernel's parameters.
+# Most tensors in one launch. Their descriptors are kernel parameters: 128 bytes each, 152 with shape and strides.
 MAX_TENSORS = 64
 KERNELS = ("ring", "portable")
 
 
 @dataclass(frozen=True)
 class RingSum:
-    """Tiles of rows_per_tile x chunk elements in num_stages stages, each with one of every tensor that a CTA sums; read
-    and copied anew a group of tensors at a time."""
+    """Tiles of rows_per_tile x chunk elements in num_stages stages. A stage has one tile of every tensor that a CTA
+    sums. Tiles are read, and their memory refilled, for `group` tensors at a time."""
 
     kernel: ClassVar[str] = "ring"
     rows_per_tile: int
@@ -51,7 +52,7 @@ class PortableSum:
 
 @dataclass(frozen=True)
 class AtenSum:
-    """No kernel of this package, and why."""
+    """ATen sums, because no kernel of this package runs; `reason` says why."""
 
     kernel: ClassVar[str] = "aten"
     reason: str
@@ -61,8 +62,8 @@ SumPlan = RingSum | PortableSum
 
 
 class Choice(NamedTuple):
-    """A plan; into how many splits the rows are divided (1: no second launch); and the time that chose it, beyond what
-    any kernel takes to start."""
+    """A plan; the number of splits of the rows (1: no second launch); and the predicted time in us that the plan was
+    chosen by, without the start that every kernel pays."""
 
     plan: SumPlan | AtenSum
     num_splits: int = 1
@@ -71,18 +72,18 @@ class Choice(NamedTuple):
 
 # --- Ring ---
 
-MOST_ROWS, WIDTHS = 128, (64, 128, 256)  # of a tile, before it is made to fit
-SMALLEST_TILE = 16, 64  # a narrower one would leave a thread less than 16 adjacent bytes of a row
-TILES_IN_FLIGHT = 3  # of all tensors together, in a CTA, at the least
+MOST_ROWS, WIDTHS = 128, (64, 128, 256)  # rows and columns of a tile, before `shrink` makes it fit
+SMALLEST_TILE = 16, 64  # rows, columns; in a narrower tile a thread has less than 16 adjacent bytes of a row
+TILES_IN_FLIGHT = 3  # least number of tiles in the ring of a CTA, over all tensors
 MAX_STAGES = 6
 RESERVED_BYTES = 8 * KIB  # of a CTA's shared memory, for the reduction over warps and for barriers
-GROUPS = 4  # of a ring's tiles: while one is read and copied anew, the others are on their way
+GROUPS = 4  # groups of a ring's tiles: while one is read and refilled, the copies of the others are in flight
 RING_WARPS = 8
-VECTOR_BYTES = 16  # of one load of a thread
+VECTOR_BYTES = 16  # per load of a thread
 
 
 def ring_fault(problem: ColumnSumProblem, rows: int, device: DeviceSpec) -> str | None:
-    """Why no tile of these tensors can go through the ring; None where one can."""
+    """Why no tile of these tensors can go through the ring; None if one can."""
     if device.arch < OLDEST_TMA_ARCH:
         return f"needs compute capability 9.0 for TMA, {device.name} has {capability(device)}"
     if problem.acc_dtype.itemsize > 4:
@@ -100,7 +101,7 @@ def ring_fault(problem: ColumnSumProblem, rows: int, device: DeviceSpec) -> str 
 
 
 def ring_plans(problem: ColumnSumProblem, device: DeviceSpec) -> Iterator[RingSum]:
-    """Several widths, with two CTAs on an SM where their rings fit, else with one."""
+    """Plans of several widths, for two CTAs per SM if any such ring fits, else for one."""
     tensors, itemsize = problem.count if problem.total else 1, problem.dtype.itemsize
     for ctas_per_sm in (2, 1):
         room = min(device.smem_per_block_bytes, device.smem_per_sm_bytes // ctas_per_sm - RESERVED_SMEM_BYTES)
@@ -118,7 +119,8 @@ def ring_plans(problem: ColumnSumProblem, device: DeviceSpec) -> Iterator[RingSu
 
 
 def shrink(chunk: int, itemsize: int, budget: int) -> tuple[int, int] | None:
-    """The largest tile of `budget` bytes: rows are halved first, then columns. None if the smallest is too large."""
+    """The largest tile (rows, columns) within `budget` bytes: rows are halved first, then columns. None if the smallest
+    tile is too large."""
     rows = MOST_ROWS
     while rows * chunk * itemsize > budget:
         if rows > SMALLEST_TILE[0]:
@@ -131,8 +133,8 @@ def shrink(chunk: int, itemsize: int, budget: int) -> tuple[int, int] | None:
 
 
 def shared_bytes(plan: RingSum, problem: ColumnSumProblem) -> int:
-    """Shared memory of a CTA, exactly (Triton 3.6): the tiles, and 8 bytes for each barrier, those of a tensor at a
-    multiple of 16. The reduction over warps finds place where the tiles were."""
+    """Exact bytes of shared memory per CTA (Triton 3.6): the tiles, and 8 bytes per mbarrier. The mbarriers of each
+    tensor start at a multiple of 16 bytes. The reduction over warps reuses the tiles' memory."""
     tensors, barriers = problem.count if problem.total else 1, 8 * plan.num_stages
     tiles = plan.num_stages * plan.rows_per_tile * plan.chunk * problem.dtype.itemsize
     return tensors * tiles + (tensors - 1) * 16 * ceil_div(barriers, 16) + barriers
@@ -142,17 +144,17 @@ def shared_bytes(plan: RingSum, problem: ColumnSumProblem) -> int:
 
 PORTABLE_WARPS = 8
 PORTABLE_CTAS_PER_SM = 2
-BYTES_PER_THREAD = 64  # of a tile; halved for all that takes more registers, so that two CTAs fit an SM
-TILES_AHEAD = 2  # on their way while one is added
-SEGMENT_BYTES = (64, 128, 256, 512, 1024)  # of a row in one CTA
+BYTES_PER_THREAD = 64  # of a tile; halved for each feature that takes more registers, so that two CTAs fit an SM
+TILES_AHEAD = 2  # tiles in flight while one is added
+SEGMENT_BYTES = (64, 128, 256, 512, 1024)  # bytes of a row that one CTA reads
 FINALIZER_TILE = 64, 32  # rows, columns
 FINALIZER_WARPS = 4
 
 
 def portable_plans(problem: ColumnSumProblem, device: DeviceSpec) -> Iterator[PortableSum]:
-    """From narrow tiles to wide ones."""
+    """Plans of the portable kernel, from narrow tiles to wide ones."""
     wide = problem.acc_dtype.itemsize > max(4, problem.dtype.itemsize)
-    scattered = not problem.tma_aligned or problem.cols % 16 != 0  # of such rows Triton loads single elements
+    scattered = not problem.tma_aligned or problem.cols % 16 != 0  # Triton loads such rows element by element
     halvings = wide + scattered
     threads = WARP_SIZE * PORTABLE_WARPS
     elements = (BYTES_PER_THREAD // problem.dtype.itemsize >> halvings) * threads
@@ -169,21 +171,20 @@ def finalizer(device: DeviceSpec) -> PortableSum:
 
 # --- Choice ---
 
-# What the time of a plan is predicted from. Measured on an H200 (2026-11-20): of the datasheet's bandwidth rings reach
-# 0.86165 and portable kernels, whose rows of a tile are short, 0.6349; a second launch, for partial sums, takes 3.7 us.
-# The others are estimates: what one SM takes in at the most, how long a load takes under load, what a ring's first
-# tensor maps, barriers and fences cost beyond a plain load, what narrow tiles waste.
+# Predicted times. EFFICIENCY (share of the datasheet's bandwidth) and SECOND_LAUNCH_US (for partial sums) are measured;
+# the other constants are estimates.
 EFFICIENCY, SECOND_LAUNCH_US = {"ring": 0.86165, "portable": 0.6349}, 3.7
-RING_START_US = 0.7
-SM_BYTES_PER_US = 44 * KIB
-LATENCY_US = 0.8
-SHARE_BY_SEGMENT = {16: 0.3, 32: 0.5, 64: 0.8, 128: 0.92}  # by the bytes of a row that a CTA reads at a time
+RING_START_US = 0.7  # the ring's first tensor maps, barriers and fences, beyond a plain load
+SM_BYTES_PER_US = 44 * KIB  # the most that one SM takes in
+LATENCY_US = 0.8  # of a load while the memory is busy
+SHARE_BY_SEGMENT = {16: 0.3, 32: 0.5, 64: 0.8, 128: 0.92}  # share of bandwidth by bytes of a row per read of a CTA
 MAX_WAVES = 4
 
 
 @functools.lru_cache(maxsize=4096)
 def choose(problem: ColumnSumProblem, rows: int, device: DeviceSpec, kernel: str | None = None) -> Choice:
-    """The plan and number of splits of least predicted time; of `kernel` only, where one is named and can run."""
+    """The plan and number of splits with the least predicted time. If `kernel` is named and has a plan, only its plans
+    compete."""
     if device.arch < OLDEST_ARCH:
         return Choice(AtenSum(f"needs compute capability 8.0, {device.name} has {capability(device)}"))
     plans: dict[str, list[SumPlan]] = {"ring": [], "portable": list(portable_plans(problem, device))}
@@ -198,7 +199,8 @@ def choose(problem: ColumnSumProblem, rows: int, device: DeviceSpec, kernel: str
 
 
 def splits_worth_trying(plan: SumPlan, problem: ColumnSumProblem, rows: int, device: DeviceSpec) -> set[int]:
-    """No split, and as many as fill one wave of CTAs, two, and so on; all splits but the last have as many tiles."""
+    """Numbers of splits to compare: 1, and those that fill 1 to MAX_WAVES waves of CTAs. All splits but the last have
+    the same number of tiles."""
     tiles = ceil_div(rows, plan.rows_per_tile)
     found = {1}
     for waves in range(1, MAX_WAVES + 1):
@@ -213,7 +215,8 @@ def ctas_of_a_split(plan: SumPlan, problem: ColumnSumProblem) -> int:
 
 
 def predicted_us(plan: SumPlan, splits: int, problem: ColumnSumProblem, rows: int, device: DeviceSpec) -> float:
-    """The longer of what the memory takes to deliver all bytes and what the busiest SM takes to receive its own."""
+    """Predicted time in us: the time for the memory to deliver all bytes or for the busiest SM to receive its own,
+    whichever is longer, plus the start of a ring and of a second launch."""
     segment = min(plan.chunk, problem.cols) * problem.dtype.itemsize
     share = next((share for size, share in SHARE_BY_SEGMENT.items() if segment <= size), 1.0)
     moved = problem.count * rows * problem.cols * problem.dtype.itemsize
@@ -230,7 +233,7 @@ def predicted_us(plan: SumPlan, splits: int, problem: ColumnSumProblem, rows: in
 
 
 def bytes_in_flight(plan: SumPlan, problem: ColumnSumProblem) -> int:
-    """That a CTA has asked for while it works on a tile."""
+    """Bytes that a CTA has requested while it works on a tile."""
     tile = plan.rows_per_tile * plan.chunk * problem.dtype.itemsize
     if isinstance(plan, PortableSum):
         return TILES_AHEAD * tile

@@ -1,6 +1,6 @@
-"""What a column sum is asked for: validated, flattened to rows x cols, and described as a value the planner can hash.
+"""Arguments of a column sum: validated, flattened to rows x cols, and described as a value that the planner can hash.
 
-The one place of column_sum that raises on user input.
+Only this module of column_sum raises errors on user input.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ OP = "column_sum"
 
 @dataclass(frozen=True)
 class ColumnSumProblem:
-    """Everything about a call that its kernels may depend on, but the row count. count tensors of one shape; total asks
-    for the sum of them all instead of one of each."""
+    """Everything about a call that its kernels may depend on, except the row count. There are `count` tensors of one
+    shape; `total` asks for the sum of all instead of a sum for each."""
 
     count: int
     cols: int
     dtype: torch.dtype
     out_dtype: torch.dtype
     total: bool = False
-    tma_aligned: bool = True  # every row of every tensor starts at a multiple of 16 bytes, beyond the one before it
+    tma_aligned: bool = True  # every row of every tensor starts at a multiple of 16 bytes, and no two rows overlap
 
     @property
     def num_outputs(self) -> int:
@@ -51,7 +51,7 @@ class ColumnSumCall(NamedTuple):
 def check_column_sum(inputs: Sequence[Tensor], total: bool, dtype: torch.dtype | None) -> ColumnSumCall:
     """Check the arguments of column_sum and flatten its inputs to rows x cols.
 
-    Raises RuntimeError as `validate_column_sum` does. Copies an input only where no one stride describes its rows.
+    Raises the errors of `validate_column_sum`. Copies an input only if its rows do not lie at one stride.
     """
     validate_column_sum(inputs, dtype)
     cols = inputs[0].shape[-1]
@@ -63,7 +63,7 @@ def check_column_sum(inputs: Sequence[Tensor], total: bool, dtype: torch.dtype |
 def describe(
     inputs: Sequence[Tensor], views: Sequence[RowView | None], total: bool, dtype: torch.dtype | None
 ) -> tuple[ColumnSumProblem, int]:
-    """The problem and the row count of valid inputs; a view that is None will be a fresh contiguous tensor."""
+    """The problem and the row count of valid inputs. A view that is None stands for a fresh contiguous copy."""
     first, cols = inputs[0], inputs[0].shape[-1]
     fresh_is_aligned = cols * first.element_size() % 16 == 0
     aligned = all(fresh_is_aligned if view is None else is_tma_aligned(view, cols) for view in views)
@@ -72,11 +72,13 @@ def describe(
 
 
 def validate_column_sum(inputs: Sequence[Tensor], dtype: torch.dtype | None, op: str = OP) -> torch.dtype:
-    """Raise RuntimeError unless there are strided tensors, all of one shape with a dimension or more, one float dtype
-    and one device, and dtype (that of the result; None for theirs) is a float one; TypeError where an input is no
-    tensor. Errors name `op`. Returns the result's dtype.
+    """Check the arguments and return the result's dtype: `dtype`, or the inputs' dtype if it is None.
 
-    Looks at shapes, dtypes and devices only, so it serves meta tensors and traced ones too.
+    Raises RuntimeError unless there is at least one input, the inputs are strided tensors of one shape with at least
+    one dimension, one float dtype and one device, and `dtype` is None or a float dtype. Raises TypeError if inputs is
+    no sequence or an input is no tensor. Errors name `op`.
+
+    Only shapes, dtypes and devices are read, so meta tensors and traced tensors can be checked too.
     """
     if not isinstance(inputs, Sequence) or isinstance(inputs, str):
         raise TypeError(f"{op}: inputs must be a sequence of tensors, got {type(inputs).__name__}")
@@ -105,12 +107,12 @@ def _refuse(op: str, i: int, what: str, want: object, got: object) -> None:
 
 
 def sum_dtype(dtype: torch.dtype, out_dtype: torch.dtype) -> torch.dtype:
-    """Dtype that sums are taken in: float64 where either is, float32 otherwise."""
+    """Dtype that sums are taken in: float64 if either dtype is float64, float32 otherwise."""
     return torch.promote_types(accumulation_dtype(dtype), accumulation_dtype(out_dtype))
 
 
 def in_place(tensor: Tensor) -> RowView | None:
-    """A view of `tensor` as rows (all dims but the last) at one stride; None where only a copy would do."""
+    """A view of `tensor` as rows (all dims but the last) at one stride; None if that takes a copy."""
     if tensor.is_contiguous():
         return RowView(tensor, 1, tensor.shape[-1], 0)
     view = row_view(tensor, tensor.dim() - 1)
@@ -118,7 +120,8 @@ def in_place(tensor: Tensor) -> RowView | None:
 
 
 def is_tma_aligned(view: RowView, cols: int) -> bool:
-    """Whether TMA can read the tensor: rows need not end where a multiple of 16 bytes does, but not overlap."""
+    """Whether TMA can read the tensor: each row starts at a multiple of 16 bytes, and rows do not overlap. The length
+    of a row need not be a multiple of 16 bytes."""
     stride_bytes = view.outer_stride * view.tensor.element_size()
     return (view.tensor.data_ptr() | stride_bytes) % 16 == 0 and view.outer_stride >= cols
 

@@ -1,4 +1,5 @@
-"""column_sum by ATen's operations: what CPU tensors run, and what autograd and torch.func look into."""
+"""column_sum by ATen's operations: for CPU tensors, for kernels that failed, and for forward-mode autograd and
+torch.func, which differentiate through these operations."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from .problem import sum_dtype, validate_column_sum
 
 
 def formula(inputs: Sequence[Tensor], total: bool, dtype: torch.dtype | None) -> list[Tensor]:
-    """The sums of column_sum, in its dtypes."""
+    """The sums of column_sum by ATen, accumulated and returned in the same dtypes."""
     out_dtype = validate_column_sum(inputs, dtype)
     *batch, cols = inputs[0].shape
     acc_dtype = sum_dtype(inputs[0].dtype, out_dtype)

@@ -1,8 +1,9 @@
 """Shared memory and registers of a plan: arithmetic only, held against the compiler by tests/test_budget.py.
 
-Shared memory of the ring kernels is exact, that of the portable kernels an upper bound. Where Triton's releases differ
-a plan counts on the most, so that it is the same plan with all of them. Registers are upper bounds of what a thread
-needs for the compiler not to spill.
+Shared memory is exact for the ring kernels and an upper bound for the portable kernels. Where Triton's releases differ,
+the largest value counts, so every release gets the same plan. Registers are upper bounds: with that many registers per
+thread the compiler does not spill. The builds behind the coefficients are in bench/NOTES.md, "Evidence behind
+constants".
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from .plan import (
 )
 
 WARP_SIZE = 32
-REGISTER_STEP = 8  # registers are given out by eight a thread
-MAX_REGISTERS = 255  # of a thread
-RESERVED_SMEM_BYTES = 1024  # of every CTA, for the driver
+REGISTER_STEP = 8  # registers per thread are allocated in multiples of 8
+MAX_REGISTERS = 255  # per thread
+RESERVED_SMEM_BYTES = 1024  # per CTA, for the driver
 
-EACH_CTA_BY_ITSELF = (3, 8)  # from here on Triton counts no other CTA of the cluster
+EACH_CTA_BY_ITSELF = (3, 8)  # first Triton release whose exchange buffers count one CTA, not the whole cluster
 
 PRODUCER_REGISTERS = 24
-PRODUCER_WARPS = 4  # of which one works: registers are handed over by warpgroups
+PRODUCER_WARPS = 4  # only one works, but registers are handed over by whole warpgroups
 MAX_GROUP_REGISTERS = 240
 
 
@@ -44,7 +45,8 @@ MAX_GROUP_REGISTERS = 240
 
 
 class Buffer(NamedTuple):
-    """A stretch of shared memory, and when it is needed: always, at the entry, in the row loop or after it."""
+    """A piece of shared memory. size and alignment are in bytes; life is the part of the kernel that needs the piece:
+    "always", "entry", "loop" (the row loop) or "after" (after the row loop)."""
 
     size: int
     alignment: int
@@ -52,7 +54,7 @@ class Buffer(NamedTuple):
 
 
 def fits_shared_memory(plan: Plan, problem: NormProblem, device: DeviceSpec) -> bool:
-    """Whether a CTA may have so much, and ctas_per_sm of them fit an SM."""
+    """Whether the plan's shared memory is within the limit of a CTA, and ctas_per_sm CTAs fit an SM."""
     size = shared_bytes(plan, problem)
     return (
         size <= device.smem_per_block_bytes
@@ -61,12 +63,12 @@ def fits_shared_memory(plan: Plan, problem: NormProblem, device: DeviceSpec) -> 
 
 
 def shared_bytes(plan: Plan, problem: NormProblem) -> int:
-    """Bytes of shared memory of a CTA, static and dynamic, with the release of Triton that takes most."""
+    """Bytes of shared memory per CTA, static and dynamic, with the Triton release that takes most."""
     return max(shared_bytes_by(release, plan, problem) for release in (OLDEST_TRITON, EACH_CTA_BY_ITSELF))
 
 
 def shared_bytes_by(release: tuple[int, int], plan: Plan, problem: NormProblem) -> int:
-    """The same with one release of Triton, (major, minor)."""
+    """Bytes of shared memory per CTA, static and dynamic, with one Triton release, (major, minor)."""
     if isinstance(plan, RingPlan):
         counted = plan.cluster if release < EACH_CTA_BY_ITSELF else 1
         return static_bytes(plan) + _packed(_ring_buffers(plan, problem, counted))
@@ -76,26 +78,29 @@ def shared_bytes_by(release: tuple[int, int], plan: Plan, problem: NormProblem) 
 
 
 def static_bytes(plan: RingPlan) -> int:
-    """Of these, the static ones: where the CTAs of a cluster exchange row sums, twice two for each row and CTA, and
-    the two barriers for that."""
+    """Bytes of static shared memory, in which the CTAs of a cluster exchange row sums: two buffers of two float32 per
+    row and CTA, and two mbarriers. 0 without a cluster."""
     return _round_up(2 * 8 + 2 * 2 * 4 * plan.rows_per_tile * plan.cluster, 128) if plan.cluster > 1 else 0
 
 
 def _partial_store_buffers(plan: RingPlan, problem: NormProblem) -> list[Buffer]:
-    """For dw and db on their way out, where rows of a tile are in different warps. In all rows of a tile: all columns
-    in a pipelined kernel; else what the adjacent ones of all threads take, as they are held or as they are stored."""
+    """Staging of dw and db before their stores; none where each row of a tile is in all warps.
+
+    The staging has all rows of a tile. A pipelined kernel stages all columns, for each sum. A warp-specialized kernel
+    stages the adjacent columns of all threads, as they are held or as they are stored, whichever takes more.
+    """
     wanted = problem.num_sums
     if not wanted or warps_of_a_row(plan) == plan.num_warps:
         return []
     if isinstance(plan, PipelinedPlan):
         return [Buffer(4 * plan.rows_per_tile * plan.num_chunks * plan.chunk, 16, "after")] * wanted
     threads, row_threads, stored = WARP_SIZE * plan.num_warps, threads_of_a_row(plan), 4
-    held = min(16 // problem.x_dtype.itemsize, plan.chunk // row_threads)  # adjacent, in a thread
+    held = min(16 // problem.x_dtype.itemsize, plan.chunk // row_threads)  # adjacent columns of a thread
     return [Buffer(4 * plan.rows_per_tile * min(plan.chunk, max(held * row_threads, stored * threads)), 128, "loop")]
 
 
 def _ring_buffers(plan: RingPlan, problem: NormProblem, counted: int) -> list[Buffer]:
-    """`counted`: for how many CTAs the compiler counts what the threads of one exchange."""
+    """All buffers of a ring kernel. The compiler sizes the buffers that threads exchange through for `counted` CTAs."""
     backward, num_warps = problem.direction == "backward", plan.num_warps
     tensors = [problem.x_dtype, problem.grad_dtype] if backward else [problem.x_dtype]
     parameters = [problem.weight_dtype] if backward else [problem.weight_dtype, problem.bias_dtype]
@@ -108,23 +113,23 @@ def _ring_buffers(plan: RingPlan, problem: NormProblem, counted: int) -> list[Bu
         held = [Buffer(plan.chunk * dtype.itemsize, 16, life) for dtype in parameters if dtype is not None]
         buffers += held * plan.num_chunks
     barriers = Buffer(8 * plan.num_stages, 16)
-    # The warps of a row exchange a number, or two.
+    # The warps of a row exchange one or two float32 per row.
     warps = warps_of_a_row(plan)
     exchanged = 4 * _sums_per_row(plan, problem) * plan.rows_per_tile * warps * counted if warps > 1 else 0
     if isinstance(plan, PipelinedPlan):
         after = _partial_store_buffers(plan, problem)
         if plan.cluster > 1 and problem.num_sums:
-            # Pieces of dw and db change layout, four elements a thread.
+            # Pieces of dw and db change their layout, four elements per thread at once.
             after.append(Buffer(4 * 4 * WARP_SIZE * num_warps * counted, 128, "after"))
         return [*buffers, *[barriers] * len(rings), Buffer(exchanged, 128, "loop"), *after]
     captured = Buffer(_captured_bytes(plan, problem), 8, "entry")
-    states = Buffer(num_warps * (plan.num_groups - 1) + PRODUCER_WARPS, 4)  # a byte for each warp but the first group's
+    states = Buffer(num_warps * (plan.num_groups - 1) + PRODUCER_WARPS, 4)  # a byte per warp, except the first group's
     scratch = max([Buffer(exchanged, 128, "loop"), *_partial_store_buffers(plan, problem)])
     return [*buffers, barriers, barriers, *[scratch] * plan.num_groups, captured, states]
 
 
 def _column_ring_buffers(plan: ColumnRingPlan, problem: NormProblem) -> list[Buffer]:
-    """The last reduction over warps finds place where the tiles were."""
+    """Buffers of a column ring kernel. The final reduction over warps reuses the tiles' memory and adds none."""
     dtypes = [problem.grad_dtype, problem.x_dtype] if problem.wants_dw else [problem.grad_dtype]
     elements = plan.num_stages * plan.rows_per_tile * plan.chunk
     barriers = [Buffer(8 * plan.num_stages, 16)] * len(dtypes)
@@ -132,14 +137,14 @@ def _column_ring_buffers(plan: ColumnRingPlan, problem: NormProblem) -> list[Buf
 
 
 def _sums_per_row(plan: RingPlan, problem: NormProblem) -> int:
-    """That one reduction makes of a row."""
+    """Number of sums that one reduction takes of each row."""
     both = problem.direction == "backward" or is_whole(plan, problem.cols)
     return 2 if problem.norm == "layer" and both else 1
 
 
 def _captured_bytes(plan: WarpSpecializedPlan, problem: NormProblem) -> int:
-    """What the first group hands to the other warps: for a piece of shared memory 8 bytes and 4 per dimension, for a
-    pointer, a descriptor or a stride 8, for a size 4."""
+    """Bytes of the values that the first group hands to the other warps: 8 plus 4 per dimension for a piece of shared
+    memory, 8 for a pointer, descriptor or stride, 4 for a size."""
     sides, layer = 5 if plan.copy_chunks > 1 else 4, problem.norm == "layer"
     tensors = 2 if problem.direction == "backward" else 1
     captured = tensors * (num_copies(plan) * (8 + 4 * sides) + 8) + 2 * (8 + 4 * 2) + 4  # the last are the rows
@@ -157,9 +162,9 @@ def _captured_bytes(plan: WarpSpecializedPlan, problem: NormProblem) -> int:
 
 
 def _packed(buffers: list[Buffer]) -> int:
-    """Triton's packing: largest first, each at the lowest free place. What alignment leaves out below a buffer is lost
-    to buffers that live as long as it."""
-    placed: list[tuple[int, int, Buffer]] = []  # (first byte lost, first byte used, it), in order of the second
+    """Bytes of the buffers in Triton's packing: largest first, each at the lowest free place. The gap that alignment
+    leaves below a buffer is lost to the buffers of the same life."""
+    placed: list[tuple[int, int, Buffer]] = []  # (first byte lost, first byte used, buffer), by first byte used
     for buffer in sorted(buffers, key=lambda buffer: -buffer.size):
         place = 0
         for lost, used, other in placed:
@@ -173,7 +178,8 @@ def _packed(buffers: list[Buffer]) -> int:
 
 
 def _scratch_bytes(plan: MultiWavePlan | ColumnTilePlan, problem: NormProblem) -> int:
-    """An upper bound: Triton's reductions and changes of layout take up to 8 numbers a thread, of the widest type."""
+    """Upper bound in bytes: Triton's reductions and layout changes take up to 8 numbers per thread, of the widest type
+    of the problem."""
     num_warps = plan.num_warps if isinstance(plan, MultiWavePlan) else max(plan.num_warps, plan.row_pass_warps)
     dtypes = (problem.acc_dtype, problem.weight_dtype, problem.bias_dtype, problem.grad_dtype)
     return 8 * max(dtype.itemsize for dtype in dtypes if dtype is not None) * WARP_SIZE * num_warps
@@ -183,18 +189,18 @@ def _scratch_bytes(plan: MultiWavePlan | ColumnTilePlan, problem: NormProblem) -
 
 
 def max_registers(plan: Plan) -> int:
-    """What a thread of the plan's kernel may use."""
+    """Registers that a thread of the plan's kernel may use."""
     return MAX_REGISTERS if isinstance(plan, ColumnTilePlan) else plan.max_registers
 
 
 def register_limit(threads_per_sm: int, device: DeviceSpec) -> int:
-    """Registers that each of so many threads on an SM can have."""
+    """Registers that each thread can have if `threads_per_sm` threads share an SM."""
     return min(MAX_REGISTERS, _round_down(device.registers_per_sm / threads_per_sm, REGISTER_STEP))
 
 
 def group_register_limit(num_groups: int, num_warps: int, device: DeviceSpec) -> int:
-    """Registers that a thread of a compute group can have, with one CTA on each SM, when the producer has given away
-    what it does not need."""
+    """Registers that a thread of a compute group can have, with one CTA per SM and a producer that keeps
+    PRODUCER_REGISTERS per thread."""
     compute, producer = WARP_SIZE * num_warps * num_groups, WARP_SIZE * PRODUCER_WARPS
     entry = register_limit(compute + producer, device)
     left = _round_down(entry, REGISTER_STEP) * (compute + producer) - PRODUCER_REGISTERS * producer
@@ -202,14 +208,15 @@ def group_register_limit(num_groups: int, num_warps: int, device: DeviceSpec) ->
 
 
 def entry_registers(plan: WarpSpecializedPlan) -> int:
-    """Registers that a thread starts with, so that each of a compute group comes to max_registers."""
+    """Registers per thread at the start of a kernel. Its compute groups reach max_registers once the producer has given
+    up its surplus."""
     compute, producer = WARP_SIZE * plan.num_warps * plan.num_groups, WARP_SIZE * PRODUCER_WARPS
     total = compute * plan.max_registers + producer * PRODUCER_REGISTERS
     return _round_up(total / (compute + producer), REGISTER_STEP)
 
 
 def registers(plan: Plan, problem: NormProblem, device: DeviceSpec) -> int:
-    """Registers that a thread needs, as an upper bound."""
+    """Upper bound of the registers that a thread needs."""
     if isinstance(plan, RingPlan):
         return ring_registers(plan, problem, device)
     if isinstance(plan, MultiWavePlan):
@@ -220,13 +227,13 @@ def registers(plan: Plan, problem: NormProblem, device: DeviceSpec) -> int:
     return plan.max_registers if isinstance(plan, ColumnRingPlan) else MAX_REGISTERS
 
 
-# The coefficients below bound what some thousand builds needed, Triton 3.6, sm_80 to sm_120, random tiles, dtypes and
-# masks (2026-11-20). A register is a float32 or two 16-bit values; what the compiler recomputes instead of holding it
-# is why they are fractions.
+# The coefficients below bound the registers of all measured builds. A register holds a float32 or two 16-bit values.
+# The coefficients are fractions because the compiler recomputes some values instead of holding them.
 
 
 def ring_registers(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> int:
-    """For the ring kernels: by the columns of a thread, with their sums and parameters, and its elements of a tile."""
+    """Registers per thread of a ring kernel: a term for the columns of a thread, with their sums and parameters, and a
+    term for its elements of a tile."""
     sm120, held = device.arch >= 120, not plan.weight_in_smem
     columns, rows = columns_of_a_thread(plan), rows_of_a_thread(plan.rows_per_tile, plan.cluster)
     elements = columns * rows
@@ -235,16 +242,16 @@ def ring_registers(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> 
         if sm120:
             need += 108 if isinstance(plan, WarpSpecializedPlan) else 30
         if isinstance(plan, WarpSpecializedPlan) and plan.num_groups > 1:
-            need += REGISTER_STEP * (problem.cols % 16 != 0)  # whether each column of the last chunk is in the row
+            need += REGISTER_STEP * (problem.cols % 16 != 0)  # the mask of the last chunk's columns
             need += 4 * REGISTER_STEP * (not problem.wants_dw and problem.x_dtype.itemsize == 4 and device.arch >= 100)
         later = device.triton > OLDEST_TRITON
         blackwell_groups = device.arch >= 100 and isinstance(plan, WarpSpecializedPlan)
         if later and (plan.rows_per_tile >= 8 or blackwell_groups):
-            need += 3 * REGISTER_STEP  # eight rows of 576 columns spilled 16 to 48 bytes with 3.7
+            need += 3 * REGISTER_STEP  # a later release spilled without these
         need += columns * (2.0 + 0.7 * problem.num_sums)
         need += columns * (0.8 if held else 0.2) * (problem.weight_dtype is not None)
         need += 24 * (problem.weight_dtype is not None and problem.weight_dtype.itemsize == 8)
-        if rows > 1 and elements > 40 and problem.residual_dtype is not None:  # else 8 to 88 bytes of spills
+        if rows > 1 and elements > 40 and problem.residual_dtype is not None:  # some builds spill without these
             large = problem.weight_dtype is not None and problem.weight_dtype.itemsize == 4
             need += 24 * (large or device.arch >= 100)
         need += (1.25 + 1.25 * _residual_registers(problem)) * elements + 2.5 * rows + 3.5 * plan.num_chunks
@@ -258,17 +265,17 @@ def ring_registers(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> 
         need += columns * held * len(parameters) + 0.01 * elements * sum(itemsize - 2 for itemsize in parameters)
         need += 2.5 * columns * parameters.count(8) + 3 * num_copies(plan) * (num_copies(plan) > 1)
         if problem.norm == "layer" and plan.cluster > 1:
-            need += 0.5 * rows * plan.cluster  # means and variances of the other CTAs
+            need += 0.5 * rows * plan.cluster  # means and variances that come from the other CTAs
         threads = threads_of_a_row(plan)
-        in_lanes = WARP_SIZE if problem.cols % 16 == 0 else 2 * WARP_SIZE  # of 16 columns the compiler asks for one
+        in_lanes = WARP_SIZE if problem.cols % 16 == 0 else 2 * WARP_SIZE  # of 16 columns the compiler tests one
         if problem.norm == "layer" and threads <= in_lanes and not is_whole(plan, problem.cols):
-            need += 2 * plan.chunk / threads  # whether each column of the last chunk is in the row
+            need += 2 * plan.chunk / threads  # the mask of the last chunk's columns
     return _round_up(min(need, _manages_with(plan, problem, device)), REGISTER_STEP)
 
 
 def _manages_with(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> float:
-    """Registers with which the compiler, capped there, recomputes what it would hold otherwise and still spills
-    nothing, as seen of every such build (sm_90, 100 and 103, 2026-11-21 and 22)."""
+    """Register cap at which such plans were seen to compile without spills, because the compiler recomputes values
+    instead of holding them; infinity where no cap is known."""
     columns, one_row = columns_of_a_thread(plan), plan.rows_per_tile == 1
     dtypes = (problem.x_dtype, problem.grad_dtype, problem.weight_dtype, problem.bias_dtype)
     halves = all(dtype is None or dtype.itemsize == 2 for dtype in dtypes)
@@ -285,7 +292,8 @@ def _manages_with(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> f
 
 
 def _backward_of_one_row_manages_with(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> float:
-    """For a second CTA on an SM, or one of 16 warps; or for many columns. Of copies there are one or two."""
+    """The cap for pipelined backwards with one row per tile and 16-bit dtypes: 128 makes room for a second CTA on an SM
+    or for 16 warps, 248 serves many columns with one or two copies per tile."""
     columns, whole, hopper = columns_of_a_thread(plan), is_whole(plan, problem.cols), device.arch < 100
     few_copies = num_copies(plan) <= 2
     if problem.norm == "rms":
@@ -296,57 +304,57 @@ def _backward_of_one_row_manages_with(plan: RingPlan, problem: NormProblem, devi
         one_chunk = plan.num_chunks == 1 and (hopper or whole)
         most = one_chunk or (hopper and (in_eights or (in_fours and few_copies)))
         few, many = (32 if most else 28 if few_copies and hopper else 24), (64 if hopper else 56)
-        if device.triton > OLDEST_TRITON:  # 3.7 and 3.9 spill 16 to 104 bytes of 64 columns, and of 32 by 16 warps
+        if device.triton > OLDEST_TRITON:  # later releases spilled at 64 columns, and at 32 with 16 warps
             few, many = min(few, 28 if plan.num_warps == 16 else 32), 56
     if plan.weight_in_smem and plan.cluster > 1 and columns <= few:
         return 128
     if hopper:
         most_held = 60
     else:
-        most_held = 48 if device.triton == OLDEST_TRITON else 36  # 3.8 spilled 24 bytes of 40 columns
+        most_held = 48 if device.triton == OLDEST_TRITON else 36  # a later release spilled at 40 columns
     held_well = plan.weight_in_smem or problem.norm == "rms" or columns <= most_held
     return 248 if columns <= many and few_copies and held_well else math.inf
 
 
 def has_registers_to_work_ahead(plan: RingPlan, problem: NormProblem) -> bool:
-    """For the statistics of the next tile as long as the sums of one are made, say: the last two registers, for
-    LayerNorm where a thread has 128 and many columns."""
+    """Whether a thread can hold the next tile's statistics while it makes the sums of the current tile. LayerNorm with
+    128 registers and many columns lacks the two registers for them."""
     return problem.norm == "rms" or plan.max_registers > 128 or columns_of_a_thread(plan) <= 24
 
 
 def has_registers_for_pairs(plan: RingPlan, problem: NormProblem) -> bool:
-    """For two values at a time to become float32 (rowmath.widen): 32 columns of a row that ends within a chunk would
-    spill 8 bytes with 128 registers."""
+    """Whether a thread can widen two values to float32 at once (rowmath.widen). With 128 registers, 32 columns spill if
+    the row ends within a chunk."""
     return plan.max_registers > 128 or columns_of_a_thread(plan) <= 28 or is_whole(plan, problem.cols)
 
 
 def multiwave_registers(
     rows_per_tile: int, chunk: int, num_chunks: int, num_warps: int, problem: NormProblem, device: DeviceSpec
 ) -> int:
-    """For the multi-wave kernels."""
+    """Registers per thread of a multi-wave kernel."""
     fp64, sm120 = problem.acc_dtype.itemsize == 8, device.arch >= 120
     elements = rows_per_tile * chunk * num_chunks / (WARP_SIZE * num_warps)
     accumulator = 1 + fp64
-    # Loads of single elements take an address and a predicate each, which rows of one thread do not share.
+    # Each load of a single element takes an address and a predicate, which the rows of a thread do not share.
     scattered, many_rows = not problem.tma_aligned, rows_per_tile > 2
     if problem.direction == "backward":
-        scattered *= 1.0 if device.triton == OLDEST_TRITON else 1.5  # 8 rows of 77 columns spilled 56 to 128 bytes
+        scattered *= 1.0 if device.triton == OLDEST_TRITON else 1.5  # a later release spilled with 1.0
         loaded = (problem.x_dtype.itemsize + problem.grad_dtype.itemsize) / 4
         per_element = 1.25 * loaded + 3.9 * accumulator + 1.3 * sm120 + scattered * (9.0 if many_rows else 4.5)
         per_element += 1.25 * _residual_registers(problem)
         if device.triton > OLDEST_TRITON and 100 <= device.arch < 120:
-            # 3.9 spilled 112 bytes of two rows of 1600 columns, and 40 of 16 rows of 128.
+            # A later release spilled on Blackwell without these.
             per_element += 2.0 if many_rows else 1.0
         if device.triton > OLDEST_TRITON and 80 < device.arch < 90 and many_rows:
-            per_element += 0.4  # 3.9 spilled 8 bytes of 16 rows of 256 columns
-        per_element += problem.x_dtype.itemsize != problem.grad_dtype.itemsize  # one of them changes its layout
+            per_element += 0.4  # a later release spilled without it
+        per_element += problem.x_dtype.itemsize != problem.grad_dtype.itemsize  # x or the gradient changes its layout
         if problem.weight_dtype is not None and not problem.wants_dw:
-            per_element += 0.8 * accumulator  # dw's product would hold x_hat anyway
-        least, need = (112, 84) if fp64 else (80, 44)  # float64 divides and takes roots in software
+            per_element += 0.8 * accumulator  # x_hat, which dw's product would hold anyway
+        least, need = (112, 84) if fp64 else (80, 44)  # float64 division and square root run in software
         need += 8 * (many_rows and 100 <= device.arch < 120)
         need += (min(rows_per_tile, 16) - 1) * num_chunks + per_element * elements + 0.2 * max(0, elements - 16)
         need += 0.8 * max(0, rows_per_tile - 32)
-        if problem.wants_db:  # dw and db of one chunk come together with all of a thread's elements at once
+        if problem.wants_db:  # dw and db of a chunk are held at the same time as all elements of the thread
             need += 2 * max(0, elements / num_chunks - 16)
     else:
         held = [dtype for dtype in (problem.weight_dtype, problem.bias_dtype) if dtype is not None]
@@ -357,29 +365,29 @@ def multiwave_registers(
         least, need = (96, 50) if fp64 else (80, 12)
         need += 16 * (scattered and device.arch < 90)
         need += (8 + 0.3 * elements) * sm120 + 0.3 * (rows_per_tile - 1) + 4 * (num_chunks - 1) + per_element * elements
-        need += 0.15 * parameters * elements / rows_per_tile  # what rows of one thread share
+        need += 0.15 * parameters * elements / rows_per_tile  # parameters, which the rows of a thread share
     return _round_up(max(least, need), REGISTER_STEP)
 
 
-# Of 16 bits, for which the compiler manages with 128: it loads parameters when their columns are due.
+# Most elements of 16 bits per thread with which 128 registers suffice: the compiler loads parameters late.
 ELEMENTS_OF_128_REGISTERS = {"layer": 56, "rms": 64}
 
 
 def one_tile_registers(elements: float, problem: NormProblem) -> int:
-    """For a multi-wave forward whose CTAs have one row tile each, of so many elements a thread, 8 or more of them at
-    once (sm_90, 2026-11-22)."""
+    """Registers per thread of a multi-wave forward whose CTAs have one row tile each, with `elements` per thread, 8 or
+    more of them loaded at once."""
     held = [dtype.itemsize for dtype in (problem.weight_dtype, problem.bias_dtype) if dtype is not None]
     need = 16 + elements * (1.5 if problem.norm == "layer" else 1.2)
     need += elements * sum(max(0.75, 0.24 * itemsize) for itemsize in held)
     if problem.norm == "rms" and elements <= 32 and max(problem.x_dtype.itemsize, *held, 2) == 2:
-        need = min(need, 64)  # with which the compiler manages
+        need = min(need, 64)  # a cap at which the compiler does not spill
     if elements <= ELEMENTS_OF_128_REGISTERS[problem.norm] and max(problem.x_dtype.itemsize, *held, 2) == 2:
         need = min(need, 128)
     return _round_up(need, REGISTER_STEP)
 
 
 def _residual_registers(problem: NormProblem) -> float:
-    """Of an element of the gradient that is added to dx."""
+    """Registers per element of the gradient that is added to dx."""
     return 0 if problem.residual_dtype is None else problem.residual_dtype.itemsize / 4
 
 

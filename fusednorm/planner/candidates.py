@@ -1,4 +1,7 @@
-"""Plans worth considering, variant by variant, and the best of each: what is best, preference.py knows."""
+"""Plans worth considering, variant by variant, and the best plan of each variant, by the keys of preference.py.
+
+The measurements behind the constants are in bench/NOTES.md, "Evidence behind constants".
+"""
 
 from __future__ import annotations
 
@@ -29,23 +32,24 @@ from .tile_share import FORWARD_STREAMS_OF_ONE_ROW, bytes_per_element
 WARPS = (4, 8, 16)
 MAX_CHUNKS = 8  # a longer unrolled row loop outgrows the instruction cache
 MAX_RING_CHUNKS = {"backward": 16, "forward": 10}
-FEW_CHUNKS = 10  # of more, a thread has two columns of each at least; four where one row ends within a chunk
-MIN_MULTIWAVE_CHUNK = 16  # columns; below it, a load of one chunk is for many short pieces of memory
-MAX_ROWS_PER_WARP = 8  # of 4 lanes each; with 2 lanes 131072 x 64 takes 20.9 us and 20.5 us (LayerNorm backward)
-# Boxes of TMA in a row's chunk over its cluster: more of wide rows whose boxes are short, which would be column tiles
-# else. 2048 x 65552, boxes of 32 bytes, takes 269 us so and 387, 2048 x 239136, of 64, 800 and 1452; but of 16 bytes
-# 2048 x 49160 282 and 295, 2048 x 65544 437 and 386, 2048 x 131080 1077 and 757 (LayerNorm backward).
+# With more chunks than FEW_CHUNKS, a thread has at least two columns of each chunk; four where the tile is one row that
+# ends within a chunk.
+FEW_CHUNKS = 10
+MIN_MULTIWAVE_CHUNK = 16  # columns; a narrower chunk would make one load gather many short pieces of memory
+MAX_ROWS_PER_WARP = 8  # four lanes per row; two lanes per row are no faster
+# Limits of the TMA boxes in a row's chunk over its cluster. Wide rows with short boxes may have more boxes than
+# MAX_BOX_SIDE, because column tiles, the alternative, are slower; with boxes of 16 bytes only up to 512 of them pay.
 COLUMNS_OF_FEW_BOXES, BYTES_OF_LONG_BOX, MOST_BOXES_OF_16_BYTES = 32768, 128, 512
-# Of all tensors, by groups: of more copies, the producer cannot hold the addresses in its 24 registers.
+# Most copies per tile, of all tensors, by num_groups. The producer's 24 registers hold the addresses of no more.
 MAX_PRODUCED_COPIES = {1: 12, 2: 4}
-# For which nvFuser has published choices: its rings on B200 hold 112 to 224 KiB. On an H200 a few stages are fastest.
+# Oldest architecture for which nvFuser has published plans, with deep rings (as_published). Hopper wants few stages.
 OLDEST_PUBLISHED_ARCH = 100
 CLUSTERS = (1, 2, 4, 8, 16)  # CTAs that share a row too wide for one
 CLUSTER_ARCHS = (90, 100, 103)
-# Where others hold up to so many SMs (bench/NOTES.md, "Clusters beside others").
+# (most SMs left to others, largest cluster): see cluster_sizes and bench/NOTES.md, "Clusters beside others".
 LARGEST_CLUSTER = ((0, 16), (8, 8), (32, 4), (math.inf, 2))
 COLUMN_TILE = 1024
-# Of a backward without dx by TMA: the one tile that was measured, others are to be.
+# Tiles of a backward without dx by TMA. Only one tile has been measured so far.
 COLUMN_RING_CHUNK = 128
 COLUMN_RING_ROWS = (64, 32, 16)
 COLUMN_RING_WARPS = 8
@@ -55,16 +59,16 @@ COLUMN_RING_WARPS = 8
 
 
 def multi_wave(problem: NormProblem, device: DeviceSpec) -> Plan:
-    """The best plan that holds rows in registers, or one by column tiles."""
+    """The best plan that holds rows in registers; a column tile plan where none fits, or where no dx is wanted."""
     if problem.direction == "backward" and not problem.wants_dx:
-        return column_tile_plan(problem, device)  # no row sum is needed: a plain reduction over rows
+        return column_tile_plan(problem, device)  # without dx no row sum is needed, only a reduction over rows
     plans = multiwave_plans(problem, device)
     best = max(plans, key=lambda plan: multiwave_key(problem, plan, device), default=None)
     return best or column_tile_plan(problem, device)
 
 
 def multiwave_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[MultiWavePlan]:
-    """Every plan within the budgets whose threads load 8 bytes or more at once."""
+    """Every plan within the budgets whose threads load at least 8 bytes at once."""
     elements_at_once = 8 // problem.x_dtype.itemsize
     few_warps = may_have_few_warps(problem)
     for num_warps, rows_per_tile in itertools.product((2, *WARPS) if few_warps else WARPS, powers_of_two(1, 128)):
@@ -85,24 +89,24 @@ def multiwave_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[MultiW
 
 
 def ctas_with_room(registers: int, threads: int, device: DeviceSpec) -> int:
-    """How many CTAs of so many threads, of so many registers each, fit an SM."""
+    """How many CTAs fit an SM, of `threads` threads each, with `registers` per thread."""
     return min(device.registers_per_sm // registers, device.max_threads_per_sm) // threads
 
 
 def column_tile_plan(problem: NormProblem, device: DeviceSpec) -> ColumnTilePlan:
-    """For rows that fit no registers. The pass over whole rows has a CTA for each."""
+    """The plan for rows that do not fit in registers. In its pass over whole rows, each CTA has one row."""
     whole, fp64 = 1 << max(4, (problem.cols - 1).bit_length()), problem.acc_dtype.itemsize == 8
     chunk = min(COLUMN_TILE, whole)
-    # On sm_120 some builds spill 8 bytes, whatever registers they may have: not those with fewer elements a thread.
+    # On sm_120 some builds of 4 warps spill, whatever their register limit; with fewer elements per thread none does.
     num_warps = 8 if fp64 or device.arch >= 120 else 4
     if problem.direction == "backward":
         row_pass = 4096, 8
-    else:  # the one is up to 35% slower below, the other above (LayerNorm, H200, bfloat16, 2026-11-20)
+    else:  # short rows are done sooner by 8 warps, long rows by 16
         row_pass = (2048, 8) if problem.cols <= 16384 else (8192 if device.arch < 120 else 4096, 16)
     row_pass_chunk, row_pass_warps = row_pass
     if fp64:
-        row_pass_chunk = 8 * 32 * row_pass_warps  # 8 elements a thread; of 4 it spills on sm_90
-    # On sm_80 a thread takes up to 131 registers, of which four CTAs of four warps have no more than 128.
+        row_pass_chunk = 8 * 32 * row_pass_warps  # 8 elements per thread; with 4 the build spills on sm_90
+    # On sm_80 a thread takes up to 131 registers, but four CTAs of four warps leave it only 128: three CTAs there.
     rows_per_tile, ctas_per_sm = COLUMN_TILE // chunk, 2 if num_warps == 8 else 3 if device.arch < 90 else 4
     return ColumnTilePlan(rows_per_tile, chunk, num_warps, ctas_per_sm, min(row_pass_chunk, whole), row_pass_warps)
 
@@ -111,14 +115,14 @@ def column_tile_plan(problem: NormProblem, device: DeviceSpec) -> ColumnTilePlan
 
 
 def pipelined(problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | ColumnRingPlan | None:
-    """The best plan that fits shared memory, faults or not; None if even one stage is too large."""
+    """The best plan that fits shared memory, with or without faults; None if even one stage is too large."""
     if problem.direction == "backward" and not problem.wants_dx:
         return column_ring_plan(problem, device)
     return best_ring(pipelined_plans(problem, device), problem, device)
 
 
 def column_ring_plan(problem: NormProblem, device: DeviceSpec) -> ColumnRingPlan | None:
-    """Two CTAs on an SM, with as large a tile as fits."""
+    """The plan of a backward without dx: two CTAs per SM, with the largest tile that fits; None if none fits."""
     limit = budget.register_limit(32 * COLUMN_RING_WARPS * 2, device)
     stages = RING_STAGES["backward"]
     plans = (ColumnRingPlan(rows, COLUMN_RING_CHUNK, stages, COLUMN_RING_WARPS, 2, limit) for rows in COLUMN_RING_ROWS)
@@ -126,14 +130,14 @@ def column_ring_plan(problem: NormProblem, device: DeviceSpec) -> ColumnRingPlan
 
 
 def warp_specialized(problem: NormProblem, device: DeviceSpec) -> WarpSpecializedPlan | None:
-    """As `pipelined`."""
+    """The best plan that fits shared memory, with or without faults; None if even one stage is too large."""
     plan = best_ring(warp_specialized_plans(problem, device), problem, device)
     return as_published(plan, problem, device) if plan and device.arch >= OLDEST_PUBLISHED_ARCH else plan
 
 
 def as_published(plan: WarpSpecializedPlan, problem: NormProblem, device: DeviceSpec) -> WarpSpecializedPlan:
-    """The last steps of nvFuser's ladder: two groups keep a tile in registers where these suffice, and the stages are
-    doubled as often as they fit."""
+    """The last steps of nvFuser's ladder: two groups keep a tile in registers where the registers suffice, and the
+    number of stages doubles as long as they fit."""
     cached = replace(plan, cached=True)
     if plan.num_groups > 1 and budget.registers(cached, problem, device) <= plan.max_registers:
         plan = cached
@@ -152,7 +156,7 @@ def pipelined_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[Pipeli
     streams = (1, 2, 3, 4) if forward else (1, 2, 3)
     for num_warps, ctas_per_sm, cluster in itertools.product(WARPS, streams, cluster_sizes(device)):
         limit = budget.register_limit(32 * num_warps * ctas_per_sm, device)
-        short_lived = forward and ctas_per_sm > 1  # 3 to 5% faster (RMSNorm, 1024 to 32768 columns)
+        short_lived = forward and ctas_per_sm > 1  # faster than CTAs that stay for many tiles
         stages = range(1, RING_STAGES[problem.direction] + 1)
         tiles = ring_tiles(problem, num_warps, cluster)
         for (tile, copies), num_stages, in_smem in itertools.product(tiles, stages, (False, True)):
@@ -163,7 +167,7 @@ def pipelined_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[Pipeli
 
 
 def warp_specialized_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[WarpSpecializedPlan]:
-    """Those with few stages, of which a forward reads a tile once, and a backward twice."""
+    """Plans with few stages. A forward reads each tile from its ring once, a backward twice."""
     forward = problem.direction == "forward"
     tensors = 1 if forward else 2
     for num_groups, num_warps in ((1, 4), (1, 8), (1, 16), (2, 4), (2, 8)):
@@ -178,8 +182,8 @@ def warp_specialized_plans(problem: NormProblem, device: DeviceSpec) -> Iterator
 
 
 def cluster_sizes(device: DeviceSpec) -> tuple[int, ...]:
-    """Those that find a place. All CTAs of a cluster start together, in one group of SMs: where others hold SMs in each
-    of these, a cluster as large as a group would wait for them."""
+    """Cluster sizes that can start while others hold sm_margin SMs. All CTAs of a cluster start together, in one group
+    of SMs. If others hold SMs in every group, a cluster as large as a group waits for them."""
     if device.arch not in CLUSTER_ARCHS:
         return (1,)
     largest = next(size for most, size in LARGEST_CLUSTER if device.sm_margin <= most)
@@ -187,20 +191,23 @@ def cluster_sizes(device: DeviceSpec) -> tuple[int, ...]:
 
 
 class Copies(NamedTuple):
-    """How a tile comes: so many chunks to a copy, and whether the last of all in a copy of its own."""
+    """How a tile is copied: chunks per copy, and whether the last chunk has a copy of its own."""
 
     chunks: int
     tail: bool
 
 
 def ring_tiles(problem: NormProblem, num_warps: int, cluster: int) -> Iterator[tuple[tuple[int, int, int], Copies]]:
-    """(rows_per_tile, chunk, num_chunks) of up to 64 elements a thread, of which each is a column of its own but for
-    the two rows of a tile in a cluster; and how they come: several to a copy only if they are whole."""
+    """Tiles (rows_per_tile, chunk, num_chunks) with up to 64 elements per thread, each with the ways to copy it.
+
+    Each element of a thread is in a column of its own, except for two-row tiles in a cluster, where a thread has both
+    rows. Only whole chunks share a copy.
+    """
     apart = powers_of_two(1, MAX_ROWS_PER_WARP * num_warps)
     for rows_per_tile in apart if cluster == 1 else (1, 2):
         threads = 32 * num_warps * rows_of_a_thread(rows_per_tile, cluster) // rows_per_tile
         for chunk, num_chunks in chunkings(-(-problem.cols // cluster), threads, MAX_RING_CHUNKS[problem.direction]):
-            boxes = cluster * chunk // math.gcd(problem.cols, chunk, MAX_BOX_SIDE)  # of a chunk
+            boxes = cluster * chunk // math.gcd(problem.cols, chunk, MAX_BOX_SIDE)  # per chunk over the cluster
             whole = problem.cols // (cluster * chunk)
             least = 4 if rows_per_tile == 1 and whole < num_chunks else 2
             too_small = num_chunks > FEW_CHUNKS and chunk < least * threads
@@ -215,7 +222,7 @@ def ring_tiles(problem: NormProblem, num_warps: int, cluster: int) -> Iterator[t
 
 
 def most_boxes(problem: NormProblem, cluster: int) -> int:
-    """Of a row's chunk over its cluster; of each CTA MAX_BOX_SIDE."""
+    """Most TMA boxes in a row's chunk over its cluster; MAX_BOX_SIDE is the limit of each CTA."""
     box_bytes = math.gcd(problem.cols, MAX_BOX_SIDE) * problem.x_dtype.itemsize
     if problem.cols <= COLUMNS_OF_FEW_BOXES or box_bytes >= BYTES_OF_LONG_BOX:
         return MAX_BOX_SIDE
@@ -226,7 +233,7 @@ def most_boxes(problem: NormProblem, cluster: int) -> int:
 
 
 def chunkings(cols: int, smallest: int, most: int) -> Iterator[tuple[int, int]]:
-    """(chunk, num_chunks) that cover cols, chunk a power of two of at least `smallest`, at most `most` of them."""
+    """(chunk, num_chunks) that cover cols. chunk is a power of two, at least `smallest`; num_chunks at most `most`."""
     for chunk in powers_of_two(smallest, max(smallest, 1 << (cols - 1).bit_length())):
         num_chunks = -(-cols // chunk)
         if num_chunks <= most:

@@ -1,8 +1,7 @@
-"""Predicted time of a plan: bytes moved, fixed costs and imbalance. For people to read; nothing is chosen by it.
+"""Predicted time of a plan: bytes moved, fixed costs and imbalance. For people to read; no plan is chosen by it.
 
-Constants from an H200, fitted to the times of chosen plans in bench/results/2026-11-22-nvidia-h200-fewer-rows.jsonl and
--nvidia-h200.jsonl (bfloat16 above all, both directions, 1 to 40000 rows). Eight in ten of 2270 predictions are between
-11% too short and 7% too long. Other GPUs are taken to behave alike.
+The constants are fitted to the times of chosen plans on an H200; other GPUs are assumed to behave alike. Eight in ten
+predictions were between 11% too short and 7% too long (bench/NOTES.md, "Evidence behind constants").
 """
 
 from __future__ import annotations
@@ -13,17 +12,19 @@ from .device import DeviceSpec
 from .norm_problem import NormProblem
 from .plan import ColumnTilePlan, Plan, ReferencePlan, num_ctas, num_partials, num_passes
 
-STREAM_SHARE = 0.925  # of the datasheet's bandwidth, behind what is fixed
+STREAM_SHARE = 0.925  # share of the datasheet's bandwidth, fixed costs aside
 KERNEL_US = 4.7  # launch, filling and draining the memory system
-# The launch that sums the partials, which come from L2; of db beside dw.
+# The launch that sums the partials, which come from L2, and its second sum if both dw and db are wanted.
 FINALIZE_US, SECOND_SUM_US = 2.1, 0.5
 EFFICIENCY = {"multi_wave": 0.92, "pipelined": 1.0, "warp_specialized": 0.92, "reference": 0.40}
-IMBALANCE_SHARE = 0.24  # of what the busiest CTA has more to do: bandwidth that others leave is for it
+# Share of the busiest CTA's extra work that costs time: the bandwidth that idle CTAs leave speeds that CTA up.
+IMBALANCE_SHARE = 0.24
 COLUMN_TILE_EFFICIENCY = 0.80
 
 
 class Cost(NamedTuple):
-    """bytes_moved to and from device memory; share_of_light is the time of the tensors' bytes alone by predicted_us."""
+    """bytes_moved counts reads and writes of device memory. share_of_light is the time to move the tensors once at the
+    full `bandwidth`, divided by predicted_us."""
 
     bytes_moved: int
     predicted_us: float
@@ -45,12 +46,12 @@ def cost(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Cos
 
 
 def bandwidth(device: DeviceSpec) -> float:
-    """Bytes per us that a stream kernel moves."""
+    """Bytes per us that a streaming kernel moves."""
     return STREAM_SHARE * device.bandwidth_gb_s * 1e3
 
 
 def tensor_bytes(problem: NormProblem, rows: int, passes: int = 1) -> int:
-    """Bytes of x, dy and dx (x and y in the forward), the inputs read `passes` times."""
+    """Bytes of x, dy, dx and the gradient added to dx (x and y in the forward), with x and dy read `passes` times."""
     if problem.direction == "forward":
         per_element = (passes + 1) * problem.x_dtype.itemsize
     else:
@@ -77,18 +78,18 @@ def small_bytes(problem: NormProblem, rows: int) -> int:
 
 
 def imbalance(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> float:
-    """Time of the CTA with the most row tiles by the mean."""
+    """Row tiles of the busiest CTA divided by the mean, and more if there are too few CTAs for all SMs."""
     if isinstance(plan, (ColumnTilePlan, ReferencePlan)):
         return 1.0
     tiles = -(-rows // plan.rows_per_tile)
     ctas = num_ctas(plan, rows, problem.cols, device, problem.num_sums > 0)
     resident = max(1, device.sm_count // getattr(plan, "cluster", 1))
-    busy = min(1.0, ctas / resident)  # below one CTA for each SM some SMs, and their share of the bandwidth, are idle
+    busy = min(1.0, ctas / resident)  # with less than one CTA per SM, idle SMs leave their share of bandwidth unused
     return -(-tiles // ctas) * ctas / tiles / max(busy, 0.25)
 
 
 def _reads_twice(plan: Plan, problem: NormProblem) -> bool:
-    """Whether the inputs come from memory a second time; a forward by column tiles finds its row in the cache."""
+    """Whether the inputs come from memory a second time. A forward by column tiles finds its row in the cache."""
     return num_passes(plan, problem) != 1 and problem.wants_dx
 
 

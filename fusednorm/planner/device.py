@@ -1,4 +1,4 @@
-"""What a plan may know about a GPU: a value, read once per device."""
+"""DeviceSpec: everything that a plan may know about a GPU, as a value that is read once per device."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ class DeviceSpec:
     name: str
     arch: int
     sm_count: int
-    smem_per_block_bytes: int  # what a block may opt in to
+    smem_per_block_bytes: int  # the most that a CTA may opt in to
     smem_per_sm_bytes: int
     registers_per_sm: int  # 32-bit
     max_threads_per_sm: int
     l2_bytes: int
     bandwidth_gb_s: float  # of device memory, by the datasheet
-    # That each SM must have asked for to keep the memory busy, by Little's law: 4.4 TB/s of an H200 times about 1 us of
-    # loaded latency is 32 KiB for each of its SMs. What was measured elsewhere went by as much.
+    # Bytes that each SM must have requested to keep the memory busy. By Little's law this is bandwidth times loaded
+    # latency, divided by the number of SMs (bench/NOTES.md, "Evidence behind constants").
     bytes_in_flight_per_sm: int = 32 * KIB
-    sm_margin: int = 0  # SMs that it has besides, which are left to others
-    triton: tuple[int, int] = OLDEST_TRITON  # which compiles for it: releases need different numbers of registers
+    sm_margin: int = 0  # SMs of the device that are left to others; sm_count does not include them
+    triton: tuple[int, int] = OLDEST_TRITON  # release that compiles; releases need different numbers of registers
 
     @functools.cache  # noqa: B019  of few values, which live as long as the process
     def leaving(self, sms: int) -> DeviceSpec:
-        """The same device with so many of its SMs left to others. ValueError where none would be for us."""
+        """The same device with `sms` of its SMs left to others. Raises ValueError if no SM would remain."""
         count = self.sm_count + self.sm_margin
         check_that_one_is_left(sms, self.name, count)
         return replace(self, sm_count=count - sms, sm_margin=sms)
@@ -43,16 +43,16 @@ def check_that_one_is_left(n: int, name: str, count: int) -> None:
 
 
 def named(name: str) -> DeviceSpec:
-    """The constant of that name, whatever its case, spaces and underscores; ValueError where there is none."""
+    """The known device of that name, whatever its case, spaces and underscores. Raises ValueError if there is none."""
     for spec in KNOWN:
         if _plain(spec.name) == _plain(name):
             return spec
     raise ValueError(f"device must be one of {', '.join(spec.name for spec in KNOWN)}, got {name!r}")
 
 
-# Full GPUs. Resources are the driver's attributes, bandwidths the datasheets' of the SXM module or the card. Where no
-# test has run, limits of an SM are CCCL's (cuda/__device/arch_traits.h), SMs and L2 what users have seen (Thor: the
-# topic 356355 of NVIDIA's forum; GB10: 6144 CUDA cores, 128 to an SM).
+# Full GPUs. Resources are the driver's attributes; bandwidths are the datasheet's, of the SXM module or the card. For
+# GPUs on which no test has run, the limits of an SM are CCCL's (cuda/__device/arch_traits.h), and SMs and L2 are what
+# users reported (Thor: topic 356355 of NVIDIA's forum; GB10: 6144 CUDA cores, 128 per SM).
 A100 = DeviceSpec("A100", 80, 108, 163 * KIB, 164 * KIB, 65536, 2048, 40 * MIB, 2039)
 H100 = DeviceSpec("H100", 90, 132, 227 * KIB, 228 * KIB, 65536, 2048, 50 * MIB, 3352)
 H200 = DeviceSpec("H200", 90, 132, 227 * KIB, 228 * KIB, 65536, 2048, 60 * MIB, 4800)
@@ -67,16 +67,16 @@ RTX_5090 = DeviceSpec("RTX 5090", 120, 170, 99 * KIB, 100 * KIB, 65536, 1536, 96
 GB10 = DeviceSpec("GB10", 121, 48, 99 * KIB, 100 * KIB, 65536, 1536, 24 * MIB, 273)
 KNOWN = (A100, H100, H200, B200, GB200, B300, GB300, THOR, RTX_3090, RTX_4090, RTX_5090, GB10)
 
-UNKNOWN_BANDWIDTH_GB_S = 1000.0  # enters predicted times only, no choice
+UNKNOWN_BANDWIDTH_GB_S = 1000.0  # affects predicted times only, no choice
 
 
 def from_properties(properties) -> DeviceSpec:
-    """The spec of what torch.cuda.get_device_properties describes. For a partition of a GPU (MIG) the driver gives the
-    partition's SMs, and of the bandwidth we take the same share."""
+    """The spec of the device that torch.cuda.get_device_properties describes. For a partition of a GPU (MIG) the driver
+    reports the partition's SMs; the partition is assumed to have the same share of the bandwidth."""
     arch = 10 * properties.major + properties.minor
     words = _plain(properties.name)
     alike = [spec for spec in KNOWN if spec.arch == arch and _plain(spec.name) in words]
-    known = max(alike, key=lambda spec: len(spec.name), default=None)  # a GB200's name has a B200's in it
+    known = max(alike, key=lambda spec: len(spec.name), default=None)  # "GB200" contains "B200": the longest name wins
     share = min(1.0, properties.multi_processor_count / known.sm_count) if known else 1.0
     return DeviceSpec(
         name=properties.name,

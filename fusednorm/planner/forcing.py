@@ -9,18 +9,18 @@ import torch
 
 from .plan import VARIANTS
 
-# What the enclosing `with` statements of this thread ask for, innermost last.
+# The variants that the enclosing `with force(...)` blocks of this thread ask for, innermost last.
 _asked: ContextVar[tuple[str | None, ...]] = ContextVar("fusednorm_force", default=())
 _observers: list[Callable[[int], None]] = []
 
 
 class force:  # noqa: N801  reads as a function: with force("pipelined"): ...
-    """with force(variant): run the forwards called inside, and their backwards wherever they run, by that variant.
+    """with force(variant): run the forwards called in the block by that variant, and their backwards wherever they run.
 
     variant is "multi_wave", "pipelined", "warp_specialized" or "reference" (ATen's kernels); None gives the choice
-    back to the planner. Raises ValueError for anything else. What the planner thinks bad is run all the same; what
-    cannot run (see fusednorm.explain) runs as if it were not forced. Holds for the calling thread only; a backward
-    that torch.compile made does not know of it.
+    back to the planner. Raises ValueError for anything else. A forced variant runs even if the planner finds a fault
+    with it. A variant that cannot run (see fusednorm.explain) is ignored, and the planner chooses. The block affects
+    the calling thread only. A backward that torch.compile made ignores `force`.
     """
 
     def __init__(self, variant: str | None):
@@ -29,7 +29,7 @@ class force:  # noqa: N801  reads as a function: with force("pipelined"): ...
         self._variant = variant
 
     def __enter__(self) -> None:
-        if not torch.compiler.is_dynamo_compiling():  # which knows no context variables, and would break the graph
+        if not torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace context variables and would break the graph
             _tell(1)
             _asked.set((*_asked.get(), self._variant))
 
@@ -39,11 +39,11 @@ class force:  # noqa: N801  reads as a function: with force("pipelined"): ...
             _tell(-1)
 
 
-asked_variants = _asked.get  # all that the enclosing `with` statements ask for, without a Python frame
+asked_variants = _asked.get  # the whole tuple, outermost first; a builtin method, so that a call has no Python frame
 
 
 def observe(observer: Callable[[int], None]) -> None:
-    """Call observer(1) when a block of `force` begins, in any thread, and observer(-1) when it ends."""
+    """Call observer(1) when a `force` block begins in any thread, and observer(-1) when it ends."""
     _observers.append(observer)
 
 
@@ -53,7 +53,7 @@ def _tell(change: int) -> None:
 
 
 def forced_variant() -> str | None:
-    """What `force` asks for here and now."""
+    """The variant that the innermost `force` block of this thread asks for, or None. None while Dynamo traces."""
     if torch.compiler.is_dynamo_compiling():
         return None
     asked = _asked.get()

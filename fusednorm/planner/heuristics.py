@@ -1,10 +1,12 @@
 """choose(problem, rows, device) -> Plan. Pure: no GPU, no clock, no environment.
 
-For each variant: is it legal (legality.py); which of its plans fit shared memory, and which of these is the best
-(candidates.py); has that one a fault (`fault`). Of the variants without a fault, the first in the order of the `Tuning`
-for the device is chosen. `force` overrides faults and order, never legality.
+Three questions are asked of each variant: is it legal (legality.py); which of its plans that fit shared memory is the
+best (candidates.py); does that plan have a fault (`fault`). The first variant without a fault is chosen, in the order
+of the device's `Tuning`. `force` overrides faults and order, never legality.
 
-A plan does not depend on the row count; which of two plans is chosen does, and at 2^30 rows a third.
+The row count never changes a plan. It selects one: for few rows, for many rows, or for more than 2^30 (no ring).
+
+The measurements behind the constants are in bench/NOTES.md, "Evidence behind constants".
 """
 
 from __future__ import annotations
@@ -35,48 +37,39 @@ from .plan import (
     num_passes,
 )
 
-Ranges = tuple[tuple[float, float], ...]  # (least, most)
+Ranges = tuple[tuple[float, float], ...]  # (least, most), both included
 
 
 @dataclass(frozen=True)
 class Tuning:
     """What is known about one direction on a family of GPUs, and how it is known.
 
-    order names variants, best first. multi_wave ends it: its best plan has no fault, ever.
+    order names variants, best first. It ends with multi_wave, whose best plan never has a fault.
     """
 
     order: tuple[str, ...]
     evidence: str
-    # A ring pays for its start, and for the parameters that every CTA loads, with more rows for each SM than this; with
-    # any number where multi-wave reads its inputs twice.
-    ring_rows_per_sm: dict[str, int] = field(default_factory=dict)  # by norm
-    ring_rows_per_sm_without_dx: int | None = None  # the same for sums over rows alone; None: not measured
-    narrowest_ring_bytes: dict[str, int] = field(default_factory=dict)  # of a row of x, by norm
-    # By norm and the bytes of an element of x: the bytes of a row that TMA copies at once, and the columns of which a
-    # ring pays that has no longer pieces, in ranges; beyond the first it pays as well where multi-wave does not hold
-    # the row in registers. Shorter ones than those named do not pay, or have not been tried.
+    # By norm: a ring needs more rows per SM than this to pay for its start and for the parameters that every CTA loads.
+    # Where multi-wave reads its inputs twice, a ring pays with any number of rows.
+    ring_rows_per_sm: dict[str, int] = field(default_factory=dict)
+    ring_rows_per_sm_without_dx: int | None = None  # the same for a backward of dw and db alone; None: not measured
+    narrowest_ring_bytes: dict[str, int] = field(default_factory=dict)  # by norm: least bytes of a row of x
+    # By (norm, bytes of an element of x), then by piece, the bytes of a row that TMA copies at once: the ranges of
+    # columns at which a ring pays. An entry holds for pieces of its length up to the next entry's. From the start of
+    # its first range on, a ring also pays where multi-wave cannot hold the row in registers. Pieces shorter than every
+    # entry do not pay or have not been tried.
     columns_by_piece: dict[tuple[str, int], dict[int, Ranges]] = field(default_factory=dict)
-    # Columns of which multi-wave is faster than any ring, keyed likewise.
+    # By (norm, bytes of an element of x): columns at which multi-wave is faster than any ring.
     slower_columns: dict[tuple[str, int], tuple[range, ...]] = field(default_factory=dict)
-    # Row tiles of a ring's CTA that has no more, for which there is another plan than for many rows; None: none is.
+    # With at most so many row tiles per CTA, another plan may replace the ring (short_walk). None: there is none.
     tiles_of_a_short_walk: int | None = None
 
 
 UNKNOWN = Tuning(("multi_wave",), "no other schedule has been tried on this architecture")
 
-# Short pieces take long, but in the backward multi-wave takes longer where it cannot hold a row in registers, which
-# is from 8193 columns of bfloat16 and 7169 of float32 on (8192 rows, H200, both norms, 2026-11-22; -odd-widths,
-# -short-pieces and -one-chunk.jsonl). Pieces of 16 bytes: 4104 columns 92 us and 75 by multi-wave, 8200 177 and 225,
-# but 10248 293 and 264 (LayerNorm backward), forward 8200 columns 131 and 91. Of 32: 1040 columns 13.6 and 13.2, 2064
-# 21.9 and 22.2 (LayerNorm forward), 40000 x 144 19.3 and 17.9, 8000 x 176 10.5 and 13.7, 8000 x 496 13.7 and 18.4
-# (LayerNorm backward). Of 64: 65536 x 416 29.4 and 32.2, 65536 x 224 18.2 and 18.6 (LayerNorm forward), 65536 x 160
-# 13.8 and 13.7 (RMSNorm). Wide rows by pieces of 32: 4096 x 9232 43.6 and 46.6, 4096 x 12496 66.8 and 59.0, 250 x
-# 12496 9.3 and 8.5 (LayerNorm forward). float32, pieces of 32 bytes: 4104 columns 118 and 102, of 64: 4112 100 and
-# 103 (RMSNorm backward). By pieces of 32 bytes RMSNorm's backward 4000 x 1840 18.1 and 17.1, 4000 x 2960 27.8 and
-# 24.6, 1500 x 5392 26.2 and 20.2, but 8000 x 1232 21.8 and 24.4, 8000 x 4880 69 and 77; LayerNorm's 3500 x 1392 16.9
-# and 16.0, but 4718 x 7536 66 and 90; LayerNorm's forward 4500 x 2800 20.5 and 16.6, 3600 x 7152 33.0 and 29.8, but
-# 8000 x 4240 39.4 and 41.3; RMSNorm's 8000 x 3440 31.4 and 28.3, 8000 x 7664 66 and 60.
-# 64 is for longer pieces as well: by 128 bytes 20000 x 192 10.1 us and 8.5 (LayerNorm forward).
+# Values of Tuning.columns_by_piece. A ring of short pieces is slow. In the backward multi-wave is slower still where it
+# cannot hold a row in registers: from 8193 columns of 16 bits and 7169 of float32 on. The entry 64 holds for all longer
+# pieces as well.
 ANY_COLUMNS = ((0, math.inf),)
 FLOAT32_BACKWARD_PIECES, FLOAT32_FORWARD_PIECES = {16: ((7168, math.inf),), 64: ANY_COLUMNS}, {64: ANY_COLUMNS}
 HOPPER_BACKWARD_PIECES = {
@@ -91,9 +84,8 @@ HOPPER_FORWARD_PIECES = {
     ("layer", 4): FLOAT32_FORWARD_PIECES,
     ("rms", 4): FLOAT32_FORWARD_PIECES,
 }
-# Whatever the pieces, one row tile for each CTA is faster than a ring: 40000 x 960 43.6 us and 46.7 by the ring
-# (LayerNorm), 30000 x 1312 39.4 and 43.0, 13000 x 2816 36.1 and 38.4; or multi-wave, 3318 x 704 6.9 and 7.4 (RMSNorm;
-# bfloat16, 2026-11-22, -every-row.jsonl).
+# Values of Tuning.slower_columns. At these widths multi-wave is faster than a ring, whatever the ring's pieces: usually
+# with one row tile per CTA (few_rows.py).
 HOPPER_FORWARD_SLOWER = {
     ("layer", 2): (range(897, 1024),),
     ("rms", 2): (range(641, 769), range(1281, 1792), range(2305, 3584)),
@@ -103,36 +95,30 @@ HOPPER_BACKWARD = Tuning(
     ("pipelined", "multi_wave"),
     "1 to 50% faster than multi-wave almost wherever both were tried, at 128 to 262144 columns and 128 rows or more "
     "(H200, bfloat16, 2026-11-21)",
-    # dw and db of 16384 x 4096: 73.0 us and 85.4 by multi-wave, of 1024 x 4096: 16.7 and 13.4 (LayerNorm, bfloat16).
     ring_rows_per_sm_without_dx=8,
-    # 65536 x 128 takes 19.9 us and 21.3 by multi-wave, 65536 x 96 16.8 and 17.7, but 65536 x 80 18.6 and 16.2.
     narrowest_ring_bytes=dict(layer=192, rms=192),
     columns_by_piece=HOPPER_BACKWARD_PIECES,
-    # 1500 x 4096 takes 16.2 us and 16.6 by two CTAs on an SM, 2000 x 4096, 16 rows of each, 18.7 and 18.8 (LayerNorm).
     tiles_of_a_short_walk=8,
 )
 HOPPER_FORWARD = Tuning(
     ("pipelined", "multi_wave"),
     "between 6% slower and 50% faster than multi-wave wherever both were tried, at 64 to 262144 columns "
     "(H200, bfloat16, 2026-11-21)",
-    # 128 columns: 12.5 us and 12.8 by multi-wave (LayerNorm), but 12.2 and 11.6 (RMSNorm); 64 columns: 12.8 and 13.3.
     narrowest_ring_bytes=dict(layer=128, rms=512),
     columns_by_piece=HOPPER_FORWARD_PIECES,
     slower_columns=HOPPER_FORWARD_SLOWER,
-    # 512 x 8192 takes 8.9 us and 9.7 with two rows over two CTAs, 2400 x 6656 19.4 us and 22.1, but 4096 x 8192, 16
-    # tiles, 36 us and 34.5 (LayerNorm).
     tiles_of_a_short_walk=12,
 )
 
-# Nothing has been measured on Blackwell. It is planned for by what nvFuser has published on its choice for B200: its
-# thresholds, and its rule that a plan must have two stages and registers to spare. Its forward asks for 128 vectors of
-# 16 bytes a row, and for any number of rows.
+# Nothing has been measured on Blackwell. Its plans follow what nvFuser has published for B200: the thresholds, and the
+# rule that a plan must have two stages and registers to spare. nvFuser's forward needs 128 vectors of 16 bytes per row
+# and takes any number of rows.
 BLACKWELL_BACKWARD = Tuning(
     ("warp_specialized", "pipelined", "multi_wave"),
     "nvFuser found warp specialization the fastest on B200 wherever rows and registers suffice",
     ring_rows_per_sm={"layer": 16, "rms": 4},
-    ring_rows_per_sm_without_dx=8,  # as on Hopper: nvFuser asks for TMA and for columns of 16 KiB, whatever the GPU
-    narrowest_ring_bytes=dict(layer=512, rms=512),  # the narrowest of its published decisions
+    ring_rows_per_sm_without_dx=8,  # as on Hopper; nvFuser needs TMA and columns of 16 KiB on any GPU
+    narrowest_ring_bytes=dict(layer=512, rms=512),  # the narrowest row among nvFuser's published decisions
 )
 BLACKWELL_FORWARD = Tuning(
     ("warp_specialized", "pipelined", "multi_wave"),
@@ -147,23 +133,24 @@ for _arch in (100, 103, 110, 120, 121):
 
 @dataclass(frozen=True)
 class Decision:
-    """A plan, and for each variant the sentence why it is the one or why it is not."""
+    """A plan, and for each variant a sentence: why it is chosen or why it is not."""
 
     plan: Plan
-    forced: bool  # the plan is there because it was asked for
-    reasons: dict[str, str]
-    short: ShortWalk = NO_SHORT_WALK  # in the place of the variant's best plan for some rows, these or others
+    forced: bool  # `force` asked for the plan's variant
+    reasons: dict[str, str]  # by variant
+    short: ShortWalk = NO_SHORT_WALK  # replaces the variant's best plan at some row counts, maybe not at this one
 
 
 class Outcome(NamedTuple):
-    """The best plan of a variant, or None where it cannot run at all; and what speaks against it, if anything does."""
+    """The best plan of a variant, or None if the variant cannot run at all; and the plan's fault or the broken rule, or
+    None."""
 
     plan: Plan | None
     fault: Rejected | None
 
 
 def choose(problem: NormProblem, rows: int, device: DeviceSpec) -> Plan:
-    """The plan for `rows` rows, under `force` as it holds in this thread."""
+    """The plan for `rows` rows, under the `force` of this thread."""
     for most_rows, plan in choices(problem, device):
         if rows <= most_rows:
             return plan
@@ -171,13 +158,13 @@ def choose(problem: NormProblem, rows: int, device: DeviceSpec) -> Plan:
 
 
 def choices(problem: NormProblem, device: DeviceSpec) -> tuple[tuple[float, Plan], ...]:
-    """Every plan that `choose` may choose here and now, as (most rows, plan), ascending."""
+    """Every plan that `choose` can return under the `force` of this thread, as (most rows, plan), ascending."""
     return _plans_by_rows(problem, device, forced_variant())
 
 
 def alternatives(problem: NormProblem, rows: int, device: DeviceSpec) -> Iterator[Plan]:
-    """What may run in the place of a plan that fails, best first: the best plans of the variants without a fault, which
-    multi_wave ends, and ATen."""
+    """Plans that may replace one that fails, best first: the best plan of each variant without a fault (multi_wave is
+    the last), then ATen."""
     for variant in tuning(problem, device).order:
         plan, fault = outcome(variant, problem, rows, device)
         if plan and not fault:
@@ -186,7 +173,7 @@ def alternatives(problem: NormProblem, rows: int, device: DeviceSpec) -> Iterato
 
 
 def decide(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | None = None) -> Decision:
-    """What `choose` chooses, and why."""
+    """The plan that `choose` returns if `forced` is asked for, and the reasons."""
     outcomes = {variant: outcome(variant, problem, rows, device) for variant in VARIANTS}
     order = (*tuning(problem, device).order, "reference")
     best = next(variant for variant in order if outcomes[variant].plan and not outcomes[variant].fault)
@@ -206,14 +193,14 @@ def decide(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | No
             reasons[variant] = f"{'would be ' * obeyed}chosen: {_why_best(variant, problem, device)}"
         else:
             reasons[variant] = f"could run, but {first} comes first"
-    if chosen_plan.variant != chosen:  # the one for few rows is of another variant
+    if chosen_plan.variant != chosen:  # the plan for few rows is of another variant
         reasons[chosen] = f"is for more than {short.most_rows} rows, got {rows}"
         reasons[chosen_plan.variant] = f"chosen: {_why_few(short)}"
     return Decision(chosen_plan, obeyed, reasons, short)
 
 
 def outcome(variant: str, problem: NormProblem, rows: int, device: DeviceSpec) -> Outcome:
-    """What becomes of one variant."""
+    """The best plan of one variant and its fault, for `rows` rows."""
     broken = broken_rule(variant, problem, rows, device)
     if broken:
         return Outcome(None, broken)
@@ -227,7 +214,7 @@ def outcome(variant: str, problem: NormProblem, rows: int, device: DeviceSpec) -
 
 @functools.cache
 def best_plan(variant: str, problem: NormProblem, device: DeviceSpec) -> Plan | None:
-    """The best plan of a variant that is legal; None where none fits shared memory."""
+    """The best plan of a legal variant; None if no plan fits shared memory."""
     if variant == "reference":
         broken = broken_rule("multi_wave", problem, 1, device)
         return ReferencePlan(broken.reason if broken else "asked for")
@@ -235,7 +222,7 @@ def best_plan(variant: str, problem: NormProblem, device: DeviceSpec) -> Plan | 
 
 
 def fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Rejected | None:
-    """Why a plan that could run should not: the first of the rules of quality that it breaks."""
+    """Why a plan that can run should not: the first rule of quality that it breaks, or None."""
     if isinstance(plan, ColumnRingPlan):
         return _fault_without_dx(problem, rows, device)
     if not isinstance(plan, RingPlan):
@@ -247,7 +234,7 @@ def fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Re
     registers = budget.registers(plan, problem, device)
     if registers > plan.max_registers:
         return Rejected("spills", f"might spill: up to {registers} registers a thread, of {plan.max_registers}")
-    one_tile = isinstance(plan, PipelinedPlan) and plan.short_lived  # for each CTA
+    one_tile = isinstance(plan, PipelinedPlan) and plan.short_lived  # a short-lived CTA with one stage has one tile
     if plan.num_stages == 1 and not one_tile:
         return Rejected("one_stage", "has room for one stage only: nothing would be copied while a tile is worked on")
     if rows <= least_rows(problem, device):
@@ -301,18 +288,18 @@ def _few_rows(problem: NormProblem, rows: int, device: DeviceSpec) -> Rejected:
 
 
 def least_rows(problem: NormProblem, device: DeviceSpec) -> int:
-    """Rows of which a ring needs more."""
+    """A ring needs more rows than this."""
     known = tuning(problem, device)
     if problem.direction == "backward" and not problem.wants_dx:
         return (known.ring_rows_per_sm_without_dx or 0) * device.sm_count
     if num_passes(best_plan("multi_wave", problem, device), problem) != 1:
-        return 0  # a ring spares a pass
+        return 0  # multi-wave reads its inputs twice, and a ring saves that pass
     return known.ring_rows_per_sm.get(problem.norm, 0) * device.sm_count
 
 
 @functools.cache
 def short_walk(plan: Plan, problem: NormProblem, device: DeviceSpec) -> ShortWalk:
-    """What there is in the place of the plan for many rows; of variants that are not forced, which have one plan."""
+    """The plan that replaces `plan` at few rows, if there is one. Forced variants have one plan for all row counts."""
     tiles = tuning(problem, device).tiles_of_a_short_walk
     if tiles is not None and isinstance(plan, PipelinedPlan):
         return few_rows.pipelined_short(plan, problem, device, tiles)
@@ -329,7 +316,8 @@ def tuning(problem: NormProblem, device: DeviceSpec) -> Tuning:
 
 @functools.cache
 def _plans_by_rows(problem: NormProblem, device: DeviceSpec, forced: str | None) -> tuple[tuple[float, Plan], ...]:
-    """(most rows, plan), ascending: divided where something depends on the row count, the last without an end."""
+    """(most rows, plan), ascending, with a bound at each row count at which the decision can change; the last bound is
+    infinity."""
     short = decide(problem, MAX_RING_ROWS, device, forced).short
     lasts = sorted({least_rows(problem, device), short.more_than, short.most_rows, MAX_RING_ROWS})
     plans = [(last, decide(problem, last, device, forced).plan) for last in lasts if last]

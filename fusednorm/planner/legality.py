@@ -1,4 +1,4 @@
-"""What each schedule can run at all, one predicate per rule: the planner asks for the reason, launch asserts the same.
+"""What each variant can run at all, one predicate per rule. The planner reports the reason; launch asserts the rules.
 
 Nothing here is about speed; see heuristics.py for that.
 """
@@ -14,14 +14,14 @@ from .plan import Rejected
 
 OLDEST_ARCH = 80
 OLDEST_TMA_ARCH = 90
-# Ring kernels count rows in 32 bits, and look a few tiles of every CTA ahead.
+# Ring kernels count rows in 32 bits, and the count runs past the last row by a few tiles per CTA. 2^30 leaves room.
 MAX_RING_ROWS = 2**30
 
 Predicate = Callable[[NormProblem, int, DeviceSpec], bool]
 
 
 class Rule(NamedTuple):
-    """`holds` must be true of (problem, rows, device); `reason` says what is wrong where it is not."""
+    """`holds(problem, rows, device)` must be true; `reason` is the report if it is not."""
 
     name: str
     holds: Predicate
@@ -79,7 +79,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
 
 
 def broken_rule(variant: str, problem: NormProblem, rows: int, device: DeviceSpec) -> Rejected | None:
-    """The first rule that keeps `variant` from running this, or None."""
+    """The first rule that `variant` breaks with this problem, row count and device, or None."""
     for rule in RULES[variant]:
         if not rule.holds(problem, rows, device):
             return Rejected(rule.name, rule.reason.format(device=device, rows=rows, capability=capability(device)))

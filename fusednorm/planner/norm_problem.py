@@ -1,4 +1,4 @@
-"""What a plan may know about a call: a value."""
+"""NormProblem: everything that a plan may know about a call, as a value."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-ALIGNMENT = 16  # bytes: of TMA's addresses and strides, and of pointers by which builds differ
+ALIGNMENT = 16  # bytes: TMA needs it of addresses and strides, and Triton builds differ by that alignment of pointers
 FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 
@@ -14,7 +14,7 @@ FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.fl
 class NormProblem:
     """Everything about a call that a plan may depend on, and nothing else (the row count is no part of it).
 
-    norm is "layer" or "rms"; direction is "forward" or "backward". Dtypes of what is absent are None.
+    norm is "layer" or "rms"; direction is "forward" or "backward". The dtype of an absent tensor is None.
     """
 
     norm: str
@@ -24,11 +24,11 @@ class NormProblem:
     weight_dtype: torch.dtype | None = None
     bias_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
-    residual_dtype: torch.dtype | None = None  # of a gradient that is added to dx
+    residual_dtype: torch.dtype | None = None  # dtype of a gradient that is added to dx
     wants_dx: bool = False
     wants_dw: bool = False
     wants_db: bool = False
-    nested_rows: bool = False  # some tensor walks its rows at two nested strides
+    nested_rows: bool = False  # the rows of some tensor lie at two nested strides, not at one
     tma_aligned: bool = True  # every row of every tensor that TMA would touch starts at a multiple of 16 bytes
 
     @property
@@ -37,7 +37,7 @@ class NormProblem:
 
     @property
     def num_sums(self) -> int:
-        """Over rows, of dw and db; CTAs leave partial ones."""
+        """Number of sums over rows (dw, db) that the call wants. CTAs store partials of these."""
         return self.wants_dw + self.wants_db
 
 
