@@ -12,7 +12,8 @@ import torch
 import fusednorm
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "bench" / "RESULTS.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "bench/RESULTS.md")]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
 MOST_WORDS = 1500  # of README
 
 
