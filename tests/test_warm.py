@@ -153,7 +153,7 @@ def test_with_a_triton_that_compiles_otherwise_nothing_is_built_ahead_and_nothin
     with worker_processes() as own:
         assert own.submit(build_with_another_triton).result() >= 2
     monkeypatch.setitem(sys.modules, "fusednorm.host.compilation", None)  # importing it fails
-    monkeypatch.delattr(fusednorm, "compilation", raising=False)
+    monkeypatch.delattr(fusednorm.host, "compilation", raising=False)
     plans = list(warm.plans_of([wanted(direction="forward", cols=512)], [4096], H200))
     assert warm.build_ahead(plans, H200, None) == 1
 

@@ -49,5 +49,6 @@ def test_the_count_of_ctas_that_are_done_with_a_column_tile_is_missed():
 def test_a_race_in_a_column_sum_is_not_taken_for_a_kernel_that_cannot_be_built():
     problem = SumProblem(Sums(300, 264, 1, FP32), kernel="portable")
     mutants = list(mutants_of(problem))
-    assert [who_notices(problem, [each], seeds=1) for each in mutants] == ["race", "race"]
+    found = [who_notices(problem, [each], seeds=1) for each in mutants]
+    assert found.count("race") == 2 and set(found) <= {"race", None}  # Triton 3.9 has a barrier more, for nothing
     problem.check(problem.simulate()[0])
