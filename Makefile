@@ -26,7 +26,7 @@ help:  ## this list
 demo: $(READY)  ## the ops against float64; a small GPT on stock norms and on ours
 	$(PYTHON) -m fusednorm demo
 
-test: $(READY)  ## all tests that need no GPU: about ten minutes on two cores
+test: $(READY)  ## all tests that need no GPU: about eight minutes on two cores
 	$(PYTHON) -m pytest $(SIDE_BY_SIDE)
 
 test-gpu: $(READY)  ## the tests that need a GPU
