@@ -264,6 +264,8 @@ def ring_registers(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> 
         need = 30 + (1 + problem.x_dtype.itemsize / 4) * elements
         need += columns * held * len(parameters) + 0.01 * elements * sum(itemsize - 2 for itemsize in parameters)
         need += 2.5 * columns * parameters.count(8) + 3 * num_copies(plan) * (num_copies(plan) > 1)
+        if sm120 and held and isinstance(plan, WarpSpecializedPlan) and not is_whole(plan, problem.cols):
+            need += 5 * REGISTER_STEP  # for sm_120 a build spilled without these
         if problem.norm == "layer" and plan.cluster > 1:
             need += 0.5 * rows * plan.cluster  # means and variances that come from the other CTAs
         threads = threads_of_a_row(plan)
