@@ -23,6 +23,6 @@ def barrier_shape(num_barriers, cluster):
 
 @gluon.constexpr_function
 def barrier_layout(cluster):
-    """Layout of mbarriers of which every CTA of the cluster has its own."""
+    """Layout of mbarriers. Every CTA of the cluster has its own."""
     bases = [[1 << bit] for bit in range((cluster - 1).bit_length())]
     return mbarrier.MBarrierLayout(bases if SPREADS_BARRIERS else None)

@@ -99,7 +99,7 @@ def store_partials(dw_ptr, db_ptr, dw, db, partial, cols, end, norm: gl.constexp
 
 @gluon.jit
 def hidden(value):
-    """`value`, of which the compiler then knows nothing, not even that it is the same in every iteration of a loop."""
+    """Returns `value`. The compiler no longer knows anything of it, not even that a loop leaves it as it is."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], gl.int32, is_pure=False, pack=1)
 
 

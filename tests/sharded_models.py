@@ -312,7 +312,7 @@ def clipping_counts_norm_weights_once(world: World) -> None:
 
 
 def parallelize_mlps(model: LanguageModel, mesh) -> LanguageModel:
-    """And nothing else: norms are then on the mesh of FSDP alone."""
+    """Nothing else is sharded by a plan: norms are then on the mesh of FSDP alone."""
     for block in model.blocks:
         parallelize_module(block.mlp, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return model
