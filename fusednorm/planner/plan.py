@@ -156,7 +156,7 @@ def box_columns(plan: RingPlan, cols: int) -> int:
 
 
 def rows_of_a_thread(rows_per_tile: int, cluster: int) -> int:
-    """Rows of a ring's tile that a thread works on: all of them in a cluster. Elsewhere each row has its own threads."""
+    """Rows of a ring's tile that a thread works on: all of them in a cluster. Else each row has its own threads."""
     return rows_per_tile if cluster > 1 else 1
 
 
