@@ -114,7 +114,7 @@ def test_wheel_leaves_versions_open(wheel):
     assert any("torch>=2.11" in line for line in needed)
     assert any("triton>=3.6" in line and "linux" in line for line in needed)
     assert not any("<" in line.split(";")[0] for line in needed)
-    assert {"Provides-Extra: test", "Provides-Extra: bench", "Provides-Extra: demo"} <= set(lines)
+    assert {f"Provides-Extra: {extra}" for extra in ("test", "bench", "demo", "docs")} <= set(lines)
 
 
 def test_sdist_holds_tests_bench_examples_and_documents(sdist):
