@@ -70,7 +70,8 @@ def test_the_extension_is_there_if_and_only_if_it_was_built(installed):
     asked = "import importlib.util, torch, fusednorm; print(importlib.util.find_spec('fusednorm.host._native'))"
     assert ("_native" in run(python, "-c", asked)) == (kind == "with the extension")
     if kind == "with the extension":  # and it loads, for this torch
-        run(python, "-c", "import torch, fusednorm.host._native as native; assert torch.__version__.startswith(native.torch_version)")
+        loaded = "import torch, fusednorm.host._native as it; assert torch.__version__.startswith(it.torch_version)"
+        run(python, "-c", loaded)
 
 
 def test_the_commands_run(installed):
