@@ -1,8 +1,9 @@
-"""README and docs say what is there: links, names, commands and files."""
+"""README and docs say what is there: links, names, commands and files. What they show runs."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import fusednorm
+from fusednorm import __main__
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "bench/RESULTS.md")]
@@ -42,10 +44,38 @@ def test_names_of_the_package_that_are_used_are_there(page):
     assert not [name for name in names if not hasattr(fusednorm, name) and not find_spec(f"fusednorm.{name}")]
     ops = set(re.findall(r"\bops\.fusednorm\.([a-z_]+)", text))
     assert not [name for name in ops if not hasattr(torch.ops.fusednorm, name)]
-    assert not [name for name in re.findall(r"python -m (bench\.\w+)", text) if not find_spec(name)]
+    assert not [name for name in re.findall(r"-m ((?:bench|examples|tests)\.\w+)", text) if not find_spec(name)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_targets_of_make_that_are_named_are_there(page):
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert {name for name in re.findall(r"\bmake ([a-z][\w-]+)", page.read_text())} - {"of", "it", "no"} <= set(targets)
+
+
+def test_the_python_of_the_readme_runs():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    names = {"model": torch.nn.Sequential(torch.nn.LayerNorm(8))}
+    try:
+        for block in blocks:
+            exec(block, names)
+    finally:
+        fusednorm.disable_eager()
+        fusednorm.disable_inductor()
+    assert len(blocks) == 2 and isinstance(names["model"][0], fusednorm.LayerNorm)
+    assert names["x"].grad.shape == (8, 4096) and names["norm"].weight.grad is not None
+
+
+def test_plans_that_the_documents_ask_for_are_made(capsys):
+    text = "\n".join(page.read_text() for page in PAGES)
+    asked = re.findall(r"python -m fusednorm plan ([^`#]*?--rows[^`#]*?)(?=  #|`|\n[^ ])", text)
+    assert len(asked) >= 2
+    for arguments in asked:
+        assert __main__.main(["plan", *shlex.split(arguments)]) == 0
+        assert "registers up to" in capsys.readouterr().out
+
+
+def test_the_reference_has_every_public_name():
+    text = (ROOT / "docs/reference.md").read_text()
+    documented = set(re.findall(r"auto(?:class|function):: fusednorm\.(\w+)", text))
+    assert {*fusednorm.__all__, *fusednorm._INTEGRATIONS} <= documented
