@@ -21,6 +21,7 @@ MAJOR = int(__version__.split(".")[0])  # a version of a kernel is one number; 0
 
 BUILD = f"""\
 [general]
+edition = 5
 name = "fusednorm"
 version = {MAJOR}
 license = "{LICENSE}"
