@@ -15,11 +15,12 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common import nn_modules
 
 from .. import modules
-from ..autograd import LayerNormFunction, RecordedNorm, RMSNormFunction
+from ..autograd import LayerNormFunction, RMSNormFunction
 from ..namespace import TORCH_OPS
 
-# Rows are independent and no rank waits for another: what torchtitan's checker of sharding types calls local.
-for function in (LayerNormFunction, RMSNormFunction, RecordedNorm):
+# For models that call a Function themselves, where torchtitan checks sharding types. Rows are independent and no rank
+# waits for another: what the checker calls local. Modules and functionals need no entry.
+for function in (LayerNormFunction, RMSNormFunction):
     spmd_types.register_local_autograd_function(function)
 
 
