@@ -110,6 +110,9 @@ setup(
         ],
         "bench": ["matplotlib", "rich", "tqdm"],
         "demo": ["matplotlib", "rich", "tqdm"],
+        "integrations": [
+            *("pytest", "accelerate", "lightning", "megatron-core", "torchtitan", "transformers[kernels]", "trl"),
+        ],
     },
     classifiers=[
         "Programming Language :: Python :: 3",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import dataclasses
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,8 +27,10 @@ LENGTH, VOCABULARY = 16, 64
 
 @pytest.fixture(autouse=True)
 def cpu_as_the_current_gpu(monkeypatch):
-    """Megatron makes some tensors on torch.cuda.current_device()."""
+    """Megatron makes some tensors on torch.cuda.current_device(), and forks CUDA's random state for dropout."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    tracker = SimpleNamespace(fork=contextlib.nullcontext)
+    monkeypatch.setattr(core.tensor_parallel, "get_cuda_rng_tracker", lambda: tracker)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -97,8 +100,8 @@ def test_spec_itself_stays_as_it_is():
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("parallel", [False, True])
 def test_norm_takes_eps_and_marks_its_parameters(normalization, parallel):
-    config = dataclasses.replace(config_of(normalization=normalization), sequence_parallel=parallel)
-    norm = megatron.SpecProvider().layer_norm(rms_norm=normalization == "RMSNorm")(config=config, hidden_size=8, eps=1e-3)
+    config = config_of(normalization=normalization, tensor_model_parallel_size=2, sequence_parallel=parallel)
+    norm = megatron.SpecProvider().layer_norm()(config=config, hidden_size=8, eps=1e-3)
     assert type(norm) is getattr(fusednorm, normalization) and norm.eps == 1e-3 and not norm.returns_residual
     assert [each.sequence_parallel for each in norm.parameters()] == [parallel] * len(list(norm.parameters()))
 

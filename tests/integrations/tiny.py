@@ -6,14 +6,12 @@ import contextlib
 from collections.abc import Iterator
 from types import ModuleType
 
-import torch
 from hf_models import build, tokens
 from op_log import OpLog
 
 import fusednorm
 
-__all__ = ["build", "model_losses", "norms", "ops_logged", "tokens"]
-STEPS = 4
+__all__ = ["build", "norms", "ops_logged", "tokens"]
 
 
 @contextlib.contextmanager
@@ -29,15 +27,3 @@ def norms(log: OpLog, namespace: str = "fusednorm") -> dict[str, int]:
     names = [name.removeprefix(f"{namespace}.").split(".")[0] for name in log.names if name.startswith(f"{namespace}.")]
     return {name: names.count(name) for name in dict.fromkeys(names)}
 
-
-def model_losses(model: torch.nn.Module, steps: int = STEPS) -> list[float]:
-    """The losses of a few steps of AdamW on the same tokens."""
-    optimizer, ids = torch.optim.AdamW(model.parameters(), lr=1e-2), tokens()
-    losses = []
-    for _ in range(steps):
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
