@@ -1,8 +1,8 @@
 """Norms as layers for Hugging Face's `kernels`, which puts their forwards onto modules of a model.
 
-The module's class says which layer it takes: transformers' models name "RMSNorm" and "RMSNormZeroCentered"; with
-kernels.replace_kernel_forward_from_hub(torch.nn.LayerNorm, "LayerNorm") stock LayerNorms do, too. `kernels` demands that
-a layer is only a forward and these two flags. `python -m fusednorm hub FOLDER` writes the repository that it loads.
+A module's class names the layer that it takes. Models of transformers name "RMSNorm" and "RMSNormZeroCentered". Stock
+LayerNorms take ours after kernels.replace_kernel_forward_from_hub(torch.nn.LayerNorm, "LayerNorm"). `kernels` wants a
+layer to be a forward and two flags, nothing more. `python -m fusednorm hub FOLDER` writes the repository that it loads.
 
 The output has the dtype of the input, also where the weight has another one.
 """

@@ -55,7 +55,7 @@ class SpecProvider(LocalSpecProvider):
 
 
 def with_norms(spec: Spec) -> Spec:
-    """The spec, of a layer or of a block, with our norm in place of each of Megatron's. `spec` itself stays as it is."""
+    """The spec, of a layer or of a block, with our norm in place of each of Megatron's. `spec` itself stays."""
     if spec in MEGATRONS:
         return Norm
     if isinstance(spec, list):

@@ -11,11 +11,13 @@ import base64
 import hashlib
 import json
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
-from .. import __version__, kernels
+from .. import __version__
 
-PACKAGE, KERNELS = Path(__file__).parent.parent, Path(kernels.__file__).parent
+PACKAGE = Path(__file__).parent.parent
+KERNELS = Path(find_spec("..kernels", __package__).origin).parent  # beside the package in a source tree
 LICENSE = "Apache-2.0"
 MAJOR = int(__version__.split(".")[0])  # a version of a kernel is one number; 0 is a beta
 

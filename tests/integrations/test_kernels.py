@@ -89,9 +89,7 @@ def test_build_works_beside_the_installed_package(loaded):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_layer_trains_a_model_of_transformers(
-    slot, make, op, count, repository, loaded, stock_layer_norms_take_layers
-):
+def test_layer_trains_a_model_of_transformers(slot, make, op, count, repository, loaded, stock_layer_norms_take_layers):
     stock = make()
     ours = on_ours(stock, repository, slot)
     expected = grads_of(stock)

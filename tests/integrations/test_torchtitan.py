@@ -1,8 +1,9 @@
 """torchtitan: its debug model of Llama 3 with our overrides, over gloo on two processes, on each of its SPMD backends.
 
-torchtitan trains on accelerators only. Here its model is built, sharded and run as its trainer does, on CPUs: told
-that the CPU is the device, and with attention by scaled_dot_product_attention, because its own needs a GPU. The two processes are tensor parallel, with sequences sharded at the norms: its FSDP
-divides gradients in a way that gloo does not know.
+torchtitan trains on accelerators only. Here its model is built, sharded and run as its trainer does, on CPUs: it is
+told that the CPU is the device, and attends by scaled_dot_product_attention, because its own attention needs a GPU. The
+two processes are tensor parallel, with sequences sharded at the norms. Its FSDP is not tried: it divides gradients in a
+way that gloo does not know.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MESHES: dict[str, object] = {}  # of a process: DTensors of equal meshes do not 
 def a_step(backend: str, imports: list[str], *, checkpoints: bool = False, checks: bool = False) -> dict:
     """The loss and the gradients of all norms, after one step of a model with these overrides."""
     with mock.patch.object(torch._utils, "_get_available_device_type", lambda: "cpu"):
-        from torchtitan.tools import utils as _  # it asks for the device when imported
+        import torchtitan.tools.utils  # noqa: F401  it asks for the device when imported
     import spmd_types
     from torchtitan.config.override import apply_overrides
     from torchtitan.distributed import ParallelDims, full_dtensor, utils

@@ -26,4 +26,3 @@ def norms(log: OpLog, namespace: str = "fusednorm") -> dict[str, int]:
     """How often each op of the package ran, such as {"rms_norm_fwd": 5, "rms_norm_bwd": 5}."""
     names = [name.removeprefix(f"{namespace}.").split(".")[0] for name in log.names if name.startswith(f"{namespace}.")]
     return {name: names.count(name) for name in dict.fromkeys(names)}
-
