@@ -106,7 +106,7 @@ def test_norm_takes_eps_and_marks_its_parameters(normalization, parallel):
     assert [each.sequence_parallel for each in norm.parameters()] == [parallel] * len(list(norm.parameters()))
 
 
-@pytest.mark.parametrize("name", megatron.NOT_YET)
+@pytest.mark.parametrize("name", ["layernorm_zero_centered_gamma", "memory_efficient_layer_norm"])
 def test_what_our_norms_lack_is_refused(name):
     with pytest.raises(ValueError, match=f"fusednorm: {name} must be False, got True"):
         megatron.Norm(config_of(**{name: True}), 8)
