@@ -18,7 +18,7 @@ SIDE_BY_SIDE := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 endif
 PIP := $(PYTHON) -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help demo test test-versions test-versions-all test-pairs simulate mutants test-gpu fuzz bench plot budgets sass lint docs package clean
+.PHONY: help demo test test-versions test-versions-all test-pairs test-integrations simulate mutants test-gpu fuzz bench plot budgets sass lint docs package clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -41,6 +41,9 @@ test-versions-all: $(READY)  ## the thousands of problems of `make budgets`, wit
 
 test-pairs: $(READY)  ## what depends on torch and Triton, with four pairs of the two: some ten minutes each; PAIRS="--torch 2.11.0"
 	$(PYTHON) tests/pairs.py $(PAIRS)
+
+test-integrations: $(READY)  ## torchtitan, Megatron-Core, Hugging Face and Lightning as released: minutes; STACKS="--stacks trl"
+	$(PYTHON) tests/stacks.py $(STACKS)
 
 # Goes on where it was stopped: SIMULATE="--releases 3.9.0 --random 100 --part 3/20".
 simulate: $(READY)  ## the simulator's product of problems, and 10,000 random ones over all Tritons: hours on two cores, so in parts

@@ -111,6 +111,9 @@ setup(
         "bench": ["matplotlib", "rich", "tqdm"],
         "demo": ["matplotlib", "numpy", "rich", "tqdm"],
         "docs": ["furo", "myst-parser", "sphinx"],
+        "integrations": [
+            *("pytest", "accelerate", "lightning", "megatron-core", "torchtitan", "transformers[kernels]", "trl"),
+        ],
     },
     classifiers=[
         "Development Status :: 4 - Beta",

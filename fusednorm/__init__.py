@@ -12,7 +12,7 @@ if not (_HERE / "kernels").is_dir():
     # A source tree has kernels/ beside this package, an installation has it inside. Both import as fusednorm.kernels.
     __path__.append(str(_HERE.parent))
 
-from . import functional  # noqa: E402
+from . import functional, layers  # noqa: E402
 from .autograd import LayerNormFunction, RMSNormFunction  # noqa: E402
 from .columns.explanation import explain_column_sum  # noqa: E402
 from .columns.ops import column_sum  # noqa: E402
@@ -34,6 +34,7 @@ __all__ = [
     "explain_column_sum",
     "force",
     "functional",
+    "layers",
     "sm_margin",
     "warmup",
 ]

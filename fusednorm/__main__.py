@@ -1,4 +1,4 @@
-"""python -m fusednorm demo | doctor | plan"""
+"""python -m fusednorm demo | doctor | plan | hub"""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from .tools.plan import add_plan_arguments, run_plan
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fusednorm")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="demo | doctor | plan")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="demo | doctor | plan | hub")
     demo = commands.add_parser("demo", help="check the ops on real activations, then train a small GPT on them")
     demo.add_argument("--steps", type=int, help="training steps of each of the two runs (default: by device)")
     demo.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture (default: out)")
     commands.add_parser("doctor", help="say what this machine has, what works on it and what falls back")
     add_plan_arguments(commands.add_parser("plan", help="say which kernels run for a shape on a GPU, and why"))
+    hub = commands.add_parser("hub", help="write a repository that Hugging Face's `kernels` loads")
+    hub.add_argument("folder", type=Path)
     options = parser.parse_args(arguments)
     if options.command == "plan":
         return run_plan(options)
@@ -24,6 +26,10 @@ def main(arguments: list[str] | None = None) -> int:
         from .tools.demo import run_demo
 
         return run_demo(options.steps, options.out)
+    if options.command == "hub":
+        from .tools.hub import run_hub
+
+        return run_hub(options.folder)
     from .tools.doctor import run_doctor
 
     return run_doctor()

@@ -32,18 +32,19 @@ from .host.torch_compat import (
     shown_to_profiler,
     tracing_state,
 )
+from .namespace import NAMESPACE, TORCH_OPS
 from .planner.forcing import asked_variants, force, forced_variant
 from .planner.norm_problem import accumulation_dtype
 
 PLAIN = (Tensor, torch.nn.Parameter)
 KEPT_BACKWARDS = 4  # recipes of backwards kept per NormCall, which all layers of a model may share
 
-_layer_norm_fwd_op = torch.ops.fusednorm.layer_norm_fwd.default
-_layer_norm_bwd_op = torch.ops.fusednorm.layer_norm_bwd.default
-_rms_norm_fwd_op = torch.ops.fusednorm.rms_norm_fwd.default
-_rms_norm_bwd_op = torch.ops.fusednorm.rms_norm_bwd.default
-_layer_norm_bwd_residual_op = torch.ops.fusednorm.layer_norm_bwd_residual.default
-_rms_norm_bwd_residual_op = torch.ops.fusednorm.rms_norm_bwd_residual.default
+_layer_norm_fwd_op = TORCH_OPS.layer_norm_fwd.default
+_layer_norm_bwd_op = TORCH_OPS.layer_norm_bwd.default
+_rms_norm_fwd_op = TORCH_OPS.rms_norm_fwd.default
+_rms_norm_bwd_op = TORCH_OPS.rms_norm_bwd.default
+_layer_norm_bwd_residual_op = TORCH_OPS.layer_norm_bwd_residual.default
+_rms_norm_bwd_residual_op = TORCH_OPS.rms_norm_bwd_residual.default
 
 
 # Neither Function has setup_context, because it slows every call. Only torch.func needs it, and torch.func never gets
@@ -324,7 +325,7 @@ def _shown_forward(norm, x, normalized_shape, weight, bias, eps) -> Tensor | Non
     """`_forward`, recorded for torch.profiler as an op that the dispatcher runs would be."""
     if not _is_plain((x, weight, bias)):
         return None
-    with shown_to_profiler(f"fusednorm::{norm}_norm_fwd", x, weight, bias):
+    with shown_to_profiler(f"{NAMESPACE}::{norm}_norm_fwd", x, weight, bias):
         return _forward(norm, x, normalized_shape, weight, bias, eps)
 
 
@@ -391,7 +392,7 @@ def _at_once(
 
 def _below_autograd(op: Callable[..., tuple], *operands, **more) -> tuple:
     """The op through the dispatcher, which serves whatever intercepts calls below autograd (modes, DTensors, ...)."""
-    name = op.name().removeprefix("fusednorm::")
+    name = op.name().removeprefix(f"{NAMESPACE}::")
     if any(isinstance(each, Tensor) and each.is_nested for each in operands):
         raise RuntimeError(f"{name}: all tensors must be strided, got a nested one")
     sharding.register_where_needed()

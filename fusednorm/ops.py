@@ -45,10 +45,11 @@ from torch import Tensor
 from . import reference
 from .host import native, recipe
 from .host.kernel_devices import runs_kernels
+from .namespace import NAMESPACE
 from .planner.norm_problem import accumulation_dtype
 from .problem import BackwardCall, check_backward, check_forward, stats_shape, validate_backward, validate_forward
 
-LIBRARY = torch.library.Library("fusednorm", "DEF")
+LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 SCHEMAS = (
     "layer_norm_fwd(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05)"
@@ -236,7 +237,7 @@ for kernel, fake in FAKES.items():
         LIBRARY.impl(kernel.__name__, kernel, "CUDA")
     for key in ELSEWHERE:
         LIBRARY.impl(kernel.__name__, _refuse(kernel.__name__, fake), key)
-    torch.library.register_fake(f"fusednorm::{kernel.__name__}", fake, lib=LIBRARY)
+    torch.library.register_fake(f"{NAMESPACE}::{kernel.__name__}", fake, lib=LIBRARY)
 
 # AOTInductor accepts None only for outputs declared `Tensor?`, but the schemas above declare `Tensor` as ATen's do.
 # These copies of the backward ops declare `Tensor?` and have no derivatives. Only AOTInductor's graphs use them
@@ -250,4 +251,4 @@ for name, kernel, fake in (
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     for key in ("CPU", "CUDA"):
         LIBRARY.impl(name, kernel, key)
-    torch.library.register_fake(f"fusednorm::{name}", fake, lib=LIBRARY)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)

@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from .namespace import NAMESPACE, TORCH_OPS
+
 ROWS, WHOLE, SUM = "sharded as the rows", "replicated", "a partial sum"
 PLACED = {
     **dict.fromkeys(("x", "grad_out", "residual_grad", "mean", "rstd", "y", "dx"), ROWS),
@@ -45,7 +47,7 @@ def register() -> None:
     for add, ops in ((_add_norm, NORMS), (_add_column_sum, ("column_sum",))):
         try:
             for name in ops:
-                add(getattr(torch.ops.fusednorm, name).default)
+                add(getattr(TORCH_OPS, name).default)
         except (ImportError, AttributeError, TypeError) as error:
             missing.append(f"{ops[0]}, ...: {error}")
 
@@ -60,7 +62,7 @@ def placed(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple[dict, 
     for name in ("mean", "rstd"):
         if name in operands and len(given[name].shape) != len(x.shape):
             raise RuntimeError(
-                f"{op._schema.name.removeprefix('fusednorm::')}: {name} of DTensors must have the shape that the "
+                f"{op._schema.name.removeprefix(f'{NAMESPACE}::')}: {name} of DTensors must have the shape that the "
                 f"forward returns, of {len(x.shape)} dims, got {tuple(given[name].shape)}"
             )
     outputs = {returned.name: PLACED[returned.name] for returned in op._schema.returns}

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .namespace import TORCH_OPS
+
 STOCK_FACTOR = 1.5  # limit of an output's relative L2 error, as a multiple of that of ATen's kernel
 # Limit of an element's error, in ulps of the accumulation dtype. It is several times the error of a sound fp32
 # computation (bench/NOTES.md, "Evidence behind constants").
@@ -139,7 +141,7 @@ def make_inputs(case: Case, device: torch.device | str = "cpu", seed: int = 0) -
 
 def fused(case: Case, inputs: Inputs) -> Outputs:
     """This package's ops, forward and backward."""
-    ops, shape = torch.ops.fusednorm, case.normalized_shape
+    ops, shape = TORCH_OPS, case.normalized_shape
     if case.norm == "layer":
         y, mean, rstd = ops.layer_norm_fwd(inputs.x, shape, inputs.weight, inputs.bias, case.resolved_eps)
         mask = [True, inputs.weight is not None, inputs.bias is not None]

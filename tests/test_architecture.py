@@ -15,22 +15,24 @@ PACKAGE, KERNELS = ROOT / "fusednorm", ROOT / "kernels"
 
 # A room is a folder, or a file at the root. From the public face down:
 MAY_IMPORT = {
-    "__init__": {"autograd", "columns", "functional", "margin", "modules", "planner", "tools"},
+    "__init__": {"autograd", "columns", "functional", "layers", "margin", "modules", "planner", "tools"},
     "modules": {"functional"},
+    "layers": {"functional"},
     "functional": {"autograd", "host", "planner", "problem"},
-    "autograd": {"formulas", "host", "ops", "planner", "problem", "reference", "sharding"},
-    "columns": {"host", "kernels", "ops", "planner", "problem", "sharding"},
+    "autograd": {"formulas", "host", "namespace", "ops", "planner", "problem", "reference", "sharding"},
+    "columns": {"host", "kernels", "namespace", "ops", "planner", "problem", "sharding"},
     "formulas": {"planner", "problem", "reference"},
-    "sharding": set(),
-    "ops": {"host", "planner", "problem", "reference"},
+    "sharding": {"namespace"},
+    "namespace": set(),
+    "ops": {"host", "namespace", "planner", "problem", "reference"},
     "host": {"kernels", "margin", "planner", "problem", "reference"},
     "reference": {"planner", "problem"},
     "problem": {"planner"},
     "margin": {"planner"},
     "planner": set(),
-    "testing": set(),
+    "testing": {"namespace"},
     # Beside the path of a call:
-    "integrations": {"__init__", "autograd", "functional", "host", "modules", "ops", "planner", "problem"},
+    "integrations": {"__init__", "autograd", "functional", "host", "modules", "namespace", "ops", "planner", "problem"},
     "tools": {"__init__", "host", "margin", "modules", "planner", "problem", "testing"},
     "__main__": {"tools"},
 }

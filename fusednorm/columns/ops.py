@@ -26,6 +26,7 @@ from .. import sharding
 from ..host import torch_compat
 from ..host.kernel_devices import runs_kernels
 from ..host.torch_compat import forward_ad, is_transforming
+from ..namespace import NAMESPACE, TORCH_OPS
 from ..ops import ELSEWHERE, LIBRARY
 from .plan import MAX_TENSORS
 from .problem import check_column_sum, sum_dtype, validate_column_sum
@@ -39,7 +40,7 @@ def column_sum(inputs: Sequence[Tensor], *, total: bool = False, dtype: torch.dt
     the list has one tensor, the sum of all. Dtypes and errors are those of torch.ops.fusednorm.column_sum."""
     if not torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace the registration
         sharding.register_where_needed()  # in inference mode no later step would register
-    return torch.ops.fusednorm.column_sum(inputs, total=total, dtype=dtype)
+    return TORCH_OPS.column_sum(inputs, total=total, dtype=dtype)
 
 
 def _run(inputs: Sequence[Tensor], *, total: bool = False, dtype: torch.dtype | None = None) -> list[Tensor]:
@@ -106,8 +107,7 @@ def _above(inputs: Sequence[Tensor], *, total: bool = False, dtype: torch.dtype 
 
 def _below_autograd(inputs: Sequence[Tensor], total: bool, dtype: torch.dtype | None) -> list[Tensor]:
     sharding.register_where_needed()
-    op = torch.ops.fusednorm.column_sum
-    return torch_compat.below_autograd(op, _run, inputs, total=total, dtype=dtype)
+    return torch_compat.below_autograd(TORCH_OPS.column_sum, _run, inputs, total=total, dtype=dtype)
 
 
 LIBRARY.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
@@ -116,4 +116,4 @@ for _key in ELSEWHERE:
     LIBRARY.impl("column_sum", _run, _key)
 for _key in ("Autograd", "FuncTorchBatchedDecomposition"):
     LIBRARY.impl("column_sum", _above, _key)
-torch.library.register_fake("fusednorm::column_sum", _fake, lib=LIBRARY)
+torch.library.register_fake(f"{NAMESPACE}::column_sum", _fake, lib=LIBRARY)

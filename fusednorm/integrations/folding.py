@@ -24,10 +24,11 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node, map_arg
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from ..namespace import TORCH_OPS
 from ..planner.norm_problem import FLOAT_DTYPES
 from .routing import named_arguments
 
-aten, ours = torch.ops.aten, torch.ops.fusednorm
+aten, ours = torch.ops.aten, TORCH_OPS
 
 FOLDED = {  # per op: its replacement, and the parameters whose gradients are outputs 1 and 2
     ours.layer_norm_bwd.default: ("layer_norm_bwd_residual", ("weight", "bias")),

@@ -21,12 +21,13 @@ from torch._inductor import decomposition
 from torch._inductor.virtualized import V
 
 from ..host import gpus
+from ..namespace import TORCH_OPS
 from ..planner import legality
 from ..planner.norm_problem import NormProblem
 from ..problem import validate_backward, validate_forward
 
 # (norm, direction, ATen's op, our op). Both ops take the same arguments at the same positions.
-aten, ours = torch.ops.aten, torch.ops.fusednorm
+aten, ours = torch.ops.aten, TORCH_OPS
 OPS = (
     ("layer", "forward", aten.native_layer_norm.default, ours.layer_norm_fwd.default),
     ("layer", "backward", aten.native_layer_norm_backward.default, ours.layer_norm_bwd.default),

@@ -29,6 +29,19 @@ MANY_ROWS = 1 << 20  # row count for which the substitute of a failed plan is ch
 SERIAL_BUILDS = 2
 
 
+PACKAGE = __package__.removesuffix(".tools")
+# Imports the package from its file, under the name that it has here: a build that Hugging Face's `kernels` has loaded
+# is on no path.
+WORKER = """
+import sys
+from importlib import import_module, util
+spec = util.spec_from_file_location(*sys.argv[1:])
+sys.modules[spec.name] = package = util.module_from_spec(spec)
+spec.loader.exec_module(package)
+import_module(f"{spec.name}.tools.warm")._work()
+"""
+
+
 class Wanted(NamedTuple):
     """An expected call of an op, without its tensors. Its rows are contiguous."""
 
@@ -230,7 +243,7 @@ def _start_worker(builds: list[Build], arch: int) -> subprocess.Popen:
     Triton's interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    command = [sys.executable, "-c", "from fusednorm.tools import warm; warm._work()"]
+    command = [sys.executable, "-c", WORKER, PACKAGE, sys.modules[PACKAGE].__file__]
     worker = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
     )

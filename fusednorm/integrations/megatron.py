@@ -1,0 +1,65 @@
+"""Megatron-Core on this package's norms: a norm for its specs, and its specs with these norms.
+
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    model = GPTModel(config, fusednorm.integrations.megatron.with_norms(spec), ...)
+
+Norms that TransformerEngine fuses with the linear layer behind them are part of that layer, and stay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+from megatron.core.extensions.transformer_engine import TENorm
+from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from torch import nn
+
+from .. import modules
+
+NORMS = {"LayerNorm": modules.LayerNorm, "RMSNorm": modules.RMSNorm}
+NOT_YET = ("layernorm_zero_centered_gamma", "memory_efficient_layer_norm")
+MEGATRONS = (FusedLayerNorm, TENorm, WrappedTorchNorm)
+
+Spec = TypeVar("Spec")
+
+
+class Norm:
+    """Makes a fusednorm.LayerNorm or RMSNorm, as config.normalization says. A class, because specs call no functions.
+
+    Under config.sequence_parallel its parameters are marked, so that Megatron adds up their gradients over the ranks of
+    tensor parallelism. Raises ValueError if the config asks for what these norms do not do.
+    """
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> nn.Module:
+        if config.normalization not in NORMS:
+            raise ValueError(f"fusednorm: normalization must be one of {sorted(NORMS)}, got {config.normalization!r}")
+        for name in NOT_YET:
+            if getattr(config, name, False):
+                raise ValueError(f"fusednorm: {name} must be False, got True; Megatron's own norms have it")
+        norm = NORMS[config.normalization](hidden_size, eps=eps)
+        norm.returns_residual = False
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+
+class SpecProvider(LocalSpecProvider):
+    """Megatron's modules with our norms, for functions that take a backend."""
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
+        return Norm
+
+
+def with_norms(spec: Spec) -> Spec:
+    """The spec, of a layer or of a block, with our norm in place of each of Megatron's. `spec` itself stays."""
+    if spec in MEGATRONS:
+        return Norm
+    if isinstance(spec, list):
+        return [with_norms(each) for each in spec]
+    if is_dataclass(spec) and not isinstance(spec, type):
+        return replace(spec, **{each.name: with_norms(getattr(spec, each.name)) for each in fields(spec)})
+    return spec

@@ -1,0 +1,85 @@
+"""python -m fusednorm hub: writes this package as a repository that Hugging Face's `kernels` loads.
+
+FOLDER/build/torch-cuda holds a build that loads as it is, by a local path or from the Hub. build.toml, flake.nix and
+torch-ext/ are the same package as kernel-builder's source, to build and upload it there. Both are plain copies: the
+host side in C++ is left out, because a build must serve every torch.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+from .. import __version__
+
+PACKAGE = Path(__file__).parent.parent
+KERNELS = Path(find_spec("..kernels", __package__).origin).parent  # beside the package in a source tree
+LICENSE = "Apache-2.0"
+MAJOR = int(__version__.split(".")[0])  # a version of a kernel is one number; 0 is a beta
+
+BUILD = f"""\
+[general]
+edition = 5
+name = "fusednorm"
+version = {MAJOR}
+license = "{LICENSE}"
+backends = ["cuda"]
+
+[torch-noarch]
+"""
+FLAKE = """\
+{
+  description = "fusednorm";
+  inputs.kernel-builder.url = "github:huggingface/kernels";
+  outputs = { self, kernel-builder }:
+    kernel-builder.lib.genKernelFlakeOutputs { inherit self; path = ./.; };
+}
+"""
+
+
+def run_hub(folder: Path) -> int:
+    write_repository(folder)
+    print(f'{folder}: KernelConfig({{"RMSNorm": "{folder.resolve()}:RMSNorm"}}, use_local_kernel=True)')
+    return 0
+
+
+def write_repository(folder: Path) -> None:
+    """Write the repository to `folder`. What an earlier call wrote there is replaced."""
+    build, source = folder / "build" / "torch-cuda", folder / "torch-ext" / "fusednorm"
+    for target in (build, source):
+        shutil.rmtree(target, ignore_errors=True)
+        for file, name in _files():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, target / name)
+    (build / "metadata.json").write_text(json.dumps(_metadata(build), indent=2) + "\n")
+    (folder / "build.toml").write_text(BUILD)
+    (folder / "flake.nix").write_text(FLAKE)
+
+
+def _files() -> list[tuple[Path, Path]]:
+    """The files of the package, and where each is in it."""
+    found = {path: path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py")}
+    found |= {path: Path("kernels") / path.name for path in KERNELS.glob("*.py")}
+    return sorted(found.items())
+
+
+def _metadata(build: Path) -> dict:
+    """What `kernels` wants to know of a build. It imports the build under the id, which is also the namespace of the
+    build's ops (namespace.py)."""
+    content = {path.relative_to(build).as_posix(): path.read_bytes() for path in sorted(build.rglob("*.py"))}
+    sums = {name: hashlib.sha256(text).digest() for name, text in content.items()}
+    whole = hashlib.sha256(b"".join(name.encode() + sum for name, sum in sums.items())).hexdigest()
+    digest = {"algorithm": "sha256", "files": {name: base64.b64encode(sum).decode() for name, sum in sums.items()}}
+    return {
+        "name": "fusednorm",
+        "id": f"_fusednorm_cuda_{whole[:12]}",
+        "version": MAJOR,
+        "license": LICENSE,
+        "python-depends": [],
+        "backend": {"type": "cuda"},
+        "digest": digest,
+    }

@@ -1,0 +1,145 @@
+"""Hugging Face's `kernels`: the repository that `python -m fusednorm hub` writes, loaded and put into models."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import sys
+
+import pytest
+import torch
+from graphs import RecordingBackend
+from tiny import build, norms, ops_logged, tokens
+
+import fusednorm
+from fusednorm.__main__ import main
+
+kernels = pytest.importorskip("kernels.layer", reason="needs the package kernels: make test-integrations")
+load = pytest.importorskip("kernels.load")
+transformers = pytest.importorskip("transformers", reason="needs the package transformers: make test-integrations")
+
+TRAINING = kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE
+QWEN = {"layer_types": ["full_attention"], "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+QWEN |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 128}
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hub") / "fusednorm"
+    assert main(["hub", str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def loaded(repository):
+    """The package as `kernels` imports it, beside the one that is installed."""
+    return load.get_local_kernel(repository)
+
+
+@pytest.fixture
+def stock_layer_norms_take_layers():
+    kernels.replace_kernel_forward_from_hub(torch.nn.LayerNorm, "LayerNorm")
+    yield
+    del torch.nn.LayerNorm.kernel_layer_name, torch.nn.LayerNorm.kernel_condition
+
+
+def qwen3_5() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**QWEN))
+
+
+def on_ours(model: torch.nn.Module, repository, slot: str) -> torch.nn.Module:
+    """A copy of the model with our layer in the slot."""
+    layer = kernels.LocalLayerRepository(repository, layer_name=slot)
+    with kernels.use_kernel_mapping({slot: {"cpu": {TRAINING: layer}}}, inherit_mapping=False):
+        return kernels.kernelize(copy.deepcopy(model), mode=TRAINING, device="cpu")
+
+
+def grads_of(model: torch.nn.Module, called=None) -> dict[str, torch.Tensor]:
+    ids = tokens()
+    loss = (model if called is None else called)(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return {"loss": loss.detach()} | {name: each.grad for name, each in model.named_parameters()}
+
+
+def test_repository_is_what_kernel_builder_and_kernels_read(repository, capfd):
+    rust = pytest.importorskip("kernels._rust")
+    rust.Build.open(repository)
+    assert not capfd.readouterr().err, "a word about an old format of build.toml"
+    build = repository / "build" / "torch-cuda"
+    digest = rust.Metadata.read_from_file(build / "metadata.json").digest
+    digest.validate(rust.Digest.hash_variant(rust.DigestAlgorithm.SHA256, build))
+
+
+def test_build_works_beside_the_installed_package(loaded):
+    assert loaded.__name__.startswith("_fusednorm_cuda_") and loaded is not fusednorm
+    x, weight = torch.randn(4, 8), torch.randn(8)
+    theirs, ours = getattr(torch.ops, loaded.__name__), torch.ops.fusednorm
+    assert theirs.rms_norm_fwd.default is not ours.rms_norm_fwd.default
+    assert torch.equal(theirs.rms_norm_fwd(x, [8], weight)[0], ours.rms_norm_fwd(x, [8], weight)[0])
+    own = [name for name in sys.modules if name.startswith(f"{loaded.__name__}.")]
+    assert own and all(sys.modules[name].__spec__.origin.startswith(loaded.__path__[0]) for name in own)
+
+
+@pytest.mark.parametrize(
+    "slot, make, op, count",
+    [
+        ("RMSNorm", lambda: build("Llama"), "rms_norm", 5),
+        ("RMSNormZeroCentered", qwen3_5, "rms_norm", 5),
+        ("LayerNorm", lambda: build("GPT2"), "layer_norm", 5),
+    ],
+    ids=["Llama", "Qwen3.5", "GPT-2"],
+)
+def test_layer_trains_a_model_of_transformers(slot, make, op, count, repository, loaded, stock_layer_norms_take_layers):
+    stock = make()
+    ours = on_ours(stock, repository, slot)
+    expected = grads_of(stock)
+    with ops_logged(loaded) as log:
+        got = grads_of(ours)
+    assert norms(log, loaded.__name__) == {f"{op}_fwd": count, f"{op}_bwd": count}
+    torch.testing.assert_close(got, expected)
+    assert ours.state_dict().keys() == stock.state_dict().keys()
+
+
+@pytest.mark.parametrize("slot, name", [("RMSNorm", "Llama"), ("LayerNorm", "GPT2")])
+def test_layer_compiles_without_a_graph_break(slot, name, repository, loaded, stock_layer_norms_take_layers):
+    ours, backend = on_ours(build(name), repository, slot), RecordingBackend()
+    ours.loss_type = "ForCausalLM"  # where transformers guesses, its warning breaks the graph
+    compiled = torch.compile(ours, backend=backend, fullgraph=True)
+    expected = grads_of(copy.deepcopy(ours))
+    with loaded.host.kernel_devices.kernels_on("cpu"), loaded.force("reference"):
+        got = grads_of(ours, compiled)
+    torch.testing.assert_close(got, expected)
+    calls = [op for op in backend.ops if op.startswith(loaded.__name__)]
+    assert len(backend.graphs) == 2 and len(calls) == 10, backend.graphs
+
+
+def test_kernel_config_takes_the_repository_by_its_path(repository, loaded, monkeypatch):
+    """transformers takes no mapping for CPUs, so the model claims to be on a GPU of sm_90."""
+    for module in (transformers.utils.kernel_config, transformers.integrations.hub_kernels):
+        monkeypatch.setattr(module, "get_device_type", lambda device=None: "cuda")
+    monkeypatch.setattr("kernels.layer.repos._find_capability", lambda: 90)
+    stock = build("Llama").train()
+    ours = copy.deepcopy(stock)
+    config = transformers.KernelConfig({"RMSNorm": f"{repository}:RMSNorm"}, use_local_kernel=True)
+    ours.set_use_kernels(True, config)
+    expected = grads_of(stock)
+    with ops_logged(loaded) as log:
+        got = grads_of(ours)
+    assert norms(log, loaded.__name__) == {"rms_norm_fwd": 5, "rms_norm_bwd": 5}
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize(
+    "name", ["deepseek_v3", "gpt_oss", "llama", "nemotron_h", "olmo2", "qwen3", "qwen3_5", "qwen3_5_moe"]
+)
+def test_layer_computes_what_the_norms_of_its_slot_do(name):
+    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    slots = {getattr(each, "kernel_layer_name", None): each for each in vars(module).values()}
+    for layer in (fusednorm.layers.RMSNorm, fusednorm.layers.RMSNormZeroCentered):
+        norm = slots.get(layer.__name__)
+        if norm:
+            break
+    made, x = norm(16), torch.randn(3, 16)
+    torch.nn.init.normal_(made.weight)
+    torch.testing.assert_close(layer.forward(made, x), made(x))

@@ -1,0 +1,119 @@
+"""Megatron-Core: a tiny GPT from its own specs, with our norms in them, on one process."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny import norms, ops_logged
+
+import fusednorm
+
+core = pytest.importorskip("megatron.core", reason="needs the package megatron-core: make test-integrations")
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.transformer import TransformerConfig  # noqa: E402
+from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
+
+from fusednorm.integrations import megatron  # noqa: E402
+
+LENGTH, VOCABULARY = 16, 64
+
+
+@pytest.fixture(autouse=True)
+def cpu_as_the_current_gpu(monkeypatch):
+    """Megatron makes some tensors on torch.cuda.current_device(), and forks CUDA's random state for dropout."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    tracker = SimpleNamespace(fork=contextlib.nullcontext)
+    monkeypatch.setattr(core.tensor_parallel, "get_cuda_rng_tracker", lambda: tracker)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group(tmp_path_factory):
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path_factory.mktemp('gloo')}/store", rank=0, world_size=1)
+    core.parallel_state.initialize_model_parallel()
+    yield
+    core.parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def config_of(**options) -> TransformerConfig:
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
+    return TransformerConfig(
+        **sizes, use_cpu_initialization=True, attention_dropout=0.0, hidden_dropout=0.0, qk_layernorm=True, **options
+    )
+
+
+def gpt(config: TransformerConfig, with_norms=lambda spec: spec) -> GPTModel:
+    torch.manual_seed(0)
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization, qk_l2_norm=False
+    )
+    return GPTModel(config, with_norms(spec), vocab_size=VOCABULARY, max_sequence_length=LENGTH)
+
+
+def losses(model: GPTModel, steps: int = 4) -> list[float]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCABULARY, (2, LENGTH), generator=generator)
+    positions = torch.arange(LENGTH).expand_as(tokens)
+    mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for _ in range(steps):
+        loss = model(tokens, positions, mask, labels=tokens).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("normalization, op", [("LayerNorm", "layer_norm"), ("RMSNorm", "rms_norm")])
+def test_gpt_trains_as_with_megatrons_norms(normalization, op):
+    config = config_of(normalization=normalization)
+    stock, ours = gpt(config), gpt(config, megatron.with_norms)
+    start = copy.deepcopy(ours.state_dict())
+    stock.load_state_dict(start)
+    expected = losses(stock)
+    with ops_logged() as log:
+        got = losses(ours)
+    count = 4 * (2 * 4 + 1)  # steps x (layers x (two norms, and those of q and k), and the last norm)
+    assert norms(log) == {f"{op}_fwd": count, f"{op}_bwd": count}
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    assert got[-1] < got[0]
+    ours.load_state_dict(stock.state_dict())
+
+
+def test_spec_itself_stays_as_it_is():
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    ours = megatron.with_norms(spec)
+    assert ours.submodules.input_layernorm is ours.submodules.pre_mlp_layernorm is megatron.Norm
+    assert spec.submodules.input_layernorm is spec.submodules.pre_mlp_layernorm is WrappedTorchNorm
+    assert spec.submodules.self_attention is not ours.submodules.self_attention
+
+
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_norm_takes_eps_and_marks_its_parameters(normalization, parallel):
+    config = config_of(normalization=normalization, tensor_model_parallel_size=2, sequence_parallel=parallel)
+    norm = megatron.SpecProvider().layer_norm()(config=config, hidden_size=8, eps=1e-3)
+    assert type(norm) is getattr(fusednorm, normalization) and norm.eps == 1e-3 and not norm.returns_residual
+    assert [each.sequence_parallel for each in norm.parameters()] == [parallel] * len(list(norm.parameters()))
+
+
+@pytest.mark.parametrize("name", ["layernorm_zero_centered_gamma", "memory_efficient_layer_norm"])
+def test_what_our_norms_lack_is_refused(name):
+    with pytest.raises(ValueError, match=f"fusednorm: {name} must be False, got True"):
+        megatron.Norm(config_of(**{name: True}), 8)
+
+
+def test_other_normalizations_are_refused():
+    config = config_of()
+    config.normalization = "L2Norm"
+    with pytest.raises(ValueError, match="normalization must be one of .*, got 'L2Norm'"):
+        megatron.Norm(config, 8)
