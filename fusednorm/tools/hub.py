@@ -43,7 +43,8 @@ FLAKE = """\
 
 def run_hub(folder: Path) -> int:
     write_repository(folder)
-    print(f'{folder}: KernelConfig({{"RMSNorm": "{folder.resolve()}:RMSNorm"}}, use_local_kernel=True)')
+    config = f'KernelConfig({{"RMSNorm": "{folder.resolve()}:RMSNorm"}}, use_local_kernel=True)'
+    print(f"model.train().set_use_kernels(True, transformers.{config})")
     return 0
 
 
