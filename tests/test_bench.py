@@ -168,10 +168,11 @@ def test_a_packed_shape_is_a_slice_of_longer_rows():
     assert str(case).endswith("@40")
 
 
-def test_records_are_json_lines_in_a_file_named_by_date_and_gpu(tmp_path):
+def test_records_are_json_lines_in_a_file_of_the_gpu_and_the_tool(tmp_path):
     record = make_record(CASE, "backward", "fusednorm", TIMES, Times.of([5.0]), MACHINE)
-    path = results_path(tmp_path / "results", MACHINE)
-    assert path.name == "2031-05-06-nvidia-h200-nvl.jsonl"
+    path = results_path(tmp_path / "results", MACHINE, "norm")
+    assert path == tmp_path / "results/nvidia-h200-nvl/norm.jsonl"
+    assert results_path(tmp_path / "mine.jsonl", MACHINE, "norm") == tmp_path / "mine.jsonl"
     save([record, record], path)
     save([record], path)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -184,6 +185,9 @@ def test_of_two_times_of_a_cell_the_later_is_loaded(tmp_path):
     path = tmp_path / "some.jsonl"
     save([record_of("fusednorm", 20), record_of("fusednorm", 30), record_of("aten", 40)], path)
     assert [(r["candidate"], r["median_us"]) for r in load([path])] == [("fusednorm", 30), ("aten", 40)]
+    older = tmp_path / "older.jsonl"
+    save([record_of("fusednorm", 50, date="2030-01-01T00:00:00+00:00")], older)
+    assert [r["median_us"] for r in load([path, older])] == [30, 40], "by date, not by the order of the files"
 
 
 def test_report_says_why_a_candidate_has_no_time():
@@ -259,7 +263,7 @@ def pretended_gpu(monkeypatch):
 def test_a_run_checks_times_reports_and_saves_each_candidate(pretended_gpu, tmp_path, capsys):
     arguments = ["--shapes", "8x16", "4x2x8@40", "--dtype", "fp32", "--out", str(tmp_path), "--host"]
     assert bench_norm.main([*arguments, "--candidates", "fusednorm", "fusednorm:pipelined", "aten"]) == 0
-    (path,) = tmp_path.iterdir()
+    (path,) = tmp_path.rglob("*.jsonl")
     records = load([path])
     assert len(records) == 2 * 2 * 2 * 4  # shapes, norms, directions, candidates and floor
     ours = [record for record in records if record["candidate"] == "fusednorm"]
@@ -305,7 +309,7 @@ def test_a_peer_that_cannot_be_captured_is_left_out_and_ours_that_is_wrong_is_ex
     monkeypatch.setitem(CANDIDATES, "liger", replace(peer, name="liger"))
     arguments = ["--shapes", "8x16", "--norms", "rms", "--dtype", "fp32", "--out", str(tmp_path), "--candidates"]
     assert bench_norm.main([*arguments, "aten", "liger"]) == 0
-    refused = [r for r in load(tmp_path.iterdir()) if r["candidate"] == "liger" and r["median_us"] is None]
+    refused = [r for r in load(tmp_path.rglob("*.jsonl")) if r["candidate"] == "liger" and r["median_us"] is None]
     assert [(r["direction"], r["refusal"]) for r in refused] == [
         ("backward", "backward cannot be captured: RuntimeError: operation not permitted when stream is capturing")
     ]
@@ -314,7 +318,7 @@ def test_a_peer_that_cannot_be_captured_is_left_out_and_ours_that_is_wrong_is_ex
     assert "WRONG: rms-8x16" in capsys.readouterr().err
 
 
-def test_a_width_sweep_writes_short_lines_and_stops_in_time(pretended_gpu, tmp_path, monkeypatch):
+def test_a_width_sweep_writes_a_line_for_each_cell_and_stops_in_time(pretended_gpu, tmp_path, monkeypatch):
     compiled = []
     monkeypatch.setattr(widths, "compile_batch", lambda batch, options: compiled.append(batch))
     monkeypatch.setattr(
@@ -324,10 +328,10 @@ def test_a_width_sweep_writes_short_lines_and_stops_in_time(pretended_gpu, tmp_p
     assert widths.main(["--step", "8192", "--out", str(path)]) == 0
     done = widths.read(path)
     assert len(done) == 2 * (9 + 5) and sum(map(len, compiled)) == len(done)
-    assert all(len(line) < 80 for line in path.read_text().splitlines()[1:])
+    assert all(cell["gpu"] == MACHINE["gpu"] and cell["date"] == MACHINE["date"] for cell in done)
     late = tmp_path / "late.jsonl"
     assert widths.main(["--step", "8192", "--limit-seconds", "0", "--out", str(late)]) == 0
-    assert widths.read(late) == []
+    assert not late.exists()
 
 
 def test_what_looks_like_a_cliff_is_timed_again_with_its_neighbours(pretended_gpu, tmp_path, monkeypatch, capsys):
@@ -344,7 +348,8 @@ def test_what_looks_like_a_cliff_is_timed_again_with_its_neighbours(pretended_gp
     assert widths.main(["--step", "8192", "--norms", "rms", "--rows", "2048", "--out", str(path)]) == 0
     assert asked[-5:] == [768 + 8192 * n for n in range(1, 6)] and len(asked) == 9 + 5
     assert "9 of 9 cells timed, 5 of them again" in capsys.readouterr().out
-    assert {cell["cols"]: cell["floor_us"] / cell["us"] for cell in widths.read(path)}[25344] == pytest.approx(0.8)
+    (again,) = (cell for cell in widths.read(path) if cell["cols"] == 25344)
+    assert again["floor_us"] / again["median_us"] == pytest.approx(0.8)
 
 
 def test_a_captured_call_lives_as_long_as_its_graph(monkeypatch):
