@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 
@@ -240,6 +241,50 @@ def test_sweep_draws_plans_of_the_variant_that_prepare_without_a_gpu(norm, varia
         assert outputs[0].shape == inputs.x.shape
 
 
+def test_a_sweep_writes_a_line_of_all_plans_with_a_time_or_the_reason_for_none(monkeypatch, tmp_path, capsys):
+    from bench import sweep
+    from fusednorm.planner.device import H200
+    from fusednorm.planner.plan import MultiWavePlan
+
+    plans = [MultiWavePlan(1, chunk, 1, 4, 1, 255) for chunk in (64, 128, 256, 512)]
+    compiled = dict(zip(plans, [(40, 0), (80, 16), "RuntimeError: no", (50, 0)], strict=True))
+
+    def prepare(case, inputs, direction, plan):
+        want = sweep.exact(case, inputs)
+        outputs = [getattr(want, name) * (2 if plan is plans[3] else 1) for name in ("dx", "dweight", "dbias")]
+        return [], outputs
+
+    class Pool(contextlib.nullcontext):
+        def __enter__(self):
+            return self
+
+        def map(self, _, jobs, chunksize):
+            return [compiled[plan] for _, _, plan, _ in jobs]
+
+    monkeypatch.setattr(sweep, "lacks_gpu", lambda tool: False)
+    monkeypatch.setattr(sweep, "describe_machine", lambda: MACHINE)
+    monkeypatch.setattr(sweep, "make_bench_inputs", lambda case, device: make_bench_inputs(case, "cpu"))
+    monkeypatch.setattr(sweep.gpus, "spec_of", lambda device: H200)
+    monkeypatch.setattr(sweep, "fitting_plans", lambda *_: plans)
+    monkeypatch.setattr(sweep.multiprocessing, "get_context", lambda way: type("Context", (), {"Pool": Pool}))
+    monkeypatch.setattr(sweep, "prepare", prepare)
+    monkeypatch.setattr(sweep, "time_interleaved", lambda calls, rounds: dict.fromkeys(calls, TIMES))
+    arguments = ["--shapes", "8x64", "--norms", "layer", "--dtype", "fp32", "--variants", "multi_wave"]
+    assert sweep.main([*arguments, "--run", "mine", "--out", str(tmp_path)]) == 1, "one plan is wrong"
+    (line,) = (tmp_path / "nvidia-h200-nvl/plans.jsonl").read_text().splitlines()
+    record = json.loads(line)
+    assert {name: record[name] for name in ("run", "direction", "rows", "x_dtype", "floor_us")} == {
+        "run": "mine", "direction": "backward", "rows": 8, "x_dtype": "float32", "floor_us": TIMES.median,
+    }  # fmt: skip
+    assert [(e["plan"], e["median_us"], e.get("refusal"), e.get("wrong")) for e in record["timed"]] == [
+        ("MultiWave(1,64,1,4,1,255,0)", TIMES.median, None, False),
+        ("MultiWave(1,128,1,4,1,255,0)", None, "16 bytes of stack", None),
+        ("MultiWave(1,256,1,4,1,255,0)", None, "RuntimeError: no", None),
+        ("MultiWave(1,512,1,4,1,255,0)", TIMES.median, None, True),
+    ]
+    assert "4 plans, 2 timed" in capsys.readouterr().out
+
+
 @pytest.fixture
 def pretended_gpu(monkeypatch):
     """CPU tensors for CUDA's, and for a graph the call itself; every candidate takes 10 us more than the last."""
@@ -353,7 +398,6 @@ def test_what_looks_like_a_cliff_is_timed_again_with_its_neighbours(pretended_gp
 
 
 def test_a_captured_call_lives_as_long_as_its_graph(monkeypatch):
-    import contextlib
     import gc
     import weakref
 
