@@ -1,4 +1,4 @@
-"""Megatron-Core: a tiny GPT from its own specs, with our norms in them, on one process."""
+"""Megatron-Core: a tiny GPT from its own specs, with our norms in them, on one process and tensor parallel on two."""
 
 from __future__ import annotations
 
@@ -6,15 +6,22 @@ import contextlib
 import copy
 import os
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from tiny import norms, ops_logged
+from worlds import Log, World, combinations_in, ops_run, run_all
 
 import fusednorm
 
 core = pytest.importorskip("megatron.core", reason="needs the package megatron-core: make test-integrations")
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
@@ -25,20 +32,24 @@ from fusednorm.integrations import megatron  # noqa: E402
 LENGTH, VOCABULARY = 16, 64
 
 
-@pytest.fixture(autouse=True)
-def cpu_as_the_current_gpu(monkeypatch):
+@contextlib.contextmanager
+def cpu_as_the_current_gpu():
     """Megatron makes some tensors on torch.cuda.current_device(), and forks CUDA's random state for dropout."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
     tracker = SimpleNamespace(fork=contextlib.nullcontext)
-    monkeypatch.setattr(core.tensor_parallel, "get_cuda_rng_tracker", lambda: tracker)
+    with (
+        mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
+        mock.patch.object(core.tensor_parallel, "get_cuda_rng_tracker", lambda: tracker),
+    ):
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
-def process_group(tmp_path_factory):
+def one_process(tmp_path_factory):
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path_factory.mktemp('gloo')}/store", rank=0, world_size=1)
     core.parallel_state.initialize_model_parallel()
-    yield
+    with cpu_as_the_current_gpu():
+        yield
     core.parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
@@ -58,14 +69,17 @@ def gpt(config: TransformerConfig, with_norms=lambda spec: spec) -> GPTModel:
     return GPTModel(config, with_norms(spec), vocab_size=VOCABULARY, max_sequence_length=LENGTH)
 
 
-def losses(model: GPTModel, steps: int = 4) -> list[float]:
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(VOCABULARY, (2, LENGTH), generator=generator)
+def loss_of(model: torch.nn.Module) -> torch.Tensor:
+    tokens = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     positions = torch.arange(LENGTH).expand_as(tokens)
     mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    return model(tokens, positions, mask, labels=tokens).mean()
+
+
+def losses(model: GPTModel, steps: int = 4) -> list[float]:
     optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     for _ in range(steps):
-        loss = model(tokens, positions, mask, labels=tokens).mean()
+        loss = loss_of(model)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -87,6 +101,33 @@ def test_gpt_trains_as_with_megatrons_norms(normalization, op):
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
     assert got[-1] < got[0]
     ours.load_state_dict(stock.state_dict())
+
+
+def gradients_of_norms(size: int) -> dict[str, torch.Tensor]:
+    """By Megatron's own data parallelism, on this many tensor-parallel ranks with sequences sharded at the norms."""
+    core.parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+    config = config_of(tensor_model_parallel_size=size, sequence_parallel=size > 1)
+    model = gpt(config, megatron.with_norms)
+    parallel = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+    parallel.zero_grad_buffer()
+    loss_of(parallel).backward()
+    finalize_model_grads([parallel])
+    core.parallel_state.destroy_model_parallel()
+    return {name: each.main_grad.clone() for name, each in model.named_parameters() if "norm" in name}
+
+
+def sequence_parallel(world: World) -> None:
+    with cpu_as_the_current_gpu(), ops_run(world):
+        with Log() as log:
+            got = gradients_of_norms(2)
+        assert log.norms().count("fusednorm.layer_norm_bwd.default") == len(got) // 2 == 9
+        torch.testing.assert_close(got, gradients_of_norms(1))
+
+
+def test_gradients_are_summed_over_the_sequence(tmp_path):
+    (combination,) = combinations_in(globals(), {sequence_parallel: (2,)})
+    failure = run_all(2, [combination], tmp_path)[combination.name]
+    assert not failure, failure
 
 
 def test_spec_itself_stays_as_it_is():
