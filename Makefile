@@ -23,7 +23,7 @@ PIP := $(PYTHON) -m pip --disable-pip-version-check install --quiet
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
 
-demo: $(READY)  ## the ops against float64; a small GPT on stock norms and on ours
+demo: $(READY)  ## the ops and kernels against float64; a small GPT on stock norms and on ours
 	$(PYTHON) -m fusednorm demo
 
 test: $(READY)  ## all tests that need no GPU: about eight minutes on two cores
