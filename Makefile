@@ -68,7 +68,7 @@ lint: $(READY)  ## ruff, and mypy on the public face
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
 
-docs: $(READY)  ## the pages and the reference in out/docs/; a warning or a dead link is an error
+docs: $(READY)  ## the pages and the reference in out/docs/; a warning, or a link to nowhere, is an error
 	$(PYTHON) -m sphinx -W --keep-going -q -c docs . out/docs
 
 package: $(READY)  ## sdist and wheels in dist/, pure Python and with the extension, each tried in a fresh environment: minutes

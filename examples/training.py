@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .language_models import OURS, STOCK, LanguageModel, Norms, Size, batches, help_text, next_byte_loss
 
 CPU_SIZE = Size(width=64, blocks=2, heads=4, length=64, batch=8)
-SMALL_GPU_SIZE = Size(width=768, blocks=12, heads=12, length=1024, batch=16)  # about 85 million parameters, as GPT-2's
+SMALL_GPU_SIZE = Size(width=768, blocks=12, heads=12, length=1024, batch=8)  # 86 to 92 million parameters
 GPU_SIZE = Size(width=2048, blocks=16, heads=16, length=1024, batch=16)  # 0.8 to 1 billion parameters
 NORMS: dict[str, dict[str, Norms]] = {"stock": {"stock norms": STOCK}, "ours": {"fusednorm": OURS}}
 NORMS["both"] = NORMS["stock"] | NORMS["ours"]
