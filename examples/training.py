@@ -144,6 +144,8 @@ def report(runs: dict[str, Run], tokens_in_a_step: int, picture: Path) -> None:
             f"{label:12} {tokens_in_a_step / seconds:10.0f} tokens/s  {run.memory_bytes / 2**30:6.2f} GiB  "
             f"loss {run.losses[0]:.3f} -> {last:.3f}"
         )
+    if not torch.cuda.is_available():
+        print("On a CPU all of these run the same norms: differences in tokens/s are noise.")
     draw({label: run.losses for label, run in runs.items()}, picture, "A language model on Python's help")
 
 
