@@ -23,7 +23,7 @@ PIP := $(PYTHON) -m pip --disable-pip-version-check install --quiet
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
 
-demo: $(READY)  ## the ops against float64; a small GPT on stock norms and on ours
+demo: $(READY)  ## the ops and kernels against float64; a small GPT on stock norms and on ours
 	$(PYTHON) -m fusednorm demo
 
 test: $(READY)  ## all tests that need no GPU: about eight minutes on two cores
@@ -71,7 +71,7 @@ lint: $(READY)  ## ruff, and mypy on the public face
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
 
-docs: $(READY)  ## the pages and the reference in out/docs/; a warning or a dead link is an error
+docs: $(READY)  ## the pages and the reference in out/docs/; a warning, or a link to nowhere, is an error
 	$(PYTHON) -m sphinx -W --keep-going -q -c docs . out/docs
 
 package: $(READY)  ## sdist and wheels in dist/, pure Python and with the extension, each tried in a fresh environment: minutes

@@ -43,6 +43,7 @@ def losses(said: str) -> list[tuple[str, str]]:
 def assert_they_learned_alike(said: str, picture: Path) -> None:
     stock, ours = losses(said)
     assert stock == ours and float(ours[1]) < float(ours[0])
+    assert "differences in tokens/s are noise" in said
     assert picture.stat().st_size > 10_000
 
 
