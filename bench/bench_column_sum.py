@@ -26,7 +26,7 @@ from fusednorm.columns.problem import ColumnSumCall, check_column_sum
 from fusednorm.host import gpus
 from fusednorm.tools.console import print_table, progress, show_beside
 
-from .cases import COLUMN_SUMS, DTYPES
+from .cases import COLUMN_SUMS, DTYPES, make_parser
 from .records import (
     add_out_argument,
     describe_machine,
@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.bench_column_sum", description=__doc__.splitlines()[0])
+    parser = make_parser("bench_column_sum", __doc__)
     cases = [parse_case(text) for text in COLUMN_SUMS]
     parser.add_argument("--cases", nargs="+", type=parse_case, default=cases, metavar="MxN[xK[+]]")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp16", "fp32"])

@@ -4,7 +4,8 @@
     python -m bench.bench_norm --compare old.jsonl new.jsonl
 
 Every output is compared with float64 autograd before anything is timed: a candidate that is wrong is reported and not
-timed. One JSON line per time goes to norm.jsonl. Exit code 1 if one of our outputs is wrong or
+timed. fusednorm is the planner's choice, fusednorm:<variant> a variant by force (`python -m fusednorm plan --help` says
+what these are). One JSON line per time goes to norm.jsonl. Exit code 1 if one of our outputs is wrong or
 fails, or if --compare finds a loss; 2 without a CUDA GPU.
 """
 
@@ -23,7 +24,7 @@ from fusednorm.testing import Inputs, Outputs, assert_outputs_close, exact, rela
 from fusednorm.tools.console import progress, show_beside
 
 from .candidates import CANDIDATES, FLOOR, OURS, Calls, Candidate, Refused, floor_call, joined
-from .cases import BenchCase, add_case_arguments, make_bench_inputs, make_cases
+from .cases import BenchCase, add_case_arguments, make_bench_inputs, make_cases, make_parser
 from .compare import compare_files
 from .peers import inductor
 from .records import (
@@ -90,10 +91,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.bench_norm", description=__doc__.splitlines()[0])
+    parser = make_parser("bench_norm", __doc__)
     add_case_arguments(parser)
     default = [name for name, candidate in CANDIDATES.items() if candidate.by_default]
-    parser.add_argument("--candidates", nargs="+", choices=CANDIDATES, default=default)
+    text = f"{', '.join(CANDIDATES)} (default: {', '.join(default)})"
+    parser.add_argument("--candidates", nargs="+", choices=CANDIDATES, default=default, metavar="NAME", help=text)
     parser.add_argument("--rounds", type=int, default=50, help="timed replays of each candidate (default: 50)")
     parser.add_argument("--host", action="store_true", help="host time of an eager call, too")
     add_out_argument(parser)

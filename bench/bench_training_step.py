@@ -30,6 +30,7 @@ import fusednorm
 from fusednorm.host import native
 from fusednorm.tools.console import print_table
 
+from .cases import make_parser
 from .models import make_stack
 from .records import add_out_argument, describe_machine, lacks_gpu, results_path, save
 from .timing import Times
@@ -192,9 +193,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.bench_training_step", description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser = make_parser("bench_training_step", __doc__)
+    parser.add_argument("--models", nargs="+", choices=SIZES, default=list(SIZES), help="default: both")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="default: all")
     parser.add_argument("--rounds", type=int, default=200, help="turns of each variant (default: 200)")
     parser.add_argument("--steps", type=int, default=4, help="steps of a turn, between which nobody waits (default: 4)")
     parser.add_argument("--seconds", type=float, default=120, help="of all models (default: 120)")

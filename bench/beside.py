@@ -27,10 +27,11 @@ from fusednorm.tools.console import print_table, progress, show_beside
 
 from .bench_norm import present
 from .candidates import CANDIDATES, OURS, Refused
-from .cases import DTYPES, NORMS, SHAPE_SETS, BenchCase, make_bench_inputs, parse_shape, plain_case
+from .cases import DTYPES, NORMS, SHAPE_SETS, BenchCase, make_bench_inputs, make_parser, parse_shape, plain_case
 from .records import add_out_argument, case_fields, describe_machine, results_path, save, time_fields
 from .timing import WARMUP_CALLS, Times, capture
 
+MODES = ("eager", "graph")
 HELD_SMS = (1, 8, 16, 32)
 COLLECTIVES = ("all_gather", "reduce_scatter")
 CALLS_BESIDE_A_COLLECTIVE = 4  # in a row, as the layers of a model
@@ -77,13 +78,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.beside", description=__doc__.splitlines()[0])
+    parser = make_parser("beside", __doc__)
     shapes = [parse_shape(text) for text in SHAPE_SETS["beside"]]
     parser.add_argument("--shapes", nargs="+", type=parse_shape, default=shapes, metavar="MxN")
     parser.add_argument("--norms", nargs="+", choices=NORMS, default=NORMS)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--candidates", nargs="+", choices=CANDIDATES, default=[OURS, "aten", "cudnn", "quack"])
-    parser.add_argument("--modes", nargs="+", choices=("eager", "graph"), default=["eager", "graph"])
+    ours_and_peers = [OURS, "aten", "cudnn", "quack"]
+    text = f"as of bench.bench_norm (default: {', '.join(ours_and_peers)})"
+    parser.add_argument(
+        "--candidates", nargs="+", choices=CANDIDATES, default=ours_and_peers, metavar="NAME", help=text
+    )
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="of calls (default: both)")
     parser.add_argument("--held", nargs="+", type=int, default=HELD_SMS, metavar="K", help="SMs that are held")
     parser.add_argument("--margins", nargs="+", type=int, default=[16], help="beside collectives (default: 0 and 16)")
     parser.add_argument("--patience", type=float, default=5.0, help="ms that a holder holds at most (default: 5)")

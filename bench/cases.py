@@ -114,11 +114,19 @@ def parse_shape(text: str) -> Shape:
     return Shape(sizes, stride)
 
 
+SHAPE_HELP = "rows x cols, or tokens x heads x cols; @6144: x is a slice of rows of 6144 elements"
+
+
+def make_parser(tool: str, description: str) -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog=f"python -m bench.{tool}", description=description, formatter_class=raw)
+
+
 def add_case_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shapes", nargs="+", type=parse_shape, default=[], metavar="MxN", help="see bench/cases.py")
+    parser.add_argument("--shapes", nargs="+", type=parse_shape, default=[], metavar="MxN", help=SHAPE_HELP)
     parser.add_argument("--set", nargs="+", choices=SHAPE_SETS, default=[], help="shapes by name (default: quick)")
-    parser.add_argument("--norms", nargs="+", choices=NORMS, default=NORMS)
-    parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS)
+    parser.add_argument("--norms", nargs="+", choices=NORMS, default=NORMS, help="default: both")
+    parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS, help="default: both")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bf16"], help="of x and grad_out")
     parser.add_argument("--weight-dtype", nargs="+", choices=DTYPES, help="of the parameters (default: as x)")
     parser.add_argument("--residual", choices=DTYPES, help="dtype of a gradient to be added to dx (default: none)")

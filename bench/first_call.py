@@ -24,7 +24,7 @@ import fusednorm
 from fusednorm.tools.console import print_table
 
 from .candidates import joined, our_calls
-from .cases import DTYPES, BenchCase, add_case_arguments, make_bench_inputs, make_cases
+from .cases import DTYPES, BenchCase, add_case_arguments, make_bench_inputs, make_cases, make_parser
 from .records import add_out_argument, describe_machine, lacks_gpu, results_path, save
 
 STATES = ("cold", "disk", "warmup")
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.first_call", description=__doc__.splitlines()[0])
+    parser = make_parser("first_call", __doc__)
     add_case_arguments(parser)
     add_out_argument(parser)
     parser.add_argument("--child", choices=STATES, help=argparse.SUPPRESS)

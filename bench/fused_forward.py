@@ -20,7 +20,7 @@ from torch import Tensor
 from fusednorm.testing import relative_error
 from fusednorm.tools.console import print_table
 
-from .cases import BenchCase, add_case_arguments, make_bench_inputs, make_cases
+from .cases import BenchCase, add_case_arguments, make_bench_inputs, make_cases, make_parser
 from .records import add_out_argument, case_fields, describe_machine, lacks_gpu, results_path, save
 from .timing import time_interleaved
 
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.fused_forward", description=__doc__.split("\n\n")[0])
+    parser = make_parser("fused_forward", __doc__)
     add_case_arguments(parser)
     parser.add_argument("--rounds", type=int, default=40, help="timed replays of each (default: 40)")
     add_out_argument(parser)

@@ -20,7 +20,7 @@ import fusednorm
 from fusednorm.host import native
 from fusednorm.tools.console import print_table
 
-from .cases import DTYPES, dtype_name
+from .cases import DTYPES, dtype_name, make_parser
 from .records import add_out_argument, describe_machine, lacks_gpu, results_path, save
 from .timing import WARMUP_CALLS, Times, rotations
 
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.host_time", description=__doc__.splitlines()[0])
+    parser = make_parser("host_time", __doc__)
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--cols", type=int, default=1024)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")

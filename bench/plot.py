@@ -17,7 +17,7 @@ from pathlib import Path
 from fusednorm.planner.device import KNOWN
 
 from .candidates import FLOOR, OURS
-from .cases import DIRECTIONS, NORMS
+from .cases import DIRECTIONS, NORMS, make_parser
 from .records import RESULTS, best_peer, by_cell, is_ours, load, rows_of, slug, timed
 
 TITLES = {"layer": "LayerNorm", "rms": "RMSNorm"}
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.plot", description=__doc__.splitlines()[0])
+    parser = make_parser("plot", __doc__)
     parser.add_argument("files", nargs="*", type=Path, help="JSON lines of bench.bench_norm (default: the newest)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the pictures (default: out)")
     return parser.parse_args(arguments)

@@ -9,7 +9,6 @@ beside our time of that older day.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from . import plot
 from .candidates import FLOOR, OURS
-from .cases import SHAPE_SETS, parse_shape
+from .cases import SHAPE_SETS, make_parser, parse_shape
 from .records import RESULTS, by_day, newest, rows_of, timed
 
 FOLDER = RESULTS / "nvidia-h200"
@@ -234,7 +233,7 @@ def draw(cells: Cells, path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("report", __doc__)
     parser.add_argument("--check", action="store_true", help="compare, write nothing")
     options = parser.parse_args(arguments)
     wanted = page()

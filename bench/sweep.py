@@ -25,7 +25,7 @@ from fusednorm.problem import check_backward, check_forward
 from fusednorm.testing import Case, Inputs, exact, make_inputs, relative_error
 
 from .candidates import FLOOR, floor_call
-from .cases import DTYPES, NORMS, BenchCase, make_bench_inputs, parse_shape, plain_case
+from .cases import DTYPES, NORMS, BenchCase, make_bench_inputs, make_parser, parse_shape, plain_case
 from .records import (
     add_out_argument,
     case_fields,
@@ -65,11 +65,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.sweep", description=__doc__.splitlines()[0])
+    parser = make_parser("sweep", __doc__)
     parser.add_argument("--shapes", nargs="+", type=parse_shape, required=True, metavar="MxN")
     parser.add_argument("--norms", nargs="+", choices=NORMS, default=NORMS)
     parser.add_argument("--direction", choices=("forward", "backward"), default="backward")
-    parser.add_argument("--variants", nargs="+", choices=GENERATORS, default=["multi_wave", "pipelined"])
+    text = "default: multi_wave pipelined (python -m fusednorm plan --help says what they are)"
+    variants = ["multi_wave", "pipelined"]
+    parser.add_argument("--variants", nargs="+", choices=GENERATORS, default=variants, help=text)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of all tensors (default: bf16)")
     parser.add_argument("--rounds", type=int, default=15, help="timed replays of each plan (default: 15)")
     parser.add_argument("--most", type=int, default=80, help="plans of a variant and shape, evenly drawn (default: 80)")

@@ -5,9 +5,9 @@
 
 The planner's own choice only, a few replays of each, not checked against float64 (bench.bench_norm does that). Kernels
 are compiled side by side some widths ahead of the timing. One JSON line per cell; widths come in an order that halves
-the gaps, so that a run that ends at its limit has covered the whole range. What looks like a cliff is timed
-again with its neighbours, once the compilers are quiet, and the later line counts. Exit code 1 if a cell is a cliff, 2
-without a CUDA GPU.
+the gaps, so that a run that ends at its limit has covered the whole range. What looks like a cliff is timed again with
+its neighbours, once the compilers are quiet, and the later line counts. Exit code 1 if a cell is a cliff, 2 without a
+CUDA GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fusednorm.tools import warm
 from fusednorm.tools.console import print_table, progress, show_beside
 
 from .candidates import FLOOR, OURS, floor_call, our_calls, our_plans
-from .cases import DTYPES, NORMS, BenchCase, make_bench_inputs, plain_case
+from .cases import DTYPES, NORMS, BenchCase, make_bench_inputs, make_parser, plain_case
 from .records import add_out_argument, case_fields, describe_machine, lacks_gpu, plan_text, results_path, rows_of, save
 from .timing import time_interleaved
 
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.widths", description=__doc__.splitlines()[0])
+    parser = make_parser("widths", __doc__)
     parser.add_argument("--first", type=int, default=FIRST)
     parser.add_argument("--last", type=int, default=LAST)
     parser.add_argument("--step", type=int, default=256)

@@ -22,6 +22,28 @@ def test_constants_are_told_apart_by_whatever_spelling():
         fusednorm.planner.device.named("V100")
 
 
+@pytest.mark.parametrize(
+    "name, spec",
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA GB200", "GB200"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA GB10", "GB10"),
+        ("NVIDIA RTX A1000 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
+    ],
+)
+def test_constants_are_found_by_the_names_that_torch_gives(name, spec):
+    if spec:
+        assert fusednorm.planner.device.named(name).name == spec
+    else:
+        with pytest.raises(ValueError, match="^device must be one of A100"):
+            fusednorm.planner.device.named(name)
+
+
 def properties_of(spec, name, sm_count):
     return SimpleNamespace(
         name=name,

@@ -18,7 +18,7 @@ from fusednorm.__main__ import main
 from fusednorm.planner.cost import cost, tensor_bytes
 from fusednorm.planner.device import A100, H200
 from fusednorm.planner.heuristics import choose
-from fusednorm.planner.plan import VARIANTS
+from fusednorm.planner.plan import VARIANTS, ReferencePlan
 from fusednorm.tools.explanation import explain_problem
 
 KEYS = {"variant", "forced", "reasons", "rows", "cols", "norm", "pass", "dtype", "device"}
@@ -105,6 +105,32 @@ def test_every_dtype_and_pass_has_a_plan(capsys, dtype, direction):
 
 
 @pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (["--cols", "32768"], "30 clusters of 8 CTAs, up to 2 CTAs on each of 132 SMs"),
+        (["--cols", "4096"], "264 CTAs, up to 2 CTAs on each of 132 SMs"),
+        (["--rows", "1", "--cols", "300001"], "1 CTA for each of 293 column tiles, up to 4 CTAs on each of 132 SMs"),
+        (["--cols", "4096", "--sm-margin", "4"], "256 CTAs, up to 2 CTAs on each of 128 SMs; sm_margin leaves 4 to"),
+    ],
+)
+def test_the_grid_is_said_in_ctas_or_clusters(capsys, arguments, text):
+    assert text in run(capsys, *arguments, "--device", "H200")
+
+
+def test_a_margin_that_leaves_no_sm_is_refused(capsys):
+    assert main(["plan", "--device", "H200", "--sm-margin", "132"]) == 1
+    said = capsys.readouterr()
+    assert said.err == "sm_margin: n must leave at least one of the 132 SMs of H200, got 132\n" and not said.out
+
+
+def test_help_explains_every_variant(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    listed = capsys.readouterr().out.partition("variants:")[2].splitlines()
+    assert [line.split()[0] for line in listed if line.startswith("  ") and line[2] != " "] == list(VARIANTS)
+
+
+@pytest.mark.parametrize(
     "arguments, message",
     [
         (["--device", "V100"], "device must be one of A100, H100"),
@@ -125,6 +151,14 @@ def test_map_draws_the_choice_over_rows_and_columns(capsys, tmp_path):
     shapes = ("--rows", "64", "65536", "--cols", "64", "4096", "262144")
     text = run(capsys, "--map", str(picture), "--device", "H200", *shapes)
     assert picture.read_bytes().startswith(b"\x89PNG") and "2 x 3 shapes" in text
+
+
+def test_map_without_arguments_draws_the_whole_grid(capsys, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fusednorm.tools.plan.choose", lambda *_: ReferencePlan("not planned here"))
+    assert "out/plan.png: what is chosen for 17 x 48 shapes" in run(capsys, "--map", "--device", "H200")
+    assert (tmp_path / "out/plan.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_command_needs_neither_triton_nor_cuda():

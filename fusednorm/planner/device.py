@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass, replace
 
 KIB = 1024
@@ -43,9 +44,13 @@ def check_that_one_is_left(n: int, name: str, count: int) -> None:
 
 
 def named(name: str) -> DeviceSpec:
-    """The known device of that name, whatever its case, spaces and underscores. Raises ValueError if there is none."""
+    """The known device of that name, whatever its case, spaces and underscores; or of a name as torch gives it, such as
+    NVIDIA A100-SXM4-80GB. Raises ValueError if there is none, as for a part of a GPU (MIG) and for laptops."""
+    words = [word for word in _words(name) if word not in ("nvidia", "geforce")]
+    whole = not {"mig", "laptop"} & set(words)
     for spec in KNOWN:
-        if _plain(spec.name) == _plain(name):
+        own = _words(spec.name)
+        if _plain(spec.name) == _plain(name) or whole and words[: len(own)] == own:
             return spec
     raise ValueError(f"device must be one of {', '.join(spec.name for spec in KNOWN)}, got {name!r}")
 
@@ -92,5 +97,9 @@ def from_properties(properties) -> DeviceSpec:
     )
 
 
+def _words(name: str) -> list[str]:
+    return re.findall("[a-z0-9]+", name.lower())
+
+
 def _plain(name: str) -> str:
-    return "".join(c for c in name.lower() if c.isalnum())
+    return "".join(_words(name))

@@ -21,7 +21,16 @@ from ..planner.device import DeviceSpec
 from ..planner.forcing import forced_variant
 from ..planner.heuristics import Decision, decide
 from ..planner.norm_problem import NormProblem
-from ..planner.plan import VARIANTS, Plan, ReferencePlan, num_ctas, num_launches, num_passes
+from ..planner.plan import (
+    VARIANTS,
+    ColumnRingPlan,
+    ColumnTilePlan,
+    Plan,
+    ReferencePlan,
+    num_ctas,
+    num_launches,
+    num_passes,
+)
 from ..problem import is_tma_aligned, row_view, validate_forward
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -54,8 +63,9 @@ class Explanation:
             if dtype is not None
         )
         where = f" on {self.device.name}" if self.device else ""
+        shape = f"{_count(self.rows, 'row')} of {_count(problem.cols, 'column')}"
         lines = [
-            f"{problem.norm}_norm {problem.direction}{where}: {self.rows} rows of {problem.cols} columns, {dtypes}",
+            f"{problem.norm}_norm {problem.direction}{where}: {shape}, {dtypes}",
             f"  {plan.variant}: {reasons[plan.variant]}",
             *(f"  {text}" for text in [*self._resources(), *self.notes]),
             *(f"  not {variant}: {reasons[variant]}" for variant in VARIANTS if variant != plan.variant),
@@ -65,13 +75,11 @@ class Explanation:
     def _resources(self) -> list[str]:
         plan, problem, device, lines = self.plan, self.problem, self.device, []
         if not isinstance(plan, ReferencePlan):
-            ctas = num_ctas(plan, self.rows, problem.cols, device, problem.num_sums > 0)
             registers, limit = budget.registers(plan, problem, device), budget.max_registers(plan)
             inputs = "x and dy" if problem.direction == "backward" else "x"
-            left = f"; sm_margin leaves {device.sm_margin} to others" if device.sm_margin else ""
             lines = [
                 str(plan),
-                f"{ctas} CTAs along the rows, up to {plan.ctas_per_sm} on each of {device.sm_count} SMs{left}",
+                self._grid(),
                 f"launches: {num_launches(plan, problem)}; passes over {inputs}: {num_passes(plan, problem)}",
                 f"shared memory {budget.shared_bytes(plan, problem)} of {device.smem_per_block_bytes} bytes a CTA, "
                 f"registers up to {registers} of {limit} a thread",
@@ -80,6 +88,16 @@ class Explanation:
             moved, time, share = self.cost
             lines.append(f"{moved / 1e6:.1f} MB moved, {time:.1f} us predicted: {share:.0%} of the speed of light")
         return lines
+
+    def _grid(self) -> str:
+        plan, problem, device = self.plan, self.problem, self.device
+        count = num_ctas(plan, self.rows, problem.cols, device, problem.num_sums > 0)
+        clusters = plan.cluster > 1
+        grid = f"{_count(count, 'cluster')} of {plan.cluster} CTAs" if clusters else _count(count, "CTA")
+        if isinstance(plan, (ColumnTilePlan, ColumnRingPlan)):
+            grid += f" for each of {-(-problem.cols // plan.chunk)} column tiles"
+        left = f"; sm_margin leaves {device.sm_margin} to others" if device.sm_margin else ""
+        return f"{grid}, up to {_count(plan.ctas_per_sm, 'CTA')} on each of {device.sm_count} SMs{left}"
 
     def as_dict(self) -> dict:
         problem, plan, estimate = self.problem, self.plan, self.cost
@@ -106,6 +124,10 @@ class Explanation:
             "share_of_light": round(estimate.share_of_light, 4) if estimate else None,
             "notes": list(self.notes),
         }
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}{'s' * (number != 1)}"
 
 
 def explain_problem(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | None = None) -> Explanation:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import sys
 from pathlib import Path
 
 import torch
@@ -31,26 +32,44 @@ REGIONS = {  # colours of the map, chosen to be told apart by the colour-blind
 }
 
 
+MAP = Path("out/plan.png")
+VARIANT_TEXTS = {
+    "multi_wave": "Triton kernels for every GPU. CTAs load rows straight to registers. Rows too wide for that go by\n"
+    "column tiles, which read x twice.",
+    "pipelined": "From sm_90 on. TMA copies rows to shared memory, some tiles ahead. Wide rows are shared by the CTAs\n"
+    "of a cluster.",
+    "warp_specialized": "From sm_90 on. As pipelined, but a warp of its own makes the copies. Preferred on Blackwell.",
+    "reference": "ATen's kernels.",
+}
+
+
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    texts = (f"  {name:<18}{text.replace(chr(10), chr(10) + ' ' * 20)}" for name, text in VARIANT_TEXTS.items())
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "\n".join(["variants:", *texts])
     parser.add_argument("--rows", type=_positive, nargs="+", help="row counts (default: 16384)")
     parser.add_argument("--cols", type=_positive, nargs="+", help="row lengths (default: 4096)")
-    parser.add_argument("--norm", choices=("layer", "rms"), default="layer")
-    parser.add_argument("--pass", dest="direction", choices=("backward", "forward"), default="backward")
+    parser.add_argument("--norm", choices=("layer", "rms"), default="layer", help="default: layer")
+    parser.add_argument(
+        "--pass", dest="direction", choices=("backward", "forward"), default="backward", help="default: backward"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of x and the gradient (default: bf16)")
     parser.add_argument("--weight-dtype", choices=DTYPES, help="of weight and bias (default: that of x)")
     names = ", ".join(spec.name for spec in device.KNOWN)
-    parser.add_argument("--device", type=_device, help=f"{names} (default: this machine's GPU, or H200)")
+    device_help = f"{names}, or such a GPU's name as torch gives it (default: this machine's GPU, or H200)"
+    parser.add_argument("--device", type=_device, metavar="NAME", help=device_help)
     parser.add_argument("--sm-margin", type=_count, default=0, metavar="N", help="SMs that are left to others")
-    parser.add_argument("--force", choices=VARIANTS, help="what to run, if it can be run")
+    parser.add_argument("--force", choices=VARIANTS, metavar="VARIANT", help="run this variant if it can run")
     parser.add_argument("--json", action="store_true", help="a line of JSON for each case")
-    parser.add_argument("--map", type=Path, metavar="PNG", help="draw the choice over rows and cols instead")
+    text = f"draw the choice over rows and cols, by default over the whole grid, into a picture (default: {MAP})"
+    parser.add_argument("--map", type=Path, nargs="?", const=MAP, metavar="PNG", help=text)
 
 
 def run_plan(options: argparse.Namespace) -> int:
     try:
         spec = (options.device or _this_device()).leaving(options.sm_margin)
     except ValueError as error:
-        print(error)
+        print(error, file=sys.stderr)
         return 1
     if options.map:
         return draw_map(options, spec)
