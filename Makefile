@@ -18,12 +18,12 @@ SIDE_BY_SIDE := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 endif
 PIP := $(PYTHON) -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help demo test test-versions test-versions-all test-pairs test-integrations simulate mutants test-gpu fuzz bench plot budgets sass lint clean
+.PHONY: help demo test test-versions test-versions-all test-pairs test-integrations simulate mutants test-gpu fuzz bench plot budgets sass lint docs package clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
 
-demo: $(READY)  ## the ops against float64; a small GPT on stock norms and on ours
+demo: $(READY)  ## the ops and kernels against float64; a small GPT on stock norms and on ours
 	$(PYTHON) -m fusednorm demo
 
 test: $(READY)  ## all tests that need no GPU: about eight minutes on two cores
@@ -67,15 +67,25 @@ budgets: $(READY)  ## every plan of the planner against the compiler: thousands 
 sass: $(READY)  ## instructions of a sample of the kernels against the committed, with Triton 3.6; SASS=--all for all
 	python=$$($(PYTHON) tests/versions.py --environment 3.6.0) && PYTHONPATH=$(CURDIR) $$python tests/sass.py $(SASS)
 
-lint: $(READY)  ## ruff
+lint: $(READY)  ## ruff, and mypy on the public face
 	$(PYTHON) -m ruff check .
+	$(PYTHON) -m mypy
+
+docs: $(READY)  ## the pages and the reference in out/docs/; a warning, or a link to nowhere, is an error
+	$(PYTHON) -m sphinx -W --keep-going -q -c docs . out/docs
+
+package: $(READY)  ## sdist and wheels in dist/, pure Python and with the extension, each tried in a fresh environment: minutes
+	rm -rf build dist
+	$(PYTHON) -m build
+	$(PYTHON) -m build --wheel --no-isolation
+	$(PYTHON) -m pytest tests/packages.py
 
 clean:  ## what was built, and .venv
-	rm -rf build dist out *.egg-info .pytest_cache .ruff_cache $(filter-out none,$(VENV))
+	rm -rf build dist out *.egg-info .pytest_cache .ruff_cache .mypy_cache $(filter-out none,$(VENV))
 
 # The stamp makes a second make instant.
 $(VENV)/.ready: setup.py
 	python3 -m venv $(VENV)
 	$(PIP) $(PAIR)
-	$(PIP) --editable ".[test,bench,demo]"
+	$(PIP) --editable ".[test,bench,demo,docs]"
 	touch $@

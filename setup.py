@@ -105,17 +105,26 @@ setup(
     install_requires=["torch>=2.11", f"triton>=3.6; {LINUX}"],
     extras_require={
         "test": [
-            *("pytest", "pytest-xdist", "hypothesis", "expecttest", "numpy", "ruff", "setuptools>=68", "tqdm"),
-            "transformers",
+            *("build", "expecttest", "hypothesis", "mypy", "numpy", "pytest", "pytest-xdist", "ruff", "setuptools>=68"),
+            *("tqdm", "transformers", "typing_extensions"),
         ],
         "bench": ["matplotlib", "rich", "tqdm"],
-        "demo": ["matplotlib", "rich", "tqdm"],
+        "demo": ["matplotlib", "numpy", "rich", "tqdm"],
+        "docs": ["furo", "myst-parser", "sphinx"],
         "integrations": [
             *("pytest", "accelerate", "lightning", "megatron-core", "torchtitan", "transformers[kernels]", "trl"),
         ],
     },
     classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Environment :: GPU :: NVIDIA CUDA",
+        "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: C++",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
     ],
 )

@@ -3,8 +3,8 @@
     python -m bench.bench_column_sum --cases 8192x8192 4096x1024x5 4096x1024x5+ --dtypes fp16
 
 A case is rows x cols, x the number of tensors if more than one, + if all are added up. Every sum is compared with
-float64 before anything is timed. One JSON line per time goes to --out; exit code 1 if one of our sums is wrong, 2
-without a CUDA GPU. --sweep times every plan with every number of splits worth trying instead of the planner's.
+float64 before anything is timed. One JSON line per time goes to column-sum.jsonl. Exit code 1 if one of our sums is
+wrong, 2 without a CUDA GPU. --sweep times every plan with every number of splits worth trying instead of the planner's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -27,13 +26,19 @@ from fusednorm.columns.problem import ColumnSumCall, check_column_sum
 from fusednorm.host import gpus
 from fusednorm.tools.console import print_table, progress, show_beside
 
-from .cases import DTYPES
-from .records import RESULTS, describe_machine, read_clocks, results_path, save, spread
+from .cases import COLUMN_SUMS, DTYPES
+from .records import (
+    add_out_argument,
+    describe_machine,
+    lacks_gpu,
+    read_clocks,
+    results_path,
+    save,
+    spread,
+    time_fields,
+)
 from .timing import Times, time_interleaved
 
-SQUARES = tuple(f"{side}x{side}" for side in (256, 1024, 4096, 8192, 16384, 65536))
-SEVERAL = ("8192x8192x2", "8192x8192x3", "8192x8192x5", "4096x1024x2", "4096x1024x3", "4096x1024x5", "4096x1024x5+")
-OTHERS = ("4096x1024x57", "4096x1024x57+", "65536x256", "147456x128x3")
 FLOOR, TORCH, OURS = "floor", "torch", "fusednorm"
 WORST_ERROR = 1e-2  # relative L2, of a 16-bit sum: a missing tile is far beyond it
 
@@ -52,8 +57,7 @@ class Case(NamedTuple):
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    if not torch.cuda.is_available():
-        print("bench_column_sum: needs a CUDA GPU, got none (python -m fusednorm doctor says more)", file=sys.stderr)
+    if lacks_gpu("bench_column_sum"):
         return 2
     machine, records = describe_machine(), []
     jobs = [(case, dtype) for dtype in options.dtypes for case in options.cases]
@@ -64,9 +68,9 @@ def main(arguments: list[str] | None = None) -> int:
         torch.cuda.empty_cache()
     print_report(records, machine)
     if not options.no_save:
-        out = options.out or results_path(RESULTS, machine, "-column-sum")
-        save(records, out)
-        print(f"\n{len(records)} lines added to {out}")
+        path = results_path(options.out, machine, "column-sum")
+        save(records, path)
+        print(f"\n{len(records)} lines added to {path}")
     wrong = [record for record in records if record["candidate"] not in (FLOOR, TORCH) and record["fault"]]
     for record in wrong:
         print(f"WRONG: {record['case']} {record['dtype']} {record['candidate']}: {record['fault']}", file=sys.stderr)
@@ -75,12 +79,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.bench_column_sum", description=__doc__.splitlines()[0])
-    cases = [parse_case(text) for text in SQUARES + SEVERAL + OTHERS]
+    cases = [parse_case(text) for text in COLUMN_SUMS]
     parser.add_argument("--cases", nargs="+", type=parse_case, default=cases, metavar="MxN[xK[+]]")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp16", "fp32"])
     parser.add_argument("--rounds", type=int, default=20, help="timed replays of each candidate (default: 20)")
     parser.add_argument("--sweep", action="store_true", help="every plan, with every number of splits worth trying")
-    parser.add_argument("--out", type=Path, help="file of the JSON lines (default: in bench/results)")
+    add_out_argument(parser)
     parser.add_argument("--no-save", action="store_true", help="print only")
     return parser.parse_args(arguments)
 
@@ -160,10 +164,7 @@ def make_record(
         "predicted_us": None if choice is None else choice.predicted_us,
         "error": error,
         "fault": f"a relative error of {error:.1e}" if wrong else None,
-        "median_us": times.median,
-        "p10_us": times.low,
-        "p90_us": times.high,
-        "rounds": times.rounds,
+        **time_fields(times),
         "share_of_floor": floor.median / times.median,
         "tb_s": size / times.median / 1e6,
         "clocks": clocks,

@@ -4,7 +4,7 @@
     python -m bench.bench_norm --compare old.jsonl new.jsonl
 
 Every output is compared with float64 autograd before anything is timed: a candidate that is wrong is reported and not
-timed. One JSON line per time goes to bench/results/<date>-<gpu>.jsonl. Exit code 1 if one of our outputs is wrong or
+timed. One JSON line per time goes to norm.jsonl. Exit code 1 if one of our outputs is wrong or
 fails, or if --compare finds a loss; 2 without a CUDA GPU.
 """
 
@@ -26,7 +26,17 @@ from .candidates import CANDIDATES, FLOOR, OURS, Calls, Candidate, Refused, floo
 from .cases import BenchCase, add_case_arguments, make_bench_inputs, make_cases
 from .compare import compare_files
 from .peers import inductor
-from .records import RESULTS, describe_machine, is_ours, make_record, print_report, read_clocks, results_path, save
+from .records import (
+    add_out_argument,
+    describe_machine,
+    is_ours,
+    lacks_gpu,
+    make_record,
+    print_report,
+    read_clocks,
+    results_path,
+    save,
+)
 from .timing import CapturedCall, capture, host_microseconds, peak_bytes, time_graphs
 
 # Relative L2 error beyond which an output is wrong, not just rounded otherwise than ours: rounding once gives 0.42 of
@@ -56,13 +66,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     if options.compare:
         return compare_files(*options.compare)
-    if not torch.cuda.is_available():
-        print("bench_norm: needs a CUDA GPU, got none (python -m fusednorm doctor says more)", file=sys.stderr)
+    if lacks_gpu("bench_norm"):
         return 2
     chosen = present(options.candidates)
     cases = list(make_cases(options))
     machine, records = describe_machine(), []
-    path = None if options.no_save else results_path(options.out, machine)
+    path = None if options.no_save else results_path(options.out, machine, "norm")
     compile_ours(cases, chosen)
     bar = progress(cases, "cases", "bench")
     for case in bar:
@@ -87,7 +96,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--candidates", nargs="+", choices=CANDIDATES, default=default)
     parser.add_argument("--rounds", type=int, default=50, help="timed replays of each candidate (default: 50)")
     parser.add_argument("--host", action="store_true", help="host time of an eager call, too")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON lines (default: bench/results)")
+    add_out_argument(parser)
     parser.add_argument("--no-save", action="store_true", help="print only")
     parser.add_argument(
         "--compare", nargs=2, type=Path, metavar=("OLD", "NEW"), help="measure nothing: what got slower?"

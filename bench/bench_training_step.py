@@ -1,6 +1,6 @@
 """Times whole training steps of transformer stacks, with stock norms and with ours: eager, compiled, with CUDA graphs.
 
-    python -m bench.bench_training_step --out bench/results/steps.jsonl
+    python -m bench.bench_training_step --models gpt2 --ways eager
 
 A step is forward, loss, backward and fused AdamW on bfloat16 parameters. All variants of a stack begin with the same
 weights and see the same batches; after a few steps their losses must agree. As in training, the host does not wait for
@@ -8,14 +8,13 @@ the GPU between steps: a variant's turn is a few in a row, timed together (--ste
 what it does before the first kernel counts). The matrix products set clocks and temperature, so that steps vary by some
 percent over seconds, and with what ran just before: every round runs all variants in an order of its own, and a speedup
 is the mean over the rounds of the stock step's time by the variant's in the same round, with its standard error. One
-JSON line per variant goes to --out. Exit code 1 if a loss differs, 2 without a CUDA GPU.
+JSON line per variant goes to training-step.jsonl. Exit code 1 if a loss differs, 2 without a CUDA GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import random
 import statistics
@@ -23,7 +22,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +31,7 @@ from fusednorm.host import native
 from fusednorm.tools.console import print_table
 
 from .models import make_stack
-from .records import describe_machine
+from .records import add_out_argument, describe_machine, lacks_gpu, results_path, save
 from .timing import Times
 
 
@@ -176,18 +174,16 @@ def mean_ratio(before: list[float], after: list[float]) -> tuple[float, float | 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    if not torch.cuda.is_available():
-        print("bench_training_step: needs a CUDA GPU, got none", file=sys.stderr)
+    if lacks_gpu("bench_training_step"):
         return 2
     machine, faults = describe_machine(), 0
+    path = results_path(options.out, machine, "training-step")
     for name in options.models:
         torch.compiler.reset()
         variants = make_variants(name, SIZES[name], options.ways)
         train(variants, SIZES[name], options.steps, options.rounds, options.seconds / len(options.models))
         records = list(records_of(name, SIZES[name], options.steps, variants, machine))
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        with options.out.open("a") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
+        save(records, path)
         print_report(name, records)
         faults += report_faults(name, records)
         del variants
@@ -202,7 +198,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=200, help="turns of each variant (default: 200)")
     parser.add_argument("--steps", type=int, default=4, help="steps of a turn, between which nobody waits (default: 4)")
     parser.add_argument("--seconds", type=float, default=120, help="of all models (default: 120)")
-    parser.add_argument("--out", type=Path, required=True, help="file that gets the JSON lines")
+    add_out_argument(parser)
     return parser.parse_args(arguments)
 
 

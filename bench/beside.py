@@ -5,7 +5,7 @@
     python -m bench.beside --dry-run                           no GPU: the same way on CPU tensors, beside nothing
 
 A holder ends with the backward that it is beside, or after --patience milliseconds: who waits for it takes that long.
-One JSON line per time goes to bench/results/<date>-<gpu>-beside.jsonl. Exit code 2 without a CUDA GPU.
+One JSON line per time goes to beside.jsonl. Exit code 2 without a CUDA GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -28,11 +27,10 @@ from fusednorm.tools.console import print_table, progress, show_beside
 
 from .bench_norm import present
 from .candidates import CANDIDATES, OURS, Refused
-from .cases import DTYPES, NORMS, BenchCase, dtype_name, make_bench_inputs, parse_shape
-from .records import RESULTS, describe_machine, results_path, save
+from .cases import DTYPES, NORMS, SHAPE_SETS, BenchCase, make_bench_inputs, parse_shape, plain_case
+from .records import add_out_argument, case_fields, describe_machine, results_path, save, time_fields
 from .timing import WARMUP_CALLS, Times, capture
 
-SHAPES = "16384x4096 4096x4096 1024x4096 65536x128 2048x32768".split()
 HELD_SMS = (1, 8, 16, 32)
 COLLECTIVES = ("all_gather", "reduce_scatter")
 CALLS_BESIDE_A_COLLECTIVE = 4  # in a row, as the layers of a model
@@ -63,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     with joined_ranks(options) as (rank, ranks):
         machine = dry_machine() if options.dry_run else describe_machine()
         companies = [alone(), *(with_ranks(options, ranks) if ranks > 1 else holders(options))]
-        cases = [case_of(norm, text, options) for norm in options.norms for text in options.shapes]
+        cases = [plain_case(norm, shape.sizes, options.dtype) for norm in options.norms for shape in options.shapes]
         records = []
         bar = progress(cases, "cases", "bench") if rank == 0 else cases
         for case in bar:
@@ -72,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
             records += bench_case(case, companies, options, machine)
         if rank == 0:
             report(records)
-            path = results_path(options.out, machine, "-beside")
+            path = results_path(options.out, machine, "beside")
             save(records, path)
             print(f"\n{len(records)} lines added to {path}")
     return 0
@@ -80,7 +78,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.beside", description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", nargs="+", type=parse_shape, default=[parse_shape(text) for text in SHAPES])
+    shapes = [parse_shape(text) for text in SHAPE_SETS["beside"]]
+    parser.add_argument("--shapes", nargs="+", type=parse_shape, default=shapes, metavar="MxN")
     parser.add_argument("--norms", nargs="+", choices=NORMS, default=NORMS)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--candidates", nargs="+", choices=CANDIDATES, default=[OURS, "aten", "cudnn", "quack"])
@@ -90,7 +89,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--patience", type=float, default=5.0, help="ms that a holder holds at most (default: 5)")
     parser.add_argument("--megabytes", type=int, default=512, help="of a collective (default: 512)")
     parser.add_argument("--rounds", type=int, default=15, help="timed calls of each (default: 15)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON lines (default: bench/results)")
+    add_out_argument(parser)
     parser.add_argument("--dry-run", action="store_true", help="on CPU tensors, by gloo where there are ranks")
     return parser.parse_args(arguments)
 
@@ -109,11 +108,6 @@ def joined_ranks(options: argparse.Namespace) -> Iterator[tuple[int, int]]:
         yield dist.get_rank(), ranks
     finally:
         dist.destroy_process_group()
-
-
-def case_of(norm: str, shape, options: argparse.Namespace) -> BenchCase:
-    dtype = DTYPES[options.dtype]
-    return BenchCase(norm, shape.sizes, 1, dtype, dtype, dtype if norm == "layer" else None, None, 1e-5)
 
 
 # ---------------------------------------------------------------------------------------------------- company
@@ -248,23 +242,15 @@ def dry_machine() -> dict:
 
 
 def record_of(case: BenchCase, candidate: Candidate, company: Company, times: Times, machine: dict) -> dict:
-    return machine | {
-        "norm": case.norm,
-        "direction": "backward",
-        "rows": case.rows,
-        "cols": case.cols,
-        "x_dtype": dtype_name(case.x_dtype),
+    company_fields = {
         "candidate": candidate.name,
         "mode": candidate.mode,
         "company": company.name,
         "held_sms": company.sms,
         "sm_margin": company.margin,
         "calls": company.calls,
-        "median_us": times.median,
-        "p10_us": times.low,
-        "p90_us": times.high,
-        "rounds": times.rounds,
     }
+    return machine | case_fields(case, "backward") | company_fields | time_fields(times)
 
 
 def report(records: list[dict]) -> None:

@@ -39,12 +39,19 @@ SHAPE_SETS = {
     "widths": [f"8192x{cols}" for cols in MODEL_WIDTHS],
     "wide": [f"2048x{cols}" for cols in WIDE_WIDTHS],
     "rows": [f"{rows}x4096" for rows in ROW_COUNTS],
+    "beside": "16384x4096 4096x4096 1024x4096 65536x128 2048x32768".split(),
     "heads": [
         *(f"4096x32x{cols}" for cols in HEAD_WIDTHS),
         *(f"4096x{min(32, 4096 // cols)}x{cols}@6144" for cols in HEAD_WIDTHS),
         "65536x1x512@576",
     ],
 }
+# Of column sums: rows x cols, x the number of tensors if there are several, + if all are added up.
+COLUMN_SUMS = (
+    *(f"{side}x{side}" for side in (256, 1024, 4096, 8192, 16384, 65536)),
+    *"8192x8192x2 8192x8192x3 8192x8192x5 4096x1024x2 4096x1024x3 4096x1024x5 4096x1024x5+".split(),
+    *"4096x1024x57 4096x1024x57+ 65536x256 147456x128x3".split(),
+)
 
 
 class Shape(NamedTuple):
@@ -116,6 +123,12 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weight-dtype", nargs="+", choices=DTYPES, help="of the parameters (default: as x)")
     parser.add_argument("--residual", choices=DTYPES, help="dtype of a gradient to be added to dx (default: none)")
     parser.add_argument("--frozen", action="store_true", help="no gradients of the parameters")
+
+
+def plain_case(norm: str, sizes: tuple[int, ...], dtype: str) -> BenchCase:
+    """Contiguous rows, all tensors of one dtype, all gradients."""
+    of = DTYPES[dtype]
+    return BenchCase(norm, sizes, 1, of, of, of if norm == "layer" else None)
 
 
 def make_cases(options: argparse.Namespace) -> Iterator[BenchCase]:

@@ -3,8 +3,8 @@
     python -m bench.first_call --shapes 16384x4096 --norms layer
 
 Each is measured in a process of its own, the first and the third with an empty Triton cache; then it counts the kernels
-that further row counts ask for. One JSON line per shape, norm and state goes to
-bench/results/<date>-<gpu>-first-call.jsonl. Exit code 2 without a CUDA GPU.
+that further row counts ask for. One JSON line per shape, norm and state goes to first-call.jsonl. Exit code
+2 without a CUDA GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -26,7 +25,7 @@ from fusednorm.tools.console import print_table
 
 from .candidates import joined, our_calls
 from .cases import DTYPES, BenchCase, add_case_arguments, make_bench_inputs, make_cases
-from .records import RESULTS, describe_machine, results_path, save
+from .records import add_out_argument, describe_machine, lacks_gpu, results_path, save
 
 STATES = ("cold", "disk", "warmup")
 FURTHER_ROWS = (1, 2, 17, 128, 1000, 2048, 4097, 12345, 16384)
@@ -35,8 +34,7 @@ COLUMNS = ("warmup_s", "forward_s", "backward_s", "second_forward_s", "second_ba
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    if not torch.cuda.is_available():
-        print("first_call: needs a CUDA GPU, got none (python -m fusednorm doctor says more)", file=sys.stderr)
+    if lacks_gpu("first_call"):
         return 2
     if options.child:
         print(json.dumps(first_call(next(make_cases(options)), options.child == "warmup")))
@@ -46,14 +44,14 @@ def main(arguments: list[str] | None = None) -> int:
         records += [machine | record for record in measure(case)]
     header = ["case", "state", *(name.removesuffix("_s") for name in COLUMNS), "further builds"]
     print_table("Seconds of the first call", header, [row(record) for record in records], "bench")
-    save(records, results_path(options.out, machine, "-first-call"))
+    save(records, results_path(options.out, machine, "first-call"))
     return 0
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.first_call", description=__doc__.splitlines()[0])
     add_case_arguments(parser)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON lines (default: bench/results)")
+    add_out_argument(parser)
     parser.add_argument("--child", choices=STATES, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 

@@ -4,7 +4,7 @@ Inductor's, and the norm by ours behind Inductor's addition.
     python -m bench.fused_forward --shapes 8192x8192 4096x16384 2048x32768 1024x65536
 
 From which width on ours is faster is WIDE_ROW of fusednorm/integrations/routing.py. One JSON line per case goes
-to bench/results/<date>-<gpu>-fused-forward.jsonl. Exit code 1 if a result is wrong, 2 without a CUDA GPU.
+to fused-forward.jsonl. Exit code 1 if a result is wrong, 2 without a CUDA GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -21,8 +20,8 @@ from torch import Tensor
 from fusednorm.testing import relative_error
 from fusednorm.tools.console import print_table
 
-from .cases import BenchCase, add_case_arguments, dtype_name, make_bench_inputs, make_cases
-from .records import RESULTS, describe_machine, results_path, save
+from .cases import BenchCase, add_case_arguments, make_bench_inputs, make_cases
+from .records import add_out_argument, case_fields, describe_machine, lacks_gpu, results_path, save
 from .timing import time_interleaved
 
 MAX_ERROR = 1e-2  # relative, of a bfloat16 result
@@ -32,11 +31,10 @@ Block = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    if not torch.cuda.is_available():
-        print("fused_forward: needs a CUDA GPU, got none (python -m fusednorm doctor says more)", file=sys.stderr)
+    if lacks_gpu("fused_forward"):
         return 2
     machine = describe_machine()
-    path = results_path(options.out, machine, "-fused-forward")
+    path = results_path(options.out, machine, "fused-forward")
     records = []
     for case in make_cases(options):
         records.append(machine | compare(case, options.rounds))
@@ -54,7 +52,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.fused_forward", description=__doc__.split("\n\n")[0])
     add_case_arguments(parser)
     parser.add_argument("--rounds", type=int, default=40, help="timed replays of each (default: 40)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON lines (default: bench/results)")
+    add_out_argument(parser)
     return parser.parse_args(arguments)
 
 
@@ -101,10 +99,8 @@ def compare(case: BenchCase, rounds: int) -> dict:
         want = block(*operands)[1]
         errors = {name: relative_error(run(*operands)[1], want) for name, run in compiled.items()}
         times = time_interleaved({name: lambda run=run: run(*operands) for name, run in compiled.items()}, rounds)
-    return {
-        "norm": case.norm, "rows": case.rows, "cols": case.cols, "x_dtype": dtype_name(case.x_dtype), "errors": errors,
-        "fused_us": times[FUSED].median, "ours_us": times[OURS].median, "spread": times[FUSED].spread,
-    }  # fmt: skip
+    found = {f"{name}_us": round(each.median, 3) for name, each in times.items()}
+    return case_fields(case, "forward") | {"errors": errors} | found | {"spread": round(times[FUSED].spread, 4)}
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 Nothing is waited for: a call is over when its kernels are enqueued. Candidates take turns, so that both see the same
 moods of the machine. Says whether the host side in C++ was built (fusednorm/host/native.py). One JSON line per call
-goes to bench/results/<date>-<gpu>-host-time.jsonl. Exit code 2 without a CUDA GPU.
+goes to host-time.jsonl. Exit code 2 without a CUDA GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -21,8 +20,8 @@ import fusednorm
 from fusednorm.host import native
 from fusednorm.tools.console import print_table
 
-from .cases import DTYPES
-from .records import RESULTS, describe_machine, results_path, save
+from .cases import DTYPES, dtype_name
+from .records import add_out_argument, describe_machine, lacks_gpu, results_path, save
 from .timing import WARMUP_CALLS, Times, rotations
 
 CALLS = 100  # between two looks at the clock: the GPU's queue holds more
@@ -30,8 +29,7 @@ CALLS = 100  # between two looks at the clock: the GPU's queue holds more
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    if not torch.cuda.is_available():
-        print("host_time: needs a CUDA GPU, got none (python -m fusednorm doctor says more)", file=sys.stderr)
+    if lacks_gpu("host_time"):
         return 2
     calls = {
         (norm, what, whose): call
@@ -39,14 +37,16 @@ def main(arguments: list[str] | None = None) -> int:
         for (what, whose), call in calls_of(norm, options.rows, options.cols, DTYPES[options.dtype]).items()
     }
     times = host_times(calls, options.rounds)
-    common = describe_machine() | {
+    machine = describe_machine()
+    common = {
         "native": native.extension is not None,
         "rows": options.rows,
         "cols": options.cols,
-        "x_dtype": options.dtype,
+        "x_dtype": dtype_name(DTYPES[options.dtype]),
     }
     records = [
-        common | {"norm": norm, "call": what, "candidate": whose, "host_us": each.median, "spread": each.spread}
+        {**machine, **common, "norm": norm, "call": what, "candidate": whose}
+        | {"host_us": round(each.median, 3), "spread": round(each.spread, 4)}
         for (norm, what, whose), each in times.items()
     ]
     rows = []
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
             rows.append([norm, what, *(f"{number:.2f}" for number in numbers)])
     title = f"Host us of a call, our host side in {'C++' if native.extension else 'Python'}"
     print_table(title, ["norm", "call", "fusednorm", "ATen", "ratio"], rows, "bench")
-    save(records, results_path(options.out, describe_machine(), "-host-time"))
+    save(records, results_path(options.out, machine, "host-time"))
     return 0
 
 
@@ -67,7 +67,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--cols", type=int, default=1024)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--rounds", type=int, default=15, help=f"of {CALLS} calls each (default: 15)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON lines (default: bench/results)")
+    add_out_argument(parser)
     return parser.parse_args(arguments)
 
 

@@ -1,16 +1,15 @@
 """Pictures of results: share of the floor by width, rooflines, and the speed-up over the best other implementation.
 
-    python -m bench.plot                                                # of the newest results
-    python -m bench.plot bench/results/2026-11-20-nvidia-h200.jsonl     # of these
+    python -m bench.plot                                      # of the newest times of the GPU that was timed last
+    python -m bench.plot bench/results/nvidia-h200/norm.jsonl # of a file
 
-writes <file>-<direction>-<dtype>-{floor,roofline,speedup}.png into out/, or into --out.
+writes <gpu>-<direction>-<dtype>-{floor,roofline,speedup}.png into out/, or into --out.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from fusednorm.planner.device import KNOWN
 
 from .candidates import FLOOR, OURS
 from .cases import DIRECTIONS, NORMS
-from .records import RESULTS, best_peer, by_cell, is_ours, load, results_path, slug, timed
+from .records import RESULTS, best_peer, by_cell, is_ours, load, rows_of, slug, timed
 
 TITLES = {"layer": "LayerNorm", "rms": "RMSNorm"}
 COLORS = {OURS: "#c1121f", "aten": "#6c757d", "inductor": "#e09f3e", "inductor_mix": "#bb7a1c", "cudnn": "#2a9d8f",
@@ -44,13 +43,12 @@ def main(arguments: list[str] | None = None) -> int:
     if not files:
         print(f"plot: needs results, got none in {RESULTS}: make bench makes some", file=sys.stderr)
         return 2
-    records = [record for record in timed(load(files)) if is_plain(record)]
+    records = plain_records(files)
     if not records:
         print(f"plot: needs results of bench_norm, got others in {', '.join(map(str, files))}", file=sys.stderr)
         return 2
-    stem, folder = files[-1].stem, options.out
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in draw_all(records, folder, stem):
+    options.out.mkdir(parents=True, exist_ok=True)
+    for path in draw_all(records, options.out):
         print(path)
     return 0
 
@@ -69,28 +67,32 @@ def is_plain(record: dict) -> bool:
     return not any(record.get(name) for name in ("token_stride", "frozen", "residual_dtype"))
 
 
+def plain_records(files: list[Path]) -> list[dict]:
+    return [record for record in timed(load(files)) if is_plain(record)]
+
+
 def newest(folder: Path) -> list[Path]:
-    """The latest file that bench_norm has made by itself: named by its date and GPU, without a further word."""
-    for path in sorted(folder.glob("*.jsonl"), reverse=True):
-        with path.open() as lines:
-            first = json.loads(next(lines, "{}"))
-        if "times_floor" in first and path.name == results_path(folder, first | {"date": path.name[:10]}).name:
-            return [path]
-    return []
+    """bench_norm's results of the GPU that was timed last."""
+    return sorted(folder.glob("*/norm.jsonl"), key=lambda path: rows_of([path])[-1]["date"])[-1:]
 
 
-def draw_all(records: list[dict], folder: Path, stem: str) -> Iterator[Path]:
+def draw_all(records: list[dict], folder: Path) -> Iterator[Path]:
     """Three pictures for each direction and dtype that the records have."""
     for direction, dtype in itertools.product(DIRECTIONS, sorted({record["x_dtype"] for record in records})):
-        chosen = [r for r in records if (r["direction"], r["x_dtype"]) == (direction, dtype)]
-        if not chosen:
-            continue
-        for name, draw in (("floor", draw_shares), ("roofline", draw_roofline), ("speedup", draw_speedups)):
-            figure = draw(chosen)
-            figure.suptitle(f"{chosen[0]['gpu']}, {direction}, {dtype}", fontsize=11)
-            path = folder / f"{stem}-{direction}-{slug(dtype)}-{name}.png"
-            figure.savefig(path, dpi=110)
-            yield path
+        for name in PICTURES:
+            path = folder / f"{slug(records[-1]['gpu'])}-{direction}-{slug(dtype)}-{name}.png"
+            if draw(records, name, direction, dtype, path):
+                yield path
+
+
+def draw(records: list[dict], name: str, direction: str, dtype: str, path: Path) -> bool:
+    """One picture; none of records without this direction and dtype."""
+    chosen = [r for r in records if (r["direction"], r["x_dtype"]) == (direction, dtype)]
+    if chosen:
+        figure = PICTURES[name](chosen)
+        figure.suptitle(f"{chosen[0]['gpu']}, {direction}, {dtype}", fontsize=11)
+        figure.savefig(path, dpi=110)
+    return bool(chosen)
 
 
 def norms_of(records: list[dict]) -> list[str]:
@@ -240,6 +242,8 @@ def add_legend(figure, axes) -> None:
         known |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
     figure.legend(known.values(), known.keys(), loc="outside lower center", ncols=min(len(known), 8), fontsize=8)
 
+
+PICTURES = {"floor": draw_shares, "roofline": draw_roofline, "speedup": draw_speedups}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,13 +1,18 @@
-"""Results as JSON lines: one dict for each case, direction and candidate; how they are made, kept, read and named."""
+"""Results as JSON lines in bench/results/<gpu>/<tool>.jsonl: how they are made, kept and read.
+
+A tool appends to its file. Readers take the newest time of each cell.
+"""
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import math
 import re
 import statistics
 import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -41,6 +46,14 @@ def describe_machine() -> dict:
     }
 
 
+def lacks_gpu(tool: str) -> bool:
+    """Whether there is no CUDA GPU, which is then said."""
+    if torch.cuda.is_available():
+        return False
+    print(f"{tool}: needs a CUDA GPU, got none (python -m fusednorm doctor says more)", file=sys.stderr)
+    return True
+
+
 def read_clocks() -> dict[str, str] | None:
     """What nvidia-smi says of the current device right after timing; None where it says nothing."""
     names = ["clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit", "driver_version"]
@@ -53,14 +66,26 @@ def read_clocks() -> dict[str, str] | None:
     return dict(zip(names, (value.strip() for value in answer.strip().split(",")), strict=False))
 
 
-def make_record(case: BenchCase, direction: str, name: str, times: Times | None, floor: Times, machine: dict) -> dict:
-    """One JSON line. Times are microseconds; a candidate that was not timed has none."""
-    record = machine | {
+def case_fields(case: BenchCase, direction: str) -> dict:
+    """What was timed."""
+    return {
         "norm": case.norm,
         "direction": direction,
         "rows": case.rows,
         "cols": case.cols,
         "x_dtype": dtype_name(case.x_dtype),
+    }
+
+
+def time_fields(times: Times) -> dict:
+    """Microseconds, to the nanosecond."""
+    found = {"median_us": times.median, "p10_us": times.low, "p90_us": times.high}
+    return {name: round(value, 3) for name, value in found.items()} | {"rounds": times.rounds}
+
+
+def make_record(case: BenchCase, direction: str, name: str, times: Times | None, floor: Times, machine: dict) -> dict:
+    """A record of bench_norm. A candidate that was not timed has no time."""
+    record = machine | case_fields(case, direction) | {
         "weight_dtype": dtype_name(case.weight_dtype),
         "token_stride": case.token_stride,
         "frozen": case.frozen,
@@ -70,20 +95,28 @@ def make_record(case: BenchCase, direction: str, name: str, times: Times | None,
     }
     if times is None:
         return record
-    return record | {
-        "median_us": times.median,
-        "p10_us": times.low,
-        "p90_us": times.high,
-        "rounds": times.rounds,
-        "times_floor": times.median / floor.median,
-        "floor_tb_s": floor_bytes(direction, case) / floor.median / 1e6,
+    return record | time_fields(times) | {
+        "times_floor": round(times.median / floor.median, 4),
+        "floor_tb_s": round(floor_bytes(direction, case) / floor.median / 1e6, 4),
     }
 
 
-def results_path(folder: Path, machine: dict, kind: str = "") -> Path:
-    """<date>-<gpu><kind>.jsonl, in a folder that is made where it is not there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"{machine['date'][:10]}-{slug(machine['gpu'])}{kind}.jsonl"
+def plan_text(plan) -> str:
+    """A plan in a few letters: its kind, and the values of its fields in their order."""
+    values = ",".join(str(int(value)) for value in vars(plan).values())
+    return f"{type(plan).__name__.removesuffix('Plan')}({values})"
+
+
+def add_out_argument(parser: argparse.ArgumentParser) -> None:
+    text = "a .jsonl file, or a folder for <gpu>/<tool>.jsonl, which gets the JSON lines (default: bench/results)"
+    parser.add_argument("--out", type=Path, default=RESULTS, help=text)
+
+
+def results_path(out: Path, machine: dict, tool: str) -> Path:
+    """`out` if it names a file, otherwise <out>/<gpu>/<tool>.jsonl. Makes the folder."""
+    path = out if out.suffix == ".jsonl" else out / slug(machine["gpu"]) / f"{tool}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def slug(name: str) -> str:
@@ -91,24 +124,37 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def save(records: list[dict], path: Path) -> None:
+def save(records: Iterable[dict], path: Path) -> None:
     with path.open("a") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
+        file.writelines(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
+
+
+def rows_of(paths: Iterable[Path]) -> list[dict]:
+    """All records of some files, the oldest first."""
+    found = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    return sorted(found, key=lambda record: record["date"])
+
+
+def by_day(records: Iterable[dict]) -> dict[str, list[dict]]:
+    """The records of each day, the newest day first. What is compared must be of one day."""
+    days: dict[str, list[dict]] = {}
+    for record in records:
+        days.setdefault(record["date"][:10], []).append(record)
+    return dict(sorted(days.items(), reverse=True))
 
 
 def load(paths: Iterable[Path]) -> list[dict]:
-    """bench_norm's records in some files, the last of those with the same cell and candidate."""
-    latest: dict[tuple, dict] = {}
-    for path in paths:
-        for line in path.read_text().splitlines():
-            record = json.loads(line)
-            if {"candidate", "median_us"} <= record.keys():  # others are other tools'
-                latest[(*cell(record), record["candidate"])] = record
-    return list(latest.values())
+    """The newest time of each cell and candidate in some files; records of other tools are left out."""
+    return newest(record for record in rows_of(paths) if {"candidate", "median_us"} <= record.keys())
+
+
+def newest(records: Iterable[dict]) -> list[dict]:
+    """Of records that were written one after the other, the last of each cell and candidate."""
+    return list({(*cell(record), record["candidate"]): record for record in records}.values())
 
 
 def cell(record: dict) -> tuple:
-    """What was measured, whoever was measured; older files lack the last fields."""
+    """What was measured, whoever was measured; older records lack the last fields."""
     return tuple(record.get(name) or None for name in CELL)
 
 

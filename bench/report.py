@@ -1,26 +1,30 @@
-"""bench/RESULTS.md and its picture, from the committed results: tables, pictures and prose cannot disagree.
+"""bench/RESULTS.md and the pictures, from the committed results: tables, pictures and prose cannot disagree.
 
-    python -m bench.report            # writes both
+    python -m bench.report            # writes all
     python -m bench.report --check    # exit code 1 if the page is not what the results say
 
-Of each tool the newest file that holds the table's cells; peers that the newest run left out come from older ones, each
-beside our time of its own run.
+A table takes the newest day that has all its cells. A peer that was left out on that day comes from an older one,
+beside our time of that older day.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import statistics
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from . import plot
 from .candidates import FLOOR, OURS
-from .records import RESULTS, load, timed
+from .cases import SHAPE_SETS, parse_shape
+from .records import RESULTS, by_day, newest, rows_of, timed
 
+FOLDER = RESULTS / "nvidia-h200"
 PAGE = RESULTS.parent / "RESULTS.md"
-PICTURE = RESULTS / "twelve-shapes.png"
+PICTURE, WIDTHS = RESULTS / "twelve-shapes.png", RESULTS / "share-of-floor.png"
+SHAPES = [parse_shape(text).sizes for text in SHAPE_SETS["proof"]]
 NAMES = {"layer": "LayerNorm", "rms": "RMSNorm", "aten": "ATen", "cudnn": "cuDNN", "quack": "QuACK", "liger": "Liger",
          "inductor": "torch.compile", FLOOR: "floor", OURS: "fusednorm"}  # fmt: skip
 PEERS = ("cudnn", "quack", "inductor", "liger", "aten")
@@ -30,19 +34,17 @@ MOST = 4  # times the floor: where bars are cut off
 NORMS, DIRECTIONS = ("layer", "rms"), ("backward", "forward")
 INTRODUCTION = """# Results
 
-Made by `python -m bench.report` from the files of `bench/results/`. What a file holds and how it was measured, its
-first lines and `bench/NOTES.md` say. Times are microseconds of the whole call, medians. The floor is a kernel that
-streams the same large tensors, timed in the same run. A forward can be faster than it, because it leaves less to
-write behind."""
+Made by `python -m bench.report` from `bench/results/nvidia-h200/`; `bench/results/README.md` says what these files
+hold. Times are microseconds of the whole call, medians. The floor is a kernel that streams the same large tensors,
+timed in the same run. A forward can be faster than it, because it leaves less to write behind."""
 
 
-def newest(kind: str = "") -> Path:
-    """The newest results of a tool."""
-    return max(RESULTS.glob(f"????-??-??-nvidia-h200{kind}.jsonl"))
+def records_of(tool: str) -> list[dict]:
+    return rows_of([FOLDER / f"{tool}.jsonl"])
 
 
-def rows_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def newest_day(tool: str) -> list[dict]:
+    return next(iter(by_day(records_of(tool)).values()))
 
 
 def microseconds(value: float) -> str:
@@ -55,27 +57,33 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def source(path: Path, records: list[dict]) -> str:
-    """Where numbers come from: file, GPU, versions."""
+def source(tool: str, records: list[dict]) -> str:
+    """Where numbers come from: file, day, GPU, versions."""
     first = records[0]
     peers = "".join(f", {name} {version}" for name, version in (first.get("peers") or {}).items())
-    return f"`{path.name}`: {first['gpu']}, torch {first['torch']}, Triton {first['triton']}{peers}."
+    file = f"`bench/results/{FOLDER.name}/{tool}.jsonl`"
+    return f"{file}, {first['date'][:10]}: {first['gpu']}, torch {first['torch']}, Triton {first['triton']}{peers}."
 
 
 class Cells:
-    """Records of bench_norm: (norm, direction, dtype) -> (rows, cols) -> candidate -> record."""
+    """The twelve shapes on one day, by bench_norm: (norm, direction, dtype) -> shape -> candidate -> record."""
 
-    def __init__(self, path: Path):
-        self.path, self.records = path, timed(load([path]))
+    def __init__(self, records: list[dict]):
+        self.records = timed(newest(records))
         self.found: dict[tuple, dict[tuple, dict[str, dict]]] = {}
         for each in self.records:
-            if each.get("token_stride") or each.get("frozen") or each.get("residual_dtype"):
-                continue
-            group = self.found.setdefault((each["norm"], each["direction"], each["x_dtype"]), {})
-            group.setdefault((each["rows"], each["cols"]), {})[each["candidate"]] = each
+            shape = each["rows"], each["cols"]
+            if shape in SHAPES and not any(each.get(name) for name in ("token_stride", "frozen", "residual_dtype")):
+                group = self.found.setdefault((each["norm"], each["direction"], each["x_dtype"]), {})
+                group.setdefault(shape, {})[each["candidate"]] = each
 
-    def shapes(self, direction: str, dtype: str) -> list[tuple]:
-        return list(self.found[NORMS[0], direction, dtype])
+    @property
+    def day(self) -> str:
+        return self.records[0]["date"][:10]
+
+    def has_all(self) -> bool:
+        """Our times of all that the tables show."""
+        return all(OURS in self.of(*each) for each in itertools.product(NORMS, DIRECTIONS, DTYPES, SHAPES))
 
     def of(self, norm: str, direction: str, dtype: str, shape: tuple) -> dict[str, dict]:
         return self.found.get((norm, direction, dtype), {}).get(shape, {})
@@ -96,30 +104,27 @@ def twelve_shapes(cells: Cells, direction: str, dtype: str) -> str:
     for norm in NORMS:
         header += [NAMES[norm], *(f"{NAMES[peer]}" for peer in ("cudnn", "aten"))]
     lines = []
-    for shape in cells.shapes(direction, dtype):
+    for shape in SHAPES:
         floors = [cells.of(norm, direction, dtype, shape)[FLOOR]["median_us"] for norm in NORMS]
         line = [f"{shape[0]}x{shape[1]}", microseconds(min(floors))]
         for norm in NORMS:
             cell = cells.of(norm, direction, dtype, shape)
             line.append(f"{microseconds(cell[OURS]['median_us'])} ({cell[OURS]['times_floor']:.2f}x)")
-            line += [microseconds(cell[peer]["median_us"]) for peer in ("cudnn", "aten")]
+            line += [microseconds(cell[peer]["median_us"]) if peer in cell else "" for peer in ("cudnn", "aten")]
         lines.append(line)
     return table(header, lines)
 
 
-def means(files: list[Path]) -> str:
-    """Every peer beside us, over the cells of its newest run that has both."""
-    read, lines = [Cells(path) for path in sorted(files, reverse=True)], []
-    for dtype in DTYPES:
-        for norm in NORMS:
-            for direction in DIRECTIONS:
-                for peer in PEERS:
-                    found = ((cells, cells.mean(norm, direction, dtype, peer)) for cells in read)
-                    cells, (theirs, ours, count) = next(((c, m) for c, m in found if m[2]), (None, (0, 0, 0)))
-                    if cells is not None:
-                        line = [NAMES[norm], direction, DTYPES[dtype], NAMES[peer], f"{theirs:.2f}", f"{ours:.2f}"]
-                        lines.append([*line, f"{theirs / ours:.2f}", str(count), f"`{cells.path.name}`"])
-    header = ["norm", "direction", "dtype", "peer", "its times/floor", "ours", "peer / ours", "shapes", "file"]
+def means(days: list[Cells]) -> str:
+    """Every peer beside us, over the cells of its newest day that has both."""
+    lines = []
+    for dtype, norm, direction, peer in itertools.product(DTYPES, NORMS, DIRECTIONS, PEERS):
+        found = ((cells, cells.mean(norm, direction, dtype, peer)) for cells in days)
+        cells, (theirs, ours, count) = next(((c, m) for c, m in found if m[2]), (None, (0, 0, 0)))
+        if cells is not None:
+            line = [NAMES[norm], direction, DTYPES[dtype], NAMES[peer], f"{theirs:.2f}", f"{ours:.2f}"]
+            lines.append([*line, f"{theirs / ours:.2f}", str(count), cells.day])
+    header = ["norm", "direction", "dtype", "peer", "its times/floor", "ours", "peer / ours", "shapes", "day"]
     return table(header, lines)
 
 
@@ -166,42 +171,43 @@ def host_time(records: list[dict]) -> str:
     return table(header, lines)
 
 
-def training_steps(paths: Iterable[Path]) -> str:
+def training_steps(records: list[dict]) -> str:
     """The newest speed of each model, way, host side and number of steps in a row."""
     latest: dict[tuple, list[str]] = {}
-    for path in sorted(paths):
-        for each in rows_of(path):
-            if each["norms"] == "stock" or "speedup_error" not in each or each.get("native") is None:
-                continue
-            model = f"{each['model']}, {each['depth']} blocks of width {each['width']}"
-            key = model, each["way"], each["norms"], "C++" if each["native"] else "Python", str(each.get("steps") or 1)
-            latest[key] = [f"{each['speedup']:.3f} +- {each['speedup_error']:.3f}", f"`{path.name}`"]
-    header = ["model", "way", "norms", "host side", "steps in a row", "speed over stock", "file"]
+    for each in records:
+        if each["norms"] == "stock" or "speedup_error" not in each or each.get("native") is None:
+            continue
+        model = f"{each['model']}, {each['depth']} blocks of width {each['width']}"
+        key = model, each["way"], each["norms"], "C++" if each["native"] else "Python", str(each.get("steps") or 1)
+        latest[key] = [f"{each['speedup']:.3f} +- {each['speedup_error']:.3f}", each["date"][:10]]
+    header = ["model", "way", "norms", "host side", "steps in a row", "speed over stock", "day"]
     return table(header, ([*key, *said] for key, said in sorted(latest.items())))
 
 
+def measured_days() -> list[Cells]:
+    """The newest first."""
+    return [Cells(records) for records in by_day(records_of("norm")).values()]
+
+
+def proof(days: list[Cells]) -> Cells:
+    return next(cells for cells in days if cells.has_all())
+
+
 def page() -> str:
-    proof, company, host = newest(), newest("-beside"), newest("-host-time")
-    cells = Cells(proof)
-    plain = list(RESULTS.glob("????-??-??-nvidia-h200.jsonl"))
-    parts = [
-        INTRODUCTION,
-        f"![Times over the floor]({PICTURE.relative_to(RESULTS.parent)})",
-    ]
+    days = measured_days()
+    cells = proof(days)
+    parts = [INTRODUCTION, f"![Times over the floor]({PICTURE.relative_to(RESULTS.parent)})"]
     for dtype, name in DTYPES.items():
         for direction in DIRECTIONS:
             parts.append(f"## {direction.capitalize()}, {name}\n\n{twelve_shapes(cells, direction, dtype)}")
-    parts.append(source(proof, cells.records))
-    parts.append(f"## Every peer\n\nGeometric means over the shapes that both were timed on.\n\n{means(plain)}")
-    records = rows_of(company)
-    parts.append(f"## Beside a kernel that holds SMs\n\n{beside(records)}\n\n{source(company, records)}")
-    steps = training_steps(RESULTS.glob("????-??-??-nvidia-h200-training-step.jsonl"))
+    parts.append(source("norm", cells.records))
+    parts.append(f"## Every peer\n\nGeometric means over the shapes that both were timed on.\n\n{means(days)}")
+    company, host = newest_day("beside"), newest_day("host-time")
+    parts.append(f"## Beside a kernel that holds SMs\n\n{beside(company)}\n\n{source('beside', company)}")
+    steps = training_steps(records_of("training-step"))
     parts.append(f"## Training steps\n\nForward, backward and optimizer in bf16.\n\n{steps}")
-    records = rows_of(host)
-    parts.append(
-        "## Host time\n\nOf a call on 128 x 1024, in ATen's time of the same run.\n\n"
-        f"{host_time(records)}\n\n{source(host, records)}"
-    )
+    text = "Of a call on 128 x 1024, in ATen's time of the same run."
+    parts.append(f"## Host time\n\n{text}\n\n{host_time(host)}\n\n{source('host-time', host)}")
     return "\n\n".join(parts) + "\n"
 
 
@@ -212,17 +218,16 @@ def draw(cells: Cells, path: Path) -> None:
     figure, axes = pyplot.subplots(2, 1, figsize=(10, 6), sharex=True, layout="constrained")
     shown = (OURS, "cudnn", "aten")
     for axis, norm in zip(axes, NORMS, strict=True):
-        shapes = cells.shapes("backward", "bfloat16")
         for at, candidate in enumerate(shown):
-            heights = [cells.of(norm, "backward", "bfloat16", shape)[candidate]["times_floor"] for shape in shapes]
-            places = [number + 0.27 * (at - 1) for number in range(len(shapes))]
+            heights = [cells.of(norm, "backward", "bfloat16", shape)[candidate]["times_floor"] for shape in SHAPES]
+            places = [number + 0.27 * (at - 1) for number in range(len(SHAPES))]
             axis.bar(places, heights, width=0.26, color=COLORS[candidate], label=NAMES[candidate])
             for place, height in zip(places, heights, strict=True):
                 if height > MOST:
                     axis.text(place - 0.16, MOST, f"{height:.0f}", fontsize=8, ha="right", va="top")
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set(ylim=(0, MOST), ylabel="times the floor", title=f"{NAMES[norm]} backward, bfloat16, H200")
-        axis.set_xticks(range(len(shapes)), [f"{rows}\nx {cols}" for rows, cols in shapes], fontsize=8)
+        axis.set_xticks(range(len(SHAPES)), [f"{rows}\nx {cols}" for rows, cols in SHAPES], fontsize=8)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(shown), frameon=False)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
@@ -239,8 +244,9 @@ def main(arguments: list[str] | None = None) -> int:
             return 1
         return 0
     PAGE.write_text(wanted)
-    draw(Cells(newest()), PICTURE)
-    print(f"{PAGE}\n{PICTURE}")
+    draw(proof(measured_days()), PICTURE)
+    plot.draw(plot.plain_records([FOLDER / "norm.jsonl"]), "floor", "backward", "bfloat16", WIDTHS)
+    print(f"{PAGE}\n{PICTURE}\n{WIDTHS}")
     return 0
 
 

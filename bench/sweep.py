@@ -3,33 +3,39 @@
     python -m bench.sweep --shapes 16384x4096 4096x5120 --direction backward --variants pipelined multi_wave
 
 Plans are compiled in parallel first; one that spills is not timed. Each is checked against float64 autograd, then
-timed beside the others and the stream kernel. One JSON line per plan goes to bench/results/<date>-<gpu>-sweep.jsonl.
-Exit code 1 if an output is wrong, 2 without a CUDA GPU.
+timed beside the others and the stream kernel. One JSON line per case, with all its plans, goes to plans.jsonl. Exit
+code 1 if an output is wrong, 2 without a CUDA GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
 from fusednorm.host import gpus
 from fusednorm.planner import budget, candidates
 from fusednorm.planner.device import DeviceSpec
-from fusednorm.planner.plan import ColumnTilePlan, Plan
+from fusednorm.planner.plan import Plan
 from fusednorm.problem import check_backward, check_forward
 from fusednorm.testing import Case, Inputs, exact, make_inputs, relative_error
 
 from .candidates import FLOOR, floor_call
-from .cases import DTYPES, NORMS, BenchCase, make_bench_inputs, parse_shape
-from .records import RESULTS, describe_machine, results_path
+from .cases import DTYPES, NORMS, BenchCase, make_bench_inputs, parse_shape, plain_case
+from .records import (
+    add_out_argument,
+    case_fields,
+    describe_machine,
+    lacks_gpu,
+    plan_text,
+    results_path,
+    save,
+    time_fields,
+)
 from .timing import time_interleaved
 
 GENERATORS = {
@@ -43,19 +49,18 @@ TOLERANCE = {torch.float16: 6e-4, torch.bfloat16: 4e-3, torch.float32: 1e-5, tor
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    if not torch.cuda.is_available():
-        print("sweep: needs a CUDA GPU, got none (python -m fusednorm doctor says more)", file=sys.stderr)
+    if lacks_gpu("sweep"):
         return 2
-    machine = describe_machine()
-    path = results_path(options.out, machine, "-sweep")
+    machine = describe_machine() | {"run": options.run}
+    path = results_path(options.out, machine, "plans")
     wrong = 0
-    with path.open("a") as file:
-        for case in cases(options):
-            records = sweep(case, options)
-            wrong += sum(record["wrong"] for record in records)
-            file.writelines(json.dumps(machine | record) + "\n" for record in records)
-            file.flush()
-            report(case, records)
+    for norm in options.norms:
+        for shape in options.shapes:
+            case = plain_case(norm, shape.sizes, options.dtype)
+            record = machine | sweep(case, options)
+            save([record], path)
+            report(case, record["timed"])
+            wrong += sum(each.get("wrong", False) for each in record["timed"])
     return 1 if wrong else 0
 
 
@@ -68,15 +73,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of all tensors (default: bf16)")
     parser.add_argument("--rounds", type=int, default=15, help="timed replays of each plan (default: 15)")
     parser.add_argument("--most", type=int, default=80, help="plans of a variant and shape, evenly drawn (default: 80)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON lines (default: bench/results)")
+    parser.add_argument("--run", default="sweep", help="name of this run in its lines (default: sweep)")
+    add_out_argument(parser)
     return parser.parse_args(arguments)
-
-
-def cases(options: argparse.Namespace) -> Iterator[BenchCase]:
-    dtype = DTYPES[options.dtype]
-    for norm in options.norms:
-        for shape in options.shapes:
-            yield BenchCase(norm, shape.sizes, 1, dtype, dtype, dtype if norm == "layer" else None)
 
 
 def make_call(case: Case, inputs: Inputs, direction: str):
@@ -128,8 +127,8 @@ def prepare(case: Case, inputs: Inputs, direction: str, plan: Plan):
     return build(make_call(case, inputs, direction), plan)
 
 
-def sweep(case: BenchCase, options: argparse.Namespace) -> list[dict]:
-    """A record for each plan of the case."""
+def sweep(case: BenchCase, options: argparse.Namespace) -> dict:
+    """The case, and what was timed beside each other: a plan has a time, or the reason why it has none."""
     inputs = make_bench_inputs(case, "cuda")
     device = gpus.spec_of(inputs.x.device)
     problem = make_call(case, inputs, options.direction).problem
@@ -139,36 +138,28 @@ def sweep(case: BenchCase, options: argparse.Namespace) -> list[dict]:
         compiled = pool.map(compile_plan, jobs, chunksize=1)
     want = exact(case, inputs)
     names = ("y", "mean", "rstd") if options.direction == "forward" else ("dx", "dweight", "dbias")
-    calls, records = {FLOOR: floor_call(options.direction, inputs)}, []
+    calls, entries = {FLOOR: floor_call(options.direction, inputs)}, []
     for plan, result in zip(plans, compiled, strict=True):
-        record = {
-            "norm": case.norm, "direction": options.direction, "rows": case.rows, "cols": case.cols,
-            "x_dtype": str(case.x_dtype).removeprefix("torch."), "variant": plan.variant, "plan": str(plan),
-            "column_tiles": isinstance(plan, ColumnTilePlan), "compiled": result, "wrong": False, "median_us": None,
-        }  # fmt: skip
-        records.append(record)
+        entry = {"plan": plan_text(plan), "median_us": None}
+        entries.append(entry)
         if isinstance(result, str) or result[1] > 0:
+            entry["refusal"] = result if isinstance(result, str) else f"{result[1]} bytes of stack"
             continue
         launches, outputs = prepare(case, inputs, options.direction, plan)[:2]
-        calls[record["plan"]] = lambda launches=launches: [launch.run() for launch in launches]
-        calls[record["plan"]]()
-        errors = {n: relative_error(o, getattr(want, n)) for n, o in zip(names, outputs, strict=True) if o is not None}
-        record |= {"errors": errors, "wrong": not max(errors.values()) <= TOLERANCE[case.x_dtype]}
-        records[-1] = record
+        calls[entry["plan"]] = lambda launches=launches: [launch.run() for launch in launches]
+        calls[entry["plan"]]()
+        errors = [relative_error(o, getattr(want, n)) for n, o in zip(names, outputs, strict=True) if o is not None]
+        entry.update(registers=result[0], wrong=not max(errors) <= TOLERANCE[case.x_dtype])
     times = time_interleaved(calls, options.rounds)
-    for record in records:
-        if record["plan"] in times:
-            record["median_us"] = times[record["plan"]].median
-            record["times_floor"] = times[record["plan"]].median / times[FLOOR].median
-    return records
+    timed = [entry | time_fields(times[entry["plan"]]) if entry["plan"] in times else entry for entry in entries]
+    return case_fields(case, options.direction) | {"floor_us": round(times[FLOOR].median, 3), "timed": timed}
 
 
-def report(case: Case, records: list[dict]) -> None:
-    timed = sorted((r for r in records if r["median_us"]), key=lambda r: r["median_us"])
-    print(f"{case}: {len(records)} plans, {len(timed)} timed")
-    for record in timed[:5]:
-        wrong = " WRONG" if record["wrong"] else ""
-        print(f"  {record['median_us']:8.1f} us {record['times_floor']:.3f} {record['plan']}{wrong}")
+def report(case: Case, entries: list[dict]) -> None:
+    timed = sorted((e for e in entries if e["median_us"]), key=lambda e: e["median_us"])
+    print(f"{case}: {len(entries)} plans, {len(timed)} timed")
+    for entry in timed[:5]:
+        print(f"  {entry['median_us']:8.1f} us {entry['plan']}{' WRONG' * entry['wrong']}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Looks for cliffs: a direction's share of the floor over many widths, and widths far below their neighbours.
 
     python -m bench.widths --step 256 --limit-seconds 500
-    python -m bench.widths --check bench/results/2026-11-21-nvidia-h200-widths.jsonl
+    python -m bench.widths --check bench/results/nvidia-h200/widths.jsonl
 
 The planner's own choice only, a few replays of each, not checked against float64 (bench.bench_norm does that). Kernels
-are compiled side by side some widths ahead of the timing. One short JSON line per cell; widths come in an order that
-halves the gaps, so that a run that ends at its limit has covered the whole range. What looks like a cliff is timed
+are compiled side by side some widths ahead of the timing. One JSON line per cell; widths come in an order that halves
+the gaps, so that a run that ends at its limit has covered the whole range. What looks like a cliff is timed
 again with its neighbours, once the compilers are quiet, and the later line counts. Exit code 1 if a cell is a cliff, 2
 without a CUDA GPU.
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import sys
 import time
@@ -31,8 +30,8 @@ from fusednorm.tools import warm
 from fusednorm.tools.console import print_table, progress, show_beside
 
 from .candidates import FLOOR, OURS, floor_call, our_calls, our_plans
-from .cases import DTYPES, NORMS, BenchCase, make_bench_inputs
-from .records import RESULTS, describe_machine, results_path
+from .cases import DTYPES, NORMS, BenchCase, make_bench_inputs, plain_case
+from .records import add_out_argument, case_fields, describe_machine, lacks_gpu, plan_text, results_path, rows_of, save
 from .timing import time_interleaved
 
 FIRST, LAST = 768, 73728
@@ -41,7 +40,7 @@ MOST_ELEMENTS = 16384 * 36864  # of x: more rows than this allows are left out
 CLIFF = 0.15  # of a cell's share of the floor below that of its neighbours
 NEIGHBOURS = 2  # on each side
 BATCH = 48  # widths compiled at a time: starting the processes takes 5 s each time
-FIELDS = ("norm", "rows", "cols", "us", "floor_us", "plan")
+PLACE = ("direction", "x_dtype", "norm", "rows", "cols")
 # With a compiler on nearly every CPU the one that times was kept waiting: a floor of 2% here and there.
 COMPILERS = max(1, (os.cpu_count() or 1) // 2)
 SECONDS_PER_CELL, SECONDS_PER_BUILD = 0.15, 2.0  # about, on one H200 with 16 CPUs
@@ -51,25 +50,22 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     if options.check:
         return report(read(options.check))
-    if not torch.cuda.is_available():
-        print("widths: needs a CUDA GPU, got none (python -m fusednorm doctor says more)", file=sys.stderr)
+    if lacks_gpu("widths"):
         return 2
     cells = list(make_cells(options))
     machine = describe_machine()
-    path = options.out or results_path(RESULTS, machine, "-widths")
+    path = results_path(options.out, machine, "widths")
     print(f"{len(cells)} cells, about {estimate(cells):.0f} s; to {path}")
     done, end = [], time.monotonic() + options.limit_seconds
-    with path.open("a") as file:
-        file.write(json.dumps(machine | {"direction": options.direction, "dtype": options.dtype}) + "\n")
 
-        def keep(found: Iterator[dict]) -> None:
-            for cell in found:
-                done.append(cell)
-                file.write(json.dumps([cell[name] for name in FIELDS]) + "\n")
+    def keep(found: Iterator[dict]) -> None:
+        for cell in found:
+            done.append(cell)
+            save([machine | cell], path)
 
-        keep(measured(cells, options, end))
-        count = len(done)
-        keep(measure(*place_of(cell), options) for cell in doubtful(done) if time.monotonic() < end)
+    keep(measured(cells, options, end))
+    count = len(done)
+    keep(measure(*place_of(cell)[2:], options) for cell in doubtful(done) if time.monotonic() < end)
     print(f"{count} of {len(cells)} cells timed, {len(done) - count} of them again")
     return report(latest(done))
 
@@ -86,7 +82,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7, help="timed replays of each (default: 7)")
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="stop in time")
     parser.add_argument("--processes", type=int, default=COMPILERS, help="that compile (default: half of the CPUs)")
-    parser.add_argument("--out", type=Path, help="file (default: bench/results/<date>-<gpu>-widths.jsonl)")
+    add_out_argument(parser)
     parser.add_argument("--check", type=Path, metavar="FILE", help="measure nothing: has this file a cliff?")
     return parser.parse_args(arguments)
 
@@ -152,15 +148,14 @@ def compile_batch(batch: list[tuple[str, int, int]], options: argparse.Namespace
 
 
 def measure(norm: str, rows: int, cols: int, options: argparse.Namespace) -> dict:
-    dtype = DTYPES[options.dtype]
-    case = BenchCase(norm, (rows, cols), 1, dtype, dtype, dtype if norm == "layer" else None)
+    case = plain_case(norm, (rows, cols), options.dtype)
     inputs = make_bench_inputs(case, "cuda")
     calls, ahead = our_calls(case, inputs), statistics_of(case, inputs.x)
     ours = calls.forward if options.direction == "forward" else lambda: calls.backward(ahead)
     times = time_interleaved({FLOOR: floor_call(options.direction, inputs), OURS: ours}, options.rounds)
     plan = our_plans(case, inputs, None)[options.direction]
-    microseconds = {"us": round(times[OURS].median, 2), "floor_us": round(times[FLOOR].median, 2)}
-    return {"norm": norm, "rows": rows, "cols": cols, **microseconds, "plan": short(plan)}
+    microseconds = {"median_us": round(times[OURS].median, 2), "floor_us": round(times[FLOOR].median, 2)}
+    return case_fields(case, options.direction) | microseconds | {"plan": plan_text(plan)}
 
 
 def statistics_of(case: BenchCase, x: torch.Tensor) -> Outputs:
@@ -171,19 +166,12 @@ def statistics_of(case: BenchCase, x: torch.Tensor) -> Outputs:
     return Outputs(rstd=(variance + mean.square() + case.resolved_eps).rsqrt())
 
 
-def short(plan) -> str:
-    """A plan in a few letters: its variant and its numbers."""
-    numbers = ",".join(str(int(value)) for value in vars(plan).values())
-    return f"{type(plan).__name__.removesuffix('Plan')}({numbers})"
-
-
 def read(path: Path) -> list[dict]:
-    lines = (json.loads(line) for line in path.read_text().splitlines())
-    return latest([dict(zip(FIELDS, line, strict=True)) for line in lines if isinstance(line, list)])
+    return latest(rows_of([path]))
 
 
-def place_of(cell: dict) -> tuple[str, int, int]:
-    return cell["norm"], cell["rows"], cell["cols"]
+def place_of(cell: dict) -> tuple:
+    return tuple(cell[name] for name in PLACE)
 
 
 def latest(cells: list[dict]) -> list[dict]:
@@ -202,18 +190,17 @@ def cliffs(cells: list[dict]) -> list[tuple[dict, float, float]]:
     found = []
     for line in lines_of(cells):
         for cell in line:
-            share = cell["floor_us"] / cell["us"]
-            around = [other["floor_us"] / other["us"] for other in beside(line, cell) if other is not cell]
+            share = cell["floor_us"] / cell["median_us"]
+            around = [other["floor_us"] / other["median_us"] for other in beside(line, cell) if other is not cell]
             if around and share < (1 - CLIFF) * median(around):
                 found.append((cell, share, median(around)))
     return found
 
 
 def lines_of(cells: list[dict]) -> Iterator[list[dict]]:
-    """The cells of each norm and row count, by width."""
-    for norm, rows in sorted({(cell["norm"], cell["rows"]) for cell in cells}):
-        line = [cell for cell in cells if (cell["norm"], cell["rows"]) == (norm, rows)]
-        yield sorted(line, key=lambda cell: cell["cols"])
+    """The cells of each direction, dtype, norm and row count, by width."""
+    for _, line in itertools.groupby(sorted(cells, key=place_of), lambda cell: place_of(cell)[:-1]):
+        yield list(line)
 
 
 def beside(line: list[dict], cell: dict) -> list[dict]:
@@ -222,17 +209,18 @@ def beside(line: list[dict], cell: dict) -> list[dict]:
     return line[max(0, index - NEIGHBOURS) : index + 1 + NEIGHBOURS]
 
 
+def title(cell: dict) -> str:
+    return f"{cell['norm']} {cell['direction']} {cell['rows']}x{cell['cols']} {cell['x_dtype']}"
+
+
 def report(cells: list[dict]) -> int:
     found = cliffs(cells)
-    worst = min(cells, key=lambda cell: cell["floor_us"] / cell["us"], default=None)
+    worst = min(cells, key=lambda cell: cell["floor_us"] / cell["median_us"], default=None)
     if worst:
-        share = worst["floor_us"] / worst["us"]
-        print(f"lowest share of the floor: {share:.0%} at {worst['norm']} {worst['rows']}x{worst['cols']}")
+        share = worst["floor_us"] / worst["median_us"]
+        print(f"lowest share of the floor: {share:.0%} at {title(worst)}")
     print(f"{len(found)} of {len(cells)} cells are {CLIFF:.0%} or more below their neighbours")
-    rows = [
-        [f"{c['norm']} {c['rows']}x{c['cols']}", f"{share:.0%}", f"{around:.0%}", c["plan"]]
-        for c, share, around in found
-    ]
+    rows = [[title(c), f"{share:.0%}", f"{around:.0%}", c["plan"]] for c, share, around in found]
     if rows:
         print_table("Share of the floor", ["cell", "here", "beside", "plan"], rows, "bench")
     return 1 if found else 0

@@ -31,6 +31,11 @@ class Size:
     blocks: int
     heads: int
     length: int  # of the text that is read at once, in bytes
+    batch: int
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.length
 
 
 class Attention(nn.Module):
@@ -135,11 +140,11 @@ def help_text() -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def batches(text: Tensor, length: int, batch: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(text: Tensor, size: Size, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
     """(tokens, targets) of random passages, [batch, length] each, without end; the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
-    offsets = torch.arange(length + 1)
+    offsets = torch.arange(size.length + 1)
     while True:
-        starts = torch.randint(len(text) - length, (batch, 1), generator=generator)
+        starts = torch.randint(len(text) - size.length, (size.batch, 1), generator=generator)
         passages = text[starts + offsets].long()
         yield passages[:, :-1], passages[:, 1:]

@@ -53,9 +53,13 @@ def plan_of(block: nn.Module) -> dict:
     return plan
 
 
-if __name__ == "__main__":
-    asked, device = arguments("tensor_parallel", __doc__), start_processes()
+def main() -> None:
+    asked, (device, size) = arguments("tensor_parallel", __doc__), start_processes()
     torch.set_float32_matmul_precision("high")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    train_each(asked, device, lambda model: parallelize(model, mesh), readers=1)
+    train_each(asked, device, size, lambda model: parallelize(model, mesh))
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -12,6 +12,8 @@ ATen, so that both kinds of norms run the same code.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -29,7 +31,11 @@ def shard(model: LanguageModel) -> nn.Module:
     return fully_shard(model, mp_policy=policy)
 
 
-if __name__ == "__main__":
-    asked, device = arguments("train_fsdp2", __doc__), start_processes()
-    train_each(asked, device, shard, readers=dist.get_world_size())
+def main(given: Sequence[str] | None = None) -> None:
+    asked, (device, size) = arguments("train_fsdp2", __doc__, given), start_processes()
+    train_each(asked, device, size, shard, readers=dist.get_world_size())
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

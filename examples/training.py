@@ -1,4 +1,4 @@
-"""What the examples share: processes, a loop of training steps, and what it comes to as a table and a picture."""
+"""What the examples share: arguments, processes, a loop of training steps, and its results as a table and a picture."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from .language_models import OURS, STOCK, LanguageModel, Norms, Size, batches, help_text, next_byte_loss
 
-CPU_SIZE, CPU_BATCH = Size(width=64, blocks=2, heads=4, length=64), 8
-GPU_SIZE, GPU_BATCH = Size(width=2048, blocks=16, heads=16, length=1024), 16  # 0.8 to 1 billion parameters
+CPU_SIZE = Size(width=64, blocks=2, heads=4, length=64, batch=8)
+SMALL_GPU_SIZE = Size(width=768, blocks=12, heads=12, length=1024, batch=8)  # 86 to 92 million parameters
+GPU_SIZE = Size(width=2048, blocks=16, heads=16, length=1024, batch=16)  # 0.8 to 1 billion parameters
 NORMS: dict[str, dict[str, Norms]] = {"stock": {"stock norms": STOCK}, "ours": {"fusednorm": OURS}}
 NORMS["both"] = NORMS["stock"] | NORMS["ours"]
 
@@ -31,18 +32,28 @@ class Run:
     memory_bytes: int = 0  # the most of this rank: of the GPU, or of the process where there is none
 
 
-def arguments(example: str, description: str) -> argparse.Namespace:
+def arguments(
+    example: str, description: str, given: Sequence[str] | None = None, models: Sequence[str] = ("gpt2", "llama")
+) -> argparse.Namespace:
+    """Those of the command line, or `given`. The first paragraph of an example says what it shows, as does --help."""
     parser = argparse.ArgumentParser(prog=f"python -m examples.{example}", description=description.split("\n\n")[0])
     parser.set_defaults(example=example)
-    parser.add_argument("--model", choices=("gpt2", "llama"), default="llama")
+    parser.add_argument("--model", choices=models, default="llama")
     parser.add_argument("--norms", choices=tuple(NORMS), default="both")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the picture")
-    return parser.parse_args()
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of what is written (default: out)")
+    return parser.parse_args(given)
 
 
-def start_processes() -> torch.device:
-    """Join the processes that torchrun started, or be the only one. Returns this rank's device."""
+def only_process() -> tuple[torch.device, Size]:
+    """The device of an example without other processes, and the size of a model for it."""
+    torch.set_float32_matmul_precision("high")  # TF32, on a GPU
+    return (torch.device("cuda"), SMALL_GPU_SIZE) if torch.cuda.is_available() else (torch.device("cpu"), CPU_SIZE)
+
+
+def start_processes() -> tuple[torch.device, Size]:
+    """Join the processes that torchrun started, or be the only one. Returns this rank's device, and the size of a model
+    for all of them."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
@@ -52,40 +63,66 @@ def start_processes() -> torch.device:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return device
+    return device, GPU_SIZE if cuda else CPU_SIZE
+
+
+def as_it_is(model: LanguageModel) -> nn.Module:
+    return model
 
 
 def train_each(
-    asked: argparse.Namespace, device: torch.device, spread: Callable[[LanguageModel], nn.Module], readers: int
+    asked: argparse.Namespace,
+    device: torch.device,
+    size: Size,
+    spread: Callable[[LanguageModel], nn.Module] = as_it_is,
+    readers: int = 1,
 ) -> None:
     """Train a model on each kind of norms that was asked for, spread over the ranks by `spread`, and report. The ranks
     read in `readers` groups, each a text of its own."""
-    size, batch = (GPU_SIZE, GPU_BATCH) if device.type == "cuda" else (CPU_SIZE, CPU_BATCH)
     runs = {}
     for label, norms in NORMS[asked.norms].items():
         torch.manual_seed(0)
         model = spread(LanguageModel(asked.model, size, norms).to(device))
-        group = dist.get_rank() * readers // dist.get_world_size()
-        runs[label] = train(model, batches(help_text(), size.length, batch, seed=group), device, asked.steps)
+        group = rank() * readers // world_size()
+        runs[label] = train(model, batches(help_text(), size, seed=group), asked.steps)
         del model
-    if dist.get_rank() == 0:
-        report(runs, readers * batch * size.length, asked)
+    if rank() == 0:
+        print(f"{asked.model}, processes: {world_size()}, {readers * size.tokens} tokens a step")
+        report(runs, readers * size.tokens, asked.out / f"{asked.example}_{asked.model}.png")
 
 
-def train(model: nn.Module, feed: Iterator[tuple[Tensor, Tensor]], device: torch.device, steps: int) -> Run:
-    run = Run()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4 if device.type == "cuda" else 3e-3)
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-4 if next(model.parameters()).is_cuda else 3e-3)
+
+
+def train(
+    model: nn.Module, feed: Iterator[tuple[Tensor, Tensor]], steps: int, optimizer: torch.optim.Optimizer | None = None
+) -> Run:
+    """Train a model that maps tokens to logits, or to an object of transformers that has them."""
+    run, device = Run(), next(model.parameters()).device
+    optimizer = optimizer or make_optimizer(model)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     for _, (tokens, targets) in zip(range(steps), feed, strict=False):
         began = time.perf_counter()
-        loss = next_byte_loss(model(tokens.to(device)).float(), targets.to(device))
+        output = model(tokens.to(device))
+        logits = output if isinstance(output, Tensor) else output.logits
+        loss = next_byte_loss(logits.float(), targets.to(device))
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        mean = loss.detach() / dist.get_world_size()
-        dist.all_reduce(mean)
+        mean = loss.detach() / world_size()
+        if dist.is_initialized():
+            dist.all_reduce(mean)
         run.losses.append(mean.item())  # waits for the device
         run.seconds.append(time.perf_counter() - began)
     run.memory_bytes = peak_memory(device)
@@ -99,8 +136,7 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def report(runs: dict[str, Run], tokens_in_a_step: int, asked: argparse.Namespace) -> None:
-    print(f"{asked.model}, {dist.get_world_size()} processes, {tokens_in_a_step} tokens in a step")
+def report(runs: dict[str, Run], tokens_in_a_step: int, picture: Path) -> None:
     for label, run in runs.items():
         seconds = statistics.median(run.seconds[1:] or run.seconds)  # the first compiles
         last = statistics.mean(run.losses[-10:])
@@ -108,6 +144,13 @@ def report(runs: dict[str, Run], tokens_in_a_step: int, asked: argparse.Namespac
             f"{label:12} {tokens_in_a_step / seconds:10.0f} tokens/s  {run.memory_bytes / 2**30:6.2f} GiB  "
             f"loss {run.losses[0]:.3f} -> {last:.3f}"
         )
+    if not torch.cuda.is_available():
+        print("On a CPU all of these run the same norms: differences in tokens/s are noise.")
+    draw({label: run.losses for label, run in runs.items()}, picture, "A language model on Python's help")
+
+
+def draw(losses: dict[str, list[float]], path: Path, title: str) -> None:
+    """The loss curves as a picture, if matplotlib is installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -115,11 +158,10 @@ def report(runs: dict[str, Run], tokens_in_a_step: int, asked: argparse.Namespac
         return
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for (label, run), style in zip(runs.items(), ("-", "--"), strict=False):
-        axes.plot(run.losses, style, label=label)
-    axes.set(xlabel="step", ylabel="cross entropy (nats per byte)", title=f"{asked.model} on Python's help")
+    for (label, each), style in zip(losses.items(), ("-", "--", ":"), strict=False):
+        axes.plot(each, style, label=label)
+    axes.set(xlabel="step", ylabel="cross entropy (nats per byte)", title=title)
     axes.legend()
-    asked.out.mkdir(parents=True, exist_ok=True)
-    path = asked.out / f"{asked.example}_{asked.model}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     print(f"Loss curves: {path}")

@@ -5,6 +5,7 @@ Importing this package registers torch.ops.fusednorm.*. It imports no Triton and
 
 import importlib
 import pathlib
+from typing import TYPE_CHECKING
 
 _HERE = pathlib.Path(__file__).parent
 if not (_HERE / "kernels").is_dir():
@@ -48,14 +49,22 @@ _INTEGRATIONS = {
 }
 
 
-def __getattr__(name: str):
-    if name not in _INTEGRATIONS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        module = importlib.import_module(f".integrations.{_INTEGRATIONS[name]}", __name__)
-    except (ImportError, AttributeError) as error:
-        raise ImportError(f"fusednorm.{name} does not know this torch, everything else works: {error}") from error
-    return getattr(module, name)
+if TYPE_CHECKING:
+    from .integrations.aten import disable_eager as disable_eager
+    from .integrations.aten import enable_eager as enable_eager
+    from .integrations.inductor import disable_inductor as disable_inductor
+    from .integrations.inductor import enable_inductor as enable_inductor
+    from .integrations.models import patch_model as patch_model
+else:
+
+    def __getattr__(name: str):
+        if name not in _INTEGRATIONS:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            module = importlib.import_module(f".integrations.{_INTEGRATIONS[name]}", __name__)
+        except (ImportError, AttributeError) as error:
+            raise ImportError(f"fusednorm.{name} does not know this torch, everything else works: {error}") from error
+        return getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -54,7 +54,7 @@ class sm_margin:  # noqa: N801  reads as a function: sm_margin(16)
                 self._replaced = None
             _tell()
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         with _lock:
             self._blocks -= 1
             if not self._blocks:

@@ -1,26 +1,35 @@
 """The registered ops, torch.ops.fusednorm.*: schemas, fakes and entry points for CPU and CUDA.
 
-x is [*batch, *normalized_shape]: rows of cols = prod(normalized_shape) elements, M of them.
+x is `[*batch, *normalized_shape]`: rows of cols = prod(normalized_shape) elements, M of them.
 
-layer_norm_fwd  y = (x - mean) * rstd * weight + bias, with rstd = 1 / sqrt(var + eps), var the biased variance of a row
-rms_norm_fwd    y = x * rstd * weight, with rstd = 1 / sqrt(mean(x^2) + eps); eps None is the machine epsilon of float32
-                (float64 for float64 x)
-*_bwd           gradients of x, weight and bias, from the gradient of y and the statistics that the forward returned
-
-*_bwd_residual  the same, with residual_grad (the gradient of a residual stream that x also went into) added to dx
-                before dx is rounded, once, to dx_dtype (x's by default)
+layer_norm_fwd
+    y = (x - mean) * rstd * weight + bias, with rstd = 1 / sqrt(var + eps), var the biased variance of a row
+rms_norm_fwd
+    y = x * rstd * weight, with rstd = 1 / sqrt(mean(x^2) + eps); eps None is the machine epsilon of float32 (float64
+    for float64 x)
+layer_norm_bwd, rms_norm_bwd
+    gradients of x, weight and bias, from the gradient of y and the statistics that the forward returned
+layer_norm_bwd_residual, rms_norm_bwd_residual
+    the same, with residual_grad (the gradient of a residual stream that x also went into) added to dx before dx is
+    rounded, once, to dx_dtype (x's by default)
 
 The first four take the arguments of aten::native_layer_norm, native_layer_norm_backward, _fused_rms_norm and
 _fused_rms_norm_backward at the same positions.
 
-Shapes: grad_out and residual_grad have x's shape, weight and bias normalized_shape. mean and rstd have any shape of M
-elements, such as [M], [M, 1] or the [*batch, 1, ...] that the forward returns. Outputs are contiguous.
-Dtypes: each operand has its own: float16, bfloat16, float32 or float64. y and dx have x's dtype, dweight and dbias
-that of their parameter. Statistics are float32, or float64 for float64 x.
-Strides: any. Rows at one constant stride or at two nested strides are read in place; anything else is copied once.
-Derivatives: of any order, of every output, mean and rstd included (ATen's ops do not differentiate these two).
-Masks: an output that output_mask leaves out, or whose parameter is None, is not computed and is returned as None.
-Errors: RuntimeError if an operand has another shape, dtype or device than stated here.
+Shapes
+    grad_out and residual_grad have x's shape, weight and bias normalized_shape. mean and rstd have any shape of M
+    elements, such as `[M]`, `[M, 1]` or the `[*batch, 1, ...]` that the forward returns. Outputs are contiguous.
+Dtypes
+    Each operand has its own: float16, bfloat16, float32 or float64. y and dx have x's dtype, dweight and dbias that of
+    their parameter. Statistics are float32, or float64 for float64 x.
+Strides
+    Any. Rows at one constant stride or at two nested strides are read in place; anything else is copied once.
+Derivatives
+    Of any order, of every output, mean and rstd included (ATen's ops do not differentiate these two).
+Masks
+    An output that output_mask leaves out, or whose parameter is None, is not computed and is returned as None.
+Errors
+    RuntimeError if an operand has another shape, dtype or device than stated here.
 """
 
 from __future__ import annotations

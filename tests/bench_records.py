@@ -21,6 +21,5 @@ def record_of(candidate: str, microseconds: float, case: BenchCase = CASE, direc
 
 
 def cells(shares: dict[int, float], rows=2048, norm="layer") -> list[dict]:
-    return [
-        {"norm": norm, "rows": rows, "cols": c, "us": 10 / s, "floor_us": 10, "plan": "P"} for c, s in shares.items()
-    ]
+    same = {"direction": "backward", "norm": norm, "rows": rows, "x_dtype": "bfloat16", "plan": "P"}
+    return [same | {"cols": cols, "median_us": 10 / share, "floor_us": 10} for cols, share in shares.items()]

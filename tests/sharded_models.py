@@ -44,7 +44,8 @@ from examples.language_models import (
 )
 from examples.tensor_parallel import parallelize
 
-SIZE, BATCH, STEPS = Size(width=16, blocks=2, heads=4, length=8), 4, 3
+BATCH, STEPS = 4, 3
+SIZE = Size(width=16, blocks=2, heads=4, length=8, batch=BATCH)
 KINDS = {"gpt2": "layer", "llama": "rms"}
 NORM_COUNT = 2 * SIZE.blocks + 1
 FP64, BF16 = torch.float64, torch.bfloat16
@@ -61,7 +62,7 @@ def build(world: World, name: str, norms=OURS) -> LanguageModel:
 
 
 def batch(world: World, step: int) -> tuple[Tensor, Tensor]:
-    tokens, targets = next(batches(help_text(), SIZE.length, BATCH, seed=step))
+    tokens, targets = next(batches(help_text(), SIZE, seed=step))
     return tokens.to(world.device), targets.to(world.device)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 
@@ -168,10 +169,11 @@ def test_a_packed_shape_is_a_slice_of_longer_rows():
     assert str(case).endswith("@40")
 
 
-def test_records_are_json_lines_in_a_file_named_by_date_and_gpu(tmp_path):
+def test_records_are_json_lines_in_a_file_of_the_gpu_and_the_tool(tmp_path):
     record = make_record(CASE, "backward", "fusednorm", TIMES, Times.of([5.0]), MACHINE)
-    path = results_path(tmp_path / "results", MACHINE)
-    assert path.name == "2031-05-06-nvidia-h200-nvl.jsonl"
+    path = results_path(tmp_path / "results", MACHINE, "norm")
+    assert path == tmp_path / "results/nvidia-h200-nvl/norm.jsonl"
+    assert results_path(tmp_path / "mine.jsonl", MACHINE, "norm") == tmp_path / "mine.jsonl"
     save([record, record], path)
     save([record], path)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -184,6 +186,9 @@ def test_of_two_times_of_a_cell_the_later_is_loaded(tmp_path):
     path = tmp_path / "some.jsonl"
     save([record_of("fusednorm", 20), record_of("fusednorm", 30), record_of("aten", 40)], path)
     assert [(r["candidate"], r["median_us"]) for r in load([path])] == [("fusednorm", 30), ("aten", 40)]
+    older = tmp_path / "older.jsonl"
+    save([record_of("fusednorm", 50, date="2030-01-01T00:00:00+00:00")], older)
+    assert [r["median_us"] for r in load([path, older])] == [30, 40], "by date, not by the order of the files"
 
 
 def test_report_says_why_a_candidate_has_no_time():
@@ -236,6 +241,50 @@ def test_sweep_draws_plans_of_the_variant_that_prepare_without_a_gpu(norm, varia
         assert outputs[0].shape == inputs.x.shape
 
 
+def test_a_sweep_writes_a_line_of_all_plans_with_a_time_or_the_reason_for_none(monkeypatch, tmp_path, capsys):
+    from bench import sweep
+    from fusednorm.planner.device import H200
+    from fusednorm.planner.plan import MultiWavePlan
+
+    plans = [MultiWavePlan(1, chunk, 1, 4, 1, 255) for chunk in (64, 128, 256, 512)]
+    compiled = dict(zip(plans, [(40, 0), (80, 16), "RuntimeError: no", (50, 0)], strict=True))
+
+    def prepare(case, inputs, direction, plan):
+        want = sweep.exact(case, inputs)
+        outputs = [getattr(want, name) * (2 if plan is plans[3] else 1) for name in ("dx", "dweight", "dbias")]
+        return [], outputs
+
+    class Pool(contextlib.nullcontext):
+        def __enter__(self):
+            return self
+
+        def map(self, _, jobs, chunksize):
+            return [compiled[plan] for _, _, plan, _ in jobs]
+
+    monkeypatch.setattr(sweep, "lacks_gpu", lambda tool: False)
+    monkeypatch.setattr(sweep, "describe_machine", lambda: MACHINE)
+    monkeypatch.setattr(sweep, "make_bench_inputs", lambda case, device: make_bench_inputs(case, "cpu"))
+    monkeypatch.setattr(sweep.gpus, "spec_of", lambda device: H200)
+    monkeypatch.setattr(sweep, "fitting_plans", lambda *_: plans)
+    monkeypatch.setattr(sweep.multiprocessing, "get_context", lambda way: type("Context", (), {"Pool": Pool}))
+    monkeypatch.setattr(sweep, "prepare", prepare)
+    monkeypatch.setattr(sweep, "time_interleaved", lambda calls, rounds: dict.fromkeys(calls, TIMES))
+    arguments = ["--shapes", "8x64", "--norms", "layer", "--dtype", "fp32", "--variants", "multi_wave"]
+    assert sweep.main([*arguments, "--run", "mine", "--out", str(tmp_path)]) == 1, "one plan is wrong"
+    (line,) = (tmp_path / "nvidia-h200-nvl/plans.jsonl").read_text().splitlines()
+    record = json.loads(line)
+    assert {name: record[name] for name in ("run", "direction", "rows", "x_dtype", "floor_us")} == {
+        "run": "mine", "direction": "backward", "rows": 8, "x_dtype": "float32", "floor_us": TIMES.median,
+    }  # fmt: skip
+    assert [(e["plan"], e["median_us"], e.get("refusal"), e.get("wrong")) for e in record["timed"]] == [
+        ("MultiWave(1,64,1,4,1,255,0)", TIMES.median, None, False),
+        ("MultiWave(1,128,1,4,1,255,0)", None, "16 bytes of stack", None),
+        ("MultiWave(1,256,1,4,1,255,0)", None, "RuntimeError: no", None),
+        ("MultiWave(1,512,1,4,1,255,0)", TIMES.median, None, True),
+    ]
+    assert "4 plans, 2 timed" in capsys.readouterr().out
+
+
 @pytest.fixture
 def pretended_gpu(monkeypatch):
     """CPU tensors for CUDA's, and for a graph the call itself; every candidate takes 10 us more than the last."""
@@ -259,7 +308,7 @@ def pretended_gpu(monkeypatch):
 def test_a_run_checks_times_reports_and_saves_each_candidate(pretended_gpu, tmp_path, capsys):
     arguments = ["--shapes", "8x16", "4x2x8@40", "--dtype", "fp32", "--out", str(tmp_path), "--host"]
     assert bench_norm.main([*arguments, "--candidates", "fusednorm", "fusednorm:pipelined", "aten"]) == 0
-    (path,) = tmp_path.iterdir()
+    (path,) = tmp_path.rglob("*.jsonl")
     records = load([path])
     assert len(records) == 2 * 2 * 2 * 4  # shapes, norms, directions, candidates and floor
     ours = [record for record in records if record["candidate"] == "fusednorm"]
@@ -305,7 +354,7 @@ def test_a_peer_that_cannot_be_captured_is_left_out_and_ours_that_is_wrong_is_ex
     monkeypatch.setitem(CANDIDATES, "liger", replace(peer, name="liger"))
     arguments = ["--shapes", "8x16", "--norms", "rms", "--dtype", "fp32", "--out", str(tmp_path), "--candidates"]
     assert bench_norm.main([*arguments, "aten", "liger"]) == 0
-    refused = [r for r in load(tmp_path.iterdir()) if r["candidate"] == "liger" and r["median_us"] is None]
+    refused = [r for r in load(tmp_path.rglob("*.jsonl")) if r["candidate"] == "liger" and r["median_us"] is None]
     assert [(r["direction"], r["refusal"]) for r in refused] == [
         ("backward", "backward cannot be captured: RuntimeError: operation not permitted when stream is capturing")
     ]
@@ -314,7 +363,7 @@ def test_a_peer_that_cannot_be_captured_is_left_out_and_ours_that_is_wrong_is_ex
     assert "WRONG: rms-8x16" in capsys.readouterr().err
 
 
-def test_a_width_sweep_writes_short_lines_and_stops_in_time(pretended_gpu, tmp_path, monkeypatch):
+def test_a_width_sweep_writes_a_line_for_each_cell_and_stops_in_time(pretended_gpu, tmp_path, monkeypatch):
     compiled = []
     monkeypatch.setattr(widths, "compile_batch", lambda batch, options: compiled.append(batch))
     monkeypatch.setattr(
@@ -324,10 +373,10 @@ def test_a_width_sweep_writes_short_lines_and_stops_in_time(pretended_gpu, tmp_p
     assert widths.main(["--step", "8192", "--out", str(path)]) == 0
     done = widths.read(path)
     assert len(done) == 2 * (9 + 5) and sum(map(len, compiled)) == len(done)
-    assert all(len(line) < 80 for line in path.read_text().splitlines()[1:])
+    assert all(cell["gpu"] == MACHINE["gpu"] and cell["date"] == MACHINE["date"] for cell in done)
     late = tmp_path / "late.jsonl"
     assert widths.main(["--step", "8192", "--limit-seconds", "0", "--out", str(late)]) == 0
-    assert widths.read(late) == []
+    assert not late.exists()
 
 
 def test_what_looks_like_a_cliff_is_timed_again_with_its_neighbours(pretended_gpu, tmp_path, monkeypatch, capsys):
@@ -344,11 +393,11 @@ def test_what_looks_like_a_cliff_is_timed_again_with_its_neighbours(pretended_gp
     assert widths.main(["--step", "8192", "--norms", "rms", "--rows", "2048", "--out", str(path)]) == 0
     assert asked[-5:] == [768 + 8192 * n for n in range(1, 6)] and len(asked) == 9 + 5
     assert "9 of 9 cells timed, 5 of them again" in capsys.readouterr().out
-    assert {cell["cols"]: cell["floor_us"] / cell["us"] for cell in widths.read(path)}[25344] == pytest.approx(0.8)
+    (again,) = (cell for cell in widths.read(path) if cell["cols"] == 25344)
+    assert again["floor_us"] / again["median_us"] == pytest.approx(0.8)
 
 
 def test_a_captured_call_lives_as_long_as_its_graph(monkeypatch):
-    import contextlib
     import gc
     import weakref
 

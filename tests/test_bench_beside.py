@@ -19,7 +19,7 @@ FIELDS = {
 
 
 def records_in(folder: Path) -> list[dict]:
-    (path,) = folder.glob("*-beside.jsonl")
+    (path,) = folder.glob("*/beside.jsonl")
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

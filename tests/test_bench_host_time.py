@@ -1,11 +1,10 @@
-"""The bench of host times, and that of static builds, as far as they go without a GPU."""
+"""The bench of host times, as far as it goes without a GPU."""
 
 from __future__ import annotations
 
 import torch
-from planning import make_problem, meta_call
 
-from bench import host_time, static_build
+from bench import host_time
 
 
 def test_both_candidates_of_every_call_compute_the_same():
@@ -26,16 +25,3 @@ def test_calls_take_turns_and_each_gets_its_time():
     assert set(times) == set(calls) and all(each.median > 0 and each.rounds == 4 for each in times.values())
     order = [part for part in "".join(seen).split("|") if part][1:]
     assert [part[0] for part in order] == ["a", "b", "b", "a", "a", "b", "b", "a"][: len(order)]
-
-
-def test_a_static_build_is_called_with_constants_for_its_numbers():
-    from triton.language import constexpr
-
-    from fusednorm.host import launch
-
-    prepared = launch.prepare_backward(meta_call(make_problem("layer", 1000, tma_aligned=True), 64))
-    plain, fixed = prepared.launches[0].args, static_build.fixed(prepared.launches[0])
-    numbers = [value for value in plain if isinstance(value, (int, float))]
-    constants = [value for value in fixed if isinstance(value, constexpr)]
-    assert len(numbers) > 5 and [each.value for each in constants] == numbers
-    assert [v for v in fixed if isinstance(v, torch.Tensor)] == [v for v in plain if isinstance(v, torch.Tensor)]

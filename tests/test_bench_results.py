@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,7 +75,7 @@ def test_plots_are_drawn_of_every_direction_and_dtype(tmp_path):
     save(records, tmp_path / "some.jsonl")
     assert plot.main([str(tmp_path / "some.jsonl"), "--out", str(tmp_path / "pictures")]) == 0
     names = {path.name for path in (tmp_path / "pictures").iterdir()}
-    assert names == {f"some-backward-bfloat16-{kind}.png" for kind in ("floor", "roofline", "speedup")}
+    assert names == {f"nvidia-h200-nvl-backward-bfloat16-{kind}.png" for kind in ("floor", "roofline", "speedup")}
     assert all(path.stat().st_size > 5000 for path in (tmp_path / "pictures").iterdir())
 
 
@@ -84,20 +83,27 @@ def test_plots_of_a_clean_clone_leave_what_is_committed_alone(tmp_path, monkeypa
     pytest.importorskip("matplotlib")
     results = plot.RESULTS
     (newest,) = plot.newest(results)
-    assert newest.name == max(path.name for path in results.glob("*-nvidia-h200.jsonl"))
+    assert newest in results.glob("*/norm.jsonl")
     monkeypatch.chdir(tmp_path)
     drawn = []
-    monkeypatch.setattr(plot, "draw_all", lambda records, *where: drawn.append((len(records), *where)) or [])
+    monkeypatch.setattr(plot, "draw_all", lambda records, folder: drawn.append((len(records), folder)) or [])
     assert plot.main([]) == 0
     assert plot.main([str(newest)]) == 0
-    (count, folder, stem), *_ = drawn
-    assert drawn == [(count, Path("out"), newest.stem)] * 2 and count > 0
+    (count, folder), *_ = drawn
+    assert drawn == [(count, Path("out"))] * 2 and count > 0
 
 
 def test_plots_of_other_tools_results_say_what_they_need(capsys):
     pytest.importorskip("matplotlib")
-    assert plot.main([str(plot.RESULTS / "2026-11-23-nvidia-h200-host-time.jsonl")]) == 2
+    assert plot.main([str(next(plot.RESULTS.glob("*/host-time.jsonl")))]) == 2
     assert "plot: needs results of bench_norm, got others in" in capsys.readouterr().err
+
+
+def test_the_gpu_that_was_timed_last_is_drawn(tmp_path):
+    for gpu, year in (("old", 2029), ("new", 2031), ("older", 2028)):
+        (tmp_path / gpu).mkdir()
+        save([record_of("fusednorm", 20, date=f"{year}-01-01")], tmp_path / gpu / "norm.jsonl")
+    assert plot.newest(tmp_path) == [tmp_path / "new" / "norm.jsonl"]
 
 
 def test_row_counts_with_the_most_widths_are_drawn():
@@ -123,6 +129,30 @@ def test_the_page_of_results_is_what_the_results_say(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "PAGE", tmp_path / "RESULTS.md")
     (tmp_path / "RESULTS.md").write_text((RESULTS.parent / "RESULTS.md").read_text().replace("1.08x", "1.07x", 1))
     assert report.main(["--check"]) == 1
+
+
+def test_a_day_that_leaves_out_a_shape_is_not_the_proof_and_its_peers_count(tmp_path, monkeypatch):
+    def day(date: str, shapes, candidates) -> list[dict]:
+        cases = [
+            BenchCase(norm, shape, 1, dtype, dtype)
+            for norm in ("layer", "rms") for dtype in (torch.bfloat16, torch.float32) for shape in shapes
+        ]  # fmt: skip
+        return [
+            record_of(name, 12, case, direction, date=date)
+            for case in cases for direction in ("forward", "backward") for name in candidates
+        ]  # fmt: skip
+
+    early = day("2031-01-01", report.SHAPES, ("floor", "fusednorm", "cudnn"))
+    late = day("2031-01-02", report.SHAPES[1:], ("floor", "fusednorm", "aten"))
+    monkeypatch.setattr(report, "FOLDER", tmp_path)
+    save(early + late, tmp_path / "norm.jsonl")
+    days = report.measured_days()
+    assert [cells.day for cells in days] == ["2031-01-02", "2031-01-01"]
+    assert report.proof(days).day == "2031-01-01"
+    rows = [line.strip("| ").split(" | ") for line in report.means(days).splitlines()[2:]]
+    assert {(peer, shapes, day) for *_, peer, _, _, _, shapes, day in rows} == {
+        ("cuDNN", "12", "2031-01-01"), ("ATen", "11", "2031-01-02"),
+    }  # fmt: skip
 
 
 def test_a_width_far_below_its_neighbours_is_a_cliff():
@@ -157,7 +187,6 @@ def test_width_cells_leave_out_what_is_too_large_and_the_check_reads_what_was_wr
         if (rows, cols) != (16384, 72960)
     ]
     path = tmp_path / "widths.jsonl"
-    lines = [MACHINE, *([cell[name] for name in widths.FIELDS] for cell in cells({1024: 0.8, 1280: 0.8, 1536: 0.5}))]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    save([MACHINE | cell for cell in cells({1024: 0.8, 1280: 0.8, 1536: 0.5})], path)
     assert widths.main(["--check", str(path)]) == 1
     assert "1 of 3 cells are 15% or more below their neighbours" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from dataclasses import replace
@@ -45,12 +46,15 @@ def missing(monkeypatch):
 
 def test_demo_checks_trains_and_draws(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo, "CPU_SIZE", TINY)
+    monkeypatch.setattr(demo, "is_clone", lambda: False)  # simulated kernels have a test of their own
     monkeypatch.setattr(demo.torch.cuda, "is_available", lambda: False)
     pytest.importorskip("matplotlib")
     assert __main__.main(["demo", "--steps", "3", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     for expected in ("first attention (layer)", "last MLP (rms)", "rms-24x160-bf16", "ms per step", "demo_loss.png"):
         assert expected in said
+    assert said.count("Right: every output is within its bounds") == 2
+    assert "The TMA kernels were not run" in said and "those with TMA did not run" in said and "Not shown" in said
     assert (tmp_path / "demo_loss.png").stat().st_size > 10_000
 
 
@@ -94,12 +98,12 @@ def test_training_ends_when_patience_does(model, text, monkeypatch, capsys):
 
 
 def test_16_bit_parameters_train_from_float32_copies(text):
-    size = replace(TINY, dtype=torch.bfloat16, learning_rate=1e-4)
+    size = replace(TINY, dtype=torch.bfloat16, learning_rate=5e-4)
     model = demo.GPT(size).to(torch.bfloat16)
     norm = model.final_norm.weight.detach().clone()
-    demo.train(model, text, size, 80)
+    demo.train(model, text, size, 16)
     assert model.final_norm.weight.dtype == torch.bfloat16
-    assert not torch.equal(model.final_norm.weight, norm)  # one step of 1e-4 is lost beside 1.0; their sum is not
+    assert not torch.equal(model.final_norm.weight, norm)  # one step of 5e-4 is lost beside 1.0; their sum is not
 
 
 def test_losses_that_part_are_reported(tmp_path, capsys):
@@ -119,10 +123,45 @@ def test_wrong_outputs_are_reported(model, text, monkeypatch, capsys):
     assert "dx has an element beyond its bound" in capsys.readouterr().out
 
 
+def test_tma_kernels_run_in_the_simulator_of_a_clone(monkeypatch, capsys):
+    assert demo.is_clone()
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert demo.check_in_another_process(demo.SIMULATED, demo.simulate_kernels)
+    said = capsys.readouterr().out
+    for variant in ("pipelined", "warp_specialized"):
+        assert f"{variant}: layer-24x160-bf16" in said and f"{variant}: rms-24x160-bf16" in said
+    assert "Right: every output is within its bounds" in said
+
+
+def test_a_schedule_that_was_not_tried_is_no_success(monkeypatch):
+    monkeypatch.setattr(demo, "TMA_VARIANTS", ("multi_wave", "pipelined"))
+    monkeypatch.setattr(demo, "force", lambda _: contextlib.nullcontext())  # the planner chooses
+    with pytest.raises(RuntimeError, match="must be planned as multi_wave, got pipelined"):
+        demo.simulate_kernels()
+
+
 def test_kernels_that_do_not_run_are_reported(monkeypatch, capsys):
     monkeypatch.setattr(demo.sys, "executable", "/bin/false")
-    assert not demo.check_kernels_in_interpreter()
-    assert "did not run in Triton's interpreter: no reason given" in capsys.readouterr().out
+    assert not demo.check_in_another_process("The kernels", demo.interpret_kernels)
+    assert "WRONG: The kernels: no reason given" in capsys.readouterr().out
+
+
+def test_errors_of_kernels_come_back_as_their_sentence(monkeypatch, capsys):
+    def fail():
+        raise ValueError("a race")
+
+    demo.answer(fail)
+    said = SimpleNamespace(returncode=0, stdout=capsys.readouterr().out)
+    monkeypatch.setattr(demo.subprocess, "run", lambda *_, **__: said)
+    assert not demo.check_in_another_process("The kernels", fail)
+    assert capsys.readouterr().out == "\nWRONG: The kernels: ValueError: a race\n"
+
+
+def test_the_conclusion_is_as_good_as_what_was_seen():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert demo.conclusion(cpu, right=False) == demo.conclusion(gpu, right=False) == "\nSomething above is WRONG."
+    assert "Not shown: how fast" in demo.conclusion(cpu, right=True)
+    assert "Not shown" not in demo.conclusion(gpu, right=True)
 
 
 def test_command_without_arguments_says_what_there_is():

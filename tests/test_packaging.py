@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -114,12 +115,13 @@ def test_wheel_leaves_versions_open(wheel):
     assert any("torch>=2.11" in line for line in needed)
     assert any("triton>=3.6" in line and "linux" in line for line in needed)
     assert not any("<" in line.split(";")[0] for line in needed)
-    assert {"Provides-Extra: test", "Provides-Extra: bench", "Provides-Extra: demo"} <= set(lines)
+    assert {f"Provides-Extra: {extra}" for extra in ("test", "bench", "demo", "docs")} <= set(lines)
 
 
 def test_sdist_holds_tests_bench_examples_and_documents(sdist):
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     needed = {"tests/conftest.py", "bench/bench_norm.py", "kernels/rowmath.py", "README.md", "CHANGELOG.md", "LICENSE"}
-    assert needed | {"Makefile", "fusednorm/host/csrc/native.cpp", "examples/train_fsdp2.py"} <= names
+    assert needed | {"Makefile", "fusednorm/host/csrc/native.cpp", "examples/train_gpt.py", "docs/conf.py"} <= names
+    assert set(re.findall(r"\]\(([\w./-]+)\)", (ROOT / "README.md").read_text())) <= names
     assert not {name for name in names if name.endswith(".pyc")}

@@ -1,13 +1,13 @@
 """torch.ops.fusednorm.column_sum and fusednorm.column_sum: sums of tensors over all their dims but the last.
 
-    column_sum(Tensor[] inputs, *, bool total=False, ScalarType? dtype=None) -> Tensor[]
-
-inputs have one shape [..., cols], one dtype (float16, bfloat16, float32 or float64) and one device. The result is a
-list of contiguous [cols] tensors of dtype `dtype`, or of the inputs' dtype if it is None. The list has one sum per
+inputs have one shape `[..., cols]`, one dtype (float16, bfloat16, float32 or float64) and one device. The result is a
+list of contiguous `[cols]` tensors of dtype `dtype`, or of the inputs' dtype if it is None. The list has one sum per
 input; with total it has a single sum, over all inputs. Sums are taken in float32 (float64 if the inputs or dtype are
 float64) and rounded once. The same inputs on the same device give the same bits.
-Strides may be any. Inputs whose rows lie at one constant stride are read in place; others are copied once.
-The op is differentiable any number of times: the gradient of an input is that of its sum, expanded to its shape.
+
+Strides may be any. Inputs whose rows lie at one constant stride are read in place; others are copied once. The op is
+differentiable any number of times: the gradient of an input is that of its sum, expanded to its shape.
+
 Raises RuntimeError if there are no inputs, if they differ in shape, dtype or device, or if they are 0-d or not of a
 float dtype. Raises TypeError if an input is no tensor.
 """
@@ -36,8 +36,8 @@ SCHEMA = "column_sum(Tensor[] inputs, *, bool total=False, ScalarType? dtype=Non
 
 
 def column_sum(inputs: Sequence[Tensor], *, total: bool = False, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Sum each [..., cols] tensor over all its dims but the last, and return a list of [cols] tensors. With `total` the
-    list has one tensor, the sum of all. Dtypes and errors: see torch.ops.fusednorm.column_sum (this module)."""
+    """Sum each `[..., cols]` tensor over all its dims but the last, and return a list of `[cols]` tensors. With `total`
+    the list has one tensor, the sum of all. Dtypes and errors are those of torch.ops.fusednorm.column_sum."""
     if not torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace the registration
         sharding.register_where_needed()  # in inference mode no later step would register
     return TORCH_OPS.column_sum(inputs, total=total, dtype=dtype)

@@ -50,7 +50,7 @@ class enable_eager:  # noqa: N801  reads as a function: with enable_eager(): ...
             _wanted_by.add(self)
             _install_or_remove()
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         with _lock:
             _wanted_by.discard(self)
             _install_or_remove()

@@ -61,7 +61,7 @@ class enable_inductor:  # noqa: N801  reads as a function: with enable_inductor(
     def __enter__(self) -> enable_inductor:
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._was_enabled:
             _enable()
         else:

@@ -43,7 +43,7 @@ class Patch:
     def __enter__(self) -> Patch:
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.restore()
 
     def __str__(self) -> str:

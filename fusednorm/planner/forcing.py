@@ -33,7 +33,7 @@ class force:  # noqa: N801  reads as a function: with force("pipelined"): ...
             _tell(1)
             _asked.set((*_asked.get(), self._variant))
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         if not torch.compiler.is_dynamo_compiling():
             _asked.set(_asked.get()[:-1])
             _tell(-1)

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import platform
 import statistics
 import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -22,10 +23,13 @@ from torch.optim.lr_scheduler import LinearLR
 
 from .. import __version__
 from ..modules import LayerNorm, RMSNorm
+from ..planner.forcing import force
 from ..testing import Case, Inputs, Outputs, assert_outputs_close, exact, fused, make_inputs, relative_error, stock
 from .console import optional, print_table, progress, show_beside
+from .explanation import explain
 from .interpreter import enable_interpreter
 
+ROOT = Path(__file__).parent.parent.parent  # of a clone
 SEED = 0
 TEXT_BYTES = 4 << 20
 PATIENCE_SECONDS = 120  # training stops after this time, even on a slow machine
@@ -34,6 +38,9 @@ SMALL_PROBLEMS = (
     Case("layer", (24, 160), x_dtype=torch.bfloat16, weight_dtype=torch.bfloat16, bias_dtype=torch.bfloat16),
     Case("rms", (24, 160), x_dtype=torch.bfloat16, weight_dtype=torch.bfloat16),
 )
+Checked = dict[str, dict[str, str]]  # errors as text, by problem and output
+TMA_VARIANTS = ("pipelined", "warp_specialized")
+SIMULATED = "The TMA kernels as compiled for an H200, on a simulated GPU that also looks for races and deadlocks"
 
 
 @dataclass(frozen=True)
@@ -67,10 +74,35 @@ def run_demo(steps: int | None, out: Path) -> int:
     model = GPT(size).to(device, size.dtype)
     right = check_activations(model, next(batches(text, size, device)))
     if device.type == "cpu":
-        right &= check_kernels_in_interpreter()
+        right &= check_in_another_process("The portable Triton kernels in Triton's interpreter", interpret_kernels)
+        if is_clone():
+            right &= check_in_another_process(SIMULATED, simulate_kernels)
+        else:
+            print("The TMA kernels were not run: their simulator comes with a clone of the repository only.")
     parameters = sum(p.numel() for p in model.parameters())
     print(f"\nA byte-level GPT of {parameters / 1e6:.1f} M parameters reads the source of Python's standard library.")
-    return 0 if report(train(model, text, size, steps), out) and right else 1
+    right &= report(train(model, text, size, steps), out)
+    print(conclusion(device, right))
+    return 0 if right else 1
+
+
+def conclusion(device: torch.device, right: bool) -> str:
+    """What the demo has shown on this device, and what it has not."""
+    if not right:
+        return "\nSomething above is WRONG."
+    if device.type == "cuda":
+        return """
+Shown: the GPU's kernels compute what float64 does, within rounding; a model trains on them as on stock norms."""
+    simulated = "the simulator those with TMA, as compiled for an H200" if is_clone() else "those with TMA did not run"
+    return f"""
+Shown on this CPU: the ops compute what float64 does, within rounding. Ops and models ran ATen's kernels here, as CPU
+tensors do. Of the GPU's kernels the interpreter ran the portable ones, {simulated}.
+Not shown: how fast anything is, and that a GPU does what interpreter and simulator do."""
+
+
+def is_clone() -> bool:
+    """Whether the tests, and with them the simulator, lie beside the package."""
+    return (ROOT / "tests" / "simulator" / "__init__.py").exists()
 
 
 def pick_size(device: torch.device) -> Size:
@@ -202,19 +234,35 @@ def check_activations(model: GPT, tokens: Tensor) -> bool:
     return print_errors(f"The ops on the untrained model's activations, {what}", checked)
 
 
-def check_kernels_in_interpreter() -> bool:
-    """Check the Triton kernels on CPU tensors, in a separate process: one process cannot both interpret and compile."""
-    code = "from fusednorm.tools.demo import interpret_kernels; interpret_kernels()"
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+def check_in_another_process(title: str, check: Callable[[], Checked]) -> bool:
+    """Print what a check of kernels on CPU tensors finds. It has a process of its own, because no process can both
+    interpret kernels and compile them."""
+    code = f"from fusednorm.tools import demo; demo.answer(demo.{check.__name__})"
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    child = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
     if child.returncode:
         reason = (child.stderr.strip() or "no reason given").splitlines()[-1]
-        print(f"WRONG: the Triton kernels did not run in Triton's interpreter: {reason}")
-        return False
-    return print_errors("The Triton kernels in Triton's interpreter", json.loads(child.stdout.splitlines()[-1]))
+    else:
+        found = json.loads(child.stdout.splitlines()[-1])
+        if isinstance(found, dict):
+            return print_errors(title, found)
+        reason = found
+    print(f"\nWRONG: {title}: {reason}")
+    return False
 
 
-def interpret_kernels() -> None:
-    """Run SMALL_PROBLEMS through the kernels and print the errors as one line of JSON."""
+def answer(check: Callable[[], Checked]) -> None:
+    """In that process: print as one line of JSON what `check` finds, or the sentence of its error."""
+    try:
+        print(json.dumps(check()))
+    except Exception as error:
+        print(json.dumps(f"{type(error).__name__}: {error}"))
+
+
+def interpret_kernels() -> Checked:
+    """SMALL_PROBLEMS by the portable kernels in Triton's interpreter."""
     enable_interpreter()
     from ..host import launch
     from ..problem import check_backward, check_forward
@@ -226,7 +274,25 @@ def interpret_kernels() -> None:
         mask = (True, inputs.weight is not None, inputs.bias is not None)
         call = check_backward(case.norm, inputs.grad_out, inputs.x, shape, mean, rstd, inputs.weight, inputs.bias, mask)
         checked[str(case)] = compare(Outputs(y, mean, rstd, *launch.backward(call)), case, inputs)
-    print(json.dumps(checked))
+    return checked
+
+
+def simulate_kernels() -> Checked:
+    """SMALL_PROBLEMS by the TMA kernels on the simulated GPU of a clone's tests."""
+    from tests.simulator import simulated
+
+    checked = {}
+    for variant in TMA_VARIANTS:
+        for case in SMALL_PROBLEMS:
+            inputs = make_inputs(case)
+            with simulated("H200", sms=2) as simulation, force(variant):
+                for direction in ("forward", "backward"):
+                    asked = {"norm": case.norm, "direction": direction, "device": simulation.spec}
+                    plan = explain(inputs.x, case.normalized_shape, inputs.weight, inputs.bias, **asked).plan
+                    if plan.variant != variant:
+                        raise RuntimeError(f"{case} {direction} must be planned as {variant}, got {plan.variant}")
+                checked[f"{variant}: {case}"] = compare(fused(case, inputs), case, inputs)
+    return checked
 
 
 def compare(got: Outputs, case: Case, inputs: Inputs) -> dict[str, str]:
@@ -243,13 +309,15 @@ def compare(got: Outputs, case: Case, inputs: Inputs) -> dict[str, str]:
     return errors
 
 
-def print_errors(title: str, checked: dict[str, dict[str, str]]) -> bool:
+def print_errors(title: str, checked: Checked) -> bool:
     names = ("y", "dx", "dweight", "dbias")
     rows = [[label, *(errors.get(name, "") for name in names)] for label, errors in checked.items()]
     print_table(f"{title}:\nrelative error against float64 autograd, ours / ATen's", ["norm", *names], rows, "demo")
     wrong = [errors["wrong"] for errors in checked.values() if "wrong" in errors]
     for sentence in wrong:
         print(f"WRONG: {sentence}")
+    if not wrong:
+        print("Right: every output is within its bounds (fusednorm/testing.py).")
     return not wrong
 
 

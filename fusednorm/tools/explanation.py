@@ -123,7 +123,7 @@ def explain(
     grad_out: Tensor | None = None,
     device: DeviceSpec | None = None,
 ) -> Explanation:
-    """Explain which kernel runs for a norm of x, [*batch, *normalized_shape], and why. print() the result.
+    """Explain which kernel runs for a norm of x, `[*batch, *normalized_shape]`, and why. print() the result.
 
     norm is "layer" or "rms", direction "forward" or "backward". The backward computes the gradients of all inputs
     given, from a gradient laid out as grad_out, by default contiguous and of x's dtype. `device`, such as

@@ -101,17 +101,18 @@ def warmup(
     """Compile and load the kernels of later calls, so that none of these compiles. Use it before a CUDA-graph capture,
     for example.
 
-    norm                "layer" or "rms"
-    cols                elements of a row, one number or several
-    dtype               of x and of its gradient
-    weight_dtype        of weight and bias (None: dtype)
-    elementwise_affine  False: the norm has no weight and no bias
-    bias                False: LayerNorm has no bias
-    rows                expected row counts, one or several (None: any)
-    output_mask         which gradients will be wanted: (dx, dweight, dbias)
-    residual_dtype      of the residual gradient that the backward adds to dx (None: no such gradient)
-    directions          of the calls: "forward", "backward" or both
-    processes           number of processes that share the work (None: one per CPU)
+    :param norm: "layer" or "rms"
+    :param cols: elements of a row, one number or several
+    :param dtype: of x and of its gradient
+    :param weight_dtype: of weight and bias (None: dtype)
+    :param elementwise_affine: False: the norm has no weight and no bias
+    :param bias: False: LayerNorm has no bias
+    :param rows: expected row counts, one or several (None: any)
+    :param output_mask: which gradients will be wanted: (dx, dweight, dbias)
+    :param residual_dtype: of the residual gradient that the backward adds to dx (None: no such gradient)
+    :param directions: of the calls: "forward", "backward" or both
+    :param device: a CUDA GPU, or a CPU, for which there is nothing to compile
+    :param processes: number of processes that share the work (None: one per CPU)
 
     Rows are assumed to be contiguous, and aligned to 16 bytes if their size allows it. Honours `force`. Returns the
     number of kernels, 0 for a CPU device.

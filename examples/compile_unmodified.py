@@ -1,0 +1,40 @@
+"""What this shows: the backward graph of a compiled model that knows nothing of this package calls our kernels after
+one line, `fusednorm.enable_inductor()`; which norms became ours, tokens/s, memory and loss curves.
+
+    python -m examples.compile_unmodified --model gpt2
+
+The forward stays with Inductor, which fuses norms with their neighbours. The report tells of norms that this process
+traced: a second run takes its graphs from the compile cache, and lists none. On a CPU every norm stays with Inductor,
+which then compiles C++: that needs a compiler and half a minute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+
+import fusednorm
+from fusednorm.integrations import inductor
+
+from .language_models import STOCK, LanguageModel, batches, help_text
+from .training import arguments, only_process, report, train
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    asked = arguments("compile_unmodified", __doc__, given)
+    device, size = only_process()
+    runs = {}
+    for label, around in (("inductor", contextlib.nullcontext), ("fusednorm", fusednorm.enable_inductor)):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = LanguageModel(asked.model, size, STOCK).to(device)
+        with around():
+            runs[label] = train(torch.compile(model), batches(help_text(), size), asked.steps)
+    print(inductor.report())
+    report(runs, size.tokens, asked.out / f"compile_unmodified_{asked.model}.png")
+
+
+if __name__ == "__main__":
+    main()

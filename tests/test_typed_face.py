@@ -1,0 +1,73 @@
+"""The types of the public face: `make lint` has mypy check the calls below, and here they run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import assert_type
+
+import fusednorm
+from fusednorm import functional, testing
+from fusednorm.columns.explanation import ColumnSumExplanation
+from fusednorm.integrations import inductor
+from fusednorm.integrations.models import Patch
+from fusednorm.planner.device import H200
+from fusednorm.tools.explanation import Explanation
+
+
+def test_calls_of_tensors_give_tensors() -> None:
+    x, weight, bias = torch.randn(4, 8, requires_grad=True), torch.ones(8), torch.zeros(8)
+    assert_type(functional.layer_norm(x, (8,), weight, bias, eps=1e-5), Tensor)
+    assert_type(functional.rms_norm(x, [8], weight, eps=None), Tensor)
+    assert_type(fusednorm.column_sum([x, x], total=True, dtype=torch.float64), list[Tensor])
+    assert_type(fusednorm.LayerNorm([4, 8], eps=1e-6, bias=False, dtype=torch.float32).forward(x), Tensor)
+    assert_type(fusednorm.RMSNorm(8, elementwise_affine=False).forward(x), Tensor)
+    y, mean, rstd = fusednorm.LayerNormFunction.apply(x, (8,), weight, bias, 1e-5)
+    y, rstd = fusednorm.RMSNormFunction.apply(x, (8,), weight, None)
+    stock: nn.LayerNorm | nn.RMSNorm = fusednorm.LayerNorm(8)
+    stock = fusednorm.RMSNorm(8)
+    assert stock.eps is None and y.shape == x.shape and mean.shape == rstd.shape
+
+
+def test_models_are_patched() -> None:
+    model = nn.Sequential(nn.LayerNorm(8), nn.Identity())
+    with fusednorm.patch_model(model, classes=[nn.Identity]) as patch:
+        assert_type(patch, Patch)
+        assert_type([each.name for each in patch.replaced + patch.left], list[str])
+    assert_type(patch.restore(), None)
+    with fusednorm.enable_inductor():
+        assert_type(inductor.report(clear=True), inductor.Report)
+    with fusednorm.enable_eager():
+        pass
+    assert_type(fusednorm.disable_inductor(), None)
+    assert_type(fusednorm.disable_eager(), None)
+
+
+def test_what_runs_can_be_asked_and_told() -> None:
+    x = torch.randn(4, 8)
+    explained = fusednorm.explain(x, (8,), norm="rms", direction="forward", device=H200)
+    assert_type(explained, Explanation)
+    assert_type(str(explained) + explained.plan.variant, str)
+    assert_type(fusednorm.explain_column_sum([x], device=H200), ColumnSumExplanation)
+    assert_type(fusednorm.warmup("layer", [8, 16], torch.bfloat16, rows=4, device="cpu"), int)
+    with fusednorm.sm_margin(16), fusednorm.force("multi_wave"), fusednorm.force(None):
+        pass
+
+
+def test_kernels_of_others_can_be_held_to_our_bounds() -> None:
+    case = testing.Case("layer", (4, 8), weight_dtype=torch.float32)
+    inputs = testing.make_inputs(case)
+    outputs = testing.fused(case, inputs)
+    assert_type(outputs, testing.Outputs)
+    assert_type(testing.assert_outputs_close(outputs, case, inputs), None)
+    assert_type(testing.relative_error(inputs.x, inputs.x), float)
+    assert_type((testing.exact(case, inputs), testing.stock(case, inputs)), tuple[testing.Outputs, testing.Outputs])
+
+
+def test_no_public_name_is_missing_here() -> None:
+    text = Path(__file__).read_text()
+    used = set(re.findall(r"fusednorm\.(\w+)[(.]", text)) | {"functional"}
+    assert {*fusednorm.__all__, *fusednorm._INTEGRATIONS} <= used
