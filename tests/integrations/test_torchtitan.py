@@ -24,7 +24,7 @@ VOCABULARY, LENGTH = 2048, 32
 MESHES: dict[str, object] = {}  # of a process: DTensors of equal meshes do not mix
 
 
-def a_step(backend: str, imports: list[str], *, checkpoints: bool = False, checks: bool = False) -> dict:
+def a_step(backend: str, imports: list[str], *, checkpoints=False, checks=False, compiles=False) -> dict:
     """The loss and the gradients of all norms, after one step of a model with these overrides."""
     with mock.patch.object(torch._utils, "_get_available_device_type", lambda: "cpu"):
         import torchtitan.tools.utils  # noqa: F401  it asks for the device when imported
@@ -39,6 +39,7 @@ def a_step(backend: str, imports: list[str], *, checkpoints: bool = False, check
     spec, config.override.imports = config.model_spec, imports
     config.parallelism.spmd_backend, config.parallelism.tensor_parallel_degree = backend, 2
     config.training.mixed_precision_param = "float32"
+    config.compile.enable, config.compile.backend = compiles, "aot_eager"
     config.activation_checkpoint = config.activation_checkpoint if checkpoints else None
     del spec.model.layers[LAYERS:]
     for layer in spec.model.layers:
@@ -103,6 +104,10 @@ def spmd_types(world: World) -> None:
 
 def spmd_types_checked(world: World) -> None:
     agrees(world, "spmd_types", checks=True)
+
+
+def compiled_blocks(world: World) -> None:
+    agrees(world, "spmd_types", compiles=True)
 
 
 def selective_checkpointing(world: World) -> None:
