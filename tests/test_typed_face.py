@@ -32,6 +32,12 @@ def test_calls_of_tensors_give_tensors() -> None:
     assert stock.eps is None and y.shape == x.shape and mean.shape == rstd.shape
 
 
+def test_layers_for_hugging_face_are_forwards_and_two_flags() -> None:
+    x, norm = torch.randn(4, 8), nn.LayerNorm(8)
+    assert_type(fusednorm.layers.LayerNorm.forward(norm, x), Tensor)  # type: ignore[arg-type]  # as `kernels` calls it
+    assert fusednorm.layers.RMSNorm.has_backward and fusednorm.layers.RMSNormZeroCentered.can_torch_compile
+
+
 def test_models_are_patched() -> None:
     model = nn.Sequential(nn.LayerNorm(8), nn.Identity())
     with fusednorm.patch_model(model, classes=[nn.Identity]) as patch:
