@@ -20,6 +20,8 @@ Hazards of an exchange:
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .gluon_compat import MEETS_AT_THE_END
+
 MAX_SUMS = 2
 BARRIER_BYTES = 16  # two mbarriers, one for each buffer
 
@@ -154,6 +156,21 @@ def join_cluster(exchange, tile: gl.constexpr):
         ptx: gl.constexpr = "barrier.cluster.wait.acquire.aligned; mov.u32 $0, $1;"
         address = gl.inline_asm_elementwise(ptx, "=r,r", [address], gl.int32, is_pure=False, pack=1)
     return address, exchange[1]
+
+
+@gluon.constexpr_function
+def meets_at_the_end(tile):
+    return tile.cluster > 1 and MEETS_AT_THE_END
+
+
+@gluon.jit
+def leave_cluster(tile: gl.constexpr):
+    """End the CTA here, without the barrier that some releases of Triton put before a kernel's end. That barrier waits
+    until all that the cluster has stored is visible, and holds the place of the next CTA meanwhile. Nobody needs it: a
+    CTA whose rows are done has received every share that was sent to it."""
+    if meets_at_the_end(tile):
+        zero = gl.to_tensor(0)
+        gl.inline_asm_elementwise("exit; mov.b32 $0, $1;", "=r,r", [zero], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -15,6 +15,10 @@ reinterpret = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memor
 # releases every CTA has mbarriers of its own, whatever their layout says.
 SPREADS_BARRIERS = hasattr(mbarrier.MBarrierLayout, "multicta")
 
+# Since 3.9 Triton puts a cluster barrier before the end of a kernel that is launched by clusters. It came with
+# `async_load`.
+MEETS_AT_THE_END = hasattr(tma, "async_load")
+
 
 @gluon.constexpr_function
 def barrier_shape(num_barriers, cluster):

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from . import partial_sums, ring
-from .cluster import join_cluster, open_exchange
+from .cluster import join_cluster, leave_cluster, open_exchange
 from .ptx import launch_dependents
 
 
@@ -107,6 +107,7 @@ def forward(
         ring.store_y(y_ptr, x, mean, rstd, weight, bias, row, cols, norm, tile)
         row -= step
         stage, phase = next_stage(stage, phase, tile)
+    leave_cluster(tile)
 
 
 @gluon.jit(do_not_specialize=["rows"])
