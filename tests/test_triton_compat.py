@@ -101,7 +101,7 @@ def workers():
 @pytest.mark.parametrize("release", [(3, 6), (3, 7), (3, 9), (3, 10), None])
 def test_only_releases_that_have_run_on_a_gpu_are_launched_without_triton(release, monkeypatch):
     monkeypatch.setattr(triton_compat, "installed", lambda: release)
-    assert (triton_compat.in_use() is not None) == (release == (3, 6))
+    assert (triton_compat.in_use() is not None) == (release in ((3, 6), (3, 9)))
 
 
 def test_with_any_other_release_triton_launches(monkeypatch):
@@ -128,3 +128,19 @@ def test_a_launcher_that_is_other_than_known_is_left_to_triton(gone, monkeypatch
         norm=None, tile=SimpleNamespace(num_warps=4), kernel=SimpleNamespace(arg_names=[]), operands=()
     )
     assert launcher.Build.of(compiled, launch) is None
+
+
+def end_of_forward(cols: int) -> list[str]:
+    """Of a forward's PTX, the instructions that end a CTA or meet others, behind its last store. For a process that
+    compiles."""
+    from fusednorm.host import compilation, launch
+
+    (forward,) = launch.prepare_forward(meta_call(make_problem("layer", cols, direction="forward")))[0]
+    lines = [line.strip() for line in compilation.compile_for(forward, 90).asm["ptx"].splitlines()]
+    last = max(number for number, line in enumerate(lines) if "st.global" in line)
+    return [line for line in lines[last:] if line.startswith(("exit;", "ret;", "barrier.cluster"))]
+
+
+@pytest.mark.parametrize("cols", [4096, 16384])
+def test_a_cta_of_a_forward_ends_without_meeting_the_rest_of_its_cluster(cols, workers):
+    assert workers.submit(end_of_forward, cols).result()[0].startswith(("exit;", "ret;"))

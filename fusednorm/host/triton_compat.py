@@ -69,7 +69,7 @@ RELEASES = {
     (3, 6): Release(_flat, _encode, has_run=True),
     (3, 7): Release(_packed, _encode, has_run=False),
     (3, 8): Release(_packed, _encode_with_signature, has_run=False),
-    (3, 9): Release(_packed, _encode_with_signature, has_run=False),
+    (3, 9): Release(_packed, _encode_with_signature, has_run=True),
 }
 # Additional host time per kernel, in microseconds, if Triton itself launches it (bench/NOTES.md, "Evidence behind
 # constants").

@@ -101,9 +101,9 @@ def is_launched_by_triton() -> bool:
 
 
 def tritons_way() -> str:
-    tried = ", ".join(f"{major}.{minor}" for (major, minor), each in triton_compat.RELEASES.items() if each.has_run)
+    tried = " and of ".join(f"{major}.{minor}" for (major, minor), each in triton_compat.RELEASES.items() if each.has_run)
     return (
-        f"its launcher has not run with this package on a GPU ({tried} has), so Triton launches every kernel itself: "
+        f"its launcher has not run with this package on a GPU (that of {tried} has), so Triton launches every kernel itself: "
         f"right, and {triton_compat.SLOWER_US} us of host time more each"
     )
 
