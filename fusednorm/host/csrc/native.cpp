@@ -97,8 +97,12 @@ const Driver& driver() {
 
 // ------------------------------------------------------------------------------------------------ recipes
 
+constexpr size_t MAX_PARAMETER_BYTES = 1024;
+constexpr size_t MAX_PARAMETERS = 64;
+constexpr size_t MAP_ALIGNMENT = 64;
+
+// An output or the workspace of a call.
 struct Memory {
-  bool wanted;
   std::vector<int64_t> sizes, strides;
   at::ScalarType dtype;
 };
@@ -116,6 +120,7 @@ struct Map {
   std::array<cuuint32_t, 5> box;
 };
 
+// One launch. Python builds it: the configuration first, then the parameters in the kernel's order.
 struct Step {
   CUfunction function;
   CUlaunchConfig config{};
@@ -124,18 +129,79 @@ struct Step {
   std::vector<size_t> starts;    // of each parameter
   std::vector<Slot> slots;
   std::vector<Map> maps;
+
+  Step(uint64_t function, std::array<unsigned, 3> grid, unsigned threads, unsigned shared_bytes, unsigned cluster,
+       bool dependent)
+      : function(reinterpret_cast<CUfunction>(function)) {
+    config.gridDimX = grid[0] * cluster;
+    config.gridDimY = grid[1];
+    config.gridDimZ = grid[2];
+    config.blockDimX = threads;
+    config.blockDimY = config.blockDimZ = 1;
+    config.sharedMemBytes = shared_bytes;
+    if (cluster > 1) {
+      CUlaunchAttribute& size = add(CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION);
+      size.value.clusterDim.x = cluster;
+      size.value.clusterDim.y = size.value.clusterDim.z = 1;
+      add(CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE).value.clusterSchedulingPolicyPreference =
+          CU_CLUSTER_SCHEDULING_POLICY_SPREAD;
+    }
+    if (dependent)  // on the launch before it: may be placed while that one ends
+      add(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION).value.programmaticStreamSerializationAllowed = 1;
+  }
+
+  template <typename Number>
+  void add_number(Number number) {
+    size_t at = reserve(sizeof number, sizeof number);
+    std::memcpy(parameters.data() + at, &number, sizeof number);
+  }
+
+  void add_address(size_t index, int64_t offset) {
+    slots.push_back({reserve(sizeof(uint64_t), sizeof(uint64_t)), index, offset});
+  }
+
+  void add_map(size_t index, int type, const std::vector<uint64_t>& sizes, const std::vector<uint64_t>& strides,
+               const std::vector<uint32_t>& box) {
+    Map map{reserve(sizeof(CUtensorMap), MAP_ALIGNMENT), index, static_cast<CUtensorMapDataType>(type),
+            static_cast<uint32_t>(sizes.size())};
+    fill(map.sizes, sizes);
+    fill(map.strides, strides);
+    fill(map.box, box);
+    maps.push_back(map);
+  }
+
+ private:
+  CUlaunchAttribute& add(CUlaunchAttributeID id) {
+    CUlaunchAttribute& attribute = attributes.at(config.numAttrs++);
+    attribute.id = id;
+    return attribute;
+  }
+
+  size_t reserve(size_t bytes, size_t alignment) {
+    size_t at = (parameters.size() + alignment - 1) / alignment * alignment;
+    TORCH_CHECK(at + bytes <= MAX_PARAMETER_BYTES && starts.size() < MAX_PARAMETERS,
+                "fusednorm: a kernel has more parameters than native.cpp was made for");
+    parameters.resize(at + bytes);
+    starts.push_back(at);
+    return at;
+  }
+
+  template <typename Array, typename Number>
+  static void fill(Array& array, const std::vector<Number>& numbers) {
+    for (size_t i = 0; i < numbers.size(); ++i) array.at(i) = numbers[i];
+  }
 };
 
 struct Recipe {
   at::Device device;
-  std::vector<Memory> outputs;
-  Memory workspace;
+  std::vector<optional<Memory>> outputs;  // nothing where an output is not wanted
+  optional<Memory> workspace;
   std::vector<Step> steps;
-};
 
-constexpr size_t MAX_PARAMETER_BYTES = 1024;
-constexpr size_t MAX_PARAMETERS = 64;
-constexpr size_t MAP_ALIGNMENT = 64;
+  Recipe(int device, std::vector<optional<Memory>> outputs, optional<Memory> workspace, std::vector<Step> steps)
+      : device(device < 0 ? at::Device(at::kCPU) : at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device))),
+        outputs(std::move(outputs)), workspace(std::move(workspace)), steps(std::move(steps)) {}
+};
 
 using Key = c10::SmallVector<int64_t, 96>;
 
@@ -169,11 +235,11 @@ uint64_t stream_of(at::Device device) {
   return reinterpret_cast<uint64_t>(c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle());
 }
 
-Tensor allocate(const Memory& memory, at::Device device) {
-  if (!memory.wanted) return {};
+Tensor allocate(const optional<Memory>& memory, at::Device device) {
+  if (!memory) return {};
   return at::_ops::empty_strided::redispatch(
-      c10::DispatchKeySet(device.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA), c10::fromIntArrayRefUnchecked(memory.sizes),
-      c10::fromIntArrayRefUnchecked(memory.strides), memory.dtype, c10::kStrided, device, false);
+      c10::DispatchKeySet(device.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA), c10::fromIntArrayRefUnchecked(memory->sizes),
+      c10::fromIntArrayRefUnchecked(memory->strides), memory->dtype, c10::kStrided, device, false);
 }
 
 // The outputs of the call whose tensors are at `addresses`, or nothing where it has to go the long way.
@@ -192,7 +258,7 @@ optional<std::vector<Tensor>> repeat(const Key& key, c10::SmallVector<uint64_t, 
   cuda.ensure_context(recipe->device.index());
   std::vector<Tensor> outputs;
   outputs.reserve(recipe->outputs.size());
-  for (const Memory& memory : recipe->outputs) {
+  for (const auto& memory : recipe->outputs) {
     outputs.push_back(allocate(memory, recipe->device));
     addresses.push_back(outputs.back().defined() ? reinterpret_cast<uint64_t>(outputs.back().data_ptr()) : 0);
   }
@@ -316,8 +382,6 @@ py::tuple to_python(SymIntArrayRef shape) {
   return sizes;
 }
 
-Recipe recipe_of(py::handle packed);
-
 // The long way: Python's function, which returns the outputs and what to remember.
 template <typename... Arguments>
 std::vector<Tensor> go_the_long_way(Op op, const Call* call, Arguments&&... arguments) {
@@ -326,8 +390,7 @@ std::vector<Tensor> go_the_long_way(Op op, const Call* call, Arguments&&... argu
   std::vector<Tensor> outputs;
   for (py::handle each : py::cast<py::tuple>(returned[0])) outputs.push_back(to_tensor(each));
   if (call && !returned[1].is_none()) {
-    py::tuple packed = returned[1];
-    auto recipe = std::make_shared<const Recipe>(recipe_of(packed));
+    auto recipe = py::cast<std::shared_ptr<Recipe>>(returned[1]);
     std::unique_lock<std::shared_mutex> writing(mutex);
     if (recipes.size() >= most_recipes) recipes.clear();
     recipes[call->key] = recipe;
@@ -786,99 +849,6 @@ PyMethodDef functions[] = {
 
 // ------------------------------------------------------------------------------------------------ Python's side
 
-Memory memory_of(py::handle packed) {
-  if (packed.is_none()) return {false, {}, {}, at::kFloat};
-  py::tuple of = py::cast<py::tuple>(packed);
-  return {true, py::cast<std::vector<int64_t>>(of[0]), py::cast<std::vector<int64_t>>(of[1]),
-          py::cast<at::ScalarType>(of[2])};
-}
-
-template <typename Array>
-void fill(Array& array, py::handle numbers) {
-  size_t i = 0;
-  for (py::handle each : numbers) array.at(i++) = py::cast<typename Array::value_type>(each);
-}
-
-// A step as native.py packs it: (function, grid, threads, shared bytes, CTAs of a cluster, dependent, parameters), each
-// parameter (kind, ...) in the kernel's order.
-Step step_of(py::handle packed) {
-  py::tuple of = py::cast<py::tuple>(packed);
-  Step step;
-  step.function = reinterpret_cast<CUfunction>(py::cast<uint64_t>(of[0]));
-  auto grid = py::cast<std::array<unsigned, 3>>(of[1]);
-  unsigned cluster = py::cast<unsigned>(of[4]);
-  step.config.gridDimX = grid[0] * cluster;
-  step.config.gridDimY = grid[1];
-  step.config.gridDimZ = grid[2];
-  step.config.blockDimX = py::cast<unsigned>(of[2]);
-  step.config.blockDimY = step.config.blockDimZ = 1;
-  step.config.sharedMemBytes = py::cast<unsigned>(of[3]);
-  if (cluster > 1) {
-    CUlaunchAttribute& size = step.attributes.at(step.config.numAttrs++);
-    size.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
-    size.value.clusterDim.x = cluster;
-    size.value.clusterDim.y = size.value.clusterDim.z = 1;
-    CUlaunchAttribute& policy = step.attributes.at(step.config.numAttrs++);
-    policy.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE;
-    policy.value.clusterSchedulingPolicyPreference = CU_CLUSTER_SCHEDULING_POLICY_SPREAD;
-  }
-  if (py::cast<bool>(of[5])) {  // on the launch before it: may be placed while that one ends
-    CUlaunchAttribute& attribute = step.attributes.at(step.config.numAttrs++);
-    attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-    attribute.value.programmaticStreamSerializationAllowed = 1;
-  }
-  auto reserve = [&step](size_t bytes, size_t alignment) {
-    size_t at = (step.parameters.size() + alignment - 1) / alignment * alignment;
-    step.parameters.resize(at + bytes);
-    step.starts.push_back(at);
-    TORCH_CHECK(step.parameters.size() <= MAX_PARAMETER_BYTES && step.starts.size() <= MAX_PARAMETERS,
-                "fusednorm: a kernel has more parameters than native.cpp was made for");
-    return at;
-  };
-  auto put = [&step, &reserve](auto number) {
-    size_t at = reserve(sizeof number, sizeof number);
-    std::memcpy(step.parameters.data() + at, &number, sizeof number);
-  };
-  for (py::handle each : py::cast<py::tuple>(of[6])) {
-    py::tuple parameter = py::cast<py::tuple>(each);
-    std::string kind = py::cast<std::string>(parameter[0]);
-    if (kind == "address") {
-      step.slots.push_back({reserve(8, 8), py::cast<size_t>(parameter[1]), py::cast<int64_t>(parameter[2])});
-    } else if (kind == "map") {
-      Map map{reserve(sizeof(CUtensorMap), MAP_ALIGNMENT), py::cast<size_t>(parameter[1])};
-      map.type = static_cast<CUtensorMapDataType>(py::cast<int>(parameter[2]));
-      map.rank = static_cast<uint32_t>(py::len(parameter[3]));
-      fill(map.sizes, parameter[3]);
-      fill(map.strides, parameter[4]);
-      fill(map.box, parameter[5]);
-      step.maps.push_back(map);
-    } else if (kind == "i32") {
-      put(py::cast<int32_t>(parameter[1]));
-    } else if (kind == "i64") {
-      put(py::cast<int64_t>(parameter[1]));
-    } else if (kind == "fp32") {
-      put(py::cast<float>(parameter[1]));
-    } else if (kind == "fp64") {
-      put(py::cast<double>(parameter[1]));
-    } else {
-      TORCH_CHECK(false, "fusednorm: a kernel's parameter must be of a kind that native.cpp knows, got ", kind);
-    }
-  }
-  return step;
-}
-
-// (device, outputs, workspace, steps)
-Recipe recipe_of(py::handle packed) {
-  py::tuple of = py::cast<py::tuple>(packed);
-  int device = py::cast<int>(of[0]);
-  bool on_cpu = device < 0;
-  Recipe recipe{on_cpu ? at::Device(at::kCPU) : at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device)),
-                {}, memory_of(of[2]), {}};
-  for (py::handle each : py::cast<py::list>(of[1])) recipe.outputs.push_back(memory_of(each));
-  for (py::handle each : py::cast<py::list>(of[3])) recipe.steps.push_back(step_of(each));
-  return recipe;
-}
-
 std::vector<std::unique_ptr<torch::Library>> installed;
 
 void install(const std::string& key, const std::vector<py::object>& above, const std::vector<py::object>& below,
@@ -912,6 +882,25 @@ void install(const std::string& key, const std::vector<py::object>& above, const
 PYBIND11_MODULE(_native, module) {
   module.attr("torch_version") = TORCH_VERSION;
   PyModule_AddFunctions(module.ptr(), functions);
+  py::class_<Memory>(module, "Memory")
+      .def(py::init([](std::vector<int64_t> shape, std::vector<int64_t> strides, at::ScalarType dtype) {
+             return Memory{std::move(shape), std::move(strides), dtype};
+           }),
+           py::arg("shape"), py::arg("strides"), py::arg("dtype"));
+  py::class_<Step>(module, "Step")
+      .def(py::init<uint64_t, std::array<unsigned, 3>, unsigned, unsigned, unsigned, bool>(), py::kw_only(),
+           py::arg("function"), py::arg("grid"), py::arg("threads"), py::arg("shared_bytes"), py::arg("cluster"),
+           py::arg("dependent"))
+      .def("add_i32", &Step::add_number<int32_t>)
+      .def("add_i64", &Step::add_number<int64_t>)
+      .def("add_fp32", &Step::add_number<float>)
+      .def("add_fp64", &Step::add_number<double>)
+      .def("add_address", &Step::add_address, py::arg("index"), py::arg("offset"))
+      .def("add_map", &Step::add_map, py::kw_only(), py::arg("index"), py::arg("type"), py::arg("shape"),
+           py::arg("strides"), py::arg("box"));
+  py::class_<Recipe, std::shared_ptr<Recipe>>(module, "Recipe")
+      .def(py::init<int, std::vector<optional<Memory>>, optional<Memory>, std::vector<Step>>(), py::kw_only(),
+           py::arg("device"), py::arg("outputs"), py::arg("workspace"), py::arg("steps"));
   module.def("install", &install);
   module.def("pause", [](int by) { pauses += by; });
   module.def("set_sm_margin", [](int64_t sms) { sm_margin = sms; });
