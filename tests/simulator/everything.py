@@ -72,10 +72,12 @@ def sized(draw: random.Random, direction: str, variant: str, norm: str, cols: in
 
 @functools.cache
 def product(first: int, step: int) -> list[Job]:
-    """All variants, directions, norms, mixes of dtypes, widths and devices; rows and gradients drawn."""
-    axes = (("forward", "backward"), VARIANTS[:-1], ("layer", "rms"), WIDTHS, ("H200", "B200"))
+    """All variants, directions, norms, mixes of dtypes, widths and devices (of sm_120 one mix); rows and gradients
+    drawn."""
+    axes = (("forward", "backward"), VARIANTS[:-1], ("layer", "rms"), WIDTHS)
+    most = itertools.product(SAME_DTYPES + MIXED_DTYPES, *axes, ("H200", "B200"))
+    whole = enumerate(itertools.chain(most, itertools.product(((BF16, BF16, BF16),), *axes, ("RTX 5090",))))
     found = []
-    whole = enumerate(itertools.product(SAME_DTYPES + MIXED_DTYPES, *axes))
     for number, (mix, *what, device) in itertools.islice(whole, first - 1, None, step):
         job = Job(number, sized(random.Random(number), *what, mix=mix, device=device))
         found += [job] if is_run(job.problem) else []
