@@ -77,6 +77,7 @@ def extensions() -> list[Extension]:
         Extension(
             "fusednorm.host._native",
             ["fusednorm/host/csrc/native.cpp"],
+            depends=sorted(str(each.relative_to(HERE)) for each in HERE.glob("fusednorm/host/csrc/*.h")),
             include_dirs=[*cpp_extension.include_paths(), str(cuda_header)],
             library_dirs=cpp_extension.library_paths(),
             libraries=["c10", "torch_cpu", "torch_python"],

@@ -28,7 +28,7 @@ else:
 _FAILURE = Path(__file__).with_name("_native_failure.txt")  # setup.py writes it if the extension does not compile
 
 OPS = ("layer_norm_fwd", "layer_norm_bwd", "rms_norm_fwd", "rms_norm_bwd")
-NAMES_OF_NUMBERS = {"i32", "i64", "fp32", "fp64"}  # Triton's names of numeric parameter types
+NAMES_OF_NUMBERS = {"i32", "i64", "fp32", "fp64"}  # numeric parameter types, as Triton names them
 
 
 def install(
@@ -44,13 +44,13 @@ def install(
 
     def forward_of(norm: str):
         def run(*operands):
-            return ops.forward(norm, *operands), _packed(recipe.find(recipe.forward(norm, *operands)))
+            return ops.forward(norm, *operands), _in_cpp(recipe.find(recipe.forward(norm, *operands)))
 
         return run
 
     def backward_of(norm: str):
         def run(*operands):
-            return ops.backward(norm, *operands), _packed(recipe.find(recipe.backward(norm, *operands)))
+            return ops.backward(norm, *operands), _in_cpp(recipe.find(recipe.backward(norm, *operands)))
 
         return run
 
@@ -60,43 +60,50 @@ def install(
     margin.observe(extension.set_sm_margin)
 
 
-def _packed(found: recipe.Known | None) -> tuple | None:
-    """A recipe in the form that csrc/native.cpp takes; None without a recipe."""
+def _in_cpp(found: recipe.Known | None) -> Any:
+    """A recipe as an extension.Recipe; None without a recipe."""
     if found is None:
         return None
     known = found.recipe
     extension.watch(*known.steps[0].build.hooks())
-    *outputs, workspace = known.written
-    return known.device, outputs, workspace, [_packed_step(step) for step in known.steps]
+    *outputs, workspace = (each and extension.Memory(*each) for each in known.written)
+    steps = [_step_in_cpp(step) for step in known.steps]
+    return extension.Recipe(device=known.device, outputs=outputs, workspace=workspace, steps=steps)
 
 
-def _packed_step(step: recipe.Step) -> tuple:
-    """(function, grid, threads, shared bytes, CTAs of a cluster, dependent, parameters), as `step_of` in native.cpp
-    takes it."""
+def _step_in_cpp(step: recipe.Step) -> Any:
+    """A launch as an extension.Step, with its parameters in the kernel's order."""
     build, arguments = step.build, step.arguments
-    num_warps, cluster, shared = build.compiled.packed_metadata
-    slots = {slot.position: ("address", slot.index, slot.offset) for slot in step.slots}
-    maps = {each.position: _packed_map(build, each) for each in step.maps}
-    parameters = []
+    num_warps, cluster, shared_bytes = build.compiled.packed_metadata
+    made = extension.Step(
+        function=build.compiled.function,
+        grid=arguments[: build.STREAM],
+        threads=32 * num_warps,
+        shared_bytes=shared_bytes,
+        cluster=cluster,
+        dependent=build.dependent,
+    )
+    slots = {slot.position: slot for slot in step.slots}
+    maps = {slot.position: slot for slot in step.maps}
     for position, kind in build.parameter_types():
         if kind == "nvTmaDesc":
-            parameters.append(maps[position])
+            _add_map(made, build, maps[position])
         elif kind.startswith("*"):
-            parameters.append(slots[position])
+            made.add_address(slots[position].index, slots[position].offset)
         elif kind in NAMES_OF_NUMBERS:
-            parameters.append((kind, arguments[position]))
+            getattr(made, f"add_{kind}")(arguments[position])
         else:
             raise RuntimeError(f"native: a kernel's parameter must be a pointer, a map or a number, got {kind}")
-    parameters += [("i64", 0), ("i64", 0)]  # scratch memory of Triton and of its profiler: our kernels have none
-    grid = tuple(arguments[: build.STREAM])
-    return build.compiled.function, grid, 32 * num_warps, shared, cluster, build.dependent, tuple(parameters)
+    for _ in range(2):  # scratch memory of Triton and of its profiler: our kernels have none
+        made.add_i64(0)
+    return made
 
 
-def _packed_map(build, slot: recipe.MapSlot) -> tuple:
-    """("map", index, CUDA's type, shape, strides in bytes, box), innermost dim first, without the innermost stride."""
+def _add_map(made: Any, build: Any, slot: recipe.MapSlot) -> None:
+    """Add a tensor map as the driver takes it: innermost dim first, and no stride for the innermost dim."""
     element_bytes, cuda_type, box = build.map_geometry(slot.operand)
-    shape, strides = reversed(slot.shape), [element_bytes * stride for stride in reversed(slot.strides[:-1])]
-    return "map", slot.index, cuda_type, tuple(shape), tuple(strides), tuple(reversed(box))
+    strides = [element_bytes * stride for stride in reversed(slot.strides[:-1])]
+    made.add_map(index=slot.index, type=cuda_type, shape=slot.shape[::-1], strides=strides, box=list(reversed(box)))
 
 
 def failure() -> str:
