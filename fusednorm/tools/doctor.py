@@ -101,10 +101,10 @@ def is_launched_by_triton() -> bool:
 
 
 def tritons_way() -> str:
-    tried = " and of ".join(f"{major}.{minor}" for (major, minor), each in triton_compat.RELEASES.items() if each.has_run)
+    names = [f"{major}.{minor}" for (major, minor), release in triton_compat.RELEASES.items() if release.has_run]
     return (
-        f"its launcher has not run with this package on a GPU (that of {tried} has), so Triton launches every kernel itself: "
-        f"right, and {triton_compat.SLOWER_US} us of host time more each"
+        f"its launcher has not run with this package on a GPU (that of {' and of '.join(names)} has), so Triton launches "
+        f"every kernel itself: right, and {triton_compat.SLOWER_US} us of host time more each"
     )
 
 
