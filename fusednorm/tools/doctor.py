@@ -103,8 +103,8 @@ def is_launched_by_triton() -> bool:
 def tritons_way() -> str:
     names = [f"{major}.{minor}" for (major, minor), release in triton_compat.RELEASES.items() if release.has_run]
     return (
-        f"its launcher has not run with this package on a GPU (that of {' and of '.join(names)} has), so Triton launches "
-        f"every kernel itself: right, and {triton_compat.SLOWER_US} us of host time more each"
+        f"its launcher has not run with this package on a GPU (that of {' and of '.join(names)} has), so Triton "
+        f"launches every kernel itself: right, and {triton_compat.SLOWER_US} us of host time more each"
     )
 
 
