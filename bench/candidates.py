@@ -13,6 +13,7 @@ import torch
 
 import fusednorm
 from fusednorm.host import gpus
+from fusednorm.operands import BackwardOperands, ForwardOperands
 from fusednorm.planner.heuristics import decide
 from fusednorm.planner.plan import VARIANTS, Plan, ReferencePlan
 from fusednorm.problem import check_backward, check_forward
@@ -164,18 +165,20 @@ def our_plans(case: BenchCase, inputs: BenchInputs, variant: str | None) -> dict
     rstd = torch.empty(case.rows, dtype=case.acc_dtype, device=x.device)
     mean = rstd if case.norm == "layer" else None
     calls = {
-        "forward": check_forward(case.norm, x, shape, weight, bias, case.resolved_eps),
+        "forward": check_forward(ForwardOperands(case.norm, x, shape, weight, bias, case.resolved_eps)),
         "backward": check_backward(
-            case.norm,
-            inputs.grad_out,
-            x,
-            shape,
-            mean,
-            rstd,
-            weight,
-            bias,
-            tuple(case.output_mask),
-            inputs.residual_grad,
+            BackwardOperands(
+                case.norm,
+                inputs.grad_out,
+                x,
+                shape,
+                mean,
+                rstd,
+                weight,
+                bias,
+                tuple(case.output_mask),
+                inputs.residual_grad,
+            )
         ),  # fmt: skip
     }
     if x.device.type == "cpu":

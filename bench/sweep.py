@@ -18,6 +18,7 @@ import sys
 import torch
 
 from fusednorm.host import gpus
+from fusednorm.operands import BackwardOperands, ForwardOperands
 from fusednorm.planner import budget, candidates
 from fusednorm.planner.device import DeviceSpec
 from fusednorm.planner.plan import Plan
@@ -84,13 +85,15 @@ def make_call(case: Case, inputs: Inputs, direction: str):
     """The checked call of the case; statistics are computed in float64 and rounded."""
     x, shape = inputs.x, case.normalized_shape
     if direction == "forward":
-        return check_forward(case.norm, x, shape, inputs.weight, inputs.bias, case.resolved_eps)
+        return check_forward(ForwardOperands(case.norm, x, shape, inputs.weight, inputs.bias, case.resolved_eps))
     exact_x = x.double()
     mean = exact_x.mean(-1) if case.norm == "layer" else torch.zeros(len(x), device=x.device)
     rstd = ((exact_x - mean[:, None]).square().mean(-1) + case.resolved_eps).rsqrt().float()
     mean = mean.float() if case.norm == "layer" else None
     masks = (True, inputs.weight is not None, inputs.bias is not None)
-    return check_backward(case.norm, inputs.grad_out, x, shape, mean, rstd, inputs.weight, inputs.bias, masks)
+    return check_backward(
+        BackwardOperands(case.norm, inputs.grad_out, x, shape, mean, rstd, inputs.weight, inputs.bias, masks)
+    )
 
 
 def fitting_plans(problem, device: DeviceSpec, variant: str, most: int) -> list[Plan]:

@@ -1,10 +1,11 @@
-"""Derivatives of the ops: the drop-in autograd Functions, and the ops' implementations at the autograd dispatch key.
+"""Derivatives of the ops: their implementations at the autograd dispatch key, the drop-in autograd Functions, and
+layer_norm and rms_norm, which return y alone.
 
 A call takes one of three routes:
 
 - If nothing is differentiated, the call goes straight to the op's kernel.
-- If autograd records, the call goes through LayerNormFunction or RMSNormFunction, whose backward is the backward op.
-  layer_norm and rms_norm, which return y alone, go through RecordedNorm.
+- If autograd records, the forward runs and NormFunction, the one autograd node, is recorded. Its backward is the
+  backward op.
 - If the op's inside must be visible (torch.func transforms, forward-mode AD, a backward that is itself differentiated),
   the op's formula runs instead.
 """
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from . import formulas, ops, reference, sharding
+from . import ops, reference, sharding
 from .host import native, recipe, torch_compat
 from .host.kernel_devices import runs_kernels
 from .host.torch_compat import (
@@ -33,23 +34,15 @@ from .host.torch_compat import (
     tracing_state,
 )
 from .namespace import NAMESPACE, TORCH_OPS
-from .planner.forcing import asked_variants, force, forced_variant
+from .operands import OF_OP, BackwardOperands, ForwardOperands, Operands, Outputs, as_op, call_op
+from .planner.forcing import asked_variants, force
 from .planner.norm_problem import accumulation_dtype
 
 PLAIN = (Tensor, torch.nn.Parameter)
 KEPT_BACKWARDS = 4  # recipes of backwards kept per NormCall, which all layers of a model may share
 
-_layer_norm_fwd_op = TORCH_OPS.layer_norm_fwd.default
-_layer_norm_bwd_op = TORCH_OPS.layer_norm_bwd.default
-_rms_norm_fwd_op = TORCH_OPS.rms_norm_fwd.default
-_rms_norm_bwd_op = TORCH_OPS.rms_norm_bwd.default
-_layer_norm_bwd_residual_op = TORCH_OPS.layer_norm_bwd_residual.default
-_rms_norm_bwd_residual_op = TORCH_OPS.rms_norm_bwd_residual.default
 
-
-# Neither Function has setup_context, because it slows every call. Only torch.func needs it, and torch.func never gets
-# here: under a transform the ops run their formulas.
-class LayerNormFunction(Function):
+class LayerNormFunction:
     """apply(x, normalized_shape, weight=None, bias=None, eps=1e-5) -> (y, mean, rstd), differentiable in all three.
 
     Arguments, outputs and errors are those of torch.ops.fusednorm.layer_norm_fwd. The backward is one layer_norm_bwd
@@ -58,30 +51,11 @@ class LayerNormFunction(Function):
     """
 
     @staticmethod
-    def forward(ctx, x, normalized_shape, weight=None, bias=None, eps=1e-5):
-        y, mean, rstd = _layer_norm_fwd(x, normalized_shape, weight, bias, eps)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, mean, rstd, weight, bias)
-        ctx.normalized_shape = normalized_shape
-        ctx.forced = forced_variant()  # `force` does not reach autograd's thread, where the backward runs
-        return y, mean, rstd
-
-    @staticmethod
-    def backward(ctx, grad_y, grad_mean, grad_rstd):
-        x, mean, rstd, weight, bias = ctx.saved_tensors
-        shape, needs = ctx.normalized_shape, ctx.needs_input_grad
-        mask = (needs[0], weight is not None and needs[2], bias is not None and needs[3])
-        dx = dw = db = None
-        if grad_y is not None:
-            with force(ctx.forced):
-                run = _shown(_layer_norm_bwd_op, layer_norm_bwd)
-                dx, dw, db = run(grad_y, x, shape, mean, rstd, weight, bias, mask)
-        if needs[0] and not (grad_mean is None and grad_rstd is None):
-            dx = _add(dx, reference.statistics_backward_formula(x, shape, mean, rstd, grad_mean, grad_rstd))
-        return dx, None, dw, db, None
+    def apply(x, normalized_shape, weight=None, bias=None, eps=1e-5):
+        return _apply("layer_norm_fwd", x, normalized_shape, weight, bias, eps)
 
 
-class RMSNormFunction(Function):
+class RMSNormFunction:
     """apply(x, normalized_shape, weight=None, eps=None) -> (y, rstd), differentiable in both.
 
     Arguments, outputs and errors are those of torch.ops.fusednorm.rms_norm_fwd. The backward is one rms_norm_bwd for
@@ -89,26 +63,8 @@ class RMSNormFunction(Function):
     """
 
     @staticmethod
-    def forward(ctx, x, normalized_shape, weight=None, eps=None):
-        y, rstd = _rms_norm_fwd(x, normalized_shape, weight, eps)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, rstd, weight)
-        ctx.normalized_shape = normalized_shape
-        ctx.forced = forced_variant()  # `force` does not reach autograd's thread, where the backward runs
-        return y, rstd
-
-    @staticmethod
-    def backward(ctx, grad_y, grad_rstd):
-        x, rstd, weight = ctx.saved_tensors
-        shape, needs = ctx.normalized_shape, ctx.needs_input_grad
-        mask = (needs[0], weight is not None and needs[2])
-        dx = dw = None
-        if grad_y is not None:
-            with force(ctx.forced):
-                dx, dw = _shown(_rms_norm_bwd_op, rms_norm_bwd)(grad_y, x, shape, rstd, weight, mask)
-        if needs[0] and grad_rstd is not None:
-            dx = _add(dx, reference.statistics_backward_formula(x, shape, None, rstd, None, grad_rstd))
-        return dx, None, dw, None
+    def apply(x, normalized_shape, weight=None, eps=None):
+        return _apply("rms_norm_fwd", x, normalized_shape, weight, eps)
 
 
 @dataclass(eq=False, slots=True)
@@ -118,28 +74,30 @@ class NormCall:
     norm: str
     normalized_shape: Sequence[int]
     eps: float | None
+    y_alone: bool  # mean and rstd are no outputs, but stay inside the node
     asked: tuple[str | None, ...]  # the variants that `force` asked for
     repeats: tuple[recipe.Repeat, ...] = ()  # of its backwards, one per signature of grad_y, the latest first
 
-    def backward(self, grad_y, x, mean, rstd, weight, bias, mask) -> tuple[Tensor | None, ...]:
+    def backward(self, grad_y, x, mean, rstd, weight, bias, mask) -> Outputs:
         """(dx, dw, db), by whichever route applies."""
-        norm, shape = self.norm, self.normalized_shape
-        if torch.is_grad_enabled():
-            return differentiable_backward(norm, shape, self.eps, grad_y, x, weight, bias, mask)
+        if self.y_alone and torch.is_grad_enabled():
+            return differentiable_backward(self.norm, self.normalized_shape, self.eps, grad_y, x, weight, bias, mask)
+        mask = mask[0], weight is not None and mask[1], bias is not None and mask[2]
+        operands = BackwardOperands(self.norm, grad_y, x, self.normalized_shape, mean, rstd, weight, bias, mask)
         with force(self.asked[-1] if self.asked else None):  # the forward's `force`, not that of autograd's thread
-            if norm == "layer":
-                grads = _shown(_layer_norm_bwd_op, layer_norm_bwd)(grad_y, x, shape, mean, rstd, weight, bias, mask)
-            else:
-                grads = *_shown(_rms_norm_bwd_op, rms_norm_bwd)(grad_y, x, shape, rstd, weight, mask[:2]), None
-            if not torch.compiler.is_dynamo_compiling() and type(x) in PLAIN:
-                known = recipe.find(recipe.backward(norm, grad_y, x, shape, mean, rstd, weight, bias, mask))
+            grads = _backward(operands)
+            traced = torch.compiler.is_dynamo_compiling()
+            if not (traced or torch.is_grad_enabled()) and type(x) in PLAIN:
+                known = recipe.find(recipe.look(operands))
                 if known is not None and known.repeat not in self.repeats:
                     self.repeats = known.repeat, *self.repeats[: KEPT_BACKWARDS - 1]
         return grads
 
 
-class RecordedNorm(Function):
-    """The autograd node of a forward that has run. Its one output is y; mean and rstd stay inside the node.
+# Without setup_context, because it slows every call. Only torch.func needs it, and torch.func never gets here: under a
+# transform the ops run their formulas.
+class NormFunction(Function):
+    """The autograd node of a forward that has run, of either norm. Its outputs are y, mean and rstd, or y alone.
 
     The backward runs on autograd's thread with cold caches, where most of a module's host time in Python goes. The
     common case therefore does as little as possible.
@@ -148,122 +106,96 @@ class RecordedNorm(Function):
     @staticmethod
     def forward(ctx, x, weight, bias, outputs, call: NormCall):
         y, mean, rstd = outputs
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, mean, rstd, weight, bias)
         ctx.call = call
-        return y
+        return y if call.y_alone else outputs
 
     @staticmethod
-    def backward(ctx, grad_y):
+    def backward(ctx, grad_y, grad_mean=None, grad_rstd=None):
         x, mean, rstd, weight, bias = ctx.saved_tensors
-        call = ctx.call
+        call, mask, grads = ctx.call, ctx.needs_input_grad[:3], None
         looked_into = torch.is_grad_enabled() or forward_ad._current_level >= 0
         if not (looked_into or torch.compiler.is_dynamo_compiling() or is_profiled()):
             # output_mask is not rechecked (None): it follows from requires_grad, which is part of the call's signature.
             for repeat in call.repeats:
                 grads = repeat(grad_y, x, mean, rstd, weight, bias, None)
                 if grads is not None:
-                    return *grads, None, None
-        return *call.backward(grad_y, x, mean, rstd, weight, bias, ctx.needs_input_grad[:3]), None, None
+                    break
+        if grads is None:
+            grads = (None,) * 3 if grad_y is None else call.backward(grad_y, x, mean, rstd, weight, bias, mask)
+        if mask[0] and not (grad_mean is None and grad_rstd is None):
+            statistics = mean, rstd, grad_mean, grad_rstd
+            more = reference.statistics_backward_formula(x, call.normalized_shape, *statistics)
+            grads = (more if grads[0] is None else grads[0] + more, *grads[1:])
+        return *grads, None, None
 
 
-def differentiable_backward(norm, normalized_shape, eps, grad_y, x, weight, bias, mask) -> tuple[Tensor | None, ...]:
+_record = torch_compat.record(NormFunction)  # skips torch.func's checks: no call under torch.func gets here
+
+
+def differentiable_backward(norm, normalized_shape, eps, grad_y, x, weight, bias, mask) -> Outputs:
     """(dx, dw, db) of a norm that returned y alone, for a backward that is itself differentiated. The statistics are
     computed again, because gradients flow through them."""
     if norm == "layer":
         _, mean, rstd = reference.layer_norm_formula(x, normalized_shape, None, None, eps)
-        return layer_norm_bwd(grad_y, x, normalized_shape, mean, rstd, weight, bias, mask)
-    _, rstd = reference.rms_norm_formula(x, normalized_shape, None, eps)
-    return *rms_norm_bwd(grad_y, x, normalized_shape, rstd, weight, mask[:2]), None
+    else:
+        mean, (_, rstd) = None, reference.rms_norm_formula(x, normalized_shape, None, eps)
+    operands = BackwardOperands(norm, grad_y, x, normalized_shape, mean, rstd, weight, bias, mask)
+    return call_op(IMPLEMENTATIONS[operands.op], operands)
 
 
-_record = torch_compat.record(RecordedNorm)  # skips torch.func's checks: no call under torch.func gets here
+def _above_autograd(name: str) -> Callable[..., tuple]:
+    """The op's implementation at the autograd key."""
+    op, operands_of = getattr(TORCH_OPS, name).default, OF_OP[name]
+    formula, recorded, below = (as_op(name, run) for run in (reference.formula, _recorded, _below_autograd))
+
+    def run(*arguments, **named):
+        if torch.compiler.is_dynamo_compiling():
+            return op(*arguments, **named)
+        if _is_looked_into():
+            return formula(*arguments, **named)
+        operands = operands_of(*arguments, **named)
+        if _is_recorded(*operands.differentiable):
+            return (recorded if isinstance(operands, ForwardOperands) else formula)(*arguments, **named)
+        return below(*arguments, **named)
+
+    run.__name__ = name
+    return run
 
 
-def layer_norm_fwd(x, normalized_shape, weight=None, bias=None, eps=1e-5):
+def _apply(name: str, *arguments):
+    """The outputs of a forward op, recorded. Raises where autograd's Functions without a rule for it do: under
+    torch.func and in forward-mode AD."""
     if torch.compiler.is_dynamo_compiling():
-        return _layer_norm_fwd_op(x, normalized_shape, weight, bias, eps)
-    if _is_looked_into():
-        return formulas.layer_norm_fwd(x, normalized_shape, weight, bias, eps)
-    if _is_recorded(x, weight, bias):
-        return LayerNormFunction.apply(x, normalized_shape, weight, bias, eps)
-    return _layer_norm_fwd(x, normalized_shape, weight, bias, eps)
+        return getattr(TORCH_OPS, name).default(*arguments)
+    operands = OF_OP[name](*arguments)
+    call = NormCall(operands.norm, operands.normalized_shape, operands.eps, False, asked_variants())
+    with torch.no_grad():
+        outputs = _below_autograd(operands)
+    outputs = NormFunction.apply(*operands.tensors, outputs, call)
+    return outputs if operands.norm == "layer" else (outputs[0], outputs[2])
 
 
-def _layer_norm_fwd(x, normalized_shape, weight, bias, eps):
-    """layer_norm_fwd below autograd."""
-    if torch.compiler.is_dynamo_compiling():
-        return _layer_norm_fwd_op(x, normalized_shape, weight, bias, eps)
-    outputs = _at_once(x, recipe.forward, ops.forward, "layer", x, normalized_shape, weight, bias, eps)
-    if outputs is not None:
-        return outputs
-    return _below_autograd(_layer_norm_fwd_op, x, normalized_shape, weight, bias, eps)
+def _recorded(operands: ForwardOperands) -> Outputs:
+    call = NormCall(operands.norm, operands.normalized_shape, operands.eps, False, asked_variants())
+    return _record(*operands.tensors, _below_autograd(operands), call)
 
 
-def layer_norm_bwd(grad_out, x, normalized_shape, mean, rstd, weight=None, bias=None, output_mask=(True, True, True)):
-    if torch.compiler.is_dynamo_compiling():
-        return _layer_norm_bwd_op(grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask)
-    if _is_looked_into() or _is_recorded(grad_out, x, mean, rstd, weight):
-        return formulas.layer_norm_bwd(grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask)
-    operands = grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask
-    grads = _at_once(x, recipe.backward, ops.backward, "layer", *operands)
-    if grads is not None:
-        return grads
-    return _below_autograd(_layer_norm_bwd_op, grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask)
+def _below_autograd(operands: Operands) -> Outputs:
+    """The outputs below autograd."""
+    outputs = _at_once(operands)
+    return _by_dispatcher(operands) if outputs is None else outputs
 
 
-def rms_norm_fwd(x, normalized_shape, weight=None, eps=None):
-    if torch.compiler.is_dynamo_compiling():
-        return _rms_norm_fwd_op(x, normalized_shape, weight, eps)
-    if _is_looked_into():
-        return formulas.rms_norm_fwd(x, normalized_shape, weight, eps)
-    if _is_recorded(x, weight):
-        return RMSNormFunction.apply(x, normalized_shape, weight, eps)
-    return _rms_norm_fwd(x, normalized_shape, weight, eps)
+def _backward(operands: BackwardOperands) -> Outputs:
+    """The backward op, or what it does at the autograd key if no profiler must see the op itself."""
+    shown = torch.compiler.is_dynamo_compiling() or is_profiled()
+    return call_op(_overload(operands) if shown else IMPLEMENTATIONS[operands.op], operands)
 
 
-def _rms_norm_fwd(x, normalized_shape, weight, eps):
-    """rms_norm_fwd below autograd."""
-    if torch.compiler.is_dynamo_compiling():
-        return _rms_norm_fwd_op(x, normalized_shape, weight, eps)
-    outputs = _at_once(x, recipe.forward, ops.forward, "rms", x, normalized_shape, weight, None, eps)
-    if outputs is not None:
-        return outputs[0], outputs[2]
-    return _below_autograd(_rms_norm_fwd_op, x, normalized_shape, weight, eps)
-
-
-def rms_norm_bwd(grad_out, x, normalized_shape, rstd, weight=None, output_mask=(True, True)):
-    if torch.compiler.is_dynamo_compiling():
-        return _rms_norm_bwd_op(grad_out, x, normalized_shape, rstd, weight, output_mask)
-    if _is_looked_into() or _is_recorded(grad_out, x, rstd, weight):
-        return formulas.rms_norm_bwd(grad_out, x, normalized_shape, rstd, weight, output_mask)
-    operands = grad_out, x, normalized_shape, None, rstd, weight, None, (*output_mask, False)
-    grads = _at_once(x, recipe.backward, ops.backward, "rms", *operands)
-    if grads is not None:
-        return grads[:2]
-    return _below_autograd(_rms_norm_bwd_op, grad_out, x, normalized_shape, rstd, weight, output_mask)
-
-
-def layer_norm_bwd_residual(
-    grad_out, x, normalized_shape, mean, rstd, weight=None, bias=None, residual_grad=None,
-    output_mask=(True, True, True), *, dx_dtype=None,
-):  # fmt: skip
-    operands = (grad_out, x, normalized_shape, mean, rstd, weight, bias, residual_grad, output_mask)
-    if torch.compiler.is_dynamo_compiling():
-        return _layer_norm_bwd_residual_op(*operands, dx_dtype=dx_dtype)
-    if _is_looked_into() or _is_recorded(grad_out, x, mean, rstd, weight, residual_grad):
-        return formulas.layer_norm_bwd_residual(*operands, dx_dtype=dx_dtype)
-    return _below_autograd(_layer_norm_bwd_residual_op, *operands, dx_dtype=dx_dtype)
-
-
-def rms_norm_bwd_residual(
-    grad_out, x, normalized_shape, rstd, weight=None, residual_grad=None, output_mask=(True, True), *, dx_dtype=None
-):
-    operands = (grad_out, x, normalized_shape, rstd, weight, residual_grad, output_mask)
-    if torch.compiler.is_dynamo_compiling():
-        return _rms_norm_bwd_residual_op(*operands, dx_dtype=dx_dtype)
-    if _is_looked_into() or _is_recorded(grad_out, x, rstd, weight, residual_grad):
-        return formulas.rms_norm_bwd_residual(*operands, dx_dtype=dx_dtype)
-    return _below_autograd(_rms_norm_bwd_residual_op, *operands, dx_dtype=dx_dtype)
+def _overload(operands: Operands) -> Callable[..., tuple]:
+    return getattr(TORCH_OPS, operands.op).default
 
 
 def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
@@ -273,12 +205,7 @@ def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
             y = native.extension.layer_norm(x, normalized_shape, weight, bias, eps)
             if y is not NotImplemented:
                 return y
-        y = (_shown_forward if is_profiled() else _forward)("layer", x, normalized_shape, weight, bias, eps)
-        if y is not None:
-            return y
-    if _is_for_onnx():
-        return _for_onnx(F.layer_norm, x, normalized_shape, weight, bias, eps)
-    return (_layer_norm_fwd_op if _is_traced() else layer_norm_fwd)(x, normalized_shape, weight, bias, eps)[0]
+    return _y_of(ForwardOperands("layer", x, normalized_shape, weight, bias, eps))
 
 
 def rms_norm(x, normalized_shape, weight=None, eps=None):
@@ -288,55 +215,57 @@ def rms_norm(x, normalized_shape, weight=None, eps=None):
             y = native.extension.rms_norm(x, normalized_shape, weight, eps)
             if y is not NotImplemented:
                 return y
-        y = (_shown_forward if is_profiled() else _forward)("rms", x, normalized_shape, weight, None, eps)
+    return _y_of(ForwardOperands("rms", x, normalized_shape, weight, None, eps))
+
+
+def _y_of(operands: ForwardOperands) -> Tensor:
+    if not _is_traced():
+        y = (_shown_forward if is_profiled() else _forward)(operands)
         if y is not None:
             return y
     if _is_for_onnx():
-        return _for_onnx(F.rms_norm, x, normalized_shape, weight, eps)
-    return (_rms_norm_fwd_op if _is_traced() else rms_norm_fwd)(x, normalized_shape, weight, eps)[0]
+        return _for_onnx(operands)
+    return call_op(_overload(operands) if _is_traced() else IMPLEMENTATIONS[operands.op], operands)[0]
 
 
-def _forward(norm, x, normalized_shape, weight, bias, eps) -> Tensor | None:
+def _forward(operands: ForwardOperands) -> Tensor | None:
     """y if all tensors are plain (`_is_plain`) and no mode, transform or forward-mode AD is active; else None."""
+    norm, x, normalized_shape, weight, bias, eps, _ = operands
     if type(x) not in PLAIN or forward_ad._current_level >= 0 or function_modes():
         return None
     recorded = torch.is_grad_enabled() and (x.requires_grad or _is_recorded(weight, bias))
-    operands = norm, x, normalized_shape, weight, bias, eps, recorded
-    seen = recipe.forward(*operands)
+    if not recorded:
+        operands = operands._replace(wants_statistics=False)
+    seen = recipe.look(operands)
     for known in recipe.of_key(seen[0], ()):
         outputs = known.repeat(x, weight, bias)
         if outputs is not None:
             break
     else:
-        if _is_looked_into() or not _is_plain((x, weight, bias)):
+        if _is_looked_into() or not _is_plain(operands.tensors):
             return None
-        outputs, known = ops.forward(*operands), recipe.find(seen)
+        outputs, known = ops.forward(operands), recipe.find(seen)
     if not recorded:
         return outputs[0]
     call = known and known.note
     if call is None:
-        call = NormCall(norm, tuple(normalized_shape), eps, asked_variants())
+        call = NormCall(norm, tuple(normalized_shape), eps, True, asked_variants())
         if known is not None:
             known.note = call
     return _record(x, weight, bias, outputs, call)
 
 
-def _shown_forward(norm, x, normalized_shape, weight, bias, eps) -> Tensor | None:
+def _shown_forward(operands: ForwardOperands) -> Tensor | None:
     """`_forward`, recorded for torch.profiler as an op that the dispatcher runs would be."""
-    if not _is_plain((x, weight, bias)):
+    if not _is_plain(operands.tensors):
         return None
-    with shown_to_profiler(f"{NAMESPACE}::{norm}_norm_fwd", x, weight, bias):
-        return _forward(norm, x, normalized_shape, weight, bias, eps)
+    with shown_to_profiler(f"{NAMESPACE}::{operands.op}", *operands.tensors):
+        return _forward(operands)
 
 
 def _is_traced() -> bool:
     """Whether torch.compile or torch.jit.trace is recording the ops that are called."""
     return torch.compiler.is_dynamo_compiling() or tracing_state() is not None
-
-
-def _shown(op: Callable, function: Callable) -> Callable:
-    """The function that does what the op does, or the op itself if a profiler must see it."""
-    return op if not torch.compiler.is_dynamo_compiling() and is_profiled() else function
 
 
 def _is_for_onnx() -> bool:
@@ -345,15 +274,16 @@ def _is_for_onnx() -> bool:
     return not torch.compiler.is_dynamo_compiling() and torch.onnx.is_in_onnx_export()
 
 
-def _for_onnx(stock: Callable[..., Tensor], x, normalized_shape, *operands) -> Tensor:
+def _for_onnx(operands: ForwardOperands) -> Tensor:
     """ATen's op, which ONNX's exporters can translate. Mixed dtypes run in the accumulation dtype, because ATen might
     refuse the mixture."""
-    dtypes = {each.dtype for each in (x, *operands) if isinstance(each, Tensor)}
-    if len(dtypes) == 1:
-        return stock(x, normalized_shape, *operands)
-    dtype = accumulation_dtype(x.dtype)
-    upcast = (each.to(dtype) if isinstance(each, Tensor) else each for each in operands)
-    return stock(x.to(dtype), normalized_shape, *upcast).to(x.dtype)
+    x, dtypes = operands.x, {each.dtype for each in operands.tensors if each is not None}
+    if len(dtypes) > 1:
+        dtype = accumulation_dtype(x.dtype)
+        upcast = (each if each is None else each.to(dtype) for each in operands.tensors)
+        operands = operands._replace(**dict(zip(("x", "weight", "bias"), upcast, strict=True)))
+    stock = F.layer_norm if operands.norm == "layer" else F.rms_norm
+    return stock(*operands.op_arguments()[0]).to(x.dtype)
 
 
 def _is_looked_into() -> bool:
@@ -370,15 +300,13 @@ def _is_recorded(*tensors: Tensor | None) -> bool:
     return False
 
 
-def _at_once(
-    x: Tensor, look: Callable[..., recipe.Call], run: Callable[..., tuple], norm: str, *operands
-) -> tuple | None:
+def _at_once(operands: Operands) -> Outputs | None:
     """The outputs by CUDA kernels without the dispatcher, if nothing else intercepts calls below autograd; else None.
     Skipping the dispatcher saves a good part of a call's host time."""
-    if type(x) not in PLAIN or function_modes():  # shapes of other classes may not be hashable
+    if type(operands.x) not in PLAIN or function_modes():  # shapes of other classes may not be hashable
         return None
     try:
-        key, tensors = look(norm, *operands)
+        key, tensors = recipe.look(operands)
         known = recipe.of_key(key, ())
     except (TypeError, RuntimeError):  # arguments of other types or a nested tensor: the op raises the right error
         return None
@@ -387,16 +315,16 @@ def _at_once(
         outputs = each.repeat(*tensors)
         if outputs is not None:
             return outputs
-    return run(norm, *operands) if _is_plain(tensors) else None
+    return ops.run(operands) if _is_plain(tensors) else None
 
 
-def _below_autograd(op: Callable[..., tuple], *operands, **more) -> tuple:
-    """The op through the dispatcher, which serves whatever intercepts calls below autograd (modes, DTensors, ...)."""
-    name = op.name().removeprefix(f"{NAMESPACE}::")
-    if any(isinstance(each, Tensor) and each.is_nested for each in operands):
-        raise RuntimeError(f"{name}: all tensors must be strided, got a nested one")
+def _by_dispatcher(operands: Operands) -> Outputs:
+    """The op below autograd, through the dispatcher, which serves whatever intercepts calls there (modes, DTensors)."""
+    if any(isinstance(each, Tensor) and each.is_nested for each in operands.tensors):
+        raise RuntimeError(f"{operands.op}: all tensors must be strided, got a nested one")
     sharding.register_where_needed()
-    return torch_compat.below_autograd(op, getattr(ops, name), *operands, **more)
+    op, kernel = _overload(operands), ops.KERNELS[operands.op]
+    return call_op(lambda *arguments, **named: torch_compat.below_autograd(op, kernel, *arguments, **named), operands)
 
 
 def _is_plain(tensors: Sequence[Tensor | None]) -> bool:
@@ -422,21 +350,21 @@ def _is_wrapped(tensor: Tensor) -> bool:
     return False
 
 
-def _add(a: Tensor | None, b: Tensor) -> Tensor:
-    return b if a is None else a + b
+# By name of the op, at the autograd key.
+IMPLEMENTATIONS = {name: _above_autograd(name) for name in ops.OPS}
+layer_norm_fwd, rms_norm_fwd = IMPLEMENTATIONS["layer_norm_fwd"], IMPLEMENTATIONS["rms_norm_fwd"]
 
-
-for _name in ops.OPS:
-    ops.LIBRARY.impl(_name, globals()[_name], "Autograd")
+for _name, _implementation in IMPLEMENTATIONS.items():
+    ops.LIBRARY.impl(_name, _implementation, "Autograd")
     # Both vmaps, torch.func's and the older one of torch.autograd, pass batched tensors. The formula's operations have
     # batching rules.
     for _key in ("FuncTorchBatchedDecomposition", "Batched"):
-        ops.LIBRARY.impl(_name, getattr(formulas, _name), _key)
+        ops.LIBRARY.impl(_name, as_op(_name, reference.formula), _key)
 
 if native.extension:
     native.install(
         "CUDA",
-        [globals()[name] for name in native.OPS],
+        [IMPLEMENTATIONS[name] for name in native.OPS],
         ops,
         reference.statistics_backward_formula,
         differentiable_backward,

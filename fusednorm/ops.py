@@ -35,7 +35,6 @@ Errors
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 
@@ -46,8 +45,9 @@ from . import reference
 from .host import native, recipe
 from .host.kernel_devices import runs_kernels
 from .namespace import NAMESPACE
+from .operands import OF_OP, BackwardOperands, ForwardOperands, Operands, Outputs, as_op
 from .planner.norm_problem import accumulation_dtype
-from .problem import BackwardCall, check_backward, check_forward, stats_shape, validate_backward, validate_forward
+from .problem import BackwardCall, check_backward, check_forward, stats_shape, validate
 
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
@@ -70,76 +70,41 @@ SCHEMAS = (
 )
 
 
-def layer_norm_fwd(x, normalized_shape, weight=None, bias=None, eps=1e-5):
-    return forward("layer", x, normalized_shape, weight, bias, eps)
-
-
-def layer_norm_bwd(grad_out, x, normalized_shape, mean, rstd, weight=None, bias=None, output_mask=(True, True, True)):
-    return backward("layer", grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask)
-
-
-def rms_norm_fwd(x, normalized_shape, weight=None, eps=None):
-    y, _, rstd = forward("rms", x, normalized_shape, weight, None, eps)
-    return y, rstd
-
-
-def rms_norm_bwd(grad_out, x, normalized_shape, rstd, weight=None, output_mask=(True, True)):
-    dx, dw, _ = backward("rms", grad_out, x, normalized_shape, None, rstd, weight, None, (*output_mask, False))
-    return dx, dw
-
-
-def layer_norm_bwd_residual(
-    grad_out, x, normalized_shape, mean, rstd, weight=None, bias=None, residual_grad=None,
-    output_mask=(True, True, True), *, dx_dtype=None,
-):  # fmt: skip
-    operands = (grad_out, x, normalized_shape, mean, rstd, weight, bias)
-    return backward("layer", *operands, output_mask, residual_grad, dx_dtype, op="layer_norm_bwd_residual")
-
-
-def rms_norm_bwd_residual(
-    grad_out, x, normalized_shape, rstd, weight=None, residual_grad=None, output_mask=(True, True), *, dx_dtype=None
-):
-    operands, mask = (grad_out, x, normalized_shape, None, rstd, weight, None), (*output_mask, False)
-    return backward("rms", *operands, mask, residual_grad, dx_dtype, op="rms_norm_bwd_residual")[:2]
-
-
-def forward(
-    norm, x, normalized_shape, weight, bias, eps, wants_statistics=True
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(y, mean, rstd). mean is None for RMSNorm. Kernels write statistics only if wants_statistics. Raises RuntimeError
+def forward(operands: ForwardOperands) -> Outputs:
+    """(y, mean, rstd). mean is None for RMSNorm. Kernels write statistics only if they are wanted. Raises RuntimeError
     as `check_forward` does."""
-    operands = (x, normalized_shape, weight, bias, eps, wants_statistics)
-    if not runs_kernels(x):
-        return reference.forward(check_forward(norm, *operands))
-    seen = recipe.forward(norm, *operands)
+    if not runs_kernels(operands.x):
+        return reference.forward(check_forward(operands))
+    seen = recipe.look(operands)
     outputs = recipe.repeat(seen)
     if outputs is None:
-        call = check_forward(norm, *operands)
+        call = check_forward(operands)
         if not (call.rows and call.problem.cols):
             return reference.forward(call)
         outputs = launch().forward(call, partial(recipe.remember, seen))
     return outputs
 
 
-def backward(
-    norm, grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask, residual_grad=None, dx_dtype=None, *,
-    op=None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """(dx, dw, db); None for an unwanted gradient. Raises RuntimeError as `check_backward` does; messages name `op`."""
-    operands = (grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask, residual_grad, dx_dtype)
-    if not runs_kernels(x):
-        call = check_backward(norm, *operands, op=op)
+def backward(operands: BackwardOperands) -> Outputs:
+    """(dx, dw, db); None for an unwanted gradient. Raises RuntimeError as `check_backward` does."""
+    if not runs_kernels(operands.x):
+        call = check_backward(operands)
         return reference.backward(call) if _wants_any(call) else (None, None, None)
-    seen = recipe.backward(norm, *operands)
+    seen = recipe.look(operands)
     outputs = recipe.repeat(seen)
     if outputs is None:
-        call = check_backward(norm, *operands, op=op)
+        call = check_backward(operands)
         if not _wants_any(call):
             return None, None, None
         if not (call.rows and call.problem.cols):
             return reference.backward(call)
         outputs = launch().backward(call, partial(recipe.remember, seen))
     return outputs
+
+
+def run(operands: Operands) -> Outputs:
+    """The outputs of either direction, below autograd."""
+    return forward(operands) if isinstance(operands, ForwardOperands) else backward(operands)
 
 
 def _wants_any(call: BackwardCall) -> bool:
@@ -153,102 +118,50 @@ def launch() -> ModuleType:
     return launch
 
 
-def _layer_norm_fwd_fake(x, normalized_shape, weight=None, bias=None, eps=1e-5):
-    y, rstd = _fake_forward("layer", x, normalized_shape, weight, bias)
-    return y, torch.empty_like(rstd), rstd
-
-
-def _layer_norm_bwd_fake(
-    grad_out, x, normalized_shape, mean, rstd, weight=None, bias=None, output_mask=(True, True, True)
-):
-    return _fake_backward("layer", grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask)
-
-
-def _layer_norm_bwd_residual_fake(
-    grad_out, x, normalized_shape, mean, rstd, weight=None, bias=None, residual_grad=None,
-    output_mask=(True, True, True), *, dx_dtype=None,
-):  # fmt: skip
-    operands = (grad_out, x, normalized_shape, mean, rstd, weight, bias)
-    return _fake_backward("layer", *operands, output_mask, residual_grad, dx_dtype, op="layer_norm_bwd_residual")
-
-
-def _rms_norm_fwd_fake(x, normalized_shape, weight=None, eps=None):
-    return _fake_forward("rms", x, normalized_shape, weight, None)
-
-
-def _rms_norm_bwd_fake(grad_out, x, normalized_shape, rstd, weight=None, output_mask=(True, True)):
-    mask = (*output_mask, False)
-    return _fake_backward("rms", grad_out, x, normalized_shape, None, rstd, weight, None, mask)[:2]
-
-
-def _rms_norm_bwd_residual_fake(
-    grad_out, x, normalized_shape, rstd, weight=None, residual_grad=None, output_mask=(True, True), *, dx_dtype=None
-):
-    operands, mask = (grad_out, x, normalized_shape, None, rstd, weight, None), (*output_mask, False)
-    return _fake_backward("rms", *operands, mask, residual_grad, dx_dtype, op="rms_norm_bwd_residual")[:2]
-
-
-def _fake_forward(norm, x, normalized_shape, weight, bias):
-    batch_shape = validate_forward(norm, x, normalized_shape, weight, bias)
-    statistic = x.new_empty(stats_shape(batch_shape, normalized_shape), dtype=accumulation_dtype(x.dtype))
-    return x.new_empty(x.shape), statistic
-
-
-def _fake_backward(
-    norm, grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask, residual_grad=None, dx_dtype=None, *,
-    op=None,
-):  # fmt: skip
-    operands = (grad_out, x, normalized_shape, mean, rstd, weight, bias)
-    validate_backward(norm, *operands, output_mask, residual_grad, dx_dtype, op=op)
-    outputs = zip((x, weight, bias), output_mask, (dx_dtype, None, None), strict=True)
-    return tuple(
+def _fake(operands: Operands) -> Outputs:
+    """Outputs without values. Those that share a shape are tensors of their own."""
+    batch_shape, x = validate(operands), operands.x
+    if isinstance(operands, ForwardOperands):
+        shape, dtype = stats_shape(batch_shape, operands.normalized_shape), accumulation_dtype(x.dtype)
+        mean = x.new_empty(shape, dtype=dtype) if operands.norm == "layer" else None
+        return x.new_empty(x.shape), mean, x.new_empty(shape, dtype=dtype)
+    likes, dtypes = (x, operands.weight, operands.bias), (operands.dx_dtype, None, None)
+    dx, dw, db = (
         like.new_empty(like.shape, dtype=dtype or like.dtype) if wanted and like is not None else None
-        for like, wanted, dtype in outputs
+        for like, wanted, dtype in zip(likes, operands.output_mask, dtypes, strict=True)
     )
+    return dx, dw, db
 
 
-def _refuse(name: str, validate: Callable) -> Callable:
-    """The op for calls that no kernel takes: nested or sparse tensors, other devices, no tensor at all. It raises."""
-
-    def refuse(*args, **kwargs):
-        validate(*args, **kwargs)  # raises first if an operand itself is wrong
-        device = next(each.device for each in args if isinstance(each, Tensor))
-        raise RuntimeError(f"{name}: x must be on a CPU or a CUDA GPU, got {device}")
-
-    return refuse
+def _refuse(operands: Operands) -> Outputs:
+    """For calls that no kernel takes: nested or sparse tensors, other devices, no tensor at all. It raises."""
+    validate(operands)  # raises first if an operand itself is wrong
+    device = next(each.device for each in operands.tensors if isinstance(each, Tensor))
+    raise RuntimeError(f"{operands.op}: x must be on a CPU or a CUDA GPU, got {device}")
 
 
 ELSEWHERE = ("CompositeExplicitAutograd", "NestedTensorCPU", "NestedTensorCUDA")
-FAKES = {
-    layer_norm_fwd: _layer_norm_fwd_fake,
-    layer_norm_bwd: _layer_norm_bwd_fake,
-    rms_norm_fwd: _rms_norm_fwd_fake,
-    rms_norm_bwd: _rms_norm_bwd_fake,
-    layer_norm_bwd_residual: _layer_norm_bwd_residual_fake,
-    rms_norm_bwd_residual: _rms_norm_bwd_residual_fake,
-}
-OPS = tuple(kernel.__name__ for kernel in FAKES)
+OPS = tuple(OF_OP)
+KERNELS = {name: as_op(name, run) for name in OPS}
 
 for schema in SCHEMAS:
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-for kernel, fake in FAKES.items():
-    LIBRARY.impl(kernel.__name__, kernel, "CPU")
-    if not (native.extension and kernel.__name__ in native.OPS):
-        LIBRARY.impl(kernel.__name__, kernel, "CUDA")
+for name, kernel in KERNELS.items():
+    LIBRARY.impl(name, kernel, "CPU")
+    if not (native.extension and name in native.OPS):
+        LIBRARY.impl(name, kernel, "CUDA")
     for key in ELSEWHERE:
-        LIBRARY.impl(kernel.__name__, _refuse(kernel.__name__, fake), key)
-    torch.library.register_fake(f"{NAMESPACE}::{kernel.__name__}", fake, lib=LIBRARY)
+        LIBRARY.impl(name, as_op(name, _refuse), key)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", as_op(name, _fake), lib=LIBRARY)
 
 # AOTInductor accepts None only for outputs declared `Tensor?`, but the schemas above declare `Tensor` as ATen's do.
 # These copies of the backward ops declare `Tensor?` and have no derivatives. Only AOTInductor's graphs use them
 # (integrations/routing.py).
-for name, kernel, fake in (
-    ("layer_norm_bwd_optional", layer_norm_bwd, _layer_norm_bwd_fake),
-    ("rms_norm_bwd_optional", rms_norm_bwd, _rms_norm_bwd_fake),
-):
-    arguments, outputs = next(s for s in SCHEMAS if s.startswith(f"{kernel.__name__}(")).split(" -> ")
-    schema = f"{name}{arguments.removeprefix(kernel.__name__)} -> {outputs.replace('Tensor', 'Tensor?')}"
+for name in ("layer_norm_bwd", "rms_norm_bwd"):
+    arguments, outputs = next(s for s in SCHEMAS if s.startswith(f"{name}(")).split(" -> ")
+    copy = f"{name}_optional"
+    schema = f"{copy}{arguments.removeprefix(name)} -> {outputs.replace('Tensor', 'Tensor?')}"
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     for key in ("CPU", "CUDA"):
-        LIBRARY.impl(name, kernel, key)
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
+        LIBRARY.impl(copy, KERNELS[name], key)
+    torch.library.register_fake(f"{NAMESPACE}::{copy}", as_op(name, _fake), lib=LIBRARY)

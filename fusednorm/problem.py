@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .operands import BackwardOperands, ForwardOperands, Operands
 from .planner.norm_problem import ALIGNMENT, FLOAT_DTYPES, NormProblem, accumulation_dtype
 
 
@@ -101,21 +102,14 @@ def resolve_eps(eps: float | None, x_dtype: torch.dtype) -> float:
     return torch.finfo(accumulation_dtype(x_dtype)).eps if eps is None else eps
 
 
-def check_forward(
-    norm: str,
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float | None,
-    wants_statistics: bool = True,
-) -> ForwardCall:
-    """Check the arguments of layer_norm_fwd (norm "layer") or rms_norm_fwd ("rms") and flatten them to rows x cols.
+def check_forward(operands: ForwardOperands) -> ForwardCall:
+    """Check the operands of a forward and flatten them to rows x cols.
 
-    Raises as `validate_forward` does; RuntimeError if a LayerNorm's eps is None, TypeError if eps is no number. Copies
-    x only if two strides do not describe its rows.
+    Raises as `validate` does; RuntimeError if a LayerNorm's eps is None, TypeError if eps is no number. Copies x only
+    if two strides do not describe its rows.
     """
-    batch_shape = validate_forward(norm, x, normalized_shape, weight, bias)
+    batch_shape = validate(operands)
+    norm, x, _, weight, bias, eps, wants_statistics = operands
     if norm == "layer" and eps is None:
         raise RuntimeError("layer_norm_fwd: eps must be a number, got None")
     if eps is not None and not isinstance(eps, (Real, Tensor)):
@@ -147,30 +141,15 @@ def check_forward(
     )
 
 
-def check_backward(
-    norm: str,
-    grad_out: Tensor,
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    mean: Tensor | None,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    output_mask: Sequence[bool],
-    residual_grad: Tensor | None = None,
-    dx_dtype: torch.dtype | None = None,
-    *,
-    op: str | None = None,
-) -> BackwardCall:
-    """Check the arguments of layer_norm_bwd or rms_norm_bwd and flatten them to rows x cols.
+def check_backward(operands: BackwardOperands) -> BackwardCall:
+    """Check the operands of a backward and flatten them to rows x cols.
 
-    mean and bias are None for RMSNorm. output_mask is (dx, dweight, dbias) for both norms. The gradient of a parameter
-    that is None is not wanted, whatever the mask says. Raises RuntimeError as `validate_backward` does. Copies grad_out
-    and x only if two strides do not describe their rows, residual_grad only if it is not contiguous.
+    The gradient of a parameter that is None is not wanted, whatever the mask says. Raises RuntimeError as `validate`
+    does. Copies grad_out and x only if two strides do not describe their rows, residual_grad only if it is not
+    contiguous.
     """
-    batch_shape = validate_backward(
-        norm, grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask, residual_grad, dx_dtype, op=op
-    )
+    batch_shape = validate(operands)
+    norm, grad_out, x, _, mean, rstd, weight, bias, output_mask, residual_grad, dx_dtype, _ = operands
     normalized_shape = x.shape[len(batch_shape) :]  # the same sizes as torch's own integers
     batch_ndim, cols = len(batch_shape), math.prod(normalized_shape)
     grad_view, view = _row_view_or_copy(grad_out, batch_ndim, cols), _row_view_or_copy(x, batch_ndim, cols)
@@ -206,59 +185,37 @@ def check_backward(
     )
 
 
-def validate_forward(
-    norm: str,
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    *,
-    op: str | None = None,
-) -> torch.Size:
-    """Check the operands of a forward and return x's shape without the normalized dims.
+def validate(operands: Operands, op: str | None = None) -> torch.Size:
+    """Check operands and return x's shape without the normalized dims.
 
     Raises RuntimeError unless x's shape ends in normalized_shape, weight and bias have that shape, and all tensors are
-    strided, float and on one device. Raises TypeError if an operand is no tensor or normalized_shape no tuple of
-    integers. Messages name `op`, by default the norm's forward. Only shapes, dtypes, layouts and devices are read, so
+    strided, float and on one device. In a backward, grad_out and residual_grad must have x's shape, and each statistic
+    one element per row, in any shape. Raises TypeError if an operand is no tensor or normalized_shape no tuple of
+    integers. Messages name `op`, by default that of the operands. Only shapes, dtypes, layouts and devices are read, so
     meta and traced tensors are accepted.
     """
-    return _validate_operands(op or f"{norm}_norm_fwd", x, normalized_shape, weight, bias)
-
-
-def validate_backward(
-    norm: str,
-    grad_out: Tensor,
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    mean: Tensor | None,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    output_mask: Sequence[bool],
-    residual_grad: Tensor | None = None,
-    dx_dtype: torch.dtype | None = None,
-    *,
-    op: str | None = None,
-) -> torch.Size:
-    """Check the operands of a backward as `validate_forward` does, and in addition: grad_out and residual_grad have x's
-    shape, and each statistic has one element per row, in any shape."""
-    op = op or f"{norm}_norm_bwd"
-    batch_shape = _validate_operands(op, x, normalized_shape, weight, bias)
-    shape, device = x.shape, x.device
-    if not _is_as_wanted(grad_out, shape, device):
-        _require(op, "grad_out", grad_out, shape, device)
-    rows = math.prod(batch_shape)
-    if mean is not None:
-        _require_statistic(op, "mean", mean, rows, device)
-    _require_statistic(op, "rstd", rstd, rows, device)
-    if residual_grad is not None:
-        _require(op, "residual_grad", residual_grad, x.shape, x.device)
-    if dx_dtype not in (None, *FLOAT_DTYPES):
-        raise RuntimeError(f"{op}: dx_dtype must be float16, bfloat16, float32 or float64, got {dx_dtype}")
-    if len(output_mask) != 3:
-        flags = list(output_mask) if norm == "layer" else list(output_mask[:-1])  # without the flag that ops.py adds
-        raise RuntimeError(f"{op}: output_mask must have one flag per output, got {flags}")
+    op = op or operands.op
+    batch_shape = _validate_operands(op, operands.x, operands.normalized_shape, operands.weight, operands.bias)
+    if isinstance(operands, BackwardOperands):
+        _validate_gradients(op, operands, math.prod(batch_shape))
     return batch_shape
+
+
+def _validate_gradients(op: str, operands: BackwardOperands, rows: int) -> None:
+    shape, device = operands.x.shape, operands.x.device
+    if not _is_as_wanted(operands.grad_out, shape, device):
+        _require(op, "grad_out", operands.grad_out, shape, device)
+    if operands.mean is not None:
+        _require_statistic(op, "mean", operands.mean, rows, device)
+    _require_statistic(op, "rstd", operands.rstd, rows, device)
+    if operands.residual_grad is not None:
+        _require(op, "residual_grad", operands.residual_grad, shape, device)
+    if operands.dx_dtype not in (None, *FLOAT_DTYPES):
+        raise RuntimeError(f"{op}: dx_dtype must be float16, bfloat16, float32 or float64, got {operands.dx_dtype}")
+    mask = operands.output_mask
+    if len(mask) != 3:
+        flags = list(mask) if operands.norm == "layer" else list(mask[:-1])  # without that of dbias
+        raise RuntimeError(f"{op}: output_mask must have one flag per output, got {flags}")
 
 
 def stats_shape(batch_shape: Sequence[int], normalized_shape: Sequence[int]) -> tuple[int, ...]:

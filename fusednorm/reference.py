@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .operands import BackwardOperands, Operands, Outputs
 from .planner.norm_problem import accumulation_dtype
-from .problem import BackwardCall, ForwardCall, resolve_eps, stats_shape
+from .problem import BackwardCall, ForwardCall, resolve_eps, stats_shape, validate
 
 
 @torch.no_grad()
@@ -45,6 +46,18 @@ def backward(call: BackwardCall) -> tuple[Tensor | None, Tensor | None, Tensor |
     if call.residual_grad is not None:
         dx = dx + _cast(call.residual_grad, problem.acc_dtype)
     return _cast(dx, call.dx_dtype), _cast(dw, problem.weight_dtype), _cast(db, problem.bias_dtype)
+
+
+def formula(operands: Operands) -> Outputs:
+    """The outputs of operands that are checked here, as plain tensor code."""
+    validate(operands)
+    if isinstance(operands, BackwardOperands):
+        return backward_formula(*operands[1:11])
+    _, x, shape, weight, bias, eps, _ = operands
+    if operands.norm == "layer":
+        return layer_norm_formula(x, shape, weight, bias, eps)
+    y, rstd = rms_norm_formula(x, shape, weight, eps)
+    return y, None, rstd
 
 
 def layer_norm_formula(

@@ -19,6 +19,7 @@ from cases import MIXED_DTYPES, NORMS, SAME_DTYPES, TROUBLED_WIDTHS, lay_out, ma
 from devices import planned_for
 from planning import ARCHITECTURES
 
+from fusednorm.operands import BackwardOperands, ForwardOperands
 from fusednorm.planner import budget, heuristics
 from fusednorm.planner.device import DeviceSpec
 from fusednorm.planner.plan import Plan, WarpSpecializedPlan
@@ -57,8 +58,10 @@ def launches_of(
         inputs = lay_out(inputs, layout)
     x, weight, bias, rstd = inputs.x, inputs.weight, inputs.bias, meta(case.rows, case.acc_dtype)
     mean = rstd if case.norm == "layer" else None
-    forward = check_forward(case.norm, x, shape, weight, bias, case.eps)
-    backward = check_backward(case.norm, inputs.grad_out, x, shape, mean, rstd, weight, bias, output_mask)
+    forward = check_forward(ForwardOperands(case.norm, x, shape, weight, bias, case.eps))
+    backward = check_backward(
+        BackwardOperands(case.norm, inputs.grad_out, x, shape, mean, rstd, weight, bias, output_mask)
+    )
     launches = []
     with planned_for(device):
         for call, prepare in ((forward, launch.prepare_forward), (backward, launch.prepare_backward)):

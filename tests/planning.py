@@ -43,6 +43,7 @@ def make_problem(
 
 def meta_call(problem: NormProblem, rows: int = 4096):
     """A call, on meta tensors, whose problem is `problem` (contiguous rows)."""
+    from fusednorm.operands import BackwardOperands, ForwardOperands
     from fusednorm.problem import check_backward, check_forward
 
     def meta(shape, dtype):
@@ -55,13 +56,13 @@ def meta_call(problem: NormProblem, rows: int = 4096):
         meta(shape, problem.bias_dtype),
     )
     if problem.direction == "forward":
-        call = check_forward(problem.norm, x, shape, weight, bias, 1e-5)
+        call = check_forward(ForwardOperands(problem.norm, x, shape, weight, bias, 1e-5))
     else:
         grad, rstd = meta((rows, *shape), problem.grad_dtype), meta((rows,), problem.acc_dtype)
         mean = rstd if problem.norm == "layer" else None
         mask = (problem.wants_dx, problem.wants_dw, problem.wants_db)
         residual = meta((rows, *shape), problem.residual_dtype)
-        call = check_backward(problem.norm, grad, x, shape, mean, rstd, weight, bias, mask, residual)
+        call = check_backward(BackwardOperands(problem.norm, grad, x, shape, mean, rstd, weight, bias, mask, residual))
     assert call.problem == problem
     return call
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fusednorm
+from fusednorm.operands import ForwardOperands
 from fusednorm.problem import check_forward
 
 X = torch.ones(2, 3, 8)
@@ -117,7 +118,7 @@ def test_layer_norm_refuses_eps_none_as_aten_does():
         with pytest.raises(RuntimeError, match="eps"):
             op(X, [8], None, None, None)
     with raises("layer_norm_fwd", "eps must be a number, got None"):
-        check_forward("layer", X, (8,), None, None, None)
+        check_forward(ForwardOperands("layer", X, (8,), None, None, None))
 
 
 @pytest.mark.parametrize("function", [fusednorm.LayerNormFunction, fusednorm.RMSNormFunction])

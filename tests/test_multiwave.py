@@ -27,6 +27,7 @@ from cases import (
 )
 
 from fusednorm.host import gpus
+from fusednorm.operands import BackwardOperands, ForwardOperands
 from fusednorm.planner import heuristics
 from fusednorm.planner.device import A100
 from fusednorm.planner.plan import ColumnTilePlan, MultiWavePlan, num_ctas
@@ -47,7 +48,9 @@ def plans_for_a_small_gpu(monkeypatch):
 def run_forward(case: Case, inputs: Inputs, plan=None):
     from fusednorm.host import launch
 
-    call = check_forward(case.norm, inputs.x, case.normalized_shape, inputs.weight, inputs.bias, case.eps)
+    call = check_forward(
+        ForwardOperands(case.norm, inputs.x, case.normalized_shape, inputs.weight, inputs.bias, case.eps)
+    )
     with guarded_buffers() as buffers:
         launches, outputs = launch.prepare_forward(call, plan)[:2]
         assert len(buffers) >= len([output for output in outputs if output is not None])
@@ -60,7 +63,9 @@ def run_backward(case: Case, inputs: Inputs, mean, rstd, plan=None, mask=ALL_OUT
     from fusednorm.host import launch
 
     call = check_backward(
-        case.norm, inputs.grad_out, inputs.x, case.normalized_shape, mean, rstd, inputs.weight, inputs.bias, mask
+        BackwardOperands(
+            case.norm, inputs.grad_out, inputs.x, case.normalized_shape, mean, rstd, inputs.weight, inputs.bias, mask
+        )
     )
     with guarded_buffers() as buffers:
         launches, outputs = launch.prepare_backward(call, plan)[:2]
@@ -76,11 +81,23 @@ def run(case: Case, inputs: Inputs, forward_plan=None, backward_plan=None) -> Ou
 
 
 def planned(case: Case, inputs: Inputs) -> list:
-    forward = check_forward(case.norm, inputs.x, case.normalized_shape, inputs.weight, inputs.bias, case.eps)
+    forward = check_forward(
+        ForwardOperands(case.norm, inputs.x, case.normalized_shape, inputs.weight, inputs.bias, case.eps)
+    )
     rstd = torch.ones(case.rows)
     mean = rstd if case.norm == "layer" else None
     backward = check_backward(
-        case.norm, inputs.grad_out, inputs.x, case.normalized_shape, mean, rstd, inputs.weight, inputs.bias, ALL_OUTPUTS
+        BackwardOperands(
+            case.norm,
+            inputs.grad_out,
+            inputs.x,
+            case.normalized_shape,
+            mean,
+            rstd,
+            inputs.weight,
+            inputs.bias,
+            ALL_OUTPUTS,
+        )
     )
     return [heuristics.choose(call.problem, call.rows, SMALL_GPU) for call in (forward, backward)]
 
@@ -195,7 +212,9 @@ def test_a_forward_without_statistics_has_the_same_y_and_writes_nothing_else(nor
 
     case = make_case(norm, (9, 48))
     inputs = make_inputs(case)
-    call = check_forward(norm, inputs.x, (48,), inputs.weight, inputs.bias, case.eps, wants_statistics=False)
+    call = check_forward(
+        ForwardOperands(norm, inputs.x, (48,), inputs.weight, inputs.bias, case.eps, wants_statistics=False)
+    )
     with guarded_buffers() as buffers:
         prepared = launch.prepare_forward(call, plan)
         for each in prepared.launches:
@@ -265,7 +284,9 @@ def test_a_backward_without_dx_is_planned_as_one_that_needs_no_row_sums(norm):
     outputs = run_backward(case, inputs, mean, rstd, mask=(False, True, True))
     assert_outputs_close(Outputs(None, None, None, *outputs), case, inputs)
     call = check_backward(
-        norm, inputs.grad_out, inputs.x, (96,), mean, rstd, inputs.weight, inputs.bias, (False, True, True)
+        BackwardOperands(
+            norm, inputs.grad_out, inputs.x, (96,), mean, rstd, inputs.weight, inputs.bias, (False, True, True)
+        )
     )
     assert len(launch.prepare_backward(call)[0]) == 2
 
@@ -280,7 +301,7 @@ def test_a_backward_of_rows_too_wide_for_registers_is_two_launches(dtype, mask):
     _, mean, rstd = run_forward(case, inputs)
     plan = ColumnTilePlan(4, 16, 4, 2, 64, 8)
     operands = "layer", inputs.grad_out, inputs.x, (200,), mean, rstd, inputs.weight, inputs.bias, mask
-    assert len(launch.prepare_backward(check_backward(*operands), plan).launches) == 2
+    assert len(launch.prepare_backward(check_backward(BackwardOperands(*operands)), plan).launches) == 2
     assert_outputs_close(Outputs(None, None, None, *run_backward(case, inputs, mean, rstd, plan, mask)), case, inputs)
 
 
@@ -349,7 +370,9 @@ def test_ctas_without_rows_leave_no_partials(norm, rows):
     inputs = make_inputs(case)
     want = run(case, inputs)
     call = check_backward(
-        norm, inputs.grad_out, inputs.x, (96,), want.mean, want.rstd, inputs.weight, inputs.bias, ALL_OUTPUTS
+        BackwardOperands(
+            norm, inputs.grad_out, inputs.x, (96,), want.mean, want.rstd, inputs.weight, inputs.bias, ALL_OUTPUTS
+        )
     )
     with guarded_buffers():  # of which no row is for them
         launches, (_, *got) = launch.prepare_backward(call, MultiWavePlan(2, 128, 1, 4, 1, 255))[:2]
@@ -366,7 +389,9 @@ def test_finalizer_sums_any_number_of_partials(num_partials):
     inputs = make_inputs(case)
     statistic = torch.ones(case.rows)
     call = check_backward(
-        "layer", inputs.grad_out, inputs.x, (33,), statistic, statistic, inputs.weight, inputs.bias, ALL_OUTPUTS
+        BackwardOperands(
+            "layer", inputs.grad_out, inputs.x, (33,), statistic, statistic, inputs.weight, inputs.bias, ALL_OUTPUTS
+        )
     )
     *_, finalize = launch.prepare_backward(call)[0]
     partial, out = inputs.grad_out.view(num_partials, 8, 33).sum(1), torch.full((2, 33), float("nan"))

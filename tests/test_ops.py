@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 import fusednorm
 from fusednorm import reference
+from fusednorm.operands import BackwardOperands, ForwardOperands
 from fusednorm.problem import check_backward, check_forward
 from fusednorm.testing import Case, assert_outputs_close, fused, make_inputs
 
@@ -234,12 +235,14 @@ def test_outputs_carry_no_graph_where_autograd_does_not_record(norm):
         outputs = forward(norm, x, inputs.weight, inputs.bias)
     with torch.inference_mode():
         outputs += forward(norm, x, inputs.weight, inputs.bias)
-    call = check_forward(norm, x, (8,), inputs.weight, inputs.bias, 1e-5)
+    call = check_forward(ForwardOperands(norm, x, (8,), inputs.weight, inputs.bias, 1e-5))
     outputs += reference.forward(call)
     _, mean, rstd = reference.forward(call)
     outputs += reference.backward(
         check_backward(
-            norm, inputs.grad_out, x, (8,), mean, rstd, inputs.weight, inputs.bias, (True, True, norm == "layer")
+            BackwardOperands(
+                norm, inputs.grad_out, x, (8,), mean, rstd, inputs.weight, inputs.bias, (True, True, norm == "layer")
+            )
         )
     )
     assert not any(t.requires_grad for t in outputs if t is not None)

@@ -54,6 +54,7 @@ def test_it_is_told_how_many_partials_there_are(rows, left):
 @pytest.mark.parametrize("rows, cols", [(16, 200), (200, 40)])
 def test_a_margin_that_leaves_the_partials_their_number_leaves_the_bits_alone(rows, cols):
     from fusednorm.host import launch
+    from fusednorm.operands import BackwardOperands
     from fusednorm.problem import check_backward
 
     case = make_case("layer", (rows, cols), (FP32, FP32, FP32))
@@ -63,7 +64,7 @@ def test_a_margin_that_leaves_the_partials_their_number_leaves_the_bits_alone(ro
     found = []
     for left in (0, 8, 50):
         with sm_margin(left):
-            prepared = launch.prepare_backward(check_backward(*arguments))
+            prepared = launch.prepare_backward(check_backward(BackwardOperands(*arguments)))
             assert [each.kernel.__name__ for each in prepared.launches] == ["backward", "finalize"]
             for each in prepared.launches:
                 each.run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fusednorm.operands import BackwardOperands, ForwardOperands
 from fusednorm.problem import check_backward, check_forward, is_tma_aligned, row_view
 
 
@@ -22,7 +23,7 @@ def backward_call(x, grad_out=None, normalized_ndim=1, mean=None, rstd=None, **o
     mean = rstd if mean is None else mean
     grad_out = torch.ones(x.shape, dtype=x.dtype) if grad_out is None else grad_out
     arguments = {"weight": torch.ones(shape), "bias": torch.ones(shape), "output_mask": (True, True, True)} | overrides
-    return check_backward("layer", grad_out, x, shape, mean, rstd, **arguments)
+    return check_backward(BackwardOperands("layer", grad_out, x, shape, mean, rstd, **arguments))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_tma_alignment_needs_base_row_and_strides_at_sixteen_bytes(tensor, align
 def test_forward_call_reads_a_packed_slice_in_place():
     qkv = torch.randn(4, 6, 3 * 16)
     query = qkv[..., :16].unflatten(-1, (2, 8))
-    call = check_forward("rms", query, (8,), torch.ones(8), None, None)
+    call = check_forward(ForwardOperands("rms", query, (8,), torch.ones(8), None, None))
     assert call.x.tensor is query
     assert (call.rows, call.problem.cols, call.problem.nested_rows) == (48, 8, True)
     assert torch.equal(gather_rows(call.x, 48, 8), query.reshape(48, 8))
@@ -93,14 +94,14 @@ def test_forward_call_reads_a_packed_slice_in_place():
 
 def test_forward_call_copies_once_what_strides_cannot_describe():
     x = torch.randn(5, 14)[:, ::2]
-    call = check_forward("layer", x, (7,), None, None, 1e-5)
+    call = check_forward(ForwardOperands("layer", x, (7,), None, None, 1e-5))
     assert call.x.tensor.is_contiguous() and torch.equal(call.x.tensor, x)
     assert not call.problem.nested_rows
 
 
 def test_parameters_arrive_contiguous():
     weight, bias = torch.randn(2, 7).t()[:, 0], torch.randn(14)[::2]
-    call = check_forward("layer", torch.randn(5, 7), (7,), weight, bias, 1e-5)
+    call = check_forward(ForwardOperands("layer", torch.randn(5, 7), (7,), weight, bias, 1e-5))
     assert call.weight.is_contiguous() and call.bias.is_contiguous()
     assert torch.equal(call.weight, weight) and torch.equal(call.bias, bias)
     assert backward_call(torch.randn(5, 7), weight=bias).weight.is_contiguous()
@@ -116,7 +117,7 @@ def test_parameters_arrive_contiguous():
     ],
 )
 def test_eps_none_is_the_epsilon_of_the_accumulation_dtype(x_dtype, eps, resolved):
-    assert check_forward("rms", torch.ones(5, 7, dtype=x_dtype), (7,), None, None, eps).eps == resolved
+    assert check_forward(ForwardOperands("rms", torch.ones(5, 7, dtype=x_dtype), (7,), None, None, eps)).eps == resolved
 
 
 @pytest.mark.parametrize("shape", [(6,), (6, 1), (2, 3, 1), (1, 6)])
@@ -154,7 +155,9 @@ def test_backward_problem_depends_on_every_tensor_that_is_read():
 
 
 def test_equal_calls_have_equal_problems_whatever_their_row_count():
-    first, second = (check_forward("rms", torch.randn(rows, 8), (8,), None, None, 1e-6) for rows in (3, 500))
+    first, second = (
+        check_forward(ForwardOperands("rms", torch.randn(rows, 8), (8,), None, None, 1e-6)) for rows in (3, 500)
+    )
     assert first.problem == second.problem and hash(first.problem) == hash(second.problem)
-    other = check_forward("rms", torch.randn(3, 16), (16,), None, None, 1e-6)
+    other = check_forward(ForwardOperands("rms", torch.randn(3, 16), (16,), None, None, 1e-6))
     assert other.problem != first.problem

@@ -8,6 +8,7 @@ from cases import BF16, FP32, make_case
 
 from fusednorm import sm_margin
 from fusednorm.host import gpus, recipe, straight_line, torch_compat
+from fusednorm.operands import BackwardOperands, ForwardOperands
 from fusednorm.planner import heuristics
 from fusednorm.planner.device import H200
 from fusednorm.problem import check_backward, check_forward
@@ -45,22 +46,21 @@ def cpu_tensors_stand_in_for_those_of_an_h200(monkeypatch):
     recipe.forget()
 
 
-def backward_arguments(rows=64, cols=4096, norm="layer", residual=False, mask=(True, True, True)) -> tuple:
-    """Of recipe.backward and check_backward."""
+def backward_arguments(rows=64, cols=4096, norm="layer", residual=False, mask=(True, True, True)) -> BackwardOperands:
     inputs = make_inputs(make_case(norm, (rows, cols), (BF16, FP32, BF16)))
     layer = norm == "layer"
     mean, rstd = (torch.randn(rows, 1) for _ in range(2))
     mask = mask if layer else (*mask[:2], False)
     extra = torch.randn(rows, cols, dtype=BF16) if residual else None
     operands = inputs.grad_out, inputs.x, (cols,), mean if layer else None, rstd, inputs.weight
-    return norm, *operands, inputs.bias if layer else None, mask, extra, None
+    return BackwardOperands(norm, *operands, inputs.bias if layer else None, mask, extra)
 
 
 def run_the_long_way(arguments, monkeypatch, variant=None, remember=True):
     """Prepared as the first call prepares it, and remembered."""
     from fusednorm.host import launch
 
-    seen, call = recipe.backward(*arguments), check_backward(*arguments)
+    seen, call = recipe.look(arguments), check_backward(arguments)
     outcome = heuristics.decide(call.problem, call.rows, H200, variant)
     assert variant in (None, outcome.plan.variant)
     prepared = launch.prepare_backward(call, outcome.plan)
@@ -94,8 +94,7 @@ NAMES = "grad_out", "x", "mean", "rstd", "weight", "bias", "residual"
 
 
 def tensors_of(arguments, outputs, workspace) -> dict:
-    _, grad_out, x, _, mean, rstd, weight, bias, _, residual, _ = arguments
-    inputs = dict(zip(NAMES, (grad_out, x, mean, rstd, weight, bias, residual), strict=True))
+    inputs = dict(zip(NAMES, arguments.tensors, strict=True))
     return inputs | dict(zip(("dx", "dw", "db"), outputs, strict=True)) | {"workspace": workspace}
 
 
@@ -126,7 +125,7 @@ def test_a_second_call_is_launched_as_the_first_but_for_its_addresses(
     ]
     allocate = straight_line.allocate
     monkeypatch.setattr(straight_line, "allocate", lambda *each: workspaces.append(allocate(*each)) or workspaces[-1])
-    outputs = recipe.repeat(recipe.backward(*second))
+    outputs = recipe.repeat(recipe.look(second))
     tensors = tensors_of(second, outputs, workspaces[-1] if prepared.workspace is not None else None)
     assert [named(arguments, tensors) for arguments in launched] == expected
     for got, want in zip(outputs, prepared.outputs, strict=True):
@@ -139,44 +138,39 @@ def test_a_forward_is_repeated_too(cpu_tensors_stand_in_for_those_of_an_h200):
 
     launched = cpu_tensors_stand_in_for_those_of_an_h200
     inputs = make_inputs(make_case("layer", (6, 5, 4096)))
-    arguments = "layer", inputs.x, (4096,), inputs.weight, inputs.bias, 1e-5
-    assert recipe.repeat(recipe.forward(*arguments)) is None
-    recipe.remember(recipe.forward(*arguments), launch.prepare_forward(check_forward(*arguments)))
-    y, mean, rstd = recipe.repeat(recipe.forward(*arguments))
+    arguments = ForwardOperands("layer", inputs.x, (4096,), inputs.weight, inputs.bias, 1e-5)
+    assert recipe.repeat(recipe.look(arguments)) is None
+    recipe.remember(recipe.look(arguments), launch.prepare_forward(check_forward(arguments)))
+    y, mean, rstd = recipe.repeat(recipe.look(arguments))
     assert y.shape == inputs.x.shape and mean.shape == rstd.shape == (6, 5, 1)
     expected = {each.data_ptr() for each in (y, mean, rstd, inputs.weight, inputs.bias)} | {1e-5, STREAM}
     assert expected <= set(launched[0][:40])
-
-
-def changed(arguments: tuple, **changes) -> tuple:
-    names = "norm", "grad_out", "x", "shape", "mean", "rstd", "weight", "bias", "mask", "residual", "dx_dtype"
-    return tuple((dict(zip(names, arguments, strict=True)) | changes).values())
 
 
 def other_calls(arguments):
     _, grad_out, x, shape, mean, rstd, weight, bias, mask, *_ = arguments
     rows, cols = x.shape
     wide = torch.randn(rows, cols + 8, dtype=x.dtype)[:, :cols]
-    yield "rows", changed(arguments, grad_out=grad_out[1:], x=x[1:], mean=mean[1:], rstd=rstd[1:])
-    yield "strides of x", changed(arguments, x=wide)
-    yield "strides of grad_out", changed(arguments, grad_out=wide)
-    yield "dtype of grad_out", changed(arguments, grad_out=grad_out.float())
-    yield "dtype of weight", changed(arguments, weight=weight.double())
-    yield "no bias", changed(arguments, bias=None)
-    yield "mask", changed(arguments, mask=(True, False, True))
-    yield "residual", changed(arguments, residual=torch.randn(rows, cols))
-    yield "dx_dtype", changed(arguments, dx_dtype=FP32)
-    yield "shape", changed(arguments, shape=(rows, cols))
-    yield "unaligned", changed(arguments, weight=torch.randn(cols + 1)[1:])
-    yield "norm", changed(arguments, norm="rms")
-    yield "wrong shape of rstd", changed(arguments, rstd=rstd[1:])
+    yield "rows", arguments._replace(grad_out=grad_out[1:], x=x[1:], mean=mean[1:], rstd=rstd[1:])
+    yield "strides of x", arguments._replace(x=wide)
+    yield "strides of grad_out", arguments._replace(grad_out=wide)
+    yield "dtype of grad_out", arguments._replace(grad_out=grad_out.float())
+    yield "dtype of weight", arguments._replace(weight=weight.double())
+    yield "no bias", arguments._replace(bias=None)
+    yield "mask", arguments._replace(output_mask=(True, False, True))
+    yield "residual", arguments._replace(residual_grad=torch.randn(rows, cols))
+    yield "dx_dtype", arguments._replace(dx_dtype=FP32)
+    yield "shape", arguments._replace(normalized_shape=(rows, cols))
+    yield "unaligned", arguments._replace(weight=torch.randn(cols + 1)[1:])
+    yield "norm", arguments._replace(norm="rms")
+    yield "wrong shape of rstd", arguments._replace(rstd=rstd[1:])
 
 
 def test_a_call_that_looks_different_in_anything_is_not_repeated(monkeypatch):
     arguments = backward_arguments()
     run_the_long_way(arguments, monkeypatch)
-    assert recipe.repeat(recipe.backward(*arguments)) is not None
-    tried = [name for name, other in other_calls(arguments) if recipe.repeat(recipe.backward(*other)) is None]
+    assert recipe.repeat(recipe.look(arguments)) is not None
+    tried = [name for name, other in other_calls(arguments) if recipe.repeat(recipe.look(other)) is None]
     assert tried == [name for name, _ in other_calls(arguments)]
 
 
@@ -186,15 +180,15 @@ def test_force_is_part_of_what_a_call_looks_like(monkeypatch):
     arguments = backward_arguments()
     run_the_long_way(arguments, monkeypatch)
     with force("multi_wave"):
-        assert recipe.repeat(recipe.backward(*arguments)) is None
-    assert recipe.repeat(recipe.backward(*arguments)) is not None
+        assert recipe.repeat(recipe.look(arguments)) is None
+    assert recipe.repeat(recipe.look(arguments)) is not None
 
 
 def test_two_tensors_at_one_address_are_not_remembered(monkeypatch):
     arguments = backward_arguments()
-    twice = changed(arguments, grad_out=arguments[2])
+    twice = arguments._replace(grad_out=arguments.x)
     run_the_long_way(twice, monkeypatch)
-    assert recipe.repeat(recipe.backward(*twice)) is None
+    assert recipe.repeat(recipe.look(twice)) is None
 
 
 @pytest.mark.parametrize("operand", ["x", "grad_out", "weight", "rstd"])
@@ -206,9 +200,9 @@ def test_what_had_to_be_copied_is_not_remembered(operand, monkeypatch):
         "weight": torch.randn(4096, 2)[:, 0],
         "rstd": torch.randn(8, 8).t(),
     }
-    arguments = changed(arguments, **{operand: copied[operand]})
+    arguments = arguments._replace(**{operand: copied[operand]})
     run_the_long_way(arguments, monkeypatch)
-    assert recipe.repeat(recipe.backward(*arguments)) is None
+    assert recipe.repeat(recipe.look(arguments)) is None
 
 
 def test_profilers_that_hook_tritons_launches_see_all(monkeypatch):
@@ -218,9 +212,9 @@ def test_profilers_that_hook_tritons_launches_see_all(monkeypatch):
     run_the_long_way(arguments, monkeypatch)
     for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
         hook.add(print)
-        assert recipe.repeat(recipe.backward(*arguments)) is None
+        assert recipe.repeat(recipe.look(arguments)) is None
         hook.remove(print)
-        assert recipe.repeat(recipe.backward(*arguments)) is not None
+        assert recipe.repeat(recipe.look(arguments)) is not None
 
 
 def test_errors_of_a_launch_reach_the_caller(monkeypatch):
@@ -233,20 +227,20 @@ def test_errors_of_a_launch_reach_the_caller(monkeypatch):
     ((known,),) = recipe._recipes.values()
     monkeypatch.setattr(type(known.recipe.steps[0].build), "tensor_map", refuse)
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        recipe.repeat(recipe.backward(*arguments))
+        recipe.repeat(recipe.look(arguments))
 
 
 def test_a_call_is_repeated_under_the_margin_that_it_was_planned_for(monkeypatch):
     arguments = backward_arguments()
     run_the_long_way(arguments, monkeypatch)
     with sm_margin(16):
-        assert recipe.repeat(recipe.backward(*arguments)) is None
-        assert recipe.find(recipe.backward(*arguments)) is None
+        assert recipe.repeat(recipe.look(arguments)) is None
+        assert recipe.find(recipe.look(arguments)) is None
         run_the_long_way(arguments, monkeypatch)
-        assert recipe.repeat(recipe.backward(*arguments)) is not None
-        assert recipe.find(recipe.backward(*arguments)).recipe.sm_margin == 16
-    assert recipe.repeat(recipe.backward(*arguments)) is not None
-    assert recipe.find(recipe.backward(*arguments)).recipe.sm_margin == 0
+        assert recipe.repeat(recipe.look(arguments)) is not None
+        assert recipe.find(recipe.look(arguments)).recipe.sm_margin == 16
+    assert recipe.repeat(recipe.look(arguments)) is not None
+    assert recipe.find(recipe.look(arguments)).recipe.sm_margin == 0
 
 
 def test_recipes_are_bounded(monkeypatch):
@@ -259,10 +253,10 @@ def test_recipes_are_bounded(monkeypatch):
 def test_recipes_of_one_key_are_bounded_and_the_latest_stay(monkeypatch):
     monkeypatch.setattr(recipe, "KEPT_ALIKE", 2)
     arguments = backward_arguments()
-    looks = [changed(arguments, weight=arguments[6].to(dtype)) for dtype in (FP32, BF16, torch.float16)]
+    looks = [arguments._replace(weight=arguments.weight.to(dtype)) for dtype in (FP32, BF16, torch.float16)]
     for each in looks:
         run_the_long_way(each, monkeypatch)
-    assert [recipe.repeat(recipe.backward(*each)) is not None for each in looks] == [False, True, True]
+    assert [recipe.repeat(recipe.look(each)) is not None for each in looks] == [False, True, True]
 
 
 def test_source_is_made_once_for_calls_that_differ_in_numbers_alone(monkeypatch):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .. import margin
+from ..operands import BackwardOperands, ForwardOperands
 from ..planner import forcing
 from . import recipe
 
@@ -42,20 +43,16 @@ def install(
     differentiable_backward  autograd.differentiable_backward, for norms that returned y alone
     """
 
-    def forward_of(norm: str):
-        def run(*operands):
-            return ops.forward(norm, *operands), _in_cpp(recipe.find(recipe.forward(norm, *operands)))
+    def below(run: Callable, operands_type: type, norm: str) -> Callable:
+        def outputs_and_recipe(*given):
+            operands = operands_type(norm, *given)
+            return run(operands), _in_cpp(recipe.find(recipe.look(operands)))
 
-        return run
+        return outputs_and_recipe
 
-    def backward_of(norm: str):
-        def run(*operands):
-            return ops.backward(norm, *operands), _in_cpp(recipe.find(recipe.backward(norm, *operands)))
-
-        return run
-
-    below = [forward_of("layer"), backward_of("layer"), forward_of("rms"), backward_of("rms")]
-    extension.install(key, above, below, statistics_gradient, differentiable_backward, recipe.KEPT)
+    ways = (ops.forward, ForwardOperands), (ops.backward, BackwardOperands)
+    below_autograd = [below(*way, norm) for norm in ("layer", "rms") for way in ways]
+    extension.install(key, above, below_autograd, statistics_gradient, differentiable_backward, recipe.KEPT)
     forcing.observe(extension.pause)  # under `force`, calls run in Python
     margin.observe(extension.set_sm_margin)
 

@@ -8,14 +8,14 @@ only, and only for calls whose tensors were all read in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from .. import margin
+from ..operands import Operands
 from ..planner.forcing import asked_variants
 from ..planner.norm_problem import ALIGNMENT
 from . import likeness
@@ -45,37 +45,10 @@ class Known:
 Call = tuple[tuple, tuple[Tensor | None, ...]]  # what it looks like, but for its tensors; and these
 
 
-def forward(
-    norm: str,
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float | None,
-    wants_statistics: bool = True,
-) -> Call:
-    absent = weight is None, bias is None
-    key = "forward", norm, x.shape, tuple(normalized_shape), eps, wants_statistics, asked_variants(), absent
-    return key, (x, weight, bias)
-
-
-def backward(
-    norm: str,
-    grad_out: Tensor,
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    mean: Tensor | None,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    output_mask: Sequence[bool],
-    residual_grad: Tensor | None = None,
-    dx_dtype: torch.dtype | None = None,
-) -> Call:
-    absent = mean is None, weight is None, bias is None, residual_grad is None
-    shape, mask = tuple(normalized_shape), tuple(output_mask)
-    key = "backward", norm, x.shape, shape, mask, dx_dtype, asked_variants(), absent
-    return key, (grad_out, x, mean, rstd, weight, bias, residual_grad)
+def look(operands: Operands) -> Call:
+    tensors = operands.tensors
+    absent = tuple([each is None for each in tensors])
+    return (operands.settings, operands.x.shape, asked_variants(), absent), tensors
 
 
 def repeat(call: Call) -> tuple | None:

@@ -14,16 +14,15 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from .. import ops
 from ..host import fallback, gpus, recipe
+from ..operands import BackwardOperands, ForwardOperands, Outputs, as_op
 from ..planner.forcing import forced_variant
 from ..planner.legality import OLDEST_ARCH
 from ..planner.plan import ReferencePlan
 from ..problem import BackwardCall, ForwardCall, check_backward, check_forward
 
-Outputs = tuple[Tensor | None, ...]
 _destroy, _get_kernel = torch.library.Library._destroy, torch.library.get_kernel
 
 
@@ -91,54 +90,26 @@ def _install_or_remove() -> None:
         _installed.pop().remove()
 
 
-# Each of these four takes the arguments of an op of ATen and returns its outputs, or None to leave the call to ATen's
-# kernel. While enabled, every eager norm on a CUDA tensor runs through them.
-def layer_norm_fwd(x, normalized_shape, weight, bias, eps) -> Outputs | None:
-    return _forward("layer", x, normalized_shape, weight, bias, eps)
-
-
-def layer_norm_bwd(grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask) -> Outputs | None:
-    return _backward("layer", grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask)
-
-
-def rms_norm_fwd(x, normalized_shape, weight, eps) -> Outputs | None:
-    outputs = _forward("rms", x, normalized_shape, weight, None, eps)
-    return outputs and (outputs[0], outputs[2])
-
-
-def rms_norm_bwd(grad_out, x, normalized_shape, rstd, weight, output_mask) -> Outputs | None:
-    outputs = _backward("rms", grad_out, x, normalized_shape, None, rstd, weight, None, (*output_mask, False))
-    return outputs and outputs[:2]
-
-
-KERNELS: dict[str, Callable[..., Outputs | None]] = {
-    "native_layer_norm": layer_norm_fwd,
-    "native_layer_norm_backward": layer_norm_bwd,
-    "_fused_rms_norm": rms_norm_fwd,
-    "_fused_rms_norm_backward": rms_norm_bwd,
-}
-
-
-def _forward(*args) -> Outputs | None:
+def _forward(operands: ForwardOperands) -> Outputs | None:
     """(y, mean, rstd) by our kernels; None if they do not take the call."""
-    seen = recipe.forward(*args)
+    seen = recipe.look(operands)
     outputs = recipe.repeat(seen)
     if outputs is None:
         try:
-            call = check_forward(*args)
+            call = check_forward(operands)
         except RuntimeError:  # a user's error, or a call that only ATen takes: ATen's kernel decides
             return None
         outputs = ops.launch().forward(call, partial(recipe.remember, seen)) if _takes(call) else None
     return outputs
 
 
-def _backward(*args) -> Outputs | None:
+def _backward(operands: BackwardOperands) -> Outputs | None:
     """(dx, dweight, dbias) by our kernels; None if they do not take the call."""
-    seen = recipe.backward(*args)
+    seen = recipe.look(operands)
     outputs = recipe.repeat(seen)
     if outputs is None:
         try:
-            call = check_backward(*args)
+            call = check_backward(operands)
         except RuntimeError:
             return None
         problem = call.problem
@@ -146,6 +117,16 @@ def _backward(*args) -> Outputs | None:
         if wanted and _takes(call):
             outputs = ops.launch().backward(call, partial(recipe.remember, seen))
     return outputs
+
+
+# Each takes the arguments of an op of ATen and returns its outputs, or None to leave the call to ATen's kernel. While
+# enabled, every eager norm on a CUDA tensor runs through them.
+KERNELS: dict[str, Callable[..., tuple | None]] = {
+    "native_layer_norm": as_op("layer_norm_fwd", _forward),
+    "native_layer_norm_backward": as_op("layer_norm_bwd", _backward),
+    "_fused_rms_norm": as_op("rms_norm_fwd", _forward),
+    "_fused_rms_norm_backward": as_op("rms_norm_bwd", _backward),
+}
 
 
 def _takes(call: ForwardCall | BackwardCall) -> bool:
@@ -160,21 +141,21 @@ def _has_kernels(device: torch.device) -> bool:
     return gpus.spec_of(device).arch >= OLDEST_ARCH
 
 
-def _ours_or(ours: Callable[..., Outputs | None], atens: Callable[..., Outputs]) -> Callable[..., Outputs]:
-    def kernel(keys: torch._C.DispatchKeySet, *args) -> Outputs:
+def _ours_or(ours: Callable[..., tuple | None], atens: Callable[..., tuple]) -> Callable[..., tuple]:
+    def kernel(keys: torch._C.DispatchKeySet, *args) -> tuple:
         outputs = ours(*args)
         return atens(keys, *args) if outputs is None else outputs
 
     return kernel
 
 
-def _kernel_of(name: str, key: str) -> Callable[..., Outputs]:
+def _kernel_of(name: str, key: str) -> Callable[..., tuple]:
     """The kernel now registered for aten::`name` under `key`."""
     try:
         return _get_kernel(f"aten::{name}", key).call_boxed
     except RuntimeError:  # a torch without CUDA has no such kernel and never calls one
 
-        def missing(*_) -> Outputs:
+        def missing(*_) -> tuple:
             raise NotImplementedError(f"aten::{name} has no kernel for {key}")
 
         return missing

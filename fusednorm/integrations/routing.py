@@ -22,9 +22,10 @@ from torch._inductor.virtualized import V
 
 from ..host import gpus
 from ..namespace import TORCH_OPS
+from ..operands import OF_OP
 from ..planner import legality
 from ..planner.norm_problem import NormProblem
-from ..problem import validate_backward, validate_forward
+from ..problem import validate
 
 # (norm, direction, ATen's op, our op). Both ops take the same arguments at the same positions.
 aten, ours = torch.ops.aten, TORCH_OPS
@@ -106,14 +107,8 @@ def why_inductor(norm: str, direction: str, arguments: dict[str, Any]) -> str | 
 
 def _validate(norm: str, direction: str, arguments: dict[str, Any]) -> None:
     """Raises RuntimeError as our op would."""
-    named = arguments.get
-    operands = named("x"), named("normalized_shape")
-    if direction == "forward":
-        validate_forward(norm, *operands, named("weight"), named("bias"))
-    else:
-        mask = named("output_mask") if norm == "layer" else (*named("output_mask"), False)
-        tensors = named("mean"), named("rstd"), named("weight"), named("bias")
-        validate_backward(norm, named("grad_out"), *operands, *tensors, mask)
+    way = "fwd" if direction == "forward" else "bwd"
+    validate(OF_OP[f"{norm}_norm_{way}"](**arguments))
 
 
 def _no_kernel(norm: str, direction: str, cols: int | SymInt, x: torch.Tensor) -> str | None:

@@ -15,13 +15,12 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common import nn_modules
 
 from .. import modules
-from ..autograd import LayerNormFunction, RMSNormFunction
+from ..autograd import NormFunction
 from ..namespace import TORCH_OPS
 
-# For models that call a Function themselves, where torchtitan checks sharding types. Rows are independent and no rank
-# waits for another: what the checker calls local. Modules and functionals need no entry.
-for function in (LayerNormFunction, RMSNormFunction):
-    spmd_types.register_local_autograd_function(function)
+# For models that call LayerNormFunction or RMSNormFunction themselves, where torchtitan checks sharding types. Rows are
+# independent and no rank waits for another: what the checker calls local. Modules and functionals need no entry.
+spmd_types.register_local_autograd_function(NormFunction)
 
 
 class LayerNorm(modules.LayerNorm, nn_modules.LayerNorm):

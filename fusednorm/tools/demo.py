@@ -265,14 +265,19 @@ def interpret_kernels() -> Checked:
     """SMALL_PROBLEMS by the portable kernels in Triton's interpreter."""
     enable_interpreter()
     from ..host import launch
+    from ..operands import BackwardOperands, ForwardOperands
     from ..problem import check_backward, check_forward
 
     checked = {}
     for case in SMALL_PROBLEMS:
         inputs, shape = make_inputs(case), case.normalized_shape
-        y, mean, rstd = launch.forward(check_forward(case.norm, inputs.x, shape, inputs.weight, inputs.bias, case.eps))
+        y, mean, rstd = launch.forward(
+            check_forward(ForwardOperands(case.norm, inputs.x, shape, inputs.weight, inputs.bias, case.eps))
+        )
         mask = (True, inputs.weight is not None, inputs.bias is not None)
-        call = check_backward(case.norm, inputs.grad_out, inputs.x, shape, mean, rstd, inputs.weight, inputs.bias, mask)
+        call = check_backward(
+            BackwardOperands(case.norm, inputs.grad_out, inputs.x, shape, mean, rstd, inputs.weight, inputs.bias, mask)
+        )
         checked[str(case)] = compare(Outputs(y, mean, rstd, *launch.backward(call)), case, inputs)
     return checked
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import margin
 from ..host import fallback, gpus
 from ..host.kernel_devices import runs_kernels
+from ..operands import ForwardOperands
 from ..planner import budget
 from ..planner.cost import Cost, cost
 from ..planner.device import DeviceSpec
@@ -31,7 +32,7 @@ from ..planner.plan import (
     num_launches,
     num_passes,
 )
-from ..problem import is_tma_aligned, row_view, validate_forward
+from ..problem import is_tma_aligned, row_view, validate
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -155,7 +156,7 @@ def explain(
     """
     _require("norm", norm, ("layer", "rms"))
     _require("direction", direction, ("forward", "backward"))
-    batch_shape = validate_forward(norm, x, normalized_shape, weight, bias, op="explain")
+    batch_shape = validate(ForwardOperands(norm, x, normalized_shape, weight, bias), "explain")
     rows, cols, backward = math.prod(batch_shape), math.prod(normalized_shape), direction == "backward"
     layouts = [_layout("x", x, len(batch_shape), cols)]
     if backward:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from ..host import fallback, gpus
+from ..operands import BackwardOperands, ForwardOperands
 from ..planner import heuristics
 from ..planner.device import DeviceSpec
 from ..planner.norm_problem import FLOAT_DTYPES, accumulation_dtype
@@ -64,12 +65,12 @@ class Wanted(NamedTuple):
         x, weight = zeros(FEW_ROWS, self.cols, dtype=self.dtype), zeros(self.cols, dtype=self.weight_dtype)
         bias = zeros(self.cols, dtype=self.weight_dtype if layer and self.has_bias else None)
         if self.direction == "forward":
-            return check_forward(self.norm, x, shape, weight, bias, 1e-5)
+            return check_forward(ForwardOperands(self.norm, x, shape, weight, bias, 1e-5))
         rstd = zeros(FEW_ROWS, dtype=accumulation_dtype(self.dtype))
         mean = rstd if layer else None
         residual = zeros(FEW_ROWS, self.cols, dtype=self.residual_dtype)
         grads = (mean, rstd, weight, bias, self.output_mask, residual)
-        return check_backward(self.norm, torch.zeros_like(x), x, shape, *grads)
+        return check_backward(BackwardOperands(self.norm, torch.zeros_like(x), x, shape, *grads))
 
 
 class Build(NamedTuple):

@@ -16,6 +16,7 @@ from torch import Tensor
 import fusednorm
 from bench.holder import Holder
 from fusednorm.host import launch
+from fusednorm.operands import BackwardOperands
 from fusednorm.problem import check_backward
 from fusednorm.testing import Case, Outputs, assert_outputs_close, fused, make_inputs
 
@@ -230,7 +231,7 @@ def a_second_launch_that_does_not_wait() -> None:
     ahead = fused(case, inputs)
     operands = inputs.grad_out, inputs.x, case.normalized_shape, ahead.mean, ahead.rstd, inputs.weight, inputs.bias
     with fusednorm.force("multi_wave"):
-        prepared = launch.prepare_backward(check_backward("layer", *operands, (True,) * 3))
+        prepared = launch.prepare_backward(check_backward(BackwardOperands("layer", *operands, (True,) * 3)))
     first, last = prepared.launches
     assert last.tile.dependent and last.options["launch_pdl"]
     hasty = replace(last, tile=replace(last.tile, dependent=False))

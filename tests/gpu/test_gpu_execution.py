@@ -12,6 +12,7 @@ from calls import assert_same_bits, run
 from cases import BF16, FP32, make_case
 
 from fusednorm.host import gpus, launch
+from fusednorm.operands import BackwardOperands
 from fusednorm.planner import heuristics
 from fusednorm.planner.plan import PipelinedPlan
 from fusednorm.problem import check_backward
@@ -45,10 +46,10 @@ def test_sums_are_right_where_what_follows_the_row_loop_takes_more_memory_than_t
     case = make_case("layer", (2048, 36864), (BF16, BF16, BF16))
     inputs = make_inputs(case, "cuda")
     want = run(case, inputs)
-    call = check_backward(
+    call = check_backward(BackwardOperands(
         "layer", inputs.grad_out, inputs.x, case.normalized_shape, want.mean, want.rstd, inputs.weight, inputs.bias,
         (True, True, True),
-    )  # fmt: skip
+    ))  # fmt: skip
     plan = PipelinedPlan(1, 512, 5, 3, 4, 3, 168, False, cluster=16)
     prepared = launch.prepare_backward(call, plan)
     for _ in range(50):
@@ -67,10 +68,10 @@ def test_grids_of_all_sizes_run_one_after_the_other(cols):
         case = make_case("layer", (rows, cols), (BF16, BF16, BF16))
         inputs = make_inputs(case, "cuda")
         statistics = run(case, inputs)
-        call = check_backward(
+        call = check_backward(BackwardOperands(
             "layer", inputs.grad_out, inputs.x, case.normalized_shape, statistics.mean, statistics.rstd,
             inputs.weight, inputs.bias, (True, True, True),
-        )  # fmt: skip
+        ))  # fmt: skip
         plan = heuristics.best_plan(variant, call.problem, gpus.spec_of(inputs.x.device))
         prepared = launch.prepare_backward(call, plan)
         calls.append((case, inputs, statistics, prepared))

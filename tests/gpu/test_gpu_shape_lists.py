@@ -10,6 +10,7 @@ from test_gpu_variants import planned
 
 import fusednorm
 from fusednorm.host import gpus
+from fusednorm.operands import ForwardOperands
 from fusednorm.planner import heuristics
 from fusednorm.problem import check_forward
 from fusednorm.testing import assert_outputs_close, make_inputs
@@ -62,7 +63,9 @@ def test_every_256th_width_is_right_and_reads_its_statistics_at_any_stride(case,
 def test_forwards_of_few_and_many_rows_are_right(case, variant):
     inputs = make_inputs(case, "cuda")
     with fusednorm.force(variant):
-        call = check_forward(case.norm, inputs.x, case.normalized_shape, inputs.weight, inputs.bias, case.eps)
+        call = check_forward(
+            ForwardOperands(case.norm, inputs.x, case.normalized_shape, inputs.weight, inputs.bias, case.eps)
+        )
         assert heuristics.choose(call.problem, call.rows, gpus.spec_of(inputs.x.device)).variant == variant
         outputs = run(case, inputs)
     assert_outputs_close(outputs, case, inputs)

@@ -11,6 +11,7 @@ from cases import BF16, FP16, FP32, guarded_buffers, make_case, rotate
 
 import fusednorm
 from fusednorm.host import gpus
+from fusednorm.operands import BackwardOperands
 from fusednorm.planner import heuristics
 from fusednorm.problem import check_backward
 from fusednorm.testing import assert_outputs_close, fused, make_inputs
@@ -33,7 +34,7 @@ MANY_CHUNKS += rotate([(33, 131104), (33, 163856), (40, 239136)], DTYPES[:2])  #
 def planned(case, inputs, mean, rstd):
     """The plan of the backward, as `force` has it here and now."""
     arguments = (case.norm, inputs.grad_out, inputs.x, case.normalized_shape, mean, rstd, inputs.weight, inputs.bias)
-    call = check_backward(*arguments, (True, inputs.weight is not None, inputs.bias is not None))
+    call = check_backward(BackwardOperands(*arguments, (True, inputs.weight is not None, inputs.bias is not None)))
     return heuristics.choose(call.problem, call.rows, gpus.spec_of(inputs.x.device))
 
 

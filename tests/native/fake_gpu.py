@@ -396,22 +396,22 @@ def in_tritons_form(launcher):
     return lambda *arguments: launcher(*arguments)
 
 
-def forward(norm, *operands):
+def forward(operands):
     """ops.forward, of tensors that are taken for CUDA's."""
-    GPU.python_calls.append(("forward", norm))
-    call = check_forward(norm, *operands)
+    GPU.python_calls.append(("forward", operands.norm))
+    call = check_forward(operands)
     if not (call.rows and call.problem.cols):
         return reference.forward(call)
-    return launch.forward(call, partial(recipe.remember, recipe.forward(norm, *operands)) if GPU.remembers else None)
+    return launch.forward(call, partial(recipe.remember, recipe.look(operands)) if GPU.remembers else None)
 
 
-def backward(norm, *operands):
+def backward(operands):
     """ops.backward, of tensors that are taken for CUDA's."""
-    call = check_backward(norm, *operands)
+    call = check_backward(operands)
     mask = call.problem.wants_dx, call.problem.wants_dw, call.problem.wants_db
-    GPU.python_calls.append(("backward", norm, mask))
+    GPU.python_calls.append(("backward", operands.norm, mask))
     if not any(mask):
         return None, None, None
     if not (call.rows and call.problem.cols):
         return reference.backward(call)
-    return launch.backward(call, partial(recipe.remember, recipe.backward(norm, *operands)) if GPU.remembers else None)
+    return launch.backward(call, partial(recipe.remember, recipe.look(operands)) if GPU.remembers else None)

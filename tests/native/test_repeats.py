@@ -27,6 +27,7 @@ from torch.testing import assert_close
 
 from fusednorm import reference, sm_margin
 from fusednorm.host import launch, native, recipe, straight_line
+from fusednorm.operands import BackwardOperands, ForwardOperands
 from fusednorm.planner import heuristics
 from fusednorm.planner.device import H200
 from fusednorm.planner.plan import ColumnRingPlan, ColumnTilePlan, MultiWavePlan, PipelinedPlan
@@ -91,7 +92,8 @@ def repeat_and_compare(case, plan, mask, gpu, layout=None, statistics="[M]"):
     assert_right(case, inputs, outputs, mask)
     ((known,),) = recipe._recipes.values()
     recipe_ = known.recipe
-    call = (check_forward if mask is None else check_backward)(case.norm, *pythons_arguments(case, calls[1]))
+    check, operands = (check_forward, ForwardOperands) if mask is None else (check_backward, BackwardOperands)
+    call = check(operands(case.norm, *pythons_arguments(case, calls[1])))
     assert isinstance(heuristics.choose(call.problem, call.rows, H200), plan)
     assert [launched.config for launched in gpu.launched] == [config_of(step) for step in recipe_.steps]
     sent = [values_of(launched) for launched in gpu.launched]
