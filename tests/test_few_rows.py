@@ -19,7 +19,7 @@ from fusednorm.planner.plan import (
     ColumnTilePlan,
     MultiWavePlan,
     PipelinedPlan,
-    columns_of_a_thread,
+    columns_per_thread,
     is_whole,
     num_ctas,
     num_partials,
@@ -208,11 +208,11 @@ def test_few_rows_of_a_backward_are_tiles_of_two_by_one_chunk(norm, cols, chunk,
 @pytest.mark.parametrize(
     "cols, rows_per_tile, most_rows", [(9472, 2, 660), (10240, 2, 660), (11264, 2, 1320), (12800, 1, 1188)]
 )
-def test_few_rows_of_layernorm_with_many_columns_of_a_thread_are_shared_by_four_ctas(cols, rows_per_tile, most_rows):
+def test_few_rows_of_layernorm_with_many_columns_per_thread_are_shared_by_four_ctas(cols, rows_per_tile, most_rows):
     problem = make_problem("layer", cols)
     few, many = choose(problem, most_rows, H200), choose(problem, most_rows + 1, H200)
     assert few == choose(problem, 1, H200) and (few.rows_per_tile, few.cluster, few.num_stages) == (rows_per_tile, 4, 2)
-    assert many.cluster < 4 and columns_of_a_thread(many) > 36
+    assert many.cluster < 4 and columns_per_thread(many) > 36
     alone = replace(problem, wants_dw=False, wants_db=False)  # which leaves no partials
     assert choose(alone, 1, H200) != few
 

@@ -9,7 +9,7 @@ from planning import make_problem
 
 from fusednorm.planner.device import H200
 from fusednorm.planner.heuristics import best_plan, choose
-from fusednorm.planner.plan import PipelinedPlan, columns_of_a_thread, is_whole, num_copies, num_ctas, threads_of_a_row
+from fusednorm.planner.plan import PipelinedPlan, columns_per_thread, is_whole, num_copies, num_ctas, threads_of_a_row
 from fusednorm.planner.tile_share import widens_in_pairs
 
 MANY_ROWS = 16384
@@ -36,17 +36,17 @@ def test_layernorm_forward_holds_the_parameters_of_one_row_in_registers(cols, dt
     + [("rms", 40960, 4, 8), ("rms", 45056, 4, 8), ("rms", 98304, 8, 8), ("rms", 131072, 8, 8)]
     + [("rms", 262144, 8, 16)],
 )
-def test_wide_rows_of_a_backward_have_many_columns_of_a_thread_rather_than_more_ctas_or_warps(
+def test_wide_rows_of_a_backward_have_many_columns_per_thread_rather_than_more_ctas_or_warps(
     norm, cols, num_warps, cluster
 ):
     plan = choose(make_problem(norm, cols), MANY_ROWS, H200)
     assert (plan.rows_per_tile, plan.num_warps, plan.cluster) == (1, num_warps, cluster)
-    assert 38 < columns_of_a_thread(plan) <= 64
+    assert 38 < columns_per_thread(plan) <= 64
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @pytest.mark.parametrize("cols", [43008, 90112, 102400, 122880, 172032, 204800, 245760])
-def test_many_columns_of_a_thread_come_in_more_than_ten_chunks_of_four(norm, cols):
+def test_many_columns_per_thread_come_in_more_than_ten_chunks_of_four(norm, cols):
     plan = choose(make_problem(norm, cols), MANY_ROWS, H200)
     assert 10 < plan.num_chunks <= 16 and plan.chunk == 4 * threads_of_a_row(plan) and num_copies(plan) <= 2
 
@@ -147,9 +147,9 @@ def test_three_backwards_run_on_an_sm_where_registers_allow(cols, rows_per_tile)
 @pytest.mark.parametrize("cols, rows_per_tile", [(608, 8), (640, 8), (1280, 4), (2560, 2)])
 def test_a_thread_of_a_backward_has_forty_columns_of_five_chunks(norm, cols, rows_per_tile):
     plan = choose(make_problem(norm, cols), MANY_ROWS, H200)
-    assert (plan.rows_per_tile, plan.num_chunks, columns_of_a_thread(plan)) == (rows_per_tile, 5, 40)
+    assert (plan.rows_per_tile, plan.num_chunks, columns_per_thread(plan)) == (rows_per_tile, 5, 40)
     assert plan.weight_in_smem and (plan.ctas_per_sm, plan.num_stages) == (2, 2)
-    assert columns_of_a_thread(choose(make_problem(norm, cols, "fp32"), MANY_ROWS, H200)) <= 20
+    assert columns_per_thread(choose(make_problem(norm, cols, "fp32"), MANY_ROWS, H200)) <= 20
 
 
 @pytest.mark.parametrize("norm, cols, cluster", [("layer", 7216, 2), ("rms", 12432, 4), ("rms", 24752, 8)])

@@ -21,7 +21,7 @@ from .plan import (
     Plan,
     RingPlan,
     WarpSpecializedPlan,
-    columns_of_a_thread,
+    columns_per_thread,
     is_whole,
     num_copies,
     rows_of_a_thread,
@@ -235,7 +235,7 @@ def ring_registers(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> 
     """Registers per thread of a ring kernel: a term for the columns of a thread, with their sums and parameters, and a
     term for its elements of a tile."""
     sm120, held = device.arch >= 120, not plan.weight_in_smem
-    columns, rows = columns_of_a_thread(plan), rows_of_a_thread(plan.rows_per_tile, plan.cluster)
+    columns, rows = columns_per_thread(plan), rows_of_a_thread(plan.rows_per_tile, plan.cluster)
     elements = columns * rows
     if problem.direction == "backward":
         need = 30.0 if isinstance(plan, WarpSpecializedPlan) else 20.0
@@ -272,19 +272,19 @@ def ring_registers(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> 
         in_lanes = WARP_SIZE if problem.cols % 16 == 0 else 2 * WARP_SIZE  # of 16 columns the compiler tests one
         if problem.norm == "layer" and threads <= in_lanes and not is_whole(plan, problem.cols):
             need += 2 * plan.chunk / threads  # the mask of the last chunk's columns
-    return _round_up(min(need, _manages_with(plan, problem, device)), REGISTER_STEP)
+    return _round_up(min(need, _registers_when_capped(plan, problem, device)), REGISTER_STEP)
 
 
-def _manages_with(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> float:
+def _registers_when_capped(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> float:
     """Register cap at which such plans were seen to compile without spills, because the compiler recomputes values
     instead of holding them; infinity where no cap is known."""
-    columns, one_row = columns_of_a_thread(plan), plan.rows_per_tile == 1
+    columns, one_row = columns_per_thread(plan), plan.rows_per_tile == 1
     dtypes = (problem.x_dtype, problem.grad_dtype, problem.weight_dtype, problem.bias_dtype)
     halves = all(dtype is None or dtype.itemsize == 2 for dtype in dtypes)
     if not halves or not one_row or device.arch >= 120:
         return math.inf
     if problem.direction == "backward":
-        return _backward_of_one_row_manages_with(plan, problem, device) if isinstance(plan, PipelinedPlan) else math.inf
+        return _one_row_registers_when_capped(plan, problem, device) if isinstance(plan, PipelinedPlan) else math.inf
     if plan.weight_in_smem or problem.norm == "rms":
         return math.inf
     whole, large = is_whole(plan, problem.cols), plan.cluster > 4
@@ -293,10 +293,10 @@ def _manages_with(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> f
     return math.inf if too_many or not ends_well else 168 if columns <= 48 else 248
 
 
-def _backward_of_one_row_manages_with(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> float:
+def _one_row_registers_when_capped(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> float:
     """The cap for pipelined backwards with one row per tile and 16-bit dtypes: 128 makes room for a second CTA on an SM
     or for 16 warps, 248 serves many columns with one or two copies per tile."""
-    columns, whole, hopper = columns_of_a_thread(plan), is_whole(plan, problem.cols), device.arch < 100
+    columns, whole, hopper = columns_per_thread(plan), is_whole(plan, problem.cols), device.arch < 100
     few_copies = num_copies(plan) <= 2
     if problem.norm == "rms":
         few, many = (36 if few_copies else 32), (64 if plan.weight_in_smem else 60)
@@ -321,13 +321,13 @@ def _backward_of_one_row_manages_with(plan: RingPlan, problem: NormProblem, devi
 def has_registers_to_work_ahead(plan: RingPlan, problem: NormProblem) -> bool:
     """Whether a thread can hold the next tile's statistics while it makes the sums of the current tile. LayerNorm with
     128 registers and many columns lacks the two registers for them."""
-    return problem.norm == "rms" or plan.max_registers > 128 or columns_of_a_thread(plan) <= 24
+    return problem.norm == "rms" or plan.max_registers > 128 or columns_per_thread(plan) <= 24
 
 
 def has_registers_for_pairs(plan: RingPlan, problem: NormProblem) -> bool:
     """Whether a thread can widen two values to float32 at once (rowmath.widen). With 128 registers, 32 columns spill if
     the row ends within a chunk."""
-    return plan.max_registers > 128 or columns_of_a_thread(plan) <= 28 or is_whole(plan, problem.cols)
+    return plan.max_registers > 128 or columns_per_thread(plan) <= 28 or is_whole(plan, problem.cols)
 
 
 def multiwave_registers(

@@ -30,7 +30,7 @@ from .plan import (
     MultiWavePlan,
     PipelinedPlan,
     Plan,
-    columns_of_a_thread,
+    columns_per_thread,
     has_two_rows_in_cluster,
     is_whole,
     least_rows_of_cta,
@@ -240,7 +240,7 @@ def _one_large_cta(problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | 
         return None
     slower = (
         plan.rows_per_tile > MAX_ROWS_OF_LARGE_CTA
-        or (plan.rows_per_tile == 1 and columns_of_a_thread(plan) > MAX_COLUMNS_OF_ONE_ROW[problem.norm])
+        or (plan.rows_per_tile == 1 and columns_per_thread(plan) > MAX_COLUMNS_OF_ONE_ROW[problem.norm])
         or (plan.weight_in_smem and problem.norm == "layer")
     )
     return None if slower else plan
@@ -268,7 +268,7 @@ def _two_ctas(plan: PipelinedPlan, device: DeviceSpec) -> PipelinedPlan | None:
 
 def _over_more_ctas(plan: PipelinedPlan, problem: NormProblem, device: DeviceSpec) -> ShortWalk:
     """Ring over more CTAs for LayerNorm's rows of many columns per thread."""
-    columns, rows = columns_of_a_thread(plan), 1
+    columns, rows = columns_per_thread(plan), 1
     if problem.norm == "rms" or plan.rows_per_tile > 1 or not problem.num_sums:
         return NO_SHORT_WALK
     if plan.cluster < CTAS_OF_FEW_ROWS and columns > MAX_COLUMNS_PER_THREAD:

@@ -175,7 +175,7 @@ def warps_of_a_row(plan: RingPlan) -> int:
     return plan.num_warps if plan.cluster > 1 or plan.rows_per_tile < plan.num_warps else 1
 
 
-def columns_of_a_thread(plan: RingPlan) -> float:
+def columns_per_thread(plan: RingPlan) -> float:
     """Columns of one row per thread, padding included."""
     return plan.chunk * plan.num_chunks / threads_of_a_row(plan)
 

@@ -19,7 +19,7 @@ from .plan import (
     PipelinedPlan,
     RingPlan,
     WarpSpecializedPlan,
-    columns_of_a_thread,
+    columns_per_thread,
     is_whole,
     num_copies,
     padded_columns,
@@ -35,10 +35,10 @@ from .tile_share import (
     MANY_COLUMNS,
     MAX_COLUMNS_PER_THREAD,
     bytes_per_element,
+    exceeds_thread_tile,
     has_many_warps,
     has_one_tile,
     is_one_row,
-    is_too_much,
     most_columns_with_weight,
 )
 
@@ -183,7 +183,7 @@ def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
     """
     forward = problem.direction == "forward"
     streams = plan.ctas_per_sm if isinstance(plan, PipelinedPlan) else plan.num_groups
-    threads, columns = threads_of_a_row(plan), columns_of_a_thread(plan)
+    threads, columns = threads_of_a_row(plan), columns_per_thread(plan)
     rows = rows_of_a_thread(plan.rows_per_tile, plan.cluster)
     columns_of_row = problem.cols / plan.cluster / threads  # per thread, without the padding
     bytes_of_thread = rows * columns_of_row * bytes_per_element(problem)
@@ -204,7 +204,7 @@ def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
     stages = _ring_stages(plan, problem, device, streams * 2 * 32 * plan.num_warps * bytes_of_thread)
     return (
         (plan.num_stages > 1 or one_tile) and budget.registers(plan, problem, device) <= plan.max_registers,
-        not is_too_much(plan, problem),
+        not exceeds_thread_tile(plan, problem),
         -max(TOLERATED_COPIES, num_copies(plan)),
         -_padding(plan, problem, TOLERATED_PADDING_FOR_FEW_WARPS),
         -plan.num_warps,
@@ -224,7 +224,7 @@ def ring_key(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> tuple:
 def _padding(plan: RingPlan, problem: NormProblem, in_cluster: float) -> float:
     """Padding of a row, or TOLERATED_PADDING if it is tolerated; `in_cluster` is the limit in a backward's cluster."""
     tolerated, padding = TOLERATED_PADDING, padded_columns(plan) / problem.cols
-    one_chunk = plan.num_chunks == 1 and columns_of_a_thread(plan) <= MOST_COLUMNS_OF_ONE_CHUNK
+    one_chunk = plan.num_chunks == 1 and columns_per_thread(plan) <= MOST_COLUMNS_OF_ONE_CHUNK
     if problem.direction == "backward" and one_chunk:
         tolerated = TOLERATED_PADDING_OF_A_WARP if warps_of_a_row(plan) == 1 else TOLERATED_PADDING_OF_WARPS
     elif problem.direction == "backward":
@@ -255,7 +255,7 @@ def _is_wide_row_of_copies(plan: RingPlan, problem: NormProblem) -> bool:
     four warps or fewer on one-row tiles of RMSNorm's backward in such clusters.
     """
     if plan.num_warps > 4:
-        return plan.cluster > 2 or (plan.rows_per_tile == 1 and columns_of_a_thread(plan) > MAX_COLUMNS_PER_THREAD)
+        return plan.cluster > 2 or (plan.rows_per_tile == 1 and columns_per_thread(plan) > MAX_COLUMNS_PER_THREAD)
     return plan.cluster > 2 and plan.rows_per_tile == 1 and problem.norm == "rms" and problem.direction == "backward"
 
 
@@ -263,7 +263,7 @@ def _is_better_by_two(plan: RingPlan, problem: NormProblem) -> bool:
     """True if a row of a few large chunks is faster in two copies than in one."""
     alone = problem.norm == "layer" and problem.direction == "forward" and plan.rows_per_tile == 1 < plan.cluster
     large = plan.chunk >= MANY_COLUMNS_PER_CHUNK * threads_of_a_row(plan)
-    many = columns_of_a_thread(plan) > FORWARD_COLUMNS_IN_CLUSTER
+    many = columns_per_thread(plan) > FORWARD_COLUMNS_IN_CLUSTER
     return alone and large and many and not is_one_row(plan, problem) and not has_many_warps(plan, problem)
 
 
@@ -281,7 +281,7 @@ def _streams(plan: RingPlan, problem: NormProblem, bytes_of_thread: float) -> in
         return FORWARD_STREAMS_OF_WHOLE_CTAS if alone or layer_in_cluster else STREAMS["forward"]
     rms_in_cluster = plan.cluster > 1 and not layer_in_cluster
     most_bytes = THREE_STREAMS_BYTES_OF_RMS_IN_CLUSTER if rms_in_cluster else THREE_STREAMS_BYTES
-    few = bytes_of_thread <= most_bytes and columns_of_a_thread(plan) <= THREE_STREAMS_COLUMNS
+    few = bytes_of_thread <= most_bytes and columns_per_thread(plan) <= THREE_STREAMS_COLUMNS
     return STREAMS["backward"] + (few and warps_of_a_row(plan) > 1)
 
 
@@ -317,7 +317,7 @@ def _ring_chunk(plan: RingPlan, problem: NormProblem) -> int:
         columns = RING_COLUMNS_PER_CHUNK["layer"]
     elif apart or problem.direction == "forward" or (plan.cluster > 1 and few_registers):
         columns = MANY_COLUMNS_PER_CHUNK
-    elif columns_of_a_thread(plan) == 3 * columns and problem.norm == "rms":
+    elif columns_per_thread(plan) == 3 * columns and problem.norm == "rms":
         columns //= 2  # six chunks are faster than three (6144, 12288, 24576 columns)
     return threads * columns
 

@@ -16,7 +16,7 @@ from .plan import (
     PipelinedPlan,
     RingPlan,
     WarpSpecializedPlan,
-    columns_of_a_thread,
+    columns_per_thread,
     has_two_rows_in_cluster,
     is_whole,
     rows_of_a_thread,
@@ -82,9 +82,9 @@ LAYER_COLUMNS_WITHOUT_WEIGHT = 44, 52
 LEAST_COLUMNS_IN_PAIRS = 32
 
 
-def is_too_much(plan: RingPlan, problem: NormProblem) -> bool:
+def exceeds_thread_tile(plan: RingPlan, problem: NormProblem) -> bool:
     """True if the tile gives a thread more columns or bytes than are fast, or spreads a row over too many CTAs."""
-    columns, rows = columns_of_a_thread(plan), rows_of_a_thread(plan.rows_per_tile, plan.cluster)
+    columns, rows = columns_per_thread(plan), rows_of_a_thread(plan.rows_per_tile, plan.cluster)
     ranges = ranges_of_one_row(plan, problem)
     if ranges is not None:
         of_row = problem.cols / plan.cluster / threads_of_a_row(plan)
@@ -164,7 +164,7 @@ def is_one_row(plan: RingPlan, problem: NormProblem) -> bool:
     """True for a tile of LayerNorm's forward whose threads should hold weight and bias rather than a second row."""
     if problem.norm == "rms" or problem.direction == "backward" or plan.rows_per_tile > 1:
         return False
-    columns, whole = columns_of_a_thread(plan), is_whole(plan, problem.cols)
+    columns, whole = columns_per_thread(plan), is_whole(plan, problem.cols)
     if problem.x_dtype.itemsize == 2:
         least, most = FORWARD_COLUMNS_ALONE + (plan.cluster == 1 and not whole), FORWARD_COLUMNS_OF_ONE_ROW
     else:  # there is no room for a second row anyway
@@ -176,7 +176,7 @@ def most_columns_with_weight(plan: RingPlan, problem: NormProblem) -> float:
     """The most columns per thread whose weight and bias should stay in registers."""
     if problem.direction == "backward" and ranges_of_one_row(plan, problem):
         above, most = LAYER_COLUMNS_WITHOUT_WEIGHT
-        return above if problem.norm == "layer" and columns_of_a_thread(plan) <= most else math.inf
+        return above if problem.norm == "layer" and columns_per_thread(plan) <= most else math.inf
     alone = isinstance(plan, WarpSpecializedPlan) and problem.direction == "forward"  # on its SM
     if alone or is_one_row(plan, problem):
         return FORWARD_COLUMNS_OF_ONE_ROW
@@ -188,7 +188,7 @@ def widens_in_pairs(plan: RingPlan, problem: NormProblem) -> bool:
     if problem.norm == "rms" or problem.direction == "forward" or problem.x_dtype != torch.bfloat16:
         return False
     shared = plan.cluster > 1 and plan.num_warps > 4
-    many = shared or columns_of_a_thread(plan) > LEAST_COLUMNS_IN_PAIRS
+    many = shared or columns_per_thread(plan) > LEAST_COLUMNS_IN_PAIRS
     return many and isinstance(plan, PipelinedPlan) and budget.has_registers_for_pairs(plan, problem)
 
 
