@@ -51,7 +51,13 @@ class LayerNormFunction:
     """
 
     @staticmethod
-    def apply(x, normalized_shape, weight=None, bias=None, eps=1e-5):
+    def apply(
+        x: Tensor,
+        normalized_shape: Sequence[int],
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        eps: float = 1e-5,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         return _apply("layer_norm_fwd", x, normalized_shape, weight, bias, eps)
 
 
@@ -63,7 +69,9 @@ class RMSNormFunction:
     """
 
     @staticmethod
-    def apply(x, normalized_shape, weight=None, eps=None):
+    def apply(
+        x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+    ) -> tuple[Tensor, Tensor]:
         return _apply("rms_norm_fwd", x, normalized_shape, weight, eps)
 
 

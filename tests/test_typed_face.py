@@ -25,8 +25,10 @@ def test_calls_of_tensors_give_tensors() -> None:
     assert_type(fusednorm.column_sum([x, x], total=True, dtype=torch.float64), list[Tensor])
     assert_type(fusednorm.LayerNorm([4, 8], eps=1e-6, bias=False, dtype=torch.float32).forward(x), Tensor)
     assert_type(fusednorm.RMSNorm(8, elementwise_affine=False).forward(x), Tensor)
-    y, mean, rstd = fusednorm.LayerNormFunction.apply(x, (8,), weight, bias, 1e-5)
-    y, rstd = fusednorm.RMSNormFunction.apply(x, (8,), weight, None)
+    y, mean, rstd = assert_type(
+        fusednorm.LayerNormFunction.apply(x, (8,), weight, bias, 1e-5), tuple[Tensor, Tensor, Tensor]
+    )
+    y, rstd = assert_type(fusednorm.RMSNormFunction.apply(x, (8,), weight, None), tuple[Tensor, Tensor])
     stock: nn.LayerNorm | nn.RMSNorm = fusednorm.LayerNorm(8)
     stock = fusednorm.RMSNorm(8)
     assert stock.eps is None and y.shape == x.shape and mean.shape == rstd.shape
