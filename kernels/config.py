@@ -49,8 +49,8 @@ class Tile(CompileTime):
     chunk: int
     num_chunks: int
     num_warps: int  # warps that work on a tile together
-    # cols and all row strides are multiples of 2^even_bits. 0 where they are multiples of 16, which Triton sees itself.
-    even_bits: int = 0
+    # cols and all row strides are multiples of 2^log2_divisor. 0 where they are multiples of 16, which Triton sees itself.
+    log2_divisor: int = 0
     one_tile: bool = False  # forward: no CTA has a second tile, so nothing is loaded ahead
     announces_end: bool = False  # backward: the launch that sums its partials is a dependent launch
 
@@ -97,7 +97,7 @@ class RingTile(Tile):
     weight_in_smem: bool = False  # weight and bias are kept in shared memory, else in registers
     # A tile's statistics are loaded a whole tile ahead, not half a tile, and the partials are stored before the last
     # tile's dx. False where registers are short. Its worth: bench/NOTES.md, "Evidence behind constants".
-    works_ahead: bool = True
+    prefetches_statistics: bool = True
     in_pairs: bool = False  # bfloat16 values become float32 two at a time: see rowmath.widen
     cluster: int = 1  # CTAs that share a row: `chunk` columns of each chunk in each CTA
     num_groups: int = 1  # compute groups that take tiles in turn
@@ -105,7 +105,7 @@ class RingTile(Tile):
     group_registers: int = 0  # registers for each thread of a compute group
 
     @property
-    def columns_of_thread(self) -> int:
+    def columns_per_thread(self) -> int:
         return self.num_chunks * self.chunk // self.threads_of_a_row
 
     @property

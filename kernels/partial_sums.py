@@ -4,17 +4,19 @@ its sums as one row of the partials. A second launch (column_sum.finalize) adds 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .ring import cluster_bases, column_index, column_layout, row_major, tile_layout
+from .passes import ColumnSums
+from .ptx import opaque
+from .row_tile import cluster_bases, column_index, column_layout, row_major, tile_layout
 
 
 @gluon.jit
-def zeros_by_column(tile: gl.constexpr):
-    """Zeros to start the sums of dw or db from, [rows, cluster, chunk] for each chunk. Each thread has its own sums;
-    the rows of a tile are added together only at the end."""
-    sums = ()
+def zeros(tile: gl.constexpr):
+    """Zeros to start dw and db from, [rows, cluster, chunk] for each chunk. Each thread has its own sums; the rows of a
+    tile are added together only at the end."""
+    chunks = ()
     for _ in gl.static_range(tile.chunks):
-        sums = sums + (gl.full([tile.rows, tile.cluster, tile.chunk], 0.0, gl.float32, tile_layout(tile)),)
-    return sums
+        chunks = chunks + (gl.full([tile.rows, tile.cluster, tile.chunk], 0.0, gl.float32, tile_layout(tile)),)
+    return ColumnSums(chunks, chunks)
 
 
 @gluon.constexpr_function
@@ -24,10 +26,10 @@ def is_of_several_warps(tile):
 
 
 @gluon.constexpr_function
-def leave_early(tile):
+def stores_early(tile):
     """True if the partials are stored before the last tile's dx is computed. They must need no shared memory for that:
     until then it belongs to the ring."""
-    return tile.works_ahead and not is_of_several_warps(tile)
+    return tile.prefetches_statistics and not is_of_several_warps(tile)
 
 
 @gluon.constexpr_function
@@ -55,21 +57,21 @@ def partial_store_layout(tile):
 
 
 @gluon.jit
-def leave_sums(sums, wanted: gl.constexpr, tile: gl.constexpr):
+def to_shared_memory(chunks, wanted: gl.constexpr, tile: gl.constexpr):
     """The chunks of dw or db, in shared memory if their rows are in different warps.
 
     All chunks are stored before any is read, which takes one CTA barrier, between the stores and the reads of other
     warps' rows. One by one, each chunk would take two. The memory is the ring's, whose row loop is done: a ring of two
     stages is as large."""
-    left = sums
+    found = chunks
     if wanted and is_of_several_warps(tile):
         layout: gl.constexpr = row_major(tile, 3, 1)  # of one chunk
         memory = gl.allocate_shared_memory(gl.float32, [tile.num_chunks, tile.rows, 1, tile.chunk], layout)
-        left = ()
+        found = ()
         for c in gl.static_range(tile.chunks):
-            memory.index(c).store(sums[c])
-            left = left + (memory.index(c),)
-    return left
+            memory.index(c).store(chunks[c])
+            found = found + (memory.index(c),)
+    return found
 
 
 @gluon.jit
@@ -85,29 +87,23 @@ def sum_over_rows(chunk, tile: gl.constexpr):
 
 
 @gluon.jit
-def store_partials(dw_ptr, db_ptr, dw, db, partial, cols, end, norm: gl.constexpr, tile: gl.constexpr):
-    """Store row `partial` of the [num_partials, cols] partials up to column `end`, in float32. dw and db are chunks in
-    registers, or in shared memory (`leave_sums`)."""
+def store_partials(partials, sums, partial, cols, end, norm: gl.constexpr, tile: gl.constexpr):
+    """Store row `partial` of the [num_partials, cols] partials up to column `end`, in float32. The sums are chunks in
+    registers or in shared memory."""
     for c in gl.static_range(tile.chunks):
         col = column_index(c, partial_store_layout(tile), tile)
         target = partial.to(gl.int64) * cols + col
         if norm.wants_dw:
-            gl.store(dw_ptr + target, sum_over_rows(dw[c], tile), mask=col < end)
+            gl.store(partials.dw + target, sum_over_rows(sums.dw[c], tile), mask=col < end)
         if norm.wants_db:
-            gl.store(db_ptr + target, sum_over_rows(db[c], tile), mask=col < end)
+            gl.store(partials.db + target, sum_over_rows(sums.db[c], tile), mask=col < end)
 
 
 @gluon.jit
-def hidden(value):
-    """Returns `value`. The compiler no longer knows anything of it, not even that a loop leaves it as it is."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def leave_partials(dw_ptr, db_ptr, dw, db, rows, cols, norm: gl.constexpr, tile: gl.constexpr):
+def store_partials_of_cta(partials, sums, rows, cols, norm: gl.constexpr, tile: gl.constexpr):
     """Store the CTA's row of the partials, if it has row tiles."""
-    dw = leave_sums(dw, norm.wants_dw, tile)
-    db = leave_sums(db, norm.wants_db, tile)
-    partial = hidden(gl.program_id(0))  # else addresses are computed before the row loop, and held
+    dw = to_shared_memory(sums.dw, norm.wants_dw, tile)
+    db = to_shared_memory(sums.db, norm.wants_db, tile)
+    partial = opaque(gl.program_id(0))  # else addresses are computed before the row loop, and held
     end = gl.where(partial * tile.rows < rows, cols, 0)
-    store_partials(dw_ptr, db_ptr, dw, db, partial, cols, end, norm, tile)
+    store_partials(partials, ColumnSums(dw, db), partial, cols, end, norm, tile)

@@ -1,7 +1,9 @@
-"""PTX instructions that Triton does not offer."""
+"""All PTX that the kernels contain: what Triton does not offer. One function for each use of it."""
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 
 @triton.jit
@@ -23,3 +25,174 @@ def wait_for_prerequisites():
     tl.inline_asm_elementwise(
         "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
     )
+
+
+@triton.jit
+def opaque(value):
+    """Returns `value` (int32). The compiler no longer knows anything of it, not even that a loop leaves it as it is."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], tl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def end_thread():
+    """Ends the thread that comes here."""
+    zero = gl.to_tensor(0)
+    tl.inline_asm_elementwise("exit; mov.b32 $0, $1;", "=r,r", [zero], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def widen_pairs(x):
+    """bfloat16 as float32, two adjacent values at a time, by one instruction each; the compiler takes three for both.
+    The interpreter knows no PTX."""
+    ptx: tl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+    return tl.inline_asm_elementwise(ptx, "=f,=f,r", [x], tl.float32, is_pure=True, pack=2)
+
+
+# --- The exchange of cluster.py, which says why it is safe ---
+
+MAX_SUMS = 2
+BARRIER_BYTES = 16  # two mbarriers, one for each buffer
+
+
+@triton.constexpr_function
+def buffer_bytes(tile):
+    return 4 * MAX_SUMS * tile.rows * tile.cluster
+
+
+@triton.constexpr_function
+def open_exchange_ptx(tile):
+    """PTX that initializes the CTA's mbarriers and arrives at the cluster barrier. Its result is the buffers' address."""
+    # Dynamic shared memory starts where static shared memory ends, and TMA writes only to multiples of 128 bytes: the
+    # size is a multiple of 128 too.
+    # The fence shows the initialization to the other CTAs that wait at the cluster barrier. The arrival there is
+    # relaxed, because a releasing one would wait for all loads under way.
+    size = -(-(BARRIER_BYTES + 2 * buffer_bytes(tile)) // 128) * 128
+    return f"""{{
+        .shared .align 128 .b8 exchange[{size}];
+        .reg .b32 thread;
+        .reg .pred leads;
+        mov.u32 $0, exchange;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 leads, thread, 0;
+        @leads mbarrier.init.shared::cta.b64 [exchange], 1;
+        @leads mbarrier.init.shared::cta.b64 [exchange+8], 1;
+        @leads fence.mbarrier_init.release.cluster;
+        barrier.cluster.arrive.relaxed.aligned;
+    }}"""
+
+
+@triton.constexpr_function
+def sums_ptx(count, tile):
+    """PTX that sums the received shares into registers sum0, sum1, ..., in the order of the CTAs."""
+    text = ""
+    for cta in range(tile.cluster):
+        for i in range(count):
+            share = f"[received+{4 * (cta * count + i)}]"
+            if cta == 0:
+                text += f"ld.shared.f32 sum{i}, {share};"
+            else:
+                text += f"ld.shared.f32 other, {share}; add.f32 sum{i}, sum{i}, other;"
+    return text
+
+
+@triton.constexpr_function
+def moments_ptx(count, tile):
+    """PTX that merges the received shares, the means of the tile's rows and then their variances, into registers sum0,
+    sum1, ...: the mean of the means, and the mean of the variances plus the mean of the means' squared distances from
+    it. The CTAs hold equal numbers of columns."""
+    text = ""
+    inverse = f"0f{(128 - tile.cluster.bit_length()) << 23:08X}"  # 1 / cluster, a power of two
+    for row in range(tile.rows):
+        mean, variance = f"sum{row}", f"sum{tile.rows + row}"
+        of_mean, of_variance = 4 * row, 4 * (tile.rows + row)
+        ctas = [4 * count * cta for cta in range(tile.cluster)]
+        text += f"mov.f32 {mean}, 0f00000000; mov.f32 {variance}, 0f00000000;"
+        for at in ctas:
+            text += f"ld.shared.f32 other, [received+{at + of_mean}]; add.f32 {mean}, {mean}, other;"
+        text += f"mul.f32 {mean}, {mean}, {inverse};"
+        for at in ctas:
+            text += f"ld.shared.f32 other, [received+{at + of_variance}]; add.f32 {variance}, {variance}, other;"
+            text += f"ld.shared.f32 other, [received+{at + of_mean}]; sub.f32 other, other, {mean};"
+            text += f"fma.rn.f32 {variance}, other, other, {variance};"
+        text += f"mul.f32 {variance}, {variance}, {inverse};"
+    return text
+
+
+@triton.constexpr_function
+def exchange_ptx(moments, count, tile):
+    """PTX of one exchange.
+
+    Operands: `count` results (sums or moments over the cluster); this CTA's `count` shares, the same in all its
+    threads; the buffers' address, once for each row of the tile; the number of exchanges before, as often.
+
+    Thread 0 arrives at the CTA's mbarrier and expects the bytes of all shares. Thread t sends the shares to CTA t.
+    Every thread waits for the mbarrier before it reads: the wait makes the shares visible."""
+    address, number = 2 * count, 2 * count + tile.rows
+    sends = "".join(
+        f"@sends st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [peer+{4 * i}], ${count + i}, [peer_full];"
+        for i in range(count)
+    )
+    sums = moments_ptx(count, tile) if moments else sums_ptx(count, tile)
+    gives = "".join(f"mov.f32 ${i}, sum{i};" for i in range(count))
+    return f"""{{
+        .reg .b32 full, received, which, phase, mine, peer, peer_full, rank, thread;
+        .reg .f32 other, sum<{count}>;
+        .reg .pred leads, sends, done;
+        and.b32 which, ${number}, 1;
+        shr.u32 phase, ${number}, 1;
+        and.b32 phase, phase, 1;
+        mad.lo.u32 received, which, {buffer_bytes(tile)}, ${address};
+        add.u32 received, received, {BARRIER_BYTES};
+        mad.lo.u32 full, which, 8, ${address};
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 leads, thread, 0;
+        setp.lt.u32 sends, thread, {tile.cluster};
+        @leads mbarrier.arrive.expect_tx.shared::cta.b64 _, [full], {4 * count * tile.cluster};
+        mov.u32 rank, %cluster_ctarank;
+        mad.lo.u32 mine, rank, {4 * count}, received;
+        @sends mapa.shared::cluster.u32 peer, mine, thread;
+        @sends mapa.shared::cluster.u32 peer_full, full, thread;
+        {sends}
+    WAIT:
+        mbarrier.try_wait.parity.shared::cta.b64 done, [full], phase;
+        @!done bra WAIT;
+        {sums}
+        {gives}
+    }}"""
+
+
+@triton.constexpr_function
+def exchange_constraints(count, tile):
+    return ",".join(["=f"] * count + ["f"] * count + ["r"] * 2 * tile.rows)
+
+
+@gluon.jit
+def open_exchange(tile: tl.constexpr):
+    """The address of the exchange's buffers, in static shared memory, with their mbarriers initialized. The CTA has
+    arrived at the cluster barrier."""
+    zero = gl.to_tensor(0)
+    return tl.inline_asm_elementwise(open_exchange_ptx(tile), "=r,r", [zero], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def wait_for_cluster(address):
+    """Wait at the cluster barrier. Returns `address`, which nobody should use before."""
+    ptx: tl.constexpr = "barrier.cluster.wait.acquire.aligned; mov.u32 $0, $1;"
+    return tl.inline_asm_elementwise(ptx, "=r,r", [address], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def exchange(shares, address, number, moments: tl.constexpr, tile: tl.constexpr):
+    """Send one or two `shares` [rows, cluster] to all CTAs of the cluster, wait for theirs, and sum or merge them."""
+    count: tl.constexpr = len(shares) * tile.rows
+    ptx: tl.constexpr = exchange_ptx(moments, count, tile)
+    constraints: tl.constexpr = exchange_constraints(count, tile)
+    if len(shares) == 1:
+        operands = [shares[0], address, number]
+        total = (tl.inline_asm_elementwise(ptx, constraints, operands, tl.float32, is_pure=False, pack=tile.rows),)
+    else:
+        operands = [shares[0], shares[1], address, number]
+        total = tl.inline_asm_elementwise(
+            ptx, constraints, operands, (tl.float32, tl.float32), is_pure=False, pack=tile.rows
+        )
+    return total

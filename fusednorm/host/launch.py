@@ -174,7 +174,7 @@ def partials_tile(cols: int, itemsize: int, dependent: bool) -> PartialsTile:
 def _multiwave_forward(plan: MultiWavePlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int) -> list[Launch]:
     options = {"maxnreg": plan.max_registers}
     args = _forward_args(call, outputs)
-    tile = _tile(plan, _even_bits(call.x, cols=call.problem.cols))
+    tile = _tile(plan, _log2_divisor(call.x, cols=call.problem.cols))
     return [Launch(multiwave.forward, (ctas,), args, norm, tile, options)]
 
 
@@ -182,9 +182,9 @@ def _column_tile_forward(
     plan: ColumnTilePlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int
 ) -> list[Launch]:
     """One CTA per row, which passes over the row's column tiles twice."""
-    tile = _whole_row_tile(plan, _even_bits(call.x, cols=call.problem.cols))
+    tile = _whole_row_tile(plan, _log2_divisor(call.x, cols=call.problem.cols))
     args = _forward_args(call, outputs)
-    options = {"maxnreg": ROW_PASS_REGISTERS} if call.problem.x_dtype.itemsize >= 4 and tile.even_bits else {}
+    options = {"maxnreg": ROW_PASS_REGISTERS} if call.problem.x_dtype.itemsize >= 4 and tile.log2_divisor else {}
     return [Launch(multiwave.forward_by_column_tiles, (call.rows,), args, norm, tile, options)]
 
 
@@ -198,7 +198,7 @@ def _pipelined_forward(plan: PipelinedPlan, call: ForwardCall, norm: Norm, outpu
 def _multiwave_backward(plan: MultiWavePlan, call: BackwardCall, norm: Norm, filled: Filled, ctas: int) -> list[Launch]:
     args = (*_inputs(call), *filled[:3], *_sizes(call))
     options = {"maxnreg": plan.max_registers}
-    tile = _tile(plan, _even_bits(call.x, call.grad_out, cols=call.problem.cols), filled.announces_end)
+    tile = _tile(plan, _log2_divisor(call.x, call.grad_out, cols=call.problem.cols), filled.announces_end)
     return [Launch(multiwave.backward, (ctas,), args, norm, tile, options)]
 
 
@@ -207,14 +207,14 @@ def _column_tile_backward(
 ) -> list[Launch]:
     """One launch for the row means if dx is wanted, then one for all outputs by column tiles."""
     problem, inputs, sizes = call.problem, _inputs(call), _sizes(call)
-    even_bits, launches = _even_bits(call.x, call.grad_out, cols=problem.cols), []
+    log2_divisor, launches = _log2_divisor(call.x, call.grad_out, cols=problem.cols), []
     if problem.wants_dx:
-        tile = _whole_row_tile(plan, even_bits)
+        tile = _whole_row_tile(plan, log2_divisor)
         num_counters = 0 if filled.counters is None else triton.cdiv(problem.cols, plan.chunk)
         args = (*inputs[:-1], filled.row_means, filled.counters, num_counters, *sizes)
         launches.append(Launch(multiwave.backward_row_means, (call.rows,), args, norm, tile))
     grid = (triton.cdiv(problem.cols, plan.chunk), ctas)
-    tile = _column_tile(plan, even_bits)
+    tile = _column_tile(plan, log2_divisor)
     args = (*inputs, filled.row_means, *filled[:5], filled.counters, *sizes)
     is_wide = problem.x_dtype.itemsize == 2 and problem.weight_dtype == torch.float64
     options = {"maxnreg": COLUMN_PASS_REGISTERS} if is_wide else {}
@@ -315,22 +315,22 @@ def _norm(problem: NormProblem) -> Norm:
 
 
 @functools.cache
-def _tile(plan: MultiWavePlan, even_bits: int, announces_end: bool = False) -> Tile:
+def _tile(plan: MultiWavePlan, log2_divisor: int, announces_end: bool = False) -> Tile:
     shape = plan.rows_per_tile, plan.chunk, plan.num_chunks, plan.num_warps
-    return Tile(*shape, even_bits, plan.short_lived, announces_end)
+    return Tile(*shape, log2_divisor, plan.short_lived, announces_end)
 
 
 @functools.cache
-def _whole_row_tile(plan: ColumnTilePlan, even_bits: int) -> Tile:
-    return Tile(1, plan.row_pass_chunk, 1, plan.row_pass_warps, even_bits=even_bits)
+def _whole_row_tile(plan: ColumnTilePlan, log2_divisor: int) -> Tile:
+    return Tile(1, plan.row_pass_chunk, 1, plan.row_pass_warps, log2_divisor=log2_divisor)
 
 
 @functools.cache
-def _column_tile(plan: ColumnTilePlan, even_bits: int) -> Tile:
-    return Tile(plan.rows_per_tile, plan.chunk, 1, plan.num_warps, even_bits=even_bits)
+def _column_tile(plan: ColumnTilePlan, log2_divisor: int) -> Tile:
+    return Tile(plan.rows_per_tile, plan.chunk, 1, plan.num_warps, log2_divisor=log2_divisor)
 
 
-def _even_bits(*views: RowView, cols: int) -> int:
+def _log2_divisor(*views: RowView, cols: int) -> int:
     """log2 of the largest power of two that divides the columns and all row strides, for a portable kernel's tile. 0 if
     16 divides them, because Triton detects that itself."""
     sizes = functools.reduce(operator.or_, (view.outer_stride | view.inner_stride for view in views), cols)
@@ -352,7 +352,7 @@ def _ring_tile(plan: RingPlan, problem: NormProblem, **more) -> RingTile:
         threads_of_a_row=threads_of_a_row(plan),
         whole=is_whole(plan, problem.cols),
         weight_in_smem=plan.weight_in_smem,
-        works_ahead=budget.has_registers_to_work_ahead(plan, problem),
+        prefetches_statistics=budget.has_registers_to_work_ahead(plan, problem),
         in_pairs=tile_share.widens_in_pairs(plan, problem),
         **more,
     )

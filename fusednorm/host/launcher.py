@@ -20,7 +20,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import JITFunction
 
-from ..kernels import ring
+from ..kernels.row_tile import cluster_bases
 from ..kernels.column_reduction import ColumnTile
 from ..kernels.config import COMPILE_OPTIONS, Norm, RingTile, Tile
 from ..planner.norm_problem import ALIGNMENT
@@ -62,7 +62,7 @@ class RowDescriptor(NamedTuple):
     def triton(self) -> TensorDescriptor:
         """This descriptor in Triton's form."""
         rank = 4 if self._has_chunks else 3
-        return _in_tritons_form(self, ring.cluster_bases(self.tile, rank, rank - 2))
+        return _in_tritons_form(self, cluster_bases(self.tile, rank, rank - 2))
 
     @property
     def _has_chunks(self) -> bool:

@@ -1,0 +1,47 @@
+"""What all schedules load alike, from Triton and from Gluon: statistics and parameters."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Statistics(NamedTuple):
+    """mean and rstd of rows. For RMSNorm mean stands for nothing."""
+
+    mean: tl.tensor
+    rstd: tl.tensor
+
+
+class StatisticsInMemory(NamedTuple):
+    """Pointers to mean and rstd, and the strides of their rows."""
+
+    mean_ptr: tl.tensor
+    rstd_ptr: tl.tensor
+    mean_stride: tl.tensor
+    rstd_stride: tl.tensor
+
+
+@triton.jit
+def load_statistics(source, row, inside, norm: tl.constexpr):
+    """Statistics of the rows `row`, in its shape and in the accumulation dtype. They are 0 where not `inside`, so that
+    such a row adds nothing to dw."""
+    rstd = tl.load(source.rstd_ptr + row * source.rstd_stride, mask=inside, other=0.0).to(norm.acc)
+    mean = rstd
+    if norm.layer:
+        mean = tl.load(source.mean_ptr + row * source.mean_stride, mask=inside, other=0.0).to(norm.acc)
+    return Statistics(mean, rstd)
+
+
+@triton.jit
+def load_parameter(ptr, cols, present: tl.constexpr, columns: tl.constexpr, tile: tl.constexpr):
+    """weight or bias in registers, in its own dtype: for each chunk c of a tile the columns that columns(c, tile)
+    gives. Placeholders if it is not `present`."""
+    chunks = ()
+    for c in tl.static_range(tile.chunks):
+        if present:
+            col = columns(c, tile)
+            chunks = chunks + (tl.load(ptr + col, mask=col < cols, other=0.0),)
+        else:
+            chunks = chunks + (0.0,)
+    return chunks

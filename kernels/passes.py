@@ -1,0 +1,176 @@
+"""The passes of forward and backward over a row tile in registers, for the TMA schedules."""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .cluster import sum_over_cluster
+from .loads import Statistics
+from .row_tile import columns_of_thread, parameter_row, store_chunk, tile_layout
+from .rowmath import input_gradient, inverse_std, normalize, widen
+
+
+class ColumnSums(NamedTuple):
+    """dw and db: chunks of sums in registers or in shared memory, or pointers to where they belong."""
+
+    dw: tuple
+    db: tuple
+
+
+@gluon.jit
+def add_pairs(a0, b0, a1, b1):
+    return a0 + a1, b0 + b1
+
+
+@gluon.jit
+def row_sum(values, exchange, tile: gl.constexpr):
+    """Sum of [rows, cluster, chunk] over each row, [rows, cluster, 1], and the exchange's state. Every CTA of the
+    cluster gets the sum over all of them."""
+    sums, exchange = sum_over_cluster((gl.sum(values, axis=2),), exchange, tile)
+    return gl.expand_dims(sums[0], 2), exchange
+
+
+@gluon.jit
+def merge_moments(mean_a, variance_a, mean_b, variance_b):
+    """Mean and variance of the union of two halves with equal numbers of elements (Chan, Golub, LeVeque, "Updating
+    formulae and a pairwise algorithm for computing sample variances", 1979)."""
+    distance = 0.5 * (mean_a - mean_b)
+    return 0.5 * (mean_a + mean_b), 0.5 * (variance_a + variance_b) + distance * distance
+
+
+@gluon.jit
+def by_thread(chunk, tile: gl.constexpr):
+    """[rows, cluster, chunk] seen as [rows, cluster, load, thread, adjacent column], in float32."""
+    threads: gl.constexpr = tile.threads_of_a_row
+    loads: gl.constexpr = tile.chunk // (threads * tile.vector)
+    return gl.reshape(chunk.to(gl.float32), [tile.rows, tile.cluster, loads, threads, tile.vector])
+
+
+@gluon.jit
+def sum_of_thread(values):
+    """[rows, cluster, loads, threads, adjacent columns] -> [rows, cluster, threads]."""
+    return gl.sum(gl.sum(values, axis=4), axis=2)
+
+
+@gluon.jit
+def row_moments(x, exchange, tile: gl.constexpr):
+    """mean and variance [rows, cluster, 1] of whole rows, and the exchange's state. Each thread finds mean and variance
+    of its own columns in two passes over its registers; one reduction merges both over the threads."""
+    total = by_thread(x[0], tile)
+    for c in gl.static_range(tile.chunks):
+        if c > 0:
+            total += by_thread(x[c], tile)
+    mean = sum_of_thread(total) / tile.columns_per_thread
+    of_thread = gl.expand_dims(gl.expand_dims(mean, 2), 4)
+    squares = by_thread(x[0], tile) - of_thread
+    squares *= squares
+    for c in gl.static_range(tile.chunks):
+        if c > 0:
+            deviation = by_thread(x[c], tile) - of_thread
+            squares += deviation * deviation
+    moments = gl.reduce((mean, sum_of_thread(squares) / tile.columns_per_thread), 2, merge_moments)
+    moments, exchange = sum_over_cluster(moments, exchange, tile, moments=True)
+    by_row: gl.constexpr = gl.SliceLayout(2, tile_layout(tile))
+    mean = gl.expand_dims(gl.convert_layout(moments[0], by_row, assert_trivial=True), 2)
+    variance = gl.expand_dims(gl.convert_layout(moments[1], by_row, assert_trivial=True), 2)
+    return mean, variance, exchange
+
+
+@gluon.jit
+def row_statistics(x, cols, eps, exchange, norm: gl.constexpr, tile: gl.constexpr):
+    """Statistics [rows, cluster, 1] of a tile in registers, and the exchange's state."""
+    if norm.layer and tile.whole:
+        mean, square, exchange = row_moments(x, exchange, tile)
+    else:
+        mean, square, exchange = mean_and_squares(x, cols, exchange, norm, tile)
+    return Statistics(mean, inverse_std(square, eps.to(gl.float32))), exchange
+
+
+@gluon.jit
+def mean_and_squares(x, cols, exchange, norm: gl.constexpr, tile: gl.constexpr):
+    """The rows' mean and the mean of (x - mean)^2, [rows, cluster, 1] each, and the exchange's state. RMSNorm's mean is
+    0 and takes no reduction; each of the others takes one."""
+    layout: gl.constexpr = tile_layout(tile)
+    shape: gl.constexpr = [tile.rows, tile.cluster, tile.chunk]
+    mean = gl.full([tile.rows, tile.cluster, 1], 0.0, gl.float32, layout)
+    if norm.layer:
+        total = gl.full(shape, 0.0, gl.float32, layout)
+        for c in gl.static_range(tile.chunks):
+            total += x[c].to(gl.float32)
+        total, exchange = row_sum(total, exchange, tile)
+        mean = total / cols
+    squares = gl.full(shape, 0.0, gl.float32, layout)
+    for c in gl.static_range(tile.chunks):
+        deviation = x[c].to(gl.float32)
+        if norm.layer:
+            deviation -= mean
+            if c == tile.num_chunks - 1:  # padding has x = 0, but a deviation of -mean
+                col = gl.expand_dims(columns_of_thread(c, tile), 0)
+                deviation = gl.where(col < cols, deviation, 0.0)
+        squares += deviation * deviation
+    squares, exchange = row_sum(squares, exchange, tile)
+    return mean, squares / cols, exchange
+
+
+@gluon.jit
+def store_y(y_ptr, x, statistics, weight, bias, row, cols, norm: gl.constexpr, tile: gl.constexpr):
+    for c in gl.static_range(tile.chunks):
+        y = normalize(x[c].to(gl.float32), statistics.mean, statistics.rstd, norm)
+        if norm.has_weight:
+            y *= parameter_row(weight[c], tile)
+        if norm.has_bias:
+            y += parameter_row(bias[c], tile)
+        # y is likely to be read soon, x perhaps never again: L2 should evict y's lines last.
+        store_chunk(y_ptr, y, row, cols, c, "evict_last", tile)
+
+
+@gluon.jit
+def upstream_gradient(dy, weight, norm: gl.constexpr, tile: gl.constexpr):
+    """g = dy * w."""
+    if norm.has_weight:
+        g = dy * parameter_row(weight, tile)
+    else:
+        g = dy
+    return g
+
+
+@gluon.jit
+def sum_tile(x, dy, statistics, weight, sums, norm: gl.constexpr, tile: gl.constexpr):
+    """First pass of the backward: the column sums with the tile's share added, and the CTA's row sums [rows, cluster]
+    of g * x_hat and of g, as a tuple; RMSNorm's has only the first."""
+    sum_gx = gl.full([tile.rows, tile.cluster, tile.chunk], 0.0, gl.float32, tile_layout(tile))
+    sum_g = sum_gx
+    dw = ()
+    db = ()
+    for c in gl.static_range(tile.chunks):
+        x_hat = normalize(widen(x[c], tile.in_pairs), statistics.mean, statistics.rstd, norm)
+        upstream = widen(dy[c], tile.in_pairs)
+        g = upstream_gradient(upstream, weight[c], norm, tile)
+        sum_gx += g * x_hat
+        sum_g += g
+        dw = dw + (sums.dw[c] + upstream * x_hat,)
+        db = db + (sums.db[c] + upstream,)
+    if norm.layer:
+        # One reduction of pairs has half the CTA barriers of two reductions.
+        row_sums = gl.reduce((sum_gx, sum_g), 2, add_pairs)
+    else:
+        row_sums = (gl.sum(sum_gx, axis=2),)
+    return ColumnSums(dw, db), row_sums
+
+
+@gluon.jit
+def store_dx(dx_ptr, x, dy, statistics, row_sums, weight, residual, row, cols, norm: gl.constexpr, tile: gl.constexpr):
+    """Second pass of the backward: dx of a tile, from its row sums over the whole cluster."""
+    mean_gx = gl.expand_dims(row_sums[0], 2) / cols
+    mean_g = mean_gx
+    if norm.layer:
+        mean_g = gl.expand_dims(row_sums[1], 2) / cols
+    mean = statistics.mean
+    rstd = statistics.rstd
+    for c in gl.static_range(tile.chunks):
+        g = upstream_gradient(widen(dy[c], tile.in_pairs), weight[c], norm, tile)
+        dx = input_gradient(g, widen(x[c], tile.in_pairs), mean, rstd, mean_gx, mean_g, norm)
+        if norm.has_residual:
+            dx += widen(residual[c], tile.in_pairs)
+        store_chunk(dx_ptr, dx, row, cols, c, "", tile)

@@ -1,0 +1,229 @@
+"""Row tiles in shared memory and in registers: where their elements lie, and how they come and go.
+
+A tile is tile.rows rows of x (or dy). The tile.cluster CTAs of a cluster share its columns: [rows, cluster, chunk],
+num_chunks times. It arrives in copies of one or several chunks. A single copy is the quickest to start, but copies
+bring whole chunks: where a row ends within a chunk, that chunk is the tail and has a copy of its own. A copy brings
+zeros for columns beyond the row's end and for rows before row 0.
+
+Tiles go from the last row to the first. The kernel that wrote the tensor has left the last rows in L2, and the kernel
+that reads the result asks for the first rows first.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .gluon_compat import reinterpret
+from .loads import Statistics, load_statistics
+from .rowmath import widen
+
+
+@gluon.constexpr_function
+def cluster_bases(tile, rank, dim):
+    """Layout bases that spread dimension `dim` of a tensor of `rank` dimensions over the CTAs of a cluster."""
+    return [[1 << bit if d == dim else 0 for d in range(rank)] for bit in range((tile.cluster - 1).bit_length())]
+
+
+@gluon.constexpr_function
+def row_major(tile, rank, dim):
+    """Row-major layout of shared memory, with dimension `dim` spread over the CTAs of a cluster."""
+    return gl.SwizzledSharedLayout(1, 1, 1, list(reversed(range(rank))), cga_layout=cluster_bases(tile, rank, dim))
+
+
+@gluon.constexpr_function
+def tile_layout(tile):
+    """Layout of a tile's chunk, [rows, cluster, chunk].
+
+    With at least as many rows as warps, the threads of a row are in one warp, and its row sum needs no other warp. With
+    fewer rows, every warp holds a part of every row, and its sums over rows (dw, db) need shuffles only. In a cluster,
+    each thread holds the same columns of every row: a row sum takes all threads of the CTA anyway."""
+    rows_of_thread, lanes, warps = tile.rows, 1, 1
+    if tile.cluster == 1:
+        rows_of_thread, warps = 1, 1 if tile.rows < tile.num_warps else tile.num_warps
+        lanes = tile.rows // warps
+    return gl.BlockedLayout(
+        [rows_of_thread, 1, tile.vector], [lanes, 1, 32 // lanes], [warps, 1, tile.num_warps // warps], [2, 1, 0],
+        cga_layout=cluster_bases(tile, 3, 1),
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def column_layout(tile):
+    """Layout of one value per column, [cluster, chunk]: parameters, dw, db."""
+    return gl.SliceLayout(0, tile_layout(tile))
+
+
+@gluon.constexpr_function
+def row_layout(tile):
+    """Layout of one value per row, [rows]."""
+    return gl.SliceLayout(1, gl.SliceLayout(2, tile_layout(tile)))
+
+
+@gluon.jit
+def per_row(values):
+    """[rows] -> [rows, 1, 1]."""
+    return gl.expand_dims(gl.expand_dims(values, 1), 2)
+
+
+@gluon.jit
+def copy_descriptors(desc, tail_desc, tile: gl.constexpr):
+    """The descriptor of each copy of a tile. One of a single chunk, such as a tail, describes a tensor as
+    [rows, cols / box, box], one of several chunks as [chunks, rows, chunk / box, box]."""
+    descs = (desc,)
+    for _ in gl.static_range(1, tile.copies):
+        if tile.tail:
+            descs = descs + (tail_desc,)
+        else:
+            descs = descs + (desc,)
+    return descs
+
+
+@gluon.jit
+def copy_corners(row, tile: gl.constexpr):
+    """The coordinates at which each copy of the tile at `row` begins."""
+    corners = ()
+    for i in gl.static_range(tile.copies):
+        if tile.chunks_of(i) > 1:
+            corners = corners + ((tile.first_chunk(i), row, 0, 0),)
+        else:
+            corners = corners + ((row, tile.first_chunk(i) * (tile.cluster * tile.chunk // tile.box), 0),)
+    return corners
+
+
+@gluon.jit
+def read_chunk(slots, stage, c: gl.constexpr, reload: gl.constexpr, tile: gl.constexpr):
+    dtype: gl.constexpr = slots[0].dtype
+    as_bits: gl.constexpr = gl.int16 if dtype.primitive_bitwidth == 16 else gl.int32
+    seen_as: gl.constexpr = as_bits if reload else dtype
+    i: gl.constexpr = tile.copy_of(c)
+    shape: gl.constexpr = [tile.chunks_of(i), tile.rows, tile.cluster, tile.chunk]
+    copied = reinterpret(slots[i].index(stage), seen_as, shape, row_major(tile, 3, 1))
+    return copied.index(c - tile.first_chunk(i)).load(tile_layout(tile)).to(dtype, bitcast=True)
+
+
+@gluon.jit
+def read_tile(slots, stage, reload: gl.constexpr, tile: gl.constexpr):
+    """The chunks of a stage in registers, in their own dtype, after the wait for its mbarriers. `reload` marks a second
+    read, which goes through an integer type. Otherwise the compiler would find both reads equal and keep the first
+    one's values in registers."""
+    chunks = ()
+    for c in gl.static_range(tile.chunks):
+        chunks = chunks + (read_chunk(slots, stage, c, reload, tile),)
+    return chunks
+
+
+@gluon.jit
+def column_index(c: gl.constexpr, layout: gl.constexpr, tile: gl.constexpr):
+    """The columns [cluster, chunk] of chunk c."""
+    cta = gl.arange(0, tile.cluster, gl.SliceLayout(1, layout)) * tile.chunk
+    within = gl.arange(0, tile.chunk, gl.SliceLayout(0, layout))
+    return c * (tile.cluster * tile.chunk) + gl.expand_dims(cta, 1) + gl.expand_dims(within, 0)
+
+
+@gluon.jit
+def row_of_tile(nth, rows, tile: gl.constexpr):
+    """First row of the tile that has `nth` rows after it. A tensor's first tile may begin before row 0."""
+    return rows - tile.rows - nth
+
+
+@gluon.jit
+def row_index(row, tile: gl.constexpr):
+    return row + gl.arange(0, tile.rows, row_layout(tile))
+
+
+@gluon.jit
+def columns_of_thread(c: gl.constexpr, tile: gl.constexpr):
+    """The columns [cluster, chunk] of chunk c, as a thread holds them of a tile."""
+    return column_index(c, column_layout(tile), tile)
+
+
+@gluon.jit
+def hold_parameter(loaded, present: gl.constexpr, in_smem: gl.constexpr, tile: gl.constexpr):
+    """Keep a loaded parameter for the CTA's life: in registers, or in shared memory where registers are short."""
+    held = loaded
+    if present and in_smem:
+        by_rows: gl.constexpr = row_major(tile, 2, 0)
+        held = ()
+        for c in gl.static_range(tile.chunks):
+            chunk = loaded[c]
+            held = held + (gl.allocate_shared_memory(chunk.dtype, [tile.cluster, tile.chunk], by_rows, chunk),)
+    return held
+
+
+@gluon.jit
+def parameter_row(held, tile: gl.constexpr):
+    """One chunk of a held parameter, [1, cluster, chunk], in float32."""
+    if tile.weight_in_smem:
+        row = held.load(column_layout(tile))
+    else:
+        row = held
+    row = gl.expand_dims(row, 0)
+    if tile.in_pairs:
+        row = widen(row, True)
+    return row.to(gl.float32)
+
+
+@gluon.jit
+def load_row_statistics(source, row, norm: gl.constexpr, tile: gl.constexpr):
+    """Statistics [rows] of the tile at `row`."""
+    index = row_index(row, tile)
+    return load_statistics(source, index, index >= 0, norm)
+
+
+@gluon.jit
+def by_row(statistics):
+    """Statistics [rows] -> [rows, 1, 1]."""
+    return Statistics(per_row(statistics.mean), per_row(statistics.rstd))
+
+
+@gluon.jit
+def store_statistics(mean_ptr, rstd_ptr, statistics, row, norm: gl.constexpr, tile: gl.constexpr):
+    cta = gl.arange(0, tile.cluster, gl.SliceLayout(0, gl.SliceLayout(2, tile_layout(tile))))
+    cta = gl.expand_dims(gl.expand_dims(cta, 0), 2)
+    index = per_row(row_index(row, tile)) + 0 * cta
+    here = (index >= 0) & (cta == 0)  # every CTA of a cluster has the statistics; the first one stores them
+    gl.store(rstd_ptr + index, statistics.rstd, mask=here)
+    if norm.layer:
+        gl.store(mean_ptr + index, statistics.mean, mask=here)
+
+
+@gluon.jit
+def load_residual(ptr, row, cols, norm: gl.constexpr, tile: gl.constexpr):
+    """Chunks of the gradient that is added to dx, in its own dtype. It is contiguous, as dx is, and comes straight to
+    registers."""
+    chunks = ()
+    for c in gl.static_range(tile.chunks):
+        if norm.has_residual:
+            target, mask = output_elements(row, cols, c, tile)
+            if has_no_outside(tile):
+                chunks = chunks + (gl.load(ptr + target),)
+            else:
+                chunks = chunks + (gl.load(ptr + target, mask=mask, other=0.0),)
+        else:
+            chunks = chunks + (0.0,)
+    return chunks
+
+
+@gluon.jit
+def output_elements(row, cols, c: gl.constexpr, tile: gl.constexpr):
+    """Element offsets (int64) of chunk c of the tile at `row` in a contiguous [rows, cols] tensor, and the mask of
+    those inside the tensor."""
+    index = per_row(row_index(row, tile))
+    col = gl.expand_dims(columns_of_thread(c, tile), 0)
+    return index.to(gl.int64) * cols + col, (index >= 0) & (col < cols)
+
+
+@gluon.constexpr_function
+def has_no_outside(tile):
+    """True if a tile lies inside the tensor and its loads and stores go without a mask. False for two compute groups:
+    without masks the compiler shares addresses and keeps them, for which those groups lack one register."""
+    return tile.whole and tile.rows == 1 and tile.num_groups == 1
+
+
+@gluon.jit
+def store_chunk(ptr, value, row, cols, c: gl.constexpr, eviction_policy: gl.constexpr, tile: gl.constexpr):
+    target, mask = output_elements(row, cols, c, tile)
+    rounded = value.to(ptr.dtype.element_ty)
+    if has_no_outside(tile):
+        gl.store(ptr + target, rounded, eviction_policy=eviction_policy)
+    else:
+        gl.store(ptr + target, rounded, mask=mask, eviction_policy=eviction_policy)
