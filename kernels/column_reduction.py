@@ -21,7 +21,8 @@ from triton.experimental.gluon import language as gl
 
 from . import ring
 from .config import CompileTime
-from .gluon_compat import copy_to_shared, reinterpret
+from .gluon_compat import reinterpret
+from .ring import Position, Rings
 
 
 @dataclass(frozen=True)
@@ -154,33 +155,27 @@ def end_of_group(first, count, tile):
 
 @gluon.jit
 def open_rings(descs, first, left, rows, tile: gl.constexpr):
-    """A ring and its mbarriers for each tensor, with the copies of the CTA's first num_stages row tiles under way. The
-    fence shows the initialized mbarriers to these copies."""
-    rings = ()
-    full = ()
+    """A ring for each tensor, with the copies of the CTA's first num_stages row tiles under way."""
+    copies = ()
     for t in gl.static_range(len(descs)):
-        slots = gl.allocate_shared_memory(descs[t].dtype, [tile.num_stages, tile.rows, tile.chunk], descs[t].layout)
-        rings = rings + (slots,)
-        full = full + (ring.allocate_barriers(tile),)
-    ring.fence_barriers()
+        copies = copies + ((descs[t],),)
+    rings = ring.open_rings(copies, tile)
     for stage in gl.static_range(tile.stages):
-        row = first + stage * gl.num_programs(1) * tile.rows
-        fill(descs, rings, full, stage, row, left, row < rows, 0, len(descs))
-    return rings, full
+        fill_stage(rings, stage, first + stage * gl.num_programs(1) * tile.rows, left, rows, tile)
+    return rings
 
 
 @gluon.jit
-def fill(descs, rings, full, stage, row, left, pred, first: gl.constexpr, end: gl.constexpr):
-    """Start copying the tile at (row, left) of tensors first to end - 1 into `stage`, if `pred`.
+def fill_stage(rings, stage, row, left, rows, tile: gl.constexpr):
+    """Start the copies of the tile at (row, left) into a stage that has been read; none if it lies behind the last
+    row."""
+    ring.fill_stage(rings, stage, ((row, left),), row < rows, tile)
 
-    Each copy completes on an mbarrier of its own. All of them expect their bytes before the first copy starts;
-    otherwise the compiler would put a CTA barrier between every two copies. On a refill, the compiler puts a CTA
-    barrier and a proxy fence before the copies: every warp has then read the stage, and the copies, which write through
-    the asynchronous proxy, cannot overtake those reads."""
-    for t in gl.static_range(first, end):
-        ring.expect(full[t].index(stage), descs[t].block_type.nbytes, pred=pred)
-    for t in gl.static_range(first, end):
-        copy_to_shared(descs[t], [row, left], full[t].index(stage), rings[t].index(stage), pred=pred)
+
+@gluon.jit
+def some_rings(rings, first: gl.constexpr, end: gl.constexpr):
+    """Those of tensors first to end - 1."""
+    return Rings(rings.descs[first:end], rings.slots[first:end], rings.full[first:end])
 
 
 @gluon.jit
@@ -188,16 +183,16 @@ def read_tile(slots, stage, tile: gl.constexpr):
     """A stage's tile in registers, [rows / rows_at_once, rows_at_once, chunk], after the wait for its mbarrier."""
     by_rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     shape: gl.constexpr = [tile.rows // rows_at_once(tile), rows_at_once(tile), tile.chunk]
-    return reinterpret(slots.index(stage), slots.dtype, shape, by_rows).load(tile_layout(tile))
+    return reinterpret(slots[0].index(stage), slots[0].dtype, shape, by_rows).load(tile_layout(tile))
 
 
 @gluon.jit
-def add_group(acc, rings, full, stage, phase, first: gl.constexpr, end: gl.constexpr, tile: gl.constexpr):
-    """acc with the tiles in `stage` of tensors first to end - 1 added. Every warp waits for each copy itself, so that
-    the copy's bytes are visible to its reads."""
-    for t in gl.static_range(first, end):
-        ring.wait(full[t].index(stage), phase)
-        acc += gl.sum(read_tile(rings[t], stage, tile).to(gl.float32), axis=0)
+def add_tiles(acc, rings, at, tile: gl.constexpr):
+    """acc with a stage's tiles of all rings added."""
+    for t in gl.static_range(len(rings.slots)):
+        # Every warp waits for each copy itself, so that the copy's bytes are visible to its reads.
+        ring.wait(rings.full[t][0].index(at.stage), at.phase)
+        acc += gl.sum(read_tile(rings.slots[t], at.stage, tile).to(gl.float32), axis=0)
     return acc
 
 
@@ -209,18 +204,15 @@ def sum_tiles(descs, left, rows, tile: gl.constexpr):
     acc = gl.full([rows_at_once(tile), tile.chunk], 0.0, gl.float32, gl.SliceLayout(0, layout))
     first = gl.program_id(1) * tile.rows
     step = gl.num_programs(1) * tile.rows
-    rings, full = open_rings(descs, first, left, rows, tile)
-    stage = 0
-    phase = 0
+    rings = open_rings(descs, first, left, rows, tile)
+    at = Position(0, 0)
     for row in range(first, rows, step):
         ahead = row + tile.num_stages * step
         for start in gl.static_range(0, len(descs), tile.groups):
-            acc = add_group(acc, rings, full, stage, phase, start, end_of_group(start, len(descs), tile), tile)
-            fill(descs, rings, full, stage, ahead, left, ahead < rows, start, end_of_group(start, len(descs), tile))
-        stage += 1
-        if stage == tile.num_stages:
-            stage = 0
-            phase ^= 1
+            group = some_rings(rings, start, end_of_group(start, len(descs), tile))
+            acc = add_tiles(acc, group, at, tile)
+            fill_stage(group, at.stage, ahead, left, rows, tile)
+        at = ring.next_position(at, tile)
     return gl.sum(acc, axis=0)
 
 

@@ -49,7 +49,7 @@ class Tile(CompileTime):
     chunk: int
     num_chunks: int
     num_warps: int  # warps that work on a tile together
-    # cols and all row strides are multiples of 2^log2_divisor. 0 where they are multiples of 16, which Triton sees itself.
+    # cols and all row strides are multiples of 2^log2_divisor. 0 if 16 divides them, which Triton sees itself.
     log2_divisor: int = 0
     one_tile: bool = False  # forward: no CTA has a second tile, so nothing is loaded ahead
     announces_end: bool = False  # backward: the launch that sums its partials is a dependent launch

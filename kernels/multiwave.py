@@ -10,96 +10,102 @@ at r * outer_stride. Offsets are 64-bit. Scalar arguments have fixed types, so t
 compile the kernel again.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
+from .loads import Statistics, StatisticsInMemory, load_parameter, load_statistics
 from .ptx import launch_dependents
 from .rowmath import input_gradient, inverse_std, normalize, row_means
 
 
+class RowsInMemory(NamedTuple):
+    """Where the rows of a tensor begin: see the module's docstring."""
+
+    ptr: tl.tensor
+    inner: tl.tensor
+    outer_stride: tl.tensor
+    inner_stride: tl.tensor
+
+
 @triton.jit
-def even(value, tile: tl.constexpr):
-    """`value`, which the compiler then knows to be a multiple of 2^even_bits. It needs this to load several elements at
-    once."""
-    if tile.even_bits > 0:
-        value = (value >> tile.even_bits) << tile.even_bits
+def divisible(value, tile: tl.constexpr):
+    """`value`, which the compiler then knows to be a multiple of 2^log2_divisor. It needs this to load several elements
+    at once."""
+    if tile.log2_divisor > 0:
+        value = (value >> tile.log2_divisor) << tile.log2_divisor
     return value
 
 
 @triton.jit
-def row_start(row, inner, outer_stride, inner_stride, norm: tl.constexpr):
+def rows_in_memory(ptr, inner, outer_stride, inner_stride, tile: tl.constexpr):
+    return RowsInMemory(ptr, inner, divisible(outer_stride, tile), divisible(inner_stride, tile))
+
+
+@triton.jit
+def row_start(source, row, norm: tl.constexpr):
     """Element offset of the start of each row; `row` is int64."""
     if norm.nested_rows:
-        start = (row // inner) * outer_stride + (row % inner) * inner_stride
+        start = (row // source.inner) * source.outer_stride + (row % source.inner) * source.inner_stride
     else:
-        start = row * outer_stride
+        start = row * source.outer_stride
     return start
 
 
 @triton.jit
-def load_row_tile(ptr, row, rows, cols, inner, outer_stride, inner_stride, norm: tl.constexpr, tile: tl.constexpr):
+def columns(c: tl.constexpr, tile: tl.constexpr):
+    """The columns [1, tile.chunk] of chunk c."""
+    return c * tile.chunk + tl.arange(0, tile.chunk)[None, :]
+
+
+@triton.jit
+def mask_of_chunk(row_mask, cols, c: tl.constexpr, tile: tl.constexpr):
+    """Which elements of chunk c are inside the tensor. Only the last chunk has columns that may be outside."""
+    mask = row_mask
+    if c == tile.num_chunks - 1:
+        mask = row_mask & (columns(c, tile) < cols)
+    return mask
+
+
+@triton.jit
+def load_row_tile(source, row, rows, cols, norm: tl.constexpr, tile: tl.constexpr):
     """Rows `row` as tile.num_chunks chunks [tile.rows, tile.chunk] in the tensor's own dtype, with zeros outside the
-    tensor. Only the last chunk is masked by cols."""
-    start = row_start(row, inner, outer_stride, inner_stride, norm)[:, None]
+    tensor."""
+    start = row_start(source, row, norm)[:, None]
     row_mask = (row < rows)[:, None]
+    return load_chunks(source.ptr, start, row_mask, cols, tile)
+
+
+@triton.jit
+def load_chunks(ptr, start, row_mask, cols, tile: tl.constexpr):
     chunks = ()
     for c in tl.static_range(tile.chunks):
-        col = c * tile.chunk + tl.arange(0, tile.chunk)[None, :]
-        mask = row_mask
-        if c == tile.num_chunks - 1:
-            mask = row_mask & (col < cols)
-        chunks = chunks + (tl.load(ptr + start + col, mask=mask, other=0.0),)
+        mask = mask_of_chunk(row_mask, cols, c, tile)
+        chunks = chunks + (tl.load(ptr + start + columns(c, tile), mask=mask, other=0.0),)
     return chunks
 
 
 @triton.jit
-def load_parameter(ptr, cols, present: tl.constexpr, tile: tl.constexpr):
-    """weight or bias as chunks [1, tile.chunk] in its own dtype, to be kept in registers for the CTA's life."""
-    chunks = ()
-    for c in tl.static_range(tile.chunks):
-        if present:
-            col = c * tile.chunk + tl.arange(0, tile.chunk)[None, :]
-            chunks = chunks + (tl.load(ptr + col, mask=col < cols, other=0.0),)
-        else:
-            chunks = chunks + (0.0,)
-    return chunks
-
-
-@triton.jit
-def load_statistics(mean_ptr, rstd_ptr, row, rows, mean_stride, rstd_stride, norm: tl.constexpr):
-    """mean and rstd [tile.rows, 1] in the accumulation dtype. They are 0 beyond the last row, so that such a row adds
-    nothing to dw."""
-    in_range = row < rows
-    rstd = tl.load(rstd_ptr + row * rstd_stride, mask=in_range, other=0.0).to(norm.acc)[:, None]
-    mean = rstd
-    if norm.layer:
-        mean = tl.load(mean_ptr + row * mean_stride, mask=in_range, other=0.0).to(norm.acc)[:, None]
-    return mean, rstd
+def load_row_statistics(source, row, rows, norm: tl.constexpr):
+    """Statistics [tile.rows, 1]."""
+    statistics = load_statistics(source, row, row < rows, norm)
+    return Statistics(statistics.mean[:, None], statistics.rstd[:, None])
 
 
 @triton.jit
 def load_residual(ptr, start, row_mask, cols, norm: tl.constexpr, tile: tl.constexpr):
     """Chunks of the gradient that is added to dx, in its own dtype. It is contiguous, as dx is."""
     chunks = ()
-    for c in tl.static_range(tile.chunks):
-        if norm.has_residual:
-            col = c * tile.chunk + tl.arange(0, tile.chunk)[None, :]
-            mask = row_mask
-            if c == tile.num_chunks - 1:
-                mask = row_mask & (col < cols)
-            chunks = chunks + (tl.load(ptr + start + col, mask=mask, other=0.0),)
-        else:
-            chunks = chunks + (0.0,)
+    if norm.has_residual:
+        chunks = load_chunks(ptr, start, row_mask, cols, tile)
     return chunks
 
 
 @triton.jit
 def store_chunk(ptr, start, value, row_mask, cols, c: tl.constexpr, tile: tl.constexpr):
-    col = c * tile.chunk + tl.arange(0, tile.chunk)[None, :]
-    mask = row_mask
-    if c == tile.num_chunks - 1:
-        mask = row_mask & (col < cols)
-    tl.store(ptr + start + col, value.to(ptr.dtype.element_ty), mask=mask)
+    mask = mask_of_chunk(row_mask, cols, c, tile)
+    tl.store(ptr + start + columns(c, tile), value.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -125,7 +131,7 @@ def write_rows(
         if norm.layer:
             deviation -= mean
             if c == tile.num_chunks - 1:  # padding has x = 0, but a deviation of -mean
-                deviation = tl.where(c * tile.chunk + tl.arange(0, tile.chunk)[None, :] < cols, deviation, 0.0)
+                deviation = tl.where(columns(c, tile) < cols, deviation, 0.0)
         squares += deviation * deviation
     row_rstd = inverse_std(tl.sum(squares, axis=1) / cols, tl.full([], eps, norm.acc))
     if rstd_ptr is not None:
@@ -148,20 +154,19 @@ def forward(
 ):
     """y of the CTA's row tiles (of its only one, with tile.one_tile), and mean and rstd unless their pointers are
     None."""
-    cols = even(cols, tile)
-    x_outer_stride = even(x_outer_stride, tile)
-    x_inner_stride = even(x_inner_stride, tile)
+    cols = divisible(cols, tile)
+    x_rows = rows_in_memory(x_ptr, x_inner, x_outer_stride, x_inner_stride, tile)
     step = tl.num_programs(0) * tile.rows
     row = tl.program_id(0).to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
-    x = load_row_tile(x_ptr, row, rows, cols, x_inner, x_outer_stride, x_inner_stride, norm, tile)
-    weight = load_parameter(weight_ptr, cols, norm.has_weight, tile)
-    bias = load_parameter(bias_ptr, cols, norm.has_bias, tile)
+    x = load_row_tile(x_rows, row, rows, cols, norm, tile)
+    weight = load_parameter(weight_ptr, cols, norm.has_weight, columns, tile)
+    bias = load_parameter(bias_ptr, cols, norm.has_bias, columns, tile)
     if tile.one_tile:
         write_rows(x, row, rows, cols, weight, bias, y_ptr, mean_ptr, rstd_ptr, eps, norm, tile)
     else:
         for _ in range(tl.cdiv(rows - tl.program_id(0) * tile.rows, step)):
             ahead = row + step
-            x_next = load_row_tile(x_ptr, ahead, rows, cols, x_inner, x_outer_stride, x_inner_stride, norm, tile)
+            x_next = load_row_tile(x_rows, ahead, rows, cols, norm, tile)
             write_rows(x, row, rows, cols, weight, bias, y_ptr, mean_ptr, rstd_ptr, eps, norm, tile)
             row = ahead
             x = x_next
@@ -175,12 +180,10 @@ def backward(
     norm: tl.constexpr, tile: tl.constexpr,
 ):
     """dx of the CTA's row tiles, and its row of the dw and db partials."""
-    cols = even(cols, tile)
-    x_outer_stride = even(x_outer_stride, tile)
-    x_inner_stride = even(x_inner_stride, tile)
-    dy_outer_stride = even(dy_outer_stride, tile)
-    dy_inner_stride = even(dy_inner_stride, tile)
-    weight = load_parameter(weight_ptr, cols, norm.has_weight, tile)
+    cols = divisible(cols, tile)
+    x_rows = rows_in_memory(x_ptr, x_inner, x_outer_stride, x_inner_stride, tile)
+    dy_rows = rows_in_memory(dy_ptr, dy_inner, dy_outer_stride, dy_inner_stride, tile)
+    weight = load_parameter(weight_ptr, cols, norm.has_weight, columns, tile)
     dw = ()
     db = ()
     for _ in tl.static_range(tile.chunks):
@@ -188,19 +191,20 @@ def backward(
         db = db + (tl.full([tile.rows, tile.chunk], 0.0, norm.acc),)
     step = tl.num_programs(0) * tile.rows
     row = tl.program_id(0).to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
-    x_next = load_row_tile(x_ptr, row, rows, cols, x_inner, x_outer_stride, x_inner_stride, norm, tile)
-    dy_next = load_row_tile(dy_ptr, row, rows, cols, dy_inner, dy_outer_stride, dy_inner_stride, norm, tile)
-    mean_next, rstd_next = load_statistics(mean_ptr, rstd_ptr, row, rows, mean_stride, rstd_stride, norm)
+    x_next = load_row_tile(x_rows, row, rows, cols, norm, tile)
+    dy_next = load_row_tile(dy_rows, row, rows, cols, norm, tile)
+    source = StatisticsInMemory(mean_ptr, rstd_ptr, mean_stride, rstd_stride)
+    next_statistics = load_row_statistics(source, row, rows, norm)
     for _ in range(tl.cdiv(rows - tl.program_id(0) * tile.rows, step)):
         x = x_next
         dy = dy_next
-        mean = mean_next
-        rstd = rstd_next
+        mean = next_statistics.mean
+        rstd = next_statistics.rstd
         in_range = row < rows
         ahead = row + step
-        x_next = load_row_tile(x_ptr, ahead, rows, cols, x_inner, x_outer_stride, x_inner_stride, norm, tile)
-        dy_next = load_row_tile(dy_ptr, ahead, rows, cols, dy_inner, dy_outer_stride, dy_inner_stride, norm, tile)
-        mean_next, rstd_next = load_statistics(mean_ptr, rstd_ptr, ahead, rows, mean_stride, rstd_stride, norm)
+        x_next = load_row_tile(x_rows, ahead, rows, cols, norm, tile)
+        dy_next = load_row_tile(dy_rows, ahead, rows, cols, norm, tile)
+        next_statistics = load_row_statistics(source, ahead, rows, norm)
         residual = load_residual(residual_ptr, (row * cols)[:, None], in_range[:, None], cols, norm, tile)
         sum_gx = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
         sum_g = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
@@ -249,11 +253,10 @@ def forward_by_column_tiles(
     """y of a row that does not fit registers, and mean and rstd unless their pointers are None; one row per CTA. Mean,
     variance (the mean of (x - mean)^2) and y take a pass over the row's column tiles each. Only the first pass reads
     from beyond the cache."""
-    cols = even(cols, tile)
-    x_outer_stride = even(x_outer_stride, tile)
-    x_inner_stride = even(x_inner_stride, tile)
+    cols = divisible(cols, tile)
+    x_rows = rows_in_memory(x_ptr, x_inner, x_outer_stride, x_inner_stride, tile)
     row = tl.program_id(0).to(tl.int64)
-    x_row = x_ptr + row_start(row, x_inner, x_outer_stride, x_inner_stride, norm)
+    x_row = x_ptr + row_start(x_rows, row, norm)
     y_row = y_ptr + row * cols
     lane = tl.arange(0, tile.chunk)
     row_mean = 0.0
@@ -297,19 +300,17 @@ def backward_row_means(
     """First pass over rows that do not fit registers, one row per CTA: mean(g * x_hat) to means[0, row] and, for
     LayerNorm, mean(g) to means[1, row]. CTA 0 also sets the counters of the second pass to zero. That pass is the next
     launch on the stream, so it sees means and zeros."""
-    cols = even(cols, tile)
-    x_outer_stride = even(x_outer_stride, tile)
-    x_inner_stride = even(x_inner_stride, tile)
-    dy_outer_stride = even(dy_outer_stride, tile)
-    dy_inner_stride = even(dy_inner_stride, tile)
+    cols = divisible(cols, tile)
+    x_rows = rows_in_memory(x_ptr, x_inner, x_outer_stride, x_inner_stride, tile)
+    dy_rows = rows_in_memory(dy_ptr, dy_inner, dy_outer_stride, dy_inner_stride, tile)
     row = tl.program_id(0).to(tl.int64)
     if counters_ptr is not None:
         if row == 0:
             for start in range(0, num_counters, tile.chunk):
                 lane = tl.arange(0, tile.chunk)
                 tl.store(counters_ptr + start + lane, tl.zeros_like(lane), mask=lane < num_counters - start)
-    x_row = x_ptr + row_start(row, x_inner, x_outer_stride, x_inner_stride, norm)
-    dy_row = dy_ptr + row_start(row, dy_inner, dy_outer_stride, dy_inner_stride, norm)
+    x_row = x_ptr + row_start(x_rows, row, norm)
+    dy_row = dy_ptr + row_start(dy_rows, row, norm)
     rstd = tl.load(rstd_ptr + row * rstd_stride).to(norm.acc)
     mean = rstd
     if norm.layer:
@@ -347,33 +348,30 @@ def backward_by_column_tiles(
     of the sum does not depend on which CTA is last. That CTA sees all partials: each CTA stores its own, meets at a
     barrier and then counts itself by one atomic addition, a release of all that the barrier ordered before it. The
     addition is an acquire as well, so the CTA that finds all others counted has their partials before it."""
-    cols = even(cols, tile)
-    x_outer_stride = even(x_outer_stride, tile)
-    x_inner_stride = even(x_inner_stride, tile)
-    dy_outer_stride = even(dy_outer_stride, tile)
-    dy_inner_stride = even(dy_inner_stride, tile)
+    cols = divisible(cols, tile)
     left = tl.program_id(0).to(tl.int64) * tile.chunk  # rows may be wider than 2^31 elements
-    width = even(tl.minimum(cols - left, tile.chunk).to(tl.int32), tile)
+    x_rows = rows_in_memory(x_ptr + left, x_inner, x_outer_stride, x_inner_stride, tile)
+    dy_rows = rows_in_memory(dy_ptr + left, dy_inner, dy_outer_stride, dy_inner_stride, tile)
+    source = StatisticsInMemory(mean_ptr, rstd_ptr, mean_stride, rstd_stride)
+    width = divisible(tl.minimum(cols - left, tile.chunk).to(tl.int32), tile)
     weight = (0.0,)
     if norm.has_weight and norm.wants_dx:
-        weight = load_parameter(weight_ptr + left, width, True, tile)
+        weight = load_parameter(weight_ptr + left, width, True, columns, tile)
     dw = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
     db = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
     step = tl.num_programs(1) * tile.rows
     row = tl.program_id(1).to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
-    x_next = load_row_tile(x_ptr + left, row, rows, width, x_inner, x_outer_stride, x_inner_stride, norm, tile)
-    dy_next = load_row_tile(dy_ptr + left, row, rows, width, dy_inner, dy_outer_stride, dy_inner_stride, norm, tile)
+    x_next = load_row_tile(x_rows, row, rows, width, norm, tile)
+    dy_next = load_row_tile(dy_rows, row, rows, width, norm, tile)
     for _ in range(tl.cdiv(rows - tl.program_id(1) * tile.rows, step)):
         x = x_next[0].to(norm.acc)
         dy = dy_next[0].to(norm.acc)
         in_range = row < rows
-        mean, rstd = load_statistics(mean_ptr, rstd_ptr, row, rows, mean_stride, rstd_stride, norm)
+        statistics = load_row_statistics(source, row, rows, norm)
         ahead = row + step
-        x_next = load_row_tile(x_ptr + left, ahead, rows, width, x_inner, x_outer_stride, x_inner_stride, norm, tile)
-        dy_next = load_row_tile(
-            dy_ptr + left, ahead, rows, width, dy_inner, dy_outer_stride, dy_inner_stride, norm, tile
-        )
-        x_hat = normalize(x, mean, rstd, norm)
+        x_next = load_row_tile(x_rows, ahead, rows, width, norm, tile)
+        dy_next = load_row_tile(dy_rows, ahead, rows, width, norm, tile)
+        x_hat = normalize(x, statistics.mean, statistics.rstd, norm)
         dw += dy * x_hat
         db += dy
         if norm.wants_dx:
@@ -384,7 +382,7 @@ def backward_by_column_tiles(
             g = dy
             if norm.has_weight:
                 g *= weight[0].to(norm.acc)
-            dx = input_gradient(g, x, mean, rstd, mean_gx, mean_g, norm)
+            dx = input_gradient(g, x, statistics.mean, statistics.rstd, mean_gx, mean_g, norm)
             start = (row * cols)[:, None]
             if norm.has_residual:
                 dx += load_residual(residual_ptr + left, start, in_range[:, None], width, norm, tile)[0].to(norm.acc)

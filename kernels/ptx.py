@@ -61,7 +61,7 @@ def buffer_bytes(tile):
 
 @triton.constexpr_function
 def open_exchange_ptx(tile):
-    """PTX that initializes the CTA's mbarriers and arrives at the cluster barrier. Its result is the buffers' address."""
+    """PTX that initializes the CTA's mbarriers and arrives at the cluster barrier. It gives the buffers' address."""
     # Dynamic shared memory starts where static shared memory ends, and TMA writes only to multiples of 128 bytes: the
     # size is a multiple of 128 too.
     # The fence shows the initialization to the other CTAs that wait at the cluster barrier. The arrival there is

@@ -81,7 +81,7 @@ def allocate_barriers(tile: gl.constexpr):
 
 @gluon.jit
 def open_rings(descs, tile: gl.constexpr):
-    """A ring for each tensor, by the descriptors of its copies. The fence shows the initialized mbarriers to the copies.
+    """A ring for each tensor, by the descriptors of its copies. The fence shows the mbarriers' inits to the copies.
 
     Each copy has mbarriers of its own: with a common one, the compiler would put a CTA barrier between its copies."""
     slots = ()

@@ -12,13 +12,62 @@ an old phase of a stage's mbarrier for the one it waits for, since a wait knows 
 tile that has not arrived.
 """
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from . import partial_sums, ring
+from . import partial_sums, passes, ring, row_tile
 from .cluster import open_exchange
+from .loads import StatisticsInMemory, load_parameter
+from .passes import ColumnSums
+from .ring import Position
 
 PRODUCER_REGISTERS = gl.constexpr(24)  # the fewest a warp can have; the compute groups get the rest
+
+
+class Fill(NamedTuple):
+    """What the producer needs: of each tensor its descriptor and its slots, the mbarriers, and the number of rows."""
+
+    descs: tuple
+    slots: tuple
+    full: gl.tensor
+    empty: gl.tensor
+    rows: gl.tensor
+
+
+class Backward(NamedTuple):
+    """What a compute group of a backward needs."""
+
+    x_slots: tuple
+    dy_slots: tuple
+    full: gl.tensor
+    empty: gl.tensor
+    statistics: StatisticsInMemory
+    residual_ptr: gl.tensor
+    weight_ptr: gl.tensor
+    weight: tuple  # in shared memory, or placeholders
+    dx_ptr: gl.tensor
+    partials: ColumnSums
+    rows: gl.tensor
+    cols: gl.tensor
+
+
+class Forward(NamedTuple):
+    """What a compute group of a forward needs. Parameters that are absent have other pointers in their place."""
+
+    x_slots: tuple
+    full: gl.tensor
+    empty: gl.tensor
+    weight_ptr: gl.tensor
+    weight: tuple  # in shared memory, or placeholders
+    bias_ptr: gl.tensor
+    bias: tuple
+    y_ptr: gl.tensor
+    statistics_ptrs: tuple  # of mean and rstd, or empty
+    rows: gl.tensor
+    cols: gl.tensor
+    eps: gl.tensor
 
 
 @gluon.constexpr_function
@@ -28,26 +77,22 @@ def stage_bytes(descs, tile):
 
 
 @gluon.jit
-def produce(tile: gl.constexpr, descs, rings, full, empty, rows):
+def produce(tile: gl.constexpr, fill):
     """Fill stage after stage with a tile of every tensor, each as soon as its group has released it. All copies of a
     tile complete on one mbarrier, which expects their bytes before the first of them starts."""
     first = gl.program_id(0) * tile.rows
     step = gl.num_programs(0) * tile.rows
-    stage = 0
-    phase = 1  # of a fresh barrier, the phase before its first counts as complete: the first fill does not wait
-    row = ring.row_of_tile(first, rows, tile)
-    for _ in range(first, rows, step):
-        ring.wait(empty.index(stage), phase)  # the group has read the tile that these copies overwrite
-        barrier = full.index(stage)
-        ring.expect(barrier, stage_bytes(descs, tile))
+    at = Position(0, 1)  # of a fresh mbarrier, the phase before its first counts as complete: the first fill is at once
+    row = row_tile.row_of_tile(first, fill.rows, tile)
+    for _ in range(first, fill.rows, step):
+        ring.wait(fill.empty.index(at.stage), at.phase)  # the group has read the tile that these copies overwrite
+        ring.expect(fill.full.index(at.stage), stage_bytes(fill.descs, tile))
+        corners = row_tile.copy_corners(row, tile)
         for i in gl.static_range(tile.copies):
-            for t in gl.static_range(len(descs)):
-                ring.start_copy(descs[t], row, i, barrier, rings[t][i].index(stage), True, tile)
+            for t in gl.static_range(len(fill.descs)):
+                ring.start_copy(fill.descs[t], corners[i], fill.full, fill.slots[t][i], at.stage, True)
         row -= step
-        stage += 1
-        if stage == tile.num_stages:
-            stage = 0
-            phase ^= 1
+        at = ring.next_position(at, tile)
 
 
 @gluon.jit
@@ -63,17 +108,7 @@ def release_stage(empty, stage):
 
 
 @gluon.jit
-def next_stage(stage, phase, group, tile: gl.constexpr):
-    """The group's next stage, and the phase to wait for there."""
-    stage += tile.num_groups
-    if stage >= tile.num_stages:
-        stage = group
-        phase ^= 1
-    return stage, phase
-
-
-@gluon.jit
-def consume(norm: gl.constexpr, tile: gl.constexpr, group, operands):
+def consume(norm: gl.constexpr, tile: gl.constexpr, group: gl.constexpr, operands):
     """One compute group."""
     if norm.wants_dx:
         consume_backward(norm, tile, group, operands)
@@ -82,81 +117,74 @@ def consume(norm: gl.constexpr, tile: gl.constexpr, group, operands):
 
 
 @gluon.jit
-def consume_backward(norm: gl.constexpr, tile: gl.constexpr, group, operands):
+def consume_backward(norm: gl.constexpr, tile: gl.constexpr, group: gl.constexpr, operands):
     """One compute group of a backward: every num_groups-th tile of the CTA, from the group-th on. A stage is released
     after its last read: the only one if the tile stays in registers (tile.cached), otherwise the second, for dx."""
-    inputs, parameters, outputs, sizes = operands
-    x_ring, dy_ring, full, empty, mean_ptr, rstd_ptr, residual_ptr = inputs
-    weight_ptr, weight_in_smem = parameters
-    dx_ptr, dw_partial_ptr, db_partial_ptr = outputs
-    rows, cols, mean_stride, rstd_stride = sizes
     if tile.weight_in_smem:
-        weight = weight_in_smem
+        weight = operands.weight
     else:
-        weight = ring.load_parameter(weight_ptr, cols, norm.has_weight, tile)
-    dw = partial_sums.zeros_by_column(tile)
-    db = partial_sums.zeros_by_column(tile)
+        weight = load_parameter(operands.weight_ptr, operands.cols, norm.has_weight, row_tile.columns_of_thread, tile)
+    sums = partial_sums.zeros(tile)
     first = (gl.program_id(0) + group * gl.num_programs(0)) * tile.rows
     step = gl.num_programs(0) * (tile.rows * tile.num_groups)
-    row = ring.row_of_tile(first, rows, tile)
-    mean_next, rstd_next = ring.load_statistics(mean_ptr, rstd_ptr, row, mean_stride, rstd_stride, norm, tile)
-    stage = group
-    phase = 0
-    for _ in range(first, rows, step):
-        mean = ring.per_row(mean_next)
-        rstd = ring.per_row(rstd_next)
-        mean_next, rstd_next = ring.load_statistics(
-            mean_ptr, rstd_ptr, row - step, mean_stride, rstd_stride, norm, tile
-        )
-        ring.wait(full.index(stage), phase)  # the tile has arrived, and is visible to this warp's reads
-        x = ring.read_tile(x_ring, stage, False, tile)
-        dy = ring.read_tile(dy_ring, stage, False, tile)
-        residual = ring.load_residual(residual_ptr, row, cols, norm, tile)
+    row = row_tile.row_of_tile(first, operands.rows, tile)
+    next_statistics = row_tile.load_row_statistics(operands.statistics, row, norm, tile)
+    at = Position(group, 0)
+    for _ in range(first, operands.rows, step):
+        statistics = row_tile.by_row(next_statistics)
+        next_statistics = row_tile.load_row_statistics(operands.statistics, row - step, norm, tile)
+        ring.wait(operands.full.index(at.stage), at.phase)  # the tile has arrived, and is visible to this warp's reads
+        x = row_tile.read_tile(operands.x_slots, at.stage, False, tile)
+        dy = row_tile.read_tile(operands.dy_slots, at.stage, False, tile)
+        residual = row_tile.load_residual(operands.residual_ptr, row, operands.cols, norm, tile)
         if tile.cached:
-            release_stage(empty, stage)
-        dw, db, sums = ring.sum_tile(x, dy, mean, rstd, weight, dw, db, norm, tile)
+            release_stage(operands.empty, at.stage)
+        sums, row_sums = passes.sum_tile(x, dy, statistics, weight, sums, norm, tile)
         if not tile.cached:
-            x = ring.read_tile(x_ring, stage, True, tile)
-            dy = ring.read_tile(dy_ring, stage, True, tile)
-        ring.store_dx(dx_ptr, x, dy, mean, rstd, sums, weight, residual, row, cols, norm, tile)
+            x = row_tile.read_tile(operands.x_slots, at.stage, True, tile)
+            dy = row_tile.read_tile(operands.dy_slots, at.stage, True, tile)
+        passes.store_dx(operands.dx_ptr, x, dy, statistics, row_sums, weight, residual, row, operands.cols, norm, tile)
         if not tile.cached:
-            release_stage(empty, stage)
+            release_stage(operands.empty, at.stage)
         row -= step
-        stage, phase = next_stage(stage, phase, group, tile)
+        at = ring.next_position(at, tile, group, tile.num_groups)
     partial = gl.program_id(0) * tile.num_groups + group
-    partial_sums.store_partials(dw_partial_ptr, db_partial_ptr, dw, db, partial, cols, cols, norm, tile)
+    partial_sums.store_partials(operands.partials, sums, partial, operands.cols, operands.cols, norm, tile)
 
 
 @gluon.jit
-def consume_forward(norm: gl.constexpr, tile: gl.constexpr, group, operands):
+def consume_forward(norm: gl.constexpr, tile: gl.constexpr, group: gl.constexpr, operands):
     """One compute group of a forward: every num_groups-th tile of the CTA, from the group-th on. A stage is read once,
     and released at once."""
-    inputs, parameters, outputs, sizes = operands
-    x_ring, full, empty = inputs
-    weight_ptr, weight_in_smem, bias_ptr, bias_in_smem = parameters
-    y_ptr, statistics = outputs
-    rows, cols, eps = sizes
     if tile.weight_in_smem:
-        weight = weight_in_smem
-        bias = bias_in_smem
+        weight = operands.weight
+        bias = operands.bias
     else:
-        weight = ring.load_parameter(weight_ptr, cols, norm.has_weight, tile)
-        bias = ring.load_parameter(bias_ptr, cols, norm.has_bias, tile)
+        weight = load_parameter(operands.weight_ptr, operands.cols, norm.has_weight, row_tile.columns_of_thread, tile)
+        bias = load_parameter(operands.bias_ptr, operands.cols, norm.has_bias, row_tile.columns_of_thread, tile)
     first = (gl.program_id(0) + group * gl.num_programs(0)) * tile.rows
     step = gl.num_programs(0) * (tile.rows * tile.num_groups)
-    row = ring.row_of_tile(first, rows, tile)
-    stage = group
-    phase = 0
-    for _ in range(first, rows, step):
-        ring.wait(full.index(stage), phase)  # the tile has arrived, and is visible to this warp's reads
-        x = ring.read_tile(x_ring, stage, False, tile)
-        release_stage(empty, stage)
-        mean, rstd, _exchange = ring.row_statistics(x, cols, eps, open_exchange(tile), norm, tile)
-        if len(statistics) > 0:
-            ring.store_statistics(statistics[0], statistics[1], mean, rstd, row, norm, tile)
-        ring.store_y(y_ptr, x, mean, rstd, weight, bias, row, cols, norm, tile)
+    row = row_tile.row_of_tile(first, operands.rows, tile)
+    at = Position(group, 0)
+    for _ in range(first, operands.rows, step):
+        ring.wait(operands.full.index(at.stage), at.phase)  # the tile has arrived, and is visible to this warp's reads
+        x = row_tile.read_tile(operands.x_slots, at.stage, False, tile)
+        release_stage(operands.empty, at.stage)
+        statistics, _exchange = passes.row_statistics(x, operands.cols, operands.eps, open_exchange(tile), norm, tile)
+        if len(operands.statistics_ptrs) > 0:
+            mean_ptr, rstd_ptr = operands.statistics_ptrs
+            row_tile.store_statistics(mean_ptr, rstd_ptr, statistics, row, norm, tile)
+        passes.store_y(operands.y_ptr, x, statistics, weight, bias, row, operands.cols, norm, tile)
         row -= step
-        stage, phase = next_stage(stage, phase, group, tile)
+        at = ring.next_position(at, tile, group, tile.num_groups)
+
+
+@gluon.jit
+def parameter_in_smem(ptr, cols, present: gl.constexpr, tile: gl.constexpr):
+    """A parameter for all groups in shared memory; placeholders where each group loads it to its registers."""
+    in_smem: gl.constexpr = present and tile.weight_in_smem
+    loaded = load_parameter(ptr, cols, in_smem, row_tile.columns_of_thread, tile)
+    return row_tile.hold_parameter(loaded, in_smem, True, tile)
 
 
 @gluon.jit(do_not_specialize=["rows"])
@@ -165,20 +193,19 @@ def backward(
     mean_stride: "i64", rstd_stride: "i64",
     norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr,
 ):
-    """dx of the CTA's row tiles, and its num_groups rows of the dw and db partials. The fence shows the initialized
-    mbarriers to the copies."""
-    x_ring = ring.allocate_ring(x_desc, None, tile)
-    dy_ring = ring.allocate_ring(dy_desc, None, tile)
+    """dx of the CTA's row tiles, and its num_groups rows of the dw and db partials."""
+    x_slots = ring.allocate_slots(row_tile.copy_descriptors(x_desc, None, tile), tile)
+    dy_slots = ring.allocate_slots(row_tile.copy_descriptors(dy_desc, None, tile), tile)
     full = ring.allocate_barriers(tile)
     empty = ring.allocate_barriers(tile)
-    ring.fence_barriers()
-    in_smem: gl.constexpr = norm.has_weight and tile.weight_in_smem
-    weight = ring.hold_parameter(ring.load_parameter(weight_ptr, cols, in_smem, tile), in_smem, True, tile)
-    filling = ((x_desc, dy_desc), (x_ring, dy_ring), full, empty, rows)
-    inputs = (x_ring, dy_ring, full, empty, mean_ptr, rstd_ptr, residual_ptr)
-    outputs = (dx_ptr, dw_partial_ptr, db_partial_ptr)
-    sizes = (rows, cols, mean_stride, rstd_stride)
-    run_groups(filling, (inputs, (weight_ptr, weight), outputs, sizes), norm, tile)
+    ring.fence_barriers()  # shows the initialized mbarriers to the copies
+    weight = parameter_in_smem(weight_ptr, cols, norm.has_weight, tile)
+    statistics = StatisticsInMemory(mean_ptr, rstd_ptr, mean_stride, rstd_stride)
+    partials = ColumnSums(dw_partial_ptr, db_partial_ptr)
+    operands = Backward(
+        x_slots, dy_slots, full, empty, statistics, residual_ptr, weight_ptr, weight, dx_ptr, partials, rows, cols
+    )
+    run_groups(Fill((x_desc, dy_desc), (x_slots, dy_slots), full, empty, rows), operands, norm, tile)
 
 
 @gluon.jit(do_not_specialize=["rows"])
@@ -186,24 +213,22 @@ def forward(
     x_desc, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows, cols, eps: "fp64",
     norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr,
 ):
-    """y of the CTA's row tiles, and mean and rstd unless their pointers are None. The fence shows the initialized
-    mbarriers to the copies."""
-    x_ring = ring.allocate_ring(x_desc, None, tile)
+    """y of the CTA's row tiles, and mean and rstd unless their pointers are None."""
+    x_slots = ring.allocate_slots(row_tile.copy_descriptors(x_desc, None, tile), tile)
     full = ring.allocate_barriers(tile)
     empty = ring.allocate_barriers(tile)
-    ring.fence_barriers()
-    weight_held: gl.constexpr = norm.has_weight and tile.weight_in_smem
-    bias_held: gl.constexpr = norm.has_bias and tile.weight_in_smem
-    weight = ring.load_parameter(weight_ptr, cols, weight_held, tile)
-    bias = ring.load_parameter(bias_ptr, cols, bias_held, tile)
-    weight = ring.hold_parameter(weight, weight_held, True, tile)
-    bias = ring.hold_parameter(bias, bias_held, True, tile)
+    ring.fence_barriers()  # shows the initialized mbarriers to the copies
+    weight = parameter_in_smem(weight_ptr, cols, norm.has_weight, tile)
+    bias = parameter_in_smem(bias_ptr, cols, norm.has_bias, tile)
     statistics = ()
     if rstd_ptr is not None:
         statistics = (or_else(mean_ptr, rstd_ptr), rstd_ptr)
-    filling = ((x_desc,), (x_ring,), full, empty, rows)
-    parameters = (or_else(weight_ptr, y_ptr), weight, or_else(bias_ptr, y_ptr), bias)
-    run_groups(filling, ((x_ring, full, empty), parameters, (y_ptr, statistics), (rows, cols, eps)), norm, tile)
+    weight_ptr = or_else(weight_ptr, y_ptr)
+    bias_ptr = or_else(bias_ptr, y_ptr)
+    operands = Forward(
+        x_slots, full, empty, weight_ptr, weight, bias_ptr, bias, y_ptr, statistics, rows, cols, eps
+    )
+    run_groups(Fill((x_desc,), (x_slots,), full, empty, rows), operands, norm, tile)
 
 
 @gluon.jit
@@ -217,22 +242,18 @@ def or_else(pointer, other):
 
 
 @gluon.jit
-def run_groups(filling, operands, norm: gl.constexpr, tile: gl.constexpr):
+def run_groups(fill, operands, norm: gl.constexpr, tile: gl.constexpr):
     """Run the producer beside one or two compute groups."""
     if tile.num_groups == 1:
         gl.warp_specialize(
-            [(consume, (norm, tile, 0, operands)), (produce, (tile,) + filling)],
+            [(consume, (norm, tile, 0, operands)), (produce, (tile, fill))],
             [1],
             [PRODUCER_REGISTERS],
         )
     else:
         gl.static_assert(tile.num_groups == 2)
         gl.warp_specialize(
-            [
-                (consume, (norm, tile, 0, operands)),
-                (consume, (norm, tile, 1, operands)),
-                (produce, (tile,) + filling),
-            ],
+            [(consume, (norm, tile, 0, operands)), (consume, (norm, tile, 1, operands)), (produce, (tile, fill))],
             [tile.num_warps, 1],
             [tile.group_registers, PRODUCER_REGISTERS],
         )
