@@ -1,4 +1,4 @@
-"""torch.compile of ATen's ops: what it makes of the same forward and backward that autograd would hand it."""
+"""torch.compile of ATen's ops: the same forward and backward that autograd would give it to compile."""
 
 from __future__ import annotations
 
@@ -60,5 +60,5 @@ def prepare(case: BenchCase, inputs: BenchInputs, options: dict | None = None):
 
 
 def forget() -> None:
-    """Drop what was compiled: cases share code objects, and Dynamo stops compiling one after 8 builds."""
+    """Drop compiled code: all cases share the same code objects, and Dynamo compiles each at most 8 times."""
     torch.compiler.reset()
