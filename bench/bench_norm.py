@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -24,7 +24,19 @@ import fusednorm
 from fusednorm.testing import Inputs, Outputs, assert_outputs_close, exact, relative_error
 from fusednorm.tools.console import progress, show_beside
 
-from .candidates import CANDIDATES, FLOOR, OURS, Calls, Candidate, Refused, floor_call, joined, reason
+from .candidates import (
+    CANDIDATES,
+    FLOOR,
+    OURS,
+    Calls,
+    Candidate,
+    Refused,
+    floor_call,
+    is_ours,
+    joined,
+    present,
+    reason,
+)
 from .cases import (
     DIRECTIONS,
     BenchCase,
@@ -39,7 +51,6 @@ from .peers import inductor
 from .records import (
     add_out_argument,
     describe_machine,
-    is_ours,
     lacks_gpu,
     make_record,
     print_report,
@@ -119,15 +130,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def present(names: Iterable[str]) -> dict[str, Candidate]:
-    """The candidates that this machine has; prints why the others are left out."""
-    missing = {name: CANDIDATES[name].missing() for name in names}
-    for name, why in missing.items():
-        if why:
-            print(f"{name} is left out: {why}")
-    return {name: CANDIDATES[name] for name, why in missing.items() if not why}
-
-
 def compile_ours(cases: list[BenchCase], chosen: dict[str, Candidate]) -> None:
     """Compile our kernels for all contiguous cases side by side, before the first is timed."""
     problems: dict[tuple, set[int]] = {}
@@ -136,7 +138,7 @@ def compile_ours(cases: list[BenchCase], chosen: dict[str, Candidate]) -> None:
             mask = tuple(case.output_mask)
             key = (case.norm, case.x_dtype, case.weight_dtype, mask, case.residual_dtype)
             problems.setdefault(key, set()).add(case.cols)
-    variants = [name.partition(":")[2] or None for name, candidate in chosen.items() if candidate.ours]
+    variants = [name.partition(":")[2] or None for name in chosen if is_ours(name)]
     for variant in variants:
         with fusednorm.force(variant):
             for (norm, dtype, weight_dtype, mask, residual), cols in problems.items():

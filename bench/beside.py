@@ -25,8 +25,7 @@ import torch.distributed as dist
 import fusednorm
 from fusednorm.tools.console import print_table, progress, show_beside
 
-from .bench_norm import present
-from .candidates import CANDIDATES, OURS, reason
+from .candidates import CANDIDATES, OURS, present, reason
 from .cases import (
     SHAPE_HELP,
     SHAPE_SETS,

@@ -5,7 +5,7 @@ To add another implementation, add an entry to CANDIDATES.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -54,10 +54,6 @@ class Candidate:
     name: str
     prepare: Callable[[BenchCase, BenchInputs], Calls]
     missing: Callable[[], str | None] = field(default=lambda: None)
-
-    @property
-    def ours(self) -> bool:
-        return self.name.partition(":")[0] == OURS
 
     def outputs(self, case: BenchCase, inputs: BenchInputs) -> Outputs:
         """The outputs of forward and backward together, to be checked."""
@@ -227,3 +223,16 @@ CANDIDATES = {
         _peer(transformer_engine),
     )
 }
+
+
+def is_ours(name: str) -> bool:
+    return name.partition(":")[0] == OURS
+
+
+def present(names: Iterable[str]) -> dict[str, Candidate]:
+    """The candidates that this machine has; prints why the others are left out."""
+    missing = {name: CANDIDATES[name].missing() for name in names}
+    for name, why in missing.items():
+        if why:
+            print(f"{name} is left out: {why}")
+    return {name: CANDIDATES[name] for name, why in missing.items() if not why}

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from fusednorm.tools.console import print_table
 
-from .records import cell, is_ours, load, shape_text, spread, timed
+from .candidates import is_ours
+from .records import cell, load, shape_text, spread, timed
 
 TOLERANCE = 0.03
 

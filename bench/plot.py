@@ -18,9 +18,9 @@ import torch
 
 from fusednorm.planner.device import KNOWN
 
-from .candidates import FLOOR, OURS
+from .candidates import FLOOR, OURS, is_ours
 from .cases import DIRECTIONS, NORMS, make_parser
-from .records import RESULTS, best_peer, by_cell, is_ours, is_plain, load, rows_of, slug, timed
+from .records import RESULTS, best_peer, by_cell, is_plain, load, rows_of, slug, timed
 
 TITLES = {"layer": "LayerNorm", "rms": "RMSNorm"}
 COLORS = {OURS: "#c1121f", "aten": "#6c757d", "inductor": "#e09f3e", "inductor_mix": "#bb7a1c", "cudnn": "#2a9d8f",

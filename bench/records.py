@@ -22,7 +22,7 @@ import torch
 import fusednorm
 from fusednorm.tools.console import print_table
 
-from .candidates import FLOOR, OURS, floor_bytes
+from .candidates import FLOOR, floor_bytes, is_ours
 from .cases import BenchCase, dtype_name
 from .peers import packages
 from .timing import Times
@@ -167,10 +167,6 @@ def spread(record: dict) -> float:
 def is_plain(record: dict) -> bool:
     """Whether rows were contiguous, all gradients wanted, and nothing added to dx."""
     return not any(record.get(name) for name in ("token_stride", "frozen", "residual_dtype"))
-
-
-def is_ours(name: str) -> bool:
-    return name.partition(":")[0] == OURS
 
 
 def timed(records: Iterable[dict]) -> list[dict]:
