@@ -24,11 +24,6 @@ def prepare(case: BenchCase, inputs: BenchInputs, options: dict | None = None):
     )  # fmt: skip
     mask, aten, residual = case.output_mask, torch.ops.aten, inputs.residual_grad
 
-    def with_residual(grads, residual):
-        if residual is None:
-            return grads
-        return (grads[0] + residual).to(x.dtype), *grads[1:]
-
     @compiled
     def layer_forward(x, weight, bias):
         return aten.native_layer_norm(x, shape, weight, bias, eps)
@@ -57,6 +52,12 @@ def prepare(case: BenchCase, inputs: BenchInputs, options: dict | None = None):
         return Outputs(None, None, None, *rms_backward(dy, x, ahead.rstd, weight, residual))
 
     return forward, backward
+
+
+def with_residual(grads, residual):
+    """The gradients of a norm, with the residual's added to dx."""
+    dx, *others = grads
+    return grads if residual is None else ((dx + residual).to(dx.dtype), *others)
 
 
 def forget() -> None:
