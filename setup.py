@@ -1,8 +1,8 @@
-"""The packages, what they need, and the one renaming: the folder kernels/ installs as fusednorm.kernels.
+"""Builds and installs the package. The folder kernels/ is installed as fusednorm.kernels.
 
-Where torch and triton can be imported while this runs (pip install --no-build-isolation, python setup.py build_ext
---inplace) the host side is built in C++ as well, for this torch. Where it does not compile the package is pure Python;
-the build's last line says so, and so does `python -m fusednorm doctor`, with the compiler's first error.
+If torch and triton can be imported during the build (pip install --no-build-isolation, python setup.py build_ext
+--inplace), the C++ host side is built, too, for this torch. If it does not compile, the package is pure Python: the
+build's last line and `python -m fusednorm doctor` say so, with the compiler's first error.
 """
 
 import atexit
@@ -19,13 +19,11 @@ from setuptools.command.build_ext import build_ext
 HERE = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"', (HERE / "fusednorm" / "__init__.py").read_text(), re.MULTILINE).group(1)
 LINUX = "sys_platform == 'linux' and (platform_machine == 'x86_64' or platform_machine == 'aarch64')"
-
-
-NATIVE_FAILURE = "_native_failure.txt"  # beside where the extension would be; fusednorm/host/native.py reads it
+NATIVE_FAILURE = "_native_failure.txt"  # in the folder of the missing extension; fusednorm/host/native.py reads it
 
 
 class BuildNative(build_ext):
-    """Keeps the compiler's first error, and says it last of all."""
+    """Saves the compiler's first error and prints it as the build's last line."""
 
     def build_extension(self, extension):
         failure = Path(self.get_ext_fullpath(extension.name)).with_name(NATIVE_FAILURE)
@@ -49,7 +47,7 @@ class BuildNative(build_ext):
 
 @contextlib.contextmanager
 def stderr_to(file):
-    """That of the processes that are started inside, too."""
+    """Redirects stderr to a file, also for processes that are started inside the block."""
     sys.stderr.flush()
     kept = os.dup(2)
     os.dup2(file.fileno(), 2)

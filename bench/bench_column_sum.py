@@ -1,10 +1,11 @@
-"""Times column_sum beside torch's x.sum(0) of each tensor and a kernel that only reads the same tensors.
+"""Times column_sum, x.sum(0) of each tensor by torch, and a kernel that only reads the same tensors.
 
     python -m bench.bench_column_sum --cases 8192x8192 4096x1024x5 4096x1024x5+ --dtypes fp16
 
-A case is rows x cols, x the number of tensors if more than one, + if all are added up. Every sum is compared with
-float64 before anything is timed. One JSON line per time goes to column-sum.jsonl. Exit code 1 if one of our sums is
-wrong, 2 without a CUDA GPU. --sweep times every plan with every number of splits worth trying instead of the planner's.
+A case is written rows x cols, or rows x cols x number of tensors, with + if the tensors' sums are added up too. Every
+sum is compared with float64 before anything is timed. --sweep times every plan, with every number of splits worth
+trying, in place of the planner's choice. One JSON line per time goes to column-sum.jsonl. Exit code 1 if one of our
+sums is wrong, 2 without a CUDA GPU.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from fusednorm.columns.problem import ColumnSumCall, check_column_sum
 from fusednorm.host import gpus
 from fusednorm.tools.console import print_table, progress, show_beside
 
+from .candidates import FLOOR, OURS
 from .cases import COLUMN_SUMS, DTYPES, make_parser
 from .records import (
     add_out_argument,
     describe_machine,
     lacks_gpu,
+    machine_text,
     read_clocks,
     results_path,
     save,
@@ -39,8 +42,8 @@ from .records import (
 )
 from .timing import Times, time_interleaved
 
-FLOOR, TORCH, OURS = "floor", "torch", "fusednorm"
-WORST_ERROR = 1e-2  # relative L2, of a 16-bit sum: a missing tile is far beyond it
+TORCH = "torch"
+WORST_ERROR = 1e-2  # relative L2 error: a 16-bit sum stays below, a sum that misses a tile is far above
 
 Call = Callable[[], list[Tensor]]
 
@@ -116,7 +119,7 @@ def bench_case(case: Case, dtype: str, options: argparse.Namespace, machine: dic
 
 
 def choices_for(call: ColumnSumCall, sweep: bool) -> Iterator[tuple[str, Choice]]:
-    """The planner's choice, and those of each kernel or, in a sweep, of each plan."""
+    """The planner's choice, then the best choice of each kernel or, in a sweep, every plan with every split."""
     problem, rows, device = call.problem, call.rows, gpus.spec_of(call.views[0].tensor.device)
     yield OURS, column_plan.choose(problem, rows, device)
     if not sweep:
@@ -142,7 +145,7 @@ def sums_by_torch(inputs: list[Tensor], total: bool, dtype: torch.dtype | None =
 
 
 def worst_error(got: list[Tensor], exact: list[Tensor]) -> float:
-    """Relative L2 error of the worst of the sums."""
+    """The largest relative L2 error of the sums."""
     pairs = zip(got, exact, strict=True)
     return max(((g.double() - want).norm() / want.norm()).item() for g, want in pairs)
 
@@ -150,7 +153,7 @@ def worst_error(got: list[Tensor], exact: list[Tensor]) -> float:
 def make_record(
     case: Case, dtype: str, name: str, times: Times, floor: Times, error: float | None, choice: Choice | None, clocks
 ) -> dict:
-    """One JSON line. Times are microseconds; tb_s is of the tensors' bytes."""
+    """One JSON line. tb_s is the bandwidth in TB/s at which the tensors were read."""
     size = case.count * case.rows * case.cols * DTYPES[dtype].itemsize
     wrong = error is not None and not error < WORST_ERROR
     return {
@@ -172,9 +175,8 @@ def make_record(
 
 
 def print_report(records: list[dict], machine: dict) -> None:
-    title = f"{machine['gpu']}, torch {machine['torch']}, triton {machine['triton']}, {machine['date']}"
     header = ["case", "dtype", "candidate", "us", "spread", "of the floor", "TB/s", "error"]
-    print_table(title, header, [report_row(record) for record in records], "bench")
+    print_table(machine_text(machine), header, [report_row(record) for record in records], "bench")
 
 
 def report_row(record: dict) -> list[str]:

@@ -1,19 +1,20 @@
-"""Times LayerNorm and RMSNorm, forward and backward, beside other implementations and a stream of the same bytes.
+"""Times LayerNorm and RMSNorm, forward and backward, beside other implementations and the floor.
 
     python -m bench.bench_norm --shapes 16384x4096 8192x5120 --norms layer --dtype bf16 fp32
     python -m bench.bench_norm --compare old.jsonl new.jsonl
 
-Every output is compared with float64 autograd before anything is timed: a candidate that is wrong is reported and not
-timed. fusednorm is the planner's choice, fusednorm:<variant> a variant by force (`python -m fusednorm plan --help` says
-what these are). One JSON line per time goes to norm.jsonl. Exit code 1 if one of our outputs is wrong or
-fails, or if --compare finds a loss; 2 without a CUDA GPU.
+The floor is a stream kernel that moves the same large tensors. Every output is compared with float64 autograd first,
+and a candidate that is wrong is reported and not timed. The candidate fusednorm runs the planner's choice, and
+fusednorm:<variant> runs a variant by force (`python -m fusednorm plan --help` lists the variants). One JSON line per
+time goes to norm.jsonl. Exit code 1 if one of our outputs is wrong or fails, or if --compare finds a loss; 2 without a
+CUDA GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -23,14 +24,33 @@ import fusednorm
 from fusednorm.testing import Inputs, Outputs, assert_outputs_close, exact, relative_error
 from fusednorm.tools.console import progress, show_beside
 
-from .candidates import CANDIDATES, FLOOR, OURS, Calls, Candidate, Refused, floor_call, joined
-from .cases import BenchCase, add_case_arguments, make_bench_inputs, make_cases, make_parser
+from .candidates import (
+    CANDIDATES,
+    FLOOR,
+    OURS,
+    Calls,
+    Candidate,
+    Refused,
+    floor_call,
+    is_ours,
+    joined,
+    present,
+    reason,
+)
+from .cases import (
+    DIRECTIONS,
+    BenchCase,
+    add_backward_arguments,
+    add_case_arguments,
+    make_bench_inputs,
+    make_cases,
+    make_parser,
+)
 from .compare import compare_files
 from .peers import inductor
 from .records import (
     add_out_argument,
     describe_machine,
-    is_ours,
     lacks_gpu,
     make_record,
     print_report,
@@ -38,16 +58,17 @@ from .records import (
     results_path,
     save,
 )
-from .timing import CapturedCall, capture, host_microseconds, peak_bytes, time_graphs
+from .timing import CapturedCall, capture, host_times, peak_bytes, time_graphs
 
-# Relative L2 error beyond which an output is wrong, not just rounded otherwise than ours: rounding once gives 0.42 of
-# the machine epsilon (bfloat16: 1.7e-3), and peers round some intermediate results, too.
+HOST_ROUNDS = 5
+# Relative L2 error beyond which an output is wrong. One rounding gives 0.42 of the machine epsilon (bfloat16: 1.7e-3),
+# and peers round some intermediate results, too.
 WRONG = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 1e-5, torch.float64: 1e-13}
 
 
 @dataclass(frozen=True)
 class Check:
-    """Outputs against the oracle: relative L2 errors; and the sentence of a bound that does not hold, if any."""
+    """Relative L2 errors against float64 by output, and the text of `assert_outputs_close` if a bound does not hold."""
 
     errors: dict[str, float]
     fault: str | None
@@ -55,7 +76,8 @@ class Check:
 
 @dataclass
 class Entry:
-    """A candidate on one case: what it may be timed by, or the refusal; failed says that this is its own fault."""
+    """A candidate on one case: its calls if it can be timed, or the refusal. `failed` tells an error of the candidate
+    from a case that it does not take."""
 
     calls: Calls | None = None
     check: Check | None = None
@@ -93,9 +115,11 @@ def main(arguments: list[str] | None = None) -> int:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = make_parser("bench_norm", __doc__)
     add_case_arguments(parser)
-    default = [name for name, candidate in CANDIDATES.items() if candidate.by_default]
-    text = f"{', '.join(CANDIDATES)} (default: {', '.join(default)})"
-    parser.add_argument("--candidates", nargs="+", choices=CANDIDATES, default=default, metavar="NAME", help=text)
+    parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS, help="default: both")
+    add_backward_arguments(parser)
+    text = f"{', '.join(CANDIDATES)} (default: all)"
+    names = list(CANDIDATES)
+    parser.add_argument("--candidates", nargs="+", choices=CANDIDATES, default=names, metavar="NAME", help=text)
     parser.add_argument("--rounds", type=int, default=50, help="timed replays of each candidate (default: 50)")
     parser.add_argument("--host", action="store_true", help="host time of an eager call, too")
     add_out_argument(parser)
@@ -106,24 +130,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def present(names: Iterable[str]) -> dict[str, Candidate]:
-    """The candidates that are on this machine; why the others are not is printed."""
-    reasons = {name: CANDIDATES[name].missing() for name in names}
-    for name, reason in reasons.items():
-        if reason:
-            print(f"{name} is left out: {reason}")
-    return {name: CANDIDATES[name] for name, reason in reasons.items() if not reason}
-
-
 def compile_ours(cases: list[BenchCase], chosen: dict[str, Candidate]) -> None:
-    """Our kernels of all contiguous cases, side by side, before the first is timed."""
+    """Compile our kernels for all contiguous cases side by side, before the first is timed."""
     problems: dict[tuple, set[int]] = {}
     for case in cases:
         if case.token_stride is None:
             mask = tuple(case.output_mask)
             key = (case.norm, case.x_dtype, case.weight_dtype, mask, case.residual_dtype)
             problems.setdefault(key, set()).add(case.cols)
-    variants = [name.partition(":")[2] or None for name, candidate in chosen.items() if candidate.ours]
+    variants = [name.partition(":")[2] or None for name in chosen if is_ours(name)]
     for variant in variants:
         with fusednorm.force(variant):
             for (norm, dtype, weight_dtype, mask, residual), cols in problems.items():
@@ -132,7 +147,7 @@ def compile_ours(cases: list[BenchCase], chosen: dict[str, Candidate]) -> None:
 
 
 def bench_case(case: BenchCase, chosen: dict[str, Candidate], options: argparse.Namespace, machine: dict) -> list[dict]:
-    """Check, then time, all candidates on one case; a record per direction and candidate, the floor included."""
+    """Check all candidates on one case, then time them. A record for each direction and candidate, floor included."""
     inputs = make_bench_inputs(case, "cuda")
     entries = {name: enter(candidate, case, inputs) for name, candidate in chosen.items()}
     inputs.forget()  # the oracle's float64 tensors, which would hold most of the memory
@@ -156,7 +171,7 @@ def bench_case(case: BenchCase, chosen: dict[str, Candidate], options: argparse.
 
 
 def repeats(name: str, entries: dict[str, Entry], direction: str) -> bool:
-    """Whether a forced variant runs what the planner chooses in this direction: its time would stand there twice."""
+    """Whether a forced variant runs the planner's own plan in this direction, so that it would be timed twice."""
     entry, own = entries[name], entries.get(OURS)
     if name == OURS or not is_ours(name) or not (entry.calls and own and own.calls):
         return False
@@ -164,32 +179,25 @@ def repeats(name: str, entries: dict[str, Entry], direction: str) -> bool:
 
 
 def captured(name: str, entry: Entry, direction: str) -> dict[str, CapturedCall]:
-    """The graph of one candidate; none, and a refusal, where it cannot be captured."""
+    """The graph of one candidate. Where it cannot be captured, nothing, and the entry gets a refusal."""
     try:
         return {name: capture(timed_call(entry.calls, direction))}
     except Exception as error:
-        entry.refusal, entry.failed = f"{direction} cannot be captured: {first_line(error)}", True
+        entry.refusal, entry.failed = f"{direction} cannot be captured: {reason(error)}", True
         return {}
 
 
 def enter(candidate: Candidate, case: BenchCase, inputs: Inputs) -> Entry:
-    """Prepare and check. Whatever a peer raises is a line of the report, not the end of the run."""
+    """Prepare and check. An error of a candidate becomes a line of the report and does not end the run."""
     try:
         calls = candidate.prepare(case, inputs)
         checked = check(calls, case, inputs)
-    except Refused as refusal:
-        return Entry(refusal=str(refusal))
     except Exception as error:
-        return Entry(refusal=first_line(error), failed=True)
+        return Entry(refusal=reason(error), failed=not isinstance(error, Refused))
     if not max(checked.errors.values()) <= WRONG[case.x_dtype]:
         worst = max(checked.errors, key=checked.errors.get)
         return Entry(None, checked, f"wrong: {worst} has a relative error of {checked.errors[worst]:.1e}", failed=True)
     return Entry(calls, checked)
-
-
-def first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"[:200]
 
 
 def check(calls: Calls, case: BenchCase, inputs: Inputs) -> Check:
@@ -212,7 +220,8 @@ def timed_call(calls: Calls, direction: str) -> Callable[[], object]:
 
 
 def extras(call: Callable[[], object], host: bool) -> dict:
-    return {"peak_bytes": peak_bytes(call), "host_us": host_microseconds(call) if host else None}
+    host_us = host_times({OURS: call}, HOST_ROUNDS)[OURS].median if host else None
+    return {"peak_bytes": peak_bytes(call), "host_us": host_us}
 
 
 def describe(entry: Entry, direction: str) -> dict:

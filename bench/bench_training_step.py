@@ -1,14 +1,16 @@
-"""Times whole training steps of transformer stacks, with stock norms and with ours: eager, compiled, with CUDA graphs.
+"""Times training steps of transformer stacks with stock norms and with ours: eager, compiled, with CUDA graphs.
 
     python -m bench.bench_training_step --models gpt2 --ways eager
 
-A step is forward, loss, backward and fused AdamW on bfloat16 parameters. All variants of a stack begin with the same
-weights and see the same batches; after a few steps their losses must agree. As in training, the host does not wait for
-the GPU between steps: a variant's turn is a few in a row, timed together (--steps 1: the host waits after each, and
-what it does before the first kernel counts). The matrix products set clocks and temperature, so that steps vary by some
-percent over seconds, and with what ran just before: every round runs all variants in an order of its own, and a speedup
-is the mean over the rounds of the stock step's time by the variant's in the same round, with its standard error. One
-JSON line per variant goes to training-step.jsonl. Exit code 1 if a loss differs, 2 without a CUDA GPU.
+A step is forward, loss, backward and fused AdamW on bfloat16 parameters. All variants of a stack start from the same
+weights and see the same batches, and after a few steps their losses must agree. As in training, the host does not wait
+for the GPU between steps: a variant's turn is a few steps in a row, timed together. With --steps 1 the host waits after
+each step, so that its work before the first kernel counts, too.
+
+Steps vary by some percent, because matrix products change clocks and temperature, and because of what ran just before.
+Every round therefore runs all variants in a new order. A speedup is the mean over the rounds of the stock step's time
+by the variant's time in the same round; its standard error is given. One JSON line per variant goes to
+training-step.jsonl. Exit code 1 if a loss differs, 2 without a CUDA GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from .timing import Times
 
 @dataclass(frozen=True)
 class Size:
-    """One stack: depth blocks of this width, on batch x length tokens."""
+    """A stack of `depth` blocks, and the tokens of a step: batch x length."""
 
     depth: int
     width: int
@@ -51,19 +53,19 @@ class Size:
 SIZES = {"gpt2": Size(2, 1600, 25, 8, 1024), "llama": Size(2, 4096, 32, 4, 2048)}
 WAYS = ("eager", "compiled", "graphs")
 WARMUP_STEPS = 5  # CUDA graphs are recorded in the second or third
-SAME_LOSS = 0.02  # relative, after these: runs of the same model that round otherwise come apart later
+SAME_LOSS = 0.02  # largest relative difference of losses after the warm-up; later, other roundings make runs diverge
 
 
 @dataclass
 class Variant:
-    """One way to run the stack; `around` is entered for every turn, outside of what is timed."""
+    """One way to run the stack. `around` is entered for every turn and is not timed."""
 
     way: str  # one of WAYS
     norms: str  # what runs them: "stock" or how ours came in
     model: Callable[[Tensor], Tensor]
     parameters: list[nn.Parameter]
     around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
-    milliseconds: list[float] = field(default_factory=list)  # of a step, one number for each turn
+    milliseconds: list[float] = field(default_factory=list)  # time of a step, one number for each turn
     loss: float = float("nan")  # of the last step
     early_loss: float = float("nan")  # after the warm-up
 
@@ -93,7 +95,7 @@ class Variant:
 
 
 def make_variants(name: str, size: Size, ways: Sequence[str]) -> list[Variant]:
-    """The variants of a stack, each with parameters of its own that begin alike."""
+    """The variants of a stack; their parameters are separate and start equal."""
 
     def variant(way: str, norms: str, prepare: Callable[[nn.Module], object], around=contextlib.nullcontext) -> Variant:
         model = make_stack(name, size.depth, size.width, size.heads, device="cuda", dtype=torch.bfloat16)
@@ -103,7 +105,7 @@ def make_variants(name: str, size: Size, ways: Sequence[str]) -> list[Variant]:
         fusednorm.patch_model(model)
         return model
 
-    # This backend is Inductor as under enable_inductor(), but Dynamo keeps its graphs apart from the stock one's.
+    # Does what enable_inductor() does, but Dynamo keeps the graphs of this backend apart from those of the stock one.
     from fusednorm.integrations.inductor import compile_graph
 
     def compiled(**options) -> Callable[[nn.Module], object]:
@@ -123,7 +125,7 @@ def make_variants(name: str, size: Size, ways: Sequence[str]) -> list[Variant]:
 
 
 def train(variants: list[Variant], size: Size, steps: int, rounds: int, seconds: float) -> None:
-    """Warm up, then `rounds` turns of each variant; fewer if time is over."""
+    """Warm up, then run `rounds` turns of each variant, fewer if `seconds` are over."""
     torch.manual_seed(1)
     shape = (size.batch, size.length, size.width)
     pairs = [tuple(torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2)) for _ in range(2)]
@@ -197,7 +199,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=SIZES, default=list(SIZES), help="default: both")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="default: all")
     parser.add_argument("--rounds", type=int, default=200, help="turns of each variant (default: 200)")
-    parser.add_argument("--steps", type=int, default=4, help="steps of a turn, between which nobody waits (default: 4)")
+    parser.add_argument("--steps", type=int, default=4, help="steps of a turn, without waiting between (default: 4)")
     parser.add_argument("--seconds", type=float, default=120, help="of all models (default: 120)")
     add_out_argument(parser)
     return parser.parse_args(arguments)
@@ -221,7 +223,7 @@ def print_report(name: str, records: list[dict]) -> None:
 
 
 def report_faults(name: str, records: list[dict]) -> int:
-    """How many variants have another loss after the warm-up than the first one, the stock norms, or none at the end."""
+    """Counts and prints variants whose loss after the warm-up is not the stock norms', or is not finite at the end."""
     want = records[0]["early_loss"]
     wrong = [r for r in records if not abs(r["early_loss"] - want) <= SAME_LOSS * want or not math.isfinite(r["loss"])]
     for r in wrong:

@@ -1,11 +1,11 @@
-"""Backwards beside other work: while a kernel of another stream holds SMs, or while a collective runs.
+"""Times backwards beside other work: while a kernel of another stream holds SMs, or while a collective runs.
 
     python -m bench.beside                                     SMs held by a spinning kernel, on one GPU
     torchrun --nproc-per-node 2 -m bench.beside                beside NCCL's all-gather and reduce-scatter
-    python -m bench.beside --dry-run                           no GPU: the same way on CPU tensors, beside nothing
+    python -m bench.beside --dry-run                           without a GPU: the same steps on CPU tensors
 
-A holder ends with the backward that it is beside, or after --patience milliseconds: who waits for it takes that long.
-One JSON line per time goes to beside.jsonl. Exit code 2 without a CUDA GPU.
+The spinning kernel ends with the backward beside it, or after --patience milliseconds: a backward that waits for the
+kernel's end takes that long. One JSON line per time goes to beside.jsonl. Exit code 2 without a CUDA GPU.
 """
 
 from __future__ import annotations
@@ -25,10 +25,18 @@ import torch.distributed as dist
 import fusednorm
 from fusednorm.tools.console import print_table, progress, show_beside
 
-from .bench_norm import present
-from .candidates import CANDIDATES, OURS, Refused
-from .cases import DTYPES, NORMS, SHAPE_SETS, BenchCase, make_bench_inputs, make_parser, parse_shape, plain_case
-from .records import add_out_argument, case_fields, describe_machine, results_path, save, time_fields
+from .candidates import CANDIDATES, OURS, present, reason
+from .cases import (
+    SHAPE_HELP,
+    SHAPE_SETS,
+    BenchCase,
+    add_plain_arguments,
+    make_bench_inputs,
+    make_parser,
+    parse_shape,
+    plain_cases,
+)
+from .records import add_out_argument, case_fields, describe_machine, lacks_gpu, results_path, save, time_fields
 from .timing import WARMUP_CALLS, Times, capture
 
 MODES = ("eager", "graph")
@@ -38,32 +46,29 @@ CALLS_BESIDE_A_COLLECTIVE = 4  # in a row, as the layers of a model
 
 
 class Company(NamedTuple):
-    """What runs beside a backward, and how many SMs `sm_margin` leaves to it. `begin` returns once it runs and gives
-    what ends it."""
+    """What runs beside a backward. `begin` starts it, returns once it runs, and returns the function that ends it."""
 
     name: str
-    sms: int  # that it takes, where that is known
-    margin: int
+    sms: int  # SMs that it takes; 0 where that is not known
+    margin: int  # SMs that `sm_margin` leaves to it
     begin: Callable[[], Callable[[], None]]
     calls: int = 1
 
 
 class Candidate(NamedTuple):
     name: str
-    mode: str  # eager or graph
+    mode: str  # one of MODES
     call: Callable[[], object]
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    if not (options.dry_run or torch.cuda.is_available()):
-        print("beside: needs a CUDA GPU, got none (--dry-run goes the same way without one)", file=sys.stderr)
+    if not options.dry_run and lacks_gpu("beside", "--dry-run goes the same way without one"):
         return 2
     with joined_ranks(options) as (rank, ranks):
-        machine = dry_machine() if options.dry_run else describe_machine()
+        machine = describe_machine("none, dry run" if options.dry_run else None)
         companies = [alone(), *(with_ranks(options, ranks) if ranks > 1 else holders(options))]
-        cases = [plain_case(norm, shape.sizes, options.dtype) for norm in options.norms for shape in options.shapes]
-        records = []
+        cases, records = plain_cases(options), []
         bar = progress(cases, "cases", "bench") if rank == 0 else cases
         for case in bar:
             if rank == 0:
@@ -80,9 +85,8 @@ def main(arguments: list[str] | None = None) -> int:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = make_parser("beside", __doc__)
     shapes = [parse_shape(text) for text in SHAPE_SETS["beside"]]
-    parser.add_argument("--shapes", nargs="+", type=parse_shape, default=shapes, metavar="MxN")
-    parser.add_argument("--norms", nargs="+", choices=NORMS, default=NORMS)
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--shapes", nargs="+", type=parse_shape, default=shapes, metavar="MxN", help=SHAPE_HELP)
+    add_plain_arguments(parser)
     ours_and_peers = [OURS, "aten", "cudnn", "quack"]
     text = f"as of bench.bench_norm (default: {', '.join(ours_and_peers)})"
     parser.add_argument(
@@ -101,7 +105,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 @contextlib.contextmanager
 def joined_ranks(options: argparse.Namespace) -> Iterator[tuple[int, int]]:
-    """(rank, number of ranks): those of torchrun, or one."""
+    """(rank, number of ranks), as torchrun started them; (0, 1) without torchrun."""
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if ranks == 1:
         yield 0, 1
@@ -123,7 +127,7 @@ def alone() -> Company:
 
 
 def holders(options: argparse.Namespace) -> Iterator[Company]:
-    """Each number of SMs, without a margin and with one as large."""
+    """Holders of each number of SMs, without a margin and with a margin of as many SMs."""
     for sms in options.held:
         begin = (lambda: lambda: None) if options.dry_run else hold(sms, options.patience / 1e3)
         for margin in (0, sms):
@@ -178,7 +182,7 @@ def bench_case(case: BenchCase, companies: list[Company], options: argparse.Name
 
 
 def candidates_of(case: BenchCase, inputs, margin: int, options: argparse.Namespace) -> Iterator[Candidate]:
-    """Those that take the case; under a margin ours alone."""
+    """The candidates that take the case; under a margin only ours, because peers do not know it."""
     names = present(options.candidates) if not options.dry_run else {n: CANDIDATES[n] for n in (OURS, "aten")}
     for name, candidate in names.items():
         if margin and name != OURS:
@@ -188,8 +192,7 @@ def candidates_of(case: BenchCase, inputs, margin: int, options: argparse.Namesp
             backward = functools.partial(calls.backward, calls.forward())
             backward()
         except Exception as error:  # a peer that does not take the case
-            refusal = str(error) if isinstance(error, Refused) else repr(error)
-            print(f"{name} refuses {case}: {refusal.splitlines()[0][:150]}")
+            print(f"{name} refuses {case}: {reason(error)}")
             continue
         for mode in options.modes:
             graphed = mode == "graph" and not options.dry_run
@@ -197,7 +200,7 @@ def candidates_of(case: BenchCase, inputs, margin: int, options: argparse.Namesp
 
 
 def measure(candidate: Candidate, company: Company, rounds: int, clock) -> Times:
-    """Microseconds of one call, from when the company runs; of the slowest rank where there are several."""
+    """Microseconds of one call while the company runs; the slowest rank's where there are several."""
     for _ in range(WARMUP_CALLS):
         candidate.call()
     found = []
@@ -239,13 +242,6 @@ def slowest(microseconds: float) -> float:
 # ---------------------------------------------------------------------------------------------------- records
 
 
-def dry_machine() -> dict:
-    import datetime
-
-    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    return {"date": date, "gpu": "none, dry run", "fusednorm": fusednorm.__version__, "torch": torch.__version__}
-
-
 def record_of(case: BenchCase, candidate: Candidate, company: Company, times: Times, machine: dict) -> dict:
     company_fields = {
         "candidate": candidate.name,
@@ -259,7 +255,7 @@ def record_of(case: BenchCase, candidate: Candidate, company: Company, times: Ti
 
 
 def report(records: list[dict]) -> None:
-    """A line for each cell: alone, and beside each company as a multiple of that."""
+    """Prints a line for each cell: the time alone, and as a multiple of it the time beside each company."""
     found: dict[tuple, dict[str, float]] = {}
     for record in records:
         cell = record["norm"], f"{record['rows']}x{record['cols']}", record["candidate"], record["mode"]

@@ -1,11 +1,11 @@
-"""Who is timed: each candidate makes a forward and a backward for one case, and may refuse it with a reason.
+"""The implementations that are timed. Each makes a forward and a backward for a case, or refuses it with a reason.
 
-A further implementation is one more entry of CANDIDATES.
+To add another implementation, add an entry to CANDIDATES.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,10 +16,10 @@ from fusednorm.host import gpus
 from fusednorm.operands import BackwardOperands, ForwardOperands
 from fusednorm.planner.heuristics import decide
 from fusednorm.planner.plan import VARIANTS, Plan, ReferencePlan
-from fusednorm.problem import check_backward, check_forward
+from fusednorm.problem import BackwardCall, ForwardCall, check_backward, check_forward
 from fusednorm.testing import Outputs
 
-from .cases import BenchCase, BenchInputs
+from .cases import DIRECTIONS, BenchCase, BenchInputs
 from .peers import cudnn, inductor, liger, quack, transformer_engine
 
 OURS = "fusednorm"
@@ -30,9 +30,17 @@ class Refused(Exception):
     """A candidate does not take a case; the text says why."""
 
 
+def reason(error: Exception) -> str:
+    """Why a candidate does not run, in one line."""
+    if isinstance(error, Refused):
+        return str(error)
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"[:200]
+
+
 class Calls(NamedTuple):
     """The forward, and the backward of what the forward returned. Both return fresh outputs and can be captured in a
-    CUDA graph. plans holds the text of what runs, by direction, where somebody knows it."""
+    CUDA graph. plans holds the plan of each direction as text; only our candidates have plans."""
 
     forward: Callable[[], Outputs]
     backward: Callable[[Outputs], Outputs]
@@ -41,19 +49,14 @@ class Calls(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidate:
-    """prepare(case, inputs) -> Calls; missing() is the reason why it cannot run on this machine at all, or None."""
+    """prepare(case, inputs) -> Calls. missing() says why the candidate cannot run on this machine, or returns None."""
 
     name: str
     prepare: Callable[[BenchCase, BenchInputs], Calls]
     missing: Callable[[], str | None] = field(default=lambda: None)
-    by_default: bool = True
-
-    @property
-    def ours(self) -> bool:
-        return self.name.partition(":")[0] == OURS
 
     def outputs(self, case: BenchCase, inputs: BenchInputs) -> Outputs:
-        """Forward and backward together, for comparing with the oracle."""
+        """The outputs of forward and backward together, to be checked."""
         return joined(self.prepare(case, inputs))
 
 
@@ -64,8 +67,8 @@ def joined(calls: Calls) -> Outputs:
 
 
 def floor_call(direction: str, inputs: BenchInputs) -> Callable[[], object]:
-    """The stream kernel with the same traffic: forward 1 read 1 write, backward 2 reads 1 write of rows x cols; one
-    read more where a residual's gradient is added."""
+    """A stream kernel that moves the same rows x cols tensors: one read and one write in the forward, two reads and one
+    write in the backward, and one read more where a residual's gradient is added."""
     out = torch.empty_like(inputs.x, memory_format=torch.contiguous_format)
     residual = inputs.residual_grad
     if direction == "forward":
@@ -76,7 +79,7 @@ def floor_call(direction: str, inputs: BenchInputs) -> Callable[[], object]:
 
 
 def floor_bytes(direction: str, case: BenchCase) -> int:
-    """Bytes of the large tensors, which is what `floor_call` moves; parameters and statistics are left out."""
+    """Bytes that `floor_call` moves: those of the rows x cols tensors, without parameters and statistics."""
     element = {"forward": 2, "backward": 3}[direction] * case.x_dtype.itemsize
     if direction == "backward" and case.residual_dtype is not None:
         element += case.residual_dtype.itemsize
@@ -84,7 +87,7 @@ def floor_bytes(direction: str, case: BenchCase) -> int:
 
 
 def _calls(case: BenchCase, inputs: BenchInputs, layer_fwd, layer_bwd, rms_fwd, rms_bwd) -> Calls:
-    """Ops with ATen's arguments at ATen's positions: ours are, so both are the same two functions."""
+    """Calls of ops that have ATen's signatures: ATen's own and ours."""
     x, dy, weight, bias, shape = inputs.x, inputs.grad_out, inputs.weight, inputs.bias, case.normalized_shape
 
     def forward() -> Outputs:
@@ -114,14 +117,14 @@ def _aten(case: BenchCase, inputs: BenchInputs) -> Calls:
 
 
 def adding_residual(calls: Calls, inputs: BenchInputs) -> Calls:
-    """For whoever has no such argument: the residual's gradient is added to dx afterwards."""
+    """The calls of a candidate that has no such argument, with the residual's gradient added to dx afterwards."""
     if inputs.residual_grad is None:
         return calls
     return calls._replace(backward=lambda ahead: inputs.with_residual(calls.backward(ahead)))
 
 
 def our_calls(case: BenchCase, inputs: BenchInputs) -> Calls:
-    """Our ops as anybody calls them."""
+    """Our ops, called as users call them."""
     ops, residual = torch.ops.fusednorm, inputs.residual_grad
     if residual is None:
         return _calls(case, inputs, ops.layer_norm_fwd, ops.layer_norm_bwd, ops.rms_norm_fwd, ops.rms_norm_bwd)
@@ -136,8 +139,8 @@ def our_calls(case: BenchCase, inputs: BenchInputs) -> Calls:
 
 
 def _ours(variant: str | None) -> Callable[[BenchCase, BenchInputs], Calls]:
-    """Our ops by a variant, or by the planner's choice. A forced variant must be another plan than the planner's in
-    some direction, or its time would stand there twice."""
+    """Our ops by a variant, or by the planner's choice. A forced variant is refused where it gives the planner's own
+    plan in both directions, because the same plan would be timed twice."""
 
     def prepare(case: BenchCase, inputs: BenchInputs) -> Calls:
         plans = our_plans(case, inputs, variant)
@@ -159,45 +162,51 @@ def _ours(variant: str | None) -> Callable[[BenchCase, BenchInputs], Calls]:
     return prepare
 
 
+def checked_call(
+    direction: str, case: BenchCase, inputs: BenchInputs, statistics: Outputs
+) -> ForwardCall | BackwardCall:
+    """Our description of the call; a backward takes mean and rstd from `statistics`."""
+    x, weight, bias, shape = inputs.x, inputs.weight, inputs.bias, case.normalized_shape
+    if direction == "forward":
+        return check_forward(ForwardOperands(case.norm, x, shape, weight, bias, case.resolved_eps))
+    mean, rstd, mask = statistics.mean, statistics.rstd, tuple(case.output_mask)
+    return check_backward(
+        BackwardOperands(
+            case.norm, inputs.grad_out, x, shape, mean, rstd, weight, bias, mask, inputs.residual_grad
+        )
+    )  # fmt: skip
+
+
+def statistics_of(case: BenchCase, x: torch.Tensor) -> Outputs:
+    """mean and rstd by torch, so that no forward kernel of ours has to be compiled for them: [..., 1] each."""
+    variance, mean = torch.var_mean(x.to(case.acc_dtype), dim=-1, correction=0, keepdim=True)
+    if case.norm == "layer":
+        return Outputs(mean=mean, rstd=(variance + case.resolved_eps).rsqrt())
+    return Outputs(rstd=(variance + mean.square() + case.resolved_eps).rsqrt())
+
+
 def our_plans(case: BenchCase, inputs: BenchInputs, variant: str | None) -> dict[str, Plan]:
     """The plan by direction. Raises Refused where the variant can run in neither direction."""
-    x, weight, bias, shape = inputs.x, inputs.weight, inputs.bias, case.normalized_shape
-    rstd = torch.empty(case.rows, dtype=case.acc_dtype, device=x.device)
-    mean = rstd if case.norm == "layer" else None
-    calls = {
-        "forward": check_forward(ForwardOperands(case.norm, x, shape, weight, bias, case.resolved_eps)),
-        "backward": check_backward(
-            BackwardOperands(
-                case.norm,
-                inputs.grad_out,
-                x,
-                shape,
-                mean,
-                rstd,
-                weight,
-                bias,
-                tuple(case.output_mask),
-                inputs.residual_grad,
-            )
-        ),  # fmt: skip
-    }
-    if x.device.type == "cpu":
-        return {direction: ReferencePlan("CPU tensors") for direction in calls}
-    device = gpus.spec_of(x.device)
-    decisions = {direction: decide(call.problem, case.rows, device, variant) for direction, call in calls.items()}
+    if inputs.x.device.type == "cpu":
+        return {direction: ReferencePlan("CPU tensors") for direction in DIRECTIONS}
+    rstd = torch.empty(case.rows, dtype=case.acc_dtype, device=inputs.x.device)
+    statistics = Outputs(mean=rstd if case.norm == "layer" else None, rstd=rstd)
+    device = gpus.spec_of(inputs.x.device)
+    problems = {direction: checked_call(direction, case, inputs, statistics).problem for direction in DIRECTIONS}
+    decisions = {direction: decide(problem, case.rows, device, variant) for direction, problem in problems.items()}
     if variant and not any(decision.forced for decision in decisions.values()):
         raise Refused(decisions["backward"].reasons[variant])
     return {direction: decision.plan for direction, decision in decisions.items()}
 
 
-def _peer(module, *, by_default: bool = True, **options) -> Candidate:
+def _peer(module, **options) -> Candidate:
     name = options.pop("name", module.NAME)
 
     def prepare(case: BenchCase, inputs: BenchInputs) -> Calls:
         calls = Calls(*module.prepare(case, inputs, **options))
         return calls if module.ADDS_RESIDUAL else adding_residual(calls, inputs)
 
-    return Candidate(name, prepare, module.missing, by_default)
+    return Candidate(name, prepare, module.missing)
 
 
 CANDIDATES = {
@@ -210,8 +219,20 @@ CANDIDATES = {
         _peer(inductor, name="inductor_mix", options={"triton.mix_order_reduction_non_strict_mode": True}),
         _peer(cudnn),
         _peer(quack),
-        _peer(quack, name="quack_tuned", tuned=True, by_default=False),
         _peer(liger),
         _peer(transformer_engine),
     )
 }
+
+
+def is_ours(name: str) -> bool:
+    return name.partition(":")[0] == OURS
+
+
+def present(names: Iterable[str]) -> dict[str, Candidate]:
+    """The candidates that this machine has; prints why the others are left out."""
+    missing = {name: CANDIDATES[name].missing() for name in names}
+    for name, why in missing.items():
+        if why:
+            print(f"{name} is left out: {why}")
+    return {name: CANDIDATES[name] for name, why in missing.items() if not why}

@@ -1,8 +1,8 @@
-"""What is timed: problems, written as `rows x cols` on the command line, and their tensors.
+"""The problems that are timed: lists of shapes, the command line's arguments for them, and their tensors.
 
 16384x4096            rows x cols, contiguous
-4096x32x128           tokens x heads x cols, contiguous: a QK-norm
-4096x32x128@6144      the same as a slice of packed rows: 6144 elements from one token to the next
+4096x32x128           tokens x heads x cols, contiguous: a norm of queries or keys
+4096x32x128@6144      the same as a slice of packed rows, 6144 elements from one token to the next
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SHAPE_SETS = {
         "65536x1x512@576",
     ],
 }
-# Of column sums: rows x cols, x the number of tensors if there are several, + if all are added up.
+# Column sums: rows x cols, or rows x cols x number of tensors; + if the tensors' sums are added up, too.
 COLUMN_SUMS = (
     *(f"{side}x{side}" for side in (256, 1024, 4096, 8192, 16384, 65536)),
     *"8192x8192x2 8192x8192x3 8192x8192x5 4096x1024x2 4096x1024x3 4096x1024x5 4096x1024x5+".split(),
@@ -55,7 +55,7 @@ COLUMN_SUMS = (
 
 
 class Shape(NamedTuple):
-    """The sizes of x, and the distance of neighbours in its first dimension where that is not the contiguous one."""
+    """The sizes of x, and its stride in the first dim where x is not contiguous."""
 
     sizes: tuple[int, ...]
     token_stride: int | None = None
@@ -63,8 +63,8 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class BenchCase(Case):
-    """A case of the tests, and how it is called: x as a slice of packed rows; without gradients of parameters; with a
-    gradient that comes past the norm, by the residual stream, and is added to dx."""
+    """A case of the tests with three more choices: x as a slice of packed rows, parameters without gradients, and a
+    residual's gradient that is added to dx."""
 
     token_stride: int | None = None
     frozen: bool = False
@@ -84,12 +84,12 @@ class BenchCase(Case):
 
 @dataclass(frozen=True, eq=False)
 class BenchInputs(Inputs):
-    """residual_grad has the shape of x; dx is to be the sum of the norm's gradient and it."""
+    """residual_grad has the shape of x and is added to the norm's gradient: dx is their sum."""
 
     residual_grad: torch.Tensor | None = None
 
     def with_residual(self, outputs: Outputs) -> Outputs:
-        """dx and residual_grad added by torch, in a kernel of its own."""
+        """The outputs with residual_grad added to dx by a kernel of torch."""
         if self.residual_grad is None:
             return outputs
         dx = outputs.dx + self.residual_grad.to(torch.promote_types(outputs.dx.dtype, self.residual_grad.dtype))
@@ -123,20 +123,46 @@ def make_parser(tool: str, description: str) -> argparse.ArgumentParser:
 
 
 def add_case_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `make_cases` reads, without the choices that concern the backward alone."""
     parser.add_argument("--shapes", nargs="+", type=parse_shape, default=[], metavar="MxN", help=SHAPE_HELP)
     parser.add_argument("--set", nargs="+", choices=SHAPE_SETS, default=[], help="shapes by name (default: quick)")
-    parser.add_argument("--norms", nargs="+", choices=NORMS, default=NORMS, help="default: both")
-    parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS, help="default: both")
+    add_norms_argument(parser)
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bf16"], help="of x and grad_out")
     parser.add_argument("--weight-dtype", nargs="+", choices=DTYPES, help="of the parameters (default: as x)")
+    parser.set_defaults(residual=None, frozen=False)
+
+
+def add_backward_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--residual", choices=DTYPES, help="dtype of a gradient to be added to dx (default: none)")
     parser.add_argument("--frozen", action="store_true", help="no gradients of the parameters")
+
+
+def add_plain_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `plain_cases` reads, but for the shapes."""
+    add_norms_argument(parser)
+    add_dtype_argument(parser)
+
+
+def add_norms_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--norms", nargs="+", choices=NORMS, default=NORMS, help="default: both")
+
+
+def add_dtype_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of all tensors (default: bf16)")
+
+
+def add_direction_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--direction", choices=DIRECTIONS, default="backward", help="default: backward")
 
 
 def plain_case(norm: str, sizes: tuple[int, ...], dtype: str) -> BenchCase:
     """Contiguous rows, all tensors of one dtype, all gradients."""
     of = DTYPES[dtype]
     return BenchCase(norm, sizes, 1, of, of, of if norm == "layer" else None)
+
+
+def plain_cases(options: argparse.Namespace) -> list[BenchCase]:
+    return [plain_case(norm, shape.sizes, options.dtype) for norm in options.norms for shape in options.shapes]
 
 
 def make_cases(options: argparse.Namespace) -> Iterator[BenchCase]:

@@ -1,7 +1,7 @@
-"""The regression gate: which of our times got worse between two files of results.
+"""The regression gate: finds our times that got worse between two results files.
 
-Times are compared as multiples of the floor of their own run, so that clocks and temperature cancel. A cell has lost
-if its median grew by more than 3% beyond half the width of the middle 80% of the replays, of the noisier run.
+Times are compared as multiples of the floor of their own run, so that clocks and temperature cancel. A cell has lost if
+its median grew by more than 3% beyond half the width of the middle 80% of the replays, of the noisier run.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from typing import NamedTuple
 
 from fusednorm.tools.console import print_table
 
-from .records import cell, is_ours, load, shape_text, spread, timed
+from .candidates import is_ours
+from .records import cell, load, shape_text, spread, timed
 
 TOLERANCE = 0.03
 
 
 class Loss(NamedTuple):
-    """A cell that got slower, in multiples of the floor, or whose new value is None because it was not timed."""
+    """A cell that got slower, in multiples of the floor, or that was not timed any more. allowed: relative growth."""
 
     old: dict
     new: dict
@@ -48,7 +49,7 @@ def compare_files(old: Path, new: Path) -> int:
 
 
 def common(before: list[dict], after: list[dict]) -> list[tuple[dict, dict]]:
-    """(old, new) of our cells that had a time and are in both."""
+    """(old, new) for each of our cells that had a time and is in both files."""
     known = {(cell(record), record["candidate"]): record for record in after}
     ours = [record for record in timed(before) if is_ours(record["candidate"])]
     keyed = ((record, known.get((cell(record), record["candidate"]))) for record in ours)

@@ -1,10 +1,10 @@
-"""How long the first call takes: with no kernel on disk, with all on disk, and after fusednorm.warmup.
+"""Times the first call: with no kernel on disk, with all kernels on disk, and after fusednorm.warmup.
 
     python -m bench.first_call --shapes 16384x4096 --norms layer
 
-Each is measured in a process of its own, the first and the third with an empty Triton cache; then it counts the kernels
-that further row counts ask for. One JSON line per shape, norm and state goes to first-call.jsonl. Exit code
-2 without a CUDA GPU.
+Each is measured in a process of its own; the first and the third start with an empty Triton cache. The process then
+counts the kernels that other row counts need. One JSON line per shape, norm and state goes to first-call.jsonl. Exit
+code 2 without a CUDA GPU.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ def in_process(case: BenchCase, state: str, cache: str) -> dict:
 
 
 def arguments_of(case: BenchCase) -> list[str]:
-    """The flags that make this case of contiguous rows again."""
+    """The flags that make the same case, of contiguous rows, in another process."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     dtypes = ["--dtype", names[case.x_dtype], "--weight-dtype", names[case.weight_dtype]]
     return ["--norms", case.norm, "--shapes", f"{case.rows}x{case.cols}", *dtypes]
 
 
 def first_call(case: BenchCase, warm: bool) -> dict:
-    """Seconds of the first and the second call of each direction in this process, waited for."""
+    """Seconds of the first and the second call of each direction in this process, until the GPU is done."""
     inputs = make_bench_inputs(case, "cuda")
     calls = our_calls(case, inputs)
     seconds = {"warmup_s": 0.0}

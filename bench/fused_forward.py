@@ -1,10 +1,10 @@
-"""Times the forward of a norm behind a residual's addition in a compiled graph, in two ways: both in one kernel of
-Inductor's, and the norm by ours behind Inductor's addition.
+"""Times a residual's addition and the norm behind it in a compiled graph: both in one kernel of Inductor's, or the norm
+by our kernel behind Inductor's addition.
 
     python -m bench.fused_forward --shapes 8192x8192 4096x16384 2048x32768 1024x65536
 
-From which width on ours is faster is WIDE_ROW of fusednorm/integrations/routing.py. One JSON line per case goes
-to fused-forward.jsonl. Exit code 1 if a result is wrong, 2 without a CUDA GPU.
+WIDE_ROW of fusednorm/integrations/routing.py is the width from which ours is faster. One JSON line per case goes to
+fused-forward.jsonl. Exit code 1 if a result is wrong, 2 without a CUDA GPU.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def make_block(case: BenchCase, weight: Tensor | None, bias: Tensor | None) -> Block:
-    """What a layer does between two matrix products: the residual stream goes on, and its norm."""
+    """What a layer does between two matrix products: it adds to the residual stream, and normalizes the sum."""
 
     def block(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         stream = x + residual
@@ -69,8 +69,8 @@ def make_block(case: BenchCase, weight: Tensor | None, bias: Tensor | None) -> B
 
 
 def compile_both(block: Block, *example: Tensor) -> dict[str, Block]:
-    """The block compiled in both ways, whatever the width. Caches of compiled graphs do not know of the limit that is
-    changed for it."""
+    """The block compiled in both ways, whatever the width. Caches of compiled graphs are off, because their keys do not
+    hold WIDE_ROW."""
     from fusednorm.integrations import routing
     from fusednorm.integrations.inductor import compile_graph
 
@@ -81,7 +81,7 @@ def compile_both(block: Block, *example: Tensor) -> dict[str, Block]:
             each(*example)
         ours = [entry for entry in routing.report(clear=True) if entry.direction == "forward" and entry.taken]
     if len(ours) != 1:
-        raise RuntimeError(f"one norm was to run our kernel, got {len(ours)}")
+        raise RuntimeError(f"one norm must run our kernel, got {len(ours)}")
     return compiled
 
 

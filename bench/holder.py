@@ -1,8 +1,8 @@
-"""A kernel that holds SMs of the current GPU for itself, as a collective or a receive does, until it is told to end.
+"""A kernel that occupies SMs of the current GPU, as a collective or a receive does, until it is told to end.
 
 with Holder(8) as holder:    # 8 SMs are held from here on
     ...
-    holder.release()         # once everything enqueued on the current stream so far is done
+    holder.release()         # the holder ends once all work enqueued on the current stream so far is done
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-PATIENCE_S = 2.0  # that a test may hang, if all it waits for goes wrong
-NUM_WARPS = 32  # and 64 registers a thread are all registers of an SM
+PATIENCE_S = 2.0  # the kernel ends after this time even if nobody tells it to, so that a failing test does not hang
+NUM_WARPS = 32  # with 64 registers a thread these take all registers of an SM
 
 
 @gluon.jit(do_not_specialize=["patience_ns"])
 def hold(told_ptr, held_ptr, ended_ptr, memory_ptr, patience_ns, num_warps: gl.constexpr):
-    """A CTA takes nearly all shared memory of its SM and all its registers, says so, and ends when told or when its
-    patience does; `ended` counts those that were told."""
+    """Each CTA takes all registers and nearly all shared memory of its SM and counts itself in `held`. It ends when it
+    is told to, or when its patience is over; `ended` counts the CTAs that were told."""
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     many = gl.load(memory_ptr + gl.arange(0, 32768, flat))
@@ -54,16 +54,16 @@ DONE:
         "=r,l,l", [told_ptr.to(gl.uint64), patience_ns.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
     gl.atomic_add(ended_ptr, told)
-    # What is not used would not be allocated.
+    # Without these stores the compiler would allocate neither the registers nor the shared memory.
     gl.store(memory_ptr + 65536 + gl.arange(0, 32768, flat), many + large.load(flat))
     gl.store(memory_ptr + 65536 + gl.arange(0, 16384, flat), some + middle.load(flat))
     gl.store(memory_ptr + 65536 + gl.arange(0, 4096, flat), small.load(flat))
 
 
 class Holder:
-    """Holds so many SMs of the current GPU from `start`, on a stream of its own, until `release` or its patience ends.
+    """Holds `sms` SMs of the current GPU on its own stream, from `start` until `release` or until its patience is over.
 
-    `was_told` says, after a synchronization, whether it ended because of `release`.
+    `was_told` synchronizes and says whether the kernel ended because of `release`.
     """
 
     def __init__(self, sms: int, patience_s: float = PATIENCE_S):
@@ -83,7 +83,7 @@ class Holder:
         torch.cuda.synchronize()
 
     def start(self) -> None:
-        """Return once the SMs are held."""
+        """Returns once the SMs are held."""
         if not self._sms:
             return
         self._words.zero_()
@@ -97,7 +97,7 @@ class Holder:
                 raise RuntimeError(f"holder: {self._sms} SMs must be held within 10 s, got {self._read(1)}")
 
     def release(self) -> None:
-        """Once all that is enqueued on the current stream is done."""
+        """Ends the kernel once all work enqueued on the current stream is done."""
         self._words[0].fill_(1)
 
     def was_told(self) -> bool:

@@ -1,9 +1,9 @@
-"""Pictures of results: share of the floor by width, rooflines, and the speed-up over the best other implementation.
+"""Draws results: share of the floor by width, rooflines, and the speed-up over the best other implementation.
 
-    python -m bench.plot                                      # of the newest times of the GPU that was timed last
-    python -m bench.plot bench/results/nvidia-h200/norm.jsonl # of a file
+    python -m bench.plot                                      # the newest times of the GPU that was timed last
+    python -m bench.plot bench/results/nvidia-h200/norm.jsonl # the times in a file
 
-writes <gpu>-<direction>-<dtype>-{floor,roofline,speedup}.png into out/, or into --out.
+Writes <gpu>-<direction>-<dtype>-{floor,roofline,speedup}.png into out/, or into --out.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from fusednorm.planner.device import KNOWN
 
-from .candidates import FLOOR, OURS
+from .candidates import FLOOR, OURS, is_ours
 from .cases import DIRECTIONS, NORMS, make_parser
-from .records import RESULTS, best_peer, by_cell, is_ours, load, rows_of, slug, timed
+from .records import RESULTS, best_peer, by_cell, is_plain, load, rows_of, slug, timed
 
 TITLES = {"layer": "LayerNorm", "rms": "RMSNorm"}
 COLORS = {OURS: "#c1121f", "aten": "#6c757d", "inductor": "#e09f3e", "inductor_mix": "#bb7a1c", "cudnn": "#2a9d8f",
-          "quack": "#3a6ea5", "quack_tuned": "#1d3557", "liger": "#9d4edd"}  # fmt: skip
-# Floating-point operations an element, by the formulas of kernels/rowmath.py: row sums count one for each term.
+          "quack": "#3a6ea5", "liger": "#9d4edd"}  # fmt: skip
+# Floating-point operations per element, by the formulas of kernels/rowmath.py; each term of a row sum counts one.
 FLOPS = {("layer", "forward"): 8, ("rms", "forward"): 4, ("layer", "backward"): 13, ("rms", "backward"): 9}
 FP32_TFLOPS = {"H100": 67, "H200": 67, "A100": 19.5, "B200": 75}  # by the datasheets, outside the matrix units
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 MOST_PANELS = 7  # side by side
-TENSORS = {"forward": 2, "backward": 3}  # of rows x cols that go to or from memory
+TENSORS = {"forward": 2, "backward": 3}  # rows x cols tensors that are read or written
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -60,15 +61,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def is_plain(record: dict) -> bool:
-    """bench_norm's, of contiguous rows, all gradients and nothing added: what the pictures show."""
-    if not {"candidate", "times_floor"} <= record.keys():
-        return False
-    return not any(record.get(name) for name in ("token_stride", "frozen", "residual_dtype"))
-
-
 def plain_records(files: list[Path]) -> list[dict]:
-    return [record for record in timed(load(files)) if is_plain(record)]
+    """The times by bench_norm that the pictures show."""
+    return [record for record in timed(load(files)) if "times_floor" in record and is_plain(record)]
 
 
 def newest(folder: Path) -> list[Path]:
@@ -86,7 +81,7 @@ def draw_all(records: list[dict], folder: Path) -> Iterator[Path]:
 
 
 def draw(records: list[dict], name: str, direction: str, dtype: str, path: Path) -> bool:
-    """One picture; none of records without this direction and dtype."""
+    """Draws one picture. Draws nothing and returns False if no record has this direction and dtype."""
     chosen = [r for r in records if (r["direction"], r["x_dtype"]) == (direction, dtype)]
     if chosen:
         figure = PICTURES[name](chosen)
@@ -100,7 +95,7 @@ def norms_of(records: list[dict]) -> list[str]:
 
 
 def compared(records: list[dict]) -> list[str]:
-    """Ours and the peers that were timed; forced variants and the floor are no competitors."""
+    """Ours and the peers that were timed, without forced variants and the floor."""
     present = {record["candidate"] for record in records}
     return [OURS] * (OURS in present) + sorted(n for n in present if n != FLOOR and not is_ours(n))
 
@@ -168,7 +163,7 @@ def draw_roofline(records: list[dict]):
         for offset, name in enumerate(compared(records)):
             points = [intensity_and_speed(r) for r in records if (r["norm"], r["candidate"]) == (norm, name)]
             if points:
-                # All have the same intensity: set the candidates apart a little to be told from each other.
+                # All have the same intensity, so the candidates are moved apart a little.
                 xs, ys = zip(*((x * 1.12**offset, y) for x, y in points), strict=True)
                 axis.scatter(xs, ys, s=16, color=COLORS.get(name), label=name, alpha=0.8)
         axis.set(xscale="log", yscale="log", title=TITLES[norm], xlabel="operations per byte (candidates set apart)")
@@ -198,7 +193,7 @@ def intensity_and_speed(record: dict) -> tuple[float, float]:
     """(operations per byte of the large tensors, 1e12 operations per second)."""
     elements = record["rows"] * record["cols"]
     operations = FLOPS[record["norm"], record["direction"]] * elements
-    moved = TENSORS[record["direction"]] * elements * ITEMSIZE[record["x_dtype"]]
+    moved = TENSORS[record["direction"]] * elements * getattr(torch, record["x_dtype"]).itemsize
     return operations / moved, operations / record["median_us"] / 1e6
 
 
@@ -224,7 +219,7 @@ def draw_speedups(records: list[dict]):
 
 
 def speedups(records: list[dict]) -> dict[tuple[int, int], tuple[float, str]]:
-    """(rows, cols) -> (the best peer's time over ours, its name); of several weight dtypes the worst for us."""
+    """(rows, cols) -> (the best peer's time over ours, its name), for the weight dtype where that is lowest."""
     table: dict[tuple[int, int], tuple[float, str]] = {}
     for candidates in by_cell(records).values():
         ours, peer = candidates.get(OURS), best_peer(candidates)

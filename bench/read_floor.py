@@ -1,4 +1,4 @@
-"""The floor of a reduction: a kernel that reads tensors once and keeps next to nothing of them."""
+"""The floor of a reduction: a kernel that reads tensors once and writes almost nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_WARPS = 4
 
 @triton.jit
 def read(tensors, out_ptr, num_elements, block: tl.constexpr):
-    """One number of float32 for every `block` elements of each tensor, so that no load can be left out."""
+    """Stores one float32 sum for every `block` elements of each tensor, so that the compiler keeps every load."""
     which = tl.program_id(1)
     ptr = tensors[0]
     for i in tl.static_range(1, len(tensors)):

@@ -1,6 +1,7 @@
-"""Results as JSON lines in bench/results/<gpu>/<tool>.jsonl: how they are made, kept and read.
+"""Makes, saves and reads records: the JSON lines in bench/results/<gpu>/<tool>.jsonl.
 
-A tool appends to its file. Readers take the newest time of each cell.
+A tool appends to its file. A reader takes the newest record of each cell and candidate. A cell is what was measured:
+GPU, norm, direction, shape, dtypes.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ import torch
 import fusednorm
 from fusednorm.tools.console import print_table
 
-from .candidates import FLOOR, OURS, floor_bytes
+from .candidates import FLOOR, floor_bytes, is_ours
 from .cases import BenchCase, dtype_name
 from .peers import packages
 from .timing import Times
 
 RESULTS = Path(__file__).parent / "results"
 PEER_DISTRIBUTIONS = ("nvidia-cudnn-frontend", "quack-kernels", "nvidia-cutlass-dsl", "liger-kernel")
-# What names a cell: two records with the same values of these are the same measurement at two times.
+# The fields that identify a cell: records that agree in them are the same measurement, repeated.
 CELL = tuple("gpu norm direction rows cols x_dtype weight_dtype token_stride frozen residual_dtype".split())
 
 
-def describe_machine() -> dict:
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+def describe_machine(gpu: str | None = None) -> dict:
+    """Date, versions and the current GPU's name, or `gpu` in its place."""
     found = {name: packages.version(name) for name in PEER_DISTRIBUTIONS}
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "gpu": properties.name,
+        "gpu": gpu or torch.cuda.get_device_name(),
         "fusednorm": fusednorm.__version__,
         "torch": torch.__version__,
         "triton": packages.version("triton"),
@@ -46,11 +47,11 @@ def describe_machine() -> dict:
     }
 
 
-def lacks_gpu(tool: str) -> bool:
-    """Whether there is no CUDA GPU, which is then said."""
+def lacks_gpu(tool: str, hint: str = "python -m fusednorm doctor says more") -> bool:
+    """Whether there is no CUDA GPU; if so, prints an error that ends with the hint."""
     if torch.cuda.is_available():
         return False
-    print(f"{tool}: needs a CUDA GPU, got none (python -m fusednorm doctor says more)", file=sys.stderr)
+    print(f"{tool}: needs a CUDA GPU, got none ({hint})", file=sys.stderr)
     return True
 
 
@@ -67,7 +68,7 @@ def read_clocks() -> dict[str, str] | None:
 
 
 def case_fields(case: BenchCase, direction: str) -> dict:
-    """What was timed."""
+    """The fields that every tool writes about the problem that it timed."""
     return {
         "norm": case.norm,
         "direction": direction,
@@ -78,7 +79,7 @@ def case_fields(case: BenchCase, direction: str) -> dict:
 
 
 def time_fields(times: Times) -> dict:
-    """Microseconds, to the nanosecond."""
+    """Microseconds, rounded to the nanosecond."""
     found = {"median_us": times.median, "p10_us": times.low, "p90_us": times.high}
     return {name: round(value, 3) for name, value in found.items()} | {"rounds": times.rounds}
 
@@ -102,13 +103,13 @@ def make_record(case: BenchCase, direction: str, name: str, times: Times | None,
 
 
 def plan_text(plan) -> str:
-    """A plan in a few letters: its kind, and the values of its fields in their order."""
+    """A plan in short: its kind, and the values of its fields in their order."""
     values = ",".join(str(int(value)) for value in vars(plan).values())
     return f"{type(plan).__name__.removesuffix('Plan')}({values})"
 
 
 def add_out_argument(parser: argparse.ArgumentParser) -> None:
-    text = "a .jsonl file, or a folder for <gpu>/<tool>.jsonl, which gets the JSON lines (default: bench/results)"
+    text = "where the JSON lines go: a .jsonl file, or a folder for <gpu>/<tool>.jsonl (default: bench/results)"
     parser.add_argument("--out", type=Path, default=RESULTS, help=text)
 
 
@@ -136,7 +137,7 @@ def rows_of(paths: Iterable[Path]) -> list[dict]:
 
 
 def by_day(records: Iterable[dict]) -> dict[str, list[dict]]:
-    """The records of each day, the newest day first. What is compared must be of one day."""
+    """The records of each day, the newest day first. Only times of the same day are compared."""
     days: dict[str, list[dict]] = {}
     for record in records:
         days.setdefault(record["date"][:10], []).append(record)
@@ -144,17 +145,17 @@ def by_day(records: Iterable[dict]) -> dict[str, list[dict]]:
 
 
 def load(paths: Iterable[Path]) -> list[dict]:
-    """The newest time of each cell and candidate in some files; records of other tools are left out."""
+    """The newest record of each cell and candidate in bench_norm's files; records of other tools are left out."""
     return newest(record for record in rows_of(paths) if {"candidate", "median_us"} <= record.keys())
 
 
 def newest(records: Iterable[dict]) -> list[dict]:
-    """Of records that were written one after the other, the last of each cell and candidate."""
+    """The last record of each cell and candidate."""
     return list({(*cell(record), record["candidate"]): record for record in records}.values())
 
 
 def cell(record: dict) -> tuple:
-    """What was measured, whoever was measured; older records lack the last fields."""
+    """The values of CELL; older records lack the last fields."""
     return tuple(record.get(name) or None for name in CELL)
 
 
@@ -163,8 +164,9 @@ def spread(record: dict) -> float:
     return (record["p90_us"] - record["p10_us"]) / record["median_us"]
 
 
-def is_ours(name: str) -> bool:
-    return name.partition(":")[0] == OURS
+def is_plain(record: dict) -> bool:
+    """Whether rows were contiguous, all gradients wanted, and nothing added to dx."""
+    return not any(record.get(name) for name in ("token_stride", "frozen", "residual_dtype"))
 
 
 def timed(records: Iterable[dict]) -> list[dict]:
@@ -172,7 +174,7 @@ def timed(records: Iterable[dict]) -> list[dict]:
 
 
 def by_cell(records: Iterable[dict]) -> dict[tuple, dict[str, dict]]:
-    """cell -> candidate -> record, of those that have a time."""
+    """cell -> candidate -> record, without the records that have no time."""
     cells: dict[tuple, dict[str, dict]] = {}
     for record in timed(records):
         cells.setdefault(cell(record), {})[record["candidate"]] = record
@@ -180,18 +182,21 @@ def by_cell(records: Iterable[dict]) -> dict[tuple, dict[str, dict]]:
 
 
 def best_peer(candidates: dict[str, dict]) -> dict | None:
-    """The fastest of a cell that is neither ours nor the floor."""
+    """The fastest candidate of a cell, ours and the floor left out."""
     peers = [r for name, r in candidates.items() if name != FLOOR and not is_ours(name)]
     return min(peers, key=lambda record: record["median_us"], default=None)
 
 
+def machine_text(machine: dict) -> str:
+    return f"{machine['gpu']}, torch {machine['torch']}, triton {machine['triton']}, {machine['date']}"
+
+
 def print_report(records: list[dict], machine: dict) -> None:
-    title = f"{machine['gpu']}, torch {machine['torch']}, triton {machine['triton']}, {machine['date']}"
     header = "norm direction shape dtype candidate us spread time/floor host_us MB error".split()
     ordered = sorted(records, key=lambda r: (*map(str, cell(r)), r["median_us"] or math.inf))
-    print_table(title, header, [report_row(record) for record in ordered], "bench")
+    print_table(machine_text(machine), header, [report_row(record) for record in ordered], "bench")
     print_table(
-        "Geometric mean of time/floor, over the shapes that each candidate was timed on",
+        "Geometric mean of time/floor over each candidate's shapes",
         ["norm", "direction", "dtype", "candidate", "time/floor", "shapes"],
         summary_rows(records),
         "bench",
@@ -218,7 +223,7 @@ def report_row(record: dict) -> list[str]:
 
 
 def shape_text(record: dict) -> str:
-    """rows x cols, and how it was called: packed rows, frozen parameters, a gradient that is added to dx."""
+    """rows x cols, with marks for packed rows, frozen parameters and a residual's gradient."""
     packed = f"@{record['token_stride']}" if record.get("token_stride") else ""
     frozen = " frozen" if record.get("frozen") else ""
     residual = f" +{record['residual_dtype']}" if record.get("residual_dtype") else ""

@@ -1,10 +1,10 @@
-"""bench/RESULTS.md and the pictures, from the committed results: tables, pictures and prose cannot disagree.
+"""Makes bench/RESULTS.md and its pictures from the committed results.
 
-    python -m bench.report            # writes all
-    python -m bench.report --check    # exit code 1 if the page is not what the results say
+    python -m bench.report            # writes page and pictures
+    python -m bench.report --check    # exit code 1 if the page differs from what the results give
 
-A table takes the newest day that has all its cells. A peer that was left out on that day comes from an older one,
-beside our time of that older day.
+A table takes the newest day that has all its cells. A peer that was not timed on that day is taken from an older day
+and compared with our time of that older day.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 
 from . import plot
 from .candidates import FLOOR, OURS
-from .cases import SHAPE_SETS, make_parser, parse_shape
-from .records import RESULTS, by_day, newest, rows_of, timed
+from .cases import NORMS, SHAPE_SETS, make_parser, parse_shape
+from .records import RESULTS, by_day, is_plain, newest, rows_of, timed
 
 FOLDER = RESULTS / "nvidia-h200"
 PAGE = RESULTS.parent / "RESULTS.md"
@@ -28,9 +28,9 @@ NAMES = {"layer": "LayerNorm", "rms": "RMSNorm", "aten": "ATen", "cudnn": "cuDNN
          "inductor": "torch.compile", FLOOR: "floor", OURS: "fusednorm"}  # fmt: skip
 PEERS = ("cudnn", "quack", "inductor", "liger", "aten")
 DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
-COLORS = {OURS: "#0072B2", "cudnn": "#E69F00", "quack": "#009E73", "aten": "#999999"}  # the colour-blind can tell apart
-MOST = 4  # times the floor: where bars are cut off
-NORMS, DIRECTIONS = ("layer", "rms"), ("backward", "forward")
+COLORS = {OURS: "#0072B2", "cudnn": "#E69F00", "aten": "#999999"}  # distinct for the colour-blind, too
+MOST = 4  # times the floor: bars are cut off there
+DIRECTIONS = ("backward", "forward")
 INTRODUCTION = """# Results
 
 Made by `python -m bench.report` from `bench/results/nvidia-h200/`; `bench/results/README.md` says what these files
@@ -57,7 +57,7 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def source(tool: str, records: list[dict]) -> str:
-    """Where numbers come from: file, day, GPU, versions."""
+    """A line that says where numbers come from: file, day, GPU, versions."""
     first = records[0]
     peers = "".join(f", {name} {version}" for name, version in (first.get("peers") or {}).items())
     file = f"`bench/results/{FOLDER.name}/{tool}.jsonl`"
@@ -72,7 +72,7 @@ class Cells:
         self.found: dict[tuple, dict[tuple, dict[str, dict]]] = {}
         for each in self.records:
             shape = each["rows"], each["cols"]
-            if shape in SHAPES and not any(each.get(name) for name in ("token_stride", "frozen", "residual_dtype")):
+            if shape in SHAPES and is_plain(each):
                 group = self.found.setdefault((each["norm"], each["direction"], each["x_dtype"]), {})
                 group.setdefault(shape, {})[each["candidate"]] = each
 
@@ -81,14 +81,14 @@ class Cells:
         return self.records[0]["date"][:10]
 
     def has_all(self) -> bool:
-        """Our times of all that the tables show."""
+        """Whether there is a time of ours for every cell of the tables."""
         return all(OURS in self.of(*each) for each in itertools.product(NORMS, DIRECTIONS, DTYPES, SHAPES))
 
     def of(self, norm: str, direction: str, dtype: str, shape: tuple) -> dict[str, dict]:
         return self.found.get((norm, direction, dtype), {}).get(shape, {})
 
     def mean(self, norm: str, direction: str, dtype: str, candidate: str) -> tuple[float, float, int]:
-        """(the candidate's, ours, cells): geometric means of times over the floor, of the cells that have both."""
+        """(the candidate's, ours, number of cells): geometric means of times over the floor, over cells with both."""
         pairs = [
             (cell[candidate]["times_floor"], cell[OURS]["times_floor"])
             for cell in self.found.get((norm, direction, dtype), {}).values()
@@ -115,7 +115,7 @@ def twelve_shapes(cells: Cells, direction: str, dtype: str) -> str:
 
 
 def means(days: list[Cells]) -> str:
-    """Every peer beside us, over the cells of its newest day that has both."""
+    """A row for every peer: geometric means over the cells of the newest day that has its times and ours."""
     lines = []
     for dtype, norm, direction, peer in itertools.product(DTYPES, NORMS, DIRECTIONS, PEERS):
         found = ((cells, cells.mean(norm, direction, dtype, peer)) for cells in days)
@@ -128,7 +128,7 @@ def means(days: list[Cells]) -> str:
 
 
 def beside(records: list[dict]) -> str:
-    """CUDA graphs of a backward while another stream's kernel holds SMs."""
+    """Times of a backward, replayed as a CUDA graph, while another stream's kernel holds SMs."""
     cells = {
         (r["norm"], r["rows"], r["cols"], r["candidate"], r["held_sms"], r["sm_margin"]): r["median_us"]
         for r in records
@@ -150,7 +150,7 @@ def _column(candidate: str, held: int, margin: int) -> str:
 
 
 def host_time(records: list[dict]) -> str:
-    """Medians over the runs of our time in ATen's of the same run."""
+    """Our host time divided by ATen's of the same run, median over the runs."""
     ratios: dict[tuple, list[float]] = {}
     atens: dict[tuple, float] = {}
     for each in records:
@@ -171,7 +171,7 @@ def host_time(records: list[dict]) -> str:
 
 
 def training_steps(records: list[dict]) -> str:
-    """The newest speed of each model, way, host side and number of steps in a row."""
+    """The newest speedup of each model, way, host side and number of steps in a row."""
     latest: dict[tuple, list[str]] = {}
     for each in records:
         if each["norms"] == "stock" or "speedup_error" not in each or each.get("native") is None:
@@ -211,7 +211,7 @@ def page() -> str:
 
 
 def draw(cells: Cells, path: Path) -> None:
-    """Bars of times over the floor: the backward of each shape, ours and peers."""
+    """Bars of times over the floor: the bfloat16 backward of each shape by us and by peers."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(2, 1, figsize=(10, 6), sharex=True, layout="constrained")
@@ -239,7 +239,7 @@ def main(arguments: list[str] | None = None) -> int:
     wanted = page()
     if options.check:
         if not PAGE.exists() or PAGE.read_text() != wanted:
-            print(f"report: {PAGE} is not what the results say: python -m bench.report", file=sys.stderr)
+            print(f"report: {PAGE} differs from the results: python -m bench.report renews it", file=sys.stderr)
             return 1
         return 0
     PAGE.write_text(wanted)

@@ -1,10 +1,10 @@
-"""Times every plan that fits, shape by shape: what the planner's constants are read from.
+"""Times every plan that fits, shape by shape. The planner's constants are chosen by these times.
 
     python -m bench.sweep --shapes 16384x4096 4096x5120 --direction backward --variants pipelined multi_wave
 
-Plans are compiled in parallel first; one that spills is not timed. Each is checked against float64 autograd, then
-timed beside the others and the stream kernel. One JSON line per case, with all its plans, goes to plans.jsonl. Exit
-code 1 if an output is wrong, 2 without a CUDA GPU.
+Plans are compiled in parallel first, and a plan that spills is not timed. Each is checked against float64 autograd,
+then timed beside the others and the floor. One JSON line per case, with all its plans, goes to plans.jsonl. Exit code 1
+if an output is wrong, 2 without a CUDA GPU.
 """
 
 from __future__ import annotations
@@ -18,15 +18,23 @@ import sys
 import torch
 
 from fusednorm.host import gpus
-from fusednorm.operands import BackwardOperands, ForwardOperands
 from fusednorm.planner import budget, candidates
 from fusednorm.planner.device import DeviceSpec
 from fusednorm.planner.plan import Plan
-from fusednorm.problem import check_backward, check_forward
-from fusednorm.testing import Case, Inputs, exact, make_inputs, relative_error
+from fusednorm.testing import exact, relative_error
 
-from .candidates import FLOOR, floor_call
-from .cases import DTYPES, NORMS, BenchCase, make_bench_inputs, make_parser, parse_shape, plain_case
+from .candidates import FLOOR, checked_call, floor_call, reason, statistics_of
+from .cases import (
+    SHAPE_HELP,
+    BenchCase,
+    BenchInputs,
+    add_direction_argument,
+    add_plain_arguments,
+    make_bench_inputs,
+    make_parser,
+    parse_shape,
+    plain_cases,
+)
 from .records import (
     add_out_argument,
     case_fields,
@@ -55,45 +63,27 @@ def main(arguments: list[str] | None = None) -> int:
     machine = describe_machine() | {"run": options.run}
     path = results_path(options.out, machine, "plans")
     wrong = 0
-    for norm in options.norms:
-        for shape in options.shapes:
-            case = plain_case(norm, shape.sizes, options.dtype)
-            record = machine | sweep(case, options)
-            save([record], path)
-            report(case, record["timed"])
-            wrong += sum(each.get("wrong", False) for each in record["timed"])
+    for case in plain_cases(options):
+        record = machine | sweep(case, options)
+        save([record], path)
+        report(case, record["timed"])
+        wrong += sum(each.get("wrong", False) for each in record["timed"])
     return 1 if wrong else 0
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = make_parser("sweep", __doc__)
-    parser.add_argument("--shapes", nargs="+", type=parse_shape, required=True, metavar="MxN")
-    parser.add_argument("--norms", nargs="+", choices=NORMS, default=NORMS)
-    parser.add_argument("--direction", choices=("forward", "backward"), default="backward")
-    text = "default: multi_wave pipelined (python -m fusednorm plan --help says what they are)"
+    parser.add_argument("--shapes", nargs="+", type=parse_shape, required=True, metavar="MxN", help=SHAPE_HELP)
+    add_plain_arguments(parser)
+    add_direction_argument(parser)
+    text = "default: multi_wave pipelined (python -m fusednorm plan --help lists the variants)"
     variants = ["multi_wave", "pipelined"]
     parser.add_argument("--variants", nargs="+", choices=GENERATORS, default=variants, help=text)
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of all tensors (default: bf16)")
     parser.add_argument("--rounds", type=int, default=15, help="timed replays of each plan (default: 15)")
     parser.add_argument("--most", type=int, default=80, help="plans of a variant and shape, evenly drawn (default: 80)")
     parser.add_argument("--run", default="sweep", help="name of this run in its lines (default: sweep)")
     add_out_argument(parser)
     return parser.parse_args(arguments)
-
-
-def make_call(case: Case, inputs: Inputs, direction: str):
-    """The checked call of the case; statistics are computed in float64 and rounded."""
-    x, shape = inputs.x, case.normalized_shape
-    if direction == "forward":
-        return check_forward(ForwardOperands(case.norm, x, shape, inputs.weight, inputs.bias, case.resolved_eps))
-    exact_x = x.double()
-    mean = exact_x.mean(-1) if case.norm == "layer" else torch.zeros(len(x), device=x.device)
-    rstd = ((exact_x - mean[:, None]).square().mean(-1) + case.resolved_eps).rsqrt().float()
-    mean = mean.float() if case.norm == "layer" else None
-    masks = (True, inputs.weight is not None, inputs.bias is not None)
-    return check_backward(
-        BackwardOperands(case.norm, inputs.grad_out, x, shape, mean, rstd, inputs.weight, inputs.bias, masks)
-    )
 
 
 def fitting_plans(problem, device: DeviceSpec, variant: str, most: int) -> list[Plan]:
@@ -107,25 +97,29 @@ def fitting_plans(problem, device: DeviceSpec, variant: str, most: int) -> list[
 
 
 def compile_plan(job: tuple) -> tuple[int, int] | str:
-    """(registers, stack bytes) of the plan's largest kernel, or why it does not compile."""
+    """(registers, stack bytes) of the plan's largest kernel, or why the plan does not compile."""
     from fusednorm.host import compilation
 
     case, direction, plan, arch = job
     try:
         used = [compilation.resources(launch, arch) for launch in prepare(case, meta_inputs(case), direction, plan)[0]]
-    except Exception as error:  # a plan that does not compile is a line of the report, not the end of the sweep
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    except Exception as error:  # goes into the plan's entry and does not end the sweep
+        return reason(error)
     return max(r.registers for r in used), max(r.stack_bytes for r in used)
 
 
-def meta_inputs(case: Case) -> Inputs:
-    """The case's inputs without their elements, of four rows: no build depends on how many there are."""
-    few = make_inputs(dataclasses.replace(case, shape=(4, *case.shape[1:])), "cpu")
+def meta_inputs(case: BenchCase) -> BenchInputs:
+    """Four rows of the case's inputs, without data: no build depends on the row count."""
+    few = make_bench_inputs(dataclasses.replace(case, shape=(4, *case.shape[1:])), "cpu")
     tensors = (few.x, few.grad_out, few.weight, few.bias)
-    return Inputs(*(None if tensor is None else tensor.to("meta") for tensor in tensors))
+    return BenchInputs(*(None if tensor is None else tensor.to("meta") for tensor in tensors))
 
 
-def prepare(case: Case, inputs: Inputs, direction: str, plan: Plan):
+def make_call(case: BenchCase, inputs: BenchInputs, direction: str):
+    return checked_call(direction, case, inputs, statistics_of(case, inputs.x))
+
+
+def prepare(case: BenchCase, inputs: BenchInputs, direction: str, plan: Plan):
     from fusednorm.host import launch
 
     build = launch.prepare_forward if direction == "forward" else launch.prepare_backward
@@ -133,7 +127,7 @@ def prepare(case: Case, inputs: Inputs, direction: str, plan: Plan):
 
 
 def sweep(case: BenchCase, options: argparse.Namespace) -> dict:
-    """The case, and what was timed beside each other: a plan has a time, or the reason why it has none."""
+    """A record of the case: for each plan its time, or the reason why it has none."""
     inputs = make_bench_inputs(case, "cuda")
     device = gpus.spec_of(inputs.x.device)
     problem = make_call(case, inputs, options.direction).problem
@@ -160,7 +154,7 @@ def sweep(case: BenchCase, options: argparse.Namespace) -> dict:
     return case_fields(case, options.direction) | {"floor_us": round(times[FLOOR].median, 3), "timed": timed}
 
 
-def report(case: Case, entries: list[dict]) -> None:
+def report(case: BenchCase, entries: list[dict]) -> None:
     timed = sorted((e for e in entries if e["median_us"]), key=lambda e: e["median_us"])
     print(f"{case}: {len(entries)} plans, {len(timed)} timed")
     for entry in timed[:5]:

@@ -1,7 +1,8 @@
-"""How times are taken: CUDA-graph replays with a cold L2, all candidates in turn within the same seconds.
+"""Timing: CUDA-graph replays with a cold L2, and host time of eager calls; candidates always take turns.
 
-Clocks and temperature drift over a run. Rounds that visit every candidate once, each round starting at the next one,
-spread that drift over all of them: the ratio of two candidates of one run is worth more than either time.
+Clocks and temperature drift over a run. Every round times each candidate once, and each round starts with another
+candidate, so that all of them see the same drift. The ratio of two candidates of one run is therefore more reliable
+than either time.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from typing import TypeVar
 import torch
 
 FLUSH_BYTES = 256 << 20  # above any L2 so far (B200: 126 MB)
-WARMUP_CALLS = 3  # before capture: compilation and allocation may not happen inside
+WARMUP_CALLS = 3  # compilation and allocation must not happen during capture, nor while a call is timed
+HOST_CALLS = 100  # calls between two readings of the host's clock; the GPU's queue holds more
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds of one candidate over all rounds; low and high are the 10th and 90th percentile."""
+    """Times of one candidate over all rounds, in one unit; low and high are the 10th and 90th percentile."""
 
     median: float
     low: float
@@ -30,8 +32,8 @@ class Times:
     rounds: int
 
     @staticmethod
-    def of(microseconds: Sequence[float]) -> Times:
-        ordered = sorted(microseconds)
+    def of(times: Sequence[float]) -> Times:
+        ordered = sorted(times)
         last = len(ordered) - 1
         return Times(statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)], len(ordered))
 
@@ -42,15 +44,15 @@ class Times:
 
 
 def rotations(items: Sequence[T], rounds: int) -> Iterator[list[T]]:
-    """`rounds` orders of the same items, each starting at the next one."""
+    """`rounds` orders of the same items: each starts one item later than the order before."""
     for start in range(rounds):
         shift = start % len(items)
         yield [*items[shift:], *items[:shift]]
 
 
 class CapturedCall:
-    """A CUDA graph of one call, with the call itself: what it holds, such as the statistics that a backward reads, must
-    live as long as the graph. What the call allocates stays in the graph's own pool."""
+    """A CUDA graph of one call. It keeps the call, because tensors that the call holds, such as the statistics that a
+    backward reads, must live as long as the graph. What the call allocates stays in the graph's own pool."""
 
     def __init__(self, call: Callable[[], object]):
         self._call, self._graph = call, torch.cuda.CUDAGraph()
@@ -72,7 +74,7 @@ def capture(call: Callable[[], object]) -> CapturedCall:
 
 
 class ColdL2:
-    """Fills L2 with lines that are of no use to anybody; clean ones, or the next kernel would pay for writing back."""
+    """Fills L2 with clean lines that nobody needs. Dirty lines would cost the next kernel time to write back."""
 
     def __init__(self) -> None:
         self._written = torch.empty(FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
@@ -90,9 +92,9 @@ def time_interleaved(calls: dict[str, Callable[[], object]], rounds: int) -> dic
 
 
 def time_graphs(graphs: dict[str, CapturedCall], rounds: int) -> dict[str, Times]:
-    """`time_interleaved` of what is captured already.
+    """`time_interleaved` for calls that are captured already.
 
-    The flush keeps the GPU busy while the host enqueues the replay, so that launching it is not part of the time.
+    The flush keeps the GPU busy while the host enqueues the replay, so that the launch is not part of the time.
     """
     cold = ColdL2()
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in graphs}
@@ -109,23 +111,29 @@ def time_graphs(graphs: dict[str, CapturedCall], rounds: int) -> dict[str, Times
     return {name: Times.of([1e3 * s.elapsed_time(e) for s, e in pairs[1:]]) for name, pairs in events.items()}
 
 
-def host_microseconds(call: Callable[[], object], calls: int = 50, rounds: int = 5) -> float:
-    """Median host time of one eager call: nothing is waited for, and the GPU has nothing to do at the start."""
-    for _ in range(WARMUP_CALLS):
-        call()
-    taken = []
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
+def host_times(
+    calls: dict[T, Callable[[], object]], rounds: int, synchronize: Callable[[], object] = torch.cuda.synchronize
+) -> dict[T, Times]:
+    """Microseconds of host time of each eager call: HOST_CALLS of one candidate in a row, candidates in rotating order.
+    A call is over when its kernels are enqueued; nothing is waited for in between."""
+    for call in calls.values():
+        for _ in range(WARMUP_CALLS):
             call()
-        taken.append(1e6 * (time.perf_counter() - start) / calls)
-    torch.cuda.synchronize()
-    return statistics.median(taken)
+    taken: dict[T, list[float]] = {name: [] for name in calls}
+    for order in rotations(list(calls), rounds):
+        for name in order:
+            call = calls[name]
+            synchronize()
+            start = time.perf_counter()
+            for _ in range(HOST_CALLS):
+                call()
+            taken[name].append(1e6 * (time.perf_counter() - start) / HOST_CALLS)
+            synchronize()
+    return {name: Times.of(microseconds) for name, microseconds in taken.items()}
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
-    """What one call takes beyond what was allocated before it: its outputs, and its workspace."""
+    """Memory that one call allocates: its outputs and its workspace."""
     call()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

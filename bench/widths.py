@@ -1,13 +1,13 @@
-"""Looks for cliffs: a direction's share of the floor over many widths, and widths far below their neighbours.
+"""Looks for cliffs: widths at which a norm reaches a much smaller share of the floor's speed than at their neighbours.
 
     python -m bench.widths --step 256 --limit-seconds 500
     python -m bench.widths --check bench/results/nvidia-h200/widths.jsonl
 
-The planner's own choice only, a few replays of each, not checked against float64 (bench.bench_norm does that). Kernels
-are compiled side by side some widths ahead of the timing. One JSON line per cell; widths come in an order that halves
-the gaps, so that a run that ends at its limit has covered the whole range. What looks like a cliff is timed again with
-its neighbours, once the compilers are quiet, and the later line counts. Exit code 1 if a cell is a cliff, 2 without a
-CUDA GPU.
+Only the planner's choice is timed, by a few replays, and outputs are not checked (bench.bench_norm does that). Kernels
+are compiled side by side some widths ahead of the timing. Widths come in an order that halves the gaps, so that a run
+that ends at its limit has covered the whole range. What looks like a cliff is timed again with its neighbours once the
+compilers are quiet, and the later line counts. One JSON line per cell goes to widths.jsonl. Exit code 1 if a cell is a
+cliff, 2 without a CUDA GPU.
 """
 
 from __future__ import annotations
@@ -25,23 +25,29 @@ from statistics import median
 import torch
 
 from fusednorm.host import gpus
-from fusednorm.testing import Outputs
 from fusednorm.tools import warm
 from fusednorm.tools.console import print_table, progress, show_beside
 
-from .candidates import FLOOR, OURS, floor_call, our_calls, our_plans
-from .cases import DTYPES, NORMS, BenchCase, make_bench_inputs, make_parser, plain_case
+from .candidates import FLOOR, OURS, floor_call, our_calls, our_plans, statistics_of
+from .cases import (
+    DTYPES,
+    add_direction_argument,
+    add_plain_arguments,
+    make_bench_inputs,
+    make_parser,
+    plain_case,
+)
 from .records import add_out_argument, case_fields, describe_machine, lacks_gpu, plan_text, results_path, rows_of, save
 from .timing import time_interleaved
 
 FIRST, LAST = 768, 73728
 ROWS = (2048, 16384)
-MOST_ELEMENTS = 16384 * 36864  # of x: more rows than this allows are left out
-CLIFF = 0.15  # of a cell's share of the floor below that of its neighbours
+MOST_ELEMENTS = 16384 * 36864  # a cell whose x has more is left out
+CLIFF = 0.15  # how far a cell's share of the floor lies below its neighbours'
 NEIGHBOURS = 2  # on each side
 BATCH = 48  # widths compiled at a time: starting the processes takes 5 s each time
 PLACE = ("direction", "x_dtype", "norm", "rows", "cols")
-# With a compiler on nearly every CPU the one that times was kept waiting: a floor of 2% here and there.
+# With a compiler on nearly every CPU the process that times had to wait, and single times were far too long.
 COMPILERS = max(1, (os.cpu_count() or 1) // 2)
 SECONDS_PER_CELL, SECONDS_PER_BUILD = 0.15, 2.0  # about, on one H200 with 16 CPUs
 
@@ -76,9 +82,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--last", type=int, default=LAST)
     parser.add_argument("--step", type=int, default=256)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
-    parser.add_argument("--norms", nargs="+", choices=NORMS, default=NORMS)
-    parser.add_argument("--direction", choices=("forward", "backward"), default="backward")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of all tensors (default: bf16)")
+    add_plain_arguments(parser)
+    add_direction_argument(parser)
     parser.add_argument("--rounds", type=int, default=7, help="timed replays of each (default: 7)")
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="stop in time")
     parser.add_argument("--processes", type=int, default=COMPILERS, help="that compile (default: half of the CPUs)")
@@ -88,7 +93,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def make_cells(options: argparse.Namespace) -> Iterator[tuple[str, int, int]]:
-    """(norm, rows, cols): all of one width together, widths in an order that halves the gaps."""
+    """(norm, rows, cols): all cells of one width together, widths in an order that halves the gaps."""
     for cols in halving(range(options.first, options.last + 1, options.step)):
         for norm, rows in itertools.product(options.norms, options.rows):
             if rows * cols <= MOST_ELEMENTS:
@@ -112,7 +117,7 @@ def estimate(cells: list[tuple[str, int, int]]) -> float:
 
 
 def measured(cells: list[tuple[str, int, int]], options: argparse.Namespace, end: float) -> Iterator[dict]:
-    """Times the cells, the next batch of widths being compiled meanwhile."""
+    """Times the cells while the next batch of widths is compiled."""
     batches = list(in_batches(cells))
     with ThreadPoolExecutor(1) as ahead:  # a thread that waits for processes; loading happens at the first call
         compiled: list[Future] = [ahead.submit(compile_batch, batch, options) for batch in batches]
@@ -158,14 +163,6 @@ def measure(norm: str, rows: int, cols: int, options: argparse.Namespace) -> dic
     return case_fields(case, options.direction) | microseconds | {"plan": plan_text(plan)}
 
 
-def statistics_of(case: BenchCase, x: torch.Tensor) -> Outputs:
-    """mean and rstd by torch: our forward would be one more kernel to compile for each width."""
-    variance, mean = torch.var_mean(x.float(), dim=-1, correction=0, keepdim=True)
-    if case.norm == "layer":
-        return Outputs(mean=mean, rstd=(variance + case.resolved_eps).rsqrt())
-    return Outputs(rstd=(variance + mean.square() + case.resolved_eps).rsqrt())
-
-
 def read(path: Path) -> list[dict]:
     return latest(rows_of([path]))
 
@@ -180,7 +177,7 @@ def latest(cells: list[dict]) -> list[dict]:
 
 
 def doubtful(cells: list[dict]) -> list[dict]:
-    """The cells that look like cliffs, and all that make them look so."""
+    """The cells that look like cliffs, and their neighbours."""
     found = {place_of(cell) for cell, *_ in cliffs(cells)}
     return [cell for line in lines_of(cells) for cell in line if found & set(map(place_of, beside(line, cell)))]
 

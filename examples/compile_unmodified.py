@@ -1,10 +1,10 @@
-"""What this shows: the backward graph of a compiled model that knows nothing of this package calls our kernels after
-one line, `fusednorm.enable_inductor()`; which norms became ours, tokens/s, memory and loss curves.
+"""What this shows: one line, `fusednorm.enable_inductor()`, makes the backward graph of a compiled model that does not
+use this package call our kernels. Prints which norms became ours, tokens/s and memory, and draws loss curves.
 
     python -m examples.compile_unmodified --model gpt2
 
-The forward stays with Inductor, which fuses norms with their neighbours. The report tells of norms that this process
-traced: a second run takes its graphs from the compile cache, and lists none. On a CPU every norm stays with Inductor,
+The forward stays with Inductor, which fuses norms with their neighbours. The report lists the norms that this process
+traced; a second run takes its graphs from the compile cache and lists none. On a CPU every norm stays with Inductor,
 which then compiles C++: that needs a compiler and half a minute.
 """
 

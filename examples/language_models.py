@@ -1,5 +1,5 @@
-"""What the examples share: two small language models over bytes as people write them, GPT-2's (LayerNorm) and Llama's
-(RMSNorm), and real text for them, the topics of Python's own help()."""
+"""What the examples share: two small language models over bytes, GPT-2's architecture (LayerNorm) and Llama's
+(RMSNorm), and a text for them, the topics of Python's own help()."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Size:
     width: int
     blocks: int
     heads: int
-    length: int  # of the text that is read at once, in bytes
+    length: int  # bytes of text in a sequence
     batch: int
 
     @property
@@ -39,7 +39,7 @@ class Size:
 
 
 class Attention(nn.Module):
-    """Causal, over however many heads the projections give: all, or those of one rank."""
+    """Causal attention over the heads that the projections give: all heads, or those of one rank."""
 
     def __init__(self, size: Size, bias: bool, rotary: bool) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Positions as rotations of pairs of dims, which the second half of a head's dims completes."""
+    """Rotary positions: dim i of a head's first half and dim i of its second half are rotated as a pair."""
     length, half = x.shape[-2], x.shape[-1] // 2
     frequencies = 10000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angles = torch.arange(length, device=x.device, dtype=torch.float32)[:, None] * frequencies
@@ -116,7 +116,7 @@ class Embedding(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """[batch, length] tokens to the logits of the next one, part after part: embed, blocks, norm, head."""
+    """Maps [batch, length] tokens to the logits of the next token, by embed, blocks, norm and head."""
 
     def __init__(self, name: str, size: Size, norms: Norms) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def help_text() -> Tensor:
 
 
 def batches(text: Tensor, size: Size, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-    """(tokens, targets) of random passages, [batch, length] each, without end; the same for the same seed."""
+    """Endless (tokens, targets) of random passages, [batch, length] each; the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     offsets = torch.arange(size.length + 1)
     while True:

@@ -1,11 +1,11 @@
-"""What this shows: a Llama of Hugging Face's transformers, whose norms are written by hand, trains on our kernels after
-one line, `fusednorm.patch_model(model)`; what was patched, tokens/s, memory and loss curves before and after.
+"""What this shows: one line, `fusednorm.patch_model(model)`, makes a Llama of Hugging Face's transformers, whose norms
+are written by hand, train on our kernels. Prints what was patched, tokens/s and memory, and draws loss curves.
 
     pip install transformers
     python -m examples.patch_hugging_face
 
-The model has random parameters, so nothing is downloaded. A patched norm rounds once where Llama's own rounds twice; in
-float32, as here, the losses are the same but for the last digits. On a CPU our functionals hand tensors to ATen.
+The model has random parameters, so nothing is downloaded. A patched norm rounds once where Llama's own rounds twice. In
+float32, as here, the losses differ only in their last digits. On a CPU our functionals call ATen.
 """
 
 from __future__ import annotations

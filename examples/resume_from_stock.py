@@ -1,11 +1,11 @@
 """What this shows: a checkpoint of a model on stock norms, with the optimizer's state, loads into a model on our norms,
-and the training goes on as if nothing had happened; then the same the other way round.
+and the training continues as if nothing had changed; then the same in the other direction.
 
     python -m examples.resume_from_stock --steps 40
 
-Half of the steps come before the checkpoint. State dicts have the same names and tensors, so neither side converts
-anything. The last line compares with a training on stock norms that no checkpoint interrupts. On a CPU our functionals
-hand tensors to ATen and the losses agree to the last bit; on a GPU they differ by rounding.
+Half of the steps come before the checkpoint. State dicts have the same names and tensors, so nothing has to be
+converted. The last line compares with a training on stock norms without a checkpoint. On a CPU our functionals call
+ATen, and the losses agree to the last bit; on a GPU they differ by rounding.
 """
 
 from __future__ import annotations

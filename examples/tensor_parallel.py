@@ -1,12 +1,12 @@
 """What this shows: norms under PyTorch's tensor parallelism, where SequenceParallel shards their rows over the ranks.
 
     torchrun --nproc-per-node 2 -m examples.tensor_parallel --model llama --norms both      on two GPUs
-    torchrun --nproc-per-node 2 -m examples.tensor_parallel --steps 20                      or on a CPU
+    torchrun --nproc-per-node 2 -m examples.tensor_parallel --steps 20                      on a CPU
 
-All ranks read the same text. Between the blocks each has a part of it; within attention and MLP all of it, and a part
-of the heads and of the hidden width. Norms get DTensors, for which our ops have rules of sharding: a weight is whole on
-every rank, and its gradient a partial sum. Everything is float32 here, matrix products on a GPU in TF32. On a CPU our
-functionals hand tensors to ATen, whose rules are the same.
+All ranks read the same text. Between the blocks each rank has a part of the text. Within attention and MLP each has the
+whole text, and a part of the heads and of the hidden width. Norms get DTensors, for which our ops have sharding rules:
+every rank has the whole weight, and its gradient is a partial sum. All tensors are float32; on a GPU matrix products
+use TF32. On a CPU our functionals call ATen, whose rules are the same.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What this shows: a language model under FSDP2, on stock norms, on ours, or on one after the other; tokens/s, memory
-and loss curves of each.
+"""What this shows: a language model under FSDP2, on stock norms, on ours, or first on one and then on the other. Prints
+tokens/s and memory, and draws loss curves.
 
     torchrun --nproc-per-node 8 -m examples.train_fsdp2 --model llama --norms both      on eight GPUs
     python -m examples.train_fsdp2 --model gpt2 --steps 20                              one process, a CPU will do
 
-Each rank reads a text of its own and holds its share of every parameter, those of norms too. FSDP2 gathers a block's
-parameters before the block runs, on GPUs in bfloat16, so that norms see whole tensors: nothing has to be said about
-them. The model has about 1 billion parameters on GPUs, and very few on a CPU, where our functionals hand tensors to
-ATen, so that both kinds of norms run the same code.
+Each rank reads its own text and holds its share of every parameter, also of the norms'. FSDP2 gathers a block's
+parameters before the block runs, on GPUs in bfloat16, so norms see whole tensors and need no special treatment. The
+model has about 1 billion parameters on GPUs, and very few on a CPU, where our functionals call ATen, so that both kinds
+of norms run the same code.
 """
 
 from __future__ import annotations

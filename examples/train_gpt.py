@@ -1,11 +1,11 @@
-"""What this shows: a small GPT learns the text of Python's own help, once on stock norms and once on ours; tokens/s,
-memory and loss curves of each.
+"""What this shows: a small GPT learns the text of Python's own help, once on stock norms and once on ours. Prints
+tokens/s and memory, and draws loss curves.
 
     python -m examples.train_gpt --model gpt2       LayerNorm; --model llama: RMSNorm
 
-The models differ in the classes of their norms alone (language_models.py, `Norms`); both start from the same parameters
-and read the same passages. On a CPU our functionals hand tensors to ATen, so that both kinds of norms run the same code
-and the curves are one.
+The models differ only in the classes of their norms (language_models.py, `Norms`). Both start from the same parameters
+and read the same passages. On a CPU our functionals call ATen, so both kinds of norms run the same code, and the curves
+coincide.
 """
 
 from __future__ import annotations

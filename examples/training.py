@@ -1,4 +1,4 @@
-"""What the examples share: arguments, processes, a loop of training steps, and its results as a table and a picture."""
+"""What the examples share: arguments, processes, a training loop, and its results as a table and a picture."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ NORMS["both"] = NORMS["stock"] | NORMS["ours"]
 class Run:
     losses: list[float] = field(default_factory=list)  # the mean over all ranks, of each step
     seconds: list[float] = field(default_factory=list)
-    memory_bytes: int = 0  # the most of this rank: of the GPU, or of the process where there is none
+    memory_bytes: int = 0  # this rank's peak: of GPU memory, or of the process if there is no GPU
 
 
 def arguments(
     example: str, description: str, given: Sequence[str] | None = None, models: Sequence[str] = ("gpt2", "llama")
 ) -> argparse.Namespace:
-    """Those of the command line, or `given`. The first paragraph of an example says what it shows, as does --help."""
+    """Parses `given`, or the command line. --help shows the first paragraph of the example's docstring."""
     parser = argparse.ArgumentParser(prog=f"python -m examples.{example}", description=description.split("\n\n")[0])
     parser.set_defaults(example=example)
     parser.add_argument("--model", choices=models, default="llama")
@@ -46,14 +46,13 @@ def arguments(
 
 
 def only_process() -> tuple[torch.device, Size]:
-    """The device of an example without other processes, and the size of a model for it."""
+    """The device of an example that runs in one process, and a model size for it."""
     torch.set_float32_matmul_precision("high")  # TF32, on a GPU
     return (torch.device("cuda"), SMALL_GPU_SIZE) if torch.cuda.is_available() else (torch.device("cpu"), CPU_SIZE)
 
 
 def start_processes() -> tuple[torch.device, Size]:
-    """Join the processes that torchrun started, or be the only one. Returns this rank's device, and the size of a model
-    for all of them."""
+    """Joins the processes of torchrun, or forms a group of one. Returns this rank's device and a model size."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
@@ -77,8 +76,8 @@ def train_each(
     spread: Callable[[LanguageModel], nn.Module] = as_it_is,
     readers: int = 1,
 ) -> None:
-    """Train a model on each kind of norms that was asked for, spread over the ranks by `spread`, and report. The ranks
-    read in `readers` groups, each a text of its own."""
+    """Trains a model on each kind of norms that was asked for, spread over the ranks by `spread`, and reports. The
+    ranks form `readers` groups, and each group reads its own text."""
     runs = {}
     for label, norms in NORMS[asked.norms].items():
         torch.manual_seed(0)
@@ -106,7 +105,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 def train(
     model: nn.Module, feed: Iterator[tuple[Tensor, Tensor]], steps: int, optimizer: torch.optim.Optimizer | None = None
 ) -> Run:
-    """Train a model that maps tokens to logits, or to an object of transformers that has them."""
+    """Trains a model that maps tokens to logits, or to an object of transformers with `logits`."""
     run, device = Run(), next(model.parameters()).device
     optimizer = optimizer or make_optimizer(model)
     if device.type == "cuda":

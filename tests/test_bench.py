@@ -12,7 +12,15 @@ from bench_records import CASE, MACHINE, TIMES, cells, record_of
 
 from bench import bench_norm, first_call, widths
 from bench.candidates import CANDIDATES, OURS, Calls, Refused, floor_bytes, floor_call, our_calls
-from bench.cases import BenchCase, Shape, add_case_arguments, make_bench_inputs, make_cases, parse_shape
+from bench.cases import (
+    BenchCase,
+    Shape,
+    add_backward_arguments,
+    add_case_arguments,
+    make_bench_inputs,
+    make_cases,
+    parse_shape,
+)
 from bench.peers import packages
 from bench.records import best_peer, load, make_record, report_row, results_path, save, summary_rows
 from bench.timing import Times, rotations
@@ -24,6 +32,7 @@ def parse_cases(*arguments: str) -> list[BenchCase]:
 
     parser = argparse.ArgumentParser()
     add_case_arguments(parser)
+    add_backward_arguments(parser)
     return list(make_cases(parser.parse_args(arguments)))
 
 

@@ -117,7 +117,7 @@ def test_example_says_first_what_it_shows_and_what_a_cpu_makes_of_it(example):
     text = (ROOT / "examples" / f"{example}.py").read_text()
     assert text.startswith('"""What this shows: ')
     shown = " ".join(text.split('"""')[1].split())
-    assert "our functionals hand tensors to ATen" in shown or "On a CPU every norm stays with Inductor" in shown
+    assert "our functionals call ATen" in shown or "On a CPU every norm stays with Inductor" in shown
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

@@ -1,3 +1,5 @@
-"""Other implementations, each optional: missing() -> the reason why it is not here, prepare(case, inputs) -> (forward,
-backward) as `bench.candidates.Calls` has them. ADDS_RESIDUAL says that dx comes with the residual's gradient added.
-Nothing of theirs is imported before it is asked for."""
+"""Other implementations, one module each. All are optional and are imported only when they are used.
+
+missing() returns why the implementation cannot run here, or None. prepare(case, inputs) returns (forward, backward) as
+in `bench.candidates.Calls`. ADDS_RESIDUAL says whether its backward adds the residual's gradient to dx itself.
+"""

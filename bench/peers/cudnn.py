@@ -1,4 +1,4 @@
-"""cuDNN's norms through its graph API: rows x cols as the [N, C, 1, 1] that it wants, one graph for each direction."""
+"""cuDNN's norms through its graph API, which takes rows x cols as [N, C, 1, 1]; one graph for each direction."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _forward(case: BenchCase, inputs: BenchInputs, handle: int):
 
 
 def _backward(case: BenchCase, inputs: BenchInputs, handle: int):
-    """It has no mask: a frozen parameter's gradient is computed all the same."""
+    """cuDNN has no output mask: it computes a frozen parameter's gradient, too."""
     x, dy, weight, bias, rows, cols = inputs.x, inputs.grad_out, inputs.weight, inputs.bias, case.rows, case.cols
     layer, graph = case.norm == "layer", Graph(handle)
     dy_node, x_node = graph.tensor("dy", (rows, cols), dy.dtype), graph.tensor("x", (rows, cols), x.dtype)

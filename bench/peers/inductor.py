@@ -1,4 +1,4 @@
-"""torch.compile of ATen's ops: what it makes of the same forward and backward that autograd would hand it."""
+"""torch.compile of ATen's ops: the same forward and backward that autograd would give it to compile."""
 
 from __future__ import annotations
 
@@ -23,11 +23,6 @@ def prepare(case: BenchCase, inputs: BenchInputs, options: dict | None = None):
         inputs.x, inputs.grad_out, inputs.weight, inputs.bias, case.normalized_shape, case.resolved_eps,
     )  # fmt: skip
     mask, aten, residual = case.output_mask, torch.ops.aten, inputs.residual_grad
-
-    def with_residual(grads, residual):
-        if residual is None:
-            return grads
-        return (grads[0] + residual).to(x.dtype), *grads[1:]
 
     @compiled
     def layer_forward(x, weight, bias):
@@ -59,6 +54,12 @@ def prepare(case: BenchCase, inputs: BenchInputs, options: dict | None = None):
     return forward, backward
 
 
+def with_residual(grads, residual):
+    """The gradients of a norm, with the residual's added to dx."""
+    dx, *others = grads
+    return grads if residual is None else ((dx + residual).to(dx.dtype), *others)
+
+
 def forget() -> None:
-    """Drop what was compiled: cases share code objects, and Dynamo stops compiling one after 8 builds."""
+    """Drop compiled code: all cases share the same code objects, and Dynamo compiles each at most 8 times."""
     torch.compiler.reset()

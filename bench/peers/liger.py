@@ -39,7 +39,7 @@ def _layer(case: BenchCase, inputs: BenchInputs):
 
 
 def _rms(case: BenchCase, inputs: BenchInputs):
-    """As its module calls it: Llama's rounding, and dx in the place of dy, so that it gets a dy of its own."""
+    """As Liger's module calls it, with Llama's rounding. It writes dx over dy, and therefore gets a copy of dy."""
     from liger_kernel.ops.rms_norm import rms_norm_backward, rms_norm_forward
     from liger_kernel.ops.utils import calculate_settings
 

@@ -1,4 +1,4 @@
-"""Whether a package is there, without importing it."""
+"""Whether packages are installed, and their versions, without importing them."""
 
 from __future__ import annotations
 

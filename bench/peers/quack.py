@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 
 import torch
 
 from fusednorm.testing import Outputs
 
 from ..cases import BenchCase, BenchInputs
-from ..timing import time_interleaved
 from . import packages
 
 NAME = "quack"
 ADDS_RESIDUAL = True
-TUNING_ROUNDS = 10
-TUNING_CLUSTERS = (1, 2)  # times the cluster of its own choice
 
 
 def missing() -> str | None:
     return packages.missing("quack", "quack-kernels") or packages.missing("cutlass", "'nvidia-cutlass-dsl[cu13]'")
 
 
-def prepare(case: BenchCase, inputs: BenchInputs, tuned: bool = False):
-    """By its own choice of configuration; tuned: the fastest of several, on several grids, found here and now."""
-    module = importlib.import_module("quack.rmsnorm")  # the package gives this name to a function, too
-    forward = _forward(module, case, inputs)
-    if not tuned:
-        grid = module.get_sm_count(case.cols, inputs.x.device)
-        return forward, _backward(case, inputs, grid, module._rmsnorm_bwd)
-    return forward, _fastest(module, case, inputs, forward())
+def prepare(case: BenchCase, inputs: BenchInputs):
+    """By the configuration and the grid that QuACK chooses itself."""
+    module = importlib.import_module("quack.rmsnorm")  # `from quack import rmsnorm` gives a function of that name
+    grid = module.get_sm_count(case.cols, inputs.x.device)
+    return _forward(module, case, inputs), _backward(case, inputs, grid, module._rmsnorm_bwd)
 
 
 def _forward(module, case: BenchCase, inputs: BenchInputs):
@@ -49,8 +42,8 @@ def _forward(module, case: BenchCase, inputs: BenchInputs):
 
 
 def _backward(case: BenchCase, inputs: BenchInputs, grid: int, kernel):
-    """As its own wrappers do: partial sums of each CTA, then torch's sum over them; and for a residual of another dtype
-    than x the sum in that one, too."""
+    """As QuACK's own wrappers call it: partial sums of each CTA, then torch's sum over them. Where the residual's dtype
+    is not x's, the kernel also writes the sum of both gradients in the residual's dtype."""
     layer = case.norm == "layer"
     _, wants_dw, wants_db = case.output_mask
 
@@ -73,58 +66,3 @@ def _backward(case: BenchCase, inputs: BenchInputs, grid: int, kernel):
         return Outputs(dx=dx.reshape(case.shape), dweight=dw, dbias=db)
 
     return backward
-
-
-def _fastest(module, case: BenchCase, inputs: BenchInputs, ahead: Outputs):
-    """The best configuration on its own grid, then the best grid for it."""
-    sms = torch.cuda.get_device_properties(inputs.x.device).multi_processor_count
-    own_grid = module.get_sm_count(case.cols, inputs.x.device)
-    on_own_grid = {
-        config: _backward(case, inputs, own_grid, _configured(module, config)) for config in _configs(module, case)
-    }
-    best = _quickest(on_own_grid, ahead)
-    kernel, grids = _configured(module, best), (own_grid, sms, 2 * sms)
-    on_grids = {grid: _backward(case, inputs, grid, kernel) for grid in grids}
-    return on_grids[_quickest(on_grids, ahead)]
-
-
-def _quickest(backwards: dict, ahead: Outputs):
-    """The key of the fastest; what does not compile or fit is not the fastest."""
-    calls = {}
-    for key, backward in backwards.items():
-        try:
-            backward(ahead)
-        except Exception:
-            continue
-        calls[key] = lambda backward=backward: backward(ahead)
-    if not calls:
-        raise RuntimeError("none of its configurations runs")
-    times = time_interleaved(calls, TUNING_ROUNDS)
-    return min(times, key=lambda key: times[key].median)
-
-
-def _configs(module, case: BenchCase) -> list:
-    """Its own choice, and what stands near it: the other CTA size, the copy engine, reloading, and a wider cluster."""
-    from quack.rmsnorm_config import RmsNormBwdConfig
-
-    bits = 8 * case.x_dtype.itemsize
-    own = RmsNormBwdConfig.from_analytical_heuristic(case.cols, bits, bits)
-    near = [own]
-    knobs = itertools.product((128, 256), (False, True), (None, "smem"), TUNING_CLUSTERS)
-    for threads, use_tma, reload_wdy, factor in knobs:
-        cluster = own.cluster_n * factor
-        if threads * cluster <= case.cols and cluster <= 16 and case.cols >= 1024:
-            near.append(RmsNormBwdConfig(threads, threads, cluster, reload_wdy, None, use_tma))
-    return list(dict.fromkeys(near))
-
-
-def _configured(module, config):
-    """The op of its default path, with the configuration given."""
-
-    def kernel(x, weight, dy, rstd, dx, dw, db, residual, own, sm_count, mean, is_layernorm):
-        module.rmsnorm_bwd_tuned.fn(
-            x, weight, dy, rstd, dx, dw, db, residual, own, sm_count=sm_count, mean=mean, is_layernorm=is_layernorm,
-            has_dw_partial=dw is not None, has_db_partial=db is not None, config=config,
-        )  # fmt: skip
-
-    return kernel

@@ -1,4 +1,4 @@
-"""TransformerEngine: named so that a reader sees that it is not timed, and why."""
+"""TransformerEngine is listed so that reports say why it is not timed."""
 
 from __future__ import annotations
 
