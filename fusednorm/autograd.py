@@ -39,7 +39,7 @@ from .operands import OF_OP, BackwardOperands, ForwardOperands, Operands, Output
 from .planner.forcing import asked_variants, force
 from .planner.norm_problem import accumulation_dtype
 
-PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 KEPT_BACKWARDS = 4  # recipes of backwards kept per NodeInfo, which many layers of a model may share
 
 
@@ -97,7 +97,7 @@ class NodeInfo:
         with force(self.asked[-1] if self.asked else None):  # the forward's `force`, not that of autograd's thread
             grads = _backward(operands)
             traced = torch.compiler.is_dynamo_compiling()
-            if not (traced or torch.is_grad_enabled()) and type(x) in PLAIN:
+            if not (traced or torch.is_grad_enabled()) and type(x) in PLAIN_TYPES:
                 cached = recipe.find(recipe.look(operands))
                 if cached is not None and cached.repeat not in self.repeats:
                     self.repeats = cached.repeat, *self.repeats[: KEPT_BACKWARDS - 1]
@@ -243,7 +243,7 @@ def _y_of(operands: ForwardOperands) -> Tensor:
 def _forward(operands: ForwardOperands) -> Tensor | None:
     """y if all tensors are plain (`_is_plain`) and no mode, transform or forward-mode AD is active; else None."""
     x, weight, bias = operands.tensors
-    if type(x) not in PLAIN or forward_ad._current_level >= 0 or function_modes():
+    if type(x) not in PLAIN_TYPES or forward_ad._current_level >= 0 or function_modes():
         return None
     recorded = torch.is_grad_enabled() and (x.requires_grad or _is_recorded(weight, bias))
     if not recorded:
@@ -315,7 +315,7 @@ def _is_recorded(*tensors: Tensor | None) -> bool:
 def _at_once(operands: Operands) -> Outputs | None:
     """The outputs by CUDA kernels without the dispatcher, if nothing else intercepts calls below autograd; else None.
     Skipping the dispatcher saves a good part of a call's host time."""
-    if type(operands.x) not in PLAIN or function_modes():  # shapes of other classes may not be hashable
+    if type(operands.x) not in PLAIN_TYPES or function_modes():  # shapes of other classes may not be hashable
         return None
     try:
         key, tensors = recipe.look(operands)
@@ -343,14 +343,15 @@ def _is_plain(tensors: Sequence[Tensor | None]) -> bool:
     """Whether a call on these tensors would reach our CUDA kernels with nothing in between below autograd."""
     if dispatch_modes() or function_modes():
         return False
-    return all(each is None or (_is_on_a_gpu(each) and not _is_wrapped(each)) for each in tensors)
+    return all(each is None or (_is_on_a_gpu(each) and not _is_indirect(each)) for each in tensors)
 
 
 def _is_on_a_gpu(tensor: Tensor) -> bool:
-    return type(tensor) in PLAIN and runs_kernels(tensor) and tensor.layout is torch.strided and not tensor.is_nested
+    runs = type(tensor) in PLAIN_TYPES and runs_kernels(tensor)
+    return runs and tensor.layout is torch.strided and not tensor.is_nested
 
 
-def _is_wrapped(tensor: Tensor) -> bool:
+def _is_indirect(tensor: Tensor) -> bool:
     """Whether the tensor's memory does not hold its value (a negated view), or the tensor belongs to a transform and
     has no memory: torch.func's, which may be over, or that of torch.autograd.grad(..., is_grads_batched=True)."""
     if tensor.is_neg() or is_wrapped(tensor):
