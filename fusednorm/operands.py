@@ -145,8 +145,7 @@ OF_OP: dict[str, Callable[..., Operands]] = {
 
 
 def as_op(name: str, run: Callable[[Any], Outputs | None]) -> Callable[..., tuple | None]:
-    """A function with the op's arguments and outputs that runs `run` on a norm's operands. It returns None if `run`
-    does."""
+    """A function with the op's arguments and outputs that runs `run` on a norm's operands. None stays None."""
     operands_of, outputs_of = OF_OP[name], _OUTPUTS_OF_OP[name]
 
     def op(*arguments, **named):

@@ -116,9 +116,7 @@ def _run(call, prepare: Callable[..., Prepared], by_aten: Callable[..., tuple], 
 def prepare_forward(call: ForwardCall, plan: Plan | None = None) -> Prepared:
     """The launches of a forward and the tensors that they will fill, by `plan` or else by the planner's choice."""
     problem, device = call.problem, call.x.tensor.device
-    spec = gpus.spec_of(device)
-    plan = plan or heuristics.choose(problem, call.rows, spec)
-    assert _is_legal(plan.variant, problem, min(call.rows, MAX_RING_ROWS + 1), spec)
+    plan, spec = _plan_and_device(call, plan)
     y = torch.empty(call.shape, dtype=problem.x_dtype, device=device)
     rstd = torch.empty(call.stats_shape, dtype=problem.acc_dtype, device=device) if call.wants_statistics else None
     mean = torch.empty_like(rstd) if rstd is not None and problem.norm == "layer" else None
@@ -130,9 +128,7 @@ def prepare_forward(call: ForwardCall, plan: Plan | None = None) -> Prepared:
 def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> Prepared:
     """The launches of a backward and the tensors that they will fill, by `plan` or else by the planner's choice."""
     problem, device = call.problem, call.x.tensor.device
-    spec = gpus.spec_of(device)
-    plan = plan or heuristics.choose(problem, call.rows, spec)
-    assert _is_legal(plan.variant, problem, min(call.rows, MAX_RING_ROWS + 1), spec)
+    plan, spec = _plan_and_device(call, plan)
     assert plan.variant != "pipelined" or problem.wants_dx != isinstance(plan, ColumnRingPlan)
     sums = problem.num_sums > 0
     ctas = num_ctas(plan, call.rows, problem.cols, spec, leaves_partials=sums)
@@ -153,6 +149,13 @@ def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> Prepared:
     if summed_next:
         launches.append(_finalize(problem, buffers, partials))
     return Prepared(launches, (dx, dw, db), workspace)
+
+
+def _plan_and_device(call: ForwardCall | BackwardCall, plan: Plan | None) -> tuple[Plan, DeviceSpec]:
+    spec = gpus.spec_of(call.x.tensor.device)
+    plan = plan or heuristics.choose(call.problem, call.rows, spec)
+    assert _is_legal(plan.variant, call.problem, min(call.rows, MAX_RING_ROWS + 1), spec)
+    return plan, spec
 
 
 def _finalize(problem: NormProblem, buffers: BackwardBuffers, num_partials: int) -> Launch:

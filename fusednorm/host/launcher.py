@@ -116,8 +116,7 @@ class Launch:
         return {**constants, **COMPILE_OPTIONS, **self.options}
 
     def load(self) -> None:
-        """Compile and load the kernel. Raises BuildFailed for a build that has failed before, else what Triton
-        raises."""
+        """Compile and load the kernel. Raises BuildFailed if it has failed before, else what Triton raises."""
         if isinstance(self.kernel, JITFunction):
             load(self, torch.cuda.current_device())
 
@@ -319,9 +318,7 @@ class Build:
         if encoded is None:
             if len(self._encoded) >= KEPT_TENSOR_MAPS:
                 self._encoded.clear()
-            base = SimpleNamespace(data_ptr=lambda: pointer)
-            described = SimpleNamespace(
-                base=base, shape=shape, strides=strides, padding="zero", round_f32_to_tf32=False
-            )
+            base, options = SimpleNamespace(data_ptr=lambda: pointer), {"padding": "zero", "round_f32_to_tf32": False}
+            described = SimpleNamespace(base=base, shape=shape, strides=strides, **options)
             encoded = self._encoded[key] = self._encode(described, self.descriptors[position])
         return encoded

@@ -102,15 +102,9 @@ Repeat = Callable[..., "tuple | None"]  # from a call's tensors to its outputs; 
 def python_of(recipe: Recipe, tensors: Sequence[Tensor | None], is_alike: Callable[..., bool]) -> Repeat:
     """The function that repeats a recipe for tensors like these. It returns the outputs, or None if its tensors are not
     like these, a profiler hooks Triton's launches, or another number of SMs is to be left free."""
-    constants: dict[str, Any] = {
-        "is_alike": is_alike,
-        "runtime": recipe.steps[0].build.RUNTIME,
-        "margin": margin,
-        "sm_margin": recipe.sm_margin,
-        "current_device": torch_compat.current_device,
-        "raw_stream": torch_compat.raw_stream,
-        "device": recipe.device,
-    }
+    constants = dict(is_alike=is_alike, margin=margin, sm_margin=recipe.sm_margin, device=recipe.device)
+    constants |= dict(runtime=recipe.steps[0].build.RUNTIME, current_device=torch_compat.current_device)
+    constants |= dict(raw_stream=torch_compat.raw_stream)
 
     def constant(value: Any) -> str:
         name = f"c{len(constants)}"

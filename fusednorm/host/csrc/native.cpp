@@ -131,21 +131,16 @@ PyObject* y_of(Op op, PyObject* const* arguments, Py_ssize_t count) {
   return THPVariable_Wrap(y);
 }
 
-PyObject* layer_norm(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+template <Op op>
+PyObject* norm(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  return y_of(LAYER_FWD, arguments, count);
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* rms_norm(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  return y_of(RMS_FWD, arguments, count);
+  return y_of(op, arguments, count);
   END_HANDLE_TH_ERRORS
 }
 
 PyMethodDef functions[] = {
-    {"layer_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(layer_norm)), METH_FASTCALL, nullptr},
-    {"rms_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(rms_norm)), METH_FASTCALL, nullptr},
+    {"layer_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(norm<LAYER_FWD>)), METH_FASTCALL, nullptr},
+    {"rms_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(norm<RMS_FWD>)), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

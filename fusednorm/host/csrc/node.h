@@ -16,20 +16,10 @@
 
 namespace fusednorm {
 
-inline auto& layer_norm_bwd_op() {
-  static auto op = c10::Dispatcher::singleton()
-                       .findSchemaOrThrow("fusednorm::layer_norm_bwd", "")
-                       .typed<Triple(const Tensor&, const Tensor&, SymIntArrayRef, const Tensor&, const Tensor&,
-                                     const optional<Tensor>&, const optional<Tensor>&, c10::List<bool>)>();
-  return op;
-}
-
-inline auto& rms_norm_bwd_op() {
-  static auto op = c10::Dispatcher::singleton()
-                       .findSchemaOrThrow("fusednorm::rms_norm_bwd", "")
-                       .typed<Pair(const Tensor&, const Tensor&, SymIntArrayRef, const Tensor&,
-                                   const optional<Tensor>&, c10::List<bool>)>();
-  return op;
+// The op `name`, to be called through the dispatcher with the arguments of its implementation.
+template <typename Function>
+inline auto find_op(const char* name, Function&) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<Function>();
 }
 
 inline optional<Tensor> as_optional(const Tensor& tensor) {
@@ -40,11 +30,13 @@ inline optional<Tensor> as_optional(const Tensor& tensor) {
 inline Triple dispatch_backward(
     const Tensor& grad_out, const Tensor& x, SymIntArrayRef shape, const Tensor& mean, const Tensor& rstd,
     const Tensor& weight, const Tensor& bias, std::array<bool, 3> mask) {
+  static auto layer_norm_op = find_op("fusednorm::layer_norm_bwd", layer_norm_bwd);
+  static auto rms_norm_op = find_op("fusednorm::rms_norm_bwd", rms_norm_bwd);
   if (mean.defined())
-    return layer_norm_bwd_op().call(grad_out, x, shape, mean, rstd, as_optional(weight), as_optional(bias),
-                                    c10::List<bool>({mask[0], mask[1], mask[2]}));
+    return layer_norm_op.call(grad_out, x, shape, mean, rstd, as_optional(weight), as_optional(bias),
+                              c10::List<bool>({mask[0], mask[1], mask[2]}));
   auto [dx, dw] =
-      rms_norm_bwd_op().call(grad_out, x, shape, rstd, as_optional(weight), c10::List<bool>({mask[0], mask[1]}));
+      rms_norm_op.call(grad_out, x, shape, rstd, as_optional(weight), c10::List<bool>({mask[0], mask[1]}));
   return {dx, dw, Tensor()};
 }
 
