@@ -1,8 +1,8 @@
 """Builds and installs the package. The folder kernels/ is installed as fusednorm.kernels.
 
-If torch and triton can be imported during the build (pip install --no-build-isolation, python setup.py build_ext
---inplace), the C++ host side is built, too, for this torch. If it does not compile, the package is pure Python: the
-build's last line and `python -m fusednorm doctor` say so, with the compiler's first error.
+The host side in C++ is built, for this torch, if the build can import torch and triton: by
+`pip install --no-build-isolation .` or `python setup.py build_ext --inplace`. If it does not compile, the package is
+pure Python; the build's last line and `python -m fusednorm doctor` then give the compiler's first error.
 """
 
 import atexit
@@ -19,35 +19,36 @@ from setuptools.command.build_ext import build_ext
 HERE = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"', (HERE / "fusednorm" / "__init__.py").read_text(), re.MULTILINE).group(1)
 LINUX = "sys_platform == 'linux' and (platform_machine == 'x86_64' or platform_machine == 'aarch64')"
-NATIVE_FAILURE = "_native_failure.txt"  # in the folder of the missing extension; fusednorm/host/native.py reads it
+
+NATIVE_FAILURE = "_native_failure.txt"  # beside where the extension would be; fusednorm/host/native.py reads it
 
 
 class BuildNative(build_ext):
-    """Saves the compiler's first error and prints it as the build's last line."""
+    """Writes the compiler's first error to NATIVE_FAILURE, and prints it as the build's last line."""
 
     def build_extension(self, extension):
         failure = Path(self.get_ext_fullpath(extension.name)).with_name(NATIVE_FAILURE)
         failure.unlink(missing_ok=True)
-        with tempfile.TemporaryFile("w+", errors="replace") as said:
+        with tempfile.TemporaryFile("w+", errors="replace") as messages:
             try:
-                with stderr_to(said):
+                with stderr_to(messages):
                     super().build_extension(extension)
             except Exception as error:
-                said.seek(0)
-                text = first_error(said.read()) or str(error)
+                messages.seek(0)
+                text = first_error(messages.read()) or str(error)
                 failure.parent.mkdir(parents=True, exist_ok=True)
                 failure.write_text(f"{text}\n")
                 last = f"fusednorm: the host side in C++ was NOT built, everything runs in Python: {text}"
                 atexit.register(print, last, file=sys.stderr, flush=True)
                 raise
             finally:
-                said.seek(0)
-                sys.stderr.write(said.read())
+                messages.seek(0)
+                sys.stderr.write(messages.read())
 
 
 @contextlib.contextmanager
 def stderr_to(file):
-    """Redirects stderr to a file, also for processes that are started inside the block."""
+    """Inside, what this process and those that it starts write to stderr goes to the file."""
     sys.stderr.flush()
     kept = os.dup(2)
     os.dup2(file.fileno(), 2)
@@ -58,8 +59,8 @@ def stderr_to(file):
         os.close(kept)
 
 
-def first_error(said: str) -> str:
-    return next((line.strip() for line in said.splitlines() if re.search(r"\b(fatal )?error\b:", line)), "")
+def first_error(messages: str) -> str:
+    return next((line.strip() for line in messages.splitlines() if re.search(r"\b(fatal )?error\b:", line)), "")
 
 
 def extensions() -> list[Extension]:

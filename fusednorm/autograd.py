@@ -3,7 +3,7 @@ layer_norm and rms_norm, which return y alone.
 
 A call takes one of three routes:
 
-- If nothing is differentiated, the call goes straight to the op's kernel.
+- If nothing is differentiated, the op's kernels run.
 - If autograd records, the forward runs and NormFunction, the one autograd node, is recorded. Its backward is the
   backward op.
 - If the op's inside must be visible (torch.func transforms, forward-mode AD, a backward that is itself differentiated),
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -38,8 +39,8 @@ from .operands import OF_OP, BackwardOperands, ForwardOperands, Operands, Output
 from .planner.forcing import asked_variants, force
 from .planner.norm_problem import accumulation_dtype
 
-PLAIN = (Tensor, torch.nn.Parameter)
-KEPT_BACKWARDS = 4  # recipes of backwards kept per NormCall, which all layers of a model may share
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+KEPT_BACKWARDS = 4  # recipes of backwards kept per NodeInfo, which many layers of a model may share
 
 
 class LayerNormFunction:
@@ -76,18 +77,19 @@ class RMSNormFunction:
 
 
 @dataclass(eq=False, slots=True)
-class NormCall:
-    """A forward that has run, without its tensors. All forwards with the same signature share one."""
+class NodeInfo:
+    """What a node keeps of its forward beside tensors. Forwards that return y alone share it if they share a recipe."""
 
     norm: str
     normalized_shape: Sequence[int]
     eps: float | None
-    y_alone: bool  # mean and rstd are no outputs, but stay inside the node
-    asked: tuple[str | None, ...]  # the variants that `force` asked for
-    repeats: tuple[recipe.Repeat, ...] = ()  # of its backwards, one per signature of grad_y, the latest first
+    y_alone: bool  # whether y is the only output, and mean and rstd stay inside the node
+    asked: tuple[str | None, ...]  # the variants that `force` asked for, the innermost last
+    repeats: tuple[recipe.Repeat, ...] = ()  # recipes of its backwards, one per signature of grad_y, the latest first
 
     def backward(self, grad_y, x, mean, rstd, weight, bias, mask) -> Outputs:
-        """(dx, dw, db), by whichever route applies."""
+        """(dx, dw, db) by the backward op, or by operations that can be differentiated if the node returned y alone and
+        this backward is itself recorded."""
         if self.y_alone and torch.is_grad_enabled():
             return differentiable_backward(self.norm, self.normalized_shape, self.eps, grad_y, x, weight, bias, mask)
         mask = mask[0], weight is not None and mask[1], bias is not None and mask[2]
@@ -95,10 +97,10 @@ class NormCall:
         with force(self.asked[-1] if self.asked else None):  # the forward's `force`, not that of autograd's thread
             grads = _backward(operands)
             traced = torch.compiler.is_dynamo_compiling()
-            if not (traced or torch.is_grad_enabled()) and type(x) in PLAIN:
-                known = recipe.find(recipe.look(operands))
-                if known is not None and known.repeat not in self.repeats:
-                    self.repeats = known.repeat, *self.repeats[: KEPT_BACKWARDS - 1]
+            if not (traced or torch.is_grad_enabled()) and type(x) in PLAIN_TYPES:
+                cached = recipe.find(recipe.look(operands))
+                if cached is not None and cached.repeat not in self.repeats:
+                    self.repeats = cached.repeat, *self.repeats[: KEPT_BACKWARDS - 1]
         return grads
 
 
@@ -112,29 +114,30 @@ class NormFunction(Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, outputs, call: NormCall):
+    def forward(ctx, x, weight, bias, outputs, info: NodeInfo):
         y, mean, rstd = outputs
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, mean, rstd, weight, bias)
-        ctx.call = call
-        return y if call.y_alone else outputs
+        ctx.info = info
+        return y if info.y_alone else outputs
 
     @staticmethod
     def backward(ctx, grad_y, grad_mean=None, grad_rstd=None):
         x, mean, rstd, weight, bias = ctx.saved_tensors
-        call, mask, grads = ctx.call, ctx.needs_input_grad[:3], None
-        looked_into = torch.is_grad_enabled() or forward_ad._current_level >= 0
-        if not (looked_into or torch.compiler.is_dynamo_compiling() or is_profiled()):
-            # output_mask is not rechecked (None): it follows from requires_grad, which is part of the call's signature.
-            for repeat in call.repeats:
+        info, mask, grads = ctx.info, ctx.needs_input_grad[:3], None
+        needs_formula = torch.is_grad_enabled() or forward_ad._current_level >= 0
+        if not (needs_formula or torch.compiler.is_dynamo_compiling() or is_profiled()):
+            # The recipe has the right output_mask, which follows from requires_grad, a part of the tensors' guard. The
+            # last tensor, residual_grad, is None.
+            for repeat in info.repeats:
                 grads = repeat(grad_y, x, mean, rstd, weight, bias, None)
                 if grads is not None:
                     break
         if grads is None:
-            grads = (None,) * 3 if grad_y is None else call.backward(grad_y, x, mean, rstd, weight, bias, mask)
+            grads = (None,) * 3 if grad_y is None else info.backward(grad_y, x, mean, rstd, weight, bias, mask)
         if mask[0] and not (grad_mean is None and grad_rstd is None):
             statistics = mean, rstd, grad_mean, grad_rstd
-            more = reference.statistics_backward_formula(x, call.normalized_shape, *statistics)
+            more = reference.statistics_backward_formula(x, info.normalized_shape, *statistics)
             grads = (more if grads[0] is None else grads[0] + more, *grads[1:])
         return *grads, None, None
 
@@ -161,7 +164,7 @@ def _above_autograd(name: str) -> Callable[..., tuple]:
     def run(*arguments, **named):
         if torch.compiler.is_dynamo_compiling():
             return op(*arguments, **named)
-        if _is_looked_into():
+        if _needs_formula():
             return formula(*arguments, **named)
         operands = operands_of(*arguments, **named)
         if _is_recorded(*operands.differentiable):
@@ -173,33 +176,36 @@ def _above_autograd(name: str) -> Callable[..., tuple]:
 
 
 def _apply(name: str, *arguments):
-    """The outputs of a forward op, recorded. Raises where autograd's Functions without a rule for it do: under
-    torch.func and in forward-mode AD."""
+    """The outputs of a forward op, recorded. Raises under torch.func and in forward-mode AD, as autograd's Functions
+    without rules for them do."""
     if torch.compiler.is_dynamo_compiling():
         return getattr(TORCH_OPS, name).default(*arguments)
     operands = OF_OP[name](*arguments)
-    call = NormCall(operands.norm, operands.normalized_shape, operands.eps, False, asked_variants())
     with torch.no_grad():
         outputs = _below_autograd(operands)
-    outputs = NormFunction.apply(*operands.tensors, outputs, call)
+    outputs = NormFunction.apply(*operands.tensors, outputs, _node_info(operands, y_alone=False))
     return outputs if operands.norm == "layer" else (outputs[0], outputs[2])
 
 
 def _recorded(operands: ForwardOperands) -> Outputs:
-    call = NormCall(operands.norm, operands.normalized_shape, operands.eps, False, asked_variants())
-    return _record(*operands.tensors, _below_autograd(operands), call)
+    return _record(*operands.tensors, _below_autograd(operands), _node_info(operands, y_alone=False))
+
+
+def _node_info(operands: ForwardOperands, *, y_alone: bool) -> NodeInfo:
+    return NodeInfo(operands.norm, tuple(operands.normalized_shape), operands.eps, y_alone, asked_variants())
 
 
 def _below_autograd(operands: Operands) -> Outputs:
-    """The outputs below autograd."""
+    """The outputs, without a derivative."""
     outputs = _at_once(operands)
     return _by_dispatcher(operands) if outputs is None else outputs
 
 
 def _backward(operands: BackwardOperands) -> Outputs:
-    """The backward op, or what it does at the autograd key if no profiler must see the op itself."""
-    shown = torch.compiler.is_dynamo_compiling() or is_profiled()
-    return call_op(_overload(operands) if shown else IMPLEMENTATIONS[operands.op], operands)
+    """The outputs of the backward op. The op itself is called only if a tracer or profiler must see it; else its
+    implementation at the autograd key is."""
+    is_seen = torch.compiler.is_dynamo_compiling() or is_profiled()
+    return call_op(_overload(operands) if is_seen else IMPLEMENTATIONS[operands.op], operands)
 
 
 def _overload(operands: Operands) -> Callable[..., tuple]:
@@ -208,21 +214,19 @@ def _overload(operands: Operands) -> Callable[..., tuple]:
 
 def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
     """y of layer_norm_fwd, differentiable. The statistics are not written if no gradient needs them."""
-    if not _is_traced():
-        if native.extension:
-            y = native.extension.layer_norm(x, normalized_shape, weight, bias, eps)
-            if y is not NotImplemented:
-                return y
+    if not _is_traced() and native.extension:
+        y = native.extension.layer_norm(x, normalized_shape, weight, bias, eps)
+        if y is not NotImplemented:
+            return y
     return _y_of(ForwardOperands("layer", x, normalized_shape, weight, bias, eps))
 
 
 def rms_norm(x, normalized_shape, weight=None, eps=None):
     """y of rms_norm_fwd, differentiable. The statistics are not written if no gradient needs them."""
-    if not _is_traced():
-        if native.extension:
-            y = native.extension.rms_norm(x, normalized_shape, weight, eps)
-            if y is not NotImplemented:
-                return y
+    if not _is_traced() and native.extension:
+        y = native.extension.rms_norm(x, normalized_shape, weight, eps)
+        if y is not NotImplemented:
+            return y
     return _y_of(ForwardOperands("rms", x, normalized_shape, weight, None, eps))
 
 
@@ -238,29 +242,29 @@ def _y_of(operands: ForwardOperands) -> Tensor:
 
 def _forward(operands: ForwardOperands) -> Tensor | None:
     """y if all tensors are plain (`_is_plain`) and no mode, transform or forward-mode AD is active; else None."""
-    norm, x, normalized_shape, weight, bias, eps, _ = operands
-    if type(x) not in PLAIN or forward_ad._current_level >= 0 or function_modes():
+    x, weight, bias = operands.tensors
+    if type(x) not in PLAIN_TYPES or forward_ad._current_level >= 0 or function_modes():
         return None
     recorded = torch.is_grad_enabled() and (x.requires_grad or _is_recorded(weight, bias))
     if not recorded:
         operands = operands._replace(wants_statistics=False)
-    seen = recipe.look(operands)
-    for known in recipe.of_key(seen[0], ()):
-        outputs = known.repeat(x, weight, bias)
+    signature = recipe.look(operands)
+    for cached in recipe.lookup(signature[0], ()):
+        outputs = cached.repeat(x, weight, bias)
         if outputs is not None:
             break
     else:
-        if _is_looked_into() or not _is_plain(operands.tensors):
+        if _needs_formula() or not _is_plain(operands.tensors):
             return None
-        outputs, known = ops.forward(operands), recipe.find(seen)
+        outputs, cached = ops.forward(operands), recipe.find(signature)
     if not recorded:
         return outputs[0]
-    call = known and known.note
-    if call is None:
-        call = NormCall(norm, tuple(normalized_shape), eps, True, asked_variants())
-        if known is not None:
-            known.note = call
-    return _record(x, weight, bias, outputs, call)
+    info = cached and cached.node_info
+    if info is None:
+        info = _node_info(operands, y_alone=True)
+        if cached is not None:
+            cached.node_info = info
+    return _record(x, weight, bias, outputs, info)
 
 
 def _shown_forward(operands: ForwardOperands) -> Tensor | None:
@@ -294,8 +298,8 @@ def _for_onnx(operands: ForwardOperands) -> Tensor:
     return stock(*operands.op_arguments()[0]).to(x.dtype)
 
 
-def _is_looked_into() -> bool:
-    """Whether a torch.func transform or forward-mode AD is active."""
+def _needs_formula() -> bool:
+    """Whether a torch.func transform or forward-mode AD is active, which must see the operations inside the op."""
     return is_transforming() or forward_ad._current_level >= 0
 
 
@@ -311,15 +315,15 @@ def _is_recorded(*tensors: Tensor | None) -> bool:
 def _at_once(operands: Operands) -> Outputs | None:
     """The outputs by CUDA kernels without the dispatcher, if nothing else intercepts calls below autograd; else None.
     Skipping the dispatcher saves a good part of a call's host time."""
-    if type(operands.x) not in PLAIN or function_modes():  # shapes of other classes may not be hashable
+    if type(operands.x) not in PLAIN_TYPES or function_modes():  # shapes of other classes may not be hashable
         return None
     try:
         key, tensors = recipe.look(operands)
-        known = recipe.of_key(key, ())
+        cached = recipe.lookup(key, ())
     except (TypeError, RuntimeError):  # arguments of other types or a nested tensor: the op raises the right error
         return None
-    # Recipes come before all other checks: a call with an earlier call's signature would pass the same checks.
-    for each in known:
+    # Recipes come before all other checks, because a call with an earlier call's signature would pass the same checks.
+    for each in cached:
         outputs = each.repeat(*tensors)
         if outputs is not None:
             return outputs
@@ -332,21 +336,22 @@ def _by_dispatcher(operands: Operands) -> Outputs:
         raise RuntimeError(f"{operands.op}: all tensors must be strided, got a nested one")
     sharding.register_where_needed()
     op, kernel = _overload(operands), ops.KERNELS[operands.op]
-    return call_op(lambda *arguments, **named: torch_compat.below_autograd(op, kernel, *arguments, **named), operands)
+    return call_op(partial(torch_compat.below_autograd, op, kernel), operands)
 
 
 def _is_plain(tensors: Sequence[Tensor | None]) -> bool:
     """Whether a call on these tensors would reach our CUDA kernels with nothing in between below autograd."""
     if dispatch_modes() or function_modes():
         return False
-    return all(each is None or (_is_on_a_gpu(each) and not _is_wrapped(each)) for each in tensors)
+    return all(each is None or (_is_on_a_gpu(each) and not _is_indirect(each)) for each in tensors)
 
 
 def _is_on_a_gpu(tensor: Tensor) -> bool:
-    return type(tensor) in PLAIN and runs_kernels(tensor) and tensor.layout is torch.strided and not tensor.is_nested
+    runs = type(tensor) in PLAIN_TYPES and runs_kernels(tensor)
+    return runs and tensor.layout is torch.strided and not tensor.is_nested
 
 
-def _is_wrapped(tensor: Tensor) -> bool:
+def _is_indirect(tensor: Tensor) -> bool:
     """Whether the tensor's memory does not hold its value (a negated view), or the tensor belongs to a transform and
     has no memory: torch.func's, which may be over, or that of torch.autograd.grad(..., is_grads_batched=True)."""
     if tensor.is_neg() or is_wrapped(tensor):

@@ -1,12 +1,13 @@
-"""The operands of a norm as one value, and each op's arguments and outputs as those of any norm.
+"""The operands of a norm as one value, and the translation between it and the arguments and outputs of the six ops.
 
-An op of RMSNorm has no mean and no bias. Here both norms have the same operands, and the same outputs: (y, mean, rstd)
-of a forward, (dx, dweight, dbias) of a backward, with None for what a norm or a call lacks.
+RMSNorm's ops have no mean, bias and dbias. Here both norms have the same operands, and the same outputs:
+(y, mean, rstd) of a forward, (dx, dweight, dbias) of a backward, with None for what a norm or a call lacks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ class ForwardOperands(NamedTuple):
 
     @property
     def settings(self) -> tuple:
-        """All that is no tensor, hashable."""
+        """All operands that are no tensors, hashable."""
         return "forward", self.norm, tuple(self.normalized_shape), self.eps, self.wants_statistics
 
     @property
@@ -78,7 +79,7 @@ class BackwardOperands(NamedTuple):
 
     @property
     def settings(self) -> tuple:
-        """All that is no tensor, hashable."""
+        """All operands that are no tensors, hashable."""
         return "backward", self.norm, tuple(self.normalized_shape), tuple(self.output_mask), self.dx_dtype
 
     @property
@@ -144,7 +145,7 @@ OF_OP: dict[str, Callable[..., Operands]] = {
 
 
 def as_op(name: str, run: Callable[[Any], Outputs | None]) -> Callable[..., tuple | None]:
-    """A function with the op's arguments and outputs that does what `run` does with a norm's operands. None stays."""
+    """A function with the op's arguments and outputs that runs `run` on a norm's operands. None stays None."""
     operands_of, outputs_of = OF_OP[name], _OUTPUTS_OF_OP[name]
 
     def op(*arguments, **named):
@@ -156,7 +157,7 @@ def as_op(name: str, run: Callable[[Any], Outputs | None]) -> Callable[..., tupl
 
 
 def call_op(op: Callable[..., tuple], operands: Operands) -> Outputs:
-    """The outputs of a norm by an op, or by a function with the op's arguments and outputs."""
+    """The outputs of a norm by its op, or by a function with the op's arguments and outputs."""
     arguments, named = operands.op_arguments()
     outputs = op(*arguments, **named)
     if operands.norm == "layer":
@@ -165,19 +166,8 @@ def call_op(op: Callable[..., tuple], operands: Operands) -> Outputs:
     return (first, None, second) if isinstance(operands, ForwardOperands) else (first, second, None)
 
 
-def _all_three(outputs: Outputs) -> tuple:
-    return outputs
-
-
-def _without_mean(outputs: Outputs) -> tuple:
-    return outputs[0], outputs[2]
-
-
-def _without_dbias(outputs: Outputs) -> tuple:
-    return outputs[0], outputs[1]
-
-
-_OUTPUTS_OF_OP = {
-    name: _all_three if name.startswith("layer") else _without_mean if name.endswith("fwd") else _without_dbias
+# The outputs that each op has: all three, those but mean, or those but dbias.
+_OUTPUTS_OF_OP: dict[str, Callable[[Outputs], tuple]] = {
+    name: tuple if name.startswith("layer") else itemgetter(0, 2) if name.endswith("fwd") else itemgetter(0, 1)
     for name in OF_OP
 }

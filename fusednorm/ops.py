@@ -75,13 +75,13 @@ def forward(operands: ForwardOperands) -> Outputs:
     as `check_forward` does."""
     if not runs_kernels(operands.x):
         return reference.forward(check_forward(operands))
-    seen = recipe.look(operands)
-    outputs = recipe.repeat(seen)
+    signature = recipe.look(operands)
+    outputs = recipe.repeat(signature)
     if outputs is None:
         call = check_forward(operands)
         if not (call.rows and call.problem.cols):
             return reference.forward(call)
-        outputs = launch().forward(call, partial(recipe.remember, seen))
+        outputs = launch().forward(call, partial(recipe.remember, signature))
     return outputs
 
 
@@ -90,15 +90,15 @@ def backward(operands: BackwardOperands) -> Outputs:
     if not runs_kernels(operands.x):
         call = check_backward(operands)
         return reference.backward(call) if _wants_any(call) else (None, None, None)
-    seen = recipe.look(operands)
-    outputs = recipe.repeat(seen)
+    signature = recipe.look(operands)
+    outputs = recipe.repeat(signature)
     if outputs is None:
         call = check_backward(operands)
         if not _wants_any(call):
             return None, None, None
         if not (call.rows and call.problem.cols):
             return reference.backward(call)
-        outputs = launch().backward(call, partial(recipe.remember, seen))
+        outputs = launch().backward(call, partial(recipe.remember, signature))
     return outputs
 
 

@@ -7,14 +7,14 @@ import itertools
 import hypothesis
 import torch
 
-from fusednorm.host.gpus import compiled_for_here
+from fusednorm.host.gpus import with_installed_triton
 from fusednorm.planner.device import A100, B200, GB10, GB300, H200, RTX_3090, RTX_4090, RTX_5090
 from fusednorm.planner.norm_problem import NormProblem
 from fusednorm.tools.explanation import DTYPES
 
-ARCHITECTURES = {spec.arch: compiled_for_here(spec) for spec in (A100, H200, B200, GB300, RTX_5090)}
+ARCHITECTURES = {spec.arch: with_installed_triton(spec) for spec in (A100, H200, B200, GB300, RTX_5090)}
 # Those whose resources are between, or the same: for what runs by itself, not with every test.
-BETWEEN = {spec.arch: compiled_for_here(spec) for spec in (RTX_3090, RTX_4090, GB10)}
+BETWEEN = {spec.arch: with_installed_triton(spec) for spec in (RTX_3090, RTX_4090, GB10)}
 EVERY_ARCHITECTURE = dict(sorted((ARCHITECTURES | BETWEEN).items()))
 
 

@@ -371,11 +371,12 @@ def test_column_sums_are_not_begun_where_their_second_kernel_cannot_be_built(tri
     assert said and set(events) == {"load"}
 
 
-def test_column_sums_leave_the_users_errors_alone(triton, monkeypatch):
+@pytest.mark.parametrize("error", ["an illegal memory access was encountered", "invalid argument"])
+def test_column_sums_leave_the_users_errors_alone(error, triton, monkeypatch):
     def run(launched):
-        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+        raise RuntimeError(f"Triton Error [CUDA]: {error}")
 
     monkeypatch.setattr(launch_columns.ColumnLaunch, "run", run)
-    with pytest.raises(RuntimeError, match="illegal memory access"):
+    with pytest.raises(RuntimeError, match=error):
         fusednorm.column_sum([torch.randn(64, 16)])
     assert not fallback.failures()

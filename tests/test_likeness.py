@@ -12,7 +12,7 @@ from fusednorm.host import likeness, torch_compat
 X, WEIGHT = torch.randn(4, 8), Parameter(torch.randn(8))
 
 
-@pytest.fixture(params=[likeness.of, likeness.in_cpp, likeness.in_python], ids=lambda made: made.__name__)
+@pytest.fixture(params=[likeness.make_guard, likeness.in_cpp, likeness.in_python], ids=lambda made: made.__name__)
 def made(request):
     return request.param
 
@@ -96,5 +96,5 @@ def test_below_autograd_only_what_was_seen_there_is_alike(made, is_alike):
 @pytest.mark.parametrize("guards", [None, lambda *tensors: None], ids=["none", "others"])
 def test_a_torch_without_such_guards_is_served_in_python(guards, monkeypatch):
     monkeypatch.setattr(torch_compat, "TensorGuards", guards)
-    is_alike = likeness.of([X, WEIGHT])
+    is_alike = likeness.make_guard([X, WEIGHT])
     assert is_alike(X.clone(), WEIGHT) and not is_alike(X.double(), WEIGHT)

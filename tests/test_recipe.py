@@ -224,8 +224,8 @@ def test_errors_of_a_launch_reach_the_caller(monkeypatch):
     def refuse(self, position, pointer, shape, strides):
         raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
 
-    ((known,),) = recipe._recipes.values()
-    monkeypatch.setattr(type(known.recipe.steps[0].build), "tensor_map", refuse)
+    ((cached,),) = recipe._cached.values()
+    monkeypatch.setattr(type(cached.recipe.steps[0].build), "tensor_map", refuse)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         recipe.repeat(recipe.look(arguments))
 
@@ -244,14 +244,14 @@ def test_a_call_is_repeated_under_the_margin_that_it_was_planned_for(monkeypatch
 
 
 def test_recipes_are_bounded(monkeypatch):
-    monkeypatch.setattr(recipe, "KEPT", 3)
+    monkeypatch.setattr(recipe, "KEPT_KEYS", 3)
     for rows in range(64, 72):
         run_the_long_way(backward_arguments(rows=rows), monkeypatch)
-        assert 1 <= len(recipe._recipes) <= 3
+        assert 1 <= len(recipe._cached) <= 3
 
 
 def test_recipes_of_one_key_are_bounded_and_the_latest_stay(monkeypatch):
-    monkeypatch.setattr(recipe, "KEPT_ALIKE", 2)
+    monkeypatch.setattr(recipe, "KEPT_PER_KEY", 2)
     arguments = backward_arguments()
     looks = [arguments._replace(weight=arguments.weight.to(dtype)) for dtype in (FP32, BF16, torch.float16)]
     for each in looks:

@@ -16,6 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from ..host import fallback, gpus, launcher
+from ..host.fallback import BuildFailed
 from ..host.gpus import current
 from ..kernels import column_reduction
 from ..kernels.config import COMPILE_OPTIONS
@@ -41,11 +42,12 @@ class ColumnLaunch:
         return self.named
 
     def load(self) -> None:
-        """Compile and load. Raises what Triton raises."""
+        """Compile and load the kernel. Raises what Triton raises."""
         if isinstance(self.kernel, JITFunction):
             self.kernel.warmup(*self.args, grid=self.grid, **self.named).run  # noqa: B018  loads it
 
     def run(self) -> None:
+        """Launch on the current stream of the current device, or in the interpreter."""
         self.kernel[self.grid](*self.args, **self.named)
 
 
@@ -64,11 +66,8 @@ def column_sum(call: ColumnSumCall, choice: Choice | None = None) -> list[Tensor
         if not isinstance(choice.plan, AtenSum) and not fallback.has_failed(choice.plan, problem, spec):
             try:
                 return _run(call, choice)
-            except Exception as error:
-                cause = fallback.cause_of(error, launched=False)
-                if cause is None:
-                    raise
-                fallback.remember(choice.plan, problem, spec, cause)
+            except BuildFailed as failed:
+                fallback.remember(choice.plan, problem, spec, str(failed))
     return formula([view.tensor for view in call.views], problem.total, problem.out_dtype)
 
 

@@ -1,7 +1,7 @@
 """Compiles a prepared launch for any architecture without a GPU, and reads the resources of the compiled kernel.
 
-Meta tensors are enough, because a build depends only on dtypes, alignment and compile-time constants. No other file
-knows how Triton's JIT turns call arguments into a build.
+Meta tensors are enough, because a build depends only on dtypes, alignment, integers that the kernel is specialized for
+and compile-time constants. No other file calls the private functions by which Triton's JIT makes a build.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from triton.runtime.jit import create_function_from_signature
 from .launch import Launch
 
 WARP_SIZE = 32
-WORDS_OUTSIDE_LOOPS = 8  # bytes of stack not counted as a spill if no loop touches them: at most two instructions
+NO_SPILL_BYTES = 8  # so much stack does not count as a spill if no loop touches it
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 class UnknownTriton(RuntimeError):
-    """The installed Triton compiles in a way that this file does not know."""
+    """The installed Triton's JIT lacks a name that this file uses, or takes other arguments."""
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,13 @@ def _as_tritons_launch(launch: Launch, arch: int):
 
 
 def resources(launch: Launch, arch: int) -> Resources:
-    """Registers, spills and shared memory of `launch` on `arch`, from the compiled binary."""
+    """The resources of the kernel of `launch`, compiled for `arch`."""
     compiled = compile_for(launch, arch)
     used = dict(re.findall(r"(REG|STACK):(\d+)", dump(compiled, "--dump-resource-usage")))
     stack_bytes = int(used["STACK"])
     if stack_bytes and not _spills(compiled, arch):
         stack_bytes = 0  # for sm_120 the assembler sometimes clears 8 bytes of stack that nothing ever loads
-    if 0 < stack_bytes <= WORDS_OUTSIDE_LOOPS and not spills_in_loops(dump(compiled, "-sass")):
+    if 0 < stack_bytes <= NO_SPILL_BYTES and not spills_in_loops(dump(compiled, "-sass")):
         stack_bytes = 0
     return Resources(compiled.metadata.name, int(used["REG"]), stack_bytes, compiled.metadata.shared)
 

@@ -1,6 +1,6 @@
-"""Chooses a substitute for a plan whose kernel does not compile, assemble or load, or needs more registers or shared
-memory than there are. Substitutes are, in this order: the planner's next plan, multi-wave, ATen. Failures are
-remembered for the process.
+"""Chooses a substitute for a plan whose kernel does not compile, assemble, load or launch, or needs more registers or
+shared memory than there are. A norm's substitutes are the planner's alternatives, which end with multi-wave and ATen.
+Failures are remembered for the process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REFUSED = ("too many resources requested", "out of resource", "cluster")
 
 
 class BuildFailed(Exception):  # noqa: N818  never reaches the user
-    """A kernel that cannot run here. str() is the cause."""
+    """A kernel cannot run here, but another one could. str() is the cause."""
 
 
 class Failure(NamedTuple):
@@ -55,15 +55,14 @@ _warned: set[str] = set()  # causes that have been warned about
 
 
 def choose(problem: NormProblem, rows: int, device: DeviceSpec) -> Plan:
-    """The planner's choice, or its substitute if that has failed."""
+    """The planner's choice, or if that has failed its first alternative that has not."""
     plan = heuristics.choose(problem, rows, device)
     if not _failures or not has_failed(plan, problem, device):
         return plan
-    return first_left(heuristics.alternatives(problem, rows, device), problem, device)
+    return _first_not_failed(heuristics.alternatives(problem, rows, device), problem, device)
 
 
-def first_left(plans: Iterable[Any], problem: Any, device: DeviceSpec) -> Any:
-    """The first of the plans that has not failed."""
+def _first_not_failed(plans: Iterable[Any], problem: Any, device: DeviceSpec) -> Any:
     return next(plan for plan in plans if not has_failed(plan, problem, device))
 
 
@@ -85,7 +84,7 @@ def failures() -> list[Failure]:
 
 
 def failed_of(problem: Any, device: DeviceSpec) -> dict[Any, str]:
-    """The plans of a problem that have failed on the device, with their causes."""
+    """{plan: cause} of the plans of a problem that have failed on the device."""
     return {each.plan: each.cause for each in failures() if (each.problem, each.device) == (problem, device)}
 
 
@@ -96,27 +95,27 @@ def forget() -> None:
 
 
 def in_place_of(decision: Decision, problem: NormProblem, rows: int, device: DeviceSpec) -> Decision:
-    """The decision, or if its plan has failed the decision for the substitute, with the reasons."""
+    """The decision; if its plan has failed, one for the substitute, whose reasons name the failures."""
     if not has_failed(decision.plan, problem, device):
         return decision
     reasons = dict(decision.reasons)
     for failed, cause in failed_of(problem, device).items():
         reasons[failed.variant] = f"cannot run here: {cause}"
-    plan = first_left(heuristics.alternatives(problem, rows, device), problem, device)
+    plan = _first_not_failed(heuristics.alternatives(problem, rows, device), problem, device)
     if plan.variant != decision.plan.variant:
         reasons[plan.variant] = f"chosen: {decision.plan.variant} has failed"
     return dataclasses.replace(decision, plan=plan, forced=False, reasons=reasons)
 
 
 def cause_of(error: Exception, *, launched: bool) -> str | None:
-    """Why a kernel cannot be built, or if it was already `launched`, why the driver refused it, in one line. None if
-    another kernel would not help; the user must then see the error."""
+    """Why a kernel cannot be built, in one line; if it was built and `launched`, why the driver refused the launch.
+    None if another kernel would not help, so that the user must see the error."""
     text = str(error)
-    says_cuda = "CUDA" in text  # otherwise it is the compiler's message, which may contain the same words
-    if isinstance(error, MemoryError) or (says_cuda and any(each in text.lower() for each in NOT_OF_THE_KERNEL)):
+    is_cudas = "CUDA" in text  # otherwise it is the compiler's message, which may contain the same words
+    if isinstance(error, MemoryError) or (is_cudas and any(each in text.lower() for each in NOT_OF_THE_KERNEL)):
         return None
     if launched and not any(each in text.lower() for each in REFUSED):
         return None
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    said = " ... ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))
-    return f"{type(error).__name__}: {said[:300]}"
+    summary = " ... ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))
+    return f"{type(error).__name__}: {summary[:300]}"

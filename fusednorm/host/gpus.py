@@ -32,9 +32,9 @@ def current(device: torch.device) -> contextlib.AbstractContextManager:
 @functools.cache
 def _of_cuda(index: int | None) -> DeviceSpec:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
-    return compiled_for_here(from_properties(properties))
+    return with_installed_triton(from_properties(properties))
 
 
-def compiled_for_here(spec: DeviceSpec) -> DeviceSpec:
-    """The same spec with the version of the installed Triton, which compiles for it."""
+def with_installed_triton(spec: DeviceSpec) -> DeviceSpec:
+    """The same device, compiled for by the installed Triton."""
     return replace(spec, triton=triton_compat.installed() or OLDEST_TRITON)

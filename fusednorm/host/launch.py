@@ -47,7 +47,7 @@ from .launcher import Launch, RowDescriptor, TileDescriptor
 PARTIAL_LOADS = 9  # 16-byte loads that a thread has in flight when it sums partials; more would not fit its registers
 # How partials are summed: (largest number of columns, columns summed by one CTA, warps of that CTA). The first entry
 # that is large enough applies (bench/NOTES.md, "The second launch").
-PIECES = ((512, 16, 8), (2048, 16, 4), (16384, 32, 4), (math.inf, 128, 4))
+PARTIALS_PIECES = ((512, 16, 8), (2048, 16, 4), (16384, 32, 4), (math.inf, 128, 4))
 # Registers per thread (maxnreg) of a forward by column tiles with elements of 4 bytes or more. Without it, the compiler
 # takes too few registers for some widths that are no multiple of 16, and spills.
 ROW_PASS_REGISTERS = 64
@@ -59,15 +59,15 @@ OLDEST_DEPENDENT_ARCH = 90  # oldest arch on which a dependent launch may be pla
 
 
 class Prepared(NamedTuple):
-    """A call that is ready to be launched."""
+    """A call that is ready to be launched: its launches, and the tensors that they will fill."""
 
     launches: list[Launch]
     outputs: tuple  # tensors that the op returns; None for an unwanted one
     workspace: Tensor | None = None  # needed during the call only
 
 
-class Filled(NamedTuple):
-    """The tensors that a backward writes; None for an unwanted one."""
+class BackwardBuffers(NamedTuple):
+    """The tensors that a backward writes; None for an unwanted one. Kernels take them in this order."""
 
     dx: Tensor | None
     dw_partial: Tensor | None
@@ -75,20 +75,20 @@ class Filled(NamedTuple):
     dw: Tensor | None
     db: Tensor | None
     row_means: Tensor | None
-    counters: Tensor | None  # per column tile, the number of CTAs that are done with it
+    counters: Tensor | None  # int32, for each column tile the number of CTAs that have summed their rows of it
     announces_end: bool  # whether the kernel signals its end to a dependent launch, which sums the partials
 
 
 def forward(call: ForwardCall, remember: Remember | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(y, mean, rstd). mean is None for RMSNorm, and unwanted statistics are None. Calls `remember` with the launched
-    call."""
+    """(y, mean, rstd). mean is None for RMSNorm, and unwanted statistics are None. `remember`, if given, is called with
+    what was launched; nothing was if ATen has run."""
     return _run(call, prepare_forward, reference.forward, remember)
 
 
 def backward(
     call: BackwardCall, remember: Remember | None = None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dx, dw, db); None for an unwanted gradient. Calls `remember` with the launched call."""
+    """(dx, dw, db); None for an unwanted gradient. `remember` is as in `forward`."""
     return _run(call, prepare_backward, reference.backward, remember)
 
 
@@ -116,9 +116,7 @@ def _run(call, prepare: Callable[..., Prepared], by_aten: Callable[..., tuple], 
 def prepare_forward(call: ForwardCall, plan: Plan | None = None) -> Prepared:
     """The launches of a forward and the tensors that they will fill, by `plan` or else by the planner's choice."""
     problem, device = call.problem, call.x.tensor.device
-    spec = gpus.spec_of(device)
-    plan = plan or heuristics.choose(problem, call.rows, spec)
-    assert _is_legal(plan.variant, problem, min(call.rows, MAX_RING_ROWS + 1), spec)
+    plan, spec = _plan_and_device(call, plan)
     y = torch.empty(call.shape, dtype=problem.x_dtype, device=device)
     rstd = torch.empty(call.stats_shape, dtype=problem.acc_dtype, device=device) if call.wants_statistics else None
     mean = torch.empty_like(rstd) if rstd is not None and problem.norm == "layer" else None
@@ -130,9 +128,7 @@ def prepare_forward(call: ForwardCall, plan: Plan | None = None) -> Prepared:
 def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> Prepared:
     """The launches of a backward and the tensors that they will fill, by `plan` or else by the planner's choice."""
     problem, device = call.problem, call.x.tensor.device
-    spec = gpus.spec_of(device)
-    plan = plan or heuristics.choose(problem, call.rows, spec)
-    assert _is_legal(plan.variant, problem, min(call.rows, MAX_RING_ROWS + 1), spec)
+    plan, spec = _plan_and_device(call, plan)
     assert plan.variant != "pipelined" or problem.wants_dx != isinstance(plan, ColumnRingPlan)
     sums = problem.num_sums > 0
     ctas = num_ctas(plan, call.rows, problem.cols, spec, leaves_partials=sums)
@@ -143,23 +139,30 @@ def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> Prepared:
         for wanted, dtype in ((problem.wants_dw, problem.weight_dtype), (problem.wants_db, problem.bias_dtype))
     )
     two_passes = isinstance(plan, ColumnTilePlan) and problem.wants_dx
-    counters = triton.cdiv(problem.cols, plan.chunk) if sums and two_passes else 0
-    workspace, *parts = _workspace(problem, partials, 2 * call.rows * two_passes, counters, device)
-    dw_partial, db_partial, means, counters = parts
+    num_counters = triton.cdiv(problem.cols, plan.chunk) if sums and two_passes else 0
+    num_means = 2 * call.rows if two_passes else 0
+    workspace, dw_partial, db_partial, means, counters = _workspace(problem, partials, num_means, num_counters, device)
     summed_next = sums and counters is None
     dependent = summed_next and spec.arch >= OLDEST_DEPENDENT_ARCH
-    filled = Filled(dx, dw_partial, db_partial, dw, db, means, counters, dependent)
-    launches = _BACKWARD[type(plan)](plan, call, _norm(problem), filled, ctas)
+    buffers = BackwardBuffers(dx, dw_partial, db_partial, dw, db, means, counters, dependent)
+    launches = _BACKWARD[type(plan)](plan, call, _norm(problem), buffers, ctas)
     if summed_next:
-        launches.append(_finalize(problem, filled, partials))
+        launches.append(_finalize(problem, buffers, partials))
     return Prepared(launches, (dx, dw, db), workspace)
 
 
-def _finalize(problem: NormProblem, filled: Filled, num_partials: int) -> Launch:
+def _plan_and_device(call: ForwardCall | BackwardCall, plan: Plan | None) -> tuple[Plan, DeviceSpec]:
+    spec = gpus.spec_of(call.x.tensor.device)
+    plan = plan or heuristics.choose(call.problem, call.rows, spec)
+    assert _is_legal(plan.variant, call.problem, min(call.rows, MAX_RING_ROWS + 1), spec)
+    return plan, spec
+
+
+def _finalize(problem: NormProblem, buffers: BackwardBuffers, num_partials: int) -> Launch:
     """The launch that sums the partials, with one CTA per piece of dw and of db."""
-    tile = partials_tile(problem.cols, problem.acc_dtype.itemsize, filled.announces_end)
+    tile = partials_tile(problem.cols, problem.acc_dtype.itemsize, buffers.announces_end)
     grid = (triton.cdiv(problem.cols, tile.cols) * problem.num_sums,)
-    args, options = (*filled[1:5], num_partials, problem.cols), {"launch_pdl": True} if tile.dependent else {}
+    args, options = (*buffers[1:5], num_partials, problem.cols), {"launch_pdl": True} if tile.dependent else {}
     return Launch(column_sum.finalize, grid, args, _norm(problem), tile, options)
 
 
@@ -167,7 +170,7 @@ def _finalize(problem: NormProblem, filled: Filled, num_partials: int) -> Launch
 def partials_tile(cols: int, itemsize: int, dependent: bool) -> PartialsTile:
     """The tile that sums the partials of `cols` columns. The tile and the number of partials determine the order of the
     additions, so the sums do not depend on the plan, the device or the caller in any other way."""
-    piece, num_warps = next(tile for most, *tile in PIECES if cols <= most)
+    piece, num_warps = next(tile for most, *tile in PARTIALS_PIECES if cols <= most)
     return PartialsTile(piece, PARTIAL_LOADS * 4 // itemsize, num_warps, dependent)
 
 
@@ -195,61 +198,66 @@ def _pipelined_forward(plan: PipelinedPlan, call: ForwardCall, norm: Norm, outpu
     return [Launch(pipelined.forward, (ctas,), args, norm, tile, _pipelined_options(plan))]
 
 
-def _multiwave_backward(plan: MultiWavePlan, call: BackwardCall, norm: Norm, filled: Filled, ctas: int) -> list[Launch]:
-    args = (*_inputs(call), *filled[:3], *_sizes(call))
+def _multiwave_backward(
+    plan: MultiWavePlan, call: BackwardCall, norm: Norm, buffers: BackwardBuffers, ctas: int
+) -> list[Launch]:
+    args = (*_inputs(call), *buffers[:3], *_sizes(call))
     options = {"maxnreg": plan.max_registers}
-    tile = _tile(plan, _log2_divisor(call.x, call.grad_out, cols=call.problem.cols), filled.announces_end)
+    tile = _tile(plan, _log2_divisor(call.x, call.grad_out, cols=call.problem.cols), buffers.announces_end)
     return [Launch(multiwave.backward, (ctas,), args, norm, tile, options)]
 
 
 def _column_tile_backward(
-    plan: ColumnTilePlan, call: BackwardCall, norm: Norm, filled: Filled, ctas: int
+    plan: ColumnTilePlan, call: BackwardCall, norm: Norm, buffers: BackwardBuffers, ctas: int
 ) -> list[Launch]:
     """One launch for the row means if dx is wanted, then one for all outputs by column tiles."""
     problem, inputs, sizes = call.problem, _inputs(call), _sizes(call)
     log2_divisor, launches = _log2_divisor(call.x, call.grad_out, cols=problem.cols), []
     if problem.wants_dx:
         tile = _whole_row_tile(plan, log2_divisor)
-        num_counters = 0 if filled.counters is None else triton.cdiv(problem.cols, plan.chunk)
-        args = (*inputs[:-1], filled.row_means, filled.counters, num_counters, *sizes)
+        num_counters = 0 if buffers.counters is None else triton.cdiv(problem.cols, plan.chunk)
+        args = (*inputs[:-1], buffers.row_means, buffers.counters, num_counters, *sizes)
         launches.append(Launch(multiwave.backward_row_means, (call.rows,), args, norm, tile))
     grid = (triton.cdiv(problem.cols, plan.chunk), ctas)
     tile = _column_tile(plan, log2_divisor)
-    args = (*inputs, filled.row_means, *filled[:5], filled.counters, *sizes)
-    is_wide = problem.x_dtype.itemsize == 2 and problem.weight_dtype == torch.float64
-    options = {"maxnreg": COLUMN_PASS_REGISTERS} if is_wide else {}
-    if not options and triton_compat.installed() != OLDEST_TRITON:
-        # Triton 3.6 keeps to the registers that let all CTAs of an SM be resident. Later releases may take more.
+    args = (*inputs, buffers.row_means, *buffers[:5], buffers.counters, *sizes)
+    if problem.x_dtype.itemsize == 2 and problem.weight_dtype == torch.float64:
+        options = {"maxnreg": COLUMN_PASS_REGISTERS}
+    elif triton_compat.installed() == OLDEST_TRITON:
+        options = {}  # it keeps to the registers that let all CTAs of an SM be resident; later releases may take more
+    else:
         threads = plan.ctas_per_sm * 32 * plan.num_warps
         options = {"maxnreg": budget.register_limit(threads, gpus.spec_of(call.x.tensor.device))}
     launches.append(Launch(multiwave.backward_by_column_tiles, grid, args, norm, tile, options))
     return launches
 
 
-def _pipelined_backward(plan: PipelinedPlan, call: BackwardCall, norm: Norm, filled: Filled, ctas: int) -> list[Launch]:
-    tile = _ring_tile(plan, call.problem, cluster=plan.cluster, announces_end=filled.announces_end)
+def _pipelined_backward(
+    plan: PipelinedPlan, call: BackwardCall, norm: Norm, buffers: BackwardBuffers, ctas: int
+) -> list[Launch]:
+    tile = _ring_tile(plan, call.problem, cluster=plan.cluster, announces_end=buffers.announces_end)
     descriptors = _descriptors([call.x, call.grad_out], call.rows, call.problem.cols, tile)
-    args = (*descriptors, *_inputs(call)[2:], *filled[:3], *_ring_sizes(call))
+    args = (*descriptors, *_inputs(call)[2:], *buffers[:3], *_ring_sizes(call))
     return [Launch(pipelined.backward, (ctas,), args, norm, tile, _pipelined_options(plan))]
 
 
 def _column_ring_backward(
-    plan: ColumnRingPlan, call: BackwardCall, norm: Norm, filled: Filled, ctas: int
+    plan: ColumnRingPlan, call: BackwardCall, norm: Norm, buffers: BackwardBuffers, ctas: int
 ) -> list[Launch]:
     """One launch for the partials of dw and db, by column tiles."""
     tile, cols = _column_ring_tile(plan, call.problem), call.problem.cols
     dy = TileDescriptor(call.grad_out, call.rows, cols, tile)
     x = TileDescriptor(call.x, call.rows, cols, tile) if norm.wants_dw else None
-    args = (dy, x, call.mean, call.rstd, *filled[1:3], *_ring_sizes(call))
+    args = (dy, x, call.mean, call.rstd, *buffers[1:3], *_ring_sizes(call))
     grid = (triton.cdiv(cols, plan.chunk), ctas)
     return [Launch(parameter_gradients.dw_and_db, grid, args, norm, tile, {"maxnreg": plan.max_registers})]
 
 
 def _warp_specialized_backward(
-    plan: WarpSpecializedPlan, call: BackwardCall, norm: Norm, filled: Filled, ctas: int
+    plan: WarpSpecializedPlan, call: BackwardCall, norm: Norm, buffers: BackwardBuffers, ctas: int
 ) -> list[Launch]:
     tile = _warp_specialized_tile(plan, call.problem)
-    pointers = (*_inputs(call)[2:], *filled[:3])
+    pointers = (*_inputs(call)[2:], *buffers[:3])
     present = (call.rstd if pointer is None else pointer for pointer in pointers)  # warp partitions do not take None
     descriptors = _descriptors([call.x, call.grad_out], call.rows, call.problem.cols, tile)[:2]  # without tails
     args = (*descriptors, *present, *_ring_sizes(call))
@@ -375,7 +383,8 @@ def _ring_sizes(call: BackwardCall) -> tuple:
 
 
 def _forward_args(call: ForwardCall, outputs: tuple) -> tuple:
-    return (call.x.tensor, call.weight, call.bias, *outputs, call.rows, call.problem.cols, call.eps, *_walk(call.x))
+    sizes = call.rows, call.problem.cols, call.eps, *_row_strides(call.x)
+    return (call.x.tensor, call.weight, call.bias, *outputs, *sizes)
 
 
 def _inputs(call: BackwardCall) -> tuple:
@@ -383,10 +392,11 @@ def _inputs(call: BackwardCall) -> tuple:
 
 
 def _sizes(call: BackwardCall) -> tuple:
-    return call.rows, call.problem.cols, *_walk(call.x), *_walk(call.grad_out), _stride(call.mean), _stride(call.rstd)
+    statistics = _stride(call.mean), _stride(call.rstd)
+    return call.rows, call.problem.cols, *_row_strides(call.x), *_row_strides(call.grad_out), *statistics
 
 
-def _walk(view: RowView) -> tuple[int, int, int]:
+def _row_strides(view: RowView) -> tuple[int, int, int]:
     return view.inner_rows, view.outer_stride, view.inner_stride
 
 
@@ -395,19 +405,19 @@ def _stride(statistic: Tensor | None) -> int:
 
 
 def _workspace(
-    problem: NormProblem, partials: int, means: int, counters: int, device: torch.device
+    problem: NormProblem, num_partials: int, num_means: int, num_counters: int, device: torch.device
 ) -> tuple[Tensor | None, ...]:
-    """(workspace, dw, db, means, counters): one allocation and its parts. dw and db have space for [partials, cols]
-    each, means for as many row means, counters for as many int32. Each part starts at a multiple of 16 bytes, whatever
-    the row count. A part of no elements is None."""
-    partials = _aligned(partials * problem.cols)
-    sizes = partials * problem.wants_dw, partials * problem.wants_db, _aligned(means), counters
+    """(workspace, dw_partial, db_partial, row_means, counters): one allocation and its parts. Each part starts at a
+    multiple of 16 bytes, whatever the row count. A part of no elements is None."""
+    size = _padded(num_partials * problem.cols)
+    sizes = size * problem.wants_dw, size * problem.wants_db, _padded(num_means), num_counters
     if not any(sizes):
         return None, None, None, None, None
     workspace = torch.empty(sum(sizes), dtype=problem.acc_dtype, device=device)
-    dw, db, means, counters = (part if part.numel() else None for part in workspace.split(sizes))
-    return workspace, dw, db, means, None if counters is None else counters.view(torch.int32)
+    *parts, counters = (part if part.numel() else None for part in workspace.split(sizes))
+    return workspace, *parts, None if counters is None else counters.view(torch.int32)
 
 
-def _aligned(elements: int) -> int:
-    return -(-elements // 4) * 4
+def _padded(elements: int) -> int:
+    """As many elements, or a few more that end at a multiple of 16 bytes."""
+    return triton.cdiv(elements, 4) * 4

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -116,64 +116,58 @@ class Launch:
         return {**constants, **COMPILE_OPTIONS, **self.options}
 
     def load(self) -> None:
-        """Compile and load the kernel. Raises BuildFailed if that fails in a way that another kernel could avoid."""
+        """Compile and load the kernel. Raises BuildFailed if it has failed before, else what Triton raises."""
         if isinstance(self.kernel, JITFunction):
             load(self, torch.cuda.current_device())
 
     def run(self) -> None:
-        """Launch on the current stream of the current device, or in the interpreter. Raises BuildFailed if the driver
-        refuses the launch."""
-        if not isinstance(self.kernel, JITFunction):
+        """Launch on the current stream of the current device, or in the interpreter."""
+        if isinstance(self.kernel, JITFunction):
+            run(self, torch.cuda.current_device())
+        else:
             self.kernel[self.grid](*self.args, **self.keywords())
-            return
-        device_index = torch.cuda.current_device()
-        try:
-            run(self, device_index)
-        except Exception as error:
-            refused(self, device_index, error)
-            raise
 
 
 def hand_over(launches: Sequence[Any], loaded: bool = False) -> None:
     """Run Launches or ColumnLaunches in order on the current device. All kernels are loaded before the first one is
     launched, so that a failed build is noticed before anything runs. All launches come through here, except those that
-    a recipe repeats. Raises BuildFailed."""
-    if not loaded:
-        for launch in launches:
-            launch.load()
-    for launch in launches:
-        launch.run()
-
-
-def load(launch: Launch, device_index: int) -> None:
-    """Load the build of a launch on the device. Raises BuildFailed, at once for a build that has failed before."""
-    key, _ = _key_and_values(launch, device_index)
-    if key in _builds or key in _loaded:
-        return
-    if key not in _failed:
+    a recipe repeats. Raises BuildFailed if a kernel cannot be built or launched but another one could be, and all other
+    errors as they are."""
+    for launch in [] if loaded else launches:
         try:
-            compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.keywords())
-            compiled.run  # noqa: B018  loads it, and asks whether its resources are there
+            launch.load()
         except Exception as error:
-            cause = cause_of(error, launched=False)
-            if cause is None:
-                raise
-            _failed[key] = cause
-        else:
-            _loaded.add(key)
-            return
-    raise BuildFailed(_failed[key])
+            _fail(launch, error, launched=False)
+    for launch in launches:
+        try:
+            launch.run()
+        except Exception as error:
+            _fail(launch, error, launched=True)
 
 
-def refused(launch: Launch, device_index: int, error: Exception) -> None:
-    """Raise BuildFailed if the error of a launch says that the driver has refused it, and mark the build as failed."""
-    cause = cause_of(error, launched=True)
-    if cause is not None:
-        key, _ = _key_and_values(launch, device_index)
+def _fail(launch: Any, error: Exception, *, launched: bool) -> NoReturn:
+    """Raise BuildFailed if another kernel could avoid the error, and mark the build as failed; else raise the error."""
+    cause = str(error) if isinstance(error, BuildFailed) else cause_of(error, launched=launched)
+    if cause is None:
+        raise error
+    if isinstance(launch, Launch) and isinstance(launch.kernel, JITFunction):
+        key, _ = _key_and_values(launch, torch.cuda.current_device())
         _failed[key] = cause
         _loaded.discard(key)
         _builds.pop(key, None)
-        raise BuildFailed(cause) from error
+    raise BuildFailed(cause) from error
+
+
+def load(launch: Launch, device_index: int) -> None:
+    """Load the build of a launch on the device. Raises BuildFailed for a build that has failed before."""
+    key, _ = _key_and_values(launch, device_index)
+    if key in _builds or key in _loaded:
+        return
+    if key in _failed:
+        raise BuildFailed(_failed[key])
+    compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.keywords())
+    compiled.run  # noqa: B018  loads it, and asks whether its resources are there
+    _loaded.add(key)
 
 
 def run(launch: Launch, device_index: int) -> None:
@@ -324,9 +318,7 @@ class Build:
         if encoded is None:
             if len(self._encoded) >= KEPT_TENSOR_MAPS:
                 self._encoded.clear()
-            base = SimpleNamespace(data_ptr=lambda: pointer)
-            described = SimpleNamespace(
-                base=base, shape=shape, strides=strides, padding="zero", round_f32_to_tf32=False
-            )
+            base, options = SimpleNamespace(data_ptr=lambda: pointer), {"padding": "zero", "round_f32_to_tf32": False}
+            described = SimpleNamespace(base=base, shape=shape, strides=strides, **options)
             encoded = self._encoded[key] = self._encode(described, self.descriptors[position])
         return encoded

@@ -1,7 +1,7 @@
 """The optional host side in C++ (csrc/native.cpp), and its connection to Python.
 
 For plain tensors on a GPU it repeats recipes and records autograd's node without Python. All other calls go to the
-Python functions that `install` passes to it. If the extension was not built, the same ops run in Python.
+Python functions that `install` passes to it. Without the extension the same ops run in Python.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ try:
 except ImportError as error:  # not built, or built for another Python
     extension, reason = None, str(error)
 else:
-    reason = ""
+    reason = ""  # why `extension` is None
     if not torch.__version__.startswith(extension.torch_version):  # another torch may lay out its tensors differently
         extension, reason = None, f"built for torch {extension.torch_version}, found {torch.__version__}"
 
@@ -44,32 +44,32 @@ def install(
     """
 
     def below(run: Callable, operands_type: type, norm: str) -> Callable:
-        def outputs_and_recipe(*given):
-            operands = operands_type(norm, *given)
+        def outputs_and_recipe(*arguments):
+            operands = operands_type(norm, *arguments)
             return run(operands), _in_cpp(recipe.find(recipe.look(operands)))
 
         return outputs_and_recipe
 
-    ways = (ops.forward, ForwardOperands), (ops.backward, BackwardOperands)
-    below_autograd = [below(*way, norm) for norm in ("layer", "rms") for way in ways]
-    extension.install(key, above, below_autograd, statistics_gradient, differentiable_backward, recipe.KEPT)
+    directions = (ops.forward, ForwardOperands), (ops.backward, BackwardOperands)
+    below_autograd = [below(*direction, norm) for norm in ("layer", "rms") for direction in directions]
+    extension.install(key, above, below_autograd, statistics_gradient, differentiable_backward, recipe.KEPT_KEYS)
     forcing.observe(extension.pause)  # under `force`, calls run in Python
     margin.observe(extension.set_sm_margin)
 
 
-def _in_cpp(found: recipe.Known | None) -> Any:
-    """A recipe as an extension.Recipe; None without a recipe."""
-    if found is None:
+def _in_cpp(cached: recipe.CachedCall | None) -> Any:
+    """The recipe of a cached call as an extension.Recipe; None if no call is given."""
+    if cached is None:
         return None
-    known = found.recipe
-    extension.watch(*known.steps[0].build.hooks())
-    *outputs, workspace = (each and extension.Memory(*each) for each in known.written)
-    steps = [_step_in_cpp(step) for step in known.steps]
-    return extension.Recipe(device=known.device, outputs=outputs, workspace=workspace, steps=steps)
+    made = cached.recipe
+    extension.watch(*made.steps[0].build.hooks())
+    *outputs, workspace = (each and extension.Memory(*each) for each in made.written)
+    steps = [_step_in_cpp(step) for step in made.steps]
+    return extension.Recipe(device=made.device, outputs=outputs, workspace=workspace, steps=steps)
 
 
 def _step_in_cpp(step: recipe.Step) -> Any:
-    """A launch as an extension.Step, with its parameters in the kernel's order."""
+    """A launch as an extension.Step. Adds the parameters in the kernel's order."""
     build, arguments = step.build, step.arguments
     num_warps, cluster, shared_bytes = build.compiled.packed_metadata
     made = extension.Step(
@@ -91,7 +91,7 @@ def _step_in_cpp(step: recipe.Step) -> Any:
             getattr(made, f"add_{kind}")(arguments[position])
         else:
             raise RuntimeError(f"native: a kernel's parameter must be a pointer, a map or a number, got {kind}")
-    for _ in range(2):  # scratch memory of Triton and of its profiler: our kernels have none
+    for _ in range(2):  # addresses of scratch memory for Triton and its profiler, which our kernels do not need
         made.add_i64(0)
     return made
 
@@ -104,7 +104,8 @@ def _add_map(made: Any, build: Any, slot: recipe.MapSlot) -> None:
 
 
 def failure() -> str:
-    """The compiler's first error if the extension was to be built and did not compile; else an empty string."""
+    """The compiler's first error if the extension did not compile when the package was installed; else an empty
+    string."""
     return "" if extension or not _FAILURE.exists() else _FAILURE.read_text().strip()
 
 

@@ -1,9 +1,9 @@
-"""Calls that look like an earlier one: neither checked nor planned again, but launched with their own addresses.
+"""Recipes: a call with the signature of an earlier one is launched as that one was, without checks and planning.
 
-What a call looks like is everything that checks, plans and builds depend on: all arguments that are no tensors, and of
-each tensor what likeness.py compares and whether it is aligned. What the first such call allocated and launched is the
-recipe for those to come, with slots where the addresses go; straight_line.py makes Python of it. Recipes are for GPUs
-only, and only for calls whose tensors were all read in place.
+The signature holds everything that checks, plans and builds depend on: all arguments that are no tensors, and for each
+tensor what likeness.py compares and whether it is aligned. The recipe holds what the first such call allocated and
+launched, with slots for the addresses of later calls. straight_line.py makes a Python function of it, native.py a C++
+struct. Recipes are for GPUs only, and only for calls whose tensors were all read in place.
 """
 
 from __future__ import annotations
@@ -24,84 +24,85 @@ from .straight_line import MapSlot, Memory, Recipe, Repeat, Slot, Step, python_o
 if TYPE_CHECKING:
     from .launch import Prepared
 
-KEPT = 8192  # keys: one for each shape of x that comes along
-KEPT_ALIKE = 32  # recipes of one key: tensors of other dtypes, strides or devices, with and without gradients
+KEPT_KEYS = 8192  # one for each shape of x; if there would be more, all are dropped
+KEPT_PER_KEY = 32  # recipes: one for each combination of dtypes, strides, devices and requires_grad
 
-_recipes: dict[tuple, tuple[Known, ...]] = {}
-of_key = _recipes.get  # whoever calls often does so without `repeat`
+_cached: dict[tuple, tuple[CachedCall, ...]] = {}
+lookup = _cached.get  # lookup(key, ()) are the cached calls of a key; frequent callers use it instead of `repeat`
 
 
 @dataclass(eq=False, slots=True)
-class Known:
-    """A recipe, and the calls of its key that it is for."""
+class CachedCall:
+    """A recipe, and what the tensors of a call must be like for it."""
 
     recipe: Recipe
     repeat: Repeat
-    is_alike: Callable[..., bool]  # of those tensors that are not None
-    aligned: list[bool]  # for each of these
-    note: Any = None  # of who calls
+    is_alike: Callable[..., bool]  # the guard of the tensors that are not None
+    aligned: list[bool]  # whether each of these starts at a multiple of 16 bytes
+    node_info: Any = None  # the caller may keep here what autograd's node needs
 
 
-Call = tuple[tuple, tuple[Tensor | None, ...]]  # what it looks like, but for its tensors; and these
+Signature = tuple[tuple, tuple[Tensor | None, ...]]  # the key, and the tensors, whose guard is part of the signature
 
 
-def look(operands: Operands) -> Call:
+def look(operands: Operands) -> Signature:
     tensors = operands.tensors
     absent = tuple([each is None for each in tensors])
     return (operands.settings, operands.x.shape, asked_variants(), absent), tensors
 
 
-def repeat(call: Call) -> tuple | None:
-    """The outputs of a call like an earlier one; None if there was none, or this has to go the long way."""
-    key, tensors = call
-    for known in of_key(key, ()):
-        outputs = known.repeat(*tensors)
+def repeat(signature: Signature) -> tuple | None:
+    """The outputs of a call by the recipe of its signature; None if there is no recipe that can be repeated now."""
+    key, tensors = signature
+    for cached in lookup(key, ()):
+        outputs = cached.repeat(*tensors)
         if outputs is not None:
             return outputs
     return None
 
 
-def remember(call: Call, prepared: Prepared) -> None:
-    """Keep what was launched for a call, if its addresses say all about it."""
-    key, tensors = call
-    recipe = _written_down(tensors, prepared)
+def remember(signature: Signature, prepared: Prepared) -> None:
+    """Cache what was launched for a call, if later calls differ from it in nothing but addresses."""
+    key, tensors = signature
+    recipe = _recipe_of(tensors, prepared)
     if recipe is None:
         return
     present = [each for each in tensors if each is not None]
-    is_alike, aligned = likeness.of(present), _aligned(present)
-    known = Known(recipe, python_of(recipe, tensors, is_alike), is_alike, aligned)
-    if len(_recipes) >= KEPT:
-        _recipes.clear()
-    _recipes[key] = known, *_recipes.get(key, ())[: KEPT_ALIKE - 1]
+    is_alike, aligned = likeness.make_guard(present), _aligned(present)
+    cached = CachedCall(recipe, python_of(recipe, tensors, is_alike), is_alike, aligned)
+    if len(_cached) >= KEPT_KEYS:
+        _cached.clear()
+    _cached[key] = cached, *_cached.get(key, ())[: KEPT_PER_KEY - 1]
 
 
-def find(call: Call) -> Known | None:
-    """What `repeat` would go by."""
-    key, tensors = call
+def find(signature: Signature) -> CachedCall | None:
+    """The cached call that `repeat` would use."""
+    key, tensors = signature
     present = [each for each in tensors if each is not None]
-    for known in of_key(key, ()):
-        same_margin = known.recipe.sm_margin == margin.sms
-        if same_margin and known.is_alike(*present) and _aligned(present) == known.aligned:
-            return known
+    for cached in lookup(key, ()):
+        same_margin = cached.recipe.sm_margin == margin.sms
+        if same_margin and cached.is_alike(*present) and _aligned(present) == cached.aligned:
+            return cached
     return None
 
 
 def forget() -> None:
-    """All recipes."""
-    _recipes.clear()
+    """Drop all recipes."""
+    _cached.clear()
 
 
 def _aligned(tensors: list[Tensor]) -> list[bool]:
     return [each.data_ptr() % ALIGNMENT == 0 for each in tensors]
 
 
-def _written_down(tensors: tuple[Tensor | None, ...], prepared: Prepared) -> Recipe | None:
+def _recipe_of(tensors: tuple[Tensor | None, ...], prepared: Prepared) -> Recipe | None:
+    """The recipe of a call that was launched; None if it cannot be repeated with other addresses."""
     from . import launcher
 
     addresses = [0 if each is None else each.data_ptr() for each in tensors]
     present = [address for address in addresses if address]
     if len(set(present)) < len(present):
-        return None  # nobody could say which of two tensors at one address a launch means
+        return None  # two tensors share an address, so an argument does not tell which of them it is
     device = next(each.get_device() for each in tensors if each is not None)
     written = *prepared.outputs, prepared.workspace
     starts = {address: index for index, address in enumerate(addresses) if address}
@@ -130,7 +131,7 @@ def _written_down(tensors: tuple[Tensor | None, ...], prepared: Prepared) -> Rec
 
 
 def _place(address: int, starts: dict[int, int], workspace: Tensor | None, index: int) -> tuple[int, int] | None:
-    """(index, offset) of an address: a tensor's own, or one inside the workspace, which is at `index`."""
+    """(index, offset) for a Slot: of a tensor that starts at `address`, or of the workspace, whose index is `index`."""
     if address in starts:
         return starts[address], 0
     if workspace is not None and 0 < address - workspace.data_ptr() < workspace.nbytes:

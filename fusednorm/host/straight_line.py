@@ -1,32 +1,29 @@
-"""Recipes: what a call allocated and launched, and the same as straight-line Python for the calls to come.
+"""Recipes as values, and as Python functions that repeat a call without a loop.
 
-One function knows its calls, allocates and launches, without a loop.
-
-What a host does before a small kernel counts, above all on the thread of autograd's that runs backwards, where Python
-takes twice the time. A forward reads like this:
+The host time before a small kernel counts, most of all on autograd's thread, where Python takes twice as long. The
+function of a forward reads:
 
     def repeat(t0, t1, t2):
-        if not c1(t0, t1, t2):
+        if not is_alike(t0, t1, t2):
             return None
-        if c2.launch_enter_hook.calls or c2.launch_exit_hook.calls:
+        if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
             return None
         p0, p1, p2 = t0.data_ptr(), t1.data_ptr(), t2.data_ptr()
         if (p0 | p1 | p2) & 15:
             return None
-        if c3.sms != c4:
+        if margin.sms != sm_margin:
             return None
-        if c5() != c0:
-            return _on_device(c0, repeat, t0, t1, t2)
-        stream = c6(c0)
+        if current_device() != device:
+            return _on_device(device, repeat, t0, t1, t2)
+        stream = raw_stream(device)
         t3 = allocate(c7, c8, c9)
         p3 = t3.data_ptr()
         ...
         c40(c16, c17, c18, stream, c19, ..., p0, p1, p2, p3, ...)
         return (t3, t4, t5)
 
-where c are constants (c0 the device, c1 says which tensors this is for, c2 has Triton's hooks, c3 how many SMs are left
-free and c4 how many were, c5 and c6 are questions to CUDA, c40 launches), t tensors and p addresses: of the call's
-tensors, its outputs and its workspace, in this order.
+t are tensors and p their addresses: the call's tensors, its outputs and its workspace, in this order. c are constants;
+c40 launches.
 """
 
 from __future__ import annotations
@@ -46,12 +43,12 @@ from . import torch_compat
 if TYPE_CHECKING:
     from .launcher import Build
 
-allocate = torch_compat.allocate  # for the source that is made here
-MAPS_AT_HAND = 256  # tensor maps of one operand, by address
+allocate = torch_compat.allocate  # the functions that are made here call it
+KEPT_TENSOR_MAPS = 256  # encoded tensor maps cached per operand of a recipe
 
 
 class Memory(NamedTuple):
-    """What is allocated for a call, contiguous."""
+    """A contiguous tensor that is allocated for each call."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -63,26 +60,26 @@ class Memory(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """An address in a launch's arguments: `offset` bytes into what is at `index` among the call's tensors, its
-    outputs and its workspace, in this order."""
+    """An address among a launch's arguments. `index` counts the call's tensors, then its outputs, then its workspace;
+    `offset` is in bytes."""
 
-    position: int
+    position: int  # among the arguments of Build.launch
     index: int
     offset: int
 
 
 class MapSlot(NamedTuple):
-    """A tensor map in a launch's arguments, of the call's tensor at `index`."""
+    """A tensor map among a launch's arguments."""
 
-    position: int
-    index: int
-    operand: int
+    position: int  # of the map, among the arguments of Build.launch
+    index: int  # of the tensor, among the call's tensors
+    operand: int  # of the descriptor, among the launch's operands
     shape: list[int]
     strides: list[int]
 
 
 class Step(NamedTuple):
-    """One launch: its arguments, right but for stream and slots."""
+    """One launch. Its arguments are complete but for stream, slots and maps."""
 
     build: Build
     arguments: list
@@ -91,43 +88,46 @@ class Step(NamedTuple):
 
 
 class Recipe(NamedTuple):
+    """What a call allocated and launched."""
+
     device: int
-    sm_margin: int  # under which it was planned
-    written: list[Memory | None]  # outputs, and last the workspace
+    sm_margin: int  # the margin that it was planned for
+    written: list[Memory | None]  # the outputs, then the workspace
     steps: list[Step]
 
 
-Repeat = Callable[..., "tuple | None"]
+Repeat = Callable[..., "tuple | None"]  # from a call's tensors to its outputs; None if the recipe is for other calls
 
 
 def python_of(recipe: Recipe, tensors: Sequence[Tensor | None], is_alike: Callable[..., bool]) -> Repeat:
-    """A function of tensors like these: the outputs of their call. None where the call has to go the long way: its
-    tensors are not like these, a profiler hooks Triton's launches, or another number of SMs is left free.
-    """
-    constants: list[Any] = [recipe.device, is_alike, recipe.steps[0].build.RUNTIME, margin, recipe.sm_margin]
-    constants += torch_compat.current_device, torch_compat.raw_stream
+    """The function that repeats a recipe for tensors like these. It returns the outputs, or None if its tensors are not
+    like these, a profiler hooks Triton's launches, or another number of SMs is to be left free."""
+    constants = dict(is_alike=is_alike, margin=margin, sm_margin=recipe.sm_margin, device=recipe.device)
+    constants |= dict(runtime=recipe.steps[0].build.RUNTIME, current_device=torch_compat.current_device)
+    constants |= dict(raw_stream=torch_compat.raw_stream)
 
     def constant(value: Any) -> str:
-        constants.append(value)
-        return f"c{len(constants) - 1}"
+        name = f"c{len(constants)}"
+        constants[name] = value
+        return name
 
     count = len(tensors)
     arguments = ", ".join(f"t{at}" for at in range(count))
     present = [at for at, each in enumerate(tensors) if each is not None]
     written = [count + at for at, each in enumerate(recipe.written) if each is not None]
     lines = [
-        f"if not c1({', '.join(f't{at}' for at in present)}):",
+        f"if not is_alike({', '.join(f't{at}' for at in present)}):",
         "    return None",
-        "if c2.launch_enter_hook.calls or c2.launch_exit_hook.calls:",
+        "if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:",
         "    return None",
         *(f"p{at} = t{at}.data_ptr()" for at in present),
-        f"if {_is_aligned_otherwise(tensors)}:",
+        f"if {_other_alignment(tensors)}:",
         "    return None",
-        "if c3.sms != c4:",
+        "if margin.sms != sm_margin:",
         "    return None",
-        "if c5() != c0:",
-        f"    return _on_device(c0, repeat, {arguments})",
-        "stream = c6(c0)",
+        "if current_device() != device:",
+        f"    return _on_device(device, repeat, {arguments})",
+        "stream = raw_stream(device)",
     ]
     for at in written:
         memory = ", ".join(constant(each) for each in recipe.written[at - count])
@@ -135,11 +135,11 @@ def python_of(recipe: Recipe, tensors: Sequence[Tensor | None], is_alike: Callab
     lines += [_launch(step, constant) for step in recipe.steps]
     outputs = ", ".join(f"t{at}" if at in written else "None" for at in range(count, count + len(recipe.written) - 1))
     body = "\n".join([*lines, f"return ({outputs},)"])
-    return _maker(arguments, body, len(constants))(*constants)
+    return _maker(arguments, body, tuple(constants))(*constants.values())
 
 
-def _is_aligned_otherwise(tensors: Sequence[Tensor | None]) -> str:
-    """Whether any address is aligned where that of `tensors` is not, or the other way round."""
+def _other_alignment(tensors: Sequence[Tensor | None]) -> str:
+    """The expression that is true if the tensors that are aligned are not the same ones as in `tensors`."""
     addresses = {f"p{at}": each.data_ptr() for at, each in enumerate(tensors) if each is not None}
     aligned = " | ".join(name for name, address in addresses.items() if address % ALIGNMENT == 0)
     odd = [f"not {name} & {ALIGNMENT - 1}" for name, address in addresses.items() if address % ALIGNMENT]
@@ -147,13 +147,14 @@ def _is_aligned_otherwise(tensors: Sequence[Tensor | None]) -> str:
 
 
 def _launch(step: Step, constant: Callable[[Any], str]) -> str:
+    """The statement that launches a step."""
     build, values, slots, maps = step
     variable = {build.STREAM: "stream"}
     for position, index, offset in slots:
         variable[position] = f"p{index} + {constant(offset)}" if offset else f"p{index}"
     for position, index, operand, shape, strides in maps:
         encode = functools.partial(_tensor_map, build, operand, shape, strides)
-        variable[position] = f"{constant(functools.lru_cache(MAPS_AT_HAND)(encode))}(p{index})"
+        variable[position] = f"{constant(functools.lru_cache(KEPT_TENSOR_MAPS)(encode))}(p{index})"
     names = [variable.get(position) or constant(value) for position, value in enumerate(values)]
     return f"{constant(build.launch)}({', '.join(names)})"
 
@@ -162,11 +163,11 @@ def _tensor_map(build, operand: int, shape: list[int], strides: list[int], point
     return build.tensor_map(operand, pointer, shape, strides)
 
 
-@functools.cache  # recipes of one kind differ in nothing but their constants
-def _maker(arguments: str, body: str, constants: int) -> Callable[..., Callable]:
-    names = ", ".join(f"c{at}" for at in range(constants))
+@functools.cache  # one source serves many recipes, which differ in their constants alone
+def _maker(arguments: str, body: str, constants: tuple[str, ...]) -> Callable[..., Callable]:
+    """make(*constants): the function `repeat` with this body."""
     repeat = f"def repeat({arguments}):\n{textwrap.indent(body, '    ')}\n"
-    source = f"def make({names}):\n{textwrap.indent(repeat, '    ')}    return repeat\n"
+    source = f"def make({', '.join(constants)}):\n{textwrap.indent(repeat, '    ')}    return repeat\n"
     made: dict[str, Any] = {}
     exec(compile(source, "<recipe>", "exec"), globals(), made)
     return made["make"]

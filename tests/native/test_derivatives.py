@@ -259,7 +259,7 @@ def test_gradients_of_y_alone_are_right(norm, present, requires_grad, gpu):
 @norms
 def test_y_alone_has_a_node_with_one_output(norm, gpu):
     y = y_alone(norm, *operands(norm))
-    assert y.grad_fn.name() == "NormOfYNode" and len(y.grad_fn.next_functions) == 3
+    assert y.grad_fn.name() == "NormBackward" and len(y.grad_fn.next_functions) == 3
 
 
 @norms

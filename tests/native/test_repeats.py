@@ -90,8 +90,8 @@ def repeat_and_compare(case, plan, mask, gpu, layout=None, statistics="[M]"):
     with gpu.repeating():
         outputs = op(*calls[1])
     assert_right(case, inputs, outputs, mask)
-    ((known,),) = recipe._recipes.values()
-    recipe_ = known.recipe
+    ((cached,),) = recipe._cached.values()
+    recipe_ = cached.recipe
     check, operands = (check_forward, ForwardOperands) if mask is None else (check_backward, BackwardOperands)
     call = check(operands(case.norm, *pythons_arguments(case, calls[1])))
     assert isinstance(heuristics.choose(call.problem, call.rows, H200), plan)

@@ -10,13 +10,11 @@ from dataclasses import dataclass, field
 import torch
 from devices import named, standing_in
 
-from fusednorm.host import fallback
 from fusednorm.host.kernel_devices import kernels_on
 from fusednorm.planner.device import DeviceSpec
 
 from . import launching
 from .gpu import Gpu
-from .races import SimulationError
 from .recording import Trace
 
 
@@ -31,17 +29,12 @@ class Simulation:
     without: dict[str, frozenset[int]] = field(default_factory=dict)
     launched: list[launching.Launched] = field(default_factory=list)
     finished: list[Gpu] = field(default_factory=list)  # one for each op
-    failure: SimulationError | None = None
 
     def hand_over(self, launches, loaded: bool = False) -> None:
         """Run an op's launches together: a dependent one may begin before another has ended."""
         gpu = Gpu(self.seed + len(self.finished), self.resident, self.trace())
         self.launched += [launching.enqueue(each, self.spec.arch, gpu, self.without) for each in launches]
-        try:
-            gpu.synchronize()
-        except SimulationError as error:
-            self.failure = error
-            raise
+        gpu.synchronize()
         self.finished.append(gpu)
 
 
@@ -51,15 +44,11 @@ def simulated(device: str | DeviceSpec = "H200", sms: int | None = None, **how) 
     our kernels run on them as the compiler made them for it.
 
     seed: the order of events. resident: how many CTAs, or clusters, have a place at a time.
-    Memory that the ops allocate is NaN at first. Raises SimulationError from within the call that a kernel fails in; at
-    the end, if that call took it for a kernel that cannot be built, and another ran instead.
+    Memory that the ops allocate is NaN at first. Raises SimulationError from within the call that a kernel fails in.
     """
     simulation = Simulation(named(device, sms) if isinstance(device, str) else device, **how)
     with standing_in(simulation.spec, simulation.hand_over), kernels_on("cpu"), _fresh_memory_is_nan():
         yield simulation
-    if simulation.failure is not None:
-        fallback.forget()
-        raise simulation.failure
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-// The recipes, by what their calls look like.
+// The recipes, by the signatures of their calls.
 
 #pragma once
 
@@ -23,8 +23,8 @@ struct Hash {
   }
 };
 
-inline std::shared_mutex mutex;  // over the recipes
+inline std::shared_mutex mutex;  // guards `recipes`
 inline std::unordered_map<Key, std::shared_ptr<const Recipe>, Hash> recipes;
-inline size_t most_recipes = 0;  // as recipe.py keeps
+inline size_t most_recipes = 0;  // `install` sets it to the limit of recipe.py
 
 }  // namespace fusednorm

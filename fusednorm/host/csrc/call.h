@@ -1,4 +1,4 @@
-// A call: what it looks like, whether this side may run it, and Python's functions for when it may not.
+// A call: its signature, whether C++ may run it, and the Python functions that run it otherwise.
 
 #pragma once
 
@@ -14,12 +14,13 @@ namespace fusednorm {
 namespace py = pybind11;
 using c10::SymIntArrayRef;
 
-inline std::atomic<int> pauses{0};
-inline std::atomic<int64_t> sm_margin{0};  // a part of what a call looks like
-inline std::array<std::atomic<PyObject*>, 2> hooks{};  // Triton's lists of them: those who want to see its launches
-inline bool cpu_too = false;  // so that tests need no GPU
+inline std::atomic<int> pauses{0};  // open `force` blocks of all threads; while there is one, Python runs all calls
+inline std::atomic<int64_t> sm_margin{0};  // the number of SMs that plans leave free, a part of a call's signature
+inline std::array<std::atomic<PyObject*>, 2> hooks{};  // Triton's lists of hooks that run before and after a launch
+inline bool runs_cpu_tensors = false;  // for tests without a GPU
 
-// Whether Python's way was asked for. Looks at lists without the GIL: who hooks in meanwhile was too late.
+// Whether all calls must run in Python. Reads the lists of hooks without the GIL: a launch may miss a hook that is
+// being added.
 inline bool is_paused() {
   for (const auto& each : hooks)
     if (PyObject* list = each.load(std::memory_order_relaxed); list && PyList_GET_SIZE(list)) return true;
@@ -28,14 +29,15 @@ inline bool is_paused() {
 
 enum Op : int64_t { LAYER_FWD, LAYER_BWD, RMS_FWD, RMS_BWD, OPS };
 
-// What Python does in the place of ours: the ops above autograd, the ops below it (which come with a recipe), and the
-// derivative of the statistics. Never destroyed: the interpreter may be gone before this library.
+// Python's functions, by Op: the ops above autograd, and those below it, which return (outputs, recipe); and the
+// derivatives that only Python has. Never destroyed: the interpreter may be gone before this library.
 struct Python {
   std::array<py::object, OPS> above, below;
   py::object statistics_gradient, differentiable_backward;
 };
 inline Python* python = nullptr;
 
+// The signature of a call as a key, and the addresses of its tensors. Calls with one key have the same recipe.
 struct Call {
   Key key;
   c10::SmallVector<uint64_t, 16> addresses;
@@ -63,31 +65,38 @@ struct Call {
   }
 };
 
-inline const Tensor& value(const optional<Tensor>& tensor) {
-  static const Tensor undefined;
-  return tensor.has_value() ? *tensor : undefined;
+inline const Tensor& undefined() {
+  static const Tensor tensor;
+  return tensor;
 }
 
-// Nothing but strided memory on a GPU, and autograd.
+inline const Tensor& or_undefined(const optional<Tensor>& tensor) {
+  return tensor.has_value() ? *tensor : undefined();
+}
+
+// Whether the tensor is strided memory on a GPU, and the only key that handles its ops is autograd's.
 inline bool is_plain(const Tensor& tensor) {
   if (!tensor.defined()) return true;
-  constexpr c10::DispatchKeySet strange(
+  constexpr c10::DispatchKeySet others(
       {c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::Negative,
        c10::DispatchKey::Conjugate, c10::DispatchKey::ZeroTensor, c10::DispatchKey::Functionalize,
        c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Batched});
-  return (tensor.is_cuda() || (cpu_too && tensor.is_cpu())) && !tensor.key_set().has_any(strange) &&
-         tensor.layout() == c10::kStrided &&
-         !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+  return (tensor.is_cuda() || (runs_cpu_tensors && tensor.is_cpu())) && !tensor.key_set().has_any(others) &&
+         tensor.layout() == c10::kStrided && !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
 }
 
-inline bool is_ordinary(std::initializer_list<std::reference_wrapper<const Tensor>> tensors) {
+using TensorRefs = std::initializer_list<std::reference_wrapper<const Tensor>>;
+
+// Whether C++ may run a call of these tensors. If not, Python does.
+inline bool may_run_here(TensorRefs tensors) {
   if (is_paused() || c10::impl::TorchDispatchModeTLS::any_modes_set()) return false;
   for (const Tensor& tensor : tensors)
     if (!is_plain(tensor)) return false;
   return true;
 }
 
-inline bool is_looked_into(std::initializer_list<std::reference_wrapper<const Tensor>> tensors) {
+// Whether a torch.func transform or forward-mode AD is active, which must see the operations inside the op.
+inline bool needs_formula(TensorRefs tensors) {
   constexpr c10::DispatchKeySet transforms(
       {c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchDynamicLayerBackMode});
   if (c10::impl::tls_local_dispatch_key_set().included_.has_any(transforms)) return true;
@@ -96,41 +105,57 @@ inline bool is_looked_into(std::initializer_list<std::reference_wrapper<const Te
   return false;
 }
 
-inline bool is_recorded(std::initializer_list<std::reference_wrapper<const Tensor>> tensors) {
+// Whether autograd would record an operation on these tensors.
+inline bool is_recorded(TensorRefs tensors) {
   if (!at::GradMode::is_enabled()) return false;
   for (const Tensor& tensor : tensors)
     if (tensor.defined() && tensor.requires_grad()) return true;
   return false;
 }
 
+template <typename Value>
+inline py::object to_python(const Value& value) {
+  return py::cast(value);
+}
+
 inline py::object to_python(const Tensor& tensor) {
   return tensor.defined() ? py::cast(tensor) : py::none();
+}
+
+inline py::object to_python(const SymIntArrayRef& shape) {
+  py::tuple sizes(shape.size());
+  for (size_t i = 0; i < shape.size(); ++i) sizes[i] = py::cast(shape[i]);
+  return sizes;
 }
 
 inline Tensor to_tensor(py::handle object) {
   return object.is_none() ? Tensor() : py::cast<Tensor>(object);
 }
 
-inline py::tuple to_python(SymIntArrayRef shape) {
-  py::tuple sizes(shape.size());
-  for (size_t i = 0; i < shape.size(); ++i) sizes[i] = py::cast(shape[i]);
-  return sizes;
+inline std::vector<Tensor> to_tensors(py::handle objects) {
+  std::vector<Tensor> tensors;
+  for (py::handle each : objects) tensors.push_back(to_tensor(each));
+  return tensors;
 }
 
-// The long way: Python's function, which returns the outputs and what to remember.
+// For callers that hold the GIL.
 template <typename... Arguments>
-inline std::vector<Tensor> go_the_long_way(Op op, const Call* call, Arguments&&... arguments) {
+inline py::object call_python(const py::object& function, const Arguments&... arguments) {
+  return function(to_python(arguments)...);
+}
+
+// The outputs of the op below autograd by Python's function. Keeps the recipe that it returns, if C++ may run the call.
+template <typename... Arguments>
+inline std::vector<Tensor> run_in_python(Op op, const Call* call, const Arguments&... arguments) {
   py::gil_scoped_acquire gil;
-  py::tuple returned = python->below[op](std::forward<Arguments>(arguments)...);
-  std::vector<Tensor> outputs;
-  for (py::handle each : py::cast<py::tuple>(returned[0])) outputs.push_back(to_tensor(each));
+  py::tuple returned = call_python(python->below[op], arguments...);
   if (call && !returned[1].is_none()) {
     auto recipe = py::cast<std::shared_ptr<Recipe>>(returned[1]);
     std::unique_lock<std::shared_mutex> writing(mutex);
     if (recipes.size() >= most_recipes) recipes.clear();
     recipes[call->key] = recipe;
   }
-  return outputs;
+  return to_tensors(returned[0]);
 }
 
 }  // namespace fusednorm

@@ -1,4 +1,4 @@
-// CUDA's driver: its functions that a launch takes.
+// The functions of CUDA's driver that a launch needs.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace fusednorm {
 
-// Opened at the first launch: a process that launches nothing needs no libcuda.
+// Opened at the first launch, because a process that launches nothing needs no libcuda.
 struct Driver {
   decltype(&cuLaunchKernelEx) launch;
   decltype(&cuTensorMapEncodeTiled) encode;
@@ -43,7 +43,7 @@ struct Driver {
     TORCH_CHECK(false, "fusednorm: CUDA's driver says: ", text ? text : "unknown error");
   }
 
-  // A thread of autograd's that has called nothing of CUDA's runtime has no context yet.
+  // Autograd's threads have no context until they call CUDA's runtime.
   void ensure_context(int device) const {
     CUcontext context = nullptr;
     check(current_context(&context));

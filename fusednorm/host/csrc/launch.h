@@ -16,10 +16,10 @@ namespace fusednorm {
 
 using at::Tensor;
 
-inline std::atomic<int64_t> repeats{0};  // calls without Python
+inline std::atomic<int64_t> repeats{0};  // the number of calls that ran without Python
 
 inline uint64_t stream_of(at::Device device) {
-  if (device.is_cpu()) return 1;  // of tests that have no GPU
+  if (device.is_cpu()) return 1;  // in tests without a GPU
   return reinterpret_cast<uint64_t>(c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle());
 }
 
@@ -31,7 +31,8 @@ inline Tensor allocate(const optional<Memory>& memory, at::Device device) {
       c10::fromIntArrayRefUnchecked(memory->strides), memory->dtype, c10::kStrided, device, false);
 }
 
-// The outputs of the call whose tensors are at `addresses`, or nothing where it has to go the long way.
+// The outputs of the call whose tensors are at `addresses`, or nullopt if no call with this key has a recipe. Appends
+// the addresses of outputs and workspace to `addresses`, in the order that slots count them.
 inline optional<std::vector<Tensor>> repeat(const Key& key, c10::SmallVector<uint64_t, 16>& addresses) {
   std::shared_ptr<const Recipe> recipe;
   {
@@ -63,12 +64,12 @@ inline optional<std::vector<Tensor>> repeat(const Key& key, c10::SmallVector<uin
       std::memcpy(parameters + slot.at, &address, sizeof address);
     }
     for (const Map& map : step.maps) {
-      static constexpr std::array<cuuint32_t, 5> every{1, 1, 1, 1, 1};
+      static constexpr std::array<cuuint32_t, 5> element_strides{1, 1, 1, 1, 1};
       cuda.check(cuda.encode(
           reinterpret_cast<CUtensorMap*>(parameters + map.at), map.type, map.rank,
           reinterpret_cast<void*>(addresses[map.index]), map.sizes.data(), map.strides.data(), map.box.data(),
-          every.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
+          element_strides.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+          CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
     }
     CUlaunchConfig config = step.config;
     config.hStream = reinterpret_cast<CUstream>(stream);

@@ -1,11 +1,10 @@
-// The host side of the four norm ops in C++: repeats the recipes that Python has written down and records autograd's
-// node, for plain tensors. Whatever else comes along is handed to the Python functions that `install` is given: a call
-// that looks like none before, a tensor subclass, a mode, a transform, a forced variant. fusednorm/host/native.py is
-// the other side.
+// The host side of the four norm ops in C++. For plain tensors it repeats the recipes that Python has made and records
+// autograd's node. The Python functions that `install` is given run all other calls: those with a new signature, a
+// tensor subclass, a mode, a transform or a forced variant. fusednorm/host/native.py is the Python side.
 //
-// A call comes in here, above autograd. The way down: node.h (autograd's nodes), below.h (the ops below autograd),
-// call.h (what a call looks like), launch.h (repeats a recipe), cache.h (finds it), recipe.h (what it is) and driver.h
-// (CUDA's driver).
+// A call enters here, above autograd. The way down: node.h (autograd's nodes), below.h (the ops below autograd), call.h
+// (a call's signature), launch.h (repeats a recipe), cache.h (finds it), recipe.h (its structs) and driver.h (CUDA's
+// driver).
 
 #include "node.h"
 
@@ -22,88 +21,69 @@ namespace {
 // -------------------------------------------------------------------------------- the ops above autograd
 
 template <typename... Arguments>
-py::object ask_python_above(Op op, Arguments&&... arguments) {
-  return python->above[op](std::forward<Arguments>(arguments)...);
+std::vector<Tensor> run_above_in_python(Op op, const Arguments&... arguments) {
+  py::gil_scoped_acquire gil;
+  return to_tensors(call_python(python->above[op], arguments...));
 }
 
-Three three_of(py::handle outputs) {
-  py::tuple of = py::cast<py::tuple>(outputs);
-  return {to_tensor(of[0]), to_tensor(of[1]), to_tensor(of[2])};
-}
-
-Two two_of(py::handle outputs) {
-  py::tuple of = py::cast<py::tuple>(outputs);
-  return {to_tensor(of[0]), to_tensor(of[1])};
-}
-
-Three layer_norm_fwd_above(
+Triple layer_norm_fwd_above(
     const Tensor& x, SymIntArrayRef shape, const optional<Tensor>& weight_, const optional<Tensor>& bias_, double eps) {
-  const Tensor &weight = value(weight_), &bias = value(bias_);
-  if (!is_ordinary({x, weight, bias}) || is_looked_into({x, weight, bias})) {
-    py::gil_scoped_acquire gil;
-    return three_of(ask_python_above(
-        LAYER_FWD, to_python(x), to_python(shape), to_python(weight), to_python(bias), py::cast(eps)));
-  }
+  const Tensor &weight = or_undefined(weight_), &bias = or_undefined(bias_);
+  if (!may_run_here({x, weight, bias}) || needs_formula({x, weight, bias}))
+    return as_triple(run_above_in_python(LAYER_FWD, x, shape, weight, bias, eps));
   if (is_recorded({x, weight, bias})) {
     auto ints = as_ints(shape);
-    return three(NormNode::apply(
+    return as_triple(NormFunction::apply(
         LAYER_FWD, x, std::vector<int64_t>(ints.begin(), ints.end()), weight_, bias_, optional<double>(eps)));
   }
   at::AutoDispatchBelowADInplaceOrView below;
   return layer_norm_fwd(x, shape, weight_, bias_, eps);
 }
 
-Two rms_norm_fwd_above(
+Pair rms_norm_fwd_above(
     const Tensor& x, SymIntArrayRef shape, const optional<Tensor>& weight_, optional<double> eps) {
-  const Tensor& weight = value(weight_);
-  if (!is_ordinary({x, weight}) || is_looked_into({x, weight})) {
-    py::gil_scoped_acquire gil;
-    return two_of(ask_python_above(RMS_FWD, to_python(x), to_python(shape), to_python(weight), py::cast(eps)));
-  }
+  const Tensor& weight = or_undefined(weight_);
+  if (!may_run_here({x, weight}) || needs_formula({x, weight}))
+    return as_pair(run_above_in_python(RMS_FWD, x, shape, weight, eps));
   if (is_recorded({x, weight})) {
     auto ints = as_ints(shape);
-    return first_two(
-        NormNode::apply(RMS_FWD, x, std::vector<int64_t>(ints.begin(), ints.end()), weight_, optional<Tensor>(), eps));
+    return as_pair(NormFunction::apply(
+        RMS_FWD, x, std::vector<int64_t>(ints.begin(), ints.end()), weight_, optional<Tensor>(), eps));
   }
   at::AutoDispatchBelowADInplaceOrView below;
   return rms_norm_fwd(x, shape, weight_, eps);
 }
 
-Three layer_norm_bwd_above(
+Triple layer_norm_bwd_above(
     const Tensor& grad_out, const Tensor& x, SymIntArrayRef shape, const Tensor& mean, const Tensor& rstd,
-    const optional<Tensor>& weight, const optional<Tensor>& bias, c10::List<bool> mask) {
-  auto wanted = flags<3>("layer_norm_bwd", mask);
-  if (!is_ordinary({grad_out, x, mean, rstd, value(weight), value(bias)}) ||
-      is_looked_into({grad_out, x, mean, rstd, value(weight)}) ||
-      is_recorded({grad_out, x, mean, rstd, value(weight)})) {
-    py::gil_scoped_acquire gil;
-    return three_of(ask_python_above(
-        LAYER_BWD, to_python(grad_out), to_python(x), to_python(shape), to_python(mean), to_python(rstd),
-        to_python(value(weight)), to_python(value(bias)), py::make_tuple(wanted[0], wanted[1], wanted[2])));
-  }
+    const optional<Tensor>& weight_, const optional<Tensor>& bias_, c10::List<bool> mask) {
+  const Tensor &weight = or_undefined(weight_), &bias = or_undefined(bias_);
+  auto wanted = checked_mask<3>("layer_norm_bwd", mask);
+  if (!may_run_here({grad_out, x, mean, rstd, weight, bias}) || needs_formula({grad_out, x, mean, rstd, weight}) ||
+      is_recorded({grad_out, x, mean, rstd, weight}))
+    return as_triple(run_above_in_python(LAYER_BWD, grad_out, x, shape, mean, rstd, weight, bias, wanted));
   at::AutoDispatchBelowADInplaceOrView below;
-  return layer_norm_bwd(grad_out, x, shape, mean, rstd, weight, bias, mask);
+  return layer_norm_bwd(grad_out, x, shape, mean, rstd, weight_, bias_, mask);
 }
 
-Two rms_norm_bwd_above(
-    const Tensor& grad_out, const Tensor& x, SymIntArrayRef shape, const Tensor& rstd, const optional<Tensor>& weight,
+Pair rms_norm_bwd_above(
+    const Tensor& grad_out, const Tensor& x, SymIntArrayRef shape, const Tensor& rstd, const optional<Tensor>& weight_,
     c10::List<bool> mask) {
-  auto wanted = flags<2>("rms_norm_bwd", mask);
-  if (!is_ordinary({grad_out, x, rstd, value(weight)}) || is_looked_into({grad_out, x, rstd, value(weight)}) ||
-      is_recorded({grad_out, x, rstd, value(weight)})) {
-    py::gil_scoped_acquire gil;
-    return two_of(ask_python_above(RMS_BWD, to_python(grad_out), to_python(x), to_python(shape), to_python(rstd),
-                                   to_python(value(weight)), py::make_tuple(wanted[0], wanted[1])));
-  }
+  const Tensor& weight = or_undefined(weight_);
+  auto wanted = checked_mask<2>("rms_norm_bwd", mask);
+  if (!may_run_here({grad_out, x, rstd, weight}) || needs_formula({grad_out, x, rstd, weight}) ||
+      is_recorded({grad_out, x, rstd, weight}))
+    return as_pair(run_above_in_python(RMS_BWD, grad_out, x, shape, rstd, weight, wanted));
   at::AutoDispatchBelowADInplaceOrView below;
-  return rms_norm_bwd(grad_out, x, shape, rstd, weight, mask);
+  return rms_norm_bwd(grad_out, x, shape, rstd, weight_, mask);
 }
 
 // -------------------------------------------------------------------------------- y alone, for modules
 
-// y alone, as modules ask for it: without the dispatcher, and without statistics that no backward will read. Returns
-// NotImplemented for whatever is to be looked at in Python.
-PyObject* norm_of(Op op, PyObject* const* arguments, Py_ssize_t count) {
+// y of a forward, without the dispatcher, and without statistics that no backward will read. The arguments are
+// (x, normalized_shape, weight, bias, eps), without bias for RMSNorm. Returns NotImplemented for calls that Python must
+// run.
+PyObject* y_of(Op op, PyObject* const* arguments, Py_ssize_t count) {
   bool layer = op == LAYER_FWD;
   auto decline = [] { Py_RETURN_NOTIMPLEMENTED; };
   if (count != (layer ? 5 : 4) || !python || at::impl::torch_function_mode_enabled() ||
@@ -115,9 +95,10 @@ PyObject* norm_of(Op op, PyObject* const* arguments, Py_ssize_t count) {
     into = THPVariable_Unpack(object);
     return true;
   };
-  optional<Tensor> x, weight, bias;
-  if (!tensor(arguments[0], x) || !x || !tensor(arguments[2], weight) || (layer && !tensor(arguments[3], bias)))
+  optional<Tensor> x_, weight_, bias_;
+  if (!tensor(arguments[0], x_) || !x_ || !tensor(arguments[2], weight_) || (layer && !tensor(arguments[3], bias_)))
     return decline();
+  const Tensor &x = *x_, &weight = or_undefined(weight_), &bias = or_undefined(bias_);
   if (!PyTuple_Check(arguments[1])) return decline();
   std::vector<int64_t> shape(PyTuple_GET_SIZE(arguments[1]));
   for (size_t i = 0; i < shape.size(); ++i) {
@@ -132,44 +113,38 @@ PyObject* norm_of(Op op, PyObject* const* arguments, Py_ssize_t count) {
     if (!PyFloat_CheckExact(number)) return decline();
     eps = PyFloat_AS_DOUBLE(number);
   } else if (layer) {
-    return decline();  // RMSNorm alone has an eps of its own
+    return decline();  // only RMSNorm has a default for eps None
   }
-  if (!is_ordinary({*x, value(weight), value(bias)}) || is_looked_into({*x, value(weight), value(bias)}))
-    return decline();
+  if (!may_run_here({x, weight, bias}) || needs_formula({x, weight, bias})) return decline();
   Tensor y;
   {
     py::gil_scoped_release released;
     at::RecordFunction record(at::RecordScope::FUNCTION);
-    show(record, layer ? "fusednorm::layer_norm_fwd" : "fusednorm::rms_norm_fwd", {*x, value(weight), value(bias)});
-    if (is_recorded({*x, value(weight), value(bias)})) {
-      y = record_y(op, *x, shape, value(weight), value(bias), eps);
+    show_to_profiler(record, layer ? "fusednorm::layer_norm_fwd" : "fusednorm::rms_norm_fwd", {x, weight, bias});
+    if (is_recorded({x, weight, bias})) {
+      y = record_y(op, x, shape, weight, bias, eps);
     } else {
       at::AutoDispatchBelowADInplaceOrView below;
-      y = run_forward(op, *x, c10::fromIntArrayRefUnchecked(shape), value(weight), value(bias), eps, false)[0];
+      y = run_forward(op, x, c10::fromIntArrayRefUnchecked(shape), weight, bias, eps, /*wants_statistics=*/false)[0];
     }
   }
   return THPVariable_Wrap(y);
 }
 
-PyObject* layer_norm(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+template <Op op>
+PyObject* norm(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  return norm_of(LAYER_FWD, arguments, count);
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* rms_norm(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  return norm_of(RMS_FWD, arguments, count);
+  return y_of(op, arguments, count);
   END_HANDLE_TH_ERRORS
 }
 
 PyMethodDef functions[] = {
-    {"layer_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(layer_norm)), METH_FASTCALL, nullptr},
-    {"rms_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(rms_norm)), METH_FASTCALL, nullptr},
+    {"layer_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(norm<LAYER_FWD>)), METH_FASTCALL, nullptr},
+    {"rms_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(norm<RMS_FWD>)), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
-// -------------------------------------------------------------------------------- Python's side
+// -------------------------------------------------------------------------------- registration
 
 std::vector<std::unique_ptr<torch::Library>> installed;
 
@@ -181,22 +156,22 @@ void install(const std::string& key, const std::vector<py::object>& above, const
     python->above[op] = above.at(op);
     python->below[op] = below.at(op);
   }
-  cpu_too |= key == "CPU";
-  auto library = [](const std::string& at) {
+  runs_cpu_tensors |= key == "CPU";
+  auto library = [](const std::string& at) -> torch::Library& {
     installed.push_back(std::make_unique<torch::Library>(
         torch::Library::IMPL, "fusednorm", c10::parseDispatchKey(at), __FILE__, __LINE__));
-    return installed.back().get();
+    return *installed.back();
   };
-  torch::Library* ops = library(key);
-  ops->impl("layer_norm_fwd", TORCH_FN(layer_norm_fwd));
-  ops->impl("layer_norm_bwd", TORCH_FN(layer_norm_bwd));
-  ops->impl("rms_norm_fwd", TORCH_FN(rms_norm_fwd));
-  ops->impl("rms_norm_bwd", TORCH_FN(rms_norm_bwd));
-  torch::Library* autograd = library("Autograd" + key);
-  autograd->impl("layer_norm_fwd", TORCH_FN(layer_norm_fwd_above));
-  autograd->impl("layer_norm_bwd", TORCH_FN(layer_norm_bwd_above));
-  autograd->impl("rms_norm_fwd", TORCH_FN(rms_norm_fwd_above));
-  autograd->impl("rms_norm_bwd", TORCH_FN(rms_norm_bwd_above));
+  library(key)
+      .impl("layer_norm_fwd", TORCH_FN(layer_norm_fwd))
+      .impl("layer_norm_bwd", TORCH_FN(layer_norm_bwd))
+      .impl("rms_norm_fwd", TORCH_FN(rms_norm_fwd))
+      .impl("rms_norm_bwd", TORCH_FN(rms_norm_bwd));
+  library("Autograd" + key)
+      .impl("layer_norm_fwd", TORCH_FN(layer_norm_fwd_above))
+      .impl("layer_norm_bwd", TORCH_FN(layer_norm_bwd_above))
+      .impl("rms_norm_fwd", TORCH_FN(rms_norm_fwd_above))
+      .impl("rms_norm_bwd", TORCH_FN(rms_norm_bwd_above));
 }
 
 }  // namespace
@@ -230,7 +205,7 @@ PYBIND11_MODULE(_native, module) {
   module.def("pause", [](int by) { pauses += by; });
   module.def("set_sm_margin", [](int64_t sms) { sm_margin = sms; });
   module.def("watch", [](py::list enter, py::list exit) {
-    if (hooks[0] != enter.ptr()) hooks[0] = enter.release().ptr();  // for good
+    if (hooks[0] != enter.ptr()) hooks[0] = enter.release().ptr();  // never freed: is_paused reads it without the GIL
     if (hooks[1] != exit.ptr()) hooks[1] = exit.release().ptr();
   });
   module.def("repeats", [] { return repeats.load(); });

@@ -1,5 +1,5 @@
-// Autograd's nodes: that of the ops, whose statistics are among its outputs, and that of a module, which returns y
-// alone.
+// The two autograd nodes: NormFunction for the ops, which return y and the statistics, and NormBackward for modules,
+// which return y alone.
 
 #pragma once
 
@@ -16,46 +16,40 @@
 
 namespace fusednorm {
 
-inline auto& layer_norm_bwd_op() {
-  static auto op = c10::Dispatcher::singleton()
-                       .findSchemaOrThrow("fusednorm::layer_norm_bwd", "")
-                       .typed<Three(const Tensor&, const Tensor&, SymIntArrayRef, const Tensor&, const Tensor&,
-                                    const optional<Tensor>&, const optional<Tensor>&, c10::List<bool>)>();
-  return op;
+// The op `name`, to be called through the dispatcher with the arguments of its implementation.
+template <typename Function>
+inline auto find_op(const char* name, Function&) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<Function>();
 }
 
-inline auto& rms_norm_bwd_op() {
-  static auto op = c10::Dispatcher::singleton()
-                       .findSchemaOrThrow("fusednorm::rms_norm_bwd", "")
-                       .typed<Two(const Tensor&, const Tensor&, SymIntArrayRef, const Tensor&,
-                                  const optional<Tensor>&, c10::List<bool>)>();
-  return op;
-}
-
-inline optional<Tensor> some(const Tensor& tensor) {
+inline optional<Tensor> as_optional(const Tensor& tensor) {
   return tensor.defined() ? optional<Tensor>(tensor) : std::nullopt;
 }
 
-// Whichever norm's op it is, by the dispatcher: of LayerNorm where there is a mean.
-inline Three norm_bwd(
+// (dx, dw, db) by the backward op, through the dispatcher. The op is LayerNorm's if there is a mean, else RMSNorm's.
+inline Triple dispatch_backward(
     const Tensor& grad_out, const Tensor& x, SymIntArrayRef shape, const Tensor& mean, const Tensor& rstd,
     const Tensor& weight, const Tensor& bias, std::array<bool, 3> mask) {
+  static auto layer_norm_op = find_op("fusednorm::layer_norm_bwd", layer_norm_bwd);
+  static auto rms_norm_op = find_op("fusednorm::rms_norm_bwd", rms_norm_bwd);
   if (mean.defined())
-    return layer_norm_bwd_op().call(grad_out, x, shape, mean, rstd, some(weight), some(bias),
-                                    c10::List<bool>({mask[0], mask[1], mask[2]}));
-  auto [dx, dw] = rms_norm_bwd_op().call(grad_out, x, shape, rstd, some(weight), c10::List<bool>({mask[0], mask[1]}));
+    return layer_norm_op.call(grad_out, x, shape, mean, rstd, as_optional(weight), as_optional(bias),
+                              c10::List<bool>({mask[0], mask[1], mask[2]}));
+  auto [dx, dw] =
+      rms_norm_op.call(grad_out, x, shape, rstd, as_optional(weight), c10::List<bool>({mask[0], mask[1]}));
   return {dx, dw, Tensor()};
 }
 
-// One node for the ops of both norms, of which LayerNorm's has a mean; the statistics are among its outputs.
-struct NormNode : torch::autograd::Function<NormNode> {
+// The node of both norms' forward ops. Its outputs are (y, mean, rstd), without mean for RMSNorm.
+struct NormFunction : torch::autograd::Function<NormFunction> {
   static torch::autograd::variable_list forward(
       torch::autograd::AutogradContext* context, Op op, const Tensor& x, const std::vector<int64_t>& shape,
       const optional<Tensor>& weight, const optional<Tensor>& bias, optional<double> eps) {
-    auto outputs = run_forward(op, x, c10::fromIntArrayRefUnchecked(shape), value(weight), value(bias), eps);
+    auto outputs = run_forward(
+        op, x, c10::fromIntArrayRefUnchecked(shape), or_undefined(weight), or_undefined(bias), eps);
     context->set_materialize_grads(false);
-    context->save_for_backward({x, outputs[1], outputs[2], value(weight), value(bias)});
-    if (!weight) context->saved_data["shape"] = shape;  // a map of names is not free
+    context->save_for_backward({x, outputs[1], outputs[2], or_undefined(weight), or_undefined(bias)});
+    if (!weight) context->saved_data["shape"] = shape;  // else it is the weight's shape, which costs no entry in a map
     if (!outputs[1].defined()) outputs.erase(outputs.begin() + 1);
     return outputs;
   }
@@ -67,17 +61,17 @@ struct NormNode : torch::autograd::Function<NormNode> {
     bool layer = mean.defined();
     auto shape = weight.defined() ? weight.sizes().vec() : context->saved_data["shape"].toIntVector();
     auto sizes = c10::fromIntArrayRefUnchecked(shape);
-    size_t inputs = 0;  // of those that are there
+    size_t inputs = 0;  // needs_input_grad counts the tensors that are defined
     bool wants_dx = context->needs_input_grad(inputs++);
     bool wants_dw = weight.defined() && context->needs_input_grad(inputs++);
     bool wants_db = bias.defined() && context->needs_input_grad(inputs++);
     Tensor dx, dw, db, grad_mean = layer ? grads[1] : Tensor(), grad_rstd = grads.back();
     if (grads[0].defined())
-      std::tie(dx, dw, db) = norm_bwd(grads[0], x, sizes, mean, rstd, weight, bias, {wants_dx, wants_dw, wants_db});
+      std::tie(dx, dw, db) =
+          dispatch_backward(grads[0], x, sizes, mean, rstd, weight, bias, {wants_dx, wants_dw, wants_db});
     if (wants_dx && (grad_mean.defined() || grad_rstd.defined())) {
       py::gil_scoped_acquire gil;
-      Tensor more = to_tensor(python->statistics_gradient(to_python(x), to_python(sizes), to_python(mean),
-                                                          to_python(rstd), to_python(grad_mean), to_python(grad_rstd)));
+      Tensor more = to_tensor(call_python(python->statistics_gradient, x, sizes, mean, rstd, grad_mean, grad_rstd));
       dx = dx.defined() ? at::add(dx, more) : more;
     }
     return {Tensor(), dx, Tensor(), dw, db, Tensor()};
@@ -86,15 +80,15 @@ struct NormNode : torch::autograd::Function<NormNode> {
 
 namespace compiled = torch::dynamo::autograd;
 
-// What a module records: a node with y as its one output, and without what torch::autograd::Function does for functions
-// of any kind, which is 3 us of a forward and its backward.
-struct NormOfYNode : torch::autograd::Node {
+// The node of a module's forward. Its output is y. It is no torch::autograd::Function, because what that does for
+// functions of any kind takes several microseconds of a forward and its backward.
+struct NormBackward : torch::autograd::Node {
   using variable_list = torch::autograd::variable_list;
 
-  NormOfYNode(Op op, std::vector<int64_t> shape, optional<double> eps) : op(op), shape(std::move(shape)), eps(eps) {}
+  NormBackward(Op op, std::vector<int64_t> shape, optional<double> eps) : op(op), shape(std::move(shape)), eps(eps) {}
 
   std::string name() const override {
-    return "NormOfYNode";
+    return "NormBackward";
   }
 
   void save(const Tensor& x, const Tensor& mean, const Tensor& rstd, const Tensor& weight, const Tensor& bias) {
@@ -108,16 +102,14 @@ struct NormOfYNode : torch::autograd::Node {
     auto tensors = unpacked();
     if (!at::GradMode::is_enabled() || !grads[0].defined())
       return gradients(op, shape, grads[0], tensors, wanted());
-    py::gil_scoped_acquire gil;  // the derivative is differentiated, of which the statistics are a part
-    py::tuple mask(3);
-    for (size_t i = 0; i < 3; ++i) mask[i] = py::cast(static_cast<bool>(wanted()[i]));
-    py::tuple of = python->differentiable_backward(
-        op == LAYER_FWD ? "layer" : "rms", to_python(c10::fromIntArrayRefUnchecked(shape)), py::cast(eps),
-        to_python(grads[0]), to_python(tensors[0]), to_python(tensors[3]), to_python(tensors[4]), mask);
-    return {to_tensor(of[0]), to_tensor(of[1]), to_tensor(of[2])};
+    const char* norm = op == LAYER_FWD ? "layer" : "rms";
+    auto sizes = c10::fromIntArrayRefUnchecked(shape);
+    py::gil_scoped_acquire gil;
+    return to_tensors(call_python(python->differentiable_backward, norm, sizes, eps, grads[0], tensors[0], tensors[3],
+                                  tensors[4], wanted()));
   }
 
-  // Of x, weight and bias, by tensors in the order of `save`.
+  // The gradients of x, weight and bias. `tensors` are in the order of `save`.
   static variable_list gradients(
       Op op, const std::vector<int64_t>& shape, const Tensor& grad_out, const variable_list& tensors,
       const std::vector<bool>& wanted) {
@@ -125,14 +117,14 @@ struct NormOfYNode : torch::autograd::Node {
     const Tensor &x = tensors[0], &mean = tensors[1], &rstd = tensors[2], &weight = tensors[3], &bias = tensors[4];
     auto sizes = c10::fromIntArrayRefUnchecked(shape);
     std::array<bool, 3> mask{wanted[0], weight.defined() && wanted[1], bias.defined() && wanted[2]};
-    if (is_ordinary({grad_out, x, mean, rstd, weight, bias}) && !is_looked_into({grad_out, x, mean, rstd, weight})) {
+    if (may_run_here({grad_out, x, mean, rstd, weight, bias}) && !needs_formula({grad_out, x, mean, rstd, weight})) {
       at::RecordFunction record(at::RecordScope::FUNCTION);
-      show(record, op == LAYER_FWD ? "fusednorm::layer_norm_bwd" : "fusednorm::rms_norm_bwd",
-           {grad_out, x, mean, rstd, weight, bias});
+      show_to_profiler(record, op == LAYER_FWD ? "fusednorm::layer_norm_bwd" : "fusednorm::rms_norm_bwd",
+                       {grad_out, x, mean, rstd, weight, bias});
       at::AutoDispatchBelowADInplaceOrView below;
       return run_backward(op == LAYER_FWD ? LAYER_BWD : RMS_BWD, grad_out, x, sizes, mean, rstd, weight, bias, mask);
     }
-    auto [dx, dw, db] = norm_bwd(grad_out, x, sizes, mean, rstd, weight, bias, mask);
+    auto [dx, dw, db] = dispatch_backward(grad_out, x, sizes, mean, rstd, weight, bias, mask);
     return {dx, dw, db};
   }
 
@@ -141,7 +133,8 @@ struct NormOfYNode : torch::autograd::Node {
     for (auto& each : saved) each.reset_data();
   }
 
-  // For compiled autograd: what of the node a graph depends on, and a call of `gradients` in the graph.
+  // For compiled autograd: compiled_args collects what a graph depends on, and apply_with_saved puts a call of
+  // `gradients` into the graph.
   void compiled_args(compiled::CompiledNodeArgs& args) const override {
     args.collect(static_cast<int64_t>(op));
     args.collect(shape);
@@ -193,7 +186,7 @@ struct NormOfYNode : torch::autograd::Node {
   std::array<torch::autograd::SavedVariable, 5> saved;  // x, mean, rstd, weight, bias
 };
 
-// Nodes are owned by shared pointers with a deleter of their own (torch 2.11), or by intrusive ones (2.13).
+// The owner of a new node: a shared pointer with torch's deleter (torch 2.11), or an intrusive pointer (2.13).
 template <typename Made>
 inline auto owned(Made* node, int) -> decltype(deleteNode(node), std::shared_ptr<torch::autograd::Node>()) {
   return std::shared_ptr<torch::autograd::Node>(node, [](auto* each) { deleteNode(each); });
@@ -204,6 +197,7 @@ inline auto owned(Made* node, long) {
   return c10::intrusive_ptr<Made>::unsafe_steal_from_new(node);
 }
 
+// y of a forward, recorded with a NormBackward.
 inline Tensor record_y(
     Op op, const Tensor& x, const std::vector<int64_t>& shape, const Tensor& weight, const Tensor& bias,
     optional<double> eps) {
@@ -213,7 +207,7 @@ inline Tensor record_y(
     at::AutoDispatchBelowADInplaceOrView below;
     outputs = run_forward(op, x, c10::fromIntArrayRefUnchecked(shape), weight, bias, eps);
   }
-  auto* node = new NormOfYNode(op, shape, eps);
+  auto* node = new NormBackward(op, shape, eps);
   decltype(torch::autograd::Edge::function) owner = owned(node, 0);
   node->set_next_edges(torch::autograd::collect_next_edges(x, weight, bias));
   node->save(x, outputs[1], outputs[2], weight, bias);

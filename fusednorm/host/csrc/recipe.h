@@ -1,5 +1,5 @@
-// What an earlier call allocated and launched, with slots where the addresses of a later call go. Python writes it
-// down (fusednorm/host/recipe.py) and makes these records of it, field by field (fusednorm/host/native.py).
+// A recipe: what an earlier call allocated and launched, with slots for the addresses of a later call. Python makes the
+// recipe (fusednorm/host/recipe.py) and copies it field by field into these structs (fusednorm/host/native.py).
 
 #pragma once
 
@@ -27,11 +27,13 @@ struct Memory {
   at::ScalarType dtype;
 };
 
+// A pointer among a kernel's parameters. `index` counts the call's tensors, then its outputs, then its workspace.
 struct Slot {
-  size_t at, index;  // where in the parameters, and which address
-  int64_t offset;
+  size_t at, index;  // byte offset in Step::parameters; which address goes there
+  int64_t offset;    // bytes to add to the address
 };
 
+// A tensor map among a kernel's parameters, encoded anew for each call. at and index are those of Slot.
 struct Map {
   size_t at, index;
   CUtensorMapDataType type;
@@ -45,8 +47,8 @@ struct Step {
   CUfunction function;
   CUlaunchConfig config{};
   std::array<CUlaunchAttribute, 3> attributes{};
-  std::vector<char> parameters;  // right but for slots and maps
-  std::vector<size_t> starts;    // of each parameter
+  std::vector<char> parameters;  // complete but for slots and maps
+  std::vector<size_t> starts;    // byte offset of each parameter
   std::vector<Slot> slots;
   std::vector<Map> maps;
 
@@ -60,14 +62,16 @@ struct Step {
     config.blockDimY = config.blockDimZ = 1;
     config.sharedMemBytes = shared_bytes;
     if (cluster > 1) {
-      CUlaunchAttribute& size = add(CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION);
+      CUlaunchAttribute& size = add_attribute(CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION);
       size.value.clusterDim.x = cluster;
       size.value.clusterDim.y = size.value.clusterDim.z = 1;
-      add(CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE).value.clusterSchedulingPolicyPreference =
-          CU_CLUSTER_SCHEDULING_POLICY_SPREAD;
+      CUlaunchAttribute& policy = add_attribute(CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE);
+      policy.value.clusterSchedulingPolicyPreference = CU_CLUSTER_SCHEDULING_POLICY_SPREAD;
     }
-    if (dependent)  // on the launch before it: may be placed while that one ends
-      add(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION).value.programmaticStreamSerializationAllowed = 1;
+    if (dependent) {  // may be placed on the GPU while the launch before it ends
+      CUlaunchAttribute& overlap = add_attribute(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
+      overlap.value.programmaticStreamSerializationAllowed = 1;
+    }
   }
 
   template <typename Number>
@@ -91,16 +95,18 @@ struct Step {
   }
 
  private:
-  CUlaunchAttribute& add(CUlaunchAttributeID id) {
+  CUlaunchAttribute& add_attribute(CUlaunchAttributeID id) {
     CUlaunchAttribute& attribute = attributes.at(config.numAttrs++);
     attribute.id = id;
     return attribute;
   }
 
+  // Makes room for the next parameter and returns its byte offset.
   size_t reserve(size_t bytes, size_t alignment) {
     size_t at = (parameters.size() + alignment - 1) / alignment * alignment;
     TORCH_CHECK(at + bytes <= MAX_PARAMETER_BYTES && starts.size() < MAX_PARAMETERS,
-                "fusednorm: a kernel has more parameters than native.cpp was made for");
+                "fusednorm: a kernel must have at most ", MAX_PARAMETERS, " parameters of ", MAX_PARAMETER_BYTES,
+                " bytes in all, got parameter ", starts.size() + 1, " at byte ", at);
     parameters.resize(at + bytes);
     starts.push_back(at);
     return at;
@@ -114,7 +120,7 @@ struct Step {
 
 struct Recipe {
   at::Device device;
-  std::vector<optional<Memory>> outputs;  // nothing where an output is not wanted
+  std::vector<optional<Memory>> outputs;  // nullopt for an unwanted output
   optional<Memory> workspace;
   std::vector<Step> steps;
 
