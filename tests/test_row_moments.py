@@ -1,10 +1,10 @@
-"""How means and variances of parts of a row become the row's: the formula of kernels/ring.py on numpy's numbers."""
+"""How means and variances of parts of a row become the row's: the formula of kernels/passes.py on numpy's numbers."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from fusednorm.kernels.ring import merge_moments
+from fusednorm.kernels.passes import merge_moments
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
