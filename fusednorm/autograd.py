@@ -6,8 +6,8 @@ A call takes one of three routes:
 - If nothing is differentiated, the call goes straight to the op's kernel.
 - If autograd records, the forward runs and NormFunction, the one autograd node, is recorded. Its backward is the
   backward op.
-- If the op's inside must be visible (torch.func transforms, forward-mode AD, a backward that is itself differentiated),
-  the op's formula runs instead.
+- If the inside of the op must be differentiated (torch.func transforms, forward-mode AD, a backward that is itself
+  differentiated), the op's formula runs instead.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .host.torch_compat import (
     tracing_state,
 )
 from .namespace import NAMESPACE, TORCH_OPS
-from .operands import OF_OP, BackwardOperands, ForwardOperands, Operands, Outputs, as_op, call_op
+from .operands import OPERANDS_OF_OP, BackwardOperands, ForwardOperands, Operands, Outputs, as_op, call_op
 from .planner.forcing import asked_variants, force
 from .planner.norm_problem import accumulation_dtype
 
@@ -123,8 +123,8 @@ class NormFunction(Function):
     def backward(ctx, grad_y, grad_mean=None, grad_rstd=None):
         x, mean, rstd, weight, bias = ctx.saved_tensors
         call, mask, grads = ctx.call, ctx.needs_input_grad[:3], None
-        looked_into = torch.is_grad_enabled() or forward_ad._current_level >= 0
-        if not (looked_into or torch.compiler.is_dynamo_compiling() or is_profiled()):
+        differentiated = torch.is_grad_enabled() or forward_ad._current_level >= 0
+        if not (differentiated or torch.compiler.is_dynamo_compiling() or is_profiled()):
             # output_mask is not rechecked (None): it follows from requires_grad, which is part of the call's signature.
             for repeat in call.repeats:
                 grads = repeat(grad_y, x, mean, rstd, weight, bias, None)
@@ -155,13 +155,13 @@ def differentiable_backward(norm, normalized_shape, eps, grad_y, x, weight, bias
 
 def _above_autograd(name: str) -> Callable[..., tuple]:
     """The op's implementation at the autograd key."""
-    op, operands_of = getattr(TORCH_OPS, name).default, OF_OP[name]
+    op, operands_of = getattr(TORCH_OPS, name).default, OPERANDS_OF_OP[name]
     formula, recorded, below = (as_op(name, run) for run in (reference.formula, _recorded, _below_autograd))
 
     def run(*arguments, **named):
         if torch.compiler.is_dynamo_compiling():
             return op(*arguments, **named)
-        if _is_looked_into():
+        if _is_transformed():
             return formula(*arguments, **named)
         operands = operands_of(*arguments, **named)
         if _is_recorded(*operands.differentiable):
@@ -173,11 +173,11 @@ def _above_autograd(name: str) -> Callable[..., tuple]:
 
 
 def _apply(name: str, *arguments):
-    """The outputs of a forward op, recorded. Raises where autograd's Functions without a rule for it do: under
-    torch.func and in forward-mode AD."""
+    """The outputs of a forward op, recorded. Raises under torch.func and in forward-mode AD, as every autograd Function
+    without rules for these does."""
     if torch.compiler.is_dynamo_compiling():
         return getattr(TORCH_OPS, name).default(*arguments)
-    operands = OF_OP[name](*arguments)
+    operands = OPERANDS_OF_OP[name](*arguments)
     call = NormCall(operands.norm, operands.normalized_shape, operands.eps, False, asked_variants())
     with torch.no_grad():
         outputs = _below_autograd(operands)
@@ -191,13 +191,14 @@ def _recorded(operands: ForwardOperands) -> Outputs:
 
 
 def _below_autograd(operands: Operands) -> Outputs:
-    """The outputs below autograd."""
-    outputs = _at_once(operands)
+    """The outputs of an op, without recording it."""
+    outputs = _without_dispatcher(operands)
     return _by_dispatcher(operands) if outputs is None else outputs
 
 
 def _backward(operands: BackwardOperands) -> Outputs:
-    """The backward op, or what it does at the autograd key if no profiler must see the op itself."""
+    """The backward op; or its implementation at the autograd key, which is faster, if no tracer or profiler must see
+    the op itself."""
     shown = torch.compiler.is_dynamo_compiling() or is_profiled()
     return call_op(_overload(operands) if shown else IMPLEMENTATIONS[operands.op], operands)
 
@@ -208,21 +209,19 @@ def _overload(operands: Operands) -> Callable[..., tuple]:
 
 def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
     """y of layer_norm_fwd, differentiable. The statistics are not written if no gradient needs them."""
-    if not _is_traced():
-        if native.extension:
-            y = native.extension.layer_norm(x, normalized_shape, weight, bias, eps)
-            if y is not NotImplemented:
-                return y
+    if not _is_traced() and native.extension:
+        y = native.extension.layer_norm(x, normalized_shape, weight, bias, eps)
+        if y is not NotImplemented:
+            return y
     return _y_of(ForwardOperands("layer", x, normalized_shape, weight, bias, eps))
 
 
 def rms_norm(x, normalized_shape, weight=None, eps=None):
     """y of rms_norm_fwd, differentiable. The statistics are not written if no gradient needs them."""
-    if not _is_traced():
-        if native.extension:
-            y = native.extension.rms_norm(x, normalized_shape, weight, eps)
-            if y is not NotImplemented:
-                return y
+    if not _is_traced() and native.extension:
+        y = native.extension.rms_norm(x, normalized_shape, weight, eps)
+        if y is not NotImplemented:
+            return y
     return _y_of(ForwardOperands("rms", x, normalized_shape, weight, None, eps))
 
 
@@ -250,7 +249,7 @@ def _forward(operands: ForwardOperands) -> Tensor | None:
         if outputs is not None:
             break
     else:
-        if _is_looked_into() or not _is_plain(operands.tensors):
+        if _is_transformed() or not _is_plain(operands.tensors):
             return None
         outputs, known = ops.forward(operands), recipe.find(seen)
     if not recorded:
@@ -264,7 +263,7 @@ def _forward(operands: ForwardOperands) -> Tensor | None:
 
 
 def _shown_forward(operands: ForwardOperands) -> Tensor | None:
-    """`_forward`, recorded for torch.profiler as an op that the dispatcher runs would be."""
+    """`_forward`, shown to torch.profiler as the dispatcher shows an op that it runs."""
     if not _is_plain(operands.tensors):
         return None
     with shown_to_profiler(f"{NAMESPACE}::{operands.op}", *operands.tensors):
@@ -294,7 +293,7 @@ def _for_onnx(operands: ForwardOperands) -> Tensor:
     return stock(*operands.op_arguments()[0]).to(x.dtype)
 
 
-def _is_looked_into() -> bool:
+def _is_transformed() -> bool:
     """Whether a torch.func transform or forward-mode AD is active."""
     return is_transforming() or forward_ad._current_level >= 0
 
@@ -308,7 +307,7 @@ def _is_recorded(*tensors: Tensor | None) -> bool:
     return False
 
 
-def _at_once(operands: Operands) -> Outputs | None:
+def _without_dispatcher(operands: Operands) -> Outputs | None:
     """The outputs by CUDA kernels without the dispatcher, if nothing else intercepts calls below autograd; else None.
     Skipping the dispatcher saves a good part of a call's host time."""
     if type(operands.x) not in PLAIN or function_modes():  # shapes of other classes may not be hashable
@@ -316,7 +315,7 @@ def _at_once(operands: Operands) -> Outputs | None:
     try:
         key, tensors = recipe.look(operands)
         known = recipe.of_key(key, ())
-    except (TypeError, RuntimeError):  # arguments of other types or a nested tensor: the op raises the right error
+    except (TypeError, RuntimeError):  # arguments of wrong types or a nested tensor: the op raises the right error
         return None
     # Recipes come before all other checks: a call with an earlier call's signature would pass the same checks.
     for each in known:
@@ -358,7 +357,7 @@ def _is_wrapped(tensor: Tensor) -> bool:
     return False
 
 
-# By name of the op, at the autograd key.
+# The ops' implementations at the autograd key, by name.
 IMPLEMENTATIONS = {name: _above_autograd(name) for name in ops.OPS}
 layer_norm_fwd, rms_norm_fwd = IMPLEMENTATIONS["layer_norm_fwd"], IMPLEMENTATIONS["rms_norm_fwd"]
 

@@ -1,4 +1,4 @@
-"""The operands of a norm as one value, and each op's arguments and outputs as those of any norm.
+"""The operands of a call as one value, the same for both norms, and its conversion to and from an op's arguments.
 
 An op of RMSNorm has no mean and no bias. Here both norms have the same operands, and the same outputs: (y, mean, rstd)
 of a forward, (dx, dweight, dbias) of a backward, with None for what a norm or a call lacks.
@@ -66,7 +66,7 @@ class BackwardOperands(NamedTuple):
     output_mask: Sequence[bool]
     residual_grad: Tensor | None = None
     dx_dtype: torch.dtype | None = None
-    has_residual: bool = False  # whether it is the op that takes residual_grad, which may be None
+    has_residual: bool = False  # whether the op is the one that takes residual_grad, which may be None all the same
 
     @property
     def op(self) -> str:
@@ -100,7 +100,7 @@ Operands = ForwardOperands | BackwardOperands
 ALL = True, True, True
 
 
-# The arguments of each op, with the defaults of its schema (ops.py).
+# Each takes the arguments of an op, with the defaults of its schema (ops.py), and returns the operands.
 def _layer_norm_fwd(x, normalized_shape, weight=None, bias=None, eps=1e-5):
     return ForwardOperands("layer", x, normalized_shape, weight, bias, eps)
 
@@ -133,7 +133,7 @@ def _rms_norm_bwd_residual(
     return operands._replace(residual_grad=residual_grad, dx_dtype=dx_dtype, has_residual=True)
 
 
-OF_OP: dict[str, Callable[..., Operands]] = {
+OPERANDS_OF_OP: dict[str, Callable[..., Operands]] = {
     "layer_norm_fwd": _layer_norm_fwd,
     "layer_norm_bwd": _layer_norm_bwd,
     "rms_norm_fwd": _rms_norm_fwd,
@@ -144,8 +144,8 @@ OF_OP: dict[str, Callable[..., Operands]] = {
 
 
 def as_op(name: str, run: Callable[[Any], Outputs | None]) -> Callable[..., tuple | None]:
-    """A function with the op's arguments and outputs that does what `run` does with a norm's operands. None stays."""
-    operands_of, outputs_of = OF_OP[name], _OUTPUTS_OF_OP[name]
+    """`run`, which takes a norm's operands, as a function with the op's arguments and outputs. It may return None."""
+    operands_of, outputs_of = OPERANDS_OF_OP[name], OUTPUTS_OF_OP[name]
 
     def op(*arguments, **named):
         outputs = run(operands_of(*arguments, **named))
@@ -177,7 +177,7 @@ def _without_dbias(outputs: Outputs) -> tuple:
     return outputs[0], outputs[1]
 
 
-_OUTPUTS_OF_OP = {
+OUTPUTS_OF_OP = {
     name: _all_three if name.startswith("layer") else _without_mean if name.endswith("fwd") else _without_dbias
-    for name in OF_OP
+    for name in OPERANDS_OF_OP
 }

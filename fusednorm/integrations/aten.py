@@ -37,8 +37,8 @@ class enable_eager:  # noqa: N801  reads as a function: with enable_eager(): ...
     than x never gets here, because ATen decomposes it first.
 
     `with enable_eager(): ...` ends with the block. Calls may be repeated and blocks nested. Either applies to the whole
-    process, including autograd's threads, so switch only while no other thread runs a norm. Graphs that torch.compile
-    has made do not change. `force` does not reach the backwards.
+    process, including autograd's threads, so enable and disable only while no other thread runs a norm. Graphs that
+    torch.compile has made do not change. `force` does not reach the backwards.
     """
 
     def __init__(self) -> None:
@@ -112,9 +112,7 @@ def _backward(operands: BackwardOperands) -> Outputs | None:
             call = check_backward(operands)
         except RuntimeError:
             return None
-        problem = call.problem
-        wanted = problem.wants_dx or problem.wants_dw or problem.wants_db
-        if wanted and _takes(call):
+        if call.problem.wants_any and _takes(call):
             outputs = ops.launch().backward(call, partial(recipe.remember, seen))
     return outputs
 
@@ -130,8 +128,8 @@ KERNELS: dict[str, Callable[..., tuple | None]] = {
 
 
 def _takes(call: ForwardCall | BackwardCall) -> bool:
-    device, elements = call.x.tensor.device, call.rows and call.problem.cols
-    if not elements or not _has_kernels(device) or forced_variant() == "reference":
+    device, has_elements = call.x.tensor.device, call.rows and call.problem.cols
+    if not has_elements or not _has_kernels(device) or forced_variant() == "reference":
         return False
     return not isinstance(fallback.choose(call.problem, call.rows, gpus.spec_of(device)), ReferencePlan)
 
