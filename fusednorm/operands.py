@@ -7,6 +7,7 @@ of a forward, (dx, dweight, dbias) of a backward, with None for what a norm or a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -165,19 +166,8 @@ def call_op(op: Callable[..., tuple], operands: Operands) -> Outputs:
     return (first, None, second) if isinstance(operands, ForwardOperands) else (first, second, None)
 
 
-def _all_three(outputs: Outputs) -> tuple:
-    return outputs
-
-
-def _without_mean(outputs: Outputs) -> tuple:
-    return outputs[0], outputs[2]
-
-
-def _without_dbias(outputs: Outputs) -> tuple:
-    return outputs[0], outputs[1]
-
-
-OUTPUTS_OF_OP = {
-    name: _all_three if name.startswith("layer") else _without_mean if name.endswith("fwd") else _without_dbias
+_ALL_THREE, _WITHOUT_MEAN, _WITHOUT_DBIAS = itemgetter(0, 1, 2), itemgetter(0, 2), itemgetter(0, 1)
+OUTPUTS_OF_OP: dict[str, Callable[[Outputs], tuple]] = {
+    name: _ALL_THREE if name.startswith("layer") else _WITHOUT_MEAN if name.endswith("fwd") else _WITHOUT_DBIAS
     for name in OPERANDS_OF_OP
 }

@@ -61,10 +61,10 @@ TWO_ROWS_PER_SM = {
 }
 # RMSNorm: the rows per SM up to which multi-wave replaces a ring, by columns.
 RMS_ROWS_PER_SM_IN_REGISTERS = {range(2049, 2305): 8, range(4097, 4608): 12}
-# LayerNorm, where the ring for many rows has one CTA or two per row and many columns per thread: for few rows, the CTAs
-# per row, and the rows per SM up to which there are so many (keys: the most columns per thread). Rows by one CTA with
-# more than MANY_COLUMNS get CTAS_OF_FEW_SHORT_ROWS. A cluster's tile has two rows up to COLUMNS_OF_TWO_SHORT_ROWS
-# columns per thread, one row beyond.
+# LayerNorm, where the ring for many rows has one CTA or two per row and many columns per thread: the CTAs per row for
+# few rows, and the rows per SM up to which these CTAs are faster (keys: the most columns per thread). Rows by one CTA
+# with more than MANY_COLUMNS get CTAS_OF_FEW_SHORT_ROWS. A cluster's tile has two rows up to COLUMNS_OF_TWO_SHORT_ROWS
+# columns per thread, else one.
 CTAS_OF_FEW_ROWS, CTAS_OF_FEW_SHORT_ROWS = 4, 2
 ROWS_PER_SM_OVER_MORE_CTAS, COLUMNS_OF_TWO_SHORT_ROWS = {40: 5, 48: 10, 64: 9}, 48
 # LayerNorm, where the ring for many rows has four or eight CTAs per row and more columns per thread than the first
@@ -105,8 +105,8 @@ COLUMNS_BEFORE_RING, ROWS_PER_SM_BEFORE_RING, ROWS_PER_SM_BEFORE_WHOLE_RING = ra
 # WIDEST_ROW_BYTES.
 TILES_OF_WIDE_ROWS, WIDEST_ROW_BYTES = 2, 48 * 1024
 # Where multi-wave replaces a ring: for narrow 16-bit rows up to this many rows per SM; for LayerNorm's 16-bit rows up
-# to this many tiles per CTA, by columns. FEWER_TILES_IN_REGISTERS is the limit where the ring has whole chunks, and for
-# other wide rows (from LEAST_COLUMNS_WITH_TAIL columns on) that end within a chunk.
+# to this many tiles per CTA, by columns. FEWER_TILES_IN_REGISTERS is the limit where the ring's chunks are exactly a
+# row, and for wide rows of other columns (from LEAST_COLUMNS_WITH_TAIL on) that end within a chunk.
 NARROW_COLUMNS_IN_REGISTERS, ROWS_PER_SM_IN_REGISTERS = range(257, 449), 100
 TILES_IN_REGISTERS = {
     range(1793, 2048): 12,
