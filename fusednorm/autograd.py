@@ -6,8 +6,8 @@ A call takes one of three routes:
 - If nothing is differentiated, the op's kernels run.
 - If autograd records, the forward runs and NormFunction, the one autograd node, is recorded. Its backward is the
   backward op.
-- If the op's inside must be visible (torch.func transforms, forward-mode AD, a backward that is itself differentiated),
-  the op's formula runs instead.
+- If the inside of the op must be differentiated (torch.func transforms, forward-mode AD, a backward that is itself
+  differentiated), the op's formula runs instead.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .host.torch_compat import (
     tracing_state,
 )
 from .namespace import NAMESPACE, TORCH_OPS
-from .operands import OF_OP, BackwardOperands, ForwardOperands, Operands, Outputs, as_op, call_op
+from .operands import OPERANDS_OF_OP, BackwardOperands, ForwardOperands, Operands, Outputs, as_op, call_op
 from .planner.forcing import asked_variants, force
 from .planner.norm_problem import accumulation_dtype
 
@@ -158,7 +158,7 @@ def differentiable_backward(norm, normalized_shape, eps, grad_y, x, weight, bias
 
 def _above_autograd(name: str) -> Callable[..., tuple]:
     """The op's implementation at the autograd key."""
-    op, operands_of = getattr(TORCH_OPS, name).default, OF_OP[name]
+    op, operands_of = getattr(TORCH_OPS, name).default, OPERANDS_OF_OP[name]
     formula, recorded, below = (as_op(name, run) for run in (reference.formula, _recorded, _below_autograd))
 
     def run(*arguments, **named):
@@ -180,7 +180,7 @@ def _apply(name: str, *arguments):
     without rules for them do."""
     if torch.compiler.is_dynamo_compiling():
         return getattr(TORCH_OPS, name).default(*arguments)
-    operands = OF_OP[name](*arguments)
+    operands = OPERANDS_OF_OP[name](*arguments)
     with torch.no_grad():
         outputs = _below_autograd(operands)
     outputs = NormFunction.apply(*operands.tensors, outputs, _node_info(operands, y_alone=False))
@@ -197,7 +197,7 @@ def _node_info(operands: ForwardOperands, *, y_alone: bool) -> NodeInfo:
 
 def _below_autograd(operands: Operands) -> Outputs:
     """The outputs, without a derivative."""
-    outputs = _at_once(operands)
+    outputs = _without_dispatcher(operands)
     return _by_dispatcher(operands) if outputs is None else outputs
 
 
@@ -268,7 +268,7 @@ def _forward(operands: ForwardOperands) -> Tensor | None:
 
 
 def _shown_forward(operands: ForwardOperands) -> Tensor | None:
-    """`_forward`, recorded for torch.profiler as an op that the dispatcher runs would be."""
+    """`_forward`, shown to torch.profiler as the dispatcher shows an op that it runs."""
     if not _is_plain(operands.tensors):
         return None
     with shown_to_profiler(f"{NAMESPACE}::{operands.op}", *operands.tensors):
@@ -312,7 +312,7 @@ def _is_recorded(*tensors: Tensor | None) -> bool:
     return False
 
 
-def _at_once(operands: Operands) -> Outputs | None:
+def _without_dispatcher(operands: Operands) -> Outputs | None:
     """The outputs by CUDA kernels without the dispatcher, if nothing else intercepts calls below autograd; else None.
     Skipping the dispatcher saves a good part of a call's host time."""
     if type(operands.x) not in PLAIN_TYPES or function_modes():  # shapes of other classes may not be hashable
@@ -363,7 +363,7 @@ def _is_indirect(tensor: Tensor) -> bool:
     return False
 
 
-# By name of the op, at the autograd key.
+# The ops' implementations at the autograd key, by name.
 IMPLEMENTATIONS = {name: _above_autograd(name) for name in ops.OPS}
 layer_norm_fwd, rms_norm_fwd = IMPLEMENTATIONS["layer_norm_fwd"], IMPLEMENTATIONS["rms_norm_fwd"]
 

@@ -42,10 +42,10 @@ def layer_norm(
             if _AUTOCASTS_LAYER_NORM and torch.is_autocast_enabled():
                 input, weight, bias = _upcast(input), _upcast(weight), _upcast(bias)
             return autograd.layer_norm(input, normalized_shape, weight, bias, eps)
-        if _is_mixture(input, weight, bias) and _are_for_us(input, normalized_shape, weight, bias, eps):
+        if _is_mixture(input, weight, bias) and _match_our_signature(input, normalized_shape, weight, bias, eps):
             return autograd.layer_norm(input, normalized_shape, weight, bias, eps)
     except Exception:
-        if _are_for_us(input, normalized_shape, weight, bias, eps):
+        if _match_our_signature(input, normalized_shape, weight, bias, eps):
             raise
     return torch.nn.functional.layer_norm(input, normalized_shape, weight, bias, eps)
 
@@ -69,10 +69,10 @@ def rms_norm(
             if _AUTOCASTS_RMS_NORM and torch.is_autocast_enabled():
                 input, weight = _upcast(input), _upcast(weight)
             return autograd.rms_norm(input, normalized_shape, weight, eps)
-        if _is_mixture(input, weight) and _are_for_us(input, normalized_shape, weight, None, eps):
+        if _is_mixture(input, weight) and _match_our_signature(input, normalized_shape, weight, None, eps):
             return autograd.rms_norm(input, normalized_shape, weight, eps)
     except Exception:
-        if _are_for_us(input, normalized_shape, weight, None, eps):
+        if _match_our_signature(input, normalized_shape, weight, None, eps):
             raise
     return torch.nn.functional.rms_norm(input, normalized_shape, weight, eps)
 
@@ -93,16 +93,15 @@ def _is_mixture(input: Tensor, *parameters: Tensor | None) -> bool:
 
 
 def _number(eps: float) -> float:
-    """eps as a number. Raises TypeError for whatever torch does not take as one."""
+    """eps as a number. Raises TypeError for whatever torch does not take as one; the callers then raise torch's own."""
     if not isinstance(eps, (Real, Tensor, torch.SymFloat)):
         raise TypeError
     return eps if isinstance(eps, torch.SymFloat) else float(eps)
 
 
-def _are_for_us(input, normalized_shape, weight, bias, eps) -> bool:
-    """Whether the arguments have the types of the signature and all tensors are strided. If so, an error is ours to
-    raise. Otherwise the call goes to torch.nn.functional, which also takes other arguments, such as nested tensors, and
-    names the ones it does not take."""
+def _match_our_signature(input, normalized_shape, weight, bias, eps) -> bool:
+    """Whether the arguments have the types of the signature and all tensors are strided. If so, errors are raised here.
+    Otherwise the call goes to torch.nn.functional, which takes nested tensors and raises its own errors."""
     shape = normalized_shape if isinstance(normalized_shape, Sequence) else [None]
     return (
         isinstance(input, Tensor)

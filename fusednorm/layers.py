@@ -1,10 +1,11 @@
-"""Norms as layers for Hugging Face's `kernels`, which puts their forwards onto modules of a model.
+"""Norms as layers for Hugging Face's `kernels`, which replaces forwards of a model's modules by those of layers.
 
-A module's class names the layer that it takes. Models of transformers name "RMSNorm" and "RMSNormZeroCentered". Stock
-LayerNorms take ours after kernels.replace_kernel_forward_from_hub(torch.nn.LayerNorm, "LayerNorm"). `kernels` wants a
-layer to be a forward and two flags, nothing more. `python -m fusednorm hub FOLDER` writes the repository that it loads.
+The class of a module names its layer: transformers' models name "RMSNorm" and "RMSNormZeroCentered", and stock
+LayerNorms name ours after kernels.replace_kernel_forward_from_hub(torch.nn.LayerNorm, "LayerNorm"). `kernels` demands
+that a layer is a forward and two flags, nothing more. `python -m fusednorm hub FOLDER` writes the repository that it
+loads.
 
-The output has the dtype of the input, also where the weight has another one.
+The output has the dtype of the input, even if the weight has another.
 """
 
 import torch
@@ -28,7 +29,7 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """The forward of transformers' LlamaRMSNorm and its kin."""
+    """The forward of transformers' LlamaRMSNorm and of all RMSNorms like it."""
 
     can_torch_compile = True
     has_backward = True

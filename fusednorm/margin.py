@@ -11,7 +11,7 @@ from .planner.device import check_that_one_is_left
 
 sms = 0  # the margin now in force, in every thread
 
-_entries: list[sm_margin] = []  # margins in force or covered by a later one, the latest last
+_entries: list[sm_margin] = []  # the last is in force; it hides the others until it ends
 _lock = threading.RLock()
 _observers: list[Callable[[int], None]] = []
 
@@ -38,8 +38,8 @@ class sm_margin:  # noqa: N801  reads as a function: sm_margin(16)
         self._sms = n
         self._blocks = 0  # `with` blocks of this margin that are open
         with _lock:
-            # A margin set without a block is replaced by the next one. If that next one opens a block, the block puts
-            # the replaced margin back beneath it (__enter__).
+            # The next margin replaces one that was set without a block. If the next one opens a block, the replaced
+            # margin must return when the block ends: __enter__ puts it back beneath.
             self._replaced = _entries.pop() if _entries and not _entries[-1]._blocks else None
             _entries.append(self)
             _tell()

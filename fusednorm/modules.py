@@ -1,4 +1,4 @@
-"""torch.nn.LayerNorm and torch.nn.RMSNorm on this package's kernels, with the same parameters, state dicts and repr."""
+"""torch.nn.LayerNorm and torch.nn.RMSNorm on this package's kernels: same parameters, state dicts and repr."""
 
 from __future__ import annotations
 

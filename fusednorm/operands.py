@@ -67,7 +67,7 @@ class BackwardOperands(NamedTuple):
     output_mask: Sequence[bool]
     residual_grad: Tensor | None = None
     dx_dtype: torch.dtype | None = None
-    has_residual: bool = False  # whether it is the op that takes residual_grad, which may be None
+    has_residual: bool = False  # whether the op is the one that takes residual_grad, which may be None all the same
 
     @property
     def op(self) -> str:
@@ -101,7 +101,7 @@ Operands = ForwardOperands | BackwardOperands
 ALL = True, True, True
 
 
-# The arguments of each op, with the defaults of its schema (ops.py).
+# Each takes the arguments of an op, with the defaults of its schema (ops.py), and returns the operands.
 def _layer_norm_fwd(x, normalized_shape, weight=None, bias=None, eps=1e-5):
     return ForwardOperands("layer", x, normalized_shape, weight, bias, eps)
 
@@ -134,7 +134,7 @@ def _rms_norm_bwd_residual(
     return operands._replace(residual_grad=residual_grad, dx_dtype=dx_dtype, has_residual=True)
 
 
-OF_OP: dict[str, Callable[..., Operands]] = {
+OPERANDS_OF_OP: dict[str, Callable[..., Operands]] = {
     "layer_norm_fwd": _layer_norm_fwd,
     "layer_norm_bwd": _layer_norm_bwd,
     "rms_norm_fwd": _rms_norm_fwd,
@@ -146,7 +146,7 @@ OF_OP: dict[str, Callable[..., Operands]] = {
 
 def as_op(name: str, run: Callable[[Any], Outputs | None]) -> Callable[..., tuple | None]:
     """A function with the op's arguments and outputs that runs `run` on a norm's operands. None stays None."""
-    operands_of, outputs_of = OF_OP[name], _OUTPUTS_OF_OP[name]
+    operands_of, outputs_of = OPERANDS_OF_OP[name], _OUTPUTS_OF_OP[name]
 
     def op(*arguments, **named):
         outputs = run(operands_of(*arguments, **named))
@@ -169,5 +169,5 @@ def call_op(op: Callable[..., tuple], operands: Operands) -> Outputs:
 # The outputs that each op has: all three, those but mean, or those but dbias.
 _OUTPUTS_OF_OP: dict[str, Callable[[Outputs], tuple]] = {
     name: tuple if name.startswith("layer") else itemgetter(0, 2) if name.endswith("fwd") else itemgetter(0, 1)
-    for name in OF_OP
+    for name in OPERANDS_OF_OP
 }

@@ -45,9 +45,9 @@ from . import reference
 from .host import native, recipe
 from .host.kernel_devices import runs_kernels
 from .namespace import NAMESPACE
-from .operands import OF_OP, BackwardOperands, ForwardOperands, Operands, Outputs, as_op
+from .operands import OPERANDS_OF_OP, BackwardOperands, ForwardOperands, Operands, Outputs, as_op
 from .planner.norm_problem import accumulation_dtype
-from .problem import BackwardCall, check_backward, check_forward, stats_shape, validate
+from .problem import check_backward, check_forward, stats_shape, validate
 
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
@@ -71,8 +71,8 @@ SCHEMAS = (
 
 
 def forward(operands: ForwardOperands) -> Outputs:
-    """(y, mean, rstd). mean is None for RMSNorm. Kernels write statistics only if they are wanted. Raises RuntimeError
-    as `check_forward` does."""
+    """(y, mean, rstd). mean is None for RMSNorm; kernels write statistics only if wants_statistics. Raises as
+    `check_forward` does."""
     if not runs_kernels(operands.x):
         return reference.forward(check_forward(operands))
     signature = recipe.look(operands)
@@ -86,15 +86,15 @@ def forward(operands: ForwardOperands) -> Outputs:
 
 
 def backward(operands: BackwardOperands) -> Outputs:
-    """(dx, dw, db); None for an unwanted gradient. Raises RuntimeError as `check_backward` does."""
+    """(dx, dw, db); None for an unwanted gradient. Raises as `check_backward` does."""
     if not runs_kernels(operands.x):
         call = check_backward(operands)
-        return reference.backward(call) if _wants_any(call) else (None, None, None)
+        return reference.backward(call) if call.problem.wants_any else (None, None, None)
     signature = recipe.look(operands)
     outputs = recipe.repeat(signature)
     if outputs is None:
         call = check_backward(operands)
-        if not _wants_any(call):
+        if not call.problem.wants_any:
             return None, None, None
         if not (call.rows and call.problem.cols):
             return reference.backward(call)
@@ -107,10 +107,6 @@ def run(operands: Operands) -> Outputs:
     return forward(operands) if isinstance(operands, ForwardOperands) else backward(operands)
 
 
-def _wants_any(call: BackwardCall) -> bool:
-    return call.problem.wants_dx or call.problem.wants_dw or call.problem.wants_db
-
-
 @functools.cache
 def launch() -> ModuleType:
     from .host import launch  # imported late: it imports Triton, which a process without CUDA tensors may lack
@@ -119,7 +115,7 @@ def launch() -> ModuleType:
 
 
 def _fake(operands: Operands) -> Outputs:
-    """Outputs without values. Those that share a shape are tensors of their own."""
+    """The fake kernel: outputs without values, each a tensor of its own."""
     batch_shape, x = validate(operands), operands.x
     if isinstance(operands, ForwardOperands):
         shape, dtype = stats_shape(batch_shape, operands.normalized_shape), accumulation_dtype(x.dtype)
@@ -134,14 +130,15 @@ def _fake(operands: Operands) -> Outputs:
 
 
 def _refuse(operands: Operands) -> Outputs:
-    """For calls that no kernel takes: nested or sparse tensors, other devices, no tensor at all. It raises."""
+    """Raises for calls that no kernel takes: nested or sparse tensors, other devices, no tensor at all."""
     validate(operands)  # raises first if an operand itself is wrong
     device = next(each.device for each in operands.tensors if isinstance(each, Tensor))
     raise RuntimeError(f"{operands.op}: x must be on a CPU or a CUDA GPU, got {device}")
 
 
+# Dispatch keys that serve all tensors without a kernel of their own.
 ELSEWHERE = ("CompositeExplicitAutograd", "NestedTensorCPU", "NestedTensorCUDA")
-OPS = tuple(OF_OP)
+OPS = tuple(OPERANDS_OF_OP)
 KERNELS = {name: as_op(name, run) for name in OPS}
 
 for schema in SCHEMAS:

@@ -191,7 +191,7 @@ def validate(operands: Operands, op: str | None = None) -> torch.Size:
     Raises RuntimeError unless x's shape ends in normalized_shape, weight and bias have that shape, and all tensors are
     strided, float and on one device. In a backward, grad_out and residual_grad must have x's shape, and each statistic
     one element per row, in any shape. Raises TypeError if an operand is no tensor or normalized_shape no tuple of
-    integers. Messages name `op`, by default that of the operands. Only shapes, dtypes, layouts and devices are read, so
+    integers. Messages name `op`, by default the operands' op. Only shapes, dtypes, layouts and devices are read, so
     meta and traced tensors are accepted.
     """
     op = op or operands.op
@@ -261,7 +261,7 @@ def require_strided(op: str, name: str, tensor: Tensor) -> None:
 
 
 def _is_as_wanted(tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> bool:
-    """Whether `_require` would pass, tested at once: these checks are much of this package's own host time."""
+    """Whether `_require` would pass, in one step: these checks are much of this package's own host time."""
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_nested:
         return False
     return tensor.shape == shape and tensor.dtype in FLOAT_DTYPES and tensor.device == device
@@ -296,5 +296,5 @@ def _row_view_or_copy(tensor: Tensor, batch_ndim: int, cols: int) -> RowView:
     return row_view(tensor, batch_ndim) or RowView(tensor.contiguous(), 1, cols, 0)
 
 
-# One value per distinct problem: a lookup is cheaper than building the value again.
+# NormProblem(...) from a cache: a lookup is cheaper than building the value again.
 _problem = lru_cache(maxsize=4096)(NormProblem)

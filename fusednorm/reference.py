@@ -1,7 +1,7 @@
-"""Every op through ATen, for CPU tensors and for tensors without elements on any device.
+"""Every op through ATen: for CPU tensors, for tensors without elements, and where no kernel of ours runs.
 
-The formulas are plain tensor code. autograd.py runs them in the ops' place when autograd, torch.func or forward-mode AD
-must differentiate the inside of an op.
+The formulas are plain tensor code. autograd.py runs them instead of the ops if torch.func, forward-mode AD or a second
+derivative must differentiate the inside of an op.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def backward(call: BackwardCall) -> tuple[Tensor | None, Tensor | None, Tensor |
 
 
 def formula(operands: Operands) -> Outputs:
-    """The outputs of operands that are checked here, as plain tensor code."""
+    """The outputs, as plain tensor code. Checks the operands."""
     validate(operands)
     if isinstance(operands, BackwardOperands):
         return backward_formula(*operands[1:11])

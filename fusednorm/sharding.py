@@ -36,7 +36,7 @@ missing: list[str] = []  # rules that could not be registered, with torch's erro
 
 
 def register_where_needed() -> None:
-    """Register the rules if DTensors may exist. To be called before an op runs on tensors of any class."""
+    """Register the rules if DTensors may exist. Must be called before an op runs on tensors that may be DTensors."""
     if "torch.distributed.tensor" in sys.modules:  # otherwise no DTensor exists
         register()
 
@@ -53,8 +53,8 @@ def register() -> None:
 
 
 def placed(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple[dict, dict, int]:
-    """(outputs, operands, dims): the placement of each output and operand by name, if x is sharded along one of its
-    first `dims` dims. An output that is not computed has placement None. An operand that is None is left out."""
+    """(outputs, operands, dims): the placement of each output and operand by name if x is sharded along one of its
+    first `dims` dims. The placement of an output that is not computed is None. An operand that is None has no entry."""
     names = [argument.name for argument in op._schema.arguments]
     given = dict(zip(names, args)) | kwargs  # noqa: B905  defaults are left out
     x = given["x"]

@@ -54,7 +54,6 @@ def properties_of(spec, name, sm_count):
         shared_memory_per_multiprocessor=spec.smem_per_sm_bytes,
         regs_per_multiprocessor=spec.registers_per_sm,
         max_threads_per_multi_processor=spec.max_threads_per_sm,
-        L2_cache_size=spec.l2_bytes,
     )
 
 

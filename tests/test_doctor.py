@@ -94,7 +94,7 @@ def test_the_host_side_in_cpp_is_no_problem_whether_it_is_there_or_not(monkeypat
 def test_a_host_side_in_cpp_that_cannot_be_loaded_says_why(monkeypatch):
     monkeypatch.setattr(native, "extension", None)
     monkeypatch.setattr(native, "reason", "undefined symbol: torch")
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name == "fusednorm.host._native" or None)
     (finding,) = doctor.check_native()
     assert finding.status == "note" and "cannot be loaded (undefined symbol: torch)" in finding.text
     assert finding.text.endswith(doctor.HOW_TO_BUILD)

@@ -11,7 +11,7 @@ from planning import make_problem, meta_call
 from fusednorm.host import gpus
 from fusednorm.planner import legality
 from fusednorm.planner.device import A100, B200, H200
-from fusednorm.planner.heuristics import best_plan, choose, decide, fault, outcome
+from fusednorm.planner.heuristics import best_plan, choose, decide, find_fault, outcome
 from fusednorm.planner.plan import MultiWavePlan, PipelinedPlan
 
 MANY_ROWS = 16384
@@ -61,7 +61,7 @@ def test_launch_asserts_what_the_planner_asks(rule, monkeypatch):
 
 def test_fault_of_a_plan_that_is_no_ring_is_none():
     problem = make_problem("layer", 32768)
-    assert fault(best_plan("multi_wave", problem, H200), problem, 1, H200) is None
+    assert find_fault(best_plan("multi_wave", problem, H200), problem, 1, H200) is None
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])

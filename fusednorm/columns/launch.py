@@ -89,16 +89,16 @@ def prepare(call: ColumnSumCall, choice: Choice) -> tuple[list[ColumnLaunch], li
     outputs = [torch.empty(problem.cols, dtype=problem.out_dtype, device=device) for _ in range(problem.num_outputs)]
     if splits == 1:
         return [_sums(choice.plan, call, outputs, 1)], outputs
-    size = -(-splits * problem.cols // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+    size = triton.cdiv(splits * problem.cols, WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
     partials = torch.empty((problem.num_outputs, size), dtype=problem.acc_dtype, device=device).unbind()
     views = tuple(RowView(partial, 1, problem.cols, 0) for partial in partials)
-    of_partials = _finalizer_problem(problem)
     plan = column_plan.finalizer(gpus.spec_of(device))
-    finalize = _sums(plan, ColumnSumCall(of_partials, splits, views), outputs, 1)
+    finalize = _sums(plan, ColumnSumCall(_finalizer_problem(problem), splits, views), outputs, 1)
     return [_sums(choice.plan, call, partials, splits), finalize], outputs
 
 
 def _sums(plan: SumPlan, call: ColumnSumCall, outs: list[Tensor] | tuple[Tensor, ...], splits: int) -> ColumnLaunch:
+    """The launch that fills `outs` with the sums of `splits` parts of the rows."""
     problem, views = call.problem, call.views
     grid = (triton.cdiv(problem.cols, plan.chunk), splits, problem.num_outputs)
     sizes, constants = (tuple(outs), call.rows, problem.cols), _compile_time(plan, problem)

@@ -111,7 +111,7 @@ def _below_autograd(inputs: Sequence[Tensor], total: bool, dtype: torch.dtype | 
 
 
 LIBRARY.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
-# These keys cover CPU and CUDA, and a list without tensors, which has no device and gets its error from _run.
+# These keys cover CPU, CUDA and an empty list, which has no device: _run raises for it.
 for _key in ELSEWHERE:
     LIBRARY.impl("column_sum", _run, _key)
 for _key in ("Autograd", "FuncTorchBatchedDecomposition"):

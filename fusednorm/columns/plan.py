@@ -62,22 +62,21 @@ SumPlan = RingSum | PortableSum
 
 
 class Choice(NamedTuple):
-    """A plan; the number of splits of the rows (1: no second launch); and the predicted time in us that the plan was
-    chosen by, without the start that every kernel pays."""
+    """A plan and what it was chosen by."""
 
     plan: SumPlan | AtenSum
-    num_splits: int = 1
-    predicted_us: float = 0.0
+    num_splits: int = 1  # parts of the rows; 1: no second launch
+    predicted_us: float = 0.0  # without the start that every kernel pays
 
 
 # --- Ring ---
 
-MOST_ROWS, WIDTHS = 128, (64, 128, 256)  # rows and columns of a tile, before `shrink` makes it fit
+MOST_ROWS, WIDTHS = 128, (64, 128, 256)  # rows and columns of a tile before `shrink` makes it fit shared memory
 SMALLEST_TILE = 16, 64  # rows, columns; in a narrower tile a thread has less than 16 adjacent bytes of a row
 TILES_IN_FLIGHT = 3  # least number of tiles in the ring of a CTA, over all tensors
 MAX_STAGES = 6
 RESERVED_BYTES = 8 * KIB  # of a CTA's shared memory, for the reduction over warps and for barriers
-GROUPS = 4  # groups of a ring's tiles: while one is read and refilled, the copies of the others are in flight
+GROUPS = 4  # groups of a ring's tiles: while one is read and refilled, copies of the others are in flight
 RING_WARPS = 8
 VECTOR_BYTES = 16  # per load of a thread
 

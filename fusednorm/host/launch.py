@@ -360,7 +360,7 @@ def _ring_tile(plan: RingPlan, problem: NormProblem, **more) -> RingTile:
         threads_of_a_row=threads_of_a_row(plan),
         whole=is_whole(plan, problem.cols),
         weight_in_smem=plan.weight_in_smem,
-        prefetches_statistics=budget.has_registers_to_work_ahead(plan, problem),
+        prefetches_statistics=budget.has_registers_to_prefetch(plan, problem),
         in_pairs=tile_share.widens_in_pairs(plan, problem),
         **more,
     )

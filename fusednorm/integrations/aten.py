@@ -17,7 +17,7 @@ import torch
 
 from .. import ops
 from ..host import fallback, gpus, recipe
-from ..operands import BackwardOperands, ForwardOperands, Outputs, as_op
+from ..operands import ForwardOperands, Operands, Outputs, as_op
 from ..planner.forcing import forced_variant
 from ..planner.legality import OLDEST_ARCH
 from ..planner.plan import ReferencePlan
@@ -37,8 +37,8 @@ class enable_eager:  # noqa: N801  reads as a function: with enable_eager(): ...
     than x never gets here, because ATen decomposes it first.
 
     `with enable_eager(): ...` ends with the block. Calls may be repeated and blocks nested. Either applies to the whole
-    process, including autograd's threads, so switch only while no other thread runs a norm. Graphs that torch.compile
-    has made do not change. `force` does not reach the backwards.
+    process, including autograd's threads, so enable and disable only while no other thread runs a norm. Graphs that
+    torch.compile has made do not change. `force` does not reach the backwards.
     """
 
     def __init__(self) -> None:
@@ -90,50 +90,38 @@ def _install_or_remove() -> None:
         _installed.pop().remove()
 
 
-def _forward(operands: ForwardOperands) -> Outputs | None:
-    """(y, mean, rstd) by our kernels; None if they do not take the call."""
+def _run(operands: Operands) -> Outputs | None:
+    """The outputs by our kernels; None if they do not take the call."""
     seen = recipe.look(operands)
     outputs = recipe.repeat(seen)
     if outputs is None:
+        forward = isinstance(operands, ForwardOperands)
         try:
-            call = check_forward(operands)
+            call = check_forward(operands) if forward else check_backward(operands)
         except RuntimeError:  # a user's error, or a call that only ATen takes: ATen's kernel decides
             return None
-        outputs = ops.launch().forward(call, partial(recipe.remember, seen)) if _takes(call) else None
-    return outputs
-
-
-def _backward(operands: BackwardOperands) -> Outputs | None:
-    """(dx, dweight, dbias) by our kernels; None if they do not take the call."""
-    seen = recipe.look(operands)
-    outputs = recipe.repeat(seen)
-    if outputs is None:
-        try:
-            call = check_backward(operands)
-        except RuntimeError:
-            return None
-        problem = call.problem
-        wanted = problem.wants_dx or problem.wants_dw or problem.wants_db
-        if wanted and _takes(call):
-            outputs = ops.launch().backward(call, partial(recipe.remember, seen))
+        if _takes(call):
+            launch = ops.launch().forward if forward else ops.launch().backward
+            outputs = launch(call, partial(recipe.remember, seen))
     return outputs
 
 
 # Each takes the arguments of an op of ATen and returns its outputs, or None to leave the call to ATen's kernel. While
 # enabled, every eager norm on a CUDA tensor runs through them.
 KERNELS: dict[str, Callable[..., tuple | None]] = {
-    "native_layer_norm": as_op("layer_norm_fwd", _forward),
-    "native_layer_norm_backward": as_op("layer_norm_bwd", _backward),
-    "_fused_rms_norm": as_op("rms_norm_fwd", _forward),
-    "_fused_rms_norm_backward": as_op("rms_norm_bwd", _backward),
+    "native_layer_norm": as_op("layer_norm_fwd", _run),
+    "native_layer_norm_backward": as_op("layer_norm_bwd", _run),
+    "_fused_rms_norm": as_op("rms_norm_fwd", _run),
+    "_fused_rms_norm_backward": as_op("rms_norm_bwd", _run),
 }
 
 
 def _takes(call: ForwardCall | BackwardCall) -> bool:
-    device, elements = call.x.tensor.device, call.rows and call.problem.cols
-    if not elements or not _has_kernels(device) or forced_variant() == "reference":
+    device, problem = call.x.tensor.device, call.problem
+    has_work = call.rows and problem.cols and (problem.direction == "forward" or problem.wants_any)
+    if not has_work or not _has_kernels(device) or forced_variant() == "reference":
         return False
-    return not isinstance(fallback.choose(call.problem, call.rows, gpus.spec_of(device)), ReferencePlan)
+    return not isinstance(fallback.choose(problem, call.rows, gpus.spec_of(device)), ReferencePlan)
 
 
 @functools.cache

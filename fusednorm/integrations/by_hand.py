@@ -1,4 +1,4 @@
-"""Norms that a model has written out by hand: finds the formula of one, and runs it on this package's kernels.
+"""Norms that a model has written by hand: finds the formula of one, and runs it on this package's kernels.
 
 transformers has about a hundred of them: LlamaRMSNorm, GemmaRMSNorm with its 1 + weight, T5LayerNorm, ... A candidate
 has one eps, and no parameters but weight and bias. Its formula is found by trial: a copy with random parameters runs on
@@ -91,8 +91,8 @@ def forward_of(own: type) -> Callable:
     def forward(self, *args, **kwargs):
         return ours(self, *args, **kwargs)
 
-    among = FunctionType(forward.__code__, own.forward.__globals__, "forward", None, forward.__closure__)
-    return functools.wraps(own.forward)(among)
+    with_its_globals = FunctionType(forward.__code__, own.forward.__globals__, "forward", None, forward.__closure__)
+    return functools.wraps(own.forward)(with_its_globals)
 
 
 def _takes(x: Tensor, weight: Tensor | None) -> bool:
@@ -119,7 +119,7 @@ def formula_of(module: nn.Module) -> Formula:
     return formula
 
 
-def hands_on(module: nn.LayerNorm | nn.RMSNorm) -> bool:
+def returns_stock_norm(module: nn.LayerNorm | nn.RMSNorm) -> bool:
     """Whether a subclass's forward returns exactly torch's norm of its input with the module's own parameters."""
     if len(inspect.signature(type(module).forward).parameters) != 2:
         return False
@@ -154,12 +154,13 @@ def _eps_name_of_a_norm(module: nn.Module) -> str:
 
 
 def _matching_formula(module: nn.Module, eps_name: str) -> tuple[str, bool]:
+    """(norm, one_plus_weight) of the formula that the module computes, in training and in evaluation."""
     results = []
     for training in (True, False):
         copied, x = _trial(module, eps_name, torch.float32, torch.float32, training)
         results.append(_run(copied, x))
     for norm, one_plus_weight in itertools.product(("rms", "layer"), (False, True)):
-        want = _in_float64(copied, x, norm, one_plus_weight)
+        want = _norm_in_float64(copied, x, norm, one_plus_weight)
         if all(_agree(got, want) for got in results):
             return norm, one_plus_weight
     raise Unrecognized("its forward computes something else")
@@ -211,7 +212,7 @@ def _run(module: nn.Module, x: Tensor) -> Tensor:
         raise Unrecognized(f"its forward failed on a small CPU tensor: {problem}") from error
 
 
-def _in_float64(module: nn.Module, x: Tensor, norm: str, one_plus_weight: bool) -> Tensor:
+def _norm_in_float64(module: nn.Module, x: Tensor, norm: str, one_plus_weight: bool) -> Tensor:
     x, weight, bias = x.double(), getattr(module, "weight", None), getattr(module, "bias", None)
     if norm == "layer":
         x = x - x.mean(-1, keepdim=True)

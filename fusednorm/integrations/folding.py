@@ -55,15 +55,14 @@ class FoldIntoNorms(CustomGraphPass):
         if self.before is None:
             return own
         before = self.before.uuid() if isinstance(self.before, CustomGraphPass) else None
-        return before and (before, own)  # None turns caching off, if the earlier pass has no identity
+        return before and (before, own)  # None, which turns caching off, if the earlier pass has no identity
 
 
 def appended_to(custom_pass):
     """A value for Inductor's joint_custom_post_pass: the earlier value followed by our pass, which is added once."""
     if isinstance(custom_pass, (list, tuple)):  # not in torch 2.11, which takes one pass only
-        return (
-            custom_pass if any(isinstance(p, FoldIntoNorms) for p in custom_pass) else [*custom_pass, FoldIntoNorms()]
-        )
+        is_there = any(isinstance(each, FoldIntoNorms) for each in custom_pass)
+        return custom_pass if is_there else [*custom_pass, FoldIntoNorms()]
     return custom_pass if isinstance(custom_pass, FoldIntoNorms) else FoldIntoNorms(custom_pass)
 
 

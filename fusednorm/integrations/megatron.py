@@ -1,9 +1,9 @@
-"""Megatron-Core on this package's norms: a norm for its specs, and its specs with these norms.
+"""Megatron-Core on this package's norms: a norm for its specs, and a function that puts this norm into a spec.
 
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     model = GPTModel(config, fusednorm.integrations.megatron.with_norms(spec), ...)
 
-Norms that TransformerEngine fuses with the linear layer behind them are part of that layer, and stay.
+A norm that TransformerEngine fuses with the linear layer behind it is part of that layer, and stays.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Spec = TypeVar("Spec")
 
 
 class Norm:
-    """Makes a fusednorm.LayerNorm or RMSNorm, as config.normalization says. A class, because specs call no functions.
+    """Makes a fusednorm.LayerNorm or RMSNorm, as config.normalization says. It is a class because a spec must name one.
 
     Under config.sequence_parallel its parameters are marked, so that Megatron adds up their gradients over the ranks of
     tensor parallelism. Raises ValueError if the config asks for what these norms do not do.
@@ -41,7 +41,7 @@ class Norm:
             if getattr(config, name, False):
                 raise ValueError(f"fusednorm: {name} must be False, got True; Megatron's own norms have it")
         norm = NORMS[config.normalization](hidden_size, eps=eps)
-        norm.returns_residual = False
+        norm.returns_residual = False  # Megatron's layers ask
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
         return norm
@@ -55,7 +55,7 @@ class SpecProvider(LocalSpecProvider):
 
 
 def with_norms(spec: Spec) -> Spec:
-    """The spec, of a layer or of a block, with our norm in place of each of Megatron's. `spec` itself stays."""
+    """A copy of the spec of a layer or a block, with our norm in place of each of Megatron's."""
     if spec in MEGATRONS:
         return Norm
     if isinstance(spec, list):

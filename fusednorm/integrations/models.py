@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import nn
 
 from .. import modules
-from .by_hand import Formula, NormByHand, Unrecognized, formula_of, forward_of, hands_on
+from .by_hand import Formula, NormByHand, Unrecognized, formula_of, forward_of, returns_stock_norm
 
 NAMED = 3  # modules named per class when a patch is printed
 STOCK = {nn.LayerNorm: modules.LayerNorm, nn.RMSNorm: modules.RMSNorm}
@@ -118,7 +118,7 @@ def _replacement(module: nn.Module) -> tuple[type, str]:
     if module._modules:
         raise Unrecognized("has modules inside, a parametrization for example")
     for stock, ours in STOCK.items():
-        if own.forward is stock.forward or (isinstance(module, stock) and hands_on(module)):
+        if own.forward is stock.forward or (isinstance(module, stock) and returns_stock_norm(module)):
             return ours if own is stock else _fused_class(ours, own, None), f"as torch.nn.{stock.__name__}"
     formula = formula_of(module)
     return _fused_class(NormByHand, own, formula), f"{formula}, written by hand"

@@ -22,14 +22,13 @@ from torch._inductor.virtualized import V
 
 from ..host import gpus
 from ..namespace import TORCH_OPS
-from ..operands import OF_OP
+from ..operands import OPERANDS_OF_OP
 from ..planner import legality
 from ..planner.norm_problem import NormProblem
 from ..problem import validate
 
-# (norm, direction, ATen's op, our op). Both ops take the same arguments at the same positions.
 aten, ours = torch.ops.aten, TORCH_OPS
-OPS = (
+OPS = (  # (norm, direction, ATen's op, our op); both ops take the same arguments at the same positions
     ("layer", "forward", aten.native_layer_norm.default, ours.layer_norm_fwd.default),
     ("layer", "backward", aten.native_layer_norm_backward.default, ours.layer_norm_bwd.default),
     ("rms", "forward", aten._fused_rms_norm.default, ours.rms_norm_fwd.default),
@@ -95,7 +94,7 @@ def why_inductor(norm: str, direction: str, arguments: dict[str, Any]) -> str | 
     if V.aot_compilation:
         return "an AOTInductor package is to run without Python"
     try:
-        _validate(norm, direction, arguments)
+        validate(OPERANDS_OF_OP[f"{norm}_norm_{'fwd' if direction == 'forward' else 'bwd'}"](**arguments))
     except RuntimeError as error:
         return str(error)
     if any(not isinstance(size, SymInt) and size == 0 for size in x.shape):
@@ -103,12 +102,6 @@ def why_inductor(norm: str, direction: str, arguments: dict[str, Any]) -> str | 
     if direction == "forward" and _is_narrow(cols):
         return f"fused with its neighbours, and rows have fewer than {WIDE_ROW} columns"
     return _no_kernel(norm, direction, cols, x)
-
-
-def _validate(norm: str, direction: str, arguments: dict[str, Any]) -> None:
-    """Raises RuntimeError as our op would."""
-    way = "fwd" if direction == "forward" else "bwd"
-    validate(OF_OP[f"{norm}_norm_{way}"](**arguments))
 
 
 def _no_kernel(norm: str, direction: str, cols: int | SymInt, x: torch.Tensor) -> str | None:
@@ -122,8 +115,8 @@ def _is_narrow(cols: int | SymInt) -> bool:
     return isinstance(cols, SymInt) or cols < WIDE_ROW  # a symbol is a width that varies in the model
 
 
-# The decompositions. OfAten calls our op, which the tracer then decomposes by OfOurs. Both decide alike, and only one
-# of them notes the decision.
+# The decompositions. OfAten calls our op, which the tracer then decomposes by OfOurs. Both decide alike; OfAten notes a
+# decision against our op, OfOurs one for it.
 
 
 @dataclass(frozen=True)

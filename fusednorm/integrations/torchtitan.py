@@ -3,8 +3,8 @@
     --override.imports fusednorm.integrations.torchtitan.rms_norm fusednorm.integrations.torchtitan.layer_norm
 
 Checkpoints, shardings and names stay those of the stock norms. `save_norms`, a third override, has selective activation
-checkpointing keep what a norm's forward computed; without it the backward computes it again, as of torchtitan's own
-norms. Norms of a class of their own, such as those of a subclass, are left.
+checkpointing keep what a norm's forward computed; without it the backward computes it again, as with torchtitan's own
+norms. Norms of subclasses stay as they are.
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ from .. import modules
 from ..autograd import NormFunction
 from ..namespace import TORCH_OPS
 
-# For models that call LayerNormFunction or RMSNormFunction themselves, where torchtitan checks sharding types. Rows are
-# independent and no rank waits for another: what the checker calls local. Modules and functionals need no entry.
+# For models that call LayerNormFunction or RMSNormFunction themselves while torchtitan checks sharding types. Local is
+# the checker's word for a function in which no rank waits for another. Modules and functionals need no entry.
 spmd_types.register_local_autograd_function(NormFunction)
 
 

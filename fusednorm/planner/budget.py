@@ -24,7 +24,7 @@ from .plan import (
     columns_per_thread,
     is_whole,
     num_copies,
-    rows_of_a_thread,
+    rows_per_thread,
     threads_of_a_row,
     warps_of_a_row,
 )
@@ -145,9 +145,9 @@ def _sums_per_row(plan: RingPlan, problem: NormProblem) -> int:
 def _captured_bytes(plan: WarpSpecializedPlan, problem: NormProblem) -> int:
     """Bytes of the values that the first group hands to the other warps: 8 plus 4 per dimension for a piece of shared
     memory, 8 for a pointer, descriptor or stride, 4 for a size."""
-    sides, layer = 5 if plan.copy_chunks > 1 else 4, problem.norm == "layer"
+    dims, layer = 5 if plan.copy_chunks > 1 else 4, problem.norm == "layer"
     tensors = 2 if problem.direction == "backward" else 1
-    captured = tensors * (num_copies(plan) * (8 + 4 * sides) + 8) + 2 * (8 + 4 * 2) + 4  # the last are the rows
+    captured = tensors * (num_copies(plan) * (8 + 4 * dims) + 8) + 2 * (8 + 4 * 2) + 4  # barriers; rows
     if plan.num_groups > 1 and problem.direction == "forward":
         held = [dtype for dtype in (problem.weight_dtype, problem.bias_dtype) if dtype is not None]
         parameter = plan.num_chunks * (8 + 4 * 2) if plan.weight_in_smem else 8
@@ -234,63 +234,69 @@ def registers(plan: Plan, problem: NormProblem, device: DeviceSpec) -> int:
 def ring_registers(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> int:
     """Registers per thread of a ring kernel: a term for the columns of a thread, with their sums and parameters, and a
     term for its elements of a tile."""
-    sm120, held = device.arch >= 120, not plan.weight_in_smem
-    columns, rows = columns_per_thread(plan), rows_of_a_thread(plan.rows_per_tile, plan.cluster)
-    elements = columns * rows
-    if problem.direction == "backward":
-        need = 30.0 if isinstance(plan, WarpSpecializedPlan) else 20.0
-        if sm120:
-            need += 108 if isinstance(plan, WarpSpecializedPlan) else 30
-        if isinstance(plan, WarpSpecializedPlan) and plan.num_groups > 1:
-            need += REGISTER_STEP * (problem.cols % 16 != 0)  # the mask of the last chunk's columns
-            need += 4 * REGISTER_STEP * (not problem.wants_dw and problem.x_dtype.itemsize == 4 and device.arch >= 100)
-        later = device.triton > OLDEST_TRITON
-        blackwell_groups = device.arch >= 100 and isinstance(plan, WarpSpecializedPlan)
-        if later and (plan.rows_per_tile >= 8 or blackwell_groups):
-            need += 3 * REGISTER_STEP  # a later release spilled without these
-        need += columns * (2.0 + 0.7 * problem.num_sums)
-        need += columns * (0.8 if held else 0.2) * (problem.weight_dtype is not None)
-        need += 24 * (problem.weight_dtype is not None and problem.weight_dtype.itemsize == 8)
-        if rows > 1 and elements > 40 and problem.residual_dtype is not None:  # some builds spill without these
-            large = problem.weight_dtype is not None and problem.weight_dtype.itemsize == 4
-            need += 24 * (large or device.arch >= 100)
-        need += (1.25 + 1.25 * _residual_registers(problem)) * elements + 2.5 * rows + 3.5 * plan.num_chunks
-        need += plan.cluster * (plan.cluster > 1)  # shares of the row sums
-        if isinstance(plan, WarpSpecializedPlan) and plan.cached:
-            need += elements * (problem.x_dtype.itemsize + problem.grad_dtype.itemsize) / 8
-            need += 2 * REGISTER_STEP * (not is_whole(plan, problem.cols))
-    else:
-        parameters = [dtype.itemsize for dtype in (problem.weight_dtype, problem.bias_dtype) if dtype is not None]
-        need = 30 + (1 + problem.x_dtype.itemsize / 4) * elements
-        need += columns * held * len(parameters) + 0.01 * elements * sum(itemsize - 2 for itemsize in parameters)
-        need += 2.5 * columns * parameters.count(8) + 3 * num_copies(plan) * (num_copies(plan) > 1)
-        if sm120 and held and isinstance(plan, WarpSpecializedPlan) and not is_whole(plan, problem.cols):
-            need += 5 * REGISTER_STEP  # for sm_120 a build spilled without these
-        if problem.norm == "layer" and plan.cluster > 1:
-            need += 0.5 * rows * plan.cluster  # means and variances that come from the other CTAs
-        threads = threads_of_a_row(plan)
-        in_lanes = WARP_SIZE if problem.cols % 16 == 0 else 2 * WARP_SIZE  # of 16 columns the compiler tests one
-        if problem.norm == "layer" and threads <= in_lanes and not is_whole(plan, problem.cols):
-            need += 2 * plan.chunk / threads  # the mask of the last chunk's columns
-    return _round_up(min(need, _registers_when_capped(plan, problem, device)), REGISTER_STEP)
+    bound = _ring_backward_registers if problem.direction == "backward" else _ring_forward_registers
+    return _round_up(min(bound(plan, problem, device), _registers_when_capped(plan, problem, device)), REGISTER_STEP)
+
+
+def _ring_backward_registers(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> float:
+    columns, rows = columns_per_thread(plan), rows_per_thread(plan)
+    elements, specialized = columns * rows, isinstance(plan, WarpSpecializedPlan)
+    need = 30.0 if specialized else 20.0
+    if device.arch >= 120:
+        need += 108 if specialized else 30
+    if specialized and plan.num_groups > 1:
+        need += REGISTER_STEP * (problem.cols % 16 != 0)  # the mask of the last chunk's columns
+        need += 4 * REGISTER_STEP * (not problem.wants_dw and problem.x_dtype.itemsize == 4 and device.arch >= 100)
+    if device.triton > OLDEST_TRITON and (plan.rows_per_tile >= 8 or (device.arch >= 100 and specialized)):
+        need += 3 * REGISTER_STEP  # a later release spilled without these
+    need += columns * (2.0 + 0.7 * problem.num_sums)
+    need += columns * (0.2 if plan.weight_in_smem else 0.8) * (problem.weight_dtype is not None)
+    need += 24 * (problem.weight_dtype is not None and problem.weight_dtype.itemsize == 8)
+    if rows > 1 and elements > 40 and problem.residual_dtype is not None:  # some builds spill without these
+        large = problem.weight_dtype is not None and problem.weight_dtype.itemsize == 4
+        need += 24 * (large or device.arch >= 100)
+    need += (1.25 + 1.25 * _residual_registers(problem)) * elements + 2.5 * rows + 3.5 * plan.num_chunks
+    need += plan.cluster * (plan.cluster > 1)  # shares of the row sums
+    if specialized and plan.cached:
+        need += elements * (problem.x_dtype.itemsize + problem.grad_dtype.itemsize) / 8
+        need += 2 * REGISTER_STEP * (not is_whole(plan, problem.cols))
+    return need
+
+
+def _ring_forward_registers(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> float:
+    columns, rows = columns_per_thread(plan), rows_per_thread(plan)
+    elements, held, whole = columns * rows, not plan.weight_in_smem, is_whole(plan, problem.cols)
+    parameters = [dtype.itemsize for dtype in (problem.weight_dtype, problem.bias_dtype) if dtype is not None]
+    need = 30 + (1 + problem.x_dtype.itemsize / 4) * elements
+    need += columns * held * len(parameters) + 0.01 * elements * sum(itemsize - 2 for itemsize in parameters)
+    need += 2.5 * columns * parameters.count(8) + 3 * num_copies(plan) * (num_copies(plan) > 1)
+    if device.arch >= 120 and held and isinstance(plan, WarpSpecializedPlan) and not whole:
+        need += 5 * REGISTER_STEP  # for sm_120 a build spilled without these
+    if problem.norm == "layer" and plan.cluster > 1:
+        need += 0.5 * rows * plan.cluster  # means and variances that come from the other CTAs
+    threads = threads_of_a_row(plan)
+    most_threads = WARP_SIZE if problem.cols % 16 == 0 else 2 * WARP_SIZE  # the compiler tests one column in 16
+    if problem.norm == "layer" and threads <= most_threads and not whole:
+        need += 2 * plan.chunk / threads  # the mask of the last chunk's columns
+    return need
 
 
 def _registers_when_capped(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> float:
     """Register cap at which such plans were seen to compile without spills, because the compiler recomputes values
     instead of holding them; infinity where no cap is known."""
-    columns, one_row = columns_per_thread(plan), plan.rows_per_tile == 1
+    columns = columns_per_thread(plan)
     dtypes = (problem.x_dtype, problem.grad_dtype, problem.weight_dtype, problem.bias_dtype)
-    halves = all(dtype is None or dtype.itemsize == 2 for dtype in dtypes)
-    if not halves or not one_row or device.arch >= 120:
+    has_16_bits = all(dtype is None or dtype.itemsize == 2 for dtype in dtypes)
+    if not has_16_bits or plan.rows_per_tile > 1 or device.arch >= 120:
         return math.inf
     if problem.direction == "backward":
         return _one_row_registers_when_capped(plan, problem, device) if isinstance(plan, PipelinedPlan) else math.inf
     if plan.weight_in_smem or problem.norm == "rms":
         return math.inf
     whole, large = is_whole(plan, problem.cols), plan.cluster > 4
-    ends_well = whole or (problem.cols % 16 == 0 and device.arch < 100)
+    needs_no_mask = whole or (problem.cols % 16 == 0 and device.arch < 100)
     too_many = columns > (48 if large else 64) or (large and whole and columns > 40)
-    return math.inf if too_many or not ends_well else 168 if columns <= 48 else 248
+    return math.inf if too_many or not needs_no_mask else 168 if columns <= 48 else 248
 
 
 def _one_row_registers_when_capped(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> float:
@@ -299,34 +305,30 @@ def _one_row_registers_when_capped(plan: RingPlan, problem: NormProblem, device:
     columns, whole, hopper = columns_per_thread(plan), is_whole(plan, problem.cols), device.arch < 100
     few_copies = num_copies(plan) <= 2
     if problem.norm == "rms":
-        few, many = (36 if few_copies else 32), (64 if plan.weight_in_smem else 60)
+        most_at_128, most_at_248 = (36 if few_copies else 32), (64 if plan.weight_in_smem else 60)
     else:
         in_fours = plan.chunk == 4 * threads_of_a_row(plan) and not whole and problem.residual_dtype is None
-        in_eights = plan.num_chunks <= 4 and whole
         one_chunk = plan.num_chunks == 1 and (hopper or whole)
-        most = one_chunk or (hopper and (in_eights or (in_fours and few_copies)))
-        few, many = (32 if most else 28 if few_copies and hopper else 24), (64 if hopper else 56)
+        easy = one_chunk or (hopper and ((whole and plan.num_chunks <= 4) or (in_fours and few_copies)))
+        most_at_128, most_at_248 = (32 if easy else 28 if few_copies and hopper else 24), (64 if hopper else 56)
         if device.triton > OLDEST_TRITON:  # later releases spilled at 64 columns, and at 32 with 16 warps
-            few, many = min(few, 28 if plan.num_warps == 16 else 32), 56
-    if plan.weight_in_smem and plan.cluster > 1 and columns <= few:
+            most_at_128, most_at_248 = min(most_at_128, 28 if plan.num_warps == 16 else 32), 56
+    if plan.weight_in_smem and plan.cluster > 1 and columns <= most_at_128:
         return 128
-    if hopper:
-        most_held = 60
-    else:
-        most_held = 48 if device.triton == OLDEST_TRITON else 36  # a later release spilled at 40 columns
-    held_well = plan.weight_in_smem or problem.norm == "rms" or columns <= most_held
-    return 248 if columns <= many and few_copies and held_well else math.inf
+    if not plan.weight_in_smem and problem.norm == "layer":  # a later release spilled at 40 columns
+        most_at_248 = min(most_at_248, 60 if hopper else 48 if device.triton == OLDEST_TRITON else 36)
+    return 248 if columns <= most_at_248 and few_copies else math.inf
 
 
-def has_registers_to_work_ahead(plan: RingPlan, problem: NormProblem) -> bool:
-    """Whether a thread can hold the next tile's statistics while it makes the sums of the current tile. LayerNorm with
-    128 registers and many columns lacks the two registers for them."""
+def has_registers_to_prefetch(plan: RingPlan, problem: NormProblem) -> bool:
+    """Whether a thread can hold the next tile's statistics while it adds up the current tile. LayerNorm with 128
+    registers and many columns lacks the two registers for them."""
     return problem.norm == "rms" or plan.max_registers > 128 or columns_per_thread(plan) <= 24
 
 
 def has_registers_for_pairs(plan: RingPlan, problem: NormProblem) -> bool:
-    """Whether a thread can widen two values to float32 at once (rowmath.widen). With 128 registers, 32 columns spill if
-    the row ends within a chunk."""
+    """Whether a thread can convert two bfloat16 values to float32 at once (rowmath.widen). With 128 registers, 32
+    columns spill if the row ends within a chunk."""
     return plan.max_registers > 128 or columns_per_thread(plan) <= 28 or is_whole(plan, problem.cols)
 
 
@@ -337,7 +339,7 @@ def multiwave_registers(
     fp64, sm120 = problem.acc_dtype.itemsize == 8, device.arch >= 120
     elements = rows_per_tile * chunk * num_chunks / (WARP_SIZE * num_warps)
     accumulator = 1 + fp64
-    # Each load of a single element takes an address and a predicate, which the rows of a thread do not share.
+    # Unaligned rows are loaded element by element. Each load takes an address and a predicate of its own.
     scattered, many_rows = not problem.tma_aligned, rows_per_tile > 2
     if problem.direction == "backward":
         scattered *= 1.0 if device.triton == OLDEST_TRITON else 1.5  # a later release spilled with 1.0
@@ -351,7 +353,7 @@ def multiwave_registers(
             per_element += 0.4  # a later release spilled without it
         per_element += problem.x_dtype.itemsize != problem.grad_dtype.itemsize  # x or the gradient changes its layout
         if problem.weight_dtype is not None and not problem.wants_dw:
-            per_element += 0.8 * accumulator  # x_hat, which dw's product would hold anyway
+            per_element += 0.8 * accumulator  # x_hat: where dw is wanted, the terms above include it
         least, need = (112, 84) if fp64 else (80, 44)  # float64 division and square root run in software
         need += 8 * (many_rows and 100 <= device.arch < 120)
         need += (min(rows_per_tile, 16) - 1) * num_chunks + per_element * elements + 0.2 * max(0, elements - 16)
@@ -371,7 +373,7 @@ def multiwave_registers(
     return _round_up(max(least, need), REGISTER_STEP)
 
 
-# Most elements of 16 bits per thread with which 128 registers suffice: the compiler loads parameters late.
+# Most 16-bit elements per thread for which 128 registers suffice, because the compiler loads parameters late.
 ELEMENTS_OF_128_REGISTERS = {"layer": 56, "rms": 64}
 
 

@@ -1,4 +1,4 @@
-"""Plans worth considering, variant by variant, and the best plan of each variant, by the keys of preference.py.
+"""Plans worth considering, variant by variant, and the best plan of each variant, by the ranks of preference.py.
 
 The measurements behind the constants are in bench/NOTES.md, "Evidence behind constants".
 """
@@ -24,9 +24,8 @@ from .plan import (
     RingPlan,
     WarpSpecializedPlan,
     num_copies,
-    rows_of_a_thread,
 )
-from .preference import RING_STAGES, may_have_few_warps, multiwave_key, ring_key, warps_per_sm
+from .preference import RING_STAGES, may_have_few_warps, multiwave_rank, ring_rank, warps_per_sm
 from .tile_share import FORWARD_STREAMS_OF_ONE_ROW, bytes_per_element
 
 WARPS = (4, 8, 16)
@@ -37,8 +36,9 @@ MAX_RING_CHUNKS = {"backward": 16, "forward": 10}
 FEW_CHUNKS = 10
 MIN_MULTIWAVE_CHUNK = 16  # columns; a narrower chunk would make one load gather many short pieces of memory
 MAX_ROWS_PER_WARP = 8  # four lanes per row; two lanes per row are no faster
-# Limits of the TMA boxes in a row's chunk over its cluster. Wide rows with short boxes may have more boxes than
-# MAX_BOX_SIDE, because column tiles, the alternative, are slower; with boxes of 16 bytes only up to 512 of them pay.
+# Limits on the number of TMA boxes in a row's chunk, over all CTAs of its cluster. Rows up to COLUMNS_OF_FEW_BOXES, and
+# rows of boxes of BYTES_OF_LONG_BOX or more, have at most MAX_BOX_SIDE boxes. Wider rows of short boxes may have more,
+# because column tiles, the alternative, are slower; boxes of 16 bytes pay only up to MOST_BOXES_OF_16_BYTES.
 COLUMNS_OF_FEW_BOXES, BYTES_OF_LONG_BOX, MOST_BOXES_OF_16_BYTES = 32768, 128, 512
 # Most copies per tile, of all tensors, by num_groups. The producer's 24 registers hold the addresses of no more.
 MAX_PRODUCED_COPIES = {1: 12, 2: 4}
@@ -63,7 +63,7 @@ def multi_wave(problem: NormProblem, device: DeviceSpec) -> Plan:
     if problem.direction == "backward" and not problem.wants_dx:
         return column_tile_plan(problem, device)  # without dx no row sum is needed, only a reduction over rows
     plans = multiwave_plans(problem, device)
-    best = max(plans, key=lambda plan: multiwave_key(problem, plan, device), default=None)
+    best = max(plans, key=lambda plan: multiwave_rank(problem, plan, device), default=None)
     return best or column_tile_plan(problem, device)
 
 
@@ -89,7 +89,7 @@ def multiwave_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[MultiW
 
 
 def ctas_with_room(registers: int, threads: int, device: DeviceSpec) -> int:
-    """How many CTAs fit an SM, of `threads` threads each, with `registers` per thread."""
+    """How many CTAs of `threads` threads, with `registers` registers each, fit an SM."""
     return min(device.registers_per_sm // registers, device.max_threads_per_sm) // threads
 
 
@@ -147,7 +147,7 @@ def as_published(plan: WarpSpecializedPlan, problem: NormProblem, device: Device
 
 
 def best_ring(plans: Iterator[RingPlan], problem: NormProblem, device: DeviceSpec) -> RingPlan | None:
-    ranked = sorted(plans, key=lambda plan: ring_key(plan, problem, device), reverse=True)
+    ranked = sorted(plans, key=lambda plan: ring_rank(plan, problem, device), reverse=True)
     return next((plan for plan in ranked if budget.fits_shared_memory(plan, problem, device)), None)
 
 
@@ -160,10 +160,9 @@ def pipelined_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[Pipeli
         stages = range(1, RING_STAGES[problem.direction] + 1)
         tiles = ring_tiles(problem, num_warps, cluster)
         for (tile, copies), num_stages, in_smem in itertools.product(tiles, stages, (False, True)):
-            depth = num_stages, num_warps, ctas_per_sm, limit, in_smem, cluster
-            plan = PipelinedPlan(*tile, *depth, copies.chunks, short_lived, copies.tail)
             if not forward or ctas_per_sm != FORWARD_STREAMS_OF_ONE_ROW or not in_smem:
-                yield plan
+                resources = num_stages, num_warps, ctas_per_sm, limit, in_smem, cluster
+                yield PipelinedPlan(*tile, *resources, copies.chunks, short_lived, copies.tail)
 
 
 def warp_specialized_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[WarpSpecializedPlan]:
@@ -175,15 +174,15 @@ def warp_specialized_plans(problem: NormProblem, device: DeviceSpec) -> Iterator
         stages = (1, 2, 3) if num_groups == 1 else (2, 4)
         tiles = ring_tiles(problem, num_warps, 1)
         for (tile, copies), num_stages, in_smem in itertools.product(tiles, stages, (False, True)):
-            depth = num_stages, num_groups, num_warps, 1, limit, in_smem
-            plan = WarpSpecializedPlan(*tile, *depth, forward, copies.chunks)
+            resources = num_stages, num_groups, num_warps, 1, limit, in_smem
+            plan = WarpSpecializedPlan(*tile, *resources, forward, copies.chunks)
             if not copies.tail and tensors * num_copies(plan) <= MAX_PRODUCED_COPIES[num_groups]:
                 yield plan
 
 
 def cluster_sizes(device: DeviceSpec) -> tuple[int, ...]:
-    """Cluster sizes that can start while others hold sm_margin SMs. All CTAs of a cluster start together, in one group
-    of SMs. If others hold SMs in every group, a cluster as large as a group waits for them."""
+    """Cluster sizes that can start while other kernels hold sm_margin SMs. All CTAs of a cluster start together, in one
+    group of SMs (GPC). If others hold SMs in every group, a cluster as large as a group waits for them."""
     if device.arch not in CLUSTER_ARCHS:
         return (1,)
     largest = next(size for most, size in LARGEST_CLUSTER if device.sm_margin <= most)
@@ -198,31 +197,35 @@ class Copies(NamedTuple):
 
 
 def ring_tiles(problem: NormProblem, num_warps: int, cluster: int) -> Iterator[tuple[tuple[int, int, int], Copies]]:
-    """Tiles (rows_per_tile, chunk, num_chunks) with up to 64 elements per thread, each with the ways to copy it.
+    """Tiles (rows_per_tile, chunk, num_chunks) with up to 64 columns per thread, each with the ways to copy it.
 
-    Each element of a thread is in a column of its own, except for two-row tiles in a cluster, where a thread has both
-    rows. Only whole chunks share a copy.
+    A thread has columns of one row; in a cluster, of all rows of the tile. Only whole chunks share a copy.
     """
-    apart = powers_of_two(1, MAX_ROWS_PER_WARP * num_warps)
-    for rows_per_tile in apart if cluster == 1 else (1, 2):
-        threads = 32 * num_warps * rows_of_a_thread(rows_per_tile, cluster) // rows_per_tile
+    for rows_per_tile in powers_of_two(1, MAX_ROWS_PER_WARP * num_warps) if cluster == 1 else (1, 2):
+        threads = 32 * num_warps if cluster > 1 else 32 * num_warps // rows_per_tile  # of a row
         for chunk, num_chunks in chunkings(-(-problem.cols // cluster), threads, MAX_RING_CHUNKS[problem.direction]):
             boxes = cluster * chunk // math.gcd(problem.cols, chunk, MAX_BOX_SIDE)  # per chunk over the cluster
-            whole = problem.cols // (cluster * chunk)
-            least = 4 if rows_per_tile == 1 and whole < num_chunks else 2
+            whole_chunks = problem.cols // (cluster * chunk)
+            least = 4 if rows_per_tile == 1 and whole_chunks < num_chunks else 2
             too_small = num_chunks > FEW_CHUNKS and chunk < least * threads
             if chunk * num_chunks <= 64 * threads and boxes <= most_boxes(problem, cluster) and not too_small:
-                tile, room = (rows_per_tile, chunk, num_chunks), 1 << (whole - 1).bit_length()
-                for copy_chunks in powers_of_two(1, room if whole == num_chunks else 1):
-                    yield tile, Copies(copy_chunks, False)
-                if 1 < whole < num_chunks:
-                    yield tile, Copies(room, True)
-                elif whole == num_chunks and room == 2 * (num_chunks - 1) > 2:
-                    yield tile, Copies(num_chunks - 1, True)
+                for copies in ways_to_copy(num_chunks, whole_chunks):
+                    yield (rows_per_tile, chunk, num_chunks), copies
+
+
+def ways_to_copy(num_chunks: int, whole_chunks: int) -> Iterator[Copies]:
+    """A copy has room for a power of two of chunks, except for that before the tail of a row of whole chunks."""
+    room = 1 << (whole_chunks - 1).bit_length()
+    for chunks in powers_of_two(1, room if whole_chunks == num_chunks else 1):
+        yield Copies(chunks, False)
+    if 1 < whole_chunks < num_chunks:
+        yield Copies(room, True)
+    elif whole_chunks == num_chunks and room == 2 * (num_chunks - 1) > 2:
+        yield Copies(num_chunks - 1, True)
 
 
 def most_boxes(problem: NormProblem, cluster: int) -> int:
-    """Most TMA boxes in a row's chunk over its cluster; MAX_BOX_SIDE is the limit of each CTA."""
+    """Most TMA boxes in a row's chunk over its cluster. Each CTA has at most MAX_BOX_SIDE."""
     box_bytes = math.gcd(problem.cols, MAX_BOX_SIDE) * problem.x_dtype.itemsize
     if problem.cols <= COLUMNS_OF_FEW_BOXES or box_bytes >= BYTES_OF_LONG_BOX:
         return MAX_BOX_SIDE

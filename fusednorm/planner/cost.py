@@ -17,7 +17,8 @@ KERNEL_US = 4.7  # launch, filling and draining the memory system
 # The launch that sums the partials, which come from L2, and its second sum if both dw and db are wanted.
 FINALIZE_US, SECOND_SUM_US = 2.1, 0.5
 EFFICIENCY = {"multi_wave": 0.92, "pipelined": 1.0, "warp_specialized": 0.92, "reference": 0.40}
-# Share of the busiest CTA's extra work that costs time: the bandwidth that idle CTAs leave speeds that CTA up.
+# Share of the busiest CTA's extra work that costs time: CTAs that end early leave it their bandwidth, which hides the
+# rest.
 IMBALANCE_SHARE = 0.24
 COLUMN_TILE_EFFICIENCY = 0.80
 
@@ -78,13 +79,12 @@ def small_bytes(problem: NormProblem, rows: int) -> int:
 
 
 def imbalance(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> float:
-    """Row tiles of the busiest CTA divided by the mean, and more if there are too few CTAs for all SMs."""
+    """Row tiles of the busiest CTA divided by the mean over all CTAs; larger if there are too few CTAs for all SMs."""
     if isinstance(plan, (ColumnTilePlan, ReferencePlan)):
         return 1.0
     tiles = -(-rows // plan.rows_per_tile)
     ctas = num_ctas(plan, rows, problem.cols, device, problem.num_sums > 0)
-    resident = max(1, device.sm_count // getattr(plan, "cluster", 1))
-    busy = min(1.0, ctas / resident)  # with less than one CTA per SM, idle SMs leave their share of bandwidth unused
+    busy = min(1.0, ctas / max(1, device.sm_count // plan.cluster))  # idle SMs leave their share of bandwidth unused
     return -(-tiles // ctas) * ctas / tiles / max(busy, 0.25)
 
 

@@ -7,7 +7,6 @@ import re
 from dataclasses import dataclass, replace
 
 KIB = 1024
-MIB = 1024 * KIB
 OLDEST_TRITON = (3, 6)
 
 
@@ -22,15 +21,14 @@ class DeviceSpec:
     smem_per_sm_bytes: int
     registers_per_sm: int  # 32-bit
     max_threads_per_sm: int
-    l2_bytes: int
     bandwidth_gb_s: float  # of device memory, by the datasheet
     # Bytes that each SM must have requested to keep the memory busy. By Little's law this is bandwidth times loaded
     # latency, divided by the number of SMs (bench/NOTES.md, "Evidence behind constants").
     bytes_in_flight_per_sm: int = 32 * KIB
     sm_margin: int = 0  # SMs of the device that are left to others; sm_count does not include them
-    triton: tuple[int, int] = OLDEST_TRITON  # release that compiles; releases need different numbers of registers
+    triton: tuple[int, int] = OLDEST_TRITON  # the release that compiles: each needs its own number of registers
 
-    @functools.cache  # noqa: B019  of few values, which live as long as the process
+    @functools.cache  # noqa: B019  there are few devices, and they live as long as the process
     def leaving(self, sms: int) -> DeviceSpec:
         """The same device with `sms` of its SMs left to others. Raises ValueError if no SM would remain."""
         count = self.sm_count + self.sm_margin
@@ -44,8 +42,9 @@ def check_that_one_is_left(n: int, name: str, count: int) -> None:
 
 
 def named(name: str) -> DeviceSpec:
-    """The known device of that name, whatever its case, spaces and underscores; or of a name as torch gives it, such as
-    NVIDIA A100-SXM4-80GB. Raises ValueError if there is none, as for a part of a GPU (MIG) and for laptops."""
+    """The known device of that name. Case, spaces and underscores do not matter, and a longer name that torch reports,
+    such as NVIDIA A100-SXM4-80GB, names it too. Raises ValueError for any other name, for a part of a GPU (MIG) and for
+    a laptop's GPU."""
     words = [word for word in _words(name) if word not in ("nvidia", "geforce")]
     whole = not {"mig", "laptop"} & set(words)
     for spec in KNOWN:
@@ -56,20 +55,20 @@ def named(name: str) -> DeviceSpec:
 
 
 # Full GPUs. Resources are the driver's attributes; bandwidths are the datasheet's, of the SXM module or the card. For
-# GPUs on which no test has run, the limits of an SM are CCCL's (cuda/__device/arch_traits.h), and SMs and L2 are what
-# users reported (Thor: topic 356355 of NVIDIA's forum; GB10: 6144 CUDA cores, 128 per SM).
-A100 = DeviceSpec("A100", 80, 108, 163 * KIB, 164 * KIB, 65536, 2048, 40 * MIB, 2039)
-H100 = DeviceSpec("H100", 90, 132, 227 * KIB, 228 * KIB, 65536, 2048, 50 * MIB, 3352)
-H200 = DeviceSpec("H200", 90, 132, 227 * KIB, 228 * KIB, 65536, 2048, 60 * MIB, 4800)
-B200 = DeviceSpec("B200", 100, 148, 227 * KIB, 228 * KIB, 65536, 2048, 126 * MIB, 8000, 49 * KIB)
-GB200 = DeviceSpec("GB200", 100, 152, 227 * KIB, 228 * KIB, 65536, 2048, 126 * MIB, 8000, 48 * KIB)
-B300 = DeviceSpec("B300", 103, 148, 227 * KIB, 228 * KIB, 65536, 2048, 126 * MIB, 8000, 49 * KIB)
-GB300 = DeviceSpec("GB300", 103, 152, 227 * KIB, 228 * KIB, 65536, 2048, 126 * MIB, 8000, 48 * KIB)
-THOR = DeviceSpec("Thor", 110, 20, 227 * KIB, 228 * KIB, 65536, 1536, 32 * MIB, 273)
-RTX_3090 = DeviceSpec("RTX 3090", 86, 82, 99 * KIB, 100 * KIB, 65536, 1536, 6 * MIB, 936)
-RTX_4090 = DeviceSpec("RTX 4090", 89, 128, 99 * KIB, 100 * KIB, 65536, 1536, 72 * MIB, 1008)
-RTX_5090 = DeviceSpec("RTX 5090", 120, 170, 99 * KIB, 100 * KIB, 65536, 1536, 96 * MIB, 1792)
-GB10 = DeviceSpec("GB10", 121, 48, 99 * KIB, 100 * KIB, 65536, 1536, 24 * MIB, 273)
+# GPUs on which no test has run, the limits of an SM are CCCL's (cuda/__device/arch_traits.h), and users reported the
+# numbers of SMs (Thor: topic 356355 of NVIDIA's forum; GB10: 6144 CUDA cores, 128 per SM).
+A100 = DeviceSpec("A100", 80, 108, 163 * KIB, 164 * KIB, 65536, 2048, 2039)
+H100 = DeviceSpec("H100", 90, 132, 227 * KIB, 228 * KIB, 65536, 2048, 3352)
+H200 = DeviceSpec("H200", 90, 132, 227 * KIB, 228 * KIB, 65536, 2048, 4800)
+B200 = DeviceSpec("B200", 100, 148, 227 * KIB, 228 * KIB, 65536, 2048, 8000, 49 * KIB)
+GB200 = DeviceSpec("GB200", 100, 152, 227 * KIB, 228 * KIB, 65536, 2048, 8000, 48 * KIB)
+B300 = DeviceSpec("B300", 103, 148, 227 * KIB, 228 * KIB, 65536, 2048, 8000, 49 * KIB)
+GB300 = DeviceSpec("GB300", 103, 152, 227 * KIB, 228 * KIB, 65536, 2048, 8000, 48 * KIB)
+THOR = DeviceSpec("Thor", 110, 20, 227 * KIB, 228 * KIB, 65536, 1536, 273)
+RTX_3090 = DeviceSpec("RTX 3090", 86, 82, 99 * KIB, 100 * KIB, 65536, 1536, 936)
+RTX_4090 = DeviceSpec("RTX 4090", 89, 128, 99 * KIB, 100 * KIB, 65536, 1536, 1008)
+RTX_5090 = DeviceSpec("RTX 5090", 120, 170, 99 * KIB, 100 * KIB, 65536, 1536, 1792)
+GB10 = DeviceSpec("GB10", 121, 48, 99 * KIB, 100 * KIB, 65536, 1536, 273)
 KNOWN = (A100, H100, H200, B200, GB200, B300, GB300, THOR, RTX_3090, RTX_4090, RTX_5090, GB10)
 
 UNKNOWN_BANDWIDTH_GB_S = 1000.0  # affects predicted times only, no choice
@@ -91,7 +90,6 @@ def from_properties(properties) -> DeviceSpec:
         smem_per_sm_bytes=properties.shared_memory_per_multiprocessor,
         registers_per_sm=properties.regs_per_multiprocessor,
         max_threads_per_sm=properties.max_threads_per_multi_processor,
-        l2_bytes=properties.L2_cache_size,
         bandwidth_gb_s=known.bandwidth_gb_s * share if known else UNKNOWN_BANDWIDTH_GB_S,
         **({"bytes_in_flight_per_sm": known.bytes_in_flight_per_sm} if known else {}),
     )

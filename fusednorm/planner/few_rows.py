@@ -1,4 +1,4 @@
-"""Plans for few rows: the plan that replaces the best plan for many rows, and the row counts for which it does.
+"""Plans for few rows: the plan that replaces the best plan for many rows, and the row counts at which it does.
 
 A CTA with few row tiles spends most of its time on the work it does once: start, parameters, partials. The numbers were
 fitted on an H200 (bfloat16, 1 to 40000 rows). The measurements are in bench/NOTES.md, "Evidence behind constants".
@@ -36,7 +36,7 @@ from .plan import (
     least_rows_of_cta,
     rows_at_once,
 )
-from .preference import ELEMENTS_OF_ONE_TILE, TOLERATED_PADDING, WARPS_OF_ONE_CHUNK, WHOLE_COLUMNS, distance, ring_key
+from .preference import ELEMENTS_OF_ONE_TILE, TOLERATED_PADDING, WARPS_OF_ONE_CHUNK, WHOLE_COLUMNS, distance, ring_rank
 from .tile_share import (
     FORWARD_STREAMS_OF_ONE_ROW,
     MANY_COLUMNS,
@@ -52,7 +52,7 @@ from .tile_share import (
 LARGE_CTA_WARPS, MAX_ROWS_OF_LARGE_CTA, MAX_COLUMNS_OF_ONE_ROW = 8, 2, {"layer": 24, "rms": 28}
 # Tiles of two rows in one chunk, each thread loading 16 bytes of both rows: the columns for which they exist, and the
 # rows per SM up to which they replace multi-wave or a ring (by norm and replaced variant; keys: the most columns).
-COLUMNS_OF_TWO_ROWS = range(97, 2049)
+ONE_CHUNK_COLUMNS = range(97, 2049)
 TWO_ROWS_PER_SM = {
     ("layer", "multi_wave"): {256: 6, 1024: 64, 1280: 26, 2048: 13},
     ("layer", "pipelined"): {256: 0, 512: 3, 640: 8, 1024: 5, 1280: 9, 1536: 13, 2048: 11},
@@ -61,16 +61,17 @@ TWO_ROWS_PER_SM = {
 }
 # RMSNorm: the rows per SM up to which multi-wave replaces a ring, by columns.
 RMS_ROWS_PER_SM_IN_REGISTERS = {range(2049, 2305): 8, range(4097, 4608): 12}
-# LayerNorm's rows by one CTA or two with many columns per thread: the CTAs of a row for few rows, and the rows per SM
-# up to which they are used (keys: the most columns per thread). CTAS_OF_FEW_SHORT_ROWS applies to rows by one CTA with
-# more than MANY_COLUMNS. A cluster takes two rows up to COLUMNS_OF_TWO_SHORT_ROWS columns per thread, then one.
+# LayerNorm, where the ring for many rows has one CTA or two per row and many columns per thread: the CTAs per row for
+# few rows, and the rows per SM up to which these CTAs are faster (keys: the most columns per thread). Rows by one CTA
+# with more than MANY_COLUMNS get CTAS_OF_FEW_SHORT_ROWS. A cluster's tile has two rows up to COLUMNS_OF_TWO_SHORT_ROWS
+# columns per thread, else one.
 CTAS_OF_FEW_ROWS, CTAS_OF_FEW_SHORT_ROWS = 4, 2
 ROWS_PER_SM_OVER_MORE_CTAS, COLUMNS_OF_TWO_SHORT_ROWS = {40: 5, 48: 10, 64: 9}, 48
-# LayerNorm's rows by four or eight CTAs with more columns per thread than the first number: the rows per SM up to which
-# twice as many CTAs are faster, by CTAs.
+# LayerNorm, where the ring for many rows has four or eight CTAs per row and more columns per thread than the first
+# number: the rows per SM up to which twice as many CTAs are faster, by CTAs.
 MOST_COLUMNS_OF_FEW_ROWS, ROWS_PER_SM_OVER_TWICE_THE_CTAS = 52, {4: 2, 8: 1}
-# LayerNorm's rows by eight CTAs of eight warps with at most MANY_COLUMNS columns per thread: the rows per SM up to
-# which sixteen CTAs of four warps are faster.
+# LayerNorm, where the ring for many rows has eight CTAs of eight warps per row and at most MANY_COLUMNS columns per
+# thread: the rows per SM up to which sixteen CTAs of four warps are faster.
 ROWS_PER_SM_BY_FEWER_WARPS = 4
 # Multi-wave CTAs with at least this many warps give way to a ring over two CTAs, up to one row per SM.
 MANY_WARPS = 16
@@ -79,7 +80,7 @@ MANY_WARPS = 16
 
 # CTAs of one row tile each start sooner than a ring. Where a ring is the best plan for many rows, they are used while
 # an SM gets at most this many bytes of x and this many threads. LayerNorm's CTAs load two parameters and pay off up to
-# fewer bytes. The gain of narrow rows ends sooner, hence the limit on threads.
+# fewer bytes. For narrow rows the gain ends sooner, hence the limit on threads.
 ONE_TILE_BYTES_PER_SM = {"layer": 32 * 1024, "rms": 64 * 1024}
 ONE_TILE_THREADS_PER_SM = {"layer": 512, "rms": 1024}
 MOST_COLUMNS_OF_ONE_TILE = {"layer": 8192, "rms": ONE_TILE_COLUMNS}
@@ -88,15 +89,15 @@ ONE_TILE_WARPS = (2, 4, 8, 16)
 ELEMENTS_OF_NARROW_ROWS = 16  # per thread, of several rows if need be
 # Bytes per load of a thread. LayerNorm, with two parameters, prefers SHORT_LOADS for rows of more than WHOLE_COLUMNS.
 LONG_LOADS, SHORT_LOADS = 16, 8
-# Rows per SM up to which one-tile CTAs replace multi-wave CTAs that walk over rows, by the most columns. The numbers
-# are for 16-bit rows; for 32-bit rows they count half. 0: never; inf: any number of rows; None: as many rows as run at
-# once.
+# Rows per SM up to which one-tile CTAs replace multi-wave CTAs with many tiles each (keys: the most columns). The
+# numbers are for 16-bit rows; 32-bit rows get half of them. 0: never; inf: any number of rows; None: as many rows as
+# run at once.
 ROWS_PER_SM_OF_ONE_TILE = {
     "layer": {256: None, 320: 0, 384: 16, 448: 0, 512: math.inf, 896: 16, 1792: math.inf, 2048: 12},
     "rms": {256: None, 320: 0, 384: 16, 448: 0, 640: math.inf, 768: 8, 4096: math.inf},
 }
 # RMSNorm's rows of these columns: multi-wave is faster for up to this many rows per SM, one-tile CTAs for more.
-RMS_COLUMNS_WALKED_OVER, RMS_ROWS_PER_SM_WALKED_OVER = range(2049, 4097), 24
+RMS_COLUMNS_OF_MULTI_WAVE, RMS_ROWS_PER_SM_OF_MULTI_WAVE = range(2049, 4097), 24
 # LayerNorm's rows of these columns: one-tile CTAs replace a ring up to these rows per SM. The second number holds for
 # rows that are whole chunks, or not of 16 bits.
 COLUMNS_BEFORE_RING, ROWS_PER_SM_BEFORE_RING, ROWS_PER_SM_BEFORE_WHOLE_RING = range(1025, 2049), 50, 12
@@ -104,8 +105,8 @@ COLUMNS_BEFORE_RING, ROWS_PER_SM_BEFORE_RING, ROWS_PER_SM_BEFORE_WHOLE_RING = ra
 # WIDEST_ROW_BYTES.
 TILES_OF_WIDE_ROWS, WIDEST_ROW_BYTES = 2, 48 * 1024
 # Where multi-wave replaces a ring: for narrow 16-bit rows up to this many rows per SM; for LayerNorm's 16-bit rows up
-# to this many tiles per CTA, by columns. FEWER_TILES_IN_REGISTERS is the limit where the ring has whole chunks, and for
-# other wide rows (from LEAST_COLUMNS_WITH_TAIL columns on) that end within a chunk.
+# to this many tiles per CTA, by columns. FEWER_TILES_IN_REGISTERS is the limit where the ring's chunks are exactly a
+# row, and for wide rows of other columns (from LEAST_COLUMNS_WITH_TAIL on) that end within a chunk.
 NARROW_COLUMNS_IN_REGISTERS, ROWS_PER_SM_IN_REGISTERS = range(257, 449), 100
 TILES_IN_REGISTERS = {
     range(1793, 2048): 12,
@@ -117,56 +118,57 @@ TILES_IN_REGISTERS = {
 FEWER_TILES_IN_REGISTERS, LEAST_COLUMNS_WITH_TAIL = 8, 4097
 
 
-class ShortWalk(NamedTuple):
-    """`plan` replaces the best plan for many rows if more_than < rows <= most_rows."""
+class Replacement(NamedTuple):
+    """`plan` replaces the best plan for many rows where more_than < rows <= most_rows."""
 
     most_rows: int
     plan: Plan | None = None
     more_than: int = 0
 
 
-NO_SHORT_WALK = ShortWalk(0)
+NO_REPLACEMENT = Replacement(0)
 
 
-def column_tiles_short(problem: NormProblem, device: DeviceSpec) -> ShortWalk:
+def replacement_of_column_tiles(problem: NormProblem, device: DeviceSpec) -> Replacement:
     """One-tile CTAs for few rows instead of column tiles; forward only."""
     if problem.direction == "backward":
-        return NO_SHORT_WALK
-    short = _for_tiles(TILES_OF_WIDE_ROWS, one_tile_of_any_width(problem, device), device)
-    widest = problem.cols * problem.x_dtype.itemsize > WIDEST_ROW_BYTES
-    return short._replace(most_rows=MAX_RING_ROWS) if widest and short.plan else short
+        return NO_REPLACEMENT
+    one_tile_each = one_tile_of_any_width(problem, device)
+    if one_tile_each and problem.cols * problem.x_dtype.itemsize > WIDEST_ROW_BYTES:
+        return Replacement(MAX_RING_ROWS, one_tile_each)
+    return _for_tiles(TILES_OF_WIDE_ROWS, one_tile_each, device)
 
 
-def multi_wave_short(plan: MultiWavePlan, problem: NormProblem, device: DeviceSpec) -> ShortWalk:
+def replacement_of_multi_wave(plan: MultiWavePlan, problem: NormProblem, device: DeviceSpec) -> Replacement:
     """What replaces this multi-wave plan for few rows.
 
-    If the backward has nothing better, it is the same plan with one CTA per SM, which may use all registers. The plan
-    is used where an SM gets one CTA anyway, and for LayerNorm's rows of multiples of 16 bytes a little longer.
+    If a backward has nothing better, it is the same plan with one CTA per SM, which may use all registers. It applies
+    while an SM gets one CTA anyway, and up to a few more of LayerNorm's rows of multiples of 16 bytes.
     """
     if problem.direction == "forward":
         return _one_tile_for_multi_wave(problem, device)
     two_rows = _two_rows(plan, problem, device)
-    if two_rows is not NO_SHORT_WALK:
+    if two_rows is not NO_REPLACEMENT:
         return two_rows
-    # Alone on an SM, a CTA of two warps would leave it almost idle.
+    # One CTA of two warps would leave an SM almost idle.
     if plan.ctas_per_sm == 1 or plan.num_warps == 2 or not problem.num_sums:
         ring = _ring_over_two_ctas(plan, problem, device)
-        return NO_SHORT_WALK if ring is None else ShortWalk(device.sm_count, ring)
-    alone = replace(plan, ctas_per_sm=1, max_registers=budget.register_limit(32 * plan.num_warps, device))
+        return NO_REPLACEMENT if ring is None else Replacement(device.sm_count, ring)
+    one_cta = replace(plan, ctas_per_sm=1, max_registers=budget.register_limit(32 * plan.num_warps, device))
     ctas = 3 if plan.rows_per_tile == 1 and problem.norm == "layer" and problem.tma_aligned else 2
-    return ShortWalk(ctas * least_rows_of_cta(plan) * device.sm_count, alone)
+    return Replacement(ctas * least_rows_of_cta(plan) * device.sm_count, one_cta)
 
 
-def pipelined_short(plan: PipelinedPlan, problem: NormProblem, device: DeviceSpec, tiles: int) -> ShortWalk:
-    """What replaces this ring for few rows; another ring does so up to `tiles` row tiles per CTA."""
+def replacement_of_pipelined(plan: PipelinedPlan, problem: NormProblem, device: DeviceSpec, tiles: int) -> Replacement:
+    """What replaces this ring for few rows. If it is another ring, it does so up to `tiles` row tiles per CTA."""
     if problem.direction == "backward":
-        return _short_backward_of_ring(plan, problem, device, tiles)
+        return _for_backward_ring(plan, problem, device, tiles)
     one_row = _one_row(plan, problem, device) if problem.norm == "layer" else None
     in_registers = _multi_wave_before_ring(plan, one_row, problem, device)
-    if in_registers is not NO_SHORT_WALK:
+    if in_registers is not NO_REPLACEMENT:
         return in_registers
     if one_row is not None:
-        # In a cluster one row per tile stays faster for more tiles than by one CTA.
+        # In a cluster, one-row tiles stay faster up to more tiles per CTA.
         return _for_tiles(tiles * min(one_row.cluster, 2), one_row, device)
     one_tile_each = one_tile(problem, device)
     if one_tile_each is None:
@@ -177,52 +179,54 @@ def pipelined_short(plan: PipelinedPlan, problem: NormProblem, device: DeviceSpe
         longer = problem.x_dtype.itemsize == 2 and not is_whole(plan, problem.cols)
         rows_per_sm = ROWS_PER_SM_BEFORE_RING if longer else ROWS_PER_SM_BEFORE_WHOLE_RING
         most_rows = max(most_rows, rows_per_sm * device.sm_count)
-    return ShortWalk(most_rows, one_tile_each)
+    return Replacement(most_rows, one_tile_each)
 
 
-def _rings_with(wanted: dict, problem: NormProblem, device: DeviceSpec) -> Iterator[PipelinedPlan]:
-    """The plans whose fields have these values."""
-    return (plan for plan in pipelined_plans(problem, device) if wanted.items() <= vars(plan).items())
+def _best_ring_with(wanted: dict, problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | None:
+    """The best ring whose fields have these values; None if its stages or registers do not suffice."""
+    plans = (plan for plan in pipelined_plans(problem, device) if wanted.items() <= vars(plan).items())
+    plan = best_ring(plans, problem, device)
+    return plan if plan and ring_rank(plan, problem, device).is_sound else None
 
 
-def _for_tiles(tiles: int, plan: MultiWavePlan | PipelinedPlan | None, device: DeviceSpec) -> ShortWalk:
-    return NO_SHORT_WALK if plan is None else ShortWalk(tiles * rows_at_once(plan, device), plan)
+def _for_tiles(tiles: int, plan: MultiWavePlan | PipelinedPlan | None, device: DeviceSpec) -> Replacement:
+    return NO_REPLACEMENT if plan is None else Replacement(tiles * rows_at_once(plan, device), plan)
 
 
 # --- Backward ---
 
 
-def _short_backward_of_ring(plan: PipelinedPlan, problem: NormProblem, device: DeviceSpec, tiles: int) -> ShortWalk:
+def _for_backward_ring(plan: PipelinedPlan, problem: NormProblem, device: DeviceSpec, tiles: int) -> Replacement:
     if has_two_rows_in_cluster(plan):
-        return NO_SHORT_WALK
+        return NO_REPLACEMENT
     two_rows = _two_rows(plan, problem, device)
-    if two_rows is not NO_SHORT_WALK:
+    if two_rows is not NO_REPLACEMENT:
         return two_rows
     if problem.norm == "rms" and bytes_per_element(problem) == 4 and problem.num_sums:
         for columns, rows_per_sm in RMS_ROWS_PER_SM_IN_REGISTERS.items():
             if problem.cols in columns:
-                return ShortWalk(rows_per_sm * device.sm_count, multi_wave(problem, device))
+                return Replacement(rows_per_sm * device.sm_count, multi_wave(problem, device))
     more_ctas = _over_more_ctas(plan, problem, device)
-    if more_ctas is not NO_SHORT_WALK:
+    if more_ctas is not NO_REPLACEMENT:
         return more_ctas
     ring = _one_large_cta(problem, device) or _two_ctas(plan, device) or _two_stages(plan)
     return _for_tiles(tiles, ring, device)
 
 
-def _two_rows(plan: MultiWavePlan | PipelinedPlan, problem: NormProblem, device: DeviceSpec) -> ShortWalk:
-    rows_per_sm = _by_columns(TWO_ROWS_PER_SM[problem.norm, plan.variant], problem.cols, beyond=0)
+def _two_rows(plan: MultiWavePlan | PipelinedPlan, problem: NormProblem, device: DeviceSpec) -> Replacement:
+    rows_per_sm = _by_columns(TWO_ROWS_PER_SM[problem.norm, plan.variant], problem.cols, default=0)
     two_rows = two_rows_of_one_chunk(problem, device)
     if two_rows in (None, plan) or not rows_per_sm or not problem.num_sums:
-        return NO_SHORT_WALK
-    return ShortWalk(rows_per_sm * device.sm_count, two_rows)
+        return NO_REPLACEMENT
+    return Replacement(rows_per_sm * device.sm_count, two_rows)
 
 
 def two_rows_of_one_chunk(problem: NormProblem, device: DeviceSpec) -> MultiWavePlan | None:
     """Plan for tiles of two 16-bit rows in one chunk; None if the rows do not fit it.
 
-    Each column of dw and db has one thread. There are so many CTAs that an SM has WARPS_OF_ONE_CHUNK warps.
+    One thread adds up each column of dw and db. An SM gets WARPS_OF_ONE_CHUNK warps.
     """
-    if problem.cols not in COLUMNS_OF_TWO_ROWS or bytes_per_element(problem) != 4 or not problem.tma_aligned:
+    if problem.cols not in ONE_CHUNK_COLUMNS or bytes_per_element(problem) != 4 or not problem.tma_aligned:
         return None
     chunk = max(256, 1 << (problem.cols - 1).bit_length())
     num_warps = chunk // 256  # 16 bytes for each of 32 threads
@@ -235,8 +239,8 @@ def two_rows_of_one_chunk(problem: NormProblem, device: DeviceSpec) -> MultiWave
 def _one_large_cta(problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | None:
     """Ring with one CTA per SM, which leaves fewer partials; None if that is slower."""
     wanted = {"cluster": 1, "ctas_per_sm": 1, "num_warps": LARGE_CTA_WARPS, "num_stages": 2}
-    plan = best_ring(_rings_with(wanted, problem, device), problem, device)
-    if plan is None or not all(ring_key(plan, problem, device)[:2]):
+    plan = _best_ring_with(wanted, problem, device)
+    if plan is None or not ring_rank(plan, problem, device).fits_threads:
         return None
     slower = (
         plan.rows_per_tile > MAX_ROWS_OF_LARGE_CTA
@@ -255,41 +259,40 @@ def _ring_over_two_ctas(plan: MultiWavePlan, problem: NormProblem, device: Devic
     pays = plan.num_warps >= MANY_WARPS and bytes_per_element(problem) == 4 and problem.num_sums
     if not pays or (short_pieces and problem.norm == "rms") or broken_rule("pipelined", problem, 1, device):
         return None
-    ring = best_ring(_rings_with({"cluster": 2}, problem, device), problem, device)
-    return ring if ring is not None and all(ring_key(ring, problem, device)[:2]) else None
+    ring = _best_ring_with({"cluster": 2}, problem, device)
+    return ring if ring and ring_rank(ring, problem, device).fits_threads else None
 
 
 def _two_ctas(plan: PipelinedPlan, device: DeviceSpec) -> PipelinedPlan | None:
-    """The plan with two CTAs on an SM instead of three; None if it has fewer, or one-row tiles (slower by two)."""
+    """The plan with two CTAs per SM instead of three. None if it has fewer, or if its tiles are single rows, for which
+    two are slower."""
     if plan.ctas_per_sm < 3 or plan.rows_per_tile == 1:
         return None
     return replace(plan, ctas_per_sm=2, max_registers=budget.register_limit(2 * 32 * plan.num_warps, device))
 
 
-def _over_more_ctas(plan: PipelinedPlan, problem: NormProblem, device: DeviceSpec) -> ShortWalk:
+def _over_more_ctas(plan: PipelinedPlan, problem: NormProblem, device: DeviceSpec) -> Replacement:
     """Ring over more CTAs for LayerNorm's rows of many columns per thread."""
     columns, rows = columns_per_thread(plan), 1
     if problem.norm == "rms" or plan.rows_per_tile > 1 or not problem.num_sums:
-        return NO_SHORT_WALK
+        return NO_REPLACEMENT
     if plan.cluster < CTAS_OF_FEW_ROWS and columns > MAX_COLUMNS_PER_THREAD:
         ctas = CTAS_OF_FEW_SHORT_ROWS if plan.cluster == 1 and columns > MANY_COLUMNS else CTAS_OF_FEW_ROWS
         rows = 2 if columns <= COLUMNS_OF_TWO_SHORT_ROWS else 1
-        rows_per_sm = _by_columns(ROWS_PER_SM_OVER_MORE_CTAS, columns, beyond=0)
+        rows_per_sm = _by_columns(ROWS_PER_SM_OVER_MORE_CTAS, columns, default=0)
     elif plan.cluster == 8 and plan.num_warps == LARGE_CTA_WARPS and columns <= MANY_COLUMNS:
         ctas, rows_per_sm = 2 * plan.cluster, ROWS_PER_SM_BY_FEWER_WARPS
     elif plan.cluster in ROWS_PER_SM_OVER_TWICE_THE_CTAS and columns > MOST_COLUMNS_OF_FEW_ROWS:
         ctas, rows_per_sm = 2 * plan.cluster, ROWS_PER_SM_OVER_TWICE_THE_CTAS[plan.cluster]
     else:
-        return NO_SHORT_WALK
+        return NO_REPLACEMENT
     wanted = {"cluster": ctas, "num_warps": 4, "ctas_per_sm": 2, "num_stages": 2, "rows_per_tile": rows}
-    best = best_ring(_rings_with(wanted, problem, device), problem, device)
-    if best is None or not ring_key(best, problem, device)[0]:
-        return NO_SHORT_WALK
-    return ShortWalk(rows_per_sm * device.sm_count, best)
+    ring = _best_ring_with(wanted, problem, device)
+    return NO_REPLACEMENT if ring is None else Replacement(rows_per_sm * device.sm_count, ring)
 
 
 def _two_stages(plan: PipelinedPlan) -> PipelinedPlan | None:
-    """The plan with two stages, for rows that CTAs share; None if it has no more, or one CTA has a row."""
+    """The plan with two stages, for rows over several CTAs; None for others, or if the plan has no more than two."""
     return replace(plan, num_stages=2) if plan.cluster > 1 and plan.num_stages > 2 else None
 
 
@@ -297,62 +300,62 @@ def _two_stages(plan: PipelinedPlan) -> PipelinedPlan | None:
 
 
 def _one_row(plan: PipelinedPlan, problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | None:
-    """LayerNorm's ring of one-row tiles with weight and bias in registers; half the CTAs if `plan` had two rows."""
-    if plan.cluster == 1 < plan.rows_per_tile:
+    """LayerNorm's ring of one-row tiles with weight and bias in registers, over half the CTAs if `plan` has two rows
+    per tile; None if there is none."""
+    if plan.cluster == 1 and plan.rows_per_tile > 1:
         return None
     wanted = {"rows_per_tile": 1, "num_stages": 2, "num_warps": plan.num_warps, "weight_in_smem": False}
     if plan.rows_per_tile == 2:
         wanted |= {"cluster": plan.cluster // 2, "ctas_per_sm": 2}
     else:
         wanted |= {"cluster": plan.cluster, "ctas_per_sm": FORWARD_STREAMS_OF_ONE_ROW}
-    best = best_ring(_rings_with(wanted, problem, device), problem, device)
-    return best if best is not None and ring_key(best, problem, device)[0] else None
+    return _best_ring_with(wanted, problem, device)
 
 
 def _multi_wave_before_ring(
     plan: PipelinedPlan, one_row: PipelinedPlan | None, problem: NormProblem, device: DeviceSpec
-) -> ShortWalk:
+) -> Replacement:
     in_registers = multi_wave(problem, device)
     if not isinstance(in_registers, MultiWavePlan):
-        return NO_SHORT_WALK
+        return NO_REPLACEMENT
     has_16_bits = problem.x_dtype.itemsize == 2
     if has_16_bits and problem.cols in NARROW_COLUMNS_IN_REGISTERS:
-        return ShortWalk(ROWS_PER_SM_IN_REGISTERS * device.sm_count, in_registers)
+        return Replacement(ROWS_PER_SM_IN_REGISTERS * device.sm_count, in_registers)
     if problem.norm == "rms":
-        return NO_SHORT_WALK
+        return NO_REPLACEMENT
     tiles = next((tiles for columns, tiles in TILES_IN_REGISTERS.items() if problem.cols in columns), 0)
     if has_16_bits and tiles:
         whole = is_whole(plan, problem.cols)
         return _for_tiles(FEWER_TILES_IN_REGISTERS if whole else tiles, in_registers, device)
     with_tail = plan.tail and problem.cols >= LEAST_COLUMNS_WITH_TAIL and one_row in (None, plan)
-    return _for_tiles(FEWER_TILES_IN_REGISTERS, in_registers, device) if with_tail else NO_SHORT_WALK
+    return _for_tiles(FEWER_TILES_IN_REGISTERS, in_registers, device) if with_tail else NO_REPLACEMENT
 
 
-def _one_tile_for_multi_wave(problem: NormProblem, device: DeviceSpec) -> ShortWalk:
+def _one_tile_for_multi_wave(problem: NormProblem, device: DeviceSpec) -> Replacement:
     plan = one_tile(problem, device)
-    rows_per_sm = _by_columns(ROWS_PER_SM_OF_ONE_TILE[problem.norm], problem.cols, beyond=None)
+    rows_per_sm = _by_columns(ROWS_PER_SM_OF_ONE_TILE[problem.norm], problem.cols, default=None)
     if plan is None or rows_per_sm is None:
         return _for_tiles(1, plan, device)
-    rows_at_16_bits = device.sm_count * 2 / problem.x_dtype.itemsize
-    most_rows = int(min(rows_per_sm * rows_at_16_bits, MAX_RING_ROWS))
-    walked_over = problem.norm == "rms" and problem.cols in RMS_COLUMNS_WALKED_OVER
-    more_than = int(RMS_ROWS_PER_SM_WALKED_OVER * rows_at_16_bits) if walked_over else 0
-    return ShortWalk(most_rows, plan, more_than) if most_rows else NO_SHORT_WALK
+    sms = device.sm_count * 2 / problem.x_dtype.itemsize  # the numbers of rows per SM are for 16 bits
+    most_rows = int(min(rows_per_sm * sms, MAX_RING_ROWS))
+    several_tiles = problem.norm == "rms" and problem.cols in RMS_COLUMNS_OF_MULTI_WAVE
+    more_than = int(RMS_ROWS_PER_SM_OF_MULTI_WAVE * sms) if several_tiles else 0
+    return Replacement(most_rows, plan, more_than) if most_rows else NO_REPLACEMENT
 
 
-def _by_columns(values: dict, columns: int, beyond: int | None) -> float | None:
-    """The value of the first key that is at least `columns`; `beyond` if there is none."""
-    return next((value for most, value in values.items() if columns <= most), beyond)
+def _by_columns(values: dict, columns: int, default: int | None) -> float | None:
+    """The value of the first key that is at least `columns`; `default` if there is none."""
+    return next((value for most, value in values.items() if columns <= most), default)
 
 
 def one_tile(problem: NormProblem, device: DeviceSpec) -> MultiWavePlan | None:
-    """The best plan with one row tile per CTA, or None; rows above MOST_COLUMNS_OF_ONE_TILE have other good plans."""
+    """The best plan with one row tile per CTA; None above MOST_COLUMNS_OF_ONE_TILE, where other plans are good."""
     too_wide = problem.cols > MOST_COLUMNS_OF_ONE_TILE[problem.norm]
     return None if too_wide else one_tile_of_any_width(problem, device)
 
 
 def one_tile_of_any_width(problem: NormProblem, device: DeviceSpec) -> MultiWavePlan | None:
-    """The best plan with one row tile per CTA, or None; an SM gets no more CTAs than pay off."""
+    """The best plan with one row tile per CTA, or None."""
     return max(one_tile_plans(problem, device), key=lambda plan: _one_tile_key(problem, plan), default=None)
 
 

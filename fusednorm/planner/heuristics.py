@@ -1,8 +1,8 @@
 """choose(problem, rows, device) -> Plan. Pure: no GPU, no clock, no environment.
 
 Three questions are asked of each variant: is it legal (legality.py); which of its plans that fit shared memory is the
-best (candidates.py); does that plan have a fault (`fault`). The first variant without a fault is chosen, in the order
-of the device's `Tuning`. `force` overrides faults and order, never legality.
+best (candidates.py); does that plan have a fault (`find_fault`). The first variant without a fault is chosen, in the
+order of the device's `Tuning`. `force` overrides faults and order, never legality.
 
 The row count never changes a plan. It selects one: for few rows, for many rows, or for more than 2^30 (no ring).
 
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from . import budget, candidates, few_rows
 from .device import DeviceSpec
-from .few_rows import NO_SHORT_WALK, ShortWalk
+from .few_rows import NO_REPLACEMENT, Replacement
 from .forcing import forced_variant
 from .legality import MAX_RING_ROWS, broken_rule, capability
 from .norm_problem import NormProblem
@@ -61,8 +61,9 @@ class Tuning:
     columns_by_piece: dict[tuple[str, int], dict[int, Ranges]] = field(default_factory=dict)
     # By (norm, bytes of an element of x): columns at which multi-wave is faster than any ring.
     slower_columns: dict[tuple[str, int], tuple[range, ...]] = field(default_factory=dict)
-    # With at most so many row tiles per CTA, another plan may replace the ring (short_walk). None: there is none.
-    tiles_of_a_short_walk: int | None = None
+    # With at most this many row tiles per CTA, another ring may replace the best one (few_rows.py). None: there are no
+    # plans for few rows.
+    few_tiles_per_cta: int | None = None
 
 
 UNKNOWN = Tuning(("multi_wave",), "no other schedule has been tried on this architecture")
@@ -98,7 +99,7 @@ HOPPER_BACKWARD = Tuning(
     ring_rows_per_sm_without_dx=8,
     narrowest_ring_bytes=dict(layer=192, rms=192),
     columns_by_piece=HOPPER_BACKWARD_PIECES,
-    tiles_of_a_short_walk=8,
+    few_tiles_per_cta=8,
 )
 HOPPER_FORWARD = Tuning(
     ("pipelined", "multi_wave"),
@@ -107,7 +108,7 @@ HOPPER_FORWARD = Tuning(
     narrowest_ring_bytes=dict(layer=128, rms=512),
     columns_by_piece=HOPPER_FORWARD_PIECES,
     slower_columns=HOPPER_FORWARD_SLOWER,
-    tiles_of_a_short_walk=12,
+    few_tiles_per_cta=12,
 )
 
 # Nothing has been measured on Blackwell. Its plans follow what nvFuser has published for B200: the thresholds, and the
@@ -138,15 +139,14 @@ class Decision:
     plan: Plan
     forced: bool  # `force` asked for the plan's variant
     reasons: dict[str, str]  # by variant
-    short: ShortWalk = NO_SHORT_WALK  # replaces the variant's best plan at some row counts, maybe not at this one
+    few: Replacement = NO_REPLACEMENT  # replaces the variant's best plan at some row counts, maybe not at this one
 
 
 class Outcome(NamedTuple):
-    """The best plan of a variant, or None if the variant cannot run at all; and the plan's fault or the broken rule, or
-    None."""
+    """The best plan of a variant, and what speaks against it."""
 
-    plan: Plan | None
-    fault: Rejected | None
+    plan: Plan | None  # None: the variant cannot run at all
+    fault: Rejected | None  # the rule that the variant breaks, or the plan's fault
 
 
 def choose(problem: NormProblem, rows: int, device: DeviceSpec) -> Plan:
@@ -180,9 +180,9 @@ def decide(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | No
     obeyed = forced is not None and outcomes[forced].plan is not None
     chosen = forced if obeyed else best
     chosen_plan = outcomes[chosen].plan
-    short = NO_SHORT_WALK if obeyed else short_walk(chosen_plan, problem, device)
-    if short.more_than < rows <= short.most_rows:
-        chosen_plan = short.plan
+    few = NO_REPLACEMENT if obeyed else replacement(chosen_plan, problem, device)
+    if few.more_than < rows <= few.most_rows:
+        chosen_plan = few.plan
     reasons, first = {}, best if obeyed else chosen_plan.variant
     for variant, (plan, fault) in outcomes.items():
         if variant == forced:
@@ -194,9 +194,9 @@ def decide(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | No
         else:
             reasons[variant] = f"could run, but {first} comes first"
     if chosen_plan.variant != chosen:  # the plan for few rows is of another variant
-        reasons[chosen] = f"is for more than {short.most_rows} rows, got {rows}"
-        reasons[chosen_plan.variant] = f"chosen: {_why_few(short)}"
-    return Decision(chosen_plan, obeyed, reasons, short)
+        reasons[chosen] = f"is for more than {few.most_rows} rows, got {rows}"
+        reasons[chosen_plan.variant] = f"chosen: {_why_few(few)}"
+    return Decision(chosen_plan, obeyed, reasons, few)
 
 
 def outcome(variant: str, problem: NormProblem, rows: int, device: DeviceSpec) -> Outcome:
@@ -209,7 +209,7 @@ def outcome(variant: str, problem: NormProblem, rows: int, device: DeviceSpec) -
         limit = device.smem_per_block_bytes
         text = f"needs more shared memory for one stage of {problem.cols} columns than the {limit} bytes of a block"
         return Outcome(None, Rejected("shared_memory", text))
-    return Outcome(plan, fault(plan, problem, rows, device))
+    return Outcome(plan, find_fault(plan, problem, rows, device))
 
 
 @functools.cache
@@ -221,7 +221,7 @@ def best_plan(variant: str, problem: NormProblem, device: DeviceSpec) -> Plan | 
     return getattr(candidates, variant)(problem, device)
 
 
-def fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Rejected | None:
+def find_fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Rejected | None:
     """Why a plan that can run should not: the first rule of quality that it breaks, or None."""
     if isinstance(plan, ColumnRingPlan):
         return _fault_without_dx(problem, rows, device)
@@ -234,11 +234,11 @@ def fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Re
     registers = budget.registers(plan, problem, device)
     if registers > plan.max_registers:
         return Rejected("spills", f"might spill: up to {registers} registers a thread, of {plan.max_registers}")
-    one_tile = isinstance(plan, PipelinedPlan) and plan.short_lived  # a short-lived CTA with one stage has one tile
+    one_tile = isinstance(plan, PipelinedPlan) and plan.short_lived  # with one stage, it has one tile per CTA
     if plan.num_stages == 1 and not one_tile:
         return Rejected("one_stage", "has room for one stage only: nothing would be copied while a tile is worked on")
     if rows <= least_rows(problem, device):
-        return _few_rows(problem, rows, device)
+        return _too_few_rows(problem, rows, device)
     row_bytes = problem.cols * problem.x_dtype.itemsize
     narrowest = known.narrowest_ring_bytes[problem.norm]
     if row_bytes < narrowest:
@@ -256,6 +256,7 @@ def fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Re
 
 
 def _why_pieces_are_short(box_bytes: int, problem: NormProblem, device: DeviceSpec) -> str | None:
+    """Why a ring that copies box_bytes at once is slow by the tuning's columns_by_piece; None if it is not."""
     known = tuning(problem, device).columns_by_piece
     columns_by_piece = known.get((problem.norm, problem.x_dtype.itemsize), {0: ANY_COLUMNS})
     tried = [piece for piece in columns_by_piece if piece <= box_bytes]
@@ -279,16 +280,16 @@ def _fault_without_dx(problem: NormProblem, rows: int, device: DeviceSpec) -> Re
     if tuning(problem, device).ring_rows_per_sm_without_dx is None:
         where = f"on compute capability {capability(device)}"
         return Rejected("unmeasured", f"has not been measured without dx {where}")
-    return _few_rows(problem, rows, device) if rows <= least_rows(problem, device) else None
+    return _too_few_rows(problem, rows, device) if rows <= least_rows(problem, device) else None
 
 
-def _few_rows(problem: NormProblem, rows: int, device: DeviceSpec) -> Rejected:
+def _too_few_rows(problem: NormProblem, rows: int, device: DeviceSpec) -> Rejected:
     least = least_rows(problem, device)
     return Rejected("few_rows", f"needs more than {least} rows to pay for its start, got {rows}")
 
 
 def least_rows(problem: NormProblem, device: DeviceSpec) -> int:
-    """A ring needs more rows than this."""
+    """A ring needs more rows than this to be faster than multi-wave."""
     known = tuning(problem, device)
     if problem.direction == "backward" and not problem.wants_dx:
         return (known.ring_rows_per_sm_without_dx or 0) * device.sm_count
@@ -298,16 +299,16 @@ def least_rows(problem: NormProblem, device: DeviceSpec) -> int:
 
 
 @functools.cache
-def short_walk(plan: Plan, problem: NormProblem, device: DeviceSpec) -> ShortWalk:
+def replacement(plan: Plan, problem: NormProblem, device: DeviceSpec) -> Replacement:
     """The plan that replaces `plan` at few rows, if there is one. Forced variants have one plan for all row counts."""
-    tiles = tuning(problem, device).tiles_of_a_short_walk
+    tiles = tuning(problem, device).few_tiles_per_cta
     if tiles is not None and isinstance(plan, PipelinedPlan):
-        return few_rows.pipelined_short(plan, problem, device, tiles)
+        return few_rows.replacement_of_pipelined(plan, problem, device, tiles)
     if tiles is not None and isinstance(plan, MultiWavePlan):
-        return few_rows.multi_wave_short(plan, problem, device)
+        return few_rows.replacement_of_multi_wave(plan, problem, device)
     if tiles is not None and isinstance(plan, ColumnTilePlan):
-        return few_rows.column_tiles_short(problem, device)
-    return NO_SHORT_WALK
+        return few_rows.replacement_of_column_tiles(problem, device)
+    return NO_REPLACEMENT
 
 
 def tuning(problem: NormProblem, device: DeviceSpec) -> Tuning:
@@ -316,10 +317,10 @@ def tuning(problem: NormProblem, device: DeviceSpec) -> Tuning:
 
 @functools.cache
 def _plans_by_rows(problem: NormProblem, device: DeviceSpec, forced: str | None) -> tuple[tuple[float, Plan], ...]:
-    """(most rows, plan), ascending, with a bound at each row count at which the decision can change; the last bound is
+    """(most rows, plan), ascending, with a bound at each row count at which the decision can change. The last bound is
     infinity."""
-    short = decide(problem, MAX_RING_ROWS, device, forced).short
-    lasts = sorted({least_rows(problem, device), short.more_than, short.most_rows, MAX_RING_ROWS})
+    few = decide(problem, MAX_RING_ROWS, device, forced).few
+    lasts = sorted({least_rows(problem, device), few.more_than, few.most_rows, MAX_RING_ROWS})
     plans = [(last, decide(problem, last, device, forced).plan) for last in lasts if last]
     return (*plans, (math.inf, decide(problem, MAX_RING_ROWS + 1, device, forced).plan))
 
@@ -333,14 +334,14 @@ def _why_best(variant: str, problem: NormProblem, device: DeviceSpec) -> str:
     return known.evidence
 
 
-def _why_few(short: ShortWalk) -> str:
-    if isinstance(short.plan, PipelinedPlan):
+def _why_few(few: Replacement) -> str:
+    if isinstance(few.plan, PipelinedPlan):
         how = "by a ring over two CTAs"
-    elif short.plan.short_lived:
+    elif few.plan.short_lived:
         how = "without a ring, by one row tile for each CTA"
     else:
         how = "without a ring, by multi-wave CTAs"
-    return f"up to {short.most_rows} rows are done sooner {how}"
+    return f"up to {few.most_rows} rows are done sooner {how}"
 
 
 def _why_forced(fault: Rejected | None, best: str, *, could_run: bool, would_anyway: bool) -> str:

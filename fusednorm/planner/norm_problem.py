@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-ALIGNMENT = 16  # bytes: TMA needs it of addresses and strides, and Triton builds differ by that alignment of pointers
+ALIGNMENT = 16  # bytes: TMA demands it of addresses and strides, and Triton has separate builds for such pointers
 FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 
@@ -37,8 +37,13 @@ class NormProblem:
 
     @property
     def num_sums(self) -> int:
-        """Number of sums over rows (dw, db) that the call wants. CTAs store partials of these."""
+        """Number of sums over rows (dw, db) that the call wants. CTAs store partials of these sums."""
         return self.wants_dw + self.wants_db
+
+    @property
+    def wants_any(self) -> bool:
+        """True for a backward that wants a gradient."""
+        return self.wants_dx or self.wants_dw or self.wants_db
 
 
 def accumulation_dtype(x_dtype: torch.dtype) -> torch.dtype:

@@ -13,13 +13,13 @@ from typing import ClassVar
 from .device import DeviceSpec
 from .norm_problem import NormProblem
 
-# Least work of another CTA per SM (or another cluster) in a backward: row tiles; rows of a cluster; rows where a
-# multi-wave tile has several narrow rows. With less, storing and summing its dw and db partials costs more than it
-# saves.
+# A backward adds a CTA per SM, or a cluster, only if it gets at least this much work: row tiles; rows, for a cluster;
+# rows, for a multi-wave tile of several narrow rows. With less, storing and summing its dw and db partials costs more
+# than it saves.
 MIN_TILES_OF_CTA, MIN_ROWS_OF_CLUSTER, MIN_NARROW_ROWS = 2, 2, 8
 
-# Least work of a short-lived CTA: row tiles, because it loads the parameters while its first tile is on its way; in a
-# cluster also rows and elements, because it begins by waiting for the other CTAs.
+# Least work of a short-lived CTA: row tiles, because it loads the parameters while its first tile arrives; in a cluster
+# also rows and elements, because it begins by waiting for the other CTAs.
 MIN_TILES_OF_SHORT_LIVED, MIN_ROWS_IN_CLUSTER, MIN_ELEMENTS_IN_CLUSTER = 2, 5, 12 * 1024
 MIN_WAVES = 6  # with fewer, the last wave would leave too much of the GPU idle
 
@@ -155,19 +155,20 @@ def box_columns(plan: RingPlan, cols: int) -> int:
     return math.gcd(cols, plan.chunk, MAX_BOX_SIDE)
 
 
-def rows_of_a_thread(rows_per_tile: int, cluster: int) -> int:
-    """Rows of a ring's tile that a thread works on: all of them in a cluster. Else each row has its own threads."""
-    return rows_per_tile if cluster > 1 else 1
+def rows_per_thread(plan: RingPlan) -> int:
+    """Rows of a tile that a thread works on: all of them in a cluster. Else each row has its own threads."""
+    return plan.rows_per_tile if plan.cluster > 1 else 1
 
 
 def has_two_rows_in_cluster(plan: RingPlan) -> bool:
-    """True if a thread has parts of two rows or more, which only a cluster has."""
-    return rows_of_a_thread(plan.rows_per_tile, plan.cluster) > 1
+    """True if a thread works on two rows or more. Only in a cluster does it."""
+    return rows_per_thread(plan) > 1
 
 
 def threads_of_a_row(plan: RingPlan) -> int:
     """Threads of a CTA among which a row is divided; in a cluster the CTA's part of the row."""
-    return 32 * plan.num_warps * rows_of_a_thread(plan.rows_per_tile, plan.cluster) // plan.rows_per_tile
+    threads = 32 * plan.num_warps
+    return threads if plan.cluster > 1 else threads // plan.rows_per_tile
 
 
 def warps_of_a_row(plan: RingPlan) -> int:
@@ -175,13 +176,13 @@ def warps_of_a_row(plan: RingPlan) -> int:
     return plan.num_warps if plan.cluster > 1 or plan.rows_per_tile < plan.num_warps else 1
 
 
-def columns_per_thread(plan: RingPlan) -> float:
+def columns_per_thread(plan: RingPlan) -> int:
     """Columns of one row per thread, padding included."""
-    return plan.chunk * plan.num_chunks / threads_of_a_row(plan)
+    return plan.chunk * plan.num_chunks // threads_of_a_row(plan)
 
 
 def padded_columns(plan: RingPlan) -> int:
-    """Columns in all chunks of a row, over all CTAs of a cluster. Columns beyond the last are zeros."""
+    """Columns in all chunks of a row, over all CTAs of a cluster. Those after the row's end are zeros."""
     return plan.cluster * plan.num_chunks * plan.chunk
 
 
@@ -196,11 +197,11 @@ def num_copies(plan: RingPlan) -> int:
 
 
 def num_ctas(plan: Plan, rows: int, cols: int, device: DeviceSpec, leaves_partials: bool = True) -> int:
-    """The grid along the rows, in CTAs or in clusters of them; none is idle.
+    """The grid along the rows, in CTAs or in clusters of them. Each gets at least one row tile.
 
-    As many are launched as run at once, even if some then have a row tile fewer than others: fewer CTAs would take as
-    long and load less at a time. CTAs that leave partials are limited by least_rows_of_cta. Short-lived CTAs may be
-    more than run at once; they have equally many tiles each, except for the last.
+    The grid has as many CTAs as run at once, even if some get a row tile fewer than others: fewer CTAs would take as
+    long and load less at a time. If CTAs leave partials, least_rows_of_cta limits their number. Short-lived CTAs may be
+    more than run at once; all but the last get equally many tiles.
     """
     tiles = -(-rows // plan.rows_per_tile)
     first_wave, at_once = clusters_at_once(plan.cluster, device), ctas_at_once(plan, device)
@@ -221,7 +222,7 @@ def num_ctas(plan: Plan, rows: int, cols: int, device: DeviceSpec, leaves_partia
 
 
 def least_rows_of_cta(plan: Plan) -> int:
-    """Least rows per CTA, or cluster, beyond the first wave, if it leaves partials."""
+    """Least rows per CTA, or cluster, that leaves partials. The first CTA of each SM may get fewer."""
     if plan.cluster > 1:
         return MIN_ROWS_OF_CLUSTER
     narrow = isinstance(plan, MultiWavePlan) and plan.rows_per_tile > 1

@@ -19,7 +19,7 @@ from .plan import (
     columns_per_thread,
     has_two_rows_in_cluster,
     is_whole,
-    rows_of_a_thread,
+    rows_per_thread,
     threads_of_a_row,
 )
 
@@ -33,32 +33,33 @@ RING_BYTES_OF_MANY_COLUMNS, MANY_COLUMNS = 160, 40
 LEAST_THREADS_OF_MANY_COLUMNS, MAX_COLUMNS_OF_FEW_THREADS, THREADS_OF_RMS = 16, 32, 128
 # Backward of two rows in a cluster: the bytes per thread. They allow 16-bit rows only; float32 rows are faster by one.
 RING_BYTES_OF_TWO_ROWS = 192
-# Where two rows in a cluster of CTAs of four warps are faster than one row: by norm and CTAs per row, columns of a row
-# per thread (without padding), both bounds excluded. No other cluster of a backward should take two rows.
-COLUMNS_OF_TWO_ROWS = {"layer": {2: (18, 24)}, "rms": {2: (18, 24), 4: (18, 24), 8: (18, 20.1)}}
-# One-row tiles of a 16-bit backward: by norm and warps of a CTA, then by CTAs per row, the allowed columns of the row
-# per thread (without padding). A range excludes its first bound and includes its second: (23.9, 60) admits 24 and
-# (0, 47.9) does not admit 48. Fewer CTAs or warps with more columns, in many small chunks, are faster than the limits
-# above allow. The gaps are left to faster plans: 48 and 56 columns of LayerNorm to 24 and 28 over twice as many CTAs,
-# 33 and more by four warps over sixteen CTAs to eight warps over eight.
-ANY_CLUSTER = 0
-COLUMNS_OF_ONE_ROW: dict[tuple[str, int], dict[int, tuple[tuple[float, float], ...]]] = {
-    ("layer", 4): {
-        1: ((0, 47.9), (48, 55.9)),
-        2: ((0, 47.9), (48, 55)),
-        4: ((16, 20), (23.9, 55.9), (56, 59.9)),
-        8: ((16, 20), (23.9, 60)),
-        16: ((16, 20), (24, 28), (31.9, 32)),
-    },
-    ("layer", 8): {ANY_CLUSTER: ((16, 64),)},
-    ("rms", 4): {4: ((16, 47.9),), 8: ((16, 56),), 16: ((16, 40),)},
-    ("rms", 8): {8: ((16, 64),), 16: ((16, 64),)},
+# Where two rows in a cluster of CTAs of four warps are faster than one row: the columns of a row, by norm and CTAs per
+# row. Each thread has 18 to 24 of them. No other cluster of a backward should take two rows.
+TWO_ROW_COLUMNS = {
+    "layer": {2: range(4609, 6144)},
+    "rms": {2: range(4609, 6144), 4: range(9217, 12288), 8: range(18433, 20583)},
 }
-# Forward: the most columns per thread where one or two warps (FORWARD_THREADS_APART threads) have a row, where four
-# warps have it, and where a cluster shares two rows. LayerNorm takes the most columns rather than more than
+# One-row tiles of a 16-bit backward: the allowed columns of a row, by norm and warps of a CTA, then by CTAs per row.
+# Fewer CTAs or warps with more columns, in many small chunks, are faster than the limits above allow. The gaps are left
+# to faster plans: 48 and 56 columns per thread of LayerNorm to 24 and 28 over twice as many CTAs, 33 and more by four
+# warps over sixteen CTAs to eight warps over eight.
+ONE_ROW_COLUMNS = {
+    ("layer", 4): {
+        1: (range(6132), range(6145, 7156)),
+        2: (range(12263), range(12289, 14081)),
+        4: (range(8193, 10241), range(12237, 28621), range(28673, 30669)),
+        8: (range(16385, 20481), range(24474, 61441)),
+        16: (range(32769, 40961), range(49153, 57345), range(65332, 65537)),
+    },
+    ("layer", 8): {ctas: (range(4096 * ctas + 1, 16384 * ctas + 1),) for ctas in (1, 2, 4, 8, 16)},
+    ("rms", 4): {4: (range(8193, 24525),), 8: (range(16385, 57345),), 16: (range(32769, 81921),)},
+    ("rms", 8): {8: (range(32769, 131073),), 16: (range(65537, 262145),)},
+}
+# Forward: the most columns per thread where one or two warps (at most FEW_FORWARD_THREADS threads) have a row, where
+# four warps have it, and where a cluster shares two rows. LayerNorm takes the most columns rather than more than
 # LARGEST_FORWARD_CLUSTER CTAs per row; where it needs more CTAs, one row per tile is faster than two.
-FORWARD_COLUMNS_PER_THREAD, FORWARD_COLUMNS_ALONE, FORWARD_COLUMNS_IN_CLUSTER = 64, 40, 36
-FORWARD_THREADS_APART, LARGEST_FORWARD_CLUSTER = 64, 8
+FORWARD_COLUMNS_PER_THREAD, FORWARD_COLUMNS_OF_FOUR_WARPS, FORWARD_COLUMNS_IN_CLUSTER = 64, 40, 36
+FEW_FORWARD_THREADS, LARGEST_FORWARD_CLUSTER = 64, 8
 # Forward of 16-bit rows that four warps cannot hold: CTAs of eight warps or more, one per SM, take tiles of two rows,
 # over eight CTAs if these suffice, with at most FORWARD_COLUMNS_PER_THREAD columns of each row per thread. LayerNorm
 # from 131073 columns on takes one row by 16 warps, with at most this many columns, rather than 16 CTAs.
@@ -72,23 +73,21 @@ FORWARD_COLUMNS_OF_ONE_ROW, FORWARD_STREAMS_OF_ONE_ROW, LARGEST_CLUSTER_OF_ONE_R
 ONE_TILE_COLUMNS, TOO_FEW_FOR_TWO_CTAS = 16384, range(9217, 14336)
 # The most columns per thread whose weight and bias stay in registers. More are faster in shared memory.
 MAX_COLUMNS_WITH_WEIGHT = {"backward": 32, "forward": 16}
-# One-row tiles of a backward keep weight (and bias) in registers where these suffice (budget.py). LayerNorm keeps it in
-# shared memory with more columns per thread than the first number, up to the second.
-LAYER_COLUMNS_WITHOUT_WEIGHT = 44, 52
+# One-row tiles of a backward keep the weight in registers where these suffice (budget.py), except for LayerNorm with
+# these columns per thread: it keeps the weight in shared memory.
+WEIGHT_IN_SMEM_COLUMNS = range(45, 53)
 # LayerNorm's backward converts pairs of bfloat16 if a thread has more columns than this, or in a cluster of CTAs with
-# more than four warps. Nothing else then fills an SM's waits (one row's sums at a time), so instructions set the time.
-# With fewer columns and two CTAs on an SM, pairs gain nothing, or lose by the compiler's schedule. RMSNorm hardly
-# changes.
+# more than four warps. An SM then has no other work to fill its waits, so the number of instructions sets the time.
+# With fewer columns and two CTAs per SM, pairs gain nothing or are slower. RMSNorm hardly changes.
 LEAST_COLUMNS_IN_PAIRS = 32
 
 
 def exceeds_thread_tile(plan: RingPlan, problem: NormProblem) -> bool:
     """True if the tile gives a thread more columns or bytes than are fast, or spreads a row over too many CTAs."""
-    columns, rows = columns_per_thread(plan), rows_of_a_thread(plan.rows_per_tile, plan.cluster)
-    ranges = ranges_of_one_row(plan, problem)
-    if ranges is not None:
-        of_row = problem.cols / plan.cluster / threads_of_a_row(plan)
-        return not any(above < of_row <= most for above, most in ranges)
+    columns, rows = columns_per_thread(plan), rows_per_thread(plan)
+    allowed = _one_row_columns(plan, problem)
+    if allowed is not None:
+        return not any(problem.cols in columns for columns in allowed)
     if _has_too_many_ctas(plan, problem):
         return True
     if has_many_warps(plan, problem):
@@ -97,12 +96,12 @@ def exceeds_thread_tile(plan: RingPlan, problem: NormProblem) -> bool:
     return too_many or rows * columns * bytes_per_element(problem) > _most_bytes(plan, problem)
 
 
-def ranges_of_one_row(plan: RingPlan, problem: NormProblem) -> tuple[tuple[float, float], ...] | None:
-    """Entry of COLUMNS_OF_ONE_ROW for a backward's tile; None if the table has none."""
-    if problem.direction == "forward" or plan.rows_per_tile > 1 or bytes_per_element(problem) > 4:
+def _one_row_columns(plan: RingPlan, problem: NormProblem) -> tuple[range, ...] | None:
+    """Entry of ONE_ROW_COLUMNS for a backward's tile; None if the table has none."""
+    one_row = isinstance(plan, PipelinedPlan) and plan.rows_per_tile == 1
+    if not one_row or problem.direction == "forward" or bytes_per_element(problem) > 4:
         return None
-    by_cluster = COLUMNS_OF_ONE_ROW.get((problem.norm, plan.num_warps), {})
-    return by_cluster.get(plan.cluster, by_cluster.get(ANY_CLUSTER)) if isinstance(plan, PipelinedPlan) else None
+    return ONE_ROW_COLUMNS.get((problem.norm, plan.num_warps), {}).get(plan.cluster)
 
 
 def has_many_warps(plan: RingPlan, problem: NormProblem) -> bool:
@@ -122,17 +121,16 @@ def _may_have_many_columns(plan: RingPlan, problem: NormProblem) -> bool:
     threads = threads_of_a_row(plan)
     if problem.norm == "rms" and threads >= THREADS_OF_RMS:
         return True
-    alone = isinstance(plan, PipelinedPlan) and plan.cluster == 1 and plan.num_warps == 4
+    four_warps = isinstance(plan, PipelinedPlan) and plan.cluster == 1 and plan.num_warps == 4
     long_pieces = bytes_per_element(problem) == 4 and problem.cols % 16 == 0
-    return alone and long_pieces and threads >= LEAST_THREADS_OF_MANY_COLUMNS
+    return four_warps and long_pieces and threads >= LEAST_THREADS_OF_MANY_COLUMNS
 
 
 def _most_bytes(plan: RingPlan, problem: NormProblem) -> int:
     """The most bytes of x and its gradient that a thread should have of a tile; 0 if the tile is never fast."""
     if problem.direction == "backward" and has_two_rows_in_cluster(plan):
-        least, too_many = COLUMNS_OF_TWO_ROWS[problem.norm].get(plan.cluster, (0, 0))
-        enough = least < problem.cols / plan.cluster / threads_of_a_row(plan) < too_many
-        return RING_BYTES_OF_TWO_ROWS if plan.num_warps == 4 and enough else 0
+        fast = plan.num_warps == 4 and problem.cols in TWO_ROW_COLUMNS[problem.norm].get(plan.cluster, ())
+        return RING_BYTES_OF_TWO_ROWS if fast else 0
     if problem.direction == "backward" and _may_have_many_columns(plan, problem):
         return RING_BYTES_OF_MANY_COLUMNS
     return RING_BYTES_PER_THREAD
@@ -147,11 +145,11 @@ def _most_columns(plan: RingPlan, problem: NormProblem) -> int:
         return MAX_COLUMNS_OF_FEW_THREADS if few_threads else MAX_COLUMNS_PER_THREAD
     threads = threads_of_a_row(plan)
     too_wide = problem.norm == "layer" and problem.cols > LARGEST_FORWARD_CLUSTER * threads * FORWARD_COLUMNS_IN_CLUSTER
-    if threads <= FORWARD_THREADS_APART or too_wide or has_one_tile(problem):
+    if threads <= FEW_FORWARD_THREADS or too_wide or has_one_tile(problem):
         return FORWARD_COLUMNS_PER_THREAD
     if is_one_row(plan, problem):
         return FORWARD_COLUMNS_OF_ONE_ROW
-    return FORWARD_COLUMNS_IN_CLUSTER if plan.cluster > 1 else FORWARD_COLUMNS_ALONE
+    return FORWARD_COLUMNS_IN_CLUSTER if plan.cluster > 1 else FORWARD_COLUMNS_OF_FOUR_WARPS
 
 
 def has_one_tile(problem: NormProblem) -> bool:
@@ -166,25 +164,25 @@ def is_one_row(plan: RingPlan, problem: NormProblem) -> bool:
         return False
     columns, whole = columns_per_thread(plan), is_whole(plan, problem.cols)
     if problem.x_dtype.itemsize == 2:
-        least, most = FORWARD_COLUMNS_ALONE + (plan.cluster == 1 and not whole), FORWARD_COLUMNS_OF_ONE_ROW
+        least, most = FORWARD_COLUMNS_OF_FOUR_WARPS + (plan.cluster == 1 and not whole), FORWARD_COLUMNS_OF_ONE_ROW
     else:  # there is no room for a second row anyway
         least, most = 0 if whole else math.inf, FORWARD_COLUMNS_IN_CLUSTER
     return least <= columns <= most and plan.cluster <= LARGEST_CLUSTER_OF_ONE_ROW
 
 
-def most_columns_with_weight(plan: RingPlan, problem: NormProblem) -> float:
-    """The most columns per thread whose weight and bias should stay in registers."""
-    if problem.direction == "backward" and ranges_of_one_row(plan, problem):
-        above, most = LAYER_COLUMNS_WITHOUT_WEIGHT
-        return above if problem.norm == "layer" and columns_per_thread(plan) <= most else math.inf
-    alone = isinstance(plan, WarpSpecializedPlan) and problem.direction == "forward"  # on its SM
-    if alone or is_one_row(plan, problem):
-        return FORWARD_COLUMNS_OF_ONE_ROW
-    return MAX_COLUMNS_WITH_WEIGHT[problem.direction]
+def prefers_weight_in_smem(plan: RingPlan, problem: NormProblem) -> bool:
+    """True if a thread has too many columns to keep their weight and bias in registers."""
+    columns = columns_per_thread(plan)
+    if _one_row_columns(plan, problem):
+        return problem.norm == "layer" and columns in WEIGHT_IN_SMEM_COLUMNS
+    one_cta_per_sm = isinstance(plan, WarpSpecializedPlan) and problem.direction == "forward"
+    if one_cta_per_sm or is_one_row(plan, problem):
+        return columns > FORWARD_COLUMNS_OF_ONE_ROW
+    return columns > MAX_COLUMNS_WITH_WEIGHT[problem.direction]
 
 
 def widens_in_pairs(plan: RingPlan, problem: NormProblem) -> bool:
-    """True if bfloat16 should become float32 two at a time: where instructions limit the speed of an SM's warps."""
+    """True if bfloat16 values should become float32 two at a time, because instructions limit the speed."""
     if problem.norm == "rms" or problem.direction == "forward" or problem.x_dtype != torch.bfloat16:
         return False
     shared = plan.cluster > 1 and plan.num_warps > 4

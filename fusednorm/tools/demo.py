@@ -235,8 +235,8 @@ def check_activations(model: GPT, tokens: Tensor) -> bool:
 
 
 def check_in_another_process(title: str, check: Callable[[], Checked]) -> bool:
-    """Print what a check of kernels on CPU tensors finds. It has a process of its own, because no process can both
-    interpret kernels and compile them."""
+    """Print what a check of kernels on CPU tensors finds. The check runs in a process of its own, because no process
+    can both interpret kernels and compile them."""
     code = f"from fusednorm.tools import demo; demo.answer(demo.{check.__name__})"
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     child = subprocess.run(
@@ -254,7 +254,7 @@ def check_in_another_process(title: str, check: Callable[[], Checked]) -> bool:
 
 
 def answer(check: Callable[[], Checked]) -> None:
-    """In that process: print as one line of JSON what `check` finds, or the sentence of its error."""
+    """Print what `check` finds, or its error as a sentence, as one line of JSON. Runs in the other process."""
     try:
         print(json.dumps(check()))
     except Exception as error:
@@ -381,8 +381,8 @@ def report(runs: dict[str, Training], out: Path) -> bool:
     rows = [[k, f"{milliseconds[k]:.1f}", f"{run.losses[0]:.4f}", f"{last[k]:.4f}"] for k, run in runs.items()]
     print_table("Training", ["norms", "ms per step (median)", "first loss", "last loss (mean of 10)"], rows, "demo")
     stock_run, our_run = runs.values()
-    apart = max(abs(a - b) for a, b in zip(stock_run.losses, our_run.losses, strict=True))
-    print(f"The two losses are never more than {apart:.2g} apart.")
+    difference = max(abs(a - b) for a, b in zip(stock_run.losses, our_run.losses, strict=True))
+    print(f"The two losses are never more than {difference:.2g} apart.")
     if optional("matplotlib", "demo", "there is no picture of the losses"):
         print(f"Loss curves: {draw_losses(runs, out)}")
     ends = list(last.values())

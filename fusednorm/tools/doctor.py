@@ -16,11 +16,11 @@ import torch
 
 from .. import __version__
 from ..host import fallback, native, torch_compat, triton_compat
+from ..planner.device import OLDEST_TRITON
+from ..planner.legality import OLDEST_ARCH
 from ..testing import Case, assert_outputs_close, fused, make_inputs
 
 OLDEST_TORCH = (2, 11)
-OLDEST_TRITON = (3, 6)
-OLDEST_ARCH = (8, 0)
 HOW_TO_BUILD = 'in a clone run: pip install "setuptools>=68" && pip install --no-build-isolation .'
 PROBES = tuple(
     Case(norm, (64, 1024), x_dtype=dtype, weight_dtype=dtype, bias_dtype=dtype if norm == "layer" else None)
@@ -93,7 +93,7 @@ def check_triton() -> list[Finding]:
     if version_of(installed) < OLDEST_TRITON:
         return [Finding("problem", "triton", f"{installed}, needs {'.'.join(map(str, OLDEST_TRITON))} or later")]
     if is_launched_by_triton():
-        return [Finding("note", "triton", f"{installed}: {tritons_way()}")]
+        return [Finding("note", "triton", f"{installed}: {why_triton_launches()}")]
     return [Finding("ok", "triton", installed)]
 
 
@@ -101,7 +101,7 @@ def is_launched_by_triton() -> bool:
     return triton_compat.installed() is not None and triton_compat.in_use() is None
 
 
-def tritons_way() -> str:
+def why_triton_launches() -> str:
     names = [f"{major}.{minor}" for (major, minor), release in triton_compat.RELEASES.items() if release.has_run]
     return (
         f"its launcher has not run with this package on a GPU (that of {' and of '.join(names)} has), so Triton "
@@ -117,11 +117,11 @@ def check_device() -> list[Finding]:
 
 
 def describe_gpu(properties) -> Finding:
-    arch = (properties.major, properties.minor)
+    arch = 10 * properties.major + properties.minor
     size = f"{properties.multi_processor_count} SMs, {properties.total_memory / 2**30:.0f} GiB"
-    text = f"{properties.name}, sm_{arch[0]}{arch[1]}, {size}"
+    text = f"{properties.name}, sm_{arch}, {size}"
     if arch < OLDEST_ARCH:
-        return Finding("problem", "device", f"{text}: the kernels need sm_{OLDEST_ARCH[0]}{OLDEST_ARCH[1]} or later")
+        return Finding("problem", "device", f"{text}: the kernels need sm_{OLDEST_ARCH} or later")
     return Finding("ok", "device", text)
 
 

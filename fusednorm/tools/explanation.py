@@ -193,7 +193,7 @@ class _Layout(NamedTuple):
 
 
 def _layout(name: str, tensor: Tensor, batch_ndim: int, cols: int) -> _Layout:
-    """The way in which the op would read a tensor's rows."""
+    """How the op would read a tensor's rows."""
     view = row_view(tensor, batch_ndim)
     if view is None:
         why = f"with strides {tuple(tensor.stride())} its rows are at more than two strides, or their elements apart"

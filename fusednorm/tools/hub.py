@@ -1,7 +1,7 @@
 """python -m fusednorm hub: writes this package as a repository that Hugging Face's `kernels` loads.
 
 FOLDER/build/torch-cuda holds a build that loads as it is, by a local path or from the Hub. build.toml, flake.nix and
-torch-ext/ are the same package as kernel-builder's source, to build and upload it there. Both are plain copies: the
+torch-ext/ are the same package as a source for kernel-builder, which builds and uploads it. Both are plain copies: the
 host side in C++ is left out, because a build must serve every torch.
 """
 
@@ -62,15 +62,15 @@ def write_repository(folder: Path) -> None:
 
 
 def _files() -> list[tuple[Path, Path]]:
-    """The files of the package, and where each is in it."""
+    """(path, path within the package) of each of its files."""
     found = {path: path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py")}
     found |= {path: Path("kernels") / path.name for path in KERNELS.glob("*.py")}
     return sorted(found.items())
 
 
 def _metadata(build: Path) -> dict:
-    """What `kernels` wants to know of a build. It imports the build under the id, which is also the namespace of the
-    build's ops (namespace.py)."""
+    """What `kernels` reads about a build. It imports the build under the id, which is also the namespace of its ops
+    (namespace.py)."""
     content = {path.relative_to(build).as_posix(): path.read_bytes() for path in sorted(build.rglob("*.py"))}
     sums = {name: hashlib.sha256(text).digest() for name, text in content.items()}
     whole = hashlib.sha256(b"".join(name.encode() + sum for name, sum in sums.items())).hexdigest()

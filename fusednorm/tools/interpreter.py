@@ -1,4 +1,4 @@
-"""Triton's interpreter, by which tests and demo run the kernels on CPU tensors without a GPU."""
+"""Triton's interpreter, with which tests and demo run the kernels on CPU tensors."""
 
 from __future__ import annotations
 

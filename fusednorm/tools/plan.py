@@ -23,15 +23,13 @@ from .explanation import DTYPES, explain_problem
 MAP_ROWS = [2**exponent for exponent in range(4, 21)]
 MAP_COLS = [quarters * 2**exponent for exponent in range(4, 16) for quarters in (4, 5, 6, 7)]  # 64 to 229376
 COLUMN_TILES = "multi_wave, by column tiles"
-REGIONS = {  # colours of the map, chosen to be told apart by the colour-blind
+REGIONS = {  # colours of the map, which the colour-blind can tell apart
     "multi_wave": "#E69F00",
     COLUMN_TILES: "#F0E442",
     "pipelined": "#0072B2",
     "warp_specialized": "#009E73",
     "reference": "#999999",
 }
-
-
 MAP = Path("out/plan.png")
 VARIANT_TEXTS = {
     "multi_wave": "Triton kernels for every GPU. CTAs load rows straight to registers. Rows too wide for that go by\n"

@@ -25,14 +25,13 @@ from ..problem import BackwardCall, ForwardCall, check_backward, check_forward
 
 FEW_ROWS = 16  # rows of the calls that are compiled and run here; no build depends on the row count
 MANY_ROWS = 1 << 20  # row count for which the substitute of a failed plan is chosen
-# Up to this many builds are compiled in this process: a worker first imports torch and triton, which takes longer than
-# a build.
+# Up to this many builds are compiled in this process, because a worker first imports torch and triton, which takes
+# longer.
 SERIAL_BUILDS = 2
-
 
 PACKAGE = __package__.removesuffix(".tools")
 # Imports the package from its file, under the name that it has here: a build that Hugging Face's `kernels` has loaded
-# is on no path.
+# is not on sys.path.
 WORKER = """
 import sys
 from importlib import import_module, util
@@ -124,17 +123,9 @@ def warmup(
     """
     _check_names(norm, directions)
     _check_types(cols, rows, dtype, weight_dtype, residual_dtype)
-    device = torch.device(device)
+    device = _checked_device(torch.device(device))
     if device.type == "cpu":
         return 0
-    if device.type not in ("cuda", "meta"):
-        raise RuntimeError(f"warmup: device must be a CUDA GPU or a CPU, got {device}")
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise RuntimeError(f"warmup: device must be a GPU that is there, got {device}, where torch finds none")
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("warmup: must run before the capture of a CUDA graph, not during it")
-        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     mask = (*map(bool, output_mask), False, False)[:3] if norm == "layer" else (*map(bool, output_mask[:2]), False)
     weight = (weight_dtype or dtype) if elementwise_affine else None
     widths = [cols] if isinstance(cols, int) else cols
@@ -179,11 +170,24 @@ def _check_types(cols, rows, *dtypes: torch.dtype | None) -> None:
         raise TypeError("warmup: dtype must be a torch.dtype, got None")
 
 
+def _checked_device(device: torch.device) -> torch.device:
+    """The device, with the index of a GPU. "meta" is for tests: kernels are compiled, but not loaded."""
+    if device.type not in ("cpu", "cuda", "meta"):
+        raise RuntimeError(f"warmup: device must be a CUDA GPU or a CPU, got {device}")
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
+        raise RuntimeError(f"warmup: device must be a GPU that is there, got {device}, where torch finds none")
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("warmup: must run before the capture of a CUDA graph, not during it")
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+
 def plans_of(wanted: list[Wanted], rows: Sequence[int] | None, device: DeviceSpec) -> Iterator[tuple[Wanted, Plan]]:
     """Each plan that the planner would choose for one of these row counts, or for any row count if rows is None."""
     for each in wanted:
         problem = each.call("meta").problem
-        if each.direction == "backward" and not (problem.wants_dx or problem.wants_dw or problem.wants_db):
+        if each.direction == "backward" and not problem.wants_any:
             continue
         if rows is None:
             plans = [plan for _, plan in heuristics.choices(problem, device)]
@@ -240,8 +244,8 @@ def compile_builds(builds: list[Build], device: DeviceSpec, processes: int | Non
 
 
 def _start_worker(builds: list[Build], arch: int) -> subprocess.Popen:
-    """Start a worker process. Unlike one of multiprocessing it imports nothing of the caller's program. It never uses
-    Triton's interpreter."""
+    """Start a process that compiles the builds. Unlike one of multiprocessing it imports nothing of the caller's
+    program. It never uses Triton's interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     command = [sys.executable, "-c", WORKER, PACKAGE, sys.modules[PACKAGE].__file__]
