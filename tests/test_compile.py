@@ -79,10 +79,10 @@ def test_sample_holds_every_portable_kernel_on_every_architecture(arch):
     names = {kernel_name(launch) for case, mask in jobs for _, launch in launches_of(case, DEVICES[arch], mask)}
     assert names >= {
         "multiwave.forward",
-        "multiwave.forward_by_column_tiles",
+        "column_tiles.forward_by_column_tiles",
         "multiwave.backward",
-        "multiwave.backward_row_means",
-        "multiwave.backward_by_column_tiles",
+        "column_tiles.backward_row_means",
+        "column_tiles.backward_by_column_tiles",
         "column_sum.finalize",
     }
 

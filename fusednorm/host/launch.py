@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from .. import reference
-from ..kernels import column_sum, multiwave, parameter_gradients, pipelined, warp_specialized
+from ..kernels import column_sum, column_tiles, multiwave, parameter_gradients, pipelined, warp_specialized
 from ..kernels.column_reduction import ColumnTile
 from ..kernels.config import Norm, PartialsTile, RingTile, Tile
 from ..planner import budget, heuristics, tile_share
@@ -188,7 +188,7 @@ def _column_tile_forward(
     tile = _whole_row_tile(plan, _log2_divisor(call.x, cols=call.problem.cols))
     args = _forward_args(call, outputs)
     options = {"maxnreg": ROW_PASS_REGISTERS} if call.problem.x_dtype.itemsize >= 4 and tile.log2_divisor else {}
-    return [Launch(multiwave.forward_by_column_tiles, (call.rows,), args, norm, tile, options)]
+    return [Launch(column_tiles.forward_by_column_tiles, (call.rows,), args, norm, tile, options)]
 
 
 def _pipelined_forward(plan: PipelinedPlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int) -> list[Launch]:
@@ -217,7 +217,7 @@ def _column_tile_backward(
         tile = _whole_row_tile(plan, log2_divisor)
         num_counters = 0 if buffers.counters is None else triton.cdiv(problem.cols, plan.chunk)
         args = (*inputs[:-1], buffers.row_means, buffers.counters, num_counters, *sizes)
-        launches.append(Launch(multiwave.backward_row_means, (call.rows,), args, norm, tile))
+        launches.append(Launch(column_tiles.backward_row_means, (call.rows,), args, norm, tile))
     grid = (triton.cdiv(problem.cols, plan.chunk), ctas)
     tile = _column_tile(plan, log2_divisor)
     args = (*inputs, buffers.row_means, *buffers[:5], buffers.counters, *sizes)
@@ -228,7 +228,7 @@ def _column_tile_backward(
     else:
         threads = plan.ctas_per_sm * 32 * plan.num_warps
         options = {"maxnreg": budget.register_limit(threads, gpus.spec_of(call.x.tensor.device))}
-    launches.append(Launch(multiwave.backward_by_column_tiles, grid, args, norm, tile, options))
+    launches.append(Launch(column_tiles.backward_by_column_tiles, grid, args, norm, tile, options))
     return launches
 
 

@@ -1,0 +1,194 @@
+"""Rows that do not fit registers, in portable Triton: each CTA works on one column tile of a row at a time.
+
+Rows are read several times: once for each statistic or row mean, and once for the output. Of these passes only the
+first reads from beyond the cache. Where elements lie is as in multiwave.py.
+"""
+
+import triton
+import triton.language as tl
+
+from .loads import StatisticsInMemory, load_parameter
+from .multiwave import (
+    columns,
+    divisible,
+    load_residual,
+    load_row_statistics,
+    load_row_tile,
+    row_start,
+    rows_in_memory,
+    store_chunk,
+)
+from .rowmath import input_gradient, inverse_std, normalize, row_means
+
+
+@triton.jit(do_not_specialize=["rows", "x_inner"])
+def forward_by_column_tiles(
+    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows: "i64", cols, eps: "fp64", x_inner: "i64",
+    x_outer_stride: "i64", x_inner_stride: "i64",
+    norm: tl.constexpr, tile: tl.constexpr,
+):
+    """y of a row that does not fit registers, and mean and rstd unless their pointers are None; one row per CTA. Mean,
+    variance (the mean of (x - mean)^2) and y take a pass over the row's column tiles each. Only the first pass reads
+    from beyond the cache."""
+    cols = divisible(cols, tile)
+    x_rows = rows_in_memory(x_ptr, x_inner, x_outer_stride, x_inner_stride, tile)
+    row = tl.program_id(0).to(tl.int64)
+    x_row = x_ptr + row_start(x_rows, row, norm)
+    y_row = y_ptr + row * cols
+    lane = tl.arange(0, tile.chunk)
+    row_mean = 0.0
+    if norm.layer:
+        total = tl.full([tile.chunk], 0.0, norm.acc)
+        for start in range(0, cols, tile.chunk):
+            total += tl.load(x_row + start + lane, mask=lane < cols - start, other=0.0).to(norm.acc)
+        row_mean = tl.sum(total, axis=0) / cols
+        if mean_ptr is not None:
+            tl.store(mean_ptr + row, row_mean)
+    squares = tl.full([tile.chunk], 0.0, norm.acc)
+    for start in range(0, cols, tile.chunk):
+        valid = lane < cols - start
+        deviation = tl.load(x_row + start + lane, mask=valid, other=0.0).to(norm.acc)
+        if norm.layer:
+            deviation = tl.where(valid, deviation - row_mean, 0.0)
+        squares += deviation * deviation
+    mean_square = tl.sum(squares, axis=0) / cols
+    rstd = inverse_std(mean_square, tl.full([], eps, norm.acc))
+    if rstd_ptr is not None:
+        tl.store(rstd_ptr + row, rstd)
+    for start in range(0, cols, tile.chunk):
+        col = start + lane
+        valid = lane < cols - start
+        x = tl.load(x_row + col, mask=valid, other=0.0).to(norm.acc)
+        y = normalize(x, row_mean, rstd, norm)
+        if norm.has_weight:
+            y *= tl.load(weight_ptr + col, mask=valid, other=0.0).to(norm.acc)
+        if norm.has_bias:
+            y += tl.load(bias_ptr + col, mask=valid, other=0.0).to(norm.acc)
+        tl.store(y_row + col, y.to(y_ptr.dtype.element_ty), mask=valid)
+
+
+@triton.jit(do_not_specialize=["num_counters", "rows", "x_inner", "dy_inner"])
+def backward_row_means(
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, means_ptr, counters_ptr, num_counters, rows: "i64", cols,
+    x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64", dy_inner: "i64", dy_outer_stride: "i64",
+    dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
+    norm: tl.constexpr, tile: tl.constexpr,
+):
+    """First pass over rows that do not fit registers, one row per CTA: mean(g * x_hat) to means[0, row] and, for
+    LayerNorm, mean(g) to means[1, row]. CTA 0 also sets the counters of the second pass to zero. That pass is the next
+    launch on the stream, so it sees means and zeros."""
+    cols = divisible(cols, tile)
+    x_rows = rows_in_memory(x_ptr, x_inner, x_outer_stride, x_inner_stride, tile)
+    dy_rows = rows_in_memory(dy_ptr, dy_inner, dy_outer_stride, dy_inner_stride, tile)
+    row = tl.program_id(0).to(tl.int64)
+    if counters_ptr is not None:
+        if row == 0:
+            for start in range(0, num_counters, tile.chunk):
+                lane = tl.arange(0, tile.chunk)
+                tl.store(counters_ptr + start + lane, tl.zeros_like(lane), mask=lane < num_counters - start)
+    x_row = x_ptr + row_start(x_rows, row, norm)
+    dy_row = dy_ptr + row_start(dy_rows, row, norm)
+    rstd = tl.load(rstd_ptr + row * rstd_stride).to(norm.acc)
+    mean = rstd
+    if norm.layer:
+        mean = tl.load(mean_ptr + row * mean_stride).to(norm.acc)
+    sum_gx = tl.full([1, tile.chunk], 0.0, norm.acc)
+    sum_g = tl.full([1, tile.chunk], 0.0, norm.acc)
+    for start in range(0, cols, tile.chunk):
+        lane = tl.arange(0, tile.chunk)[None, :]
+        col = start + lane
+        valid = lane < cols - start
+        x_hat = normalize(tl.load(x_row + col, mask=valid, other=0.0).to(norm.acc), mean, rstd, norm)
+        g = tl.load(dy_row + col, mask=valid, other=0.0).to(norm.acc)
+        if norm.has_weight:
+            g *= tl.load(weight_ptr + col, mask=valid, other=0.0).to(norm.acc)
+        sum_gx += tl.where(valid, g * x_hat, 0.0)
+        sum_g += g
+    mean_gx, mean_g = row_means(sum_gx, sum_g, cols, norm)
+    here = means_ptr + row + tl.zeros([1, 1], tl.int64)
+    tl.store(here, mean_gx)
+    if norm.layer:
+        tl.store(here + rows, mean_g)
+
+
+@triton.jit(do_not_specialize=["rows", "x_inner", "dy_inner"])
+def backward_by_column_tiles(
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, residual_ptr, means_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr,
+    dw_ptr, db_ptr, counters_ptr, rows: "i64", cols, x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64",
+    dy_inner: "i64", dy_outer_stride: "i64", dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
+    norm: tl.constexpr, tile: tl.constexpr,
+):
+    """Second pass: CTA (c, p) owns column tile c (tile.chunk columns) of every num_programs(1)-th row tile, from the
+    p-th on. It needs the row means for dx only, so this kernel is also the whole of a backward without dx.
+
+    With counters, one for each column tile, the last CTA of a column tile to finish sums the tile's partials. The order
+    of the sum does not depend on which CTA is last. That CTA sees all partials: each CTA stores its own, meets at a
+    barrier and then counts itself by one atomic addition, a release of all that the barrier ordered before it. The
+    addition is an acquire as well, so the CTA that finds all others counted has their partials before it."""
+    cols = divisible(cols, tile)
+    left = tl.program_id(0).to(tl.int64) * tile.chunk  # rows may be wider than 2^31 elements
+    x_rows = rows_in_memory(x_ptr + left, x_inner, x_outer_stride, x_inner_stride, tile)
+    dy_rows = rows_in_memory(dy_ptr + left, dy_inner, dy_outer_stride, dy_inner_stride, tile)
+    source = StatisticsInMemory(mean_ptr, rstd_ptr, mean_stride, rstd_stride)
+    width = divisible(tl.minimum(cols - left, tile.chunk).to(tl.int32), tile)
+    weight = (0.0,)
+    if norm.has_weight and norm.wants_dx:
+        weight = load_parameter(weight_ptr + left, width, True, columns, tile)
+    dw = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
+    db = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
+    step = tl.num_programs(1) * tile.rows
+    row = tl.program_id(1).to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
+    x_next = load_row_tile(x_rows, row, rows, width, norm, tile)
+    dy_next = load_row_tile(dy_rows, row, rows, width, norm, tile)
+    for _ in range(tl.cdiv(rows - tl.program_id(1) * tile.rows, step)):
+        x = x_next[0].to(norm.acc)
+        dy = dy_next[0].to(norm.acc)
+        in_range = row < rows
+        statistics = load_row_statistics(source, row, rows, norm)
+        ahead = row + step
+        x_next = load_row_tile(x_rows, ahead, rows, width, norm, tile)
+        dy_next = load_row_tile(dy_rows, ahead, rows, width, norm, tile)
+        x_hat = normalize(x, statistics.mean, statistics.rstd, norm)
+        dw += dy * x_hat
+        db += dy
+        if norm.wants_dx:
+            mean_gx = tl.load(means_ptr + row, mask=in_range, other=0.0)[:, None]
+            mean_g = mean_gx
+            if norm.layer:
+                mean_g = tl.load(means_ptr + rows + row, mask=in_range, other=0.0)[:, None]
+            g = dy
+            if norm.has_weight:
+                g *= weight[0].to(norm.acc)
+            dx = input_gradient(g, x, statistics.mean, statistics.rstd, mean_gx, mean_g, norm)
+            start = (row * cols)[:, None]
+            if norm.has_residual:
+                dx += load_residual(residual_ptr + left, start, in_range[:, None], width, norm, tile)[0].to(norm.acc)
+            store_chunk(dx_ptr + left, start, dx, in_range[:, None], width, 0, tile)
+        row = ahead
+    partial = tl.program_id(1).to(tl.int64) * cols + tl.zeros([1, 1], tl.int64)
+    if norm.wants_dw:
+        store_chunk(dw_partial_ptr + left, partial, tl.sum(dw, axis=0)[None, :], partial >= 0, width, 0, tile)
+    if norm.wants_db:
+        store_chunk(db_partial_ptr + left, partial, tl.sum(db, axis=0)[None, :], partial >= 0, width, 0, tile)
+    if counters_ptr is not None:
+        tl.debug_barrier()  # every thread has stored its partials before the CTA is counted
+        others = tl.atomic_add(counters_ptr + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
+        tl.debug_barrier()  # no thread reads partials before the addition has acquired them
+        if others == tl.num_programs(1) - 1:
+            if norm.wants_dw:
+                sum_column_tile(dw_partial_ptr + left, dw_ptr + left, width, cols, norm, tile)
+            if norm.wants_db:
+                sum_column_tile(db_partial_ptr + left, db_ptr + left, width, cols, norm, tile)
+
+
+@triton.jit
+def sum_column_tile(partial_ptr, out_ptr, width, cols, norm: tl.constexpr, tile: tl.constexpr):
+    """Sum `width` columns of the partials of all CTAs along the rows, in the order of the CTAs."""
+    lane = tl.arange(0, tile.chunk)
+    here = partial_ptr + lane
+    total = tl.full([tile.chunk], 0.0, norm.acc)
+    for _ in range(tl.num_programs(1)):
+        # Bypass L1, which does not see what other SMs have written.
+        total += tl.load(here, mask=lane < width, other=0.0, cache_modifier=".cg")
+        here += cols
+    tl.store(out_ptr + lane, total.to(out_ptr.dtype.element_ty), mask=lane < width)
