@@ -92,7 +92,7 @@ class RingTile(Tile):
     tail: bool = False
     box: int = 256  # columns of a TMA box's innermost dimension: a row is [cols / box, box]
     vector: int = 8  # adjacent columns of a thread
-    threads_of_a_row: int = 32  # threads of a CTA that share a row's columns
+    threads_per_row: int = 32  # threads of a CTA that share a row's columns
     whole: bool = False  # the chunks are exactly a row, so that all threads have equally many columns
     weight_in_smem: bool = False  # weight and bias are kept in shared memory, else in registers
     # A tile's statistics are loaded a whole tile ahead, not half a tile, and the partials are stored before the last
@@ -106,7 +106,7 @@ class RingTile(Tile):
 
     @property
     def columns_per_thread(self) -> int:
-        return self.num_chunks * self.chunk // self.threads_of_a_row
+        return self.num_chunks * self.chunk // self.threads_per_row
 
     @property
     def stages(self) -> tl.constexpr:

@@ -46,7 +46,7 @@ def partial_store_layout(tile):
         return gl.SliceLayout(0, by_row_layout(tile))
     if tile.vector <= 4:
         return column_layout(tile)
-    of_warp = tile.vector * tile.threads_of_a_row // tile.num_warps  # adjacent columns of a warp
+    of_warp = tile.vector * tile.threads_per_row // tile.num_warps  # adjacent columns of a warp
     powers = [1 << bit for bit in range(tile.chunk.bit_length() - 1)]
     lanes = [n for n in powers if 4 <= n < min(of_warp, 128)]
     warps = [n for n in powers if of_warp <= n < of_warp * tile.num_warps]

@@ -42,7 +42,7 @@ def merge_moments(mean_a, variance_a, mean_b, variance_b):
 @gluon.jit
 def by_thread(chunk, tile: gl.constexpr):
     """[rows, cluster, chunk] seen as [rows, cluster, load, thread, adjacent column], in float32."""
-    threads: gl.constexpr = tile.threads_of_a_row
+    threads: gl.constexpr = tile.threads_per_row
     loads: gl.constexpr = tile.chunk // (threads * tile.vector)
     return gl.reshape(chunk.to(gl.float32), [tile.rows, tile.cluster, loads, threads, tile.vector])
 

@@ -28,7 +28,7 @@ from fusednorm.planner.plan import (
     num_ctas,
     num_partials,
     num_passes,
-    threads_of_a_row,
+    threads_per_row,
 )
 
 DATA = Path(__file__).parent / "data"
@@ -324,10 +324,10 @@ def assert_runs(plan, problem, rows, device):
         assert plan.ctas_per_sm * 32 * plan.num_warps * plan.max_registers <= device.registers_per_sm
     elif isinstance(plan, PipelinedPlan):
         assert plan.ctas_per_sm * 32 * plan.num_warps * plan.max_registers <= device.registers_per_sm
-        assert plan.chunk >= threads_of_a_row(plan)
+        assert plan.chunk >= threads_per_row(plan)
         assert plan.num_stages >= 2 or ctas == tiles, "one stage is for one tile"
     else:
-        assert plan.num_stages >= 2 and plan.num_stages % plan.num_groups == 0 and plan.chunk >= threads_of_a_row(plan)
+        assert plan.num_stages >= 2 and plan.num_stages % plan.num_groups == 0 and plan.chunk >= threads_per_row(plan)
         assert 32 * warps * budget.entry_registers(plan) <= device.registers_per_sm
 
 

@@ -9,7 +9,7 @@ from planning import make_problem
 
 from fusednorm.planner.device import H200
 from fusednorm.planner.heuristics import best_plan, choose
-from fusednorm.planner.plan import PipelinedPlan, columns_per_thread, is_whole, num_copies, num_ctas, threads_of_a_row
+from fusednorm.planner.plan import PipelinedPlan, columns_per_thread, is_whole, num_copies, num_ctas, threads_per_row
 from fusednorm.planner.tile_share import widens_in_pairs
 
 MANY_ROWS = 16384
@@ -48,14 +48,14 @@ def test_wide_rows_of_a_backward_have_many_columns_per_thread_rather_than_more_c
 @pytest.mark.parametrize("cols", [43008, 90112, 102400, 122880, 172032, 204800, 245760])
 def test_many_columns_per_thread_come_in_more_than_ten_chunks_of_four(norm, cols):
     plan = choose(make_problem(norm, cols), MANY_ROWS, H200)
-    assert 10 < plan.num_chunks <= 16 and plan.chunk == 4 * threads_of_a_row(plan) and num_copies(plan) <= 2
+    assert 10 < plan.num_chunks <= 16 and plan.chunk == 4 * threads_per_row(plan) and num_copies(plan) <= 2
 
 
 @pytest.mark.parametrize("cols", [3328, 3840, 15360])
 def test_or_of_two_where_these_are_exactly_a_row(cols):
     problem = make_problem("layer", cols)
     plan = choose(problem, MANY_ROWS, H200)
-    assert plan.num_chunks > 10 and plan.chunk == 2 * threads_of_a_row(plan) and is_whole(plan, cols)
+    assert plan.num_chunks > 10 and plan.chunk == 2 * threads_per_row(plan) and is_whole(plan, cols)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

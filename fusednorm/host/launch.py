@@ -36,7 +36,7 @@ from ..planner.plan import (
     is_whole,
     num_ctas,
     num_partials,
-    threads_of_a_row,
+    threads_per_row,
 )
 from ..problem import BackwardCall, ForwardCall, RowView
 from . import fallback, gpus, launcher, triton_compat
@@ -356,8 +356,8 @@ def _ring_tile(plan: RingPlan, problem: NormProblem, **more) -> RingTile:
         copy_chunks=plan.copy_chunks,
         tail=plan.tail,
         box=box_columns(plan, problem.cols),
-        vector=min(VECTOR_BYTES // problem.x_dtype.itemsize, plan.chunk // threads_of_a_row(plan)),
-        threads_of_a_row=threads_of_a_row(plan),
+        vector=min(VECTOR_BYTES // problem.x_dtype.itemsize, plan.chunk // threads_per_row(plan)),
+        threads_per_row=threads_per_row(plan),
         whole=is_whole(plan, problem.cols),
         weight_in_smem=plan.weight_in_smem,
         prefetches_statistics=budget.has_registers_to_prefetch(plan, problem),

@@ -25,7 +25,7 @@ from .plan import (
     is_whole,
     num_copies,
     rows_per_thread,
-    threads_of_a_row,
+    threads_per_row,
     warps_of_a_row,
 )
 
@@ -94,7 +94,7 @@ def _partial_store_buffers(plan: RingPlan, problem: NormProblem) -> list[Buffer]
         return []
     if isinstance(plan, PipelinedPlan):
         return [Buffer(4 * plan.rows_per_tile * plan.num_chunks * plan.chunk, 16, "after")] * wanted
-    threads, row_threads, stored = WARP_SIZE * plan.num_warps, threads_of_a_row(plan), 4
+    threads, row_threads, stored = WARP_SIZE * plan.num_warps, threads_per_row(plan), 4
     held = min(16 // problem.x_dtype.itemsize, plan.chunk // row_threads)  # adjacent columns of a thread
     return [Buffer(4 * plan.rows_per_tile * min(plan.chunk, max(held * row_threads, stored * threads)), 128, "loop")]
 
@@ -274,7 +274,7 @@ def _ring_forward_registers(plan: RingPlan, problem: NormProblem, device: Device
         need += 5 * REGISTER_STEP  # for sm_120 a build spilled without these
     if problem.norm == "layer" and plan.cluster > 1:
         need += 0.5 * rows * plan.cluster  # means and variances that come from the other CTAs
-    threads = threads_of_a_row(plan)
+    threads = threads_per_row(plan)
     most_threads = WARP_SIZE if problem.cols % 16 == 0 else 2 * WARP_SIZE  # the compiler tests one column in 16
     if problem.norm == "layer" and threads <= most_threads and not whole:
         need += 2 * plan.chunk / threads  # the mask of the last chunk's columns
@@ -307,7 +307,7 @@ def _one_row_registers_when_capped(plan: RingPlan, problem: NormProblem, device:
     if problem.norm == "rms":
         most_at_128, most_at_248 = (36 if few_copies else 32), (64 if plan.weight_in_smem else 60)
     else:
-        in_fours = plan.chunk == 4 * threads_of_a_row(plan) and not whole and problem.residual_dtype is None
+        in_fours = plan.chunk == 4 * threads_per_row(plan) and not whole and problem.residual_dtype is None
         one_chunk = plan.num_chunks == 1 and (hopper or whole)
         easy = one_chunk or (hopper and ((whole and plan.num_chunks <= 4) or (in_fours and few_copies)))
         most_at_128, most_at_248 = (32 if easy else 28 if few_copies and hopper else 24), (64 if hopper else 56)

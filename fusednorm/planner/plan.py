@@ -165,7 +165,7 @@ def has_two_rows_in_cluster(plan: RingPlan) -> bool:
     return rows_per_thread(plan) > 1
 
 
-def threads_of_a_row(plan: RingPlan) -> int:
+def threads_per_row(plan: RingPlan) -> int:
     """Threads of a CTA among which a row is divided; in a cluster the CTA's part of the row."""
     threads = 32 * plan.num_warps
     return threads if plan.cluster > 1 else threads // plan.rows_per_tile
@@ -178,7 +178,7 @@ def warps_of_a_row(plan: RingPlan) -> int:
 
 def columns_per_thread(plan: RingPlan) -> int:
     """Columns of one row per thread, padding included."""
-    return plan.chunk * plan.num_chunks // threads_of_a_row(plan)
+    return plan.chunk * plan.num_chunks // threads_per_row(plan)
 
 
 def padded_columns(plan: RingPlan) -> int:

@@ -25,7 +25,7 @@ from .plan import (
     num_copies,
     padded_columns,
     rows_per_thread,
-    threads_of_a_row,
+    threads_per_row,
     warps_of_a_row,
 )
 from .tile_share import (
@@ -218,10 +218,10 @@ def _streams_and_threads(plan: RingPlan, problem: NormProblem) -> tuple:
         return -distance(rows * columns, target), plan.ctas_per_sm
     streams = -abs(_num_streams(plan) - _preferred_streams(plan, problem))
     if problem.direction == "backward":
-        return streams, (rows, problem.cols / plan.cluster / threads_of_a_row(plan))
+        return streams, (rows, problem.cols / plan.cluster / threads_per_row(plan))
     few_ctas = problem.norm == "rms" or plan.cluster <= LARGEST_FORWARD_CLUSTER or has_many_warps(plan, problem)
     in_cluster = 1 < plan.cluster and few_ctas
-    several_rows = plan.rows_per_tile > 1 and (in_cluster or threads_of_a_row(plan) <= FEW_FORWARD_THREADS)
+    several_rows = plan.rows_per_tile > 1 and (in_cluster or threads_per_row(plan) <= FEW_FORWARD_THREADS)
     return streams, (several_rows, -distance(columns, FORWARD_COLUMNS))
 
 
@@ -232,7 +232,7 @@ def _num_streams(plan: RingPlan) -> int:
 
 def _bytes_per_thread(plan: RingPlan, problem: NormProblem) -> float:
     """Bytes of a row tile per thread, without the padding."""
-    columns = problem.cols / plan.cluster / threads_of_a_row(plan)
+    columns = problem.cols / plan.cluster / threads_per_row(plan)
     return rows_per_thread(plan) * columns * bytes_per_element(problem)
 
 
@@ -277,7 +277,7 @@ def _is_wide_row_of_copies(plan: RingPlan, problem: NormProblem) -> bool:
 def _is_better_in_two_copies(plan: RingPlan, problem: NormProblem) -> bool:
     """True if a row of a few large chunks is faster in two copies than in one."""
     one_row = problem.norm == "layer" and problem.direction == "forward" and plan.rows_per_tile == 1 < plan.cluster
-    large = plan.chunk >= MANY_COLUMNS_PER_CHUNK * threads_of_a_row(plan)
+    large = plan.chunk >= MANY_COLUMNS_PER_CHUNK * threads_per_row(plan)
     many = columns_per_thread(plan) > FORWARD_COLUMNS_IN_CLUSTER
     return one_row and large and many and not is_one_row(plan, problem) and not has_many_warps(plan, problem)
 
@@ -320,7 +320,7 @@ def _ring_stages(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> in
 
 def _ring_chunk(plan: RingPlan, problem: NormProblem) -> int:
     """Fastest chunk, in columns, for the threads of a row."""
-    threads = threads_of_a_row(plan)
+    threads = threads_per_row(plan)
     several_rows = plan.cluster == 1 and plan.rows_per_tile > 1
     if several_rows and problem.cols <= WHOLE_COLUMNS:
         return problem.cols

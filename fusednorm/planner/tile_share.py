@@ -20,7 +20,7 @@ from .plan import (
     has_two_rows_in_cluster,
     is_whole,
     rows_per_thread,
-    threads_of_a_row,
+    threads_per_row,
 )
 
 # Backward: the most bytes of x and its gradient that a thread has of a row tile, and the most columns, of which it
@@ -118,7 +118,7 @@ def _has_too_many_ctas(plan: RingPlan, problem: NormProblem) -> bool:
 
 def _may_have_many_columns(plan: RingPlan, problem: NormProblem) -> bool:
     """True if the higher limits of MANY_COLUMNS hold for a backward's tile."""
-    threads = threads_of_a_row(plan)
+    threads = threads_per_row(plan)
     if problem.norm == "rms" and threads >= THREADS_OF_RMS:
         return True
     four_warps = isinstance(plan, PipelinedPlan) and plan.cluster == 1 and plan.num_warps == 4
@@ -141,9 +141,9 @@ def _most_columns(plan: RingPlan, problem: NormProblem) -> int:
     if problem.direction == "backward":
         if _may_have_many_columns(plan, problem):
             return MANY_COLUMNS
-        few_threads = plan.cluster == 1 and threads_of_a_row(plan) < LEAST_THREADS_OF_MANY_COLUMNS
+        few_threads = plan.cluster == 1 and threads_per_row(plan) < LEAST_THREADS_OF_MANY_COLUMNS
         return MAX_COLUMNS_OF_FEW_THREADS if few_threads else MAX_COLUMNS_PER_THREAD
-    threads = threads_of_a_row(plan)
+    threads = threads_per_row(plan)
     too_wide = problem.norm == "layer" and problem.cols > LARGEST_FORWARD_CLUSTER * threads * FORWARD_COLUMNS_IN_CLUSTER
     if threads <= FEW_FORWARD_THREADS or too_wide or has_one_tile(problem):
         return FORWARD_COLUMNS_PER_THREAD
