@@ -53,7 +53,7 @@ mutants: $(READY)  ## which barrier, wait, arrival or fence of the kernels nobod
 	$(PYTHON) -m tests.simulator.mutants $(MUTANTS)
 
 fuzz: $(READY)  ## 20,000 drawn calls of the public face, right and wrong ones, against torch's own functions
-	PYTHONPATH=$(CURDIR) $(PYTHON) tests/public_face.py --cases 20000
+	PYTHONPATH=$(CURDIR) $(PYTHON) tests/face/public_face.py --cases 20000
 
 bench: $(READY)  ## our times beside the peers' and the floor, on a GPU; BENCH="--shapes 65536x1024"
 	$(PYTHON) -m bench.bench_norm $(BENCH)

@@ -10,7 +10,8 @@ import torch
 from fusednorm.tools.interpreter import enable_interpreter
 
 LONGEST = {"test_simulator", "test_native", "test_distributed"}
-collect_ignore = ["native", "simulator"]  # test_native.py and test_simulator.py run these, in processes of their own
+# host/test_native.py and kernels/test_simulator.py run these, in processes of their own.
+collect_ignore = ["host/native", "kernels/simulated", "simulator"]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import BF16, FP16, FP32, FP64
-from columns import DEVICES, Sums, builds, complaints, plans_of, problem_of
+from column_sums import DEVICES, Sums, builds, complaints, plans_of, problem_of
 from compiling import worker_processes
 from hypothesis import strategies as st
 from planning import given
@@ -205,7 +205,7 @@ def test_kernels_have_parameters_for_the_most_tensors():
     assert [len(launch_columns.ring_kernel(count)[1]) for count in (1, 8, 9, MAX_TENSORS)] == [8, 8, 64, 64]
 
 
-# On each architecture another dtype, count or alignment; `python tests/columns.py` tries them all.
+# On each architecture another dtype, count or alignment; `python tests/column_sums.py` tries them all.
 COMPILED = [
     Sums(4096, 4096, 1, BF16),
     Sums(4096, 4096, 3, FP32, out_dtype=BF16),

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from cases import BF16, FP16, FP32, FP64, guarded_buffers
-from columns import Sums, assert_sums_close
+from column_sums import Sums, assert_sums_close
 from torch.testing import assert_close
 
 import fusednorm

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from columns import Sums
+from column_sums import Sums
 
 from bench import bench_column_sum as bench
 from bench.timing import Times

@@ -338,6 +338,6 @@ with fusednorm.enable_eager():
     print(torch.equal(torch.nn.functional.layer_norm(x, (8,)), want))
 print("triton" in sys.modules, torch.cuda.is_initialized())
 """
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     asked = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=root)
     assert asked.stdout.split() == ["True", "False", "False"], asked.stderr

@@ -1,5 +1,5 @@
-"""What the C++ host side leaves to Python: forced plans, and whoever wants to see the ops. tests/test_native.py builds
-it and runs this."""
+"""What the C++ host side leaves to Python: forced plans, and whoever wants to see the ops. tests/host/test_native.py
+builds it and runs this."""
 
 from __future__ import annotations
 

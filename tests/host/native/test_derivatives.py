@@ -1,4 +1,4 @@
-"""Derivatives through the node of the C++ host side. tests/test_native.py builds it and runs this."""
+"""Derivatives through the node of the C++ host side. tests/host/test_native.py builds it and runs this."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import versions
-from columns import Sums
+from column_sums import Sums
 from planning import EVERY_ARCHITECTURE
 
 from fusednorm.host import triton_compat

@@ -1,8 +1,8 @@
 """The public face against torch's own: a call, written as an expression, gives stock's answer, raises stock's type of
 error, or says one sentence of ours. Nothing internal shows.
 
-    python tests/public_face.py --cases 20000                               # that many drawn calls
-    python tests/public_face.py "gpu: rms_norm(rand((3, 8), half), (8,))"   # one call, as a failure prints it
+    python tests/face/public_face.py --cases 20000                               # that many drawn calls
+    python tests/face/public_face.py "gpu: rms_norm(rand((3, 8), half), (8,))"   # one call, as a failure prints it
 
 The expression is evaluated three times: with our functions (after "gpu: " as for tensors that our kernels run on), with
 torch's, and with torch's in float64.
@@ -391,7 +391,7 @@ def fuzz(cases: int) -> int:
 
 
 def reproduction(call: str) -> str:
-    return f"python tests/public_face.py {shlex.quote(call)}"
+    return f"python tests/face/public_face.py {shlex.quote(call)}"
 
 
 def main() -> int:

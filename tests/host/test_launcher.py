@@ -25,7 +25,7 @@ def test_errors_of_a_launch_reach_the_caller(monkeypatch):
 
 
 def test_launches_are_handed_over_in_one_place():
-    package = Path(__file__).parent.parent / "fusednorm"
+    package = Path(__file__).parents[2] / "fusednorm"
     callers = {path.name for path in package.rglob("*.py") if re.search(r"\blaunch\.(load|run)\(\)", path.read_text())}
     assert callers == {"launcher.py"}
 

@@ -1,4 +1,4 @@
-"""What the C++ host side repeats, and what it does about errors. tests/test_native.py builds it and runs this."""
+"""What the C++ host side repeats, and what it does about errors. tests/host/test_native.py builds it and runs this."""
 
 from __future__ import annotations
 

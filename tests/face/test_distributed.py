@@ -1,7 +1,8 @@
 """Many processes: what people combine with norms, over gloo, in one world of two processes and one of four.
 
-    PYTHONPATH=. torchrun --nproc-per-node 2 tests/test_distributed.py      on two GPUs, over NCCL; or with
-                                                                    TRITON_INTERPRET=1 on CPUs, over gloo
+    PYTHONPATH=.:tests torchrun --nproc-per-node 2 tests/face/test_distributed.py
+
+runs them on two GPUs, over NCCL; with TRITON_INTERPRET=1 on CPUs, over gloo.
 
 Left to that run, because only NCCL or CUDA has it: our kernels beside NCCL's, on streams; attention in
 context_parallel_shards, whose ring torch has for kernels of CUDA; offload from one memory to another, which on a CPU
@@ -20,7 +21,7 @@ import sharded_models
 import sharded_ops
 from worlds import run_all, run_by_torchrun
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 COMBINATIONS = sharded_ops.COMBINATIONS + sharded_models.COMBINATIONS
 
 

@@ -13,7 +13,7 @@ from fusednorm.planner.device import H200
 from fusednorm.planner.heuristics import best_plan, choose
 from fusednorm.planner.plan import ColumnTilePlan, MultiWavePlan, PipelinedPlan, WarpSpecializedPlan
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 KINDS = (ColumnTilePlan, MultiWavePlan, PipelinedPlan, WarpSpecializedPlan)
 
 

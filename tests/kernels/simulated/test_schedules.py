@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from cases import BF16, FP16, FP32, FP64
-from columns import Sums
-
+from column_sums import Sums
 from simulator.problems import DX_ONLY, NO_DX, Problem, SumProblem, bits
 
 MIXED, HALVES, FLOATS = (BF16, FP32, BF16), (FP16, FP16, FP16), (FP32, FP32, FP32)

@@ -13,7 +13,7 @@ import torch
 import fusednorm
 from fusednorm import __main__
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "bench/RESULTS.md")]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
 NOTES, RESULTS = ROOT / "bench/NOTES.md", ROOT / "bench/results"

@@ -12,7 +12,7 @@ import torch
 
 from fusednorm.host import torch_compat
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 NAMES = [
     "_C._dynamo.guards._empty_strided_cuda",
     "_C._cuda_getDevice",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 
 
@@ -21,7 +21,8 @@ def run(*command, cwd: Path, site: Path | None = None) -> subprocess.CompletedPr
     """Python in a process that does not interpret Triton, with the site before everything else it imports from."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if site is not None:
-        environment["PYTHONPATH"] = os.pathsep.join(map(str, (site, ROOT / "tests")))
+        shared = ROOT / "tests", ROOT / "tests" / "face"  # the second for the wrong calls of test_errors
+        environment["PYTHONPATH"] = os.pathsep.join(map(str, (site, *shared)))
     command = [sys.executable, *map(str, command)]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
 
@@ -56,7 +57,7 @@ def site(tmp_path_factory) -> Path:
 
 
 def test_all_that_it_does_is_right_on_cpu_tensors(site):
-    tests = ROOT / "tests" / "native"
+    tests = ROOT / "tests" / "host" / "native"
     options = ["-q", "-o", f"pythonpath={site}", "-p", "no:cacheprovider", f"--confcutdir={tests}"]
     tried = run("-m", "pytest", *options, tests, cwd=site, site=site)
     output = tried.stdout[-20_000:] + tried.stderr[-5_000:]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bench import beside
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SMALL = ["--dry-run", "--shapes", "16x64", "--norms", "layer", "--rounds", "2", "--megabytes", "1"]
 FIELDS = {
     "date", "gpu", "torch", "norm", "rows", "cols", "x_dtype", "candidate", "mode", "company", "held_sms", "sm_margin",

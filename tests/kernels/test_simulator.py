@@ -1,6 +1,6 @@
 """The kernels run by a simulated GPU, as compiled: in processes that do not interpret, one for each of two processors.
 
-`python -m pytest --confcutdir=tests/simulator tests/simulator` runs them in this process.
+`python -m pytest --confcutdir=tests/simulator tests/simulator tests/kernels/simulated` runs them in this process.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PARTS = 2
 
 
 def test_every_kernel_gives_its_numbers_on_a_simulated_gpu_whatever_the_order():
-    folder = ROOT / "tests" / "simulator"
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", f"--confcutdir={folder}", folder]
+    simulator, kernels = ROOT / "tests" / "simulator", ROOT / "tests" / "kernels" / "simulated"
+    options = ["-q", "-rs", "-p", "no:cacheprovider", f"--confcutdir={simulator}"]
+    command = [sys.executable, "-m", "pytest", *options, simulator, kernels]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     started = [
         subprocess.Popen(

@@ -166,7 +166,7 @@ def test_command_needs_neither_triton_nor_cuda():
         "import sys; from fusednorm.__main__ import main; main(['plan', '--json']);"
         "import torch; print('triton' in sys.modules, torch.cuda.is_initialized())"
     )
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True).stdout
     assert out.splitlines()[-1] == "False False"
 

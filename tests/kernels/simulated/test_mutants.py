@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from cases import FP32
-from columns import Sums
-
+from column_sums import Sums
 from simulator.mutants import mutants_of, who_notices
 from simulator.problems import DX_ONLY, Problem, SumProblem
 

@@ -15,7 +15,7 @@ from fusednorm.host import native, torch_compat, triton_compat
 from fusednorm.tools import doctor
 from fusednorm.tools.doctor import Finding
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def gpu(major: int, minor: int) -> SimpleNamespace:

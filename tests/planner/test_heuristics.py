@@ -31,7 +31,7 @@ from fusednorm.planner.plan import (
     threads_of_a_row,
 )
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 MANY_ROWS = 16384
 BLACKWELL = [spec for spec in KNOWN if spec.arch >= 100]
 

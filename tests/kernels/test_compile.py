@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import columns
+import column_sums
 import pytest
 from cases import BF16, FP16, FP32, FP64, make_case
+from column_sums import Sums
 from compiling import (
     ALL_OUTPUTS,
     DEVICES,
@@ -110,9 +111,9 @@ def test_what_is_compiled_ahead_is_what_a_launch_looks_up(workers):
         assert workers.submit(launch_case, case, H200, mask).result() == ahead
 
 
-@pytest.mark.parametrize("sums", [columns.Sums(65536, 512), columns.Sums(20000, 64), columns.Sums(70, 131, 5)], ids=str)
+@pytest.mark.parametrize("sums", [Sums(65536, 512), Sums(20000, 64), Sums(70, 131, 5)], ids=str)
 def test_what_a_column_sum_loads_is_what_it_launches(workers, sums):
-    assert workers.submit(columns.loads, sums, 90).result() == workers.submit(columns.builds, sums, 90).result()
+    assert workers.submit(column_sums.loads, sums, 90).result() == workers.submit(column_sums.builds, sums, 90).result()
 
 
 LOOP = """

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PACKAGE, KERNELS = ROOT / "fusednorm", ROOT / "kernels"
 
 # A room is a folder, or a file at the root. From the public face down:
