@@ -104,7 +104,7 @@ def planned(case: Case, inputs: Inputs) -> list:
 
 SHAPES = [  # rows, cols; in between the dtypes go around once
     *((TROUBLED_ROWS, 1), (TROUBLED_ROWS, 3), (TROUBLED_ROWS, 32)),
-    *((1, 32), (2, 1), (37, 96), (53, 576), (19, 1023), (7, 1600), (13, 1987), (5, 4096)),
+    *((1, 32), (2, 1), (37, 96), (25, 576), (11, 1023), (7, 1600), (7, 1987), (5, 4096)),
 ]
 
 
@@ -147,7 +147,7 @@ TILES = [  # rows_per_tile, chunk, num_chunks, cols
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("rows", [1, 29])
+@pytest.mark.parametrize("rows", [1, 17])
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_every_row_tile_shape_serves_ragged_rows_and_columns(norm, tile, rows):
     *tile, cols = tile
@@ -296,11 +296,11 @@ def test_a_backward_without_dx_is_planned_as_one_that_needs_no_row_sums(norm):
 def test_a_backward_of_rows_too_wide_for_registers_is_two_launches(dtype, mask):
     from fusednorm.host import launch
 
-    case = make_case("layer", (70, 200), (dtype, FP32, dtype))
+    case = make_case("layer", (30, 100), (dtype, FP32, dtype))
     inputs = make_inputs(case)
     _, mean, rstd = run_forward(case, inputs)
     plan = ColumnTilePlan(4, 16, 4, 2, 64, 8)
-    operands = "layer", inputs.grad_out, inputs.x, (200,), mean, rstd, inputs.weight, inputs.bias, mask
+    operands = "layer", inputs.grad_out, inputs.x, (100,), mean, rstd, inputs.weight, inputs.bias, mask
     assert len(launch.prepare_backward(check_backward(BackwardOperands(*operands)), plan).launches) == 2
     assert_outputs_close(Outputs(None, None, None, *run_backward(case, inputs, mean, rstd, plan, mask)), case, inputs)
 
