@@ -19,6 +19,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # compile start a process of their own, without the variable.
     if "gpu" not in config.option.markexpr.replace("not gpu", ""):
         enable_interpreter()
+        # Tensors are small: a second thread would mostly wait, and take the time of other processes for that.
+        torch.set_num_threads(1)
+        os.environ["OMP_NUM_THREADS"] = "1"  # for processes that tests start
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
