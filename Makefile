@@ -53,7 +53,7 @@ mutants: $(READY)  ## lists the barriers, waits, arrivals and fences that can be
 	$(PYTHON) -m tests.simulator.mutants $(MUTANTS)
 
 fuzz: $(READY)  ## compares 20,000 random calls of the public functions, valid or not, with torch's own
-	PYTHONPATH=$(CURDIR) $(PYTHON) tests/public_face.py --cases 20000
+	PYTHONPATH=$(CURDIR) $(PYTHON) tests/face/public_face.py --cases 20000
 
 bench: $(READY)  ## times our norms, the peers' and the floor, on a GPU; BENCH="--shapes 65536x1024"
 	$(PYTHON) -m bench.bench_norm $(BENCH)

@@ -10,7 +10,8 @@ import torch
 from fusednorm.tools.interpreter import enable_interpreter
 
 LONGEST = {"test_simulator", "test_native", "test_distributed"}
-collect_ignore = ["native", "simulator"]  # test_native.py and test_simulator.py run these, in processes of their own
+# host/test_native.py and kernels/test_simulator.py run these, in processes of their own.
+collect_ignore = ["host/native", "kernels/simulated", "simulator"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -18,6 +19,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # compile start a process of their own, without the variable.
     if "gpu" not in config.option.markexpr.replace("not gpu", ""):
         enable_interpreter()
+        # Tensors are small: a second thread would mostly wait, and take the time of other processes for that.
+        torch.set_num_threads(1)
+        os.environ["OMP_NUM_THREADS"] = "1"  # for processes that tests start
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

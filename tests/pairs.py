@@ -19,13 +19,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAIRS = {"2.11.0": "3.6.0", "2.13.0": "3.7.1", "2.14.1": "3.8.0", "2.15.0": "3.9.0"}  # Triton by torch
-SUITES = {
-    "face": "autograd drop_in errors export functional models modules ops opinfo public_face testing torch_compat",
-    "compile": "compile folding inductor",
-    "sharding": "distributed",
-    "interpreter": "column_sum demo fallback interpreter multiwave partial_sums row_moments",
-    "native": "doctor launcher likeness native recipe triton_compat warm",
-    "simulator": "simulator",
+SUITES = {  # tests/ROOM/test_NAME.py, as ROOM/NAME
+    "face": "face/autograd face/errors face/functional face/modules face/ops face/opinfo face/public_face face/testing "
+    "host/torch_compat integrations/drop_in integrations/export integrations/models",
+    "compile": "kernels/compile integrations/folding integrations/inductor",
+    "sharding": "face/distributed",
+    "interpreter": "columns/column_sum host/fallback kernels/interpreter kernels/multiwave kernels/partial_sums "
+    "kernels/row_moments tools/demo",
+    "native": "host/launcher host/likeness host/native host/recipe host/triton_compat tools/doctor tools/warm",
+    "simulator": "kernels/simulator",
 }
 
 
@@ -45,7 +47,7 @@ def environment(torch: str, folder: Path) -> Path:
 def run(torch: str, suite: str, folder: Path) -> str:
     """pytest's own count, such as "12 passed, 1 skipped"; what it says else is in a file."""
     variables = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHONPATH")}
-    files = [f"tests/test_{name}.py" for name in SUITES[suite].split()]
+    files = ["tests/{}/test_{}.py".format(*name.split("/")) for name in SUITES[suite].split()]
     command = [environment(torch, folder), "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *files]
     said = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
     log = folder / f"torch-{torch}-{suite}.log"

@@ -1,4 +1,4 @@
-"""The tests of tests/integrations/, each with the released package that it is about, without a GPU and offline.
+"""The tests of tests/stacks/, each with the released package that it is about, without a GPU and offline.
 
     python tests/stacks.py                              # all of them: some three minutes on two cores
     python tests/stacks.py --stacks torchtitan megatron
@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-STACKS = {  # tests/integrations/test_*.py, and the packages that each needs
+STACKS = {  # tests/stacks/test_*.py, and the packages that each needs
     "kernels": ("kernels", "transformers"),
     "torchtitan": ("torchtitan", "spmd_types"),
     "megatron": ("megatron-core",),
@@ -62,7 +62,7 @@ def run(python: Path, stack: str, folder: Path) -> str:
     variables = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHONPATH")}
     # Started elsewhere than in ROOT, whose folder kernels/ would stand before the package of that name.
     command = [python, "-m", "pytest", "-q", "-o", "pythonpath=", "-p", "no:cacheprovider", f"test_{stack}.py"]
-    place = ROOT / "tests" / "integrations"
+    place = ROOT / "tests" / "stacks"
     said = subprocess.run(command, cwd=place, env=variables | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
     log = folder / f"stack-{stack}.log"
     log.write_text(said.stdout + said.stderr)

@@ -29,8 +29,8 @@ from typing import NamedTuple
 
 import torch
 from budgets import MIXES, ODD_MIXES, WIDTHS, complaints, problems
-from columns import Sums
-from columns import complaints as column_complaints
+from column_sums import Sums
+from column_sums import complaints as column_complaints
 from compiling import worker_processes
 from planning import EVERY_ARCHITECTURE, make_problem
 
@@ -42,7 +42,7 @@ ROOT = Path(__file__).parent.parent
 RELEASES = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 SOURCES = (
     *("kernels/*.py", *(f"fusednorm/{name}.py" for name in ("planner/*", "host/*", "columns/*", "problem"))),
-    *("tests/budgets.py", "tests/columns.py", "tests/compiling.py", "tests/planning.py"),
+    *("tests/budgets.py", "tests/column_sums.py", "tests/compiling.py", "tests/planning.py"),
 )
 
 

@@ -14,6 +14,7 @@ import inspect
 import json
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 import traceback
@@ -113,8 +114,9 @@ def run_all(size: int, combinations: list[Combination], folder: Path) -> dict[st
     context.set_forkserver_preload(["fusednorm.host.launch", "torch._dynamo", *modules])
     names = [each.name for each in combinations if size in each.sizes]
     children = [context.Process(target=_work, args=(rank, size, combinations, folder)) for rank in range(size)]
-    for child in children:
-        child.start()
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # it does not take sys.path from this one
+        for child in children:
+            child.start()
     deadline = time.monotonic() + PATIENCE_SECONDS
     while any(child.is_alive() for child in children) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Shared memory and registers of a plan: arithmetic only, held against the compiler by tests/test_budget.py.
+"""Shared memory and registers of a plan: arithmetic only, held against the compiler by tests/kernels/test_budget.py.
 
 Shared memory is exact for the ring kernels and an upper bound for the portable kernels. Where Triton's releases differ,
 the largest value counts, so every release gets the same plan. Registers are upper bounds: with that many registers per

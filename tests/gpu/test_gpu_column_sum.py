@@ -9,7 +9,7 @@ import pytest
 import torch
 from calls import skip_unless_memory
 from cases import BF16, FP16, FP32, FP64, guarded_buffers
-from columns import Sums, assert_sums_close
+from column_sums import Sums, assert_sums_close
 
 import fusednorm
 from fusednorm.columns.plan import KERNELS, Choice, RingSum, choose, portable_plans, ring_fault, ring_plans

@@ -26,7 +26,7 @@ from fusednorm.testing import relative_error
 
 pytestmark = pytest.mark.gpu
 
-ROOT, OPS = Path(__file__).parent.parent.parent, torch.ops.fusednorm
+ROOT, OPS = Path(__file__).parents[2], torch.ops.fusednorm
 NORM_OF = {"gpt2": "layer", "llama": "rms"}
 WIDTH, HEADS = 1024, 8
 

@@ -1,5 +1,5 @@
-"""These tests compile kernels, which a process that interprets them cannot: tests/test_simulator.py runs them in two
-processes of their own."""
+"""These tests compile kernels, which a process that interprets them cannot: tests/kernels/test_simulator.py runs them
+in two processes of their own."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import versions
 from cases import BF16, FP32, LAYOUTS, MIXED_DTYPES, SAME_DTYPES
-from columns import Sums
+from column_sums import Sums
 from devices import named
 from planning import make_problem
 from tqdm import tqdm

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from cases import BF16, FP32
-from columns import Sums
+from column_sums import Sums
 from tqdm import tqdm
 
 from .order import Deadlock

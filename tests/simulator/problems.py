@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 from cases import BF16, LAYOUTS, lay_out, make_case
-from columns import Sums, assert_sums_close
+from column_sums import Sums, assert_sums_close
 from torch import Tensor
 
 import fusednorm

@@ -1,0 +1,205 @@
+"""column_sum on CPU and meta tensors: values, errors, derivatives, and what torch asks of an op; its portable kernel by
+the interpreter."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from cases import BF16, FP16, FP32, FP64, guarded_buffers
+from column_sums import Sums, assert_sums_close
+from torch.testing import assert_close
+
+import fusednorm
+from fusednorm.columns.plan import MAX_TENSORS, Choice, portable_plans
+from fusednorm.columns.problem import check_column_sum
+from fusednorm.planner.device import A100, H200, RTX_5090
+
+OP = torch.ops.fusednorm.column_sum
+
+
+@pytest.mark.parametrize("total", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 57])
+@pytest.mark.parametrize("dtype", [FP16, BF16, FP32, FP64], ids=str)
+def test_sums_are_those_of_float64(dtype, count, total):
+    inputs = Sums(300, 40, count, dtype).inputs()
+    got = fusednorm.column_sum(inputs, total=total)
+    assert [(s.dtype, s.shape) for s in got] == [(dtype, (40,))] * (1 if total else count)
+    assert_sums_close(got, inputs, total)
+
+
+@pytest.mark.parametrize("dtype, out_dtype", [(BF16, FP32), (FP32, FP16), (FP16, BF16), (FP32, FP64), (FP64, FP32)])
+def test_result_has_the_dtype_asked_for_and_is_rounded_once(dtype, out_dtype):
+    inputs = Sums(3000, 8, 2, dtype).inputs()
+    got = fusednorm.column_sum(inputs, dtype=out_dtype)
+    assert {s.dtype for s in got} == {out_dtype}
+    assert_sums_close(got, inputs)
+
+
+@pytest.mark.parametrize("shape", [(5,), (0, 4), (3, 0), (2, 0, 4), (1, 1), (2, 3, 4, 5)], ids=str)
+def test_all_dims_but_the_last_are_summed(shape):
+    x = torch.randn(shape)
+    rows = x.reshape(math.prod(shape[:-1]), shape[-1])
+    assert_close(fusednorm.column_sum([x])[0], rows.sum(0))
+    assert_close(fusednorm.column_sum([x, x], total=True)[0], 2 * rows.sum(0))
+
+
+@pytest.mark.parametrize("total", [False, True])
+def test_more_tensors_than_one_launch_takes(total):
+    inputs = Sums(6, 5, 2 * MAX_TENSORS + 3, BF16).inputs()
+    assert_sums_close(fusednorm.column_sum(inputs, total=total), inputs, total)
+
+
+def test_autograd_does_not_record_what_needs_no_gradient():
+    x = torch.randn(3, 4, requires_grad=True)
+    with torch.no_grad():
+        assert not fusednorm.column_sum([x])[0].requires_grad
+    with torch.inference_mode():
+        assert fusednorm.column_sum([x])[0].is_inference()
+
+
+ERRORS = {
+    "inputs must hold at least one tensor, got none": ([],),
+    r"inputs\[0\] must have at least one dimension, got shape \(\)": ([torch.tensor(1.0)],),
+    r"inputs\[0\] must have dtype float16, .*, got torch.int32": ([torch.ones(2, dtype=torch.int32)],),
+    r"inputs\[1\] must have shape \(2,\) as inputs\[0\] has, got \(3,\)": ([torch.ones(2), torch.ones(3)],),
+    r"inputs\[1\] must have dtype torch.float32 .*, got torch.float16": ([torch.ones(2), torch.ones(2).half()],),
+    r"inputs\[1\] must have device cpu .*, got meta": ([torch.ones(2), torch.ones(2, device="meta")],),
+    "dtype must be float16, .*, got torch.int64": ([torch.ones(2)], torch.int64),
+}
+
+
+@pytest.mark.parametrize("message", ERRORS)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_bad_arguments_are_refused_in_one_sentence(message, requires_grad):
+    tensors, *dtype = ERRORS[message]
+    inputs = [t.clone().requires_grad_(requires_grad and t.is_floating_point()) for t in tensors]
+    with pytest.raises(RuntimeError, match=f"^column_sum: {message}$"):
+        fusednorm.column_sum(inputs, dtype=dtype[0] if dtype else None)
+
+
+@pytest.mark.parametrize("total", [False, True])
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_opcheck(dtype, requires_grad, total):
+    inputs = [torch.randn(2, 3, 8, dtype=dtype).transpose(0, 1).requires_grad_(requires_grad) for _ in range(3)]
+    for out_dtype in (None, FP32):
+        torch.library.opcheck(OP.default, (inputs,), {"total": total, "dtype": out_dtype})
+
+
+@pytest.mark.parametrize("total", [False, True])
+def test_derivatives_of_first_and_second_order_are_right(total):
+    def sums(*inputs):
+        return tuple(fusednorm.column_sum(inputs, total=total))
+
+    inputs = [torch.randn(2, 3, 4, dtype=FP64, requires_grad=needs) for needs in (True, False, True)]
+    assert torch.autograd.gradcheck(sums, inputs)
+    assert torch.autograd.gradgradcheck(sums, inputs)
+
+
+def test_gradient_has_the_dtype_of_the_input_and_only_where_one_is_needed():
+    inputs = [torch.randn(3, 4, dtype=BF16, requires_grad=needs) for needs in (True, False, True)]
+    first, _, _ = fusednorm.column_sum(inputs, dtype=FP32)
+    first.backward(torch.arange(4.0))
+    assert [x.grad is None for x in inputs] == [False, True, True]
+    assert inputs[0].grad.dtype == BF16
+    assert torch.equal(inputs[0].grad, torch.arange(4.0).expand(3, 4).bfloat16())
+
+
+def test_torch_func_looks_into_the_sums():
+    a, b = torch.randn(5, 3, 4), torch.randn(5, 3, 4)
+    first, second = torch.func.vmap(lambda a, b: fusednorm.column_sum([a, b]))(a, b)
+    assert_close(first, a.sum(1))
+    assert_close(second, b.sum(1))
+    grad = torch.func.grad(lambda x: fusednorm.column_sum([x])[0].square().sum())(a[0])
+    assert_close(grad, 2 * a[0].sum(0).expand(3, 4))
+
+
+def test_one_compiled_graph_serves_every_row_count():
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    @torch.compile(backend=backend, fullgraph=True, dynamic=True)
+    def both(x, y):
+        return fusednorm.column_sum([x, y]) + fusednorm.column_sum([x, y], total=True)
+
+    for rows in (2, 3, 17, 100):
+        inputs = torch.randn(rows, 8), torch.randn(rows, 8)
+        *each, total = both(*inputs)
+        assert_sums_close(each, inputs)
+        assert_sums_close([total], inputs, total=True)
+    assert len(graphs) == 1
+
+
+def test_compiled_backward_is_the_eager_one():
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def loss(x):
+        return fusednorm.column_sum([x])[0].square().sum()
+
+    x = torch.randn(6, 4, requires_grad=True)
+    loss(x).backward()
+    assert_close(x.grad, 2 * x.detach().sum(0).expand(6, 4))
+
+
+def test_explanation_says_what_runs_and_why_not_tma():
+    def text(*shape, count=1, device=H200, **options):
+        inputs = [torch.empty(shape, dtype=BF16, device="meta")] * count
+        return str(fusednorm.explain_column_sum(inputs, device=device, **options))
+
+    assert "RingSum" in text(16384, 16384) and "shared memory" in text(16384, 16384)
+    assert "not by TMA: it needs compute capability 9.0" in text(16384, 16384, device=A100)
+    assert "multiples of 16 bytes" in text(16384, 1001)
+    assert "float64" in text(16384, 16384, dtype=FP64)
+    assert "has no room in shared memory" in text(4096, 1024, count=64, total=True, device=RTX_5090)
+    assert "second launch" in text(65536, 256)
+    assert "ATen" in str(fusednorm.explain_column_sum([torch.ones(2, 2)]))
+
+
+def test_explanation_names_the_inputs_that_are_copied():
+    packed = torch.randn(4, 6, 8).transpose(0, 1)  # rows at two strides
+    text = str(fusednorm.explain_column_sum([torch.randn(6, 4, 8), packed, packed], device=H200))
+    assert "inputs 1, 2 are copied first" in text
+
+
+# The portable kernel, and with it the finalizer, in the interpreter.
+INTERPRETED = [
+    (Sums(300, 200, 1, FP32), 1),
+    (Sums(300, 200, 1, FP32), 3),
+    (Sums(70, 130, 3, BF16, out_dtype=FP32), 2),
+    (Sums(70, 130, 3, BF16, total=True), 2),
+    (Sums(33, 1, 2, FP16), 1),
+    (Sums(5, 7, 2, FP64, total=True), 3),
+    (Sums(1, 9, 1, FP32, out_dtype=FP64), 1),
+]
+
+
+@pytest.mark.parametrize("sums, splits", INTERPRETED, ids=str)
+def test_portable_kernel_sums_every_row_once_whatever_the_tile(sums, splits):
+    pytest.importorskip("triton")
+    from fusednorm.columns import launch as launch_columns
+
+    inputs = sums.inputs()
+    call = check_column_sum(inputs, sums.total, sums.out_dtype)
+    for plan in portable_plans(call.problem, A100):
+        with guarded_buffers() as buffers:
+            got = launch_columns.column_sum(call, Choice(plan, splits))
+        assert len(buffers) == len(got) + (splits > 1)
+        assert_sums_close(got, inputs, sums.total)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_portable_kernel_reads_rows_in_place(count):
+    pytest.importorskip("triton")
+    from fusednorm.columns import launch as launch_columns
+
+    storage = torch.full((40, 3 * 24), float("nan"))
+    inputs = [storage[::2, 24 * i : 24 * i + 20] for i in range(count)]
+    for x in inputs:
+        x.copy_(torch.randn(20, 20))
+    call = check_column_sum(inputs, False, None)
+    assert all(view.tensor.data_ptr() == x.data_ptr() for view, x in zip(call.views, inputs, strict=True))
+    assert_sums_close(launch_columns.column_sum(call), inputs)

@@ -1,0 +1,337 @@
+"""What the C++ host side repeats, and what it does about errors. tests/host/test_native.py builds it and runs this."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import test_errors
+import torch
+from cases import BF16, FP16, FP32, FP64, NORMS, lay_out, make_case, statistic_layouts
+from fake_gpu import ILLEGAL_ADDRESS, STREAM, Config, Launched, Map
+from norms import (
+    OPS,
+    SHAPE,
+    assert_grads_close,
+    assert_right,
+    backward_of,
+    exact_grads,
+    forward_of,
+    norms,
+    operands,
+    ours,
+    statistics_of,
+)
+from torch.testing import assert_close
+
+from fusednorm import reference, sm_margin
+from fusednorm.host import launch, native, recipe, straight_line
+from fusednorm.operands import BackwardOperands, ForwardOperands
+from fusednorm.planner import heuristics
+from fusednorm.planner.device import H200
+from fusednorm.planner.plan import ColumnRingPlan, ColumnTilePlan, MultiWavePlan, PipelinedPlan
+from fusednorm.problem import check_backward, check_forward
+from fusednorm.testing import make_inputs
+
+BF16_FP32 = (BF16, FP32, BF16)
+
+
+ALL, DX, NO_DX = (True, True, True), (True, False, False), (False, True, True)
+
+
+REPEATED = [  # plan, shape, dtypes, mask of a backward; of the widest one norm, as they take long to compile
+    *((norm, MultiWavePlan, (64, 2048), BF16_FP32, None) for norm in NORMS),
+    *((norm, PipelinedPlan, (64, 4096), BF16_FP32, ALL) for norm in NORMS),
+    *((norm, PipelinedPlan, (64, 4096), BF16_FP32, DX) for norm in NORMS),
+    ("rms", PipelinedPlan, (16, 32768), BF16_FP32, None),
+    ("layer", PipelinedPlan, (16, 32768), BF16_FP32, ALL),
+    *((norm, ColumnRingPlan, (2048, 1024), BF16_FP32, NO_DX) for norm in NORMS),
+    ("rms", MultiWavePlan, (64, 1000), (BF16, BF16, FP32), None),
+    ("layer", MultiWavePlan, (64, 1000), (BF16, BF16, FP32), ALL),
+    *((norm, MultiWavePlan, SHAPE, (FP64, FP64, FP64), ALL) for norm in NORMS),
+    *((norm, MultiWavePlan, SHAPE, (FP16, None, FP16), ALL) for norm in NORMS),
+    ("layer", ColumnTilePlan, (3, 262144), (FP32, FP32, FP32), ALL),
+]
+
+
+@pytest.mark.parametrize("norm, plan, shape, dtypes, mask", REPEATED, ids=str)
+def test_the_driver_gets_what_python_would_launch(norm, plan, shape, dtypes, mask, gpu):
+    recipe_ = repeat_and_compare(make_case(norm, shape, dtypes), plan, mask, gpu)
+    sums = mask not in (None, DX) and None not in dtypes and plan is not ColumnTilePlan
+    assert (recipe_.steps[-1].build.name == "finalize") == sums
+
+
+@norms
+@pytest.mark.parametrize("mask", [None, ALL], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    "layout, statistics", [("row_strided", "[M, 1]"), ("packed_slice", "strided"), ("packed_slice_of_grad_only", "[M]")]
+)
+def test_so_it_does_for_memory_that_is_not_contiguous(norm, mask, layout, statistics, gpu):
+    case = make_case(norm, (2, 3, 4, 40), (FP32, FP32, FP32))
+    repeat_and_compare(case, MultiWavePlan, mask, gpu, layout, statistics)
+
+
+def repeat_and_compare(case, plan, mask, gpu, layout=None, statistics="[M]"):
+    """The recipe of the case, after a call has been repeated by it and held against what Python launches."""
+    calls = []
+    for seed in (0, 1):
+        given = inputs = make_inputs(case, seed=seed)
+        if layout is not None:
+            given = lay_out(inputs, layout)
+        if mask is None:
+            op, arguments = forward_of(case, given)
+        else:
+            mean, rstd = (statistic_layouts(each)[statistics] for each in statistics_of(case, inputs))
+            op, arguments = backward_of(case, given, mask, mean=mean, rstd=rstd)
+        calls.append(arguments)
+    op(*calls[0])
+    with gpu.repeating():
+        outputs = op(*calls[1])
+    assert_right(case, inputs, outputs, mask)
+    ((cached,),) = recipe._cached.values()
+    recipe_ = cached.recipe
+    check, operands = (check_forward, ForwardOperands) if mask is None else (check_backward, BackwardOperands)
+    call = check(operands(case.norm, *pythons_arguments(case, calls[1])))
+    assert isinstance(heuristics.choose(call.problem, call.rows, H200), plan)
+    assert [launched.config for launched in gpu.launched] == [config_of(step) for step in recipe_.steps]
+    sent = [values_of(launched) for launched in gpu.launched]
+    assert sent == launched_by_python(recipe_, tensors_of(case, calls[1]), outputs, gpu)
+    return recipe_
+
+
+def pythons_arguments(case, arguments) -> tuple:
+    """Those of check_forward or check_backward, for an op's."""
+    if case.norm == "layer":
+        return arguments
+    if len(arguments) == 4:
+        return *arguments[:3], None, arguments[3]
+    grad_out, x, shape, rstd, weight, mask = arguments
+    return grad_out, x, shape, None, rstd, weight, None, (*mask, False)
+
+
+def tensors_of(case, arguments) -> list:
+    """In the order of recipe.py."""
+    tensors = [each for each in pythons_arguments(case, arguments) if each is None or isinstance(each, torch.Tensor)]
+    return tensors if len(arguments) <= 5 and len(tensors) == 3 else [*tensors, None]
+
+
+def config_of(step) -> Config:
+    """As Triton's launcher makes it."""
+    num_warps, cluster, shared_bytes = step.build.compiled.packed_metadata
+    x, y, z = step.arguments[:3]
+    return Config(
+        step.build.compiled.function, STREAM, (x * cluster, y, z), (32 * num_warps, 1, 1), shared_bytes,
+        (cluster, 1, 1), int(cluster > 1), int(step.build.name == "finalize"),
+    )  # fmt: skip
+
+
+def values_of(launched: Launched) -> list:
+    """All parameters in their order; the scratch memory of Triton's, of which there is none, comes last."""
+    values = [v.known() if isinstance(v, Map) else v for v in launched.parameters.values()]
+    assert values[-2:] == [0, 0]
+    return values[:-2]
+
+
+def launched_by_python(recipe_, tensors, outputs, gpu) -> list[list]:
+    """What the recipe launches in Python for the same tensors and the same memory of outputs and workspace."""
+    workspace = SimpleNamespace(data_ptr=lambda: workspace_address(recipe_, gpu.launched, len(tensors)))
+    memory = iter([*(each for each in outputs if each is not None), workspace])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(straight_line, "allocate", lambda *_: next(memory))
+        straight_line.python_of(recipe_, tensors, lambda *_: True)(*tensors)
+    launched = [step.build.launched.pop() for step in recipe_.steps]
+    return [
+        [arguments[position] for position, _ in step.build.parameter_types()]
+        for step, arguments in zip(recipe_.steps, launched, strict=True)
+    ]
+
+
+def workspace_address(recipe_, launched, tensors: int) -> int:
+    """Where the C++ side had it: any slot of it says so."""
+    for step, each in zip(recipe_.steps, launched, strict=True):
+        positions = [position for position, _ in step.build.parameter_types()]
+        for slot in step.slots:
+            if slot.index == tensors + len(recipe_.written) - 1:
+                return list(each.parameters.values())[positions.index(slot.position)] - slot.offset
+    return 0
+
+
+def other_operands(inputs):
+    """Changes to what both directions have in common."""
+    x, weight, bias = inputs.x, inputs.weight, inputs.bias
+    yield "rows", {"x": x[1:], "rows": 15}
+    yield "batch dims", {"x": x.flatten(0, 1), "grad_out": inputs.grad_out.flatten(0, 1)}
+    yield "strides", {"x": torch.randn(4, 5, 48)[..., :40]}
+    yield "alignment of x", {"x": torch.randn(801)[1:].view(4, 5, 40)}
+    yield "dtype of x", {"x": x.double(), "statistics": FP64}
+    yield "dtype of weight", {"weight": weight.bfloat16()}
+    yield "dtype of bias", {"bias": bias.bfloat16()}
+    yield "strides of weight", {"weight": torch.randn(80)[::2]}
+    yield "alignment of weight", {"weight": torch.randn(41)[1:]}
+    yield "no weight", {"weight": None}
+    yield "no bias", {"bias": None}
+    yield "normalized_shape", {"shape": (5, 40), "weight": torch.randn(5, 40), "bias": torch.randn(5, 40), "rows": 4}
+
+
+def other_forwards(case, inputs):
+    for name, changes in other_operands(inputs):
+        operands = {key: each for key, each in changes.items() if key not in ("rows", "statistics", "grad_out")}
+        yield name, forward_of(case, inputs, **operands)
+    yield "eps", forward_of(case, inputs, eps=2 * case.eps)
+    yield "norm", forward_of(make_case("rms", case.shape, (FP32,) * 3), inputs)
+
+
+def other_backwards(case, inputs):
+    for name, changes in other_operands(inputs):
+        rows, dtype = changes.pop("rows", 20), changes.pop("statistics", FP32)
+        statistics = {each: torch.rand(rows, dtype=dtype) for each in ("mean", "rstd")}
+        like = changes.get("x", inputs.x)
+        yield name, backward_of(case, inputs, **({"grad_out": torch.randn(like.shape)} | statistics | changes))
+    yield "dtype of grad_out", backward_of(case, inputs, grad_out=inputs.grad_out.double())
+    yield "strides of grad_out", backward_of(case, inputs, grad_out=torch.randn(1).expand(case.shape))
+    yield "shape of rstd", backward_of(case, inputs, rstd=torch.rand(4, 5, 1))
+    yield "dtype of mean", backward_of(case, inputs, mean=torch.rand(20, dtype=FP64))
+    yield "mask", backward_of(case, inputs, mask=(True, False, True))
+    yield "norm", backward_of(make_case("rms", case.shape, (FP32,) * 3), inputs)
+
+
+@pytest.mark.parametrize("others, known", [(other_forwards, forward_of), (other_backwards, backward_of)])
+def test_a_call_that_looks_different_in_anything_goes_to_python(others, known, known_calls, gpu):
+    for name, (op, arguments) in others(*known_calls):
+        try:
+            with gpu.going_to_python(others.__name__.removeprefix("other_").removesuffix("s")):
+                got = op(*arguments)
+        except AssertionError as error:
+            raise AssertionError(f"another {name}: {error}") from error
+        on_meta = [each.to("meta") if isinstance(each, torch.Tensor) else each for each in arguments]
+        for output, like in zip(got, op(*on_meta), strict=True):
+            assert output is None and like is None or (output.shape, output.dtype) == (like.shape, like.dtype)
+    op, arguments = known(*known_calls)
+    with gpu.repeating():
+        op(*arguments)
+
+
+def test_a_call_that_only_its_addresses_tell_apart_is_repeated(known_calls, gpu):
+    case, _ = known_calls
+    inputs = make_inputs(case, seed=5)
+    with gpu.repeating(2):
+        (op, arguments), (backward_op, operands) = forward_of(case, inputs), backward_of(case, inputs)
+        assert_right(case, inputs, op(*arguments))
+        assert_right(case, inputs, backward_op(*operands), ALL)
+
+
+def test_one_tensor_as_two_operands_is_repeated_right(known_calls, gpu):
+    case, inputs = known_calls
+    op, arguments = backward_of(case, inputs, grad_out=inputs.x)
+    with gpu.repeating():
+        got = op(*arguments)
+    assert_close(got, reference.backward_formula(*arguments[:8]))
+
+
+def test_calls_without_rows_or_outputs_go_to_python_every_time(gpu):
+    x, weight, statistic = torch.empty(0, 40), torch.ones(40), torch.ones(0)
+    for _ in range(2):
+        with gpu.going_to_python("forward", "backward", "backward"):
+            assert OPS.rms_norm_fwd(x, [40], weight)[0].shape == (0, 40)
+            assert (OPS.rms_norm_bwd(x, x, [40], statistic, weight)[1] == 0).all()
+            assert OPS.rms_norm_bwd(x, x, [40], statistic, weight, [False, False]) == (None, None)
+
+
+def test_inference_mode_is_repeated_too(known_calls, gpu):
+    case, inputs = known_calls
+    op, arguments = forward_of(case, inputs)
+    with torch.inference_mode(), gpu.repeating():
+        outputs = op(*arguments)
+    assert_right(case, inputs, outputs)
+
+
+def test_a_call_is_repeated_under_the_margin_that_it_was_planned_for(known_calls, gpu):
+    (op, arguments), (backward_op, operands) = forward_of(*known_calls), backward_of(*known_calls)
+    gpu.remembers = True
+    with sm_margin(16):
+        with gpu.going_to_python("forward", "backward"):
+            op(*arguments)
+            backward_op(*operands)
+        with gpu.repeating(2):
+            op(*arguments)
+            backward_op(*operands)
+    with gpu.repeating(2):
+        op(*arguments)
+        backward_op(*operands)
+
+
+def test_a_margin_reaches_the_thread_that_runs_a_backward(gpu):
+    tensors = operands("layer")
+    for _ in range(2):
+        ours("layer", *tensors)[0].sum().backward()
+    y, *_ = ours("layer", *tensors)
+    with sm_margin(16), gpu.going_to_python("backward"):
+        y.sum().backward()
+
+
+def test_errors_of_the_driver_reach_the_caller(known_calls, gpu):
+    op, arguments = forward_of(*known_calls)
+    gpu.result = ILLEGAL_ADDRESS
+    with pytest.raises(RuntimeError, match="fusednorm: CUDA's driver says: an illegal memory access was encountered"):
+        op(*arguments)
+    gpu.result = 999
+    with pytest.raises(RuntimeError, match="fusednorm: CUDA's driver says: unknown error"):
+        op(*arguments)
+    gpu.result = 0
+    with gpu.repeating():
+        op(*arguments)
+
+
+def test_errors_in_a_backward_reach_the_caller(gpu):
+    tensors = operands("layer")
+    ours("layer", *tensors)[0].sin().sum().backward()
+    y, *_ = ours("layer", *tensors)
+    gpu.result = ILLEGAL_ADDRESS
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        y.sin().sum().backward()
+
+
+@pytest.mark.parametrize("op, overrides, message", test_errors.WRONG_CALLS)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_wrong_calls_get_pythons_sentence(op, overrides, message, requires_grad):
+    for _ in range(2):
+        test_errors.call(op)
+    if requires_grad and "x" not in overrides:
+        overrides = overrides | {"x": test_errors.X.clone().requires_grad_()}
+    with test_errors.raises(op, message):
+        test_errors.call(op, **overrides)
+
+
+def test_a_mask_of_another_length_gets_pythons_sentence():
+    with test_errors.raises("rms_norm_bwd", "output_mask must have one flag per output, got [True]"):
+        test_errors.call("rms_norm_bwd", output_mask=[True])
+
+
+def test_errors_of_python_in_a_backward_reach_the_caller(gpu, monkeypatch):
+    y, *_ = ours("layer", *operands("layer"))
+
+    def refuse(*_):
+        raise RuntimeError("planned to fail")
+
+    monkeypatch.setattr(launch, "backward", refuse)
+    with pytest.raises(RuntimeError, match="planned to fail"):
+        y.sum().backward()
+
+
+def test_many_threads_call_at_once(gpu):
+    def work(seed):
+        for turn in range(12):
+            norm = ("layer", "rms")[(seed + turn) % 2]
+            tensors = operands(norm, seed=12 * seed + turn, shape=((6, 40), (7, 40), (8, 40))[turn % 3])
+            leaves = [each for each in tensors if each is not None]
+            got = torch.autograd.grad(ours(norm, *tensors)[0].sin().sum(), leaves)
+            want = exact_grads(norm, tensors, lambda out, leaves: torch.autograd.grad(out[0].sin().sum(), leaves))
+            assert_grads_close(got, want)
+            if turn == 7:
+                native.forget()
+
+    before = native.repeats()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    assert native.repeats() > before + 50

@@ -1,0 +1,127 @@
+"""The examples run on a CPU, with few steps, and stock norms and ours learn the same."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch._inductor import compile_fx as inductor_entry
+
+import fusednorm
+from examples import compile_unmodified, patch_hugging_face, resume_from_stock, train_fsdp2, train_gpt, training
+from examples.language_models import OURS, STOCK, LanguageModel
+from examples.training import CPU_SIZE, GPU_SIZE, make_optimizer
+from fusednorm.integrations import inductor, routing
+
+ROOT = Path(__file__).parents[2]
+ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}  # two share the processor
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py") if "__main__" in path.read_text())
+
+
+@pytest.fixture
+def asked(tmp_path, monkeypatch):
+    """Few steps, on a CPU; pictures go to tmp_path."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(training.torch.cuda, "is_available", lambda: False)
+    precision = torch.get_float32_matmul_precision()
+    yield ["--steps", "4", "--out", str(tmp_path)]
+    torch.set_float32_matmul_precision(precision)
+
+
+def losses(said: str) -> list[tuple[str, str]]:
+    """(first, last) of each run, of those that its report has."""
+    return re.findall(r"tokens/s +\d+\.\d+ GiB  loss (\d\.\d+) -> (\d\.\d+)", said)
+
+
+def assert_they_learned_alike(said: str, picture: Path) -> None:
+    stock, ours = losses(said)
+    assert stock == ours and float(ours[1]) < float(ours[0])
+    assert "differences in tokens/s are noise" in said
+    assert picture.stat().st_size > 10_000
+
+
+def test_tensor_parallel_trains_on_both_kinds_of_norms_and_draws(tmp_path):
+    pytest.importorskip("matplotlib")
+    command = [*TORCHRUN, "-m", "examples.tensor_parallel", "--steps", "3", "--out", str(tmp_path)]
+    ran = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env=ONE_THREAD)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert_they_learned_alike(ran.stdout, tmp_path / "tensor_parallel_llama.png")
+
+
+def test_train_fsdp2_trains_on_both_kinds_of_norms_and_draws(asked, tmp_path, capsys):
+    train_fsdp2.main(["--model", "gpt2", *asked])
+    assert_they_learned_alike(capsys.readouterr().out, tmp_path / "train_fsdp2_gpt2.png")
+
+
+@pytest.mark.parametrize("model, ours", [("gpt2", OURS.layer), ("llama", OURS.rms)])
+def test_train_gpt_trains_on_both_kinds_of_norms_and_draws(model, ours, asked, tmp_path, capsys, monkeypatch):
+    trained = []
+    run = training.train
+    monkeypatch.setattr(training, "train", lambda each, *rest: trained.append(each) or run(each, *rest))
+    train_gpt.main(["--model", model, *asked])
+    assert_they_learned_alike(capsys.readouterr().out, tmp_path / f"train_gpt_{model}.png")
+    assert [type(each.norm) is ours for each in trained] == [False, True]
+
+
+def test_patch_hugging_face_patches_every_norm(asked, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    patch_hugging_face.main(asked)
+    said = capsys.readouterr().out
+    assert f"{2 * CPU_SIZE.blocks + 1} x LlamaRMSNorm, RMSNorm, written by hand" in said and "left 0" in said
+    assert_they_learned_alike(said, tmp_path / "patch_hugging_face.png")
+
+
+def test_resume_from_stock_goes_on_as_if_nothing_had_happened(asked, tmp_path, capsys):
+    resume_from_stock.main(asked)
+    said = capsys.readouterr().out
+    assert "The losses are never more than 0 apart." in said and said.count("loss ") == 3
+    assert (tmp_path / "resume_from_stock_llama.png").stat().st_size > 10_000
+
+
+def test_resume_from_stock_notices_a_state_that_was_lost(asked, capsys, monkeypatch):
+    load = resume_from_stock.load
+    monkeypatch.setattr(resume_from_stock, "load", lambda model, _, path: load(model, make_optimizer(model), path))
+    resume_from_stock.main(asked)
+    assert "never more than 0 apart" not in capsys.readouterr().out
+
+
+def test_compile_unmodified_says_which_norms_became_ours(asked, tmp_path, capsys, monkeypatch):
+    """CPU tensors are routed as CUDA's are, and graphs run as they are: Inductor's code would take half a minute."""
+    compile_fx = inductor_entry.compile_fx
+
+    def run_as_it_is(graph, inputs, inner_compile=None, **settings):
+        return compile_fx(graph, inputs, lambda graph, *_, **__: make_boxed_func(graph.forward), **settings)
+
+    monkeypatch.setattr(inductor_entry, "compile_fx", run_as_it_is)
+    monkeypatch.setattr(routing, "DEVICE_TYPES", ("cpu",))
+    inductor.report(clear=True)
+    with torch.compiler.config.patch(force_disable_caches=True):
+        compile_unmodified.main(["--model", "gpt2", *asked])
+    fusednorm.disable_inductor()
+    said = capsys.readouterr().out
+    norms, rows = 2 * CPU_SIZE.blocks + 1, f"{CPU_SIZE.batch}x{CPU_SIZE.length}x{CPU_SIZE.width} float32 on cpu"
+    assert f"{norms} x layer_norm backward {rows}: fusednorm" in said
+    assert f"{norms} x layer_norm forward {rows}: Inductor (fused with its neighbours" in said
+    assert_they_learned_alike(said, tmp_path / "compile_unmodified_gpt2.png")
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_example_says_first_what_it_shows_and_what_a_cpu_makes_of_it(example):
+    text = (ROOT / "examples" / f"{example}.py").read_text()
+    assert text.startswith('"""What this shows: ')
+    shown = " ".join(text.split('"""')[1].split())
+    assert "our functionals call ATen" in shown or "On a CPU every norm stays with Inductor" in shown
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_models_for_gpus_have_about_a_billion_parameters(name):
+    with torch.device("meta"):
+        model = LanguageModel(name, GPU_SIZE, STOCK)
+    assert 0.7e9 < sum(each.numel() for each in model.parameters()) < 1.1e9

@@ -1,0 +1,135 @@
+"""sdist and wheel build without a network, hold what they must, and import from where nothing else of ours is."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytest.importorskip("setuptools", minversion="68")
+
+USE = """
+import importlib.util, pathlib, sys, torch, fusednorm
+assert pathlib.Path(fusednorm.__file__).is_relative_to(sys.argv[1]), fusednorm.__file__
+y, rstd = torch.ops.fusednorm.rms_norm_fwd(torch.ones(2, 3), [3])
+assert y.shape == (2, 3) and rstd.shape == (2, 1)
+import fusednorm.kernels
+assert pathlib.Path(fusednorm.kernels.__file__).is_relative_to(sys.argv[1]), fusednorm.kernels.__file__
+print(fusednorm.__version__)
+"""
+
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None"
+
+
+def run(*command, cwd: Path, **environment: str) -> str:
+    finished = subprocess.run(
+        [sys.executable, *map(str, command)], cwd=cwd, env=os.environ | environment, capture_output=True, text=True
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def build(kind: str, source: Path, out: Path) -> Path:
+    """The build backend itself, as pip runs it in isolation: without torch, so without the extension."""
+    out.mkdir(exist_ok=True)
+    code = f"{WITHOUT_TORCH}; from setuptools import build_meta; build_meta.build_{kind}({str(out)!r})"
+    run("-c", code, cwd=source)
+    (built,) = out.iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sdist")
+    tracked = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "out", "*.egg-info")
+    source = shutil.copytree(ROOT, folder / "source", ignore=tracked)
+    return build("sdist", source, folder / "built")
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist, tmp_path_factory) -> Path:
+    """Built from the sdist, so that the sdist has all a build needs."""
+    folder = tmp_path_factory.mktemp("wheel")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder / "source", filter="data")
+    (source,) = (folder / "source").iterdir()
+    return build("wheel", source, folder / "built")
+
+
+def test_wheel_installs_and_imports_on_its_own(wheel, tmp_path):
+    target = tmp_path / "target"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(target)
+    version = run("-c", USE, target, cwd=tmp_path, PYTHONPATH=str(target)).strip()
+    assert wheel.name == f"fusednorm-{version}-py3-none-any.whl"
+
+
+def test_torch_compile_finds_the_backend_of_an_installed_package(wheel, tmp_path):
+    target = tmp_path / "target"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(target)
+    code = (
+        "import sys, torch; from torch._dynamo.backends.registry import lookup_backend;"
+        "before = 'fusednorm' in sys.modules; print(before, lookup_backend('fusednorm').__module__)"
+    )
+    asked = run("-c", code, cwd=tmp_path, PYTHONPATH=str(target)).split()
+    assert asked == ["False", "fusednorm.integrations.inductor"]
+
+
+def test_wheel_holds_the_package_and_nothing_beside_it(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"fusednorm"}
+    kernels = {f"fusednorm/kernels/{path.name}" for path in (ROOT / "kernels").glob("*.py")}
+    assert kernels | {"fusednorm/py.typed"} <= set(names)
+    assert any(name.endswith("LICENSE") for name in names)
+    assert {Path(name).suffix for name in names if name.startswith("fusednorm/")} == {".py", ".typed"}
+
+
+SETUP = """
+import setuptools
+from distutils.core import run_setup
+def extensions(): return run_setup("setup.py", stop_after="init").ext_modules
+"""
+
+
+def test_the_extension_is_built_where_torch_can_be_imported_and_may_fail():
+    asked = f"{SETUP}print([(each.name, each.optional) for each in extensions()])"
+    assert run("-c", asked, cwd=ROOT).strip() == "[('fusednorm.host._native', True)]"
+    assert run("-c", f"{WITHOUT_TORCH}\n{asked}", cwd=ROOT).strip() == "[]"
+
+
+def test_the_extension_is_built_by_the_standard_that_torchs_headers_need():
+    asked = f"{SETUP}import torch\n"
+    for version in ("2.11.0+cu130", "2.14.0", "3.0.1"):
+        asked += f"torch.__version__ = {version!r}\nprint(*extensions()[0].extra_compile_args)\n"
+    said = run("-c", asked, cwd=ROOT).splitlines()
+    assert [re.findall(r"-std=(\S+)", line) for line in said] == [["c++17"], ["c++20"], ["c++20"]]
+
+
+def test_wheel_leaves_versions_open(wheel):
+    archive = zipfile.ZipFile(wheel)
+    (metadata,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+    lines = archive.read(metadata).decode().splitlines()
+    needed = [line for line in lines if line.startswith("Requires-Dist:") and "extra ==" not in line]
+    assert any("torch>=2.11" in line for line in needed)
+    assert any("triton>=3.6" in line and "linux" in line for line in needed)
+    assert not any("<" in line.split(";")[0] for line in needed)
+    assert {f"Provides-Extra: {extra}" for extra in ("test", "bench", "demo", "docs")} <= set(lines)
+
+
+def test_sdist_holds_tests_bench_examples_and_documents(sdist):
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    needed = {"tests/conftest.py", "bench/bench_norm.py", "kernels/rowmath.py", "README.md", "CHANGELOG.md", "LICENSE"}
+    assert needed | {"Makefile", "examples/train_gpt.py", "docs/conf.py"} <= names
+    assert {f"fusednorm/host/csrc/{each.name}" for each in (ROOT / "fusednorm" / "host" / "csrc").iterdir()} <= names
+    assert set(re.findall(r"\]\(([\w./-]+)\)", (ROOT / "README.md").read_text())) <= names
+    assert not {name for name in names if name.endswith(".pyc")}

@@ -1,0 +1,134 @@
+"""What the doctor says, and what it takes for a problem."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fusednorm.host import native, torch_compat, triton_compat
+from fusednorm.tools import doctor
+from fusednorm.tools.doctor import Finding
+
+ROOT = Path(__file__).parents[2]
+
+
+def gpu(major: int, minor: int) -> SimpleNamespace:
+    return SimpleNamespace(name="X", major=major, minor=minor, multi_processor_count=4, total_memory=1 << 30)
+
+
+def test_doctor_finds_this_machine_able():
+    # In a process of its own: this one interprets Triton, and a GPU's ops must be tried as they run.
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "fusednorm", "doctor"]
+    asked = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    said = asked.stdout
+    assert asked.returncode == 0, said + asked.stderr
+    machine = "fusednorm", "python", "torch", "triton", "device", "compiler", "cache"
+    for subject in (*machine, "native", "cpu ops", "cuda ops"):
+        assert f" {subject} " in said
+    assert "Everything this machine can run works." in said
+
+
+def test_a_problem_makes_the_exit_code_1(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "diagnose", lambda: [Finding("ok", "a", "fine"), Finding("problem", "b", "broken")])
+    assert doctor.run_doctor() == 1
+    assert "Problems: 1." in capsys.readouterr().out
+
+
+def test_one_broken_check_does_not_hide_the_others(monkeypatch):
+    def check_device():
+        raise OSError("no driver")
+
+    monkeypatch.setattr(doctor, "check_device", check_device)
+    findings = {finding.subject: finding for finding in doctor.diagnose()}
+    assert findings["device"] == Finding("problem", "device", "OSError: no driver")
+    assert findings["cpu ops"].status == "ok"
+
+
+def test_old_versions_are_problems(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.10.1+cpu")
+    monkeypatch.setattr(doctor, "triton_version", lambda: "3.5.1")
+    assert doctor.check_versions()[-1] == Finding("problem", "torch", "2.10.1+cpu, needs 2.11 or later")
+    assert doctor.check_triton() == [Finding("problem", "triton", "3.5.1, needs 3.6 or later")]
+
+
+@pytest.mark.parametrize("has_gpu, status", [(True, "problem"), (False, "note")])
+def test_triton_and_compiler_are_needed_where_there_is_a_gpu(has_gpu, status, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(doctor, "triton_version", lambda: None)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    assert [f.status for f in (*doctor.check_triton(), *doctor.check_compiler())] == [status, status]
+
+
+def test_gpus_before_sm_80_are_problems():
+    assert doctor.describe_gpu(gpu(7, 5)).status == "problem"
+    assert doctor.describe_gpu(gpu(8, 0)) == Finding("ok", "device", "X, sm_80, 4 SMs, 1 GiB")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_cache_that_cannot_be_written_is_a_problem(tmp_path, monkeypatch):
+    from triton import knobs
+
+    tmp_path.chmod(0o500)
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path / "cache"))
+    assert doctor.check_cache()[0].status == "problem"
+
+
+def test_the_host_side_in_cpp_is_no_problem_whether_it_is_there_or_not(monkeypatch):
+    monkeypatch.setattr(triton_compat, "installed", lambda: (3, 6))
+    monkeypatch.setattr(native, "extension", object())
+    assert doctor.check_native() == [Finding("ok", "native", "built: ops repeat without Python")]
+    monkeypatch.setattr(native, "extension", None)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    (finding,) = doctor.check_native()
+    assert finding.status == "note" and "was not built" in finding.text and finding.text.endswith(doctor.HOW_TO_BUILD)
+
+
+def test_a_host_side_in_cpp_that_cannot_be_loaded_says_why(monkeypatch):
+    monkeypatch.setattr(native, "extension", None)
+    monkeypatch.setattr(native, "reason", "undefined symbol: torch")
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name == "fusednorm.host._native" or None)
+    (finding,) = doctor.check_native()
+    assert finding.status == "note" and "cannot be loaded (undefined symbol: torch)" in finding.text
+    assert finding.text.endswith(doctor.HOW_TO_BUILD)
+
+
+def test_wrong_ops_are_a_problem(monkeypatch):
+    right = doctor.fused
+    monkeypatch.setattr(doctor, "fused", lambda case, inputs: right(case, doctor.make_inputs(case, seed=1)))
+    (finding,) = doctor._guarded(doctor.check_cpu_ops)
+    assert finding.status == "problem"
+    assert "AssertionError: layer-64x1024-bf16" in finding.text
+
+
+@pytest.mark.parametrize("release, status", [((3, 6), "ok"), ((3, 9), "ok"), ((3, 8), "note"), ((4, 0), "note")])
+def test_a_triton_that_launches_every_kernel_itself_is_named(release, status, monkeypatch):
+    monkeypatch.setattr(triton_compat, "installed", lambda: release)
+    monkeypatch.setattr(doctor, "triton_version", lambda: f"{release[0]}.{release[1]}.0")
+    (finding,) = doctor.check_triton()
+    assert finding.status == status
+    if status == "note":
+        assert "us of host time more" in finding.text and "3.6 and of 3.9 has" in finding.text
+        monkeypatch.setattr(native, "extension", None)
+        monkeypatch.setattr(native, "failure", lambda: "")
+        monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+        assert "pip install" not in doctor.check_native()[0].text  # it would not help
+
+
+def test_names_that_a_torch_lacks_are_named(monkeypatch):
+    monkeypatch.setattr(torch_compat, "missing", ["torch._C._x"])
+    assert "torch._C._x" in doctor.missing_names()[0].text
+
+
+def test_an_extension_that_does_not_compile_is_in_the_last_line(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "diagnose", lambda: [Finding("ok", "a", "fine")])
+    monkeypatch.setattr(native, "failure", lambda: "native.cpp:1:1: error: x")
+    assert doctor.run_doctor() == 0
+    assert "does not compile here" in capsys.readouterr().out.splitlines()[-1]

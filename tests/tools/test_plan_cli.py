@@ -1,0 +1,272 @@
+"""python -m fusednorm plan, fusednorm.explain, and the prediction that both print."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from devices import planned_for
+from planning import make_problem, meta_call
+
+import fusednorm
+from fusednorm.__main__ import main
+from fusednorm.planner.cost import cost, tensor_bytes
+from fusednorm.planner.device import A100, H200
+from fusednorm.planner.heuristics import choose
+from fusednorm.planner.plan import VARIANTS, ReferencePlan
+from fusednorm.tools.explanation import explain_problem
+
+KEYS = {"variant", "forced", "reasons", "rows", "cols", "norm", "pass", "dtype", "device"}
+
+
+def run(capsys, *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def run_json(capsys, *arguments: str) -> list[dict]:
+    return [json.loads(line) for line in run(capsys, *arguments, "--json").splitlines()]
+
+
+def test_plan_says_what_runs_what_it_takes_and_why_nothing_else_does(capsys):
+    text = run(capsys, "--rows", "16384", "--cols", "8192", "--norm", "layer", "--dtype", "bf16", "--device", "H200")
+    lines = [line.strip() for line in text.splitlines()]
+    assert lines[0] == "layer_norm backward on H200: 16384 rows of 8192 columns, x bf16, weight bf16, bias bf16"
+    assert lines[1].startswith("pipelined: chosen: ") and "(H200, bfloat16" in lines[1]
+    assert lines[2].startswith("PipelinedPlan(rows_per_tile=1, chunk=512, num_chunks=8")
+    assert "shared memory 32992 of 232448 bytes a CTA" in text and "of 255 a thread" in text
+    assert "launches: 2; passes over x and dy: 1" in lines
+    assert "MB moved" in text and "us predicted" in text and "% of the speed of light" in text
+    assert [line.split(":")[0] for line in lines[-3:]] == ["not multi_wave", "not warp_specialized", "not reference"]
+
+
+def test_json_has_a_line_for_each_case_of_the_lists(capsys):
+    cases = run_json(capsys, "--rows", "512", "16384", "--cols", "1024", "8192", "--device", "b200", "--norm", "rms")
+    assert [(case["rows"], case["cols"]) for case in cases] == [(512, 1024), (16384, 1024), (512, 8192), (16384, 8192)]
+    assert [case["variant"] for case in cases] == ["multi_wave", "warp_specialized"] * 2
+    for case in cases:
+        assert case.keys() >= KEYS and case["reasons"].keys() == set(VARIANTS)
+        assert (case["norm"], case["pass"], case["dtype"], case["device"]) == ("rms", "backward", "bf16", "B200")
+        assert case["forced"] is False and case["plan"]["max_registers"] >= case["registers"]
+
+
+CASES = [
+    make_problem("layer", 4096),
+    make_problem("layer", 65536),
+    make_problem("layer", 65536, wants_dx=False),
+    make_problem("layer", 65536, wants_dw=False, wants_db=False),
+    make_problem("layer", 65536, direction="forward"),
+]
+
+
+@pytest.mark.parametrize("spec", [A100, H200], ids=lambda spec: spec.name)
+def test_json_counts_launches_and_passes_as_they_are_made(spec):
+    from fusednorm.host import launch
+
+    for problem in CASES:
+        explanation = explain_problem(problem, 4096, spec)
+        prepare = launch.prepare_forward if problem.direction == "forward" else launch.prepare_backward
+        with planned_for(spec):
+            kernels = [each.kernel.__name__ for each in prepare(meta_call(problem), explanation.plan).launches]
+        said = explanation.as_dict()
+        twice = "backward_row_means" in kernels or "forward_by_column_tiles" in kernels
+        assert (said["launches"], said["passes"]) == (len(kernels), 2 if twice else 1)
+        assert twice == (spec is A100 and problem.cols == 65536 and problem != CASES[2])
+
+
+def test_forced_plan_says_what_is_bad_about_it(capsys):
+    (case,) = run_json(capsys, "--rows", "512", "--cols", "4096", "--device", "B200", "--force", "warp_specialized")
+    assert case["variant"] == "warp_specialized" and case["forced"] is True
+    assert case["reasons"]["warp_specialized"] == (
+        "forced, though it needs more than 2368 rows to pay for its start, got 512"
+    )
+    assert case["reasons"]["multi_wave"].startswith("would be chosen")
+
+
+def test_forced_plan_that_cannot_run_says_why_and_the_planners_runs(capsys):
+    arguments = ("--rows", "16384", "--cols", "1023", "--device", "B200", "--force", "warp_specialized")
+    (case,) = run_json(capsys, *arguments)
+    assert case["variant"] == "multi_wave" and case["forced"] is False
+    assert case["reasons"]["warp_specialized"].startswith("forced, but it needs base pointers, rows and row strides in")
+    assert case["reasons"]["multi_wave"].startswith("chosen")
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32", "fp64"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_every_dtype_and_pass_has_a_plan(capsys, dtype, direction):
+    (case,) = run_json(capsys, "--dtype", dtype, "--weight-dtype", "fp32", "--pass", direction, "--device", "A100")
+    assert case["pass"] == direction and case["dtype"] == dtype and case["weight_dtype"] == "fp32"
+    assert case["variant"] == "multi_wave"
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (["--cols", "32768"], "30 clusters of 8 CTAs, up to 2 CTAs on each of 132 SMs"),
+        (["--cols", "4096"], "264 CTAs, up to 2 CTAs on each of 132 SMs"),
+        (["--rows", "1", "--cols", "300001"], "1 CTA for each of 293 column tiles, up to 4 CTAs on each of 132 SMs"),
+        (["--cols", "4096", "--sm-margin", "4"], "256 CTAs, up to 2 CTAs on each of 128 SMs; sm_margin leaves 4 to"),
+    ],
+)
+def test_the_grid_is_said_in_ctas_or_clusters(capsys, arguments, text):
+    assert text in run(capsys, *arguments, "--device", "H200")
+
+
+def test_a_margin_that_leaves_no_sm_is_refused(capsys):
+    assert main(["plan", "--device", "H200", "--sm-margin", "132"]) == 1
+    said = capsys.readouterr()
+    assert said.err == "sm_margin: n must leave at least one of the 132 SMs of H200, got 132\n" and not said.out
+
+
+def test_help_explains_every_variant(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    listed = capsys.readouterr().out.partition("variants:")[2].splitlines()
+    assert [line.split()[0] for line in listed if line.startswith("  ") and line[2] != " "] == list(VARIANTS)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--device", "V100"], "device must be one of A100, H100"),
+        (["--rows", "0"], "must be a positive integer, got '0'"),
+        (["--cols", "4k"], "must be a positive integer, got '4k'"),
+        (["--force", "fast"], "invalid choice: 'fast'"),
+    ],
+)
+def test_mistakes_are_named(capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        main(["plan", *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_map_draws_the_choice_over_rows_and_columns(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "maps" / "out.png"
+    shapes = ("--rows", "64", "65536", "--cols", "64", "4096", "262144")
+    text = run(capsys, "--map", str(picture), "--device", "H200", *shapes)
+    assert picture.read_bytes().startswith(b"\x89PNG") and "2 x 3 shapes" in text
+
+
+def test_map_without_arguments_draws_the_whole_grid(capsys, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fusednorm.tools.plan.choose", lambda *_: ReferencePlan("not planned here"))
+    assert "out/plan.png: what is chosen for 17 x 48 shapes" in run(capsys, "--map", "--device", "H200")
+    assert (tmp_path / "out/plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_command_needs_neither_triton_nor_cuda():
+    code = (
+        "import sys; from fusednorm.__main__ import main; main(['plan', '--json']);"
+        "import torch; print('triton' in sys.modules, torch.cuda.is_initialized())"
+    )
+    root = Path(__file__).parents[2]
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True).stdout
+    assert out.splitlines()[-1] == "False False"
+
+
+# --- explain ---
+
+
+def test_explain_of_a_cpu_tensor_says_that_aten_runs_and_asks_another_device_if_told():
+    x = torch.empty(16384, 4096, dtype=torch.bfloat16)
+    plain = fusednorm.explain(x, (4096,))
+    assert plain.plan.variant == "reference" and "x is on cpu, where ATen's kernels run" in str(plain)
+    other = fusednorm.explain(x, (4096,), x[0], x[0], device=H200)
+    assert other.plan == choose(make_problem("layer", 4096), 16384, H200)
+    other = fusednorm.explain(x, (4096,), x[0], norm="rms", direction="forward", device=A100)
+    assert other.plan.variant == "multi_wave"
+
+
+def test_explain_is_of_the_inputs_given():
+    x, weight = torch.empty(4096, 32, 64, device="meta"), torch.empty(32, 64, device="meta")
+    problem = fusednorm.explain(x, (32, 64), weight, norm="rms", device=H200).problem
+    assert problem == make_problem("rms", 2048, "fp32")
+    problem = fusednorm.explain(x, (32, 64), weight, weight.half(), grad_out=x.bfloat16(), device=H200).problem
+    assert (problem.bias_dtype, problem.grad_dtype) == (torch.float16, torch.bfloat16)
+    assert problem.wants_dx and problem.wants_dw and problem.wants_db
+
+
+def test_explain_sees_strides_alignment_and_copies():
+    packed = torch.empty(64, 8, 3, 16, 128, dtype=torch.bfloat16)[:, :, 1]
+    assert fusednorm.explain(packed, (128,), device=H200).problem.nested_rows
+    odd = torch.empty(64, 129)[:, 1:]
+    assert not fusednorm.explain(odd, (128,), device=H200).problem.tma_aligned
+    flipped = torch.empty(128, 64).t()
+    explanation = fusednorm.explain(torch.empty(64, 128), (128,), grad_out=flipped, device=H200)
+    assert explanation.notes == (
+        "grad_out is copied first: with strides (1, 64) its rows are at more than two strides, or their elements apart",
+    )
+    assert explanation.notes[0] in str(explanation)
+    assert not fusednorm.explain(torch.empty(64, 128), (128,), direction="forward", device=H200).notes
+
+
+def test_explain_knows_of_force_and_of_nothing_to_do():
+    x = torch.empty(64, 1024, dtype=torch.bfloat16)
+    with fusednorm.force("pipelined"):
+        assert fusednorm.explain(x, (1024,), device=H200).decision.forced
+    empty = fusednorm.explain(x[:0], (1024,), device=H200)
+    assert empty.plan.variant == "reference" and "no elements" in str(empty) and json.dumps(empty.as_dict())
+
+
+def test_explain_refuses_what_the_op_refuses():
+    with pytest.raises(RuntimeError, match="x must end in normalized_shape"):
+        fusednorm.explain(torch.empty(4, 8), (9,))
+    with pytest.raises(ValueError, match="^explain: norm must be one of layer, rms, got 'batch'$"):
+        fusednorm.explain(torch.empty(4, 8), (8,), norm="batch")
+
+
+# --- Prediction ---
+
+# The planner's choice, whole call: H200, bfloat16, 2026-11-22.
+MEASURED_US = {
+    ("layer", "backward", 16384, 4096): 98.2,
+    ("rms", "backward", 16384, 4096): 98.1,
+    ("layer", "backward", 8192, 8192): 99.5,
+    ("layer", "backward", 32768, 1024): 51.7,
+    ("layer", "backward", 16384, 2048): 52.3,
+    ("layer", "backward", 4096, 5120): 35.0,
+    ("layer", "backward", 1024, 4096): 13.6,
+    ("rms", "backward", 2048, 65536): 192.6,
+    ("layer", "forward", 16384, 4096): 69.8,
+    ("rms", "forward", 8192, 8192): 68.4,
+    ("layer", "forward", 32768, 1024): 34.2,
+    ("layer", "forward", 4096, 12288): 52.2,
+    ("layer", "backward", 1, 1024): 6.9,
+    ("layer", "backward", 16, 2048): 7.9,
+    ("rms", "backward", 132, 4096): 8.3,
+    ("layer", "forward", 132, 4096): 5.3,
+    ("rms", "forward", 900, 1232): 5.7,
+}
+
+
+@pytest.mark.parametrize("case", MEASURED_US, ids=str)
+def test_prediction_is_within_an_eighth_of_what_was_measured(case):
+    norm, direction, rows, cols = case
+    predicted = explain_problem(make_problem(norm, cols, direction=direction), rows, H200).cost.predicted_us
+    assert predicted == pytest.approx(MEASURED_US[case], rel=0.125)
+
+
+def test_bytes_are_those_of_the_tensors_and_little_more():
+    for norm, direction, tensors in (("layer", "backward", 3), ("rms", "forward", 2)):
+        problem = make_problem(norm, 4096, direction=direction)
+        plan = choose(problem, 16384, H200)
+        least = tensors * 16384 * 4096 * 2
+        assert tensor_bytes(problem, 16384) == least
+        assert least < cost(plan, problem, 16384, H200).bytes_moved < 1.05 * least
+
+
+@pytest.mark.parametrize("cols", [64, 1024, 4096, 65536])
+@pytest.mark.parametrize("rows", [1, 100, 10000, 1000000])
+def test_nothing_is_predicted_to_outrun_light_and_more_bandwidth_is_faster(rows, cols):
+    problem = make_problem("layer", cols)
+    plan = choose(problem, rows, A100)
+    slow, fast = (cost(plan, problem, rows, replace(A100, bandwidth_gb_s=bandwidth)) for bandwidth in (1000, 2000))
+    assert 0 < slow.share_of_light <= 1 and 0 < fast.share_of_light <= 1
+    assert fast.predicted_us < slow.predicted_us < 2 * fast.predicted_us

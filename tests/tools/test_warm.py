@@ -1,0 +1,189 @@
+"""warmup without a GPU: what is to be built is known here, and built in processes that do not interpret."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from compiling import DEVICES, worker_processes
+
+import fusednorm
+from fusednorm.planner.plan import MultiWavePlan
+from fusednorm.tools import warm
+
+H200, B200, A100 = DEVICES[90], DEVICES[100], DEVICES[80]
+BF16, FP32 = torch.bfloat16, torch.float32
+ALL = (True, True, True)
+ORDER = [1, 0, 4, 2, 3]  # of asking for the kernels' keys
+
+
+@pytest.fixture(scope="module")
+def workers():
+    with worker_processes() as pool:
+        yield pool
+
+
+def wanted(norm="layer", direction="backward", cols=4096, mask=ALL, weight=BF16) -> warm.Wanted:
+    return warm.Wanted(norm, direction, cols, BF16, weight, True, mask)
+
+
+def numbers_of_builds(many: list[list], device) -> list[int]:
+    return [len(warm.distinct_builds(plans, device)) for plans in many]
+
+
+def warm_up_twice(folder: str) -> tuple[int, int, int, list[bool]]:
+    """(kernels, builds on disk after the first warmup, after the second, which of what a launch looks up is there)."""
+    import os
+    from pathlib import Path
+
+    os.environ["TRITON_CACHE_DIR"] = folder
+    from fusednorm.host import compilation
+
+    both = [wanted("layer", direction, 512) for direction in ("forward", "backward")]
+    plans = list(warm.plans_of(both, None, H200))
+    builds = warm.distinct_builds(plans, H200)
+
+    def compile_all() -> int:
+        warm.compile_builds(builds, H200, processes=2)
+        return len(list(Path(folder).rglob("*.cubin")))
+
+    first, second = compile_all(), compile_all()
+    looked_up = [compilation.is_built(each, 90) for what, plan in plans for each in warm._launches(what, plan, "meta")]
+    return len(builds), first, second, looked_up
+
+
+def test_every_kernel_is_built_once_and_found_by_the_launches(tmp_path, workers):
+    kernels, first, second, looked_up = workers.submit(warm_up_twice, str(tmp_path)).result()
+    assert kernels == first == second > 3
+    assert all(looked_up)
+
+
+def test_all_row_counts_take_every_plan_of_the_planner_and_given_ones_only_theirs():
+    every = list(warm.plans_of([wanted()], None, B200))
+    few = list(warm.plans_of([wanted()], [128], B200))
+    many = list(warm.plans_of([wanted()], [16384, 65536], B200))
+    assert len(few) == len(many) == 1
+    assert [plan for _, plan in every] == [few[0][1], many[0][1]]
+    assert list(warm.plans_of([wanted()], [0], B200)) == [], "no rows, no kernel"
+
+
+def test_plans_are_those_of_the_device_and_of_force():
+    assert {type(plan) for _, plan in warm.plans_of([wanted()], None, A100)} == {MultiWavePlan}
+    with fusednorm.force("warp_specialized"):
+        forced = list(warm.plans_of([wanted()], [16384], H200))
+    assert [plan.variant for _, plan in forced] == ["warp_specialized"]
+    with fusednorm.force("reference"):
+        assert list(warm.plans_of([wanted()], None, H200)) == []
+
+
+def compile_what_no_gpu_takes() -> str:
+    plans = [MultiWavePlan(1, chunk, 1, 4, 1, 128) for chunk in (1000, 1001, 1002)]  # no powers of two
+    try:
+        warm.compile_builds([warm.Build(wanted(), plan, 0) for plan in plans], H200, processes=2)
+    except RuntimeError as error:
+        return str(error)
+    return "compiled"
+
+
+def test_what_a_process_cannot_compile_is_raised_in_this_one(workers):
+    assert workers.submit(compile_what_no_gpu_takes).result().startswith("warmup: a kernel does not compile: ")
+
+
+def test_a_kernel_that_calls_share_is_built_once(workers):
+    plans = [pair for cols in (65536, 131072) for pair in warm.plans_of([wanted(cols=cols)], [4096], A100)]
+    *alone, together = workers.submit(numbers_of_builds, [*([plan] for plan in plans), plans], A100).result()
+    assert together < sum(alone), "column tiles of any width end with the same finalizer"
+
+
+def keys_of_kernels(order: list[int]) -> list[str]:
+    from fusednorm.kernels import column_sum, multiwave, pipelined, warp_specialized
+
+    kernels = (
+        multiwave.backward,
+        pipelined.backward,
+        warp_specialized.backward,
+        multiwave.forward,
+        column_sum.finalize,
+    )
+    for index in order:
+        kernels[index].cache_key  # noqa: B018  computed on first use
+    return [kernel.cache_key for kernel in kernels]
+
+
+def test_what_a_kernel_is_called_on_disk_does_not_depend_on_what_ran_before():
+    with worker_processes() as one, worker_processes() as other:  # keys are computed once in a process
+        there, back = (pool.submit(keys_of_kernels, order) for pool, order in ((one, ORDER), (other, ORDER[::-1])))
+        assert there.result() == back.result()
+
+
+def test_a_gradient_to_be_added_is_a_problem_of_its_own():
+    residual = wanted()._replace(residual_dtype=FP32)
+    assert residual.call("meta").problem.residual_dtype == FP32
+    assert wanted().call("meta").problem != residual.call("meta").problem
+
+
+def test_nothing_is_compiled_where_no_gradient_is_wanted():
+    assert list(warm.plans_of([wanted(mask=(False, False, False))], None, H200)) == []
+
+
+def test_warmup_has_nothing_to_do_on_the_cpu():
+    assert fusednorm.warmup("layer", [4096], BF16, device="cpu") == 0
+
+
+def test_warmup_refuses_names_that_are_none():
+    with pytest.raises(ValueError, match="warmup: norm must be 'layer' or 'rms', got 'group'"):
+        fusednorm.warmup("group", 4096, BF16)
+    with pytest.raises(ValueError, match="warmup: directions must be 'forward' and 'backward', got 'up'"):
+        fusednorm.warmup("rms", 4096, BF16, directions=["up"])
+
+
+def build_with_another_triton() -> int:
+    """How many kernels there are said to be where Triton's JIT takes other arguments. For a process that compiles."""
+    from fusednorm.host import compilation
+
+    compilation.create_function_from_signature = lambda signature: None
+    plans = list(warm.plans_of([wanted(cols=512), wanted(direction="forward", cols=512)], [4096], H200))
+    with pytest.raises(compilation.UnknownTriton, match="another way than is known"):
+        compilation.build_key(warm._launches(*plans[0], "meta")[0], 90)
+    return warm.build_ahead(plans, H200, None)
+
+
+def test_with_a_triton_that_compiles_otherwise_nothing_is_built_ahead_and_nothing_fails(monkeypatch):
+    with worker_processes() as own:
+        assert own.submit(build_with_another_triton).result() >= 2
+    monkeypatch.setitem(sys.modules, "fusednorm.host.compilation", None)  # importing it fails
+    monkeypatch.delattr(fusednorm.host, "compilation", raising=False)
+    plans = list(warm.plans_of([wanted(direction="forward", cols=512)], [4096], H200))
+    assert warm.build_ahead(plans, H200, None) == 1
+
+
+def test_a_kernel_that_cannot_be_built_gives_way_as_it_would_in_the_first_call(monkeypatch):
+    from contextlib import nullcontext
+
+    from fusednorm.host import fallback
+
+    loaded = []
+
+    class Launch:
+        def __init__(self, plan):
+            self.plan = plan
+
+        def load(self):
+            if self.plan.variant == "pipelined":
+                raise fallback.BuildFailed("PTXASError: no")
+
+        def run(self):
+            loaded.append(self.plan)
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(warm, "_launches", lambda wanted, plan, device: [Launch(plan)])
+    plans = list(warm.plans_of([wanted()], None, H200))
+    assert "pipelined" in {plan.variant for _, plan in plans}
+    try:
+        with pytest.warns(RuntimeWarning, match="cannot run as pipelined on H200: PTXASError: no"):
+            warm._load(plans, torch.device("cuda", 0), H200)
+    finally:
+        fallback.forget()
+    assert loaded and all(isinstance(plan, MultiWavePlan) for plan in loaded)
