@@ -35,7 +35,6 @@ Errors
 from __future__ import annotations
 
 import functools
-from functools import partial
 from types import ModuleType
 
 import torch
@@ -81,7 +80,9 @@ def forward(operands: ForwardOperands) -> Outputs:
         call = check_forward(operands)
         if not (call.rows and call.problem.cols):
             return reference.forward(call)
-        outputs = launch().forward(call, partial(recipe.remember, signature))
+        launched = launch().forward(call)
+        recipe.remember(signature, launched)
+        outputs = launched.outputs
     return outputs
 
 
@@ -98,7 +99,9 @@ def backward(operands: BackwardOperands) -> Outputs:
             return None, None, None
         if not (call.rows and call.problem.cols):
             return reference.backward(call)
-        outputs = launch().backward(call, partial(recipe.remember, signature))
+        launched = launch().backward(call)
+        recipe.remember(signature, launched)
+        outputs = launched.outputs
     return outputs
 
 

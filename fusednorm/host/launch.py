@@ -59,9 +59,9 @@ OLDEST_DEPENDENT_ARCH = 90  # oldest arch on which a dependent launch may be pla
 
 
 class Prepared(NamedTuple):
-    """A call that is ready to be launched: its launches, and the tensors that they will fill."""
+    """A call that is ready to be launched, or was: its launches, and the tensors that they fill."""
 
-    launches: list[Launch]
+    launches: list[Launch]  # none if ATen runs the call
     outputs: tuple  # tensors that the op returns; None for an unwanted one
     workspace: Tensor | None = None  # needed during the call only
 
@@ -79,24 +79,18 @@ class BackwardBuffers(NamedTuple):
     announces_end: bool  # whether the kernel signals its end to a dependent launch, which sums the partials
 
 
-def forward(call: ForwardCall, remember: Remember | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(y, mean, rstd). mean is None for RMSNorm, and unwanted statistics are None. `remember`, if given, is called with
-    what was launched; nothing was if ATen has run."""
-    return _run(call, prepare_forward, reference.forward, remember)
+def forward(call: ForwardCall) -> Prepared:
+    """What was launched for (y, mean, rstd). mean is None for RMSNorm, and unwanted statistics are None."""
+    return _run(call, prepare_forward, reference.forward)
 
 
-def backward(
-    call: BackwardCall, remember: Remember | None = None
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dx, dw, db); None for an unwanted gradient. `remember` is as in `forward`."""
-    return _run(call, prepare_backward, reference.backward, remember)
+def backward(call: BackwardCall) -> Prepared:
+    """What was launched for (dx, dw, db); None for an unwanted gradient."""
+    return _run(call, prepare_backward, reference.backward)
 
 
-Remember = Callable[[Prepared], None]
-
-
-def _run(call, prepare: Callable[..., Prepared], by_aten: Callable[..., tuple], remember: Remember | None) -> tuple:
-    """The outputs of a call, by the first plan whose kernels can all be built and launched, or else by ATen."""
+def _run(call, prepare: Callable[..., Prepared], by_aten: Callable[..., tuple]) -> Prepared:
+    """Run a call by the first plan whose kernels can all be built and launched, or else by ATen."""
     problem, device = call.problem, call.x.tensor.device
     spec = gpus.spec_of(device)
     while not isinstance(plan := fallback.choose(problem, call.rows, spec), ReferencePlan):
@@ -104,13 +98,10 @@ def _run(call, prepare: Callable[..., Prepared], by_aten: Callable[..., tuple], 
             try:
                 prepared = prepare(call, plan)
                 launcher.hand_over(prepared.launches)
+                return prepared
             except BuildFailed as failed:
                 fallback.remember(plan, problem, spec, str(failed))
-            else:
-                if remember is not None:
-                    remember(prepared)
-                return prepared.outputs
-    return by_aten(call)
+    return Prepared([], by_aten(call))
 
 
 def prepare_forward(call: ForwardCall, plan: Plan | None = None) -> Prepared:

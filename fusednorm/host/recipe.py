@@ -62,7 +62,9 @@ def repeat(signature: Signature) -> tuple | None:
 
 
 def remember(signature: Signature, prepared: Prepared) -> None:
-    """Cache what was launched for a call, if later calls differ from it in nothing but addresses."""
+    """Cache what was launched for a call, if anything was and later calls differ from it in nothing but addresses."""
+    if not prepared.launches:
+        return
     key, tensors = signature
     recipe = _recipe_of(tensors, prepared)
     if recipe is None:

@@ -11,7 +11,6 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -92,8 +91,8 @@ def _install_or_remove() -> None:
 
 def _run(operands: Operands) -> Outputs | None:
     """The outputs by our kernels; None if they do not take the call."""
-    seen = recipe.look(operands)
-    outputs = recipe.repeat(seen)
+    signature = recipe.look(operands)
+    outputs = recipe.repeat(signature)
     if outputs is None:
         forward = isinstance(operands, ForwardOperands)
         try:
@@ -101,8 +100,9 @@ def _run(operands: Operands) -> Outputs | None:
         except RuntimeError:  # a user's error, or a call that only ATen takes: ATen's kernel decides
             return None
         if _takes(call):
-            launch = ops.launch().forward if forward else ops.launch().backward
-            outputs = launch(call, partial(recipe.remember, seen))
+            launched = ops.launch().forward(call) if forward else ops.launch().backward(call)
+            recipe.remember(signature, launched)
+            outputs = launched.outputs
     return outputs
 
 

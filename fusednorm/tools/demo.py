@@ -271,14 +271,13 @@ def interpret_kernels() -> Checked:
     checked = {}
     for case in SMALL_PROBLEMS:
         inputs, shape = make_inputs(case), case.normalized_shape
-        y, mean, rstd = launch.forward(
-            check_forward(ForwardOperands(case.norm, inputs.x, shape, inputs.weight, inputs.bias, case.eps))
-        )
+        call = check_forward(ForwardOperands(case.norm, inputs.x, shape, inputs.weight, inputs.bias, case.eps))
+        y, mean, rstd = launch.forward(call).outputs
         mask = (True, inputs.weight is not None, inputs.bias is not None)
         call = check_backward(
             BackwardOperands(case.norm, inputs.grad_out, inputs.x, shape, mean, rstd, inputs.weight, inputs.bias, mask)
         )
-        checked[str(case)] = compare(Outputs(y, mean, rstd, *launch.backward(call)), case, inputs)
+        checked[str(case)] = compare(Outputs(y, mean, rstd, *launch.backward(call).outputs), case, inputs)
     return checked
 
 
