@@ -1,4 +1,4 @@
-"""What all schedules load alike, from Triton and from Gluon: statistics and parameters."""
+"""Loads of statistics and parameters that Triton and Gluon kernels share."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 class Statistics(NamedTuple):
-    """mean and rstd of rows. For RMSNorm mean stands for nothing."""
+    """mean and rstd of rows. For RMSNorm, mean is a placeholder that no formula uses."""
 
     mean: tl.tensor
     rstd: tl.tensor
@@ -24,8 +24,8 @@ class StatisticsInMemory(NamedTuple):
 
 @triton.jit
 def load_statistics(source, row, inside, norm: tl.constexpr):
-    """Statistics of the rows `row`, in its shape and in the accumulation dtype. They are 0 where not `inside`, so that
-    such a row adds nothing to dw."""
+    """Statistics of the rows `row`, in the shape of `row` and in the accumulation dtype. They are 0 where not `inside`,
+    so that a row outside the tensor adds nothing to dw."""
     rstd = tl.load(source.rstd_ptr + row * source.rstd_stride, mask=inside, other=0.0).to(norm.acc)
     mean = rstd
     if norm.layer:
@@ -35,8 +35,8 @@ def load_statistics(source, row, inside, norm: tl.constexpr):
 
 @triton.jit
 def load_parameter(ptr, cols, present: tl.constexpr, columns: tl.constexpr, tile: tl.constexpr):
-    """weight or bias in registers, in its own dtype: for each chunk c of a tile the columns that columns(c, tile)
-    gives. Placeholders if it is not `present`."""
+    """weight or bias in registers, in its own dtype: a chunk for each chunk c of a tile. The function `columns` gives
+    the columns of chunk c, and with them the shape and the layout. Placeholders if it is not `present`."""
     chunks = ()
     for c in tl.static_range(tile.chunks):
         if present:

@@ -12,7 +12,7 @@ from .rowmath import input_gradient, inverse_std, normalize, widen
 
 
 class ColumnSums(NamedTuple):
-    """dw and db: chunks of sums in registers or in shared memory, or pointers to where they belong."""
+    """dw and db: chunks of sums in registers or in shared memory, or pointers to the partials."""
 
     dw: tuple
     db: tuple
@@ -33,7 +33,7 @@ def row_sum(values, exchange, tile: gl.constexpr):
 
 @gluon.jit
 def merge_moments(mean_a, variance_a, mean_b, variance_b):
-    """Mean and variance of the union of two halves with equal numbers of elements (Chan, Golub, LeVeque, "Updating
+    """Mean and variance of the union of two sets with equal numbers of elements (Chan, Golub, LeVeque, "Updating
     formulae and a pairwise algorithm for computing sample variances", 1979)."""
     distance = 0.5 * (mean_a - mean_b)
     return 0.5 * (mean_a + mean_b), 0.5 * (variance_a + variance_b) + distance * distance
@@ -55,8 +55,9 @@ def sum_of_thread(values):
 
 @gluon.jit
 def row_moments(x, exchange, tile: gl.constexpr):
-    """mean and variance [rows, cluster, 1] of whole rows, and the exchange's state. Each thread finds mean and variance
-    of its own columns in two passes over its registers; one reduction merges both over the threads."""
+    """mean and variance [rows, cluster, 1] of rows without padding (tile.whole), and the exchange's state. Each thread
+    finds mean and variance of its own columns in two passes over its registers; one reduction merges both over the
+    threads. The merge needs equally many columns in every thread."""
     total = by_thread(x[0], tile)
     for c in gl.static_range(tile.chunks):
         if c > 0:
@@ -71,6 +72,7 @@ def row_moments(x, exchange, tile: gl.constexpr):
             squares += deviation * deviation
     moments = gl.reduce((mean, sum_of_thread(squares) / tile.columns_per_thread), 2, merge_moments)
     moments, exchange = sum_over_cluster(moments, exchange, tile, moments=True)
+    # The reduction's results are where by_row has them, but in a layout of another name: nothing moves.
     by_row: gl.constexpr = gl.SliceLayout(2, tile_layout(tile))
     mean = gl.expand_dims(gl.convert_layout(moments[0], by_row, assert_trivial=True), 2)
     variance = gl.expand_dims(gl.convert_layout(moments[1], by_row, assert_trivial=True), 2)
@@ -90,7 +92,7 @@ def row_statistics(x, cols, eps, exchange, norm: gl.constexpr, tile: gl.constexp
 @gluon.jit
 def mean_and_squares(x, cols, exchange, norm: gl.constexpr, tile: gl.constexpr):
     """The rows' mean and the mean of (x - mean)^2, [rows, cluster, 1] each, and the exchange's state. RMSNorm's mean is
-    0 and takes no reduction; each of the others takes one."""
+    0 and takes no reduction; each of the other values takes one."""
     layout: gl.constexpr = tile_layout(tile)
     shape: gl.constexpr = [tile.rows, tile.cluster, tile.chunk]
     mean = gl.full([tile.rows, tile.cluster, 1], 0.0, gl.float32, layout)
@@ -115,6 +117,7 @@ def mean_and_squares(x, cols, exchange, norm: gl.constexpr, tile: gl.constexpr):
 
 @gluon.jit
 def store_y(y_ptr, x, statistics, weight, bias, row, cols, norm: gl.constexpr, tile: gl.constexpr):
+    """Second pass of the forward: y of the tile at `row`."""
     for c in gl.static_range(tile.chunks):
         y = normalize(x[c].to(gl.float32), statistics.mean, statistics.rstd, norm)
         if norm.has_weight:
@@ -138,7 +141,8 @@ def upstream_gradient(dy, weight, norm: gl.constexpr, tile: gl.constexpr):
 @gluon.jit
 def sum_tile(x, dy, statistics, weight, sums, norm: gl.constexpr, tile: gl.constexpr):
     """First pass of the backward: the column sums with the tile's share added, and the CTA's row sums [rows, cluster]
-    of g * x_hat and of g, as a tuple; RMSNorm's has only the first."""
+    of g * x_hat and of g, as a tuple. RMSNorm's tuple has the first only. `sum_over_cluster` must follow where CTAs
+    share a row."""
     sum_gx = gl.full([tile.rows, tile.cluster, tile.chunk], 0.0, gl.float32, tile_layout(tile))
     sum_g = sum_gx
     dw = ()
@@ -161,7 +165,7 @@ def sum_tile(x, dy, statistics, weight, sums, norm: gl.constexpr, tile: gl.const
 
 @gluon.jit
 def store_dx(dx_ptr, x, dy, statistics, row_sums, weight, residual, row, cols, norm: gl.constexpr, tile: gl.constexpr):
-    """Second pass of the backward: dx of a tile, from its row sums over the whole cluster."""
+    """Second pass of the backward: dx of the tile at `row`, from its row sums over the whole cluster."""
     mean_gx = gl.expand_dims(row_sums[0], 2) / cols
     mean_g = mean_gx
     if norm.layer:

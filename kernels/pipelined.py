@@ -1,7 +1,7 @@
 """The pipelined TMA schedule: a ring of row tiles in shared memory, refilled by the computing warps themselves.
 
-CTA p (or cluster p, whose CTAs share the columns of a row) of P owns the row tiles p, p + P, p + 2P, ..., counted from
-the last tile. It keeps the parameters and, in the backward, the sums of dw and db for its whole life.
+CTA p of P (or cluster p of P, whose CTAs share the columns of a row) owns the row tiles p, p + P, p + 2P, ..., counted
+from the last tile. It keeps the parameters and, in the backward, the sums of dw and db for its whole life.
 
 The warps that read a stage also refill it, and one of them may be ahead of the others. What keeps a copy from
 overwriting columns that a warp has yet to read is not in the source: between the reads of a stage and the copies of
@@ -34,7 +34,8 @@ def open_rings(descs, tail_descs, rows, tile: gl.constexpr):
 
 @gluon.jit
 def fill_stage(rings, stage, row, tile: gl.constexpr):
-    """Start the copies of the tile at `row` into a stage that has been read; none if the tile lies before row 0."""
+    """Start the copies of the tile at `row` into a stage that is new or that this CTA has read; none if the tile lies
+    before row 0. The CTA's row loop ends before such a tile, so nobody waits for it."""
     ring.fill_stage(rings, stage, row_tile.copy_corners(row, tile), row > -tile.rows, tile)
 
 
@@ -53,6 +54,7 @@ def forward(
     weight = load_parameter(weight_ptr, cols, norm.has_weight, row_tile.columns_of_thread, tile)
     bias = load_parameter(bias_ptr, cols, norm.has_bias, row_tile.columns_of_thread, tile)
     rings = open_rings((x_desc,), (x_tail_desc,), rows, tile)
+    # Placed after the start of the copies, because a store to shared memory waits for the loads.
     weight = row_tile.hold_parameter(weight, norm.has_weight, tile.weight_in_smem, tile)
     bias = row_tile.hold_parameter(bias, norm.has_bias, tile.weight_in_smem, tile)
     exchange = join_cluster(exchange, tile)
@@ -61,6 +63,7 @@ def forward(
         ring.wait_for_tile(rings, at)
         x = row_tile.read_tile(rings.slots[0], at.stage, False, tile)
         statistics, exchange = passes.row_statistics(x, cols, eps, exchange, norm, tile)
+        # Refill: every warp has read the stage, by the compiler's CTA barrier and proxy fence before the copies.
         fill_stage(rings, at.stage, row - tile.num_stages * step, tile)
         if rstd_ptr is not None:
             row_tile.store_statistics(mean_ptr, rstd_ptr, statistics, row, norm, tile)
@@ -78,7 +81,8 @@ def backward(
 ):
     """dx of the CTA's row tiles, and its row of the dw and db partials. A tile is read twice from its stage, for the
     row sums and for dx, and is not kept in registers between; the stage is refilled after the second read. The
-    partials are complete before the last tile's dx and are stored before it where `stores_early` allows."""
+    partials are complete before the last tile's dx, and are stored before it where `partial_sums.stores_early` says
+    so."""
     wants_sums: gl.constexpr = norm.wants_dw or norm.wants_db
     in_memory = StatisticsInMemory(mean_ptr, rstd_ptr, mean_stride, rstd_stride)
     partials = ColumnSums(dw_partial_ptr, db_partial_ptr)
@@ -86,6 +90,7 @@ def backward(
     first = gl.program_id(0) * tile.rows
     step = gl.num_programs(0) * tile.rows
     row = row_tile.row_of_tile(first, rows, tile)
+    # The copies start before the loads of weight and statistics, which are few enough to arrive in time.
     rings = open_rings((x_desc, dy_desc), (x_tail_desc, dy_tail_desc), rows, tile)
     weight = load_parameter(weight_ptr, cols, norm.has_weight, row_tile.columns_of_thread, tile)
     next_statistics = row_tile.load_row_statistics(in_memory, row, norm, tile)
@@ -95,7 +100,7 @@ def backward(
     at = Position(0, 0)
     for nth in range(first, rows, step):
         statistics = row_tile.by_row(next_statistics)
-        if tile.prefetches_statistics:
+        if tile.prefetches_statistics:  # one tile ahead; else half a tile, below, where registers are short
             next_statistics = row_tile.load_row_statistics(in_memory, row - step, norm, tile)
         ring.wait_for_tile(rings, at)
         x = row_tile.read_tile(rings.slots[0], at.stage, False, tile)
@@ -110,17 +115,19 @@ def backward(
         row_sums, exchange = sum_over_cluster(row_sums, exchange, tile)
         if not tile.prefetches_statistics:
             next_statistics = row_tile.load_row_statistics(in_memory, row - step, norm, tile)
+        # The stage still has the tile: it is refilled below, after these reads.
         x = row_tile.read_tile(rings.slots[0], at.stage, True, tile)
         dy = row_tile.read_tile(rings.slots[1], at.stage, True, tile)
         passes.store_dx(dx_ptr, x, dy, statistics, row_sums, weight, residual, row, cols, norm, tile)
+        # Refill: every warp has read the stage, by the compiler's CTA barrier and proxy fence before the copies.
         fill_stage(rings, at.stage, row - tile.num_stages * step, tile)
         row -= step
         at = ring.next_position(at, tile)
 
-    # The compiler may place these sums in the rings' memory, whose last copies have been waited for, but not in the
-    # barriers' memory: they are closed last.
+    # Here `store_partials_of_cta` may need shared memory. The compiler may place it in the rings' memory, whose last
+    # copies have been waited for, but not in the mbarriers' memory, because the mbarriers are closed last.
     if wants_sums and not partial_sums.stores_early(tile):
-        if tile.announces_end:
+        if tile.announces_end:  # saves time only, as above
             launch_dependents()
         partial_sums.store_partials_of_cta(partials, sums, rows, cols, norm, tile)
     ring.close_barriers(rings, tile)

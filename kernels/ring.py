@@ -1,17 +1,17 @@
 """Rings in shared memory, through which TMA brings a kernel's tiles: num_stages stages, filled and emptied in turn.
 
-A tile arrives in one or several copies. Each copy has memory of its own, so that the compiler sees no hazard between
-copies.
+A tile arrives in one or several copies. Each of them has an allocation of its own, so that the compiler sees no hazard
+between them.
 
 Hazards of a stage, in every kernel with a ring:
 - Read after write: a copy writes through the asynchronous proxy. Every warp waits for the stage's mbarrier before it
   reads the stage, and the wait makes the copy's bytes visible.
 - Write after read: a stage may be refilled when every warp has read it (an execution barrier) and a proxy fence
-  follows the reads. Reads go through the generic proxy; without the fence the copy could overtake them. Within one set
-  of warps the compiler inserts both between the reads and the copy. It inserts no fence across warp partitions, so
-  warp_specialized.release_stage has its own.
-- Parity: a wait tells a phase from the next by one bit. A warp cannot be a whole phase late, since the next phase ends
-  with a copy that starts after every warp has read the stage.
+  follows the reads. Reads go through the generic proxy; without the fence the copy could overtake them. Where the same
+  warps read and refill, the compiler inserts barrier and fence between the reads and the copy. Across warp partitions
+  it inserts neither, so warp_specialized.release_stage has a fence, and an mbarrier in place of the barrier.
+- Parity: a wait knows a phase by one bit. A warp that is a whole phase late would miss the phase that it waits for. No
+  warp can be: the next phase completes with a copy that starts only after every warp has read the stage.
 
 Names that differ between Triton's releases come from gluon_compat.py.
 """
@@ -24,20 +24,21 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .gluon_compat import barrier_layout, barrier_shape, copy_to_shared
 
-# Behind the initialization of mbarriers: shows it, a generic write, to the copies of the asynchronous proxy that
-# complete on them.
+# Follows the initialization of mbarriers, which is a write of the generic proxy, and shows it to the copies, which
+# complete on the mbarriers through the asynchronous proxy.
 fence_barriers = fence_async_shared
 wait = mbarrier.wait
-expect = mbarrier.expect
+expect = mbarrier.expect  # is also the one arrival that a phase of a copy needs
 arrive = mbarrier.arrive
 
 
 class Rings(NamedTuple):
-    """The rings of a kernel's tensors: of each tensor a tuple with an element for each copy of a tile."""
+    """The rings of a kernel's tensors. Each field has a tuple for each tensor, with an element for each copy of a
+    tile."""
 
     descs: tuple  # TMA descriptors
     slots: tuple  # shared memory, [num_stages] + the descriptor's block
-    full: tuple  # num_stages mbarriers, which complete when the copy has arrived
+    full: tuple  # num_stages mbarriers: a phase completes when the copy has arrived
 
 
 class Position(NamedTuple):
@@ -49,7 +50,7 @@ class Position(NamedTuple):
 
 @gluon.jit
 def next_position(at, tile: gl.constexpr, first: gl.constexpr = 0, step: gl.constexpr = 1):
-    """The position `step` stages on. Behind the last stage comes stage `first`, in the next phase."""
+    """The position `step` stages on. Stage `first` follows the last stage, in the next phase."""
     stage = at.stage + step
     phase = at.phase
     if stage == tile.num_stages + first:
@@ -60,6 +61,7 @@ def next_position(at, tile: gl.constexpr, first: gl.constexpr = 0, step: gl.cons
 
 @gluon.jit
 def allocate_slots(descs, tile: gl.constexpr):
+    """The slots of one tensor's ring: for each copy of a tile, num_stages blocks of its descriptor."""
     slots = ()
     for i in gl.static_range(len(descs)):
         of_copy = descs[i]
@@ -71,7 +73,8 @@ def allocate_slots(descs, tile: gl.constexpr):
 @gluon.jit
 def allocate_barriers(tile: gl.constexpr):
     # One mbarrier for each stage, in every CTA of a cluster. A phase completes with one arrival and all bytes that the
-    # arrival expects. The caller must follow with `fence_barriers` before the first copy.
+    # arrival expects, if any. The caller must call `fence_barriers` before the first copy. One thread initializes; the
+    # compiler puts a CTA barrier before other warps wait.
     shape: gl.constexpr = barrier_shape(tile.num_stages, tile.cluster)
     barriers = gl.allocate_shared_memory(gl.int64, shape, barrier_layout(tile.cluster))
     for stage in gl.static_range(tile.stages):
@@ -81,9 +84,9 @@ def allocate_barriers(tile: gl.constexpr):
 
 @gluon.jit
 def open_rings(descs, tile: gl.constexpr):
-    """A ring for each tensor, by the descriptors of its copies. The fence shows the mbarriers' inits to the copies.
+    """A ring for each tensor; descs has, for each tensor, the descriptors of its copies.
 
-    Each copy has mbarriers of its own: with a common one, the compiler would put a CTA barrier between its copies."""
+    Each copy has mbarriers of its own: between copies that share one, the compiler would put a CTA barrier."""
     slots = ()
     full = ()
     for t in gl.static_range(len(descs)):
@@ -92,15 +95,16 @@ def open_rings(descs, tile: gl.constexpr):
         for _ in gl.static_range(len(descs[t])):
             barriers = barriers + (allocate_barriers(tile),)
         full = full + (barriers,)
-    fence_barriers()
+    fence_barriers()  # shows the initialized mbarriers to the copies
     return Rings(descs, slots, full)
 
 
 @gluon.jit
 def close_barriers(rings, tile: gl.constexpr):
-    """Invalidate the mbarriers, as their last use. A kernel that needs other shared memory after its row loop calls
-    this at its very end, and thereby keeps the compiler from reusing their memory until then. Hardware may write to an
-    mbarrier even after the wait for its last copy: it has overwritten row sums that were placed there."""
+    """Invalidate the mbarriers, at a kernel's very end. This is their last use, so until then the compiler does not
+    place anything else in their memory. A kernel that could need other shared memory after its row loop calls this:
+    hardware may write to an mbarrier even after the wait for its last copy, and has overwritten sums that the compiler
+    had placed there."""
     for t in gl.static_range(len(rings.full)):
         for i in gl.static_range(len(rings.full[t])):
             for stage in gl.static_range(tile.stages):
@@ -115,12 +119,13 @@ def copy_bytes(desc, tile):
 
 @gluon.jit
 def fill_stage(rings, stage, corners, pred, tile: gl.constexpr):
-    """Start the copies of a tile of every ring into `stage`, if `pred`. corners has, for each copy, the coordinates of
-    its block in the tensor.
+    """Start the copies of a tile of every ring into `stage`, if `pred`. Otherwise the mbarriers' phase does not
+    complete, and nobody may wait for it. corners has, for each copy, the coordinates of its block in the tensor.
 
     All mbarriers expect their bytes before the first copy starts; otherwise the compiler would put a CTA barrier
-    between every two copies. The stage must have been read, and every warp must have seen the phase that its mbarriers
-    leave: on a refill, the CTA barrier and the proxy fence that the compiler puts before the copies see to both."""
+    between every two copies. Before the copies of a refill start, every warp must have waited for the stage's last tile
+    and read it. The CTA barrier and the proxy fence that the compiler puts between the reads and the copies ensure
+    this."""
     for t in gl.static_range(len(rings.full)):
         for i in gl.static_range(len(corners)):
             expect(rings.full[t][i].index(stage), copy_bytes(rings.descs[t][i], tile), pred=pred)

@@ -1,9 +1,9 @@
 """Row tiles in shared memory and in registers: where their elements lie, and how they come and go.
 
 A tile is tile.rows rows of x (or dy). The tile.cluster CTAs of a cluster share its columns: [rows, cluster, chunk],
-num_chunks times. It arrives in copies of one or several chunks. A single copy is the quickest to start, but copies
-bring whole chunks: where a row ends within a chunk, that chunk is the tail and has a copy of its own. A copy brings
-zeros for columns beyond the row's end and for rows before row 0.
+num_chunks times. It arrives in copies of one or several chunks. One copy of several chunks is quicker to start than a
+copy for each, but it brings only chunks that lie within the row. Where the row ends within its last chunk, that chunk
+can be a tail, with a copy of its own. A copy brings zeros for columns beyond the row's end and for rows before row 0.
 
 Tiles go from the last row to the first. The kernel that wrote the tensor has left the last rows in L2, and the kernel
 that reads the result asks for the first rows first.
@@ -25,7 +25,7 @@ def cluster_bases(tile, rank, dim):
 
 @gluon.constexpr_function
 def row_major(tile, rank, dim):
-    """Row-major layout of shared memory, with dimension `dim` spread over the CTAs of a cluster."""
+    """Row-major layout of shared memory without swizzling, with dimension `dim` spread over the CTAs of a cluster."""
     return gl.SwizzledSharedLayout(1, 1, 1, list(reversed(range(rank))), cga_layout=cluster_bases(tile, rank, dim))
 
 
@@ -66,8 +66,9 @@ def per_row(values):
 
 @gluon.jit
 def copy_descriptors(desc, tail_desc, tile: gl.constexpr):
-    """The descriptor of each copy of a tile. One of a single chunk, such as a tail, describes a tensor as
-    [rows, cols / box, box], one of several chunks as [chunks, rows, chunk / box, box]."""
+    """The descriptor of each copy of a tile. A descriptor for copies of one chunk, such as the tail's, describes the
+    tensor as [rows, cols / box, box]; one for copies of several chunks, as [chunks, rows, chunk / box, box]. chunk
+    counts the columns of all CTAs of a cluster here."""
     descs = (desc,)
     for _ in gl.static_range(1, tile.copies):
         if tile.tail:
@@ -79,7 +80,7 @@ def copy_descriptors(desc, tail_desc, tile: gl.constexpr):
 
 @gluon.jit
 def copy_corners(row, tile: gl.constexpr):
-    """The coordinates at which each copy of the tile at `row` begins."""
+    """The coordinates at which each copy of the tile at `row` begins, in the dimensions of its descriptor."""
     corners = ()
     for i in gl.static_range(tile.copies):
         if tile.chunks_of(i) > 1:
@@ -91,6 +92,7 @@ def copy_corners(row, tile: gl.constexpr):
 
 @gluon.jit
 def read_chunk(slots, stage, c: gl.constexpr, reload: gl.constexpr, tile: gl.constexpr):
+    """Chunk c of a stage, [rows, cluster, chunk]. See `read_tile`."""
     dtype: gl.constexpr = slots[0].dtype
     as_bits: gl.constexpr = gl.int16 if dtype.primitive_bitwidth == 16 else gl.int32
     seen_as: gl.constexpr = as_bits if reload else dtype
@@ -102,9 +104,9 @@ def read_chunk(slots, stage, c: gl.constexpr, reload: gl.constexpr, tile: gl.con
 
 @gluon.jit
 def read_tile(slots, stage, reload: gl.constexpr, tile: gl.constexpr):
-    """The chunks of a stage in registers, in their own dtype, after the wait for its mbarriers. `reload` marks a second
-    read, which goes through an integer type. Otherwise the compiler would find both reads equal and keep the first
-    one's values in registers."""
+    """The chunks of a stage in registers, in their own dtype. The caller has waited for the stage's mbarriers. `reload`
+    marks a second read of the stage, which goes through an integer type. Otherwise the compiler would find both reads
+    equal and keep the values of the first in registers."""
     chunks = ()
     for c in gl.static_range(tile.chunks):
         chunks = chunks + (read_chunk(slots, stage, c, reload, tile),)
@@ -113,7 +115,7 @@ def read_tile(slots, stage, reload: gl.constexpr, tile: gl.constexpr):
 
 @gluon.jit
 def column_index(c: gl.constexpr, layout: gl.constexpr, tile: gl.constexpr):
-    """The columns [cluster, chunk] of chunk c."""
+    """The columns [cluster, chunk] of chunk c, in `layout`."""
     cta = gl.arange(0, tile.cluster, gl.SliceLayout(1, layout)) * tile.chunk
     within = gl.arange(0, tile.chunk, gl.SliceLayout(0, layout))
     return c * (tile.cluster * tile.chunk) + gl.expand_dims(cta, 1) + gl.expand_dims(within, 0)
@@ -121,18 +123,19 @@ def column_index(c: gl.constexpr, layout: gl.constexpr, tile: gl.constexpr):
 
 @gluon.jit
 def row_of_tile(nth, rows, tile: gl.constexpr):
-    """First row of the tile that has `nth` rows after it. A tensor's first tile may begin before row 0."""
+    """First row of the tile that has `nth` rows of the tensor after it. The tile with row 0 may begin before row 0."""
     return rows - tile.rows - nth
 
 
 @gluon.jit
 def row_index(row, tile: gl.constexpr):
+    """The rows [rows] of the tile at `row`; negative ones lie outside the tensor."""
     return row + gl.arange(0, tile.rows, row_layout(tile))
 
 
 @gluon.jit
 def columns_of_thread(c: gl.constexpr, tile: gl.constexpr):
-    """The columns [cluster, chunk] of chunk c, as a thread holds them of a tile."""
+    """The columns [cluster, chunk] of chunk c, in the layout of a tile: each thread has those of its elements."""
     return column_index(c, column_layout(tile), tile)
 
 
@@ -151,7 +154,7 @@ def hold_parameter(loaded, present: gl.constexpr, in_smem: gl.constexpr, tile: g
 
 @gluon.jit
 def parameter_row(held, tile: gl.constexpr):
-    """One chunk of a held parameter, [1, cluster, chunk], in float32."""
+    """One chunk of a parameter that `hold_parameter` keeps, [1, cluster, chunk], in float32."""
     if tile.weight_in_smem:
         row = held.load(column_layout(tile))
     else:
@@ -164,7 +167,7 @@ def parameter_row(held, tile: gl.constexpr):
 
 @gluon.jit
 def load_row_statistics(source, row, norm: gl.constexpr, tile: gl.constexpr):
-    """Statistics [rows] of the tile at `row`."""
+    """Statistics [rows] of the tile at `row`. Rows before row 0, such as those of a tile after the last, get zeros."""
     index = row_index(row, tile)
     return load_statistics(source, index, index >= 0, norm)
 
@@ -177,6 +180,7 @@ def by_row(statistics):
 
 @gluon.jit
 def store_statistics(mean_ptr, rstd_ptr, statistics, row, norm: gl.constexpr, tile: gl.constexpr):
+    """Store statistics [rows, cluster, 1] of the tile at `row`."""
     cta = gl.arange(0, tile.cluster, gl.SliceLayout(0, gl.SliceLayout(2, tile_layout(tile))))
     cta = gl.expand_dims(gl.expand_dims(cta, 0), 2)
     index = per_row(row_index(row, tile)) + 0 * cta
@@ -188,8 +192,8 @@ def store_statistics(mean_ptr, rstd_ptr, statistics, row, norm: gl.constexpr, ti
 
 @gluon.jit
 def load_residual(ptr, row, cols, norm: gl.constexpr, tile: gl.constexpr):
-    """Chunks of the gradient that is added to dx, in its own dtype. It is contiguous, as dx is, and comes straight to
-    registers."""
+    """Chunks of the gradient that is added to dx, in its own dtype. It is contiguous, as dx is, and comes from global
+    memory to registers without a ring. Placeholders if there is none."""
     chunks = ()
     for c in gl.static_range(tile.chunks):
         if norm.has_residual:
@@ -214,8 +218,9 @@ def output_elements(row, cols, c: gl.constexpr, tile: gl.constexpr):
 
 @gluon.constexpr_function
 def has_no_outside(tile):
-    """True if a tile lies inside the tensor and its loads and stores go without a mask. False for two compute groups:
-    without masks the compiler shares addresses and keeps them, for which those groups lack one register."""
+    """True if every element of every tile is inside the tensor, and loads and stores take no mask. A tile of several
+    rows may begin before row 0. Two compute groups keep their masks even where all elements are inside: without masks
+    the compiler computes addresses once and holds them, and these groups lack one register for that."""
     return tile.whole and tile.rows == 1 and tile.num_groups == 1
 
 

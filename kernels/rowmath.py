@@ -1,7 +1,8 @@
 """The formulas of both norms, for all kernels.
 
 Pure jit functions on register tiles, called from Triton and from Gluon kernels. A tile is [rows, columns]; statistics
-and row sums are [rows, 1] and broadcast. `norm` is a config.Norm. All values are in the accumulation dtype.
+and row sums are [rows, 1] and broadcast. In row_tile.py both have the CTAs of a cluster as a dimension between these.
+`norm` is a config.Norm. All values are in the accumulation dtype.
 
 With x_hat = (x - mean) * rstd (LayerNorm) or x * rstd (RMSNorm), y = x_hat * w + b and g = dy * w, over a row of N
 columns:
@@ -20,7 +21,7 @@ from .ptx import widen_pairs
 
 @triton.jit
 def widen(x, in_pairs: tl.constexpr):
-    """x in float32. `in_pairs` converts bfloat16 by the quicker way of ptx.widen_pairs."""
+    """x in float32. `in_pairs` converts bfloat16 by ptx.widen_pairs, which is quicker and takes more registers."""
     if in_pairs and x.dtype == tl.bfloat16:
         wide = widen_pairs(x)
     else:
@@ -37,8 +38,8 @@ def inverse_std(mean_square, eps):
 @triton.jit
 def normalize(x, mean, rstd, norm: tl.constexpr):
     """x_hat. Folded (norm.fold), it is one multiply-add, x * rstd - mean * rstd, which cancels where |mean| >> std. Its
-    error there is 2^-24 |mean| / std, far below the 2^-9 |mean| / std by which a 16-bit x was rounded, so only a 16-bit
-    x is folded."""
+    error there is 2^-24 |mean| / std. This is harmless for a 16-bit x only, which was itself rounded by far more: up to
+    2^-11 |mean| / std (float16) or 2^-8 |mean| / std (bfloat16)."""
     if norm.layer:
         if norm.fold:
             x_hat = x * rstd + (-mean * rstd)
@@ -51,9 +52,8 @@ def normalize(x, mean, rstd, norm: tl.constexpr):
 
 @triton.jit
 def input_gradient(g, x, mean, rstd, mean_gx, mean_g, norm: tl.constexpr):
-    """dx from g = dy * w, x, and the row means of g * x_hat and of g. Folded (norm.fold), it
-    gathers the factors that are constant along a row: dx = g * rstd + x * a + b takes two instructions instead of
-    five."""
+    """dx from g = dy * w, x, and the row means of g * x_hat and of g. Folded (norm.fold), it gathers the factors that
+    are constant along a row: dx = g * rstd + (x * a + b) takes two instructions for each element instead of five."""
     if norm.fold:
         dx = x * (-rstd * rstd * mean_gx)
         if norm.layer:
@@ -69,8 +69,8 @@ def input_gradient(g, x, mean, rstd, mean_gx, mean_g, norm: tl.constexpr):
 
 @triton.jit
 def row_means(sum_gx, sum_g, cols, norm: tl.constexpr):
-    """Means of g * x_hat and of g over each row, [rows, 1] each, from sums [rows, n]. One reduction of both takes half
-    the CTA barriers of two reductions."""
+    """Means of g * x_hat and of g over each row, [rows, 1] each, from sums [rows, n]; for the portable kernels. One
+    reduction of both takes half the CTA barriers of two reductions."""
     if norm.layer:
         mean_gx, mean_g = tl.split(tl.sum(tl.join(sum_gx, sum_g), axis=1) / cols)
     else:

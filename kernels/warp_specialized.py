@@ -1,15 +1,16 @@
-"""The warp-specialized TMA schedule: a producer warp fills a ring of row tiles, compute groups empty it in turn.
+"""The warp-specialized TMA schedule: a producer warp fills a ring of row tiles, and compute groups (of num_warps warps
+each) empty it in turn.
 
 CTA p of P owns the row tiles p, p + P, p + 2P, ..., counted from the last tile. Compute group g takes every
-num_groups-th of them, from the g-th on. The producer is up to num_stages tiles ahead. In a backward each group keeps
-its own sums of dw and db and leaves its own row of partials.
+num_groups-th of these, from the g-th on. The producer is up to num_stages tiles ahead. In a backward each group keeps
+its own sums of dw and db and leaves its own row of partials. There are no clusters and no tails here.
 
 Each stage has two mbarriers. `full` completes when the copies of a tile have arrived: a group waits for it before it
 reads. `empty` completes when the group has read the stage: the producer waits for it before it refills.
 
-num_stages is a multiple of num_groups, so that a stage always belongs to the same group. Otherwise a group could take
-an old phase of a stage's mbarrier for the one it waits for, since a wait knows a phase by its parity only, and read a
-tile that has not arrived.
+num_stages is a multiple of num_groups, so that a stage always belongs to the same group. Otherwise a group could read
+a tile that has not arrived: a wait knows a phase by its parity only, so the group could take an old phase of a stage's
+mbarrier for the one that it waits for.
 """
 
 from typing import NamedTuple
@@ -27,7 +28,7 @@ PRODUCER_REGISTERS = gl.constexpr(24)  # the fewest a warp can have; the compute
 
 
 class Fill(NamedTuple):
-    """What the producer needs: of each tensor its descriptor and its slots, the mbarriers, and the number of rows."""
+    """What the producer needs: the descriptor and the slots of each tensor, the mbarriers, and the number of rows."""
 
     descs: tuple
     slots: tuple
@@ -37,7 +38,8 @@ class Fill(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """What a compute group of a backward needs."""
+    """What a compute group of a backward needs. Tensors that are absent have another pointer in their place, which
+    nobody uses."""
 
     x_slots: tuple
     dy_slots: tuple
@@ -54,7 +56,8 @@ class Backward(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """What a compute group of a forward needs. Parameters that are absent have other pointers in their place."""
+    """What a compute group of a forward needs. Parameters that are absent have another pointer in their place, which
+    nobody uses."""
 
     x_slots: tuple
     full: gl.tensor
@@ -78,11 +81,11 @@ def stage_bytes(descs, tile):
 
 @gluon.jit
 def produce(tile: gl.constexpr, fill):
-    """Fill stage after stage with a tile of every tensor, each as soon as its group has released it. All copies of a
-    tile complete on one mbarrier, which expects their bytes before the first of them starts."""
+    """Fill stage after stage with a tile of every tensor, each as soon as its group has released it. All copies into a
+    stage complete on one mbarrier, which expects their bytes before the first of them starts."""
     first = gl.program_id(0) * tile.rows
     step = gl.num_programs(0) * tile.rows
-    at = Position(0, 1)  # of a fresh mbarrier, the phase before its first counts as complete: the first fill is at once
+    at = Position(0, 1)  # waits do not block in the first round: in a new mbarrier, the phase of parity 1 is complete
     row = row_tile.row_of_tile(first, fill.rows, tile)
     for _ in range(first, fill.rows, step):
         ring.wait(fill.empty.index(at.stage), at.phase)  # the group has read the tile that these copies overwrite
@@ -101,8 +104,8 @@ def release_stage(empty, stage):
 
     The reads went through the generic proxy, and the producer's copies write through the asynchronous proxy. Arrival
     and wait alone do not order the two; without the proxy fence the copies could overtake the reads. The compiler puts
-    no fence between warp partitions. The one arrival is for the whole group: the compiler lets the group's warps meet
-    between fence and arrival."""
+    no fence between warp partitions. The one arrival is for the whole group: the compiler puts a barrier of the group's
+    warps between fence and arrival."""
     ring.fence_async_shared()
     ring.arrive(empty.index(stage), count=1)
 
@@ -148,6 +151,8 @@ def consume_backward(norm: gl.constexpr, tile: gl.constexpr, group: gl.constexpr
             release_stage(operands.empty, at.stage)
         row -= step
         at = ring.next_position(at, tile, group, tile.num_groups)
+    # A group without a tile stores zeros, because the second launch adds up the rows of all groups. The ring's memory
+    # is not free for these sums: other groups may still read it.
     partial = gl.program_id(0) * tile.num_groups + group
     partial_sums.store_partials(operands.partials, sums, partial, operands.cols, operands.cols, norm, tile)
 
@@ -170,6 +175,7 @@ def consume_forward(norm: gl.constexpr, tile: gl.constexpr, group: gl.constexpr,
         ring.wait(operands.full.index(at.stage), at.phase)  # the tile has arrived, and is visible to this warp's reads
         x = row_tile.read_tile(operands.x_slots, at.stage, False, tile)
         release_stage(operands.empty, at.stage)
+        # Without a cluster, the exchange is a placeholder.
         statistics, _exchange = passes.row_statistics(x, operands.cols, operands.eps, open_exchange(tile), norm, tile)
         if len(operands.statistics_ptrs) > 0:
             mean_ptr, rstd_ptr = operands.statistics_ptrs
@@ -181,7 +187,9 @@ def consume_forward(norm: gl.constexpr, tile: gl.constexpr, group: gl.constexpr,
 
 @gluon.jit
 def parameter_in_smem(ptr, cols, present: gl.constexpr, tile: gl.constexpr):
-    """A parameter for all groups in shared memory; placeholders where each group loads it to its registers."""
+    """A parameter for all groups in shared memory; placeholders where each group loads it to its registers. The groups
+    read what other warps have stored: they start after a barrier of the whole CTA, which is part of
+    gl.warp_specialize."""
     in_smem: gl.constexpr = present and tile.weight_in_smem
     loaded = load_parameter(ptr, cols, in_smem, row_tile.columns_of_thread, tile)
     return row_tile.hold_parameter(loaded, in_smem, True, tile)
@@ -233,7 +241,7 @@ def forward(
 
 @gluon.jit
 def or_else(pointer, other):
-    """`pointer`, or `other` if it is None, which a warp partition does not accept as an argument."""
+    """`pointer`, or `other` if `pointer` is None. A warp partition does not accept None as an argument."""
     if pointer is None:
         found = other
     else:
@@ -243,7 +251,9 @@ def or_else(pointer, other):
 
 @gluon.jit
 def run_groups(fill, operands, norm: gl.constexpr, tile: gl.constexpr):
-    """Run the producer beside one or two compute groups."""
+    """Run the producer beside one or two compute groups. The first group runs in the kernel's own warps; numbers of
+    warps and registers are given for the others only. The barrier with which gl.warp_specialize starts them also shows
+    them the initialized mbarriers."""
     if tile.num_groups == 1:
         gl.warp_specialize(
             [(consume, (norm, tile, 0, operands)), (produce, (tile, fill))],
