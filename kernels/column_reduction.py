@@ -5,8 +5,10 @@ rows: row tiles s, s + S, s + 2S, ... It stores its sums as row s of out[o], [S,
 S = 1. Partials are [rows, cols] themselves, so the portable kernel sums them up too.
 
 Tensors, row strides and descriptors come as tuples with one element for each tensor. Where every output is the sum of
-one tensor, a CTA picks its tensor once, by comparisons, so the code does not grow with the number of tensors. Offsets
+one tensor, a CTA picks its tensor once, by comparisons: only these comparisons grow with the number of tensors. Offsets
 are 64-bit.
+
+parameter_gradients.py uses the second half of this file, the ring of column tiles.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from .ring import Position, Rings
 @dataclass(frozen=True)
 class ColumnTile(CompileTime):
     """rows x chunk elements that num_warps warps hold: in registers or, with TMA, in a ring of num_stages stages in
-    shared memory for each tensor."""
+    shared memory for each tensor. The fields with defaults are for TMA only."""
 
     rows: int
     chunk: int
@@ -140,7 +142,7 @@ def rows_at_once(tile):
 @gluon.constexpr_function
 def tile_layout(tile):
     """Layout of a tile as [rows / rows_at_once, rows_at_once, chunk]. The first dimension is within a thread, so that
-    its sum moves nothing between threads. A thread has 16 bytes of adjacent columns and the next thread the next ones;
+    its sum moves nothing between threads. A thread has tile.vector adjacent columns and the next thread the next ones;
     warps lie along the rows."""
     across = threads_per_row(tile)
     return gl.BlockedLayout(
@@ -167,20 +169,21 @@ def open_rings(descs, first, left, rows, tile: gl.constexpr):
 
 @gluon.jit
 def fill_stage(rings, stage, row, left, rows, tile: gl.constexpr):
-    """Start the copies of the tile at (row, left) into a stage that has been read; none if it lies behind the last
-    row."""
+    """Start the copies of the tile at (row, left) into a stage that is new or that this CTA has read; none if the tile
+    lies after the last row. ring.fill_stage says what orders the copies behind the reads."""
     ring.fill_stage(rings, stage, ((row, left),), row < rows, tile)
 
 
 @gluon.jit
 def some_rings(rings, first: gl.constexpr, end: gl.constexpr):
-    """Those of tensors first to end - 1."""
+    """The rings of tensors first to end - 1."""
     return Rings(rings.descs[first:end], rings.slots[first:end], rings.full[first:end])
 
 
 @gluon.jit
 def read_tile(slots, stage, tile: gl.constexpr):
-    """A stage's tile in registers, [rows / rows_at_once, rows_at_once, chunk], after the wait for its mbarrier."""
+    """A stage's tile in registers, [rows / rows_at_once, rows_at_once, chunk]. The caller has waited for its
+    mbarrier."""
     by_rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     shape: gl.constexpr = [tile.rows // rows_at_once(tile), rows_at_once(tile), tile.chunk]
     return reinterpret(slots[0].index(stage), slots[0].dtype, shape, by_rows).load(tile_layout(tile))
@@ -211,8 +214,10 @@ def sum_tiles(descs, left, rows, tile: gl.constexpr):
         for start in gl.static_range(0, len(descs), tile.groups):
             group = some_rings(rings, start, end_of_group(start, len(descs), tile))
             acc = add_tiles(acc, group, at, tile)
+            # Refill: every warp has read the group's tiles, by the compiler's CTA barrier and proxy fence before it.
             fill_stage(group, at.stage, ahead, left, rows, tile)
         at = ring.next_position(at, tile)
+    # The sum over warps goes through shared memory, which the compiler places in a ring's memory. No copy is under way.
     return gl.sum(acc, axis=0)
 
 
@@ -232,8 +237,8 @@ def sum_and_store(descs, outs, rows, cols, total: gl.constexpr, tile: gl.constex
 
 
 # Triton 3.6 cannot launch a kernel with descriptors inside a tuple, so each descriptor is a parameter, None beyond the
-# last. Each parameter costs the host time (bench/NOTES.md, "Evidence behind constants"), so there are two kernels: one
-# for up to 8 tensors, one for up to 64.
+# last. Each parameter costs time on the host (bench/NOTES.md, "Evidence behind constants"), so there are two kernels:
+# one for up to 8 tensors, one for up to 64.
 
 
 @gluon.jit(do_not_specialize=["rows"])

@@ -1,4 +1,5 @@
-"""dw and db from their partials: summed by the launch that follows a backward's main kernel."""
+"""dw and db from their partials: summed by the launch that follows a backward's main kernel. (The public column_sum
+runs the kernels of column_reduction.py.)"""
 
 import triton
 import triton.language as tl
@@ -8,8 +9,8 @@ from .ptx import wait_for_prerequisites
 
 @triton.jit
 def sum_partials(partial_ptr, out_ptr, first_col, num_partials, cols, tile: tl.constexpr):
-    """Sum tile.cols columns of [num_partials, cols] partials in a fixed order, and round once to the dtype of out. The
-    loads of tile.num_loads times tile.rows rows are under way at once."""
+    """Sum tile.cols columns, from first_col on, of [num_partials, cols] partials in a fixed order, and round once to
+    the dtype of out. The loads of tile.num_loads times tile.rows rows are under way at once."""
     row = tl.arange(0, tile.rows)[:, None]
     col = first_col + tl.arange(0, tile.cols)[None, :].to(tl.int64)  # a row may be wider than 2^31 elements
     in_range = col < cols
@@ -31,7 +32,7 @@ def finalize(
     dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, num_partials, cols, norm: tl.constexpr, tile: tl.constexpr
 ):
     """Each CTA sums one piece of tile.cols columns: the first CTAs those of dw, the next ones those of db."""
-    if tile.dependent:  # may have been placed before the backward has ended: its partials are not written until then
+    if tile.dependent:  # this CTA may run before the backward has ended and its partials are visible
         wait_for_prerequisites()
     piece = tl.program_id(0)
     pieces = tl.cdiv(cols, tile.cols)

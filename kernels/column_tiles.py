@@ -1,7 +1,8 @@
-"""Rows that do not fit registers, in portable Triton: each CTA works on one column tile of a row at a time.
+"""Rows that do not fit registers, in portable Triton: each CTA works on one column tile at a time.
 
-Rows are read several times: once for each statistic or row mean, and once for the output. Of these passes only the
-first reads from beyond the cache. Where elements lie is as in multiwave.py.
+A forward reads its row several times, once for each statistic and once for y. Only the first pass reads from beyond the
+cache. A backward has two launches: the first finds the row means that dx needs, the second reads x and dy again for all
+outputs. Where elements lie is as in multiwave.py.
 """
 
 import triton
@@ -27,9 +28,9 @@ def forward_by_column_tiles(
     x_outer_stride: "i64", x_inner_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr,
 ):
-    """y of a row that does not fit registers, and mean and rstd unless their pointers are None; one row per CTA. Mean,
-    variance (the mean of (x - mean)^2) and y take a pass over the row's column tiles each. Only the first pass reads
-    from beyond the cache."""
+    """y of a row that does not fit registers, and mean and rstd unless their pointers are None; one row per CTA. Mean
+    (LayerNorm only), variance (the mean of (x - mean)^2) and y take a pass over the row's column tiles each. Only the
+    first pass reads from beyond the cache."""
     cols = divisible(cols, tile)
     x_rows = rows_in_memory(x_ptr, x_inner, x_outer_stride, x_inner_stride, tile)
     row = tl.program_id(0).to(tl.int64)
@@ -118,13 +119,14 @@ def backward_by_column_tiles(
     dy_inner: "i64", dy_outer_stride: "i64", dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr,
 ):
-    """Second pass: CTA (c, p) owns column tile c (tile.chunk columns) of every num_programs(1)-th row tile, from the
-    p-th on. It needs the row means for dx only, so this kernel is also the whole of a backward without dx.
+    """Second pass: CTA (c, p) owns column tile c (tile.chunk columns) of the row tiles p, p + P, p + 2P, ..., where P
+    CTAs share the rows. The row means are for dx only, so this kernel alone computes a backward without dx.
 
     With counters, one for each column tile, the last CTA of a column tile to finish sums the tile's partials. The order
-    of the sum does not depend on which CTA is last. That CTA sees all partials: each CTA stores its own, meets at a
-    barrier and then counts itself by one atomic addition, a release of all that the barrier ordered before it. The
-    addition is an acquire as well, so the CTA that finds all others counted has their partials before it."""
+    of the sum does not depend on which CTA is last. That CTA sees all partials: the threads of each CTA store theirs
+    and meet at a barrier, and then the CTA counts itself by one atomic addition, which releases all that the barrier
+    ordered before it. The addition is an acquire as well, so the CTA that finds all others counted also sees their
+    partials."""
     cols = divisible(cols, tile)
     left = tl.program_id(0).to(tl.int64) * tile.chunk  # rows may be wider than 2^31 elements
     x_rows = rows_in_memory(x_ptr + left, x_inner, x_outer_stride, x_inner_stride, tile)
@@ -183,12 +185,12 @@ def backward_by_column_tiles(
 
 @triton.jit
 def sum_column_tile(partial_ptr, out_ptr, width, cols, norm: tl.constexpr, tile: tl.constexpr):
-    """Sum `width` columns of the partials of all CTAs along the rows, in the order of the CTAs."""
+    """Sum `width` columns of the partials of the CTAs that share the rows, in the order of these CTAs."""
     lane = tl.arange(0, tile.chunk)
     here = partial_ptr + lane
     total = tl.full([tile.chunk], 0.0, norm.acc)
     for _ in range(tl.num_programs(1)):
-        # Bypass L1, which does not see what other SMs have written.
+        # Bypass L1: it may hold old values where other SMs have written.
         total += tl.load(here, mask=lane < width, other=0.0, cache_modifier=".cg")
         here += cols
     tl.store(out_ptr + lane, total.to(out_ptr.dtype.element_ty), mask=lane < width)

@@ -43,13 +43,13 @@ class Norm(CompileTime):
 @dataclass(frozen=True)
 class Tile(CompileTime):
     """What a CTA holds at a time: `rows` rows of num_chunks chunks of `chunk` columns. rows and chunk are powers of
-    two."""
+    two. log2_divisor and one_tile are for portable kernels."""
 
     rows: int
     chunk: int
     num_chunks: int
     num_warps: int  # warps that work on a tile together
-    # cols and all row strides are multiples of 2^log2_divisor. 0 if 16 divides them, which Triton sees itself.
+    # cols and all row strides are multiples of 2^log2_divisor. 0 if 16 divides them: Triton detects that itself.
     log2_divisor: int = 0
     one_tile: bool = False  # forward: no CTA has a second tile, so nothing is loaded ahead
     announces_end: bool = False  # backward: the launch that sums its partials is a dependent launch
@@ -88,18 +88,20 @@ class RingTile(Tile):
     may end."""
 
     num_stages: int = 2
-    copy_chunks: int = 1  # a power of two; more than 1 only where chunks are whole
+    copy_chunks: int = 1  # a power of two; more than 1 only for chunks that lie within the row
     tail: bool = False
     box: int = 256  # columns of a TMA box's innermost dimension: a row is [cols / box, box]
     vector: int = 8  # adjacent columns of a thread
     threads_per_row: int = 32  # threads of a CTA that share a row's columns
-    whole: bool = False  # the chunks are exactly a row, so that all threads have equally many columns
+    whole: bool = False  # the chunks are exactly a row, without padding, so that all threads have equally many columns
     weight_in_smem: bool = False  # weight and bias are kept in shared memory, else in registers
-    # A tile's statistics are loaded a whole tile ahead, not half a tile, and the partials are stored before the last
-    # tile's dx. False where registers are short. Its worth: bench/NOTES.md, "Evidence behind constants".
+    # pipelined.backward loads a tile's statistics a whole tile ahead, not half a tile, and may store the partials
+    # before the last tile's dx (partial_sums.stores_early). False where registers are short. Its worth:
+    # bench/NOTES.md, "Evidence behind constants".
     prefetches_statistics: bool = True
     in_pairs: bool = False  # bfloat16 values become float32 two at a time: see rowmath.widen
     cluster: int = 1  # CTAs that share a row: `chunk` columns of each chunk in each CTA
+    # The rest is for warp_specialized.py.
     num_groups: int = 1  # compute groups that take tiles in turn
     cached: bool = False  # a tile stays in registers between its two passes
     group_registers: int = 0  # registers for each thread of a compute group
@@ -127,5 +129,5 @@ class RingTile(Tile):
         return copy * (self.num_chunks - 1 if self.tail else self.copy_chunks)
 
     def chunks_of(self, copy: int) -> int:
-        """How many chunks a copy has room for."""
+        """How many chunks a copy has room for; the last copy may have room beyond the last chunk."""
         return 1 if self.tail and copy else self.copy_chunks

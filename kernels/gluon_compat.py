@@ -15,8 +15,8 @@ reinterpret = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memor
 # releases every CTA has mbarriers of its own, whatever their layout says.
 SPREADS_BARRIERS = hasattr(mbarrier.MBarrierLayout, "multicta")
 
-# Since 3.9 Triton puts a cluster barrier before the end of a kernel that is launched by clusters. It came with
-# `async_load`.
+# Since 3.9 Triton puts a cluster barrier before the end of a kernel that is launched by clusters. The release that
+# brought this barrier also brought `async_load`.
 MEETS_AT_THE_END = hasattr(tma, "async_load")
 
 

@@ -1,13 +1,13 @@
 """The portable schedule: several CTAs per SM. Each loads, computes and stores its own rows, with the loads of its next
 row tile already under way.
 
-A row is held in registers as tile.num_chunks chunks of tile.chunk columns. A chunk is a power of two, so a row is
-padded to a multiple of the chunk and not to the next power of two. CTA p owns the row tiles p, p + P, p + 2P, ... of
-P CTAs. Its sums of dw and db stay in registers and are stored once, as row p of the [P, cols] partials.
+A row is held in registers as tile.num_chunks chunks of tile.chunk columns. Only the chunk has to be a power of two, so
+a row is padded to a multiple of the chunk and not to the next power of two. CTA p of P owns the row tiles p, p + P,
+p + 2P, ... Its sums of dw and db stay in registers and are stored once, as row p of the [P, cols] partials.
 
 Row r of a tensor starts at element (r // inner) * outer_stride + (r % inner) * inner_stride; without norm.nested_rows,
-at r * outer_stride. Offsets are 64-bit. Scalar arguments have fixed types, so that no value of theirs makes Triton
-compile the kernel again.
+at r * outer_stride. Offsets are 64-bit. Row counts and strides have a fixed type, so that Triton does not compile the
+kernel again for one beyond 2^31.
 """
 
 from typing import NamedTuple
@@ -31,8 +31,8 @@ class RowsInMemory(NamedTuple):
 
 @triton.jit
 def divisible(value, tile: tl.constexpr):
-    """`value`, which the compiler then knows to be a multiple of 2^log2_divisor. It needs this to load several elements
-    at once."""
+    """`value`, which is a multiple of 2^log2_divisor, in a form that shows this to the compiler. It loads several
+    elements at once only if it knows this."""
     if tile.log2_divisor > 0:
         value = (value >> tile.log2_divisor) << tile.log2_divisor
     return value
@@ -55,7 +55,7 @@ def row_start(source, row, norm: tl.constexpr):
 
 @triton.jit
 def columns(c: tl.constexpr, tile: tl.constexpr):
-    """The columns [1, tile.chunk] of chunk c."""
+    """The columns [1, tile.chunk] of chunk c. `load_parameter` calls this too."""
     return c * tile.chunk + tl.arange(0, tile.chunk)[None, :]
 
 
@@ -95,7 +95,8 @@ def load_row_statistics(source, row, rows, norm: tl.constexpr):
 
 @triton.jit
 def load_residual(ptr, start, row_mask, cols, norm: tl.constexpr, tile: tl.constexpr):
-    """Chunks of the gradient that is added to dx, in its own dtype. It is contiguous, as dx is."""
+    """Chunks of the gradient that is added to dx, in its own dtype; none if there is none. It is contiguous, as dx
+    is."""
     chunks = ()
     if norm.has_residual:
         chunks = load_chunks(ptr, start, row_mask, cols, tile)

@@ -1,8 +1,8 @@
 """dw and db of a backward without dx: sums over rows, for which no CTA needs a whole row.
 
-CTA (c, p) owns tile.chunk columns, from column c * tile.chunk on, of the row tiles p, p + P, p + 2P, ... of P
-CTAs, and stores its sums as row p of the [P, cols] partials. Tiles of dy, and of x for dw, come through the ring of
-column_reduction.py.
+CTA (c, p) owns tile.chunk columns, from column c * tile.chunk on, of the row tiles p, p + P, p + 2P, ..., where P CTAs
+share the rows. It stores its sums as row p of the [P, cols] partials. Tiles of dy, and of x for dw, come through the
+ring of column_reduction.py, from the first row to the last.
 """
 
 from triton.experimental import gluon
@@ -17,7 +17,7 @@ from .rowmath import normalize
 
 @gluon.jit
 def load_tile_statistics(source, row, rows, norm: gl.constexpr, tile: gl.constexpr):
-    """Statistics of the tile at `row`, [rows / rows_at_once, rows_at_once, 1]."""
+    """Statistics of the tile at `row`, [rows / rows_at_once, rows_at_once, 1], in the order of `read_tile`."""
     by_row: gl.constexpr = gl.SliceLayout(2, tile_layout(tile))
     outer = gl.arange(0, tile.rows // rows_at_once(tile), gl.SliceLayout(1, by_row)) * rows_at_once(tile)
     inner = gl.arange(0, rows_at_once(tile), gl.SliceLayout(0, by_row))
@@ -28,6 +28,8 @@ def load_tile_statistics(source, row, rows, norm: gl.constexpr, tile: gl.constex
 
 @gluon.jit
 def store_sum(partial_ptr, acc, left, cols, tile: gl.constexpr):
+    """Sum `acc` over its rows and store it as this CTA's row of the partials. The sum over warps goes through shared
+    memory, which the compiler places in a ring's memory: no copy is under way."""
     col = left + gl.arange(0, tile.chunk, gl.SliceLayout(0, gl.SliceLayout(0, tile_layout(tile))))
     gl.store(partial_ptr + gl.program_id(1).to(gl.int64) * cols + col, gl.sum(acc, axis=0), mask=col < cols)
 
@@ -40,8 +42,8 @@ def dw_and_db(
 ):  # fmt: skip
     """The CTA's row of the dw and db partials, in float32. Descriptors are [rows, cols] in boxes of a tile.
 
-    Every warp waits for a tile's mbarriers before it reads the tile. The stage is refilled after the reads of dy and x:
-    ring.fill_stage says what orders the copies behind them."""
+    Every warp waits for a tile's mbarriers before it reads the tile. The stage is refilled after the reads of dy and x;
+    ring.fill_stage says what orders the copies behind these reads."""
     descs = (dy_desc,)
     if norm.wants_dw:
         descs = (dy_desc, x_desc)

@@ -1,5 +1,5 @@
-"""dw and db of the ring schedules: each thread sums over its rows of all tiles, and the CTA (or compute group) stores
-its sums as one row of the partials. A second launch (column_sum.finalize) adds up these rows."""
+"""dw and db of pipelined.py and warp_specialized.py: each thread sums over its rows of all tiles, and the CTA (or
+compute group) stores its sums as one row of the partials. A second launch (column_sum.finalize) adds up these rows."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,21 +27,24 @@ def is_of_several_warps(tile):
 
 @gluon.constexpr_function
 def stores_early(tile):
-    """True if the partials are stored before the last tile's dx is computed. They must need no shared memory for that:
-    until then it belongs to the ring."""
+    """True if pipelined.backward stores the partials before it computes the last tile's dx, and not after its row loop.
+    This takes registers, like prefetched statistics. It also requires that the stores need no shared memory, because
+    the ring still uses it."""
     return tile.prefetches_statistics and not is_of_several_warps(tile)
 
 
 @gluon.constexpr_function
 def by_row_layout(tile):
-    """Layout of sums [rows, cluster, chunk] read back from shared memory: a thread has all rows of its columns."""
+    """Layout of sums [rows, 1, chunk] after the exchange through shared memory: a thread has all rows of its columns,
+    which are 4 float32 (16 bytes) for each store."""
     return gl.BlockedLayout([tile.rows, 1, 4], [1, 1, 32], [1, 1, tile.num_warps], [2, 1, 0])
 
 
 @gluon.constexpr_function
 def partial_store_layout(tile):
-    """Layout of a chunk of partials, [cluster, chunk]: adjacent threads store adjacent 16 bytes. A warp keeps the
-    columns that it had in the tile, so that the change of layout needs shuffles only."""
+    """Layout in which a chunk of partials, [cluster, chunk], is stored: adjacent threads store adjacent 16 bytes.
+    Unless the rows of a tile are in different warps, a warp keeps the columns that it had in the tile, so that the
+    change of layout needs shuffles only."""
     if is_of_several_warps(tile):
         return gl.SliceLayout(0, by_row_layout(tile))
     if tile.vector <= 4:
@@ -58,11 +61,12 @@ def partial_store_layout(tile):
 
 @gluon.jit
 def to_shared_memory(chunks, wanted: gl.constexpr, tile: gl.constexpr):
-    """The chunks of dw or db, in shared memory if their rows are in different warps.
+    """The chunks of dw or db, in shared memory if their rows are in different warps. Only after the row loop: the
+    compiler gives this memory the place of the ring, which is no longer used. A ring of two stages is as large.
 
-    All chunks are stored before any is read, which takes one CTA barrier, between the stores and the reads of other
-    warps' rows. One by one, each chunk would take two. The memory is the ring's, whose row loop is done: a ring of two
-    stages is as large."""
+    The compiler puts CTA barriers between the ring's last reads and these stores, and between the stores and the reads
+    of other warps' rows. All chunks are stored before any is read, so one barrier of the second kind is enough. One by
+    one, each chunk would take two."""
     found = chunks
     if wanted and is_of_several_warps(tile):
         layout: gl.constexpr = row_major(tile, 3, 1)  # of one chunk
@@ -76,7 +80,9 @@ def to_shared_memory(chunks, wanted: gl.constexpr, tile: gl.constexpr):
 
 @gluon.jit
 def sum_over_rows(chunk, tile: gl.constexpr):
-    """A chunk of dw or db summed over a tile's rows, [cluster, chunk], in the layout to store it."""
+    """A chunk of dw or db summed over a tile's rows, [cluster, chunk], in `partial_store_layout`. If the rows are in
+    different warps, they are read from where `to_shared_memory` has put them. A compute group has not put them
+    anywhere, and exchanges this chunk alone."""
     if not is_of_several_warps(tile):
         total = gl.convert_layout(gl.sum(chunk, axis=0), partial_store_layout(tile))
     elif isinstance(chunk, gl.shared_memory_descriptor):
@@ -101,9 +107,9 @@ def store_partials(partials, sums, partial, cols, end, norm: gl.constexpr, tile:
 
 @gluon.jit
 def store_partials_of_cta(partials, sums, rows, cols, norm: gl.constexpr, tile: gl.constexpr):
-    """Store the CTA's row of the partials, if it has row tiles."""
+    """Store the CTA's row of the partials, if the CTA has row tiles."""
     dw = to_shared_memory(sums.dw, norm.wants_dw, tile)
     db = to_shared_memory(sums.db, norm.wants_db, tile)
     partial = opaque(gl.program_id(0))  # else addresses are computed before the row loop, and held
-    end = gl.where(partial * tile.rows < rows, cols, 0)
+    end = gl.where(partial * tile.rows < rows, cols, 0)  # no columns for a CTA without row tiles
     store_partials(partials, ColumnSums(dw, db), partial, cols, end, norm, tile)

@@ -29,7 +29,8 @@ def wait_for_prerequisites():
 
 @triton.jit
 def opaque(value):
-    """Returns `value` (int32). The compiler no longer knows anything of it, not even that a loop leaves it as it is."""
+    """Returns `value` (int32). The compiler knows nothing about the result. It can compute neither the result nor what
+    depends on it before a loop that precedes this call."""
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], tl.int32, is_pure=False, pack=1)
 
 
@@ -43,29 +44,31 @@ def end_thread():
 @triton.jit
 def widen_pairs(x):
     """bfloat16 as float32, two adjacent values at a time, by one instruction each; the compiler takes three for both.
-    The interpreter knows no PTX."""
+    Only for kernels that are never interpreted: the interpreter knows no PTX."""
     ptx: tl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
     return tl.inline_asm_elementwise(ptx, "=f,=f,r", [x], tl.float32, is_pure=True, pack=2)
 
 
 # --- The exchange of cluster.py, which says why it is safe ---
 
-MAX_SUMS = 2
+MAX_SUMS = 2  # shares of each row that a CTA sends in one exchange, at most
 BARRIER_BYTES = 16  # two mbarriers, one for each buffer
 
 
 @triton.constexpr_function
 def buffer_bytes(tile):
+    """Bytes of one buffer: the float32 shares of every row from every CTA."""
     return 4 * MAX_SUMS * tile.rows * tile.cluster
 
 
 @triton.constexpr_function
 def open_exchange_ptx(tile):
-    """PTX that initializes the CTA's mbarriers and arrives at the cluster barrier. It gives the buffers' address."""
+    """PTX that initializes the CTA's mbarriers and arrives at the cluster barrier. It gives the address of the
+    exchange's memory: two mbarriers, then two buffers."""
     # Dynamic shared memory starts where static shared memory ends, and TMA writes only to multiples of 128 bytes: the
     # size is a multiple of 128 too.
-    # The fence shows the initialization to the other CTAs that wait at the cluster barrier. The arrival there is
-    # relaxed, because a releasing one would wait for all loads under way.
+    # The fence shows the initialization to all CTAs, which wait at the cluster barrier before they use the mbarriers.
+    # The arrival there is relaxed, because a releasing one would wait for all loads under way.
     size = -(-(BARRIER_BYTES + 2 * buffer_bytes(tile)) // 128) * 128
     return f"""{{
         .shared .align 128 .b8 exchange[{size}];
@@ -83,7 +86,8 @@ def open_exchange_ptx(tile):
 
 @triton.constexpr_function
 def sums_ptx(count, tile):
-    """PTX that sums the received shares into registers sum0, sum1, ..., in the order of the CTAs."""
+    """PTX that sums the `count` received shares of each CTA into registers sum0, sum1, ..., in the order of the
+    CTAs."""
     text = ""
     for cta in range(tile.cluster):
         for i in range(count):
@@ -97,9 +101,10 @@ def sums_ptx(count, tile):
 
 @triton.constexpr_function
 def moments_ptx(count, tile):
-    """PTX that merges the received shares, the means of the tile's rows and then their variances, into registers sum0,
-    sum1, ...: the mean of the means, and the mean of the variances plus the mean of the means' squared distances from
-    it. The CTAs hold equal numbers of columns."""
+    """PTX that merges the received shares into registers sum0, sum1, ... Each CTA's `count` shares are the means of the
+    tile's rows and then their variances. The merged mean is the mean of the means. The merged variance is the mean of
+    the variances plus the mean of (a CTA's mean - merged mean)^2. This holds because the CTAs have equally many
+    columns."""
     text = ""
     inverse = f"0f{(128 - tile.cluster.bit_length()) << 23:08X}"  # 1 / cluster, a power of two
     for row in range(tile.rows):
@@ -123,10 +128,12 @@ def exchange_ptx(moments, count, tile):
     """PTX of one exchange.
 
     Operands: `count` results (sums or moments over the cluster); this CTA's `count` shares, the same in all its
-    threads; the buffers' address, once for each row of the tile; the number of exchanges before, as often.
+    threads; the address of the exchange's memory; the number of exchanges before. Address and number come once for each
+    row of the tile, because inline_asm_elementwise repeats scalars for every packed element.
 
     Thread 0 arrives at the CTA's mbarrier and expects the bytes of all shares. Thread t sends the shares to CTA t.
-    Every thread waits for the mbarrier before it reads: the wait makes the shares visible."""
+    Every thread waits for the mbarrier before it reads: the wait makes the shares visible. The buffer and the phase
+    follow from the number: buffers alternate, and each has its phases in turn."""
     address, number = 2 * count, 2 * count + tile.rows
     sends = "".join(
         f"@sends st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [peer+{4 * i}], ${count + i}, [peer_full];"
@@ -168,7 +175,7 @@ def exchange_constraints(count, tile):
 
 @gluon.jit
 def open_exchange(tile: tl.constexpr):
-    """The address of the exchange's buffers, in static shared memory, with their mbarriers initialized. The CTA has
+    """The address of the exchange's memory, which is static shared memory, with its mbarriers initialized. The CTA has
     arrived at the cluster barrier."""
     zero = gl.to_tensor(0)
     return tl.inline_asm_elementwise(open_exchange_ptx(tile), "=r,r", [zero], tl.int32, is_pure=False, pack=1)
@@ -176,14 +183,15 @@ def open_exchange(tile: tl.constexpr):
 
 @triton.jit
 def wait_for_cluster(address):
-    """Wait at the cluster barrier. Returns `address`, which nobody should use before."""
+    """Wait at the cluster barrier. Returns `address`: users of the result cannot be moved before the wait."""
     ptx: tl.constexpr = "barrier.cluster.wait.acquire.aligned; mov.u32 $0, $1;"
     return tl.inline_asm_elementwise(ptx, "=r,r", [address], tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def exchange(shares, address, number, moments: tl.constexpr, tile: tl.constexpr):
-    """Send one or two `shares` [rows, cluster] to all CTAs of the cluster, wait for theirs, and sum or merge them."""
+    """Send one or two `shares` [rows, cluster] to all CTAs of the cluster, wait for theirs, and sum or merge them. A
+    thread has the shares of all rows of the tile and packs them together, so it runs the PTX once."""
     count: tl.constexpr = len(shares) * tile.rows
     ptx: tl.constexpr = exchange_ptx(moments, count, tile)
     constraints: tl.constexpr = exchange_constraints(count, tile)
