@@ -87,7 +87,7 @@ class GlobalMemory:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """The contents of a CUtensorMap, innermost first, with strides in bytes: strides[0] is an element's size in bytes."""
+    """The contents of a CUtensorMap, innermost first, with strides in bytes; strides[0] is an element's size."""
 
     address: int
     shape: tuple[int, ...]
