@@ -51,7 +51,7 @@ SPECIALIZED = [
     Problem("backward", "warp_specialized", "layer", 9, 1032, mask=DX_ONLY, sms=1),  # one group
     Problem("backward", "warp_specialized", "layer", 20, 200, MIXED, residual=BF16),
     Problem("backward", "warp_specialized", "rms", 450, 200, device="B200", sms=1),  # a full ring, used again
-    Problem("backward", "warp_specialized", "layer", 100, 512, FLOATS, residual=BF16, device="B200"),  # tiles in registers
+    Problem("backward", "warp_specialized", "layer", 100, 512, FLOATS, residual=BF16, device="B200"),  # cached
     Problem("forward", "warp_specialized", "layer", 1, 200),
     Problem("forward", "warp_specialized", "layer", 301, 200),
     Problem("forward", "warp_specialized", "rms", 37, 1032, MIXED, sms=1),  # one group
