@@ -18,7 +18,8 @@ from fusednorm.testing import Case, Outputs, assert_outputs_close, make_inputs
 
 OPS = torch.ops.fusednorm
 
-# By norm: the op, the Function and the stock function. Each takes (x, weight, bias) and returns a tuple that begins with y.
+# By norm: the op, the Function and the stock function. Each takes (x, weight, bias) and returns a tuple that begins
+# with y.
 OP = {
     "layer": lambda x, w=None, b=None: OPS.layer_norm_fwd(x, [8], w, b, 1e-2),
     "rms": lambda x, w=None, b=None: OPS.rms_norm_fwd(x, [8], w, 1e-2),

@@ -15,7 +15,7 @@ from .recording import Trace
 from .translate import PARAMETER_BASE, PARAMETER_PAGE, Program
 from .warp import Warp
 
-PLACES = 16  # by default so many CTAs are resident at a time
+PLACES = 16  # how many CTAs are resident at a time by default
 MOST_REPORTED = 16  # warps that the message of a deadlock lists
 
 

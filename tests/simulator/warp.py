@@ -51,7 +51,7 @@ class Warp(Accesses, Copies, Synchronization):
         self.waiting: str | None = None
         self.done = self.parked = False
         self.cluster_phase: int | None = None
-        self.time = cta.grid.start_time  # executed instructions, and waits for as long as other warps need at least
+        self.time = cta.grid.start_time  # counts instructions; a wait adds only the time until its event
         self.agent = self.gpu.ledger.agent(str(self))
         self.first_site = cta.grid.first_site
         self.clock = cta.grid.initial_clock()
