@@ -23,7 +23,7 @@ from fusednorm.host import compilation, launch, launcher, native, recipe, triton
 from fusednorm.planner.device import H200
 from fusednorm.problem import check_backward, check_forward
 
-STREAM = 1  # the stream that native.cpp uses for CPU tensors
+STREAM = 1  # the native handle that the C++ side gets for the stream of CPU tensors (stream_of in launch.h)
 
 
 ILLEGAL_ADDRESS = 700  # CUDA_ERROR_ILLEGAL_ADDRESS
