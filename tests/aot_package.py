@@ -1,7 +1,7 @@
-"""AOTInductor packages, made, loaded and run in processes of their own: one that cannot be loaded takes its process
-with it.
+"""AOTInductor packages, each made, loaded and run in a process of its own: a package that cannot be loaded may crash
+its process.
 
-As a command, of the model called "written" or "stock", on a device of the type given:
+As a command, with the model "written" or "stock" and the type of a device:
 
     PYTHONPATH=.:tests python tests/aot_package.py written cpu
 """
@@ -21,7 +21,7 @@ DONE = "as exact as eager"
 
 
 def check_package(device: str, cache: Path) -> None:
-    """Fails unless a package of calls written by hand, a masked backward among them, runs as eager mode does."""
+    """Fails unless the package of a model that calls our ops by name, once with a mask, gives eager mode's results."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if not compiler:
         pytest.skip("no C++ compiler")
@@ -33,7 +33,7 @@ def check_package(device: str, cache: Path) -> None:
 
     written = run("written")
     if written.returncode < 0:
-        # Packages have been seen to use half of the C++ library that PyTorch brings and half of the compiler's.
+        # It crashed. Packages have mixed symbols of PyTorch's libstdc++ and the compiler's: load the compiler's first.
         library = subprocess.check_output([compiler, "-print-file-name=libstdc++.so.6"], text=True).strip()
         written = run("written", LD_PRELOAD=library)
     if written.returncode < 0 and run("stock").returncode < 0:

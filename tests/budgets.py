@@ -1,4 +1,4 @@
-"""The budgets against the compiler, for every plan that the planner can choose; in processes that do not interpret.
+"""Compares the planner's budgets with the compiler, for every plan it can choose, in processes that do not interpret.
 
 As a command it tries many widths, dtypes and architectures:  python tests/budgets.py --arch 90 --widths 1024 1987
 """
@@ -26,8 +26,10 @@ ROW_PASSES = {"forward_by_column_tiles", "backward_row_means"}
 
 
 def plans_of(problem: NormProblem, device: DeviceSpec) -> Iterator[Plan]:
-    """The plans for few rows and many, and the best of every variant that can run but those that are known to spill:
-    these run only if forced."""
+    """The plans for few rows and for many, and the best plan of every variant that can run.
+
+    Plans that the budget expects to spill are left out: they run only if forced.
+    """
     plans = [plan for _, plan in choices(problem, device) if not isinstance(plan, ReferencePlan)]
     for variant in VARIANTS[:-1]:
         plan = outcome(variant, problem, MANY_ROWS, device).plan
@@ -58,7 +60,7 @@ def complaints(problem: NormProblem, plan: Plan, device: DeviceSpec) -> list[str
         used = compilation.resources(each, device.arch)
         bound = budget.shared_bytes_by(triton_release(), plan, problem)
         if isinstance(plan, RingPlan):
-            bound -= budget.static_bytes(plan)  # which are not in the compiler's sum
+            bound -= budget.static_bytes(plan)  # static shared memory is not in the compiler's sum
         if used.shared_bytes > bound:
             found.append(f"{name} takes {used.shared_bytes} bytes of shared memory, expected at most {bound}")
         elif used.shared_bytes < bound and isinstance(plan, (RingPlan, ColumnRingPlan)):
@@ -71,7 +73,7 @@ def complaints(problem: NormProblem, plan: Plan, device: DeviceSpec) -> list[str
 
 
 def check(problem: NormProblem, arch: int) -> list[str]:
-    """All complaints about the plans of a problem, with what they are about."""
+    """All complaints about the plans of a problem, each with the problem and the plan that it is about."""
     device = ARCHITECTURES[arch]
     return [
         f"sm_{arch} {problem}: {text}; {plan}, budget {budget.registers(plan, problem, device)} registers"
@@ -86,7 +88,8 @@ WIDTHS = sorted(
     | {768 * n for n in range(1, 17)}
     | {640 * n for n in (1, 2, 4, 8, 16, 32)}
     | {1600, 1984, 1987, 4104, 6656, 7168, 14336, 18432, 20480, 23040, 28672}
-    | {136, 392, 456, 904, 1160, 1416, 1928, 2568, 3208, 3592, 5128, 6152, 9224, 12296, 15368}  # 8 beyond a multiple
+    # 8 more than a multiple of 64
+    | {136, 392, 456, 904, 1160, 1416, 1928, 2568, 3208, 3592, 5128, 6152, 9224, 12296, 15368}
 )
 MIXES = [("bf16", "bf16", "bf16"), ("fp16", "fp32", "fp16"), ("fp32", "fp32", "fp32"), ("fp64", "fp64", "fp64")]
 ODD_MIXES = [("bf16", "none", "bf16"), ("bf16", "bf16", "fp32"), ("fp32", "bf16", "bf16"), ("fp16", "fp64", "bf16")]

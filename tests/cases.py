@@ -1,4 +1,4 @@
-"""What the CPU tier and the GPU tier try alike: problems, memory layouts, and buffers that show stray accesses."""
+"""What the CPU tier and the GPU tier share: problems, memory layouts, and buffers that show stray accesses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MIXED_DTYPES = [
     (BF16, None, FP32),
 ]
 
-# Row lengths that have broken schedules of this kind, at 216 rows, in every dtype.
+# Row lengths that have broken normalization kernels before. Tests run them in every dtype, with this number of rows.
 TROUBLED_ROWS = 216
 TROUBLED_WIDTHS = (3, 32, 96, 576, 768, 1024, 1280, 1600, 1984, 1987, 65536)
 
@@ -42,15 +42,15 @@ def make_case(norm: str, shape: tuple[int, ...], dtypes=(BF16, BF16, BF16), norm
 
 
 def rotate(shapes, dtypes) -> list[Case]:
-    """Each shape with each norm, going around the dtypes."""
+    """Each shape with each norm. The cases take the mixes of dtypes in turn, not each of them."""
     return [
         make_case(norm, shape, mix)
         for (shape, norm), mix in zip(itertools.product(shapes, NORMS), itertools.cycle(dtypes))
     ]
 
 
-# Layouts: each takes a [B, S, H, D] tensor and returns one of the same shape over other memory. What lies between the
-# elements is NaN, so a read that strays shows.
+# Layouts: each takes a [B, S, H, D] tensor and returns its elements in the same shape, with other strides. The memory
+# between the elements holds NaN: a stray read shows in the results.
 def row_strided(tensor: Tensor) -> Tensor:
     padded = _nans((*tensor.shape[:-1], tensor.shape[-1] + 8), tensor)
     view = padded[..., : tensor.shape[-1]]
@@ -58,35 +58,35 @@ def row_strided(tensor: Tensor) -> Tensor:
 
 
 def unaligned(tensor: Tensor) -> Tensor:
-    """Rows at odd elements: no vector load of more than one element is right."""
+    """Every row starts at an odd element: only loads of one element are aligned."""
     padded = _nans((*tensor.shape[:-1], tensor.shape[-1] + 1 + tensor.shape[-1] % 2), tensor)
     view = padded[..., 1 : 1 + tensor.shape[-1]]
     return view.copy_(tensor)
 
 
 def packed_slice(tensor: Tensor) -> Tensor:
-    """The middle of three: rows at two nested strides."""
+    """The middle of three tensors in one buffer: the rows lie at two nested strides."""
     b, s, *row = tensor.shape
     return _nans((b, s, 3, *row), tensor)[:, :, 1].copy_(tensor)
 
 
 def heads_first(tensor: Tensor) -> Tensor:
-    """Stored as [B, H, S, D]: two nested strides for B = 1, three (a copy) otherwise."""
+    """Stored as [B, H, S, D]: rows at two nested strides for B = 1, at three otherwise, which the ops must copy."""
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def columns_first(tensor: Tensor) -> Tensor:
-    """The elements of a row are not adjacent: a copy."""
+    """The elements of a row are not adjacent: the ops must copy."""
     return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
 
 
 def repeated_row(tensor: Tensor) -> Tensor:
-    """One row for all, at stride 0."""
+    """The first row in place of all rows, at stride 0."""
     return tensor[:1, :1, :1].expand(tensor.shape)
 
 
 def repeated_element(tensor: Tensor) -> Tensor:
-    """One element for all, as the gradient of a sum arrives."""
+    """The first element in place of all, at stride 0: the gradient of a sum arrives like this."""
     return tensor[:1, :1, :1, :1].expand(tensor.shape)
 
 
@@ -106,17 +106,17 @@ LAYOUTS: dict[str, tuple[int, Layout, Layout]] = {  # B, layout of x, layout of 
 
 
 def lay_out(inputs: Inputs, layout: str) -> Inputs:
-    """The inputs of a [B, S, H, D] case with x and grad_out over other memory."""
+    """The inputs of a [B, S, H, D] case, with x and grad_out in a layout of LAYOUTS."""
     _, of_x, of_grad = LAYOUTS[layout]
     return replace(inputs, x=of_x(inputs.x), grad_out=of_grad(inputs.grad_out))
 
 
-# Of (mean, rstd): they need not lie alike.
+# Layouts of (mean, rstd), by the names in statistic_layouts: the two may differ.
 STATISTIC_LAYOUTS = [("[M]", "[M]"), ("[M, 1]", "strided"), ("strided", "[M]"), ("strided [M, 1]", "strided [M, 1]")]
 
 
 def statistic_layouts(statistic: Tensor) -> dict[str, Tensor]:
-    """The same numbers in every way a caller may hold them."""
+    """The same statistic ([M]) in every layout in which a caller may pass it."""
     flat = statistic.flatten()
     strided = _nans((flat.numel(), 3), flat)[:, 1].copy_(flat)
     return {"[M]": flat, "[M, 1]": flat[:, None], "strided": strided, "strided [M, 1]": strided[:, None]}
@@ -127,9 +127,10 @@ MARGIN = 64  # elements: keeps every buffer as aligned as the allocator made it
 
 @contextlib.contextmanager
 def guarded_buffers() -> Iterator[list[Tensor]]:
-    """Inside, the ops allocate NaN between margins of NaN; on leaving, the margins must be as they were.
+    """Inside, the ops allocate buffers full of NaN, with margins of NaN around them.
 
-    So what is read before it is written, never written, or written beyond an end, shows. Yields the buffers handed out.
+    An element that is read before it is written, or never written, shows as NaN in the results. On leaving, the margins
+    must still be NaN: a write beyond either end fails. Yields the list of the buffers, margins included.
     """
     buffers: list[Tensor] = []
     full = torch.full
@@ -145,7 +146,7 @@ def guarded_buffers() -> Iterator[list[Tensor]]:
     def guarded_for_recipe(shape, strides, dtype) -> Tensor:
         return guarded(shape, dtype=dtype, device="cuda")
 
-    native.forget()  # what it repeats allocates by itself
+    native.forget()  # the C++ host side repeats known calls and allocates for them without these functions
     with (
         mock.patch.object(torch, "empty", guarded),
         mock.patch.object(torch, "empty_like", guarded_like),

@@ -1,4 +1,4 @@
-"""Column sums as both tiers try them: inputs, what they should give, and their kernels compiled without a GPU."""
+"""Column sums for the tests of both tiers: inputs, a check of results, and the kernels compiled without a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEVICES = ARCHITECTURES
 
 
 class Sums(NamedTuple):
-    """count tensors of [rows, cols] to be summed."""
+    """A column sum of `count` tensors [rows, cols]: one sum for each, or one for all together if `total`."""
 
     rows: int
     cols: int
@@ -30,7 +30,7 @@ class Sums(NamedTuple):
         return f"{self.count}x{self.rows}x{self.cols}-{name}{'-total' if self.total else ''}"
 
     def inputs(self, device: str = "cpu", seed: int = 0) -> list[Tensor]:
-        """Normal numbers around 1/4, so that sums grow with the rows and a missing row shows in each."""
+        """Normal numbers around 1/4: their sums grow with the rows, and a missing row shows in each sum."""
         generator = torch.Generator(device).manual_seed(seed) if device != "meta" else None
         shape = (self.rows, self.cols)
         return [
@@ -44,8 +44,11 @@ def problem_of(sums: Sums) -> ColumnSumProblem:
 
 
 def assert_sums_close(got: list[Tensor], inputs: list[Tensor], total: bool = False) -> None:
-    """Against float64 sums. An error may be that of pairwise float32 summation: a few ulps of the sum of the absolute
-    values; and half an ulp of the output's dtype. (float64 outputs: the same in float64.)"""
+    """The sums are near those in float64.
+
+    The bound has two terms: a few ulps of the sum of the absolute values, as pairwise summation in float32 (in float64
+    for float64 outputs) is off by; and the rounding to the output's dtype.
+    """
     rows = [tensor.reshape(-1, tensor.shape[-1]) for tensor in inputs]
     want = [tensor.sum(0, dtype=torch.float64) for tensor in rows]
     size = [tensor.abs().sum(0, dtype=torch.float64) for tensor in rows]
@@ -60,14 +63,14 @@ def assert_sums_close(got: list[Tensor], inputs: list[Tensor], total: bool = Fal
 
 
 def plans_of(sums: Sums, device) -> list[SumPlan]:
-    """The plan that each kernel would run, ring first where it can run."""
+    """The different plans that choose() makes when each of KERNELS is forced."""
     problem = problem_of(sums)
     plans = [column_plan.choose(problem, sums.rows, device, kernel).plan for kernel in KERNELS]
     return list(dict.fromkeys(plans))
 
 
 def complaints(sums: Sums, arch: int) -> list[str]:
-    """Where the compiler's builds differ from what the plans count on. For a process that does not interpret."""
+    """Where the compiler's builds differ from what the plans expect, in a process that does not interpret."""
     from fusednorm.columns import launch as launch_columns
     from fusednorm.host import compilation
 
@@ -88,7 +91,7 @@ def complaints(sums: Sums, arch: int) -> list[str]:
 
 
 def builds(sums: Sums, arch: int) -> list[str]:
-    """Hashes of the planner's kernels, compiled into Triton's on-disk cache. For a process that does not interpret."""
+    """Compiles the planned kernels into Triton's on-disk cache, in a process that does not interpret; their hashes."""
     from fusednorm.columns import launch as launch_columns
     from fusednorm.host import compilation
 
@@ -98,7 +101,7 @@ def builds(sums: Sums, arch: int) -> list[str]:
 
 
 def loads(sums: Sums, arch: int) -> list[str]:
-    """The same hashes as ColumnLaunch.load has Triton look them up. For a process that does not interpret."""
+    """The hashes by which Triton's own launch path finds those kernels, in a process that does not interpret."""
     from compiling import stand_in_for_a_gpu
 
     from fusednorm.columns import launch as launch_columns
@@ -111,7 +114,7 @@ def loads(sums: Sums, arch: int) -> list[str]:
 
 
 def main() -> int:
-    """All complaints about many shapes, counts and dtypes, on every architecture."""
+    """Prints all complaints about many widths, counts and dtypes, on every architecture of DEVICES."""
     import itertools
 
     from compiling import worker_processes

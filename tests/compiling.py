@@ -1,6 +1,7 @@
-"""Kernels as the planner plans them for a device, compiled without one, in processes that do not interpret.
+"""Compiles the kernels that the planner chooses for a GPU, without a GPU, in processes that do not interpret.
 
-As a command it looks over many widths for spills and for plans that count on too much, from the repository root with
+As a command it compiles many widths and reports spills, and builds that need more than their plans allow. From the
+repository root:
 
     PYTHONPATH=. python tests/compiling.py --arch 90 --widths 1024 1987
 """
@@ -41,7 +42,7 @@ class Build(NamedTuple):
 def launches_of(
     case: Case, device: DeviceSpec, output_mask=ALL_OUTPUTS, layout: str | None = None
 ) -> list[tuple[Plan, object]]:
-    """Each kernel launch of forward and backward with its plan, as they would be on such a device; on meta tensors."""
+    """The kernel launches of forward and backward that this device would get, each with its plan; on meta tensors."""
     from fusednorm.host import launch
 
     def meta(shape, dtype):
@@ -77,7 +78,7 @@ def compile_case(
     layout: str | None = None,
     variant: str | None = None,
 ) -> list[str]:
-    """Compile every kernel of a case, under force(variant), into Triton's on-disk cache; their hashes there."""
+    """Compiles every kernel of a case, planned under force(variant), into Triton's on-disk cache; their hashes."""
     from fusednorm import force
     from fusednorm.host import compilation
 
@@ -87,7 +88,7 @@ def compile_case(
 
 
 def stand_in_for_a_gpu(device: DeviceSpec) -> None:
-    """From here on, Triton's own launch path compiles for such a device."""
+    """For the rest of the process, Triton's own launch path compiles for this device."""
     from types import SimpleNamespace
 
     from triton.backends.compiler import GPUTarget
@@ -102,7 +103,7 @@ def stand_in_for_a_gpu(device: DeviceSpec) -> None:
 
 
 def launch_case(case: Case, device: DeviceSpec, output_mask=ALL_OUTPUTS) -> list[str]:
-    """The same hashes as Triton's own launch path computes them on such a device."""
+    """The hashes of the same kernels, as Triton's own launch path computes them on this device."""
     stand_in_for_a_gpu(device)
     return [
         each.kernel.warmup(*each.args, grid=each.grid, **each.keywords()).hash
@@ -119,12 +120,12 @@ def builds_of(case: Case, device: DeviceSpec, output_mask=ALL_OUTPUTS) -> list[B
 
 
 def complaints(build: Build, device: DeviceSpec) -> list[str]:
-    """What the compiler made of a build against what its plan counts on."""
+    """Where the resources of a build exceed what its plan expects: spills, registers, CTAs that fit an SM."""
     used, plan, found = build.resources, build.plan, []
     if used.stack_bytes:
         found.append(f"spills {used.stack_bytes} bytes a thread")
     if used.kernel in ("finalize", "forward_by_column_tiles", "backward_row_means"):
-        return found  # their grids do not ask how many CTAs fit an SM
+        return found  # their grids do not depend on how many CTAs fit an SM
     specialized = isinstance(plan, WarpSpecializedPlan)
     limit = budget.entry_registers(plan) if specialized else budget.max_registers(plan)
     if used.registers > limit:
@@ -140,13 +141,13 @@ def complaints(build: Build, device: DeviceSpec) -> list[str]:
 
 
 def worker_processes(count: int | None = None) -> ProcessPoolExecutor:
-    """Processes that compile, whether or not this one interprets; one for each processor if no count is given."""
+    """Processes that can compile, even if this one interprets; one for each processor if no count is given."""
     context = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(count or os.cpu_count(), context, initializer=_do_not_interpret)
 
 
 def _do_not_interpret() -> None:
-    os.environ.pop("TRITON_INTERPRET", None)  # in time: Triton is imported by the functions above
+    os.environ.pop("TRITON_INTERPRET", None)  # still in time: the functions above import Triton when they are called
 
 
 def main() -> int:

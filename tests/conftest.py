@@ -10,22 +10,22 @@ import torch
 from fusednorm.tools.interpreter import enable_interpreter
 
 LONGEST = {"test_simulator", "test_native", "test_distributed"}
-# host/test_native.py and kernels/test_simulator.py run these, in processes of their own.
+# host/test_native.py and kernels/test_simulator.py run these folders, in processes of their own.
 collect_ignore = ["host/native", "kernels/simulated", "simulator"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # The interpreter must be chosen before triton is imported and excludes compilation in the same process: tests that
-    # compile start a process of their own, without the variable.
+    # The interpreter must be chosen before triton is imported. A process that interprets cannot compile: tests that
+    # compile start a process of their own, without TRITON_INTERPRET.
     if "gpu" not in config.option.markexpr.replace("not gpu", ""):
         enable_interpreter()
-        # Tensors are small: a second thread would mostly wait, and take the time of other processes for that.
+        # Tensors are small: a second thread would mostly spin while it waits, and take processor time from others.
         torch.set_num_threads(1)
         os.environ["OMP_NUM_THREADS"] = "1"  # for processes that tests start
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of few long tests come first, so that side by side with them the others end when they do."""
+    """Files of few long tests come first: where tests run in parallel, the short ones fill the time beside them."""
     items.sort(key=lambda item: item.path.stem not in LONGEST)  # a stable sort
 
 

@@ -1,4 +1,4 @@
-"""Which device the planner sees, and where launches go, where there is none."""
+"""Stand-ins for a GPU: the device that the planner sees, and the function that gets the launches."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from fusednorm.planner.device import DeviceSpec
 
 
 def named(name: str, sms: int | None = None) -> DeviceSpec:
-    """A device by its name, with as many SMs as said."""
+    """A device by its name; with `sms` SMs instead of its own number if given."""
     spec = device.named(name)
     return replace(spec, sm_count=sms) if sms else spec
 
 
 def planned_for(spec: DeviceSpec) -> contextlib.AbstractContextManager:
-    """Inside, every tensor is planned for as if it were on this device."""
+    """Inside, the planner plans for every tensor as if it were on this device."""
     return mock.patch.object(gpus, "spec_of", lambda tensor_device: spec)
 
 
 @contextlib.contextmanager
 def standing_in(spec: DeviceSpec, hand_over: Callable[..., None]) -> Iterator[None]:
-    """Inside, tensors are planned for as if on this device, and launches go to `hand_over`, as `launcher.hand_over`
-    gets them, with their outputs still to be filled."""
+    """Inside, the planner plans as for this device, and `hand_over` gets the arguments of `launcher.hand_over`.
+
+    Nothing runs: the outputs of the launches are allocated but not filled.
+    """
     from fusednorm.host import launcher
 
     with planned_for(spec), mock.patch.object(launcher, "hand_over", hand_over):

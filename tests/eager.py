@@ -1,4 +1,4 @@
-"""The override of ATen's norm ops, watched. CPU tensors run it on the Triton kernels in the interpreter."""
+"""The override of ATen's norm ops, with a record of its calls. On CPU tensors its kernels run in the interpreter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from fusednorm.integrations import aten
 
 @contextlib.contextmanager
 def aten_looks_like_cuda() -> Iterator[None]:
-    """ATen has a fused RMSNorm for CUDA tensors only; inside, CPU tensors have one as well, of ATen's own parts."""
+    """ATen has a fused RMSNorm for CUDA tensors only; inside, CPU tensors have one as well.
+
+    Its forward is ATen's own, its backward this package's reference formula.
+    """
     forward = torch.library.get_kernel("aten::_fused_rms_norm", "CPU")
 
     def backward(grad_out, x, normalized_shape, rstd, weight, output_mask):
@@ -51,7 +54,7 @@ class Calls:
 
 @contextlib.contextmanager
 def watched_kernels() -> Iterator[Calls]:
-    """Overrides installed inside record what they are called for."""
+    """Overrides that are installed inside record their calls."""
     calls = Calls()
     watched = {name: calls.watch(name, kernel) for name, kernel in aten.KERNELS.items()}
     with mock.patch.dict(aten.KERNELS, watched):

@@ -17,7 +17,7 @@ MODELS = {
     "Qwen3": ("Qwen3ForCausalLM", "Qwen3Config", 4, 1),  # two of them over the dims of a head
     "Gemma": ("GemmaForCausalLM", "GemmaConfig", 2, 1),
     "Gemma2": ("Gemma2ForCausalLM", "Gemma2Config", 4, 1),
-    "T5": ("T5ForConditionalGeneration", "T5Config", 5, 2),  # of encoder and decoder together
+    "T5": ("T5ForConditionalGeneration", "T5Config", 5, 2),  # encoder and decoder layers together
     "GPT2": ("GPT2LMHeadModel", "GPT2Config", 2, 1),
     "Bert": ("BertForMaskedLM", "BertConfig", 2, 2),
 }
@@ -62,7 +62,7 @@ def tokens(device: str = "cpu", rows: int = 2, length: int = 24) -> Tensor:
 
 
 def loss_and_grads(model: nn.Module, ids: Tensor, called=None) -> dict[str, Tensor]:
-    """The loss and the gradient of every parameter by its name; `called` is what is called, if not the model itself."""
+    """The loss and the gradient of every parameter, by name; through `called`, such as the compiled model, if given."""
     model.zero_grad(set_to_none=True)
     loss = (model if called is None else called)(input_ids=ids, labels=ids).loss
     loss.backward()
@@ -70,12 +70,12 @@ def loss_and_grads(model: nn.Module, ids: Tensor, called=None) -> dict[str, Tens
 
 
 def in_float64(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
-    """What the stock model would give without rounding, apart from what it does in float32 by its own code."""
+    """The stock model's results in float64. Steps that its own code casts to float32 still round."""
     return loss_and_grads(copy.deepcopy(model).double(), ids)
 
 
 def assert_as_good_as_stock(ours: dict, stock: dict, exact: dict, dtype: torch.dtype) -> None:
-    """Our loss and gradients are as near to the exact ones as those of the stock model, in the same dtypes."""
+    """Our loss and gradients have the stock model's dtypes, and are as near to the exact ones up to a factor."""
     eps = torch.finfo(dtype).eps
     assert {name: t.dtype for name, t in ours.items()} == {name: t.dtype for name, t in stock.items()}
     slack = (2 * eps + 16 * torch.finfo(torch.float32).eps) * norm([exact["loss"]])
@@ -83,7 +83,7 @@ def assert_as_good_as_stock(ours: dict, stock: dict, exact: dict, dtype: torch.d
     grads = exact.keys() - {"loss"}
     size = norm([exact[name] for name in grads])
     assert distance(ours, exact, grads) <= STOCK_FACTOR * distance(stock, exact, grads) + eps / 4 * size
-    for name in grads:  # a single one may be unlucky, but not wrong; what should be zero is measured on the others
+    for name in grads:  # a looser bound for each alone; size keeps it above 0 for a gradient that is exactly 0
         slack = 2 * eps * (norm([exact[name]]) + size / 100)
         assert distance(ours, exact, [name]) <= 2 * distance(stock, exact, [name]) + slack, name
 

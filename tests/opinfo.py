@@ -29,7 +29,7 @@ def op_info(name: str):
 
 
 def samples(name: str, device: str) -> list[tuple[torch.dtype, object]]:
-    """(dtype, sample) for each dtype that the op takes on the device, of the same numbers on each call."""
+    """(dtype, sample) for each dtype that the op takes on the device; the same numbers on each call."""
     torch.manual_seed(0)
     op = op_info(name)
     dtypes = sorted(op.supported_dtypes(device), key=str)
@@ -42,7 +42,7 @@ def wrong_samples(name: str, device: str) -> list:
 
 
 def in_float64(sample):
-    """The same sample in float64: its results are what those in other dtypes are measured against."""
+    """The same sample in float64: its results are the reference for the other dtypes."""
 
     def widen(value):
         return value.detach().double().requires_grad_() if isinstance(value, Tensor) else value
@@ -64,9 +64,9 @@ def run(function, sample) -> dict[str, Tensor | None]:
 
 
 def assert_right(got: dict, exact: dict, stock: dict, sample) -> None:
-    """got is as exact as its dtype allows, and in shape, strides and dtype as stock's.
+    """`got` is near `exact`, and has the shapes, strides and dtypes of `stock`.
 
-    Errors are measured on the largest element, and on the largest rstd: so much does a rounding of x or of dy matter.
+    The bound grows with the largest element and the largest rstd, which multiplies the rounding errors of x and dy.
     """
     assert got.keys() == stock.keys()
     rstd = _largest_rstd(sample)

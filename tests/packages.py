@@ -1,5 +1,8 @@
-"""The packages as users get them, each installed into a fresh environment that sees this Python's torch and Triton and
-nothing else: `make package` builds them into dist/, then runs this. pytest does not collect it by itself."""
+"""Tests of the packages that users get: `make package` builds them into dist/, then runs this file.
+
+Each wheel is installed into a fresh environment, which also sees the packages of this Python, such as torch and Triton,
+but not this repository. pytest does not collect this file by itself.
+"""
 
 from __future__ import annotations
 
@@ -38,20 +41,21 @@ def packages(pattern: str) -> list[Path]:
 
 @pytest.fixture(scope="module", params=WHEELS)
 def installed(request, tmp_path_factory):
-    """(python, kind) of an environment with the wheel of this kind in it."""
+    """(python, kind): the Python of an environment in which the wheel of this kind is installed."""
     (wheel,) = packages(f"*{WHEELS[request.param]}")
     home = tmp_path_factory.mktemp("environment")
     venv.create(home, with_pip=True)
     python = home / "bin" / "python"
     (folder,) = home.glob("lib/python*/site-packages")
-    # Python reads no .pth files in a folder that a .pth file adds: an editable install of this package stays unseen.
+    # Python does not read the .pth files in a folder that a .pth file adds: an editable install of this package stays
+    # invisible.
     (folder / "torch.pth").write_text(f"{Path(torch.__file__).parent.parent}\n")
     run(python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", "--no-index", wheel)
     return python, request.param
 
 
 def run(python: Path, *arguments: str | Path) -> str:
-    """What it prints. -P, and a folder of its own, keep this repository out of its sight."""
+    """What the command prints. -P and the working directory keep this repository out of its sys.path."""
     command = [str(python), *(["-P"] if sys.version_info >= (3, 11) else []), *map(str, arguments)]
     finished = subprocess.run(command, cwd=python.parent, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
     assert finished.returncode == 0, f"{command}\n{finished.stdout}\n{finished.stderr}"

@@ -1,10 +1,10 @@
-"""The tests of what depends on PyTorch and Triton, with the pairs of the two that install together, without a GPU.
+"""Runs the tests that depend on PyTorch and Triton with each supported pair of their releases, without a GPU.
 
-    python tests/pairs.py                                     # all of it: some ten minutes a pair on two cores
-    python tests/pairs.py --torch 2.11.0 --suites native      # of it
+    python tests/pairs.py                                     # all pairs: some ten minutes a pair on two cores
+    python tests/pairs.py --torch 2.11.0 --suites native      # one pair, one suite
 
-Each pair has a virtual environment of its own in --folder, of 5 GB where the index brings CUDA's libraries too, made on
-first use. The host side in C++ is built with each. Ends in a table; exit code 1 if a test fails.
+Each pair has a virtual environment of its own in --folder, made on first use. It takes 5 GB where pip also installs
+CUDA's libraries. The C++ host side is built in each. Ends with a table; exit code 1 if a test fails.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SUITES = {  # tests/ROOM/test_NAME.py, as ROOM/NAME
 
 
 def environment(torch: str, folder: Path) -> Path:
-    """A Python with this torch, its Triton and what the tests need."""
+    """A Python with this torch, its Triton and the packages that the tests need; made on first use."""
     home = folder / f"torch-{torch}"
     python, ready = home / "bin" / "python", home / ".ready"
     if not ready.exists():
@@ -45,7 +45,7 @@ def environment(torch: str, folder: Path) -> Path:
 
 
 def run(torch: str, suite: str, folder: Path) -> str:
-    """pytest's own count, such as "12 passed, 1 skipped"; what it says else is in a file."""
+    """pytest's own count, such as "12 passed, 1 skipped"; the rest of its output goes to a file."""
     variables = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHONPATH")}
     files = ["tests/{}/test_{}.py".format(*name.split("/")) for name in SUITES[suite].split()]
     command = [environment(torch, folder), "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *files]

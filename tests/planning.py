@@ -13,7 +13,7 @@ from fusednorm.planner.norm_problem import NormProblem
 from fusednorm.tools.explanation import DTYPES
 
 ARCHITECTURES = {spec.arch: with_installed_triton(spec) for spec in (A100, H200, B200, GB300, RTX_5090)}
-# Those whose resources are between, or the same: for what runs by itself, not with every test.
+# Devices whose resources lie between those above, or equal them: only long commands try them, not the tests.
 BETWEEN = {spec.arch: with_installed_triton(spec) for spec in (RTX_3090, RTX_4090, GB10)}
 EVERY_ARCHITECTURE = dict(sorted((ARCHITECTURES | BETWEEN).items()))
 
@@ -26,7 +26,11 @@ def given(*strategies):
 def make_problem(
     norm="layer", cols=4096, dtype="bf16", weight="", direction="backward", grad="", **changes
 ) -> NormProblem:
-    """The norm of contiguous rows, everything wanted; weight is the dtype of weight and bias, "none" for neither."""
+    """A problem with contiguous rows and every gradient wanted.
+
+    `weight` is the dtype of weight and bias, "none" if there are neither. An empty `weight` or `grad` stands for the
+    dtype of x.
+    """
     backward, layer = direction == "backward", norm == "layer"
     x_dtype = DTYPES[dtype]
     weight_dtype = None if weight == "none" else DTYPES[weight or dtype]

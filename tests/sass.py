@@ -1,7 +1,7 @@
-"""The kernels' instructions against those that were committed: a change that says it leaves a kernel alone can show it.
+"""Compares the kernels' instructions with the committed ones: it proves that a change leaves the kernels alone.
 
-What is compared is the SASS for sm_90 by Triton 3.6 of every kernel that the planner chooses for the cells of
-tests/data/h200_plans.csv, without the offsets of parameters. From the repository root:
+It compiles every kernel that the planner chooses for the cells of tests/data/h200_plans.csv with Triton 3.6 for sm_90,
+and compares the SASS without the offsets of parameters. From the repository root:
 
     python tests/sass.py            a fixed sample of some 200 builds
     python tests/sass.py --all      all of them
@@ -28,11 +28,11 @@ from fusednorm.planner.device import H200
 DATA = Path(__file__).parent / "data"
 HASHES, CELLS = DATA / "sass.csv", DATA / "h200_plans.csv"
 RELEASE = "3.6."  # of Triton
-SAMPLE = 5, 2  # of so many builds so many
+SAMPLE = 5, 2  # of every 5 builds, the first 2
 
 
 class Build(NamedTuple):
-    """A kernel of the plan that is chosen for a cell: the first of all cells that have this build."""
+    """A kernel of the plan for a cell (direction, norm, rows, cols): the first cell in order with this build."""
 
     direction: str
     norm: str
@@ -42,7 +42,7 @@ class Build(NamedTuple):
 
 
 def launches(direction: str, norm: str, rows: int, cols: int) -> list:
-    """Of a cell, but for the sums of partials."""
+    """The launches of a cell, without the kernel that sums partial results."""
     from fusednorm.host import launch
     from fusednorm.planner import heuristics
 
@@ -53,13 +53,13 @@ def launches(direction: str, norm: str, rows: int, cols: int) -> list:
 
 
 def golden_set() -> Iterator[Build]:
-    """Every build once."""
+    """Every build of the cells, once."""
     with CELLS.open() as file:
         cells = {(row["direction"], row["norm"], int(row["rows"]), int(row["cols"])) for row in csv.DictReader(file)}
     seen = set()
     for cell in sorted(cells):
         for each in launches(*cell):
-            specialized = cell[-1] % 16 == 0  # as Triton does integers
+            specialized = cell[-1] % 16 == 0  # Triton compiles integers divisible by 16 apart
             build = cell[0], each.kernel.__name__, each.norm, each.tile, str(each.options), specialized
             if build not in seen:
                 seen.add(build)
@@ -67,7 +67,7 @@ def golden_set() -> Iterator[Build]:
 
 
 def digest(build: Build) -> tuple[int, str]:
-    """(number of instructions, hash of them)."""
+    """The number of instructions, and a hash of them."""
     from fusednorm.host import compilation
 
     launch = next(each for each in launches(*build[:4]) if each.kernel.__name__ == build.kernel)
@@ -115,7 +115,7 @@ def renew() -> None:
 
 
 def compare(everything: bool) -> int:
-    """How many builds have other instructions than those that were committed."""
+    """Prints the builds whose instructions differ from the committed ones, and returns their number."""
     wanted = committed()
     builds = [build for at, build in enumerate(wanted) if everything or at % SAMPLE[0] < SAMPLE[1]]
     found = digests(builds)

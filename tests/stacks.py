@@ -1,10 +1,11 @@
-"""The tests of tests/stacks/, each with the released package that it is about, without a GPU and offline.
+"""Runs the tests of tests/stacks/ with the released packages that they integrate with, without a GPU and offline.
 
     python tests/stacks.py                              # all of them: some three minutes on two cores
     python tests/stacks.py --stacks torchtitan megatron
 
-The packages go into a virtual environment of their own in --folder, made on first use: with this Python's torch and
-Triton, and 600 MB more. Ends in a table of stacks and releases; exit code 1 if a test fails or a package is missing.
+The packages go into one virtual environment in --folder, made on first use, for which pip needs the network. It takes
+600 MB, and shares this Python's torch and Triton. Ends with a table of stacks and releases; exit code 1 if a test fails
+or a package is missing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-STACKS = {  # tests/stacks/test_*.py, and the packages that each needs
+STACKS = {  # test_NAME.py in tests/stacks/: the packages it needs
     "kernels": ("kernels", "transformers"),
     "torchtitan": ("torchtitan", "spmd_types"),
     "megatron": ("megatron-core",),
@@ -33,7 +34,8 @@ VERSION = "import importlib.metadata, sys; print(importlib.metadata.version(sys.
 
 
 def environment(folder: Path) -> Path:
-    """A Python with the packages. Where pip finds no way to install them together, each that it can install alone."""
+    """A Python with the packages, made on first use. If they do not install together, pip installs them one by one;
+    the packages that fail are then missing."""
     home = folder / "stacks"
     python, ready = home / "bin" / "python", home / ".ready"
     if not ready.exists():
@@ -52,15 +54,15 @@ def environment(folder: Path) -> Path:
 
 
 def release(python: Path, package: str) -> str | None:
-    """The installed release of a package; None without one."""
+    """The installed release of a package; None if it is not installed."""
     asked = subprocess.run([python, "-c", VERSION, package], capture_output=True, text=True)
     return asked.stdout.strip() or None
 
 
 def run(python: Path, stack: str, folder: Path) -> str:
-    """pytest's own count, such as "12 passed"; what it says else is in a file."""
+    """pytest's own count, such as "12 passed"; the rest of its output goes to a file."""
     variables = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHONPATH")}
-    # Started elsewhere than in ROOT, whose folder kernels/ would stand before the package of that name.
+    # Not started in ROOT: its folder kernels/ would hide the package `kernels`.
     command = [python, "-m", "pytest", "-q", "-o", "pythonpath=", "-p", "no:cacheprovider", f"test_{stack}.py"]
     place = ROOT / "tests" / "stacks"
     said = subprocess.run(command, cwd=place, env=variables | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)

@@ -39,7 +39,7 @@ class Traced:
 
 
 def trace(model: Callable, **compile_options) -> Traced:
-    """The model compiled with this package's decompositions and pass, whole and to graphs only."""
+    """The model compiled as one graph with this package's decompositions and pass, but without code generation."""
     traced = Traced()
 
     def keep(graphs: list[GraphModule], graph: GraphModule, inputs: list) -> Callable:

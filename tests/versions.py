@@ -1,14 +1,15 @@
-"""Kernels compiled by every Triton release that is supported, for every architecture, without a GPU.
+"""Compiles the kernels with every supported Triton release, for every architecture, without a GPU.
 
     python tests/versions.py                               # the list of problems below, all releases: within an hour
     python tests/versions.py --releases 3.9.0 --arch 90 120
     python tests/versions.py --thorough --part 3/20        # the thousands of tests/budgets.py, in parts
-    python tests/versions.py --table                       # what was found before, by this source
+    python tests/versions.py --table                       # earlier results of the same source
 
-What the planner chooses for a problem, for few rows and for many, must compile without a spill, with the shared memory
-that was predicted (in clusters from Triton 3.8 on with no more than that) and within its plan's registers. Each release
-has a virtual environment of its own in --folder, with Triton alone: the rest is that of this Python. A run that was
-stopped goes on where it was; other source begins anew. Exit code 1 if the compiler and a plan differ.
+The kernels that the planner chooses for a problem, for few rows and for many, must compile without a spill, within the
+registers of their plan, and with the predicted shared memory (kernels in clusters may take less from Triton 3.8 on).
+Each release has a virtual environment of its own in --folder. It holds Triton alone, and takes everything else from
+this Python. A run that was stopped continues where it stopped; a change of the source starts again from nothing.
+Exit code 1 if the compiler and a plan differ.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Job(NamedTuple):
         return f"sm_{self.arch} {self.problem}"
 
     def complaints(self) -> list[str]:
-        """Where what the installed Triton makes of it differs from the plans. For a process that does not interpret."""
+        """Where the builds of the installed Triton differ from their plans; in a process that does not interpret."""
         if isinstance(self.problem, Sums):
             return column_complaints(self.problem, self.arch)
         device = EVERY_ARCHITECTURE[self.arch]
@@ -79,12 +80,12 @@ SOME_WIDTHS = (
     *(8192, 11008, 12288, 16384, 20480, 36864, 65536, 98304, 131104, 262144),
 )  # fmt: skip
 BF16_AND_OTHERS = [mix for other in (*MIXES[1:], *ODD_MIXES) for mix in (MIXES[0], other)]
-SMALL = 12  # of the problems: for CI
+SMALL = 12  # the number of problems that --small leaves, for CI
 
 
 def some_problems() -> Iterator[NormProblem | Sums]:
-    """Every width in both norms and directions, half of them in bfloat16 and half in the other mixes of dtypes by
-    turns; then parts of the gradients, residual gradients and column sums."""
+    """Every width in both norms and directions: half of the problems in bfloat16, half in the other mixes of dtypes in
+    turn. Then backwards with only some gradients wanted or with a residual gradient, and column sums."""
     for turn, cols in enumerate(SOME_WIDTHS):
         for at, (norm, direction) in enumerate((n, d) for n in ("layer", "rms") for d in ("backward", "forward")):
             dtype, weight, grad = BF16_AND_OTHERS[(turn + at * 3) % len(BF16_AND_OTHERS)]
@@ -111,11 +112,14 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
     return [Job(arch, problem) for arch in options.arch for problem in chosen][part - 1 :: parts]
 
 
-# --- One release, in a Python that has it ---
+# --- One release, in a Python that has it installed ---
 
 
 def work(jobs_of: Callable[[list[str]], list], workers: int | None = None) -> int:
-    """Jobs by number from stdin, answers to stdout: a line of JSON each, in whatever order they are done."""
+    """Reads the arguments and the numbers of the wanted jobs from stdin, a line of JSON each.
+
+    Writes a line [number, complaints] to stdout for each job, in the order in which they end.
+    """
     from concurrent.futures import as_completed
 
     jobs, wanted = jobs_of(json.loads(sys.stdin.readline())), json.loads(sys.stdin.readline())
@@ -138,7 +142,7 @@ def answer(job) -> list[str]:
 
 
 def environment(release: str, folder: Path) -> Path:
-    """A Python with this Triton, and beyond it what the one has that runs here; made on first use."""
+    """A Python with this Triton and, apart from it, the packages of the running Python; made on first use."""
     home = folder / f"triton-{release}"
     python, ready = home / "bin" / "python", home / ".ready"
     if not ready.exists():
@@ -153,13 +157,13 @@ def environment(release: str, folder: Path) -> Path:
 
 
 def source(patterns: tuple[str, ...] = SOURCES) -> str:
-    """What the results depend on."""
+    """A hash of the files on which the results depend."""
     text = b"".join(path.read_bytes() for pattern in patterns for path in sorted(ROOT.glob(pattern)))
     return hashlib.sha256(text).hexdigest()[:12]
 
 
 class Results:
-    """{(release, job): complaints} of one source, a line of a file each."""
+    """{(release, job): complaints} for one source, kept in a file with a line for each."""
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -176,7 +180,7 @@ class Results:
 def run_release(
     release: str, options: argparse.Namespace, jobs: list, results: Results, progress, code: str = WORK
 ) -> None:
-    """The jobs that have no results yet, by `code` in a Python with that release."""
+    """Runs the jobs without results: `code`, in a Python with this release, does the work."""
     wanted = [number for number, job in enumerate(jobs) if (release, str(job)) not in results.found]
     progress.update(len(jobs) - len(wanted))
     if not wanted:
@@ -203,7 +207,7 @@ def run_release(
 
 
 def table(results: Results, options: argparse.Namespace) -> tuple[str, int]:
-    """Releases x architectures: how many problems are as planned, of how many that were tried; and how many are not."""
+    """A table of releases by architectures, "problems as planned of problems tried"; and the number not as planned."""
     tried, good = defaultdict(int), defaultdict(int)
     wanted = {str(job) for job in jobs_of(options)}
     for (release, job), said in results.found.items():

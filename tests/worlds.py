@@ -1,9 +1,9 @@
-"""Several processes, and what they do together: gloo on CPUs, started by pytest, or NCCL on GPUs, started by torchrun.
+"""Tests in several processes: with gloo on CPUs, started by pytest, or with NCCL on GPUs, started by torchrun.
 
-A combination is a function of a World. All of a world's combinations run in the same processes, one after the other;
-the first that fails on one of them ends them all, because the others would wait for it in some collective.
+A combination is one such test: a function of a World. A world runs all of its combinations in the same processes, one
+after the other. A failure in one process ends all of them, because the others would wait for it in some collective.
 
-On CPU tensors modules reach the ops of this package, as they do on CUDA tensors, and ATen stands in for the kernels.
+Inside ops_run() the modules of this package call its ops on CPU tensors, too, and ATen stands in for the kernels.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fusednorm import force, functional
 from fusednorm.host.kernel_devices import kernels_on
 from fusednorm.tools import interpreter
 
-PATIENCE_SECONDS = 300  # for a whole world
+PATIENCE_SECONDS = 300  # for all combinations of a world together
 NORMS = tuple(f"fusednorm.{norm}_norm_{way}.default" for norm in ("layer", "rms") for way in ("fwd", "bwd"))
 
 
@@ -43,8 +43,8 @@ class World:
     rank: int
     size: int
     device: torch.device
-    folder: Path  # that all of them see
-    calls_ops: bool = True
+    folder: Path  # shared by all ranks
+    calls_ops: bool = True  # whether modules call this package's ops, or ATen's (see ops_run)
 
     def mesh(self, *shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
         return init_device_mesh(self.device.type, shape or (self.size,), mesh_dim_names=names)
@@ -61,17 +61,18 @@ class Combination:
 
 
 def combinations_in(module: dict[str, object], sizes: dict[Callable, tuple[int, ...]]) -> list[Combination]:
-    """The functions of a world that a module defines, in their order; in worlds of 2 and of 4 if not said otherwise."""
+    """The functions with the one parameter `world` that a module defines, in order. A function without an entry in
+    `sizes` runs in worlds of 2 and of 4 processes."""
     runs = [each for each in module.values() if inspect.isfunction(each) and each.__module__ == module["__name__"]]
     runs = [run for run in runs if list(inspect.signature(run).parameters) == ["world"]]
     return [Combination(run, sizes.get(run, (2, 4))) for run in runs]
 
 
 class Log(TorchDispatchMode):
-    """The ops that ran on local tensors, collectives among them, those of compiled graphs too."""
+    """Records the ops that run on local tensors, eagerly or in compiled graphs; collectives are ops as well."""
 
     @classmethod
-    def is_infra_mode(cls) -> bool:  # to torch.compile: that it may go on
+    def is_infra_mode(cls) -> bool:  # torch.compile would otherwise refuse to compile under this mode
         return True
 
     def __init__(self) -> None:
@@ -80,8 +81,8 @@ class Log(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # first what DTensor makes of it
-        if not any(issubclass(each, FakeTensor) for each in types):  # in those only shapes are propagated
+            return NotImplemented  # DTensor turns it into ops on local tensors, which come back here
+        if not any(issubclass(each, FakeTensor) for each in types):  # ops on fake tensors only propagate shapes
             self.ops.append(str(op))
         return op(*args, **(kwargs or {}))
 
@@ -95,8 +96,8 @@ class Log(TorchDispatchMode):
 
 @contextlib.contextmanager
 def ops_run(world: World) -> Iterator[None]:
-    """Inside, modules and functionals of this package reach its ops, whatever the device; or ATen's, if a world is to
-    show what happens then."""
+    """Inside, modules and functionals of this package call its ops on every device; or ATen's, in a world with
+    calls_ops=False."""
     with contextlib.ExitStack() as stack:
         if not world.calls_ops:
             stack.enter_context(mock.patch.object(functional, "runs_kernels", lambda tensor: False))
@@ -107,14 +108,14 @@ def ops_run(world: World) -> Iterator[None]:
 
 
 def run_all(size: int, combinations: list[Combination], folder: Path) -> dict[str, str]:
-    """What went wrong in each combination on this many processes: nothing where it is ""."""
+    """Runs the combinations in `size` processes. Returns {name: what failed on which rank}, "" for a success."""
     context = multiprocessing.get_context("forkserver")
-    # Imported once for all of them, and before they fork.
+    # The server imports these modules once, before it forks the processes.
     modules = sorted({each.run.__module__ for each in combinations})
     context.set_forkserver_preload(["fusednorm.host.launch", "torch._dynamo", *modules])
     names = [each.name for each in combinations if size in each.sizes]
     children = [context.Process(target=_work, args=(rank, size, combinations, folder)) for rank in range(size)]
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # it does not take sys.path from this one
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # the fork server does not inherit sys.path
         for child in children:
             child.start()
     deadline = time.monotonic() + PATIENCE_SECONDS
@@ -167,8 +168,11 @@ def _failure(combination: Combination, world: World) -> str:
 
 
 def run_by_torchrun(combinations: list[Combination]) -> None:
-    """What `torchrun --nproc-per-node 2 FILE` does: every combination for this many GPUs, or for CPUs where there are
-    none. Prints one line each, and exits with 1 at the first that fails."""
+    """The main program of a FILE that `torchrun --nproc-per-node 2 FILE` starts in each process.
+
+    Runs every combination for this number of processes, on GPUs, or on CPUs without CUDA. Prints a line for each, and
+    exits with 1 at the first that fails.
+    """
     cuda, local = torch.cuda.is_available(), int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:

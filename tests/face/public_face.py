@@ -1,11 +1,11 @@
-"""The public face against torch's own: a call, written as an expression, gives stock's answer, raises stock's type of
-error, or says one sentence of ours. Nothing internal shows.
+"""Compares calls of our public functions with torch's own: a fuzzer. A call is written as an expression.
 
-    python tests/face/public_face.py --cases 20000                               # that many drawn calls
+    python tests/face/public_face.py --cases 20000                               # 20000 random calls
     python tests/face/public_face.py "gpu: rms_norm(rand((3, 8), half), (8,))"   # one call, as a failure prints it
 
-The expression is evaluated three times: with our functions (after "gpu: " as for tensors that our kernels run on), with
-torch's, and with torch's in float64.
+A call must give torch's answer, raise an error of torch's type, or raise one sentence of ours. No internal error may
+show. The expression is evaluated with our functions, with torch's, and with torch's in float64. After the prefix
+"gpu: ", our functions call the ops as they do for CUDA tensors.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ DTYPES = {
     "int32": torch.int32, "flag": torch.bool, "complex64": torch.complex64, "fp8": torch.float8_e4m3fn,
 }  # fmt: skip
 OURS_ALONE = ("explain", "explain_column_sum", "patch_model", "warmup")
-# One line that names the function, a rule, and what came.
+# Our errors: one line that names the function, the rule, and the value it got.
 NAMES = "layer_norm|rms_norm|column_sum|explain|patch_model|warmup"
 SENTENCE = re.compile(rf"^({NAMES})\w*: [^\n]+(, got |, where )[^\n]*$")
-SCHEMA = re.compile(r"^fusednorm::\w+\(\) Expected a value of type '.*' for argument '\w+'")  # torch's, of all ops
+SCHEMA = re.compile(r"^fusednorm::\w+\(\) Expected a value of type '.*' for argument '\w+'")  # torch's, for any op
 INTERNAL = re.compile("internal|data pointer|storage|no attribute|dummy base|an issue|assert|not iterable", re.I)
 
 
@@ -54,7 +54,7 @@ class Outcome(NamedTuple):
 
 
 def check(call: str) -> None:
-    """Raises AssertionError where the call breaks what this module is about."""
+    """Raises AssertionError unless the call keeps the promise at the top of this module."""
     on_gpu, expression = call.startswith("gpu: "), call.removeprefix("gpu: ")
     with contextlib.ExitStack() as stack:
         if on_gpu:
@@ -83,7 +83,7 @@ def assert_error(error: Exception, stock: Exception | None) -> None:
 
 
 def assert_values(got: list, stock: list | None, exact: list, computed_in: torch.dtype) -> None:
-    """Stock's own values, or as near to the exact ones as dtypes allow, in shape and dtype as stock's."""
+    """The values equal torch's, or are near the exact ones; shapes and dtypes are torch's (statistics may be wider)."""
     assert len(got) == len(exact)
     for i, (value, want) in enumerate(zip(got, exact, strict=True)):
         assert (value is None) == (want is None), f"value {i} is {value}, must be {want}"
@@ -95,7 +95,7 @@ def assert_values(got: list, stock: list | None, exact: list, computed_in: torch
         if value.is_meta or not value.numel() or (theirs is not None and torch.equal(value, theirs)):
             continue
         size = want.abs().nan_to_num(posinf=0).max().item()
-        # Rows may be constant: rstd is 316 then, for the smallest eps.
+        # The second term: a constant row has rstd 316 for the smallest eps, and rounding errors grow with it.
         atol = 4 * torch.finfo(value.dtype).eps * (1 + size) + 1e4 * torch.finfo(computed_in).eps
         told = f"value {i}: {{}}".format
         torch.testing.assert_close(value.to(want.dtype), want, rtol=0, atol=atol, equal_nan=True, msg=told)
@@ -122,7 +122,7 @@ def outcome(expression: str, functions: dict) -> Outcome:
                 str(returned)
                 return Outcome([])
             outputs = list(returned) if isinstance(returned, (tuple, list)) else [returned]
-            # Which sums require a gradient is another thing than that each has the right one.
+            # No gradients of column_sum: which of its sums require grad may differ between ours and torch's.
             recorded = [] if expression.startswith("column_sum") else [t for t in outputs if t is not None]
             grads = []
             if leaves and recorded and recorded[0].requires_grad:
@@ -137,16 +137,16 @@ def parts(tensor: Tensor | None) -> list[Tensor | None]:
     return list(tensor.unbind()) if isinstance(tensor, Tensor) and tensor.is_nested else [tensor]
 
 
-# What tensors may look like: the same numbers in other memory, or no strided tensor at all.
+# Makers of unusual operands: the same numbers in another layout, or something that is no strided tensor.
 def pad(tensor: Tensor) -> Tensor:
-    """Rows farther apart, from an odd element on."""
+    """The same numbers in a wider buffer, from its second column on."""
     wide = tensor.new_zeros((*tensor.shape[:-1], tensor.shape[-1] + 3)) if tensor.dim() else tensor.new_zeros(3)
     view = wide[..., 1 : 1 + tensor.shape[-1]] if tensor.dim() else wide[1]
     return view.copy_(tensor)
 
 
 def turn(tensor: Tensor) -> Tensor:
-    """Dims in memory the other way round."""
+    """The same numbers with the dims in reverse order in memory."""
     dims = tuple(range(tensor.dim()))[::-1]
     return tensor.permute(dims).contiguous().permute(dims)
 
@@ -174,7 +174,8 @@ MAKERS = {
 
 
 def module(kind: type, *, wide: bool = False):
-    """kind(...), with parameters that are not all ones and zeros, called with x; both in float64 if `wide`."""
+    """A function that builds kind(...), sets its parameters to other values than ones and zeros, and calls it with x.
+    With `wide`, module and x are in float64."""
 
     def run(x, *args, **options):
         built = kind(*args, **options)
@@ -226,12 +227,12 @@ STOCK = {
 
 
 def widened(function):
-    """The function of tensors in float64, whatever float dtype they come in."""
+    """The function with all float tensors among its arguments converted to float64."""
 
     def wide(value):
         if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
             return [wide(each) for each in value]
-        if isinstance(value, tuple):  # a shape, in which torch takes True for 1 where it comes to ops
+        if isinstance(value, tuple):  # a shape: torch's ops take True as 1
             return tuple(int(size) if isinstance(size, bool) else size for size in value)
         return value.double() if isinstance(value, Tensor) and value.dtype in FLOAT_DTYPES else value
 
@@ -287,7 +288,7 @@ EXACT = {
 
 
 def calls():
-    """A hypothesis strategy of calls: mostly right, with an argument or two that are strange."""
+    """A hypothesis strategy of calls: half are right, the others may have one or two strange arguments."""
     from hypothesis import strategies as st
 
     floats = st.sampled_from(["half", "bf16", "fp32", "fp32", "fp64"])
@@ -399,7 +400,7 @@ def main() -> int:
     parser.add_argument("calls", nargs="*", help="expressions to try (default: drawn ones)")
     parser.add_argument("--cases", type=int, default=20_000, help="how many to draw (default: %(default)s)")
     options = parser.parse_args()
-    enable_interpreter()  # column sums have no other way to run on CPU tensors as on a GPU
+    enable_interpreter()  # "gpu: column_sum(...)" runs its kernel in the interpreter
     for call in options.calls:
         check(call)
         print(f"right: {call}")

@@ -1,7 +1,7 @@
-"""What people combine with norms on many GPUs: each function is a combination of worlds.py.
+"""Norms combined with ways to use many GPUs: each function with the parameter `world` is a combination of worlds.py.
 
-Most train a small language model of examples/ for three steps in float64 and must end at the parameters of one process
-that trained the stock model on the whole batch. The log of each step must hold our ops, as many as there are norms.
+Most combinations train a small language model of examples/ for three steps in float64. The parameters must end equal to
+those of one process that trained the stock model on the whole batch. Each step must call one of our ops for each norm.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ KINDS = {"gpt2": "layer", "llama": "rms"}
 NORM_COUNT = 2 * SIZE.blocks + 1
 FP64, BF16 = torch.float64, torch.bfloat16
 CLIPPED_TO = 0.1
-WHOLE = slice(None)  # batch
+WHOLE = slice(None)  # all rows of the batch
 
 
-# The model, one process, and steps of many
+# The model, its training in one process, and training steps in many processes
 
 
 def build(world: World, name: str, norms=OURS) -> LanguageModel:
@@ -67,13 +67,14 @@ def batch(world: World, step: int) -> tuple[Tensor, Tensor]:
 
 
 def own_rows(mesh) -> slice:
-    """Of the batch: those of this rank among the ranks of a mesh of one dim."""
+    """The rows of the batch that belong to this rank of a mesh with one dim."""
     rows = BATCH // mesh.size()
     return slice(mesh.get_local_rank() * rows, (mesh.get_local_rank() + 1) * rows)
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)  # Adam would not see a gradient twice as large
+    # Not Adam: its steps hide a wrong factor in a gradient.
+    return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
 
 
 def norm_modules(model: nn.Module) -> list[nn.Module]:
@@ -206,8 +207,11 @@ def fsdp_over_tensor_parallel_plans(world: World) -> None:
 
 
 def context_parallel_shards(world: World) -> None:
-    """Rows of one text on several ranks, as context_parallel deals them out. Between two norms is attention on CUDA, in
-    float32, and a matrix elsewhere: torch has context_parallel's attention for kernels of CUDA only."""
+    """context_parallel spreads the rows of a text over the ranks.
+
+    On CUDA there is attention in float32 between two norms. On CPUs a linear layer takes its place, because torch has
+    the attention of context_parallel only for CUDA.
+    """
     on_cuda, width, mesh = world.device.type == "cuda", SIZE.width, world.mesh()
     dtype, tolerance = (torch.float32, 1e-4) if on_cuda else (FP64, 1e-9)
     x = torch.randn(2, 4 * world.size, width, generator=torch.Generator().manual_seed(1), dtype=FP64).to(world.device)
@@ -244,7 +248,7 @@ def pipeline_stages(world: World) -> None:
             tokens, targets = batch(world, step)
             with ops_run(world), Log() as log:
                 runner.step(*[tokens] * (world.rank == 0), target=targets if world.rank == world.size - 1 else None)
-            if step:  # the first also looks for shapes
+            if step:  # the first step also runs the modules to infer shapes
                 assert_ours_ran(log, name, calls, calls)
             optimizer.step()
             optimizer.zero_grad()
@@ -254,7 +258,7 @@ def pipeline_stages(world: World) -> None:
                 assert_equal(each.detach(), one_process(world, name)[key], key)
 
 
-# With everything else
+# Combined with other features
 
 
 def patching_before_and_after(world: World) -> None:
@@ -278,7 +282,8 @@ def shard_norms_too(model: LanguageModel, mesh) -> LanguageModel:
 
 
 def selective_checkpointing_by_op(world: World) -> None:
-    """Where the policy keeps our forwards' outputs they run once, else those of blocks run again in the backward."""
+    """If the policy saves the outputs of our forwards, each runs once. Otherwise those in the blocks run again in the
+    backward, but the last norm, which is outside the blocks, does not."""
     mesh, name = world.mesh(), "llama"
     for kept, forwards in (
         (torch.ops.fusednorm.rms_norm_fwd.default, NORM_COUNT),
@@ -313,14 +318,14 @@ def clipping_counts_norm_weights_once(world: World) -> None:
 
 
 def parallelize_mlps(model: LanguageModel, mesh) -> LanguageModel:
-    """Nothing else is sharded by a plan: norms are then on the mesh of FSDP alone."""
+    """Only the MLPs are tensor-parallel, so the norms are on FSDP's mesh alone."""
     for block in model.blocks:
         parallelize_module(block.mlp, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return model
 
 
 def clip_on_every_mesh(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
-    """nn.utils.clip_grad_norm_ takes DTensors of one mesh, so here it is done in two halves."""
+    """clip_grad_norm_ for parameters on two meshes: torch's own takes DTensors of only one mesh."""
     by_mesh: dict[object, list[nn.Parameter]] = {}
     for each in parameters:
         by_mesh.setdefault(each.grad.device_mesh, []).append(each)
@@ -333,7 +338,7 @@ def clip_on_every_mesh(parameters: list[nn.Parameter], max_norm: float) -> Tenso
 
 
 def checkpoints_interchange_with_stock_modules(world: World) -> None:
-    """Every step is another model's, sharded in another way, which loads what the one before has saved."""
+    """Each step builds another model, shards it in another way, and loads the checkpoint of the step before."""
     mesh, name, saved = world.mesh(), "llama", []
     for step, (norms, spread, rows) in enumerate(
         ((OURS, shard, own_rows(mesh)), (STOCK, parallelize, WHOLE), (OURS, parallelize, WHOLE))
@@ -354,8 +359,11 @@ def checkpoints_interchange_with_stock_modules(world: World) -> None:
 
 
 def compiled_blocks(world: World) -> None:
-    """GPT-2's. Llama's first block reads what a RowwiseParallel embedding gives, and from a compiled one no gradient
-    comes back there in torch 2.13, with stock norms as with ours ('Tensor' has no attribute '_local_tensor')."""
+    """Compiles the blocks of GPT-2.
+
+    Llama is left out: torch 2.13 fails in the backward of a compiled block behind a RowwiseParallel embedding, with
+    stock norms as well ('Tensor' has no attribute '_local_tensor').
+    """
     mesh = world.mesh()
     for prepare, spread, rows in (
         (as_it_is, lambda model: shard(model, mesh), own_rows(mesh)),
@@ -369,7 +377,7 @@ def compiled_blocks(world: World) -> None:
         optimizer = optimizer_of(model)
         for step in range(STEPS):
             log = take_step(world, model, optimizer, step, rows)
-            if step:  # the first also traces
+            if step:  # the first step also traces
                 assert_ours_ran(log, "gpt2")
         assert_is_of_one_process(world, "gpt2", model)
 
@@ -379,7 +387,7 @@ def as_it_is(model: nn.Module) -> nn.Module:
 
 
 def enable_eager_under_fsdp_and_dtensor(world: World) -> None:
-    """The rules are those of ATen's ops; the local kernels are ours, on a CPU in Triton's interpreter."""
+    """DTensor applies its rules for ATen's ops; the local tensors run our kernels, on CPUs in Triton's interpreter."""
     mesh = world.mesh()
     for name, spread, rows in (
         ("gpt2", shard, own_rows(mesh)),
@@ -406,7 +414,7 @@ def enabled_eager(device: torch.device) -> Iterator[Calls]:
 
 
 def enable_inductor_under_dtensor(world: World) -> None:
-    """Inductor's graphs, run as they are: that it can make code of them is tested elsewhere."""
+    """Runs Inductor's graphs without code generation, which other tests cover."""
     from torch._inductor import compile_fx
 
     def run_the_graph(graph, inputs, **_):
@@ -427,7 +435,7 @@ def enable_inductor_under_dtensor(world: World) -> None:
     assert_is_of_one_process(world, "gpt2", model)
 
 
-# That they can fail
+# The combinations above can fail
 
 
 def without_our_ops_they_fail(world: World) -> None:
@@ -468,7 +476,7 @@ COMBINATIONS = combinations_in(
         compiled_blocks: (2,),
         enable_eager_under_fsdp_and_dtensor: (2,),
         enable_inductor_under_dtensor: (2,),
-        without_our_ops_they_fail: (2,),  # of four stages of a pipeline one has no norm to miss
+        without_our_ops_they_fail: (2,),  # of 4 pipeline stages, one has no norm and would pass
         without_our_rules_they_fail: (2,),
     },
 )

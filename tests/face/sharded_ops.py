@@ -1,4 +1,4 @@
-"""The ops on DTensors: each function is a combination of worlds.py."""
+"""The ops on DTensors: each function with the one parameter `world` is a combination of worlds.py."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from fusednorm import sharding
 OPS, ATEN = torch.ops.fusednorm, torch.ops.aten
 COLS = 8
 MASKS = tuple(mask for mask in itertools.product((True, False), repeat=3) if any(mask))
-FP64 = torch.float64  # so that sums in another order are still the same
+FP64 = torch.float64  # another order of summing changes results only within the tolerance
 
 
 def draw(world: World, *shape: int, seed: int) -> Tensor:
-    """The same on every rank."""
+    """Random numbers, the same on every rank."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=FP64).to(world.device)
 
-# Which has the public way of registering alone: its rules cannot tell the cost of one redistribution from another's.
+# torch 2.11 has only the public way to register rules, and its rules do not compare the costs of redistributions.
 TORCH_2_11 = torch.__version__.startswith("2.11.")
 
 
 class Norms:
-    """Operands for all ops, plain and distributed, and the checks that both give the same."""
+    """Operands for all ops, as plain tensors and as DTensors, and checks that both give the same results."""
 
     def __init__(self, world: World, mesh, placements, shape=(6, 5), grad_placements=None) -> None:
         self.mesh, self.placements = mesh, placements
         self.x, self.dy, self.residual = (draw(world, *shape, COLS, seed=seed) for seed in (1, 2, 3))
         self.w, self.b = (draw(world, COLS, seed=seed) for seed in (4, 5))
-        self.dx_placements = placements if grad_placements is None else None  # else any
+        self.dx_placements = placements if grad_placements is None else None  # None: any placements of dx will do
         self.dist_x, self.dist_residual = (distribute_tensor(t, mesh, placements) for t in (self.x, self.residual))
         self.dist_dy = distribute_tensor(self.dy, mesh, grad_placements or placements)
         self.dist_w, self.dist_b = (distribute_tensor(t, mesh, [Replicate()] * mesh.ndim) for t in (self.w, self.b))
@@ -103,10 +103,10 @@ def rows_sharded_in_any_dim(world: World) -> None:
 
 def uneven_and_empty_shards(world: World) -> None:
     mesh = world.mesh()
-    for rows in (world.size + 1, 1):  # the second: one rank has a row, the others have none
+    for rows in (world.size + 1, 1):  # with 1 row, one rank has it and the others are empty
         norms = Norms(world, mesh, [Shard(0)], shape=(rows, 3))
         if rows == 1 and TORCH_2_11:
-            norms.dx_placements = None  # replicated where there are fewer rows than ranks
+            norms.dx_placements = None  # it replicates dx if there are fewer rows than ranks
         norms.check(MASKS[:2])
     local = distribute_tensor(draw(world, 1, COLS, seed=0), mesh, [Shard(0)]).to_local()
     assert len(local) == (world.rank == 0)
@@ -127,7 +127,7 @@ def a_partial_gradient_is_added_up_first(world: World) -> None:
 
 
 def without_parameters(world: World) -> None:
-    """One x is normalized over two dims, then over one. Only the second time is its sharded dim a row dim."""
+    """x is normalized over two dims, one of them sharded, and then over the last dim: there whole rows are sharded."""
     mesh, x = world.mesh(), draw(world, 4, 2 * world.size, COLS, seed=1)
     dist_x = distribute_tensor(x, mesh, [Shard(1)])
     for shape in ((2 * world.size, COLS), (COLS,)):
@@ -163,7 +163,7 @@ def sums_of_columns(world: World) -> None:
 
 
 def collectives_are_those_of_atens_rules(world: World) -> None:
-    """None where rows are sharded; where a normalized dim is, the redistribution that ATen's LayerNorm would get."""
+    """Sharded rows need no collective. A sharded normalized dim gets the redistribution that ATen's LayerNorm gets."""
     compare_collectives(world, Shard(0), Shard(1), Replicate(), Partial("sum"))
 
 
@@ -204,7 +204,7 @@ def statistics_of_another_shape_are_refused(world: World) -> None:
 
 
 def modules_and_functions_on_dtensors(world: World) -> None:
-    """Forward, backward, second derivatives: through autograd, with the gradients of one process."""
+    """Forward, backward and second derivatives through autograd give what one process gives."""
     mesh = world.mesh()
     for make, way in ((fusednorm.LayerNorm, "layer"), (fusednorm.RMSNorm, "rms")):
         plain, sharded = make(COLS, dtype=FP64, device=world.device), make(COLS, dtype=FP64, device=world.device)
@@ -235,7 +235,7 @@ def the_public_way_to_register_gives_the_same(world: World) -> None:
     with registered(sharding._add_by_public_name):
         rows_sharded_in_any_dim(world)
         Norms(world, world.mesh(), [Shard(0)], shape=(world.size + 1, 3)).check()
-        Norms(world, world.mesh(), [Shard(0)], shape=(1, 3), grad_placements=[Shard(0)]).check()  # wherever it ends
+        Norms(world, world.mesh(), [Shard(0)], shape=(1, 3), grad_placements=[Shard(0)]).check()  # dx placed anyhow
         a_partial_gradient_is_added_up_first(world)
         without_parameters(world)
         compare_collectives(world, Shard(0), Shard(1), Replicate())
@@ -252,7 +252,7 @@ def without_a_rule_torch_says_so(world: World) -> None:
 
 @contextlib.contextmanager
 def registered(add) -> Iterator[None]:
-    """Inside, the rules of the norms are registered by `add` alone."""
+    """Inside, `add` registers the norms' sharding rules; all others of the norms are removed."""
     sharding.register()
     propagator = DTensor._op_dispatcher.sharding_propagator
     tables = [each for each in vars(propagator).values() if isinstance(each, dict)]

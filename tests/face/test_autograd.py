@@ -1,4 +1,4 @@
-"""Derivatives: of any order, through the ops and the Functions, in all of torch's ways to ask for them."""
+"""Derivatives of any order, through the ops and the autograd Functions, by every API that torch has for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from fusednorm.testing import Case, Outputs, assert_outputs_close, make_inputs
 
 OPS = torch.ops.fusednorm
 
-# Per norm: the op, the Function and the stock function, each of (x, weight, bias), giving a tuple that begins with y.
+# By norm: the op, the Function and the stock function. Each takes (x, weight, bias) and returns a tuple that begins
+# with y.
 OP = {
     "layer": lambda x, w=None, b=None: OPS.layer_norm_fwd(x, [8], w, b, 1e-2),
     "rms": lambda x, w=None, b=None: OPS.rms_norm_fwd(x, [8], w, 1e-2),
@@ -34,7 +35,7 @@ STOCK = {
 
 
 def as_on_a_gpu(function):
-    """The forward with CPU tensors taken for those that go to the kernels at once."""
+    """The function with CPU tensors treated as CUDA tensors, which take the fast path with a recorded autograd node."""
 
     def run(*tensors):
         with kernels_on("cpu"), force("reference"):
@@ -53,7 +54,7 @@ traceable_routes = pytest.mark.parametrize("route", [OP, FUNCTION], ids=["op", "
 
 
 def operands(norm, dtype=torch.float64, requires_grad=True, shape=(2, 3, 8)):
-    """x, weight and, for LayerNorm, bias."""
+    """(x, weight, bias), or (x, weight) for RMSNorm."""
     generator = torch.Generator().manual_seed(0)
     shapes = (shape, (8,), (8,)) if norm == "layer" else (shape, (8,))
     return tuple(torch.randn(s, dtype=dtype, generator=generator).requires_grad_(requires_grad) for s in shapes)
@@ -85,7 +86,7 @@ def test_gradients_of_the_statistics_alone_are_right_to_second_order(norm):
 
 
 def backward_operands():
-    """grad_out, x, rstd, weight, mean and bias of a backward op; rstd and mean are not those of x."""
+    """(grad_out, x, rstd, weight, mean, bias) of a backward op. rstd and mean are independent numbers, not x's own."""
     x, weight, bias = operands("layer")
     grad_out, mean = torch.randn_like(x, requires_grad=True), torch.randn(6, dtype=x.dtype, requires_grad=True)
     rstd = torch.rand(6, 1, dtype=x.dtype).add(0.5).requires_grad_()
@@ -120,7 +121,7 @@ def test_forward_mode_and_batched_gradients_pass_gradcheck(norm):
 @norms
 @routes
 def test_gradients_are_right_to_third_order(route, norm):
-    # Held against finite differences: the third derivative of F.layer_norm itself is wrong in torch 2.11 to 2.15.
+    # Compared with finite differences, as the third derivative of F.layer_norm is wrong in torch 2.11 to 2.15.
     def gradient(x):
         return torch.autograd.grad(scalar(route[norm])(x), x, create_graph=True)[0]
 
@@ -213,7 +214,7 @@ def test_func_grad_and_vmap_match_stock(norm):
 
 @pytest.fixture
 def no_vmap_loop():
-    """Make vmap fail where it would loop over the samples of an op that has no batching rule."""
+    """Inside, vmap fails instead of looping over the samples when an op has no batching rule."""
     torch._C._functorch._set_vmap_fallback_enabled(False)
     yield
     torch._C._functorch._set_vmap_fallback_enabled(True)
@@ -247,7 +248,7 @@ def test_jacobians_match_stock(norm):
 
 @norms
 def test_second_order_transforms_match_stock_autograd(norm):
-    # Not held against torch.func over the stock function: jacrev of jacrev of F.layer_norm is wrong in torch 2.11-2.15.
+    # Not compared with the stock function: jacrev of jacrev of F.layer_norm is wrong in torch 2.11 to 2.15.
     tensors = operands(norm, requires_grad=False)
     arguments = tuple(range(len(tensors)))
     want = torch.autograd.functional.hessian(scalar(STOCK[norm]), tensors)
@@ -353,7 +354,7 @@ def test_a_recorded_backward_is_repeated_for_every_look_of_its_gradient(norm, mo
     want = [torch.autograd.grad(y, leaves, each, retain_graph=True) for each in looks]
     found, repeated = [], []
 
-    def find(call):  # as if the call had been launched
+    def find(call):  # in place of recipe.find: as if each call were known
         strides = call[1][0].stride()
         found.append(strides)
 

@@ -1,12 +1,11 @@
-"""Many processes: what people combine with norms, over gloo, in one world of two processes and one of four.
+"""Runs the combinations of sharded_ops.py and sharded_models.py in worlds of two and of four processes, over gloo.
 
     PYTHONPATH=.:tests torchrun --nproc-per-node 2 tests/face/test_distributed.py
 
-runs them on two GPUs, over NCCL; with TRITON_INTERPRET=1 on CPUs, over gloo.
+runs them on two GPUs over NCCL, or on CPUs over gloo with TRITON_INTERPRET=1.
 
-Left to that run, because only NCCL or CUDA has it: our kernels beside NCCL's, on streams; attention in
-context_parallel_shards, whose ring torch has for kernels of CUDA; offload from one memory to another, which on a CPU
-are the same. Left out, because torch 2.13 fails at it with stock norms too: see compiled_blocks in sharded_models.py.
+Only the run on GPUs tests our kernels beside NCCL's on streams, attention in context_parallel_shards, and offload from
+GPU to CPU memory. No run tests what torch 2.13 cannot do with stock norms: see compiled_blocks in sharded_models.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bad input gets one RuntimeError that names the op and the rule and says what it got, on every route into the op."""
+"""Bad input raises one RuntimeError that names the op, the rule and the value it got, on every route into the op."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""functional.* against torch.nn.functional: handed over for CPU tensors, the kernels' ops for CUDA ones.
+"""fusednorm.functional calls torch.nn.functional for CPU tensors and our ops for CUDA tensors.
 
-Without a GPU the CUDA side runs on fake tensors, which carry device, shape and dtype through the dispatcher.
+No GPU is needed: fake tensors on "cuda" carry their device, shape and dtype through the dispatcher.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ names = pytest.mark.parametrize("name", NAMES)
 
 
 def ops_of(function, *args):
-    """What the function returns, and which ops it ran."""
+    """(what the function returns, names of the ops that it ran)."""
     with OpLog() as log:
         result = function(*args)
     return result, log.names

@@ -1,4 +1,4 @@
-"""sm_margin: SMs that are left to others, as every thread and every plan sees them."""
+"""fusednorm.sm_margin leaves SMs to other kernels: how long it holds, in all threads, and how plans respect it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fusednorm.planner.device import A100, B200, H200, KNOWN
 from fusednorm.planner.heuristics import choose
 from fusednorm.planner.plan import num_ctas
 
-META = torch.device("meta")  # planned for as on an H200
+META = torch.device("meta")  # the planner plans for meta tensors as on an H200
 
 
 @pytest.fixture(autouse=True)
@@ -139,7 +139,7 @@ def test_no_grid_that_walks_over_rows_is_larger_than_what_is_left(device, cols, 
         problem, spec = make_problem(norm, cols), device.leaving(left)
         plan = choose(problem, 1 << 20, spec)
         ctas = num_ctas(plan, 1 << 20, cols, spec)
-        clusters = max(1, (device.sm_count - left) // plan.cluster)  # one is left in any case
+        clusters = max(1, (device.sm_count - left) // plan.cluster)  # a plan keeps at least one cluster
         assert ctas <= plan.ctas_per_sm * clusters
 
 

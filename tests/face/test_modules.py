@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm in the place of torch.nn's: parameters, state dicts, copies, and models that use them."""
+"""fusednorm.LayerNorm and RMSNorm replace torch.nn's: same parameters, state dicts, copies and training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A copy of the package works beside it: under a name of its own, with ops, autograd and compilation of its own."""
+"""A copy of the package under another name works beside it, with its own ops, autograd and compilation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAME = "_a_copy_of_fusednorm"
 
 
 def load(name: str, folder: Path):
-    """As Hugging Face's `kernels` imports a build."""
+    """Imports a package from a folder, as Hugging Face's `kernels` imports a build."""
     spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -91,7 +91,7 @@ def test_layers_are_stateless_and_compute_their_norm(norm):
 
 
 def test_worker_of_warmup_imports_the_package_from_its_file_and_under_its_name(repository, copy, monkeypatch):
-    """A worker that did not would unpickle another package's builds, or find none: a build of the Hub is on no path."""
+    """A build from the Hub is on no import path. A worker that imports by name would find another package, or none."""
     assert copy.tools.warm.PACKAGE == NAME and warm.PACKAGE == "fusednorm"
     monkeypatch.setattr(sys, "argv", ["-c", "_in_a_worker", str(repository / "build" / "torch-cuda" / "__init__.py")])
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(pickle.dumps(([], 90)))))

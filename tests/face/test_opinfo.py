@@ -1,4 +1,4 @@
-"""PyTorch's own samples for the norms, its odd ones included, on our ops."""
+"""Our ops on PyTorch's own samples for the norms, including its unusual and wrong ones."""
 
 from __future__ import annotations
 

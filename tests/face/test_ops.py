@@ -1,4 +1,4 @@
-"""The registered ops on CPU and meta tensors: values, shapes, dtypes, masks, strides, and what torch asks of an op."""
+"""The registered ops on CPU and meta tensors: values, shapes, dtypes, masks, strides, and torch's own checks of ops."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def case_inputs(norm, shape=(4, 3, 8), dtype=FP32, seed=0):
 
 
 def forward(norm, x, weight, bias, eps=1e-5):
-    """(y, mean or None, rstd) of either op."""
+    """(y, mean, rstd) of either forward op; mean is None for RMSNorm."""
     if norm == "layer":
         return OPS.layer_norm_fwd(x, x.shape[-1:], weight, bias, eps)
     y, rstd = OPS.rms_norm_fwd(x, x.shape[-1:], weight, eps)
@@ -211,7 +211,7 @@ def test_tensors_without_elements_give_what_stock_gives(dtype, shape, normalized
 @pytest.mark.parametrize("eps", [-100.0, -1.0, 0, 0.0, 1e-40, 3, 1e30, float("inf"), float("nan")])
 def test_every_eps_means_what_it_means_to_stock(norm, eps):
     _, inputs = case_inputs(norm, dtype=FP64)
-    inputs.x[0, 0] = 0.0  # a row whose variance is the epsilon
+    inputs.x[0, 0] = 0.0  # a row of zeros, where eps alone decides rstd
     weight, bias = inputs.weight.double(), inputs.bias.double() if norm == "layer" else None
     if norm == "layer":
         want = torch.nn.functional.layer_norm(inputs.x, [8], weight, bias, eps)
@@ -278,7 +278,7 @@ OPCHECKS = {
 
 
 class Operands:
-    """A strided x of one dtype, parameters of another, and statistics, all or none of which require grad."""
+    """A strided x, parameters of another dtype, and statistics; either all require grad or none."""
 
     def __init__(self, dtype, weight_dtype, requires_grad):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Reading tensors as rows in place, and the value a call is reduced to."""
+"""A call becomes a problem: its tensors are read as rows in place, and the problem holds all that plans depend on."""
 
 from __future__ import annotations
 

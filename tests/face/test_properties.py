@@ -1,4 +1,7 @@
-"""What holds for all values, tried on drawn ones. Apart from the rest, which runs without hypothesis too."""
+"""Properties that hold for all values, tested with hypothesis on random ones.
+
+They have a file of their own, because the other tests in this folder run without hypothesis.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Some hundreds of drawn calls of the public face (public_face.py); `make fuzz` tries 20,000."""
+"""Some hundreds of random calls of the public functions, checked by public_face.py; `make fuzz` tries 20,000."""
 
 from __future__ import annotations
 

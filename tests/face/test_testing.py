@@ -1,4 +1,4 @@
-"""The judge is judged: it passes what is right, and fails each kind of wrong it is there to catch."""
+"""fusednorm.testing accepts right outputs, and rejects each kind of error that it must find."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = ("y", "mean", "rstd", "dx", "dweight", "dbias")
 
 
 def composite(case: Case, inputs: Inputs) -> Outputs:
-    """A second honest implementation, so that `stock` is not only measured by itself."""
+    """A second correct implementation: `stock` alone would only be measured by itself."""
     acc, rows, cols = case.acc_dtype, case.rows, case.cols
     x, dy = inputs.x.to(acc).reshape(rows, cols), inputs.grad_out.to(acc).reshape(rows, cols)
     weight = torch.ones(cols, dtype=acc) if inputs.weight is None else inputs.weight.to(acc).reshape(cols)

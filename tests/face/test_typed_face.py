@@ -1,4 +1,4 @@
-"""The types of the public face: `make lint` has mypy check the calls below, and here they run."""
+"""The types of the public functions: mypy checks the calls below in `make lint`, and pytest runs them."""
 
 from __future__ import annotations
 

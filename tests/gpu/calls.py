@@ -1,4 +1,4 @@
-"""The registered ops as the GPU tests call them: on CUDA, with buffers that begin as NaN between NaN margins."""
+"""How the GPU tests call the ops: in guarded_buffers(), which show reads and writes of the wrong memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GIB = 1 << 30
 
 
 def run(case: Case, inputs: Inputs) -> Outputs:
-    """Forward and backward of the ops."""
+    """The outputs of the forward and backward ops."""
     with guarded_buffers() as buffers:
         outputs = fused(case, inputs)
     assert buffers, "the ops took their buffers from elsewhere"

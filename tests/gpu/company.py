@@ -1,6 +1,6 @@
-"""What test_gpu_company.py runs, each in a process of its own:  python tests/gpu/company.py SCENARIO
+"""The scenarios of test_gpu_company.py. Each runs in a process of its own:  python tests/gpu/company.py SCENARIO
 
-A scenario that hangs is ended with its process. Backwards begin with partials and outputs of NaN.
+A scenario that hangs is ended with its process. In each, other kernels hold SMs or run beside our backwards.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ CASES = [
     make_case("rms", (300, 250001), (BF16, BF16, BF16)),
     make_case("layer", (16, 2048), (BF16, BF16, BF16)),
 ]
-# Needs 16 free SMs in one group of them, so that it may wait where more than 16 are held; which a margin rules out.
+# A cluster of 16 needs 16 free SMs in one group of SMs. It may wait while more than 16 SMs are held, unless a margin
+# makes the planner choose smaller clusters.
 CLUSTER_OF_16 = make_case("layer", (1024, 65536), (BF16, BF16, BF16))
 HELD = (1, 8, 16, 32)
 
 
 class Backward:
-    """A case, a call of its backward, and what it is to give to the bit."""
+    """A callable backward of a case, and the exact bits that it must give."""
 
     def __init__(self, case: Case, seed: int = 0):
         self.case, self.inputs = case, make_inputs(case, "cuda", seed)
@@ -75,7 +76,7 @@ def captured(call: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object]:
 
 
 def run_beside(held: int, call: Callable[[], object], about: object) -> object:
-    """The outputs of a call beside which SMs are held until it is done: who waits for them waits forever."""
+    """The outputs of a call. `held` SMs are held until it is done: a call that waits for them would wait forever."""
     with Holder(held) as holder:
         outputs = call()
         holder.release()
@@ -87,7 +88,7 @@ def run_beside(held: int, call: Callable[[], object], about: object) -> object:
 
 
 def posted_receive() -> None:
-    """A holder that ends only after our backward, as a receive that was posted early."""
+    """A kernel holds SMs until after our backward, like a receive that was posted early."""
     calls = backwards()
     for held in HELD:
         for each in calls:
@@ -116,7 +117,7 @@ def forced_variants() -> None:
 
 
 def overtaking() -> None:
-    """A kernel of another stream that comes after our backward, which has only what is left, starts."""
+    """While SMs are held, a kernel that another stream launches after our backward still starts."""
     each, other = Backward(CASES[0]), torch.cuda.Stream()
     x = torch.zeros(1 << 20, device="cuda")
     with Holder(16) as holder:
@@ -130,7 +131,7 @@ def overtaking() -> None:
 
 
 def streams() -> None:
-    """Backwards of four streams, with 16 SMs held and without."""
+    """Backwards on four streams at once, with no SM held and with 16."""
     calls = backwards()
     lanes = [torch.cuda.Stream() for _ in range(4)]
     for held in (0, 16):
@@ -178,7 +179,7 @@ def branches_of_a_graph() -> None:
 
 
 def thousands_of_captures() -> None:
-    """No capture takes from a supply that ends, and the 4300th gives the bits of the first."""
+    """Captured calls use up no limited resource: the 4300th gives the bits of the first."""
     each = Backward(make_case("layer", (64, 1024), (BF16, BF16, BF16)))
     graphs = [captured(lambda: [each() for _ in range(100)]) for _ in range(43)]
     for graph, outputs in graphs:
@@ -192,7 +193,7 @@ def thousands_of_captures() -> None:
 
 
 def memory_pools() -> None:
-    """What is allocated for a call belongs to the pool of its thread and stream; nothing of ours outlives it there."""
+    """A call allocates in the memory pool of its thread and stream, and keeps nothing there after it."""
     each, pool = Backward(CASES[0]), torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):
         for _ in range(3):
@@ -206,7 +207,7 @@ def memory_pools() -> None:
 
 
 def deterministic_mode() -> None:
-    """Fresh memory is filled with NaN there."""
+    """torch's deterministic mode fills fresh memory with NaN, which must not show."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     for each in backwards():
@@ -214,18 +215,19 @@ def deterministic_mode() -> None:
 
 
 def margins() -> None:
-    """Beside as many held SMs as the margin leaves, rows too wide for a CTA too."""
+    """Under a margin, as many SMs as it leaves are held. Clusters of 16 must not wait either."""
     for each in (*backwards(), Backward(CLUSTER_OF_16)):
         for held in HELD:
             with fusednorm.sm_margin(held):
-                each()  # loads the kernels of another plan, for which CUDA waits until the GPU is idle
+                each()  # loads the kernels of this margin's plan: CUDA would wait for an idle GPU
                 got = run_beside(held, each, each.case)
             outputs = Outputs(each.ahead.y, each.ahead.mean, each.ahead.rstd, *got)
             assert_outputs_close(outputs, each.case, each.inputs)
 
 
 def a_second_launch_that_does_not_wait() -> None:
-    """It must be noticed: without its wait it sums partials that are not there yet, where NaN stands instead."""
+    """The second launch of a backward must wait for the first. Without the wait it reads partials that are still NaN,
+    and this test must notice."""
     case = make_case("layer", (4096, 8192), (BF16, BF16, BF16))
     inputs = make_inputs(case, "cuda")
     ahead = fused(case, inputs)

@@ -1,4 +1,5 @@
-"""The kernels of all collected cases are compiled side by side before the first GPU test: one process takes minutes."""
+"""Before the first GPU test, worker processes compile the kernels of all collected cases in parallel: one process would
+take minutes."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from fusednorm.host import gpus
 
 @pytest.fixture(scope="session", autouse=True)
 def kernels_are_compiled_in_parallel(request):
-    """Fills Triton's on-disk cache for the parameters `case`, `mask`, `layout` and `variant` of the tests to come."""
+    """Fills Triton's on-disk cache for all tests with a parameter `case` (and perhaps `mask`, `layout`, `variant`)."""
     if not torch.cuda.is_available():
         return
     parameters = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
@@ -26,7 +27,7 @@ def kernels_are_compiled_in_parallel(request):
         futures = [pool.submit(compile_case, case, device, *how) for case, *how in jobs]
         wait(futures)
     failures = [future.exception() for future in futures if future.exception()]
-    if failures:  # the tests themselves will compile, and fail, where it is the kernel's fault
+    if failures:  # the tests compile again, and fail if the kernel is at fault
         warnings.warn(f"{len(failures)} of {len(jobs)} cases did not compile ahead: {failures[0]!r}", stacklevel=1)
 
 
@@ -37,7 +38,7 @@ def sm_count() -> int:
 
 @pytest.fixture
 def builds_of_kernels(monkeypatch) -> list[str]:
-    """Names of the kernels that Triton builds (or takes from its on-disk cache) from here on, one per build."""
+    """The list of the kernels, by name, that Triton builds or takes from its on-disk cache during the test."""
     from triton import knobs
 
     names: list[str] = []

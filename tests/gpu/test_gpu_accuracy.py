@@ -1,4 +1,4 @@
-"""The ops on CUDA against fp64 autograd: widths, row counts and dtypes."""
+"""The ops on CUDA against float64 autograd: widths, row counts and dtypes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BENCHMARKED = [
     *rotate([(16384, 1024), (16384, 4096), (16384, 36864), (8192, 73728)], [(BF16, BF16, BF16)]),
 ]
 
-# Shapes of models on which a planner of this kind has failed.
+# Shapes from models on which automatic choices of schedules have failed.
 MODELS = [
     make_case("rms", (1, 4096, 3072)),
     make_case("rms", (1, 4096, 3072), (BF16, FP32, BF16)),

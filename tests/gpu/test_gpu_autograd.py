@@ -73,13 +73,13 @@ def modules_and_inputs(norm, shape=(64, 768), dtype=BF16):
 
 
 def trained(module, x, gradient) -> list:
-    """y and the gradients of x and the parameters; `gradient` makes y's."""
+    """[y, gradients of x and the parameters]; `gradient(y)` makes the gradient of y."""
     x = leaf(x)
     y = module(x)
     return [y.detach(), *torch.autograd.grad(y, [x, *module.parameters()], gradient(y))]
 
 
-# Of y's gradient: what a training step may change between two calls that look alike up to there.
+# Kinds of gradients of y. Two calls with equal forwards may still differ in this.
 GRADIENTS = {
     "of a sum": lambda y: torch.ones((), device=y.device, dtype=y.dtype).expand_as(y),
     "contiguous": torch.ones_like,
@@ -172,7 +172,7 @@ def test_transforms_and_forward_mode_look_into_a_call_that_has_been_repeated(nor
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_checkpointing_saves_the_same_in_a_first_call_and_in_a_repeated_one(norm):
-    _, module, x = modules_and_inputs(norm, (72, 768))  # of no other test
+    _, module, x = modules_and_inputs(norm, (72, 768))  # a shape that no other test uses
     want = None
     for _ in range(3):
         x_leaf = leaf(x)

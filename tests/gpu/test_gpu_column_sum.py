@@ -1,4 +1,4 @@
-"""column_sum on CUDA against float64 sums: shapes, counts, layouts, and how it behaves as work on a GPU."""
+"""column_sum on CUDA against float64 sums: shapes, counts, layouts, streams, graphs and builds."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def device() -> DeviceSpec:
 
 
 def run(inputs, **options):
-    """The op, with outputs and partial sums that begin as NaN between margins of NaN."""
+    """column_sum with guarded buffers for outputs and partial sums."""
     with guarded_buffers() as buffers:
         outputs = fusednorm.column_sum(inputs, **options)
     assert buffers, "the op took its buffers from elsewhere"
@@ -138,7 +138,7 @@ def test_more_than_two_to_the_31_elements(sums, kernel, device):
 
 
 def strided(rows: int, cols: int, count: int, offset: int = 0, dtype=BF16):
-    """Tensors whose rows lie between NaN; they start `offset` elements into a multiple of 16 bytes."""
+    """Tensors with NaN between their rows. They start `offset` elements after a multiple of 16 bytes."""
     storage = torch.full((rows, count * (cols + 16)), float("nan"), device="cuda", dtype=dtype)
     inputs = [storage[:, i * (cols + 16) + offset :][:, :cols] for i in range(count)]
     for x in inputs:
@@ -219,7 +219,7 @@ def test_kernels_run_on_the_current_stream(sums):
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)  # tens of ms, in which work on any other stream would see the old inputs
+        torch.cuda._sleep(50_000_000)  # tens of ms: meanwhile work on a wrong stream would read the old inputs
         for x, new in zip(inputs, fresh, strict=True):
             x.copy_(new)
         got = fusednorm.column_sum(inputs, total=sums.total)
@@ -273,13 +273,13 @@ def test_a_call_is_two_launches_at_the_most(sums):
 
 
 def test_row_counts_share_builds(builds_of_kernels):
-    cols = 1712  # of no other test
+    cols = 1712  # a width that no other test uses
     x = torch.randn(20_000, cols, device="cuda", dtype=BF16)
     random.seed(0)
     counts = [1, 2, 16, 17, 20_000, *(random.randint(1, 20_000) for _ in range(300))]
     for rows in counts:
         fusednorm.column_sum([x[:rows]])
-    assert len(builds_of_kernels) <= 12, builds_of_kernels  # tiles of several widths, into results and partial sums
+    assert len(builds_of_kernels) <= 12, builds_of_kernels  # tiles of several widths, for results and for partial sums
     builds_of_kernels.clear()
     for rows in counts:
         fusednorm.column_sum([x[:rows]])

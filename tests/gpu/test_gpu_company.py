@@ -1,4 +1,4 @@
-"""Backwards on a GPU that is not theirs alone: none waits for SMs that others hold."""
+"""Backwards on a GPU that other kernels use, too: none waits for SMs that others hold."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 pytestmark = pytest.mark.gpu
 
 HERE = Path(company.__file__)
-LIMIT_S = 180  # a hung kernel cannot be ended but with its process
+LIMIT_S = 180  # a hung kernel ends only with its process
 
 
 @pytest.mark.parametrize("scenario", [each.__name__ for each in company.SCENARIOS])

@@ -1,4 +1,4 @@
-"""The eager override on CUDA: unmodified code runs our kernels, and everything around them is as it was."""
+"""The eager override on CUDA: unmodified code runs our kernels, and everything else works as before."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def watched():
 
 
 def stock_call(case, inputs: Inputs) -> Outputs:
-    """torch.nn.functional's norm and its backward: whatever kernels are behind them at the time."""
+    """Forward and backward by torch.nn.functional, which run our kernels while the override is on."""
     leaves = [t.detach().requires_grad_() for t in (inputs.x, inputs.weight, inputs.bias) if t is not None]
     y = STOCK[case.norm](leaves[0], case.normalized_shape, *leaves[1:], eps=case.eps)
     return Outputs(y.detach(), None, None, *torch.autograd.grad(y, leaves, inputs.grad_out))
@@ -182,7 +182,7 @@ def test_raw_ops_return_shapes_strides_and_dtypes_of_atens_kernels(dtype, shape,
     want = everything()
     with watched() as calls:
         assert everything() == want
-    assert len(calls.taken) == len(calls.all) - 2  # all but the backwards of which nothing is asked
+    assert len(calls.taken) == len(calls.all) - 2  # all but the two backwards with nothing to compute
 
 
 @norms

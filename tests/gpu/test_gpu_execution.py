@@ -1,4 +1,4 @@
-"""How the ops behave as work on a GPU: repeatable, on the right stream and device, capturable, compiled once."""
+"""How the ops run on a GPU: the same bits every time, on the right stream and device, in graphs, with few builds."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_twenty_runs_give_the_same_bits(case):
 
 
 def test_sums_are_right_where_what_follows_the_row_loop_takes_more_memory_than_the_ring():
-    """Barriers were in the place of the last sums then, and were written to after these."""
+    """A former bug: the last sums shared memory with the barriers, which were written after the sums."""
     case = make_case("layer", (2048, 36864), (BF16, BF16, BF16))
     inputs = make_inputs(case, "cuda")
     want = run(case, inputs)
@@ -62,7 +62,7 @@ def test_sums_are_right_where_what_follows_the_row_loop_takes_more_memory_than_t
 
 @pytest.mark.parametrize("cols", [128, 2048, 8192])
 def test_grids_of_all_sizes_run_one_after_the_other(cols):
-    """In any order, over partials of NaN."""
+    """The order is random, and the partials are NaN before each run."""
     calls = []
     for variant, rows in product(("pipelined", "multi_wave"), (1, 2, 3, 9, 16, 17, 33, 65, 130, 263, 529, 4099)):
         case = make_case("layer", (rows, cols), (BF16, BF16, BF16))
@@ -90,7 +90,7 @@ def test_grids_of_all_sizes_run_one_after_the_other(cols):
 def test_a_row_comes_out_the_same_whatever_rows_surround_it(case):
     inputs = make_inputs(case, "cuda")
     everything = run(case, inputs)
-    rows = slice(7, 7 + 9 * case.rows // 10)  # so many that the plan is the same
+    rows = slice(7, 7 + 9 * case.rows // 10)  # enough rows for the same plan
     part = replace(inputs, x=inputs.x[rows], grad_out=inputs.grad_out[rows])
     some = run(replace(case, shape=part.x.shape), part)
     for name in ("y", "mean", "rstd", "dx"):
@@ -101,11 +101,11 @@ def test_a_row_comes_out_the_same_whatever_rows_surround_it(case):
 @pytest.mark.parametrize("case", SEVERAL_PLANS, ids=str)
 def test_kernels_run_on_the_current_stream(case):
     inputs, fresh = make_inputs(case, "cuda"), make_inputs(case, "cuda", seed=1)
-    fused(case, inputs)  # builds the kernels, so that the call below does not wait for that
+    fused(case, inputs)  # builds the kernels: the call below must not wait for a build
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)  # tens of ms, in which work on any other stream would see the old inputs
+        torch.cuda._sleep(50_000_000)  # tens of ms: meanwhile work on a wrong stream would read the old inputs
         inputs.x.copy_(fresh.x)
         inputs.grad_out.copy_(fresh.grad_out)
         outputs = fused(case, inputs)
@@ -153,7 +153,7 @@ def test_tensors_on_another_than_the_current_device(case):
 
 
 def test_a_thousand_row_counts_build_each_kernel_once(builds_of_kernels):
-    cols = 1696  # of no other test, so that the first calls have to build
+    cols = 1696  # a width that no other test uses: the first calls must build
     random.seed(0)
     case = make_case("layer", (4000, cols), (BF16, FP32, BF16))
     inputs = make_inputs(case, "cuda")

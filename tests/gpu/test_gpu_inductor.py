@@ -1,4 +1,4 @@
-"""torch.compile with Inductor on CUDA: our kernels in its graphs, and what it does with them."""
+"""torch.compile with Inductor on CUDA: our kernels in its graphs, its caches, CUDA graphs and fusions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WIDTH, HEADS = 1024, 8
 
 @pytest.fixture(autouse=True)
 def fresh(tmp_path, monkeypatch):
-    """Nothing compiled before, in this process or on the disk."""
+    """Empties the caches of compiled graphs, in this process and on disk."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
     counters.clear()
@@ -69,7 +69,7 @@ def random_like_activations(*shape, dtype=BF16) -> tuple[torch.Tensor, torch.Ten
 
 
 def assert_as_exact_as_eager(model: nn.Module, got: list[torch.Tensor], x: torch.Tensor, dy: torch.Tensor) -> None:
-    """Against the model in float64, with the errors of the stock model run eagerly in its own dtype as the measure."""
+    """Errors against the model in float64 are not larger than those of the same model run eagerly in its own dtype."""
     exact_model = copy.deepcopy(model).double()
     exact = gradients(exact_model, exact_model, x.double(), dy.double())
     eager = gradients(model, model, x, dy)
@@ -134,7 +134,7 @@ def test_changing_row_counts_compile_once_and_build_no_kernel_anew(builds_of_ker
     model, built = Skip(nn.LayerNorm).to("cuda", BF16), []
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
     with fusednorm.enable_inductor():
-        for rows in (16384, 16392, 16387, 20011):  # of one plan, that for many rows
+        for rows in (16384, 16392, 16387, 20011):  # all have the plan for many rows
             x, dy = random_like_activations(rows, WIDTH)
             assert_as_exact_as_eager(model, gradients(model, compiled, x, dy), x, dy)
             built.append(len(builds_of_kernels))
@@ -142,7 +142,7 @@ def test_changing_row_counts_compile_once_and_build_no_kernel_anew(builds_of_ker
     assert built[0] == built[-1]
 
 
-# A process of its own, so that nothing of ours has been launched, and nothing allocated, before the CUDA graphs.
+# Runs in a process of its own: nothing may be launched or allocated before the CUDA graphs.
 CUDA_GRAPHS = """
 import torch, fusednorm
 from torch._dynamo.utils import counters
@@ -243,7 +243,7 @@ def test_our_modules_compile_without_a_graph_break(name, enabled):
     with fusednorm.enable_inductor() if enabled else torch.enable_grad():
         got, codes = run_and_get_code(lambda: gradients(model, compiled, x, dy))
     norm = {"LayerNorm": "layer", "RMSNorm": "rms"}[name]
-    # Enabled, the forward is Inductor's, in one kernel with the residual, whose gradient our backward adds.
+    # If enabled, Inductor fuses the forward with the residual, and our backward adds the residual's gradient.
     written = {f"{norm}_norm_fwd": 1, f"{norm}_norm_bwd": 1}
     assert ops_in(codes) == ({f"{norm}_norm_bwd_residual": 1} if enabled else written)
     assert_as_exact_as_eager(model, got, x, dy)
@@ -264,7 +264,7 @@ def test_our_modules_compile_under_autocast_to_the_dtypes_of_eager(name):
 
 
 class Written(nn.Module):
-    """The functional form, and op-level calls, a masked backward among them."""
+    """Calls of the functional form and of the ops, among them a backward with a mask."""
 
     def forward(self, dy, x, weight):
         y, rstd = OPS.rms_norm_fwd(x, [WIDTH], weight)

@@ -1,4 +1,4 @@
-"""The ops on CUDA with tensors that do not lie in one piece, masks, statistics, and more than 2^31 elements."""
+"""The ops on CUDA with strided tensors, masks, all layouts of statistics, and more than 2^31 elements."""
 
 from __future__ import annotations
 
@@ -63,14 +63,18 @@ def test_statistics_are_read_in_every_layout_and_dtype(case):
         mean, rstd = (None if s is None else s.to(dtype) for s in (forward.mean, forward.rstd))
         want = run_backward(case, inputs, None if mean is None else mean.float(), rstd.float())
         means, rstds = ({} if s is None else statistic_layouts(s) for s in (mean, rstd))
-        # The two are independent, and each pair is a build: all layouts in one dtype, the other dtypes in one layout.
+        # Every pair of dtype and layout is a build. The two are independent: try all layouts in one dtype, and all
+        # dtypes in one layout.
         for of_mean, of_rstd in STATISTIC_LAYOUTS if dtype == FP32 else STATISTIC_LAYOUTS[:1]:
             assert_same_but_for_rounding(run_backward(case, inputs, means.get(of_mean), rstds[of_rstd]), want)
 
 
 def assert_same_but_for_rounding(got: Outputs, want: Outputs) -> None:
-    """Of two builds: where multiply and add become one is the compiler's choice, which moves a result here and there
-    over the edge of a rounding, and float32 sums over rows by a few of theirs."""
+    """The results of two builds differ only by rounding.
+
+    The compiler chooses which multiplications and additions become one fma. A few results then round differently, and
+    float32 sums over rows differ by a few roundings.
+    """
     for a, b in ((got.dx, want.dx), (got.dweight, want.dweight), (got.dbias, want.dbias)):
         if b is not None:
             assert (a != b).float().mean() < 1e-4 or a.dtype == FP32
@@ -91,7 +95,7 @@ def test_tensors_of_more_than_2_to_the_31_elements(case):
         mean = None if outputs.mean is None else outputs.mean[rows]
         got = Outputs(outputs.y[rows], mean, outputs.rstd[rows], outputs.dx[rows])
         assert_outputs_close(got, replace(case, shape=(7000, case.cols)), part)
-    # dw and db are sums over all rows. Where dy is zero in all rows but some, these alone decide them.
+    # dw and db are sums over all rows. dy is zero except in some rows, so these rows alone decide the sums.
     boundary = 2**31 // case.cols
     some = torch.cat(
         [

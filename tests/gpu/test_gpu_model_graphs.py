@@ -1,4 +1,4 @@
-"""Norms among what surrounds them in models on which a planner of this kind has failed: unmodified code, overridden."""
+"""Norms with their surroundings in models on which automatic choices of schedules have failed, under enable_eager."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from fusednorm.testing import STOCK_FACTOR
 pytestmark = pytest.mark.gpu
 
 
-# Each takes leaves of the shapes beside it in GRAPHS and returns outputs to differentiate.
+# Each function takes leaves of the shapes that GRAPHS gives for it, and returns outputs to differentiate.
 def reshaped_twice(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    """Two users of y, so that its gradient is a sum of two reshaped ones."""
+    """y has two users: its gradient is a sum of two reshaped gradients."""
     y = F.rms_norm(x, x.shape[-1:], weight, 1e-6)
     return y.reshape(-1, x.shape[-1]), y.reshape(*x.shape[:-1], -1, 128)
 
 
 def three_column_sums(x: Tensor, addend: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
-    """The gradient of a bias before the norm is a third sum over the rows."""
+    """A bias is added before the norm: its gradient is a third sum over rows, beside dw and db."""
     return (F.layer_norm(x + addend, x.shape[-1:], weight, bias, 1e-5),)
 
 
 def permuted_residual(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    """x is stored heads first, and its gradient has a second part in the strides of that."""
+    """x is stored heads first; its gradient has a second part, in the same strides."""
     heads_last = x.transpose(1, 2)
     return F.rms_norm(heads_last, x.shape[-1:], weight, 1e-6), heads_last
 
@@ -57,7 +57,7 @@ GRAPHS: list[tuple[Callable, list[tuple[int, ...]], int]] = [  # graph, shapes o
 
 
 def gradients(graph: Callable, leaves: list[Tensor], draws: int) -> dict[str, list[Tensor]]:
-    """Outputs and gradients by name, for each of so many draws of the outputs' gradients."""
+    """Outputs and gradients by name; a list of gradients for `draws` random gradients of the outputs."""
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
     outputs = graph(*leaves)
     found = {f"output {i}": [y.detach()] for i, y in enumerate(outputs)}
@@ -74,7 +74,7 @@ def gradients(graph: Callable, leaves: list[Tensor], draws: int) -> dict[str, li
 def test_graph_is_as_exact_as_with_atens_norms(graph, shapes, norm_count, dtype):
     torch.manual_seed(0)
     leaves = [torch.randn(shape, device="cuda").to(dtype) for shape in shapes]
-    draws = 12 if () in shapes else 1  # the gradient of a scalar is one number, and the error of one is luck
+    draws = 12 if () in shapes else 1  # the gradient of a scalar is one number: one error would be luck
     exact, stock = gradients(graph, [leaf.double() for leaf in leaves], draws), gradients(graph, leaves, draws)
     with watched_kernels() as calls, fusednorm.enable_eager():
         ours = gradients(graph, leaves, draws)

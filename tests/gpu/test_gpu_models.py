@@ -21,7 +21,7 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 
 @pytest.fixture
 def kernel_calls(monkeypatch, request) -> dict[str, int]:
-    """How often our kernels have run, by direction: all calls go the long way, where they are counted."""
+    """How often our kernels have run, by direction. No call leaves a recipe, so that every call is counted."""
     from fusednorm.host import launch
 
     monkeypatch.setattr(recipe, "remember", lambda call, prepared: None)

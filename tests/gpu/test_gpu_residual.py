@@ -1,4 +1,4 @@
-"""The backward with a residual gradient: one rounding of dx + residual, whatever schedule runs it."""
+"""The backward with a residual gradient: every schedule rounds dx + residual once."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fusednorm.testing import Case, make_inputs
 
 pytestmark = pytest.mark.gpu
 
-# rows x cols, and the schedule that the planner or `force` gives them: a ring, rows over a cluster, several rows and
-# chunks of columns, narrow rows in registers, an odd width, column tiles.
+# (rows, cols, forced variant): a ring, rows over a cluster, several rows and chunks of columns, narrow rows in
+# registers, an odd width, column tiles.
 SHAPES = [
     (517, 4096, None),
     (300, 16384, None),
@@ -43,7 +43,7 @@ def test_dx_is_rounded_once_after_the_residual_gradient_is_added(norm, shape, dt
     wanted_dtype = dx_dtype or x_dtype
     want = (plain[0] + residual.to(exact)).to(wanted_dtype)
     assert got[0].dtype == wanted_dtype
-    # The compiler may round the sum's products otherwise: by an ulp of the larger summand.
+    # The compiler may use other fmas here, which changes the sum by an ulp of the larger summand.
     ulp = max(torch.finfo(wanted_dtype).eps, torch.finfo(exact).eps)
     torch.testing.assert_close(got[0].to(exact), want.to(exact), rtol=2 * ulp, atol=8 * torch.finfo(exact).eps)
     for a, b in zip(got[1:], plain[1:], strict=True):

@@ -1,4 +1,4 @@
-"""The pieces of the kernels that no interpreter runs."""
+"""Parts of the kernels that Triton's interpreter cannot run, such as inline PTX."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def test_every_16_bit_value_becomes_the_same_float32_in_pairs_as_alone(dtype):
     widen_all[(64,)](x, in_pairs, True)
     assert torch.equal(in_pairs.isnan(), x.isnan())
     numbers = ~x.isnan()
-    for expected in (alone, x.float()):  # by their bits, or -0 would be 0
+    for expected in (alone, x.float()):  # compare bits: -0 is not 0
         assert torch.equal(in_pairs[numbers].view(torch.int32), expected[numbers].view(torch.int32))

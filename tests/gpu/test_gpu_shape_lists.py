@@ -1,4 +1,4 @@
-"""The shapes that schedules of this kind have been published with, or have broken on, under every variant."""
+"""Shapes for which such schedules were published, or on which they have failed, under every variant."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FORWARDS = [
     for mix in DTYPES
     for norm in NORMS
 ]
-# The norms of models on which an automatic choice of schedule has failed: Gemma, Mistral, StableCode and others.
+# The norms of models on which automatic choices of schedules have failed: Gemma, Mistral, StableCode and others.
 OF_MODELS = [
     make_case("rms", (1, 4096, 3072)),
     make_case("layer", (147_456, 128)),
@@ -38,7 +38,7 @@ OF_MODELS = [
 
 
 def assert_planned(case, inputs, outputs, variant) -> None:
-    """That the variant ran, wherever it has a kernel for the width."""
+    """Asserts that the variant ran; rows of more than 8192 columns may have no kernel of this variant."""
     plan = planned(case, inputs, outputs.mean, outputs.rstd)
     assert plan.variant == variant or case.cols > 8192
 
@@ -94,7 +94,7 @@ def test_dims_of_size_one_are_right_wherever_they_stand(norm, variant, shape):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("norm", NORMS)
 def test_two_streams_at_once_do_not_disturb_each_other(norm, variant):
-    """Calls of two streams, of which neither waits for the other, on data of their own."""
+    """Each stream has its own data, and neither waits for the other."""
     cases = [make_case(norm, (3001, 2048)), make_case(norm, (1024, 4096))]
     inputs = [make_inputs(case, "cuda") for case in cases]
     streams = [torch.cuda.Stream() for _ in cases]

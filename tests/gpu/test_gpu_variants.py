@@ -1,4 +1,4 @@
-"""Every variant of the kernels, forced: each must be as right as the one the planner would have taken."""
+"""Every variant of the kernels, forced: each must give right results, also where the planner would not choose it."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ TMA_VARIANTS = ("pipelined", "warp_specialized")
 DTYPES = [(BF16, BF16, BF16), (FP32, FP32, FP32), (BF16, FP32, BF16), (FP16, FP16, FP16)]
 ONE_CTA = rotate([(2048, 1024), (2048, 2304), (2049, 8192), (1031, 5120), (216, 1600), (300, 768)], DTYPES)
 CLUSTERS = rotate([(300, 12288), (301, 16384), (128, 32768), (67, 65536), (33, 131072), (40, 262144)], DTYPES[:1])
-# Rows that end within a chunk, but for 9216 columns, which are nine.
+# Rows that end within a chunk; only 9216 columns are nine whole chunks.
 TAILS = rotate([(300, 2816), (2049, 3328), (1031, 4352), (601, 8448), (600, 9216)], DTYPES)
 TAILS += rotate([(2049, 8448), (130, 10496), (67, 16640), (33, 49408), (129, 98560)], DTYPES[:1])
-# Of which a thread has many columns, in up to sixteen chunks.
+# Each thread holds many columns of these rows, in up to 16 chunks.
 MANY_CHUNKS = rotate([(1500, 5376), (1401, 6656), (1500, 7040), (1402, 11008), (300, 43520), (301, 61440)], DTYPES[::3])
 MANY_CHUNKS += rotate([(600, 67584), (140, 122880), (40, 204800), (33, 237568), (33, 262144)], DTYPES[:2])
-MANY_CHUNKS += rotate([(33, 131104), (33, 163856), (40, 239136)], DTYPES[:2])  # in boxes of 64 and 32 bytes
+MANY_CHUNKS += rotate([(33, 131104), (33, 163856), (40, 239136)], DTYPES[:2])  # TMA boxes of 64 and 32 bytes
 
 
 def planned(case, inputs, mean, rstd):
-    """The plan of the backward, as `force` has it here and now."""
+    """The plan of the backward under the current `force`."""
     arguments = (case.norm, inputs.grad_out, inputs.x, case.normalized_shape, mean, rstd, inputs.weight, inputs.bias)
     call = check_backward(BackwardOperands(*arguments, (True, inputs.weight is not None, inputs.bias is not None)))
     return heuristics.choose(call.problem, call.rows, gpus.spec_of(inputs.x.device))
@@ -53,7 +53,7 @@ def test_rows_shared_by_a_cluster_are_right(case):
     inputs = make_inputs(case, "cuda")
     with fusednorm.force("pipelined"):
         outputs = run(case, inputs)
-        for _ in range(10):  # an exchange that is not waited for shows now and then only
+        for _ in range(10):  # a missing wait in an exchange shows only now and then
             assert_same_bits(fused(case, inputs), outputs)
     assert_outputs_close(outputs, case, inputs)
 

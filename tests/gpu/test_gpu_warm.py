@@ -1,4 +1,4 @@
-"""warmup on a GPU: afterwards nothing is compiled, also not while a graph is captured."""
+"""warmup on a GPU: afterwards nothing is compiled, not even during the capture of a graph."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize(("norm", "weight"), [("layer", BF16), ("rms", FP32)])
 def test_a_first_call_under_capture_compiles_nothing_after_warmup(norm, weight, builds_of_kernels):
-    cols = 3968 if norm == "layer" else 2944  # widths of no other test, or others would have warmed them up
+    cols = 3968 if norm == "layer" else 2944  # widths that no other test compiles before
     case = make_case(norm, (4096, cols), (BF16, weight, BF16))
     inputs = make_inputs(case, "cuda")
     assert fusednorm.warmup(norm, cols, BF16, weight_dtype=weight) >= 3

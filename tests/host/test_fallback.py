@@ -1,5 +1,6 @@
-"""A plan whose kernels cannot be built gives way to the next one, then to ATen: right numbers, a warning for each
-cause, remembered. A fake of Triton stands in for the compiler and the driver; multi-wave kernels are interpreted."""
+"""If the kernels of a plan cannot be built, the next plan runs, and in the end ATen. The numbers stay right, each cause
+warns once, and failures are remembered. A fake Triton stands in for the compiler and the driver; it runs the portable
+kernels in the interpreter."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ from fusednorm.host import (
 
 OPS = torch.ops.fusednorm
 COMPILES, ASSEMBLES, LOADS, LAUNCHES = "compile", "assemble", "load", "launch"
-STAGES = {  # what fails: at which call, with what
+STAGES = {  # failures after which another plan is tried: (the call that fails, its error)
     "compile": (COMPILES, lambda: CompilationError("def kernel():\n  tl.oops()", None, "unknown name oops")),
     "lower": (COMPILES, lambda: RuntimeError("PassManager::run failed")),
     "C compiler": (COMPILES, lambda: RuntimeError("Failed to find C compiler. Please specify via CC")),
@@ -49,7 +50,7 @@ STAGES = {  # what fails: at which call, with what
     "launch": (LAUNCHES, lambda: RuntimeError("Triton Error [CUDA]: too many resources requested for launch")),
     "cluster": (LAUNCHES, lambda: RuntimeError("Triton Error [CUDA]: cluster misconfiguration")),
 }
-FOR_THE_USER = {
+FOR_THE_USER = {  # failures that no other plan would avoid: the error reaches the user
     "memory to load": (LOADS, lambda: RuntimeError("Triton Error [CUDA]: out of memory")),
     "memory of the host": (COMPILES, MemoryError),
     "memory of tensors": (LOADS, lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")),
@@ -65,8 +66,11 @@ FOR_THE_USER = {
 
 
 class FakeTriton:
-    """Kernels that are built, loaded and launched as Triton's are, and fail where `fails` says so, which is of rings
-    alone or of all. Those of the portable schedules compute, in the interpreter."""
+    """Kernels with Triton's stages: compile, load, launch.
+
+    `fails` is the stage that fails and its error: for all kernels, or only for rings if `of_rings_alone`. The portable
+    kernels compute, in the interpreter.
+    """
 
     def __init__(self, monkeypatch):
         self.fails: tuple[str, type] | None = None
@@ -85,7 +89,7 @@ class FakeTriton:
         monkeypatch.setattr(launcher, "_builds", {})
         monkeypatch.setattr(launcher, "_loaded", set())
         monkeypatch.setattr(launcher, "_failed", {})
-        monkeypatch.setattr(launcher, "_unspecialized", {})  # by id, which a kernel of another test may have had
+        monkeypatch.setattr(launcher, "_unspecialized", {})  # its keys are ids, which Python may use again
 
     def do(self, stage: str, kernel: Kernel) -> None:
         self.log.append((stage, kernel.__name__))
@@ -97,15 +101,15 @@ class FakeTriton:
 
 
 class Kernel:
-    """In the place of a JITFunction."""
+    """Stands in for a JITFunction."""
 
     pre_run_hooks = ()
-    # A build depends on every number that is not named here.
+    # A build depends on the value of every number, as no parameter is marked do_not_specialize.
     params = [SimpleNamespace(do_not_specialize=False, annotation_type="")] * 64
 
     def __init__(self, triton: FakeTriton, interpreted):
         self.triton, self.interpreted, self.__name__ = triton, interpreted, interpreted.__name__
-        self.is_ring = isinstance(interpreted, GluonJITFunction)  # which the interpreter does not know
+        self.is_ring = isinstance(interpreted, GluonJITFunction)  # Gluon, which the interpreter cannot run
 
     def warmup(self, *args, grid, **keywords):
         self.triton.do(COMPILES, self)
@@ -138,7 +142,7 @@ def triton(monkeypatch):
 
 @pytest.fixture
 def on_h200(monkeypatch):
-    """Planned for as on an H200, whose portable kernels are interpreted without their order to the launch behind."""
+    """Plans are for an H200. Its kernels order dependent launches by PTX, which the interpreter lacks: patched out."""
     monkeypatch.setattr(gpus, "spec_of", lambda device: H200)
     monkeypatch.setattr(multiwave, "launch_dependents", lambda: None)
     monkeypatch.setattr(column_sum, "wait_for_prerequisites", lambda: None)
@@ -198,7 +202,7 @@ def test_whatever_stage_fails_aten_runs_where_nothing_else_is_left(norm, stage, 
     triton.fails = STAGES[stage]
     got, said = warned(lambda: step(norm, tensors))
     assert_close(got, right_step(norm, tensors))
-    assert len(said) == 1  # one cause, though both directions have failed
+    assert len(said) == 1  # both directions failed, but for one cause
     error = STAGES[stage][1]()
     assert str(error).splitlines()[0][:40] in said[0] and type(error).__name__ in said[0]
     assert f"{norm}_norm forward of 40 columns of float32 cannot run as multi_wave on A100: " in said[0]
@@ -277,7 +281,7 @@ def test_a_build_that_failed_is_not_tried_again_for_another_row_count(triton, mo
     x = torch.randn(20, 40)
     warned(lambda: fusednorm.functional.rms_norm(x, (40,)))
     tried = len(triton.log)
-    fallback.forget()  # as another problem would find it
+    fallback.forget()  # forgets the problem that failed, but not the build
     warned(lambda: fusednorm.functional.rms_norm(x[:7], (40,)))
     assert len(triton.log) == tried == 1
 
@@ -321,7 +325,7 @@ def test_under_the_eager_override_aten_itself_runs_in_the_end(norm, triton):
     assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert_close(again, want, rtol=1e-5, atol=1e-5)
     assert len(said) == 1
-    assert len(calls.taken) == taken  # the second time none of ours is asked
+    assert len(calls.taken) == taken  # the second call does not try our kernels
 
 
 def test_column_sums_fall_back_to_the_portable_kernel_and_to_aten(triton, on_h200, monkeypatch):
@@ -333,7 +337,7 @@ def test_column_sums_fall_back_to_the_portable_kernel_and_to_aten(triton, on_h20
 
     monkeypatch.setattr(launch_columns.ColumnLaunch, "load", load_or_fail)
     monkeypatch.setattr(launch_columns, "_loaded", set())
-    # So small that the portable kernel would be chosen.
+    # At this small size the portable kernel would win: prefer the ring.
     monkeypatch.setattr(column_plan, "predicted_us", lambda plan, *_: isinstance(plan, column_plan.PortableSum))
     column_plan.choose.cache_clear()
     inputs = [torch.randn(64, 512) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""What stands between a plan and the GPU: builds that are launched again."""
+"""The launcher: which properties of a launch decide the build of its kernel, and where launches happen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Likeness: tensors that a recipe may take for those it was made of, and none that somebody stands in front of."""
+"""A recipe is repeated only for tensors that are like those it was made for, and never under modes or transforms."""
 
 from __future__ import annotations
 

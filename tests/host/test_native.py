@@ -1,4 +1,4 @@
-"""The optional host side in C++: built and tried on CPU tensors, missing, and broken."""
+"""The optional host side in C++ is built and tested on CPU tensors. Without it, or if it is broken, Python serves."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 
 
 def run(*command, cwd: Path, site: Path | None = None) -> subprocess.CompletedProcess:
-    """Python in a process that does not interpret Triton, with the site before everything else it imports from."""
+    """Runs Python in a process that does not interpret kernels, with the folder `site` first on its import path."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if site is not None:
-        shared = ROOT / "tests", ROOT / "tests" / "face"  # the second for the wrong calls of test_errors
+        shared = ROOT / "tests", ROOT / "tests" / "face"  # tests/face for test_errors.WRONG_CALLS
         environment["PYTHONPATH"] = os.pathsep.join(map(str, (site, *shared)))
     command = [sys.executable, *map(str, command)]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
 
 
 def copy_package(site: Path) -> Path:
-    """As it installs, without the extension."""
+    """Copies the package to `site` as pip would install it, without the extension."""
     ours = shutil.ignore_patterns("__pycache__", "*.so", "csrc")
     shutil.copytree(ROOT / "fusednorm", site / "fusednorm", ignore=ours)
     shutil.copytree(ROOT / "kernels", site / "fusednorm" / "kernels", ignore=ours)
@@ -36,7 +36,7 @@ def copy_package(site: Path) -> Path:
 
 
 def said(code: str, site: Path) -> list[str]:
-    """The words that `code` prints in a process that imports the package from the site."""
+    """The words that `code` prints in a process that imports the package from `site`."""
     asked = run("-c", code, cwd=site, site=site)
     assert asked.returncode == 0, asked.stderr
     return asked.stdout.split()
@@ -44,7 +44,7 @@ def said(code: str, site: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    """The package with the extension beside it."""
+    """A folder with the package and its built extension."""
     if not (os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")):
         pytest.skip("no C++ compiler")
     if importlib.util.find_spec("triton") is None:
@@ -89,7 +89,8 @@ def test_importing_it_brings_no_triton_and_starts_no_cuda_and_plain_cpu_tensors_
 
 
 def asked_in_pure_python(question: str, site: Path) -> str:
-    """The answer in a process that has used the package of the site, and found that it works without the extension."""
+    """The answer in a process that has first used the package in `site`, and checked that it works without the
+    extension."""
     words = said(f"{IMPORT}{USE}print({question})", site)
     assert words[:5] == ["False", "False", "None", "0", "True"]
     return " ".join(words[5:])
@@ -108,7 +109,7 @@ def test_where_it_does_not_compile_the_last_line_and_the_doctor_say_why(tmp_path
     native.write_text("int here;\n#error no such thing\n#error nor this\n")
     site = copy_package(tmp_path / "site")
     built = run("setup.py", "-q", "build_ext", "--build-lib", site, "--build-temp", tmp_path / "temporary", cwd=source)
-    assert built.returncode == 0  # the package is right without it
+    assert built.returncode == 0  # the extension is optional: the package builds without it
     *_, last = built.stderr.strip().splitlines()
     assert "NOT built" in last and "native.cpp:2:2: error: #error no such thing" in last
     report = asked_in_pure_python("doctor.check_native()[0].text", site)

@@ -1,4 +1,5 @@
-"""Calls that look like an earlier one: what is launched for them is what would be if nothing were remembered."""
+"""Recipes repeat the launches of an earlier call that looks the same. A repeated call must launch exactly what it would
+launch without a recipe."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ STREAM = 77
 
 @pytest.fixture(autouse=True)
 def cpu_tensors_stand_in_for_those_of_an_h200(monkeypatch):
-    """Kernels are not launched: the list that a test gets holds the arguments of each launch."""
+    """Yields a list that gets the arguments of each launch; no kernel runs."""
     from fusednorm.host import launcher
 
     launched = []
@@ -57,7 +58,7 @@ def backward_arguments(rows=64, cols=4096, norm="layer", residual=False, mask=(T
 
 
 def run_the_long_way(arguments, monkeypatch, variant=None, remember=True):
-    """Prepared as the first call prepares it, and remembered."""
+    """The launches as a first call prepares them, without running them; and a recipe is remembered."""
     from fusednorm.host import launch
 
     seen, call = recipe.look(arguments), check_backward(arguments)
@@ -77,7 +78,7 @@ def launched_the_long_way(prepared):
 
 
 def named(arguments: list, tensors: dict) -> list:
-    """The same with the names of tensors for their addresses."""
+    """The arguments with "name+offset" in place of addresses in these tensors."""
     regions = [(each.data_ptr(), each.nbytes, name) for name, each in tensors.items() if each is not None]
 
     def name_of(value):

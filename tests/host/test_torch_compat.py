@@ -1,4 +1,4 @@
-"""A torch without the names that it does not promise to keep: the package imports, and is right."""
+"""The package works with a torch that lacks the private names that it uses, which torch may drop at any time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NAMES = [
     "_C._autograd._record_function_with_args_exit",
 ]
 
-# Everything that imports torch from here on gets one without some names; torch itself keeps them.
+# After this code, `import torch` gives a module that lacks the names in sys.argv; torch's own modules keep them.
 WITHOUT = """
 import sys, types, torch, torch.nn.functional, torch._dynamo
 real = torch
@@ -54,7 +54,7 @@ class Without(types.ModuleType):
 sys.modules["torch"] = Without(torch, "", set(sys.argv[1:]))
 """
 
-# Forward, backward, both derivatives beyond, and transforms, as the stock norm gives them.
+# Forward, backward, second derivatives, forward mode and transforms give what the stock norm gives.
 USE = """
 import torch, fusednorm
 from torch.nn.functional import layer_norm
@@ -104,7 +104,7 @@ print("missing", *torch_compat.missing)
 
 
 def missing_in(*names: str) -> list[str]:
-    """The names that the package misses in a torch without these; it has passed USE."""
+    """Runs USE with a torch that lacks these names. Returns the names that the package reports as missing."""
     command = [sys.executable, "-c", WITHOUT + USE, *names]
     asked = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert asked.returncode == 0, asked.stderr[-2000:]
@@ -115,7 +115,7 @@ def on_a_gpu(name: str) -> bool:
     return "cuda" in name
 
 
-# Without these two the formula always takes the ops' place, and nobody asks for the others.
+# Without these two names the package always takes the formula instead of the ops, and looks up no other name.
 FIRST_ASKED = {"autograd.forward_ad._current_level", "_C._are_functorch_transforms_active"}
 
 
@@ -134,7 +134,7 @@ def test_names_that_are_taken_from_torch_are_in_the_list_above():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "fusednorm").rglob("*.py")), ids=lambda path: path.name)
 def test_nobody_else_takes_a_private_name_from_torch(path):
-    """But integrations, which may fail by themselves, and sharding.py, which says in `missing` what it did not find."""
+    """Exceptions: an integration may fail alone, and sharding.py reports the names it lacks in `missing`."""
     if path.name in ("torch_compat.py", "sharding.py") or path.parent.name == "integrations":
         return
     for node in ast.walk(ast.parse(path.read_text())):
@@ -146,7 +146,8 @@ def test_nobody_else_takes_a_private_name_from_torch(path):
             assert not any(part.startswith("_") for name in names if "torch" in name for part in name.split("."))
 
 
-# What an integration needs of a torch: where it is gone, using the integration says so, and nothing else suffers.
+# The names in torch that each integration needs. Without one, the integration raises an ImportError that names it, and
+# the rest of the package works.
 INTEGRATIONS = {
     "enable_eager": ["library.Library._destroy", "library.get_kernel"],
     "patch_model": ["utils._python_dispatch._disable_current_modes"],

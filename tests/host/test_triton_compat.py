@@ -1,5 +1,7 @@
-"""Launches without asking Triton again, against what Triton's own launcher gives its driver. No GPU is needed: the
-driver is one that writes down what it is asked to do."""
+"""Our launcher, which bypasses Triton's, must give the driver exactly what Triton's launcher gives it.
+
+No GPU is needed: a fake driver records its arguments.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,13 @@ from fusednorm.host.triton_compat import RELEASES
 
 PROBLEMS = [
     make_problem("layer", 4096),  # tensor maps
-    make_problem("layer", 16384),  # of a cluster
+    make_problem("layer", 16384),  # tensor maps and a cluster
     make_problem("rms", 1001, direction="forward"),  # no tensor map, a float
 ]
 
 
 class Driver:
-    """Triton's, for a GPU that is not there."""
+    """Stands in for Triton's driver, and records launches."""
 
     def __init__(self):
         self.launched: list[tuple] = []
@@ -39,7 +41,7 @@ class Driver:
 
 
 def launches(problem) -> list[tuple[list, list]]:
-    """Of each kernel what the driver is given by Triton's launcher, and by ours. For a process that compiles."""
+    """For each kernel, the driver's arguments from Triton's launcher and from ours; in a process that can compile."""
     from triton.backends.nvidia import driver as nvidia
     from triton.runtime import driver as runtime
 
@@ -49,7 +51,7 @@ def launches(problem) -> list[tuple[list, list]]:
     prepare = launch.prepare_forward if problem.direction == "forward" else launch.prepare_backward
     made = SimpleNamespace(launch=fake.utils.launch)
     found = []
-    # Meta tensors have no memory; both ways are told that each has this address.
+    # Meta tensors have no memory: both launchers get this address for each.
     with (
         mock.patch.object(runtime, "_active", fake),
         mock.patch.object(nvidia, "PyKernelArg", lambda **named: tuple(named.items()), create=True),  # since 3.7
@@ -75,7 +77,7 @@ def launches(problem) -> list[tuple[list, list]]:
 
 
 def plain(argument):
-    """As the driver takes it: a tensor is its address, and tuples of operands are what is in them."""
+    """An argument in a comparable form: tensors as addresses, tuples as lists, other objects as text."""
     if isinstance(argument, torch.Tensor):
         return argument.data_ptr()
     if isinstance(argument, (list, tuple)):
@@ -131,8 +133,7 @@ def test_a_launcher_that_is_other_than_known_is_left_to_triton(gone, monkeypatch
 
 
 def end_of_forward(cols: int) -> list[str]:
-    """Of a forward's PTX, the instructions that end a CTA or meet others, behind its last store. For a process that
-    compiles."""
+    """The exits and cluster barriers behind the last store in a forward's PTX; in a process that can compile."""
     from fusednorm.host import compilation, launch
 
     (forward,) = launch.prepare_forward(meta_call(make_problem("layer", cols, direction="forward")))[0]

@@ -1,4 +1,4 @@
-"""Shared memory and registers as the planner counts them, against the compiler. No GPU is needed."""
+"""The planner's budgets of shared memory and registers, compared with the compiler. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from fusednorm.planner import budget
 from fusednorm.planner.device import A100, B200, H200, KNOWN
 from fusednorm.planner.plan import MultiWavePlan, PipelinedPlan, WarpSpecializedPlan
 
-# A width, dtype or mask each that has been trouble, taken in turns by the architectures; make budgets tries thousands.
+# Widths, dtypes and masks that have caused trouble. Each problem is compiled for one architecture, in turn; the command
+# `make budgets` tries thousands.
 SAMPLE = [
     make_problem("layer", 4096),
     make_problem("rms", 1024, weight="fp32"),
@@ -40,7 +41,7 @@ SAMPLE = [
     make_problem("layer", 36864),
     make_problem("layer", 8448),
 ]
-SPILLED = [  # 8 to 40 bytes a thread, once, on sm_90 or sm_100
+SPILLED = [  # these plans once spilled 8 to 40 bytes a thread on sm_90 or sm_100
     make_problem("layer", 392, direction="forward"),
     make_problem("layer", 904, "fp16", "fp32", direction="forward"),
     make_problem("layer", 136, "fp16", "fp64", grad="bf16"),
@@ -84,7 +85,7 @@ JOBS = [
 
 @pytest.fixture(scope="module")
 def builds():
-    """Futures of all complaints, so that the builds are made in parallel."""
+    """A future of the complaints of each job: the worker processes compile in parallel."""
     with worker_processes() as pool:
         yield {job: pool.submit(check, job[1], job[0]) for job in JOBS}
 

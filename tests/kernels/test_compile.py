@@ -1,4 +1,4 @@
-"""Every kernel compiles for every architecture, with no spills and within what its plan counts on. No GPU is needed."""
+"""Every kernel compiles for every architecture, without spills and within its plan's resources. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from fusednorm.planner.legality import MAX_RING_ROWS
 H200 = DEVICES[90]
 NO_DX, NO_DB = (False, True, True), (True, True, False)
 
-# On every architecture: all kernels, and the main path.
+# Compiled for every architecture: together they have all portable kernels and the usual plans.
 ALWAYS = [
     (make_case("layer", (4096, 4096), (BF16, BF16, BF16)), ALL_OUTPUTS),
     (make_case("layer", (64, 65535), (BF16, FP32, BF16)), ALL_OUTPUTS),
     (make_case("layer", (216, 1600), (BF16, FP32, BF16)), ALL_OUTPUTS),
     (make_case("layer", (216, 1000), (BF16, BF16, BF16)), NO_DX),
 ]
-# Taken in turns by the architectures: another width, dtype or way to cut a row each.
+# Each compiled for one architecture, in turn: every case has another width, mix of dtypes or division of a row.
 IN_TURNS = [
     (make_case("rms", (4096, 1024), (BF16, FP32, BF16)), ALL_OUTPUTS),
     (make_case("layer", (216, 1987), (FP32, FP32, FP32)), ALL_OUTPUTS),
@@ -58,7 +58,7 @@ def workers():
 
 @pytest.fixture(scope="module")
 def builds(workers):
-    """Futures of all builds, so that they are made in parallel."""
+    """A future of the builds of each job: the worker processes compile in parallel."""
     return {job: workers.submit(builds_of, job[1], DEVICES[job[0]], job[2]) for job in SAMPLE}
 
 
@@ -132,7 +132,7 @@ LOOP = """
         (LOOP, False),
         (LOOP.replace("FADD R3, R3, R2", "LDL.LU R2, [R1]"), True),
         (LOOP.replace("FADD R3, R3, R2", "STL.64 [R1], R2"), True),
-        (LOOP.replace("@P0 BRA 0x10 ", "@P0 BRA 0x30 "), True),  # no loop: it happens for every row tile
+        (LOOP.replace("@P0 BRA 0x10 ", "@P0 BRA 0x30 "), True),  # no loop: all of it runs for each row tile
     ],
 )
 def test_a_spill_counts_unless_it_is_stored_before_and_loaded_after_the_loops(sass, in_a_loop):

@@ -1,4 +1,4 @@
-"""Triton's interpreter as the tests use it rounds as a GPU does, and bears the installed numpy."""
+"""Triton's interpreter, as fusednorm.tools.interpreter patches it, rounds as a GPU does and works with this numpy."""
 
 from __future__ import annotations
 

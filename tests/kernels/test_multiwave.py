@@ -1,4 +1,7 @@
-"""The Triton kernels in Triton's interpreter against fp64 autograd. Each buffer begins as NaN between NaN margins."""
+"""The Triton kernels, in Triton's interpreter, against float64 autograd.
+
+Buffers hold NaN at first, with margins of NaN around them (see guarded_buffers): stray reads and writes fail.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,8 @@ from fusednorm.planner.plan import ColumnTilePlan, MultiWavePlan, num_ctas
 from fusednorm.problem import check_backward, check_forward
 from fusednorm.testing import Case, Inputs, Outputs, assert_outputs_close, make_inputs
 
-# Few SMs, so that a CTA walks over several row tiles of a small tensor; arch 80, which gets Triton kernels only.
+# It has few SMs, so that a CTA walks over several row tiles of a small tensor. On arch 80 the planner chooses no Gluon
+# kernels, which the interpreter cannot run.
 SMALL_GPU = replace(A100, sm_count=3)
 
 ALL_OUTPUTS = (True, True, True)
@@ -102,7 +106,7 @@ def planned(case: Case, inputs: Inputs) -> list:
     return [heuristics.choose(call.problem, call.rows, SMALL_GPU) for call in (forward, backward)]
 
 
-SHAPES = [  # rows, cols; in between the dtypes go around once
+SHAPES = [  # rows, cols
     *((TROUBLED_ROWS, 1), (TROUBLED_ROWS, 3), (TROUBLED_ROWS, 32)),
     *((1, 32), (2, 1), (37, 96), (25, 576), (11, 1023), (7, 1600), (7, 1987), (5, 4096)),
 ]
@@ -363,7 +367,7 @@ def test_a_row_comes_out_the_same_whatever_rows_surround_it(norm):
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("rows", [1, 5])
 def test_ctas_without_rows_leave_no_partials(norm, rows):
-    """They are there to sum those of the others."""
+    """More CTAs are launched here than there are row tiles: the extra CTAs must not write partials."""
     from fusednorm.host import launch
 
     case = make_case(norm, (rows, 96), (FP32, FP32, FP32))
@@ -374,7 +378,7 @@ def test_ctas_without_rows_leave_no_partials(norm, rows):
             norm, inputs.grad_out, inputs.x, (96,), want.mean, want.rstd, inputs.weight, inputs.bias, ALL_OUTPUTS
         )
     )
-    with guarded_buffers():  # of which no row is for them
+    with guarded_buffers():  # the buffer of partials has no rows for the extra CTAs
         launches, (_, *got) = launch.prepare_backward(call, MultiWavePlan(2, 128, 1, 4, 1, 255))[:2]
         replace(launches[0], grid=(8,)).run()
         launches[1].run()

@@ -1,4 +1,5 @@
-"""How partials of dw and db are added up: by a second launch, in an order that columns and partials alone decide."""
+"""A second launch sums the partials of dw and db. The order of summing depends only on the numbers of columns and
+partials."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from fusednorm.testing import make_inputs
 
 
 def finalizer(problem, rows, device, variant=None, left=0):
-    """(number of partials, tile) of the launch that ends a backward; None where it has no such launch."""
+    """(number of partials, tile) of the launch that sums partials; None if the backward has no such launch."""
     from unittest import mock
 
     from fusednorm import force
@@ -84,7 +85,7 @@ def test_the_sums_are_placed_while_what_they_depend_on_ends_where_a_gpu_can(devi
         with mock.patch.object(gpus, "spec_of", lambda _: device):
             first, last = launch.prepare_backward(meta_call(make_problem(norm, cols, **changes), 16384)).launches
         assert last.options.get("launch_pdl", False) == last.tile.dependent == dependent
-        assert "launch_pdl" not in first.options  # it follows a launch of somebody else's
+        assert "launch_pdl" not in first.options  # the launch before it is not ours, and announces nothing
         if not changes and first.kernel.__module__.split(".")[-1] != "warp_specialized":
             assert first.tile.announces_end == dependent
 

@@ -1,4 +1,4 @@
-"""How means and variances of parts of a row become the row's: the formula of kernels/passes.py on numpy's numbers."""
+"""The formula in kernels/passes.py that merges the means and variances of a row's parts, tested on numpy numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 
 def merged(row: np.ndarray, parts: int) -> tuple[np.floating, np.floating]:
-    """(mean, variance) of a row from those of its parts, halves by halves as a reduction does."""
+    """(mean, variance) of a row, merged from its parts by repeated halving, as a reduction in a kernel does."""
     moments = [(part.mean(), part.var()) for part in np.split(row, parts)]
     while len(moments) > 1:
         half = len(moments) // 2

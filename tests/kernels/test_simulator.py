@@ -1,4 +1,4 @@
-"""The kernels run by a simulated GPU, as compiled: in processes that do not interpret, one for each of two processors.
+"""Runs the tests of the compiled kernels on the simulated GPU, in two processes that do not interpret kernels.
 
 `python -m pytest --confcutdir=tests/simulator tests/simulator tests/kernels/simulated` runs them in this process.
 """

@@ -1,4 +1,4 @@
-"""What is known of GPUs by name, and read from the driver."""
+"""Device specs: the constants of known GPUs, and the properties that torch reads from the driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planner where CTAs get few row tiles: which plan takes the place of that for many rows, and how many CTAs run."""
+"""The planner for few rows: which plan replaces the plan for many rows, up to how many rows, and how many CTAs run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_multi_wave_cta_that_is_alone_on_its_sm_has_all_registers(norm, cols, 
     assert (few.ctas_per_sm, few.max_registers) == (1, 255) and many.ctas_per_sm > 1
     assert replace(few, ctas_per_sm=many.ctas_per_sm, max_registers=many.max_registers) == many
     assert num_ctas(few, last, cols, H200) == H200.sm_count
-    alone = replace(problem, wants_dw=False, wants_db=False)  # which leaves no partials
+    alone = replace(problem, wants_dw=False, wants_db=False)  # dx alone has no partial sums to save
     assert choose(alone, last, H200) == choose(alone, last + 1, H200)
 
 
@@ -105,7 +105,7 @@ def test_many_rows_of_rmsnorm_forward_are_by_one_tile_each_at_some_widths(cols, 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_a_forward_of_narrow_rows_walks_over_them_until_there_are_enough_for_a_ring(norm):
-    for cols in (264, 400):  # which cannot be a ring
+    for cols in (264, 400):  # no ring takes these widths
         problem = make_problem(norm, cols, direction="forward")
         assert choose(problem, 1, H200) == choose(problem, MANY_ROWS, H200) == best_plan("multi_wave", problem, H200)
     for cols in (288, 384, 448):
@@ -123,7 +123,7 @@ def test_rows_wider_than_multi_wave_holds_are_by_one_tile_each_where_there_are_f
         assert isinstance(many, ColumnTilePlan) and few == choose(problem, 1, H200)
     widest = make_problem("rms", 32760, direction="forward")
     assert choose(widest, 1, H200) == choose(widest, MANY_ROWS, H200) == one_tile_of_any_width(widest, H200)
-    # LayerNorm's two parameters leave no registers for as much.
+    # LayerNorm has two parameters, which leave too few registers for such a row.
     assert isinstance(choose(make_problem("layer", 32760, direction="forward"), 1, H200), ColumnTilePlan)
 
 
@@ -200,8 +200,8 @@ def test_few_rows_of_a_backward_are_tiles_of_two_by_one_chunk(norm, cols, chunk,
     problem, last = make_problem(norm, cols), rows_of_sm * H200.sm_count
     few, many = choose(problem, last, H200), choose(problem, last + 1, H200)
     assert few == MultiWavePlan(2, chunk, 1, num_warps, 8 // num_warps, 255) == choose(problem, 1, H200) != many
-    assert chunk == 8 * 32 * num_warps  # each thread loads 16 bytes of both rows, and has their columns alone
-    alone = replace(problem, wants_dw=False, wants_db=False)  # which has no sums for which that is good
+    assert chunk == 8 * 32 * num_warps  # a thread loads 16 bytes of both rows, and alone sums their columns
+    alone = replace(problem, wants_dw=False, wants_db=False)  # dx alone has no sums over columns
     assert choose(alone, 1, H200) != few
 
 
@@ -213,7 +213,7 @@ def test_few_rows_of_layernorm_with_many_columns_per_thread_are_shared_by_four_c
     few, many = choose(problem, most_rows, H200), choose(problem, most_rows + 1, H200)
     assert few == choose(problem, 1, H200) and (few.rows_per_tile, few.cluster, few.num_stages) == (rows_per_tile, 4, 2)
     assert many.cluster < 4 and columns_per_thread(many) > 36
-    alone = replace(problem, wants_dw=False, wants_db=False)  # which leaves no partials
+    alone = replace(problem, wants_dw=False, wants_db=False)  # dx alone has no partial sums to save
     assert choose(alone, 1, H200) != few
 
 
@@ -266,7 +266,7 @@ def test_a_row_for_each_sm_of_a_multi_wave_backward_of_16_warps_is_by_a_ring_ove
     reasons = decide(problem, 132, H200).reasons
     assert reasons["pipelined"] == "chosen: up to 132 rows are done sooner by a ring over two CTAs"
     assert reasons["multi_wave"] == "is for more than 132 rows, got 132"
-    nested = replace(problem, nested_rows=True)  # which no ring reads
+    nested = replace(problem, nested_rows=True)  # rings cannot read nested rows
     assert choose(nested, 1, H200) == choose(nested, MANY_ROWS, H200) == many
     for other in (make_problem("rms", 7384), make_problem(norm, cols, "fp32"), make_problem(norm, 8191)):
         assert not getattr(choose(other, 1, H200), "cluster", 1) == 2
@@ -275,7 +275,7 @@ def test_a_row_for_each_sm_of_a_multi_wave_backward_of_16_warps_is_by_a_ring_ove
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_what_takes_the_place_of_a_plan_is_as_legal(norm, direction):
-    """Of rows that rings cannot read, too, and of gradients that are not wanted."""
+    """This holds for nested rows, which rings cannot read, and for backwards with only some gradients, too."""
     kinds = [{}, {"nested_rows": True}]
     if direction == "backward":
         kinds += [{"residual_dtype": torch.bfloat16}, {"wants_dx": False}, {"wants_dw": False, "wants_db": False}]

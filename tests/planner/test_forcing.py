@@ -1,4 +1,7 @@
-"""force: for whom it holds, how long, and how it reaches the backward. What it chooses is in test_heuristics.py."""
+"""fusednorm.force: in which thread it holds, for how long, and how it reaches the backward.
+
+test_heuristics.py tests which plans it leads to.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,7 @@ def test_forced_choice_reaches_the_backward_on_another_thread(norm, monkeypatch)
     for variant in ("pipelined", None, "multi_wave"):
         with fusednorm.force(variant):
             y = op(x, [8])[0].sum()
-        with fusednorm.force("reference"):  # has no say in what the forward decided
+        with fusednorm.force("reference"):  # the backward keeps the variant of its forward
             thread = threading.Thread(target=y.backward)
             thread.start()
             thread.join()

@@ -1,4 +1,4 @@
-"""The planner: which plan, by which rule, within which limits. No GPU and no compiler."""
+"""The planner: which plan it chooses, by which rule, and within which limits. It needs no GPU and no compiler."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DATA = Path(__file__).parents[1] / "data"
 MANY_ROWS = 16384
 BLACKWELL = [spec for spec in KNOWN if spec.arch >= 100]
 
-# (device, problem, rows) -> plan: one line for each regime, so that a change of a rule shows where it reaches.
+# (device, problem, rows, plan): one entry for each regime, so that a change of a rule shows all the plans it changes.
 GOLDEN = [
     (H200, make_problem("layer", 4096), MANY_ROWS, PipelinedPlan(1, 512, 8, 2, 4, 2, 255, False, copy_chunks=8)),
     (H200, make_problem("rms", 4096), MANY_ROWS, PipelinedPlan(1, 1024, 4, 2, 4, 2, 255, False, copy_chunks=4)),
@@ -230,8 +230,11 @@ def as_problem(row: dict):
 
 
 def agrees(row: dict) -> bool:
-    """Whether the rows go through a ring where theirs do, and else by whatever is not warp-specialized. Theirs is one
-    pass either way, so that two agree with nothing."""
+    """Whether our plan agrees with a published decision.
+
+    For "WS" (warp specialization) ours must be a ring, otherwise multi-wave or pipelined. The published kernels read
+    their inputs once, so a plan of two passes never agrees.
+    """
     problem = as_problem(row)
     plan = choose(problem, int(row["rows"]), B200)
     alike = isinstance(plan, RingPlan if row["decision"] == "WS" else (MultiWavePlan, PipelinedPlan))
@@ -244,7 +247,7 @@ def test_95_of_100_choices_on_b200_are_the_published_ones():
 
 
 def published_rings() -> list[tuple[dict, RingPlan]]:
-    """Our plans for those that go by warp specialization there."""
+    """(row, our plan) for the published decisions for warp specialization."""
     rows = [row for row in published() if row["decision"] == "WS"]
     return [(row, choose(as_problem(row), int(row["rows"]), B200)) for row in rows]
 
@@ -286,7 +289,7 @@ def test_inputs_are_read_twice_on_blackwell_only_where_no_ring_has_room_or_regis
             plan, fault = outcome(variant, problem, 1000, device)
             assert (fault.rule in ("spills", "one_stage")) if plan else fault.rule in ("shared_memory", "backward")
             assert decide(problem, 1000, device).reasons[variant] == fault.reason
-    narrow = {100: set(widths[:4]) | {98304}, 103: set(widths[:4]) | {98304}, 110: {8448}}  # those that go by rings
+    narrow = {100: set(widths[:4]) | {98304}, 103: set(widths[:4]) | {98304}, 110: {8448}}  # the widths that are rings
     assert {problem.cols for problem in twice} == set(widths) - narrow.get(device.arch, set())
 
 
@@ -303,7 +306,7 @@ def test_what_was_unschedulable_there_has_a_plan_here():
 
 
 def assert_runs(plan, problem, rows, device):
-    """Everything that a launch relies on."""
+    """Checks everything about a plan that its launch relies on."""
     assert legality.broken_rule(plan.variant, problem, rows, device) is None
     if isinstance(plan, ReferencePlan):
         return
@@ -441,7 +444,7 @@ def test_rows_of_several_chunks_are_padded_by_little(device):
 
 
 def test_a_choice_made_before_costs_six_python_calls():
-    problem = make_problem(cols=4032)  # of no other test: with an equal one remembered, Python would compare the two
+    problem = make_problem(cols=4032)  # used by no other test: an equal problem in the cache would cost calls of __eq__
     choose(problem, MANY_ROWS, H200)
     calls = []
     sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)

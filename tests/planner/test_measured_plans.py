@@ -1,4 +1,4 @@
-"""The planner against the sweeps on an H200: what it chooses is nearly the fastest plan measured."""
+"""Compares the planner with sweeps on an H200: its choice is nearly the fastest plan that was measured."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ KINDS = (ColumnTilePlan, MultiWavePlan, PipelinedPlan, WarpSpecializedPlan)
 
 @functools.cache
 def measured() -> dict[tuple, dict]:
-    """(variant, direction, norm, rows, cols) -> plan -> us, of bfloat16 sweeps on 2026-11-20 to 22: the ten fastest
-    plans of each, and the planner's. A backward's time holds the finalizer's."""
+    """{(variant, direction, norm, rows, cols): {plan: microseconds}} from sweeps in bfloat16. Each entry has the ten
+    fastest plans and the planner's choice. A backward's time includes the finalizer."""
     times: dict[tuple, dict] = {}
     names = {kind.__name__: kind for kind in KINDS}
     with open(DATA / "h200_plans.csv") as file:
@@ -56,7 +56,8 @@ def test_on_the_average_the_plans_chosen_are_within_three_percent_of_the_fastest
 
 @functools.cache
 def rivals() -> dict[tuple, dict]:
-    """(direction, norm, rows, cols) -> variant -> us of its fastest plan, where multi-wave and a ring were measured."""
+    """{(direction, norm, rows, cols): {variant: microseconds of its fastest plan}} where multi-wave and a ring were
+    measured."""
     fastest: dict[tuple, dict] = {}
     for (variant, *shape), times in measured().items():
         fastest.setdefault(tuple(shape), {})[variant] = min(times.values())
@@ -64,7 +65,7 @@ def rivals() -> dict[tuple, dict]:
 
 
 def loss_of_variant(shape: tuple) -> float:
-    """The time of the variant that is chosen, by its fastest plan, over the fastest of all."""
+    """The time of the chosen variant's fastest plan over the time of the fastest plan of all variants."""
     (direction, norm, rows, cols), times = shape, rivals()[shape]
     chosen = choose(make_problem(norm, cols, direction=direction), rows, H200).variant
     return times[chosen] / min(times.values())

@@ -1,5 +1,7 @@
-"""Each rule that rejects a plan, by a problem that meets it, and where some of them begin; launch asserts those of
-legality again."""
+"""The rules that reject plans: each with a problem that it rejects, and some with their exact limits.
+
+A launch asserts the rules of legality again.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from fusednorm.planner.plan import MultiWavePlan, PipelinedPlan
 
 MANY_ROWS = 16384
 SMALL = replace(B200, smem_per_block_bytes=48 * 1024)
-RULES = {  # rule: variant, problem, rows, device that meet it
+RULES = {  # rule: (variant, problem, rows, device) that it rejects
     "arch": ("multi_wave", make_problem(), MANY_ROWS, replace(A100, arch=75)),
     "tma": ("pipelined", make_problem(), MANY_ROWS, A100),
     "dx": ("warp_specialized", make_problem(wants_dx=False), MANY_ROWS, H200),

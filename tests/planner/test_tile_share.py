@@ -1,4 +1,5 @@
-"""What a thread of a ring has: how many columns, of how many rows, in which chunks, and its parameters where."""
+"""The share of a tile that each thread of a ring holds: how many columns of how many rows, in which chunks, and whether
+the parameters are in registers or in shared memory."""
 
 from __future__ import annotations
 

@@ -1,27 +1,30 @@
-"""The kernels on a CPU, as compiled: a GPU that executes PTX, in an order that a seed fixes.
+"""A simulated GPU: it executes the PTX of the compiled kernels on a CPU, with warps in an order that a seed fixes.
 
     from simulator import simulated
 
     with simulated("H200", sms=4, seed=3):
-        y = fusednorm.functional.layer_norm(x, (1024,), weight, bias)  # of CPU tensors
+        y = fusednorm.functional.layer_norm(x, (1024,), weight, bias)  # on CPU tensors
 
-ptx                  parses what Triton has compiled
-translate            PTX to Python over numpy; instructions and arithmetic are those that compute
-warp                 a warp, and what it is asked for: accesses, copies, synchronization, by opcode
-memory, races        bytes, tensors and tensor maps; who knows of which access
-barriers, order      what warps wait at; who goes on next
-gpu                  places for CTAs, grids, memory
-launching, host      from fusednorm's launches to these
-recording, picture   what a run looked like
-problems             norms and column sums to try it with; mutants and everything do, for `make`
-small                kernels written by hand
+ptx                  parses the PTX that Triton has compiled
+translate            turns PTX into Python functions over numpy arrays
+instructions         the instructions that only compute, by opcode; arithmetic has their numpy functions
+warp                 a warp and its registers; it runs the translated functions
+accesses, copies,
+synchronization      the instructions that reach memory or other warps, by opcode: methods of a warp
+memory, races        memory by bytes, tensor maps; which accesses are ordered, and which race
+barriers, order      the barriers that warps wait at; which warp or copy runs next
+gpu                  CTAs, grids, and the limited number of CTAs that are resident at a time
+launching, host      run fusednorm's launches on the simulated GPU
+recording, picture   a trace of a run, and a picture of the trace
+problems             norms and column sums to simulate; the commands `everything` and `mutants` run many of them
+small                kernels written by hand, for the tests of the simulator itself
 """
 
 import sys
 from pathlib import Path
 
 TESTS = str(Path(__file__).resolve().parent.parent)
-if TESTS not in sys.path:  # `python -m tests.simulator`: what all tests share lies beside this package
+if TESTS not in sys.path:  # for `python -m tests.simulator`: the shared test helpers lie beside this package
     sys.path.insert(0, TESTS)
 
 from .host import Simulation, simulated  # noqa: E402

@@ -1,4 +1,4 @@
-"""Runs one norm by the simulated kernels, from the repository's root:
+"""Runs one norm on the simulated GPU and checks its outputs. From the repository root:
 
 python -m tests.simulator --variant warp_specialized --rows 9 --cols 512 --picture out.png
 """

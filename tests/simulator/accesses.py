@@ -1,4 +1,4 @@
-"""Loads, stores and atomics of a warp."""
+"""A warp's loads, stores and atomics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ATOMIC_ADD = rf"(?:global\.gpu\.)?(relaxed|acquire|release|acq_rel)(?:\.gpu\.glo
 
 
 class Accesses:
-    """Of a Warp."""
+    """Methods of Warp, one for each kind of load, store or atomic."""
 
     @effect(rf"ld\.(global|shared)(?:::cta)?{HINTS}(?:\.v[24])?\.{TYPE}", "= [] -?")
     def load(self, lanes, site, space, kind, bits, into, at) -> None:
@@ -32,7 +32,7 @@ class Accesses:
         region.write(at, int(bits) // 8, [value[lanes] for value in values], self.access(site), self.clock)
 
     def _place(self, space: str, at: np.ndarray):
-        """The piece of memory that addresses are in, and where in it."""
+        """The region that the addresses are in, and their offsets in it."""
         if space == "shared":
             return self.cta.memory, at.astype(np.int64)
         region, base = self.gpu.memory.find(int(at[0]))
@@ -40,7 +40,7 @@ class Accesses:
 
     @effect(r"ldmatrix\.sync\.aligned\.m8n8\.x[124](\.trans)?\.shared(?:::cta)?\.b16", "= []")
     def load_matrices(self, lanes, site, transposed, into, at) -> None:
-        """8 x 8 elements of 2 bytes each, whose rows' addresses are those of 8 lanes each."""
+        """Each matrix has 8 x 8 elements of 2 bytes. Lanes 8n to 8n + 7 give the addresses of the rows of matrix n."""
         self.needs_all(lanes, "ldmatrix")
         region, at = self._place("shared", at[: 8 * len(into)])
         columns = region.read(at, 2, 8, self.access(site), self.clock)
@@ -61,7 +61,8 @@ class Accesses:
 
     @effect(rf"atom\.{ATOMIC_ADD}", "= [] u{2}")
     def atomic_add(self, lanes, site, order, kind, bits, into, at, values) -> None:
-        """Lane after lane. What was known where it is done before becomes known, and the other way, as `order` says."""
+        """The lanes add one after the other. `order` says whether the warp acquires the knowledge that earlier releases
+        left at this address, and whether it releases its own."""
         region, at = self._place("global", at[lanes])
         width = int(bits) // 8
         region.check(at, width)
@@ -76,7 +77,7 @@ class Accesses:
 
     @effect(rf"ld\.(acquire|relaxed)\.gpu\.global\.{TYPE}", "= [] -?")
     def load_atomic(self, lanes, site, order, kind, bits, into, at) -> None:
-        """It reads what others write at the same time."""
+        """A load that is no race with atomics of other warps."""
         region, at = self._place("global", at[lanes])
         for place in at:
             self._synchronize(region, int(place), order == "acquire", False)

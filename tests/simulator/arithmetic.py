@@ -1,8 +1,8 @@
-"""What PTX's arithmetic is on numpy rows of 32 lanes.
+"""PTX's arithmetic on numpy rows of 32 lanes.
 
-Rounding is to nearest even, as PTX says; an fma of floats rounds once but where its result is subnormal, one of doubles
-twice; div.full, sqrt.approx and the like are exact here, so that their last bits are no GPU's. A modifier that is not
-in a pattern is not known.
+Results are rounded to nearest even, as PTX says. Where the simulation is not exact:
+- An fma of float32 rounds once, except to a subnormal result, which it rounds twice. An fma of float64 rounds twice.
+- Approximate instructions (div.full, sqrt.approx, ...) give the exact result rounded: a GPU's last bits may differ.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy as np
 DTYPES = {f"{kind}{bits}": f"{name}{bits}" for kind, name in (("u", "uint"), ("s", "int")) for bits in (8, 16, 32, 64)}
 DTYPES |= {f"f{bits}": f"float{bits}" for bits in (16, 32, 64)} | {"pred": "bool"}
 LANES = np.arange(32)
-HALF_ULP = np.uint64(1 << 28)  # of a float, in a double's mantissa
-BELOW_FLOAT = np.uint64((1 << 29) - 1)
+HALF_ULP = np.uint64(1 << 28)  # half an ulp of a float32, in the bits of a float64's mantissa
+BELOW_FLOAT = np.uint64((1 << 29) - 1)  # the bits of a float64's mantissa that a float32 lacks
 SMALLEST_NORMAL = np.finfo(np.float32).smallest_normal
 
-RANK_SHIFT, OFFSET_BITS = 24, (1 << 24) - 1  # of addresses that mapa makes: the CTA's rank + 1, and where in it
+RANK_SHIFT, OFFSET_BITS = 24, (1 << 24) - 1  # an address by mapa: the CTA's rank + 1, then the byte
 COMPARE = {
     "eq": "equal", "ne": "not_equal", "lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal",
     "lo": "less", "ls": "less_equal", "hi": "greater", "hs": "greater_equal",
@@ -43,8 +43,11 @@ def number(text: str, kind: str):
 
 
 def fma(a, b, c):
-    """a * b + c in floats, rounded once: the product of two floats is exact in doubles, and of the sum's second
-    rounding only a tie is wrong."""
+    """a * b + c in float32, rounded once.
+
+    The product of two float32 is exact in float64. The sum is rounded to float64 and then to float32, and the second
+    rounding goes wrong only at a tie: there the float64 sum is moved by one bit towards the exact sum.
+    """
     product = np.multiply(a, b, dtype=np.float64)
     total = product + c
     if ((total.view(np.uint64) & BELOW_FLOAT) == HALF_ULP).any():
@@ -65,7 +68,7 @@ def multiply_wide(a, b, c=0):
 
 
 def flush(x):
-    """Subnormal floats are zeros of their sign."""
+    """x with zeros of the same sign in place of subnormal numbers."""
     return np.where(np.abs(x) < SMALLEST_NORMAL, np.copysign(np.float32(0), x), x)
 
 
@@ -78,7 +81,10 @@ def exp2_ftz(x):
 
 
 def to_odd(x):
-    """Doubles as floats whose last bit says that something was lost: they can be rounded once more, and still right."""
+    """float64 to float32, rounded to odd: the last bit is 1 if anything was lost.
+
+    A further rounding to a shorter type is then as exact as a rounding from float64.
+    """
     near = x.astype(np.float32)
     lost, bits = x - near, near.view(np.int32)
     step = np.where((lost > 0) != np.signbit(near), 1, -1)
@@ -101,7 +107,7 @@ def to_f16(x):
 
 
 def divide_integers(a, b):
-    """Of integers, towards zero."""
+    """The quotient of integers, rounded towards zero."""
     b = np.where(b == 0, b.dtype.type(1), b)
     if a.dtype.kind == "u":
         return a // b
@@ -109,7 +115,7 @@ def divide_integers(a, b):
 
 
 def shift_left(x, amount):
-    """All bits of x, and more, shift out: in numpy as well."""
+    """An amount of at least x's number of bits gives 0, in numpy as in PTX."""
     return np.left_shift(x, amount.astype(x.dtype))
 
 
@@ -118,7 +124,7 @@ def shift_right(x, amount):
 
 
 def extract(x, position, length):
-    """Bit field, with the sign of x's type."""
+    """The bit field of `length` bits from `position` on; signed if x's type is."""
     bits, position, length = 8 * x.dtype.itemsize, position.astype(x.dtype), length.astype(x.dtype)
     if (length == 0).any() or (length > bits - position).any():
         raise ValueError("bfe of bits that there are not")
@@ -130,7 +136,7 @@ def select(a, b, chosen):
 
 
 def compare(how, a, b):
-    """What is ordered is false of a NaN; what is not (three letters) is true."""
+    """With a NaN, ordered comparisons ("lt") are false and unordered ones, of three letters ("ltu"), are true."""
     nan = np.isnan(a) | np.isnan(b)
     if how in ("num", "nan"):
         return nan == (how == "nan")
@@ -138,7 +144,7 @@ def compare(how, a, b):
 
 
 def shared_of_rank(address, rank):
-    """mapa."""
+    """The mapa instruction: an address in this CTA's shared memory as an address in that of another CTA."""
     return (address & np.uint32(OFFSET_BITS)) | ((rank + np.uint32(1)) << np.uint32(RANK_SHIFT))
 
 

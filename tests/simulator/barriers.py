@@ -1,5 +1,7 @@
-"""What warps wait at: barriers of a CTA and of a cluster, mbarriers, and the end of a grid. Each hands on what those
-who came know."""
+"""Barriers of a CTA and of a cluster, mbarriers, and the end of a grid.
+
+A barrier joins the clocks of all who arrive (see races.py). When it opens, whoever waits gets the joined clock.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,12 @@ MAX_TX = (1 << 20) - 1
 
 
 class Barrier:
-    """Its phases, each with what is known by whoever waits for its end."""
+    """A barrier with phases: each ends when the barrier opens, and hands the knowledge it gathered to its waiters."""
 
     def __init__(self):
         self.phase = 0
-        self.time = self.opened = 0  # of the last arrival; when the last phase was complete
-        self.gathered, self.known = Clock(), Clock()  # in this phase, in the last
+        self.time = self.opened = 0  # times: of the latest arrival; of the last opening
+        self.gathered, self.known = Clock(), Clock()  # knowledge: in this phase; in the last
         self.waiting: list[Warp] = []
 
     def gather(self, knowledge: Clock, time: int) -> None:
@@ -36,7 +38,8 @@ class Barrier:
 
 
 class NamedBarrier(Barrier):
-    """bar.sync: opens when as many threads have come as it is said to be of, or all of the CTA's that still run."""
+    """bar.sync: opens when as many threads have arrived as the instruction says; without a number, when all warps of
+    the CTA that still run have arrived."""
 
     def __init__(self, cta: Cta, number: int):
         super().__init__()
@@ -63,7 +66,7 @@ class NamedBarrier(Barrier):
 
 
 class ClusterBarrier(Barrier):
-    """barrier.cluster: its wait opens when every thread of the cluster that still runs has arrived."""
+    """barrier.cluster: opens when every warp of the cluster that still runs has arrived."""
 
     def __init__(self):
         super().__init__()
@@ -82,22 +85,22 @@ class ClusterBarrier(Barrier):
 
 
 class MBarrier(Barrier):
-    """An object in shared memory. A wait is for a parity only: whoever comes a phase late is not told.
+    """An mbarrier in shared memory. A wait names only the parity of a phase: a waiter that is a phase late waits on.
 
-    init_agent: of its init, which others may know of when they know nothing else of who did it.
-    agent: of the copies that complete on it, whose time is the phase.
+    init_agent: the agent of its init. It is not the warp that did it, because a fence may publish the init alone.
+    agent: the agent of the copies that complete on it. Its time is the number of the phase.
     """
 
     def __init__(self, cta: Cta, address: int, count: int, init_agent: int, agent: int):
         super().__init__()
         self.cta, self.address, self.count, self.init_agent, self.agent = cta, address, count, init_agent, agent
-        self.pending, self.tx = count, 0  # arrivals, and bytes that are expected and have not come
+        self.pending, self.tx = count, 0  # arrivals that are missing; bytes that are expected and have not landed
 
     def __str__(self) -> str:
         return f"mbarrier {self.address} (phase {self.phase}, {self.pending} arrivals and {self.tx} bytes pending)"
 
     def come(self, knowledge: Clock, time: int, count: int, tx: int) -> None:
-        """So many arrivals, and more bytes to expect; or a copy, whose bytes are less to expect."""
+        """`count` arrivals that expect `tx` more bytes; or a copy that has landed: count is 0, and tx is negative."""
         self.gather(knowledge, time)
         if self.pending < count:
             raise SimulationError(f"{self}: {count} more arrivals than it counts")

@@ -1,5 +1,5 @@
-"""These tests compile kernels, which a process that interprets them cannot: tests/kernels/test_simulator.py runs them
-in two processes of their own."""
+"""These tests compile kernels, and a process that interprets kernels cannot: tests/kernels/test_simulator.py runs the
+tests in two processes of their own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    torch.set_num_threads(1)  # all tensors are small, and the other processor has the other part
+    torch.set_num_threads(1)  # tensors are small, and the other processor runs the other part
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

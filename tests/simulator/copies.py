@@ -1,4 +1,4 @@
-"""Copies that land later: TMA's boxes and st.async's words. They are issued by a warp and complete on an mbarrier."""
+"""Asynchronous copies: TMA's boxes and st.async's words. A warp issues them; they land later, on an mbarrier."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ from .translate import effect
 if TYPE_CHECKING:
     from .gpu import Cta
 
-LATENCY = {"TMA": 700, "st.async": 100}  # instructions that a picture shows it to take
+# In instructions, for the times in a trace only: the order of events does not depend on it.
+LATENCY = {"TMA": 700, "st.async": 100}
 
 
 @dataclass
 class Copy:
-    """One that is under way."""
+    """A copy that is under way."""
 
     kind: str
-    cta: Cta  # to whose shared memory
+    cta: Cta  # the copy goes to its shared memory
     at: int
     nbytes: int
-    barrier: int
+    barrier: int  # the shared address of the mbarrier
     source: tuple[TensorMap, list[int]] | np.ndarray
-    knowledge: Clock  # that it makes known when it completes
+    knowledge: Clock  # handed to the mbarrier when the copy lands
     issued: int
     priority: float
 
     def step(self) -> bool:
+        """Lands the copy. Returns False: there is nothing left to do."""
         cta, gpu = self.cta, self.cta.gpu
         cta.copies_under_way -= 1
         if isinstance(self.source, tuple):
@@ -46,7 +48,7 @@ class Copy:
 
 
 class Copies:
-    """Of a Warp."""
+    """Methods of Warp, one for each kind of copy."""
 
     @effect(
         r"cp\.async\.bulk\.tensor\.[1-5]d\.shared::(?:cluster|cta)\.global(?:\.tile)?\.mbarrier::complete_tx::bytes"
@@ -73,7 +75,7 @@ class Copies:
             self._issue("st.async", cta, at, len(data), barrier, data, self.clock.copy(), site)
 
     def _cta_of(self, address: int) -> tuple[Cta, int]:
-        """The CTA of the cluster that an address is in, and the byte of its shared memory."""
+        """The CTA of the cluster that the address belongs to, and the byte in that CTA's shared memory."""
         rank, members = address >> RANK_SHIFT, self.cta.cluster_barrier.members
         if not 0 <= rank <= len(members):
             raise SimulationError(f"access to shared memory at {address:#x}, which no CTA of the cluster has")
@@ -83,7 +85,8 @@ class Copies:
         return cta, address & OFFSET_BITS
 
     def _issue(self, kind, cta, at, nbytes, barrier, source, knowledge, site) -> None:
-        """Nobody may look at the target from now on who has not waited for the mbarrier's phase."""
+        """Starts a copy. The target counts as written at once, in the mbarrier's next phase: whoever accesses it before
+        having waited for that phase races with the copy."""
         if at + nbytes > cta.memory.size:
             raise SimulationError(f"copy to bytes {at} to {at + nbytes} of {cta.memory.name}")
         shadow, completes_on = cta.memory.shadow, cta.mbarrier(barrier)

@@ -1,10 +1,10 @@
-"""The whole product of schedules, norms, dtypes, widths and devices, and random problems, by the Triton releases.
+"""Simulates the whole product of schedules, norms, dtypes, widths and devices, and random problems.
 
     make simulate        or: python -m tests.simulator.everything [--releases 3.9.0] [--random 10000] [--part 1/4]
 
-The product is tried with the oldest release and the newest, each random problem with one of all in turn; all in one
-order of events, drawn by the problem's number. A run that was stopped goes on where it was; other source begins anew.
-Exit code 1 if any fails.
+The oldest and the newest Triton release compile the whole product; the releases take the random problems in turn. Each
+problem runs in one order of events, with its number as the seed. A run that was stopped continues where it stopped; a
+change of the source starts again from nothing. Exit code 1 if any problem fails.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Job(NamedTuple):
 
 
 def is_run(problem: Problem) -> bool:
-    """Whether its variant is what runs, and anything is wanted of it."""
+    """Whether the problem's variant can run it, and at least one output is wanted."""
     if problem.direction == "backward" and problem.mix[1] is None and not problem.mask[0]:
         return False
     x, parameter, grad = (NAMES[each] for each in problem.mix)
@@ -63,7 +63,7 @@ def is_run(problem: Problem) -> bool:
 
 
 def sized(draw: random.Random, direction: str, variant: str, norm: str, cols: int, **more) -> Problem:
-    """With one row, some, or enough for a ring to go round; and SMs for its clusters."""
+    """A problem with a drawn number of rows (one, a few, or enough to refill a ring), and SMs for its clusters."""
     rows = max(1, min(draw.choice((1, draw.randint(2, 9), draw.randint(10, 130))), MOST_ELEMENTS // cols))
     wanted = DX_ONLY if cols > MOST_COLUMNS_WITH_SUMS else draw.choice((ALL, DX_ONLY, ALL, NO_DX))
     more.setdefault("mask", ALL if direction == "forward" else wanted)
@@ -72,8 +72,8 @@ def sized(draw: random.Random, direction: str, variant: str, norm: str, cols: in
 
 @functools.cache
 def product(first: int, step: int) -> list[Job]:
-    """All variants, directions, norms, mixes of dtypes, widths and devices (of sm_120 one mix); rows and gradients
-    drawn."""
+    """All variants, directions, norms, mixes of dtypes, widths and devices, but only one mix for sm_120. The number of
+    rows and the wanted gradients are drawn at random. Only every step-th problem from the first on is kept."""
     axes = (("forward", "backward"), VARIANTS[:-1], ("layer", "rms"), WIDTHS)
     most = itertools.product(SAME_DTYPES + MIXED_DTYPES, *axes, ("H200", "B200"))
     whole = enumerate(itertools.chain(most, itertools.product(((BF16, BF16, BF16),), *axes, ("RTX 5090",))))
@@ -85,7 +85,7 @@ def product(first: int, step: int) -> list[Job]:
 
 
 def drawn(number: int) -> Problem | SumProblem:
-    """A random problem, by its number."""
+    """A random problem, which its number determines."""
     draw = random.Random(number)
     device = draw.choice(("H200", "B200"))
     if draw.random() < 0.1:
@@ -124,7 +124,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def work(release: str, workers: int | None) -> int:
-    """What versions.py asks a Python that has this release for."""
+    """The work of the process that versions.run_release starts with this Triton release."""
     return versions.work(lambda given: jobs_of(parse(given), release), workers)
 
 

@@ -1,4 +1,4 @@
-"""The GPU: places for CTAs, grids that wait for each other, and memory."""
+"""The GPU: memory, a limited number of places for resident CTAs, and grids that wait for each other."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .recording import Trace
 from .translate import PARAMETER_BASE, PARAMETER_PAGE, Program
 from .warp import Warp
 
-PLACES = 16  # CTAs that are resident at a time, if nobody says how many
-MOST_REPORTED = 16
+PLACES = 16  # how many CTAs are resident at a time by default
+MOST_REPORTED = 16  # warps that the message of a deadlock lists
 
 
 class Cta:
@@ -73,7 +73,11 @@ class Cta:
 
 
 class Grid:
-    """One launch. Where it is dependent, it may begin when all CTAs of the one before have triggered or ended."""
+    """One launch.
+
+    It may begin when the grid before it in its stream has ended. A dependent grid may begin earlier: when every CTA of
+    the grid before has executed griddepcontrol.launch_dependents ("triggered") or ended.
+    """
 
     def __init__(
         self, gpu: Gpu, program: Program, size, cluster: int, shared_bytes: int, parameters: list,
@@ -92,14 +96,14 @@ class Grid:
         self.clusters: list[ClusterBarrier] = []
         self.end = Barrier()
         self.start_time = 0
-        self.announced = 0  # when the last CTA has triggered or ended
+        self.announced = 0  # the time when the latest CTA triggered or ended
 
     @property
     def done(self) -> bool:
         return self.end.phase > 0
 
     def ctas(self) -> list[Cta]:
-        """Those that have a place."""
+        """The CTAs that are resident."""
         return [cta for each in self.clusters for cta in each.members]
 
     def may_begin(self) -> bool:
@@ -128,7 +132,8 @@ class Grid:
         self.check()
 
     def check(self) -> None:
-        """A CTA has ended or triggered: who waited for that may have a place now."""
+        """To be called when a CTA has ended or triggered: ends the grid after its last CTA, and begins CTAs that waited
+        for this."""
         if not self.to_come and not self.clusters and not self.done:
             self.end.gathered.fence()
             self.end.open()
@@ -136,13 +141,13 @@ class Grid:
 
 
 class Gpu:
-    """resident: how many CTAs (of a grid of clusters: clusters) have a place at a time."""
+    """resident: how many CTAs are resident at a time; in a grid with clusters, how many clusters."""
 
     def __init__(self, seed: int = 0, resident: int | None = None, trace: Trace | None = None):
         self.order, self.ledger, self.memory = Order(seed), Ledger(), GlobalMemory()
         self.resident, self.trace = resident, trace or Trace()
         self.elected = self.order.random.randrange(32)
-        self.released: dict[tuple[int, int], Clock] = {}  # what releases at a place have made known
+        self.released: dict[tuple[int, int], Clock] = {}  # by (region, address): what releases there published
         self.grids: list[Grid] = []
         self._last: dict[int, Grid] = {}  # by stream
 
@@ -153,13 +158,16 @@ class Gpu:
         self.memory.add(memory.data_ptr(), memory.nbytes(), memory, name, self.ledger, min(tensor.element_size(), 4))
 
     def launch(self, program: Program, size, cluster, shared_bytes, parameters, stream=0, dependent=False) -> None:
-        """parameters: an integer or a TensorMap each; size in CTAs. It runs at the next `synchronize`."""
+        """Queues a grid, which runs at the next `synchronize`.
+
+        `size` counts CTAs; each of `parameters` is an integer or a TensorMap.
+        """
         before = self._last.get(stream)
         self._last[stream] = Grid(self, program, size, cluster, shared_bytes, parameters, before, dependent)
         self.grids.append(self._last[stream])
 
     def fill(self) -> None:
-        """CTAs take the places that are free."""
+        """Begins clusters of CTAs until no place is free or no grid may begin more."""
         for grid in self.grids:
             while grid.to_come and grid.may_begin():
                 places = self.resident if self.resident is not None else max(1, PLACES // grid.cluster)
@@ -168,7 +176,7 @@ class Gpu:
                 grid.begin_cluster()
 
     def synchronize(self) -> None:
-        """Run all that was launched to its end. Raises SimulationError."""
+        """Runs all queued grids to their end. Raises SimulationError."""
         with np.errstate(all="ignore"):
             self.fill()
             self.order.run()

@@ -1,5 +1,5 @@
-"""simulated(): inside, the ops, modules and gradients of CPU tensors go the way of a device's, and simulated kernels
-do the work."""
+"""simulated(): inside, ops and modules on CPU tensors, and their gradients, take the host path of CUDA tensors, and the
+simulated GPU runs the kernels."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from .recording import Trace
 
 @dataclass
 class Simulation:
-    """How kernels run, and which have."""
+    """The settings of the simulated GPU, and the launches that it has run."""
 
     spec: DeviceSpec
     seed: int = 0
     resident: int | None = None
-    trace: Callable[[], Trace] = Trace  # makes that of each op
+    trace: Callable[[], Trace] = Trace  # makes the trace of each op
     without: dict[str, frozenset[int]] = field(default_factory=dict)
     launched: list[launching.Launched] = field(default_factory=list)
     finished: list[Gpu] = field(default_factory=list)  # one for each op
 
     def hand_over(self, launches, loaded: bool = False) -> None:
-        """Run an op's launches together: a dependent one may begin before another has ended."""
+        """Runs the launches of one op together: a dependent one may begin before the launch before it has ended."""
         gpu = Gpu(self.seed + len(self.finished), self.resident, self.trace())
         self.launched += [launching.enqueue(each, self.spec.arch, gpu, self.without) for each in launches]
         gpu.synchronize()
@@ -40,11 +40,11 @@ class Simulation:
 
 @contextlib.contextmanager
 def simulated(device: str | DeviceSpec = "H200", sms: int | None = None, **how) -> Iterator[Simulation]:
-    """Inside, CPU tensors are planned for as on this device, with so many SMs (at least twice the largest cluster), and
-    our kernels run on them as the compiler made them for it.
+    """Inside, the planner plans for CPU tensors as on this device, and the compiled kernels run on them in simulation.
 
-    seed: the order of events. resident: how many CTAs, or clusters, have a place at a time.
-    Memory that the ops allocate is NaN at first. Raises SimulationError from within the call that a kernel fails in.
+    device: a name or a spec. sms: its number of SMs, at least twice the largest cluster.
+    seed: fixes the order of events. resident: how many CTAs, or clusters, are resident at a time.
+    Memory that the ops allocate is NaN at first. A call whose kernel fails raises SimulationError.
     """
     simulation = Simulation(named(device, sms) if isinstance(device, str) else device, **how)
     with standing_in(simulation.spec, simulation.hand_over), kernels_on("cpu"), _fresh_memory_is_nan():

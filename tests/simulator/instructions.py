@@ -1,5 +1,5 @@
-"""The instructions that compute, as patterns of whole opcodes: another modifier makes another opcode, unknown until it
-is written here. Those that reach memory or other warps stand at the methods of warps that they are."""
+"""The instructions that only compute, as patterns of whole opcodes. An opcode with a modifier that no pattern has is
+unknown, which is an error. Instructions that reach memory or other warps are methods of Warp, marked with @effect."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from .translate import instruction
 
 INTEGER, LONG, REAL = r"[su](?:16|32|64)", r"[su](?:32|64)", "f32|f64|f32x2"
 
-# Function, opcodes, types of the operands. K is the type that a group of the pattern matches, W one of twice its bits.
+# (function in numpy or arithmetic, opcodes, types of the operands). K is the type that a group of the pattern has
+# matched, W the integer type of twice its width.
 FUNCTIONS = [
     ("add", rf"add\.({INTEGER})|add(?:\.rn)?\.({REAL})", "K K K"),
     ("subtract", rf"sub\.({INTEGER})|sub(?:\.rn)?\.({REAL})", "K K K"),
@@ -25,7 +26,7 @@ FUNCTIONS = [
     ("multiply_wide", r"mad\.wide\.([su]32)", "W K K W"),
     ("fma", r"fma\.rn\.(f32|f32x2)", "K K K K"),
     ("multiply_add", r"fma\.rn\.(f64)", "K K K K"),
-    ("add", r"add\.rn\.f32\.(bf16|f16)", "f32 K f32"),  # rounded once
+    ("add", r"add\.rn\.f32\.(bf16|f16)", "f32 K f32"),  # K widens exactly, so these round once
     ("subtract", r"sub\.rn\.f32\.(bf16|f16)", "f32 K f32"),
     ("fma", r"fma\.rn\.f32\.(bf16|f16)", "f32 K K f32"),
     ("minimum", rf"min\.({INTEGER})", "K K K"),
@@ -84,7 +85,7 @@ def _mov(t, operands, kind):
     out, source = operands
     if kind == "pred" and isinstance(source, Number):
         t.set(out, kind, str(source.text != "0"))
-    elif isinstance(out, tuple) or isinstance(source, tuple):  # a register, and the two that are its halves
+    elif isinstance(out, tuple) or isinstance(source, tuple):  # packs two halves into a register, or unpacks it
         outs, parts = (each if isinstance(each, tuple) else _halves(each) for each in operands)
         for each, part in zip(outs, parts, strict=True):
             if each is not None:
@@ -105,7 +106,7 @@ def _convert(t, operands, rounds, to, source):
     if (to[0] != "f" and source[0] == "f") or bool(rounds) != narrows:
         raise ValueError
     value = t.get(operands[1], source)
-    if operands[0].bits > BITS[to]:  # a narrow value in a wide register: its sign goes with it
+    if operands[0].bits > BITS[to]:  # a narrow value in a wider register is extended, with its sign if it has one
         to, value = f"{to[0]}{operands[0].bits}", f"{value}.astype('{'u' * (to[0] == 'u')}int{BITS[to]}')"
     t.set(operands[0], to, value)
 
@@ -132,4 +133,5 @@ def _shuffle(t, operands, mode):
 
 @instruction(r"bar\.warp\.sync|setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32|nanosleep\.u32")
 def _nothing(t, operands):
-    """bar.warp.sync: lanes of a warp are one agent here. The others concern time and room only."""
+    """Instructions without an effect here: bar.warp.sync, because a warp's lanes are one agent (see races.py), and
+    instructions that change only the number of registers or the time."""

@@ -1,4 +1,4 @@
-"""A launch of fusednorm's on the simulated GPU: its kernel compiled, its operands as the kernel's parameters."""
+"""Puts a launch of fusednorm on the simulated GPU: compiles its kernel and turns its operands into parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .ptx import Kernel, parse
 from .translate import Program
 
 FLOATS = {"fp32": (torch.float32, torch.int32), "fp64": (torch.float64, torch.int64)}
-SCRATCH = 2  # last parameters, for memory of Triton's own
+SCRATCH = 2  # the last parameters are pointers to Triton's own scratch memory, which the kernels do not use
 
 
 @functools.lru_cache(64)
@@ -25,18 +25,18 @@ def program_of(ptx: str, without: frozenset[int] = frozenset()) -> Program:
 
 
 class Launched(NamedTuple):
-    """What has been launched."""
+    """A launch that was put on the simulated GPU."""
 
     name: str
     grid: tuple[int, int, int]  # in CTAs
     cluster: int
     dependent: bool
-    build: str
+    build: str  # the hash of the compiled kernel
     kernel: Kernel
 
 
 def enqueue(launch, arch: int, gpu: Gpu, without: dict[str, frozenset[int]]) -> Launched:
-    """Launch one Launch or ColumnLaunch. `without` has the instructions to leave out, by build."""
+    """Queues one Launch or ColumnLaunch. `without` has the indices of instructions to leave out, by build."""
     compiled = compilation.compile_for(launch, arch)
     metadata = compiled.metadata
     program = program_of(compiled.asm["ptx"], without.get(compiled.hash, frozenset()))
@@ -53,7 +53,7 @@ def enqueue(launch, arch: int, gpu: Gpu, without: dict[str, frozenset[int]]) -> 
 
 
 def _parameters(kind, value, described, gpu: Gpu) -> list:
-    """Those of the kernel that an operand of this kind (by Triton's signature) is."""
+    """The kernel parameters for one operand; `kind` is its type in Triton's signature."""
     if isinstance(kind, (tuple, list)):
         pairs = zip(kind, value, strict=True)
         return [each for part, given in pairs for each in _parameters(part, given, described, gpu)]

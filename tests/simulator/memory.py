@@ -1,4 +1,4 @@
-"""Memory by its bytes: a CTA's shared memory, tensors at their own addresses, and what TMA copies of them."""
+"""Memory as bytes: a CTA's shared memory, tensors at their real addresses, and tensor maps for TMA copies."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import numpy as np
 from .races import Access, Clock, Ledger, Shadow, SimulationError
 
 MAX_BOX, MAX_STRIDE, TMA_ALIGNMENT, COPY_ALIGNMENT = 256, 1 << 40, 16, 128
-SWIZZLE_BYTES = {0: 16, 1: 32, 2: 64, 3: 128}  # by CUtensorMapSwizzle: the span within which 16 bytes change places
+# By CUtensorMapSwizzle: 16-byte pieces change places within a span of this size.
+SWIZZLE_BYTES = {0: 16, 1: 32, 2: 64, 3: 128}
 
 
 class Region:
-    """A piece of memory, with the records of who touched it."""
+    """A piece of memory, with a record of the accesses to each `granule` bytes of it."""
 
     def __init__(self, raw: np.ndarray, name: str, ledger: Ledger, granule: int):
         self.raw, self.name, self.size = raw, name, len(raw)
@@ -23,7 +24,7 @@ class Region:
         self.shadow = Shadow(ledger, len(raw), granule)
 
     def check(self, at: np.ndarray, nbytes: int) -> None:
-        """That accesses of so many bytes are inside, and aligned."""
+        """Raises SimulationError unless accesses of `nbytes` at these offsets are inside and aligned."""
         low, high = int(at.min()), int(at.max())
         if low < 0 or high + nbytes > self.size:
             raise SimulationError(f"access to bytes {low} to {high + nbytes} of {self.name}, which has {self.size}")
@@ -31,7 +32,7 @@ class Region:
             raise SimulationError(f"access to {self.name} that is not aligned to its {nbytes} bytes")
 
     def read(self, at: np.ndarray, width: int, count: int, access: Access, clock: Clock) -> list[np.ndarray]:
-        """From each address on, so many elements of so many bytes. Raises SimulationError."""
+        """`count` elements of `width` bytes from each offset on: a row for each element. Raises SimulationError."""
         self.check(at, width * count)
         self.shadow.read(self.shadow.lanes(at, width * count), access, clock)
         return self._elements(at, width, count)
@@ -62,7 +63,7 @@ class GlobalMemory:
     def __init__(self):
         self._bases: list[int] = []
         self._regions: dict[int, Region] = {}
-        self._owners: list[object] = []  # whose memory must not be freed before the launches have run
+        self._owners: list[object] = []  # keeps the tensors' memory alive until the launches have run
 
     def add(self, address: int, nbytes: int, owner: object, name: str, ledger: Ledger, granule: int) -> None:
         if nbytes and address not in self._regions:
@@ -72,7 +73,7 @@ class GlobalMemory:
             bisect.insort(self._bases, address)
 
     def find(self, address: int) -> tuple[Region, int]:
-        """The region with this address, and where it begins."""
+        """The region that holds this address, and the address where the region begins."""
         nearest = bisect.bisect_right(self._bases, address) - 1
         if nearest < 0:
             raise SimulationError(f"access outside of all tensors, at {address:#x}")
@@ -86,7 +87,7 @@ class GlobalMemory:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """What a CUtensorMap says, innermost first; strides are in bytes, strides[0] the size of an element."""
+    """The contents of a CUtensorMap, innermost first, with strides in bytes; strides[0] is an element's size."""
 
     address: int
     shape: tuple[int, ...]
@@ -113,7 +114,7 @@ class TensorMap:
         return int(np.prod(self.box)) * self.strides[0]
 
     def read(self, memory: GlobalMemory, corner: list[int]) -> np.ndarray:
-        """The bytes of the box at `corner` as they come to shared memory; zeros outside of the tensor."""
+        """The bytes of the box at `corner`, swizzled for shared memory, with zeros outside of the tensor."""
         itemsize = self.strides[0]
         box = np.zeros(self.box[::-1], f"u{itemsize}")
         inside = [(max(c, 0), min(c + b, n)) for c, b, n in zip(corner, self.box, self.shape, strict=True)]
@@ -131,8 +132,10 @@ class TensorMap:
 
 
 def swizzled(data: np.ndarray, mode: int) -> np.ndarray:
-    """Bytes from a multiple of 1024 on, with the 16-byte pieces of each span in the places that a swizzle gives them:
-    their number within the span, exclusive-or that of the 128 bytes they are in."""
+    """The bytes, with the 16-byte pieces of each span in swizzled order. The first byte must be at a multiple of 1024.
+
+    A piece goes to the place in its span that is its own number exclusive-or the number of its 128-byte line.
+    """
     if not mode:
         return data
     piece = np.arange(len(data) // 16)

@@ -1,10 +1,11 @@
-"""Takes away one barrier, wait, arrival, fence or atomic of a kernel at a time, and tells who notices.
+"""Removes one barrier, wait, arrival, fence or atomic of a kernel at a time, and reports what notices.
 
     make mutants                 or: python -m tests.simulator.mutants [--match TEXT] [--seeds N]
 
-What nobody notices is listed by its line in kernels/. Of these, one after the other is taken away for good as long as
-nobody notices: what is gone in the end is redundant, as far as a simulator sees that takes a warp's lanes for one
-agent. The others make up for each other.
+A mutant is a kernel without one such instruction. Mutants that nothing notices are listed with their lines in kernels/.
+Then these instructions are removed one after the other, and stay removed as long as nothing notices. The ones removed
+in the end are "redundant", as far as this simulator can see: it takes a warp's lanes for one agent. The rest "makes up
+for others".
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ PROBLEMS = [
 class Mutant(NamedTuple):
     kernel: str
     build: str
-    at: int  # which instruction is missing
+    at: int  # the index of the instruction that is missing
     instruction: Instruction
 
     def __str__(self) -> str:
@@ -58,7 +59,7 @@ class Mutant(NamedTuple):
 
 
 def mutants_of(problem) -> Iterator[Mutant]:
-    """Of all kernels of a problem."""
+    """The mutants of all kernels of a problem."""
     _, simulation = problem.simulate()
     for each in {launched.build: launched for launched in simulation.launched}.values():
         for at, instruction in enumerate(each.kernel.code):
@@ -67,7 +68,8 @@ def mutants_of(problem) -> Iterator[Mutant]:
 
 
 def who_notices(problem, missing: list[Mutant], seeds: int) -> str | None:
-    """What shows that these are missing: a race, a deadlock, another error, or wrong or differing numbers."""
+    """What notices that these instructions are missing: "race", "deadlock", "error" for another SimulationError, or
+    "numbers" for outputs that are wrong or differ between seeds; None if nothing does."""
     without: dict[str, frozenset[int]] = {}
     for each in missing:
         without[each.build] = without.get(each.build, frozenset()) | {each.at}

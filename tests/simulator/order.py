@@ -1,6 +1,8 @@
-"""What goes on next. Whatever can (a warp, a copy under way) has a priority; the highest goes on, and now and then,
-as the seed has it, one is given another. So a seed may let one warp run as far as it goes, or all take turns; hold
-copies back until nobody else can go on, or land them at once; prefer one CTA to the others."""
+"""Chooses what runs next: of the warps and copies that can run, the one with the highest priority.
+
+The seed draws the priorities, and how often a priority changes. One seed lets a warp run as far as it can, another lets
+all take turns. One holds copies back until nothing else can run, another lands them at once. Some prefer one CTA.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,16 @@ import random
 from .races import SimulationError
 
 MAX_STEPS = 20_000_000
-PATIENCE = 500  # steps after which who goes on gets another priority, for the sake of those that it waits for
+PATIENCE = 500  # after so many steps in a row a warp gets another priority: it may spin on a value from another warp
 
 
 class Deadlock(SimulationError):
-    """Nobody can go on."""
+    """Nothing can run, or no end is in sight."""
 
 
 class Order:
-    """Of what has a `priority` and a `step()` that goes on a little and says whether it still can."""
+    """Runs objects (warps, copies) with a `priority` and a `step()`, which runs a little and returns whether it can run
+    on at once."""
 
     def __init__(self, seed: int):
         self.random = random.Random(seed)
@@ -43,7 +46,7 @@ class Order:
         heapq.heappush(self._ready, (-who.priority, next(self._ties), who))
 
     def run(self) -> None:
-        """Until nobody can go on."""
+        """Runs until nothing can run."""
         ready, patience = self._ready, PATIENCE
         while ready:
             who = heapq.heappop(ready)[2]

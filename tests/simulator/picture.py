@@ -1,4 +1,4 @@
-"""A run as a picture: time across, a lane for every warp and for every stage of a ring."""
+"""Draws a run: time from left to right, a lane for every warp and for every mbarrier of a ring's stages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WAITING, OTHER, COPY, TILE = "#e6e6e6", "#a9a9a9", "#31475e", "#c3d3e4"
 
 
 def draw(recording: Recording, title: str, path: str) -> None:
-    """Write the picture of one launch to `path` (PNG, or what its ending says)."""
+    """Writes the picture of a recorded run to `path`, in the format of its ending (.png, .svg ...)."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -66,7 +66,8 @@ def _cta(who: str) -> str:
 
 
 def _warps(spans: list[Span]) -> list[str]:
-    """Of the first CTA; the first warps of others follow, those of a later launch last."""
+    """The warps that get a lane, in order: those of the first CTA, then warp 0 of some other CTAs, last warp 0 of up to
+    two CTAs of later launches."""
 
     def key(who: str) -> tuple:
         warp, cta, *_ = map(int, re.findall(r"\d+", who))
@@ -81,8 +82,8 @@ def _warps(spans: list[Span]) -> list[str]:
 
 
 def _stages(transfers: list[Transfer]) -> dict[str, list[Transfer]]:
-    """TMA copies to the first CTA by the mbarrier that they complete on, in the order of their first use; of one stage
-    those of x and dy may have one each."""
+    """The TMA copies to the first CTA, by the mbarrier on which they complete, in the order of its first use. In one
+    stage, the copies of x and dy may complete on different mbarriers."""
     found: dict[int, list[Transfer]] = {}
     for each in sorted(transfers, key=lambda each: each.issued):
         if each.cta == min(transfers, key=lambda each: each.issued).cta:

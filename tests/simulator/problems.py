@@ -1,4 +1,4 @@
-"""Norms and column sums as the simulator is tried with: small, and each with the device it is planned for."""
+"""Small norms and column sums to simulate, each with the device that it is planned for."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALL, DX_ONLY, NO_DX = (True, True, True), (True, False, False), (False, True, Tr
 
 @dataclass(frozen=True)
 class Problem:
-    """One direction of a norm of [rows, cols], by a variant (None: the planner's choice)."""
+    """One direction of a norm of [rows, cols] by one variant, or by the planner's choice if it is None."""
 
     direction: str
     variant: str | None
@@ -31,7 +31,7 @@ class Problem:
     rows: int
     cols: int
     mix: tuple = (BF16, BF16, BF16)  # dtypes of x, of the parameters and of the gradient
-    mask: tuple[bool, bool, bool] = ALL  # of the gradients of x, weight and bias that are wanted
+    mask: tuple[bool, bool, bool] = ALL  # which gradients are wanted: of x, weight and bias
     residual: torch.dtype | None = None
     layout: str | None = None  # one of cases.LAYOUTS
     device: str = "H200"
@@ -58,7 +58,7 @@ class Problem:
         return inputs if self.layout is None else lay_out(inputs, self.layout)
 
     def simulate(self, **how) -> tuple[Outputs, Simulation]:
-        """What the kernels make of it. Raises SimulationError."""
+        """The outputs of the simulated kernels. Raises SimulationError."""
         inputs = self.inputs()
         with fusednorm.force(self.variant), simulated(self.device, self.sms, **how) as simulation:
             outputs = (self._forward if self.direction == "forward" else self._backward)(inputs)
@@ -86,7 +86,7 @@ class Problem:
         return torch.randn(self.case.shape, generator=torch.Generator().manual_seed(7)).to(self.residual)
 
     def check(self, outputs: Outputs) -> None:
-        """Against the float64 oracle, by the bounds of fusednorm.testing."""
+        """Fails unless the outputs are near the float64 oracle, by the bounds of fusednorm.testing."""
         inputs = self.inputs()
         if self.residual is not None:
             want = testing.exact(self.case, inputs).dx + self.residual_grad().double()
@@ -123,7 +123,7 @@ class SumProblem:
 
 
 def bits(outputs) -> dict:
-    """Of every output, to be compared."""
+    """The bytes of every output, by name, for exact comparison."""
     named = vars(outputs) if isinstance(outputs, Outputs) else dict(enumerate(outputs))
     tensors = {name: each for name, each in named.items() if isinstance(each, Tensor)}
     return {name: each.contiguous().view(torch.uint8).numpy().tobytes() for name, each in tensors.items()}

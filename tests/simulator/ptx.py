@@ -1,6 +1,6 @@
-"""Reads the PTX of one kernel: parameters, static shared memory, and a flat list of instructions.
+"""Parses the PTX of one kernel: its parameters, its static shared memory, and a flat list of its instructions.
 
-Registers and labels of inner scopes (inline PTX) get names of their own, so that the list needs no scopes.
+Registers and labels of inner scopes, which come from inline PTX, get unique names: the list needs no scopes.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ BITS = {"pred": 1, "bf16": 16, "f16x2": 32, "f32x2": 64} | {
 
 
 class PtxError(Exception):
-    """The text holds something that this tool does not know."""
+    """The PTX has something that the simulator does not know."""
 
 
 @dataclass(frozen=True, slots=True)
 class Register:
     bits: int  # 1 is a predicate
-    row: int  # among those of as many bits
-    part: str = ""  # "low" or "high", of a register twice as wide
+    row: int  # its number among the registers of this width
+    part: str = ""  # "low" or "high" for half of a register that is twice as wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """[base + offset], or of a tensor map [base, {coordinates}]."""
+    """[base + offset], or [base, {coordinates}] for a tensor map."""
 
     base: Register | Number | Name
     offset: int = 0
@@ -49,10 +49,10 @@ class Address:
 
 class Instruction(NamedTuple):
     opcode: str
-    operands: tuple  # a vector is a tuple, the sink "_" None
+    operands: tuple  # a vector is a tuple; the sink "_" is None
     guard: Register | None
     negated: bool
-    place: str  # in kernels/, innermost first: "ring.py:178:39 @[ warp_specialized.py:98:80 ]"
+    place: str  # source lines in kernels/, innermost first: "ring.py:178:39 @[ warp_specialized.py:98:80 ]"
     text: str
 
 
@@ -61,12 +61,12 @@ class Kernel:
     name: str = ""
     threads: int = 0
     parameters: list[str] = field(default_factory=list)
-    shared: dict[str, int] = field(default_factory=dict)  # offset of static shared memory, by name
+    shared: dict[str, int] = field(default_factory=dict)  # offsets of the variables in static shared memory, by name
     shared_bytes: int = 0
-    registers: dict[int, int] = field(default_factory=lambda: {1: 0, 16: 0, 32: 0, 64: 0})  # how many, by bits
+    registers: dict[int, int] = field(default_factory=lambda: {1: 0, 16: 0, 32: 0, 64: 0})  # how many, by width
     code: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)  # index into code
-    tables: dict[str, list[str]] = field(default_factory=dict)  # labels that brx.idx chooses from
+    tables: dict[str, list[str]] = field(default_factory=dict)  # the targets of brx.idx, by the table's label
 
 
 def parse(text: str) -> Kernel:
@@ -83,7 +83,8 @@ def parse(text: str) -> Kernel:
 
 
 class _Body:
-    """Reads statements, each with its scope: names, and for %r<9> "%r<>" with the bits of %r0, %r1 ..."""
+    """Reads statements, each with its scope: what names stand for. The key "%r<>" of a scope holds the width of the
+    registers %r0, %r1, ... that `.reg .b32 %r<9>` declares."""
 
     STATEMENT = re.compile(r"\s*(?:([{}])|([\w$%]+)\s*:(?!:)|([^;{]*(?:\{[^}]*\}[^;{]*)*);)")
 
@@ -173,5 +174,5 @@ class _Body:
 
 
 def _split(text: str) -> list[str]:
-    """At the commas outside of brackets."""
+    """The parts of the text between the commas that are outside of brackets."""
     return [each.strip() for each in re.findall(r"(?:\[[^\]]*\]|\{[^}]*\}|[^,\[{])+", text) if each.strip()]

@@ -1,12 +1,15 @@
-"""Who knows of what: the happens-before order of PTX's memory model, and accesses that it leaves unordered.
+"""Finds races: accesses that the happens-before order of PTX's memory model leaves unordered. It uses vector clocks.
 
-An agent is a warp, or an mbarrier on behalf of the copies that complete on it. It counts its time in steps, one for
-each release. A clock says up to which time of every agent its holder knows what was done ("seen"), and of how much of
-it the asynchronous proxy is told by a proxy fence on the way ("fenced"). Every few bytes of memory have a record of
-their last write and the reads since. A read must know of the write; a write of both; a TMA copy, which is of the
-asynchronous proxy, by way of a fence. So a value that a GPU may or may not show is never used: it is an error.
+An agent is a warp, the init of an mbarrier, or the copies that complete on an mbarrier. An agent's time counts steps; a
+warp begins a new step at each release. A clock says, for every agent, up to which time its holder knows the agent's
+accesses ("seen"). It also says up to which time a proxy fence has ordered them before asynchronous copies ("fenced").
 
-Lanes of a warp are one agent: what bar.warp.sync is for is not seen.
+Each few bytes of memory have a record of their last write and of the reads since. Whoever reads must know the write.
+Whoever writes must know the write and the reads. A TMA copy belongs to the asynchronous proxy, and must know earlier
+plain accesses by way of a proxy fence. An access without this knowledge raises Race: a kernel never uses a value that
+a GPU might or might not show.
+
+The lanes of a warp are one agent: a missing bar.warp.sync is not found.
 """
 
 from __future__ import annotations
@@ -19,11 +22,11 @@ from .ptx import Instruction
 
 
 class SimulationError(Exception):
-    """What a GPU would not do, or not do reliably."""
+    """The kernel does something that a GPU would refuse, or would not do reliably."""
 
 
 class Race(SimulationError):
-    """Two accesses to a byte, one of them a write, that nothing orders."""
+    """Two accesses to the same bytes, at least one of them a write, in no order."""
 
 
 class Clock:
@@ -49,16 +52,16 @@ class Clock:
 class Access(NamedTuple):
     agent: int
     time: int
-    site: int  # of the instruction, in Ledger.sites
+    site: int  # index of the instruction in Ledger.sites
     kind: str
 
 
-PLAIN, ATOMIC, COPY = "plain", "atomic", "copy"  # a copy is of the asynchronous proxy
-INIT, USE, COPY_USE = "init", "use", "copy's use"  # of an mbarrier
+PLAIN, ATOMIC, COPY = "plain", "atomic", "copy"  # kinds of accesses to data; only TMA copies are "copy"
+INIT, USE, COPY_USE = "init", "use", "copy's use"  # kinds of accesses to an mbarrier
 
 
 class Numbered(list):
-    """Values that can be hashed, each once."""
+    """A list of distinct hashable values, which finds the number of a value."""
 
     def __init__(self, first):
         super().__init__([first])
@@ -72,7 +75,8 @@ class Numbered(list):
 
 
 class Ledger:
-    """All accesses and all sets of reads, by number: alike bytes share one. Number 0 is what memory begins with."""
+    """Numbers for all accesses and all sets of reads: the records of bytes hold these numbers. Number 0 stands for no
+    access yet."""
 
     def __init__(self):
         self.agents: list[str] = ["nobody"]
@@ -84,7 +88,10 @@ class Ledger:
         return len(self.agents) - 1
 
     def with_read(self, reads: int, number: int, clock: Clock) -> int:
-        """The set of reads with another, by one who knows `clock`; what it knows of is told with it."""
+        """The number of a set of reads with one more read, whose reader knows `clock`.
+
+        Earlier reads that the reader knows are dropped: whoever knows the new read knows them, too.
+        """
         agent, kept = self.accesses[number].agent, []
         for each in self.read_sets[reads]:
             before = self.accesses[each]
@@ -93,13 +100,13 @@ class Ledger:
         return self.read_sets.number((*kept, number))
 
     def check(self, earlier: int, how: str, access: Access, writes: bool, clock: Clock) -> None:
-        """That an access by one who knows `clock` may follow an earlier one. Raises Race."""
+        """Raises Race unless `access`, by an agent that knows `clock`, is ordered after the earlier one."""
         before, this = self.accesses[earlier], "writes" if writes else "reads"
         if before.kind == access.kind == ATOMIC:
             return
         if before.kind == INIT and access.kind in (PLAIN, ATOMIC, COPY) and writes:
             raise SimulationError(f"{self.where(access)} {this} the memory of a live mbarrier")
-        by_copy = access.kind in (COPY, COPY_USE) and before.kind != COPY  # after reads too, as PTX has it
+        by_copy = access.kind in (COPY, COPY_USE) and before.kind != COPY  # PTX wants the fence after reads, too
         if before.time > clock.seen.get(before.agent, 0):
             lacks = "nothing orders them"
         elif by_copy and before.time > clock.fenced.get(before.agent, 0):
@@ -114,7 +121,7 @@ class Ledger:
 
 
 class Shadow:
-    """The last write and the reads since then of a piece of memory, by `granule` bytes."""
+    """The last write and the reads since, for each `granule` bytes of a region."""
 
     def __init__(self, ledger: Ledger, size: int, granule: int):
         self.ledger, self.shift = ledger, granule.bit_length() - 1
@@ -123,7 +130,7 @@ class Shadow:
         self._steps = {n << self.shift: np.arange(n) for n in (2, 4, 8, 16, 32)}
 
     def lanes(self, at: np.ndarray, nbytes: int) -> np.ndarray:
-        """The pieces of accesses of so many bytes from `at` on."""
+        """The indices of the granules that accesses of `nbytes` at the offsets `at` touch."""
         first = at >> self.shift
         return first if nbytes >> self.shift <= 1 else first[:, None] + self._steps[nbytes]
 
@@ -140,8 +147,8 @@ class Shadow:
             self.reads[where] = np.array([after[each] for each in before.ravel().tolist()]).reshape(before.shape)
 
     def write(self, where, access: Access, clock: Clock, unchanged=None) -> None:
-        """`unchanged()` says which pieces keep their bits. There a store is not held to be a write: several warps may
-        store the same value."""
+        """Records a write. `unchanged()`, called only at a race, says which granules keep their bits. A store there is
+        not a write, because several warps may store the same value."""
         try:
             self._check(where, access, True, clock)
         except Race:
@@ -155,7 +162,7 @@ class Shadow:
         self.forget(where, access)
 
     def forget(self, where, access: Access) -> None:
-        """What was there before this write is over."""
+        """Records a write without a check, and drops the reads before it."""
         self.writes[where], self.reads[where] = self.ledger.accesses.number(access), 0
 
     def _check(self, where, access: Access, writes: bool, clock: Clock) -> None:

@@ -1,4 +1,4 @@
-"""The trace of a run: who did what part of the kernel when, who waited for what, and which copies were under way."""
+"""The trace of a run: when each warp ran which part of its kernel, when it waited, and when copies were under way."""
 
 from __future__ import annotations
 
@@ -14,27 +14,29 @@ WAITS = "waits"
 
 
 class Trace:
-    """What a run looks like; this one looks away. Times are in instructions, as if every warp went on as soon as what
-    it waits for has come about."""
+    """Gets the events of a run; this base class ignores them.
+
+    Times count instructions, as if every warp continued as soon as the event that it waits for has happened.
+    """
 
     def runs(self, warp, start: int, end: int) -> None:
-        """A warp executes instructions start to end of its program, from its time on."""
+        """A warp executes the instructions from start to end of its program, beginning at warp.time."""
 
     def waited(self, warp, time: int) -> None:
-        """What a warp waits for has come about, at `time`."""
+        """A warp's wait, since warp.time, is over at `time`."""
 
     def issued(self, copy, warp) -> None:
         """A copy is under way."""
 
     def landed(self, copy, time: int) -> None:
-        """A copy is there."""
+        """A copy has landed."""
 
     def completes(self, barrier) -> None:
         """A phase of an mbarrier is complete."""
 
 
 class Span(NamedTuple):
-    """From `start` to `end`, in instructions of a warp that never waits longer than it must."""
+    """A warp ran one part of its kernel, or waited, from `start` to `end`; for times see Trace."""
 
     who: str
     start: int
@@ -43,7 +45,7 @@ class Span(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A TMA copy: to which CTA, completing on which mbarrier."""
+    """A TMA copy to a CTA, which completes on an mbarrier of this CTA."""
 
     cta: str
     barrier: int
@@ -60,7 +62,8 @@ def _functions(file: str) -> list[tuple[int, int, str]]:
 
 @functools.cache
 def part_of(place: str) -> str:
-    """The function that a schedule calls and that an instruction is in; the schedule's own if it is in none."""
+    """The name of the part of a kernel to which an instruction belongs: the function in another file that the schedule
+    calls there; the schedule's own function if it calls none."""
     frames = [frame for frame in re.findall(r"([\w.]+):(\d+)", place)[::-1] if _functions(frame[0])]  # outermost first
     if not frames:
         return "other"
@@ -72,8 +75,8 @@ def part_of(place: str) -> str:
 class Recording(Trace):
     def __init__(self):
         self.transfers: list[Transfer] = []
-        self.log: list[str] = []  # in the order in which things went on
-        self._spans: dict[str, list[Span]] = {}  # by who
+        self.log: list[str] = []  # lines, in the order of events
+        self._spans: dict[str, list[Span]] = {}  # by warp
         self._parts: dict[tuple, list[tuple[str, int]]] = {}
 
     def runs(self, warp, start: int, end: int) -> None:

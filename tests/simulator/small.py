@@ -1,4 +1,4 @@
-"""Kernels written by hand, for what fusednorm's do not do."""
+"""Kernels written by hand in PTX, to test what fusednorm's kernels do not do, such as races."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ HEAD = """.version 8.7
 
 
 def program(body: str, parameters: int, threads: int = 32, maps: int = 0) -> Program:
-    """A kernel of so many pointers (or numbers), %d0, %d1 ...; tensor maps come first, as small_param_0 ...
+    """The kernel with this body. Its parameters are `maps` tensor maps, named small_param_0 ..., and then `parameters`
+    pointers or numbers, which the body finds in %d0, %d1 ...
 
-    A line's number in `body` is its place in small.py."""
+    Errors give line n of the body as small.py:n.
+    """
     declared = [f".param .align 64 .b8 small_param_{n}[128]" for n in range(maps)]
     declared += [f".param .u64 small_param_{n}" for n in range(maps, maps + parameters)]
     loads = "".join(f"ld.param.b64 %d{n}, [small_param_{maps + n}];\n" for n in range(parameters))
@@ -43,7 +45,7 @@ def launch(gpu: Gpu, kernel: Program, *values: Tensor | int | TensorMap, ctas=1,
 
 
 def run(body: str, *values, threads: int = 32, ctas: int = 1, cluster: int = 1, seed: int = 0, **how) -> Gpu:
-    """Run a kernel alone, to its end."""
+    """Runs one kernel on a new Gpu, to its end."""
     gpu = Gpu(seed, **how)
     maps = sum(isinstance(each, TensorMap) for each in values)
     launch(gpu, program(body, len(values) - maps, threads, maps), *values, ctas=ctas, cluster=cluster)
@@ -56,7 +58,7 @@ def nans(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def tensor_map(gpu: Gpu, tensor: Tensor, box: tuple[int, int], swizzle: int = 0) -> TensorMap:
-    """Of a [rows, cols] tensor; the box is of as many rows and columns."""
+    """A tensor map of a [rows, cols] tensor; `box` is (rows, columns), too."""
     gpu.add_tensor(tensor)
     itemsize, (rows, cols) = tensor.element_size(), tensor.shape
     return TensorMap(tensor.data_ptr(), (cols, rows), (itemsize, itemsize * tensor.stride(0)), box[::-1], swizzle)

@@ -1,4 +1,4 @@
-"""What a warp does at barriers, fences, and the borders between grids."""
+"""A warp's instructions for barriers, fences, and the order between dependent grids."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from .barriers import Barrier, MBarrier
 from .races import INIT, USE, Clock, SimulationError
 from .translate import effect
 
-SPURIOUS = 0.1  # how often a try_wait gives up, as hardware may
+SPURIOUS = 0.1  # the share of try_waits that give up early, as hardware may
 MBARRIER = r"\.shared(?:::cta)?\.b64"
 ZERO, ONE = np.zeros(32, int), np.ones(32, int)
 
 
 class Synchronization:
-    """Of a Warp."""
+    """Methods of Warp, one for each kind of instruction."""
 
     def is_over(self, barrier: Barrier, over: bool, what: str) -> bool:
-        """Of what the warp waits for: it knows what is known there; or it waits, and tries again when it opens."""
+        """Returns `over`. If true, the warp joins the barrier's knowledge; if not, it waits until the barrier opens and
+        then tries the instruction again."""
         if over:
             self.clock.join(barrier.known)
             self.catch_up(barrier.opened)
@@ -57,13 +58,13 @@ class Synchronization:
 
     @effect(r"fence\.proxy\.async(?:\.shared::cta|\.shared::cluster)?")
     def fence_proxy(self, lanes, site) -> None:
-        """Copies may count on what is known here."""
+        """All that the warp knows now is ordered before its later copies as well."""
         self.clock.fence()
         self.tick()
 
     @effect(r"fence\.mbarrier_init\.release\.cluster")
     def fence_inits(self, lanes, site) -> None:
-        """Even a relaxed arrival makes the inits known."""
+        """From now on even a relaxed arrival at the cluster's barrier publishes the inits that the warp knows."""
         known = {each.init_agent: 1 for each in self.cta.mbarriers.values() if each.init_agent in self.clock.seen}
         self.inits.join(Clock(known, known))
         self.clock.fenced.update(known)
@@ -110,7 +111,7 @@ class Synchronization:
 
     @effect(rf"mbarrier\.(?:try|test)_wait\.parity{MBARRIER}", "= [] u32", waits=True)
     def mbarrier_wait(self, lanes, site, into, at, parity) -> bool:
-        """For a parity; it may give up before."""
+        """Waits for the phase with this parity to end; may give up early, as hardware may."""
         asked = {(address, wanted & 1) for address, wanted in self.each(lanes, at, parity)}
         if len(asked) > 1:
             raise SimulationError("lanes of a warp wait for different mbarriers")
@@ -129,14 +130,14 @@ class Synchronization:
         return barrier
 
     def each(self, lanes, *values):
-        """Of each lane, its values as numbers."""
+        """A tuple of numbers for each lane: its elements of `values`."""
         return zip(*(value[lanes].tolist() for value in values), strict=True)
 
     # --- Dependent grids ---
 
     @effect(r"griddepcontrol\.wait", waits=True)
     def grid_wait(self, lanes, site) -> bool:
-        """Until the grid before is done, all of whose stores are known then."""
+        """Waits until the grid before has ended; then all of its stores are known."""
         before = self.cta.grid.before
         if before is None or not self.cta.grid.dependent:
             return True

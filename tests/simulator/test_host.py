@@ -1,4 +1,4 @@
-"""simulated(): what users call, on CPU tensors, goes the host's way as on the device."""
+"""Inside simulated(), calls on CPU tensors take the same path through the host side as on the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Instructions mean what PTX says, and one that is not known is an error with its line."""
+"""Instructions do what PTX says, and an unknown instruction is an error that names its line."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from simulator import arithmetic
 from simulator.ptx import PtxError
 from simulator.small import nans, run
 
-LANE = "mov.u32 %r0, %tid.x; mul.wide.u32 %d9, %r0, 4; add.s64 %d0, %d0, %d9;"  # its element of the first tensor
+# %r0: the number of the lane; %d0: the address of the lane's element of the first tensor.
+LANE = "mov.u32 %r0, %tid.x; mul.wide.u32 %d9, %r0, 4; add.s64 %d0, %d0, %d9;"
 
 
 def test_fma_rounds_once():
     a, b = (np.random.default_rng(n).standard_normal(20_000).astype(np.float32) for n in (1, 2))
     c = -(a * b) * (1 + 2.0**-11 * np.random.default_rng(3).integers(-2, 3, 20_000)).astype(np.float32)
-    a[:2], b[:2], c[:2] = 1 + 2.0**-12, 1 + 2.0**-12, (2.0**-60, -(2.0**-60))  # a tie, but for what is far below
+    a[:2], b[:2], c[:2] = 1 + 2.0**-12, 1 + 2.0**-12, (2.0**-60, -(2.0**-60))  # almost ties
     got = arithmetic.fma(a, b, c.astype(np.float32))
     for x, y, z, value in zip(a.tolist(), b.tolist(), c.tolist(), got, strict=True):
         exact = Fraction(x) * Fraction(y) + Fraction(z)
@@ -31,7 +32,7 @@ def test_bfloat16_is_rounded_to_nearest_even():
     values = torch.cat([torch.randn(1000), torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1e-40, float("inf"), -0.0])])
     got = arithmetic.to_bf16(values.numpy())
     assert torch.equal(torch.from_numpy(got).view(torch.bfloat16), values.bfloat16())
-    above_a_tie = np.array([1 + 2**-8 + 2**-40, -(1 + 2**-8 + 2**-40), 1e-60, -1e-60])  # of doubles
+    above_a_tie = np.array([1 + 2**-8 + 2**-40, -(1 + 2**-8 + 2**-40), 1e-60, -1e-60])  # of float64
     assert arithmetic.from_bf16(arithmetic.to_bf16(above_a_tie)).tolist() == [1 + 2**-7, -1 - 2**-7, 0, 0]
     assert np.isnan(arithmetic.from_bf16(arithmetic.to_bf16(np.array([np.nan], np.float32))))
 
@@ -57,7 +58,7 @@ def test_bfloat16_is_rounded_to_nearest_even():
         "shfl.sync.down.b32 %r1, %r0, 3, 31, -1;": lambda n: n + 3 if n < 29 else n,
         "shfl.sync.idx.b32 %r1, %r0, 2, 6175, -1;": lambda n: (n & 24) | 2,  # segments of 8
         "setp.eq.u32 %p1, %r0, 0; mov.b32 %r1, 0;\nLOOP:\nadd.s32 %r1, %r1, 2; setp.lt.u32 %p1, %r1, %r0;\n"
-        "@%p1 bra LOOP;": lambda n: max(2, n + n % 2),  # lanes part and meet again
+        "@%p1 bra LOOP;": lambda n: max(2, n + n % 2),  # the lanes diverge and join again
     }.items(),
     ids=lambda each: each if isinstance(each, str) else "",
 )

@@ -1,4 +1,4 @@
-"""Accesses are held against their tensor, TMA copies against their map, and mbarriers say no more than a parity."""
+"""The simulator checks accesses against their tensor and copies against their map; mbarriers tell only a parity."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from simulator.memory import TensorMap, swizzled
 from simulator.small import launch, nans, program, run, tensor_map
 
 LANE = "mov.u32 %r0, %tid.x; mul.wide.u32 %d9, %r0, 4; add.s64 %d1, %d0, %d9; mul.lo.u32 %r9, %r0, 4;"
-# One thread starts a copy of a box at (row, column) (%d1, %d2) to shared memory, all wait, and store what has come.
+# Pieces of a kernel: one thread starts a copy of the box at row %d1 and column %d2 to shared memory. All threads wait
+# and then store the bytes that have landed.
 OPEN = """mov.u32 %r0, %tid.x; setp.eq.u32 %p1, %r0, 0; mov.u32 %r1, global_smem; add.s32 %r2, %r1, 2048;
 cvta.param.u64 %d8, small_param_0; cvt.u32.u64 %r3, %d1; cvt.u32.u64 %r4, %d2;
 @%p1 mbarrier.init.shared::cta.b64 [%r2], 1;
@@ -30,7 +31,7 @@ ld.shared.v4.b32 {%r10, %r11, %r12, %r13}, [%r6+16]; st.global.v4.b32 [%d9+16], 
 
 
 def copied(x, row: int, col: int, box=(8, 32), swizzle: int = 0, code: str = OPEN + COPY + WAIT + OUT, seed: int = 0):
-    """What a TMA copy of a box of floats brings."""
+    """The box of floats that a TMA copy brings to shared memory."""
     gpu, out = Gpu(seed), nans(256)
     values = tensor_map(gpu, x, box, swizzle), out, row, col
     launch(gpu, program(code, 3, maps=1), *values)
@@ -54,7 +55,7 @@ def test_shared_memory_and_registers_begin_as_nan():
 
 @pytest.mark.parametrize("row, col", [(0, 0), (3, 4), (15, 44), (-3, -8), (40, 0)])
 def test_a_tma_copy_brings_a_box_and_zeros_outside_of_the_tensor(row, col):
-    x = torch.randn(20, 48)[:, :40]  # rows are apart
+    x = torch.randn(20, 48)[:, :40]  # there are gaps between the rows
     wanted = torch.zeros(8, 32)
     for i in range(8):
         for j in range(32):
@@ -132,6 +133,6 @@ def test_a_wait_knows_the_parity_of_a_phase_only():
     out = torch.zeros(1, dtype=torch.int32)
     run(PHASES.format(""), out)
     assert out.item() == 1
-    gpu_waits = PHASES.format("@%p1 mbarrier.arrive.shared::cta.b64 _, [%r1]; bar.sync 0;")  # a phase late
+    gpu_waits = PHASES.format("@%p1 mbarrier.arrive.shared::cta.b64 _, [%r1]; bar.sync 0;")  # one phase too many
     with pytest.raises(SimulationError, match="parity 0 of mbarrier"):
         run(gpu_waits, out)

@@ -1,4 +1,4 @@
-"""What orders events does, what does not is found, and a seed repeats a run."""
+"""Synchronization orders accesses, a lack of it is found as a race or a deadlock, and a seed repeats a run."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from simulator import Deadlock, Race
 from simulator.recording import Recording
 from simulator.small import nans, run
 
-# A warp leaves a number in shared memory that the other reads.
+# Warp 0 stores numbers in shared memory, and warp 1 reads them. The line {} is for synchronization.
 PASS = """mov.u32 %r0, %tid.x; mov.u32 %r1, global_smem; setp.lt.u32 %p1, %r0, 32; mul.lo.u32 %r2, %r0, 4;
 and.b32 %r3, %r2, 127; add.s32 %r4, %r1, %r3;
 @%p1 st.shared.b32 [%r4], %r0;
 {}
 @!%p1 ld.shared.b32 %r5, [%r4]; cvt.u64.u32 %d1, %r3; add.s64 %d1, %d0, %d1;
 @!%p1 st.global.b32 [%d1], %r5;"""
-# A CTA leaves a number in global memory and says so; the other looks whether it has.
+# CTA 0 stores a number in global memory and then raises a flag. The other CTA waits for the flag and reads the number.
 SAY = """mov.u32 %r0, %ctaid.x; setp.eq.u32 %p1, %r0, 0; mov.u32 %r1, %tid.x; setp.eq.u32 %p2, %r1, 0;
 @!%p1 bra OTHER;
 @%p2 st.global.b32 [%d0], 7;
@@ -63,7 +63,7 @@ def test_relaxed_accesses_order_nothing(release, acquire):
         run(SAY.format(release, acquire), *(torch.zeros(1, dtype=torch.int32) for _ in range(3)), ctas=2)
 
 
-# CTA 0 stores a number, before it arrives or after; CTA 1 waits, and reads it.
+# CTA 0 stores a number, at the first {} before it arrives or at the second after. CTA 1 waits, and reads the number.
 MEET = """mov.u32 %r0, %ctaid.x; setp.eq.u32 %p1, %r0, 0;
 {}
 barrier.cluster.arrive.aligned;

@@ -1,4 +1,4 @@
-"""Places are few, and grids wait for each other as streams and griddepcontrol say."""
+"""Only so many CTAs are resident at a time, and grids wait for each other as streams and griddepcontrol say."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def numbers(count: int) -> torch.Tensor:
 
 
 def pair(first: str, second: str, dependent: bool, stream: int = 0, seed: int = 0) -> tuple[torch.Tensor, Gpu]:
-    """A grid of 4 CTAs that store, and one that reads."""
+    """Launches a grid of 4 CTAs that store, then a grid that reads one of the numbers.
+
+    `first` and `second` are PTX that the grids execute before they store or read.
+    """
     gpu, x, out = Gpu(seed), numbers(4), numbers(1)
     launch(gpu, program(STORES.format(first), 1), x, ctas=4)
     launch(gpu, program(READS.format(second), 2), x, out, stream=stream, dependent=dependent)
@@ -70,14 +73,15 @@ def test_launches_of_two_streams_know_nothing_of_each_other():
 def test_a_dependent_launch_knows_the_firsts_stores_at_its_wait_only(seed):
     triggers, waits = "griddepcontrol.launch_dependents;", "griddepcontrol.wait;"
     assert pair(triggers, waits, dependent=True, seed=seed)[0].item() == 5
-    assert pair("", waits, dependent=True, seed=seed)[0].item() == 5  # its CTAs end, which is as good
+    assert pair("", waits, dependent=True, seed=seed)[0].item() == 5  # without a trigger, the ends of its CTAs count
     with pytest.raises(Race, match="nothing orders them"):
         for more in range(8):
             pair(triggers, "", dependent=True, seed=8 * seed + more)
 
 
 def test_a_dependent_launch_has_its_place_when_every_cta_has_triggered():
-    # CTAs 0 to 2 trigger and wait for the dependent grid's word; CTA 3 triggers, or does not, and waits as well.
+    # All 4 CTAs spin until the dependent grid has written `word`: it must begin before they end. It can, if all have
+    # triggered; if only the first 3 have, nothing ever ends.
     first = f"{FIRST}\n{LANE_0}\nsetp.lt.u32 %p3, %r0, {{}}; @%p3 griddepcontrol.launch_dependents;\n"
     first += "WAIT: ld.acquire.gpu.global.b32 %r2, [%d1]; setp.eq.u32 %p4, %r2, 0; @%p4 bra WAIT;"
     second = f"{LANE_0} @%p2 red.release.gpu.global.add.u32 [%d0], 1;"

@@ -1,8 +1,9 @@
-"""PTX to Python: each basic block becomes a function over one warp.
+"""Translates PTX to Python: each basic block becomes a function that one warp executes.
 
-A register is a row of 32 numpy elements; f32[5] is row 5 of the 32-bit registers seen as floats. A block ends where
-warps synchronise, too, so that others can go on there. Its function takes the warp and the lanes that execute it (None
-for all) and returns what comes next: a block's number, EXIT, or (lanes that jump, their block, block of the others).
+A register is a row of 32 numpy elements, one for each lane: f32[5] is row 5 of the 32-bit registers, viewed as floats.
+A block also ends where warps synchronize, because another warp may run there. A block's function takes the warp and the
+mask of the lanes that execute it (None for all). It returns what comes next: the number of a block, EXIT, or the tuple
+(mask of the lanes that jump, their block, the block of the others).
 """
 
 from __future__ import annotations
@@ -17,31 +18,33 @@ from . import arithmetic
 from .ptx import BITS, Instruction, Kernel, Name, Number, PtxError, Register
 
 EXIT = -1
-PARAMETER_BASE, PARAMETER_PAGE = 0x7F00_0000, 4096  # of addresses of parameters, a page each
+PARAMETER_BASE, PARAMETER_PAGE = 0x7F00_0000, 4096  # made-up addresses of parameters: one page for each
 ENDS_BLOCK = re.compile(
     r"(bra|brx|ret|exit|bar\.sync|barrier|red|atom|cp\.async|mbarrier\.arrive|st\.async|griddepcontrol)\b"
 )
 WAITS = re.compile(r"(mbarrier\.(try|test)_wait|barrier\.cluster\.wait|ld\.(acquire|relaxed)|griddepcontrol\.wait)\b")
-ALL = slice(None)  # lanes
-SCOPE = {**vars(np), **vars(arithmetic), "ALL": ALL}  # of a block's function
+ALL = slice(None)  # as an index: all lanes
+SCOPE = {**vars(np), **vars(arithmetic), "ALL": ALL}  # the names that a block's function can use
 UNSIGNED = {1: "pred", 16: "u16", 32: "u32", 64: "u64"}
 
 INSTRUCTIONS: list[tuple[re.Pattern, Callable]] = []
 
 
 def instruction(pattern: str):
-    """Registers a function(translator, operands, *groups) that emits the instructions whose whole opcode matches."""
+    """Registers a function(block, operands, *groups) that emits Python for the instructions whose whole opcode matches
+    the pattern. An opcode with any other modifier is unknown, which is an error."""
     return lambda emit: INSTRUCTIONS.append((re.compile(pattern), emit)) or emit
 
 
 def effect(pattern: str, operands: str = "", waits: bool = False):
-    """Registers a method(lanes, site, *groups, *operands) of warps that does what these instructions do. Lanes are an
-    index; the site is the instruction's number.
+    """Registers a method(lanes, site, *groups, *operands) of Warp as the effect of instructions. `lanes` is an index
+    for numpy; `site` is the instruction's number.
 
-    Of the operands (a "?" at those that may be missing) it gets: "=" the registers to fill; "[]" an address; "[map]"
-    a tensor map's and the coordinates; "u32" and the like values, "*u32" of a vector; of "_" and "-" nothing, the
-    first is PTX's sink. Where it `waits`, the instruction is tried again, when something has come about, until it is
-    true.
+    `operands` says what the method gets for each operand of the instruction; a "?" marks operands that may be missing:
+    "=" the registers to fill; "[]" an address; "[map]" the address of a tensor map, and the coordinates; "u32" (or
+    another type) values, "*u32" a vector of them; "-" nothing; "_" nothing, for an operand that must be PTX's sink.
+    If the instruction `waits`, the method returns whether the wait is over. Until it is, the warp tries again whenever
+    it is woken.
     """
 
     def register(method: Callable) -> Callable:
@@ -74,14 +77,17 @@ def _emitter(opcode: str) -> tuple[Callable, tuple[str, ...]] | None:
 
 
 class Program:
-    """A kernel's blocks as Python. What `without` names (indices into its code) is left out, a wait as if it were over;
-    so tests see what each barrier is for."""
+    """A kernel's blocks as Python.
+
+    `without` has indices into the kernel's code of instructions to leave out; a wait that is left out counts as over.
+    With it, tests show that each barrier is needed.
+    """
 
     def __init__(self, kernel: Kernel, without: frozenset[int] = frozenset()):
         self.kernel, self.without = kernel, without
         self.constants: list[np.ndarray] = []
         self._known_constants: dict[tuple, int] = {}
-        self.dynamic_base = -(-kernel.shared_bytes // 16) * 16  # as global_smem is aligned
+        self.dynamic_base = -(-kernel.shared_bytes // 16) * 16  # dynamic shared memory follows the static variables
         self.idle_warps: list = []
         starts = {0, *kernel.labels.values()}
         for at, each in enumerate(kernel.code):
@@ -95,14 +101,14 @@ class Program:
         self._functions: dict[tuple[int, bool], tuple[Callable, list[int]]] = {}
 
     def block(self, number: int, masked: bool) -> Callable:
-        """The function of a block, for a part of the lanes or for all."""
+        """The function of a block; `masked` is false if all lanes execute it."""
         found = self._functions.get((number, masked))
         if found is None:
             found = self._functions[number, masked] = _Block(self, number, masked).compiled()
         return found[0]
 
     def instruction_at(self, number: int, masked: bool, line: int) -> Instruction:
-        """The instruction that a line of a block's Python stands for."""
+        """The instruction from which a line of a block's Python was emitted."""
         lines = self._functions[number, masked][1]
         return self.kernel.code[lines[min(line, len(lines)) - 1]]
 
@@ -125,23 +131,23 @@ class Program:
 
 
 class _Block:
-    """Emits one block; what the functions of INSTRUCTIONS are given."""
+    """Emits the Python of one block. The functions in INSTRUCTIONS get it as their first argument."""
 
     def __init__(self, program: Program, number: int, masked: bool):
         self.program, self.number, self.masked = program, number, masked
-        self.guarded, self.site = False, 0  # the instruction that is emitted
+        self.guarded, self.site = False, 0  # of the instruction that is being emitted
         self.lines: list[str] = []
         self.sites: list[int] = []
-        self.files: set[str] = set()  # lists of registers that are used
+        self.files: set[str] = set()  # names of the lists of registers that the block uses
 
     @property
     def mask(self) -> str | None:
-        """The lanes that execute: None for all."""
+        """The expression for the mask of the lanes that execute the instruction: None for all."""
         return "q" if self.guarded else "m" if self.masked else None
 
     @property
     def lanes(self) -> str:
-        """The same as an index."""
+        """The expression for these lanes as an index."""
         return self.mask or "ALL"
 
     def compiled(self) -> tuple[Callable, list[int]]:
@@ -188,7 +194,7 @@ class _Block:
         return f"{name}[{row}]"
 
     def get(self, operand, kind: str) -> str:
-        """A source operand as 32 values of a PTX type."""
+        """The expression for a source operand: 32 values of a PTX type."""
         if kind == "bf16":
             return f"from_bf16({self.get(operand, 'u16')})"
         numpy_kind = arithmetic.numpy_kind(kind)
@@ -210,7 +216,7 @@ class _Block:
         raise PtxError(f"operand {operand} as {kind}")
 
     def set(self, register: Register, kind: str, values: str) -> None:
-        """register = values, in the lanes that execute."""
+        """Emits register = values, in the lanes that execute."""
         if kind == "bf16":
             kind, values = "u16", f"to_bf16({values})"
         if BITS[kind] != register.bits:
@@ -223,7 +229,7 @@ class _Block:
             self.put(f"copyto({target}, {values}, 'unsafe', {mask})")
 
     def compute(self, function: str, register: Register, kind: str, *sources: str) -> None:
-        """register = function of sources; one of numpy's own writes where it computes."""
+        """Emits register = function(sources). A numpy ufunc writes into the register itself."""
         given = ", ".join(sources)
         if not isinstance(SCOPE[function], np.ufunc) or kind in ("bf16", "f32x2"):
             self.set(register, kind, f"{function}({given})")
@@ -232,7 +238,7 @@ class _Block:
         self.put(f"{function}({given}, {self.get(register, kind)}{where})")
 
     def arguments(self, form: str, operand) -> list[str]:
-        """What a method of warps gets of an operand: see `effect`."""
+        """The expressions that a method of Warp gets for an operand of this form: see `effect`."""
         if form in ("_", "-"):
             if form == "_" and operand is not None:
                 raise ValueError

@@ -1,4 +1,4 @@
-"""A warp: registers, the lanes that go together, and what its instructions ask of memory and of others."""
+"""A warp: its registers, its lanes that execute together, and how it runs, waits and diverges."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from . import instructions  # noqa: F401  which register themselves
+from . import instructions  # noqa: F401  the import registers the instructions
 from .accesses import Accesses
 from .arithmetic import DTYPES, LANES
 from .copies import Copies
@@ -26,7 +26,8 @@ class Warp(Accesses, Copies, Synchronization):
         self._files[1] = np.empty((rows[1], 32), bool)
 
     def __getattr__(self, name: str):
-        """The lists of registers, when they are first used: u32 ... f64, the halves low32 ... high64, and f32x2."""
+        """Makes a list of registers when it is first used: "u32" ... "f64" by type, "low32" ... "high64" for halves of
+        registers, "f32x2" for pairs, "pred"."""
         if name == "pred":
             found = list(self._files[1])
         elif name == "f32x2":
@@ -42,7 +43,7 @@ class Warp(Accesses, Copies, Synchronization):
         return found
 
     def begin(self, cta: Cta, number: int, priority: float) -> None:
-        """From the first instruction on, as this warp of this CTA; registers are NaN."""
+        """Starts as this warp of this CTA, at the first instruction, with NaN in all registers."""
         self.cta, self.gpu, self.number, self.priority = cta, cta.gpu, number, priority
         for bits, file in self._files.items():
             file.fill(bits > 1 and np.iinfo(file.dtype).max)
@@ -50,18 +51,18 @@ class Warp(Accesses, Copies, Synchronization):
         self.waiting: str | None = None
         self.done = self.parked = False
         self.cluster_phase: int | None = None
-        self.time = cta.grid.start_time  # instructions, where none waits for another longer than it must
+        self.time = cta.grid.start_time  # counts instructions; a wait adds only the time until its event
         self.agent = self.gpu.ledger.agent(str(self))
         self.first_site = cta.grid.first_site
         self.clock = cta.grid.initial_clock()
-        self.inits = Clock()  # what of it is known to be of mbarriers' inits, and published as such
+        self.inits = Clock()  # the inits of mbarriers that fence.mbarrier_init has published
         self.clock.seen[self.agent] = 1
 
     def __str__(self) -> str:
         return f"warp {self.number} of {self.cta}"
 
     def special(self, name: str) -> np.ndarray:
-        """A register such as %tid.x."""
+        """The values of a special register such as %tid.x."""
         if name == "%laneid" or name == "%tid.x":
             return (LANES + (name == "%tid.x") * 32 * self.number).astype(np.uint32)
         size, cluster, (x, y, z) = self.cta.grid.size, self.cta.grid.cluster, self.cta.index
@@ -72,9 +73,10 @@ class Warp(Accesses, Copies, Synchronization):
         numbers |= {"%warpid": self.number, "%cluster_ctarank": self.cta.rank, "%cluster_nctarank": cluster}
         return np.full(32, numbers[name], np.uint32)
 
-    # --- Going on ---
+    # --- Running ---
 
     def step(self) -> bool:
+        """Runs one block. Returns whether the warp can run on: it has not ended, and waits for nothing."""
         masked = self.lanes is not None
         start, end = self.program.blocks[self.pc]
         self.gpu.trace.runs(self, start, end)
@@ -87,14 +89,16 @@ class Warp(Accesses, Copies, Synchronization):
             self.pc = after
         elif not self._divide(after):
             self.done = True
-            self.cta.warp_ends(self)  # from here on it may be another CTA's
+            self.cta.warp_ends(self)  # from here on this object may serve as a warp of another CTA
             return False
         self.parked = self.waiting is not None
         return not self.parked
 
     def _divide(self, after) -> bool:
-        """Lanes that part go on one part at a time, those furthest back first, and join where they meet again. False
-        when all have ended."""
+        """Divides the lanes after a branch that only some take. Returns False when all lanes have ended.
+
+        One part runs at a time: the part at the smallest block number. Parts that reach the same block join.
+        """
         mask = self.alive if self.lanes is None else self.lanes
         taken, target, other = after if isinstance(after, tuple) else (mask, after, EXIT)
         parts = dict(self.others)
@@ -112,7 +116,7 @@ class Warp(Accesses, Copies, Synchronization):
         return True
 
     def go_on(self, time: int) -> None:
-        """What it waits for has come about, at that time."""
+        """Ends the warp's wait: what it waits for has happened at `time`."""
         self.catch_up(time)
         self.waiting = None
         if self.parked:
@@ -120,7 +124,7 @@ class Warp(Accesses, Copies, Synchronization):
             self.gpu.order.add(self)
 
     def catch_up(self, time: int) -> None:
-        """It can have gone on at that time only."""
+        """Moves the warp's time forward to `time`, when its wait was over."""
         if time > self.time:
             self.gpu.trace.waited(self, time)
             self.time = time
@@ -138,13 +142,13 @@ class Warp(Accesses, Copies, Synchronization):
         each = self.program.instruction_at(self.pc, masked, line)
         return f"{each.text!r} ({each.place}) in {self}"
 
-    # --- What is asked of the warp itself ---
+    # --- For the instructions ---
 
     def access(self, site: int, kind: str = PLAIN) -> Access:
         return Access(self.agent, self.clock.seen[self.agent], self.first_site + site, kind)
 
     def tick(self) -> None:
-        """What it does from now on is not known by those who know what it did."""
+        """Begins the next step of the warp's time: a clock that was copied before does not know the steps after."""
         self.clock.seen[self.agent] += 1
 
     def needs_all(self, lanes, what: str) -> None:
@@ -152,7 +156,7 @@ class Warp(Accesses, Copies, Synchronization):
             raise SimulationError(f"{what} by a part of a warp")
 
     def needs_whole(self, lanes, what: str) -> None:
-        """Lanes that have ended may be missing."""
+        """Raises unless all lanes that have not ended take part."""
         if self.others or (lanes is not ALL and not (lanes == self.alive).all()):
             raise SimulationError(f"{what} by a part of a warp")
 

@@ -1,4 +1,4 @@
-"""The driver that stands in for CUDA's, and calls that are known to the C++ host side."""
+"""Fixtures: a fake CUDA driver, and calls that the C++ host side already knows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fusednorm.testing import make_inputs
 
 @pytest.fixture(scope="session", autouse=True)
 def driver(tmp_path_factory):
-    """Ours, and the ops of CPU tensors registered in C++ as well."""
+    """Builds the fake driver, and registers the C++ ops for CPU tensors."""
     assert native.extension, f"these tests need the extension: {native.reason}"
     folder = tmp_path_factory.mktemp("driver")
     (folder / "driver.c").write_text(DRIVER)
@@ -51,7 +51,7 @@ def gpu(driver, monkeypatch):
 
 @pytest.fixture
 def known_calls(gpu):
-    """A case and its inputs, whose forward and backward are repeated."""
+    """(case, inputs) of a forward and a backward that the C++ host side repeats from now on."""
     case = make_case("layer", (4, 5, 40), (FP32, FP32, FP32))
     inputs = make_inputs(case)
     for op, arguments in (forward_of(case, inputs), backward_of(case, inputs)):
@@ -64,7 +64,7 @@ def known_calls(gpu):
 
 @pytest.fixture
 def known_norm(gpu):
-    """Inputs of SHAPE, whose LayerNorm is repeated."""
+    """The inputs, of SHAPE, of a LayerNorm that the C++ host side repeats from now on."""
     inputs = make_inputs(make_case("layer", SHAPE, (FP32,) * 3))
     layer_norm(inputs)
     with gpu.repeating():

@@ -1,7 +1,7 @@
-"""CPU tensors in the place of an H200's, so that the host side in C++ can be tried without a GPU.
+"""A fake H200 for the C++ host side, which launches on CPU tensors here.
 
-The driver that it launches with is one of our own: it reads a launch's parameters as the compiled kernel declares them
-and does by tensor code, in float64, what the kernel would do to the memory they point to.
+The host side launches through a fake CUDA driver. The driver reads the parameters of a launch as the compiled kernel
+declares them. Then torch code computes, in float64, the results that the kernel would write to the same memory.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from fusednorm.host import compilation, launch, launcher, native, recipe, triton
 from fusednorm.planner.device import H200
 from fusednorm.problem import check_backward, check_forward
 
-STREAM = 1  # that of CPU tensors, to native.cpp
+STREAM = 1  # the native handle that the C++ side gets for the stream of CPU tensors (stream_of in launch.h)
 
 
-ILLEGAL_ADDRESS = 700  # CUDA's number
+ILLEGAL_ADDRESS = 700  # CUDA_ERROR_ILLEGAL_ADDRESS
 
 
 CUDA_HEADER = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
@@ -128,7 +128,7 @@ LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_uint64), ctypes.
 
 
 class Map(ctypes.Structure):
-    """A tensor map as DRIVER encodes it: innermost first, strides in bytes and from the second on."""
+    """A tensor map as DRIVER encodes it: innermost dimension first; strides in bytes, without the innermost."""
 
     _fields_ = [
         ("address", ctypes.c_uint64),
@@ -146,7 +146,7 @@ class Map(ctypes.Structure):
         return list(self.strides[: self.rank - 1])[::-1]
 
     def known(self) -> tuple:
-        """As `Build.tensor_map` gives it."""
+        """The map in the form that `Build.tensor_map` returns."""
         return "map", self.address, self.type, self.shape(), self.byte_strides(), list(self.box[: self.rank])[::-1]
 
     @classmethod
@@ -157,19 +157,20 @@ class Map(ctypes.Structure):
         return known
 
     def rows(self) -> torch.Tensor:
-        """What it shows as [rows, cols]: of [rows, cols], [rows, boxes, box] or [chunks, rows, boxes, box]."""
+        """The memory as [rows, cols]. The map's dimensions are [rows, cols], [rows, boxes, box] or
+        [chunks, rows, boxes, box]."""
         dtype = MAP_DTYPES[self.type]
         strides = [each // dtype.itemsize for each in self.byte_strides()]
         tensor = at_address(self.address, dtype, self.shape(), [*strides, 1])
         return (tensor.transpose(0, 1) if self.rank == 4 else tensor).flatten(1)
 
 
-# As the compiler declares a kernel's parameters in PTX.
+# The C type of a kernel's parameter, by its declaration in PTX.
 PARAMETERS = {"u32": ctypes.c_int32, "u64": ctypes.c_int64, "f32": ctypes.c_float, "f64": ctypes.c_double, "b8": Map}
 
 
 def at_address(address: int, dtype: torch.dtype, shape, strides=None) -> torch.Tensor:
-    """The memory there, strided by elements; contiguous if no strides are given."""
+    """A tensor over the memory at an address. Strides count elements; without strides it is contiguous."""
     if strides is None:
         strides = torch.empty(shape, device="meta").stride()
     elements = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
@@ -178,7 +179,7 @@ def at_address(address: int, dtype: torch.dtype, shape, strides=None) -> torch.T
 
 
 class Build(launcher.Build):
-    """A kernel as compiled for an H200, whose launches from Python are kept in `launched`."""
+    """A kernel compiled for an H200. Launches from Python are not run: `launched` gets their arguments."""
 
     def __init__(self, compiled, launch):
         super().__init__(compiled, launch, triton_compat.RELEASES[3, 6])
@@ -204,7 +205,7 @@ class Build(launcher.Build):
 
 
 class Config(NamedTuple):
-    """What a launch is made with beside its parameters."""
+    """The configuration of a launch: everything but its parameters."""
 
     function: int
     stream: int
@@ -212,19 +213,19 @@ class Config(NamedTuple):
     block: tuple[int, int, int]
     shared_bytes: int
     cluster: tuple[int, int, int]
-    policy: int  # that of scheduling clusters
-    dependent: int  # on the launch before it
+    policy: int  # of scheduling clusters; 0 without clusters
+    dependent: int  # 1 if it may begin before the launch before it has ended
 
 
 class Launched(NamedTuple):
-    """What the driver got."""
+    """A launch that reached the driver, or that Python handed over."""
 
     build: Build
     config: Config | None  # None: it came from Python
     parameters: dict[str, object]  # by the kernel's names
 
     def tensor(self, name: str, shape, strides=None) -> torch.Tensor | None:
-        """What the parameter `{name}_ptr` points to, if the kernel has it."""
+        """The memory at the parameter `{name}_ptr`, or None if the kernel lacks this parameter."""
         address = self.parameters.get(f"{name}_ptr")
         if address is None:
             return None
@@ -248,7 +249,7 @@ class Launched(NamedTuple):
 
 
 def compute(launched: Launched) -> None:
-    """What the kernel would; of partials all is in the first row."""
+    """Writes the results that the kernel would write. Partial sums are all in the first row of partials."""
     name, cols = launched.build.name, launched.parameters["cols"]
     if name == "finalize":
         for each in ("dw", "db"):
@@ -271,7 +272,7 @@ def compute_backward(launched: Launched) -> None:
     cols = launched.parameters["cols"]
     dy, x, weight = doubles(launched.rows("dy"), launched.rows("x"), launched.tensor("weight", (cols,)))
     mean, rstd = doubles(launched.statistic("mean"), launched.statistic("rstd"))
-    x = torch.zeros_like(dy) if x is None else x  # of a kernel that sums db alone
+    x = torch.zeros_like(dy) if x is None else x  # a kernel that sums only db does not get x
     dx, *_ = reference.backward_formula(dy, x, (cols,), mean, rstd, weight, None, (True, False, False))
     ones = torch.ones_like(x[0])
     _, dw, db = reference.backward_formula(dy, x, (cols,), mean, rstd, ones, ones, (False, True, True))
@@ -291,19 +292,19 @@ def fill(tensor: torch.Tensor | None, values: torch.Tensor) -> None:
 
 
 class Gpu:
-    """What tests see of the machine: launches, and the calls that Python was asked for."""
+    """The fake GPU of a test: its launches, and the calls that went to the Python host side."""
 
     def __init__(self, driver: ctypes.CDLL):
         self.launched: list[Launched] = []
         self.python_calls: list[tuple] = []
-        self.remembers = True  # what goes Python's way
-        self.result = 0  # of launches
+        self.remembers = True  # whether calls that go to Python leave a recipe
+        self.result = 0  # the driver's error code for each launch; 0 is success
         self.failure: Exception | None = None
         self.driver, self._launch = driver, LAUNCH(self._take)
         driver.on_launch(self._launch)
 
     def contexts(self) -> int:
-        """How many threads have been given one."""
+        """How many threads have been given a CUDA context."""
         return ctypes.c_int.in_dll(self.driver, "contexts").value
 
     def _take(self, config, pointers) -> int:
@@ -321,13 +322,13 @@ class Gpu:
             self.launched.append(launched)
             with torch.no_grad():
                 compute(launched)
-        except Exception as failure:  # which would be lost on its way through the driver
+        except Exception as failure:  # an exception cannot pass through C: keep it for the fixture
             self.failure = failure
             return ILLEGAL_ADDRESS
         return 0
 
     def hand_over(self, launches, loaded: bool = False) -> None:
-        """What Python launches; it is computed, and not kept."""
+        """In place of launcher.hand_over: computes what Python launches, without a record in `launched`."""
         for each in launches:
             build, values = known_build(each, -1)
             arguments = build.arguments(each.grid, values, STREAM)
@@ -339,14 +340,14 @@ class Gpu:
 
     @contextlib.contextmanager
     def repeating(self, calls: int = 1):
-        """Inside, so many calls must be repeated, and nothing go to Python."""
+        """Inside, exactly `calls` calls must be repeated in C++, and none may go to Python."""
         before, asked = native.repeats(), len(self.python_calls)
         yield
         assert (native.repeats() - before, self.python_calls[asked:]) == (calls, [])
 
     @contextlib.contextmanager
     def going_to_python(self, *wanted: str):
-        """Inside, nothing must be repeated, and Python be asked for these kernels."""
+        """Inside, no call may be repeated in C++; the calls that go to Python must be `wanted` ("forward", ...)."""
         before, asked = native.repeats(), len(self.python_calls)
         yield
         assert (native.repeats() - before, self.directions()[asked:]) == (0, list(wanted))
@@ -369,7 +370,7 @@ BUILDING = threading.Lock()
 
 
 def known_build(launch, device):
-    """As launcher.known_build, of kernels that nobody has launched."""
+    """In place of launcher.known_build: compiles a kernel that was never launched."""
     key, values = launcher._key_and_values(launch, device)
     with BUILDING:
         if key not in BUILDS:
@@ -391,7 +392,7 @@ def build_for(launch, function: int) -> Build:
 
 
 def in_tritons_form(launcher):
-    """A launcher inside a function that would encode tensor maps, where Build looks for it."""
+    """`launcher` in the closure of a function, where Build looks for the driver's launch function."""
     return lambda *arguments: launcher(*arguments)
 
 
@@ -402,7 +403,7 @@ def outputs_of(launched, operands):
 
 
 def forward(operands):
-    """ops.forward, of tensors that are taken for CUDA's."""
+    """In place of ops.forward, which would send CPU tensors to ATen."""
     GPU.python_calls.append(("forward", operands.norm))
     call = check_forward(operands)
     if not (call.rows and call.problem.cols):
@@ -411,7 +412,7 @@ def forward(operands):
 
 
 def backward(operands):
-    """ops.backward, of tensors that are taken for CUDA's."""
+    """In place of ops.backward, which would send CPU tensors to ATen."""
     call = check_backward(operands)
     mask = call.problem.wants_dx, call.problem.wants_dw, call.problem.wants_db
     GPU.python_calls.append(("backward", operands.norm, mask))

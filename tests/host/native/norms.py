@@ -1,4 +1,4 @@
-"""Norms on CPU tensors that stand in for those of a GPU: ours, torch's own, and their gradients in float64."""
+"""Calls of norms on CPU tensors, which stand in for CUDA tensors: ours, torch's own, and float64 gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ norms = pytest.mark.parametrize("norm", ["layer", "rms"])
 
 
 def forward_of(case, inputs, **changes):
-    """(op, arguments)"""
+    """(op, arguments) of the case's forward; `changes` replaces operands by name."""
     given = {"x": inputs.x, "shape": case.normalized_shape, "weight": inputs.weight, "bias": inputs.bias}
     x, shape, weight, bias, eps = (given | {"eps": case.eps} | changes).values()
     if case.norm == "layer":
@@ -33,7 +33,7 @@ def forward_of(case, inputs, **changes):
 
 
 def backward_of(case, inputs, mask=(True, True, True), **changes):
-    """(op, arguments)"""
+    """(op, arguments) of the case's backward; `changes` replaces operands by name."""
     given = {"grad_out": inputs.grad_out, "x": inputs.x, "shape": case.normalized_shape}
     given |= dict(zip(("mean", "rstd"), statistics_of(case, inputs), strict=True))
     given |= {"weight": inputs.weight, "bias": inputs.bias} | changes
@@ -44,7 +44,7 @@ def backward_of(case, inputs, mask=(True, True, True), **changes):
 
 
 def statistics_of(case, inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """(mean, rstd), rounded once; mean is 0 for RMSNorm."""
+    """(mean, rstd), computed in float64 and rounded to the statistics' dtype; mean is 0 for RMSNorm."""
     x = inputs.x.double().reshape(case.rows, case.cols)
     mean = x.mean(1) if case.norm == "layer" else torch.zeros(case.rows, dtype=FP64)
     rstd = torch.rsqrt((x - mean[:, None]).square().mean(1) + case.resolved_eps)
@@ -52,7 +52,7 @@ def statistics_of(case, inputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def assert_right(case, inputs, outputs, mask=None):
-    """Outputs of a forward, or of a backward where a mask is given."""
+    """Checks the outputs of a forward, or of a backward if a mask is given."""
     if mask is None:
         y, *mean, rstd = outputs
         return assert_outputs_close(Outputs(y, *(mean or [None]), rstd), case, inputs)
@@ -91,7 +91,7 @@ class Wrapped(torch.Tensor):
 
 
 def operands(norm, present="wb", requires_grad="xwb", dtype=FP32, seed=0, shape=SHAPE):
-    """x, weight and bias; what is not `present` is None."""
+    """[x, weight, bias]. `present` and `requires_grad` name them by "x", "w" and "b"; x is always present."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {"x": shape, "w": shape[-1:], "b": shape[-1:]}
     tensors = {name: torch.randn(size, dtype=dtype, generator=generator) for name, size in shapes.items()}
@@ -100,7 +100,7 @@ def operands(norm, present="wb", requires_grad="xwb", dtype=FP32, seed=0, shape=
 
 
 def ours(norm, x, weight, bias=None):
-    """(y, statistics)"""
+    """(y, mean, rstd) by our op; RMSNorm has no mean."""
     if norm == "layer":
         return OPS.layer_norm_fwd(x, x.shape[-1:], weight, bias, EPS)
     return OPS.rms_norm_fwd(x, x.shape[-1:], weight, EPS)
@@ -116,7 +116,7 @@ def stock(norm, x, weight, bias=None):
 
 
 def exact_grads(norm, tensors, gradient):
-    """In float64, of what requires grad."""
+    """`gradient(outputs, leaves)` of torch's own norm in float64; the leaves are the tensors that require grad."""
     exact = [None if each is None else each.detach().double().requires_grad_(each.requires_grad) for each in tensors]
     return gradient(stock(norm, *exact), [each for each in exact if each is not None and each.requires_grad])
 

@@ -1,4 +1,4 @@
-"""Derivatives through the node of the C++ host side. tests/host/test_native.py builds it and runs this."""
+"""Derivatives through the autograd nodes of the C++ host side. tests/host/test_native.py builds it and runs this."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from fusednorm import autograd, force
 from fusednorm.host import native
 
-LEAVES = [  # norm, parameters that are there, what requires grad
+LEAVES = [  # norm, parameters that are present, tensors that require grad
     ("layer", "wb", "xwb"),
     ("layer", "wb", "x"),
     ("layer", "wb", "w"),
@@ -49,7 +49,7 @@ LEAVES = [  # norm, parameters that are there, what requires grad
 ]
 
 
-# Two nodes: that of the ops, with the statistics among its outputs, and that of modules.
+# There are two autograd nodes: the ops' node outputs y and the statistics, the modules' node y alone.
 y_ways = pytest.mark.parametrize("y_of", [lambda *operands: ours(*operands)[0], y_alone], ids=["op", "y alone"])
 
 
@@ -106,7 +106,8 @@ def test_derivatives_of_both_orders_pass_the_checks(norm, present, gpu):
         return ours(norm, *(None if each is None else next(given) for each in tensors))
 
     before = native.repeats()
-    assert gradcheck(outputs, leaves, nondet_tol=1e-12)  # the first call of a signature is computed elsewhere
+    # The first call goes to Python and later calls to C++: the results may differ by rounding.
+    assert gradcheck(outputs, leaves, nondet_tol=1e-12)
     assert gradgradcheck(outputs, leaves, nondet_tol=1e-12)
     assert native.repeats() > before
 
@@ -189,7 +190,7 @@ def test_the_node_keeps_no_memory_after_its_graph(y_of, gpu):
 
 
 def test_a_deep_graph_is_freed_without_recursion(gpu):
-    """Or it would overflow the small stack of the thread."""
+    """A recursion would overflow the small stack of this thread."""
     x, *_ = operands("layer", "", shape=(1, 40))
 
     def grow_and_free():
@@ -224,7 +225,7 @@ def test_backward_on_a_thread_without_a_context_gets_one(y_of, gpu):
         assert not failures
         want = exact_grads("layer", tensors, lambda out, leaves: torch.autograd.grad(out[0].sin().sum(), leaves))
         assert_grads_close(tuple(each.grad for each in tensors), want)
-    assert gpu.contexts() == before + 1  # one that launches: the first backward went to Python
+    assert gpu.contexts() == before + 1  # only the second backward launched from C++; the first went to Python
 
 
 def test_no_grad_records_nothing(known_norm, gpu):
@@ -297,7 +298,7 @@ class FunctionLog(torch.overrides.TorchFunctionMode):
 
 @contextlib.contextmanager
 def autocast_of_cuda():
-    torch.set_autocast_enabled("cuda", True)  # which torch.autocast does only where there is a GPU
+    torch.set_autocast_enabled("cuda", True)  # torch.autocast("cuda") does this only on a machine with a GPU
     yield
     torch.set_autocast_enabled("cuda", False)
 

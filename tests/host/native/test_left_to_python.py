@@ -1,5 +1,7 @@
-"""What the C++ host side leaves to Python: forced plans, and whoever wants to see the ops. tests/host/test_native.py
-builds it and runs this."""
+"""The C++ host side leaves calls to Python under forced plans, dispatch modes, transforms and hooks.
+
+tests/host/test_native.py builds the extension and runs this file.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the C++ host side repeats, and what it does about errors. tests/host/test_native.py builds it and runs this."""
+"""The C++ host side repeats known calls exactly, and reports errors. tests/host/test_native.py builds the extension and
+runs this file."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ BF16_FP32 = (BF16, FP32, BF16)
 ALL, DX, NO_DX = (True, True, True), (True, False, False), (False, True, True)
 
 
-REPEATED = [  # plan, shape, dtypes, mask of a backward; of the widest one norm, as they take long to compile
+REPEATED = [  # norm, plan, shape, dtypes, mask of a backward; the widest compile slowly, so they have one norm each
     *((norm, MultiWavePlan, (64, 2048), BF16_FP32, None) for norm in NORMS),
     *((norm, PipelinedPlan, (64, 4096), BF16_FP32, ALL) for norm in NORMS),
     *((norm, PipelinedPlan, (64, 4096), BF16_FP32, DX) for norm in NORMS),
@@ -73,7 +74,8 @@ def test_so_it_does_for_memory_that_is_not_contiguous(norm, mask, layout, statis
 
 
 def repeat_and_compare(case, plan, mask, gpu, layout=None, statistics="[M]"):
-    """The recipe of the case, after a call has been repeated by it and held against what Python launches."""
+    """Calls the case's op twice and compares the second call, which C++ repeats, with what Python would launch. Returns
+    the recipe."""
     calls = []
     for seed in (0, 1):
         given = inputs = make_inputs(case, seed=seed)
@@ -101,7 +103,7 @@ def repeat_and_compare(case, plan, mask, gpu, layout=None, statistics="[M]"):
 
 
 def pythons_arguments(case, arguments) -> tuple:
-    """Those of check_forward or check_backward, for an op's."""
+    """The arguments of an op in the form of ForwardOperands or BackwardOperands."""
     if case.norm == "layer":
         return arguments
     if len(arguments) == 4:
@@ -111,13 +113,13 @@ def pythons_arguments(case, arguments) -> tuple:
 
 
 def tensors_of(case, arguments) -> list:
-    """In the order of recipe.py."""
+    """The operands that are tensors or None, in the order that recipe.py uses."""
     tensors = [each for each in pythons_arguments(case, arguments) if each is None or isinstance(each, torch.Tensor)]
     return tensors if len(arguments) <= 5 and len(tensors) == 3 else [*tensors, None]
 
 
 def config_of(step) -> Config:
-    """As Triton's launcher makes it."""
+    """The configuration that Triton's launcher would use for a step of a recipe."""
     num_warps, cluster, shared_bytes = step.build.compiled.packed_metadata
     x, y, z = step.arguments[:3]
     return Config(
@@ -127,14 +129,14 @@ def config_of(step) -> Config:
 
 
 def values_of(launched: Launched) -> list:
-    """All parameters in their order; the scratch memory of Triton's, of which there is none, comes last."""
+    """All parameters in order, without the last two: null pointers to Triton's scratch memory."""
     values = [v.known() if isinstance(v, Map) else v for v in launched.parameters.values()]
     assert values[-2:] == [0, 0]
     return values[:-2]
 
 
 def launched_by_python(recipe_, tensors, outputs, gpu) -> list[list]:
-    """What the recipe launches in Python for the same tensors and the same memory of outputs and workspace."""
+    """The parameters that Python's form of the recipe launches with, for the same tensors, outputs and workspace."""
     workspace = SimpleNamespace(data_ptr=lambda: workspace_address(recipe_, gpu.launched, len(tensors)))
     memory = iter([*(each for each in outputs if each is not None), workspace])
     with pytest.MonkeyPatch.context() as patch:
@@ -148,7 +150,7 @@ def launched_by_python(recipe_, tensors, outputs, gpu) -> list[list]:
 
 
 def workspace_address(recipe_, launched, tensors: int) -> int:
-    """Where the C++ side had it: any slot of it says so."""
+    """The address of the workspace that the C++ side allocated, from any launch parameter that points into it."""
     for step, each in zip(recipe_.steps, launched, strict=True):
         positions = [position for position, _ in step.build.parameter_types()]
         for slot in step.slots:
@@ -158,7 +160,7 @@ def workspace_address(recipe_, launched, tensors: int) -> int:
 
 
 def other_operands(inputs):
-    """Changes to what both directions have in common."""
+    """(name, changes): each changes one property of the operands that forward and backward share."""
     x, weight, bias = inputs.x, inputs.weight, inputs.bias
     yield "rows", {"x": x[1:], "rows": 15}
     yield "batch dims", {"x": x.flatten(0, 1), "grad_out": inputs.grad_out.flatten(0, 1)}

@@ -1,4 +1,4 @@
-"""The simulator can fail: what a kernel waits, arrives, fences or meets for is missed when it is not there."""
+"""The simulator notices missing synchronization: without a wait, arrival, fence or barrier of a kernel it fails."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ SCHEDULES = [
 
 
 def is_ours(mutant) -> bool:
-    """Barriers of a CTA that the compiler puts between two inits, expects or copies make up for each other; what is
-    invalid at a kernel's end nobody uses again; and at the kernel itself, not at a line of it, newer compilers put a
-    cluster's barrier of their own."""
+    """Whether the kernel's source, not the compiler, put this instruction there, and its absence must be noticed.
+
+    - The compiler puts several CTA barriers between inits, expects or copies, and one makes up for another.
+    - Nothing uses an mbarrier again after mbarrier.inval at a kernel's end.
+    - Newer compilers add a cluster barrier of their own. Its place is the kernel's `def`, which begins in column 1.
+    """
     opcode, place = mutant.instruction.opcode, mutant.instruction.place
     return not (opcode.startswith(("bar.sync", "barrier.sync", "mbarrier.inval")) or place.endswith(":1"))
 
@@ -49,5 +52,5 @@ def test_a_race_in_a_column_sum_is_not_taken_for_a_kernel_that_cannot_be_built()
     problem = SumProblem(Sums(300, 264, 1, FP32), kernel="portable")
     mutants = list(mutants_of(problem))
     found = [who_notices(problem, [each], seeds=1) for each in mutants]
-    assert found.count("race") == 2 and set(found) <= {"race", None}  # Triton 3.9 has a barrier more, for nothing
+    assert found.count("race") == 2 and set(found) <= {"race", None}  # None: a needless barrier of Triton 3.9
     problem.check(problem.simulate()[0])

@@ -1,4 +1,4 @@
-"""Every schedule, as compiled, gives the oracle's numbers, whatever the order of events: the same bits for each."""
+"""Every compiled schedule gives the float64 oracle's numbers, and the same bits in every order of events."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from simulator.problems import DX_ONLY, NO_DX, Problem, SumProblem, bits
 
 MIXED, HALVES, FLOATS = (BF16, FP32, BF16), (FP16, FP16, FP16), (FP32, FP32, FP32)
 
-# What is in a case that others lack is said at its line.
+# A comment at a case says what it tests that others do not.
 PORTABLE = [
     Problem("forward", "multi_wave", "layer", 1, 200),
     Problem("forward", "multi_wave", "rms", 5, 1987, FLOATS),  # rows of an odd length
@@ -18,39 +18,39 @@ PORTABLE = [
     Problem("backward", "multi_wave", "layer", 6, 96, (FP64, FP64, FP64)),
     Problem("backward", "multi_wave", "layer", 10, 160, MIXED, layout="packed_slice"),
     Problem("backward", "multi_wave", "layer", 9, 200, device="B200"),
-    Problem("backward", "multi_wave", "layer", 4, 33000, sms=20),  # column tiles; the last CTA of each sums partials
+    Problem("backward", "multi_wave", "layer", 4, 33000, sms=20),  # column tiles; the last CTA sums partials
     Problem("backward", "multi_wave", "layer", 40, 136, mask=NO_DX),
 ]
 PIPELINED = [
     Problem("forward", "pipelined", "layer", 1, 200),
-    Problem("forward", "pipelined", "layer", 60, 200),  # more rows than the ring holds, and the first tile not full
+    Problem("forward", "pipelined", "layer", 60, 200),  # more rows than the ring holds; the first tile is not full
     Problem("forward", "pipelined", "layer", 9, 1000, FLOATS),
-    Problem("forward", "pipelined", "rms", 37, 1032, MIXED),  # a tail
-    Problem("forward", "pipelined", "rms", 3, 16384, sms=8),  # a cluster of 2, whose CTAs have one tile each
+    Problem("forward", "pipelined", "rms", 37, 1032, MIXED),  # the last chunk of a row is a tail
+    Problem("forward", "pipelined", "rms", 3, 16384, sms=8),  # clusters of 2 with one tile each
     Problem("forward", "pipelined", "layer", 3, 12288, sms=8),
     Problem("backward", "pipelined", "layer", 1, 200),
     Problem("backward", "pipelined", "layer", 85, 200),
     Problem("backward", "pipelined", "rms", 85, 200, HALVES, sms=1),
-    Problem("backward", "pipelined", "layer", 21, 1032, mask=DX_ONLY, sms=1),  # a tail, and a ring that goes round
+    Problem("backward", "pipelined", "layer", 21, 1032, mask=DX_ONLY, sms=1),  # a tail, and stages that are used again
     Problem("backward", "pipelined", "layer", 20, 200, MIXED, layout="row_strided"),
     Problem("backward", "pipelined", "rms", 9, 512, FLOATS, mask=DX_ONLY, residual=FP32),
     Problem("backward", "pipelined", "layer", 85, 200, device="B200"),
     Problem("backward", "pipelined", "layer", 300, 136, mask=NO_DX),  # sums over rows, by columns
 ]
 CLUSTERS = [
-    Problem("backward", "pipelined", "layer", 27, 5120, mask=DX_ONLY, sms=4),  # of 2
-    Problem("backward", "pipelined", "rms", 3, 12288, mask=DX_ONLY, sms=8),  # of 4
-    Problem("forward", "pipelined", "layer", 1, 65536, sms=16),  # of 8
-    Problem("backward", "pipelined", "layer", 1, 65536, mask=DX_ONLY, sms=32),  # of 16
+    Problem("backward", "pipelined", "layer", 27, 5120, mask=DX_ONLY, sms=4),  # a cluster of 2
+    Problem("backward", "pipelined", "rms", 3, 12288, mask=DX_ONLY, sms=8),  # a cluster of 4
+    Problem("forward", "pipelined", "layer", 1, 65536, sms=16),  # a cluster of 8
+    Problem("backward", "pipelined", "layer", 1, 65536, mask=DX_ONLY, sms=32),  # a cluster of 16
     Problem("backward", "pipelined", "layer", 5, 5120, mask=DX_ONLY, residual=BF16, sms=4, device="B200"),
 ]
 SPECIALIZED = [
     Problem("backward", "warp_specialized", "layer", 1, 200),
-    Problem("backward", "warp_specialized", "layer", 170, 200),  # two groups, and rings that go round
+    Problem("backward", "warp_specialized", "layer", 170, 200),  # two groups, and stages that are used again
     Problem("backward", "warp_specialized", "rms", 85, 512, HALVES, mask=DX_ONLY),
     Problem("backward", "warp_specialized", "layer", 9, 1032, mask=DX_ONLY, sms=1),  # one group
     Problem("backward", "warp_specialized", "layer", 20, 200, MIXED, residual=BF16),
-    Problem("backward", "warp_specialized", "rms", 450, 200, device="B200", sms=1),  # a full ring that goes round
+    Problem("backward", "warp_specialized", "rms", 450, 200, device="B200", sms=1),  # a full ring, used again
     Problem("backward", "warp_specialized", "layer", 100, 512, FLOATS, residual=BF16, device="B200"),  # cached
     Problem("forward", "warp_specialized", "layer", 1, 200),
     Problem("forward", "warp_specialized", "layer", 301, 200),
@@ -61,11 +61,11 @@ SUMS = [
     SumProblem(Sums(1, 200)),
     SumProblem(Sums(300, 264, 3, BF16, total=True), "ring"),
     SumProblem(Sums(70, 264, 5, BF16), "ring", device="B200"),
-    SumProblem(Sums(40, 264, 12, FP16, total=True), "ring"),  # more than the few of the quicker kernel
+    SumProblem(Sums(40, 264, 12, FP16, total=True), "ring"),  # more tensors than the kernel for few takes
     SumProblem(Sums(300, 200, 3, BF16, total=True), "portable"),
     SumProblem(Sums(70, 131, 5, FP32), "portable", device="B200"),
     SumProblem(Sums(20, 72, 57, FP16, total=True), "ring", device="B200"),  # the smallest tile
-    SumProblem(Sums(700, 72), "ring", device="B200"),  # many rows of few columns, and the reverse
+    SumProblem(Sums(700, 72), "ring", device="B200"),  # many rows of few columns; below, the reverse
     SumProblem(Sums(9, 2056), "ring"),
 ]
 ORDERED = [
