@@ -1,4 +1,5 @@
-"""Plans of column_sum: how tiles shrink, who may use TMA, when rows are split; and the compiler's word on all that."""
+"""Plans of column_sum: the sizes of tiles, which sums can use TMA, and when rows are split. The kernels of the plans
+compile without spills."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ def test_a_tile_shrinks_by_one_halving_for_each_that_a_budget_lacks():
     ],
 )
 def test_tiles_of_n_tensors_are_what_a_stage_of_each_leaves(dtype, largest):
-    for count, elements in largest.items():  # from three tensors on, one stage of each is enough
+    for count, elements in largest.items():  # three tiles in flight are enough: one stage of each of three tensors
         plans = list(ring_plans(problem_of(Sums(4096, 1024, count, dtype, total=True)), B200))
         assert max(plan.rows_per_tile * plan.chunk for plan in plans) == elements
 
@@ -114,7 +115,7 @@ def test_every_ring_leaves_the_reserved_shared_memory_and_fits_its_sm(device, co
         assert plan.rows_per_tile * plan.chunk * dtype.itemsize >= 32 * 16 * plan.num_warps, "16 bytes for each thread"
 
 
-# Of n tensors added up, all tiles are in shared memory at once: the most that fit.
+# A sum over n tensors (total=True) has a tile of every tensor in shared memory at once. `most` is the largest such n.
 @pytest.mark.parametrize(
     "device, dtype, most", [(H200, FP32, 54), (H200, FP16, MAX_TENSORS), (RTX_5090, FP32, 22), (RTX_5090, FP16, 45)]
 )
@@ -205,7 +206,8 @@ def test_kernels_have_parameters_for_the_most_tensors():
     assert [len(launch_columns.ring_kernel(count)[1]) for count in (1, 8, 9, MAX_TENSORS)] == [8, 8, 64, 64]
 
 
-# On each architecture another dtype, count or alignment; `python tests/column_sums.py` tries them all.
+# Each architecture compiles the first of these sums and every fourth of the others. `python tests/column_sums.py`
+# compiles many more sums, on every architecture.
 COMPILED = [
     Sums(4096, 4096, 1, BF16),
     Sums(4096, 4096, 3, FP32, out_dtype=BF16),
@@ -229,7 +231,7 @@ def workers():
 
 @pytest.fixture(scope="module")
 def compiled(workers):
-    """Futures of all complaints, so that the builds are made in parallel."""
+    """A future of the complaints of each job. All builds start here and run in parallel."""
     return {job: workers.submit(complaints, *job) for job in JOBS}
 
 

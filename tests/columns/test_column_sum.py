@@ -1,5 +1,5 @@
-"""column_sum on CPU and meta tensors: values, errors, derivatives, and what torch asks of an op; its portable kernel by
-the interpreter."""
+"""column_sum on CPU and meta tensors: values, errors, derivatives and torch's opcheck. Triton's interpreter runs its
+portable kernel."""
 
 from __future__ import annotations
 
@@ -160,12 +160,12 @@ def test_explanation_says_what_runs_and_why_not_tma():
 
 
 def test_explanation_names_the_inputs_that_are_copied():
-    packed = torch.randn(4, 6, 8).transpose(0, 1)  # rows at two strides
+    packed = torch.randn(4, 6, 8).transpose(0, 1)  # no single stride leads from each row to the next
     text = str(fusednorm.explain_column_sum([torch.randn(6, 4, 8), packed, packed], device=H200))
     assert "inputs 1, 2 are copied first" in text
 
 
-# The portable kernel, and with it the finalizer, in the interpreter.
+# (sum, number of splits) for the portable kernel in the interpreter. The finalizer runs if there are several splits.
 INTERPRETED = [
     (Sums(300, 200, 1, FP32), 1),
     (Sums(300, 200, 1, FP32), 3),
