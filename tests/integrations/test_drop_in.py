@@ -1,5 +1,5 @@
-"""What works with the stock norms works with ours: on CPU tensors, and on those that our kernels run on, for which CPU
-tensors under `kernels_on` stand in."""
+"""What works with the stock norms works with ours: on CPU tensors, and on tensors that our kernels take. CPU tensors
+under `kernels_on` stand for the latter."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ norms = pytest.mark.parametrize("norm", ["layer", "rms"])
 
 @contextlib.contextmanager
 def as_on_a_gpu():
-    """CPU tensors go where CUDA tensors go, and ATen does the kernels' work."""
+    """CPU tensors take the code path of CUDA tensors, and ATen does the kernels' work."""
     with kernels_on("cpu"), force("reference"):
         yield
 
@@ -152,7 +152,7 @@ def test_batched_gradients_are_those_one_by_one(norm, place):
             many = torch.randn(4, *y.shape)
             inputs = (x, *parameters)
             if place is contextlib.nullcontext and run is built:
-                continue  # stock's own node, whose loop warns
+                continue  # torch's own node: batching it warns of a slow loop
             got = torch.autograd.grad(y, inputs, many, is_grads_batched=True, retain_graph=True)
             want = [torch.autograd.grad(y, inputs, one, retain_graph=True) for one in many]
             assert_close(got, tuple(torch.stack(each) for each in zip(*want, strict=True)))
@@ -167,7 +167,7 @@ def test_channels_last_input_comes_back_contiguous_from_our_kernels(norm):
         y = built(x)
     assert y.is_contiguous()
     assert_close(y, stock(x))
-    assert built(x).stride() == stock(x).stride()  # on a CPU it is stock's
+    assert built(x).stride() == stock(x).stride()  # outside the block the module calls torch's norm
 
 
 @norms
@@ -258,7 +258,7 @@ def test_onnx_exporters_get_atens_op(model, traced_by, monkeypatch):
             program = torch.export.export(model, (x,), strict=False)
             graph, run = str(program.graph), program.module()
     assert "fusednorm." not in graph.replace("__torch__.fusednorm.", "") and "fusednorm::" not in graph
-    assert "layer_norm" in graph or "rms_norm" in graph or "rsqrt" in graph  # of a norm written by hand
+    assert "layer_norm" in graph or "rms_norm" in graph or "rsqrt" in graph  # rsqrt: the norm written by hand
     assert_close(run(x), model(x))
 
 
@@ -275,7 +275,7 @@ def test_onnx_exporters_get_mixtures_of_dtypes_that_atens_op_takes(norm, monkeyp
 @pytest.mark.parametrize("dynamo", [True, False])
 def test_a_model_is_exported_to_onnx(dynamo, tmp_path):
     pytest.importorskip("onnxscript")
-    norms = ["layer", "rms"] if dynamo else ["layer"]  # the older exporter does not know stock's RMSNorm either
+    norms = ["layer", "rms"] if dynamo else ["layer"]  # the older exporter does not know torch's RMSNorm
     model = nn.Sequential(nn.Linear(8, 8), *map(module_of, norms)).eval()
     with as_on_a_gpu():
         torch.onnx.export(model, (torch.randn(3, 8),), tmp_path / "model.onnx", dynamo=dynamo, opset_version=18)

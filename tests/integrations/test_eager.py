@@ -1,4 +1,4 @@
-"""The eager override, on CPU tensors: the same functions as for CUDA's, under another dispatch key."""
+"""The eager override on CPU tensors: the functions are those for CUDA tensors, under the dispatch key of CPUs."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def test_backwards_on_autograds_threads_run_our_kernels():
 
 
 class TestSwitch:
-    """The public switch; what it installs is for CPU tensors here."""
+    """The public switch, which installs the override for CPU tensors in these tests."""
 
     @pytest.fixture(autouse=True)
     def for_cpu_tensors(self, monkeypatch):

@@ -1,4 +1,4 @@
-"""Calls written by hand in exported programs and in AOTInductor's packages."""
+"""Direct calls of our forward ops, in exported programs and in AOTInductor packages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fusednorm import autograd
 
 
 class WrittenNorms(nn.Module):
-    """What fusednorm.functional does with CUDA tensors."""
+    """Calls our forwards as fusednorm.functional does for CUDA tensors."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the pass over Inductor's graphs takes into the backward ops, and what it leaves alone."""
+"""The pass over Inductor's graphs: which additions and casts it folds into backward ops, and which it leaves alone."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ CAST = torch.ops.prims.convert_element_type.default
 
 
 def folded(function, *inputs):
-    """The function's graph after the pass, checked against the function itself."""
+    """The function's graph after the pass, and the ops that the pass made. Compares graph and function."""
     graph = make_fx(function, tracing_mode="fake")(*inputs)
     count = fold(graph.graph)
     graph.graph.lint()
     graph.recompile()
-    rounded = {"rtol": 2e-2, "atol": 2e-2}  # bfloat16, which the pass rounds to less often
+    rounded = {"rtol": 2e-2, "atol": 2e-2}  # after the pass, fewer results are rounded to 16 bits
     tolerance = rounded if any(t.dtype in (BF16, FP16) for t in inputs) else {}
     for got, want in zip(graph(*inputs), function(*inputs), strict=True):
         assert (got is None) == (want is None)
@@ -228,7 +228,7 @@ def test_graphs_without_a_norm_are_left_as_they_are():
     assert fold(graph.graph) == 0 and graph.code == code
 
 
-# Beside a pass of the user's
+# Together with a pass that the user set
 
 
 class Theirs(CustomGraphPass):

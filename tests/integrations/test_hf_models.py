@@ -28,7 +28,7 @@ def test_replaced_norms_train_as_the_stock_model(name, dtype):
     if name in BY_HAND:
         for op in ("fwd", "bwd"):
             assert log.names.count(f"fusednorm.rms_norm_{op}.default") == hf_models.norm_count(name)
-    else:  # torch.nn.LayerNorm of CPU tensors stays ATen's
+    else:  # a patched torch.nn.LayerNorm calls ATen for CPU tensors
         assert log.names.count("aten.native_layer_norm.default") == hf_models.norm_count(name)
     patch.restore()
     again = hf_models.loss_and_grads(model, ids)
@@ -53,7 +53,7 @@ def test_compiled_models_with_replaced_norms_train_as_the_stock_model(name, dtyp
 
 
 def test_mixed_dtypes_of_model_and_norms_keep_their_dtypes():
-    """bfloat16 activations on norms kept in float32: the stock model goes on in float32 from there."""
+    """A float32 norm of bfloat16 activations returns float32 in the stock model. A patched norm must do the same."""
     model, ids = hf_models.build("Llama"), hf_models.tokens()
     hidden = torch.randn(2, 24, 64, dtype=BF16)
     norm = model.model.norm

@@ -1,4 +1,4 @@
-"""torch.compile of models that know nothing of this package: graphs, with CPU tensors routed as CUDA's are."""
+"""torch.compile of models that do not use this package: the graphs, with CPU tensors routed as CUDA tensors are."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def nothing_is_left(monkeypatch):
 
 @pytest.fixture
 def cpu_as_cuda(monkeypatch):
-    """CPU tensors are routed, and have the fused RMSNorm of ATen that CUDA tensors have."""
+    """Routes CPU tensors, and gives them the fused RMSNorm that ATen has for CUDA tensors only."""
     monkeypatch.setattr(routing, "DEVICE_TYPES", ("cpu",))
     library = torch.library.Library("aten", "IMPL")
     library.impl("_fused_rms_norm", lambda *args: OPS.rms_norm_fwd(*args), "CPU")
     library.impl("_fused_rms_norm_backward", lambda *args: OPS.rms_norm_bwd(*args), "CPU")
     yield
     library._destroy()
-    torch.ops.aten._fused_rms_norm.default._dispatch_cache.clear()  # it remembers that there was a kernel
+    torch.ops.aten._fused_rms_norm.default._dispatch_cache.clear()  # else the op still finds the removed kernel
 
 
 def gradients(model: nn.Module, call, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
@@ -79,7 +79,7 @@ def test_backwards_of_an_unmodified_model_are_ours_with_their_residual_gradients
     model, op = make_stack(name, depth=2, width=64, heads=4), f"fusednorm.{NORM_OF[name]}_norm_bwd"
     traced = trace(model)
     assert_trains_alike(model, traced, torch.randn(2, 8, 64))
-    # Two norms a block, whose dx meets the gradient of the skip connection; that of the last norm meets nothing.
+    # A block has two norms, and each adds the gradient of a skip connection to its dx. The last norm has none to add.
     assert len(calls(traced.backward, f"{op}_residual")) == 4 and len(calls(traced.backward, op)) == 1
     assert all(node.args[-2] is not None for node in calls(traced.backward, f"{op}_residual"))
     assert not [node for node in traced.forward.graph.nodes if "fusednorm" in str(node.target)]
@@ -123,7 +123,7 @@ def test_casts_of_autocast_are_folded(cpu_as_cuda):
 
 
 class NormInFloat32(nn.LayerNorm):
-    """As many models write it."""
+    """LayerNorm with casts to float32 and back, as in many models."""
 
     def forward(self, x):
         return F.layer_norm(x.float(), self.normalized_shape, self.weight.float(), self.bias.float()).to(x.dtype)
@@ -240,7 +240,7 @@ def test_a_written_call_of_cpu_tensors_stays_as_it_is(norm):
     assert calls(traced.backward, f"fusednorm.{norm}_norm_bwd")
 
 
-# What is refused
+# Norms that are left to Inductor
 
 
 def only_reason(direction: str) -> str:
@@ -263,7 +263,7 @@ def test_tensors_without_elements_stay_with_inductor(cpu_as_cuda):
 
 
 def trace_backward_on_fake_cuda(norm: str) -> torch.fx.GraphModule:
-    """ATen's backward op of CUDA tensors that do not exist, decomposed."""
+    """The graph of ATen's backward op on fake CUDA tensors, after decomposition."""
     aten, dims = torch.ops.aten, {"device": "cuda", "dtype": BF16}
 
     def backward(x, weight, statistic):
@@ -387,7 +387,7 @@ def test_key_tag_and_pass_are_there_while_inductor_compiles_and_not_otherwise(wh
 
     if where == "here":
         compile_something()
-    else:  # torch's settings are each thread's own from 2.13 on
+    else:  # from torch 2.13 on every thread has its own settings
         thread = threading.Thread(target=compile_something)
         thread.start()
         thread.join()
@@ -396,7 +396,7 @@ def test_key_tag_and_pass_are_there_while_inductor_compiles_and_not_otherwise(wh
     assert (while_tracing, while_compiling) == (count + 4, count), "Inductor takes no op that has a decomposition"
 
 
-# All of Inductor: a few seconds each
+# Tests that compile with all of Inductor, which takes a few seconds each
 
 
 def test_inductor_compiles_and_caches_with_and_without_us_apart(cpu_as_cuda, tmp_path, monkeypatch):
@@ -409,7 +409,7 @@ def test_inductor_compiles_and_caches_with_and_without_us_apart(cpu_as_cuda, tmp
     op = "torch.ops.fusednorm.layer_norm_bwd_residual.default("
 
     def compile_and_run(**options) -> tuple[int, int]:
-        """Backward ops of ours in the code, and graphs that came from the cache."""
+        """The number of our backward ops in the code, and the number of graphs that came from the cache."""
         torch._dynamo.reset()
         counters.clear()
         compiled = torch.compile(skip, fullgraph=True, **options)

@@ -1,4 +1,5 @@
-"""patch_model: which norms it recognizes and leaves, what the replaced ones compute, and what stays as it was."""
+"""patch_model: the norms that it replaces, the norms that it leaves, the results of replaced norms, and what does not
+change in a model."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ COLS = 24
 
 # Norms as models write them.
 class PlainRMSNorm(nn.Module):
-    """x_hat rounded to x's dtype before the weight."""
+    """Rounds x_hat to x's dtype, and then multiplies by the weight."""
 
     def __init__(self, cols=COLS, eps=1e-6):
         super().__init__()
@@ -37,7 +38,7 @@ class PlainRMSNorm(nn.Module):
 
 
 class CenteredRMSNorm(nn.Module):
-    """1 + weight, rounded once."""
+    """Multiplies by 1 + weight in float32, and rounds once."""
 
     def __init__(self, cols=COLS, eps=1e-6):
         super().__init__()
@@ -51,7 +52,7 @@ class CenteredRMSNorm(nn.Module):
 
 
 class RootLayerNorm(nn.Module):
-    """RMSNorm by another name, in the dtype of a 16-bit weight."""
+    """RMSNorm in a class named LayerNorm. Rounds x_hat to the dtype of a 16-bit weight."""
 
     def __init__(self, cols=COLS, eps=1e-6):
         super().__init__()
@@ -89,18 +90,18 @@ class UnweightedRMSNorm(nn.Module):
 
 
 class NamedLayerNorm(nn.LayerNorm):
-    """A class of its own with the forward of torch.nn's."""
+    """A subclass that inherits the forward of torch.nn.LayerNorm."""
 
     def __init__(self, cols=COLS):
         super().__init__(cols)
 
 
 class Scale(PlainRMSNorm):
-    """A norm by no name."""
+    """A norm whose class name does not say that it is one."""
 
 
 class WideningLayerNorm(nn.LayerNorm):
-    """torch's own in float32, which autocast leaves alone."""
+    """Calls F.layer_norm in float32, also under autocast, and casts the result to the input's dtype."""
 
     def __init__(self, cols=COLS):
         super().__init__(cols)
@@ -274,7 +275,7 @@ def test_compiled_graphs_hold_our_ops(make):
         torch.testing.assert_close(got, wanted)
     norm = "layer" if make in LAYER_NORMS else "rms"
     for graph, op in zip(backend.graphs, ("fwd", "bwd"), strict=True):
-        assert (f"fusednorm.{norm}_norm_{op}.default" in graph) == (make in BY_HAND)  # torch.nn's on the CPU are ATen's
+        assert (f"fusednorm.{norm}_norm_{op}.default" in graph) == (make in BY_HAND)  # others call ATen
 
 
 def test_a_norm_used_twice_is_replaced_once():
@@ -496,7 +497,8 @@ def test_a_block_restores_at_its_end():
     assert type(model[0]) is PlainRMSNorm
 
 
-@pytest.mark.parametrize("make", [each for each in [*BY_HAND, *STOCK] if each is not RootLayerNorm])  # it branches
+# RootLayerNorm branches on the weight's dtype, which fx cannot trace.
+@pytest.mark.parametrize("make", [each for each in [*BY_HAND, *STOCK] if each is not RootLayerNorm])
 def test_a_patched_model_can_be_traced_by_fx(make):
     model, x = nn.Sequential(made(make)), torch.randn(3, COLS)
     fusednorm.patch_model(model)
