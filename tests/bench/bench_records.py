@@ -1,4 +1,4 @@
-"""Records as the bench tools write them, for the tests of what reads them."""
+"""Records in the format of the bench tools, for tests of the tools that read them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TEN = Times.of([10.0])
 
 
 def record_of(candidate: str, microseconds: float, case: BenchCase = CASE, direction="backward", **more) -> dict:
-    """A record whose floor takes 10 us, and whose middle 80% is 2% wide."""
+    """A record with a floor of 10 us, and with times that differ from the median by at most 1%."""
     times = Times.of([microseconds * factor for factor in (0.99, 1.0, 1.01)])
     return make_record(case, direction, candidate, times, TEN, MACHINE) | more
 

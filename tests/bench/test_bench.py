@@ -296,7 +296,7 @@ def test_a_sweep_writes_a_line_of_all_plans_with_a_time_or_the_reason_for_none(m
 
 @pytest.fixture
 def pretended_gpu(monkeypatch):
-    """CPU tensors for CUDA's, and for a graph the call itself; every candidate takes 10 us more than the last."""
+    """CPU tensors replace CUDA tensors, and a call replaces its CUDA graph. The n-th graph takes 10 n us."""
     warmed = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for tool in (bench_norm, widths):
@@ -319,7 +319,7 @@ def test_a_run_checks_times_reports_and_saves_each_candidate(pretended_gpu, tmp_
     assert bench_norm.main([*arguments, "--candidates", "fusednorm", "fusednorm:pipelined", "aten"]) == 0
     (path,) = tmp_path.rglob("*.jsonl")
     records = load([path])
-    assert len(records) == 2 * 2 * 2 * 4  # shapes, norms, directions, candidates and floor
+    assert len(records) == 2 * 2 * 2 * 4  # 2 shapes, 2 norms, 2 directions, 3 candidates and the floor
     ours = [record for record in records if record["candidate"] == "fusednorm"]
     assert {(r["median_us"], r["times_floor"], r["host_us"], r["fault"], r["failed"]) for r in ours} == {
         (20.0, 2.0, 5.0, None, False)
@@ -413,7 +413,7 @@ def test_a_captured_call_lives_as_long_as_its_graph(monkeypatch):
     from bench import timing
 
     class Statistics:
-        """What a backward reads, and nobody else holds."""
+        """Stands for a tensor that a captured backward reads and only its closure holds."""
 
     monkeypatch.setattr(timing.torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(timing.torch.cuda, "graph", contextlib.nullcontext)

@@ -1,4 +1,4 @@
-"""The bench of backwards beside others, as far as it goes without a GPU."""
+"""The parts of the bench of backwards beside other work that need no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bench of fused forwards, as far as it goes without a GPU."""
+"""The parts of the bench of fused forwards that need no GPU."""
 
 from __future__ import annotations
 

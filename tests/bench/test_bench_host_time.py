@@ -1,4 +1,4 @@
-"""The bench of host times, as far as it goes without a GPU."""
+"""The parts of the bench of host times that need no GPU."""
 
 from __future__ import annotations
 

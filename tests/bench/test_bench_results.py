@@ -1,4 +1,4 @@
-"""What the bench tools make of results: the gate, the pictures, and the search for cliffs."""
+"""The bench tools that read results: the gate, the reports, the pictures, and the search for cliffs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_gate_lists_the_cells_that_lost_the_worst_first(tmp_path, capsys):
 
 
 def test_gate_takes_times_as_multiples_of_the_floor_of_their_run(tmp_path):
-    slow = {"times_floor": 2.0}  # the whole machine takes 1.5 times as long
+    slow = {"times_floor": 2.0}  # the floor takes 1.5 times as long too
     assert compare(tmp_path, [record_of("fusednorm", 20)], [record_of("fusednorm", 30) | slow]) == 0
 
 

@@ -1,4 +1,4 @@
-"""The bench of whole training steps, as far as it goes without a GPU."""
+"""The parts of the bench of whole training steps that need no GPU."""
 
 from __future__ import annotations
 

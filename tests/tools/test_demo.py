@@ -1,4 +1,4 @@
-"""The main job, with few steps; and that the machinery in it notices what is wrong."""
+"""The demo with few training steps, and its reports of wrong results."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def missing(monkeypatch):
 
 def test_demo_checks_trains_and_draws(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo, "CPU_SIZE", TINY)
-    monkeypatch.setattr(demo, "is_clone", lambda: False)  # simulated kernels have a test of their own
+    monkeypatch.setattr(demo, "is_clone", lambda: False)  # skips the simulator, which has its own test
     monkeypatch.setattr(demo.torch.cuda, "is_available", lambda: False)
     pytest.importorskip("matplotlib")
     assert __main__.main(["demo", "--steps", "3", "--out", str(tmp_path)]) == 0
@@ -103,7 +103,7 @@ def test_16_bit_parameters_train_from_float32_copies(text):
     norm = model.final_norm.weight.detach().clone()
     demo.train(model, text, size, 16)
     assert model.final_norm.weight.dtype == torch.bfloat16
-    assert not torch.equal(model.final_norm.weight, norm)  # one step of 5e-4 is lost beside 1.0; their sum is not
+    assert not torch.equal(model.final_norm.weight, norm)  # bfloat16 loses one step of 5e-4 beside 1.0, not 16
 
 
 def test_losses_that_part_are_reported(tmp_path, capsys):
@@ -135,7 +135,7 @@ def test_tma_kernels_run_in_the_simulator_of_a_clone(monkeypatch, capsys):
 
 def test_a_schedule_that_was_not_tried_is_no_success(monkeypatch):
     monkeypatch.setattr(demo, "TMA_VARIANTS", ("multi_wave", "pipelined"))
-    monkeypatch.setattr(demo, "force", lambda _: contextlib.nullcontext())  # the planner chooses
+    monkeypatch.setattr(demo, "force", lambda _: contextlib.nullcontext())  # without force the planner chooses
     with pytest.raises(RuntimeError, match="must be planned as multi_wave, got pipelined"):
         demo.simulate_kernels()
 

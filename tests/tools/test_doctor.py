@@ -1,4 +1,4 @@
-"""What the doctor says, and what it takes for a problem."""
+"""The doctor's findings, and which of them are problems."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def gpu(major: int, minor: int) -> SimpleNamespace:
 
 
 def test_doctor_finds_this_machine_able():
-    # In a process of its own: this one interprets Triton, and a GPU's ops must be tried as they run.
+    # This process interprets Triton. The doctor has a process without the interpreter, so that a GPU runs its ops.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "fusednorm", "doctor"]
     asked = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
@@ -119,7 +119,7 @@ def test_a_triton_that_launches_every_kernel_itself_is_named(release, status, mo
         monkeypatch.setattr(native, "extension", None)
         monkeypatch.setattr(native, "failure", lambda: "")
         monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
-        assert "pip install" not in doctor.check_native()[0].text  # it would not help
+        assert "pip install" not in doctor.check_native()[0].text  # the extension is of no use to this Triton
 
 
 def test_names_that_a_torch_lacks_are_named(monkeypatch):

@@ -1,4 +1,4 @@
-"""warmup without a GPU: what is to be built is known here, and built in processes that do not interpret."""
+"""warmup without a GPU: this process plans the builds, and processes that do not interpret Triton make them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fusednorm.tools import warm
 H200, B200, A100 = DEVICES[90], DEVICES[100], DEVICES[80]
 BF16, FP32 = torch.bfloat16, torch.float32
 ALL = (True, True, True)
-ORDER = [1, 0, 4, 2, 3]  # of asking for the kernels' keys
+ORDER = [1, 0, 4, 2, 3]  # in which keys_of_kernels asks for the kernels' keys
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def numbers_of_builds(many: list[list], device) -> list[int]:
 
 
 def warm_up_twice(folder: str) -> tuple[int, int, int, list[bool]]:
-    """(kernels, builds on disk after the first warmup, after the second, which of what a launch looks up is there)."""
+    """(kernels, builds on disk after the first and after the second warmup, whether each launch finds its build)."""
     import os
     from pathlib import Path
 
@@ -78,7 +78,7 @@ def test_plans_are_those_of_the_device_and_of_force():
 
 
 def compile_what_no_gpu_takes() -> str:
-    plans = [MultiWavePlan(1, chunk, 1, 4, 1, 128) for chunk in (1000, 1001, 1002)]  # no powers of two
+    plans = [MultiWavePlan(1, chunk, 1, 4, 1, 128) for chunk in (1000, 1001, 1002)]  # Triton needs powers of 2
     try:
         warm.compile_builds([warm.Build(wanted(), plan, 0) for plan in plans], H200, processes=2)
     except RuntimeError as error:
@@ -107,12 +107,12 @@ def keys_of_kernels(order: list[int]) -> list[str]:
         column_sum.finalize,
     )
     for index in order:
-        kernels[index].cache_key  # noqa: B018  computed on first use
+        kernels[index].cache_key  # noqa: B018  computes the key on first use
     return [kernel.cache_key for kernel in kernels]
 
 
 def test_what_a_kernel_is_called_on_disk_does_not_depend_on_what_ran_before():
-    with worker_processes() as one, worker_processes() as other:  # keys are computed once in a process
+    with worker_processes() as one, worker_processes() as other:  # a process computes each key once
         there, back = (pool.submit(keys_of_kernels, order) for pool, order in ((one, ORDER), (other, ORDER[::-1])))
         assert there.result() == back.result()
 
@@ -139,7 +139,7 @@ def test_warmup_refuses_names_that_are_none():
 
 
 def build_with_another_triton() -> int:
-    """How many kernels there are said to be where Triton's JIT takes other arguments. For a process that compiles."""
+    """The number of kernels that build_ahead reports if Triton compiles in an unknown way. Runs in a worker."""
     from fusednorm.host import compilation
 
     compilation.create_function_from_signature = lambda signature: None
@@ -152,7 +152,7 @@ def build_with_another_triton() -> int:
 def test_with_a_triton_that_compiles_otherwise_nothing_is_built_ahead_and_nothing_fails(monkeypatch):
     with worker_processes() as own:
         assert own.submit(build_with_another_triton).result() >= 2
-    monkeypatch.setitem(sys.modules, "fusednorm.host.compilation", None)  # importing it fails
+    monkeypatch.setitem(sys.modules, "fusednorm.host.compilation", None)  # makes its import fail
     monkeypatch.delattr(fusednorm.host, "compilation", raising=False)
     plans = list(warm.plans_of([wanted(direction="forward", cols=512)], [4096], H200))
     assert warm.build_ahead(plans, H200, None) == 1
