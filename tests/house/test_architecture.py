@@ -1,4 +1,4 @@
-"""Who may import whom, by room. Walks the source, so an import inside a function counts too."""
+"""Which parts of the package may import which. The tests walk the source, so imports inside functions count too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE, KERNELS = ROOT / "fusednorm", ROOT / "kernels"
 
-# A room is a folder, or a file at the root. From the public face down:
+# A room is a folder of the package, or a file at its root. The order is from the public names down:
 MAY_IMPORT = {
     "__init__": {
         *("autograd", "columns", "functional", "integrations", "layers", "margin", "modules", "planner", "tools"),
@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "margin": {"planner"},
     "planner": set(),
     "testing": {"namespace"},
-    # Beside the path of a call:
+    # Rooms beside the path from a public function to a kernel:
     "integrations": {
         "__init__",
         "autograd",
@@ -49,8 +49,8 @@ MAY_IMPORT = {
     "tools": {"__init__", "host", "margin", "modules", "operands", "planner", "problem", "testing"},
     "__main__": {"tools"},
 }
-AT_THE_ROOT = 15  # files, at most: what a user may name
-# At their top; other modules import Triton when asked, or never.
+AT_THE_ROOT = 15  # files at most, because users may name the modules there
+# Modules that import Triton at their top. The others import it inside a function, or never.
 IMPORT_TRITON = {"columns.launch", "host.compilation", "host.launch", "host.launcher"}
 
 
@@ -59,7 +59,7 @@ def modules_of(folder: Path) -> list[Path]:
 
 
 def imports(path: Path, nodes) -> Iterator[str]:
-    """Dotted names that `nodes` of the module at `path` import; its own package's are relative to fusednorm."""
+    """Absolute dotted names that `nodes` of the module at `path` import. Relative imports are resolved."""
     depth = len(path.relative_to(ROOT).parts) - 1
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -72,7 +72,7 @@ def imports(path: Path, nodes) -> Iterator[str]:
 
 
 def everywhere(path: Path) -> Iterator[str]:
-    """All that runs: what only type checkers see is left out."""
+    """Names that the module at `path` imports anywhere, except in `if TYPE_CHECKING:`."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
@@ -81,13 +81,13 @@ def everywhere(path: Path) -> Iterator[str]:
 
 
 def name_of(path: Path) -> str:
-    """Such as host.launch."""
+    """The dotted name of a module within the package, such as host.launch."""
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
 def modules_imported(path: Path) -> set[str]:
-    """Of the package's, such as host.launch; what comes from a package itself, as `from . import __version__`, is
-    imported from its __init__."""
+    """Modules of the package, such as host.launch, that the module at `path` imports. A name that fusednorm itself
+    defines, as in `from . import __version__`, counts as an import of __init__."""
     known = {name_of(each) for each in modules_of(PACKAGE)}
     found = set()
     for name in everywhere(path):

@@ -1,4 +1,4 @@
-"""README and docs say what is there: links, names, commands and files. What they show runs."""
+"""Links, names, commands and files in README and docs exist, and the Python code of README runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "bench/RESULTS.md")]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
 NOTES, RESULTS = ROOT / "bench/NOTES.md", ROOT / "bench/results"
-MOST_WORDS = 1500  # of README
+MOST_WORDS = 1500  # in README.md
 
 
 def test_readme_is_short():

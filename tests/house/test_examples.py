@@ -1,4 +1,4 @@
-"""The examples run on a CPU, with few steps, and stock norms and ours learn the same."""
+"""The examples run on a CPU with few steps, and models on stock norms and on ours learn the same."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from examples.training import CPU_SIZE, GPU_SIZE, make_optimizer
 from fusednorm.integrations import inductor, routing
 
 ROOT = Path(__file__).parents[2]
-ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}  # two share the processor
+ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}  # for each of two processes on one processor
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py") if "__main__" in path.read_text())
 
 
 @pytest.fixture
 def asked(tmp_path, monkeypatch):
-    """Few steps, on a CPU; pictures go to tmp_path."""
+    """Arguments for few steps, on a CPU, with pictures in tmp_path."""
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(training.torch.cuda, "is_available", lambda: False)
     precision = torch.get_float32_matmul_precision()
@@ -36,7 +36,7 @@ def asked(tmp_path, monkeypatch):
 
 
 def losses(said: str) -> list[tuple[str, str]]:
-    """(first, last) of each run, of those that its report has."""
+    """(first, last) loss of each run in the report."""
     return re.findall(r"tokens/s +\d+\.\d+ GiB  loss (\d\.\d+) -> (\d\.\d+)", said)
 
 
@@ -93,7 +93,7 @@ def test_resume_from_stock_notices_a_state_that_was_lost(asked, capsys, monkeypa
 
 
 def test_compile_unmodified_says_which_norms_became_ours(asked, tmp_path, capsys, monkeypatch):
-    """CPU tensors are routed as CUDA's are, and graphs run as they are: Inductor's code would take half a minute."""
+    """Routes CPU tensors as CUDA tensors are, and runs graphs uncompiled, because Inductor would take half a minute."""
     compile_fx = inductor_entry.compile_fx
 
     def run_as_it_is(graph, inputs, inner_compile=None, **settings):

@@ -1,4 +1,4 @@
-"""sdist and wheel build without a network, hold what they must, and import from where nothing else of ours is."""
+"""The sdist and the wheel build without a network and hold the right files. An installed wheel needs no clone."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run(*command, cwd: Path, **environment: str) -> str:
 
 
 def build(kind: str, source: Path, out: Path) -> Path:
-    """The build backend itself, as pip runs it in isolation: without torch, so without the extension."""
+    """Runs the build backend as pip does in isolation. torch is hidden, so the extension is not built."""
     out.mkdir(exist_ok=True)
     code = f"{WITHOUT_TORCH}; from setuptools import build_meta; build_meta.build_{kind}({str(out)!r})"
     run("-c", code, cwd=source)
@@ -56,7 +56,7 @@ def sdist(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(sdist, tmp_path_factory) -> Path:
-    """Built from the sdist, so that the sdist has all a build needs."""
+    """A wheel that is built from the sdist. The build fails if the sdist lacks a file that it needs."""
     folder = tmp_path_factory.mktemp("wheel")
     with tarfile.open(sdist) as archive:
         archive.extractall(folder / "source", filter="data")

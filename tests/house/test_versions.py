@@ -1,4 +1,4 @@
-"""The tool that compiles with every Triton: what it tries, and that it goes on where it was stopped."""
+"""The tool that compiles with every Triton: the list of its jobs, and how it continues after it was stopped."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def qwen3_5() -> torch.nn.Module:
 
 
 def on_ours(model: torch.nn.Module, repository, slot: str) -> torch.nn.Module:
-    """A copy of the model with our layer in the slot."""
+    """A copy of the model, in which our layer does the forward of every norm that has `slot` as its kernel's name."""
     layer = kernels.LocalLayerRepository(repository, layer_name=slot)
     with kernels.use_kernel_mapping({slot: {"cpu": {TRAINING: layer}}}, inherit_mapping=False):
         return kernels.kernelize(copy.deepcopy(model), mode=TRAINING, device="cpu")
@@ -104,7 +104,7 @@ def test_layer_trains_a_model_of_transformers(slot, make, op, count, repository,
 @pytest.mark.parametrize("slot, name", [("RMSNorm", "Llama"), ("LayerNorm", "GPT2")])
 def test_layer_compiles_without_a_graph_break(slot, name, repository, loaded, stock_layer_norms_take_layers):
     ours, backend = on_ours(build(name), repository, slot), RecordingBackend()
-    ours.loss_type = "ForCausalLM"  # where transformers guesses, its warning breaks the graph
+    ours.loss_type = "ForCausalLM"  # else transformers guesses the type, and its warning breaks the graph
     compiled = torch.compile(ours, backend=backend, fullgraph=True)
     expected = grads_of(copy.deepcopy(ours))
     with loaded.host.kernel_devices.kernels_on("cpu"), loaded.force("reference"):
@@ -115,7 +115,7 @@ def test_layer_compiles_without_a_graph_break(slot, name, repository, loaded, st
 
 
 def test_kernel_config_takes_the_repository_by_its_path(repository, loaded, monkeypatch):
-    """transformers takes no mapping for CPUs, so the model claims to be on a GPU of sm_90."""
+    """transformers uses no kernels on CPUs, so this test makes it believe that the model is on a GPU of sm_90."""
     for module in (transformers.utils.kernel_config, transformers.integrations.hub_kernels):
         monkeypatch.setattr(module, "get_device_type", lambda device=None: "cuda")
     monkeypatch.setattr("kernels.layer.repos._find_capability", lambda: 90)

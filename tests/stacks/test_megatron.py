@@ -1,4 +1,4 @@
-"""Megatron-Core: a tiny GPT from its own specs, with our norms in them, on one process and tensor parallel on two."""
+"""Megatron-Core: a tiny GPT from Megatron's specs with our norms, in one process and tensor parallel in two."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ LENGTH, VOCABULARY = 16, 64
 
 @contextlib.contextmanager
 def cpu_as_the_current_gpu():
-    """Megatron makes some tensors on torch.cuda.current_device(), and forks CUDA's random state for dropout."""
+    """Makes torch.cuda.current_device() the CPU, where Megatron then puts tensors, and removes its forks of CUDA's random
+    state for dropout."""
     tracker = SimpleNamespace(fork=contextlib.nullcontext)
     with (
         mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
@@ -96,7 +97,7 @@ def test_gpt_trains_as_with_megatrons_norms(normalization, op):
     expected = losses(stock)
     with ops_logged() as log:
         got = losses(ours)
-    count = 4 * (2 * 4 + 1)  # steps x (layers x (two norms, and those of q and k), and the last norm)
+    count = 4 * (2 * 4 + 1)  # 4 steps x (2 layers x 4 norms + the last norm); q and k have norms too
     assert norms(log) == {f"{op}_fwd": count, f"{op}_bwd": count}
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
     assert got[-1] < got[0]
@@ -104,7 +105,8 @@ def test_gpt_trains_as_with_megatrons_norms(normalization, op):
 
 
 def gradients_of_norms(size: int) -> dict[str, torch.Tensor]:
-    """By Megatron's own data parallelism, on this many tensor-parallel ranks with sequences sharded at the norms."""
+    """Gradients from Megatron's own data parallelism, on `size` tensor-parallel ranks. More than one rank shard the
+    sequences at the norms."""
     core.parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
     config = config_of(tensor_model_parallel_size=size, sequence_parallel=size > 1)
     model = gpt(config, megatron.with_norms)

@@ -1,9 +1,9 @@
 """torchtitan: its debug model of Llama 3 with our overrides, over gloo on two processes, on each of its SPMD backends.
 
-torchtitan trains on accelerators only. Here its model is built, sharded and run as its trainer does, on CPUs: it is
-told that the CPU is the device, and attends by scaled_dot_product_attention, because its own attention needs a GPU. The
-two processes are tensor parallel, with sequences sharded at the norms. Its FSDP is not tried: it divides gradients in a
-way that gloo does not know.
+torchtitan trains on accelerators only. The tests build, shard and run its model as its trainer does, but on CPUs: they
+tell torchtitan that the CPU is the device. The model attends by scaled_dot_product_attention, because torchtitan's own
+attention needs a GPU. The two processes are tensor parallel, with sequences sharded at the norms. FSDP is not tried,
+because gloo lacks the reduction by which torchtitan's FSDP divides gradients.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if not find_spec("torchtitan"):
 OURS = ["fusednorm.integrations.torchtitan.rms_norm", "fusednorm.integrations.torchtitan.layer_norm"]
 LAYERS, NORMS = 2, 5
 VOCABULARY, LENGTH = 2048, 32
-MESHES: dict[str, object] = {}  # of a process: DTensors of equal meshes do not mix
+MESHES: dict[str, object] = {}  # one for each backend in a process: DTensors of equal meshes do not mix
 
 
 def a_step(backend: str, imports: list[str], *, checkpoints=False, checks=False, compiles=False) -> dict:
     """The loss and the gradients of all norms, after one step of a model with these overrides."""
     with mock.patch.object(torch._utils, "_get_available_device_type", lambda: "cpu"):
-        import torchtitan.tools.utils  # noqa: F401  it asks for the device when imported
+        import torchtitan.tools.utils  # noqa: F401  asks for the device while it is imported
     import spmd_types
     from torchtitan.config.override import apply_overrides
     from torchtitan.distributed import ParallelDims, full_dtensor, utils
@@ -124,7 +124,7 @@ def functions_are_known_to_the_checker(world: World) -> None:
     from spmd_types.checker import typecheck
 
     import fusednorm
-    import fusednorm.integrations.torchtitan  # noqa: F401  registers them
+    import fusednorm.integrations.torchtitan  # noqa: F401  registers the functions
 
     x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(8, requires_grad=True)
     mesh = world.mesh(names=("dp",))

@@ -1,4 +1,4 @@
-"""What the tests of several stacks share: a tiny model of transformers, tokens, and our ops in place on CPU tensors."""
+"""Helpers for the tests of several stacks: a tiny model of transformers, tokens, and our ops on CPU tensors."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["build", "norms", "ops_logged", "tokens"]
 
 @contextlib.contextmanager
 def ops_logged(package: ModuleType = fusednorm) -> Iterator[OpLog]:
-    """Inside, modules and functionals of the package reach its ops on CPU tensors as they do on CUDA tensors, with
-    ATen in place of the kernels; and the ops that run are recorded."""
+    """A context in which the package's modules and functionals call its ops for CPU tensors as for CUDA tensors. ATen
+    does the kernels' work. Yields a log of the ops that run."""
     with package.host.kernel_devices.kernels_on("cpu"), package.force("reference"), OpLog() as log:
         yield log
 
