@@ -141,7 +141,7 @@ def help_text() -> Tensor:
 
 
 def batches(text: Tensor, size: Size, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless (tokens, targets) of random passages, [batch, length] each; the same for the same seed."""
+    """Yields (tokens, targets) of random passages forever, [batch, length] each. Equal seeds give equal passages."""
     generator = torch.Generator().manual_seed(seed)
     offsets = torch.arange(size.length + 1)
     while True:

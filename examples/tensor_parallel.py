@@ -31,7 +31,7 @@ ROWS = Shard(1)  # [batch, length, width] sharded along the text
 
 
 def parallelize(model: LanguageModel, mesh: DeviceMesh) -> LanguageModel:
-    """In place, by the plans of torch.distributed.tensor.parallel."""
+    """Parallelizes `model` in place, by the plans of torch.distributed.tensor.parallel."""
     embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=ROWS)
     plan = {"embed.token": embedding, "norm": SequenceParallel()}
     plan["head"] = ColwiseParallel(input_layouts=ROWS, output_layouts=Replicate())

@@ -27,9 +27,9 @@ NORMS["both"] = NORMS["stock"] | NORMS["ours"]
 
 @dataclass
 class Run:
-    losses: list[float] = field(default_factory=list)  # the mean over all ranks, of each step
+    losses: list[float] = field(default_factory=list)  # of each step, averaged over all ranks
     seconds: list[float] = field(default_factory=list)
-    memory_bytes: int = 0  # this rank's peak: of GPU memory, or of the process if there is no GPU
+    memory_bytes: int = 0  # this rank's peak of GPU memory, or of process memory if there is no GPU
 
 
 def arguments(
@@ -76,8 +76,8 @@ def train_each(
     spread: Callable[[LanguageModel], nn.Module] = as_it_is,
     readers: int = 1,
 ) -> None:
-    """Trains a model on each kind of norms that was asked for, spread over the ranks by `spread`, and reports. The
-    ranks form `readers` groups, and each group reads its own text."""
+    """Trains a model on each kind of norms that `asked` names, and reports. `spread` distributes a model over ranks.
+    The ranks form `readers` groups, and each group reads its own text."""
     runs = {}
     for label, norms in NORMS[asked.norms].items():
         torch.manual_seed(0)
@@ -137,7 +137,7 @@ def peak_memory(device: torch.device) -> int:
 
 def report(runs: dict[str, Run], tokens_in_a_step: int, picture: Path) -> None:
     for label, run in runs.items():
-        seconds = statistics.median(run.seconds[1:] or run.seconds)  # the first compiles
+        seconds = statistics.median(run.seconds[1:] or run.seconds)  # the first step compiles
         last = statistics.mean(run.losses[-10:])
         print(
             f"{label:12} {tokens_in_a_step / seconds:10.0f} tokens/s  {run.memory_bytes / 2**30:6.2f} GiB  "
