@@ -115,7 +115,8 @@ def test_every_ring_leaves_the_reserved_shared_memory_and_fits_its_sm(device, co
         assert plan.rows_per_tile * plan.chunk * dtype.itemsize >= 32 * 16 * plan.num_warps, "16 bytes for each thread"
 
 
-# A sum over n tensors (total=True) has a tile of every tensor in shared memory at once. `most` is the largest such n.
+# A sum over n tensors (total=True) has a tile of every tensor in shared memory at once. `most` is the largest n that
+# fits, up to MAX_TENSORS.
 @pytest.mark.parametrize(
     "device, dtype, most", [(H200, FP32, 54), (H200, FP16, MAX_TENSORS), (RTX_5090, FP32, 22), (RTX_5090, FP16, 45)]
 )

@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "tools": {"__init__", "host", "margin", "modules", "operands", "planner", "problem", "testing"},
     "__main__": {"tools"},
 }
-AT_THE_ROOT = 15  # files at most, because users may name the modules there
+AT_THE_ROOT = 15  # files at most: a listing of the package's folder fits on one screen
 # Modules that import Triton at their top. The others import it inside a function, or never.
 IMPORT_TRITON = {"columns.launch", "host.compilation", "host.launch", "host.launcher"}
 

@@ -20,7 +20,7 @@ from examples.training import CPU_SIZE, GPU_SIZE, make_optimizer
 from fusednorm.integrations import inductor, routing
 
 ROOT = Path(__file__).parents[2]
-ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}  # for each of two processes on one processor
+ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}  # for each of two processes, which share the processor
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py") if "__main__" in path.read_text())
 

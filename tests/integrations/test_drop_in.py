@@ -1,5 +1,5 @@
-"""What works with the stock norms works with ours: on CPU tensors, and on tensors that our kernels take. CPU tensors
-under `kernels_on` stand for the latter."""
+"""What works with the stock norms works with ours, on CPU tensors and on GPU tensors. CPU tensors under `kernels_on`
+stand for GPU tensors."""
 
 from __future__ import annotations
 

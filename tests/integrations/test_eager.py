@@ -253,7 +253,7 @@ def test_backwards_on_autograds_threads_run_our_kernels():
 
 
 class TestSwitch:
-    """The public switch, which installs the override for CPU tensors in these tests."""
+    """The public switch. In these tests it installs the override for CPU tensors."""
 
     @pytest.fixture(autouse=True)
     def for_cpu_tensors(self, monkeypatch):

@@ -46,7 +46,7 @@ def nothing_is_left(monkeypatch):
 
 @pytest.fixture
 def cpu_as_cuda(monkeypatch):
-    """Routes CPU tensors, and gives them the fused RMSNorm that ATen has for CUDA tensors only."""
+    """Routes CPU tensors, and gives them the fused RMSNorm that ATen has for CUDA tensors."""
     monkeypatch.setattr(routing, "DEVICE_TYPES", ("cpu",))
     library = torch.library.Library("aten", "IMPL")
     library.impl("_fused_rms_norm", lambda *args: OPS.rms_norm_fwd(*args), "CPU")
@@ -79,7 +79,7 @@ def test_backwards_of_an_unmodified_model_are_ours_with_their_residual_gradients
     model, op = make_stack(name, depth=2, width=64, heads=4), f"fusednorm.{NORM_OF[name]}_norm_bwd"
     traced = trace(model)
     assert_trains_alike(model, traced, torch.randn(2, 8, 64))
-    # A block has two norms, and each adds the gradient of a skip connection to its dx. The last norm has none to add.
+    # The backward of each of a block's two norms adds the gradient of a skip connection. The last norm has none to add.
     assert len(calls(traced.backward, f"{op}_residual")) == 4 and len(calls(traced.backward, op)) == 1
     assert all(node.args[-2] is not None for node in calls(traced.backward, f"{op}_residual"))
     assert not [node for node in traced.forward.graph.nodes if "fusednorm" in str(node.target)]

@@ -115,7 +115,7 @@ def test_layer_compiles_without_a_graph_break(slot, name, repository, loaded, st
 
 
 def test_kernel_config_takes_the_repository_by_its_path(repository, loaded, monkeypatch):
-    """transformers uses no kernels on CPUs, so this test makes it believe that the model is on a GPU of sm_90."""
+    """transformers accepts no mapping of kernels for CPUs, so the test pretends that the model is on a GPU of sm_90."""
     for module in (transformers.utils.kernel_config, transformers.integrations.hub_kernels):
         monkeypatch.setattr(module, "get_device_type", lambda device=None: "cuda")
     monkeypatch.setattr("kernels.layer.repos._find_capability", lambda: 90)

@@ -34,7 +34,7 @@ LENGTH, VOCABULARY = 16, 64
 
 @contextlib.contextmanager
 def cpu_as_the_current_gpu():
-    """Makes torch.cuda.current_device() the CPU, where Megatron then puts tensors, and removes its forks of CUDA's random
+    """Makes the CPU the current device, where Megatron puts some tensors. Removes Megatron's forks of CUDA's random
     state for dropout."""
     tracker = SimpleNamespace(fork=contextlib.nullcontext)
     with (

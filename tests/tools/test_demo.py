@@ -103,7 +103,7 @@ def test_16_bit_parameters_train_from_float32_copies(text):
     norm = model.final_norm.weight.detach().clone()
     demo.train(model, text, size, 16)
     assert model.final_norm.weight.dtype == torch.bfloat16
-    assert not torch.equal(model.final_norm.weight, norm)  # bfloat16 loses one step of 5e-4 beside 1.0, not 16
+    assert not torch.equal(model.final_norm.weight, norm)  # in bfloat16 1 - 5e-4 is 1, 1 - 16 * 5e-4 is not
 
 
 def test_losses_that_part_are_reported(tmp_path, capsys):
