@@ -1,4 +1,4 @@
-"""Models of transformers with their norms replaced: losses and gradients beside those of the stock model."""
+"""Models of transformers with their norms replaced: losses and gradients are compared with the stock model's."""
 
 from __future__ import annotations
 

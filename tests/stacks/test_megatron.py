@@ -105,8 +105,8 @@ def test_gpt_trains_as_with_megatrons_norms(normalization, op):
 
 
 def gradients_of_norms(size: int) -> dict[str, torch.Tensor]:
-    """Gradients from Megatron's own data parallelism, on `size` tensor-parallel ranks. More than one rank shard the
-    sequences at the norms."""
+    """Gradients from Megatron's own data parallelism, on `size` tensor-parallel ranks. Several ranks shard
+    the sequences at the norms."""
     core.parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
     config = config_of(tensor_model_parallel_size=size, sequence_parallel=size > 1)
     model = gpt(config, megatron.with_norms)
