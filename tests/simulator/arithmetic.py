@@ -64,7 +64,20 @@ def multiply_add(a, b, c):
 
 
 def multiply_wide(a, b, c=0):
-    return np.multiply(a, b, dtype=f"{a.dtype.kind}8") + c
+    return np.multiply(a, b, dtype=f"{a.dtype.kind}{2 * a.itemsize}") + c
+
+
+def permute(a, b, selector):
+    """The prmt instruction: each nibble of the selector names one of the eight bytes of a and b. A nibble with its high
+    bit set gives the sign of that byte in all bits of the result's byte."""
+    bytes_of_both = (b.astype(np.uint64) << np.uint64(32)) | a
+    result = np.zeros_like(a)
+    for at in range(4):
+        nibble = (selector >> np.uint32(4 * at)) & np.uint32(15)
+        byte = (bytes_of_both >> (8 * (nibble & 7)).astype(np.uint64)).astype(np.uint32) & np.uint32(255)
+        byte = np.where(nibble & 8, (byte >> 7) * np.uint32(255), byte)
+        result |= byte << np.uint32(8 * at)
+    return result
 
 
 def flush(x):

@@ -54,6 +54,10 @@ def test_bfloat16_is_rounded_to_nearest_even():
         "mov.b32 %r1, 5; setp.lt.u32 %p1, %r0, 9; @!%p1 mov.b32 %r1, %r0;": lambda n: n if n >= 9 else 5,
         "mov.b32 {%h1, %h2}, %r0; mov.b32 %r1, {%h2, %h1};": lambda n: n << 16,
         "cvt.u16.u32 %h1, %r0; cvt.u32.u16 %r1, %h1;": lambda n: n,
+        "sub.s32 %r2, %r0, 16; cvt.u16.u32 %h1, %r2; mul.wide.s16 %r1, %h1, 3000;": lambda n: 3000 * (n - 16),
+        "cvt.u16.u32 %h1, %r0; mul.wide.u16 %r1, %h1, 60000;": lambda n: 60000 * n,
+        "mov.b32 %r2, 0x11223344; prmt.b32 %r1, %r0, %r2, 0x7601U;": lambda n: 0x11220000 | (n << 8),
+        "mov.b32 %r2, 0x11F23344; prmt.b32 %r1, %r2, 0, 0xA980U;": lambda n: 0xFF000044 - (1 << 32),
         "shfl.sync.bfly.b32 %r1, %r0, 5, 31, -1;": lambda n: n ^ 5,
         "shfl.sync.down.b32 %r1, %r0, 3, 31, -1;": lambda n: n + 3 if n < 29 else n,
         "shfl.sync.idx.b32 %r1, %r0, 2, 6175, -1;": lambda n: (n & 24) | 2,  # segments of 8
