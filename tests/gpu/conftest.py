@@ -1,8 +1,9 @@
-"""Before the first GPU test, worker processes compile the kernels of all collected cases in parallel: one process would
+"""Before the first GPU test, the kernels of all collected cases are compiled in parallel, because one process would
 take minutes."""
 
 from __future__ import annotations
 
+import os
 import warnings
 from concurrent.futures import wait
 
@@ -15,15 +16,19 @@ from fusednorm.host import gpus
 
 @pytest.fixture(scope="session", autouse=True)
 def kernels_are_compiled_in_parallel(request):
-    """Fills Triton's on-disk cache for all tests with a parameter `case` (and perhaps `mask`, `layout`, `variant`)."""
+    """Fills Triton's on-disk cache for all tests with a parameter `case` (and perhaps `mask`, `layout`, `variant`), by
+    worker processes. Where xdist runs several processes already, each of them compiles its share."""
     if not torch.cuda.is_available():
         return
     parameters = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    jobs = {
+    jobs = dict.fromkeys(
         (p["case"], p.get("mask", ALL_OUTPUTS), p.get("layout"), p.get("variant")) for p in parameters if "case" in p
-    }
+    )
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    jobs = list(jobs)[number::processes]
     device = gpus.spec_of(torch.device("cuda", torch.cuda.current_device()))
-    with worker_processes() as pool:
+    with worker_processes(1 if processes > 1 else None) as pool:
         futures = [pool.submit(compile_case, case, device, *how) for case, *how in jobs]
         wait(futures)
     failures = [future.exception() for future in futures if future.exception()]
