@@ -168,10 +168,10 @@ def _failure(combination: Combination, world: World) -> str:
 
 
 def run_by_torchrun(combinations: list[Combination]) -> None:
-    """The main program of a FILE that `torchrun --nproc-per-node 2 FILE` starts in each process.
+    """The main program of a FILE that `torchrun --nproc-per-node 2 FILE [NAME ...]` starts in each process.
 
-    Runs every combination for this number of processes, on GPUs, or on CPUs without CUDA. Prints a line for each, and
-    exits with 1 at the first that fails.
+    Runs every combination for this number of processes, or those that are named, on GPUs, or on CPUs without CUDA.
+    Prints a line for each, and exits with 1 at the first that fails.
     """
     cuda, local = torch.cuda.is_available(), int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
@@ -184,7 +184,7 @@ def run_by_torchrun(combinations: list[Combination]) -> None:
     folder = [tempfile.mkdtemp(prefix="world-")]  # all processes are on one host
     dist.broadcast_object_list(folder)
     for each in combinations:
-        if size in each.sizes:
+        if size in each.sizes and each.name in (sys.argv[1:] or [each.name]):
             failure = _failure(each, World(rank, size, device, Path(folder[0])))
             print(f"rank {rank}: {each.name}: {failure or 'passed'}", flush=True)
             if failure:
