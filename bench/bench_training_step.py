@@ -78,12 +78,15 @@ class Variant:
         with self.around():
             torch.cuda.synchronize()
             begin.record()
-            for x, target in batches:
-                loss = self.step(x, target)
+            loss = self.steps(batches)
             end.record()
             torch.cuda.synchronize()
         self.milliseconds.append(begin.elapsed_time(end) / len(batches))
         self.loss = loss.item()
+
+    def steps(self, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Returns the last step's loss."""
+        return [self.step(x, target) for x, target in batches][-1]
 
     def step(self, x: Tensor, target: Tensor) -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()
@@ -126,22 +129,39 @@ def make_variants(name: str, size: Size, ways: Sequence[str]) -> list[Variant]:
 
 def train(variants: list[Variant], size: Size, steps: int, rounds: int, seconds: float) -> None:
     """Warm up, then run `rounds` turns of each variant, fewer if `seconds` are over."""
-    torch.manual_seed(1)
-    shape = (size.batch, size.length, size.width)
-    pairs = [tuple(torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2)) for _ in range(2)]
-    for variant in variants:
-        for step in range(WARMUP_STEPS):
-            variant.turn([pairs[step % 2]])
-        variant.early_loss = variant.loss
-        variant.milliseconds.clear()
+    pairs = make_pairs(size, "cuda")
+    warm_up(variants, pairs)
     orders, end = random.Random(0), time.monotonic() + seconds
     for number in range(rounds):
         if number and time.monotonic() > end:
             print(f"Stopped after {number} of {rounds} rounds: the time is over.")
             break
-        batches = [pairs[(number * steps + step) % 2] for step in range(steps)]
-        for variant in orders.sample(variants, len(variants)):
-            variant.turn(batches)
+        run_round(variants, pairs, steps, number, orders)
+
+
+def make_pairs(size: Size, device: torch.device | str, rank: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """Two batches of random inputs and targets, others on every rank."""
+    torch.manual_seed(1 + rank)
+    shape = (size.batch, size.length, size.width)
+    x, target, x2, target2 = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(4))
+    return [(x, target), (x2, target2)]
+
+
+def warm_up(variants: list[Variant], pairs: list[tuple[Tensor, Tensor]]) -> None:
+    for variant in variants:
+        for step in range(WARMUP_STEPS):
+            variant.turn([pairs[step % 2]])
+        variant.early_loss = variant.loss
+        variant.milliseconds.clear()
+
+
+def run_round(
+    variants: list[Variant], pairs: list[tuple[Tensor, Tensor]], steps: int, number: int, orders: random.Random
+) -> None:
+    """A turn of each variant, in a new order."""
+    batches = [pairs[(number * steps + step) % 2] for step in range(steps)]
+    for variant in orders.sample(variants, len(variants)):
+        variant.turn(batches)
 
 
 def records_of(name: str, size: Size, steps: int, variants: list[Variant], machine: dict) -> Iterator[dict]:
