@@ -14,12 +14,12 @@ ROOT = Path(__file__).parents[2]
 SMALL = ["--dry-run", "--shapes", "16x64", "--norms", "layer", "--rounds", "2", "--megabytes", "1"]
 FIELDS = {
     "date", "gpu", "torch", "norm", "rows", "cols", "x_dtype", "candidate", "mode", "company", "held_sms", "sm_margin",
-    "calls", "median_us", "p10_us", "p90_us", "rounds",
+    "calls", "outlasted", "median_us", "p10_us", "p90_us", "rounds",
 }  # fmt: skip
 
 
 def records_in(folder: Path) -> list[dict]:
-    (path,) = folder.glob("*/beside.jsonl")
+    (path,) = folder.glob("*/beside*.jsonl")
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -40,7 +40,8 @@ def test_two_ranks_write_one_record_of_each_time(tmp_path):
     records = records_in(tmp_path)
     assert {record["company"] for record in records} == {"alone", "all_gather", "reduce_scatter"}
     assert {record["sm_margin"] for record in records if record["candidate"] == "fusednorm"} == {0, 16}
-    assert all(record["calls"] == 4 for record in records if record["company"] != "alone")
+    assert all(record["calls"] == 4 and 0 <= record["outlasted"] <= record["rounds"] for record in records)
+    assert all(record["outlasted"] == record["rounds"] for record in records if record["company"] == "alone")
 
 
 def test_without_a_gpu_it_says_how_to_go_the_same_way(capsys):
