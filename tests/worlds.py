@@ -179,14 +179,17 @@ def run_by_torchrun(combinations: list[Combination]) -> None:
         torch.cuda.set_device(device)
     else:
         interpreter.enable_interpreter()
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    seconds = datetime.timedelta(seconds=PATIENCE_SECONDS)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=seconds)
     rank, size = dist.get_rank(), dist.get_world_size()
     folder = [tempfile.mkdtemp(prefix="world-")]  # all processes are on one host
     dist.broadcast_object_list(folder)
     for each in combinations:
         if size in each.sizes and each.name in (sys.argv[1:] or [each.name]):
+            began = time.perf_counter()
             failure = _failure(each, World(rank, size, device, Path(folder[0])))
-            print(f"rank {rank}: {each.name}: {failure or 'passed'}", flush=True)
+            took = f"{time.perf_counter() - began:.1f} s"
+            print(f"rank {rank}: {each.name}: {failure or 'passed'}, {took}", flush=True)
             if failure:
                 os._exit(1)
     dist.barrier()

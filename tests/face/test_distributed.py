@@ -1,8 +1,10 @@
-"""Runs the combinations of sharded_ops.py and sharded_models.py in worlds of two and of four processes, over gloo.
+"""Runs the combinations of sharded_ops.py, sharded_models.py and long_runs.py in worlds of two and of four processes,
+over gloo.
 
     PYTHONPATH=.:tests torchrun --nproc-per-node 2 tests/face/test_distributed.py
 
-runs them on two GPUs over NCCL, or on CPUs over gloo with TRITON_INTERPRET=1.
+runs those of the first two on two GPUs over NCCL, or on CPUs over gloo with TRITON_INTERPRET=1. The long runs have a
+command of their own.
 
 Only the run on GPUs tests our kernels beside NCCL's on streams, attention in context_parallel_shards, and offload from
 GPU to CPU memory. No run tests what torch 2.13 cannot do with stock norms: see compiled_blocks in sharded_models.py.
@@ -15,13 +17,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import long_runs
 import pytest
 import sharded_models
 import sharded_ops
 from worlds import run_all, run_by_torchrun
 
 ROOT = Path(__file__).parents[2]
-COMBINATIONS = sharded_ops.COMBINATIONS + sharded_models.COMBINATIONS
+SHORT = sharded_ops.COMBINATIONS + sharded_models.COMBINATIONS
+COMBINATIONS = SHORT + long_runs.COMBINATIONS
 
 
 @pytest.fixture(scope="module")
@@ -83,4 +87,4 @@ else:
 
 
 if __name__ == "__main__":
-    sys.exit(run_by_torchrun(COMBINATIONS))
+    sys.exit(run_by_torchrun(SHORT))
