@@ -215,7 +215,9 @@ def context_parallel_shards(world: World) -> None:
     """
     on_cuda, width, mesh = world.device.type == "cuda", SIZE.width, world.mesh()
     dtype, tolerance = (torch.float32, 1e-4) if on_cuda else (FP64, 1e-9)
-    x = torch.randn(2, 4 * world.size, width, generator=torch.Generator().manual_seed(1), dtype=FP64).to(world.device)
+    of_rank = 64 if on_cuda else 4  # this attention takes blocks of 32 rows, and each rank has two parts of the text
+    shape = 2, of_rank * world.size, width
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=FP64).to(world.device)
     for name in KINDS:
         models = []
         for norms, of in ((STOCK, FP64), (OURS, dtype)):
@@ -229,7 +231,7 @@ def context_parallel_shards(world: World) -> None:
         rows = x.to(dtype, copy=True)
         with ops_run(world), Log() as log, sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
             with context_parallel(mesh, buffers=[rows], buffer_seq_dims=[1]):
-                assert rows.shape[1] == 4
+                assert rows.shape[1] == of_rank
                 ours(rows).square().mean().backward()
         assert_ours_ran(log, name, 2, 2)
         for mine, theirs in zip(ours.parameters(), whole.parameters(), strict=True):
