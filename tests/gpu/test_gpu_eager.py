@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from calls import assert_same_bits
+from calls import assert_same_bits, captured, no_waiting, overwrite
 from cases import BF16, FP16, FP32, FP64, NORMS, lay_out, make_case
 from eager import OPS, STOCK, OnEveryDevice, norms, stock_call, watched_kernels
 from torch import nn
@@ -131,19 +131,10 @@ def test_raw_ops_return_shapes_strides_and_dtypes_of_atens_kernels(dtype, shape,
 @pytest.mark.parametrize("case", [make_case("layer", (1031, 1024)), make_case("rms", (4099, 4096))], ids=str)
 def test_cuda_graphs_capture_ours_and_replay_on_new_inputs(case):
     inputs, fresh = make_inputs(case, "cuda"), make_inputs(case, "cuda", seed=1)
-    stream = torch.cuda.Stream()
     with watched() as calls:
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            stock_call(case, inputs)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outputs = stock_call(case, inputs)
+        graph, outputs = captured(lambda: stock_call(case, inputs))
     assert calls.taken == 2 * OPS[case.norm]
-    for name in ("x", "grad_out", "weight", "bias"):
-        if getattr(inputs, name) is not None:
-            getattr(inputs, name).copy_(getattr(fresh, name))
+    overwrite(inputs, fresh)
     graph.replay()
     assert_outputs_close(outputs, case, fresh)
 
@@ -154,12 +145,8 @@ def test_calls_do_not_wait_for_the_gpu(case):
     with watched() as calls:
         stock_call(case, inputs)
         torch.cuda.synchronize()
-        before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting():
             stock_call(case, inputs)
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
     assert len(calls.taken) == 4
 
 
