@@ -19,10 +19,10 @@ from fusednorm.planner import budget
 from fusednorm.planner.device import DeviceSpec
 from fusednorm.planner.heuristics import choices, outcome
 from fusednorm.planner.norm_problem import NormProblem
-from fusednorm.planner.plan import VARIANTS, ColumnRingPlan, Plan, ReferencePlan, RingPlan
+from fusednorm.planner.plan import VARIANTS, ColumnRingPlan, Plan, ReferencePlan, RingPlan, WarpSpecializedPlan
 
 MANY_ROWS = 1 << 20
-ROW_PASSES = {"forward_by_column_tiles", "backward_row_means"}
+ROW_PASSES = {"forward_by_column_tiles", "backward_row_means"}  # their grids do not depend on the CTAs of an SM
 
 
 def plans_of(problem: NormProblem, device: DeviceSpec) -> Iterator[Plan]:
@@ -55,9 +55,11 @@ def complaints(problem: NormProblem, plan: Plan, device: DeviceSpec) -> list[str
         launches = prepare(meta_call(problem), plan)[0]
     for each in launches:
         name = each.kernel.__name__
+        used = compilation.resources(each, device.arch)
+        if used.stack_bytes:
+            found.append(f"{name} spills {used.stack_bytes} bytes a thread")
         if name == "finalize":
             continue
-        used = compilation.resources(each, device.arch)
         bound = budget.shared_bytes_by(triton_release(), plan, problem)
         if isinstance(plan, RingPlan):
             bound -= budget.static_bytes(plan)  # static shared memory is not in the compiler's sum
@@ -65,11 +67,24 @@ def complaints(problem: NormProblem, plan: Plan, device: DeviceSpec) -> list[str
             found.append(f"{name} takes {used.shared_bytes} bytes of shared memory, expected at most {bound}")
         elif used.shared_bytes < bound and isinstance(plan, (RingPlan, ColumnRingPlan)):
             found.append(f"{name} takes {used.shared_bytes} bytes of shared memory, expected {bound}")
-        if used.stack_bytes:
-            found.append(f"{name} spills {used.stack_bytes} bytes a thread")
-        if used.registers > budget.max_registers(plan):
-            found.append(f"{name} takes {used.registers} registers, expected at most {budget.max_registers(plan)}")
+        specialized = isinstance(plan, WarpSpecializedPlan)
+        limit = budget.entry_registers(plan) if specialized else budget.max_registers(plan)
+        if used.registers > limit:
+            found.append(f"{name} takes {used.registers} registers, expected at most {limit}")
+        if name not in ROW_PASSES and not fit_an_sm(plan, used, device):
+            found.append(f"{plan.ctas_per_sm} CTAs of {name} with {used} do not fit an SM")
     return found
+
+
+def fit_an_sm(plan: Plan, used, device: DeviceSpec) -> bool:
+    """Whether an SM has the registers and shared memory of as many CTAs as planned."""
+    threads = 32 * plan.num_warps
+    if isinstance(plan, WarpSpecializedPlan):
+        threads = threads * plan.num_groups + 32 * budget.PRODUCER_WARPS
+    registers = threads * (-(-used.registers // 8) * 8)
+    shared_bytes = used.shared_bytes + budget.RESERVED_SMEM_BYTES
+    enough_registers = plan.ctas_per_sm * registers <= device.registers_per_sm
+    return enough_registers and plan.ctas_per_sm * shared_bytes <= device.smem_per_sm_bytes
 
 
 def check(problem: NormProblem, arch: int) -> list[str]:

@@ -25,8 +25,8 @@ from .plan import (
     WarpSpecializedPlan,
     num_copies,
 )
-from .preference import RING_STAGES, may_have_few_warps, multiwave_rank, ring_rank, warps_per_sm
-from .tile_share import FORWARD_STREAMS_OF_ONE_ROW, bytes_per_element
+from .preference import RING_STAGES, is_sound, may_have_few_warps, multiwave_rank, ring_rank, warps_per_sm
+from .tile_share import FORWARD_STREAMS_OF_ONE_ROW, bytes_per_element, exceeds_thread_tile
 
 WARPS = (4, 8, 16)
 MAX_CHUNKS = 8  # a longer unrolled row loop outgrows the instruction cache
@@ -147,8 +147,19 @@ def as_published(plan: WarpSpecializedPlan, problem: NormProblem, device: Device
 
 
 def best_ring(plans: Iterator[RingPlan], problem: NormProblem, device: DeviceSpec) -> RingPlan | None:
-    ranked = sorted(plans, key=lambda plan: ring_rank(plan, problem, device), reverse=True)
-    return next((plan for plan in ranked if budget.fits_shared_memory(plan, problem, device)), None)
+    """The plan of the highest rank that fits shared memory; None if no plan fits.
+
+    To rank a plan takes long, and most plans lack one of the first two fields of RingRank. They are ranked only if no
+    plan that has both fits.
+    """
+    plans = list(plans)
+    usual = [plan for plan in plans if not exceeds_thread_tile(plan, problem) and is_sound(plan, problem, device)]
+    for some in (usual, plans):
+        ranked = sorted(some, key=lambda plan: ring_rank(plan, problem, device), reverse=True)
+        for plan in ranked:
+            if budget.fits_shared_memory(plan, problem, device):
+                return plan
+    return None
 
 
 def pipelined_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[PipelinedPlan]:

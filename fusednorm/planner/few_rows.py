@@ -36,13 +36,14 @@ from .plan import (
     least_rows_of_cta,
     rows_at_once,
 )
-from .preference import ELEMENTS_OF_ONE_TILE, TOLERATED_PADDING, WARPS_OF_ONE_CHUNK, WHOLE_COLUMNS, distance, ring_rank
+from .preference import ELEMENTS_OF_ONE_TILE, TOLERATED_PADDING, WARPS_OF_ONE_CHUNK, WHOLE_COLUMNS, distance, is_sound
 from .tile_share import (
     FORWARD_STREAMS_OF_ONE_ROW,
     MANY_COLUMNS,
     MAX_COLUMNS_PER_THREAD,
     ONE_TILE_COLUMNS,
     bytes_per_element,
+    exceeds_thread_tile,
 )
 
 # --- Backward ---
@@ -186,7 +187,7 @@ def _best_ring_with(wanted: dict, problem: NormProblem, device: DeviceSpec) -> P
     """The best ring whose fields have these values; None if its stages or registers do not suffice."""
     plans = (plan for plan in pipelined_plans(problem, device) if wanted.items() <= vars(plan).items())
     plan = best_ring(plans, problem, device)
-    return plan if plan and ring_rank(plan, problem, device).is_sound else None
+    return plan if plan and is_sound(plan, problem, device) else None
 
 
 def _for_tiles(tiles: int, plan: MultiWavePlan | PipelinedPlan | None, device: DeviceSpec) -> Replacement:
@@ -240,7 +241,7 @@ def _one_large_cta(problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | 
     """Ring with one CTA per SM, which leaves fewer partials; None if that is slower."""
     wanted = {"cluster": 1, "ctas_per_sm": 1, "num_warps": LARGE_CTA_WARPS, "num_stages": 2}
     plan = _best_ring_with(wanted, problem, device)
-    if plan is None or not ring_rank(plan, problem, device).fits_threads:
+    if plan is None or exceeds_thread_tile(plan, problem):
         return None
     slower = (
         plan.rows_per_tile > MAX_ROWS_OF_LARGE_CTA
@@ -260,7 +261,7 @@ def _ring_over_two_ctas(plan: MultiWavePlan, problem: NormProblem, device: Devic
     if not pays or (short_pieces and problem.norm == "rms") or broken_rule("pipelined", problem, 1, device):
         return None
     ring = _best_ring_with({"cluster": 2}, problem, device)
-    return ring if ring and ring_rank(ring, problem, device).fits_threads else None
+    return ring if ring and not exceeds_thread_tile(ring, problem) else None
 
 
 def _two_ctas(plan: PipelinedPlan, device: DeviceSpec) -> PipelinedPlan | None:

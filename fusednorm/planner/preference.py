@@ -182,14 +182,19 @@ class RingRank(NamedTuple):
     chunks_per_copy: int
 
 
+def is_sound(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> bool:
+    """True if a ring has stages enough to copy while it works, and registers enough not to spill."""
+    one_tile = isinstance(plan, PipelinedPlan) and has_one_tile(problem)
+    return (plan.num_stages > 1 or one_tile) and budget.registers(plan, problem, device) <= plan.max_registers
+
+
 def ring_rank(plan: RingPlan, problem: NormProblem, device: DeviceSpec) -> RingRank:
     forward, columns = problem.direction == "forward", columns_per_thread(plan)
     rows = rows_per_thread(plan)
     padded = padded_columns(plan) / problem.cols
-    one_tile = isinstance(plan, PipelinedPlan) and has_one_tile(problem)
-    # Positional, because this runs thousands of times per problem.
+    # Positional, because this runs hundreds of times per problem.
     return RingRank(
-        (plan.num_stages > 1 or one_tile) and budget.registers(plan, problem, device) <= plan.max_registers,
+        is_sound(plan, problem, device),
         not exceeds_thread_tile(plan, problem),
         -max(TOLERATED_COPIES, num_copies(plan)),
         -_padding(plan, problem, TOLERATED_PADDING_FOR_FEW_WARPS),

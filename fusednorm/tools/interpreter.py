@@ -19,6 +19,7 @@ def enable_interpreter() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     _round_to_bfloat16()
     _accept_arrays_as_loop_bounds()
+    _replace_functions_once_per_launch()
 
 
 def _round_to_bfloat16() -> None:
@@ -57,3 +58,26 @@ def _accept_arrays_as_loop_bounds() -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch_tensor_and_index
+
+
+def _replace_functions_once_per_launch() -> None:
+    """Replace the functions of triton.language once per launch and module. The interpreter does it again in each call
+    of a device function, which takes as long as the calls themselves."""
+    from triton.runtime import interpreter
+
+    if not hasattr(interpreter, "GridExecutor") or not hasattr(interpreter, "_patch_lang"):
+        return  # other internals, which may need no help
+    launch, patch_lang, patched = interpreter.GridExecutor.__call__, interpreter._patch_lang, set()
+
+    def launch_anew(self, *args, **kwargs):
+        patched.clear()
+        return launch(self, *args, **kwargs)
+
+    def patch_lang_once(function):
+        module = id(function.__globals__)
+        if module not in patched:
+            patched.add(module)
+            return patch_lang(function)
+
+    interpreter.GridExecutor.__call__ = launch_anew
+    interpreter._patch_lang = patch_lang_once

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
 import torch
 from cases import guarded_buffers
@@ -47,3 +51,34 @@ def skip_unless_memory(gib: float) -> None:
     free = torch.cuda.mem_get_info()[0] / GIB
     if free < gib:
         pytest.skip(f"needs {gib:.0f} GiB of GPU memory, {free:.0f} are free")
+
+
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    """Inside, a call that waits for the GPU raises."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def captured(function: Callable) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A CUDA graph of what the function launches, and what it returned. A first call has built the kernels before."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = function()
+    return graph, outputs
+
+
+def overwrite(inputs: Inputs, fresh: Inputs) -> None:
+    """Copies x, the gradient and the parameters from `fresh`."""
+    for name in ("x", "grad_out", "weight", "bias"):
+        if getattr(inputs, name) is not None:
+            getattr(inputs, name).copy_(getattr(fresh, name))

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from calls import skip_unless_memory
+from calls import captured, no_waiting, skip_unless_memory
 from cases import BF16, FP16, FP32, FP64, guarded_buffers
 from column_sums import Sums, assert_sums_close
 
@@ -231,25 +231,14 @@ def test_kernels_run_on_the_current_stream(sums):
 def test_calls_do_not_wait_for_the_gpu(sums):
     inputs = sums.inputs("cuda")
     fusednorm.column_sum(inputs, total=sums.total)
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         fusednorm.column_sum(inputs, total=sums.total)
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 @pytest.mark.parametrize("sums", SEVERAL_PLANS, ids=str)
 def test_cuda_graphs_replay_on_new_inputs_into_poisoned_outputs(sums):
     inputs = sums.inputs("cuda")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        fusednorm.column_sum(inputs, total=sums.total)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = fusednorm.column_sum(inputs, total=sums.total)
+    graph, outputs = captured(lambda: fusednorm.column_sum(inputs, total=sums.total))
     for seed in (1, 2, 3):
         for x, new in zip(inputs, sums.inputs("cuda", seed), strict=True):
             x.copy_(new)

@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from calls import assert_same_bits, run
+from calls import assert_same_bits, captured, no_waiting, overwrite, run
 from cases import BF16, FP32, make_case
 
 from fusednorm.host import gpus, launch
@@ -117,28 +117,15 @@ def test_kernels_run_on_the_current_stream(case):
 def test_calls_do_not_wait_for_the_gpu(case):
     inputs = make_inputs(case, "cuda")
     fused(case, inputs)
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         fused(case, inputs)
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 @pytest.mark.parametrize("case", SEVERAL_PLANS, ids=str)
 def test_cuda_graphs_replay_on_new_inputs(case):
     inputs, fresh = make_inputs(case, "cuda"), make_inputs(case, "cuda", seed=1)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        fused(case, inputs)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = fused(case, inputs)
-    for name in ("x", "grad_out", "weight", "bias"):
-        if getattr(inputs, name) is not None:
-            getattr(inputs, name).copy_(getattr(fresh, name))
+    graph, outputs = captured(lambda: fused(case, inputs))
+    overwrite(inputs, fresh)
     graph.replay()
     assert_outputs_close(outputs, case, fresh)
 

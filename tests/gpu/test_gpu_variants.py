@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from calls import assert_same_bits, run, run_backward
+from calls import assert_same_bits, overwrite, run, run_backward
 from cases import BF16, FP16, FP32, guarded_buffers, make_case, rotate
 
 import fusednorm
@@ -184,8 +184,7 @@ def test_graph_replays_follow_their_inputs_under_a_forced_variant(variant):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             outputs = fused(case, inputs)
-        for name in ("x", "grad_out", "weight", "bias"):
-            getattr(inputs, name).copy_(getattr(fresh, name))
+        overwrite(inputs, fresh)
         for name in ("y", "mean", "rstd", "dx", "dweight", "dbias"):
             getattr(outputs, name).fill_(float("nan"))
         graph.replay()

@@ -1,4 +1,4 @@
-"""The planner's budgets of shared memory and registers, compared with the compiler. No GPU is needed."""
+"""Every kernel compiles for every architecture, without spills and within its plan's budgets. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from planning import ARCHITECTURES, given, make_problem
 
 from fusednorm.planner import budget
 from fusednorm.planner.device import A100, B200, H200, KNOWN
-from fusednorm.planner.plan import MultiWavePlan, PipelinedPlan, WarpSpecializedPlan
+from fusednorm.planner.plan import ColumnTilePlan, MultiWavePlan, PipelinedPlan, WarpSpecializedPlan
 
 # Widths, dtypes and masks that have caused trouble. Each problem is compiled for one architecture, in turn; the command
 # `make budgets` tries thousands.
@@ -40,6 +40,12 @@ SAMPLE = [
     make_problem("rms", 2048),
     make_problem("layer", 36864),
     make_problem("layer", 8448),
+    make_problem("rms", 8192, weight="none"),
+    make_problem("layer", 1, "fp32", grad="bf16"),
+    make_problem("layer", 768, weight="fp32", wants_db=False),
+    make_problem("layer", 1600, "fp64", "bf16", grad="fp16"),
+    make_problem("rms", 262144, "fp64"),
+    make_problem("layer", 3072, "fp32", "bf16"),
 ]
 SPILLED = [  # these plans once spilled 8 to 40 bytes a thread on sm_90 or sm_100
     make_problem("layer", 392, direction="forward"),
@@ -54,10 +60,18 @@ FORWARD = [
     make_problem("layer", 576, "fp32", direction="forward"),
     make_problem("layer", 16384, direction="forward", weight="fp32"),
     make_problem("rms", 29, direction="forward"),
+    make_problem("layer", 1, "fp32", direction="forward"),
+    make_problem("rms", 262144, "fp64", direction="forward"),
+    make_problem("layer", 5120, "fp16", "fp32", direction="forward"),
+    make_problem("layer", 1600, "fp64", "bf16", direction="forward"),
+    make_problem("rms", 12288, "fp32", weight="none", direction="forward"),
 ]
+DIRECTIONS = ("forward", "backward")
+WIDE = [make_problem("layer", 65535, weight="fp32", direction=each) for each in DIRECTIONS]  # column tiles, no rings
 JOBS = [
     *((arch, problem) for turn, arch in enumerate(ARCHITECTURES) for problem in SAMPLE[turn :: len(ARCHITECTURES)]),
-    *zip(ARCHITECTURES, FORWARD, strict=True),
+    *zip([*ARCHITECTURES] * 2, FORWARD, strict=True),
+    *((arch, problem) for arch in ARCHITECTURES for problem in WIDE),
     *((arch, problem) for arch in (90, 100) for problem in SPILLED),
     (90, make_problem("layer", 4096, "fp32")),
     (90, make_problem("rms", 7680, grad="fp32")),
@@ -98,9 +112,11 @@ def test_compiler_needs_no_more_than_the_budget_says_and_rings_exactly_their_sha
 
 def test_sample_holds_every_variant_that_an_architecture_has():
     for arch, device in ARCHITECTURES.items():
-        of_arch = {type(plan) for a, problem in JOBS if a == arch for plan in plans_of(problem, device)}
+        jobs = [(problem, plan) for a, problem in JOBS if a == arch for plan in plans_of(problem, device)]
         rings = {PipelinedPlan, WarpSpecializedPlan} if arch >= 90 else set()
-        assert of_arch >= {MultiWavePlan} | rings
+        for direction in DIRECTIONS:
+            plans = {type(plan) for problem, plan in jobs if problem.direction == direction}
+            assert plans >= {MultiWavePlan, ColumnTilePlan} | rings
 
 
 def test_a_stage_costs_its_tiles_and_nothing_else_grows():

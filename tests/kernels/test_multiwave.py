@@ -34,7 +34,7 @@ from fusednorm.operands import BackwardOperands, ForwardOperands
 from fusednorm.planner import heuristics
 from fusednorm.planner.device import A100
 from fusednorm.planner.plan import ColumnTilePlan, MultiWavePlan, num_ctas
-from fusednorm.problem import check_backward, check_forward
+from fusednorm.problem import BackwardCall, ForwardCall, check_backward, check_forward
 from fusednorm.testing import Case, Inputs, Outputs, assert_outputs_close, make_inputs
 
 # It has few SMs, so that a CTA walks over several row tiles of a small tensor. On arch 80 the planner chooses no Gluon
@@ -49,34 +49,36 @@ def plans_for_a_small_gpu(monkeypatch):
     monkeypatch.setattr(gpus, "spec_of", lambda device: SMALL_GPU)
 
 
-def run_forward(case: Case, inputs: Inputs, plan=None):
-    from fusednorm.host import launch
+def forward_call(case: Case, inputs: Inputs, **options) -> ForwardCall:
+    shape = case.normalized_shape
+    return check_forward(ForwardOperands(case.norm, inputs.x, shape, inputs.weight, inputs.bias, case.eps, **options))
 
-    call = check_forward(
-        ForwardOperands(case.norm, inputs.x, case.normalized_shape, inputs.weight, inputs.bias, case.eps)
-    )
+
+def backward_call(case: Case, inputs: Inputs, mean, rstd, mask=ALL_OUTPUTS) -> BackwardCall:
+    operands = inputs.grad_out, inputs.x, case.normalized_shape, mean, rstd, inputs.weight, inputs.bias, mask
+    return check_backward(BackwardOperands(case.norm, *operands))
+
+
+def launched(prepare, call, plan):
+    """The outputs of a call, once its kernels have run."""
     with guarded_buffers() as buffers:
-        launches, outputs = launch.prepare_forward(call, plan)[:2]
+        launches, outputs = prepare(call, plan)[:2]
         assert len(buffers) >= len([output for output in outputs if output is not None])
         for each in launches:
             each.run()
     return outputs
+
+
+def run_forward(case: Case, inputs: Inputs, plan=None):
+    from fusednorm.host import launch
+
+    return launched(launch.prepare_forward, forward_call(case, inputs), plan)
 
 
 def run_backward(case: Case, inputs: Inputs, mean, rstd, plan=None, mask=ALL_OUTPUTS):
     from fusednorm.host import launch
 
-    call = check_backward(
-        BackwardOperands(
-            case.norm, inputs.grad_out, inputs.x, case.normalized_shape, mean, rstd, inputs.weight, inputs.bias, mask
-        )
-    )
-    with guarded_buffers() as buffers:
-        launches, outputs = launch.prepare_backward(call, plan)[:2]
-        assert len(buffers) >= len([output for output in outputs if output is not None])
-        for each in launches:
-            each.run()
-    return outputs
+    return launched(launch.prepare_backward, backward_call(case, inputs, mean, rstd, mask), plan)
 
 
 def run(case: Case, inputs: Inputs, forward_plan=None, backward_plan=None) -> Outputs:
@@ -85,25 +87,10 @@ def run(case: Case, inputs: Inputs, forward_plan=None, backward_plan=None) -> Ou
 
 
 def planned(case: Case, inputs: Inputs) -> list:
-    forward = check_forward(
-        ForwardOperands(case.norm, inputs.x, case.normalized_shape, inputs.weight, inputs.bias, case.eps)
-    )
     rstd = torch.ones(case.rows)
     mean = rstd if case.norm == "layer" else None
-    backward = check_backward(
-        BackwardOperands(
-            case.norm,
-            inputs.grad_out,
-            inputs.x,
-            case.normalized_shape,
-            mean,
-            rstd,
-            inputs.weight,
-            inputs.bias,
-            ALL_OUTPUTS,
-        )
-    )
-    return [heuristics.choose(call.problem, call.rows, SMALL_GPU) for call in (forward, backward)]
+    calls = forward_call(case, inputs), backward_call(case, inputs, mean, rstd)
+    return [heuristics.choose(call.problem, call.rows, SMALL_GPU) for call in calls]
 
 
 SHAPES = [  # rows, cols
@@ -148,19 +135,6 @@ TILES = [  # rows_per_tile, chunk, num_chunks, cols
     (64, 2, 1, 2),
     (4, 1, 1, 1),
 ]
-
-
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("rows", [1, 17])
-@pytest.mark.parametrize("tile", TILES, ids=str)
-def test_every_row_tile_shape_serves_ragged_rows_and_columns(norm, tile, rows):
-    *tile, cols = tile
-    plan = MultiWavePlan(*tile, num_warps=4, ctas_per_sm=2, max_registers=128)
-    case = make_case(norm, (rows, cols), SAME_DTYPES[(rows + cols) % 4])
-    inputs = make_inputs(case)
-    assert_outputs_close(run(case, inputs, plan, plan), case, inputs)
-
-
 COLUMN_TILES = [  # rows_per_tile, chunk, row_pass_chunk, cols
     (1, 16, 32, 50),
     (4, 16, 16, 16),
@@ -168,14 +142,14 @@ COLUMN_TILES = [  # rows_per_tile, chunk, row_pass_chunk, cols
     (8, 64, 128, 200),
     (1, 16, 64, 1),
 ]
+TILED = [(MultiWavePlan(*tile, num_warps=4, ctas_per_sm=2, max_registers=128), cols) for *tile, cols in TILES]
+TILED += [(ColumnTilePlan(rows, chunk, 4, 2, of_pass, 8), cols) for rows, chunk, of_pass, cols in COLUMN_TILES]
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("rows", [1, 13])
-@pytest.mark.parametrize("tile", COLUMN_TILES, ids=str)
-def test_every_column_tile_shape_serves_ragged_rows_and_columns(norm, tile, rows):
-    rows_per_tile, chunk, row_pass_chunk, cols = tile
-    plan = ColumnTilePlan(rows_per_tile, chunk, 4, 2, row_pass_chunk, 8)
+@pytest.mark.parametrize("rows", [1, 17])
+@pytest.mark.parametrize("plan, cols", TILED, ids=str)
+def test_every_tile_shape_serves_ragged_rows_and_columns(norm, plan, cols, rows):
     case = make_case(norm, (rows, cols), SAME_DTYPES[(rows + cols) % 4])
     inputs = make_inputs(case)
     assert_outputs_close(run(case, inputs, plan, plan), case, inputs)
@@ -216,9 +190,7 @@ def test_a_forward_without_statistics_has_the_same_y_and_writes_nothing_else(nor
 
     case = make_case(norm, (9, 48))
     inputs = make_inputs(case)
-    call = check_forward(
-        ForwardOperands(norm, inputs.x, (48,), inputs.weight, inputs.bias, case.eps, wants_statistics=False)
-    )
+    call = forward_call(case, inputs, wants_statistics=False)
     with guarded_buffers() as buffers:
         prepared = launch.prepare_forward(call, plan)
         for each in prepared.launches:
@@ -287,12 +259,7 @@ def test_a_backward_without_dx_is_planned_as_one_that_needs_no_row_sums(norm):
     _, mean, rstd = run_forward(case, inputs)
     outputs = run_backward(case, inputs, mean, rstd, mask=(False, True, True))
     assert_outputs_close(Outputs(None, None, None, *outputs), case, inputs)
-    call = check_backward(
-        BackwardOperands(
-            norm, inputs.grad_out, inputs.x, (96,), mean, rstd, inputs.weight, inputs.bias, (False, True, True)
-        )
-    )
-    assert len(launch.prepare_backward(call)[0]) == 2
+    assert len(launch.prepare_backward(backward_call(case, inputs, mean, rstd, (False, True, True)))[0]) == 2
 
 
 @pytest.mark.parametrize("mask", [ALL_OUTPUTS, (True, True, False), (True, False, True), (True, False, False)], ids=str)
@@ -304,8 +271,7 @@ def test_a_backward_of_rows_too_wide_for_registers_is_two_launches(dtype, mask):
     inputs = make_inputs(case)
     _, mean, rstd = run_forward(case, inputs)
     plan = ColumnTilePlan(4, 16, 4, 2, 64, 8)
-    operands = "layer", inputs.grad_out, inputs.x, (100,), mean, rstd, inputs.weight, inputs.bias, mask
-    assert len(launch.prepare_backward(check_backward(BackwardOperands(*operands)), plan).launches) == 2
+    assert len(launch.prepare_backward(backward_call(case, inputs, mean, rstd, mask), plan).launches) == 2
     assert_outputs_close(Outputs(None, None, None, *run_backward(case, inputs, mean, rstd, plan, mask)), case, inputs)
 
 
@@ -373,11 +339,7 @@ def test_ctas_without_rows_leave_no_partials(norm, rows):
     case = make_case(norm, (rows, 96), (FP32, FP32, FP32))
     inputs = make_inputs(case)
     want = run(case, inputs)
-    call = check_backward(
-        BackwardOperands(
-            norm, inputs.grad_out, inputs.x, (96,), want.mean, want.rstd, inputs.weight, inputs.bias, ALL_OUTPUTS
-        )
-    )
+    call = backward_call(case, inputs, want.mean, want.rstd)
     with guarded_buffers():  # the buffer of partials has no rows for the extra CTAs
         launches, (_, *got) = launch.prepare_backward(call, MultiWavePlan(2, 128, 1, 4, 1, 255))[:2]
         replace(launches[0], grid=(8,)).run()
@@ -392,12 +354,7 @@ def test_finalizer_sums_any_number_of_partials(num_partials):
     case = make_case("layer", (num_partials * 8, 33), (FP32, FP32, FP32))
     inputs = make_inputs(case)
     statistic = torch.ones(case.rows)
-    call = check_backward(
-        BackwardOperands(
-            "layer", inputs.grad_out, inputs.x, (33,), statistic, statistic, inputs.weight, inputs.bias, ALL_OUTPUTS
-        )
-    )
-    *_, finalize = launch.prepare_backward(call)[0]
+    *_, finalize = launch.prepare_backward(backward_call(case, inputs, statistic, statistic))[0]
     partial, out = inputs.grad_out.view(num_partials, 8, 33).sum(1), torch.full((2, 33), float("nan"))
     replace(finalize, operands=(partial, partial * 2, *out, num_partials, 33)).run()
     assert_outputs_close(Outputs(dbias=out[0]), case, inputs)
