@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -256,6 +257,7 @@ def record_of(
         "sm_margin": company.margin,
         "calls": company.calls,
         "outlasted": outlasted,
+        "nccl_p2p": os.environ.get("NCCL_P2P_DISABLE") != "1",
     }
     return machine | case_fields(case, "backward") | company_fields | time_fields(times)
 
