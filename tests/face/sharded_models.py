@@ -73,8 +73,8 @@ def own_rows(mesh) -> slice:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    # Not Adam: its steps hide a wrong factor in a gradient. Not foreach, the default on CUDA: from the second step on it
-    # is wrong for the gradients of replicated DTensors that are partial sums, with stock norms as well (torch 2.11).
+    # Not Adam: its steps hide a wrong factor in a gradient. Not foreach, the default on CUDA: where the gradients of
+    # replicated DTensors are partial sums, its second step is wrong, with stock norms as well (torch 2.11).
     return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9, foreach=False)
 
 
