@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from .language_models import LanguageModel
-from .training import arguments, start_processes, train_each
+from .training import arguments, end_processes, start_processes, train_each
 
 ROWS = Shard(1)  # [batch, length, width] sharded along the text
 
@@ -58,7 +58,7 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     train_each(asked, device, size, lambda model: parallelize(model, mesh))
-    dist.destroy_process_group()
+    end_processes()
 
 
 if __name__ == "__main__":

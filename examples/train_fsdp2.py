@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from .language_models import LanguageModel
-from .training import arguments, start_processes, train_each
+from .training import arguments, end_processes, start_processes, train_each
 
 
 def shard(model: LanguageModel) -> nn.Module:
@@ -34,7 +34,7 @@ def shard(model: LanguageModel) -> nn.Module:
 def main(given: Sequence[str] | None = None) -> None:
     asked, (device, size) = arguments("train_fsdp2", __doc__, given), start_processes()
     train_each(asked, device, size, shard, readers=dist.get_world_size())
-    dist.destroy_process_group()
+    end_processes()
 
 
 if __name__ == "__main__":

@@ -65,6 +65,11 @@ def start_processes() -> tuple[torch.device, Size]:
     return device, GPU_SIZE if cuda else CPU_SIZE
 
 
+def end_processes() -> None:
+    dist.barrier()  # a rank that left early would break connections that others still use
+    dist.destroy_process_group()
+
+
 def as_it_is(model: LanguageModel) -> nn.Module:
     return model
 
