@@ -26,6 +26,10 @@ NATIVE_FAILURE = "_native_failure.txt"  # beside where the extension would be; f
 class BuildNative(build_ext):
     """Writes the compiler's first error to NATIVE_FAILURE, and prints it as the build's last line."""
 
+    def finalize_options(self):
+        super().finalize_options()
+        self.force = True  # objects in build/ may be of another torch, although they are newer than the sources
+
     def build_extension(self, extension):
         failure = Path(self.get_ext_fullpath(extension.name)).with_name(NATIVE_FAILURE)
         failure.unlink(missing_ok=True)

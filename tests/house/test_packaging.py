@@ -114,6 +114,12 @@ def test_the_extension_is_built_by_the_standard_that_torchs_headers_need():
     assert [re.findall(r"-std=(\S+)", line) for line in said] == [["c++17"], ["c++20"], ["c++20"]]
 
 
+def test_an_object_that_was_compiled_for_another_torch_is_not_linked_again():
+    asked = "command = run_setup('setup.py', stop_after='init').get_command_obj('build_ext')\n"
+    asked = f"{SETUP}{asked}command.ensure_finalized()\nprint(bool(command.force))"
+    assert run("-c", asked, cwd=ROOT).strip() == "True"
+
+
 def test_wheel_leaves_versions_open(wheel):
     archive = zipfile.ZipFile(wheel)
     (metadata,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
