@@ -50,7 +50,9 @@ from torch.distributed.tensor import DTensor, init_device_mesh, Shard, distribut
 import fusednorm
 from fusednorm import force, sharding
 from fusednorm.host import kernel_devices
+from fusednorm.tools import interpreter
 
+interpreter.enable_interpreter()
 dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)
 x = distribute_tensor(torch.randn(4, 8), init_device_mesh("cpu", (1,)), [Shard(0)])
 """
