@@ -26,7 +26,7 @@ help:  ## prints this list
 demo: $(READY)  ## checks the ops and kernels against float64, trains a small GPT on stock norms and on ours
 	$(PYTHON) -m fusednorm demo
 
-test: $(READY)  ## runs all tests that need no GPU: about eight minutes on two cores
+test: $(READY)  ## runs all tests that need no GPU: about five minutes on two cores
 	$(PYTHON) -m pytest $(SIDE_BY_SIDE)
 
 test-gpu: $(READY)  ## runs the tests that need a GPU
