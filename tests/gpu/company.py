@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from calls import captured
 from cases import BF16, FP32, make_case
 from torch import Tensor
 
@@ -61,18 +62,6 @@ class Backward:
 
 def backwards() -> list[Backward]:
     return [Backward(case) for case in CASES]
-
-
-def captured(call: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = call()
-    return graph, outputs
 
 
 def run_beside(held: int, call: Callable[[], object], about: object) -> object:
