@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
-# gloo's threads let go of the tensors of the last collective a moment after it has ended. If Python ends before, the
-# process aborts (torch 2.15).
-LET_GO_S = 0.5
+from examples.training import end_processes
 
 
 @contextlib.contextmanager
@@ -29,8 +26,7 @@ def joined_ranks(dry_run: bool) -> Iterator[tuple[int, int]]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo" if dry_run else "nccl")
     yield dist.get_rank(), ranks
-    dist.destroy_process_group()
-    time.sleep(LET_GO_S)
+    end_processes()
 
 
 def largest(*values: float) -> list[float]:

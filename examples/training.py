@@ -51,11 +51,6 @@ def only_process() -> tuple[torch.device, Size]:
     return (torch.device("cuda"), SMALL_GPU_SIZE) if torch.cuda.is_available() else (torch.device("cpu"), CPU_SIZE)
 
 
-# gloo's threads let go of the tensors of the last collective a moment after it has ended. If Python ends before, the
-# process aborts (torch 2.15).
-LET_GO_S = 0.5
-
-
 def start_processes() -> tuple[torch.device, Size]:
     """Joins the processes of torchrun, or forms a group of one. Returns this rank's device and a model size."""
     cuda = torch.cuda.is_available()
@@ -72,7 +67,9 @@ def start_processes() -> tuple[torch.device, Size]:
 
 def end_processes() -> None:
     dist.destroy_process_group()
-    time.sleep(LET_GO_S)
+    # gloo's threads let go of the tensors of the last collective a moment after it has ended. If Python ends before,
+    # the process aborts (torch 2.15).
+    time.sleep(0.5)
 
 
 def as_it_is(model: LanguageModel) -> nn.Module:

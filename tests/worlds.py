@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from examples.training import end_processes
 from fusednorm import force, functional
 from fusednorm.host.kernel_devices import kernels_on
 from fusednorm.tools import interpreter
@@ -193,4 +194,4 @@ def run_by_torchrun(combinations: list[Combination]) -> None:
             if failure:
                 os._exit(1)
     dist.barrier()
-    dist.destroy_process_group()
+    end_processes()

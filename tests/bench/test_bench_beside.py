@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 SMALL = ["--dry-run", "--shapes", "16x64", "--norms", "layer", "--rounds", "2", "--megabytes", "1"]
 FIELDS = {
     "date", "gpu", "torch", "norm", "rows", "cols", "x_dtype", "candidate", "mode", "company", "held_sms", "sm_margin",
-    "calls", "outlasted", "median_us", "p10_us", "p90_us", "rounds",
+    "calls", "outlasted", "nccl_p2p", "median_us", "p10_us", "p90_us", "rounds",
 }  # fmt: skip
 
 

@@ -29,7 +29,7 @@ MICROBATCHES = 4
 FIRST_EARLY_STEP = 2
 PAUSE_S = 0.002  # of the host, at most
 PAUSE_CYCLES = 1_500_000  # of the GPU, at most: about 1 ms
-# Attention of which the same inputs give the same bits: other backends add up in an order that varies.
+# This attention gives the same bits for the same inputs. Other backends add up in an order that varies.
 SAME_BITS = SDPBackend.MATH
 
 
