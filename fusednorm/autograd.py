@@ -13,8 +13,8 @@ A call takes one of three routes:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import ops, reference, sharding
-from .host import native, recipe, torch_compat
+from .host import native, prepared, torch_compat
 from .host.kernel_devices import runs_kernels
+from .host.prepared import PLAIN_TYPES
 from .host.torch_compat import (
     dispatch_modes,
     forward_ad,
@@ -38,9 +39,6 @@ from .namespace import NAMESPACE, TORCH_OPS
 from .operands import OPERANDS_OF_OP, BackwardOperands, ForwardOperands, Operands, Outputs, as_op, call_op
 from .planner.forcing import asked_variants, force
 from .planner.norm_problem import accumulation_dtype
-
-PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-KEPT_BACKWARDS = 4  # recipes of backwards kept per NodeInfo, which many layers of a model may share
 
 
 class LayerNormFunction:
@@ -76,16 +74,14 @@ class RMSNormFunction:
         return _apply("rms_norm_fwd", x, normalized_shape, weight, eps)
 
 
-@dataclass(eq=False, slots=True)
-class NodeInfo:
-    """What a node keeps of its forward beside tensors. Forwards that return y alone share it if they share a recipe."""
+class NodeInfo(NamedTuple):
+    """What a node keeps of its forward beside tensors."""
 
     norm: str
-    normalized_shape: Sequence[int]
+    normalized_shape: tuple[int, ...]
     eps: float | None
     y_alone: bool  # whether y is the only output, and mean and rstd stay inside the node
     asked: tuple[str | None, ...]  # the variants that `force` asked for, the innermost last
-    repeats: tuple[recipe.Repeat, ...] = ()  # recipes of its backwards, one per signature of grad_y, the latest first
 
     def backward(self, grad_y, x, mean, rstd, weight, bias, mask) -> Outputs:
         """(dx, dw, db) by the backward op, or by operations that can be differentiated if the node returned y alone and
@@ -94,24 +90,18 @@ class NodeInfo:
             return differentiable_backward(self.norm, self.normalized_shape, self.eps, grad_y, x, weight, bias, mask)
         mask = mask[0], weight is not None and mask[1], bias is not None and mask[2]
         operands = BackwardOperands(self.norm, grad_y, x, self.normalized_shape, mean, rstd, weight, bias, mask)
+        if not (_is_seen() or torch.is_grad_enabled() or _is_intercepted()) and self.asked == asked_variants():
+            grads = prepared.run(operands)
+            if grads is not None:
+                return grads
         with force(self.asked[-1] if self.asked else None):  # the forward's `force`, not that of autograd's thread
-            grads = _backward(operands)
-            traced = torch.compiler.is_dynamo_compiling()
-            if not (traced or torch.is_grad_enabled()) and type(x) in PLAIN_TYPES:
-                cached = recipe.find(recipe.look(operands))
-                if cached is not None and cached.repeat not in self.repeats:
-                    self.repeats = cached.repeat, *self.repeats[: KEPT_BACKWARDS - 1]
-        return grads
+            return _backward(operands)
 
 
 # Without setup_context, because it slows every call. Only torch.func needs it, and torch.func never gets here: under a
 # transform the ops run their formulas.
 class NormFunction(Function):
-    """The autograd node of a forward that has run, of either norm. Its outputs are y, mean and rstd, or y alone.
-
-    The backward runs on autograd's thread with cold caches, where most of a module's host time in Python goes. The
-    common case therefore does as little as possible.
-    """
+    """The autograd node of a forward that has run, of either norm. Its outputs are y, mean and rstd, or y alone."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, outputs, info: NodeInfo):
@@ -124,17 +114,8 @@ class NormFunction(Function):
     @staticmethod
     def backward(ctx, grad_y, grad_mean=None, grad_rstd=None):
         x, mean, rstd, weight, bias = ctx.saved_tensors
-        info, mask, grads = ctx.info, ctx.needs_input_grad[:3], None
-        needs_formula = torch.is_grad_enabled() or forward_ad._current_level >= 0
-        if not (needs_formula or torch.compiler.is_dynamo_compiling() or is_profiled()):
-            # The recipe has the right output_mask, which follows from requires_grad, a part of the tensors' guard. The
-            # last tensor, residual_grad, is None.
-            for repeat in info.repeats:
-                grads = repeat(grad_y, x, mean, rstd, weight, bias, None)
-                if grads is not None:
-                    break
-        if grads is None:
-            grads = (None,) * 3 if grad_y is None else info.backward(grad_y, x, mean, rstd, weight, bias, mask)
+        info, mask = ctx.info, ctx.needs_input_grad
+        grads = (None,) * 3 if grad_y is None else info.backward(grad_y, x, mean, rstd, weight, bias, mask[:3])
         if mask[0] and not (grad_mean is None and grad_rstd is None):
             statistics = mean, rstd, grad_mean, grad_rstd
             more = reference.statistics_backward_formula(x, info.normalized_shape, *statistics)
@@ -156,23 +137,15 @@ def differentiable_backward(norm, normalized_shape, eps, grad_y, x, weight, bias
     return call_op(IMPLEMENTATIONS[operands.op], operands)
 
 
-def _above_autograd(name: str) -> Callable[..., tuple]:
-    """The op's implementation at the autograd key."""
-    op, operands_of = getattr(TORCH_OPS, name).default, OPERANDS_OF_OP[name]
-    formula, recorded, below = (as_op(name, run) for run in (reference.formula, _recorded, _below_autograd))
-
-    def run(*arguments, **named):
-        if torch.compiler.is_dynamo_compiling():
-            return op(*arguments, **named)
-        if _needs_formula():
-            return formula(*arguments, **named)
-        operands = operands_of(*arguments, **named)
-        if _is_recorded(*operands.differentiable):
-            return (recorded if isinstance(operands, ForwardOperands) else formula)(*arguments, **named)
-        return below(*arguments, **named)
-
-    run.__name__ = name
-    return run
+def _above_autograd(operands: Operands) -> Outputs:
+    """The implementation of the ops at the autograd key."""
+    if torch.compiler.is_dynamo_compiling():
+        return call_op(_overload(operands), operands)
+    if _needs_formula():
+        return reference.formula(operands)
+    if _is_recorded(*operands.differentiable):
+        return _recorded(operands) if isinstance(operands, ForwardOperands) else reference.formula(operands)
+    return _below_autograd(operands)
 
 
 def _apply(name: str, *arguments):
@@ -204,8 +177,12 @@ def _below_autograd(operands: Operands) -> Outputs:
 def _backward(operands: BackwardOperands) -> Outputs:
     """The outputs of the backward op. The op itself is called only if a tracer or profiler must see it; else its
     implementation at the autograd key is."""
-    is_seen = torch.compiler.is_dynamo_compiling() or is_profiled()
-    return call_op(_overload(operands) if is_seen else IMPLEMENTATIONS[operands.op], operands)
+    return call_op(_overload(operands) if _is_seen() else IMPLEMENTATIONS[operands.op], operands)
+
+
+def _is_seen() -> bool:
+    """Whether a tracer or a profiler must see the ops that are called."""
+    return torch.compiler.is_dynamo_compiling() or is_profiled()
 
 
 def _overload(operands: Operands) -> Callable[..., tuple]:
@@ -218,7 +195,7 @@ def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
         y = native.extension.layer_norm(x, normalized_shape, weight, bias, eps)
         if y is not NotImplemented:
             return y
-    return _y_of(ForwardOperands("layer", x, normalized_shape, weight, bias, eps))
+    return _y_of("layer", x, normalized_shape, weight, bias, eps)
 
 
 def rms_norm(x, normalized_shape, weight=None, eps=None):
@@ -227,44 +204,34 @@ def rms_norm(x, normalized_shape, weight=None, eps=None):
         y = native.extension.rms_norm(x, normalized_shape, weight, eps)
         if y is not NotImplemented:
             return y
-    return _y_of(ForwardOperands("rms", x, normalized_shape, weight, None, eps))
+    return _y_of("rms", x, normalized_shape, weight, None, eps)
 
 
-def _y_of(operands: ForwardOperands) -> Tensor:
-    if not _is_traced():
+def _y_of(norm, x, normalized_shape, weight, bias, eps) -> Tensor:
+    traced = _is_traced()
+    wants_statistics = traced or _is_recorded(x, weight, bias)
+    operands = ForwardOperands(norm, x, normalized_shape, weight, bias, eps, wants_statistics)
+    if not traced:
         y = (_shown_forward if is_profiled() else _forward)(operands)
         if y is not None:
             return y
     if _is_for_onnx():
         return _for_onnx(operands)
-    return call_op(_overload(operands) if _is_traced() else IMPLEMENTATIONS[operands.op], operands)[0]
+    return call_op(_overload(operands) if traced else IMPLEMENTATIONS[operands.op], operands)[0]
 
 
 def _forward(operands: ForwardOperands) -> Tensor | None:
     """y if all tensors are plain (`_is_plain`) and no mode, transform or forward-mode AD is active; else None."""
-    x, weight, bias = operands.tensors
-    if type(x) not in PLAIN_TYPES or forward_ad._current_level >= 0 or function_modes():
+    if type(operands.x) not in PLAIN_TYPES or _is_intercepted():
         return None
-    recorded = torch.is_grad_enabled() and (x.requires_grad or _is_recorded(weight, bias))
-    if not recorded:
-        operands = operands._replace(wants_statistics=False)
-    signature = recipe.look(operands)
-    for cached in recipe.lookup(signature[0], ()):
-        outputs = cached.repeat(x, weight, bias)
-        if outputs is not None:
-            break
-    else:
-        if _needs_formula() or not _is_plain(operands.tensors):
+    outputs = prepared.run(operands)
+    if outputs is None:
+        if not _is_plain(operands.tensors):
             return None
-        outputs, cached = ops.forward(operands), recipe.find(signature)
-    if not recorded:
+        outputs = ops.forward(operands)
+    if not operands.wants_statistics:
         return outputs[0]
-    info = cached and cached.node_info
-    if info is None:
-        info = _node_info(operands, y_alone=True)
-        if cached is not None:
-            cached.node_info = info
-    return _record(x, weight, bias, outputs, info)
+    return _record(operands.x, operands.weight, operands.bias, outputs, _node_info(operands, y_alone=True))
 
 
 def _shown_forward(operands: ForwardOperands) -> Tensor | None:
@@ -303,6 +270,11 @@ def _needs_formula() -> bool:
     return is_transforming() or forward_ad._current_level >= 0
 
 
+def _is_intercepted() -> bool:
+    """Whether a mode, a transform or forward-mode AD sees the calls of this thread."""
+    return bool(dispatch_modes() or function_modes()) or _needs_formula()
+
+
 def _is_recorded(*tensors: Tensor | None) -> bool:
     """Whether autograd would record an operation on these tensors."""
     if torch.is_grad_enabled():
@@ -315,19 +287,12 @@ def _is_recorded(*tensors: Tensor | None) -> bool:
 def _without_dispatcher(operands: Operands) -> Outputs | None:
     """The outputs by CUDA kernels without the dispatcher, if nothing else intercepts calls below autograd; else None.
     Skipping the dispatcher saves a good part of a call's host time."""
-    if type(operands.x) not in PLAIN_TYPES or function_modes():  # shapes of other classes may not be hashable
+    if type(operands.x) not in PLAIN_TYPES or dispatch_modes() or function_modes():
         return None
-    try:
-        key, tensors = recipe.look(operands)
-        cached = recipe.lookup(key, ())
-    except (TypeError, RuntimeError):  # arguments of other types or a nested tensor: the op raises the right error
-        return None
-    # Recipes come before all other checks, because a call with an earlier call's signature would pass the same checks.
-    for each in cached:
-        outputs = each.repeat(*tensors)
-        if outputs is not None:
-            return outputs
-    return ops.run(operands) if _is_plain(tensors) else None
+    outputs = prepared.run(operands)
+    if outputs is None and _is_plain(operands.tensors):
+        return ops.run(operands)
+    return outputs
 
 
 def _by_dispatcher(operands: Operands) -> Outputs:
@@ -364,7 +329,7 @@ def _is_indirect(tensor: Tensor) -> bool:
 
 
 # The ops' implementations at the autograd key, by name.
-IMPLEMENTATIONS = {name: _above_autograd(name) for name in ops.OPS}
+IMPLEMENTATIONS = {name: as_op(name, _above_autograd) for name in ops.OPS}
 layer_norm_fwd, rms_norm_fwd = IMPLEMENTATIONS["layer_norm_fwd"], IMPLEMENTATIONS["rms_norm_fwd"]
 
 for _name, _implementation in IMPLEMENTATIONS.items():

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .host import native, recipe
+from .host import native, prepared
 from .host.kernel_devices import runs_kernels
 from .namespace import NAMESPACE
 from .operands import OPERANDS_OF_OP, BackwardOperands, ForwardOperands, Operands, Outputs, as_op
@@ -74,16 +74,16 @@ def forward(operands: ForwardOperands) -> Outputs:
     `check_forward` does."""
     if not runs_kernels(operands.x):
         return reference.forward(check_forward(operands))
-    signature = recipe.look(operands)
-    outputs = recipe.repeat(signature)
-    if outputs is None:
-        call = check_forward(operands)
-        if not (call.rows and call.problem.cols):
-            return reference.forward(call)
-        launched = launch().forward(call)
-        recipe.remember(signature, launched)
-        outputs = launched.outputs
-    return outputs
+    return prepared.run(operands) or _first_forward(operands)
+
+
+def _first_forward(operands: ForwardOperands) -> Outputs:
+    call = check_forward(operands)
+    if not (call.rows and call.problem.cols):
+        return reference.forward(call)
+    launched = launch().forward(call)
+    prepared.remember(operands, call, launched)
+    return launched.outputs
 
 
 def backward(operands: BackwardOperands) -> Outputs:
@@ -91,18 +91,18 @@ def backward(operands: BackwardOperands) -> Outputs:
     if not runs_kernels(operands.x):
         call = check_backward(operands)
         return reference.backward(call) if call.problem.wants_any else (None, None, None)
-    signature = recipe.look(operands)
-    outputs = recipe.repeat(signature)
-    if outputs is None:
-        call = check_backward(operands)
-        if not call.problem.wants_any:
-            return None, None, None
-        if not (call.rows and call.problem.cols):
-            return reference.backward(call)
-        launched = launch().backward(call)
-        recipe.remember(signature, launched)
-        outputs = launched.outputs
-    return outputs
+    return prepared.run(operands) or _first_backward(operands)
+
+
+def _first_backward(operands: BackwardOperands) -> Outputs:
+    call = check_backward(operands)
+    if not call.problem.wants_any:
+        return None, None, None
+    if not (call.rows and call.problem.cols):
+        return reference.backward(call)
+    launched = launch().backward(call)
+    prepared.remember(operands, call, launched)
+    return launched.outputs
 
 
 def run(operands: Operands) -> Outputs:

@@ -80,6 +80,11 @@ class ForwardCall(NamedTuple):
     normalized_shape: tuple[int, ...]  # of weight and bias
     wants_statistics: bool = True  # whether to write mean and rstd, for a backward
 
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """In the order of ForwardOperands.tensors."""
+        return self.x.tensor, self.weight, self.bias
+
 
 class BackwardCall(NamedTuple):
     """A checked backward call. mean (None for RMSNorm) and rstd are 1-D of length rows, any stride, any float dtype."""
@@ -95,6 +100,11 @@ class BackwardCall(NamedTuple):
     dx_dtype: torch.dtype
     shape: torch.Size  # of dx
     normalized_shape: tuple[int, ...]  # of dw and db
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """In the order of BackwardOperands.tensors. The bias is not read."""
+        return self.grad_out.tensor, self.x.tensor, self.mean, self.rstd, self.weight, None, self.residual_grad
 
 
 def resolve_eps(eps: float | None, x_dtype: torch.dtype) -> float:

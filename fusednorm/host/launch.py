@@ -26,6 +26,7 @@ from ..planner.norm_problem import NormProblem
 from ..planner.plan import (
     ColumnRingPlan,
     ColumnTilePlan,
+    Grid,
     MultiWavePlan,
     PipelinedPlan,
     Plan,
@@ -33,16 +34,15 @@ from ..planner.plan import (
     RingPlan,
     WarpSpecializedPlan,
     box_columns,
+    grid_of,
     is_whole,
-    num_ctas,
-    num_partials,
     threads_per_row,
 )
 from ..problem import BackwardCall, ForwardCall, RowView
 from . import fallback, gpus, launcher, triton_compat
 from .fallback import BuildFailed
 from .gpus import current
-from .launcher import Launch, RowDescriptor, TileDescriptor
+from .launcher import Ctas, Launch, Partials, RowDescriptor, Rows, TileDescriptor
 
 PARTIAL_LOADS = 9  # 16-byte loads that a thread has in flight when it sums partials; more would not fit its registers
 # How partials are summed: (largest number of columns, columns summed by one CTA, warps of that CTA). The first entry
@@ -58,12 +58,33 @@ VECTOR_BYTES = 16  # bytes of one load or store of a thread
 OLDEST_DEPENDENT_ARCH = 90  # oldest arch on which a dependent launch may be placed before its predecessor has ended
 
 
+class WorkspaceSizes(NamedTuple):
+    """How large the parts of a backward's workspace are, in elements. csrc/prepared.h has the same rule.
+
+    The parts are the partials of dw, those of db, the row means, and the counters. Each begins at a multiple of 16
+    bytes, whatever the row count.
+    """
+
+    dtype: torch.dtype
+    cols: int
+    wants_dw: bool
+    wants_db: bool
+    means_per_row: int
+    counters: int
+
+    def of(self, rows: int, partials: int) -> tuple[int, int, int, int]:
+        sums, means = _padded(partials * self.cols), _padded(rows * self.means_per_row)
+        return sums * self.wants_dw, sums * self.wants_db, means, self.counters
+
+
 class Prepared(NamedTuple):
     """A call that is ready to be launched, or was: its launches, and the tensors that they fill."""
 
     launches: list[Launch]  # none if ATen runs the call
     outputs: tuple  # tensors that the op returns; None for an unwanted one
-    workspace: Tensor | None = None  # needed during the call only
+    grid: Grid | None = None
+    workspace: WorkspaceSizes | None = None  # of memory that is needed during the call only
+    parts: tuple[Tensor | None, ...] = (None,) * 4  # of the workspace; None for a part of no elements
 
 
 class BackwardBuffers(NamedTuple):
@@ -111,9 +132,10 @@ def prepare_forward(call: ForwardCall, plan: Plan | None = None) -> Prepared:
     y = torch.empty(call.shape, dtype=problem.x_dtype, device=device)
     rstd = torch.empty(call.stats_shape, dtype=problem.acc_dtype, device=device) if call.wants_statistics else None
     mean = torch.empty_like(rstd) if rstd is not None and problem.norm == "layer" else None
-    outputs = (y, mean, rstd)
-    build, ctas = _FORWARD[type(plan)], num_ctas(plan, call.rows, problem.cols, spec, leaves_partials=False)
-    return Prepared(build(plan, call, _norm(problem), outputs, ctas), outputs)
+    outputs, call = (y, mean, rstd), call._replace(rows=Rows(call.rows))
+    grid = grid_of(plan, problem.cols, spec, leaves_partials=False)
+    launches = _FORWARD[type(plan)](plan, call, _norm(problem), outputs, Ctas(grid.ctas(call.rows)))
+    return Prepared(launches, outputs, grid)
 
 
 def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> Prepared:
@@ -121,9 +143,9 @@ def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> Prepared:
     problem, device = call.problem, call.x.tensor.device
     plan, spec = _plan_and_device(call, plan)
     assert plan.variant != "pipelined" or problem.wants_dx != isinstance(plan, ColumnRingPlan)
-    sums = problem.num_sums > 0
-    ctas = num_ctas(plan, call.rows, problem.cols, spec, leaves_partials=sums)
-    partials = num_partials(plan, ctas)
+    sums, call = problem.num_sums > 0, call._replace(rows=Rows(call.rows))
+    grid = grid_of(plan, problem.cols, spec, leaves_partials=sums)
+    ctas, partials = Ctas(grid.ctas(call.rows)), Partials(grid.partials(call.rows))
     dx = torch.empty(call.shape, dtype=call.dx_dtype, device=device) if problem.wants_dx else None
     dw, db = (
         torch.empty(call.normalized_shape, dtype=dtype, device=device) if wanted else None
@@ -131,15 +153,16 @@ def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> Prepared:
     )
     two_passes = isinstance(plan, ColumnTilePlan) and problem.wants_dx
     num_counters = triton.cdiv(problem.cols, plan.chunk) if sums and two_passes else 0
-    num_means = 2 * call.rows if two_passes else 0
-    workspace, dw_partial, db_partial, means, counters = _workspace(problem, partials, num_means, num_counters, device)
+    wanted = problem.wants_dw, problem.wants_db
+    sizes = WorkspaceSizes(problem.acc_dtype, problem.cols, *wanted, 2 * two_passes, num_counters)
+    dw_partial, db_partial, means, counters = parts = _workspace(sizes, call.rows, partials, device)
     summed_next = sums and counters is None
     dependent = summed_next and spec.arch >= OLDEST_DEPENDENT_ARCH
     buffers = BackwardBuffers(dx, dw_partial, db_partial, dw, db, means, counters, dependent)
     launches = _BACKWARD[type(plan)](plan, call, _norm(problem), buffers, ctas)
     if summed_next:
         launches.append(_finalize(problem, buffers, partials))
-    return Prepared(launches, (dx, dw, db), workspace)
+    return Prepared(launches, (dx, dw, db), grid, sizes if any(part is not None for part in parts) else None, parts)
 
 
 def _plan_and_device(call: ForwardCall | BackwardCall, plan: Plan | None) -> tuple[Plan, DeviceSpec]:
@@ -149,7 +172,7 @@ def _plan_and_device(call: ForwardCall | BackwardCall, plan: Plan | None) -> tup
     return plan, spec
 
 
-def _finalize(problem: NormProblem, buffers: BackwardBuffers, num_partials: int) -> Launch:
+def _finalize(problem: NormProblem, buffers: BackwardBuffers, num_partials: Partials) -> Launch:
     """The launch that sums the partials, with one CTA per piece of dw and of db."""
     tile = partials_tile(problem.cols, problem.acc_dtype.itemsize, buffers.announces_end)
     grid = (triton.cdiv(problem.cols, tile.cols) * problem.num_sums,)
@@ -396,17 +419,15 @@ def _stride(statistic: Tensor | None) -> int:
 
 
 def _workspace(
-    problem: NormProblem, num_partials: int, num_means: int, num_counters: int, device: torch.device
+    workspace: WorkspaceSizes, rows: int, partials: int, device: torch.device
 ) -> tuple[Tensor | None, ...]:
-    """(workspace, dw_partial, db_partial, row_means, counters): one allocation and its parts. Each part starts at a
-    multiple of 16 bytes, whatever the row count. A part of no elements is None."""
-    size = _padded(num_partials * problem.cols)
-    sizes = size * problem.wants_dw, size * problem.wants_db, _padded(num_means), num_counters
+    """The parts of a new workspace, as views of one allocation. A part of no elements is None."""
+    sizes = workspace.of(rows, partials)
     if not any(sizes):
-        return None, None, None, None, None
-    workspace = torch.empty(sum(sizes), dtype=problem.acc_dtype, device=device)
-    *parts, counters = (part if part.numel() else None for part in workspace.split(sizes))
-    return workspace, *parts, None if counters is None else counters.view(torch.int32)
+        return None, None, None, None
+    memory = torch.empty(sum(sizes), dtype=workspace.dtype, device=device)
+    *parts, counters = (part if part.numel() else None for part in memory.split(sizes))
+    return *parts, None if counters is None else counters.view(torch.int32)
 
 
 def _padded(elements: int) -> int:

@@ -37,6 +37,18 @@ _failed: dict[tuple, str] = {}  # causes of failures, by key
 _unspecialized: dict[int, frozenset[int]] = {}  # operand positions that no build depends on, by id of the kernel
 
 
+class Rows(int):
+    """The number of rows in a grid or among operands. A prepared call puts its own number of rows there."""
+
+
+class Ctas(int):
+    """The number of CTAs along the rows."""
+
+
+class Partials(int):
+    """The number of rows of the dw and db partials."""
+
+
 class RowDescriptor(NamedTuple):
     """A tensor from which TMA copies row tiles, or with `tail` their tails.
 
@@ -92,12 +104,19 @@ DESCRIPTORS = RowDescriptor, TileDescriptor
 def _in_tritons_form(descriptor: RowDescriptor | TileDescriptor, cluster_bases: list) -> TensorDescriptor:
     tensor, (shape, strides, block) = descriptor.view.tensor, descriptor.geometry()
     layout = NVMMASharedLayout(0, 8 * tensor.element_size(), len(shape), cga_layout=cluster_bases)
-    return TensorDescriptor(tensor, shape, strides, block, layout)
+    return TensorDescriptor(tensor, [int(size) for size in shape], strides, block, layout)
+
+
+def _tritons_form(operand: Any) -> Any:
+    if isinstance(operand, DESCRIPTORS):
+        return operand.triton()
+    return int(operand) if isinstance(operand, (Rows, Ctas, Partials)) else operand
 
 
 @dataclass
 class Launch:
-    """One kernel with all arguments of its call. norm and tile are compile-time arguments."""
+    """One kernel with all arguments of its call. norm and tile are compile-time arguments. What follows from the number
+    of rows is a Rows, Ctas or Partials, so that a call with other rows can be launched from this one."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -109,7 +128,7 @@ class Launch:
     @property
     def args(self) -> tuple:
         """The operands in Triton's form."""
-        return tuple(each.triton() if isinstance(each, DESCRIPTORS) else each for each in self.operands)
+        return tuple(map(_tritons_form, self.operands))
 
     def keywords(self) -> dict[str, Any]:
         constants = {"norm": self.norm, "tile": self.tile, "num_warps": self.tile.num_warps}
@@ -131,7 +150,7 @@ class Launch:
 def hand_over(launches: Sequence[Any], loaded: bool = False) -> None:
     """Run Launches or ColumnLaunches in order on the current device. All kernels are loaded before the first one is
     launched, so that a failed build is noticed before anything runs. All launches come through here, except those that
-    a recipe repeats. Raises BuildFailed if a kernel cannot be built or launched but another one could be, and all other
+    prepared calls make. Raises BuildFailed if a kernel cannot be built or launched but another one could be, and all other
     errors as they are."""
     for launch in [] if loaded else launches:
         try:
@@ -230,8 +249,8 @@ def _positions_no_build_depends_on(kernel) -> frozenset[int]:
 class Build:
     """One compiled kernel, with the arguments that are the same in each of its launches.
 
-    `launch(grid x, y, z, stream, *head, *values, *constants)` launches it. Among the values, each tensor map is
-    followed by its shape and strides.
+    `launch(grid x, y, z, stream, *head, *values, *constants)` launches it; if packs_operands, it takes values and
+    constants as one tuple. Among the values, each tensor map is followed by its shape and strides.
     """
 
     STREAM = 3  # position of the stream among the arguments of `launch`
@@ -261,13 +280,19 @@ class Build:
         self._encoded: dict[tuple, Any] = {}
         self._encode = triton.encode
         self.launch, self._head = triton.launch_of(compiled, bool(self.descriptors))
+        self.first_operand = self.STREAM + 1 + len(self._head)
+        self.packs_operands = triton.packs_operands
 
     def run(self, grid: tuple[int, ...], values: list, stream: int) -> None:
         """Launch with the operands in the form of `_key_and_values`."""
-        self.launch(*self.arguments(grid, values, stream))
+        arguments, first = self.arguments(grid, values, stream), self.first_operand
+        if self.packs_operands:
+            self.launch(*arguments[:first], tuple(arguments[first:]))
+        else:
+            self.launch(*arguments)
 
     def arguments(self, grid: tuple[int, ...], values: list, stream: int) -> list:
-        """The arguments for `launch`."""
+        """The arguments for `launch`, the operands not packed."""
         count = len(self.descriptors)
         if count:
             encoded = []
@@ -280,7 +305,7 @@ class Build:
     def positions(self, operands: tuple) -> list[int]:
         """The position of each operand among the arguments of `launch`; of a descriptor, that of its tensor map."""
         sizes = [1 + 2 * len(o.geometry()[0]) if isinstance(o, DESCRIPTORS) else 1 for o in operands]
-        return [self.STREAM + 1 + len(self._head) + sum(sizes[:at]) for at in range(len(operands))]
+        return [self.first_operand + sum(sizes[:at]) for at in range(len(operands))]
 
     def parameter_types(self) -> list[tuple[int, str]]:
         """(position among the arguments of `launch`, Triton's name of the type) of each kernel parameter, without the
@@ -292,8 +317,7 @@ class Build:
                 types += ["nvTmaDesc", *["i32"] * rank, *["i64"] * rank]
             else:
                 types.append(each)
-        start = self.STREAM + 1 + len(self._head)
-        return [(position, each) for position, each in enumerate(types, start) if each != "constexpr"]
+        return [(at, each) for at, each in enumerate(types, self.first_operand) if each != "constexpr"]
 
     def map_geometry(self, position: int) -> tuple[int, int, list[int]]:
         """(bytes of an element, CUDA's number of the element type, box of a copy) of a descriptor's tensor map."""

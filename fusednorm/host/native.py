@@ -1,11 +1,12 @@
 """The optional host side in C++ (csrc/native.cpp), and its connection to Python.
 
-For plain tensors on a GPU it repeats recipes and records autograd's node without Python. All other calls go to the
+For plain tensors on a GPU it runs prepared calls and records autograd's node without Python. All other calls go to the
 Python functions that `install` passes to it. Without the extension the same ops run in Python.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ import torch
 from .. import margin
 from ..operands import BackwardOperands, ForwardOperands
 from ..planner import forcing
-from . import recipe
+from ..planner.plan import Grid
+from . import prepared
 
 try:
     from . import _native as extension
@@ -29,7 +31,7 @@ else:
 _FAILURE = Path(__file__).with_name("_native_failure.txt")  # setup.py writes it if the extension does not compile
 
 OPS = ("layer_norm_fwd", "layer_norm_bwd", "rms_norm_fwd", "rms_norm_bwd")
-NAMES_OF_NUMBERS = {"i32", "i64", "fp32", "fp64"}  # numeric parameter types, as Triton names them
+BYTES_OF_NUMBERS = {"i32": 4, "i64": 8, "fp32": 4, "fp64": 8}  # numeric parameter types, as Triton names them
 
 
 def install(
@@ -38,69 +40,96 @@ def install(
     """Register the OPS in C++ at dispatch key `key` ("CUDA") and at the autograd key above it.
 
     above                    for each of OPS, the Python implementation at the autograd key
-    ops                      the module (ops.py) whose forward and backward run calls without a recipe
+    ops                      the module (ops.py) whose forward and backward run calls that are not prepared
     statistics_gradient      reference.statistics_backward_formula
     differentiable_backward  autograd.differentiable_backward, for norms that returned y alone
     """
 
     def below(run: Callable, operands_type: type, norm: str) -> Callable:
-        def outputs_and_recipe(*arguments):
+        def outputs_and_prepared_call(*arguments):
             operands = operands_type(norm, *arguments)
-            return run(operands), _in_cpp(recipe.find(recipe.look(operands)))
+            return run(operands), _in_cpp(prepared.find(operands))
 
-        return outputs_and_recipe
+        return outputs_and_prepared_call
 
     directions = (ops.forward, ForwardOperands), (ops.backward, BackwardOperands)
     below_autograd = [below(*direction, norm) for norm in ("layer", "rms") for direction in directions]
-    extension.install(key, above, below_autograd, statistics_gradient, differentiable_backward, recipe.KEPT_KEYS)
+    extension.install(key, above, below_autograd, statistics_gradient, differentiable_backward, prepared.KEPT_KINDS)
     forcing.observe(extension.pause)  # under `force`, calls run in Python
     margin.observe(extension.set_sm_margin)
 
 
-def _in_cpp(cached: recipe.CachedCall | None) -> Any:
-    """The recipe of a cached call as an extension.Recipe; None if no call is given."""
-    if cached is None:
+def _in_cpp(call: prepared.PreparedCall | None) -> Any:
+    """The call as an extension.PreparedCall; None if none is given."""
+    if call is None:
         return None
-    made = cached.recipe
-    extension.watch(*made.steps[0].build.hooks())
-    *outputs, workspace = (each and extension.Memory(*each) for each in made.written)
-    steps = [_step_in_cpp(step) for step in made.steps]
-    return extension.Recipe(device=made.device, outputs=outputs, workspace=workspace, steps=steps)
+    extension.watch(*call.steps[0].build.hooks())
+    return extension.PreparedCall(
+        device=call.device,
+        rows_above=call.rows_above,
+        most_rows=call.most_rows,
+        grid=grid_in_cpp(call.grid),
+        outputs=[each and extension.Output(extent=_extent(each), dtype=each.dtype) for each in call.outputs],
+        workspace=call.workspace and extension.Workspace(**call.workspace._asdict()),
+        steps=[_step_in_cpp(step) for step in call.steps],
+    )
 
 
-def _step_in_cpp(step: recipe.Step) -> Any:
+def grid_in_cpp(grid: Grid) -> Any:
+    return extension.Grid(**dataclasses.asdict(grid))
+
+
+def _extent(output: prepared.Output) -> Any:
+    return getattr(extension.Extent, output.extent.name)
+
+
+def _number(value: Any) -> Any:
+    """The extension.Number that a Rows, Ctas or Partials stands for; None for a constant."""
+    return getattr(extension.Number, type(value).__name__.upper(), None)
+
+
+def _step_in_cpp(step: prepared.Step) -> Any:
     """A launch as an extension.Step. Adds the parameters in the kernel's order."""
     build, arguments = step.build, step.arguments
     num_warps, cluster, shared_bytes = build.compiled.packed_metadata
     made = extension.Step(
         function=build.compiled.function,
-        grid=arguments[: build.STREAM],
+        sides=arguments[: build.STREAM],
+        grid=[_number(side) for side in arguments[:2]],
         threads=32 * num_warps,
         shared_bytes=shared_bytes,
         cluster=cluster,
         dependent=build.dependent,
     )
-    slots = {slot.position: slot for slot in step.slots}
-    maps = {slot.position: slot for slot in step.maps}
     for position, kind in build.parameter_types():
+        value = arguments[position]
         if kind == "nvTmaDesc":
-            _add_map(made, build, maps[position])
+            _add_map(made, build, step.maps[position])
         elif kind.startswith("*"):
-            made.add_address(slots[position].index, slots[position].offset)
-        elif kind in NAMES_OF_NUMBERS:
-            getattr(made, f"add_{kind}")(arguments[position])
-        else:
+            made.add_address(step.addresses[position])
+        elif kind not in BYTES_OF_NUMBERS:
             raise RuntimeError(f"native: a kernel's parameter must be a pointer, a map or a number, got {kind}")
+        elif number := _number(value):
+            made.add_variable(number, BYTES_OF_NUMBERS[kind])
+        else:
+            getattr(made, f"add_{kind}")(value)
     for _ in range(2):  # addresses of scratch memory for Triton and its profiler, which our kernels do not need
         made.add_i64(0)
     return made
 
 
-def _add_map(made: Any, build: Any, slot: recipe.MapSlot) -> None:
+def _add_map(made: Any, build: Any, described: prepared.Map) -> None:
     """Add a tensor map as the driver takes it: innermost dim first, and no stride for the innermost dim."""
-    element_bytes, cuda_type, box = build.map_geometry(slot.operand)
-    strides = [element_bytes * stride for stride in reversed(slot.strides[:-1])]
-    made.add_map(index=slot.index, type=cuda_type, shape=slot.shape[::-1], strides=strides, box=list(reversed(box)))
+    element_bytes, cuda_type, box = build.map_geometry(described.operand)
+    shape = described.shape[::-1]
+    made.add_map(
+        index=described.address,
+        type=cuda_type,
+        rows_dim=[_number(size) is not None for size in shape].index(True),
+        shape=shape,
+        strides=[element_bytes * stride for stride in reversed(described.strides[:-1])],
+        box=list(reversed(box)),
+    )
 
 
 def failure() -> str:
@@ -110,11 +139,11 @@ def failure() -> str:
 
 
 def repeats() -> int:
-    """The number of calls repeated without Python; 0 if the extension was not built."""
+    """The number of calls that ran without Python; 0 if the extension was not built."""
     return extension.repeats() if extension else 0
 
 
 def forget() -> None:
-    """Drop all recipes of the C++ side."""
+    """Drop all prepared calls of the C++ side."""
     if extension:
         extension.forget()

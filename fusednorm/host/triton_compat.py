@@ -19,12 +19,14 @@ class Release(NamedTuple):
     """The launcher of one release.
 
     launch_of(compiled, has_maps) returns (launch, head). launch(x, y, z, stream, *head, *operands) launches the kernel
-    on the grid x, y, z. Among the operands, each tensor map is followed by its shape and strides.
+    on the grid x, y, z; if the release packs operands, launch(x, y, z, stream, *head, operands). Among the operands,
+    each tensor map is followed by its shape and strides.
     encode(descriptor, metadata) returns the tensor map of a TMA descriptor.
     """
 
     launch_of: Callable[[Any, bool], tuple[Callable, tuple]]
     encode: Callable[[Any, dict], Any]
+    packs_operands: bool
     has_run: bool  # whether this entry has run on a GPU
 
 
@@ -42,15 +44,10 @@ def _packed(compiled, has_maps: bool) -> tuple[Callable, tuple]:
     as others."""
     from triton.runtime import driver
 
-    launcher, launch_packed = compiled.run, driver.active.utils.launch
+    launcher = compiled.run
     head = compiled.function, WHOLE_GRID_AT_ONCE, launcher.launch_pdl, compiled.packed_metadata
     head += None, None, None, None, None, launcher.arg_annotations, launcher.kernel_signature
-    first = 4 + len(head)
-
-    def launch(*arguments):
-        launch_packed(*arguments[:first], arguments[first:])
-
-    return launch, head
+    return driver.active.utils.launch, head
 
 
 def _encode(descriptor, metadata: dict):
@@ -66,10 +63,10 @@ def _encode_with_signature(descriptor, metadata: dict):
 
 
 RELEASES = {
-    (3, 6): Release(_flat, _encode, has_run=True),
-    (3, 7): Release(_packed, _encode, has_run=False),
-    (3, 8): Release(_packed, _encode_with_signature, has_run=False),
-    (3, 9): Release(_packed, _encode_with_signature, has_run=True),
+    (3, 6): Release(_flat, _encode, packs_operands=False, has_run=True),
+    (3, 7): Release(_packed, _encode, packs_operands=True, has_run=False),
+    (3, 8): Release(_packed, _encode_with_signature, packs_operands=True, has_run=False),
+    (3, 9): Release(_packed, _encode_with_signature, packs_operands=True, has_run=True),
 }
 # Additional host time per kernel, in microseconds, if Triton itself launches it (bench/NOTES.md, "Evidence behind
 # constants").

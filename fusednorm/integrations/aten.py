@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from .. import ops
-from ..host import fallback, gpus, recipe
+from ..host import fallback, gpus, prepared
 from ..operands import ForwardOperands, Operands, Outputs, as_op
 from ..planner.forcing import forced_variant
 from ..planner.legality import OLDEST_ARCH
@@ -91,8 +91,7 @@ def _install_or_remove() -> None:
 
 def _run(operands: Operands) -> Outputs | None:
     """The outputs by our kernels; None if they do not take the call."""
-    signature = recipe.look(operands)
-    outputs = recipe.repeat(signature)
+    outputs = prepared.run(operands)
     if outputs is None:
         forward = isinstance(operands, ForwardOperands)
         try:
@@ -101,7 +100,7 @@ def _run(operands: Operands) -> Outputs | None:
             return None
         if _takes(call):
             launched = ops.launch().forward(call) if forward else ops.launch().backward(call)
-            recipe.remember(signature, launched)
+            prepared.remember(operands, call, launched)
             outputs = launched.outputs
     return outputs
 

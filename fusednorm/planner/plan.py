@@ -1,7 +1,7 @@
 """Plans: everything about a launch that is known at compile time. The row count changes nothing in a plan.
 
-`num_ctas` alone derives the grid, and with it the number of partials, from plan, rows and device. The measurements
-behind the constants are in bench/NOTES.md, "Evidence behind constants".
+`Grid` alone says how many CTAs a number of rows gets, and with them how many partials. The measurements behind the
+constants are in bench/NOTES.md, "Evidence behind constants".
 """
 
 from __future__ import annotations
@@ -196,29 +196,60 @@ def num_copies(plan: RingPlan) -> int:
     return 2 if plan.tail else -(-plan.num_chunks // plan.copy_chunks)
 
 
-def num_ctas(plan: Plan, rows: int, cols: int, device: DeviceSpec, leaves_partials: bool = True) -> int:
-    """The grid along the rows, in CTAs or in clusters of them. Each gets at least one row tile.
+@dataclass(frozen=True)
+class Grid:
+    """The rule by which a plan's number of CTAs, or clusters, along the rows follows from the number of rows.
+
+    csrc/prepared.h has the same rule for the same numbers.
+    """
+
+    rows_per_tile: int
+    at_once: int  # CTAs along the rows that run at the same time
+    first_wave: int  # of these, the first of each SM
+    rows_of_cta: int  # least rows of a CTA that leaves partials; 0 if their number does not matter
+    tiles_of_cta: int  # least row tiles of a short-lived CTA; 0 if CTAs are not short-lived
+    least_short_lived: int  # with fewer short-lived CTAs than this, there are as many as run at the same time
+    partials_of_cta: int  # rows of the dw and db partials: one per CTA, or one per compute group of it
+
+    def ctas(self, rows: int) -> int:
+        tiles, limit = -(-rows // self.rows_per_tile), self.at_once
+        if self.tiles_of_cta:
+            short_lived = tiles // self.tiles_of_cta
+            limit = min(tiles, short_lived if short_lived >= self.least_short_lived else limit)
+            return -(-tiles // -(-tiles // limit))
+        if self.rows_of_cta:
+            limit = max(self.first_wave, min(limit, rows // self.rows_of_cta // self.first_wave * self.first_wave))
+        return min(tiles, limit)
+
+    def partials(self, rows: int) -> int:
+        return self.ctas(rows) * self.partials_of_cta
+
+
+def grid_of(plan: Plan, cols: int, device: DeviceSpec, leaves_partials: bool = True) -> Grid:
+    """The grid of a plan. Each CTA gets at least one row tile.
 
     The grid has as many CTAs as run at once, even if some get a row tile fewer than others: fewer CTAs would take as
     long and load less at a time. If CTAs leave partials, least_rows_of_cta limits their number. Short-lived CTAs may be
     more than run at once; all but the last get equally many tiles.
     """
-    tiles = -(-rows // plan.rows_per_tile)
     first_wave, at_once = clusters_at_once(plan.cluster, device), ctas_at_once(plan, device)
+    rows_of_cta = tiles_of_cta = least_short_lived = 0
     if isinstance(plan, (ColumnTilePlan, ColumnRingPlan)):
-        limit = max(1, at_once // -(-cols // plan.chunk))
+        at_once = max(1, at_once // -(-cols // plan.chunk))
     elif isinstance(plan, PipelinedPlan) and plan.short_lived:
-        many = tiles // tiles_of_short_lived(plan)
-        limit = many if many >= MIN_WAVES * at_once or plan.num_stages == 1 else at_once
+        tiles_of_cta = tiles_of_short_lived(plan)
+        least_short_lived = 0 if plan.num_stages == 1 else MIN_WAVES * at_once
     elif isinstance(plan, MultiWavePlan) and plan.short_lived:
-        limit = tiles
+        tiles_of_cta = 1
     elif leaves_partials:
-        limit = max(first_wave, min(at_once, rows // least_rows_of_cta(plan) // first_wave * first_wave))
-    else:
-        limit = at_once
-    if isinstance(plan, PipelinedPlan) and plan.short_lived:
-        return -(-tiles // -(-tiles // min(tiles, limit)))
-    return min(tiles, limit)
+        rows_of_cta = least_rows_of_cta(plan)
+    partials = num_partials(plan, 1)
+    return Grid(plan.rows_per_tile, at_once, first_wave, rows_of_cta, tiles_of_cta, least_short_lived, partials)
+
+
+def num_ctas(plan: Plan, rows: int, cols: int, device: DeviceSpec, leaves_partials: bool = True) -> int:
+    """The number of CTAs along the rows, or of clusters of them."""
+    return grid_of(plan, cols, device, leaves_partials).ctas(rows)
 
 
 def least_rows_of_cta(plan: Plan) -> int:

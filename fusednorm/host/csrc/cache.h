@@ -1,11 +1,10 @@
-// The recipes, by the signatures of their calls.
+// The prepared calls, by the kinds of calls that they serve.
 
 #pragma once
 
-#include "recipe.h"
+#include "prepared.h"
 
-#include <c10/util/SmallVector.h>
-
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
@@ -13,7 +12,8 @@
 
 namespace fusednorm {
 
-using Key = c10::SmallVector<int64_t, 96>;
+using Key = c10::SmallVector<int64_t, 24>;
+using Kind = std::vector<std::shared_ptr<const PreparedCall>>;  // of one key, for different row counts
 
 struct Hash {
   size_t operator()(const Key& key) const {
@@ -23,8 +23,53 @@ struct Hash {
   }
 };
 
-inline std::shared_mutex mutex;  // guards `recipes`
-inline std::unordered_map<Key, std::shared_ptr<const Recipe>, Hash> recipes;
-inline size_t most_recipes = 0;  // `install` sets it to the limit of recipe.py
+// Threads look up a key of their own first: what they looked up last for the same op.
+class Cache {
+ public:
+  size_t most_kinds = 0;  // `install` sets it to the limit of prepared.py
+
+  std::shared_ptr<const PreparedCall> find(size_t op, const Key& key, int64_t rows) {
+    static thread_local std::array<Last, 4> lasts;
+    Last& last = lasts[op];
+    if (C10_UNLIKELY(last.version != version.load(std::memory_order_acquire) || last.key != key)) {
+      std::shared_lock<std::shared_mutex> reading(mutex);
+      auto found = kinds.find(key);
+      if (found == kinds.end()) return {};
+      last = {version.load(std::memory_order_relaxed), key, found->second};
+    }
+    for (const auto& call : last.kind)
+      if (call->rows_above < rows && rows <= call->most_rows) return call;
+    return {};
+  }
+
+  void add(const Key& key, std::shared_ptr<const PreparedCall> call) {
+    std::unique_lock<std::shared_mutex> writing(mutex);
+    if (kinds.size() >= most_kinds && !kinds.count(key)) kinds.clear();
+    Kind& kind = kinds[key];
+    for (const auto& each : kind)
+      if (each->rows_above == call->rows_above) return;  // another thread was first
+    kind.push_back(std::move(call));
+    version.fetch_add(1, std::memory_order_release);
+  }
+
+  void forget() {
+    std::unique_lock<std::shared_mutex> writing(mutex);
+    kinds.clear();
+    version.fetch_add(1, std::memory_order_release);
+  }
+
+ private:
+  struct Last {
+    uint64_t version = 0;
+    Key key;
+    Kind kind;
+  };
+
+  std::atomic<uint64_t> version{1};  // of `kinds`
+  std::shared_mutex mutex;           // guards `kinds`
+  std::unordered_map<Key, Kind, Hash> kinds;
+};
+
+inline Cache cache;
 
 }  // namespace fusednorm

@@ -1,9 +1,10 @@
-// A call: its signature, whether C++ may run it, and the Python functions that run it otherwise.
+// A call: its key, whether C++ may run it, and the Python functions that run it otherwise.
 
 #pragma once
 
-#include "launch.h"
+#include "cache.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -15,7 +16,7 @@ namespace py = pybind11;
 using c10::SymIntArrayRef;
 
 inline std::atomic<int> pauses{0};  // open `force` blocks of all threads; while there is one, Python runs all calls
-inline std::atomic<int64_t> sm_margin{0};  // the number of SMs that plans leave free, a part of a call's signature
+inline std::atomic<int64_t> sm_margin{0};  // the number of SMs that plans leave free, a part of a call's key
 inline std::array<std::atomic<PyObject*>, 2> hooks{};  // Triton's lists of hooks that run before and after a launch
 inline bool runs_cpu_tensors = false;  // for tests without a GPU
 
@@ -29,7 +30,7 @@ inline bool is_paused() {
 
 enum Op : int64_t { LAYER_FWD, LAYER_BWD, RMS_FWD, RMS_BWD, OPS };
 
-// Python's functions, by Op: the ops above autograd, and those below it, which return (outputs, recipe); and the
+// Python's functions, by Op: the ops above autograd, and those below it, which return (outputs, prepared call); and the
 // derivatives that only Python has. Never destroyed: the interpreter may be gone before this library.
 struct Python {
   std::array<py::object, OPS> above, below;
@@ -37,31 +38,110 @@ struct Python {
 };
 inline Python* python = nullptr;
 
-// The signature of a call as a key, and the addresses of its tensors. Calls with one key have the same recipe.
-struct Call {
-  Key key;
-  c10::SmallVector<uint64_t, 16> addresses;
+inline std::atomic<int64_t> repeats{0};  // the number of calls that ran without Python
 
-  Call(Op op, c10::IntArrayRef shape, int64_t scalar) {
-    key.push_back(sm_margin.load(std::memory_order_relaxed) << 32 | static_cast<int64_t>(op) << 16 |
-                  static_cast<int64_t>(shape.size()));
-    key.push_back(scalar);
-    key.append(shape.begin(), shape.end());
+// A call of an op below autograd: its key, which is everything that its checks, plans and builds depend on but rows and
+// addresses, and its operands. The tensors are added in the order of prepared.py.
+class Call {
+ public:
+  Key key;
+
+  Call(Op op, IntArrayRef normalized_shape, const Tensor& x, int64_t setting, bool flag) : op(op) {
+    operands.x_shape = x.sizes();
+    operands.normalized_shape = normalized_shape;
+    size_t ndim = normalized_shape.size(), batch_ndim = x.dim() - ndim;
+    may_be_prepared = ndim && static_cast<size_t>(x.dim()) >= ndim && ends_in(x.sizes(), normalized_shape);
+    if (may_be_prepared)
+      for (size_t i = 0; i < batch_ndim; ++i) operands.rows *= x.sizes()[i];
+    key.push_back(sm_margin.load(std::memory_order_relaxed) << 32 | static_cast<int64_t>(ndim) << 8 |
+                  static_cast<int64_t>(op) << 1 | static_cast<int64_t>(flag));
+    key.push_back(setting);
+    key.append(normalized_shape.begin(), normalized_shape.end());
   }
 
-  void add(const Tensor& tensor) {
+  // x or its gradient.
+  void add_rows(const Tensor& tensor) {
+    bool contiguous = add(tensor);
+    may_be_prepared &= tensor.sizes() == operands.x_shape;
+    if (!contiguous && may_be_prepared)
+      may_be_prepared = add_layout(tensor, tensor.dim() - operands.normalized_shape.size(), /*nested=*/true);
+  }
+
+  void add_statistic(const Tensor& tensor) {
+    bool contiguous = add(tensor);
+    if (!tensor.defined()) return;
+    may_be_prepared &= tensor.numel() == operands.rows;
+    if (!contiguous && may_be_prepared) may_be_prepared = add_layout(tensor, tensor.dim(), /*nested=*/false);
+  }
+
+  void add_parameter(const Tensor& tensor) {
+    bool contiguous = add(tensor);
+    if (tensor.defined()) may_be_prepared &= contiguous && tensor.sizes() == operands.normalized_shape;
+  }
+
+  // Runs the call if it is prepared.
+  optional<Outputs> run() {
+    if (C10_UNLIKELY(!may_be_prepared)) return {};
+    auto prepared = cache.find(op, key, operands.rows);
+    if (C10_UNLIKELY(!prepared)) return {};
+    auto outputs = prepared->run(operands);
+    repeats.fetch_add(1, std::memory_order_relaxed);
+    return outputs;
+  }
+
+  void remember(std::shared_ptr<const PreparedCall> prepared) const {
+    if (may_be_prepared) cache.add(key, std::move(prepared));
+  }
+
+ private:
+  Op op;
+  Operands operands;
+  bool may_be_prepared;  // whether all shapes are right, and all tensors may be read in place
+
+  static bool ends_in(IntArrayRef shape, IntArrayRef end) {
+    return std::equal(end.begin(), end.end(), shape.end() - end.size());
+  }
+
+  // Returns whether the tensor is contiguous. What is read of a dtype, device and address is in the key.
+  bool add(const Tensor& tensor) {
+    uint64_t& address = operands.addresses[operands.num_tensors++];
+    address = 0;
     if (!tensor.defined()) {
       key.push_back(-1);
-      addresses.push_back(0);
-      return;
+      return true;
     }
-    uint64_t address = reinterpret_cast<uint64_t>(tensor.const_data_ptr());
+    address = reinterpret_cast<uint64_t>(tensor.const_data_ptr());
+    bool contiguous = tensor.is_contiguous();
+    key.push_back(static_cast<int64_t>(tensor.scalar_type()) << 16 | (tensor.get_device() & 0xff) << 8 |
+                  static_cast<int64_t>(contiguous) << 1 | (address % 16 == 0));
+    return contiguous;
+  }
+
+  // Adds to the key how the rows (the first batch_ndim dims) lie in memory, by the rule of problem.py: row_view. False if
+  // neither one stride nor, if allowed, two nested ones describe them.
+  bool add_layout(const Tensor& tensor, int64_t batch_ndim, bool nested) {
     auto sizes = tensor.sizes(), strides = tensor.strides();
-    key.push_back(sizes.size() << 32 | static_cast<int64_t>(tensor.scalar_type()) << 16 |
-                  (tensor.get_device() & 0xff) << 1 | (address % 16 == 0));
-    key.append(sizes.begin(), sizes.end());
-    key.append(strides.begin(), strides.end());
-    addresses.push_back(address);
+    int64_t expected = 1, at = tensor.dim();
+    while (at-- > batch_ndim) {
+      if (sizes[at] != 1 && strides[at] != expected) return false;
+      expected *= sizes[at];
+    }
+    std::array<std::pair<int64_t, int64_t>, 2> levels{};  // (size, stride), innermost first
+    size_t count = 0;
+    for (at = batch_ndim; at-- > 0;) {
+      if (sizes[at] == 1) continue;
+      if (count && strides[at] == levels[count - 1].first * levels[count - 1].second) {
+        levels[count - 1].first *= sizes[at];
+      } else {
+        if (count == (nested ? 2 : 1)) return false;
+        levels[count++] = {sizes[at], strides[at]};
+      }
+    }
+    if (count == 0) levels[0].second = expected;
+    key.push_back(count == 2 ? levels[0].first : 1);
+    key.push_back(levels[count == 2].second);
+    key.push_back(count == 2 ? levels[0].second : 0);
+    return true;
   }
 };
 
@@ -132,9 +212,11 @@ inline Tensor to_tensor(py::handle object) {
   return object.is_none() ? Tensor() : py::cast<Tensor>(object);
 }
 
-inline std::vector<Tensor> to_tensors(py::handle objects) {
-  std::vector<Tensor> tensors;
-  for (py::handle each : objects) tensors.push_back(to_tensor(each));
+// Up to three tensors; the rest stay undefined.
+inline Outputs to_tensors(py::handle objects) {
+  Outputs tensors;
+  size_t at = 0;
+  for (py::handle each : objects) tensors.at(at++) = to_tensor(each);
   return tensors;
 }
 
@@ -144,17 +226,15 @@ inline py::object call_python(const py::object& function, const Arguments&... ar
   return function(to_python(arguments)...);
 }
 
-// The outputs of the op below autograd by Python's function. Keeps the recipe that it returns, if C++ may run the call.
+// The outputs of the op below autograd by Python's function. Keeps the prepared call that it returns, if C++ may run the
+// call.
 template <typename... Arguments>
-inline std::vector<Tensor> run_in_python(Op op, const Call* call, const Arguments&... arguments) {
+inline Outputs run_in_python(Op op, const Call* call, const Arguments&... arguments) {
+  at::AutoGradMode off(false);
+  at::AutoDispatchBelowADInplaceOrView below;
   py::gil_scoped_acquire gil;
   py::tuple returned = call_python(python->below[op], arguments...);
-  if (call && !returned[1].is_none()) {
-    auto recipe = py::cast<std::shared_ptr<Recipe>>(returned[1]);
-    std::unique_lock<std::shared_mutex> writing(mutex);
-    if (recipes.size() >= most_recipes) recipes.clear();
-    recipes[call->key] = recipe;
-  }
+  if (call && !returned[1].is_none()) call->remember(py::cast<std::shared_ptr<PreparedCall>>(returned[1]));
   return to_tensors(returned[0]);
 }
 

@@ -1,10 +1,9 @@
-// The host side of the four norm ops in C++. For plain tensors it repeats the recipes that Python has made and records
-// autograd's node. The Python functions that `install` is given run all other calls: those with a new signature, a
-// tensor subclass, a mode, a transform or a forced variant. fusednorm/host/native.py is the Python side.
+// The host side of the four norm ops in C++. For plain tensors it runs the calls that Python has prepared and records
+// autograd's node. The Python functions that `install` is given run all other calls: those of a new kind, a tensor
+// subclass, a mode, a transform or a forced variant. fusednorm/host/native.py is the Python side.
 //
-// A call enters here, above autograd. The way down: node.h (autograd's nodes), below.h (the ops below autograd), call.h
-// (a call's signature), launch.h (repeats a recipe), cache.h (finds it), recipe.h (its structs) and driver.h (CUDA's
-// driver).
+// A call enters here, above autograd. The way down: node.h (autograd's node), below.h (the ops below autograd), call.h
+// (a call's key), cache.h (finds the prepared call), prepared.h (runs it) and driver.h (CUDA's driver).
 
 #include "node.h"
 
@@ -21,9 +20,16 @@ namespace {
 // -------------------------------------------------------------------------------- the ops above autograd
 
 template <typename... Arguments>
-std::vector<Tensor> run_above_in_python(Op op, const Arguments&... arguments) {
+Outputs run_above_in_python(Op op, const Arguments&... arguments) {
   py::gil_scoped_acquire gil;
   return to_tensors(call_python(python->above[op], arguments...));
+}
+
+// (y, mean, rstd), without mean for RMSNorm; of calls that C++ may run.
+Outputs forward_above(
+    Op op, const Tensor& x, SymIntArrayRef shape, const Tensor& weight, const Tensor& bias, optional<double> eps) {
+  if (is_recorded({x, weight, bias})) return record_forward(op, x, shape, weight, bias, eps, /*y_alone=*/false);
+  return run_forward(op, x, shape, weight, bias, eps, true, true);
 }
 
 Triple layer_norm_fwd_above(
@@ -31,27 +37,15 @@ Triple layer_norm_fwd_above(
   const Tensor &weight = or_undefined(weight_), &bias = or_undefined(bias_);
   if (!may_run_here({x, weight, bias}) || needs_formula({x, weight, bias}))
     return as_triple(run_above_in_python(LAYER_FWD, x, shape, weight, bias, eps));
-  if (is_recorded({x, weight, bias})) {
-    auto ints = as_ints(shape);
-    return as_triple(NormFunction::apply(
-        LAYER_FWD, x, std::vector<int64_t>(ints.begin(), ints.end()), weight_, bias_, optional<double>(eps)));
-  }
-  at::AutoDispatchBelowADInplaceOrView below;
-  return layer_norm_fwd(x, shape, weight_, bias_, eps);
+  return as_triple(forward_above(LAYER_FWD, x, shape, weight, bias, eps));
 }
 
 Pair rms_norm_fwd_above(
     const Tensor& x, SymIntArrayRef shape, const optional<Tensor>& weight_, optional<double> eps) {
   const Tensor& weight = or_undefined(weight_);
   if (!may_run_here({x, weight}) || needs_formula({x, weight}))
-    return as_pair(run_above_in_python(RMS_FWD, x, shape, weight, eps));
-  if (is_recorded({x, weight})) {
-    auto ints = as_ints(shape);
-    return as_pair(NormFunction::apply(
-        RMS_FWD, x, std::vector<int64_t>(ints.begin(), ints.end()), weight_, optional<Tensor>(), eps));
-  }
-  at::AutoDispatchBelowADInplaceOrView below;
-  return rms_norm_fwd(x, shape, weight_, eps);
+    return first_two(run_above_in_python(RMS_FWD, x, shape, weight, eps));
+  return y_and_rstd(forward_above(RMS_FWD, x, shape, weight, {}, eps));
 }
 
 Triple layer_norm_bwd_above(
@@ -62,8 +56,7 @@ Triple layer_norm_bwd_above(
   if (!may_run_here({grad_out, x, mean, rstd, weight, bias}) || needs_formula({grad_out, x, mean, rstd, weight}) ||
       is_recorded({grad_out, x, mean, rstd, weight}))
     return as_triple(run_above_in_python(LAYER_BWD, grad_out, x, shape, mean, rstd, weight, bias, wanted));
-  at::AutoDispatchBelowADInplaceOrView below;
-  return layer_norm_bwd(grad_out, x, shape, mean, rstd, weight_, bias_, mask);
+  return as_triple(run_backward(LAYER_BWD, grad_out, x, shape, mean, rstd, weight, bias, wanted, true));
 }
 
 Pair rms_norm_bwd_above(
@@ -73,9 +66,9 @@ Pair rms_norm_bwd_above(
   auto wanted = checked_mask<2>("rms_norm_bwd", mask);
   if (!may_run_here({grad_out, x, rstd, weight}) || needs_formula({grad_out, x, rstd, weight}) ||
       is_recorded({grad_out, x, rstd, weight}))
-    return as_pair(run_above_in_python(RMS_BWD, grad_out, x, shape, rstd, weight, wanted));
-  at::AutoDispatchBelowADInplaceOrView below;
-  return rms_norm_bwd(grad_out, x, shape, rstd, weight_, mask);
+    return first_two(run_above_in_python(
+        RMS_BWD, grad_out, x, shape, rstd, weight, std::array<bool, 2>{wanted[0], wanted[1]}));
+  return first_two(run_backward(RMS_BWD, grad_out, x, shape, {}, rstd, weight, {}, wanted, true));
 }
 
 // -------------------------------------------------------------------------------- y alone, for modules
@@ -89,18 +82,19 @@ PyObject* y_of(Op op, PyObject* const* arguments, Py_ssize_t count) {
   if (count != (layer ? 5 : 4) || !python || at::impl::torch_function_mode_enabled() ||
       at::autocast::is_autocast_enabled(at::kCUDA) || c10::InferenceMode::is_enabled())
     return decline();
-  auto tensor = [](PyObject* object, optional<Tensor>& into) {
+  auto tensor = [](PyObject* object, const Tensor*& into) {
+    into = &undefined();
     if (object == Py_None) return true;
     if (!THPVariable_CheckTypeExact(Py_TYPE(object))) return false;
-    into = THPVariable_Unpack(object);
+    into = &THPVariable_Unpack(object);
     return true;
   };
-  optional<Tensor> x_, weight_, bias_;
-  if (!tensor(arguments[0], x_) || !x_ || !tensor(arguments[2], weight_) || (layer && !tensor(arguments[3], bias_)))
+  const Tensor *x_, *weight_, *bias_ = &undefined();  // the caller keeps the arguments
+  if (!tensor(arguments[0], x_) || !tensor(arguments[2], weight_) || (layer && !tensor(arguments[3], bias_)))
     return decline();
-  const Tensor &x = *x_, &weight = or_undefined(weight_), &bias = or_undefined(bias_);
-  if (!PyTuple_Check(arguments[1])) return decline();
-  std::vector<int64_t> shape(PyTuple_GET_SIZE(arguments[1]));
+  const Tensor &x = *x_, &weight = *weight_, &bias = *bias_;
+  if (!x.defined() || !PyTuple_Check(arguments[1])) return decline();
+  Shape shape(PyTuple_GET_SIZE(arguments[1]));
   for (size_t i = 0; i < shape.size(); ++i) {
     PyObject* size = PyTuple_GET_ITEM(arguments[1], i);
     if (!PyLong_CheckExact(size)) return decline();
@@ -121,12 +115,10 @@ PyObject* y_of(Op op, PyObject* const* arguments, Py_ssize_t count) {
     py::gil_scoped_release released;
     at::RecordFunction record(at::RecordScope::FUNCTION);
     show_to_profiler(record, layer ? "fusednorm::layer_norm_fwd" : "fusednorm::rms_norm_fwd", {x, weight, bias});
-    if (is_recorded({x, weight, bias})) {
-      y = record_y(op, x, shape, weight, bias, eps);
-    } else {
-      at::AutoDispatchBelowADInplaceOrView below;
-      y = run_forward(op, x, c10::fromIntArrayRefUnchecked(shape), weight, bias, eps, /*wants_statistics=*/false)[0];
-    }
+    auto sizes = c10::fromIntArrayRefUnchecked(shape);
+    y = is_recorded({x, weight, bias})
+        ? record_forward(op, x, sizes, weight, bias, eps, /*y_alone=*/true)[0]
+        : run_forward(op, x, sizes, weight, bias, eps, /*wants_statistics=*/false, true)[0];
   }
   return THPVariable_Wrap(y);
 }
@@ -150,7 +142,7 @@ std::vector<std::unique_ptr<torch::Library>> installed;
 
 void install(const std::string& key, const std::vector<py::object>& above, const std::vector<py::object>& below,
              py::object statistics_gradient, py::object differentiable_backward, size_t kept) {
-  most_recipes = kept;
+  cache.most_kinds = kept;
   python = new Python{{}, {}, std::move(statistics_gradient), std::move(differentiable_backward)};
   for (size_t op = 0; op < OPS; ++op) {
     python->above[op] = above.at(op);
@@ -182,25 +174,48 @@ using namespace fusednorm;
 PYBIND11_MODULE(_native, module) {
   module.attr("torch_version") = TORCH_VERSION;
   PyModule_AddFunctions(module.ptr(), functions);
-  py::class_<Memory>(module, "Memory")
-      .def(py::init([](std::vector<int64_t> shape, std::vector<int64_t> strides, at::ScalarType dtype) {
-             return Memory{std::move(shape), std::move(strides), dtype};
+  py::enum_<Extent>(module, "Extent")
+      .value("X", Extent::X).value("STATISTIC", Extent::STATISTIC).value("PARAMETER", Extent::PARAMETER);
+  py::enum_<Number>(module, "Number")
+      .value("ROWS", Number::ROWS).value("CTAS", Number::CTAS).value("PARTIALS", Number::PARTIALS);
+  py::class_<Output>(module, "Output")
+      .def(py::init([](Extent extent, at::ScalarType dtype) { return Output{extent, dtype}; }), py::kw_only(),
+           py::arg("extent"), py::arg("dtype"));
+  py::class_<Grid>(module, "Grid")
+      .def(py::init([](int64_t rows_per_tile, int64_t at_once, int64_t first_wave, int64_t rows_of_cta,
+                       int64_t tiles_of_cta, int64_t least_short_lived, int64_t partials_of_cta) {
+             return Grid{rows_per_tile, at_once, first_wave, rows_of_cta, tiles_of_cta, least_short_lived,
+                         partials_of_cta};
            }),
-           py::arg("shape"), py::arg("strides"), py::arg("dtype"));
+           py::kw_only(), py::arg("rows_per_tile"), py::arg("at_once"), py::arg("first_wave"), py::arg("rows_of_cta"),
+           py::arg("tiles_of_cta"), py::arg("least_short_lived"), py::arg("partials_of_cta"))
+      .def("numbers", &Grid::numbers);
+  py::class_<Workspace>(module, "Workspace")
+      .def(py::init([](at::ScalarType dtype, int64_t cols, bool wants_dw, bool wants_db, int64_t means_per_row,
+                       int64_t counters) {
+             return Workspace{dtype, cols, wants_dw, wants_db, means_per_row, counters};
+           }),
+           py::kw_only(), py::arg("dtype"), py::arg("cols"), py::arg("wants_dw"), py::arg("wants_db"),
+           py::arg("means_per_row"), py::arg("counters"))
+      .def("sizes", &Workspace::sizes);
   py::class_<Step>(module, "Step")
-      .def(py::init<uint64_t, std::array<unsigned, 3>, unsigned, unsigned, unsigned, bool>(), py::kw_only(),
-           py::arg("function"), py::arg("grid"), py::arg("threads"), py::arg("shared_bytes"), py::arg("cluster"),
-           py::arg("dependent"))
-      .def("add_i32", &Step::add_number<int32_t>)
-      .def("add_i64", &Step::add_number<int64_t>)
-      .def("add_fp32", &Step::add_number<float>)
-      .def("add_fp64", &Step::add_number<double>)
-      .def("add_address", &Step::add_address, py::arg("index"), py::arg("offset"))
-      .def("add_map", &Step::add_map, py::kw_only(), py::arg("index"), py::arg("type"), py::arg("shape"),
-           py::arg("strides"), py::arg("box"));
-  py::class_<Recipe, std::shared_ptr<Recipe>>(module, "Recipe")
-      .def(py::init<int, std::vector<optional<Memory>>, optional<Memory>, std::vector<Step>>(), py::kw_only(),
-           py::arg("device"), py::arg("outputs"), py::arg("workspace"), py::arg("steps"));
+      .def(py::init<uint64_t, std::array<unsigned, 3>, std::array<optional<Number>, 2>, unsigned, unsigned, unsigned,
+                    bool>(),
+           py::kw_only(), py::arg("function"), py::arg("sides"), py::arg("grid"), py::arg("threads"),
+           py::arg("shared_bytes"), py::arg("cluster"), py::arg("dependent"))
+      .def("add_i32", &Step::add_constant<int32_t>)
+      .def("add_i64", &Step::add_constant<int64_t>)
+      .def("add_fp32", &Step::add_constant<float>)
+      .def("add_fp64", &Step::add_constant<double>)
+      .def("add_variable", &Step::add_variable, py::arg("number"), py::arg("bytes"))
+      .def("add_address", &Step::add_address, py::arg("index"))
+      .def("add_map", &Step::add_map, py::kw_only(), py::arg("index"), py::arg("type"), py::arg("rows_dim"),
+           py::arg("shape"), py::arg("strides"), py::arg("box"));
+  py::class_<PreparedCall, std::shared_ptr<PreparedCall>>(module, "PreparedCall")
+      .def(py::init<int, int64_t, int64_t, Grid, std::vector<optional<Output>>, optional<Workspace>,
+                    std::vector<Step>>(),
+           py::kw_only(), py::arg("device"), py::arg("rows_above"), py::arg("most_rows"), py::arg("grid"),
+           py::arg("outputs"), py::arg("workspace"), py::arg("steps"));
   module.def("install", &install);
   module.def("pause", [](int by) { pauses += by; });
   module.def("set_sm_margin", [](int64_t sms) { sm_margin = sms; });
@@ -209,9 +224,6 @@ PYBIND11_MODULE(_native, module) {
     if (hooks[1] != exit.ptr()) hooks[1] = exit.release().ptr();
   });
   module.def("repeats", [] { return repeats.load(); });
-  module.def("forget", [] {
-    std::unique_lock<std::shared_mutex> writing(mutex);
-    recipes.clear();
-  });
+  module.def("forget", [] { cache.forget(); });
   module.def("use_driver", [](const std::string& path) { driver_path = path; });
 }

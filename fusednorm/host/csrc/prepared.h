@@ -1,0 +1,279 @@
+// A prepared call: what a call launches, as a function of its row count and its tensors' addresses. Python makes it
+// (fusednorm/host/prepared.py), and native.py copies it into these records.
+
+#pragma once
+
+#include "driver.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/SmallVector.h>
+
+#include <array>
+#include <cstring>
+#include <optional>
+#include <vector>
+
+namespace fusednorm {
+
+using at::IntArrayRef;
+using at::Tensor;
+using std::optional;
+
+constexpr size_t MAX_PARAMETER_BYTES = 1024;
+constexpr size_t MAX_PARAMETERS = 64;
+constexpr size_t MAP_ALIGNMENT = 64;
+constexpr size_t MAX_TENSORS = 7;  // of a backward
+constexpr size_t NUM_OUTPUTS = 3;  // of a forward and of a backward
+constexpr size_t NUM_PARTS = 4;    // of the workspace
+
+using Outputs = std::array<Tensor, NUM_OUTPUTS>;  // (y, mean, rstd) or (dx, dw, db); undefined for an unwanted one
+using Shape = c10::SmallVector<int64_t, 6>;
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Numbers that differ from call to call.
+enum class Number { ROWS, CTAS, PARTIALS };
+using Numbers = std::array<int64_t, 3>;  // by Number
+
+// The rule of planner/plan.py: Grid.
+struct Grid {
+  int64_t rows_per_tile, at_once, first_wave, rows_of_cta, tiles_of_cta, least_short_lived, partials_of_cta;
+
+  int64_t ctas(int64_t rows) const {
+    int64_t tiles = ceil_div(rows, rows_per_tile), limit = at_once;
+    if (tiles_of_cta) {
+      int64_t short_lived = tiles / tiles_of_cta;
+      limit = std::min(tiles, short_lived >= least_short_lived ? short_lived : limit);
+      return ceil_div(tiles, ceil_div(tiles, limit));
+    }
+    if (rows_of_cta) limit = std::max(first_wave, std::min(limit, rows / rows_of_cta / first_wave * first_wave));
+    return std::min(tiles, limit);
+  }
+
+  Numbers numbers(int64_t rows) const {
+    int64_t count = ctas(rows);
+    return {rows, count, count * partials_of_cta};
+  }
+};
+
+// The rule of launch.py: WorkspaceSizes.
+struct Workspace {
+  at::ScalarType dtype;
+  int64_t cols;
+  bool wants_dw, wants_db;
+  int64_t means_per_row, counters;
+
+  std::array<int64_t, NUM_PARTS> sizes(const Numbers& numbers) const {
+    auto padded = [](int64_t elements) { return ceil_div(elements, 4) * 4; };
+    int64_t sums = padded(numbers[static_cast<size_t>(Number::PARTIALS)] * cols);
+    return {sums * wants_dw, sums * wants_db, padded(numbers[0] * means_per_row), counters};
+  }
+};
+
+enum class Extent { X, STATISTIC, PARAMETER };
+
+struct Output {
+  Extent extent;
+  at::ScalarType dtype;
+};
+
+// One launch. Python builds it: the configuration first, then the parameters in the kernel's order. Addresses are counted
+// in this order: the call's tensors, its outputs, the parts of its workspace.
+struct Step {
+  // `at` is a byte offset in `parameters`; `index` says which address goes there.
+  struct Address {
+    size_t at, index;
+  };
+  struct Variable {
+    size_t at, bytes;
+    Number number;
+  };
+  struct Map {  // a tensor map, encoded anew for each call
+    size_t at, index;
+    CUtensorMapDataType type;
+    uint32_t rank, rows_dim;
+    std::array<cuuint64_t, 5> sizes, strides;  // innermost first; strides in bytes, from the second on
+    std::array<cuuint32_t, 5> box;
+  };
+
+  CUfunction function;
+  CUlaunchConfig config{};
+  unsigned cluster;
+  std::array<optional<Number>, 2> grid;  // what the first two sides of the grid are, if they are not constant
+  std::array<CUlaunchAttribute, 3> attributes{};
+  std::vector<char> parameters;  // complete but for what follows
+  std::vector<size_t> starts;    // byte offset of each parameter
+  std::vector<Address> addresses;
+  std::vector<Variable> variables;
+  std::vector<Map> maps;
+
+  Step(uint64_t function, std::array<unsigned, 3> sides, std::array<optional<Number>, 2> grid, unsigned threads,
+       unsigned shared_bytes, unsigned cluster, bool dependent)
+      : function(reinterpret_cast<CUfunction>(function)), cluster(cluster), grid(grid) {
+    config.gridDimX = sides[0] * cluster;
+    config.gridDimY = sides[1];
+    config.gridDimZ = sides[2];
+    config.blockDimX = threads;
+    config.blockDimY = config.blockDimZ = 1;
+    config.sharedMemBytes = shared_bytes;
+    if (cluster > 1) {
+      CUlaunchAttribute& size = add_attribute(CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION);
+      size.value.clusterDim.x = cluster;
+      size.value.clusterDim.y = size.value.clusterDim.z = 1;
+      CUlaunchAttribute& policy = add_attribute(CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE);
+      policy.value.clusterSchedulingPolicyPreference = CU_CLUSTER_SCHEDULING_POLICY_SPREAD;
+    }
+    if (dependent) {  // may be placed on the GPU while the launch before it ends
+      CUlaunchAttribute& overlap = add_attribute(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
+      overlap.value.programmaticStreamSerializationAllowed = 1;
+    }
+  }
+
+  template <typename Type>
+  void add_constant(Type constant) {
+    size_t at = reserve(sizeof constant, sizeof constant);
+    std::memcpy(parameters.data() + at, &constant, sizeof constant);
+  }
+
+  void add_variable(Number number, size_t bytes) { variables.push_back({reserve(bytes, bytes), bytes, number}); }
+
+  void add_address(size_t index) { addresses.push_back({reserve(sizeof(uint64_t), sizeof(uint64_t)), index}); }
+
+  void add_map(size_t index, int type, uint32_t rows_dim, const std::vector<uint64_t>& sizes,
+               const std::vector<uint64_t>& strides, const std::vector<uint32_t>& box) {
+    Map map{reserve(sizeof(CUtensorMap), MAP_ALIGNMENT), index, static_cast<CUtensorMapDataType>(type),
+            static_cast<uint32_t>(sizes.size()), rows_dim};
+    fill(map.sizes, sizes);
+    fill(map.strides, strides);
+    fill(map.box, box);
+    maps.push_back(map);
+  }
+
+  void launch(const Driver& cuda, const uint64_t* given, const Numbers& numbers, CUstream stream) const {
+    alignas(MAP_ALIGNMENT) char bytes[MAX_PARAMETER_BYTES];
+    void* pointers[MAX_PARAMETERS];
+    std::memcpy(bytes, parameters.data(), parameters.size());
+    for (size_t i = 0; i < starts.size(); ++i) pointers[i] = bytes + starts[i];
+    for (const Address& each : addresses) std::memcpy(bytes + each.at, given + each.index, sizeof(uint64_t));
+    for (const Variable& each : variables)  // the first bytes of a small number are the number: little endian
+      std::memcpy(bytes + each.at, &numbers[static_cast<size_t>(each.number)], each.bytes);
+    for (const Map& map : maps) {
+      static constexpr std::array<cuuint32_t, 5> element_strides{1, 1, 1, 1, 1};
+      auto sizes = map.sizes;
+      sizes[map.rows_dim] = numbers[0];
+      cuda.check(cuda.encode(
+          reinterpret_cast<CUtensorMap*>(bytes + map.at), map.type, map.rank, reinterpret_cast<void*>(given[map.index]),
+          sizes.data(), map.strides.data(), map.box.data(), element_strides.data(), CU_TENSOR_MAP_INTERLEAVE_NONE,
+          CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
+    }
+    CUlaunchConfig with = config;
+    if (grid[0]) with.gridDimX = cluster * static_cast<unsigned>(numbers[static_cast<size_t>(*grid[0])]);
+    if (grid[1]) with.gridDimY = static_cast<unsigned>(numbers[static_cast<size_t>(*grid[1])]);
+    with.hStream = stream;
+    with.attrs = const_cast<CUlaunchAttribute*>(attributes.data());
+    cuda.check(cuda.launch(&with, function, pointers, nullptr));
+  }
+
+ private:
+  CUlaunchAttribute& add_attribute(CUlaunchAttributeID id) {
+    CUlaunchAttribute& attribute = attributes.at(config.numAttrs++);
+    attribute.id = id;
+    return attribute;
+  }
+
+  // Makes room for the next parameter and returns its byte offset.
+  size_t reserve(size_t bytes, size_t alignment) {
+    size_t at = (parameters.size() + alignment - 1) / alignment * alignment;
+    TORCH_CHECK(at + bytes <= MAX_PARAMETER_BYTES && starts.size() < MAX_PARAMETERS,
+                "fusednorm: a kernel must have at most ", MAX_PARAMETERS, " parameters of ", MAX_PARAMETER_BYTES,
+                " bytes in all, got parameter ", starts.size() + 1, " at byte ", at);
+    parameters.resize(at + bytes);
+    starts.push_back(at);
+    return at;
+  }
+
+  template <typename Array, typename Type>
+  static void fill(Array& array, const std::vector<Type>& numbers) {
+    for (size_t i = 0; i < numbers.size(); ++i) array.at(i) = numbers[i];
+  }
+};
+
+// The tensors of a call: their addresses, and what x's shape says.
+struct Operands {
+  std::array<uint64_t, MAX_TENSORS + NUM_OUTPUTS + NUM_PARTS> addresses;
+  size_t num_tensors = 0;
+  IntArrayRef x_shape, normalized_shape;
+  int64_t rows = 1;
+};
+
+struct PreparedCall {
+  at::Device device;
+  int64_t rows_above, most_rows;  // valid for more rows than the one, and at most the other
+  Grid grid;
+  std::vector<optional<Output>> outputs;  // nullopt for an unwanted one
+  optional<Workspace> workspace;
+  std::vector<Step> steps;
+  c10::Allocator* allocator;  // what torch allocates by on this device
+
+  PreparedCall(int device, int64_t rows_above, int64_t most_rows, Grid grid, std::vector<optional<Output>> outputs,
+               optional<Workspace> workspace, std::vector<Step> steps)
+      : device(device < 0 ? at::Device(at::kCPU) : at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device))),
+        rows_above(rows_above), most_rows(most_rows), grid(grid), outputs(std::move(outputs)), workspace(workspace),
+        steps(std::move(steps)), allocator(at::empty({1}, at::device(this->device)).storage().allocator()) {
+    TORCH_CHECK(allocator && this->outputs.size() == NUM_OUTPUTS, "fusednorm: a prepared call must have an allocator "
+                "and ", NUM_OUTPUTS, " outputs, got ", this->outputs.size());
+  }
+
+  Outputs run(Operands& operands) const {
+    const Driver& cuda = driver();
+    c10::OptionalDeviceGuard guard;
+    CUstream stream = reinterpret_cast<CUstream>(1);  // in tests without a GPU
+    if (!device.is_cpu()) {
+      guard.reset_device(device);
+      auto current = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+      stream = static_cast<CUstream>(current.native_handle());
+    }
+    cuda.ensure_context(device.index());
+    Numbers numbers = grid.numbers(operands.rows);
+    uint64_t* next = operands.addresses.data() + operands.num_tensors;
+    Outputs made;
+    for (size_t i = 0; i < NUM_OUTPUTS; ++i) {
+      *next = 0;
+      if (outputs[i]) {
+        made[i] = allocate(outputs[i]->extent, outputs[i]->dtype, operands);
+        *next = reinterpret_cast<uint64_t>(made[i].unsafeGetTensorImpl()->data());
+      }
+      ++next;
+    }
+    Tensor parts;
+    if (workspace) {
+      auto sizes = workspace->sizes(numbers);
+      parts = allocate({sizes[0] + sizes[1] + sizes[2] + sizes[3]}, workspace->dtype);
+      *next = reinterpret_cast<uint64_t>(parts.unsafeGetTensorImpl()->data());
+      for (size_t part = 1; part < NUM_PARTS; ++part, ++next)
+        next[1] = next[0] + sizes[part - 1] * c10::elementSize(workspace->dtype);
+    }
+    for (const Step& step : steps) step.launch(cuda, operands.addresses.data(), numbers, stream);
+    return made;
+  }
+
+ private:
+  Tensor allocate(Extent extent, at::ScalarType dtype, const Operands& operands) const {
+    if (extent == Extent::X) return allocate(operands.x_shape, dtype);
+    if (extent == Extent::PARAMETER) return allocate(operands.normalized_shape, dtype);
+    Shape shape(operands.x_shape.begin(), operands.x_shape.end());
+    std::fill(shape.end() - operands.normalized_shape.size(), shape.end(), 1);
+    return allocate(shape, dtype);
+  }
+
+  // As torch.empty, without the dispatcher. torch does the same below it.
+  Tensor allocate(IntArrayRef shape, at::ScalarType dtype) const {
+    c10::DispatchKeySet key(device.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA);
+    return Tensor(at::detail::empty_generic(shape, allocator, key, dtype, std::nullopt));
+  }
+};
+
+}  // namespace fusednorm
