@@ -14,7 +14,7 @@ from fake_gpu import CUDA_HEADER, DRIVER, STREAM, Gpu, backward, forward, known_
 from norms import SHAPE, backward_of, forward_of, layer_norm
 
 from fusednorm import autograd, reference
-from fusednorm.host import launcher, native, recipe, torch_compat
+from fusednorm.host import launcher, native, prepared, torch_compat
 from fusednorm.planner.device import H200
 from fusednorm.testing import make_inputs
 
@@ -42,7 +42,8 @@ def gpu(driver, monkeypatch):
     monkeypatch.setattr(launcher, "known_build", known_build)
     monkeypatch.setattr(torch_compat, "current_device", lambda: -1)
     monkeypatch.setattr(torch_compat, "raw_stream", lambda device: STREAM)
-    recipe.forget()
+    monkeypatch.setattr(prepared, "run", lambda operands: None)  # Python's own runs of prepared calls
+    prepared.forget()
     native.forget()
     with standing_in(H200, simulated.hand_over):
         yield simulated

@@ -19,11 +19,11 @@ import triton
 from cases import BF16, FP16, FP32, FP64
 
 from fusednorm import reference
-from fusednorm.host import compilation, launch, launcher, native, recipe, triton_compat
+from fusednorm.host import compilation, launch, launcher, native, prepared, triton_compat
 from fusednorm.planner.device import H200
 from fusednorm.problem import check_backward, check_forward
 
-STREAM = 1  # the native handle that the C++ side gets for the stream of CPU tensors (stream_of in launch.h)
+STREAM = 1  # the native handle that the C++ side gets for the stream of CPU tensors (PreparedCall::run in prepared.h)
 
 
 ILLEGAL_ADDRESS = 700  # CUDA_ERROR_ILLEGAL_ADDRESS
@@ -297,7 +297,8 @@ class Gpu:
     def __init__(self, driver: ctypes.CDLL):
         self.launched: list[Launched] = []
         self.python_calls: list[tuple] = []
-        self.remembers = True  # whether calls that go to Python leave a recipe
+        self.remembers = True  # whether calls that go to Python are prepared for later ones
+        self.computes = True  # whether launches from C++ write results
         self.result = 0  # the driver's error code for each launch; 0 is success
         self.failure: Exception | None = None
         self.driver, self._launch = driver, LAUNCH(self._take)
@@ -320,8 +321,9 @@ class Gpu:
             values = {name: Map.from_buffer_copy(v) if isinstance(v, Map) else v.value for name, v in found.items()}
             launched = Launched(build, Config(function, stream, *shaped), values)
             self.launched.append(launched)
-            with torch.no_grad():
-                compute(launched)
+            if self.computes:
+                with torch.no_grad():
+                    compute(launched)
         except Exception as failure:  # an exception cannot pass through C: keep it for the fixture
             self.failure = failure
             return ILLEGAL_ADDRESS
@@ -340,14 +342,14 @@ class Gpu:
 
     @contextlib.contextmanager
     def repeating(self, calls: int = 1):
-        """Inside, exactly `calls` calls must be repeated in C++, and none may go to Python."""
+        """Inside, exactly `calls` prepared calls must run in C++, and none may go to Python."""
         before, asked = native.repeats(), len(self.python_calls)
         yield
         assert (native.repeats() - before, self.python_calls[asked:]) == (calls, [])
 
     @contextlib.contextmanager
     def going_to_python(self, *wanted: str):
-        """Inside, no call may be repeated in C++; the calls that go to Python must be `wanted` ("forward", ...)."""
+        """Inside, no prepared call may run in C++; the calls that go to Python must be `wanted` ("forward", ...)."""
         before, asked = native.repeats(), len(self.python_calls)
         yield
         assert (native.repeats() - before, self.directions()[asked:]) == (0, list(wanted))
@@ -396,9 +398,9 @@ def in_tritons_form(launcher):
     return lambda *arguments: launcher(*arguments)
 
 
-def outputs_of(launched, operands):
+def outputs_of(operands, call, launched):
     if GPU.remembers:
-        recipe.remember(recipe.look(operands), launched)
+        prepared.remember(operands, call, launched)
     return launched.outputs
 
 
@@ -408,7 +410,7 @@ def forward(operands):
     call = check_forward(operands)
     if not (call.rows and call.problem.cols):
         return reference.forward(call)
-    return outputs_of(launch.forward(call), operands)
+    return outputs_of(operands, call, launch.forward(call))
 
 
 def backward(operands):
@@ -420,4 +422,4 @@ def backward(operands):
         return None, None, None
     if not (call.rows and call.problem.cols):
         return reference.backward(call)
-    return outputs_of(launch.backward(call), operands)
+    return outputs_of(operands, call, launch.backward(call))

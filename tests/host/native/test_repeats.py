@@ -1,16 +1,16 @@
-"""The C++ host side repeats known calls exactly, and reports errors. tests/host/test_native.py builds the extension and
+"""The C++ host side runs prepared calls exactly, and reports errors. tests/host/test_native.py builds the extension and
 runs this file."""
 
 from __future__ import annotations
 
+import random
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import test_errors
 import torch
 from cases import BF16, FP16, FP32, FP64, NORMS, lay_out, make_case, statistic_layouts
-from fake_gpu import ILLEGAL_ADDRESS, STREAM, Config, Launched, Map
+from fake_gpu import ILLEGAL_ADDRESS, STREAM, Config, Launched, Map, known_build
 from norms import (
     OPS,
     SHAPE,
@@ -27,7 +27,7 @@ from norms import (
 from torch.testing import assert_close
 
 from fusednorm import reference, sm_margin
-from fusednorm.host import launch, native, recipe, straight_line
+from fusednorm.host import launch, native
 from fusednorm.operands import BackwardOperands, ForwardOperands
 from fusednorm.planner import heuristics
 from fusednorm.planner.device import H200
@@ -58,9 +58,9 @@ REPEATED = [  # norm, plan, shape, dtypes, mask of a backward; the widest compil
 
 @pytest.mark.parametrize("norm, plan, shape, dtypes, mask", REPEATED, ids=str)
 def test_the_driver_gets_what_python_would_launch(norm, plan, shape, dtypes, mask, gpu):
-    recipe_ = repeat_and_compare(make_case(norm, shape, dtypes), plan, mask, gpu)
+    builds = run_and_compare(make_case(norm, shape, dtypes), plan, mask, gpu)
     sums = mask not in (None, DX) and None not in dtypes and plan is not ColumnTilePlan
-    assert (recipe_.steps[-1].build.name == "finalize") == sums
+    assert (builds[-1].name == "finalize") == sums
 
 
 @norms
@@ -70,12 +70,12 @@ def test_the_driver_gets_what_python_would_launch(norm, plan, shape, dtypes, mas
 )
 def test_so_it_does_for_memory_that_is_not_contiguous(norm, mask, layout, statistics, gpu):
     case = make_case(norm, (2, 3, 4, 40), (FP32, FP32, FP32))
-    repeat_and_compare(case, MultiWavePlan, mask, gpu, layout, statistics)
+    run_and_compare(case, MultiWavePlan, mask, gpu, layout, statistics)
 
 
-def repeat_and_compare(case, plan, mask, gpu, layout=None, statistics="[M]"):
-    """Calls the case's op twice and compares the second call, which C++ repeats, with what Python would launch. Returns
-    the recipe."""
+def run_and_compare(case, plan, mask, gpu, layout=None, statistics="[M]") -> list:
+    """Calls the case's op twice and compares the second call, which C++ runs, with what Python would launch. Returns
+    the builds of its launches."""
     calls = []
     for seed in (0, 1):
         given = inputs = make_inputs(case, seed=seed)
@@ -91,40 +91,81 @@ def repeat_and_compare(case, plan, mask, gpu, layout=None, statistics="[M]"):
     with gpu.repeating():
         outputs = op(*calls[1])
     assert_right(case, inputs, outputs, mask)
-    ((cached,),) = recipe._cached.values()
-    recipe_ = cached.recipe
-    check, operands = (check_forward, ForwardOperands) if mask is None else (check_backward, BackwardOperands)
-    call = check(operands(case.norm, *pythons_arguments(case, calls[1])))
+    operands = operands_of(case, calls[1])
+    call = (check_forward if mask is None else check_backward)(operands)
     assert isinstance(heuristics.choose(call.problem, call.rows, H200), plan)
-    assert [launched.config for launched in gpu.launched] == [config_of(step) for step in recipe_.steps]
-    sent = [values_of(launched) for launched in gpu.launched]
-    assert sent == launched_by_python(recipe_, tensors_of(case, calls[1]), outputs, gpu)
-    return recipe_
+    assert_launched_as_by_itself(operands, outputs, gpu.launched)
+    return [each.build for each in gpu.launched]
 
 
-def pythons_arguments(case, arguments) -> tuple:
-    """The arguments of an op in the form of ForwardOperands or BackwardOperands."""
+def operands_of(case, arguments):
+    """The operands of a call of the case's op."""
+    if len(arguments) <= 5 and case.norm == "layer":
+        return ForwardOperands("layer", *arguments)
     if case.norm == "layer":
-        return arguments
+        return BackwardOperands("layer", *arguments)
     if len(arguments) == 4:
-        return *arguments[:3], None, arguments[3]
+        return ForwardOperands("rms", *arguments[:3], None, arguments[3])
     grad_out, x, shape, rstd, weight, mask = arguments
-    return grad_out, x, shape, None, rstd, weight, None, (*mask, False)
+    return BackwardOperands("rms", grad_out, x, shape, None, rstd, weight, None, (*mask, False))
 
 
-def tensors_of(case, arguments) -> list:
-    """The operands that are tensors or None, in the order that recipe.py uses."""
-    tensors = [each for each in pythons_arguments(case, arguments) if each is None or isinstance(each, torch.Tensor)]
-    return tensors if len(arguments) <= 5 and len(tensors) == 3 else [*tensors, None]
+def assert_launched_as_by_itself(operands, outputs, launched) -> None:
+    """Compares what C++ has launched for a call with what a preparation of this call alone would launch: all
+    configurations, and all parameters but addresses, which must point to the same places of the same tensors."""
+    forward = isinstance(operands, ForwardOperands)
+    call = (check_forward if forward else check_backward)(operands)
+    alone = (launch.prepare_forward if forward else launch.prepare_backward)(call)
+    assert len(launched) == len(alone.launches)
+    written = [each for each in outputs if each is not None]
+    by_itself = [each for each in alone.outputs if each is not None]
+    parts = [part for part in alone.parts if part is not None]
+    start, size = (parts[0].data_ptr(), parts[0].untyped_storage().nbytes()) if parts else (0, 0)
+    names = places(operands.tensors, by_itself) | ({(start, size): "workspace"} if parts else {})
+    wanted = []
+    for each in alone.launches:
+        build, values = known_build(each, -1)
+        arguments = build.arguments(each.grid, values, STREAM)
+        parameters = [named(arguments[position], names) for position, _ in build.parameter_types()]
+        wanted.append((config_of(build, arguments), parameters))
+    names = places(operands.tensors, written)
+    addresses = [value for each in launched for value in pointers_of(each) if named(value, names) == value]
+    names |= {(min(addresses), size): "workspace"} if addresses else {}
+    assert [(each.config, [named(value, names) for value in values_of(each)]) for each in launched] == wanted
 
 
-def config_of(step) -> Config:
-    """The configuration that Triton's launcher would use for a step of a recipe."""
-    num_warps, cluster, shared_bytes = step.build.compiled.packed_metadata
-    x, y, z = step.arguments[:3]
+def places(tensors, outputs) -> dict[tuple[int, int], str]:
+    """{(address, bytes): name} of tensors."""
+    found = [(f"tensor {at}", each) for at, each in enumerate(tensors) if each is not None]
+    found += [(f"output {at}", each) for at, each in enumerate(outputs)]
+    return {(each.data_ptr(), memory_bytes(each)): name for name, each in found}
+
+
+def memory_bytes(tensor) -> int:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def named(value, names):
+    """The value; an address in one of the named places as "name + offset"."""
+    if isinstance(value, tuple):
+        return tuple(named(each, names) for each in value)
+    if not isinstance(value, int) or value < 2**32:
+        return value
+    return next((f"{name} + {value - at}" for (at, size), name in names.items() if at <= value < at + size), value)
+
+
+def pointers_of(launched: Launched) -> list[int]:
+    return [value for name, value in launched.parameters.items() if name.endswith("_ptr")]
+
+
+def config_of(build, arguments) -> Config:
+    """The configuration that Triton's launcher would use for these arguments."""
+    num_warps, cluster, shared_bytes = build.compiled.packed_metadata
+    x, y, z = arguments[:3]
     return Config(
-        step.build.compiled.function, STREAM, (x * cluster, y, z), (32 * num_warps, 1, 1), shared_bytes,
-        (cluster, 1, 1), int(cluster > 1), int(step.build.name == "finalize"),
+        build.compiled.function, STREAM, (x * cluster, y, z), (32 * num_warps, 1, 1), shared_bytes,
+        (cluster, 1, 1), int(cluster > 1), int(build.name == "finalize"),
     )  # fmt: skip
 
 
@@ -135,35 +176,55 @@ def values_of(launched: Launched) -> list:
     return values[:-2]
 
 
-def launched_by_python(recipe_, tensors, outputs, gpu) -> list[list]:
-    """The parameters that Python's form of the recipe launches with, for the same tensors, outputs and workspace."""
-    workspace = SimpleNamespace(data_ptr=lambda: workspace_address(recipe_, gpu.launched, len(tensors)))
-    memory = iter([*(each for each in outputs if each is not None), workspace])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(straight_line, "allocate", lambda *_: next(memory))
-        straight_line.python_of(recipe_, tensors, lambda *_: True)(*tensors)
-    launched = [step.build.launched.pop() for step in recipe_.steps]
-    return [
-        [arguments[position] for position, _ in step.build.parameter_types()]
-        for step, arguments in zip(recipe_.steps, launched, strict=True)
-    ]
+ROW_COUNTS = [  # norm, columns, dtypes, mask of a backward: plans of every form of grid
+    ("rms", 1024, BF16_FP32, None),
+    ("layer", 1024, BF16_FP32, ALL),
+    ("layer", 1024, BF16_FP32, NO_DX),
+    ("layer", 40, (FP32, FP32, FP32), ALL),
+    ("rms", 16384, BF16_FP32, ALL),
+    ("layer", 262144, (FP32, FP32, FP32), ALL),
+]
 
 
-def workspace_address(recipe_, launched, tensors: int) -> int:
-    """The address of the workspace that the C++ side allocated, from any launch parameter that points into it."""
-    for step, each in zip(recipe_.steps, launched, strict=True):
-        positions = [position for position, _ in step.build.parameter_types()]
-        for slot in step.slots:
-            if slot.index == tensors + len(recipe_.written) - 1:
-                return list(each.parameters.values())[positions.index(slot.position)] - slot.offset
-    return 0
+@pytest.mark.parametrize("norm, cols, dtypes, mask", ROW_COUNTS, ids=str)
+def test_each_of_500_row_counts_is_launched_as_it_would_be_by_itself(norm, cols, dtypes, mask, gpu):
+    most = min(20_000, 2**24 // cols)
+    case = make_case(norm, (most, cols), dtypes)
+    inputs, gpu.computes = make_inputs(case), False
+    mean, rstd = torch.rand(most), torch.rand(most)
+    pick = random.Random(0)
+    counts = [1, 2, 3, *(max(1, round(most ** pick.random())) for _ in range(497))]
+    asked = len(gpu.python_calls)
+    for rows in counts:
+        x, grad_out = inputs.x[:rows], inputs.grad_out[:rows]
+        if mask is None:
+            op, arguments = forward_of(case, inputs, x=x)
+        else:
+            op, arguments = backward_of(case, inputs, mask, grad_out=grad_out, x=x, mean=mean[:rows], rstd=rstd[:rows])
+        gpu.launched.clear()
+        outputs = op(*arguments)
+        if gpu.launched:
+            assert_launched_as_by_itself(operands_of(case, arguments), outputs, gpu.launched)
+    plans = heuristics.choices(check_forward(operands_of(case, arguments)).problem, H200) if mask is None else ()
+    assert len(gpu.python_calls) - asked <= max(5, len(plans))  # one for each range of row counts with a plan
+
+
+@pytest.mark.parametrize("shape", [(20, 40), (4, 5, 40), (7, 40), (1, 40), (2, 3, 4, 40), (40,)], ids=str)
+def test_a_known_call_runs_for_another_shape_of_x(shape, known_calls, gpu):
+    case, _ = known_calls
+    case = make_case("layer", shape, (FP32, FP32, FP32))
+    inputs = make_inputs(case, seed=2)
+    with gpu.repeating(2):
+        op, arguments = forward_of(case, inputs)
+        outputs = op(*arguments)
+        assert_right(case, inputs, outputs)
+        op, arguments = backward_of(case, inputs, mean=outputs[1], rstd=outputs[2])
+        assert_right(case, inputs, op(*arguments), ALL)
 
 
 def other_operands(inputs):
     """(name, changes): each changes one property of the operands that forward and backward share."""
     x, weight, bias = inputs.x, inputs.weight, inputs.bias
-    yield "rows", {"x": x[1:], "rows": 15}
-    yield "batch dims", {"x": x.flatten(0, 1), "grad_out": inputs.grad_out.flatten(0, 1)}
     yield "strides", {"x": torch.randn(4, 5, 48)[..., :40]}
     yield "alignment of x", {"x": torch.randn(801)[1:].view(4, 5, 40)}
     yield "dtype of x", {"x": x.double(), "statistics": FP64}
@@ -192,7 +253,7 @@ def other_backwards(case, inputs):
         yield name, backward_of(case, inputs, **({"grad_out": torch.randn(like.shape)} | statistics | changes))
     yield "dtype of grad_out", backward_of(case, inputs, grad_out=inputs.grad_out.double())
     yield "strides of grad_out", backward_of(case, inputs, grad_out=torch.randn(1).expand(case.shape))
-    yield "shape of rstd", backward_of(case, inputs, rstd=torch.rand(4, 5, 1))
+    yield "strides of rstd", backward_of(case, inputs, rstd=torch.rand(40)[::2])
     yield "dtype of mean", backward_of(case, inputs, mean=torch.rand(20, dtype=FP64))
     yield "mask", backward_of(case, inputs, mask=(True, False, True))
     yield "norm", backward_of(make_case("rms", case.shape, (FP32,) * 3), inputs)
