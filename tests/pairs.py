@@ -26,7 +26,7 @@ SUITES = {  # tests/ROOM/test_NAME.py, as ROOM/NAME
     "sharding": "face/distributed",
     "interpreter": "columns/column_sum host/fallback kernels/interpreter kernels/multiwave kernels/partial_sums "
     "kernels/row_moments tools/demo",
-    "native": "host/launcher host/likeness host/native host/recipe host/triton_compat tools/doctor tools/warm",
+    "native": "host/launcher host/native host/prepared host/triton_compat tools/doctor tools/warm",
     "simulator": "kernels/simulator",
 }
 

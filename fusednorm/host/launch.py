@@ -76,6 +76,12 @@ class WorkspaceSizes(NamedTuple):
         sums, means = _padded(partials * self.cols), _padded(rows * self.means_per_row)
         return sums * self.wants_dw, sums * self.wants_db, means, self.counters
 
+    def places(self, rows: int, partials: int) -> tuple[int, tuple[int, int, int]]:
+        """The number of elements in all, and where the second to fourth part begin, in bytes."""
+        dw, db, means, counters = self.of(rows, partials)
+        itemsize = self.dtype.itemsize
+        return dw + db + means + counters, (dw * itemsize, (dw + db) * itemsize, (dw + db + means) * itemsize)
+
 
 class Prepared(NamedTuple):
     """A call that is ready to be launched, or was: its launches, and the tensors that they fill."""
@@ -418,9 +424,7 @@ def _stride(statistic: Tensor | None) -> int:
     return 0 if statistic is None else statistic.stride(0)
 
 
-def _workspace(
-    workspace: WorkspaceSizes, rows: int, partials: int, device: torch.device
-) -> tuple[Tensor | None, ...]:
+def _workspace(workspace: WorkspaceSizes, rows: int, partials: int, device: torch.device) -> tuple[Tensor | None, ...]:
     """The parts of a new workspace, as views of one allocation. A part of no elements is None."""
     sizes = workspace.of(rows, partials)
     if not any(sizes):
@@ -432,4 +436,4 @@ def _workspace(
 
 def _padded(elements: int) -> int:
     """As many elements, or a few more that end at a multiple of 16 bytes."""
-    return triton.cdiv(elements, 4) * 4
+    return -(-elements // 4) * 4

@@ -1,16 +1,16 @@
 """Launches a build that Triton has made before without Triton's own lookup, which takes most of a launch's host time.
 
 A build depends on dtypes, on which operands are None, on the integers that its kernel is specialized for, and on which
-pointers are multiples of 16 bytes. Encoded tensor maps are cached by address. Triton's launcher is no public interface,
+pointers are multiples of 16 bytes. Triton's launcher is no public interface,
 so with releases that have not been tried Triton itself launches every kernel (triton_compat.py). The measurements are
 in bench/NOTES.md, "Evidence behind constants".
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -29,7 +29,6 @@ from . import torch_compat, triton_compat
 from .fallback import BuildFailed, cause_of
 
 TRITON = triton_compat.in_use()  # None: Triton itself launches every kernel
-KEPT_TENSOR_MAPS = 1024  # encoded tensor maps cached per build
 
 _builds: dict[tuple, Build | None] = {}  # by key (`_key_and_values`); None if Triton itself must launch it
 _loaded: set[tuple] = set()  # keys of builds that Triton has loaded
@@ -149,8 +148,8 @@ class Launch:
 
 def hand_over(launches: Sequence[Any], loaded: bool = False) -> None:
     """Run Launches or ColumnLaunches in order on the current device. All kernels are loaded before the first one is
-    launched, so that a failed build is noticed before anything runs. All launches come through here, except those that
-    prepared calls make. Raises BuildFailed if a kernel cannot be built or launched but another one could be, and all other
+    launched, so that a failed build is noticed before anything runs. All launches come through here, except those of
+    prepared calls. Raises BuildFailed if a kernel cannot be built or launched but another one could be, and all other
     errors as they are."""
     for launch in [] if loaded else launches:
         try:
@@ -277,8 +276,6 @@ class Build:
         self.dependent = compiled.metadata.launch_pdl
         # Metadata of the TMA descriptors, which are the first operands.
         self.descriptors = getattr(compiled.metadata, "tensordesc_meta", None) or []
-        self._encoded: dict[tuple, Any] = {}
-        self._encode = triton.encode
         self.launch, self._head = triton.launch_of(compiled, bool(self.descriptors))
         self.first_operand = self.STREAM + 1 + len(self._head)
         self.packs_operands = triton.packs_operands
@@ -301,6 +298,10 @@ class Build:
                 encoded += [self.tensor_map(at, values[at].view.tensor.data_ptr(), shape, strides), *shape, *strides]
             values = [*encoded, *values[count:]]
         return [*grid, *(1, 1, 1)[len(grid) :], stream, *self._head, *values, *self._constants]
+
+    @functools.cached_property
+    def _encoders(self) -> list[Callable]:
+        return [triton_compat.encoder(each) for each in self.descriptors]
 
     def positions(self, operands: tuple) -> list[int]:
         """The position of each operand among the arguments of `launch`; of a descriptor, that of its tensor map."""
@@ -336,13 +337,5 @@ class Build:
         return Build.RUNTIME.launch_enter_hook.calls, Build.RUNTIME.launch_exit_hook.calls
 
     def tensor_map(self, position: int, pointer: int, shape: list[int], strides: list[int]):
-        """The encoded tensor map of the descriptor at `position`, in the form that `launch` takes. Cached."""
-        key = position, pointer, *shape, *strides
-        encoded = self._encoded.get(key)
-        if encoded is None:
-            if len(self._encoded) >= KEPT_TENSOR_MAPS:
-                self._encoded.clear()
-            base, options = SimpleNamespace(data_ptr=lambda: pointer), {"padding": "zero", "round_f32_to_tf32": False}
-            described = SimpleNamespace(base=base, shape=shape, strides=strides, **options)
-            encoded = self._encoded[key] = self._encode(described, self.descriptors[position])
-        return encoded
+        """The encoded tensor map of the descriptor at `position`, in the form that `launch` takes."""
+        return self._encoders[position](pointer, shape, strides)

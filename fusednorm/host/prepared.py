@@ -27,7 +27,7 @@ from ..planner import heuristics
 from ..planner.forcing import asked_variants
 from ..planner.norm_problem import ALIGNMENT
 from ..planner.plan import Grid
-from ..problem import BackwardCall, ForwardCall, row_view, stats_shape
+from ..problem import BackwardCall, ForwardCall, row_view
 from . import gpus, torch_compat
 
 if TYPE_CHECKING:
@@ -91,10 +91,11 @@ class PreparedCall:
     workspace: WorkspaceSizes | None
     steps: list[Step]
     num_tensors: int
+    normalized_shape: tuple[int, ...]
 
     @functools.cached_property
-    def launches(self) -> tuple[list[Callable], list[Any], list[tuple]]:
-        """(maps, constants, launchers), by which `Sized.launch` runs the steps.
+    def launches(self) -> tuple:
+        """(device, runtime, maps, constants, launchers), by which `Sized.launch` runs the steps.
 
         It makes one list of values: the stream, rows, CTAs, partials, addresses, tensor maps, constants. Each launcher
         is (launch, head, operands). head and operands pick arguments from that list; operands is None for launch
@@ -104,7 +105,7 @@ class PreparedCall:
 
         first_map = 4 + self.num_tensors + len(self.outputs) + 4 * (self.workspace is not None)
         first_constant = first_map + sum(len(step.maps) for step in self.steps)
-        maps: list[Callable] = []
+        maps: list[tuple[Callable, int]] = []
         constants: list[Any] = []
         launchers = []
         for build, arguments, addresses, described in self.steps:
@@ -118,27 +119,49 @@ class PreparedCall:
                     sources.append(4 + addresses[position])
                 elif position in described:
                     sources.append(first_map + len(maps))
-                    maps.append((4 + described[position].address, _encoder(build, described[position])))
+                    maps.append((_encoder(build, described[position]), 4 + described[position].address))
                 else:
                     sources.append(first_constant + len(constants))
                     constants.append(value)
             first = build.first_operand if build.packs_operands else len(sources)
             operands = itemgetter(*sources[first:]) if build.packs_operands else None
             launchers.append((build.launch, itemgetter(*sources[:first]), operands))
-        return maps, constants, launchers
+        return self.device, self.steps[0].build.RUNTIME, maps, constants, launchers
 
-    def sized(self, shape: torch.Size, batch_ndim: int, rows: int) -> Sized:
+    @functools.cached_property
+    def _constant(self) -> tuple:
+        """What `sized` needs to know of the normalized dims and of the outputs."""
+        inner, ones, cols = _strides(self.normalized_shape), (1,) * len(self.normalized_shape), self.cols
+        memories = [
+            (self.normalized_shape, inner, each.dtype) if each and each.extent is Extent.PARAMETER else None
+            for each in self.outputs
+        ]
+        others = [(at, each) for at, each in enumerate(self.outputs) if each and each.extent is not Extent.PARAMETER]
+        of_x = [(at, each.dtype) for at, each in others if each.extent is Extent.X]
+        of_statistics = [(at, each.dtype) for at, each in others if each.extent is Extent.STATISTIC]
+        return inner, ones, (cols, *inner), (1, *ones), memories, of_x, of_statistics
+
+    @property
+    def cols(self) -> int:
+        return math.prod(self.normalized_shape)
+
+    def sized(self, shape: torch.Size, rows: int) -> Sized:
         """The call for x of one shape."""
-        normalized_shape = shape[batch_ndim:]
-        shapes = shape, stats_shape(shape[:batch_ndim], normalized_shape), normalized_shape
-        outputs = [each and _contiguous(shapes[each.extent.value], each.dtype) for each in self.outputs]
-        partials, workspace, offsets = self.grid.partials(rows), None, None
-        if self.workspace:
-            dw, db, means, counters = self.workspace.of(rows, partials)
-            workspace = _contiguous((dw + db + means + counters,), self.workspace.dtype)
-            size = self.workspace.dtype.itemsize
-            offsets = dw * size, (dw + db) * size, (dw + db + means) * size
-        return Sized(self, (rows, self.grid.ctas(rows), partials), outputs, workspace, offsets)
+        inner, ones, x_strides, statistic_strides, memories, of_x, of_statistics = self._constant
+        batch_shape = shape[: len(shape) - len(ones)]
+        if len(batch_shape) != 1:
+            strides = _strides(batch_shape)  # in rows
+            x_strides, statistic_strides = (*[each * x_strides[0] for each in strides], *inner), (*strides, *ones)
+        outputs = memories.copy()
+        for at, dtype in of_x:
+            outputs[at] = tuple(shape), x_strides, dtype
+        for at, dtype in of_statistics:
+            outputs[at] = (*batch_shape, *ones), statistic_strides, dtype
+        ctas = self.grid.ctas(rows)
+        partials, offsets, size = ctas * self.grid.partials_of_cta, None, None
+        if self.workspace is not None:
+            size, offsets = self.workspace.places(rows, partials)
+        return Sized(self, (rows, ctas, partials), outputs, size, offsets)
 
 
 class Sized(NamedTuple):
@@ -147,19 +170,18 @@ class Sized(NamedTuple):
     call: PreparedCall
     numbers: tuple[int, int, int]  # of rows, CTAs and partials
     outputs: list[Memory | None]
-    workspace: Memory | None
+    workspace: int | None  # elements
     offsets: tuple[int, int, int] | None  # of the second to fourth part of the workspace, in bytes
 
     def launch(self, addresses: list[int]) -> Outputs | None:
         """The outputs for tensors at these addresses. None if a profiler hooks Triton's launches."""
         call, numbers, outputs, workspace, offsets = self
-        runtime, device = call.steps[0].build.RUNTIME, call.device
+        device, runtime, maps, constants, launchers = call.launches
         if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
             return None
         if torch_compat.current_device() != device:
             with torch.cuda.device(device):
                 return self.launch(addresses)
-        maps, constants, launchers = call.launches
         values = [torch_compat.raw_stream(device), *numbers, *addresses]
         made: list[Tensor | None] = []
         for memory in outputs:
@@ -167,14 +189,16 @@ class Sized(NamedTuple):
                 made.append(None)
                 values.append(0)
             else:
-                made.append(tensor := allocate(*memory))
+                tensor = allocate(*memory)
+                made.append(tensor)
                 values.append(tensor.data_ptr())
         if workspace is not None:
-            parts = allocate(*workspace)  # freed at the end: memory of one stream is used again in the stream's order
+            # Freed at the end: memory of one stream is used again in the stream's order.
+            parts = allocate((workspace,), (1,), call.workspace.dtype)
             start, (second, third, fourth) = parts.data_ptr(), offsets
             values += start, start + second, start + third, start + fourth
-        if maps:
-            values += [encode(values[at], numbers[0]) for at, encode in maps]
+        for encode, at in maps:
+            values.append(encode(values[at], numbers[0]))
         values += constants
         for launch, head, operands in launchers:
             if operands is None:
@@ -203,7 +227,7 @@ class Kind:
             return None
         if len(self.by_shape) >= KEPT_SHAPES:
             self.by_shape.clear()
-        sized = self.by_shape[shape] = call.sized(shape, batch_ndim, rows)
+        sized = self.by_shape[shape] = call.sized(shape, rows)
         return sized
 
     def find(self, rows: int) -> PreparedCall | None:
@@ -252,35 +276,43 @@ def _fit(operands: BackwardOperands, shape: torch.Size, rows: int) -> bool:
 
 def _look(operands: Operands) -> tuple[tuple, list[int]]:
     """(key, addresses of the tensors in the order of operands.tensors, 0 for an absent one). Raises NotPrepared, or
-    RuntimeError for a tensor that has no memory, such as a transform's."""
+    RuntimeError for a tensor that has no memory, such as a transform's. Of one tensor after the other, and without a
+    loop, because this is most of a call's own host time."""
     if type(operands) is BackwardOperands:
         norm, grad_out, x, normalized_shape, mean, rstd, weight, bias, mask, residual_grad, dx_dtype, _ = operands
         ndim = len(normalized_shape)
-        parts = (
-            *(norm, tuple(normalized_shape), tuple(mask), dx_dtype, asked_variants(), margin.sms),
-            *(_rows(grad_out, ndim), _rows(x, ndim), _statistic(mean), _statistic(rstd)),
-            *(_parameter(weight), _parameter(bias), residual_grad if residual_grad is None else _rows(residual_grad, 0)),
-        )
+        key = (
+            norm, tuple(normalized_shape), tuple(mask), dx_dtype, asked_variants(), margin.sms,
+            _rows(grad_out, ndim), _rows(x, ndim), mean if mean is None else _statistic(mean), _statistic(rstd),
+            weight if weight is None else _parameter(weight), bias if bias is None else _parameter(bias),
+            residual_grad if residual_grad is None else _rows(residual_grad, residual_grad.ndim),
+        )  # fmt: skip
+        addresses = [
+            grad_out.data_ptr(), x.data_ptr(), 0 if mean is None else mean.data_ptr(), rstd.data_ptr(),
+            0 if weight is None else weight.data_ptr(), 0 if bias is None else bias.data_ptr(),
+            0 if residual_grad is None else residual_grad.data_ptr(),
+        ]  # fmt: skip
+        a, b, c, d, e, f, g = addresses
+        bits, has_memory = a | b | c | d | e | f | g, a and b and d
     else:
         norm, x, normalized_shape, weight, bias, eps, wants_statistics = operands
         if type(eps) is not float and eps is not None:
             raise NotPrepared
-        parts = (
-            *(norm, tuple(normalized_shape), eps, wants_statistics, asked_variants(), margin.sms),
-            *(_rows(x, len(normalized_shape)), _parameter(weight), _parameter(bias)),
-        )
-    addresses, bits = [], 0
-    for tensor in operands.tensors:
-        address = 0
-        if tensor is not None:
-            address = tensor.data_ptr()
-            if not address:
-                raise NotPrepared
-            bits |= address
-        addresses.append(address)
+        key = (
+            norm, tuple(normalized_shape), eps, wants_statistics, asked_variants(), margin.sms,
+            _rows(x, len(normalized_shape)), weight if weight is None else _parameter(weight),
+            bias if bias is None else _parameter(bias),
+        )  # fmt: skip
+        addresses = [
+            x.data_ptr(), 0 if weight is None else weight.data_ptr(), 0 if bias is None else bias.data_ptr()
+        ]  # fmt: skip
+        a, b, c = addresses
+        bits, has_memory = a | b | c, a
+    if not has_memory:
+        raise NotPrepared
     if bits % ALIGNMENT:
-        parts = *parts, *[address % ALIGNMENT == 0 for address in addresses]
-    return parts, addresses
+        key += (*[address % ALIGNMENT == 0 for address in addresses],)
+    return key, addresses
 
 
 def _rows(tensor: Tensor, normalized_ndim: int) -> tuple:
@@ -296,18 +328,20 @@ def _rows(tensor: Tensor, normalized_ndim: int) -> tuple:
     return tensor.dtype, tensor.get_device(), *view[1:]
 
 
-def _statistic(tensor: Tensor | None) -> tuple | None:
+def _statistic(tensor: Tensor) -> tuple:
     """The key's part for a tensor of one element per row, in any shape but at one stride."""
-    part = tensor if tensor is None else _rows(tensor, 0)
-    if part is not None and len(part) > 2 and part[2] != 1:
+    if type(tensor) not in PLAIN_TYPES or tensor.is_neg():
         raise NotPrepared
-    return part
+    if tensor.is_contiguous():
+        return tensor.dtype, tensor.get_device()
+    view = row_view(tensor, tensor.ndim)
+    if view is None or view.inner_rows != 1:
+        raise NotPrepared
+    return tensor.dtype, tensor.get_device(), view.outer_stride
 
 
-def _parameter(tensor: Tensor | None) -> tuple | None:
+def _parameter(tensor: Tensor) -> tuple:
     """The key's part for a contiguous tensor of one shape."""
-    if tensor is None:
-        return None
     if type(tensor) not in PLAIN_TYPES or tensor.is_neg() or not tensor.is_contiguous():
         raise NotPrepared
     return tensor.dtype, tensor.get_device(), tensor.shape
@@ -336,7 +370,7 @@ def remember(operands: Operands, call: ForwardCall | BackwardCall, launched: Pre
         for each, extent in zip(launched.outputs, extents, strict=True)
     ]
     sizes = launched.grid, outputs, launched.workspace
-    kind.calls.append(PreparedCall(device, *_rows_of_plan(call), *sizes, steps, len(addresses)))
+    kind.calls.append(PreparedCall(device, *_rows_of_plan(call), *sizes, steps, len(addresses), call.normalized_shape))
 
 
 def find(operands: Operands) -> PreparedCall | None:
@@ -389,12 +423,13 @@ def forget() -> None:
     _kinds.clear()
 
 
-def _contiguous(shape: Sequence[int], dtype: torch.dtype) -> Memory:
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Those of a contiguous tensor without empty dims."""
     strides, stride = [], 1
     for size in reversed(shape):
         strides.append(stride)
-        stride *= max(size, 1)
-    return tuple(shape), tuple(reversed(strides)), dtype
+        stride *= size
+    return tuple(reversed(strides))
 
 
 def _encoder(build: Build, described: Map) -> Callable[[int, int], Any]:

@@ -21,11 +21,9 @@ class Release(NamedTuple):
     launch_of(compiled, has_maps) returns (launch, head). launch(x, y, z, stream, *head, *operands) launches the kernel
     on the grid x, y, z; if the release packs operands, launch(x, y, z, stream, *head, operands). Among the operands,
     each tensor map is followed by its shape and strides.
-    encode(descriptor, metadata) returns the tensor map of a TMA descriptor.
     """
 
     launch_of: Callable[[Any, bool], tuple[Callable, tuple]]
-    encode: Callable[[Any, dict], Any]
     packs_operands: bool
     has_run: bool  # whether this entry has run on a GPU
 
@@ -50,23 +48,26 @@ def _packed(compiled, has_maps: bool) -> tuple[Callable, tuple]:
     return driver.active.utils.launch, head
 
 
-def _encode(descriptor, metadata: dict):
-    from triton.backends.nvidia.driver import make_tensordesc_arg
+def encoder(metadata: dict) -> Callable[[int, list[int], list[int]], Any]:
+    """encode(address, shape, strides): the tensor map of a TMA descriptor, in the form that `launch` takes."""
+    from triton.runtime import driver
 
-    return make_tensordesc_arg(descriptor, metadata)[0]
+    utils = driver.active.utils
+    fill = getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor
+    fixed = metadata["swizzle"], metadata["elem_size"], number_of_type(metadata["elem_type"]), metadata["block_size"]
+    padding = 0  # zeros
 
+    def encode(address: int, shape: list[int], strides: list[int]) -> Any:
+        return fill(address, *fixed, shape, strides, padding)
 
-def _encode_with_signature(descriptor, metadata: dict):
-    from triton.backends.nvidia.driver import make_tensordesc_arg
-
-    return make_tensordesc_arg(descriptor, metadata, None)[0]
+    return encode
 
 
 RELEASES = {
-    (3, 6): Release(_flat, _encode, packs_operands=False, has_run=True),
-    (3, 7): Release(_packed, _encode, packs_operands=True, has_run=False),
-    (3, 8): Release(_packed, _encode_with_signature, packs_operands=True, has_run=False),
-    (3, 9): Release(_packed, _encode_with_signature, packs_operands=True, has_run=True),
+    (3, 6): Release(_flat, packs_operands=False, has_run=True),
+    (3, 7): Release(_packed, packs_operands=True, has_run=False),
+    (3, 8): Release(_packed, packs_operands=True, has_run=False),
+    (3, 9): Release(_packed, packs_operands=True, has_run=True),
 }
 # Additional host time per kernel, in microseconds, if Triton itself launches it (bench/NOTES.md, "Evidence behind
 # constants").

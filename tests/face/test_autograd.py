@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -347,31 +345,23 @@ def test_a_recorded_backward_passes_tangents_on(norm):
 
 
 @norms
-def test_a_recorded_backward_is_repeated_for_every_look_of_its_gradient(norm, monkeypatch):
+def test_a_recorded_backward_runs_a_prepared_call_and_asks_nobody_else(norm, monkeypatch):
     leaves = operands(norm)
-    (y,) = RECORDED[norm](*leaves)
-    looks = [torch.ones_like(y), torch.ones(()).to(y).expand_as(y)]
-    want = [torch.autograd.grad(y, leaves, each, retain_graph=True) for each in looks]
-    found, repeated = [], []
+    with kernels_on("cpu"):
+        y = getattr(autograd, f"{norm}_norm")(leaves[0], (8,), *leaves[1:])
+    grad_y = torch.ones_like(y)
+    want, asked = torch.autograd.grad(y, leaves, grad_y, retain_graph=True), []
 
-    def find(call):  # in place of recipe.find: as if each call were known
-        strides = call[1][0].stride()
-        found.append(strides)
+    def run(call):  # in place of prepared.run: as if the call were known
+        asked.append(call)
+        return (*want, None)[:3]
 
-        def repeat(grad_y, *_):
-            if grad_y.stride() != strides:
-                return None
-            repeated.append(strides)
-            return (*want[strides == looks[1].stride()], None)[:3]
-
-        return SimpleNamespace(repeat=repeat)
-
-    monkeypatch.setattr(autograd.recipe, "find", find)
-    for _ in range(3):
-        for look, gradients in zip(looks, want, strict=True):
-            assert_close(torch.autograd.grad(y, leaves, look, retain_graph=True), gradients)
-    strides = [look.stride() for look in looks]
-    assert found == strides and repeated == 2 * strides
+    monkeypatch.setattr(autograd.prepared, "run", run)
+    monkeypatch.setattr(autograd, "_backward", None)
+    assert_close(torch.autograd.grad(y, leaves, grad_y, retain_graph=True), want)
+    (call,) = asked
+    assert call.op == f"{norm}_norm_bwd" and call.grad_out is grad_y
+    assert call.output_mask == (True, True, norm == "layer")
 
 
 @norms

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm.host import native, recipe
+from fusednorm.host import native, prepared
 
 pytestmark = pytest.mark.gpu
 
@@ -21,11 +21,11 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 
 @pytest.fixture
 def kernel_calls(monkeypatch, request) -> dict[str, int]:
-    """How often our kernels have run, by direction. No call leaves a recipe, so that every call is counted."""
+    """How often our kernels have run, by direction. No call is prepared for later ones, so that all are counted."""
     from fusednorm.host import launch
 
-    monkeypatch.setattr(recipe, "remember", lambda call, prepared: None)
-    recipe.forget()
+    monkeypatch.setattr(prepared, "remember", lambda operands, call, launched: None)
+    prepared.forget()
     if native.extension:
         native.extension.pause(1)
         request.addfinalizer(lambda: native.extension.pause(-1))

@@ -58,9 +58,9 @@ inline auto owner_of(Owned* node, int) -> decltype(node->getptr()) {
   return node->getptr();
 }
 
-template <typename Owned>
-inline auto owner_of(Owned* node, long) {
-  return Owner::unsafe_reclaim_from_nonowning(node);
+template <typename Owned, typename Pointer = Owner>
+inline Pointer owner_of(Owned* node, long) {
+  return Pointer::unsafe_reclaim_from_nonowning(node);
 }
 
 // The node of a forward of either norm. Its outputs are y, or y and the statistics that there are. It is no

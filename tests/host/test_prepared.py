@@ -1,0 +1,408 @@
+"""Prepared calls in Python: each launches exactly what it would launch by itself, for any number of rows. A wrong call
+is never taken for a known one."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+
+import pytest
+import torch
+from cases import BF16, FP32, make_case
+from planning import make_problem
+
+from fusednorm import force, sm_margin
+from fusednorm.host import gpus, native, prepared, torch_compat
+from fusednorm.operands import BackwardOperands, ForwardOperands
+from fusednorm.planner import heuristics
+from fusednorm.planner.device import H200
+from fusednorm.planner.plan import VARIANTS, grid_of
+from fusednorm.problem import check_backward, check_forward
+from fusednorm.testing import make_inputs
+
+STREAM = 77
+
+
+def strictly_allocated(shape, strides, dtype):
+    """As torch 2.11 allocates: it takes tuples, and no torch.Size."""
+    assert type(shape) is type(strides) is tuple and all(type(size) is int for size in shape + strides)
+    return torch.empty_strided(shape, strides, dtype=dtype)
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["operands one by one", "operands packed"])
+def cpu_tensors_stand_in_for_those_of_an_h200(monkeypatch, request):
+    """Yields a list that gets the arguments of each launch; no kernel runs."""
+    from fusednorm.host import launcher
+
+    launched = []
+
+    def packed(*arguments):
+        assert len(arguments) == 14 and type(arguments[-1]) is tuple
+        launched.append([*arguments[:-1], *arguments[-1]])
+
+    class Build(launcher.Build):
+        def __init__(self, launch):
+            self._head, self._constants = ("head",) * 9, [launch.norm, launch.tile]
+            self.first_operand, self.packs_operands = self.STREAM + 10, request.param
+            self.descriptors = [each for each in launch.operands if isinstance(each, launcher.DESCRIPTORS)]
+            self.launch = packed if request.param else lambda *arguments: launched.append(list(arguments))
+
+        def tensor_map(self, position, pointer, shape, strides):
+            return "map", position, pointer, tuple(shape), tuple(strides)
+
+    def known_build(launch, device):
+        return Build(launch), [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in launch.operands]
+
+    monkeypatch.setattr(launcher, "known_build", known_build)
+    monkeypatch.setattr(gpus, "spec_of", lambda device: H200)
+    monkeypatch.setattr(prepared, "allocate", strictly_allocated)
+    monkeypatch.setattr(torch_compat, "current_device", lambda: -1)
+    monkeypatch.setattr(torch_compat, "raw_stream", lambda device: STREAM)
+    prepared.forget()
+    yield launched
+    prepared.forget()
+
+
+def backward_arguments(rows=64, cols=4096, norm="layer", residual=False, mask=(True, True, True)) -> BackwardOperands:
+    inputs = make_inputs(make_case(norm, (rows, cols), (BF16, FP32, BF16)))
+    layer = norm == "layer"
+    mean, rstd = (torch.randn(rows, 1) for _ in range(2))
+    mask = mask if layer else (*mask[:2], False)
+    extra = torch.randn(rows, cols, dtype=BF16) if residual else None
+    operands = inputs.grad_out, inputs.x, (cols,), mean if layer else None, rstd, inputs.weight
+    return BackwardOperands(norm, *operands, inputs.bias if layer else None, mask, extra)
+
+
+def prepare(arguments, variant=None):
+    """What a first call launches, without running it; and it is remembered."""
+    from fusednorm.host import launch
+
+    forward = isinstance(arguments, ForwardOperands)
+    call = (check_forward if forward else check_backward)(arguments)
+    outcome = heuristics.decide(call.problem, call.rows, H200, variant)
+    assert variant in (None, outcome.plan.variant)
+    launched = (launch.prepare_forward if forward else launch.prepare_backward)(call, outcome.plan)
+    prepared.remember(arguments, call, launched)
+    return launched
+
+
+def launched_by_itself(launched):
+    from fusednorm.host import launcher
+
+    known = [(each.grid, *launcher.known_build(each, 0)) for each in launched.launches]
+    return [build.arguments(grid, values, STREAM) for grid, build, values in known]
+
+
+def named(arguments: list, tensors: dict) -> list:
+    """The arguments with "name+offset" in place of addresses in these tensors."""
+    regions = [(each.data_ptr(), each.nbytes, name) for name, each in tensors.items() if each is not None]
+
+    def name_of(value):
+        if isinstance(value, tuple):
+            return tuple(name_of(each) for each in value)
+        if type(value) is not int:
+            return value
+        return next((f"{name}+{value - at}" for at, size, name in regions if at <= value < at + size), value)
+
+    return [name_of(value) for value in arguments]
+
+
+def tensors_of(arguments, outputs, workspace) -> dict:
+    return dict(enumerate(arguments.tensors)) | dict(zip("abc", outputs, strict=True)) | {"workspace": workspace}
+
+
+def memory_of(parts) -> torch.Tensor | None:
+    """The workspace that has these parts."""
+    part = next((each for each in parts if each is not None), None)
+    return part if part is None else torch.tensor([], dtype=part.dtype).set_(part.untyped_storage())
+
+
+def assert_launches_as_by_itself(arguments, alone, launched, monkeypatch):
+    """Runs a prepared call, and compares it with `alone`, the same call prepared by itself."""
+    allocated = []
+    launched.clear()
+    monkeypatch.setattr(
+        prepared, "allocate", lambda *each: allocated.append(strictly_allocated(*each)) or allocated[-1]
+    )
+    outputs = prepared.run(arguments)
+    expected = tensors_of(arguments, alone.outputs, memory_of(alone.parts))
+    tensors = tensors_of(arguments, outputs, allocated[-1] if alone.workspace else None)
+    wanted = [named(each, expected) for each in launched_by_itself(alone)]
+    assert [named(each, tensors) for each in launched] == wanted
+    for got, want in zip(outputs, alone.outputs, strict=True):
+        assert (got is None) == (want is None)
+        assert got is None or (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize(
+    "variant, changes",
+    [
+        ("pipelined", {}),
+        ("pipelined", {"residual": True}),
+        ("pipelined", {"mask": (False, True, True), "rows": 2048}),
+        ("pipelined", {"cols": 32768}),
+        ("multi_wave", {"cols": 1000}),
+        ("multi_wave", {"mask": (True, False, False)}),
+        ("multi_wave", {"cols": 262144, "rows": 3}),
+        ("warp_specialized", {"cols": 2048}),
+    ],
+    ids=str,
+)
+def test_a_second_call_is_launched_as_the_first_but_for_its_addresses(
+    norm, variant, changes, cpu_tensors_stand_in_for_those_of_an_h200, monkeypatch
+):
+    first, second = (backward_arguments(norm=norm, **changes) for _ in range(2))
+    prepare(first, variant)
+    with force(variant):
+        prepare(first, variant)
+        alone = prepare(second, variant)
+        assert_launches_as_by_itself(second, alone, cpu_tensors_stand_in_for_those_of_an_h200, monkeypatch)
+
+
+def forward_arguments(*shape, norm="layer", dims=1):
+    inputs = make_inputs(make_case(norm, shape, (BF16, FP32, BF16)))
+    end = shape[-dims:]
+    weight, bias = (torch.randn(end) for _ in range(2))
+    return ForwardOperands(norm, inputs.x, end, weight, bias if norm == "layer" else None, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "shape", [(6, 4096), (6, 5, 4096), (2, 3, 5, 4096), (1, 4096), (4096,), (1, 6, 1, 4096)], ids=str
+)
+def test_a_forward_runs_for_x_of_another_shape(shape, cpu_tensors_stand_in_for_those_of_an_h200, monkeypatch):
+    prepare(forward_arguments(7, 4096))
+    arguments = forward_arguments(*shape)
+    assert len(prepared._kinds) == 1
+    alone = prepare(arguments)
+    assert [len(kind.calls) for kind in prepared._kinds.values()] == [1]
+    assert_launches_as_by_itself(arguments, alone, cpu_tensors_stand_in_for_those_of_an_h200, monkeypatch)
+
+
+def test_several_normalized_dims_are_one_row(cpu_tensors_stand_in_for_those_of_an_h200, monkeypatch):
+    prepare(forward_arguments(7, 8, 512, dims=2))
+    arguments = forward_arguments(3, 5, 8, 512, dims=2)
+    alone = prepare(arguments)
+    assert_launches_as_by_itself(arguments, alone, cpu_tensors_stand_in_for_those_of_an_h200, monkeypatch)
+
+
+ROW_COUNTS = [
+    ("layer", 4096, (True, True, True)),
+    ("rms", 1024, (False, True, True)),
+    ("layer", 96, (True, True, True)),
+]
+
+
+@pytest.mark.parametrize(
+    "norm, cols, mask", [*ROW_COUNTS, ("rms", 1024, None), ("layer", 262144, (True,) * 3)], ids=str
+)
+def test_many_row_counts_are_launched_as_each_would_be_by_itself(
+    norm, cols, mask, cpu_tensors_stand_in_for_those_of_an_h200, monkeypatch
+):
+    from fusednorm.host import launch
+
+    pick, most = random.Random(0), min(20_000, 2**24 // cols)
+    x = torch.zeros(most, cols, dtype=BF16)
+    many = BackwardOperands(
+        norm, x.clone(), x, (cols,), torch.zeros(most, 1) if norm == "layer" else None, torch.zeros(most, 1),
+        torch.zeros(cols), torch.zeros(cols) if norm == "layer" else None, mask,
+    )  # fmt: skip
+    for rows in [1, 2, 3, *(max(1, round(most ** pick.random())) for _ in range(300))]:
+        if mask is None:
+            arguments = ForwardOperands(norm, x[:rows], (cols,), many.weight, many.bias, 1e-5)
+            call, prepare_alone = check_forward(arguments), launch.prepare_forward
+        else:
+            mean = None if many.mean is None else many.mean[:rows]
+            arguments = many._replace(grad_out=many.grad_out[:rows], x=x[:rows], mean=mean, rstd=many.rstd[:rows])
+            call, prepare_alone = check_backward(arguments), launch.prepare_backward
+        alone = prepare_alone(call)
+        if prepared.run(arguments) is None:
+            prepared.remember(arguments, call, alone)
+        assert_launches_as_by_itself(arguments, alone, cpu_tensors_stand_in_for_those_of_an_h200, monkeypatch)
+    (kind,) = prepared._kinds.values()
+    assert len(kind.calls) <= len(heuristics.choices(call.problem, H200)) <= 5
+    assert len(kind.by_shape) <= prepared.KEPT_SHAPES
+
+
+@pytest.mark.parametrize("variant", VARIANTS[:-1])
+def test_both_hosts_know_one_rule_for_the_number_of_ctas(variant):
+    if native.extension is None:
+        pytest.skip("the host side in C++ is not built")
+    pick = random.Random(0)
+    for cols in (64, 1024, 1987, 4096, 16384, 65536, 262144):
+        for changes in ({}, {"direction": "forward"}, {"wants_dx": False}):
+            problem = make_problem("layer", cols, **changes)
+            for _, plan in heuristics._plans_by_rows(problem, H200, variant):
+                if plan.variant == "reference":
+                    continue
+                for leaves_partials in (False, True):
+                    grid = grid_of(plan, cols, H200, leaves_partials)
+                    for rows in [1, 2, 131, 132, 133, *(round(2 ** (31 * pick.random())) for _ in range(100))]:
+                        numbers = [rows, grid.ctas(rows), grid.partials(rows)]
+                        assert native.grid_in_cpp(grid).numbers(rows) == numbers
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def other_calls(arguments):
+    _, grad_out, x, shape, mean, rstd, weight, bias, mask, *_ = arguments
+    rows, cols = x.shape
+    wide = torch.randn(rows, cols + 8, dtype=x.dtype)[:, :cols]
+    yield "no rows", arguments._replace(grad_out=grad_out[:0], x=x[:0], mean=mean[:0], rstd=rstd[:0])
+    yield "rows of grad_out alone", arguments._replace(grad_out=grad_out[1:])
+    yield "rows of x alone", arguments._replace(x=x[1:])
+    yield "batch dims of grad_out alone", arguments._replace(grad_out=grad_out.unflatten(0, (-1, 2)))
+    yield "rows of mean alone", arguments._replace(mean=mean[1:])
+    yield "columns", arguments._replace(x=x.view(-1, cols // 2), grad_out=grad_out.view(-1, cols // 2))
+    yield "a negated view", arguments._replace(x=torch._neg_view(x))
+    yield "a subclass", arguments._replace(x=x.as_subclass(Subclass))
+    yield "a sparse tensor", arguments._replace(grad_out=grad_out.to_sparse())
+    yield "no tensor", arguments._replace(weight=3)
+    yield "no tuple", arguments._replace(normalized_shape=3)
+    yield "rows at an expanded stride", arguments._replace(grad_out=grad_out[:1].expand(rows, cols))
+    yield "strides of x", arguments._replace(x=wide)
+    yield "strides of grad_out", arguments._replace(grad_out=wide)
+    yield "dtype of grad_out", arguments._replace(grad_out=grad_out.float())
+    yield "dtype of weight", arguments._replace(weight=weight.double())
+    yield "no bias", arguments._replace(bias=None)
+    yield "mask", arguments._replace(output_mask=(True, False, True))
+    yield "residual", arguments._replace(residual_grad=torch.randn(rows, cols))
+    yield "dx_dtype", arguments._replace(dx_dtype=FP32)
+    yield "shape", arguments._replace(normalized_shape=(rows, cols))
+    yield "unaligned", arguments._replace(weight=torch.randn(cols + 1)[1:])
+    yield "norm", arguments._replace(norm="rms")
+    yield "wrong shape of rstd", arguments._replace(rstd=rstd[1:])
+
+
+def test_a_call_that_looks_different_in_anything_is_not_taken_for_a_known_one():
+    arguments = backward_arguments()
+    prepare(arguments)
+    assert prepared.run(arguments) is not None
+    tried = [name for name, other in other_calls(arguments) if prepared.run(other) is None]
+    assert tried == [name for name, _ in other_calls(arguments)]
+
+
+@pytest.mark.parametrize("eps", [1, torch.tensor(1e-5), True, None], ids=str)
+def test_an_eps_that_is_no_float_is_not_taken_for_a_known_one(eps):
+    arguments = forward_arguments(6, 4096)._replace(eps=1.0)
+    prepare(arguments)
+    assert prepared.run(arguments) is not None
+    assert prepared.run(arguments._replace(eps=eps)) is None
+
+
+def test_force_is_part_of_what_a_call_looks_like():
+    arguments = backward_arguments()
+    prepare(arguments)
+    with force("multi_wave"):
+        assert prepared.run(arguments) is None
+    assert prepared.run(arguments) is not None
+
+
+def test_a_call_does_not_depend_on_what_requires_grad():
+    arguments = forward_arguments(6, 4096)
+    prepare(arguments)
+    assert prepared.run(arguments._replace(x=arguments.x.requires_grad_())) is not None
+
+
+def test_one_tensor_as_two_operands_runs_but_is_not_remembered():
+    arguments = backward_arguments()
+    twice = arguments._replace(grad_out=arguments.x)
+    prepare(twice)
+    assert prepared.run(twice) is None
+    prepare(arguments)
+    assert prepared.run(twice) is not None
+
+
+@pytest.mark.parametrize("operand", ["x", "grad_out", "weight", "rstd"])
+def test_what_had_to_be_copied_is_not_remembered(operand):
+    copied = {
+        "x": torch.randn(4096, 64, dtype=BF16).t(),
+        "grad_out": torch.randn(4096, 64, dtype=BF16).t(),
+        "weight": torch.randn(4096, 2)[:, 0],
+        "rstd": torch.randn(8, 8).t(),
+    }
+    arguments = backward_arguments(rows=64, cols=4096)._replace(**{operand: copied[operand]})
+    prepare(arguments)
+    assert prepared.run(arguments) is None and not prepared._kinds
+
+
+def test_tensors_of_transforms_are_not_taken():
+    arguments = forward_arguments(6, 4096)
+    prepare(arguments)
+    seen = []
+
+    def function(x):
+        seen.append(x)
+        assert prepared.run(arguments._replace(x=x)) is None
+        return x.float().sum()
+
+    torch.func.grad(function)(arguments.x)
+    torch.func.vmap(function)(torch.stack([arguments.x] * 3))
+    assert len(seen) == 2 and all(prepared.run(arguments._replace(x=leaked)) is None for leaked in seen)
+
+
+def test_profilers_that_hook_tritons_launches_see_all():
+    from triton import knobs
+
+    arguments = backward_arguments()
+    prepare(arguments)
+    for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
+        hook.add(print)
+        assert prepared.run(arguments) is None
+        hook.remove(print)
+        assert prepared.run(arguments) is not None
+
+
+def test_errors_of_a_launch_reach_the_caller(monkeypatch):
+    arguments = backward_arguments()
+    prepare(arguments)
+
+    def refuse(self, position, pointer, shape, strides):
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+    monkeypatch.setattr(type(prepared.find(arguments).steps[0].build), "tensor_map", refuse)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        prepared.run(arguments)
+
+
+def test_a_call_runs_under_the_margin_that_it_was_planned_for():
+    arguments = backward_arguments()
+    prepare(arguments)
+    with sm_margin(16):
+        assert prepared.run(arguments) is None and prepared.find(arguments) is None
+        prepare(arguments)
+        assert prepared.run(arguments) is not None
+    assert prepared.run(arguments) is not None
+    assert len(prepared._kinds) == 2
+
+
+def test_another_current_device_is_made_current(monkeypatch, cpu_tensors_stand_in_for_those_of_an_h200):
+    arguments, current = backward_arguments(), [0]
+    prepare(arguments)
+
+    @contextlib.contextmanager
+    def device(index):
+        current[0] = index
+        yield
+        current[0] = 0
+
+    monkeypatch.setattr(torch_compat, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    assert prepared.run(arguments) is not None and cpu_tensors_stand_in_for_those_of_an_h200
+    assert current == [0]
+
+
+def test_kinds_of_calls_are_bounded(monkeypatch):
+    monkeypatch.setattr(prepared, "KEPT_KINDS", 3)
+    for cols in range(1024, 1024 + 8 * 16, 16):
+        prepare(backward_arguments(rows=8, cols=cols))
+        assert 1 <= len(prepared._kinds) <= 3
+
+
+def test_what_was_remembered_once_is_not_remembered_again():
+    arguments = backward_arguments()
+    prepare(arguments), prepare(arguments)
+    (kind,) = prepared._kinds.values()
+    assert len(kind.calls) == 1
