@@ -2,15 +2,19 @@
 
     python -m bench.host_time --rows 128 --cols 1024
 
-Nothing is waited for: a call is over when its kernels are enqueued. The records say whether the host side in C++ was
-built (fusednorm/host/native.py). One JSON line per call goes to host-time.jsonl. Exit code 2 without a CUDA GPU.
+Nothing is waited for: a call is over when its kernels are enqueued. Our ops are also timed with a number of rows that
+they have not had before, in each call, beside calls with other tensors of one size; and with --row-counts different
+numbers of rows in all. The records say whether the host side in C++ was built (fusednorm/host/native.py). One JSON line
+per call goes to host-time.jsonl. Exit code 2 without a CUDA GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import sys
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -44,8 +48,14 @@ def main(arguments: list[str] | None = None) -> int:
     for norm in NORMS:
         found = calls_of(norm, options.rows, options.cols, DTYPES[options.dtype])
         calls |= {Timed(norm, *key): call for key, call in found.items()}
+        found = calls_of_row_counts(norm, options.row_counts, options.cols, DTYPES[options.dtype])
+        calls |= {Timed(norm, *key): call for key, call in found.items()}
     times = host_times(calls, options.rounds)
     report(times)
+    size = options.row_counts, options.cols, DTYPES[options.dtype]
+    totals = {norm: seconds_of_row_counts(norm, *size) for norm in NORMS}
+    for norm, seconds in totals.items():
+        print(f"{norm}: {options.row_counts} row counts, forward and backward op, {seconds:.2f} s")
     machine = describe_machine()
     common = {
         "native": native.extension is not None,
@@ -57,6 +67,10 @@ def main(arguments: list[str] | None = None) -> int:
         machine | common | key._asdict() | {"host_us": round(each.median, 3), "spread": round(each.spread, 4)}
         for key, each in times.items()
     ]
+    records += [
+        machine | common | {"norm": norm, "call": "row counts", "row_counts": options.row_counts, "seconds": seconds}
+        for norm, seconds in totals.items()
+    ]
     save(records, results_path(options.out, machine, "host-time"))
     return 0
 
@@ -65,8 +79,9 @@ def report(times: dict[Timed, Times]) -> None:
     rows = []
     for key, each in times.items():
         if key.candidate == OURS:
-            ours, atens = each.median, times[key._replace(candidate=ATEN)].median
-            rows.append([key.norm, key.call, *(f"{number:.2f}" for number in (ours, atens, ours / atens))])
+            atens = times.get(key._replace(candidate=ATEN))
+            numbers = (each.median, atens.median, each.median / atens.median) if atens else (each.median,)
+            rows.append([key.norm, key.call, *(f"{number:.2f}" for number in numbers), *[""] * (3 - len(numbers))])
     title = f"Host us of a call, our host side in {'C++' if native.extension else 'Python'}"
     print_table(title, ["norm", "call", "fusednorm", "ATen", "ratio"], rows, "bench")
 
@@ -77,6 +92,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--cols", type=int, default=1024)
     add_dtype_argument(parser)
     parser.add_argument("--rounds", type=int, default=15, help=f"of {HOST_CALLS} calls each (default: 15)")
+    parser.add_argument("--row-counts", type=int, default=20_000, help="different numbers of rows (default: 20000)")
     add_out_argument(parser)
     return parser.parse_args(arguments)
 
@@ -111,6 +127,50 @@ def calls_of(
         calls["module, forward and backward", name] = training_call(make_module(), x, dy)
         calls["module, no gradient", name] = inference_call(make_module(), x)
     return calls
+
+
+def calls_of_row_counts(
+    norm: str, row_counts: int, cols: int, dtype: torch.dtype, device: str = "cuda"
+) -> dict[tuple[str, str], Callable[[], object]]:
+    """By (call, candidate): ours on other tensors in each call, with one number of rows or another each time."""
+    fixed, new = (row_count_calls(norm, row_counts, cols, dtype, device, same=same) for same in (True, False))
+    found = {}
+    for name, calls in (("other tensors", fixed), ("new rows", new)):
+        for op, each in zip(("forward op", "backward op"), calls, strict=True):
+            turns = itertools.cycle(each)
+            found[f"{op}, {name}", OURS] = lambda turns=turns: next(turns)()
+    return found
+
+
+def row_count_calls(norm: str, row_counts: int, cols: int, dtype: torch.dtype, device: str, *, same: bool):
+    """(calls of the forward op, calls of the backward op), one for each number of rows from 1 to row_counts; or, for
+    `same`, as many with row_counts // 2 rows on other tensors."""
+    x, dy = (torch.randn(row_counts, cols, device=device, dtype=dtype) for _ in range(2))
+    weight, bias = (torch.randn(cols, device=device, dtype=dtype) for _ in range(2))
+    mean, rstd = (torch.rand(row_counts, 1, device=device) for _ in range(2))
+    ours, parameters = torch.ops.fusednorm, (weight, bias) if norm == "layer" else (weight,)
+    forward, backward = getattr(ours, f"{norm}_norm_fwd"), getattr(ours, f"{norm}_norm_bwd")
+    half = row_counts // 2
+    parts = [slice(at % half, at % half + half) if same else slice(at + 1) for at in range(row_counts)]
+    statistics = (mean, rstd) if norm == "layer" else (rstd,)
+    forwards = [functools.partial(forward, x[part], [cols], *parameters, 1e-5) for part in parts]
+    backwards = [
+        functools.partial(backward, dy[part], x[part], [cols], *(each[part] for each in statistics), *parameters)
+        for part in parts
+    ]
+    return forwards, backwards
+
+
+def seconds_of_row_counts(norm: str, row_counts: int, cols: int, dtype: torch.dtype, device: str = "cuda") -> float:
+    """Seconds for a forward op and a backward op with each number of rows, until the GPU has done them."""
+    forwards, backwards = row_count_calls(norm, row_counts, cols, dtype, device, same=False)
+    start = time.perf_counter()
+    for forward, backward in zip(forwards, backwards, strict=True):
+        forward()
+        backward()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 def training_call(module: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Callable[[], None]:

@@ -120,20 +120,3 @@ def shown_to_profiler(name: str, *operands: Tensor | None):
         yield
     finally:
         _exit_record(record)
-
-
-# --- Dispatch keys and guards of a tensor ---
-
-_keys = _private("_C._dispatch_keys", None)
-_included = _private("_C._dispatch_tls_local_include_set", None)
-_excluded = _private("_C._dispatch_tls_local_exclude_set", None)
-TensorGuards = _private("_C._dynamo.guards.TensorGuards", None)
-
-
-def dispatch_keys(tensor: Tensor) -> object:
-    """A tensor's dispatch keys under the active modes, for comparison. Equal to no other value if torch does not tell
-    them."""
-    if _keys is None or _included is None or _excluded is None:
-        return object()
-    keys = (_keys(tensor) | _included()) - _excluded()
-    return keys.raw_repr() if hasattr(keys, "raw_repr") else object()

@@ -25,3 +25,13 @@ def test_calls_take_turns_and_each_gets_its_time():
     assert set(times) == set(calls) and all(each.median > 0 and each.rounds == 4 for each in times.values())
     order = [part for part in "".join(seen).split("|") if part][1:]
     assert [part[0] for part in order] == ["a", "b", "b", "a", "a", "b", "b", "a"][: len(order)]
+
+
+def test_each_call_has_a_number_of_rows_of_its_own_or_the_same():
+    for norm in ("layer", "rms"):
+        for same, wanted in ((False, [1, 2, 3, 4, 5, 6]), (True, [3] * 6)):
+            forwards, backwards = host_time.row_count_calls(norm, 6, 8, torch.float32, "cpu", same=same)
+            assert [len(call()[0]) for call in forwards] == [len(call()[0]) for call in backwards] == wanted
+        assert host_time.seconds_of_row_counts(norm, 6, 8, torch.float32, "cpu") > 0
+        calls = host_time.calls_of_row_counts(norm, 6, 8, torch.float32, "cpu")
+        assert [len(calls["forward op, new rows", "fusednorm"]()[0]) for _ in range(7)] == [1, 2, 3, 4, 5, 6, 1]
