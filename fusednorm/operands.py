@@ -7,7 +7,6 @@ RMSNorm's ops have no mean, bias and dbias. Here both norms have the same operan
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -166,8 +165,16 @@ def call_op(op: Callable[..., tuple], operands: Operands) -> Outputs:
     return (first, None, second) if isinstance(operands, ForwardOperands) else (first, second, None)
 
 
-# The outputs that each op has: all three, those but mean, or those but dbias.
+def _without_mean(outputs: Outputs) -> tuple:
+    return outputs[0], outputs[2]
+
+
+def _without_dbias(outputs: Outputs) -> tuple:
+    return outputs[0], outputs[1]
+
+
+# The outputs that each op has, by functions that Dynamo can trace.
 _OUTPUTS_OF_OP: dict[str, Callable[[Outputs], tuple]] = {
-    name: tuple if name.startswith("layer") else itemgetter(0, 2) if name.endswith("fwd") else itemgetter(0, 1)
+    name: tuple if name.startswith("layer") else _without_mean if name.endswith("fwd") else _without_dbias
     for name in OPERANDS_OF_OP
 }

@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from calls import assert_same_bits, captured, no_waiting, overwrite, run
+from calls import assert_same_bits, captured, fill_with_nan, no_waiting, overwrite, run
 from cases import BF16, FP32, make_case
 
 from fusednorm.host import gpus, launch
@@ -53,7 +53,7 @@ def test_sums_are_right_where_what_follows_the_row_loop_takes_more_memory_than_t
     plan = PipelinedPlan(1, 512, 5, 3, 4, 3, 168, False, cluster=16)
     prepared = launch.prepare_backward(call, plan)
     for _ in range(50):
-        prepared.workspace.view(torch.uint8).fill_(255)  # NaN
+        fill_with_nan(prepared.parts)  # NaN
         for each in prepared.launches:
             each.run()
         got = Outputs(want.y, want.mean, want.rstd, *(output.clone() for output in prepared.outputs))
@@ -78,7 +78,7 @@ def test_grids_of_all_sizes_run_one_after_the_other(cols):
     for _ in range(4):
         random.shuffle(calls)
         for *_, prepared in calls:
-            prepared.workspace.view(torch.uint8).fill_(255)
+            fill_with_nan(prepared.parts)
             for each in prepared.launches:
                 each.run()
         for case, inputs, statistics, prepared in calls:
