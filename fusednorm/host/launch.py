@@ -421,7 +421,10 @@ def _row_strides(view: RowView) -> tuple[int, int, int]:
 
 
 def _stride(statistic: Tensor | None) -> int:
-    return 0 if statistic is None else statistic.stride(0)
+    """1 for contiguous ones: a single element may have any stride, which would be wrong for a prepared call's others."""
+    if statistic is None:
+        return 0
+    return 1 if statistic.is_contiguous() else statistic.stride(0)
 
 
 def _workspace(workspace: WorkspaceSizes, rows: int, partials: int, device: torch.device) -> tuple[Tensor | None, ...]:

@@ -1,9 +1,9 @@
 """Launches a build that Triton has made before without Triton's own lookup, which takes most of a launch's host time.
 
 A build depends on dtypes, on which operands are None, on the integers that its kernel is specialized for, and on which
-pointers are multiples of 16 bytes. Triton's launcher is no public interface,
-so with releases that have not been tried Triton itself launches every kernel (triton_compat.py). The measurements are
-in bench/NOTES.md, "Evidence behind constants".
+pointers are multiples of 16 bytes. Triton's launcher is no public interface, so with releases that have not been tried
+Triton itself launches every kernel (triton_compat.py). The measurements are in bench/NOTES.md, "Evidence behind
+constants".
 """
 
 from __future__ import annotations

@@ -293,7 +293,8 @@ def _look(operands: Operands) -> tuple[tuple, list[int]]:
             0 if residual_grad is None else residual_grad.data_ptr(),
         ]  # fmt: skip
         a, b, c, d, e, f, g = addresses
-        bits, has_memory = a | b | c | d | e | f | g, a and b and d
+        bits = a | b | c | d | e | f | g
+        has_memory = a and b and d and (c or mean is None) and (e or weight is None) and (g or residual_grad is None)
     else:
         norm, x, normalized_shape, weight, bias, eps, wants_statistics = operands
         if type(eps) is not float and eps is not None:
@@ -307,7 +308,7 @@ def _look(operands: Operands) -> tuple[tuple, list[int]]:
             x.data_ptr(), 0 if weight is None else weight.data_ptr(), 0 if bias is None else bias.data_ptr()
         ]  # fmt: skip
         a, b, c = addresses
-        bits, has_memory = a | b | c, a
+        bits, has_memory = a | b | c, a and (b or weight is None) and (c or bias is None)
     if not has_memory:
         raise NotPrepared
     if bits % ALIGNMENT:

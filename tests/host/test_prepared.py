@@ -186,6 +186,29 @@ def test_several_normalized_dims_are_one_row(cpu_tensors_stand_in_for_those_of_a
     assert_launches_as_by_itself(arguments, alone, cpu_tensors_stand_in_for_those_of_an_h200, monkeypatch)
 
 
+def test_the_stride_of_a_single_statistic_is_nothing_to_later_calls(
+    cpu_tensors_stand_in_for_those_of_an_h200, monkeypatch
+):
+    """One element of every second is contiguous, whatever its stride."""
+    first = backward_arguments(rows=1)
+    mean, rstd = (torch.randn(2)[::2] for _ in range(2))
+    assert rstd.is_contiguous() and rstd.stride() == (2,)
+    prepare(first._replace(mean=mean, rstd=rstd))
+    second = backward_arguments(rows=2)
+    alone = prepare(second)
+    assert [len(kind.calls) for kind in prepared._kinds.values()] == [1]
+    assert_launches_as_by_itself(second, alone, cpu_tensors_stand_in_for_those_of_an_h200, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["weight", "mean"])
+def test_a_tensor_without_memory_is_not_taken_for_one_with_memory(name):
+    arguments = backward_arguments()
+    prepare(arguments)
+    without = torch._efficientzerotensor(getattr(arguments, name).shape, dtype=getattr(arguments, name).dtype)
+    assert prepared.run(arguments) is not None
+    assert prepared.run(arguments._replace(**{name: without})) is None
+
+
 ROW_COUNTS = [
     ("layer", 4096, (True, True, True)),
     ("rms", 1024, (False, True, True)),
