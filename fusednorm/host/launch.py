@@ -421,7 +421,7 @@ def _row_strides(view: RowView) -> tuple[int, int, int]:
 
 
 def _stride(statistic: Tensor | None) -> int:
-    """1 for contiguous ones: a single element may have any stride, which would be wrong for a prepared call's others."""
+    """1 for contiguous ones: a single element may have any stride, which is wrong for a prepared call's others."""
     if statistic is None:
         return 0
     return 1 if statistic.is_contiguous() else statistic.stride(0)
