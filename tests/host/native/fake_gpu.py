@@ -358,15 +358,8 @@ class Gpu:
         return [call[0] for call in self.python_calls]
 
 
-GPU: Gpu  # of the running test
-
-
 BUILDS: dict[tuple, Build] = {}
-
-
 BUILDS_BY_FUNCTION: dict[int, Build] = {}
-
-
 GPU: Gpu | None = None  # of the test that runs; the fixture `gpu` sets it
 BUILDING = threading.Lock()
 
