@@ -90,12 +90,14 @@ class NodeInfo(NamedTuple):
             return differentiable_backward(self.norm, self.normalized_shape, self.eps, grad_y, x, weight, bias, mask)
         mask = mask[0], weight is not None and mask[1], bias is not None and mask[2]
         operands = BackwardOperands(self.norm, grad_y, x, self.normalized_shape, mean, rstd, weight, bias, mask)
-        if not (_is_seen() or torch.is_grad_enabled() or _is_intercepted()) and self.asked == asked_variants():
+        if not torch.compiler.is_dynamo_compiling() and self.asked != asked_variants():
+            with force(self.asked[-1] if self.asked else None):  # the forward's `force`, not that of autograd's thread
+                return _backward(operands)
+        if not (_is_seen() or torch.is_grad_enabled() or _is_intercepted()):
             grads = prepared.run(operands)
             if grads is not None:
                 return grads
-        with force(self.asked[-1] if self.asked else None):  # the forward's `force`, not that of autograd's thread
-            return _backward(operands)
+        return _backward(operands)
 
 
 # Without setup_context, because it slows every call. Only torch.func needs it, and torch.func never gets here: under a
@@ -317,15 +319,15 @@ def _is_on_a_gpu(tensor: Tensor) -> bool:
 
 
 def _is_indirect(tensor: Tensor) -> bool:
-    """Whether the tensor's memory does not hold its value (a negated view), or the tensor belongs to a transform and
-    has no memory: torch.func's, which may be over, or that of torch.autograd.grad(..., is_grads_batched=True)."""
+    """Whether the tensor's memory does not hold its value (a negated view), or the tensor has no memory: a ZeroTensor of
+    forward-mode AD, one whose storage was freed, or one of a transform (torch.func's, which may be over, or that of
+    torch.autograd.grad(..., is_grads_batched=True))."""
     if tensor.is_neg() or is_wrapped(tensor):
         return True
     try:
-        tensor.untyped_storage()
+        return not tensor.untyped_storage().data_ptr() and tensor.numel() > 0
     except (NotImplementedError, RuntimeError):
         return True
-    return False
 
 
 # The ops' implementations at the autograd key, by name.

@@ -9,7 +9,16 @@ import torch
 
 from .planner.device import check_that_one_is_left
 
-sms = 0  # the margin now in force, in every thread
+
+
+class Sms(int):
+    """A number of SMs. Each margin that comes into force is an object of its own, by which a thread can tell that the
+    margin has not changed meanwhile."""
+
+
+sms = Sms(0)  # the margin now in force, in every thread
+
+MOST_SMS = 2**31 - 1  # what C++ and CUDA can count
 
 _entries: list[sm_margin] = []  # the last is in force; it hides the others until it ends
 _lock = threading.RLock()
@@ -30,8 +39,8 @@ class sm_margin:  # noqa: N801  reads as a function: sm_margin(16)
     def __init__(self, n: int):
         if isinstance(n, bool) or not isinstance(n, int):
             raise TypeError(f"sm_margin: n must be an int, got {type(n).__name__}")
-        if n < 0:
-            raise ValueError(f"sm_margin: n must be 0 or more, got {n}")
+        if not 0 <= n <= MOST_SMS:
+            raise ValueError(f"sm_margin: n must be 0 or more and at most {MOST_SMS}, got {n}")
         if torch.cuda.is_initialized():
             properties = torch.cuda.get_device_properties(torch.cuda.current_device())
             check_that_one_is_left(n, properties.name, properties.multi_processor_count)
@@ -72,6 +81,6 @@ def observe(observer: Callable[[int], None]) -> None:
 
 def _tell() -> None:
     global sms
-    sms = _entries[-1]._sms if _entries else 0
+    sms = Sms(_entries[-1]._sms if _entries else 0)
     for observer in _observers:
         observer(sms)

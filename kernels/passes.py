@@ -11,7 +11,7 @@ from .row_tile import columns_of_thread, parameter_row, store_chunk, tile_layout
 from .rowmath import input_gradient, inverse_std, normalize, widen
 
 # How L2 is asked to keep the lines of dx: "evict_last", or "" for no wish. On H100s "evict_last" was 1 to 4% faster in
-# all that was timed, but its outputs were not checked (bench/NOTES.md, "Twelve shapes on an H100").
+# all that was timed, but its outputs were not checked (bench/NOTES.md, "Beside others").
 DX_EVICTION = gl.constexpr("")
 
 

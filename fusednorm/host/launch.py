@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .. import reference
+from .. import margin, reference
 from ..kernels import column_sum, column_tiles, multiwave, parameter_gradients, pipelined, warp_specialized
 from ..kernels.column_reduction import ColumnTile
 from ..kernels.config import Norm, PartialsTile, RingTile, Tile
@@ -91,6 +91,7 @@ class Prepared(NamedTuple):
     grid: Grid | None = None
     workspace: WorkspaceSizes | None = None  # of memory that is needed during the call only
     parts: tuple[Tensor | None, ...] = (None,) * 4  # of the workspace; None for a part of no elements
+    margin: int | None = None  # margin.sms when it was planned; None if it was planned for a test
 
 
 class BackwardBuffers(NamedTuple):
@@ -119,16 +120,25 @@ def backward(call: BackwardCall) -> Prepared:
 def _run(call, prepare: Callable[..., Prepared], by_aten: Callable[..., tuple]) -> Prepared:
     """Run a call by the first plan whose kernels can all be built and launched, or else by ATen."""
     problem, device = call.problem, call.x.tensor.device
+    _require_memory(call)
+    planned_under = margin.sms
     spec = gpus.spec_of(device)
     while not isinstance(plan := fallback.choose(problem, call.rows, spec), ReferencePlan):
         with current(device):
             try:
                 prepared = prepare(call, plan)
                 launcher.hand_over(prepared.launches)
-                return prepared
+                return prepared._replace(margin=planned_under)
             except BuildFailed as failed:
                 fallback.remember(plan, problem, spec, str(failed))
     return Prepared([], by_aten(call))
+
+
+def _require_memory(call: ForwardCall | BackwardCall) -> None:
+    for tensor in call.tensors:
+        if tensor is not None and tensor.numel() and not tensor.untyped_storage().data_ptr():
+            norm, shape = call.problem.norm, tuple(tensor.shape)
+            raise RuntimeError(f"{norm}_norm: all tensors must have memory, got one of shape {shape} without it")
 
 
 def prepare_forward(call: ForwardCall, plan: Plan | None = None) -> Prepared:

@@ -48,7 +48,9 @@ def install(
     def below(run: Callable, operands_type: type, norm: str) -> Callable:
         def outputs_and_prepared_call(*arguments):
             operands = operands_type(norm, *arguments)
-            return run(operands), _in_cpp(prepared.find(operands))
+            outputs = run(operands)
+            # C++ knows of `force` only while a block is open. A task may outlive the block that it was started in.
+            return outputs, None if forcing.asked_variants() else _in_cpp(prepared.find(operands))
 
         return outputs_and_prepared_call
 
@@ -72,6 +74,7 @@ def _in_cpp(call: prepared.PreparedCall | None) -> Any:
         outputs=[each and extension.Output(extent=_extent(each), dtype=each.dtype) for each in call.outputs],
         workspace=call.workspace and extension.Workspace(**call.workspace._asdict()),
         steps=[_step_in_cpp(step) for step in call.steps],
+        sm_margin=call.sm_margin,
     )
 
 

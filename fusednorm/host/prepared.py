@@ -92,6 +92,7 @@ class PreparedCall:
     steps: list[Step]
     num_tensors: int
     normalized_shape: tuple[int, ...]
+    sm_margin: int  # that it was planned under
 
     @functools.cached_property
     def launches(self) -> tuple:
@@ -177,7 +178,10 @@ class Sized(NamedTuple):
         """The outputs for tensors at these addresses. None if a profiler hooks Triton's launches."""
         call, numbers, outputs, workspace, offsets = self
         device, runtime, maps, constants, launchers = call.launches
-        if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+        try:
+            if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+                return None
+        except AttributeError:  # something else in place of Triton's lists of hooks
             return None
         if torch_compat.current_device() != device:
             with torch.cuda.device(device):
@@ -269,7 +273,8 @@ def run(operands: Operands) -> Outputs | None:
 def _fit(operands: BackwardOperands, shape: torch.Size, rows: int) -> bool:
     """Whether all tensors have as many rows as an x of this shape. The key does not say so."""
     _, grad_out, _, _, mean, rstd, _, _, _, residual_grad, _, _ = operands
-    if grad_out.shape != shape or rstd.numel() != rows or (mean is not None and mean.numel() != rows):
+    # The numel of a tensor would answer for a nested one, too; that of its shape raises.
+    if grad_out.shape != shape or rstd.shape.numel() != rows or (mean is not None and mean.shape.numel() != rows):
         return False
     return residual_grad is None or residual_grad.shape == shape
 
@@ -297,7 +302,7 @@ def _look(operands: Operands) -> tuple[tuple, list[int]]:
         has_memory = a and b and d and (c or mean is None) and (e or weight is None) and (g or residual_grad is None)
     else:
         norm, x, normalized_shape, weight, bias, eps, wants_statistics = operands
-        if type(eps) is not float and eps is not None:
+        if eps is not None and (type(eps) is not float or eps != eps):  # a NaN is equal to none
             raise NotPrepared
         key = (
             norm, tuple(normalized_shape), eps, wants_statistics, asked_variants(), margin.sms,
@@ -309,6 +314,9 @@ def _look(operands: Operands) -> tuple[tuple, list[int]]:
         ]  # fmt: skip
         a, b, c = addresses
         bits, has_memory = a | b | c, a and (b or weight is None) and (c or bias is None)
+    for size in normalized_shape:
+        if type(size) is not int:  # 8.0 and True are equal to integers
+            raise NotPrepared
     if not has_memory:
         raise NotPrepared
     if bits % ALIGNMENT:
@@ -349,8 +357,8 @@ def _parameter(tensor: Tensor) -> tuple:
 
 
 def remember(operands: Operands, call: ForwardCall | BackwardCall, launched: Prepared) -> None:
-    """Keep what was launched for a call as a prepared call, if anything was launched and all tensors were read in
-    place."""
+    """Keep what was launched for a call as a prepared call, if anything was launched, all tensors were read in place,
+    and no thread has changed the margin since it was planned."""
     if not launched.launches or call.rows > MOST_ROWS:
         return
     try:
@@ -358,8 +366,11 @@ def remember(operands: Operands, call: ForwardCall | BackwardCall, launched: Pre
         kind = _kinds.get(key)
     except (RuntimeError, TypeError):
         return
+    rows = _rows_of_plan(call)
+    if launched.margin is not margin.sms or (kind and kind.find(call.rows)):
+        return
     steps = _steps(addresses, call, launched)
-    if not steps or (kind and kind.find(call.rows)):
+    if not steps:
         return
     if kind is None:
         if len(_kinds) >= KEPT_KINDS:
@@ -371,7 +382,8 @@ def remember(operands: Operands, call: ForwardCall | BackwardCall, launched: Pre
         for each, extent in zip(launched.outputs, extents, strict=True)
     ]
     sizes = launched.grid, outputs, launched.workspace
-    kind.calls.append(PreparedCall(device, *_rows_of_plan(call), *sizes, steps, len(addresses), call.normalized_shape))
+    made = device, *rows, *sizes, steps, len(addresses), call.normalized_shape, launched.margin
+    kind.calls.append(PreparedCall(*made))
 
 
 def find(operands: Operands) -> PreparedCall | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -345,6 +347,27 @@ def test_a_recorded_backward_passes_tangents_on(norm):
 
 
 @norms
+@pytest.mark.parametrize("run", ["op", "module"])
+def test_a_zero_tensor_gives_what_stock_gives(norm, run):
+    """Forward-mode AD makes tensors of zeros without memory."""
+    zeros, (_, *parameters) = torch._efficientzerotensor((3, 8), dtype=torch.float64), operands(norm)
+    with kernels_on("cpu"), torch.no_grad():
+        if run == "op":
+            y = OP[norm](zeros, *parameters)[0]
+        else:
+            y = getattr(autograd, f"{norm}_norm")(zeros, (8,), *parameters, 1e-2)
+    assert_close(y, STOCK[norm](torch.zeros(3, 8, dtype=torch.float64), *parameters)[0])
+
+
+@norms
+def test_a_tensor_whose_memory_was_freed_is_refused(norm):
+    x, *parameters = (each.detach() for each in operands(norm))
+    x.untyped_storage().resize_(0)
+    with kernels_on("cpu"), pytest.raises(RuntimeError, match=f"{norm}_norm: all tensors must have memory, got one of"):
+        OP[norm](x, *parameters)
+
+
+@norms
 def test_a_recorded_backward_runs_a_prepared_call_and_asks_nobody_else(norm, monkeypatch):
     leaves = operands(norm)
     with kernels_on("cpu"):
@@ -362,6 +385,24 @@ def test_a_recorded_backward_runs_a_prepared_call_and_asks_nobody_else(norm, mon
     (call,) = asked
     assert call.op == f"{norm}_norm_bwd" and call.grad_out is grad_y
     assert call.output_mask == (True, True, norm == "layer")
+
+
+@norms
+@pytest.mark.parametrize("outer", [None, "pipelined"])
+def test_a_recorded_backward_looks_for_its_call_as_backwards_before_it_did(norm, outer, monkeypatch):
+    """A block of `force`, even of None, would be part of what the call looks like."""
+    seen = []
+
+    def run(call):
+        seen.append(forcing.asked_variants())
+
+    monkeypatch.setattr(autograd.prepared, "run", run)
+    leaves, run_norm = operands(norm), getattr(autograd, f"{norm}_norm")
+    with kernels_on("cpu"), contextlib.nullcontext() if outer is None else force(outer):
+        y = run_norm(leaves[0], (8,), *leaves[1:])
+        seen.clear()
+        y.sum().backward()
+    assert len(seen) >= 1 and set(seen) == {() if outer is None else (outer,)}
 
 
 @norms

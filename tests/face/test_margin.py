@@ -99,7 +99,8 @@ def test_blocks_that_threads_leave_in_any_order_leave_nothing_behind(steps):
 @pytest.mark.parametrize(
     "n, error, message",
     [
-        (-1, ValueError, "sm_margin: n must be 0 or more, got -1"),
+        (-1, ValueError, "sm_margin: n must be 0 or more and at most 2147483647, got -1"),
+        (2**31, ValueError, "sm_margin: n must be 0 or more and at most 2147483647, got 2147483648"),
         (1.5, TypeError, "sm_margin: n must be an int, got float"),
         (True, TypeError, "sm_margin: n must be an int, got bool"),
         (None, TypeError, "sm_margin: n must be an int, got NoneType"),
@@ -109,6 +110,7 @@ def test_what_is_no_count_is_refused_in_one_sentence(n, error, message):
     with pytest.raises(error) as raised:
         sm_margin(n)
     assert str(raised.value) == message
+    assert margin.sms == 0 and not margin._entries
 
 
 @pytest.mark.parametrize("n", [132, 1000])

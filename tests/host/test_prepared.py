@@ -4,6 +4,7 @@ is never taken for a known one."""
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from cases import BF16, FP32, make_case
 from planning import make_problem
 
-from fusednorm import force, sm_margin
+from fusednorm import force, margin, sm_margin
 from fusednorm.host import gpus, native, prepared, torch_compat
 from fusednorm.operands import BackwardOperands, ForwardOperands
 from fusednorm.planner import heuristics
@@ -82,6 +83,7 @@ def prepare(arguments, variant=None):
     outcome = heuristics.decide(call.problem, call.rows, H200, variant)
     assert variant in (None, outcome.plan.variant)
     launched = (launch.prepare_forward if forward else launch.prepare_backward)(call, outcome.plan)
+    launched = launched._replace(margin=margin.sms)
     prepared.remember(arguments, call, launched)
     return launched
 
@@ -240,7 +242,7 @@ def test_many_row_counts_are_launched_as_each_would_be_by_itself(
             call, prepare_alone = check_backward(arguments), launch.prepare_backward
         alone = prepare_alone(call)
         if prepared.run(arguments) is None:
-            prepared.remember(arguments, call, alone)
+            prepared.remember(arguments, call, alone._replace(margin=margin.sms))
         assert_launches_as_by_itself(arguments, alone, cpu_tensors_stand_in_for_those_of_an_h200, monkeypatch)
     (kind,) = prepared._kinds.values()
     assert len(kind.calls) <= len(heuristics.choices(call.problem, H200)) <= 5
@@ -284,6 +286,7 @@ def other_calls(arguments):
     yield "a sparse tensor", arguments._replace(grad_out=grad_out.to_sparse())
     yield "no tensor", arguments._replace(weight=3)
     yield "no tuple", arguments._replace(normalized_shape=3)
+    yield "a nested statistic", arguments._replace(mean=torch.nested.nested_tensor([mean[:1], mean[1:]]))
     yield "rows at an expanded stride", arguments._replace(grad_out=grad_out[:1].expand(rows, cols))
     yield "strides of x", arguments._replace(x=wide)
     yield "strides of grad_out", arguments._replace(grad_out=wide)
@@ -305,6 +308,20 @@ def test_a_call_that_looks_different_in_anything_is_not_taken_for_a_known_one():
     assert prepared.run(arguments) is not None
     tried = [name for name, other in other_calls(arguments) if prepared.run(other) is None]
     assert tried == [name for name, _ in other_calls(arguments)]
+
+
+@pytest.mark.parametrize("cols, size", [(4096, 4096.0), (1, True)], ids=str)
+def test_a_size_that_is_no_integer_is_not_taken_for_one(cols, size):
+    arguments = forward_arguments(6, cols)
+    prepare(arguments)
+    assert prepared.run(arguments) is not None
+    assert prepared.run(arguments._replace(normalized_shape=(size,))) is None
+
+
+def test_calls_with_an_eps_of_nan_are_not_remembered():
+    arguments = forward_arguments(6, 4096)._replace(eps=math.nan)
+    prepare(arguments)
+    assert prepared.run(arguments) is None and not prepared._kinds
 
 
 @pytest.mark.parametrize("eps", [1, torch.tensor(1e-5), True, None], ids=str)
@@ -378,6 +395,19 @@ def test_profilers_that_hook_tritons_launches_see_all():
         assert prepared.run(arguments) is not None
 
 
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_without_tritons_lists_of_hooks_triton_launches(name, monkeypatch):
+    from triton import knobs
+
+    from fusednorm.host import launcher
+
+    arguments = backward_arguments()
+    prepare(arguments)
+    assert not launcher.Build.is_hooked()
+    monkeypatch.setattr(knobs.runtime, name, None)
+    assert prepared.run(arguments) is None and launcher.Build.is_hooked()
+
+
 def test_errors_of_a_launch_reach_the_caller(monkeypatch):
     arguments = backward_arguments()
     prepare(arguments)
@@ -399,6 +429,19 @@ def test_a_call_runs_under_the_margin_that_it_was_planned_for():
         assert prepared.run(arguments) is not None
     assert prepared.run(arguments) is not None
     assert len(prepared._kinds) == 2
+
+
+@pytest.mark.parametrize("after", [100, 0])
+def test_a_call_is_not_remembered_if_the_margin_changed_while_it_was_planned(after):
+    arguments = backward_arguments()
+    launched = prepare(arguments)
+    prepared.forget()
+    with sm_margin(after):
+        prepared.remember(arguments, check_backward(arguments), launched)
+    prepared.remember(arguments, check_backward(arguments), launched)
+    assert not prepared._kinds
+    prepare(arguments)
+    assert prepared._kinds
 
 
 def test_another_current_device_is_made_current(monkeypatch, cpu_tensors_stand_in_for_those_of_an_h200):

@@ -23,9 +23,9 @@ inline Outputs run_forward(
     bool wants_statistics, bool may_run_here) {
   auto sizes = c10::asIntArrayRefSlowOpt(shape);
   if (!may_run_here || !sizes) return run_in_python(op, nullptr, x, shape, weight, bias, eps, wants_statistics);
-  int64_t setting = -1;  // eps None; as a number these bits are a NaN
+  int64_t setting = 0;
   if (eps.has_value()) std::memcpy(&setting, &*eps, sizeof setting);
-  Call call(op, *sizes, x, setting, wants_statistics);
+  Call call(op, *sizes, x, setting, static_cast<int64_t>(eps.has_value()) << 1 | static_cast<int64_t>(wants_statistics));
   call.add_rows(x);
   call.add_parameter(weight);
   call.add_parameter(bias);
@@ -39,13 +39,13 @@ inline Outputs run_backward(
     const Tensor& weight, const Tensor& bias, std::array<bool, 3> mask, bool may_run_here) {
   auto sizes = c10::asIntArrayRefSlowOpt(shape);
   if (!may_run_here || !sizes) return run_in_python(op, nullptr, grad_out, x, shape, mean, rstd, weight, bias, mask);
-  Call call(op, *sizes, x, mask[0] | mask[1] << 1 | mask[2] << 2, false);
+  Call call(op, *sizes, x, mask[0] | mask[1] << 1 | mask[2] << 2, 0);
   call.add_rows(grad_out);
   call.add_rows(x);
   call.add_statistic(mean);
   call.add_statistic(rstd);
   call.add_parameter(weight);
-  call.add_parameter(bias);
+  call.add_parameter(bias, /*is_read=*/false);
   call.add_parameter({});  // residual_grad, which these ops lack
   if (auto outputs = call.run(); C10_LIKELY(outputs.has_value())) return std::move(*outputs);
   return run_in_python(op, &call, grad_out, x, shape, mean, rstd, weight, bias, mask);

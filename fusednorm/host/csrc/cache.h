@@ -70,6 +70,6 @@ class Cache {
   std::unordered_map<Key, Kind, Hash> kinds;
 };
 
-inline Cache cache;
+inline Cache& cache = *new Cache;  // never destroyed: threads may still call when the process ends
 
 }  // namespace fusednorm

@@ -46,15 +46,16 @@ class Call {
  public:
   Key key;
 
-  Call(Op op, IntArrayRef normalized_shape, const Tensor& x, int64_t setting, bool flag) : op(op) {
+  // flags: two bits.
+  Call(Op op, IntArrayRef normalized_shape, const Tensor& x, int64_t setting, int64_t flags)
+      : op(op), margin(sm_margin.load(std::memory_order_relaxed)) {
     operands.x_shape = x.sizes();
     operands.normalized_shape = normalized_shape;
     size_t ndim = normalized_shape.size(), batch_ndim = x.dim() - ndim;
     may_be_prepared = ndim && static_cast<size_t>(x.dim()) >= ndim && ends_in(x.sizes(), normalized_shape);
     if (may_be_prepared)
       for (size_t i = 0; i < batch_ndim; ++i) operands.rows *= x.sizes()[i];
-    key.push_back(sm_margin.load(std::memory_order_relaxed) << 32 | static_cast<int64_t>(ndim) << 8 |
-                  static_cast<int64_t>(op) << 1 | static_cast<int64_t>(flag));
+    key.push_back(margin << 32 | static_cast<int64_t>(ndim) << 8 | static_cast<int64_t>(op) << 2 | flags);
     key.push_back(setting);
     key.append(normalized_shape.begin(), normalized_shape.end());
   }
@@ -74,8 +75,8 @@ class Call {
     if (!contiguous && may_be_prepared) may_be_prepared = add_layout(tensor, tensor.dim(), /*nested=*/false);
   }
 
-  void add_parameter(const Tensor& tensor) {
-    bool contiguous = add(tensor);
+  void add_parameter(const Tensor& tensor, bool is_read = true) {
+    bool contiguous = add(tensor, is_read);
     if (tensor.defined()) may_be_prepared &= contiguous && tensor.sizes() == operands.normalized_shape;
   }
 
@@ -89,12 +90,14 @@ class Call {
     return outputs;
   }
 
+  // Another thread may have changed the margin since this call's key was made.
   void remember(std::shared_ptr<const PreparedCall> prepared) const {
-    if (may_be_prepared) cache.add(key, std::move(prepared));
+    if (may_be_prepared && prepared->sm_margin == margin) cache.add(key, std::move(prepared));
   }
 
  private:
   Op op;
+  int64_t margin;
   Operands operands;
   bool may_be_prepared;  // whether all shapes are right, and all tensors may be read in place
 
@@ -102,8 +105,9 @@ class Call {
     return std::equal(end.begin(), end.end(), shape.end() - end.size());
   }
 
-  // Returns whether the tensor is contiguous. What is read of a dtype, device and address is in the key.
-  bool add(const Tensor& tensor) {
+  // Returns whether the tensor is contiguous. What is read of a dtype, device and address is in the key. A tensor that is
+  // read must have memory: its storage may have been freed.
+  bool add(const Tensor& tensor, bool is_read = true) {
     uint64_t& address = operands.addresses[operands.num_tensors++];
     address = 0;
     if (!tensor.defined()) {
@@ -111,6 +115,7 @@ class Call {
       return true;
     }
     address = reinterpret_cast<uint64_t>(tensor.const_data_ptr());
+    may_be_prepared &= !is_read || tensor.unsafeGetTensorImpl()->storage_initialized();
     bool contiguous = tensor.is_contiguous();
     key.push_back(static_cast<int64_t>(tensor.scalar_type()) << 16 | (tensor.get_device() & 0xff) << 8 |
                   static_cast<int64_t>(contiguous) << 1 | (address % 16 == 0));
@@ -162,7 +167,7 @@ inline bool is_plain(const Tensor& tensor) {
        c10::DispatchKey::Conjugate, c10::DispatchKey::ZeroTensor, c10::DispatchKey::Functionalize,
        c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Batched});
   return (tensor.is_cuda() || (runs_cpu_tensors && tensor.is_cpu())) && !tensor.key_set().has_any(others) &&
-         tensor.layout() == c10::kStrided && !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+         tensor.layout() == c10::kStrided && !tensor.is_nested() && !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
 }
 
 using TensorRefs = std::initializer_list<std::reference_wrapper<const Tensor>>;

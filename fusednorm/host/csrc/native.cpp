@@ -100,7 +100,7 @@ PyObject* y_of(Op op, PyObject* const* arguments, Py_ssize_t count) {
     if (!PyLong_CheckExact(size)) return decline();
     int overflow = 0;
     shape[i] = PyLong_AsLongLongAndOverflow(size, &overflow);
-    if (overflow) return decline();
+    if (overflow || shape[i] < 0) return decline();
   }
   optional<double> eps;
   if (PyObject* number = arguments[count - 1]; number != Py_None) {
@@ -213,9 +213,9 @@ PYBIND11_MODULE(_native, module) {
            py::arg("shape"), py::arg("strides"), py::arg("box"));
   py::class_<PreparedCall, std::shared_ptr<PreparedCall>>(module, "PreparedCall")
       .def(py::init<int, int64_t, int64_t, Grid, std::vector<optional<Output>>, optional<Workspace>,
-                    std::vector<Step>>(),
+                    std::vector<Step>, int64_t>(),
            py::kw_only(), py::arg("device"), py::arg("rows_above"), py::arg("most_rows"), py::arg("grid"),
-           py::arg("outputs"), py::arg("workspace"), py::arg("steps"));
+           py::arg("outputs"), py::arg("workspace"), py::arg("steps"), py::arg("sm_margin"));
   module.def("install", &install);
   module.def("pause", [](int by) { pauses += by; });
   module.def("set_sm_margin", [](int64_t sms) { sm_margin = sms; });

@@ -216,13 +216,14 @@ struct PreparedCall {
   std::vector<optional<Output>> outputs;  // nullopt for an unwanted one
   optional<Workspace> workspace;
   std::vector<Step> steps;
+  int64_t sm_margin;          // that it was planned under
   c10::Allocator* allocator;  // what torch allocates by on this device
 
   PreparedCall(int device, int64_t rows_above, int64_t most_rows, Grid grid, std::vector<optional<Output>> outputs,
-               optional<Workspace> workspace, std::vector<Step> steps)
+               optional<Workspace> workspace, std::vector<Step> steps, int64_t sm_margin)
       : device(device < 0 ? at::Device(at::kCPU) : at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device))),
         rows_above(rows_above), most_rows(most_rows), grid(grid), outputs(std::move(outputs)), workspace(workspace),
-        steps(std::move(steps)), allocator(at::empty({1}, at::device(this->device)).storage().allocator()) {
+        steps(std::move(steps)), sm_margin(sm_margin), allocator(at::empty({1}, at::device(this->device)).storage().allocator()) {
     TORCH_CHECK(allocator && this->outputs.size() == NUM_OUTPUTS, "fusednorm: a prepared call must have an allocator "
                 "and ", NUM_OUTPUTS, " outputs, got ", this->outputs.size());
   }

@@ -316,7 +316,12 @@ def test_y_alone_is_left_to_python_where_somebody_looks_on(look, known_norm):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"shape": [40]}, {"shape": (torch.tensor(40),)}, {"eps": 1}, {"x": None}, {"x": "x"}], ids=str
+    "changes",
+    [
+        *({"shape": shape} for shape in ([40], (torch.tensor(40),), (-1,), (-(2**62) - 1,), (-(2**63),))),
+        *({"eps": 1}, {"x": None}, {"x": "x"}, {"x": torch._efficientzerotensor(SHAPE)}),
+    ],
+    ids=str,
 )
 def test_y_alone_of_anything_unusual_is_left_to_python(changes, known_norm):
     given = {"x": known_norm.x, "shape": (40,), "weight": known_norm.weight, "bias": known_norm.bias, "eps": EPS}

@@ -5,6 +5,7 @@ tests/host/test_native.py builds the extension and runs this file.
 
 from __future__ import annotations
 
+import contextvars
 import threading
 
 import pytest
@@ -16,7 +17,7 @@ from op_log import OpLog
 from torch.autograd import forward_ad
 from torch.testing import assert_close
 
-from fusednorm import force
+from fusednorm import autograd, force
 
 
 @pytest.mark.parametrize("variant", ["multi_wave", None])
@@ -37,6 +38,23 @@ def test_a_block_of_force_that_raises_ends_as_any_other(known_norm, gpu):
         OPS.layer_norm_fwd(known_norm.x, [7])
     with gpu.repeating():
         layer_norm(known_norm)
+
+
+def test_a_task_that_outlives_its_block_leaves_nothing_to_others(gpu):
+    tensors = operands("rms", requires_grad="", shape=(64, 4096))
+    with force("multi_wave"):
+        task = contextvars.copy_context()
+    task.run(ours, "rms", *tensors)
+    with gpu.going_to_python("forward"):
+        ours("rms", *tensors)
+    with gpu.repeating():
+        ours("rms", *tensors)
+
+
+def test_nested_tensors_get_pythons_sentence():
+    nested = torch.nested.nested_tensor([torch.randn(3, 40), torch.randn(2, 40)])
+    with pytest.raises(RuntimeError, match="layer_norm_fwd: all tensors must be strided, got a nested one"):
+        autograd.layer_norm(nested, (40,))
 
 
 def test_force_keeps_all_threads_in_python_as_long_as_it_lasts(known_norm, gpu):

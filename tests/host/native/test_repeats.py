@@ -4,6 +4,7 @@ runs this file."""
 from __future__ import annotations
 
 import random
+import struct
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -19,6 +20,7 @@ from norms import (
     backward_of,
     exact_grads,
     forward_of,
+    layer_norm,
     norms,
     operands,
     ours,
@@ -292,6 +294,34 @@ def test_one_tensor_as_two_operands_is_repeated_right(known_calls, gpu):
     assert_close(got, reference.backward_formula(*arguments[:8]))
 
 
+def test_an_eps_of_nan_is_not_taken_for_the_default(gpu):
+    """Whatever the bits of the NaN are."""
+    x = torch.randn(SHAPE)
+    for _ in range(2):
+        OPS.rms_norm_fwd(x, [40], None, None)
+    for bits in (-1, 0x7FF8_0000_0000_0000):
+        (eps,) = struct.unpack("d", struct.pack("q", bits))
+        with gpu.going_to_python("forward"):
+            assert OPS.rms_norm_fwd(x, [40], None, eps)[0].isnan().all()
+
+
+@pytest.mark.parametrize("row", [0, 3])
+def test_a_tensor_whose_memory_was_freed_is_refused(row, known_norm):
+    x = torch.randn(row + SHAPE[0], SHAPE[1])[row:]
+    x.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"layer_norm: all tensors must have memory, got one of shape \(6, 40\)"):
+        layer_norm(known_norm, x=x)
+
+
+def test_the_bias_of_a_backward_needs_no_memory(known_calls, gpu):
+    case, inputs = known_calls
+    bias = torch.empty(40)
+    bias.untyped_storage().resize_(0)
+    op, arguments = backward_of(case, inputs, bias=bias)
+    with gpu.repeating():
+        assert_right(case, inputs, op(*arguments), mask=(True, True, True))
+
+
 def test_calls_without_rows_or_outputs_go_to_python_every_time(gpu):
     x, weight, statistic = torch.empty(0, 40), torch.ones(40), torch.ones(0)
     for _ in range(2):
@@ -322,6 +352,26 @@ def test_a_call_is_repeated_under_the_margin_that_it_was_planned_for(known_calls
     with gpu.repeating(2):
         op(*arguments)
         backward_op(*operands)
+
+
+def test_a_call_whose_margin_changed_while_python_ran_it_is_not_known_by_it(gpu, monkeypatch):
+    arguments, block, forward = operands("rms", requires_grad=""), sm_margin(16), launch.forward
+    with sm_margin(16):
+        ours("rms", *arguments)  # Python now knows the call under that margin
+    native.forget()
+
+    def change_and_run(call):
+        block.__enter__()
+        return forward(call)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "forward", change_and_run)
+        ours("rms", *arguments)
+        block.__exit__()
+    with gpu.going_to_python("forward"):
+        ours("rms", *arguments)
+    with gpu.repeating():
+        ours("rms", *arguments)
 
 
 def test_a_margin_reaches_the_thread_that_runs_a_backward(gpu):
