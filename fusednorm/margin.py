@@ -10,7 +10,6 @@ import torch
 from .planner.device import check_that_one_is_left
 
 
-
 class Sms(int):
     """A number of SMs. Each margin that comes into force is an object of its own, by which a thread can tell that the
     margin has not changed meanwhile."""

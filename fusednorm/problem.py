@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from numbers import Real
 from typing import NamedTuple
@@ -268,6 +268,13 @@ def require_strided(op: str, name: str, tensor: Tensor) -> None:
     if tensor.layout is not torch.strided or tensor.is_nested:
         layout = f"{'nested, ' * tensor.is_nested}{tensor.layout}"
         raise RuntimeError(f"{op}: {name} must be a strided tensor, got one that is {layout}")
+
+
+def require_memory(op: str, tensors: Iterable[Tensor | None]) -> None:
+    """Raises RuntimeError if the storage of a tensor was freed."""
+    for each in tensors:
+        if each is not None and each.numel() and not each.untyped_storage().data_ptr():
+            raise RuntimeError(f"{op}: all tensors must have memory, got one of shape {tuple(each.shape)} without it")
 
 
 def _is_as_wanted(tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> bool:

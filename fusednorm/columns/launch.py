@@ -20,7 +20,7 @@ from ..host.fallback import BuildFailed
 from ..host.gpus import current
 from ..kernels import column_reduction
 from ..kernels.config import COMPILE_OPTIONS
-from ..problem import RowView
+from ..problem import RowView, require_memory
 from . import plan as column_plan
 from .plan import VECTOR_BYTES, AtenSum, Choice, PortableSum, RingSum, SumPlan
 from .problem import ColumnSumCall, ColumnSumProblem
@@ -58,6 +58,7 @@ def column_sum(call: ColumnSumCall, choice: Choice | None = None) -> list[Tensor
     """The sums, [cols] each, by `choice`. By default the planner chooses; if that kernel cannot be built, the portable
     kernel runs, then ATen."""
     problem, device = call.problem, call.views[0].tensor.device
+    require_memory("column_sum", (view.tensor for view in call.views))
     if choice is not None:
         return _run(call, choice)
     spec = gpus.spec_of(device)

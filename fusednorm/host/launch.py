@@ -38,7 +38,7 @@ from ..planner.plan import (
     is_whole,
     threads_per_row,
 )
-from ..problem import BackwardCall, ForwardCall, RowView
+from ..problem import BackwardCall, ForwardCall, RowView, require_memory
 from . import fallback, gpus, launcher, triton_compat
 from .fallback import BuildFailed
 from .gpus import current
@@ -120,7 +120,7 @@ def backward(call: BackwardCall) -> Prepared:
 def _run(call, prepare: Callable[..., Prepared], by_aten: Callable[..., tuple]) -> Prepared:
     """Run a call by the first plan whose kernels can all be built and launched, or else by ATen."""
     problem, device = call.problem, call.x.tensor.device
-    _require_memory(call)
+    require_memory(f"{problem.norm}_norm", call.tensors)
     planned_under = margin.sms
     spec = gpus.spec_of(device)
     while not isinstance(plan := fallback.choose(problem, call.rows, spec), ReferencePlan):
@@ -132,13 +132,6 @@ def _run(call, prepare: Callable[..., Prepared], by_aten: Callable[..., tuple]) 
             except BuildFailed as failed:
                 fallback.remember(plan, problem, spec, str(failed))
     return Prepared([], by_aten(call))
-
-
-def _require_memory(call: ForwardCall | BackwardCall) -> None:
-    for tensor in call.tensors:
-        if tensor is not None and tensor.numel() and not tensor.untyped_storage().data_ptr():
-            norm, shape = call.problem.norm, tuple(tensor.shape)
-            raise RuntimeError(f"{norm}_norm: all tensors must have memory, got one of shape {shape} without it")
 
 
 def prepare_forward(call: ForwardCall, plan: Plan | None = None) -> Prepared:

@@ -14,6 +14,7 @@ from torch.testing import assert_close
 import fusednorm
 from fusednorm.columns.plan import MAX_TENSORS, Choice, portable_plans
 from fusednorm.columns.problem import check_column_sum
+from fusednorm.host.kernel_devices import kernels_on
 from fusednorm.planner.device import A100, H200, RTX_5090
 
 OP = torch.ops.fusednorm.column_sum
@@ -77,6 +78,13 @@ def test_bad_arguments_are_refused_in_one_sentence(message, requires_grad):
     inputs = [t.clone().requires_grad_(requires_grad and t.is_floating_point()) for t in tensors]
     with pytest.raises(RuntimeError, match=f"^column_sum: {message}$"):
         fusednorm.column_sum(inputs, dtype=dtype[0] if dtype else None)
+
+
+def test_a_tensor_whose_memory_was_freed_is_refused():
+    x = torch.randn(3, 4)
+    x.untyped_storage().resize_(0)
+    with kernels_on("cpu"), pytest.raises(RuntimeError, match="column_sum: all tensors must have memory, got one of"):
+        fusednorm.column_sum([torch.randn(3, 4), x])
 
 
 @pytest.mark.parametrize("total", [False, True])

@@ -3,6 +3,7 @@ runs this file."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 import struct
 from concurrent.futures import ThreadPoolExecutor
@@ -355,19 +356,18 @@ def test_a_call_is_repeated_under_the_margin_that_it_was_planned_for(known_calls
 
 
 def test_a_call_whose_margin_changed_while_python_ran_it_is_not_known_by_it(gpu, monkeypatch):
-    arguments, block, forward = operands("rms", requires_grad=""), sm_margin(16), launch.forward
+    arguments, forward = operands("rms", requires_grad=""), launch.forward
     with sm_margin(16):
         ours("rms", *arguments)  # Python now knows the call under that margin
     native.forget()
 
     def change_and_run(call):
-        block.__enter__()
+        block.enter_context(sm_margin(16))
         return forward(call)
 
-    with monkeypatch.context() as patch:
+    with contextlib.ExitStack() as block, monkeypatch.context() as patch:
         patch.setattr(launch, "forward", change_and_run)
         ours("rms", *arguments)
-        block.__exit__()
     with gpu.going_to_python("forward"):
         ours("rms", *arguments)
     with gpu.repeating():
