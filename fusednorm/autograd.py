@@ -319,9 +319,9 @@ def _is_on_a_gpu(tensor: Tensor) -> bool:
 
 
 def _is_indirect(tensor: Tensor) -> bool:
-    """Whether the tensor's memory does not hold its value (a negated view), or the tensor has no memory: a ZeroTensor of
-    forward-mode AD, one whose storage was freed, or one of a transform (torch.func's, which may be over, or that of
-    torch.autograd.grad(..., is_grads_batched=True))."""
+    """Whether the tensor's memory does not hold its value (a negated view), or the tensor has no memory: a ZeroTensor
+    of forward-mode AD, a tensor whose storage was freed, or one of a transform (torch.func's, which may be over, or
+    that of torch.autograd.grad(..., is_grads_batched=True))."""
     if tensor.is_neg() or is_wrapped(tensor):
         return True
     try:
