@@ -273,7 +273,7 @@ def require_strided(op: str, name: str, tensor: Tensor) -> None:
 def require_memory(op: str, tensors: Iterable[Tensor | None]) -> None:
     """Raises RuntimeError if the storage of a tensor was freed."""
     for each in tensors:
-        if each is not None and each.numel() and not each.untyped_storage().data_ptr():
+        if each is not None and each.numel() and not (each.is_meta or each.untyped_storage().data_ptr()):
             raise RuntimeError(f"{op}: all tensors must have memory, got one of shape {tuple(each.shape)} without it")
 
 
