@@ -139,7 +139,7 @@ def differentiable_backward(norm, normalized_shape, eps, grad_y, x, weight, bias
     return call_op(IMPLEMENTATIONS[operands.op], operands)
 
 
-def _above_autograd(operands: Operands) -> Outputs:
+def above_autograd(operands: Operands) -> Outputs:
     """The implementation of the ops at the autograd key."""
     if torch.compiler.is_dynamo_compiling():
         return call_op(_overload(operands), operands)
@@ -331,7 +331,7 @@ def _is_indirect(tensor: Tensor) -> bool:
 
 
 # The ops' implementations at the autograd key, by name.
-IMPLEMENTATIONS = {name: as_op(name, _above_autograd) for name in ops.OPS}
+IMPLEMENTATIONS = {name: as_op(name, above_autograd) for name in ops.OPS}
 layer_norm_fwd, rms_norm_fwd = IMPLEMENTATIONS["layer_norm_fwd"], IMPLEMENTATIONS["rms_norm_fwd"]
 
 for _name, _implementation in IMPLEMENTATIONS.items():
@@ -342,10 +342,4 @@ for _name, _implementation in IMPLEMENTATIONS.items():
         ops.LIBRARY.impl(_name, as_op(_name, reference.formula), _key)
 
 if native.extension:
-    native.install(
-        "CUDA",
-        [IMPLEMENTATIONS[name] for name in native.OPS],
-        ops,
-        reference.statistics_backward_formula,
-        differentiable_backward,
-    )
+    native.install("CUDA", above_autograd, ops, reference.statistics_backward_formula, differentiable_backward)

@@ -7,6 +7,7 @@ Python functions that `install` passes to it. Without the extension the same ops
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from .. import margin
-from ..operands import BackwardOperands, ForwardOperands
+from ..operands import BackwardOperands, ForwardOperands, Operands, Outputs
 from ..planner import forcing
 from ..planner.plan import Grid
 from . import prepared
@@ -30,35 +31,50 @@ else:
 
 _FAILURE = Path(__file__).with_name("_native_failure.txt")  # setup.py writes it if the extension does not compile
 
-OPS = ("layer_norm_fwd", "layer_norm_bwd", "rms_norm_fwd", "rms_norm_bwd")
+OPS = (  # in the order of csrc/cache.h
+    "layer_norm_fwd", "layer_norm_bwd", "rms_norm_fwd", "rms_norm_bwd", "layer_norm_bwd_residual",
+    "rms_norm_bwd_residual",
+)  # fmt: skip
 BYTES_OF_NUMBERS = {"i32": 4, "i64": 8, "fp32": 4, "fp64": 8}  # numeric parameter types, as Triton names them
 
 
 def install(
-    key: str, above: list[Callable], ops: Any, statistics_gradient: Callable, differentiable_backward: Callable
+    key: str,
+    above: Callable[[Operands], Outputs],
+    ops: Any,
+    statistics_gradient: Callable,
+    differentiable_backward: Callable,
 ) -> None:
     """Register the OPS in C++ at dispatch key `key` ("CUDA") and at the autograd key above it.
 
-    above                    for each of OPS, the Python implementation at the autograd key
-    ops                      the module (ops.py) whose forward and backward run calls that are not prepared
+    above                    autograd.above_autograd, the implementation of all ops at the autograd key
+    ops                      the module (ops.py) whose `run` runs calls that are not prepared
     statistics_gradient      reference.statistics_backward_formula
     differentiable_backward  autograd.differentiable_backward, for norms that returned y alone
     """
 
-    def below(run: Callable, operands_type: type, norm: str) -> Callable:
-        def outputs_and_prepared_call(*arguments):
-            operands = operands_type(norm, *arguments)
-            outputs = run(operands)
-            # C++ knows of `force` only while a block is open. A task may outlive the block that it was started in.
-            return outputs, None if forcing.asked_variants() else _in_cpp(prepared.find(operands))
+    def below(operands: Operands) -> tuple[Outputs, Any]:
+        outputs = ops.run(operands)
+        # C++ knows of `force` only while a block is open. A task may outlive the block that it was started in.
+        return outputs, None if forcing.asked_variants() else _in_cpp(prepared.find(operands))
 
-        return outputs_and_prepared_call
+    def of_each_op(run: Callable[[Operands], Any]) -> list[Callable]:
+        """For each of OPS, `run` of the operands that C++ passes."""
+        return [functools.partial(_run, run, *_kind_of(name)) for name in OPS]
 
-    directions = (ops.forward, ForwardOperands), (ops.backward, BackwardOperands)
-    below_autograd = [below(*direction, norm) for norm in ("layer", "rms") for direction in directions]
-    extension.install(key, above, below_autograd, statistics_gradient, differentiable_backward, prepared.KEPT_KINDS)
+    functions = of_each_op(above), of_each_op(below), statistics_gradient, differentiable_backward
+    extension.install(key, *functions, prepared.KEPT_KINDS)
     forcing.observe(extension.pause)  # under `force`, calls run in Python
     margin.observe(extension.set_sm_margin)
+
+
+def _kind_of(name: str) -> tuple[type, str]:
+    """(type of the operands, norm) of an op."""
+    return ForwardOperands if name.endswith("fwd") else BackwardOperands, name.partition("_")[0]
+
+
+def _run(run: Callable[[Operands], Any], operands_type: type, norm: str, *arguments: Any) -> Any:
+    return run(operands_type(norm, *arguments))
 
 
 def _in_cpp(call: prepared.PreparedCall | None) -> Any:

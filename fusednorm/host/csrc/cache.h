@@ -12,6 +12,8 @@
 
 namespace fusednorm {
 
+enum Op : int64_t { LAYER_FWD, LAYER_BWD, RMS_FWD, RMS_BWD, LAYER_BWD_RESIDUAL, RMS_BWD_RESIDUAL, OPS };
+
 using Key = c10::SmallVector<int64_t, 24>;
 using Kind = std::vector<std::shared_ptr<const PreparedCall>>;  // of one key, for different row counts
 
@@ -28,8 +30,8 @@ class Cache {
  public:
   size_t most_kinds = 0;  // `install` sets it to the limit of prepared.py
 
-  std::shared_ptr<const PreparedCall> find(size_t op, const Key& key, int64_t rows) {
-    static thread_local std::array<Last, 4> lasts;
+  std::shared_ptr<const PreparedCall> find(Op op, const Key& key, int64_t rows) {
+    static thread_local std::array<Last, OPS> lasts;
     Last& last = lasts[op];
     if (C10_UNLIKELY(last.version != version.load(std::memory_order_acquire) || last.key != key)) {
       std::shared_lock<std::shared_mutex> reading(mutex);

@@ -28,10 +28,8 @@ inline bool is_paused() {
   return pauses.load(std::memory_order_relaxed);
 }
 
-enum Op : int64_t { LAYER_FWD, LAYER_BWD, RMS_FWD, RMS_BWD, OPS };
-
-// Python's functions, by Op: the ops above autograd, and those below it, which return (outputs, prepared call); and the
-// derivatives that only Python has. Never destroyed: the interpreter may be gone before this library.
+// Python's functions, by Op: the ops above autograd, and those below it, which return (outputs, prepared call). Both take
+// the operands in the order of operands.py. And the derivatives that only Python has. Never destroyed: the interpreter may be gone before this library.
 struct Python {
   std::array<py::object, OPS> above, below;
   py::object statistics_gradient, differentiable_backward;
@@ -78,6 +76,12 @@ class Call {
   void add_parameter(const Tensor& tensor, bool is_read = true) {
     bool contiguous = add(tensor, is_read);
     if (tensor.defined()) may_be_prepared &= contiguous && tensor.sizes() == operands.normalized_shape;
+  }
+
+  // Kernels read it as if it were contiguous.
+  void add_residual_gradient(const Tensor& tensor) {
+    bool contiguous = add(tensor);
+    if (tensor.defined()) may_be_prepared &= contiguous && tensor.sizes() == operands.x_shape;
   }
 
   // Runs the call if it is prepared.
@@ -170,7 +174,8 @@ inline bool is_plain(const Tensor& tensor) {
          tensor.layout() == c10::kStrided && !tensor.is_nested() && !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
 }
 
-using TensorRefs = std::initializer_list<std::reference_wrapper<const Tensor>>;
+using TensorRef = std::reference_wrapper<const Tensor>;
+using TensorRefs = c10::ArrayRef<TensorRef>;
 
 // Whether C++ may run a call of these tensors. If not, Python does.
 inline bool may_run_here(TensorRefs tensors) {
@@ -229,18 +234,6 @@ inline Outputs to_tensors(py::handle objects) {
 template <typename... Arguments>
 inline py::object call_python(const py::object& function, const Arguments&... arguments) {
   return function(to_python(arguments)...);
-}
-
-// The outputs of the op below autograd by Python's function. Keeps the prepared call that it returns, if C++ may run the
-// call.
-template <typename... Arguments>
-inline Outputs run_in_python(Op op, const Call* call, const Arguments&... arguments) {
-  at::AutoGradMode off(false);
-  at::AutoDispatchBelowADInplaceOrView below;
-  py::gil_scoped_acquire gil;
-  py::tuple returned = call_python(python->below[op], arguments...);
-  if (call && !returned[1].is_none()) call->remember(py::cast<std::shared_ptr<PreparedCall>>(returned[1]));
-  return to_tensors(returned[0]);
 }
 
 }  // namespace fusednorm

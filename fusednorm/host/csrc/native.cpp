@@ -1,4 +1,4 @@
-// The host side of the four norm ops in C++. For plain tensors it runs the calls that Python has prepared and records
+// The host side of the norm ops in C++. For plain tensors it runs the calls that Python has prepared and records
 // autograd's node. The Python functions that `install` is given run all other calls: those of a new kind, a tensor
 // subclass, a mode, a transform or a forced variant. fusednorm/host/native.py is the Python side.
 //
@@ -19,56 +19,26 @@ namespace {
 
 // -------------------------------------------------------------------------------- the ops above autograd
 
-template <typename... Arguments>
-Outputs run_above_in_python(Op op, const Arguments&... arguments) {
+// Whether a call must run in Python's implementation above autograd.
+template <typename Given>
+bool needs_python(const Given& given) {
+  return !may_run_here(given.tensors()) || needs_formula(given.differentiable());
+}
+
+template <typename Given>
+Outputs run_above_in_python(const Given& given) {
   py::gil_scoped_acquire gil;
-  return to_tensors(call_python(python->above[op], arguments...));
+  return to_tensors(given.pass_to(python->above[given.op]));
 }
 
-// (y, mean, rstd), without mean for RMSNorm; of calls that C++ may run.
-Outputs forward_above(
-    Op op, const Tensor& x, SymIntArrayRef shape, const Tensor& weight, const Tensor& bias, optional<double> eps) {
-  if (is_recorded({x, weight, bias})) return record_forward(op, x, shape, weight, bias, eps, /*y_alone=*/false);
-  return run_forward(op, x, shape, weight, bias, eps, true, true);
+Outputs forward_above(const ForwardOperands& given) {
+  if (needs_python(given)) return run_above_in_python(given);
+  return is_recorded(given.tensors()) ? record_forward(given, /*y_alone=*/false) : run_forward(given, true);
 }
 
-Triple layer_norm_fwd_above(
-    const Tensor& x, SymIntArrayRef shape, const optional<Tensor>& weight_, const optional<Tensor>& bias_, double eps) {
-  const Tensor &weight = or_undefined(weight_), &bias = or_undefined(bias_);
-  if (!may_run_here({x, weight, bias}) || needs_formula({x, weight, bias}))
-    return as_triple(run_above_in_python(LAYER_FWD, x, shape, weight, bias, eps));
-  return as_triple(forward_above(LAYER_FWD, x, shape, weight, bias, eps));
-}
-
-Pair rms_norm_fwd_above(
-    const Tensor& x, SymIntArrayRef shape, const optional<Tensor>& weight_, optional<double> eps) {
-  const Tensor& weight = or_undefined(weight_);
-  if (!may_run_here({x, weight}) || needs_formula({x, weight}))
-    return first_two(run_above_in_python(RMS_FWD, x, shape, weight, eps));
-  return y_and_rstd(forward_above(RMS_FWD, x, shape, weight, {}, eps));
-}
-
-Triple layer_norm_bwd_above(
-    const Tensor& grad_out, const Tensor& x, SymIntArrayRef shape, const Tensor& mean, const Tensor& rstd,
-    const optional<Tensor>& weight_, const optional<Tensor>& bias_, c10::List<bool> mask) {
-  const Tensor &weight = or_undefined(weight_), &bias = or_undefined(bias_);
-  auto wanted = checked_mask<3>("layer_norm_bwd", mask);
-  if (!may_run_here({grad_out, x, mean, rstd, weight, bias}) || needs_formula({grad_out, x, mean, rstd, weight}) ||
-      is_recorded({grad_out, x, mean, rstd, weight}))
-    return as_triple(run_above_in_python(LAYER_BWD, grad_out, x, shape, mean, rstd, weight, bias, wanted));
-  return as_triple(run_backward(LAYER_BWD, grad_out, x, shape, mean, rstd, weight, bias, wanted, true));
-}
-
-Pair rms_norm_bwd_above(
-    const Tensor& grad_out, const Tensor& x, SymIntArrayRef shape, const Tensor& rstd, const optional<Tensor>& weight_,
-    c10::List<bool> mask) {
-  const Tensor& weight = or_undefined(weight_);
-  auto wanted = checked_mask<2>("rms_norm_bwd", mask);
-  if (!may_run_here({grad_out, x, rstd, weight}) || needs_formula({grad_out, x, rstd, weight}) ||
-      is_recorded({grad_out, x, rstd, weight}))
-    return first_two(run_above_in_python(
-        RMS_BWD, grad_out, x, shape, rstd, weight, std::array<bool, 2>{wanted[0], wanted[1]}));
-  return first_two(run_backward(RMS_BWD, grad_out, x, shape, {}, rstd, weight, {}, wanted, true));
+Outputs backward_above(const BackwardOperands& given) {
+  if (needs_python(given) || is_recorded(given.differentiable())) return run_above_in_python(given);
+  return run_backward(given, true);
 }
 
 // -------------------------------------------------------------------------------- y alone, for modules
@@ -109,16 +79,16 @@ PyObject* y_of(Op op, PyObject* const* arguments, Py_ssize_t count) {
   } else if (layer) {
     return decline();  // only RMSNorm has a default for eps None
   }
-  if (!may_run_here({x, weight, bias}) || needs_formula({x, weight, bias})) return decline();
+  auto sizes = c10::fromIntArrayRefUnchecked(shape);
+  ForwardOperands given{op, x, sizes, weight, bias, eps};
+  if (needs_python(given)) return decline();
   Tensor y;
   {
     py::gil_scoped_release released;
     at::RecordFunction record(at::RecordScope::FUNCTION);
     show_to_profiler(record, layer ? "fusednorm::layer_norm_fwd" : "fusednorm::rms_norm_fwd", {x, weight, bias});
-    auto sizes = c10::fromIntArrayRefUnchecked(shape);
-    y = is_recorded({x, weight, bias})
-        ? record_forward(op, x, sizes, weight, bias, eps, /*y_alone=*/true)[0]
-        : run_forward(op, x, sizes, weight, bias, eps, /*wants_statistics=*/false, true)[0];
+    given.wants_statistics = is_recorded(given.tensors());
+    y = given.wants_statistics ? record_forward(given, /*y_alone=*/true)[0] : run_forward(given, true)[0];
   }
   return THPVariable_Wrap(y);
 }
@@ -140,6 +110,19 @@ PyMethodDef functions[] = {
 
 std::vector<std::unique_ptr<torch::Library>> installed;
 
+// Registers the ops at a dispatch key, by these functions of their operands.
+template <auto forward, auto backward>
+void implement(const std::string& key) {
+  installed.push_back(std::make_unique<torch::Library>(
+      torch::Library::IMPL, "fusednorm", c10::parseDispatchKey(key), __FILE__, __LINE__));
+  installed.back()->impl("layer_norm_fwd", TORCH_FN(layer_norm_fwd<forward>))
+      .impl("rms_norm_fwd", TORCH_FN(rms_norm_fwd<forward>))
+      .impl("layer_norm_bwd", TORCH_FN(layer_norm_bwd<backward>))
+      .impl("rms_norm_bwd", TORCH_FN(rms_norm_bwd<backward>))
+      .impl("layer_norm_bwd_residual", TORCH_FN(layer_norm_bwd_residual<backward>))
+      .impl("rms_norm_bwd_residual", TORCH_FN(rms_norm_bwd_residual<backward>));
+}
+
 void install(const std::string& key, const std::vector<py::object>& above, const std::vector<py::object>& below,
              py::object statistics_gradient, py::object differentiable_backward, size_t kept) {
   cache.most_kinds = kept;
@@ -149,21 +132,8 @@ void install(const std::string& key, const std::vector<py::object>& above, const
     python->below[op] = below.at(op);
   }
   runs_cpu_tensors |= key == "CPU";
-  auto library = [](const std::string& at) -> torch::Library& {
-    installed.push_back(std::make_unique<torch::Library>(
-        torch::Library::IMPL, "fusednorm", c10::parseDispatchKey(at), __FILE__, __LINE__));
-    return *installed.back();
-  };
-  library(key)
-      .impl("layer_norm_fwd", TORCH_FN(layer_norm_fwd))
-      .impl("layer_norm_bwd", TORCH_FN(layer_norm_bwd))
-      .impl("rms_norm_fwd", TORCH_FN(rms_norm_fwd))
-      .impl("rms_norm_bwd", TORCH_FN(rms_norm_bwd));
-  library("Autograd" + key)
-      .impl("layer_norm_fwd", TORCH_FN(layer_norm_fwd_above))
-      .impl("layer_norm_bwd", TORCH_FN(layer_norm_bwd_above))
-      .impl("rms_norm_fwd", TORCH_FN(rms_norm_fwd_above))
-      .impl("rms_norm_bwd", TORCH_FN(rms_norm_bwd_above));
+  implement<forward_below, backward_below>(key);
+  implement<forward_above, backward_above>("Autograd" + key);
 }
 
 }  // namespace

@@ -24,17 +24,17 @@ inline optional<Tensor> as_optional(const Tensor& tensor) {
   return tensor.defined() ? optional<Tensor>(tensor) : std::nullopt;
 }
 
-// (dx, dw, db) by the backward op, through the dispatcher. The op is LayerNorm's if there is a mean, else RMSNorm's.
-inline Triple dispatch_backward(
-    const Tensor& grad_out, const Tensor& x, SymIntArrayRef shape, const Tensor& mean, const Tensor& rstd,
-    const Tensor& weight, const Tensor& bias, std::array<bool, 3> mask) {
-  static auto layer_norm_op = find_op("fusednorm::layer_norm_bwd", layer_norm_bwd);
-  static auto rms_norm_op = find_op("fusednorm::rms_norm_bwd", rms_norm_bwd);
-  if (mean.defined())
-    return layer_norm_op.call(grad_out, x, shape, mean, rstd, as_optional(weight), as_optional(bias),
-                              c10::List<bool>({mask[0], mask[1], mask[2]}));
-  auto [dx, dw] =
-      rms_norm_op.call(grad_out, x, shape, rstd, as_optional(weight), c10::List<bool>({mask[0], mask[1]}));
+// (dx, dw, db) by the backward op, through the dispatcher.
+inline Triple dispatch_backward(const BackwardOperands& given) {
+  static auto layer_norm_op = find_op("fusednorm::layer_norm_bwd", layer_norm_bwd<backward_below>);
+  static auto rms_norm_op = find_op("fusednorm::rms_norm_bwd", rms_norm_bwd<backward_below>);
+  const auto& mask = given.mask;
+  auto weight = as_optional(given.weight);
+  if (given.op == LAYER_BWD)
+    return layer_norm_op.call(given.grad_out, given.x, given.shape, given.mean, given.rstd, weight,
+                              as_optional(given.bias), c10::List<bool>({mask[0], mask[1], mask[2]}));
+  auto [dx, dw] = rms_norm_op.call(
+      given.grad_out, given.x, given.shape, given.rstd, weight, c10::List<bool>({mask[0], mask[1]}));
   return {dx, dw, Tensor()};
 }
 
@@ -104,18 +104,18 @@ struct NormBackward : torch::autograd::Node {
     const auto& [x, mean, rstd, weight, bias] = tensors;
     const Tensor& grad_out = grads[0];
     auto sizes = c10::fromIntArrayRefUnchecked(shape);
+    Op backward = op == LAYER_FWD ? LAYER_BWD : RMS_BWD;
     std::array<bool, 3> mask{wanted[0], weight.defined() && wanted[1], bias.defined() && wanted[2]};
+    BackwardOperands given{backward, grad_out, x, sizes, mean, rstd, weight, bias, mask};
     Tensor dx, dw, db;
     if (!grad_out.defined()) {
-    } else if (may_run_here({grad_out, x, mean, rstd, weight, bias}) && !at::GradMode::is_enabled() &&
-               !needs_formula({grad_out, x, mean, rstd, weight})) {
+    } else if (may_run_here(given.tensors()) && !at::GradMode::is_enabled() && !needs_formula(given.differentiable())) {
       at::RecordFunction record(at::RecordScope::FUNCTION);
       show_to_profiler(record, op == LAYER_FWD ? "fusednorm::layer_norm_bwd" : "fusednorm::rms_norm_bwd",
                        {grad_out, x, mean, rstd, weight, bias});
-      std::tie(dx, dw, db) = as_triple(run_backward(op == LAYER_FWD ? LAYER_BWD : RMS_BWD, grad_out, x, sizes, mean,
-                                                    rstd, weight, bias, mask, true));
+      std::tie(dx, dw, db) = as_triple(run_backward(given, true));
     } else {
-      std::tie(dx, dw, db) = dispatch_backward(grad_out, x, sizes, mean, rstd, weight, bias, mask);
+      std::tie(dx, dw, db) = dispatch_backward(given);
     }
     if (wanted[0] && grads.size() > 1) {
       Tensor grad_mean = mean.defined() ? grads[1] : Tensor(), grad_rstd = grads.back();
@@ -199,10 +199,9 @@ struct NormBackward : torch::autograd::Node {
 };
 
 // The outputs of a forward that C++ may run, recorded with a NormBackward. With y alone, the statistics are not.
-inline Outputs record_forward(
-    Op op, const Tensor& x, SymIntArrayRef shape, const Tensor& weight, const Tensor& bias, optional<double> eps,
-    bool y_alone) {
-  auto outputs = run_forward(op, x, shape, weight, bias, eps, true, true);
+inline Outputs record_forward(const ForwardOperands& given, bool y_alone) {
+  const auto& [op, x, shape, weight, bias, eps, wants_statistics] = given;
+  auto outputs = run_forward(given, true);
   auto* node = new NormBackward(op, y_alone, C10_AS_INTARRAYREF_SLOW(shape), eps);
   Owner owner = own(node, 0);
   node->set_next_edges(torch::autograd::collect_next_edges(x, weight, bias));

@@ -10,7 +10,7 @@ import fake_gpu
 import pytest
 from cases import FP32, make_case
 from devices import standing_in
-from fake_gpu import CUDA_HEADER, DRIVER, STREAM, Gpu, backward, forward, known_build
+from fake_gpu import CUDA_HEADER, DRIVER, STREAM, Gpu, known_build, run
 from norms import SHAPE, backward_of, forward_of, layer_norm
 
 from fusednorm import autograd, reference
@@ -29,9 +29,8 @@ def driver(tmp_path_factory):
     command = ["cc", "-shared", "-fPIC", f"-I{CUDA_HEADER}", folder / "driver.c", "-o", library]
     subprocess.run(command, check=True)
     native.extension.use_driver(str(library))
-    above = [autograd.IMPLEMENTATIONS[name] for name in native.OPS]
-    ops = SimpleNamespace(forward=forward, backward=backward)
-    native.install("CPU", above, ops, reference.statistics_backward_formula, autograd.differentiable_backward)
+    derivatives = reference.statistics_backward_formula, autograd.differentiable_backward
+    native.install("CPU", autograd.above_autograd, SimpleNamespace(run=run), *derivatives)
     return ctypes.CDLL(str(library))
 
 

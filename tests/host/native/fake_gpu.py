@@ -20,6 +20,7 @@ from cases import BF16, FP16, FP32, FP64
 
 from fusednorm import reference
 from fusednorm.host import compilation, launch, launcher, native, prepared, triton_compat
+from fusednorm.operands import ForwardOperands
 from fusednorm.planner.device import H200
 from fusednorm.problem import check_backward, check_forward
 
@@ -276,7 +277,8 @@ def compute_backward(launched: Launched) -> None:
     dx, *_ = reference.backward_formula(dy, x, (cols,), mean, rstd, weight, None, (True, False, False))
     ones = torch.ones_like(x[0])
     _, dw, db = reference.backward_formula(dy, x, (cols,), mean, rstd, ones, ones, (False, True, True))
-    fill(launched.tensor("dx", launched.shape()), dx)
+    residual = launched.tensor("residual", launched.shape())
+    fill(launched.tensor("dx", launched.shape()), dx if residual is None else dx + residual)
     for each, total in (("dw", dw), ("db", db)):
         fill(launched.tensor(f"{each}_partial", (cols,)), total)
         fill(launched.tensor(each, (cols,)), total)
@@ -397,8 +399,12 @@ def outputs_of(operands, call, launched):
     return launched.outputs
 
 
+def run(operands):
+    """In place of ops.run, which would send CPU tensors to ATen."""
+    return forward(operands) if isinstance(operands, ForwardOperands) else backward(operands)
+
+
 def forward(operands):
-    """In place of ops.forward, which would send CPU tensors to ATen."""
     GPU.python_calls.append(("forward", operands.norm))
     call = check_forward(operands)
     if not (call.rows and call.problem.cols):
@@ -407,7 +413,6 @@ def forward(operands):
 
 
 def backward(operands):
-    """In place of ops.backward, which would send CPU tensors to ATen."""
     call = check_backward(operands)
     mask = call.problem.wants_dx, call.problem.wants_dw, call.problem.wants_db
     GPU.python_calls.append(("backward", operands.norm, mask))
