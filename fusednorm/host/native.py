@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,19 +53,30 @@ def install(
     differentiable_backward  autograd.differentiable_backward, for norms that returned y alone
     """
 
-    def below(operands: Operands) -> tuple[Outputs, Any]:
-        outputs = ops.run(operands)
+    functions = _of_each(OPS, above), _of_each(OPS, _and_prepared_call(ops.run))
+    extension.install(key, *functions, statistics_gradient, differentiable_backward, prepared.KEPT_KINDS)
+    forcing.observe(extension.pause)  # under `force`, calls run in Python
+    margin.observe(extension.set_sm_margin)
+
+
+def overrides(key: str, run: Callable[[Operands], Outputs]) -> Any:
+    """Replaces ATen's norm ops at dispatch key `key` by ours until its `remove` is called. Calls that C++ does not run
+    go to `run`."""
+    return extension.Overrides(key, _of_each(OPS[:4], _and_prepared_call(run)))
+
+
+def _and_prepared_call(run: Callable[[Operands], Outputs]) -> Callable[[Operands], tuple[Outputs, Any]]:
+    def outputs_and_prepared_call(operands: Operands) -> tuple[Outputs, Any]:
+        outputs = run(operands)
         # C++ knows of `force` only while a block is open. A task may outlive the block that it was started in.
         return outputs, None if forcing.asked_variants() else _in_cpp(prepared.find(operands))
 
-    def of_each_op(run: Callable[[Operands], Any]) -> list[Callable]:
-        """For each of OPS, `run` of the operands that C++ passes."""
-        return [functools.partial(_run, run, *_kind_of(name)) for name in OPS]
+    return outputs_and_prepared_call
 
-    functions = of_each_op(above), of_each_op(below), statistics_gradient, differentiable_backward
-    extension.install(key, *functions, prepared.KEPT_KINDS)
-    forcing.observe(extension.pause)  # under `force`, calls run in Python
-    margin.observe(extension.set_sm_margin)
+
+def _of_each(names: Sequence[str], run: Callable[[Operands], Any]) -> list[Callable]:
+    """For each op, `run` of the operands that C++ passes: all but the norm, which the op names."""
+    return [functools.partial(_run, run, *_kind_of(name)) for name in names]
 
 
 def _kind_of(name: str) -> tuple[type, str]:

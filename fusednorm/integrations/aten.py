@@ -15,8 +15,8 @@ from collections.abc import Callable
 import torch
 
 from .. import ops
-from ..host import fallback, gpus, prepared
-from ..operands import ForwardOperands, Operands, Outputs, as_op
+from ..host import fallback, gpus, native, prepared
+from ..operands import ForwardOperands, Operands, Outputs, as_op, call_op
 from ..planner.forcing import forced_variant
 from ..planner.legality import OLDEST_ARCH
 from ..planner.plan import ReferencePlan
@@ -65,16 +65,23 @@ class Overrides:
     """Replaces ATen's kernels by ours for one dispatch key, from construction until `remove`."""
 
     def __init__(self, key: str):
-        self._library = torch.library.Library("aten", "IMPL")
+        kernels = {name: _ours_or(ours, _kernel_of(name, key)) for name, ours in KERNELS.items()}
         with warnings.catch_warnings():
             # The dispatcher warns once per process that a kernel is overridden. Here that is intended.
             warnings.filterwarnings("ignore", message="Warning only once for all operators")
-            for name, ours in KERNELS.items():
-                kernel = _ours_or(ours, _kernel_of(name, key))
+            if native.extension:
+                keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+                self._in_cpp = native.overrides(key, functools.partial(_by_kernel, kernels, keys))
+                return
+            self._in_cpp, self._library = None, torch.library.Library("aten", "IMPL")
+            for name, kernel in kernels.items():
                 self._library.impl(name, kernel, key, with_keyset=True, allow_override=True)
 
     def remove(self) -> None:
-        _destroy(self._library)
+        if self._in_cpp:
+            self._in_cpp.remove()
+        else:
+            _destroy(self._library)
 
 
 _lock = threading.Lock()  # guards _wanted_by and _installed
@@ -105,14 +112,20 @@ def _run(operands: Operands) -> Outputs | None:
     return outputs
 
 
-# Each takes the arguments of an op of ATen and returns its outputs, or None to leave the call to ATen's kernel. While
-# enabled, every eager norm on a CUDA tensor runs through them.
-KERNELS: dict[str, Callable[..., tuple | None]] = {
-    "native_layer_norm": as_op("layer_norm_fwd", _run),
-    "native_layer_norm_backward": as_op("layer_norm_bwd", _run),
-    "_fused_rms_norm": as_op("rms_norm_fwd", _run),
-    "_fused_rms_norm_backward": as_op("rms_norm_bwd", _run),
+ATENS_NAMES = {
+    "layer_norm_fwd": "native_layer_norm",
+    "layer_norm_bwd": "native_layer_norm_backward",
+    "rms_norm_fwd": "_fused_rms_norm",
+    "rms_norm_bwd": "_fused_rms_norm_backward",
 }
+# Each takes the arguments of an op of ATen and returns its outputs, or None to leave the call to ATen's kernel. While
+# enabled, every eager norm on a CUDA tensor runs through them, unless C++ knows the call.
+KERNELS: dict[str, Callable[..., tuple | None]] = {aten: as_op(ours, _run) for ours, aten in ATENS_NAMES.items()}
+
+
+def _by_kernel(kernels: dict[str, Callable], keys: torch._C.DispatchKeySet, operands: Operands) -> Outputs:
+    """A call that C++ leaves to Python."""
+    return call_op(functools.partial(kernels[ATENS_NAMES[operands.op]], keys), operands)
 
 
 def _takes(call: ForwardCall | BackwardCall) -> bool:

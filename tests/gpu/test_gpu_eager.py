@@ -13,6 +13,7 @@ from eager import OPS, STOCK, OnEveryDevice, norms, stock_call, watched_kernels
 from torch import nn
 
 import fusednorm
+from fusednorm.host import native
 from fusednorm.testing import assert_outputs_close, fused, make_inputs
 
 pytestmark = pytest.mark.gpu
@@ -49,6 +50,19 @@ def test_functional_norms_run_our_kernels(case):
     with watched() as calls:
         outputs = stock_call(case, inputs)
     assert calls.all == [(name, True) for name in OPS[case.norm]]
+    assert_same_bits(outputs, fused(case, inputs), ("y", "dx", "dweight", "dbias"))
+    assert_outputs_close(outputs, case, inputs)
+
+
+@pytest.mark.skipif(native.extension is None, reason="the host side in C++ is not built")
+@pytest.mark.parametrize("case", EAGER, ids=str)
+def test_known_calls_run_in_cpp(case):
+    inputs = make_inputs(case, "cuda", seed=1)
+    with fusednorm.enable_eager():
+        stock_call(case, make_inputs(case, "cuda"))
+        before = native.repeats()
+        outputs = stock_call(case, inputs)
+    assert native.repeats() - before == 2
     assert_same_bits(outputs, fused(case, inputs), ("y", "dx", "dweight", "dbias"))
     assert_outputs_close(outputs, case, inputs)
 

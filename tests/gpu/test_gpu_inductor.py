@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusednorm
 from bench.models import make_stack
+from fusednorm.host import native
 from fusednorm.integrations import inductor, routing
 from fusednorm.testing import relative_error
 
@@ -97,6 +98,19 @@ def test_unmodified_models_run_our_backwards_with_everything_around_folded_in(na
     assert_as_exact_as_eager(model, got, x, dy)
     taken = {(entry.direction, entry.taken): count for entry, count in inductor.report().items()}
     assert taken == {("forward", False): 5, ("backward", True): 5}
+
+
+@pytest.mark.skipif(native.extension is None, reason="the host side in C++ is not built")
+@pytest.mark.parametrize("name", NORM_OF)
+def test_known_backwards_of_graphs_run_in_cpp(name):
+    model = make_stack(name, 2, WIDTH, HEADS, device="cuda", dtype=BF16)
+    compiled = torch.compile(model, fullgraph=True, backend=inductor.compile_graph)
+    gradients(model, compiled, *random_like_activations(4, 256, WIDTH))
+    x, dy = (each.flip(0) for each in random_like_activations(4, 256, WIDTH))
+    before = native.repeats()
+    got = gradients(model, compiled, x, dy)
+    assert native.repeats() - before == 5
+    assert_as_exact_as_eager(model, got, x, dy)
 
 
 def test_backend_takes_the_modes_and_options_of_inductor():

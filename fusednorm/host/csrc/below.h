@@ -24,6 +24,7 @@ struct ForwardOperands {
   const Tensor &weight, &bias;
   optional<double> eps;
   bool wants_statistics = true;
+  const Functions* below = &python->below;  // that run calls which are not prepared
 
   std::array<TensorRef, 3> tensors() const { return {x, weight, bias}; }
 
@@ -42,6 +43,7 @@ struct BackwardOperands {
   std::array<bool, 3> mask;
   const Tensor& residual_grad = undefined();
   optional<at::ScalarType> dx_dtype = std::nullopt;
+  const Functions* below = &python->below;
 
   bool has_residual() const { return op == LAYER_BWD_RESIDUAL || op == RMS_BWD_RESIDUAL; }
 
@@ -56,14 +58,14 @@ struct BackwardOperands {
   }
 };
 
-// The outputs of the op below autograd by Python's function. Keeps the prepared call that it returns, if C++ may run the
+// The outputs of the op below autograd by Python's function `below`. Keeps the prepared call that it returns, if C++ may run the
 // call.
 template <typename Given>
 inline Outputs run_in_python(const Given& given, const Call* call) {
   at::AutoGradMode off(false);
   at::AutoDispatchBelowADInplaceOrView below;
   py::gil_scoped_acquire gil;
-  py::tuple returned = given.pass_to(python->below[given.op]);
+  py::tuple returned = given.pass_to((*given.below)[given.op]);
   if (call && !returned[1].is_none()) call->remember(py::cast<std::shared_ptr<PreparedCall>>(returned[1]));
   return to_tensors(returned[0]);
 }

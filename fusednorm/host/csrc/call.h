@@ -30,8 +30,9 @@ inline bool is_paused() {
 
 // Python's functions, by Op: the ops above autograd, and those below it, which return (outputs, prepared call). Both take
 // the operands in the order of operands.py. And the derivatives that only Python has. Never destroyed: the interpreter may be gone before this library.
+using Functions = std::array<py::object, OPS>;
 struct Python {
-  std::array<py::object, OPS> above, below;
+  Functions above, below;
   py::object statistics_gradient, differentiable_backward;
 };
 inline Python* python = nullptr;

@@ -3,15 +3,15 @@
 // subclass, a mode, a transform or a forced variant. fusednorm/host/native.py is the Python side.
 //
 // A call enters here, above autograd. The way down: node.h (autograd's node), below.h (the ops below autograd), call.h
-// (a call's key), cache.h (finds the prepared call), prepared.h (runs it) and driver.h (CUDA's driver).
+// (a call's key), cache.h (finds the prepared call), prepared.h (runs it) and driver.h (CUDA's driver). aten.h lets ATen's
+// ops enter below autograd.
 
+#include "aten.h"
 #include "node.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/library.h>
 #include <torch/version.h>
 
 namespace fusednorm {
@@ -186,6 +186,9 @@ PYBIND11_MODULE(_native, module) {
                     std::vector<Step>, int64_t>(),
            py::kw_only(), py::arg("device"), py::arg("rows_above"), py::arg("most_rows"), py::arg("grid"),
            py::arg("outputs"), py::arg("workspace"), py::arg("steps"), py::arg("sm_margin"));
+  py::class_<Overrides>(module, "Overrides")
+      .def(py::init<const std::string&, const std::vector<py::object>&>(), py::arg("key"), py::arg("functions"))
+      .def("remove", &Overrides::remove);
   module.def("install", &install);
   module.def("pause", [](int by) { pauses += by; });
   module.def("set_sm_margin", [](int64_t sms) { sm_margin = sms; });

@@ -200,7 +200,7 @@ struct NormBackward : torch::autograd::Node {
 
 // The outputs of a forward that C++ may run, recorded with a NormBackward. With y alone, the statistics are not.
 inline Outputs record_forward(const ForwardOperands& given, bool y_alone) {
-  const auto& [op, x, shape, weight, bias, eps, wants_statistics] = given;
+  const auto& [op, x, shape, weight, bias, eps, wants_statistics, below] = given;
   auto outputs = run_forward(given, true);
   auto* node = new NormBackward(op, y_alone, C10_AS_INTARRAYREF_SLOW(shape), eps);
   Owner owner = own(node, 0);
