@@ -10,10 +10,6 @@ from .loads import Statistics
 from .row_tile import columns_of_thread, parameter_row, store_chunk, tile_layout
 from .rowmath import input_gradient, inverse_std, normalize, widen
 
-# How L2 is asked to keep the lines of dx: "evict_last", or "" for no wish. On H100s "evict_last" was 1 to 4% faster in
-# all that was timed, but its outputs were not checked (bench/NOTES.md, "Beside others").
-DX_EVICTION = gl.constexpr("")
-
 
 class ColumnSums(NamedTuple):
     """dw and db: chunks of sums in registers or in shared memory, or pointers to the partials."""
@@ -181,4 +177,4 @@ def store_dx(dx_ptr, x, dy, statistics, row_sums, weight, residual, row, cols, n
         dx = input_gradient(g, widen(x[c], tile.in_pairs), mean, rstd, mean_gx, mean_g, norm)
         if norm.has_residual:
             dx += widen(residual[c], tile.in_pairs)
-        store_chunk(dx_ptr, dx, row, cols, c, DX_EVICTION, tile)
+        store_chunk(dx_ptr, dx, row, cols, c, "", tile)
