@@ -193,7 +193,7 @@ def _overload(operands: Operands) -> Callable[..., tuple]:
 
 def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
     """y of layer_norm_fwd, differentiable. The statistics are not written if no gradient needs them."""
-    if not _is_traced() and native.extension:
+    if native.extension and not _is_traced():
         y = native.extension.layer_norm(x, normalized_shape, weight, bias, eps)
         if y is not NotImplemented:
             return y
@@ -202,7 +202,7 @@ def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
 
 def rms_norm(x, normalized_shape, weight=None, eps=None):
     """y of rms_norm_fwd, differentiable. The statistics are not written if no gradient needs them."""
-    if not _is_traced() and native.extension:
+    if native.extension and not _is_traced():
         y = native.extension.rms_norm(x, normalized_shape, weight, eps)
         if y is not NotImplemented:
             return y
