@@ -36,6 +36,14 @@ def kernels_are_compiled_in_parallel(request):
         warnings.warn(f"{len(failures)} of {len(jobs)} cases did not compile ahead: {failures[0]!r}", stacklevel=1)
 
 
+@pytest.fixture(autouse=True)
+def memory_goes_back():
+    """Where xdist runs several processes, each gives what its tests have used back to the others."""
+    yield
+    if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture
 def sm_count() -> int:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
