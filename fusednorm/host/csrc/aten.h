@@ -41,7 +41,7 @@ inline Pair fused_rms_norm_backward(
                                      or_undefined(weight), undefined(), {mask[0], mask[1], false}}));
 }
 
-// In place of ATen's kernels at a dispatch key, from construction until `remove`.
+// In place of ATen's kernels at a dispatch key, from construction until `remove`. At most one is in force at a time.
 class Overrides {
  public:
   // `functions`: Python's, for each of the ops below by Op.
