@@ -65,7 +65,9 @@ inline Outputs run_in_python(const Given& given, const Call* call) {
   at::AutoGradMode off(false);
   at::AutoDispatchBelowADInplaceOrView below;
   py::gil_scoped_acquire gil;
-  py::tuple returned = given.pass_to((*given.below)[given.op]);
+  py::object function = (*given.below)[given.op];
+  TORCH_CHECK(function, "fusednorm: enable_eager() must last until all calls have ended");
+  py::tuple returned = given.pass_to(function);
   if (call && !returned[1].is_none()) call->remember(py::cast<std::shared_ptr<PreparedCall>>(returned[1]));
   return to_tensors(returned[0]);
 }

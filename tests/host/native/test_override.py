@@ -5,7 +5,9 @@ tests/host/test_native.py builds the extension and runs this file.
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from op_log import OpLog
 from torch.testing import assert_close
 
 import fusednorm
+from fusednorm.host import native
 from fusednorm.integrations import aten
 from fusednorm.operands import ForwardOperands, as_op
 
@@ -96,6 +99,35 @@ def test_what_ours_do_not_take_goes_to_atens_kernel(norm, override, gpu, monkeyp
 def test_wrong_calls_get_atens_own_errors(override):
     with pytest.raises(RuntimeError, match="Given normalized_shape=.7., expected input with shape"):
         F.layer_norm(torch.ones(SHAPE), (7,))
+
+
+def test_sizes_that_are_no_sizes_reach_atens_kernel(override, gpu):
+    """Traced graphs pass the bits of symbolic sizes to ops whose sizes are integers."""
+    x = torch.randn(SHAPE)
+    with gpu.going_to_python("forward"):
+        got = torch.ops.aten._fused_rms_norm(x, [-(2**62) - 7], None, EPS)[0]
+    override.remove()
+    assert torch.equal(got, torch.ops.aten._fused_rms_norm(x, [-(2**62) - 7], None, EPS)[0])
+
+
+def test_there_is_one_at_a_time(override):
+    with pytest.raises(RuntimeError, match="ATen's norms must be replaced once at a time, got CUDA as well"):
+        aten.Overrides("CUDA")
+    override.remove()
+    with pytest.raises(RuntimeError, match="NoSuchKey"):
+        native.overrides("NoSuchKey", lambda operands: None)
+    aten.Overrides("CPU").remove()
+
+
+def test_after_it_nothing_of_pythons_is_kept():
+    def run(operands): ...
+
+    kept = weakref.ref(run)
+    overrides = native.overrides("CPU", run)
+    overrides.remove()
+    del run
+    gc.collect()
+    assert kept() is None
 
 
 @norms
