@@ -69,7 +69,7 @@ class Calls:
 
 @contextlib.contextmanager
 def watched_kernels() -> Iterator[Calls]:
-    """Overrides that are installed inside record their calls, all of which run in Python."""
+    """Overrides that are installed inside run all calls in Python, and record them."""
     calls = Calls()
     watched = {name: calls.watch(name, kernel) for name, kernel in aten.KERNELS.items()}
     pause = native.extension.pause if native.extension else lambda by: None

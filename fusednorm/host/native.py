@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ def install(
     differentiable_backward  autograd.differentiable_backward, for norms that returned y alone
     """
 
-    functions = _of_each(OPS, above), _of_each(OPS, _and_prepared_call(ops.run))
+    functions = _of_each(above), _of_each(_and_prepared_call(ops.run))
     extension.install(key, *functions, statistics_gradient, differentiable_backward, prepared.KEPT_KINDS)
     forcing.observe(extension.pause)  # under `force`, calls run in Python
     margin.observe(extension.set_sm_margin)
@@ -62,7 +62,7 @@ def install(
 def overrides(key: str, run: Callable[[Operands], Outputs]) -> Any:
     """Replaces ATen's norm ops at dispatch key `key` by ours until its `remove` is called. Calls that C++ does not run
     go to `run`."""
-    return extension.Overrides(key, _of_each(OPS[:4], _and_prepared_call(run)))
+    return extension.Overrides(key, _of_each(_and_prepared_call(run)))
 
 
 def _and_prepared_call(run: Callable[[Operands], Outputs]) -> Callable[[Operands], tuple[Outputs, Any]]:
@@ -74,9 +74,9 @@ def _and_prepared_call(run: Callable[[Operands], Outputs]) -> Callable[[Operands
     return outputs_and_prepared_call
 
 
-def _of_each(names: Sequence[str], run: Callable[[Operands], Any]) -> list[Callable]:
-    """For each op, `run` of the operands that C++ passes: all but the norm, which the op names."""
-    return [functools.partial(_run, run, *_kind_of(name)) for name in names]
+def _of_each(run: Callable[[Operands], Any]) -> list[Callable]:
+    """For each of OPS, `run` of the operands that C++ passes: all but the norm, which the op names."""
+    return [functools.partial(_run, run, *_kind_of(name)) for name in OPS]
 
 
 def _kind_of(name: str) -> tuple[type, str]:

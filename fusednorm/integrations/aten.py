@@ -71,17 +71,12 @@ class Overrides:
             warnings.filterwarnings("ignore", message="Warning only once for all operators")
             if native.extension:
                 keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-                self._in_cpp = native.overrides(key, functools.partial(_by_kernel, kernels, keys))
-                return
-            self._in_cpp, self._library = None, torch.library.Library("aten", "IMPL")
-            for name, kernel in kernels.items():
-                self._library.impl(name, kernel, key, with_keyset=True, allow_override=True)
-
-    def remove(self) -> None:
-        if self._in_cpp:
-            self._in_cpp.remove()
-        else:
-            _destroy(self._library)
+                self.remove = native.overrides(key, functools.partial(_by_kernel, kernels, keys)).remove
+            else:
+                library = torch.library.Library("aten", "IMPL")
+                for name, kernel in kernels.items():
+                    library.impl(name, kernel, key, with_keyset=True, allow_override=True)
+                self.remove = functools.partial(_destroy, library)
 
 
 _lock = threading.Lock()  # guards _wanted_by and _installed

@@ -49,7 +49,7 @@ inline Pair fused_rms_norm_backward(
 // In place of ATen's kernels at a dispatch key, from construction until `remove`. At most one is in force at a time.
 class Overrides {
  public:
-  // `functions`: Python's, for each of the ops below by Op.
+  // `functions`: Python's, by Op.
   Overrides(const std::string& key, const std::vector<py::object>& functions) {
     TORCH_CHECK(!in_place_of_aten[0], "fusednorm: ATen's norms must be replaced once at a time, got ", key, " as well");
     torch::PyWarningHandler to_python;  // the dispatcher warns of kernels that are overridden

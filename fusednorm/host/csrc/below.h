@@ -58,15 +58,15 @@ struct BackwardOperands {
   }
 };
 
-// The outputs of the op below autograd by Python's function `below`. Keeps the prepared call that it returns, if C++ may run the
-// call.
+// The outputs of the op below autograd by Python's function `below`. Keeps the prepared call that it returns, if C++ may
+// run the call.
 template <typename Given>
 inline Outputs run_in_python(const Given& given, const Call* call) {
   at::AutoGradMode off(false);
   at::AutoDispatchBelowADInplaceOrView below;
   py::gil_scoped_acquire gil;
   py::object function = (*given.below)[given.op];
-  TORCH_CHECK(function, "fusednorm: enable_eager() must last until all calls have ended");
+  TORCH_CHECK(function, "fusednorm: enable_eager() must last until all calls have ended, got one after its end");
   py::tuple returned = given.pass_to(function);
   if (call && !returned[1].is_none()) call->remember(py::cast<std::shared_ptr<PreparedCall>>(returned[1]));
   return to_tensors(returned[0]);
