@@ -193,23 +193,18 @@ def _overload(operands: Operands) -> Callable[..., tuple]:
 
 def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
     """y of layer_norm_fwd, differentiable. The statistics are not written if no gradient needs them."""
-    if native.extension and not _is_traced():
-        y = native.extension.layer_norm(x, normalized_shape, weight, bias, eps)
-        if y is not NotImplemented:
-            return y
-    return _y_of("layer", x, normalized_shape, weight, bias, eps)
+    y = native.y_of("layer", x, normalized_shape, weight, bias, eps)
+    return y_of("layer", x, normalized_shape, weight, bias, eps) if y is None else y
 
 
 def rms_norm(x, normalized_shape, weight=None, eps=None):
     """y of rms_norm_fwd, differentiable. The statistics are not written if no gradient needs them."""
-    if native.extension and not _is_traced():
-        y = native.extension.rms_norm(x, normalized_shape, weight, eps)
-        if y is not NotImplemented:
-            return y
-    return _y_of("rms", x, normalized_shape, weight, None, eps)
+    y = native.y_of("rms", x, normalized_shape, weight, eps)
+    return y_of("rms", x, normalized_shape, weight, None, eps) if y is None else y
 
 
-def _y_of(norm, x, normalized_shape, weight, bias, eps) -> Tensor:
+def y_of(norm, x, normalized_shape, weight, bias, eps) -> Tensor:
+    """y of a forward op, for calls that do not run in C++."""
     traced = _is_traced()
     wants_statistics = traced or _is_recorded(x, weight, bias)
     operands = ForwardOperands(norm, x, normalized_shape, weight, bias, eps, wants_statistics)

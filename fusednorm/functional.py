@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from . import autograd
-from .host import torch_compat
+from .host import native, torch_compat
 from .host.kernel_devices import runs_kernels
 from .planner.norm_problem import FLOAT_DTYPES
 
@@ -33,6 +33,9 @@ def layer_norm(
     tensor of input's shape and dtype (float32 under CUDA autocast). Raises RuntimeError as
     torch.ops.fusednorm.layer_norm_fwd does, and torch.nn.functional's TypeError for an argument of another type.
     """
+    y = native.y_of("layer", input, normalized_shape, weight, bias, eps)
+    if y is not None:
+        return y
     if has_torch_function_variadic(input, weight, bias):
         operands = input, normalized_shape, weight, bias, eps
         return handle_torch_function(layer_norm, (input, weight, bias), *operands)
@@ -41,9 +44,9 @@ def layer_norm(
         if runs_kernels(input):
             if _AUTOCASTS_LAYER_NORM and torch.is_autocast_enabled():
                 input, weight, bias = _upcast(input), _upcast(weight), _upcast(bias)
-            return autograd.layer_norm(input, normalized_shape, weight, bias, eps)
+            return autograd.y_of("layer", input, normalized_shape, weight, bias, eps)
         if _is_mixture(input, weight, bias) and _match_our_signature(input, normalized_shape, weight, bias, eps):
-            return autograd.layer_norm(input, normalized_shape, weight, bias, eps)
+            return autograd.y_of("layer", input, normalized_shape, weight, bias, eps)
     except Exception:
         if _match_our_signature(input, normalized_shape, weight, bias, eps):
             raise
@@ -61,6 +64,9 @@ def rms_norm(
     memory format of a channels-last input. Raises RuntimeError as torch.ops.fusednorm.rms_norm_fwd does, and
     torch.nn.functional's TypeError for an argument of another type.
     """
+    y = native.y_of("rms", input, normalized_shape, weight, eps)
+    if y is not None:
+        return y
     if has_torch_function_variadic(input, weight):
         return handle_torch_function(rms_norm, (input, weight), input, normalized_shape, weight, eps)
     try:
@@ -68,9 +74,9 @@ def rms_norm(
         if runs_kernels(input):
             if _AUTOCASTS_RMS_NORM and torch.is_autocast_enabled():
                 input, weight = _upcast(input), _upcast(weight)
-            return autograd.rms_norm(input, normalized_shape, weight, eps)
+            return autograd.y_of("rms", input, normalized_shape, weight, None, eps)
         if _is_mixture(input, weight) and _match_our_signature(input, normalized_shape, weight, None, eps):
-            return autograd.rms_norm(input, normalized_shape, weight, eps)
+            return autograd.y_of("rms", input, normalized_shape, weight, None, eps)
     except Exception:
         if _match_our_signature(input, normalized_shape, weight, None, eps):
             raise

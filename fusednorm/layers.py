@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import functional
+from .host.torch_compat import parameter
 
 
 class LayerNorm(nn.Module):
@@ -25,7 +26,8 @@ class LayerNorm(nn.Module):
     eps: float
 
     def forward(self, input: Tensor) -> Tensor:
-        return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+        weight, bias = parameter(self, "weight"), parameter(self, "bias")
+        return functional.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
 class RMSNorm(nn.Module):
@@ -37,7 +39,8 @@ class RMSNorm(nn.Module):
     variance_epsilon: float
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+        weight = parameter(self, "weight")
+        return functional.rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon)
 
 
 class RMSNormZeroCentered(nn.Module):
@@ -49,4 +52,5 @@ class RMSNormZeroCentered(nn.Module):
     eps: float
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, self.weight.shape, 1 + self.weight.to(torch.float32), self.eps)
+        weight = parameter(self, "weight")
+        return functional.rms_norm(x, weight.shape, 1 + weight.to(torch.float32), self.eps)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import functional
+from .host.torch_compat import parameter
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -19,7 +20,8 @@ class LayerNorm(torch.nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         if torch.jit.is_scripting():
             return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
-        return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+        weight, bias = parameter(self, "weight"), parameter(self, "bias")
+        return functional.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -33,4 +35,4 @@ class RMSNorm(torch.nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         if torch.jit.is_scripting():
             return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
-        return functional.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        return functional.rms_norm(x, self.normalized_shape, parameter(self, "weight"), self.eps)

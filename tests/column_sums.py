@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from fusednorm.columns.plan import KERNELS, RingSum, SumPlan
 from fusednorm.columns.problem import ColumnSumProblem, check_column_sum
 
 DEVICES = ARCHITECTURES
+LARGEST_COPY = 1 << 30  # bytes
 
 
 class Sums(NamedTuple):
@@ -43,6 +45,12 @@ def problem_of(sums: Sums) -> ColumnSumProblem:
     return check_column_sum(sums.inputs("meta"), sums.total, sums.out_dtype).problem
 
 
+def exact_sum(rows: Tensor, function: Callable[[Tensor], Tensor] = Tensor.detach) -> Tensor:
+    """The float64 sum of function(rows). By pieces, because torch makes a copy of its argument in float64."""
+    pieces = rows.split(max(1, LARGEST_COPY // max(1, 8 * len(rows))), dim=1)
+    return torch.cat([function(piece).sum(0, dtype=torch.float64) for piece in pieces])
+
+
 def assert_sums_close(got: list[Tensor], inputs: list[Tensor], total: bool = False) -> None:
     """The sums are near those in float64.
 
@@ -50,8 +58,8 @@ def assert_sums_close(got: list[Tensor], inputs: list[Tensor], total: bool = Fal
     for float64 outputs) is off by; and the rounding to the output's dtype.
     """
     rows = [tensor.reshape(-1, tensor.shape[-1]) for tensor in inputs]
-    want = [tensor.sum(0, dtype=torch.float64) for tensor in rows]
-    size = [tensor.abs().sum(0, dtype=torch.float64) for tensor in rows]
+    want = [exact_sum(tensor) for tensor in rows]
+    size = [exact_sum(tensor, torch.abs) for tensor in rows]
     if total:
         want, size = [sum(want)], [sum(size)]
     assert len(got) == len(want)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .. import margin
 from ..operands import BackwardOperands, ForwardOperands, Operands, Outputs
@@ -57,6 +58,14 @@ def install(
     extension.install(key, *functions, statistics_gradient, differentiable_backward, prepared.KEPT_KINDS)
     forcing.observe(extension.pause)  # under `force`, calls run in Python
     margin.observe(extension.set_sm_margin)
+
+
+def y_of(norm: str, *arguments: Any) -> Tensor | None:
+    """y of functional.layer_norm or functional.rms_norm, differentiable, for all of its arguments by position. None if
+    Python must run the call."""
+    if extension is None or torch.compiler.is_dynamo_compiling():
+        return None
+    return extension.layer_norm(*arguments) if norm == "layer" else extension.rms_norm(*arguments)
 
 
 def overrides(key: str, run: Callable[[Operands], Outputs]) -> Any:

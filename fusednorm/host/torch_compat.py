@@ -30,6 +30,18 @@ def _private(name: str, instead: Any) -> Any:
     return found
 
 
+# --- Modules ---
+
+
+def parameter(module: torch.nn.Module, name: str, *default: Any) -> Any:
+    """getattr(module, name, *default), without Module.__getattr__, which takes a quarter of a forward's host time.
+    A tensor that a parametrization, a hook or FSDP has put in a parameter's place is found in the slow way."""
+    try:
+        return module._parameters[name]
+    except (AttributeError, KeyError):
+        return getattr(module, name, *default)
+
+
 # --- CUDA: questions before a launch. A torch without CUDA lacks these names and launches nothing. ---
 
 

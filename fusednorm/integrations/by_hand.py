@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import autograd
+from ..host.torch_compat import parameter
 from ..planner.norm_problem import FLOAT_DTYPES
 
 EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
@@ -66,7 +67,7 @@ class NormByHand(nn.Module):
 
     def forward(self, *args, **kwargs) -> Tensor:
         (x,) = *args, *kwargs.values()  # models name the argument x, hidden_states or input
-        weight, formula = getattr(self, "weight", None), self.formula
+        weight, formula = parameter(self, "weight", None), self.formula
         if not _takes(x, weight):
             return super().forward(x)
         dtype = _output_dtype(formula.output, x, weight)
@@ -76,7 +77,7 @@ class NormByHand(nn.Module):
         if formula.norm == "rms":
             y = autograd.rms_norm(x, shape, weight, eps)
         else:
-            y = autograd.layer_norm(x, shape, weight, getattr(self, "bias", None), eps)
+            y = autograd.layer_norm(x, shape, weight, parameter(self, "bias", None), eps)
         return y.to(dtype)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from op_log import OpLog
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils import parametrize
 
 import fusednorm
 
@@ -107,6 +108,32 @@ def test_module_compiles_without_a_graph_break(module):
     built = randomize(module(8))
     x = torch.randn(2, 8)
     torch.testing.assert_close(torch.compile(built, fullgraph=True, backend="aot_eager")(x), built(x))
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def with_a_parametrization(built):
+    parametrize.register_parametrization(built, "weight", Doubled())
+
+
+def with_a_plain_tensor(built):
+    """What packages do that compute or shard a weight, such as torch.nn.utils.prune and FSDP1."""
+    doubled = 2 * built._parameters.pop("weight")
+    built.weight = doubled
+
+
+@pytest.mark.parametrize("change", [with_a_parametrization, with_a_plain_tensor])
+@modules
+def test_module_takes_what_is_in_the_place_of_its_weight(module, change):
+    built, x = randomize(module(8)), torch.randn(2, 8)
+    doubled = copy.deepcopy(built)
+    with torch.no_grad():
+        doubled.weight *= 2
+    change(built)
+    torch.testing.assert_close(built(x), doubled(x))
 
 
 @modules

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor
 from fusednorm.testing import Case, Inputs, Outputs, assert_outputs_close, fused, make_inputs
 
 GIB = 1 << 30
+MOST_SECONDS = 60  # that a test waits for memory
 
 
 def run(case: Case, inputs: Inputs) -> Outputs:
@@ -54,9 +57,16 @@ def assert_same_bits(got: Outputs, want: Outputs, names=("y", "mean", "rstd", "d
 
 def skip_unless_memory(gib: float) -> None:
     torch.cuda.empty_cache()
-    free = torch.cuda.mem_get_info()[0] / GIB
-    if free < gib:
+    if (free := wait_for_memory(gib)) < gib:
         pytest.skip(f"needs {gib:.0f} GiB of GPU memory, {free:.0f} are free")
+
+
+def wait_for_memory(gib: float) -> float:
+    """Waits until so much memory is free, if other processes of xdist hold some. Returns the free GiB."""
+    end = time.monotonic() + MOST_SECONDS * ("PYTEST_XDIST_WORKER" in os.environ)
+    while (free := torch.cuda.mem_get_info()[0] / GIB) < gib and time.monotonic() < end:
+        time.sleep(0.1)
+    return free
 
 
 @contextlib.contextmanager

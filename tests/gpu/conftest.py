@@ -9,9 +9,12 @@ from concurrent.futures import wait
 
 import pytest
 import torch
+from calls import wait_for_memory
 from compiling import ALL_OUTPUTS, compile_case, worker_processes
 
 from fusednorm.host import gpus
+
+LARGE_TEST_GIB = 20  # a backward of 4099x65536 with its float64 reference
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -37,11 +40,14 @@ def kernels_are_compiled_in_parallel(request):
 
 
 @pytest.fixture(autouse=True)
-def memory_goes_back():
-    """Where xdist runs several processes, each gives what its tests have used back to the others."""
+def memory_is_shared():
+    """Where xdist runs several processes, a test waits for the memory that most need, and gives back what it used."""
+    if "PYTEST_XDIST_WORKER" not in os.environ or not torch.cuda.is_available():
+        yield
+        return
+    wait_for_memory(LARGE_TEST_GIB)
     yield
-    if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -119,6 +120,14 @@ FIRST_ASKED = {"autograd.forward_ad._current_level", "_C._are_functorch_transfor
 def test_without_any_of_the_names_the_package_is_right(names):
     wanted = {f"torch.{name}" for name in names if torch.version.cuda or not on_a_gpu(name)}
     assert set(missing_in(*names)) == wanted
+
+
+def test_a_parameter_is_found_in_a_module_without_private_names():
+    module = SimpleNamespace(weight=torch.ones(3))
+    assert torch_compat.parameter(module, "weight") is module.weight
+    assert torch_compat.parameter(module, "bias", None) is None
+    with pytest.raises(AttributeError, match="bias"):
+        torch_compat.parameter(module, "bias")
 
 
 def test_names_that_are_taken_from_torch_are_in_the_list_above():

@@ -10,6 +10,7 @@
 #include "node.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/TracerMode.h>
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/version.h>
@@ -44,13 +45,13 @@ Outputs backward_above(const BackwardOperands& given) {
 // -------------------------------------------------------------------------------- y alone, for modules
 
 // y of a forward, without the dispatcher, and without statistics that no backward will read. The arguments are
-// (x, normalized_shape, weight, bias, eps), without bias for RMSNorm. Returns NotImplemented for calls that Python must
-// run.
+// (x, normalized_shape, weight, bias, eps), without bias for RMSNorm. Returns None for calls that Python must run.
 PyObject* y_of(Op op, PyObject* const* arguments, Py_ssize_t count) {
   bool layer = op == LAYER_FWD;
-  auto decline = [] { Py_RETURN_NOTIMPLEMENTED; };
+  auto decline = [] { Py_RETURN_NONE; };
   if (count != (layer ? 5 : 4) || !python || at::impl::torch_function_mode_enabled() ||
-      at::autocast::is_autocast_enabled(at::kCUDA) || c10::InferenceMode::is_enabled())
+      at::tracer::impl::is_dispatch_enabled() || at::autocast::is_autocast_enabled(at::kCUDA) ||
+      c10::InferenceMode::is_enabled())
     return decline();
   auto tensor = [](PyObject* object, const Tensor*& into) {
     into = &undefined();

@@ -89,6 +89,23 @@ def test_dispatch_modes_see_the_ops(known_norm):
     assert x.grad is not None
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@norms
+def test_traced_graphs_hold_the_op(norm, gpu):
+    x, *parameters = operands(norm, requires_grad="")
+    function = autograd.layer_norm if norm == "layer" else autograd.rms_norm
+
+    def y_of(x):
+        return function(x, SHAPE[-1:], *parameters)
+
+    y_of(x)
+    with gpu.repeating():
+        want = y_of(x)
+    traced = torch.jit.trace(y_of, x, check_trace=False)
+    assert f"fusednorm::{norm}_norm_fwd" in str(traced.graph)
+    assert_close(traced(x), want)
+
+
 def test_tensor_subclasses_see_the_ops(known_norm):
     Wrapped.ops.clear()
     y = layer_norm(known_norm, x=Wrapped(known_norm.x))
