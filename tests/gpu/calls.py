@@ -62,11 +62,13 @@ def skip_unless_memory(gib: float) -> None:
 
 
 def wait_for_memory(gib: float) -> float:
-    """Waits until so much memory is free, if other processes of xdist hold some. Returns the free GiB."""
+    """Waits until so much memory is free, if other processes of xdist may hold it. Returns the free GiB."""
     end = time.monotonic() + MOST_SECONDS * ("PYTEST_XDIST_WORKER" in os.environ)
-    while (free := torch.cuda.mem_get_info()[0] / GIB) < gib and time.monotonic() < end:
+    while True:
+        free, total = (size / GIB for size in torch.cuda.mem_get_info())
+        if free >= gib or gib > total or time.monotonic() > end:
+            return free
         time.sleep(0.1)
-    return free
 
 
 @contextlib.contextmanager
