@@ -39,8 +39,9 @@ def backward(call: BackwardCall) -> tuple[Tensor | None, Tensor | None, Tensor |
         operands = (grad_out, x, shape, None, call.rstd, call.weight, None)
         return backward_formula(*operands, mask, call.residual_grad, call.dx_dtype)
     operands = (grad_out, x, call.mean, call.rstd, call.weight)
-    # Upcast: for 16-bit x, ATen accumulates dweight and dbias in 16 bits.
-    grad_out, x, mean, rstd, weight = (_cast(t, problem.acc_dtype) for t in operands)
+    # Upcast: for 16-bit x, ATen accumulates dweight and dbias in 16 bits. ATen reads mean and rstd as if they were
+    # contiguous.
+    grad_out, x, mean, rstd, weight = (t if t is None else t.to(problem.acc_dtype).contiguous() for t in operands)
     bias = x.new_empty(shape) if problem.wants_db else None  # ATen reads only bias's shape and dtype
     dx, dw, db = torch.ops.aten.native_layer_norm_backward(grad_out, x, shape, mean, rstd, weight, bias, mask)
     if call.residual_grad is not None:

@@ -109,7 +109,7 @@ def test_bwd_takes_statistics_in_any_layout_and_float_dtype(norm, layout):
         "strided batch": lambda t: t.expand(4, 3, 5).contiguous()[..., :1],
     }.get(layout, lambda t: t.to(getattr(torch, layout)))
     given = [None if t is None else convert(t) for t in statistics]
-    same = [None if t is None else t.float().reshape(4, 3, 1) for t in given]
+    same = [None if t is None else t.float().reshape(4, 3, 1).contiguous() for t in given]
     got, want = (backward(norm, inputs.grad_out, inputs.x, *s, inputs.weight, inputs.bias) for s in (given, same))
     assert_close(got, want, rtol=0, atol=0)
 
