@@ -21,6 +21,7 @@ from .cases import NORMS, SHAPE_SETS, make_parser, parse_shape
 from .records import RESULTS, by_day, is_plain, newest, rows_of, timed
 
 FOLDER = RESULTS / "nvidia-h200"
+HOST_FOLDERS = (FOLDER, RESULTS / "nvidia-h100-80gb-hbm3")
 PAGE = RESULTS.parent / "RESULTS.md"
 PICTURE, WIDTHS = RESULTS / "twelve-shapes.png", RESULTS / "share-of-floor.png"
 SHAPES = [parse_shape(text).sizes for text in SHAPE_SETS["proof"]]
@@ -33,17 +34,17 @@ MOST = 4  # times the floor: bars are cut off there
 DIRECTIONS = ("backward", "forward")
 INTRODUCTION = """# Results
 
-Made by `python -m bench.report` from `bench/results/nvidia-h200/`; `bench/results/README.md` says what these files
-hold. Times are microseconds of the whole call, medians. The floor is a kernel that streams the same large tensors,
-timed in the same run. A forward can be faster than it, because it leaves less to write behind."""
+Made by `python -m bench.report` from `bench/results/`, whose README says what the files hold. Times are microseconds of
+the whole call, medians. The floor is a kernel that streams the same large tensors, timed in the same run. A forward can
+be faster than it, because it leaves less to write behind."""
 
 
-def records_of(tool: str) -> list[dict]:
-    return rows_of([FOLDER / f"{tool}.jsonl"])
+def records_of(tool: str, folder: Path = FOLDER) -> list[dict]:
+    return rows_of([folder / f"{tool}.jsonl"])
 
 
-def newest_day(tool: str) -> list[dict]:
-    return next(iter(by_day(records_of(tool)).values()))
+def newest_day(tool: str, folder: Path = FOLDER) -> list[dict]:
+    return next(iter(by_day(records_of(tool, folder)).values()))
 
 
 def microseconds(value: float) -> str:
@@ -56,11 +57,11 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def source(tool: str, records: list[dict]) -> str:
+def source(tool: str, records: list[dict], folder: Path = FOLDER) -> str:
     """A line that says where numbers come from: file, day, GPU, versions."""
     first = records[0]
     peers = "".join(f", {name} {version}" for name, version in (first.get("peers") or {}).items())
-    file = f"`bench/results/{FOLDER.name}/{tool}.jsonl`"
+    file = f"`bench/results/{folder.name}/{tool}.jsonl`"
     return f"{file}, {first['date'][:10]}: {first['gpu']}, torch {first['torch']}, Triton {first['triton']}{peers}."
 
 
@@ -150,23 +151,23 @@ def _column(candidate: str, held: int, margin: int) -> str:
 
 
 def host_time(records: list[dict]) -> str:
-    """Our host time divided by ATen's of the same run, median over the runs."""
+    """Our host time divided by ATen's of the same run, median over the runs, for each host side that was timed."""
+    times: dict[tuple, float] = {}
+    for each in records:
+        if "candidate" in each:  # else it is the time of many row counts
+            key = each["native"], each["norm"], each["call"]
+            times[key, each["date"], each["candidate"]] = each["host_us"]
     ratios: dict[tuple, list[float]] = {}
-    atens: dict[tuple, float] = {}
-    for each in records:
-        key = each["date"], each["native"], each["norm"], each["call"]
-        if each["candidate"] == "aten":
-            atens[key] = each["host_us"]
-    for each in records:
-        key = each["date"], each["native"], each["norm"], each["call"]
-        if each["candidate"] == OURS and key in atens:
-            ratios.setdefault(key[1:], []).append(each["host_us"] / atens[key])
-    calls = dict.fromkeys(call for _, _, call in ratios)
-    header = ["call", *(f"{NAMES[norm]}, {how}" for norm in NORMS for how in ("C++", "Python"))]
+    for (key, date, candidate), time in times.items():
+        if candidate == OURS and (key, date, "aten") in times:
+            ratios.setdefault(key, []).append(time / times[key, date, "aten"])
+    hosts = [native for native in (True, False) if any(key[0] == native for key in ratios)]
+    columns = list(itertools.product(NORMS, hosts))
+    header = ["call", *(f"{NAMES[norm]}, {'C++' if native else 'Python'}" for norm, native in columns)]
     lines = []
-    for call in calls:
-        found = [ratios.get((native, norm, call), []) for norm in NORMS for native in (True, False)]
-        lines.append([call, *(f"{statistics.median(each):.2f}" if each else "" for each in found)])
+    for call in dict.fromkeys(call for _, _, call in ratios):
+        found = (statistics.median(ratios[native, norm, call]) for norm, native in columns)
+        lines.append([call, *(f"{ratio:.2f}" for ratio in found)])
     return table(header, lines)
 
 
@@ -201,12 +202,14 @@ def page() -> str:
             parts.append(f"## {direction.capitalize()}, {name}\n\n{twelve_shapes(cells, direction, dtype)}")
     parts.append(source("norm", cells.records))
     parts.append(f"## Every peer\n\nGeometric means over the shapes that both were timed on.\n\n{means(days)}")
-    company, host = newest_day("beside"), newest_day("host-time")
+    company = newest_day("beside")
     parts.append(f"## Beside a kernel that holds SMs\n\n{beside(company)}\n\n{source('beside', company)}")
     steps = training_steps(records_of("training-step"))
     parts.append(f"## Training steps\n\nForward, backward and optimizer in bf16.\n\n{steps}")
-    text = "Of a call on 128 x 1024, in ATen's time of the same run."
-    parts.append(f"## Host time\n\n{text}\n\n{host_time(host)}\n\n{source('host-time', host)}")
+    parts.append("## Host time\n\nOf a call on 128 x 1024, in ATen's time of the same run.")
+    for folder in HOST_FOLDERS:
+        host = newest_day("host-time", folder)
+        parts += [host_time(host), source("host-time", host, folder)]
     return "\n\n".join(parts) + "\n"
 
 

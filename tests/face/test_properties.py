@@ -11,6 +11,7 @@ import pytest
 import torch
 from test_problem import gather_rows
 
+import fusednorm  # noqa: F401  registers the ops
 from fusednorm.planner.device import A100, H200, RTX_5090
 from fusednorm.planner.plan import ColumnTilePlan, MultiWavePlan, num_ctas
 from fusednorm.problem import row_view
@@ -19,6 +20,7 @@ pytest.importorskip("hypothesis", reason="the extra `test` brings hypothesis")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+OPS = torch.ops.fusednorm
 SMALL_GPU = replace(A100, sm_count=3)
 
 
@@ -65,3 +67,40 @@ def test_column_tiles_and_row_tiles_together_fill_the_gpu_once(rows, cols, rows_
     ctas, column_tiles = num_ctas(plan, rows, cols, H200), -(-cols // 1024)
     assert 1 <= ctas <= -(-rows // rows_per_tile)
     assert ctas == 1 or ctas * column_tiles <= H200.sm_count * 4
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_ops_give_the_same_wherever_their_tensors_lie(data):
+    batch = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=2), "batch")
+    normalized = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=2), "normalized")
+    norm = data.draw(st.sampled_from(["layer", "rms"]), "norm")
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64]), "dtype")
+    statistic = [*batch, *[1] * len(normalized)]
+
+    def tensor(shape, optional=False):
+        return None if optional and data.draw(st.booleans(), "None") else torch.rand(shape, dtype=dtype) + 0.5
+
+    x, weight, bias = tensor(batch + normalized), tensor(normalized, optional=True), tensor(normalized, optional=True)
+    grad_out, mean, rstd = tensor(batch + normalized), tensor(statistic), tensor(statistic)
+    residual_grad = tensor(batch + normalized, optional=True)
+
+    def outputs(x, weight, bias, grad_out, mean, rstd, residual_grad):
+        if norm == "layer":
+            given = grad_out, x, normalized, mean, rstd, weight, bias, residual_grad
+            return *OPS.layer_norm_fwd(x, normalized, weight, bias), *OPS.layer_norm_bwd_residual(*given)
+        given = grad_out, x, normalized, rstd, weight, residual_grad
+        return *OPS.rms_norm_fwd(x, normalized, weight), *OPS.rms_norm_bwd_residual(*given)
+
+    tensors = x, weight, bias, grad_out, mean, rstd, residual_grad
+    want, got = outputs(*tensors), outputs(*(each if each is None else _moved(data, each) for each in tensors))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def _moved(data, tensor):
+    """The same values at other strides, with NaN between them."""
+    order = data.draw(st.permutations(range(tensor.dim())), "order")
+    steps = [data.draw(st.integers(1, 3), "step") for _ in order]
+    sizes = [tensor.shape[dim] * step for dim, step in zip(order, steps, strict=True)]
+    memory = tensor.new_full(sizes, float("nan"))[tuple(slice(None, None, step) for step in steps)]
+    return memory.permute([order.index(dim) for dim in range(tensor.dim())]).copy_(tensor)
