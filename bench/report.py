@@ -39,11 +39,11 @@ the whole call, medians. The floor is a kernel that streams the same large tenso
 be faster than it, because it leaves less to write behind."""
 
 
-def records_of(tool: str, folder: Path = FOLDER) -> list[dict]:
-    return rows_of([folder / f"{tool}.jsonl"])
+def records_of(tool: str, folder: Path | None = None) -> list[dict]:
+    return rows_of([(folder or FOLDER) / f"{tool}.jsonl"])
 
 
-def newest_day(tool: str, folder: Path = FOLDER) -> list[dict]:
+def newest_day(tool: str, folder: Path | None = None) -> list[dict]:
     return next(iter(by_day(records_of(tool, folder)).values()))
 
 
@@ -57,11 +57,11 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def source(tool: str, records: list[dict], folder: Path = FOLDER) -> str:
+def source(tool: str, records: list[dict], folder: Path | None = None) -> str:
     """A line that says where numbers come from: file, day, GPU, versions."""
     first = records[0]
     peers = "".join(f", {name} {version}" for name, version in (first.get("peers") or {}).items())
-    file = f"`bench/results/{folder.name}/{tool}.jsonl`"
+    file = f"`bench/results/{(folder or FOLDER).name}/{tool}.jsonl`"
     return f"{file}, {first['date'][:10]}: {first['gpu']}, torch {first['torch']}, Triton {first['triton']}{peers}."
 
 

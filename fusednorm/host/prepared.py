@@ -146,7 +146,7 @@ class PreparedCall:
     def cols(self) -> int:
         return math.prod(self.normalized_shape)
 
-    def sized(self, shape: torch.Size, rows: int) -> Sized:
+    def sized(self, shape: tuple[int, ...], rows: int) -> Sized:
         """The call for x of one shape."""
         inner, ones, x_strides, statistic_strides, memories, of_x, of_statistics = self._constant
         batch_shape = shape[: len(shape) - len(ones)]
@@ -155,7 +155,7 @@ class PreparedCall:
             x_strides, statistic_strides = (*[each * x_strides[0] for each in strides], *inner), (*strides, *ones)
         outputs = memories.copy()
         for at, dtype in of_x:
-            outputs[at] = tuple(shape), x_strides, dtype
+            outputs[at] = shape, x_strides, dtype
         for at, dtype in of_statistics:
             outputs[at] = (*batch_shape, *ones), statistic_strides, dtype
         ctas = self.grid.ctas(rows)
@@ -222,16 +222,17 @@ class Kind:
 
     def sized(self, shape: torch.Size) -> Sized | None:
         """The call for x of this shape; None if the shape is wrong, or no call is prepared for as many rows."""
-        batch_ndim = len(shape) - len(self.normalized_shape)
-        if batch_ndim < 0 or shape[batch_ndim:] != self.normalized_shape:
+        sizes = tuple(shape)  # a slice of a torch.Size takes three times as long
+        batch_ndim = len(sizes) - len(self.normalized_shape)
+        if batch_ndim < 0 or sizes[batch_ndim:] != self.normalized_shape:
             return None
-        rows = math.prod(shape[:batch_ndim])
+        rows = math.prod(sizes[:batch_ndim])
         call = self.find(rows)
         if call is None:
             return None
         if len(self.by_shape) >= KEPT_SHAPES:
             self.by_shape.clear()
-        sized = self.by_shape[shape] = call.sized(shape, rows)
+        sized = self.by_shape[shape] = call.sized(sizes, rows)
         return sized
 
     def find(self, rows: int) -> PreparedCall | None:

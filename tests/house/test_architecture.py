@@ -18,8 +18,8 @@ MAY_IMPORT = {
     "__init__": {
         *("autograd", "columns", "functional", "integrations", "layers", "margin", "modules", "planner", "tools"),
     },
-    "modules": {"functional"},
-    "layers": {"functional"},
+    "modules": {"functional", "host"},
+    "layers": {"functional", "host"},
     "functional": {"autograd", "host", "planner", "problem"},
     "autograd": {"host", "namespace", "operands", "ops", "planner", "problem", "reference", "sharding"},
     "columns": {"host", "kernels", "namespace", "ops", "planner", "problem", "sharding"},
