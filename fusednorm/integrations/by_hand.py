@@ -37,7 +37,9 @@ OUTPUT_DTYPES = {
     (torch.float32, torch.bfloat16): "weight",
 }
 TRIAL_EPS = 0.25  # large enough to affect the result
-TRIAL_COLS = 16  # columns for a module without a weight
+TRIAL_COLS = (16, 48)  # columns for a module without a weight: it might normalize groups of a fixed width
+TRIAL_BATCHES = ((), (3,), (2, 3), (2, 3, 2))  # batch shapes of x
+COMMON_BATCH = (2, 3)  # for which a norm must not fail
 
 
 class Unrecognized(Exception):  # noqa: N818  no error: it ends a search with its reason
@@ -53,6 +55,7 @@ class Formula:
     # dtype of y: "x" is x's; "promoted" is x's and weight's promoted; "weight" is weight's if 16-bit, else promoted
     output: str
     eps_name: str
+    ranks: frozenset[int]  # the numbers of dims of x for which the module computes it
 
     def __str__(self) -> str:
         norm = "LayerNorm" if self.norm == "layer" else "RMSNorm"
@@ -68,7 +71,7 @@ class NormByHand(nn.Module):
     def forward(self, *args, **kwargs) -> Tensor:
         (x,) = *args, *kwargs.values()  # models name the argument x, hidden_states or input
         weight, formula = parameter(self, "weight", None), self.formula
-        if not _takes(x, weight):
+        if not _takes(x, weight) or x.dim() not in formula.ranks:
             return super().forward(x)
         dtype = _output_dtype(formula.output, x, weight)
         if formula.one_plus_weight and weight is not None:
@@ -114,7 +117,10 @@ def formula_of(module: nn.Module) -> Formula:
     eps_name = _eps_name_of_a_norm(module)
     with torch.no_grad(), _disable_current_modes(), _StockNorms() as stock:
         norm, one_plus_weight = _matching_formula(module, eps_name)
-        formula = Formula(norm, one_plus_weight, _output_rule(module, eps_name), eps_name)
+        ranks = frozenset(
+            len(batch) + 1 for batch in TRIAL_BATCHES if _computes(module, eps_name, batch, norm, one_plus_weight)
+        )
+        formula = Formula(norm, one_plus_weight, _output_rule(module, eps_name), eps_name, ranks)
     if any(call.input.dtype in HALF_DTYPES for call in stock.calls):
         raise Unrecognized("calls torch's own norm, which follows autocast: enable_eager() covers it")
     return formula
@@ -124,8 +130,15 @@ def returns_stock_norm(module: nn.LayerNorm | nn.RMSNorm) -> bool:
     """Whether a subclass's forward returns exactly torch's norm of its input with the module's own parameters."""
     if len(inspect.signature(type(module).forward).parameters) != 2:
         return False
-    with torch.no_grad(), _disable_current_modes(), _StockNorms() as stock:
-        copied, x = _trial(module, "eps", torch.bfloat16, torch.float32, shape=module.normalized_shape)
+    trials = itertools.product(TRIAL_BATCHES, (True, False))
+    with torch.no_grad(), _disable_current_modes():
+        return all(_returns_stock_norm(module, batch, training) for batch, training in trials)
+
+
+def _returns_stock_norm(module: nn.LayerNorm | nn.RMSNorm, batch: tuple[int, ...], training: bool) -> bool:
+    shape = *batch, *module.normalized_shape
+    copied, x = _trial(module, "eps", shape, torch.bfloat16, training=training)
+    with _StockNorms() as stock:
         try:
             y = _run(copied, x)
         except Unrecognized:
@@ -146,6 +159,8 @@ def _eps_name_of_a_norm(module: nn.Module) -> str:
         raise Unrecognized("has parameters or buffers besides weight and bias")
     if any(module._parameters[name].dim() != 1 for name in present):
         raise Unrecognized("normalizes more than one dim")
+    if any(len(module._parameters[name]) == 1 for name in present):
+        raise Unrecognized("has a parameter of one element, for rows of any width")
     if len(inspect.signature(type(module).forward).parameters) != 2:
         raise Unrecognized("its forward takes more than the tensor")
     names = [name for name in EPS_NAMES if isinstance(getattr(module, name, None), float)]
@@ -155,24 +170,40 @@ def _eps_name_of_a_norm(module: nn.Module) -> str:
 
 
 def _matching_formula(module: nn.Module, eps_name: str) -> tuple[str, bool]:
-    """(norm, one_plus_weight) of the formula that the module computes, in training and in evaluation."""
-    results = []
-    for training in (True, False):
-        copied, x = _trial(module, eps_name, torch.float32, torch.float32, training)
-        results.append(_run(copied, x))
+    """(norm, one_plus_weight) of the formula that the module computes. Raises Unrecognized."""
+    _run(*_trial(module, eps_name, (*COMMON_BATCH, _trial_cols(module)[0])))  # raises if its forward does
     for norm, one_plus_weight in itertools.product(("rms", "layer"), (False, True)):
-        want = _norm_in_float64(copied, x, norm, one_plus_weight)
-        if all(_agree(got, want) for got in results):
+        if _computes(module, eps_name, COMMON_BATCH, norm, one_plus_weight):
             return norm, one_plus_weight
     raise Unrecognized("its forward computes something else")
 
 
+def _computes(module: nn.Module, eps_name: str, batch: tuple[int, ...], norm: str, one_plus_weight: bool) -> bool:
+    """Whether the module computes a formula for such a batch of rows, in training and in evaluation."""
+    for cols, training in itertools.product(_trial_cols(module), (True, False)):
+        copied, x = _trial(module, eps_name, (*batch, cols), training=training)
+        try:
+            got = _run(copied, x)
+        except Unrecognized:
+            return False
+        if not _agree(got, _norm_in_float64(copied, x, norm, one_plus_weight)):
+            return False
+    return True
+
+
+def _trial_cols(module: nn.Module) -> tuple[int, ...]:
+    """The widths of rows to try."""
+    weight = module._parameters.get("weight")
+    return TRIAL_COLS if weight is None else (len(weight),)
+
+
 def _output_rule(module: nn.Module, eps_name: str) -> str:
+    shape = *COMMON_BATCH, _trial_cols(module)[0]
     if getattr(module, "weight", None) is None:
-        dtypes = _run(*_trial(module, eps_name, torch.bfloat16, torch.float32)).dtype, torch.float32
+        dtypes = _run(*_trial(module, eps_name, shape, torch.bfloat16)).dtype, torch.float32
     else:
         mixtures = (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)
-        dtypes = tuple(_run(*_trial(module, eps_name, *mixture)).dtype for mixture in mixtures)
+        dtypes = tuple(_run(*_trial(module, eps_name, shape, *mixture)).dtype for mixture in mixtures)
     if dtypes not in OUTPUT_DTYPES:
         raise Unrecognized("its forward returns a dtype that follows from neither x nor weight")
     return OUTPUT_DTYPES[dtypes]
@@ -181,10 +212,10 @@ def _output_rule(module: nn.Module, eps_name: str) -> str:
 def _trial(
     module: nn.Module,
     eps_name: str,
-    x_dtype: torch.dtype,
-    parameter_dtype: torch.dtype,
+    shape: tuple[int, ...],
+    x_dtype: torch.dtype = torch.float32,
+    parameter_dtype: torch.dtype = torch.float32,
     training: bool = True,
-    shape: tuple[int, ...] | None = None,
 ) -> tuple[nn.Module, Tensor]:
     """A copy of the module with random parameters on the CPU, and an x for it. Every call draws the same numbers."""
     generator = torch.Generator("cpu").manual_seed(0)
@@ -198,9 +229,7 @@ def _trial(
     }
     copied = object.__new__(type(module))  # not copy.copy: a class may define its own copying, as FSDP's do
     vars(copied).update(vars(module) | {"_parameters": parameters, eps_name: TRIAL_EPS, "training": training})
-    weight = parameters.get("weight")
-    shape = shape or (TRIAL_COLS if weight is None else len(weight),)
-    return copied, normal(2, 3, *shape, dtype=x_dtype) + 1  # a mean other than 0 tells LayerNorm from RMSNorm
+    return copied, normal(*shape, dtype=x_dtype) + 1  # a mean other than 0 tells LayerNorm from RMSNorm
 
 
 def _run(module: nn.Module, x: Tensor) -> Tensor:

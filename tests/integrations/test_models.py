@@ -423,6 +423,42 @@ def parametrized():
     return nn.utils.parametrizations.spectral_norm(nn.RMSNorm((COLS, 2)))
 
 
+class ScalarRMSNorm(PlainRMSNorm):
+    def __init__(self):
+        super().__init__((1,))
+
+
+class EvaluatingLayerNorm(nn.LayerNorm):
+    def forward(self, input):
+        return super().forward(input) if self.training else input * self.weight
+
+
+class GroupedRMSNorm(UnweightedRMSNorm):
+    def forward(self, x):
+        return super().forward(x.unflatten(-1, (-1, 16))).flatten(-2)
+
+
+class ChannelsFirstLayerNorm(nn.LayerNorm):
+    """Normalizes the second of four dims."""
+
+    def forward(self, input):
+        if input.dim() == 4:
+            return super().forward(input.movedim(1, -1)).movedim(-1, 1)
+        return super().forward(input)
+
+
+class ChannelsFirstRMSNorm(PlainRMSNorm):
+    def forward(self, hidden_states):
+        if hidden_states.dim() == 4:
+            return super().forward(hidden_states.movedim(1, -1)).movedim(-1, 1)
+        return super().forward(hidden_states)
+
+
+class FlatteningRMSNorm(UnweightedRMSNorm):
+    def forward(self, x):
+        return super().forward(x.flatten(2)).view_as(x)
+
+
 LEFT = [
     (GatedRMSNorm, "takes more than the tensor"),
     (ScaledRMSNorm, "computes something else"),
@@ -432,6 +468,10 @@ LEFT = [
     (lambda: CallingLayerNorm(COLS), "calls torch's own norm"),
     (lambda: OtherEpsLayerNorm(COLS), "computes something else"),
     (ChannelsRMSNorm, "failed on a small CPU tensor"),
+    (ScalarRMSNorm, "a parameter of one element"),
+    (lambda: EvaluatingLayerNorm(COLS), "computes something else"),
+    (GroupedRMSNorm, "computes something else"),
+    (lambda: ChannelsFirstLayerNorm(COLS), "calls torch's own norm"),
     (CountingRMSNorm, "parameters or buffers besides"),
     (EpslessLayerNorm, "no eps that we know of"),
     (TableRMSNorm, "normalizes more than one dim"),
@@ -498,6 +538,17 @@ def test_a_block_restores_at_its_end():
 
 
 # RootLayerNorm branches on the weight's dtype, which fx cannot trace.
+@pytest.mark.parametrize("make", [ChannelsFirstRMSNorm, FlatteningRMSNorm])
+def test_x_of_a_rank_for_which_the_module_computes_something_else_runs_the_own_forward(make):
+    norm, image, text = made(make), torch.randn(2, COLS, 4, COLS), torch.randn(2, 3, COLS)
+    want = norm(image), norm(text)
+    fusednorm.patch_model(nn.Sequential(norm))
+    torch.testing.assert_close((norm(image), norm(text)), want)
+    with OpLog() as log:
+        norm(image), norm(text)
+    assert log.names.count("fusednorm.rms_norm_fwd.default") == 1
+
+
 @pytest.mark.parametrize("make", [each for each in [*BY_HAND, *STOCK] if each is not RootLayerNorm])
 def test_a_patched_model_can_be_traced_by_fx(make):
     model, x = nn.Sequential(made(make)), torch.randn(3, COLS)
