@@ -158,7 +158,8 @@ def _apply(name: str, *arguments):
     operands = OPERANDS_OF_OP[name](*arguments)
     with torch.no_grad():
         outputs = _below_autograd(operands)
-    outputs = NormFunction.apply(*operands.tensors, outputs, _node_info(operands, y_alone=False))
+    if not torch.is_inference_mode_enabled():
+        outputs = NormFunction.apply(*operands.tensors, outputs, _node_info(operands, y_alone=False))
     return outputs if operands.norm == "layer" else (outputs[0], outputs[2])
 
 
@@ -274,7 +275,7 @@ def _is_intercepted() -> bool:
 
 def _is_recorded(*tensors: Tensor | None) -> bool:
     """Whether autograd would record an operation on these tensors."""
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
                 return True

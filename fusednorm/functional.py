@@ -48,7 +48,7 @@ def layer_norm(
         if _is_mixture(input, weight, bias) and _match_our_signature(input, normalized_shape, weight, bias, eps):
             return autograd.y_of("layer", input, normalized_shape, weight, bias, eps)
     except Exception:
-        if _match_our_signature(input, normalized_shape, weight, bias, eps):
+        if eps is not None and _match_our_signature(input, normalized_shape, weight, bias, eps):
             raise
     return torch.nn.functional.layer_norm(input, normalized_shape, weight, bias, eps)
 
@@ -101,6 +101,8 @@ def _is_mixture(input: Tensor, *parameters: Tensor | None) -> bool:
 def _number(eps: float) -> float:
     """eps as a number. Raises TypeError for whatever torch does not take as one; the callers then raise torch's own."""
     if not isinstance(eps, (Real, Tensor, torch.SymFloat)):
+        raise TypeError
+    if isinstance(eps, Tensor) and (eps.dim() or eps.requires_grad):
         raise TypeError
     return eps if isinstance(eps, torch.SymFloat) else float(eps)
 

@@ -68,6 +68,7 @@ def layer_norm_formula(
     dtype, dims = accumulation_dtype(x.dtype), _normalized_dims(normalized_shape)
     upcast = x.to(dtype)
     mean = upcast.mean(dims, keepdim=True)
+    mean = mean + (upcast - mean).mean(dims, keepdim=True)  # takes away its rounding error: large equal x give y = 0
     centered = upcast - mean
     rstd = torch.rsqrt(centered.square().mean(dims, keepdim=True) + eps)
     y = centered * rstd
@@ -125,9 +126,9 @@ def backward_formula(
             dx = dx + residual_grad.to(dtype)
         dx = dx.to(dx_dtype or x.dtype).contiguous()
     if output_mask[1] and weight is not None:
-        dw = (dy * x_hat).sum_to_size(normalized_shape).to(weight.dtype)
+        dw = _sum_rows(dy * x_hat, normalized_shape, weight.dtype)
     if output_mask[2] and bias is not None:
-        db = dy.sum_to_size(normalized_shape).to(bias.dtype)
+        db = _sum_rows(dy, normalized_shape, bias.dtype)
     return dx, dw, db
 
 
@@ -148,6 +149,11 @@ def statistics_backward_formula(
         centered = x.to(dtype) if mean is None else x.to(dtype) - mean
         dx = dx - grad_rstd * rstd.pow(3) * centered / cols
     return dx.to(x.dtype)
+
+
+def _sum_rows(rows: Tensor, normalized_shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The sum over the batch dims: contiguous, and a new tensor even if there are none."""
+    return rows[None].sum_to_size(normalized_shape).to(dtype).contiguous()
 
 
 def _normalized_dims(normalized_shape: Sequence[int]) -> tuple[int, ...]:

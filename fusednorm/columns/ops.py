@@ -105,6 +105,10 @@ def _above(inputs: Sequence[Tensor], *, total: bool = False, dtype: torch.dtype 
     return _below_autograd(inputs, total, dtype)
 
 
+def _batched(inputs: Sequence[Tensor], *, total: bool = False, dtype: torch.dtype | None = None) -> list[Tensor]:
+    return formula(inputs, total, dtype)
+
+
 def _below_autograd(inputs: Sequence[Tensor], total: bool, dtype: torch.dtype | None) -> list[Tensor]:
     sharding.register_where_needed()
     return torch_compat.below_autograd(TORCH_OPS.column_sum, _run, inputs, total=total, dtype=dtype)
@@ -116,4 +120,5 @@ for _key in ELSEWHERE:
     LIBRARY.impl("column_sum", _run, _key)
 for _key in ("Autograd", "FuncTorchBatchedDecomposition"):
     LIBRARY.impl("column_sum", _above, _key)
+LIBRARY.impl("column_sum", _batched, "Batched")  # the older vmap of torch.autograd.grad(..., is_grads_batched=True)
 torch.library.register_fake(f"{NAMESPACE}::column_sum", _fake, lib=LIBRARY)

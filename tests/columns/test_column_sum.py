@@ -115,6 +115,21 @@ def test_gradient_has_the_dtype_of_the_input_and_only_where_one_is_needed():
     assert torch.equal(inputs[0].grad, torch.arange(4.0).expand(3, 4).bfloat16())
 
 
+def test_a_backward_that_sums_columns_takes_a_batch_of_gradients():
+    class TimesItsSum(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * fusednorm.column_sum([grad])[0]
+
+    x, grads = torch.randn(3, 4, requires_grad=True), torch.randn(6, 3, 4)
+    (got,) = torch.autograd.grad(TimesItsSum.apply(x), x, grads, is_grads_batched=True)
+    assert_close(got, grads * grads.sum(1, keepdim=True))
+
+
 def test_torch_func_looks_into_the_sums():
     a, b = torch.randn(5, 3, 4), torch.randn(5, 3, 4)
     first, second = torch.func.vmap(lambda a, b: fusednorm.column_sum([a, b]))(a, b)

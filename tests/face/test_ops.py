@@ -114,6 +114,22 @@ def test_bwd_takes_statistics_in_any_layout_and_float_dtype(norm, layout):
     assert_close(got, want, rtol=0, atol=0)
 
 
+def test_large_equal_numbers_are_normalized_to_zero_inside_a_transform():
+    x = torch.tensor([123.456, 10000.123, 1e6 + 0.1])[:, None].expand(3, 1023)
+    assert not torch.vmap(lambda row: OPS.layer_norm_fwd(row, [1023])[0])(x).any()
+
+
+def test_recorded_parameter_gradients_are_contiguous_and_new():
+    x, grad_out, weight = (torch.randn(5, 3).t() for _ in range(3))
+    one = torch.ones(1)
+    for bias in (torch.zeros(3, 5), grad_out):
+        arguments = grad_out, x.requires_grad_(), [3, 5], one, one, weight, bias
+        gradients = OPS.layer_norm_bwd(*arguments)
+        assert all(each.is_contiguous() and each.data_ptr() != grad_out.data_ptr() for each in gradients)
+        with torch.no_grad():
+            assert_close(gradients, OPS.layer_norm_bwd(*arguments))
+
+
 @pytest.mark.parametrize("mask", list(itertools.product([True, False], repeat=3)))
 def test_layer_norm_bwd_returns_none_for_masked_outputs(mask):
     _, inputs = case_inputs("layer")

@@ -300,7 +300,7 @@ WRONG_TYPES = [
     *(("input", {"input": wrong}) for wrong in (None, [1.0] * 8, np.ones((3, 8)), "x", 3)),
     *(("normalized_shape", {"normalized_shape": wrong}) for wrong in (8, None, (8.0,), "8", ("8",), (True,), [None])),
     *(("weight", {"weight": wrong}) for wrong in ([1.0] * 8, np.ones(8), "w", 3)),
-    *(("eps", {"eps": wrong}) for wrong in ("1", [1.0], 1j)),
+    *(("eps", {"eps": wrong}) for wrong in ("1", [1.0], 1j, torch.ones(1), torch.tensor(1.0, requires_grad=True))),
 ]
 
 
@@ -332,6 +332,25 @@ def test_what_stands_for_numbers_is_taken_as_stock_takes_it(place):
             with place():
                 assert_close(functional.layer_norm(X, shape, WEIGHT, None, eps), stock)
     assert_close(functional.layer_norm(X, (8,), WEIGHT, None, 1), F.layer_norm(X, (8,), WEIGHT, None, 1))
+
+
+@places
+def test_layer_norm_without_eps_gives_torchs_error(place):
+    with place(), pytest.raises(TypeError, match="'eps'.*must be float, not NoneType"):
+        fusednorm.LayerNorm(8, eps=None)(X)
+
+
+@places
+@norms
+def test_inference_mode_records_nothing_where_gradients_are_enabled_inside(norm, place):
+    built, function = module_of(norm), {"layer": fusednorm.LayerNormFunction, "rms": fusednorm.RMSNormFunction}[norm]
+    with place():
+        want = built(X)
+        with torch.inference_mode(), torch.enable_grad():
+            outputs = built(X), function.apply(X, (8,), *built.parameters(), built.eps or torch.finfo(X.dtype).eps)[0]
+    for y in outputs:
+        assert not y.requires_grad
+        assert_close(y, want)
 
 
 def test_an_eps_that_changes_in_place_is_read_anew():
