@@ -197,6 +197,7 @@ INTERPRETED = [
     (Sums(33, 1, 2, FP16), 1),
     (Sums(5, 7, 2, FP64, total=True), 3),
     (Sums(1, 9, 1, FP32, out_dtype=FP64), 1),
+    (Sums(300, 9, 1, FP32, out_dtype=FP64), 1),
 ]
 
 
@@ -226,3 +227,23 @@ def test_portable_kernel_reads_rows_in_place(count):
     call = check_column_sum(inputs, False, None)
     assert all(view.tensor.data_ptr() == x.data_ptr() for view, x in zip(call.views, inputs, strict=True))
     assert_sums_close(launch_columns.column_sum(call), inputs)
+
+
+def test_a_total_of_more_tensors_than_one_launch_takes_is_rounded_once():
+    inputs = [torch.zeros(1, 4, dtype=BF16) for _ in range(MAX_TENSORS + 1)]
+    inputs[0].fill_(256), inputs[1].fill_(1), inputs[-1].fill_(-256)  # 257 is no bfloat16
+    assert torch.equal(fusednorm.column_sum(inputs, total=True)[0], torch.ones(4, dtype=BF16))
+
+
+def test_portable_kernel_reads_each_tensor_at_its_own_stride():
+    pytest.importorskip("triton")
+    from fusednorm.columns import launch as launch_columns
+
+    inputs = [torch.randn(20, 24 * n)[:, :20] for n in (1, 2, 3)]
+    assert_sums_close(launch_columns.column_sum(check_column_sum(inputs, False, None)), inputs)
+
+
+def test_one_tensor_that_is_not_aligned_keeps_all_from_tma():
+    aligned, unaligned = torch.randn(20, 24)[:, :20], torch.randn(20, 25)[:, 1:21]
+    assert check_column_sum([aligned, aligned], False, None).problem.tma_aligned
+    assert not check_column_sum([aligned, unaligned], False, None).problem.tma_aligned

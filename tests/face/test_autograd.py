@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from op_log import OpLog
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.testing import assert_close
+from torch.utils._python_dispatch import _disable_current_modes
 
-from fusednorm import LayerNormFunction, RMSNormFunction, autograd, force
+from fusednorm import LayerNormFunction, RMSNormFunction, autograd, force, reference
 from fusednorm.host.kernel_devices import kernels_on
 from fusednorm.planner import forcing
 from fusednorm.testing import Case, Outputs, assert_outputs_close, make_inputs
@@ -419,3 +420,89 @@ def test_a_recorded_backward_is_forced_as_its_forward_was(norm, monkeypatch):
         with force("pipelined"):
             y.sum().backward()
     assert asked == ["multi_wave", None]
+
+
+OVER_TWO_DIMS = {
+    "layer": (lambda x: OPS.layer_norm_fwd(x, [3, 8], eps=1e-2), lambda x: autograd.layer_norm(x, (3, 8), eps=1e-2)),
+    "rms": (lambda x: OPS.rms_norm_fwd(x, [3, 8], eps=1e-2), lambda x: autograd.rms_norm(x, (3, 8), eps=1e-2)),
+}
+
+
+@norms
+@pytest.mark.parametrize("check", [gradcheck, gradgradcheck])
+def test_gradients_of_rows_of_two_dims_are_right_to_second_order(check, norm):
+    op, recorded = OVER_TWO_DIMS[norm]
+    assert check(op, operands(norm)[0]) and check(as_on_a_gpu(recorded), operands(norm)[0])
+
+
+@norms
+@routes
+@pytest.mark.parametrize("trained", [0, 1, -1])
+def test_one_operand_alone_gets_its_gradient(norm, route, trained):
+    leaves = operands(norm, requires_grad=False)
+    leaves[trained].requires_grad_()
+    got, want = (torch.autograd.grad(scalar(of[norm])(*leaves), leaves[trained]) for of in (route, STOCK))
+    assert_close(got, want)
+
+
+@norms
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_recorded_backward_adds_the_residual_and_passes_its_gradient_on(norm, alone):
+    g, x, rstd, weight, mean, bias = (t.detach().requires_grad_(not alone) for t in backward_operands())
+    residual, upstream = torch.randn_like(x, requires_grad=True), torch.randn_like(x)
+    operands = (mean, rstd, weight, bias) if norm == "layer" else (rstd, weight)
+    with_none, with_one = (
+        getattr(OPS, f"{norm}_norm_bwd_residual")(g, x, [8], *operands, each)[0] for each in (None, residual)
+    )
+    assert_close(with_one, with_none + residual)
+    assert_close(torch.autograd.grad(with_one, residual, upstream)[0], upstream)
+
+
+@norms
+def test_a_negated_view_gives_what_stock_gives(norm):
+    x, *parameters = operands(norm, requires_grad=False)
+    with kernels_on("cpu"):
+        y = OP[norm](torch._neg_view(x), *parameters)[0]
+    assert_close(y, STOCK[norm](-x, *parameters)[0])
+
+
+@pytest.fixture
+def known_calls(monkeypatch):
+    """Every call is answered as a prepared one is, as on a GPU from the second step on."""
+
+    def run(call):
+        with torch.no_grad(), _disable_current_modes():
+            return reference.formula(call)
+
+    monkeypatch.setattr(autograd.prepared, "run", run)
+
+
+@norms
+@routes
+def test_modes_see_both_ops_of_known_calls(norm, route, known_calls):
+    with OpLog() as log:
+        route[norm](*operands(norm))[0].sum().backward()
+    assert [name for name in log.names if "fusednorm" in name] == [
+        f"fusednorm.{norm}_norm_fwd.default", f"fusednorm.{norm}_norm_bwd.default"
+    ]  # fmt: skip
+
+
+@norms
+@routes
+def test_profilers_see_the_backwards_of_known_calls(norm, route, known_calls):
+    y = route[norm](*operands(norm))[0]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        y.sum().backward()
+    shown = {event.key: event.count for event in profile.key_averages() if event.key.startswith("fusednorm::")}
+    assert shown == {f"fusednorm::{norm}_norm_bwd": 1}
+
+
+@norms
+@routes
+def test_known_calls_have_second_derivatives(norm, route, known_calls):
+    def second(run):
+        leaves = operands(norm)
+        (dx,) = torch.autograd.grad(scalar(run)(*leaves), leaves[:1], create_graph=True)
+        return torch.autograd.grad(dx.square().sum(), leaves[:2])
+
+    assert_close(second(route[norm]), second(STOCK[norm]))

@@ -146,3 +146,10 @@ def test_module_works_under_functional_call_and_vmap(module):
         [torch.func.functional_call(built, {n: p[i] for n, p in stacked.items()}, (x,)) for i in range(2)]
     )
     torch.testing.assert_close(got, want)
+
+
+def test_layer_norm_takes_a_plain_tensor_in_the_place_of_its_bias():
+    built, x = randomize(fusednorm.LayerNorm(8)), torch.randn(2, 8)
+    y = built(x)
+    built.bias = 2 * built._parameters.pop("bias")
+    torch.testing.assert_close(built(x), y + built.bias / 2)

@@ -97,3 +97,10 @@ def test_worker_of_warmup_imports_the_package_from_its_file_and_under_its_name(r
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(pickle.dumps(([], 90)))))
     exec(warm.WORKER, {})
     assert sys.modules["_in_a_worker"].tools.warm.PACKAGE == "_in_a_worker"
+
+
+def test_a_layer_norm_layer_adds_its_bias():
+    module = torch.nn.LayerNorm(8)
+    torch.nn.init.normal_(module.bias)
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(fusednorm.layers.LayerNorm.forward(module, x), module(x))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import fusednorm
 from fusednorm import reference
 from fusednorm.operands import BackwardOperands, ForwardOperands
 from fusednorm.problem import check_backward, check_forward
-from fusednorm.testing import Case, assert_outputs_close, fused, make_inputs
+from fusednorm.testing import Case, Outputs, assert_outputs_close, fused, make_inputs
 
 OPS = torch.ops.fusednorm
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -404,3 +405,16 @@ def test_residual_gradient_of_another_shape_is_refused():
         OPS.rms_norm_bwd_residual(x, x, [8], torch.ones(3), weight, torch.randn(3, 7))
     with pytest.raises(RuntimeError, match="dx_dtype must be float16, bfloat16, float32 or float64, got torch.int32"):
         OPS.rms_norm_bwd_residual(x, x, [8], torch.ones(3), weight, None, dx_dtype=torch.int32)
+
+
+@pytest.mark.parametrize("case", [*CASES, Case("layer", (2, 3, 4, 5), 2, BF16, FP16, FP32)], ids=str)
+def test_formulas_match_the_oracle_too(case):
+    inputs = make_inputs(case)
+    if inputs.x.dim() > 1:
+        inputs = replace(inputs, x=inputs.x.mT.contiguous().mT)  # the outputs are contiguous all the same
+    norm, shape, weight, bias = case.norm, case.normalized_shape, inputs.weight, inputs.bias
+    y, mean, rstd = reference.formula(ForwardOperands(norm, inputs.x, shape, weight, bias, case.eps))
+    operands = inputs.grad_out, inputs.x, shape, mean, rstd, weight, bias, (True, True, True)
+    grads = reference.formula(BackwardOperands(norm, *operands))
+    assert [grad is None for grad in grads] == [False, weight is None, bias is None]
+    assert_outputs_close(Outputs(y, mean, rstd, *grads), case, inputs)

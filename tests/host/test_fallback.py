@@ -384,3 +384,14 @@ def test_column_sums_leave_the_users_errors_alone(error, triton, monkeypatch):
     with pytest.raises(RuntimeError, match=error):
         fusednorm.column_sum([torch.randn(64, 16)])
     assert not fallback.failures()
+
+
+def test_a_failure_is_of_one_problem_on_one_device():
+    problem = make_problem("layer", 4096)
+    plan = heuristics.choose(problem, 16384, H200)
+    with pytest.warns(RuntimeWarning, match="cannot run as pipelined"):
+        fallback.remember(plan, problem, H200, "no")
+    assert fallback.has_failed(plan, problem, H200)
+    assert not fallback.has_failed(plan, problem, B200)
+    assert not fallback.has_failed(plan, make_problem("layer", 4096, weight="fp32"), H200)
+    fallback.forget()

@@ -82,3 +82,22 @@ def test_a_build_depends_on_whether_pointers_are_aligned(offset):
     key, values = launcher._key_and_values(launch, 0)
     assert key[-1] is (offset == 0)
     assert values == [tensor.data_ptr()]
+
+
+def test_a_build_depends_on_every_dtype_on_norm_and_tile_and_on_the_device():
+    from fusednorm.host import launcher
+
+    kernel = Kernel()
+    kernel.params = 2 * Kernel.params
+
+    def key(dtype=torch.float32, described=torch.float32, norm="norm", tile="tile", device=0):
+        descriptor = launcher.TileDescriptor(SimpleNamespace(tensor=torch.zeros(64, dtype=described)), 1, 64, None)
+        operands = torch.zeros(64, dtype=dtype), descriptor
+        launch = SimpleNamespace(kernel=kernel, norm=norm, tile=tile, options={}, operands=operands)
+        return launcher._key_and_values(launch, device)[0]
+
+    assert key() == key()
+    for change in (
+        {"dtype": torch.bfloat16}, {"described": torch.bfloat16}, {"norm": "other"}, {"tile": "other"}, {"device": 1}
+    ):  # fmt: skip
+        assert key(**change) != key(), change

@@ -472,3 +472,101 @@ def test_what_was_remembered_once_is_not_remembered_again():
     prepare(arguments), prepare(arguments)
     (kind,) = prepared._kinds.values()
     assert len(kind.calls) == 1
+
+
+def unlike_forwards():
+    """(name, a forward, another that differs from it in this alone); both are right."""
+    known = forward_arguments(6, 4096)
+    bare = known._replace(weight=None, bias=None)
+    parts = torch.randn(7, 6, 4096, dtype=BF16)
+    yield "norm", known._replace(bias=None), known._replace(norm="rms", bias=None)
+    shapes = forward_arguments(6, 8, 512, norm="rms")._replace(weight=None), (8, 512)
+    yield "normalized_shape", shapes[0], shapes[0]._replace(normalized_shape=shapes[1])
+    yield "eps", known, known._replace(eps=1e-6)
+    yield "whether statistics are wanted", known, known._replace(wants_statistics=False)
+    yield "dtype of x", known, known._replace(x=known.x.half())
+    yield "strides of x", bare, bare._replace(x=torch.randn(6, 4104, dtype=BF16)[:, :4096])
+    yield "rows at the inner stride", *(bare._replace(x=parts[:n].transpose(0, 1)) for n in (5, 7))
+    for name in ("weight", "bias"):
+        yield f"no {name}", known, known._replace(**{name: None})
+        yield f"dtype of {name}", known, known._replace(**{name: getattr(known, name).double()})
+        yield f"alignment of {name}", known, known._replace(**{name: torch.randn(4097)[1:]})
+    one, other = (known._replace(**{name: torch.randn(4097)[1:]}) for name in ("weight", "bias"))
+    yield "which is not aligned", one, other
+
+
+def unlike_backwards():
+    known = backward_arguments(residual=True)
+    spaced = torch.rand(64, 3), torch.rand(64, 2)
+    yield "dtype of x", known, known._replace(x=known.x.half())
+    for name in ("mean", "rstd", "bias", "residual_grad"):
+        yield f"dtype of {name}", known, known._replace(**{name: getattr(known, name).double()})
+    for name in ("mean", "rstd"):
+        yield f"stride of {name}", *(known._replace(**{name: each[:, 0]}) for each in spaced)
+    unaligned = torch.randn(64 * 4096 + 1).bfloat16()[1:].view(64, 4096)
+    yield "alignment of residual_grad", known, known._replace(residual_grad=unaligned)
+
+
+@pytest.mark.parametrize("pairs", [unlike_forwards, unlike_backwards])
+def test_right_calls_that_differ_in_one_thing_are_told_apart(pairs):
+    for name, known, other in pairs():
+        prepared.forget()
+        prepare(known)
+        assert prepared.run(known) is not None, name
+        assert prepared.run(other) is None, name
+        prepare(other)
+        assert prepared.run(other) is not None, f"{name}: refused for another reason"
+
+
+def test_force_and_the_margin_are_part_of_what_a_forward_looks_like():
+    arguments = forward_arguments(6, 4096)
+    prepare(arguments)
+    for block in (lambda: force("multi_wave"), lambda: sm_margin(16)):
+        with block():
+            assert prepared.run(arguments) is None
+        assert prepared.run(arguments) is not None
+
+
+def test_another_device_is_told_apart(monkeypatch):
+    arguments = forward_arguments(6, 4096)._replace(weight=None, bias=None)  # the device of x alone
+    prepare(arguments)
+    assert prepared.run(arguments) is not None
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 1)
+    assert prepared.run(arguments) is None
+
+
+@pytest.mark.parametrize("name", ["mean", "rstd", "weight", "residual_grad"])
+def test_a_tensor_of_another_shape_at_an_aligned_address_is_not_taken(name):
+    arguments = backward_arguments(residual=True)
+    prepare(arguments)
+    assert prepared.run(arguments) is not None
+    assert prepared.run(arguments._replace(**{name: getattr(arguments, name)[8:]})) is None
+
+
+@pytest.mark.parametrize("make", [forward_arguments, lambda *shape: backward_arguments(*shape, residual=True)])
+def test_no_tensor_without_memory_is_taken(make):
+    arguments = make(64, 4096)
+    prepare(arguments)
+    assert prepared.run(arguments) is not None
+    for name, tensor in zip(arguments._fields, arguments, strict=True):
+        if isinstance(tensor, torch.Tensor) and (name, type(arguments)) != ("bias", BackwardOperands):
+            without = torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype)
+            assert prepared.run(arguments._replace(**{name: without})) is None, name
+
+
+@pytest.mark.parametrize("name", ["x", "grad_out", "mean", "rstd", "weight", "bias", "residual_grad"])
+def test_no_negated_view_is_taken(name):
+    arguments = backward_arguments(residual=True)
+    prepare(arguments)
+    assert prepared.run(arguments._replace(**{name: torch._neg_view(getattr(arguments, name))})) is None
+
+
+def test_each_plan_ends_at_the_last_row_that_the_planner_gives_it():
+    last, _ = heuristics.choices(check_backward(backward_arguments()).problem, H200)[0]
+    prepare(backward_arguments(rows=last + 1))
+    assert prepared.run(backward_arguments(rows=last + 1)) is not None
+    assert prepared.run(backward_arguments(rows=last)) is None
+    prepared.forget()
+    prepare(backward_arguments(rows=last))
+    assert prepared.run(backward_arguments(rows=last)) is not None
+    assert prepared.run(backward_arguments(rows=last + 1)) is None

@@ -389,3 +389,30 @@ def test_compiled_modules_run_one_op_under_a_default_device():
     with torch.device("cpu"), kernels_on("cpu"), force("reference"):
         torch.compile(built, fullgraph=True, backend=look)(X)
     assert [name for graph in graphs for name in graph if "fusednorm" in name] == ["fusednorm.layer_norm_fwd.default"]
+
+
+@norms
+def test_eps_reaches_our_ops(norm):
+    ours, stock = (getattr(module, f"{norm}_norm") for module in (functional, F))
+    with as_on_a_gpu():
+        assert_close(ours(X, (8,), WEIGHT, eps=0.5), stock(X, (8,), WEIGHT, eps=0.5))
+
+
+@norms
+def test_a_backward_without_rows_has_zeros_for_the_parameters(norm):
+    x, statistic, weight = torch.empty(0, 8), torch.empty(0, 1), torch.randn(8)
+    with kernels_on("cpu"):
+        if norm == "layer":
+            grads = OPS.layer_norm_bwd(x, x, [8], statistic, statistic, weight, weight)
+        else:
+            grads = OPS.rms_norm_bwd(x, x, [8], statistic, weight)
+    assert grads[0].shape == (0, 8) and all(torch.equal(grad, torch.zeros(8)) for grad in grads[1:])
+
+
+@norms
+def test_onnx_exporters_get_eps_and_the_dtype_of_x(norm, monkeypatch):
+    built, x = module_of(norm, eps=0.5), torch.randn(3, 8, dtype=torch.bfloat16)
+    with as_on_a_gpu(), torch.no_grad():
+        want = built(x)
+        monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+        assert_close(torch.export.export(built, (x,)).module()(x), want)

@@ -261,3 +261,21 @@ def test_a_list_of_passes_gets_ours_at_its_end():
     theirs = Theirs("theirs")
     passes = appended_to([theirs])
     assert passes[0] is theirs and isinstance(passes[1], FoldIntoNorms) and appended_to(passes) is passes
+
+
+@pytest.mark.parametrize(
+    "use", [lambda dw: (CAST(dw, BF16), dw), lambda dw: (CAST(dw, FP16),)], ids=["wide too", "as another"]
+)
+def test_widened_parameters_whose_gradients_are_not_only_rounded_back_are_left_alone(use):
+    def function(dy, x, mean, rstd, weight, bias):
+        dx, dw, db = layer_norm_bwd(dy, x, mean, rstd, CAST(weight, FP32), CAST(bias, FP32))
+        return dx, *use(dw), db
+
+    assert not folded(function, *operands(BF16, BF16))[1]
+
+
+def test_16_bit_inputs_that_are_made_float64_are_left_alone():
+    def function(dy, x, mean, rstd, weight, bias):
+        return layer_norm_bwd(CAST(dy, FP64), CAST(x, FP64), mean, rstd, weight, bias)
+
+    assert not folded(function, *operands(BF16))[1]

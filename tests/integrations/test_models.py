@@ -560,3 +560,27 @@ def test_models_without_norms_and_what_is_no_norm_are_not_listed():
     patch = fusednorm.patch_model(nn.Sequential(nn.Linear(2, 2), nn.Dropout()))
     assert not patch.replaced and not patch.left
     assert str(patch) == "replaced 0\nleft 0"
+
+
+class DoubledWeightLayerNorm(nn.LayerNorm):
+    def forward(self, input):
+        return F.layer_norm(input, self.normalized_shape, 2 * self.weight, self.bias, self.eps)
+
+
+class DoublingLayerNorm(nn.LayerNorm):
+    def forward(self, input):
+        return super().forward(2 * input)
+
+
+@pytest.mark.parametrize("make", [DoubledWeightLayerNorm, DoublingLayerNorm])
+def test_a_subclass_that_hands_on_something_else_is_left(make):
+    (left,) = fusednorm.patch_model(nn.Sequential(make(COLS))).left
+    assert left.note == "its forward computes something else"
+
+
+def test_a_norm_by_hand_keeps_its_own_forward_for_subclasses_of_tensors():
+    module = made(PlainRMSNorm)
+    fusednorm.patch_model(module)
+    with OpLog() as log:
+        module(torch.randn(3, COLS).as_subclass(type("Subclass", (torch.Tensor,), {})))
+    assert "aten.rsqrt.default" in log.names

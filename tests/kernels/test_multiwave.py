@@ -359,3 +359,18 @@ def test_finalizer_sums_any_number_of_partials(num_partials):
     replace(finalize, operands=(partial, partial * 2, *out, num_partials, 33)).run()
     assert_outputs_close(Outputs(dbias=out[0]), case, inputs)
     assert_outputs_close(Outputs(dbias=out[1] / 2), case, inputs)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("dx_dtype", [None, FP32], ids=str)
+def test_a_residual_gradient_of_any_strides_is_added_before_dx_is_rounded(norm, plan, dx_dtype):
+    from fusednorm.host import launch
+
+    case = make_case(norm, (13, 40), (BF16, FP32, BF16))
+    inputs, residual = make_inputs(case), torch.randn(40, 13).t()
+    _, mean, rstd = run_forward(case, inputs)
+    operands = inputs.grad_out, inputs.x, case.normalized_shape, mean, rstd, inputs.weight, inputs.bias, ALL_OUTPUTS
+    calls = (check_backward(BackwardOperands(norm, *operands, *more)) for more in ((None, FP32), (residual, dx_dtype)))
+    plain, got = (launched(launch.prepare_backward, call, plan)[0] for call in calls)
+    torch.testing.assert_close(got, (plain + residual).to(dx_dtype or BF16), rtol=1e-6 if dx_dtype else 8e-3, atol=1e-6)
