@@ -1,7 +1,7 @@
 """How each release of Triton launches a compiled kernel, so that launcher.py can skip Triton's own lookup.
 
-All of this is internal to Triton. RELEASES lists the releases whose launchers were read; only an entry that has run on
-a GPU is used. With all other releases, and if a name is gone, Triton itself launches.
+All of this is internal to Triton. RELEASES lists the releases whose launchers were read and have run on a GPU. With all
+other releases, and if a name is gone, Triton itself launches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ class Release(NamedTuple):
 
     launch_of: Callable[[Any, bool], tuple[Callable, tuple]]
     packs_operands: bool
-    has_run: bool  # whether this entry has run on a GPU
 
 
 def _flat(compiled, has_maps: bool) -> tuple[Callable, tuple]:
@@ -64,10 +63,10 @@ def encoder(metadata: dict) -> Callable[[int, list[int], list[int]], Any]:
 
 
 RELEASES = {
-    (3, 6): Release(_flat, packs_operands=False, has_run=True),
-    (3, 7): Release(_packed, packs_operands=True, has_run=False),
-    (3, 8): Release(_packed, packs_operands=True, has_run=False),
-    (3, 9): Release(_packed, packs_operands=True, has_run=True),
+    (3, 6): Release(_flat, packs_operands=False),
+    (3, 7): Release(_packed, packs_operands=True),
+    (3, 8): Release(_packed, packs_operands=True),
+    (3, 9): Release(_packed, packs_operands=True),
 }
 # Additional host time per kernel, in microseconds, if Triton itself launches it (bench/NOTES.md, "Evidence behind
 # constants").
@@ -85,9 +84,8 @@ def installed() -> tuple[int, int] | None:
 
 
 def in_use() -> Release | None:
-    """The installed release if RELEASES has it and it has run on a GPU; else None."""
-    release = RELEASES.get(installed())
-    return release if release is not None and release.has_run else None
+    """The installed release if RELEASES has it; else None."""
+    return RELEASES.get(installed())
 
 
 def number_of_type(name: int) -> int:

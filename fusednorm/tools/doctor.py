@@ -102,9 +102,9 @@ def is_launched_by_triton() -> bool:
 
 
 def why_triton_launches() -> str:
-    names = [f"{major}.{minor}" for (major, minor), release in triton_compat.RELEASES.items() if release.has_run]
+    names = ", ".join(f"{major}.{minor}" for major, minor in triton_compat.RELEASES)
     return (
-        f"its launcher has not run with this package on a GPU (that of {' and of '.join(names)} has), so Triton "
+        f"its launcher has not run with this package on a GPU (those of {names} have), so Triton "
         f"launches every kernel itself: right, and {triton_compat.SLOWER_US} us of host time more each"
     )
 

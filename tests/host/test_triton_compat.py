@@ -100,10 +100,10 @@ def workers():
         yield pool
 
 
-@pytest.mark.parametrize("release", [(3, 6), (3, 7), (3, 9), (3, 10), None])
+@pytest.mark.parametrize("release", [(3, 5), (3, 6), (3, 7), (3, 8), (3, 9), (3, 10), None])
 def test_only_releases_that_have_run_on_a_gpu_are_launched_without_triton(release, monkeypatch):
     monkeypatch.setattr(triton_compat, "installed", lambda: release)
-    assert (triton_compat.in_use() is not None) == (release in ((3, 6), (3, 9)))
+    assert (triton_compat.in_use() is not None) == (release in ((3, 6), (3, 7), (3, 8), (3, 9)))
 
 
 def test_with_any_other_release_triton_launches(monkeypatch):
