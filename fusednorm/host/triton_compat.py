@@ -68,9 +68,9 @@ RELEASES = {
     (3, 8): Release(_packed, packs_operands=True),
     (3, 9): Release(_packed, packs_operands=True),
 }
-# Additional host time per kernel, in microseconds, if Triton itself launches it (bench/NOTES.md, "Evidence behind
-# constants").
-SLOWER_US = "9 to 16"
+# Host time of a call, in microseconds, if Triton itself launches its kernels: no call is prepared (bench/NOTES.md,
+# "Evidence behind constants").
+CALL_US = "240 to 560"
 
 
 @functools.cache

@@ -105,7 +105,7 @@ def why_triton_launches() -> str:
     names = ", ".join(f"{major}.{minor}" for major, minor in triton_compat.RELEASES)
     return (
         f"its launcher has not run with this package on a GPU (those of {names} have), so Triton "
-        f"launches every kernel itself: right, and {triton_compat.SLOWER_US} us of host time more each"
+        f"launches every kernel itself: right, but each call takes {triton_compat.CALL_US} us of host time"
     )
 
 
