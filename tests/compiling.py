@@ -11,8 +11,8 @@ from cases import lay_out
 from devices import planned_for
 from planning import ARCHITECTURES
 
+from fusednorm.host import fallback
 from fusednorm.operands import BackwardOperands, ForwardOperands
-from fusednorm.planner import heuristics
 from fusednorm.planner.device import DeviceSpec
 from fusednorm.planner.plan import Plan
 from fusednorm.problem import check_backward, check_forward
@@ -49,7 +49,7 @@ def launches_of(
     launches = []
     with planned_for(device):
         for call, prepare in ((forward, launch.prepare_forward), (backward, launch.prepare_backward)):
-            plan = heuristics.choose(call.problem, call.rows, device)
+            plan = fallback.choose(call.problem, call.rows, device)
             launches += [(plan, each) for each in prepare(call, plan)[0]]
     return launches
 

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from ..forcing import forced_variant
 from ..planner import heuristics
 from ..planner.device import DeviceSpec
 from ..planner.heuristics import Decision
@@ -55,8 +56,8 @@ _warned: set[str] = set()  # causes that have been warned about
 
 
 def choose(problem: NormProblem, rows: int, device: DeviceSpec) -> Plan:
-    """The planner's choice, or if that has failed its first alternative that has not."""
-    plan = heuristics.choose(problem, rows, device)
+    """The planner's choice under this thread's `force`, or if that has failed its first alternative that has not."""
+    plan = heuristics.choose(problem, rows, device, forced_variant())
     if not _failures or not has_failed(plan, problem, device):
         return plan
     return _first_not_failed(heuristics.alternatives(problem, rows, device), problem, device)

@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 
 from .. import margin, reference
+from ..forcing import forced_variant
 from ..kernels import column_sum, column_tiles, multiwave, parameter_gradients, pipelined, warp_specialized
 from ..kernels.column_reduction import ColumnTile
 from ..kernels.config import Norm, PartialsTile, RingTile, Tile
@@ -176,7 +177,7 @@ def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> Prepared:
 
 def _plan_and_device(call: ForwardCall | BackwardCall, plan: Plan | None) -> tuple[Plan, DeviceSpec]:
     spec = gpus.spec_of(call.x.tensor.device)
-    plan = plan or heuristics.choose(call.problem, call.rows, spec)
+    plan = plan or heuristics.choose(call.problem, call.rows, spec, forced_variant())
     assert _is_legal(plan.variant, call.problem, min(call.rows, MAX_RING_ROWS + 1), spec)
     return plan, spec
 

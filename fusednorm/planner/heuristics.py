@@ -1,4 +1,4 @@
-"""choose(problem, rows, device) -> Plan. Pure: no GPU, no clock, no environment.
+"""choose(problem, rows, device, forced) -> Plan. Pure: no GPU, no clock, no environment, no state of the thread.
 
 Three questions are asked of each variant: is it legal (legality.py); which of its plans that fit shared memory is the
 best (candidates.py); does that plan have a fault (`find_fault`). The first variant without a fault is chosen, in the
@@ -20,7 +20,6 @@ from typing import NamedTuple
 from . import budget, candidates, few_rows
 from .device import DeviceSpec
 from .few_rows import NO_REPLACEMENT, Replacement
-from .forcing import forced_variant
 from .legality import MAX_RING_ROWS, broken_rule, capability
 from .norm_problem import NormProblem
 from .plan import (
@@ -149,17 +148,22 @@ class Outcome(NamedTuple):
     fault: Rejected | None  # the rule that the variant breaks, or the plan's fault
 
 
-def choose(problem: NormProblem, rows: int, device: DeviceSpec) -> Plan:
-    """The plan for `rows` rows, under the `force` of this thread."""
-    for most_rows, plan in choices(problem, device):
+def choose(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | None = None) -> Plan:
+    """The plan for `rows` rows. `forced` is the variant that is asked for; it is ignored if it cannot run."""
+    for most_rows, plan in choices(problem, device, forced):
         if rows <= most_rows:
             return plan
     raise AssertionError("the last interval has no end")
 
 
-def choices(problem: NormProblem, device: DeviceSpec) -> tuple[tuple[float, Plan], ...]:
-    """Every plan that `choose` can return under the `force` of this thread, as (most rows, plan), ascending."""
-    return _plans_by_rows(problem, device, forced_variant())
+@functools.cache
+def choices(problem: NormProblem, device: DeviceSpec, forced: str | None = None) -> tuple[tuple[float, Plan], ...]:
+    """Every plan that `choose` can return, as (most rows, plan), ascending. There is a bound at each row count at which
+    the decision can change. The last bound is infinity."""
+    few = decide(problem, MAX_RING_ROWS, device, forced).few
+    lasts = sorted({least_rows(problem, device), few.more_than, few.most_rows, MAX_RING_ROWS})
+    plans = [(last, decide(problem, last, device, forced).plan) for last in lasts if last]
+    return (*plans, (math.inf, decide(problem, MAX_RING_ROWS + 1, device, forced).plan))
 
 
 def alternatives(problem: NormProblem, rows: int, device: DeviceSpec) -> Iterator[Plan]:
@@ -313,16 +317,6 @@ def replacement(plan: Plan, problem: NormProblem, device: DeviceSpec) -> Replace
 
 def tuning(problem: NormProblem, device: DeviceSpec) -> Tuning:
     return TUNINGS.get((device.arch, problem.direction), UNKNOWN)
-
-
-@functools.cache
-def _plans_by_rows(problem: NormProblem, device: DeviceSpec, forced: str | None) -> tuple[tuple[float, Plan], ...]:
-    """(most rows, plan), ascending, with a bound at each row count at which the decision can change. The last bound is
-    infinity."""
-    few = decide(problem, MAX_RING_ROWS, device, forced).few
-    lasts = sorted({least_rows(problem, device), few.more_than, few.most_rows, MAX_RING_ROWS})
-    plans = [(last, decide(problem, last, device, forced).plan) for last in lasts if last]
-    return (*plans, (math.inf, decide(problem, MAX_RING_ROWS + 1, device, forced).plan))
 
 
 def _why_best(variant: str, problem: NormProblem, device: DeviceSpec) -> str:

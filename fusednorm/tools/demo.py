@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR
 
 from .. import __version__
+from ..forcing import force
 from ..modules import LayerNorm, RMSNorm
-from ..planner.forcing import force
 from ..testing import Case, Inputs, Outputs, assert_outputs_close, exact, fused, make_inputs, relative_error, stock
 from .console import optional, print_table, progress, show_beside
 from .explanation import explain

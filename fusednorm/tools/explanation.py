@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from .. import margin
+from ..forcing import forced_variant
 from ..host import fallback, gpus
 from ..host.kernel_devices import runs_kernels
 from ..operands import ForwardOperands
 from ..planner import budget
 from ..planner.cost import Cost, cost
 from ..planner.device import DeviceSpec
-from ..planner.forcing import forced_variant
 from ..planner.heuristics import Decision, decide
 from ..planner.norm_problem import NormProblem
 from ..planner.plan import (

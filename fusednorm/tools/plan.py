@@ -13,7 +13,6 @@ import torch
 from ..host import gpus
 from ..planner import device
 from ..planner.device import DeviceSpec
-from ..planner.forcing import force
 from ..planner.heuristics import choose
 from ..planner.norm_problem import NormProblem
 from ..planner.plan import VARIANTS, ColumnTilePlan, Plan
@@ -115,8 +114,8 @@ def draw_map(options: argparse.Namespace, spec: DeviceSpec) -> int:
 
     rows, cols = sorted(options.rows or MAP_ROWS), sorted(options.cols or MAP_COLS)
     names = list(REGIONS)
-    with force(options.force):
-        regions = [[region(choose(problem_of(options, width), count, spec)) for width in cols] for count in rows]
+    plans = [[choose(problem_of(options, width), count, spec, options.force) for width in cols] for count in rows]
+    regions = [[region(plan) for plan in of_rows] for of_rows in plans]
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.subplots()
     axes.pcolormesh(

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..forcing import forced_variant
 from ..host import fallback, gpus
 from ..operands import BackwardOperands, ForwardOperands
 from ..planner import heuristics
@@ -190,9 +191,9 @@ def plans_of(wanted: list[Wanted], rows: Sequence[int] | None, device: DeviceSpe
         if each.direction == "backward" and not problem.wants_any:
             continue
         if rows is None:
-            plans = [plan for _, plan in heuristics.choices(problem, device)]
+            plans = [plan for _, plan in heuristics.choices(problem, device, forced_variant())]
         else:
-            plans = [heuristics.choose(problem, count, device) for count in rows if count]
+            plans = [heuristics.choose(problem, count, device, forced_variant()) for count in rows if count]
         for plan in dict.fromkeys(plans):
             if not isinstance(plan, ReferencePlan):
                 yield each, plan
