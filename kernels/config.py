@@ -4,6 +4,7 @@ Kernels pass them on whole."""
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import ClassVar
 
 import triton.language as tl
 
@@ -131,3 +132,27 @@ class RingTile(Tile):
     def chunks_of(self, copy: int) -> int:
         """How many chunks a copy has room for; the last copy may have room beyond the last chunk."""
         return 1 if self.tail and copy else self.copy_chunks
+
+
+@dataclass(frozen=True)
+class ColumnTile(CompileTime):
+    """rows x chunk elements that num_warps warps hold: in registers or, with TMA, in a ring of num_stages stages in
+    shared memory for each tensor. The fields with defaults are for TMA only."""
+
+    rows: int
+    chunk: int
+    num_warps: int
+    num_stages: int = 0
+    group: int = 0  # tensors whose tiles are read together, and then refilled together
+    vector: int = 0  # adjacent columns of a thread
+    cluster: ClassVar[int] = 1  # CTAs that share a tile
+
+    @property
+    def stages(self) -> tl.constexpr:
+        """num_stages in the form that static_range takes."""
+        return tl.constexpr(self.num_stages)
+
+    @property
+    def groups(self) -> tl.constexpr:
+        """group in the form that static_range takes."""
+        return tl.constexpr(self.group)

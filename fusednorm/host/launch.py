@@ -17,9 +17,8 @@ from torch import Tensor
 
 from .. import margin, reference
 from ..forcing import forced_variant
-from ..kernels import column_sum, column_tiles, multiwave, parameter_gradients, pipelined, warp_specialized
-from ..kernels.column_reduction import ColumnTile
-from ..kernels.config import Norm, PartialsTile, RingTile, Tile
+from ..kernels import column_tiles, finalizer, multiwave, parameter_gradients, pipelined, warp_specialized
+from ..kernels.config import ColumnTile, Norm, PartialsTile, RingTile, Tile
 from ..planner import budget, heuristics, tile_share
 from ..planner.device import OLDEST_TRITON, DeviceSpec
 from ..planner.legality import MAX_RING_ROWS, broken_rule
@@ -187,7 +186,7 @@ def _finalize(problem: NormProblem, buffers: BackwardBuffers, num_partials: Part
     tile = partials_tile(problem.cols, problem.acc_dtype.itemsize, buffers.announces_end)
     grid = (triton.cdiv(problem.cols, tile.cols) * problem.num_sums,)
     args, options = (*buffers[1:5], num_partials, problem.cols), {"launch_pdl": True} if tile.dependent else {}
-    return Launch(column_sum.finalize, grid, args, _norm(problem), tile, options)
+    return Launch(finalizer.finalize, grid, args, _norm(problem), tile, options)
 
 
 @functools.cache

@@ -97,14 +97,14 @@ def test_a_kernel_that_calls_share_is_built_once(workers):
 
 
 def keys_of_kernels(order: list[int]) -> list[str]:
-    from fusednorm.kernels import column_sum, multiwave, pipelined, warp_specialized
+    from fusednorm.kernels import finalizer, multiwave, pipelined, warp_specialized
 
     kernels = (
         multiwave.backward,
         pipelined.backward,
         warp_specialized.backward,
         multiwave.forward,
-        column_sum.finalize,
+        finalizer.finalize,
     )
     for index in order:
         kernels[index].cache_key  # noqa: B018  computes the key on first use
