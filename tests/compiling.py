@@ -16,7 +16,7 @@ from fusednorm.operands import BackwardOperands, ForwardOperands
 from fusednorm.planner.device import DeviceSpec
 from fusednorm.planner.plan import Plan
 from fusednorm.problem import check_backward, check_forward
-from fusednorm.testing import Case, Inputs
+from fusednorm.tools.oracle import Case, Inputs
 
 DEVICES = ARCHITECTURES
 ALL_OUTPUTS = (True, True, True)
@@ -63,7 +63,7 @@ def compile_case(
 ) -> list[str]:
     """Compiles every kernel of a case, planned under force(variant), into Triton's on-disk cache; their hashes."""
     from fusednorm import force
-    from fusednorm.host import compilation
+    from fusednorm.tools import compilation
 
     with force(variant):
         launches = launches_of(case, device, output_mask, layout)

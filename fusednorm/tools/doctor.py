@@ -18,7 +18,7 @@ from .. import __version__
 from ..host import fallback, native, torch_compat, triton_compat
 from ..planner.device import OLDEST_TRITON
 from ..planner.legality import OLDEST_ARCH
-from ..testing import Case, assert_outputs_close, fused, make_inputs
+from .oracle import Case, assert_outputs_close, fused, make_inputs
 
 OLDEST_TORCH = (2, 11)
 HOW_TO_BUILD = 'in a clone run: pip install "setuptools>=68" && pip install --no-build-isolation .'

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fusednorm import LayerNormFunction, RMSNormFunction, autograd, force, forcing, reference
 from fusednorm.host.kernel_devices import kernels_on
-from fusednorm.testing import Case, Outputs, assert_outputs_close, make_inputs
+from fusednorm.tools.oracle import Case, Outputs, assert_outputs_close, make_inputs
 
 OPS = torch.ops.fusednorm
 

@@ -13,7 +13,7 @@ import fusednorm
 from fusednorm.host import fallback, gpus
 from fusednorm.operands import BackwardOperands
 from fusednorm.problem import check_backward
-from fusednorm.testing import assert_outputs_close, fused, make_inputs
+from fusednorm.tools.oracle import assert_outputs_close, fused, make_inputs
 
 pytestmark = pytest.mark.gpu
 

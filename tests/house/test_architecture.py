@@ -33,7 +33,6 @@ MAY_IMPORT = {
     "forcing": {"planner"},
     "margin": {"planner"},
     "planner": set(),
-    "testing": {"namespace"},
     # Rooms beside the path from a public function to a kernel:
     "integrations": {
         "__init__",
@@ -48,12 +47,12 @@ MAY_IMPORT = {
         "planner",
         "problem",
     },
-    "tools": {"__init__", "forcing", "host", "margin", "modules", "operands", "planner", "problem", "testing"},
+    "tools": {"__init__", "forcing", "host", "margin", "modules", "namespace", "operands", "planner", "problem"},
     "__main__": {"tools"},
 }
 AT_THE_ROOT = 15  # files at most: a listing of the package's folder fits on one screen
 # Modules that import Triton at their top. The others import it inside a function, or never.
-IMPORT_TRITON = {"columns.launch", "host.compilation", "host.launch", "host.launcher"}
+IMPORT_TRITON = {"columns.launch", "tools.compilation", "host.launch", "host.launcher"}
 
 
 def modules_of(folder: Path) -> list[Path]:
