@@ -45,10 +45,9 @@ class Failure(NamedTuple):
     def __str__(self) -> str:
         problem = self.problem
         name = f"{problem.norm}_norm {problem.direction}" if isinstance(problem, NormProblem) else "column_sum"
-        kernel = self.plan.variant if isinstance(problem, NormProblem) else self.plan.kernel
         dtype = problem.x_dtype if isinstance(problem, NormProblem) else problem.dtype
-        dtype = str(dtype).removeprefix("torch.")
-        return f"{name} of {problem.cols} columns of {dtype} cannot run as {kernel} on {self.device.name}: {self.cause}"
+        what = f"{name} of {problem.cols} columns of {str(dtype).removeprefix('torch.')}"
+        return f"{what} cannot run as {self.plan.kernel} on {self.device.name}: {self.cause}"
 
 
 _failures: dict[tuple, Failure] = {}

@@ -151,7 +151,7 @@ def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> Prepared:
     """The launches of a backward and the tensors that they will fill, by `plan` or else by the planner's choice."""
     problem, device = call.problem, call.x.tensor.device
     plan, spec = _plan_and_device(call, plan)
-    assert plan.variant != "pipelined" or problem.wants_dx != isinstance(plan, ColumnRingPlan)
+    assert plan.variant != "pipelined" or problem.wants_dx != (plan.kernel == "column_ring")
     sums, call = problem.num_sums > 0, call._replace(rows=Rows(call.rows))
     grid = grid_of(plan, problem.cols, spec, leaves_partials=sums)
     ctas, partials = Ctas(grid.ctas(call.rows)), Partials(grid.partials(call.rows))
@@ -160,7 +160,7 @@ def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> Prepared:
         torch.empty(call.normalized_shape, dtype=dtype, device=device) if wanted else None
         for wanted, dtype in ((problem.wants_dw, problem.weight_dtype), (problem.wants_db, problem.bias_dtype))
     )
-    two_passes = isinstance(plan, ColumnTilePlan) and problem.wants_dx
+    two_passes = plan.kernel == "column_tiles" and problem.wants_dx
     num_counters = triton.cdiv(problem.cols, plan.chunk) if sums and two_passes else 0
     wanted = problem.wants_dw, problem.wants_db
     sizes = WorkspaceSizes(problem.acc_dtype, problem.cols, *wanted, 2 * two_passes, num_counters)

@@ -317,7 +317,7 @@ def _multi_wave_before_ring(
     plan: PipelinedPlan, one_row: PipelinedPlan | None, problem: NormProblem, device: DeviceSpec
 ) -> Replacement:
     in_registers = multi_wave(problem, device)
-    if not isinstance(in_registers, MultiWavePlan):
+    if in_registers.kernel != "multi_wave":
         return NO_REPLACEMENT
     has_16_bits = problem.x_dtype.itemsize == 2
     if has_16_bits and problem.cols in NARROW_COLUMNS_IN_REGISTERS:

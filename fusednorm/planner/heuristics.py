@@ -24,10 +24,6 @@ from .legality import MAX_RING_ROWS, broken_rule, capability
 from .norm_problem import NormProblem
 from .plan import (
     VARIANTS,
-    ColumnRingPlan,
-    ColumnTilePlan,
-    MultiWavePlan,
-    PipelinedPlan,
     Plan,
     ReferencePlan,
     Rejected,
@@ -227,7 +223,7 @@ def best_plan(variant: str, problem: NormProblem, device: DeviceSpec) -> Plan | 
 
 def find_fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Rejected | None:
     """Why a plan that can run should not: the first rule of quality that it breaks, or None."""
-    if isinstance(plan, ColumnRingPlan):
+    if plan.kernel == "column_ring":
         return _fault_without_dx(problem, rows, device)
     if not isinstance(plan, RingPlan):
         return None
@@ -238,7 +234,7 @@ def find_fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) 
     registers = budget.registers(plan, problem, device)
     if registers > plan.max_registers:
         return Rejected("spills", f"might spill: up to {registers} registers a thread, of {plan.max_registers}")
-    one_tile = isinstance(plan, PipelinedPlan) and plan.short_lived  # with one stage, it has one tile per CTA
+    one_tile = plan.kernel == "pipelined" and plan.short_lived  # with one stage, it has one tile per CTA
     if plan.num_stages == 1 and not one_tile:
         return Rejected("one_stage", "has room for one stage only: nothing would be copied while a tile is worked on")
     if rows <= least_rows(problem, device):
@@ -271,7 +267,7 @@ def _why_pieces_are_short(box_bytes: int, problem: NormProblem, device: DeviceSp
         return None
     if problem.cols < ranges[0][0]:
         return f"which pays from {ranges[0][0]} columns on"
-    if isinstance(best_plan("multi_wave", problem, device), MultiWavePlan):
+    if best_plan("multi_wave", problem, device).kernel == "multi_wave":
         return f"which pays at {' and '.join(_range_text(*columns) for columns in ranges)}"
     return None
 
@@ -306,11 +302,11 @@ def least_rows(problem: NormProblem, device: DeviceSpec) -> int:
 def replacement(plan: Plan, problem: NormProblem, device: DeviceSpec) -> Replacement:
     """The plan that replaces `plan` at few rows, if there is one. Forced variants have one plan for all row counts."""
     tiles = tuning(problem, device).few_tiles_per_cta
-    if tiles is not None and isinstance(plan, PipelinedPlan):
+    if tiles is not None and plan.kernel == "pipelined":
         return few_rows.replacement_of_pipelined(plan, problem, device, tiles)
-    if tiles is not None and isinstance(plan, MultiWavePlan):
+    if tiles is not None and plan.kernel == "multi_wave":
         return few_rows.replacement_of_multi_wave(plan, problem, device)
-    if tiles is not None and isinstance(plan, ColumnTilePlan):
+    if tiles is not None and plan.kernel == "column_tiles":
         return few_rows.replacement_of_column_tiles(problem, device)
     return NO_REPLACEMENT
 
@@ -329,7 +325,7 @@ def _why_best(variant: str, problem: NormProblem, device: DeviceSpec) -> str:
 
 
 def _why_few(few: Replacement) -> str:
-    if isinstance(few.plan, PipelinedPlan):
+    if few.plan.kernel == "pipelined":
         how = "by a ring over two CTAs"
     elif few.plan.short_lived:
         how = "without a ring, by one row tile for each CTA"

@@ -15,7 +15,7 @@ from ..planner import device
 from ..planner.device import DeviceSpec
 from ..planner.heuristics import choose
 from ..planner.norm_problem import NormProblem
-from ..planner.plan import VARIANTS, ColumnTilePlan, Plan
+from ..planner.plan import VARIANTS, Plan
 from . import console
 from .explanation import DTYPES, explain_problem
 
@@ -101,7 +101,7 @@ def problem_of(options: argparse.Namespace, cols: int) -> NormProblem:
 
 def region(plan: Plan) -> str:
     """The plan's name on the map."""
-    return COLUMN_TILES if isinstance(plan, ColumnTilePlan) else plan.variant
+    return COLUMN_TILES if plan.kernel == "column_tiles" else plan.variant
 
 
 def draw_map(options: argparse.Namespace, spec: DeviceSpec) -> int:
