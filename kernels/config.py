@@ -96,9 +96,9 @@ class RingTile(Tile):
     threads_per_row: int = 32  # threads of a CTA that share a row's columns
     whole: bool = False  # the chunks are exactly a row, without padding, so that all threads have equally many columns
     weight_in_smem: bool = False  # weight and bias are kept in shared memory, else in registers
-    # pipelined.backward loads a tile's statistics a whole tile ahead, not half a tile, and may store the partials
-    # before the last tile's dx (partial_sums.stores_early). False where registers are short. Its worth:
-    # bench/NOTES.md, "Evidence behind constants".
+    # pipelined.backward loads statistics one tile ahead, else half a tile, and may store the partials before the last
+    # tile's dx (partial_sums.stores_early). False if registers are short. Its worth: bench/NOTES.md, "Evidence behind
+    # constants".
     prefetches_statistics: bool = True
     in_pairs: bool = False  # bfloat16 values become float32 two at a time: see rowmath.widen
     cluster: int = 1  # CTAs that share a row: `chunk` columns of each chunk in each CTA

@@ -61,8 +61,8 @@ def partial_store_layout(tile):
 
 @gluon.jit
 def to_shared_memory(chunks, wanted: gl.constexpr, tile: gl.constexpr):
-    """The chunks of dw or db, in shared memory if their rows are in different warps. Only after the row loop: the
-    compiler gives this memory the place of the ring, which is no longer used. A ring of two stages is as large.
+    """The chunks of dw or db, in shared memory if their rows are in different warps. Call this after the row
+    loop: the compiler gives this memory the place of the ring, and a ring of two stages is large enough.
 
     The compiler puts CTA barriers between the ring's last reads and these stores, and between the stores and the reads
     of other warps' rows. All chunks are stored before any is read, so one barrier of the second kind is enough. One by

@@ -162,8 +162,8 @@ def _captured_bytes(plan: WarpSpecializedPlan, problem: NormProblem) -> int:
 
 
 def _packed(buffers: list[Buffer]) -> int:
-    """Bytes of the buffers in Triton's packing: largest first, each at the lowest free place. The gap that alignment
-    leaves below a buffer is lost to the buffers of the same life."""
+    """Bytes of the buffers in Triton's packing: largest first, each at the lowest free place. Buffers of the same
+    life cannot use the padding below an aligned buffer."""
     placed: list[tuple[int, int, Buffer]] = []  # (first byte lost, first byte used, buffer), by first byte used
     for buffer in sorted(buffers, key=lambda buffer: -buffer.size):
         place = 0

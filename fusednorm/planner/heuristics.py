@@ -50,9 +50,8 @@ class Tuning:
     ring_rows_per_sm_without_dx: int | None = None  # the same for a backward of dw and db alone; None: not measured
     narrowest_ring_bytes: dict[str, int] = field(default_factory=dict)  # by norm: least bytes of a row of x
     # By (norm, bytes of an element of x), then by piece, the bytes of a row that TMA copies at once: the ranges of
-    # columns at which a ring pays. An entry holds for pieces of its length up to the next entry's. From the start of
-    # its first range on, a ring also pays where multi-wave cannot hold the row in registers. Pieces shorter than every
-    # entry do not pay or have not been tried.
+    # columns at which a ring pays. The longest entry that is not longer than the piece holds; without one there is no
+    # ring. Where multi-wave cannot hold the row in registers, only the start of the first range counts.
     columns_by_piece: dict[tuple[str, int], dict[int, Ranges]] = field(default_factory=dict)
     # By (norm, bytes of an element of x): columns at which multi-wave is faster than any ring.
     slower_columns: dict[tuple[str, int], tuple[range, ...]] = field(default_factory=dict)
@@ -68,6 +67,7 @@ UNKNOWN = Tuning(("multi_wave",), "no other schedule has been tried on this arch
 # pieces as well.
 ANY_COLUMNS = ((0, math.inf),)
 FLOAT32_BACKWARD_PIECES, FLOAT32_FORWARD_PIECES = {16: ((7168, math.inf),), 64: ANY_COLUMNS}, {64: ANY_COLUMNS}
+# The values of Hopper were measured on an H200. Every GPU of compute capability 9.0 gets them.
 HOPPER_BACKWARD_PIECES = {
     ("layer", 2): {16: ((8192, math.inf),), 32: ((160, 1280), (2049, math.inf)), 64: ANY_COLUMNS},
     ("rms", 2): {16: ((8192, math.inf),), 32: ((160, 1280), (4097, 5120)), 64: ANY_COLUMNS},

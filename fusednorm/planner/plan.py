@@ -16,10 +16,11 @@ from typing import ClassVar
 from .device import DeviceSpec
 from .norm_problem import NormProblem
 
-# A backward adds a CTA per SM, or a cluster, only if it gets at least this much work: row tiles; rows, for a cluster;
-# rows, for a multi-wave tile of several narrow rows. With less, storing and summing its dw and db partials costs more
-# than it saves.
-MIN_TILES_OF_CTA, MIN_ROWS_OF_CLUSTER, MIN_NARROW_ROWS = 2, 2, 8
+# A backward adds a CTA per SM, or a cluster, only for this much work. With less, storing and summing its partials of dw
+# and db costs more than it saves.
+MIN_TILES_OF_CTA = 2  # row tiles
+MIN_ROWS_OF_CLUSTER = 2  # rows
+MIN_NARROW_ROWS = 8  # rows, in multi-wave tiles of several rows
 
 # Least work of a short-lived CTA: row tiles, because it loads the parameters while its first tile arrives; in a cluster
 # also rows and elements, because it begins by waiting for the other CTAs.
