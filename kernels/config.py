@@ -52,7 +52,7 @@ class Tile(CompileTime):
     num_warps: int  # warps that work on a tile together
     # cols and all row strides are multiples of 2^log2_divisor. 0 if 16 divides them: Triton detects that itself.
     log2_divisor: int = 0
-    one_tile: bool = False  # forward: no CTA has a second tile, so nothing is loaded ahead
+    one_tile: bool = False  # forward: no CTA has a second tile (a short-lived plan), so nothing is loaded ahead
     announces_end: bool = False  # backward: the launch that sums its partials is a dependent launch
 
     @property
