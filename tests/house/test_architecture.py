@@ -151,6 +151,15 @@ def test_kernels_import_triton_and_each_other_only(path):
     assert {name.split(".")[0] for name in everywhere(path)} <= {"triton", "kernels"} | sys.stdlib_module_names
 
 
+@pytest.mark.parametrize("path", modules_of(KERNELS), ids=lambda path: path.name)
+def test_types_that_kernels_fix_for_their_arguments_reach_triton(path):
+    """Postponed evaluation would turn the type "i64" into a string in a string, which Triton ignores."""
+    tree = ast.parse(path.read_text())
+    types = [node.annotation for node in ast.walk(tree) if isinstance(node, ast.arg)]
+    fixed = [each.value for each in types if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+    assert not fixed or "__future__.annotations" not in imports(path, ast.walk(tree))
+
+
 @pytest.mark.parametrize("path", modules_of(PACKAGE), ids=name_of)
 def test_triton_and_inductor_are_imported_only_where_they_belong(path):
     name, top = name_of(path), set(imports(path, ast.parse(path.read_text()).body))
