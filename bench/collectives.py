@@ -31,14 +31,14 @@ def cells() -> list[tuple]:
 def slowdowns(cell: tuple, margin: int = 0) -> list[float]:
     """Our time beside each collective, as a multiple of the time alone without a margin."""
     found = times()
-    return [found[*cell, OURS, company, margin] / found[*cell, OURS, "alone", 0] for company in COLLECTIVES]
+    return [found[(*cell, OURS, company, margin)] / found[(*cell, OURS, "alone", 0)] for company in COLLECTIVES]
 
 
 def ratios(cell: tuple, peer: str) -> list[float]:
     """The peer's time beside each collective, divided by ours; nothing if it was not timed."""
     found = times()
     return [
-        found[*cell, peer, company, 0] / found[*cell, OURS, company, 0]
+        found[(*cell, peer, company, 0)] / found[(*cell, OURS, company, 0)]
         for company in COLLECTIVES
         if (*cell, peer, company, 0) in found
     ]
@@ -49,7 +49,7 @@ def beside() -> str:
     lines = []
     for cell in cells():
         through, norm, rows, cols = cell
-        line = [f"{LINKS[through]}, {NAMES[norm]} {rows}x{cols}", microseconds(times()[*cell, OURS, "alone", 0])]
+        line = [f"{LINKS[through]}, {NAMES[norm]} {rows}x{cols}", microseconds(times()[(*cell, OURS, "alone", 0)])]
         found = [slowdowns(cell), slowdowns(cell, MARGIN), ratios(cell, "aten"), ratios(cell, "cudnn")]
         lines.append([*line, *(", ".join(f"{ratio:.2f}" for ratio in each) for each in found)])
     return table(header, lines)
@@ -84,5 +84,7 @@ def step_changes() -> list[float]:
     """By how much our medians are longer than stock's of the same day and way."""
     found = steps()
     return [
-        each["median_ms"] / found[*key[:4], "stock"]["median_ms"] - 1 for key, each in found.items() if key[4] != "stock"
+        each["median_ms"] / found[(*key[:4], "stock")]["median_ms"] - 1
+        for key, each in found.items()
+        if key[4] != "stock"
     ]

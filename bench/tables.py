@@ -1,4 +1,4 @@
-"""Tables and numbers of the documents, made from the records in bench/results. bench.report and bench.documents use them.
+"""Tables and numbers of the documents, made from the records in bench/results.
 
 A table takes the newest day that has all its cells. A peer that was not timed on that day is taken from an older day
 and compared with our time of that older day.
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .candidates import FLOOR, OURS
-from .cases import DIRECTIONS, NORMS, SHAPE_SETS, parse_shape
+from .cases import NORMS, SHAPE_SETS, parse_shape
 from .records import RESULTS, by_day, is_plain, newest, rows_of, timed
 
 GPUS = {"H200": "nvidia-h200", "H100": "nvidia-h100-80gb-hbm3"}  # name -> folder of its results
@@ -23,10 +23,12 @@ NAMES = {"layer": "LayerNorm", "rms": "RMSNorm", "aten": "ATen", "cudnn": "cuDNN
          "inductor": "torch.compile", "inductor_mix": "torch.compile, mix-order", FLOOR: "floor", OURS: "fusednorm",
          "gpt2": "GPT-2", "llama": "Llama"}  # fmt: skip
 PEERS = ("cudnn", "quack", "inductor", "liger", "aten")
+DIRECTIONS = ("backward", "forward")
 DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 CHAINS = {"alone": "alone", "four": "four in a row", "elementwise": "between element-wise kernels",
           "matmul": "between matrix products"}  # fmt: skip
-OTHER_TRITON = "3.9.0"  # of releases.jsonl
+FRONT_PAGE = [("backward", "aten"), ("backward", "cudnn"), ("forward", "aten"), ("forward", "cudnn")]
+OTHER_TRITON, SLOWER = "3.9.0", 1.05  # of releases.jsonl; the ratio from which a cell is named
 
 
 def records_of(tool: str, gpu: str = "H200") -> list[dict]:
@@ -175,6 +177,18 @@ def every_peer() -> str:
     return table([*header, "peer faster in", "day"], lines)
 
 
+def speeds() -> str:
+    """What the front page says: geometric means over the twelve shapes in bfloat16."""
+    lines = [
+        [
+            f"{NAMES[norm]}, {gpu}",
+            *(f"{means(norm, peer, direction, gpu=gpu).ratio:.2f}" for direction, peer in FRONT_PAGE),
+        ]
+        for gpu, norm in itertools.product(GPUS, NORMS)
+    ]
+    return table(["time over ours", *(f"{direction}, {NAMES[peer]}" for direction, peer in FRONT_PAGE)], lines)
+
+
 class Ahead(NamedTuple):
     """A place where a peer is faster than ours, by the fraction `by`."""
 
@@ -294,7 +308,7 @@ def held_sms() -> str:
     cells = beside_times()
     columns = ((0, 0), (32, 0), (32, 32))
     lines = [
-        [f"{NAMES[norm]} {rows}x{cols}", *(microseconds(cells[norm, rows, cols, OURS, *each]) for each in columns)]
+        [f"{NAMES[norm]} {rows}x{cols}", *(microseconds(cells[(norm, rows, cols, OURS, *each)]) for each in columns)]
         for norm, rows, cols in dict.fromkeys(key[:3] for key in cells)
     ]
     return table(["backward, us", "alone", "32 held, no margin", "32 held, margin 32"], lines)
@@ -380,8 +394,8 @@ def release_ratios() -> dict[tuple[str, str, str], dict[tuple, float]]:
 def releases() -> str:
     lines = []
     for (norm, direction, dtype), ratios in release_ratios().items():
-        slow = {shape: ratio for shape, ratio in ratios.items() if ratio >= 1.05}
+        slow = {shape: ratio for shape, ratio in ratios.items() if ratio >= SLOWER}
         said = ", ".join(f"{rows}x{cols} {ratio:.2f}" for (rows, cols), ratio in slow.items())
         line = [NAMES[norm], direction, DTYPES[dtype], f"{statistics.geometric_mean(ratios.values()):.3f}"]
         lines.append([*line, f"{min(ratios.values()):.2f}", f"{max(ratios.values()):.2f}", said])
-    return table(["norm", "direction", "dtype", "geometric mean", "least", "most", "1.05 and more"], lines)
+    return table(["norm", "direction", "dtype", "geometric mean", "least", "most", f"{SLOWER} and more"], lines)
