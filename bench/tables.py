@@ -186,7 +186,8 @@ def speeds() -> str:
         ]
         for gpu, norm in itertools.product(GPUS, NORMS)
     ]
-    return table(["time over ours", *(f"{direction}, {NAMES[peer]}" for direction, peer in FRONT_PAGE)], lines)
+    names = {"aten": "PyTorch", "cudnn": "cuDNN"}
+    return table(["", *(f"{direction}, {names[peer]}" for direction, peer in FRONT_PAGE)], lines)
 
 
 class Ahead(NamedTuple):
