@@ -14,12 +14,14 @@ from pathlib import Path
 from . import collectives, tables
 from .collectives import ratios, slowdowns
 from .tables import means
+from .zoo import page as zoo
 
 ROOT = Path(__file__).parents[1]
 NUMBER = r"-?\d+(?:\.\d+)?"
 BOTH = ("layer", "rms")
 
 TABLES: dict[str, Callable[[], str]] = {
+    "models": zoo.front,
     "speeds": tables.speeds,
     "beside NCCL": collectives.beside,
     "held SMs": tables.held_sms,

@@ -1,7 +1,7 @@
 """Makes bench/RESULTS.md, its pictures, and the numbers in other documents from the committed results.
 
-    python -m bench.report            # writes all of it
-    python -m bench.report --check    # exit code 1 if a document differs from what the results give
+python -m bench.report            # writes all of it
+python -m bench.report --check    # exit code 1 if a document differs from what the results give
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from .tables import (
     training_steps,
     twelve_shapes,
 )
+from .zoo import page as zoo
 
 PAGE = RESULTS.parent / "RESULTS.md"
 PICTURE, WIDTHS = RESULTS / "twelve-shapes.png", RESULTS / "widths.png"
@@ -51,6 +52,7 @@ faster than ours."""
 
 def page() -> str:
     parts = [INTRODUCTION, f"![Times over the floor]({PICTURE.relative_to(RESULTS.parent)})"]
+    parts += zoo.section()
     for gpu in GPUS:
         cells = proof(measured_days(gpu))
         for dtype in cells.dtypes:
@@ -149,6 +151,8 @@ def main(arguments: list[str] | None = None) -> int:
         path.write_text(wanted[path])
     draw_twelve_shapes(proof(measured_days()), PICTURE)
     draw_widths(newest_day("widths"), WIDTHS)
+    for records in list(zoo.records_of_gpus().values())[:1]:
+        zoo.draw(records, zoo.PICTURE)
     print(*differ, PICTURE, WIDTHS, sep="\n")
     return 0
 
