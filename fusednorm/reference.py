@@ -71,12 +71,7 @@ def layer_norm_formula(
     mean = mean + (upcast - mean).mean(dims, keepdim=True)  # takes away its rounding error: large equal x give y = 0
     centered = upcast - mean
     rstd = torch.rsqrt(centered.square().mean(dims, keepdim=True) + eps)
-    y = centered * rstd
-    if weight is not None:
-        y = y * weight.to(dtype)
-    if bias is not None:
-        y = y + bias.to(dtype)
-    return y.to(x.dtype).contiguous(), mean, rstd
+    return _affine(centered * rstd, weight, bias).to(x.dtype).contiguous(), mean, rstd
 
 
 def rms_norm_formula(
@@ -86,10 +81,14 @@ def rms_norm_formula(
     dtype, dims = accumulation_dtype(x.dtype), _normalized_dims(normalized_shape)
     upcast = x.to(dtype)
     rstd = torch.rsqrt(upcast.square().mean(dims, keepdim=True) + resolve_eps(eps, x.dtype))
-    y = upcast * rstd
+    return _affine(upcast * rstd, weight).to(x.dtype).contiguous(), rstd
+
+
+def _affine(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
+    """x_hat * weight + bias, in x_hat's dtype."""
     if weight is not None:
-        y = y * weight.to(dtype)
-    return y.to(x.dtype).contiguous(), rstd
+        x_hat = x_hat * weight.to(x_hat.dtype)
+    return x_hat if bias is None else x_hat + bias.to(x_hat.dtype)
 
 
 def backward_formula(
@@ -117,7 +116,7 @@ def backward_formula(
     x_hat, dy = centered * rstd, grad_out.to(dtype)
     dx = dw = db = None
     if output_mask[0]:
-        wdy = dy if weight is None else dy * weight.to(dtype)
+        wdy = _affine(dy, weight)
         inner = wdy - x_hat * (wdy * x_hat).mean(dims, keepdim=True)
         if mean is not None:
             inner = inner - wdy.mean(dims, keepdim=True)

@@ -154,15 +154,14 @@ def hold_parameter(loaded, present: gl.constexpr, in_smem: gl.constexpr, tile: g
 
 @gluon.jit
 def parameter_row(held, tile: gl.constexpr):
-    """One chunk of a parameter that `hold_parameter` keeps, [1, cluster, chunk], in float32."""
-    if tile.weight_in_smem:
+    """One chunk of a parameter that `hold_parameter` keeps, [1, cluster, chunk], in float32; the placeholder of an
+    absent parameter as it is."""
+    row = held
+    if isinstance(held, gl.shared_memory_descriptor):
         row = held.load(column_layout(tile))
-    else:
-        row = held
-    row = gl.expand_dims(row, 0)
-    if tile.in_pairs:
-        row = widen(row, True)
-    return row.to(gl.float32)
+    if isinstance(row, gl.tensor):
+        row = gl.expand_dims(row, 0)
+    return widen(row, tile.in_pairs)
 
 
 @gluon.jit
