@@ -49,6 +49,9 @@ def load_parameter(ptr, cols, present: tl.constexpr, columns: tl.constexpr, tile
     the columns of chunk c, and with them the shape and the layout. Placeholders if it is not `present`."""
     chunks = ()
     for c in tl.static_range(tile.chunks):
-        col = columns(c, tile)
-        chunks = chunks + (load_if(present, ptr, col, col < cols),)
+        if present:
+            col = columns(c, tile)
+            chunks = chunks + (tl.load(ptr + col, mask=col < cols, other=0.0),)
+        else:
+            chunks = chunks + (0.0,)
     return chunks

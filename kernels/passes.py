@@ -120,8 +120,8 @@ def store_y(y_ptr, x, statistics, weight, bias, row, cols, norm: gl.constexpr, t
     """Second pass of the forward: y of the tile at `row`."""
     for c in gl.static_range(tile.chunks):
         y = normalize(x[c].to(gl.float32), statistics.mean, statistics.rstd, norm)
-        y = norm.form.scale(y, parameter_row(weight[c], tile), norm)
-        y = norm.form.shift(y, parameter_row(bias[c], tile), norm)
+        y = norm.form.scale(y, parameter_row(weight[c], norm.has_weight, tile), norm)
+        y = norm.form.shift(y, parameter_row(bias[c], norm.has_bias, tile), norm)
         # y is likely to be read soon, x perhaps never again: L2 should evict y's lines last.
         store_chunk(y_ptr, y, row, cols, c, "evict_last", tile)
 
@@ -138,7 +138,7 @@ def sum_tile(x, dy, statistics, weight, sums, norm: gl.constexpr, tile: gl.const
     for c in gl.static_range(tile.chunks):
         x_hat = normalize(widen(x[c], tile.in_pairs), statistics.mean, statistics.rstd, norm)
         wide_dy = widen(dy[c], tile.in_pairs)
-        g = norm.form.upstream(wide_dy, parameter_row(weight[c], tile), norm)
+        g = norm.form.upstream(wide_dy, parameter_row(weight[c], norm.has_weight, tile), norm)
         sum_gx += g * x_hat
         sum_g += g
         dw = dw + (sums.dw[c] + norm.form.to_dw(wide_dy, x_hat, norm),)
@@ -161,7 +161,7 @@ def store_dx(dx_ptr, x, dy, statistics, row_sums, weight, residual, row, cols, n
     mean = statistics.mean
     rstd = statistics.rstd
     for c in gl.static_range(tile.chunks):
-        g = norm.form.upstream(widen(dy[c], tile.in_pairs), parameter_row(weight[c], tile), norm)
+        g = norm.form.upstream(widen(dy[c], tile.in_pairs), parameter_row(weight[c], norm.has_weight, tile), norm)
         dx = input_gradient(g, widen(x[c], tile.in_pairs), mean, rstd, mean_gx, mean_g, norm)
         dx = norm.form.to_dx(dx, widen(residual[c], tile.in_pairs), norm)
         store_chunk(dx_ptr, dx, row, cols, c, "", tile)

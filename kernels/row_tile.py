@@ -153,15 +153,15 @@ def hold_parameter(loaded, present: gl.constexpr, in_smem: gl.constexpr, tile: g
 
 
 @gluon.jit
-def parameter_row(held, tile: gl.constexpr):
+def parameter_row(held, present: gl.constexpr, tile: gl.constexpr):
     """One chunk of a parameter that `hold_parameter` keeps, [1, cluster, chunk], in float32; the placeholder of an
     absent parameter as it is."""
     row = held
-    if isinstance(held, gl.shared_memory_descriptor):
-        row = held.load(column_layout(tile))
-    if isinstance(row, gl.tensor):
-        row = gl.expand_dims(row, 0)
-    return widen(row, tile.in_pairs)
+    if present:
+        if tile.weight_in_smem:
+            row = held.load(column_layout(tile))
+        row = widen(gl.expand_dims(row, 0), tile.in_pairs)
+    return row
 
 
 @gluon.jit
