@@ -7,12 +7,12 @@ derivative must differentiate the inside of an op.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from .operands import BackwardOperands, Operands, Outputs
+from .operands import Operands, Outputs, call_op
 from .planner.norm_problem import accumulation_dtype
 from .problem import BackwardCall, ForwardCall, resolve_eps, stats_shape, validate
 
@@ -52,13 +52,8 @@ def backward(call: BackwardCall) -> tuple[Tensor | None, Tensor | None, Tensor |
 def formula(operands: Operands) -> Outputs:
     """The outputs, as plain tensor code. Checks the operands."""
     validate(operands)
-    if isinstance(operands, BackwardOperands):
-        return backward_formula(*operands[1:11])
-    _, x, shape, weight, bias, eps, _ = operands
-    if operands.norm == "layer":
-        return layer_norm_formula(x, shape, weight, bias, eps)
-    y, rstd = rms_norm_formula(x, shape, weight, eps)
-    return y, None, rstd
+    own = FORMULAS.get(operands.op)
+    return call_op(own, operands) if own else backward_formula(*operands[1:11])
 
 
 def layer_norm_formula(
@@ -161,3 +156,7 @@ def _normalized_dims(normalized_shape: Sequence[int]) -> tuple[int, ...]:
 
 def _cast(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
     return None if tensor is None else tensor.to(dtype)
+
+
+# Of an op's arguments. All other ops are backwards of both norms.
+FORMULAS: dict[str, Callable[..., tuple]] = {"layer_norm_fwd": layer_norm_formula, "rms_norm_fwd": rms_norm_formula}

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "autograd": {"forcing", "host", "namespace", "operands", "ops", "planner", "problem", "reference", "sharding"},
     "columns": {"host", "kernels", "namespace", "ops", "planner", "problem", "sharding"},
     "operands": set(),
-    "sharding": {"namespace"},
+    "sharding": {"namespace", "operands"},
     "namespace": set(),
     "ops": {"host", "namespace", "operands", "planner", "problem", "reference"},
     "host": {"forcing", "kernels", "margin", "operands", "planner", "problem", "reference"},
