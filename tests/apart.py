@@ -19,6 +19,7 @@ from _pytest.runner import runtestprotocol
 from fusednorm.host import building
 
 HERE = Path(__file__).parent
+serving = False  # whether this is a process apart
 NEEDS_CPP = "host/native"
 FOLDERS = {folder: HERE / folder for folder in (NEEDS_CPP, "kernels/simulated", "simulator")}
 
@@ -79,6 +80,8 @@ def start(config: pytest.Config, folder: Path) -> Connection:
 
 def serve(connection: Connection, options: list[str]) -> None:
     """The process apart: runs the tests whose ids it receives, until the connection is closed."""
+    global serving
+    serving = True
     os.environ.pop("TRITON_INTERPRET", None)  # still in time: nothing has imported Triton
     pytest.main(options, plugins=[Server(connection)])
 
@@ -108,8 +111,3 @@ class Server:
             self.connection.send(
                 [hook.pytest_report_to_serializable(config=session.config, report=each) for each in reports]
             )
-
-
-def inside(config: pytest.Config) -> bool:
-    """Whether this is a process apart."""
-    return any(isinstance(plugin, Server) for plugin in config.pluginmanager.get_plugins())

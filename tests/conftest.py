@@ -14,17 +14,22 @@ from fusednorm.tools.interpreter import enable_interpreter
 
 if find_spec("triton") is None:
     collect_ignore = [*apart.FOLDERS]  # these tests compile kernels
+CHOSEN = os.environ.get("TRITON_INTERPRET")
+if not apart.serving:
+    # The interpreter must be chosen before triton is imported, and a conftest.py below this one may do that. A process
+    # that interprets cannot compile: other tests that compile start a process of their own, without this variable.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if "gpu" in config.option.markexpr.replace("not gpu", ""):
+        if CHOSEN is None:
+            del os.environ["TRITON_INTERPRET"]
         return
     # Tensors are small: a second thread would mostly spin while it waits, and take processor time from others.
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # for processes that tests start
-    if not apart.inside(config):
-        # The interpreter must be chosen before triton is imported. A process that interprets cannot compile: other
-        # tests that compile start a process of their own, without TRITON_INTERPRET.
+    if not apart.serving:
         enable_interpreter()
         config.pluginmanager.register(apart.Processes())
 

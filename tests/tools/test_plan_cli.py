@@ -207,6 +207,14 @@ def test_explain_sees_strides_alignment_and_copies():
     assert not fusednorm.explain(torch.empty(64, 128), (128,), direction="forward", device=H200).notes
 
 
+def test_explain_gives_each_reason_once():
+    text = str(fusednorm.explain(torch.empty(64, 128), (128,)))
+    assert text.count("x is on cpu, where ATen's kernels run") == 1 and "not " not in text
+    text = str(fusednorm.explain(torch.empty(64, 128), (128,), device=A100))
+    lines = [line.strip() for line in text.splitlines() if line.strip().startswith("not ")]
+    assert lines[0].startswith("not pipelined or warp_specialized: ") and len(lines) == 2
+
+
 def test_explain_knows_of_force_and_of_nothing_to_do():
     x = torch.empty(64, 1024, dtype=torch.bfloat16)
     with fusednorm.force("pipelined"):
