@@ -14,8 +14,8 @@ HERE = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"', (HERE / "fusednorm" / "__init__.py").read_text(), re.MULTILINE).group(1)
 LINUX = "sys_platform == 'linux' and (platform_machine == 'x86_64' or platform_machine == 'aarch64')"
 
-# An editable install needs no mapping, because the package finds kernels/ beside it. Without one setuptools makes a .pth
-# file. Its other way would lose to the folder of the clone: in the folder that holds a clone called fusednorm,
+# An editable install needs no mapping, because the package finds kernels/ beside it. Without one setuptools writes a
+# .pth file. Its other way would lose to the folder of the clone: in the folder that holds a clone called fusednorm,
 # `import fusednorm` would find the clone, as an empty namespace.
 EDITABLE = "editable_wheel" in sys.argv
 KERNELS = {} if EDITABLE else {"fusednorm.kernels": "kernels"}  # a top-level `kernels` would hide another package

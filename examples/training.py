@@ -150,7 +150,7 @@ def report(runs: dict[str, Run], tokens_in_a_step: int, picture: Path) -> None:
         last = statistics.mean(run.losses[-10:])
         print(f"{label:12} {speed:>19}  {run.memory_bytes / 2**30:6.2f} GiB  loss {run.losses[0]:.3f} -> {last:.3f}")
     if not all(run.seconds[WARM_UP_STEPS:] for run in runs.values()):
-        print(f"The first {WARM_UP_STEPS} steps warm up and are not timed: --steps {10 * WARM_UP_STEPS} times the others.")
+        print(f"The first {WARM_UP_STEPS} steps warm up and are not timed: ask for --steps {10 * WARM_UP_STEPS}.")
     elif not torch.cuda.is_available():
         print("On a CPU all of these run the same norms: differences in tokens/s are noise.")
     draw({label: run.losses for label, run in runs.items()}, picture, "A language model on Python's help")

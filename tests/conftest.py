@@ -1,5 +1,6 @@
-"""Two tiers: the CPU tier (default) interprets the Triton kernels, the GPU tier (-m gpu) runs them natively. Some folders
-of the CPU tier run in processes of their own, which do not interpret (apart.py)."""
+"""Two tiers: the CPU tier (default) interprets the Triton kernels, the GPU tier (-m gpu) runs them natively.
+
+Some folders of the CPU tier run in processes of their own, which do not interpret (apart.py)."""
 
 from __future__ import annotations
 

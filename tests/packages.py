@@ -49,7 +49,7 @@ def package(pattern: str) -> Path:
 
 @pytest.fixture(scope="module", params=RELEASES)
 def installed(request, tmp_path_factory):
-    """(python, torch): the Python of an environment in which the wheel is installed, and the torch that must be there."""
+    """(python, torch): the Python of an environment with the wheel, and the release of torch that must be there."""
     home, release = tmp_path_factory.mktemp("environment"), RELEASES[request.param]
     venv.create(home, with_pip=True)
     python, constraints = home / "bin" / "python", home / "constraints.txt"

@@ -114,8 +114,8 @@ def test_compile_unmodified_says_which_norms_became_ours(asked, tmp_path, capsys
 
 
 def test_steps_that_warm_up_have_no_speed(tmp_path, capsys):
-    runs = {"stock norms": training.Run([5.0] * 3, [9.0, 9.0, 9.0]), "fusednorm": training.Run([5.0] * 9, [9.0] * 5 + [0.5] * 4)}
-    training.report(runs, 100, tmp_path / "picture.png")
+    short, long = training.Run([5.0] * 3, [9.0] * 3), training.Run([5.0] * 9, [9.0] * 5 + [0.5] * 4)
+    training.report({"stock norms": short, "fusednorm": long}, 100, tmp_path / "picture.png")
     stock, ours, rule, *_ = capsys.readouterr().out.splitlines()
     assert "not timed" in stock and " 200 tokens/s" in ours and "--steps 50" in rule
 
