@@ -21,9 +21,9 @@ from . import functional, layers  # noqa: E402
 from .autograd import LayerNormFunction, RMSNormFunction  # noqa: E402
 from .columns.explanation import explain_column_sum  # noqa: E402
 from .columns.ops import column_sum  # noqa: E402
+from .forcing import force  # noqa: E402
 from .margin import sm_margin  # noqa: E402
 from .modules import LayerNorm, RMSNorm  # noqa: E402
-from .planner.forcing import force  # noqa: E402
 from .tools.explanation import explain  # noqa: E402
 from .tools.warm import warmup  # noqa: E402
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import ops, reference, sharding
+from .forcing import asked_variants, force
 from .host import native, prepared, torch_compat
 from .host.kernel_devices import runs_kernels
 from .host.prepared import PLAIN_TYPES
@@ -37,7 +38,6 @@ from .host.torch_compat import (
 )
 from .namespace import NAMESPACE, TORCH_OPS
 from .operands import OPERANDS_OF_OP, BackwardOperands, ForwardOperands, Operands, Outputs, as_op, call_op
-from .planner.forcing import asked_variants, force
 from .planner.norm_problem import accumulation_dtype
 
 

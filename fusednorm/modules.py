@@ -1,4 +1,7 @@
-"""torch.nn.LayerNorm and torch.nn.RMSNorm on this package's kernels: same parameters, state dicts and repr."""
+"""torch.nn.LayerNorm and torch.nn.RMSNorm on this package's kernels: same parameters, state dicts and repr.
+
+The classes of the same names in layers.py are forwards alone, for Hugging Face's `kernels`.
+"""
 
 from __future__ import annotations
 

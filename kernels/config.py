@@ -4,6 +4,7 @@ Kernels pass them on whole."""
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import ClassVar
 
 import triton.language as tl
 
@@ -51,7 +52,7 @@ class Tile(CompileTime):
     num_warps: int  # warps that work on a tile together
     # cols and all row strides are multiples of 2^log2_divisor. 0 if 16 divides them: Triton detects that itself.
     log2_divisor: int = 0
-    one_tile: bool = False  # forward: no CTA has a second tile, so nothing is loaded ahead
+    one_tile: bool = False  # forward: no CTA has a second tile (a short-lived plan), so nothing is loaded ahead
     announces_end: bool = False  # backward: the launch that sums its partials is a dependent launch
 
     @property
@@ -95,9 +96,9 @@ class RingTile(Tile):
     threads_per_row: int = 32  # threads of a CTA that share a row's columns
     whole: bool = False  # the chunks are exactly a row, without padding, so that all threads have equally many columns
     weight_in_smem: bool = False  # weight and bias are kept in shared memory, else in registers
-    # pipelined.backward loads a tile's statistics a whole tile ahead, not half a tile, and may store the partials
-    # before the last tile's dx (partial_sums.stores_early). False where registers are short. Its worth:
-    # bench/NOTES.md, "Evidence behind constants".
+    # pipelined.backward loads statistics one tile ahead, else half a tile, and may store the partials before the last
+    # tile's dx (partial_sums.stores_early). False if registers are short. Its worth: bench/NOTES.md, "Evidence behind
+    # constants".
     prefetches_statistics: bool = True
     in_pairs: bool = False  # bfloat16 values become float32 two at a time: see rowmath.widen
     cluster: int = 1  # CTAs that share a row: `chunk` columns of each chunk in each CTA
@@ -131,3 +132,27 @@ class RingTile(Tile):
     def chunks_of(self, copy: int) -> int:
         """How many chunks a copy has room for; the last copy may have room beyond the last chunk."""
         return 1 if self.tail and copy else self.copy_chunks
+
+
+@dataclass(frozen=True)
+class ColumnTile(CompileTime):
+    """rows x chunk elements that num_warps warps hold: in registers or, with TMA, in a ring of num_stages stages in
+    shared memory for each tensor. The fields with defaults are for TMA only."""
+
+    rows: int
+    chunk: int
+    num_warps: int
+    num_stages: int = 0
+    group: int = 0  # tensors whose tiles are read together, and then refilled together
+    vector: int = 0  # adjacent columns of a thread
+    cluster: ClassVar[int] = 1  # CTAs that share a tile
+
+    @property
+    def stages(self) -> tl.constexpr:
+        """num_stages in the form that static_range takes."""
+        return tl.constexpr(self.num_stages)
+
+    @property
+    def groups(self) -> tl.constexpr:
+        """group in the form that static_range takes."""
+        return tl.constexpr(self.group)

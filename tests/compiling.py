@@ -11,12 +11,12 @@ from cases import lay_out
 from devices import planned_for
 from planning import ARCHITECTURES
 
+from fusednorm.host import fallback
 from fusednorm.operands import BackwardOperands, ForwardOperands
-from fusednorm.planner import heuristics
 from fusednorm.planner.device import DeviceSpec
 from fusednorm.planner.plan import Plan
 from fusednorm.problem import check_backward, check_forward
-from fusednorm.testing import Case, Inputs
+from fusednorm.tools.oracle import Case, Inputs
 
 DEVICES = ARCHITECTURES
 ALL_OUTPUTS = (True, True, True)
@@ -49,7 +49,7 @@ def launches_of(
     launches = []
     with planned_for(device):
         for call, prepare in ((forward, launch.prepare_forward), (backward, launch.prepare_backward)):
-            plan = heuristics.choose(call.problem, call.rows, device)
+            plan = fallback.choose(call.problem, call.rows, device)
             launches += [(plan, each) for each in prepare(call, plan)[0]]
     return launches
 
@@ -63,7 +63,7 @@ def compile_case(
 ) -> list[str]:
     """Compiles every kernel of a case, planned under force(variant), into Triton's on-disk cache; their hashes."""
     from fusednorm import force
-    from fusednorm.host import compilation
+    from fusednorm.tools import compilation
 
     with force(variant):
         launches = launches_of(case, device, output_mask, layout)

@@ -68,7 +68,7 @@ def golden_set() -> Iterator[Build]:
 
 def digest(build: Build) -> tuple[int, str]:
     """The number of instructions, and a hash of them."""
-    from fusednorm.host import compilation
+    from fusednorm.tools import compilation
 
     launch = next(each for each in launches(*build[:4]) if each.kernel.__name__ == build.kernel)
     text = instructions(compilation.compile_for(launch, H200.arch).asm["cubin"])
@@ -77,7 +77,7 @@ def digest(build: Build) -> tuple[int, str]:
 
 def instructions(cubin: bytes) -> list[str]:
     """SASS without addresses, encodings and the offsets of parameters."""
-    from fusednorm.host.compilation import CUOBJDUMP
+    from fusednorm.tools.compilation import CUOBJDUMP
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

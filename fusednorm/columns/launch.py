@@ -19,7 +19,7 @@ from ..host import fallback, gpus, launcher
 from ..host.fallback import BuildFailed
 from ..host.gpus import current
 from ..kernels import column_reduction
-from ..kernels.config import COMPILE_OPTIONS
+from ..kernels.config import COMPILE_OPTIONS, ColumnTile
 from ..problem import RowView, require_memory
 from . import plan as column_plan
 from .plan import VECTOR_BYTES, AtenSum, Choice, PortableSum, RingSum, SumPlan
@@ -126,10 +126,10 @@ def ring_kernel(count: int) -> tuple[Any, list[str]]:
 def _compile_time(plan: SumPlan, problem: ColumnSumProblem) -> dict[str, Any]:
     shared = {"total": problem.total, "num_warps": plan.num_warps, "maxnreg": plan.max_registers, **COMPILE_OPTIONS}
     if isinstance(plan, PortableSum):
-        tile = column_reduction.ColumnTile(plan.rows_per_tile, plan.chunk, plan.num_warps)
+        tile = ColumnTile(plan.rows_per_tile, plan.chunk, plan.num_warps)
         return {**shared, "fp64": problem.acc_dtype == torch.float64, "tile": tile}
     vector = VECTOR_BYTES // problem.dtype.itemsize
-    tile = column_reduction.ColumnTile(
+    tile = ColumnTile(
         plan.rows_per_tile, plan.chunk, plan.num_warps, plan.num_stages, plan.group, vector
     )
     return {**shared, "tile": tile, "count": problem.count}

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from ..forcing import forced_variant
 from ..planner import heuristics
 from ..planner.device import DeviceSpec
 from ..planner.heuristics import Decision
@@ -44,10 +45,9 @@ class Failure(NamedTuple):
     def __str__(self) -> str:
         problem = self.problem
         name = f"{problem.norm}_norm {problem.direction}" if isinstance(problem, NormProblem) else "column_sum"
-        kernel = self.plan.variant if isinstance(problem, NormProblem) else self.plan.kernel
         dtype = problem.x_dtype if isinstance(problem, NormProblem) else problem.dtype
-        dtype = str(dtype).removeprefix("torch.")
-        return f"{name} of {problem.cols} columns of {dtype} cannot run as {kernel} on {self.device.name}: {self.cause}"
+        what = f"{name} of {problem.cols} columns of {str(dtype).removeprefix('torch.')}"
+        return f"{what} cannot run as {self.plan.kernel} on {self.device.name}: {self.cause}"
 
 
 _failures: dict[tuple, Failure] = {}
@@ -55,8 +55,8 @@ _warned: set[str] = set()  # causes that have been warned about
 
 
 def choose(problem: NormProblem, rows: int, device: DeviceSpec) -> Plan:
-    """The planner's choice, or if that has failed its first alternative that has not."""
-    plan = heuristics.choose(problem, rows, device)
+    """The planner's choice under this thread's `force`, or if that has failed its first alternative that has not."""
+    plan = heuristics.choose(problem, rows, device, forced_variant())
     if not _failures or not has_failed(plan, problem, device):
         return plan
     return _first_not_failed(heuristics.alternatives(problem, rows, device), problem, device)

@@ -16,9 +16,9 @@ import triton
 from torch import Tensor
 
 from .. import margin, reference
-from ..kernels import column_sum, column_tiles, multiwave, parameter_gradients, pipelined, warp_specialized
-from ..kernels.column_reduction import ColumnTile
-from ..kernels.config import Norm, PartialsTile, RingTile, Tile
+from ..forcing import forced_variant
+from ..kernels import column_tiles, finalizer, multiwave, parameter_gradients, pipelined, warp_specialized
+from ..kernels.config import ColumnTile, Norm, PartialsTile, RingTile, Tile
 from ..planner import budget, heuristics, tile_share
 from ..planner.device import OLDEST_TRITON, DeviceSpec
 from ..planner.legality import MAX_RING_ROWS, broken_rule
@@ -151,7 +151,7 @@ def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> Prepared:
     """The launches of a backward and the tensors that they will fill, by `plan` or else by the planner's choice."""
     problem, device = call.problem, call.x.tensor.device
     plan, spec = _plan_and_device(call, plan)
-    assert plan.variant != "pipelined" or problem.wants_dx != isinstance(plan, ColumnRingPlan)
+    assert plan.variant != "pipelined" or problem.wants_dx != (plan.kernel == "column_ring")
     sums, call = problem.num_sums > 0, call._replace(rows=Rows(call.rows))
     grid = grid_of(plan, problem.cols, spec, leaves_partials=sums)
     ctas, partials = Ctas(grid.ctas(call.rows)), Partials(grid.partials(call.rows))
@@ -160,7 +160,7 @@ def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> Prepared:
         torch.empty(call.normalized_shape, dtype=dtype, device=device) if wanted else None
         for wanted, dtype in ((problem.wants_dw, problem.weight_dtype), (problem.wants_db, problem.bias_dtype))
     )
-    two_passes = isinstance(plan, ColumnTilePlan) and problem.wants_dx
+    two_passes = plan.kernel == "column_tiles" and problem.wants_dx
     num_counters = triton.cdiv(problem.cols, plan.chunk) if sums and two_passes else 0
     wanted = problem.wants_dw, problem.wants_db
     sizes = WorkspaceSizes(problem.acc_dtype, problem.cols, *wanted, 2 * two_passes, num_counters)
@@ -176,7 +176,7 @@ def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> Prepared:
 
 def _plan_and_device(call: ForwardCall | BackwardCall, plan: Plan | None) -> tuple[Plan, DeviceSpec]:
     spec = gpus.spec_of(call.x.tensor.device)
-    plan = plan or heuristics.choose(call.problem, call.rows, spec)
+    plan = plan or heuristics.choose(call.problem, call.rows, spec, forced_variant())
     assert _is_legal(plan.variant, call.problem, min(call.rows, MAX_RING_ROWS + 1), spec)
     return plan, spec
 
@@ -186,7 +186,7 @@ def _finalize(problem: NormProblem, buffers: BackwardBuffers, num_partials: Part
     tile = partials_tile(problem.cols, problem.acc_dtype.itemsize, buffers.announces_end)
     grid = (triton.cdiv(problem.cols, tile.cols) * problem.num_sums,)
     args, options = (*buffers[1:5], num_partials, problem.cols), {"launch_pdl": True} if tile.dependent else {}
-    return Launch(column_sum.finalize, grid, args, _norm(problem), tile, options)
+    return Launch(finalizer.finalize, grid, args, _norm(problem), tile, options)
 
 
 @functools.cache

@@ -20,8 +20,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import JITFunction
 
-from ..kernels.column_reduction import ColumnTile
-from ..kernels.config import COMPILE_OPTIONS, Norm, RingTile, Tile
+from ..kernels.config import COMPILE_OPTIONS, ColumnTile, Norm, RingTile, Tile
 from ..kernels.row_tile import cluster_bases
 from ..planner.norm_problem import ALIGNMENT
 from ..problem import RowView

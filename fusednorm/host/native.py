@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import margin
+from .. import forcing, margin
 from ..operands import BackwardOperands, ForwardOperands, Operands, Outputs
-from ..planner import forcing
 from ..planner.plan import Grid
 from . import building, prepared, triton_compat
 

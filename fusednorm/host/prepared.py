@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from .. import margin
+from ..forcing import asked_variants, forced_variant
 from ..operands import BackwardOperands, ForwardOperands, Operands, Outputs
 from ..planner import heuristics
-from ..planner.forcing import asked_variants
 from ..planner.norm_problem import ALIGNMENT
 from ..planner.plan import Grid
 from ..problem import BackwardCall, ForwardCall, row_view
@@ -398,7 +398,7 @@ def find(operands: Operands) -> PreparedCall | None:
 
 def _rows_of_plan(call: ForwardCall | BackwardCall) -> tuple[int, int]:
     """(above, most): the planner chooses the same for all row counts above the one, up to the other."""
-    choices = heuristics.choices(call.problem, gpus.spec_of(call.x.tensor.device))
+    choices = heuristics.choices(call.problem, gpus.spec_of(call.x.tensor.device), forced_variant())
     ends = [min(most, MOST_ROWS) for most, _ in choices]
     return max((end for end in ends if end < call.rows), default=0), min(end for end in ends if end >= call.rows)
 

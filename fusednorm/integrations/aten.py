@@ -15,9 +15,9 @@ from collections.abc import Callable
 import torch
 
 from .. import ops
+from ..forcing import forced_variant
 from ..host import fallback, gpus, native, prepared
 from ..operands import ForwardOperands, Operands, Outputs, as_op, call_op
-from ..planner.forcing import forced_variant
 from ..planner.legality import OLDEST_ARCH
 from ..planner.plan import ReferencePlan
 from ..problem import BackwardCall, ForwardCall, check_backward, check_forward

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR
 
 from .. import __version__
+from ..forcing import force
 from ..modules import LayerNorm, RMSNorm
-from ..planner.forcing import force
-from ..testing import Case, Inputs, Outputs, assert_outputs_close, exact, fused, make_inputs, relative_error, stock
 from .console import optional, print_table, progress, show_beside
 from .explanation import explain
 from .interpreter import enable_interpreter
+from .oracle import Case, Inputs, Outputs, assert_outputs_close, exact, fused, make_inputs, relative_error, stock
 
 ROOT = Path(__file__).parent.parent.parent  # of a clone
 SEED = 0
@@ -321,7 +321,7 @@ def print_errors(title: str, checked: Checked) -> bool:
     for sentence in wrong:
         print(f"WRONG: {sentence}")
     if not wrong:
-        print("Right: every output is within its bounds (fusednorm/testing.py).")
+        print("Right: every output is within its bounds (fusednorm/tools/oracle.py).")
     return not wrong
 
 

@@ -17,7 +17,7 @@ from .. import __version__
 from ..host import building, fallback, native, torch_compat, triton_compat
 from ..planner.device import OLDEST_TRITON
 from ..planner.legality import OLDEST_ARCH
-from ..testing import Case, assert_outputs_close, fused, make_inputs
+from .oracle import Case, assert_outputs_close, fused, make_inputs
 
 OLDEST_TORCH = (2, 11)
 PROBES = tuple(

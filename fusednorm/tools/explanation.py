@@ -13,19 +13,18 @@ import torch
 from torch import Tensor
 
 from .. import margin
+from ..forcing import forced_variant
 from ..host import fallback, gpus
 from ..host.kernel_devices import runs_kernels
 from ..operands import ForwardOperands
 from ..planner import budget
 from ..planner.cost import Cost, cost
 from ..planner.device import DeviceSpec
-from ..planner.forcing import forced_variant
 from ..planner.heuristics import Decision, decide
 from ..planner.norm_problem import NormProblem
 from ..planner.plan import (
+    BY_COLUMNS,
     VARIANTS,
-    ColumnRingPlan,
-    ColumnTilePlan,
     Plan,
     ReferencePlan,
     num_ctas,
@@ -103,7 +102,7 @@ class Explanation:
         count = num_ctas(plan, self.rows, problem.cols, device, problem.num_sums > 0)
         clusters = plan.cluster > 1
         grid = f"{_count(count, 'cluster')} of {plan.cluster} CTAs" if clusters else _count(count, "CTA")
-        if isinstance(plan, (ColumnTilePlan, ColumnRingPlan)):
+        if plan.kernel in BY_COLUMNS:
             grid += f" for each of {-(-problem.cols // plan.chunk)} column tiles"
         left = f"; sm_margin leaves {device.sm_margin} to others" if device.sm_margin else ""
         return f"{grid}, up to {_count(plan.ctas_per_sm, 'CTA')} on each of {device.sm_count} SMs{left}"

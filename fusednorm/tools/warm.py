@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..forcing import forced_variant
 from ..host import fallback, gpus
 from ..operands import BackwardOperands, ForwardOperands
 from ..planner import heuristics
@@ -191,9 +192,9 @@ def plans_of(wanted: list[Wanted], rows: Sequence[int] | None, device: DeviceSpe
         if each.direction == "backward" and not problem.wants_any:
             continue
         if rows is None:
-            plans = [plan for _, plan in heuristics.choices(problem, device)]
+            plans = [plan for _, plan in heuristics.choices(problem, device, forced_variant())]
         else:
-            plans = [heuristics.choose(problem, count, device) for count in rows if count]
+            plans = [heuristics.choose(problem, count, device, forced_variant()) for count in rows if count]
         for plan in dict.fromkeys(plans):
             if not isinstance(plan, ReferencePlan):
                 yield each, plan
@@ -204,7 +205,7 @@ def build_ahead(plans: list[tuple[Wanted, Plan]], device: DeviceSpec, processes:
     unknown way, nothing is built here, and the kernels are compiled one by one when they are loaded."""
     kernels = sum(len(_launches(wanted, plan, "meta")) for wanted, plan in plans)
     try:
-        from ..host import compilation
+        from . import compilation
     except ImportError:
         return kernels
     try:
@@ -217,7 +218,7 @@ def build_ahead(plans: list[tuple[Wanted, Plan]], device: DeviceSpec, processes:
 
 def distinct_builds(plans: list[tuple[Wanted, Plan]], device: DeviceSpec) -> list[Build]:
     """One entry per kernel to be built. Calls that share a build have one entry together."""
-    from ..host import compilation
+    from . import compilation
 
     builds: dict[str, Build] = {}
     for wanted, plan in plans:
@@ -229,7 +230,7 @@ def distinct_builds(plans: list[tuple[Wanted, Plan]], device: DeviceSpec) -> lis
 def compile_builds(builds: list[Build], device: DeviceSpec, processes: int | None = None) -> None:
     """Build the kernels that are not in Triton's on-disk cache. Raises RuntimeError, or the compiler's own error if the
     build runs in this process."""
-    from ..host import compilation
+    from . import compilation
 
     builds = [each for each in builds if not compilation.is_built(each.launch(), device.arch)]
     count = min(processes or os.cpu_count() or 1, len(builds))
@@ -264,7 +265,7 @@ def _work() -> None:
 
 
 def _compile(builds: list[Build], arch: int) -> None:
-    from ..host import compilation
+    from . import compilation
 
     for build in builds:
         compilation.compile_for(build.launch(), arch)

@@ -19,7 +19,7 @@ from fusednorm.planner import heuristics
 from fusednorm.planner.device import H200
 from fusednorm.planner.plan import VARIANTS, grid_of
 from fusednorm.problem import check_backward, check_forward
-from fusednorm.testing import make_inputs
+from fusednorm.tools.oracle import make_inputs
 
 STREAM = 77
 

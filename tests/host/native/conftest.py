@@ -17,7 +17,7 @@ from norms import SHAPE, backward_of, forward_of, layer_norm
 from fusednorm import autograd, reference
 from fusednorm.host import launcher, native, prepared, torch_compat
 from fusednorm.planner.device import H200
-from fusednorm.testing import make_inputs
+from fusednorm.tools.oracle import make_inputs
 
 
 @pytest.fixture(scope="session", autouse=True)

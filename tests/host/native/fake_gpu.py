@@ -19,10 +19,11 @@ import triton
 from cases import BF16, FP16, FP32, FP64
 
 from fusednorm import reference
-from fusednorm.host import compilation, launch, launcher, native, prepared, triton_compat
+from fusednorm.host import launch, launcher, native, prepared, triton_compat
 from fusednorm.operands import ForwardOperands
 from fusednorm.planner.device import H200
 from fusednorm.problem import check_backward, check_forward
+from fusednorm.tools import compilation
 
 STREAM = 1  # the native handle that the C++ side gets for the stream of CPU tensors (PreparedCall::run in prepared.h)
 

@@ -9,7 +9,7 @@ from cases import FP32, FP64
 from torch.testing import assert_close
 
 from fusednorm import autograd
-from fusednorm.testing import Outputs, assert_outputs_close
+from fusednorm.tools.oracle import Outputs, assert_outputs_close
 
 OPS = torch.ops.fusednorm
 

@@ -35,7 +35,7 @@ from fusednorm.planner import heuristics
 from fusednorm.planner.device import H200
 from fusednorm.planner.plan import ColumnRingPlan, ColumnTilePlan, MultiWavePlan, PipelinedPlan
 from fusednorm.problem import check_backward, check_forward
-from fusednorm.testing import make_inputs
+from fusednorm.tools.oracle import make_inputs
 
 BF16_FP32 = (BF16, FP32, BF16)
 

@@ -18,7 +18,7 @@ from fusednorm.planner.device import H200
 from fusednorm.planner.plan import MultiWavePlan, PipelinedPlan
 from fusednorm.problem import check_backward
 from fusednorm.reference import backward_formula
-from fusednorm.testing import make_inputs
+from fusednorm.tools.oracle import make_inputs
 
 
 def residual_of(inputs, dtype=None) -> torch.Tensor:

@@ -1,5 +1,4 @@
-"""dw and db from their partials: summed by the launch that follows a backward's main kernel. (The public column_sum
-runs the kernels of column_reduction.py.)"""
+"""The second launch of a backward, which sums the partials of dw and db."""
 
 import triton
 import triton.language as tl
