@@ -38,6 +38,8 @@ def layer_norm(
         return y
     if has_torch_function_variadic(input, weight, bias):
         operands = input, normalized_shape, weight, bias, eps
+        if torch_compat.is_traced_for_quantization(input):
+            return torch.nn.functional.layer_norm(*operands)
         return handle_torch_function(layer_norm, (input, weight, bias), *operands)
     try:
         eps = eps if type(eps) is float else _number(eps)

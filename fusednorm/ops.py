@@ -130,6 +130,7 @@ def run(operands: Operands) -> Outputs:
 def launch() -> ModuleType:
     from .host import launch  # imported late: it imports Triton, which a process without CUDA tensors may lack
 
+    native.warn_if_missing()
     return launch
 
 

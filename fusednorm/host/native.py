@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,18 +19,9 @@ from .. import forcing, margin
 from ..operands import OPS as ALL_OPS
 from ..operands import TRANSLATIONS, ForwardOperands, Operands, Outputs
 from ..planner.plan import Grid
-from . import prepared
+from . import building, prepared, triton_compat
 
-try:
-    from . import _native as extension
-except ImportError as error:  # not built, or built for another Python
-    extension, reason = None, str(error)
-else:
-    reason = ""  # why `extension` is None
-    if not torch.__version__.startswith(extension.torch_version):  # another torch may lay out its tensors differently
-        extension, reason = None, f"built for torch {extension.torch_version}, found {torch.__version__}"
-
-_FAILURE = Path(__file__).with_name("_native_failure.txt")  # setup.py writes it if the extension does not compile
+extension, reason = building.load()  # `reason` says why `extension` is None
 
 OPS = tuple(ALL_OPS)  # in the order of csrc/cache.h
 BYTES_OF_NUMBERS = {"i32": 4, "i64": 8, "fp32": 4, "fp64": 8}  # numeric parameter types, as Triton names them
@@ -167,10 +158,11 @@ def _add_map(made: Any, build: Any, described: prepared.Map) -> None:
     )
 
 
-def failure() -> str:
-    """The compiler's first error if the extension did not compile when the package was installed; else an empty
-    string."""
-    return "" if extension or not _FAILURE.exists() else _FAILURE.read_text().strip()
+def warn_if_missing() -> None:
+    """Warn if calls on a GPU run in Python although a command could change that."""
+    if extension is None and building.SOURCES.is_dir() and triton_compat.in_use() and torch.cuda.is_initialized():
+        text = f"{building.WITHOUT_IT}; to build the C++ host side, run: {building.COMMAND}"
+        warnings.warn(f"fusednorm: {text}", RuntimeWarning, stacklevel=2)
 
 
 def repeats() -> int:

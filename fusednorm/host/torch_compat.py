@@ -33,6 +33,19 @@ def _private(name: str, instead: Any) -> Any:
 # --- Modules ---
 
 
+def quantize_as_stock(module: type[torch.nn.Module], stock: type[torch.nn.Module]) -> None:
+    """Let static quantization convert `module` as it converts `stock`: it looks modules up by their exact type."""
+    with contextlib.suppress(AttributeError):  # a torch without torch.ao.quantization
+        known = torch.ao.quantization.quantization_mappings.DEFAULT_STATIC_QUANT_MODULE_MAPPINGS
+        if stock in known:
+            known[module] = known[stock]
+
+
+def is_traced_for_quantization(value: Any) -> bool:
+    """Whether FX traces a model to quantize it. It knows torch's own functions only."""
+    return type(getattr(value, "tracer", None)).__name__ == "QuantizationTracer"
+
+
 def parameter(module: torch.nn.Module, name: str, *default: Any) -> Any:
     """getattr(module, name, *default), without Module.__getattr__, which takes a quarter of a forward's host time.
     A tensor that a parametrization, a hook or FSDP has put in a parameter's place is found in the slow way."""

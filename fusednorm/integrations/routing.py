@@ -153,6 +153,17 @@ class OfOurs(Decomposition):
         return NotImplemented  # the tracer keeps the op in the graph
 
 
+def note_rms_norms_elsewhere(model: Any) -> None:
+    """Note the RMSNorms of other devices' tensors in Dynamo's graph: torch decomposes these before it asks a table."""
+    for node in getattr(getattr(model, "graph", None), "nodes", ()):
+        if node.target is torch.rms_norm and node.args and "example_value" in node.args[0].meta:
+            x, y = node.args[0].meta["example_value"], node.meta["example_value"]
+            if x.device.type in DEVICE_TYPES:
+                continue
+            for _, direction, _, ours in OPS[2:] if y.requires_grad else OPS[2:3]:
+                Decomposition("rms", direction, ours, None, None).note(x, False, f"x is on {x.device.type}")
+
+
 REASONS = {
     FORWARD: f"rows of {WIDE_ROW} columns and more are read once",
     BACKWARD: "dx and the sums over rows in one pass",

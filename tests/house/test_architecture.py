@@ -48,7 +48,7 @@ MAY_IMPORT = {
         "problem",
     },
     "tools": {"__init__", "forcing", "host", "margin", "modules", "namespace", "operands", "planner", "problem"},
-    "__main__": {"tools"},
+    "__main__": {"__init__", "tools"},
 }
 AT_THE_ROOT = 15  # files at most: a listing of the package's folder fits on one screen
 # Modules that import Triton at their top. The others import it inside a function, or never.

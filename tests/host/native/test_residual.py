@@ -1,5 +1,4 @@
-"""The C++ host side runs backwards that add a residual's gradient: those of compiled graphs. tests/host/test_native.py
-builds the extension and runs this file."""
+"""The C++ host side runs backwards that add a residual's gradient: those of compiled graphs."""
 
 from __future__ import annotations
 
