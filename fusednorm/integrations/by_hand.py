@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import autograd
+from ..host.prepared import PLAIN_TYPES
 from ..host.torch_compat import parameter
 from ..planner.norm_problem import FLOAT_DTYPES
 
@@ -100,8 +101,9 @@ def forward_of(own: type) -> Callable:
 
 
 def _takes(x: Tensor, weight: Tensor | None) -> bool:
-    known = x.dtype in FLOAT_DTYPES and (weight is None or weight.dtype in FLOAT_DTYPES)
-    return known and type(x) is Tensor and (x.is_cuda or x.is_cpu)
+    if weight is not None and not (type(weight) in PLAIN_TYPES and weight.dtype in FLOAT_DTYPES):
+        return False
+    return type(x) is Tensor and x.dtype in FLOAT_DTYPES and (x.is_cuda or x.is_cpu)
 
 
 def _output_dtype(rule: str, x: Tensor, weight: Tensor | None) -> torch.dtype:
