@@ -10,7 +10,8 @@ from typing import NamedTuple
 from torch import nn
 
 from .. import modules
-from .by_hand import Formula, NormByHand, Unrecognized, formula_of, forward_of, returns_stock_norm
+from .by_hand import Formula, NormByHand, formula_of, forward_of, returns_stock_norm
+from .trials import Unrecognized
 
 NAMED = 3  # modules named per class when a patch is printed
 STOCK = {nn.LayerNorm: modules.LayerNorm, nn.RMSNorm: modules.RMSNorm}
@@ -87,11 +88,11 @@ def patch_model(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> Pa
     for each in classes:
         if not isinstance(each, type):
             raise TypeError(f"patch_model: classes must be classes of modules, got {each!r}")
-    patch = Patch()
+    patch, known = Patch(), {}
     for name, module in list(model.named_modules()):
         before = type(module)
         try:
-            after, note = _replacement(module)
+            after, note = _replacement(module, known)
         except Unrecognized as reason:
             if _is_listed(module, classes):
                 patch.left.append(Norm(name, before.__name__, str(reason)))
@@ -108,8 +109,8 @@ def _is_listed(module: nn.Module, classes: tuple[type, ...]) -> bool:
     return isinstance(module, (*STOCK, *classes)) or ("Norm" in type(module).__name__ and not module._modules)
 
 
-def _replacement(module: nn.Module) -> tuple[type, str]:
-    """The new class of `module`, and a note on what it computes. Raises Unrecognized."""
+def _replacement(module: nn.Module, known: dict) -> tuple[type, str]:
+    """The new class of `module`, and a note on what it computes. `known` is formula_of's. Raises Unrecognized."""
     own = type(module)
     if isinstance(module, (NormByHand, *STOCK.values())):
         raise Unrecognized("runs this package's kernels already")
@@ -120,7 +121,7 @@ def _replacement(module: nn.Module) -> tuple[type, str]:
     for stock, ours in STOCK.items():
         if own.forward is stock.forward or (isinstance(module, stock) and returns_stock_norm(module)):
             return ours if own is stock else _fused_class(ours, own, None), f"as torch.nn.{stock.__name__}"
-    formula = formula_of(module)
+    formula = formula_of(module, known)
     return _fused_class(NormByHand, own, formula), f"{formula}, written by hand"
 
 
