@@ -68,13 +68,13 @@ class Formula:
 
 class NormByHand(nn.Module):
     """The forward of a norm written by hand, on our kernels. A mixin to put before the norm's class; it computes
-    `formula`, which a subclass sets."""
+    `_fused_formula`, which a subclass sets."""
 
-    formula: Formula
+    _fused_formula: Formula
 
     def forward(self, *args, **kwargs) -> Tensor:
         (x,) = *args, *kwargs.values()  # models name the argument x, hidden_states or input
-        weight, formula = parameter(self, "weight", None), self.formula
+        weight, formula = parameter(self, "weight", None), self._fused_formula
         if not _takes(x, weight) or x.dim() not in formula.ranks:
             return super().forward(x)
         dtype = _output_dtype(formula.output, x, weight)

@@ -227,6 +227,18 @@ def test_sizes_settings_and_what_is_not_read_are_no_obstacle(make, cols):
     assert len(fusednorm.patch_model(make(cols)).replaced) == 1
 
 
+def test_attributes_of_any_name_are_the_modules_own():
+    class Named(Written):
+        def forward(self, x):
+            return super().forward(x) if self.formula == self.ranks == self.norm == "mine" else x
+
+    module, x = Named(), torch.randn(2, COLS)
+    module.formula = module.ranks = module.norm = module.ingredients = "mine"
+    want = module(x)
+    assert len(fusednorm.patch_model(module).replaced) == 1
+    torch.testing.assert_close(module(x), want)
+
+
 def test_modules_that_differ_in_an_attribute_are_each_tried():
     class SignedNorm(Written):
         def __init__(self, sign):
