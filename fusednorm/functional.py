@@ -16,7 +16,8 @@ from numbers import Integral, Real
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, has_torch_function_variadic
+from torch.fx import Proxy
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_variadic
 
 from . import autograd
 from .host import native, torch_compat
@@ -88,7 +89,10 @@ def rms_norm(
 
 
 def _by_overrides(stock: Callable, *operands) -> Tensor:
-    """A call that is overridden: as torch's function, until our own is called in its place."""
+    """A call that is overridden: as torch's function, until our own is called in its place. torch.fx, which overrides
+    calls to record them, is to record ours."""
+    if any(isinstance(each, Proxy) for each in operands):
+        return handle_torch_function(_OURS[stock], operands, *operands)
     with torch_compat.DefaultDeviceAside() as aside:
         if aside.done and not has_torch_function_variadic(*operands):
             return _OURS[stock](*operands)
