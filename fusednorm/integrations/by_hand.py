@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .. import autograd
-from ..host.prepared import PLAIN_TYPES
+from ..host.key import PLAIN_TYPES
 from ..host.torch_compat import parameter
 from ..planner.norm_problem import FLOAT_DTYPES
 from . import trials
