@@ -176,9 +176,10 @@ def test_import_brings_no_triton_and_no_dtensor_and_starts_no_cuda():
     code = """
 import sys, torch, fusednorm
 print("triton" in sys.modules, "torch.distributed.tensor" in sys.modules, torch.cuda.is_initialized())
+print("fusednorm.integrations" in sys.modules, fusednorm.integrations.inductor.report().__class__.__name__)
 """
     asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert asked.stdout.split() == ["False", "False", "False"]
+    assert asked.stdout.split() == ["False", "False", "False", "False", "Report"]
 
 
 def test_package_works_without_its_integrations():

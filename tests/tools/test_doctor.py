@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import fusednorm
+from fusednorm.__main__ import main
 from fusednorm.host import native, torch_compat, triton_compat
 from fusednorm.tools import doctor
 from fusednorm.tools.doctor import Finding
@@ -88,6 +90,12 @@ def test_the_host_side_in_cpp_is_no_problem_whether_it_is_there_or_not(monkeypat
     monkeypatch.setattr(native, "extension", None)
     (finding,) = doctor.check_native()
     assert finding.status == "note" and finding.text.endswith("run: python -m fusednorm build")
+
+
+def test_the_command_knows_its_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"fusednorm {fusednorm.__version__}\n"
 
 
 def test_without_torch_a_command_answers_with_a_sentence():
