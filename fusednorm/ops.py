@@ -79,7 +79,7 @@ def schema_of(op: Op) -> str:
 
 
 SCHEMAS = {name: schema_of(op) for name, op in OPS.items()}
-__doc__ += "\nSchemas\n" + "".join(f"    {schema}\n\n" for schema in SCHEMAS.values())
+__doc__ = f"{__doc__}\nSchemas\n" + "".join(f"    {schema}\n\n" for schema in SCHEMAS.values())
 
 
 def forward(operands: ForwardOperands) -> Outputs:

@@ -160,8 +160,9 @@ def note_rms_norms_elsewhere(model: Any) -> None:
             x, y = node.args[0].meta["example_value"], node.meta["example_value"]
             if x.device.type in DEVICE_TYPES:
                 continue
-            for _, direction, _, ours in OPS[2:] if y.requires_grad else OPS[2:3]:
-                Decomposition("rms", direction, ours, None, None).note(x, False, f"x is on {x.device.type}")
+            for op in OPS.values():
+                if op.norm == "rms" and op.aten and (y.requires_grad or op.direction == FORWARD):
+                    Decomposition(op, None, None, None).note(x, False, f"x is on {x.device.type}")
 
 
 REASONS = {
