@@ -43,10 +43,11 @@ from torch import Tensor
 from . import reference
 from .host import native, prepared
 from .host.kernel_devices import runs_kernels
+from .host.program import Loaded
 from .namespace import NAMESPACE
 from .operands import OPERANDS_OF_OP, BackwardOperands, ForwardOperands, Operands, Outputs, as_op
 from .planner.norm_problem import accumulation_dtype
-from .problem import check_backward, check_forward, stats_shape, validate
+from .problem import BackwardCall, ForwardCall, check_backward, check_forward, stats_shape, validate
 
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
@@ -69,45 +70,33 @@ SCHEMAS = (
 )
 
 
-def forward(operands: ForwardOperands) -> Outputs:
-    """(y, mean, rstd). mean is None for RMSNorm; kernels write statistics only if wants_statistics. Raises as
-    `check_forward` does."""
-    if not runs_kernels(operands.x):
-        return reference.forward(check_forward(operands))
-    return prepared.run(operands) or _first_forward(operands)
-
-
-def _first_forward(operands: ForwardOperands) -> Outputs:
-    call = check_forward(operands)
-    if not (call.rows and call.problem.cols):
-        return reference.forward(call)
-    launched = launch().forward(call)
-    prepared.remember(operands, call, launched)
-    return launched.outputs
-
-
-def backward(operands: BackwardOperands) -> Outputs:
-    """(dx, dw, db); None for an unwanted gradient. Raises as `check_backward` does."""
-    if not runs_kernels(operands.x):
-        call = check_backward(operands)
-        return reference.backward(call) if call.problem.wants_any else (None, None, None)
-    return prepared.run(operands) or _first_backward(operands)
-
-
-def _first_backward(operands: BackwardOperands) -> Outputs:
-    call = check_backward(operands)
-    if not call.problem.wants_any:
-        return None, None, None
-    if not (call.rows and call.problem.cols):
-        return reference.backward(call)
-    launched = launch().backward(call)
-    prepared.remember(operands, call, launched)
-    return launched.outputs
-
-
 def run(operands: Operands) -> Outputs:
-    """The outputs of either direction, below autograd."""
-    return forward(operands) if isinstance(operands, ForwardOperands) else backward(operands)
+    """The outputs of either direction, below autograd: (y, mean, rstd) or (dx, dw, db). mean is None for RMSNorm, and
+    so is an unwanted gradient; kernels write statistics only if wants_statistics. Raises as `check_forward` and
+    `check_backward` do."""
+    return launched(operands)[0]
+
+
+def launched(operands: Operands) -> tuple[Outputs, Loaded | None]:
+    """(what `run` returns, the program that has made it if the program is kept)."""
+    return prepared.run(operands, first) if runs_kernels(operands.x) else (_by_aten(_checked(operands)), None)
+
+
+def first(operands: Operands, miss: prepared.Miss | None) -> tuple[Outputs, Loaded | None]:
+    """`launched`, for a call on a GPU for which no program was found."""
+    call = _checked(operands)
+    has_work = call.rows and call.problem.cols and (call.problem.direction == "forward" or call.problem.wants_any)
+    return launch().run(call, miss) if has_work else (_by_aten(call), None)
+
+
+def _checked(operands: Operands) -> ForwardCall | BackwardCall:
+    return check_forward(operands) if isinstance(operands, ForwardOperands) else check_backward(operands)
+
+
+def _by_aten(call: ForwardCall | BackwardCall) -> Outputs:
+    if isinstance(call, ForwardCall):
+        return reference.forward(call)
+    return reference.backward(call) if call.problem.wants_any else (None, None, None)
 
 
 @functools.cache

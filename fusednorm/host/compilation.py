@@ -1,7 +1,7 @@
-"""Compiles a prepared launch for any architecture without a GPU, and reads the resources of the compiled kernel.
+"""Compiles a program's launch for any architecture without a GPU, and reads the resources of the compiled kernel.
 
-Meta tensors are enough, because a build depends only on dtypes, alignment, integers that the kernel is specialized for
-and compile-time constants. No other file calls the private functions by which Triton's JIT makes a build.
+A launch need not be bound to tensors, because a build depends only on dtypes, alignment, integers that the kernel is
+specialized for and compile-time constants. No other file calls the private functions by which Triton's JIT makes a build.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.cache import get_cache_key, get_cache_manager
 from triton.runtime.jit import create_function_from_signature
 
-from .launch import Launch
+from .launcher import Launch
 
 WARP_SIZE = 32
 NO_SPILL_BYTES = 8  # so much stack does not count as a spill if no loop touches it

@@ -1,0 +1,326 @@
+"""What a call launches, as data: a function of its row count and of its tensors' addresses.
+
+A program is built (launch.py) from symbols: a Slot stands for a tensor, a Number for what follows from the row count.
+Its kernels are loaded (launcher.py). Then it is bound to the shape of x, and launched with addresses. The first call
+of a kind builds, loads and binds; later ones only bind (prepared.py). C++ gets the same records (native.py) and binds
+them by the same rules (csrc/prepared.h).
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..planner.plan import Grid
+from . import torch_compat
+
+if TYPE_CHECKING:
+    from .launcher import Build, Launch
+
+KEPT_TENSOR_MAPS = 256  # for each descriptor
+MOST_ROWS = 2**31 - 1  # a grid cannot have more CTAs, and some kernels have one for each row
+STREAM = object()  # where a launch's arguments have the stream
+
+Memory = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # the shape, strides and dtype of a contiguous tensor
+
+
+class Number(enum.Enum):
+    """A number that follows from the row count, in a grid or among operands."""
+
+    ROWS = 0
+    CTAS = 1  # along the rows
+    PARTIALS = 2  # rows of the dw and db partials
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A tensor that each call has one of. Triton compiles with it as with the tensor."""
+
+    index: int  # among the addresses: those of the call's tensors, of its outputs, of the parts of its workspace
+    dtype: torch.dtype
+    aligned: bool = True  # its address is a multiple of 16 bytes
+    stride: int = 1  # in elements; of a statistic
+
+    def data_ptr(self) -> int:
+        return 0 if self.aligned else 1
+
+
+@dataclass(frozen=True)
+class Map:
+    """A tensor map: the operand by which TMA copies blocks of a tensor. Shape, strides and block are in elements."""
+
+    tensor: Slot | Tensor
+    shape: tuple[int | Number, ...]
+    strides: tuple[int, ...]
+    block: tuple[int, ...]  # of one copy
+    cluster: int = 1  # CTAs over which the block's last dimension but one is spread
+
+
+# An operand of a kernel: a symbol, a constant, or a tuple of either.
+Operand = Slot | Map | Number | int | float | tuple | None
+
+
+class Extent(enum.Enum):
+    """The shapes that an output may have."""
+
+    X = 0
+    STATISTIC = 1  # [*batch, 1, ...]
+    PARAMETER = 2
+
+
+class Output(NamedTuple):
+    extent: Extent
+    dtype: torch.dtype
+
+
+class Part(NamedTuple):
+    """How many elements of the workspace's dtype a part of it has."""
+
+    per_row: int = 0
+    per_partial: int = 0
+    beside: int = 0
+    dtype: torch.dtype | None = None  # that the kernels see; None: the workspace's
+
+
+class Workspace(NamedTuple):
+    """Memory that is needed during the call only. Each part begins at a multiple of 16 bytes, whatever the row count.
+    csrc/prepared.h has the same rule."""
+
+    dtype: torch.dtype
+    parts: tuple[Part, ...]
+
+    def sizes(self, rows: int, partials: int) -> list[int]:
+        """The elements of each part, rounded up to a multiple of 4 (16 bytes of float32)."""
+        return [-(-(rows * a + partials * b + c) // 4) * 4 for a, b, c, _ in self.parts]
+
+
+class OnTensors(NamedTuple):
+    """A program bound to tensors, for Triton's own launcher and its interpreter."""
+
+    launches: list[Launch]
+    outputs: tuple[Tensor | None, ...]
+    parts: tuple[Tensor | None, ...]  # of the workspace; None for a part of no elements
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """What a call launches if it has more than `rows_above` rows, and at most `most_rows`."""
+
+    launches: tuple[Launch, ...]
+    num_tensors: int  # of the call, absent ones included
+    outputs: tuple[Output | None, ...]  # None for an unwanted one
+    workspace: Workspace | None
+    grid: Grid | None  # None: no launch has a number of CTAs or partials that follows from the rows
+    normalized_shape: tuple[int, ...]
+    rows_above: int = 0
+    most_rows: int = MOST_ROWS
+    sm_margin: int = 0  # that it was planned under
+
+    def numbers(self, rows: int) -> tuple[int, int, int]:
+        """The values of each Number."""
+        ctas = self.grid.ctas(rows) if self.grid else 0
+        return rows, ctas, ctas * self.grid.partials_of_cta if self.grid else 0
+
+    def memory(self, shape: tuple[int, ...]) -> list[Memory | None]:
+        """The outputs for x of this shape."""
+        inner, ones, x_strides, statistic_strides, parameters, of_x, of_statistics = self._constant
+        batch_shape = shape[: len(shape) - len(ones)]
+        if len(batch_shape) != 1:
+            strides = _strides(batch_shape)  # in rows
+            x_strides, statistic_strides = (*[each * x_strides[0] for each in strides], *inner), (*strides, *ones)
+        outputs = parameters.copy()
+        for at, dtype in of_x:
+            outputs[at] = shape, x_strides, dtype
+        for at, dtype in of_statistics:
+            outputs[at] = (*batch_shape, *ones), statistic_strides, dtype
+        return outputs
+
+    @functools.cached_property
+    def _constant(self) -> tuple:
+        """What `memory` needs to know of the normalized dims and of the outputs."""
+        inner, ones = _strides(self.normalized_shape), (1,) * len(self.normalized_shape)
+        parameters = [
+            (self.normalized_shape, inner, each.dtype) if each and each.extent is Extent.PARAMETER else None
+            for each in self.outputs
+        ]
+        others = [(at, each) for at, each in enumerate(self.outputs) if each and each.extent is not Extent.PARAMETER]
+        of_x = [(at, each.dtype) for at, each in others if each.extent is Extent.X]
+        of_statistics = [(at, each.dtype) for at, each in others if each.extent is Extent.STATISTIC]
+        return inner, ones, (math.prod(self.normalized_shape), *inner), (1, *ones), parameters, of_x, of_statistics
+
+    def on_tensors(self, tensors: Sequence[Tensor | None], shape: tuple[int, ...], rows: int) -> OnTensors:
+        """Bound to the tensors of a call whose x has this shape. Allocates outputs and workspace."""
+        device = next(each.device for each in tensors if each is not None)
+        outputs = tuple(
+            memory and torch.empty(memory[0], dtype=memory[2], device=device) for memory in self.memory(tuple(shape))
+        )
+        numbers, parts = self.numbers(rows), ()
+        if self.workspace:
+            sizes = self.workspace.sizes(rows, numbers[Number.PARTIALS.value])
+            memory = torch.empty(sum(sizes), dtype=self.workspace.dtype, device=device)
+            pairs = zip(memory.split(sizes), self.workspace.parts, strict=True)
+            parts = tuple(each.view(part.dtype or each.dtype) if each.numel() else None for each, part in pairs)
+        given = *tensors, *outputs, *parts
+        return OnTensors([each.bound(given, numbers) for each in self.launches], outputs, parts)
+
+
+def bound(operand: Operand, tensors: Sequence[Tensor | None], numbers: tuple[int, ...]) -> Any:
+    """The operand with tensors and numbers in place of symbols."""
+    if isinstance(operand, Slot):
+        return tensors[operand.index]
+    if isinstance(operand, Number):
+        return numbers[operand.value]
+    if isinstance(operand, Map):
+        shape = bound(operand.shape, tensors, numbers)
+        return replace(operand, tensor=tensors[operand.tensor.index], shape=shape)
+    if isinstance(operand, tuple):
+        return tuple(bound(each, tensors, numbers) for each in operand)
+    return operand
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """A program whose kernels are loaded on a device."""
+
+    program: Program
+    device: int
+    builds: list[Build]  # of the program's launches
+
+    def bind(self, shape: tuple[int, ...], rows: int) -> Bound:
+        """The program for x of one shape."""
+        program, numbers = self.program, self.program.numbers(rows)
+        size, offsets = None, ()
+        if program.workspace is not None:
+            sizes = program.workspace.sizes(rows, numbers[2])
+            size, itemsize = sum(sizes), program.workspace.dtype.itemsize
+            offsets = tuple(itemsize * sum(sizes[:at]) for at in range(len(sizes)))
+        return Bound(self, numbers, program.memory(shape), size, offsets)
+
+    @functools.cached_property
+    def launchers(self) -> tuple:
+        """(device, runtime, maps, tuples, constants, launchers), by which `Bound.launch` runs the launches.
+
+        It makes one list of values: the stream, rows, CTAs, partials, addresses, tensor maps, tuples of addresses,
+        constants. Each launcher is (launch, head, operands). head and operands pick arguments from that list; operands
+        is None for launch functions that take one argument for each operand.
+        """
+        program, pairs = self.program, list(zip(self.program.launches, self.builds, strict=True))
+        arguments = [build.arguments(launch) for launch, build in pairs]
+        workspace = program.workspace
+        first_map = 4 + program.num_tensors + len(program.outputs) + (len(workspace.parts) if workspace else 0)
+        first_tuple = first_map + sum(isinstance(each, Map) for given in arguments for each in given)
+        first_constant = first_tuple + sum(_has_addresses(each) for given in arguments for each in given)
+        maps: list[tuple[Callable, int]] = []
+        tuples: list[Callable] = []
+        constants: list[Any] = []
+
+        def source(argument: Any, encoders) -> int:
+            """Where the argument stands in the list of values."""
+            if argument is STREAM:
+                return 0
+            if isinstance(argument, Number):
+                return 1 + argument.value
+            if isinstance(argument, Slot):
+                return 4 + argument.index
+            if isinstance(argument, Map):
+                maps.append((_encode(next(encoders), argument), 4 + argument.tensor.index))
+                return first_map + len(maps) - 1
+            if _has_addresses(argument):
+                tuples.append(_pick([4 + each.index for each in argument]))
+                return first_tuple + len(tuples) - 1
+            constants.append(argument)
+            return first_constant + len(constants) - 1
+
+        launchers = []
+        for (_, build), given in zip(pairs, arguments, strict=True):
+            encoders = iter(build.encoders)
+            sources = [source(each, encoders) for each in given]
+            first = build.first_operand if build.packs_operands else len(sources)
+            launchers.append((build.launch, itemgetter(*sources[:first]), _pick(sources[first:]) if sources[first:] else None))
+        return self.device, self.builds[0].RUNTIME, maps, tuples, constants, launchers
+
+
+class Bound(NamedTuple):
+    """A loaded program for one shape of x."""
+
+    loaded: Loaded
+    numbers: tuple[int, int, int]  # by Number
+    outputs: list[Memory | None]
+    workspace: int | None  # elements
+    offsets: tuple[int, ...]  # of the workspace's parts, in bytes
+
+    def launch(self, addresses: list[int]) -> tuple[Tensor | None, ...] | None:
+        """The outputs for tensors at these addresses. None if a profiler hooks Triton's launches."""
+        loaded, numbers, outputs, workspace, offsets = self
+        device, runtime, maps, tuples, constants, launchers = loaded.launchers
+        try:
+            if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+                return None
+        except AttributeError:  # something else in place of Triton's lists of hooks
+            return None
+        if torch_compat.current_device() != device:
+            with torch.cuda.device(device):
+                return self.launch(addresses)
+        values = [torch_compat.raw_stream(device), *numbers, *addresses]
+        made: list[Tensor | None] = []
+        for memory in outputs:
+            if memory is None:
+                made.append(None)
+                values.append(0)
+            else:
+                tensor = torch_compat.allocate(*memory)
+                made.append(tensor)
+                values.append(tensor.data_ptr())
+        if workspace is not None:
+            # Freed at the end: memory of one stream is used again in the stream's order.
+            parts = torch_compat.allocate((workspace,), (1,), loaded.program.workspace.dtype)
+            start = parts.data_ptr()
+            for offset in offsets:
+                values.append(start + offset)
+        for encode, at in maps:
+            values.append(encode(values[at], numbers[0]))
+        for pick in tuples:
+            values.append(pick(values))
+        values += constants
+        for launch, head, operands in launchers:
+            if operands is None:
+                launch(*head(values))
+            else:
+                launch(*head(values), operands(values))
+        return tuple(made)
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Those of a contiguous tensor without empty dims."""
+    strides, stride = [], 1
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= size
+    return tuple(reversed(strides))
+
+
+def _has_addresses(argument: Any) -> bool:
+    return type(argument) is tuple and any(isinstance(each, Slot) for each in argument)
+
+
+def _pick(indices: list[int]) -> Callable[[list], tuple]:
+    """A tuple of the values at these indices."""
+    return itemgetter(*indices) if len(indices) > 1 else lambda values: (values[indices[0]],)
+
+
+def _encode(encoder: Callable, described: Map) -> Callable[[int, int], Any]:
+    """encode(address, rows): the tensor map, from a cache."""
+
+    def encode(address: int, rows: int) -> Any:
+        shape = [rows if size is Number.ROWS else size for size in described.shape]
+        return encoder(address, shape, list(described.strides))
+
+    return functools.lru_cache(KEPT_TENSOR_MAPS)(encode)
