@@ -40,6 +40,7 @@ def gpu(driver, monkeypatch):
     fake_gpu.GPU = simulated = Gpu(driver)
 
     monkeypatch.setattr(launcher, "load", load)
+    monkeypatch.setattr(launcher, "hand_over", lambda launches: None)  # what Triton would launch, for a profiler
     monkeypatch.setattr(torch_compat, "current_device", lambda: -1)
     monkeypatch.setattr(torch_compat, "raw_stream", lambda device: STREAM)
     monkeypatch.setattr(torch_compat, "allocate", lambda *memory: torch.empty_strided(*memory[:2], dtype=memory[2]))
