@@ -55,9 +55,9 @@ def _run(call: ColumnSumCall, tensors: list[Tensor], choice: Choice) -> list[Ten
     outputs = bound and bound.launch(addresses)
     if outputs is None:
         with current(tensors[0].device):
-            outputs, loaded = launcher.run(program_of(call, choice), tensors, shape, call.rows)
-        if loaded:
-            prepared.keep_by(key, loaded, call.rows)
+            outputs, bound = launcher.run(program_of(call, choice), tensors, shape, call.rows)
+        if bound:
+            prepared.keep_by(key, shape, bound)
     return list(outputs)
 
 

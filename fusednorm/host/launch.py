@@ -84,11 +84,11 @@ def run(call: Call, miss: prepared.Miss | None = None) -> tuple[Outputs, Loaded 
         with current(device):
             try:
                 program = program_of(call, chosen, spec)
-                outputs, loaded = launcher.run(program, call.tensors, call.shape, call.rows)
+                outputs, bound = launcher.run(program, call.tensors, call.shape, call.rows)
             except BuildFailed as failed:
                 fallback.remember(chosen.plan, problem, spec, str(failed))
                 continue
-        return outputs, prepared.keep(miss, call, loaded) if miss and loaded else None
+        return outputs, prepared.keep(miss, call, bound) if miss and bound else None
     by_aten = reference.forward if isinstance(call, ForwardCall) else reference.backward
     return by_aten(call), None
 

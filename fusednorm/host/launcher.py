@@ -24,7 +24,7 @@ from ..kernels.config import COMPILE_OPTIONS, Norm, Tile
 from ..kernels.row_tile import cluster_bases
 from . import triton_compat
 from .fallback import BuildFailed, cause_of
-from .program import STREAM, Loaded, Map, Number, Operand, Program, Slot, bound
+from .program import STREAM, Bound, Loaded, Map, Number, Operand, Program, Slot, bound
 
 TRITON = triton_compat.in_use()  # None: Triton itself launches every kernel
 SOME_NUMBER = 16  # in place of a Number where Triton compiles a kernel: no build depends on it
@@ -60,7 +60,12 @@ class Launch:
     def arguments(self) -> list:
         """What each parameter of the kernel gets, in order."""
         given = self._compile_time() | self.named
-        return [*self.operands, *(given[name] for name in self.kernel.arg_names[len(self.operands) :])]
+        return [*self.operands, *map(given.__getitem__, self.kernel.arg_names[len(self.operands) :])]
+
+    @property
+    def num_tuples(self) -> int:
+        """How many operands are tuples of addresses."""
+        return sum([type(each) is tuple and isinstance(each[0], Slot) for each in self.operands])
 
     def _compile_time(self) -> dict[str, Any]:
         norm = {} if self.norm is None else {"norm": self.norm}
@@ -86,25 +91,24 @@ def _tritons_form(operand: Operand) -> Any:
     return SOME_NUMBER if isinstance(operand, Number) else operand
 
 
-def run(program: Program, tensors: Sequence[Tensor | None], shape: tuple[int, ...], rows: int) -> tuple:
-    """(outputs, loaded program) of a call with these tensors, whose x has this shape, on the current device. Without a
-    loaded program Triton itself has launched the kernels. All kernels are loaded before the first one is launched, so
+def run(program: Program, tensors: Sequence[Tensor | None], shape: tuple[int, ...], rows: int) -> tuple[tuple, Bound | None]:
+    """(outputs, bound program) of a call with these tensors, whose x has this shape, on the current device. The second
+    is None if Triton itself must launch the kernels. All kernels are loaded before the first one is launched, so
     that a failed build is noticed before anything runs. Raises BuildFailed if a kernel cannot be built or launched but
     another one could be, and all other errors as they are."""
     device = next(each.get_device() for each in tensors if each is not None)
-    builds, loaded = load(program.launches, device), None
+    builds, made = load(program.launches, device), None
     if builds:
-        loaded = Loaded(program, device, builds)
-        addresses = [0 if each is None else each.data_ptr() for each in tensors]
+        made = Loaded(program, device, builds).bind(tuple(shape), rows)
         try:
-            outputs = loaded.bind(tuple(shape), rows).launch(addresses)
+            outputs = made.launch([0 if each is None else each.data_ptr() for each in tensors])
         except Exception as error:
             _give_way(error, launched=True)
         if outputs is not None:
-            return outputs, loaded
+            return outputs, made
     on_tensors = program.on_tensors(tensors, shape, rows)
     hand_over(on_tensors.launches)
-    return on_tensors.outputs, loaded
+    return on_tensors.outputs, made
 
 
 def load(launches: Iterable[Launch], device: int) -> list[Build] | None:
@@ -158,18 +162,16 @@ def build_key(launch: Launch, device: int) -> tuple:
     # source.
     key: list[Any] = [id(kernel), id(launch.norm), id(launch.tile), device]
     key += *launch.options.items(), *launch.constants.items()
-    key += [_in_key(each) for at, each in enumerate(launch.operands) if at not in unspecialized]
-    key += [_in_key(each) for each in launch.named.values()]
+    for at, operand in enumerate((*launch.operands, *launch.named.values())):
+        if isinstance(operand, Slot):
+            key += operand.dtype, operand.aligned
+        elif isinstance(operand, Map):
+            key.append(operand.tensor.dtype)  # the rest follows from the tile
+        elif isinstance(operand, tuple):
+            key += [(each.dtype, each.aligned) if isinstance(each, Slot) else each for each in operand]
+        elif at not in unspecialized:
+            key.append(operand)
     return tuple(key)
-
-
-def _in_key(operand: Operand) -> Any:
-    """What a build depends on of an operand."""
-    if isinstance(operand, Slot):
-        return operand.dtype, operand.aligned
-    if isinstance(operand, Map):
-        return operand.tensor.dtype  # the rest follows from the tile
-    return tuple(map(_in_key, operand)) if isinstance(operand, tuple) else operand
 
 
 def _positions_no_build_depends_on(kernel) -> frozenset[int]:
@@ -212,11 +214,6 @@ class Build:
         self.launch, self.head = triton.launch_of(compiled, bool(self.descriptors))
         self.packs_operands = triton.packs_operands
 
-    @property
-    def first_operand(self) -> int:
-        """The position of the first operand among the arguments of `launch`."""
-        return 4 + len(self.head)
-
     def arguments(self, launch: Launch) -> list:
         """The arguments for `launch`, with symbols and STREAM among them."""
         return [*launch.grid, *(1, 1, 1)[len(launch.grid) :], STREAM, *self.head, *_expanded(launch.arguments())]
@@ -241,10 +238,11 @@ class Build:
         return Build.RUNTIME.launch_enter_hook.calls, Build.RUNTIME.launch_exit_hook.calls
 
 
-def _expanded(arguments: Iterable[Any]) -> Iterator[Any]:
+def _expanded(arguments: Iterable[Any]) -> list:
     """The arguments, with each tensor map followed by its shape and strides."""
+    found: list[Any] = []
     for each in arguments:
-        yield each
+        found.append(each)
         if isinstance(each, Map):
-            yield from each.shape
-            yield from each.strides
+            found += *each.shape, *each.strides
+    return found

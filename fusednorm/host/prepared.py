@@ -48,10 +48,14 @@ class Kind:
         loaded = self.find(rows)
         if loaded is None:
             return None
+        bound = loaded.bind(sizes, rows)
+        self.keep(shape, bound)
+        return bound
+
+    def keep(self, shape: torch.Size, bound: Bound) -> None:
         if len(self.by_shape) >= KEPT_SHAPES:
             self.by_shape.clear()
-        bound = self.by_shape[shape] = loaded.bind(sizes, rows)
-        return bound
+        self.by_shape[shape] = bound
 
     def find(self, rows: int) -> Loaded | None:
         for each in self.programs:
@@ -192,28 +196,30 @@ def _parameter(tensor: Tensor) -> tuple:
     return tensor.dtype, tensor.get_device(), tensor.shape
 
 
-def keep(miss: Miss, call: ForwardCall | BackwardCall, loaded: Loaded) -> Loaded | None:
+def keep(miss: Miss, call: ForwardCall | BackwardCall, bound: Bound) -> Loaded | None:
     """Keep the program of a call for later calls with the same key, if all tensors were read in place and no thread has
     changed the margin meanwhile. Returns the program that is kept."""
-    if miss.margin is not margin.sms or not loaded.program.rows_above < call.rows <= loaded.program.most_rows:
+    program = bound.loaded.program
+    if miss.margin is not margin.sms or not program.rows_above < call.rows <= program.most_rows:
         return None
     for tensor, address in zip(call.tensors, miss.addresses, strict=True):
         if tensor is not None and tensor.data_ptr() != address:
             return None  # a copy was made for the call
-    return keep_by(miss.key, loaded, call.rows)
+    return keep_by(miss.key, call.shape, bound)
 
 
-def keep_by(key: tuple, loaded: Loaded, rows: int) -> Loaded:
+def keep_by(key: tuple, shape: torch.Size, bound: Bound) -> Loaded:
     """Keep a program under a key, unless there is one for as many rows. Returns the program that is kept."""
     kind = _kinds.get(key)
     if kind is None:
         if len(_kinds) >= KEPT_KINDS:
             _kinds.clear()
-        kind = _kinds[key] = Kind(loaded.program.normalized_shape)
-    known = kind.find(rows)
+        kind = _kinds[key] = Kind(bound.loaded.program.normalized_shape)
+    known = kind.find(bound.numbers[0])
     if known is None:
-        kind.programs.append(loaded)
-    return known or loaded
+        kind.programs.append(bound.loaded)
+        kind.keep(shape, bound)
+    return known or bound.loaded
 
 
 def kind_of(key: tuple) -> Kind | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -38,6 +39,9 @@ class Number(enum.Enum):
     ROWS = 0
     CTAS = 1  # along the rows
     PARTIALS = 2  # rows of the dw and db partials
+
+    def __init__(self, place: int):
+        self.place = place  # among a program's numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +168,7 @@ class Program:
         )
         numbers, parts = self.numbers(rows), ()
         if self.workspace:
-            sizes = self.workspace.sizes(rows, numbers[Number.PARTIALS.value])
+            sizes = self.workspace.sizes(rows, numbers[Number.PARTIALS.place])
             memory = torch.empty(sum(sizes), dtype=self.workspace.dtype, device=device)
             pairs = zip(memory.split(sizes), self.workspace.parts, strict=True)
             parts = tuple(each.view(part.dtype or each.dtype) if each.numel() else None for each, part in pairs)
@@ -177,7 +181,7 @@ def bound(operand: Operand, tensors: Sequence[Tensor | None], numbers: tuple[int
     if isinstance(operand, Slot):
         return tensors[operand.index]
     if isinstance(operand, Number):
-        return numbers[operand.value]
+        return numbers[operand.place]
     if isinstance(operand, Map):
         shape = bound(operand.shape, tensors, numbers)
         return replace(operand, tensor=tensors[operand.tensor.index], shape=shape)
@@ -197,11 +201,10 @@ class Loaded:
     def bind(self, shape: tuple[int, ...], rows: int) -> Bound:
         """The program for x of one shape."""
         program, numbers = self.program, self.program.numbers(rows)
-        size, offsets = None, ()
+        size, offsets = None, []
         if program.workspace is not None:
-            sizes = program.workspace.sizes(rows, numbers[2])
-            size, itemsize = sum(sizes), program.workspace.dtype.itemsize
-            offsets = tuple(itemsize * sum(sizes[:at]) for at in range(len(sizes)))
+            sizes, itemsize = program.workspace.sizes(rows, numbers[2]), program.workspace.dtype.itemsize
+            size, offsets = sum(sizes), [itemsize * each for each in itertools.accumulate(sizes[:-1], initial=0)]
         return Bound(self, numbers, program.memory(shape), size, offsets)
 
     @functools.cached_property
@@ -210,41 +213,38 @@ class Loaded:
 
         It makes one list of values: the stream, rows, CTAs, partials, addresses, tensor maps, tuples of addresses,
         constants. Each launcher is (launch, head, operands). head and operands pick arguments from that list; operands
-        is None for launch functions that take one argument for each operand.
+        is None for launch functions that take one argument for each operand. Plain loops, without functions: a first
+        call takes this way.
         """
-        program, pairs = self.program, list(zip(self.program.launches, self.builds, strict=True))
-        arguments = [build.arguments(launch) for launch, build in pairs]
-        workspace = program.workspace
-        first_map = 4 + program.num_tensors + len(program.outputs) + (len(workspace.parts) if workspace else 0)
-        first_tuple = first_map + sum(isinstance(each, Map) for given in arguments for each in given)
-        first_constant = first_tuple + sum(_has_addresses(each) for given in arguments for each in given)
+        program, launchers = self.program, []
         maps: list[tuple[Callable, int]] = []
         tuples: list[Callable] = []
         constants: list[Any] = []
-
-        def source(argument: Any, encoders) -> int:
-            """Where the argument stands in the list of values."""
-            if argument is STREAM:
-                return 0
-            if isinstance(argument, Number):
-                return 1 + argument.value
-            if isinstance(argument, Slot):
-                return 4 + argument.index
-            if isinstance(argument, Map):
-                maps.append((_encode(next(encoders), argument), 4 + argument.tensor.index))
-                return first_map + len(maps) - 1
-            if _has_addresses(argument):
-                tuples.append(_pick([4 + each.index for each in argument]))
-                return first_tuple + len(tuples) - 1
-            constants.append(argument)
-            return first_constant + len(constants) - 1
-
-        launchers = []
-        for (_, build), given in zip(pairs, arguments, strict=True):
-            encoders = iter(build.encoders)
-            sources = [source(each, encoders) for each in given]
-            first = build.first_operand if build.packs_operands else len(sources)
-            launchers.append((build.launch, itemgetter(*sources[:first]), _pick(sources[first:]) if sources[first:] else None))
+        workspace = program.workspace
+        first_map = 4 + program.num_tensors + len(program.outputs) + (len(workspace.parts) if workspace else 0)
+        first_tuple = first_map + sum([len(build.encoders) for build in self.builds])
+        first_constant = first_tuple + sum([launch.num_tuples for launch in program.launches])
+        for launch, build in zip(program.launches, self.builds, strict=True):
+            encoders, sources = iter(build.encoders), []
+            for each in build.arguments(launch):
+                if each is STREAM:
+                    sources.append(0)
+                elif isinstance(each, Number):
+                    sources.append(1 + each.place)
+                elif isinstance(each, Slot):
+                    sources.append(4 + each.index)
+                elif isinstance(each, Map):
+                    sources.append(first_map + len(maps))
+                    maps.append((_encode(next(encoders), each), 4 + each.tensor.index))
+                elif type(each) is tuple and isinstance(each[0], Slot):
+                    sources.append(first_tuple + len(tuples))
+                    tuples.append(_pick([4 + slot.index for slot in each]))
+                else:
+                    sources.append(first_constant + len(constants))
+                    constants.append(each)
+            first = 4 + len(build.head)
+            head, operands = (sources[:first], sources[first:]) if build.packs_operands else (sources, None)
+            launchers.append((build.launch, itemgetter(*head), operands and _pick(operands)))
         return self.device, self.builds[0].RUNTIME, maps, tuples, constants, launchers
 
 
@@ -255,7 +255,7 @@ class Bound(NamedTuple):
     numbers: tuple[int, int, int]  # by Number
     outputs: list[Memory | None]
     workspace: int | None  # elements
-    offsets: tuple[int, ...]  # of the workspace's parts, in bytes
+    offsets: list[int]  # of the workspace's parts, in bytes
 
     def launch(self, addresses: list[int]) -> tuple[Tensor | None, ...] | None:
         """The outputs for tensors at these addresses. None if a profiler hooks Triton's launches."""
@@ -306,9 +306,6 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
         stride *= size
     return tuple(reversed(strides))
 
-
-def _has_addresses(argument: Any) -> bool:
-    return type(argument) is tuple and any(isinstance(each, Slot) for each in argument)
 
 
 def _pick(indices: list[int]) -> Callable[[list], tuple]:

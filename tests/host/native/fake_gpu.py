@@ -186,7 +186,7 @@ class Build(launcher.Build):
         self.name, self.layer = launch.kernel.__name__, launch.norm.layer
         self.launch = self._compute
         self._kept: list[int] = []  # positions of the arguments that are parameters of the build
-        at = self.first_operand
+        at = 4 + len(self.head)
         for given, kind in zip(launch.arguments(), compiled.src.signature.values(), strict=True):
             size = 1 + 2 * len(given.shape) if isinstance(given, program.Map) else 1
             self._kept += range(at, at + size) if kind != "constexpr" else ()
