@@ -45,7 +45,7 @@ from .host import native, prepared
 from .host.kernel_devices import runs_kernels
 from .host.program import Loaded
 from .namespace import NAMESPACE
-from .operands import OPERANDS_OF_OP, BackwardOperands, ForwardOperands, Operands, Outputs, as_op
+from .operands import OPERANDS_OF_OP, ForwardOperands, Operands, Outputs, as_op
 from .planner.norm_problem import accumulation_dtype
 from .problem import BackwardCall, ForwardCall, check_backward, check_forward, stats_shape, validate
 

@@ -89,7 +89,12 @@ def program_of(call: ColumnSumCall, choice: Choice) -> Program:
 
 
 def _sums(
-    plan: SumPlan, problem: ColumnSumProblem, rows: int | Number, views: list[RowView], outs: tuple[Slot, ...], splits: int
+    plan: SumPlan,
+    problem: ColumnSumProblem,
+    rows: int | Number,
+    views: list[RowView],
+    outs: tuple[Slot, ...],
+    splits: int,
 ) -> Launch:
     """The launch that fills `outs` with the sums of `splits` parts of the rows."""
     grid = (triton.cdiv(problem.cols, plan.chunk), splits, problem.num_outputs)

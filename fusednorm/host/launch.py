@@ -61,7 +61,7 @@ OLDEST_DEPENDENT_ARCH = 90  # oldest arch on which a dependent launch may be pla
 Call = ForwardCall | BackwardCall
 
 
-class BackwardSlots(NamedTuple):
+class Written(NamedTuple):
     """What a backward writes; None for an unwanted one. Kernels take the tensors in this order."""
 
     dx: Slot | None
@@ -93,24 +93,18 @@ def run(call: Call, miss: prepared.Miss | None = None) -> tuple[Outputs, Loaded 
     return by_aten(call), None
 
 
-def prepare_forward(call: ForwardCall, plan: Plan | None = None) -> OnTensors:
-    """What a forward launches by `plan`, or else by the planner's choice, on the tensors of the call."""
-    return _prepare(call, plan)
-
-
-def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> OnTensors:
-    """What a backward launches by `plan`, or else by the planner's choice, on the tensors of the call."""
-    return _prepare(call, plan)
-
-
-def _prepare(call: Call, plan: Plan | None) -> OnTensors:
+def prepare_forward(call: Call, plan: Plan | None = None) -> OnTensors:
+    """What a call launches by `plan`, or else by the planner's choice, on the tensors of the call."""
     spec = gpus.spec_of(call.x.tensor.device)
     program = program_of(call, Choice(plan or heuristics.choose(call.problem, call.rows, spec)), spec)
     return program.on_tensors(call.tensors, call.shape, call.rows)
 
 
+prepare_backward = prepare_forward
+
+
 def program_of(call: Call, chosen: Choice, spec: DeviceSpec) -> Program:
-    """What a call of this kind launches by a plan. Of the call's tensors only dtypes, strides and alignment are read."""
+    """What a call launches by a plan. Of its tensors only dtypes, strides and alignment are read."""
     problem, plan = call.problem, chosen.plan
     assert _is_legal(plan.variant, problem, min(call.rows, MAX_RING_ROWS + 1), spec)
     build = _forward if isinstance(call, ForwardCall) else _backward
@@ -144,7 +138,7 @@ def _forward(call: ForwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
     problem = call.problem
     rstd = problem.acc_dtype if call.wants_statistics else None
     outputs, slots = _outputs(ForwardOperands, 3, (problem.x_dtype, rstd if problem.norm == "layer" else None, rstd))
-    launches = _FORWARD[type(plan)](plan, call, _norm(problem), slots)
+    launches = _FORWARD[type(plan)](plan, call, slots)
     return tuple(launches), 3, outputs, None, grid_of(plan, problem.cols, spec, leaves_partials=False)
 
 
@@ -153,7 +147,8 @@ def _backward(call: BackwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
     problem = call.problem
     assert plan.variant != "pipelined" or problem.wants_dx != isinstance(plan, ColumnRingPlan)
     wanted = problem.wants_dx, problem.wants_dw, problem.wants_db
-    dtypes = (dtype if wants else None for wants, dtype in zip(wanted, _dtypes(call), strict=True))
+    dtypes = call.dx_dtype, problem.weight_dtype, problem.bias_dtype
+    dtypes = [dtype if wants else None for wants, dtype in zip(wanted, dtypes, strict=True)]
     outputs, (dx, dw, db) = _outputs(BackwardOperands, 7, dtypes)
     sums, two_passes = problem.num_sums > 0, isinstance(plan, ColumnTilePlan) and problem.wants_dx
     parts = (
@@ -168,16 +163,12 @@ def _backward(call: BackwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
     )
     summed_next = sums and counters is None
     dependent = summed_next and spec.arch >= OLDEST_DEPENDENT_ARCH
-    slots = BackwardSlots(dx, dw_partial, db_partial, dw, db, means, counters, dependent)
-    launches = _BACKWARD[type(plan)](plan, call, _norm(problem), slots, spec)
+    out = Written(dx, dw_partial, db_partial, dw, db, means, counters, dependent)
+    launches = _BACKWARD[type(plan)](plan, call, out, spec)
     if summed_next:
-        launches.append(_finalize(problem, slots))
+        launches.append(_finalize(problem, out))
     grid = grid_of(plan, problem.cols, spec, leaves_partials=sums)
     return tuple(launches), 7, outputs, workspace if sums or two_passes else None, grid
-
-
-def _dtypes(call: BackwardCall) -> tuple[torch.dtype | None, ...]:
-    return call.dx_dtype, call.problem.weight_dtype, call.problem.bias_dtype
 
 
 def _outputs(operands: type, first: int, dtypes: Iterable[torch.dtype | None]) -> tuple[tuple, tuple]:
@@ -187,11 +178,11 @@ def _outputs(operands: type, first: int, dtypes: Iterable[torch.dtype | None]) -
     return outputs, tuple(dtype and Slot(index, dtype) for index, (_, dtype) in pairs)
 
 
-def _finalize(problem: NormProblem, slots: BackwardSlots) -> Launch:
+def _finalize(problem: NormProblem, out: Written) -> Launch:
     """The launch that sums the partials, with one CTA per piece of dw and of db."""
-    tile = partials_tile(problem.cols, problem.acc_dtype.itemsize, slots.announces_end)
+    tile = partials_tile(problem.cols, problem.acc_dtype.itemsize, out.announces_end)
     grid = (triton.cdiv(problem.cols, tile.cols) * problem.num_sums,)
-    args, options = (*slots[1:5], Number.PARTIALS, problem.cols), {"launch_pdl": True} if tile.dependent else {}
+    args, options = (*out[1:5], Number.PARTIALS, problem.cols), {"launch_pdl": True} if tile.dependent else {}
     return Launch(column_sum.finalize, grid, args, _norm(problem), tile, options)
 
 
@@ -203,53 +194,47 @@ def partials_tile(cols: int, itemsize: int, dependent: bool) -> PartialsTile:
     return PartialsTile(piece, PARTIAL_LOADS * 4 // itemsize, num_warps, dependent)
 
 
-def _multiwave_forward(plan: MultiWavePlan, call: ForwardCall, norm: Norm, outputs: tuple) -> list[Launch]:
+def _multiwave_forward(plan: MultiWavePlan, call: ForwardCall, outputs: tuple) -> list[Launch]:
     options = {"maxnreg": plan.max_registers}
     args = _forward_args(call, outputs)
     tile = _tile(plan, _log2_divisor(call.x, cols=call.problem.cols))
-    return [Launch(multiwave.forward, (Number.CTAS,), args, norm, tile, options)]
+    return [Launch(multiwave.forward, (Number.CTAS,), args, _norm(call.problem), tile, options)]
 
 
-def _column_tile_forward(
-    plan: ColumnTilePlan, call: ForwardCall, norm: Norm, outputs: tuple
-) -> list[Launch]:
+def _column_tile_forward(plan: ColumnTilePlan, call: ForwardCall, outputs: tuple) -> list[Launch]:
     """One CTA per row, which passes over the row's column tiles twice."""
     tile = _whole_row_tile(plan, _log2_divisor(call.x, cols=call.problem.cols))
     args = _forward_args(call, outputs)
     options = {"maxnreg": ROW_PASS_REGISTERS} if call.problem.x_dtype.itemsize >= 4 and tile.log2_divisor else {}
-    return [Launch(column_tiles.forward_by_column_tiles, (call.rows,), args, norm, tile, options)]
+    return [Launch(column_tiles.forward_by_column_tiles, (call.rows,), args, _norm(call.problem), tile, options)]
 
 
-def _pipelined_forward(plan: PipelinedPlan, call: ForwardCall, norm: Norm, outputs: tuple) -> list[Launch]:
+def _pipelined_forward(plan: PipelinedPlan, call: ForwardCall, outputs: tuple) -> list[Launch]:
     tile, cols = _ring_tile(plan, call.problem, cluster=plan.cluster), call.problem.cols
     x = _row_maps([call.x], cols, tile)
     args = (*x, call.weight, call.bias, *outputs, call.rows, cols, call.eps)
-    return [Launch(pipelined.forward, (Number.CTAS,), args, norm, tile, _pipelined_options(plan))]
+    return [Launch(pipelined.forward, (Number.CTAS,), args, _norm(call.problem), tile, _pipelined_options(plan))]
 
 
-def _multiwave_backward(
-    plan: MultiWavePlan, call: BackwardCall, norm: Norm, slots: BackwardSlots, spec: DeviceSpec
-) -> list[Launch]:
-    args = (*_inputs(call), *slots[:3], *_sizes(call))
+def _multiwave_backward(plan: MultiWavePlan, call: BackwardCall, out: Written, spec: DeviceSpec) -> list[Launch]:
+    args = (*_inputs(call), *out[:3], *_sizes(call))
     options = {"maxnreg": plan.max_registers}
-    tile = _tile(plan, _log2_divisor(call.x, call.grad_out, cols=call.problem.cols), slots.announces_end)
-    return [Launch(multiwave.backward, (Number.CTAS,), args, norm, tile, options)]
+    tile = _tile(plan, _log2_divisor(call.x, call.grad_out, cols=call.problem.cols), out.announces_end)
+    return [Launch(multiwave.backward, (Number.CTAS,), args, _norm(call.problem), tile, options)]
 
 
-def _column_tile_backward(
-    plan: ColumnTilePlan, call: BackwardCall, norm: Norm, slots: BackwardSlots, spec: DeviceSpec
-) -> list[Launch]:
+def _column_tile_backward(plan: ColumnTilePlan, call: BackwardCall, out: Written, spec: DeviceSpec) -> list[Launch]:
     """One launch for the row means if dx is wanted, then one for all outputs by column tiles."""
     problem, inputs, sizes = call.problem, _inputs(call), _sizes(call)
     log2_divisor, launches = _log2_divisor(call.x, call.grad_out, cols=problem.cols), []
     if problem.wants_dx:
         tile = _whole_row_tile(plan, log2_divisor)
-        num_counters = 0 if slots.counters is None else triton.cdiv(problem.cols, plan.chunk)
-        args = (*inputs[:-1], slots.row_means, slots.counters, num_counters, *sizes)
-        launches.append(Launch(column_tiles.backward_row_means, (call.rows,), args, norm, tile))
+        num_counters = 0 if out.counters is None else triton.cdiv(problem.cols, plan.chunk)
+        args = (*inputs[:-1], out.row_means, out.counters, num_counters, *sizes)
+        launches.append(Launch(column_tiles.backward_row_means, (call.rows,), args, _norm(call.problem), tile))
     grid = (triton.cdiv(problem.cols, plan.chunk), Number.CTAS)
     tile = _column_tile(plan, log2_divisor)
-    args = (*inputs, slots.row_means, *slots[:5], slots.counters, *sizes)
+    args = (*inputs, out.row_means, *out[:5], out.counters, *sizes)
     if problem.x_dtype.itemsize == 2 and problem.weight_dtype == torch.float64:
         options = {"maxnreg": COLUMN_PASS_REGISTERS}
     elif triton_compat.installed() == OLDEST_TRITON:
@@ -257,49 +242,53 @@ def _column_tile_backward(
     else:
         threads = plan.ctas_per_sm * 32 * plan.num_warps
         options = {"maxnreg": budget.register_limit(threads, spec)}
-    launches.append(Launch(column_tiles.backward_by_column_tiles, grid, args, norm, tile, options))
+    launches.append(Launch(column_tiles.backward_by_column_tiles, grid, args, _norm(call.problem), tile, options))
     return launches
 
 
-def _pipelined_backward(
-    plan: PipelinedPlan, call: BackwardCall, norm: Norm, slots: BackwardSlots, spec: DeviceSpec
-) -> list[Launch]:
-    tile = _ring_tile(plan, call.problem, cluster=plan.cluster, announces_end=slots.announces_end)
+def _pipelined_backward(plan: PipelinedPlan, call: BackwardCall, out: Written, spec: DeviceSpec) -> list[Launch]:
+    tile = _ring_tile(plan, call.problem, cluster=plan.cluster, announces_end=out.announces_end)
     descriptors = _row_maps([call.x, call.grad_out], call.problem.cols, tile)
-    args = (*descriptors, *_inputs(call)[2:], *slots[:3], *_ring_sizes(call))
-    return [Launch(pipelined.backward, (Number.CTAS,), args, norm, tile, _pipelined_options(plan))]
+    args = (*descriptors, *_inputs(call)[2:], *out[:3], *_ring_sizes(call))
+    return [Launch(pipelined.backward, (Number.CTAS,), args, _norm(call.problem), tile, _pipelined_options(plan))]
 
 
-def _column_ring_backward(
-    plan: ColumnRingPlan, call: BackwardCall, norm: Norm, slots: BackwardSlots, spec: DeviceSpec
-) -> list[Launch]:
+def _column_ring_backward(plan: ColumnRingPlan, call: BackwardCall, out: Written, spec: DeviceSpec) -> list[Launch]:
     """One launch for the partials of dw and db, by column tiles."""
     tile, cols = _column_ring_tile(plan, call.problem), call.problem.cols
     dy = tile_map(call.grad_out, cols, tile)
-    x = tile_map(call.x, cols, tile) if norm.wants_dw else None
-    args = (dy, x, call.mean, call.rstd, *slots[1:3], *_ring_sizes(call))
+    x = tile_map(call.x, cols, tile) if call.problem.wants_dw else None
+    args = (dy, x, call.mean, call.rstd, *out[1:3], *_ring_sizes(call))
     grid = (triton.cdiv(cols, plan.chunk), Number.CTAS)
-    return [Launch(parameter_gradients.dw_and_db, grid, args, norm, tile, {"maxnreg": plan.max_registers})]
+    return [
+        Launch(parameter_gradients.dw_and_db, grid, args, _norm(call.problem), tile, {"maxnreg": plan.max_registers})
+    ]
 
 
 def _warp_specialized_backward(
-    plan: WarpSpecializedPlan, call: BackwardCall, norm: Norm, slots: BackwardSlots, spec: DeviceSpec
+    plan: WarpSpecializedPlan, call: BackwardCall, out: Written, spec: DeviceSpec
 ) -> list[Launch]:
     tile = _warp_specialized_tile(plan, call.problem)
-    pointers = (*_inputs(call)[2:], *slots[:3])
+    pointers = (*_inputs(call)[2:], *out[:3])
     present = (call.rstd if pointer is None else pointer for pointer in pointers)  # warp partitions do not take None
     descriptors = _row_maps([call.x, call.grad_out], call.problem.cols, tile)[:2]  # without tails
     args = (*descriptors, *present, *_ring_sizes(call))
-    return [Launch(warp_specialized.backward, (Number.CTAS,), args, norm, tile, _warp_specialized_options(plan))]
+    return [
+        Launch(
+            warp_specialized.backward, (Number.CTAS,), args, _norm(call.problem), tile, _warp_specialized_options(plan)
+        )
+    ]
 
 
-def _warp_specialized_forward(
-    plan: WarpSpecializedPlan, call: ForwardCall, norm: Norm, outputs: tuple
-) -> list[Launch]:
+def _warp_specialized_forward(plan: WarpSpecializedPlan, call: ForwardCall, outputs: tuple) -> list[Launch]:
     tile = _warp_specialized_tile(plan, call.problem)
     x, _no_tail = _row_maps([call.x], call.problem.cols, tile)
     args = (x, call.weight, call.bias, *outputs, call.rows, call.problem.cols, call.eps)
-    return [Launch(warp_specialized.forward, (Number.CTAS,), args, norm, tile, _warp_specialized_options(plan))]
+    return [
+        Launch(
+            warp_specialized.forward, (Number.CTAS,), args, _norm(call.problem), tile, _warp_specialized_options(plan)
+        )
+    ]
 
 
 def _warp_specialized_tile(plan: WarpSpecializedPlan, problem: NormProblem) -> RingTile:

@@ -91,7 +91,9 @@ def _tritons_form(operand: Operand) -> Any:
     return SOME_NUMBER if isinstance(operand, Number) else operand
 
 
-def run(program: Program, tensors: Sequence[Tensor | None], shape: tuple[int, ...], rows: int) -> tuple[tuple, Bound | None]:
+def run(
+    program: Program, tensors: Sequence[Tensor | None], shape: tuple[int, ...], rows: int
+) -> tuple[tuple, Bound | None]:
     """(outputs, bound program) of a call with these tensors, whose x has this shape, on the current device. The second
     is None if Triton itself must launch the kernels. All kernels are loaded before the first one is launched, so
     that a failed build is noticed before anything runs. Raises BuildFailed if a kernel cannot be built or launched but

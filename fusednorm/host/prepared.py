@@ -1,9 +1,9 @@
 """The programs that are kept, by what a call looks like.
 
-The first call of a kind is checked, planned and built the long way (ops.py, launch.py) and leaves a program. Later calls
-of this kind are launched from it, without checks and planning, whatever their row counts are. The key of a kind holds
-everything else that checks, plans and builds depend on. Programs are kept only of calls on a GPU whose tensors are all
-read in place.
+The first call of a kind is checked, planned and built the long way (ops.py, launch.py) and leaves a program. Later
+calls of this kind are launched from it, without checks and planning, whatever their row counts are. The key of a kind
+holds everything else that checks, plans and builds depend on. Programs are kept only of calls on a GPU whose tensors
+are all read in place.
 
 Here calls run in Python. native.py copies programs to C++, which runs them by the same rules (csrc/prepared.h).
 """
@@ -230,4 +230,3 @@ def kind_of(key: tuple) -> Kind | None:
 def forget() -> None:
     """Drop all programs."""
     _kinds.clear()
-

@@ -11,7 +11,6 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -33,15 +32,17 @@ STREAM = object()  # where a launch's arguments have the stream
 Memory = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # the shape, strides and dtype of a contiguous tensor
 
 
-class Number(enum.Enum):
+class _Place(enum.Enum):
+    def __init__(self, place: int):
+        self.place = place  # .value takes two frames
+
+
+class Number(_Place):
     """A number that follows from the row count, in a grid or among operands."""
 
     ROWS = 0
     CTAS = 1  # along the rows
     PARTIALS = 2  # rows of the dw and db partials
-
-    def __init__(self, place: int):
-        self.place = place  # among a program's numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class Map:
 Operand = Slot | Map | Number | int | float | tuple | None
 
 
-class Extent(enum.Enum):
+class Extent(_Place):
     """The shapes that an output may have."""
 
     X = 0
@@ -135,30 +136,13 @@ class Program:
 
     def memory(self, shape: tuple[int, ...]) -> list[Memory | None]:
         """The outputs for x of this shape."""
-        inner, ones, x_strides, statistic_strides, parameters, of_x, of_statistics = self._constant
-        batch_shape = shape[: len(shape) - len(ones)]
-        if len(batch_shape) != 1:
-            strides = _strides(batch_shape)  # in rows
-            x_strides, statistic_strides = (*[each * x_strides[0] for each in strides], *inner), (*strides, *ones)
-        outputs = parameters.copy()
-        for at, dtype in of_x:
-            outputs[at] = shape, x_strides, dtype
-        for at, dtype in of_statistics:
-            outputs[at] = (*batch_shape, *ones), statistic_strides, dtype
-        return outputs
-
-    @functools.cached_property
-    def _constant(self) -> tuple:
-        """What `memory` needs to know of the normalized dims and of the outputs."""
-        inner, ones = _strides(self.normalized_shape), (1,) * len(self.normalized_shape)
-        parameters = [
-            (self.normalized_shape, inner, each.dtype) if each and each.extent is Extent.PARAMETER else None
-            for each in self.outputs
-        ]
-        others = [(at, each) for at, each in enumerate(self.outputs) if each and each.extent is not Extent.PARAMETER]
-        of_x = [(at, each.dtype) for at, each in others if each.extent is Extent.X]
-        of_statistics = [(at, each.dtype) for at, each in others if each.extent is Extent.STATISTIC]
-        return inner, ones, (math.prod(self.normalized_shape), *inner), (1, *ones), parameters, of_x, of_statistics
+        ndim = len(self.normalized_shape)
+        shapes = shape, (*shape[: len(shape) - ndim], *(1,) * ndim), self.normalized_shape  # by Extent
+        found: list[Memory | None] = []
+        for each in self.outputs:
+            of_it = each and shapes[each.extent.place]
+            found.append(each and (of_it, _strides(of_it), each.dtype))
+        return found
 
     def on_tensors(self, tensors: Sequence[Tensor | None], shape: tuple[int, ...], rows: int) -> OnTensors:
         """Bound to the tensors of a call whose x has this shape. Allocates outputs and workspace."""
@@ -299,13 +283,12 @@ class Bound(NamedTuple):
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Those of a contiguous tensor without empty dims."""
+    """The strides of a contiguous tensor without empty dims."""
     strides, stride = [], 1
     for size in reversed(shape):
         strides.append(stride)
         stride *= size
     return tuple(reversed(strides))
-
 
 
 def _pick(indices: list[int]) -> Callable[[list], tuple]:

@@ -369,7 +369,6 @@ def fuzz(cases: int) -> int:
     from tqdm import tqdm
 
     with tqdm(total=cases, unit="call") as bar:
-
         phases, unchecked = [Phase.generate, Phase.shrink], list(HealthCheck)
 
         @settings(max_examples=cases, deadline=None, database=None, report_multiple_bugs=False, phases=phases,

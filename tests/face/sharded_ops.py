@@ -25,6 +25,7 @@ def draw(world: World, *shape: int, seed: int) -> Tensor:
     """Random numbers, the same on every rank."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=FP64).to(world.device)
 
+
 # torch 2.11 has only the public way to register rules, and its rules do not compare the costs of redistributions.
 TORCH_2_11 = torch.__version__.startswith("2.11.")
 

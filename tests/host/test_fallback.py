@@ -150,9 +150,7 @@ def on_h200(monkeypatch):
 def operands(norm="layer", rows=20, cols=40):
     generator = torch.Generator().manual_seed(0)
     shapes = {"x": (rows, cols), "weight": (cols,), "bias": (cols,) if norm == "layer" else None}
-    return {
-        name: torch.randn(shape, generator=generator).requires_grad_() for name, shape in shapes.items() if shape
-    }
+    return {name: torch.randn(shape, generator=generator).requires_grad_() for name, shape in shapes.items() if shape}
 
 
 def step(norm, tensors):

@@ -197,9 +197,7 @@ def test_several_normalized_dims_are_one_row(launched, monkeypatch):
     assert_launches_as_by_itself(arguments, launched, monkeypatch)
 
 
-def test_the_stride_of_a_single_statistic_is_nothing_to_later_calls(
-    launched, monkeypatch
-):
+def test_the_stride_of_a_single_statistic_is_nothing_to_later_calls(launched, monkeypatch):
     """One element of every second is contiguous, whatever its stride."""
     mean, rstd = (torch.randn(2)[::2] for _ in range(2))
     assert rstd.is_contiguous() and rstd.stride() == (2,)
@@ -228,9 +226,7 @@ ROW_COUNTS = [
 @pytest.mark.parametrize(
     "norm, cols, mask", [*ROW_COUNTS, ("rms", 1024, None), ("layer", 262144, (True,) * 3)], ids=str
 )
-def test_many_row_counts_are_launched_as_each_would_be_by_itself(
-    norm, cols, mask, launched, monkeypatch
-):
+def test_many_row_counts_are_launched_as_each_would_be_by_itself(norm, cols, mask, launched, monkeypatch):
     pick, most = random.Random(0), min(20_000, 2**24 // cols)
     x = torch.zeros(most, cols, dtype=BF16)
     many = BackwardOperands(

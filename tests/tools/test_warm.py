@@ -194,8 +194,9 @@ def test_with_a_triton_that_compiles_otherwise_nothing_is_built_ahead_and_nothin
 def test_a_kernel_that_cannot_be_built_gives_way_as_it_would_in_the_first_call(monkeypatch):
     from contextlib import nullcontext
 
-    from fusednorm.host import fallback, launcher
     from fusednorm.kernels.config import RingTile
+
+    from fusednorm.host import fallback, launcher
 
     loaded = []
 
