@@ -60,36 +60,63 @@ def test_the_row_count_is_no_part_of_what_a_build_depends_on():
     assert key_of(few) == key_of(many)
 
 
-def numbers_of_kernels() -> set[tuple[str, str, bool]]:
-    """(kernel, number, whether no build depends on it) of the numbers among the operands of all kinds of programs; in a
-    process that does not interpret."""
+@pytest.fixture(scope="module")
+def workers():
+    with worker_processes(1) as pool:
+        yield pool
+
+
+def programs() -> list:
+    """(a program, the same on meta tensors) of all kinds; in a process that does not interpret."""
     from fusednorm.columns import launch as columns
     from fusednorm.columns.plan import KERNELS, choose
     from fusednorm.columns.problem import check_column_sum
-    from fusednorm.host import launch, launcher
+    from fusednorm.host import launch
 
-    programs = [
-        launch.program_of(meta_call(problem), fallback.Choice(plan), H200)
+    calls = [
+        (meta_call(problem), fallback.Choice(plan))
         for cols, changes in itertools.product((1000, 4096, 65536, 250001), ({}, FORWARD, {"wants_dx": False}))
         for problem in [make_problem("layer", cols, **changes)]
         for variant in VARIANTS[:-1]
         for plan in [decide(problem, 4096, H200, variant).plan]
     ]
-    call = check_column_sum([torch.empty(50000, 4096, device="meta")], False, None)
-    programs += [columns.program_of(call, choose(call.problem, call.rows, H200, each)) for each in KERNELS]
+    found = [(launch.program_of(*each, H200), call.tensors, call.shape) for each in calls for call in each[:1]]
+    for count, kernel in itertools.product((1, 3), KERNELS):
+        inputs = [torch.empty(50000, 4096, device="meta")] * count
+        call = check_column_sum(inputs, False, None)
+        found.append((columns.program_of(call, choose(call.problem, 50000, H200, kernel)), inputs, inputs[0].shape))
+    return [(program, program.on_tensors(tensors, shape, shape[0])) for program, tensors, shape in found]
+
+
+def builds_of_slots_and_of_tensors() -> tuple[list, list]:
+    from fusednorm.host import compilation
+
+    pairs = [pair for program, on in programs() for pair in zip(program.launches, on.launches, strict=True)]
+    return tuple([compilation.build_key(each, 90) for each in launches] for launches in zip(*pairs, strict=True))
+
+
+def test_triton_builds_with_slots_what_it_builds_with_tensors(workers):
+    by_slots, by_tensors = workers.submit(builds_of_slots_and_of_tensors).result()
+    assert by_slots == by_tensors and len(set(by_slots)) > 20
+
+
+def numbers_of_kernels() -> set[tuple[str, str, bool]]:
+    """(kernel, number, whether no build depends on it) of the numbers among the operands of all kinds of programs; in a
+    process that does not interpret."""
+    from fusednorm.host import launcher
+
     return {
         (each.kernel.__name__, operand.name, at in launcher._positions_no_build_depends_on(each.kernel))
-        for program in programs
+        for program, _ in programs()
         for each in program.launches
         for at, operand in enumerate(each.operands)
         if isinstance(operand, Number)
     }
 
 
-def test_no_kernel_is_specialized_for_a_number_that_follows_from_the_row_count():
+def test_no_kernel_is_specialized_for_a_number_that_follows_from_the_row_count(workers):
     """A program's kernels are built once, and then get the numbers of every call."""
-    with worker_processes(1) as pool:
-        found = pool.submit(numbers_of_kernels).result()
+    found = workers.submit(numbers_of_kernels).result()
     assert len(found) > 8 and {number for _, number, _ in found} == {"ROWS", "PARTIALS"}
     assert not [(kernel, number) for kernel, number, is_free in found if not is_free]
 

@@ -1,5 +1,5 @@
-// A prepared call: what a call launches, as a function of its row count and its tensors' addresses. Python makes it
-// (fusednorm/host/prepared.py), and native.py copies it into these records.
+// A program: what a call launches, as a function of its row count and its tensors' addresses. Python builds it
+// (fusednorm/host/program.py), and native.py copies it into these records.
 
 #pragma once
 
