@@ -354,17 +354,17 @@ def test_a_call_is_repeated_under_the_margin_that_it_was_planned_for(known_calls
 
 
 def test_a_call_whose_margin_changed_while_python_ran_it_is_not_known_by_it(gpu, monkeypatch):
-    arguments, forward = operands("rms", requires_grad=""), launch.forward
+    arguments, run = operands("rms", requires_grad=""), launch.run
     with sm_margin(16):
         ours("rms", *arguments)  # Python now knows the call under that margin
     native.forget()
 
-    def change_and_run(call):
+    def change_and_run(call, miss):
         block.enter_context(sm_margin(16))
-        return forward(call)
+        return run(call, miss)
 
     with contextlib.ExitStack() as block, monkeypatch.context() as patch:
-        patch.setattr(launch, "forward", change_and_run)
+        patch.setattr(launch, "run", change_and_run)
         ours("rms", *arguments)
     with gpu.going_to_python("forward"):
         ours("rms", *arguments)
@@ -425,7 +425,7 @@ def test_errors_of_python_in_a_backward_reach_the_caller(gpu, monkeypatch):
     def refuse(*_):
         raise RuntimeError("planned to fail")
 
-    monkeypatch.setattr(launch, "backward", refuse)
+    monkeypatch.setattr(launch, "run", refuse)
     with pytest.raises(RuntimeError, match="planned to fail"):
         y.sum().backward()
 
