@@ -43,7 +43,7 @@ from torch import Tensor
 from . import reference
 from .host import native, prepared
 from .host.kernel_devices import runs_kernels
-from .host.program import Loaded
+from .host.program import Program
 from .namespace import NAMESPACE
 from .operands import OPERANDS_OF_OP, ForwardOperands, Operands, Outputs, as_op
 from .planner.norm_problem import accumulation_dtype
@@ -77,12 +77,12 @@ def run(operands: Operands) -> Outputs:
     return launched(operands)[0]
 
 
-def launched(operands: Operands) -> tuple[Outputs, Loaded | None]:
+def launched(operands: Operands) -> tuple[Outputs, Program | None]:
     """(what `run` returns, the program that has made it if the program is kept)."""
     return prepared.run(operands, first) if runs_kernels(operands.x) else (_by_aten(_checked(operands)), None)
 
 
-def first(operands: Operands, miss: prepared.Miss | None) -> tuple[Outputs, Loaded | None]:
+def first(operands: Operands, miss: prepared.Miss | None) -> tuple[Outputs, Program | None]:
     """`launched`, for a call on a GPU for which no program was found."""
     call = _checked(operands)
     has_work = call.rows and call.problem.cols and (call.problem.direction == "forward" or call.problem.wants_any)

@@ -43,7 +43,7 @@ from . import fallback, gpus, launcher, prepared, triton_compat
 from .fallback import BuildFailed, Choice
 from .gpus import current
 from .launcher import Launch
-from .program import Loaded, Map, Number, OnTensors, Output, Part, Program, Slot, Workspace
+from .program import Map, Number, OnTensors, Output, Part, Program, Slot, Workspace
 
 PARTIAL_LOADS = 9  # 16-byte loads that a thread has in flight when it sums partials; more would not fit its registers
 # How partials are summed: (largest number of columns, columns summed by one CTA, warps of that CTA). The first entry
@@ -74,7 +74,7 @@ class Written(NamedTuple):
     announces_end: bool  # whether the kernel signals its end to a dependent launch, which sums the partials
 
 
-def run(call: Call, miss: prepared.Miss | None = None) -> tuple[Outputs, Loaded | None]:
+def run(call: Call, miss: prepared.Miss | None = None) -> tuple[Outputs, Program | None]:
     """The outputs of a call, by the first plan whose kernels can all be built and launched, or else by ATen. And the
     program that made them, if it is kept for later calls: `miss` says for which."""
     problem, device = call.problem, call.x.tensor.device

@@ -24,7 +24,7 @@ from ..kernels.config import COMPILE_OPTIONS, Norm, Tile
 from ..kernels.row_tile import cluster_bases
 from . import triton_compat
 from .fallback import BuildFailed, cause_of
-from .program import STREAM, Bound, Loaded, Map, Number, Operand, Program, Slot, bound
+from .program import STREAM, Bound, Map, Number, Operand, Program, Slot, bound
 
 TRITON = triton_compat.in_use()  # None: Triton itself launches every kernel
 SOME_NUMBER = 16  # in place of a Number where Triton compiles a kernel: no build depends on it
@@ -101,7 +101,7 @@ def run(
     device = next(each.get_device() for each in tensors if each is not None)
     builds, made = load(program.launches, device), None
     if builds:
-        made = Loaded(program, device, builds).bind(tuple(shape), rows)
+        made = replace(program, device=device, builds=builds).bind(tuple(shape), rows)
         try:
             outputs = made.launch([0 if each is None else each.data_ptr() for each in tensors])
         except Exception as error:

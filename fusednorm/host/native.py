@@ -20,7 +20,7 @@ from ..operands import BackwardOperands, ForwardOperands, Operands, Outputs
 from ..planner import forcing
 from ..planner.plan import Grid
 from . import prepared, triton_compat
-from .program import Extent, Loaded, Map, Number, Slot
+from .program import Extent, Map, Number, Program, Slot
 
 if TYPE_CHECKING:
     from .launcher import Build, Launch
@@ -72,17 +72,17 @@ def y_of(norm: str, *arguments: Any) -> Tensor | None:
     return extension.layer_norm(*arguments) if norm == "layer" else extension.rms_norm(*arguments)
 
 
-def overrides(key: str, launched: Callable[[Operands], tuple[Outputs, Loaded | None]]) -> Any:
+def overrides(key: str, launched: Callable[[Operands], tuple[Outputs, Program | None]]) -> Any:
     """Replaces ATen's norm ops at dispatch key `key` by ours until its `remove` is called. Calls that C++ does not run
     go to `launched`, which returns the outputs and a program that C++ can keep."""
     return extension.Overrides(key, _of_each(_and_program(launched)))
 
 
-def _and_program(launched: Callable[[Operands], tuple[Outputs, Loaded | None]]) -> Callable:
+def _and_program(launched: Callable[[Operands], tuple[Outputs, Program | None]]) -> Callable:
     def outputs_and_program(operands: Operands) -> tuple[Outputs, Any]:
-        outputs, loaded = launched(operands)
+        outputs, program = launched(operands)
         # C++ knows of `force` only while a block is open. A task may outlive the block that it was started in.
-        return outputs, None if loaded is None or forcing.asked_variants() else _in_cpp(loaded)
+        return outputs, None if program is None or forcing.asked_variants() else _in_cpp(program)
 
     return outputs_and_program
 
@@ -101,19 +101,19 @@ def _run(run: Callable[[Operands], Any], operands_type: type, norm: str, *argume
     return run(operands_type(norm, *arguments))
 
 
-def _in_cpp(loaded: Loaded) -> Any:
+def _in_cpp(program: Program) -> Any:
     """The program as an extension.PreparedCall."""
-    program, workspace = loaded.program, loaded.program.workspace
-    extension.watch(*loaded.builds[0].hooks())
+    workspace = program.workspace
+    extension.watch(*program.builds[0].hooks())
     return extension.PreparedCall(
-        device=loaded.device,
+        device=program.device,
         rows_above=program.rows_above,
         most_rows=program.most_rows,
         grid=grid_in_cpp(program.grid),
         outputs=[each and extension.Output(extent=_of(each.extent), dtype=each.dtype) for each in program.outputs],
         workspace=workspace
         and extension.Workspace(dtype=workspace.dtype, parts=[part[:3] for part in workspace.parts]),
-        steps=[_step(*each) for each in zip(program.launches, loaded.builds, strict=True)],
+        steps=[_step(*each) for each in zip(program.launches, program.builds, strict=True)],
         sm_margin=program.sm_margin,
     )
 

@@ -23,7 +23,7 @@ from ..operands import BackwardOperands, ForwardOperands, Operands, Outputs
 from ..planner.forcing import asked_variants
 from ..planner.norm_problem import ALIGNMENT
 from ..problem import BackwardCall, ForwardCall, row_view
-from .program import Bound, Extent, Loaded
+from .program import Bound, Extent, Program
 
 KEPT_KINDS = 4096  # if there would be more, all programs are dropped
 KEPT_SHAPES = 64  # of x, for each kind; if there would be more, all shapes of the kind are forgotten
@@ -35,7 +35,7 @@ class Kind:
     """The programs of one key."""
 
     normalized_shape: tuple[int, ...]
-    programs: list[Loaded] = field(default_factory=list)  # for different row counts
+    programs: list[Program] = field(default_factory=list)  # for different row counts
     by_shape: dict[torch.Size, Bound] = field(default_factory=dict)  # shapes of x that were seen lately
 
     def bind(self, shape: torch.Size) -> Bound | None:
@@ -45,10 +45,10 @@ class Kind:
         if batch_ndim < 0 or sizes[batch_ndim:] != self.normalized_shape:
             return None
         rows = math.prod(sizes[:batch_ndim])
-        loaded = self.find(rows)
-        if loaded is None:
+        program = self.find(rows)
+        if program is None:
             return None
-        bound = loaded.bind(sizes, rows)
+        bound = program.bind(sizes, rows)
         self.keep(shape, bound)
         return bound
 
@@ -57,9 +57,9 @@ class Kind:
             self.by_shape.clear()
         self.by_shape[shape] = bound
 
-    def find(self, rows: int) -> Loaded | None:
+    def find(self, rows: int) -> Program | None:
         for each in self.programs:
-            if each.program.rows_above < rows <= each.program.most_rows:
+            if each.rows_above < rows <= each.most_rows:
                 return each
         return None
 
@@ -72,7 +72,7 @@ class Miss(NamedTuple):
     margin: margin.Sms  # in force before the key was made
 
 
-First = Callable[[Operands, Miss | None], tuple[Outputs | None, Loaded | None]]
+First = Callable[[Operands, Miss | None], tuple[Outputs | None, Program | None]]
 
 EXTENTS = {
     ForwardOperands: (Extent.X, Extent.STATISTIC, Extent.STATISTIC),
@@ -86,7 +86,7 @@ class NotPrepared(RuntimeError):
     """No program is kept for such a call. Never reaches the user."""
 
 
-def run(operands: Operands, first: First | None = None) -> tuple[Outputs | None, Loaded | None]:
+def run(operands: Operands, first: First | None = None) -> tuple[Outputs | None, Program | None]:
     """(the outputs by a program, the program). If there is none for these operands, what `first` returns: it gets the
     operands, and a Miss if a program for such operands can be kept. The caller has made sure that no mode and no
     transform is active."""
@@ -104,7 +104,7 @@ def run(operands: Operands, first: First | None = None) -> tuple[Outputs | None,
     if bound is not None:
         outputs = bound.launch(addresses)
         if outputs is not None:
-            return outputs, bound.loaded
+            return outputs, bound.program
     if first is None:
         return None, None
     return first(operands, None if key is None else Miss(key, addresses, sms))
@@ -196,10 +196,10 @@ def _parameter(tensor: Tensor) -> tuple:
     return tensor.dtype, tensor.get_device(), tensor.shape
 
 
-def keep(miss: Miss, call: ForwardCall | BackwardCall, bound: Bound) -> Loaded | None:
+def keep(miss: Miss, call: ForwardCall | BackwardCall, bound: Bound) -> Program | None:
     """Keep the program of a call for later calls with the same key, if all tensors were read in place and no thread has
     changed the margin meanwhile. Returns the program that is kept."""
-    program = bound.loaded.program
+    program = bound.program
     if miss.margin is not margin.sms or not program.rows_above < call.rows <= program.most_rows:
         return None
     for tensor, address in zip(call.tensors, miss.addresses, strict=True):
@@ -208,18 +208,18 @@ def keep(miss: Miss, call: ForwardCall | BackwardCall, bound: Bound) -> Loaded |
     return keep_by(miss.key, call.shape, bound)
 
 
-def keep_by(key: tuple, shape: torch.Size, bound: Bound) -> Loaded:
+def keep_by(key: tuple, shape: torch.Size, bound: Bound) -> Program:
     """Keep a program under a key, unless there is one for as many rows. Returns the program that is kept."""
     kind = _kinds.get(key)
     if kind is None:
         if len(_kinds) >= KEPT_KINDS:
             _kinds.clear()
-        kind = _kinds[key] = Kind(bound.loaded.program.normalized_shape)
+        kind = _kinds[key] = Kind(bound.program.normalized_shape)
     known = kind.find(bound.numbers[0])
     if known is None:
-        kind.programs.append(bound.loaded)
+        kind.programs.append(bound.program)
         kind.keep(shape, bound)
-    return known or bound.loaded
+    return known or bound.program
 
 
 def kind_of(key: tuple) -> Kind | None:

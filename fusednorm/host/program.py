@@ -128,6 +128,8 @@ class Program:
     rows_above: int = 0
     most_rows: int = MOST_ROWS
     sm_margin: int = 0  # that it was planned under
+    device: int = -1  # on which its kernels are loaded
+    builds: Sequence[Build] = ()  # of the launches; none if its kernels are not loaded
 
     def numbers(self, rows: int) -> tuple[int, int, int]:
         """The values of each Number."""
@@ -159,37 +161,13 @@ class Program:
         given = *tensors, *outputs, *parts
         return OnTensors([each.bound(given, numbers) for each in self.launches], outputs, parts)
 
-
-def bound(operand: Operand, tensors: Sequence[Tensor | None], numbers: tuple[int, ...]) -> Any:
-    """The operand with tensors and numbers in place of symbols."""
-    if isinstance(operand, Slot):
-        return tensors[operand.index]
-    if isinstance(operand, Number):
-        return numbers[operand.place]
-    if isinstance(operand, Map):
-        shape = bound(operand.shape, tensors, numbers)
-        return replace(operand, tensor=tensors[operand.tensor.index], shape=shape)
-    if isinstance(operand, tuple):
-        return tuple(bound(each, tensors, numbers) for each in operand)
-    return operand
-
-
-@dataclass(frozen=True, eq=False)
-class Loaded:
-    """A program whose kernels are loaded on a device."""
-
-    program: Program
-    device: int
-    builds: list[Build]  # of the program's launches
-
     def bind(self, shape: tuple[int, ...], rows: int) -> Bound:
-        """The program for x of one shape."""
-        program, numbers = self.program, self.program.numbers(rows)
-        size, offsets = None, []
-        if program.workspace is not None:
-            sizes, itemsize = program.workspace.sizes(rows, numbers[2]), program.workspace.dtype.itemsize
+        """The loaded program for x of one shape."""
+        numbers, size, offsets = self.numbers(rows), None, []
+        if self.workspace is not None:
+            sizes, itemsize = self.workspace.sizes(rows, numbers[2]), self.workspace.dtype.itemsize
             size, offsets = sum(sizes), [itemsize * each for each in itertools.accumulate(sizes[:-1], initial=0)]
-        return Bound(self, numbers, program.memory(shape), size, offsets)
+        return Bound(self, numbers, self.memory(shape), size, offsets)
 
     @functools.cached_property
     def launchers(self) -> tuple:
@@ -200,15 +178,14 @@ class Loaded:
         is None for launch functions that take one argument for each operand. Plain loops, without functions: a first
         call takes this way.
         """
-        program, launchers = self.program, []
+        launchers = []
         maps: list[tuple[Callable, int]] = []
         tuples: list[Callable] = []
         constants: list[Any] = []
-        workspace = program.workspace
-        first_map = 4 + program.num_tensors + len(program.outputs) + (len(workspace.parts) if workspace else 0)
+        first_map = 4 + self.num_tensors + len(self.outputs) + (len(self.workspace.parts) if self.workspace else 0)
         first_tuple = first_map + sum([len(build.encoders) for build in self.builds])
-        first_constant = first_tuple + sum([launch.num_tuples for launch in program.launches])
-        for launch, build in zip(program.launches, self.builds, strict=True):
+        first_constant = first_tuple + sum([launch.num_tuples for launch in self.launches])
+        for launch, build in zip(self.launches, self.builds, strict=True):
             encoders, sources = iter(build.encoders), []
             for each in build.arguments(launch):
                 if each is STREAM:
@@ -232,10 +209,24 @@ class Loaded:
         return self.device, self.builds[0].RUNTIME, maps, tuples, constants, launchers
 
 
+def bound(operand: Operand, tensors: Sequence[Tensor | None], numbers: tuple[int, ...]) -> Any:
+    """The operand with tensors and numbers in place of symbols."""
+    if isinstance(operand, Slot):
+        return tensors[operand.index]
+    if isinstance(operand, Number):
+        return numbers[operand.place]
+    if isinstance(operand, Map):
+        shape = bound(operand.shape, tensors, numbers)
+        return replace(operand, tensor=tensors[operand.tensor.index], shape=shape)
+    if isinstance(operand, tuple):
+        return tuple(bound(each, tensors, numbers) for each in operand)
+    return operand
+
+
 class Bound(NamedTuple):
     """A loaded program for one shape of x."""
 
-    loaded: Loaded
+    program: Program
     numbers: tuple[int, int, int]  # by Number
     outputs: list[Memory | None]
     workspace: int | None  # elements
@@ -243,8 +234,8 @@ class Bound(NamedTuple):
 
     def launch(self, addresses: list[int]) -> tuple[Tensor | None, ...] | None:
         """The outputs for tensors at these addresses. None if a profiler hooks Triton's launches."""
-        loaded, numbers, outputs, workspace, offsets = self
-        device, runtime, maps, tuples, constants, launchers = loaded.launchers
+        program, numbers, outputs, workspace, offsets = self
+        device, runtime, maps, tuples, constants, launchers = program.launchers
         try:
             if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
                 return None
@@ -265,7 +256,7 @@ class Bound(NamedTuple):
                 values.append(tensor.data_ptr())
         if workspace is not None:
             # Freed at the end: memory of one stream is used again in the stream's order.
-            parts = torch_compat.allocate((workspace,), (1,), loaded.program.workspace.dtype)
+            parts = torch_compat.allocate((workspace,), (1,), program.workspace.dtype)
             start = parts.data_ptr()
             for offset in offsets:
                 values.append(start + offset)

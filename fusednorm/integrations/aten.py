@@ -16,7 +16,7 @@ import torch
 
 from .. import ops
 from ..host import fallback, gpus, native, prepared
-from ..host.program import Loaded
+from ..host.program import Program
 from ..operands import ForwardOperands, Operands, Outputs, as_op, call_op
 from ..planner.forcing import forced_variant
 from ..planner.legality import OLDEST_ARCH
@@ -92,12 +92,12 @@ def _install_or_remove() -> None:
         _installed.pop().remove()
 
 
-def _launched(operands: Operands) -> tuple[Outputs | None, Loaded | None]:
+def _launched(operands: Operands) -> tuple[Outputs | None, Program | None]:
     """(the outputs by our kernels, their program if it is kept); None for both if our kernels do not take the call."""
     return prepared.run(operands, _first)
 
 
-def _first(operands: Operands, miss: prepared.Miss | None) -> tuple[Outputs | None, Loaded | None]:
+def _first(operands: Operands, miss: prepared.Miss | None) -> tuple[Outputs | None, Program | None]:
     try:
         call = check_forward(operands) if isinstance(operands, ForwardOperands) else check_backward(operands)
     except RuntimeError:  # a user's error, or a call that only ATen takes: ATen's kernel decides
@@ -122,12 +122,12 @@ KERNELS: dict[str, Callable[..., tuple | None]] = {aten: as_op(ours, _run) for o
 
 def _launched_or_atens(
     atens: dict[str, Callable], keys: torch._C.DispatchKeySet, operands: Operands
-) -> tuple[Outputs, Loaded | None]:
+) -> tuple[Outputs, Program | None]:
     """A call that C++ leaves to Python."""
-    outputs, loaded = _launched(operands)
+    outputs, program = _launched(operands)
     if outputs is None:
         outputs = call_op(functools.partial(atens[ATENS_NAMES[operands.op]], keys), operands)
-    return outputs, loaded
+    return outputs, program
 
 
 def _takes(call: ForwardCall | BackwardCall) -> bool:

@@ -15,7 +15,7 @@ from planning import make_problem
 
 from fusednorm import force, ops, sm_margin
 from fusednorm.host import gpus, native, prepared, torch_compat
-from fusednorm.host.program import Loaded, Map, OnTensors
+from fusednorm.host.program import Map, OnTensors, Program
 from fusednorm.operands import BackwardOperands, ForwardOperands
 from fusednorm.planner import heuristics
 from fusednorm.planner.device import H200
@@ -76,7 +76,7 @@ def backward_arguments(rows=64, cols=4096, norm="layer", residual=False, mask=(T
     return BackwardOperands(norm, *operands, inputs.bias if layer else None, mask, extra)
 
 
-def first(operands) -> Loaded | None:
+def first(operands) -> Program | None:
     """A first call, which need not be the first; the program that is kept for calls like it."""
     return prepared.run(operands, ops.first)[1]
 
@@ -167,11 +167,11 @@ def assert_launches_as_by_itself(operands, launched, monkeypatch):
 def test_a_second_call_is_launched_as_the_first_but_for_its_addresses(norm, variant, changes, launched, monkeypatch):
     one, other = (backward_arguments(norm=norm, **changes) for _ in range(2))
     with force(variant):
-        program = first(one).program
+        program = first(one)
         assert heuristics.choose(check_backward(one).problem, len(one.x), H200).variant == variant
         assert_launches_as_by_itself(one, launched, monkeypatch)
         assert_launches_as_by_itself(other, launched, monkeypatch)
-        assert first(other).program is program
+        assert first(other) is program
 
 
 def forward_arguments(*shape, norm="layer", dims=1):
@@ -427,7 +427,7 @@ def test_a_call_runs_under_the_margin_that_it_was_planned_for():
         assert found(arguments) is None
         within = first(arguments)
         assert found(arguments) is not None
-    assert first(arguments) is without and (without.program.sm_margin, within.program.sm_margin) == (0, 16)
+    assert first(arguments) is without and (without.sm_margin, within.sm_margin) == (0, 16)
 
 
 @pytest.mark.parametrize("after", [100, 0])

@@ -18,7 +18,6 @@ from planning import make_problem, meta_call
 from fusednorm.columns.plan import Choice, choose
 from fusednorm.columns.problem import check_column_sum
 from fusednorm.host import fallback, torch_compat, triton_compat
-from fusednorm.host.program import Loaded
 from fusednorm.host.triton_compat import RELEASES
 from fusednorm.planner.device import H200
 from fusednorm.planner.norm_problem import NormProblem
@@ -100,7 +99,7 @@ def launches(given) -> list[tuple[list, list]]:
             )
             builds.append(launcher.Build(known, RELEASES[triton_compat.installed()]))
         addresses = [0 if each is None else each.data_ptr() for each in tensors]
-        assert Loaded(program, 0, builds).bind(tuple(shape), ROWS).launch(addresses) is not None
+        assert replace(program, device=0, builds=builds).bind(tuple(shape), ROWS).launch(addresses) is not None
     by_triton, by_us = fake.launched[: len(builds)], fake.launched[len(builds) :]
     return [tuple(list(map(plain, asked)) for asked in pair) for pair in zip(by_triton, by_us, strict=True)]
 
