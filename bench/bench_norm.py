@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 
 import fusednorm
-from fusednorm.testing import Inputs, Outputs, assert_outputs_close, exact, relative_error
 from fusednorm.tools.console import progress, show_beside
+from fusednorm.tools.oracle import Inputs, Outputs, assert_outputs_close, exact, relative_error
 
 from .candidates import (
     CANDIDATES,

@@ -17,7 +17,7 @@ from fusednorm.operands import BackwardOperands, ForwardOperands
 from fusednorm.planner.heuristics import decide
 from fusednorm.planner.plan import VARIANTS, Plan, ReferencePlan
 from fusednorm.problem import BackwardCall, ForwardCall, check_backward, check_forward
-from fusednorm.testing import Outputs
+from fusednorm.tools.oracle import Outputs
 
 from .cases import DIRECTIONS, BenchCase, BenchInputs
 from .peers import cudnn, inductor, liger, quack, transformer_engine

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from fusednorm.testing import Case, Inputs, Outputs, exact, make_inputs, stock
+from fusednorm.tools.oracle import Case, Inputs, Outputs, exact, make_inputs, stock
 
 NORMS = ("layer", "rms")
 DIRECTIONS = ("forward", "backward")

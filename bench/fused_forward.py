@@ -17,8 +17,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fusednorm.testing import relative_error
 from fusednorm.tools.console import print_table
+from fusednorm.tools.oracle import relative_error
 
 from .cases import BenchCase, add_case_arguments, make_bench_inputs, make_cases, make_parser
 from .records import add_out_argument, case_fields, describe_machine, lacks_gpu, results_path, save

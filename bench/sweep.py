@@ -21,7 +21,7 @@ from fusednorm.host import gpus
 from fusednorm.planner import budget, candidates
 from fusednorm.planner.device import DeviceSpec
 from fusednorm.planner.plan import Plan
-from fusednorm.testing import exact, relative_error
+from fusednorm.tools.oracle import exact, relative_error
 
 from .candidates import FLOOR, checked_call, floor_call, reason, statistics_of
 from .cases import (
@@ -98,7 +98,7 @@ def fitting_plans(problem, device: DeviceSpec, variant: str, most: int) -> list[
 
 def compile_plan(job: tuple) -> tuple[int, int] | str:
     """(registers, stack bytes) of the plan's largest kernel, or why the plan does not compile."""
-    from fusednorm.host import compilation
+    from fusednorm.tools import compilation
 
     case, direction, plan, arch = job
     try:

@@ -1,9 +1,10 @@
 """Norms as layers for Hugging Face's `kernels`, which replaces forwards of a model's modules by those of layers.
 
-The class of a module names its layer: transformers' models name "RMSNorm" and "RMSNormZeroCentered", and stock
-LayerNorms name ours after kernels.replace_kernel_forward_from_hub(torch.nn.LayerNorm, "LayerNorm"). `kernels` demands
-that a layer is a forward and two flags, nothing more. `python -m fusednorm hub FOLDER` writes the repository that it
-loads.
+Nobody constructs these classes: the modules of the same names that users construct are in modules.py. `kernels` finds
+this module and its classes by name. The class of a model's module names its layer: transformers' models name "RMSNorm"
+and "RMSNormZeroCentered", and stock LayerNorms name ours after
+kernels.replace_kernel_forward_from_hub(torch.nn.LayerNorm, "LayerNorm"). `kernels` demands that a layer is a forward
+and two flags, nothing more. `python -m fusednorm hub FOLDER` writes the repository that it loads.
 
 The output has the dtype of the input, even if the weight has another.
 """

@@ -11,8 +11,7 @@ from .planner.device import check_that_one_is_left
 
 
 class Sms(int):
-    """A number of SMs. Each margin that comes into force is an object of its own, by which a thread can tell that the
-    margin has not changed meanwhile."""
+    """A number of SMs. Every change of the margin makes a new object, so `is` tells whether it has changed since."""
 
 
 sms = Sms(0)  # the margin now in force, in every thread

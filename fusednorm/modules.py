@@ -1,4 +1,7 @@
-"""torch.nn.LayerNorm and torch.nn.RMSNorm on this package's kernels: same parameters, state dicts and repr."""
+"""torch.nn.LayerNorm and torch.nn.RMSNorm on this package's kernels: same parameters, state dicts and repr.
+
+The classes of the same names in layers.py are forwards alone, for Hugging Face's `kernels`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import functional
-from .host.torch_compat import parameter
+from .host.torch_compat import parameter, quantize_as_stock
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -36,3 +39,6 @@ class RMSNorm(torch.nn.RMSNorm):
         if torch.jit.is_scripting():
             return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
         return functional.rms_norm(x, self.normalized_shape, parameter(self, "weight"), self.eps)
+
+
+quantize_as_stock(LayerNorm, torch.nn.LayerNorm)

@@ -11,45 +11,14 @@ are 64-bit.
 parameter_gradients.py uses the second half of this file, the ring of column tiles.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import ClassVar
-
 import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from . import ring
-from .config import CompileTime
 from .gluon_compat import reinterpret
 from .ring import Position, Rings
-
-
-@dataclass(frozen=True)
-class ColumnTile(CompileTime):
-    """rows x chunk elements that num_warps warps hold: in registers or, with TMA, in a ring of num_stages stages in
-    shared memory for each tensor. The fields with defaults are for TMA only."""
-
-    rows: int
-    chunk: int
-    num_warps: int
-    num_stages: int = 0
-    group: int = 0  # tensors whose tiles are read together, and then refilled together
-    vector: int = 0  # adjacent columns of a thread
-    cluster: ClassVar[int] = 1  # CTAs that share a tile
-
-    @property
-    def stages(self) -> tl.constexpr:
-        """num_stages in the form that static_range takes."""
-        return tl.constexpr(self.num_stages)
-
-    @property
-    def groups(self) -> tl.constexpr:
-        """group in the form that static_range takes."""
-        return tl.constexpr(self.group)
-
 
 # --- Rows through registers: any strides, any architecture ---
 

@@ -3,7 +3,8 @@ Kernels pass them on whole."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 import triton.language as tl
 
@@ -13,16 +14,44 @@ COMPILE_OPTIONS = {"enable_fp_fusion": True}
 
 class CompileTime(dict):
     """A compile-time argument: a dataclass whose attributes a kernel is compiled for. It is a dict too, because
-    Triton's compile hooks write every constant as JSON."""
+    Triton's compile hooks write every constant as JSON. Its repr is its part of the keys of Triton's builds."""
 
     def __post_init__(self):
-        self.update(asdict(self))
+        self.update({each.name: getattr(self, each.name) for each in fields(self)})
+
+
+@dataclass(frozen=True, repr=False)
+class Form(CompileTime):
+    """What a norm does beside normalizing rows, element by element, as jit functions. rowmath.py has the values.
+
+    All arguments are tensors of the accumulation dtype that broadcast, but an absent operand is a placeholder: a
+    function that has none of `norm`'s has_weight, has_bias or has_residual to ask needs the operand. A dy of 0, which
+    padding has, must give g = 0 and sums of 0.
+    """
+
+    scale: Any  # (x_hat, weight, norm) -> the first argument of `shift`
+    shift: Any  # (scaled, bias, norm) -> y
+    upstream: Any  # (dy, weight, norm) -> g, the gradient of x_hat
+    to_dw: Any  # (dy, x_hat, norm) -> what an element adds to its column's sum for dw
+    to_db: Any  # (dy, norm) -> the same for db
+    to_dx: Any  # (dx, residual, norm) -> what is stored as dx
+    finish_dw: Any = None  # (sum, weight, norm) -> dw of a column; None: the sum is dw
+
+    def __post_init__(self):
+        self.update({each.name: str(getattr(self, each.name)) for each in fields(self)})
+
+    def __repr__(self) -> str:
+        """Names the functions by hashes of their sources and of all that they call. Without these, Triton would run an
+        old build after a function was edited: it hashes what a kernel calls by name, not what a value holds."""
+        keys = {each.name: getattr(getattr(self, each.name), "cache_key", None) for each in fields(self)}
+        return f"Form({keys})"
 
 
 @dataclass(frozen=True)
 class Norm(CompileTime):
     """Which function is computed."""
 
+    form: Form
     layer: bool  # LayerNorm; else RMSNorm
     fp64: bool  # statistics, sums and partials in float64; else in float32
     fold: bool  # x is a 16-bit type: see rowmath.normalize
@@ -51,7 +80,7 @@ class Tile(CompileTime):
     num_warps: int  # warps that work on a tile together
     # cols and all row strides are multiples of 2^log2_divisor. 0 if 16 divides them: Triton detects that itself.
     log2_divisor: int = 0
-    one_tile: bool = False  # forward: no CTA has a second tile, so nothing is loaded ahead
+    one_tile: bool = False  # forward: no CTA has a second tile (a short-lived plan), so nothing is loaded ahead
     announces_end: bool = False  # backward: the launch that sums its partials is a dependent launch
 
     @property
@@ -95,9 +124,9 @@ class RingTile(Tile):
     threads_per_row: int = 32  # threads of a CTA that share a row's columns
     whole: bool = False  # the chunks are exactly a row, without padding, so that all threads have equally many columns
     weight_in_smem: bool = False  # weight and bias are kept in shared memory, else in registers
-    # pipelined.backward loads a tile's statistics a whole tile ahead, not half a tile, and may store the partials
-    # before the last tile's dx (partial_sums.stores_early). False where registers are short. Its worth:
-    # bench/NOTES.md, "Evidence behind constants".
+    # pipelined.backward loads statistics one tile ahead, else half a tile, and may store the partials before the last
+    # tile's dx (partial_sums.stores_early). False if registers are short. Its worth: bench/NOTES.md, "Evidence behind
+    # constants".
     prefetches_statistics: bool = True
     in_pairs: bool = False  # bfloat16 values become float32 two at a time: see rowmath.widen
     cluster: int = 1  # CTAs that share a row: `chunk` columns of each chunk in each CTA
@@ -131,3 +160,27 @@ class RingTile(Tile):
     def chunks_of(self, copy: int) -> int:
         """How many chunks a copy has room for; the last copy may have room beyond the last chunk."""
         return 1 if self.tail and copy else self.copy_chunks
+
+
+@dataclass(frozen=True)
+class ColumnTile(CompileTime):
+    """rows x chunk elements that num_warps warps hold: in registers or, with TMA, in a ring of num_stages stages in
+    shared memory for each tensor. The fields with defaults are for TMA only."""
+
+    rows: int
+    chunk: int
+    num_warps: int
+    num_stages: int = 0
+    group: int = 0  # tensors whose tiles are read together, and then refilled together
+    vector: int = 0  # adjacent columns of a thread
+    cluster: ClassVar[int] = 1  # CTAs that share a tile
+
+    @property
+    def stages(self) -> tl.constexpr:
+        """num_stages in the form that static_range takes."""
+        return tl.constexpr(self.num_stages)
+
+    @property
+    def groups(self) -> tl.constexpr:
+        """group in the form that static_range takes."""
+        return tl.constexpr(self.group)

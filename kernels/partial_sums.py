@@ -1,5 +1,5 @@
 """dw and db of pipelined.py and warp_specialized.py: each thread sums over its rows of all tiles, and the CTA (or
-compute group) stores its sums as one row of the partials. A second launch (column_sum.finalize) adds up these rows."""
+compute group) stores its sums as one row of the partials. A second launch (finalizer.finalize) adds up these rows."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -61,8 +61,8 @@ def partial_store_layout(tile):
 
 @gluon.jit
 def to_shared_memory(chunks, wanted: gl.constexpr, tile: gl.constexpr):
-    """The chunks of dw or db, in shared memory if their rows are in different warps. Only after the row loop: the
-    compiler gives this memory the place of the ring, which is no longer used. A ring of two stages is as large.
+    """The chunks of dw or db, in shared memory if their rows are in different warps. Call this after the row
+    loop: the compiler gives this memory the place of the ring, and a ring of two stages is large enough.
 
     The compiler puts CTA barriers between the ring's last reads and these stores, and between the stores and the reads
     of other warps' rows. All chunks are stored before any is read, so one barrier of the second kind is enough. One by

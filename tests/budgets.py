@@ -47,7 +47,8 @@ def triton_release() -> tuple[int, int]:
 
 def complaints(problem: NormProblem, plan: Plan, device: DeviceSpec) -> list[str]:
     """Where the compiler's builds of a plan differ from its budget."""
-    from fusednorm.host import compilation, launch
+    from fusednorm.host import launch
+    from fusednorm.tools import compilation
 
     prepare = launch.prepare_forward if problem.direction == "forward" else launch.prepare_backward
     found = []

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.host import native, torch_compat
-from fusednorm.testing import Case, Inputs
+from fusednorm.tools.oracle import Case, Inputs
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 NORMS = ("layer", "rms")

@@ -80,7 +80,7 @@ def plans_of(sums: Sums, device) -> list[SumPlan]:
 def complaints(sums: Sums, arch: int) -> list[str]:
     """Where the compiler's builds differ from what the plans expect, in a process that does not interpret."""
     from fusednorm.columns import launch as launch_columns
-    from fusednorm.host import compilation
+    from fusednorm.tools import compilation
 
     device, found = EVERY_ARCHITECTURE[arch], []
     call = check_column_sum(sums.inputs("meta"), sums.total, sums.out_dtype)
@@ -101,7 +101,7 @@ def complaints(sums: Sums, arch: int) -> list[str]:
 def builds(sums: Sums, arch: int) -> list[str]:
     """Compiles the planned kernels into Triton's on-disk cache, in a process that does not interpret; their hashes."""
     from fusednorm.columns import launch as launch_columns
-    from fusednorm.host import compilation
+    from fusednorm.tools import compilation
 
     call = check_column_sum(sums.inputs("meta"), sums.total, sums.out_dtype)
     choice = column_plan.choose(call.problem, sums.rows, DEVICES[arch])

@@ -10,12 +10,12 @@ import torch
 from cases import lay_out
 from planning import ARCHITECTURES
 
+from fusednorm.host import fallback
 from fusednorm.operands import BackwardOperands, ForwardOperands
-from fusednorm.planner import heuristics
 from fusednorm.planner.device import DeviceSpec
 from fusednorm.planner.plan import Plan
 from fusednorm.problem import check_backward, check_forward
-from fusednorm.testing import Case, Inputs
+from fusednorm.tools.oracle import Case, Inputs
 
 DEVICES = ARCHITECTURES
 ALL_OUTPUTS = (True, True, True)
@@ -25,7 +25,7 @@ def launches_of(
     case: Case, device: DeviceSpec, output_mask=ALL_OUTPUTS, layout: str | None = None
 ) -> list[tuple[Plan, object]]:
     """The kernel launches of forward and backward that this device would get, each with its plan; with slots."""
-    from fusednorm.host import fallback, launch
+    from fusednorm.host import launch
 
     def meta(shape, dtype):
         return None if dtype is None else torch.empty(shape, dtype=dtype, device="meta")
@@ -47,7 +47,7 @@ def launches_of(
     )
     launches = []
     for call in (forward, backward):
-        chosen = fallback.Choice(heuristics.choose(call.problem, call.rows, device))
+        chosen = fallback.choose(call.problem, call.rows, device)
         launches += [(chosen.plan, each) for each in launch.program_of(call, chosen, device).launches]
     return launches
 
@@ -61,7 +61,7 @@ def compile_case(
 ) -> list[str]:
     """Compiles every kernel of a case, planned under force(variant), into Triton's on-disk cache; their hashes."""
     from fusednorm import force
-    from fusednorm.host import compilation
+    from fusednorm.tools import compilation
 
     with force(variant):
         launches = launches_of(case, device, output_mask, layout)

@@ -17,7 +17,7 @@ import fusednorm
 from fusednorm import reference
 from fusednorm.host import native
 from fusednorm.integrations import aten
-from fusednorm.testing import Case, Inputs, Outputs, assert_outputs_close, make_inputs
+from fusednorm.tools.oracle import Case, Inputs, Outputs, assert_outputs_close, make_inputs
 
 STOCK = {"layer": F.layer_norm, "rms": F.rms_norm}
 OPS = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fusednorm.testing import STOCK_FACTOR
+from fusednorm.tools.oracle import STOCK_FACTOR
 
 # Class of the model, class of its config, number of norms in each layer and outside of them.
 MODELS = {

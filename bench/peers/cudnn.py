@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from fusednorm.testing import Outputs
+from fusednorm.tools.oracle import Outputs
 
 from ..cases import BenchCase, BenchInputs
 from . import packages

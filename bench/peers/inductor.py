@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fusednorm.testing import Outputs
+from fusednorm.tools.oracle import Outputs
 
 from ..cases import BenchCase, BenchInputs
 

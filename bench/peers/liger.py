@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusednorm.testing import Outputs
+from fusednorm.tools.oracle import Outputs
 
 from ..cases import BenchCase, BenchInputs
 from . import packages

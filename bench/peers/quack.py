@@ -6,7 +6,7 @@ import importlib
 
 import torch
 
-from fusednorm.testing import Outputs
+from fusednorm.tools.oracle import Outputs
 
 from ..cases import BenchCase, BenchInputs
 from . import packages

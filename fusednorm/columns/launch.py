@@ -14,11 +14,12 @@ from torch import Tensor
 from ..host import fallback, gpus, launcher, prepared
 from ..host.fallback import BuildFailed
 from ..host.gpus import current
+from ..host.key import Extent
 from ..host.launch import tile_map
 from ..host.launcher import Launch
-from ..host.program import Extent, Number, OnTensors, Output, Part, Program, Slot, Workspace
+from ..host.program import Address, Number, OnTensors, Output, Part, Program, Workspace
 from ..kernels import column_reduction
-from ..kernels.column_reduction import ColumnTile
+from ..kernels.config import ColumnTile
 from ..planner.norm_problem import ALIGNMENT
 from ..problem import RowView, require_memory
 from . import plan as column_plan
@@ -70,14 +71,16 @@ def prepare(call: ColumnSumCall, choice: Choice) -> OnTensors:
 def program_of(call: ColumnSumCall, choice: Choice) -> Program:
     """What a call of this kind launches by a choice. Of its tensors only dtypes, strides and alignment are read."""
     problem, splits, count = call.problem, choice.num_splits, len(call.views)
-    slots = (Slot(at, problem.dtype, view.tensor.data_ptr() % ALIGNMENT == 0) for at, view in enumerate(call.views))
-    views = [view._replace(tensor=slot) for view, slot in zip(call.views, slots, strict=True)]
-    outs = tuple(Slot(count + at, problem.out_dtype) for at in range(problem.num_outputs))
+    addresses = (
+        Address(at, problem.dtype, view.tensor.data_ptr() % ALIGNMENT == 0) for at, view in enumerate(call.views)
+    )
+    views = [view._replace(tensor=each) for view, each in zip(call.views, addresses, strict=True)]
+    outs = tuple(Address(count + at, problem.out_dtype) for at in range(problem.num_outputs))
     outputs = (Output(Extent.PARAMETER, problem.out_dtype),) * len(outs)
     if splits == 1:
         launches, workspace = [_sums(choice.plan, problem, Number.ROWS, views, outs, 1)], None
     else:
-        partials = tuple(Slot(count + len(outs) + at, problem.acc_dtype) for at in range(len(outs)))
+        partials = tuple(Address(count + len(outs) + at, problem.acc_dtype) for at in range(len(outs)))
         workspace = Workspace(problem.acc_dtype, (Part(beside=splits * problem.cols),) * len(outs))
         rows_of_partials = [RowView(partial, 1, problem.cols, 0) for partial in partials]
         finalizer = column_plan.finalizer(gpus.spec_of(call.views[0].tensor.device)), _finalizer_problem(problem)
@@ -93,7 +96,7 @@ def _sums(
     problem: ColumnSumProblem,
     rows: int | Number,
     views: list[RowView],
-    outs: tuple[Slot, ...],
+    outs: tuple[Address, ...],
     splits: int,
 ) -> Launch:
     """The launch that fills `outs` with the sums of `splits` parts of the rows."""

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from ..forcing import forced_variant
 from ..planner import heuristics
 from ..planner.device import DeviceSpec
 from ..planner.heuristics import Decision
@@ -45,10 +46,9 @@ class Failure(NamedTuple):
     def __str__(self) -> str:
         problem = self.problem
         name = f"{problem.norm}_norm {problem.direction}" if isinstance(problem, NormProblem) else "column_sum"
-        kernel = self.plan.variant if isinstance(problem, NormProblem) else self.plan.kernel
         dtype = problem.x_dtype if isinstance(problem, NormProblem) else problem.dtype
-        dtype = str(dtype).removeprefix("torch.")
-        return f"{name} of {problem.cols} columns of {dtype} cannot run as {kernel} on {self.device.name}: {self.cause}"
+        what = f"{name} of {problem.cols} columns of {str(dtype).removeprefix('torch.')}"
+        return f"{what} cannot run as {self.plan.kernel} on {self.device.name}: {self.cause}"
 
 
 _failures: dict[tuple, Failure] = {}
@@ -64,8 +64,8 @@ class Choice(NamedTuple):
 
 
 def choose(problem: NormProblem, rows: int, device: DeviceSpec) -> Choice:
-    """The planner's choice, or if that has failed its first alternative that has not."""
-    choices = heuristics.choices(problem, device)
+    """The planner's choice under this thread's `force`, or if that has failed its first alternative that has not."""
+    choices = heuristics.choices(problem, device, forced_variant())
     most, plan = next((most, plan) for most, plan in choices if rows <= most)
     above = max((end for end, _ in choices if end < rows), default=0)
     if _failures and has_failed(plan, problem, device):

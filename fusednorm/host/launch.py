@@ -16,9 +16,10 @@ import triton
 from torch import Tensor
 
 from .. import margin, reference
-from ..kernels import column_sum, column_tiles, multiwave, parameter_gradients, pipelined, warp_specialized
-from ..kernels.column_reduction import ColumnTile
-from ..kernels.config import Norm, PartialsTile, RingTile, Tile
+from ..forcing import forced_variant
+from ..kernels import column_tiles, finalizer, multiwave, parameter_gradients, pipelined, warp_specialized
+from ..kernels.config import ColumnTile, Norm, PartialsTile, RingTile, Tile
+from ..kernels.rowmath import AFFINE
 from ..operands import BackwardOperands, ForwardOperands, Outputs
 from ..planner import budget, heuristics, tile_share
 from ..planner.device import OLDEST_TRITON, DeviceSpec
@@ -42,8 +43,9 @@ from ..problem import BackwardCall, ForwardCall, RowView, require_memory
 from . import fallback, gpus, launcher, prepared, triton_compat
 from .fallback import BuildFailed, Choice
 from .gpus import current
+from .key import parts_of
 from .launcher import Launch
-from .program import Map, Number, OnTensors, Output, Part, Program, Slot, Workspace
+from .program import Address, Map, Number, OnTensors, Output, Part, Program, Workspace
 
 PARTIAL_LOADS = 9  # 16-byte loads that a thread has in flight when it sums partials; more would not fit its registers
 # How partials are summed: (largest number of columns, columns summed by one CTA, warps of that CTA). The first entry
@@ -64,13 +66,13 @@ Call = ForwardCall | BackwardCall
 class Written(NamedTuple):
     """What a backward writes; None for an unwanted one. Kernels take the tensors in this order."""
 
-    dx: Slot | None
-    dw_partial: Slot | None
-    db_partial: Slot | None
-    dw: Slot | None
-    db: Slot | None
-    row_means: Slot | None
-    counters: Slot | None  # int32, for each column tile the number of CTAs that have summed their rows of it
+    dx: Address | None
+    dw_partial: Address | None
+    db_partial: Address | None
+    dw: Address | None
+    db: Address | None
+    row_means: Address | None
+    counters: Address | None  # int32, for each column tile the number of CTAs that have summed their rows of it
     announces_end: bool  # whether the kernel signals its end to a dependent launch, which sums the partials
 
 
@@ -96,7 +98,7 @@ def run(call: Call, miss: prepared.Miss | None = None) -> tuple[Outputs, Program
 def prepare_forward(call: Call, plan: Plan | None = None) -> OnTensors:
     """What a call launches by `plan`, or else by the planner's choice, on the tensors of the call."""
     spec = gpus.spec_of(call.x.tensor.device)
-    program = program_of(call, Choice(plan or heuristics.choose(call.problem, call.rows, spec)), spec)
+    program = program_of(call, Choice(plan or heuristics.choose(call.problem, call.rows, spec, forced_variant())), spec)
     return program.on_tensors(call.tensors, call.shape, call.rows)
 
 
@@ -108,49 +110,49 @@ def program_of(call: Call, chosen: Choice, spec: DeviceSpec) -> Program:
     problem, plan = call.problem, chosen.plan
     assert _is_legal(plan.variant, problem, min(call.rows, MAX_RING_ROWS + 1), spec)
     build = _forward if isinstance(call, ForwardCall) else _backward
-    parts = build(with_slots(call), plan, spec)
+    parts = build(with_addresses(call), plan, spec)
     return Program(*parts, call.normalized_shape, chosen.rows_above, chosen.most_rows, margin.sms)
 
 
-def with_slots(call: Call) -> Call:
-    """The call with slots in place of tensors, if it has these, and Number.ROWS in place of its rows."""
+def with_addresses(call: Call) -> Call:
+    """The call with addresses in place of tensors, if it has these, and Number.ROWS in place of its rows."""
     if isinstance(call, ForwardCall):
-        x, weight, bias = map(_slot, range(3), call.tensors)
+        x, weight, bias = map(_address, range(3), call.tensors)
         return call._replace(rows=Number.ROWS, x=call.x._replace(tensor=x), weight=weight, bias=bias)
-    grad_out, x, mean, rstd, weight, _, residual_grad = map(_slot, range(7), call.tensors)
+    grad_out, x, mean, rstd, weight, _, residual_grad = map(_address, range(7), call.tensors)
     return call._replace(
         rows=Number.ROWS, grad_out=call.grad_out._replace(tensor=grad_out), x=call.x._replace(tensor=x), mean=mean,
         rstd=rstd, weight=weight, residual_grad=residual_grad,
     )  # fmt: skip
 
 
-def _slot(index: int, tensor: Tensor | Slot | None) -> Slot | None:
-    """The slot of a tensor. Its stride is 1 if the tensor is contiguous: torch allows any stride for one row, but later
+def _address(index: int, tensor: Tensor | Address | None) -> Address | None:
+    """The symbol of a tensor. Its stride is 1 if the tensor is contiguous: torch allows any stride for one row, but later
     calls may have more."""
-    if tensor is None or isinstance(tensor, Slot):
+    if tensor is None or isinstance(tensor, Address):
         return tensor
     stride = 1 if tensor.ndim != 1 or tensor.is_contiguous() else tensor.stride(0)
-    return Slot(index, tensor.dtype, tensor.data_ptr() % ALIGNMENT == 0, stride)
+    return Address(index, tensor.dtype, tensor.data_ptr() % ALIGNMENT == 0, stride)
 
 
 def _forward(call: ForwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
     """(launches, number of tensors, outputs, workspace, grid)."""
     problem = call.problem
     rstd = problem.acc_dtype if call.wants_statistics else None
-    outputs, slots = _outputs(ForwardOperands, 3, (problem.x_dtype, rstd if problem.norm == "layer" else None, rstd))
-    launches = _FORWARD[type(plan)](plan, call, slots)
+    outputs, written = _outputs(ForwardOperands, 3, (problem.x_dtype, rstd if problem.norm == "layer" else None, rstd))
+    launches = _FORWARD[type(plan)](plan, call, written)
     return tuple(launches), 3, outputs, None, grid_of(plan, problem.cols, spec, leaves_partials=False)
 
 
 def _backward(call: BackwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
     """(launches, number of tensors, outputs, workspace, grid)."""
     problem = call.problem
-    assert plan.variant != "pipelined" or problem.wants_dx != isinstance(plan, ColumnRingPlan)
+    assert plan.variant != "pipelined" or problem.wants_dx != (plan.kernel == "column_ring")
     wanted = problem.wants_dx, problem.wants_dw, problem.wants_db
     dtypes = call.dx_dtype, problem.weight_dtype, problem.bias_dtype
     dtypes = [dtype if wants else None for wants, dtype in zip(wanted, dtypes, strict=True)]
     outputs, (dx, dw, db) = _outputs(BackwardOperands, 7, dtypes)
-    sums, two_passes = problem.num_sums > 0, isinstance(plan, ColumnTilePlan) and problem.wants_dx
+    sums, two_passes = problem.num_sums > 0, plan.kernel == "column_tiles" and problem.wants_dx
     parts = (
         Part(per_partial=problem.cols * problem.wants_dw),
         Part(per_partial=problem.cols * problem.wants_db),
@@ -159,7 +161,7 @@ def _backward(call: BackwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
     )
     workspace = Workspace(problem.acc_dtype, parts)
     dw_partial, db_partial, means, counters = (
-        Slot(10 + at, part.dtype or workspace.dtype) if any(part[:3]) else None for at, part in enumerate(parts)
+        Address(10 + at, part.dtype or workspace.dtype) if any(part[:3]) else None for at, part in enumerate(parts)
     )
     summed_next = sums and counters is None
     dependent = summed_next and spec.arch >= OLDEST_DEPENDENT_ARCH
@@ -172,18 +174,19 @@ def _backward(call: BackwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
 
 
 def _outputs(operands: type, first: int, dtypes: Iterable[torch.dtype | None]) -> tuple[tuple, tuple]:
-    """The outputs of a call with these operands, and their slots, from index `first` on. None for a dtype of None."""
-    pairs = list(enumerate(zip(prepared.EXTENTS[operands], dtypes, strict=True), first))
+    """The outputs of a call with these operands, and their addresses, from index `first` on. None for a dtype of None."""
+    pairs = list(enumerate(zip(parts_of(operands).extents, dtypes, strict=True), first))
     outputs = tuple(dtype and Output(extent, dtype) for _, (extent, dtype) in pairs)
-    return outputs, tuple(dtype and Slot(index, dtype) for index, (_, dtype) in pairs)
+    return outputs, tuple(dtype and Address(index, dtype) for index, (_, dtype) in pairs)
 
 
 def _finalize(problem: NormProblem, out: Written) -> Launch:
     """The launch that sums the partials, with one CTA per piece of dw and of db."""
     tile = partials_tile(problem.cols, problem.acc_dtype.itemsize, out.announces_end)
     grid = (triton.cdiv(problem.cols, tile.cols) * problem.num_sums,)
-    args, options = (*out[1:5], Number.PARTIALS, problem.cols), {"launch_pdl": True} if tile.dependent else {}
-    return Launch(column_sum.finalize, grid, args, _norm(problem), tile, options)
+    args = (*out[1:5], Number.PARTIALS, problem.cols, None)  # AFFINE needs no weight to finish dw
+    options = {"launch_pdl": True} if tile.dependent else {}
+    return Launch(finalizer.finalize, grid, args, _norm(problem), tile, options)
 
 
 @functools.cache
@@ -327,6 +330,7 @@ def _is_legal(variant: str, problem: NormProblem, rows: int, spec: DeviceSpec) -
 @functools.cache
 def _norm(problem: NormProblem) -> Norm:
     return Norm(
+        form=AFFINE,
         layer=problem.norm == "layer",
         fp64=problem.acc_dtype == torch.float64,
         fold=problem.x_dtype.itemsize == 2,
@@ -438,5 +442,5 @@ def _row_strides(view: RowView) -> tuple[int, int, int]:
     return view.inner_rows, view.outer_stride, view.inner_stride
 
 
-def _stride(statistic: Slot | None) -> int:
+def _stride(statistic: Address | None) -> int:
     return 0 if statistic is None else statistic.stride

@@ -24,7 +24,7 @@ from ..kernels.config import COMPILE_OPTIONS, Norm, Tile
 from ..kernels.row_tile import cluster_bases
 from . import triton_compat
 from .fallback import BuildFailed, cause_of
-from .program import STREAM, Bound, Map, Number, Operand, Program, Slot, bound
+from .program import STREAM, Address, Bound, Map, Number, Operand, Program, bound
 
 TRITON = triton_compat.in_use()  # None: Triton itself launches every kernel
 SOME_NUMBER = 16  # in place of a Number where Triton compiles a kernel: no build depends on it
@@ -65,7 +65,7 @@ class Launch:
     @property
     def num_tuples(self) -> int:
         """How many operands are tuples of addresses."""
-        return sum([type(each) is tuple and isinstance(each[0], Slot) for each in self.operands])
+        return sum([type(each) is tuple and isinstance(each[0], Address) for each in self.operands])
 
     def _compile_time(self) -> dict[str, Any]:
         norm = {} if self.norm is None else {"norm": self.norm}
@@ -165,12 +165,12 @@ def build_key(launch: Launch, device: int) -> tuple:
     key: list[Any] = [id(kernel), id(launch.norm), id(launch.tile), device]
     key += *launch.options.items(), *launch.constants.items()
     for at, operand in enumerate((*launch.operands, *launch.named.values())):
-        if isinstance(operand, Slot):
+        if isinstance(operand, Address):
             key += operand.dtype, operand.aligned
         elif isinstance(operand, Map):
             key.append(operand.tensor.dtype)  # the rest follows from the tile
         elif isinstance(operand, tuple):
-            key += [(each.dtype, each.aligned) if isinstance(each, Slot) else each for each in operand]
+            key += [(each.dtype, each.aligned) if isinstance(each, Address) else each for each in operand]
         elif at not in unspecialized:
             key.append(operand)
     return tuple(key)

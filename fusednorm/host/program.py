@@ -1,9 +1,9 @@
 """What a call launches, as data: a function of its row count and of its tensors' addresses.
 
-A program is built (launch.py) from symbols: a Slot stands for a tensor, a Number for what follows from the row count.
-Its kernels are loaded (launcher.py). Then it is bound to the shape of x, and launched with addresses. The first call
-of a kind builds, loads and binds; later ones only bind (prepared.py). C++ gets the same records (native.py) and binds
-them by the same rules (csrc/prepared.h).
+A program is built (launch.py) from symbols: an Address stands for a tensor, a Number for what follows from the row
+count. Its kernels are loaded (launcher.py). Then it is bound to the shape of x, and launched with the tensors'
+addresses. The first call of a kind builds, loads and binds; later ones only bind (prepared.py). C++ gets the same
+records (native.py) and binds them by the same rules (csrc/prepared.h).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..planner.plan import Grid
 from . import torch_compat
+from .key import Extent
 
 if TYPE_CHECKING:
     from .launcher import Build, Launch
@@ -32,21 +33,19 @@ STREAM = object()  # where a launch's arguments have the stream
 Memory = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # the shape, strides and dtype of a contiguous tensor
 
 
-class _Place(enum.Enum):
-    def __init__(self, place: int):
-        self.place = place  # .value takes two frames
-
-
-class Number(_Place):
+class Number(enum.Enum):
     """A number that follows from the row count, in a grid or among operands."""
 
     ROWS = 0
     CTAS = 1  # along the rows
     PARTIALS = 2  # rows of the dw and db partials
 
+    def __init__(self, place: int):
+        self.place = place  # among a program's numbers; .value takes two frames
+
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class Address:
     """A tensor that each call has one of. Triton compiles with it as with the tensor."""
 
     index: int  # among the addresses: those of the call's tensors, of its outputs, of the parts of its workspace
@@ -62,7 +61,7 @@ class Slot:
 class Map:
     """A tensor map: the operand by which TMA copies blocks of a tensor. Shape, strides and block are in elements."""
 
-    tensor: Slot | Tensor
+    tensor: Address | Tensor
     shape: tuple[int | Number, ...]
     strides: tuple[int, ...]
     block: tuple[int, ...]  # of one copy
@@ -70,15 +69,7 @@ class Map:
 
 
 # An operand of a kernel: a symbol, a constant, or a tuple of either.
-Operand = Slot | Map | Number | int | float | tuple | None
-
-
-class Extent(_Place):
-    """The shapes that an output may have."""
-
-    X = 0
-    STATISTIC = 1  # [*batch, 1, ...]
-    PARAMETER = 2
+Operand = Address | Map | Number | int | float | tuple | None
 
 
 class Output(NamedTuple):
@@ -142,7 +133,7 @@ class Program:
         shapes = shape, (*shape[: len(shape) - ndim], *(1,) * ndim), self.normalized_shape  # by Extent
         found: list[Memory | None] = []
         for each in self.outputs:
-            of_it = each and shapes[each.extent.place]
+            of_it = each and shapes[each.extent.value]
             found.append(each and (of_it, _strides(of_it), each.dtype))
         return found
 
@@ -192,14 +183,14 @@ class Program:
                     sources.append(0)
                 elif isinstance(each, Number):
                     sources.append(1 + each.place)
-                elif isinstance(each, Slot):
+                elif isinstance(each, Address):
                     sources.append(4 + each.index)
                 elif isinstance(each, Map):
                     sources.append(first_map + len(maps))
                     maps.append((_encode(next(encoders), each), 4 + each.tensor.index))
-                elif type(each) is tuple and isinstance(each[0], Slot):
+                elif type(each) is tuple and isinstance(each[0], Address):
                     sources.append(first_tuple + len(tuples))
-                    tuples.append(_pick([4 + slot.index for slot in each]))
+                    tuples.append(_pick([4 + one.index for one in each]))
                 else:
                     sources.append(first_constant + len(constants))
                     constants.append(each)
@@ -211,7 +202,7 @@ class Program:
 
 def bound(operand: Operand, tensors: Sequence[Tensor | None], numbers: tuple[int, ...]) -> Any:
     """The operand with tensors and numbers in place of symbols."""
-    if isinstance(operand, Slot):
+    if isinstance(operand, Address):
         return tensors[operand.index]
     if isinstance(operand, Number):
         return numbers[operand.place]

@@ -15,10 +15,10 @@ from collections.abc import Callable
 import torch
 
 from .. import ops
+from ..forcing import forced_variant
 from ..host import fallback, gpus, native, prepared
 from ..host.program import Program
-from ..operands import ForwardOperands, Operands, Outputs, as_op, call_op
-from ..planner.forcing import forced_variant
+from ..operands import FORWARD, OPS, Operands, Outputs, as_op, call_op
 from ..planner.legality import OLDEST_ARCH
 from ..planner.plan import ReferencePlan
 from ..problem import BackwardCall, ForwardCall, check_backward, check_forward
@@ -99,7 +99,7 @@ def _launched(operands: Operands) -> tuple[Outputs | None, Program | None]:
 
 def _first(operands: Operands, miss: prepared.Miss | None) -> tuple[Outputs | None, Program | None]:
     try:
-        call = check_forward(operands) if isinstance(operands, ForwardOperands) else check_backward(operands)
+        call = check_forward(operands) if operands.direction == FORWARD else check_backward(operands)
     except RuntimeError:  # a user's error, or a call that only ATen takes: ATen's kernel decides
         return None, None
     return ops.launch().run(call, miss) if _takes(call) else (None, None)
@@ -109,12 +109,7 @@ def _run(operands: Operands) -> Outputs | None:
     return _launched(operands)[0]
 
 
-ATENS_NAMES = {
-    "layer_norm_fwd": "native_layer_norm",
-    "layer_norm_bwd": "native_layer_norm_backward",
-    "rms_norm_fwd": "_fused_rms_norm",
-    "rms_norm_bwd": "_fused_rms_norm_backward",
-}
+ATENS_NAMES = {name: op.aten for name, op in OPS.items() if op.aten}
 # Each takes the arguments of an op of ATen and returns its outputs, or None to leave the call to ATen's kernel. While
 # enabled, every eager norm on a CUDA tensor runs through them, unless C++ knows the call.
 KERNELS: dict[str, Callable[..., tuple | None]] = {aten: as_op(ours, _run) for ours, aten in ATENS_NAMES.items()}
@@ -132,7 +127,7 @@ def _launched_or_atens(
 
 def _takes(call: ForwardCall | BackwardCall) -> bool:
     device, problem = call.x.tensor.device, call.problem
-    has_work = call.rows and problem.cols and (problem.direction == "forward" or problem.wants_any)
+    has_work = call.rows and problem.cols and (problem.direction == FORWARD or problem.wants_any)
     if not has_work or not _has_kernels(device) or forced_variant() == "reference":
         return False
     return not isinstance(fallback.choose(problem, call.rows, gpus.spec_of(device)).plan, ReferencePlan)

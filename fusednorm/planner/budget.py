@@ -72,7 +72,7 @@ def shared_bytes_by(release: tuple[int, int], plan: Plan, problem: NormProblem) 
     if isinstance(plan, RingPlan):
         counted = plan.cluster if release < EACH_CTA_BY_ITSELF else 1
         return static_bytes(plan) + _packed(_ring_buffers(plan, problem, counted))
-    if isinstance(plan, ColumnRingPlan):
+    if plan.kernel == "column_ring":
         return _packed(_column_ring_buffers(plan, problem))
     return _scratch_bytes(plan, problem)
 
@@ -162,8 +162,8 @@ def _captured_bytes(plan: WarpSpecializedPlan, problem: NormProblem) -> int:
 
 
 def _packed(buffers: list[Buffer]) -> int:
-    """Bytes of the buffers in Triton's packing: largest first, each at the lowest free place. The gap that alignment
-    leaves below a buffer is lost to the buffers of the same life."""
+    """Bytes of the buffers in Triton's packing: largest first, each at the lowest free place. Buffers of the same
+    life cannot use the padding below an aligned buffer."""
     placed: list[tuple[int, int, Buffer]] = []  # (first byte lost, first byte used, buffer), by first byte used
     for buffer in sorted(buffers, key=lambda buffer: -buffer.size):
         place = 0
@@ -180,7 +180,7 @@ def _packed(buffers: list[Buffer]) -> int:
 def _scratch_bytes(plan: MultiWavePlan | ColumnTilePlan, problem: NormProblem) -> int:
     """Upper bound in bytes: Triton's reductions and layout changes take up to 8 numbers per thread, of the widest type
     of the problem."""
-    num_warps = plan.num_warps if isinstance(plan, MultiWavePlan) else max(plan.num_warps, plan.row_pass_warps)
+    num_warps = plan.num_warps if plan.kernel == "multi_wave" else max(plan.num_warps, plan.row_pass_warps)
     dtypes = (problem.acc_dtype, problem.weight_dtype, problem.bias_dtype, problem.grad_dtype)
     return 8 * max(dtype.itemsize for dtype in dtypes if dtype is not None) * WARP_SIZE * num_warps
 
@@ -190,7 +190,7 @@ def _scratch_bytes(plan: MultiWavePlan | ColumnTilePlan, problem: NormProblem) -
 
 def max_registers(plan: Plan) -> int:
     """Registers that a thread of the plan's kernel may use."""
-    return MAX_REGISTERS if isinstance(plan, ColumnTilePlan) else plan.max_registers
+    return MAX_REGISTERS if plan.kernel == "column_tiles" else plan.max_registers
 
 
 def register_limit(threads_per_sm: int, device: DeviceSpec) -> int:
@@ -219,12 +219,12 @@ def registers(plan: Plan, problem: NormProblem, device: DeviceSpec) -> int:
     """Upper bound of the registers that a thread needs."""
     if isinstance(plan, RingPlan):
         return ring_registers(plan, problem, device)
-    if isinstance(plan, MultiWavePlan):
+    if plan.kernel == "multi_wave":
         if plan.short_lived:
             elements = plan.rows_per_tile * plan.chunk * plan.num_chunks / (WARP_SIZE * plan.num_warps)
             return one_tile_registers(elements, problem)
         return multiwave_registers(plan.rows_per_tile, plan.chunk, plan.num_chunks, plan.num_warps, problem, device)
-    return plan.max_registers if isinstance(plan, ColumnRingPlan) else MAX_REGISTERS
+    return plan.max_registers if plan.kernel == "column_ring" else MAX_REGISTERS
 
 
 # The coefficients below bound the registers of all measured builds. A register holds a float32 or two 16-bit values.

@@ -36,9 +36,9 @@ MAX_RING_CHUNKS = {"backward": 16, "forward": 10}
 FEW_CHUNKS = 10
 MIN_MULTIWAVE_CHUNK = 16  # columns; a narrower chunk would make one load gather many short pieces of memory
 MAX_ROWS_PER_WARP = 8  # four lanes per row; two lanes per row are no faster
-# Limits on the number of TMA boxes in a row's chunk, over all CTAs of its cluster. Rows up to COLUMNS_OF_FEW_BOXES, and
-# rows of boxes of BYTES_OF_LONG_BOX or more, have at most MAX_BOX_SIDE boxes. Wider rows of short boxes may have more,
-# because column tiles, the alternative, are slower; boxes of 16 bytes pay only up to MOST_BOXES_OF_16_BYTES.
+# A row's chunk has at most MAX_BOX_SIDE TMA boxes, over all CTAs of its cluster. Rows of more than COLUMNS_OF_FEW_BOXES
+# columns with boxes shorter than BYTES_OF_LONG_BOX are excepted: column tiles, the alternative, are slower. Boxes of 16
+# bytes pay up to MOST_BOXES_OF_16_BYTES.
 COLUMNS_OF_FEW_BOXES, BYTES_OF_LONG_BOX, MOST_BOXES_OF_16_BYTES = 32768, 128, 512
 # Most copies per tile, of all tensors, by num_groups. The producer's 24 registers hold the addresses of no more.
 MAX_PRODUCED_COPIES = {1: 12, 2: 4}

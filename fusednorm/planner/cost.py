@@ -10,17 +10,19 @@ from typing import NamedTuple
 
 from .device import DeviceSpec
 from .norm_problem import NormProblem
-from .plan import ColumnTilePlan, Plan, ReferencePlan, num_ctas, num_partials, num_passes
+from .plan import Plan, num_ctas, num_partials, num_passes
 
 STREAM_SHARE = 0.925  # share of the datasheet's bandwidth, fixed costs aside
 KERNEL_US = 4.7  # launch, filling and draining the memory system
 # The launch that sums the partials, which come from L2, and its second sum if both dw and db are wanted.
 FINALIZE_US, SECOND_SUM_US = 2.1, 0.5
-EFFICIENCY = {"multi_wave": 0.92, "pipelined": 1.0, "warp_specialized": 0.92, "reference": 0.40}
+# By kernel.
+EFFICIENCY = dict(
+    multi_wave=0.92, column_tiles=0.80, pipelined=1.0, column_ring=1.0, warp_specialized=0.92, reference=0.40
+)
 # Share of the busiest CTA's extra work that costs time: CTAs that end early leave it their bandwidth, which hides the
 # rest.
 IMBALANCE_SHARE = 0.24
-COLUMN_TILE_EFFICIENCY = 0.80
 
 
 class Cost(NamedTuple):
@@ -37,12 +39,12 @@ def cost(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Cos
     tensors = tensor_bytes(problem, rows, passes=2 if _reads_twice(plan, problem) else 1)
     partials = 2 * partial_bytes(plan, problem, rows, device)  # written and read
     moved = tensors + partials + small_bytes(problem, rows)
-    two_kernels = isinstance(plan, ColumnTilePlan) and _reads_twice(plan, problem)
+    two_kernels = plan.kernel == "column_tiles" and _reads_twice(plan, problem)
     fixed = KERNEL_US * (1 + two_kernels)
     if problem.num_sums:
         fixed += FINALIZE_US + SECOND_SUM_US * (problem.num_sums - 1)
     waiting = 1 + IMBALANCE_SHARE * (imbalance(plan, problem, rows, device) - 1)
-    time = fixed + moved / bandwidth(device) * waiting / _efficiency(plan)
+    time = fixed + moved / bandwidth(device) * waiting / EFFICIENCY[plan.kernel]
     return Cost(moved, time, light / time)
 
 
@@ -65,7 +67,7 @@ def tensor_bytes(problem: NormProblem, rows: int, passes: int = 1) -> int:
 
 def partial_bytes(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> int:
     """Bytes of the dw and db partials."""
-    if isinstance(plan, ReferencePlan):
+    if plan.kernel == "reference":
         return 0
     partials = num_partials(plan, num_ctas(plan, rows, problem.cols, device))
     return problem.num_sums * partials * problem.cols * problem.acc_dtype.itemsize
@@ -80,7 +82,7 @@ def small_bytes(problem: NormProblem, rows: int) -> int:
 
 def imbalance(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> float:
     """Row tiles of the busiest CTA divided by the mean over all CTAs; larger if there are too few CTAs for all SMs."""
-    if isinstance(plan, (ColumnTilePlan, ReferencePlan)):
+    if plan.kernel in ("column_tiles", "reference"):
         return 1.0
     tiles = -(-rows // plan.rows_per_tile)
     ctas = num_ctas(plan, rows, problem.cols, device, problem.num_sums > 0)
@@ -91,7 +93,3 @@ def imbalance(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -
 def _reads_twice(plan: Plan, problem: NormProblem) -> bool:
     """Whether the inputs come from memory a second time. A forward by column tiles finds its row in the cache."""
     return num_passes(plan, problem) != 1 and problem.wants_dx
-
-
-def _efficiency(plan: Plan) -> float:
-    return COLUMN_TILE_EFFICIENCY if isinstance(plan, ColumnTilePlan) else EFFICIENCY[plan.variant]

@@ -71,7 +71,7 @@ RTX_5090 = DeviceSpec("RTX 5090", 120, 170, 99 * KIB, 100 * KIB, 65536, 1536, 17
 GB10 = DeviceSpec("GB10", 121, 48, 99 * KIB, 100 * KIB, 65536, 1536, 273)
 KNOWN = (A100, H100, H200, B200, GB200, B300, GB300, THOR, RTX_3090, RTX_4090, RTX_5090, GB10)
 
-UNKNOWN_BANDWIDTH_GB_S = 1000.0  # affects predicted times only, no choice
+UNKNOWN_BANDWIDTH_GB_S = 1000.0  # affects predicted times, and the plans of column sums
 
 
 def from_properties(properties) -> DeviceSpec:

@@ -1,4 +1,5 @@
-"""Plans for few rows: the plan that replaces the best plan for many rows, and the row counts at which it does.
+"""Plans that replace the best plan at some row counts, and these row counts. Most of them are few rows; some replace it
+from a row count on (`more_than`), or at any row count (infinity in a table).
 
 A CTA with few row tiles spends most of its time on the work it does once: start, parameters, partials. The numbers were
 fitted on an H200 (bfloat16, 1 to 40000 rows). The measurements are in bench/NOTES.md, "Evidence behind constants".
@@ -51,9 +52,9 @@ from .tile_share import (
 # Few rows: one CTA of this many warps on an SM instead of several leaves fewer partials to sum. It is faster for tiles
 # of up to MAX_ROWS_OF_LARGE_CTA rows, and for one-row tiles of up to this many columns per thread.
 LARGE_CTA_WARPS, MAX_ROWS_OF_LARGE_CTA, MAX_COLUMNS_OF_ONE_ROW = 8, 2, {"layer": 24, "rms": 28}
-# Tiles of two rows in one chunk, each thread loading 16 bytes of both rows: the columns for which they exist, and the
-# rows per SM up to which they replace multi-wave or a ring (by norm and replaced variant; keys: the most columns).
-ONE_CHUNK_COLUMNS = range(97, 2049)
+# Tiles of two rows in one chunk: each thread loads 16 bytes of both rows.
+ONE_CHUNK_COLUMNS = range(97, 2049)  # widths that have such a tile
+# The most rows per SM at which such a tile replaces another plan, by (norm, variant replaced) and then by most columns.
 TWO_ROWS_PER_SM = {
     ("layer", "multi_wave"): {256: 6, 1024: 64, 1280: 26, 2048: 13},
     ("layer", "pipelined"): {256: 0, 512: 3, 640: 8, 1024: 5, 1280: 9, 1536: 13, 2048: 11},
@@ -105,10 +106,9 @@ COLUMNS_BEFORE_RING, ROWS_PER_SM_BEFORE_RING, ROWS_PER_SM_BEFORE_WHOLE_RING = ra
 # One-tile CTAs replace column tiles up to this many tiles per CTA, and at any row count for rows of more bytes than
 # WIDEST_ROW_BYTES.
 TILES_OF_WIDE_ROWS, WIDEST_ROW_BYTES = 2, 48 * 1024
-# Where multi-wave replaces a ring: for narrow 16-bit rows up to this many rows per SM; for LayerNorm's 16-bit rows up
-# to this many tiles per CTA, by columns. FEWER_TILES_IN_REGISTERS is the limit where the ring's chunks are exactly a
-# row, and for wide rows of other columns (from LEAST_COLUMNS_WITH_TAIL on) that end within a chunk.
+# Multi-wave replaces a ring for narrow 16-bit rows up to this many rows per SM.
 NARROW_COLUMNS_IN_REGISTERS, ROWS_PER_SM_IN_REGISTERS = range(257, 449), 100
+# Multi-wave replaces a ring for LayerNorm's 16-bit rows up to this many tiles per CTA, by columns.
 TILES_IN_REGISTERS = {
     range(1793, 2048): 12,
     range(2049, 4096): 12,
@@ -116,6 +116,8 @@ TILES_IN_REGISTERS = {
     range(5121, 7169): 12,
     range(12289, 14336): 24,
 }
+# The limit where the ring's chunks are exactly a row. It is also the limit at other widths, if the row ends within a
+# chunk and has LEAST_COLUMNS_WITH_TAIL columns or more.
 FEWER_TILES_IN_REGISTERS, LEAST_COLUMNS_WITH_TAIL = 8, 4097
 
 
@@ -317,7 +319,7 @@ def _multi_wave_before_ring(
     plan: PipelinedPlan, one_row: PipelinedPlan | None, problem: NormProblem, device: DeviceSpec
 ) -> Replacement:
     in_registers = multi_wave(problem, device)
-    if not isinstance(in_registers, MultiWavePlan):
+    if in_registers.kernel != "multi_wave":
         return NO_REPLACEMENT
     has_16_bits = problem.x_dtype.itemsize == 2
     if has_16_bits and problem.cols in NARROW_COLUMNS_IN_REGISTERS:

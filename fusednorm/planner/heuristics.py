@@ -1,4 +1,4 @@
-"""choose(problem, rows, device) -> Plan. Pure: no GPU, no clock, no environment.
+"""choose(problem, rows, device, forced) -> Plan. Pure: no GPU, no clock, no environment, no state of the thread.
 
 Three questions are asked of each variant: is it legal (legality.py); which of its plans that fit shared memory is the
 best (candidates.py); does that plan have a fault (`find_fault`). The first variant without a fault is chosen, in the
@@ -20,15 +20,10 @@ from typing import NamedTuple
 from . import budget, candidates, few_rows
 from .device import DeviceSpec
 from .few_rows import NO_REPLACEMENT, Replacement
-from .forcing import forced_variant
 from .legality import MAX_RING_ROWS, broken_rule, capability
 from .norm_problem import NormProblem
 from .plan import (
     VARIANTS,
-    ColumnRingPlan,
-    ColumnTilePlan,
-    MultiWavePlan,
-    PipelinedPlan,
     Plan,
     ReferencePlan,
     Rejected,
@@ -55,9 +50,8 @@ class Tuning:
     ring_rows_per_sm_without_dx: int | None = None  # the same for a backward of dw and db alone; None: not measured
     narrowest_ring_bytes: dict[str, int] = field(default_factory=dict)  # by norm: least bytes of a row of x
     # By (norm, bytes of an element of x), then by piece, the bytes of a row that TMA copies at once: the ranges of
-    # columns at which a ring pays. An entry holds for pieces of its length up to the next entry's. From the start of
-    # its first range on, a ring also pays where multi-wave cannot hold the row in registers. Pieces shorter than every
-    # entry do not pay or have not been tried.
+    # columns at which a ring pays. The longest entry that is not longer than the piece holds; without one there is no
+    # ring. Where multi-wave cannot hold the row in registers, only the start of the first range counts.
     columns_by_piece: dict[tuple[str, int], dict[int, Ranges]] = field(default_factory=dict)
     # By (norm, bytes of an element of x): columns at which multi-wave is faster than any ring.
     slower_columns: dict[tuple[str, int], tuple[range, ...]] = field(default_factory=dict)
@@ -73,6 +67,7 @@ UNKNOWN = Tuning(("multi_wave",), "no other schedule has been tried on this arch
 # pieces as well.
 ANY_COLUMNS = ((0, math.inf),)
 FLOAT32_BACKWARD_PIECES, FLOAT32_FORWARD_PIECES = {16: ((7168, math.inf),), 64: ANY_COLUMNS}, {64: ANY_COLUMNS}
+# The values of Hopper were measured on an H200. Every GPU of compute capability 9.0 gets them.
 HOPPER_BACKWARD_PIECES = {
     ("layer", 2): {16: ((8192, math.inf),), 32: ((160, 1280), (2049, math.inf)), 64: ANY_COLUMNS},
     ("rms", 2): {16: ((8192, math.inf),), 32: ((160, 1280), (4097, 5120)), 64: ANY_COLUMNS},
@@ -149,17 +144,22 @@ class Outcome(NamedTuple):
     fault: Rejected | None  # the rule that the variant breaks, or the plan's fault
 
 
-def choose(problem: NormProblem, rows: int, device: DeviceSpec) -> Plan:
-    """The plan for `rows` rows, under the `force` of this thread."""
-    for most_rows, plan in choices(problem, device):
+def choose(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | None = None) -> Plan:
+    """The plan for `rows` rows. `forced` is the variant that is asked for; it is ignored if it cannot run."""
+    for most_rows, plan in choices(problem, device, forced):
         if rows <= most_rows:
             return plan
     raise AssertionError("the last interval has no end")
 
 
-def choices(problem: NormProblem, device: DeviceSpec) -> tuple[tuple[float, Plan], ...]:
-    """Every plan that `choose` can return under the `force` of this thread, as (most rows, plan), ascending."""
-    return _plans_by_rows(problem, device, forced_variant())
+@functools.cache
+def choices(problem: NormProblem, device: DeviceSpec, forced: str | None = None) -> tuple[tuple[float, Plan], ...]:
+    """Every plan that `choose` can return, as (most rows, plan), ascending. There is a bound at each row count at which
+    the decision can change. The last bound is infinity."""
+    few = decide(problem, MAX_RING_ROWS, device, forced).few
+    lasts = sorted({least_rows(problem, device), few.more_than, few.most_rows, MAX_RING_ROWS})
+    plans = [(last, decide(problem, last, device, forced).plan) for last in lasts if last]
+    return (*plans, (math.inf, decide(problem, MAX_RING_ROWS + 1, device, forced).plan))
 
 
 def alternatives(problem: NormProblem, rows: int, device: DeviceSpec) -> Iterator[Plan]:
@@ -223,7 +223,7 @@ def best_plan(variant: str, problem: NormProblem, device: DeviceSpec) -> Plan | 
 
 def find_fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Rejected | None:
     """Why a plan that can run should not: the first rule of quality that it breaks, or None."""
-    if isinstance(plan, ColumnRingPlan):
+    if plan.kernel == "column_ring":
         return _fault_without_dx(problem, rows, device)
     if not isinstance(plan, RingPlan):
         return None
@@ -234,7 +234,7 @@ def find_fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) 
     registers = budget.registers(plan, problem, device)
     if registers > plan.max_registers:
         return Rejected("spills", f"might spill: up to {registers} registers a thread, of {plan.max_registers}")
-    one_tile = isinstance(plan, PipelinedPlan) and plan.short_lived  # with one stage, it has one tile per CTA
+    one_tile = plan.kernel == "pipelined" and plan.short_lived  # with one stage, it has one tile per CTA
     if plan.num_stages == 1 and not one_tile:
         return Rejected("one_stage", "has room for one stage only: nothing would be copied while a tile is worked on")
     if rows <= least_rows(problem, device):
@@ -267,7 +267,7 @@ def _why_pieces_are_short(box_bytes: int, problem: NormProblem, device: DeviceSp
         return None
     if problem.cols < ranges[0][0]:
         return f"which pays from {ranges[0][0]} columns on"
-    if isinstance(best_plan("multi_wave", problem, device), MultiWavePlan):
+    if best_plan("multi_wave", problem, device).kernel == "multi_wave":
         return f"which pays at {' and '.join(_range_text(*columns) for columns in ranges)}"
     return None
 
@@ -302,27 +302,17 @@ def least_rows(problem: NormProblem, device: DeviceSpec) -> int:
 def replacement(plan: Plan, problem: NormProblem, device: DeviceSpec) -> Replacement:
     """The plan that replaces `plan` at few rows, if there is one. Forced variants have one plan for all row counts."""
     tiles = tuning(problem, device).few_tiles_per_cta
-    if tiles is not None and isinstance(plan, PipelinedPlan):
+    if tiles is not None and plan.kernel == "pipelined":
         return few_rows.replacement_of_pipelined(plan, problem, device, tiles)
-    if tiles is not None and isinstance(plan, MultiWavePlan):
+    if tiles is not None and plan.kernel == "multi_wave":
         return few_rows.replacement_of_multi_wave(plan, problem, device)
-    if tiles is not None and isinstance(plan, ColumnTilePlan):
+    if tiles is not None and plan.kernel == "column_tiles":
         return few_rows.replacement_of_column_tiles(problem, device)
     return NO_REPLACEMENT
 
 
 def tuning(problem: NormProblem, device: DeviceSpec) -> Tuning:
     return TUNINGS.get((device.arch, problem.direction), UNKNOWN)
-
-
-@functools.cache
-def _plans_by_rows(problem: NormProblem, device: DeviceSpec, forced: str | None) -> tuple[tuple[float, Plan], ...]:
-    """(most rows, plan), ascending, with a bound at each row count at which the decision can change. The last bound is
-    infinity."""
-    few = decide(problem, MAX_RING_ROWS, device, forced).few
-    lasts = sorted({least_rows(problem, device), few.more_than, few.most_rows, MAX_RING_ROWS})
-    plans = [(last, decide(problem, last, device, forced).plan) for last in lasts if last]
-    return (*plans, (math.inf, decide(problem, MAX_RING_ROWS + 1, device, forced).plan))
 
 
 def _why_best(variant: str, problem: NormProblem, device: DeviceSpec) -> str:
@@ -335,7 +325,7 @@ def _why_best(variant: str, problem: NormProblem, device: DeviceSpec) -> str:
 
 
 def _why_few(few: Replacement) -> str:
-    if isinstance(few.plan, PipelinedPlan):
+    if few.plan.kernel == "pipelined":
         how = "by a ring over two CTAs"
     elif few.plan.short_lived:
         how = "without a ring, by one row tile for each CTA"

@@ -1,5 +1,8 @@
 """Plans: everything about a launch that is known at compile time. The row count changes nothing in a plan.
 
+`variant` is the name by which users ask for a plan. Two variants have two kernels each, for whole rows and for column
+tiles; `kernel` tells them apart.
+
 `Grid` alone says how many CTAs a number of rows gets, and with them how many partials. The measurements behind the
 constants are in bench/NOTES.md, "Evidence behind constants".
 """
@@ -13,10 +16,11 @@ from typing import ClassVar
 from .device import DeviceSpec
 from .norm_problem import NormProblem
 
-# A backward adds a CTA per SM, or a cluster, only if it gets at least this much work: row tiles; rows, for a cluster;
-# rows, for a multi-wave tile of several narrow rows. With less, storing and summing its dw and db partials costs more
-# than it saves.
-MIN_TILES_OF_CTA, MIN_ROWS_OF_CLUSTER, MIN_NARROW_ROWS = 2, 2, 8
+# A backward adds a CTA per SM, or a cluster, only for this much work. With less, storing and summing its partials of dw
+# and db costs more than it saves.
+MIN_TILES_OF_CTA = 2  # row tiles
+MIN_ROWS_OF_CLUSTER = 2  # rows
+MIN_NARROW_ROWS = 8  # rows, in multi-wave tiles of several rows
 
 # Least work of a short-lived CTA: row tiles, because it loads the parameters while its first tile arrives; in a cluster
 # also rows and elements, because it begins by waiting for the other CTAs.
@@ -34,6 +38,7 @@ class MultiWavePlan:
     """
 
     variant: ClassVar[str] = "multi_wave"
+    kernel: ClassVar[str] = "multi_wave"
     cluster: ClassVar[int] = 1
     rows_per_tile: int
     chunk: int
@@ -52,6 +57,7 @@ class ColumnTilePlan:
     """
 
     variant: ClassVar[str] = "multi_wave"
+    kernel: ClassVar[str] = "column_tiles"
     cluster: ClassVar[int] = 1
     rows_per_tile: int
     chunk: int
@@ -71,6 +77,7 @@ class PipelinedPlan:
     """
 
     variant: ClassVar[str] = "pipelined"
+    kernel: ClassVar[str] = "pipelined"
     rows_per_tile: int
     chunk: int
     num_chunks: int
@@ -95,6 +102,7 @@ class ColumnRingPlan:
     """
 
     variant: ClassVar[str] = "pipelined"
+    kernel: ClassVar[str] = "column_ring"
     cluster: ClassVar[int] = 1
     rows_per_tile: int
     chunk: int
@@ -114,6 +122,7 @@ class WarpSpecializedPlan:
     """
 
     variant: ClassVar[str] = "warp_specialized"
+    kernel: ClassVar[str] = "warp_specialized"
     cluster: ClassVar[int] = 1
     tail: ClassVar[bool] = False
     rows_per_tile: int
@@ -134,12 +143,14 @@ class ReferencePlan:
     """ATen's kernel instead of this package's, and the reason."""
 
     variant: ClassVar[str] = "reference"
+    kernel: ClassVar[str] = "reference"
     reason: str
 
 
 RingPlan = PipelinedPlan | WarpSpecializedPlan
 Plan = MultiWavePlan | ColumnTilePlan | RingPlan | ColumnRingPlan | ReferencePlan
 VARIANTS = ("multi_wave", "pipelined", "warp_specialized", "reference")
+BY_COLUMNS = ("column_tiles", "column_ring")  # kernels whose CTAs own columns, not whole rows
 
 
 @dataclass(frozen=True)
@@ -234,12 +245,12 @@ def grid_of(plan: Plan, cols: int, device: DeviceSpec, leaves_partials: bool = T
     """
     first_wave, at_once = clusters_at_once(plan.cluster, device), ctas_at_once(plan, device)
     rows_of_cta = tiles_of_cta = least_short_lived = 0
-    if isinstance(plan, (ColumnTilePlan, ColumnRingPlan)):
+    if plan.kernel in BY_COLUMNS:
         at_once = max(1, at_once // -(-cols // plan.chunk))
-    elif isinstance(plan, PipelinedPlan) and plan.short_lived:
+    elif plan.kernel == "pipelined" and plan.short_lived:
         tiles_of_cta = tiles_of_short_lived(plan)
         least_short_lived = 0 if plan.num_stages == 1 else MIN_WAVES * at_once
-    elif isinstance(plan, MultiWavePlan) and plan.short_lived:
+    elif plan.kernel == "multi_wave" and plan.short_lived:
         tiles_of_cta = 1
     elif leaves_partials:
         rows_of_cta = least_rows_of_cta(plan)
@@ -256,7 +267,7 @@ def least_rows_of_cta(plan: Plan) -> int:
     """Least rows per CTA, or cluster, that leaves partials. The first CTA of each SM may get fewer."""
     if plan.cluster > 1:
         return MIN_ROWS_OF_CLUSTER
-    narrow = isinstance(plan, MultiWavePlan) and plan.rows_per_tile > 1
+    narrow = plan.kernel == "multi_wave" and plan.rows_per_tile > 1
     return max(MIN_TILES_OF_CTA * plan.rows_per_tile, MIN_NARROW_ROWS * narrow)
 
 
@@ -293,9 +304,9 @@ def rows_at_once(plan: Plan, device: DeviceSpec) -> int:
 
 def num_passes(plan: Plan, problem: NormProblem) -> int | None:
     """How often the kernels read x and dy, None for ATen's. A forward's second read of x comes from the cache."""
-    if isinstance(plan, ReferencePlan):
+    if plan.kernel == "reference":
         return None
-    return 2 if isinstance(plan, ColumnTilePlan) and (problem.direction == "forward" or problem.wants_dx) else 1
+    return 2 if plan.kernel == "column_tiles" and (problem.direction == "forward" or problem.wants_dx) else 1
 
 
 def num_launches(plan: Plan, problem: NormProblem) -> int | None:
@@ -303,13 +314,13 @@ def num_launches(plan: Plan, problem: NormProblem) -> int | None:
 
     The second of two column-tile passes sums its partials itself. All others use one more launch for the sums, if any.
     """
-    if isinstance(plan, ReferencePlan):
+    if plan.kernel == "reference":
         return None
-    if isinstance(plan, ColumnTilePlan) and problem.wants_dx:
+    if plan.kernel == "column_tiles" and problem.wants_dx:
         return 2
     return 1 + (problem.num_sums > 0)
 
 
 def num_partials(plan: Plan, ctas: int) -> int:
     """Rows of the dw and db partials: one per CTA along the rows, or one per compute group of it."""
-    return ctas * plan.num_groups if isinstance(plan, WarpSpecializedPlan) else ctas
+    return ctas * plan.num_groups if plan.kernel == "warp_specialized" else ctas

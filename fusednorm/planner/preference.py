@@ -88,9 +88,8 @@ RING_BYTES_PER_SM, LARGEST_CLUSTER_OF_TWO_STAGES = 60 * 1000, 2
 # Fewer bytes suffice for LayerNorm's 16-bit rows over two CTAs that end within a chunk. RMSNorm, and rows of whole
 # chunks, are faster with a third stage there.
 RING_BYTES_PER_SM_OF_PART = 48 * 1000
-# The limit in larger clusters, and there for LayerNorm's 16-bit rows with several CTAs on an SM, which are faster with
-# two stages of many small chunks than with a third stage.
-RING_BYTES_PER_SM_IN_CLUSTER, RING_BYTES_PER_SM_OF_LAYER = 98 * 1000, 91 * 1000
+RING_BYTES_PER_SM_IN_CLUSTER = 98 * 1000  # the limit in larger clusters
+RING_BYTES_PER_SM_OF_LAYER = 91 * 1000  # the same for LayerNorm's 16-bit rows with several CTAs on an SM
 # Columns of one chunk per thread. MANY_COLUMNS_PER_CHUNK holds where threads have few columns in all; rows of at most
 # WHOLE_COLUMNS columns are one chunk.
 RING_COLUMNS_PER_CHUNK = {"layer": 4, "rms": 8}
@@ -98,14 +97,14 @@ WHOLE_COLUMNS, MANY_COLUMNS_PER_CHUNK = 1024, 8
 # Copies per tensor and tile up to which a plan is not ranked lower. A CTA issues each copy and waits for it by itself,
 # so many small copies are slow.
 TOLERATED_COPIES = 3
-# Shared memory that the copies of a tile take, in chunks per chunk of the tile. Copies that leave more of it empty are
-# ranked like TOLERATED_COPIES copies.
+# Most shared memory of a tile's copies, as a multiple of the tile. A plan beyond it ranks as if it had TOLERATED_COPIES
+# copies.
 TOLERATED_ROOM = {"backward": 2, "forward": 1.7}
 # The limit for rows that end within a chunk, of CTAs with eight warps (in RMSNorm's backward also four). There, three
 # chunks in two copies are faster than six chunks, and one copy of five chunks would take room for eight.
 TOLERATED_ROOM_OF_WIDE_ROWS = 1.4
-# Rank of LayerNorm's forward rows of few large chunks (MANY_COLUMNS_PER_CHUNK columns per thread or more) that come in
-# two copies in a cluster. They are faster than one copy, in which three chunks would take room for four.
+# Rank of two copies for LayerNorm's forward in a cluster by few large chunks (MANY_COLUMNS_PER_CHUNK columns per thread
+# or more). Two copies beat one, which takes room for four chunks to bring three.
 LESS_THAN_ONE_COPY = 0.5
 
 
@@ -269,13 +268,10 @@ def _cost_of_copies(plan: RingPlan, problem: NormProblem) -> float:
 
 
 def _is_wide_row_of_copies(plan: RingPlan, problem: NormProblem) -> bool:
-    """True if empty room in the copies costs time.
-
-    It does for more than four warps in clusters larger than two or on one-row tiles of many columns per thread, and for
-    four warps or fewer on one-row tiles of RMSNorm's backward in such clusters.
-    """
-    if plan.num_warps > 4:
+    """True if empty room in the copies costs time."""
+    if plan.num_warps > 4:  # in large clusters, and on one-row tiles of many columns per thread
         return plan.cluster > 2 or (plan.rows_per_tile == 1 and columns_per_thread(plan) > MAX_COLUMNS_PER_THREAD)
+    # On one-row tiles of RMSNorm's backward in large clusters.
     return plan.cluster > 2 and plan.rows_per_tile == 1 and problem.norm == "rms" and problem.direction == "backward"
 
 

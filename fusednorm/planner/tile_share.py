@@ -39,10 +39,8 @@ TWO_ROW_COLUMNS = {
     "layer": {2: range(4609, 6144)},
     "rms": {2: range(4609, 6144), 4: range(9217, 12288), 8: range(18433, 20583)},
 }
-# One-row tiles of a 16-bit backward: the allowed columns of a row, by norm and warps of a CTA, then by CTAs per row.
-# Fewer CTAs or warps with more columns, in many small chunks, are faster than the limits above allow. The gaps are left
-# to faster plans: 48 and 56 columns per thread of LayerNorm to 24 and 28 over twice as many CTAs, 33 and more by four
-# warps over sixteen CTAs to eight warps over eight.
+# Widths for which a one-row tile of a 16-bit backward is a candidate, by (norm, warps of a CTA) and then by CTAs per
+# row. In the gaps, another number of CTAs or warps was faster.
 ONE_ROW_COLUMNS = {
     ("layer", 4): {
         1: (range(6132), range(6145, 7156)),
@@ -55,11 +53,13 @@ ONE_ROW_COLUMNS = {
     ("rms", 4): {4: (range(8193, 24525),), 8: (range(16385, 57345),), 16: (range(32769, 81921),)},
     ("rms", 8): {8: (range(32769, 131073),), 16: (range(65537, 262145),)},
 }
-# Forward: the most columns per thread where one or two warps (at most FEW_FORWARD_THREADS threads) have a row, where
-# four warps have it, and where a cluster shares two rows. LayerNorm takes the most columns rather than more than
-# LARGEST_FORWARD_CLUSTER CTAs per row; where it needs more CTAs, one row per tile is faster than two.
-FORWARD_COLUMNS_PER_THREAD, FORWARD_COLUMNS_OF_FOUR_WARPS, FORWARD_COLUMNS_IN_CLUSTER = 64, 40, 36
-FEW_FORWARD_THREADS, LARGEST_FORWARD_CLUSTER = 64, 8
+FEW_FORWARD_THREADS = 64  # the threads of one or two warps
+FORWARD_COLUMNS_PER_THREAD = 64  # most columns per thread, forward: a row of FEW_FORWARD_THREADS threads or fewer
+FORWARD_COLUMNS_OF_FOUR_WARPS = 40  # the same: a row of four warps
+FORWARD_COLUMNS_IN_CLUSTER = 36  # the same: two rows over a cluster
+# LayerNorm's forward has at most this many CTAs per row while FORWARD_COLUMNS_PER_THREAD suffice. Where it needs more
+# CTAs, one row per tile is faster than two.
+LARGEST_FORWARD_CLUSTER = 8
 # Forward of 16-bit rows that four warps cannot hold: CTAs of eight warps or more, one per SM, take tiles of two rows,
 # over eight CTAs if these suffice, with at most FORWARD_COLUMNS_PER_THREAD columns of each row per thread. LayerNorm
 # from 131073 columns on takes one row by 16 warps, with at most this many columns, rather than 16 CTAs.

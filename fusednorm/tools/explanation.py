@@ -13,19 +13,18 @@ import torch
 from torch import Tensor
 
 from .. import margin
+from ..forcing import forced_variant
 from ..host import fallback, gpus
 from ..host.kernel_devices import runs_kernels
 from ..operands import ForwardOperands
 from ..planner import budget
 from ..planner.cost import Cost, cost
 from ..planner.device import DeviceSpec
-from ..planner.forcing import forced_variant
 from ..planner.heuristics import Decision, decide
 from ..planner.norm_problem import NormProblem
 from ..planner.plan import (
+    BY_COLUMNS,
     VARIANTS,
-    ColumnRingPlan,
-    ColumnTilePlan,
     Plan,
     ReferencePlan,
     num_ctas,
@@ -69,9 +68,17 @@ class Explanation:
             f"{problem.norm}_norm {problem.direction}{where}: {shape}, {dtypes}",
             f"  {plan.variant}: {reasons[plan.variant]}",
             *(f"  {text}" for text in [*self._resources(), *self.notes]),
-            *(f"  not {variant}: {reasons[variant]}" for variant in VARIANTS if variant != plan.variant),
+            *(f"  not {' or '.join(variants)}: {reason}" for reason, variants in self._refused().items()),
         ]
         return "\n".join(lines)
+
+    def _refused(self) -> dict[str, list[str]]:
+        """{reason: variants} for the variants that do not run. A reason that the chosen one's names is left out."""
+        reasons, refused = self.decision.reasons, {}
+        for variant in VARIANTS:
+            if reasons[variant] not in reasons[self.plan.variant]:
+                refused.setdefault(reasons[variant], []).append(variant)
+        return refused
 
     def _resources(self) -> list[str]:
         plan, problem, device, lines = self.plan, self.problem, self.device, []
@@ -95,7 +102,7 @@ class Explanation:
         count = num_ctas(plan, self.rows, problem.cols, device, problem.num_sums > 0)
         clusters = plan.cluster > 1
         grid = f"{_count(count, 'cluster')} of {plan.cluster} CTAs" if clusters else _count(count, "CTA")
-        if isinstance(plan, (ColumnTilePlan, ColumnRingPlan)):
+        if plan.kernel in BY_COLUMNS:
             grid += f" for each of {-(-problem.cols // plan.chunk)} column tiles"
         left = f"; sm_margin leaves {device.sm_margin} to others" if device.sm_margin else ""
         return f"{grid}, up to {_count(plan.ctas_per_sm, 'CTA')} on each of {device.sm_count} SMs{left}"

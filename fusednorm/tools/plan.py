@@ -13,10 +13,9 @@ import torch
 from ..host import gpus
 from ..planner import device
 from ..planner.device import DeviceSpec
-from ..planner.forcing import force
 from ..planner.heuristics import choose
 from ..planner.norm_problem import NormProblem
-from ..planner.plan import VARIANTS, ColumnTilePlan, Plan
+from ..planner.plan import VARIANTS, Plan
 from . import console
 from .explanation import DTYPES, explain_problem
 
@@ -102,7 +101,7 @@ def problem_of(options: argparse.Namespace, cols: int) -> NormProblem:
 
 def region(plan: Plan) -> str:
     """The plan's name on the map."""
-    return COLUMN_TILES if isinstance(plan, ColumnTilePlan) else plan.variant
+    return COLUMN_TILES if plan.kernel == "column_tiles" else plan.variant
 
 
 def draw_map(options: argparse.Namespace, spec: DeviceSpec) -> int:
@@ -115,8 +114,8 @@ def draw_map(options: argparse.Namespace, spec: DeviceSpec) -> int:
 
     rows, cols = sorted(options.rows or MAP_ROWS), sorted(options.cols or MAP_COLS)
     names = list(REGIONS)
-    with force(options.force):
-        regions = [[region(choose(problem_of(options, width), count, spec)) for width in cols] for count in rows]
+    plans = [[choose(problem_of(options, width), count, spec, options.force) for width in cols] for count in rows]
+    regions = [[region(plan) for plan in of_rows] for of_rows in plans]
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.subplots()
     axes.pcolormesh(

@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..forcing import forced_variant
 from ..host import fallback, gpus
-from ..host.program import Program, Slot
+from ..host.program import Address, Program
 from ..planner import heuristics
 from ..planner.device import DeviceSpec
 from ..planner.norm_problem import ALIGNMENT, FLOAT_DTYPES, NormProblem
@@ -69,20 +70,20 @@ class Wanted(NamedTuple):
         return NormProblem(*names, self.dtype, weight, bias, self.dtype, residual, *wants, tma_aligned=aligned)
 
     def call(self) -> ForwardCall | BackwardCall:
-        """The checked call on FEW_ROWS rows, with slots in place of tensors."""
+        """The checked call on FEW_ROWS rows, with addresses in place of tensors."""
         problem, cols, shape = self.problem, self.cols, torch.Size((FEW_ROWS, self.cols))
 
-        def slot(index: int, dtype: torch.dtype | None) -> Slot | None:
-            return None if dtype is None else Slot(index, dtype)
+        def address(index: int, dtype: torch.dtype | None) -> Address | None:
+            return None if dtype is None else Address(index, dtype)
 
         def rows(index: int) -> RowView:
-            return RowView(slot(index, self.dtype), 1, cols, 0)
+            return RowView(address(index, self.dtype), 1, cols, 0)
 
         if self.direction == "forward":
-            weight, bias = slot(1, problem.weight_dtype), slot(2, problem.bias_dtype)
+            weight, bias = address(1, problem.weight_dtype), address(2, problem.bias_dtype)
             return ForwardCall(problem, FEW_ROWS, rows(0), weight, bias, 1e-5, shape, (FEW_ROWS, 1), (cols,))
-        mean = slot(2, problem.acc_dtype if self.norm == "layer" else None)
-        others = slot(3, problem.acc_dtype), slot(4, problem.weight_dtype), slot(6, problem.residual_dtype)
+        mean = address(2, problem.acc_dtype if self.norm == "layer" else None)
+        others = address(3, problem.acc_dtype), address(4, problem.weight_dtype), address(6, problem.residual_dtype)
         return BackwardCall(problem, FEW_ROWS, rows(0), rows(1), mean, *others, self.dtype, shape, (cols,))
 
 
@@ -109,7 +110,7 @@ def warmup(
     output_mask: Sequence[bool] = (True, True, True),
     residual_dtype: torch.dtype | None = None,
     directions: Sequence[str] = ("forward", "backward"),
-    device: torch.device | str = "cuda",
+    device: torch.device | str | None = None,
     processes: int | None = None,
 ) -> int:
     """Compile and load the kernels of later calls, so that none of these compiles. Use it before a CUDA-graph capture,
@@ -125,7 +126,8 @@ def warmup(
     :param output_mask: which gradients will be wanted: (dx, dweight, dbias)
     :param residual_dtype: of the residual gradient that the backward adds to dx (None: no such gradient)
     :param directions: of the calls: "forward", "backward" or both
-    :param device: a CUDA GPU, or a CPU, for which there is nothing to compile
+    :param device: a CUDA GPU, or a CPU, for which there is nothing to compile (None: the current GPU if there is one,
+        else the CPU)
     :param processes: number of processes that share the work (None: one per CPU)
 
     Rows are assumed to be contiguous, and aligned to 16 bytes if their size allows it. Honours `force`. Returns the
@@ -133,11 +135,11 @@ def warmup(
 
     Raises ValueError for another norm or direction. Raises TypeError if cols or rows are no integers or a dtype is no
     torch.dtype. Raises RuntimeError for dtypes other than float16, bfloat16, float32 and float64, for sizes below 1,
-    without a CUDA GPU, and during the capture of a CUDA graph.
+    for a GPU that is not there, and during the capture of a CUDA graph.
     """
     _check_names(norm, directions)
     _check_types(cols, rows, dtype, weight_dtype, residual_dtype)
-    device = _checked_device(torch.device(device))
+    device = _checked_device(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
     if device.type == "cpu":
         return 0
     mask = (*map(bool, output_mask), False, False)[:3] if norm == "layer" else (*map(bool, output_mask[:2]), False)
@@ -204,9 +206,9 @@ def plans_of(wanted: list[Wanted], rows: Sequence[int] | None, device: DeviceSpe
         if each.direction == "backward" and not problem.wants_any:
             continue
         if rows is None:
-            plans = [plan for _, plan in heuristics.choices(problem, device)]
+            plans = [plan for _, plan in heuristics.choices(problem, device, forced_variant())]
         else:
-            plans = [heuristics.choose(problem, count, device) for count in rows if count]
+            plans = [heuristics.choose(problem, count, device, forced_variant()) for count in rows if count]
         for plan in dict.fromkeys(plans):
             if not isinstance(plan, ReferencePlan):
                 yield each, plan
@@ -217,7 +219,7 @@ def build_ahead(plans: list[tuple[Wanted, Plan]], device: DeviceSpec, processes:
     unknown way, nothing is built here, and the kernels are compiled one by one when they are loaded."""
     kernels = sum(num_launches(plan, wanted.problem) for wanted, plan in plans)
     try:
-        from ..host import compilation
+        from . import compilation
     except ImportError:
         return kernels
     try:
@@ -230,7 +232,7 @@ def build_ahead(plans: list[tuple[Wanted, Plan]], device: DeviceSpec, processes:
 
 def distinct_builds(plans: list[tuple[Wanted, Plan]], device: DeviceSpec) -> list[Build]:
     """One entry per kernel to be built. Calls that share a build have one entry together."""
-    from ..host import compilation
+    from . import compilation
 
     builds: dict[str, Build] = {}
     for wanted, plan in plans:
@@ -242,7 +244,7 @@ def distinct_builds(plans: list[tuple[Wanted, Plan]], device: DeviceSpec) -> lis
 def compile_builds(builds: list[Build], device: DeviceSpec, processes: int | None = None) -> None:
     """Build the kernels that are not in Triton's on-disk cache. Raises RuntimeError, or the compiler's own error if the
     build runs in this process."""
-    from ..host import compilation
+    from . import compilation
 
     builds = [each for each in builds if not compilation.is_built(each.launch(device), device.arch)]
     count = min(processes or os.cpu_count() or 1, len(builds))
@@ -277,7 +279,7 @@ def _work() -> None:
 
 
 def _compile(builds: list[Build], device: DeviceSpec) -> None:
-    from ..host import compilation
+    from . import compilation
 
     for build in builds:
         compilation.compile_for(build.launch(device), device.arch)
@@ -303,7 +305,7 @@ def _load(plans: list[tuple[Wanted, Plan]], device: torch.device, spec: DeviceSp
 
 def _zeros(call: ForwardCall | BackwardCall, device: torch.device) -> list[Tensor | None]:
     """Memory for the call's tensors, whose shapes no kernel asks for."""
-    return [slot and torch.zeros(call.shape, dtype=slot.dtype, device=device) for slot in call.tensors]
+    return [each and torch.zeros(call.shape, dtype=each.dtype, device=device) for each in call.tensors]
 
 
 def _program(wanted: Wanted, plan: Plan, device: DeviceSpec) -> Program:

@@ -24,7 +24,7 @@ from bench.cases import (
 from bench.peers import packages
 from bench.records import best_peer, load, make_record, report_row, results_path, save, summary_rows
 from bench.timing import Times, rotations
-from fusednorm.testing import Inputs, assert_outputs_close, make_inputs
+from fusednorm.tools.oracle import Inputs, assert_outputs_close, make_inputs
 
 
 def parse_cases(*arguments: str) -> list[BenchCase]:

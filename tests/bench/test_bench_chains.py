@@ -8,7 +8,7 @@ import torch
 from bench import chains
 from bench.candidates import CANDIDATES
 from bench.cases import make_bench_inputs, plain_case
-from fusednorm.testing import exact
+from fusednorm.tools.oracle import exact
 
 
 def chains_of(chain: str, direction: str, norm: str = "layer"):

@@ -14,6 +14,7 @@ from worlds import Log, World, combinations_in, ops_run
 
 import fusednorm
 from fusednorm import sharding
+from fusednorm.operands import OPS as TABLE
 
 OPS, ATEN = torch.ops.fusednorm, torch.ops.aten
 COLS = 8
@@ -258,7 +259,7 @@ def registered(add) -> Iterator[None]:
     propagator = DTensor._op_dispatcher.sharding_propagator
     tables = [each for each in vars(propagator).values() if isinstance(each, dict)]
     before = [dict(each) for each in tables]
-    ours = [getattr(OPS, name).default for name in sharding.NORMS]
+    ours = [getattr(OPS, name).default for name in TABLE]
     try:
         for op in ours:
             for table in tables:

@@ -16,7 +16,7 @@ import fusednorm
 from fusednorm import reference
 from fusednorm.operands import BackwardOperands, ForwardOperands
 from fusednorm.problem import check_backward, check_forward
-from fusednorm.testing import Case, Outputs, assert_outputs_close, fused, make_inputs
+from fusednorm.tools.oracle import Case, Outputs, assert_outputs_close, fused, make_inputs
 
 OPS = torch.ops.fusednorm
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from typing_extensions import assert_type
 
 import fusednorm
-from fusednorm import functional, testing
+from fusednorm import functional
 from fusednorm.columns.explanation import ColumnSumExplanation
 from fusednorm.integrations import inductor
 from fusednorm.integrations.models import Patch
 from fusednorm.planner.device import H200
+from fusednorm.tools import oracle
 from fusednorm.tools.explanation import Explanation
 
 
@@ -66,13 +67,13 @@ def test_what_runs_can_be_asked_and_told() -> None:
 
 
 def test_kernels_of_others_can_be_held_to_our_bounds() -> None:
-    case = testing.Case("layer", (4, 8), weight_dtype=torch.float32)
-    inputs = testing.make_inputs(case)
-    outputs = testing.fused(case, inputs)
-    assert_type(outputs, testing.Outputs)
-    assert_type(testing.assert_outputs_close(outputs, case, inputs), None)
-    assert_type(testing.relative_error(inputs.x, inputs.x), float)
-    assert_type((testing.exact(case, inputs), testing.stock(case, inputs)), tuple[testing.Outputs, testing.Outputs])
+    case = oracle.Case("layer", (4, 8), weight_dtype=torch.float32)
+    inputs = oracle.make_inputs(case)
+    outputs = oracle.fused(case, inputs)
+    assert_type(outputs, oracle.Outputs)
+    assert_type(oracle.assert_outputs_close(outputs, case, inputs), None)
+    assert_type(oracle.relative_error(inputs.x, inputs.x), float)
+    assert_type((oracle.exact(case, inputs), oracle.stock(case, inputs)), tuple[oracle.Outputs, oracle.Outputs])
 
 
 def test_no_public_name_is_missing_here() -> None:

@@ -13,7 +13,7 @@ import torch
 from cases import guarded_buffers
 from torch import Tensor
 
-from fusednorm.testing import Case, Inputs, Outputs, assert_outputs_close, fused, make_inputs
+from fusednorm.tools.oracle import Case, Inputs, Outputs, assert_outputs_close, fused, make_inputs
 
 GIB = 1 << 30
 MOST_SECONDS = 60  # that a test waits for memory

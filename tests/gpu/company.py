@@ -19,7 +19,7 @@ from bench.holder import Holder
 from fusednorm.host import launch
 from fusednorm.operands import BackwardOperands
 from fusednorm.problem import check_backward
-from fusednorm.testing import Case, Outputs, assert_outputs_close, fused, make_inputs
+from fusednorm.tools.oracle import Case, Outputs, assert_outputs_close, fused, make_inputs
 
 # Every schedule: narrow and wide rings, clusters, multi-wave, column tiles.
 CASES = [

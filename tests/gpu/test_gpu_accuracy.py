@@ -22,7 +22,7 @@ from cases import (
     rotate,
 )
 
-from fusednorm.testing import Case, make_inputs
+from fusednorm.tools.oracle import Case, make_inputs
 
 pytestmark = pytest.mark.gpu
 

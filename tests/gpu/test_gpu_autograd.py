@@ -14,7 +14,7 @@ from cases import BF16, FP16, FP32, FP64, NORMS, make_case
 import fusednorm
 from fusednorm import ops
 from fusednorm.host import native
-from fusednorm.testing import Case, Outputs, assert_outputs_close, fused, make_inputs
+from fusednorm.tools.oracle import Case, Outputs, assert_outputs_close, fused, make_inputs
 
 pytestmark = pytest.mark.gpu
 

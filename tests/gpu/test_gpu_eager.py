@@ -14,7 +14,7 @@ from torch import nn
 
 import fusednorm
 from fusednorm.host import native
-from fusednorm.testing import assert_outputs_close, fused, make_inputs
+from fusednorm.tools.oracle import assert_outputs_close, fused, make_inputs
 
 pytestmark = pytest.mark.gpu
 

@@ -23,7 +23,7 @@ import fusednorm
 from bench.models import make_stack
 from fusednorm.host import native
 from fusednorm.integrations import inductor, routing
-from fusednorm.testing import relative_error
+from fusednorm.tools.oracle import relative_error
 
 pytestmark = pytest.mark.gpu
 

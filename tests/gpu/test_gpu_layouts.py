@@ -10,7 +10,7 @@ import torch
 from calls import assert_case_is_right, run, run_backward, skip_unless_memory
 from cases import BF16, FP16, FP32, FP64, LAYOUTS, NORMS, STATISTIC_LAYOUTS, lay_out, make_case, statistic_layouts
 
-from fusednorm.testing import Inputs, Outputs, assert_outputs_close, make_inputs
+from fusednorm.tools.oracle import Inputs, Outputs, assert_outputs_close, make_inputs
 
 pytestmark = pytest.mark.gpu
 

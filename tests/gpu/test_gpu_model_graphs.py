@@ -13,7 +13,7 @@ from hf_models import norm
 from torch import Tensor
 
 import fusednorm
-from fusednorm.testing import STOCK_FACTOR
+from fusednorm.tools.oracle import STOCK_FACTOR
 
 pytestmark = pytest.mark.gpu
 

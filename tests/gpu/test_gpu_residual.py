@@ -7,7 +7,7 @@ import torch
 from cases import BF16, FP16, FP32, FP64
 
 import fusednorm
-from fusednorm.testing import Case, make_inputs
+from fusednorm.tools.oracle import Case, make_inputs
 
 pytestmark = pytest.mark.gpu
 

@@ -9,11 +9,10 @@ from cases import BF16, FP32, NORMS, make_case
 from test_gpu_variants import planned
 
 import fusednorm
-from fusednorm.host import gpus
+from fusednorm.host import fallback, gpus
 from fusednorm.operands import ForwardOperands
-from fusednorm.planner import heuristics
 from fusednorm.problem import check_forward
-from fusednorm.testing import assert_outputs_close, make_inputs
+from fusednorm.tools.oracle import assert_outputs_close, make_inputs
 
 pytestmark = pytest.mark.gpu
 
@@ -66,7 +65,7 @@ def test_forwards_of_few_and_many_rows_are_right(case, variant):
         call = check_forward(
             ForwardOperands(case.norm, inputs.x, case.normalized_shape, inputs.weight, inputs.bias, case.eps)
         )
-        assert heuristics.choose(call.problem, call.rows, gpus.spec_of(inputs.x.device)).variant == variant
+        assert fallback.choose(call.problem, call.rows, gpus.spec_of(inputs.x.device)).variant == variant
         outputs = run(case, inputs)
     assert_outputs_close(outputs, case, inputs)
 

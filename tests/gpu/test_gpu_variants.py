@@ -10,11 +10,10 @@ from calls import assert_same_bits, overwrite, run, run_backward
 from cases import BF16, FP16, FP32, guarded_buffers, make_case, rotate
 
 import fusednorm
-from fusednorm.host import gpus
+from fusednorm.host import fallback, gpus
 from fusednorm.operands import BackwardOperands
-from fusednorm.planner import heuristics
 from fusednorm.problem import check_backward
-from fusednorm.testing import assert_outputs_close, fused, make_inputs
+from fusednorm.tools.oracle import assert_outputs_close, fused, make_inputs
 
 pytestmark = pytest.mark.gpu
 
@@ -35,7 +34,7 @@ def planned(case, inputs, mean, rstd):
     """The plan of the backward under the current `force`."""
     arguments = (case.norm, inputs.grad_out, inputs.x, case.normalized_shape, mean, rstd, inputs.weight, inputs.bias)
     call = check_backward(BackwardOperands(*arguments, (True, inputs.weight is not None, inputs.bias is not None)))
-    return heuristics.choose(call.problem, call.rows, gpus.spec_of(inputs.x.device))
+    return fallback.choose(call.problem, call.rows, gpus.spec_of(inputs.x.device))
 
 
 @pytest.mark.parametrize("variant", TMA_VARIANTS)

@@ -8,7 +8,7 @@ from calls import assert_case_is_right
 from cases import BF16, FP32, make_case
 
 import fusednorm
-from fusednorm.testing import fused, make_inputs
+from fusednorm.tools.oracle import fused, make_inputs
 
 pytestmark = pytest.mark.gpu
 

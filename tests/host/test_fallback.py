@@ -25,7 +25,7 @@ from fusednorm.planner.device import A100, B200, H200
 from fusednorm.tools.doctor import check_fallbacks
 
 pytest.importorskip("triton")
-from fusednorm.kernels import column_sum, multiwave  # noqa: E402
+from fusednorm.kernels import finalizer, multiwave  # noqa: E402
 from triton.compiler.errors import CompilationError  # noqa: E402
 from triton.experimental.gluon._runtime import GluonJITFunction  # noqa: E402
 from triton.runtime.errors import OutOfResources, PTXASError  # noqa: E402
@@ -144,7 +144,7 @@ def on_h200(monkeypatch):
     """Plans are for an H200. Its kernels order dependent launches by PTX, which the interpreter lacks: patched out."""
     monkeypatch.setattr(gpus, "spec_of", lambda device: H200)
     monkeypatch.setattr(multiwave, "launch_dependents", lambda: None)
-    monkeypatch.setattr(column_sum, "wait_for_prerequisites", lambda: None)
+    monkeypatch.setattr(finalizer, "wait_for_prerequisites", lambda: None)
 
 
 def operands(norm="layer", rows=20, cols=40):

@@ -14,7 +14,7 @@ from fusednorm.host import gpus, prepared, torch_compat
 from fusednorm.host.kernel_devices import kernels_on
 from fusednorm.host.program import Map
 from fusednorm.planner.device import H200
-from fusednorm.testing import make_inputs
+from fusednorm.tools.oracle import make_inputs
 
 OPS = torch.ops.fusednorm
 MOST_OF_A_FIRST_CALL, MOST_OF_A_REPEATED_CALL = 250, 19

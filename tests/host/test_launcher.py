@@ -13,7 +13,7 @@ from compiling import worker_processes
 from planning import make_problem, meta_call
 
 from fusednorm.host import fallback
-from fusednorm.host.program import Map, Number, Slot
+from fusednorm.host.program import Address, Map, Number
 from fusednorm.planner.device import H200
 from fusednorm.planner.heuristics import decide
 from fusednorm.planner.plan import VARIANTS, PipelinedPlan
@@ -89,13 +89,13 @@ def programs() -> list:
 
 
 def builds_of_slots_and_of_tensors() -> tuple[list, list]:
-    from fusednorm.host import compilation
+    from fusednorm.tools import compilation
 
     pairs = [pair for program, on in programs() for pair in zip(program.launches, on.launches, strict=True)]
     return tuple([compilation.build_key(each, 90) for each in launches] for launches in zip(*pairs, strict=True))
 
 
-def test_triton_builds_with_slots_what_it_builds_with_tensors(workers):
+def test_triton_builds_with_addresses_what_it_builds_with_tensors(workers):
     by_slots, by_tensors = workers.submit(builds_of_slots_and_of_tensors).result()
     assert by_slots == by_tensors and len(set(by_slots)) > 20
 
@@ -130,7 +130,7 @@ def test_what_a_build_depends_on_is(changes):
 
 def test_a_build_depends_on_every_dtype_and_alignment_on_norm_tile_and_options_and_on_the_device():
     _, launch = launch_of()
-    at, slot = next((at, each) for at, each in enumerate(launch.operands) if isinstance(each, Slot))
+    at, slot = next((at, each) for at, each in enumerate(launch.operands) if isinstance(each, Address))
     described = launch.operands[0]
     assert isinstance(described, Map)
 

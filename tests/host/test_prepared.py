@@ -14,14 +14,14 @@ from cases import BF16, FP32, make_case
 from planning import make_problem
 
 from fusednorm import force, ops, sm_margin
-from fusednorm.host import gpus, native, prepared, torch_compat
+from fusednorm.host import gpus, key, native, prepared, torch_compat
 from fusednorm.host.program import Map, OnTensors, Program
 from fusednorm.operands import BackwardOperands, ForwardOperands
 from fusednorm.planner import heuristics
 from fusednorm.planner.device import H200
 from fusednorm.planner.plan import VARIANTS, grid_of
 from fusednorm.problem import check_backward, check_forward
-from fusednorm.testing import make_inputs
+from fusednorm.tools.oracle import make_inputs
 
 STREAM, HEAD = 77, ("head",) * 9
 
@@ -244,7 +244,7 @@ def test_many_row_counts_are_launched_as_each_would_be_by_itself(norm, cols, mas
         assert_launches_as_by_itself(arguments, launched, monkeypatch)
     problem = (check_forward if mask is None else check_backward)(arguments).problem
     assert len(programs) <= len(heuristics.choices(problem, H200)) <= 5
-    assert len(prepared.kind_of(prepared._look(arguments)[0]).by_shape) <= prepared.KEPT_SHAPES
+    assert len(prepared.kind_of(key.look(arguments)[0]).by_shape) <= prepared.KEPT_SHAPES
 
 
 @pytest.mark.parametrize("variant", VARIANTS[:-1])
@@ -255,7 +255,7 @@ def test_both_hosts_know_one_rule_for_the_number_of_ctas(variant):
     for cols in (64, 1024, 1987, 4096, 16384, 65536, 262144):
         for changes in ({}, {"direction": "forward"}, {"wants_dx": False}):
             problem = make_problem("layer", cols, **changes)
-            for _, plan in heuristics._plans_by_rows(problem, H200, variant):
+            for _, plan in heuristics.choices(problem, H200, variant):
                 if plan.variant == "reference":
                     continue
                 for leaves_partials in (False, True):

@@ -68,7 +68,8 @@ def launches(given) -> list[tuple[list, list]]:
     from triton.backends.nvidia import driver as nvidia
     from triton.runtime import driver as runtime
 
-    from fusednorm.host import compilation, launcher
+    from fusednorm.host import launcher
+    from fusednorm.tools import compilation
 
     fake = Driver()
     made = SimpleNamespace(launch=fake.utils.launch)
@@ -171,7 +172,8 @@ def test_a_launcher_that_is_other_than_known_is_left_to_triton(gone, monkeypatch
 
 def end_of_forward(cols: int) -> list[str]:
     """The exits and cluster barriers behind the last store in a forward's PTX; in a process that can compile."""
-    from fusednorm.host import compilation, launch
+    from fusednorm.host import launch
+    from fusednorm.tools import compilation
 
     (forward,) = launch.prepare_forward(meta_call(make_problem("layer", cols, direction="forward")))[0]
     lines = [line.strip() for line in compilation.compile_for(forward, 90).asm["ptx"].splitlines()]

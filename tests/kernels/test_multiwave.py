@@ -35,7 +35,7 @@ from fusednorm.planner import heuristics
 from fusednorm.planner.device import A100
 from fusednorm.planner.plan import ColumnTilePlan, MultiWavePlan, num_ctas
 from fusednorm.problem import BackwardCall, ForwardCall, check_backward, check_forward
-from fusednorm.testing import Case, Inputs, Outputs, assert_outputs_close, make_inputs
+from fusednorm.tools.oracle import Case, Inputs, Outputs, assert_outputs_close, make_inputs
 
 # It has few SMs, so that a CTA walks over several row tiles of a small tensor. On arch 80 the planner chooses no Gluon
 # kernels, which the interpreter cannot run.
@@ -356,7 +356,7 @@ def test_finalizer_sums_any_number_of_partials(num_partials):
     statistic = torch.ones(case.rows)
     *_, finalize = launch.prepare_backward(backward_call(case, inputs, statistic, statistic))[0]
     partial, out = inputs.grad_out.view(num_partials, 8, 33).sum(1), torch.full((2, 33), float("nan"))
-    replace(finalize, operands=(partial, partial * 2, *out, num_partials, 33)).run()
+    replace(finalize, operands=(partial, partial * 2, *out, num_partials, 33, None)).run()
     assert_outputs_close(Outputs(dbias=out[0]), case, inputs)
     assert_outputs_close(Outputs(dbias=out[1] / 2), case, inputs)
 

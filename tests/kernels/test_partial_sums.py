@@ -13,7 +13,7 @@ from fusednorm.host import gpus
 from fusednorm.planner.device import A100, B200, H200
 from fusednorm.planner.heuristics import choose
 from fusednorm.planner.plan import VARIANTS, num_ctas, num_partials
-from fusednorm.testing import make_inputs
+from fusednorm.tools.oracle import make_inputs
 
 
 def finalizer(problem, rows, device, variant=None, left=0):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from planning import make_problem, meta_call
 
-import fusednorm
 from fusednorm.host import gpus
 from fusednorm.planner.device import H200
 from fusednorm.planner.few_rows import one_tile, one_tile_of_any_width
@@ -52,8 +51,7 @@ def test_rows_of_eight_tiles_or_fewer_go_to_one_large_cta_on_each_sm(norm):
     assert (few.ctas_per_sm, few.num_warps, few.rows_per_tile, few.num_stages) == (1, 8, 2, 2)
     assert (many.ctas_per_sm, many.num_warps, many.rows_per_tile) == (2, 4, 1)
     assert num_partials(few, num_ctas(few, last, 4096, H200)) <= H200.sm_count
-    with fusednorm.force("pipelined"):
-        assert choose(problem, last, H200) == choose(problem, last + 1, H200) == many
+    assert choose(problem, last, H200, "pipelined") == choose(problem, last + 1, H200, "pipelined") == many
 
 
 @pytest.mark.parametrize("norm, cols", [("rms", 128), ("rms", 4096), ("rms", 16384), ("layer", 512), ("layer", 4096)])
@@ -229,8 +227,8 @@ def test_few_rows_have_the_plan_of_many_where_one_large_cta_would_be_slower(norm
     + [(1000, 16 * 132 - 1, 132), (2055, 4 * 132, 264)],
 )
 def test_an_sm_gets_a_second_cta_once_it_has_two_tiles_for_it_or_two_rows_in_a_cluster(cols, rows, ctas):
-    with fusednorm.force("multi_wave" if cols in (1000, 2055) else "pipelined"):
-        assert num_ctas(choose(make_problem("layer", cols), rows, H200), rows, cols, H200) == ctas
+    plan = choose(make_problem("layer", cols), rows, H200, "multi_wave" if cols in (1000, 2055) else "pipelined")
+    assert num_ctas(plan, rows, cols, H200) == ctas
 
 
 def test_all_ctas_that_run_at_once_get_tiles_even_if_some_get_one_less():

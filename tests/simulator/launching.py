@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusednorm.host import compilation
+from fusednorm.tools import compilation
 
 from .gpu import Gpu
 from .memory import TensorMap

@@ -12,9 +12,9 @@ from column_sums import Sums, assert_sums_close
 from torch import Tensor
 
 import fusednorm
-from fusednorm import testing
 from fusednorm.columns import plan as column_plan
-from fusednorm.testing import Case, Inputs, Outputs
+from fusednorm.tools import oracle
+from fusednorm.tools.oracle import Case, Inputs, Outputs
 
 from .host import Simulation, simulated
 
@@ -54,7 +54,7 @@ class Problem:
         return make_case(self.norm, (batches, self.rows // batches, 4, self.cols // 4), self.mix, 2)
 
     def inputs(self) -> Inputs:
-        inputs = testing.make_inputs(self.case)
+        inputs = oracle.make_inputs(self.case)
         return inputs if self.layout is None else lay_out(inputs, self.layout)
 
     def simulate(self, **how) -> tuple[Outputs, Simulation]:
@@ -73,7 +73,7 @@ class Problem:
         return Outputs(y, None, rstd)
 
     def _backward(self, inputs: Inputs) -> Outputs:
-        case, want = self.case, testing.exact(self.case, inputs)
+        case, want = self.case, oracle.exact(self.case, inputs)
         parameters = [inputs.weight, inputs.bias] if self.norm == "layer" else [inputs.weight]
         statistics = [each.to(case.acc_dtype) for each in (want.mean, want.rstd) if each is not None]
         residual = [] if self.residual is None else [self.residual_grad()]
@@ -86,14 +86,14 @@ class Problem:
         return torch.randn(self.case.shape, generator=torch.Generator().manual_seed(7)).to(self.residual)
 
     def check(self, outputs: Outputs) -> None:
-        """Fails unless the outputs are near the float64 oracle, by the bounds of fusednorm.testing."""
+        """Fails unless the outputs are near the float64 oracle, by the bounds of fusednorm.tools.oracle."""
         inputs = self.inputs()
         if self.residual is not None:
-            want = testing.exact(self.case, inputs).dx + self.residual_grad().double()
+            want = oracle.exact(self.case, inputs).dx + self.residual_grad().double()
             epsilon = torch.finfo(outputs.dx.dtype).eps
             torch.testing.assert_close(outputs.dx.double(), want, rtol=epsilon, atol=1e-5)
             outputs = replace(outputs, dx=None)
-        testing.assert_outputs_close(outputs, self.case, inputs)
+        oracle.assert_outputs_close(outputs, self.case, inputs)
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def test_expected_calls_look_as_real_ones_do():
         for changes in ({}, {"cols": 1001}, {"weight": FP32}, {"mask": (True, False, False)}):
             for residual in (None, FP32):
                 expected = wanted(norm, direction, **changes)._replace(residual_dtype=residual)
-                found, real = launch.with_slots(expected.call()), launch.with_slots(call_of(expected))
+                found, real = launch.with_addresses(expected.call()), launch.with_addresses(call_of(expected))
                 assert found == real and expected.problem == real.problem, expected
 
 
@@ -71,7 +71,7 @@ def warm_up_twice(folder: str) -> tuple[int, int, int, list[bool]]:
     from pathlib import Path
 
     os.environ["TRITON_CACHE_DIR"] = folder
-    from fusednorm.host import compilation
+    from fusednorm.tools import compilation
 
     both = [wanted("layer", direction, 512) for direction in ("forward", "backward")]
     plans = list(warm.plans_of(both, None, H200))
@@ -130,14 +130,14 @@ def test_a_kernel_that_calls_share_is_built_once(workers):
 
 
 def keys_of_kernels(order: list[int]) -> list[str]:
-    from fusednorm.kernels import column_sum, multiwave, pipelined, warp_specialized
+    from fusednorm.kernels import finalizer, multiwave, pipelined, warp_specialized
 
     kernels = (
         multiwave.backward,
         pipelined.backward,
         warp_specialized.backward,
         multiwave.forward,
-        column_sum.finalize,
+        finalizer.finalize,
     )
     for index in order:
         kernels[index].cache_key  # noqa: B018  computes the key on first use
@@ -164,6 +164,13 @@ def test_warmup_has_nothing_to_do_on_the_cpu():
     assert fusednorm.warmup("layer", [4096], BF16, device="cpu") == 0
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_warmup_without_a_gpu_has_nothing_to_do_unless_a_gpu_is_asked_for():
+    assert fusednorm.warmup("layer", [4096], BF16) == 0
+    with pytest.raises(RuntimeError, match="device must be a GPU that is there, got cuda"):
+        fusednorm.warmup("layer", [4096], BF16, device="cuda")
+
+
 def test_warmup_refuses_names_that_are_none():
     with pytest.raises(ValueError, match="warmup: norm must be 'layer' or 'rms', got 'group'"):
         fusednorm.warmup("group", 4096, BF16)
@@ -173,7 +180,7 @@ def test_warmup_refuses_names_that_are_none():
 
 def build_with_another_triton() -> int:
     """The number of kernels that build_ahead reports if Triton compiles in an unknown way. Runs in a worker."""
-    from fusednorm.host import compilation
+    from fusednorm.tools import compilation
 
     compilation.create_function_from_signature = lambda signature: None
     plans = list(warm.plans_of([wanted(cols=512), wanted(direction="forward", cols=512)], [4096], H200))
@@ -185,8 +192,8 @@ def build_with_another_triton() -> int:
 def test_with_a_triton_that_compiles_otherwise_nothing_is_built_ahead_and_nothing_fails(monkeypatch):
     with worker_processes() as own:
         assert own.submit(build_with_another_triton).result() >= 2
-    monkeypatch.setitem(sys.modules, "fusednorm.host.compilation", None)  # makes its import fail
-    monkeypatch.delattr(fusednorm.host, "compilation", raising=False)
+    monkeypatch.setitem(sys.modules, "fusednorm.tools.compilation", None)  # makes its import fail
+    monkeypatch.delattr(fusednorm.tools, "compilation", raising=False)
     plans = list(warm.plans_of([wanted(direction="forward", cols=512)], [4096], H200))
     assert warm.build_ahead(plans, H200, None) == 1
 

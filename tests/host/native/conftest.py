@@ -1,4 +1,5 @@
-"""Fixtures: a fake CUDA driver, and calls that the C++ host side already knows."""
+"""Fixtures: a fake CUDA driver, and calls that the C++ host side already knows. tests/apart.py builds the host side and
+runs these tests in a process of their own."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from norms import SHAPE, backward_of, forward_of, layer_norm
 from fusednorm import autograd, reference
 from fusednorm.host import launcher, native, prepared, torch_compat
 from fusednorm.planner.device import H200
-from fusednorm.testing import make_inputs
+from fusednorm.tools.oracle import make_inputs
 
 
 @pytest.fixture(scope="session", autouse=True)

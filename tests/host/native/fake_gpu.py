@@ -20,8 +20,11 @@ import triton
 from cases import BF16, FP16, FP32, FP64
 
 from fusednorm import margin, ops, reference
-from fusednorm.host import compilation, launcher, native, prepared, program, triton_compat
+from fusednorm.host import key, launcher, native, prepared, program, triton_compat
+from fusednorm.host.kernel_devices import kernels_on
 from fusednorm.planner.device import H200
+from fusednorm.problem import check_backward, check_forward
+from fusednorm.tools import compilation
 
 STREAM = 1  # the native handle that the C++ side gets for the stream of CPU tensors (PreparedCall::run in prepared.h)
 
@@ -422,15 +425,16 @@ def look(operands, first=None):
 
 def miss_of(operands) -> prepared.Miss | None:
     try:
-        return prepared.Miss(*prepared._look(operands), margin.sms)
+        return prepared.Miss(*key.look(operands), margin.sms)
     except (RuntimeError, TypeError, AttributeError):
         return None
 
 
 def launched(operands):
     """In place of ops.launched, which would send CPU tensors to ATen."""
-    call = ops._checked(operands)
-    problem = call.problem
-    mask = ((problem.wants_dx, problem.wants_dw, problem.wants_db),) if problem.direction == "backward" else ()
+    forward = operands.direction == "forward"
+    problem = (check_forward if forward else check_backward)(operands).problem
+    mask = () if forward else ((problem.wants_dx, problem.wants_dw, problem.wants_db),)
     GPU.python_calls.append((problem.direction, operands.norm, *mask))
-    return ops.first(operands, miss_of(operands) if GPU.remembers else None)
+    with kernels_on("cpu"):
+        return ops.first(operands, miss_of(operands) if GPU.remembers else None)

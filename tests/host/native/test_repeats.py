@@ -1,5 +1,4 @@
-"""The C++ host side runs prepared calls exactly, and reports errors. tests/host/test_native.py builds the extension and
-runs this file."""
+"""The C++ host side runs prepared calls exactly, and reports errors."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ from fusednorm.planner import heuristics
 from fusednorm.planner.device import H200
 from fusednorm.planner.plan import ColumnRingPlan, ColumnTilePlan, MultiWavePlan, PipelinedPlan
 from fusednorm.problem import check_backward, check_forward
-from fusednorm.testing import make_inputs
+from fusednorm.tools.oracle import make_inputs
 
 BF16_FP32 = (BF16, FP32, BF16)
 

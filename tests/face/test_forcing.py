@@ -12,7 +12,7 @@ import torch
 from planning import make_problem, meta_call
 
 import fusednorm
-from fusednorm.planner import forcing
+from fusednorm import forcing
 
 
 def test_force_nests_and_none_gives_the_choice_back():

@@ -1,4 +1,4 @@
-"""fusednorm.testing accepts right outputs, and rejects each kind of error that it must find."""
+"""fusednorm.tools.oracle accepts right outputs, and rejects each kind of error that it must find."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusednorm.testing import Case, Inputs, Outputs, assert_outputs_close, exact, make_inputs, relative_error, stock
+from fusednorm.tools.oracle import (
+    Case,
+    Inputs,
+    Outputs,
+    assert_outputs_close,
+    exact,
+    make_inputs,
+    relative_error,
+    stock,
+)
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 LAYER = Case("layer", (64, 96), x_dtype=BF16, weight_dtype=BF16, bias_dtype=BF16)

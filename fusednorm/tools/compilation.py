@@ -24,7 +24,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.cache import get_cache_key, get_cache_manager
 from triton.runtime.jit import create_function_from_signature
 
-from .launcher import Launch
+from ..host.launcher import Launch
 
 WARP_SIZE = 32
 NO_SPILL_BYTES = 8  # so much stack does not count as a spill if no loop touches it
