@@ -110,7 +110,7 @@ class NodeInfo(NamedTuple):
             with force(self.asked[-1] if self.asked else None):  # the forward's `force`, not that of autograd's thread
                 return _backward(operands)
         if not (_is_seen() or torch.is_grad_enabled() or _is_intercepted()):
-            grads = prepared.run(operands)
+            grads, _ = prepared.run(operands)
             if grads is not None:
                 return grads
         return _backward(operands)
@@ -237,11 +237,9 @@ def _forward(operands: ForwardOperands) -> Tensor | None:
     """y if all tensors are plain (`_is_plain`) and no mode, transform or forward-mode AD is active; else None."""
     if type(operands.x) not in PLAIN_TYPES or _is_intercepted():
         return None
-    outputs = prepared.run(operands)
+    outputs, _ = prepared.run(operands, _first_if_plain)
     if outputs is None:
-        if not _is_plain(operands.tensors):
-            return None
-        outputs = ops.forward(operands)
+        return None
     if not operands.wants_statistics:
         return outputs[0]
     return _record(operands.x, operands.weight, operands.bias, outputs, _node_info(operands, y_alone=True))
@@ -302,10 +300,11 @@ def _without_dispatcher(operands: Operands) -> Outputs | None:
     Skipping the dispatcher saves a good part of a call's host time."""
     if type(operands.x) not in PLAIN_TYPES or dispatch_modes() or function_modes():
         return None
-    outputs = prepared.run(operands)
-    if outputs is None and _is_plain(operands.tensors):
-        return ops.run(operands)
-    return outputs
+    return prepared.run(operands, _first_if_plain)[0]
+
+
+def _first_if_plain(operands: Operands, miss: prepared.Miss | None) -> tuple:
+    return ops.first(operands, miss) if _is_plain(operands.tensors) else (None, None)
 
 
 def _by_dispatcher(operands: Operands) -> Outputs:

@@ -44,8 +44,10 @@ from torch import Tensor
 from . import reference
 from .host import native, prepared
 from .host.kernel_devices import runs_kernels
+from .host.program import Program
 from .namespace import NAMESPACE
 from .operands import (
+    FORWARD,
     OPS,
     BackwardOperands,
     ForwardOperands,
@@ -82,48 +84,29 @@ SCHEMAS = {name: schema_of(op) for name, op in OPS.items()}
 __doc__ = f"{__doc__}\nSchemas\n" + "".join(f"    {schema}\n\n" for schema in SCHEMAS.values())
 
 
-def forward(operands: ForwardOperands) -> Outputs:
-    """(y, mean, rstd). mean is None for RMSNorm; kernels write statistics only if wants_statistics. Raises as
-    `check_forward` does."""
-    if not runs_kernels(operands.x):
-        return reference.forward(check_forward(operands))
-    return prepared.run(operands) or _first_forward(operands)
-
-
-def _first_forward(operands: ForwardOperands) -> Outputs:
-    call = check_forward(operands)
-    if not (call.rows and call.problem.cols):
-        return reference.forward(call)
-    launched = launch().forward(call)
-    prepared.remember(operands, call, launched)
-    return launched.outputs
-
-
-def backward(operands: BackwardOperands) -> Outputs:
-    """(dx, dw, db); None for an unwanted gradient. Raises as `check_backward` does."""
-    if not runs_kernels(operands.x):
-        call = check_backward(operands)
-        return reference.backward(call) if call.problem.wants_any else (None, None, None)
-    return prepared.run(operands) or _first_backward(operands)
-
-
-def _first_backward(operands: BackwardOperands) -> Outputs:
-    call = check_backward(operands)
-    if not call.problem.wants_any:
-        return None, None, None
-    if not (call.rows and call.problem.cols):
-        return reference.backward(call)
-    launched = launch().backward(call)
-    prepared.remember(operands, call, launched)
-    return launched.outputs
-
-
 def run(operands: Operands) -> Outputs:
-    """The outputs of any op, below autograd. Ops with operands that kernels lack run their formula."""
+    """The outputs of either direction, below autograd: (y, mean, rstd) or (dx, dw, db). mean is None for RMSNorm, and
+    so is an unwanted gradient; kernels write statistics only if wants_statistics. Raises as `check_forward` and
+    `check_backward` do."""
+    return launched(operands)[0]
+
+
+def launched(operands: Operands) -> tuple[Outputs, Program | None]:
+    """(what `run` returns, the program that has made it if the program is kept)."""
+    return prepared.run(operands, first) if runs_kernels(operands.x) else first(operands)
+
+
+def first(operands: Operands, miss: prepared.Miss | None = None) -> tuple[Outputs, Program | None]:
+    """`launched`, if there is no program yet. Ops with operands that kernels lack run their formula."""
     if type(operands) not in (ForwardOperands, BackwardOperands):
         with torch.no_grad():
-            return reference.formula(operands)
-    return forward(operands) if operands.direction == "forward" else backward(operands)
+            return reference.formula(operands), None
+    call = check_forward(operands) if operands.direction == FORWARD else check_backward(operands)
+    if call.problem.direction != FORWARD and not call.problem.wants_any:
+        return (None, None, None), None
+    if runs_kernels(operands.x) and call.rows and call.problem.cols:
+        return launch().run(call, miss)
+    return (reference.forward(call) if operands.direction == FORWARD else reference.backward(call)), None
 
 
 @functools.cache

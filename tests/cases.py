@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fusednorm.host import native, prepared
+from fusednorm.host import native, torch_compat
 from fusednorm.tools.oracle import Case, Inputs
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -143,14 +143,14 @@ def guarded_buffers() -> Iterator[list[Tensor]]:
     def guarded_like(tensor: Tensor) -> Tensor:
         return guarded(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
-    def guarded_for_prepared(shape, strides, dtype) -> Tensor:
+    def guarded_by_launches(shape, strides, dtype) -> Tensor:
         return guarded(shape, dtype=dtype, device="cuda")
 
     native.forget()  # the C++ host side repeats known calls and allocates for them without these functions
     with (
         mock.patch.object(torch, "empty", guarded),
         mock.patch.object(torch, "empty_like", guarded_like),
-        mock.patch.object(prepared, "allocate", guarded_for_prepared),
+        mock.patch.object(torch_compat, "allocate", guarded_by_launches),
     ):
         yield buffers
     for buffer in buffers:

@@ -85,7 +85,7 @@ def complaints(sums: Sums, arch: int) -> list[str]:
     device, found = EVERY_ARCHITECTURE[arch], []
     call = check_column_sum(sums.inputs("meta"), sums.total, sums.out_dtype)
     for plan in plans_of(sums, device):
-        launches, _ = launch_columns.prepare(call, column_plan.Choice(plan, num_splits=2))
+        launches = launch_columns.program_of(call, column_plan.Choice(plan, num_splits=2)).launches
         for launch, of in zip(launches, (plan, column_plan.finalizer(device)), strict=True):
             used = compilation.resources(launch, arch)
             if used.stack_bytes:
@@ -105,7 +105,7 @@ def builds(sums: Sums, arch: int) -> list[str]:
 
     call = check_column_sum(sums.inputs("meta"), sums.total, sums.out_dtype)
     choice = column_plan.choose(call.problem, sums.rows, DEVICES[arch])
-    return [compilation.compile_for(launch, arch).hash for launch in launch_columns.prepare(call, choice)[0]]
+    return [compilation.compile_for(launch, arch).hash for launch in launch_columns.program_of(call, choice).launches]
 
 
 def loads(sums: Sums, arch: int) -> list[str]:
@@ -117,7 +117,7 @@ def loads(sums: Sums, arch: int) -> list[str]:
     stand_in_for_a_gpu(DEVICES[arch])
     call = check_column_sum(sums.inputs("meta"), sums.total, sums.out_dtype)
     choice = column_plan.choose(call.problem, sums.rows, DEVICES[arch])
-    launches, _ = launch_columns.prepare(call, choice)
+    launches = launch_columns.prepare(call, choice).launches
     return [each.kernel.warmup(*each.args, grid=each.grid, **each.keywords()).hash for each in launches]
 
 

@@ -8,7 +8,6 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 from cases import lay_out
-from devices import planned_for
 from planning import ARCHITECTURES
 
 from fusednorm.host import fallback
@@ -25,7 +24,7 @@ ALL_OUTPUTS = (True, True, True)
 def launches_of(
     case: Case, device: DeviceSpec, output_mask=ALL_OUTPUTS, layout: str | None = None
 ) -> list[tuple[Plan, object]]:
-    """The kernel launches of forward and backward that this device would get, each with its plan; on meta tensors."""
+    """The kernel launches of forward and backward that this device would get, each with its plan; with slots."""
     from fusednorm.host import launch
 
     def meta(shape, dtype):
@@ -47,10 +46,9 @@ def launches_of(
         BackwardOperands(case.norm, inputs.grad_out, x, shape, mean, rstd, weight, bias, output_mask)
     )
     launches = []
-    with planned_for(device):
-        for call, prepare in ((forward, launch.prepare_forward), (backward, launch.prepare_backward)):
-            plan = fallback.choose(call.problem, call.rows, device)
-            launches += [(plan, each) for each in prepare(call, plan)[0]]
+    for call in (forward, backward):
+        chosen = fallback.choose(call.problem, call.rows, device)
+        launches += [(chosen.plan, each) for each in launch.program_of(call, chosen, device).launches]
     return launches
 
 

@@ -25,11 +25,12 @@ def planned_for(spec: DeviceSpec) -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def standing_in(spec: DeviceSpec, hand_over: Callable[..., None]) -> Iterator[None]:
-    """Inside, the planner plans as for this device, and `hand_over` gets the arguments of `launcher.hand_over`.
+    """Inside, the planner plans as for this device, no kernel is loaded, and `hand_over` gets what Triton would have to
+    launch: the argument of `launcher.hand_over`.
 
     Nothing runs: the outputs of the launches are allocated but not filled.
     """
     from fusednorm.host import launcher
 
-    with planned_for(spec), mock.patch.object(launcher, "hand_over", hand_over):
+    with planned_for(spec), mock.patch.multiple(launcher, load=lambda launches, device: None, hand_over=hand_over):
         yield

@@ -58,22 +58,21 @@ class Calls:
     def taken(self) -> list[str]:
         return [name for name, taken in self.all if taken]
 
-    def watch(self, name: str, kernel):
-        def watched(*args):
-            outputs = kernel(*args)
-            self.all.append((name, outputs is not None))
-            return outputs
+    def watch(self, launched):
+        def watched(operands):
+            outputs, loaded = launched(operands)
+            self.all.append((aten.ATENS_NAMES[operands.op], outputs is not None))
+            return outputs, loaded
 
         return watched
 
 
 @contextlib.contextmanager
 def watched_kernels() -> Iterator[Calls]:
-    """Overrides that are installed inside run all calls in Python, and record them."""
+    """Overrides run all calls in Python inside, and record them."""
     calls = Calls()
-    watched = {name: calls.watch(name, kernel) for name, kernel in aten.KERNELS.items()}
     pause = native.extension.pause if native.extension else lambda by: None
-    with mock.patch.dict(aten.KERNELS, watched):
+    with mock.patch.object(aten, "_launched", calls.watch(aten._launched)):
         pause(1)
         try:
             yield calls

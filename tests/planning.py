@@ -45,13 +45,13 @@ def make_problem(
     return NormProblem(norm, direction, cols, x_dtype, weight_dtype, bias_dtype, grad_dtype, **fields | changes)
 
 
-def meta_call(problem: NormProblem, rows: int = 4096):
-    """A call, on meta tensors, whose problem is `problem` (contiguous rows)."""
+def meta_call(problem: NormProblem, rows: int = 4096, device: str = "meta"):
+    """A call, on meta tensors or those of another device, whose problem is `problem` (contiguous rows)."""
     from fusednorm.operands import BackwardOperands, ForwardOperands
     from fusednorm.problem import check_backward, check_forward
 
     def meta(shape, dtype):
-        return None if dtype is None else torch.empty(shape, dtype=dtype, device="meta")
+        return None if dtype is None else torch.empty(shape, dtype=dtype, device=device)
 
     shape = (problem.cols,)
     x, weight, bias = (

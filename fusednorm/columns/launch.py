@@ -5,111 +5,111 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
-from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime.jit import JITFunction
 
-from ..host import fallback, gpus, launcher
+from ..host import fallback, gpus, launcher, prepared
 from ..host.fallback import BuildFailed
 from ..host.gpus import current
+from ..host.key import Extent
+from ..host.launch import tile_map
+from ..host.launcher import Launch
+from ..host.program import Address, Number, OnTensors, Output, Part, Program, Workspace
 from ..kernels import column_reduction
-from ..kernels.config import COMPILE_OPTIONS, ColumnTile
+from ..kernels.config import ColumnTile
+from ..planner.norm_problem import ALIGNMENT
 from ..problem import RowView, require_memory
 from . import plan as column_plan
 from .plan import VECTOR_BYTES, AtenSum, Choice, PortableSum, RingSum, SumPlan
 from .problem import ColumnSumCall, ColumnSumProblem
 from .reference import formula
 
-WORKSPACE_ALIGNMENT = 4  # elements; each output's partial sums start at a multiple of 16 bytes
-
-
-@dataclass
-class ColumnLaunch:
-    """One kernel, its grid, and its arguments by position and by name."""
-
-    kernel: Any
-    grid: tuple[int, int, int]
-    args: tuple
-    named: dict[str, Any]
-
-    def keywords(self) -> dict[str, Any]:
-        return self.named
-
-    def load(self) -> None:
-        """Compile and load the kernel. Raises what Triton raises."""
-        if isinstance(self.kernel, JITFunction):
-            self.kernel.warmup(*self.args, grid=self.grid, **self.named).run  # noqa: B018  loads it
-
-    def run(self) -> None:
-        """Launch on the current stream of the current device, or in the interpreter."""
-        self.kernel[self.grid](*self.args, **self.named)
-
-
-_loaded: set[tuple] = set()  # (plan, problem, device, number of launches) whose kernels are loaded
-
 
 def column_sum(call: ColumnSumCall, choice: Choice | None = None) -> list[Tensor]:
     """The sums, [cols] each, by `choice`. By default the planner chooses; if that kernel cannot be built, the portable
     kernel runs, then ATen."""
-    problem, device = call.problem, call.views[0].tensor.device
-    require_memory("column_sum", (view.tensor for view in call.views))
+    problem, tensors = call.problem, [view.tensor for view in call.views]
+    require_memory("column_sum", tensors)
     if choice is not None:
-        return _run(call, choice)
-    spec = gpus.spec_of(device)
+        return _run(call, tensors, choice)
+    spec = gpus.spec_of(tensors[0].device)
     for kernel in (None, "portable"):
         choice = column_plan.choose(problem, call.rows, spec, kernel)
         if not isinstance(choice.plan, AtenSum) and not fallback.has_failed(choice.plan, problem, spec):
             try:
-                return _run(call, choice)
+                return _run(call, tensors, choice)
             except BuildFailed as failed:
                 fallback.remember(choice.plan, problem, spec, str(failed))
-    return formula([view.tensor for view in call.views], problem.total, problem.out_dtype)
+    return formula(tensors, problem.total, problem.out_dtype)
 
 
-def _run(call: ColumnSumCall, choice: Choice) -> list[Tensor]:
-    launches, outputs = prepare(call, choice)
-    device = call.views[0].tensor.device
-    key = choice.plan, call.problem, device, len(launches)
-    loaded = key in _loaded
-    with current(device):
-        launcher.hand_over(launches, loaded)
-    if not loaded:
-        _loaded.add(key)
-    return outputs
+def _run(call: ColumnSumCall, tensors: list[Tensor], choice: Choice) -> list[Tensor]:
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    alignment = None if call.problem.tma_aligned else tuple(address % ALIGNMENT == 0 for address in addresses)
+    strides = tuple(view.outer_stride for view in call.views)
+    key = "column_sum", choice.plan, choice.num_splits, call.problem, tensors[0].get_device(), strides, alignment
+    kind, shape = prepared.kind_of(key), tensors[0].shape
+    bound = kind and (kind.by_shape.get(shape) or kind.bind(shape))
+    outputs = bound and bound.launch(addresses)
+    if outputs is None:
+        with current(tensors[0].device):
+            outputs, bound = launcher.run(program_of(call, choice), tensors, shape, call.rows)
+        if bound:
+            prepared.keep_by(key, shape, bound)
+    return list(outputs)
 
 
-def prepare(call: ColumnSumCall, choice: Choice) -> tuple[list[ColumnLaunch], list[Tensor]]:
-    """The launches of a choice, which must name a kernel, and the output tensors that they will fill."""
-    problem, splits, device = call.problem, choice.num_splits, call.views[0].tensor.device
-    outputs = [torch.empty(problem.cols, dtype=problem.out_dtype, device=device) for _ in range(problem.num_outputs)]
+def prepare(call: ColumnSumCall, choice: Choice) -> OnTensors:
+    """What a choice, which must name a kernel, launches on the tensors of the call."""
+    tensors = [view.tensor for view in call.views]
+    return program_of(call, choice).on_tensors(tensors, tensors[0].shape, call.rows)
+
+
+def program_of(call: ColumnSumCall, choice: Choice) -> Program:
+    """What a call of this kind launches by a choice. Of its tensors only dtypes, strides and alignment are read."""
+    problem, splits, count = call.problem, choice.num_splits, len(call.views)
+    addresses = (
+        Address(at, problem.dtype, view.tensor.data_ptr() % ALIGNMENT == 0) for at, view in enumerate(call.views)
+    )
+    views = [view._replace(tensor=each) for view, each in zip(call.views, addresses, strict=True)]
+    outs = tuple(Address(count + at, problem.out_dtype) for at in range(problem.num_outputs))
+    outputs = (Output(Extent.PARAMETER, problem.out_dtype),) * len(outs)
     if splits == 1:
-        return [_sums(choice.plan, call, outputs, 1)], outputs
-    size = triton.cdiv(splits * problem.cols, WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
-    partials = torch.empty((problem.num_outputs, size), dtype=problem.acc_dtype, device=device).unbind()
-    views = tuple(RowView(partial, 1, problem.cols, 0) for partial in partials)
-    plan = column_plan.finalizer(gpus.spec_of(device))
-    finalize = _sums(plan, ColumnSumCall(_finalizer_problem(problem), splits, views), outputs, 1)
-    return [_sums(choice.plan, call, partials, splits), finalize], outputs
+        launches, workspace = [_sums(choice.plan, problem, Number.ROWS, views, outs, 1)], None
+    else:
+        partials = tuple(Address(count + len(outs) + at, problem.acc_dtype) for at in range(len(outs)))
+        workspace = Workspace(problem.acc_dtype, (Part(beside=splits * problem.cols),) * len(outs))
+        rows_of_partials = [RowView(partial, 1, problem.cols, 0) for partial in partials]
+        finalizer = column_plan.finalizer(gpus.spec_of(call.views[0].tensor.device)), _finalizer_problem(problem)
+        launches = [
+            _sums(choice.plan, problem, Number.ROWS, views, partials, splits),
+            _sums(*finalizer, splits, rows_of_partials, outs, 1),
+        ]
+    return Program(tuple(launches), count, outputs, workspace, None, (problem.cols,))
 
 
-def _sums(plan: SumPlan, call: ColumnSumCall, outs: list[Tensor] | tuple[Tensor, ...], splits: int) -> ColumnLaunch:
+def _sums(
+    plan: SumPlan,
+    problem: ColumnSumProblem,
+    rows: int | Number,
+    views: list[RowView],
+    outs: tuple[Address, ...],
+    splits: int,
+) -> Launch:
     """The launch that fills `outs` with the sums of `splits` parts of the rows."""
-    problem, views = call.problem, call.views
     grid = (triton.cdiv(problem.cols, plan.chunk), splits, problem.num_outputs)
-    sizes, constants = (tuple(outs), call.rows, problem.cols), _compile_time(plan, problem)
+    tile, constants = _compile_time(plan, problem)
+    options = {"maxnreg": plan.max_registers}
     if isinstance(plan, RingSum):
         kernel, names = ring_kernel(problem.count)
-        descriptors = (_descriptor(view, call.rows, problem.cols, plan) for view in views)
-        descriptors = dict(itertools.zip_longest(names, descriptors))
-        return ColumnLaunch(kernel, grid, sizes, {**constants, **descriptors})
+        maps = dict(itertools.zip_longest(names, (tile_map(view, problem.cols, tile) for view in views)))
+        return Launch(kernel, grid, (outs, rows, problem.cols), None, tile, options, constants, maps)
     pointers, strides = tuple(view.tensor for view in views), tuple(view.outer_stride for view in views)
-    return ColumnLaunch(column_reduction.sum_rows, grid, (pointers, strides, *sizes), constants)
+    operands = pointers, strides, outs, rows, problem.cols
+    return Launch(column_reduction.sum_rows, grid, operands, None, tile, options, constants)
 
 
 @functools.cache
@@ -123,26 +123,14 @@ def ring_kernel(count: int) -> tuple[Any, list[str]]:
 
 
 @functools.cache
-def _compile_time(plan: SumPlan, problem: ColumnSumProblem) -> dict[str, Any]:
-    shared = {"total": problem.total, "num_warps": plan.num_warps, "maxnreg": plan.max_registers, **COMPILE_OPTIONS}
+def _compile_time(plan: SumPlan, problem: ColumnSumProblem) -> tuple[ColumnTile, dict[str, Any]]:
+    """The tile, and the other compile-time arguments."""
     if isinstance(plan, PortableSum):
         tile = ColumnTile(plan.rows_per_tile, plan.chunk, plan.num_warps)
-        return {**shared, "fp64": problem.acc_dtype == torch.float64, "tile": tile}
+        return tile, {"total": problem.total, "fp64": problem.acc_dtype == torch.float64}
     vector = VECTOR_BYTES // problem.dtype.itemsize
-    tile = ColumnTile(
-        plan.rows_per_tile, plan.chunk, plan.num_warps, plan.num_stages, plan.group, vector
-    )
-    return {**shared, "tile": tile, "count": problem.count}
-
-
-def _descriptor(view: RowView, rows: int, cols: int, plan: RingSum) -> TensorDescriptor:
-    box, layout = [plan.rows_per_tile, plan.chunk], _row_major(8 * view.tensor.element_size())
-    return TensorDescriptor(view.tensor, [rows, cols], [view.outer_stride, 1], box, layout)
-
-
-@functools.cache
-def _row_major(bits: int) -> NVMMASharedLayout:
-    return NVMMASharedLayout(0, bits, 2)
+    tile = ColumnTile(plan.rows_per_tile, plan.chunk, plan.num_warps, plan.num_stages, plan.group, vector)
+    return tile, {"total": problem.total, "count": problem.count}
 
 
 @functools.cache

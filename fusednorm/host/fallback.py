@@ -16,6 +16,7 @@ from ..planner.device import DeviceSpec
 from ..planner.heuristics import Decision
 from ..planner.norm_problem import NormProblem
 from ..planner.plan import Plan
+from .program import MOST_ROWS
 
 # Parts of the CUDA driver's messages for errors that no other kernel could avoid: the context is lost, memory is
 # exhausted, or the stream's state forbids the launch.
@@ -54,12 +55,22 @@ _failures: dict[tuple, Failure] = {}
 _warned: set[str] = set()  # causes that have been warned about
 
 
-def choose(problem: NormProblem, rows: int, device: DeviceSpec) -> Plan:
+class Choice(NamedTuple):
+    """A plan, for more than `rows_above` rows and at most `most_rows`."""
+
+    plan: Plan
+    rows_above: int = 0
+    most_rows: int = MOST_ROWS
+
+
+def choose(problem: NormProblem, rows: int, device: DeviceSpec) -> Choice:
     """The planner's choice under this thread's `force`, or if that has failed its first alternative that has not."""
-    plan = heuristics.choose(problem, rows, device, forced_variant())
-    if not _failures or not has_failed(plan, problem, device):
-        return plan
-    return _first_not_failed(heuristics.alternatives(problem, rows, device), problem, device)
+    choices = heuristics.choices(problem, device, forced_variant())
+    most, plan = next((most, plan) for most, plan in choices if rows <= most)
+    above = max((end for end, _ in choices if end < rows), default=0)
+    if _failures and has_failed(plan, problem, device):
+        plan = _first_not_failed(heuristics.alternatives(problem, rows, device), problem, device)
+    return Choice(plan, above, min(most, MOST_ROWS))
 
 
 def _first_not_failed(plans: Iterable[Any], problem: Any, device: DeviceSpec) -> Any:

@@ -30,7 +30,7 @@ class Extent(enum.Enum):
 
 
 class NotPrepared(RuntimeError):
-    """No call of this kind is ever prepared. Never reaches the user."""
+    """No program is kept for such a call. Never reaches the user."""
 
 
 class Parts(NamedTuple):

@@ -1,4 +1,4 @@
-"""Turns a plan and tensors into outputs: allocates them, and launches the kernels.
+"""From a plan and a call to a program, which says what is launched.
 
 The measurements behind the constants are in bench/NOTES.md, "Evidence behind constants".
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -20,14 +20,14 @@ from ..forcing import forced_variant
 from ..kernels import column_tiles, finalizer, multiwave, parameter_gradients, pipelined, warp_specialized
 from ..kernels.config import ColumnTile, Norm, PartialsTile, RingTile, Tile
 from ..kernels.rowmath import AFFINE
+from ..operands import BackwardOperands, ForwardOperands, Outputs
 from ..planner import budget, heuristics, tile_share
 from ..planner.device import OLDEST_TRITON, DeviceSpec
 from ..planner.legality import MAX_RING_ROWS, broken_rule
-from ..planner.norm_problem import NormProblem
+from ..planner.norm_problem import ALIGNMENT, NormProblem
 from ..planner.plan import (
     ColumnRingPlan,
     ColumnTilePlan,
-    Grid,
     MultiWavePlan,
     PipelinedPlan,
     Plan,
@@ -40,10 +40,12 @@ from ..planner.plan import (
     threads_per_row,
 )
 from ..problem import BackwardCall, ForwardCall, RowView, require_memory
-from . import fallback, gpus, launcher, triton_compat
-from .fallback import BuildFailed
+from . import fallback, gpus, launcher, prepared, triton_compat
+from .fallback import BuildFailed, Choice
 from .gpus import current
-from .launcher import Ctas, Launch, Partials, RowDescriptor, Rows, TileDescriptor
+from .key import parts_of
+from .launcher import Launch
+from .program import Address, Map, Number, OnTensors, Output, Part, Program, Workspace
 
 PARTIAL_LOADS = 9  # 16-byte loads that a thread has in flight when it sums partials; more would not fit its registers
 # How partials are summed: (largest number of columns, columns summed by one CTA, warps of that CTA). The first entry
@@ -58,135 +60,131 @@ COLUMN_PASS_REGISTERS = 128
 VECTOR_BYTES = 16  # bytes of one load or store of a thread
 OLDEST_DEPENDENT_ARCH = 90  # oldest arch on which a dependent launch may be placed before its predecessor has ended
 
-
-class WorkspaceSizes(NamedTuple):
-    """How large the parts of a backward's workspace are, in elements. csrc/prepared.h has the same rule.
-
-    The parts are the partials of dw, those of db, the row means, and the counters. Each begins at a multiple of 16
-    bytes, whatever the row count.
-    """
-
-    dtype: torch.dtype
-    cols: int
-    wants_dw: bool
-    wants_db: bool
-    means_per_row: int
-    counters: int
-
-    def of(self, rows: int, partials: int) -> tuple[int, int, int, int]:
-        sums, means = _padded(partials * self.cols), _padded(rows * self.means_per_row)
-        return sums * self.wants_dw, sums * self.wants_db, means, self.counters
-
-    def places(self, rows: int, partials: int) -> tuple[int, tuple[int, int, int]]:
-        """The number of elements in all, and where the second to fourth part begin, in bytes."""
-        dw, db, means, counters = self.of(rows, partials)
-        itemsize = self.dtype.itemsize
-        return dw + db + means + counters, (dw * itemsize, (dw + db) * itemsize, (dw + db + means) * itemsize)
+Call = ForwardCall | BackwardCall
 
 
-class Prepared(NamedTuple):
-    """A call that is ready to be launched, or was: its launches, and the tensors that they fill."""
+class Written(NamedTuple):
+    """What a backward writes; None for an unwanted one. Kernels take the tensors in this order."""
 
-    launches: list[Launch]  # none if ATen runs the call
-    outputs: tuple  # tensors that the op returns; None for an unwanted one
-    grid: Grid | None = None
-    workspace: WorkspaceSizes | None = None  # of memory that is needed during the call only
-    parts: tuple[Tensor | None, ...] = (None,) * 4  # of the workspace; None for a part of no elements
-    margin: int | None = None  # margin.sms when it was planned; None if it was planned for a test
-
-
-class BackwardBuffers(NamedTuple):
-    """The tensors that a backward writes; None for an unwanted one. Kernels take them in this order."""
-
-    dx: Tensor | None
-    dw_partial: Tensor | None
-    db_partial: Tensor | None
-    dw: Tensor | None
-    db: Tensor | None
-    row_means: Tensor | None
-    counters: Tensor | None  # int32, for each column tile the number of CTAs that have summed their rows of it
+    dx: Address | None
+    dw_partial: Address | None
+    db_partial: Address | None
+    dw: Address | None
+    db: Address | None
+    row_means: Address | None
+    counters: Address | None  # int32, for each column tile the number of CTAs that have summed their rows of it
     announces_end: bool  # whether the kernel signals its end to a dependent launch, which sums the partials
 
 
-def forward(call: ForwardCall) -> Prepared:
-    """What was launched for (y, mean, rstd). mean is None for RMSNorm, and unwanted statistics are None."""
-    return _run(call, prepare_forward, reference.forward)
-
-
-def backward(call: BackwardCall) -> Prepared:
-    """What was launched for (dx, dw, db); None for an unwanted gradient."""
-    return _run(call, prepare_backward, reference.backward)
-
-
-def _run(call, prepare: Callable[..., Prepared], by_aten: Callable[..., tuple]) -> Prepared:
-    """Run a call by the first plan whose kernels can all be built and launched, or else by ATen."""
+def run(call: Call, miss: prepared.Miss | None = None) -> tuple[Outputs, Program | None]:
+    """The outputs of a call, by the first plan whose kernels can all be built and launched, or else by ATen. And the
+    program that made them, if it is kept for later calls: `miss` says for which."""
     problem, device = call.problem, call.x.tensor.device
     require_memory(f"{problem.norm}_norm", call.tensors)
-    planned_under = margin.sms
     spec = gpus.spec_of(device)
-    while not isinstance(plan := fallback.choose(problem, call.rows, spec), ReferencePlan):
+    while not isinstance((chosen := fallback.choose(problem, call.rows, spec)).plan, ReferencePlan):
         with current(device):
             try:
-                prepared = prepare(call, plan)
-                launcher.hand_over(prepared.launches)
-                return prepared._replace(margin=planned_under)
+                program = program_of(call, chosen, spec)
+                outputs, bound = launcher.run(program, call.tensors, call.shape, call.rows)
             except BuildFailed as failed:
-                fallback.remember(plan, problem, spec, str(failed))
-    return Prepared([], by_aten(call))
+                fallback.remember(chosen.plan, problem, spec, str(failed))
+                continue
+        return outputs, prepared.keep(miss, call, bound) if miss and bound else None
+    by_aten = reference.forward if isinstance(call, ForwardCall) else reference.backward
+    return by_aten(call), None
 
 
-def prepare_forward(call: ForwardCall, plan: Plan | None = None) -> Prepared:
-    """The launches of a forward and the tensors that they will fill, by `plan` or else by the planner's choice."""
-    problem, device = call.problem, call.x.tensor.device
-    plan, spec = _plan_and_device(call, plan)
-    y = torch.empty(call.shape, dtype=problem.x_dtype, device=device)
-    rstd = torch.empty(call.stats_shape, dtype=problem.acc_dtype, device=device) if call.wants_statistics else None
-    mean = torch.empty_like(rstd) if rstd is not None and problem.norm == "layer" else None
-    outputs, call = (y, mean, rstd), call._replace(rows=Rows(call.rows))
-    grid = grid_of(plan, problem.cols, spec, leaves_partials=False)
-    launches = _FORWARD[type(plan)](plan, call, _norm(problem), outputs, Ctas(grid.ctas(call.rows)))
-    return Prepared(launches, outputs, grid)
+def prepare_forward(call: Call, plan: Plan | None = None) -> OnTensors:
+    """What a call launches by `plan`, or else by the planner's choice, on the tensors of the call."""
+    spec = gpus.spec_of(call.x.tensor.device)
+    program = program_of(call, Choice(plan or heuristics.choose(call.problem, call.rows, spec, forced_variant())), spec)
+    return program.on_tensors(call.tensors, call.shape, call.rows)
 
 
-def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> Prepared:
-    """The launches of a backward and the tensors that they will fill, by `plan` or else by the planner's choice."""
-    problem, device = call.problem, call.x.tensor.device
-    plan, spec = _plan_and_device(call, plan)
+prepare_backward = prepare_forward
+
+
+def program_of(call: Call, chosen: Choice, spec: DeviceSpec) -> Program:
+    """What a call launches by a plan. Of its tensors only dtypes, strides and alignment are read."""
+    problem, plan = call.problem, chosen.plan
+    assert _is_legal(plan.variant, problem, min(call.rows, MAX_RING_ROWS + 1), spec)
+    build = _forward if isinstance(call, ForwardCall) else _backward
+    parts = build(with_addresses(call), plan, spec)
+    return Program(*parts, call.normalized_shape, chosen.rows_above, chosen.most_rows, margin.sms)
+
+
+def with_addresses(call: Call) -> Call:
+    """The call with addresses in place of tensors, if it has these, and Number.ROWS in place of its rows."""
+    if isinstance(call, ForwardCall):
+        x, weight, bias = map(_address, range(3), call.tensors)
+        return call._replace(rows=Number.ROWS, x=call.x._replace(tensor=x), weight=weight, bias=bias)
+    grad_out, x, mean, rstd, weight, _, residual_grad = map(_address, range(7), call.tensors)
+    return call._replace(
+        rows=Number.ROWS, grad_out=call.grad_out._replace(tensor=grad_out), x=call.x._replace(tensor=x), mean=mean,
+        rstd=rstd, weight=weight, residual_grad=residual_grad,
+    )  # fmt: skip
+
+
+def _address(index: int, tensor: Tensor | Address | None) -> Address | None:
+    """The symbol of a tensor. Its stride is 1 if the tensor is contiguous: torch allows any stride for one row, but later
+    calls may have more."""
+    if tensor is None or isinstance(tensor, Address):
+        return tensor
+    stride = 1 if tensor.ndim != 1 or tensor.is_contiguous() else tensor.stride(0)
+    return Address(index, tensor.dtype, tensor.data_ptr() % ALIGNMENT == 0, stride)
+
+
+def _forward(call: ForwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
+    """(launches, number of tensors, outputs, workspace, grid)."""
+    problem = call.problem
+    rstd = problem.acc_dtype if call.wants_statistics else None
+    outputs, written = _outputs(ForwardOperands, 3, (problem.x_dtype, rstd if problem.norm == "layer" else None, rstd))
+    launches = _FORWARD[type(plan)](plan, call, written)
+    return tuple(launches), 3, outputs, None, grid_of(plan, problem.cols, spec, leaves_partials=False)
+
+
+def _backward(call: BackwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
+    """(launches, number of tensors, outputs, workspace, grid)."""
+    problem = call.problem
     assert plan.variant != "pipelined" or problem.wants_dx != (plan.kernel == "column_ring")
-    sums, call = problem.num_sums > 0, call._replace(rows=Rows(call.rows))
-    grid = grid_of(plan, problem.cols, spec, leaves_partials=sums)
-    ctas, partials = Ctas(grid.ctas(call.rows)), Partials(grid.partials(call.rows))
-    dx = torch.empty(call.shape, dtype=call.dx_dtype, device=device) if problem.wants_dx else None
-    dw, db = (
-        torch.empty(call.normalized_shape, dtype=dtype, device=device) if wanted else None
-        for wanted, dtype in ((problem.wants_dw, problem.weight_dtype), (problem.wants_db, problem.bias_dtype))
+    wanted = problem.wants_dx, problem.wants_dw, problem.wants_db
+    dtypes = call.dx_dtype, problem.weight_dtype, problem.bias_dtype
+    dtypes = [dtype if wants else None for wants, dtype in zip(wanted, dtypes, strict=True)]
+    outputs, (dx, dw, db) = _outputs(BackwardOperands, 7, dtypes)
+    sums, two_passes = problem.num_sums > 0, plan.kernel == "column_tiles" and problem.wants_dx
+    parts = (
+        Part(per_partial=problem.cols * problem.wants_dw),
+        Part(per_partial=problem.cols * problem.wants_db),
+        Part(per_row=2 * two_passes),
+        Part(beside=triton.cdiv(problem.cols, plan.chunk) if sums and two_passes else 0, dtype=torch.int32),
     )
-    two_passes = plan.kernel == "column_tiles" and problem.wants_dx
-    num_counters = triton.cdiv(problem.cols, plan.chunk) if sums and two_passes else 0
-    wanted = problem.wants_dw, problem.wants_db
-    sizes = WorkspaceSizes(problem.acc_dtype, problem.cols, *wanted, 2 * two_passes, num_counters)
-    dw_partial, db_partial, means, counters = parts = _workspace(sizes, call.rows, partials, device)
+    workspace = Workspace(problem.acc_dtype, parts)
+    dw_partial, db_partial, means, counters = (
+        Address(10 + at, part.dtype or workspace.dtype) if any(part[:3]) else None for at, part in enumerate(parts)
+    )
     summed_next = sums and counters is None
     dependent = summed_next and spec.arch >= OLDEST_DEPENDENT_ARCH
-    buffers = BackwardBuffers(dx, dw_partial, db_partial, dw, db, means, counters, dependent)
-    launches = _BACKWARD[type(plan)](plan, call, _norm(problem), buffers, ctas)
+    out = Written(dx, dw_partial, db_partial, dw, db, means, counters, dependent)
+    launches = _BACKWARD[type(plan)](plan, call, out, spec)
     if summed_next:
-        launches.append(_finalize(problem, buffers, partials))
-    return Prepared(launches, (dx, dw, db), grid, sizes if any(part is not None for part in parts) else None, parts)
+        launches.append(_finalize(problem, out))
+    grid = grid_of(plan, problem.cols, spec, leaves_partials=sums)
+    return tuple(launches), 7, outputs, workspace if sums or two_passes else None, grid
 
 
-def _plan_and_device(call: ForwardCall | BackwardCall, plan: Plan | None) -> tuple[Plan, DeviceSpec]:
-    spec = gpus.spec_of(call.x.tensor.device)
-    plan = plan or heuristics.choose(call.problem, call.rows, spec, forced_variant())
-    assert _is_legal(plan.variant, call.problem, min(call.rows, MAX_RING_ROWS + 1), spec)
-    return plan, spec
+def _outputs(operands: type, first: int, dtypes: Iterable[torch.dtype | None]) -> tuple[tuple, tuple]:
+    """The outputs of a call with these operands, and their addresses, from index `first` on. None for a dtype of None."""
+    pairs = list(enumerate(zip(parts_of(operands).extents, dtypes, strict=True), first))
+    outputs = tuple(dtype and Output(extent, dtype) for _, (extent, dtype) in pairs)
+    return outputs, tuple(dtype and Address(index, dtype) for index, (_, dtype) in pairs)
 
 
-def _finalize(problem: NormProblem, buffers: BackwardBuffers, num_partials: Partials) -> Launch:
+def _finalize(problem: NormProblem, out: Written) -> Launch:
     """The launch that sums the partials, with one CTA per piece of dw and of db."""
-    tile = partials_tile(problem.cols, problem.acc_dtype.itemsize, buffers.announces_end)
+    tile = partials_tile(problem.cols, problem.acc_dtype.itemsize, out.announces_end)
     grid = (triton.cdiv(problem.cols, tile.cols) * problem.num_sums,)
-    args = (*buffers[1:5], num_partials, problem.cols, None)  # AFFINE needs no weight to finish dw
+    args = (*out[1:5], Number.PARTIALS, problem.cols, None)  # AFFINE needs no weight to finish dw
     options = {"launch_pdl": True} if tile.dependent else {}
     return Launch(finalizer.finalize, grid, args, _norm(problem), tile, options)
 
@@ -199,103 +197,101 @@ def partials_tile(cols: int, itemsize: int, dependent: bool) -> PartialsTile:
     return PartialsTile(piece, PARTIAL_LOADS * 4 // itemsize, num_warps, dependent)
 
 
-def _multiwave_forward(plan: MultiWavePlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int) -> list[Launch]:
+def _multiwave_forward(plan: MultiWavePlan, call: ForwardCall, outputs: tuple) -> list[Launch]:
     options = {"maxnreg": plan.max_registers}
     args = _forward_args(call, outputs)
     tile = _tile(plan, _log2_divisor(call.x, cols=call.problem.cols))
-    return [Launch(multiwave.forward, (ctas,), args, norm, tile, options)]
+    return [Launch(multiwave.forward, (Number.CTAS,), args, _norm(call.problem), tile, options)]
 
 
-def _column_tile_forward(
-    plan: ColumnTilePlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int
-) -> list[Launch]:
+def _column_tile_forward(plan: ColumnTilePlan, call: ForwardCall, outputs: tuple) -> list[Launch]:
     """One CTA per row, which passes over the row's column tiles twice."""
     tile = _whole_row_tile(plan, _log2_divisor(call.x, cols=call.problem.cols))
     args = _forward_args(call, outputs)
     options = {"maxnreg": ROW_PASS_REGISTERS} if call.problem.x_dtype.itemsize >= 4 and tile.log2_divisor else {}
-    return [Launch(column_tiles.forward_by_column_tiles, (call.rows,), args, norm, tile, options)]
+    return [Launch(column_tiles.forward_by_column_tiles, (call.rows,), args, _norm(call.problem), tile, options)]
 
 
-def _pipelined_forward(plan: PipelinedPlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int) -> list[Launch]:
+def _pipelined_forward(plan: PipelinedPlan, call: ForwardCall, outputs: tuple) -> list[Launch]:
     tile, cols = _ring_tile(plan, call.problem, cluster=plan.cluster), call.problem.cols
-    x = _descriptors([call.x], call.rows, cols, tile)
+    x = _row_maps([call.x], cols, tile)
     args = (*x, call.weight, call.bias, *outputs, call.rows, cols, call.eps)
-    return [Launch(pipelined.forward, (ctas,), args, norm, tile, _pipelined_options(plan))]
+    return [Launch(pipelined.forward, (Number.CTAS,), args, _norm(call.problem), tile, _pipelined_options(plan))]
 
 
-def _multiwave_backward(
-    plan: MultiWavePlan, call: BackwardCall, norm: Norm, buffers: BackwardBuffers, ctas: int
-) -> list[Launch]:
-    args = (*_inputs(call), *buffers[:3], *_sizes(call))
+def _multiwave_backward(plan: MultiWavePlan, call: BackwardCall, out: Written, spec: DeviceSpec) -> list[Launch]:
+    args = (*_inputs(call), *out[:3], *_sizes(call))
     options = {"maxnreg": plan.max_registers}
-    tile = _tile(plan, _log2_divisor(call.x, call.grad_out, cols=call.problem.cols), buffers.announces_end)
-    return [Launch(multiwave.backward, (ctas,), args, norm, tile, options)]
+    tile = _tile(plan, _log2_divisor(call.x, call.grad_out, cols=call.problem.cols), out.announces_end)
+    return [Launch(multiwave.backward, (Number.CTAS,), args, _norm(call.problem), tile, options)]
 
 
-def _column_tile_backward(
-    plan: ColumnTilePlan, call: BackwardCall, norm: Norm, buffers: BackwardBuffers, ctas: int
-) -> list[Launch]:
+def _column_tile_backward(plan: ColumnTilePlan, call: BackwardCall, out: Written, spec: DeviceSpec) -> list[Launch]:
     """One launch for the row means if dx is wanted, then one for all outputs by column tiles."""
     problem, inputs, sizes = call.problem, _inputs(call), _sizes(call)
     log2_divisor, launches = _log2_divisor(call.x, call.grad_out, cols=problem.cols), []
     if problem.wants_dx:
         tile = _whole_row_tile(plan, log2_divisor)
-        num_counters = 0 if buffers.counters is None else triton.cdiv(problem.cols, plan.chunk)
-        args = (*inputs[:-1], buffers.row_means, buffers.counters, num_counters, *sizes)
-        launches.append(Launch(column_tiles.backward_row_means, (call.rows,), args, norm, tile))
-    grid = (triton.cdiv(problem.cols, plan.chunk), ctas)
+        num_counters = 0 if out.counters is None else triton.cdiv(problem.cols, plan.chunk)
+        args = (*inputs[:-1], out.row_means, out.counters, num_counters, *sizes)
+        launches.append(Launch(column_tiles.backward_row_means, (call.rows,), args, _norm(call.problem), tile))
+    grid = (triton.cdiv(problem.cols, plan.chunk), Number.CTAS)
     tile = _column_tile(plan, log2_divisor)
-    args = (*inputs, buffers.row_means, *buffers[:5], buffers.counters, *sizes)
+    args = (*inputs, out.row_means, *out[:5], out.counters, *sizes)
     if problem.x_dtype.itemsize == 2 and problem.weight_dtype == torch.float64:
         options = {"maxnreg": COLUMN_PASS_REGISTERS}
     elif triton_compat.installed() == OLDEST_TRITON:
         options = {}  # it keeps to the registers that let all CTAs of an SM be resident; later releases may take more
     else:
         threads = plan.ctas_per_sm * 32 * plan.num_warps
-        options = {"maxnreg": budget.register_limit(threads, gpus.spec_of(call.x.tensor.device))}
-    launches.append(Launch(column_tiles.backward_by_column_tiles, grid, args, norm, tile, options))
+        options = {"maxnreg": budget.register_limit(threads, spec)}
+    launches.append(Launch(column_tiles.backward_by_column_tiles, grid, args, _norm(call.problem), tile, options))
     return launches
 
 
-def _pipelined_backward(
-    plan: PipelinedPlan, call: BackwardCall, norm: Norm, buffers: BackwardBuffers, ctas: int
-) -> list[Launch]:
-    tile = _ring_tile(plan, call.problem, cluster=plan.cluster, announces_end=buffers.announces_end)
-    descriptors = _descriptors([call.x, call.grad_out], call.rows, call.problem.cols, tile)
-    args = (*descriptors, *_inputs(call)[2:], *buffers[:3], *_ring_sizes(call))
-    return [Launch(pipelined.backward, (ctas,), args, norm, tile, _pipelined_options(plan))]
+def _pipelined_backward(plan: PipelinedPlan, call: BackwardCall, out: Written, spec: DeviceSpec) -> list[Launch]:
+    tile = _ring_tile(plan, call.problem, cluster=plan.cluster, announces_end=out.announces_end)
+    descriptors = _row_maps([call.x, call.grad_out], call.problem.cols, tile)
+    args = (*descriptors, *_inputs(call)[2:], *out[:3], *_ring_sizes(call))
+    return [Launch(pipelined.backward, (Number.CTAS,), args, _norm(call.problem), tile, _pipelined_options(plan))]
 
 
-def _column_ring_backward(
-    plan: ColumnRingPlan, call: BackwardCall, norm: Norm, buffers: BackwardBuffers, ctas: int
-) -> list[Launch]:
+def _column_ring_backward(plan: ColumnRingPlan, call: BackwardCall, out: Written, spec: DeviceSpec) -> list[Launch]:
     """One launch for the partials of dw and db, by column tiles."""
     tile, cols = _column_ring_tile(plan, call.problem), call.problem.cols
-    dy = TileDescriptor(call.grad_out, call.rows, cols, tile)
-    x = TileDescriptor(call.x, call.rows, cols, tile) if norm.wants_dw else None
-    args = (dy, x, call.mean, call.rstd, *buffers[1:3], *_ring_sizes(call))
-    grid = (triton.cdiv(cols, plan.chunk), ctas)
-    return [Launch(parameter_gradients.dw_and_db, grid, args, norm, tile, {"maxnreg": plan.max_registers})]
+    dy = tile_map(call.grad_out, cols, tile)
+    x = tile_map(call.x, cols, tile) if call.problem.wants_dw else None
+    args = (dy, x, call.mean, call.rstd, *out[1:3], *_ring_sizes(call))
+    grid = (triton.cdiv(cols, plan.chunk), Number.CTAS)
+    return [
+        Launch(parameter_gradients.dw_and_db, grid, args, _norm(call.problem), tile, {"maxnreg": plan.max_registers})
+    ]
 
 
 def _warp_specialized_backward(
-    plan: WarpSpecializedPlan, call: BackwardCall, norm: Norm, buffers: BackwardBuffers, ctas: int
+    plan: WarpSpecializedPlan, call: BackwardCall, out: Written, spec: DeviceSpec
 ) -> list[Launch]:
     tile = _warp_specialized_tile(plan, call.problem)
-    pointers = (*_inputs(call)[2:], *buffers[:3])
+    pointers = (*_inputs(call)[2:], *out[:3])
     present = (call.rstd if pointer is None else pointer for pointer in pointers)  # warp partitions do not take None
-    descriptors = _descriptors([call.x, call.grad_out], call.rows, call.problem.cols, tile)[:2]  # without tails
+    descriptors = _row_maps([call.x, call.grad_out], call.problem.cols, tile)[:2]  # without tails
     args = (*descriptors, *present, *_ring_sizes(call))
-    return [Launch(warp_specialized.backward, (ctas,), args, norm, tile, _warp_specialized_options(plan))]
+    return [
+        Launch(
+            warp_specialized.backward, (Number.CTAS,), args, _norm(call.problem), tile, _warp_specialized_options(plan)
+        )
+    ]
 
 
-def _warp_specialized_forward(
-    plan: WarpSpecializedPlan, call: ForwardCall, norm: Norm, outputs: tuple, ctas: int
-) -> list[Launch]:
+def _warp_specialized_forward(plan: WarpSpecializedPlan, call: ForwardCall, outputs: tuple) -> list[Launch]:
     tile = _warp_specialized_tile(plan, call.problem)
-    x, _no_tail = _descriptors([call.x], call.rows, call.problem.cols, tile)
+    x, _no_tail = _row_maps([call.x], call.problem.cols, tile)
     args = (x, call.weight, call.bias, *outputs, call.rows, call.problem.cols, call.eps)
-    return [Launch(warp_specialized.forward, (ctas,), args, norm, tile, _warp_specialized_options(plan))]
+    return [
+        Launch(
+            warp_specialized.forward, (Number.CTAS,), args, _norm(call.problem), tile, _warp_specialized_options(plan)
+        )
+    ]
 
 
 def _warp_specialized_tile(plan: WarpSpecializedPlan, problem: NormProblem) -> RingTile:
@@ -398,10 +394,30 @@ def _column_ring_tile(plan: ColumnRingPlan, problem: NormProblem) -> ColumnTile:
     return ColumnTile(plan.rows_per_tile, plan.chunk, plan.num_warps, plan.num_stages, vector=vector)
 
 
-def _descriptors(views: list[RowView], rows: int, cols: int, tile: RingTile) -> list[RowDescriptor | None]:
-    """The descriptors of the tensors, followed by those of their tails; None for each tail if the tile has none."""
-    tails = [RowDescriptor(view, rows, cols, tile, tail=True) if tile.tail else None for view in views]
-    return [RowDescriptor(view, rows, cols, tile) for view in views] + tails
+def _row_maps(views: list[RowView], cols: int, tile: RingTile) -> list[Map | None]:
+    """The maps of the tensors, followed by those of their tails; None for each tail if the tile has none."""
+    tails = [_row_map(view, cols, tile, tail=True) if tile.tail else None for view in views]
+    return [_row_map(view, cols, tile) for view in views] + tails
+
+
+def _row_map(view: RowView, cols: int, tile: RingTile, tail: bool = False) -> Map:
+    """By which TMA copies row tiles, or with `tail` their tails.
+
+    The tensor is described as [rows, cols / box, box], because no side of a TMA box may exceed 256 elements. For copies
+    of several chunks it is [chunks, rows, chunk / box, box], so that each chunk is contiguous in shared memory.
+    """
+    chunk, row_stride = tile.cluster * tile.chunk, view.outer_stride  # chunk of all CTAs of the cluster together
+    shape, strides = (Number.ROWS, cols // tile.box, tile.box), (row_stride, tile.box, 1)
+    block = tile.rows, chunk // tile.box, tile.box
+    if tile.copy_chunks > 1 and not tail:
+        shape, strides = (cols // chunk, Number.ROWS, chunk // tile.box, tile.box), (chunk, *strides)
+        block = tile.copy_chunks, *block
+    return Map(view.tensor, shape, strides, block, tile.cluster)
+
+
+def tile_map(view: RowView, cols: int, tile: ColumnTile) -> Map:
+    """By which TMA copies tiles of rows and columns, described as [rows, cols]."""
+    return Map(view.tensor, (Number.ROWS, cols), (view.outer_stride, 1), (tile.rows, tile.chunk))
 
 
 def _ring_sizes(call: BackwardCall) -> tuple:
@@ -426,23 +442,5 @@ def _row_strides(view: RowView) -> tuple[int, int, int]:
     return view.inner_rows, view.outer_stride, view.inner_stride
 
 
-def _stride(statistic: Tensor | None) -> int:
-    """1 for contiguous ones: a single element may have any stride, which is wrong for a prepared call's others."""
-    if statistic is None:
-        return 0
-    return 1 if statistic.is_contiguous() else statistic.stride(0)
-
-
-def _workspace(workspace: WorkspaceSizes, rows: int, partials: int, device: torch.device) -> tuple[Tensor | None, ...]:
-    """The parts of a new workspace, as views of one allocation. A part of no elements is None."""
-    sizes = workspace.of(rows, partials)
-    if not any(sizes):
-        return None, None, None, None
-    memory = torch.empty(sum(sizes), dtype=workspace.dtype, device=device)
-    *parts, counters = (part if part.numel() else None for part in memory.split(sizes))
-    return *parts, None if counters is None else counters.view(torch.int32)
-
-
-def _padded(elements: int) -> int:
-    """As many elements, or a few more that end at a multiple of 16 bytes."""
-    return -(-elements // 4) * 4
+def _stride(statistic: Address | None) -> int:
+    return 0 if statistic is None else statistic.stride

@@ -1,6 +1,6 @@
 """The optional host side in C++ (csrc/native.cpp), and its connection to Python.
 
-For plain tensors on a GPU it runs prepared calls and records autograd's node without Python. All other calls go to the
+For plain tensors on a GPU it runs kept programs and records autograd's node without Python. All other calls go to the
 Python functions that `install` passes to it. Without the extension the same ops run in Python.
 """
 
@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,11 @@ from ..operands import OPS as ALL_OPS
 from ..operands import TRANSLATIONS, ForwardOperands, Operands, Outputs
 from ..planner.plan import Grid
 from . import building, prepared, triton_compat
+from .key import Extent
+from .program import Address, Map, Number, Program
+
+if TYPE_CHECKING:
+    from .launcher import Build, Launch
 
 extension, reason = building.load()  # `reason` says why `extension` is None
 
@@ -37,7 +42,7 @@ def install(
     """Register the OPS in C++ at dispatch key `key` ("CUDA") and at the autograd key above it.
 
     above                    autograd.above_autograd, the implementation of all ops at the autograd key
-    ops                      the module (ops.py) whose `run` runs calls that are not prepared
+    ops                      the module (ops.py) whose `launched` runs calls for which C++ has no program
     statistics_gradient      reference.statistics_backward_formula
     differentiable_backward  autograd.differentiable_backward, for norms that returned y alone
     """
@@ -45,7 +50,7 @@ def install(
     def differentiate(norm, shape, eps, grad_y, x, weight, bias, mask):
         return differentiable_backward(ForwardOperands(norm, x, shape, weight, bias, eps), grad_y, mask)
 
-    functions = _of_each(above), _of_each(_and_prepared_call(ops.run))
+    functions = _of_each(above), _of_each(_and_program(ops.launched))
     extension.install(key, *functions, statistics_gradient, differentiate, prepared.KEPT_KINDS)
     forcing.observe(extension.pause)  # under `force`, calls run in Python
     margin.observe(extension.set_sm_margin)
@@ -59,19 +64,19 @@ def y_of(norm: str, *arguments: Any) -> Tensor | None:
     return getattr(extension, norm + "_norm")(*arguments)
 
 
-def overrides(key: str, run: Callable[[Operands], Outputs]) -> Any:
+def overrides(key: str, launched: Callable[[Operands], tuple[Outputs, Program | None]]) -> Any:
     """Replaces ATen's norm ops at dispatch key `key` by ours until its `remove` is called. Calls that C++ does not run
-    go to `run`."""
-    return extension.Overrides(key, _of_each(_and_prepared_call(run)))
+    go to `launched`, which returns the outputs and a program that C++ can keep."""
+    return extension.Overrides(key, _of_each(_and_program(launched)))
 
 
-def _and_prepared_call(run: Callable[[Operands], Outputs]) -> Callable[[Operands], tuple[Outputs, Any]]:
-    def outputs_and_prepared_call(operands: Operands) -> tuple[Outputs, Any]:
-        outputs = run(operands)
+def _and_program(launched: Callable[[Operands], tuple[Outputs, Program | None]]) -> Callable:
+    def outputs_and_program(operands: Operands) -> tuple[Outputs, Any]:
+        outputs, program = launched(operands)
         # C++ knows of `force` only while a block is open. A task may outlive the block that it was started in.
-        return outputs, None if forcing.asked_variants() else _in_cpp(prepared.find(operands))
+        return outputs, None if program is None or forcing.asked_variants() else _in_cpp(program)
 
-    return outputs_and_prepared_call
+    return outputs_and_program
 
 
 def _of_each(run: Callable[[Operands], Any]) -> list[Callable]:
@@ -84,20 +89,20 @@ def _run(run: Callable[[Operands], Any], operands_type: type, norm: str, suffix:
     return run(operands_type(norm, *arguments, suffix))
 
 
-def _in_cpp(call: prepared.PreparedCall | None) -> Any:
-    """The call as an extension.PreparedCall; None if none is given."""
-    if call is None:
-        return None
-    extension.watch(*call.steps[0].build.hooks())
+def _in_cpp(program: Program) -> Any:
+    """The program as an extension.PreparedCall."""
+    workspace = program.workspace
+    extension.watch(*program.builds[0].hooks())
     return extension.PreparedCall(
-        device=call.device,
-        rows_above=call.rows_above,
-        most_rows=call.most_rows,
-        grid=grid_in_cpp(call.grid),
-        outputs=[each and extension.Output(extent=_extent(each), dtype=each.dtype) for each in call.outputs],
-        workspace=call.workspace and extension.Workspace(**call.workspace._asdict()),
-        steps=[_step_in_cpp(step) for step in call.steps],
-        sm_margin=call.sm_margin,
+        device=program.device,
+        rows_above=program.rows_above,
+        most_rows=program.most_rows,
+        grid=grid_in_cpp(program.grid),
+        outputs=[each and extension.Output(extent=_of(each.extent), dtype=each.dtype) for each in program.outputs],
+        workspace=workspace
+        and extension.Workspace(dtype=workspace.dtype, parts=[part[:3] for part in workspace.parts]),
+        steps=[_step(*each) for each in zip(program.launches, program.builds, strict=True)],
+        sm_margin=program.sm_margin,
     )
 
 
@@ -105,56 +110,51 @@ def grid_in_cpp(grid: Grid) -> Any:
     return extension.Grid(**dataclasses.asdict(grid))
 
 
-def _extent(output: prepared.Output) -> Any:
-    return getattr(extension.Extent, output.extent.name)
+def _of(name: Extent | Number) -> Any:
+    """The same name in C++."""
+    return getattr(getattr(extension, type(name).__name__), name.name)
 
 
-def _number(value: Any) -> Any:
-    """The extension.Number that a Rows, Ctas or Partials stands for; None for a constant."""
-    return getattr(extension.Number, type(value).__name__.upper(), None)
-
-
-def _step_in_cpp(step: prepared.Step) -> Any:
+def _step(launch: Launch, build: Build) -> Any:
     """A launch as an extension.Step. Adds the parameters in the kernel's order."""
-    build, arguments = step.build, step.arguments
     num_warps, cluster, shared_bytes = build.compiled.packed_metadata
+    sides = [*launch.grid, 1, 1][:3]
     made = extension.Step(
         function=build.compiled.function,
-        sides=arguments[: build.STREAM],
-        grid=[_number(side) for side in arguments[:2]],
+        sides=[1 if isinstance(side, Number) else side for side in sides],
+        grid=[_of(side) if isinstance(side, Number) else None for side in sides[:2]],
         threads=32 * num_warps,
         shared_bytes=shared_bytes,
         cluster=cluster,
         dependent=build.dependent,
     )
-    for position, kind in build.parameter_types():
-        value = arguments[position]
-        if kind == "nvTmaDesc":
-            _add_map(made, build, step.maps[position])
-        elif kind.startswith("*"):
-            made.add_address(step.addresses[position])
+    descriptors = iter(build.descriptors)
+    for given, kind in build.parameters(launch):
+        if isinstance(given, Map):
+            _add_map(made, given, next(descriptors))
+        elif isinstance(given, Address):
+            made.add_address(given.index)
         elif kind not in BYTES_OF_NUMBERS:
             raise RuntimeError(f"native: a kernel's parameter must be a pointer, a map or a number, got {kind}")
-        elif number := _number(value):
-            made.add_variable(number, BYTES_OF_NUMBERS[kind])
+        elif isinstance(given, Number):
+            made.add_variable(_of(given), BYTES_OF_NUMBERS[kind])
         else:
-            getattr(made, f"add_{kind}")(value)
+            getattr(made, f"add_{kind}")(given)
     for _ in range(2):  # addresses of scratch memory for Triton and its profiler, which our kernels do not need
         made.add_i64(0)
     return made
 
 
-def _add_map(made: Any, build: Any, described: prepared.Map) -> None:
+def _add_map(made: Any, described: Map, metadata: dict) -> None:
     """Add a tensor map as the driver takes it: innermost dim first, and no stride for the innermost dim."""
-    element_bytes, cuda_type, box = build.map_geometry(described.operand)
     shape = described.shape[::-1]
     made.add_map(
-        index=described.address,
-        type=cuda_type,
-        rows_dim=[_number(size) is not None for size in shape].index(True),
-        shape=shape,
-        strides=[element_bytes * stride for stride in reversed(described.strides[:-1])],
-        box=list(reversed(box)),
+        index=described.tensor.index,
+        type=triton_compat.number_of_type(metadata["elem_type"]),
+        rows_dim=shape.index(Number.ROWS),
+        shape=[1 if isinstance(size, Number) else size for size in shape],
+        strides=[metadata["elem_size"] * stride for stride in reversed(described.strides[:-1])],
+        box=list(reversed(metadata["block_size"])),
     )
 
 
@@ -171,6 +171,6 @@ def repeats() -> int:
 
 
 def forget() -> None:
-    """Drop all prepared calls of the C++ side."""
+    """Drop all programs of the C++ side."""
     if extension:
         extension.forget()

@@ -17,6 +17,7 @@ import torch
 from .. import ops
 from ..forcing import forced_variant
 from ..host import fallback, gpus, native, prepared
+from ..host.program import Program
 from ..operands import FORWARD, OPS, Operands, Outputs, as_op, call_op
 from ..planner.legality import OLDEST_ARCH
 from ..planner.plan import ReferencePlan
@@ -65,17 +66,17 @@ class Overrides:
     """Replaces ATen's kernels by ours for one dispatch key, from construction until `remove`."""
 
     def __init__(self, key: str):
-        kernels = {name: _ours_or(ours, _kernel_of(name, key)) for name, ours in KERNELS.items()}
+        atens = {name: _kernel_of(name, key) for name in KERNELS}
         with warnings.catch_warnings():
             # The dispatcher warns once per process that a kernel is overridden. Here that is intended.
             warnings.filterwarnings("ignore", message="Warning only once for all operators")
             if native.extension:
                 keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-                self.remove = native.overrides(key, functools.partial(_by_kernel, kernels, keys)).remove
+                self.remove = native.overrides(key, functools.partial(_launched_or_atens, atens, keys)).remove
             else:
                 library = torch.library.Library("aten", "IMPL")
-                for name, kernel in kernels.items():
-                    library.impl(name, kernel, key, with_keyset=True, allow_override=True)
+                for name, ours in KERNELS.items():
+                    library.impl(name, _ours_or(ours, atens[name]), key, with_keyset=True, allow_override=True)
                 self.remove = functools.partial(_destroy, library)
 
 
@@ -91,20 +92,21 @@ def _install_or_remove() -> None:
         _installed.pop().remove()
 
 
+def _launched(operands: Operands) -> tuple[Outputs | None, Program | None]:
+    """(the outputs by our kernels, their program if it is kept); None for both if our kernels do not take the call."""
+    return prepared.run(operands, _first)
+
+
+def _first(operands: Operands, miss: prepared.Miss | None) -> tuple[Outputs | None, Program | None]:
+    try:
+        call = check_forward(operands) if operands.direction == FORWARD else check_backward(operands)
+    except RuntimeError:  # a user's error, or a call that only ATen takes: ATen's kernel decides
+        return None, None
+    return ops.launch().run(call, miss) if _takes(call) else (None, None)
+
+
 def _run(operands: Operands) -> Outputs | None:
-    """The outputs by our kernels; None if they do not take the call."""
-    outputs = prepared.run(operands)
-    if outputs is None:
-        forward = operands.direction == FORWARD
-        try:
-            call = check_forward(operands) if forward else check_backward(operands)
-        except RuntimeError:  # a user's error, or a call that only ATen takes: ATen's kernel decides
-            return None
-        if _takes(call):
-            launched = ops.launch().forward(call) if forward else ops.launch().backward(call)
-            prepared.remember(operands, call, launched)
-            outputs = launched.outputs
-    return outputs
+    return _launched(operands)[0]
 
 
 ATENS_NAMES = {name: op.aten for name, op in OPS.items() if op.aten}
@@ -113,9 +115,14 @@ ATENS_NAMES = {name: op.aten for name, op in OPS.items() if op.aten}
 KERNELS: dict[str, Callable[..., tuple | None]] = {aten: as_op(ours, _run) for ours, aten in ATENS_NAMES.items()}
 
 
-def _by_kernel(kernels: dict[str, Callable], keys: torch._C.DispatchKeySet, operands: Operands) -> Outputs:
+def _launched_or_atens(
+    atens: dict[str, Callable], keys: torch._C.DispatchKeySet, operands: Operands
+) -> tuple[Outputs, Program | None]:
     """A call that C++ leaves to Python."""
-    return call_op(functools.partial(kernels[ATENS_NAMES[operands.op]], keys), operands)
+    outputs, program = _launched(operands)
+    if outputs is None:
+        outputs = call_op(functools.partial(atens[ATENS_NAMES[operands.op]], keys), operands)
+    return outputs, program
 
 
 def _takes(call: ForwardCall | BackwardCall) -> bool:
@@ -123,7 +130,7 @@ def _takes(call: ForwardCall | BackwardCall) -> bool:
     has_work = call.rows and problem.cols and (problem.direction == FORWARD or problem.wants_any)
     if not has_work or not _has_kernels(device) or forced_variant() == "reference":
         return False
-    return not isinstance(fallback.choose(problem, call.rows, gpus.spec_of(device)), ReferencePlan)
+    return not isinstance(fallback.choose(problem, call.rows, gpus.spec_of(device)).plan, ReferencePlan)
 
 
 @functools.cache

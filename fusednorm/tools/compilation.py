@@ -1,7 +1,8 @@
-"""Compiles a prepared launch for any architecture without a GPU, and reads the resources of the compiled kernel.
+"""Compiles a program's launch for any architecture without a GPU, and reads the resources of the compiled kernel.
 
-Meta tensors are enough, because a build depends only on dtypes, alignment, integers that the kernel is specialized for
-and compile-time constants. No other file calls the private functions by which Triton's JIT makes a build.
+A launch need not be bound to tensors, because a build depends only on dtypes, alignment, integers that the kernel is
+specialized for and compile-time constants. No other file calls the private functions by which Triton's JIT makes a
+build.
 """
 
 from __future__ import annotations

@@ -14,15 +14,16 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..forcing import forced_variant
 from ..host import fallback, gpus
-from ..operands import BackwardOperands, ForwardOperands
+from ..host.program import Address, Program
 from ..planner import heuristics
 from ..planner.device import DeviceSpec
-from ..planner.norm_problem import FLOAT_DTYPES, accumulation_dtype
-from ..planner.plan import Plan, ReferencePlan
-from ..problem import BackwardCall, ForwardCall, check_backward, check_forward
+from ..planner.norm_problem import ALIGNMENT, FLOAT_DTYPES, NormProblem
+from ..planner.plan import Plan, ReferencePlan, num_launches
+from ..problem import BackwardCall, ForwardCall, RowView
 
 FEW_ROWS = 16  # rows of the calls that are compiled and run here; no build depends on the row count
 MANY_ROWS = 1 << 20  # row count for which the substitute of a failed plan is chosen
@@ -55,22 +56,35 @@ class Wanted(NamedTuple):
     output_mask: tuple[bool, bool, bool]
     residual_dtype: torch.dtype | None = None  # of the residual gradient that is added to dx, if any
 
-    def call(self, device: torch.device | str) -> ForwardCall | BackwardCall:
-        """The checked call, on FEW_ROWS rows of zeros."""
+    @property
+    def problem(self) -> NormProblem:
+        layer, forward, weight = self.norm == "layer", self.direction == "forward", self.weight_dtype
+        bias = weight if layer and self.has_bias else None
+        aligned = self.cols * self.dtype.itemsize % ALIGNMENT == 0
+        names = self.norm, self.direction, self.cols
+        if forward:
+            return NormProblem(*names, self.dtype, weight, bias, tma_aligned=aligned)
+        dx, dw, db = self.output_mask
+        wants = dx, dw and weight is not None, db and bias is not None
+        residual = self.residual_dtype if dx else None
+        return NormProblem(*names, self.dtype, weight, bias, self.dtype, residual, *wants, tma_aligned=aligned)
 
-        def zeros(*shape: int, dtype: torch.dtype | None):
-            return None if dtype is None else torch.zeros(shape, dtype=dtype, device=device)
+    def call(self) -> ForwardCall | BackwardCall:
+        """The checked call on FEW_ROWS rows, with addresses in place of tensors."""
+        problem, cols, shape = self.problem, self.cols, torch.Size((FEW_ROWS, self.cols))
 
-        shape, layer = (self.cols,), self.norm == "layer"
-        x, weight = zeros(FEW_ROWS, self.cols, dtype=self.dtype), zeros(self.cols, dtype=self.weight_dtype)
-        bias = zeros(self.cols, dtype=self.weight_dtype if layer and self.has_bias else None)
+        def address(index: int, dtype: torch.dtype | None) -> Address | None:
+            return None if dtype is None else Address(index, dtype)
+
+        def rows(index: int) -> RowView:
+            return RowView(address(index, self.dtype), 1, cols, 0)
+
         if self.direction == "forward":
-            return check_forward(ForwardOperands(self.norm, x, shape, weight, bias, 1e-5))
-        rstd = zeros(FEW_ROWS, dtype=accumulation_dtype(self.dtype))
-        mean = rstd if layer else None
-        residual = zeros(FEW_ROWS, self.cols, dtype=self.residual_dtype)
-        grads = (mean, rstd, weight, bias, self.output_mask, residual)
-        return check_backward(BackwardOperands(self.norm, torch.zeros_like(x), x, shape, *grads))
+            weight, bias = address(1, problem.weight_dtype), address(2, problem.bias_dtype)
+            return ForwardCall(problem, FEW_ROWS, rows(0), weight, bias, 1e-5, shape, (FEW_ROWS, 1), (cols,))
+        mean = address(2, problem.acc_dtype if self.norm == "layer" else None)
+        others = address(3, problem.acc_dtype), address(4, problem.weight_dtype), address(6, problem.residual_dtype)
+        return BackwardCall(problem, FEW_ROWS, rows(0), rows(1), mean, *others, self.dtype, shape, (cols,))
 
 
 class Build(NamedTuple):
@@ -80,8 +94,8 @@ class Build(NamedTuple):
     plan: Plan
     index: int
 
-    def launch(self):
-        return _launches(self.wanted, self.plan, "meta")[self.index]
+    def launch(self, device: DeviceSpec):
+        return _program(self.wanted, self.plan, device).launches[self.index]
 
 
 def warmup(
@@ -141,7 +155,7 @@ def warmup(
     except Exception as error:
         if device.type != "cuda" or fallback.cause_of(error, launched=False) is None:
             raise
-        count = sum(len(_launches(each, plan, "meta")) for each, plan in plans)  # _load replaces plans that failed
+        count = sum(num_launches(plan, each.problem) for each, plan in plans)  # _load replaces plans that failed
     if device.type == "cuda":
         _load(plans, device, spec)
     return count
@@ -188,7 +202,7 @@ def _checked_device(device: torch.device) -> torch.device:
 def plans_of(wanted: list[Wanted], rows: Sequence[int] | None, device: DeviceSpec) -> Iterator[tuple[Wanted, Plan]]:
     """Each plan that the planner would choose for one of these row counts, or for any row count if rows is None."""
     for each in wanted:
-        problem = each.call("meta").problem
+        problem = each.problem
         if each.direction == "backward" and not problem.wants_any:
             continue
         if rows is None:
@@ -203,7 +217,7 @@ def plans_of(wanted: list[Wanted], rows: Sequence[int] | None, device: DeviceSpe
 def build_ahead(plans: list[tuple[Wanted, Plan]], device: DeviceSpec, processes: int | None) -> int:
     """Build the kernels of the plans in parallel. Returns the number of kernels. If the installed Triton compiles in an
     unknown way, nothing is built here, and the kernels are compiled one by one when they are loaded."""
-    kernels = sum(len(_launches(wanted, plan, "meta")) for wanted, plan in plans)
+    kernels = sum(num_launches(plan, wanted.problem) for wanted, plan in plans)
     try:
         from . import compilation
     except ImportError:
@@ -222,7 +236,7 @@ def distinct_builds(plans: list[tuple[Wanted, Plan]], device: DeviceSpec) -> lis
 
     builds: dict[str, Build] = {}
     for wanted, plan in plans:
-        for index, launch in enumerate(_launches(wanted, plan, "meta")):
+        for index, launch in enumerate(_program(wanted, plan, device).launches):
             builds.setdefault(compilation.build_key(launch, device.arch), Build(wanted, plan, index))
     return list(builds.values())
 
@@ -232,12 +246,12 @@ def compile_builds(builds: list[Build], device: DeviceSpec, processes: int | Non
     build runs in this process."""
     from . import compilation
 
-    builds = [each for each in builds if not compilation.is_built(each.launch(), device.arch)]
+    builds = [each for each in builds if not compilation.is_built(each.launch(device), device.arch)]
     count = min(processes or os.cpu_count() or 1, len(builds))
     if count <= 1 or len(builds) <= SERIAL_BUILDS:
-        _compile(builds, device.arch)
+        _compile(builds, device)
         return
-    workers = [_start_worker(builds[start::count], device.arch) for start in range(count)]
+    workers = [_start_worker(builds[start::count], device) for start in range(count)]
     said = [worker.communicate()[1].decode(errors="replace").strip() for worker in workers]
     failures = [text for worker, text in zip(workers, said, strict=True) if worker.returncode]
     if failures:
@@ -245,7 +259,7 @@ def compile_builds(builds: list[Build], device: DeviceSpec, processes: int | Non
         raise RuntimeError(f"warmup: a kernel does not compile: {last_line}")
 
 
-def _start_worker(builds: list[Build], arch: int) -> subprocess.Popen:
+def _start_worker(builds: list[Build], device: DeviceSpec) -> subprocess.Popen:
     """Start a process that compiles the builds. Unlike one of multiprocessing it imports nothing of the caller's
     program. It never uses Triton's interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -254,7 +268,7 @@ def _start_worker(builds: list[Build], arch: int) -> subprocess.Popen:
     worker = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
     )
-    worker.stdin.write(pickle.dumps((builds, arch)))
+    worker.stdin.write(pickle.dumps((builds, device)))
     worker.stdin.close()
     worker.stdin = None  # otherwise communicate() would flush the closed pipe
     return worker
@@ -264,33 +278,37 @@ def _work() -> None:
     _compile(*pickle.load(sys.stdin.buffer))
 
 
-def _compile(builds: list[Build], arch: int) -> None:
+def _compile(builds: list[Build], device: DeviceSpec) -> None:
     from . import compilation
 
     for build in builds:
-        compilation.compile_for(build.launch(), arch)
+        compilation.compile_for(build.launch(device), device.arch)
 
 
 def _load(plans: list[tuple[Wanted, Plan]], device: torch.device, spec: DeviceSpec) -> None:
-    """Run each launch once: Triton finds the build on disk, loads it and keeps it. A plan that cannot be built is
+    """Run each program once: Triton finds the builds on disk, loads them and keeps them. A plan that cannot be built is
     replaced here, as in a first call."""
     from ..host import launcher
 
     with torch.cuda.device(device):
         for wanted, plan in plans:
-            problem = wanted.call("meta").problem
+            call = wanted.call()
             while not isinstance(plan, ReferencePlan):
                 try:
-                    launcher.hand_over(_launches(wanted, plan, device))
+                    launcher.run(_program(wanted, plan, spec), _zeros(call, device), call.shape, FEW_ROWS)
                     break
                 except fallback.BuildFailed as failed:
-                    fallback.remember(plan, problem, spec, str(failed))
-                    plan = fallback.choose(problem, MANY_ROWS, spec)
+                    fallback.remember(plan, call.problem, spec, str(failed))
+                    plan = fallback.choose(call.problem, MANY_ROWS, spec).plan
         torch.cuda.synchronize()
 
 
-def _launches(wanted: Wanted, plan: Plan, device: torch.device | str) -> list:
+def _zeros(call: ForwardCall | BackwardCall, device: torch.device) -> list[Tensor | None]:
+    """Memory for the call's tensors, whose shapes no kernel asks for."""
+    return [each and torch.zeros(call.shape, dtype=each.dtype, device=device) for each in call.tensors]
+
+
+def _program(wanted: Wanted, plan: Plan, device: DeviceSpec) -> Program:
     from ..host import launch
 
-    prepare = launch.prepare_forward if wanted.direction == "forward" else launch.prepare_backward
-    return prepare(wanted.call(device), plan)[0]
+    return launch.program_of(wanted.call(), fallback.Choice(plan), device)

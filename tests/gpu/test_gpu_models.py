@@ -21,25 +21,23 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 
 @pytest.fixture
 def kernel_calls(monkeypatch, request) -> dict[str, int]:
-    """How often our kernels have run, by direction. No call is prepared for later ones, so that all are counted."""
+    """How often our kernels have run, by direction. No program is kept for later calls, so that all are counted."""
     from fusednorm.host import launch
 
-    monkeypatch.setattr(prepared, "remember", lambda operands, call, launched: None)
+    monkeypatch.setattr(prepared, "keep", lambda miss, call, bound: None)
     prepared.forget()
     if native.extension:
         native.extension.pause(1)
         request.addfinalizer(lambda: native.extension.pause(-1))
     counts = {"forward": 0, "backward": 0}
 
-    def counted(direction, function):
-        def call(*args):
-            counts[direction] += 1
-            return function(*args)
+    run = launch.run
 
-        return call
+    def counted(call, miss=None):
+        counts[call.problem.direction] += 1
+        return run(call, miss)
 
-    for direction in counts:
-        monkeypatch.setattr(launch, direction, counted(direction, getattr(launch, direction)))
+    monkeypatch.setattr(launch, "run", counted)
     return counts
 
 

@@ -80,14 +80,13 @@ class FakeTriton:
         make = launcher.Launch.__init__
 
         def make_ours(made, kernel, *args, **more):
-            make(made, kernels.setdefault(id(kernel), Kernel(self, kernel)), *args, **more)
+            ours = kernel if isinstance(kernel, Kernel) else kernels.setdefault(id(kernel), Kernel(self, kernel))
+            make(made, ours, *args, **more)
 
         monkeypatch.setattr(launcher.Launch, "__init__", make_ours)
         monkeypatch.setattr(launcher, "JITFunction", Kernel)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(launcher.Build, "of", staticmethod(lambda compiled, launch: None))
+        monkeypatch.setattr(launcher.Build, "of", staticmethod(lambda compiled: None))
         monkeypatch.setattr(launcher, "_builds", {})
-        monkeypatch.setattr(launcher, "_loaded", set())
         monkeypatch.setattr(launcher, "_failed", {})
         monkeypatch.setattr(launcher, "_unspecialized", {})  # its keys are ids, which Python may use again
 
@@ -151,9 +150,7 @@ def on_h200(monkeypatch):
 def operands(norm="layer", rows=20, cols=40):
     generator = torch.Generator().manual_seed(0)
     shapes = {"x": (rows, cols), "weight": (cols,), "bias": (cols,) if norm == "layer" else None}
-    return {
-        name: torch.randn(shape, generator=generator).requires_grad_() for name, shape in shapes.items() if shape
-    }
+    return {name: torch.randn(shape, generator=generator).requires_grad_() for name, shape in shapes.items() if shape}
 
 
 def step(norm, tensors):
@@ -331,12 +328,11 @@ def test_under_the_eager_override_aten_itself_runs_in_the_end(norm, triton):
 def test_column_sums_fall_back_to_the_portable_kernel_and_to_aten(triton, on_h200, monkeypatch):
     failing = {launch_columns.RingSum}
 
-    def load_or_fail(launched):
-        if isinstance(launched.kernel, GluonJITFunction) or launch_columns.PortableSum in failing:
+    def do(stage, kernel):
+        if stage == LOADS and (kernel.is_ring or launch_columns.PortableSum in failing):
             raise STAGES["shared memory"][1]()
 
-    monkeypatch.setattr(launch_columns.ColumnLaunch, "load", load_or_fail)
-    monkeypatch.setattr(launch_columns, "_loaded", set())
+    monkeypatch.setattr(triton, "do", do)
     # At this small size the portable kernel would win: prefer the ring.
     monkeypatch.setattr(column_plan, "predicted_us", lambda plan, *_: isinstance(plan, column_plan.PortableSum))
     column_plan.choose.cache_clear()
@@ -349,7 +345,7 @@ def test_column_sums_fall_back_to_the_portable_kernel_and_to_aten(triton, on_h20
     assert fusednorm.explain_column_sum(inputs).choice.plan.kernel == "portable"
     assert "not by TMA: it cannot run here" in str(fusednorm.explain_column_sum(inputs))
     failing.add(launch_columns.PortableSum)
-    launch_columns._loaded.clear()
+    launcher._builds.clear()
     got, _ = warned(lambda: fusednorm.column_sum(inputs))
     assert_close(got, want, rtol=1e-4, atol=1e-4)
     assert fusednorm.explain_column_sum(inputs).choice.plan.kernel == "aten"
@@ -360,27 +356,22 @@ def test_column_sums_fall_back_to_the_portable_kernel_and_to_aten(triton, on_h20
 def test_column_sums_are_not_begun_where_their_second_kernel_cannot_be_built(triton, on_h200, monkeypatch):
     events = []
 
-    def load_or_fail(launched):
-        events.append("load")
-        if events.count("load") % 2 == 0:
+    def do(stage, kernel):
+        events.append(stage)
+        if stage == LOADS and events.count(LOADS) % 2 == 0:
             raise STAGES["shared memory"][1]()
 
-    monkeypatch.setattr(launch_columns.ColumnLaunch, "load", load_or_fail)
-    monkeypatch.setattr(launch_columns.ColumnLaunch, "run", lambda launched: events.append("run"))
-    monkeypatch.setattr(launch_columns, "_loaded", set())
+    monkeypatch.setattr(triton, "do", do)
     inputs = [torch.randn(20000, 64)]
     assert fusednorm.explain_column_sum(inputs).choice.num_splits > 1
     got, said = warned(lambda: fusednorm.column_sum(inputs))
     assert_close(got, [inputs[0].double().sum(0).float()], rtol=1e-3, atol=1e-3)
-    assert said and set(events) == {"load"}
+    assert said and set(events) == {COMPILES, LOADS}
 
 
 @pytest.mark.parametrize("error", ["an illegal memory access was encountered", "invalid argument"])
-def test_column_sums_leave_the_users_errors_alone(error, triton, monkeypatch):
-    def run(launched):
-        raise RuntimeError(f"Triton Error [CUDA]: {error}")
-
-    monkeypatch.setattr(launch_columns.ColumnLaunch, "run", run)
+def test_column_sums_leave_the_users_errors_alone(error, triton):
+    triton.fails = LAUNCHES, lambda: RuntimeError(f"Triton Error [CUDA]: {error}")
     with pytest.raises(RuntimeError, match=error):
         fusednorm.column_sum([torch.randn(64, 16)])
     assert not fallback.failures()

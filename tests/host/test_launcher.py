@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from compiling import worker_processes
 from planning import make_problem, meta_call
 
-from fusednorm.planner.plan import PipelinedPlan
+from fusednorm.host import fallback
+from fusednorm.host.program import Address, Map, Number
+from fusednorm.planner.device import H200
+from fusednorm.planner.heuristics import decide
+from fusednorm.planner.plan import VARIANTS, PipelinedPlan
+
+FORWARD = {"direction": "forward"}
 
 
 def test_errors_of_a_launch_reach_the_caller(monkeypatch):
@@ -19,85 +27,124 @@ def test_errors_of_a_launch_reach_the_caller(monkeypatch):
     def run(launches):
         raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
 
+    monkeypatch.setattr(launcher, "load", lambda launches, device: None)
     monkeypatch.setattr(launcher, "hand_over", run)
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        launch.backward(meta_call(make_problem("layer", 4096), 64))
+        launch.run(meta_call(make_problem("layer", 4096), 64))
 
 
-def test_launches_are_handed_over_in_one_place():
+def test_launches_are_run_in_one_place():
     package = Path(__file__).parents[2] / "fusednorm"
-    callers = {path.name for path in package.rglob("*.py") if re.search(r"\blaunch\.(load|run)\(\)", path.read_text())}
+    callers = {path.name for path in package.rglob("*.py") if re.search(r"\blaunch\.run\(\)", path.read_text())}
     assert callers == {"launcher.py"}
 
 
-def prepared_launch(rows=64, cols=4096, **changes):
+def launch_of(rows=64, cols=4096, **changes):
+    """(the plan, the first launch) of a backward."""
     from fusednorm.host import launch
-    from fusednorm.planner import heuristics
-    from fusednorm.planner.device import H200
 
     call = meta_call(make_problem("layer", cols, **changes), rows)
-    plan = heuristics.choose(call.problem, rows, H200)
-    return plan, launch.prepare_backward(call, plan)[0][0]
+    chosen = fallback.choose(call.problem, rows, H200)
+    return chosen.plan, launch.program_of(call, chosen, H200).launches[0]
+
+
+def key_of(launch, device=0):
+    from fusednorm.host import launcher
+
+    return launcher.build_key(launch, device)
 
 
 def test_the_row_count_is_no_part_of_what_a_build_depends_on():
+    (plan, few), (_, many) = launch_of(64), launch_of(65)
+    assert isinstance(plan, PipelinedPlan)
+    assert key_of(few) == key_of(many)
+
+
+@pytest.fixture(scope="module")
+def workers():
+    with worker_processes(1) as pool:
+        yield pool
+
+
+def programs() -> list:
+    """(a program, the same on meta tensors) of all kinds; in a process that does not interpret."""
+    from fusednorm.columns import launch as columns
+    from fusednorm.columns.plan import KERNELS, choose
+    from fusednorm.columns.problem import check_column_sum
+    from fusednorm.host import launch
+
+    calls = [
+        (meta_call(problem), fallback.Choice(plan))
+        for cols, changes in itertools.product((1000, 4096, 65536, 250001), ({}, FORWARD, {"wants_dx": False}))
+        for problem in [make_problem("layer", cols, **changes)]
+        for variant in VARIANTS[:-1]
+        for plan in [decide(problem, 4096, H200, variant).plan]
+    ]
+    found = [(launch.program_of(*each, H200), call.tensors, call.shape) for each in calls for call in each[:1]]
+    for count, kernel in itertools.product((1, 3), KERNELS):
+        inputs = [torch.empty(50000, 4096, device="meta")] * count
+        call = check_column_sum(inputs, False, None)
+        found.append((columns.program_of(call, choose(call.problem, 50000, H200, kernel)), inputs, inputs[0].shape))
+    return [(program, program.on_tensors(tensors, shape, shape[0])) for program, tensors, shape in found]
+
+
+def builds_of_slots_and_of_tensors() -> tuple[list, list]:
+    from fusednorm.tools import compilation
+
+    pairs = [pair for program, on in programs() for pair in zip(program.launches, on.launches, strict=True)]
+    return tuple([compilation.build_key(each, 90) for each in launches] for launches in zip(*pairs, strict=True))
+
+
+def test_triton_builds_with_addresses_what_it_builds_with_tensors(workers):
+    by_slots, by_tensors = workers.submit(builds_of_slots_and_of_tensors).result()
+    assert by_slots == by_tensors and len(set(by_slots)) > 20
+
+
+def numbers_of_kernels() -> set[tuple[str, str, bool]]:
+    """(kernel, number, whether no build depends on it) of the numbers among the operands of all kinds of programs; in a
+    process that does not interpret."""
     from fusednorm.host import launcher
 
-    (plan, few), (_, many) = prepared_launch(64), prepared_launch(65)
-    assert isinstance(plan, PipelinedPlan)
-    assert launcher._key_and_values(few, 0)[0] == launcher._key_and_values(many, 0)[0]
+    return {
+        (each.kernel.__name__, operand.name, at in launcher._positions_no_build_depends_on(each.kernel))
+        for program, _ in programs()
+        for each in program.launches
+        for at, operand in enumerate(each.operands)
+        if isinstance(operand, Number)
+    }
+
+
+def test_no_kernel_is_specialized_for_a_number_that_follows_from_the_row_count(workers):
+    """A program's kernels are built once, and then get the numbers of every call."""
+    found = workers.submit(numbers_of_kernels).result()
+    assert len(found) > 8 and {number for _, number, _ in found} == {"ROWS", "PARTIALS"}
+    assert not [(kernel, number) for kernel, number, is_free in found if not is_free]
 
 
 @pytest.mark.parametrize(
     "changes", [{"cols": 8192}, {"dtype": "fp16"}, {"weight": "fp32"}, {"wants_db": False}], ids=str
 )
 def test_what_a_build_depends_on_is(changes):
-    from fusednorm.host import launcher
-
-    launches = [prepared_launch()[1], prepared_launch(**changes)[1]]
-    one, other = (launcher._key_and_values(each, 0)[0] for each in launches)
-    assert one != other
+    assert key_of(launch_of()[1]) != key_of(launch_of(**changes)[1])
 
 
-def test_a_build_depends_on_its_options():
-    from fusednorm.host import launcher
+def test_a_build_depends_on_every_dtype_and_alignment_on_norm_tile_and_options_and_on_the_device():
+    _, launch = launch_of()
+    at, slot = next((at, each) for at, each in enumerate(launch.operands) if isinstance(each, Address))
+    described = launch.operands[0]
+    assert isinstance(described, Map)
 
-    _, launch = prepared_launch()
-    key = launcher._key_and_values(launch, 0)[0]
-    launch.options = launch.options | {"maxnreg": 64}
-    assert launcher._key_and_values(launch, 0)[0] != key
+    def put(operand, at=at):
+        return replace(launch, operands=(*launch.operands[:at], operand, *launch.operands[at + 1 :]))
 
-
-class Kernel:
-    params = [SimpleNamespace(do_not_specialize=False, annotation_type="")]
-
-
-@pytest.mark.parametrize("offset", [0, 1])
-def test_a_build_depends_on_whether_pointers_are_aligned(offset):
-    from fusednorm.host import launcher
-
-    tensor = torch.zeros(64)
-    tensor = tensor[(-tensor.data_ptr() // 4) % 4 + offset :]
-    launch = SimpleNamespace(kernel=Kernel(), norm=None, tile=None, options={}, operands=(tensor,))
-    key, values = launcher._key_and_values(launch, 0)
-    assert key[-1] is (offset == 0)
-    assert values == [tensor.data_ptr()]
-
-
-def test_a_build_depends_on_every_dtype_on_norm_and_tile_and_on_the_device():
-    from fusednorm.host import launcher
-
-    kernel = Kernel()
-    kernel.params = 2 * Kernel.params
-
-    def key(dtype=torch.float32, described=torch.float32, norm="norm", tile="tile", device=0):
-        descriptor = launcher.TileDescriptor(SimpleNamespace(tensor=torch.zeros(64, dtype=described)), 1, 64, None)
-        operands = torch.zeros(64, dtype=dtype), descriptor
-        launch = SimpleNamespace(kernel=kernel, norm=norm, tile=tile, options={}, operands=operands)
-        return launcher._key_and_values(launch, device)[0]
-
-    assert key() == key()
-    for change in (
-        {"dtype": torch.bfloat16}, {"described": torch.bfloat16}, {"norm": "other"}, {"tile": "other"}, {"device": 1}
-    ):  # fmt: skip
-        assert key(**change) != key(), change
+    keys = [
+        key_of(launch), key_of(launch, device=1), key_of(replace(launch, options={"maxnreg": 64})),
+        key_of(replace(launch, norm=replace(launch.norm, fold=not launch.norm.fold))),
+        key_of(replace(launch, tile=replace(launch.tile, num_warps=2))),
+        key_of(replace(launch, constants={"total": True})), key_of(replace(launch, named={"d0": described})),
+        key_of(put(None)), key_of(put((slot, slot))), key_of(put(replace(slot, dtype=torch.float64))),
+        key_of(put(replace(slot, aligned=not slot.aligned))),
+        key_of(put(replace(described, tensor=replace(described.tensor, dtype=torch.float16)), at=0)),
+    ]  # fmt: skip
+    assert len(set(keys)) == len(keys)
+    assert key_of(launch) == key_of(put(replace(slot, index=9))), "a build depends on no tensor's place"

@@ -6,14 +6,16 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+from functools import partial
 
 import pytest
 import torch
 from cases import BF16, FP32, make_case
 from planning import make_problem
 
-from fusednorm import force, margin, sm_margin
-from fusednorm.host import gpus, native, prepared, torch_compat
+from fusednorm import force, ops, sm_margin
+from fusednorm.host import gpus, key, native, prepared, torch_compat
+from fusednorm.host.program import Map, OnTensors, Program
 from fusednorm.operands import BackwardOperands, ForwardOperands
 from fusednorm.planner import heuristics
 from fusednorm.planner.device import H200
@@ -21,7 +23,7 @@ from fusednorm.planner.plan import VARIANTS, grid_of
 from fusednorm.problem import check_backward, check_forward
 from fusednorm.tools.oracle import make_inputs
 
-STREAM = 77
+STREAM, HEAD = 77, ("head",) * 9
 
 
 def strictly_allocated(shape, strides, dtype):
@@ -31,37 +33,37 @@ def strictly_allocated(shape, strides, dtype):
 
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["operands one by one", "operands packed"])
-def cpu_tensors_stand_in_for_those_of_an_h200(monkeypatch, request):
-    """Yields a list that gets the arguments of each launch; no kernel runs."""
+def launched(monkeypatch, request):
+    """CPU tensors stand in for those of an H200. Yields a list that gets the arguments of each launch; no kernel
+    runs."""
     from fusednorm.host import launcher
 
     launched = []
 
     def packed(*arguments):
-        assert len(arguments) == 14 and type(arguments[-1]) is tuple
+        assert len(arguments) == 5 + len(HEAD) and type(arguments[-1]) is tuple
         launched.append([*arguments[:-1], *arguments[-1]])
 
     class Build(launcher.Build):
+        head, packs_operands = HEAD, request.param
+
         def __init__(self, launch):
-            self._head, self._constants = ("head",) * 9, [launch.norm, launch.tile]
-            self.first_operand, self.packs_operands = self.STREAM + 10, request.param
-            self.descriptors = [each for each in launch.operands if isinstance(each, launcher.DESCRIPTORS)]
             self.launch = packed if request.param else lambda *arguments: launched.append(list(arguments))
+            maps = sum(isinstance(each, Map) for each in launch.arguments())
+            self.encoders = [partial(encoded, at) for at in range(maps)]
 
-        def tensor_map(self, position, pointer, shape, strides):
-            return "map", position, pointer, tuple(shape), tuple(strides)
-
-    def known_build(launch, device):
-        return Build(launch), [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in launch.operands]
-
-    monkeypatch.setattr(launcher, "known_build", known_build)
+    monkeypatch.setattr(launcher, "load", lambda launches, device: [Build(each) for each in launches])
     monkeypatch.setattr(gpus, "spec_of", lambda device: H200)
-    monkeypatch.setattr(prepared, "allocate", strictly_allocated)
+    monkeypatch.setattr(torch_compat, "allocate", strictly_allocated)
     monkeypatch.setattr(torch_compat, "current_device", lambda: -1)
     monkeypatch.setattr(torch_compat, "raw_stream", lambda device: STREAM)
     prepared.forget()
     yield launched
     prepared.forget()
+
+
+def encoded(position, pointer, shape, strides):
+    return "map", position, pointer, tuple(shape), tuple(strides)
 
 
 def backward_arguments(rows=64, cols=4096, norm="layer", residual=False, mask=(True, True, True)) -> BackwardOperands:
@@ -74,25 +76,36 @@ def backward_arguments(rows=64, cols=4096, norm="layer", residual=False, mask=(T
     return BackwardOperands(norm, *operands, inputs.bias if layer else None, mask, extra)
 
 
-def prepare(arguments, variant=None):
-    """What a first call launches, without running it; and it is remembered."""
+def first(operands) -> Program | None:
+    """A first call, which need not be the first; the program that is kept for calls like it."""
+    return prepared.run(operands, ops.first)[1]
+
+
+def found(operands):
+    """The outputs by a kept program, or None."""
+    return prepared.run(operands)[0]
+
+
+def by_itself(operands) -> OnTensors:
+    """What a call would launch by Triton, whatever is kept."""
     from fusednorm.host import launch
 
-    forward = isinstance(arguments, ForwardOperands)
-    call = (check_forward if forward else check_backward)(arguments)
-    outcome = heuristics.decide(call.problem, call.rows, H200, variant)
-    assert variant in (None, outcome.plan.variant)
-    launched = (launch.prepare_forward if forward else launch.prepare_backward)(call, outcome.plan)
-    launched = launched._replace(margin=margin.sms)
-    prepared.remember(arguments, call, launched)
-    return launched
+    if isinstance(operands, ForwardOperands):
+        return launch.prepare_forward(check_forward(operands))
+    return launch.prepare_backward(check_backward(operands))
 
 
-def launched_by_itself(launched):
-    from fusednorm.host import launcher
-
-    known = [(each.grid, *launcher.known_build(each, 0)) for each in launched.launches]
-    return [build.arguments(grid, values, STREAM) for grid, build, values in known]
+def arguments_of(launch) -> list:
+    """What a launch on tensors should give to `Build.launch`."""
+    given, maps = [], 0
+    for each in launch.arguments():
+        if isinstance(each, Map):
+            shape, strides = each.shape, each.strides
+            given += [encoded(maps, each.tensor.data_ptr(), shape, strides), *shape, *strides]
+            maps += 1
+        else:
+            given.append(each.data_ptr() if isinstance(each, torch.Tensor) else each)
+    return [*[*launch.grid, 1, 1][:3], STREAM, *HEAD, *given]
 
 
 def named(arguments: list, tensors: dict) -> list:
@@ -119,17 +132,17 @@ def memory_of(parts) -> torch.Tensor | None:
     return part if part is None else torch.tensor([], dtype=part.dtype).set_(part.untyped_storage())
 
 
-def assert_launches_as_by_itself(arguments, alone, launched, monkeypatch):
-    """Runs a prepared call, and compares it with `alone`, the same call prepared by itself."""
-    allocated = []
+def assert_launches_as_by_itself(operands, launched, monkeypatch):
+    """Runs a call by a kept program, and compares it with the same call by itself."""
+    allocated, alone = [], by_itself(operands)
     launched.clear()
     monkeypatch.setattr(
-        prepared, "allocate", lambda *each: allocated.append(strictly_allocated(*each)) or allocated[-1]
+        torch_compat, "allocate", lambda *each: allocated.append(strictly_allocated(*each)) or allocated[-1]
     )
-    outputs = prepared.run(arguments)
-    expected = tensors_of(arguments, alone.outputs, memory_of(alone.parts))
-    tensors = tensors_of(arguments, outputs, allocated[-1] if alone.workspace else None)
-    wanted = [named(each, expected) for each in launched_by_itself(alone)]
+    outputs = found(operands)
+    expected = tensors_of(operands, alone.outputs, memory_of(alone.parts))
+    tensors = tensors_of(operands, outputs, allocated[-1] if alone.parts else None)
+    wanted = [named(arguments_of(each), expected) for each in alone.launches]
     assert [named(each, tensors) for each in launched] == wanted
     for got, want in zip(outputs, alone.outputs, strict=True):
         assert (got is None) == (want is None)
@@ -151,15 +164,14 @@ def assert_launches_as_by_itself(arguments, alone, launched, monkeypatch):
     ],
     ids=str,
 )
-def test_a_second_call_is_launched_as_the_first_but_for_its_addresses(
-    norm, variant, changes, cpu_tensors_stand_in_for_those_of_an_h200, monkeypatch
-):
-    first, second = (backward_arguments(norm=norm, **changes) for _ in range(2))
-    prepare(first, variant)
+def test_a_second_call_is_launched_as_the_first_but_for_its_addresses(norm, variant, changes, launched, monkeypatch):
+    one, other = (backward_arguments(norm=norm, **changes) for _ in range(2))
     with force(variant):
-        prepare(first, variant)
-        alone = prepare(second, variant)
-        assert_launches_as_by_itself(second, alone, cpu_tensors_stand_in_for_those_of_an_h200, monkeypatch)
+        program = first(one)
+        assert heuristics.choose(check_backward(one).problem, len(one.x), H200).variant == variant
+        assert_launches_as_by_itself(one, launched, monkeypatch)
+        assert_launches_as_by_itself(other, launched, monkeypatch)
+        assert first(other) is program
 
 
 def forward_arguments(*shape, norm="layer", dims=1):
@@ -172,43 +184,36 @@ def forward_arguments(*shape, norm="layer", dims=1):
 @pytest.mark.parametrize(
     "shape", [(6, 4096), (6, 5, 4096), (2, 3, 5, 4096), (1, 4096), (4096,), (1, 6, 1, 4096)], ids=str
 )
-def test_a_forward_runs_for_x_of_another_shape(shape, cpu_tensors_stand_in_for_those_of_an_h200, monkeypatch):
-    prepare(forward_arguments(7, 4096))
+def test_a_forward_runs_for_x_of_another_shape(shape, launched, monkeypatch):
+    program = first(forward_arguments(7, 4096))
     arguments = forward_arguments(*shape)
-    assert len(prepared._kinds) == 1
-    alone = prepare(arguments)
-    assert [len(kind.calls) for kind in prepared._kinds.values()] == [1]
-    assert_launches_as_by_itself(arguments, alone, cpu_tensors_stand_in_for_those_of_an_h200, monkeypatch)
+    assert first(arguments) is program
+    assert_launches_as_by_itself(arguments, launched, monkeypatch)
 
 
-def test_several_normalized_dims_are_one_row(cpu_tensors_stand_in_for_those_of_an_h200, monkeypatch):
-    prepare(forward_arguments(7, 8, 512, dims=2))
+def test_several_normalized_dims_are_one_row(launched, monkeypatch):
+    first(forward_arguments(7, 8, 512, dims=2))
     arguments = forward_arguments(3, 5, 8, 512, dims=2)
-    alone = prepare(arguments)
-    assert_launches_as_by_itself(arguments, alone, cpu_tensors_stand_in_for_those_of_an_h200, monkeypatch)
+    assert_launches_as_by_itself(arguments, launched, monkeypatch)
 
 
-def test_the_stride_of_a_single_statistic_is_nothing_to_later_calls(
-    cpu_tensors_stand_in_for_those_of_an_h200, monkeypatch
-):
+def test_the_stride_of_a_single_statistic_is_nothing_to_later_calls(launched, monkeypatch):
     """One element of every second is contiguous, whatever its stride."""
-    first = backward_arguments(rows=1)
     mean, rstd = (torch.randn(2)[::2] for _ in range(2))
     assert rstd.is_contiguous() and rstd.stride() == (2,)
-    prepare(first._replace(mean=mean, rstd=rstd))
+    program = first(backward_arguments(rows=1)._replace(mean=mean, rstd=rstd))
     second = backward_arguments(rows=2)
-    alone = prepare(second)
-    assert [len(kind.calls) for kind in prepared._kinds.values()] == [1]
-    assert_launches_as_by_itself(second, alone, cpu_tensors_stand_in_for_those_of_an_h200, monkeypatch)
+    assert first(second) is program
+    assert_launches_as_by_itself(second, launched, monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["weight", "mean"])
 def test_a_tensor_without_memory_is_not_taken_for_one_with_memory(name):
     arguments = backward_arguments()
-    prepare(arguments)
+    first(arguments)
     without = torch._efficientzerotensor(getattr(arguments, name).shape, dtype=getattr(arguments, name).dtype)
-    assert prepared.run(arguments) is not None
-    assert prepared.run(arguments._replace(**{name: without})) is None
+    assert found(arguments) is not None
+    assert found(arguments._replace(**{name: without})) is None
 
 
 ROW_COUNTS = [
@@ -221,32 +226,25 @@ ROW_COUNTS = [
 @pytest.mark.parametrize(
     "norm, cols, mask", [*ROW_COUNTS, ("rms", 1024, None), ("layer", 262144, (True,) * 3)], ids=str
 )
-def test_many_row_counts_are_launched_as_each_would_be_by_itself(
-    norm, cols, mask, cpu_tensors_stand_in_for_those_of_an_h200, monkeypatch
-):
-    from fusednorm.host import launch
-
+def test_many_row_counts_are_launched_as_each_would_be_by_itself(norm, cols, mask, launched, monkeypatch):
     pick, most = random.Random(0), min(20_000, 2**24 // cols)
     x = torch.zeros(most, cols, dtype=BF16)
     many = BackwardOperands(
         norm, x.clone(), x, (cols,), torch.zeros(most, 1) if norm == "layer" else None, torch.zeros(most, 1),
         torch.zeros(cols), torch.zeros(cols) if norm == "layer" else None, mask,
     )  # fmt: skip
+    programs = set()
     for rows in [1, 2, 3, *(max(1, round(most ** pick.random())) for _ in range(300))]:
         if mask is None:
             arguments = ForwardOperands(norm, x[:rows], (cols,), many.weight, many.bias, 1e-5)
-            call, prepare_alone = check_forward(arguments), launch.prepare_forward
         else:
             mean = None if many.mean is None else many.mean[:rows]
             arguments = many._replace(grad_out=many.grad_out[:rows], x=x[:rows], mean=mean, rstd=many.rstd[:rows])
-            call, prepare_alone = check_backward(arguments), launch.prepare_backward
-        alone = prepare_alone(call)
-        if prepared.run(arguments) is None:
-            prepared.remember(arguments, call, alone._replace(margin=margin.sms))
-        assert_launches_as_by_itself(arguments, alone, cpu_tensors_stand_in_for_those_of_an_h200, monkeypatch)
-    (kind,) = prepared._kinds.values()
-    assert len(kind.calls) <= len(heuristics.choices(call.problem, H200)) <= 5
-    assert len(kind.by_shape) <= prepared.KEPT_SHAPES
+        programs.add(first(arguments))
+        assert_launches_as_by_itself(arguments, launched, monkeypatch)
+    problem = (check_forward if mask is None else check_backward)(arguments).problem
+    assert len(programs) <= len(heuristics.choices(problem, H200)) <= 5
+    assert len(prepared.kind_of(key.look(arguments)[0]).by_shape) <= prepared.KEPT_SHAPES
 
 
 @pytest.mark.parametrize("variant", VARIANTS[:-1])
@@ -304,59 +302,59 @@ def other_calls(arguments):
 
 def test_a_call_that_looks_different_in_anything_is_not_taken_for_a_known_one():
     arguments = backward_arguments()
-    prepare(arguments)
-    assert prepared.run(arguments) is not None
-    tried = [name for name, other in other_calls(arguments) if prepared.run(other) is None]
+    first(arguments)
+    assert found(arguments) is not None
+    tried = [name for name, other in other_calls(arguments) if found(other) is None]
     assert tried == [name for name, _ in other_calls(arguments)]
 
 
 @pytest.mark.parametrize("cols, size", [(4096, 4096.0), (1, True)], ids=str)
 def test_a_size_that_is_no_integer_is_not_taken_for_one(cols, size):
     arguments = forward_arguments(6, cols)
-    prepare(arguments)
-    assert prepared.run(arguments) is not None
-    assert prepared.run(arguments._replace(normalized_shape=(size,))) is None
+    first(arguments)
+    assert found(arguments) is not None
+    assert found(arguments._replace(normalized_shape=(size,))) is None
 
 
 def test_calls_with_an_eps_of_nan_are_not_remembered():
     arguments = forward_arguments(6, 4096)._replace(eps=math.nan)
-    prepare(arguments)
-    assert prepared.run(arguments) is None and not prepared._kinds
+    first(arguments)
+    assert found(arguments) is None
 
 
 @pytest.mark.parametrize("eps", [1, torch.tensor(1e-5), True, None], ids=str)
 def test_an_eps_that_is_no_float_is_not_taken_for_a_known_one(eps):
     arguments = forward_arguments(6, 4096)._replace(eps=1.0)
-    prepare(arguments)
-    assert prepared.run(arguments) is not None
-    assert prepared.run(arguments._replace(eps=eps)) is None
+    first(arguments)
+    assert found(arguments) is not None
+    assert found(arguments._replace(eps=eps)) is None
 
 
 def test_force_is_part_of_what_a_call_looks_like():
     arguments = backward_arguments()
-    prepare(arguments)
+    first(arguments)
     with force("multi_wave"):
-        assert prepared.run(arguments) is None
-    assert prepared.run(arguments) is not None
+        assert found(arguments) is None
+    assert found(arguments) is not None
 
 
 def test_a_call_does_not_depend_on_what_requires_grad():
     arguments = forward_arguments(6, 4096)
-    prepare(arguments)
-    assert prepared.run(arguments._replace(x=arguments.x.requires_grad_())) is not None
+    first(arguments)
+    assert found(arguments._replace(x=arguments.x.requires_grad_())) is not None
 
 
-def test_one_tensor_as_two_operands_runs_but_is_not_remembered():
+def test_one_tensor_may_be_two_operands_of_a_first_call_and_of_later_ones(launched, monkeypatch):
     arguments = backward_arguments()
     twice = arguments._replace(grad_out=arguments.x)
-    prepare(twice)
-    assert prepared.run(twice) is None
-    prepare(arguments)
-    assert prepared.run(twice) is not None
+    program = first(twice)
+    assert first(arguments) is program
+    assert_launches_as_by_itself(arguments, launched, monkeypatch)
+    assert_launches_as_by_itself(twice, launched, monkeypatch)
 
 
 @pytest.mark.parametrize("operand", ["x", "grad_out", "weight", "rstd"])
-def test_what_had_to_be_copied_is_not_remembered(operand):
+def test_what_had_to_be_copied_is_launched_but_not_remembered(operand, launched):
     copied = {
         "x": torch.randn(4096, 64, dtype=BF16).t(),
         "grad_out": torch.randn(4096, 64, dtype=BF16).t(),
@@ -364,35 +362,36 @@ def test_what_had_to_be_copied_is_not_remembered(operand):
         "rstd": torch.randn(8, 8).t(),
     }
     arguments = backward_arguments(rows=64, cols=4096)._replace(**{operand: copied[operand]})
-    prepare(arguments)
-    assert prepared.run(arguments) is None and not prepared._kinds
+    outputs, program = prepared.run(arguments, ops.first)
+    assert outputs[0].shape == (64, 4096) and len(launched) == 2, "it was not launched as a program"
+    assert program is None and found(arguments) is None
 
 
 def test_tensors_of_transforms_are_not_taken():
     arguments = forward_arguments(6, 4096)
-    prepare(arguments)
+    first(arguments)
     seen = []
 
     def function(x):
         seen.append(x)
-        assert prepared.run(arguments._replace(x=x)) is None
+        assert found(arguments._replace(x=x)) is None
         return x.float().sum()
 
     torch.func.grad(function)(arguments.x)
     torch.func.vmap(function)(torch.stack([arguments.x] * 3))
-    assert len(seen) == 2 and all(prepared.run(arguments._replace(x=leaked)) is None for leaked in seen)
+    assert len(seen) == 2 and all(found(arguments._replace(x=leaked)) is None for leaked in seen)
 
 
 def test_profilers_that_hook_tritons_launches_see_all():
     from triton import knobs
 
     arguments = backward_arguments()
-    prepare(arguments)
+    first(arguments)
     for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
         hook.add(print)
-        assert prepared.run(arguments) is None
+        assert found(arguments) is None
         hook.remove(print)
-        assert prepared.run(arguments) is not None
+        assert found(arguments) is not None
 
 
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
@@ -401,52 +400,54 @@ def test_without_tritons_lists_of_hooks_triton_launches(name, monkeypatch):
 
     from fusednorm.host import launcher
 
-    arguments = backward_arguments()
-    prepare(arguments)
-    assert not launcher.Build.is_hooked()
+    arguments, by_triton = backward_arguments(), []
+    program = first(arguments)
+    monkeypatch.setattr(launcher, "hand_over", by_triton.extend)
     monkeypatch.setattr(knobs.runtime, name, None)
-    assert prepared.run(arguments) is None and launcher.Build.is_hooked()
+    assert found(arguments) is None
+    assert first(arguments) is program and len(by_triton) == 2
 
 
 def test_errors_of_a_launch_reach_the_caller(monkeypatch):
     arguments = backward_arguments()
-    prepare(arguments)
+    first(arguments)
 
-    def refuse(self, position, pointer, shape, strides):
+    def refuse(device):
         raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
 
-    monkeypatch.setattr(type(prepared.find(arguments).steps[0].build), "tensor_map", refuse)
+    monkeypatch.setattr(torch_compat, "raw_stream", refuse)
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        prepared.run(arguments)
+        found(arguments)
 
 
 def test_a_call_runs_under_the_margin_that_it_was_planned_for():
     arguments = backward_arguments()
-    prepare(arguments)
+    without = first(arguments)
     with sm_margin(16):
-        assert prepared.run(arguments) is None and prepared.find(arguments) is None
-        prepare(arguments)
-        assert prepared.run(arguments) is not None
-    assert prepared.run(arguments) is not None
-    assert len(prepared._kinds) == 2
+        assert found(arguments) is None
+        within = first(arguments)
+        assert found(arguments) is not None
+    assert first(arguments) is without and (without.sm_margin, within.sm_margin) == (0, 16)
 
 
 @pytest.mark.parametrize("after", [100, 0])
-def test_a_call_is_not_remembered_if_the_margin_changed_while_it_was_planned(after):
-    arguments = backward_arguments()
-    launched = prepare(arguments)
-    prepared.forget()
-    with sm_margin(after):
-        prepared.remember(arguments, check_backward(arguments), launched)
-    prepared.remember(arguments, check_backward(arguments), launched)
-    assert not prepared._kinds
-    prepare(arguments)
-    assert prepared._kinds
+@pytest.mark.parametrize("stage", ["check", "plan"])
+def test_a_call_is_not_remembered_if_the_margin_changed_while_it_was_planned(stage, after, monkeypatch):
+    from fusednorm.host import launch
+
+    arguments, blocks = backward_arguments(), contextlib.ExitStack()
+    module, name = {"check": (ops, "check_backward"), "plan": (launch, "program_of")}[stage]
+    done = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *given: blocks.enter_context(sm_margin(after)) or done(*given))
+    with blocks:
+        outputs, program = prepared.run(arguments, ops.first)
+        assert outputs is not None and program is None and found(arguments) is None
+    assert found(arguments) is None
 
 
-def test_another_current_device_is_made_current(monkeypatch, cpu_tensors_stand_in_for_those_of_an_h200):
+def test_another_current_device_is_made_current(monkeypatch, launched):
     arguments, current = backward_arguments(), [0]
-    prepare(arguments)
+    first(arguments)
 
     @contextlib.contextmanager
     def device(index):
@@ -456,22 +457,16 @@ def test_another_current_device_is_made_current(monkeypatch, cpu_tensors_stand_i
 
     monkeypatch.setattr(torch_compat, "current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "device", device)
-    assert prepared.run(arguments) is not None and cpu_tensors_stand_in_for_those_of_an_h200
+    assert found(arguments) is not None and launched
     assert current == [0]
 
 
 def test_kinds_of_calls_are_bounded(monkeypatch):
     monkeypatch.setattr(prepared, "KEPT_KINDS", 3)
-    for cols in range(1024, 1024 + 8 * 16, 16):
-        prepare(backward_arguments(rows=8, cols=cols))
-        assert 1 <= len(prepared._kinds) <= 3
-
-
-def test_what_was_remembered_once_is_not_remembered_again():
-    arguments = backward_arguments()
-    prepare(arguments), prepare(arguments)
-    (kind,) = prepared._kinds.values()
-    assert len(kind.calls) == 1
+    calls = [backward_arguments(rows=8, cols=cols) for cols in range(1024, 1024 + 8 * 16, 16)]
+    for last, each in enumerate(calls, 1):
+        first(each)
+        assert 1 <= sum(found(known) is not None for known in calls[:last]) <= 3
 
 
 def unlike_forwards():
@@ -511,62 +506,62 @@ def unlike_backwards():
 def test_right_calls_that_differ_in_one_thing_are_told_apart(pairs):
     for name, known, other in pairs():
         prepared.forget()
-        prepare(known)
-        assert prepared.run(known) is not None, name
-        assert prepared.run(other) is None, name
-        prepare(other)
-        assert prepared.run(other) is not None, f"{name}: refused for another reason"
+        first(known)
+        assert found(known) is not None, name
+        assert found(other) is None, name
+        first(other)
+        assert found(other) is not None, f"{name}: refused for another reason"
 
 
 def test_force_and_the_margin_are_part_of_what_a_forward_looks_like():
     arguments = forward_arguments(6, 4096)
-    prepare(arguments)
+    first(arguments)
     for block in (lambda: force("multi_wave"), lambda: sm_margin(16)):
         with block():
-            assert prepared.run(arguments) is None
-        assert prepared.run(arguments) is not None
+            assert found(arguments) is None
+        assert found(arguments) is not None
 
 
 def test_another_device_is_told_apart(monkeypatch):
     arguments = forward_arguments(6, 4096)._replace(weight=None, bias=None)  # the device of x alone
-    prepare(arguments)
-    assert prepared.run(arguments) is not None
+    first(arguments)
+    assert found(arguments) is not None
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 1)
-    assert prepared.run(arguments) is None
+    assert found(arguments) is None
 
 
 @pytest.mark.parametrize("name", ["mean", "rstd", "weight", "residual_grad"])
 def test_a_tensor_of_another_shape_at_an_aligned_address_is_not_taken(name):
     arguments = backward_arguments(residual=True)
-    prepare(arguments)
-    assert prepared.run(arguments) is not None
-    assert prepared.run(arguments._replace(**{name: getattr(arguments, name)[8:]})) is None
+    first(arguments)
+    assert found(arguments) is not None
+    assert found(arguments._replace(**{name: getattr(arguments, name)[8:]})) is None
 
 
 @pytest.mark.parametrize("make", [forward_arguments, lambda *shape: backward_arguments(*shape, residual=True)])
 def test_no_tensor_without_memory_is_taken(make):
     arguments = make(64, 4096)
-    prepare(arguments)
-    assert prepared.run(arguments) is not None
+    first(arguments)
+    assert found(arguments) is not None
     for name, tensor in zip(arguments._fields, arguments, strict=True):
         if isinstance(tensor, torch.Tensor) and (name, type(arguments)) != ("bias", BackwardOperands):
             without = torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype)
-            assert prepared.run(arguments._replace(**{name: without})) is None, name
+            assert found(arguments._replace(**{name: without})) is None, name
 
 
 @pytest.mark.parametrize("name", ["x", "grad_out", "mean", "rstd", "weight", "bias", "residual_grad"])
 def test_no_negated_view_is_taken(name):
     arguments = backward_arguments(residual=True)
-    prepare(arguments)
-    assert prepared.run(arguments._replace(**{name: torch._neg_view(getattr(arguments, name))})) is None
+    first(arguments)
+    assert found(arguments._replace(**{name: torch._neg_view(getattr(arguments, name))})) is None
 
 
 def test_each_plan_ends_at_the_last_row_that_the_planner_gives_it():
     last, _ = heuristics.choices(check_backward(backward_arguments()).problem, H200)[0]
-    prepare(backward_arguments(rows=last + 1))
-    assert prepared.run(backward_arguments(rows=last + 1)) is not None
-    assert prepared.run(backward_arguments(rows=last)) is None
+    first(backward_arguments(rows=last + 1))
+    assert found(backward_arguments(rows=last + 1)) is not None
+    assert found(backward_arguments(rows=last)) is None
     prepared.forget()
-    prepare(backward_arguments(rows=last))
-    assert prepared.run(backward_arguments(rows=last)) is not None
-    assert prepared.run(backward_arguments(rows=last + 1)) is None
+    first(backward_arguments(rows=last))
+    assert found(backward_arguments(rows=last)) is not None
+    assert found(backward_arguments(rows=last + 1)) is None

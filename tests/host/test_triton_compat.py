@@ -5,21 +5,30 @@ No GPU is needed: a fake driver records its arguments.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from column_sums import Sums
 from compiling import worker_processes
 from planning import make_problem, meta_call
 
-from fusednorm.host import triton_compat
+from fusednorm.columns.plan import Choice, choose
+from fusednorm.columns.problem import check_column_sum
+from fusednorm.host import fallback, torch_compat, triton_compat
 from fusednorm.host.triton_compat import RELEASES
+from fusednorm.planner.device import H200
+from fusednorm.planner.norm_problem import NormProblem
 
+ROWS, STREAM = 300, 7
 PROBLEMS = [
     make_problem("layer", 4096),  # tensor maps
     make_problem("layer", 16384),  # tensor maps and a cluster
     make_problem("rms", 1001, direction="forward"),  # no tensor map, a float
+    (Sums(ROWS, 4096, 3, torch.bfloat16), "ring"),  # a tuple of addresses, and tensor maps behind the constants
+    (Sums(ROWS, 1001, 1), "portable"),  # tuples of one element
 ]
 
 
@@ -40,41 +49,60 @@ class Driver:
         return "map", *map(str, arguments)
 
 
-def launches(problem) -> list[tuple[list, list]]:
+def programs(given) -> tuple:
+    """(program, its tensors, the shape of x) of a norm's problem or of a column sum, with a kernel's name."""
+    from fusednorm.columns import launch as columns
+    from fusednorm.host import launch
+
+    if isinstance(given, NormProblem):
+        call = meta_call(given, ROWS, device="cpu")
+        return launch.program_of(call, fallback.choose(given, ROWS, H200), H200), call.tensors, call.shape
+    sums, kernel = given
+    inputs = sums.inputs()
+    call = check_column_sum(inputs, sums.total, None)
+    return columns.program_of(call, Choice(choose(call.problem, ROWS, H200, kernel).plan, 2)), inputs, inputs[0].shape
+
+
+def launches(given) -> list[tuple[list, list]]:
     """For each kernel, the driver's arguments from Triton's launcher and from ours; in a process that can compile."""
     from triton.backends.nvidia import driver as nvidia
     from triton.runtime import driver as runtime
 
-    from fusednorm.host import launch, launcher
+    from fusednorm.host import launcher
     from fusednorm.tools import compilation
 
     fake = Driver()
-    prepare = launch.prepare_forward if problem.direction == "forward" else launch.prepare_backward
     made = SimpleNamespace(launch=fake.utils.launch)
-    found = []
-    # Meta tensors have no memory: both launchers get this address for each.
+    program, tensors, shape = programs(given)
+    on = program.on_tensors(tensors, shape, ROWS)
+    memory = [each for each in on.outputs if each is not None]  # for both launchers
+    if on.parts:
+        memory.append(torch.tensor([], dtype=program.workspace.dtype).set_(on.parts[0].untyped_storage()))
     with (
         mock.patch.object(runtime, "_active", fake),
         mock.patch.object(nvidia, "PyKernelArg", lambda **named: tuple(named.items()), create=True),  # since 3.7
         mock.patch.object(nvidia, "compile_module_from_src", lambda **_: made, create=True),
         mock.patch.object(nvidia, "library_dirs", lambda: [], create=True),
-        mock.patch.object(torch.Tensor, "data_ptr", lambda tensor: 4096),
+        mock.patch.object(torch_compat, "current_device", lambda: 0),
+        mock.patch.object(torch_compat, "raw_stream", lambda device: STREAM),
+        mock.patch.object(torch_compat, "allocate", lambda *_: memory.pop(0)),
     ):
-        for each in prepare(meta_call(problem))[0]:
-            compiled = compilation.compile_for(each, 90)
+        builds = []
+        for symbolic, each in zip(program.launches, on.launches, strict=True):
+            compiled = compilation.compile_for(symbolic, 90)
             own = nvidia.CudaLauncher(compiled.src, compiled.metadata)
-            grid, stream, function = (*each.grid, 1, 1)[:3], 7, 11
-            metadata = compiled.packed_metadata
+            grid, function, metadata = (*each.grid, 1, 1)[:3], 11, compiled.packed_metadata
             names = each.kernel.arg_names
-            given = dict(zip(names, each.args, strict=False)) | {k: v for k, v in each.keywords().items() if k in names}
-            own(*grid, stream, function, metadata, None, None, None, *(given[name] for name in names))
+            known = dict(zip(names, each.args, strict=False)) | {k: v for k, v in each.keywords().items() if k in names}
+            own(*grid, STREAM, function, metadata, None, None, None, *(known[name] for name in names))
             known = SimpleNamespace(
                 run=own, function=function, src=compiled.src, metadata=compiled.metadata, packed_metadata=metadata
             )
-            build = launcher.Build(known, each, RELEASES[triton_compat.installed()])
-            build.run(each.grid, launcher._key_and_values(each, 0)[1], stream)
-            found.append(tuple(list(map(plain, asked)) for asked in fake.launched[-2:]))
-    return found
+            builds.append(launcher.Build(known, RELEASES[triton_compat.installed()]))
+        addresses = [0 if each is None else each.data_ptr() for each in tensors]
+        assert replace(program, device=0, builds=builds).bind(tuple(shape), ROWS).launch(addresses) is not None
+    by_triton, by_us = fake.launched[: len(builds)], fake.launched[len(builds) :]
+    return [tuple(list(map(plain, asked)) for asked in pair) for pair in zip(by_triton, by_us, strict=True)]
 
 
 def plain(argument):
@@ -87,7 +115,7 @@ def plain(argument):
 
 
 @pytest.mark.skipif(triton_compat.installed() not in RELEASES, reason="a Triton whose launcher has not been read")
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: f"{problem.norm}-{problem.direction}-{problem.cols}")
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda each: str(each)[:60])
 def test_the_driver_is_given_what_tritons_launcher_gives_it(workers, problem):
     pairs = workers.submit(launches, problem).result()
     assert pairs
@@ -108,15 +136,27 @@ def test_only_releases_that_have_run_on_a_gpu_are_launched_without_triton(releas
 
 
 def test_with_any_other_release_triton_launches(monkeypatch):
-    from fusednorm.host import launcher
+    from fusednorm.host import launch, launcher
 
-    asked = []
-    kernel = {(3,): lambda *args, **keywords: asked.append((args, keywords))}
-    launch = SimpleNamespace(kernel=kernel, grid=(3,), args=(1, 2), keywords=lambda: {"a": 3})
+    class Kernel:
+        params = [SimpleNamespace(do_not_specialize=False, annotation_type="")] * 64
+        pre_run_hooks, asked = (), []
+
+        def warmup(self, *args, grid, **keywords):
+            return SimpleNamespace(run=None)
+
+        def __getitem__(self, grid):
+            return lambda *args, **keywords: self.asked.append((grid, args, keywords))
+
+    kernel, call = Kernel(), meta_call(make_problem("layer", 1000, direction="forward"), 8, device="cpu")
+    program = launch.program_of(call, fallback.choose(call.problem, 8, H200), H200)
+    program = replace(program, launches=tuple(replace(each, kernel=kernel) for each in program.launches))
     monkeypatch.setattr(launcher, "TRITON", None)
-    launcher.run(launch, 0)
-    assert asked == [((1, 2), {"a": 3})]
-    assert launcher.known_build(launch, 0) == (None, [])
+    monkeypatch.setattr(launcher, "JITFunction", Kernel)
+    outputs, loaded = launcher.run(program, call.tensors, call.shape, call.rows)
+    ((grid, args, keywords),) = kernel.asked
+    assert loaded is None and grid == (8,) and keywords["tile"] is program.launches[0].tile
+    assert all(a is b for a, b in zip(args, [*call.tensors, *outputs], strict=False))
 
 
 @pytest.mark.parametrize("gone", ["global_scratch_size", "launch_pdl", "launch"])
@@ -127,10 +167,7 @@ def test_a_launcher_that_is_other_than_known_is_left_to_triton(gone, monkeypatch
     monkeypatch.setattr(launcher, "TRITON", RELEASES[3, 6])
     run = SimpleNamespace(**{name: 0 for name in names if name != gone})
     compiled = SimpleNamespace(run=run, function=1, packed_metadata=(4, 1, 0), metadata=SimpleNamespace())
-    launch = SimpleNamespace(
-        norm=None, tile=SimpleNamespace(num_warps=4), kernel=SimpleNamespace(arg_names=[]), operands=()
-    )
-    assert launcher.Build.of(compiled, launch) is None
+    assert launcher.Build.of(compiled) is None
 
 
 def end_of_forward(cols: int) -> list[str]:

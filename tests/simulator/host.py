@@ -30,7 +30,7 @@ class Simulation:
     launched: list[launching.Launched] = field(default_factory=list)
     finished: list[Gpu] = field(default_factory=list)  # one for each op
 
-    def hand_over(self, launches, loaded: bool = False) -> None:
+    def hand_over(self, launches) -> None:
         """Runs the launches of one op together: a dependent one may begin before the launch before it has ended."""
         gpu = Gpu(self.seed + len(self.finished), self.resident, self.trace())
         self.launched += [launching.enqueue(each, self.spec.arch, gpu, self.without) for each in launches]

@@ -36,7 +36,7 @@ class Launched(NamedTuple):
 
 
 def enqueue(launch, arch: int, gpu: Gpu, without: dict[str, frozenset[int]]) -> Launched:
-    """Queues one Launch or ColumnLaunch. `without` has the indices of instructions to leave out, by build."""
+    """Queues one launch on tensors. `without` has the indices of instructions to leave out, by build."""
     compiled = compilation.compile_for(launch, arch)
     metadata = compiled.metadata
     program = program_of(compiled.asm["ptx"], without.get(compiled.hash, frozenset()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from compiling import DEVICES, worker_processes
 
 import fusednorm
+from fusednorm.operands import BackwardOperands, ForwardOperands
 from fusednorm.planner.plan import MultiWavePlan
+from fusednorm.problem import check_backward, check_forward
 from fusednorm.tools import warm
 
 H200, B200, A100 = DEVICES[90], DEVICES[100], DEVICES[80]
@@ -32,6 +35,36 @@ def numbers_of_builds(many: list[list], device) -> list[int]:
     return [len(warm.distinct_builds(plans, device)) for plans in many]
 
 
+def call_of(wanted: warm.Wanted):
+    """The checked call of zeros that is expected."""
+    shape, layer, rows = (wanted.cols,), wanted.norm == "layer", 16
+    x, weight = torch.zeros(rows, wanted.cols, dtype=wanted.dtype), torch.zeros(shape, dtype=wanted.weight_dtype)
+    bias = weight if layer and wanted.has_bias else None
+    if wanted.direction == "forward":
+        return check_forward(ForwardOperands(wanted.norm, x, shape, weight, bias, 1e-5))
+    rstd, added = torch.zeros(rows), wanted.residual_dtype
+    residual = None if added is None else torch.zeros(rows, wanted.cols, dtype=added)
+    operands = x, x, shape, rstd if layer else None, rstd, weight, bias, wanted.output_mask, residual
+    return check_backward(BackwardOperands(wanted.norm, *operands))
+
+
+def launches_of_a_call(wanted: warm.Wanted, plan) -> list:
+    from fusednorm.host import fallback, launch
+
+    return list(launch.program_of(call_of(wanted), fallback.Choice(plan), H200).launches)
+
+
+def test_expected_calls_look_as_real_ones_do():
+    from fusednorm.host import launch
+
+    for norm, direction in itertools.product(("layer", "rms"), ("forward", "backward")):
+        for changes in ({}, {"cols": 1001}, {"weight": FP32}, {"mask": (True, False, False)}):
+            for residual in (None, FP32):
+                expected = wanted(norm, direction, **changes)._replace(residual_dtype=residual)
+                found, real = launch.with_addresses(expected.call()), launch.with_addresses(call_of(expected))
+                assert found == real and expected.problem == real.problem, expected
+
+
 def warm_up_twice(folder: str) -> tuple[int, int, int, list[bool]]:
     """(kernels, builds on disk after the first and after the second warmup, whether each launch finds its build)."""
     import os
@@ -49,7 +82,7 @@ def warm_up_twice(folder: str) -> tuple[int, int, int, list[bool]]:
         return len(list(Path(folder).rglob("*.cubin")))
 
     first, second = compile_all(), compile_all()
-    looked_up = [compilation.is_built(each, 90) for what, plan in plans for each in warm._launches(what, plan, "meta")]
+    looked_up = [compilation.is_built(each, 90) for pair in plans for each in launches_of_a_call(*pair)]
     return len(builds), first, second, looked_up
 
 
@@ -119,8 +152,8 @@ def test_what_a_kernel_is_called_on_disk_does_not_depend_on_what_ran_before():
 
 def test_a_gradient_to_be_added_is_a_problem_of_its_own():
     residual = wanted()._replace(residual_dtype=FP32)
-    assert residual.call("meta").problem.residual_dtype == FP32
-    assert wanted().call("meta").problem != residual.call("meta").problem
+    assert residual.problem.residual_dtype == FP32
+    assert wanted().problem != residual.problem
 
 
 def test_nothing_is_compiled_where_no_gradient_is_wanted():
@@ -152,7 +185,7 @@ def build_with_another_triton() -> int:
     compilation.create_function_from_signature = lambda signature: None
     plans = list(warm.plans_of([wanted(cols=512), wanted(direction="forward", cols=512)], [4096], H200))
     with pytest.raises(compilation.UnknownTriton, match="another way than is known"):
-        compilation.build_key(warm._launches(*plans[0], "meta")[0], 90)
+        compilation.build_key(warm._program(*plans[0], H200).launches[0], 90)
     return warm.build_ahead(plans, H200, None)
 
 
@@ -168,29 +201,27 @@ def test_with_a_triton_that_compiles_otherwise_nothing_is_built_ahead_and_nothin
 def test_a_kernel_that_cannot_be_built_gives_way_as_it_would_in_the_first_call(monkeypatch):
     from contextlib import nullcontext
 
-    from fusednorm.host import fallback
+    from fusednorm.kernels.config import RingTile
+
+    from fusednorm.host import fallback, launcher
 
     loaded = []
 
-    class Launch:
-        def __init__(self, plan):
-            self.plan = plan
-
-        def load(self):
-            if self.plan.variant == "pipelined":
-                raise fallback.BuildFailed("PTXASError: no")
-
-        def run(self):
-            loaded.append(self.plan)
+    def run(program, tensors, shape, rows):
+        kernel = program.launches[0].kernel.__name__
+        if isinstance(program.launches[0].tile, RingTile):
+            raise fallback.BuildFailed("PTXASError: no")
+        assert shape == (rows, 4096) and all(each is None or each.numel() == rows * 4096 for each in tensors)
+        loaded.append(kernel)
 
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(warm, "_launches", lambda wanted, plan, device: [Launch(plan)])
+    monkeypatch.setattr(launcher, "run", run)
     plans = list(warm.plans_of([wanted()], None, H200))
     assert "pipelined" in {plan.variant for _, plan in plans}
     try:
         with pytest.warns(RuntimeWarning, match="cannot run as pipelined on H200: PTXASError: no"):
-            warm._load(plans, torch.device("cuda", 0), H200)
+            warm._load(plans, torch.device("cpu"), H200)
     finally:
         fallback.forget()
-    assert loaded and all(isinstance(plan, MultiWavePlan) for plan in loaded)
+    assert loaded == ["backward"] * len(plans)

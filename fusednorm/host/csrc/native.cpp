@@ -162,12 +162,8 @@ PYBIND11_MODULE(_native, module) {
            py::arg("tiles_of_cta"), py::arg("least_short_lived"), py::arg("partials_of_cta"))
       .def("numbers", &Grid::numbers);
   py::class_<Workspace>(module, "Workspace")
-      .def(py::init([](at::ScalarType dtype, int64_t cols, bool wants_dw, bool wants_db, int64_t means_per_row,
-                       int64_t counters) {
-             return Workspace{dtype, cols, wants_dw, wants_db, means_per_row, counters};
-           }),
-           py::kw_only(), py::arg("dtype"), py::arg("cols"), py::arg("wants_dw"), py::arg("wants_db"),
-           py::arg("means_per_row"), py::arg("counters"))
+      .def(py::init([](at::ScalarType dtype, std::array<Part, NUM_PARTS> parts) { return Workspace{dtype, parts}; }),
+           py::kw_only(), py::arg("dtype"), py::arg("parts"))
       .def("sizes", &Workspace::sizes);
   py::class_<Step>(module, "Step")
       .def(py::init<uint64_t, std::array<unsigned, 3>, std::array<optional<Number>, 2>, unsigned, unsigned, unsigned,

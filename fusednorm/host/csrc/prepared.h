@@ -1,5 +1,5 @@
-// A prepared call: what a call launches, as a function of its row count and its tensors' addresses. Python makes it
-// (fusednorm/host/prepared.py), and native.py copies it into these records.
+// A program: what a call launches, as a function of its row count and its tensors' addresses. Python builds it
+// (fusednorm/host/program.py), and native.py copies it into these records.
 
 #pragma once
 
@@ -59,17 +59,20 @@ struct Grid {
   }
 };
 
-// The rule of launch.py: WorkspaceSizes.
+// The rule of program.py: Workspace. A part has so many elements for each row, for each row of partials, and beside.
+using Part = std::array<int64_t, 3>;
 struct Workspace {
   at::ScalarType dtype;
-  int64_t cols;
-  bool wants_dw, wants_db;
-  int64_t means_per_row, counters;
+  std::array<Part, NUM_PARTS> parts;
 
   std::array<int64_t, NUM_PARTS> sizes(const Numbers& numbers) const {
-    auto padded = [](int64_t elements) { return ceil_div(elements, 4) * 4; };
-    int64_t sums = padded(numbers[static_cast<size_t>(Number::PARTIALS)] * cols);
-    return {sums * wants_dw, sums * wants_db, padded(numbers[0] * means_per_row), counters};
+    std::array<int64_t, NUM_PARTS> sizes;
+    for (size_t i = 0; i < NUM_PARTS; ++i) {
+      const auto& [per_row, per_partial, beside] = parts[i];
+      int64_t partials = numbers[static_cast<size_t>(Number::PARTIALS)];
+      sizes[i] = ceil_div(numbers[0] * per_row + partials * per_partial + beside, 4) * 4;
+    }
+    return sizes;
   }
 };
 

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 
 import fake_gpu
 import pytest
+import torch
 from cases import FP32, make_case
-from devices import standing_in
-from fake_gpu import CUDA_HEADER, DRIVER, STREAM, Gpu, known_build, run
+from devices import planned_for
+from fake_gpu import CUDA_HEADER, DRIVER, STREAM, Gpu, launched, load, look
 from norms import SHAPE, backward_of, forward_of, layer_norm
 
 from fusednorm import autograd, reference
@@ -31,7 +32,7 @@ def driver(tmp_path_factory):
     subprocess.run(command, check=True)
     native.extension.use_driver(str(library))
     derivatives = reference.statistics_backward_formula, autograd.differentiable_backward
-    native.install("CPU", autograd.above_autograd, SimpleNamespace(run=run), *derivatives)
+    native.install("CPU", autograd.above_autograd, SimpleNamespace(launched=launched), *derivatives)
     return ctypes.CDLL(str(library))
 
 
@@ -39,13 +40,15 @@ def driver(tmp_path_factory):
 def gpu(driver, monkeypatch):
     fake_gpu.GPU = simulated = Gpu(driver)
 
-    monkeypatch.setattr(launcher, "known_build", known_build)
+    monkeypatch.setattr(launcher, "load", load)
+    monkeypatch.setattr(launcher, "hand_over", lambda launches: None)  # what Triton would launch, for a profiler
     monkeypatch.setattr(torch_compat, "current_device", lambda: -1)
     monkeypatch.setattr(torch_compat, "raw_stream", lambda device: STREAM)
-    monkeypatch.setattr(prepared, "run", lambda operands: None)  # Python's own runs of prepared calls
+    monkeypatch.setattr(torch_compat, "allocate", lambda *memory: torch.empty_strided(*memory[:2], dtype=memory[2]))
+    monkeypatch.setattr(prepared, "run", look)
     prepared.forget()
     native.forget()
-    with standing_in(H200, simulated.hand_over):
+    with planned_for(H200):
         yield simulated
     assert simulated.failure is None, simulated.failure
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import re
 import threading
 from pathlib import Path
@@ -18,9 +19,9 @@ import torch
 import triton
 from cases import BF16, FP16, FP32, FP64
 
-from fusednorm import reference
-from fusednorm.host import launch, launcher, native, prepared, triton_compat
-from fusednorm.operands import ForwardOperands
+from fusednorm import margin, ops, reference
+from fusednorm.host import key, launcher, native, prepared, program, triton_compat
+from fusednorm.host.kernel_devices import kernels_on
 from fusednorm.planner.device import H200
 from fusednorm.problem import check_backward, check_forward
 from fusednorm.tools import compilation
@@ -148,7 +149,7 @@ class Map(ctypes.Structure):
         return list(self.strides[: self.rank - 1])[::-1]
 
     def known(self) -> tuple:
-        """The map in the form that `Build.tensor_map` returns."""
+        """The map in the form of `encoded`."""
         return "map", self.address, self.type, self.shape(), self.byte_strides(), list(self.box[: self.rank])[::-1]
 
     @classmethod
@@ -181,13 +182,18 @@ def at_address(address: int, dtype: torch.dtype, shape, strides=None) -> torch.T
 
 
 class Build(launcher.Build):
-    """A kernel compiled for an H200. Launches from Python are not run: `launched` gets their arguments."""
+    """A kernel compiled for an H200. What Python launches is computed, too, without a record in `Gpu.launched`."""
 
     def __init__(self, compiled, launch):
-        super().__init__(compiled, launch, triton_compat.RELEASES[3, 6])
+        super().__init__(compiled, triton_compat.RELEASES[3, 6])
         self.name, self.layer = launch.kernel.__name__, launch.norm.layer
-        self.launched: list[tuple] = []
-        self.launch = lambda *arguments: self.launched.append(arguments)
+        self.launch = self._compute
+        self._kept: list[int] = []  # positions of the arguments that are parameters of the build
+        at = 4 + len(self.head)
+        for given, kind in zip(launch.arguments(), compiled.src.signature.values(), strict=True):
+            size = 1 + 2 * len(given.shape) if isinstance(given, program.Map) else 1
+            self._kept += range(at, at + size) if kind != "constexpr" else ()
+            at += size
         types = re.findall(r"\.param (?:\.align \d+ )?\.(\w+)", compiled.ptx.split(".entry")[1].split(")")[0])
         self.declared = list(zip(self._parameter_names(), types, strict=True))
 
@@ -201,9 +207,34 @@ class Build(launcher.Build):
                 names.append(name)
         return [*names, "global_scratch", "profile_scratch"]
 
-    def tensor_map(self, position, pointer, shape, strides):
-        element_bytes, cuda_type, box = self.map_geometry(position)
-        return "map", pointer, cuda_type, shape, [element_bytes * stride for stride in strides[:-1]], box
+    def _compute(self, *arguments) -> None:
+        given = [arguments[position] for position in self._kept]
+        given = [Map.of(*value[1:]) if isinstance(value, tuple) else value for value in given]
+        names = [name for name, _ in self.declared]
+        with torch.no_grad():
+            compute(Launched(self, None, dict(zip(names, given, strict=False))))
+
+    @property
+    def encoders(self):
+        return [functools.partial(encoded, each) for each in self.descriptors]
+
+    def values(self, launch) -> list:
+        """The parameters of a launch on tensors."""
+        encoders = iter(self.encoders)
+        return [self._value(given, encoders) for given, _ in self.parameters(launch)]
+
+    @staticmethod
+    def _value(given, encoders):
+        if isinstance(given, program.Map):
+            return next(encoders)(given.tensor.data_ptr(), list(given.shape), list(given.strides))
+        return given.data_ptr() if isinstance(given, torch.Tensor) else given
+
+
+def encoded(descriptor: dict, pointer: int, shape: list[int], strides: list[int]) -> tuple:
+    """A tensor map in the form of `Map.known`."""
+    element_bytes, cuda_type = descriptor["elem_size"], triton_compat.number_of_type(descriptor["elem_type"])
+    byte_strides = [element_bytes * stride for stride in strides[:-1]]
+    return "map", pointer, cuda_type, shape, byte_strides, descriptor["block_size"]
 
 
 class Config(NamedTuple):
@@ -300,7 +331,7 @@ class Gpu:
     def __init__(self, driver: ctypes.CDLL):
         self.launched: list[Launched] = []
         self.python_calls: list[tuple] = []
-        self.remembers = True  # whether calls that go to Python are prepared for later ones
+        self.remembers = True  # whether calls that go to Python leave programs for later ones
         self.computes = True  # whether launches from C++ write results
         self.result = 0  # the driver's error code for each launch; 0 is success
         self.failure: Exception | None = None
@@ -332,17 +363,6 @@ class Gpu:
             return ILLEGAL_ADDRESS
         return 0
 
-    def hand_over(self, launches, loaded: bool = False) -> None:
-        """In place of launcher.hand_over: computes what Python launches, without a record in `launched`."""
-        for each in launches:
-            build, values = known_build(each, -1)
-            arguments = build.arguments(each.grid, values, STREAM)
-            given = [arguments[position] for position, _ in build.parameter_types()]
-            given = [Map.of(*value[1:]) if isinstance(value, tuple) else value for value in given]
-            names = [name for name, _ in build.declared]
-            with torch.no_grad():
-                compute(Launched(build, None, dict(zip(names, given, strict=False))))
-
     @contextlib.contextmanager
     def repeating(self, calls: int = 1):
         """Inside, exactly `calls` prepared calls must run in C++, and none may go to Python."""
@@ -367,14 +387,18 @@ GPU: Gpu | None = None  # of the test that runs; the fixture `gpu` sets it
 BUILDING = threading.Lock()
 
 
-def known_build(launch, device):
-    """In place of launcher.known_build: compiles a kernel that was never launched."""
-    key, values = launcher._key_and_values(launch, device)
+def load(launches, device) -> list[Build]:
+    """In place of launcher.load: compiles kernels for an H200."""
+    return [build_of(each) for each in launches]
+
+
+def build_of(launch) -> Build:
+    key = launcher.build_key(launch, -1)
     with BUILDING:
         if key not in BUILDS:
             function = 2**40 + len(BUILDS)
             BUILDS[key] = BUILDS_BY_FUNCTION[function] = build_for(launch, function)
-    return BUILDS[key], values
+    return BUILDS[key]
 
 
 def build_for(launch, function: int) -> Build:
@@ -394,31 +418,23 @@ def in_tritons_form(launcher):
     return lambda *arguments: launcher(*arguments)
 
 
-def outputs_of(operands, call, launched):
-    if GPU.remembers:
-        prepared.remember(operands, call, launched)
-    return launched.outputs
+def look(operands, first=None):
+    """In place of prepared.run: finds no program, so that Python repeats no call."""
+    return (None, None) if first is None else first(operands, miss_of(operands))
 
 
-def run(operands):
-    """In place of ops.run, which would send CPU tensors to ATen."""
-    return forward(operands) if isinstance(operands, ForwardOperands) else backward(operands)
+def miss_of(operands) -> prepared.Miss | None:
+    try:
+        return prepared.Miss(*key.look(operands), margin.sms)
+    except (RuntimeError, TypeError, AttributeError):
+        return None
 
 
-def forward(operands):
-    GPU.python_calls.append(("forward", operands.norm))
-    call = check_forward(operands)
-    if not (call.rows and call.problem.cols):
-        return reference.forward(call)
-    return outputs_of(operands, call, launch.forward(call))
-
-
-def backward(operands):
-    call = check_backward(operands)
-    mask = call.problem.wants_dx, call.problem.wants_dw, call.problem.wants_db
-    GPU.python_calls.append(("backward", operands.norm, mask))
-    if not any(mask):
-        return None, None, None
-    if not (call.rows and call.problem.cols):
-        return reference.backward(call)
-    return outputs_of(operands, call, launch.backward(call))
+def launched(operands):
+    """In place of ops.launched, which would send CPU tensors to ATen."""
+    forward = operands.direction == "forward"
+    problem = (check_forward if forward else check_backward)(operands).problem
+    mask = () if forward else ((problem.wants_dx, problem.wants_dw, problem.wants_db),)
+    GPU.python_calls.append((problem.direction, operands.norm, *mask))
+    with kernels_on("cpu"):
+        return ops.first(operands, miss_of(operands) if GPU.remembers else None)

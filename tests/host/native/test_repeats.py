@@ -11,7 +11,7 @@ import pytest
 import test_errors
 import torch
 from cases import BF16, FP16, FP32, FP64, NORMS, lay_out, make_case, statistic_layouts
-from fake_gpu import ILLEGAL_ADDRESS, STREAM, Config, Launched, Map, known_build
+from fake_gpu import ILLEGAL_ADDRESS, STREAM, Config, Launched, Map, build_of
 from norms import (
     OPS,
     SHAPE,
@@ -29,7 +29,7 @@ from norms import (
 from torch.testing import assert_close
 
 from fusednorm import reference, sm_margin
-from fusednorm.host import launch, native
+from fusednorm.host import fallback, launch, native
 from fusednorm.operands import BackwardOperands, ForwardOperands
 from fusednorm.planner import heuristics
 from fusednorm.planner.device import H200
@@ -115,9 +115,9 @@ def operands_of(case, arguments):
 def assert_launched_as_by_itself(operands, outputs, launched) -> None:
     """Compares what C++ has launched for a call with what a preparation of this call alone would launch: all
     configurations, and all parameters but addresses, which must point to the same places of the same tensors."""
-    forward = isinstance(operands, ForwardOperands)
-    call = (check_forward if forward else check_backward)(operands)
-    alone = (launch.prepare_forward if forward else launch.prepare_backward)(call)
+    call = (check_forward if isinstance(operands, ForwardOperands) else check_backward)(operands)
+    program = launch.program_of(call, fallback.choose(call.problem, call.rows, H200), H200)
+    alone = program.on_tensors(call.tensors, call.shape, call.rows)
     assert len(launched) == len(alone.launches)
     written = [each for each in outputs if each is not None]
     by_itself = [each for each in alone.outputs if each is not None]
@@ -125,11 +125,9 @@ def assert_launched_as_by_itself(operands, outputs, launched) -> None:
     start, size = (parts[0].data_ptr(), parts[0].untyped_storage().nbytes()) if parts else (0, 0)
     names = places(operands.tensors, by_itself) | ({(start, size): "workspace"} if parts else {})
     wanted = []
-    for each in alone.launches:
-        build, values = known_build(each, -1)
-        arguments = build.arguments(each.grid, values, STREAM)
-        parameters = [named(arguments[position], names) for position, _ in build.parameter_types()]
-        wanted.append((config_of(build, arguments), parameters))
+    for known, each in zip(program.launches, alone.launches, strict=True):
+        build = build_of(known)
+        wanted.append((config_of(build, each.grid), [named(value, names) for value in build.values(each)]))
     names = places(operands.tensors, written)
     addresses = [value for each in launched for value in pointers_of(each) if named(value, names) == value]
     names |= {(min(addresses), size): "workspace"} if addresses else {}
@@ -161,10 +159,10 @@ def pointers_of(launched: Launched) -> list[int]:
     return [value for name, value in launched.parameters.items() if name.endswith("_ptr")]
 
 
-def config_of(build, arguments) -> Config:
-    """The configuration that Triton's launcher would use for these arguments."""
+def config_of(build, grid) -> Config:
+    """The configuration that Triton's launcher would use for this grid."""
     num_warps, cluster, shared_bytes = build.compiled.packed_metadata
-    x, y, z = arguments[:3]
+    x, y, z = [*grid, 1, 1][:3]
     return Config(
         build.compiled.function, STREAM, (x * cluster, y, z), (32 * num_warps, 1, 1), shared_bytes,
         (cluster, 1, 1), int(cluster > 1), int(build.name == "finalize"),
@@ -355,17 +353,17 @@ def test_a_call_is_repeated_under_the_margin_that_it_was_planned_for(known_calls
 
 
 def test_a_call_whose_margin_changed_while_python_ran_it_is_not_known_by_it(gpu, monkeypatch):
-    arguments, forward = operands("rms", requires_grad=""), launch.forward
+    arguments, run = operands("rms", requires_grad=""), launch.run
     with sm_margin(16):
         ours("rms", *arguments)  # Python now knows the call under that margin
     native.forget()
 
-    def change_and_run(call):
+    def change_and_run(call, miss):
         block.enter_context(sm_margin(16))
-        return forward(call)
+        return run(call, miss)
 
     with contextlib.ExitStack() as block, monkeypatch.context() as patch:
-        patch.setattr(launch, "forward", change_and_run)
+        patch.setattr(launch, "run", change_and_run)
         ours("rms", *arguments)
     with gpu.going_to_python("forward"):
         ours("rms", *arguments)
@@ -426,7 +424,7 @@ def test_errors_of_python_in_a_backward_reach_the_caller(gpu, monkeypatch):
     def refuse(*_):
         raise RuntimeError("planned to fail")
 
-    monkeypatch.setattr(launch, "backward", refuse)
+    monkeypatch.setattr(launch, "run", refuse)
     with pytest.raises(RuntimeError, match="planned to fail"):
         y.sum().backward()
 
