@@ -334,7 +334,6 @@ def _norm(problem: NormProblem) -> Norm:
     return Norm(
         layer=problem.norm == "layer",
         fp64=problem.acc_dtype == torch.float64,
-        fold=problem.x_dtype.itemsize == 2,
         has_weight=problem.weight_dtype is not None,
         has_bias=problem.direction == "forward" and problem.bias_dtype is not None,
         wants_dx=problem.wants_dx,
