@@ -21,7 +21,7 @@ def sum_partials(partial_ptr, out_ptr, first_col, num_partials, cols, tile: tl.c
             here = partial_ptr + partial.to(tl.int64) * cols + col
             loads = loads + (tl.load(here, mask=(partial < num_partials) & in_range, other=0.0),)
         some = loads[0]  # added up before they join the total, so that no sum has too many terms
-        for i in tl.static_range(1, tile.num_loads):
+        for i in tl.static_range(1, tile.loads):
             some += loads[i]
         total += some
     total = tl.sum(total, axis=0, keep_dims=True).to(out_ptr.dtype.element_ty)

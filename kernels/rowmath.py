@@ -55,8 +55,8 @@ def corrected_moments(mean, deviations, squares, count):
     corrected two-pass algorithm (Chan, Golub, LeVeque, "Algorithms for computing the sample variance", 1983). The
     corrected mean of equal elements is that element: their deviations, a few ulps at most, are exact."""
     error = quotient(deviations, count)
-    variance = tl.maximum(squares / count - error * error, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    return mean + error, variance
+    variance = squares / count - error * error
+    return mean + error, tl.where(variance < 0.0, 0.0, variance)
 
 
 @triton.jit
