@@ -60,7 +60,7 @@ def forward_by_column_tiles(
         row_mean, variance = corrected_moments(row_mean, tl.sum(deviations, axis=0), squares, cols)
         if mean_ptr is not None:
             tl.store(mean_ptr + row, row_mean)
-    rstd = inverse_std(variance, tl.full([], eps, norm.acc))
+    rstd = inverse_std(variance, tl.full([], eps, norm.acc), norm)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + row, rstd)
     for start in range(0, cols, tile.chunk):

@@ -149,7 +149,7 @@ def write_rows(
         mean = row_mean[:, None]
     if mean_ptr is not None:
         tl.store(mean_ptr + row, row_mean, mask=in_range)
-    row_rstd = inverse_std(variance, tl.full([], eps, norm.acc))
+    row_rstd = inverse_std(variance, tl.full([], eps, norm.acc), norm)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + row, row_rstd, mask=in_range)
     rstd = row_rstd[:, None]

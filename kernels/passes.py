@@ -100,7 +100,7 @@ def row_statistics(x, cols, eps, exchange, norm: gl.constexpr, tile: gl.constexp
         mean, square, exchange = row_moments(x, exchange, tile)
     else:
         mean, square, exchange = mean_and_squares(x, cols, exchange, norm, tile)
-    return Statistics(mean, inverse_std(square, eps.to(gl.float32))), exchange
+    return Statistics(mean, inverse_std(square, eps.to(gl.float32), norm)), exchange
 
 
 @gluon.jit
@@ -192,7 +192,7 @@ def store_dx(dx_ptr, x, dy, statistics, row_sums, weight, residual, row, cols, n
     mean_gx = gl.expand_dims(row_sums[0], 2) / cols
     mean_g = mean_gx
     if norm.layer:
-        mean_g = gl.expand_dims(row_sums[1], 2) / cols
+        mean_g = quotient(gl.expand_dims(row_sums[1], 2), cols)
     mean = statistics.mean
     rstd = statistics.rstd
     for c in gl.static_range(tile.chunks):

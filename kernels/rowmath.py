@@ -30,9 +30,13 @@ def widen(x, in_pairs: tl.constexpr):
 
 
 @triton.jit
-def inverse_std(mean_square, eps):
-    """1 / sqrt(mean_square + eps): rstd from the variance (LayerNorm) or the mean square (RMSNorm)."""
-    return 1.0 / tl.sqrt(mean_square + eps)
+def inverse_std(mean_square, eps, norm: tl.constexpr):
+    """1 / sqrt(mean_square + eps): rstd from the variance (LayerNorm) or the mean square (RMSNorm). If squares overflowed,
+    LayerNorm's is NaN, because y would be the bias; RMSNorm's is 0, as ATen's."""
+    rstd = 1.0 / tl.sqrt(mean_square + eps)
+    if norm.layer:
+        rstd += mean_square * 0.0
+    return rstd
 
 
 @triton.constexpr_function
@@ -88,7 +92,7 @@ def row_means(sum_gx, sum_g, cols, norm: tl.constexpr):
     """Means of g * x_hat and of g over each row, [rows, 1] each, from sums [rows, n]; for the portable kernels. One
     reduction of both takes half the CTA barriers of two reductions."""
     if norm.layer:
-        mean_gx, mean_g = tl.split(tl.sum(tl.join(sum_gx, sum_g), axis=1) / cols)
+        mean_gx, mean_g = tl.split(quotient(tl.sum(tl.join(sum_gx, sum_g), axis=1), cols))
     else:
         mean_gx = tl.sum(sum_gx, axis=1) / cols
         mean_g = mean_gx

@@ -153,7 +153,7 @@ def prepare_backward(call: BackwardCall, plan: Plan | None = None) -> Prepared:
     plan, spec = _plan_and_device(call, plan)
     assert plan.variant != "pipelined" or problem.wants_dx != (plan.kernel == "column_ring")
     sums, call = problem.num_sums > 0, call._replace(rows=Rows(call.rows))
-    grid = grid_of(plan, problem.cols, spec, leaves_partials=sums)
+    grid = grid_of(plan, problem.cols, spec, leaves_partials=sums, float32_sums=problem.wants_float32_sum)
     ctas, partials = Ctas(grid.ctas(call.rows)), Partials(grid.partials(call.rows))
     dx = torch.empty(call.shape, dtype=call.dx_dtype, device=device) if problem.wants_dx else None
     dw, db = (
