@@ -204,8 +204,8 @@ def splits_worth_trying(plan: SumPlan, problem: ColumnSumProblem, rows: int, dev
     """Numbers of splits to compare: 1, and those that fill 1 to MAX_WAVES waves of CTAs; more where a CTA would have
     more than MOST_TILES_OF_SUM tiles of a float32 sum. All splits but the last have the same number of tiles."""
     tiles, least, found = ceil_div(rows, plan.rows_per_tile), 1, {1}
-    if problem.wants_float32_sum:
-        least = min(tiles, ceil_div(tiles * (problem.count // problem.num_outputs), MOST_TILES_OF_SUM))
+    if problem.wants_float32_sum:  # in each split, a CTA has equally many tiles of all tensors of its sum
+        least = ceil_div(tiles, max(1, MOST_TILES_OF_SUM // (problem.count // problem.num_outputs)))
     for waves in range(1, MAX_WAVES + 1):
         splits = min(tiles, waves * plan.ctas_per_sm * device.sm_count // ctas_of_a_split(plan, problem))
         if splits > 1:

@@ -52,17 +52,15 @@ def test_layer_norm_of_a_row_whose_squares_overflow_is_nan_and_that_of_the_other
     assert y[[0, 2]].isfinite().all() and rstd[[0, 2]].isfinite().all() and mean.isfinite().all()
 
 
-def test_sums_of_one_sign_lose_no_digits_to_the_number_of_rows(monkeypatch):
-    """One CTA at a time has all rows. An error of 2^-25 for each addition would be 2.4e-5 of the sum at its end."""
+def test_a_sum_of_one_sign_loses_no_digits_to_the_number_of_rows(monkeypatch):
+    """One CTA at a time runs. One that has all rows is off by 3.8e-6 of the sum."""
     monkeypatch.setattr(gpus, "spec_of", lambda device: replace(SMALL_GPU, sm_count=1))
-    rows = 5 * MOST_TILES_OF_SUM
-    case = make_case("layer", (rows, 4), (FP32,) * 3)
+    rows = 400
+    case = make_case("layer", (rows, 2), (FP32,) * 3)
     inputs = make_inputs(case)
-    inputs.x.copy_(torch.tensor([-1.0, 1.0, -1.0, 1.0]))
-    inputs.grad_out.fill_(0.1)
-    statistics = torch.zeros(rows), torch.ones(rows)
-    for plan in (MultiWavePlan(1, 4, 1, 1, 1, 128), ColumnTilePlan(1, 4, 1, 1, 4, 1)):
-        _, dw, db = run_backward(case, inputs, *statistics, plan)
-        exact = rows * inputs.grad_out[0, 0].double()
-        for sums, want in ((db, exact), (dw, exact * inputs.x[0])):
-            assert (sums / want - 1).abs().max() < MOST_TILES_OF_SUM * 2**-26
+    inputs.x.copy_(torch.tensor([-1.0, 1.0]))
+    inputs.grad_out.fill_(0.3)
+    _, dw, db = run_backward(case, inputs, torch.zeros(rows), torch.ones(rows), MultiWavePlan(1, 2, 1, 1, 1, 128))
+    exact = rows * inputs.grad_out[0].double()
+    for sums, want in ((db, exact), (dw, exact * inputs.x[0])):
+        assert (sums / want - 1).abs().max() < MOST_TILES_OF_SUM * 2**-26
