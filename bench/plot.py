@@ -1,4 +1,4 @@
-"""Draws results: share of the floor by width, rooflines, and the speed-up over the best other implementation.
+"""Draws results: times over the floor by shape, rooflines, and the speed-up over the best other implementation.
 
     python -m bench.plot                                      # the newest times of the GPU that was timed last
     python -m bench.plot bench/results/nvidia-h200/norm.jsonl # the times in a file
@@ -21,14 +21,13 @@ from fusednorm.planner.device import KNOWN
 from .candidates import FLOOR, OURS, is_ours
 from .cases import DIRECTIONS, NORMS, make_parser
 from .records import RESULTS, best_peer, by_cell, is_plain, load, rows_of, slug, timed
+from .tables import NAMES
 
-TITLES = {"layer": "LayerNorm", "rms": "RMSNorm"}
 COLORS = {OURS: "#c1121f", "aten": "#6c757d", "inductor": "#e09f3e", "inductor_mix": "#bb7a1c", "cudnn": "#2a9d8f",
           "quack": "#3a6ea5", "liger": "#9d4edd"}  # fmt: skip
 # Floating-point operations per element, by the formulas of kernels/rowmath.py; each term of a row sum counts one.
 FLOPS = {("layer", "forward"): 8, ("rms", "forward"): 4, ("layer", "backward"): 13, ("rms", "backward"): 9}
 FP32_TFLOPS = {"H100": 67, "H200": 67, "A100": 19.5, "B200": 75}  # by the datasheets, outside the matrix units
-MOST_PANELS = 7  # side by side
 TENSORS = {"forward": 2, "backward": 3}  # rows x cols tensors that are read or written
 
 
@@ -107,49 +106,33 @@ def grid_of_axes(rows: int, columns: int, width: float, height: float):
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
-def draw_shares(records: list[dict]):
-    """A panel for each norm and row count: floor / time over the width, a line for each candidate."""
-    norms, row_counts = norms_of(records), row_counts_of(records)
-    figure, axes = grid_of_axes(len(norms), len(row_counts), 2.4, 2.7)
-    for (i, norm), (j, rows) in itertools.product(enumerate(norms), enumerate(row_counts)):
-        axis = axes[i][j]
+def draw_times(records: list[dict]):
+    """A panel for each norm: times over the floor, a place on the axis for each shape, a colour for each candidate."""
+    from matplotlib.ticker import LogLocator
+
+    norms, shapes = norms_of(records), sorted({(record["rows"], record["cols"]) for record in records})
+    figure, axes = grid_of_axes(len(norms), 1, max(5.0, 1.5 + 0.32 * len(shapes)), 3.4)
+    for norm, axis in zip(norms, axes[:, 0], strict=True):
         for name in compared(records):
-            points = sorted(
-                (r["cols"], 1 / r["times_floor"])
+            points = [
+                (shapes.index((r["rows"], r["cols"])), r["times_floor"])
                 for r in records
-                if (r["norm"], r["rows"], r["candidate"]) == (norm, rows, name)
-            )
+                if (r["norm"], r["candidate"]) == (norm, name)
+            ]
             if points:
-                emphasis = {"linewidth": 2.2, "zorder": 3} if name == OURS else {"linewidth": 1.1}
-                axis.plot(
-                    *zip(*points, strict=True), "o-", color=COLORS.get(name), label=name, markersize=4, **emphasis
-                )
-        axis.set_title(f"{TITLES[norm]}, {rows} rows", fontsize=9)
-        axis.set_ylim(0, 1.08)
-        axis.set_xscale("log", base=2)
-        mark_widths(axis, sorted({r["cols"] for r in records if (r["norm"], r["rows"]) == (norm, rows)}))
+                look = {"markersize": 9} if name == OURS else {"markersize": 4, "zorder": 3}
+                look |= {"color": COLORS.get(name), "label": NAMES.get(name, name)}
+                axis.plot(*zip(*points, strict=True), "o", **look)
         axis.axhline(1, color="black", linewidth=0.8)
+        axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5)))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.minorticks_off()
+        axis.set(title=NAMES[norm], ylabel="time / floor\n(lower is better)")
+        axis.set_xticks(range(len(shapes)), [f"{rows} x {cols}" for rows, cols in shapes], rotation=90, fontsize=8)
         axis.grid(alpha=0.3)
-        if j == 0:
-            axis.set_ylabel("share of the floor's speed")
-        axis.set_xlabel("columns")
     add_legend(figure, axes)
     return figure
-
-
-def row_counts_of(records: list[dict]) -> list[int]:
-    """The row counts with the most widths, as many as fit side by side."""
-    widths: dict[int, set[int]] = {}
-    for record in records:
-        widths.setdefault(record["rows"], set()).add(record["cols"])
-    return sorted(sorted(widths, key=lambda rows: (-len(widths[rows]), -rows))[:MOST_PANELS])
-
-
-def mark_widths(axis, widths: list[int]) -> None:
-    """The widths themselves as ticks, at most six of them."""
-    step = -(-len(widths) // 6) or 1
-    axis.set_xticks(widths[::step], [str(width) for width in widths[::step]], fontsize=7, rotation=45)
-    axis.minorticks_off()
 
 
 def draw_roofline(records: list[dict]):
@@ -165,8 +148,8 @@ def draw_roofline(records: list[dict]):
             if points:
                 # All have the same intensity, so the candidates are moved apart a little.
                 xs, ys = zip(*((x * 1.12**offset, y) for x, y in points), strict=True)
-                axis.scatter(xs, ys, s=16, color=COLORS.get(name), label=name, alpha=0.8)
-        axis.set(xscale="log", yscale="log", title=TITLES[norm], xlabel="operations per byte (candidates set apart)")
+                axis.scatter(xs, ys, s=16, color=COLORS.get(name), label=NAMES.get(name, name), alpha=0.8)
+        axis.set(xscale="log", yscale="log", title=NAMES[norm], xlabel="operations per byte (candidates set apart)")
         axis.set_ylabel("TFLOP/s")
         axis.grid(alpha=0.3, which="both")
     add_legend(figure, axes)
@@ -210,11 +193,12 @@ def draw_speedups(records: list[dict]):
             if (r, c) in table:
                 ratio, name = table[r, c]
                 color = "black" if 0.7 < ratio < 1.35 else "white"
-                axis.text(j, i, f"{ratio:.2f}\n{name}", ha="center", va="center", fontsize=6, color=color)
+                said = f"{ratio:.2f}\n{NAMES.get(name, name)}"
+                axis.text(j, i, said, ha="center", va="center", fontsize=6, color=color)
         axis.set_xticks(range(len(cols)), cols, rotation=45, fontsize=7)
         axis.set_yticks(range(len(rows)), rows, fontsize=7)
-        axis.set(title=f"{TITLES[norm]}: best other / ours", xlabel="columns", ylabel="rows")
-    figure.colorbar(image, ax=axes[0][-1])
+        axis.set(title=f"{NAMES[norm]}: best other / ours", xlabel="columns", ylabel="rows")
+    figure.colorbar(image, ax=axes[0][-1], label="higher is better")
     return figure
 
 
@@ -238,7 +222,7 @@ def add_legend(figure, axes) -> None:
     figure.legend(known.values(), known.keys(), loc="outside lower center", ncols=min(len(known), 8), fontsize=8)
 
 
-PICTURES = {"floor": draw_shares, "roofline": draw_roofline, "speedup": draw_speedups}
+PICTURES = {"floor": draw_times, "roofline": draw_roofline, "speedup": draw_speedups}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,10 +10,10 @@ import pytest
 import torch
 from bench_records import CASE, MACHINE, TEN, cells, record_of
 
-from bench import bench_norm, plot, report, widths
+from bench import bench_norm, documents, plot, report, tables, widths
 from bench.cases import BenchCase
 from bench.compare import compare_files
-from bench.records import RESULTS, make_record, save
+from bench.records import make_record, save
 
 
 def compare(tmp_path, old: list[dict], new: list[dict]) -> int:
@@ -106,11 +107,6 @@ def test_the_gpu_that_was_timed_last_is_drawn(tmp_path):
     assert plot.newest(tmp_path) == [tmp_path / "new" / "norm.jsonl"]
 
 
-def test_row_counts_with_the_most_widths_are_drawn():
-    shapes = [(rows, 4096) for rows in range(100, 112)] + [(50, 1024), (50, 2048)]
-    assert plot.row_counts_of([{"rows": rows, "cols": cols} for rows, cols in shapes]) == [50, *range(106, 112)]
-
-
 def test_speedup_is_over_the_best_peer_and_the_worst_of_the_weight_dtypes():
     mixed = replace(CASE, weight_dtype=torch.bfloat16)
     records = [record_of("fusednorm", 20), record_of("aten", 50), record_of("cudnn", 30)]
@@ -124,35 +120,84 @@ def test_roofline_points_are_operations_of_the_formulas_over_bytes_and_time():
     assert (intensity, speed) == (pytest.approx(13 / 6), pytest.approx(1.0))
 
 
-def test_the_page_of_results_is_what_the_results_say(tmp_path, monkeypatch):
+def test_the_documents_say_what_the_results_say(tmp_path, monkeypatch, capsys):
     assert report.main(["--check"]) == 0
-    monkeypatch.setattr(report, "PAGE", tmp_path / "RESULTS.md")
-    (tmp_path / "RESULTS.md").write_text((RESULTS.parent / "RESULTS.md").read_text().replace("1.08x", "1.07x", 1))
+    wanted = report.contents()
+    stale = tmp_path / "RESULTS.md"
+    stale.write_text(wanted[report.PAGE].replace("1.08x", "1.07x", 1))
+    monkeypatch.setattr(report, "contents", lambda: {stale: wanted[report.PAGE]})
     assert report.main(["--check"]) == 1
+    assert "RESULTS.md differs from the results" in capsys.readouterr().err
 
 
-def test_a_day_that_leaves_out_a_shape_is_not_the_proof_and_its_peers_count(tmp_path, monkeypatch):
-    def day(date: str, shapes, candidates) -> list[dict]:
-        cases = [
-            BenchCase(norm, shape, 1, dtype, dtype)
-            for norm in ("layer", "rms") for dtype in (torch.bfloat16, torch.float32) for shape in shapes
-        ]  # fmt: skip
-        return [
-            record_of(name, 12, case, direction, date=date)
-            for case in cases for direction in ("forward", "backward") for name in candidates
-        ]  # fmt: skip
+def test_numbers_of_a_sentence_and_a_table_are_renewed(monkeypatch):
+    sentences = [("a backward takes {} times as long, {} us", lambda: ["1.20", 15])]
+    text = "Alone, a backward\ntakes 1.1 times as long,  14.5 us. A forward takes 3 us."
+    said = documents.with_numbers(text, sentences, "some.md")
+    assert said == "Alone, a backward\ntakes 1.20 times as long,  15 us. A forward takes 3 us."
+    monkeypatch.setitem(documents.TABLES, "some", lambda: "| 2 |")
+    text = "Before\n\n<!-- bench: some -->\n\n| 1 |\n\n<!-- end -->\n\nafter"
+    assert documents.with_tables(text, "some.md") == text.replace("| 1 |", "| 2 |")
 
-    early = day("2031-01-01", report.SHAPES, ("floor", "fusednorm", "cudnn"))
-    late = day("2031-01-02", report.SHAPES[1:], ("floor", "fusednorm", "aten"))
-    monkeypatch.setattr(report, "FOLDER", tmp_path)
-    save(early + late, tmp_path / "norm.jsonl")
-    days = report.measured_days()
+
+def test_a_sentence_or_a_table_without_its_records_is_an_error():
+    sentences = [("takes {} us", lambda: [1])]
+    for text in ("It is fast.", "It takes 1 us, and that one takes 2 us."):
+        with pytest.raises(ValueError, match=r"some.md: must say once 'takes \{\} us'"):
+            documents.with_numbers(text, sentences, "some.md")
+    with pytest.raises(ValueError, match="no table 'unknown'"):
+        documents.with_tables("<!-- bench: unknown -->\n<!-- end -->", "some.md")
+
+
+def day(date: str, shapes, times: dict[str, float], dtypes=(torch.bfloat16, torch.float32)) -> list[dict]:
+    cases = [
+        BenchCase(norm, shape, 1, dtype, dtype)
+        for norm, dtype, shape in itertools.product(("layer", "rms"), dtypes, shapes)
+    ]
+    return [
+        record_of(name, time, case, direction, date=date)
+        for case in cases for direction in ("forward", "backward") for name, time in times.items()
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def some_gpu(tmp_path, monkeypatch):
+    """The folder of the only GPU's results."""
+    monkeypatch.setattr(tables, "RESULTS", tmp_path.parent)
+    monkeypatch.setattr(tables, "GPUS", {"H200": tmp_path.name})
+    tables.measured_days.cache_clear()
+    yield tmp_path
+    tables.measured_days.cache_clear()
+
+
+def test_a_day_that_leaves_out_a_shape_is_not_the_proof_and_its_peers_count(some_gpu):
+    early = day("2031-01-01", tables.SHAPES, {"floor": 10, "fusednorm": 12, "cudnn": 14})
+    late = day("2031-01-02", tables.SHAPES[1:], {"floor": 10, "fusednorm": 12, "aten": 30})
+    save(early + late, some_gpu / "norm.jsonl")
+    days = tables.measured_days()
     assert [cells.day for cells in days] == ["2031-01-02", "2031-01-01"]
-    assert report.proof(days).day == "2031-01-01"
-    rows = [line.strip("| ").split(" | ") for line in report.means(days).splitlines()[2:]]
-    assert {(peer, shapes, day) for *_, peer, _, _, _, shapes, day in rows} == {
-        ("cuDNN", "12", "2031-01-01"), ("ATen", "11", "2031-01-02"),
+    assert tables.proof(days).day == "2031-01-01"
+    rows = [line.strip("| ").split(" | ") for line in tables.every_peer().splitlines()[2:]]
+    assert {(peer, cells, day) for *_, peer, _, _, _, cells, day in rows} == {
+        ("cuDNN", "0 of 12", "2031-01-01"), ("ATen", "0 of 11", "2031-01-02"),
     }  # fmt: skip
+
+
+def test_each_norm_has_its_own_floor_and_a_faster_peer_is_bold(some_gpu):
+    records = day("2031-01-01", tables.SHAPES, {"floor": 10, "fusednorm": 12, "cudnn": 14}, [torch.bfloat16])
+    for each in records:
+        if (each["norm"], each["candidate"], each["cols"]) == ("rms", "cudnn", 5120):
+            each |= {"median_us": 11.5, "times_floor": 1.15}
+        if (each["norm"], each["candidate"]) == ("rms", "floor"):
+            each["median_us"] = 9.5
+    save(records, some_gpu / "norm.jsonl")
+    cells = tables.proof(tables.measured_days())
+    lines = tables.twelve_shapes(cells, "backward", "bfloat16").splitlines()
+    (line,) = (line for line in lines if "5120" in line)
+    assert line == "| 4096x5120 | 10.0 | 12.0 (1.20x) | 14.0 |  | 9.5 | 12.0 (1.20x) | **11.5** |  |"
+    ahead = tables.shapes_ahead("H200", "cudnn")
+    assert [each.where for each in ahead] == ["RMSNorm backward 4096x5120, bf16", "RMSNorm forward 4096x5120, bf16"]
+    assert ahead[0].by == pytest.approx(1.2 / 1.15 - 1) and tables.num_cells("cudnn", "H200") == 48
 
 
 def test_a_width_far_below_its_neighbours_is_a_cliff():

@@ -51,8 +51,9 @@ def main() -> int:
         print(f"{each.name}: {each.grid} CTAs in clusters of {each.cluster}{', dependent' * each.dependent}")
     first, trace = simulation.launched[0], simulation.finished[0].trace
     if options.picture:
+        norm, sms = {"layer": "LayerNorm", "rms": "RMSNorm"}[options.norm], f"{options.sms} SM{'s' * (options.sms > 1)}"
         size = f"{options.rows} x {options.cols}"
-        title = f"{options.variant or first.name}: {options.norm} {options.direction} of {size} on {options.sms} SMs"
+        title = f"{options.variant or first.name}: {norm} {options.direction} of {size} on {sms}"
         draw(trace, title, options.picture)
     if options.trace:
         with open(options.trace, "w") as file:

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 
 from .copies import LATENCY
-from .recording import WAITS, Recording, Span, Transfer
+from .recording import OTHERS, WAITS, Recording, Span, Transfer
 
 MAX_WARPS = 24
 LANE_INCHES, WIDTH_INCHES = 0.26, 12.0
@@ -27,9 +27,9 @@ def draw(recording: Recording, title: str, path: str) -> None:
     stages = _stages(recording.transfers)
     busiest = Counter()
     for span in spans:
-        busiest[span.what] += (span.what != WAITS) * (span.end - span.start)
-    parts = [part for part, _ in busiest.most_common(len(COLORS))]
-    colors = dict(zip(parts, COLORS, strict=False)) | {WAITS: WAITING}
+        busiest[span.what] += (span.what not in (WAITS, OTHERS)) * (span.end - span.start)
+    parts = [part for part, time in busiest.most_common(len(COLORS)) if time]
+    colors = dict(zip(parts, COLORS, strict=False)) | {WAITS: WAITING, OTHERS: OTHER}
     height = LANE_INCHES * (len(lanes) + len(stages) + 5)
     figure, axes = pyplot.subplots(figsize=(WIDTH_INCHES, height), layout="constrained")
     for span in spans:
@@ -49,9 +49,8 @@ def draw(recording: Recording, title: str, path: str) -> None:
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.tick_params(left=False)
-    legend = [Patch(color=color, label=part) for part, color in colors.items()]
-    legend += [Patch(color=OTHER, label="other"), Patch(color=COPY, label="copy under way")]
-    legend.append(Patch(color=TILE, label="tile in its stage"))
+    copies = {"copy under way": COPY, "tile in its stage": TILE} if stages else {}
+    legend = [Patch(color=color, label=part) for part, color in (colors | copies).items()]
     figure.legend(handles=legend, loc="outside lower center", ncols=6, fontsize=8, frameon=False)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
-WAITS = "waits"
+WAITS, OTHERS = "waits", "other"
 
 
 class Trace:
@@ -66,7 +66,7 @@ def part_of(place: str) -> str:
     calls there; the schedule's own function if it calls none."""
     frames = [frame for frame in re.findall(r"([\w.]+):(\d+)", place)[::-1] if _functions(frame[0])]  # outermost first
     if not frames:
-        return "other"
+        return OTHERS
     file, line = next((frame for frame in frames if frame[0] != frames[0][0]), frames[-1])
     inside = [name for start, end, name in _functions(file) if start <= int(line) <= end]
     return inside[-1] if inside else Path(file).stem
