@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import BF16, FP16, FP32, FP64, make_case
+from cases import FP32, FP64, make_case
 from equal_rows import assert_exact, equal_rows
 from test_multiwave import SMALL_GPU, run, run_backward, run_forward
 
@@ -19,7 +19,7 @@ PLANS = {
     "rows in registers": lambda cols: MultiWavePlan(4, 1 << (cols // 2).bit_length(), 1 + (cols > 1), 4, 2, 128),
     "column tiles": lambda cols: ColumnTilePlan(2, 64, 4, 2, 256, 4),
 }
-EQUAL = [(BF16, 1), (FP16, 3), (FP32, 3), (FP64, 100), (BF16, 1000), (FP32, 1000)]
+EQUAL = [(FP32, 3), (FP64, 100)]  # products of 16 bits are exact here: the simulated GPU, which fuses, has their rows
 
 
 @pytest.fixture(autouse=True)
