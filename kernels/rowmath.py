@@ -31,8 +31,8 @@ def widen(x, in_pairs: tl.constexpr):
 
 @triton.jit
 def inverse_std(mean_square, eps, norm: tl.constexpr):
-    """1 / sqrt(mean_square + eps): rstd from the variance (LayerNorm) or the mean square (RMSNorm). If squares overflowed,
-    LayerNorm's is NaN, because y would be the bias; RMSNorm's is 0, as ATen's."""
+    """1 / sqrt(mean_square + eps): rstd from the variance (LayerNorm) or the mean square (RMSNorm). If squares
+    overflowed, LayerNorm's is NaN, because y would be the bias; RMSNorm's is 0, as ATen's."""
     rstd = 1.0 / tl.sqrt(mean_square + eps)
     if norm.layer:
         rstd += mean_square * 0.0

@@ -178,8 +178,8 @@ SM_BYTES_PER_US = 44 * KIB  # the most that one SM takes in
 LATENCY_US = 0.8  # of a load while the memory is busy
 SHARE_BY_SEGMENT = {16: 0.3, 32: 0.5, 64: 0.8, 128: 0.92}  # share of bandwidth by bytes of a row per read of a CTA
 MAX_WAVES = 4
-# Most tiles that a CTA adds up in one sum that is wanted in float32, if the rows can be split so far. The reason is that
-# of planner/plan.py, MOST_TILES_OF_SUM.
+# Most tiles that a CTA adds up in one sum that is wanted in float32, if the rows can be split so far. The reason is
+# that of planner/plan.py, MOST_TILES_OF_SUM.
 MOST_TILES_OF_SUM = 128
 
 

@@ -25,9 +25,9 @@ MIN_NARROW_ROWS = 8  # rows, in multi-wave tiles of several rows
 # Least work of a short-lived CTA: row tiles, because it loads the parameters while its first tile arrives; in a cluster
 # also rows and elements, because it begins by waiting for the other CTAs.
 MIN_TILES_OF_SHORT_LIVED, MIN_ROWS_IN_CLUSTER, MIN_ELEMENTS_IN_CLUSTER = 2, 5, 12 * 1024
-# Most row tiles that a CTA adds up in one sum of dw or db that is wanted in float32. Of n additions of one sign, each may
-# round in the same direction, by up to 2^-25 of the sum. A sum of more tiles is divided among CTAs that do not run at the
-# same time. A 16-bit output is itself rounded by 2^-9 or 2^-12, far more than what the longest sum loses.
+# Most row tiles that a CTA adds up in one sum of dw or db that is wanted in float32. Of n additions of one sign, each
+# may round in the same direction, by up to 2^-25 of the sum. A sum of more tiles is divided among CTAs that do not run at
+# the same time. A 16-bit output is itself rounded by 2^-9 or 2^-12, far more than what the longest sum loses.
 MOST_TILES_OF_SUM = 160
 MIN_WAVES = 6  # with fewer, the last wave would leave too much of the GPU idle
 
@@ -250,8 +250,8 @@ def grid_of(
     """The grid of a plan. Each CTA gets at least one row tile.
 
     The grid has as many CTAs as run at once, even if some get a row tile fewer than others: fewer CTAs would take as
-    long and load less at a time. If CTAs leave partials, least_rows_of_cta limits their number. If dw or db is wanted in
-    float32 (float32_sums), their number is a multiple of those that run at once where each would get more tiles than
+    long and load less at a time. If CTAs leave partials, least_rows_of_cta limits their number. If dw or db is wanted
+    in float32 (float32_sums), their number is a multiple of those that run at once where each would get more tiles than
     MOST_TILES_OF_SUM. With an sm_margin it is not: CTAs that wait for a place would take the SMs that the margin leaves
     free. Short-lived CTAs may be more than run at once; all but the last get equally many tiles.
     """
