@@ -103,8 +103,8 @@ def sums_ptx(count, tile):
 def moments_ptx(count, tile):
     """PTX that merges the received shares into registers sum0, sum1, ... Each CTA's `count` shares are the means of the
     tile's rows and then their variances. The merged mean is the mean of the means: the first plus the mean distance
-    from it, which is 0 if all are equal. The merged variance is the mean of the variances plus the mean of (a CTA's mean
-    - merged mean)^2. This holds because the CTAs have equally many columns."""
+    from it, which is 0 if all are equal. The merged variance is the mean of the variances plus the mean of (a CTA's
+    mean - merged mean)^2. This holds because the CTAs have equally many columns."""
     text = ""
     inverse = f"0f{(128 - tile.cluster.bit_length()) << 23:08X}"  # 1 / cluster, a power of two
     for row in range(tile.rows):

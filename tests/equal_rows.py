@@ -9,7 +9,7 @@ from fusednorm.tools.oracle import Case, Inputs, Outputs
 WEIGHT = 3.0  # the same in all columns, so that weight * dy is constant along a row where dy is
 
 
-def equal_rows(case: Case) -> Inputs:
+def equal_rows(case: Case, device: str = "cpu") -> Inputs:
     """Inputs of a LayerNorm of [rows, cols]. Every row of x repeats a large element; dy is constant along every second
     row."""
     rows, cols = case.shape
@@ -17,10 +17,13 @@ def equal_rows(case: Case) -> Inputs:
     element = 100 + 50_000 * torch.rand(rows, 1, generator=generator, dtype=case.acc_dtype)
     dy = torch.randn(rows, cols, generator=generator)
     dy[::2] = torch.arange(1.0, 2 + rows)[: len(dy[::2]), None].remainder(7) - 3
-    parameter = lambda value, dtype: None if dtype is None else torch.full((cols,), value, dtype=dtype)  # noqa: E731
+
+    def parameter(value: float, dtype: torch.dtype | None) -> torch.Tensor | None:
+        return None if dtype is None else torch.full((cols,), value, dtype=dtype, device=device)
+
     return Inputs(
-        element.to(case.x_dtype).expand(rows, cols).contiguous(),
-        dy.to(case.grad_dtype or case.x_dtype),
+        element.to(device, case.x_dtype).expand(rows, cols).contiguous(),
+        dy.to(device, case.grad_dtype or case.x_dtype),
         parameter(WEIGHT, case.weight_dtype),
         parameter(0.625, case.bias_dtype),
     )
@@ -33,7 +36,7 @@ def assert_exact(outputs: Outputs, case: Case, inputs: Inputs) -> None:
         assert torch.equal(outputs.y, want)
     if outputs.mean is not None:
         assert torch.equal(outputs.mean.flatten(), inputs.x[:, 0].to(case.acc_dtype))
-        rstd = torch.full((case.rows,), case.eps, dtype=torch.float64).rsqrt()
+        rstd = torch.full((case.rows,), case.eps, dtype=torch.float64, device=inputs.x.device).rsqrt()
         torch.testing.assert_close(outputs.rstd.flatten().double(), rstd, rtol=1e-6, atol=0)
     if outputs.dweight is not None:
         assert not outputs.dweight.any(), f"dweight has elements up to {outputs.dweight.abs().max().item():.3g}, not 0"

@@ -26,8 +26,8 @@ MIN_NARROW_ROWS = 8  # rows, in multi-wave tiles of several rows
 # also rows and elements, because it begins by waiting for the other CTAs.
 MIN_TILES_OF_SHORT_LIVED, MIN_ROWS_IN_CLUSTER, MIN_ELEMENTS_IN_CLUSTER = 2, 5, 12 * 1024
 # Most row tiles that a CTA adds up in one sum of dw or db that is wanted in float32. Of n additions of one sign, each
-# may round in the same direction, by up to 2^-25 of the sum. A sum of more tiles is divided among CTAs that do not run at
-# the same time. A 16-bit output is itself rounded by 2^-9 or 2^-12, far more than what the longest sum loses.
+# may round in the same direction, by up to 2^-25 of the sum. A sum of more tiles is divided among CTAs that do not run
+# at the same time. A 16-bit output is itself rounded by 2^-9 or 2^-12, far more than what the longest sum loses.
 MOST_TILES_OF_SUM = 160
 MIN_WAVES = 6  # with fewer, the last wave would leave too much of the GPU idle
 

@@ -257,7 +257,7 @@ def test_both_hosts_know_one_rule_for_the_number_of_ctas(variant):
     for cols in (64, 1024, 1987, 4096, 16384, 65536, 262144):
         for changes in ({}, {"direction": "forward"}, {"wants_dx": False}):
             problem = make_problem("layer", cols, **changes)
-            for _, plan in heuristics._plans_by_rows(problem, H200, variant):
+            for _, plan in heuristics.choices(problem, H200, variant):
                 if plan.variant == "reference":
                     continue
                 for sums in ((False, False), (True, False), (True, True)):

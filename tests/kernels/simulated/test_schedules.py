@@ -76,18 +76,18 @@ ORDERED = [
     Problem("backward", "warp_specialized", "rms", 150, 512, mask=DX_ONLY, sms=1, device="B200"),
     Problem("forward", "warp_specialized", "layer", 105, 200, sms=1),
 ]
-EQUAL = [  # padded rows, rows without padding, and clusters; in 16 bits the first sum of x is exact
+# Padded rows, rows without padding, and clusters; a mean of 1000 numbers is one that Triton's division is off by. What a
+# fusion of multiplications and additions by ptxas makes inexact shows on a GPU alone.
+EQUAL = [
     Problem("forward", "multi_wave", "layer", 3, 200, FLOATS, equal=True),
     Problem("forward", "pipelined", "layer", 9, 1000, FLOATS, equal=True),
     Problem("forward", "pipelined", "layer", 5, 1536, equal=True),
     Problem("forward", "pipelined", "layer", 5, 1536, FLOATS, equal=True),
     Problem("forward", "pipelined", "layer", 3, 12288, FLOATS, sms=8, equal=True),
-    Problem("forward", "warp_specialized", "layer", 20, 200, HALVES, equal=True),
-    Problem("backward", "multi_wave", "layer", 6, 200, HALVES, equal=True),
-    Problem("backward", "pipelined", "layer", 20, 200, FLOATS, equal=True),
-    Problem("backward", "pipelined", "layer", 3, 5120, sms=4, equal=True),
-    Problem("backward", "warp_specialized", "layer", 20, 200, MIXED, equal=True),
-    Problem("backward", "pipelined", "layer", 40, 136, mask=NO_DX, equal=True),
+    Problem("forward", "warp_specialized", "layer", 20, 200, FLOATS, equal=True),
+    Problem("backward", "multi_wave", "layer", 6, 1000, HALVES, equal=True),
+    Problem("backward", "pipelined", "layer", 9, 1000, FLOATS, equal=True),
+    Problem("backward", "warp_specialized", "layer", 10, 1000, MIXED, equal=True),
 ]
 SEEDS = 20
 
