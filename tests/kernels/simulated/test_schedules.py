@@ -76,8 +76,8 @@ ORDERED = [
     Problem("backward", "warp_specialized", "rms", 150, 512, mask=DX_ONLY, sms=1, device="B200"),
     Problem("forward", "warp_specialized", "layer", 105, 200, sms=1),
 ]
-# Padded rows, rows without padding, and clusters; a mean of 1000 numbers is one that Triton's division is off by. What a
-# fusion of multiplications and additions by ptxas makes inexact shows on a GPU alone.
+# Padded rows, rows without padding, and clusters. A mean of 1000 numbers is one that Triton's division rounds wrongly.
+# Products that ptxas fuses with additions are not fused here: what is inexact because of a fusion shows on a GPU alone.
 EQUAL = [
     Problem("forward", "multi_wave", "layer", 3, 200, FLOATS, equal=True),
     Problem("forward", "pipelined", "layer", 9, 1000, FLOATS, equal=True),
