@@ -14,11 +14,11 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
-SIDE_BY_SIDE := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+SIDE_BY_SIDE := --numprocesses 2 --dist worksteal
 endif
-PIP := $(PYTHON) -m pip --disable-pip-version-check install --quiet
+PIP := $(PYTHON) -m pip --disable-pip-version-check install
 
-.PHONY: help demo test test-versions test-versions-all test-pairs test-integrations simulate mutants test-gpu fuzz bench plot budgets sass lint docs package clean
+.PHONY: help demo test test-bench test-versions test-versions-all test-pairs test-integrations simulate mutants test-gpu fuzz bench plot budgets sass lint docs package clean
 
 help:  ## prints this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -26,8 +26,11 @@ help:  ## prints this list
 demo: $(READY)  ## checks the ops and kernels against float64, trains a small GPT on stock norms and on ours
 	$(PYTHON) -m fusednorm demo
 
-test: $(READY)  ## runs all tests that need no GPU: about five minutes on two cores
-	$(PYTHON) -m pytest $(SIDE_BY_SIDE)
+test: $(READY)  ## runs all tests of the package that need no GPU
+	$(PYTHON) -m pytest $(SIDE_BY_SIDE) --ignore tests/bench
+
+test-bench: $(READY)  ## runs the tests of the tools in bench/, without a GPU
+	$(PYTHON) -m pytest $(SIDE_BY_SIDE) tests/bench
 
 test-gpu: $(READY)  ## runs the tests that need a GPU
 	$(PYTHON) -m pytest -m gpu
@@ -74,18 +77,21 @@ lint: $(READY)  ## runs ruff, and mypy on the public API
 docs: $(READY)  ## makes pages and reference in out/docs/; warnings and broken links are errors
 	$(PYTHON) -m sphinx -W --keep-going -q -c docs . out/docs
 
-package: $(READY)  ## builds sdist and wheels in dist/, and tries each in a fresh environment: minutes
+package: $(READY)  ## builds sdist and wheel in dist/, and tries them with the oldest and the newest torch: minutes, 6 GB
 	rm -rf build dist
 	$(PYTHON) -m build
-	$(PYTHON) -m build --wheel --no-isolation
-	$(PYTHON) -m pytest tests/packages.py
+	$(PYTHON) -m pytest tests/packages.py $(PACKAGE)
+	cp docs/releasing.md dist/
+	@echo "dist/releasing.md says what to do next."
 
 clean:  ## removes what was built, and .venv
 	rm -rf build dist out *.egg-info .pytest_cache .ruff_cache .mypy_cache $(filter-out none,$(VENV))
 
 # The stamp file tells the next make that the environment is complete.
 $(VENV)/.ready: setup.py
+	@echo "Making an environment in $(VENV), once: pip brings about 5 GB, then the host side in C++ is compiled."
 	python3 -m venv $(VENV)
 	$(PIP) $(PAIR)
 	$(PIP) --editable ".[test,bench,demo,docs]"
+	$(PYTHON) -m fusednorm build || echo "Without a C++ compiler the host side runs in Python."
 	touch $@

@@ -33,7 +33,10 @@ class Loss(NamedTuple):
 
 
 def compare_files(old: Path, new: Path) -> int:
-    """Print the cells that lost and return 1 if there are any; 2 if the files have no cell in common."""
+    """Print the cells that lost. Returns 1 if there are any; 2 if a file is missing or no cell is in both."""
+    for missing in (path for path in (old, new) if not path.is_file()):
+        print(f"compare: must be given two results files, got {missing}, which is none", file=sys.stderr)
+        return 2
     before, after = load([old]), load([new])
     pairs = common(before, after)
     if not pairs:

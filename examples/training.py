@@ -21,6 +21,7 @@ from .language_models import OURS, STOCK, LanguageModel, Norms, Size, batches, h
 CPU_SIZE = Size(width=64, blocks=2, heads=4, length=64, batch=8)
 SMALL_GPU_SIZE = Size(width=768, blocks=12, heads=12, length=1024, batch=8)  # 86 to 92 million parameters
 GPU_SIZE = Size(width=2048, blocks=16, heads=16, length=1024, batch=16)  # 0.8 to 1 billion parameters
+WARM_UP_STEPS = 5  # they compile, allocate and fill caches
 NORMS: dict[str, dict[str, Norms]] = {"stock": {"stock norms": STOCK}, "ours": {"fusednorm": OURS}}
 NORMS["both"] = NORMS["stock"] | NORMS["ours"]
 
@@ -144,13 +145,13 @@ def peak_memory(device: torch.device) -> int:
 
 def report(runs: dict[str, Run], tokens_in_a_step: int, picture: Path) -> None:
     for label, run in runs.items():
-        seconds = statistics.median(run.seconds[1:] or run.seconds)  # the first step compiles
+        timed = run.seconds[WARM_UP_STEPS:]
+        speed = f"{tokens_in_a_step / statistics.median(timed):.0f} tokens/s" if timed else "not timed"
         last = statistics.mean(run.losses[-10:])
-        print(
-            f"{label:12} {tokens_in_a_step / seconds:10.0f} tokens/s  {run.memory_bytes / 2**30:6.2f} GiB  "
-            f"loss {run.losses[0]:.3f} -> {last:.3f}"
-        )
-    if not torch.cuda.is_available():
+        print(f"{label:12} {speed:>19}  {run.memory_bytes / 2**30:6.2f} GiB  loss {run.losses[0]:.3f} -> {last:.3f}")
+    if not all(run.seconds[WARM_UP_STEPS:] for run in runs.values()):
+        print(f"The first {WARM_UP_STEPS} steps warm up and are not timed: ask for --steps {10 * WARM_UP_STEPS}.")
+    elif not torch.cuda.is_available():
         print("On a CPU all of these run the same norms: differences in tokens/s are noise.")
     draw({label: run.losses for label, run in runs.items()}, picture, "A language model on Python's help")
 

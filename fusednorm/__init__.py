@@ -4,8 +4,13 @@ Importing this package registers torch.ops.fusednorm.*. It imports no Triton and
 """
 
 import importlib
+import importlib.util
 import pathlib
 from typing import TYPE_CHECKING
+
+if importlib.util.find_spec("torch") is None:
+    # With this package's own name as the error's, `python -m fusednorm` prints the sentence without a traceback.
+    raise ImportError("fusednorm needs PyTorch 2.11 or later, found none: pip install torch", name=__name__)
 
 _HERE = pathlib.Path(__file__).parent
 if not (_HERE / "kernels").is_dir():
@@ -58,6 +63,8 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str):
+        if name == "integrations":
+            return importlib.import_module(".integrations", __name__)
         if name not in _INTEGRATIONS:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:
@@ -68,4 +75,4 @@ else:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_INTEGRATIONS])
+    return sorted({*globals(), *_INTEGRATIONS, "integrations"})

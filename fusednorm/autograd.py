@@ -25,7 +25,7 @@ from . import ops, reference, sharding
 from .forcing import asked_variants, force
 from .host import native, prepared, torch_compat
 from .host.kernel_devices import runs_kernels
-from .host.prepared import PLAIN_TYPES
+from .host.key import PLAIN_TYPES
 from .host.torch_compat import (
     dispatch_modes,
     forward_ad,
@@ -37,7 +37,21 @@ from .host.torch_compat import (
     tracing_state,
 )
 from .namespace import NAMESPACE, TORCH_OPS
-from .operands import OPERANDS_OF_OP, BackwardOperands, ForwardOperands, Operands, Outputs, as_op, call_op
+from .operands import (
+    OPS,
+    TRANSLATIONS,
+    BackwardOperands,
+    ForwardOperands,
+    Op,
+    Operands,
+    Outputs,
+    as_op,
+    backward_of,
+    call_op,
+    op_arguments,
+    op_outputs,
+    operands_of,
+)
 from .planner.norm_problem import accumulation_dtype
 
 
@@ -77,19 +91,21 @@ class RMSNormFunction:
 class NodeInfo(NamedTuple):
     """What a node keeps of its forward beside tensors."""
 
-    norm: str
+    op: str  # the forward
     normalized_shape: tuple[int, ...]
     eps: float | None
     y_alone: bool  # whether y is the only output, and mean and rstd stay inside the node
     asked: tuple[str | None, ...]  # the variants that `force` asked for, the innermost last
 
-    def backward(self, grad_y, x, mean, rstd, weight, bias, mask) -> Outputs:
-        """(dx, dw, db) by the backward op, or by operations that can be differentiated if the node returned y alone and
-        this backward is itself recorded."""
+    def backward(self, grad_y, saved, mask) -> Outputs:
+        """The gradients of the forward's tensors by the backward op, or by operations that can be differentiated if the
+        node returned y alone and this backward is itself recorded."""
         if self.y_alone and torch.is_grad_enabled():
-            return differentiable_backward(self.norm, self.normalized_shape, self.eps, grad_y, x, weight, bias, mask)
-        mask = mask[0], weight is not None and mask[1], bias is not None and mask[2]
-        operands = BackwardOperands(self.norm, grad_y, x, self.normalized_shape, mean, rstd, weight, bias, mask)
+            given = dict(zip(TRANSLATIONS[self.op].type.tensor_names, saved))  # noqa: B905  without the statistics
+            given |= {"normalized_shape": self.normalized_shape, "eps": self.eps}
+            return differentiable_backward(operands_of(self.op, (), given), grad_y, mask)
+        mask = tuple([wanted and each is not None for wanted, each in zip(mask, saved)])  # noqa: B905  likewise
+        operands = backward_of(self.op, saved, self.normalized_shape, grad_y, mask)
         if not torch.compiler.is_dynamo_compiling() and self.asked != asked_variants():
             with force(self.asked[-1] if self.asked else None):  # the forward's `force`, not that of autograd's thread
                 return _backward(operands)
@@ -103,24 +119,24 @@ class NodeInfo(NamedTuple):
 # Without setup_context, because it slows every call. Only torch.func needs it, and torch.func never gets here: under a
 # transform the ops run their formulas.
 class NormFunction(Function):
-    """The autograd node of a forward that has run, of either norm. Its outputs are y, mean and rstd, or y alone."""
+    """The autograd node of a forward that has run. Its inputs are the forward's tensors, its outputs those of the
+    forward, or y alone."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, outputs, info: NodeInfo):
-        y, mean, rstd = outputs
+    def forward(ctx, *arguments):
+        *tensors, outputs, info = arguments
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, mean, rstd, weight, bias)
+        ctx.save_for_backward(*tensors, *outputs[1:])
         ctx.info = info
-        return y if info.y_alone else outputs
+        return outputs[0] if info.y_alone else outputs
 
     @staticmethod
-    def backward(ctx, grad_y, grad_mean=None, grad_rstd=None):
-        x, mean, rstd, weight, bias = ctx.saved_tensors
-        info, mask = ctx.info, ctx.needs_input_grad
-        grads = (None,) * 3 if grad_y is None else info.backward(grad_y, x, mean, rstd, weight, bias, mask[:3])
-        if mask[0] and not (grad_mean is None and grad_rstd is None):
-            statistics = mean, rstd, grad_mean, grad_rstd
-            more = reference.statistics_backward_formula(x, info.normalized_shape, *statistics)
+    def backward(ctx, grad_y, *grads_of_statistics):
+        saved, info, mask = ctx.saved_tensors, ctx.info, ctx.needs_input_grad[:-2]
+        grads = (None,) * len(mask) if grad_y is None else info.backward(grad_y, saved, mask)
+        if mask[0] and any(each is not None for each in grads_of_statistics):
+            statistics = *saved[len(mask) :], *grads_of_statistics
+            more = reference.statistics_backward_formula(saved[0], info.normalized_shape, *statistics)
             grads = (more if grads[0] is None else grads[0] + more, *grads[1:])
         return *grads, None, None
 
@@ -128,15 +144,14 @@ class NormFunction(Function):
 _record = torch_compat.record(NormFunction)  # skips torch.func's checks: no call under torch.func gets here
 
 
-def differentiable_backward(norm, normalized_shape, eps, grad_y, x, weight, bias, mask) -> Outputs:
-    """(dx, dw, db) of a norm that returned y alone, for a backward that is itself differentiated. The statistics are
-    computed again, because gradients flow through them."""
-    if norm == "layer":
-        _, mean, rstd = reference.layer_norm_formula(x, normalized_shape, None, None, eps)
-    else:
-        mean, (_, rstd) = None, reference.rms_norm_formula(x, normalized_shape, None, eps)
-    operands = BackwardOperands(norm, grad_y, x, normalized_shape, mean, rstd, weight, bias, mask)
-    return call_op(IMPLEMENTATIONS[operands.op], operands)
+def differentiable_backward(forward: Operands, grad_y: Tensor, mask: Sequence[bool]) -> Outputs:
+    """The gradients of the tensors of a forward that returned y alone, for a backward that is itself differentiated.
+    The statistics are computed again, because gradients flow through them."""
+    saved = *forward.tensors, *reference.formula(forward)[1:]
+    operands = backward_of(forward.op, saved, forward.normalized_shape, grad_y, mask)
+    return call_op(
+        _overload(operands) if torch.compiler.is_dynamo_compiling() else IMPLEMENTATIONS[operands.op], operands
+    )
 
 
 def above_autograd(operands: Operands) -> Outputs:
@@ -146,7 +161,7 @@ def above_autograd(operands: Operands) -> Outputs:
     if _needs_formula():
         return reference.formula(operands)
     if _is_recorded(*operands.differentiable):
-        return _recorded(operands) if isinstance(operands, ForwardOperands) else reference.formula(operands)
+        return _recorded(operands) if operands.direction == "forward" else reference.formula(operands)
     return _below_autograd(operands)
 
 
@@ -155,12 +170,12 @@ def _apply(name: str, *arguments):
     without rules for them do."""
     if torch.compiler.is_dynamo_compiling():
         return getattr(TORCH_OPS, name).default(*arguments)
-    operands = OPERANDS_OF_OP[name](*arguments)
+    operands = operands_of(name, arguments, {})
     with torch.no_grad():
         outputs = _below_autograd(operands)
     if not torch.is_inference_mode_enabled():
         outputs = NormFunction.apply(*operands.tensors, outputs, _node_info(operands, y_alone=False))
-    return outputs if operands.norm == "layer" else (outputs[0], outputs[2])
+    return op_outputs(name, outputs)
 
 
 def _recorded(operands: ForwardOperands) -> Outputs:
@@ -168,7 +183,7 @@ def _recorded(operands: ForwardOperands) -> Outputs:
 
 
 def _node_info(operands: ForwardOperands, *, y_alone: bool) -> NodeInfo:
-    return NodeInfo(operands.norm, tuple(operands.normalized_shape), operands.eps, y_alone, asked_variants())
+    return NodeInfo(operands.op, tuple(operands.normalized_shape), operands.eps, y_alone, asked_variants())
 
 
 def _below_autograd(operands: Operands) -> Outputs:
@@ -259,8 +274,8 @@ def _for_onnx(operands: ForwardOperands) -> Tensor:
         dtype = accumulation_dtype(x.dtype)
         upcast = (each if each is None else each.to(dtype) for each in operands.tensors)
         operands = operands._replace(**dict(zip(("x", "weight", "bias"), upcast, strict=True)))
-    stock = F.layer_norm if operands.norm == "layer" else F.rms_norm
-    return stock(*operands.op_arguments()[0]).to(x.dtype)
+    stock = getattr(F, f"{operands.norm}_norm")
+    return stock(*op_arguments(operands)[0]).to(x.dtype)
 
 
 def _needs_formula() -> bool:
@@ -326,16 +341,23 @@ def _is_indirect(tensor: Tensor) -> bool:
         return True
 
 
-# The ops' implementations at the autograd key, by name.
-IMPLEMENTATIONS = {name: as_op(name, above_autograd) for name in ops.OPS}
-layer_norm_fwd, rms_norm_fwd = IMPLEMENTATIONS["layer_norm_fwd"], IMPLEMENTATIONS["rms_norm_fwd"]
+IMPLEMENTATIONS: dict[str, Callable[..., tuple]] = {}  # of the ops at the autograd key
 
-for _name, _implementation in IMPLEMENTATIONS.items():
-    ops.LIBRARY.impl(_name, _implementation, "Autograd")
+
+def register(op: Op) -> None:
+    """Implement an op at the autograd key and above."""
+    name = op.name
+    IMPLEMENTATIONS[name] = as_op(name, above_autograd)
+    ops.LIBRARY.impl(name, IMPLEMENTATIONS[name], "Autograd")
     # Both vmaps, torch.func's and the older one of torch.autograd, pass batched tensors. The formula's operations have
     # batching rules.
-    for _key in ("FuncTorchBatchedDecomposition", "Batched"):
-        ops.LIBRARY.impl(_name, as_op(_name, reference.formula), _key)
+    for key in ("FuncTorchBatchedDecomposition", "Batched"):
+        ops.LIBRARY.impl(name, as_op(name, reference.formula), key)
+
+
+for _op in OPS.values():
+    register(_op)
+layer_norm_fwd, rms_norm_fwd = IMPLEMENTATIONS["layer_norm_fwd"], IMPLEMENTATIONS["rms_norm_fwd"]
 
 if native.extension:
     native.install("CUDA", above_autograd, ops, reference.statistics_backward_formula, differentiable_backward)

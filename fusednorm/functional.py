@@ -3,20 +3,26 @@
 Tensors that our kernels run on (kernel_devices.py) take our ops, under autocast in the dtype that the installed torch
 would choose. All other tensors go to torch.nn.functional, except CPU and meta tensors of mixed dtypes, which our ops
 take.
+
+What overrides torch's functions (tensor subclasses with a __torch_function__, torch function modes) is shown
+torch.nn.functional's own function, which it may know. If it calls that function, our implementation runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function_variadic
+from torch.fx import Proxy
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_variadic
 
 from . import autograd
 from .host import native, torch_compat
 from .host.kernel_devices import runs_kernels
+from .host.torch_compat import asks_function_modes, asks_subclasses
 from .planner.norm_problem import FLOAT_DTYPES
 
 
@@ -36,9 +42,8 @@ def layer_norm(
     y = native.y_of("layer", input, normalized_shape, weight, bias, eps)
     if y is not None:
         return y
-    if has_torch_function_variadic(input, weight, bias):
-        operands = input, normalized_shape, weight, bias, eps
-        return handle_torch_function(layer_norm, (input, weight, bias), *operands)
+    if asks_function_modes() or (has_torch_function_variadic(input, weight, bias) and asks_subclasses()):
+        return _by_overrides(F.layer_norm, input, normalized_shape, weight, bias, eps)
     try:
         eps = eps if type(eps) is float else _number(eps)
         if runs_kernels(input):
@@ -50,7 +55,7 @@ def layer_norm(
     except Exception:
         if eps is not None and _match_our_signature(input, normalized_shape, weight, bias, eps):
             raise
-    return torch.nn.functional.layer_norm(input, normalized_shape, weight, bias, eps)
+    return F.layer_norm(input, normalized_shape, weight, bias, eps)
 
 
 def rms_norm(
@@ -67,8 +72,8 @@ def rms_norm(
     y = native.y_of("rms", input, normalized_shape, weight, eps)
     if y is not None:
         return y
-    if has_torch_function_variadic(input, weight):
-        return handle_torch_function(rms_norm, (input, weight), input, normalized_shape, weight, eps)
+    if asks_function_modes() or (has_torch_function_variadic(input, weight) and asks_subclasses()):
+        return _by_overrides(F.rms_norm, input, normalized_shape, weight, eps)
     try:
         eps = eps if eps is None or type(eps) is float else _number(eps)
         if runs_kernels(input):
@@ -80,8 +85,37 @@ def rms_norm(
     except Exception:
         if _match_our_signature(input, normalized_shape, weight, None, eps):
             raise
-    return torch.nn.functional.rms_norm(input, normalized_shape, weight, eps)
+    return F.rms_norm(input, normalized_shape, weight, eps)
 
+
+def _by_overrides(stock: Callable, *operands) -> Tensor:
+    """A call that is overridden: as torch's function, until our own is called in its place. torch.fx, which overrides
+    calls to record them, is to record ours, except to quantize a model: then it knows torch's alone."""
+    proxies = [each for each in operands if isinstance(each, Proxy)]
+    if proxies:
+        quantized = any(map(torch_compat.is_traced_for_quantization, proxies))
+        return stock(*operands) if quantized else handle_torch_function(_OURS[stock], operands, *operands)
+    with torch_compat.DefaultDeviceAside() as aside:
+        if aside.done and not has_torch_function_variadic(*operands):
+            return _OURS[stock](*operands)
+    with torch_compat.BelowFunctionModes(_IN_PLACE_OF_TORCHS):
+        return stock(*operands)
+
+
+class _InPlaceOfTorchs(TorchFunctionMode):
+    """The last of the overrides: runs our function where the others have called torch's. It lies below all modes. For
+    subclasses, which torch asks after all modes, it steps aside until their __torch_function__ calls torch's function.
+    """
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if types and asks_subclasses():
+            return NotImplemented
+        return _OURS.get(function, function)(*args, **(kwargs or {}))
+
+
+_IN_PLACE_OF_TORCHS = _InPlaceOfTorchs()
+# torch.compile shows F.rms_norm to modes as torch.rms_norm, which takes the same arguments.
+_OURS = {F.layer_norm: layer_norm, F.rms_norm: rms_norm, torch.rms_norm: rms_norm}
 
 _AUTOCASTS_LAYER_NORM = torch_compat.has_autocast_rule("aten::layer_norm")
 _AUTOCASTS_RMS_NORM = torch_compat.has_autocast_rule("aten::rms_norm")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import functional
-from .host.torch_compat import parameter
+from .host.torch_compat import parameter, quantize_as_stock
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -39,3 +39,6 @@ class RMSNorm(torch.nn.RMSNorm):
         if torch.jit.is_scripting():
             return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
         return functional.rms_norm(x, self.normalized_shape, parameter(self, "weight"), self.eps)
+
+
+quantize_as_stock(LayerNorm, torch.nn.LayerNorm)

@@ -1,180 +1,279 @@
-"""The operands of a norm as one value, and the translation between it and the arguments and outputs of the six ops.
+"""The ops as a table: each op's operands and outputs, and the role of each. And a call's operands as one value.
 
-RMSNorm's ops have no mean, bias and dbias. Here both norms have the same operands, and the same outputs:
-(y, mean, rstd) of a forward, (dx, dweight, dbias) of a backward, with None for what a norm or a call lacks.
+Schemas, fakes, checks, the keys of prepared calls, placements of DTensors and the tables of the integrations are
+derived from OPS. Code below the ops knows no op: it gets the operands of a direction, forward or backward, which are
+those of all its ops together, in the order of the table, with None for what an op lacks. Likewise the outputs: (y,
+mean, rstd) of a forward, (dx, dweight, dbias) of a backward.
 """
 
 from __future__ import annotations
 
+import enum
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-Outputs = tuple[Tensor | None, Tensor | None, Tensor | None]
+Outputs = tuple[Tensor | None, ...]
+FORWARD, BACKWARD = WAYS = {"forward": "fwd", "backward": "bwd"}
 
 
-class ForwardOperands(NamedTuple):
-    """What layer_norm_fwd (norm "layer") or rms_norm_fwd ("rms") is called with."""
+class Role(enum.Enum):
+    """What an operand or an output is. Operands are checked in this order."""
+
+    SHAPE = "the normalized dims"
+    PARAMETER = "a tensor of shape normalized_shape"
+    ROWS = "a tensor of x's shape"
+    STATISTIC = "a tensor of one element per row; [*batch, 1, ...] as an output"
+    PACKED_ROWS = "a tensor of x's shape that kernels read as if it were contiguous"
+    EPS = "a number"
+    DTYPE = "a float dtype"
+    MASK = "a flag per output"
+    FLAG = "whether this package wants something; no argument of an op"
+
+    @property
+    def is_tensor(self) -> bool:
+        return self in (Role.PARAMETER, Role.ROWS, Role.STATISTIC, Role.PACKED_ROWS)
+
+
+class Slot(NamedTuple):
+    """An operand."""
+
+    name: str
+    role: Role
+    optional: bool = False  # whether it may be None, which then is its default
+    default: Any = None
+    is_read: bool = True  # whether an output's values depend on its values. If not, only a tensor's dtype matters
+
+    @property
+    def has_default(self) -> bool:
+        return self.optional or self.default is not None
+
+
+class Output(NamedTuple):
+    """An output, of the shape that its role says."""
+
+    name: str
+    role: Role
+    like: str = "x"  # the operand that it has the dtype of, and without which it is None
+    dtype: str | None = None  # the operand that may give another dtype
+
+
+class Op(NamedTuple):
+    """An op. inputs are in the order of the schema, dtypes last, by name alone. aten names the op of ATen with the same
+    arguments. A suffix tells ops of one norm and direction apart."""
 
     norm: str
-    x: Tensor
-    normalized_shape: Sequence[int]
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    eps: float | None = None
-    wants_statistics: bool = True  # whether to write mean and rstd, for a backward
+    direction: str
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Output, ...]
+    aten: str | None = None
+    suffix: str = ""
 
     @property
-    def op(self) -> str:
-        return f"{self.norm}_norm_fwd"
+    def name(self) -> str:
+        return f"{self.norm}_norm_{WAYS[self.direction]}{self.suffix}"
 
     @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return self.x, self.weight, self.bias
+    def arguments(self) -> list[Slot]:
+        return [slot for slot in self.inputs if slot.role is not Role.FLAG]
 
-    @property
-    def settings(self) -> tuple:
-        """All operands that are no tensors, hashable."""
-        return "forward", self.norm, tuple(self.normalized_shape), self.eps, self.wants_statistics
+    def slot(self, name: str) -> Slot | None:
+        return next((slot for slot in self.inputs if slot.name == name), None)
 
-    @property
-    def differentiable(self) -> tuple[Tensor | None, ...]:
-        """The tensors that an output's values depend on."""
-        return self.tensors
-
-    def op_arguments(self) -> tuple[tuple, dict[str, Any]]:
-        """(arguments, named arguments) of the op."""
-        x, shape, weight, bias = self[1:5]
-        parameters = (weight, bias) if self.norm == "layer" else (weight,)
-        return (x, shape, *parameters, self.eps), {}
+    def default(self, slot: Slot) -> Any:
+        """As schemas have it: a flag for each output."""
+        return [slot.default] * len(self.outputs) if slot.role is Role.MASK else slot.default
 
 
-class BackwardOperands(NamedTuple):
-    """What a backward op of either norm is called with. mean and bias are None for RMSNorm. output_mask is (dx,
-    dweight, dbias) for both norms."""
+X, SHAPE = Slot("x", Role.ROWS), Slot("normalized_shape", Role.SHAPE)
+WEIGHT, BIAS = Slot("weight", Role.PARAMETER, optional=True), Slot("bias", Role.PARAMETER, optional=True)
+EPS, DEFAULT_EPS = Slot("eps", Role.EPS, default=1e-5), Slot("eps", Role.EPS, optional=True)
+WANTS_STATISTICS = Slot("wants_statistics", Role.FLAG, default=True)  # for a backward
+GRAD_OUT, MEAN, RSTD = Slot("grad_out", Role.ROWS), Slot("mean", Role.STATISTIC), Slot("rstd", Role.STATISTIC)
+BIAS_DTYPE = BIAS._replace(is_read=False)
+MASK = Slot("output_mask", Role.MASK, default=True)
+RESIDUAL_GRAD = Slot("residual_grad", Role.PACKED_ROWS, optional=True)
+DX_DTYPE = Slot("dx_dtype", Role.DTYPE, optional=True)
+Y_, MEAN_, RSTD_ = Output("y", Role.ROWS), Output("mean", Role.STATISTIC), Output("rstd", Role.STATISTIC)
+DX_ = Output("dx", Role.ROWS, dtype="dx_dtype")
+DWEIGHT_, DBIAS_ = (Output(f"d{name}", Role.PARAMETER, like=name) for name in ("weight", "bias"))
 
-    norm: str
-    grad_out: Tensor
-    x: Tensor
-    normalized_shape: Sequence[int]
-    mean: Tensor | None
-    rstd: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    output_mask: Sequence[bool]
-    residual_grad: Tensor | None = None
-    dx_dtype: torch.dtype | None = None
-    has_residual: bool = False  # whether the op is the one that takes residual_grad, which may be None all the same
-
-    @property
-    def op(self) -> str:
-        return f"{self.norm}_norm_bwd" + "_residual" * self.has_residual
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return self.grad_out, self.x, self.mean, self.rstd, self.weight, self.bias, self.residual_grad
-
-    @property
-    def settings(self) -> tuple:
-        """All operands that are no tensors, hashable."""
-        return "backward", self.norm, tuple(self.normalized_shape), tuple(self.output_mask), self.dx_dtype
-
-    @property
-    def differentiable(self) -> tuple[Tensor | None, ...]:
-        """The tensors that an output's values depend on; of the bias only the dtype is read."""
-        return self.grad_out, self.x, self.mean, self.rstd, self.weight, self.residual_grad
-
-    def op_arguments(self) -> tuple[tuple, dict[str, Any]]:
-        """(arguments, named arguments) of the op."""
-        layer, mask = self.norm == "layer", tuple(self.output_mask)
-        statistics = (self.mean, self.rstd) if layer else (self.rstd,)
-        parameters = (self.weight, self.bias) if layer else (self.weight,)
-        residual = (self.residual_grad,) if self.has_residual else ()
-        arguments = self.grad_out, self.x, self.normalized_shape, *statistics, *parameters, *residual
-        return (*arguments, mask if layer else mask[:-1]), {"dx_dtype": self.dx_dtype} if self.has_residual else {}
-
-
-Operands = ForwardOperands | BackwardOperands
-ALL = True, True, True
-
-
-# Each takes the arguments of an op, with the defaults of its schema (ops.py), and returns the operands.
-def _layer_norm_fwd(x, normalized_shape, weight=None, bias=None, eps=1e-5):
-    return ForwardOperands("layer", x, normalized_shape, weight, bias, eps)
-
-
-def _rms_norm_fwd(x, normalized_shape, weight=None, eps=None):
-    return ForwardOperands("rms", x, normalized_shape, weight, None, eps)
-
-
-def _layer_norm_bwd(grad_out, x, normalized_shape, mean, rstd, weight=None, bias=None, output_mask=ALL):
-    return BackwardOperands("layer", grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask)
-
-
-def _rms_norm_bwd(grad_out, x, normalized_shape, rstd, weight=None, output_mask=ALL[:2]):
-    mask = *output_mask, False
-    return BackwardOperands("rms", grad_out, x, normalized_shape, None, rstd, weight, None, mask)
-
-
-def _layer_norm_bwd_residual(
-    grad_out, x, normalized_shape, mean, rstd, weight=None, bias=None, residual_grad=None, output_mask=ALL, *,
-    dx_dtype=None,
-):  # fmt: skip
-    operands = _layer_norm_bwd(grad_out, x, normalized_shape, mean, rstd, weight, bias, output_mask)
-    return operands._replace(residual_grad=residual_grad, dx_dtype=dx_dtype, has_residual=True)
-
-
-def _rms_norm_bwd_residual(
-    grad_out, x, normalized_shape, rstd, weight=None, residual_grad=None, output_mask=ALL[:2], *, dx_dtype=None
-):
-    operands = _rms_norm_bwd(grad_out, x, normalized_shape, rstd, weight, output_mask)
-    return operands._replace(residual_grad=residual_grad, dx_dtype=dx_dtype, has_residual=True)
-
-
-OPERANDS_OF_OP: dict[str, Callable[..., Operands]] = {
-    "layer_norm_fwd": _layer_norm_fwd,
-    "layer_norm_bwd": _layer_norm_bwd,
-    "rms_norm_fwd": _rms_norm_fwd,
-    "rms_norm_bwd": _rms_norm_bwd,
-    "layer_norm_bwd_residual": _layer_norm_bwd_residual,
-    "rms_norm_bwd_residual": _rms_norm_bwd_residual,
+LAYER_BWD = GRAD_OUT, X, SHAPE, MEAN, RSTD, WEIGHT, BIAS_DTYPE
+RMS_BWD = GRAD_OUT, X, SHAPE, RSTD, WEIGHT
+RESIDUAL = RESIDUAL_GRAD, MASK, DX_DTYPE
+OPS: dict[str, Op] = {
+    op.name: op
+    for op in (
+        Op("layer", FORWARD, (X, SHAPE, WEIGHT, BIAS, EPS, WANTS_STATISTICS), (Y_, MEAN_, RSTD_), "native_layer_norm"),
+        Op("layer", BACKWARD, (*LAYER_BWD, MASK), (DX_, DWEIGHT_, DBIAS_), "native_layer_norm_backward"),
+        Op("rms", FORWARD, (X, SHAPE, WEIGHT, DEFAULT_EPS, WANTS_STATISTICS), (Y_, RSTD_), "_fused_rms_norm"),
+        Op("rms", BACKWARD, (*RMS_BWD, MASK), (DX_, DWEIGHT_), "_fused_rms_norm_backward"),
+        Op("layer", BACKWARD, (*LAYER_BWD, *RESIDUAL), (DX_, DWEIGHT_, DBIAS_), suffix="_residual"),
+        Op("rms", BACKWARD, (*RMS_BWD, *RESIDUAL), (DX_, DWEIGHT_), suffix="_residual"),
+    )
 }
 
 
-def as_op(name: str, run: Callable[[Any], Outputs | None]) -> Callable[..., tuple | None]:
-    """A function with the op's arguments and outputs that runs `run` on a norm's operands. None stays None."""
-    operands_of, outputs_of = OPERANDS_OF_OP[name], _OUTPUTS_OF_OP[name]
+def _together(parts: Sequence[tuple]) -> tuple:
+    """The slots or outputs of several ops, by name. One is optional if an op lacks it."""
+    found: dict[str, Any] = {}
+    for each in (each for part in parts for each in part):
+        found.setdefault(each.name, each)
+    in_all = set.intersection(*({each.name for each in part} for part in parts))
+    return tuple(
+        each._replace(optional=each.optional or name not in in_all) if isinstance(each, Slot) else each
+        for name, each in found.items()
+    )
+
+
+def operands_type(name: str, ops: Sequence[Op]) -> Any:
+    """The type of the operands of some ops of one direction: a named tuple of the norm, their slots and the suffix.
+
+    slots, outputs  those of the ops together
+    tensor_names    of the operands that are tensors, in their order
+    op              the op's name
+    tensors         the values of these
+    differentiable  the tensors that an output's values depend on
+    """
+    direction, slots = ops[0].direction, _together([op.inputs for op in ops])
+    defaults = [None, *(slot.default if slot.role is Role.FLAG else None for slot in slots), ""]
+    made: Any = namedtuple(name, ("norm", *(slot.name for slot in slots), "suffix"), defaults=defaults)  # noqa: PYI024
+    middle = f"_norm_{WAYS[direction]}"
+    tensors = tuple(at for at, slot in enumerate(slots, 1) if slot.role.is_tensor)
+    read = tuple(at for at in tensors if slots[at - 1].is_read)
+    made.__module__, made.slots, made.direction = __name__, slots, direction
+    made.outputs = _together([op.outputs for op in ops])
+    made.op = property(lambda self: self.norm + middle + self.suffix)
+    made.tensor_names = tuple(made._fields[at] for at in tensors)
+    made.tensors = property(lambda self: tuple([self[at] for at in tensors]))
+    made.differentiable = property(lambda self: tuple([self[at] for at in read]))
+    return made
+
+
+def _of_direction(direction: str) -> list[Op]:
+    return [op for op in OPS.values() if op.direction == direction]
+
+
+ForwardOperands = operands_type("ForwardOperands", _of_direction(FORWARD))
+BackwardOperands = operands_type("BackwardOperands", _of_direction(BACKWARD))
+Operands = Any  # a value of one of these types, or of one that `add` made
+
+
+class Translation(NamedTuple):
+    """Between an op's arguments and outputs and those of its operands' type, in terms that Dynamo can trace."""
+
+    type: Any
+    template: dict[str, Any]  # the operands, in their order, with the defaults of the schema
+    names: tuple[str, ...]  # of the arguments
+    by_position: int  # arguments; the others are given by name
+    sources: tuple[int, ...]  # which of the template's values or, behind these, of the arguments is each operand
+    mask: int | None  # which operand is the output_mask
+    outputs: tuple[int | None, ...]  # which output of the op is each output of the type
+    absent: tuple[int, ...]  # the outputs that the op lacks
+    backward: str  # the op of the same norm and suffix
+
+
+TRANSLATIONS: dict[str, Translation] = {}
+
+
+def add(op: Op) -> None:
+    """Add an op to the table. Its operands have a type of their own if the others of its direction lack one of them."""
+    made = ForwardOperands if op.direction == FORWARD else BackwardOperands
+    if not ({each.name for each in op.inputs} <= set(made._fields) and set(op.outputs) <= set(made.outputs)):
+        made = operands_type(f"Operands_of_{op.name}", [*_of_direction(op.direction), op])
+    OPS[op.name] = op
+    names, fields = [slot.name for slot in op.arguments], made._fields
+    outputs = [next((at for at, out in enumerate(op.outputs) if out.name == each.name), None) for each in made.outputs]
+    TRANSLATIONS[op.name] = Translation(
+        made,
+        made(op.norm, suffix=op.suffix, **{slot.name: op.default(slot) for slot in op.inputs})._asdict(),
+        tuple(names),
+        sum(slot.role is not Role.DTYPE for slot in op.arguments),
+        tuple(len(fields) + names.index(name) if name in names else at for at, name in enumerate(fields)),
+        fields.index("output_mask") if op.slot("output_mask") else None,
+        tuple(outputs),
+        tuple(at for at, source in enumerate(outputs) if source is None),
+        op._replace(direction=BACKWARD).name,
+    )
+
+
+for _op in tuple(OPS.values()):
+    add(_op)
+
+
+def operands_of(name: str, arguments: Sequence, named: dict[str, Any]) -> Operands:
+    """The operands that are an op's arguments, with the defaults of its schema. A mask of a wrong length stays one."""
+    by = TRANSLATIONS[name]
+    if named or len(arguments) < len(by.names):
+        given = by.template | dict(zip(by.names, arguments)) | named  # noqa: B905  the rest are defaults or named
+        arguments = [given[each] for each in by.names]
+    full = (*by.template.values(), *arguments)
+    values = [full[at] for at in by.sources]
+    if by.mask and by.absent:
+        flags = list(values[by.mask])
+        for at in by.absent:
+            flags.insert(at, False)
+        values[by.mask] = tuple(flags)
+    return by.type(*values)
+
+
+def backward_of(
+    forward: str, saved: Sequence, normalized_shape: Sequence[int], grad_out: Tensor, mask: tuple
+) -> Operands:
+    """The operands of the backward of a forward op. saved are the forward's tensors and its outputs after y; mask has a
+    flag for each of the tensors."""
+    of, by = TRANSLATIONS[forward].type, TRANSLATIONS[TRANSLATIONS[forward].backward]
+    given = dict(zip((*of.tensor_names, *[output.name for output in of.outputs[1:]]), saved, strict=True))
+    given |= {"normalized_shape": normalized_shape, "grad_out": grad_out, "output_mask": mask}
+    return by.type(*[given.get(name, default) for name, default in by.template.items()])
+
+
+def op_arguments(operands: Operands) -> tuple[tuple, dict[str, Any]]:
+    """(arguments, named arguments) of the operands' op."""
+    by = TRANSLATIONS[operands.op]
+    values = [op_mask(operands) if name == "output_mask" else getattr(operands, name) for name in by.names]
+    return tuple(values[: by.by_position]), dict(zip(by.names[by.by_position :], values[by.by_position :], strict=True))
+
+
+def op_mask(operands: Operands) -> tuple[bool, ...]:
+    """The output_mask as the op has it."""
+    flags = list(operands.output_mask)
+    for at in reversed(TRANSLATIONS[operands.op].absent):
+        del flags[min(at, len(flags) - 1)]
+    return tuple(flags)
+
+
+def wanted_outputs(operands: Operands) -> list[bool]:
+    """Whether each output of the operands' type will not be None."""
+    by = TRANSLATIONS[operands.op]
+    mask = getattr(operands, "output_mask", [True] * len(by.outputs))
+    return [
+        source is not None and bool(wanted) and getattr(operands, output.like) is not None
+        for output, source, wanted in zip(by.type.outputs, by.outputs, mask, strict=True)
+    ]
+
+
+def op_outputs(name: str, outputs: Outputs) -> tuple:
+    """The outputs that the op has."""
+    absent = TRANSLATIONS[name].absent
+    return tuple([each for at, each in enumerate(outputs) if at not in absent] if absent else outputs)
+
+
+def as_op(name: str, run: Callable[[Operands], Outputs | None]) -> Callable[..., tuple | None]:
+    """A function with the op's arguments and outputs that runs `run` on its operands. None stays None."""
 
     def op(*arguments, **named):
-        outputs = run(operands_of(*arguments, **named))
-        return outputs if outputs is None else outputs_of(outputs)
+        outputs = run(operands_of(name, arguments, named))
+        return outputs if outputs is None else op_outputs(name, outputs)
 
     op.__name__ = name
     return op
 
 
 def call_op(op: Callable[..., tuple], operands: Operands) -> Outputs:
-    """The outputs of a norm by its op, or by a function with the op's arguments and outputs."""
-    arguments, named = operands.op_arguments()
+    """All outputs by the operands' op, or by a function with the op's arguments and outputs."""
+    arguments, named = op_arguments(operands)
     outputs = op(*arguments, **named)
-    if operands.norm == "layer":
-        return tuple(outputs)
-    first, second = outputs
-    return (first, None, second) if isinstance(operands, ForwardOperands) else (first, second, None)
-
-
-def _without_mean(outputs: Outputs) -> tuple:
-    return outputs[0], outputs[2]
-
-
-def _without_dbias(outputs: Outputs) -> tuple:
-    return outputs[0], outputs[1]
-
-
-# The outputs that each op has, by functions that Dynamo can trace.
-_OUTPUTS_OF_OP: dict[str, Callable[[Outputs], tuple]] = {
-    name: tuple if name.startswith("layer") else _without_mean if name.endswith("fwd") else _without_dbias
-    for name in OPERANDS_OF_OP
-}
+    return tuple([at if at is None else outputs[at] for at in TRANSLATIONS[operands.op].outputs])

@@ -35,6 +35,7 @@ Errors
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import torch
@@ -44,29 +45,41 @@ from . import reference
 from .host import native, prepared
 from .host.kernel_devices import runs_kernels
 from .namespace import NAMESPACE
-from .operands import OPERANDS_OF_OP, BackwardOperands, ForwardOperands, Operands, Outputs, as_op
+from .operands import (
+    OPS,
+    BackwardOperands,
+    ForwardOperands,
+    Op,
+    Operands,
+    Output,
+    Outputs,
+    Role,
+    Slot,
+    as_op,
+    wanted_outputs,
+)
 from .planner.norm_problem import accumulation_dtype
 from .problem import check_backward, check_forward, stats_shape, validate
 
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
-SCHEMAS = (
-    "layer_norm_fwd(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05)"
-    " -> (Tensor y, Tensor mean, Tensor rstd)",
-    "layer_norm_bwd(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd,"
-    " Tensor? weight=None, Tensor? bias=None, bool[3] output_mask=[True, True, True])"
-    " -> (Tensor dx, Tensor dweight, Tensor dbias)",
-    "rms_norm_fwd(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None)"
-    " -> (Tensor y, Tensor rstd)",
-    "rms_norm_bwd(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor rstd, Tensor? weight=None,"
-    " bool[2] output_mask=[True, True]) -> (Tensor dx, Tensor dweight)",
-    "layer_norm_bwd_residual(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd,"
-    " Tensor? weight=None, Tensor? bias=None, Tensor? residual_grad=None, bool[3] output_mask=[True, True, True], *,"
-    " ScalarType? dx_dtype=None) -> (Tensor dx, Tensor dweight, Tensor dbias)",
-    "rms_norm_bwd_residual(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor rstd, Tensor? weight=None,"
-    " Tensor? residual_grad=None, bool[2] output_mask=[True, True], *, ScalarType? dx_dtype=None)"
-    " -> (Tensor dx, Tensor dweight)",
-)
+TYPES = {Role.SHAPE: "SymInt[]", Role.EPS: "float", Role.DTYPE: "ScalarType"}
+
+
+def schema_of(op: Op) -> str:
+    """As torch.library takes it."""
+
+    def argument(slot: Slot) -> str:
+        kind = f"bool[{len(op.outputs)}]" if slot.role is Role.MASK else TYPES.get(slot.role, "Tensor")
+        by_name = "*, " * (slot.role is Role.DTYPE)
+        return f"{by_name}{kind}{'?' * slot.optional} {slot.name}" + f"={op.default(slot)}" * slot.has_default
+
+    outputs = ", ".join(f"Tensor {output.name}" for output in op.outputs)
+    return f"{op.name}({', '.join(map(argument, op.arguments))}) -> ({outputs})"
+
+
+SCHEMAS = {name: schema_of(op) for name, op in OPS.items()}
+__doc__ += "\nSchemas\n" + "".join(f"    {schema}\n\n" for schema in SCHEMAS.values())
 
 
 def forward(operands: ForwardOperands) -> Outputs:
@@ -106,30 +119,34 @@ def _first_backward(operands: BackwardOperands) -> Outputs:
 
 
 def run(operands: Operands) -> Outputs:
-    """The outputs of either direction, below autograd."""
-    return forward(operands) if isinstance(operands, ForwardOperands) else backward(operands)
+    """The outputs of any op, below autograd. Ops with operands that kernels lack run their formula."""
+    if type(operands) not in (ForwardOperands, BackwardOperands):
+        with torch.no_grad():
+            return reference.formula(operands)
+    return forward(operands) if operands.direction == "forward" else backward(operands)
 
 
 @functools.cache
 def launch() -> ModuleType:
     from .host import launch  # imported late: it imports Triton, which a process without CUDA tensors may lack
 
+    native.warn_if_missing()
     return launch
 
 
 def _fake(operands: Operands) -> Outputs:
     """The fake kernel: outputs without values, each a tensor of its own."""
     batch_shape, x = validate(operands), operands.x
-    if isinstance(operands, ForwardOperands):
-        shape, dtype = stats_shape(batch_shape, operands.normalized_shape), accumulation_dtype(x.dtype)
-        mean = x.new_empty(shape, dtype=dtype) if operands.norm == "layer" else None
-        return x.new_empty(x.shape), mean, x.new_empty(shape, dtype=dtype)
-    likes, dtypes = (x, operands.weight, operands.bias), (operands.dx_dtype, None, None)
-    dx, dw, db = (
-        like.new_empty(like.shape, dtype=dtype or like.dtype) if wanted and like is not None else None
-        for like, wanted, dtype in zip(likes, operands.output_mask, dtypes, strict=True)
-    )
-    return dx, dw, db
+    statistics = stats_shape(batch_shape, operands.normalized_shape)
+
+    def output(each: Output) -> Tensor:
+        if each.role is Role.STATISTIC:
+            return x.new_empty(statistics, dtype=accumulation_dtype(x.dtype))
+        like = getattr(operands, each.like)
+        return like.new_empty(like.shape, dtype=each.dtype and getattr(operands, each.dtype) or like.dtype)
+
+    wanted = zip(operands.outputs, wanted_outputs(operands), strict=True)
+    return tuple(output(each) if is_wanted else None for each, is_wanted in wanted)
 
 
 def _refuse(operands: Operands) -> Outputs:
@@ -141,27 +158,34 @@ def _refuse(operands: Operands) -> Outputs:
 
 # Dispatch keys that serve all tensors without a kernel of their own.
 ELSEWHERE = ("CompositeExplicitAutograd", "NestedTensorCPU", "NestedTensorCUDA")
-OPS = tuple(OPERANDS_OF_OP)
-KERNELS = {name: as_op(name, run) for name in OPS}
+KERNELS: dict[str, Callable[..., tuple]] = {}
 
-for schema in SCHEMAS:
-    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-for name, kernel in KERNELS.items():
-    LIBRARY.impl(name, kernel, "CPU")
-    if not (native.extension and name in native.OPS):
-        LIBRARY.impl(name, kernel, "CUDA")
+
+def register(op: Op) -> None:
+    """Define an op, below autograd."""
+    name = op.name
+    KERNELS[name] = as_op(name, run)
+    in_cpp = native.extension and name in native.OPS
+    _define(schema_of(op), name, KERNELS[name], ("CPU",) if in_cpp else ("CPU", "CUDA"))
     for key in ELSEWHERE:
         LIBRARY.impl(name, as_op(name, _refuse), key)
-    torch.library.register_fake(f"{NAMESPACE}::{name}", as_op(name, _fake), lib=LIBRARY)
+
+
+def _define(schema: str, op: str, kernel: Callable[..., tuple], keys: Sequence[str]) -> None:
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    name = schema.partition("(")[0]
+    for key in keys:
+        LIBRARY.impl(name, kernel, key)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", as_op(op, _fake), lib=LIBRARY)
+
+
+for _op in OPS.values():
+    register(_op)
 
 # AOTInductor accepts None only for outputs declared `Tensor?`, but the schemas above declare `Tensor` as ATen's do.
-# These copies of the backward ops declare `Tensor?` and have no derivatives. Only AOTInductor's graphs use them
+# These copies of ops declare `Tensor?` and have no derivatives. Only AOTInductor's graphs use them
 # (integrations/routing.py).
-for name in ("layer_norm_bwd", "rms_norm_bwd"):
-    arguments, outputs = next(s for s in SCHEMAS if s.startswith(f"{name}(")).split(" -> ")
-    copy = f"{name}_optional"
-    schema = f"{copy}{arguments.removeprefix(name)} -> {outputs.replace('Tensor', 'Tensor?')}"
-    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    for key in ("CPU", "CUDA"):
-        LIBRARY.impl(copy, KERNELS[name], key)
-    torch.library.register_fake(f"{NAMESPACE}::{copy}", as_op(name, _fake), lib=LIBRARY)
+WITH_OPTIONAL_OUTPUTS = {name: f"{name}_optional" for name, op in OPS.items() if op.aten and op.slot("output_mask")}
+for _name, _copy in WITH_OPTIONAL_OUTPUTS.items():
+    _arguments, _outputs = SCHEMAS[_name].removeprefix(_name).split(" -> ")
+    _define(f"{_copy}{_arguments} -> {_outputs.replace('Tensor', 'Tensor?')}", _name, KERNELS[_name], ("CPU", "CUDA"))

@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from numbers import Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .operands import BackwardOperands, ForwardOperands, Operands
+from .operands import OPS, BackwardOperands, ForwardOperands, Operands, Role, op_mask
 from .planner.norm_problem import ALIGNMENT, FLOAT_DTYPES, NormProblem, accumulation_dtype
 
 
@@ -119,11 +119,11 @@ def check_forward(operands: ForwardOperands) -> ForwardCall:
     if two strides do not describe its rows.
     """
     batch_shape = validate(operands)
-    norm, x, _, weight, bias, eps, wants_statistics = operands
-    if norm == "layer" and eps is None:
-        raise RuntimeError("layer_norm_fwd: eps must be a number, got None")
+    norm, x, _, weight, bias, eps, wants_statistics = operands[:7]
+    if eps is None and not OPS[operands.op].slot("eps").optional:
+        raise RuntimeError(f"{operands.op}: eps must be a number, got None")
     if eps is not None and not isinstance(eps, (Real, Tensor)):
-        raise TypeError(f"{norm}_norm_fwd: eps must be a number, got {eps!r}")
+        raise TypeError(f"{operands.op}: eps must be a number, got {eps!r}")
     normalized_shape = x.shape[len(batch_shape) :]  # the same sizes as torch's own integers
     cols = math.prod(normalized_shape)
     view = _row_view_or_copy(x, len(batch_shape), cols)
@@ -159,7 +159,7 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
     contiguous.
     """
     batch_shape = validate(operands)
-    norm, grad_out, x, _, mean, rstd, weight, bias, output_mask, residual_grad, dx_dtype, _ = operands
+    norm, grad_out, x, _, mean, rstd, weight, bias, output_mask, residual_grad, dx_dtype = operands[:11]
     normalized_shape = x.shape[len(batch_shape) :]  # the same sizes as torch's own integers
     batch_ndim, cols = len(batch_shape), math.prod(normalized_shape)
     grad_view, view = _row_view_or_copy(grad_out, batch_ndim, cols), _row_view_or_copy(x, batch_ndim, cols)
@@ -204,40 +204,9 @@ def validate(operands: Operands, op: str | None = None) -> torch.Size:
     integers. Messages name `op`, by default the operands' op. Only shapes, dtypes, layouts and devices are read, so
     meta and traced tensors are accepted.
     """
-    op = op or operands.op
-    batch_shape = _validate_operands(op, operands.x, operands.normalized_shape, operands.weight, operands.bias)
-    if isinstance(operands, BackwardOperands):
-        _validate_gradients(op, operands, math.prod(batch_shape))
-    return batch_shape
-
-
-def _validate_gradients(op: str, operands: BackwardOperands, rows: int) -> None:
-    shape, device = operands.x.shape, operands.x.device
-    if not _is_as_wanted(operands.grad_out, shape, device):
-        _require(op, "grad_out", operands.grad_out, shape, device)
-    if operands.mean is not None:
-        _require_statistic(op, "mean", operands.mean, rows, device)
-    _require_statistic(op, "rstd", operands.rstd, rows, device)
-    if operands.residual_grad is not None:
-        _require(op, "residual_grad", operands.residual_grad, shape, device)
-    if operands.dx_dtype not in (None, *FLOAT_DTYPES):
-        raise RuntimeError(f"{op}: dx_dtype must be float16, bfloat16, float32 or float64, got {operands.dx_dtype}")
-    mask = operands.output_mask
-    if len(mask) != 3:
-        flags = list(mask) if operands.norm == "layer" else list(mask[:-1])  # without that of dbias
-        raise RuntimeError(f"{op}: output_mask must have one flag per output, got {flags}")
-
-
-def stats_shape(batch_shape: Sequence[int], normalized_shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of mean and rstd, [*batch, 1, ...], as ATen shapes them."""
-    return (*batch_shape, *(1 for _ in normalized_shape))
-
-
-def _validate_operands(
-    op: str, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None
-) -> torch.Size:
+    op, x = op or operands.op, operands.x
     require_strided(op, "x", x)
-    normalized_shape = _sizes(op, normalized_shape)
+    normalized_shape = _sizes(op, operands.normalized_shape)
     shape, device = x.shape, x.device
     batch_ndim = len(shape) - len(normalized_shape)
     if not normalized_shape:
@@ -246,11 +215,37 @@ def _validate_operands(
         raise RuntimeError(f"{op}: x must end in normalized_shape {normalized_shape}, got shape {tuple(shape)}")
     if x.dtype not in FLOAT_DTYPES:
         _require_float(op, "x", x, device)
-    if weight is not None and not _is_as_wanted(weight, normalized_shape, device):
-        _require(op, "weight", weight, normalized_shape, device)
-    if bias is not None and not _is_as_wanted(bias, normalized_shape, device):
-        _require(op, "bias", bias, normalized_shape, device)
-    return shape[:batch_ndim]
+    batch_shape = shape[:batch_ndim]
+    for at, name, role, optional, is_tensor in _checks(type(operands)):
+        value = operands[at]
+        if value is None and optional:
+            continue
+        if role is Role.STATISTIC:
+            _require_statistic(op, name, value, math.prod(batch_shape), device)
+        elif is_tensor:
+            wanted = normalized_shape if role is Role.PARAMETER else shape
+            if not _is_as_wanted(value, wanted, device):
+                _require(op, name, value, wanted, device)
+        elif role is Role.DTYPE and value not in FLOAT_DTYPES:
+            raise RuntimeError(f"{op}: {name} must be float16, bfloat16, float32 or float64, got {value}")
+        elif role is Role.MASK and len(value) != len(type(operands).outputs):
+            raise RuntimeError(f"{op}: {name} must have one flag per output, got {list(op_mask(operands))}")
+    return batch_shape
+
+
+@cache
+def _checks(operands_type: Any) -> list[tuple[int, str, Role, bool, bool]]:
+    """(index, name, role, optional, is_tensor) of the operands that are checked after x and normalized_shape, in this
+    order."""
+    order = list(Role)
+    slots = [(at, slot) for at, slot in enumerate(operands_type.slots, 1) if slot.name not in ("x", "normalized_shape")]
+    checks = [(at, slot.name, slot.role, slot.optional, slot.role.is_tensor) for at, slot in slots]
+    return sorted(checks, key=lambda check: order.index(check[2]))
+
+
+def stats_shape(batch_shape: Sequence[int], normalized_shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of mean and rstd, [*batch, 1, ...], as ATen shapes them."""
+    return (*batch_shape, *(1 for _ in normalized_shape))
 
 
 def _sizes(op: str, normalized_shape: Sequence[int]) -> tuple[int, ...]:

@@ -7,12 +7,12 @@ derivative must differentiate the inside of an op.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from .operands import BackwardOperands, Operands, Outputs
+from .operands import Operands, Outputs, call_op
 from .planner.norm_problem import accumulation_dtype
 from .problem import BackwardCall, ForwardCall, resolve_eps, stats_shape, validate
 
@@ -52,13 +52,8 @@ def backward(call: BackwardCall) -> tuple[Tensor | None, Tensor | None, Tensor |
 def formula(operands: Operands) -> Outputs:
     """The outputs, as plain tensor code. Checks the operands."""
     validate(operands)
-    if isinstance(operands, BackwardOperands):
-        return backward_formula(*operands[1:11])
-    _, x, shape, weight, bias, eps, _ = operands
-    if operands.norm == "layer":
-        return layer_norm_formula(x, shape, weight, bias, eps)
-    y, rstd = rms_norm_formula(x, shape, weight, eps)
-    return y, None, rstd
+    own = FORMULAS.get(operands.op)
+    return call_op(own, operands) if own else backward_formula(*operands[1:11])
 
 
 def layer_norm_formula(
@@ -71,12 +66,7 @@ def layer_norm_formula(
     mean = mean + (upcast - mean).mean(dims, keepdim=True)  # takes away its rounding error: large equal x give y = 0
     centered = upcast - mean
     rstd = torch.rsqrt(centered.square().mean(dims, keepdim=True) + eps)
-    y = centered * rstd
-    if weight is not None:
-        y = y * weight.to(dtype)
-    if bias is not None:
-        y = y + bias.to(dtype)
-    return y.to(x.dtype).contiguous(), mean, rstd
+    return _affine(centered * rstd, weight, bias).to(x.dtype).contiguous(), mean, rstd
 
 
 def rms_norm_formula(
@@ -86,10 +76,14 @@ def rms_norm_formula(
     dtype, dims = accumulation_dtype(x.dtype), _normalized_dims(normalized_shape)
     upcast = x.to(dtype)
     rstd = torch.rsqrt(upcast.square().mean(dims, keepdim=True) + resolve_eps(eps, x.dtype))
-    y = upcast * rstd
+    return _affine(upcast * rstd, weight).to(x.dtype).contiguous(), rstd
+
+
+def _affine(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
+    """x_hat * weight + bias, in x_hat's dtype."""
     if weight is not None:
-        y = y * weight.to(dtype)
-    return y.to(x.dtype).contiguous(), rstd
+        x_hat = x_hat * weight.to(x_hat.dtype)
+    return x_hat if bias is None else x_hat + bias.to(x_hat.dtype)
 
 
 def backward_formula(
@@ -117,7 +111,7 @@ def backward_formula(
     x_hat, dy = centered * rstd, grad_out.to(dtype)
     dx = dw = db = None
     if output_mask[0]:
-        wdy = dy if weight is None else dy * weight.to(dtype)
+        wdy = _affine(dy, weight)
         inner = wdy - x_hat * (wdy * x_hat).mean(dims, keepdim=True)
         if mean is not None:
             inner = inner - wdy.mean(dims, keepdim=True)
@@ -162,3 +156,7 @@ def _normalized_dims(normalized_shape: Sequence[int]) -> tuple[int, ...]:
 
 def _cast(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
     return None if tensor is None else tensor.to(dtype)
+
+
+# Of an op's arguments. All other ops are backwards of both norms.
+FORMULAS: dict[str, Callable[..., tuple]] = {"layer_norm_fwd": layer_norm_formula, "rms_norm_fwd": rms_norm_formula}

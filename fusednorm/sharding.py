@@ -22,15 +22,9 @@ from collections.abc import Callable, Iterable
 import torch
 
 from .namespace import NAMESPACE, TORCH_OPS
+from .operands import OPS, Role
 
 ROWS, WHOLE, SUM = "sharded as the rows", "replicated", "a partial sum"
-PLACED = {
-    **dict.fromkeys(("x", "grad_out", "residual_grad", "mean", "rstd", "y", "dx"), ROWS),
-    **dict.fromkeys(("weight", "bias"), WHOLE),
-    **dict.fromkeys(("dweight", "dbias"), SUM),
-}
-NORMS = tuple(f"{norm}_norm_{way}" for norm in ("layer", "rms") for way in ("fwd", "bwd", "bwd_residual"))
-GRADIENTS = {"dx": "x", "dweight": "weight", "dbias": "bias"}  # in the order of output_mask
 
 missing: list[str] = []  # rules that could not be registered, with torch's error
 
@@ -44,7 +38,7 @@ def register_where_needed() -> None:
 @functools.cache
 def register() -> None:
     """Register the rules with torch.distributed.tensor, once per process."""
-    for add, ops in ((_add_norm, NORMS), (_add_column_sum, ("column_sum",))):
+    for add, ops in ((_add_norm, tuple(OPS)), (_add_column_sum, ("column_sum",))):
         try:
             for name in ops:
                 add(getattr(TORCH_OPS, name).default)
@@ -55,21 +49,27 @@ def register() -> None:
 def placed(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple[dict, dict, int]:
     """(outputs, operands, dims): the placement of each output and operand by name if x is sharded along one of its
     first `dims` dims. The placement of an output that is not computed is None. An operand that is None has no entry."""
-    names = [argument.name for argument in op._schema.arguments]
-    given = dict(zip(names, args)) | kwargs  # noqa: B905  defaults are left out
+    name = op._schema.name.removeprefix(f"{NAMESPACE}::")
+    row, operands = OPS[name], {}
+    given = dict(zip((slot.name for slot in row.arguments), args)) | kwargs  # noqa: B905  defaults are left out
     x = given["x"]
-    operands = {name: PLACED[name] for name in names if name in PLACED and given.get(name) is not None}
-    for name in ("mean", "rstd"):
-        if name in operands and len(given[name].shape) != len(x.shape):
+    for slot in row.arguments:
+        value = given.get(slot.name)
+        if value is None or not slot.role.is_tensor:
+            continue
+        if slot.role is Role.STATISTIC and len(value.shape) != len(x.shape):
             raise RuntimeError(
-                f"{op._schema.name.removeprefix(f'{NAMESPACE}::')}: {name} of DTensors must have the shape that the "
-                f"forward returns, of {len(x.shape)} dims, got {tuple(given[name].shape)}"
+                f"{name}: {slot.name} of DTensors must have the shape that the forward returns, of {len(x.shape)} dims,"
+                f" got {tuple(value.shape)}"
             )
-    outputs = {returned.name: PLACED[returned.name] for returned in op._schema.returns}
+        operands[slot.name] = WHOLE if slot.role is Role.PARAMETER else ROWS
     mask = given.get("output_mask") or itertools.repeat(True)
-    for (output, like), wanted in zip(GRADIENTS.items(), mask, strict=False):
-        if output in outputs and not (wanted and given.get(like) is not None):
-            outputs[output] = None
+    outputs = {
+        output.name: (SUM if output.role is Role.PARAMETER else ROWS)
+        if wanted and given.get(output.like) is not None
+        else None
+        for output, wanted in zip(row.outputs, mask, strict=False)
+    }
     return outputs, operands, len(x.shape) - len(given["normalized_shape"])
 
 

@@ -8,20 +8,18 @@ outputs. Where elements lie is as in multiwave.py.
 import triton
 import triton.language as tl
 
-from .loads import StatisticsInMemory, load_parameter
+from .loads import StatisticsInMemory, load_if, load_parameter
 from .multiwave import (
     columns,
     divisible,
-    load_residual,
+    load_chunks,
     load_row_statistics,
     load_row_tile,
     row_start,
     rows_in_memory,
     store_chunk,
 )
-from .rowmath import corrected_moments, input_gradient, inverse_std, normalize, quotient, row_means
-
-PARTIALS_AT_ONCE = tl.constexpr(32)
+from .rowmath import corrected_moments, input_gradient, inverse_std, normalize, quotient, row_means, widen
 
 
 @triton.jit(do_not_specialize=["rows", "x_inner"])
@@ -68,10 +66,10 @@ def forward_by_column_tiles(
         valid = lane < cols - start
         x = tl.load(x_row + col, mask=valid, other=0.0).to(norm.acc)
         y = normalize(x, row_mean, rstd, norm)
-        if norm.has_weight:
-            y *= tl.load(weight_ptr + col, mask=valid, other=0.0).to(norm.acc)
-        if norm.has_bias:
-            y += tl.load(bias_ptr + col, mask=valid, other=0.0).to(norm.acc)
+        weight = load_if(norm.has_weight, weight_ptr, col, valid)
+        y = norm.form.scale(y, widen(weight, dtype=norm.acc), norm)
+        bias = load_if(norm.has_bias, bias_ptr, col, valid)
+        y = norm.form.shift(y, widen(bias, dtype=norm.acc), norm)
         tl.store(y_row + col, y.to(y_ptr.dtype.element_ty), mask=valid)
 
 
@@ -107,9 +105,9 @@ def backward_row_means(
         col = start + lane
         valid = lane < cols - start
         x_hat = normalize(tl.load(x_row + col, mask=valid, other=0.0).to(norm.acc), mean, rstd, norm)
-        g = tl.load(dy_row + col, mask=valid, other=0.0).to(norm.acc)
-        if norm.has_weight:
-            g *= tl.load(weight_ptr + col, mask=valid, other=0.0).to(norm.acc)
+        dy = tl.load(dy_row + col, mask=valid, other=0.0).to(norm.acc)
+        weight = widen(load_if(norm.has_weight, weight_ptr, col, valid), dtype=norm.acc)
+        g = norm.form.upstream(dy, weight, norm)
         sum_gx += tl.where(valid, g * x_hat, 0.0)
         sum_g += g
     mean_gx, mean_g = row_means(sum_gx, sum_g, cols, norm)
@@ -158,20 +156,18 @@ def backward_by_column_tiles(
         x_next = load_row_tile(x_rows, ahead, rows, width, norm, tile)
         dy_next = load_row_tile(dy_rows, ahead, rows, width, norm, tile)
         x_hat = normalize(x, statistics.mean, statistics.rstd, norm)
-        dw += dy * x_hat
-        db += dy
+        dw += norm.form.to_dw(dy, x_hat, norm)
+        db += norm.form.to_db(dy, norm)
         if norm.wants_dx:
             mean_gx = tl.load(means_ptr + row, mask=in_range, other=0.0)[:, None]
             mean_g = mean_gx
             if norm.layer:
                 mean_g = tl.load(means_ptr + rows + row, mask=in_range, other=0.0)[:, None]
-            g = dy
-            if norm.has_weight:
-                g *= weight[0].to(norm.acc)
+            g = norm.form.upstream(dy, widen(weight[0], dtype=norm.acc), norm)
             dx = input_gradient(g, x, statistics.mean, statistics.rstd, mean_gx, mean_g, norm)
             start = (row * cols)[:, None]
-            if norm.has_residual:
-                dx += load_residual(residual_ptr + left, start, in_range[:, None], width, norm, tile)[0].to(norm.acc)
+            residual = load_chunks(residual_ptr, start + left, in_range[:, None], width, tile, norm.has_residual)
+            dx = norm.form.to_dx(dx, widen(residual[0], dtype=norm.acc), norm)
             store_chunk(dx_ptr + left, start, dx, in_range[:, None], width, 0, tile)
         row = ahead
     partial = tl.program_id(1).to(tl.int64) * cols + tl.zeros([1, 1], tl.int64)
@@ -185,23 +181,31 @@ def backward_by_column_tiles(
         tl.debug_barrier()  # no thread reads partials before the addition has acquired them
         if others == tl.num_programs(1) - 1:
             if norm.wants_dw:
-                sum_column_tile(dw_partial_ptr + left, dw_ptr + left, width, cols, norm, tile)
+                finish: tl.constexpr = norm.form.finish_dw
+                sum_column_tile(dw_partial_ptr, dw_ptr, left, width, cols, weight_ptr, finish, norm, tile)
             if norm.wants_db:
-                sum_column_tile(db_partial_ptr + left, db_ptr + left, width, cols, norm, tile)
+                sum_column_tile(db_partial_ptr, db_ptr, left, width, cols, None, None, norm, tile)
 
 
 @triton.jit
-def sum_column_tile(partial_ptr, out_ptr, width, cols, norm: tl.constexpr, tile: tl.constexpr):
-    """Sum `width` columns of the partials of the CTAs that share the rows, in the order of these CTAs. Sums of a few
-    partials are added up, so that no sum has too many terms."""
+def sum_column_tile(
+    partial_ptr, out_ptr, left, width, cols, weight_ptr, finish: tl.constexpr, norm: tl.constexpr, tile: tl.constexpr
+):
+    """Sum `width` columns, from column `left` on, of the partials of the CTAs that share the rows, in the order of
+    these CTAs, and `finish` the sums unless it is None. Sums of a few partials are added up, so that no sum has too
+    many terms."""
     lane = tl.arange(0, tile.chunk)
-    here = partial_ptr + lane
+    here = partial_ptr + left + lane
     total = tl.full([tile.chunk], 0.0, norm.acc)
-    for start in range(0, tl.num_programs(1), PARTIALS_AT_ONCE):
+    partials_at_once: tl.constexpr = 32
+    for start in range(0, tl.num_programs(1), partials_at_once):
         some = tl.full([tile.chunk], 0.0, norm.acc)
-        for _ in range(start, tl.minimum(start + PARTIALS_AT_ONCE, tl.num_programs(1))):
+        for _ in range(start, tl.minimum(start + partials_at_once, tl.num_programs(1))):
             # Bypass L1: it may hold old values where other SMs have written.
             some += tl.load(here, mask=lane < width, other=0.0, cache_modifier=".cg")
             here += cols
         total += some
-    tl.store(out_ptr + lane, total.to(out_ptr.dtype.element_ty), mask=lane < width)
+    if finish is not None:
+        weight = load_if(norm.has_weight, weight_ptr, left + lane, lane < width)
+        total = finish(total, widen(weight, dtype=norm.acc), norm)
+    tl.store(out_ptr + left + lane, total.to(out_ptr.dtype.element_ty), mask=lane < width)

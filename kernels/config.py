@@ -3,8 +3,8 @@ Kernels pass them on whole."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import ClassVar
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 import triton.language as tl
 
@@ -14,16 +14,44 @@ COMPILE_OPTIONS = {"enable_fp_fusion": True}
 
 class CompileTime(dict):
     """A compile-time argument: a dataclass whose attributes a kernel is compiled for. It is a dict too, because
-    Triton's compile hooks write every constant as JSON."""
+    Triton's compile hooks write every constant as JSON. Its repr is its part of the keys of Triton's builds."""
 
     def __post_init__(self):
-        self.update(asdict(self))
+        self.update({each.name: getattr(self, each.name) for each in fields(self)})
+
+
+@dataclass(frozen=True, repr=False)
+class Form(CompileTime):
+    """What a norm does beside normalizing rows, element by element, as jit functions. rowmath.py has the values.
+
+    All arguments are tensors of the accumulation dtype that broadcast, but an absent operand is a placeholder: a
+    function that has none of `norm`'s has_weight, has_bias or has_residual to ask needs the operand. A dy of 0, which
+    padding has, must give g = 0 and sums of 0.
+    """
+
+    scale: Any  # (x_hat, weight, norm) -> the first argument of `shift`
+    shift: Any  # (scaled, bias, norm) -> y
+    upstream: Any  # (dy, weight, norm) -> g, the gradient of x_hat
+    to_dw: Any  # (dy, x_hat, norm) -> what an element adds to its column's sum for dw
+    to_db: Any  # (dy, norm) -> the same for db
+    to_dx: Any  # (dx, residual, norm) -> what is stored as dx
+    finish_dw: Any = None  # (sum, weight, norm) -> dw of a column; None: the sum is dw
+
+    def __post_init__(self):
+        self.update({each.name: str(getattr(self, each.name)) for each in fields(self)})
+
+    def __repr__(self) -> str:
+        """Names the functions by hashes of their sources and of all that they call. Without these, Triton would run an
+        old build after a function was edited: it hashes what a kernel calls by name, not what a value holds."""
+        keys = {each.name: getattr(getattr(self, each.name), "cache_key", None) for each in fields(self)}
+        return f"Form({keys})"
 
 
 @dataclass(frozen=True)
 class Norm(CompileTime):
     """Which function is computed."""
 
+    form: Form
     layer: bool  # LayerNorm; else RMSNorm
     fp64: bool  # statistics, sums and partials in float64; else in float32
     has_weight: bool

@@ -3,13 +3,19 @@
 import triton
 import triton.language as tl
 
+from .loads import load_if
 from .ptx import wait_for_prerequisites
+from .rowmath import widen
 
 
 @triton.jit
-def sum_partials(partial_ptr, out_ptr, first_col, num_partials, cols, tile: tl.constexpr):
-    """Sum tile.cols columns, from first_col on, of [num_partials, cols] partials in a fixed order, and round once to
-    the dtype of out. The loads of tile.num_loads times tile.rows rows are under way at once."""
+def sum_partials(
+    partial_ptr, out_ptr, first_col, num_partials, cols, weight_ptr, finish: tl.constexpr, norm: tl.constexpr,
+    tile: tl.constexpr,
+):  # fmt: skip
+    """Sum tile.cols columns, from first_col on, of [num_partials, cols] partials in a fixed order, `finish` the sums
+    unless it is None, and round once to the dtype of out. The loads of tile.num_loads times tile.rows rows are under
+    way at once."""
     row = tl.arange(0, tile.rows)[:, None]
     col = first_col + tl.arange(0, tile.cols)[None, :].to(tl.int64)  # a row may be wider than 2^31 elements
     in_range = col < cols
@@ -24,23 +30,31 @@ def sum_partials(partial_ptr, out_ptr, first_col, num_partials, cols, tile: tl.c
         for i in tl.static_range(1, tile.loads):
             some += loads[i]
         total += some
-    total = tl.sum(total, axis=0, keep_dims=True).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + col, total, mask=in_range)
+    total = tl.sum(total, axis=0, keep_dims=True)
+    if finish is not None:
+        weight = load_if(norm.has_weight, weight_ptr, col, in_range)
+        total = finish(total, widen(weight, dtype=norm.acc), norm)
+    tl.store(out_ptr + col, total.to(out_ptr.dtype.element_ty), mask=in_range)
 
 
 @triton.jit(do_not_specialize=["num_partials"])
 def finalize(
-    dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, num_partials, cols, norm: tl.constexpr, tile: tl.constexpr
-):
-    """Each CTA sums one piece of tile.cols columns: the first CTAs those of dw, the next ones those of db."""
+    dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr, num_partials, cols, weight_ptr, norm: tl.constexpr,
+    tile: tl.constexpr,
+):  # fmt: skip
+    """Each CTA sums one piece of tile.cols columns: the first CTAs those of dw, the next ones those of db. Only
+    norm.form.finish_dw needs the weight; weight_ptr may be None without it."""
     if tile.dependent:  # this CTA may run before the backward has ended and its partials are visible
         wait_for_prerequisites()
     piece = tl.program_id(0)
     pieces = tl.cdiv(cols, tile.cols)
     if norm.wants_dw:
         if piece < pieces:
-            sum_partials(dw_partial_ptr, dw_ptr, piece.to(tl.int64) * tile.cols, num_partials, cols, tile)
+            first_col = piece.to(tl.int64) * tile.cols
+            finish: tl.constexpr = norm.form.finish_dw
+            sum_partials(dw_partial_ptr, dw_ptr, first_col, num_partials, cols, weight_ptr, finish, norm, tile)
     if norm.wants_db:
         of_db = piece - pieces * norm.wants_dw
         if of_db >= 0:
-            sum_partials(db_partial_ptr, db_ptr, of_db.to(tl.int64) * tile.cols, num_partials, cols, tile)
+            first_col = of_db.to(tl.int64) * tile.cols
+            sum_partials(db_partial_ptr, db_ptr, first_col, num_partials, cols, None, None, norm, tile)

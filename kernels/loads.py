@@ -34,6 +34,16 @@ def load_statistics(source, row, inside, norm: tl.constexpr):
 
 
 @triton.jit
+def load_if(present: tl.constexpr, ptr, offset, mask):
+    """The elements at ptr + offset, zeros where `mask` is false. A placeholder if the operand is not `present`."""
+    if present:
+        loaded = tl.load(ptr + offset, mask=mask, other=0.0)
+    else:
+        loaded = 0.0
+    return loaded
+
+
+@triton.jit
 def load_parameter(ptr, cols, present: tl.constexpr, columns: tl.constexpr, tile: tl.constexpr):
     """weight or bias in registers, in its own dtype: a chunk for each chunk c of a tile. The function `columns` gives
     the columns of chunk c, and with them the shape and the layout. Placeholders if it is not `present`."""

@@ -25,6 +25,7 @@ from .rowmath import (
     quotient,
     row_means,
     sums_equal_elements,
+    widen,
 )
 
 
@@ -86,11 +87,15 @@ def load_row_tile(source, row, rows, cols, norm: tl.constexpr, tile: tl.constexp
 
 
 @triton.jit
-def load_chunks(ptr, start, row_mask, cols, tile: tl.constexpr):
+def load_chunks(ptr, start, row_mask, cols, tile: tl.constexpr, present: tl.constexpr = True):
+    """Chunks of rows that begin `start` elements after `ptr`, in their own dtype; placeholders if not `present`."""
     chunks = ()
     for c in tl.static_range(tile.chunks):
-        mask = mask_of_chunk(row_mask, cols, c, tile)
-        chunks = chunks + (tl.load(ptr + start + columns(c, tile), mask=mask, other=0.0),)
+        if present:
+            mask = mask_of_chunk(row_mask, cols, c, tile)
+            chunks = chunks + (tl.load(ptr + start + columns(c, tile), mask=mask, other=0.0),)
+        else:
+            chunks = chunks + (0.0,)
     return chunks
 
 
@@ -99,16 +104,6 @@ def load_row_statistics(source, row, rows, norm: tl.constexpr):
     """Statistics [tile.rows, 1]."""
     statistics = load_statistics(source, row, row < rows, norm)
     return Statistics(statistics.mean[:, None], statistics.rstd[:, None])
-
-
-@triton.jit
-def load_residual(ptr, start, row_mask, cols, norm: tl.constexpr, tile: tl.constexpr):
-    """Chunks of the gradient that is added to dx, in its own dtype; none if there is none. It is contiguous, as dx
-    is."""
-    chunks = ()
-    if norm.has_residual:
-        chunks = load_chunks(ptr, start, row_mask, cols, tile)
-    return chunks
 
 
 @triton.jit
@@ -155,10 +150,8 @@ def write_rows(
     rstd = row_rstd[:, None]
     for c in tl.static_range(tile.chunks):
         y = normalize(x[c].to(norm.acc), mean, rstd, norm)
-        if norm.has_weight:
-            y *= weight[c].to(norm.acc)
-        if norm.has_bias:
-            y += bias[c].to(norm.acc)
+        y = norm.form.scale(y, widen(weight[c], dtype=norm.acc), norm)
+        y = norm.form.shift(y, widen(bias[c], dtype=norm.acc), norm)
         store_chunk(y_ptr, (row * cols)[:, None], y, in_range[:, None], cols, c, tile)
 
 
@@ -221,32 +214,28 @@ def backward(
         x_next = load_row_tile(x_rows, ahead, rows, cols, norm, tile)
         dy_next = load_row_tile(dy_rows, ahead, rows, cols, norm, tile)
         next_statistics = load_row_statistics(source, ahead, rows, norm)
-        residual = load_residual(residual_ptr, (row * cols)[:, None], in_range[:, None], cols, norm, tile)
+        start = (row * cols)[:, None]
+        residual = load_chunks(residual_ptr, start, in_range[:, None], cols, tile, norm.has_residual)
         sum_gx = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
         sum_g = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
         new_dw = ()
         new_db = ()
         for c in tl.static_range(tile.chunks):
             x_hat = normalize(x[c].to(norm.acc), mean, rstd, norm)
-            upstream = dy[c].to(norm.acc)
-            g = upstream
-            if norm.has_weight:
-                g *= weight[c].to(norm.acc)
+            wide_dy = dy[c].to(norm.acc)
+            g = norm.form.upstream(wide_dy, widen(weight[c], dtype=norm.acc), norm)
             sum_gx += g * x_hat
             sum_g += g
-            new_dw = new_dw + (dw[c] + upstream * x_hat,)
-            new_db = new_db + (db[c] + upstream,)
+            new_dw = new_dw + (dw[c] + norm.form.to_dw(wide_dy, x_hat, norm),)
+            new_db = new_db + (db[c] + norm.form.to_db(wide_dy, norm),)
         dw = new_dw
         db = new_db
         mean_gx, mean_g = row_means(sum_gx, sum_g, cols, norm)
         for c in tl.static_range(tile.chunks):
-            g = dy[c].to(norm.acc)
-            if norm.has_weight:
-                g *= weight[c].to(norm.acc)
+            g = norm.form.upstream(dy[c].to(norm.acc), widen(weight[c], dtype=norm.acc), norm)
             dx = input_gradient(g, x[c].to(norm.acc), mean, rstd, mean_gx, mean_g, norm)
-            if norm.has_residual:
-                dx += residual[c].to(norm.acc)
-            store_chunk(dx_ptr, (row * cols)[:, None], dx, in_range[:, None], cols, c, tile)
+            dx = norm.form.to_dx(dx, widen(residual[c], dtype=norm.acc), norm)
+            store_chunk(dx_ptr, start, dx, in_range[:, None], cols, c, tile)
         row = ahead
     if tile.announces_end:  # saves time only: the dependent launch waits for this one's end
         launch_dependents()

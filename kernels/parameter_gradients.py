@@ -61,13 +61,14 @@ def dw_and_db(
         ring.wait(rings.full[0][0].index(at.stage), at.phase)
         dy = read_tile(rings.slots[0], at.stage, tile).to(gl.float32)
         if norm.wants_db:
-            db += gl.sum(dy, axis=0)
+            db += gl.sum(norm.form.to_db(dy, norm), axis=0)
         if norm.wants_dw:
             statistics = next_statistics
             next_statistics = load_tile_statistics(source, row + step, rows, norm, tile)
             ring.wait(rings.full[1][0].index(at.stage), at.phase)
             x = read_tile(rings.slots[1], at.stage, tile).to(gl.float32)
-            dw += gl.sum(dy * normalize(x, statistics.mean, statistics.rstd, norm), axis=0)
+            x_hat = normalize(x, statistics.mean, statistics.rstd, norm)
+            dw += gl.sum(norm.form.to_dw(dy, x_hat, norm), axis=0)
         fill_stage(rings, at.stage, row + tile.num_stages * step, left, rows, tile)
         at = ring.next_position(at, tile)
     if norm.wants_dw:

@@ -143,22 +143,10 @@ def store_y(y_ptr, x, statistics, weight, bias, row, cols, norm: gl.constexpr, t
     """Second pass of the forward: y of the tile at `row`."""
     for c in gl.static_range(tile.chunks):
         y = normalize(x[c].to(gl.float32), statistics.mean, statistics.rstd, norm)
-        if norm.has_weight:
-            y *= parameter_row(weight[c], tile)
-        if norm.has_bias:
-            y += parameter_row(bias[c], tile)
+        y = norm.form.scale(y, parameter_row(weight[c], norm.has_weight, tile), norm)
+        y = norm.form.shift(y, parameter_row(bias[c], norm.has_bias, tile), norm)
         # y is likely to be read soon, x perhaps never again: L2 should evict y's lines last.
         store_chunk(y_ptr, y, row, cols, c, "evict_last", tile)
-
-
-@gluon.jit
-def upstream_gradient(dy, weight, norm: gl.constexpr, tile: gl.constexpr):
-    """g = dy * w."""
-    if norm.has_weight:
-        g = dy * parameter_row(weight, tile)
-    else:
-        g = dy
-    return g
 
 
 @gluon.jit
@@ -172,12 +160,12 @@ def sum_tile(x, dy, statistics, weight, sums, norm: gl.constexpr, tile: gl.const
     db = ()
     for c in gl.static_range(tile.chunks):
         x_hat = normalize(widen(x[c], tile.in_pairs), statistics.mean, statistics.rstd, norm)
-        upstream = widen(dy[c], tile.in_pairs)
-        g = upstream_gradient(upstream, weight[c], norm, tile)
+        wide_dy = widen(dy[c], tile.in_pairs)
+        g = norm.form.upstream(wide_dy, parameter_row(weight[c], norm.has_weight, tile), norm)
         sum_gx += g * x_hat
         sum_g += g
-        dw = dw + (sums.dw[c] + upstream * x_hat,)
-        db = db + (sums.db[c] + upstream,)
+        dw = dw + (sums.dw[c] + norm.form.to_dw(wide_dy, x_hat, norm),)
+        db = db + (sums.db[c] + norm.form.to_db(wide_dy, norm),)
     if norm.layer:
         # One reduction of pairs has half the CTA barriers of two reductions.
         row_sums = gl.reduce((sum_gx, sum_g), 2, add_pairs)
@@ -196,8 +184,7 @@ def store_dx(dx_ptr, x, dy, statistics, row_sums, weight, residual, row, cols, n
     mean = statistics.mean
     rstd = statistics.rstd
     for c in gl.static_range(tile.chunks):
-        g = upstream_gradient(widen(dy[c], tile.in_pairs), weight[c], norm, tile)
+        g = norm.form.upstream(widen(dy[c], tile.in_pairs), parameter_row(weight[c], norm.has_weight, tile), norm)
         dx = input_gradient(g, widen(x[c], tile.in_pairs), mean, rstd, mean_gx, mean_g, norm)
-        if norm.has_residual:
-            dx += widen(residual[c], tile.in_pairs)
+        dx = norm.form.to_dx(dx, widen(residual[c], tile.in_pairs), norm)
         store_chunk(dx_ptr, dx, row, cols, c, "", tile)

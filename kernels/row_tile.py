@@ -153,16 +153,15 @@ def hold_parameter(loaded, present: gl.constexpr, in_smem: gl.constexpr, tile: g
 
 
 @gluon.jit
-def parameter_row(held, tile: gl.constexpr):
-    """One chunk of a parameter that `hold_parameter` keeps, [1, cluster, chunk], in float32."""
-    if tile.weight_in_smem:
-        row = held.load(column_layout(tile))
-    else:
-        row = held
-    row = gl.expand_dims(row, 0)
-    if tile.in_pairs:
-        row = widen(row, True)
-    return row.to(gl.float32)
+def parameter_row(held, present: gl.constexpr, tile: gl.constexpr):
+    """One chunk of a parameter that `hold_parameter` keeps, [1, cluster, chunk], in float32; the placeholder of an
+    absent parameter as it is."""
+    row = held
+    if present:
+        if tile.weight_in_smem:
+            row = held.load(column_layout(tile))
+        row = widen(gl.expand_dims(row, 0), tile.in_pairs)
+    return row
 
 
 @gluon.jit

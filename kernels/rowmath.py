@@ -4,11 +4,13 @@ Pure jit functions on register tiles, called from Triton and from Gluon kernels.
 and row sums are [rows, 1] and broadcast. In row_tile.py both have the CTAs of a cluster as a dimension between these.
 `norm` is a config.Norm. All values are in the accumulation dtype.
 
-With x_hat = (x - mean) * rstd (LayerNorm) or x * rstd (RMSNorm), y = x_hat * w + b and g = dy * w, over a row of N
-columns:
+With x_hat = (x - mean) * rstd (LayerNorm) or x * rstd (RMSNorm) and g = the gradient of x_hat, over a row of N columns:
 
     dx = rstd * (g - x_hat * mean(g * x_hat) - mean(g))        (the last term for LayerNorm only)
-    dw = sum over rows of dy * x_hat,  db = sum over rows of dy
+
+What follows x_hat is a config.Form. That of both norms, AFFINE, is y = x_hat * w + b:
+
+    g = dy * w,  dw = sum over rows of dy * x_hat,  db = sum over rows of dy
 
 (Ba, Kiros, Hinton, "Layer Normalization", 2016; Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019.)
 """
@@ -16,16 +18,20 @@ columns:
 import triton
 import triton.language as tl
 
+from .config import Form
 from .ptx import widen_pairs
 
 
 @triton.jit
-def widen(x, in_pairs: tl.constexpr):
-    """x in float32. `in_pairs` converts bfloat16 by ptx.widen_pairs, which is quicker and takes more registers."""
-    if in_pairs and x.dtype == tl.bfloat16:
+def widen(x, in_pairs: tl.constexpr = False, dtype: tl.constexpr = tl.float32):
+    """x in `dtype`; the placeholder of an absent operand as it is. `in_pairs` converts bfloat16 by ptx.widen_pairs,
+    which is quicker and takes more registers."""
+    if not isinstance(x, tl.tensor):
+        wide = x
+    elif in_pairs and x.dtype == tl.bfloat16:
         wide = widen_pairs(x)
     else:
-        wide = x.to(tl.float32)
+        wide = x.to(dtype)
     return wide
 
 
@@ -97,3 +103,40 @@ def row_means(sum_gx, sum_g, cols, norm: tl.constexpr):
         mean_gx = tl.sum(sum_gx, axis=1) / cols
         mean_g = mean_gx
     return mean_gx[:, None], mean_g[:, None]
+
+
+@triton.jit
+def times_weight(x, weight, norm: tl.constexpr):
+    if norm.has_weight:
+        x *= weight
+    return x
+
+
+@triton.jit
+def plus_bias(x, bias, norm: tl.constexpr):
+    if norm.has_bias:
+        x += bias
+    return x
+
+
+@triton.jit
+def times_x_hat(dy, x_hat, norm: tl.constexpr):
+    return dy * x_hat
+
+
+@triton.jit
+def unchanged(dy, norm: tl.constexpr):
+    return dy
+
+
+@triton.jit
+def plus_residual(dx, residual, norm: tl.constexpr):
+    """dx with the gradient that reaches x by another way, such as a residual connection."""
+    if norm.has_residual:
+        dx += residual
+    return dx
+
+
+AFFINE = Form(
+    scale=times_weight, shift=plus_bias, upstream=times_weight, to_dw=times_x_hat, to_db=unchanged, to_dx=plus_residual
+)

@@ -1,32 +1,38 @@
-"""Two tiers: the CPU tier (default) interprets the Triton kernels, the GPU tier (-m gpu) runs them natively."""
+"""Two tiers: the CPU tier (default) interprets the Triton kernels, the GPU tier (-m gpu) runs them natively.
+
+Some folders of the CPU tier run in processes of their own, which do not interpret (apart.py)."""
 
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 
+import apart
 import pytest
 import torch
 
 from fusednorm.tools.interpreter import enable_interpreter
 
-LONGEST = {"test_simulator", "test_native", "test_distributed"}
-# host/test_native.py and kernels/test_simulator.py run these folders, in processes of their own.
-collect_ignore = ["host/native", "kernels/simulated", "simulator"]
+if find_spec("triton") is None:
+    collect_ignore = [*apart.FOLDERS]  # these tests compile kernels
+CHOSEN = os.environ.get("TRITON_INTERPRET")
+if not apart.serving:
+    # The interpreter must be chosen before triton is imported, and a conftest.py below this one may do that. A process
+    # that interprets cannot compile: other tests that compile start a process of their own, without this variable.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # The interpreter must be chosen before triton is imported. A process that interprets cannot compile: tests that
-    # compile start a process of their own, without TRITON_INTERPRET.
-    if "gpu" not in config.option.markexpr.replace("not gpu", ""):
+    if "gpu" in config.option.markexpr.replace("not gpu", ""):
+        if CHOSEN is None:
+            del os.environ["TRITON_INTERPRET"]
+        return
+    # Tensors are small: a second thread would mostly spin while it waits, and take processor time from others.
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # for processes that tests start
+    if not apart.serving:
         enable_interpreter()
-        # Tensors are small: a second thread would mostly spin while it waits, and take processor time from others.
-        torch.set_num_threads(1)
-        os.environ["OMP_NUM_THREADS"] = "1"  # for processes that tests start
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of few long tests come first: where tests run in parallel, the short ones fill the time beside them."""
-    items.sort(key=lambda item: item.path.stem not in LONGEST)  # a stable sort
+        config.pluginmanager.register(apart.Processes())
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

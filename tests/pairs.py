@@ -4,7 +4,7 @@
     python tests/pairs.py --torch 2.11.0 --suites native      # one pair, one suite
 
 Each pair has a virtual environment of its own in --folder, made on first use. It takes 5 GB where pip also installs
-CUDA's libraries. The C++ host side is built in each. Ends with a table; exit code 1 if a test fails.
+CUDA's libraries. The tests build the C++ host side. Ends with a table; exit code 1 if a test fails.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAIRS = {"2.11.0": "3.6.0", "2.13.0": "3.7.1", "2.14.1": "3.8.0", "2.15.0": "3.9.0"}  # Triton by torch
-SUITES = {  # tests/ROOM/test_NAME.py, as ROOM/NAME
+SUITES = {  # tests/ROOM/test_NAME.py as ROOM/NAME, and folders as FOLDER/
     "face": "face/autograd face/errors face/functional face/modules face/ops face/opinfo face/public_face tools/oracle "
     "host/torch_compat integrations/drop_in integrations/export integrations/models",
     "compile": "kernels/compile integrations/folding integrations/inductor",
     "sharding": "face/distributed",
     "interpreter": "columns/column_sum host/fallback kernels/interpreter kernels/multiwave kernels/partial_sums "
     "kernels/row_moments tools/demo",
-    "native": "host/launcher host/native host/prepared host/triton_compat tools/doctor tools/warm",
-    "simulator": "kernels/simulator",
+    "native": "host/launcher host/native host/native/ host/prepared host/triton_compat tools/doctor tools/warm",
+    "simulator": "simulator/ kernels/simulated/",
 }
 
 
@@ -44,10 +44,14 @@ def environment(torch: str, folder: Path) -> Path:
     return python
 
 
+def path_of(name: str) -> str:
+    return f"tests/{name}" if name.endswith("/") else "tests/{}/test_{}.py".format(*name.split("/"))
+
+
 def run(torch: str, suite: str, folder: Path) -> str:
     """pytest's own count, such as "12 passed, 1 skipped"; the rest of its output goes to a file."""
     variables = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHONPATH")}
-    files = ["tests/{}/test_{}.py".format(*name.split("/")) for name in SUITES[suite].split()]
+    files = [path_of(name) for name in SUITES[suite].split()]
     command = [environment(torch, folder), "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *files]
     said = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
     log = folder / f"torch-{torch}-{suite}.log"

@@ -39,7 +39,7 @@ DEFAULT_WAYS = tuple(name for name in WAYS if name != "compiled both")
 PROFILED = ("eager stock", "eager patch_model", "eager enable_eager", "compiled stock")
 TIMED = ("fusednorm/**/*.py", "fusednorm/**/*.cpp", "kernels/*.py", "bench/zoo/*.py")  # what a digest covers
 LEAST = 60  # seconds: with less, no model is begun
-RESERVE = 20  # seconds more than its own limit, after which a process is stopped: imports, checks, a round under way
+RESERVE = 60  # seconds more than its own limit, after which a process is stopped: imports, checks, warming up
 SAME = ("gpu", "torch", "triton", "transformers", "source", "native")  # of records that stand for a new run
 
 

@@ -205,10 +205,13 @@ class Zoo:
         return loss.detach()
 
     def time(self) -> None:
-        """Rounds of one turn of each way, in a new order each time, until the rounds or the time are over."""
-        orders, end = random.Random(0), time.monotonic() + self.task.seconds
+        """Rounds of one turn of each way, in a new order each time, until the rounds or the time are over. Warming up
+        is not counted: the first steps allocate their memory, which takes seconds."""
+        orders, end = random.Random(0), float("inf")
         bar = progress(range(self.task.rounds + WARMUP_ROUNDS), f"{self.task.model}, rounds", "bench")
         for number in bar:
+            if number == WARMUP_ROUNDS:
+                end = time.monotonic() + self.task.seconds
             if number > WARMUP_ROUNDS and time.monotonic() > end:
                 break
             for runner in orders.sample(self.present, len(self.present)):

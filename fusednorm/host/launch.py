@@ -19,6 +19,7 @@ from .. import margin, reference
 from ..forcing import forced_variant
 from ..kernels import column_tiles, finalizer, multiwave, parameter_gradients, pipelined, warp_specialized
 from ..kernels.config import ColumnTile, Norm, PartialsTile, RingTile, Tile
+from ..kernels.rowmath import AFFINE
 from ..planner import budget, heuristics, tile_share
 from ..planner.device import OLDEST_TRITON, DeviceSpec
 from ..planner.legality import MAX_RING_ROWS, broken_rule
@@ -185,7 +186,8 @@ def _finalize(problem: NormProblem, buffers: BackwardBuffers, num_partials: Part
     """The launch that sums the partials, with one CTA per piece of dw and of db."""
     tile = partials_tile(problem.cols, problem.acc_dtype.itemsize, buffers.announces_end)
     grid = (triton.cdiv(problem.cols, tile.cols) * problem.num_sums,)
-    args, options = (*buffers[1:5], num_partials, problem.cols), {"launch_pdl": True} if tile.dependent else {}
+    args = (*buffers[1:5], num_partials, problem.cols, None)  # AFFINE needs no weight to finish dw
+    options = {"launch_pdl": True} if tile.dependent else {}
     return Launch(finalizer.finalize, grid, args, _norm(problem), tile, options)
 
 
@@ -332,6 +334,7 @@ def _is_legal(variant: str, problem: NormProblem, rows: int, spec: DeviceSpec) -
 @functools.cache
 def _norm(problem: NormProblem) -> Norm:
     return Norm(
+        form=AFFINE,
         layer=problem.norm == "layer",
         fp64=problem.acc_dtype == torch.float64,
         has_weight=problem.weight_dtype is not None,

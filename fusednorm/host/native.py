@@ -8,33 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import forcing, margin
-from ..operands import BackwardOperands, ForwardOperands, Operands, Outputs
+from ..operands import OPS as ALL_OPS
+from ..operands import TRANSLATIONS, ForwardOperands, Operands, Outputs
 from ..planner.plan import Grid
-from . import prepared
+from . import building, prepared, triton_compat
 
-try:
-    from . import _native as extension
-except ImportError as error:  # not built, or built for another Python
-    extension, reason = None, str(error)
-else:
-    reason = ""  # why `extension` is None
-    if not torch.__version__.startswith(extension.torch_version):  # another torch may lay out its tensors differently
-        extension, reason = None, f"built for torch {extension.torch_version}, found {torch.__version__}"
+extension, reason = building.load()  # `reason` says why `extension` is None
 
-_FAILURE = Path(__file__).with_name("_native_failure.txt")  # setup.py writes it if the extension does not compile
-
-OPS = (  # in the order of csrc/cache.h
-    "layer_norm_fwd", "layer_norm_bwd", "rms_norm_fwd", "rms_norm_bwd", "layer_norm_bwd_residual",
-    "rms_norm_bwd_residual",
-)  # fmt: skip
+OPS = tuple(ALL_OPS)  # in the order of csrc/cache.h
 BYTES_OF_NUMBERS = {"i32": 4, "i64": 8, "fp32": 4, "fp64": 8}  # numeric parameter types, as Triton names them
 
 
@@ -53,8 +42,11 @@ def install(
     differentiable_backward  autograd.differentiable_backward, for norms that returned y alone
     """
 
+    def differentiate(norm, shape, eps, grad_y, x, weight, bias, mask):
+        return differentiable_backward(ForwardOperands(norm, x, shape, weight, bias, eps), grad_y, mask)
+
     functions = _of_each(above), _of_each(_and_prepared_call(ops.run))
-    extension.install(key, *functions, statistics_gradient, differentiable_backward, prepared.KEPT_KINDS)
+    extension.install(key, *functions, statistics_gradient, differentiate, prepared.KEPT_KINDS)
     forcing.observe(extension.pause)  # under `force`, calls run in Python
     margin.observe(extension.set_sm_margin)
 
@@ -64,7 +56,7 @@ def y_of(norm: str, *arguments: Any) -> Tensor | None:
     Python must run the call."""
     if extension is None or torch.compiler.is_dynamo_compiling():
         return None
-    return extension.layer_norm(*arguments) if norm == "layer" else extension.rms_norm(*arguments)
+    return getattr(extension, norm + "_norm")(*arguments)
 
 
 def overrides(key: str, run: Callable[[Operands], Outputs]) -> Any:
@@ -83,17 +75,13 @@ def _and_prepared_call(run: Callable[[Operands], Outputs]) -> Callable[[Operands
 
 
 def _of_each(run: Callable[[Operands], Any]) -> list[Callable]:
-    """For each of OPS, `run` of the operands that C++ passes: all but the norm, which the op names."""
-    return [functools.partial(_run, run, *_kind_of(name)) for name in OPS]
+    """For each of OPS, `run` of the operands that C++ passes: all but the norm and the suffix, which the op names."""
+    ops = [(TRANSLATIONS[name].type, ALL_OPS[name].norm, ALL_OPS[name].suffix) for name in OPS]
+    return [functools.partial(_run, run, *op) for op in ops]
 
 
-def _kind_of(name: str) -> tuple[type, str]:
-    """(type of the operands, norm) of an op."""
-    return ForwardOperands if name.endswith("fwd") else BackwardOperands, name.partition("_")[0]
-
-
-def _run(run: Callable[[Operands], Any], operands_type: type, norm: str, *arguments: Any) -> Any:
-    return run(operands_type(norm, *arguments))
+def _run(run: Callable[[Operands], Any], operands_type: type, norm: str, suffix: str, *arguments: Any) -> Any:
+    return run(operands_type(norm, *arguments, suffix))
 
 
 def _in_cpp(call: prepared.PreparedCall | None) -> Any:
@@ -170,10 +158,11 @@ def _add_map(made: Any, build: Any, described: prepared.Map) -> None:
     )
 
 
-def failure() -> str:
-    """The compiler's first error if the extension did not compile when the package was installed; else an empty
-    string."""
-    return "" if extension or not _FAILURE.exists() else _FAILURE.read_text().strip()
+def warn_if_missing() -> None:
+    """Warn if calls on a GPU run in Python although a command could change that."""
+    if extension is None and building.SOURCES.is_dir() and triton_compat.in_use() and torch.cuda.is_initialized():
+        text = f"{building.WITHOUT_IT}; to build the C++ host side, run: {building.COMMAND}"
+        warnings.warn(f"fusednorm: {text}", RuntimeWarning, stacklevel=2)
 
 
 def repeats() -> int:

@@ -10,7 +10,6 @@ Here calls run in Python. native.py copies prepared calls to C++, which runs the
 
 from __future__ import annotations
 
-import enum
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -22,13 +21,13 @@ import torch
 from torch import Tensor
 
 from .. import margin
-from ..forcing import asked_variants, forced_variant
-from ..operands import BackwardOperands, ForwardOperands, Operands, Outputs
+from ..forcing import forced_variant
+from ..operands import Operands, Outputs
 from ..planner import heuristics
-from ..planner.norm_problem import ALIGNMENT
 from ..planner.plan import Grid
-from ..problem import BackwardCall, ForwardCall, row_view
+from ..problem import BackwardCall, ForwardCall
 from . import gpus, torch_compat
+from .key import Extent, fit, look, parts_of
 
 if TYPE_CHECKING:
     from .launch import Prepared, WorkspaceSizes
@@ -38,19 +37,10 @@ KEPT_KINDS = 4096  # if there would be more, all prepared calls are dropped
 KEPT_SHAPES = 64  # of x, for each kind; if there would be more, all shapes of the kind are forgotten
 KEPT_TENSOR_MAPS = 256  # for each descriptor
 MOST_ROWS = 2**31 - 1  # a grid cannot have more CTAs, and some kernels have one for each row
-PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
 
 allocate = torch_compat.allocate
 
 Memory = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # the shape, strides and dtype of a contiguous tensor
-
-
-class Extent(enum.Enum):
-    """The shapes that an output may have."""
-
-    X = 0
-    STATISTIC = 1  # [*batch, 1, ...]
-    PARAMETER = 2
 
 
 class Output(NamedTuple):
@@ -242,119 +232,24 @@ class Kind:
         return None
 
 
-EXTENTS = {
-    ForwardOperands: (Extent.X, Extent.STATISTIC, Extent.STATISTIC),
-    BackwardOperands: (Extent.X, Extent.PARAMETER, Extent.PARAMETER),
-}
-
 _kinds: dict[tuple, Kind] = {}
-
-
-class NotPrepared(RuntimeError):
-    """No call of this kind is ever prepared. Never reaches the user."""
 
 
 def run(operands: Operands) -> Outputs | None:
     """The outputs by a prepared call; None if there is none for these operands. The caller has made sure that no mode
     and no transform is active."""
     try:
-        key, addresses = _look(operands)
+        key, addresses = look(operands)
         kind = _kinds.get(key)
         if kind is None:
             return None
         shape = operands.x.shape
         sized = kind.by_shape.get(shape) or kind.sized(shape)
-        if sized is None or not (len(addresses) == 3 or _fit(operands, shape, sized.numbers[0])):
+        if sized is None or not fit(operands, shape, sized.numbers[0]):
             return None
     except (RuntimeError, TypeError, AttributeError):  # arguments of other types, or tensors without shape or memory
         return None
     return sized.launch(addresses)
-
-
-def _fit(operands: BackwardOperands, shape: torch.Size, rows: int) -> bool:
-    """Whether all tensors have as many rows as an x of this shape. The key does not say so."""
-    _, grad_out, _, _, mean, rstd, _, _, _, residual_grad, _, _ = operands
-    # The numel of a tensor would answer for a nested one, too; that of its shape raises.
-    if grad_out.shape != shape or rstd.shape.numel() != rows or (mean is not None and mean.shape.numel() != rows):
-        return False
-    return residual_grad is None or residual_grad.shape == shape
-
-
-def _look(operands: Operands) -> tuple[tuple, list[int]]:
-    """(key, addresses of the tensors in the order of operands.tensors, 0 for an absent one). Raises NotPrepared, or
-    RuntimeError for a tensor that has no memory, such as a transform's. Of one tensor after the other, and without a
-    loop, because this is most of a call's own host time."""
-    if type(operands) is BackwardOperands:
-        norm, grad_out, x, normalized_shape, mean, rstd, weight, bias, mask, residual_grad, dx_dtype, _ = operands
-        ndim = len(normalized_shape)
-        key = (
-            norm, tuple(normalized_shape), tuple(mask), dx_dtype, asked_variants(), margin.sms,
-            _rows(grad_out, ndim), _rows(x, ndim), mean if mean is None else _statistic(mean), _statistic(rstd),
-            weight if weight is None else _parameter(weight), bias if bias is None else _parameter(bias),
-            residual_grad if residual_grad is None else _rows(residual_grad, residual_grad.ndim),
-        )  # fmt: skip
-        addresses = [
-            grad_out.data_ptr(), x.data_ptr(), 0 if mean is None else mean.data_ptr(), rstd.data_ptr(),
-            0 if weight is None else weight.data_ptr(), 0 if bias is None else bias.data_ptr(),
-            0 if residual_grad is None else residual_grad.data_ptr(),
-        ]  # fmt: skip
-        a, b, c, d, e, f, g = addresses
-        bits = a | b | c | d | e | f | g
-        has_memory = a and b and d and (c or mean is None) and (e or weight is None) and (g or residual_grad is None)
-    else:
-        norm, x, normalized_shape, weight, bias, eps, wants_statistics = operands
-        if eps is not None and (type(eps) is not float or eps != eps):  # a NaN is equal to none
-            raise NotPrepared
-        key = (
-            norm, tuple(normalized_shape), eps, wants_statistics, asked_variants(), margin.sms,
-            _rows(x, len(normalized_shape)), weight if weight is None else _parameter(weight),
-            bias if bias is None else _parameter(bias),
-        )  # fmt: skip
-        addresses = [
-            x.data_ptr(), 0 if weight is None else weight.data_ptr(), 0 if bias is None else bias.data_ptr()
-        ]  # fmt: skip
-        a, b, c = addresses
-        bits, has_memory = a | b | c, a and (b or weight is None) and (c or bias is None)
-    for size in normalized_shape:
-        if type(size) is not int:  # 8.0 and True are equal to integers
-            raise NotPrepared
-    if not has_memory:
-        raise NotPrepared
-    if bits % ALIGNMENT:
-        key += (*[address % ALIGNMENT == 0 for address in addresses],)
-    return key, addresses
-
-
-def _rows(tensor: Tensor, normalized_ndim: int) -> tuple:
-    """The key's part for a tensor that is read by rows. Its shape is none: `_fit` and `Kind.sized` check it."""
-    if type(tensor) not in PLAIN_TYPES or tensor.is_neg():
-        raise NotPrepared
-    if tensor.is_contiguous():
-        return tensor.dtype, tensor.get_device()
-    batch_ndim = tensor.ndim - normalized_ndim
-    view = row_view(tensor, batch_ndim) if batch_ndim >= 0 else None
-    if view is None:
-        raise NotPrepared
-    return tensor.dtype, tensor.get_device(), *view[1:]
-
-
-def _statistic(tensor: Tensor) -> tuple:
-    """The key's part for a tensor of one element per row, in any shape but at one stride."""
-    if type(tensor) not in PLAIN_TYPES or tensor.is_neg():
-        raise NotPrepared
-    if tensor.is_contiguous():
-        return tensor.dtype, tensor.get_device()
-    view = row_view(tensor, tensor.ndim)
-    if view is None or view.inner_rows != 1:
-        raise NotPrepared
-    return tensor.dtype, tensor.get_device(), view.outer_stride
-
-
-def _parameter(tensor: Tensor) -> tuple:
-    """The key's part for a contiguous tensor of one shape."""
-    if type(tensor) not in PLAIN_TYPES or tensor.is_neg() or not tensor.is_contiguous():
-        raise NotPrepared
-    return tensor.dtype, tensor.get_device(), tensor.shape
 
 
 def remember(operands: Operands, call: ForwardCall | BackwardCall, launched: Prepared) -> None:
@@ -363,7 +258,7 @@ def remember(operands: Operands, call: ForwardCall | BackwardCall, launched: Pre
     if not launched.launches or call.rows > MOST_ROWS:
         return
     try:
-        key, addresses = _look(operands)
+        key, addresses = look(operands)
         kind = _kinds.get(key)
     except (RuntimeError, TypeError):
         return
@@ -377,7 +272,7 @@ def remember(operands: Operands, call: ForwardCall | BackwardCall, launched: Pre
         if len(_kinds) >= KEPT_KINDS:
             _kinds.clear()
         kind = _kinds[key] = Kind(call.normalized_shape)
-    device, extents = call.x.tensor.get_device(), EXTENTS[type(operands)]
+    device, extents = call.x.tensor.get_device(), parts_of(type(operands)).extents
     outputs = [
         each if each is None else Output(extent, each.dtype)
         for each, extent in zip(launched.outputs, extents, strict=True)
@@ -390,7 +285,7 @@ def remember(operands: Operands, call: ForwardCall | BackwardCall, launched: Pre
 def find(operands: Operands) -> PreparedCall | None:
     """The prepared call that `run` would use."""
     try:
-        kind, rows = _kinds.get(_look(operands)[0]), operands.x.numel() // math.prod(operands.normalized_shape)
+        kind, rows = _kinds.get(look(operands)[0]), operands.x.numel() // math.prod(operands.normalized_shape)
     except (RuntimeError, TypeError):
         return None
     return kind and kind.find(rows)

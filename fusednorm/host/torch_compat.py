@@ -33,6 +33,19 @@ def _private(name: str, instead: Any) -> Any:
 # --- Modules ---
 
 
+def quantize_as_stock(module: type[torch.nn.Module], stock: type[torch.nn.Module]) -> None:
+    """Let static quantization convert `module` as it converts `stock`: it looks modules up by their exact type."""
+    with contextlib.suppress(AttributeError):  # a torch without torch.ao.quantization
+        known = torch.ao.quantization.quantization_mappings.DEFAULT_STATIC_QUANT_MODULE_MAPPINGS
+        if stock in known:
+            known[module] = known[stock]
+
+
+def is_traced_for_quantization(value: Any) -> bool:
+    """Whether FX traces a model to quantize it. It knows torch's own functions only."""
+    return type(getattr(value, "tracer", None)).__name__ == "QuantizationTracer"
+
+
 def parameter(module: torch.nn.Module, name: str, *default: Any) -> Any:
     """getattr(module, name, *default), without Module.__getattr__, which takes a quarter of a forward's host time.
     A tensor that a parametrization, a hook or FSDP has put in a parameter's place is found in the slow way."""
@@ -74,6 +87,62 @@ is_wrapped = _private("_C._functorch.is_functorch_wrapped_tensor", lambda tensor
 function_modes = _private("_C._len_torch_function_stack", lambda: 1)  # the number of active modes
 dispatch_modes = _private("_C._len_torch_dispatch_stack", lambda: 1)
 tracing_state = _private("_C._get_tracing_state", lambda: torch.jit.is_tracing() or None)
+
+# Whether torch's functions ask modes, and whether they ask subclasses, before they run. Dynamo traces both questions.
+asks_function_modes = _private("_C._is_torch_function_mode_enabled", lambda: False)
+asks_subclasses = _private("_C._is_torch_function_enabled", lambda: True)
+_push_function_mode = _private("_C._push_on_torch_function_stack", None)
+_pop_function_mode = _private("_C._pop_torch_function_stack", None)
+_has_mode_stack = not any(name.endswith("_torch_function_stack") for name in missing)
+
+
+class DefaultDeviceAside:
+    """Deactivates torch.set_default_device's mode for a block if it alone is active. It makes new tensors on a device
+    and hands all other calls on, but asking it takes more host time than a prepared call."""
+
+    __slots__ = ("done", "mode")
+
+    def __enter__(self):
+        self.done = False
+        if _has_mode_stack and function_modes() == 1 and not torch.compiler.is_dynamo_compiling():
+            self.mode = _pop_function_mode()
+            self.done = type(self.mode).__module__ == "torch.utils._device"
+            if not self.done:
+                _push_function_mode(self.mode)
+        return self
+
+    def __exit__(self, *_):
+        if self.done:
+            _push_function_mode(self.mode)
+
+
+class BelowFunctionModes:
+    """Activates the mode for a block, below all modes that are active, so that torch's functions ask it last. If it is
+    active, nothing changes. If torch lacks a name for this, the mode is not asked."""
+
+    __slots__ = ("mode", "was_active")
+
+    def __init__(self, mode: torch.overrides.TorchFunctionMode):
+        self.mode = mode
+
+    def __enter__(self):
+        above = _take_function_modes()
+        self.was_active = not _has_mode_stack or self.mode in above
+        _put_function_modes(above if self.was_active else [*above, self.mode])
+
+    def __exit__(self, *_):
+        if not self.was_active:
+            _put_function_modes([each for each in _take_function_modes() if each is not self.mode])
+
+
+def _take_function_modes() -> list:
+    """Deactivates all function modes, and returns them, the topmost first."""
+    return [_pop_function_mode() for _ in range(function_modes())] if _has_mode_stack else []
+
+
+def _put_function_modes(modes: list) -> None:
+    for mode in reversed(modes):
+        _push_function_mode(mode)
 
 
 # --- Autograd ---

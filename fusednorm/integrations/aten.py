@@ -17,7 +17,7 @@ import torch
 from .. import ops
 from ..forcing import forced_variant
 from ..host import fallback, gpus, native, prepared
-from ..operands import ForwardOperands, Operands, Outputs, as_op, call_op
+from ..operands import FORWARD, OPS, Operands, Outputs, as_op, call_op
 from ..planner.legality import OLDEST_ARCH
 from ..planner.plan import ReferencePlan
 from ..problem import BackwardCall, ForwardCall, check_backward, check_forward
@@ -95,7 +95,7 @@ def _run(operands: Operands) -> Outputs | None:
     """The outputs by our kernels; None if they do not take the call."""
     outputs = prepared.run(operands)
     if outputs is None:
-        forward = isinstance(operands, ForwardOperands)
+        forward = operands.direction == FORWARD
         try:
             call = check_forward(operands) if forward else check_backward(operands)
         except RuntimeError:  # a user's error, or a call that only ATen takes: ATen's kernel decides
@@ -107,12 +107,7 @@ def _run(operands: Operands) -> Outputs | None:
     return outputs
 
 
-ATENS_NAMES = {
-    "layer_norm_fwd": "native_layer_norm",
-    "layer_norm_bwd": "native_layer_norm_backward",
-    "rms_norm_fwd": "_fused_rms_norm",
-    "rms_norm_bwd": "_fused_rms_norm_backward",
-}
+ATENS_NAMES = {name: op.aten for name, op in OPS.items() if op.aten}
 # Each takes the arguments of an op of ATen and returns its outputs, or None to leave the call to ATen's kernel. While
 # enabled, every eager norm on a CUDA tensor runs through them, unless C++ knows the call.
 KERNELS: dict[str, Callable[..., tuple | None]] = {aten: as_op(ours, _run) for ours, aten in ATENS_NAMES.items()}
@@ -125,7 +120,7 @@ def _by_kernel(kernels: dict[str, Callable], keys: torch._C.DispatchKeySet, oper
 
 def _takes(call: ForwardCall | BackwardCall) -> bool:
     device, problem = call.x.tensor.device, call.problem
-    has_work = call.rows and problem.cols and (problem.direction == "forward" or problem.wants_any)
+    has_work = call.rows and problem.cols and (problem.direction == FORWARD or problem.wants_any)
     if not has_work or not _has_kernels(device) or forced_variant() == "reference":
         return False
     return not isinstance(fallback.choose(problem, call.rows, gpus.spec_of(device)), ReferencePlan)

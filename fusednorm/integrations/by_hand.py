@@ -1,8 +1,8 @@
 """Norms that a model has written by hand: finds the formula of one, and runs it on this package's kernels.
 
-transformers has about a hundred of them: LlamaRMSNorm, GemmaRMSNorm with its 1 + weight, T5LayerNorm, ... A candidate
-has one eps, and no parameters but weight and bias. Its formula is found by trial: a copy with random parameters runs on
-small CPU tensors and must agree with a formula that our kernels compute.
+transformers has about two hundred of them: LlamaRMSNorm, GemmaRMSNorm with its 1 + weight, T5LayerNorm, ... A candidate
+has one eps, and no parameters but weight and bias. Its formula is found by trial: copies with random parameters run on
+small CPU tensors, and their results and gradients must agree with a formula that our kernels compute.
 """
 
 from __future__ import annotations
@@ -10,24 +10,28 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import autograd
+from ..host.key import PLAIN_TYPES
 from ..host.torch_compat import parameter
 from ..planner.norm_problem import FLOAT_DTYPES
+from . import trials
+from .trials import Magnitude, Trial, Unrecognized, trial, undisturbed, unexplained
 
 EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 STOCK_FUNCTIONS = {F.layer_norm, F.rms_norm}
+MODULES_OWN = frozenset(vars(nn.Module()))
 LOWER_STOCK_FUNCTIONS = {torch.layer_norm, torch.rms_norm, torch.native_layer_norm}
 # The value of Formula.output for the dtypes of y in two trials: bfloat16 x with float32 weight, and float32 x with
 # bfloat16 weight.
@@ -36,14 +40,14 @@ OUTPUT_DTYPES = {
     (torch.float32, torch.float32): "promoted",
     (torch.float32, torch.bfloat16): "weight",
 }
-TRIAL_EPS = 0.25  # large enough to affect the result
 TRIAL_COLS = (16, 48)  # columns for a module without a weight: it might normalize groups of a fixed width
 TRIAL_BATCHES = ((), (3,), (2, 3), (2, 3, 2))  # batch shapes of x
 COMMON_BATCH = (2, 3)  # for which a norm must not fail
-
-
-class Unrecognized(Exception):  # noqa: N818  no error: it ends a search with its reason
-    """The reason why a module keeps its own forward."""
+# A norm may branch on the number of its rows.
+MORE_ROWS = ((1,), (2, 1), (17,), (8, 8), (257,))
+MOST_ELEMENTS = 2**20  # of an x with more rows than 64
+MAGNITUDES = (Magnitude(x=1e-3, weight=1e-3), Magnitude(x=1e5, weight=1e3), Magnitude(spread=True))
+TOLERANCE = 1e-4  # of a float32 trial, relative to the largest number of its row
 
 
 @dataclass(frozen=True)
@@ -64,13 +68,13 @@ class Formula:
 
 class NormByHand(nn.Module):
     """The forward of a norm written by hand, on our kernels. A mixin to put before the norm's class; it computes
-    `formula`, which a subclass sets."""
+    `_fused_formula`, which a subclass sets."""
 
-    formula: Formula
+    _fused_formula: Formula
 
     def forward(self, *args, **kwargs) -> Tensor:
         (x,) = *args, *kwargs.values()  # models name the argument x, hidden_states or input
-        weight, formula = parameter(self, "weight", None), self.formula
+        weight, formula = parameter(self, "weight", None), self._fused_formula
         if not _takes(x, weight) or x.dim() not in formula.ranks:
             return super().forward(x)
         dtype = _output_dtype(formula.output, x, weight)
@@ -100,8 +104,9 @@ def forward_of(own: type) -> Callable:
 
 
 def _takes(x: Tensor, weight: Tensor | None) -> bool:
-    known = x.dtype in FLOAT_DTYPES and (weight is None or weight.dtype in FLOAT_DTYPES)
-    return known and type(x) is Tensor and (x.is_cuda or x.is_cpu)
+    if weight is not None and not (type(weight) in PLAIN_TYPES and weight.dtype in FLOAT_DTYPES):
+        return False
+    return type(x) is Tensor and x.dtype in FLOAT_DTYPES and (x.is_cuda or x.is_cpu)
 
 
 def _output_dtype(rule: str, x: Tensor, weight: Tensor | None) -> torch.dtype:
@@ -112,42 +117,92 @@ def _output_dtype(rule: str, x: Tensor, weight: Tensor | None) -> torch.dtype:
     return torch.promote_types(x.dtype, weight.dtype)
 
 
-def formula_of(module: nn.Module) -> Formula:
-    """The formula of `module`, found by trial. Raises Unrecognized. Changes neither the module nor the random state."""
+def formula_of(module: nn.Module, known: dict[Any, Formula | Unrecognized]) -> Formula:
+    """The formula of `module`, found by trial. Raises Unrecognized. Changes neither the module nor the random state.
+    `known` keeps the answers for modules that differ in nothing but the numbers in their parameters."""
     eps_name = _eps_name_of_a_norm(module)
-    with torch.no_grad(), _disable_current_modes(), _StockNorms() as stock:
+    trials.check_tensors(module)
+    key = _key(module)
+    if key is None or key not in known:
+        try:
+            answer = _by_trial(module, eps_name)
+        except Unrecognized as reason:
+            answer = reason
+        if key is None:
+            known = {}
+        known[key] = answer
+    if isinstance(known[key], Unrecognized):
+        raise Unrecognized(*known[key].args)
+    return known[key]
+
+
+def _key(module: nn.Module) -> Any:
+    """All that the module's code could depend on, but the numbers in its parameters; None if it holds more than
+    numbers, names and sizes."""
+    shapes = tuple((name, each if each is None else each.shape) for name, each in module._parameters.items())
+    own = {name: value for name, value in vars(module).items() if name not in MODULES_OWN}
+    simple = (bool, int, float, str, type(None), torch.Size, torch.dtype)
+    if all(type(each) in simple for value in own.values() for each in (value if type(value) is tuple else (value,))):
+        return type(module), shapes, tuple(own.items())
+    return None
+
+
+def _by_trial(module: nn.Module, eps_name: str) -> Formula:
+    with undisturbed(), _StockNorms():
         norm, one_plus_weight = _matching_formula(module, eps_name)
         ranks = frozenset(
-            len(batch) + 1 for batch in TRIAL_BATCHES if _computes(module, eps_name, batch, norm, one_plus_weight)
+            len(batch) + 1
+            for batch in TRIAL_BATCHES
+            if _computes(module, eps_name, batch, norm, one_plus_weight, modes=(True, False))
         )
+        for magnitude in MAGNITUDES:
+            if not _computes(module, eps_name, COMMON_BATCH, norm, one_plus_weight, magnitude):
+                raise Unrecognized("its forward computes something else for small or for large numbers")
+        for batch in _more_rows(module, ranks):
+            if not _computes(module, eps_name, batch, norm, one_plus_weight):
+                raise Unrecognized("its forward computes something else for other numbers of rows")
+    with undisturbed(), _StockNorms() as stock:
         formula = Formula(norm, one_plus_weight, _output_rule(module, eps_name), eps_name, ranks)
     if any(call.input.dtype in HALF_DTYPES for call in stock.calls):
         raise Unrecognized("calls torch's own norm, which follows autocast: enable_eager() covers it")
     return formula
 
 
+def _more_rows(module: nn.Module, ranks: frozenset[int]) -> list[tuple[int, ...]]:
+    cols = max(_trial_cols(module))
+    return [
+        batch
+        for batch in MORE_ROWS
+        if len(batch) + 1 in ranks and (math.prod(batch) <= 64 or math.prod(batch) * cols <= MOST_ELEMENTS)
+    ]
+
+
 def returns_stock_norm(module: nn.LayerNorm | nn.RMSNorm) -> bool:
-    """Whether a subclass's forward returns exactly torch's norm of its input with the module's own parameters."""
+    """Whether a subclass's forward returns exactly torch's norm of its input with the module's own parameters. Raises
+    Unrecognized."""
     if len(inspect.signature(type(module).forward).parameters) != 2:
         return False
-    trials = itertools.product(TRIAL_BATCHES, (True, False))
-    with torch.no_grad(), _disable_current_modes():
-        return all(_returns_stock_norm(module, batch, training) for batch, training in trials)
+    trials.check_tensors(module)
+    batches = (*TRIAL_BATCHES, *(batch for batch in MORE_ROWS if math.prod(batch) <= 64))
+    with undisturbed():
+        return all(_returns_stock_norm(module, *each) for each in itertools.product(batches, (True, False)))
 
 
 def _returns_stock_norm(module: nn.LayerNorm | nn.RMSNorm, batch: tuple[int, ...], training: bool) -> bool:
     shape = *batch, *module.normalized_shape
-    copied, x = _trial(module, "eps", shape, torch.bfloat16, training=training)
+    made = trial(module, "eps", shape, torch.bfloat16, training=training)
     with _StockNorms() as stock:
         try:
-            y = _run(copied, x)
+            y = made.run()
         except Unrecognized:
             return False
-    if len(stock.calls) != 1 or stock.calls[0].input is not x or stock.calls[0].result is not y:
+    if len(stock.calls) != 1 or stock.calls[0].input is not made.x or stock.calls[0].result is not y:
+        return False
+    if unexplained(module, made.reads, "eps", tuple(module.normalized_shape)) or not y.requires_grad:
         return False
     shape, weight, bias, eps = stock.calls[0].others
-    own = weight is copied.weight and bias is getattr(copied, "bias", None)
-    return own and shape == tuple(copied.normalized_shape) and eps == TRIAL_EPS
+    own = weight is made.module.weight and bias is getattr(made.module, "bias", None)
+    return own and shape == tuple(module.normalized_shape) and eps == trials.EPS
 
 
 def _eps_name_of_a_norm(module: nn.Module) -> str:
@@ -171,22 +226,35 @@ def _eps_name_of_a_norm(module: nn.Module) -> str:
 
 def _matching_formula(module: nn.Module, eps_name: str) -> tuple[str, bool]:
     """(norm, one_plus_weight) of the formula that the module computes. Raises Unrecognized."""
-    _run(*_trial(module, eps_name, (*COMMON_BATCH, _trial_cols(module)[0])))  # raises if its forward does
+    cols = _trial_cols(module)[0]
+    made = trial(module, eps_name, (*COMMON_BATCH, cols))
+    made.run()  # raises if its forward does
+    if name := unexplained(module, made.reads, eps_name, cols):
+        raise Unrecognized(f"its forward reads its attribute {name}, which a norm does not have")
     for norm, one_plus_weight in itertools.product(("rms", "layer"), (False, True)):
-        if _computes(module, eps_name, COMMON_BATCH, norm, one_plus_weight):
+        if _computes(module, eps_name, COMMON_BATCH, norm, one_plus_weight, modes=(True, False)):
             return norm, one_plus_weight
     raise Unrecognized("its forward computes something else")
 
 
-def _computes(module: nn.Module, eps_name: str, batch: tuple[int, ...], norm: str, one_plus_weight: bool) -> bool:
-    """Whether the module computes a formula for such a batch of rows, in training and in evaluation."""
-    for cols, training in itertools.product(_trial_cols(module), (True, False)):
-        copied, x = _trial(module, eps_name, (*batch, cols), training=training)
+def _computes(
+    module: nn.Module,
+    eps_name: str,
+    batch: tuple[int, ...],
+    norm: str,
+    one_plus_weight: bool,
+    magnitude: Magnitude = Magnitude(),  # noqa: B008  immutable
+    modes: tuple[bool, ...] = (True,),
+) -> bool:
+    """Whether the module computes a formula and its gradients for such a batch of rows. modes: in training (True) or
+    in evaluation (False)."""
+    for cols, training in itertools.product(_trial_cols(module), modes):
+        made = trial(module, eps_name, (*batch, cols), training=training, magnitude=magnitude)
         try:
-            got = _run(copied, x)
+            y = made.run()
         except Unrecognized:
             return False
-        if not _agree(got, _norm_in_float64(copied, x, norm, one_plus_weight)):
+        if unexplained(module, made.reads, eps_name, cols) or not _agrees(y, made, norm, one_plus_weight):
             return False
     return True
 
@@ -200,64 +268,40 @@ def _trial_cols(module: nn.Module) -> tuple[int, ...]:
 def _output_rule(module: nn.Module, eps_name: str) -> str:
     shape = *COMMON_BATCH, _trial_cols(module)[0]
     if getattr(module, "weight", None) is None:
-        dtypes = _run(*_trial(module, eps_name, shape, torch.bfloat16)).dtype, torch.float32
+        dtypes = trial(module, eps_name, shape, torch.bfloat16).run().dtype, torch.float32
     else:
         mixtures = (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)
-        dtypes = tuple(_run(*_trial(module, eps_name, shape, *mixture)).dtype for mixture in mixtures)
+        dtypes = tuple(trial(module, eps_name, shape, *mixture).run().dtype for mixture in mixtures)
     if dtypes not in OUTPUT_DTYPES:
         raise Unrecognized("its forward returns a dtype that follows from neither x nor weight")
     return OUTPUT_DTYPES[dtypes]
 
 
-def _trial(
-    module: nn.Module,
-    eps_name: str,
-    shape: tuple[int, ...],
-    x_dtype: torch.dtype = torch.float32,
-    parameter_dtype: torch.dtype = torch.float32,
-    training: bool = True,
-) -> tuple[nn.Module, Tensor]:
-    """A copy of the module with random parameters on the CPU, and an x for it. Every call draws the same numbers."""
-    generator = torch.Generator("cpu").manual_seed(0)
-
-    def normal(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32).to(dtype)
-
-    parameters = {
-        name: None if old is None else nn.Parameter(normal(*old.shape, dtype=parameter_dtype))
-        for name, old in module._parameters.items()
-    }
-    copied = object.__new__(type(module))  # not copy.copy: a class may define its own copying, as FSDP's do
-    vars(copied).update(vars(module) | {"_parameters": parameters, eps_name: TRIAL_EPS, "training": training})
-    return copied, normal(*shape, dtype=x_dtype) + 1  # a mean other than 0 tells LayerNorm from RMSNorm
-
-
-def _run(module: nn.Module, x: Tensor) -> Tensor:
-    try:
-        return type(module).forward(module, x)
-    except Unrecognized:
-        raise
-    except Exception as error:
-        problem = (str(error).splitlines() or [type(error).__name__])[0]
-        raise Unrecognized(f"its forward failed on a small CPU tensor: {problem}") from error
-
-
-def _norm_in_float64(module: nn.Module, x: Tensor, norm: str, one_plus_weight: bool) -> Tensor:
-    x, weight, bias = x.double(), getattr(module, "weight", None), getattr(module, "bias", None)
-    if norm == "layer":
-        x = x - x.mean(-1, keepdim=True)
-    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + TRIAL_EPS)
-    if weight is not None:
-        y = y * (weight.double() + one_plus_weight)
-    if norm == "layer" and bias is not None:
-        y = y + bias.double()
-    return y
-
-
-def _agree(got: object, want: Tensor) -> bool:
-    if not isinstance(got, Tensor) or got.shape != want.shape or got.dtype != torch.float32:
+def _agrees(y: object, made: Trial, norm: str, one_plus_weight: bool) -> bool:
+    """Whether y and its gradients of x and of the parameters are those of a formula, computed in float64."""
+    if not isinstance(y, Tensor) or y.shape != made.x.shape or y.dtype != torch.float32 or not y.requires_grad:
         return False
-    return torch.allclose(got.double(), want, rtol=1e-4, atol=1e-4)
+    leaves = {"x": made.x, **{name: each for name, each in made.module._parameters.items() if each is not None}}
+    wide = {name: each.detach().double().requires_grad_() for name, each in leaves.items()}
+    x, weight, bias = wide["x"], wide.get("weight"), wide.get("bias")
+    centered = x - x.mean(-1, keepdim=True) if norm == "layer" else x
+    rstd = torch.rsqrt(centered.square().mean(-1, keepdim=True) + trials.EPS)
+    factor = torch.ones_like(x) if weight is None else weight + one_plus_weight
+    want = centered * rstd * factor
+    if bias is not None and norm == "layer":
+        want = want + bias
+    grad = 1 + (centered * rstd).detach()  # such a gradient shows statistics that are not differentiated
+    grads = torch.autograd.grad(y, list(leaves.values()), grad.float(), allow_unused=True)
+    wants = torch.autograd.grad(want, list(wide.values()), grad, allow_unused=True)
+    sizes = [
+        (rstd * factor * grad).detach().abs().amax(-1, keepdim=True),
+        *(w if w is None else w.abs().max() for w in wants[1:]),
+    ]
+    pairs = zip((y, *grads), (want, *wants), (want.detach().abs().amax(-1, keepdim=True), *sizes), strict=True)
+    return all(
+        got is not None and right is not None and bool(((got - right).abs() <= TOLERANCE * size).all())
+        for got, right, size in pairs
+    )
 
 
 class StockCall(NamedTuple):

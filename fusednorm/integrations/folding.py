@@ -25,14 +25,14 @@ from torch.fx import Graph, Node, map_arg
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..namespace import TORCH_OPS
+from ..operands import OPS, Role
 from ..planner.norm_problem import FLOAT_DTYPES
 from .routing import named_arguments
 
 aten, ours = torch.ops.aten, TORCH_OPS
 
-FOLDED = {  # per op: its replacement, and the parameters whose gradients are outputs 1 and 2
-    ours.layer_norm_bwd.default: ("layer_norm_bwd_residual", ("weight", "bias")),
-    ours.rms_norm_bwd.default: ("rms_norm_bwd_residual", ("weight",)),
+FOLDED = {  # per op: the op that takes a residual gradient as well
+    getattr(ours, op._replace(suffix="").name).default: op for op in OPS.values() if op.slot("residual_grad")
 }
 CAST = torch.ops.prims.convert_element_type.default
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
@@ -76,20 +76,21 @@ def fold(graph: Graph) -> int:
 
 
 def _fold_around(node: Node) -> bool:
-    name, parameters = FOLDED[node.target]
+    op = FOLDED[node.target]
+    rows = [slot.name for slot in op.inputs if slot.role is Role.ROWS]
+    parameters = [output.like for output in op.outputs[1:]]  # whose gradients these outputs are
     arguments = named_arguments(node.target, node.args, node.kwargs)
     getitems = [user for user in node.users if user.users]
     outputs = {getitem.args[1]: getitem for getitem in getitems}
     if len(outputs) < len(getitems):
         return False  # two getitems of one output: unexpected, because Inductor's own passes merge them
     tail = _follow(outputs) if 0 in outputs else Tail(None, _dtype(arguments["x"]))
-    widened = [*_widened(arguments, ("grad_out", "x")), *_widened_parameters(arguments, parameters, outputs)]
+    widened = [*_widened(arguments, rows), *_widened_parameters(arguments, parameters, outputs)]
     if not widened and tail.node is outputs.get(0):
         return False
     arguments |= {name: arguments[name].args[0] for name in widened}
-    mask = arguments.pop("output_mask")
-    args = (*arguments.values(), tail.residual, mask)
-    new = _call_before(node, getattr(ours, name).default, args, {"dx_dtype": tail.dtype})
+    args = tuple((arguments | {"residual_grad": tail.residual})[slot.name] for slot in op.arguments[:-1])
+    new = _call_before(node, getattr(ours, op.name).default, args, {"dx_dtype": tail.dtype})
     for index, output in outputs.items():
         replaced = [tail.node] if index == 0 else [output]
         if index and parameters[index - 1] in widened:
@@ -147,7 +148,7 @@ def _widened(arguments: dict[str, Any], names: Iterable[str]) -> list[str]:
     return [name for name in names if _is_cast(arguments[name], SIXTEEN_BITS, torch.float32)]
 
 
-def _widened_parameters(arguments: dict[str, Any], parameters: tuple[str, ...], outputs: dict[int, Node]) -> list[str]:
+def _widened_parameters(arguments: dict[str, Any], parameters: list[str], outputs: dict[int, Node]) -> list[str]:
     """The parameters that are float32 copies of 16-bit tensors and whose gradient is used only in the 16-bit dtype. The
     folded op returns the gradient in that dtype."""
     found = []

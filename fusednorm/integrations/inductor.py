@@ -96,6 +96,7 @@ def _enable() -> None:
 def _routed(compile_fx: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compile_fx)
     def routed(model_, example_inputs_, inner_compile=None, *args, **kwargs):
+        routing.note_rms_norms_elsewhere(model_)
         inner_compile = _compiling()(inner_compile or inductor.compile_fx_inner)
         with (
             _tagged(),

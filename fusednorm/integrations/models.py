@@ -10,7 +10,8 @@ from typing import NamedTuple
 from torch import nn
 
 from .. import modules
-from .by_hand import Formula, NormByHand, Unrecognized, formula_of, forward_of, returns_stock_norm
+from .by_hand import Formula, NormByHand, formula_of, forward_of, returns_stock_norm
+from .trials import Unrecognized
 
 NAMED = 3  # modules named per class when a patch is printed
 STOCK = {nn.LayerNorm: modules.LayerNorm, nn.RMSNorm: modules.RMSNorm}
@@ -65,12 +66,19 @@ def patch_model(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> Pa
 
     A module's class becomes a subclass of its former class. The Parameter objects, names, state dict, hooks and mode
     stay the same, so optimizers, checkpoints and wrappers remain valid, whether made before or after. Patch before
-    torch.compile.
+    torch.compile, and before DeepSpeed's ZeRO-3 or FSDP1 shards the model (FSDP2 in either order).
 
     patch_model replaces torch.nn.LayerNorm and RMSNorm, subclasses that return their result unchanged, and norms
     written by hand that compute the same, or the same with 1 + weight (Hugging Face's Llama, Mistral, Qwen, Gemma, T5,
     ...). The name of a class does not matter: a module without submodules, with an eps and no parameters but weight and
-    bias, is tried on small CPU tensors.
+    bias, is tried on small CPU tensors. Its results and gradients must be those of a norm: for small, large and mixed
+    magnitudes, for up to 257 rows (64, where rows are wider than 4080), in training and in evaluation.
+
+    A trial cannot see what its inputs do not show: a branch for more rows, for larger numbers (x beyond 1e6, weights
+    beyond 1e4) or for NaNs, one on a flag or a name that is set to another value later, and effects outside of the
+    module, such as a global counter. A module is left, with the reason, whose forward changes an attribute or reads one
+    that a norm does not have, and one with a tensor that cannot be compared or read now: a weight that is empty,
+    partitioned or flattened, or memory that was freed.
 
     Norms written by hand keep the output shape and dtype of their own forward, under autocast too. They round once,
     while many of the originals also round x_hat before they multiply by the weight. The product of a bfloat16 x and a
@@ -87,11 +95,11 @@ def patch_model(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> Pa
     for each in classes:
         if not isinstance(each, type):
             raise TypeError(f"patch_model: classes must be classes of modules, got {each!r}")
-    patch = Patch()
+    patch, known = Patch(), {}
     for name, module in list(model.named_modules()):
         before = type(module)
         try:
-            after, note = _replacement(module)
+            after, note = _replacement(module, known)
         except Unrecognized as reason:
             if _is_listed(module, classes):
                 patch.left.append(Norm(name, before.__name__, str(reason)))
@@ -108,8 +116,8 @@ def _is_listed(module: nn.Module, classes: tuple[type, ...]) -> bool:
     return isinstance(module, (*STOCK, *classes)) or ("Norm" in type(module).__name__ and not module._modules)
 
 
-def _replacement(module: nn.Module) -> tuple[type, str]:
-    """The new class of `module`, and a note on what it computes. Raises Unrecognized."""
+def _replacement(module: nn.Module, known: dict) -> tuple[type, str]:
+    """The new class of `module`, and a note on what it computes. `known` is formula_of's. Raises Unrecognized."""
     own = type(module)
     if isinstance(module, (NormByHand, *STOCK.values())):
         raise Unrecognized("runs this package's kernels already")
@@ -120,7 +128,7 @@ def _replacement(module: nn.Module) -> tuple[type, str]:
     for stock, ours in STOCK.items():
         if own.forward is stock.forward or (isinstance(module, stock) and returns_stock_norm(module)):
             return ours if own is stock else _fused_class(ours, own, None), f"as torch.nn.{stock.__name__}"
-    formula = formula_of(module)
+    formula = formula_of(module, known)
     return _fused_class(NormByHand, own, formula), f"{formula}, written by hand"
 
 
@@ -128,16 +136,16 @@ class _MadeAtRunTime:
     """A base of classes made at run time. Pickle cannot find them by name, so copies and pickles build the class again
     from its ingredients."""
 
-    ingredients: tuple
+    _fused_from: tuple
 
     def __reduce_ex__(self, protocol):
         _, _, *state = super().__reduce_ex__(protocol)
-        return _empty_module, self.ingredients, *state
+        return _empty_module, self._fused_from, *state
 
 
 @functools.cache
 def _fused_class(ours: type, own: type, formula: Formula | None) -> type:
-    attributes = {"__module__": __name__, "formula": formula, "ingredients": (ours, own, formula)}
+    attributes = {"__module__": __name__, "_fused_formula": formula, "_fused_from": (ours, own, formula)}
     if formula is not None:
         attributes["forward"] = forward_of(own)
     return type(f"Fused{own.__name__}", (_MadeAtRunTime, ours, own), attributes)

@@ -22,24 +22,13 @@ from torch._inductor.virtualized import V
 
 from ..host import gpus
 from ..namespace import TORCH_OPS
-from ..operands import OPERANDS_OF_OP
+from ..operands import BACKWARD, FORWARD, OPS, Op, operands_of, wanted_outputs
+from ..ops import WITH_OPTIONAL_OUTPUTS
 from ..planner import legality
 from ..planner.norm_problem import NormProblem
 from ..problem import validate
 
 aten, ours = torch.ops.aten, TORCH_OPS
-OPS = (  # (norm, direction, ATen's op, our op); both ops take the same arguments at the same positions
-    ("layer", "forward", aten.native_layer_norm.default, ours.layer_norm_fwd.default),
-    ("layer", "backward", aten.native_layer_norm_backward.default, ours.layer_norm_bwd.default),
-    ("rms", "forward", aten._fused_rms_norm.default, ours.rms_norm_fwd.default),
-    ("rms", "backward", aten._fused_rms_norm_backward.default, ours.rms_norm_bwd.default),
-)
-# Copies of layer_norm_bwd and rms_norm_bwd whose schema allows None outputs. Without it AOTInductor fails an assertion.
-WITH_OPTIONAL_OUTPUTS = {
-    ours.layer_norm_bwd.default: "layer_norm_bwd_optional",
-    ours.rms_norm_bwd.default: "rms_norm_bwd_optional",
-}
-
 DEVICE_TYPES = ("cuda",)
 
 # Forwards of rows with at least this many columns run our kernel, narrower ones Inductor's code. Inductor reads a row
@@ -86,7 +75,7 @@ def report(*, clear: bool = False) -> Report:
     return result
 
 
-def why_inductor(norm: str, direction: str, arguments: dict[str, Any]) -> str | None:
+def why_inductor(op: Op, arguments: dict[str, Any]) -> str | None:
     """Why Inductor's code runs the norm; None if our op does. arguments are named as in our op's schema."""
     x, cols = arguments["x"], math.prod(arguments["normalized_shape"])
     if x.device.type not in DEVICE_TYPES:
@@ -94,20 +83,21 @@ def why_inductor(norm: str, direction: str, arguments: dict[str, Any]) -> str | 
     if V.aot_compilation:
         return "an AOTInductor package is to run without Python"
     try:
-        validate(OPERANDS_OF_OP[f"{norm}_norm_{'fwd' if direction == 'forward' else 'bwd'}"](**arguments))
+        validate(operands_of(op.name, (), arguments))
     except RuntimeError as error:
         return str(error)
     if any(not isinstance(size, SymInt) and size == 0 for size in x.shape):
         return "x has no elements"
-    if direction == "forward" and _is_narrow(cols):
+    if op.direction == FORWARD and _is_narrow(cols):
         return f"fused with its neighbours, and rows have fewer than {WIDE_ROW} columns"
-    return _no_kernel(norm, direction, cols, x)
+    return _no_kernel(op, cols, x)
 
 
-def _no_kernel(norm: str, direction: str, cols: int | SymInt, x: torch.Tensor) -> str | None:
+def _no_kernel(op: Op, cols: int | SymInt, x: torch.Tensor) -> str | None:
     if x.device.type != "cuda" or isinstance(cols, SymInt):
         return None
-    broken = legality.broken_rule("multi_wave", NormProblem(norm, direction, cols, x.dtype), 1, gpus.spec_of(x.device))
+    problem = NormProblem(op.norm, op.direction, cols, x.dtype)
+    broken = legality.broken_rule("multi_wave", problem, 1, gpus.spec_of(x.device))
     return f"our kernel {broken.reason}" if broken else None
 
 
@@ -121,11 +111,11 @@ def _is_narrow(cols: int | SymInt) -> bool:
 
 @dataclass(frozen=True)
 class Decomposition:
-    """An op's entry in Inductor's table. `ours` is our op, `stock` the decomposition of ATen's op, and `before` the
-    entry that this one replaces."""
+    """An op's entry in Inductor's table. `ours` is our op, `stock` is the decomposition of ATen's op and `before` the
+    entry that this one replaces.
+    """
 
-    norm: str
-    direction: str
+    op: Op
     ours: Any
     stock: Callable
     before: Callable | None
@@ -137,12 +127,12 @@ class Decomposition:
 
     def note(self, x: torch.Tensor, taken: bool, reason: str) -> None:
         shape = tuple(str(size) if isinstance(size, SymInt) else size for size in x.shape)
-        _traced[Entry(self.norm, self.direction, shape, x.dtype, x.device.type, taken, reason)] += 1
+        _traced[Entry(self.op.norm, self.op.direction, shape, x.dtype, x.device.type, taken, reason)] += 1
 
 
 class OfAten(Decomposition):
     def decompose(self, arguments: dict[str, Any]):
-        why = why_inductor(self.norm, self.direction, arguments)
+        why = why_inductor(self.op, arguments)
         if why:
             self.note(arguments["x"], False, why)
         return (self.stock if why else self.ours)(*arguments.values())
@@ -152,26 +142,37 @@ class OfOurs(Decomposition):
     """For our own ops. A call in the user's code stays as it is, except for a forward that Inductor does better."""
 
     def decompose(self, arguments: dict[str, Any]):
-        x, why = arguments["x"], why_inductor(self.norm, self.direction, arguments)
-        if why and self.direction == "forward" and x.device.type in DEVICE_TYPES:
+        x, why = arguments["x"], why_inductor(self.op, arguments)
+        if why and self.op.direction == FORWARD and x.device.type in DEVICE_TYPES:
             self.note(x, False, why)
             return self.stock(*arguments.values())
-        self.note(x, True, "as written" if why else REASONS[self.direction])
-        if V.aot_compilation and _leaves_out(arguments):
-            return getattr(ours, WITH_OPTIONAL_OUTPUTS[self.ours])(*arguments.values())
+        self.note(x, True, "as written" if why else REASONS[self.op.direction])
+        if V.aot_compilation and _leaves_out(self.op, arguments):
+            # Its schema allows None outputs. Without it AOTInductor fails an assertion.
+            return getattr(ours, WITH_OPTIONAL_OUTPUTS[self.op.name])(*arguments.values())
         return NotImplemented  # the tracer keeps the op in the graph
 
 
+def note_rms_norms_elsewhere(model: Any) -> None:
+    """Note the RMSNorms of other devices' tensors in Dynamo's graph: torch decomposes these before it asks a table."""
+    for node in getattr(getattr(model, "graph", None), "nodes", ()):
+        if node.target is torch.rms_norm and node.args and "example_value" in node.args[0].meta:
+            x, y = node.args[0].meta["example_value"], node.meta["example_value"]
+            if x.device.type in DEVICE_TYPES:
+                continue
+            for _, direction, _, ours in OPS[2:] if y.requires_grad else OPS[2:3]:
+                Decomposition("rms", direction, ours, None, None).note(x, False, f"x is on {x.device.type}")
+
+
 REASONS = {
-    "forward": f"rows of {WIDE_ROW} columns and more are read once",
-    "backward": "dx and the sums over rows in one pass",
+    FORWARD: f"rows of {WIDE_ROW} columns and more are read once",
+    BACKWARD: "dx and the sums over rows in one pass",
 }
 
 
-def _leaves_out(arguments: dict[str, Any]) -> bool:
-    """Whether an output of this backward will be None."""
-    inputs = arguments["x"], arguments["weight"], arguments.get("bias")
-    return not all(m and like is not None for m, like in zip(arguments.get("output_mask", ()), inputs, strict=False))
+def _leaves_out(op: Op, arguments: dict[str, Any]) -> bool:
+    """Whether an output will be None."""
+    return sum(wanted_outputs(operands_of(op.name, (), arguments))) < len(op.outputs)
 
 
 def named_arguments(op, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -210,12 +211,15 @@ def decompositions_restored() -> Iterator[None]:
 
 def _replacements(table: dict[Any, Callable]) -> dict[Any, Decomposition]:
     replacements = {}
-    for norm, direction, aten_op, op in OPS:
-        stock = table[aten_op]
+    for op in OPS.values():
+        if not op.aten:
+            continue
+        atens, mine = getattr(aten, op.aten).default, getattr(ours, op.name).default
+        stock = table[atens]
         if isinstance(stock, Decomposition):
             return {}
-        replacements[aten_op] = OfAten(norm, direction, op, stock, stock)
-        replacements[op] = OfOurs(norm, direction, op, stock, table.get(op))
+        replacements[atens] = OfAten(op, mine, stock, stock)
+        replacements[mine] = OfOurs(op, mine, stock, table.get(mine))
     return replacements
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import shutil
@@ -15,13 +14,12 @@ from pathlib import Path
 import torch
 
 from .. import __version__
-from ..host import fallback, native, torch_compat, triton_compat
+from ..host import building, fallback, native, torch_compat, triton_compat
 from ..planner.device import OLDEST_TRITON
 from ..planner.legality import OLDEST_ARCH
 from .oracle import Case, assert_outputs_close, fused, make_inputs
 
 OLDEST_TORCH = (2, 11)
-HOW_TO_BUILD = 'in a clone run: pip install "setuptools>=68" && pip install --no-build-isolation .'
 PROBES = tuple(
     Case(norm, (64, 1024), x_dtype=dtype, weight_dtype=dtype, bias_dtype=dtype if norm == "layer" else None)
     for norm in ("layer", "rms")
@@ -45,10 +43,7 @@ def run_doctor() -> int:
     for finding in findings:
         print(f"{finding.status:<8}{finding.subject:<12}{finding.text}")
     problems = sum(finding.status == "problem" for finding in findings)
-    works = "Everything this machine can run works."
-    if native.failure():
-        works = "Everything this machine can run works, but without the host side in C++, which does not compile here."
-    print(f"\nProblems: {problems}." if problems else f"\n{works}")
+    print(f"\nProblems: {problems}." if problems else "\nEverything this machine can run works.")
     return 1 if problems else 0
 
 
@@ -158,14 +153,10 @@ def check_native() -> list[Finding]:
         if is_launched_by_triton():
             return [Finding("note", "native", "built, but calls do not repeat without Python: see triton")]
         return [Finding("ok", "native", "built: ops repeat without Python")]
-    if native.failure():
-        return [Finding("note", "native", f"does not compile here, so all runs in Python: {native.failure()}")]
     if is_launched_by_triton():
         return [Finding("note", "native", "not built, and no use with this Triton: see triton")]
-    why = f"cannot be loaded ({native.reason})"
-    if importlib.util.find_spec(f"{native.__package__}._native") is None:
-        why = "was not built, because the build could not import torch and triton (pip hides them from builds)"
-    return [Finding("note", "native", f"the C++ host side {why}, so all runs in Python. To build it, {HOW_TO_BUILD}")]
+    text = f"no host side in C++ ({native.reason}): {building.WITHOUT_IT}. To build it, run: {building.COMMAND}"
+    return [Finding("note", "native", text)]
 
 
 def check_cpu_ops() -> list[Finding]:

@@ -68,9 +68,17 @@ class Explanation:
             f"{problem.norm}_norm {problem.direction}{where}: {shape}, {dtypes}",
             f"  {plan.variant}: {reasons[plan.variant]}",
             *(f"  {text}" for text in [*self._resources(), *self.notes]),
-            *(f"  not {variant}: {reasons[variant]}" for variant in VARIANTS if variant != plan.variant),
+            *(f"  not {' or '.join(variants)}: {reason}" for reason, variants in self._refused().items()),
         ]
         return "\n".join(lines)
+
+    def _refused(self) -> dict[str, list[str]]:
+        """{reason: variants} for the variants that do not run. A reason that the chosen one's names is left out."""
+        reasons, refused = self.decision.reasons, {}
+        for variant in VARIANTS:
+            if reasons[variant] not in reasons[self.plan.variant]:
+                refused.setdefault(reasons[variant], []).append(variant)
+        return refused
 
     def _resources(self) -> list[str]:
         plan, problem, device, lines = self.plan, self.problem, self.device, []

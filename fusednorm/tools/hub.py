@@ -16,6 +16,18 @@ from pathlib import Path
 
 from .. import __version__
 
+README = """\
+# fusednorm {version}, for Hugging Face's `kernels`
+
+Written by `python -m fusednorm hub`; the next call replaces `build/` and `torch-ext/`.
+
+- `build/torch-cuda/` is the build that `kernels` loads, from this folder or, after an upload, from the Hub.
+- `torch-ext/`, `build.toml` and `flake.nix` are the same package as a source for `kernel-builder`.
+
+The host side in C++ is left out, because a build serves every torch.
+
+    {use}
+"""
 PACKAGE = Path(__file__).parent.parent
 KERNELS = Path(find_spec("..kernels", __package__).origin).parent  # beside the package in a source tree
 LICENSE = "Apache-2.0"
@@ -43,9 +55,15 @@ FLAKE = """\
 
 def run_hub(folder: Path) -> int:
     write_repository(folder)
-    config = f'KernelConfig({{"RMSNorm": "{folder.resolve()}:RMSNorm"}}, use_local_kernel=True)'
-    print(f"model.train().set_use_kernels(True, transformers.{config})")
+    files = sum(each.is_file() for each in folder.rglob("*"))
+    print(f"Wrote {files} files to {folder}; its README.md says what they are. A model of transformers takes it by:\n")
+    print(_use(folder))
     return 0
+
+
+def _use(folder: Path) -> str:
+    config = f'KernelConfig({{"RMSNorm": "{folder.resolve()}:RMSNorm"}}, use_local_kernel=True)'
+    return f"model.train().set_use_kernels(True, transformers.{config})"
 
 
 def write_repository(folder: Path) -> None:
@@ -59,6 +77,7 @@ def write_repository(folder: Path) -> None:
     (build / "metadata.json").write_text(json.dumps(_metadata(build), indent=2) + "\n")
     (folder / "build.toml").write_text(BUILD)
     (folder / "flake.nix").write_text(FLAKE)
+    (folder / "README.md").write_text(README.format(version=__version__, use=_use(folder)))
 
 
 def _files() -> list[tuple[Path, Path]]:

@@ -96,7 +96,7 @@ def warmup(
     output_mask: Sequence[bool] = (True, True, True),
     residual_dtype: torch.dtype | None = None,
     directions: Sequence[str] = ("forward", "backward"),
-    device: torch.device | str = "cuda",
+    device: torch.device | str | None = None,
     processes: int | None = None,
 ) -> int:
     """Compile and load the kernels of later calls, so that none of these compiles. Use it before a CUDA-graph capture,
@@ -112,7 +112,8 @@ def warmup(
     :param output_mask: which gradients will be wanted: (dx, dweight, dbias)
     :param residual_dtype: of the residual gradient that the backward adds to dx (None: no such gradient)
     :param directions: of the calls: "forward", "backward" or both
-    :param device: a CUDA GPU, or a CPU, for which there is nothing to compile
+    :param device: a CUDA GPU, or a CPU, for which there is nothing to compile (None: the current GPU if there is one,
+        else the CPU)
     :param processes: number of processes that share the work (None: one per CPU)
 
     Rows are assumed to be contiguous, and aligned to 16 bytes if their size allows it. Honours `force`. Returns the
@@ -120,11 +121,11 @@ def warmup(
 
     Raises ValueError for another norm or direction. Raises TypeError if cols or rows are no integers or a dtype is no
     torch.dtype. Raises RuntimeError for dtypes other than float16, bfloat16, float32 and float64, for sizes below 1,
-    without a CUDA GPU, and during the capture of a CUDA graph.
+    for a GPU that is not there, and during the capture of a CUDA graph.
     """
     _check_names(norm, directions)
     _check_types(cols, rows, dtype, weight_dtype, residual_dtype)
-    device = _checked_device(torch.device(device))
+    device = _checked_device(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
     if device.type == "cpu":
         return 0
     mask = (*map(bool, output_mask), False, False)[:3] if norm == "layer" else (*map(bool, output_mask[:2]), False)

@@ -59,6 +59,13 @@ def test_gate_looks_at_our_own_times_only_and_needs_some_in_common(tmp_path, cap
     assert "none of our cells in common" in capsys.readouterr().err
 
 
+def test_the_gate_names_a_file_that_is_missing(tmp_path, capsys):
+    (tmp_path / "old.jsonl").touch()
+    assert compare_files(tmp_path / "old.jsonl", tmp_path / "new.jsonl") == 2
+    said = capsys.readouterr().err
+    assert said == f"compare: must be given two results files, got {tmp_path / 'new.jsonl'}, which is none\n"
+
+
 def test_a_cell_that_failed_is_lost_and_one_that_was_refused_is_not(tmp_path):
     none = make_record(CASE, "backward", "fusednorm", None, TEN, MACHINE)
     assert compare(tmp_path, [record_of("fusednorm", 20)], [none | {"failed": True, "refusal": "wrong"}]) == 1

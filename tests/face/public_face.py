@@ -17,6 +17,8 @@ import re
 import shlex
 import sys
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +29,7 @@ from torch import Tensor, nn
 import fusednorm
 from fusednorm import force, functional, reference
 from fusednorm.host.kernel_devices import kernels_on
+from fusednorm.planner.device import KNOWN
 from fusednorm.planner.norm_problem import FLOAT_DTYPES
 from fusednorm.problem import resolve_eps
 from fusednorm.tools.interpreter import enable_interpreter
@@ -41,6 +44,7 @@ OURS_ALONE = ("explain", "explain_column_sum", "patch_model", "warmup")
 NAMES = "layer_norm|rms_norm|column_sum|explain|patch_model|warmup"
 SENTENCE = re.compile(rf"^({NAMES})\w*: [^\n]+(, got |, where )[^\n]*$")
 SCHEMA = re.compile(r"^fusednorm::\w+\(\) Expected a value of type '.*' for argument '\w+'")  # torch's, for any op
+SM_COUNTS = sorted({device.sm_count for device in KNOWN})
 INTERNAL = re.compile("internal|data pointer|storage|no attribute|dummy base|an issue|assert|not iterable", re.I)
 
 
@@ -126,11 +130,21 @@ def outcome(expression: str, functions: dict) -> Outcome:
             recorded = [] if expression.startswith("column_sum") else [t for t in outputs if t is not None]
             grads = []
             if leaves and recorded and recorded[0].requires_grad:
-                grads = torch.autograd.grad(recorded[0], leaves, torch.ones_like(recorded[0]), allow_unused=True)
+                y = recorded[0]
+                for grad in (torch.ones_like(y), _alternating(y)):  # of one sign, as a mean's, and of both
+                    grads += torch.autograd.grad(y, leaves, grad, retain_graph=True, allow_unused=True)
             flat = [part for each in (*outputs, *grads) for part in parts(each)]
             return Outcome([None if each is None else each.detach() for each in flat])
     except Exception as error:
         return Outcome(None, error)
+
+
+def _alternating(y: Tensor) -> Tensor:
+    """A gradient like y: 1, -2, 3, -1, 2, -3 and so on."""
+    if y.is_nested:
+        return torch.ones_like(y)
+    at = torch.arange(y.numel(), device=y.device).reshape(y.shape)
+    return ((at % 3 + 1) * (1 - 2 * (at % 2))).to(y.dtype)
 
 
 def parts(tensor: Tensor | None) -> list[Tensor | None]:
@@ -151,6 +165,26 @@ def turn(tensor: Tensor) -> Tensor:
     return tensor.permute(dims).contiguous().permute(dims)
 
 
+def level(tensor: Tensor) -> Tensor:
+    """Each row's first number in all of its columns."""
+    return tensor[..., :1].expand_as(tensor).clone() if tensor.dim() else tensor
+
+
+def onesign(tensor: Tensor) -> Tensor:
+    return tensor.abs() if tensor.dtype in FLOAT_DTYPES else tensor
+
+
+def none_of(tensor: Tensor) -> Tensor:
+    """A tensor without elements, as what a process may hold of a sharded parameter."""
+    return tensor.new_empty(0)
+
+
+def freed(tensor: Tensor) -> Tensor:
+    """The tensor, without its memory. Nothing may read it."""
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 def nested(tensor: Tensor) -> Tensor:
     return torch.nested.nested_tensor([tensor, tensor], layout=torch.jagged)
 
@@ -168,8 +202,10 @@ def meta(tensor: Tensor) -> Tensor:
 
 
 MAKERS = {
-    "pad": pad, "turn": turn, "nested": nested, "neg": neg, "sub": sub, "meta": meta, "param": nn.Parameter,
+    "pad": pad, "turn": turn, "nested": nested,
+    "neg": neg, "sub": sub, "level": level, "onesign": onesign, "meta": meta, "param": nn.Parameter,
     "sparse": Tensor.to_sparse, "numpy": Tensor.numpy, "listed": Tensor.tolist, "torch": torch, "np": np,
+    "as_is": lambda tensor: tensor, "none_of": none_of, "freed": freed,
 }  # fmt: skip
 
 
@@ -186,6 +222,37 @@ def module(kind: type, *, wide: bool = False):
         return built.double()(x.double()) if wide else built(x)
 
     return run
+
+
+FORMULAS = {
+    "rms": lambda weight, x, rstd: weight * (x * rstd(x)),
+    "one_plus": lambda weight, x, rstd: (1 + weight) * (x * rstd(x)),
+    "detached": lambda weight, x, rstd: weight * (x * rstd(x.detach())),
+    "tanh": lambda weight, x, rstd: weight * torch.tanh(x),
+    "clamped": lambda weight, x, rstd: (weight * (x * rstd(x))).clamp(-3, 3),
+    "of_few_rows": lambda weight, x, rstd: weight * (x * rstd(x)) * (1 if x.numel() < 16 * x.shape[-1] else 2),
+}
+
+
+class Written(nn.Module):
+    """A norm written by hand, or what looks like one."""
+
+    def __init__(self, formula: str, weight: Tensor):
+        super().__init__()
+        self.formula, self.weight, self.eps = formula, nn.Parameter(weight), 1e-5
+
+    def forward(self, x):
+        rstd = lambda x: torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)  # noqa: E731
+        return FORMULAS[self.formula](self.weight, x, rstd)
+
+
+def written(x, formula: str, state: Callable, weight: Tensor, *, patch: bool = False):
+    """What a module returns that gets its weight back after it was in a state, while it might have been patched."""
+    built = Written(formula, state(weight.detach().clone()))
+    if patch:
+        fusednorm.patch_model(built)
+    built._parameters["weight"] = weight
+    return built(x)
 
 
 def rms_backward(grad_out, x, shape, rstd, weight=None, mask=(True, True)):
@@ -206,6 +273,7 @@ OURS = {
     "layer_norm_bwd_residual": OPS.layer_norm_bwd_residual,
     "rms_norm_bwd_residual": OPS.rms_norm_bwd_residual,
     "column_sum": fusednorm.column_sum,
+    "written": partial(written, patch=True),
     **{name: getattr(fusednorm, name) for name in OURS_ALONE},
 }
 STOCK = {
@@ -222,6 +290,7 @@ STOCK = {
     "rms_norm_bwd": rms_backward,
     "rms_norm_bwd_residual": rms_backward,
     "column_sum": lambda inputs, **more: column_sum(inputs, **more),
+    "written": written,
     **{name: lambda *args, **more: None for name in OURS_ALONE},
 }
 
@@ -283,6 +352,7 @@ EXACT = {
     "layer_norm_bwd_residual": widened(layer_backward_residual),
     "rms_norm_bwd": widened(rms_backward_formula),
     "rms_norm_bwd_residual": widened(rms_backward_residual),
+    "written": widened(written),
     "column_sum": widened(lambda inputs, *, total=False, dtype=None: column_sum(inputs, total=total)),
 }
 
@@ -295,9 +365,12 @@ def calls():
     dtypes = floats | floats | floats | st.sampled_from([*DTYPES])
     looks = st.sampled_from(["", "", "pad", "turn", "leaf", "leaf", "param", "neg", "sub", "meta", "sparse", "nested",
                              "numpy", "listed"])  # fmt: skip
-    usual_looks = st.sampled_from(["", "", "", "pad", "turn", "leaf", "param"])
+    usual_looks = st.sampled_from(["", "", "", "pad", "turn", "leaf", "param", "level", "onesign"])
     junk = st.sampled_from(["None", "3", "1.5", "'x'", "[1.0]", "True", "()", "torch.float32", "[None]", "object()"])
     sizes = st.sampled_from([0, 1, 2, 3, 5, 8, 16])
+    # The planner's choices change where the rows fill the SMs once more.
+    border_rows = st.builds(lambda sms, waves, by: waves * sms + by, st.sampled_from(SM_COUNTS), st.integers(1, 4),
+                            st.integers(-1, 1))  # fmt: skip
 
     @st.composite
     def tensor(draw, shape: list[int], wild: bool):
@@ -313,7 +386,7 @@ def calls():
     def call(draw):
         norm = draw(st.sampled_from(["layer", "rms"]))
         row = draw(st.lists(sizes.filter(bool), min_size=1, max_size=2))
-        batch = draw(st.lists(sizes, max_size=2))
+        batch = [draw(border_rows)] if draw(st.integers(0, 7)) == 0 else draw(st.lists(sizes, max_size=2))
         wild = draw(st.sets(st.integers(0, 7), max_size=2)) if draw(st.booleans()) else set()
         everything, rows = [*batch, *row], [torch.Size(batch).numel()]
 
@@ -331,7 +404,7 @@ def calls():
             eps = draw(junk | st.sampled_from(["1", "np.float32(1e-3)", "torch.tensor(1e-3)"]))
         parameters = [weight, bias] if norm == "layer" else [weight]
         kind = draw(st.sampled_from(["function"] * 4 + ["module"] * 2 + ["fwd", "Function"] * 2 + ["bwd"] * 3
-                                    + ["bwd_residual", "column_sum", "explain", "rest"]))  # fmt: skip
+                                    + ["bwd_residual", "column_sum", "explain", "rest", "written"]))  # fmt: skip
         if kind in ("function", "fwd", "Function"):
             name = {"function": f"{norm}_norm", "fwd": f"{norm}_norm_fwd"}.get(kind)
             name = name or {"layer": "LayerNormFunction", "rms": "RMSNormFunction"}[norm]
@@ -352,6 +425,12 @@ def calls():
             options = ", total=True" * draw(st.booleans()) + f", dtype={draw(dtypes)}" * draw(st.booleans())
             name = draw(st.sampled_from(["column_sum", "column_sum", "explain_column_sum"]))
             written = f"{name}([{', '.join(inputs)}]{options})"
+        elif kind == "written":
+            formula = draw(st.sampled_from([*FORMULAS]))
+            state = draw(st.sampled_from(["as_is", "as_is", "none_of", "freed"]))
+            dtype = draw(floats)  # of both: a promoted result is rounded to x's dtype first
+            x, weight = (f"leaf(rand({tuple(each)}, {dtype}))" for each in ([*batch, row[-1]], row[-1:]))
+            written = f"written({x}, {formula!r}, {state}, {weight})"
         elif kind == "explain":
             direction = draw(st.sampled_from(["forward", "backward", "up"]))
             written = f"explain({x}, {shape}, {weight}, {bias}, norm={norm!r}, direction={direction!r})"
@@ -369,7 +448,6 @@ def fuzz(cases: int) -> int:
     from tqdm import tqdm
 
     with tqdm(total=cases, unit="call") as bar:
-
         phases, unchecked = [Phase.generate, Phase.shrink], list(HealthCheck)
 
         @settings(max_examples=cases, deadline=None, database=None, report_multiple_bugs=False, phases=phases,

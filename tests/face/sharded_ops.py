@@ -14,6 +14,7 @@ from worlds import Log, World, combinations_in, ops_run
 
 import fusednorm
 from fusednorm import sharding
+from fusednorm.operands import OPS as TABLE
 
 OPS, ATEN = torch.ops.fusednorm, torch.ops.aten
 COLS = 8
@@ -24,6 +25,7 @@ FP64 = torch.float64  # another order of summing changes results only within the
 def draw(world: World, *shape: int, seed: int) -> Tensor:
     """Random numbers, the same on every rank."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=FP64).to(world.device)
+
 
 # torch 2.11 has only the public way to register rules, and its rules do not compare the costs of redistributions.
 TORCH_2_11 = torch.__version__.startswith("2.11.")
@@ -257,7 +259,7 @@ def registered(add) -> Iterator[None]:
     propagator = DTensor._op_dispatcher.sharding_propagator
     tables = [each for each in vars(propagator).values() if isinstance(each, dict)]
     before = [dict(each) for each in tables]
-    ours = [getattr(OPS, name).default for name in sharding.NORMS]
+    ours = [getattr(OPS, name).default for name in TABLE]
     try:
         for op in ours:
             for table in tables:

@@ -211,4 +211,4 @@ def test_functions_name_themselves_in_their_errors(run, error, message):
 def test_warmup_says_that_there_is_no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="^warmup: device must be a GPU that is there, got cuda, where torch finds"):
-        fusednorm.warmup("layer", 4096, torch.bfloat16)
+        fusednorm.warmup("layer", 4096, torch.bfloat16, device="cuda")

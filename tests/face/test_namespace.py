@@ -58,6 +58,15 @@ def test_copy_imports_nothing_of_the_package_by_its_name(repository):
     assert not [each for each in lines if each[1].lstrip().startswith(absolute)]
 
 
+def test_the_command_says_what_it_wrote_and_the_folder_explains_itself(tmp_path, capsys):
+    assert main(["hub", str(tmp_path)]) == 0
+    said, page = capsys.readouterr().out, (tmp_path / "README.md").read_text()
+    files = [each for each in tmp_path.rglob("*") if each.is_file()]
+    assert said.startswith(f"Wrote {len(files)} files to {tmp_path}; its README.md says")
+    assert said.splitlines()[-1] in page
+    assert not [each.name for each in tmp_path.iterdir() if each.name != "README.md" and f"`{each.name}" not in page]
+
+
 def test_repository_holds_the_package_twice_and_what_it_says_of_itself(repository, tmp_path):
     build, source = repository / "build" / "torch-cuda", repository / "torch-ext" / "fusednorm"
     metadata = json.loads((build / "metadata.json").read_text())

@@ -44,6 +44,16 @@ def test_what_breaks_the_promise_is_noticed(wrong, call, complaint, monkeypatch)
         check(call)
 
 
+def test_a_norm_that_was_patched_without_cause_is_noticed(monkeypatch):
+    import public_face
+
+    call = "written(leaf(rand((3, 8), fp32)), 'detached', as_is, rand((8,), fp32))"
+    check(call)
+    monkeypatch.setitem(public_face.OURS, "written", lambda x, formula, *more: public_face.written(x, "rms", *more))
+    with pytest.raises(AssertionError, match="value 1.*not close"):
+        check(call)
+
+
 def test_calls_on_a_gpu_reach_our_functions():
     seen, original = [], functional.autograd.y_of
     with pytest.MonkeyPatch.context() as patch:

@@ -1,76 +1,28 @@
-"""The optional host side in C++ is built and tested on CPU tensors. Without it, or if it is broken, Python serves."""
+"""The optional host side in C++ is built once for each torch and found from then on. Without it, or if it is broken,
+Python serves. host/native/ tests what it does."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import re
 import shutil
 import subprocess
 import sys
-import sysconfig
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+
+from fusednorm import ops
+from fusednorm.host import building, native, triton_compat
+from fusednorm.tools import doctor
 
 ROOT = Path(__file__).parents[2]
-SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
-
-
-def run(*command, cwd: Path, site: Path | None = None) -> subprocess.CompletedProcess:
-    """Runs Python in a process that does not interpret kernels, with the folder `site` first on its import path."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    if site is not None:
-        shared = ROOT / "tests", ROOT / "tests" / "face"  # tests/face for test_errors.WRONG_CALLS
-        environment["PYTHONPATH"] = os.pathsep.join(map(str, (site, *shared)))
-    command = [sys.executable, *map(str, command)]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
-
-
-def copy_package(site: Path) -> Path:
-    """Copies the package to `site` as pip would install it, without the extension."""
-    ours = shutil.ignore_patterns("__pycache__", "*.so", "csrc")
-    shutil.copytree(ROOT / "fusednorm", site / "fusednorm", ignore=ours)
-    shutil.copytree(ROOT / "kernels", site / "fusednorm" / "kernels", ignore=ours)
-    return site
-
-
-def said(code: str, site: Path) -> list[str]:
-    """The words that `code` prints in a process that imports the package from `site`."""
-    asked = run("-c", code, cwd=site, site=site)
-    assert asked.returncode == 0, asked.stderr
-    return asked.stdout.split()
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Path:
-    """A folder with the package and its built extension."""
-    if not (os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")):
-        pytest.skip("no C++ compiler")
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("no Triton, which has CUDA's header")
-    folder = tmp_path_factory.mktemp("native")
-    site = copy_package(folder / "site")
-    built = run("setup.py", "-q", "build_ext", "--build-lib", site, "--build-temp", folder / "temporary", cwd=ROOT)
-    assert (site / "fusednorm" / "host" / f"_native{SUFFIX}").exists(), built.stdout + built.stderr
-    return site
-
-
-def test_all_that_it_does_is_right_on_cpu_tensors(site):
-    tests = ROOT / "tests" / "host" / "native"
-    options = ["-q", "-o", f"pythonpath={site}", "-p", "no:cacheprovider", f"--confcutdir={tests}"]
-    tried = run("-m", "pytest", *options, tests, cwd=site, site=site)
-    output = tried.stdout[-20_000:] + tried.stderr[-5_000:]
-    assert tried.returncode == 0, output
-    counts = re.findall(r"(\d+) (\w+)", tried.stdout.splitlines()[-1])
-    assert {kind for _, kind in counts} <= {"passed", "warning", "warnings"}, output
-    assert int(counts[0][0]) > 0, output
-
-
 IMPORT = """
 import sys, torch, fusednorm
 from fusednorm.host import native
-from fusednorm.tools import doctor
 print('triton' in sys.modules, torch.cuda.is_initialized(), native.extension and native.extension.__file__)
 """
 USE = """
@@ -81,50 +33,130 @@ print(native.repeats(), y.shape == x.grad.shape)
 """
 
 
-def test_importing_it_brings_no_triton_and_starts_no_cuda_and_plain_cpu_tensors_work_as_without(site):
-    *imported, file, repeats, same = said(IMPORT + USE, site)
-    assert imported == ["False", "False"]
-    assert Path(file).is_relative_to(site)
-    assert (repeats, same) == ("0", "True")
+def run(*command: str, package: Path = ROOT, **variables: object) -> subprocess.CompletedProcess:
+    """Runs Python, which finds the package in a folder, in a process that does not interpret kernels."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(package)} | {name: str(value) for name, value in variables.items()}
+    return subprocess.run([sys.executable, *command], cwd=package, env=environment, capture_output=True, text=True)
 
 
-def asked_in_pure_python(question: str, site: Path) -> str:
-    """The answer in a process that has first used the package in `site`, and checked that it works without the
-    extension."""
-    words = said(f"{IMPORT}{USE}print({question})", site)
-    assert words[:5] == ["False", "False", "None", "0", "True"]
-    return " ".join(words[5:])
+@pytest.fixture
+def compiler(tmp_path) -> Path:
+    """A command that takes half a second, writes a file that is no library, and a line to `calls`."""
+    command = tmp_path / "compiler"
+    script = f'echo call >> {tmp_path}/calls; sleep 0.5; while [ "$1" != -o ]; do shift; done; : > "$2"'
+    command.write_text(f"#!/bin/sh\n{script}\n")
+    command.chmod(0o755)
+    return command
+
+
+def test_importing_it_brings_no_triton_and_starts_no_cuda_and_plain_cpu_tensors_work_as_without():
+    try:
+        built = building.build()
+    except RuntimeError as error:
+        pytest.skip(f"it cannot be built here: {error}")
+    asked = run("-c", IMPORT + USE)
+    assert asked.stdout.split() == ["False", "False", str(built), "0", "True"], asked.stderr
 
 
 def test_without_it_the_package_is_pure_python(tmp_path):
-    report = asked_in_pure_python("doctor.check_native()[0].text", copy_package(tmp_path))
-    assert "could not import torch and triton" in report
-    assert report.endswith("&& pip install --no-build-isolation .")
-
-
-def test_where_it_does_not_compile_the_last_line_and_the_doctor_say_why(tmp_path):
-    source = tmp_path / "source"
-    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "__pycache__", "*.so", "bench", "tests", "build"))
-    native = source / "fusednorm" / "host" / "csrc" / "native.cpp"
-    native.write_text("int here;\n#error no such thing\n#error nor this\n")
-    site = copy_package(tmp_path / "site")
-    built = run("setup.py", "-q", "build_ext", "--build-lib", site, "--build-temp", tmp_path / "temporary", cwd=source)
-    assert built.returncode == 0  # the extension is optional: the package builds without it
-    *_, last = built.stderr.strip().splitlines()
-    assert "NOT built" in last and "native.cpp:2:2: error: #error no such thing" in last
-    report = asked_in_pure_python("doctor.check_native()[0].text", site)
-    assert report.startswith("does not compile here") and report.endswith("error: #error no such thing")
+    asked = run("-c", f"{IMPORT}{USE}print(native.reason)", XDG_CACHE_HOME=tmp_path)
+    assert asked.stdout.split(maxsplit=5)[:5] == ["False", "False", "None", "0", "True"], asked.stderr
+    assert asked.stdout.endswith(f"it was not built for torch {torch.__version__} and this Python\n")
 
 
 @pytest.mark.parametrize("content", [b"", b"no library"])
-def test_a_file_that_cannot_be_loaded_leaves_pure_python_and_a_reason(content, tmp_path):
-    file = copy_package(tmp_path) / "fusednorm" / "host" / f"_native{SUFFIX}"
-    file.write_bytes(content)
-    report = asked_in_pure_python("doctor.check_native()[0].text", tmp_path)
-    assert "cannot be loaded (" in report and str(file) in report
+def test_a_file_that_cannot_be_loaded_is_no_extension_and_gives_a_reason(content, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    building.path().parent.mkdir()
+    building.path().write_bytes(content)
+    extension, reason = building.load()
+    assert extension is None and reason.startswith("it cannot be loaded: ") and str(building.path()) in reason
 
 
-def test_one_that_was_built_for_another_torch_is_left_alone(tmp_path):
-    (copy_package(tmp_path) / "fusednorm" / "host" / "_native.py").write_text("torch_version = '2.1.0'")
-    report = asked_in_pure_python("doctor.check_native()[0].text", tmp_path)
-    assert "cannot be loaded (built for torch 2.1.0, found " in report
+def test_another_torch_and_other_sources_find_another_file(tmp_path, monkeypatch):
+    sources = shutil.copytree(building.SOURCES, tmp_path / "csrc")
+    monkeypatch.setattr(building, "SOURCES", sources)
+    paths = [building.path()]
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "__version__", "2.1.0")
+        paths.append(building.path())
+    (sources / "call.h").write_text("int changed;")
+    paths.append(building.path())
+    assert len(set(paths)) == 3 and len({path.parent for path in paths}) == 1
+
+
+def test_where_it_does_not_compile_the_command_says_why_and_leaves_nothing(tmp_path):
+    ours = shutil.ignore_patterns("__pycache__")
+    package = shutil.copytree(ROOT / "fusednorm", tmp_path / "site/fusednorm", ignore=ours).parent
+    shutil.copytree(ROOT / "kernels", package / "kernels", ignore=ours)
+    (package / "fusednorm/host/csrc/native.cpp").write_text("int here;\n#error no such thing\n#error nor this\n")
+    tried = run("-m", "fusednorm", "build", package=package, XDG_CACHE_HOME=tmp_path / "cache")
+    assert tried.returncode == 1 and "This takes about a minute" in tried.stdout
+    first = tried.stderr.strip().splitlines()[0]
+    assert first.startswith("build: the C++ host side does not compile here: ") and "native.cpp:2:2" in first
+    assert "nor this" in tried.stderr
+    assert [each.suffix for each in (tmp_path / "cache/fusednorm").iterdir()] == [".lock"]
+
+
+def test_two_that_build_at_once_compile_once_and_a_third_not_at_all(compiler, tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", str(compiler))
+    with ThreadPoolExecutor() as pool:  # a lock keeps out threads as it does processes
+        both = [pool.submit(building.build) for _ in range(2)]
+    assert {each.result() for each in both} == {building.build()} and building.path().exists()
+    assert (tmp_path / "calls").read_text().splitlines() == ["call"]
+
+
+@pytest.mark.parametrize("missing, rule", [("compiler", "needs a C++ compiler"), ("triton", "needs Triton")])
+def test_what_the_build_lacks_is_named(missing, rule, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "" if missing == "compiler" else "c++")
+    monkeypatch.setattr(building.shutil, "which", lambda name: None)
+    monkeypatch.setattr(building.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match=f"^build: {rule.replace('+', '.')}"):
+        building.build()
+
+
+@pytest.fixture
+def on_a_gpu_without_it(monkeypatch):
+    monkeypatch.setattr(native, "extension", None)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(triton_compat, "installed", lambda: (3, 6))
+    ops.launch.cache_clear()
+    yield
+    ops.launch.cache_clear()
+
+
+def test_the_first_use_on_a_gpu_without_it_says_what_that_costs_and_how_to_build_it(on_a_gpu_without_it):
+    pytest.importorskip("triton")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        ops.launch()
+        ops.launch()
+    (warning,) = (each for each in said if "fusednorm" in str(each.message))
+    text = str(warning.message)
+    assert "1.5 to 1.9 times the host time of ATen's" in text and text.endswith("run: python -m fusednorm build")
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("useless", ["without sources", "unknown Triton", "no GPU", "built"])
+def test_nothing_is_said_where_the_command_would_not_help(useless, on_a_gpu_without_it, tmp_path, monkeypatch):
+    change = {
+        "without sources": (building, "SOURCES", tmp_path / "none"),
+        "unknown Triton": (triton_compat, "installed", lambda: (4, 0)),
+        "no GPU": (torch.cuda, "is_initialized", lambda: False),
+        "built": (native, "extension", SimpleNamespace()),
+    }
+    monkeypatch.setattr(*change[useless])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        native.warn_if_missing()
+
+
+def test_the_doctor_says_why_it_is_not_there_and_how_to_build_it(on_a_gpu_without_it, monkeypatch):
+    monkeypatch.setattr(native, "reason", "it cannot be loaded: undefined symbol: torch")
+    (finding,) = doctor.check_native()
+    assert finding.status == "note" and "undefined symbol: torch" in finding.text
+    assert finding.text.endswith("To build it, run: python -m fusednorm build")

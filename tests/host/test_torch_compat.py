@@ -23,6 +23,10 @@ NAMES = [
     "_C._functorch.is_functorch_wrapped_tensor",
     "_C._len_torch_function_stack",
     "_C._len_torch_dispatch_stack",
+    "_C._is_torch_function_mode_enabled",
+    "_C._is_torch_function_enabled",
+    "_C._push_on_torch_function_stack",
+    "_C._pop_torch_function_stack",
     "_C._get_tracing_state",
     "_C._AutoDispatchBelowAutograd",
     "_C._dispatch_has_kernel_for_dispatch_key",
@@ -88,6 +92,9 @@ sums[0].sum().backward()
 real.testing.assert_close(x.grad, real.ones_like(x))
 fusednorm.LayerNorm(16)(real.randn(2, 16)).sum().backward()
 fusednorm.functional.rms_norm(real.randn(2, 16), [16])
+with real.device("cpu"), real.overrides.BaseTorchFunctionMode():
+    subclass = type("Subclass", (real.Tensor,), {})
+    assert type(fusednorm.LayerNorm(16)(real.randn(2, 16).as_subclass(subclass))) is subclass
 
 from torch._subclasses import FakeTensorMode
 with FakeTensorMode():

@@ -20,6 +20,7 @@ from examples.training import CPU_SIZE, GPU_SIZE, make_optimizer
 from fusednorm.integrations import inductor, routing
 
 ROOT = Path(__file__).parents[2]
+STEPS = training.WARM_UP_STEPS + 1
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}  # for each of two processes, which share the processor
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py") if "__main__" in path.read_text())
@@ -31,7 +32,7 @@ def asked(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(training.torch.cuda, "is_available", lambda: False)
     precision = torch.get_float32_matmul_precision()
-    yield ["--steps", "4", "--out", str(tmp_path)]
+    yield ["--steps", str(STEPS), "--out", str(tmp_path)]
     torch.set_float32_matmul_precision(precision)
 
 
@@ -49,7 +50,7 @@ def assert_they_learned_alike(said: str, picture: Path) -> None:
 
 def test_tensor_parallel_trains_on_both_kinds_of_norms_and_draws(tmp_path):
     pytest.importorskip("matplotlib")
-    command = [*TORCHRUN, "-m", "examples.tensor_parallel", "--steps", "3", "--out", str(tmp_path)]
+    command = [*TORCHRUN, "-m", "examples.tensor_parallel", "--steps", str(STEPS), "--out", str(tmp_path)]
     ran = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env=ONE_THREAD)
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert_they_learned_alike(ran.stdout, tmp_path / "tensor_parallel_llama.png")
@@ -110,6 +111,13 @@ def test_compile_unmodified_says_which_norms_became_ours(asked, tmp_path, capsys
     assert f"{norms} x layer_norm backward {rows}: fusednorm" in said
     assert f"{norms} x layer_norm forward {rows}: Inductor (fused with its neighbours" in said
     assert_they_learned_alike(said, tmp_path / "compile_unmodified_gpt2.png")
+
+
+def test_steps_that_warm_up_have_no_speed(tmp_path, capsys):
+    short, long = training.Run([5.0] * 3, [9.0] * 3), training.Run([5.0] * 9, [9.0] * 5 + [0.5] * 4)
+    training.report({"stock norms": short, "fusednorm": long}, 100, tmp_path / "picture.png")
+    stock, ours, rule, *_ = capsys.readouterr().out.splitlines()
+    assert "not timed" in stock and " 200 tokens/s" in ours and "--steps 50" in rule
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

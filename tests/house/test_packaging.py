@@ -38,7 +38,7 @@ def run(*command, cwd: Path, **environment: str) -> str:
 
 
 def build(kind: str, source: Path, out: Path) -> Path:
-    """Runs the build backend as pip does in isolation. torch is hidden, so the extension is not built."""
+    """Runs the build backend as pip does in isolation, where torch is not there."""
     out.mkdir(exist_ok=True)
     code = f"{WITHOUT_TORCH}; from setuptools import build_meta; build_meta.build_{kind}({str(out)!r})"
     run("-c", code, cwd=source)
@@ -90,34 +90,22 @@ def test_wheel_holds_the_package_and_nothing_beside_it(wheel):
     kernels = {f"fusednorm/kernels/{path.name}" for path in (ROOT / "kernels").glob("*.py")}
     assert kernels | {"fusednorm/py.typed"} <= set(names)
     assert any(name.endswith("LICENSE") for name in names)
-    assert {Path(name).suffix for name in names if name.startswith("fusednorm/")} == {".py", ".typed"}
+    sources = {f"fusednorm/host/csrc/{path.name}" for path in (ROOT / "fusednorm/host/csrc").iterdir()}
+    assert {name for name in names if name.startswith("fusednorm/") and not name.endswith(".py")} == {
+        *sources,
+        "fusednorm/py.typed",
+    }
 
 
-SETUP = """
-import setuptools
-from distutils.core import run_setup
-def extensions(): return run_setup("setup.py", stop_after="init").ext_modules
-"""
-
-
-def test_the_extension_is_built_where_torch_can_be_imported_and_may_fail():
-    asked = f"{SETUP}print([(each.name, each.optional) for each in extensions()])"
-    assert run("-c", asked, cwd=ROOT).strip() == "[('fusednorm.host._native', True)]"
-    assert run("-c", f"{WITHOUT_TORCH}\n{asked}", cwd=ROOT).strip() == "[]"
-
-
-def test_the_extension_is_built_by_the_standard_that_torchs_headers_need():
-    asked = f"{SETUP}import torch\n"
-    for version in ("2.11.0+cu130", "2.14.0", "3.0.1"):
-        asked += f"torch.__version__ = {version!r}\nprint(*extensions()[0].extra_compile_args)\n"
-    said = run("-c", asked, cwd=ROOT).splitlines()
-    assert [re.findall(r"-std=(\S+)", line) for line in said] == [["c++17"], ["c++20"], ["c++20"]]
-
-
-def test_an_object_that_was_compiled_for_another_torch_is_not_linked_again():
-    asked = "command = run_setup('setup.py', stop_after='init').get_command_obj('build_ext')\n"
-    asked = f"{SETUP}{asked}command.ensure_finalized()\nprint(bool(command.force))"
-    assert run("-c", asked, cwd=ROOT).strip() == "True"
+def test_an_editable_install_is_found_from_the_folder_that_holds_the_clone(sdist, tmp_path):
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (unpacked,) = tmp_path.iterdir()
+    clone, site = unpacked.rename(tmp_path / "fusednorm"), tmp_path / "site"
+    with zipfile.ZipFile(build("editable", clone, tmp_path / "wheel")) as archive:
+        archive.extractall(site)
+    code = f"import site; site.addsitedir({str(site)!r}); import fusednorm.kernels; print(fusednorm.LayerNorm)"
+    assert "fusednorm.modules.LayerNorm" in run("-c", code, cwd=tmp_path, PYTHONPATH="")
 
 
 def test_wheel_leaves_versions_open(wheel):

@@ -361,24 +361,6 @@ def test_an_eps_that_changes_in_place_is_read_anew():
         assert_close(functional.layer_norm(X, (8,), None, None, eps), F.layer_norm(X, (8,), None, None, 1.0))
 
 
-def test_function_modes_and_subclasses_see_our_functions():
-    seen = []
-
-    class Mode(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            seen.append(function)
-            return function(*args, **(kwargs or {}))
-
-    class Subclass(torch.Tensor):
-        pass
-
-    with Mode():
-        functional.layer_norm(X, (8,))
-        functional.rms_norm(X, (8,))
-    assert seen == [functional.layer_norm, functional.rms_norm]
-    assert type(functional.layer_norm(X.as_subclass(Subclass), (8,))) is Subclass
-
-
 def test_compiled_modules_run_one_op_under_a_default_device():
     built, graphs = module_of("layer"), []
 

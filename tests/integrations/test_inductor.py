@@ -249,6 +249,16 @@ def only_reason(direction: str) -> str:
     return entry.reason
 
 
+@pytest.mark.parametrize("trains", [False, True])
+def test_rms_norms_of_other_devices_are_in_the_report_although_torch_decomposes_them_before(trains):
+    backend = inductor._routed(lambda graph, *_: graph.forward)
+    torch.compile(nn.RMSNorm(32), backend=backend)(torch.randn(4, 32)) if trains else None
+    torch.compile(nn.RMSNorm(32).requires_grad_(False), backend=backend)(torch.randn(4, 32))
+    found = [(e.norm, e.direction, e.shape, e.taken, e.reason) for e in inductor.report()]
+    ways = ["forward", "backward"] if trains else ["forward"]
+    assert found == [("rms", way, (4, 32), False, "x is on cpu") for way in ways]
+
+
 def test_other_devices_stay_with_inductor_and_the_report_says_why():
     traced = trace(lambda x: F.layer_norm(x, (32,)))
     traced(torch.randn(4, 32, requires_grad=True)).sum().backward()

@@ -61,6 +61,51 @@ def test_what_a_column_sum_loads_is_what_it_launches(workers, sums):
     assert workers.submit(column_sums.loads, sums, 90).result() == workers.submit(column_sums.builds, sums, 90).result()
 
 
+FORM = """
+import triton
+import triton.language as tl
+
+@triton.jit
+def inner(x):
+    return x + {inner}
+
+@triton.jit
+def scale(x_hat, weight, norm: tl.constexpr):
+    return inner(x_hat) * {outer}
+"""
+
+
+def key_of_form(folder, inner: str, outer: str) -> str:
+    """The key of the build of a forward whose form has a function with these bodies."""
+    import importlib.util
+    import json
+    from dataclasses import replace
+
+    from fusednorm.kernels.rowmath import AFFINE
+
+    from fusednorm.tools import compilation
+
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{inner} {outer}.py"
+    path.write_text(FORM.format(inner=inner, outer=outer))
+    spec = importlib.util.spec_from_file_location("form", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    forward = launches_of(make_case("layer", (64, 4096), (BF16, BF16, BF16)), H200)[0][1]
+    norm = replace(forward.norm, form=replace(AFFINE, scale=module.scale))
+    assert json.loads(json.dumps(norm))["form"]["scale"]  # Triton's hooks write it so
+    return compilation.build_key(replace(forward, norm=norm), 90)
+
+
+def test_a_build_depends_on_the_bodies_of_a_forms_functions_and_of_what_they_call(workers, tmp_path):
+    bodies = [("1.0", "weight"), ("1.0", "2.0"), ("2.0", "weight")]
+    keys, again = (
+        [workers.submit(key_of_form, tmp_path / name, *each).result() for each in bodies] for name in ("one", "other")
+    )
+    assert len(set(keys)) == len(bodies)
+    assert again == keys, "a build must be found again"
+
+
 LOOP = """
 /*0000*/ STL [R1], R2 ;  /* 0x00 */
 /*0010*/ FADD R3, R3, R2 ;

@@ -356,7 +356,7 @@ def test_finalizer_sums_any_number_of_partials(num_partials):
     statistic = torch.ones(case.rows)
     *_, finalize = launch.prepare_backward(backward_call(case, inputs, statistic, statistic))[0]
     partial, out = inputs.grad_out.view(num_partials, 8, 33).sum(1), torch.full((2, 33), float("nan"))
-    replace(finalize, operands=(partial, partial * 2, *out, num_partials, 33)).run()
+    replace(finalize, operands=(partial, partial * 2, *out, num_partials, 33, None)).run()
     assert_outputs_close(Outputs(dbias=out[0]), case, inputs)
     assert_outputs_close(Outputs(dbias=out[1] / 2), case, inputs)
 

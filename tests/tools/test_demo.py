@@ -173,3 +173,9 @@ def test_command_without_arguments_says_what_there_is():
 def test_plain_table_is_aligned():
     table = console.plain_table("title", ["a", "bcd"], [["long", "1"], ["x", "22"]])
     assert table.splitlines() == ["", "title", "a     bcd", "----  ---", "long    1", "x      22"]
+
+
+def test_without_numpy_the_demo_says_that_nothing_was_interpreted(monkeypatch):
+    monkeypatch.setattr(demo, "optional", lambda module, extra, otherwise: None)
+    said = demo.conclusion(torch.device("cpu"), True)
+    assert "Of the GPU's kernels the portable ones did not run" in said and "interpreter ran" not in said

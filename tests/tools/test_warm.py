@@ -131,6 +131,13 @@ def test_warmup_has_nothing_to_do_on_the_cpu():
     assert fusednorm.warmup("layer", [4096], BF16, device="cpu") == 0
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_warmup_without_a_gpu_has_nothing_to_do_unless_a_gpu_is_asked_for():
+    assert fusednorm.warmup("layer", [4096], BF16) == 0
+    with pytest.raises(RuntimeError, match="device must be a GPU that is there, got cuda"):
+        fusednorm.warmup("layer", [4096], BF16, device="cuda")
+
+
 def test_warmup_refuses_names_that_are_none():
     with pytest.raises(ValueError, match="warmup: norm must be 'layer' or 'rms', got 'group'"):
         fusednorm.warmup("group", 4096, BF16)

@@ -45,16 +45,13 @@ struct BackwardOperands {
   optional<at::ScalarType> dx_dtype = std::nullopt;
   const Functions* below = &python->below;
 
-  bool has_residual() const { return op == LAYER_BWD_RESIDUAL || op == RMS_BWD_RESIDUAL; }
-
   std::array<TensorRef, 7> tensors() const { return {grad_out, x, mean, rstd, weight, bias, residual_grad}; }
 
   // Of the bias only the dtype is read.
   std::array<TensorRef, 6> differentiable() const { return {grad_out, x, mean, rstd, weight, residual_grad}; }
 
   py::object pass_to(const py::object& function) const {
-    return call_python(
-        function, grad_out, x, shape, mean, rstd, weight, bias, mask, residual_grad, dx_dtype, has_residual());
+    return call_python(function, grad_out, x, shape, mean, rstd, weight, bias, mask, residual_grad, dx_dtype);
   }
 };
 

@@ -1,4 +1,5 @@
-"""Fixtures: a fake CUDA driver, and calls that the C++ host side already knows."""
+"""Fixtures: a fake CUDA driver, and calls that the C++ host side already knows. tests/apart.py builds the host side and
+runs these tests in a process of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Derivatives through the autograd nodes of the C++ host side. tests/host/test_native.py builds it and runs this."""
+"""Derivatives through the autograd nodes of the C++ host side."""
 
 from __future__ import annotations
 

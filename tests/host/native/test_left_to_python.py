@@ -1,7 +1,4 @@
-"""The C++ host side leaves calls to Python under forced plans, dispatch modes, transforms and hooks.
-
-tests/host/test_native.py builds the extension and runs this file.
-"""
+"""The C++ host side leaves calls to Python under forced plans, dispatch modes, transforms and hooks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The C++ host side runs ATen's own ops while the eager override is on.
-
-tests/host/test_native.py builds the extension and runs this file.
-"""
+"""The C++ host side runs ATen's own ops while the eager override is on."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The C++ host side runs prepared calls exactly, and reports errors. tests/host/test_native.py builds the extension and
-runs this file."""
+"""The C++ host side runs prepared calls exactly, and reports errors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The C++ host side runs backwards that add a residual's gradient: those of compiled graphs. tests/host/test_native.py
-builds the extension and runs this file."""
+"""The C++ host side runs backwards that add a residual's gradient: those of compiled graphs."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from op_log import OpLog
 from test_repeats import ALL, BF16_FP32, assert_launched_as_by_itself
 from torch.testing import assert_close
 
-from fusednorm.operands import OPERANDS_OF_OP
+from fusednorm.operands import operands_of
 from fusednorm.planner import heuristics
 from fusednorm.planner.device import H200
 from fusednorm.planner.plan import MultiWavePlan, PipelinedPlan
@@ -38,7 +37,7 @@ def backward_of(case, inputs, residual, mask=ALL, dx_dtype=None, **changes):
         arguments = grad_out, x, case.normalized_shape, rstd, weight, residual, mask[:2]
     name = f"{case.norm}_norm_bwd_residual"
     op = functools.partial(getattr(OPS, name), *arguments, dx_dtype=dx_dtype)
-    return op, OPERANDS_OF_OP[name](*arguments, dx_dtype=dx_dtype)
+    return op, operands_of(name, arguments, {"dx_dtype": dx_dtype})
 
 
 def in_float64(operands):

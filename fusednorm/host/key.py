@@ -1,0 +1,146 @@
+"""The key of a call, by the roles of its operands: everything that its checks, plans and builds depend on, except its
+row count and its tensors' addresses."""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import margin
+from ..forcing import asked_variants
+from ..operands import Operands, Role, Slot
+from ..planner.norm_problem import ALIGNMENT
+from ..problem import row_view
+
+PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
+
+
+class Extent(enum.Enum):
+    """The shapes that an output may have."""
+
+    X = 0
+    STATISTIC = 1  # [*batch, 1, ...]
+    PARAMETER = 2
+
+
+class NotPrepared(RuntimeError):
+    """No call of this kind is ever prepared. Never reaches the user."""
+
+
+class Parts(NamedTuple):
+    """Of what a key is made, for one type of operands. Operands are given by their indices."""
+
+    plain: itemgetter  # picks the operands that are parts of the key as they are, and others that say which op it is
+    settings: tuple[tuple[int, Callable], ...]  # other operands that are no tensors, and what makes parts of them
+    pick: itemgetter  # picks the tensors
+    slots: tuple[Slot, ...]  # of the tensors
+    parameters: tuple[int, ...]
+    fits: tuple[tuple[int, bool], ...]  # tensors of as many rows as x, and whether they have its shape
+    extents: tuple[Extent, ...]  # of the outputs
+
+
+@functools.cache
+def parts_of(operands_type: Any) -> Parts:
+    slots = list(enumerate(operands_type.slots, 1))
+    tensors = [(at, slot) for at, slot in slots if slot.role.is_tensor]
+    rows = [(at, slot) for at, slot in tensors if slot.role is not Role.PARAMETER and slot.name != "x"]
+    return Parts(
+        itemgetter(0, -1, *[at for at, slot in slots if slot.role in (Role.DTYPE, Role.FLAG)]),
+        tuple((at, SETTINGS[slot.role]) for at, slot in slots if slot.role in SETTINGS),
+        itemgetter(*[at for at, _ in tensors]),
+        tuple(slot for _, slot in tensors),
+        tuple(at for at, slot in tensors if slot.role is Role.PARAMETER),
+        tuple((at, slot.role is not Role.STATISTIC) for at, slot in rows),
+        tuple(EXTENTS[output.role] for output in operands_type.outputs),
+    )
+
+
+def look(operands: Operands) -> tuple[tuple, list[int]]:
+    """(key, addresses of the tensors in the order of operands.tensors, 0 for an absent one). Raises NotPrepared, or
+    RuntimeError for a tensor that has no memory, such as a transform's. What all tensors share is not in functions of
+    its own, because this is most of a call's own host time."""
+    kind = type(operands)
+    plain, settings, pick, slots, parameters, _, _ = parts_of(kind)
+    shape = operands.normalized_shape
+    for size in shape:
+        if type(size) is not int:  # 8.0 and True are equal to integers
+            raise NotPrepared
+    key = [kind, tuple(shape), asked_variants(), margin.sms, *plain(operands)]
+    for at, part in settings:
+        key.append(part(operands[at]))
+    addresses, bits = [], 0
+    for tensor in pick(operands):
+        if tensor is None:
+            key.append(None)
+            addresses.append(0)
+            continue
+        if type(tensor) not in PLAIN_TYPES or tensor.is_neg():
+            raise NotPrepared
+        address = tensor.data_ptr()
+        if not address and slots[len(addresses)].is_read:
+            raise NotPrepared
+        key.append(tensor.dtype)
+        key.append(tensor.get_device())
+        if not tensor.is_contiguous():
+            key.append(LAYOUTS[slots[len(addresses)].role](tensor, operands))
+        addresses.append(address)
+        bits |= address
+    for at in parameters:
+        if operands[at] is not None:
+            key.append(operands[at].shape)
+    if bits % ALIGNMENT:
+        key += [address % ALIGNMENT == 0 for address in addresses]
+    return tuple(key), addresses
+
+
+def fit(operands: Operands, shape: torch.Size, rows: int) -> bool:
+    """Whether all tensors have as many rows as an x of this shape. The key does not say so."""
+    for at, has_shape in parts_of(type(operands)).fits:
+        tensor = operands[at]
+        # The numel of a tensor would answer for a nested one, too; that of its shape raises.
+        if tensor is not None and (tensor.shape != shape if has_shape else tensor.shape.numel() != rows):
+            return False
+    return True
+
+
+def _eps(eps: Any) -> float | None:
+    if eps is not None and (type(eps) is not float or eps != eps):  # a NaN is equal to none
+        raise NotPrepared
+    return eps
+
+
+def _rows(tensor: Tensor, operands: Operands) -> tuple:
+    batch_ndim = tensor.ndim - len(operands.normalized_shape)
+    view = row_view(tensor, batch_ndim) if batch_ndim >= 0 else None
+    if view is None:
+        raise NotPrepared
+    return view[1:]
+
+
+def _statistic(tensor: Tensor, _: Operands) -> tuple:
+    """Any shape, but one stride."""
+    view = row_view(tensor, tensor.ndim)
+    if view is None or view.inner_rows != 1:
+        raise NotPrepared
+    return view[1:]
+
+
+def _copied(tensor: Tensor, _: Operands) -> tuple:
+    raise NotPrepared
+
+
+# How tensors that are not contiguous lie in memory.
+LAYOUTS = {
+    Role.ROWS: _rows,
+    Role.STATISTIC: _statistic,
+    Role.PARAMETER: _copied,
+    Role.PACKED_ROWS: _copied,
+}
+SETTINGS = {Role.EPS: _eps, Role.MASK: tuple}
+EXTENTS = {Role.ROWS: Extent.X, Role.STATISTIC: Extent.STATISTIC, Role.PARAMETER: Extent.PARAMETER}
