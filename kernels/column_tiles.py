@@ -19,7 +19,7 @@ from .multiwave import (
     rows_in_memory,
     store_chunk,
 )
-from .rowmath import input_gradient, inverse_std, normalize, row_means, widen
+from .rowmath import corrected_moments, input_gradient, inverse_std, normalize, quotient, row_means, widen
 
 
 @triton.jit(do_not_specialize=["rows", "x_inner"])
@@ -42,18 +42,23 @@ def forward_by_column_tiles(
         total = tl.full([tile.chunk], 0.0, norm.acc)
         for start in range(0, cols, tile.chunk):
             total += tl.load(x_row + start + lane, mask=lane < cols - start, other=0.0).to(norm.acc)
-        row_mean = tl.sum(total, axis=0) / cols
-        if mean_ptr is not None:
-            tl.store(mean_ptr + row, row_mean)
+        row_mean = quotient(tl.sum(total, axis=0), cols)
+    deviations = tl.full([tile.chunk], 0.0, norm.acc)
     squares = tl.full([tile.chunk], 0.0, norm.acc)
     for start in range(0, cols, tile.chunk):
         valid = lane < cols - start
         deviation = tl.load(x_row + start + lane, mask=valid, other=0.0).to(norm.acc)
         if norm.layer:
             deviation = tl.where(valid, deviation - row_mean, 0.0)
+        deviations += deviation
         squares += deviation * deviation
-    mean_square = tl.sum(squares, axis=0) / cols
-    rstd = inverse_std(mean_square, tl.full([], eps, norm.acc))
+    squares = tl.sum(squares, axis=0)
+    variance = squares / cols
+    if norm.layer:
+        row_mean, variance = corrected_moments(row_mean, tl.sum(deviations, axis=0), squares, cols)
+        if mean_ptr is not None:
+            tl.store(mean_ptr + row, row_mean)
+    rstd = inverse_std(variance, tl.full([], eps, norm.acc), norm)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + row, rstd)
     for start in range(0, cols, tile.chunk):
@@ -187,14 +192,19 @@ def sum_column_tile(
     partial_ptr, out_ptr, left, width, cols, weight_ptr, finish: tl.constexpr, norm: tl.constexpr, tile: tl.constexpr
 ):
     """Sum `width` columns, from column `left` on, of the partials of the CTAs that share the rows, in the order of
-    these CTAs, and `finish` the sums unless it is None."""
+    these CTAs, and `finish` the sums unless it is None. Sums of a few partials are added up, so that no sum has too
+    many terms."""
     lane = tl.arange(0, tile.chunk)
     here = partial_ptr + left + lane
     total = tl.full([tile.chunk], 0.0, norm.acc)
-    for _ in range(tl.num_programs(1)):
-        # Bypass L1: it may hold old values where other SMs have written.
-        total += tl.load(here, mask=lane < width, other=0.0, cache_modifier=".cg")
-        here += cols
+    partials_at_once: tl.constexpr = 32
+    for start in range(0, tl.num_programs(1), partials_at_once):
+        some = tl.full([tile.chunk], 0.0, norm.acc)
+        for _ in range(start, tl.minimum(start + partials_at_once, tl.num_programs(1))):
+            # Bypass L1: it may hold old values where other SMs have written.
+            some += tl.load(here, mask=lane < width, other=0.0, cache_modifier=".cg")
+            here += cols
+        total += some
     if finish is not None:
         weight = load_if(norm.has_weight, weight_ptr, left + lane, lane < width)
         total = finish(total, widen(weight, dtype=norm.acc), norm)

@@ -54,7 +54,6 @@ class Norm(CompileTime):
     form: Form
     layer: bool  # LayerNorm; else RMSNorm
     fp64: bool  # statistics, sums and partials in float64; else in float32
-    fold: bool  # x is a 16-bit type: see rowmath.normalize
     has_weight: bool
     has_bias: bool = False  # forward
     wants_dx: bool = False  # backward, like the next two
@@ -82,6 +81,11 @@ class Tile(CompileTime):
     log2_divisor: int = 0
     one_tile: bool = False  # forward: no CTA has a second tile (a short-lived plan), so nothing is loaded ahead
     announces_end: bool = False  # backward: the launch that sums its partials is a dependent launch
+
+    @property
+    def padded_columns(self) -> int:
+        """Columns in all chunks of a row, over all CTAs of a cluster."""
+        return self.num_chunks * self.chunk
 
     @property
     def chunks(self) -> tl.constexpr:
@@ -134,6 +138,10 @@ class RingTile(Tile):
     num_groups: int = 1  # compute groups that take tiles in turn
     cached: bool = False  # a tile stays in registers between its two passes
     group_registers: int = 0  # registers for each thread of a compute group
+
+    @property
+    def padded_columns(self) -> int:
+        return self.cluster * self.num_chunks * self.chunk
 
     @property
     def columns_per_thread(self) -> int:

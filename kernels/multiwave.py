@@ -17,7 +17,16 @@ import triton.language as tl
 
 from .loads import Statistics, StatisticsInMemory, load_parameter, load_statistics
 from .ptx import launch_dependents
-from .rowmath import input_gradient, inverse_std, normalize, row_means, widen
+from .rowmath import (
+    corrected_moments,
+    input_gradient,
+    inverse_std,
+    normalize,
+    quotient,
+    row_means,
+    sums_equal_elements,
+    widen,
+)
 
 
 class RowsInMemory(NamedTuple):
@@ -114,12 +123,11 @@ def write_rows(
         total = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
         for c in tl.static_range(tile.chunks):
             total += x[c].to(norm.acc)
-        row_mean = tl.sum(total, axis=1) / cols
-        if mean_ptr is not None:
-            tl.store(mean_ptr + row, row_mean, mask=in_range)
+        row_mean = quotient(tl.sum(total, axis=1), cols)
         mean = row_mean[:, None]
     else:
         mean = tl.full([tile.rows, 1], 0.0, norm.acc)
+    deviations = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
     squares = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
     for c in tl.static_range(tile.chunks):
         deviation = x[c].to(norm.acc)
@@ -127,8 +135,16 @@ def write_rows(
             deviation -= mean
             if c == tile.num_chunks - 1:  # padding has x = 0, but a deviation of -mean
                 deviation = tl.where(columns(c, tile) < cols, deviation, 0.0)
+        deviations += deviation
         squares += deviation * deviation
-    row_rstd = inverse_std(tl.sum(squares, axis=1) / cols, tl.full([], eps, norm.acc))
+    squares = tl.sum(squares, axis=1)
+    variance = squares / cols
+    if norm.layer and not sums_equal_elements(x[0].dtype, norm.acc, tile.padded_columns):
+        row_mean, variance = corrected_moments(row_mean, tl.sum(deviations, axis=1), squares, cols)
+        mean = row_mean[:, None]
+    if mean_ptr is not None:
+        tl.store(mean_ptr + row, row_mean, mask=in_range)
+    row_rstd = inverse_std(variance, tl.full([], eps, norm.acc), norm)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + row, row_rstd, mask=in_range)
     rstd = row_rstd[:, None]

@@ -8,7 +8,15 @@ from triton.experimental.gluon import language as gl
 from .cluster import sum_over_cluster
 from .loads import Statistics
 from .row_tile import columns_of_thread, parameter_row, store_chunk, tile_layout
-from .rowmath import input_gradient, inverse_std, normalize, widen
+from .rowmath import (
+    corrected_moments,
+    input_gradient,
+    inverse_std,
+    normalize,
+    quotient,
+    sums_equal_elements,
+    widen,
+)
 
 
 class ColumnSums(NamedTuple):
@@ -62,15 +70,21 @@ def row_moments(x, exchange, tile: gl.constexpr):
     for c in gl.static_range(tile.chunks):
         if c > 0:
             total += by_thread(x[c], tile)
-    mean = sum_of_thread(total) / tile.columns_per_thread
+    mean = quotient(sum_of_thread(total), tile.columns_per_thread)
     of_thread = gl.expand_dims(gl.expand_dims(mean, 2), 4)
-    squares = by_thread(x[0], tile) - of_thread
-    squares *= squares
+    deviations = by_thread(x[0], tile) - of_thread
+    squares = deviations * deviations
     for c in gl.static_range(tile.chunks):
         if c > 0:
             deviation = by_thread(x[c], tile) - of_thread
+            deviations += deviation
             squares += deviation * deviation
-    moments = gl.reduce((mean, sum_of_thread(squares) / tile.columns_per_thread), 2, merge_moments)
+    if sums_equal_elements(x[0].dtype, gl.float32, tile.columns_per_thread):
+        variance = sum_of_thread(squares) / tile.columns_per_thread
+    else:
+        errors = sum_of_thread(deviations)
+        mean, variance = corrected_moments(mean, errors, sum_of_thread(squares), tile.columns_per_thread)
+    moments = gl.reduce((mean, variance), 2, merge_moments)
     moments, exchange = sum_over_cluster(moments, exchange, tile, moments=True)
     # The reduction's results are where by_row has them, but in a layout of another name: nothing moves.
     by_row: gl.constexpr = gl.SliceLayout(2, tile_layout(tile))
@@ -86,13 +100,14 @@ def row_statistics(x, cols, eps, exchange, norm: gl.constexpr, tile: gl.constexp
         mean, square, exchange = row_moments(x, exchange, tile)
     else:
         mean, square, exchange = mean_and_squares(x, cols, exchange, norm, tile)
-    return Statistics(mean, inverse_std(square, eps.to(gl.float32))), exchange
+    return Statistics(mean, inverse_std(square, eps.to(gl.float32), norm)), exchange
 
 
 @gluon.jit
 def mean_and_squares(x, cols, exchange, norm: gl.constexpr, tile: gl.constexpr):
     """The rows' mean and the mean of (x - mean)^2, [rows, cluster, 1] each, and the exchange's state. RMSNorm's mean is
-    0 and takes no reduction; each of the other values takes one."""
+    0 and takes no reduction; each of the other values takes one, which also corrects the mean."""
+    corrects: gl.constexpr = norm.layer and not sums_equal_elements(x[0].dtype, gl.float32, tile.padded_columns)
     layout: gl.constexpr = tile_layout(tile)
     shape: gl.constexpr = [tile.rows, tile.cluster, tile.chunk]
     mean = gl.full([tile.rows, tile.cluster, 1], 0.0, gl.float32, layout)
@@ -101,7 +116,8 @@ def mean_and_squares(x, cols, exchange, norm: gl.constexpr, tile: gl.constexpr):
         for c in gl.static_range(tile.chunks):
             total += x[c].to(gl.float32)
         total, exchange = row_sum(total, exchange, tile)
-        mean = total / cols
+        mean = quotient(total, cols)
+    deviations = gl.full(shape, 0.0, gl.float32, layout)
     squares = gl.full(shape, 0.0, gl.float32, layout)
     for c in gl.static_range(tile.chunks):
         deviation = x[c].to(gl.float32)
@@ -110,9 +126,16 @@ def mean_and_squares(x, cols, exchange, norm: gl.constexpr, tile: gl.constexpr):
             if c == tile.num_chunks - 1:  # padding has x = 0, but a deviation of -mean
                 col = gl.expand_dims(columns_of_thread(c, tile), 0)
                 deviation = gl.where(col < cols, deviation, 0.0)
+        deviations += deviation
         squares += deviation * deviation
-    squares, exchange = row_sum(squares, exchange, tile)
-    return mean, squares / cols, exchange
+    if corrects:
+        sums, exchange = sum_over_cluster(gl.reduce((deviations, squares), 2, add_pairs), exchange, tile)
+        deviations, squares = gl.expand_dims(sums[0], 2), gl.expand_dims(sums[1], 2)
+        mean, variance = corrected_moments(mean, deviations, squares, cols)
+    else:
+        squares, exchange = row_sum(squares, exchange, tile)
+        variance = squares / cols
+    return mean, variance, exchange
 
 
 @gluon.jit
@@ -157,7 +180,7 @@ def store_dx(dx_ptr, x, dy, statistics, row_sums, weight, residual, row, cols, n
     mean_gx = gl.expand_dims(row_sums[0], 2) / cols
     mean_g = mean_gx
     if norm.layer:
-        mean_g = gl.expand_dims(row_sums[1], 2) / cols
+        mean_g = quotient(gl.expand_dims(row_sums[1], 2), cols)
     mean = statistics.mean
     rstd = statistics.rstd
     for c in gl.static_range(tile.chunks):

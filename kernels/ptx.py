@@ -102,9 +102,9 @@ def sums_ptx(count, tile):
 @triton.constexpr_function
 def moments_ptx(count, tile):
     """PTX that merges the received shares into registers sum0, sum1, ... Each CTA's `count` shares are the means of the
-    tile's rows and then their variances. The merged mean is the mean of the means. The merged variance is the mean of
-    the variances plus the mean of (a CTA's mean - merged mean)^2. This holds because the CTAs have equally many
-    columns."""
+    tile's rows and then their variances. The merged mean is the mean of the means: the first plus the mean distance
+    from it, which is 0 if all are equal. The merged variance is the mean of the variances plus the mean of (a CTA's
+    mean - merged mean)^2. This holds because the CTAs have equally many columns."""
     text = ""
     inverse = f"0f{(128 - tile.cluster.bit_length()) << 23:08X}"  # 1 / cluster, a power of two
     for row in range(tile.rows):
@@ -112,9 +112,11 @@ def moments_ptx(count, tile):
         of_mean, of_variance = 4 * row, 4 * (tile.rows + row)
         ctas = [4 * count * cta for cta in range(tile.cluster)]
         text += f"mov.f32 {mean}, 0f00000000; mov.f32 {variance}, 0f00000000;"
-        for at in ctas:
-            text += f"ld.shared.f32 other, [received+{at + of_mean}]; add.f32 {mean}, {mean}, other;"
-        text += f"mul.f32 {mean}, {mean}, {inverse};"
+        text += f"ld.shared.f32 first, [received+{of_mean}];"
+        for at in ctas[1:]:
+            text += f"ld.shared.f32 other, [received+{at + of_mean}]; sub.f32 other, other, first;"
+            text += f"add.f32 {mean}, {mean}, other;"
+        text += f"fma.rn.f32 {mean}, {mean}, {inverse}, first;"
         for at in ctas:
             text += f"ld.shared.f32 other, [received+{at + of_variance}]; add.f32 {variance}, {variance}, other;"
             text += f"ld.shared.f32 other, [received+{at + of_mean}]; sub.f32 other, other, {mean};"
@@ -143,7 +145,7 @@ def exchange_ptx(moments, count, tile):
     gives = "".join(f"mov.f32 ${i}, sum{i};" for i in range(count))
     return f"""{{
         .reg .b32 full, received, which, phase, mine, peer, peer_full, rank, thread;
-        .reg .f32 other, sum<{count}>;
+        .reg .f32 first, other, sum<{count}>;
         .reg .pred leads, sends, done;
         and.b32 which, ${number}, 1;
         shr.u32 phase, ${number}, 1;

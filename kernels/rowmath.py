@@ -36,21 +36,45 @@ def widen(x, in_pairs: tl.constexpr = False, dtype: tl.constexpr = tl.float32):
 
 
 @triton.jit
-def inverse_std(mean_square, eps):
-    """1 / sqrt(mean_square + eps): rstd from the variance (LayerNorm) or the mean square (RMSNorm)."""
-    return 1.0 / tl.sqrt(mean_square + eps)
+def inverse_std(mean_square, eps, norm: tl.constexpr):
+    """1 / sqrt(mean_square + eps): rstd from the variance (LayerNorm) or the mean square (RMSNorm). If squares
+    overflowed, LayerNorm's is NaN, because y would be the bias; RMSNorm's is 0, as ATen's."""
+    rstd = 1.0 / tl.sqrt(mean_square + eps)
+    if norm.layer:
+        rstd += mean_square * 0.0
+    return rstd
+
+
+@triton.constexpr_function
+def sums_equal_elements(dtype, acc, columns):
+    """True if a sum of up to `columns` equal elements of `dtype` is exact in `acc`, in any order."""
+    return columns <= 2 ** (acc.fp_mantissa_width - dtype.fp_mantissa_width)
+
+
+@triton.jit
+def quotient(total, count):
+    """total / count with its rounding error taken away, which makes it c for a total of count * c. Triton's own
+    division of float32 may be off by two ulps, and its correctly rounded one takes a call."""
+    rounded = total / count
+    return rounded + tl.fma(-rounded, tl.cast(count, total.dtype), total) / count
+
+
+@triton.jit
+def corrected_moments(mean, deviations, squares, count):
+    """Mean and variance from a rounded mean and the sums of the `count` deviations from it and of their squares: the
+    corrected two-pass algorithm (Chan, Golub, LeVeque, "Algorithms for computing the sample variance", 1983). The
+    corrected mean of equal elements is that element: their deviations, a few ulps at most, are exact."""
+    error = quotient(deviations, count)
+    variance = squares / count - error * error
+    return mean + error, tl.where(variance < 0.0, 0.0, variance)
 
 
 @triton.jit
 def normalize(x, mean, rstd, norm: tl.constexpr):
-    """x_hat. Folded (norm.fold), it is one multiply-add, x * rstd - mean * rstd, which cancels where |mean| >> std. Its
-    error there is 2^-24 |mean| / std. This is harmless for a 16-bit x only, which was itself rounded by far more: up to
-    2^-11 |mean| / std (float16) or 2^-8 |mean| / std (bfloat16)."""
+    """x_hat; exactly 0 where x is the mean. x * rstd - mean * rstd, one multiply-add, is not: it rounds one of the two
+    products."""
     if norm.layer:
-        if norm.fold:
-            x_hat = x * rstd + (-mean * rstd)
-        else:
-            x_hat = (x - mean) * rstd
+        x_hat = (x - mean) * rstd
     else:
         x_hat = x * rstd
     return x_hat
@@ -58,19 +82,15 @@ def normalize(x, mean, rstd, norm: tl.constexpr):
 
 @triton.jit
 def input_gradient(g, x, mean, rstd, mean_gx, mean_g, norm: tl.constexpr):
-    """dx from g = dy * w, x, and the row means of g * x_hat and of g. Folded (norm.fold), it gathers the factors that
-    are constant along a row: dx = g * rstd + (x * a + b) takes two instructions for each element instead of five."""
-    if norm.fold:
-        dx = x * (-rstd * rstd * mean_gx)
-        if norm.layer:
-            dx += -rstd * (mean_g - mean * rstd * mean_gx)
-        dx = g * rstd + dx
+    """dx from g = dy * w, x, and the row means of g * x_hat and of g. The factors that are constant along a row are
+    gathered. mean_g is subtracted last: where x is the mean, dx is rstd * (g - mean_g) with g as it was summed, and not
+    with the residual of a product dy * w that became part of a multiply-add."""
+    of_x = rstd * mean_gx
+    if norm.layer:
+        dx = g - (x - mean) * of_x - mean_g
     else:
-        dx = g - normalize(x, mean, rstd, norm) * mean_gx
-        if norm.layer:
-            dx -= mean_g
-        dx = rstd * dx
-    return dx
+        dx = g - x * of_x
+    return dx * rstd
 
 
 @triton.jit
@@ -78,7 +98,7 @@ def row_means(sum_gx, sum_g, cols, norm: tl.constexpr):
     """Means of g * x_hat and of g over each row, [rows, 1] each, from sums [rows, n]; for the portable kernels. One
     reduction of both takes half the CTA barriers of two reductions."""
     if norm.layer:
-        mean_gx, mean_g = tl.split(tl.sum(tl.join(sum_gx, sum_g), axis=1) / cols)
+        mean_gx, mean_g = tl.split(quotient(tl.sum(tl.join(sum_gx, sum_g), axis=1), cols))
     else:
         mean_gx = tl.sum(sum_gx, axis=1) / cols
         mean_g = mean_gx

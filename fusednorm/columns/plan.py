@@ -178,6 +178,9 @@ SM_BYTES_PER_US = 44 * KIB  # the most that one SM takes in
 LATENCY_US = 0.8  # of a load while the memory is busy
 SHARE_BY_SEGMENT = {16: 0.3, 32: 0.5, 64: 0.8, 128: 0.92}  # share of bandwidth by bytes of a row per read of a CTA
 MAX_WAVES = 4
+# Most tiles that a CTA adds up in one sum that is wanted in float32, if the rows can be split so far. The reason is
+# that of planner/plan.py, MOST_TILES_OF_SUM.
+MOST_TILES_OF_SUM = 128
 
 
 @functools.lru_cache(maxsize=4096)
@@ -198,15 +201,16 @@ def choose(problem: ColumnSumProblem, rows: int, device: DeviceSpec, kernel: str
 
 
 def splits_worth_trying(plan: SumPlan, problem: ColumnSumProblem, rows: int, device: DeviceSpec) -> set[int]:
-    """Numbers of splits to compare: 1, and those that fill 1 to MAX_WAVES waves of CTAs. All splits but the last have
-    the same number of tiles."""
-    tiles = ceil_div(rows, plan.rows_per_tile)
-    found = {1}
+    """Numbers of splits to compare: 1, and those that fill 1 to MAX_WAVES waves of CTAs; more where a CTA would have
+    more than MOST_TILES_OF_SUM tiles of a float32 sum. All splits but the last have the same number of tiles."""
+    tiles, least, found = ceil_div(rows, plan.rows_per_tile), 1, {1}
+    if problem.wants_float32_sum:  # in each split, a CTA has equally many tiles of all tensors of its sum
+        least = ceil_div(tiles, max(1, MOST_TILES_OF_SUM // (problem.count // problem.num_outputs)))
     for waves in range(1, MAX_WAVES + 1):
         splits = min(tiles, waves * plan.ctas_per_sm * device.sm_count // ctas_of_a_split(plan, problem))
         if splits > 1:
             found.add(ceil_div(tiles, ceil_div(tiles, splits)))
-    return found
+    return {splits for splits in found if splits >= least} or {least}
 
 
 def ctas_of_a_split(plan: SumPlan, problem: ColumnSumProblem) -> int:

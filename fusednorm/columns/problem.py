@@ -39,6 +39,11 @@ class ColumnSumProblem:
     def acc_dtype(self) -> torch.dtype:
         return sum_dtype(self.dtype, self.out_dtype)
 
+    @property
+    def wants_float32_sum(self) -> bool:
+        """True if the rounding errors of a float32 sum are all that an output has."""
+        return self.acc_dtype == self.out_dtype == torch.float32
+
 
 class ColumnSumCall(NamedTuple):
     """A checked call. Row r of a tensor starts at element r * view.outer_stride; view.inner_rows is 1."""

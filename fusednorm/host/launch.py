@@ -169,7 +169,7 @@ def _backward(call: BackwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
     launches = _BACKWARD[type(plan)](plan, call, out, spec)
     if summed_next:
         launches.append(_finalize(problem, out))
-    grid = grid_of(plan, problem.cols, spec, leaves_partials=sums)
+    grid = grid_of(plan, problem.cols, spec, leaves_partials=sums, float32_sums=problem.wants_float32_sum)
     return tuple(launches), 7, outputs, workspace if sums or two_passes else None, grid
 
 
@@ -333,7 +333,6 @@ def _norm(problem: NormProblem) -> Norm:
         form=AFFINE,
         layer=problem.norm == "layer",
         fp64=problem.acc_dtype == torch.float64,
-        fold=problem.x_dtype.itemsize == 2,
         has_weight=problem.weight_dtype is not None,
         has_bias=problem.direction == "forward" and problem.bias_dtype is not None,
         wants_dx=problem.wants_dx,

@@ -69,7 +69,7 @@ def partial_bytes(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpe
     """Bytes of the dw and db partials."""
     if plan.kernel == "reference":
         return 0
-    partials = num_partials(plan, num_ctas(plan, rows, problem.cols, device))
+    partials = num_partials(plan, num_ctas(plan, rows, problem.cols, device, True, problem.wants_float32_sum))
     return problem.num_sums * partials * problem.cols * problem.acc_dtype.itemsize
 
 
@@ -85,7 +85,7 @@ def imbalance(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -
     if plan.kernel in ("column_tiles", "reference"):
         return 1.0
     tiles = -(-rows // plan.rows_per_tile)
-    ctas = num_ctas(plan, rows, problem.cols, device, problem.num_sums > 0)
+    ctas = num_ctas(plan, rows, problem.cols, device, problem.num_sums > 0, problem.wants_float32_sum)
     busy = min(1.0, ctas / max(1, device.sm_count // plan.cluster))  # idle SMs leave their share of bandwidth unused
     return -(-tiles // ctas) * ctas / tiles / max(busy, 0.25)
 

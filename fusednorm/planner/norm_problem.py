@@ -41,6 +41,13 @@ class NormProblem:
         return self.wants_dw + self.wants_db
 
     @property
+    def wants_float32_sum(self) -> bool:
+        """True if dw or db is wanted in float32, so that the rounding errors of a float32 sum are all that it has."""
+        wanted = {self.weight_dtype} if self.wants_dw else set()
+        wanted |= {self.bias_dtype} if self.wants_db else set()
+        return self.acc_dtype == torch.float32 and torch.float32 in wanted
+
+    @property
     def wants_any(self) -> bool:
         """True for a backward that wants a gradient."""
         return self.wants_dx or self.wants_dw or self.wants_db

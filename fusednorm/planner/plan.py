@@ -25,8 +25,13 @@ MIN_NARROW_ROWS = 8  # rows, in multi-wave tiles of several rows
 # Least work of a short-lived CTA: row tiles, because it loads the parameters while its first tile arrives; in a cluster
 # also rows and elements, because it begins by waiting for the other CTAs.
 MIN_TILES_OF_SHORT_LIVED, MIN_ROWS_IN_CLUSTER, MIN_ELEMENTS_IN_CLUSTER = 2, 5, 12 * 1024
+# Most row tiles that a CTA adds up in one sum of dw or db that is wanted in float32. Of n additions of one sign, each
+# may round in the same direction, by up to 2^-25 of the sum. A sum of more tiles is divided among CTAs that do not run
+# at the same time. A 16-bit output is itself rounded by 2^-9 or 2^-12, far more than what the longest sum loses.
+MOST_TILES_OF_SUM = 160
 MIN_WAVES = 6  # with fewer, the last wave would leave too much of the GPU idle
 
+MOST_CTAS = 2**16 - 1  # along the rows, where these are a grid's second dimension
 MAX_BOX_SIDE = 256  # elements per side of a TMA copy's box
 
 
@@ -219,6 +224,7 @@ class Grid:
     first_wave: int  # of these, the first of each SM
     rows_of_cta: int  # least rows of a CTA that leaves partials; 0 if their number does not matter
     tiles_of_cta: int  # least row tiles of a short-lived CTA; 0 if CTAs are not short-lived
+    tiles_of_sum: int  # most row tiles of a CTA, if its sums are wanted in float32; 0 if it may have any number
     least_short_lived: int  # with fewer short-lived CTAs than this, there are as many as run at the same time
     partials_of_cta: int  # rows of the dw and db partials: one per CTA, or one per compute group of it
 
@@ -230,18 +236,24 @@ class Grid:
             return -(-tiles // -(-tiles // limit))
         if self.rows_of_cta:
             limit = max(self.first_wave, min(limit, rows // self.rows_of_cta // self.first_wave * self.first_wave))
+        if self.tiles_of_sum:
+            limit *= max(1, min(-(-tiles // (limit * self.tiles_of_sum)), MOST_CTAS // limit))
         return min(tiles, limit)
 
     def partials(self, rows: int) -> int:
         return self.ctas(rows) * self.partials_of_cta
 
 
-def grid_of(plan: Plan, cols: int, device: DeviceSpec, leaves_partials: bool = True) -> Grid:
+def grid_of(
+    plan: Plan, cols: int, device: DeviceSpec, leaves_partials: bool = True, float32_sums: bool = False
+) -> Grid:
     """The grid of a plan. Each CTA gets at least one row tile.
 
     The grid has as many CTAs as run at once, even if some get a row tile fewer than others: fewer CTAs would take as
-    long and load less at a time. If CTAs leave partials, least_rows_of_cta limits their number. Short-lived CTAs may be
-    more than run at once; all but the last get equally many tiles.
+    long and load less at a time. If CTAs leave partials, least_rows_of_cta limits their number. If dw or db is wanted
+    in float32 (float32_sums), their number is a multiple of those that run at once where each would get more tiles than
+    MOST_TILES_OF_SUM. With an sm_margin it is not: CTAs that wait for a place would take the SMs that the margin leaves
+    free. Short-lived CTAs may be more than run at once; all but the last get equally many tiles.
     """
     first_wave, at_once = clusters_at_once(plan.cluster, device), ctas_at_once(plan, device)
     rows_of_cta = tiles_of_cta = least_short_lived = 0
@@ -254,13 +266,18 @@ def grid_of(plan: Plan, cols: int, device: DeviceSpec, leaves_partials: bool = T
         tiles_of_cta = 1
     elif leaves_partials:
         rows_of_cta = least_rows_of_cta(plan)
+    tiles_of_sum = MOST_TILES_OF_SUM if float32_sums and not device.sm_margin else 0
     partials = num_partials(plan, 1)
-    return Grid(plan.rows_per_tile, at_once, first_wave, rows_of_cta, tiles_of_cta, least_short_lived, partials)
+    return Grid(
+        plan.rows_per_tile, at_once, first_wave, rows_of_cta, tiles_of_cta, tiles_of_sum, least_short_lived, partials
+    )
 
 
-def num_ctas(plan: Plan, rows: int, cols: int, device: DeviceSpec, leaves_partials: bool = True) -> int:
+def num_ctas(
+    plan: Plan, rows: int, cols: int, device: DeviceSpec, leaves_partials: bool = True, float32_sums: bool = False
+) -> int:
     """The number of CTAs along the rows, or of clusters of them."""
-    return grid_of(plan, cols, device, leaves_partials).ctas(rows)
+    return grid_of(plan, cols, device, leaves_partials, float32_sums).ctas(rows)
 
 
 def least_rows_of_cta(plan: Plan) -> int:

@@ -99,7 +99,7 @@ class Explanation:
 
     def _grid(self) -> str:
         plan, problem, device = self.plan, self.problem, self.device
-        count = num_ctas(plan, self.rows, problem.cols, device, problem.num_sums > 0)
+        count = num_ctas(plan, self.rows, problem.cols, device, problem.num_sums > 0, problem.wants_float32_sum)
         clusters = plan.cluster > 1
         grid = f"{_count(count, 'cluster')} of {plan.cluster} CTAs" if clusters else _count(count, "CTA")
         if plan.kernel in BY_COLUMNS:

@@ -182,10 +182,14 @@ def test_no_split_is_idle_and_partial_sums_are_few(device, rows, cols, count, dt
     tiles = -(-rows // plan.rows_per_tile)
     assert 1 <= splits <= tiles
     assert (splits - 1) * -(-tiles // splits) < tiles, "the last split has a tile"
-    if splits > 1:
-        outputs = problem.num_outputs
-        at_once = column_plan.MAX_WAVES * plan.ctas_per_sm * device.sm_count
-        assert splits * outputs * cols <= at_once * min(plan.chunk, cols) + splits * outputs * plan.chunk
+    outputs = problem.num_outputs
+    at_once = column_plan.MAX_WAVES * plan.ctas_per_sm * device.sm_count
+    few = splits * outputs * cols <= at_once * min(plan.chunk, cols) + splits * outputs * plan.chunk
+    if problem.wants_float32_sum:
+        most = max(1, column_plan.MOST_TILES_OF_SUM // (count // outputs))
+        assert -(-tiles // splits) <= most, "no sum has more terms than its bound allows"
+        few = few or -(-tiles // (splits - 1)) > most  # with one split fewer, a sum would have more
+    assert splits == 1 or few
 
 
 def test_a_kernel_that_is_asked_for_runs_where_it_can():

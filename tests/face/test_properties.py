@@ -13,7 +13,7 @@ from test_problem import gather_rows
 
 import fusednorm  # noqa: F401  registers the ops
 from fusednorm.planner.device import A100, H200, RTX_5090
-from fusednorm.planner.plan import ColumnTilePlan, MultiWavePlan, num_ctas
+from fusednorm.planner.plan import MOST_CTAS, MOST_TILES_OF_SUM, ColumnTilePlan, MultiWavePlan, num_ctas
 from fusednorm.problem import row_view
 
 pytest.importorskip("hypothesis", reason="the extra `test` brings hypothesis")
@@ -59,6 +59,26 @@ def test_no_cta_is_idle_and_each_that_shares_an_sm_has_two_tiles(rows, rows_per_
     assert ctas <= max(spec.sm_count, tiles // 2)
     if rows >= 8 * rows_per_tile * spec.sm_count * ctas_per_sm:
         assert ctas == spec.sm_count * ctas_per_sm
+
+
+@given(
+    rows=st.integers(1, 1 << 23) | st.integers(1, 1 << 40),
+    rows_per_tile=st.sampled_from([1, 2, 64]),
+    ctas_per_sm=st.integers(1, 16),
+    spec=st.sampled_from([A100, H200, RTX_5090, SMALL_GPU]),
+)
+def test_no_float32_sum_has_more_terms_than_its_bound_allows(rows, rows_per_tile, ctas_per_sm, spec):
+    plan = MultiWavePlan(rows_per_tile, 128, 1, 4, ctas_per_sm, 128)
+    tiles, at_once = -(-rows // rows_per_tile), num_ctas(plan, rows, 128, spec)
+    ctas = num_ctas(plan, rows, 128, spec, float32_sums=True)
+    assert at_once <= ctas <= min(tiles, MOST_CTAS)
+    if -(-tiles // at_once) <= MOST_TILES_OF_SUM:
+        assert ctas == at_once
+    else:
+        assert ctas % at_once == 0 or ctas == tiles, "all waves are full"
+        assert -(-tiles // ctas) <= MOST_TILES_OF_SUM or ctas + at_once > MOST_CTAS
+    ctas, without = (num_ctas(plan, rows, 128, spec.leaving(1), float32_sums=sums) for sums in (True, False))
+    assert ctas == without, "a margin stays free"
 
 
 @given(rows=st.integers(1, 1 << 20), cols=st.integers(1, 1 << 18), rows_per_tile=st.sampled_from([1, 4]))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from calls import assert_case_is_right, run, skip_unless_memory
+from calls import assert_case_is_right, run, run_backward, skip_unless_memory
 from cases import (
     BF16,
     FP16,
@@ -21,8 +21,11 @@ from cases import (
     make_case,
     rotate,
 )
+from equal_rows import assert_exact, equal_rows
 
-from fusednorm.tools.oracle import Case, make_inputs
+import fusednorm
+from fusednorm.planner.plan import VARIANTS
+from fusednorm.tools.oracle import Case, Inputs, make_inputs
 
 pytestmark = pytest.mark.gpu
 
@@ -159,3 +162,28 @@ def test_a_nan_stays_in_its_row_and_in_the_column_sums(case):
         got, want = getattr(spoilt, name), getattr(clean, name)
         assert got[4].isnan().all() and torch.equal(got[others], want[others]), name
     assert spoilt.dweight.isnan().all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS[:-1])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("cols", [1, 3, 768, 1000, 4096, 12288, 65536])
+def test_equal_elements_are_normalized_exactly(cols, dtype, variant):
+    case = make_case("layer", (300, cols), (dtype,) * 3)
+    inputs = equal_rows(case, "cuda")
+    with fusednorm.force(variant):
+        assert_exact(run(case, inputs), case, inputs)
+
+
+@pytest.mark.parametrize("mask", [(True, True, True), (False, True, True)], ids=("all", "no dx"))
+def test_sums_of_one_sign_are_right_however_many_rows_there_are(mask):
+    rows, cols = 262144, 2048
+    skip_unless_memory(8)
+    case = make_case("layer", (rows, cols), (FP32, FP32, FP32))
+    x = torch.tensor([-1.0, 1.0], device="cuda").repeat(rows, cols // 2)
+    ones, zeros = torch.ones(cols, device="cuda"), torch.zeros(cols, device="cuda")
+    inputs = Inputs(x, torch.full_like(x, 0.1), ones, zeros)
+    statistics = torch.zeros(rows, 1, device="cuda"), torch.ones(rows, 1, device="cuda")
+    outputs = run_backward(case, inputs, *statistics, mask)
+    exact = rows * inputs.grad_out[0].double()
+    for sums in (outputs.dbias, outputs.dweight * x[0]):
+        assert (sums / exact - 1).abs().max() < 2e-6

@@ -2,7 +2,8 @@
 
 Results are rounded to nearest even, as PTX says. Where the simulation is not exact:
 - An fma of float32 rounds once, except to a subnormal result, which it rounds twice. An fma of float64 rounds twice.
-- Approximate instructions (div.full, sqrt.approx, ...) give the exact result rounded: a GPU's last bits may differ.
+- Approximate instructions (sqrt.approx, ex2.approx, ...) give the exact result rounded: a GPU's last bits may differ.
+  Approximate divisions multiply by the divisor's rounded inverse. As on a GPU, n * c / n is not always c.
 """
 
 from __future__ import annotations
@@ -83,6 +84,10 @@ def permute(a, b, selector):
 def flush(x):
     """x with zeros of the same sign in place of subnormal numbers."""
     return np.where(np.abs(x) < SMALLEST_NORMAL, np.copysign(np.float32(0), x), x)
+
+
+def multiply_by_inverse(a, b):
+    return a * (np.float32(1) / b)
 
 
 def sqrt_ftz(x):

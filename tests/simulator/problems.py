@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 from cases import BF16, LAYOUTS, lay_out, make_case
 from column_sums import Sums, assert_sums_close
+from equal_rows import assert_exact, equal_rows
 from torch import Tensor
 
 import fusednorm
@@ -36,6 +37,7 @@ class Problem:
     layout: str | None = None  # one of cases.LAYOUTS
     device: str = "H200"
     sms: int = 2
+    equal: bool = False  # every row has equal elements
 
     def __str__(self) -> str:
         dtypes = "-".join(str(each).removeprefix("torch.") for each in dict.fromkeys(self.mix))
@@ -43,6 +45,7 @@ class Problem:
         wanted = "".join(itertools.compress(("dx", "dw", "db"), self.mask))
         text += f"-{wanted}" if self.mask != ALL else ""
         text += "-residual" if self.residual else ""
+        text += "-equal" if self.equal else ""
         text += f"-{self.layout}" if self.layout else ""
         return f"{text}-{self.device}" if self.device != "H200" else text
 
@@ -54,7 +57,7 @@ class Problem:
         return make_case(self.norm, (batches, self.rows // batches, 4, self.cols // 4), self.mix, 2)
 
     def inputs(self) -> Inputs:
-        inputs = oracle.make_inputs(self.case)
+        inputs = equal_rows(self.case) if self.equal else oracle.make_inputs(self.case)
         return inputs if self.layout is None else lay_out(inputs, self.layout)
 
     def simulate(self, **how) -> tuple[Outputs, Simulation]:
@@ -88,6 +91,9 @@ class Problem:
     def check(self, outputs: Outputs) -> None:
         """Fails unless the outputs are near the float64 oracle, by the bounds of fusednorm.tools.oracle."""
         inputs = self.inputs()
+        if self.equal:
+            assert_exact(outputs, self.case, inputs)
+            return
         if self.residual is not None:
             want = oracle.exact(self.case, inputs).dx + self.residual_grad().double()
             epsilon = torch.finfo(outputs.dx.dtype).eps

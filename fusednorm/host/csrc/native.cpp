@@ -154,12 +154,13 @@ PYBIND11_MODULE(_native, module) {
            py::arg("extent"), py::arg("dtype"));
   py::class_<Grid>(module, "Grid")
       .def(py::init([](int64_t rows_per_tile, int64_t at_once, int64_t first_wave, int64_t rows_of_cta,
-                       int64_t tiles_of_cta, int64_t least_short_lived, int64_t partials_of_cta) {
-             return Grid{rows_per_tile, at_once, first_wave, rows_of_cta, tiles_of_cta, least_short_lived,
-                         partials_of_cta};
+                       int64_t tiles_of_cta, int64_t tiles_of_sum, int64_t least_short_lived,
+                       int64_t partials_of_cta) {
+             return Grid{rows_per_tile, at_once, first_wave, rows_of_cta, tiles_of_cta, tiles_of_sum,
+                         least_short_lived, partials_of_cta};
            }),
            py::kw_only(), py::arg("rows_per_tile"), py::arg("at_once"), py::arg("first_wave"), py::arg("rows_of_cta"),
-           py::arg("tiles_of_cta"), py::arg("least_short_lived"), py::arg("partials_of_cta"))
+           py::arg("tiles_of_cta"), py::arg("tiles_of_sum"), py::arg("least_short_lived"), py::arg("partials_of_cta"))
       .def("numbers", &Grid::numbers);
   py::class_<Workspace>(module, "Workspace")
       .def(py::init([](at::ScalarType dtype, std::array<Part, NUM_PARTS> parts) { return Workspace{dtype, parts}; }),

@@ -39,8 +39,11 @@ enum class Number { ROWS, CTAS, PARTIALS };
 using Numbers = std::array<int64_t, 3>;  // by Number
 
 // The rule of planner/plan.py: Grid.
+constexpr int64_t MOST_CTAS = (1 << 16) - 1;
+
 struct Grid {
-  int64_t rows_per_tile, at_once, first_wave, rows_of_cta, tiles_of_cta, least_short_lived, partials_of_cta;
+  int64_t rows_per_tile, at_once, first_wave, rows_of_cta, tiles_of_cta, tiles_of_sum, least_short_lived,
+      partials_of_cta;
 
   int64_t ctas(int64_t rows) const {
     int64_t tiles = ceil_div(rows, rows_per_tile), limit = at_once;
@@ -50,6 +53,10 @@ struct Grid {
       return ceil_div(tiles, ceil_div(tiles, limit));
     }
     if (rows_of_cta) limit = std::max(first_wave, std::min(limit, rows / rows_of_cta / first_wave * first_wave));
+    if (tiles_of_sum) {
+      int64_t waves = std::min(ceil_div(tiles, limit * tiles_of_sum), MOST_CTAS / limit);
+      limit *= std::max<int64_t>(1, waves);
+    }
     return std::min(tiles, limit);
   }
 
