@@ -105,8 +105,16 @@ def first(operands: Operands, miss: prepared.Miss | None = None) -> tuple[Output
     if call.problem.direction != FORWARD and not call.problem.wants_any:
         return (None, None, None), None
     if runs_kernels(operands.x) and call.rows and call.problem.cols:
-        return launch().run(call, miss)
+        copies = _copies(operands, call.tensors)
+        return prepared.run(operands._replace(**copies), first) if copies else launch().run(call, miss)
     return (reference.forward(call) if operands.direction == FORWARD else reference.backward(call)), None
+
+
+def _copies(operands: Operands, read: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
+    """The operands that were copied to be read, by name. For the copies there may be a program."""
+    names = [slot.name for slot in operands.slots if slot.role.is_tensor]
+    given = zip(names, operands.tensors, read, strict=True)
+    return {name: used for name, tensor, used in given if used is not None and used.data_ptr() != tensor.data_ptr()}
 
 
 @functools.cache

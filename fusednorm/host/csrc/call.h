@@ -63,8 +63,9 @@ class Call {
   void add_rows(const Tensor& tensor) {
     bool contiguous = add(tensor);
     may_be_prepared &= tensor.sizes() == operands.x_shape;
-    if (!contiguous && may_be_prepared)
-      may_be_prepared = add_layout(tensor, tensor.dim() - operands.normalized_shape.size(), /*nested=*/true);
+    if (!contiguous && may_be_prepared &&
+        !add_layout(tensor, tensor.dim() - operands.normalized_shape.size(), /*nested=*/true))
+      copy(tensor);
   }
 
   void add_statistic(const Tensor& tensor) {
@@ -82,7 +83,8 @@ class Call {
   // Kernels read it as if it were contiguous.
   void add_residual_gradient(const Tensor& tensor) {
     bool contiguous = add(tensor);
-    if (tensor.defined()) may_be_prepared &= contiguous && tensor.sizes() == operands.x_shape;
+    may_be_prepared &= !tensor.defined() || tensor.sizes() == operands.x_shape;
+    if (!contiguous && may_be_prepared) copy(tensor);
   }
 
   // Runs the call if it is prepared.
@@ -104,7 +106,8 @@ class Call {
   Op op;
   int64_t margin;
   Operands operands;
-  bool may_be_prepared;  // whether all shapes are right, and all tensors may be read in place
+  bool may_be_prepared;  // whether all shapes are right, and all tensors or their copies may be read in place
+  c10::SmallVector<Tensor, 2> copies;
 
   static bool ends_in(IntArrayRef shape, IntArrayRef end) {
     return std::equal(end.begin(), end.end(), shape.end() - end.size());
@@ -122,9 +125,22 @@ class Call {
     address = reinterpret_cast<uint64_t>(tensor.const_data_ptr());
     may_be_prepared &= !is_read || tensor.unsafeGetTensorImpl()->storage_initialized();
     bool contiguous = tensor.is_contiguous();
-    key.push_back(static_cast<int64_t>(tensor.scalar_type()) << 16 | (tensor.get_device() & 0xff) << 8 |
-                  static_cast<int64_t>(contiguous) << 1 | (address % 16 == 0));
+    key.push_back(part_of_key(tensor, contiguous, address));
     return contiguous;
+  }
+
+  static int64_t part_of_key(const Tensor& tensor, bool contiguous, uint64_t address) {
+    return static_cast<int64_t>(tensor.scalar_type()) << 16 | (tensor.get_device() & 0xff) << 8 |
+           static_cast<int64_t>(contiguous) << 1 | (address % 16 == 0);
+  }
+
+  // Lets the tensor that was added last be read from a contiguous copy.
+  void copy(const Tensor& tensor) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    const Tensor& made = copies.emplace_back(tensor.contiguous());
+    uint64_t& address = operands.addresses[operands.num_tensors - 1];
+    address = reinterpret_cast<uint64_t>(made.const_data_ptr());
+    key.back() = part_of_key(made, true, address);
   }
 
   // Adds to the key how the rows (the first batch_ndim dims) lie in memory, by the rule of problem.py: row_view. False if

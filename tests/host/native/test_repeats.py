@@ -252,7 +252,7 @@ def other_backwards(case, inputs):
         like = changes.get("x", inputs.x)
         yield name, backward_of(case, inputs, **({"grad_out": torch.randn(like.shape)} | statistics | changes))
     yield "dtype of grad_out", backward_of(case, inputs, grad_out=inputs.grad_out.double())
-    yield "strides of grad_out", backward_of(case, inputs, grad_out=torch.randn(1).expand(case.shape))
+    yield "strides of grad_out", backward_of(case, inputs, grad_out=torch.randn(4, 5, 80)[..., :40])
     yield "strides of rstd", backward_of(case, inputs, rstd=torch.rand(40)[::2])
     yield "dtype of mean", backward_of(case, inputs, mean=torch.rand(20, dtype=FP64))
     yield "mask", backward_of(case, inputs, mask=(True, False, True))
@@ -282,6 +282,19 @@ def test_a_call_that_only_its_addresses_tell_apart_is_repeated(known_calls, gpu)
         (op, arguments), (backward_op, operands) = forward_of(case, inputs), backward_of(case, inputs)
         assert_right(case, inputs, op(*arguments))
         assert_right(case, inputs, backward_op(*operands), ALL)
+
+
+def test_x_and_gradients_in_any_order_of_memory_are_copied_without_python(known_calls, gpu):
+    case, inputs = known_calls
+    x, grad_out = (each.permute(2, 0, 1).contiguous().permute(1, 2, 0) for each in (inputs.x, inputs.grad_out))
+    with gpu.repeating(3):
+        op, arguments = forward_of(case, inputs, x=x)
+        assert_right(case, inputs, op(*arguments))
+        op, arguments = backward_of(case, inputs, x=x, grad_out=grad_out)
+        assert_right(case, inputs, op(*arguments), ALL)
+        op, arguments = backward_of(case, inputs, grad_out=torch.ones(()).expand(case.shape))  # of y.sum()
+        got = op(*arguments)
+    assert_close(got, reference.backward_formula(*arguments[:8]))
 
 
 def test_one_tensor_as_two_operands_is_repeated_right(known_calls, gpu):
