@@ -1,6 +1,6 @@
 """The ops as a table: each op's operands and outputs, and the role of each. And a call's operands as one value.
 
-Schemas, fakes, checks, the keys of prepared calls, placements of DTensors and the tables of the integrations are
+Schemas, fakes, checks, the keys of calls, placements of DTensors and the tables of the integrations are
 derived from OPS. Code below the ops knows no op: it gets the operands of a direction, forward or backward, which are
 those of all its ops together, in the order of the table, with None for what an op lacks. Likewise the outputs: (y,
 mean, rstd) of a forward, (dx, dweight, dbias) of a backward.

@@ -127,8 +127,8 @@ def with_addresses(call: Call) -> Call:
 
 
 def _address(index: int, tensor: Tensor | Address | None) -> Address | None:
-    """The symbol of a tensor. The stride of a contiguous one is 1: torch allows any stride for one row, but later
-    calls may have more."""
+    """What stands for a tensor. Its stride is 1 if the tensor is contiguous: torch allows any stride for one row, but
+    later calls may have more."""
     if tensor is None or isinstance(tensor, Address):
         return tensor
     stride = 1 if tensor.ndim != 1 or tensor.is_contiguous() else tensor.stride(0)
@@ -174,7 +174,7 @@ def _backward(call: BackwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
 
 
 def _outputs(operands: type, first: int, dtypes: Iterable[torch.dtype | None]) -> tuple[tuple, tuple]:
-    """The outputs of a call with these operands, and their addresses from index `first` on. A dtype of None is None."""
+    """The outputs of a call, and their addresses from index `first` on. None for a dtype of None."""
     pairs = list(enumerate(zip(parts_of(operands).extents, dtypes, strict=True), first))
     outputs = tuple(dtype and Output(extent, dtype) for _, (extent, dtype) in pairs)
     return outputs, tuple(dtype and Address(index, dtype) for index, (_, dtype) in pairs)

@@ -15,6 +15,7 @@ from planning import make_problem
 
 from fusednorm import force, ops, sm_margin
 from fusednorm.host import gpus, key, native, prepared, torch_compat
+from fusednorm.host.kernel_devices import kernels_on
 from fusednorm.host.program import Map, OnTensors, Program
 from fusednorm.operands import BackwardOperands, ForwardOperands
 from fusednorm.planner import heuristics
@@ -58,7 +59,8 @@ def launched(monkeypatch, request):
     monkeypatch.setattr(torch_compat, "current_device", lambda: -1)
     monkeypatch.setattr(torch_compat, "raw_stream", lambda device: STREAM)
     prepared.forget()
-    yield launched
+    with kernels_on("cpu"):
+        yield launched
     prepared.forget()
 
 
@@ -168,7 +170,7 @@ def test_a_second_call_is_launched_as_the_first_but_for_its_addresses(norm, vari
     one, other = (backward_arguments(norm=norm, **changes) for _ in range(2))
     with force(variant):
         program = first(one)
-        assert heuristics.choose(check_backward(one).problem, len(one.x), H200).variant == variant
+        assert heuristics.choose(check_backward(one).problem, len(one.x), H200, variant).variant == variant
         assert_launches_as_by_itself(one, launched, monkeypatch)
         assert_launches_as_by_itself(other, launched, monkeypatch)
         assert first(other) is program
