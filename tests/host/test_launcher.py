@@ -139,7 +139,7 @@ def test_a_build_depends_on_every_dtype_and_alignment_on_norm_tile_and_options_a
 
     keys = [
         key_of(launch), key_of(launch, device=1), key_of(replace(launch, options={"maxnreg": 64})),
-        key_of(replace(launch, norm=replace(launch.norm, fold=not launch.norm.fold))),
+        key_of(replace(launch, norm=replace(launch.norm, layer=not launch.norm.layer))),
         key_of(replace(launch, tile=replace(launch.tile, num_warps=2))),
         key_of(replace(launch, constants={"total": True})), key_of(replace(launch, named={"d0": described})),
         key_of(put(None)), key_of(put((slot, slot))), key_of(put(replace(slot, dtype=torch.float64))),
