@@ -4,13 +4,16 @@ Importing this package registers torch.ops.fusednorm.*. It imports no Triton and
 """
 
 import importlib
-import importlib.util
 import pathlib
 from typing import TYPE_CHECKING
 
-if importlib.util.find_spec("torch") is None:
+try:
+    import torch as _  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
     # With this package's own name as the error's, `python -m fusednorm` prints the sentence without a traceback.
-    raise ImportError("fusednorm needs PyTorch 2.11 or later, found none: pip install torch", name=__name__)
+    raise ImportError("fusednorm needs PyTorch 2.11 or later, found none: pip install torch", name=__name__) from None
 
 _HERE = pathlib.Path(__file__).parent
 if not (_HERE / "kernels").is_dir():

@@ -65,7 +65,7 @@ def test_forwards_of_few_and_many_rows_are_right(case, variant):
         call = check_forward(
             ForwardOperands(case.norm, inputs.x, case.normalized_shape, inputs.weight, inputs.bias, case.eps)
         )
-        assert fallback.choose(call.problem, call.rows, gpus.spec_of(inputs.x.device)).variant == variant
+        assert fallback.choose(call.problem, call.rows, gpus.spec_of(inputs.x.device)).plan.variant == variant
         outputs = run(case, inputs)
     assert_outputs_close(outputs, case, inputs)
 

@@ -34,7 +34,7 @@ def planned(case, inputs, mean, rstd):
     """The plan of the backward under the current `force`."""
     arguments = (case.norm, inputs.grad_out, inputs.x, case.normalized_shape, mean, rstd, inputs.weight, inputs.bias)
     call = check_backward(BackwardOperands(*arguments, (True, inputs.weight is not None, inputs.bias is not None)))
-    return fallback.choose(call.problem, call.rows, gpus.spec_of(inputs.x.device))
+    return fallback.choose(call.problem, call.rows, gpus.spec_of(inputs.x.device)).plan
 
 
 @pytest.mark.parametrize("variant", TMA_VARIANTS)
