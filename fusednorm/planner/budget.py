@@ -358,6 +358,8 @@ def multiwave_registers(
         need += 8 * (many_rows and 100 <= device.arch < 120)
         need += (min(rows_per_tile, 16) - 1) * num_chunks + per_element * elements + 0.2 * max(0, elements - 16)
         need += 0.8 * max(0, rows_per_tile - 32)
+        if device.triton > OLDEST_TRITON and problem.norm == "layer" and elements >= 32:
+            need += REGISTER_STEP  # a later release spilled without it
         if problem.wants_db:  # dw and db of a chunk are held at the same time as all elements of the thread
             need += 2 * max(0, elements / num_chunks - 16)
     else:
