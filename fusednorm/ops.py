@@ -81,7 +81,7 @@ def schema_of(op: Op) -> str:
 
 
 SCHEMAS = {name: schema_of(op) for name, op in OPS.items()}
-__doc__ = f"{__doc__}\nSchemas\n" + "".join(f"    {schema}\n\n" for schema in SCHEMAS.values())
+__doc__ = f"{__doc__}\nSchemas\n    ::\n\n" + "".join(f"        {schema}\n\n" for schema in SCHEMAS.values())
 
 
 def run(operands: Operands) -> Outputs:
