@@ -52,6 +52,7 @@ from .operands import (
     op_outputs,
     operands_of,
 )
+from .operands import add as add_to_table
 from .planner.norm_problem import accumulation_dtype
 
 
@@ -97,15 +98,18 @@ class NodeInfo(NamedTuple):
     y_alone: bool  # whether y is the only output, and mean and rstd stay inside the node
     asked: tuple[str | None, ...]  # the variants that `force` asked for, the innermost last
 
-    def backward(self, grad_y, saved, mask) -> Outputs:
+    def backward(self, grad_y, saved, mask, more=None) -> Outputs:
         """The gradients of the forward's tensors by the backward op, or by operations that can be differentiated if the
-        node returned y alone and this backward is itself recorded."""
+        node returned y alone and this backward is itself recorded. more: gradients of outputs that the backward op
+        takes beside that of y, by the names of its operands."""
         if self.y_alone and torch.is_grad_enabled():
             given = dict(zip(TRANSLATIONS[self.op].type.tensor_names, saved))  # noqa: B905  without the statistics
             given |= {"normalized_shape": self.normalized_shape, "eps": self.eps}
             return differentiable_backward(operands_of(self.op, (), given), grad_y, mask)
         mask = tuple([wanted and each is not None for wanted, each in zip(mask, saved)])  # noqa: B905  likewise
         operands = backward_of(self.op, saved, self.normalized_shape, grad_y, mask)
+        if more:
+            operands = operands._replace(**more)
         if not torch.compiler.is_dynamo_compiling() and self.asked != asked_variants():
             with force(self.asked[-1] if self.asked else None):  # the forward's `force`, not that of autograd's thread
                 return _backward(operands)
@@ -114,6 +118,11 @@ class NodeInfo(NamedTuple):
             if grads is not None:
                 return grads
         return _backward(operands)
+
+    def named_gradients(self, grads) -> dict[str, Tensor]:
+        """The gradients of the outputs behind the statistics, by the operands of the backward op."""
+        outputs = TRANSLATIONS[self.op].type.outputs[3:]
+        return {each.gradient: grad for each, grad in zip(outputs, grads, strict=True) if grad is not None}
 
 
 # Without setup_context, because it slows every call. Only torch.func needs it, and torch.func never gets here: under a
@@ -131,11 +140,14 @@ class NormFunction(Function):
         return outputs[0] if info.y_alone else outputs
 
     @staticmethod
-    def backward(ctx, grad_y, *grads_of_statistics):
+    def backward(ctx, grad_y, *others):
         saved, info, mask = ctx.saved_tensors, ctx.info, ctx.needs_input_grad[:-2]
-        grads = (None,) * len(mask) if grad_y is None else info.backward(grad_y, saved, mask)
+        grads_of_statistics, more = others[:2], others[2:] and info.named_gradients(others[2:])
+        if grad_y is None and more:
+            grad_y = torch.zeros_like(saved[0])
+        grads = (None,) * len(mask) if grad_y is None else info.backward(grad_y, saved, mask, more)
         if mask[0] and any(each is not None for each in grads_of_statistics):
-            statistics = *saved[len(mask) :], *grads_of_statistics
+            statistics = *saved[len(mask) : len(mask) + 2], *grads_of_statistics
             more = reference.statistics_backward_formula(saved[0], info.normalized_shape, *statistics)
             grads = (more if grads[0] is None else grads[0] + more, *grads[1:])
         return *grads, None, None
@@ -352,6 +364,16 @@ def register(op: Op) -> None:
     # batching rules.
     for key in ("FuncTorchBatchedDecomposition", "Batched"):
         ops.LIBRARY.impl(name, as_op(name, reference.formula), key)
+
+
+def add(op: Op, formula: Callable[..., tuple]) -> None:
+    """Add an op to the package: torch.ops.fusednorm gets it, with a fake and derivatives. `formula` has its arguments
+    and outputs, as tensor code that can be differentiated. CUDA tensors run kernels if op.form is not None; then
+    FORMS of kernels/rowmath.py must have it."""
+    reference.FORMULAS[op.name] = formula
+    add_to_table(op)
+    ops.register(op)
+    register(op)
 
 
 for _op in OPS.values():

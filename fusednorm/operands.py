@@ -17,6 +17,7 @@ from torch import Tensor
 
 Outputs = tuple[Tensor | None, ...]
 FORWARD, BACKWARD = WAYS = {"forward": "fwd", "backward": "bwd"}
+AFFINE = "affine"  # the form of LayerNorm and RMSNorm: y = x_hat * weight + bias
 
 
 class Role(enum.Enum):
@@ -58,11 +59,13 @@ class Output(NamedTuple):
     role: Role
     like: str = "x"  # the operand that it has the dtype of, and without which it is None
     dtype: str | None = None  # the operand that may give another dtype
+    gradient: str | None = None  # the backward's operand that takes its gradient; y's is grad_out
 
 
 class Op(NamedTuple):
     """An op. inputs are in the order of the schema, dtypes last, by name alone. aten names the op of ATen with the same
-    arguments. A suffix tells ops of one norm and direction apart."""
+    arguments. A suffix tells ops of one norm and direction apart. form names what follows x_hat, among FORMS of
+    kernels/rowmath.py; kernels do not compute an op without a form."""
 
     norm: str
     direction: str
@@ -70,6 +73,7 @@ class Op(NamedTuple):
     outputs: tuple[Output, ...]
     aten: str | None = None
     suffix: str = ""
+    form: str | None = AFFINE
 
     @property
     def name(self) -> str:

@@ -49,8 +49,6 @@ from .namespace import NAMESPACE
 from .operands import (
     FORWARD,
     OPS,
-    BackwardOperands,
-    ForwardOperands,
     Op,
     Operands,
     Output,
@@ -60,8 +58,7 @@ from .operands import (
     as_op,
     wanted_outputs,
 )
-from .planner.norm_problem import accumulation_dtype
-from .problem import check_backward, check_forward, stats_shape, validate
+from .problem import check_backward, check_forward, output_dtype, stats_shape, validate
 
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
@@ -97,17 +94,21 @@ def launched(operands: Operands) -> tuple[Outputs, Program | None]:
 
 
 def first(operands: Operands, miss: prepared.Miss | None = None) -> tuple[Outputs, Program | None]:
-    """`launched`, if there is no program yet. Ops with operands that kernels lack run their formula."""
-    if type(operands) not in (ForwardOperands, BackwardOperands):
-        with torch.no_grad():
-            return reference.formula(operands), None
+    """`launched`, if there is no program yet."""
+    if OPS[operands.op].form is None:
+        return reference.run(operands), None
     call = check_forward(operands) if operands.direction == FORWARD else check_backward(operands)
-    if call.problem.direction != FORWARD and not call.problem.wants_any:
-        return (None, None, None), None
-    if runs_kernels(operands.x) and call.rows and call.problem.cols:
+    is_wanted = call.problem.direction == FORWARD or call.problem.wants_any  # at least one output that every kernel has
+    if not is_wanted and not call.added_outputs:
+        return (None,) * len(operands.outputs), None
+    if is_wanted and runs_kernels(operands.x) and call.rows and call.problem.cols:
         copies = _copies(operands, call.tensors)
-        return prepared.run(operands._replace(**copies), first) if copies else launch().run(call, miss)
-    return (reference.forward(call) if operands.direction == FORWARD else reference.backward(call)), None
+        if copies:
+            return prepared.run(operands._replace(**copies), first)
+        outputs, program = launch().run(call, miss)
+        if outputs is not None:
+            return outputs, program
+    return reference.run(operands, call), None
 
 
 def _copies(operands: Operands, read: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
@@ -127,14 +128,12 @@ def launch() -> ModuleType:
 
 def _fake(operands: Operands) -> Outputs:
     """The fake kernel: outputs without values, each a tensor of its own."""
-    batch_shape, x = validate(operands), operands.x
-    statistics = stats_shape(batch_shape, operands.normalized_shape)
+    statistics = stats_shape(validate(operands), operands.normalized_shape)
 
     def output(each: Output) -> Tensor:
-        if each.role is Role.STATISTIC:
-            return x.new_empty(statistics, dtype=accumulation_dtype(x.dtype))
         like = getattr(operands, each.like)
-        return like.new_empty(like.shape, dtype=each.dtype and getattr(operands, each.dtype) or like.dtype)
+        shape = statistics if each.role is Role.STATISTIC else like.shape
+        return like.new_empty(shape, dtype=output_dtype(operands, each))
 
     wanted = zip(operands.outputs, wanted_outputs(operands), strict=True)
     return tuple(output(each) if is_wanted else None for each, is_wanted in wanted)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .operands import OPS, BackwardOperands, ForwardOperands, Operands, Role, op_mask
+from .operands import FORWARD, OPS, BackwardOperands, ForwardOperands, Operands, Output, Role, op_mask, wanted_outputs
 from .planner.norm_problem import ALIGNMENT, FLOAT_DTYPES, NormProblem, accumulation_dtype
 
 
@@ -65,6 +65,21 @@ def is_tma_aligned(view: RowView, cols: int) -> bool:
     return (view.tensor.data_ptr() | row_units * view.tensor.element_size()) % ALIGNMENT == 0
 
 
+class Added(NamedTuple):
+    """An operand or an output that an op has beside those of the package's ops."""
+
+    name: str
+    role: Role
+    value: Any  # a RowView, a tensor or a number; of an output the dtype. None for an absent one
+
+    @property
+    def tensor(self) -> Tensor | None:
+        return self.value.tensor if isinstance(self.value, RowView) else self.value
+
+    def with_tensor(self, tensor: Any) -> Added:
+        return self._replace(value=self.value._replace(tensor=tensor) if isinstance(self.value, RowView) else tensor)
+
+
 # Calls are NamedTuples because one is built per op call, and a frozen dataclass takes over three times as long.
 class ForwardCall(NamedTuple):
     """A checked forward call. weight and bias are contiguous. x is read in place if its strides allow it."""
@@ -79,11 +94,17 @@ class ForwardCall(NamedTuple):
     stats_shape: tuple[int, ...]  # of mean and rstd: [*batch, 1, ...], as ATen shapes them
     normalized_shape: tuple[int, ...]  # of weight and bias
     wants_statistics: bool = True  # whether to write mean and rstd, for a backward
+    added: tuple[Added, ...] = ()
+    added_outputs: tuple[Added, ...] = ()
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """In the order of ForwardOperands.tensors."""
-        return self.x.tensor, self.weight, self.bias
+        """In the order of the operands' tensors."""
+        return _all_tensors((self.x.tensor, self.weight, self.bias), self.added)
+
+    @property
+    def rows_read(self) -> tuple[RowView, ...]:
+        return _views((self.x,), self.added)
 
 
 class BackwardCall(NamedTuple):
@@ -100,11 +121,53 @@ class BackwardCall(NamedTuple):
     dx_dtype: torch.dtype
     shape: torch.Size  # of dx
     normalized_shape: tuple[int, ...]  # of dw and db
+    added: tuple[Added, ...] = ()
+    added_outputs: tuple[Added, ...] = ()
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """In the order of BackwardOperands.tensors. The bias is not read."""
-        return self.grad_out.tensor, self.x.tensor, self.mean, self.rstd, self.weight, None, self.residual_grad
+        """In the order of the operands' tensors. The bias is not read."""
+        own = self.grad_out.tensor, self.x.tensor, self.mean, self.rstd, self.weight, None, self.residual_grad
+        return _all_tensors(own, self.added)
+
+    @property
+    def rows_read(self) -> tuple[RowView, ...]:
+        return _views((self.x, self.grad_out), self.added)
+
+
+def _all_tensors(own: tuple, added: tuple[Added, ...]) -> tuple[Tensor | None, ...]:
+    return (*own, *[each.tensor for each in added if each.role.is_tensor]) if added else own
+
+
+def _views(views: tuple[RowView, ...], added: tuple[Added, ...]) -> tuple[RowView, ...]:
+    return (*views, *[each.value for each in added if isinstance(each.value, RowView)]) if added else views
+
+
+def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added, ...], tuple[Added, ...]]:
+    """The operands, as they are read, and the outputs that the package's ops lack."""
+    own = ForwardOperands if operands.direction == FORWARD else BackwardOperands
+    if type(operands) is own:
+        return (), ()
+
+    def read(value: Any, role: Role) -> Any:
+        if value is None or not role.is_tensor:
+            return value
+        if role is Role.ROWS:
+            return _row_view_or_copy(value, batch_ndim, cols)
+        return value.reshape(-1) if role is Role.STATISTIC else value.contiguous()
+
+    slots = list(enumerate(operands.slots, 1))[len(own.slots) :]
+    outputs = list(zip(operands.outputs, wanted_outputs(operands), strict=True))[len(own.outputs) :]
+    return (
+        tuple(Added(slot.name, slot.role, read(operands[at], slot.role)) for at, slot in slots),
+        tuple(Added(each.name, each.role, output_dtype(operands, each) if want else None) for each, want in outputs),
+    )
+
+
+def output_dtype(operands: Operands, output: Output) -> torch.dtype:
+    if output.role is Role.STATISTIC:
+        return accumulation_dtype(operands.x.dtype)
+    return output.dtype and getattr(operands, output.dtype) or getattr(operands, output.like).dtype
 
 
 def resolve_eps(eps: float | None, x_dtype: torch.dtype) -> float:
@@ -126,7 +189,8 @@ def check_forward(operands: ForwardOperands) -> ForwardCall:
         raise TypeError(f"{operands.op}: eps must be a number, got {eps!r}")
     normalized_shape = x.shape[len(batch_shape) :]  # the same sizes as torch's own integers
     cols = math.prod(normalized_shape)
-    view = _row_view_or_copy(x, len(batch_shape), cols)
+    view, (added, outputs) = _row_view_or_copy(x, len(batch_shape), cols), _added(operands, len(batch_shape), cols)
+    views = _views((view,), added)
     problem = _problem(
         norm,
         "forward",
@@ -134,8 +198,9 @@ def check_forward(operands: ForwardOperands) -> ForwardCall:
         x.dtype,
         None if weight is None else weight.dtype,
         None if bias is None else bias.dtype,
-        nested_rows=view.inner_rows != 1,
-        tma_aligned=is_tma_aligned(view, cols),
+        nested_rows=any([each.inner_rows != 1 for each in views]),
+        tma_aligned=all([is_tma_aligned(each, cols) for each in views]),
+        form=OPS[operands.op].form,
     )
     return ForwardCall(
         problem,
@@ -148,6 +213,8 @@ def check_forward(operands: ForwardOperands) -> ForwardCall:
         stats_shape(batch_shape, normalized_shape),
         tuple(normalized_shape),
         wants_statistics,
+        added,
+        outputs,
     )
 
 
@@ -163,7 +230,9 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
     normalized_shape = x.shape[len(batch_shape) :]  # the same sizes as torch's own integers
     batch_ndim, cols = len(batch_shape), math.prod(normalized_shape)
     grad_view, view = _row_view_or_copy(grad_out, batch_ndim, cols), _row_view_or_copy(x, batch_ndim, cols)
-    wants_dx, wants_dw, wants_db = output_mask
+    added, outputs = _added(operands, batch_ndim, cols)
+    views = _views((view, grad_view), added)
+    wants_dx, wants_dw, wants_db = output_mask[:3]
     residual = residual_grad.contiguous() if wants_dx and residual_grad is not None else None
     problem = _problem(
         norm,
@@ -177,8 +246,9 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
         wants_dx,
         wants_dw and weight is not None,
         wants_db and bias is not None,
-        nested_rows=view.inner_rows != 1 or grad_view.inner_rows != 1,
-        tma_aligned=is_tma_aligned(view, cols) and is_tma_aligned(grad_view, cols),
+        nested_rows=any([each.inner_rows != 1 for each in views]),
+        tma_aligned=all([is_tma_aligned(each, cols) for each in views]),
+        form=OPS[operands.op].form,
     )
     return BackwardCall(
         problem,
@@ -192,6 +262,8 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
         dx_dtype or x.dtype,
         x.shape,
         tuple(normalized_shape),
+        added,
+        outputs,
     )
 
 

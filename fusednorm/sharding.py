@@ -14,7 +14,6 @@ such a call bypasses the autograd key, where the rules are registered. Calling `
 
 from __future__ import annotations
 
-import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterable
@@ -26,6 +25,7 @@ from .operands import OPS, Role
 
 ROWS, WHOLE, SUM = "sharded as the rows", "replicated", "a partial sum"
 
+_registered: set[str] = set()  # ops that have rules, or whose rules are missing
 missing: list[str] = []  # rules that could not be registered, with torch's error
 
 
@@ -35,15 +35,18 @@ def register_where_needed() -> None:
         register()
 
 
-@functools.cache
 def register() -> None:
-    """Register the rules with torch.distributed.tensor, once per process."""
+    """Register the rules with torch.distributed.tensor, once per process and op."""
+    if len(_registered) == len(OPS) + 1:
+        return
     for add, ops in ((_add_norm, tuple(OPS)), (_add_column_sum, ("column_sum",))):
+        new = [name for name in ops if name not in _registered]
+        _registered.update(new)
         try:
-            for name in ops:
+            for name in new:
                 add(getattr(TORCH_OPS, name).default)
         except (ImportError, AttributeError, TypeError) as error:
-            missing.append(f"{ops[0]}, ...: {error}")
+            missing.append(f"{new[0]}, ...: {error}")
 
 
 def placed(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple[dict, dict, int]:

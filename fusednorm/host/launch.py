@@ -6,21 +6,23 @@ The measurements behind the constants are in bench/NOTES.md, "Evidence behind co
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from .. import margin, reference
+from .. import margin
 from ..forcing import forced_variant
 from ..kernels import column_tiles, finalizer, multiwave, parameter_gradients, pipelined, warp_specialized
 from ..kernels.config import ColumnTile, Norm, PartialsTile, RingTile, Tile
-from ..kernels.rowmath import AFFINE
-from ..operands import BackwardOperands, ForwardOperands, Outputs
+from ..kernels.rowmath import FORMS
+from ..operands import Outputs, Role
 from ..planner import budget, heuristics, tile_share
 from ..planner.device import OLDEST_TRITON, DeviceSpec
 from ..planner.legality import MAX_RING_ROWS, broken_rule
@@ -39,13 +41,13 @@ from ..planner.plan import (
     is_whole,
     threads_per_row,
 )
-from ..problem import BackwardCall, ForwardCall, RowView, require_memory
+from ..problem import Added, BackwardCall, ForwardCall, RowView, require_memory
 from . import fallback, gpus, launcher, prepared, triton_compat
 from .fallback import BuildFailed, Choice
 from .gpus import current
-from .key import parts_of
+from .key import EXTENTS, Extent
 from .launcher import Launch
-from .program import Address, Map, Number, OnTensors, Output, Part, Program, Workspace
+from .program import Address, Map, Number, OnTensors, Operand, Output, Part, Program, Workspace
 
 PARTIAL_LOADS = 9  # 16-byte loads that a thread has in flight when it sums partials; more would not fit its registers
 # How partials are summed: (largest number of columns, columns summed by one CTA, warps of that CTA). The first entry
@@ -58,6 +60,7 @@ ROW_PASS_REGISTERS = 64
 # compiler spills.
 COLUMN_PASS_REGISTERS = 128
 VECTOR_BYTES = 16  # bytes of one load or store of a thread
+OWN_OUTPUTS = 3  # (y, mean, rstd) or (dx, dw, db)
 OLDEST_DEPENDENT_ARCH = 90  # oldest arch on which a dependent launch may be placed before its predecessor has ended
 
 Call = ForwardCall | BackwardCall
@@ -76,9 +79,9 @@ class Written(NamedTuple):
     announces_end: bool  # whether the kernel signals its end to a dependent launch, which sums the partials
 
 
-def run(call: Call, miss: prepared.Miss | None = None) -> tuple[Outputs, Program | None]:
-    """The outputs of a call, by the first plan whose kernels can all be built and launched, or else by ATen. And the
-    program that made them, if it is kept for later calls: `miss` says for which."""
+def run(call: Call, miss: prepared.Miss | None = None) -> tuple[Outputs | None, Program | None]:
+    """The outputs of a call, by the first plan whose kernels can all be built and launched. And the program that made
+    them, if it is kept for later calls: `miss` says for which. None for both if the planner leaves the call to ATen."""
     problem, device = call.problem, call.x.tensor.device
     require_memory(f"{problem.norm}_norm", call.tensors)
     spec = gpus.spec_of(device)
@@ -91,8 +94,7 @@ def run(call: Call, miss: prepared.Miss | None = None) -> tuple[Outputs, Program
                 fallback.remember(chosen.plan, problem, spec, str(failed))
                 continue
         return outputs, prepared.keep(miss, call, bound) if miss and bound else None
-    by_aten = reference.forward if isinstance(call, ForwardCall) else reference.backward
-    return by_aten(call), None
+    return None, None
 
 
 def prepare_forward(call: Call, plan: Plan | None = None) -> OnTensors:
@@ -110,20 +112,58 @@ def program_of(call: Call, chosen: Choice, spec: DeviceSpec) -> Program:
     problem, plan = call.problem, chosen.plan
     assert _is_legal(plan.variant, problem, min(call.rows, MAX_RING_ROWS + 1), spec)
     build = _forward if isinstance(call, ForwardCall) else _backward
-    parts = build(with_addresses(call), plan, spec)
-    return Program(*parts, call.normalized_shape, chosen.rows_above, chosen.most_rows, margin.sms)
+    symbolic = with_addresses(call)
+    launches, num_tensors, *parts = build(symbolic, plan, spec)
+    if call.added or call.added_outputs:
+        launches = _with_added(launches, symbolic, first_output=num_tensors)
+    kept = call.normalized_shape, chosen.rows_above, chosen.most_rows, margin.sms
+    return Program(tuple(launches), num_tensors, *parts, *kept)
 
 
 def with_addresses(call: Call) -> Call:
     """The call with addresses in place of tensors, if it has these, and Number.ROWS in place of its rows."""
+    addresses = map(_address, itertools.count(), call.tensors)
     if isinstance(call, ForwardCall):
-        x, weight, bias = map(_address, range(3), call.tensors)
-        return call._replace(rows=Number.ROWS, x=call.x._replace(tensor=x), weight=weight, bias=bias)
-    grad_out, x, mean, rstd, weight, _, residual_grad = map(_address, range(7), call.tensors)
-    return call._replace(
-        rows=Number.ROWS, grad_out=call.grad_out._replace(tensor=grad_out), x=call.x._replace(tensor=x), mean=mean,
-        rstd=rstd, weight=weight, residual_grad=residual_grad,
-    )  # fmt: skip
+        x, weight, bias, *more = addresses
+        same = {"weight": weight, "bias": bias}
+    else:
+        grad_out, x, mean, rstd, weight, _, residual_grad, *more = addresses
+        same = {"mean": mean, "rstd": rstd, "weight": weight, "residual_grad": residual_grad}
+        same["grad_out"] = call.grad_out._replace(tensor=grad_out)
+    rest = iter(more)
+    added = [each.with_tensor(next(rest)) if each.role.is_tensor else each for each in call.added]
+    return call._replace(rows=Number.ROWS, x=call.x._replace(tensor=x), added=tuple(added), **same)
+
+
+def _with_added(launches: list[Launch], call: Call, first_output: int) -> list[Launch]:
+    """The launches with what an op has beside the operands and outputs of the package's ops. A kernel gets what it has
+    parameters for: `{name}_ptr` of a tensor, `{name}_inner`, `{name}_outer_stride` and `{name}_inner_stride` of its
+    rows, `{name}_stride` of a statistic, `{name}` of a number. Raises BuildFailed if no kernel takes an operand or an
+    output."""
+    named: dict[str, Operand] = {}
+    for name, role, value in call.added:
+        if isinstance(value, RowView):
+            named[f"{name}_ptr"] = value.tensor
+            names = f"{name}_inner", f"{name}_outer_stride", f"{name}_inner_stride"
+            named |= zip(names, _row_strides(value), strict=True)
+        elif role.is_tensor:
+            named[f"{name}_ptr"] = value
+            named |= {f"{name}_stride": _stride(value)} if role is Role.STATISTIC else {}
+        else:
+            named[name] = value
+    first = first_output + OWN_OUTPUTS
+    for at, (name, _, dtype) in enumerate(call.added_outputs, first):
+        named[f"{name}_ptr"] = dtype and Address(at, dtype)
+    taken = [{name: named[name] for name in each.kernel.arg_names if name in named} for each in launches]
+    missing = [each.name for each in (*call.added, *call.added_outputs) if not _is_taken(each, taken)]
+    if missing:
+        raise BuildFailed(f"{launches[0].kernel.__name__} must have parameters for {', '.join(missing)}, but has none")
+    return [replace(each, named=more) for each, more in zip(launches, taken, strict=True)]
+
+
+def _is_taken(added: Added, taken: list[dict[str, Operand]]) -> bool:
+    name = f"{added.name}_ptr" if added.role.is_tensor else added.name
+    return added.value is None or any(name in each for each in taken)
 
 
 def _address(index: int, tensor: Tensor | Address | None) -> Address | None:
@@ -137,21 +177,22 @@ def _address(index: int, tensor: Tensor | Address | None) -> Address | None:
 
 def _forward(call: ForwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
     """(launches, number of tensors, outputs, workspace, grid)."""
-    problem = call.problem
+    problem, count = call.problem, len(call.tensors)
     rstd = problem.acc_dtype if call.wants_statistics else None
-    outputs, written = _outputs(ForwardOperands, 3, (problem.x_dtype, rstd if problem.norm == "layer" else None, rstd))
+    dtypes = problem.x_dtype, rstd if problem.norm == "layer" else None, rstd
+    outputs, written = _outputs(call, (Extent.X, Extent.STATISTIC, Extent.STATISTIC), dtypes)
     launches = _FORWARD[type(plan)](plan, call, written)
-    return tuple(launches), 3, outputs, None, grid_of(plan, problem.cols, spec, leaves_partials=False)
+    return launches, count, outputs, None, grid_of(plan, problem.cols, spec, leaves_partials=False)
 
 
 def _backward(call: BackwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
     """(launches, number of tensors, outputs, workspace, grid)."""
-    problem = call.problem
+    problem, count = call.problem, len(call.tensors)
     assert plan.variant != "pipelined" or problem.wants_dx != (plan.kernel == "column_ring")
     wanted = problem.wants_dx, problem.wants_dw, problem.wants_db
     dtypes = call.dx_dtype, problem.weight_dtype, problem.bias_dtype
     dtypes = [dtype if wants else None for wants, dtype in zip(wanted, dtypes, strict=True)]
-    outputs, (dx, dw, db) = _outputs(BackwardOperands, 7, dtypes)
+    outputs, (dx, dw, db) = _outputs(call, (Extent.X, Extent.PARAMETER, Extent.PARAMETER), dtypes)
     sums, two_passes = problem.num_sums > 0, plan.kernel == "column_tiles" and problem.wants_dx
     parts = (
         Part(per_partial=problem.cols * problem.wants_dw),
@@ -161,32 +202,36 @@ def _backward(call: BackwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
     )
     workspace = Workspace(problem.acc_dtype, parts)
     dw_partial, db_partial, means, counters = (
-        Address(10 + at, part.dtype or workspace.dtype) if any(part[:3]) else None for at, part in enumerate(parts)
+        Address(at, part.dtype or workspace.dtype) if any(part[:3]) else None
+        for at, part in enumerate(parts, count + len(outputs))
     )
     summed_next = sums and counters is None
     dependent = summed_next and spec.arch >= OLDEST_DEPENDENT_ARCH
     out = Written(dx, dw_partial, db_partial, dw, db, means, counters, dependent)
     launches = _BACKWARD[type(plan)](plan, call, out, spec)
     if summed_next:
-        launches.append(_finalize(problem, out))
+        launches.append(_finalize(call, out))
     grid = grid_of(plan, problem.cols, spec, leaves_partials=sums, float32_sums=problem.wants_float32_sum)
-    return tuple(launches), 7, outputs, workspace if sums or two_passes else None, grid
+    return launches, count, outputs, workspace if sums or two_passes else None, grid
 
 
-def _outputs(operands: type, first: int, dtypes: Iterable[torch.dtype | None]) -> tuple[tuple, tuple]:
-    """The outputs of a call, and their addresses from index `first` on. None for a dtype of None."""
-    pairs = list(enumerate(zip(parts_of(operands).extents, dtypes, strict=True), first))
-    outputs = tuple(dtype and Output(extent, dtype) for _, (extent, dtype) in pairs)
-    return outputs, tuple(dtype and Address(index, dtype) for index, (_, dtype) in pairs)
+def _outputs(call: Call, extents: Sequence[Extent], dtypes: Sequence[torch.dtype | None]) -> tuple[tuple, tuple]:
+    """The outputs of a call, and the addresses of the OWN_OUTPUTS. None for a dtype of None."""
+    own = zip(extents, dtypes, strict=True)
+    pairs = [*own, *[(EXTENTS[each.role], each.value) for each in call.added_outputs]]
+    addresses = [dtype and Address(at, dtype) for at, dtype in enumerate(dtypes, len(call.tensors))]
+    return tuple([dtype and Output(extent, dtype) for extent, dtype in pairs]), tuple(addresses)
 
 
-def _finalize(problem: NormProblem, out: Written) -> Launch:
+def _finalize(call: BackwardCall, out: Written) -> Launch:
     """The launch that sums the partials, with one CTA per piece of dw and of db."""
+    problem, norm = call.problem, _norm(call.problem)
+    weight = None if norm.form.finish_dw is None else call.weight
     tile = partials_tile(problem.cols, problem.acc_dtype.itemsize, out.announces_end)
     grid = (triton.cdiv(problem.cols, tile.cols) * problem.num_sums,)
-    args = (*out[1:5], Number.PARTIALS, problem.cols, None)  # AFFINE needs no weight to finish dw
+    args = (*out[1:5], Number.PARTIALS, problem.cols, weight)
     options = {"launch_pdl": True} if tile.dependent else {}
-    return Launch(finalizer.finalize, grid, args, _norm(problem), tile, options)
+    return Launch(finalizer.finalize, grid, args, norm, tile, options)
 
 
 @functools.cache
@@ -200,13 +245,13 @@ def partials_tile(cols: int, itemsize: int, dependent: bool) -> PartialsTile:
 def _multiwave_forward(plan: MultiWavePlan, call: ForwardCall, outputs: tuple) -> list[Launch]:
     options = {"maxnreg": plan.max_registers}
     args = _forward_args(call, outputs)
-    tile = _tile(plan, _log2_divisor(call.x, cols=call.problem.cols))
+    tile = _tile(plan, _log2_divisor(call))
     return [Launch(multiwave.forward, (Number.CTAS,), args, _norm(call.problem), tile, options)]
 
 
 def _column_tile_forward(plan: ColumnTilePlan, call: ForwardCall, outputs: tuple) -> list[Launch]:
     """One CTA per row, which passes over the row's column tiles twice."""
-    tile = _whole_row_tile(plan, _log2_divisor(call.x, cols=call.problem.cols))
+    tile = _whole_row_tile(plan, _log2_divisor(call))
     args = _forward_args(call, outputs)
     options = {"maxnreg": ROW_PASS_REGISTERS} if call.problem.x_dtype.itemsize >= 4 and tile.log2_divisor else {}
     return [Launch(column_tiles.forward_by_column_tiles, (call.rows,), args, _norm(call.problem), tile, options)]
@@ -222,14 +267,14 @@ def _pipelined_forward(plan: PipelinedPlan, call: ForwardCall, outputs: tuple) -
 def _multiwave_backward(plan: MultiWavePlan, call: BackwardCall, out: Written, spec: DeviceSpec) -> list[Launch]:
     args = (*_inputs(call), *out[:3], *_sizes(call))
     options = {"maxnreg": plan.max_registers}
-    tile = _tile(plan, _log2_divisor(call.x, call.grad_out, cols=call.problem.cols), out.announces_end)
+    tile = _tile(plan, _log2_divisor(call), out.announces_end)
     return [Launch(multiwave.backward, (Number.CTAS,), args, _norm(call.problem), tile, options)]
 
 
 def _column_tile_backward(plan: ColumnTilePlan, call: BackwardCall, out: Written, spec: DeviceSpec) -> list[Launch]:
     """One launch for the row means if dx is wanted, then one for all outputs by column tiles."""
     problem, inputs, sizes = call.problem, _inputs(call), _sizes(call)
-    log2_divisor, launches = _log2_divisor(call.x, call.grad_out, cols=problem.cols), []
+    log2_divisor, launches = _log2_divisor(call), []
     if problem.wants_dx:
         tile = _whole_row_tile(plan, log2_divisor)
         num_counters = 0 if out.counters is None else triton.cdiv(problem.cols, plan.chunk)
@@ -330,7 +375,7 @@ def _is_legal(variant: str, problem: NormProblem, rows: int, spec: DeviceSpec) -
 @functools.cache
 def _norm(problem: NormProblem) -> Norm:
     return Norm(
-        form=AFFINE,
+        form=FORMS[problem.form],
         layer=problem.norm == "layer",
         fp64=problem.acc_dtype == torch.float64,
         has_weight=problem.weight_dtype is not None,
@@ -359,10 +404,11 @@ def _column_tile(plan: ColumnTilePlan, log2_divisor: int) -> Tile:
     return Tile(plan.rows_per_tile, plan.chunk, 1, plan.num_warps, log2_divisor=log2_divisor)
 
 
-def _log2_divisor(*views: RowView, cols: int) -> int:
+def _log2_divisor(call: Call) -> int:
     """log2 of the largest power of two that divides the columns and all row strides, for a portable kernel's tile. 0 if
     16 divides them, because Triton detects that itself."""
-    sizes = functools.reduce(operator.or_, (view.outer_stride | view.inner_stride for view in views), cols)
+    strides = [view.outer_stride | view.inner_stride for view in call.rows_read]
+    sizes = functools.reduce(operator.or_, strides, call.problem.cols)
     return (sizes & -sizes).bit_length() - 1 if sizes % 16 else 0
 
 

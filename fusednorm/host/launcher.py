@@ -31,7 +31,7 @@ SOME_NUMBER = 16  # in place of a Number where Triton compiles a kernel: no buil
 
 _builds: dict[tuple, Build | None] = {}  # loaded ones, by `build_key`; None if Triton itself must launch it
 _failed: dict[tuple, str] = {}  # causes of failures, by key
-_unspecialized: dict[int, frozenset[int]] = {}  # operand positions that no build depends on, by id of the kernel
+_unspecialized: dict[int, frozenset[int | str]] = {}  # parameters that no build depends on, by id of the kernel
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Launch:
     def arguments(self) -> list:
         """What each parameter of the kernel gets, in order."""
         given = self._compile_time() | self.named
-        return [*self.operands, *map(given.__getitem__, self.kernel.arg_names[len(self.operands) :])]
+        return [*self.operands, *map(given.get, self.kernel.arg_names[len(self.operands) :])]
 
     @property
     def num_tuples(self) -> int:
@@ -159,12 +159,12 @@ def build_key(launch: Launch, device: int) -> tuple:
     kernel = launch.kernel
     unspecialized = _unspecialized.get(id(kernel))
     if unspecialized is None:
-        unspecialized = _unspecialized[id(kernel)] = _positions_no_build_depends_on(kernel)
+        unspecialized = _unspecialized[id(kernel)] = _what_no_build_depends_on(kernel)
     # id() is safe for kernels, norms and tiles: each is made once and kept. Hashing a kernel would make Triton read its
     # source.
     key: list[Any] = [id(kernel), id(launch.norm), id(launch.tile), device]
-    key += *launch.options.items(), *launch.constants.items()
-    for at, operand in enumerate((*launch.operands, *launch.named.values())):
+    key += *launch.options.items(), *launch.constants.items(), *launch.named
+    for at, operand in (*enumerate(launch.operands), *launch.named.items()):
         if isinstance(operand, Address):
             key += operand.dtype, operand.aligned
         elif isinstance(operand, Map):
@@ -176,12 +176,13 @@ def build_key(launch: Launch, device: int) -> tuple:
     return tuple(key)
 
 
-def _positions_no_build_depends_on(kernel) -> frozenset[int]:
-    """Positions of parameters marked do_not_specialize and of floating-point numbers."""
+def _what_no_build_depends_on(kernel) -> frozenset[int | str]:
+    """Positions and names of parameters marked do_not_specialize and of floating-point numbers."""
     return frozenset(
-        position
+        each
         for position, parameter in enumerate(kernel.params)
         if parameter.do_not_specialize or parameter.annotation_type.startswith("fp")
+        for each in (position, parameter.name)
     )
 
 

@@ -30,6 +30,7 @@ class NormProblem:
     wants_db: bool = False
     nested_rows: bool = False  # the rows of some tensor lie at two nested strides, not at one
     tma_aligned: bool = True  # every row of every tensor that TMA would touch starts at a multiple of 16 bytes
+    form: str = "affine"  # what follows x_hat: no rule names one, but a kernel may fail for one alone
 
     @property
     def acc_dtype(self) -> torch.dtype:

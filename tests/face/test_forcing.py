@@ -13,6 +13,8 @@ from planning import make_problem, meta_call
 
 import fusednorm
 from fusednorm import forcing
+from fusednorm.host.kernel_devices import kernels_on
+from fusednorm.operands import BackwardOperands
 
 
 def test_force_nests_and_none_gives_the_choice_back():
@@ -88,7 +90,9 @@ def test_forced_choice_reaches_the_backward_on_another_thread(norm, monkeypatch)
 def test_forced_reference_runs_atens_kernels(monkeypatch):
     from fusednorm.host import launch
 
-    call = meta_call(make_problem("layer", 64))
-    monkeypatch.setattr(launch.reference, "backward", lambda call: "aten")
-    with fusednorm.force("reference"):
-        assert launch.run(call) == ("aten", None)
+    x = torch.ones(2, 64)
+    operands = BackwardOperands("rms", x, x, (64,), None, torch.ones(2), None, None, (True, True, True))
+    monkeypatch.setattr(fusednorm.ops.reference, "backward", lambda call: ("aten",))
+    with fusednorm.force("reference"), kernels_on("cpu"):
+        assert launch.run(meta_call(make_problem("layer", 64))) == (None, None)
+        assert fusednorm.ops.run(operands) == ("aten",)

@@ -26,10 +26,11 @@ from fusednorm.operands import (
 GATE = Slot("gate", Role.ROWS)
 EPS = Slot("eps", Role.EPS, default=1e-6)
 FWD = Op(
-    "rms", FORWARD, (X, SHAPE, GATE, WEIGHT, EPS, WANTS_STATISTICS), (operands.Y_, operands.RSTD_), suffix="_gated"
-)
+    "rms", FORWARD, (X, SHAPE, GATE, WEIGHT, EPS, WANTS_STATISTICS), (operands.Y_, operands.RSTD_), suffix="_gated",
+    form=None,
+)  # fmt: skip
 GRADS = operands.DX_, operands.DWEIGHT_, Output("dgate", Role.ROWS, like="gate")
-BWD = Op("rms", BACKWARD, (GRAD_OUT, X, SHAPE, RSTD, GATE, WEIGHT, MASK), GRADS, suffix="_gated")
+BWD = Op("rms", BACKWARD, (GRAD_OUT, X, SHAPE, RSTD, GATE, WEIGHT, MASK), GRADS, suffix="_gated", form=None)
 
 
 def forward(x, shape, gate, weight, eps):
@@ -45,11 +46,8 @@ def backward(grad_out, x, shape, rstd, gate, weight, mask):
 @pytest.fixture(scope="module", autouse=True)
 def gated():
     """RMSNorm times a gate, as an op."""
-    reference.FORMULAS.update({FWD.name: forward, BWD.name: backward})
-    for op in (FWD, BWD):
-        operands.add(op)
-        ops.register(op)
-        autograd.register(op)
+    autograd.add(FWD, forward)
+    autograd.add(BWD, backward)
     yield torch.ops.fusednorm.rms_norm_fwd_gated.default
     for op in (FWD, BWD):
         del operands.OPS[op.name]

@@ -104,7 +104,7 @@ class Kernel:
 
     pre_run_hooks = ()
     # A build depends on the value of every number, as no parameter is marked do_not_specialize.
-    params = [SimpleNamespace(do_not_specialize=False, annotation_type="")] * 64
+    params = [SimpleNamespace(do_not_specialize=False, annotation_type="", name="")] * 64
 
     def __init__(self, triton: FakeTriton, interpreted):
         self.triton, self.interpreted, self.__name__ = triton, interpreted, interpreted.__name__
@@ -273,7 +273,7 @@ def test_allocations_that_fail_are_the_users(triton, monkeypatch):
 
 
 def test_a_build_that_failed_is_not_tried_again_for_another_row_count(triton, monkeypatch):
-    monkeypatch.setattr(Kernel, "params", [SimpleNamespace(do_not_specialize=True, annotation_type="")] * 64)
+    monkeypatch.setattr(Kernel, "params", [SimpleNamespace(do_not_specialize=True, annotation_type="", name="")] * 64)
     triton.fails = STAGES["assemble"]
     x = torch.randn(20, 40)
     warned(lambda: fusednorm.functional.rms_norm(x, (40,)))

@@ -44,7 +44,7 @@ def cpu_tensors_stand_in_for_those_of_an_h200(monkeypatch):
     monkeypatch.setattr(launcher, "_load", load)
     monkeypatch.setattr(launcher, "JITFunction", object)
     monkeypatch.setattr(launcher, "_unspecialized", {})
-    monkeypatch.setattr(launcher, "_positions_no_build_depends_on", lambda kernel: frozenset())
+    monkeypatch.setattr(launcher, "_what_no_build_depends_on", lambda kernel: frozenset())
     monkeypatch.setattr(gpus, "spec_of", lambda device: H200)
     monkeypatch.setattr(torch_compat, "allocate", lambda *memory: torch.empty_strided(*memory[:2], dtype=memory[2]))
     monkeypatch.setattr(torch_compat, "current_device", int("-1").__int__)

@@ -106,7 +106,7 @@ def numbers_of_kernels() -> set[tuple[str, str, bool]]:
     from fusednorm.host import launcher
 
     return {
-        (each.kernel.__name__, operand.name, at in launcher._positions_no_build_depends_on(each.kernel))
+        (each.kernel.__name__, operand.name, at in launcher._what_no_build_depends_on(each.kernel))
         for program, _ in programs()
         for each in program.launches
         for at, operand in enumerate(each.operands)

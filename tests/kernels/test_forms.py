@@ -1,4 +1,4 @@
-"""A norm's Form can come from outside the package: here y = x_hat * w^2 + b, in Triton's interpreter."""
+"""A norm can come from outside the package: here y = x_hat * weight^2 + bias, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -9,78 +9,66 @@ import torch
 import torch.nn.functional as F
 from cases import guarded_buffers
 
+from fusednorm import reference
 from fusednorm.host import gpus
-from fusednorm.operands import BackwardOperands, ForwardOperands
+from fusednorm.host.kernel_devices import kernels_on
+from fusednorm.planner import heuristics
 from fusednorm.planner.device import A100
 from fusednorm.planner.plan import ColumnTilePlan, MultiWavePlan
-from fusednorm.problem import check_backward, check_forward
 
-triton = pytest.importorskip("triton")
-tl = pytest.importorskip("triton.language")
-
+pytest.importorskip("triton")
 SMALL_GPU = replace(A100, sm_count=3)
 IN_REGISTERS, BY_COLUMN_TILES = MultiWavePlan(2, 32, 3, 4, 1, 255), ColumnTilePlan(4, 32, 4, 1, 64, 4)
 ROWS, COLS, EPS = 13, 77, 1e-5
-
-
-@triton.jit
-def times_square(x, weight, norm: tl.constexpr):
-    return x * (weight * weight)
-
-
-@triton.jit
-def times_twice_the_weight(total, weight, norm: tl.constexpr):
-    """The derivative of w^2."""
-    return total * (2.0 * weight)
-
-
-def squared():
-    from fusednorm.kernels.rowmath import AFFINE
-
-    return replace(AFFINE, scale=times_square, upstream=times_square, finish_dw=times_twice_the_weight)
-
-
-def outputs_of(prepare, call, plan):
-    """The outputs of a call whose kernels compute `squared`."""
-    with guarded_buffers():
-        launches, outputs = prepare(call, plan)[:2]
-        for each in launches:
-            operands = each.operands
-            if each.kernel.__name__ == "finalize":
-                operands = (*operands[:-1], call.weight)
-            replace(each, norm=replace(each.norm, form=squared()), operands=operands).run()
-    return outputs
+OPS = torch.ops.fusednorm
 
 
 @pytest.fixture(autouse=True)
-def plans_for_a_small_gpu(monkeypatch):
+def squared_on_a_small_gpu(monkeypatch):
+    from squared import squared
+
     monkeypatch.setattr(gpus, "spec_of", lambda device: SMALL_GPU)
+    with squared():
+        yield
+
+
+def given(norm):
+    torch.manual_seed(0)
+    tensors = torch.randn(ROWS, COLS), torch.randn(COLS), torch.randn(COLS)
+    return [each.double().requires_grad_() for each in tensors[: 3 if norm == "layer" else 2]]
+
+
+def y_of(norm, x, *parameters):
+    return getattr(OPS, f"{norm}_norm_fwd_squared")(x, [COLS], *parameters, EPS)[0]
+
+
+def wanted_y(norm, x, weight, *bias):
+    return getattr(F, f"{norm}_norm")(x, (COLS,), weight**2, *bias, eps=EPS)
+
+
+def assert_derivatives_close(y, wanted, of):
+    torch.testing.assert_close(y, wanted, rtol=1e-10, atol=1e-10)
+    dy = torch.randn_like(y)
+    got, want = (torch.autograd.grad(each, of, dy) for each in (y, wanted))
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("plan, wants_dx", [(IN_REGISTERS, True), (BY_COLUMN_TILES, True), (BY_COLUMN_TILES, False)])
 @pytest.mark.parametrize("norm", ["layer", "rms"])
-def test_a_form_from_outside_runs_forward_and_backward(norm, plan, wants_dx):
-    from fusednorm.host import launch
+def test_a_norm_from_outside_runs_our_kernels_forward_and_backward(norm, plan, wants_dx, monkeypatch):
+    monkeypatch.setattr(heuristics, "choices", lambda *_: ((2**31, plan),))
+    tensors = given(norm)
+    monkeypatch.setattr(reference, "run", None)
+    with kernels_on("cpu"), guarded_buffers():
+        assert_derivatives_close(y_of(norm, *tensors), wanted_y(norm, *tensors), tensors[0 if wants_dx else 1 :])
 
-    torch.manual_seed(0)
-    x, dy = torch.randn(2, ROWS, COLS, dtype=torch.float64)
-    weight, bias = torch.randn(2, COLS, dtype=torch.float64)
-    inputs = [each.clone().requires_grad_() for each in (x, weight, bias)]
-    if norm == "layer":
-        want = F.layer_norm(inputs[0], (COLS,), inputs[1] ** 2, inputs[2], EPS)
-    else:
-        inputs, bias = inputs[:2], None
-        want = F.rms_norm(inputs[0], (COLS,), inputs[1] ** 2, EPS)
-    wanted = torch.autograd.grad(want, inputs, dy)
-    mask = wants_dx, True, bias is not None
 
-    forward = check_forward(ForwardOperands(norm, x, (COLS,), weight, bias, EPS))
-    y, mean, rstd = outputs_of(launch.prepare_forward, forward, plan)
-    backward = check_backward(BackwardOperands(norm, dy, x, (COLS,), mean, rstd, weight, bias, mask))
-    gradients = outputs_of(launch.prepare_backward, backward, plan)
-
-    torch.testing.assert_close(y, want.detach(), rtol=1e-10, atol=1e-10)
-    for got, want, is_wanted in zip(gradients, wanted, mask, strict=False):
-        assert (got is not None) == is_wanted
-        if is_wanted:
-            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_it_is_differentiated_twice_and_compiled(norm, monkeypatch):
+    tensors, op = given(norm), getattr(OPS, f"{norm}_norm_fwd_squared").default
+    torch.library.opcheck(op, (tensors[0], [COLS], *tensors[1:], EPS))
+    torch.autograd.gradgradcheck(lambda *each: y_of(norm, *each), tensors, fast_mode=True)
+    monkeypatch.setattr(reference, "run", None)
+    with kernels_on("cpu"):
+        compiled = torch.compile(y_of, backend="aot_eager", fullgraph=True)(norm, *tensors)
+        assert_derivatives_close(compiled, wanted_y(norm, *tensors), tensors)

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.nn.functional as F
 from cases import BF16, FP16, FP32, FP64
 from column_sums import Sums
+from simulator.host import simulated
 from simulator.problems import DX_ONLY, NO_DX, Problem, SumProblem, bits
+from squared import squared
+
+import fusednorm
 
 MIXED, HALVES, FLOATS = (BF16, FP32, BF16), (FP16, FP16, FP16), (FP32, FP32, FP32)
 
@@ -90,6 +96,7 @@ EQUAL = [
     Problem("backward", "warp_specialized", "layer", 10, 1000, MIXED, equal=True),
 ]
 SEEDS = 20
+EPS = 1e-5
 
 
 @pytest.mark.parametrize("problem", [*PORTABLE, *PIPELINED, *SPECIALIZED, *SUMS], ids=str)
@@ -118,3 +125,16 @@ def test_bits_are_the_same_in_every_order_and_however_few_ctas_have_a_place(prob
     for seed in range(1, SEEDS):
         outputs, _ = problem.simulate(seed=100 * seed, resident=(None, 1, 2, 3)[seed % 4])
         assert bits(outputs) == bits(first), seed
+
+
+def test_a_norm_from_outside_runs_on_a_ring():
+    x = torch.randn(20, 200, dtype=BF16, requires_grad=True)
+    weight, dy = torch.randn(200, requires_grad=True), torch.randn(20, 200)
+    with squared(), simulated("H200", 2) as simulation, fusednorm.force("pipelined"):
+        y, rstd = torch.ops.fusednorm.rms_norm_fwd_squared(x, [200], weight, EPS)
+        got = torch.autograd.grad(y, (x, weight), dy.to(BF16))
+    want = F.rms_norm(x.double(), (200,), weight.double() ** 2, EPS)
+    torch.testing.assert_close(y.double(), want, rtol=1e-2, atol=1e-5)
+    for each, exact in zip(got, torch.autograd.grad(want, (x, weight), dy.to(BF16).double()), strict=True):
+        torch.testing.assert_close(each.double(), exact.double(), rtol=1e-2, atol=1e-2)
+    assert [each.name for each in simulation.launched] == ["forward", "backward", "finalize"]
