@@ -21,7 +21,7 @@ from .. import margin
 from ..forcing import forced_variant
 from ..kernels import column_tiles, finalizer, multiwave, parameter_gradients, pipelined, warp_specialized
 from ..kernels.config import ColumnTile, Norm, PartialsTile, RingTile, Tile
-from ..kernels.rowmath import FORMS
+from ..kernels.rowmath import form_of
 from ..operands import Outputs, Role
 from ..planner import budget, heuristics, tile_share
 from ..planner.device import OLDEST_TRITON, DeviceSpec
@@ -372,7 +372,7 @@ def _is_legal(variant: str, problem: NormProblem, rows: int, spec: DeviceSpec) -
 @functools.cache
 def _norm(problem: NormProblem) -> Norm:
     return Norm(
-        form=FORMS[problem.form],
+        form=form_of(problem.form),
         layer=problem.norm == "layer",
         fp64=problem.acc_dtype == torch.float64,
         has_weight=problem.weight_dtype is not None,
