@@ -8,7 +8,7 @@ With x_hat = (x - mean) * rstd (LayerNorm) or x * rstd (RMSNorm) and g = the gra
 
     dx = rstd * (g - x_hat * mean(g * x_hat) - mean(g))        (the last term for LayerNorm only)
 
-What follows x_hat is a config.Form, by a name among FORMS. That of both norms, "affine", is y = x_hat * w + b:
+What follows x_hat is a config.Form. That of the plain norms, AFFINE, is y = x_hat * w + b:
 
     g = dy * w,  dw = sum over rows of dy * x_hat,  db = sum over rows of dy
 
@@ -140,4 +140,9 @@ def plus_residual(dx, residual, norm: tl.constexpr):
 AFFINE = Form(
     scale=times_weight, shift=plus_bias, upstream=times_weight, to_dw=times_x_hat, to_db=unchanged, to_dx=plus_residual
 )
-FORMS = {"affine": AFFINE}  # by the name that an op gives (fusednorm/operands.py)
+FORMS = {"": AFFINE}  # by FormSpec.name (fusednorm/forms.py)
+
+
+def form_of(spec) -> Form:
+    """The functions of a forms.FormSpec."""
+    return FORMS[spec.name]

@@ -21,7 +21,7 @@ from .. import margin
 from ..forcing import forced_variant
 from ..kernels import column_tiles, finalizer, multiwave, parameter_gradients, pipelined, warp_specialized
 from ..kernels.config import ColumnTile, Norm, PartialsTile, RingTile, Tile
-from ..kernels.rowmath import FORMS
+from ..kernels.rowmath import form_of
 from ..operands import Outputs, Role
 from ..planner import budget, heuristics, tile_share
 from ..planner.device import OLDEST_TRITON, DeviceSpec
@@ -97,14 +97,11 @@ def run(call: Call, miss: prepared.Miss | None = None) -> tuple[Outputs | None, 
     return None, None
 
 
-def prepare_forward(call: Call, plan: Plan | None = None) -> OnTensors:
+def prepare(call: Call, plan: Plan | None = None) -> OnTensors:
     """What a call launches by `plan`, or else by the planner's choice, on the tensors of the call."""
     spec = gpus.spec_of(call.x.tensor.device)
     program = program_of(call, Choice(plan or heuristics.choose(call.problem, call.rows, spec, forced_variant())), spec)
     return program.on_tensors(call.tensors, call.shape, call.rows)
-
-
-prepare_backward = prepare_forward
 
 
 def program_of(call: Call, chosen: Choice, spec: DeviceSpec) -> Program:
@@ -375,7 +372,7 @@ def _is_legal(variant: str, problem: NormProblem, rows: int, spec: DeviceSpec) -
 @functools.cache
 def _norm(problem: NormProblem) -> Norm:
     return Norm(
-        form=FORMS[problem.form],
+        form=form_of(problem.form),
         layer=problem.norm == "layer",
         fp64=problem.acc_dtype == torch.float64,
         has_weight=problem.weight_dtype is not None,
