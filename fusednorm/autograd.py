@@ -369,7 +369,7 @@ def register(op: Op) -> None:
 def add(op: Op, formula: Callable[..., tuple]) -> None:
     """Add an op to the package: torch.ops.fusednorm gets it, with a fake and derivatives. `formula` has its arguments
     and outputs, as tensor code that can be differentiated. CUDA tensors run kernels if op.form is not None; then
-    FORMS of kernels/rowmath.py must have it."""
+    FORMS of kernels/rowmath.py must have its name."""
     reference.FORMULAS[op.name] = formula
     add_to_table(op)
     ops.register(op)

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from .forms import PLAIN, FormSpec
+
 Outputs = tuple[Tensor | None, ...]
 FORWARD, BACKWARD = WAYS = {"forward": "fwd", "backward": "bwd"}
-AFFINE = "affine"  # the form of LayerNorm and RMSNorm: y = x_hat * weight + bias
 
 
 class Role(enum.Enum):
@@ -64,8 +65,7 @@ class Output(NamedTuple):
 
 class Op(NamedTuple):
     """An op. inputs are in the order of the schema, dtypes last, by name alone. aten names the op of ATen with the same
-    arguments. A suffix tells ops of one norm and direction apart. form names what follows x_hat, among FORMS of
-    kernels/rowmath.py; kernels do not compute an op without a form."""
+    arguments. A suffix tells ops of one norm and direction apart. Kernels do not compute an op without a form."""
 
     norm: str
     direction: str
@@ -73,7 +73,7 @@ class Op(NamedTuple):
     outputs: tuple[Output, ...]
     aten: str | None = None
     suffix: str = ""
-    form: str | None = AFFINE
+    form: FormSpec | None = PLAIN
 
     @property
     def name(self) -> str:

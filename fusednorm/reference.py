@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .operands import AFFINE, Operands, Outputs, call_op
+from .forms import PLAIN
+from .operands import Operands, Outputs, call_op
 from .planner.norm_problem import accumulation_dtype
 from .problem import BackwardCall, ForwardCall, resolve_eps, stats_shape, validate
 
@@ -52,7 +53,7 @@ def backward(call: BackwardCall) -> tuple[Tensor | None, Tensor | None, Tensor |
 @torch.no_grad()
 def run(operands: Operands, call: ForwardCall | BackwardCall | None = None) -> Outputs:
     """The outputs: by ATen's kernels if these compute the op and it was checked (`call`), else by its formula."""
-    if call is None or call.problem.form != AFFINE or call.added:
+    if call is None or call.problem.form != PLAIN or call.added:
         return formula(operands)
     return forward(call) if isinstance(call, ForwardCall) else backward(call)
 

@@ -19,6 +19,7 @@ What precedes and follows x_hat is a config.Form, of steps that are functions he
 """
 
 import functools
+from dataclasses import replace
 
 import triton
 import triton.language as tl
@@ -195,33 +196,36 @@ def plus_residual(dx, residual, norm: tl.constexpr):
     return dx
 
 
-# What a step's name in a form's spec (fusednorm/forms.py) stands for.
-COMBINE = {("", True): x_alone, ("", False): x_alone, ("add", True): rounded_total, ("add", False): total}
+AFFINE = Form(
+    combine=x_alone,
+    round_x_hat=in_full,
+    scale=times_weight,
+    shift=plus_bias,
+    finish=u_alone,
+    upstream=times_weight,
+    to_dw=times_x_hat,
+    to_db=unchanged,
+    to_dx=plus_residual,
+)
+FORMS: dict[str, Form] = {}  # of norms from outside the package, by FormSpec.name (fusednorm/forms.py)
+
+# The functions of a FormSpec's steps, by their names.
+COMBINE = {"": {True: x_alone, False: x_alone}, "add": {True: rounded_total, False: total}}  # and by rounds_sum
 FINISH = {"": u_alone, "add": plus_last_tile}
 
 
 @functools.cache
 def form_of(spec) -> Form:
-    """The form of a spec: that of FORMS, else its steps put together."""
-    if spec in FORMS:
-        return FORMS[spec]
+    """The functions of a FormSpec."""
+    if spec.name:
+        return FORMS[spec.name]
     times = times_offset_weight if spec.weight_offset else times_weight
-    return Form(
-        combine=COMBINE[spec.combine, spec.rounds_sum],
+    return replace(
+        AFFINE,
+        combine=COMBINE[spec.combine][spec.rounds_sum],
         round_x_hat=as_x if spec.rounds_x_hat else in_full,
         scale=times,
-        shift=plus_bias,
         finish=FINISH[spec.finish],
         upstream=times,
-        to_dw=times_x_hat,
-        to_db=unchanged,
-        to_dx=plus_residual,
         weight_offset=spec.weight_offset,
     )
-
-
-AFFINE = Form(
-    combine=x_alone, round_x_hat=in_full, scale=times_weight, shift=plus_bias, finish=u_alone,
-    upstream=times_weight, to_dw=times_x_hat, to_db=unchanged, to_dx=plus_residual,
-)  # fmt: skip
-FORMS = {"affine": AFFINE}  # of steps that no spec names, by what an op has as its form (fusednorm/operands.py)

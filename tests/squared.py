@@ -12,9 +12,10 @@ import triton.language as tl
 from fusednorm.kernels import rowmath
 
 from fusednorm import autograd, operands, reference
+from fusednorm.forms import FormSpec
 
 OPS = [
-    op._replace(suffix="_squared", form="squared", aten=None)
+    op._replace(suffix="_squared", form=FormSpec("squared"), aten=None)
     for op in operands.OPS.values()
     if op.aten  # those that need no more operands
 ]

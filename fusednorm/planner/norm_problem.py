@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..forms import PLAIN, FormSpec
+
 ALIGNMENT = 16  # bytes: TMA demands it of addresses and strides, and Triton has separate builds for such pointers
 FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
@@ -30,7 +32,7 @@ class NormProblem:
     wants_db: bool = False
     nested_rows: bool = False  # the rows of some tensor lie at two nested strides, not at one
     tma_aligned: bool = True  # every row of every tensor that TMA would touch starts at a multiple of 16 bytes
-    form: str = "affine"  # what follows x_hat: no rule names one, but a kernel may fail for one alone
+    form: FormSpec = PLAIN  # no rule names one, but a kernel may fail for one alone
 
     @property
     def acc_dtype(self) -> torch.dtype:
