@@ -32,14 +32,57 @@ from .plan import MAX_BOX_SIDE, MultiWavePlan, PipelinedPlan, Plan
 
 MOST_PADDING = 4 / 3  # columns that the threads of a ring compute on, for each column of the row
 MOST_COPIES = 4  # of a tile of one tensor
-WARPS = (2, 4, 8, 16)
-ROWS = (1, 2, 4, 8, 16, 32, 64)
-# Elements of a row tile for a thread of a ring, and for a thread that holds a row in registers
-ELEMENTS_OF_RING = {"forward": (24, 64), "backward": (16, 64)}
-ELEMENTS_IN_REGISTERS = {"forward": (12, 32), "backward": (6, 16)}
-ELEMENTS_OF_SCATTERED_ROWS = (4, 24)  # where each element of a row is loaded by itself
-NARROW_WARPS = 8  # CTAs of more warps, or only one on an SM, are for rows beyond the others' reach
+ROWS = (1, 2, 4, 8, 16, 32, 64)  # of a tile; in a cluster, the first two
+SHORT = 128  # columns: such a row is too short for a thread to own columns
+NARROW = 512  # columns: a tile of few such rows is small for any number of warps
+LEAST_COLUMNS_OF_CLUSTER = 4096  # rows of fewer are short for one CTA
 MOST_COLUMNS_WITH_WEIGHT = {"forward": 16, "backward": 32}  # of a thread of a ring that keeps the weight in registers
+
+
+class Frame(NamedTuple):
+    """Warps of a CTA, CTAs on an SM, and the least and most elements of a row tile for a thread."""
+
+    num_warps: int
+    ctas_per_sm: int
+    least: float
+    most: float
+
+
+RINGS = {
+    "forward": (
+        Frame(4, 4, 24, 64),
+        Frame(4, 3, 24, 64),
+        Frame(4, 2, 24, 64),
+        Frame(8, 2, 24, 64),
+        Frame(8, 1, 24, 64),
+    ),
+    "backward": (Frame(4, 2, 16, 64), Frame(4, 3, 16, 64), Frame(8, 1, 16, 64), Frame(16, 1, 32, 64)),
+}
+IN_REGISTERS = {
+    "forward": (Frame(4, 4, 12, 32), Frame(4, 5, 12, 32), Frame(8, 2, 12, 32), Frame(16, 1, 12, 32)),
+    "backward": (
+        Frame(2, 4, 6, 32),
+        Frame(2, 8, 6, 16),
+        Frame(4, 2, 6, 16),
+        Frame(4, 4, 6, 16),
+        Frame(8, 1, 6, 16),
+        Frame(8, 2, 6, 16),
+        Frame(16, 1, 5, 16),
+    ),
+}
+# One row tile for each CTA, and rows whose elements are loaded one by one.
+SHORT_LIVED = (Frame(2, 16, 12, 32), Frame(4, 8, 12, 32), Frame(8, 4, 12, 32), Frame(16, 2, 12, 32))
+SCATTERED = {
+    "forward": (
+        Frame(4, 4, 4, 24),
+        Frame(4, 5, 4, 24),
+        Frame(4, 6, 4, 24),
+        Frame(4, 2, 4, 48),
+        Frame(8, 2, 4, 24),
+        Frame(16, 1, 4, 24),
+    ),
+    "backward": tuple(frame._replace(least=4, most=max(24, frame.most)) for frame in IN_REGISTERS["backward"]),
+}
 
 
 class Family(NamedTuple):
@@ -73,41 +116,41 @@ def family_of(plan: Plan) -> Family | None:
 def families(problem: NormProblem, device: DeviceSpec) -> Iterator[Family]:
     forward, cols = problem.direction == "forward", problem.cols
 
-    def tiles(elements: tuple[float, float], warps: int, cluster: int = 1) -> list[int]:
-        """Rows of a tile with which a thread has so many elements."""
-        least, most = (32 * warps * cluster * each for each in elements)
-        return [rows for rows in (ROWS if cluster == 1 else ROWS[:2]) if least <= rows * cols <= most]
+    def tiles(frame: Frame, cluster: int = 1) -> list[int]:
+        threads = 32 * frame.num_warps * cluster
+        least = frame.least / 2 if cols <= NARROW and not forward else frame.least
+        return [
+            rows
+            for rows in (ROWS if cluster == 1 else ROWS[:2])
+            if least * threads <= rows * cols <= frame.most * threads
+        ]
 
     if not broken_rule("pipelined", problem, 1, device):
-        for (warps, ctas), cluster in itertools.product(RING_FRAMES[problem.direction], cluster_sizes(device)):
-            if cluster > 1 and cols <= 4096:
+        for frame, cluster in itertools.product(RINGS[problem.direction], cluster_sizes(device)):
+            if (cluster > 1 and cols <= LEAST_COLUMNS_OF_CLUSTER) or (frame.num_warps == 16 and cluster < 8):
                 continue
-            for rows in tiles(ELEMENTS_OF_RING[problem.direction], warps, cluster):
-                if forward:
-                    one_row = problem.norm == "layer" and rows == 1
-                    if ctas == 3 and not one_row:
-                        continue
-                    stages = (1, 2) if problem.norm == "rms" and cluster == 1 else (2,)
-                else:
-                    stages = (2,) if rows > 1 or cols > 56 * 32 * warps * cluster else (3,)
-                for each in stages:
-                    yield Family("pipelined", rows, warps, ctas, cluster, each, forward and ctas > 1)
+            for rows in tiles(frame, cluster):
+                for stages in _stages(rows, frame, cluster, problem):
+                    short_lived = forward and frame.ctas_per_sm > 1
+                    yield Family("pipelined", rows, frame.num_warps, frame.ctas_per_sm, cluster, stages, short_lived)
     in_pieces = cols * problem.x_dtype.itemsize % 32 != 0
     scattered = not problem.tma_aligned or (in_pieces and not forward)
-    held = ELEMENTS_OF_SCATTERED_ROWS if scattered else ELEMENTS_IN_REGISTERS[problem.direction]
+    for frame in (SCATTERED if scattered else IN_REGISTERS)[problem.direction]:
+        for rows in tiles(frame):
+            yield Family("multi_wave", rows, frame.num_warps, frame.ctas_per_sm)
     if forward and problem.tma_aligned:
-        for warps in WARPS:
-            for rows in tiles(held, warps) if warps < 16 or cols > 8192 else ():
-                yield Family("multi_wave", rows, warps, 32 // warps, short_lived=True)
-    frames = ((4, 4), (4, 5), (8, 2), (16, 1)) if forward else ((2, 4), (2, 8), (4, 2), (4, 4), (8, 1), (8, 2), (16, 1))
-    if forward and not problem.tma_aligned:
-        frames = (*frames, (4, 6), (4, 2), (8, 3))
-    for warps, ctas in frames:
-        for rows in tiles(held, warps):
-            yield Family("multi_wave", rows, warps, ctas)
+        for frame in SHORT_LIVED:
+            for rows in tiles(frame) if frame.num_warps < 16 or cols > 8192 else ():
+                yield Family("multi_wave", rows, frame.num_warps, frame.ctas_per_sm, short_lived=True)
 
 
-RING_FRAMES = {"forward": ((4, 4), (4, 3), (4, 2), (8, 2), (8, 1)), "backward": ((4, 2), (4, 3), (8, 1), (16, 1))}
+def _stages(rows: int, frame: Frame, cluster: int, problem: NormProblem) -> tuple[int, ...]:
+    """Stages worth considering; none where this frame is for other tiles."""
+    if problem.direction == "backward":
+        return (2,) if rows > 1 or problem.cols > 56 * 32 * frame.num_warps * cluster else (3,)
+    if frame.ctas_per_sm == 3 and (problem.norm == "rms" or rows > 1):
+        return ()
+    return (1, 2) if problem.norm == "rms" and cluster == 1 else (2,)
 
 
 def shortlist(problem: NormProblem, device: DeviceSpec) -> tuple[Plan, ...]:
@@ -169,10 +212,13 @@ def ring_of(family: Family, problem: NormProblem, device: DeviceSpec) -> Pipelin
 def rows_of(family: Family, problem: NormProblem, device: DeviceSpec) -> MultiWavePlan | None:
     rows, warps, ctas, least = family.rows_per_tile, family.num_warps, family.ctas_per_sm, 8 // problem.x_dtype.itemsize
     threads = 32 * warps
+    # In a backward, a thread that has the same columns of all rows of a tile adds up dw and db by itself.
+    owns = problem.direction == "backward" and problem.tma_aligned
+    owned = 16 // problem.x_dtype.itemsize * threads if owns else 0
     found = [
         (chunk * num_chunks, -chunk, num_chunks)
         for chunk, num_chunks in chunkings(problem.cols, MIN_MULTIWAVE_CHUNK, MAX_CHUNKS)
-        if rows * chunk >= least * threads
+        if rows * chunk >= least * threads and (rows == 1 or chunk >= owned or problem.cols <= SHORT)
     ]
     for padded, chunk, num_chunks in sorted(found):
         if family.short_lived:
