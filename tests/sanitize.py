@@ -3,8 +3,8 @@
     python -m tests.sanitize [--tools memcheck consan] [--ops layer_norm_bwd] [--out FILE]
 
 Each tool runs the calls of each op in a process of its own, with a limit of time. FILE gets a JSON object: for each
-tool and op its calls, errors, seconds, kernels that gave way to others, and the tool's first words. Exit code 1 if a tool has found an error or a process
-did not end in time. A tool that is not installed is named in one sentence.
+tool and op its calls, errors, seconds, kernels that gave way to others, and the tool's first words. Exit code 1 if a
+tool has found an error or a process did not end in time. A tool that is not installed is named in one sentence.
 """
 
 from __future__ import annotations
@@ -159,7 +159,8 @@ def main() -> int:
     with ThreadPoolExecutor(options.workers) as pool:
         for result in pool.map(lambda job: sanitize(*job, options.limit), jobs):
             results.append(result)
-            print(*(f"{key} {value}" for key, value in result.items() if key not in ("said", "gave_way")), sep=", ", flush=True)
+            shown = {key: value for key, value in result.items() if not isinstance(value, list)}
+            print(*(f"{key} {value}" for key, value in shown.items()), sep=", ", flush=True)
             options.out.write_text(json.dumps({"missing": absent, "results": results}, indent=1))
     return any(each["errors"] or not each["complete"] for each in results)
 
