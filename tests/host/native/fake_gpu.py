@@ -26,7 +26,7 @@ from fusednorm.planner.device import H200
 from fusednorm.problem import check_backward, check_forward
 from fusednorm.tools import compilation
 
-STREAM = 1  # the native handle that the C++ side gets for the stream of CPU tensors (PreparedCall::run in prepared.h)
+STREAM = 1  # the native handle that the C++ side gets for the stream of CPU tensors (Program::run in program.h)
 
 
 ILLEGAL_ADDRESS = 700  # CUDA_ERROR_ILLEGAL_ADDRESS
@@ -187,6 +187,7 @@ class Build(launcher.Build):
     def __init__(self, compiled, launch):
         super().__init__(compiled, triton_compat.RELEASES[3, 6])
         self.name, self.layer = launch.kernel.__name__, launch.norm.layer
+        self.squares = launch.norm.form.finish_dw is not None  # the weight: it is a norm of squared.py
         self.launch = self._compute
         self._kept: list[int] = []  # positions of the arguments that are parameters of the build
         at = 4 + len(self.head)
@@ -286,10 +287,16 @@ def compute(launched: Launched) -> None:
     name, cols = launched.build.name, launched.parameters["cols"]
     if name == "finalize":
         for each in ("dw", "db"):
-            fill(launched.tensor(each, (cols,)), launched.tensor(f"{each}_partial", (cols,)))
+            total = launched.tensor(f"{each}_partial", (cols,))
+            if launched.build.squares and each == "dw" and total is not None:
+                total = 2 * total * launched.tensor("weight", (cols,))
+            fill(launched.tensor(each, (cols,)), total)
     elif name.startswith("forward"):
-        weight, bias = doubles(*(launched.tensor(each, (cols,)) for each in ("weight", "bias")))
-        (x,), eps = doubles(launched.rows("x")), launched.parameters["eps"]
+        weight, bias = weight_of(launched), *doubles(launched.tensor("bias", (cols,)))
+        (x, residual), eps = doubles(launched.rows("x"), launched.rows("residual")), launched.parameters["eps"]
+        if residual is not None:
+            x = x + residual
+            fill(launched.tensor("new_residual", launched.shape()), x)
         if launched.build.layer:
             y, mean, rstd = reference.layer_norm_formula(x, (cols,), weight, bias, eps)
             fill(launched.statistic("mean"), mean.flatten())
@@ -303,7 +310,7 @@ def compute(launched: Launched) -> None:
 
 def compute_backward(launched: Launched) -> None:
     cols = launched.parameters["cols"]
-    dy, x, weight = doubles(launched.rows("dy"), launched.rows("x"), launched.tensor("weight", (cols,)))
+    (dy, x), weight = doubles(launched.rows("dy"), launched.rows("x")), weight_of(launched)
     mean, rstd = doubles(launched.statistic("mean"), launched.statistic("rstd"))
     x = torch.zeros_like(dy) if x is None else x  # a kernel that sums only db does not get x
     dx, *_ = reference.backward_formula(dy, x, (cols,), mean, rstd, weight, None, (True, False, False))
@@ -314,6 +321,11 @@ def compute_backward(launched: Launched) -> None:
     for each, total in (("dw", dw), ("db", db)):
         fill(launched.tensor(f"{each}_partial", (cols,)), total)
         fill(launched.tensor(each, (cols,)), total)
+
+
+def weight_of(launched: Launched) -> torch.Tensor | None:
+    (weight,) = doubles(launched.tensor("weight", (launched.parameters["cols"],)))
+    return weight.square() if weight is not None and launched.build.squares else weight
 
 
 def doubles(*tensors):
