@@ -33,10 +33,22 @@ class NormProblem:
     nested_rows: bool = False  # the rows of some tensor lie at two nested strides, not at one
     tma_aligned: bool = True  # every row of every tensor that TMA would touch starts at a multiple of 16 bytes
     form: FormSpec = PLAIN  # no rule names one, but a kernel may fail for one alone
+    rows_in: tuple[torch.dtype, ...] = ()  # tensors of x's shape that are read for the form
+    rows_out: tuple[torch.dtype, ...] = ()  # and that are written
+    y_dtype: torch.dtype | None = None  # if it is not x's
 
     @property
     def acc_dtype(self) -> torch.dtype:
         return accumulation_dtype(self.x_dtype)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes per element of what a forward keeps of a row from its statistics to y: of the row that is normalized,
+        and of the row tensors that the form's last step reads."""
+        row = self.x_dtype
+        if self.rows_out:
+            row = self.rows_out[0] if self.form.rounds_sum else self.acc_dtype
+        return row.itemsize + sum(each.itemsize for each in self.rows_in[self.form.rows_before :])
 
     @property
     def num_sums(self) -> int:
