@@ -5,20 +5,15 @@ import functools
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from fake_gpu import miss_of
-from fusednorm.kernels import rowmath
 from norms import EPS, OPS, SHAPE, norms, operands
 from squared import squared
 from torch.testing import assert_close
 
 from fusednorm import autograd, ops, reference
 from fusednorm.forms import FormSpec
-from fusednorm.host import launch, prepared
+from fusednorm.host import prepared
 from fusednorm.host.kernel_devices import kernels_on
-from fusednorm.host.launcher import Launch
-from fusednorm.host.program import Number
 from fusednorm.operands import (
     DEFAULT_EPS,
     DWEIGHT_,
@@ -41,7 +36,6 @@ from fusednorm.operands import (
 from fusednorm.operands import (
     SHAPE as NORMALIZED_SHAPE,
 )
-from fusednorm.planner.plan import MultiWavePlan
 
 RESIDUAL = Slot("residual", Role.ROWS)
 SUM, SUM_GRAD = Slot("new_residual", Role.ROWS), Slot("new_residual_grad", Role.ROWS, optional=True)
@@ -51,7 +45,7 @@ FORWARD = Op(
     (X, NORMALIZED_SHAPE, RESIDUAL, WEIGHT, DEFAULT_EPS, WANTS_STATISTICS),
     (Y_, RSTD_, Output("new_residual", Role.ROWS, gradient="new_residual_grad")),
     suffix="_of_toy_sum",
-    form=FormSpec("toy sum"),
+    form=FormSpec(combine="add"),
 )
 BACKWARD = Op(
     "rms",
@@ -61,15 +55,6 @@ BACKWARD = Op(
     suffix="_of_toy_sum",
     form=None,
 )
-
-
-@triton.jit(do_not_specialize=["rows", "x_inner", "residual_inner"])
-def forward_of_sum(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows, cols, eps, x_inner, x_outer_stride, x_inner_stride,
-    norm: tl.constexpr, tile: tl.constexpr, residual_ptr, residual_inner, residual_outer_stride, residual_inner_stride,
-    new_residual_ptr,
-):  # fmt: skip
-    """What it writes, the fake GPU computes."""
 
 
 def forward_formula(x, normalized_shape, residual, weight, eps=None):
@@ -87,22 +72,14 @@ def backward_formula(
 
 @functools.cache
 def add_sum() -> None:
-    rowmath.FORMS["toy sum"] = rowmath.AFFINE
     autograd.add(FORWARD, forward_formula)
     autograd.add(BACKWARD, backward_formula)
 
 
 @pytest.fixture
-def of_sum(monkeypatch):
+def of_sum():
     """The op of the normalized sum."""
-
-    def build(plan, call, outputs):
-        args = launch._forward_args(call, outputs)
-        tile = launch._tile(plan, launch._log2_divisor(call))
-        return [Launch(forward_of_sum, (Number.CTAS,), args, launch._norm(call.problem), tile)]
-
     add_sum()
-    monkeypatch.setitem(launch._FORWARD, MultiWavePlan, build)
     return OPS.rms_norm_fwd_of_toy_sum
 
 
