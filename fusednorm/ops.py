@@ -70,11 +70,14 @@ def schema_of(op: Op) -> str:
 
     def argument(slot: Slot) -> str:
         kind = f"bool[{len(op.outputs)}]" if slot.role is Role.MASK else TYPES.get(slot.role, "Tensor")
-        by_name = "*, " * (slot.role is Role.DTYPE)
-        return f"{by_name}{kind}{'?' * slot.optional} {slot.name}" + f"={op.default(slot)}" * slot.has_default
+        kind = type(slot.default).__name__ if slot.role is Role.FORM else kind
+        return f"{kind}{'?' * slot.optional} {slot.name}" + f"={op.default(slot)}" * slot.has_default
 
+    by_position, by_name = (
+        [argument(slot) for slot in op.arguments if slot.role.is_by_name is named] for named in (False, True)
+    )
     outputs = ", ".join(f"Tensor {output.name}" for output in op.outputs)
-    return f"{op.name}({', '.join(map(argument, op.arguments))}) -> ({outputs})"
+    return f"{op.name}({', '.join([*by_position, *['*'][: len(by_name)], *by_name])}) -> ({outputs})"
 
 
 SCHEMAS = {name: schema_of(op) for name, op in OPS.items()}

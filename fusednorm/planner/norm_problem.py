@@ -33,10 +33,13 @@ class NormProblem:
     nested_rows: bool = False  # the rows of some tensor lie at two nested strides, not at one
     tma_aligned: bool = True  # every row of every tensor that TMA would touch starts at a multiple of 16 bytes
     form: FormSpec = PLAIN  # no rule names one, but a kernel may fail for one alone
+    rows_in: tuple[torch.dtype, ...] = ()  # tensors of x's shape that are read for the form
+    rows_out: tuple[torch.dtype, ...] = ()  # and that are written
+    y_dtype: torch.dtype | None = None  # if it is not x's
 
     @property
     def acc_dtype(self) -> torch.dtype:
-        return accumulation_dtype(self.x_dtype)
+        return accumulation_dtype(self.x_dtype, *self.rows_in)
 
     @property
     def num_sums(self) -> int:
@@ -56,6 +59,7 @@ class NormProblem:
         return self.wants_dx or self.wants_dw or self.wants_db
 
 
-def accumulation_dtype(x_dtype: torch.dtype) -> torch.dtype:
-    """Dtype of statistics, accumulators and partials: float64 for float64 x, float32 otherwise."""
-    return torch.float64 if x_dtype == torch.float64 else torch.float32
+def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """Dtype of statistics, accumulators and partials for row tensors of these dtypes: float64 if one is, else float32.
+    """
+    return torch.float64 if torch.float64 in dtypes else torch.float32

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "ops": {"host", "namespace", "operands", "planner", "problem", "reference"},
     "host": {"forcing", "kernels", "margin", "operands", "planner", "problem", "reference"},
     "reference": {"forms", "operands", "planner", "problem"},
-    "problem": {"operands", "planner"},
+    "problem": {"forms", "operands", "planner"},
     "forcing": {"planner"},
     "margin": {"planner"},
     "planner": {"forms"},

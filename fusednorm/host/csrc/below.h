@@ -43,6 +43,7 @@ struct BackwardOperands {
   std::array<bool, 3> mask;
   const Tensor& residual_grad = undefined();
   optional<at::ScalarType> dx_dtype = std::nullopt;
+  double weight_offset = 0;
   const Functions* below = &python->below;
 
   std::array<TensorRef, 7> tensors() const { return {grad_out, x, mean, rstd, weight, bias, residual_grad}; }
@@ -51,7 +52,8 @@ struct BackwardOperands {
   std::array<TensorRef, 6> differentiable() const { return {grad_out, x, mean, rstd, weight, residual_grad}; }
 
   py::object pass_to(const py::object& function) const {
-    return call_python(function, grad_out, x, shape, mean, rstd, weight, bias, mask, residual_grad, dx_dtype);
+    return call_python(function, grad_out, x, shape, mean, rstd, weight, bias, mask, residual_grad, dx_dtype,
+                       weight_offset);
   }
 };
 
@@ -69,14 +71,19 @@ inline Outputs run_in_python(const Given& given, const Call* call) {
   return to_tensors(returned[0]);
 }
 
+inline int64_t bits_of(double value) {
+  int64_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
 // (y, mean, rstd). mean is undefined for RMSNorm, and both statistics are if they are not wanted. The caller says whether
 // C++ may run the call.
 inline Outputs run_forward(const ForwardOperands& given, bool may_run_here) {
   auto sizes = c10::asIntArrayRefSlowOpt(given.shape);
   if (!may_run_here || !sizes) return run_in_python(given, nullptr);
   const auto& eps = given.eps;
-  int64_t setting = 0;
-  if (eps.has_value()) std::memcpy(&setting, &*eps, sizeof setting);
+  int64_t setting = eps.has_value() ? bits_of(*eps) : 0;
   Call call(given.op, *sizes, given.x, setting,
             static_cast<int64_t>(eps.has_value()) << 1 | static_cast<int64_t>(given.wants_statistics));
   call.add_rows(given.x);
@@ -93,6 +100,7 @@ inline Outputs run_backward(const BackwardOperands& given, bool may_run_here) {
   const auto& mask = given.mask;
   int64_t dx_dtype = given.dx_dtype ? 1 + static_cast<int64_t>(*given.dx_dtype) : 0;
   Call call(given.op, *sizes, given.x, dx_dtype << 3 | mask[0] | mask[1] << 1 | mask[2] << 2, 0);
+  call.key.push_back(bits_of(given.weight_offset));
   call.add_rows(given.grad_out);
   call.add_rows(given.x);
   call.add_statistic(given.mean);
@@ -164,17 +172,20 @@ template <auto run>
 Triple layer_norm_bwd_residual(
     const Tensor& grad_out, const Tensor& x, SymIntArrayRef shape, const Tensor& mean, const Tensor& rstd,
     const optional<Tensor>& weight, const optional<Tensor>& bias, const optional<Tensor>& residual_grad,
-    c10::List<bool> mask, optional<at::ScalarType> dx_dtype) {
+    c10::List<bool> mask, optional<at::ScalarType> dx_dtype, double weight_offset) {
   return as_triple(run({LAYER_BWD_RESIDUAL, grad_out, x, shape, mean, rstd, or_undefined(weight), or_undefined(bias),
-                        checked_mask<3>("layer_norm_bwd_residual", mask), or_undefined(residual_grad), dx_dtype}));
+                        checked_mask<3>("layer_norm_bwd_residual", mask), or_undefined(residual_grad), dx_dtype,
+                        weight_offset}));
 }
 
 template <auto run>
-Pair rms_norm_bwd_residual(
+Triple rms_norm_bwd_residual(
     const Tensor& grad_out, const Tensor& x, SymIntArrayRef shape, const Tensor& rstd, const optional<Tensor>& weight,
-    const optional<Tensor>& residual_grad, c10::List<bool> mask, optional<at::ScalarType> dx_dtype) {
-  return first_two(run({RMS_BWD_RESIDUAL, grad_out, x, shape, undefined(), rstd, or_undefined(weight), undefined(),
-                        checked_mask<2>("rms_norm_bwd_residual", mask), or_undefined(residual_grad), dx_dtype}));
+    const optional<Tensor>& bias, const optional<Tensor>& residual_grad, c10::List<bool> mask,
+    optional<at::ScalarType> dx_dtype, double weight_offset) {
+  return as_triple(run({RMS_BWD_RESIDUAL, grad_out, x, shape, undefined(), rstd, or_undefined(weight),
+                        or_undefined(bias), checked_mask<3>("rms_norm_bwd_residual", mask),
+                        or_undefined(residual_grad), dx_dtype, weight_offset}));
 }
 
 }  // namespace fusednorm
