@@ -79,7 +79,10 @@ def _fold_around(node: Node) -> bool:
     op = FOLDED[node.target]
     rows = [slot.name for slot in op.inputs if slot.role is Role.ROWS]
     parameters = [output.like for output in op.outputs[1:]]  # whose gradients these outputs are
-    arguments = named_arguments(node.target, node.args, node.kwargs)
+    defaults = {slot.name: op.default(slot) for slot in op.arguments}
+    arguments = defaults | named_arguments(node.target, node.args, node.kwargs)
+    mask = arguments["output_mask"]
+    arguments["output_mask"] = [*mask, *[False] * (len(op.outputs) - len(mask))]
     getitems = [user for user in node.users if user.users]
     outputs = {getitem.args[1]: getitem for getitem in getitems}
     if len(outputs) < len(getitems):
@@ -89,7 +92,8 @@ def _fold_around(node: Node) -> bool:
     if not widened and tail.node is outputs.get(0):
         return False
     arguments |= {name: arguments[name].args[0] for name in widened}
-    args = tuple((arguments | {"residual_grad": tail.residual})[slot.name] for slot in op.arguments[:-1])
+    arguments["residual_grad"] = tail.residual
+    args = tuple(arguments[slot.name] for slot in op.arguments if not slot.role.is_by_name)
     new = _call_before(node, getattr(ours, op.name).default, args, {"dx_dtype": tail.dtype})
     for index, output in outputs.items():
         replaced = [tail.node] if index == 0 else [output]

@@ -86,8 +86,8 @@ class Norms:
                 continue
             got = OPS.rms_norm_bwd(*ours, rms[1], self.dist_w, mask[:2])
             self.gradients(got, OPS.rms_norm_bwd(*theirs, plain_rms[1], self.w, mask[:2]))
-            got = OPS.rms_norm_bwd_residual(*ours, rms[1], self.dist_w, self.dist_residual, mask[:2])
-            want = OPS.rms_norm_bwd_residual(*theirs, plain_rms[1], self.w, self.residual, mask[:2])
+            got = OPS.rms_norm_bwd_residual(*ours, rms[1], self.dist_w, self.dist_b, self.dist_residual, mask)
+            want = OPS.rms_norm_bwd_residual(*theirs, plain_rms[1], self.w, self.b, self.residual, mask)
             self.gradients(got, want)
 
     def gradients(self, got, want) -> None:
