@@ -18,7 +18,7 @@ SIDE_BY_SIDE := --numprocesses 2 --dist worksteal
 endif
 PIP := $(PYTHON) -m pip --disable-pip-version-check install
 
-.PHONY: help demo test test-bench test-versions test-versions-all test-pairs test-integrations simulate mutants test-gpu fuzz bench plot budgets sass lint docs package clean
+.PHONY: help demo test test-bench test-versions test-versions-all test-pairs test-integrations simulate mutants test-gpu fuzz fuzz-gpu bench plot budgets sass lint docs package clean
 
 help:  ## prints this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -57,6 +57,10 @@ mutants: $(READY)  ## lists the barriers, waits, arrivals and fences that can be
 
 fuzz: $(READY)  ## compares 20,000 random calls of the public functions, valid or not, with torch's own
 	PYTHONPATH=$(CURDIR) $(PYTHON) tests/face/public_face.py --cases 20000
+
+# A run continues where the last one was stopped. FUZZ="--minutes 8 --seed 1" changes it.
+fuzz-gpu: $(READY)  ## compares 100,000 random calls of every op with float64, on a GPU: an hour with 16 processes
+	$(PYTHON) -m tests.fuzz $(FUZZ)
 
 bench: $(READY)  ## times our norms, the peers' and the floor, on a GPU; BENCH="--shapes 65536x1024"
 	$(PYTHON) -m bench.bench_norm $(BENCH)

@@ -108,9 +108,7 @@ def norms_of(calls: dict[str, Calls], direction: str, inputs: BenchInputs) -> di
     return norms | {FLOOR: floor_call(direction, inputs)}
 
 
-def chain_calls(
-    chain: str, norms: dict[str, Callable[[], Tensor]], written: Tensor
-) -> dict[str, Callable[[], Tensor]]:
+def chain_calls(chain: str, norms: dict[str, Callable[[], Tensor]], written: Tensor) -> dict[str, Callable[[], Tensor]]:
     """The chain of each norm, and where the norm has neighbours, the chain without a norm. Each returns what its last
     kernel wrote. `written` is contiguous, and is what the first neighbour writes."""
     if chain == "alone":

@@ -86,20 +86,28 @@ def time_fields(times: Times) -> dict:
 
 def make_record(case: BenchCase, direction: str, name: str, times: Times | None, floor: Times, machine: dict) -> dict:
     """A record of bench_norm. A candidate that was not timed has no time."""
-    record = machine | case_fields(case, direction) | {
-        "weight_dtype": dtype_name(case.weight_dtype),
-        "token_stride": case.token_stride,
-        "frozen": case.frozen,
-        "residual_dtype": dtype_name(case.residual_dtype),
-        "candidate": name,
-        "median_us": None,
-    }
+    record = (
+        machine
+        | case_fields(case, direction)
+        | {
+            "weight_dtype": dtype_name(case.weight_dtype),
+            "token_stride": case.token_stride,
+            "frozen": case.frozen,
+            "residual_dtype": dtype_name(case.residual_dtype),
+            "candidate": name,
+            "median_us": None,
+        }
+    )
     if times is None:
         return record
-    return record | time_fields(times) | {
-        "times_floor": round(times.median / floor.median, 4),
-        "floor_tb_s": round(floor_bytes(direction, case) / floor.median / 1e6, 4),
-    }
+    return (
+        record
+        | time_fields(times)
+        | {
+            "times_floor": round(times.median / floor.median, 4),
+            "floor_tb_s": round(floor_bytes(direction, case) / floor.median / 1e6, 4),
+        }
+    )
 
 
 def plan_text(plan) -> str:

@@ -1,22 +1,27 @@
-"""Times one plan of each family of plans, for many widths and row counts at once.
+"""Times the candidates of many problems, at several row counts, and the planner's own choices beside them.
 
     python -m bench.survey --cols 4096 5120 --rows-per-sm 4 16 62 248 --direction backward
+    python -m bench.survey --dense --minutes 8
+    python -m bench.survey --random 60 --seed 1
 
-A family is what a plan does apart from how a row is cut: its kernel, rows of a tile, warps, CTAs on an SM, CTAs of a
-row, stages. The plan that stands for a family needs the fewest copies, then has the least padding. Families whose
-threads have too little or too much of a tile are left out (`is_plausible`). All plans are compiled in parallel first;
-a plan that spills is not timed. One JSON line per cell goes to families.jsonl, with the planner's own choice (`own`)
-and the times of all plans, the fastest first. Cells that the file has are not timed again. Outputs are not checked:
-bench.sweep and the tests do. Exit code 2 without a CUDA GPU.
+--dense takes every width of a table in both passes: multiples of 128 up to 16384, wider ones, and some that TMA
+cannot copy; in bfloat16, then in float32. The coarse widths come first, so that a run that ends early is of use.
+--random draws cells from all of them. Plans are compiled in parallel, ahead of the cells that are timed; a plan that
+spills is not timed. One JSON line per cell goes to families.jsonl, with the planner's own choice (`own`) and the times
+of all plans, the fastest first. Cells that the file has are not timed again. Outputs are not checked: bench.sweep and
+the tests do. Exit code 2 without a CUDA GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import os
+import random
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,25 +29,17 @@ import torch
 from tqdm import tqdm
 
 from fusednorm.host import gpus
-from fusednorm.planner import budget, candidates, heuristics
+from fusednorm.planner import heuristics
 from fusednorm.planner.device import DeviceSpec
 from fusednorm.planner.norm_problem import NormProblem
-from fusednorm.planner.plan import (
-    MultiWavePlan,
-    PipelinedPlan,
-    Plan,
-    ReferencePlan,
-    columns_per_thread,
-    num_copies,
-    padded_columns,
-    rows_per_thread,
-)
-from fusednorm.planner.preference import is_sound
-from fusednorm.planner.tile_share import prefers_weight_in_smem
+from fusednorm.planner.plan import Plan, ReferencePlan
+from fusednorm.planner.shortlist import shortlist
 
 from . import sweep
 from .candidates import FLOOR, floor_call, reason
 from .cases import (
+    DIRECTIONS,
+    NORMS,
     BenchCase,
     add_direction_argument,
     add_plain_arguments,
@@ -62,83 +59,94 @@ from .records import (
 )
 from .timing import time_interleaved
 
-MOST_PADDING = 4 / 3  # columns that threads compute on, for each column of the row
-MOST_COPIES = 4  # of a tile of one tensor
-MOST_WARPS = 16  # on an SM, for a ring
-LEAST_ELEMENTS = 8  # of a tile, for a thread of a ring; narrow rows may have fewer
-NARROW = 512  # columns
 MOST_ELEMENTS = 2**28  # of x
 MOST_ROWS = 65536
+ROWS_PER_SM = (1, 4, 16, 62, 248)
+WIDE = (18432, 20480, 24576, 28672, 32768, 40960, 49152, 65536, 81920, 98304, 131072, 262144)
+NARROW = (64, 96, 160, 192, 224, 320, 448)
+OF_16_BYTES = (72, 200, 1000, 1032, 1560, 2000, 2056, 3000, 4104, 5000, 6008, 9000, 12296)
+UNALIGNED = (77, 255, 777, 1001, 1501, 2001, 3001, 4097, 5001, 6001, 8191, 12001, 16001)
+IN_FLOAT32 = (64, 96, 192, 320, 1000, 777, 2001, 4097, 5000, 20480, 32768, 65536)
 
 
-class Width(NamedTuple):
-    """What is timed at one width: the plans of the planner and of the survey."""
+class Problem(NamedTuple):
+    """What plans are made for: all that a cell has but the rows."""
 
     norm: str
+    direction: str
     cols: int
-    problem: NormProblem
-    plans: tuple[Plan, ...]
+    dtype: str
 
 
-def family(plan: MultiWavePlan | PipelinedPlan) -> tuple:
-    """The fields of a plan that the number of columns does not determine."""
-    own = plan.rows_per_tile, plan.num_warps, plan.ctas_per_sm, plan.short_lived
-    return (type(plan), *own, plan.cluster, plan.num_stages) if isinstance(plan, PipelinedPlan) else (type(plan), *own)
+class Compiled(NamedTuple):
+    """The plans of a problem, None or why each is not timed, and the planner's own (most rows, plan)."""
+
+    problem: Problem
+    plans: dict[Plan, str | None]
+    choices: tuple[tuple[float, Plan], ...]
 
 
-def is_plausible(plan: PipelinedPlan, problem: NormProblem, device: DeviceSpec) -> bool:
-    forward, warps = problem.direction == "forward", plan.num_warps * plan.ctas_per_sm
-    elements = rows_per_thread(plan) * columns_per_thread(plan)
-    return (
-        padded_columns(plan) <= MOST_PADDING * problem.cols
-        and num_copies(plan) <= MOST_COPIES
-        and (4 if forward else 8) <= warps <= MOST_WARPS
-        and (elements >= LEAST_ELEMENTS or problem.cols <= NARROW)
-        and (forward or plan.num_stages > 1)
-        and plan.weight_in_smem == prefers_weight_in_smem(plan, problem)
-        and is_sound(plan, problem, device)
-        and budget.fits_shared_memory(plan, problem, device)
-    )
+def dense() -> Iterator[Problem]:
+    """The coarse widths first: multiples of 2048, then of 1024, and so on."""
+    for step in (2048, 1024, 512):
+        yield from _both(cols for cols in range(step, 16385, step) if cols % (2 * step) or step == 2048)
+    yield from _both((128, 256, 384, 768, 1152, 1280, 2304, 2880, 5376, *UNALIGNED[::2], *WIDE[::2]))
+    yield from _both(range(1024, 16385, 1024), "fp32")
+    yield from _both(range(128, 16385, 128))
+    yield from _both((*NARROW, *OF_16_BYTES, *UNALIGNED, *WIDE))
+    yield from _both((*range(256, 16385, 256), *IN_FLOAT32), "fp32")
 
 
-def survey_plans(problem: NormProblem, device: DeviceSpec) -> tuple[Plan, ...]:
-    """The planner's own plans, then one of each family."""
-    best: dict[tuple, tuple] = {}
-    rings = [(num_copies(p), padded_columns(p), -p.chunk, p) for p in candidates.pipelined_plans(problem, device)]
-    in_registers = candidates.multiwave_plans(problem, device)
-    rows = [(1, plan.chunk * plan.num_chunks, -plan.chunk, plan) for plan in in_registers]
-    for *rank, plan in [*rows, *(ring for ring in rings if is_plausible(ring[-1], problem, device))]:
-        if family(plan) not in best or rank < best[family(plan)][0]:
-            best[family(plan)] = rank, plan
-    own = (plan for _, plan in heuristics.choices(problem, device) if not isinstance(plan, ReferencePlan))
-    return tuple(dict.fromkeys([*own, *(plan for _, plan in best.values())]))
+def _both(widths: Iterable[int], dtype: str = "bf16") -> Iterator[Problem]:
+    """Both norms and both passes of each width."""
+    for cols in widths:
+        yield from (Problem(norm, direction, cols, dtype) for direction in DIRECTIONS for norm in NORMS)
 
 
-def width_of(norm: str, cols: int, options: argparse.Namespace, device: DeviceSpec) -> Width:
-    case = plain_case(norm, (4, cols), options.dtype)
-    problem = sweep.make_call(case, make_bench_inputs(case, "cpu"), options.direction).problem
-    return Width(norm, cols, problem, survey_plans(problem, device))
+def drawn(count: int, seed: int) -> list[tuple[Problem, int]]:
+    """Cells at random: rows and columns evenly in octaves, three in four of bfloat16, one width in six odd."""
+    at, found = random.Random(seed), []
+    while len(found) < count:
+        cols, rows = (round(2 ** at.uniform(6, math.log2(most))) for most in (32768, MOST_ROWS))
+        cols = cols | 1 if at.random() < 1 / 6 else -(-cols // 8) * 8
+        problem = Problem(at.choice(NORMS), at.choice(DIRECTIONS), cols, at.choice(("bf16", "bf16", "bf16", "fp32")))
+        if rows * cols <= MOST_ELEMENTS:
+            found.append((problem, rows))
+    return found
 
 
-def compile_all(widths: list[Width], options: argparse.Namespace, device: DeviceSpec) -> dict[tuple, str | None]:
-    """{(norm, cols, plan): None, or why it is not timed}."""
-    keys = [(width.norm, width.cols, plan) for width in widths for plan in width.plans]
-    jobs = [(plain_case(norm, (4, cols), options.dtype), options.direction, p, device.arch) for norm, cols, p in keys]
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
-        built = list(tqdm(pool.imap(sweep.compile_plan, jobs, chunksize=2), "compiled", len(jobs), unit="plan"))
-    found = (each if isinstance(each, str) else f"{each[1]} bytes of stack" if each[1] else None for each in built)
-    return dict(zip(keys, found, strict=True))
+def case_of(problem: Problem, rows: int) -> BenchCase:
+    return plain_case(problem.norm, (rows, problem.cols), problem.dtype)
 
 
-def time_cell(width: Width, case: BenchCase, refusals: dict, options: argparse.Namespace, device: DeviceSpec) -> dict:
+def norm_problem(problem: Problem) -> NormProblem:
+    case = case_of(problem, 4)
+    return sweep.make_call(case, make_bench_inputs(case, "cpu"), problem.direction).problem
+
+
+def compile_all(job: tuple[Problem, DeviceSpec]) -> Compiled:
+    """Compiles the candidates of a problem and the planner's own plans, in a process of its own."""
+    problem, device = job
+    asked = norm_problem(problem)
+    choices = heuristics.choices(asked, device)
+    own = (plan for _, plan in choices if not isinstance(plan, ReferencePlan))
+    plans = {}
+    for plan in dict.fromkeys((*own, *shortlist(asked, device))):
+        built = sweep.compile_plan((case_of(problem, 4), problem.direction, plan, device.arch))
+        spills = None if isinstance(built, str) or not built[1] else f"{built[1]} bytes of stack"
+        plans[plan] = built if isinstance(built, str) else spills
+    return Compiled(problem, plans, choices)
+
+
+def time_cell(compiled: Compiled, case: BenchCase, rounds: int) -> dict:
     """The record of one cell, without the machine."""
-    inputs = make_bench_inputs(case, "cuda")
-    calls, refused = {FLOOR: floor_call(options.direction, inputs)}, {}
-    for plan in width.plans:
-        text, why = plan_text(plan), refusals[width.norm, width.cols, plan]
+    inputs, direction = make_bench_inputs(case, "cuda"), compiled.problem.direction
+    calls, refused = {FLOOR: floor_call(direction, inputs)}, {}
+    for plan, why in compiled.plans.items():
+        text = plan_text(plan)
         try:
             if not why:
-                launches = sweep.prepare(case, inputs, options.direction, plan)
+                launches = sweep.prepare(case, inputs, direction, plan)
                 calls[text] = lambda launches=launches: [launch.run() for launch in launches[0]]  # keeps the outputs
                 calls[text]()
         except Exception as error:  # goes into the record and does not end the survey
@@ -146,11 +154,12 @@ def time_cell(width: Width, case: BenchCase, refusals: dict, options: argparse.N
             calls.pop(text, None)
         if why:
             refused[text] = why
-    times = time_interleaved(calls, options.rounds)
+    times = time_interleaved(calls, rounds)
     plans = sorted((round(each.median, 2), text) for text, each in times.items() if text != FLOOR)
-    return case_fields(case, options.direction) | {
+    own = next(plan for most_rows, plan in compiled.choices if case.rows <= most_rows)
+    return case_fields(case, direction) | {
         "floor_us": round(times[FLOOR].median, 2),
-        "own": plan_text(heuristics.choose(width.problem, case.rows, device)),
+        "own": plan_text(own),
         "plans": [[text, us] for us, text in plans],
         "refused": refused,
     }
@@ -167,15 +176,35 @@ CELL = "norm", "direction", "rows", "cols", "x_dtype"
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = make_parser("survey", __doc__)
-    parser.add_argument("--cols", nargs="+", type=int, required=True, help="widths")
-    per_sm = [4, 16, 62, 248]
-    parser.add_argument("--rows-per-sm", nargs="+", type=int, default=per_sm, help="row counts (default: 4 16 62 248)")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--cols", nargs="+", type=int, help="widths")
+    what.add_argument("--dense", action="store_true", help="all widths of a table")
+    what.add_argument("--random", type=int, metavar="CELLS", help="cells at random")
+    parser.add_argument("--seed", type=int, default=0, help="of --random (default: 0)")
+    text = f"row counts (default: {' '.join(map(str, ROWS_PER_SM))})"
+    parser.add_argument("--rows-per-sm", nargs="+", type=int, default=ROWS_PER_SM, help=text)
     add_plain_arguments(parser)
     add_direction_argument(parser)
     parser.add_argument("--rounds", type=int, default=11, help="timed replays of each plan (default: 11)")
     parser.add_argument("--minutes", type=float, default=60, help="no cell is begun after this time (default: 60)")
     add_out_argument(parser)
     return parser.parse_args(arguments)
+
+
+def cells(options: argparse.Namespace, device: DeviceSpec) -> dict[Problem, list[BenchCase]]:
+    """What is timed, in its order."""
+    found: dict[Problem, list[BenchCase]] = {}
+    if options.random:
+        for problem, rows in drawn(options.random, options.seed):
+            found.setdefault(problem, []).append(case_of(problem, rows))
+        return found
+    plain = (
+        Problem(norm, options.direction, cols, options.dtype) for cols in options.cols or () for norm in options.norms
+    )
+    for problem in dense() if options.dense else plain:
+        cases = [case_of(problem, per_sm * device.sm_count) for per_sm in options.rows_per_sm]
+        found[problem] = [each for each in cases if each.rows <= MOST_ROWS and each.rows * each.cols <= MOST_ELEMENTS]
+    return found
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -185,19 +214,26 @@ def main(arguments: list[str] | None = None) -> int:
     machine, device = describe_machine(), gpus.spec_of(torch.device("cuda", torch.cuda.current_device()))
     path = results_path(options.out, machine, "families")
     known = cells_of(path, machine["gpu"])
-    widths = [width_of(norm, cols, options, device) for cols in options.cols for norm in options.norms]
-    refusals = compile_all(widths, options, device)
-    cells = [
-        (width, case)
-        for width in widths
-        for rows in (per_sm * device.sm_count for per_sm in options.rows_per_sm)
-        for case in [plain_case(width.norm, (rows, width.cols), options.dtype)]
-        if rows <= MOST_ROWS and rows * width.cols <= MOST_ELEMENTS
-    ]
-    for width, case in tqdm(cells, "timed", unit="cell"):
-        fields = case_fields(case, options.direction)
-        if time.monotonic() - start < 60 * options.minutes and tuple(fields[name] for name in CELL) not in known:
-            save([machine | time_cell(width, case, refusals, options, device)], path)
+    wanted = {}
+    for problem, cases in cells(options, device).items():
+        fields = [(case, case_fields(case, problem.direction)) for case in cases]
+        left = [case for case, each in fields if tuple(each[name] for name in CELL) not in known]
+        wanted |= {problem: left} if left else {}
+    jobs, last = [(problem, device) for problem in wanted], start + 60 * options.minutes
+    with multiprocessing.get_context("spawn").Pool(max(1, (os.cpu_count() or 1) - 1)) as pool:
+        built = pool.imap(compile_all, jobs)
+        with tqdm(total=sum(map(len, wanted.values())), desc="timed", unit="cell") as progress:
+            for _ in jobs:
+                try:
+                    compiled = built.next(max(0, last - time.monotonic()))
+                except multiprocessing.TimeoutError:
+                    break
+                torch.cuda.empty_cache()
+                for case in wanted[compiled.problem]:
+                    if time.monotonic() < last:
+                        save([machine | time_cell(compiled, case, options.rounds)], path)
+                        progress.update()
+        pool.terminate()
     return 0
 
 

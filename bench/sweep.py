@@ -122,8 +122,7 @@ def make_call(case: BenchCase, inputs: BenchInputs, direction: str):
 def prepare(case: BenchCase, inputs: BenchInputs, direction: str, plan: Plan):
     from fusednorm.host import launch
 
-    build = launch.prepare_forward if direction == "forward" else launch.prepare_backward
-    return build(make_call(case, inputs, direction), plan)
+    return launch.prepare(make_call(case, inputs, direction), plan)
 
 
 def sweep(case: BenchCase, options: argparse.Namespace) -> dict:

@@ -50,10 +50,9 @@ def complaints(problem: NormProblem, plan: Plan, device: DeviceSpec) -> list[str
     from fusednorm.host import launch
     from fusednorm.tools import compilation
 
-    prepare = launch.prepare_forward if problem.direction == "forward" else launch.prepare_backward
     found = []
     with mock.patch.object(gpus, "spec_of", lambda _: device):
-        launches = prepare(meta_call(problem), plan)[0]
+        launches = launch.prepare(meta_call(problem), plan)[0]
     for each in launches:
         name = each.kernel.__name__
         used = compilation.resources(each, device.arch)

@@ -50,8 +50,7 @@ def launches(direction: str, norm: str, rows: int, cols: int) -> list:
     from fusednorm.planner import heuristics
 
     problem = make_problem(norm, cols, direction=direction)
-    prepare = launch.prepare_forward if direction == "forward" else launch.prepare_backward
-    prepared = prepare(meta_call(problem, rows), heuristics.choose(problem, rows, H200))
+    prepared = launch.prepare(meta_call(problem, rows), heuristics.choose(problem, rows, H200))
     return [each for each in prepared.launches if each.kernel.__name__ != "finalize"]
 
 

@@ -96,14 +96,11 @@ def run(call: Call, miss: prepared.Miss | None = None) -> tuple[Outputs | None, 
     return None, None
 
 
-def prepare_forward(call: Call, plan: Plan | None = None) -> OnTensors:
+def prepare(call: Call, plan: Plan | None = None) -> OnTensors:
     """What a call launches by `plan`, or else by the planner's choice, on the tensors of the call."""
     spec = gpus.spec_of(call.x.tensor.device)
     program = program_of(call, Choice(plan or heuristics.choose(call.problem, call.rows, spec, forced_variant())), spec)
     return program.on_tensors(call.tensors, call.shape, call.rows)
-
-
-prepare_backward = prepare_forward
 
 
 def program_of(call: Call, chosen: Choice, spec: DeviceSpec) -> Program:

@@ -59,10 +59,12 @@ def backward_call(case: Case, inputs: Inputs, mean, rstd, mask=ALL_OUTPUTS) -> B
     return check_backward(BackwardOperands(case.norm, *operands))
 
 
-def launched(prepare, call, plan):
+def launched(call, plan):
     """The outputs of a call, once its kernels have run."""
+    from fusednorm.host import launch
+
     with guarded_buffers() as buffers:
-        launches, outputs = prepare(call, plan)[:2]
+        launches, outputs = launch.prepare(call, plan)[:2]
         assert len(buffers) >= len([output for output in outputs if output is not None])
         for each in launches:
             each.run()
@@ -70,15 +72,11 @@ def launched(prepare, call, plan):
 
 
 def run_forward(case: Case, inputs: Inputs, plan=None):
-    from fusednorm.host import launch
-
-    return launched(launch.prepare_forward, forward_call(case, inputs), plan)
+    return launched(forward_call(case, inputs), plan)
 
 
 def run_backward(case: Case, inputs: Inputs, mean, rstd, plan=None, mask=ALL_OUTPUTS):
-    from fusednorm.host import launch
-
-    return launched(launch.prepare_backward, backward_call(case, inputs, mean, rstd, mask), plan)
+    return launched(backward_call(case, inputs, mean, rstd, mask), plan)
 
 
 def run(case: Case, inputs: Inputs, forward_plan=None, backward_plan=None) -> Outputs:
@@ -192,7 +190,7 @@ def test_a_forward_without_statistics_has_the_same_y_and_writes_nothing_else(nor
     inputs = make_inputs(case)
     call = forward_call(case, inputs, wants_statistics=False)
     with guarded_buffers() as buffers:
-        prepared = launch.prepare_forward(call, plan)
+        prepared = launch.prepare(call, plan)
         for each in prepared.launches:
             each.run()
     assert len(buffers) == 1
@@ -259,7 +257,7 @@ def test_a_backward_without_dx_is_planned_as_one_that_needs_no_row_sums(norm):
     _, mean, rstd = run_forward(case, inputs)
     outputs = run_backward(case, inputs, mean, rstd, mask=(False, True, True))
     assert_outputs_close(Outputs(None, None, None, *outputs), case, inputs)
-    assert len(launch.prepare_backward(backward_call(case, inputs, mean, rstd, (False, True, True)))[0]) == 2
+    assert len(launch.prepare(backward_call(case, inputs, mean, rstd, (False, True, True)))[0]) == 2
 
 
 @pytest.mark.parametrize("mask", [ALL_OUTPUTS, (True, True, False), (True, False, True), (True, False, False)], ids=str)
@@ -271,7 +269,7 @@ def test_a_backward_of_rows_too_wide_for_registers_is_two_launches(dtype, mask):
     inputs = make_inputs(case)
     _, mean, rstd = run_forward(case, inputs)
     plan = ColumnTilePlan(4, 16, 4, 2, 64, 8)
-    assert len(launch.prepare_backward(backward_call(case, inputs, mean, rstd, mask), plan).launches) == 2
+    assert len(launch.prepare(backward_call(case, inputs, mean, rstd, mask), plan).launches) == 2
     assert_outputs_close(Outputs(None, None, None, *run_backward(case, inputs, mean, rstd, plan, mask)), case, inputs)
 
 
@@ -341,7 +339,7 @@ def test_ctas_without_rows_leave_no_partials(norm, rows):
     want = run(case, inputs)
     call = backward_call(case, inputs, want.mean, want.rstd)
     with guarded_buffers():  # the buffer of partials has no rows for the extra CTAs
-        launches, (_, *got) = launch.prepare_backward(call, MultiWavePlan(2, 128, 1, 4, 1, 255))[:2]
+        launches, (_, *got) = launch.prepare(call, MultiWavePlan(2, 128, 1, 4, 1, 255))[:2]
         replace(launches[0], grid=(8,)).run()
         launches[1].run()
     assert_outputs_close(replace(want, dweight=got[0], dbias=got[1]), case, inputs)
@@ -354,7 +352,7 @@ def test_finalizer_sums_any_number_of_partials(num_partials):
     case = make_case("layer", (num_partials * 8, 33), (FP32, FP32, FP32))
     inputs = make_inputs(case)
     statistic = torch.ones(case.rows)
-    *_, finalize = launch.prepare_backward(backward_call(case, inputs, statistic, statistic))[0]
+    *_, finalize = launch.prepare(backward_call(case, inputs, statistic, statistic))[0]
     partial, out = inputs.grad_out.view(num_partials, 8, 33).sum(1), torch.full((2, 33), float("nan"))
     replace(finalize, operands=(partial, partial * 2, *out, num_partials, 33, None)).run()
     assert_outputs_close(Outputs(dbias=out[0]), case, inputs)
@@ -365,12 +363,10 @@ def test_finalizer_sums_any_number_of_partials(num_partials):
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dx_dtype", [None, FP32], ids=str)
 def test_a_residual_gradient_of_any_strides_is_added_before_dx_is_rounded(norm, plan, dx_dtype):
-    from fusednorm.host import launch
-
     case = make_case(norm, (13, 40), (BF16, FP32, BF16))
     inputs, residual = make_inputs(case), torch.randn(40, 13).t()
     _, mean, rstd = run_forward(case, inputs)
     operands = inputs.grad_out, inputs.x, case.normalized_shape, mean, rstd, inputs.weight, inputs.bias, ALL_OUTPUTS
     calls = (check_backward(BackwardOperands(norm, *operands, *more)) for more in ((None, FP32), (residual, dx_dtype)))
-    plain, got = (launched(launch.prepare_backward, call, plan)[0] for call in calls)
+    plain, got = (launched(call, plan)[0] for call in calls)
     torch.testing.assert_close(got, (plain + residual).to(dx_dtype or BF16), rtol=1e-6 if dx_dtype else 8e-3, atol=1e-6)

@@ -243,7 +243,7 @@ def test_no_more_ctas_are_launched_than_have_rows(wanted, monkeypatch):
     monkeypatch.setattr(gpus, "spec_of", lambda device: H200)
     problem = make_problem("layer", 4096, **wanted)
     plan = choose(problem, 16, H200)
-    assert launch.prepare_backward(meta_call(problem, 16)).launches[0].grid == (-(-16 // plan.rows_per_tile),)
+    assert launch.prepare(meta_call(problem, 16)).launches[0].grid == (-(-16 // plan.rows_per_tile),)
 
 
 @pytest.mark.parametrize("cols, rows_of_sm", [(2176, 8), (4480, 12)])

@@ -58,7 +58,7 @@ def test_launch_asserts_what_the_planner_asks(rule, monkeypatch):
     call = meta_call(replace(problem, nested_rows=False), min(rows, 4096))
     plan = best_plan("pipelined", make_problem(), H200)
     with pytest.raises(AssertionError):
-        launch.prepare_backward(call._replace(problem=problem, rows=rows), plan)
+        launch.prepare(call._replace(problem=problem, rows=rows), plan)
 
 
 def test_fault_of_a_plan_that_is_no_ring_is_none():

@@ -70,9 +70,8 @@ def test_json_counts_launches_and_passes_as_they_are_made(spec):
 
     for problem in CASES:
         explanation = explain_problem(problem, 4096, spec)
-        prepare = launch.prepare_forward if problem.direction == "forward" else launch.prepare_backward
         with planned_for(spec):
-            kernels = [each.kernel.__name__ for each in prepare(meta_call(problem), explanation.plan).launches]
+            kernels = [each.kernel.__name__ for each in launch.prepare(meta_call(problem), explanation.plan).launches]
         said = explanation.as_dict()
         twice = "backward_row_means" in kernels or "forward_by_column_tiles" in kernels
         assert (said["launches"], said["passes"]) == (len(kernels), 2 if twice else 1)

@@ -1,0 +1,122 @@
+"""Compares random calls of every op with float64.
+
+    make fuzz-gpu        or: python -m tests.fuzz [--minutes 8] [--calls 100000] [--workers 16] [--out FILE]
+
+Worker processes share the GPU, each with a limit of time for a call, so that a call that hangs or kills its process is
+found too. Failures become lines of FILE, each with the command that repeats the call. FILE.progress.json says how far a
+seed got; the next run goes on from there. Exit code 1 if there is a failure. With --device cpu Triton's interpreter
+runs the kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from .draw import FAMILY, draw
+from .workers import Worker, described, examine, prepare
+
+SMALL = 3000  # elements that the interpreter gets
+
+
+class Progress:
+    """What is finished, in a file."""
+
+    def __init__(self, path: Path, seed: int):
+        self.path = path
+        self.state: dict[str, Any] = {
+            "seed": seed,
+            "next": 0,
+            "calls": 0,
+            "failures": 0,
+            "seconds": 0.0,
+            "worst": {},
+            "atens": {},
+        }
+        if path.exists() and (kept := json.loads(path.read_text()))["seed"] == seed:
+            self.state = kept
+        self.begun, self.before = time.monotonic(), self.state["seconds"]
+
+    def add(self, said: dict[str, Any]) -> None:
+        self.state["calls"] += 1
+        self.state["failures"] += "faults" in said
+        for kind in ("worst", "atens"):
+            for key, excess in said.get(kind, {}).items():
+                self.state[kind][key] = max(excess, self.state[kind].get(key, 0.0))
+
+    def save(self, first_unfinished: int) -> None:
+        self.state |= {"next": first_unfinished, "seconds": self.before + time.monotonic() - self.begun}
+        self.path.write_text(json.dumps(self.state, indent=1))
+
+
+def fuzz(options: argparse.Namespace) -> int:
+    """The number of failures of this run."""
+    progress = Progress(Path(f"{options.out}.progress.json"), options.seed)
+    following, end = progress.state["next"], time.monotonic() + 60 * options.minutes
+    workers = [Worker(options) for _ in range(options.workers)]
+    failures, saved = 0, time.monotonic()
+    done = progress.state["calls"]
+    with open(options.out, "a") as file, tqdm(total=options.calls, initial=done, unit="call") as bar:
+        while True:
+            for each in workers:
+                if not each.numbers and following < options.calls and time.monotonic() < end:
+                    each.give(list(range(following, min(following + FAMILY, options.calls))))
+                    following += FAMILY
+            busy = [each for each in workers if each.numbers]
+            if not busy or time.monotonic() > end:
+                break
+            wait([each.pipe for each in busy], timeout=1)
+            for each in busy:
+                while said := each.take():
+                    progress.add(said)
+                    bar.update()
+                    if "faults" in said:
+                        failures += 1
+                        bar.set_postfix(failures=failures)
+                        file.write(json.dumps(said, default=str) + "\n")
+                        file.flush()
+            if time.monotonic() - saved > 5:
+                progress.save(min([following, *[each.numbers[0] for each in workers if each.numbers]]))
+                saved = time.monotonic()
+    progress.save(min([following, *[each.numbers[0] for each in workers if each.numbers]]))
+    for each in workers:
+        each.process.kill()
+    state = progress.state
+    print(f"{state['calls']} calls of seed {options.seed}, {state['failures']} failures: {options.out}")
+    for key, excess in sorted(state["worst"].items()):
+        print(f"  {key}: at most {excess:.2f} of its bound; ATen {state['atens'].get(key, float('nan')):.2f}")
+    return failures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="after which the run stops")
+    parser.add_argument("--calls", type=int, default=100_000, help="how many, over all runs of the seed")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="how many processes")
+    parser.add_argument("--limit", type=float, default=120, help="seconds for one call, its compilation included")
+    parser.add_argument("--out", type=Path, default=Path("fuzz.jsonl"), help="the file of failures")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--elements", type=int, help="of the largest tensor")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", type=int, metavar="NUMBER", help="run one call, in this process")
+    options = parser.parse_args()
+    options.elements = options.elements or (2**23 if options.device == "cuda" else SMALL)
+    if options.only is None:
+        return bool(fuzz(options))
+    with prepare(options):
+        said = examine(options.only, options)
+    call = described(draw(options.only, options.seed, options.elements))
+    print(json.dumps({"call": call} | said, default=str, indent=1))
+    return "faults" in said
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,204 @@
+"""Random calls. A call's number determines it; calls of one family, `FAMILY` numbers in a row, need the same kernels
+but have other rows, values and addresses, so that most of them find programs that are kept."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from cases import BF16, FP16, FP32, FP64, LAYOUTS, TROUBLED_WIDTHS, row_strided, statistic_layouts, unaligned
+from torch import Tensor
+
+from fusednorm.operands import OPS, Op, Role
+from fusednorm.planner.plan import VARIANTS
+
+FAMILY = 25
+MOST_COLS = 300_000
+SMS = 132  # of the GPUs that were measured: row counts near multiples of it
+DTYPES, WEIGHTS = (BF16, FP32, FP16, FP64), (4, 3, 2, 1)
+ANY_RANK: dict[str, Callable[[Tensor], Tensor]] = {  # layouts of tensors of any rank
+    "contiguous": lambda tensor: tensor, "row_strided": row_strided, "unaligned": unaligned,
+}  # fmt: skip
+FOUR_DIMS = ANY_RANK | {name: of_x for name, (_, of_x, _) in LAYOUTS.items()} | {
+    name: of_grad for name, (_, _, of_grad) in LAYOUTS.items() if name.startswith("repeated")
+}  # fmt: skip
+VALUES = (
+    "normal", "normal", "normal", "mean 1e4", "equal rows", "one-signed", "zero", "tiny", "denormal", "large", "inf",
+    "nan", "constant",
+)  # fmt: skip
+PARAMETER_VALUES = ("parameter", "parameter", "zero", "constant", "one-signed", "tiny")
+MODES = ("plain", "plain", "stream", "threads")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an op, as what its tensors are made from."""
+
+    op: str
+    shape: tuple[int, ...]
+    normalized_ndim: int
+    dtypes: dict[str, torch.dtype | None]  # by operand; None for an absent tensor
+    values: dict[str, str]
+    layouts: dict[str, str]
+    given: dict[str, Any]  # eps, masks and dtypes
+    variant: str | None
+    margin: int
+    mode: str
+    seed: int
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.shape[: len(self.shape) - self.normalized_ndim])
+
+    @property
+    def normalized_shape(self) -> tuple[int, ...]:
+        return self.shape[len(self.shape) - self.normalized_ndim :]
+
+    def arguments(self, device: str) -> dict[str, Any]:
+        """The op's arguments by name."""
+        generator = torch.Generator(device).manual_seed(self.seed)
+        made: dict[str, Any] = {}
+        statistics = []
+        for slot in OPS[self.op].arguments:
+            if slot.role is Role.SHAPE:
+                made[slot.name] = list(self.normalized_shape)
+            elif not slot.role.is_tensor:
+                made[slot.name] = self.given[slot.name]
+            elif slot.role is Role.STATISTIC:
+                made[slot.name] = None  # keeps the order of the arguments
+                statistics.append(slot.name)
+            elif self.dtypes[slot.name] is None:
+                made[slot.name] = None
+            else:
+                shape = self.normalized_shape if slot.role is Role.PARAMETER else self.shape
+                tensor = fill(shape, self.values[slot.name], self.dtypes[slot.name], generator)
+                made[slot.name] = FOUR_DIMS[self.layouts[slot.name]](tensor)
+        exact = statistics_of(made["x"], self.normalized_ndim, OPS[self.op].norm)
+        for name in statistics:
+            kind = FP64 if self.dtypes["x"] == FP64 else FP32
+            made[name] = statistic_layouts(exact[name].to(kind))[self.layouts[name]]
+        return made
+
+
+def statistics_of(x: Tensor, normalized_ndim: int, norm: str) -> dict[str, Tensor]:
+    wide, dims = x.double(), tuple(range(-normalized_ndim, 0))
+    mean = wide.mean(dims, keepdim=True)
+    centered = wide - mean if norm == "layer" else wide
+    return {"mean": mean, "rstd": torch.rsqrt(centered.square().mean(dims, keepdim=True) + 1e-5)}
+
+
+def fill(shape: tuple[int, ...], kind: str, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Random numbers of a kind of VALUES or PARAMETER_VALUES."""
+    x = torch.randn(shape, generator=generator, device=generator.device, dtype=FP64)
+    info = torch.finfo(dtype)
+    if kind == "denormal" and dtype == BF16 and x.is_cpu:
+        kind = "tiny"  # Triton's interpreter misreads bfloat16's denormal numbers
+    if kind == "normal":
+        x = x * 1.5 + 0.5
+    elif kind == "parameter":
+        x = x * 0.5 + 1
+    elif kind == "mean 1e4":
+        x = x + 1e4
+    elif kind == "equal rows":
+        x = x[..., :1].expand(shape) * 100
+    elif kind == "constant":
+        x = torch.full_like(x, 0.1)
+    elif kind == "one-signed":
+        x = x.abs()
+    elif kind == "zero":
+        x = torch.zeros_like(x)
+    elif kind == "tiny":
+        x = x * 1e-4
+    elif kind == "denormal":
+        x = x * info.smallest_normal / 4
+    elif kind == "large":
+        x = x * (1e3 if dtype == FP16 else 1e15)
+    else:  # a few elements that are not finite
+        few = torch.rand(shape, generator=generator, device=generator.device) * x.numel() < 2
+        x = torch.where(few, float(kind), x)
+    return x.clamp(-info.max, info.max).to(dtype) if kind != "inf" else x.to(dtype)
+
+
+def draw(number: int, seed: int, most_elements: int) -> Call:
+    """The call of this number."""
+    of_family = random.Random(f"{seed} {number // FAMILY}")
+    each = random.Random(f"{seed} {number}")
+    op = OPS[of_family.choice(list(OPS))]
+    normalized = _normalized_shape(of_family, min(MOST_COLS, most_elements))
+    strided = of_family.random() < 0.3
+    dtypes, layouts, given = _of_family(of_family, op, strided)
+    batch = _batch_shape(each, most_elements // max(1, math.prod(normalized)), 4 - len(normalized), strided)
+    tensors = [slot for slot in op.arguments if slot.role.is_tensor and slot.role is not Role.STATISTIC]
+    calm = each.random() < 0.4
+    values = {
+        slot.name: each.choice(PARAMETER_VALUES if slot.role is Role.PARAMETER else VALUES[: 3 if calm else None])
+        for slot in tensors
+    }
+    return Call(
+        op.name, (*batch, *normalized), len(normalized), dtypes, values, layouts, given,
+        variant=of_family.choice((None, None, *VARIANTS[:-1])),  # not ATen's kernels
+        margin=of_family.choice((0, 0, 0, 16, 100)),
+        mode=each.choice(MODES),
+        seed=each.getrandbits(32),
+    )  # fmt: skip
+
+
+def _of_family(rng: random.Random, op: Op, strided: bool) -> tuple[dict, dict, dict]:
+    """(dtypes, layouts, other arguments)."""
+    dtypes: dict[str, torch.dtype | None] = {}
+    layouts, given = {}, {}
+    of_x, same = rng.choices(DTYPES, WEIGHTS)[0], rng.random() < 0.5
+    names = list(FOUR_DIMS if strided else ANY_RANK)
+    for slot in op.arguments:
+        if slot.role is Role.STATISTIC:
+            layouts[slot.name] = rng.choice(("[M]", "[M, 1]", "strided"))
+        elif slot.role.is_tensor:
+            absent = slot.optional and rng.random() < 0.2
+            dtypes[slot.name] = None if absent else of_x if same or slot.name == "x" else rng.choice(DTYPES)
+            is_rows = slot.role is not Role.PARAMETER
+            layouts[slot.name] = rng.choice(names) if is_rows and rng.random() < 0.6 else "contiguous"
+        elif slot.role is Role.EPS:
+            given[slot.name] = rng.choice((1e-5, 1e-6, 1e-12, 1e-3, 0.0, *[None] * slot.optional))
+        elif slot.role is Role.DTYPE:
+            given[slot.name] = rng.choice((None, *DTYPES))
+        elif slot.role is Role.MASK:
+            given[slot.name] = [rng.random() < 0.75 for _ in op.outputs]
+    return dtypes, layouts, given
+
+
+def _log_uniform(rng: random.Random, most: int) -> int:
+    return max(1, min(most, round(math.exp(rng.uniform(0, math.log(max(most, 1)))))))
+
+
+def _normalized_shape(rng: random.Random, most: int) -> tuple[int, ...]:
+    size = _log_uniform(rng, most)
+    power = 2 ** (size.bit_length() - 1)
+    widths = size, size | 1, _prime_near(size), power, size // 8 * 8, size // 256 * 256, power + rng.choice((-1, 1))
+    cols = rng.choice((*widths, rng.choice(TROUBLED_WIDTHS), rng.randint(0, 3)))
+    cols = min(cols, most)
+    if rng.random() < 0.2 and cols:
+        inner = rng.choice([each for each in (1, 2, 3, 4, 8, 16, 64) if cols % each == 0])
+        return cols // inner, inner
+    return (cols,)
+
+
+def _batch_shape(rng: random.Random, most_rows: int, most_dims: int, all_dims: bool) -> tuple[int, ...]:
+    rows = _log_uniform(rng, most_rows)
+    rows = rng.choice((rows, rows, rows | 1, SMS * max(1, rows // SMS) + rng.randint(-1, 1), rng.randint(0, 4)))
+    rows = min(rows, most_rows)
+    dims = most_dims if all_dims else rng.randint(0 if rows == 1 else 1, most_dims)
+    shape: list[int] = []
+    for _ in range(dims - 1):
+        shape.append(rng.choice([each for each in (1, 2, 3, 5, 8, 31) if rows % each == 0]))
+        rows //= shape[-1]
+    return tuple(rng.sample([*shape, rows], dims)) if dims else ()
+
+
+def _prime_near(size: int) -> int:
+    while size > 2 and any(size % each == 0 for each in range(2, math.isqrt(size) + 1)):
+        size += 1
+    return size

@@ -1,0 +1,106 @@
+"""What the fuzzer finds: no fault in a few calls of each op, and each kind of fault that a kernel may have."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fusednorm.host.kernel_devices import kernels_on
+from fusednorm.operands import OPS
+
+from .check import check, run
+from .draw import FAMILY, Call, draw
+from .workers import STARTS, Worker
+
+pytest.importorskip("triton")
+ELEMENTS = 300
+
+
+def small_call(op: str, **changes) -> Call:
+    """The first call of an op that draw.py makes, with changes."""
+    numbers = range(0, 100 * FAMILY, FAMILY)
+    return replace(next(call for call in (draw(each, 1, ELEMENTS) for each in numbers) if call.op == op), **changes)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_calls_of_every_op_are_within_their_bounds(op):
+    with kernels_on("cpu"):
+        findings = check(small_call(op, variant=None), "cpu")
+    assert findings and all(each.excess <= 1 for each in findings), findings
+
+
+CALL = Call(
+    op="layer_norm_fwd", shape=(6, 40), normalized_ndim=1,
+    dtypes={"x": torch.float32, "weight": torch.float32, "bias": None},
+    values={"x": "normal", "weight": "parameter"}, layouts={"x": "contiguous", "weight": "contiguous"},
+    given={"eps": 1e-5}, variant=None, margin=0, mode="plain", seed=0,
+)  # fmt: skip
+
+
+def spoiled(change):
+    """Runs the op, then `change(outputs, arguments)`."""
+
+    def runner(call, arguments):
+        outputs = tuple(each.clone() for each in run(call, arguments))
+        change(outputs, arguments)
+        return outputs
+
+    return runner
+
+
+def test_one_wrong_element_is_found():
+    def change(outputs, arguments):
+        outputs[0][3, 7] *= 1.0001
+
+    findings = check(CALL, "cpu", spoiled(change))
+    assert [each.excess > 1 for each in findings] == [True, False, False]
+    assert "1 of 240 elements, worst at 127" in findings[0].text
+
+
+def test_a_lost_digit_of_a_mean_is_found():
+    findings = check(CALL, "cpu", spoiled(lambda outputs, arguments: outputs[1].mul_(1 + 2e-5)))
+    assert [each.output for each in findings if each.excess > 1] == ["mean"]
+
+
+def test_nan_is_found():
+    findings = check(CALL, "cpu", spoiled(lambda outputs, arguments: outputs[2].fill_(torch.nan)))
+    assert [each.output for each in findings if each.excess > 1] == ["rstd"]
+
+
+def test_other_bits_in_a_second_call_are_found():
+    with pytest.raises(AssertionError, match="output 0 has other bits in a second call"):
+        check(CALL, "cpu", spoiled(lambda outputs, arguments: outputs[0].add_(torch.rand(()) * 1e-6)))
+
+
+def test_a_write_beside_an_operand_is_found():
+    call = replace(CALL, layouts=CALL.layouts | {"x": "row_strided"})
+    with pytest.raises(AssertionError, match="wrote into its operands"):
+        check(call, "cpu", spoiled(lambda outputs, arguments: arguments["x"]._base[0, -1].fill_(1)))
+
+
+def hangs_then_dies(pipe, options):
+    for number in pipe.recv():
+        pipe.send((STARTS, number))
+        if number == 0:
+            time.sleep(600)
+        if number == 1:
+            os._exit(3)
+        pipe.send(("said", {"number": number}))
+
+
+def test_calls_that_hang_or_die_are_found_and_the_next_ones_run():
+    options = argparse.Namespace(limit=0.3, seed=0, elements=ELEMENTS, device="cpu")
+    worker = Worker(options, hangs_then_dies, "fork")
+    worker.give([0, 1, 2])
+    said, end = [], time.monotonic() + 60
+    while worker.numbers and time.monotonic() < end:
+        said += filter(None, [worker.take()])
+    worker.process.kill()
+    assert [each.get("faults") for each in said] == [
+        ["the call took more than 0 seconds"], ["the process ended with code 3"], None,
+    ]  # fmt: skip
