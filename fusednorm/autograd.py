@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+from torch.overrides import has_torch_function
 
 from . import ops, reference, sharding
 from .forcing import asked_variants, force
@@ -27,6 +28,8 @@ from .host import native, prepared, torch_compat
 from .host.kernel_devices import runs_kernels
 from .host.key import PLAIN_TYPES
 from .host.torch_compat import (
+    asks_function_modes,
+    asks_subclasses,
     dispatch_modes,
     forward_ad,
     function_modes,
@@ -57,6 +60,7 @@ from .operands import (
 )
 from .operands import add as add_to_table
 from .planner.norm_problem import accumulation_dtype
+from .problem import validate
 
 
 class LayerNormFunction:
@@ -283,19 +287,27 @@ def y_of(norm, x, normalized_shape, weight, bias, eps) -> Tensor:
     return call_op(_overload(operands) if traced else IMPLEMENTATIONS[operands.op], operands)[0]
 
 
-def of_form(name: str, x: Tensor, *arguments, **named) -> Tensor | tuple[Tensor, ...]:
+def of_form(name: str, arguments: tuple, named: dict[str, Any]) -> Tensor | tuple[Tensor, ...]:
     """What a form's forward op returns without the statistics, by the op's arguments: y, or y and what follows."""
-    operands = operands_of(name, (x, *arguments), named)
-    traced = _is_traced()
-    operands = operands._replace(wants_statistics=traced or _is_recorded(*operands.tensors))
-    if not traced:
+    operands = operands_of(name, arguments, named)
+    try:
+        return _of_form(operands)
+    except (AttributeError, TypeError):
+        validate(operands)  # raises a sentence if an operand is wrong
+        raise
+
+
+def _of_form(operands: Operands) -> Tensor | tuple[Tensor, ...]:
+    if _is_traced() or asks_function_modes() or (has_torch_function(operands.tensors) and asks_subclasses()):
+        outputs = call_op(_overload(operands), operands)
+    elif torch.onnx.is_in_onnx_export():
+        outputs = reference.formula(operands)
+    else:
+        operands = operands._replace(wants_statistics=_is_recorded(*operands.tensors))
         outputs = (_shown_forward if is_profiled() else _forward)(operands)
         if outputs is not None:
             return outputs
-    if _is_for_onnx():
-        outputs = reference.formula(operands)
-    else:
-        outputs = call_op(_overload(operands) if traced else IMPLEMENTATIONS[operands.op], operands)
+        outputs = call_op(IMPLEMENTATIONS[operands.op], operands)
     return _without_statistics(outputs)
 
 

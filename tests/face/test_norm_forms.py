@@ -1,0 +1,237 @@
+"""The forms: what comes before and after a norm. Each test runs for every form of the table, with both norms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fusednorm
+from fusednorm.operands import FORM_OPS, Op, Role
+
+OPS = torch.ops.fusednorm
+FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+COLS, EPS = 24, 1e-3
+FACES = {  # the function and the module of each form
+    "layer_norm_fwd_affine": (fusednorm.affine_layer_norm, fusednorm.AffineLayerNorm),
+    "rms_norm_fwd_affine": (fusednorm.affine_rms_norm, fusednorm.AffineRMSNorm),
+    "layer_norm_fwd_of_sum": (fusednorm.add_layer_norm, fusednorm.AddLayerNorm),
+    "rms_norm_fwd_of_sum": (fusednorm.add_rms_norm, fusednorm.AddRMSNorm),
+    "layer_norm_fwd_plus_residual": (fusednorm.layer_norm_add, fusednorm.LayerNormAdd),
+    "rms_norm_fwd_plus_residual": (fusednorm.rms_norm_add, fusednorm.RMSNormAdd),
+}
+forms = pytest.mark.parametrize("op", FORM_OPS, ids=lambda op: op.name)
+
+
+def rows_of(op: Op) -> list[str]:
+    return [slot.name for slot in op.inputs if slot.role is Role.ROWS]
+
+
+def leaves(op: Op, *dtypes: torch.dtype, shape=(3, 5, COLS), seed=0) -> dict[str, Tensor]:
+    """x, a residual if the form has one, weight and bias."""
+    generator = torch.Generator().manual_seed(seed)
+    names = [*rows_of(op), "weight", "bias"]
+    dtypes = dtypes or (FP64,) * len(names)
+    made = {}
+    for name, dtype in zip(names, (*dtypes, *[dtypes[-1]] * len(names)), strict=False):
+        size = shape if name in rows_of(op) else shape[-1:]
+        made[name] = (torch.randn(size, generator=generator, dtype=FP64) + 0.5).to(dtype).requires_grad_()
+    return made
+
+
+def run(op: Op, given: dict[str, Tensor | None], **settings: Any) -> tuple[Tensor, ...]:
+    outputs = FACES[op.name][0](**given, eps=EPS, **settings)
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def composite(op: Op, given: dict[str, Tensor | None], offset: float = 0.0) -> tuple[Tensor, ...]:
+    """As models write it, in the dtypes of the tensors."""
+    h, residual = given["x"], given.get("residual")
+    before, after = bool(op.form.combine), bool(op.form.finish)
+    if before and residual is not None:
+        h = h + residual
+    wide = h if h.dtype == FP64 else h.float()
+    centered = wide - wide.mean(-1, keepdim=True) if op.norm == "layer" else wide
+    u = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + EPS)
+    if given["weight"] is not None:
+        u = u * (offset + given["weight"].to(u.dtype))
+    if given["bias"] is not None:
+        u = u + given["bias"].to(u.dtype)
+    y = u.to(given["x"].dtype)
+    return (y, h) if before else (y + residual,) if after else (y,)
+
+
+def gradients(outputs: tuple[Tensor, ...], given: dict[str, Tensor], wants: tuple[bool, ...] = (True, True)):
+    used = [each for each, want in zip(outputs, wants, strict=False) if want]
+    grads = [torch.linspace(-1, 1, each.numel()).reshape(each.shape).to(each.dtype) for each in used]
+    return torch.autograd.grad(used, [each for each in given.values() if each is not None], grads, allow_unused=True)
+
+
+def error(got: Tensor, exact: Tensor) -> float:
+    return float((got.detach().double() - exact.detach().double()).square().mean().sqrt())
+
+
+def test_every_form_has_a_function_and_a_module():
+    assert set(FACES) == {op.name for op in FORM_OPS}
+    public = {each.__name__ for pair in FACES.values() for each in pair}
+    assert public <= set(fusednorm.__all__)
+
+
+@forms
+@pytest.mark.parametrize("dtypes", [(BF16,), (FP16, FP16), (BF16, FP32, FP32), (FP32, BF16, BF16), (BF16, FP64, FP32)])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_outputs_and_gradients_err_no_more_than_those_of_the_plain_code(op, dtypes, offset):
+    given = leaves(op, *(dtypes if "residual" in rows_of(op) else dtypes[:1] + dtypes[2:]), shape=(40, 96))
+    exact = {name: each.detach().double().requires_grad_() for name, each in given.items()}
+    want, plain, got = composite(op, exact, offset), composite(op, given, offset), run(op, given, weight_offset=offset)
+    assert [each.dtype for each in got[1:]] == [each.dtype for each in plain[1:]]
+    assert got[0].dtype == (plain[0].dtype if op.form.finish else given["x"].dtype)
+    pairs = [got, gradients(got, given)], [plain, gradients(plain, given)], [want, gradients(want, exact)]
+    for group in range(2):
+        for ours, theirs, right in zip(*(side[group] for side in pairs), strict=True):
+            least = torch.finfo(ours.dtype).eps * float(right.detach().abs().amax()) * 1e-2
+            assert error(ours, right) <= 1.1 * error(theirs, right) + least
+    for name, each in zip(given, gradients(run(op, given), given), strict=True):
+        assert each.dtype == given[name].dtype
+
+
+@forms
+def test_derivatives_of_two_orders_pass_the_checks_with_and_without_parameters(op):
+    for absent in ((), ("bias",), ("weight", "bias")):
+        given = {name: None if name in absent else each for name, each in leaves(op, shape=(2, 3, 4)).items()}
+        present = [name for name, each in given.items() if each is not None]
+
+        def of(*tensors, given=given, present=present):
+            return run(op, given | dict(zip(present, tensors, strict=True)), weight_offset=1.0)
+
+        tensors = [given[name] for name in present]
+        torch.autograd.gradcheck(of, tensors, fast_mode=True)
+        torch.autograd.gradgradcheck(of, tensors, fast_mode=True)
+
+
+@forms
+def test_transforms_and_forward_mode_agree_with_the_plain_code(op):
+    given = leaves(op, shape=(2, 3, 4))
+    names, tensors = list(given), [each.detach() for each in given.values()]
+    of = {
+        which: lambda *each, which=which: which(op, dict(zip(names, each, strict=True)))[0] for which in (run, composite)
+    }
+    tangents = tuple(torch.ones_like(each) for each in tensors)
+    for transform in (
+        lambda f: torch.func.jvp(f, tuple(tensors), tangents)[1],
+        lambda f: torch.func.jacrev(f, tuple(range(len(tensors))))(*tensors)[0],
+        lambda f: torch.func.vmap(f, (0,) * len(rows_of(op)) + (None, None))(*tensors),
+    ):
+        torch.testing.assert_close(transform(of[run]), transform(of[composite]))
+
+
+@forms
+def test_the_op_is_registered_as_torch_demands(op):
+    given = leaves(op, BF16, shape=(3, 8)) | {"bias": None}
+    rows = [given[name] for name in rows_of(op)[1:]]
+    arguments = (given["x"], [8], *rows, given["weight"], given["bias"], EPS)
+    settings = {slot.name: FP32 for slot in op.inputs if slot.role is Role.DTYPE} | {"weight_offset": 1.0}
+    torch.library.opcheck(getattr(OPS, op.name).default, arguments, settings)
+
+
+@forms
+def test_a_graph_with_any_number_of_rows_is_one_and_exports(op):
+    torch._dynamo.reset()
+    module = FACES[op.name][1](COLS, weight_offset=1.0).double()
+    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows in (3, 7):
+        tensors = [each for name, each in leaves(op, shape=(rows, COLS)).items() if name in rows_of(op)]
+        got, want = compiled(*tensors), module(*tensors)
+        torch.testing.assert_close(got, want)
+        ours, theirs = (each if isinstance(each, tuple) else (each,) for each in (got, want))
+        of = dict(zip(rows_of(op), tensors, strict=True))
+        torch.testing.assert_close(gradients(ours, of), gradients(theirs, of))
+    rows = torch.export.Dim("rows", min=2)
+    exported = torch.export.export(module, tuple(tensors), dynamic_shapes=[{0: rows} for _ in tensors])
+    assert any(op.name in str(node.target) for node in exported.graph.nodes)
+    torch.testing.assert_close(exported.module()(*[torch.cat([each] * 2) for each in tensors])[0][:7], want[0][:7])
+
+
+sums = pytest.mark.parametrize("op", [op for op in FORM_OPS if op.form.combine], ids=lambda op: op.name)
+
+
+@sums
+@pytest.mark.parametrize("wants", [(True, False), (False, True)])
+def test_either_gradient_may_be_absent_and_no_zeros_take_its_place(op, wants, monkeypatch):
+    given, exact = leaves(op), leaves(op)
+    outputs = run(op, given)
+    for name in ("zeros_like", "zeros"):
+        monkeypatch.setattr(torch, name, None)
+    got, want = gradients(outputs, given, wants), gradients(composite(op, exact), exact, wants)
+    assert [each is None for each in got] == [each is None for each in want]
+    for ours, right in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, right)
+
+
+@sums
+def test_what_a_backward_keeps_is_the_sum_and_not_its_summands(op):
+    given, kept = leaves(op), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each.data_ptr()), lambda each: None):
+        y, h = run(op, given)
+    assert h.data_ptr() in kept
+    assert not {given["x"].data_ptr(), given["residual"].data_ptr()} & set(kept)
+
+
+@sums
+@pytest.mark.parametrize("dtype", [BF16, FP32, FP64])
+def test_a_stream_may_begin_here_and_no_output_is_an_input(op, dtype):
+    given = leaves(op, dtype) | {"residual": None}
+    y, h = run(op, given)
+    assert torch.equal(h, given["x"]) and h.data_ptr() != given["x"].data_ptr()
+    assert torch.equal(y, run(op, leaves(op, dtype) | {"residual": torch.zeros_like(given["x"])})[0])
+
+
+@sums
+def test_the_stream_has_the_dtype_that_is_asked_and_the_norm_sees_the_sum_that_is_asked(op):
+    given = leaves(op, BF16)
+    x, residual = given["x"].detach(), given["residual"].detach()
+    for dtype in (None, BF16, FP32):
+        y, h = run(op, given, residual_dtype=dtype)
+        assert h.dtype == (dtype or BF16) and torch.equal(h, (x.float() + residual.float()).to(h.dtype))
+        assert torch.equal(y, run(op, given | {"x": h, "residual": None})[0].bfloat16())
+    unrounded = run(op, given, normalize_rounded=False)[0]
+    assert torch.equal(unrounded, run(op, given, residual_dtype=FP32)[0]) and not torch.equal(unrounded, run(op, given)[0])
+
+
+@forms
+def test_x_hat_is_rounded_where_it_is_asked_and_y_has_the_promoted_dtype(op):
+    given = leaves(op, BF16) | {"bias": None}
+    plain = {name: each for name, each in given.items() if name != "residual"}
+    h = given["x"] + given["residual"] if op.form.combine else given["x"]
+    x_hat = FACES[f"{op.norm}_norm_fwd_affine"][0](h, eps=EPS, normalized_shape=(COLS,))
+    want = x_hat * plain["weight"] if not op.form.finish else x_hat.float() * plain["weight"].float() + given["residual"]
+    assert torch.equal(run(op, given, rounding="x_hat")[0], want.bfloat16())
+    assert run(op, given | {"weight": given["weight"].float()}, rounding="x_hat")[0].dtype == FP32
+
+
+@forms
+def test_modules_start_as_the_plain_norm_and_keep_parameters_alone(op):
+    function, module = FACES[op.name]
+    for offset in (0.0, 1.0):
+        made = module(COLS, weight_offset=offset, bias=True, dtype=FP64)
+        assert list(made.state_dict()) == ["weight", "bias"] and bool((made.weight == 1 - offset).all())
+        tensors = [each for name, each in leaves(op).items() if name in rows_of(op)]
+        torch.testing.assert_close(made(*tensors), function(*tensors, eps=made.eps, normalized_shape=(COLS,)))
+        assert f"weight_offset={offset}" in repr(made)
+    assert [*module(COLS, elementwise_affine=False).parameters()] == []
+
+
+@forms
+def test_wrong_operands_get_one_sentence(op):
+    given = leaves(op)
+    for changes, kind, text in (
+        ({"x": [1.0]}, TypeError, f"^{op.name}: x must be a tensor, got list"),
+        ({"weight": torch.ones(3)}, RuntimeError, f"^{op.name}: x must end in normalized_shape"),
+        ({"eps": "small"}, TypeError, f"^{op.name}: eps must be a number, got 'small'"),
+        ({"rounding": "twice"}, ValueError, f"^{op.name}: rounding must be one of once, x_hat, got 'twice'"),
+        *([({"residual": given["x"][0]}, RuntimeError, f"^{op.name}: residual must have shape")] * (len(rows_of(op)) - 1)),
+    ):
+        with pytest.raises(kind, match=text):
+            FACES[op.name][0](**({"eps": EPS} | given | changes))
