@@ -33,11 +33,11 @@ def row_pointers(sources, row, norm: tl.constexpr):
 
 
 @triton.jit
-def load_elements(pointers, col, valid):
-    """The elements of each row at the columns `col`, zeros where not `valid`."""
+def load_elements(pointers, start, col, valid):
+    """The elements of each row at the columns start + col, zeros where not `valid`."""
     elements = ()
     for t in tl.static_range(len(pointers)):
-        elements = elements + (tl.load(pointers[t] + col, mask=valid, other=0.0),)
+        elements = elements + (tl.load(pointers[t] + start + col, mask=valid, other=0.0),)
     return elements
 
 
@@ -60,13 +60,13 @@ def forward_by_column_tiles(
     if norm.layer:
         total = tl.full([tile.chunk], 0.0, norm.acc)
         for start in range(0, cols, tile.chunk):
-            total += combine(load_elements(tile_rows, start + lane, lane < cols - start), rows_out, norm).to(norm.acc)
+            total += combine(load_elements(tile_rows, start, lane, lane < cols - start), rows_out, norm).to(norm.acc)
         row_mean = quotient(tl.sum(total, axis=0), cols)
     deviations = tl.full([tile.chunk], 0.0, norm.acc)
     squares = tl.full([tile.chunk], 0.0, norm.acc)
     for start in range(0, cols, tile.chunk):
         valid = lane < cols - start
-        deviation = combine(load_elements(tile_rows, start + lane, valid), rows_out, norm).to(norm.acc)
+        deviation = combine(load_elements(tile_rows, start, lane, valid), rows_out, norm).to(norm.acc)
         if norm.layer:
             deviation = tl.where(valid, deviation - row_mean, 0.0)
         deviations += deviation
@@ -83,7 +83,7 @@ def forward_by_column_tiles(
     for start in range(0, cols, tile.chunk):
         col = start + lane
         valid = lane < cols - start
-        tiles = load_elements(tile_rows, col, valid)
+        tiles = load_elements(tile_rows, 0, col, valid)
         x = combine(tiles, rows_out, norm)
         if rows_out is not None:
             for t in tl.static_range(len(rows_out)):
