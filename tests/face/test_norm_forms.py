@@ -115,16 +115,16 @@ def test_derivatives_of_two_orders_pass_the_checks_with_and_without_parameters(o
 def test_transforms_and_forward_mode_agree_with_the_plain_code(op):
     given = leaves(op, shape=(2, 3, 4))
     names, tensors = list(given), [each.detach() for each in given.values()]
-    of = {
-        which: lambda *each, which=which: which(op, dict(zip(names, each, strict=True)))[0] for which in (run, composite)
-    }
+    ours, theirs = (
+        lambda *each, which=which: which(op, dict(zip(names, each, strict=True)))[0] for which in (run, composite)
+    )
     tangents = tuple(torch.ones_like(each) for each in tensors)
     for transform in (
         lambda f: torch.func.jvp(f, tuple(tensors), tangents)[1],
         lambda f: torch.func.jacrev(f, tuple(range(len(tensors))))(*tensors)[0],
         lambda f: torch.func.vmap(f, (0,) * len(rows_of(op)) + (None, None))(*tensors),
     ):
-        torch.testing.assert_close(transform(of[run]), transform(of[composite]))
+        torch.testing.assert_close(transform(ours), transform(theirs))
 
 
 @forms
@@ -197,18 +197,19 @@ def test_the_stream_has_the_dtype_that_is_asked_and_the_norm_sees_the_sum_that_i
         assert h.dtype == (dtype or BF16) and torch.equal(h, (x.float() + residual.float()).to(h.dtype))
         assert torch.equal(y, run(op, given | {"x": h, "residual": None})[0].bfloat16())
     unrounded = run(op, given, normalize_rounded=False)[0]
-    assert torch.equal(unrounded, run(op, given, residual_dtype=FP32)[0]) and not torch.equal(unrounded, run(op, given)[0])
+    assert torch.equal(unrounded, run(op, given, residual_dtype=FP32)[0])
+    assert not torch.equal(unrounded, run(op, given)[0])
 
 
 @forms
 def test_x_hat_is_rounded_where_it_is_asked_and_y_has_the_promoted_dtype(op):
     given = leaves(op, BF16) | {"bias": None}
-    plain = {name: each for name, each in given.items() if name != "residual"}
+    weight = given["weight"]
     h = given["x"] + given["residual"] if op.form.combine else given["x"]
     x_hat = FACES[f"{op.norm}_norm_fwd_affine"][0](h, eps=EPS, normalized_shape=(COLS,))
-    want = x_hat * plain["weight"] if not op.form.finish else x_hat.float() * plain["weight"].float() + given["residual"]
+    want = x_hat.float() * weight.float() + given["residual"] if op.form.finish else x_hat * weight
     assert torch.equal(run(op, given, rounding="x_hat")[0], want.bfloat16())
-    assert run(op, given | {"weight": given["weight"].float()}, rounding="x_hat")[0].dtype == FP32
+    assert run(op, given | {"weight": weight.float()}, rounding="x_hat")[0].dtype == FP32
 
 
 @forms
@@ -231,7 +232,9 @@ def test_wrong_operands_get_one_sentence(op):
         ({"weight": torch.ones(3)}, RuntimeError, f"^{op.name}: x must end in normalized_shape"),
         ({"eps": "small"}, TypeError, f"^{op.name}: eps must be a number, got 'small'"),
         ({"rounding": "twice"}, ValueError, f"^{op.name}: rounding must be one of once, x_hat, got 'twice'"),
-        *([({"residual": given["x"][0]}, RuntimeError, f"^{op.name}: residual must have shape")] * (len(rows_of(op)) - 1)),
+        ({"residual": given["x"][0]}, RuntimeError, f"^{op.name}: residual must have shape"),
     ):
+        if not changes.keys() <= given.keys() | {"eps", "rounding"}:
+            continue  # an operand that the form has not
         with pytest.raises(kind, match=text):
             FACES[op.name][0](**({"eps": EPS} | given | changes))
