@@ -11,7 +11,14 @@ layer_norm_bwd, rms_norm_bwd
     gradients of x, weight and bias, from the gradient of y and the statistics that the forward returned
 layer_norm_bwd_residual, rms_norm_bwd_residual
     the same, with residual_grad (the gradient of a residual stream that x also went into) added to dx before dx is
-    rounded, once, to dx_dtype (x's by default)
+    rounded, once, to dx_dtype (x's by default); weight_offset is added to the weight. rms_norm's has a bias, too
+layer_norm_fwd_affine, rms_norm_fwd_affine
+    y = x_hat * (weight_offset + weight) + bias, with x_hat rounded to x's dtype if rounds_x_hat; y in y_dtype
+layer_norm_fwd_of_sum, rms_norm_fwd_of_sum
+    the same of new_residual = x + residual, in residual_dtype (by default the promoted dtype of both). The sum is
+    normalized as it is stored if rounds_sum. residual None: new_residual is a copy of x
+layer_norm_fwd_plus_residual, rms_norm_fwd_plus_residual
+    the same of x, plus residual; y has the promoted dtype of both by default
 
 The first four take the arguments of aten::native_layer_norm, native_layer_norm_backward, _fused_rms_norm and
 _fused_rms_norm_backward at the same positions.

@@ -47,6 +47,7 @@ MAY_IMPORT = {
         "ops",
         "planner",
         "problem",
+        "reference",
     },
     "tools": {"__init__", "forcing", "host", "margin", "modules", "namespace", "operands", "planner", "problem"},
     "__main__": {"__init__", "tools"},
