@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 from simulator.host import simulated
-from steps import ADD, PIPELINED, PORTABLE, SPECIALIZED, Steps
+from steps import PIPELINED, PORTABLE, SPECIALIZED
 
 import fusednorm
-from fusednorm.planner.device import H200
-from fusednorm.planner.legality import broken_rule
 
 SOME_PORTABLE = [PORTABLE[4], PORTABLE[6]]
 BY_VARIANT = {"multi_wave": SOME_PORTABLE, "pipelined": PIPELINED, "warp_specialized": SPECIALIZED}
@@ -23,8 +21,3 @@ def test_steps_before_and_after_a_norm_give_the_oracles_numbers(variant, steps):
         prepared = launch.prepare(steps.call)
         simulation.hand_over(prepared.launches)
     steps.check(prepared.outputs)
-
-
-def test_compute_groups_of_a_forward_take_x_alone():
-    assert broken_rule("warp_specialized", Steps("rms", ADD, 8, 64).call.problem, 8, H200).rule == "row_tensors"
-    assert broken_rule("pipelined", Steps("rms", ADD, 8, 64).call.problem, 8, H200) is None
