@@ -47,3 +47,4 @@ class FormSpec(NamedTuple):
 
 
 PLAIN = FormSpec()
+ROUNDINGS = "once", "x_hat"  # as callers name FormSpec.rounds_x_hat

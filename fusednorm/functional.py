@@ -24,6 +24,7 @@ from torch.fx import Proxy
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_variadic
 
 from . import autograd
+from .forms import ROUNDINGS
 from .host import native, torch_compat
 from .host.kernel_devices import runs_kernels
 from .host.torch_compat import asks_function_modes, asks_subclasses
@@ -260,8 +261,6 @@ class _InPlaceOfTorchs(TorchFunctionMode):
 _IN_PLACE_OF_TORCHS = _InPlaceOfTorchs()
 # torch.compile shows F.rms_norm to modes as torch.rms_norm, which takes the same arguments.
 _OURS = {F.layer_norm: layer_norm, F.rms_norm: rms_norm, torch.rms_norm: rms_norm}
-
-ROUNDINGS = "once", "x_hat"
 
 _AUTOCASTS_LAYER_NORM = torch_compat.has_autocast_rule("aten::layer_norm")
 _AUTOCASTS_RMS_NORM = torch_compat.has_autocast_rule("aten::rms_norm")

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import functional
+from .forms import ROUNDINGS
 from .host.torch_compat import parameter, quantize_as_stock
 
 
@@ -69,8 +70,8 @@ class _FormNorm(torch.nn.Module):
         rounding: str = "once",
     ) -> None:
         super().__init__()
-        if rounding not in functional.ROUNDINGS:
-            known = ", ".join(functional.ROUNDINGS)
+        if rounding not in ROUNDINGS:
+            known = ", ".join(ROUNDINGS)
             raise ValueError(f"{type(self).__name__}: rounding must be one of {known}, got {rounding!r}")
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         self.normalized_shape, self.elementwise_affine = shape, elementwise_affine
