@@ -340,7 +340,8 @@ def _load(plans: list[tuple[Wanted, Plan]], device: torch.device, spec: DeviceSp
 
 def _zeros(call: ForwardCall | BackwardCall, device: torch.device) -> list[Tensor | None]:
     """Memory for the call's tensors, whose shapes no kernel asks for."""
-    return [each and torch.zeros(call.shape, dtype=each.dtype, device=device) for each in call.tensors]
+    dtypes = [None if each is None else each.dtype for each in call.tensors]
+    return [dtype and torch.zeros(call.shape, dtype=dtype, device=device) for dtype in dtypes]
 
 
 def _program(wanted: Wanted, plan: Plan, device: DeviceSpec) -> Program:

@@ -49,7 +49,9 @@ MAY_IMPORT = {
         "problem",
         "reference",
     },
-    "tools": {"__init__", "forcing", "forms", "host", "margin", "modules", "namespace", "operands", "planner", "problem"},
+    "tools": {
+        *("__init__", "forcing", "forms", "host", "margin", "modules", "namespace", "operands", "planner", "problem"),
+    },
     "__main__": {"__init__", "tools"},
 }
 AT_THE_ROOT = 15  # files at most: a listing of the package's folder fits on one screen

@@ -186,7 +186,7 @@ class Build(launcher.Build):
 
     def __init__(self, compiled, launch):
         super().__init__(compiled, triton_compat.RELEASES[3, 6])
-        self.name, self.layer = launch.kernel.__name__, launch.norm.layer
+        self.name, self.norm = launch.kernel.__name__, launch.norm
         self.launch = self._compute
         self._kept: list[int] = []  # positions of the arguments that are parameters of the build
         at = 4 + len(self.head)
@@ -290,7 +290,7 @@ def compute(launched: Launched) -> None:
     elif name.startswith("forward"):
         weight, bias = doubles(*(launched.tensor(each, (cols,)) for each in ("weight", "bias")))
         (x,), eps = doubles(launched.rows("x")), launched.parameters["eps"]
-        if launched.build.layer:
+        if launched.build.norm.layer:
             y, mean, rstd = reference.layer_norm_formula(x, (cols,), weight, bias, eps)
             fill(launched.statistic("mean"), mean.flatten())
         else:
@@ -306,7 +306,8 @@ def compute_backward(launched: Launched) -> None:
     dy, x, weight = doubles(launched.rows("dy"), launched.rows("x"), launched.tensor("weight", (cols,)))
     mean, rstd = doubles(launched.statistic("mean"), launched.statistic("rstd"))
     x = torch.zeros_like(dy) if x is None else x  # a kernel that sums only db does not get x
-    dx, *_ = reference.backward_formula(dy, x, (cols,), mean, rstd, weight, None, (True, False, False))
+    offset = {"weight_offset": launched.build.norm.form.weight_offset}
+    dx, *_ = reference.backward_formula(dy, x, (cols,), mean, rstd, weight, None, (True, False, False), **offset)
     ones = torch.ones_like(x[0])
     _, dw, db = reference.backward_formula(dy, x, (cols,), mean, rstd, ones, ones, (False, True, True))
     residual = launched.tensor("residual", launched.shape())
