@@ -54,7 +54,8 @@ def bandwidth(device: DeviceSpec) -> float:
 
 
 def tensor_bytes(problem: NormProblem, rows: int, passes: int = 1) -> int:
-    """Bytes of x, dy, dx and the gradient added to dx (x and y in the forward), with x and dy read `passes` times."""
+    """Bytes of x, dy, dx and the gradient added to dx (x and y in the forward), with x and dy read `passes` times; and
+    of the form's other row tensors."""
     if problem.direction == "forward":
         per_element = (passes + 1) * problem.x_dtype.itemsize
     else:
@@ -62,6 +63,7 @@ def tensor_bytes(problem: NormProblem, rows: int, passes: int = 1) -> int:
         per_element = passes * read + problem.wants_dx * problem.x_dtype.itemsize
         if problem.residual_dtype is not None:
             per_element += problem.residual_dtype.itemsize
+    per_element += sum(dtype.itemsize for dtype in problem.rows_in + problem.rows_out)
     return rows * problem.cols * per_element
 
 
