@@ -291,6 +291,8 @@ def of_form(name: str, arguments: tuple, named: dict[str, Any]) -> Tensor | tupl
     """What a form's forward op returns without the statistics, by the op's arguments: y, or y and what follows."""
     operands = operands_of(name, arguments, named)
     try:
+        if not torch.compiler.is_dynamo_compiling() and tracing_state() is not None:  # sizes are tensors then
+            operands = operands._replace(normalized_shape=[int(size) for size in operands.normalized_shape])
         return _of_form(operands)
     except (AttributeError, TypeError):
         validate(operands)  # raises a sentence if an operand is wrong
@@ -298,10 +300,10 @@ def of_form(name: str, arguments: tuple, named: dict[str, Any]) -> Tensor | tupl
 
 
 def _of_form(operands: Operands) -> Tensor | tuple[Tensor, ...]:
-    if _is_traced() or asks_function_modes() or (has_torch_function(operands.tensors) and asks_subclasses()):
-        outputs = call_op(_overload(operands), operands)
-    elif torch.onnx.is_in_onnx_export():
+    if _is_for_onnx():
         outputs = reference.formula(operands)
+    elif _is_traced() or asks_function_modes() or (has_torch_function(operands.tensors) and asks_subclasses()):
+        outputs = call_op(_overload(operands), operands)
     else:
         operands = operands._replace(wants_statistics=_is_recorded(*operands.tensors))
         outputs = (_shown_forward if is_profiled() else _forward)(operands)

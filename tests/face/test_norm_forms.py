@@ -98,6 +98,14 @@ def test_a_graph_with_any_number_of_rows_is_one_and_exports(op):
     torch.testing.assert_close(exported.module()(*[torch.cat([each] * 2) for each in tensors])[0][:7], want[0][:7])
 
 
+@forms
+def test_torch_jit_traces_the_op(op):
+    given = {name: each.detach() for name, each in leaves(op).items()}
+    traced = torch.jit.trace(lambda x: run(op, given | {"x": x}), given["x"], check_trace=False)
+    assert f"fusednorm::{op.name}" in str(traced.graph)
+    torch.testing.assert_close(traced(given["x"] + 1)[0], run(op, given | {"x": given["x"] + 1})[0])
+
+
 sums = pytest.mark.parametrize("op", [op for op in FORM_OPS if op.form.combine], ids=lambda op: op.name)
 
 

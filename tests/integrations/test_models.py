@@ -170,7 +170,7 @@ def test_norm_by_hand_runs_our_ops(make):
         outputs_and_grads(module, torch.randn(3, COLS))
     norm = "layer" if make in LAYER_NORMS else "rms"
     ours = [name for name in log.names if name.startswith("fusednorm")]
-    assert ours == [f"fusednorm.{norm}_norm_fwd.default", f"fusednorm.{norm}_norm_bwd.default"]
+    assert ours == [f"fusednorm.{norm}_norm_fwd_affine.default", f"fusednorm.{norm}_norm_bwd_residual.default"]
 
 
 @by_hand
@@ -274,7 +274,7 @@ def test_compiled_graphs_hold_our_ops(make):
     for got, wanted in zip(outputs_and_grads(compiled, x), want, strict=True):
         torch.testing.assert_close(got, wanted)
     norm = "layer" if make in LAYER_NORMS else "rms"
-    for graph, op in zip(backend.graphs, ("fwd", "bwd"), strict=True):
+    for graph, op in zip(backend.graphs, ("fwd_affine", "bwd_residual"), strict=True):
         assert (f"fusednorm.{norm}_norm_{op}.default" in graph) == (make in BY_HAND)  # torch's norms call ATen on a CPU
 
 
