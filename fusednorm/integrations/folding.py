@@ -7,26 +7,34 @@ its own that reads and writes whole tensors. layer_norm_bwd_residual and rms_nor
     dx.to(dtype)                    the op rounds dx once, to that dtype
     dx + residual                   the op adds the residual before it rounds dx
 
-Every value stays the same or is rounded less often. The pass runs on the joint graph, before its partition into forward
+Every value stays the same or is rounded less often. A backward that does not pay as an op, although it includes this
+work, becomes what Inductor would have without us (paying.py). The pass runs on the joint graph, before its partition into forward
 and backward: the partition saves the op's inputs for the backward, which would otherwise be the float32 copies.
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import detect_fake_mode
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.pattern_matcher import stable_topological_sort
+from torch._inductor.virtualized import V
 from torch.fx import Graph, Node, map_arg
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..namespace import TORCH_OPS
-from ..operands import OPS, Role
+from ..operands import BACKWARD, OPS, Op, Role
 from ..planner.norm_problem import FLOAT_DTYPES
+from . import paying, routing
 from .routing import named_arguments
 
 aten, ours = torch.ops.aten, TORCH_OPS
@@ -41,7 +49,7 @@ DX_DTYPES = (*SIXTEEN_BITS, torch.float32)
 
 
 class FoldIntoNorms(CustomGraphPass):
-    """Runs the pass that was installed before, then folds."""
+    """Runs the pass that was installed before, then decides and folds."""
 
     def __init__(self, before: Callable[[Graph], None] | None = None) -> None:
         self.before = before
@@ -52,7 +60,7 @@ class FoldIntoNorms(CustomGraphPass):
         fold(graph)
 
     def uuid(self) -> Any | None:
-        own = get_hash_for_files((__file__,))
+        own = get_hash_for_files((__file__, paying.__file__))
         if self.before is None:
             return own
         before = self.before.uuid() if isinstance(self.before, CustomGraphPass) else None
@@ -68,7 +76,7 @@ def appended_to(custom_pass):
 
 
 def fold(graph: Graph) -> int:
-    """Fold around every norm backward in the graph, in place. Returns the number of backwards that changed."""
+    """Fold around every norm backward in the graph that stays ours, in place. Returns the number of ops that changed."""
     folded = [_fold_around(node) for node in list(graph.nodes) if node.target in FOLDED]
     if any(folded):
         stable_topological_sort(graph)  # a residual, now an input of the op, may have been computed after it
@@ -91,10 +99,11 @@ def _fold_around(node: Node) -> bool:
     residual = arguments["residual_grad"]
     tail = _follow(outputs, residual) if 0 in outputs else Tail(None, _dtype(arguments["x"]), residual)
     widened = [*_widened(arguments, rows), *_widened_parameters(arguments, parameters, outputs)]
-    if not widened and tail.node is outputs.get(0):
-        return False
+    folds = widened or tail.node is not outputs.get(0)
     arguments |= {name: arguments[name].args[0] for name in widened}
     arguments["residual_grad"] = tail.residual
+    if _is_left_to_inductor(node, op, arguments, tail.node) or not folds:
+        return False
     args = tuple(arguments[slot.name] for slot in op.arguments if not slot.role.is_by_name)
     named = {slot.name: arguments[slot.name] for slot in op.arguments if slot.role is Role.FORM}
     named = {name: value for name, value in named.items() if value != defaults[name]} | {"dx_dtype": tail.dtype}
@@ -107,6 +116,50 @@ def _fold_around(node: Node) -> bool:
         for old in replaced:
             old.replace_all_uses_with(value)
     return True
+
+
+def _is_left_to_inductor(node: Node, op: Op, arguments: dict[str, Any], dx: Node | None) -> bool:
+    """Decides and notes it. arguments and dx are those of the folded op."""
+    x, inputs = arguments["x"], {name: arguments[name] for name in ("grad_out", "residual_grad")}
+    if x.meta["val"].device.type not in routing.DEVICE_TYPES or V.aot_compilation:
+        return False  # a call in the user's code
+    why = paying.why_inductor(node, op.norm, any(arguments["output_mask"][1:]), x, inputs, dx)
+    form = routing.form_of(op, arguments)
+    routing.note(op, x.meta["val"], not why, why or routing.REASONS[BACKWARD], node.meta, form)
+    if why:
+        _write_out(node)
+    return bool(why)
+
+
+def _write_out(node: Node) -> None:
+    """Replace a backward op by the graph that Inductor has without us."""
+    nodes: list[Node] = []
+    map_arg((node.args, node.kwargs), lambda each: nodes.append(each) or each)
+    function = routing.written_out(node.target)
+
+    def written(*values):
+        given = dict(zip(nodes, values, strict=True))
+        args, kwargs = map_arg((node.args, node.kwargs), given.__getitem__)
+        outputs = function(*named_arguments(node.target, args, kwargs).values())
+        wanted = zip(outputs, node.meta["val"], strict=True)
+        return tuple(None if like is None else got.to(like.dtype) for got, like in wanted)
+
+    nodes = list(dict.fromkeys(nodes))
+    values = [each.meta["val"] for each in nodes]
+    with detect_fake_mode(values) or contextlib.nullcontext(), enable_python_dispatcher(), torch.no_grad():
+        traced = make_fx(written, select_decomp_table())(*values)
+    graph, places = node.graph, traced.graph.find_nodes(op="placeholder")
+    before = set(graph.nodes)
+    with graph.inserting_before(node):
+        results = graph.graph_copy(traced.graph, dict(zip(places, nodes, strict=True)))
+    for each in set(graph.nodes) - before:
+        each.meta = {**node.meta, **each.meta}
+        each.meta.pop("eager_input_vals", None)
+    for getitem in list(node.users):
+        if getitem.users:
+            getitem.replace_all_uses_with(results[getitem.args[1]])
+        graph.erase_node(getitem)
+    graph.erase_node(node)
 
 
 @dataclass(frozen=True)

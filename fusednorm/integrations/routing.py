@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,8 +20,10 @@ import torch
 from torch import SymInt
 from torch._inductor import decomposition
 from torch._inductor.virtualized import V
+from torch.fx.traceback import get_current_meta
 
 from .. import reference
+from ..forms import PLAIN
 from ..host import gpus
 from ..namespace import TORCH_OPS
 from ..operands import BACKWARD, FORWARD, OPS, Op, as_op, operands_of, wanted_outputs
@@ -39,7 +42,8 @@ WIDE_ROW = 40960  # columns
 
 
 class Entry(NamedTuple):
-    """A traced norm. `taken` says whether our kernel runs it. Sizes in `shape` may be symbols, as text."""
+    """A traced norm. `taken` says whether our kernel runs it. Sizes in `shape` may be symbols, as text. `place` is the
+    module that computes it, without the numbers of layers, or the line of code outside of modules."""
 
     norm: str
     direction: str
@@ -48,11 +52,15 @@ class Entry(NamedTuple):
     device: str
     taken: bool
     reason: str
+    form: str = ""
+    place: str = ""
 
     def __str__(self) -> str:
         shape, dtype = "x".join(map(str, self.shape)), str(self.dtype).removeprefix("torch.")
         runs = "fusednorm" if self.taken else "Inductor"
-        return f"{self.norm}_norm {self.direction} {shape} {dtype} on {self.device}: {runs} ({self.reason})"
+        norm = f"{self.norm}_norm{' ' * bool(self.form)}{self.form} {self.direction}"
+        where = f"{self.device}{' in ' * bool(self.place)}{self.place}"
+        return f"{norm} {shape} {dtype} on {where}: {runs} ({self.reason})"
 
 
 class Report(dict[Entry, int]):
@@ -74,6 +82,29 @@ def report(*, clear: bool = False) -> Report:
     if clear:
         _traced.clear()
     return result
+
+
+def note(op: Op, x: torch.Tensor, taken: bool, reason: str, meta: dict[str, Any], form: str = "") -> None:
+    """Note the decision for a norm. meta is that of its node."""
+    shape = tuple(str(size) if isinstance(size, SymInt) else size for size in x.shape)
+    _traced[Entry(op.norm, op.direction, shape, x.dtype, x.device.type, taken, reason, form, place_of(meta))] += 1
+
+
+def place_of(meta: dict[str, Any]) -> str:
+    """The place that a node of Dynamo or AOTAutograd comes from."""
+    modules = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack")
+    if modules:
+        path = [*modules.values()][-1][0]
+        return re.sub(r"\b\d+\b", "*", path.removeprefix("L['self']").strip("."))
+    lines = [line for line in (meta.get("stack_trace") or "").splitlines() if line.lstrip().startswith("File ")]
+    return lines[-1].strip() if lines else ""
+
+
+def form_of(op: Op, arguments: dict[str, Any]) -> str:
+    """What the op's FormSpec says beside the plain norm's."""
+    form = operands_of(op.name, (), arguments).form or PLAIN
+    pairs = zip(form._fields, form, PLAIN, strict=True)
+    return ", ".join(f"{name}={value}" for name, value, plain in pairs if value != plain)
 
 
 def why_inductor(op: Op, arguments: dict[str, Any]) -> str | None:
@@ -126,9 +157,8 @@ class Decomposition:
             return self.decompose(named_arguments(self.ours, args, kwargs))
         return self.before(*args, **kwargs) if self.before else NotImplemented
 
-    def note(self, x: torch.Tensor, taken: bool, reason: str) -> None:
-        shape = tuple(str(size) if isinstance(size, SymInt) else size for size in x.shape)
-        _traced[Entry(self.op.norm, self.op.direction, shape, x.dtype, x.device.type, taken, reason)] += 1
+    def note(self, x: torch.Tensor, taken: bool, reason: str, form: str = "") -> None:
+        note(self.op, x, taken, reason, get_current_meta(), form)
 
 
 class OfAten(Decomposition):
@@ -145,9 +175,11 @@ class OfOurs(Decomposition):
     def decompose(self, arguments: dict[str, Any]):
         x, why = arguments["x"], why_inductor(self.op, arguments)
         if why and self.op.direction == FORWARD and x.device.type in DEVICE_TYPES:
-            self.note(x, False, why)
+            self.note(x, False, why, form_of(self.op, arguments))
             return self.stock(*arguments.values())
-        self.note(x, True, "as written" if why else REASONS[self.op.direction])
+        if why or self.op.direction == FORWARD:
+            reason = "as written" if why else REASONS[FORWARD]
+            self.note(x, True, reason, form_of(self.op, arguments))  # a backward is noted when its graph is known
         if V.aot_compilation and _leaves_out(self.op, arguments):
             # Its schema allows None outputs. Without it AOTInductor fails an assertion.
             return getattr(ours, WITH_OPTIONAL_OUTPUTS[self.op.name])(*arguments.values())
@@ -226,6 +258,15 @@ def _replacements(table: dict[Any, Callable]) -> dict[Any, Decomposition]:
         replacements[atens] = OfAten(op, mine, stock, stock)
         replacements[mine] = OfOurs(op, mine, stock, table.get(mine))
     return replacements
+
+
+def written_out(backward: Any) -> Callable[..., tuple]:
+    """What Inductor runs in place of a backward op of ours: of the op's arguments, in the schema's order."""
+    op = OPS[backward._schema.name.partition("::")[2]]
+    if not op.aten:
+        return as_op(op.name, reference.formula)
+    entry = decomposition.decompositions[getattr(aten, op.aten).default]
+    return entry.stock if isinstance(entry, Decomposition) else entry
 
 
 @contextlib.contextmanager

@@ -1,0 +1,154 @@
+"""Which norm backwards of a joint graph pay as an op of ours, and which stay with Inductor.
+
+Inductor fuses a norm's backward with its element-wise neighbours. An op is a barrier: a gradient that an element-wise
+kernel makes must be written and read again, and so must a dx that one uses. The rule compares this traffic with that
+which our kernel saves. Both are counted in tensors of x's size in bytes, so neither depends on the number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+aten = torch.ops.aten
+
+# What our backward saves over Inductor's, in tensors of x's size: the difference of their times on an H200 over the
+# time that such a tensor takes. Inductor's sums over rows, those for dw and db, make nearly all of it (bench/NOTES.md,
+# "Evidence behind constants").
+SAVED_WITH_SUMS = {"rms": 1.1, "layer": 2.0}
+SAVED_WITHOUT_SUMS = 0.2
+
+VIEWS = frozenset(
+    getattr(aten, name).default
+    for name in ("view", "_unsafe_view", "reshape", "permute", "unsqueeze", "expand", "alias", "t")
+) | {aten.transpose.int, aten.slice.Tensor, aten.select.int, aten.squeeze.dim, aten.squeeze.dims}
+COPIES = {  # element-wise to Inductor, without torch's tag
+    torch.ops.prims.convert_element_type.default,
+    *(getattr(aten, name).default for name in ("cat", "clone", "constant_pad_nd", "slice_scatter", "select_scatter")),
+}
+SUMS = {aten.sum.dim_IntList, aten.mean.dim}
+
+
+def why_inductor(
+    op: Node, norm: str, has_sums: bool, x: Node, inputs: dict[str, Node | None], dx: Node | None
+) -> str | None:
+    """Why Inductor's code is to run a backward, `op`; None if our op pays.
+
+    has_sums    whether gradients of weight or bias are wanted
+    inputs      the row tensors that it reads beside x, by name
+    dx          the gradient that it writes, or the sum of it and a residual gradient
+    """
+    moved = {name: _moved_for(op, each, x, inputs) for name, each in inputs.items() if each is not None}
+    if dx is not None:
+        moved["dx"] = _moved_after(dx, x)
+    saved, more = SAVED_WITH_SUMS[norm] if has_sums else SAVED_WITHOUT_SUMS, sum(moved.values())
+    if not more or more < saved:
+        return None
+    names = " and ".join(name for name, tensors in moved.items() if tensors)
+    return f"fused with what is element-wise at {names}: apart, {more:g} more tensors would move, and {saved:g} less"
+
+
+def _moved_for(op: Node, read: Node, x: Node, inputs: dict[str, Node | None]) -> float:
+    """The traffic for an input that an element-wise kernel makes."""
+    source = _behind_views(read)
+    if not (_is_fusible(source) and _is_large(source, x)):
+        return 0
+    leaves = _leaves(source, x)
+    others = [leaf for each in inputs.values() if each not in (read, None) for leaf in _leaves(each, x)]
+    if _is_before(source, others):
+        return 0  # it is in memory, because a kernel before the norm's reads it there
+    users = {*_users_behind_views(source)} - {op}
+    is_written = any(not (_is_fusible(user) or user.target in SUMS) for user in users)
+    # A sum over rows reads these tensors in any case. Its kernel can make the input, and ours reads that in their place.
+    shared = sum(_tensors(leaf, x) for leaf in leaves if _is_summed_over_rows(leaf, x))
+    return max(0.0, _tensors(read, x) * (1 if is_written else 2) - shared)
+
+
+def _moved_after(dx: Node, x: Node) -> float:
+    """The traffic for element-wise kernels that use dx. One that runs after what else uses dx reads it from memory."""
+    users = [*_users_behind_views(dx)]
+    fused = [
+        user
+        for user in users
+        if _is_fusible(user) and not _is_before(dx, [leaf for leaf in _leaves(user, x) if leaf is not dx])
+    ]
+    is_written = len(fused) < len(users)
+    return _tensors(dx, x) * (1 if is_written else 2) if fused else 0
+
+
+def _leaves(node: Node, x: Node) -> list[Node]:
+    """The large tensors from memory from which element-wise code makes the node."""
+    found, ahead, seen = [], [node], set()
+    while ahead:
+        each = _behind_views(ahead.pop())
+        if each in seen or not _is_large(each, x):
+            continue
+        seen.add(each)
+        if _is_fusible(each):
+            ahead += each.all_input_nodes
+        else:
+            found.append(each)
+    return found
+
+
+def _is_before(node: Node, others: list[Node]) -> bool:
+    """Whether one of the others depends on the node."""
+    ahead, seen = list(others), set()
+    while ahead:
+        each = ahead.pop()
+        if each is node:
+            return True
+        if each not in seen and node < each:
+            seen.add(each)
+            ahead += each.all_input_nodes
+    return False
+
+
+def _is_summed_over_rows(node: Node, x: Node) -> bool:
+    """Whether a sum over rows, which is no part of the norm, reads the tensor."""
+    ahead, seen = [node], set()
+    while ahead:
+        each = ahead.pop()
+        for user in each.users:
+            if user.target in SUMS and len(each.meta["val"].shape) - 1 not in _dims(user, each):
+                return True
+            if user not in seen and (user.target in VIEWS or _is_fusible(user)) and _is_large(user, x):
+                seen.add(user)
+                ahead.append(user)
+    return False
+
+
+def _dims(user: Node, summed: Node) -> set[int]:
+    rank = len(summed.meta["val"].shape)
+    return {dim % rank for dim in user.args[1] or range(rank)}
+
+
+def _behind_views(node: Node) -> Node:
+    while node.target in VIEWS:
+        node = node.args[0]
+    return node
+
+
+def _users_behind_views(node: Node) -> Iterator[Node]:
+    for user in node.users:
+        if user.target in VIEWS:
+            yield from _users_behind_views(user)
+        else:
+            yield user
+
+
+def _is_fusible(node: Node) -> bool:
+    return node.target in COPIES or torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _is_large(node: Node, x: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and statically_known_true(value.numel() >= x.meta["val"].numel())
+
+
+def _tensors(node: Node, x: Node) -> float:
+    """The part of the node that the norm has, in tensors of x's size."""
+    return node.meta["val"].dtype.itemsize / x.meta["val"].dtype.itemsize
