@@ -221,7 +221,7 @@ def _step(launch: Launch, build: Build) -> Any:
             made.add_variable(_of(given), BYTES_OF_NUMBERS[kind])
         else:
             getattr(made, f"add_{kind}")(given)
-    for _ in range(2):  # addresses of scratch memory for Triton and its profiler, which our kernels do not need
+    for _ in range(build.SCRATCH):
         made.add_i64(0)
     return made
 
@@ -241,7 +241,7 @@ def _add_map(made: Any, described: Map, metadata: dict) -> None:
 
 def warn_if_missing() -> None:
     """Warn if calls on a GPU run in Python although a command could change that."""
-    if extension is None and building.SOURCES.is_dir() and triton_compat.in_use() and torch.cuda.is_initialized():
+    if extension is None and building.SOURCES.is_dir() and torch.cuda.is_initialized():
         text = f"{building.WITHOUT_IT}; to build the C++ host side, run: {building.COMMAND}"
         warnings.warn(f"fusednorm: {text}", RuntimeWarning, stacklevel=2)
 
