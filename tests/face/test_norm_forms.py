@@ -25,6 +25,7 @@ import fusednorm
 from fusednorm.operands import FORM_OPS, Role
 
 OPS = torch.ops.fusednorm
+DTYPES = [(BF16,), (FP16, FP16), (BF16, FP32, FP32), (FP32, BF16, BF16), (BF16, FP64, FP32), (FP64,)]
 
 
 def test_every_form_has_a_function_and_a_module():
@@ -34,7 +35,7 @@ def test_every_form_has_a_function_and_a_module():
 
 
 @forms
-@pytest.mark.parametrize("dtypes", [(BF16,), (FP16, FP16), (BF16, FP32, FP32), (FP32, BF16, BF16), (BF16, FP64, FP32)])
+@pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_outputs_and_gradients_err_no_more_than_those_of_the_plain_code(op, dtypes, offset):
     given = leaves(op, *(dtypes if "residual" in rows_of(op) else dtypes[:1] + dtypes[2:]), shape=(40, 96))
@@ -120,6 +121,24 @@ def test_either_gradient_may_be_absent_and_no_zeros_take_its_place(op, wants, mo
     assert [each is None for each in got] == [each is None for each in want]
     for ours, right in zip(got, want, strict=True):
         torch.testing.assert_close(ours, right)
+
+
+@forms
+def test_no_rows_and_frozen_tensors_are_no_exception(op):
+    empty = leaves(op, FP32, shape=(0, 8))
+    assert all(not each.any() for each in gradients(run(op, empty), empty))
+    given = leaves(op, FP32)
+    for name in (*rows_of(op), "weight"):
+        given[name].requires_grad_(False)
+    sum(each.sum() for each in run(op, given)).backward()
+    assert given["bias"].grad is not None and given["weight"].grad is None
+
+
+@sums
+def test_gradients_of_the_summands_do_not_share_memory(op):
+    given = leaves(op)
+    sum(each.sum() for each in run(op, given)).backward()
+    assert given["x"].grad.data_ptr() != given["residual"].grad.data_ptr()
 
 
 @sums
