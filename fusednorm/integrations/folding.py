@@ -8,8 +8,9 @@ its own that reads and writes whole tensors. layer_norm_bwd_residual and rms_nor
     dx + residual                   the op adds the residual before it rounds dx
 
 Every value stays the same or is rounded less often. A backward that does not pay as an op, although it includes this
-work, becomes what Inductor would have without us (paying.py). The pass runs on the joint graph, before its partition into forward
-and backward: the partition saves the op's inputs for the backward, which would otherwise be the float32 copies.
+work, becomes what Inductor would have without us (paying.py). The pass runs on the joint graph, before its partition
+into forward and backward: the partition saves the op's inputs for the backward, which would otherwise be the float32
+copies.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def appended_to(custom_pass):
 
 
 def fold(graph: Graph) -> int:
-    """Fold around every norm backward in the graph that stays ours, in place. Returns the number of ops that changed."""
+    """Fold around every norm backward that stays ours, in place. Returns the number of ops that changed."""
     folded = [_fold_around(node) for node in list(graph.nodes) if node.target in FOLDED]
     if any(folded):
         stable_topological_sort(graph)  # a residual, now an input of the op, may have been computed after it

@@ -47,8 +47,9 @@ class enable_inductor:  # noqa: N801  reads as a function: with enable_inductor(
     """Let torch.compile's default backend run the norms of unmodified models on this package's kernels.
 
     In backward graphs, nn.LayerNorm, nn.RMSNorm, F.layer_norm and F.rms_norm of CUDA tensors become layer_norm_bwd and
-    rms_norm_bwd. Forwards stay with Inductor, which fuses them with their neighbours, except for very wide rows.
-    fusednorm.integrations.inductor.report() lists the decision for each norm, with its reason.
+    rms_norm_bwd, unless the op would cut a fusion that saves more. Forwards stay with Inductor, which fuses them with
+    their neighbours, except for very wide rows. fusednorm.integrations.inductor.report() lists the decision for each
+    norm, with its form, its place in the model and the reason.
 
     Lasts until disable_inductor(). As a context manager, it restores the earlier state at the end of the block. Calling
     it twice has no further effect. Graphs compiled before stay as they are until torch._dynamo.reset().

@@ -62,7 +62,7 @@ def _moved_for(op: Node, read: Node, x: Node, inputs: dict[str, Node | None]) ->
         return 0  # it is in memory, because a kernel before the norm's reads it there
     users = {*_users_behind_views(source)} - {op}
     is_written = any(not (_is_fusible(user) or user.target in SUMS) for user in users)
-    # A sum over rows reads these tensors in any case. Its kernel can make the input, and ours reads that in their place.
+    # A sum over rows reads these tensors in any case. Its kernel can make the input, which ours reads in their place.
     shared = sum(_tensors(leaf, x) for leaf in leaves if _is_summed_over_rows(leaf, x))
     return max(0.0, _tensors(read, x) * (1 if is_written else 2) - shared)
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ from ..problem import validate
 
 aten, ours = torch.ops.aten, TORCH_OPS
 DEVICE_TYPES = ("cuda",)
+TORCH = str(Path(torch.__file__).parent)
 
 # Forwards of rows with at least this many columns run our kernel, narrower ones Inductor's code. Inductor reads a row
 # for its statistics and again to normalize it. In narrow rows the second read is cheap, and fusion with the neighbours
@@ -96,8 +98,8 @@ def place_of(meta: dict[str, Any]) -> str:
     if modules:
         path = [*modules.values()][-1][0]
         return re.sub(r"\b\d+\b", "*", path.removeprefix("L['self']").strip("."))
-    lines = [line for line in (meta.get("stack_trace") or "").splitlines() if line.lstrip().startswith("File ")]
-    return lines[-1].strip() if lines else ""
+    lines = [line.strip() for line in (meta.get("stack_trace") or "").splitlines()]
+    return next((line for line in reversed(lines) if line.startswith("File ") and TORCH not in line), "")
 
 
 def form_of(op: Op, arguments: dict[str, Any]) -> str:

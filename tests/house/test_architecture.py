@@ -39,6 +39,7 @@ MAY_IMPORT = {
         "__init__",
         "autograd",
         "forcing",
+        "forms",
         "functional",
         "host",
         "modules",

@@ -82,7 +82,9 @@ def test_backwards_of_an_unmodified_model_are_ours_with_their_residual_gradients
     traced = trace(model)
     assert_trains_alike(model, traced, torch.randn(2, 8, 64))
     # The backward of each of a block's two norms adds the gradient of a skip connection. The last norm has none to add.
-    assert len(calls(traced.backward, f"{op}_residual")) == 4 and len(calls(traced.backward, op)) == 1
+    # That of Llama's second norm stays with Inductor, which adds the gradients of two products in it.
+    in_blocks = {"gpt2": 4, "llama": 2}[name]
+    assert len(calls(traced.backward, f"{op}_residual")) == in_blocks and len(calls(traced.backward, op)) == 1
     assert all(node.args[-2] is not None for node in calls(traced.backward, f"{op}_residual"))
     assert not [node for node in traced.forward.graph.nodes if "fusednorm" in str(node.target)]
 
@@ -113,13 +115,16 @@ def test_forwards_of_forms_are_inductors_and_their_backwards_ours(op, cpu_as_cud
 def test_report_says_what_became_of_each_norm(name, cpu_as_cuda):
     model = make_stack(name, depth=1, width=64, heads=4)
     trace(model)(torch.randn(2, 8, 64, requires_grad=True)).sum().backward()
-    report = inductor.report()
-    assert {(e.norm, e.direction, e.taken): count for e, count in report.items()} == {
-        (NORM_OF[name], "forward", False): 3,
-        (NORM_OF[name], "backward", True): 3,
+    report, norm = inductor.report(), NORM_OF[name]
+    places = {"blocks.*.norm1": True, "blocks.*.norm2": name == "gpt2", "norm": True}
+    found = {(e.norm, e.direction, e.place, e.taken): count for e, count in report.items()}
+    assert found == {
+        (norm, way, place, taken and way == "backward"): 1
+        for way in ("forward", "backward")
+        for place, taken in places.items()
     }
-    assert f"3 x {NORM_OF[name]}_norm backward 2x8x64 float32 on cpu: fusednorm (" in str(report)
-    assert "on cpu: Inductor (fused with its neighbours" in str(report)
+    assert f"1 x {norm}_norm backward 2x8x64 float32 on cpu in blocks.*.norm1: fusednorm (" in str(report)
+    assert "on cpu in norm: Inductor (fused with its neighbours" in str(report)
     assert inductor.report(clear=True) == report and str(inductor.report()) == "no norm was traced"
 
 
@@ -225,7 +230,7 @@ def test_activation_checkpoints_recompute_and_still_fold(cpu_as_cuda):
     blocks = make_stack("llama", depth=1, width=32, heads=2)
     traced = trace(lambda x: checkpoint(blocks, x, use_reentrant=False))
     assert_trains_alike(blocks, traced, torch.randn(2, 8, 32))
-    assert len(calls(traced.backward, "fusednorm.rms_norm_bwd_residual")) == 2
+    assert len(calls(traced.backward, "fusednorm.rms_norm_bwd_residual")) == 1
     assert calls(traced.backward, "aten.rsqrt"), "the forward is not recomputed"
 
 

@@ -1,0 +1,87 @@
+"""Which backwards of a graph stay with Inductor, because an op would cut a fusion: as timed on an H200."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_inductor import cpu_as_cuda, nothing_is_left  # noqa: F401
+from tracing import trace
+
+from bench import graphs
+from fusednorm.integrations import inductor
+
+FASTER = {  # microseconds of a step in which Inductor has the backward, and in which it is our op
+    "one_plus_weight": (215, 176),
+    "residual_rms": (304, 270),
+    "residual_layer": (175, 143),
+    "rms_then_gate": (328, 368),
+    "gate_then_rms": (547, None),
+    "packed_heads": (431, 448),
+    "modulated_layer": (389, 409),
+    "modulated_rms": (362, 336),
+}
+
+
+@pytest.mark.parametrize("name", graphs.CASES)
+def test_the_faster_one_is_chosen_and_computes_the_same(name, cpu_as_cuda):  # noqa: F811
+    made = graphs.make(name, "cpu", tiny=True)
+    traced = trace(made.run)
+    grads = [torch.randn_like(each) for each in made.run(*made.inputs)]
+    got = graphs.gradients(traced, made, grads)
+    wide = [each.detach().double().requires_grad_() for each in made.inputs]
+    exact = graphs.gradients(made.run, graphs.Made(made.run, wide, wide), [each.double() for each in grads])
+    assert [each.dtype for each in got] == [each.dtype for each in made.leaves]
+    least = graphs.errors(graphs.gradients(made.run, made, grads), exact)
+    for error, most in zip(graphs.errors(got, exact), least, strict=True):
+        assert error <= graphs.FACTOR * max(most, 2**-10)
+    stock, ours = FASTER[name]
+    backwards = [entry for entry in inductor.report() if entry.direction == "backward"]
+    assert backwards and {entry.taken for entry in backwards} == {ours is not None and ours < stock}, inductor.report()
+
+
+def gated(x, gate, weight):
+    return graphs.rms(x, weight) * torch.nn.functional.silu(gate)
+
+
+def test_a_backward_left_to_inductor_serves_every_row_count_and_width(cpu_as_cuda):  # noqa: F811
+    traced = trace(gated, dynamic=True)
+    for rows, cols in ((6, 32), (9, 48), (5, 80)):
+        x, gate = (torch.randn(2, rows, cols, requires_grad=True) for _ in range(2))
+        operands = x, gate, torch.randn(cols, requires_grad=True)
+        got, want = (torch.autograd.grad(run(*operands).square().sum(), operands) for run in (traced, gated))
+        torch.testing.assert_close(got, want)
+    assert len(traced.backwards) == 1 and not ops_of_ours(traced.backward)
+
+
+def ops_of_ours(graph: torch.fx.GraphModule) -> list[str]:
+    return [str(node.target) for node in graph.graph.nodes if "fusednorm" in str(node.target)]
+
+
+def test_the_reason_names_what_would_be_cut(cpu_as_cuda):  # noqa: F811
+    operands = [torch.randn(*shape, requires_grad=True) for shape in ((6, 32), (6, 32), (32,))]
+    trace(gated)(*operands).square().sum().backward()
+    (entry,) = (entry for entry in inductor.report() if entry.direction == "backward")
+    assert "element-wise at grad_out: apart, 2 more tensors would move" in entry.reason
+    assert "graphs.py" in entry.place and "in rms" in entry.place, "outside of modules the line of code"
+
+
+USES = {  # of y, and whether the op pays
+    "one product": (lambda y, a, b: y @ a, True),
+    "two products": (lambda y, a, b: (y @ a, y @ b), False),
+    "element-wise behind a product": (lambda y, a, b: (y @ a).tanh() @ b, True),
+    "views alone": (lambda y, a, b: y.reshape(2, -1, 8, 4).transpose(1, 2), True),
+}
+
+
+@pytest.mark.parametrize(("use", "pays"), USES.values(), ids=USES)
+def test_products_alone_are_in_memory_and_their_sums_are_not(use, pays, cpu_as_cuda):  # noqa: F811
+    def model(x, weight, a, b):
+        outputs = use(graphs.rms(x, weight), a, b)
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
+    operands = [torch.randn(*shape, requires_grad=True) for shape in ((2, 6, 32), (32,), (32, 32), (32, 32))]
+    traced = trace(model)
+    grads = [torch.randn_like(each) for each in model(*operands)]
+    got, want = (torch.autograd.grad(run(*operands), operands[:2], grads) for run in (traced, model))
+    torch.testing.assert_close(got, want)
+    assert bool(ops_of_ours(traced.backward)) == pays
