@@ -8,8 +8,8 @@
 cannot copy; in bfloat16, then in float32. The coarse widths come first, so that a run that ends early is of use.
 --random draws cells from all of them. Plans are compiled in parallel, ahead of the cells that are timed; a plan that
 spills is not timed. One JSON line per cell goes to families.jsonl, with the planner's own choice (`own`) and the times
-of all plans, the fastest first. Cells that the file has are not timed again. Outputs are not checked: bench.sweep and
-the tests do. Exit code 2 without a CUDA GPU.
+of all plans, the fastest first. A cell is not timed again if the file, or one of --known, has times of all candidates.
+Outputs are not checked: bench.sweep and the tests do. Exit code 2 without a CUDA GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fusednorm.planner import heuristics
 from fusednorm.planner.device import DeviceSpec
 from fusednorm.planner.norm_problem import NormProblem
 from fusednorm.planner.plan import Plan, ReferencePlan
-from fusednorm.planner.shortlist import shortlist
+from fusednorm.planner.shortlist import candidates
 
 from . import sweep
 from .candidates import FLOOR, floor_call, reason
@@ -124,6 +124,11 @@ def norm_problem(problem: Problem) -> NormProblem:
     return sweep.make_call(case, make_bench_inputs(case, "cpu"), problem.direction).problem
 
 
+def shortlist(asked: NormProblem, device: DeviceSpec) -> tuple[Plan, ...]:
+    variants = ("pipelined", "multi_wave") if device.arch == 90 else ("warp_specialized", "pipelined", "multi_wave")
+    return tuple(plan for variant in variants for plan in candidates(variant, asked, device))
+
+
 def compile_all(job: tuple[Problem, DeviceSpec]) -> Compiled:
     """Compiles the candidates of a problem and the planner's own plans, in a process of its own."""
     problem, device = job
@@ -165,10 +170,14 @@ def time_cell(compiled: Compiled, case: BenchCase, rounds: int) -> dict:
     }
 
 
-def cells_of(path: Path, gpu: str) -> set[tuple]:
-    """The cells that a file has."""
-    records = rows_of([path]) if path.exists() else []
-    return {tuple(r[name] for name in CELL) for r in records if r["gpu"] == gpu}
+def timed_plans(paths: Iterable[Path], gpu: str) -> dict[tuple, set[str]]:
+    """{cell: texts of the plans that were timed, or refused}."""
+    found: dict[tuple, set[str]] = {}
+    for record in rows_of(path for path in paths if path.exists()):
+        if record["gpu"] == gpu:
+            plans = {text for text, _ in record["plans"]} | {*record["refused"]}
+            found.setdefault(tuple(record[name] for name in CELL), set()).update(plans)
+    return found
 
 
 CELL = "norm", "direction", "rows", "cols", "x_dtype"
@@ -187,6 +196,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add_direction_argument(parser)
     parser.add_argument("--rounds", type=int, default=11, help="timed replays of each plan (default: 11)")
     parser.add_argument("--minutes", type=float, default=60, help="no cell is begun after this time (default: 60)")
+    parser.add_argument("--known", nargs="+", type=Path, default=[], metavar="FILE", help="earlier records")
     add_out_argument(parser)
     return parser.parse_args(arguments)
 
@@ -213,11 +223,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     machine, device = describe_machine(), gpus.spec_of(torch.device("cuda", torch.cuda.current_device()))
     path = results_path(options.out, machine, "families")
-    known = cells_of(path, machine["gpu"])
+    known = timed_plans([path, *options.known], machine["gpu"])
     wanted = {}
     for problem, cases in cells(options, device).items():
+        texts = {plan_text(plan) for plan in shortlist(norm_problem(problem), device)}
         fields = [(case, case_fields(case, problem.direction)) for case in cases]
-        left = [case for case, each in fields if tuple(each[name] for name in CELL) not in known]
+        left = [case for case, each in fields if not texts <= known.get(tuple(each[name] for name in CELL), set())]
         wanted |= {problem: left} if left else {}
     jobs, last = [(problem, device) for problem in wanted], start + 60 * options.minutes
     with multiprocessing.get_context("spawn").Pool(max(1, (os.cpu_count() or 1) - 1)) as pool:

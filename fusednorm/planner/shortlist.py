@@ -1,233 +1,405 @@
-"""The plans worth considering for a problem: at most MOST_CANDIDATES, all legal, all within the budgets.
+"""candidates(variant, problem, device): the plans worth considering, all legal and within the budgets.
 
-A family is what a plan does apart from how a row is cut: its kernel, rows of a tile, warps, CTAs on an SM, CTAs of a
-row, stages. The families come from a few frames (warps, CTAs on an SM), and from the elements of a row tile that a
-thread should have. Within a family, the row is cut so that it needs the fewest copies, then the least padding, then the
-largest chunk. Speed is no matter of this file, beyond what follows from these rules.
+A family is what a plan does apart from how it cuts a row: its kernel, rows of a tile, warps, CTAs on an SM, CTAs of a
+row, stages. Families come from frames: so many warps in so many CTAs on an SM, for tiles of which a thread has so many
+elements. Within a family, a row is cut so that it needs the fewest copies, then the least padding, then the largest
+chunk. Which candidate is the fastest is not asked here. The frames were chosen from surveys (bench/NOTES.md, "A survey
+of plan families").
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from . import budget
-from .candidates import (
-    FEW_CHUNKS,
-    MAX_CHUNKS,
-    MAX_RING_CHUNKS,
-    MIN_MULTIWAVE_CHUNK,
-    chunkings,
-    cluster_sizes,
-    ctas_with_room,
-    most_boxes,
-    ways_to_copy,
-)
 from .device import DeviceSpec
 from .legality import broken_rule
 from .norm_problem import NormProblem
-from .plan import MAX_BOX_SIDE, MultiWavePlan, PipelinedPlan, Plan
+from .plan import (
+    MAX_BOX_SIDE,
+    ColumnRingPlan,
+    ColumnTilePlan,
+    MultiWavePlan,
+    PipelinedPlan,
+    Plan,
+    WarpSpecializedPlan,
+)
 
+MOST_CANDIDATES = 16
+ROWS = (1, 2, 4, 8, 16, 32, 64)  # of a tile; in a cluster, the first two
+MAX_CHUNKS = 8  # in registers; a longer unrolled row loop outgrows the instruction cache
+MAX_RING_CHUNKS = {"backward": 16, "forward": 10}
+MOST_COLUMNS = 64  # of a row for a thread of a ring
+# With more chunks than FEW_CHUNKS, a thread has at least two columns of each chunk; four where the tile is one row that
+# ends within a chunk.
+FEW_CHUNKS = 10
+MIN_CHUNK = 16  # columns, in registers; a narrower chunk would make one load gather many short pieces of memory
 MOST_PADDING = 4 / 3  # columns that the threads of a ring compute on, for each column of the row
 MOST_COPIES = 4  # of a tile of one tensor
-ROWS = (1, 2, 4, 8, 16, 32, 64)  # of a tile; in a cluster, the first two
-SHORT = 128  # columns: such a row is too short for a thread to own columns
-NARROW = 512  # columns: a tile of few such rows is small for any number of warps
-LEAST_COLUMNS_OF_CLUSTER = 4096  # rows of fewer are short for one CTA
+MOST_PRODUCED_COPIES = {1: 12, 2: 4}  # of a tile, of all tensors, by groups: the producer's registers hold no more
 MOST_COLUMNS_WITH_WEIGHT = {"forward": 16, "backward": 32}  # of a thread of a ring that keeps the weight in registers
+MOST_COLUMNS_OF_TWO_STAGES = 56  # of a thread; a backward's ring of fewer has three, unless its tiles have several rows
+SHORT = 128  # columns: in a shorter row, no thread of a register tile can own columns
+NARROW = 512  # columns: a tile of few such rows is small for any number of warps
+LEAST_COLUMNS_OF_CLUSTER = 4096  # a row of no more is short for one CTA
+# A row's chunk has at most MAX_BOX_SIDE TMA boxes, over all CTAs of its cluster. Rows of more than COLUMNS_OF_FEW_BOXES
+# columns with boxes shorter than BYTES_OF_LONG_BOX are excepted: column tiles, the alternative, are slower. Boxes of 16
+# bytes pay up to MOST_BOXES_OF_16_BYTES.
+COLUMNS_OF_FEW_BOXES, BYTES_OF_LONG_BOX, MOST_BOXES_OF_16_BYTES = 32768, 128, 512
+CLUSTERS = (1, 2, 4, 8, 16)  # CTAs that share a row too wide for one
+CLUSTER_ARCHS = (90, 100, 103)
+# (most SMs left to others, largest cluster): see cluster_sizes and bench/NOTES.md, "Clusters beside others".
+LARGEST_CLUSTER = ((0, 16), (8, 8), (32, 4), (math.inf, 2))
+OLDEST_PUBLISHED_ARCH = 100  # nvFuser has published plans from here on: deep rings (see `deepened`)
+MODERATE_COLUMNS = 40  # of a row for a thread of a compute group
+COLUMN_TILE = 1024
+# Tiles of a backward without dx by TMA. Only one tile has been measured so far.
+COLUMN_RING_CHUNK, COLUMN_RING_ROWS, COLUMN_RING_WARPS, COLUMN_RING_STAGES = 128, (64, 32, 16), 8, 3
 
 
 class Frame(NamedTuple):
-    """Warps of a CTA, CTAs on an SM, and the least and most elements of a row tile for a thread."""
+    """Warps of a CTA and CTAs on an SM, for tiles of which a thread has more than `least` and at most `most` elements,
+    in clusters of at least least_cluster CTAs."""
 
     num_warps: int
     ctas_per_sm: int
     least: float
     most: float
+    least_cluster: int = 1
+
+
+def _frames(least: float, most: float, *shapes: tuple[int, int]) -> tuple[Frame, ...]:
+    return tuple(Frame(*shape, least, most) for shape in shapes)
 
 
 RINGS = {
     "forward": (
-        Frame(4, 4, 24, 64),
-        Frame(4, 3, 24, 64),
-        Frame(4, 2, 24, 64),
-        Frame(8, 2, 24, 64),
-        Frame(8, 1, 24, 64),
+        *_frames(24, 64, (4, 4), (4, 3)),
+        *_frames(32, 64, (4, 2), (8, 2)),
+        Frame(8, 1, 24, 64, least_cluster=8),
     ),
-    "backward": (Frame(4, 2, 16, 64), Frame(4, 3, 16, 64), Frame(8, 1, 16, 64), Frame(16, 1, 32, 64)),
+    "backward": (*_frames(16, 64, (4, 2), (4, 3), (8, 1)), Frame(16, 1, 32, 64, least_cluster=8)),
 }
 IN_REGISTERS = {
-    "forward": (Frame(4, 4, 12, 32), Frame(4, 5, 12, 32), Frame(8, 2, 12, 32), Frame(16, 1, 12, 32)),
+    "forward": (*_frames(12, 32, (4, 4), (4, 5), (8, 2), (16, 1)), Frame(8, 1, 32, 64)),
     "backward": (
         Frame(2, 4, 6, 32),
-        Frame(2, 8, 6, 16),
-        Frame(4, 2, 6, 16),
-        Frame(4, 4, 6, 16),
-        Frame(8, 1, 6, 16),
-        Frame(8, 2, 6, 16),
+        *_frames(6, 16, (2, 8), (4, 2), (4, 4), (8, 1), (8, 2)),
         Frame(16, 1, 5, 16),
     ),
 }
-# One row tile for each CTA, and rows whose elements are loaded one by one.
-SHORT_LIVED = (Frame(2, 16, 12, 32), Frame(4, 8, 12, 32), Frame(8, 4, 12, 32), Frame(16, 2, 12, 32))
+SHORT_LIVED = _frames(12, 32, (2, 16), (4, 8), (8, 4), (16, 2))
+# Rows whose elements are loaded one by one
 SCATTERED = {
-    "forward": (
-        Frame(4, 4, 4, 24),
-        Frame(4, 5, 4, 24),
-        Frame(4, 6, 4, 24),
-        Frame(4, 2, 4, 48),
-        Frame(8, 2, 4, 24),
-        Frame(16, 1, 4, 24),
-    ),
-    "backward": tuple(frame._replace(least=4, most=max(24, frame.most)) for frame in IN_REGISTERS["backward"]),
+    "forward": (*_frames(4, 24, (4, 3), (4, 4), (4, 5), (4, 6), (8, 2), (16, 1)), Frame(4, 2, 4, 48)),
+    "backward": (Frame(2, 4, 4, 32), *_frames(4, 24, (2, 8), (4, 2), (4, 3), (4, 4), (8, 1), (8, 2), (16, 1))),
 }
+GROUPS = ((2, 4), (2, 8), (1, 8), (1, 16))  # compute groups and the warps of each, by preference
 
 
 class Family(NamedTuple):
-    """What a plan does, apart from how a row is cut. A multi-wave family has no stages, and no cluster."""
+    """What a plan does, apart from how it cuts a row. Rows in registers have no stages, and no cluster."""
 
     kernel: str
-    rows_per_tile: int
-    num_warps: int
-    ctas_per_sm: int
+    rows_per_tile: int = 1
+    num_warps: int = 4
+    ctas_per_sm: int = 1
     cluster: int = 1
     num_stages: int = 0
     short_lived: bool = False
+    weight_in_smem: bool = False
+
+    @classmethod
+    def of(cls, plan: Plan) -> Family:
+        names = cls._fields[1:] if plan.kernel in ("pipelined", "multi_wave") else ()
+        return cls(plan.kernel, *(getattr(plan, name, cls._field_defaults[name]) for name in names))
 
 
-def family_of(plan: Plan) -> Family | None:
-    if plan.kernel == "pipelined":
-        return Family(
-            plan.kernel,
-            plan.rows_per_tile,
-            plan.num_warps,
-            plan.ctas_per_sm,
-            plan.cluster,
-            plan.num_stages,
-            plan.short_lived,
+@functools.lru_cache(maxsize=4096)
+def candidates(variant: str, problem: NormProblem, device: DeviceSpec) -> tuple[Plan, ...]:
+    """The plans of a variant that may be the fastest. Each can run, with registers and shared memory to spare. Empty if
+    the variant has none."""
+    if broken_rule(variant, problem, 1, device) or variant == "reference":
+        return ()
+    if problem.direction == "backward" and not problem.wants_dx:  # no row sum is needed, only a reduction over rows
+        return (
+            (column_tile_plan(problem, device),)
+            if variant == "multi_wave"
+            else tuple(column_rings(problem, device))[:1]
         )
-    if plan.kernel == "multi_wave":
-        return Family(plan.kernel, plan.rows_per_tile, plan.num_warps, plan.ctas_per_sm, 1, 0, plan.short_lived)
+    if variant == "warp_specialized":
+        return _warp_specialized(problem, device)
+    found = _rings(problem, device) if variant == "pipelined" else _in_registers(problem, device)
+    plans = tuple(plan for family in found if (plan := _either(family, problem, device)))
+    return plans or ((column_tile_plan(problem, device),) if variant == "multi_wave" else ())
+
+
+def plan_of(family: Family, problem: NormProblem, device: DeviceSpec, good: bool = True) -> Plan | None:
+    """The plan of a family for a problem; None if none is within the budgets. The problem must be one that the family's
+    kernel can run. A ring that is not `good` may spill."""
+    if family.kernel == "pipelined":
+        return _in_chunks(family, problem, device, good)
+    return _held(family, problem, device) if family.kernel == "multi_wave" else column_tile_plan(problem, device)
+
+
+def faulty(variant: str, problem: NormProblem, device: DeviceSpec) -> Plan | None:
+    """A ring that can run, though it may spill or has one stage only; None if shared memory has no room for one."""
+    if variant == "warp_specialized":
+        return next(iter(_warp_specialized(problem, device, good=False)), None)
+    families = list(_rings(problem, device)) if variant == "pipelined" else []
+    shallow = [family._replace(num_stages=1) for family in families]
+    plans = (plan_of(family, problem, device, good=False) for family in families + shallow)
+    return next((plan for plan in plans if plan), None)
+
+
+def _either(family: Family, problem: NormProblem, device: DeviceSpec) -> Plan | None:
+    """The plan of a family. Its weight is in shared memory if a thread has many columns, unless a forward's tile is one
+    row; otherwise in registers. If it does not fit there, it is at the other place."""
+    if family.kernel != "pipelined":
+        return plan_of(family, problem, device)
+    rows = family.rows_per_tile if family.cluster == 1 else 1
+    columns = rows * problem.cols / (32 * family.num_warps * family.cluster)
+    many = columns > MOST_COLUMNS_WITH_WEIGHT[problem.direction]
+    one_row = family.rows_per_tile == 1 and problem.direction == "forward" and problem.norm == "layer"
+    for in_smem in (True, False) if many and not one_row else (False, True):
+        if plan := plan_of(family._replace(weight_in_smem=in_smem), problem, device):
+            return plan
     return None
 
 
-def families(problem: NormProblem, device: DeviceSpec) -> Iterator[Family]:
-    forward, cols = problem.direction == "forward", problem.cols
+# --- Families ---
 
-    def tiles(frame: Frame, cluster: int = 1) -> list[int]:
-        threads = 32 * frame.num_warps * cluster
-        least = frame.least / 2 if cols <= NARROW and not forward else frame.least
-        return [
-            rows
-            for rows in (ROWS if cluster == 1 else ROWS[:2])
-            if least * threads <= rows * cols <= frame.most * threads
-        ]
 
-    if not broken_rule("pipelined", problem, 1, device):
-        for frame, cluster in itertools.product(RINGS[problem.direction], cluster_sizes(device)):
-            if (cluster > 1 and cols <= LEAST_COLUMNS_OF_CLUSTER) or (frame.num_warps == 16 and cluster < 8):
-                continue
-            for rows in tiles(frame, cluster):
-                for stages in _stages(rows, frame, cluster, problem):
-                    short_lived = forward and frame.ctas_per_sm > 1
-                    yield Family("pipelined", rows, frame.num_warps, frame.ctas_per_sm, cluster, stages, short_lived)
-    in_pieces = cols * problem.x_dtype.itemsize % 32 != 0
+def _rings(problem: NormProblem, device: DeviceSpec) -> Iterator[Family]:
+    forward = problem.direction == "forward"
+    for frame, cluster in itertools.product(RINGS[problem.direction], cluster_sizes(device)):
+        if cluster < frame.least_cluster or (cluster > 1 and problem.cols <= LEAST_COLUMNS_OF_CLUSTER):
+            continue
+        for rows in _tiles(frame, cluster, problem):
+            if forward and frame.ctas_per_sm == 3 and (problem.norm == "rms" or rows > 1):
+                continue  # this frame keeps LayerNorm's parameters in registers
+            for stages in _stages(rows, frame, cluster, problem):
+                short_lived = forward and frame.ctas_per_sm > 1
+                yield Family("pipelined", rows, frame.num_warps, frame.ctas_per_sm, cluster, stages, short_lived)
+
+
+def _in_registers(problem: NormProblem, device: DeviceSpec) -> Iterator[Family]:
+    forward = problem.direction == "forward"
+    in_pieces = problem.cols * problem.x_dtype.itemsize % 32 != 0
     scattered = not problem.tma_aligned or (in_pieces and not forward)
     for frame in (SCATTERED if scattered else IN_REGISTERS)[problem.direction]:
-        for rows in tiles(frame):
+        for rows in _tiles(frame, 1, problem):
             yield Family("multi_wave", rows, frame.num_warps, frame.ctas_per_sm)
-    if forward and problem.tma_aligned:
+    if forward and problem.tma_aligned and problem.acc_dtype.itemsize == 4:
         for frame in SHORT_LIVED:
-            for rows in tiles(frame) if frame.num_warps < 16 or cols > 8192 else ():
+            for rows in _tiles(frame, 1, problem) if frame.num_warps < 16 or problem.cols > 8192 else ():
                 yield Family("multi_wave", rows, frame.num_warps, frame.ctas_per_sm, short_lived=True)
 
 
+def _tiles(frame: Frame, cluster: int, problem: NormProblem) -> Iterator[int]:
+    """Rows of a tile of which a thread has as many elements as the frame says."""
+    threads = 32 * frame.num_warps * cluster
+    least = frame.least / 2 if problem.cols <= NARROW and problem.direction == "backward" else frame.least
+    alone = problem.direction == "forward" and frame.ctas_per_sm == 1
+    most_rows = 2 if cluster > 1 or alone else 64 if problem.direction == "forward" else 32
+    for rows in ROWS:
+        if least * threads < rows * problem.cols <= frame.most * threads and rows <= most_rows:
+            yield rows
+
+
 def _stages(rows: int, frame: Frame, cluster: int, problem: NormProblem) -> tuple[int, ...]:
-    """Stages worth considering; none where this frame is for other tiles."""
     if problem.direction == "backward":
-        return (2,) if rows > 1 or problem.cols > 56 * 32 * frame.num_warps * cluster else (3,)
-    if frame.ctas_per_sm == 3 and (problem.norm == "rms" or rows > 1):
-        return ()
-    return (1, 2) if problem.norm == "rms" and cluster == 1 else (2,)
+        many = problem.cols > MOST_COLUMNS_OF_TWO_STAGES * 32 * frame.num_warps * cluster
+        return (2,) if rows > 1 or many else (3,)
+    if problem.norm == "layer" or cluster > 1 or frame.ctas_per_sm * frame.num_warps < 16:
+        return (2,)
+    return (1, 2) if frame.num_warps == 4 else (1,)
 
 
-def shortlist(problem: NormProblem, device: DeviceSpec) -> tuple[Plan, ...]:
-    found = (plan_of(family, problem, device) for family in families(problem, device))
-    return tuple(dict.fromkeys(plan for plan in found if plan))
+# --- How a row is cut ---
 
 
-def elements_per_thread(family: Family, cols: int) -> float:
-    return family.rows_per_tile * cols / (32 * family.num_warps * family.cluster)
+class Cut(NamedTuple):
+    """A ring's chunks, and how they are copied: copy_chunks to a copy, with a tail the last one by itself."""
+
+    copies: int
+    padded: int
+    num_chunks: int
+    chunk: int
+    copy_chunks: int
+    tail: bool
 
 
-def plan_of(family: Family, problem: NormProblem, device: DeviceSpec) -> Plan | None:
-    """The plan of a family for a problem; None if none is within the budgets."""
-    build = ring_of if family.kernel == "pipelined" else rows_of
-    return build(family, problem, device)
-
-
-def ring_of(family: Family, problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | None:
-    rows, warps, cluster = family.rows_per_tile, family.num_warps, family.cluster
-    threads = 32 * warps if cluster > 1 else 32 * warps // rows
-    limit = budget.register_limit(32 * warps * family.ctas_per_sm, device)
-    found = []
-    for chunk, num_chunks in chunkings(-(-problem.cols // cluster), threads, MAX_RING_CHUNKS[problem.direction]):
-        padding = cluster * chunk * num_chunks
-        boxes = cluster * chunk // math.gcd(problem.cols, chunk, MAX_BOX_SIDE)
-        if padding > MOST_PADDING * problem.cols or chunk * num_chunks > 64 * threads:
-            continue
-        whole = problem.cols // (cluster * chunk)
+def _cuts(problem: NormProblem, rows: int, num_warps: int, cluster: int) -> list[Cut]:
+    """The ways to cut a row for a ring, best first. A thread has columns of one row; in a cluster, of all rows."""
+    cols, threads, found = problem.cols, 32 * num_warps if cluster > 1 else 32 * num_warps // rows, []
+    for chunk, num_chunks in chunkings(-(-cols // cluster), threads, MAX_RING_CHUNKS[problem.direction]):
+        padded, whole = cluster * chunk * num_chunks, cols // (cluster * chunk)
+        boxes = cluster * chunk // math.gcd(cols, chunk, MAX_BOX_SIDE)  # per chunk over the cluster
         least = 4 if rows == 1 and whole < num_chunks else 2
-        if boxes > most_boxes(problem, cluster) or num_chunks > FEW_CHUNKS and chunk < least * threads:
+        too_small = num_chunks > FEW_CHUNKS and chunk < least * threads
+        too_large = padded > MOST_PADDING * cols or chunk * num_chunks > MOST_COLUMNS * threads
+        if too_small or too_large or boxes > most_boxes(problem, cluster):
             continue
-        for copies in ways_to_copy(num_chunks, whole):
-            number = 2 if copies.tail else -(-num_chunks // copies.chunks)
-            if number <= MOST_COPIES:
-                found.append((number, padding, -chunk, num_chunks, copies))
-    for _, _, chunk, num_chunks, copies in sorted(found):
-        many = -chunk * num_chunks > MOST_COLUMNS_WITH_WEIGHT[problem.direction] * threads
-        alone = problem.direction == "forward" and family.ctas_per_sm == 3
-        for in_smem in (True, False) if many and not alone else (False, True):
-            plan = PipelinedPlan(
-                rows,
-                -chunk,
-                num_chunks,
-                family.num_stages,
-                warps,
-                family.ctas_per_sm,
-                limit,
-                in_smem,
-                cluster,
-                copies.chunks,
-                family.short_lived,
-                copies.tail,
-            )
-            if budget.registers(plan, problem, device) <= limit and budget.fits_shared_memory(plan, problem, device):
-                return plan
+        for copy_chunks, tail in ways_to_copy(num_chunks, whole):
+            copies = 2 if tail else -(-num_chunks // copy_chunks)
+            found.append(Cut(copies, padded, num_chunks, chunk, copy_chunks, tail))
+    return sorted(cut for cut in found if cut.copies <= MOST_COPIES)
+
+
+def _in_chunks(family: Family, problem: NormProblem, device: DeviceSpec, good: bool) -> PipelinedPlan | None:
+    _, rows, warps, ctas, cluster, stages, short_lived, in_smem = family
+    limit = budget.register_limit(32 * warps * ctas, device)
+    for cut in _cuts(problem, rows, warps, cluster):
+        resources = stages, warps, ctas, limit, in_smem, cluster
+        plan = PipelinedPlan(rows, cut.chunk, cut.num_chunks, *resources, cut.copy_chunks, short_lived, cut.tail)
+        spills = good and budget.registers(plan, problem, device) > limit
+        if not spills and budget.fits_shared_memory(plan, problem, device):
+            return plan
     return None
 
 
-def rows_of(family: Family, problem: NormProblem, device: DeviceSpec) -> MultiWavePlan | None:
-    rows, warps, ctas, least = family.rows_per_tile, family.num_warps, family.ctas_per_sm, 8 // problem.x_dtype.itemsize
-    threads = 32 * warps
-    # In a backward, a thread that has the same columns of all rows of a tile adds up dw and db by itself.
-    owns = problem.direction == "backward" and problem.tma_aligned
-    owned = 16 // problem.x_dtype.itemsize * threads if owns else 0
+def _held(family: Family, problem: NormProblem, device: DeviceSpec) -> MultiWavePlan | None:
+    """Rows in registers, with the least padding. Threads load at least 8 bytes at once. In a backward of several rows,
+    each thread has 16 bytes of every row, so that one thread adds up each column."""
+    rows, warps, threads, itemsize = (
+        family.rows_per_tile,
+        family.num_warps,
+        32 * family.num_warps,
+        problem.x_dtype.itemsize,
+    )
+    owns = problem.direction == "backward" and problem.tma_aligned and rows > 1
+    owns = owns and not (problem.cols <= SHORT and warps <= 4)
     found = [
-        (chunk * num_chunks, -chunk, num_chunks)
-        for chunk, num_chunks in chunkings(problem.cols, MIN_MULTIWAVE_CHUNK, MAX_CHUNKS)
-        if rows * chunk >= least * threads and (rows == 1 or chunk >= owned or problem.cols <= SHORT)
+        (chunk * num_chunks, num_chunks, chunk)
+        for chunk, num_chunks in chunkings(problem.cols, MIN_CHUNK, MAX_CHUNKS)
+        if rows * chunk * itemsize >= 8 * threads and (not owns or chunk * itemsize >= 16 * threads)
     ]
-    for padded, chunk, num_chunks in sorted(found):
+    for _, num_chunks, chunk in sorted(found):
+        tile = rows, chunk, num_chunks, warps
         if family.short_lived:
-            need = budget.one_tile_registers(rows * padded / threads, problem)
+            needed = budget.one_tile_registers(rows * chunk * num_chunks / threads, problem)
         else:
-            need = budget.multiwave_registers(rows, -chunk, num_chunks, warps, problem, device)
-        room = ctas_with_room(need, threads, device) if need <= budget.MAX_REGISTERS else 0
-        if room and (ctas <= room or family.short_lived):
-            ctas = min(ctas, room)
-            limit = budget.register_limit(threads * ctas, device)
-            return MultiWavePlan(rows, -chunk, num_chunks, warps, ctas, limit, family.short_lived)
+            needed = budget.multiwave_registers(*tile, problem, device)
+        room = min(device.registers_per_sm // needed, device.max_threads_per_sm) // threads
+        ctas = min(family.ctas_per_sm, room) if family.short_lived else family.ctas_per_sm
+        if needed <= budget.MAX_REGISTERS and 0 < ctas <= room:
+            return MultiWavePlan(*tile, ctas, budget.register_limit(threads * ctas, device), family.short_lived)
     return None
+
+
+# --- Other kernels ---
+
+
+def _warp_specialized(problem: NormProblem, device: DeviceSpec, good: bool = True) -> tuple[WarpSpecializedPlan, ...]:
+    """One plan: the first of GROUPS whose threads have a moderate share of as many rows as possible, with two stages
+    for each group if they fit. A plan that is not `good` may spill, or have one stage."""
+    tensors = 1 if problem.direction == "forward" else 2
+    for most, (groups, warps) in itertools.product((MODERATE_COLUMNS, MOST_COLUMNS), GROUPS):
+        limit = budget.group_register_limit(groups, warps, device)
+        for rows in reversed([rows for rows in ROWS if rows * problem.cols <= most * 32 * warps]):
+            cuts = [cut for cut in _cuts(problem, rows, warps, 1) if not cut.tail]
+            few = [cut for cut in cuts if tensors * cut.copies <= MOST_PRODUCED_COPIES[groups]]
+            stages = (2 * groups, groups) if good and groups > 1 else (2,) if good else (2 * groups, groups)
+            for number, cut, in_smem in itertools.product(stages, few, (False, True)):
+                resources = number, groups, warps, 1, limit, in_smem, problem.direction == "forward", cut.copy_chunks
+                plan = WarpSpecializedPlan(rows, cut.chunk, cut.num_chunks, *resources)
+                spills = budget.registers(plan, problem, device) > limit
+                if budget.fits_shared_memory(plan, problem, device) and not (good and spills):
+                    return (_deepened(plan, problem, device),)
+    return ()
+
+
+def _deepened(plan: WarpSpecializedPlan, problem: NormProblem, device: DeviceSpec) -> WarpSpecializedPlan:
+    """The last steps of nvFuser's ladder: two groups keep a tile in registers where the registers suffice, and the
+    number of stages doubles as long as they fit. Hopper wants few stages."""
+    if device.arch < OLDEST_PUBLISHED_ARCH:
+        return plan
+    cached = replace(plan, cached=True)
+    if plan.num_groups > 1 and budget.registers(cached, problem, device) <= plan.max_registers:
+        plan = cached
+    while budget.fits_shared_memory(deeper := replace(plan, num_stages=2 * plan.num_stages), problem, device):
+        plan = deeper
+    return plan
+
+
+def column_tile_plan(problem: NormProblem, device: DeviceSpec) -> ColumnTilePlan:
+    """The plan for rows that do not fit in registers. In its pass over whole rows, each CTA has one row."""
+    whole, fp64 = 1 << max(4, (problem.cols - 1).bit_length()), problem.acc_dtype.itemsize == 8
+    chunk = min(COLUMN_TILE, whole)
+    # On sm_120 some builds of 4 warps spill, whatever their register limit; with fewer elements per thread none does.
+    num_warps = 8 if fp64 or device.arch >= 120 else 4
+    if problem.direction == "backward":
+        row_pass = 4096, 8
+    else:  # short rows are done sooner by 8 warps, long rows by 16
+        row_pass = (2048, 8) if problem.cols <= 16384 else (8192 if device.arch < 120 else 4096, 16)
+    row_pass_chunk, row_pass_warps = row_pass
+    if fp64:
+        row_pass_chunk = 8 * 32 * row_pass_warps  # 8 elements per thread; with 4 the build spills on sm_90
+    # On sm_80 a thread takes up to 131 registers, but four CTAs of four warps leave it only 128: three CTAs there.
+    rows_per_tile, ctas_per_sm = COLUMN_TILE // chunk, 2 if num_warps == 8 else 3 if device.arch < 90 else 4
+    return ColumnTilePlan(rows_per_tile, chunk, num_warps, ctas_per_sm, min(row_pass_chunk, whole), row_pass_warps)
+
+
+def column_rings(problem: NormProblem, device: DeviceSpec) -> Iterator[ColumnRingPlan]:
+    """Plans of a backward without dx, two CTAs per SM, the largest tile first."""
+    limit = budget.register_limit(32 * COLUMN_RING_WARPS * 2, device)
+    for rows in COLUMN_RING_ROWS:
+        plan = ColumnRingPlan(rows, COLUMN_RING_CHUNK, COLUMN_RING_STAGES, COLUMN_RING_WARPS, 2, limit)
+        if budget.fits_shared_memory(plan, problem, device):
+            yield plan
+
+
+# --- Common ---
+
+
+def cluster_sizes(device: DeviceSpec) -> tuple[int, ...]:
+    """Cluster sizes that can start while other kernels hold sm_margin SMs. All CTAs of a cluster start together, in one
+    group of SMs (GPC). If others hold SMs in every group, a cluster as large as a group waits for them."""
+    if device.arch not in CLUSTER_ARCHS:
+        return (1,)
+    largest = next(size for most, size in LARGEST_CLUSTER if device.sm_margin <= most)
+    return tuple(size for size in CLUSTERS if size <= largest)
+
+
+class Copies(NamedTuple):
+    """How a tile is copied: chunks per copy, and whether the last chunk has a copy of its own."""
+
+    chunks: int
+    tail: bool
+
+
+def ways_to_copy(num_chunks: int, whole_chunks: int) -> Iterator[Copies]:
+    """A copy has room for a power of two of chunks, except for that before the tail of a row of whole chunks."""
+    room = 1 << (whole_chunks - 1).bit_length()
+    for chunks in powers_of_two(1, room if whole_chunks == num_chunks else 1):
+        yield Copies(chunks, False)
+    if 1 < whole_chunks < num_chunks:
+        yield Copies(room, True)
+    elif whole_chunks == num_chunks and room == 2 * (num_chunks - 1) > 2:
+        yield Copies(num_chunks - 1, True)
+
+
+def most_boxes(problem: NormProblem, cluster: int) -> int:
+    """Most TMA boxes in a row's chunk over its cluster. Each CTA has at most MAX_BOX_SIDE."""
+    box_bytes = math.gcd(problem.cols, MAX_BOX_SIDE) * problem.x_dtype.itemsize
+    if problem.cols <= COLUMNS_OF_FEW_BOXES or box_bytes >= BYTES_OF_LONG_BOX:
+        return MAX_BOX_SIDE
+    return MOST_BOXES_OF_16_BYTES if box_bytes == 16 else cluster * MAX_BOX_SIDE
+
+
+def chunkings(cols: int, smallest: int, most: int) -> Iterator[tuple[int, int]]:
+    """(chunk, num_chunks) that cover cols. chunk is a power of two, at least `smallest`; num_chunks at most `most`."""
+    for chunk in powers_of_two(smallest, max(smallest, 1 << (cols - 1).bit_length())):
+        num_chunks = -(-cols // chunk)
+        if num_chunks <= most:
+            yield chunk, num_chunks
+
+
+def powers_of_two(first: int, last: int) -> list[int]:
+    return [1 << exponent for exponent in range((first - 1).bit_length(), last.bit_length())]
