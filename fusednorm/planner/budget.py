@@ -379,6 +379,7 @@ def multiwave_registers(
         least, need = (96, 50) if fp64 else (80, 12)
         need += (16 + 8 * (problem.norm == "layer")) * (scattered and device.arch < 90)
         need += (8 + 0.3 * elements) * sm120 + 0.3 * (rows_per_tile - 1) + 4 * (num_chunks - 1) + per_element * elements
+        need += REGISTER_STEP * len(problem.rows_in)
         need += 0.15 * parameters * elements / rows_per_tile  # parameters, which the rows of a thread share
     return _round_up(max(least, need), REGISTER_STEP)
 
