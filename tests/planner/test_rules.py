@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from planning import make_problem, meta_call
 
 from fusednorm.forms import FormSpec
@@ -46,6 +47,11 @@ def test_each_rule_is_met_by_what_it_is_about(rule):
     found = outcome(*RULES[rule]).fault
     assert found.rule == rule
     assert decide(*RULES[rule][1:]).reasons[RULES[rule][0]] == found.reason
+
+
+def test_rings_leave_sums_with_a_float64_row_tensor_to_others():
+    problem = make_problem(direction="forward", form=ADD, rows_in=(torch.float64,), rows_out=(torch.float32,))
+    assert legality.broken_rule("pipelined", problem, MANY_ROWS, H200).rule == "float64"
 
 
 def test_every_rule_of_legality_is_among_them():
