@@ -77,11 +77,15 @@ class Wanted(NamedTuple):
         layer, form = self.norm == "layer", OPS[f"{self.norm}_norm_fwd{self.form}"].form
         stream = self.residual_dtype or self.dtype
         total = torch.promote_types(self.dtype, stream) if form.combine else self.dtype
-        backward = self.direction == BACKWARD
-        dtypes = dict.fromkeys(("x", "residual", "grad_out"), self.dtype) | {
+        backward, settings = self.direction == BACKWARD, dict(self.settings)
+        y = torch.promote_types(self.dtype, stream) if form.finish else self.dtype
+        if settings.get("rounds_x_hat") and self.weight_dtype:
+            y = settings["y_dtype"] = torch.promote_types(y, self.weight_dtype)
+        dtypes = {
             "x": total if backward else self.dtype,
+            "grad_out": y,
             "residual": stream,
-            "residual_grad": total if form.combine else self.residual_dtype,
+            "residual_grad": total if form.combine else None if self.form else self.residual_dtype,
             "weight": self.weight_dtype,
             "bias": self.weight_dtype if self.has_bias and (layer or self.form) else None,
             "mean": accumulation_dtype(total) if layer else None,
@@ -93,8 +97,8 @@ class Wanted(NamedTuple):
             if slot.role.is_tensor and (dtype := dtypes[slot.name]):
                 shape = shapes.get(slot.role, (FEW_ROWS, self.cols))
                 given[slot.name] = torch.empty(shape, dtype=dtype, device="meta")
-        settings = {name: value for name, value in self.settings if self.op.slot(name)}
-        given |= settings | {"normalized_shape": (self.cols,)}
+        given |= {name: value for name, value in settings.items() if self.op.slot(name)}
+        given["normalized_shape"] = (self.cols,)
         given |= {"output_mask": self.output_mask[: len(self.op.outputs)]} if backward else {"eps": 1e-5}
         operands = operands_of(self.op.name, (), given)
         return check_backward(operands) if backward else check_forward(operands)

@@ -122,6 +122,24 @@ def test_either_gradient_may_be_absent_and_no_zeros_take_its_place(op, wants, mo
         torch.testing.assert_close(ours, right)
 
 
+@forms
+def test_no_rows_and_frozen_tensors_are_no_exception(op):
+    empty = leaves(op, FP32, shape=(0, 8))
+    assert all(not each.any() for each in gradients(run(op, empty), empty))
+    given = leaves(op, FP32)
+    for name in (*rows_of(op), "weight"):
+        given[name].requires_grad_(False)
+    sum(each.sum() for each in run(op, given)).backward()
+    assert given["bias"].grad is not None and given["weight"].grad is None
+
+
+@sums
+def test_gradients_of_the_summands_do_not_share_memory(op):
+    given = leaves(op)
+    sum(each.sum() for each in run(op, given)).backward()
+    assert given["x"].grad.data_ptr() != given["residual"].grad.data_ptr()
+
+
 @sums
 def test_what_a_backward_keeps_is_the_sum_and_not_its_summands(op):
     given, kept = leaves(op), []

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import BF16
+from norm_forms import FACES, rows_of
 from torch import nn
 from torch._inductor import compile_fx as inductor_entry
 from torch._inductor import config
@@ -84,6 +85,28 @@ def test_backwards_of_an_unmodified_model_are_ours_with_their_residual_gradients
     assert len(calls(traced.backward, f"{op}_residual")) == 4 and len(calls(traced.backward, op)) == 1
     assert all(node.args[-2] is not None for node in calls(traced.backward, f"{op}_residual"))
     assert not [node for node in traced.forward.graph.nodes if "fusednorm" in str(node.target)]
+
+
+@pytest.mark.parametrize("op", FORM_OPS, ids=lambda op: op.name)
+def test_forwards_of_forms_are_inductors_and_their_backwards_ours(op, cpu_as_cuda):
+    module = FACES[op.name][1](64, weight_offset=1.0)
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.linear = module, nn.Linear(64, 64)
+
+        def forward(self, x):
+            outputs = self.norm(self.linear(x), *[x] * (len(rows_of(op)) - 1))
+            return sum(outputs) if isinstance(outputs, tuple) else outputs
+
+    model = Layer()
+    traced = trace(model)
+    assert_trains_alike(model, traced, torch.randn(2, 8, 64))
+    assert not [node for node in traced.forward.graph.nodes if "fusednorm" in str(node.target)]
+    (backward,) = calls(traced.backward, f"fusednorm.{op.norm}_norm_bwd_residual")
+    given = routing.named_arguments(backward.target, backward.args, backward.kwargs)
+    assert (given["residual_grad"] is not None) == bool(op.form.combine) and given["weight_offset"] == 1.0
 
 
 @pytest.mark.parametrize("name", NORM_OF)
