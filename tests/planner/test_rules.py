@@ -49,9 +49,9 @@ def test_each_rule_is_met_by_what_it_is_about(rule):
     assert decide(*RULES[rule][1:]).reasons[RULES[rule][0]] == found.reason
 
 
-def test_rings_leave_sums_with_a_float64_row_tensor_to_others():
-    problem = make_problem(direction="forward", form=ADD, rows_in=(torch.float64,), rows_out=(torch.float32,))
-    assert legality.broken_rule("pipelined", problem, MANY_ROWS, H200).rule == "float64"
+def test_a_float64_residual_keeps_narrower_x_out_of_the_rings():
+    problem = make_problem(direction="forward", form=ADD, rows_in=(torch.float64,), rows_out=(torch.float64,))
+    assert outcome("pipelined", problem, MANY_ROWS, H200).fault.rule == "float64"
 
 
 def test_every_rule_of_legality_is_among_them():
