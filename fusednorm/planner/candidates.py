@@ -173,7 +173,8 @@ def pipelined_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[Pipeli
         for (tile, copies), num_stages, in_smem in itertools.product(tiles, stages, (False, True)):
             if not forward or ctas_per_sm != FORWARD_STREAMS_OF_ONE_ROW or not in_smem:
                 resources = num_stages, num_warps, ctas_per_sm, limit, in_smem, cluster
-                yield PipelinedPlan(*tile, *resources, copies.chunks, short_lived, copies.tail)
+                in_ring = bool(problem.rows_in) and num_stages > 1  # no tile is ahead in a ring of one stage
+                yield PipelinedPlan(*tile, *resources, copies.chunks, short_lived, copies.tail, in_ring)
 
 
 def warp_specialized_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[WarpSpecializedPlan]:

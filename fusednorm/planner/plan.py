@@ -97,6 +97,7 @@ class PipelinedPlan:
     # tile, and other CTAs on the SM overlap its copy.
     short_lived: bool = False
     tail: bool = False
+    rows_in_ring: bool = False  # the row tensors that a form reads beside x come through the ring, too
 
 
 @dataclass(frozen=True)
