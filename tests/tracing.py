@@ -13,7 +13,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule, Node
 
-from fusednorm.integrations import folding, routing
+from fusednorm.integrations import folding, routing, written
 
 
 @dataclass
@@ -52,6 +52,7 @@ def trace(model: Callable, **compile_options) -> Traced:
         return min_cut_rematerialization_partition(graph, inputs, **options)
 
     def backend(graph: GraphModule, inputs: list) -> Callable:
+        written.make_ops(graph)
         with routing.decompositions_replaced():
             compiler = aot_autograd(
                 fw_compiler=functools.partial(keep, traced.forwards),

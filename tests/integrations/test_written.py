@@ -1,0 +1,209 @@
+"""Norms that models write by hand, in the graphs of torch.compile: which are found, and that they compute the same."""
+
+from __future__ import annotations
+
+import copy
+
+import hf_models
+import pytest
+import torch
+from cases import BF16, FP32
+from test_inductor import cpu_as_cuda, nothing_is_left  # noqa: F401
+from torch.utils.checkpoint import checkpoint
+from tracing import calls, trace
+
+from bench.graphs import errors
+from fusednorm.integrations import inductor
+
+pytestmark = pytest.mark.usefixtures("cpu_as_cuda")
+COLS, EPS = 32, 1e-6
+
+
+def mean_square(x):
+    return x.pow(2).mean(-1, keepdim=True)
+
+
+def llama(x, weight):
+    h = x.to(FP32)
+    h = h * torch.rsqrt(mean_square(h) + EPS)
+    return weight * h.to(x.dtype)
+
+
+def gemma(x, weight):
+    h = x.float()
+    h = h * torch.rsqrt(mean_square(h) + EPS)
+    return (h * (1.0 + weight.float())).type_as(x)
+
+
+def t5(x, weight):
+    h = x * torch.rsqrt(mean_square(x.to(FP32)) + EPS)
+    return weight * (h.to(weight.dtype) if weight.dtype == BF16 else h)
+
+
+def once(x, weight):
+    h = x.to(FP32)
+    return (weight * (h * torch.rsqrt(mean_square(h) + EPS))).to(x.dtype)
+
+
+def gemma3n(x, weight):
+    h = x.float()
+    return (h * torch.pow(mean_square(h) + EPS, -0.5) * weight.float()).type_as(x)
+
+
+def weightless(x, weight):
+    h = x.float()
+    return (h * torch.rsqrt((h * h).mean(dim=-1, keepdim=True) + EPS)).to(x.dtype)
+
+
+def cohere(x, weight):
+    h = x.to(FP32)
+    mean = h.mean(-1, keepdim=True)
+    variance = (h - mean).pow(2).mean(-1, keepdim=True)
+    h = (h - mean) * torch.rsqrt(variance + EPS)
+    return (weight.to(FP32) * h).to(x.dtype)
+
+
+def weight_of_16_bits_plus_1(x, weight):
+    h = x.float()
+    return (h * torch.rsqrt(mean_square(h) + EPS) * (weight + 1)).to(x.dtype)
+
+
+FOUND = (llama, gemma, t5, once, gemma3n, weightless, cohere, weight_of_16_bits_plus_1)
+
+
+def operands(dtype=BF16, weight_dtype=BF16):
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 6, COLS).to(dtype), torch.randn(COLS).to(weight_dtype)
+    return x.requires_grad_(), weight.requires_grad_()
+
+
+def grads_of(function, given, dy):
+    y = function(*given)
+    grads = torch.autograd.grad(y, given, dy.to(y.dtype), allow_unused=True)
+    return [y.detach(), *(each for each in grads if each is not None)]
+
+
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (BF16, FP32), (FP32, FP32)], ids=str)
+@pytest.mark.parametrize("function", FOUND, ids=lambda function: function.__name__)
+def test_a_form_is_found_and_is_as_exact_as_it_was(function, dtypes):
+    given = operands(*dtypes)
+    dy, traced = torch.randn(2, 6, COLS), trace(function)
+    got, stock = grads_of(traced, given, dy), grads_of(function, given, dy)
+    exact = grads_of(function, [each.detach().double().requires_grad_() for each in given], dy.to(stock[0].dtype))
+    assert [each.dtype for each in got] == [each.dtype for each in stock]
+    for ours, theirs in zip(errors(got, exact), errors(stock, exact), strict=True):
+        assert ours <= 1.05 * theirs + 1e-6
+    norm = "layer" if function is cohere else "rms"
+    (node,) = calls(traced.backward, f"fusednorm.{norm}_norm_bwd_residual")
+    assert node.kwargs.get("weight_offset", 0.0) == (1.0 if function is gemma or plus_1_is_exact(function, given) else 0.0)
+    assert not [each for each in traced.forward.graph.nodes if "fusednorm" in str(each.target)]
+
+
+def plus_1_is_exact(function, given):
+    return function is weight_of_16_bits_plus_1 and given[1].dtype == FP32
+
+
+def unlike_mean(x, weight):
+    h = x.float()
+    return (h * torch.rsqrt(h.pow(2).sum(-1, keepdim=True) + EPS) * weight).to(x.dtype)
+
+
+def other_dim(x, weight):
+    h = x.float()
+    return (h * torch.rsqrt(h.pow(2).mean(1, keepdim=True) + EPS) * weight).to(x.dtype)
+
+
+def other_factor(x, weight):
+    h = x.float()
+    return (h.exp() * torch.rsqrt(mean_square(h) + EPS) * weight).to(x.dtype)
+
+
+def cube(x, weight):
+    h = x.float()
+    return (h * torch.rsqrt(h.pow(3).mean(-1, keepdim=True).abs() + EPS) * weight).to(x.dtype)
+
+
+def detached_statistics(x, weight):
+    h = x.float()
+    return (h * torch.rsqrt(mean_square(h.detach()) + EPS) * weight).to(x.dtype)
+
+
+def in_16_bits(x, weight):
+    return x * torch.rsqrt(mean_square(x) + EPS) * weight
+
+
+def of_other_rows(x, weight):
+    return llama(x.transpose(1, 2).contiguous().transpose(1, 2), weight)
+
+
+def written_over(x, weight):
+    x = x * 1
+    y = llama(x, weight)
+    x.mul_(2)
+    return y + x
+
+
+NOT_FOUND = (unlike_mean, other_dim, other_factor, cube, detached_statistics, in_16_bits, of_other_rows, written_over)
+
+
+@pytest.mark.parametrize("function", NOT_FOUND, ids=lambda function: function.__name__)
+def test_what_only_looks_like_one_is_left_alone(function):
+    given, dy, traced = operands(), torch.randn(2, 6, COLS), trace(function)
+    for got, want in zip(grads_of(traced, given, dy), grads_of(function, given, dy), strict=True):
+        torch.testing.assert_close(got, want)
+    assert not [each for each in traced.backward.graph.nodes if "fusednorm" in str(each.target)]
+
+
+def test_inference_is_left_as_written():
+    traced = trace(llama)
+    with torch.no_grad():
+        torch.testing.assert_close(traced(*operands()), llama(*operands()))
+    assert not inductor.report()
+
+
+def test_one_graph_serves_every_row_count_and_eps_is_a_number_of_the_model():
+    def of_eps(x, weight, eps):
+        return weight * (x * torch.rsqrt(mean_square(x) + eps))
+
+    traced = trace(of_eps, dynamic=True)
+    for rows, eps in ((6, 1e-3), (9, 1e-3), (5, 1e-3), (4, 1e-1)):
+        x, weight = torch.randn(2, rows, COLS, requires_grad=True), torch.randn(COLS, requires_grad=True)
+        got, want = (torch.autograd.grad(f(x, weight, eps).square().sum(), (x, weight)) for f in (traced, of_eps))
+        torch.testing.assert_close(got, want)
+    assert len(traced.backwards) == 2, "one for each eps"
+
+
+def test_checkpoints_and_graph_breaks_keep_them():
+    def block(x, weight):
+        return llama(x, weight) @ torch.eye(COLS)
+
+    def model(x, weight):
+        return checkpoint(block, x, weight, use_reentrant=False).sin() + x
+
+    x, weight = operands(FP32, FP32)
+    traced, dy = trace(model), torch.randn(2, 6, COLS)
+    for got, want in zip(grads_of(traced, (x, weight), dy), grads_of(model, (x, weight), dy), strict=True):
+        torch.testing.assert_close(got, want)
+    assert calls(traced.backward, "fusednorm.rms_norm_bwd_residual")
+
+
+def test_norms_that_share_slices_of_one_table_have_its_gradient():
+    def model(x, table):
+        scale, shift = table[:, None, :COLS], table[:, None, COLS:]
+        y = llama(x, torch.ones(COLS)) * (1 + scale) + shift
+        return llama(y @ torch.eye(COLS), torch.ones(COLS)) * (1 + scale) + shift
+
+    given = torch.randn(2, 6, COLS, requires_grad=True), torch.randn(2, 2 * COLS, requires_grad=True)
+    traced, dy = trace(model), torch.randn(2, 6, COLS)
+    for got, want in zip(grads_of(traced, given, dy), grads_of(model, given, dy), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(("name", "norms"), [("Llama", 3), ("Qwen3", 3), ("Gemma2", 5)])
+def test_models_of_transformers_have_theirs_found_and_train_as_before(name, norms):
+    model, ids = hf_models.build(name, layers=1).to(BF16), hf_models.tokens()
+    exact, stock = hf_models.in_float64(model, ids), hf_models.loss_and_grads(model, ids)
+    ours = hf_models.loss_and_grads(model, ids, trace(copy.copy(model)))
+    hf_models.assert_as_good_as_stock(ours, stock, exact, BF16)
+    found = {entry.place: count for entry, count in inductor.report().items() if entry.direction == "backward"}
+    assert sum(found.values()) == norms and {"model.norm", "model.layers.*.input_layernorm"} <= {*found}, found
