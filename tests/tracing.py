@@ -24,8 +24,8 @@ class Traced:
     backwards: list[GraphModule] = field(default_factory=list)
     model: Callable | None = None
 
-    def __call__(self, *args):
-        return self.model(*args)
+    def __call__(self, *args, **named):
+        return self.model(*args, **named)
 
     @property
     def backward(self) -> GraphModule:
