@@ -29,11 +29,11 @@ import torch
 from tqdm import tqdm
 
 from fusednorm.host import gpus
-from fusednorm.planner import heuristics
+from fusednorm.planner import choice
+from fusednorm.planner.candidates import candidates
 from fusednorm.planner.device import DeviceSpec
 from fusednorm.planner.norm_problem import NormProblem
 from fusednorm.planner.plan import Plan, ReferencePlan
-from fusednorm.planner.shortlist import shortlist
 
 from . import sweep
 from .candidates import FLOOR, floor_call, reason
@@ -128,10 +128,11 @@ def compile_all(job: tuple[Problem, DeviceSpec]) -> Compiled:
     """Compiles the candidates of a problem and the planner's own plans, in a process of its own."""
     problem, device = job
     asked = norm_problem(problem)
-    choices = heuristics.choices(asked, device)
+    choices = choice.choices(asked, device)
     own = (plan for _, plan in choices if not isinstance(plan, ReferencePlan))
     plans = {}
-    for plan in dict.fromkeys((*own, *shortlist(asked, device))):
+    all_of_them = (plan for variant in choice.variants_in_use(device) for plan in candidates(variant, asked, device))
+    for plan in dict.fromkeys((*own, *all_of_them)):
         built = sweep.compile_plan((case_of(problem, 4), problem.direction, plan, device.arch))
         spills = None if isinstance(built, str) or not built[1] else f"{built[1]} bytes of stack"
         plans[plan] = built if isinstance(built, str) else spills

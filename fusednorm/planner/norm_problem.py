@@ -51,6 +51,26 @@ class NormProblem:
         return self.acc_dtype == torch.float32 and torch.float32 in wanted
 
     @property
+    def traffic(self) -> tuple[int, int, int]:
+        """Large tensors that a call reads and writes, and sums over rows that it wants."""
+        backward = self.direction == "backward"
+        read = 1 + backward + (self.residual_dtype is not None) + self.form.rows_in * (not backward)
+        written = self.wants_dx if backward else 1 + self.form.rows_out
+        return read, int(written), self.num_sums
+
+    @property
+    def row_bytes(self) -> tuple[int, int]:
+        """Bytes of each element of a row that are read and that are written."""
+        read, written, _ = self.traffic
+        others = sum(each.itemsize - self.x_dtype.itemsize for each in (self.grad_dtype, self.residual_dtype) if each)
+        return read * self.x_dtype.itemsize + others, written * self.x_dtype.itemsize
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of each column of weight and bias."""
+        return sum(dtype.itemsize for dtype in (self.weight_dtype, self.bias_dtype) if dtype is not None)
+
+    @property
     def wants_any(self) -> bool:
         """True for a backward that wants a gradient."""
         return self.wants_dx or self.wants_dw or self.wants_db

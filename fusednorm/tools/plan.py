@@ -12,8 +12,8 @@ import torch
 
 from ..host import gpus
 from ..planner import device
+from ..planner.choice import choose
 from ..planner.device import DeviceSpec
-from ..planner.heuristics import choose
 from ..planner.norm_problem import NormProblem
 from ..planner.plan import VARIANTS, Plan
 from . import console

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..forcing import forced_variant
 from ..host import fallback, gpus
 from ..host.program import Address, Program
-from ..planner import heuristics
+from ..planner import choice
 from ..planner.device import DeviceSpec
 from ..planner.norm_problem import ALIGNMENT, FLOAT_DTYPES, NormProblem
 from ..planner.plan import Plan, ReferencePlan, num_launches
@@ -206,9 +206,9 @@ def plans_of(wanted: list[Wanted], rows: Sequence[int] | None, device: DeviceSpe
         if each.direction == "backward" and not problem.wants_any:
             continue
         if rows is None:
-            plans = [plan for _, plan in heuristics.choices(problem, device, forced_variant())]
+            plans = [plan for _, plan in choice.choices(problem, device, forced_variant())]
         else:
-            plans = [heuristics.choose(problem, count, device, forced_variant()) for count in rows if count]
+            plans = [choice.choose(problem, count, device, forced_variant()) for count in rows if count]
         for plan in dict.fromkeys(plans):
             if not isinstance(plan, ReferencePlan):
                 yield each, plan
