@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 import fusednorm
+from fusednorm.planner.plan import text_of as plan_text  # noqa: F401  the name in this folder
 from fusednorm.tools.console import print_table
 
 from .candidates import FLOOR, floor_bytes, is_ours
@@ -108,12 +109,6 @@ def make_record(case: BenchCase, direction: str, name: str, times: Times | None,
             "floor_tb_s": round(floor_bytes(direction, case) / floor.median / 1e6, 4),
         }
     )
-
-
-def plan_text(plan) -> str:
-    """A plan in short: its kind, and the values of its fields in their order."""
-    values = ",".join(str(int(value)) for value in vars(plan).values())
-    return f"{type(plan).__name__.removesuffix('Plan')}({values})"
 
 
 def add_out_argument(parser: argparse.ArgumentParser) -> None:

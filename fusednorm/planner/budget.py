@@ -64,6 +64,14 @@ def fits_shared_memory(plan: Plan, problem: NormProblem, device: DeviceSpec) -> 
     )
 
 
+def is_within_budget(plan: Plan, problem: NormProblem, device: DeviceSpec) -> bool:
+    """Whether the plan fits shared memory and does not spill."""
+    fits = registers(plan, problem, device) <= max_registers(plan)
+    if plan.kernel == "multi_wave":
+        fits &= plan.ctas_per_sm * WARP_SIZE * plan.num_warps * plan.max_registers <= device.registers_per_sm
+    return fits and fits_shared_memory(plan, problem, device)
+
+
 def shared_bytes(plan: Plan, problem: NormProblem) -> int:
     """Bytes of shared memory per CTA, static and dynamic, with the Triton release that takes most."""
     return max(shared_bytes_by(release, plan, problem) for release in (OLDEST_TRITON, EACH_CTA_BY_ITSELF))

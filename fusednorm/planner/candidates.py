@@ -63,41 +63,41 @@ COLUMN_RING_CHUNK, COLUMN_RING_ROWS, COLUMN_RING_WARPS, COLUMN_RING_STAGES = 128
 
 
 class Frame(NamedTuple):
-    """Warps of a CTA, CTAs on an SM, and the least and most elements of a row tile for a thread."""
+    """Warps of a CTA and CTAs on an SM, for tiles of which a thread has more than `least` and at most `most` elements,
+    in clusters of at least least_cluster CTAs."""
 
     num_warps: int
     ctas_per_sm: int
     least: float
     most: float
+    least_cluster: int = 1
+
+
+def _frames(least: float, most: float, *shapes: tuple[int, int]) -> tuple[Frame, ...]:
+    return tuple(Frame(*shape, least, most) for shape in shapes)
 
 
 RINGS = {
     "forward": (
-        Frame(4, 4, 24, 64),
-        Frame(4, 3, 24, 64),
-        Frame(4, 2, 24, 64),
-        Frame(8, 2, 24, 64),
-        Frame(8, 1, 24, 64),
+        *_frames(24, 64, (4, 4), (4, 3)),
+        *_frames(32, 64, (4, 2), (8, 2)),
+        Frame(8, 1, 24, 64, least_cluster=8),
     ),
-    "backward": (Frame(4, 2, 16, 64), Frame(4, 3, 16, 64), Frame(8, 1, 16, 64), Frame(16, 1, 32, 64)),
+    "backward": (*_frames(16, 64, (4, 2), (4, 3), (8, 1)), Frame(16, 1, 32, 64, least_cluster=8)),
 }
 IN_REGISTERS = {
-    "forward": (Frame(4, 4, 12, 32), Frame(4, 5, 12, 32), Frame(8, 2, 12, 32), Frame(16, 1, 12, 32)),
+    "forward": (*_frames(12, 32, (4, 4), (4, 5), (8, 2), (16, 1)), Frame(8, 1, 32, 64)),
     "backward": (
         Frame(2, 4, 6, 32),
-        Frame(2, 8, 6, 16),
-        Frame(4, 2, 6, 16),
-        Frame(4, 4, 6, 16),
-        Frame(8, 1, 6, 16),
-        Frame(8, 2, 6, 16),
+        *_frames(6, 16, (2, 8), (4, 2), (4, 4), (8, 1), (8, 2)),
         Frame(16, 1, 5, 16),
     ),
 }
-SHORT_LIVED = (Frame(2, 16, 12, 32), Frame(4, 8, 12, 32), Frame(8, 4, 12, 32), Frame(16, 2, 12, 32))
+SHORT_LIVED = _frames(12, 32, (2, 16), (4, 8), (8, 4), (16, 2))
 # Rows whose elements are loaded one by one
 SCATTERED = {
-    "forward": tuple(Frame(*each, 4, 24) for each in ((4, 4), (4, 5), (4, 6), (8, 2), (16, 1))) + (Frame(4, 2, 4, 48),),
-    "backward": tuple(frame._replace(least=4, most=max(24, frame.most)) for frame in IN_REGISTERS["backward"]),
+    "forward": (*_frames(4, 24, (4, 3), (4, 4), (4, 5), (4, 6), (8, 2), (16, 1)), Frame(4, 2, 4, 48)),
+    "backward": (Frame(2, 4, 4, 32), *_frames(4, 24, (2, 8), (4, 2), (4, 3), (4, 4), (8, 1), (8, 2), (16, 1))),
 }
 GROUPS = ((2, 4), (2, 8), (1, 8), (1, 16))  # compute groups and the warps of each, by preference
 
@@ -158,8 +158,8 @@ def faulty(variant: str, problem: NormProblem, device: DeviceSpec) -> Plan | Non
 
 
 def _either(family: Family, problem: NormProblem, device: DeviceSpec) -> Plan | None:
-    """The plan of a family. Its weight is in shared memory if a thread has many columns, unless the tile is one row of a
-    forward; otherwise in registers. If it does not fit there, it is at the other place."""
+    """The plan of a family. Its weight is in shared memory if a thread has many columns, unless a forward's tile is one
+    row; otherwise in registers. If it does not fit there, it is at the other place."""
     if family.kernel != "pipelined":
         return plan_of(family, problem, device)
     rows = family.rows_per_tile if family.cluster == 1 else 1
@@ -178,7 +178,7 @@ def _either(family: Family, problem: NormProblem, device: DeviceSpec) -> Plan | 
 def _rings(problem: NormProblem, device: DeviceSpec) -> Iterator[Family]:
     forward = problem.direction == "forward"
     for frame, cluster in itertools.product(RINGS[problem.direction], cluster_sizes(device)):
-        if (cluster > 1 and problem.cols <= LEAST_COLUMNS_OF_CLUSTER) or (frame.num_warps == 16 and cluster < 8):
+        if cluster < frame.least_cluster or (cluster > 1 and problem.cols <= LEAST_COLUMNS_OF_CLUSTER):
             continue
         for rows in _tiles(frame, cluster, problem):
             if forward and frame.ctas_per_sm == 3 and (problem.norm == "rms" or rows > 1):
@@ -205,8 +205,10 @@ def _tiles(frame: Frame, cluster: int, problem: NormProblem) -> Iterator[int]:
     """Rows of a tile of which a thread has as many elements as the frame says."""
     threads = 32 * frame.num_warps * cluster
     least = frame.least / 2 if problem.cols <= NARROW and problem.direction == "backward" else frame.least
-    for rows in ROWS if cluster == 1 else ROWS[:2]:
-        if least * threads <= rows * problem.cols <= frame.most * threads:
+    alone = problem.direction == "forward" and frame.ctas_per_sm == 1
+    most_rows = 2 if cluster > 1 or alone else 64 if problem.direction == "forward" else 32
+    for rows in ROWS:
+        if least * threads < rows * problem.cols <= frame.most * threads and rows <= most_rows:
             yield rows
 
 
@@ -214,7 +216,9 @@ def _stages(rows: int, frame: Frame, cluster: int, problem: NormProblem) -> tupl
     if problem.direction == "backward":
         many = problem.cols > MOST_COLUMNS_OF_TWO_STAGES * 32 * frame.num_warps * cluster
         return (2,) if rows > 1 or many else (3,)
-    return (1, 2) if problem.norm == "rms" and cluster == 1 else (2,)
+    if problem.norm == "layer" or cluster > 1 or frame.ctas_per_sm * frame.num_warps < 16:
+        return (2,)
+    return (1, 2) if frame.num_warps == 4 else (1,)
 
 
 # --- How a row is cut ---

@@ -13,12 +13,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from . import table
-from .candidates import Family, candidates, faulty, plan_of
+from .budget import is_within_budget
+from .candidates import Family, candidates, cluster_sizes, faulty, plan_of
 from .device import DeviceSpec
 from .legality import MAX_RING_ROWS, broken_rule
 from .model import predict_us
 from .norm_problem import NormProblem
-from .plan import Plan, ReferencePlan, num_passes
+from .plan import Plan, ReferencePlan, WarpSpecializedPlan, from_text, num_passes
 
 Ranges = tuple[tuple[float, Plan], ...]  # (most rows, plan), ascending
 
@@ -97,7 +98,9 @@ def decide(problem: NormProblem, device: DeviceSpec, forced: str | None = None) 
 
 
 def _merged(ranges: list[tuple[float, Plan]]) -> Ranges:
-    return tuple(each for each, after in zip(ranges, [*ranges[1:], (0, None)], strict=True) if each[1] != after[1])
+    return tuple(
+        each for index, each in enumerate(ranges) if index == len(ranges) - 1 or each[1] != ranges[index + 1][1]
+    )
 
 
 def measured(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | None:
@@ -112,21 +115,27 @@ def measured(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | N
 
 
 def _of_lines(lines: list[tuple[int, table.Ranges]], problem: NormProblem, device: DeviceSpec) -> Ranges | None:
-    """The plans that the nearest width has, where they are within the budgets; else those of the next width."""
-    bounds = sorted({most for _, ranges in lines for most, _ in ranges})
+    """The plans of the first width: as they are if it is the problem's own, else those of their families. Where one
+    cannot run here, that of the next width takes its place. None if no width has one."""
+    bounds = sorted({most for _, ranges in lines[:1] for most, _ in ranges})
     found: list[tuple[float, Plan]] = []
     for most in bounds:
-        families = (next(family for bound, family in ranges if most <= bound) for _, ranges in lines)
-        plan = next((plan for family in families if (plan := _legal(family, problem, device))), None)
+        texts = ((cols, next(text for bound, text in ranges if most <= bound)) for cols, ranges in lines)
+        plans = (_adapted(from_text(text), cols, problem, device) for cols, text in texts)
+        plan = next((plan for plan in plans if plan), None)
         if plan is None:
             return None
         found.append((most if most == math.inf else int(most * device.sm_count), plan))
     return _merged(found) or None
 
 
-def _legal(family: Family, problem: NormProblem, device: DeviceSpec) -> Plan | None:
-    variant = "pipelined" if family.kernel == "pipelined" else "multi_wave"
-    return None if broken_rule(variant, problem, 1, device) else plan_of(family, problem, device)
+def _adapted(plan: Plan, cols: int, problem: NormProblem, device: DeviceSpec) -> Plan | None:
+    """A measured plan of `cols` columns for this problem."""
+    if broken_rule(plan.variant, problem, 1, device) or plan.cluster not in cluster_sizes(device):
+        return None
+    if cols == problem.cols and is_within_budget(plan, problem, device):
+        return plan
+    return None if isinstance(plan, WarpSpecializedPlan) else plan_of(Family.of(plan), problem, device)
 
 
 def published(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | None:
@@ -160,5 +169,5 @@ def best_plan(variant: str, problem: NormProblem, device: DeviceSpec) -> Plan | 
 
 
 def _fastest(plans, problem: NormProblem, device: DeviceSpec) -> Plan | None:
-    rows = MANY_ROWS_PER_SM * device.sm_count
-    return min(plans, key=lambda plan: predict_us(plan, problem, rows, device), default=None)
+    rows, coefficients = MANY_ROWS_PER_SM * device.sm_count, table.coefficients(device)
+    return min(plans, key=lambda plan: predict_us(plan, problem, rows, device, coefficients), default=None)

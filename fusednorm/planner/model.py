@@ -30,24 +30,24 @@ SHARPNESS = 3  # the exponent p in (a^p + b^p)^(1/p), in place of max(a, b)
 
 
 class Coefficients(NamedTuple):
-    """What a GPU costs. The defaults are of Hopper."""
+    """What a GPU costs. Tables have the values (data/)."""
 
-    bandwidth_share: float = 0.947  # of the datasheet's bandwidth, for bytes of device memory
-    launch_us: float = 4.81  # start and end of a call
-    second_launch_us: float = 2.21  # of each kernel after the first
-    latency_us: float = 0.211  # of a load
-    sm_bytes_per_us: float = 77200.0  # that one SM takes in
-    element_us: float = 0.00229  # of a tile, for 128 threads with one element each, without sums of columns
-    scattered: float = 4.64  # of that, more if elements are loaded one by one
-    row_us: float = 0.0848  # to reduce a row tile
-    warp_us: float = 0.0196  # of that, for each warp of a row
-    exchange_us: float = 0.0612  # between the CTAs of a cluster, times the root of their number
-    meeting_us: float = 0.137  # at the start of a cluster, for each doubling of its CTAs
-    copy_us: float = 0.0362  # to issue a copy and to wait for it
-    box_us: float = 0.000636  # for each piece of memory that TMA copies
-    start_us: float = 0.106  # of a CTA that takes another's place
-    merge_us: float = 0.00857  # of the sums of an element's column that several threads have
-    partial_bytes_per_us: float = 6.36e6  # of the partial sums, written and read
+    bandwidth_share: float  # of the datasheet's bandwidth, for bytes of device memory
+    launch_us: float  # start and end of a call
+    second_launch_us: float  # of each kernel after the first
+    latency_us: float  # of a load
+    sm_bytes_per_us: float  # that one SM takes in
+    element_us: float  # of a tile, for 128 threads with one element each, without sums of columns
+    scattered: float  # of that, more if elements are loaded one by one
+    row_us: float  # to reduce a row tile
+    warp_us: float  # of that, for each warp of a row
+    exchange_us: float  # between the CTAs of a cluster, times the root of their number
+    meeting_us: float  # at the start of a cluster, for each doubling of its CTAs
+    copy_us: float  # to issue a copy and to wait for it
+    box_us: float  # for each piece of memory that TMA copies
+    start_us: float  # of a CTA that takes another's place
+    merge_us: float  # of the sums of an element's column that several threads have
+    partial_bytes_per_us: float  # of the partial sums, written and read
 
 
 class Work(NamedTuple):
@@ -73,9 +73,7 @@ class Work(NamedTuple):
     partial_bytes: float
 
 
-def predict_us(
-    plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec, coefficients: Coefficients = Coefficients()
-) -> float:
+def predict_us(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec, coefficients: Coefficients) -> float:
     return time_us(work_of(plan, problem, rows, device), coefficients)
 
 

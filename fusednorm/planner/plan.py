@@ -9,8 +9,10 @@ constants are in bench/NOTES.md, "Evidence behind constants".
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass
+import typing
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from .device import DeviceSpec
@@ -156,6 +158,24 @@ RingPlan = PipelinedPlan | WarpSpecializedPlan
 Plan = MultiWavePlan | ColumnTilePlan | RingPlan | ColumnRingPlan | ReferencePlan
 VARIANTS = ("multi_wave", "pipelined", "warp_specialized", "reference")
 BY_COLUMNS = ("column_tiles", "column_ring")  # kernels whose CTAs own columns, not whole rows
+
+
+def text_of(plan: Plan) -> str:
+    """A plan in short: its type, and the values of its fields in their order."""
+    values = ",".join(str(int(value)) for value in vars(plan).values())
+    return f"{type(plan).__name__.removesuffix('Plan')}({values})"
+
+
+@functools.lru_cache(maxsize=4096)
+def from_text(text: str) -> Plan:
+    """The plan of a text by text_of. Raises ValueError if there is none."""
+    name, _, values = text.removesuffix(")").partition("(")
+    kind = next((kind for kind in typing.get_args(Plan) if kind.__name__ == f"{name}Plan"), None)
+    numbers = [int(value) for value in values.split(",")] if kind else []
+    if kind is None or len(numbers) != len(fields(kind)):
+        raise ValueError(f"{text} is no plan")
+    flags = [field.type in ("bool", bool) for field in fields(kind)]
+    return kind(*(bool(number) if flag else number for number, flag in zip(numbers, flags, strict=True)))
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
-"""Tables: which family of plans was the fastest, measured on one GPU, by problem, columns and rows per SM.
+"""Tables: which plan was the fastest, measured on one GPU, by problem, columns and rows per SM.
 
-A table is a file of JSON lines. The first says what it was measured on, by which releases and when, and has the
-coefficients that were fitted (model.py). Each other line is a width: the plans in order of rows, each up to a number of
-rows per SM, the last without end. `python -m fusednorm tune` writes a table, and data/ has those that are shipped.
+A table is a file of JSON lines. The first says what it was measured on, by which release of Triton and when, and has
+the coefficients that were fitted (model.py). Each other object is a Key. Its widths follow it, a line each: columns,
+and plans in order of rows, each up to a number of rows per SM, the last without end. `python -m fusednorm tune` writes
+a table, and data/ has those that are shipped.
 
-A problem without a line of its own takes that of the nearest width that TMA copies by pieces as long; without such a
-width, that of a problem with other traffic.
+A problem that has no line takes that of a near width which TMA copies by pieces as long. A key that the table lacks is
+that of other traffic.
 """
 
 from __future__ import annotations
@@ -15,23 +16,22 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from .candidates import Family
 from .device import DeviceSpec
 from .model import Coefficients
 from .norm_problem import NormProblem
 
 SHIPPED = Path(__file__).parent / "data"
 FORMAT = 1
-MOST_DISTANCE = 1.0  # octaves to a width that answers for another
+MOST_DISTANCE = 0.25  # octaves to a width that answers for another
 MOST_NEIGHBOURS = 3
 LONG_PIECE = 64  # bytes; rows that TMA copies by longer pieces are alike
 
-Ranges = tuple[tuple[float, Family], ...]  # (most rows per SM, family), ascending
+Ranges = tuple[tuple[float, str], ...]  # (most rows per SM, a plan's text), ascending
 
 
 class Key(NamedTuple):
@@ -41,7 +41,7 @@ class Key(NamedTuple):
     direction: str
     itemsizes: tuple[int, ...]  # of x, in a backward also of its gradient
     piece: int  # bytes that TMA copies at once, up to LONG_PIECE; 0 if it cannot
-    traffic: tuple[int, int, int] | None = None
+    traffic: tuple[int, int, int]
 
     @classmethod
     def of(cls, problem: NormProblem) -> Key:
@@ -57,13 +57,22 @@ class Table:
     triton: str
     date: str
     coefficients: Coefficients
-    widths: dict[Key, dict[int, Ranges]]
+    lines: dict[Key, list[str]]  # of the widths, as they are in the file
+
+    @functools.cache  # noqa: B019  a table lives as long as the process
+    def widths(self, key: Key) -> dict[int, Ranges]:
+        """{columns: ranges} of a key, or if it has none of the first key that differs in traffic alone."""
+        alike = [each for each in self.lines if each._replace(traffic=key.traffic) == key]
+        lines = self.lines.get(key) or (self.lines[alike[0]] if alike else [])
+        found = (json.loads(line) for line in lines)
+        return {
+            cols: tuple((math.inf if most is None else most, text) for most, text in plans) for cols, plans in found
+        }
 
     def lookup(self, problem: NormProblem) -> list[tuple[int, Ranges]]:
         """(columns, ranges) of the problem's width alone, or of the nearest ones, the nearest first; empty if there are
         none."""
-        key = Key.of(problem)
-        widths = self.widths.get(key) or self.widths.get(key._replace(traffic=None), {})
+        widths = self.widths(Key.of(problem))
         if problem.cols in widths:
             return [(problem.cols, widths[problem.cols])]
         far = {cols: abs(math.log2(cols / problem.cols)) for cols in widths}
@@ -75,45 +84,38 @@ class Unreadable(Exception):  # noqa: N818  a reason, not a fault of the caller
     """str() says in one sentence why a file is no table."""
 
 
-def write(path: Path, head: dict, lines: Iterable[dict]) -> None:
+def write(path: Path, head: dict, widths: dict[Key, dict[int, Ranges]]) -> None:
     """Replaces the file at once, so that nobody reads half of one."""
-    text = "\n".join(json.dumps(line) for line in [{"format": FORMAT} | head, *lines]) + "\n"
+    lines: list = [{"format": FORMAT} | head]
+    for key, ranges in sorted(widths.items()):
+        lines.append(key._asdict())
+        for cols, plans in sorted(ranges.items()):
+            lines.append([cols, [[None if most == math.inf else most, text] for most, text in plans]])
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
-    new.write_text(text)
+    new.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
     new.replace(path)
-
-
-def line_of(key: Key, cols: int, ranges: Ranges) -> dict:
-    plans = [[None if most == math.inf else most, " ".join(str(int(v)) if i else v for i, v in enumerate(family))]
-             for most, family in ranges]  # fmt: skip
-    return key._asdict() | {"cols": cols, "plans": plans}
 
 
 def read(path: Path) -> Table:
     """Raises Unreadable."""
     try:
-        head, *lines = map(json.loads, path.read_text().splitlines())
+        first, *rest = path.read_text().splitlines()
+        head = json.loads(first)
         if head["format"] != FORMAT:
             raise Unreadable(f"{path} has format {head['format']}, and this release reads format {FORMAT}")
-        widths: dict[Key, dict[int, Ranges]] = {}
-        for line in lines:
-            traffic = tuple(line["traffic"])
-            key = Key(line["norm"], line["direction"], tuple(line["itemsizes"]), line["piece"], traffic)
-            ranges = tuple((math.inf if most is None else most, _family(text)) for most, text in line["plans"])
-            widths.setdefault(key, {})[line["cols"]] = ranges
-            widths.setdefault(key._replace(traffic=None), {}).setdefault(line["cols"], ranges)
+        lines: dict[Key, list[str]] = {}
+        for line in rest:
+            if line.startswith("{"):
+                key = json.loads(line)
+                key = Key(**key | {"itemsizes": tuple(key["itemsizes"]), "traffic": tuple(key["traffic"])})
+                widths = lines.setdefault(key, [])
+            else:
+                widths.append(line)
         names = ("gpu", "arch", "triton", "date")
-        return Table(*(head[name] for name in names), Coefficients(**head["coefficients"]), widths)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return Table(*(head[name] for name in names), Coefficients(**head["coefficients"]), lines)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, UnboundLocalError) as error:
         raise Unreadable(f"{path} is no table of plans: {type(error).__name__}: {error}") from error
-
-
-@functools.lru_cache(maxsize=1024)
-def _family(text: str) -> Family:
-    kernel, *numbers = text.split()
-    *sizes, short_lived, in_smem = map(int, numbers)
-    return Family(kernel, *sizes, bool(short_lived), bool(in_smem))
 
 
 @functools.cache
@@ -145,10 +147,10 @@ def of_device(device: DeviceSpec) -> Iterator[Table]:
     own = of_user(device.name)
     if isinstance(own, Table):
         yield own
-    yield from sorted(
-        (each for each in shipped() if each.arch == device.arch), key=lambda each: not _is_of(each, device)
-    )
+    alike = (each for each in shipped() if each.arch == device.arch)
+    yield from sorted(alike, key=lambda each: device.name not in each.gpu and each.gpu not in device.name)
 
 
-def _is_of(table: Table, device: DeviceSpec) -> bool:
-    return device.name in table.gpu or table.gpu in device.name
+def coefficients(device: DeviceSpec) -> Coefficients:
+    """Those that were fitted on this GPU, or else on the one that is shipped first."""
+    return next(of_device(device), shipped()[0]).coefficients

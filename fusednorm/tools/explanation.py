@@ -17,7 +17,7 @@ from ..forcing import forced_variant
 from ..host import fallback, gpus
 from ..host.kernel_devices import runs_kernels
 from ..operands import ForwardOperands
-from ..planner import budget, choice
+from ..planner import budget, choice, table
 from ..planner.device import DeviceSpec
 from ..planner.legality import MAX_RING_ROWS, broken_rule
 from ..planner.model import bytes_moved, predict_us
@@ -74,7 +74,8 @@ class Explanation:
         if not self.device or not self.rows or isinstance(self.plan, ReferencePlan):
             return None
         call = self.plan, self.problem, self.rows, self.device
-        time, (read, written) = predict_us(*call), self.problem.row_bytes
+        coefficients, (read, written) = table.coefficients(self.device), self.problem.row_bytes
+        time = predict_us(*call, coefficients)
         light = self.rows * self.problem.cols * (read + written) / self.device.bandwidth_gb_s / 1e3
         return Cost(bytes_moved(*call), time, light / time)
 

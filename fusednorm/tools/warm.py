@@ -95,7 +95,7 @@ class Build(NamedTuple):
     index: int
 
     def launch(self, device: DeviceSpec):
-        return _program(self.wanted, self.plan, device).launches[self.index]
+        return program(self.wanted, self.plan, device).launches[self.index]
 
 
 def warmup(
@@ -236,7 +236,7 @@ def distinct_builds(plans: list[tuple[Wanted, Plan]], device: DeviceSpec) -> lis
 
     builds: dict[str, Build] = {}
     for wanted, plan in plans:
-        for index, launch in enumerate(_program(wanted, plan, device).launches):
+        for index, launch in enumerate(program(wanted, plan, device).launches):
             builds.setdefault(compilation.build_key(launch, device.arch), Build(wanted, plan, index))
     return list(builds.values())
 
@@ -295,7 +295,7 @@ def _load(plans: list[tuple[Wanted, Plan]], device: torch.device, spec: DeviceSp
             call = wanted.call()
             while not isinstance(plan, ReferencePlan):
                 try:
-                    launcher.run(_program(wanted, plan, spec), _zeros(call, device), call.shape, FEW_ROWS)
+                    launcher.run(program(wanted, plan, spec), _zeros(call, device), call.shape, FEW_ROWS)
                     break
                 except fallback.BuildFailed as failed:
                     fallback.remember(plan, call.problem, spec, str(failed))
@@ -308,7 +308,7 @@ def _zeros(call: ForwardCall | BackwardCall, device: torch.device) -> list[Tenso
     return [each and torch.zeros(call.shape, dtype=each.dtype, device=device) for each in call.tensors]
 
 
-def _program(wanted: Wanted, plan: Plan, device: DeviceSpec) -> Program:
+def program(wanted: Wanted, plan: Plan, device: DeviceSpec) -> Program:
     from ..host import launch
 
     return launch.program_of(wanted.call(), fallback.Choice(plan), device)
