@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 
 import fusednorm
-from fusednorm.planner.plan import text_of as plan_text  # noqa: F401  the name in this folder
 from fusednorm.tools.console import print_table
 
 from .candidates import FLOOR, floor_bytes, is_ours

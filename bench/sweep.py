@@ -20,7 +20,7 @@ import torch
 from fusednorm.host import gpus
 from fusednorm.planner import budget, candidates
 from fusednorm.planner.device import DeviceSpec
-from fusednorm.planner.plan import Plan
+from fusednorm.planner.plan import Plan, text_of
 from fusednorm.tools.oracle import exact, relative_error
 
 from .candidates import FLOOR, checked_call, floor_call, reason, statistics_of
@@ -40,7 +40,6 @@ from .records import (
     case_fields,
     describe_machine,
     lacks_gpu,
-    plan_text,
     results_path,
     save,
     time_fields,
@@ -138,7 +137,7 @@ def sweep(case: BenchCase, options: argparse.Namespace) -> dict:
     names = ("y", "mean", "rstd") if options.direction == "forward" else ("dx", "dweight", "dbias")
     calls, entries = {FLOOR: floor_call(options.direction, inputs)}, []
     for plan, result in zip(plans, compiled, strict=True):
-        entry = {"plan": plan_text(plan), "median_us": None}
+        entry = {"plan": text_of(plan), "median_us": None}
         entries.append(entry)
         if isinstance(result, str) or result[1] > 0:
             entry["refusal"] = result if isinstance(result, str) else f"{result[1]} bytes of stack"

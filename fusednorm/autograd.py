@@ -221,13 +221,13 @@ def _overload(operands: Operands) -> Callable[..., tuple]:
 
 def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
     """y of layer_norm_fwd, differentiable. The statistics are not written if no gradient needs them."""
-    y = native.y_of("layer", x, normalized_shape, weight, bias, eps)
+    y = native.y_of("layer_norm_fwd", x, normalized_shape, weight, bias, eps)
     return y_of("layer", x, normalized_shape, weight, bias, eps) if y is None else y
 
 
 def rms_norm(x, normalized_shape, weight=None, eps=None):
     """y of rms_norm_fwd, differentiable. The statistics are not written if no gradient needs them."""
-    y = native.y_of("rms", x, normalized_shape, weight, eps)
+    y = native.y_of("rms_norm_fwd", x, normalized_shape, weight, eps)
     return y_of("rms", x, normalized_shape, weight, None, eps) if y is None else y
 
 
@@ -374,6 +374,7 @@ def add(op: Op, formula: Callable[..., tuple]) -> None:
     add_to_table(op)
     ops.register(op)
     register(op)
+    native.add(op)
 
 
 for _op in OPS.values():

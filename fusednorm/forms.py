@@ -38,8 +38,13 @@ class FormSpec(NamedTuple):
     finish: str = ""  # a name among FINISH
 
     @property
+    def rows_before(self) -> int:
+        """How many row tensors are read for h. They come before those that are read for y."""
+        return COMBINE[self.combine].rows_in
+
+    @property
     def rows_in(self) -> int:
-        return COMBINE[self.combine].rows_in + FINISH[self.finish].rows_in
+        return self.rows_before + FINISH[self.finish].rows_in
 
     @property
     def rows_out(self) -> int:

@@ -39,7 +39,7 @@ def layer_norm(
     tensor of input's shape and dtype (float32 under CUDA autocast). Raises RuntimeError as
     torch.ops.fusednorm.layer_norm_fwd does, and torch.nn.functional's TypeError for an argument of another type.
     """
-    y = native.y_of("layer", input, normalized_shape, weight, bias, eps)
+    y = native.y_of("layer_norm_fwd", input, normalized_shape, weight, bias, eps)
     if y is not None:
         return y
     if asks_function_modes() or (has_torch_function_variadic(input, weight, bias) and asks_subclasses()):
@@ -69,7 +69,7 @@ def rms_norm(
     memory format of a channels-last input. Raises RuntimeError as torch.ops.fusednorm.rms_norm_fwd does, and
     torch.nn.functional's TypeError for an argument of another type.
     """
-    y = native.y_of("rms", input, normalized_shape, weight, eps)
+    y = native.y_of("rms_norm_fwd", input, normalized_shape, weight, eps)
     if y is not None:
         return y
     if asks_function_modes() or (has_torch_function_variadic(input, weight) and asks_subclasses()):

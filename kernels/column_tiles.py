@@ -8,8 +8,9 @@ outputs. Where elements lie is as in multiwave.py.
 import triton
 import triton.language as tl
 
-from .loads import StatisticsInMemory, load_if, load_parameter
+from .loads import StatisticsInMemory, combine, load_if, load_parameter
 from .multiwave import (
+    all_rows_in_memory,
     columns,
     divisible,
     load_chunks,
@@ -22,11 +23,29 @@ from .multiwave import (
 from .rowmath import corrected_moments, input_gradient, inverse_std, normalize, quotient, row_means, widen
 
 
+@triton.jit
+def row_pointers(sources, row, norm: tl.constexpr):
+    """Where a row of each source begins."""
+    pointers = ()
+    for t in tl.static_range(len(sources)):
+        pointers = pointers + (sources[t].ptr + row_start(sources[t], row, norm),)
+    return pointers
+
+
+@triton.jit
+def load_elements(pointers, start, col, valid):
+    """The elements of each row at the columns start + col, zeros where not `valid`."""
+    elements = ()
+    for t in tl.static_range(len(pointers)):
+        elements = elements + (tl.load(pointers[t] + start + col, mask=valid, other=0.0),)
+    return elements
+
+
 @triton.jit(do_not_specialize=["rows", "x_inner"])
 def forward_by_column_tiles(
     x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows: "i64", cols, eps: "fp64", x_inner: "i64",
     x_outer_stride: "i64", x_inner_stride: "i64",
-    norm: tl.constexpr, tile: tl.constexpr,
+    norm: tl.constexpr, tile: tl.constexpr, rows_in=None, strides_in=None, rows_out=None,
 ):
     """y of a row that does not fit registers, and mean and rstd unless their pointers are None; one row per CTA. Mean
     (LayerNorm only), variance (the mean of (x - mean)^2) and y take a pass over the row's column tiles each. Only the
@@ -34,20 +53,20 @@ def forward_by_column_tiles(
     cols = divisible(cols, tile)
     x_rows = rows_in_memory(x_ptr, x_inner, x_outer_stride, x_inner_stride, tile)
     row = tl.program_id(0).to(tl.int64)
-    x_row = x_ptr + row_start(x_rows, row, norm)
+    tile_rows = row_pointers(all_rows_in_memory(x_rows, rows_in, strides_in, tile), row, norm)
     y_row = y_ptr + row * cols
     lane = tl.arange(0, tile.chunk)
     row_mean = 0.0
     if norm.layer:
         total = tl.full([tile.chunk], 0.0, norm.acc)
         for start in range(0, cols, tile.chunk):
-            total += tl.load(x_row + start + lane, mask=lane < cols - start, other=0.0).to(norm.acc)
+            total += combine(load_elements(tile_rows, start, lane, lane < cols - start), rows_out, norm).to(norm.acc)
         row_mean = quotient(tl.sum(total, axis=0), cols)
     deviations = tl.full([tile.chunk], 0.0, norm.acc)
     squares = tl.full([tile.chunk], 0.0, norm.acc)
     for start in range(0, cols, tile.chunk):
         valid = lane < cols - start
-        deviation = tl.load(x_row + start + lane, mask=valid, other=0.0).to(norm.acc)
+        deviation = combine(load_elements(tile_rows, start, lane, valid), rows_out, norm).to(norm.acc)
         if norm.layer:
             deviation = tl.where(valid, deviation - row_mean, 0.0)
         deviations += deviation
@@ -64,12 +83,17 @@ def forward_by_column_tiles(
     for start in range(0, cols, tile.chunk):
         col = start + lane
         valid = lane < cols - start
-        x = tl.load(x_row + col, mask=valid, other=0.0).to(norm.acc)
-        y = normalize(x, row_mean, rstd, norm)
+        tiles = load_elements(tile_rows, 0, col, valid)
+        x = combine(tiles, rows_out, norm)
+        if rows_out is not None:
+            for t in tl.static_range(len(rows_out)):
+                tl.store(rows_out[t] + row * cols + col, x.to(rows_out[t].dtype.element_ty), mask=valid)
+        y = norm.form.round_x_hat(normalize(x.to(norm.acc), row_mean, rstd, norm), tiles, norm)
         weight = load_if(norm.has_weight, weight_ptr, col, valid)
         y = norm.form.scale(y, widen(weight, dtype=norm.acc), norm)
         bias = load_if(norm.has_bias, bias_ptr, col, valid)
         y = norm.form.shift(y, widen(bias, dtype=norm.acc), norm)
+        y = norm.form.finish(y, tiles, norm)
         tl.store(y_row + col, y.to(y_ptr.dtype.element_ty), mask=valid)
 
 

@@ -24,18 +24,23 @@ class CompileTime(dict):
 class Form(CompileTime):
     """What a norm does beside normalizing rows, element by element, as jit functions. rowmath.py has the values.
 
-    All arguments are tensors of the accumulation dtype that broadcast, but an absent operand is a placeholder: a
-    function that has none of `norm`'s has_weight, has_bias or has_residual to ask needs the operand. A dy of 0, which
-    padding has, must give g = 0 and sums of 0.
+    `tiles` is a tuple of the same elements of x and of the other row tensors that the form reads, each in its own
+    dtype, an absent one left out. All other arguments are tensors of the accumulation dtype that broadcast, but an
+    absent operand is a placeholder: a function that has none of `norm`'s has_weight, has_bias or has_residual to ask
+    needs the operand. A dy of 0, which padding has, must give g = 0 and sums of 0; so must tiles of 0 give h = 0.
     """
 
+    combine: Any  # (tiles, dtype that h is stored in, norm) -> h, the row that is normalized, in any dtype
+    round_x_hat: Any  # (x_hat, tiles, norm) -> the first argument of `scale`
     scale: Any  # (x_hat, weight, norm) -> the first argument of `shift`
-    shift: Any  # (scaled, bias, norm) -> y
+    shift: Any  # (scaled, bias, norm) -> u
+    finish: Any  # (u, tiles, norm) -> y
     upstream: Any  # (dy, weight, norm) -> g, the gradient of x_hat
     to_dw: Any  # (dy, x_hat, norm) -> what an element adds to its column's sum for dw
     to_db: Any  # (dy, norm) -> the same for db
     to_dx: Any  # (dx, residual, norm) -> what is stored as dx
     finish_dw: Any = None  # (sum, weight, norm) -> dw of a column; None: the sum is dw
+    weight_offset: float = 0.0  # that `scale` and `upstream` add to the weight
 
     def __post_init__(self):
         self.update({each.name: str(getattr(self, each.name)) for each in fields(self)})
@@ -43,8 +48,8 @@ class Form(CompileTime):
     def __repr__(self) -> str:
         """Names the functions by hashes of their sources and of all that they call. Without these, Triton would run an
         old build after a function was edited: it hashes what a kernel calls by name, not what a value holds."""
-        keys = {each.name: getattr(getattr(self, each.name), "cache_key", None) for each in fields(self)}
-        return f"Form({keys})"
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return f"Form({ {name: getattr(value, 'cache_key', value) for name, value in values.items()} })"
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,32 @@ def load_if(present: tl.constexpr, ptr, offset, mask):
 
 
 @triton.jit
+def chunk_of(tiles, c: tl.constexpr):
+    """Chunk c of each tile of a tuple."""
+    chunks = ()
+    for t in tl.static_range(len(tiles)):
+        chunks = chunks + (tiles[t][c],)
+    return chunks
+
+
+@triton.jit
+def combine(chunks, rows_out, norm: tl.constexpr):
+    """The row that the norm normalizes, from the same chunk of x and of the form's other row tensors. `rows_out` has a
+    pointer for each tensor that this row is stored to, or is None."""
+    stored: tl.constexpr = chunks[0].dtype if rows_out is None else rows_out[0].dtype.element_ty
+    return norm.form.combine(chunks, stored, norm)
+
+
+@triton.jit
+def combine_tiles(tiles, rows_out, norm: tl.constexpr, tile: tl.constexpr):
+    """`combine` of each chunk."""
+    chunks = ()
+    for c in tl.static_range(tile.chunks):
+        chunks = chunks + (combine(chunk_of(tiles, c), rows_out, norm),)
+    return chunks
+
+
+@triton.jit
 def load_parameter(ptr, cols, present: tl.constexpr, columns: tl.constexpr, tile: tl.constexpr):
     """weight or bias in registers, in its own dtype: a chunk for each chunk c of a tile. The function `columns` gives
     the columns of chunk c, and with them the shape and the layout. Placeholders if it is not `present`."""

@@ -8,6 +8,9 @@ p + 2P, ... Its sums of dw and db stay in registers and are stored once, as row 
 Row r of a tensor starts at element (r // inner) * outer_stride + (r % inner) * inner_stride; without norm.nested_rows,
 at r * outer_stride. Offsets are 64-bit. Row counts and strides have a fixed type, so that Triton does not compile the
 kernel again for one beyond 2^31.
+
+Row tensors beside x that a form reads or writes come as tuples, or as None: `rows_in` of pointers, `strides_in` of
+inner, outer_stride and inner_stride of each, and `rows_out` of pointers to contiguous rows.
 """
 
 from typing import NamedTuple
@@ -15,7 +18,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .loads import Statistics, StatisticsInMemory, load_parameter, load_statistics
+from .loads import Statistics, StatisticsInMemory, chunk_of, combine_tiles, load_parameter, load_statistics
 from .ptx import launch_dependents
 from .rowmath import (
     corrected_moments,
@@ -53,6 +56,17 @@ def rows_in_memory(ptr, inner, outer_stride, inner_stride, tile: tl.constexpr):
 
 
 @triton.jit
+def all_rows_in_memory(x_rows, rows_in, strides_in, tile: tl.constexpr):
+    """Where the rows of x and of the form's other row tensors begin, as a tuple."""
+    found = (x_rows,)
+    if rows_in is not None:
+        for t in tl.static_range(len(rows_in)):
+            inner, outer, inner_stride = strides_in[3 * t], strides_in[3 * t + 1], strides_in[3 * t + 2]
+            found = found + (rows_in_memory(rows_in[t], inner, outer, inner_stride, tile),)
+    return found
+
+
+@triton.jit
 def row_start(source, row, norm: tl.constexpr):
     """Element offset of the start of each row; `row` is int64."""
     if norm.nested_rows:
@@ -87,6 +101,15 @@ def load_row_tile(source, row, rows, cols, norm: tl.constexpr, tile: tl.constexp
 
 
 @triton.jit
+def load_row_tiles(sources, row, rows, cols, norm: tl.constexpr, tile: tl.constexpr):
+    """`load_row_tile` of each source, as a tuple."""
+    tiles = ()
+    for t in tl.static_range(len(sources)):
+        tiles = tiles + (load_row_tile(sources[t], row, rows, cols, norm, tile),)
+    return tiles
+
+
+@triton.jit
 def load_chunks(ptr, start, row_mask, cols, tile: tl.constexpr, present: tl.constexpr = True):
     """Chunks of rows that begin `start` elements after `ptr`, in their own dtype; placeholders if not `present`."""
     chunks = ()
@@ -114,11 +137,17 @@ def store_chunk(ptr, start, value, row_mask, cols, c: tl.constexpr, tile: tl.con
 
 @triton.jit
 def write_rows(
-    x, row, rows, cols, weight, bias, y_ptr, mean_ptr, rstd_ptr, eps, norm: tl.constexpr, tile: tl.constexpr
-):
-    """Store y of a row tile that is in registers, and mean and rstd unless their pointers are None. The variance is the
+    tiles, row, rows, cols, weight, bias, y_ptr, mean_ptr, rstd_ptr, rows_out, eps, norm: tl.constexpr,
+    tile: tl.constexpr,
+):  # fmt: skip
+    """Store y of row tiles that are in registers, and mean and rstd unless their pointers are None. The variance is the
     mean of (x - mean)^2."""
     in_range = row < rows
+    x = combine_tiles(tiles, rows_out, norm, tile)
+    if rows_out is not None:
+        for t in tl.static_range(len(rows_out)):
+            for c in tl.static_range(tile.chunks):
+                store_chunk(rows_out[t], (row * cols)[:, None], x[c], in_range[:, None], cols, c, tile)
     if norm.layer:
         total = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
         for c in tl.static_range(tile.chunks):
@@ -149,9 +178,11 @@ def write_rows(
         tl.store(rstd_ptr + row, row_rstd, mask=in_range)
     rstd = row_rstd[:, None]
     for c in tl.static_range(tile.chunks):
-        y = normalize(x[c].to(norm.acc), mean, rstd, norm)
+        of_chunk = chunk_of(tiles, c)
+        y = norm.form.round_x_hat(normalize(x[c].to(norm.acc), mean, rstd, norm), of_chunk, norm)
         y = norm.form.scale(y, widen(weight[c], dtype=norm.acc), norm)
         y = norm.form.shift(y, widen(bias[c], dtype=norm.acc), norm)
+        y = norm.form.finish(y, of_chunk, norm)
         store_chunk(y_ptr, (row * cols)[:, None], y, in_range[:, None], cols, c, tile)
 
 
@@ -159,26 +190,27 @@ def write_rows(
 def forward(
     x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows: "i64", cols, eps: "fp64", x_inner: "i64",
     x_outer_stride: "i64", x_inner_stride: "i64",
-    norm: tl.constexpr, tile: tl.constexpr,
+    norm: tl.constexpr, tile: tl.constexpr, rows_in=None, strides_in=None, rows_out=None,
 ):
     """y of the CTA's row tiles (of its only one, with tile.one_tile), and mean and rstd unless their pointers are
     None."""
     cols = divisible(cols, tile)
     x_rows = rows_in_memory(x_ptr, x_inner, x_outer_stride, x_inner_stride, tile)
+    sources = all_rows_in_memory(x_rows, rows_in, strides_in, tile)
     step = tl.num_programs(0) * tile.rows
     row = tl.program_id(0).to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
-    x = load_row_tile(x_rows, row, rows, cols, norm, tile)
+    tiles = load_row_tiles(sources, row, rows, cols, norm, tile)
     weight = load_parameter(weight_ptr, cols, norm.has_weight, columns, tile)
     bias = load_parameter(bias_ptr, cols, norm.has_bias, columns, tile)
     if tile.one_tile:
-        write_rows(x, row, rows, cols, weight, bias, y_ptr, mean_ptr, rstd_ptr, eps, norm, tile)
+        write_rows(tiles, row, rows, cols, weight, bias, y_ptr, mean_ptr, rstd_ptr, rows_out, eps, norm, tile)
     else:
         for _ in range(tl.cdiv(rows - tl.program_id(0) * tile.rows, step)):
             ahead = row + step
-            x_next = load_row_tile(x_rows, ahead, rows, cols, norm, tile)
-            write_rows(x, row, rows, cols, weight, bias, y_ptr, mean_ptr, rstd_ptr, eps, norm, tile)
+            next_tiles = load_row_tiles(sources, ahead, rows, cols, norm, tile)
+            write_rows(tiles, row, rows, cols, weight, bias, y_ptr, mean_ptr, rstd_ptr, rows_out, eps, norm, tile)
             row = ahead
-            x = x_next
+            tiles = next_tiles
 
 
 @triton.jit(do_not_specialize=["rows", "x_inner", "dy_inner"])

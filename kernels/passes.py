@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .cluster import sum_over_cluster
-from .loads import Statistics
+from .loads import Statistics, chunk_of
 from .row_tile import columns_of_thread, parameter_row, store_chunk, tile_layout
 from .rowmath import (
     corrected_moments,
@@ -139,12 +139,22 @@ def mean_and_squares(x, cols, exchange, norm: gl.constexpr, tile: gl.constexpr):
 
 
 @gluon.jit
-def store_y(y_ptr, x, statistics, weight, bias, row, cols, norm: gl.constexpr, tile: gl.constexpr):
-    """Second pass of the forward: y of the tile at `row`."""
+def store_y(
+    y_ptr, rows_out, tiles, x, statistics, weight, bias, row, cols, norm: gl.constexpr, tile: gl.constexpr
+):  # fmt: skip
+    """Second pass of the forward: y of the tile at `row`. x has what was made of `tiles` (loads.combine_tiles); it is
+    stored to `rows_out`, which may be None."""
+    if rows_out is not None:
+        for t in gl.static_range(len(rows_out)):
+            for c in gl.static_range(tile.chunks):
+                store_chunk(rows_out[t], x[c], row, cols, c, "", tile)
     for c in gl.static_range(tile.chunks):
+        of_chunk = chunk_of(tiles, c)
         y = normalize(x[c].to(gl.float32), statistics.mean, statistics.rstd, norm)
+        y = norm.form.round_x_hat(y, of_chunk, norm)
         y = norm.form.scale(y, parameter_row(weight[c], norm.has_weight, tile), norm)
         y = norm.form.shift(y, parameter_row(bias[c], norm.has_bias, tile), norm)
+        y = norm.form.finish(y, of_chunk, norm)
         # y is likely to be read soon, x perhaps never again: L2 should evict y's lines last.
         store_chunk(y_ptr, y, row, cols, c, "evict_last", tile)
 

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 
 from . import partial_sums, passes, ring, row_tile
 from .cluster import join_cluster, leave_cluster, open_exchange, sum_over_cluster
-from .loads import StatisticsInMemory, load_parameter
+from .loads import StatisticsInMemory, combine_tiles, load_parameter
 from .passes import ColumnSums
 from .ptx import launch_dependents
 from .ring import Position
@@ -42,7 +42,7 @@ def fill_stage(rings, stage, row, tile: gl.constexpr):
 @gluon.jit(do_not_specialize=["rows"])
 def forward(
     x_desc, x_tail_desc, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows, cols, eps: "fp64",
-    norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr,
+    norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr, rows_in=None, strides_in=None, rows_out=None,
 ):
     """y of the CTA's row tiles, and mean and rstd unless their pointers are None. A tile is read once from its stage
     and then stays in registers, so the stage is refilled as soon as the statistics are known, before y is stored."""
@@ -60,14 +60,16 @@ def forward(
     exchange = join_cluster(exchange, tile)
     at = Position(0, 0)
     for _ in range(first, rows, step):
+        more = row_tile.load_tiles(rows_in, strides_in, row, cols, tile)
         ring.wait_for_tile(rings, at)
-        x = row_tile.read_tile(rings.slots[0], at.stage, False, tile)
+        tiles = (row_tile.read_tile(rings.slots[0], at.stage, False, tile),) + more
+        x = combine_tiles(tiles, rows_out, norm, tile)
         statistics, exchange = passes.row_statistics(x, cols, eps, exchange, norm, tile)
         # Refill: every warp has read the stage, by the compiler's CTA barrier and proxy fence before the copies.
         fill_stage(rings, at.stage, row - tile.num_stages * step, tile)
         if rstd_ptr is not None:
             row_tile.store_statistics(mean_ptr, rstd_ptr, statistics, row, norm, tile)
-        passes.store_y(y_ptr, x, statistics, weight, bias, row, cols, norm, tile)
+        passes.store_y(y_ptr, rows_out, tiles, x, statistics, weight, bias, row, cols, norm, tile)
         row -= step
         at = ring.next_position(at, tile)
     leave_cluster(tile)

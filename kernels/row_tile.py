@@ -190,29 +190,49 @@ def store_statistics(mean_ptr, rstd_ptr, statistics, row, norm: gl.constexpr, ti
 
 
 @gluon.jit
-def load_residual(ptr, row, cols, norm: gl.constexpr, tile: gl.constexpr):
-    """Chunks of the gradient that is added to dx, in its own dtype. It is contiguous, as dx is, and comes from global
-    memory to registers without a ring. Placeholders if there is none."""
+def load_tile(ptr, row, stride, cols, tile: gl.constexpr):
+    """The chunks of the tile at `row` of a tensor whose rows are `stride` elements apart, in its own dtype, from global
+    memory to registers without a ring."""
     chunks = ()
     for c in gl.static_range(tile.chunks):
-        if norm.has_residual:
-            target, mask = output_elements(row, cols, c, tile)
-            if has_no_outside(tile):
-                chunks = chunks + (gl.load(ptr + target),)
-            else:
-                chunks = chunks + (gl.load(ptr + target, mask=mask, other=0.0),)
+        source, mask = elements(row, stride, cols, c, tile)
+        if has_no_outside(tile):
+            chunks = chunks + (gl.load(ptr + source),)
         else:
+            chunks = chunks + (gl.load(ptr + source, mask=mask, other=0.0),)
+    return chunks
+
+
+@gluon.jit
+def load_tiles(rows_in, strides_in, row, cols, tile: gl.constexpr):
+    """`load_tile` of the row tensors that a form reads beside x, as a tuple. Their pointers and strides come as in
+    multiwave.py; their rows have one stride."""
+    tiles = ()
+    if rows_in is not None:
+        for t in gl.static_range(len(rows_in)):
+            tiles = tiles + (load_tile(rows_in[t], row, strides_in[3 * t + 1], cols, tile),)
+    return tiles
+
+
+@gluon.jit
+def load_residual(ptr, row, cols, norm: gl.constexpr, tile: gl.constexpr):
+    """Chunks of the gradient that is added to dx, which is contiguous, as dx is. Placeholders if there is none."""
+    if norm.has_residual:
+        chunks = load_tile(ptr, row, cols, cols, tile)
+    else:
+        chunks = ()
+        for _ in gl.static_range(tile.chunks):
             chunks = chunks + (0.0,)
     return chunks
 
 
 @gluon.jit
-def output_elements(row, cols, c: gl.constexpr, tile: gl.constexpr):
-    """Element offsets (int64) of chunk c of the tile at `row` in a contiguous [rows, cols] tensor, and the mask of
-    those inside the tensor."""
+def elements(row, stride, cols, c: gl.constexpr, tile: gl.constexpr):
+    """Element offsets (int64) of chunk c of the tile at `row` in a [rows, cols] tensor whose rows are `stride` elements
+    apart, and the mask of those inside the tensor."""
     index = per_row(row_index(row, tile))
     col = gl.expand_dims(columns_of_thread(c, tile), 0)
-    return index.to(gl.int64) * cols + col, (index >= 0) & (col < cols)
+    return index.to(gl.int64) * stride + col, (index >= 0) & (col < cols)
 
 
 @gluon.constexpr_function
@@ -225,7 +245,7 @@ def has_no_outside(tile):
 
 @gluon.jit
 def store_chunk(ptr, value, row, cols, c: gl.constexpr, eviction_policy: gl.constexpr, tile: gl.constexpr):
-    target, mask = output_elements(row, cols, c, tile)
+    target, mask = elements(row, cols, cols, c, tile)
     rounded = value.to(ptr.dtype.element_ty)
     if has_no_outside(tile):
         gl.store(ptr + target, rounded, eviction_policy=eviction_policy)

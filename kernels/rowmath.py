@@ -8,12 +8,18 @@ With x_hat = (x - mean) * rstd (LayerNorm) or x * rstd (RMSNorm) and g = the gra
 
     dx = rstd * (g - x_hat * mean(g * x_hat) - mean(g))        (the last term for LayerNorm only)
 
-What follows x_hat is a config.Form. That of the plain norms, AFFINE, is y = x_hat * w + b:
+What precedes and follows x_hat is a config.Form, of steps that are functions here. With the offset c of the weight:
 
-    g = dy * w,  dw = sum over rows of dy * x_hat,  db = sum over rows of dy
+    h = x, or x + residual                               the row that is normalized: read h for x above
+    u = x_hat * (c + w) + b
+    y = u, or u + residual
+    g = dy * (c + w),  dw = sum over rows of dy * x_hat,  db = sum over rows of dy
 
 (Ba, Kiros, Hinton, "Layer Normalization", 2016; Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019.)
 """
+
+import functools
+from dataclasses import replace
 
 import triton
 import triton.language as tl
@@ -105,6 +111,39 @@ def row_means(sum_gx, sum_g, cols, norm: tl.constexpr):
     return mean_gx[:, None], mean_g[:, None]
 
 
+# --- The steps of forms ---
+
+
+@triton.jit
+def x_alone(tiles, stored: tl.constexpr, norm: tl.constexpr):
+    return tiles[0]
+
+
+@triton.jit
+def total(tiles, stored: tl.constexpr, norm: tl.constexpr):
+    """x + residual in the widest of their dtypes and the accumulation dtype; x without a residual."""
+    h = tiles[0].to(norm.acc)
+    if len(tiles) > 1:
+        h += tiles[1]
+    return h
+
+
+@triton.jit
+def rounded_total(tiles, stored: tl.constexpr, norm: tl.constexpr):
+    return total(tiles, stored, norm).to(stored)
+
+
+@triton.jit
+def in_full(x_hat, tiles, norm: tl.constexpr):
+    return x_hat
+
+
+@triton.jit
+def as_x(x_hat, tiles, norm: tl.constexpr):
+    """x_hat rounded to the dtype of x."""
+    return x_hat.to(tiles[0].dtype).to(norm.acc)
+
+
 @triton.jit
 def times_weight(x, weight, norm: tl.constexpr):
     if norm.has_weight:
@@ -113,10 +152,30 @@ def times_weight(x, weight, norm: tl.constexpr):
 
 
 @triton.jit
+def times_offset_weight(x, weight, norm: tl.constexpr):
+    if norm.has_weight:
+        x *= norm.form.weight_offset + weight
+    return x
+
+
+@triton.jit
 def plus_bias(x, bias, norm: tl.constexpr):
     if norm.has_bias:
         x += bias
     return x
+
+
+@triton.jit
+def u_alone(u, tiles, norm: tl.constexpr):
+    return u
+
+
+@triton.jit
+def plus_last_tile(u, tiles, norm: tl.constexpr):
+    """u + residual; u without a residual."""
+    if len(tiles) > 1:
+        u += tiles[len(tiles) - 1]
+    return u
 
 
 @triton.jit
@@ -138,11 +197,35 @@ def plus_residual(dx, residual, norm: tl.constexpr):
 
 
 AFFINE = Form(
-    scale=times_weight, shift=plus_bias, upstream=times_weight, to_dw=times_x_hat, to_db=unchanged, to_dx=plus_residual
+    combine=x_alone,
+    round_x_hat=in_full,
+    scale=times_weight,
+    shift=plus_bias,
+    finish=u_alone,
+    upstream=times_weight,
+    to_dw=times_x_hat,
+    to_db=unchanged,
+    to_dx=plus_residual,
 )
-FORMS = {"": AFFINE}  # by FormSpec.name (fusednorm/forms.py)
+FORMS: dict[str, Form] = {}  # of norms from outside the package, by FormSpec.name (fusednorm/forms.py)
+
+# The functions of a FormSpec's steps, by their names.
+COMBINE = {"": {True: x_alone, False: x_alone}, "add": {True: rounded_total, False: total}}  # and by rounds_sum
+FINISH = {"": u_alone, "add": plus_last_tile}
 
 
+@functools.cache
 def form_of(spec) -> Form:
-    """The functions of a forms.FormSpec."""
-    return FORMS[spec.name]
+    """The functions of a FormSpec."""
+    if spec.name:
+        return FORMS[spec.name]
+    times = times_offset_weight if spec.weight_offset else times_weight
+    return replace(
+        AFFINE,
+        combine=COMBINE[spec.combine][spec.rounds_sum],
+        round_x_hat=as_x if spec.rounds_x_hat else in_full,
+        scale=times,
+        finish=FINISH[spec.finish],
+        upstream=times,
+        weight_offset=spec.weight_offset,
+    )

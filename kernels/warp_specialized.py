@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 
 from . import partial_sums, passes, ring, row_tile
 from .cluster import open_exchange
-from .loads import StatisticsInMemory, load_parameter
+from .loads import StatisticsInMemory, combine_tiles, load_parameter
 from .passes import ColumnSums
 from .ring import Position
 
@@ -173,14 +173,15 @@ def consume_forward(norm: gl.constexpr, tile: gl.constexpr, group: gl.constexpr,
     at = Position(group, 0)
     for _ in range(first, operands.rows, step):
         ring.wait(operands.full.index(at.stage), at.phase)  # the tile has arrived, and is visible to this warp's reads
-        x = row_tile.read_tile(operands.x_slots, at.stage, False, tile)
+        tiles = (row_tile.read_tile(operands.x_slots, at.stage, False, tile),)
         release_stage(operands.empty, at.stage)
+        x = combine_tiles(tiles, None, norm, tile)
         # Without a cluster, the exchange is a placeholder.
         statistics, _exchange = passes.row_statistics(x, operands.cols, operands.eps, open_exchange(tile), norm, tile)
         if len(operands.statistics_ptrs) > 0:
             mean_ptr, rstd_ptr = operands.statistics_ptrs
             row_tile.store_statistics(mean_ptr, rstd_ptr, statistics, row, norm, tile)
-        passes.store_y(operands.y_ptr, x, statistics, weight, bias, row, operands.cols, norm, tile)
+        passes.store_y(operands.y_ptr, None, tiles, x, statistics, weight, bias, row, operands.cols, norm, tile)
         row -= step
         at = ring.next_position(at, tile, group, tile.num_groups)
 

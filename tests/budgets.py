@@ -12,12 +12,12 @@ from dataclasses import replace
 from unittest import mock
 
 from compiling import worker_processes
+from fusednorm.planner.heuristics import choices, outcome
 from planning import ARCHITECTURES, make_problem, meta_call
 
 from fusednorm.host import gpus
 from fusednorm.planner import budget
 from fusednorm.planner.device import DeviceSpec
-from fusednorm.planner.heuristics import choices, outcome
 from fusednorm.planner.norm_problem import NormProblem
 from fusednorm.planner.plan import VARIANTS, ColumnRingPlan, Plan, ReferencePlan, RingPlan, WarpSpecializedPlan
 

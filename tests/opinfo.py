@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
+import fusednorm
 from fusednorm.planner.norm_problem import accumulation_dtype
 
 NAMES = ("nn.functional.layer_norm", "native_layer_norm", "nn.functional.rms_norm")
+FUNCTIONALS = {
+    "nn.functional.layer_norm": fusednorm.functional.layer_norm,
+    "native_layer_norm": torch.ops.fusednorm.layer_norm_fwd,
+    "nn.functional.rms_norm": fusednorm.functional.rms_norm,
+}
+MODULES = {"nn.LayerNorm": fusednorm.LayerNorm, "nn.RMSNorm": fusednorm.RMSNorm}
 
 
 @functools.cache
@@ -34,6 +43,30 @@ def samples(name: str, device: str) -> list[tuple[torch.dtype, object]]:
     op = op_info(name)
     dtypes = sorted(op.supported_dtypes(device), key=str)
     return [(dtype, s) for dtype in dtypes for s in op.sample_inputs(device, dtype, requires_grad=True)]
+
+
+def finite_samples(name: str, device: str) -> list:
+    """The float64 samples whose results can be differentiated numerically: not those with a negative eps."""
+    found = [sample for dtype, sample in samples(name, device) if dtype == torch.float64]
+    return [each for each in found if run(op_info(name).op, each)["y"].isfinite().all()]
+
+
+def module_samples(name: str, device: str) -> list[tuple[torch.nn.Module, object]]:
+    """(module, sample) for each of ModuleInfo's inputs and dtypes. The sample's parameters are the module's."""
+    from torch.testing._internal.common_modules import module_db
+    from torch.testing._internal.opinfo.core import SampleInput
+
+    torch.manual_seed(0)
+    (info,) = [each for each in module_db if each.name == name]
+    found = []
+    for dtype in info.dtypes:
+        for each in info.module_inputs_func(info, device, dtype, requires_grad=True, training=True):
+            given = each.constructor_input
+            module = info.module_cls(*given.args, **given.kwargs).to(device, dtype)
+            parameters = [getattr(module, kind) for kind in ("weight", "bias") if hasattr(module, kind)]
+            args = (module.normalized_shape, *parameters, module.eps)
+            found.append((module, SampleInput(each.forward_input.args[0], args=args)))
+    return found
 
 
 def wrong_samples(name: str, device: str) -> list:
@@ -91,3 +124,94 @@ def _largest_rstd(sample) -> float:
     x, dims = sample.input.detach().double(), tuple(range(-len(sample.args[0]), 0))
     centered = x - x.mean(dims, keepdim=True)
     return max(torch.rsqrt(t.square().mean(dims) + eps).nan_to_num().max().item() for t in (x, centered))
+
+
+class OnTorchsSamples:
+    """Tests for the files that inherit them. Each file names its device and its ways: contexts in which torch's
+    function, or else the one that replaces it, runs our kernels."""
+
+    device: str
+    ways: dict[str, Callable[[], contextlib.AbstractContextManager]]  # "override" runs torch's function
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if "way" in metafunc.fixturenames:
+            metafunc.parametrize("way", self.ways)
+
+    def function(self, way: str, name: str) -> Callable:
+        return op_info(name).op if way == "override" else FUNCTIONALS[name]
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_derivatives_of_both_orders_are_those_of_the_function(self, name, way):
+        tried = [sample for sample in finite_samples(name, self.device) if sample.input.numel()]
+        assert tried
+        for sample in tried:
+            places = [at for at, value in enumerate(sample.args) if isinstance(value, Tensor)]
+            leaves = [sample.input, *[sample.args[at] for at in places]]
+
+            def y(x, *parameters, places=places, sample=sample):
+                args = list(sample.args)
+                for at, parameter in zip(places, parameters, strict=True):
+                    args[at] = parameter
+                outputs = self.function(way, name)(x, *args, **sample.kwargs)
+                return outputs[0] if isinstance(outputs, tuple) else outputs
+
+            with self.ways[way]():
+                assert torch.autograd.gradcheck(y, leaves, fast_mode=True)
+                # ATen's second derivative for a bias without a weight misses dbias's part (docs/numerics.md).
+                if way != "override" or len(places) != 1 or places[0] != 2:
+                    assert torch.autograd.gradgradcheck(y, leaves, fast_mode=True)
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_transforms_are_those_of_torchs_function(self, name, way):
+        """functorch's checks of an op: vmap against a loop, vjp and jvp, alone and under vmap."""
+
+        def everything(function, sample) -> list[Tensor]:
+            def y(x):
+                outputs = function(x, *sample.args, **sample.kwargs)
+                return outputs[0] if isinstance(outputs, tuple) else outputs
+
+            x = sample.input.detach()
+            batch, tangent = torch.stack([x, 2 * x + 1, -x]), torch.linspace(-1, 1, x.numel()).to(x).view_as(x)
+            loop = torch.stack([y(each) for each in batch])
+            torch.testing.assert_close(torch.func.vmap(y)(batch), loop)
+            torch.testing.assert_close(torch.func.vmap(y, in_dims=1)(batch.movedim(0, 1)), loop)
+
+            def derivatives(each):
+                value, pull = torch.func.vjp(y, each)
+                return value, *pull(tangent), *torch.func.jvp(y, (each,), (tangent,))
+
+            return [loop, *derivatives(x), *torch.func.vmap(derivatives)(batch)]
+
+        tried = [
+            sample.transform(lambda value: value.detach() if isinstance(value, Tensor) else value)
+            for sample in finite_samples(name, self.device)
+        ]
+        wanted = [everything(op_info(name).op, sample) for sample in tried]
+        with self.ways[way]():
+            got = [everything(self.function(way, name), sample) for sample in tried]
+        torch.testing.assert_close(got, wanted)
+
+    @pytest.mark.parametrize("name", MODULES)
+    def test_modules_on_their_own_samples_come_out_right(self, name, way):
+        stock_function = getattr(torch.nn.functional, {"nn.LayerNorm": "layer_norm", "nn.RMSNorm": "rms_norm"}[name])
+        tried = module_samples(name, self.device)
+        assert tried
+
+        def results(modules) -> list[dict]:
+            return [run(lambda x, *_, to=to: to(x), sample) for to, (_, sample) in zip(modules, tried, strict=True)]
+
+        stock = results([module for module, _ in tried])
+        with self.ways[way]():
+            got = results([module if way == "override" else as_ours(name, module) for module, _ in tried])
+        for ours, theirs, (_, sample) in zip(got, stock, tried, strict=True):
+            assert_right(ours, run(stock_function, in_float64(sample)), theirs, sample)
+
+
+def as_ours(name: str, stock: torch.nn.Module) -> torch.nn.Module:
+    """Our module with the same parameters."""
+    module = MODULES[name](stock.normalized_shape, stock.eps, elementwise_affine=stock.elementwise_affine)
+    for kind, parameter in stock.named_parameters():
+        setattr(module, kind, parameter)
+    if getattr(stock, "bias", None) is None and name == "nn.LayerNorm":
+        module.bias = None
+    return module

@@ -47,10 +47,10 @@ class Build(NamedTuple):
 def launches(direction: str, norm: str, rows: int, cols: int) -> list:
     """The launches of a cell, without the kernel that sums partial results."""
     from fusednorm.host import launch
-    from fusednorm.planner import heuristics
+    from fusednorm.planner import choice
 
     problem = make_problem(norm, cols, direction=direction)
-    prepared = launch.prepare(meta_call(problem, rows), heuristics.choose(problem, rows, H200))
+    prepared = launch.prepare(meta_call(problem, rows), choice.choose(problem, rows, H200))
     return [each for each in prepared.launches if each.kernel.__name__ != "finalize"]
 
 

@@ -41,7 +41,7 @@ from ..planner.plan import (
     is_whole,
     threads_per_row,
 )
-from ..problem import Added, BackwardCall, ForwardCall, RowView, require_memory
+from ..problem import BackwardCall, ForwardCall, RowView, require_memory
 from . import fallback, gpus, launcher, prepared, triton_compat
 from .fallback import BuildFailed, Choice
 from .gpus import current
@@ -133,34 +133,33 @@ def with_addresses(call: Call) -> Call:
 
 
 def _with_added(launches: list[Launch], call: Call, first_output: int) -> list[Launch]:
-    """The launches with what an op has beside the operands and outputs of the package's ops. A kernel gets what it has
-    parameters for: `{name}_ptr` of a tensor, `{name}_inner`, `{name}_outer_stride` and `{name}_inner_stride` of its
-    rows, `{name}_stride` of a statistic, `{name}` of a number. Raises BuildFailed if no kernel takes an operand or an
+    """The launches with what an op has beside the operands and outputs of the package's ops, absent ones left out.
+
+    Row tensors go to kernels as tuples, in their order: `rows_in` of pointers, `strides_in` of the three numbers of
+    each, `rows_out` of pointers. Of the rest a kernel gets what it has parameters for: `{name}_ptr` of a tensor,
+    `{name}_stride` of a statistic, `{name}` of a number. Raises BuildFailed if no kernel takes an operand or an
     output."""
     named: dict[str, Operand] = {}
+    parameters: dict[str, str] = {}  # by what needs them
     for name, role, value in call.added:
         if isinstance(value, RowView):
-            named[f"{name}_ptr"] = value.tensor
-            names = f"{name}_inner", f"{name}_outer_stride", f"{name}_inner_stride"
-            named |= zip(names, _row_strides(value), strict=True)
-        elif role.is_tensor:
-            named[f"{name}_ptr"] = value
+            parameters[name] = "rows_in"
+            named["rows_in"] = (*named.get("rows_in", ()), value.tensor)
+            named["strides_in"] = (*named.get("strides_in", ()), *_row_strides(value))
+        elif value is not None and role is not Role.DTYPE:
+            parameters[name] = f"{name}_ptr" if role.is_tensor else name
+            named[parameters[name]] = value
             named |= {f"{name}_stride": _stride(value)} if role is Role.STATISTIC else {}
-        else:
-            named[name] = value
-    first = first_output + OWN_OUTPUTS
-    for at, (name, _, dtype) in enumerate(call.added_outputs, first):
-        named[f"{name}_ptr"] = dtype and Address(at, dtype)
+    for at, (name, role, dtype) in enumerate(call.added_outputs, first_output + OWN_OUTPUTS):
+        if dtype is not None:
+            parameters[name] = "rows_out" if role is Role.ROWS else f"{name}_ptr"
+            given = Address(at, dtype)
+            named[parameters[name]] = (*named.get("rows_out", ()), given) if role is Role.ROWS else given
     taken = [{name: named[name] for name in each.kernel.arg_names if name in named} for each in launches]
-    missing = [each.name for each in (*call.added, *call.added_outputs) if not _is_taken(each, taken)]
+    missing = [name for name, needed in parameters.items() if not any(needed in each for each in taken)]
     if missing:
         raise BuildFailed(f"{launches[0].kernel.__name__} must have parameters for {', '.join(missing)}, but has none")
     return [replace(each, named=more) for each, more in zip(launches, taken, strict=True)]
-
-
-def _is_taken(added: Added, taken: list[dict[str, Operand]]) -> bool:
-    name = f"{added.name}_ptr" if added.role.is_tensor else added.name
-    return added.value is None or any(name in each for each in taken)
 
 
 def _address(index: int, tensor: Tensor | Address | None) -> Address | None:

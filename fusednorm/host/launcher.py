@@ -65,7 +65,8 @@ class Launch:
     @property
     def num_tuples(self) -> int:
         """How many operands are tuples of addresses."""
-        return sum([type(each) is tuple and isinstance(each[0], Address) for each in self.operands])
+        given = *self.operands, *self.named.values()
+        return sum([type(each) is tuple and isinstance(each[0], Address) for each in given])
 
     def _compile_time(self) -> dict[str, Any]:
         norm = {} if self.norm is None else {"norm": self.norm}
@@ -229,16 +230,24 @@ class Build:
     def parameters(self, launch: Launch) -> Iterator[tuple[Any, str]]:
         """(what it gets, Triton's name of its type) of each parameter of the kernel that is left in its build."""
         for given, kind in zip(launch.arguments(), self.compiled.src.signature.values(), strict=True):
-            if isinstance(given, Map) and kind != "constexpr":
-                rank = len(given.shape)
-                yield from zip(_expanded([given]), ["nvTmaDesc", *["i32"] * rank, *["i64"] * rank], strict=True)
-            elif kind != "constexpr":
-                yield given, kind
+            yield from _parameters(given, kind)
 
     @staticmethod
     def hooks() -> tuple[list, list]:
         """Triton's lists of hooks that run before and after a launch."""
         return Build.RUNTIME.launch_enter_hook.calls, Build.RUNTIME.launch_exit_hook.calls
+
+
+def _parameters(given: Any, kind: Any) -> Iterator[tuple[Any, str]]:
+    """(what it gets, Triton's name of its type) of each parameter that a kernel has for an operand."""
+    if isinstance(given, Map) and kind != "constexpr":
+        rank = len(given.shape)
+        yield from zip(_expanded([given]), ["nvTmaDesc", *["i32"] * rank, *["i64"] * rank], strict=True)
+    elif isinstance(kind, (tuple, list)):
+        for pair in zip(given, kind, strict=True):
+            yield from _parameters(*pair)
+    elif kind != "constexpr":
+        yield given, kind
 
 
 def _expanded(arguments: Iterable[Any]) -> list:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from .. import forcing, margin
-from ..operands import OPS as ALL_OPS
-from ..operands import TRANSLATIONS, ForwardOperands, Operands, Outputs
+from ..namespace import NAMESPACE
+from ..operands import FORWARD, OPS, TRANSLATIONS, Op, Operands, Outputs, Role, operands_of
 from ..planner.plan import Grid
 from . import building, prepared, triton_compat
 from .key import Extent
@@ -28,8 +28,11 @@ if TYPE_CHECKING:
 
 extension, reason = building.load()  # `reason` says why `extension` is None
 
-OPS = tuple(ALL_OPS)  # in the order of csrc/cache.h
 BYTES_OF_NUMBERS = {"i32": 4, "i64": 8, "fp32": 4, "fp64": 8}  # numeric parameter types, as Triton names them
+
+
+_numbers: dict[str, int] = {}  # of the ops that C++ knows, by name
+_installers: list[Callable[[Op], None]] = []  # one for each dispatch key
 
 
 def install(
@@ -39,7 +42,8 @@ def install(
     statistics_gradient: Callable,
     differentiable_backward: Callable,
 ) -> None:
-    """Register the OPS in C++ at dispatch key `key` ("CUDA") and at the autograd key above it.
+    """Register all ops, and those that are added later, in C++ at dispatch key `key` ("CUDA") and at the autograd key
+    above it.
 
     above                    autograd.above_autograd, the implementation of all ops at the autograd key
     ops                      the module (ops.py) whose `launched` runs calls for which C++ has no program
@@ -47,27 +51,97 @@ def install(
     differentiable_backward  autograd.differentiable_backward, for norms that returned y alone
     """
 
-    def differentiate(norm, shape, eps, grad_y, x, weight, bias, mask):
-        return differentiable_backward(ForwardOperands(norm, x, shape, weight, bias, eps), grad_y, mask)
+    def install_op(op: Op) -> None:
+        def differentiate(operands, grad_y, mask):
+            wanted = {name for name, is_wanted in zip(_tensors(op), mask, strict=True) if is_wanted}
+            return differentiable_backward(operands, grad_y, [name in wanted for name in operands.tensor_names])
 
-    functions = _of_each(above), _of_each(_and_program(ops.launched))
-    extension.install(key, *functions, statistics_gradient, differentiate, prepared.KEPT_KINDS)
+        below = _and_program(ops.launched)
+        functions = (functools.partial(_run, each, op) for each in (above, below, differentiate))
+        names = "above", "below", "differentiable_backward"
+        extension.install(_numbers[op.name], key, **dict(zip(names, functions, strict=True)))
+
+    extension.start(statistics_gradient=statistics_gradient, kept_kinds=prepared.KEPT_KINDS)
     forcing.observe(extension.pause)  # under `force`, calls run in Python
     margin.observe(extension.set_sm_margin)
+    _installers.append(install_op)
+    for op in OPS.values():
+        _describe(op)
+        install_op(op)
 
 
-def y_of(norm: str, *arguments: Any) -> Tensor | None:
-    """y of functional.layer_norm or functional.rms_norm, differentiable, for all of its arguments by position. None if
-    Python must run the call."""
+def add(op: Op) -> None:
+    """Register an op at the dispatch keys that `install` was called for."""
+    for each in _installers:
+        _describe(op)
+        each(op)
+
+
+def _describe(op: Op) -> None:
+    """Tell C++ of an op, unless it knows the op."""
+    if op.name in _numbers:
+        return
+    by = TRANSLATIONS[op.name]
+    places = by.type.tensor_names
+    inputs = [
+        extension.Slot(
+            role=getattr(extension.Role, "NUMBER" if slot.role is Role.EPS else slot.role.name),
+            optional=slot.optional,
+            is_argument=slot.role is not Role.FLAG,
+            is_read=slot.is_read,
+            place=places.index(slot.name) if slot.role.is_tensor else 0,
+        )
+        for slot in op.inputs
+    ]
+    outputs = [each.name for each in by.type.outputs]
+    _numbers[op.name] = extension.add(
+        name=f"{NAMESPACE}::{op.name}",
+        inputs=inputs,
+        x=_tensors(op).index("x"),
+        num_tensors=len(places),
+        num_outputs=len(outputs),
+        outputs=[outputs.index(each.name) for each in op.outputs],
+    )
+    for forward in OPS.values():
+        backward = OPS.get(TRANSLATIONS[forward.name].backward) if forward.direction == FORWARD else None
+        if backward and op in (forward, backward) and {forward.name, backward.name} <= _numbers.keys():
+            _connect(forward, backward)
+
+
+def _connect(forward: Op, backward: Op) -> None:
+    """Tell C++ how the autograd node of a forward calls its backward, as operands.backward_of does."""
+    tensors, outputs = _tensors(forward), [each.name for each in forward.outputs]
+    gradient_of = dict(
+        zip(TRANSLATIONS[forward.name].type.tensor_names, TRANSLATIONS[backward.name].type.outputs, strict=True)
+    )
+    gradients = [each.gradient or ("grad_out" if at == 0 else None) for at, each in enumerate(forward.outputs)]
+    sources = [*tensors, *outputs[1:], *gradients]
+    extension.set_backward(
+        forward=_numbers[forward.name],
+        backward=_numbers[backward.name],
+        sources=[sources.index(each) if each in sources else None for each in _tensors(backward)],
+        gradients=[backward.outputs.index(gradient_of[each]) for each in tensors],
+        statistics=[sources.index(each) if each in sources else None for each in ("mean", "rstd")],
+    )
+
+
+def _tensors(op: Op) -> list[str]:
+    return [slot.name for slot in op.inputs if slot.role.is_tensor]
+
+
+def y_of(name: str, *arguments: Any) -> Tensor | None:
+    """y of a forward op, differentiable, for all of its arguments by position. None if Python must run the call."""
     if extension is None or torch.compiler.is_dynamo_compiling():
         return None
-    return getattr(extension, norm + "_norm")(*arguments)
+    return extension.y_of(_numbers[name], *arguments)
 
 
 def overrides(key: str, launched: Callable[[Operands], tuple[Outputs, Program | None]]) -> Any:
     """Replaces ATen's norm ops at dispatch key `key` by ours until its `remove` is called. Calls that C++ does not run
     go to `launched`, which returns the outputs and a program that C++ can keep."""
-    return extension.Overrides(key, _of_each(_and_program(launched)))
+    ops = [op for op in OPS.values() if op.aten]
+    functions = [functools.partial(_run, _and_program(launched), op) for op in ops]
+    return extension.Overrides(key, [_numbers[op.name] for op in ops], functions)
 
 
 def _and_program(launched: Callable[[Operands], tuple[Outputs, Program | None]]) -> Callable:
@@ -79,21 +153,19 @@ def _and_program(launched: Callable[[Operands], tuple[Outputs, Program | None]])
     return outputs_and_program
 
 
-def _of_each(run: Callable[[Operands], Any]) -> list[Callable]:
-    """For each of OPS, `run` of the operands that C++ passes: all but the norm and the suffix, which the op names."""
-    ops = [(TRANSLATIONS[name].type, ALL_OPS[name].norm, ALL_OPS[name].suffix) for name in OPS]
-    return [functools.partial(_run, run, *op) for op in ops]
-
-
-def _run(run: Callable[[Operands], Any], operands_type: type, norm: str, suffix: str, *arguments: Any) -> Any:
-    return run(operands_type(norm, *arguments, suffix))
+def _run(run: Callable[..., Any], op: Op, *given: Any) -> Any:
+    """`run` of the operands that C++ passes behind other arguments: the op's inputs."""
+    others, inputs = given[: -len(op.inputs)], given[-len(op.inputs) :]
+    named = dict(zip([slot.name for slot in op.inputs], inputs, strict=True))
+    flags = {slot.name: named.pop(slot.name) for slot in op.inputs if slot.role is Role.FLAG}
+    return run(operands_of(op.name, (), named)._replace(**flags), *others)
 
 
 def _in_cpp(program: Program) -> Any:
-    """The program as an extension.PreparedCall."""
+    """The program as an extension.Program."""
     workspace = program.workspace
     extension.watch(*program.builds[0].hooks())
-    return extension.PreparedCall(
+    return extension.Program(
         device=program.device,
         rows_above=program.rows_above,
         most_rows=program.most_rows,

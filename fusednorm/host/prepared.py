@@ -5,7 +5,7 @@ calls of this kind are launched from it, without checks and planning, whatever t
 holds everything else that checks, plans and builds depend on. Programs are kept only of calls on a GPU whose tensors
 are all read in place.
 
-Here calls run in Python. native.py copies programs to C++, which runs them by the same rules (csrc/prepared.h).
+Here calls run in Python. native.py copies programs to C++, which runs them by the same rules (csrc/program.h).
 """
 
 from __future__ import annotations

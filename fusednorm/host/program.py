@@ -3,7 +3,7 @@
 A program is built (launch.py) from symbols: an Address stands for a tensor, a Number for what follows from the row
 count. Its kernels are loaded (launcher.py). Then it is bound to the shape of x, and launched with the tensors'
 addresses. The first call of a kind builds, loads and binds; later ones only bind (prepared.py). C++ gets the same
-records (native.py) and binds them by the same rules (csrc/prepared.h).
+records (native.py) and binds them by the same rules (csrc/program.h).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Part(NamedTuple):
 
 class Workspace(NamedTuple):
     """Memory that is needed during the call only. Each part begins at a multiple of 16 bytes, whatever the row count.
-    csrc/prepared.h has the same rule."""
+    csrc/program.h has the same rule."""
 
     dtype: torch.dtype
     parts: tuple[Part, ...]

@@ -277,7 +277,7 @@ def _ring_forward_registers(plan: RingPlan, problem: NormProblem, device: Device
     columns, rows = columns_per_thread(plan), rows_per_thread(plan)
     elements, held, whole = columns * rows, not plan.weight_in_smem, is_whole(plan, problem.cols)
     parameters = [dtype.itemsize for dtype in (problem.weight_dtype, problem.bias_dtype) if dtype is not None]
-    need = 30 + (1 + problem.x_dtype.itemsize / 4) * elements
+    need = 30 + (1 + problem.held_bytes / 4) * elements
     need += columns * held * len(parameters) + 0.01 * elements * sum(itemsize - 2 for itemsize in parameters)
     need += 2.5 * columns * parameters.count(8) + 3 * num_copies(plan) * (num_copies(plan) > 1)
     if device.arch >= 120 and held and isinstance(plan, WarpSpecializedPlan) and not whole:
@@ -297,7 +297,7 @@ def _registers_when_capped(plan: RingPlan, problem: NormProblem, device: DeviceS
     columns = columns_per_thread(plan)
     dtypes = (problem.x_dtype, problem.grad_dtype, problem.weight_dtype, problem.bias_dtype)
     has_16_bits = all(dtype is None or dtype.itemsize == 2 for dtype in dtypes)
-    if not has_16_bits or plan.rows_per_tile > 1 or device.arch >= 120:
+    if problem.rows_in or not has_16_bits or plan.rows_per_tile > 1 or device.arch >= 120:
         return math.inf
     if problem.direction == "backward":
         return _one_row_registers_when_capped(plan, problem, device) if isinstance(plan, PipelinedPlan) else math.inf
@@ -385,7 +385,9 @@ def multiwave_registers(
     else:
         held = [dtype for dtype in (problem.weight_dtype, problem.bias_dtype) if dtype is not None]
         parameters = sum(max(1, dtype.itemsize / problem.acc_dtype.itemsize) for dtype in held)
-        per_element = 1.5 * problem.x_dtype.itemsize / 4 + accumulator * (1.3 + 0.7 * parameters)
+        scattered *= 1 + len(problem.rows_in) + len(problem.rows_out)
+        loaded = problem.x_dtype.itemsize + sum(dtype.itemsize for dtype in problem.rows_in)
+        per_element = 1.5 * loaded / 4 + accumulator * (1.3 + 0.7 * parameters)
         two_long_rows = rows_per_tile == 2 and elements > 20
         per_element += scattered * (7.5 if many_rows else 3.0 if two_long_rows else 0.8)
         least, need = (96, 50) if fp64 else (80, 12)
@@ -405,6 +407,9 @@ def one_tile_registers(elements: float, problem: NormProblem) -> int:
     held = [dtype.itemsize for dtype in (problem.weight_dtype, problem.bias_dtype) if dtype is not None]
     need = 16 + elements * (1.5 if problem.norm == "layer" else 1.2)
     need += elements * sum(max(0.75, 0.24 * itemsize) for itemsize in held)
+    need += elements * (problem.held_bytes - problem.x_dtype.itemsize) / 4
+    if problem.rows_in:
+        return _round_up(need, REGISTER_STEP)
     if problem.norm == "rms" and elements <= 32 and max(problem.x_dtype.itemsize, *held, 2) == 2:
         need = min(need, 64)  # a cap at which the compiler does not spill
     if elements <= ELEMENTS_OF_128_REGISTERS[problem.norm] and max(problem.x_dtype.itemsize, *held, 2) == 2:

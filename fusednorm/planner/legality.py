@@ -56,6 +56,10 @@ def rows_fit_int32(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
     return rows <= MAX_RING_ROWS
 
 
+def moves_x_alone(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
+    return problem.direction == "backward" or not problem.form.rows_in + problem.form.rows_out
+
+
 KERNELS = Rule("arch", has_kernels, "needs compute capability 8.0, {device.name} has {capability}")
 RING = (
     Rule("tma", has_tma, "needs compute capability 9.0 for TMA, {device.name} has {capability}"),
@@ -69,11 +73,12 @@ RING = (
     Rule("rows", rows_fit_int32, f"needs at most {MAX_RING_ROWS} rows, got {{rows}}"),
 )
 DX = Rule("dx", wants_dx, "computes dx, which is not asked for")
+X_ALONE = Rule("row_tensors", moves_x_alone, "reads and writes no row tensors beside x and y in a forward")
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "multi_wave": (KERNELS,),
     "pipelined": RING,
-    "warp_specialized": (DX, *RING),
+    "warp_specialized": (DX, X_ALONE, *RING),
     "reference": (),
 }
 

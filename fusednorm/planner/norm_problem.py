@@ -33,10 +33,22 @@ class NormProblem:
     nested_rows: bool = False  # the rows of some tensor lie at two nested strides, not at one
     tma_aligned: bool = True  # every row of every tensor that TMA would touch starts at a multiple of 16 bytes
     form: FormSpec = PLAIN  # no rule names one, but a kernel may fail for one alone
+    rows_in: tuple[torch.dtype, ...] = ()  # tensors of x's shape that are read for the form
+    rows_out: tuple[torch.dtype, ...] = ()  # and that are written
+    y_dtype: torch.dtype | None = None  # if it is not x's
 
     @property
     def acc_dtype(self) -> torch.dtype:
         return accumulation_dtype(self.x_dtype)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes per element of what a forward keeps of a row from its statistics to y: of the row that is normalized,
+        and of the row tensors that the form's last step reads."""
+        row = self.x_dtype
+        if self.rows_out:
+            row = self.rows_out[0] if self.form.rounds_sum else self.acc_dtype
+        return row.itemsize + sum(each.itemsize for each in self.rows_in[self.form.rows_before :])
 
     @property
     def num_sums(self) -> int:
@@ -54,16 +66,16 @@ class NormProblem:
     def traffic(self) -> tuple[int, int, int]:
         """Large tensors that a call reads and writes, and sums over rows that it wants."""
         backward = self.direction == "backward"
-        read = 1 + backward + (self.residual_dtype is not None) + self.form.rows_in * (not backward)
-        written = self.wants_dx if backward else 1 + self.form.rows_out
-        return read, int(written), self.num_sums
+        read = 1 + backward + (self.residual_dtype is not None) + len(self.rows_in)
+        return read, (self.wants_dx if backward else 1) + len(self.rows_out), self.num_sums
 
     @property
     def row_bytes(self) -> tuple[int, int]:
         """Bytes of each element of a row that are read and that are written."""
-        read, written, _ = self.traffic
-        others = sum(each.itemsize - self.x_dtype.itemsize for each in (self.grad_dtype, self.residual_dtype) if each)
-        return read * self.x_dtype.itemsize + others, written * self.x_dtype.itemsize
+        backward = self.direction == "backward"
+        read = (self.x_dtype, self.grad_dtype, self.residual_dtype, *self.rows_in)
+        written = (*self.rows_out, *((self.y_dtype or self.x_dtype,) if self.wants_dx or not backward else ()))
+        return sum(each.itemsize for each in read if each), sum(each.itemsize for each in written)
 
     @property
     def parameter_bytes(self) -> int:

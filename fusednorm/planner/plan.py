@@ -236,7 +236,7 @@ def num_copies(plan: RingPlan) -> int:
 class Grid:
     """The rule by which a plan's number of CTAs, or clusters, along the rows follows from the number of rows.
 
-    csrc/prepared.h has the same rule for the same numbers.
+    csrc/program.h has the same rule for the same numbers.
     """
 
     rows_per_tile: int

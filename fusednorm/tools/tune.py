@@ -98,8 +98,8 @@ def of_widths(widths: Iterable[int], dtype: str = "bf16") -> Iterator[Task]:
         yield from (Task(norm, direction, cols, dtype) for direction in DIRECTIONS for norm in NORMS)
 
 
-def row_counts(task: Task, device: DeviceSpec) -> Iterator[int]:
-    for rows in (per_sm * device.sm_count for per_sm in ROWS_PER_SM):
+def row_counts(task: Task, device: DeviceSpec, rows_per_sm: Iterable[int] = ROWS_PER_SM) -> Iterator[int]:
+    for rows in (per_sm * device.sm_count for per_sm in rows_per_sm):
         if rows <= MOST_ROWS and rows * task.cols <= MOST_ELEMENTS:
             yield rows
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import opinfo
 import pytest
 import torch
@@ -12,6 +14,12 @@ OURS = {
     "native_layer_norm": OPS.layer_norm_fwd,
     "nn.functional.rms_norm": lambda *args, **kwargs: OPS.rms_norm_fwd(*args, **kwargs)[0],
 }
+
+
+class TestFunctionals(opinfo.OnTorchsSamples):
+    device, ways = "cpu", {"functionals": contextlib.nullcontext}
+
+
 names = pytest.mark.parametrize("name", opinfo.NAMES)
 
 

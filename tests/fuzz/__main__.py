@@ -59,6 +59,7 @@ class Progress:
 
 def fuzz(options: argparse.Namespace) -> int:
     """The number of failures of this run."""
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     progress = Progress(Path(f"{options.out}.progress.json"), options.seed)
     following, end = progress.state["next"], time.monotonic() + 60 * options.minutes
     workers = [Worker(options) for _ in range(options.workers)]
@@ -102,7 +103,7 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=100_000, help="how many, over all runs of the seed")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="how many processes")
     parser.add_argument("--limit", type=float, default=120, help="seconds for one call, its compilation included")
-    parser.add_argument("--out", type=Path, default=Path("fuzz.jsonl"), help="the file of failures")
+    parser.add_argument("--out", type=Path, default=Path("out/fuzz.jsonl"), help="the file of failures")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--elements", type=int, help="of the largest tensor")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

@@ -167,6 +167,10 @@ def _of_family(rng: random.Random, op: Op, strided: bool) -> tuple[dict, dict, d
             given[slot.name] = rng.choice((None, *DTYPES))
         elif slot.role is Role.MASK:
             given[slot.name] = [rng.random() < 0.75 for _ in op.outputs]
+        elif isinstance(slot.default, bool):
+            given[slot.name] = rng.random() < 0.5
+        elif isinstance(slot.default, float):
+            given[slot.name] = rng.choice((slot.default, 1.0))
     return dtypes, layouts, given
 
 

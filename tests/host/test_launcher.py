@@ -15,8 +15,8 @@ from planning import make_problem, meta_call
 from fusednorm.host import fallback
 from fusednorm.host.program import Address, Map, Number
 from fusednorm.planner.device import H200
-from fusednorm.planner.heuristics import decide
 from fusednorm.planner.plan import VARIANTS, PipelinedPlan
+from fusednorm.tools.explanation import decide
 
 FORWARD = {"direction": "forward"}
 

@@ -94,7 +94,7 @@ def launches(given) -> list[tuple[list, list]]:
             grid, function, metadata = (*each.grid, 1, 1)[:3], 11, compiled.packed_metadata
             names = each.kernel.arg_names
             known = dict(zip(names, each.args, strict=False)) | {k: v for k, v in each.keywords().items() if k in names}
-            own(*grid, STREAM, function, metadata, None, None, None, *(known[name] for name in names))
+            own(*grid, STREAM, function, metadata, None, None, None, *map(known.get, names))
             known = SimpleNamespace(
                 run=own, function=function, src=compiled.src, metadata=compiled.metadata, packed_metadata=metadata
             )

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "sharding": {"namespace", "operands"},
     "namespace": set(),
     "ops": {"host", "namespace", "operands", "planner", "problem", "reference"},
-    "host": {"forcing", "kernels", "margin", "operands", "planner", "problem", "reference"},
+    "host": {"forcing", "kernels", "margin", "namespace", "operands", "planner", "problem", "reference"},
     "reference": {"forms", "operands", "planner", "problem"},
     "problem": {"operands", "planner"},
     "forcing": {"planner"},

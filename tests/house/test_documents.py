@@ -20,11 +20,12 @@ PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "bench/RESULTS
 PAGES += sorted((ROOT / "docs").glob("*.md"))
 BY_HAND = [page for page in PAGES if page.name != "RESULTS.md"]
 NOTES, RESULTS = ROOT / "bench/NOTES.md", ROOT / "bench/results"
-MOST_WORDS = 1400  # in README.md
+MOST_WORDS = 1400  # in README.md, without its tables of times
 
 
 def test_readme_is_short():
-    assert len(re.findall(r"\w[^\s|]*", (ROOT / "README.md").read_text())) <= MOST_WORDS
+    text = re.sub(r"<!-- bench: .*?<!-- end -->", "", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert len(re.findall(r"\w[^\s|]*", text)) <= MOST_WORDS
 
 
 def test_readme_says_what_a_call_costs_with_another_triton():

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fusednorm.planner.heuristics import TUNINGS, best_plan, choose, decide, outcome
 from hypothesis import strategies as st
 from planning import ARCHITECTURES, given, make_problem, sweep
 
 from fusednorm.planner import budget, legality
 from fusednorm.planner.device import A100, B200, H200, KNOWN, RTX_5090
-from fusednorm.planner.heuristics import TUNINGS, best_plan, choose, decide, outcome
 from fusednorm.planner.plan import (
     VARIANTS,
     ColumnRingPlan,

@@ -8,20 +8,23 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from fusednorm.planner.heuristics import best_plan, choose, decide, find_fault, outcome
 from planning import make_problem, meta_call
 
+from fusednorm.forms import FormSpec
 from fusednorm.host import gpus
 from fusednorm.planner import legality
 from fusednorm.planner.device import A100, B200, H200
-from fusednorm.planner.heuristics import best_plan, choose, decide, find_fault, outcome
 from fusednorm.planner.plan import MultiWavePlan, PipelinedPlan
 
 MANY_ROWS = 16384
+ADD = FormSpec(combine="add")
 SMALL = replace(B200, smem_per_block_bytes=48 * 1024)
 RULES = {  # rule: (variant, problem, rows, device) that it rejects
     "arch": ("multi_wave", make_problem(), MANY_ROWS, replace(A100, arch=75)),
     "tma": ("pipelined", make_problem(), MANY_ROWS, A100),
     "dx": ("warp_specialized", make_problem(wants_dx=False), MANY_ROWS, H200),
+    "row_tensors": ("warp_specialized", make_problem(direction="forward", form=ADD), MANY_ROWS, B200),
     "float64": ("pipelined", make_problem(dtype="fp64"), MANY_ROWS, H200),
     "alignment": ("warp_specialized", make_problem(cols=4100), MANY_ROWS, B200),
     "nested_rows": ("pipelined", make_problem(nested_rows=True), MANY_ROWS, H200),

@@ -17,6 +17,7 @@ INTEGER, LONG, REAL = r"[su](?:16|32|64)", r"[su](?:32|64)", "f32|f64|f32x2"
 # matched, W the integer type of twice its width.
 FUNCTIONS = [
     ("add", rf"add\.({INTEGER})|add(?:\.rn)?\.({REAL})", "K K K"),
+    ("add", r"add(?:\.rn)?\.(bf16|f16)", "K K K"),  # in float32, rounded once more, which is exact (2 * 11 + 2 bits)
     ("subtract", rf"sub\.({INTEGER})|sub(?:\.rn)?\.({REAL})", "K K K"),
     ("multiply", rf"mul\.lo\.({INTEGER})|mul(?:\.rn)?\.({REAL})", "K K K"),
     ("divide", r"div\.rn\.(f32|f64)", "K K K"),
@@ -100,6 +101,12 @@ def _mov(t, operands, kind):
 def _to_pairs(t, operands, to):
     for each, source in zip(_halves(operands[0])[::-1], operands[1:], strict=True):
         t.set(each, "u16", f"to_{to}({t.get(source, 'f32')})")
+
+
+@instruction(r"add\.(bf16|f16)x2")
+def _add_pairs(t, operands, kind):
+    for each, *sources in zip(*map(_halves, operands), strict=True):
+        t.set(each, kind, f"add({', '.join(t.get(source, kind) for source in sources)})")
 
 
 @instruction(r"cvt(\.rn)?\.([usf](?:8|16|32|64))\.([usf](?:8|16|32|64))")

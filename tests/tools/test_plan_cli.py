@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from devices import planned_for
+from fusednorm.planner.cost import cost, tensor_bytes
 from planning import make_problem, meta_call
 
 import fusednorm
 from fusednorm.__main__ import main
-from fusednorm.planner.cost import cost, tensor_bytes
+from fusednorm.planner.choice import choose
 from fusednorm.planner.device import A100, H200
-from fusednorm.planner.heuristics import choose
 from fusednorm.planner.plan import VARIANTS, ReferencePlan
 from fusednorm.tools.explanation import explain_problem
 

@@ -1,8 +1,8 @@
-// The prepared calls, by the kinds of calls that they serve.
+// The programs, by the kinds of calls that they serve.
 
 #pragma once
 
-#include "prepared.h"
+#include "program.h"
 
 #include <atomic>
 #include <memory>
@@ -12,10 +12,8 @@
 
 namespace fusednorm {
 
-enum Op : int64_t { LAYER_FWD, LAYER_BWD, RMS_FWD, RMS_BWD, LAYER_BWD_RESIDUAL, RMS_BWD_RESIDUAL, OPS };
-
 using Key = c10::SmallVector<int64_t, 24>;
-using Kind = std::vector<std::shared_ptr<const PreparedCall>>;  // of one key, for different row counts
+using Kind = std::vector<std::shared_ptr<const Program>>;  // of one key, for different row counts
 
 struct Hash {
   size_t operator()(const Key& key) const {
@@ -28,10 +26,11 @@ struct Hash {
 // Threads look up a key of their own first: what they looked up last for the same op.
 class Cache {
  public:
-  size_t most_kinds = 0;  // `install` sets it to the limit of prepared.py
+  size_t most_kinds = 0;  // `start` sets it to the limit of prepared.py
 
-  std::shared_ptr<const PreparedCall> find(Op op, const Key& key, int64_t rows) {
-    static thread_local std::array<Last, OPS> lasts;
+  std::shared_ptr<const Program> find(size_t op, const Key& key, int64_t rows) {
+    static thread_local std::vector<Last> lasts;
+    if (C10_UNLIKELY(op >= lasts.size())) lasts.resize(op + 1);
     Last& last = lasts[op];
     if (C10_UNLIKELY(last.version != version.load(std::memory_order_acquire) || last.key != key)) {
       std::shared_lock<std::shared_mutex> reading(mutex);
@@ -39,18 +38,18 @@ class Cache {
       if (found == kinds.end()) return {};
       last = {version.load(std::memory_order_relaxed), key, found->second};
     }
-    for (const auto& call : last.kind)
-      if (call->rows_above < rows && rows <= call->most_rows) return call;
+    for (const auto& each : last.kind)
+      if (each->rows_above < rows && rows <= each->most_rows) return each;
     return {};
   }
 
-  void add(const Key& key, std::shared_ptr<const PreparedCall> call) {
+  void add(const Key& key, std::shared_ptr<const Program> program) {
     std::unique_lock<std::shared_mutex> writing(mutex);
     if (kinds.size() >= most_kinds && !kinds.count(key)) kinds.clear();
     Kind& kind = kinds[key];
     for (const auto& each : kind)
-      if (each->rows_above == call->rows_above) return;  // another thread was first
-    kind.push_back(std::move(call));
+      if (each->rows_above == program->rows_above) return;  // another thread was first
+    kind.push_back(std::move(program));
     version.fetch_add(1, std::memory_order_release);
   }
 

@@ -1,19 +1,17 @@
-// A call: its key, whether C++ may run it, and the Python functions that run it otherwise.
+// A call below autograd: its key, whether C++ may run it, and Python, which runs it otherwise.
 
 #pragma once
 
 #include "cache.h"
+#include "op.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <torch/csrc/utils/pybind.h>
 
 namespace fusednorm {
-
-namespace py = pybind11;
-using c10::SymIntArrayRef;
 
 inline std::atomic<int> pauses{0};  // open `force` blocks of all threads; while there is one, Python runs all calls
 inline std::atomic<int64_t> sm_margin{0};  // the number of SMs that plans leave free, a part of a call's key
@@ -28,105 +26,81 @@ inline bool is_paused() {
   return pauses.load(std::memory_order_relaxed);
 }
 
-// Python's functions, by Op: the ops above autograd, and those below it, which return (outputs, prepared call). Both take
-// the operands in the order of operands.py. And the derivatives that only Python has. Never destroyed: the interpreter may be gone before this library.
-using Functions = std::array<py::object, OPS>;
-struct Python {
-  Functions above, below;
-  py::object statistics_gradient, differentiable_backward;
-};
-inline Python* python = nullptr;
-
 inline std::atomic<int64_t> repeats{0};  // the number of calls that ran without Python
 
-// A call of an op below autograd: its key, which is everything that its checks, plans and builds depend on but rows and
-// addresses, and its operands. The tensors are added in the order of prepared.py.
+// A call that may have a program: its key, which is everything that its checks, plans and builds depend on but rows and
+// addresses, and what a program is bound to.
 class Call {
  public:
-  Key key;
-
-  // flags: two bits.
-  Call(Op op, IntArrayRef normalized_shape, const Tensor& x, int64_t setting, int64_t flags)
-      : op(op), margin(sm_margin.load(std::memory_order_relaxed)) {
-    operands.x_shape = x.sizes();
-    operands.normalized_shape = normalized_shape;
-    size_t ndim = normalized_shape.size(), batch_ndim = x.dim() - ndim;
-    may_be_prepared = ndim && static_cast<size_t>(x.dim()) >= ndim && ends_in(x.sizes(), normalized_shape);
-    if (may_be_prepared)
-      for (size_t i = 0; i < batch_ndim; ++i) operands.rows *= x.sizes()[i];
-    key.push_back(margin << 32 | static_cast<int64_t>(ndim) << 8 | static_cast<int64_t>(op) << 2 | flags);
-    key.push_back(setting);
-    key.append(normalized_shape.begin(), normalized_shape.end());
+  explicit Call(const Given& given) : op(given.op), margin(sm_margin.load(std::memory_order_relaxed)) {
+    const Tensor& x = given.x();
+    binding.num_tensors = op.num_tensors;
+    binding.x_shape = x.sizes();
+    binding.normalized_shape = given.shape;
+    size_t ndim = given.shape.size(), batch_ndim = x.dim() - ndim;
+    may_run = ndim && static_cast<size_t>(x.dim()) >= ndim && given.symbolic_shape.empty() &&
+              std::equal(given.shape.begin(), given.shape.end(), x.sizes().end() - ndim);
+    if (may_run)
+      for (size_t i = 0; i < batch_ndim; ++i) binding.rows *= x.sizes()[i];
+    key.push_back(margin << 32 | op.number << 8 | static_cast<int64_t>(ndim));
+    key.append(given.settings.begin(), given.settings.end());
+    key.append(given.shape.begin(), given.shape.end());
+    const Tensor* const* tensor = given.tensors.data();
+    for (const Slot& slot : op.tensors) add(**tensor++, slot);
   }
 
-  // x or its gradient.
-  void add_rows(const Tensor& tensor) {
-    bool contiguous = add(tensor);
-    may_be_prepared &= tensor.sizes() == operands.x_shape;
-    if (!contiguous && may_be_prepared &&
-        !add_layout(tensor, tensor.dim() - operands.normalized_shape.size(), /*nested=*/true))
-      copy(tensor);
-  }
-
-  void add_statistic(const Tensor& tensor) {
-    bool contiguous = add(tensor);
-    if (!tensor.defined()) return;
-    may_be_prepared &= tensor.numel() == operands.rows;
-    if (!contiguous && may_be_prepared) may_be_prepared = add_layout(tensor, tensor.dim(), /*nested=*/false);
-  }
-
-  void add_parameter(const Tensor& tensor, bool is_read = true) {
-    bool contiguous = add(tensor, is_read);
-    if (tensor.defined()) may_be_prepared &= contiguous && tensor.sizes() == operands.normalized_shape;
-  }
-
-  // Kernels read it as if it were contiguous.
-  void add_residual_gradient(const Tensor& tensor) {
-    bool contiguous = add(tensor);
-    may_be_prepared &= !tensor.defined() || tensor.sizes() == operands.x_shape;
-    if (!contiguous && may_be_prepared) copy(tensor);
-  }
-
-  // Runs the call if it is prepared.
-  optional<Outputs> run() {
-    if (C10_UNLIKELY(!may_be_prepared)) return {};
-    auto prepared = cache.find(op, key, operands.rows);
-    if (C10_UNLIKELY(!prepared)) return {};
-    auto outputs = prepared->run(operands);
+  // Runs the call if there is a program for it.
+  bool run(Outputs& outputs) {
+    if (C10_UNLIKELY(!may_run)) return false;
+    auto program = cache.find(op.number, key, binding.rows);
+    if (C10_UNLIKELY(!program)) return false;
+    program->run(binding, outputs);
     repeats.fetch_add(1, std::memory_order_relaxed);
-    return outputs;
+    return true;
   }
 
   // Another thread may have changed the margin since this call's key was made.
-  void remember(std::shared_ptr<const PreparedCall> prepared) const {
-    if (may_be_prepared && prepared->sm_margin == margin) cache.add(key, std::move(prepared));
+  void remember(std::shared_ptr<const Program> program) const {
+    if (may_run && program->sm_margin == margin) cache.add(key, std::move(program));
   }
 
  private:
-  Op op;
+  const Op& op;
   int64_t margin;
-  Operands operands;
-  bool may_be_prepared;  // whether all shapes are right, and all tensors or their copies may be read in place
+  Key key;
+  Binding binding;
+  bool may_run;  // whether all shapes are right, and all tensors or their copies may be read in place
   c10::SmallVector<Tensor, 2> copies;
 
-  static bool ends_in(IntArrayRef shape, IntArrayRef end) {
-    return std::equal(end.begin(), end.end(), shape.end() - end.size());
-  }
-
-  // Returns whether the tensor is contiguous. What is read of a dtype, device and address is in the key. A tensor that is
-  // read must have memory: its storage may have been freed.
-  bool add(const Tensor& tensor, bool is_read = true) {
-    uint64_t& address = operands.addresses[operands.num_tensors++];
-    address = 0;
+  // What is read of a tensor's dtype, device, address and layout is in the key. A tensor that is read must have memory:
+  // its storage may have been freed.
+  void add(const Tensor& tensor, const Slot& slot) {
+    uint64_t& address = binding.addresses[slot.place];
     if (!tensor.defined()) {
-      key.push_back(-1);
-      return true;
+      address = 0;
+      key.push_back(NONE);
+      may_run &= slot.optional;
+      return;
     }
     address = reinterpret_cast<uint64_t>(tensor.const_data_ptr());
-    may_be_prepared &= !is_read || tensor.unsafeGetTensorImpl()->storage_initialized();
+    may_run &= !slot.is_read || tensor.unsafeGetTensorImpl()->storage_initialized();
     bool contiguous = tensor.is_contiguous();
     key.push_back(part_of_key(tensor, contiguous, address));
-    return contiguous;
+    switch (slot.role) {
+      case Role::PARAMETER:
+        may_run &= contiguous && tensor.sizes() == binding.normalized_shape;
+        break;
+      case Role::STATISTIC:
+        may_run &= tensor.numel() == binding.rows;
+        if (!contiguous && may_run) may_run = add_layout(tensor, tensor.dim(), /*nested=*/false);
+        break;
+      default:
+        may_run &= tensor.sizes() == binding.x_shape;
+        if (contiguous || !may_run) break;
+        if (slot.role == Role::PACKED_ROWS ||
+            !add_layout(tensor, tensor.dim() - binding.normalized_shape.size(), /*nested=*/true))
+          copy(tensor, address);
+    }
   }
 
   static int64_t part_of_key(const Tensor& tensor, bool contiguous, uint64_t address) {
@@ -135,10 +109,9 @@ class Call {
   }
 
   // Lets the tensor that was added last be read from a contiguous copy.
-  void copy(const Tensor& tensor) {
+  void copy(const Tensor& tensor, uint64_t& address) {
     at::AutoDispatchBelowADInplaceOrView below;
     const Tensor& made = copies.emplace_back(tensor.contiguous());
-    uint64_t& address = operands.addresses[operands.num_tensors - 1];
     address = reinterpret_cast<uint64_t>(made.const_data_ptr());
     key.back() = part_of_key(made, true, address);
   }
@@ -171,15 +144,6 @@ class Call {
   }
 };
 
-inline const Tensor& undefined() {
-  static const Tensor tensor;
-  return tensor;
-}
-
-inline const Tensor& or_undefined(const optional<Tensor>& tensor) {
-  return tensor.has_value() ? *tensor : undefined();
-}
-
 // Whether the tensor is strided memory on a GPU, and the only key that handles its ops is autograd's.
 inline bool is_plain(const Tensor& tensor) {
   if (!tensor.defined()) return true;
@@ -191,66 +155,64 @@ inline bool is_plain(const Tensor& tensor) {
          tensor.layout() == c10::kStrided && !tensor.is_nested() && !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
 }
 
-using TensorRef = std::reference_wrapper<const Tensor>;
-using TensorRefs = c10::ArrayRef<TensorRef>;
+using TensorPointers = c10::ArrayRef<const Tensor*>;
 
 // Whether C++ may run a call of these tensors. If not, Python does.
-inline bool may_run_here(TensorRefs tensors) {
+inline bool may_run_here(TensorPointers tensors) {
   if (is_paused() || c10::impl::TorchDispatchModeTLS::any_modes_set()) return false;
-  for (const Tensor& tensor : tensors)
-    if (!is_plain(tensor)) return false;
+  for (const Tensor* tensor : tensors)
+    if (!is_plain(*tensor)) return false;
   return true;
 }
 
 // Whether a torch.func transform or forward-mode AD is active, which must see the operations inside the op.
-inline bool needs_formula(TensorRefs tensors) {
+inline bool needs_formula(TensorPointers tensors) {
   constexpr c10::DispatchKeySet transforms(
       {c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchDynamicLayerBackMode});
   if (c10::impl::tls_local_dispatch_key_set().included_.has_any(transforms)) return true;
-  for (const Tensor& tensor : tensors)
-    if (tensor.defined() && tensor._fw_grad(0).defined()) return true;
+  for (const Tensor* tensor : tensors)
+    if (tensor->defined() && tensor->_fw_grad(0).defined()) return true;
   return false;
 }
 
 // Whether autograd would record an operation on these tensors.
-inline bool is_recorded(TensorRefs tensors) {
+inline bool is_recorded(TensorPointers tensors) {
   if (!at::GradMode::is_enabled()) return false;
-  for (const Tensor& tensor : tensors)
-    if (tensor.defined() && tensor.requires_grad()) return true;
+  for (const Tensor* tensor : tensors)
+    if (tensor->defined() && tensor->requires_grad()) return true;
   return false;
 }
 
-template <typename Value>
-inline py::object to_python(const Value& value) {
-  return py::cast(value);
+// The outputs of the op below autograd by Python. Keeps the program that it returns, if C++ may run the call.
+inline Outputs run_in_python(const Given& given, const Call* call) {
+  at::AutoGradMode off(false);
+  at::AutoDispatchBelowADInplaceOrView below;
+  py::gil_scoped_acquire gil;
+  py::object function = given.is_of_aten ? given.op.in_place_of_aten : given.op.below;
+  TORCH_CHECK(function, "fusednorm: enable_eager() must last until all calls have ended, got one after its end");
+  py::tuple returned = function(*to_python(given));
+  if (call && !returned[1].is_none()) call->remember(py::cast<std::shared_ptr<Program>>(returned[1]));
+  return to_tensors(returned[0]);
 }
 
-inline py::object to_python(const Tensor& tensor) {
-  return tensor.defined() ? py::cast(tensor) : py::none();
+// The outputs of the op below autograd, as a program has them. The caller says whether C++ may run the call.
+inline Outputs run(const Given& given, bool may_run_here) {
+  if (C10_UNLIKELY(!may_run_here)) return run_in_python(given, nullptr);
+  Call call(given);
+  Outputs outputs;
+  if (C10_LIKELY(call.run(outputs))) return outputs;
+  return run_in_python(given, &call);
 }
 
-inline py::object to_python(const SymIntArrayRef& shape) {
-  py::tuple sizes(shape.size());
-  for (size_t i = 0; i < shape.size(); ++i) sizes[i] = py::cast(shape[i]);
-  return sizes;
-}
+inline Outputs run_below(const Given& given) { return run(given, may_run_here(given.tensors)); }
 
-inline Tensor to_tensor(py::handle object) {
-  return object.is_none() ? Tensor() : py::cast<Tensor>(object);
-}
-
-// Up to three tensors; the rest stay undefined.
-inline Outputs to_tensors(py::handle objects) {
-  Outputs tensors;
-  size_t at = 0;
-  for (py::handle each : objects) tensors.at(at++) = to_tensor(each);
-  return tensors;
-}
-
-// For callers that hold the GIL.
-template <typename... Arguments>
-inline py::object call_python(const py::object& function, const Arguments&... arguments) {
-  return function(to_python(arguments)...);
+// Shows a call that bypasses the dispatcher to profilers, as the dispatcher would.
+inline void show_to_profiler(at::RecordFunction& record, const Given& given) {
+  if (C10_LIKELY(!record.isActive())) return;
+  std::vector<IValue> inputs;
+  if (record.needsInputs())
+    for (const Tensor* tensor : given.tensors) inputs.emplace_back(tensor->defined() ? IValue(*tensor) : IValue());
+  record.before(given.op.name.c_str(), &inputs);
 }
 
 }  // namespace fusednorm

@@ -1,18 +1,19 @@
-// The host side of the norm ops in C++. For plain tensors it runs the calls that Python has prepared and records
-// autograd's node. The Python functions that `install` is given run all other calls: those of a new kind, a tensor
-// subclass, a mode, a transform or a forced variant. fusednorm/host/native.py is the Python side.
+// The host side of the norm ops in C++. For plain tensors it runs the programs that Python has built and records
+// autograd's node. The Python functions of an op run all other calls: those of a new kind, a tensor subclass, a mode, a
+// transform or a forced variant. fusednorm/host/native.py is the Python side, and tells which ops there are.
 //
-// A call enters here, above autograd. The way down: node.h (autograd's node), below.h (the ops below autograd), call.h
-// (a call's key), cache.h (finds the prepared call), prepared.h (runs it) and driver.h (CUDA's driver). aten.h lets ATen's
-// ops enter below autograd.
+// A call enters here, above autograd. The way down: node.h (autograd's node), call.h (a call's key), cache.h (finds the
+// program), program.h (runs it) and driver.h (CUDA's driver). op.h has an op's operands as a value.
 
-#include "aten.h"
 #include "node.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/TracerMode.h>
 #include <ATen/autocast_mode.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/library.h>
 #include <torch/version.h>
 
 namespace fusednorm {
@@ -21,120 +22,223 @@ namespace {
 // -------------------------------------------------------------------------------- the ops above autograd
 
 // Whether a call must run in Python's implementation above autograd.
-template <typename Given>
 bool needs_python(const Given& given) {
-  return !may_run_here(given.tensors()) || needs_formula(given.differentiable());
+  return !may_run_here(given.tensors) || !given.symbolic_shape.empty() || needs_formula(given.differentiable());
 }
 
-template <typename Given>
-Outputs run_above_in_python(const Given& given) {
+Outputs run_above(const Given& given) {
+  bool python = needs_python(given);
+  if (!python && !is_recorded(given.differentiable())) return run(given, true);
+  if (!python && given.op.backward) return record_forward(given, /*y_alone=*/false);
   py::gil_scoped_acquire gil;
-  return to_tensors(given.pass_to(python->above[given.op]));
-}
-
-Outputs forward_above(const ForwardOperands& given) {
-  if (needs_python(given)) return run_above_in_python(given);
-  return is_recorded(given.tensors()) ? record_forward(given, /*y_alone=*/false) : run_forward(given, true);
-}
-
-Outputs backward_above(const BackwardOperands& given) {
-  if (needs_python(given) || is_recorded(given.differentiable())) return run_above_in_python(given);
-  return run_backward(given, true);
+  return to_tensors(given.op.above(*to_python(given)));
 }
 
 // -------------------------------------------------------------------------------- y alone, for modules
 
-// y of a forward, without the dispatcher, and without statistics that no backward will read. The arguments are
-// (x, normalized_shape, weight, bias, eps), without bias for RMSNorm. Returns None for calls that Python must run.
-PyObject* y_of(Op op, PyObject* const* arguments, Py_ssize_t count) {
-  bool layer = op == LAYER_FWD;
+// Reads an argument from Python. Returns false for what Python must run.
+bool read(PyObject* argument, const Slot& slot, Given& given) {
+  bool is_none = argument == Py_None;
+  if (is_none && !slot.optional) return false;
+  switch (slot.role) {
+    case Role::SHAPE:
+      if (!PyTuple_Check(argument)) return false;
+      for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(argument); ++i) {
+        PyObject* size = PyTuple_GET_ITEM(argument, i);
+        if (!PyLong_CheckExact(size)) return false;
+        int overflow = 0;
+        given.shape.push_back(PyLong_AsLongLongAndOverflow(size, &overflow));
+        if (overflow || given.shape.back() < 0) return false;
+      }
+      return true;
+    case Role::NUMBER:
+      if (!is_none && !PyFloat_CheckExact(argument)) return false;
+      given.settings.push_back(as_setting(is_none ? optional<double>() : PyFloat_AS_DOUBLE(argument)));
+      return true;
+    case Role::FLAG:
+      if (!PyBool_Check(argument)) return false;
+      given.settings.push_back(argument == Py_True);
+      return true;
+    case Role::DTYPE:
+      if (!is_none && !THPDtype_Check(argument)) return false;
+      given.settings.push_back(
+          is_none ? NONE : static_cast<int64_t>(reinterpret_cast<THPDtype*>(argument)->scalar_type));
+      return true;
+    default:
+      if (!is_none && !THPVariable_CheckTypeExact(Py_TYPE(argument))) return false;
+      given.tensors.push_back(is_none ? &undefined() : &THPVariable_Unpack(argument));
+      return slot.role != Role::MASK;
+  }
+}
+
+// y of a forward, without the dispatcher, and without statistics that no backward will read. The arguments are the op's
+// number and its own arguments. Returns None for calls that Python must run.
+PyObject* y_of(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
   auto decline = [] { Py_RETURN_NONE; };
-  if (count != (layer ? 5 : 4) || !python || at::impl::torch_function_mode_enabled() ||
+  const Op& op = *ops.at(count ? PyLong_AsLong(arguments[0]) : -1);
+  if (static_cast<size_t>(count) != 1 + op.num_arguments || at::impl::torch_function_mode_enabled() ||
       at::tracer::impl::is_dispatch_enabled() || at::autocast::is_autocast_enabled(at::kCUDA) ||
       c10::InferenceMode::is_enabled())
     return decline();
-  auto tensor = [](PyObject* object, const Tensor*& into) {
-    into = &undefined();
-    if (object == Py_None) return true;
-    if (!THPVariable_CheckTypeExact(Py_TYPE(object))) return false;
-    into = &THPVariable_Unpack(object);
-    return true;
-  };
-  const Tensor *x_, *weight_, *bias_ = &undefined();  // the caller keeps the arguments
-  if (!tensor(arguments[0], x_) || !tensor(arguments[2], weight_) || (layer && !tensor(arguments[3], bias_)))
-    return decline();
-  const Tensor &x = *x_, &weight = *weight_, &bias = *bias_;
-  if (!x.defined() || !PyTuple_Check(arguments[1])) return decline();
-  Shape shape(PyTuple_GET_SIZE(arguments[1]));
-  for (size_t i = 0; i < shape.size(); ++i) {
-    PyObject* size = PyTuple_GET_ITEM(arguments[1], i);
-    if (!PyLong_CheckExact(size)) return decline();
-    int overflow = 0;
-    shape[i] = PyLong_AsLongLongAndOverflow(size, &overflow);
-    if (overflow || shape[i] < 0) return decline();
-  }
-  optional<double> eps;
-  if (PyObject* number = arguments[count - 1]; number != Py_None) {
-    if (!PyFloat_CheckExact(number)) return decline();
-    eps = PyFloat_AS_DOUBLE(number);
-  } else if (layer) {
-    return decline();  // only RMSNorm has a default for eps None
-  }
-  auto sizes = c10::fromIntArrayRefUnchecked(shape);
-  ForwardOperands given{op, x, sizes, weight, bias, eps};
+  Given given(op);
+  for (const Slot& slot : op.inputs)
+    if (!slot.is_argument) given.settings.push_back(true);
+    else if (!read(*++arguments, slot, given)) return decline();
   if (needs_python(given)) return decline();
+  bool recorded = is_recorded(given.tensors);
+  if (recorded && !op.backward) return decline();
   Tensor y;
   {
     py::gil_scoped_release released;
     at::RecordFunction record(at::RecordScope::FUNCTION);
-    show_to_profiler(record, layer ? "fusednorm::layer_norm_fwd" : "fusednorm::rms_norm_fwd", {x, weight, bias});
-    given.wants_statistics = is_recorded(given.tensors());
-    y = given.wants_statistics ? record_forward(given, /*y_alone=*/true)[0] : run_forward(given, true)[0];
+    show_to_profiler(record, given);
+    if (op.wants_statistics) given.settings[*op.wants_statistics] = recorded;
+    y = recorded ? record_forward(given, /*y_alone=*/true)[0] : run(given, true)[0];
   }
   return THPVariable_Wrap(y);
-}
-
-template <Op op>
-PyObject* norm(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  return y_of(op, arguments, count);
   END_HANDLE_TH_ERRORS
 }
 
 PyMethodDef functions[] = {
-    {"layer_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(norm<LAYER_FWD>)), METH_FASTCALL, nullptr},
-    {"rms_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(norm<RMS_FWD>)), METH_FASTCALL, nullptr},
+    {"y_of", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(y_of)), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
+};
+
+// -------------------------------------------------------------------------------- ATen's ops, for enable_eager()
+
+// With types of their own, because the dispatcher would pack the operands of these ops for a kernel without types.
+using Pair = std::tuple<Tensor, Tensor>;
+using Triple = std::tuple<Tensor, Tensor, Tensor>;
+
+struct AtensOps {
+  Op *layer_fwd, *layer_bwd, *rms_fwd, *rms_bwd;
+  bool are_replaced;
+};
+AtensOps aten{};
+
+const Tensor* pointer_to(const optional<Tensor>& tensor) { return tensor ? &*tensor : &undefined(); }
+
+Outputs run_in_place_of_aten(
+    const Op* op, std::initializer_list<const Tensor*> tensors, IntArrayRef shape, int64_t setting) {
+  Given given(*op, tensors, shape, setting);
+  given.is_of_aten = true;
+  return run_below(given);
+}
+
+Triple native_layer_norm(
+    const Tensor& x, c10::SymIntArrayRef shape, const optional<Tensor>& weight, const optional<Tensor>& bias,
+    double eps) {
+  Outputs all = run_in_place_of_aten(aten.layer_fwd, {&x, pointer_to(weight), pointer_to(bias)}, C10_AS_INTARRAYREF_SLOW(shape),
+                                     as_setting(optional<double>(eps)));
+  return {std::move(all[0]), std::move(all[1]), std::move(all[2])};
+}
+
+Triple native_layer_norm_backward(
+    const Tensor& grad_out, const Tensor& x, c10::SymIntArrayRef shape, const Tensor& mean, const Tensor& rstd,
+    const optional<Tensor>& weight, const optional<Tensor>& bias, std::array<bool, 3> mask) {
+  Outputs all = run_in_place_of_aten(
+      aten.layer_bwd, {&grad_out, &x, &mean, &rstd, pointer_to(weight), pointer_to(bias)}, C10_AS_INTARRAYREF_SLOW(shape),
+      as_setting(mask));
+  return {std::move(all[0]), std::move(all[1]), std::move(all[2])};
+}
+
+Pair fused_rms_norm(const Tensor& x, IntArrayRef shape, const optional<Tensor>& weight, optional<double> eps) {
+  Outputs all = run_in_place_of_aten(aten.rms_fwd, {&x, pointer_to(weight)}, shape, as_setting(eps));
+  return {std::move(all[0]), std::move(all[2])};
+}
+
+Pair fused_rms_norm_backward(
+    const Tensor& grad_out, const Tensor& x, IntArrayRef shape, const Tensor& rstd, const optional<Tensor>& weight,
+    std::array<bool, 2> mask) {
+  Outputs all = run_in_place_of_aten(
+      aten.rms_bwd, {&grad_out, &x, &rstd, pointer_to(weight)}, shape, as_setting(mask));
+  return {std::move(all[0]), std::move(all[1])};
+}
+
+// In place of ATen's kernels at a dispatch key, from construction until `remove`. At most one is in force at a time.
+class Overrides {
+ public:
+  // The numbers of our ops, in the order of AtensOps, and Python's functions of their inputs.
+  Overrides(const std::string& key, const std::array<size_t, 4>& numbers, const std::array<py::object, 4>& functions) {
+    TORCH_CHECK(!aten.are_replaced, "fusednorm: ATen's norms must be replaced once at a time, got ", key, " as well");
+    torch::PyWarningHandler to_python;  // the dispatcher warns of kernels that are overridden
+    try {
+      aten = {ops.at(numbers[0]), ops.at(numbers[1]), ops.at(numbers[2]), ops.at(numbers[3]), true};
+      for (size_t i = 0; i < numbers.size(); ++i) ops[numbers[i]]->in_place_of_aten = functions[i];
+      library = std::make_unique<torch::Library>(
+          torch::Library::IMPL, "aten", c10::parseDispatchKey(key), __FILE__, __LINE__);
+      library->impl("native_layer_norm", TORCH_FN(native_layer_norm))
+          .impl("native_layer_norm_backward", TORCH_FN(native_layer_norm_backward))
+          .impl("_fused_rms_norm", TORCH_FN(fused_rms_norm))
+          .impl("_fused_rms_norm_backward", TORCH_FN(fused_rms_norm_backward));
+    } catch (...) {
+      forget();
+      throw;
+    }
+  }
+
+  ~Overrides() { remove(); }
+
+  void remove() {
+    if (!library) return;
+    library.reset();
+    forget();
+  }
+
+ private:
+  std::unique_ptr<torch::Library> library;
+
+  // Calls that are still on their way find no function.
+  static void forget() {
+    for (Op* op : {aten.layer_fwd, aten.layer_bwd, aten.rms_fwd, aten.rms_bwd}) op->in_place_of_aten = {};
+    aten.are_replaced = false;
+  }
 };
 
 // -------------------------------------------------------------------------------- registration
 
-std::vector<std::unique_ptr<torch::Library>> installed;
+// An op at one dispatch key, with its arguments and outputs on the dispatcher's stack.
+template <Outputs run(const Given&)>
+struct Kernel : c10::OperatorKernel {
+  const Op& op;
 
-// Registers the ops at a dispatch key, by these functions of their operands.
-template <auto forward, auto backward>
-void implement(const std::string& key) {
+  explicit Kernel(const Op& op) : op(op) {}
+
+  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
+    Outputs outputs = run(Given(op, torch::jit::last(*stack, op.num_arguments)));
+    torch::jit::drop(*stack, op.num_arguments);
+    for (size_t each : op.outputs) stack->emplace_back(std::move(outputs[each]));
+  }
+};
+
+template <Outputs run(const Given&)>
+void implement(const Op& op, const std::string& key) {
+  static std::vector<std::unique_ptr<torch::Library>> installed;
+  size_t colons = op.name.find("::");
   installed.push_back(std::make_unique<torch::Library>(
-      torch::Library::IMPL, "fusednorm", c10::parseDispatchKey(key), __FILE__, __LINE__));
-  installed.back()->impl("layer_norm_fwd", TORCH_FN(layer_norm_fwd<forward>))
-      .impl("rms_norm_fwd", TORCH_FN(rms_norm_fwd<forward>))
-      .impl("layer_norm_bwd", TORCH_FN(layer_norm_bwd<backward>))
-      .impl("rms_norm_bwd", TORCH_FN(rms_norm_bwd<backward>))
-      .impl("layer_norm_bwd_residual", TORCH_FN(layer_norm_bwd_residual<backward>))
-      .impl("rms_norm_bwd_residual", TORCH_FN(rms_norm_bwd_residual<backward>));
+      torch::Library::IMPL, op.name.substr(0, colons), c10::parseDispatchKey(key), __FILE__, __LINE__));
+  installed.back()->impl(op.name.substr(colons + 2).c_str(),
+                         torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel<run>>(op)));
 }
 
-void install(const std::string& key, const std::vector<py::object>& above, const std::vector<py::object>& below,
-             py::object statistics_gradient, py::object differentiable_backward, size_t kept) {
-  cache.most_kinds = kept;
-  python = new Python{{}, {}, std::move(statistics_gradient), std::move(differentiable_backward)};
-  for (size_t op = 0; op < OPS; ++op) {
-    python->above[op] = above.at(op);
-    python->below[op] = below.at(op);
-  }
+// Adds an op, and returns its number.
+size_t add(const std::string& name, std::vector<Slot> inputs, size_t x, size_t num_tensors, size_t num_outputs,
+           std::vector<size_t> outputs) {
+  ops.push_back(new Op(ops.size(), name, std::move(inputs), x, num_tensors, num_outputs, std::move(outputs)));
+  return ops.size() - 1;
+}
+
+// Implements an op at a dispatch key and at autograd's key above it. The functions are Op's.
+void install(size_t number, const std::string& key, py::object above, py::object below,
+             py::object differentiable_backward) {
+  Op& op = *ops.at(number);
+  op.above = std::move(above);
+  op.below = std::move(below);
+  op.differentiable_backward = std::move(differentiable_backward);
   runs_cpu_tensors |= key == "CPU";
-  implement<forward_below, backward_below>(key);
-  implement<forward_above, backward_above>("Autograd" + key);
+  implement<run_below>(op, key);
+  implement<run_above>(op, "Autograd" + key);
 }
 
 }  // namespace
@@ -147,6 +251,10 @@ PYBIND11_MODULE(_native, module) {
   PyModule_AddFunctions(module.ptr(), functions);
   py::enum_<Extent>(module, "Extent")
       .value("X", Extent::X).value("STATISTIC", Extent::STATISTIC).value("PARAMETER", Extent::PARAMETER);
+  py::enum_<Role>(module, "Role")
+      .value("SHAPE", Role::SHAPE).value("PARAMETER", Role::PARAMETER).value("ROWS", Role::ROWS)
+      .value("STATISTIC", Role::STATISTIC).value("PACKED_ROWS", Role::PACKED_ROWS).value("NUMBER", Role::NUMBER)
+      .value("DTYPE", Role::DTYPE).value("MASK", Role::MASK).value("FLAG", Role::FLAG);
   py::enum_<Number>(module, "Number")
       .value("ROWS", Number::ROWS).value("CTAS", Number::CTAS).value("PARTIALS", Number::PARTIALS);
   py::class_<Output>(module, "Output")
@@ -179,15 +287,34 @@ PYBIND11_MODULE(_native, module) {
       .def("add_address", &Step::add_address, py::arg("index"))
       .def("add_map", &Step::add_map, py::kw_only(), py::arg("index"), py::arg("type"), py::arg("rows_dim"),
            py::arg("shape"), py::arg("strides"), py::arg("box"));
-  py::class_<PreparedCall, std::shared_ptr<PreparedCall>>(module, "PreparedCall")
+  py::class_<Program, std::shared_ptr<Program>>(module, "Program")
       .def(py::init<int, int64_t, int64_t, Grid, std::vector<optional<Output>>, optional<Workspace>,
                     std::vector<Step>, int64_t>(),
            py::kw_only(), py::arg("device"), py::arg("rows_above"), py::arg("most_rows"), py::arg("grid"),
            py::arg("outputs"), py::arg("workspace"), py::arg("steps"), py::arg("sm_margin"));
+  py::class_<Slot>(module, "Slot")
+      .def(py::init([](Role role, bool optional, bool is_argument, bool is_read, size_t place) {
+             return Slot{role, optional, is_argument, is_read, place};
+           }),
+           py::kw_only(), py::arg("role"), py::arg("optional"), py::arg("is_argument"), py::arg("is_read"),
+           py::arg("place"));
   py::class_<Overrides>(module, "Overrides")
-      .def(py::init<const std::string&, const std::vector<py::object>&>(), py::arg("key"), py::arg("functions"))
+      .def(py::init<const std::string&, const std::array<size_t, 4>&, const std::array<py::object, 4>&>(), py::arg("key"),
+           py::arg("numbers"), py::arg("functions"))
       .def("remove", &Overrides::remove);
-  module.def("install", &install);
+  module.def("add", &add, py::kw_only(), py::arg("name"), py::arg("inputs"), py::arg("x"), py::arg("num_tensors"),
+             py::arg("num_outputs"), py::arg("outputs"));
+  module.def("set_backward", [](size_t forward, size_t backward, std::vector<optional<size_t>> sources,
+                                std::vector<size_t> gradients, std::array<optional<size_t>, 2> statistics) {
+    ops.at(forward)->backward = Backward{ops.at(backward), std::move(sources), std::move(gradients), statistics};
+  }, py::kw_only(), py::arg("forward"), py::arg("backward"), py::arg("sources"), py::arg("gradients"),
+     py::arg("statistics"));
+  module.def("install", &install, py::arg("number"), py::arg("key"), py::kw_only(), py::arg("above"), py::arg("below"),
+             py::arg("differentiable_backward"));
+  module.def("start", [](py::object given, size_t kept) {
+    statistics_gradient = std::move(given);
+    cache.most_kinds = kept;
+  }, py::kw_only(), py::arg("statistics_gradient"), py::arg("kept_kinds"));
   module.def("pause", [](int by) { pauses += by; });
   module.def("set_sm_margin", [](int64_t sms) { sm_margin = sms; });
   module.def("watch", [](py::list enter, py::list exit) {

@@ -2,11 +2,11 @@
 
 #pragma once
 
-#include "below.h"
+#include "call.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/add.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -14,28 +14,32 @@
 
 namespace fusednorm {
 
-// The op `name`, to be called through the dispatcher with the arguments of its implementation.
-template <typename Function>
-inline auto find_op(const char* name, Function&) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<Function>();
-}
+inline py::object& statistics_gradient = *new py::object;  // a derivative that only Python has; never destroyed
 
-inline optional<Tensor> as_optional(const Tensor& tensor) {
-  return tensor.defined() ? optional<Tensor>(tensor) : std::nullopt;
-}
-
-// (dx, dw, db) by the backward op, through the dispatcher.
-inline Triple dispatch_backward(const BackwardOperands& given) {
-  static auto layer_norm_op = find_op("fusednorm::layer_norm_bwd", layer_norm_bwd<backward_below>);
-  static auto rms_norm_op = find_op("fusednorm::rms_norm_bwd", rms_norm_bwd<backward_below>);
-  const auto& mask = given.mask;
-  auto weight = as_optional(given.weight);
-  if (given.op == LAYER_BWD)
-    return layer_norm_op.call(given.grad_out, given.x, given.shape, given.mean, given.rstd, weight,
-                              as_optional(given.bias), c10::List<bool>({mask[0], mask[1], mask[2]}));
-  auto [dx, dw] = rms_norm_op.call(
-      given.grad_out, given.x, given.shape, given.rstd, weight, c10::List<bool>({mask[0], mask[1]}));
-  return {dx, dw, Tensor()};
+// The outputs of a backward op through the dispatcher.
+inline Outputs dispatch(const Given& given) {
+  torch::jit::Stack stack;
+  auto tensor = given.tensors.begin();
+  auto setting = given.settings.begin();
+  for (const Slot& slot : given.op.inputs) {
+    if (is_tensor(slot.role)) {
+      const Tensor& each = **tensor++;
+      stack.emplace_back(each.defined() ? IValue(each) : IValue());
+    } else if (slot.role == Role::SHAPE) {
+      stack.emplace_back(std::vector<int64_t>(given.shape.begin(), given.shape.end()));
+    } else if (int64_t mask = *setting++; slot.role == Role::MASK) {
+      std::vector<bool> flags(mask >> 32);
+      for (size_t i = 0; i < flags.size(); ++i) flags[i] = mask >> i & 1;
+      stack.emplace_back(flags);
+    } else {
+      stack.emplace_back();  // its default
+    }
+  }
+  c10::Dispatcher::singleton().findSchemaOrThrow(given.op.name.c_str(), "").callBoxed(&stack);
+  Outputs outputs(given.op.num_outputs);
+  for (size_t i = 0; i < stack.size(); ++i)
+    if (stack[i].isTensor()) outputs[given.op.outputs[i]] = stack[i].toTensor();
+  return outputs;
 }
 
 namespace compiled = torch::dynamo::autograd;
@@ -63,69 +67,97 @@ inline Pointer owner_of(Owned* node, long) {
   return Pointer::unsafe_reclaim_from_nonowning(node);
 }
 
-// The node of a forward of either norm. Its outputs are y, or y and the statistics that there are. It is no
-// torch::autograd::Function, because what that does for functions of any kind takes several microseconds of a forward
-// and its backward.
+// The node of a forward. Its outputs are y, or y and the others that there are. It is no torch::autograd::Function,
+// because what that does for functions of any kind takes several microseconds of a forward and its backward.
 struct NormBackward : torch::autograd::Node {
   using variable_list = torch::autograd::variable_list;
+  using Flags = c10::SmallVector<bool, 8>;
 
-  NormBackward(Op op, bool y_alone, IntArrayRef shape, optional<double> eps)
-      : op(op), y_alone(y_alone), shape(shape.begin(), shape.end()), eps(eps) {}
+  NormBackward(const Given& given, bool y_alone)
+      : op(given.op), y_alone(y_alone), shape(given.shape), settings(given.settings) {}
 
   std::string name() const override {
     return "NormBackward";
   }
 
-  void save(const Tensor& x, const Tensor& mean, const Tensor& rstd, const Tensor& weight, const Tensor& bias) {
-    size_t at = 0;
-    for (const Tensor& each : {std::cref(x), std::cref(mean), std::cref(rstd), std::cref(weight), std::cref(bias)}) {
-      saved[at] = torch::autograd::SavedVariable(each, is_output(at));
-      ++at;
-    }
+  void save(const Tensor& tensor) {
+    saved.emplace_back(tensor, is_output(saved.size()));
   }
 
   variable_list apply(variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
     auto tensors = unpacked();
+    Flags asked = wanted();
     if (!y_alone || !at::GradMode::is_enabled() || !grads[0].defined())
-      return gradients(op, shape, grads, tensors, wanted());
-    const char* norm = op == LAYER_FWD ? "layer" : "rms";
-    auto sizes = c10::fromIntArrayRefUnchecked(shape);
+      return gradients(op, shape, grads, tensors, asked);
+    Given forward(op);
+    for (size_t i = 0; i < op.tensors.size(); ++i) forward.tensors.push_back(&tensors[i]);
+    forward.shape = shape;
+    forward.settings = settings;
     py::gil_scoped_acquire gil;
-    auto found = to_tensors(call_python(python->differentiable_backward, norm, sizes, eps, grads[0], tensors[0],
-                                        tensors[3], tensors[4], wanted()));
-    return {found[0], found[1], found[2]};
+    auto found = to_tensors(op.differentiable_backward(to_python(grads[0]), to_tuple(asked), *to_python(forward)));
+    return of_tensors(op, found, asked);
   }
 
-  // The gradients of x, weight and bias. `tensors` are in the order of `save`; `grads` are those of the outputs.
+  // The gradients of the forward's tensors. `tensors` are those and its outputs after y, in the order of `save`; `grads`
+  // are those of the outputs.
   static variable_list gradients(
-      Op op, IntArrayRef shape, const variable_list& grads, const std::array<Tensor, 5>& tensors,
-      const std::array<bool, 3>& wanted) {
-    const auto& [x, mean, rstd, weight, bias] = tensors;
-    const Tensor& grad_out = grads[0];
-    auto sizes = c10::fromIntArrayRefUnchecked(shape);
-    Op backward = op == LAYER_FWD ? LAYER_BWD : RMS_BWD;
-    std::array<bool, 3> mask{wanted[0], weight.defined() && wanted[1], bias.defined() && wanted[2]};
-    BackwardOperands given{backward, grad_out, x, sizes, mean, rstd, weight, bias, mask};
-    Tensor dx, dw, db;
-    if (!grad_out.defined()) {
-    } else if (may_run_here(given.tensors()) && !at::GradMode::is_enabled() && !needs_formula(given.differentiable())) {
-      at::RecordFunction record(at::RecordScope::FUNCTION);
-      show_to_profiler(record, op == LAYER_FWD ? "fusednorm::layer_norm_bwd" : "fusednorm::rms_norm_bwd",
-                       {grad_out, x, mean, rstd, weight, bias});
-      std::tie(dx, dw, db) = as_triple(run_backward(given, true));
-    } else {
-      std::tie(dx, dw, db) = dispatch_backward(given);
+      const Op& op, const Shape& shape, const variable_list& grads, const variable_list& tensors,
+      const Flags& wanted) {
+    const Backward& backward = *op.backward;
+    Given given(*backward.op);
+    given.shape = shape;
+    Tensor grad_out = grads[0];
+    auto gradient = [&](size_t output) {
+      return output == 0 ? &grad_out : output < grads.size() ? &grads[output] : &undefined();
+    };
+    bool any = grad_out.defined();
+    for (const auto& source : backward.sources) {
+      bool is_gradient = source && *source >= tensors.size();
+      given.tensors.push_back(!source ? &undefined() : is_gradient ? gradient(*source - tensors.size()) : &tensors[*source]);
+      any |= is_gradient && given.tensors.back()->defined();
     }
-    if (wanted[0] && grads.size() > 1) {
-      Tensor grad_mean = mean.defined() ? grads[1] : Tensor(), grad_rstd = grads.back();
-      if (grad_mean.defined() || grad_rstd.defined()) {
+    if (any && !grad_out.defined()) grad_out = at::zeros_like(tensors[op.x]);
+    Flags mask(given.op.outputs.size());
+    for (size_t i = 0; i < wanted.size(); ++i)
+      if (wanted[i] && tensors[i].defined()) mask[backward.gradients[i]] = true;
+    for (const Slot& slot : given.op.inputs)
+      if (!is_tensor(slot.role) && slot.role != Role::SHAPE)
+        given.settings.push_back(slot.role == Role::MASK ? as_setting(mask) : NONE);
+    Outputs found(given.op.num_outputs);
+    if (!any) {
+    } else if (may_run_here(given.tensors) && !at::GradMode::is_enabled() && !needs_formula(given.differentiable())) {
+      at::RecordFunction record(at::RecordScope::FUNCTION);
+      show_to_profiler(record, given);
+      found = run(given, true);
+    } else {
+      found = dispatch(given);
+    }
+    if (wanted[op.x] && grads.size() > 1) {
+      std::array<Tensor, 4> statistics;  // mean, rstd and their gradients
+      for (size_t i : {0, 1})
+        if (auto place = backward.statistics[i]) {
+          statistics[i] = tensors[*place];
+          statistics[2 + i] = grads[*place - op.tensors.size() + 1];
+        }
+      if (statistics[2].defined() || statistics[3].defined()) {
         py::gil_scoped_acquire gil;
-        Tensor more = to_tensor(call_python(python->statistics_gradient, x, sizes, mean, rstd, grad_mean, grad_rstd));
+        Tensor more = to_tensor(statistics_gradient(
+            to_python(given.x()), to_tuple(shape), to_python(statistics[0]), to_python(statistics[1]),
+            to_python(statistics[2]), to_python(statistics[3])));
+        Tensor& dx = found[given.op.outputs[backward.gradients[op.x]]];
         dx = dx.defined() ? at::add(dx, more) : more;
       }
     }
-    return {dx, dw, db};
+    return of_tensors(op, found, wanted);
+  }
+
+  // The wanted ones among the outputs of the backward, for each tensor of the forward.
+  static variable_list of_tensors(const Op& op, const Outputs& found, const Flags& wanted) {
+    variable_list made(wanted.size());
+    for (size_t i = 0; i < made.size(); ++i)
+      if (wanted[i]) made[i] = found[op.backward->op->outputs[op.backward->gradients[i]]];
+    return made;
   }
 
   void release_variables() override {
@@ -136,7 +168,7 @@ struct NormBackward : torch::autograd::Node {
   // For compiled autograd: compiled_args collects what a graph depends on, and apply_with_saved puts a call of
   // `gradients` into the graph.
   void compiled_args(compiled::CompiledNodeArgs& args) const override {
-    args.collect(static_cast<int64_t>(op));
+    args.collect(op.number);
     args.collect(std::vector<int64_t>(shape.begin(), shape.end()));
     for (size_t at = 0; at < saved.size(); ++at) args.collect(saved[at], is_output(at));
   }
@@ -146,9 +178,9 @@ struct NormBackward : torch::autograd::Node {
     auto tensors = unpacked();
     auto asked = wanted();
     compiled::PackedArgs packed;
-    packed.pack(static_cast<int64_t>(op));
+    packed.pack(op.number);
     packed.pack(std::vector<int64_t>(shape.begin(), shape.end()));
-    packed.pack(variable_list(tensors.begin(), tensors.end()));
+    packed.pack(tensors);
     packed.pack(std::vector<bool>(asked.begin(), asked.end()));
     std::vector<at::TypePtr> schema;
     for (const auto& each : packed.vec())
@@ -166,50 +198,52 @@ struct NormBackward : torch::autograd::Node {
 
   static variable_list in_graph(const variable_list& grads, const std::vector<c10::IValue>& arguments) {
     compiled::PackedArgs packed(arguments);
-    auto op = static_cast<Op>(packed.unpack<int64_t>());
+    const Op& op = *ops.at(packed.unpack<int64_t>());
     auto shape = packed.unpack<std::vector<int64_t>>();
-    auto given = packed.unpack<variable_list>();
+    auto tensors = packed.unpack<variable_list>();
     auto wanted = packed.unpack<std::vector<bool>>();
-    return gradients(op, shape, grads, {given[0], given[1], given[2], given[3], given[4]},
-                     {wanted[0], wanted[1], wanted[2]});
+    return gradients(op, Shape(shape), grads, tensors, Flags(wanted.begin(), wanted.end()));
   }
 
-  std::array<Tensor, 5> unpacked() {
-    std::array<Tensor, 5> tensors;
+  variable_list unpacked() {
+    variable_list tensors;
     for (size_t at = 0; at < saved.size(); ++at)
-      tensors[at] = is_output(at) ? saved[at].unpack(owner_of<torch::autograd::Node>(this, 0)) : saved[at].unpack();
+      tensors.push_back(
+          is_output(at) ? saved[at].unpack(owner_of<torch::autograd::Node>(this, 0)) : saved[at].unpack());
     return tensors;
   }
 
-  std::array<bool, 3> wanted() const {
-    return {task_should_compute_output(0), task_should_compute_output(1), task_should_compute_output(2)};
+  Flags wanted() const {
+    Flags flags;
+    for (size_t i = 0; i < op.tensors.size(); ++i) flags.push_back(task_should_compute_output(i));
+    return flags;
   }
 
   // Whether a saved tensor is an output of this node. If the statistics were not, they would be constants to a second
   // derivative.
   bool is_output(size_t at) const {
-    return !y_alone && (at == 1 || at == 2);
+    return !y_alone && at >= op.tensors.size();
   }
 
-  Op op;
+  const Op& op;
   bool y_alone;
-  c10::SmallVector<int64_t, 4> shape;
-  optional<double> eps;
-  std::array<torch::autograd::SavedVariable, 5> saved;  // x, mean, rstd, weight, bias
+  Shape shape;
+  Given::Settings settings;
+  c10::SmallVector<torch::autograd::SavedVariable, 5> saved;  // the tensors, and the outputs after y
 };
 
-// The outputs of a forward that C++ may run, recorded with a NormBackward. With y alone, the statistics are not.
-inline Outputs record_forward(const ForwardOperands& given, bool y_alone) {
-  const auto& [op, x, shape, weight, bias, eps, wants_statistics, below] = given;
-  auto outputs = run_forward(given, true);
-  auto* node = new NormBackward(op, y_alone, C10_AS_INTARRAYREF_SLOW(shape), eps);
+// The outputs of a forward that C++ may run, recorded with a NormBackward. With y alone, the others are not.
+inline Outputs record_forward(const Given& given, bool y_alone) {
+  const Op& op = given.op;
+  Outputs outputs = run(given, true);
+  auto* node = new NormBackward(given, y_alone);
   Owner owner = own(node, 0);
-  node->set_next_edges(torch::autograd::collect_next_edges(x, weight, bias));
-  torch::autograd::set_history(outputs[0], owner);
-  if (!y_alone)
-    for (size_t at : {1, 2})
-      if (outputs[at].defined()) torch::autograd::set_history(outputs[at], owner);
-  node->save(x, outputs[1], outputs[2], weight, bias);
+  node->set_next_edges(torch::autograd::collect_next_edges(c10::ArrayRef<const Tensor*>(given.tensors)));
+  for (size_t i = 0; i < (y_alone ? 1 : op.outputs.size()); ++i)
+    if (Tensor& each = outputs[op.outputs[i]]; each.defined()) torch::autograd::set_history(each, owner);
+    else node->add_input_metadata(torch::autograd::Node::undefined_input());
+  for (const Tensor* each : given.tensors) node->save(*each);
+  for (size_t i = 1; i < op.outputs.size(); ++i) node->save(outputs[op.outputs[i]]);
   return outputs;
 }
 

@@ -26,7 +26,7 @@ from fusednorm.planner.device import H200
 from fusednorm.problem import check_backward, check_forward
 from fusednorm.tools import compilation
 
-STREAM = 1  # the native handle that the C++ side gets for the stream of CPU tensors (PreparedCall::run in prepared.h)
+STREAM = 1  # the native handle that the C++ side gets for the stream of CPU tensors (Program::run in program.h)
 
 
 ILLEGAL_ADDRESS = 700  # CUDA_ERROR_ILLEGAL_ADDRESS
@@ -187,28 +187,28 @@ class Build(launcher.Build):
     def __init__(self, compiled, launch):
         super().__init__(compiled, triton_compat.RELEASES[3, 6])
         self.name, self.layer = launch.kernel.__name__, launch.norm.layer
+        self.squares = launch.norm.form.finish_dw is not None  # the weight: it is a norm of squared.py
         self.launch = self._compute
-        self._kept: list[int] = []  # positions of the arguments that are parameters of the build
-        at = 4 + len(self.head)
+        self._kinds: list = []  # of the arguments, those of tensor maps expanded
         for given, kind in zip(launch.arguments(), compiled.src.signature.values(), strict=True):
-            size = 1 + 2 * len(given.shape) if isinstance(given, program.Map) else 1
-            self._kept += range(at, at + size) if kind != "constexpr" else ()
-            at += size
+            self._kinds += [kind] * (1 + 2 * len(given.shape) if isinstance(given, program.Map) else 1)
         types = re.findall(r"\.param (?:\.align \d+ )?\.(\w+)", compiled.ptx.split(".entry")[1].split(")")[0])
         self.declared = list(zip(self._parameter_names(), types, strict=True))
 
     def _parameter_names(self) -> list[str]:
         names = []
         for name, kind in self.compiled.src.signature.items():
-            rank = kind.split("]")[0].count(",") + 1
-            if kind.startswith("tensordesc"):
+            if str(kind).startswith("tensordesc"):
+                rank = kind.split("]")[0].count(",") + 1
                 names += [name, *(f"{name}.{what}{i}" for what in ("shape", "stride") for i in range(rank))]
+            elif isinstance(kind, tuple):
+                names += [f"{name}.{at}" for at, each in enumerate(kind) if each != "constexpr"]
             elif kind != "constexpr":
                 names.append(name)
         return [*names, "global_scratch", "profile_scratch"]
 
     def _compute(self, *arguments) -> None:
-        given = [arguments[position] for position in self._kept]
+        given = list(left_in_build(arguments[4 + len(self.head) :], self._kinds))
         given = [Map.of(*value[1:]) if isinstance(value, tuple) else value for value in given]
         names = [name for name, _ in self.declared]
         with torch.no_grad():
@@ -228,6 +228,14 @@ class Build(launcher.Build):
         if isinstance(given, program.Map):
             return next(encoders)(given.tensor.data_ptr(), list(given.shape), list(given.strides))
         return given.data_ptr() if isinstance(given, torch.Tensor) else given
+
+
+def left_in_build(arguments, kinds):
+    for given, kind in zip(arguments, kinds, strict=True):
+        if isinstance(kind, tuple):
+            yield from left_in_build(given, kind)
+        elif kind != "constexpr":
+            yield given
 
 
 def encoded(descriptor: dict, pointer: int, shape: list[int], strides: list[int]) -> tuple:
@@ -264,6 +272,17 @@ class Launched(NamedTuple):
             return None
         return at_address(address, POINTED_TO[self.build.compiled.src.signature[f"{name}_ptr"][1:]], shape, strides)
 
+    def more_rows(self, name: str) -> torch.Tensor | None:
+        """The only tensor of `rows_in` or `rows_out`."""
+        if f"{name}.0" not in self.parameters:
+            return None
+        (rows, cols), parameters = self.shape(), self.parameters
+        inner, *strides = (parameters.get(f"strides_in.{at}", 1) for at in range(3))  # Triton leaves out numbers of 1
+        if name == "rows_out":
+            inner, strides = 1, (cols, 0)
+        dtype = POINTED_TO[self.build.compiled.src.signature[name][0][1:]]
+        return at_address(parameters[f"{name}.0"], dtype, (rows // inner, inner, cols), (*strides, 1)).flatten(0, 1)
+
     def rows(self, name: str) -> torch.Tensor | None:
         parameters = self.parameters
         if f"{name}_desc" in parameters:
@@ -286,10 +305,16 @@ def compute(launched: Launched) -> None:
     name, cols = launched.build.name, launched.parameters["cols"]
     if name == "finalize":
         for each in ("dw", "db"):
-            fill(launched.tensor(each, (cols,)), launched.tensor(f"{each}_partial", (cols,)))
+            total = launched.tensor(f"{each}_partial", (cols,))
+            if launched.build.squares and each == "dw" and total is not None:
+                total = 2 * total * launched.tensor("weight", (cols,))
+            fill(launched.tensor(each, (cols,)), total)
     elif name.startswith("forward"):
-        weight, bias = doubles(*(launched.tensor(each, (cols,)) for each in ("weight", "bias")))
-        (x,), eps = doubles(launched.rows("x")), launched.parameters["eps"]
+        weight, bias = weight_of(launched), *doubles(launched.tensor("bias", (cols,)))
+        (x, residual), eps = doubles(launched.rows("x"), launched.more_rows("rows_in")), launched.parameters["eps"]
+        if residual is not None:
+            x = x + residual
+            fill(launched.more_rows("rows_out"), x)
         if launched.build.layer:
             y, mean, rstd = reference.layer_norm_formula(x, (cols,), weight, bias, eps)
             fill(launched.statistic("mean"), mean.flatten())
@@ -303,7 +328,7 @@ def compute(launched: Launched) -> None:
 
 def compute_backward(launched: Launched) -> None:
     cols = launched.parameters["cols"]
-    dy, x, weight = doubles(launched.rows("dy"), launched.rows("x"), launched.tensor("weight", (cols,)))
+    (dy, x), weight = doubles(launched.rows("dy"), launched.rows("x")), weight_of(launched)
     mean, rstd = doubles(launched.statistic("mean"), launched.statistic("rstd"))
     x = torch.zeros_like(dy) if x is None else x  # a kernel that sums only db does not get x
     dx, *_ = reference.backward_formula(dy, x, (cols,), mean, rstd, weight, None, (True, False, False))
@@ -314,6 +339,11 @@ def compute_backward(launched: Launched) -> None:
     for each, total in (("dw", dw), ("db", db)):
         fill(launched.tensor(f"{each}_partial", (cols,)), total)
         fill(launched.tensor(each, (cols,)), total)
+
+
+def weight_of(launched: Launched) -> torch.Tensor | None:
+    (weight,) = doubles(launched.tensor("weight", (launched.parameters["cols"],)))
+    return weight.square() if weight is not None and launched.build.squares else weight
 
 
 def doubles(*tensors):

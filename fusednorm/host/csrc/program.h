@@ -25,11 +25,10 @@ using std::optional;
 constexpr size_t MAX_PARAMETER_BYTES = 1024;
 constexpr size_t MAX_PARAMETERS = 64;
 constexpr size_t MAP_ALIGNMENT = 64;
-constexpr size_t MAX_TENSORS = 7;  // of a backward
-constexpr size_t NUM_OUTPUTS = 3;  // of a forward and of a backward
-constexpr size_t NUM_PARTS = 4;    // of the workspace
+constexpr size_t MOST_ADDRESSES = 64;  // of a call's tensors, its outputs and the parts of its workspace
+constexpr size_t NUM_PARTS = 4;        // of the workspace
 
-using Outputs = std::array<Tensor, NUM_OUTPUTS>;  // (y, mean, rstd) or (dx, dw, db); undefined for an unwanted one
+using Outputs = c10::SmallVector<Tensor, 4>;  // of a program; undefined for an unwanted one
 using Shape = c10::SmallVector<int64_t, 6>;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -211,15 +210,15 @@ struct Step {
   }
 };
 
-// The tensors of a call: their addresses, and what x's shape says.
-struct Operands {
-  std::array<uint64_t, MAX_TENSORS + NUM_OUTPUTS + NUM_PARTS> addresses;
-  size_t num_tensors = 0;
+// What a call binds its program to: the addresses of its tensors, and what x's shape says.
+struct Binding {
+  std::array<uint64_t, MOST_ADDRESSES> addresses;
+  size_t num_tensors;
   IntArrayRef x_shape, normalized_shape;
   int64_t rows = 1;
 };
 
-struct PreparedCall {
+struct Program {
   at::Device device;
   int64_t rows_above, most_rows;  // valid for more rows than the one, and at most the other
   Grid grid;
@@ -229,16 +228,16 @@ struct PreparedCall {
   int64_t sm_margin;          // that it was planned under
   c10::Allocator* allocator;  // what torch allocates by on this device
 
-  PreparedCall(int device, int64_t rows_above, int64_t most_rows, Grid grid, std::vector<optional<Output>> outputs,
+  Program(int device, int64_t rows_above, int64_t most_rows, Grid grid, std::vector<optional<Output>> outputs,
                optional<Workspace> workspace, std::vector<Step> steps, int64_t sm_margin)
       : device(device < 0 ? at::Device(at::kCPU) : at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device))),
         rows_above(rows_above), most_rows(most_rows), grid(grid), outputs(std::move(outputs)), workspace(workspace),
         steps(std::move(steps)), sm_margin(sm_margin), allocator(at::empty({1}, at::device(this->device)).storage().allocator()) {
-    TORCH_CHECK(allocator && this->outputs.size() == NUM_OUTPUTS, "fusednorm: a prepared call must have an allocator "
-                "and ", NUM_OUTPUTS, " outputs, got ", this->outputs.size());
+    TORCH_CHECK(allocator, "fusednorm: torch must have an allocator for ", this->device, ", got none");
   }
 
-  Outputs run(Operands& operands) const {
+  // Launches, and fills `made` with the outputs.
+  void run(Binding& to, Outputs& made) const {
     const Driver& cuda = driver();
     c10::OptionalDeviceGuard guard;
     CUstream stream = reinterpret_cast<CUstream>(1);  // in tests without a GPU
@@ -248,16 +247,11 @@ struct PreparedCall {
       stream = static_cast<CUstream>(current.native_handle());
     }
     cuda.ensure_context(device.index());
-    Numbers numbers = grid.numbers(operands.rows);
-    uint64_t* next = operands.addresses.data() + operands.num_tensors;
-    Outputs made;
-    for (size_t i = 0; i < NUM_OUTPUTS; ++i) {
-      *next = 0;
-      if (outputs[i]) {
-        made[i] = allocate(outputs[i]->extent, outputs[i]->dtype, operands);
-        *next = reinterpret_cast<uint64_t>(made[i].unsafeGetTensorImpl()->data());
-      }
-      ++next;
+    Numbers numbers = grid.numbers(to.rows);
+    uint64_t* next = to.addresses.data() + to.num_tensors;
+    for (const auto& output : outputs) {
+      const Tensor& each = made.emplace_back(output ? allocate(output->extent, output->dtype, to) : Tensor());
+      *next++ = output ? reinterpret_cast<uint64_t>(each.unsafeGetTensorImpl()->data()) : 0;
     }
     Tensor parts;
     if (workspace) {
@@ -267,16 +261,15 @@ struct PreparedCall {
       for (size_t part = 1; part < NUM_PARTS; ++part, ++next)
         next[1] = next[0] + sizes[part - 1] * c10::elementSize(workspace->dtype);
     }
-    for (const Step& step : steps) step.launch(cuda, operands.addresses.data(), numbers, stream);
-    return made;
+    for (const Step& step : steps) step.launch(cuda, to.addresses.data(), numbers, stream);
   }
 
  private:
-  Tensor allocate(Extent extent, at::ScalarType dtype, const Operands& operands) const {
-    if (extent == Extent::X) return allocate(operands.x_shape, dtype);
-    if (extent == Extent::PARAMETER) return allocate(operands.normalized_shape, dtype);
-    Shape shape(operands.x_shape.begin(), operands.x_shape.end());
-    std::fill(shape.end() - operands.normalized_shape.size(), shape.end(), 1);
+  Tensor allocate(Extent extent, at::ScalarType dtype, const Binding& to) const {
+    if (extent == Extent::X) return allocate(to.x_shape, dtype);
+    if (extent == Extent::PARAMETER) return allocate(to.normalized_shape, dtype);
+    Shape shape(to.x_shape.begin(), to.x_shape.end());
+    std::fill(shape.end() - to.normalized_shape.size(), shape.end(), 1);
     return allocate(shape, dtype);
   }
 

@@ -1,0 +1,210 @@
+// The ops, as Python describes them (fusednorm/operands.py), and the operands of a call as one value.
+
+#pragma once
+
+#include "program.h"
+
+#include <ATen/core/ivalue.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <cmath>
+#include <memory>
+#include <string>
+
+namespace fusednorm {
+
+namespace py = pybind11;
+using c10::IValue;
+
+enum class Role { SHAPE, PARAMETER, ROWS, STATISTIC, PACKED_ROWS, NUMBER, DTYPE, MASK, FLAG };
+
+inline bool is_tensor(Role role) {
+  return role == Role::PARAMETER || role == Role::ROWS || role == Role::STATISTIC || role == Role::PACKED_ROWS;
+}
+
+// An operand.
+struct Slot {
+  Role role;
+  bool optional, is_argument, is_read;
+  size_t place;  // of a tensor: its address among those of a call
+};
+
+struct Op;
+
+// How the node of a forward calls the backward op. Places count the forward's tensors, its outputs after y, and then the
+// gradients of its outputs.
+struct Backward {
+  const Op* op;
+  std::vector<optional<size_t>> sources;  // for each tensor of the backward op; nullopt for an absent one
+  std::vector<size_t> gradients;          // for each tensor of the forward, its gradient among the op's outputs
+  std::array<optional<size_t>, 2> statistics;  // the places of mean and rstd
+};
+
+struct Op {
+  int64_t number;  // among all ops
+  std::string name;
+  std::vector<Slot> inputs;     // in the order of the schema, which lacks those that are no arguments
+  size_t num_tensors;           // places of tensors
+  size_t num_outputs;           // that a program of the op has, absent ones included
+  std::vector<size_t> outputs;  // which of these the op has
+  // Python's functions of the inputs: the op above autograd; below it, which returns (outputs, program); ATen's op while
+  // an Overrides is in force; and the backward of a forward that is itself differentiated.
+  py::object above, below, in_place_of_aten, differentiable_backward;
+  optional<Backward> backward;  // of a forward whose node is C++'s
+
+  std::vector<Slot> tensors;  // of the inputs
+  size_t x = 0;               // among these
+  size_t num_arguments = 0;
+  optional<size_t> wants_statistics;  // among the settings; the only input that is no argument
+
+  Op(int64_t number, std::string name, std::vector<Slot> given, size_t x, size_t num_tensors, size_t num_outputs,
+     std::vector<size_t> outputs)
+      : number(number), name(std::move(name)), inputs(std::move(given)), num_tensors(num_tensors),
+        num_outputs(num_outputs), outputs(std::move(outputs)), x(x) {
+    TORCH_CHECK(num_tensors + num_outputs + NUM_PARTS <= MOST_ADDRESSES, this->name, " must have at most ",
+                MOST_ADDRESSES - NUM_PARTS, " tensors, got ", num_tensors + num_outputs);
+    size_t settings = 0;
+    for (const Slot& each : inputs) {
+      if (!each.is_argument) wants_statistics = settings;
+      num_arguments += each.is_argument;
+      settings += !is_tensor(each.role) && each.role != Role::SHAPE;
+      if (is_tensor(each.role)) tensors.push_back(each);
+    }
+  }
+};
+
+inline std::vector<Op*>& ops = *new std::vector<Op*>;  // by number; never destroyed, as Python may be gone before
+
+inline const Tensor& undefined() {
+  static const Tensor tensor;
+  return tensor;
+}
+
+constexpr int64_t NONE = -1;  // a setting that is None
+
+inline int64_t as_setting(optional<double> given) {
+  if (!given) return NONE;
+  double number = std::isnan(*given) ? std::numeric_limits<double>::quiet_NaN() : *given;  // no NaN is NONE
+  int64_t setting;
+  std::memcpy(&setting, &number, sizeof setting);
+  return setting;
+}
+
+// The mask is a number of flags and these as bits.
+template <typename Flags>
+inline int64_t as_setting(const Flags& mask) {
+  int64_t setting = static_cast<int64_t>(mask.size()) << 32;
+  for (size_t i = 0; i < mask.size(); ++i) setting |= static_cast<int64_t>(bool(mask[i])) << i;
+  return setting;
+}
+
+// The operands of an op. Its tensors must outlive them.
+struct Given {
+  using Tensors = c10::SmallVector<const Tensor*, 8>;
+  using Settings = c10::SmallVector<int64_t, 4>;
+
+  const Op& op;
+  Tensors tensors;  // an absent one is undefined
+  Shape shape;
+  Settings settings;  // what is neither a tensor nor the shape
+  c10::ArrayRef<IValue> symbolic_shape;  // in place of `shape`, if sizes are symbolic
+  bool is_of_aten = false;
+
+  explicit Given(const Op& op) : op(op) {}
+
+  Given(const Op& op, std::initializer_list<const Tensor*> tensors, IntArrayRef shape, int64_t setting)
+      : op(op), tensors(tensors), shape(shape.begin(), shape.end()), settings(1, setting) {
+    if (op.wants_statistics) settings.push_back(true);
+  }
+
+  // The arguments as the dispatcher's stack has them.
+  Given(const Op& op, c10::ArrayRef<IValue> arguments) : op(op) {
+    const IValue* next = arguments.data();
+    for (const Slot& slot : op.inputs) {
+      if (!slot.is_argument) {
+        settings.push_back(true);
+        continue;
+      }
+      const IValue& each = *next++;
+      if (is_tensor(slot.role)) {
+        tensors.push_back(each.isNone() ? &undefined() : &each.toTensor());
+      } else if (slot.role == Role::SHAPE) {
+        for (const IValue& size : each.toListRef()) {
+          if (C10_UNLIKELY(!size.isInt())) symbolic_shape = each.toListRef();
+          else shape.push_back(size.toInt());
+        }
+      } else if (slot.role == Role::MASK) {
+        c10::SmallVector<bool, 8> flags;
+        for (const IValue& flag : each.toListRef()) flags.push_back(flag.toBool());
+        settings.push_back(as_setting(flags));
+      } else if (slot.role == Role::NUMBER) {
+        settings.push_back(as_setting(each.isNone() ? optional<double>() : each.toDouble()));
+      } else if (slot.role == Role::FLAG) {
+        settings.push_back(each.toBool());
+      } else {
+        settings.push_back(each.isNone() ? NONE : each.toInt());
+      }
+    }
+  }
+
+  const Tensor& x() const { return *tensors[op.x]; }
+
+  // The tensors that outputs depend on.
+  Tensors differentiable() const {
+    Tensors found;
+    for (size_t i = 0; i < tensors.size(); ++i)
+      if (op.tensors[i].is_read) found.push_back(tensors[i]);
+    return found;
+  }
+};
+
+// For callers that hold the GIL.
+inline py::object to_python(const Tensor& tensor) { return tensor.defined() ? py::cast(tensor) : py::none(); }
+
+template <typename Sizes>
+inline py::tuple to_tuple(const Sizes& sizes) {
+  py::tuple made(sizes.size());
+  for (size_t i = 0; i < sizes.size(); ++i) made[i] = py::cast(sizes[i]);
+  return made;
+}
+
+inline py::tuple to_python(const Given& given) {
+  py::tuple made(given.op.inputs.size());
+  auto tensor = given.tensors.begin();
+  auto setting = given.settings.begin();
+  size_t at = 0;
+  for (const Slot& slot : given.op.inputs) {
+    py::object each = py::none();
+    if (is_tensor(slot.role)) {
+      each = to_python(**tensor++);
+    } else if (slot.role == Role::SHAPE) {
+      std::vector<c10::SymInt> symbolic;
+      for (const IValue& size : given.symbolic_shape) symbolic.push_back(size.toSymInt());
+      each = symbolic.empty() ? to_tuple(given.shape) : to_tuple(symbolic);
+    } else if (int64_t number = *setting++; slot.role == Role::MASK) {
+      std::vector<bool> flags(number >> 32);
+      for (size_t i = 0; i < flags.size(); ++i) flags[i] = number >> i & 1;
+      each = py::cast(flags);
+    } else if (slot.role == Role::FLAG) {
+      each = py::cast(number != 0);
+    } else if (number != NONE && slot.role == Role::DTYPE) {
+      each = py::cast(static_cast<at::ScalarType>(number));
+    } else if (number != NONE) {
+      double value;
+      std::memcpy(&value, &number, sizeof value);
+      each = py::cast(value);
+    }
+    made[at++] = std::move(each);
+  }
+  return made;
+}
+
+inline Tensor to_tensor(py::handle object) { return object.is_none() ? Tensor() : py::cast<Tensor>(object); }
+
+inline Outputs to_tensors(py::handle objects) {
+  Outputs tensors;
+  for (py::handle each : objects) tensors.push_back(to_tensor(each));
+  return tensors;
+}
+
+}  // namespace fusednorm

@@ -1,0 +1,50 @@
+"""sanitize.py reaches every kernel, and reads what the tools say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from devices import named  # noqa: E402
+
+from fusednorm.forcing import force  # noqa: E402
+from fusednorm.host import fallback, launch  # noqa: E402
+from fusednorm.operands import FORWARD, OPS, operands_of  # noqa: E402
+from fusednorm.problem import check_backward, check_forward  # noqa: E402
+from tests import sanitize  # noqa: E402
+from tests.fuzz import draw  # noqa: E402
+
+PACKAGE = Path(launch.__file__).parents[1]
+
+
+def kernels_of(op: str) -> set[str]:
+    """The kernels that an H200 launches for the op's calls."""
+    spec, found = named("H200"), set()
+    for call in sanitize.calls_of(op):
+        operands = operands_of(op, (), call.arguments("cpu"))
+        checked = check_forward(operands) if operands.direction == FORWARD else check_backward(operands)
+        with force(call.variant):
+            choice = fallback.choose(checked.problem, checked.rows, spec)
+        found |= {each.kernel.__name__ for each in launch.program_of(checked, choice, spec).launches}
+    return found
+
+
+def zeros(shape, kind, dtype, generator):
+    return torch.zeros(shape, dtype=dtype)
+
+
+def test_every_kernel_of_the_norms_is_run(monkeypatch):
+    monkeypatch.setattr(draw, "fill", zeros)
+    written = set(re.findall(r"Launch\(\s*\w+\.(\w+)", Path(launch.__file__).read_text()))
+    assert len(written) > 5 and set.union(*[kernels_of(name) for name in OPS if "layer" in name]) == written
+
+
+def test_errors_of_the_tools_are_counted():
+    found = sanitize.summary("call 0 of 2\n========= Invalid read\n========= ERROR SUMMARY: 3 errors\n", 9, True)
+    assert found["errors"] == 3 and not found["complete"] and found["said"][0] == "========= Invalid read"
+    assert sanitize.summary("call 0\nall calls ran\n========= ERROR SUMMARY: 0 errors\n", 0, True)["errors"] == 0
+    assert sanitize.summary("CUDA error: device-side assert triggered", 1, True)["errors"] == 1

@@ -1,0 +1,43 @@
+"""Forwards with steps before and after the norm, by the portable kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from cases import guarded_buffers
+from steps import FORMS, PORTABLE
+
+from fusednorm.forms import COMBINE, FINISH
+from fusednorm.host import gpus
+from fusednorm.planner.device import A100
+from fusednorm.planner.plan import ColumnTilePlan, MultiWavePlan
+
+pytest.importorskip("triton")
+PLANS = {
+    "tiles in turn": lambda cols: MultiWavePlan(2, 32, -(-cols // 32), 4, 1, 255),
+    "one tile of a CTA": lambda cols: MultiWavePlan(2, 128, 1, 4, 1, 255, short_lived=True),
+    "column tiles": lambda cols: ColumnTilePlan(4, 32, 4, 1, 64, 4),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("steps", PORTABLE, ids=str)
+def test_steps_before_and_after_a_norm_give_the_oracles_numbers(steps, plan, monkeypatch):
+    from fusednorm.host import launch
+
+    monkeypatch.setattr(gpus, "spec_of", lambda device: replace(A100, sm_count=2))
+    with guarded_buffers():
+        prepared = launch.prepare(steps.call, plan(steps.cols))
+        for each in prepared.launches:
+            each.run()
+    steps.check(prepared.outputs)
+
+
+def test_kernels_have_the_steps_that_forms_name():
+    from fusednorm.kernels import rowmath
+
+    assert rowmath.COMBINE.keys() == COMBINE.keys()
+    assert rowmath.FINISH.keys() == FINISH.keys()
+    tried = {(form.combine, form.finish) for form in FORMS}
+    assert {each for pair in tried for each in pair} == COMBINE.keys() | FINISH.keys()

@@ -1,0 +1,169 @@
+"""Runs every kernel, for every op, under compute-sanitizer's tools and Triton's ConSan, on a GPU.
+
+    python -m tests.sanitize [--tools memcheck consan] [--ops layer_norm_bwd] [--out FILE]
+
+Each tool runs the calls of each op in a process of its own, with a limit of time. FILE gets a JSON object: for each
+tool and op its calls, errors, seconds, kernels that gave way to others, and the tool's first words. Exit code 1 if a
+tool has found an error or a process did not end in time. A tool that is not installed is named in one sentence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from fusednorm.operands import OPS, Role
+from fusednorm.planner.plan import VARIANTS
+
+from .fuzz.draw import Call
+
+ROOT = Path(__file__).parents[1]
+
+COMPUTE_SANITIZER = ("memcheck", "initcheck", "synccheck", "racecheck")
+CONSAN = "consan"
+COLUMN_SUM = "column_sum"
+# Several rows in registers, an odd width, a ring, a cluster, column tiles; more row tiles than CTAs where it is cheap.
+SHAPES = ((700, 256), (400, 1000), (300, 4096), (40, 16384), (9, 40000))
+SUMS = ((1, 400, 256), (9, 400, 256), (30, 300, 64), (2, 33, 70))  # tensors, rows, columns of column_sum
+# Each allocation of torch then has its own bounds. ConSan is chosen by Triton's variable.
+ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+GAVE_WAY = "gave way: "  # of a kernel that could not be built with the tool's instructions: another one ran
+FOUND = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard")
+
+
+def calls_of(name: str) -> list[Call]:
+    """The calls of an op: each variant at each shape; backwards also without dx, which other kernels run."""
+    import torch
+
+    op = OPS[name]
+    given: dict[str, Any] = {slot.name: op.default(slot) for slot in op.arguments}
+    tensors = [slot.name for slot in op.arguments if slot.role.is_tensor]
+    layouts = {slot.name: "[M]" if slot.role is Role.STATISTIC else "contiguous" for slot in op.arguments}
+    masks = [[True] * len(op.outputs)]
+    if op.slot("output_mask"):
+        masks.append([False, *masks[0][1:]])
+    return [
+        Call(
+            op=name, shape=shape, normalized_ndim=1, dtypes=dict.fromkeys(tensors, torch.bfloat16),
+            values=dict.fromkeys(tensors, "normal"), layouts=layouts, given=given | {"eps": 1e-5, "output_mask": mask},
+            variant=variant, margin=0, mode="plain", seed=0,
+        )
+        for variant, shape, mask in itertools.product(VARIANTS[:-1], SHAPES, masks)
+    ]  # fmt: skip
+
+
+def sums() -> list[tuple[list, bool]]:
+    """The operands of column_sum, and whether it returns their total."""
+    import torch
+
+    made = [[torch.randn(rows, cols, device="cuda") for _ in range(count)] for count, rows, cols in SUMS]
+    return list(itertools.product(made, (False, True)))
+
+
+def work(name: str) -> None:
+    """All calls of an op, in this process. Prints each call's number before it runs."""
+    import torch
+    import triton
+
+    import fusednorm
+    from fusednorm.host import fallback
+
+    from .fuzz.check import run
+
+    triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device="cuda"))  # for ConSan
+    todo: list = sums() if name == COLUMN_SUM else calls_of(name)
+    for number, call in enumerate(todo):
+        print(f"call {number} of {len(todo)}", flush=True)
+        if isinstance(call, Call):
+            run(call, call.arguments("cuda"))
+        else:
+            fusednorm.column_sum(call[0], total=call[1])
+        torch.cuda.synchronize()
+    for failed in fallback.failures():
+        print(f"{GAVE_WAY}{failed}")
+    print("all calls ran")
+
+
+def missing(tool: str) -> str | None:
+    """Why a tool cannot run, in one sentence."""
+    if tool in COMPUTE_SANITIZER:
+        return (
+            None if shutil.which("compute-sanitizer") else f"{tool} needs compute-sanitizer, which is not on the PATH."
+        )
+    from triton import knobs
+
+    has = hasattr(knobs.compilation, "instrumentation_mode")
+    return None if has else "consan needs a Triton with instrumentation modes (3.5 or later), which is not installed."
+
+
+def sanitize(tool: str, name: str, limit: float) -> dict[str, Any]:
+    """The result of one process."""
+    prefix = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"] if tool in COMPUTE_SANITIZER else []
+    mode = {"TRITON_INSTRUMENTATION_MODE": CONSAN} if tool == CONSAN else {}
+    begun = time.monotonic()
+    child = subprocess.Popen(
+        [*prefix, sys.executable, "-m", "tests.sanitize", "--work", name], env=os.environ | ENVIRONMENT | mode,
+        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    try:
+        said, in_time = child.communicate(timeout=limit)[0], True
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, 9)
+        said, in_time = child.communicate()[0], False
+    return {"tool": tool, "op": name, "seconds": round(time.monotonic() - begun)} | summary(
+        said, child.returncode, in_time
+    )
+
+
+def summary(said: str, code: int, in_time: bool) -> dict[str, Any]:
+    counts = FOUND.findall(said)
+    lines = [line for line in said.splitlines() if line.startswith("=========") or "rror" in line]
+    return {
+        "calls": len(re.findall(r"^call ", said, re.MULTILINE)),
+        "complete": "all calls ran" in said,
+        "errors": sum(int(a or b) for a, b in counts) if counts else int(code != 0),
+        "in_time": in_time,
+        "gave_way": [line.removeprefix(GAVE_WAY) for line in said.splitlines() if line.startswith(GAVE_WAY)],
+        "said": [] if code == 0 else lines[:20] or said.splitlines()[-5:],
+    }
+
+
+def main() -> int:
+    tools, names = (*COMPUTE_SANITIZER, CONSAN), (*OPS, COLUMN_SUM)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tools", nargs="+", choices=tools, default=tools)
+    parser.add_argument("--ops", nargs="+", choices=names, default=names)
+    parser.add_argument("--limit", type=float, default=240, help="seconds for the calls of one op under one tool")
+    parser.add_argument("--workers", type=int, default=4, help="processes at a time")
+    parser.add_argument("--out", type=Path, default=ROOT / "out/sanitize.json")
+    parser.add_argument("--work", choices=names, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        work(options.work)
+        return 0
+    absent = {tool: why for tool in options.tools if (why := missing(tool))}
+    print(*absent.values(), sep="\n")
+    jobs = [(tool, name) for tool in options.tools if tool not in absent for name in options.ops]
+    results = []
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(options.workers) as pool:
+        for result in pool.map(lambda job: sanitize(*job, options.limit), jobs):
+            results.append(result)
+            shown = {key: value for key, value in result.items() if not isinstance(value, list)}
+            print(*(f"{key} {value}" for key, value in shown.items()), sep=", ", flush=True)
+            options.out.write_text(json.dumps({"missing": absent, "results": results}, indent=1))
+    return any(each["errors"] or not each["complete"] for each in results)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
