@@ -25,6 +25,7 @@ from statistics import median
 import torch
 
 from fusednorm.host import gpus
+from fusednorm.planner.plan import text_of
 from fusednorm.tools import warm
 from fusednorm.tools.console import print_table, progress, show_beside
 

@@ -56,7 +56,7 @@ CLUSTER_ARCHS = (90, 100, 103)
 # (most SMs left to others, largest cluster): see cluster_sizes and bench/NOTES.md, "Clusters beside others".
 LARGEST_CLUSTER = ((0, 16), (8, 8), (32, 4), (math.inf, 2))
 OLDEST_PUBLISHED_ARCH = 100  # nvFuser has published plans from here on: deep rings (see `deepened`)
-MODERATE_COLUMNS = 40  # of a row for a thread of a compute group
+MODERATE_BYTES, MOST_BYTES = 80, 256  # of a row tile of x for a thread of a compute group
 COLUMN_TILE = 1024
 # Tiles of a backward without dx by TMA. Only one tile has been measured so far.
 COLUMN_RING_CHUNK, COLUMN_RING_ROWS, COLUMN_RING_WARPS, COLUMN_RING_STAGES = 128, (64, 32, 16), 8, 3
@@ -300,9 +300,10 @@ def _warp_specialized(problem: NormProblem, device: DeviceSpec, good: bool = Tru
     """One plan: the first of GROUPS whose threads have a moderate share of as many rows as possible, with two stages
     for each group if they fit. A plan that is not `good` may spill, or have one stage."""
     tensors = 1 if problem.direction == "forward" else 2
-    for most, (groups, warps) in itertools.product((MODERATE_COLUMNS, MOST_COLUMNS), GROUPS):
+    for most, (groups, warps) in itertools.product((MODERATE_BYTES, MOST_BYTES), GROUPS):
         limit = budget.group_register_limit(groups, warps, device)
-        for rows in reversed([rows for rows in ROWS if rows * problem.cols <= most * 32 * warps]):
+        row_bytes = problem.cols * problem.x_dtype.itemsize
+        for rows in reversed([rows for rows in ROWS if rows * row_bytes <= most * 32 * warps]):
             cuts = [cut for cut in _cuts(problem, rows, warps, 1) if not cut.tail]
             few = [cut for cut in cuts if tensors * cut.copies <= MOST_PRODUCED_COPIES[groups]]
             stages = (2 * groups, groups) if good and groups > 1 else (2,) if good else (2 * groups, groups)

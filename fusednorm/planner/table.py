@@ -61,8 +61,9 @@ class Table:
 
     @functools.cache  # noqa: B019  a table lives as long as the process
     def widths(self, key: Key) -> dict[int, Ranges]:
-        """{columns: ranges} of a key, or if it has none of the first key that differs in traffic alone."""
-        alike = [each for each in self.lines if each._replace(traffic=key.traffic) == key]
+        """{columns: ranges} of a key, or if it has none of the first key that differs in traffic alone. A backward
+        without dx, which writes no large tensor, is unlike all others."""
+        alike = [each for each in self.lines if key.traffic[1] and each._replace(traffic=key.traffic) == key]
         lines = self.lines.get(key) or (self.lines[alike[0]] if alike else [])
         found = (json.loads(line) for line in lines)
         return {
