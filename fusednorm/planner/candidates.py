@@ -89,7 +89,8 @@ IN_REGISTERS = {
     "forward": (*_frames(12, 32, (4, 4), (4, 5), (8, 2), (16, 1)), Frame(8, 1, 32, 64)),
     "backward": (
         Frame(2, 4, 6, 32),
-        *_frames(6, 16, (2, 8), (4, 2), (4, 4), (8, 1), (8, 2)),
+        Frame(2, 8, 8, 16),
+        *_frames(6, 16, (4, 2), (4, 4), (8, 1), (8, 2)),
         Frame(16, 1, 5, 16),
     ),
 }
@@ -136,7 +137,12 @@ def candidates(variant: str, problem: NormProblem, device: DeviceSpec) -> tuple[
         return _warp_specialized(problem, device)
     found = _rings(problem, device) if variant == "pipelined" else _in_registers(problem, device)
     plans = tuple(plan for family in found if (plan := _either(family, problem, device)))
-    return plans or ((column_tile_plan(problem, device),) if variant == "multi_wave" else ())
+    if variant == "pipelined":
+        return plans
+    if plans:  # with one warp-specialized plan, a problem has at most MOST_CANDIDATES
+        return plans[: MOST_CANDIDATES - 1 - len(candidates("pipelined", problem, device))]
+    wide = (plan_of(Family("multi_wave", 1, warps), problem, device) for warps in (16, 8))  # one CTA an SM, one row
+    return (next((plan for plan in wide if plan), column_tile_plan(problem, device)),)
 
 
 def plan_of(family: Family, problem: NormProblem, device: DeviceSpec, good: bool = True) -> Plan | None:

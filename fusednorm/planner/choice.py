@@ -86,7 +86,9 @@ def decide(problem: NormProblem, device: DeviceSpec, forced: str | None = None) 
     if portable is None:
         why = broken_rule("multi_wave", problem, 1, device).reason
         return Chosen(((math.inf, ReferencePlan(why)),), "legality")
-    asked = (best_plan(forced, problem, device) or faulty(forced, problem, device)) if forced else None
+    asked = None
+    if forced and not broken_rule(forced, problem, 1, device):
+        asked = best_plan(forced, problem, device) or faulty(forced, problem, device)
     if asked:
         ranges, source = ((math.inf, asked),), "forced"
     else:
