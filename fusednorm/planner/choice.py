@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from . import table
@@ -69,13 +70,15 @@ def variants_in_use(device: DeviceSpec) -> tuple[str, ...]:
 
 
 def alternatives(problem: NormProblem, rows: int, device: DeviceSpec) -> Iterator[Plan]:
-    """Plans that may replace one that fails, best first: the best plan of each variant in use (multi_wave is the last),
+    """Plans that may replace one that fails, best first: the best plan of each other variant in use, then of multi_wave,
     then ATen."""
-    yield choose(problem, rows, device)
+    chosen = choose(problem, rows, device)
+    yield chosen
     for variant in variants_in_use(device):
-        plan = best_plan(variant, problem, device)
-        if plan and not broken_rule(variant, problem, rows, device):
-            yield plan
+        if variant == "multi_wave" or variant != chosen.variant:
+            plan = best_plan(variant, problem, device)
+            if plan and not broken_rule(variant, problem, rows, device):
+                yield plan
     yield ReferencePlan("the kernels for it have failed")
 
 
@@ -170,6 +173,8 @@ def best_plan(variant: str, problem: NormProblem, device: DeviceSpec) -> Plan | 
     return _fastest(candidates(variant, problem, device), problem, device)
 
 
-def _fastest(plans, problem: NormProblem, device: DeviceSpec) -> Plan | None:
+def _fastest(plans: Iterable[Plan], problem: NormProblem, device: DeviceSpec) -> Plan | None:
+    # SMs that are left to others do not change the choice, and so no sums change their order.
+    device = replace(device, sm_count=device.sm_count + device.sm_margin, sm_margin=0)
     rows, coefficients = MANY_ROWS_PER_SM * device.sm_count, table.coefficients(device)
     return min(plans, key=lambda plan: predict_us(plan, problem, rows, device, coefficients), default=None)

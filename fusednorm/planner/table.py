@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -126,8 +125,8 @@ def shipped() -> tuple[Table, ...]:
 
 def user_file(gpu: str) -> Path:
     """Where `tune` writes the table of a GPU."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(cache, "fusednorm", "plans", f"{re.sub('[^a-z0-9]+', '-', gpu.lower())}.jsonl")
+    name = re.sub("[^a-z0-9]+", "-", gpu.lower())
+    return Path.home() / ".cache" / "fusednorm" / "plans" / f"{name}.jsonl"
 
 
 @functools.cache

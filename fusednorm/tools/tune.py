@@ -169,16 +169,16 @@ def time_plans(task: Task, rows: int, plans: Iterable[Plan], device: DeviceSpec)
 
 
 def capture(launches) -> torch.cuda.CUDAGraph:
+    from ..host import launcher
+
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(WARMUP_CALLS):
-            for launch in launches:
-                launch.run()
+            launcher.hand_over(launches)
     torch.cuda.current_stream().wait_stream(side)
     with torch.cuda.graph(graph):
-        for launch in launches:
-            launch.run()
+        launcher.hand_over(launches)
     return graph
 
 

@@ -39,7 +39,7 @@ def test_launches_are_run_in_one_place():
     assert callers == {"launcher.py"}
 
 
-def launch_of(rows=64, cols=4096, **changes):
+def launch_of(rows=64, cols=2560, **changes):
     """(the plan, the first launch) of a backward."""
     from fusednorm.host import launch
 

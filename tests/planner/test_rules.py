@@ -29,7 +29,7 @@ RULES = {  # rule: (variant, problem, rows, device) that it rejects
     "nested_rows": ("pipelined", make_problem(nested_rows=True), MANY_ROWS, H200),
     "rows": ("pipelined", make_problem(), 2**31, H200),
     "row_tensors": (
-        "pipelined",
+        "warp_specialized",
         make_problem(direction="forward", form=FormSpec(combine="add"), **ADDED),
         MANY_ROWS,
         H200,

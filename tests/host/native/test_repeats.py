@@ -45,8 +45,8 @@ ALL, DX, NO_DX = (True, True, True), (True, False, False), (False, True, True)
 
 REPEATED = [  # norm, plan, shape, dtypes, mask of a backward; the widest compile slowly, so they have one norm each
     *((norm, MultiWavePlan, (64, 2048), BF16_FP32, None) for norm in NORMS),
-    *((norm, PipelinedPlan, (64, 4096), BF16_FP32, ALL) for norm in NORMS),
-    *((norm, PipelinedPlan, (64, 4096), BF16_FP32, DX) for norm in NORMS),
+    *((norm, PipelinedPlan, (64, 2560), BF16_FP32, ALL) for norm in NORMS),
+    *((norm, PipelinedPlan, (64, 2560), BF16_FP32, DX) for norm in NORMS),
     ("rms", PipelinedPlan, (16, 32768), BF16_FP32, None),
     ("layer", PipelinedPlan, (16, 32768), BF16_FP32, ALL),
     *((norm, ColumnRingPlan, (2048, 1024), BF16_FP32, NO_DX) for norm in NORMS),
