@@ -8,6 +8,7 @@ from pathlib import Path
 
 from . import __version__
 from .tools.plan import add_plan_arguments, run_plan
+from .tools.tune import add_tune_arguments, run_tune
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -20,11 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     demo.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture (default: out)")
     commands.add_parser("doctor", help="say what this machine has, what works on it and what falls back")
     add_plan_arguments(commands.add_parser("plan", help="say which kernels run for a shape on a GPU, and why"))
-    tune = commands.add_parser("tune", help="time the planner's candidates on this GPU, and plan by the fastest")
-    if "tune" in (arguments or sys.argv[1:])[:1]:  # its module takes a while to import
-        from .tools.tune import add_tune_arguments, run_tune
-
-        add_tune_arguments(tune)
+    add_tune_arguments(commands.add_parser("tune", help="time plans on this GPU, and plan by the fastest from then on"))
     hub = commands.add_parser("hub", help="write a repository that Hugging Face's `kernels` loads")
     hub.add_argument("folder", type=Path, help="a new folder for it, or one that an earlier call wrote")
     options = parser.parse_args(arguments)

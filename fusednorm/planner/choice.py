@@ -70,8 +70,8 @@ def variants_in_use(device: DeviceSpec) -> tuple[str, ...]:
 
 
 def alternatives(problem: NormProblem, rows: int, device: DeviceSpec) -> Iterator[Plan]:
-    """Plans that may replace one that fails, best first: the best plan of each other variant in use, then of multi_wave,
-    then ATen."""
+    """The plan, and those that may replace it if it fails, best first: the best of each other variant in use, of
+    multi_wave, and ATen."""
     chosen = choose(problem, rows, device)
     yield chosen
     for variant in variants_in_use(device):
