@@ -133,7 +133,7 @@ def our_calls(case: BenchCase, inputs: BenchInputs) -> Calls:
         return ops.layer_norm_bwd_residual(*arguments[:-1], residual, arguments[-1])
 
     def rms_bwd(*arguments):
-        return ops.rms_norm_bwd_residual(*arguments[:-1], residual, arguments[-1])
+        return ops.rms_norm_bwd_residual(*arguments[:-1], None, residual, (*arguments[-1], False))[:2]
 
     return _calls(case, inputs, ops.layer_norm_fwd, layer_bwd, ops.rms_norm_fwd, rms_bwd)
 

@@ -54,9 +54,9 @@ class CapturedCall:
     """A CUDA graph of one call. It keeps the call, because tensors that the call holds, such as the statistics that a
     backward reads, must live as long as the graph. What the call allocates stays in the graph's own pool."""
 
-    def __init__(self, call: Callable[[], object]):
+    def __init__(self, call: Callable[[], object], stream: torch.cuda.Stream | None = None):
         self._call, self._graph = call, torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, stream=stream):
             call()
 
     def replay(self) -> None:
@@ -70,7 +70,7 @@ def capture(call: Callable[[], object]) -> CapturedCall:
         for _ in range(WARMUP_CALLS):
             call()
     torch.cuda.current_stream().wait_stream(side)
-    return CapturedCall(call)
+    return CapturedCall(call, side)  # autograd runs a backward on the stream of its forward, which must be captured
 
 
 class ColdL2:

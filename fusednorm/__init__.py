@@ -25,24 +25,53 @@ from .autograd import LayerNormFunction, RMSNormFunction  # noqa: E402
 from .columns.explanation import explain_column_sum  # noqa: E402
 from .columns.ops import column_sum  # noqa: E402
 from .forcing import force  # noqa: E402
+from .functional import (  # noqa: E402
+    add_layer_norm,
+    add_rms_norm,
+    affine_layer_norm,
+    affine_rms_norm,
+    layer_norm_add,
+    rms_norm_add,
+)
 from .margin import sm_margin  # noqa: E402
-from .modules import LayerNorm, RMSNorm  # noqa: E402
+from .modules import (  # noqa: E402
+    AddLayerNorm,
+    AddRMSNorm,
+    AffineLayerNorm,
+    AffineRMSNorm,
+    LayerNorm,
+    LayerNormAdd,
+    RMSNorm,
+    RMSNormAdd,
+)
 from .tools.explanation import explain  # noqa: E402
 from .tools.warm import warmup  # noqa: E402
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AddLayerNorm",
+    "AddRMSNorm",
+    "AffineLayerNorm",
+    "AffineRMSNorm",
     "LayerNorm",
+    "LayerNormAdd",
     "LayerNormFunction",
     "RMSNorm",
+    "RMSNormAdd",
     "RMSNormFunction",
+    "add_layer_norm",
+    "add_rms_norm",
+    "affine_layer_norm",
+    "affine_rms_norm",
     "column_sum",
     "explain",
     "explain_column_sum",
     "force",
     "functional",
+    "layer_norm_add",
     "layers",
+    "rms_norm_add",
     "sm_margin",
     "warmup",
 ]

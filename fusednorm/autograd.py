@@ -13,13 +13,14 @@ A call takes one of three routes:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import NamedTuple
+from functools import partial, reduce
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+from torch.overrides import has_torch_function
 
 from . import ops, reference, sharding
 from .forcing import asked_variants, force
@@ -27,6 +28,8 @@ from .host import native, prepared, torch_compat
 from .host.kernel_devices import runs_kernels
 from .host.key import PLAIN_TYPES
 from .host.torch_compat import (
+    asks_function_modes,
+    asks_subclasses,
     dispatch_modes,
     forward_ad,
     function_modes,
@@ -39,8 +42,10 @@ from .host.torch_compat import (
 from .namespace import NAMESPACE, TORCH_OPS
 from .operands import (
     OPS,
+    OWN_OUTPUTS,
     TRANSLATIONS,
     BackwardOperands,
+    Derivative,
     ForwardOperands,
     Op,
     Operands,
@@ -48,12 +53,14 @@ from .operands import (
     as_op,
     backward_of,
     call_op,
+    derivative_of,
     op_arguments,
     op_outputs,
     operands_of,
 )
 from .operands import add as add_to_table
 from .planner.norm_problem import accumulation_dtype
+from .problem import validate
 
 
 class LayerNormFunction:
@@ -95,21 +102,33 @@ class NodeInfo(NamedTuple):
     op: str  # the forward
     normalized_shape: tuple[int, ...]
     eps: float | None
-    y_alone: bool  # whether y is the only output, and mean and rstd stay inside the node
+    statistics_inside: bool  # whether mean and rstd stay inside the node, and are none of its outputs
     asked: tuple[str | None, ...]  # the variants that `force` asked for, the innermost last
+    by: Derivative
+    settings: dict[str, Any]  # operands of a form's backward that are no tensors
 
-    def backward(self, grad_y, saved, mask, more=None) -> Outputs:
-        """The gradients of the forward's tensors by the backward op, or by operations that can be differentiated if the
-        node returned y alone and this backward is itself recorded. more: gradients of outputs that the backward op
-        takes beside that of y, by the names of its operands."""
-        if self.y_alone and torch.is_grad_enabled():
-            given = dict(zip(TRANSLATIONS[self.op].type.tensor_names, saved))  # noqa: B905  without the statistics
-            given |= {"normalized_shape": self.normalized_shape, "eps": self.eps}
-            return differentiable_backward(operands_of(self.op, (), given), grad_y, mask)
-        mask = tuple([wanted and each is not None for wanted, each in zip(mask, saved)])  # noqa: B905  likewise
-        operands = backward_of(self.op, saved, self.normalized_shape, grad_y, mask)
-        if more:
-            operands = operands._replace(**more)
+    def backward(self, grad_y, saved: dict[str, Tensor | None], mask, more: dict[str, Tensor]) -> dict[str, Any]:
+        """The outputs of the backward op by name, or those of operations that can be differentiated if the statistics
+        are inside the node and this backward is itself recorded. more: gradients of outputs that the backward op takes
+        beside that of y, by the names of its operands."""
+        given = self.settings | more if more else self.settings
+        outputs = TRANSLATIONS[TRANSLATIONS[self.op].backward].type.outputs
+        if self.statistics_inside and torch.is_grad_enabled():
+            grads = _differentiable_backward(self.op, saved, self.normalized_shape, self.eps, grad_y, mask, given)
+        else:
+            grads = self._backward(
+                backward_of(
+                    self.op,
+                    **saved,
+                    normalized_shape=self.normalized_shape,
+                    grad_out=grad_y,
+                    output_mask=mask,
+                    **given,
+                )
+            )
+        return dict(zip([each.name for each in outputs], grads, strict=True))
+
+    def _backward(self, operands: BackwardOperands) -> Outputs:
         if not torch.compiler.is_dynamo_compiling() and self.asked != asked_variants():
             with force(self.asked[-1] if self.asked else None):  # the forward's `force`, not that of autograd's thread
                 return _backward(operands)
@@ -119,48 +138,60 @@ class NodeInfo(NamedTuple):
                 return grads
         return _backward(operands)
 
-    def named_gradients(self, grads) -> dict[str, Tensor]:
-        """The gradients of the outputs behind the statistics, by the operands of the backward op."""
-        outputs = TRANSLATIONS[self.op].type.outputs[3:]
-        return {each.gradient: grad for each, grad in zip(outputs, grads, strict=True) if grad is not None}
-
 
 # Without setup_context, because it slows every call. Only torch.func needs it, and torch.func never gets here: under a
 # transform the ops run their formulas.
 class NormFunction(Function):
     """The autograd node of a forward that has run. Its inputs are the forward's tensors, its outputs those of the
-    forward, or y alone."""
+    forward, or all but the statistics."""
 
     @staticmethod
     def forward(ctx, *arguments):
         *tensors, outputs, info = arguments
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *outputs[1:])
+        kept = *tensors, *outputs[1:]
+        ctx.save_for_backward(*[kept[at] for at in info.by.sources])
         ctx.info = info
-        return outputs[0] if info.y_alone else outputs
+        return _without_statistics(outputs) if info.statistics_inside else outputs
 
     @staticmethod
     def backward(ctx, grad_y, *others):
-        saved, info, mask = ctx.saved_tensors, ctx.info, ctx.needs_input_grad[:-2]
-        grads_of_statistics, more = others[:2], others[2:] and info.named_gradients(others[2:])
-        if grad_y is None and more:
-            grad_y = torch.zeros_like(saved[0])
-        grads = (None,) * len(mask) if grad_y is None else info.backward(grad_y, saved, mask, more)
-        if mask[0] and any(each is not None for each in grads_of_statistics):
-            statistics = *saved[len(mask) : len(mask) + 2], *grads_of_statistics
-            more = reference.statistics_backward_formula(saved[0], info.normalized_shape, *statistics)
-            grads = (more if grads[0] is None else grads[0] + more, *grads[1:])
-        return *grads, None, None
+        info, wanted = ctx.info, ctx.needs_input_grad[:-2]
+        by = info.by
+        saved = dict(zip(by.saved, ctx.saved_tensors, strict=True))
+        of_statistics, behind = ((), others) if info.statistics_inside else (others[:2], others[2:])
+        more = {name: grad for name, grad in zip(by.grads, behind, strict=True) if grad is not None}
+        mask = tuple([any([wanted[at] for at in ats]) for ats in by.mask])
+        grads = {"grad_out": grad_y}
+        if grad_y is None and all(more.get(name) is None or at in by.passed for at, name in enumerate(by.grads)):
+            for at in by.passed:  # the norm adds nothing to these gradients
+                grads["dx"] = more.get(by.grads[at])
+        elif grad_y is not None or more:
+            grad_y = torch.zeros_like(saved["x"]) if grad_y is None else grad_y
+            grads |= info.backward(grad_y, saved, mask, more)
+        if mask[0] and any(each is not None for each in of_statistics):
+            statistics = saved.get("mean"), saved["rstd"], *of_statistics
+            dx = reference.statistics_backward_formula(saved["x"], info.normalized_shape, *statistics)
+            grads["dx"] = dx if grads.get("dx") is None else grads["dx"] + dx
+        return *[grads.get(name) if want else None for name, want in zip(by.gradients, wanted, strict=True)], None, None
 
 
 _record = torch_compat.record(NormFunction)  # skips torch.func's checks: no call under torch.func gets here
 
 
 def differentiable_backward(forward: Operands, grad_y: Tensor, mask: Sequence[bool]) -> Outputs:
-    """The gradients of the tensors of a forward that returned y alone, for a backward that is itself differentiated.
-    The statistics are computed again, because gradients flow through them."""
-    saved = *forward.tensors, *reference.formula(forward)[1:]
-    operands = backward_of(forward.op, saved, forward.normalized_shape, grad_y, mask)
+    """The gradients of the tensors of a plain forward that returned y alone, for a backward that is itself
+    differentiated."""
+    saved = dict(zip(forward.tensor_names, forward.tensors, strict=True))
+    return _differentiable_backward(forward.op, saved, forward.normalized_shape, forward.eps, grad_y, mask, {})
+
+
+def _differentiable_backward(forward: str, saved: dict, shape, eps, grad_y, mask, given: dict[str, Any]) -> Outputs:
+    """The outputs of the backward of a forward, from the saved tensors. The statistics are computed again, because
+    gradients flow through them."""
+    _, mean, rstd, *_ = reference.formula(ForwardOperands(OPS[forward].norm, saved["x"], shape, eps=eps))
+    given = saved | given | {"mean": mean, "rstd": rstd}
+    operands = backward_of(forward, **given, normalized_shape=shape, grad_out=grad_y, output_mask=tuple(mask))
     return call_op(
         _overload(operands) if torch.compiler.is_dynamo_compiling() else IMPLEMENTATIONS[operands.op], operands
     )
@@ -186,16 +217,27 @@ def _apply(name: str, *arguments):
     with torch.no_grad():
         outputs = _below_autograd(operands)
     if not torch.is_inference_mode_enabled():
-        outputs = NormFunction.apply(*operands.tensors, outputs, _node_info(operands, y_alone=False))
+        outputs = NormFunction.apply(*operands.tensors, outputs, _node_info(operands, statistics_inside=False))
     return op_outputs(name, outputs)
 
 
-def _recorded(operands: ForwardOperands) -> Outputs:
-    return _record(*operands.tensors, _below_autograd(operands), _node_info(operands, y_alone=False))
+def _recorded(operands: Operands) -> Outputs:
+    return _record(*operands.tensors, _below_autograd(operands), _node_info(operands, statistics_inside=False))
 
 
-def _node_info(operands: ForwardOperands, *, y_alone: bool) -> NodeInfo:
-    return NodeInfo(operands.op, tuple(operands.normalized_shape), operands.eps, y_alone, asked_variants())
+def _node_info(operands: Operands, *, statistics_inside: bool) -> NodeInfo:
+    by, shape = derivative_of(operands.op), tuple(operands.normalized_shape)
+    settings = _settings(operands, by) if by.has_form else {}
+    return NodeInfo(operands.op, shape, operands.eps, statistics_inside, asked_variants(), by, settings)
+
+
+def _settings(operands: Operands, by: Derivative) -> dict[str, Any]:
+    """What the backward of a form takes beside tensors. It writes dx once, in the widest dtype of those whose gradient
+    it is: autograd casts it to those of the others."""
+    settings = {name: getattr(operands, name) for name in by.settings}
+    pairs = zip(operands.tensors, by.gradients, strict=True)
+    dtypes = [each.dtype for each, gradient in pairs if gradient == "dx" and each is not None]
+    return settings | {"dx_dtype": reduce(torch.promote_types, dtypes)}
 
 
 def _below_autograd(operands: Operands) -> Outputs:
@@ -245,19 +287,50 @@ def y_of(norm, x, normalized_shape, weight, bias, eps) -> Tensor:
     return call_op(_overload(operands) if traced else IMPLEMENTATIONS[operands.op], operands)[0]
 
 
-def _forward(operands: ForwardOperands) -> Tensor | None:
-    """y if all tensors are plain (`_is_plain`) and no mode, transform or forward-mode AD is active; else None."""
+def of_form(name: str, arguments: tuple, named: dict[str, Any]) -> Tensor | tuple[Tensor, ...]:
+    """What a form's forward op returns without the statistics, by the op's arguments: y, or y and what follows."""
+    operands = operands_of(name, arguments, named)
+    try:
+        if not torch.compiler.is_dynamo_compiling() and tracing_state() is not None:  # sizes are tensors then
+            operands = operands._replace(normalized_shape=[int(size) for size in operands.normalized_shape])
+        return _of_form(operands)
+    except (AttributeError, TypeError):
+        validate(operands)  # raises a sentence if an operand is wrong
+        raise
+
+
+def _of_form(operands: Operands) -> Tensor | tuple[Tensor, ...]:
+    if _is_for_onnx():
+        outputs = reference.formula(operands)
+    elif _is_traced() or asks_function_modes() or (has_torch_function(operands.tensors) and asks_subclasses()):
+        outputs = call_op(_overload(operands), operands)
+    else:
+        operands = operands._replace(wants_statistics=_is_recorded(*operands.tensors))
+        outputs = (_shown_forward if is_profiled() else _forward)(operands)
+        if outputs is not None:
+            return outputs
+        outputs = call_op(IMPLEMENTATIONS[operands.op], operands)
+    return _without_statistics(outputs)
+
+
+def _without_statistics(outputs: Outputs) -> Tensor | tuple[Tensor, ...]:
+    return outputs[0] if len(outputs) == OWN_OUTPUTS else (outputs[0], *outputs[OWN_OUTPUTS:])
+
+
+def _forward(operands: Operands) -> Tensor | tuple[Tensor, ...] | None:
+    """The outputs without the statistics if all tensors are plain (`_is_plain`) and no mode, transform or forward-mode
+    AD is active; else None."""
     if type(operands.x) not in PLAIN_TYPES or _is_intercepted():
         return None
     outputs, _ = prepared.run(operands, _first_if_plain)
     if outputs is None:
         return None
     if not operands.wants_statistics:
-        return outputs[0]
-    return _record(operands.x, operands.weight, operands.bias, outputs, _node_info(operands, y_alone=True))
+        return _without_statistics(outputs)
+    return _record(*operands.tensors, outputs, _node_info(operands, statistics_inside=True))
 
 
-def _shown_forward(operands: ForwardOperands) -> Tensor | None:
+def _shown_forward(operands: Operands) -> Tensor | tuple[Tensor, ...] | None:
     """`_forward`, shown to torch.profiler as the dispatcher shows an op that it runs."""
     if not _is_plain(operands.tensors):
         return None

@@ -52,3 +52,4 @@ class FormSpec(NamedTuple):
 
 
 PLAIN = FormSpec()
+ROUNDINGS = "once", "x_hat"  # as callers name FormSpec.rounds_x_hat

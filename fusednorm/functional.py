@@ -1,4 +1,4 @@
-"""layer_norm and rms_norm with the signatures of torch.nn.functional.
+"""layer_norm and rms_norm with the signatures of torch.nn.functional, and the norms of the other forms.
 
 Tensors that our kernels run on (kernel_devices.py) take our ops, under autocast in the dtype that the installed torch
 would choose. All other tensors go to torch.nn.functional, except CPU and meta tensors of mixed dtypes, which our ops
@@ -6,10 +6,14 @@ take.
 
 What overrides torch's functions (tensor subclasses with a __torch_function__, torch function modes) is shown
 torch.nn.functional's own function, which it may know. If it calls that function, our implementation runs.
+
+The other forms have no function of torch's: their ops run on all devices. They have no autocast rule, so that dtypes
+follow from those of the arguments, as F.rms_norm's do.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 
@@ -20,6 +24,7 @@ from torch.fx import Proxy
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_variadic
 
 from . import autograd
+from .forms import ROUNDINGS
 from .host import native, torch_compat
 from .host.kernel_devices import runs_kernels
 from .host.torch_compat import asks_function_modes, asks_subclasses
@@ -86,6 +91,146 @@ def rms_norm(
         if _match_our_signature(input, normalized_shape, weight, None, eps):
             raise
     return F.rms_norm(input, normalized_shape, weight, eps)
+
+
+def affine_layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    normalized_shape: Sequence[int] | None = None,
+    weight_offset: float = 0.0,
+    rounding: str = "once",
+) -> Tensor:
+    """LayerNorm with another map of x_hat, y = x_hat * (weight_offset + weight) + bias.
+
+    normalized_shape is by default the shape of weight, or of bias, or the last dim of x. weight_offset is added to the
+    weight in float32 (float64 for float64 x); without a weight there is no factor at all. rounding "once" rounds y
+    alone, to x's dtype; "x_hat" also rounds x_hat to x's dtype before the weight, and y has the promoted dtype of x,
+    weight and bias, as in most of transformers' RMSNorms. Any float dtypes; each gradient has its input's. Raises
+    RuntimeError as torch.ops.fusednorm.layer_norm_fwd_affine does, and ValueError for another rounding.
+    """
+    return _of_form("layer_norm_fwd_affine", x, (), weight, bias, eps, normalized_shape, weight_offset, rounding)
+
+
+def affine_rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    normalized_shape: Sequence[int] | None = None,
+    weight_offset: float = 0.0,
+    rounding: str = "once",
+) -> Tensor:
+    """RMSNorm with another map of x_hat, y = x_hat * (weight_offset + weight) + bias. weight_offset=1.0 is the RMSNorm
+    of Gemma 1 to 3 and Qwen3-Next, rounding="x_hat" that of Llama. Arguments as affine_layer_norm's; eps None is the
+    machine epsilon of float32 (float64 for float64 x)."""
+    return _of_form("rms_norm_fwd_affine", x, (), weight, bias, eps, normalized_shape, weight_offset, rounding)
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    residual_dtype: torch.dtype | None = None,
+    *,
+    normalized_shape: Sequence[int] | None = None,
+    weight_offset: float = 0.0,
+    rounding: str = "once",
+    normalize_rounded: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """(LayerNorm of x + residual, x + residual): the norm before a layer of a residual stream.
+
+    residual has x's shape. The sum is computed in float32 and stored in residual_dtype, by default the promoted dtype
+    of x and residual. The stored sum is normalized (as transformers does), or without normalize_rounded the one that
+    was not rounded (as QuACK and FLA do). residual None is a stream's beginning: the sum is a copy of x. The backward
+    is one pass that adds the stream's gradient; either gradient may be absent. Other arguments, dtypes and errors are
+    those of affine_layer_norm.
+    """
+    return _of_sum("layer", x, residual, weight, bias, eps, residual_dtype, normalize_rounded,
+                   normalized_shape, weight_offset, rounding)  # fmt: skip
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = None,
+    residual_dtype: torch.dtype | None = None,
+    *,
+    normalized_shape: Sequence[int] | None = None,
+    weight_offset: float = 0.0,
+    rounding: str = "once",
+    normalize_rounded: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """(RMSNorm of x + residual, x + residual). Arguments as add_layer_norm's; eps None is the machine epsilon of
+    float32 (float64 for float64 x or residual)."""
+    return _of_sum("rms", x, residual, weight, bias, eps, residual_dtype, normalize_rounded,
+                   normalized_shape, weight_offset, rounding)  # fmt: skip
+
+
+def layer_norm_add(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    normalized_shape: Sequence[int] | None = None,
+    weight_offset: float = 0.0,
+    rounding: str = "once",
+) -> Tensor:
+    """residual + LayerNorm of x: the norm behind a layer, added to the residual stream. The sum is rounded once, to the
+    promoted dtype of x and residual. Other arguments, dtypes and errors are those of affine_layer_norm."""
+    return _of_form("layer_norm_fwd_plus_residual", x, (residual,), weight, bias, eps,
+                    normalized_shape, weight_offset, rounding)  # fmt: skip
+
+
+def rms_norm_add(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    normalized_shape: Sequence[int] | None = None,
+    weight_offset: float = 0.0,
+    rounding: str = "once",
+) -> Tensor:
+    """residual + RMSNorm of x, as in Gemma 2 to 4, OLMo 2 and GLM-4. Arguments as layer_norm_add's; eps None is the
+    machine epsilon of float32 (float64 for float64 x or residual)."""
+    return _of_form("rms_norm_fwd_plus_residual", x, (residual,), weight, bias, eps,
+                    normalized_shape, weight_offset, rounding)  # fmt: skip
+
+
+def _of_sum(norm, x, residual, weight, bias, eps, residual_dtype, normalize_rounded, *more) -> tuple[Tensor, Tensor]:
+    settings = {"residual_dtype": residual_dtype, "rounds_sum": normalize_rounded}
+    return _of_form(f"{norm}_norm_fwd_of_sum", x, (residual,), weight, bias, eps, *more, **settings)
+
+
+def _of_form(op, x, rows, weight, bias, eps, normalized_shape, weight_offset, rounding, **settings):
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"{op}: rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")
+    numbers = {"weight_offset": weight_offset} | ({} if eps is None and op.startswith("rms") else {"eps": eps})
+    for name, value in numbers.items():
+        if not isinstance(value, (Real, Tensor, torch.SymFloat)):
+            raise TypeError(f"{op}: {name} must be a number, got {value!r}")
+    if normalized_shape is None:
+        of = next((each for each in (weight, bias) if each is not None), None)
+        normalized_shape = getattr(x, "shape", ())[-1:] if of is None else getattr(of, "shape", ())
+    rounds = rounding == "x_hat"
+    if rounds:
+        tensors = (x, *rows[: op.endswith("plus_residual")], weight, bias)
+        dtypes = [each.dtype for each in tensors if each is not None]
+        settings["y_dtype"] = functools.reduce(torch.promote_types, dtypes)
+    arguments = (x, normalized_shape, *rows, weight, bias, eps)
+    settings |= {"weight_offset": float(weight_offset), "rounds_x_hat": rounds}
+    return autograd.of_form(op, arguments, settings)
 
 
 def _by_overrides(stock: Callable, *operands) -> Tensor:

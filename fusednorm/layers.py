@@ -9,7 +9,6 @@ and two flags, nothing more. `python -m fusednorm hub FOLDER` writes the reposit
 The output has the dtype of the input, even if the weight has another.
 """
 
-import torch
 from torch import Tensor, nn
 
 from . import functional
@@ -54,4 +53,4 @@ class RMSNormZeroCentered(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = parameter(self, "weight")
-        return functional.rms_norm(x, weight.shape, 1 + weight.to(torch.float32), self.eps)
+        return functional.affine_rms_norm(x, weight, None, self.eps, weight_offset=1.0)

@@ -1,15 +1,19 @@
-"""torch.nn.LayerNorm and torch.nn.RMSNorm on this package's kernels: same parameters, state dicts and repr.
+"""torch.nn.LayerNorm and torch.nn.RMSNorm on this package's kernels: same parameters, state dicts and repr. And modules
+of the other forms, in their style.
 
 The classes of the same names in layers.py are forwards alone, for Hugging Face's `kernels`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from . import functional
+from .forms import ROUNDINGS
 from .host.torch_compat import parameter, quantize_as_stock
 
 
@@ -42,3 +46,110 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 quantize_as_stock(LayerNorm, torch.nn.LayerNorm)
+
+
+class _FormNorm(torch.nn.Module):
+    """A norm of another form, with the parameters of torch.nn.LayerNorm. The weight starts as what makes the factor
+    weight_offset + weight one, and the bias as zero. weight and bias are the only keys of the state dict."""
+
+    function: Callable
+    settings = "eps", "weight_offset", "rounding"  # attributes that are arguments of `function`
+    default_eps: float | None = None
+    has_bias = False
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        bias: bool | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_offset: float = 0.0,
+        rounding: str = "once",
+    ) -> None:
+        super().__init__()
+        if rounding not in ROUNDINGS:
+            known = ", ".join(ROUNDINGS)
+            raise ValueError(f"{type(self).__name__}: rounding must be one of {known}, got {rounding!r}")
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        self.normalized_shape, self.elementwise_affine = shape, elementwise_affine
+        self.eps = self.default_eps if eps is None else eps
+        self.weight_offset, self.rounding = float(weight_offset), rounding
+        wants = elementwise_affine, elementwise_affine and (self.has_bias if bias is None else bias)
+        for name, wanted in zip(("weight", "bias"), wants, strict=True):
+            made = torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if wanted else None
+            self.register_parameter(name, made)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.weight is not None:
+            torch.nn.init.constant_(self.weight, 1.0 - self.weight_offset)
+        if self.bias is not None:
+            torch.nn.init.zeros_(self.bias)
+
+    def _run(self, *rows: Tensor | None):
+        settings = {name: getattr(self, name) for name in self.settings}
+        weight, bias = parameter(self, "weight"), parameter(self, "bias")
+        return type(self).function(*rows, weight, bias, normalized_shape=self.normalized_shape, **settings)
+
+    def extra_repr(self) -> str:
+        settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.settings)
+        return f"{self.normalized_shape}, {settings}, elementwise_affine={self.elementwise_affine}"
+
+
+class _OfLayerNorm:
+    default_eps, has_bias = 1e-5, True
+
+
+class AffineRMSNorm(_FormNorm):
+    """functional.affine_rms_norm as a module: RMSNorm with a weight_offset, a bias or another rounding."""
+
+    function = functional.affine_rms_norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._run(x)
+
+
+class AffineLayerNorm(_OfLayerNorm, AffineRMSNorm):
+    """functional.affine_layer_norm as a module: LayerNorm with a weight_offset or another rounding."""
+
+    function = functional.affine_layer_norm
+
+
+class AddRMSNorm(_FormNorm):
+    """functional.add_rms_norm as a module, called with (x, residual): returns (y, new_residual)."""
+
+    function = functional.add_rms_norm
+    settings = *_FormNorm.settings, "residual_dtype", "normalize_rounded"
+
+    def __init__(
+        self, *args, residual_dtype: torch.dtype | None = None, normalize_rounded: bool = True, **kwargs
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.residual_dtype, self.normalize_rounded = residual_dtype, normalize_rounded
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self._run(x, residual)
+
+
+class AddLayerNorm(_OfLayerNorm, AddRMSNorm):
+    """functional.add_layer_norm as a module, called with (x, residual): returns (y, new_residual)."""
+
+    function = functional.add_layer_norm
+
+
+class RMSNormAdd(_FormNorm):
+    """functional.rms_norm_add as a module, called with (x, residual): returns residual + RMSNorm of x."""
+
+    function = functional.rms_norm_add
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self._run(x, residual)
+
+
+class LayerNormAdd(_OfLayerNorm, RMSNormAdd):
+    """functional.layer_norm_add as a module, called with (x, residual): returns residual + LayerNorm of x."""
+
+    function = functional.layer_norm_add

@@ -9,6 +9,7 @@ mean, rstd) of a forward, (dx, dweight, dbias) of a backward.
 from __future__ import annotations
 
 import enum
+import functools
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from torch import Tensor
 from .forms import PLAIN, FormSpec
 
 Outputs = tuple[Tensor | None, ...]
+OWN_OUTPUTS = 3  # (y, mean, rstd) or (dx, dw, db)
 FORWARD, BACKWARD = WAYS = {"forward": "fwd", "backward": "bwd"}
 
 
@@ -32,11 +34,17 @@ class Role(enum.Enum):
     EPS = "a number"
     DTYPE = "a float dtype"
     MASK = "a flag per output"
+    FORM = "the field of the op's FormSpec that has its name"
     FLAG = "whether this package wants something; no argument of an op"
 
     @property
     def is_tensor(self) -> bool:
         return self in (Role.PARAMETER, Role.ROWS, Role.STATISTIC, Role.PACKED_ROWS)
+
+    @property
+    def is_by_name(self) -> bool:
+        """Whether such an argument of an op is given by name alone."""
+        return self in (Role.DTYPE, Role.FORM)
 
 
 class Slot(NamedTuple):
@@ -47,6 +55,7 @@ class Slot(NamedTuple):
     optional: bool = False  # whether it may be None, which then is its default
     default: Any = None
     is_read: bool = True  # whether an output's values depend on its values. If not, only a tensor's dtype matters
+    gradient: str | None = None  # of a forward: the backward's output or operand that is its gradient, in its dtype
 
     @property
     def has_default(self) -> bool:
@@ -61,11 +70,14 @@ class Output(NamedTuple):
     like: str = "x"  # the operand that it has the dtype of, and without which it is None
     dtype: str | None = None  # the operand that may give another dtype
     gradient: str | None = None  # the backward's operand that takes its gradient; y's is grad_out
+    promoted: str | None = None  # the operand whose dtype is promoted with that of `like`
+    operand: str | None = None  # the backward's operand that it is, if that has another name
 
 
 class Op(NamedTuple):
-    """An op. inputs are in the order of the schema, dtypes last, by name alone. aten names the op of ATen with the same
-    arguments. A suffix tells ops of one norm and direction apart. Kernels do not compute an op without a form."""
+    """An op. inputs are in the order of the schema, those given by name alone last. aten names the op of ATen with the
+    same arguments. A suffix tells ops of one norm and direction apart; `backward` is that of a forward's backward, its
+    own by default. Kernels do not compute an op without a form."""
 
     norm: str
     direction: str
@@ -74,6 +86,7 @@ class Op(NamedTuple):
     aten: str | None = None
     suffix: str = ""
     form: FormSpec | None = PLAIN
+    backward: str | None = None
 
     @property
     def name(self) -> str:
@@ -99,69 +112,108 @@ GRAD_OUT, MEAN, RSTD = Slot("grad_out", Role.ROWS), Slot("mean", Role.STATISTIC)
 BIAS_DTYPE = BIAS._replace(is_read=False)
 MASK = Slot("output_mask", Role.MASK, default=True)
 RESIDUAL_GRAD = Slot("residual_grad", Role.PACKED_ROWS, optional=True)
-DX_DTYPE = Slot("dx_dtype", Role.DTYPE, optional=True)
+DX_DTYPE, Y_DTYPE, RESIDUAL_DTYPE = (
+    Slot(f"{name}_dtype", Role.DTYPE, optional=True) for name in ("dx", "y", "residual")
+)
+WEIGHT_OFFSET, ROUNDS_X_HAT, ROUNDS_SUM = (
+    Slot(name, Role.FORM, default=getattr(PLAIN, name)) for name in ("weight_offset", "rounds_x_hat", "rounds_sum")
+)
 Y_, MEAN_, RSTD_ = Output("y", Role.ROWS), Output("mean", Role.STATISTIC), Output("rstd", Role.STATISTIC)
 DX_ = Output("dx", Role.ROWS, dtype="dx_dtype")
 DWEIGHT_, DBIAS_ = (Output(f"d{name}", Role.PARAMETER, like=name) for name in ("weight", "bias"))
 
 LAYER_BWD = GRAD_OUT, X, SHAPE, MEAN, RSTD, WEIGHT, BIAS_DTYPE
 RMS_BWD = GRAD_OUT, X, SHAPE, RSTD, WEIGHT
-RESIDUAL = RESIDUAL_GRAD, MASK, DX_DTYPE
-OPS: dict[str, Op] = {
-    op.name: op
-    for op in (
-        Op("layer", FORWARD, (X, SHAPE, WEIGHT, BIAS, EPS, WANTS_STATISTICS), (Y_, MEAN_, RSTD_), "native_layer_norm"),
-        Op("layer", BACKWARD, (*LAYER_BWD, MASK), (DX_, DWEIGHT_, DBIAS_), "native_layer_norm_backward"),
-        Op("rms", FORWARD, (X, SHAPE, WEIGHT, DEFAULT_EPS, WANTS_STATISTICS), (Y_, RSTD_), "_fused_rms_norm"),
-        Op("rms", BACKWARD, (*RMS_BWD, MASK), (DX_, DWEIGHT_), "_fused_rms_norm_backward"),
-        Op("layer", BACKWARD, (*LAYER_BWD, *RESIDUAL), (DX_, DWEIGHT_, DBIAS_), suffix="_residual"),
-        Op("rms", BACKWARD, (*RMS_BWD, *RESIDUAL), (DX_, DWEIGHT_), suffix="_residual"),
+RESIDUAL = RESIDUAL_GRAD, MASK, DX_DTYPE, WEIGHT_OFFSET
+PLAIN_OPS = (
+    Op("layer", FORWARD, (X, SHAPE, WEIGHT, BIAS, EPS, WANTS_STATISTICS), (Y_, MEAN_, RSTD_), "native_layer_norm"),
+    Op("layer", BACKWARD, (*LAYER_BWD, MASK), (DX_, DWEIGHT_, DBIAS_), "native_layer_norm_backward"),
+    Op("rms", FORWARD, (X, SHAPE, WEIGHT, DEFAULT_EPS, WANTS_STATISTICS), (Y_, RSTD_), "_fused_rms_norm"),
+    Op("rms", BACKWARD, (*RMS_BWD, MASK), (DX_, DWEIGHT_), "_fused_rms_norm_backward"),
+    Op("layer", BACKWARD, (*LAYER_BWD, *RESIDUAL), (DX_, DWEIGHT_, DBIAS_), suffix="_residual"),
+    Op("rms", BACKWARD, (*RMS_BWD, BIAS_DTYPE, *RESIDUAL), (DX_, DWEIGHT_, DBIAS_), suffix="_residual"),
+)
+
+# The forms. The backward of each is *_bwd_residual: of the sum, where the form normalizes a sum.
+FORM_SETTINGS = WANTS_STATISTICS, WEIGHT_OFFSET, ROUNDS_X_HAT, Y_DTYPE
+SUMMAND = Slot("residual", Role.ROWS, optional=True, gradient="dx")
+ADDED_LAST = Slot("residual", Role.ROWS, gradient="grad_out")
+FORM_Y_ = Y_._replace(dtype="y_dtype")
+NEW_RESIDUAL_ = Output(
+    "new_residual", Role.ROWS, dtype="residual_dtype", gradient="residual_grad", promoted="residual", operand="x"
+)
+FORMS = (  # (form, suffix, its operands behind normalized_shape, its settings, y, its outputs)
+    (PLAIN, "_affine", (), (), FORM_Y_, ()),
+    (FormSpec(combine="add"), "_of_sum", (SUMMAND,), (ROUNDS_SUM, RESIDUAL_DTYPE), FORM_Y_, (NEW_RESIDUAL_,)),
+    (FormSpec(finish="add"), "_plus_residual", (ADDED_LAST,), (), FORM_Y_._replace(promoted="residual"), ()),
+)
+FORM_OPS = tuple(
+    Op(
+        norm, FORWARD, (X, SHAPE, *operands, WEIGHT, BIAS, eps, *FORM_SETTINGS, *settings), (y, *statistics, *outputs),
+        suffix=suffix, form=form, backward="_residual",
     )
-}
+    for norm, eps, statistics in (("layer", EPS, (MEAN_, RSTD_)), ("rms", DEFAULT_EPS, (RSTD_,)))
+    for form, suffix, operands, settings, y, outputs in FORMS
+)  # fmt: skip
+OPS: dict[str, Op] = {op.name: op for op in (*PLAIN_OPS, *FORM_OPS)}
 
 
-def _together(parts: Sequence[tuple]) -> tuple:
-    """The slots or outputs of several ops, by name. One is optional if an op lacks it."""
+def _together(parts: Sequence[tuple], last: tuple = ()) -> tuple:
+    """The slots or outputs of several ops, by name, with those of the `last` op as it has them. One of the others is
+    optional if an op lacks it."""
     found: dict[str, Any] = {}
     for each in (each for part in parts for each in part):
         found.setdefault(each.name, each)
     in_all = set.intersection(*({each.name for each in part} for part in parts))
-    return tuple(
-        each._replace(optional=each.optional or name not in in_all) if isinstance(each, Slot) else each
-        for name, each in found.items()
-    )
+    for name, each in found.items():
+        if isinstance(each, Slot) and name not in in_all:
+            found[name] = each._replace(optional=each.optional or not each.has_default)
+    return tuple((found | {each.name: each for each in last}).values())
 
 
-def operands_type(name: str, ops: Sequence[Op]) -> Any:
-    """The type of the operands of some ops of one direction: a named tuple of the norm, their slots and the suffix.
+def operands_type(name: str, ops: Sequence[Op], last: Op | None = None) -> Any:
+    """The type of the operands of some ops of one direction, or of a `last` op that has more: a named tuple of the
+    norm, their slots and the suffix.
 
     slots, outputs  those of the ops together
     tensor_names    of the operands that are tensors, in their order
     op              the op's name
+    form            the op's FormSpec, with what the operands say of it
     tensors         the values of these
+    rows            the tensors of x's shape that are read in place
     differentiable  the tensors that an output's values depend on
     """
-    direction, slots = ops[0].direction, _together([op.inputs for op in ops])
-    defaults = [None, *(slot.default if slot.role is Role.FLAG else None for slot in slots), ""]
+    direction, slots = ops[0].direction, _together([op.inputs for op in ops], last.inputs if last else ())
+    defaults = [None, *(slot.default if slot.role in (Role.FLAG, Role.FORM) else None for slot in slots), ""]
     made: Any = namedtuple(name, ("norm", *(slot.name for slot in slots), "suffix"), defaults=defaults)  # noqa: PYI024
     middle = f"_norm_{WAYS[direction]}"
     tensors = tuple(at for at, slot in enumerate(slots, 1) if slot.role.is_tensor)
     read = tuple(at for at in tensors if slots[at - 1].is_read)
+    rows = tuple(at for at in tensors if slots[at - 1].role is Role.ROWS)
+    fields = tuple(at for at, slot in enumerate(slots, 1) if slot.role is Role.FORM)
     made.__module__, made.slots, made.direction = __name__, slots, direction
-    made.outputs = _together([op.outputs for op in ops])
+    made.outputs = _together([op.outputs for op in ops], last.outputs if last else ())
     made.op = property(lambda self: self.norm + middle + self.suffix)
+    made.form = property(lambda self: _form(OPS[self.op].form, names_of_form, tuple([self[at] for at in fields])))
+    names_of_form = tuple(made._fields[at] for at in fields)
     made.tensor_names = tuple(made._fields[at] for at in tensors)
     made.tensors = property(lambda self: tuple([self[at] for at in tensors]))
+    made.rows = property(lambda self: tuple([self[at] for at in rows if self[at] is not None]))
     made.differentiable = property(lambda self: tuple([self[at] for at in read]))
     return made
 
 
-def _of_direction(direction: str) -> list[Op]:
-    return [op for op in OPS.values() if op.direction == direction]
+@functools.lru_cache(maxsize=4096)
+def _form(form: FormSpec | None, names: tuple[str, ...], values: tuple) -> FormSpec | None:
+    return form and form._replace(**dict(zip(names, values, strict=True)))
 
 
-ForwardOperands = operands_type("ForwardOperands", _of_direction(FORWARD))
-BackwardOperands = operands_type("BackwardOperands", _of_direction(BACKWARD))
+def _plain(direction: str) -> list[Op]:
+    return [op for op in PLAIN_OPS if op.direction == direction]
+
+
+ForwardOperands = operands_type("ForwardOperands", _plain(FORWARD))
+BackwardOperands = operands_type("BackwardOperands", _plain(BACKWARD))
 Operands = Any  # a value of one of these types, or of one that `add` made
 
 
@@ -186,7 +238,7 @@ def add(op: Op) -> None:
     """Add an op to the table. Its operands have a type of their own if the others of its direction lack one of them."""
     made = ForwardOperands if op.direction == FORWARD else BackwardOperands
     if not ({each.name for each in op.inputs} <= set(made._fields) and set(op.outputs) <= set(made.outputs)):
-        made = operands_type(f"Operands_of_{op.name}", [*_of_direction(op.direction), op])
+        made = operands_type(f"Operands_of_{op.name}", _plain(op.direction), op)
     OPS[op.name] = op
     names, fields = [slot.name for slot in op.arguments], made._fields
     outputs = [next((at for at, out in enumerate(op.outputs) if out.name == each.name), None) for each in made.outputs]
@@ -194,12 +246,12 @@ def add(op: Op) -> None:
         made,
         made(op.norm, suffix=op.suffix, **{slot.name: op.default(slot) for slot in op.inputs})._asdict(),
         tuple(names),
-        sum(slot.role is not Role.DTYPE for slot in op.arguments),
+        sum(not slot.role.is_by_name for slot in op.arguments),
         tuple(len(fields) + names.index(name) if name in names else at for at, name in enumerate(fields)),
         fields.index("output_mask") if op.slot("output_mask") else None,
         tuple(outputs),
         tuple(at for at, source in enumerate(outputs) if source is None),
-        op._replace(direction=BACKWARD).name,
+        op._replace(direction=BACKWARD, suffix=op.suffix if op.backward is None else op.backward).name,
     )
 
 
@@ -223,15 +275,46 @@ def operands_of(name: str, arguments: Sequence, named: dict[str, Any]) -> Operan
     return by.type(*values)
 
 
-def backward_of(
-    forward: str, saved: Sequence, normalized_shape: Sequence[int], grad_out: Tensor, mask: tuple
-) -> Operands:
-    """The operands of the backward of a forward op. saved are the forward's tensors and its outputs after y; mask has a
-    flag for each of the tensors."""
-    of, by = TRANSLATIONS[forward].type, TRANSLATIONS[TRANSLATIONS[forward].backward]
-    given = dict(zip((*of.tensor_names, *[output.name for output in of.outputs[1:]]), saved, strict=True))
-    given |= {"normalized_shape": normalized_shape, "grad_out": grad_out, "output_mask": mask}
-    return by.type(*[given.get(name, default) for name, default in by.template.items()])
+class Derivative(NamedTuple):
+    """What a forward's backward takes from it, and what it gives to each of the forward's tensors, by names of the
+    backward's operands and outputs."""
+
+    saved: tuple[str, ...]  # what is kept of the forward
+    sources: tuple[int, ...]  # which of the forward's tensors or, behind these, of its outputs after y each is
+    gradients: tuple[str, ...]  # of the forward's tensors: the backward's outputs, or grad_out
+    mask: tuple[tuple[int, ...], ...]  # for each output of the backward, the tensors that want it
+    grads: tuple[str | None, ...]  # the operands that take the gradients of the outputs behind the statistics
+    passed: tuple[int, ...]  # which of these outputs are the backward's x, so that their gradients are added to dx
+    settings: tuple[str, ...]  # the form's operands that the backward has, too
+    has_form: bool  # whether it is the backward of forms
+
+
+@functools.cache
+def derivative_of(forward: str) -> Derivative:
+    of, backward = TRANSLATIONS[forward].type, TRANSLATIONS[TRANSLATIONS[forward].backward].type
+    slots = {slot.name: slot for slot in of.slots}
+    names = [*of.tensor_names, *(output.operand or output.name for output in of.outputs[1:])]
+    saved = {name: at for at, name in enumerate(names) if name in backward._fields}
+    outputs = [output.name for output in backward.outputs]
+    gradients = [slots[name].gradient or outputs[at] for at, name in enumerate(of.tensor_names)]
+    mask = [tuple(at for at, gradient in enumerate(gradients) if gradient == name) for name in outputs]
+    behind = of.outputs[OWN_OUTPUTS:]
+    return Derivative(
+        tuple(saved),
+        tuple(saved.values()),
+        tuple(gradients),
+        tuple(mask),
+        tuple(output.gradient for output in behind),
+        tuple(at for at, output in enumerate(behind) if output.operand == "x"),
+        tuple(slot.name for slot in of.slots if slot.role is Role.FORM and slot.name in backward._fields),
+        OPS[forward].backward is not None,
+    )
+
+
+def backward_of(forward: str, **given: Any) -> Operands:
+    """The operands of the backward of a forward op: those given, and defaults of the schema."""
+    by = TRANSLATIONS[TRANSLATIONS[forward].backward]
+    return by.type(*(by.template | given).values())
 
 
 def op_arguments(operands: Operands) -> tuple[tuple, dict[str, Any]]:

@@ -11,7 +11,14 @@ layer_norm_bwd, rms_norm_bwd
     gradients of x, weight and bias, from the gradient of y and the statistics that the forward returned
 layer_norm_bwd_residual, rms_norm_bwd_residual
     the same, with residual_grad (the gradient of a residual stream that x also went into) added to dx before dx is
-    rounded, once, to dx_dtype (x's by default)
+    rounded, once, to dx_dtype (x's by default); weight_offset is added to the weight. rms_norm's has a bias, too
+layer_norm_fwd_affine, rms_norm_fwd_affine
+    y = x_hat * (weight_offset + weight) + bias, with x_hat rounded to x's dtype if rounds_x_hat; y in y_dtype
+layer_norm_fwd_of_sum, rms_norm_fwd_of_sum
+    the same of new_residual = x + residual, in residual_dtype (by default the promoted dtype of both). The sum is
+    normalized as it is stored if rounds_sum. residual None: new_residual is a copy of x
+layer_norm_fwd_plus_residual, rms_norm_fwd_plus_residual
+    the same of x, plus residual; y has the promoted dtype of both by default
 
 The first four take the arguments of aten::native_layer_norm, native_layer_norm_backward, _fused_rms_norm and
 _fused_rms_norm_backward at the same positions.
@@ -70,11 +77,14 @@ def schema_of(op: Op) -> str:
 
     def argument(slot: Slot) -> str:
         kind = f"bool[{len(op.outputs)}]" if slot.role is Role.MASK else TYPES.get(slot.role, "Tensor")
-        by_name = "*, " * (slot.role is Role.DTYPE)
-        return f"{by_name}{kind}{'?' * slot.optional} {slot.name}" + f"={op.default(slot)}" * slot.has_default
+        kind = type(slot.default).__name__ if slot.role is Role.FORM else kind
+        return f"{kind}{'?' * slot.optional} {slot.name}" + f"={op.default(slot)}" * slot.has_default
 
+    by_position, by_name = (
+        [argument(slot) for slot in op.arguments if slot.role.is_by_name is named] for named in (False, True)
+    )
     outputs = ", ".join(f"Tensor {output.name}" for output in op.outputs)
-    return f"{op.name}({', '.join(map(argument, op.arguments))}) -> ({outputs})"
+    return f"{op.name}({', '.join([*by_position, *['*'][: len(by_name)], *by_name])}) -> ({outputs})"
 
 
 SCHEMAS = {name: schema_of(op) for name, op in OPS.items()}

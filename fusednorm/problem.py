@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .forms import PLAIN
 from .operands import FORWARD, OPS, BackwardOperands, ForwardOperands, Operands, Output, Role, op_mask, wanted_outputs
 from .planner.norm_problem import ALIGNMENT, FLOAT_DTYPES, NormProblem, accumulation_dtype
 
@@ -159,20 +160,26 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
     slots = list(enumerate(operands.slots, 1))[len(own.slots) :]
     outputs = list(zip(operands.outputs, wanted_outputs(operands), strict=True))[len(own.outputs) :]
     return (
-        tuple(Added(slot.name, slot.role, read(operands[at], slot.role)) for at, slot in slots),
+        tuple(
+            Added(slot.name, slot.role, read(operands[at], slot.role)) for at, slot in slots if not slot.role.is_by_name
+        ),
         tuple(Added(each.name, each.role, output_dtype(operands, each) if want else None) for each, want in outputs),
     )
 
 
 def output_dtype(operands: Operands, output: Output) -> torch.dtype:
     if output.role is Role.STATISTIC:
-        return accumulation_dtype(operands.x.dtype)
-    return output.dtype and getattr(operands, output.dtype) or getattr(operands, output.like).dtype
+        return accumulation_dtype(*[each.dtype for each in operands.rows])
+    asked = output.dtype and getattr(operands, output.dtype)
+    if asked:
+        return asked
+    own, other = getattr(operands, output.like).dtype, output.promoted and getattr(operands, output.promoted)
+    return own if other is None else torch.promote_types(own, other.dtype)
 
 
-def resolve_eps(eps: float | None, x_dtype: torch.dtype) -> float:
-    """eps as ATen reads it: None means the machine epsilon of the accumulation dtype."""
-    return torch.finfo(accumulation_dtype(x_dtype)).eps if eps is None else eps
+def resolve_eps(eps: float | None, *dtypes: torch.dtype) -> float:
+    """eps as ATen reads it: None means the machine epsilon of the accumulation dtype of row tensors of these dtypes."""
+    return torch.finfo(accumulation_dtype(*dtypes)).eps if eps is None else eps
 
 
 def check_forward(operands: ForwardOperands) -> ForwardCall:
@@ -190,7 +197,7 @@ def check_forward(operands: ForwardOperands) -> ForwardCall:
     normalized_shape = x.shape[len(batch_shape) :]  # the same sizes as torch's own integers
     cols = math.prod(normalized_shape)
     view, (added, outputs) = _row_view_or_copy(x, len(batch_shape), cols), _added(operands, len(batch_shape), cols)
-    views = _views((view,), added)
+    views, y_dtype = _views((view,), added), output_dtype(operands, operands.outputs[0])
     problem = _problem(
         norm,
         "forward",
@@ -200,7 +207,10 @@ def check_forward(operands: ForwardOperands) -> ForwardCall:
         None if bias is None else bias.dtype,
         nested_rows=any([each.inner_rows != 1 for each in views]),
         tma_aligned=all([is_tma_aligned(each, cols) for each in views]),
-        form=OPS[operands.op].form,
+        form=operands.form,
+        rows_in=tuple([each.tensor.dtype for each in views[1:]]),
+        rows_out=tuple([each.value for each in outputs if each.role is Role.ROWS and each.value]),
+        y_dtype=None if y_dtype == x.dtype else y_dtype,
     )
     return ForwardCall(
         problem,
@@ -208,7 +218,7 @@ def check_forward(operands: ForwardOperands) -> ForwardCall:
         view,
         None if weight is None else weight.contiguous(),
         None if bias is None else bias.contiguous(),
-        float(resolve_eps(eps, x.dtype)),
+        float(resolve_eps(eps, problem.acc_dtype)),
         x.shape,
         stats_shape(batch_shape, normalized_shape),
         tuple(normalized_shape),
@@ -248,7 +258,7 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
         wants_db and bias is not None,
         nested_rows=any([each.inner_rows != 1 for each in views]),
         tma_aligned=all([is_tma_aligned(each, cols) for each in views]),
-        form=OPS[operands.op].form,
+        form=operands.form,
     )
     return BackwardCall(
         problem,
@@ -300,6 +310,8 @@ def validate(operands: Operands, op: str | None = None) -> torch.Size:
                 _require(op, name, value, wanted, device)
         elif role is Role.DTYPE and value not in FLOAT_DTYPES:
             raise RuntimeError(f"{op}: {name} must be float16, bfloat16, float32 or float64, got {value}")
+        elif role is Role.FORM and type(value) is not type(getattr(PLAIN, name)):
+            raise TypeError(f"{op}: {name} must be a {type(getattr(PLAIN, name)).__name__}, got {value!r}")
         elif role is Role.MASK and len(value) != len(type(operands).outputs):
             raise RuntimeError(f"{op}: {name} must have one flag per output, got {list(op_mask(operands))}")
     return batch_shape

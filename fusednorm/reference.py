@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from .forms import PLAIN
-from .operands import Operands, Outputs, call_op
+from .operands import FORWARD, ForwardOperands, Operands, Outputs, call_op
 from .planner.norm_problem import accumulation_dtype
-from .problem import BackwardCall, ForwardCall, resolve_eps, stats_shape, validate
+from .problem import BackwardCall, ForwardCall, output_dtype, resolve_eps, stats_shape, validate
 
 
 @torch.no_grad()
@@ -23,8 +23,7 @@ def forward(call: ForwardCall) -> tuple[Tensor, Tensor | None, Tensor]:
     """(y, mean, rstd) of a checked call. mean is None for RMSNorm."""
     x, dtype = call.x.tensor, call.problem.acc_dtype
     if call.problem.norm == "rms":
-        y, rstd = rms_norm_formula(x, call.normalized_shape, call.weight, call.eps)
-        return y, None, rstd
+        return forward_formula(ForwardOperands("rms", x, call.normalized_shape, call.weight, call.bias, call.eps))
     # Upcast: ATen returns 16-bit statistics for 16-bit operands, and takes few mixtures of dtypes.
     x, weight, bias = _cast(x, dtype), _cast(call.weight, dtype), _cast(call.bias, dtype)
     y, mean, rstd = torch.native_layer_norm(x, call.normalized_shape, weight, bias, call.eps)
@@ -36,14 +35,15 @@ def backward(call: BackwardCall) -> tuple[Tensor | None, Tensor | None, Tensor |
     """(dx, dweight, dbias) of a checked call. A gradient that the call does not want is None."""
     problem, shape = call.problem, call.normalized_shape
     grad_out, x, mask = call.grad_out.tensor, call.x.tensor, (problem.wants_dx, problem.wants_dw, problem.wants_db)
+    bias = x.new_empty(shape, dtype=problem.bias_dtype) if problem.wants_db else None  # only its dtype is read
     if problem.norm == "rms":  # ATen has no such kernel for CPU tensors
-        operands = (grad_out, x, shape, None, call.rstd, call.weight, None)
+        operands = (grad_out, x, shape, None, call.rstd, call.weight, bias)
         return backward_formula(*operands, mask, call.residual_grad, call.dx_dtype)
     operands = (grad_out, x, call.mean, call.rstd, call.weight)
     # Upcast: for 16-bit x, ATen accumulates dweight and dbias in 16 bits. ATen reads mean and rstd as if they were
     # contiguous.
     grad_out, x, mean, rstd, weight = (t if t is None else t.to(problem.acc_dtype).contiguous() for t in operands)
-    bias = x.new_empty(shape) if problem.wants_db else None  # ATen reads only bias's shape and dtype
+    bias = _cast(bias, problem.acc_dtype)
     dx, dw, db = torch.ops.aten.native_layer_norm_backward(grad_out, x, shape, mean, rstd, weight, bias, mask)
     if call.residual_grad is not None:
         dx = dx + _cast(call.residual_grad, problem.acc_dtype)
@@ -53,7 +53,7 @@ def backward(call: BackwardCall) -> tuple[Tensor | None, Tensor | None, Tensor |
 @torch.no_grad()
 def run(operands: Operands, call: ForwardCall | BackwardCall | None = None) -> Outputs:
     """The outputs: by ATen's kernels if these compute the op and it was checked (`call`), else by its formula."""
-    if call is None or call.problem.form != PLAIN or call.added:
+    if call is None or call.problem.form != PLAIN or call.problem.y_dtype or call.added:
         return formula(operands)
     return forward(call) if isinstance(call, ForwardCall) else backward(call)
 
@@ -62,36 +62,62 @@ def formula(operands: Operands) -> Outputs:
     """The outputs, as plain tensor code. Checks the operands."""
     validate(operands)
     own = FORMULAS.get(operands.op)
-    return call_op(own, operands) if own else backward_formula(*operands[1:11])
+    if own:
+        return call_op(own, operands)
+    return forward_formula(operands) if operands.direction == FORWARD else backward_formula(*operands[1:12])
+
+
+def forward_formula(operands: Operands) -> Outputs:
+    """(y, mean, rstd, ...) of a forward op, by the steps of its form, in the op's dtypes and shapes. mean is None for
+    RMSNorm. Derivatives do not see the roundings between the steps."""
+    x, form, dims = operands.x, operands.form, _normalized_dims(operands.normalized_shape)
+    dtype = accumulation_dtype(*[each.dtype for each in operands.rows])
+    y_dtype, _, _, *dtypes = [output_dtype(operands, each) for each in operands.outputs]
+    h, added, mean = x.to(dtype), [], None
+    if form.combine:
+        h = _plus(h, operands.residual)
+        added = [h.to(each).contiguous() for each in dtypes]
+        h = _rounded(h, dtypes[0]) if form.rounds_sum else h
+    centered = h
+    if operands.norm == "layer":
+        mean = h.mean(dims, keepdim=True)
+        mean = mean + (h - mean).mean(dims, keepdim=True)  # takes away its rounding error: large equal h give y = 0
+        centered = h - mean
+    rstd = torch.rsqrt(centered.square().mean(dims, keepdim=True) + resolve_eps(operands.eps, dtype))
+    x_hat = _rounded(centered * rstd, x.dtype) if form.rounds_x_hat else centered * rstd
+    u = _affine(x_hat, operands.weight, operands.bias, form.weight_offset)
+    y = _plus(u, operands.residual) if form.finish else u
+    return y.to(y_dtype).contiguous(), mean, rstd, *added
 
 
 def layer_norm_formula(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y, mean, rstd) of layer_norm_fwd, in its dtypes and shapes."""
-    dtype, dims = accumulation_dtype(x.dtype), _normalized_dims(normalized_shape)
-    upcast = x.to(dtype)
-    mean = upcast.mean(dims, keepdim=True)
-    mean = mean + (upcast - mean).mean(dims, keepdim=True)  # takes away its rounding error: large equal x give y = 0
-    centered = upcast - mean
-    rstd = torch.rsqrt(centered.square().mean(dims, keepdim=True) + eps)
-    return _affine(centered * rstd, weight, bias).to(x.dtype).contiguous(), mean, rstd
+    return forward_formula(ForwardOperands("layer", x, normalized_shape, weight, bias, eps))
 
 
 def rms_norm_formula(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None
 ) -> tuple[Tensor, Tensor]:
     """(y, rstd) of rms_norm_fwd, in its dtypes and shapes."""
-    dtype, dims = accumulation_dtype(x.dtype), _normalized_dims(normalized_shape)
-    upcast = x.to(dtype)
-    rstd = torch.rsqrt(upcast.square().mean(dims, keepdim=True) + resolve_eps(eps, x.dtype))
-    return _affine(upcast * rstd, weight).to(x.dtype).contiguous(), rstd
+    return forward_formula(ForwardOperands("rms", x, normalized_shape, weight, None, eps))[::2]
 
 
-def _affine(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
-    """x_hat * weight + bias, in x_hat's dtype."""
+def _plus(rows: Tensor, residual: Tensor | None) -> Tensor:
+    """The sum as a new tensor, in rows' dtype."""
+    return rows.clone() if residual is None else rows + residual.to(rows.dtype)
+
+
+def _rounded(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounded to a dtype, which the gradient is not: the difference of a number and its rounded value is exact."""
+    return rows + (rows.to(dtype).to(rows.dtype) - rows).detach()
+
+
+def _affine(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None = None, offset: float = 0.0) -> Tensor:
+    """x_hat * (offset + weight) + bias, in x_hat's dtype."""
     if weight is not None:
-        x_hat = x_hat * weight.to(x_hat.dtype)
+        x_hat = x_hat * (weight.to(x_hat.dtype) + offset if offset else weight.to(x_hat.dtype))
     return x_hat if bias is None else x_hat + bias.to(x_hat.dtype)
 
 
@@ -106,12 +132,13 @@ def backward_formula(
     output_mask: Sequence[bool],
     residual_grad: Tensor | None = None,
     dx_dtype: torch.dtype | None = None,
+    weight_offset: float = 0.0,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dx, dweight, dbias) of layer_norm_bwd, or of rms_norm_bwd if mean is None, in the op's dtypes and shapes.
 
-    residual_grad and dx_dtype make it the formula of the *_bwd_residual ops. All tensors are independent arguments: a
-    derivative of this formula with respect to x treats mean and rstd as constants, and the formula's derivatives with
-    respect to mean and rstd carry the rest.
+    residual_grad, dx_dtype and weight_offset make it the formula of the *_bwd_residual ops. All tensors are independent
+    arguments: a derivative of this formula with respect to x treats mean and rstd as constants, and the formula's
+    derivatives with respect to mean and rstd carry the rest.
     """
     dtype, dims = accumulation_dtype(x.dtype), _normalized_dims(normalized_shape)
     statistics_shape = stats_shape(x.shape[: x.dim() - len(normalized_shape)], normalized_shape)
@@ -120,7 +147,7 @@ def backward_formula(
     x_hat, dy = centered * rstd, grad_out.to(dtype)
     dx = dw = db = None
     if output_mask[0]:
-        wdy = _affine(dy, weight)
+        wdy = _affine(dy, weight, offset=weight_offset)
         inner = wdy - x_hat * (wdy * x_hat).mean(dims, keepdim=True)
         if mean is not None:
             inner = inner - wdy.mean(dims, keepdim=True)
@@ -167,5 +194,4 @@ def _cast(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
     return None if tensor is None else tensor.to(dtype)
 
 
-# Of an op's arguments. All other ops are backwards of both norms.
-FORMULAS: dict[str, Callable[..., tuple]] = {"layer_norm_fwd": layer_norm_formula, "rms_norm_fwd": rms_norm_formula}
+FORMULAS: dict[str, Callable[..., tuple]] = {}  # of the arguments of ops from outside the package

@@ -18,6 +18,7 @@ from .multiwave import (
     load_row_tile,
     row_start,
     rows_in_memory,
+    source_of,
     store_chunk,
 )
 from .rowmath import corrected_moments, input_gradient, inverse_std, normalize, quotient, row_means, widen
@@ -28,7 +29,8 @@ def row_pointers(sources, row, norm: tl.constexpr):
     """Where a row of each source begins."""
     pointers = ()
     for t in tl.static_range(len(sources)):
-        pointers = pointers + (sources[t].ptr + row_start(sources[t], row, norm),)
+        source = source_of(sources, t)
+        pointers = pointers + (source.ptr + row_start(source, row, norm),)
     return pointers
 
 

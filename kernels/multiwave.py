@@ -67,6 +67,12 @@ def all_rows_in_memory(x_rows, rows_in, strides_in, tile: tl.constexpr):
 
 
 @triton.jit
+def source_of(sources, t: tl.constexpr):
+    """sources[t], with the names of its fields: Triton 3.6 forgets those of a tuple in an argument that is a tuple."""
+    return RowsInMemory(sources[t][0], sources[t][1], sources[t][2], sources[t][3])
+
+
+@triton.jit
 def row_start(source, row, norm: tl.constexpr):
     """Element offset of the start of each row; `row` is int64."""
     if norm.nested_rows:
@@ -105,7 +111,7 @@ def load_row_tiles(sources, row, rows, cols, norm: tl.constexpr, tile: tl.conste
     """`load_row_tile` of each source, as a tuple."""
     tiles = ()
     for t in tl.static_range(len(sources)):
-        tiles = tiles + (load_row_tile(sources[t], row, rows, cols, norm, tile),)
+        tiles = tiles + (load_row_tile(source_of(sources, t), row, rows, cols, norm, tile),)
     return tiles
 
 

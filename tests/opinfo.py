@@ -57,7 +57,9 @@ def module_samples(name: str, device: str) -> list[tuple[torch.nn.Module, object
     from torch.testing._internal.opinfo.core import SampleInput
 
     torch.manual_seed(0)
-    (info,) = [each for each in module_db if each.name == name]
+    info = next((each for each in module_db if each.name == name), None)
+    if info is None:
+        pytest.skip(f"this torch has no samples of {name}")
     found = []
     for dtype in info.dtypes:
         for each in info.module_inputs_func(info, device, dtype, requires_grad=True, training=True):

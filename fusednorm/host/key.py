@@ -51,7 +51,7 @@ def parts_of(operands_type: Any) -> Parts:
     tensors = [(at, slot) for at, slot in slots if slot.role.is_tensor]
     rows = [(at, slot) for at, slot in tensors if slot.role is not Role.PARAMETER and slot.name != "x"]
     return Parts(
-        itemgetter(0, -1, *[at for at, slot in slots if slot.role in (Role.DTYPE, Role.FLAG)]),
+        itemgetter(0, -1, *[at for at, slot in slots if slot.role in (Role.DTYPE, Role.FORM, Role.FLAG)]),
         tuple((at, SETTINGS[slot.role]) for at, slot in slots if slot.role in SETTINGS),
         itemgetter(*[at for at, _ in tensors]),
         tuple(slot for _, slot in tensors),

@@ -22,7 +22,7 @@ from ..forcing import forced_variant
 from ..kernels import column_tiles, finalizer, multiwave, parameter_gradients, pipelined, warp_specialized
 from ..kernels.config import ColumnTile, Norm, PartialsTile, RingTile, Tile
 from ..kernels.rowmath import form_of
-from ..operands import Outputs, Role
+from ..operands import OWN_OUTPUTS, Outputs, Role
 from ..planner import budget, choice
 from ..planner.device import OLDEST_TRITON, DeviceSpec
 from ..planner.legality import MAX_RING_ROWS, broken_rule
@@ -60,7 +60,6 @@ ROW_PASS_REGISTERS = 64
 # compiler spills.
 COLUMN_PASS_REGISTERS = 128
 VECTOR_BYTES = 16  # bytes of one load or store of a thread
-OWN_OUTPUTS = 3  # (y, mean, rstd) or (dx, dw, db)
 OLDEST_DEPENDENT_ARCH = 90  # oldest arch on which a dependent launch may be placed before its predecessor has ended
 
 Call = ForwardCall | BackwardCall
@@ -175,7 +174,7 @@ def _forward(call: ForwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
     """(launches, number of tensors, outputs, workspace, grid)."""
     problem, count = call.problem, len(call.tensors)
     rstd = problem.acc_dtype if call.wants_statistics else None
-    dtypes = problem.x_dtype, rstd if problem.norm == "layer" else None, rstd
+    dtypes = problem.y_dtype or problem.x_dtype, rstd if problem.norm == "layer" else None, rstd
     outputs, written = _outputs(call, (Extent.X, Extent.STATISTIC, Extent.STATISTIC), dtypes)
     launches = _FORWARD[type(plan)](plan, call, written)
     return launches, count, outputs, None, grid_of(plan, problem.cols, spec, leaves_partials=False)

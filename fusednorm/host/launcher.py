@@ -3,13 +3,14 @@ time.
 
 A build depends on dtypes, on which operands are None, on the integers that its kernel is specialized for, and on which
 pointers are multiples of 16 bytes. Triton's launcher is no public interface, so with releases that have not been tried
-Triton itself launches every kernel (triton_compat.py). The measurements are in bench/NOTES.md, "Evidence behind
-constants".
+only C++ launches, and only kernels that agree with what it would pass (triton_compat.py). The measurements are in
+bench/NOTES.md, "Evidence behind constants".
 """
 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
@@ -26,10 +27,11 @@ from . import triton_compat
 from .fallback import BuildFailed, cause_of
 from .program import STREAM, Address, Bound, Map, Number, Operand, Program, bound
 
-TRITON = triton_compat.in_use()  # None: Triton itself launches every kernel
+TRITON = triton_compat.in_use()  # None: a release whose launcher is not known
 SOME_NUMBER = 16  # in place of a Number where Triton compiles a kernel: no build depends on it
 
 _builds: dict[tuple, Build | None] = {}  # loaded ones, by `build_key`; None if Triton itself must launch it
+_differences: list[str] = []  # of kernels of an unknown release from what is expected
 _failed: dict[tuple, str] = {}  # causes of failures, by key
 _unspecialized: dict[int, frozenset[int | str]] = {}  # parameters that no build depends on, by id of the kernel
 
@@ -131,7 +133,7 @@ def _load(launch: Launch, device: int) -> Build | None:
             compiled.run  # noqa: B018  loads it, and asks whether its resources are there
         except Exception as error:
             _give_way(error, launched=False, failed=key)
-        _builds[key] = Build.of(compiled)
+        _builds[key] = Build.of(compiled, launch)
     return None if launch.kernel.pre_run_hooks else _builds[key]
 
 
@@ -188,35 +190,38 @@ def _what_no_build_depends_on(kernel) -> frozenset[int | str]:
 
 
 class Build:
-    """One compiled kernel, loaded.
+    """One compiled kernel, loaded. `launch` is None if only C++ can launch it.
 
     `launch(grid x, y, z, stream, *head, *arguments)` launches it, with the arguments in the order of the kernel's
     parameters; if packs_operands, it takes them as one tuple. Each tensor map is followed by its shape and strides.
     """
 
+    SCRATCH = 2  # addresses behind the parameters, for Triton and its profiler, which our kernels do not need
     RUNTIME = knobs.runtime  # has the hooks of profilers that watch Triton's launches
 
     @staticmethod
-    def of(compiled) -> Build | None:
-        """The build; None if its launcher needs scratch memory or has an unknown form."""
-        if TRITON is None:
-            return None
+    def of(compiled, launch: Launch) -> Build | None:
+        """The build; None if its launcher needs scratch memory or has an unknown form, or if the release is not known
+        and the kernel is other than expected, of which a first warning tells."""
         try:
             launcher = compiled.run
             needs_memory = launcher.global_scratch_size or launcher.profile_scratch_size
             Build.hooks()  # raises AttributeError if this Triton has no such hooks
             watched = getattr(launcher, "gsan_enabled", False)  # launches under the sanitizer take more operands
-            return None if needs_memory or watched else Build(compiled, TRITON)
-        except (AttributeError, KeyError):
+            build = None if needs_memory or watched else Build(compiled, TRITON)
+            return None if build and TRITON is None and not build.is_as_expected(launch) else build
+        except (AttributeError, KeyError) as error:
+            if TRITON is None:
+                _warn_of_triton(f"{type(error).__name__}: {error}")
             return None
 
-    def __init__(self, compiled, triton: triton_compat.Release):
+    def __init__(self, compiled, triton: triton_compat.Release | None):
         self.compiled = compiled
         # A dependent launch may be placed on the GPU while the launch before it ends.
         self.dependent = compiled.metadata.launch_pdl
         self.descriptors = getattr(compiled.metadata, "tensordesc_meta", None) or []  # of the tensor maps, in order
-        self.launch, self.head = triton.launch_of(compiled, bool(self.descriptors))
-        self.packs_operands = triton.packs_operands
+        self.launch, self.head = triton.launch_of(compiled, bool(self.descriptors)) if triton else (None, ())
+        self.packs_operands = triton is not None and triton.packs_operands
 
     def arguments(self, launch: Launch) -> list:
         """The arguments for `launch`, with symbols and STREAM among them."""
@@ -232,10 +237,32 @@ class Build:
         for given, kind in zip(launch.arguments(), self.compiled.src.signature.values(), strict=True):
             yield from _parameters(given, kind)
 
+    def is_as_expected(self, launch: Launch) -> bool:
+        """Whether the compiled kernel says of its launch what C++ would do."""
+        num_warps, cluster, _ = self.compiled.packed_metadata
+        kinds = [kind for _, kind in self.parameters(launch)]
+        types = ["u64" if kind.startswith("*") else triton_compat.PTX_TYPES[kind] for kind in kinds]
+        expected = triton_compat.Declared((*types, *["u64"] * self.SCRATCH), 32 * num_warps, cluster)
+        declared = triton_compat.declared(self.compiled.asm["ptx"])
+        swizzled = [each for each in self.descriptors if each["swizzle"]]
+        if declared != expected or swizzled or not isinstance(self.compiled.function, int):
+            _warn_of_triton(f"{launch.kernel.__name__} is {declared}, not {expected}")
+            return False
+        return True
+
     @staticmethod
     def hooks() -> tuple[list, list]:
         """Triton's lists of hooks that run before and after a launch."""
         return Build.RUNTIME.launch_enter_hook.calls, Build.RUNTIME.launch_exit_hook.calls
+
+
+def _warn_of_triton(difference: str) -> None:
+    """Warn, once, that Triton's own launcher runs kernels."""
+    if not _differences:
+        release = ".".join(map(str, triton_compat.installed() or ()))
+        text = f"Triton {release} launches kernels itself, {triton_compat.CALL_US} us a call, because {difference}"
+        warnings.warn(f"fusednorm: {text}", RuntimeWarning, stacklevel=2)
+    _differences.append(difference)
 
 
 def _parameters(given: Any, kind: Any) -> Iterator[tuple[Any, str]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import forcing, margin
 from ..namespace import NAMESPACE
-from ..operands import FORWARD, OPS, TRANSLATIONS, Op, Operands, Outputs, Role, operands_of
+from ..operands import FORWARD, OPS, TRANSLATIONS, Op, Operands, Outputs, Role, Slot, operands_of
 from ..planner.plan import Grid
 from . import building, prepared, triton_compat
 from .key import Extent
@@ -85,7 +85,7 @@ def _describe(op: Op) -> None:
     places = by.type.tensor_names
     inputs = [
         extension.Slot(
-            role=getattr(extension.Role, "NUMBER" if slot.role is Role.EPS else slot.role.name),
+            role=getattr(extension.Role, _role(slot)),
             optional=slot.optional,
             is_argument=slot.role is not Role.FLAG,
             is_read=slot.is_read,
@@ -103,9 +103,18 @@ def _describe(op: Op) -> None:
         outputs=[outputs.index(each.name) for each in op.outputs],
     )
     for forward in OPS.values():
-        backward = OPS.get(TRANSLATIONS[forward.name].backward) if forward.direction == FORWARD else None
+        if forward.direction != FORWARD or forward.backward:  # nodes of forms are Python's
+            continue
+        backward = OPS.get(TRANSLATIONS[forward.name].backward)
         if backward and op in (forward, backward) and {forward.name, backward.name} <= _numbers.keys():
             _connect(forward, backward)
+
+
+def _role(slot: Slot) -> str:
+    """The name of its role in C++."""
+    if slot.role is Role.FORM:
+        return "FLAG" if type(slot.default) is bool else "NUMBER"
+    return "NUMBER" if slot.role is Role.EPS else slot.role.name
 
 
 def _connect(forward: Op, backward: Op) -> None:
@@ -212,7 +221,7 @@ def _step(launch: Launch, build: Build) -> Any:
             made.add_variable(_of(given), BYTES_OF_NUMBERS[kind])
         else:
             getattr(made, f"add_{kind}")(given)
-    for _ in range(2):  # addresses of scratch memory for Triton and its profiler, which our kernels do not need
+    for _ in range(build.SCRATCH):
         made.add_i64(0)
     return made
 
@@ -232,7 +241,7 @@ def _add_map(made: Any, described: Map, metadata: dict) -> None:
 
 def warn_if_missing() -> None:
     """Warn if calls on a GPU run in Python although a command could change that."""
-    if extension is None and building.SOURCES.is_dir() and triton_compat.in_use() and torch.cuda.is_initialized():
+    if extension is None and building.SOURCES.is_dir() and torch.cuda.is_initialized():
         text = f"{building.WITHOUT_IT}; to build the C++ host side, run: {building.COMMAND}"
         warnings.warn(f"fusednorm: {text}", RuntimeWarning, stacklevel=2)
 

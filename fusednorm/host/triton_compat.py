@@ -1,7 +1,8 @@
 """How each release of Triton launches a compiled kernel, so that launcher.py can skip Triton's own lookup.
 
 All of this is internal to Triton. RELEASES lists the releases whose launchers were read and have run on a GPU. With all
-other releases, and if a name is gone, Triton itself launches.
+other releases only C++ launches (native.py), by CUDA's driver, and only kernels that agree with what it would pass:
+`declared` reads what a compiled kernel says of itself. Triton launches the rest, and everything if a name is gone.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -45,6 +47,28 @@ def _packed(compiled, has_maps: bool) -> tuple[Callable, tuple]:
     head = compiled.function, WHOLE_GRID_AT_ONCE, launcher.launch_pdl, compiled.packed_metadata
     head += None, None, None, None, None, launcher.arg_annotations, launcher.kernel_signature
     return driver.active.utils.launch, head
+
+
+PTX_TYPES = {"nvTmaDesc": "b8", "i32": "u32", "i64": "u64", "fp32": "f32", "fp64": "f64"}  # of what is no pointer
+
+
+class Declared(NamedTuple):
+    """What the launch of a kernel must be like."""
+
+    parameters: tuple[str, ...]  # types as PTX names them
+    threads: int
+    cluster: int
+
+
+def declared(ptx: str) -> Declared:
+    """What a compiled kernel says of its launch. Raises AttributeError if it does not say it."""
+    head = re.search(r"\.entry\s+\w+\((.*?)\)(.*?)\{", ptx, re.DOTALL)
+    parameters = re.findall(r"\.param (?:\.align \d+ )?\.(\w+)", head[1]) if head else None
+    threads = re.search(r"\.reqntid (\d+)", head[2]) if head else None
+    if parameters is None or threads is None:
+        raise AttributeError("PTX without an entry and its number of threads")
+    cluster = re.search(r"\.reqnctapercluster (\d+)", head[2])
+    return Declared(tuple(parameters), int(threads[1]), int(cluster[1]) if cluster else 1)
 
 
 def encoder(metadata: dict) -> Callable[[int, list[int], list[int]], Any]:

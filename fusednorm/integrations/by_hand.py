@@ -60,6 +60,7 @@ class Formula:
     output: str
     eps_name: str
     ranks: frozenset[int]  # the numbers of dims of x for which the module computes it
+    rounds_x_hat: tuple[bool, bool]  # whether 16-bit x_hat is rounded before a 16-bit weight, and before a wider one
 
     def __str__(self) -> str:
         norm = "LayerNorm" if self.norm == "layer" else "RMSNorm"
@@ -74,18 +75,17 @@ class NormByHand(nn.Module):
 
     def forward(self, *args, **kwargs) -> Tensor:
         (x,) = *args, *kwargs.values()  # models name the argument x, hidden_states or input
-        weight, formula = parameter(self, "weight", None), self._fused_formula
+        weight, bias = parameter(self, "weight", None), parameter(self, "bias", None)
+        formula = self._fused_formula
         if not _takes(x, weight) or x.dim() not in formula.ranks:
             return super().forward(x)
-        dtype = _output_dtype(formula.output, x, weight)
-        if formula.one_plus_weight and weight is not None:
-            weight = 1 + weight.float()
+        settings = {
+            "y_dtype": _output_dtype(formula.output, x, weight),
+            "weight_offset": float(formula.one_plus_weight),
+            "rounds_x_hat": weight is not None and formula.rounds_x_hat[weight.dtype not in HALF_DTYPES],
+        }
         shape, eps = x.shape[-1:], getattr(self, formula.eps_name)
-        if formula.norm == "rms":
-            y = autograd.rms_norm(x, shape, weight, eps)
-        else:
-            y = autograd.layer_norm(x, shape, weight, parameter(self, "bias", None), eps)
-        return y.to(dtype)
+        return autograd.of_form(f"{formula.norm}_norm_fwd_affine", (x, shape, weight, bias, eps), settings)
 
 
 def forward_of(own: type) -> Callable:
@@ -162,7 +162,8 @@ def _by_trial(module: nn.Module, eps_name: str) -> Formula:
             if not _computes(module, eps_name, batch, norm, one_plus_weight):
                 raise Unrecognized("its forward computes something else for other numbers of rows")
     with undisturbed(), _StockNorms() as stock:
-        formula = Formula(norm, one_plus_weight, _output_rule(module, eps_name), eps_name, ranks)
+        output, rounds = _output_rule(module, eps_name), _roundings(module, eps_name, norm, one_plus_weight)
+        formula = Formula(norm, one_plus_weight, output, eps_name, ranks, rounds)
     if any(call.input.dtype in HALF_DTYPES for call in stock.calls):
         raise Unrecognized("calls torch's own norm, which follows autocast: enable_eager() covers it")
     return formula
@@ -277,6 +278,25 @@ def _output_rule(module: nn.Module, eps_name: str) -> str:
     return OUTPUT_DTYPES[dtypes]
 
 
+def _roundings(module: nn.Module, eps_name: str, norm: str, one_plus_weight: bool) -> tuple[bool, bool]:
+    """Formula.rounds_x_hat: the rounding by which more elements of a bfloat16 trial are those of the module."""
+    if getattr(module, "weight", None) is None:
+        return False, False
+    shape = *COMMON_BATCH, _trial_cols(module)[0]
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        made = trial(module, eps_name, shape, torch.bfloat16, dtype)
+        y = made.run()
+        arguments = made.x, shape[-1:], *(getattr(made.module, name, None) for name in ("weight", "bias")), trials.EPS
+        settings = {"weight_offset": float(one_plus_weight), "y_dtype": y.dtype}
+        once, rounded = (
+            autograd.of_form(f"{norm}_norm_fwd_affine", arguments, settings | {"rounds_x_hat": rounds})
+            for rounds in (False, True)
+        )
+        found.append(int((rounded != y).sum()) < int((once != y).sum()))
+    return found[0], found[1]
+
+
 def _agrees(y: object, made: Trial, norm: str, one_plus_weight: bool) -> bool:
     """Whether y and its gradients of x and of the parameters are those of a formula, computed in float64."""
     if not isinstance(y, Tensor) or y.shape != made.x.shape or y.dtype != torch.float32 or not y.requires_grad:
@@ -288,7 +308,7 @@ def _agrees(y: object, made: Trial, norm: str, one_plus_weight: bool) -> bool:
     rstd = torch.rsqrt(centered.square().mean(-1, keepdim=True) + trials.EPS)
     factor = torch.ones_like(x) if weight is None else weight + one_plus_weight
     want = centered * rstd * factor
-    if bias is not None and norm == "layer":
+    if bias is not None:
         want = want + bias
     grad = 1 + (centered * rstd).detach()  # such a gradient shows statistics that are not differentiated
     grads = torch.autograd.grad(y, list(leaves.values()), grad.float(), allow_unused=True)

@@ -31,8 +31,9 @@ from .routing import named_arguments
 
 aten, ours = torch.ops.aten, TORCH_OPS
 
-FOLDED = {  # per op: the op that takes a residual gradient as well
-    getattr(ours, op._replace(suffix="").name).default: op for op in OPS.values() if op.slot("residual_grad")
+WITH_RESIDUAL = [op for op in OPS.values() if op.slot("residual_grad")]
+FOLDED = {  # per op: the op that takes a residual gradient as well, which may be the op itself
+    getattr(ours, each.name).default: op for op in WITH_RESIDUAL for each in (op, op._replace(suffix=""))
 }
 CAST = torch.ops.prims.convert_element_type.default
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
@@ -79,18 +80,25 @@ def _fold_around(node: Node) -> bool:
     op = FOLDED[node.target]
     rows = [slot.name for slot in op.inputs if slot.role is Role.ROWS]
     parameters = [output.like for output in op.outputs[1:]]  # whose gradients these outputs are
-    arguments = named_arguments(node.target, node.args, node.kwargs)
+    defaults = {slot.name: op.default(slot) for slot in op.arguments}
+    arguments = defaults | named_arguments(node.target, node.args, node.kwargs)
+    mask = arguments["output_mask"]
+    arguments["output_mask"] = [*mask, *[False] * (len(op.outputs) - len(mask))]
     getitems = [user for user in node.users if user.users]
     outputs = {getitem.args[1]: getitem for getitem in getitems}
     if len(outputs) < len(getitems):
         return False  # two getitems of one output: unexpected, because Inductor's own passes merge them
-    tail = _follow(outputs) if 0 in outputs else Tail(None, _dtype(arguments["x"]))
+    residual = arguments["residual_grad"]
+    tail = _follow(outputs, residual) if 0 in outputs else Tail(None, _dtype(arguments["x"]), residual)
     widened = [*_widened(arguments, rows), *_widened_parameters(arguments, parameters, outputs)]
     if not widened and tail.node is outputs.get(0):
         return False
     arguments |= {name: arguments[name].args[0] for name in widened}
-    args = tuple((arguments | {"residual_grad": tail.residual})[slot.name] for slot in op.arguments[:-1])
-    new = _call_before(node, getattr(ours, op.name).default, args, {"dx_dtype": tail.dtype})
+    arguments["residual_grad"] = tail.residual
+    args = tuple(arguments[slot.name] for slot in op.arguments if not slot.role.is_by_name)
+    named = {slot.name: arguments[slot.name] for slot in op.arguments if slot.role is Role.FORM}
+    named = {name: value for name, value in named.items() if value != defaults[name]} | {"dx_dtype": tail.dtype}
+    new = _call_before(node, getattr(ours, op.name).default, args, named)
     for index, output in outputs.items():
         replaced = [tail.node] if index == 0 else [output]
         if index and parameters[index - 1] in widened:
@@ -110,10 +118,11 @@ class Tail:
     residual: Node | None = None
 
 
-def _follow(outputs: dict[int, Node]) -> Tail:
-    """Follow dx through casts and at most one addition, while each is the only use of the value before it."""
+def _follow(outputs: dict[int, Node], residual: Node | None) -> Tail:
+    """Follow dx through casts and at most one addition, while each is the only use of the value before it. residual is
+    what the op adds already."""
     dx = outputs[0]
-    tail = Tail(dx, _dtype(dx))
+    tail = Tail(dx, _dtype(dx), residual)
     after_other_outputs = _reached_from(output for index, output in outputs.items() if index)
     while len(tail.node.users) == 1:
         (user,) = tail.node.users

@@ -80,9 +80,9 @@ def patch_model(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> Pa
     that a norm does not have, and one with a tensor that cannot be compared or read now: a weight that is empty,
     partitioned or flattened, or memory that was freed.
 
-    Norms written by hand keep the output shape and dtype of their own forward, under autocast too. They round once,
-    while many of the originals also round x_hat before they multiply by the weight. The product of a bfloat16 x and a
-    float32 weight is rounded to bfloat16 and returned as float32. 1 + weight is computed in float32 on each call. They
+    Norms written by hand keep the output shape and dtype of their own forward, under autocast too. They round
+    x_hat before they multiply by the weight where the original does: then 16-bit results are the original's bits,
+    except where its float32 statistics are others. 1 + weight is computed in float32, inside the kernel. They
     run their own forward for dtypes, devices and tensor subclasses that this package does not take, and when scripted
     (torch.jit.script) or traced by torch.fx.
 

@@ -20,9 +20,10 @@ from torch import SymInt
 from torch._inductor import decomposition
 from torch._inductor.virtualized import V
 
+from .. import reference
 from ..host import gpus
 from ..namespace import TORCH_OPS
-from ..operands import BACKWARD, FORWARD, OPS, Op, operands_of, wanted_outputs
+from ..operands import BACKWARD, FORWARD, OPS, Op, as_op, operands_of, wanted_outputs
 from ..ops import WITH_OPTIONAL_OUTPUTS
 from ..planner import legality
 from ..planner.norm_problem import NormProblem
@@ -213,6 +214,9 @@ def decompositions_restored() -> Iterator[None]:
 def _replacements(table: dict[Any, Callable]) -> dict[Any, Decomposition]:
     replacements = {}
     for op in OPS.values():
+        if op.direction == FORWARD and not op.aten:
+            mine = getattr(ours, op.name).default
+            replacements[mine] = OfOurs(op, mine, as_op(op.name, reference.formula), table.get(mine))
         if not op.aten:
             continue
         atens, mine = getattr(aten, op.aten).default, getattr(ours, op.name).default

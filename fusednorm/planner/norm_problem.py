@@ -39,7 +39,7 @@ class NormProblem:
 
     @property
     def acc_dtype(self) -> torch.dtype:
-        return accumulation_dtype(self.x_dtype)
+        return accumulation_dtype(self.x_dtype, *self.rows_in)
 
     @property
     def held_bytes(self) -> int:
@@ -88,6 +88,6 @@ class NormProblem:
         return self.wants_dx or self.wants_dw or self.wants_db
 
 
-def accumulation_dtype(x_dtype: torch.dtype) -> torch.dtype:
-    """Dtype of statistics, accumulators and partials: float64 for float64 x, float32 otherwise."""
-    return torch.float64 if x_dtype == torch.float64 else torch.float32
+def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """Dtype of statistics, accumulators and partials for row tensors of these dtypes: float64 if one is, else float32."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32

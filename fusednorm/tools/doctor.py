@@ -88,20 +88,21 @@ def check_triton() -> list[Finding]:
         return [Finding(status, "triton", "not installed: CUDA tensors cannot run, CPU tensors do not need it")]
     if version_of(installed) < OLDEST_TRITON:
         return [Finding("problem", "triton", f"{installed}, needs {'.'.join(map(str, OLDEST_TRITON))} or later")]
-    if is_launched_by_triton():
-        return [Finding("note", "triton", f"{installed}: {why_triton_launches()}")]
+    if is_unknown_triton():
+        return [Finding("note", "triton", f"{installed}: {what_is_launched()}")]
     return [Finding("ok", "triton", installed)]
 
 
-def is_launched_by_triton() -> bool:
+def is_unknown_triton() -> bool:
     return triton_compat.installed() is not None and triton_compat.in_use() is None
 
 
-def why_triton_launches() -> str:
+def what_is_launched() -> str:
     names = ", ".join(f"{major}.{minor}" for major, minor in triton_compat.RELEASES)
     return (
-        f"its launcher has not run with this package on a GPU (those of {names} have), so Triton "
-        f"launches every kernel itself: right, but each call takes {triton_compat.CALL_US} us of host time"
+        f"its launcher has not run with this package on a GPU (those of {names} have), so only the host side in C++ "
+        "launches kernels, those that agree with what it passes. Triton launches the others itself: right, but each "
+        f"call takes {triton_compat.CALL_US} us of host time"
     )
 
 
@@ -171,11 +172,7 @@ def check_cache() -> list[Finding]:
 def check_native() -> list[Finding]:
     """Check the host side in C++, without which everything works but takes more host time."""
     if native.extension is not None:
-        if is_launched_by_triton():
-            return [Finding("note", "native", "built, but calls do not repeat without Python: see triton")]
         return [Finding("ok", "native", "built: ops repeat without Python")]
-    if is_launched_by_triton():
-        return [Finding("note", "native", "not built, and no use with this Triton: see triton")]
     text = f"no host side in C++ ({native.reason}): {building.WITHOUT_IT}. To build it, run: {building.COMMAND}"
     return [Finding("note", "native", text)]
 

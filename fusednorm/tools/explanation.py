@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import margin
 from ..forcing import forced_variant
+from ..forms import PLAIN, FormSpec
 from ..host import fallback, gpus
 from ..host.kernel_devices import runs_kernels
 from ..operands import ForwardOperands
@@ -32,6 +33,7 @@ from ..planner.plan import (
     num_passes,
 )
 from ..problem import is_tma_aligned, row_view, validate
+from .warm import Wanted, form_named
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -89,7 +91,7 @@ class Explanation:
         where = f" on {self.device.name}" if self.device else ""
         shape = f"{_count(self.rows, 'row')} of {_count(problem.cols, 'column')}"
         lines = [
-            f"{problem.norm}_norm {problem.direction}{where}: {shape}, {dtypes}",
+            f"{problem.norm}_norm {problem.direction}{where}: {shape}, {dtypes}{_form(problem.form)}",
             f"  {plan.variant}: {reasons[plan.variant]}",
             *(f"  {text}" for text in [*self._resources(), *self.notes]),
             *(f"  not {' or '.join(variants)}: {reason}" for reason, variants in self._refused().items()),
@@ -142,6 +144,7 @@ class Explanation:
             "cols": problem.cols,
             "norm": problem.norm,
             "pass": problem.direction,
+            "form": problem.form._asdict(),
             "dtype": dtype_name(problem.x_dtype),
             "weight_dtype": None if problem.weight_dtype is None else dtype_name(problem.weight_dtype),
             "device": self.device.name if self.device else None,
@@ -156,6 +159,12 @@ class Explanation:
             "share_of_light": round(estimate.share_of_light, 4) if estimate else None,
             "notes": list(self.notes),
         }
+
+
+def _form(form: FormSpec) -> str:
+    """What a form has beside the plain norm."""
+    changed = [f"{name} {value}" for name, value in form._asdict().items() if value != getattr(PLAIN, name)]
+    return f"; form: {', '.join(changed)}" if changed else ""
 
 
 def _count(number: int, name: str) -> str:
@@ -219,24 +228,38 @@ def explain(
     norm: str = "layer",
     direction: str = "backward",
     grad_out: Tensor | None = None,
+    form: str = "",
+    residual: Tensor | None = None,
+    weight_offset: float = 0.0,
+    rounding: str = "once",
     device: DeviceSpec | None = None,
 ) -> Explanation:
     """Explain which kernel runs for a norm of x, `[*batch, *normalized_shape]`, and why. print() the result.
 
     norm is "layer" or "rms", direction "forward" or "backward". The backward computes the gradients of all inputs
-    given, from a gradient laid out as grad_out, by default contiguous and of x's dtype. `device`, such as
+    given, from a gradient laid out as grad_out, by default contiguous and of x's dtype. form is that of an op,
+    "affine", "of_sum" or "plus_residual", with its residual (by default contiguous and of x's dtype), weight_offset and
+    rounding; in a backward of a sum, x is the sum. `device`, such as
     fusednorm.planner.device.H200, replaces x's own. The result takes `force` into account, and kernels that have failed
     in this process. Copies nothing and launches nothing. Raises RuntimeError or TypeError where the op would, and
-    ValueError for another norm or direction.
+    ValueError for another norm, direction, form or rounding.
     """
     _require("norm", norm, ("layer", "rms"))
     _require("direction", direction, ("forward", "backward"))
+    suffix, settings = form_named("explain", form, weight_offset, rounding)
     batch_shape = validate(ForwardOperands(norm, x, normalized_shape, weight, bias), "explain")
     rows, cols, backward = math.prod(batch_shape), math.prod(normalized_shape), direction == "backward"
     layouts = [_layout("x", x, len(batch_shape), cols)]
     if backward:
         given = grad_out is not None
         layouts.append(_layout("grad_out", grad_out, len(batch_shape), cols) if given else _contiguous(x, cols))
+    stream = x.dtype if residual is None else residual.dtype
+    if residual is not None and not backward:
+        layouts.append(_layout("residual", residual, len(batch_shape), cols))
+    of_form = Wanted(norm, direction, cols, x.dtype, getattr(weight, "dtype", None), False, (backward, False, False))
+    if form:
+        of_form = of_form._replace(residual_dtype=stream, form=suffix, settings=settings)
+    of_form = of_form.problem
     problem = NormProblem(
         norm,
         direction,
@@ -245,11 +268,16 @@ def explain(
         None if weight is None else weight.dtype,
         None if bias is None else bias.dtype,
         (x if grad_out is None else grad_out).dtype if backward else None,
+        of_form.residual_dtype,
         wants_dx=backward,
         wants_dw=backward and weight is not None,
         wants_db=backward and bias is not None,
         nested_rows=any(layout.nested for layout in layouts),
         tma_aligned=all(layout.aligned for layout in layouts),
+        form=of_form.form,
+        rows_in=of_form.rows_in,
+        rows_out=of_form.rows_out,
+        y_dtype=of_form.y_dtype,
     )
     notes = tuple(layout.note for layout in layouts if layout.note)
     if device is None and not runs_kernels(x):

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import torch
 
+from ..forms import ROUNDINGS
 from ..host import gpus
+from ..operands import FORMS
 from ..planner import device
 from ..planner.choice import choose
 from ..planner.device import DeviceSpec
@@ -18,6 +20,7 @@ from ..planner.norm_problem import NormProblem
 from ..planner.plan import VARIANTS, Plan
 from . import console
 from .explanation import DTYPES, explain_problem
+from .warm import Wanted, form_named
 
 MAP_ROWS = [2**exponent for exponent in range(4, 21)]
 MAP_COLS = [quarters * 2**exponent for exponent in range(4, 16) for quarters in (4, 5, 6, 7)]  # 64 to 229376
@@ -50,6 +53,11 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pass", dest="direction", choices=("backward", "forward"), default="backward", help="default: backward"
     )
+    names = [suffix[1:] for _, suffix, *_ in FORMS]
+    parser.add_argument("--form", choices=names, default="", help="default: the norm alone")
+    offset_help = "of a form: the factor is C + weight"
+    parser.add_argument("--weight-offset", type=float, default=0.0, metavar="C", help=offset_help)
+    parser.add_argument("--rounding", choices=ROUNDINGS, default="once", help="of a form")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of x and the gradient (default: bf16)")
     parser.add_argument("--weight-dtype", choices=DTYPES, help="of weight and bias (default: that of x)")
     names = ", ".join(spec.name for spec in device.KNOWN)
@@ -82,21 +90,12 @@ def run_plan(options: argparse.Namespace) -> int:
 
 def problem_of(options: argparse.Namespace, cols: int) -> NormProblem:
     """The problem of contiguous rows with all outputs wanted."""
-    dtype, backward, layer = DTYPES[options.dtype], options.direction == "backward", options.norm == "layer"
+    dtype, has_bias = DTYPES[options.dtype], options.norm == "layer"
     weight_dtype = DTYPES[options.weight_dtype] if options.weight_dtype else dtype
-    return NormProblem(
-        options.norm,
-        options.direction,
-        cols,
-        dtype,
-        weight_dtype,
-        weight_dtype if layer else None,
-        dtype if backward else None,
-        wants_dx=backward,
-        wants_dw=backward,
-        wants_db=backward and layer,
-        tma_aligned=cols * dtype.itemsize % 16 == 0,
-    )
+    form, settings = form_named("plan", options.form, options.weight_offset, options.rounding)
+    mask = True, True, has_bias
+    expected = weight_dtype, has_bias, mask, None, form, settings
+    return Wanted(options.norm, options.direction, cols, dtype, *expected).problem
 
 
 def region(plan: Plan) -> str:

@@ -140,11 +140,10 @@ def measure(
 
 def time_plans(task: Task, rows: int, plans: Iterable[Plan], device: DeviceSpec) -> dict[str, float]:
     """The median time of each plan that runs, in us: replays of CUDA graphs in turn, L2 flushed before each."""
-    call = task.wanted.call()
     shape = torch.Size((rows, task.cols))
     tensors = [
-        each and torch.rand(shape if each.dim() > 1 else each.shape, device="cuda").to(each.dtype)
-        for each in call.tensors
+        None if each is None else torch.rand(shape if each.dim() > 1 else max(shape), device="cuda").to(each.dtype)
+        for each in task.wanted.call().tensors
     ]
     graphs = {}
     for plan in dict.fromkeys(plans):

@@ -11,19 +11,21 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..forcing import forced_variant
+from ..forms import ROUNDINGS
 from ..host import fallback, gpus
-from ..host.program import Address, Program
+from ..host.program import Program
+from ..operands import BACKWARD, FORMS, FORWARD, OPS, Op, Role, operands_of
 from ..planner import choice
 from ..planner.device import DeviceSpec
-from ..planner.norm_problem import ALIGNMENT, FLOAT_DTYPES, NormProblem
+from ..planner.norm_problem import FLOAT_DTYPES, NormProblem, accumulation_dtype
 from ..planner.plan import Plan, ReferencePlan, num_launches
-from ..problem import BackwardCall, ForwardCall, RowView
+from ..problem import BackwardCall, ForwardCall, check_backward, check_forward
 
 FEW_ROWS = 16  # rows of the calls that are compiled and run here; no build depends on the row count
 MANY_ROWS = 1 << 20  # row count for which the substitute of a failed plan is chosen
@@ -54,37 +56,52 @@ class Wanted(NamedTuple):
     weight_dtype: torch.dtype | None
     has_bias: bool
     output_mask: tuple[bool, bool, bool]
-    residual_dtype: torch.dtype | None = None  # of the residual gradient that is added to dx, if any
+    residual_dtype: torch.dtype | None = None  # a form's residual's, or that of the gradient added to dx
+    form: str = ""  # the suffix of the form's forward op
+    settings: tuple[tuple[str, Any], ...] = ()  # of the form, by the names of the op's operands
+
+    @property
+    def op(self) -> Op:
+        forward = OPS[f"{self.norm}_norm_fwd{self.form}"]
+        if self.direction == FORWARD:
+            return forward
+        suffix = "_residual" if forward.backward or self.residual_dtype else ""
+        return OPS[f"{self.norm}_norm_bwd{suffix}"]
 
     @property
     def problem(self) -> NormProblem:
-        layer, forward, weight = self.norm == "layer", self.direction == "forward", self.weight_dtype
-        bias = weight if layer and self.has_bias else None
-        aligned = self.cols * self.dtype.itemsize % ALIGNMENT == 0
-        names = self.norm, self.direction, self.cols
-        if forward:
-            return NormProblem(*names, self.dtype, weight, bias, tma_aligned=aligned)
-        dx, dw, db = self.output_mask
-        wants = dx, dw and weight is not None, db and bias is not None
-        residual = self.residual_dtype if dx else None
-        return NormProblem(*names, self.dtype, weight, bias, self.dtype, residual, *wants, tma_aligned=aligned)
+        return self.call().problem
 
     def call(self) -> ForwardCall | BackwardCall:
-        """The checked call on FEW_ROWS rows, with addresses in place of tensors."""
-        problem, cols, shape = self.problem, self.cols, torch.Size((FEW_ROWS, self.cols))
-
-        def address(index: int, dtype: torch.dtype | None) -> Address | None:
-            return None if dtype is None else Address(index, dtype)
-
-        def rows(index: int) -> RowView:
-            return RowView(address(index, self.dtype), 1, cols, 0)
-
-        if self.direction == "forward":
-            weight, bias = address(1, problem.weight_dtype), address(2, problem.bias_dtype)
-            return ForwardCall(problem, FEW_ROWS, rows(0), weight, bias, 1e-5, shape, (FEW_ROWS, 1), (cols,))
-        mean = address(2, problem.acc_dtype if self.norm == "layer" else None)
-        others = address(3, problem.acc_dtype), address(4, problem.weight_dtype), address(6, problem.residual_dtype)
-        return BackwardCall(problem, FEW_ROWS, rows(0), rows(1), mean, *others, self.dtype, shape, (cols,))
+        """The checked call on FEW_ROWS rows, of tensors without memory."""
+        layer, form = self.norm == "layer", OPS[f"{self.norm}_norm_fwd{self.form}"].form
+        stream = self.residual_dtype or self.dtype
+        total = torch.promote_types(self.dtype, stream) if form.combine else self.dtype
+        backward, settings = self.direction == BACKWARD, dict(self.settings)
+        y = torch.promote_types(self.dtype, stream) if form.finish else self.dtype
+        if settings.get("rounds_x_hat") and self.weight_dtype:
+            y = settings["y_dtype"] = torch.promote_types(y, self.weight_dtype)
+        dtypes = {
+            "x": total if backward else self.dtype,
+            "grad_out": y,
+            "residual": stream,
+            "residual_grad": total if form.combine else None if self.form else self.residual_dtype,
+            "weight": self.weight_dtype,
+            "bias": self.weight_dtype if self.has_bias and (layer or self.form) else None,
+            "mean": accumulation_dtype(total) if layer else None,
+            "rstd": accumulation_dtype(total),
+        }
+        shapes = {Role.PARAMETER: (self.cols,), Role.STATISTIC: (FEW_ROWS,)}
+        given: dict[str, Any] = {}
+        for slot in self.op.inputs:
+            if slot.role.is_tensor and (dtype := dtypes[slot.name]):
+                shape = shapes.get(slot.role, (FEW_ROWS, self.cols))
+                given[slot.name] = torch.empty(shape, dtype=dtype, device="meta")
+        given |= {name: value for name, value in settings.items() if self.op.slot(name)}
+        given["normalized_shape"] = (self.cols,)
+        given |= {"output_mask": self.output_mask[: len(self.op.outputs)]} if backward else {"eps": 1e-5}
+        operands = operands_of(self.op.name, (), given)
+        return check_backward(operands) if backward else check_forward(operands)
 
 
 class Build(NamedTuple):
@@ -105,10 +122,13 @@ def warmup(
     *,
     weight_dtype: torch.dtype | None = None,
     elementwise_affine: bool = True,
-    bias: bool = True,
+    bias: bool | None = None,
     rows: int | Sequence[int] | None = None,
     output_mask: Sequence[bool] = (True, True, True),
     residual_dtype: torch.dtype | None = None,
+    form: str = "",
+    weight_offset: float = 0.0,
+    rounding: str = "once",
     directions: Sequence[str] = ("forward", "backward"),
     device: torch.device | str | None = None,
     processes: int | None = None,
@@ -121,10 +141,14 @@ def warmup(
     :param dtype: of x and of its gradient
     :param weight_dtype: of weight and bias (None: dtype)
     :param elementwise_affine: False: the norm has no weight and no bias
-    :param bias: False: LayerNorm has no bias
+    :param bias: whether the norm has a bias, if it has a weight (None: as modules do, LayerNorm has one)
     :param rows: expected row counts, one or several (None: any)
     :param output_mask: which gradients will be wanted: (dx, dweight, dbias)
-    :param residual_dtype: of the residual gradient that the backward adds to dx (None: no such gradient)
+    :param residual_dtype: of a form's residual (None: dtype). Of plain norms, of the residual gradient that the
+        backward adds to dx (None: no such gradient)
+    :param form: "affine", "of_sum" or "plus_residual", as the forms' ops are called ("": the plain norm)
+    :param weight_offset: that of the form's calls, like the next one
+    :param rounding: "once" or "x_hat"
     :param directions: of the calls: "forward", "backward" or both
     :param device: a CUDA GPU, or a CPU, for which there is nothing to compile (None: the current GPU if there is one,
         else the CPU)
@@ -133,21 +157,23 @@ def warmup(
     Rows are assumed to be contiguous, and aligned to 16 bytes if their size allows it. Honours `force`. Returns the
     number of kernels, 0 for a CPU device.
 
-    Raises ValueError for another norm or direction. Raises TypeError if cols or rows are no integers or a dtype is no
-    torch.dtype. Raises RuntimeError for dtypes other than float16, bfloat16, float32 and float64, for sizes below 1,
-    for a GPU that is not there, and during the capture of a CUDA graph.
+    Raises ValueError for another norm, direction, form or rounding. Raises TypeError if cols or rows are no integers or
+    a dtype is no torch.dtype. Raises RuntimeError for dtypes other than float16, bfloat16, float32 and float64, for
+    sizes below 1, for a GPU that is not there, and during the capture of a CUDA graph.
     """
     _check_names(norm, directions)
+    suffix, settings = form_named("warmup", form, weight_offset, rounding)
     _check_types(cols, rows, dtype, weight_dtype, residual_dtype)
     device = _checked_device(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
     if device.type == "cpu":
         return 0
-    mask = (*map(bool, output_mask), False, False)[:3] if norm == "layer" else (*map(bool, output_mask[:2]), False)
+    of_two = norm == "rms" and not form  # gradients
+    mask = (*map(bool, output_mask[: 2 if of_two else 3]), False, False)[:3]
     weight = (weight_dtype or dtype) if elementwise_affine else None
     widths = [cols] if isinstance(cols, int) else cols
-    wanted = [
-        Wanted(norm, each, width, dtype, weight, bias, mask, residual_dtype) for width in widths for each in directions
-    ]
+    bias = norm == "layer" if bias is None else bias
+    expected = dtype, weight, bias and elementwise_affine, mask, residual_dtype, suffix, settings
+    wanted = [Wanted(norm, each, width, *expected) for width in widths for each in directions]
     spec = gpus.spec_of(device)
     plans = list(plans_of(wanted, [rows] if isinstance(rows, int) else rows, spec))
     try:
@@ -159,6 +185,17 @@ def warmup(
     if device.type == "cuda":
         _load(plans, device, spec)
     return count
+
+
+def form_named(asker: str, form: str, weight_offset: float, rounding: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
+    """(Wanted.form, Wanted.settings). Raises ValueError for a form or a rounding that there is not."""
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"{asker}: rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")
+    named = {suffix[1:]: suffix for _, suffix, *_ in FORMS} | {"": ""}
+    if form not in named or (form == "" and (weight_offset or rounding != "once")):
+        wanted = ", ".join(filter(None, named))
+        raise ValueError(f"{asker}: form must be one of {wanted}, got {form!r}")
+    return named[form], (("weight_offset", float(weight_offset)), ("rounds_x_hat", rounding == "x_hat"))
 
 
 def _check_names(norm: str, directions: Sequence[str]) -> None:
@@ -305,7 +342,8 @@ def _load(plans: list[tuple[Wanted, Plan]], device: torch.device, spec: DeviceSp
 
 def _zeros(call: ForwardCall | BackwardCall, device: torch.device) -> list[Tensor | None]:
     """Memory for the call's tensors, whose shapes no kernel asks for."""
-    return [each and torch.zeros(call.shape, dtype=each.dtype, device=device) for each in call.tensors]
+    dtypes = [None if each is None else each.dtype for each in call.tensors]
+    return [dtype and torch.zeros(call.shape, dtype=dtype, device=device) for dtype in dtypes]
 
 
 def program(wanted: Wanted, plan: Plan, device: DeviceSpec) -> Program:

@@ -416,7 +416,7 @@ def test_a_captured_call_lives_as_long_as_its_graph(monkeypatch):
         """Stands for a tensor that a captured backward reads and only its closure holds."""
 
     monkeypatch.setattr(timing.torch.cuda, "CUDAGraph", object)
-    monkeypatch.setattr(timing.torch.cuda, "graph", contextlib.nullcontext)
+    monkeypatch.setattr(timing.torch.cuda, "graph", lambda graph, stream: contextlib.nullcontext())
     statistics = Statistics()
     alive = weakref.ref(statistics)
     captured = timing.CapturedCall(lambda held=statistics: held)

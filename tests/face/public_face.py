@@ -335,8 +335,10 @@ def rms_backward_formula(grad_out, x, shape, rstd, weight=None, mask=(True, True
     return reference.backward_formula(grad_out, x, shape, None, rstd, weight, None, (*mask, False))[:2]
 
 
-def rms_backward_residual(grad_out, x, shape, rstd, weight=None, residual=None, mask=(True, True), dx_dtype=None):
-    return reference.backward_formula(grad_out, x, shape, None, rstd, weight, None, (*mask, False), residual)[:2]
+def rms_backward_residual(
+    grad_out, x, shape, rstd, weight=None, bias=None, residual=None, mask=(True,) * 3, dx_dtype=None
+):
+    return reference.backward_formula(grad_out, x, shape, None, rstd, weight, bias, mask, residual)
 
 
 EXACT = {
@@ -415,6 +417,7 @@ def calls():
             written = f"{'LayerNorm' if norm == 'layer' else 'RMSNorm'}({x}, {tuple(row)}{options})"
         elif kind in ("bwd", "bwd_residual"):
             statistics = [one(5, rows), one(6, rows)] if norm == "layer" else [one(5, rows)]
+            parameters = [weight, bias] if kind == "bwd_residual" else parameters
             mask = [draw(st.booleans()) for _ in range(1 + len(parameters))]
             residual = [one(7, everything, True)] if kind == "bwd_residual" else []
             operands = [one(7, everything), x, shape, *statistics, *parameters, *residual, str(mask)]

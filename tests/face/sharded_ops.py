@@ -14,6 +14,7 @@ from worlds import Log, World, combinations_in, ops_run
 
 import fusednorm
 from fusednorm import sharding
+from fusednorm.operands import FORM_OPS
 from fusednorm.operands import OPS as TABLE
 
 OPS, ATEN = torch.ops.fusednorm, torch.ops.aten
@@ -70,6 +71,12 @@ class Norms:
         plain_rms = OPS.rms_norm_fwd(self.x, shape, self.w, 1e-5)
         for got, want in zip((*layer, *rms), (*plain_layer, *plain_rms), strict=True):
             self.rows(got, want)
+        for op in FORM_OPS:
+            run, has_residual = getattr(OPS, op.name), op.slot("residual") is not None
+            got = run(self.dist_x, shape, *[self.dist_residual] * has_residual, self.dist_w, self.dist_b, 1e-5)
+            want = run(self.x, shape, *[self.residual] * has_residual, self.w, self.b, 1e-5)
+            for ours, theirs in zip(got, want, strict=True):
+                self.rows(ours, theirs)
         ours = self.dist_dy, self.dist_x, shape
         theirs = self.dy, self.x, shape
         for mask in masks:
@@ -86,8 +93,8 @@ class Norms:
                 continue
             got = OPS.rms_norm_bwd(*ours, rms[1], self.dist_w, mask[:2])
             self.gradients(got, OPS.rms_norm_bwd(*theirs, plain_rms[1], self.w, mask[:2]))
-            got = OPS.rms_norm_bwd_residual(*ours, rms[1], self.dist_w, self.dist_residual, mask[:2])
-            want = OPS.rms_norm_bwd_residual(*theirs, plain_rms[1], self.w, self.residual, mask[:2])
+            got = OPS.rms_norm_bwd_residual(*ours, rms[1], self.dist_w, self.dist_b, self.dist_residual, mask)
+            want = OPS.rms_norm_bwd_residual(*theirs, plain_rms[1], self.w, self.b, self.residual, mask)
             self.gradients(got, want)
 
     def gradients(self, got, want) -> None:

@@ -450,7 +450,7 @@ def test_one_operand_alone_gets_its_gradient(norm, route, trained):
 def test_a_recorded_backward_adds_the_residual_and_passes_its_gradient_on(norm, alone):
     g, x, rstd, weight, mean, bias = (t.detach().requires_grad_(not alone) for t in backward_operands())
     residual, upstream = torch.randn_like(x, requires_grad=True), torch.randn_like(x)
-    operands = (mean, rstd, weight, bias) if norm == "layer" else (rstd, weight)
+    operands = (mean, rstd, weight, bias) if norm == "layer" else (rstd, weight, bias)
     with_none, with_one = (
         getattr(OPS, f"{norm}_norm_bwd_residual")(g, x, [8], *operands, each)[0] for each in (None, residual)
     )

@@ -381,7 +381,7 @@ def test_residual_gradient_is_added_before_the_one_rounding(norm, dx_dtype):
         operands, op, tail = (dy, x, [64], mean, rstd, weight, weight), OPS.layer_norm_bwd_residual, weight
     else:
         _, rstd = OPS.rms_norm_fwd(x, [64], weight)
-        operands, op, tail = (dy, x, [64], rstd, weight), OPS.rms_norm_bwd_residual, weight
+        operands, op, tail = (dy, x, [64], rstd, weight, weight), OPS.rms_norm_bwd_residual, weight
     exact, *rest = op(*operands, None, dx_dtype=torch.float32)
     dx, *gradients = op(*operands, residual, dx_dtype=dx_dtype)
     assert torch.equal(dx, (exact + residual).to(dx_dtype or x.dtype))
@@ -395,16 +395,16 @@ def test_residual_ops_are_registered_as_torch_demands(norm):
     if norm == "layer":
         arguments, op = (dy, x, [8], rstd, rstd, weight, weight, residual), OPS.layer_norm_bwd_residual
     else:
-        arguments, op = (dy, x, [8], rstd, weight, residual), OPS.rms_norm_bwd_residual
+        arguments, op = (dy, x, [8], rstd, weight, weight, residual), OPS.rms_norm_bwd_residual
     torch.library.opcheck(op.default, arguments, {"dx_dtype": torch.float64})
 
 
 def test_residual_gradient_of_another_shape_is_refused():
     x, weight = torch.randn(3, 8), torch.randn(8)
     with pytest.raises(RuntimeError, match=r"residual_grad must have shape \(3, 8\), got \(3, 7\)"):
-        OPS.rms_norm_bwd_residual(x, x, [8], torch.ones(3), weight, torch.randn(3, 7))
+        OPS.rms_norm_bwd_residual(x, x, [8], torch.ones(3), weight, None, torch.randn(3, 7))
     with pytest.raises(RuntimeError, match="dx_dtype must be float16, bfloat16, float32 or float64, got torch.int32"):
-        OPS.rms_norm_bwd_residual(x, x, [8], torch.ones(3), weight, None, dx_dtype=torch.int32)
+        OPS.rms_norm_bwd_residual(x, x, [8], torch.ones(3), weight, dx_dtype=torch.int32)
 
 
 @pytest.mark.parametrize("case", [*CASES, Case("layer", (2, 3, 4, 5), 2, BF16, FP16, FP32)], ids=str)

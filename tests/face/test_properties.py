@@ -109,7 +109,7 @@ def test_ops_give_the_same_wherever_their_tensors_lie(data):
         if norm == "layer":
             given = grad_out, x, normalized, mean, rstd, weight, bias, residual_grad
             return *OPS.layer_norm_fwd(x, normalized, weight, bias), *OPS.layer_norm_bwd_residual(*given)
-        given = grad_out, x, normalized, rstd, weight, residual_grad
+        given = grad_out, x, normalized, rstd, weight, bias, residual_grad
         return *OPS.rms_norm_fwd(x, normalized, weight), *OPS.rms_norm_bwd_residual(*given)
 
     tensors = x, weight, bias, grad_out, mean, rstd, residual_grad

@@ -30,6 +30,18 @@ def test_calls_of_tensors_give_tensors() -> None:
         fusednorm.LayerNormFunction.apply(x, (8,), weight, bias, 1e-5), tuple[Tensor, Tensor, Tensor]
     )
     y, rstd = assert_type(fusednorm.RMSNormFunction.apply(x, (8,), weight, None), tuple[Tensor, Tensor])
+    assert_type(fusednorm.affine_rms_norm(x, weight, weight_offset=1.0, rounding="x_hat"), Tensor)
+    assert_type(fusednorm.affine_layer_norm(x, weight, bias, normalized_shape=(8,)), Tensor)
+    assert_type(fusednorm.add_rms_norm(x, None, weight, residual_dtype=torch.float32), tuple[Tensor, Tensor])
+    assert_type(fusednorm.add_layer_norm(x, x, weight, bias, 1e-5), tuple[Tensor, Tensor])
+    assert_type(fusednorm.layer_norm_add(x, x, weight, bias), Tensor)
+    assert_type(fusednorm.rms_norm_add(x, x, weight, eps=None), Tensor)
+    assert_type(fusednorm.AffineRMSNorm(8, bias=True).forward(x), Tensor)
+    assert_type(fusednorm.AffineLayerNorm(8, weight_offset=1.0).forward(x), Tensor)
+    assert_type(fusednorm.AddRMSNorm(8, normalize_rounded=False).forward(x), tuple[Tensor, Tensor])
+    assert_type(fusednorm.AddLayerNorm([8]).forward(x, x), tuple[Tensor, Tensor])
+    assert_type(fusednorm.LayerNormAdd(8, rounding="x_hat").forward(x, x), Tensor)
+    assert_type(fusednorm.RMSNormAdd(8, 1e-6).forward(x, x), Tensor)
     stock: nn.LayerNorm | nn.RMSNorm = fusednorm.LayerNorm(8)
     stock = fusednorm.RMSNorm(8)
     assert stock.eps is None and y.shape == x.shape and mean.shape == rstd.shape

@@ -163,6 +163,8 @@ def _of_family(rng: random.Random, op: Op, strided: bool) -> tuple[dict, dict, d
             layouts[slot.name] = rng.choice(names) if is_rows and rng.random() < 0.6 else "contiguous"
         elif slot.role is Role.EPS:
             given[slot.name] = rng.choice((1e-5, 1e-6, 1e-12, 1e-3, 0.0, *[None] * slot.optional))
+        elif slot.role is Role.FORM:
+            given[slot.name] = rng.choice((0.0, 1.0) if type(slot.default) is float else (False, True))
         elif slot.role is Role.DTYPE:
             given[slot.name] = rng.choice((None, *DTYPES))
         elif slot.role is Role.MASK:

@@ -57,5 +57,5 @@ def backward(case, inputs, residual, dx_dtype):
         operands = (inputs.grad_out, inputs.x, shape, mean, rstd, inputs.weight, inputs.bias, residual)
         return torch.ops.fusednorm.layer_norm_bwd_residual(*operands, dx_dtype=dx_dtype)
     _, rstd = torch.ops.fusednorm.rms_norm_fwd(inputs.x, shape, inputs.weight, 1e-5)
-    operands = (inputs.grad_out, inputs.x, shape, rstd, inputs.weight, residual)
-    return torch.ops.fusednorm.rms_norm_bwd_residual(*operands, dx_dtype=dx_dtype)
+    operands = (inputs.grad_out, inputs.x, shape, rstd, inputs.weight, None, residual)
+    return torch.ops.fusednorm.rms_norm_bwd_residual(*operands, dx_dtype=dx_dtype)[:2]

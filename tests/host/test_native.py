@@ -141,11 +141,10 @@ def test_the_first_use_on_a_gpu_without_it_says_what_that_costs_and_how_to_build
     assert "\n" not in text
 
 
-@pytest.mark.parametrize("useless", ["without sources", "unknown Triton", "no GPU", "built"])
+@pytest.mark.parametrize("useless", ["without sources", "no GPU", "built"])
 def test_nothing_is_said_where_the_command_would_not_help(useless, on_a_gpu_without_it, tmp_path, monkeypatch):
     change = {
         "without sources": (building, "SOURCES", tmp_path / "none"),
-        "unknown Triton": (triton_compat, "installed", lambda: (4, 0)),
         "no GPU": (torch.cuda, "is_initialized", lambda: False),
         "built": (native, "extension", SimpleNamespace()),
     }

@@ -123,6 +123,48 @@ def test_the_driver_is_given_what_tritons_launcher_gives_it(workers, problem):
         assert by_us == by_triton and len(by_us) > 10
 
 
+DOCTORED = {  # what a compiled kernel would say if the release passed something else
+    "one parameter more": (".param .u32", ".param .u64 more,\n\t.param .u32"),
+    "a parameter of another type": (".param .u32", ".param .u64"),
+    "more threads": (".reqntid ", ".reqntid 1"),
+    "no number of threads": (".reqntid", ".maxntid"),
+}
+
+
+def answers(given) -> tuple[list[bool], list[tuple[bool, int]]]:
+    """For the kernels of a call, whether a release that is not known may be launched by C++; the same for the first
+    kernel as each of DOCTORED, with the number of warnings; in a process that can compile."""
+    import warnings
+
+    from fusednorm.host import launcher
+    from fusednorm.tools import compilation
+
+    def is_as_expected(launch, old="", new=""):
+        compiled = compilation.compile_for(launch, 90)
+        launcher._differences.clear()
+        known = SimpleNamespace(
+            run=SimpleNamespace(global_scratch_size=0, profile_scratch_size=0), function=11, src=compiled.src,
+            metadata=compiled.metadata, packed_metadata=compiled.packed_metadata,
+            asm={"ptx": compiled.asm["ptx"].replace(old, new, 1) if old else compiled.asm["ptx"]},
+        )  # fmt: skip
+        with warnings.catch_warnings(record=True) as said, mock.patch.object(launcher, "TRITON", None):
+            warnings.simplefilter("always")
+            builds = [launcher.Build.of(known, launch) for _ in range(2)]
+        assert all(each is None or each.launch is None for each in builds)
+        return None not in builds, len(said)
+
+    kernels = programs(given)[0].launches
+    doctored = [is_as_expected(kernels[0], *each) for each in DOCTORED.values()]
+    return [is_as_expected(each)[0] for each in kernels], doctored
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda each: str(each)[:60])
+def test_a_release_that_is_not_known_is_launched_by_cpp_where_kernels_agree(workers, problem):
+    agree, doctored = workers.submit(answers, problem).result()
+    assert agree and all(agree)
+    assert doctored == [(False, 1)] * len(DOCTORED)
+
+
 @pytest.fixture(scope="module")
 def workers():
     with worker_processes() as pool:
@@ -135,7 +177,7 @@ def test_only_releases_that_have_run_on_a_gpu_are_launched_without_triton(releas
     assert (triton_compat.in_use() is not None) == (release in ((3, 6), (3, 7), (3, 8), (3, 9)))
 
 
-def test_with_any_other_release_triton_launches(monkeypatch):
+def test_with_any_other_release_triton_launches_what_it_does_not_describe(monkeypatch):
     from fusednorm.host import launch, launcher
 
     class Kernel:
@@ -152,8 +194,10 @@ def test_with_any_other_release_triton_launches(monkeypatch):
     program = launch.program_of(call, fallback.choose(call.problem, 8, H200), H200)
     program = replace(program, launches=tuple(replace(each, kernel=kernel) for each in program.launches))
     monkeypatch.setattr(launcher, "TRITON", None)
+    monkeypatch.setattr(launcher, "_differences", [])
     monkeypatch.setattr(launcher, "JITFunction", Kernel)
-    outputs, loaded = launcher.run(program, call.tensors, call.shape, call.rows)
+    with pytest.warns(RuntimeWarning, match="Triton .* launches kernels itself, 240 to 560 us a call, because"):
+        outputs, loaded = launcher.run(program, call.tensors, call.shape, call.rows)
     ((grid, args, keywords),) = kernel.asked
     assert loaded is None and grid == (8,) and keywords["tile"] is program.launches[0].tile
     assert all(a is b for a, b in zip(args, [*call.tensors, *outputs], strict=False))
@@ -167,7 +211,7 @@ def test_a_launcher_that_is_other_than_known_is_left_to_triton(gone, monkeypatch
     monkeypatch.setattr(launcher, "TRITON", RELEASES[3, 6])
     run = SimpleNamespace(**{name: 0 for name in names if name != gone})
     compiled = SimpleNamespace(run=run, function=1, packed_metadata=(4, 1, 0), metadata=SimpleNamespace())
-    assert launcher.Build.of(compiled) is None
+    assert launcher.Build.of(compiled, None) is None
 
 
 def end_of_forward(cols: int) -> list[str]:

@@ -18,9 +18,9 @@ MAY_IMPORT = {
     "__init__": {
         *("autograd", "columns", "forcing", "functional", "integrations", "layers", "margin", "modules", "tools"),
     },
-    "modules": {"functional", "host"},
+    "modules": {"forms", "functional", "host"},
     "layers": {"functional", "host"},
-    "functional": {"autograd", "host", "planner", "problem"},
+    "functional": {"autograd", "forms", "host", "planner", "problem"},
     "autograd": {"forcing", "host", "namespace", "operands", "ops", "planner", "problem", "reference", "sharding"},
     "columns": {"host", "kernels", "namespace", "ops", "planner", "problem", "sharding"},
     "forms": set(),
@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "ops": {"host", "namespace", "operands", "planner", "problem", "reference"},
     "host": {"forcing", "kernels", "margin", "namespace", "operands", "planner", "problem", "reference"},
     "reference": {"forms", "operands", "planner", "problem"},
-    "problem": {"operands", "planner"},
+    "problem": {"forms", "operands", "planner"},
     "forcing": {"planner"},
     "margin": {"planner"},
     "planner": {"forms"},
@@ -47,8 +47,11 @@ MAY_IMPORT = {
         "ops",
         "planner",
         "problem",
+        "reference",
     },
-    "tools": {"__init__", "forcing", "host", "margin", "modules", "namespace", "operands", "planner", "problem"},
+    "tools": {
+        *("__init__", "forcing", "forms", "host", "margin", "modules", "namespace", "operands", "planner", "problem"),
+    },
     "__main__": {"__init__", "tools"},
 }
 AT_THE_ROOT = 15  # files at most: a listing of the package's folder fits on one screen

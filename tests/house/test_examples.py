@@ -14,7 +14,15 @@ from functorch.compile import make_boxed_func
 from torch._inductor import compile_fx as inductor_entry
 
 import fusednorm
-from examples import compile_unmodified, patch_hugging_face, resume_from_stock, train_fsdp2, train_gpt, training
+from examples import (
+    compile_unmodified,
+    patch_hugging_face,
+    resume_from_stock,
+    train_forms,
+    train_fsdp2,
+    train_gpt,
+    training,
+)
 from examples.language_models import OURS, STOCK, LanguageModel
 from examples.training import CPU_SIZE, GPU_SIZE, make_optimizer
 from fusednorm.integrations import inductor, routing
@@ -69,6 +77,12 @@ def test_train_gpt_trains_on_both_kinds_of_norms_and_draws(model, ours, asked, t
     train_gpt.main(["--model", model, *asked])
     assert_they_learned_alike(capsys.readouterr().out, tmp_path / f"train_gpt_{model}.png")
     assert [type(each.norm) is ours for each in trained] == [False, True]
+
+
+@pytest.mark.parametrize("model", train_forms.BLOCKS)
+def test_train_forms_trains_on_both_ways_of_writing_norms_and_draws(model, asked, tmp_path, capsys):
+    train_forms.main(["--model", model, *asked])
+    assert_they_learned_alike(capsys.readouterr().out, tmp_path / f"train_forms_{model}.png")
 
 
 def test_patch_hugging_face_patches_every_norm(asked, tmp_path, capsys):

@@ -69,7 +69,7 @@ def test_rms_norm_folds_alike():
         return (other + dx.to(BF16)), dw
 
     graph, (node,) = folded(function, residual(BF16), *operands(BF16))
-    assert node.args[5] is inputs_of(graph)[0] and node.kwargs == {"dx_dtype": BF16}
+    assert node.args[6] is inputs_of(graph)[0] and node.kwargs == {"dx_dtype": BF16}
     assert not calls(graph, "aten.add.Tensor") and not calls(graph, "prims.convert_element_type")
 
 

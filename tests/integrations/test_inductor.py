@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import BF16
+from norm_forms import FACES, rows_of
 from torch import nn
 from torch._inductor import compile_fx as inductor_entry
 from torch._inductor import config
@@ -25,6 +26,7 @@ from tracing import calls, trace
 import fusednorm
 from bench.models import make_stack
 from fusednorm.integrations import inductor, routing
+from fusednorm.operands import FORM_OPS
 from fusednorm.planner import device as device_specs
 
 OPS = torch.ops.fusednorm
@@ -83,6 +85,28 @@ def test_backwards_of_an_unmodified_model_are_ours_with_their_residual_gradients
     assert len(calls(traced.backward, f"{op}_residual")) == 4 and len(calls(traced.backward, op)) == 1
     assert all(node.args[-2] is not None for node in calls(traced.backward, f"{op}_residual"))
     assert not [node for node in traced.forward.graph.nodes if "fusednorm" in str(node.target)]
+
+
+@pytest.mark.parametrize("op", FORM_OPS, ids=lambda op: op.name)
+def test_forwards_of_forms_are_inductors_and_their_backwards_ours(op, cpu_as_cuda):
+    module = FACES[op.name][1](64, weight_offset=1.0)
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.linear = module, nn.Linear(64, 64)
+
+        def forward(self, x):
+            outputs = self.norm(self.linear(x), *[x] * (len(rows_of(op)) - 1))
+            return sum(outputs) if isinstance(outputs, tuple) else outputs
+
+    model = Layer()
+    traced = trace(model)
+    assert_trains_alike(model, traced, torch.randn(2, 8, 64))
+    assert not [node for node in traced.forward.graph.nodes if "fusednorm" in str(node.target)]
+    (backward,) = calls(traced.backward, f"fusednorm.{op.norm}_norm_bwd_residual")
+    given = routing.named_arguments(backward.target, backward.args, backward.kwargs)
+    assert (given["residual_grad"] is not None) == bool(op.form.combine) and given["weight_offset"] == 1.0
 
 
 @pytest.mark.parametrize("name", NORM_OF)
@@ -403,7 +427,8 @@ def test_key_tag_and_pass_are_there_while_inductor_compiles_and_not_otherwise(wh
         thread.join()
     (tag, while_tracing), (inner_tag, while_compiling) = seen
     assert tag == inner_tag and tag.startswith(f"theirs|fusednorm-{fusednorm.__version__}-")
-    assert (while_tracing, while_compiling) == (count + 4, count), "Inductor takes no op that has a decomposition"
+    more = 4 + len(FORM_OPS)
+    assert (while_tracing, while_compiling) == (count + more, count), "Inductor takes no op that has a decomposition"
 
 
 # Tests that compile with all of Inductor, which takes a few seconds each

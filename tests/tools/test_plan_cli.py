@@ -77,6 +77,16 @@ def test_json_counts_launches_and_passes_as_they_are_made(spec):
         assert twice == (spec is A100 and problem.cols == 65536 and problem != CASES[2])
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("form", ["affine", "of_sum", "plus_residual"])
+def test_a_form_moves_its_row_tensors_too(form, direction, capsys):
+    asked = "--rows", "16384", "--norm", "rms", "--pass", direction, "--device", "H200"
+    ((plain,), (case,)) = run_json(capsys, *asked), run_json(capsys, *asked, "--form", form, "--weight-offset", "1")
+    more = {"forward": {"of_sum": 2, "plus_residual": 1}, "backward": {"of_sum": 1}}[direction].get(form, 0)
+    assert case["bytes_moved"] - plain["bytes_moved"] == more * 16384 * 4096 * 2
+    assert case["form"]["weight_offset"] == 1.0
+
+
 def test_forced_plan_says_what_is_bad_about_it(capsys):
     (case,) = run_json(capsys, "--rows", "512", "--cols", "4096", "--device", "B200", "--force", "warp_specialized")
     assert case["variant"] == "warp_specialized" and case["forced"] is True

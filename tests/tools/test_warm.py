@@ -8,9 +8,11 @@ import sys
 import pytest
 import torch
 from compiling import DEVICES, worker_processes
+from norm_forms import gradients, leaves, rows_of, run
 
 import fusednorm
-from fusednorm.operands import BackwardOperands, ForwardOperands
+from fusednorm import ops, reference
+from fusednorm.operands import FORM_OPS, BackwardOperands, ForwardOperands
 from fusednorm.planner.plan import MultiWavePlan
 from fusednorm.problem import check_backward, check_forward
 from fusednorm.tools import warm
@@ -63,6 +65,33 @@ def test_expected_calls_look_as_real_ones_do():
                 expected = wanted(norm, direction, **changes)._replace(residual_dtype=residual)
                 found, real = launch.with_addresses(expected.call()), launch.with_addresses(call_of(expected))
                 assert found == real and expected.problem == real.problem, expected
+
+
+DTYPES = [(BF16, BF16, "once"), (FP32, FP32, "once"), (BF16, FP32, "x_hat")]
+
+
+@pytest.mark.parametrize("op", FORM_OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize("stream, weight, rounding", DTYPES)
+def test_expected_calls_of_forms_look_as_those_of_their_functions(op, stream, weight, rounding, monkeypatch):
+    from fusednorm.host import launch
+
+    seen = []
+
+    def first(operands, miss=None):
+        seen.append(operands)
+        return reference.run(operands), None
+
+    _, settings = warm.form_named("warmup", op.suffix[1:], 1.0, rounding)
+    monkeypatch.setattr(ops, "first", first)
+    dtypes = (BF16, stream, weight) if "residual" in rows_of(op) else (BF16, weight)
+    given = leaves(op, *dtypes, shape=(16, 4096))
+    outputs = run(op, given, weight_offset=1.0, rounding=rounding)
+    gradients(outputs, given)
+    for direction, real in zip(("forward", "backward"), seen, strict=True):
+        check = check_forward if direction == "forward" else check_backward
+        expected = warm.Wanted(op.norm, direction, 4096, BF16, weight, True, ALL, stream, op.suffix, settings)
+        found, real = (launch.with_addresses(each) for each in (expected.call(), check(real)))
+        assert found == (real if direction == "backward" else real._replace(eps=found.eps))
 
 
 def warm_up_twice(folder: str) -> tuple[int, int, int, list[bool]]:

@@ -186,7 +186,7 @@ class Build(launcher.Build):
 
     def __init__(self, compiled, launch):
         super().__init__(compiled, triton_compat.RELEASES[3, 6])
-        self.name, self.layer = launch.kernel.__name__, launch.norm.layer
+        self.name, self.norm = launch.kernel.__name__, launch.norm
         self.squares = launch.norm.form.finish_dw is not None  # the weight: it is a norm of squared.py
         self.launch = self._compute
         self._kinds: list = []  # of the arguments, those of tensor maps expanded
@@ -315,7 +315,7 @@ def compute(launched: Launched) -> None:
         if residual is not None:
             x = x + residual
             fill(launched.more_rows("rows_out"), x)
-        if launched.build.layer:
+        if launched.build.norm.layer:
             y, mean, rstd = reference.layer_norm_formula(x, (cols,), weight, bias, eps)
             fill(launched.statistic("mean"), mean.flatten())
         else:
@@ -331,7 +331,8 @@ def compute_backward(launched: Launched) -> None:
     (dy, x), weight = doubles(launched.rows("dy"), launched.rows("x")), weight_of(launched)
     mean, rstd = doubles(launched.statistic("mean"), launched.statistic("rstd"))
     x = torch.zeros_like(dy) if x is None else x  # a kernel that sums only db does not get x
-    dx, *_ = reference.backward_formula(dy, x, (cols,), mean, rstd, weight, None, (True, False, False))
+    offset = {"weight_offset": launched.build.norm.form.weight_offset}
+    dx, *_ = reference.backward_formula(dy, x, (cols,), mean, rstd, weight, None, (True, False, False), **offset)
     ones = torch.ones_like(x[0])
     _, dw, db = reference.backward_formula(dy, x, (cols,), mean, rstd, ones, ones, (False, True, True))
     residual = launched.tensor("residual", launched.shape())

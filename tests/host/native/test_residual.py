@@ -26,7 +26,7 @@ def residual_of(inputs, dtype=None) -> torch.Tensor:
     return torch.randn(inputs.x.shape, generator=generator).to(dtype or inputs.x.dtype)
 
 
-def backward_of(case, inputs, residual, mask=ALL, dx_dtype=None, **changes):
+def backward_of(case, inputs, residual, mask=ALL, dx_dtype=None, weight_offset=0.0, **changes):
     """(op, operands): the case's backward with a residual's gradient; `changes` replaces tensors by name."""
     given = {"grad_out": inputs.grad_out, "x": inputs.x, "weight": inputs.weight} | changes
     grad_out, x, weight = given.values()
@@ -34,23 +34,23 @@ def backward_of(case, inputs, residual, mask=ALL, dx_dtype=None, **changes):
     if case.norm == "layer":
         arguments = grad_out, x, case.normalized_shape, mean, rstd, weight, inputs.bias, residual, mask
     else:
-        arguments = grad_out, x, case.normalized_shape, rstd, weight, residual, mask[:2]
+        arguments = grad_out, x, case.normalized_shape, rstd, weight, inputs.bias, residual, mask
     name = f"{case.norm}_norm_bwd_residual"
-    op = functools.partial(getattr(OPS, name), *arguments, dx_dtype=dx_dtype)
-    return op, operands_of(name, arguments, {"dx_dtype": dx_dtype})
+    settings = {"dx_dtype": dx_dtype, "weight_offset": weight_offset}
+    return functools.partial(getattr(OPS, name), *arguments, **settings), operands_of(name, arguments, settings)
 
 
 def in_float64(operands):
     """(dx, dw, db) of the operands by the formula in float64, rounded to the dtypes of the outputs."""
     *exact, residual = [each if each is None else each.double() for each in operands.tensors]
     exact.insert(2, operands.normalized_shape)
-    outputs = backward_formula(*exact, operands.output_mask, residual)
+    outputs = backward_formula(*exact, operands.output_mask, residual, weight_offset=operands.weight_offset)
     dtypes = operands.dx_dtype or operands.x.dtype, operands.weight.dtype, getattr(operands.bias, "dtype", None)
     return [each if each is None else each.to(dtype) for each, dtype in zip(outputs, dtypes, strict=True)]
 
 
 def assert_right(operands, outputs) -> None:
-    for got, want in zip((*outputs, None)[:3], in_float64(operands), strict=True):
+    for got, want in zip(outputs, in_float64(operands), strict=True):
         assert got is None and want is None or got.dtype == want.dtype
         assert_close(got, want, atol=1e-3, rtol=1e-2 if want is not None and want.dtype == BF16 else 1e-3)
 
@@ -111,6 +111,7 @@ def others(inputs):
     yield "residual_grad: its dtype", {"residual": residual.bfloat16()}
     yield "residual_grad: its alignment", {"residual": torch.cat([residual.flatten()] * 2)[1:241].view(SHAPE)}
     yield "dx_dtype", {"residual": residual, "dx_dtype": FP64}
+    yield "weight_offset", {"residual": residual, "weight_offset": 1.0}
     yield "output_mask", {"residual": residual, "mask": (True, False, True)}
 
 

@@ -1,0 +1,289 @@
+"""Times the forms: norms with what surrounds them, forward, backward and both, over a stream kernel.
+
+    python -m bench.forms --shapes 16384x4096 8192x8192 --forms of_sum --residual-dtype fp32
+
+Candidates: ours; "plain", our norm without the form, where the form moves no more tensors; the form written out, in
+eager mode and by torch.compile; Liger and QuACK where they are installed and have the form. The floor is a stream
+kernel for each direction with the same large reads and writes. Every candidate is compared with float64 first. One JSON
+line per candidate goes to forms.jsonl. Exit code 1 if a result is wrong, 2 without a CUDA GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+import fusednorm
+from fusednorm.operands import FORMS, OPS, Role
+from fusednorm.tools.console import print_table
+
+from .cases import DTYPES, SHAPE_HELP, add_norms_argument, dtype_name, make_parser, parse_shape
+from .peers import packages
+from .records import add_out_argument, describe_machine, lacks_gpu, results_path, save, time_fields
+from .timing import time_interleaved
+
+EPS = 1e-6
+SHAPES = "16384x4096 8192x8192 16384x2048 65536x1024 4096x16384".split()
+FORM_NAMES = [suffix[1:] for _, suffix, *_ in FORMS]
+OURS = {
+    "affine": ("affine_layer_norm", "affine_rms_norm"),
+    "of_sum": ("add_layer_norm", "add_rms_norm"),
+    "plus_residual": ("layer_norm_add", "rms_norm_add"),
+}
+WAYS = "forward", "backward", "both"
+FLOOR, BLOCK = "floor", 4096  # elements of a CTA of the floor
+FACTOR = 1.5  # of the error of the form written out
+Outputs = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class FormCase:
+    norm: str
+    form: str
+    rows: int
+    cols: int
+    dtype: torch.dtype
+    residual_dtype: torch.dtype
+    weight_offset: float
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        has_residual = self.form != "affine"
+        return {
+            "norm": self.norm,
+            "form": self.form,
+            "weight_offset": self.weight_offset,
+            "rows": self.rows,
+            "cols": self.cols,
+            "x_dtype": dtype_name(self.dtype),
+            "residual_dtype": dtype_name(self.residual_dtype) if has_residual else None,
+        }
+
+    @property
+    def names(self) -> list[str]:
+        """Of the tensors: x, a residual, the parameters."""
+        slots = OPS[f"{self.norm}_norm_fwd_{self.form}"].inputs
+        rows = [slot.name for slot in slots if slot.role is Role.ROWS]
+        return [*rows, "weight", *(["bias"] if self.norm == "layer" else [])]
+
+    def inputs(self, device: str = "cuda") -> dict[str, Tensor]:
+        generator = torch.Generator(device).manual_seed(0)
+        dtypes = {"residual": self.residual_dtype}
+        made = {}
+        for name in self.names:
+            shape = (self.rows, self.cols) if name in ("x", "residual") else (self.cols,)
+            made[name] = torch.randn(shape, generator=generator, device=device, dtype=dtypes.get(name, self.dtype))
+        return {name: each.requires_grad_() for name, each in made.items()}
+
+
+def ours(case: FormCase, given: dict[str, Tensor]) -> Outputs:
+    function = getattr(fusednorm, OURS[case.form][case.norm == "rms"])
+    return as_tuple(function(**given, eps=EPS, weight_offset=case.weight_offset))
+
+
+def plain(case: FormCase, given: dict[str, Tensor]) -> Outputs:
+    function = getattr(fusednorm.functional, f"{case.norm}_norm")
+    return (function(given["x"], (case.cols,), *(given[name] for name in case.names[1:]), eps=EPS),)
+
+
+def written(case: FormCase, given: dict[str, Tensor]) -> Outputs:
+    """As models write it."""
+    h, residual = given["x"], given.get("residual")
+    h = h + residual if case.form == "of_sum" else h
+    wide = h if h.dtype == torch.float64 else h.float()
+    centered = wide - wide.mean(-1, keepdim=True) if case.norm == "layer" else wide
+    u = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + EPS)
+    u = u * (case.weight_offset + given["weight"].to(u.dtype))
+    u = u + given["bias"].to(u.dtype) if "bias" in given else u
+    y = u.to(given["x"].dtype)
+    return (y, h) if case.form == "of_sum" else (residual + y,) if case.form == "plus_residual" else (y,)
+
+
+def liger(case: FormCase, given: dict[str, Tensor]) -> Outputs:
+    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    x, weight, settings = given["x"], given["weight"], (EPS, case.weight_offset, "llama", False)
+    if case.form == "affine":
+        return (LigerRMSNormFunction.apply(x, weight, *settings),)
+    return LigerFusedAddRMSNormFunction.apply(x, given["residual"], weight, *settings)
+
+
+def quack(case: FormCase, given: dict[str, Tensor]) -> Outputs:
+    from quack.rmsnorm import rmsnorm
+
+    more = {"weight_offset": case.weight_offset} if case.weight_offset else {}
+    return as_tuple(rmsnorm(**given, eps=EPS, prenorm=case.form == "of_sum", **more))
+
+
+PEERS = {"liger": ("liger_kernel", liger), "quack": ("quack", quack)}
+
+
+def as_tuple(outputs: Tensor | Outputs) -> Outputs:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def candidates(case: FormCase) -> dict[str, Callable[[FormCase, dict[str, Tensor]], Outputs]]:
+    compiled = torch.compile(lambda given: written(case, given), fullgraph=True, dynamic=False)
+    found = {"ours": ours, "inductor": lambda _, given: compiled(given), "eager": written}
+    if case.form == "affine":
+        found["plain"] = plain
+    if case.norm == "rms" and case.form != "plus_residual":
+        found |= {name: call for name, (module, call) in PEERS.items() if packages.missing(module, module) is None}
+    return found
+
+
+@triton.jit
+def stream(reads, writes, elements, block: tl.constexpr):
+    offset = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = offset < elements
+    total = tl.load(reads[0] + offset, mask=inside).to(tl.float32)
+    for i in tl.static_range(1, len(reads)):
+        total += tl.load(reads[i] + offset, mask=inside).to(tl.float32)
+    for i in tl.static_range(len(writes)):
+        tl.store(writes[i] + offset, total, mask=inside)
+
+
+def floors(case: FormCase, given: dict[str, Tensor], outputs: Outputs) -> dict[str, Callable[[], object]]:
+    """For each direction, stream kernels with its large reads and writes. A residual behind a norm is no operand of a
+    backward: its gradient is dy. dx is written once, in the widest dtype of x and a residual before it."""
+    x, residual = given["x"].detach(), given.get("residual")
+    rows = [x, *([] if residual is None else [residual.detach()])]
+    made = [torch.empty_like(each) for each in outputs]
+    of_sum = case.form == "of_sum"
+    saved = outputs[1] if of_sum else x
+    read = [torch.empty_like(outputs[0]), saved, *([torch.empty_like(saved)] if of_sum else [])]
+    dx = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype) if of_sum else x.dtype)
+
+    def run(reads: list[Tensor], writes: list[Tensor]) -> None:
+        stream[(triton.cdiv(x.numel(), BLOCK),)](tuple(reads), tuple(writes), x.numel(), block=BLOCK, num_warps=8)
+
+    def forward() -> None:
+        run(rows, made)
+
+    def backward() -> None:
+        run(read, [dx])
+
+    return {"forward": forward, "backward": backward, "both": lambda: (forward(), backward())}
+
+
+def calls_of(run: Callable[[], Outputs], leaves: list[Tensor], grads: Outputs) -> dict[str, Callable[[], object]]:
+    """The calls of a candidate for each direction. A backward alone keeps the graph of its first call, which `capture`
+    makes on the stream that it captures."""
+    kept: list[Outputs] = []
+
+    def forward() -> Outputs:
+        with torch.no_grad():
+            return run()
+
+    def backward() -> tuple[Tensor, ...]:
+        if not kept:
+            kept.append(run())
+        return torch.autograd.grad(kept[0], leaves, grads, retain_graph=True)
+
+    return {"forward": forward, "backward": backward, "both": lambda: torch.autograd.grad(run(), leaves, grads)}
+
+
+def errors_of(outputs: Outputs, exact: Outputs) -> list[float]:
+    pairs = zip(outputs, exact, strict=True)
+    return [float((got.double() - want).norm() / want.norm()) for got, want in pairs]
+
+
+def all_of(run: Callable[[dict[str, Tensor]], Outputs], given: dict[str, Tensor], grads: Outputs) -> Outputs:
+    """Outputs and gradients."""
+    outputs = run(given)
+    found = torch.autograd.grad(outputs, list(given.values()), [g.to(o.dtype) for g, o in zip(grads, outputs)])  # noqa: B905
+    return (*(each.detach() for each in outputs), *found)
+
+
+def measure(case: FormCase, rounds: int, ways: list[str]) -> Iterator[dict]:
+    """Records of the candidates; a candidate that fails has its reason and no time."""
+    torch.compiler.reset()
+    given = case.inputs()
+    wide = {name: each.detach().double().requires_grad_() for name, each in given.items()}
+    outputs = tuple(each.detach() for each in written(case, given))
+    generator = torch.Generator("cuda").manual_seed(1)
+    grads = tuple(torch.randn(o.shape, generator=generator, device="cuda", dtype=o.dtype) for o in outputs)
+    exact = all_of(lambda each: written(case, each), wide, grads)
+    least = errors_of(all_of(lambda each: written(case, each), given, grads), exact)
+    del wide
+    timed: dict[str, dict[str, Callable[[], object]]] = {way: {} for way in ways}
+    failed, excess = {}, {}
+    for name, call in candidates(case).items():
+        try:
+            errors = errors_of(all_of(lambda each, call=call: call(case, each), given, grads), exact)
+            excess[name] = max(e / max(w, torch.finfo(case.dtype).eps / 4) for e, w in zip(errors, least, strict=True))
+            calls = calls_of(lambda call=call: call(case, given), list(given.values()), grads)
+        except Exception as error:  # of a peer: the others go on
+            if name == "ours":
+                raise
+            failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+            continue
+        for way in ways:
+            timed[way][name] = calls[way]
+    del exact
+    floor = floors(case, given, outputs)
+    for way in ways:
+        times = time_interleaved({FLOOR: floor[way], **timed[way]}, rounds)
+        for name, each in times.items():
+            of = {"direction": way, "candidate": name, "error_over_written": round(excess.get(name, 0.0), 3)}
+            yield case.fields | of | time_fields(each) | {"times_floor": round(each.median / times[FLOOR].median, 4)}
+        for name, reason in failed.items():
+            yield case.fields | {"direction": way, "candidate": name, "median_us": None, "reason": reason}
+
+
+def make_cases(options: argparse.Namespace) -> Iterator[FormCase]:
+    for form, norm, shape in itertools.product(options.forms, options.norms, options.shapes):
+        dtype = DTYPES[options.dtype]
+        residual = DTYPES[options.residual_dtype or options.dtype]
+        offset = options.weight_offset if form == "affine" else 0.0
+        yield FormCase(norm, form, *shape.sizes, dtype, residual, offset)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = make_parser("forms", __doc__)
+    shapes = [parse_shape(text) for text in SHAPES]
+    parser.add_argument("--shapes", nargs="+", type=parse_shape, default=shapes, metavar="MxN", help=SHAPE_HELP)
+    parser.add_argument("--forms", nargs="+", choices=FORM_NAMES, default=FORM_NAMES, help="default: all")
+    parser.add_argument("--directions", nargs="+", choices=WAYS, default=WAYS, help="default: all three")
+    add_norms_argument(parser)
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of x, the parameters and gradients")
+    parser.add_argument("--residual-dtype", choices=DTYPES, help="of residuals (default: that of x)")
+    parser.add_argument("--weight-offset", type=float, default=1.0, help="of affine (default: 1)")
+    parser.add_argument("--rounds", type=int, default=40, help="timed replays of each (default: 40)")
+    add_out_argument(parser)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    if lacks_gpu("forms"):
+        return 2
+    machine, wrong, rows = describe_machine(), 0, []
+    path = results_path(options.out, machine, "forms")
+    for case in make_cases(options):
+        with torch._functorch.config.patch(donated_buffer=False):  # a backward is timed many times
+            records = [machine | each for each in measure(case, options.rounds, options.directions)]
+        save(records, path)
+        wrong += sum(each["candidate"] == "ours" and each["error_over_written"] > FACTOR for each in records)
+        for way in options.directions:
+            of = {each["candidate"]: each for each in records if each["direction"] == way}
+            found = [f"{name} {each['times_floor']:.3f}" for name, each in of.items() if each["median_us"]]
+            what = f"{case.norm} {case.form} {case.rows}x{case.cols}"
+            rows.append([what, way, f"{of[FLOOR]['median_us']:.1f}", ", ".join(found[1:])])
+            print(*rows[-1], flush=True)
+    print_table("Forms, times over the floor", ["form", "direction", "floor us", "candidates"], rows, "bench")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

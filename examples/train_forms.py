@@ -1,0 +1,118 @@
+"""What this shows: small language models whose norms are fused with what surrounds them learn as those written out do.
+Prints tokens/s and memory, and draws loss curves.
+
+    python -m examples.train_forms --model pre       Llama's blocks: the residual is added before the norm
+    python -m examples.train_forms --model post      Gemma 2's: a second norm behind each layer, then the residual
+
+All weights are stored minus 1, as Gemma's are. On a CPU our functionals call ATen, so that both ways compute the same,
+and the curves coincide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fusednorm
+
+from .language_models import BYTES, Attention, Embedding, LlamaMLP, Size, batches, help_text
+from .training import arguments, only_process, report, train
+
+EPS = 1e-5
+
+
+class Forms(NamedTuple):
+    """Functions of (x, residual, weight), or of (x, weight)."""
+
+    norm: Callable[..., Tensor]
+    add_norm: Callable[..., tuple[Tensor, Tensor]]  # (norm of the sum, the sum)
+    norm_add: Callable[..., Tensor]  # residual + norm of x
+
+
+def written_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], 1 + weight, EPS)
+
+
+def written_add_norm(x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = x if residual is None else x + residual
+    return written_norm(total, weight), total
+
+
+def written_norm_add(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+    return residual + written_norm(x, weight)
+
+
+WRITTEN = Forms(written_norm, written_add_norm, written_norm_add)
+FUSED = Forms(
+    *(
+        partial(function, eps=EPS, weight_offset=1.0)
+        for function in (fusednorm.affine_rms_norm, fusednorm.add_rms_norm, fusednorm.rms_norm_add)
+    )
+)
+
+
+class PreNorm(nn.Module):
+    """Takes and returns what the last layer adds, and the residual stream that it is added to."""
+
+    def __init__(self, size: Size, forms: Forms) -> None:
+        super().__init__()
+        self.forms, self.layers = forms, nn.ModuleList([Attention(size, False, True), LlamaMLP(size.width)])
+        self.weights = nn.ParameterList([torch.zeros(size.width) for _ in self.layers])
+
+    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        for layer, weight in zip(self.layers, self.weights, strict=True):
+            y, residual = self.forms.add_norm(x, residual, weight)
+            x = layer(y)
+        return x, residual
+
+
+class PostNorm(PreNorm):
+    """Likewise; the stream is x, and there is no residual apart from it."""
+
+    def __init__(self, size: Size, forms: Forms) -> None:
+        super().__init__(size, forms)
+        self.behind = nn.ParameterList([torch.zeros(size.width) for _ in self.layers])
+
+    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        for layer, weight, behind in zip(self.layers, self.weights, self.behind, strict=True):
+            x = self.forms.norm_add(layer(self.forms.norm(x, weight)), x, behind)
+        return x, residual
+
+
+BLOCKS = {"pre": PreNorm, "post": PostNorm}
+
+
+class Model(nn.Module):
+    def __init__(self, name: str, size: Size, forms: Forms) -> None:
+        super().__init__()
+        self.forms, self.embed = forms, Embedding(size, positions=False)
+        self.blocks = nn.ModuleList([BLOCKS[name](size, forms) for _ in range(size.blocks)])
+        self.weight, self.head = nn.Parameter(torch.zeros(size.width)), nn.Linear(size.width, BYTES, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, residual = self.embed(tokens), None
+        for block in self.blocks:
+            x, residual = block(x, residual)
+        y, _ = self.forms.add_norm(x, residual, self.weight)
+        return self.head(y)
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    asked = arguments("train_forms", __doc__, given, models=tuple(BLOCKS))
+    device, size = only_process()
+    runs = {}
+    for label, forms in {"written out": WRITTEN, "fusednorm": FUSED}.items():
+        torch.manual_seed(0)
+        model = Model(asked.model, size, forms).to(device)
+        runs[label] = train(model, batches(help_text(), size), asked.steps)
+    print(f"{asked.model}, {size.tokens} tokens a step")
+    report(runs, size.tokens, asked.out / f"train_forms_{asked.model}.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""bench.forms without a GPU: what it times computes the same, and its floor moves what a form moves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench import forms
+from fusednorm.operands import OPS, operands_of
+from fusednorm.problem import check_forward
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def case(norm, form, residual=FP32):
+    return forms.FormCase(norm, form, 6, 40, BF16, residual, 1.0)
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("form", forms.FORM_NAMES)
+def test_ours_is_what_is_written_out(norm, form):
+    of = case(norm, form)
+    given = of.inputs("cpu")
+    grads = tuple(torch.randn(each.shape) for each in forms.written(of, given))
+    wide = {name: each.detach().double().requires_grad_() for name, each in given.items()}
+    exact = forms.all_of(lambda each: forms.written(of, each), wide, grads)
+    ours, least = (
+        forms.errors_of(forms.all_of(lambda each, run=run: run(of, each), given, grads), exact)
+        for run in (forms.ours, forms.written)
+    )
+    assert all(error <= forms.FACTOR * max(most, 2**-10) for error, most in zip(ours, least, strict=True))
+
+
+@pytest.mark.parametrize("form", forms.FORM_NAMES)
+def test_a_floor_moves_the_rows_that_the_planner_counts(form, monkeypatch):
+    of, moved = case("rms", form), []
+    monkeypatch.setattr(forms, "stream", {(1,): lambda reads, writes, *_, **__: moved.append((reads, writes))})
+    given = of.inputs("cpu")
+    outputs = forms.written(of, given)
+    forms.floors(of, given, outputs)["both"]()
+    names = {"normalized_shape": (40,)} | given
+    problem = check_forward(operands_of(f"rms_norm_fwd_{form}", (), names)).problem
+    (reads, writes), (back_reads, back_writes) = moved
+    assert [each.dtype for each in reads[1:]] == list(problem.rows_in)
+    assert [each.dtype for each in writes[1:]] == list(problem.rows_out)
+    assert len(back_reads) == 2 + len(problem.rows_out) and len(back_writes) == 1
+    assert OPS[f"rms_norm_fwd_{form}"].form.rows_in == len(problem.rows_in)

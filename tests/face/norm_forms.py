@@ -1,0 +1,85 @@
+"""The forms as tests call them, and as models write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fusednorm
+from fusednorm.operands import FORM_OPS, Op, Role
+
+FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+COLS, EPS = 24, 1e-3
+FACES = {  # the function and the module of each form
+    "layer_norm_fwd_affine": (fusednorm.affine_layer_norm, fusednorm.AffineLayerNorm),
+    "rms_norm_fwd_affine": (fusednorm.affine_rms_norm, fusednorm.AffineRMSNorm),
+    "layer_norm_fwd_of_sum": (fusednorm.add_layer_norm, fusednorm.AddLayerNorm),
+    "rms_norm_fwd_of_sum": (fusednorm.add_rms_norm, fusednorm.AddRMSNorm),
+    "layer_norm_fwd_plus_residual": (fusednorm.layer_norm_add, fusednorm.LayerNormAdd),
+    "rms_norm_fwd_plus_residual": (fusednorm.rms_norm_add, fusednorm.RMSNormAdd),
+}
+forms = pytest.mark.parametrize("op", FORM_OPS, ids=lambda op: op.name)
+
+
+def rows_of(op: Op) -> list[str]:
+    return [slot.name for slot in op.inputs if slot.role is Role.ROWS]
+
+
+def leaves(op: Op, *dtypes: torch.dtype, shape=(3, 5, COLS), seed=0, device="cpu") -> dict[str, Tensor]:
+    """x, a residual if the form has one, weight and bias."""
+    generator = torch.Generator().manual_seed(seed)
+    names = [*rows_of(op), "weight", "bias"]
+    dtypes = dtypes or (FP64,) * len(names)
+    made = {}
+    for name, dtype in zip(names, (*dtypes, *[dtypes[-1]] * len(names)), strict=False):
+        size = shape if name in rows_of(op) else shape[-1:]
+        made[name] = (torch.randn(size, generator=generator, dtype=FP64) + 0.5).to(device, dtype).requires_grad_()
+    return made
+
+
+def run(op: Op, given: dict[str, Tensor | None], **settings: Any) -> tuple[Tensor, ...]:
+    outputs = FACES[op.name][0](**given, eps=EPS, **settings)
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def composite(op: Op, given: dict[str, Tensor | None], offset: float = 0.0) -> tuple[Tensor, ...]:
+    """As models write it, in the dtypes of the tensors."""
+    h, residual = given["x"], given.get("residual")
+    before, after = bool(op.form.combine), bool(op.form.finish)
+    if before and residual is not None:
+        h = h + residual
+    wide = h if h.dtype == FP64 else h.float()
+    centered = wide - wide.mean(-1, keepdim=True) if op.norm == "layer" else wide
+    u = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + EPS)
+    if given["weight"] is not None:
+        u = u * (offset + given["weight"].to(u.dtype))
+    if given["bias"] is not None:
+        u = u + given["bias"].to(u.dtype)
+    y = u.to(given["x"].dtype)
+    return (y, h) if before else (y + residual,) if after else (y,)
+
+
+def gradients(outputs: tuple[Tensor, ...], given: dict[str, Tensor], wants: tuple[bool, ...] = (True, True)):
+    used = [each for each, want in zip(outputs, wants, strict=False) if want]
+    grads = [torch.linspace(-1, 1, each.numel()).reshape(each.shape).to(each) for each in used]
+    return torch.autograd.grad(used, [each for each in given.values() if each is not None], grads, allow_unused=True)
+
+
+def error(got: Tensor, exact: Tensor) -> float:
+    return float((got.detach().double() - exact.detach().double()).square().mean().sqrt())
+
+
+def assert_errs_no_more_than_plain_code(op: Op, given: dict[str, Tensor], offset: float) -> None:
+    """Outputs and gradients, against float64."""
+    exact = {name: each.detach().double().requires_grad_() for name, each in given.items()}
+    want, plain, got = composite(op, exact, offset), composite(op, given, offset), run(op, given, weight_offset=offset)
+    assert [each.dtype for each in got[1:]] == [each.dtype for each in plain[1:]]
+    assert got[0].dtype == (plain[0].dtype if op.form.finish else given["x"].dtype)
+    grads = gradients(got, given), gradients(plain, given), gradients(want, exact)
+    for ours, theirs, right in (*zip(got, plain, want, strict=True), *zip(*grads, strict=True)):
+        least = torch.finfo(ours.dtype).eps * float(right.detach().abs().amax()) * 1e-2
+        assert error(ours, right) <= 1.1 * error(theirs, right) + least
+    assert [each.dtype for each in grads[0]] == [each.dtype for each in given.values()]

@@ -1,0 +1,106 @@
+"""The forms on a GPU, over the table: errors against float64, layouts, graphs, compiled code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from norm_forms import (
+    BF16,
+    EPS,
+    FACES,
+    FP16,
+    FP32,
+    FP64,
+    assert_errs_no_more_than_plain_code,
+    forms,
+    gradients,
+    leaves,
+    rows_of,
+    run,
+)
+
+import fusednorm
+from fusednorm.host import fallback
+
+pytestmark = pytest.mark.gpu
+SHAPES = [(640, 4096), (3, 5, 1000), (33, 77), (2048, 768), (64, 16384), (16, 65536), (1, 128)]
+DTYPES = [(BF16,), (FP16, FP32, FP32), (BF16, FP32, BF16), (FP32, BF16, FP64), (FP64,)]
+
+
+@pytest.fixture(autouse=True)
+def no_kernel_falls_back():
+    fallback.forget()
+    yield
+    assert not fallback.failures()
+
+
+@forms
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_outputs_and_gradients_err_no_more_than_those_of_the_plain_code(op, dtypes, shape):
+    of = dtypes if "residual" in rows_of(op) else dtypes[:1] + dtypes[2:]
+    for offset in (0.0, 1.0):
+        assert_errs_no_more_than_plain_code(op, leaves(op, *of, shape=shape, device="cuda"), offset)
+
+
+@forms
+@pytest.mark.parametrize("variant", ["multi_wave", "pipelined", "warp_specialized"])
+def test_every_variant_computes_every_form(op, variant):
+    given = leaves(op, BF16, shape=(300, 2048), device="cuda")
+    with fusednorm.force(variant):
+        assert_errs_no_more_than_plain_code(op, given, 1.0)
+
+
+@forms
+def test_rows_in_any_layout_give_the_bits_of_contiguous_rows(op):
+    given = leaves(op, BF16, shape=(32, 6, 512), device="cuda")
+    want = run(op, given)
+    for layout in (
+        lambda each: torch.cat([each, each], -1)[..., :512],
+        lambda each: each.transpose(0, 1).contiguous().transpose(0, 1),
+    ):
+        laid = {name: layout(each.detach()) if name in rows_of(op) else each for name, each in given.items()}
+        assert all(map(torch.equal, run(op, laid), want))
+
+
+@forms
+def test_captured_calls_and_calls_beside_free_sms_give_the_same(op):
+    given = leaves(op, BF16, shape=(2048, 1024), device="cuda")
+    want = run(op, given)
+    wanted = gradients(want, given)
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(side):
+        gradients(run(op, given), given)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        got = run(op, given)
+        grads = gradients(got, given)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, (*got, *grads), (*want, *wanted)))
+    with fusednorm.sm_margin(16):
+        for ours, right in zip(gradients(run(op, given), given), wanted, strict=True):
+            torch.testing.assert_close(ours, right, rtol=2e-2, atol=2e-2)
+
+
+@forms
+@pytest.mark.parametrize("enabled", [False, True])
+def test_compiled_code_computes_the_same_with_inductor_or_without(op, enabled):
+    torch._dynamo.reset()
+    given = leaves(op, BF16, shape=(512, 1024), device="cuda")
+    want = run(op, given)
+    wanted = gradients(want, given)
+    backend = "fusednorm" if enabled else "inductor"
+    compiled = torch.compile(lambda given: run(op, given), fullgraph=True, backend=backend)
+    got = compiled(given)
+    for ours, right in zip((*got, *gradients(got, given)), (*want, *wanted), strict=True):
+        torch.testing.assert_close(ours, right, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("cols", [128, 2048, 4096, 8192])
+def test_rounding_of_x_hat_gives_the_bits_of_transformers_code(cols):
+    x, weight = torch.randn(4096, cols, device="cuda", dtype=BF16), torch.randn(cols, device="cuda", dtype=BF16)
+    wide = x.float()
+    want = weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)).to(BF16)
+    got = FACES["rms_norm_fwd_affine"][0](x, weight, eps=EPS, rounding="x_hat")
+    assert int((got != want).sum()) <= got.numel() // 1000
