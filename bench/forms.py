@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch._functorch import config as functorch_config
 
 import fusednorm
 from fusednorm.operands import FORMS, OPS, Role
@@ -271,7 +272,7 @@ def main(arguments: list[str] | None = None) -> int:
     machine, wrong, rows = describe_machine(), 0, []
     path = results_path(options.out, machine, "forms")
     for case in make_cases(options):
-        with torch._functorch.config.patch(donated_buffer=False):  # a backward is timed many times
+        with functorch_config.patch(donated_buffer=False):  # a backward is timed many times
             records = [machine | each for each in measure(case, options.rounds, options.directions)]
         save(records, path)
         wrong += sum(each["candidate"] == "ours" and each["error_over_written"] > FACTOR for each in records)

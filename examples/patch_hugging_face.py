@@ -4,8 +4,8 @@ are written by hand, train on our kernels. Prints what was patched, tokens/s and
     pip install transformers
     python -m examples.patch_hugging_face
 
-The model has random parameters, so nothing is downloaded. A patched norm rounds once where Llama's own rounds twice. In
-float32, as here, the losses differ only in their last digits. On a CPU our functionals call ATen.
+The model has random parameters, so nothing is downloaded. A patched norm rounds as Llama's own does. In float32, as
+here, the losses differ only in their last digits. On a CPU our functionals call ATen.
 """
 
 from __future__ import annotations

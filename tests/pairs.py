@@ -20,8 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PAIRS = {"2.11.0": "3.6.0", "2.13.0": "3.7.1", "2.14.1": "3.8.0", "2.15.0": "3.9.0"}  # Triton by torch
 SUITES = {  # tests/ROOM/test_NAME.py as ROOM/NAME, and folders as FOLDER/
-    "face": "face/autograd face/errors face/functional face/modules face/ops face/opinfo face/public_face tools/oracle "
-    "host/torch_compat integrations/drop_in integrations/export integrations/models",
+    "face": "face/autograd face/errors face/functional face/modules face/norm_forms face/ops face/opinfo "
+    "face/public_face tools/oracle host/torch_compat integrations/drop_in integrations/export integrations/models",
     "compile": "kernels/compile integrations/folding integrations/inductor",
     "sharding": "face/distributed",
     "interpreter": "columns/column_sum host/fallback kernels/interpreter kernels/multiwave kernels/partial_sums "

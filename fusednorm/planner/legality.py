@@ -41,7 +41,8 @@ def wants_dx(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
 
 
 def accumulates_in_float32(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
-    return all(dtype is None or dtype.itemsize <= 4 for dtype in (problem.x_dtype, problem.grad_dtype))
+    dtypes = problem.x_dtype, problem.grad_dtype, *problem.rows_in
+    return all(dtype is None or dtype.itemsize <= 4 for dtype in dtypes)
 
 
 def rows_are_tma_aligned(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
@@ -63,7 +64,7 @@ def moves_x_alone(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
 KERNELS = Rule("arch", has_kernels, "needs compute capability 8.0, {device.name} has {capability}")
 RING = (
     Rule("tma", has_tma, "needs compute capability 9.0 for TMA, {device.name} has {capability}"),
-    Rule("float64", accumulates_in_float32, "computes in float32, and x or the gradient is float64"),
+    Rule("float64", accumulates_in_float32, "computes in float32, and x, the gradient or a residual is float64"),
     Rule(
         "alignment",
         rows_are_tma_aligned,

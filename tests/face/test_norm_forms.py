@@ -25,6 +25,7 @@ import fusednorm
 from fusednorm.operands import FORM_OPS, Role
 
 OPS = torch.ops.fusednorm
+DTYPES = [(BF16,), (FP16, FP16), (BF16, FP32, FP32), (FP32, BF16, BF16), (BF16, FP64, FP32), (FP64,)]
 
 
 def test_every_form_has_a_function_and_a_module():
@@ -34,7 +35,7 @@ def test_every_form_has_a_function_and_a_module():
 
 
 @forms
-@pytest.mark.parametrize("dtypes", [(BF16,), (FP16, FP16), (BF16, FP32, FP32), (FP32, BF16, BF16), (BF16, FP64, FP32)])
+@pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_outputs_and_gradients_err_no_more_than_those_of_the_plain_code(op, dtypes, offset):
     given = leaves(op, *(dtypes if "residual" in rows_of(op) else dtypes[:1] + dtypes[2:]), shape=(40, 96))
