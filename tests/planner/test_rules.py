@@ -47,8 +47,10 @@ def test_each_rule_is_met_by_what_it_is_about(rule):
 
 
 def test_a_float64_residual_keeps_narrower_x_out_of_the_rings():
-    problem = make_problem(direction="forward", form=ADD, rows_in=(torch.float64,), rows_out=(torch.float64,))
-    assert outcome("pipelined", problem, MANY_ROWS, H200).fault.rule == "float64"
+    problem = make_problem(
+        direction="forward", form=FormSpec(combine="add"), rows_in=(torch.float64,), rows_out=(torch.float64,)
+    )
+    assert legality.broken_rule("pipelined", problem, MANY_ROWS, H200).rule == "float64"
 
 
 def test_every_rule_of_legality_is_among_them():

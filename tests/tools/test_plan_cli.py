@@ -83,7 +83,7 @@ def test_a_form_moves_its_row_tensors_too(form, direction, capsys):
     asked = "--rows", "16384", "--norm", "rms", "--pass", direction, "--device", "H200"
     ((plain,), (case,)) = run_json(capsys, *asked), run_json(capsys, *asked, "--form", form, "--weight-offset", "1")
     more = {"forward": {"of_sum": 2, "plus_residual": 1}, "backward": {"of_sum": 1}}[direction].get(form, 0)
-    assert case["bytes_moved"] - plain["bytes_moved"] == more * 16384 * 4096 * 2
+    assert case["bytes_moved"] - plain["bytes_moved"] == pytest.approx(more * 16384 * 4096 * 2, rel=0.05)
     assert case["form"]["weight_offset"] == 1.0
 
 
