@@ -141,16 +141,19 @@ def candidates(variant: str, problem: NormProblem, device: DeviceSpec) -> tuple[
         return plans
     if plans:  # with one warp-specialized plan, a problem has at most MOST_CANDIDATES
         return plans[: MOST_CANDIDATES - 1 - len(candidates("pipelined", problem, device))]
-    wide = (plan_of(Family("multi_wave", 1, warps), problem, device) for warps in (16, 8))  # one CTA an SM, one row
-    return (next((plan for plan in wide if plan), column_tile_plan(problem, device)),)
+    # Rows that no frame holds: any tile that registers hold reads its row once, which column tiles do not.
+    shapes = itertools.product((8, 16, 4), (1, 2), ROWS)
+    families = (Family("multi_wave", rows, warps, ctas) for warps, ctas, rows in shapes)
+    plans = tuple(plan for each in families if (plan := plan_of(each, problem, device, good=False)))
+    return plans[:MOST_CANDIDATES] or (column_tile_plan(problem, device),)
 
 
 def plan_of(family: Family, problem: NormProblem, device: DeviceSpec, good: bool = True) -> Plan | None:
     """The plan of a family for a problem; None if none is within the budgets. The problem must be one that the family's
-    kernel can run. A ring that is not `good` may spill."""
+    kernel can run. A ring that is not `good` may spill, and threads that hold rows need not own columns."""
     if family.kernel == "pipelined":
         return _in_chunks(family, problem, device, good)
-    return _held(family, problem, device) if family.kernel == "multi_wave" else column_tile_plan(problem, device)
+    return _held(family, problem, device, good) if family.kernel == "multi_wave" else column_tile_plan(problem, device)
 
 
 def faulty(variant: str, problem: NormProblem, device: DeviceSpec) -> Plan | None:
@@ -209,12 +212,12 @@ def _in_registers(problem: NormProblem, device: DeviceSpec) -> Iterator[Family]:
 
 def _tiles(frame: Frame, cluster: int, problem: NormProblem) -> Iterator[int]:
     """Rows of a tile of which a thread has as many elements as the frame says."""
-    threads = 32 * frame.num_warps * cluster
+    threads, cols = 32 * frame.num_warps * cluster, max(problem.cols, MIN_CHUNK)
     least = frame.least / 2 if problem.cols <= NARROW and problem.direction == "backward" else frame.least
     alone = problem.direction == "forward" and frame.ctas_per_sm == 1
     most_rows = 2 if cluster > 1 or alone else 64 if problem.direction == "forward" else 32
     for rows in ROWS:
-        if least * threads < rows * problem.cols <= frame.most * threads and rows <= most_rows:
+        if least * threads < rows * cols <= frame.most * threads and rows <= most_rows:
             yield rows
 
 
@@ -270,7 +273,7 @@ def _in_chunks(family: Family, problem: NormProblem, device: DeviceSpec, good: b
     return None
 
 
-def _held(family: Family, problem: NormProblem, device: DeviceSpec) -> MultiWavePlan | None:
+def _held(family: Family, problem: NormProblem, device: DeviceSpec, good: bool) -> MultiWavePlan | None:
     """Rows in registers, with the least padding. Threads load at least 8 bytes at once. In a backward of several rows,
     each thread has 16 bytes of every row, so that one thread adds up each column."""
     rows, warps, threads, itemsize = (
@@ -279,7 +282,7 @@ def _held(family: Family, problem: NormProblem, device: DeviceSpec) -> MultiWave
         32 * family.num_warps,
         problem.x_dtype.itemsize,
     )
-    owns = problem.direction == "backward" and problem.tma_aligned and rows > 1
+    owns = good and problem.direction == "backward" and problem.tma_aligned and rows > 1
     owns = owns and not (problem.cols <= SHORT and warps <= 4)
     found = [
         (chunk * num_chunks, num_chunks, chunk)
