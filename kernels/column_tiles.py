@@ -10,27 +10,26 @@ import triton.language as tl
 
 from .loads import StatisticsInMemory, combine, load_if, load_parameter
 from .multiwave import (
-    all_rows_in_memory,
     columns,
     divisible,
     load_chunks,
     load_row_statistics,
     load_row_tile,
+    other_rows,
     row_start,
     rows_in_memory,
-    source_of,
     store_chunk,
 )
 from .rowmath import corrected_moments, input_gradient, inverse_std, normalize, quotient, row_means, widen
 
 
 @triton.jit
-def row_pointers(sources, row, norm: tl.constexpr):
-    """Where a row of each source begins."""
-    pointers = ()
-    for t in tl.static_range(len(sources)):
-        source = source_of(sources, t)
-        pointers = pointers + (source.ptr + row_start(source, row, norm),)
+def row_pointers(x_rows, rows_in, strides_in, row, norm: tl.constexpr, tile: tl.constexpr):
+    """Where a row of x and of the form's other row tensors begins."""
+    pointers = (x_rows.ptr + row_start(x_rows, row, norm),)
+    if rows_in is not None:
+        for t in tl.static_range(len(rows_in)):
+            pointers = pointers + (rows_in[t] + row_start(other_rows(rows_in, strides_in, t, tile), row, norm),)
     return pointers
 
 
@@ -55,7 +54,7 @@ def forward_by_column_tiles(
     cols = divisible(cols, tile)
     x_rows = rows_in_memory(x_ptr, x_inner, x_outer_stride, x_inner_stride, tile)
     row = tl.program_id(0).to(tl.int64)
-    tile_rows = row_pointers(all_rows_in_memory(x_rows, rows_in, strides_in, tile), row, norm)
+    tile_rows = row_pointers(x_rows, rows_in, strides_in, row, norm, tile)
     y_row = y_ptr + row * cols
     lane = tl.arange(0, tile.chunk)
     row_mean = 0.0

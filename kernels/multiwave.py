@@ -56,20 +56,9 @@ def rows_in_memory(ptr, inner, outer_stride, inner_stride, tile: tl.constexpr):
 
 
 @triton.jit
-def all_rows_in_memory(x_rows, rows_in, strides_in, tile: tl.constexpr):
-    """Where the rows of x and of the form's other row tensors begin, as a tuple."""
-    found = (x_rows,)
-    if rows_in is not None:
-        for t in tl.static_range(len(rows_in)):
-            inner, outer, inner_stride = strides_in[3 * t], strides_in[3 * t + 1], strides_in[3 * t + 2]
-            found = found + (rows_in_memory(rows_in[t], inner, outer, inner_stride, tile),)
-    return found
-
-
-@triton.jit
-def source_of(sources, t: tl.constexpr):
-    """sources[t], with the names of its fields: Triton 3.6 forgets those of a tuple in an argument that is a tuple."""
-    return RowsInMemory(sources[t][0], sources[t][1], sources[t][2], sources[t][3])
+def other_rows(rows_in, strides_in, t: tl.constexpr, tile: tl.constexpr):
+    """Where the rows of the t-th row tensor beside x begin."""
+    return rows_in_memory(rows_in[t], strides_in[3 * t], strides_in[3 * t + 1], strides_in[3 * t + 2], tile)
 
 
 @triton.jit
@@ -107,11 +96,12 @@ def load_row_tile(source, row, rows, cols, norm: tl.constexpr, tile: tl.constexp
 
 
 @triton.jit
-def load_row_tiles(sources, row, rows, cols, norm: tl.constexpr, tile: tl.constexpr):
-    """`load_row_tile` of each source, as a tuple."""
-    tiles = ()
-    for t in tl.static_range(len(sources)):
-        tiles = tiles + (load_row_tile(source_of(sources, t), row, rows, cols, norm, tile),)
+def load_row_tiles(x_rows, rows_in, strides_in, row, rows, cols, norm: tl.constexpr, tile: tl.constexpr):
+    """`load_row_tile` of x and of the form's other row tensors, as a tuple."""
+    tiles = (load_row_tile(x_rows, row, rows, cols, norm, tile),)
+    if rows_in is not None:
+        for t in tl.static_range(len(rows_in)):
+            tiles = tiles + (load_row_tile(other_rows(rows_in, strides_in, t, tile), row, rows, cols, norm, tile),)
     return tiles
 
 
@@ -202,10 +192,9 @@ def forward(
     None."""
     cols = divisible(cols, tile)
     x_rows = rows_in_memory(x_ptr, x_inner, x_outer_stride, x_inner_stride, tile)
-    sources = all_rows_in_memory(x_rows, rows_in, strides_in, tile)
     step = tl.num_programs(0) * tile.rows
     row = tl.program_id(0).to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
-    tiles = load_row_tiles(sources, row, rows, cols, norm, tile)
+    tiles = load_row_tiles(x_rows, rows_in, strides_in, row, rows, cols, norm, tile)
     weight = load_parameter(weight_ptr, cols, norm.has_weight, columns, tile)
     bias = load_parameter(bias_ptr, cols, norm.has_bias, columns, tile)
     if tile.one_tile:
@@ -213,7 +202,7 @@ def forward(
     else:
         for _ in range(tl.cdiv(rows - tl.program_id(0) * tile.rows, step)):
             ahead = row + step
-            next_tiles = load_row_tiles(sources, ahead, rows, cols, norm, tile)
+            next_tiles = load_row_tiles(x_rows, rows_in, strides_in, ahead, rows, cols, norm, tile)
             write_rows(tiles, row, rows, cols, weight, bias, y_ptr, mean_ptr, rstd_ptr, rows_out, eps, norm, tile)
             row = ahead
             tiles = next_tiles

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from .cluster import sum_over_cluster
 from .loads import Statistics, chunk_of
-from .row_tile import columns_of_thread, parameter_row, store_chunk, tile_layout
+from .row_tile import aligned, columns_of_thread, parameter_row, store_chunk, tile_layout
 from .rowmath import (
     corrected_moments,
     input_gradient,
@@ -147,7 +147,7 @@ def store_y(
     if rows_out is not None:
         for t in gl.static_range(len(rows_out)):
             for c in gl.static_range(tile.chunks):
-                store_chunk(rows_out[t], x[c], row, cols, c, "", tile)
+                store_chunk(rows_out[t], x[c], row, aligned(cols, tiles[0][0].dtype), c, "", tile)
     for c in gl.static_range(tile.chunks):
         of_chunk = chunk_of(tiles, c)
         y = normalize(x[c].to(gl.float32), statistics.mean, statistics.rstd, norm)

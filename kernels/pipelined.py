@@ -43,9 +43,13 @@ def fill_stage(rings, stage, row, tile: gl.constexpr):
 def forward(
     x_desc, x_tail_desc, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows, cols, eps: "fp64",
     norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr, rows_in=None, strides_in=None, rows_out=None,
+    desc_1=None, desc_2=None, tail_desc_1=None, tail_desc_2=None,
 ):
     """y of the CTA's row tiles, and mean and rstd unless their pointers are None. A tile is read once from its stage
-    and then stays in registers, so the stage is refilled as soon as the statistics are known, before y is stored."""
+    and then stays in registers, so the stage is refilled as soon as the statistics are known, before y is stored.
+
+    The row tensors that a form reads beside x come by `rows_in` to registers, or by descriptors through the ring, each
+    of which is a parameter: Triton 3.6 cannot launch a kernel with descriptors inside a tuple."""
     exchange = open_exchange(tile)
     first = gl.program_id(0) * tile.rows
     step = gl.num_programs(0) * tile.rows
@@ -53,16 +57,24 @@ def forward(
     # Loaded before the first copies start; otherwise the parameters would arrive after those tiles.
     weight = load_parameter(weight_ptr, cols, norm.has_weight, row_tile.columns_of_thread, tile)
     bias = load_parameter(bias_ptr, cols, norm.has_bias, row_tile.columns_of_thread, tile)
-    rings = open_rings((x_desc,), (x_tail_desc,), rows, tile)
+    descs = (x_desc,)
+    if desc_1 is not None:
+        descs = descs + (desc_1,)
+    if desc_2 is not None:
+        descs = descs + (desc_2,)
+    rings = open_rings(descs, (x_tail_desc, tail_desc_1, tail_desc_2), rows, tile)
     # Placed after the start of the copies, because a store to shared memory waits for the loads.
     weight = row_tile.hold_parameter(weight, norm.has_weight, tile.weight_in_smem, tile)
     bias = row_tile.hold_parameter(bias, norm.has_bias, tile.weight_in_smem, tile)
     exchange = join_cluster(exchange, tile)
     at = Position(0, 0)
     for _ in range(first, rows, step):
-        more = row_tile.load_tiles(rows_in, strides_in, row, cols, tile)
+        more = row_tile.load_tiles(rows_in, strides_in, row, row_tile.aligned(cols, x_desc.dtype), tile)
         ring.wait_for_tile(rings, at)
-        tiles = (row_tile.read_tile(rings.slots[0], at.stage, False, tile),) + more
+        tiles = ()
+        for t in gl.static_range(len(descs)):
+            tiles = tiles + (row_tile.read_tile(rings.slots[t], at.stage, False, tile),)
+        tiles = tiles + more
         x = combine_tiles(tiles, rows_out, norm, tile)
         statistics, exchange = passes.row_statistics(x, cols, eps, exchange, norm, tile)
         # Refill: every warp has read the stage, by the compiler's CTA barrier and proxy fence before the copies.

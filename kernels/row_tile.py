@@ -189,6 +189,19 @@ def store_statistics(mean_ptr, rstd_ptr, statistics, row, norm: gl.constexpr, ti
         gl.store(mean_ptr + index, statistics.mean, mask=here)
 
 
+@gluon.constexpr_function
+def log2_of_16_bytes(dtype):
+    return (128 // dtype.primitive_bitwidth).bit_length() - 1
+
+
+@gluon.jit
+def aligned(size, dtype: gl.constexpr):
+    """`size`, elements of `dtype` that are a multiple of 16 bytes, in a form that shows this to the compiler. It finds
+    only multiples of 16 elements by itself, and loads single elements where it cannot tell."""
+    bits: gl.constexpr = log2_of_16_bytes(dtype)
+    return (size >> bits) << bits
+
+
 @gluon.jit
 def load_tile(ptr, row, stride, cols, tile: gl.constexpr):
     """The chunks of the tile at `row` of a tensor whose rows are `stride` elements apart, in its own dtype, from global
@@ -206,11 +219,12 @@ def load_tile(ptr, row, stride, cols, tile: gl.constexpr):
 @gluon.jit
 def load_tiles(rows_in, strides_in, row, cols, tile: gl.constexpr):
     """`load_tile` of the row tensors that a form reads beside x, as a tuple. Their pointers and strides come as in
-    multiwave.py; their rows have one stride."""
+    multiwave.py; their rows have one stride, a multiple of 16 bytes."""
     tiles = ()
     if rows_in is not None:
         for t in gl.static_range(len(rows_in)):
-            tiles = tiles + (load_tile(rows_in[t], row, strides_in[3 * t + 1], cols, tile),)
+            stride = aligned(strides_in[3 * t + 1], rows_in[t].dtype.element_ty)
+            tiles = tiles + (load_tile(rows_in[t], row, stride, cols, tile),)
     return tiles
 
 

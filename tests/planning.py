@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import hypothesis
 import torch
 
+from fusednorm.forms import FormSpec
 from fusednorm.host.gpus import with_installed_triton
 from fusednorm.planner.device import A100, B200, GB10, GB300, H200, RTX_3090, RTX_4090, RTX_5090
 from fusednorm.planner.norm_problem import NormProblem
@@ -45,10 +47,18 @@ def make_problem(
     return NormProblem(norm, direction, cols, x_dtype, weight_dtype, bias_dtype, grad_dtype, **fields | changes)
 
 
+def make_sum(norm="layer", cols=4096, dtype="bf16", residual="", finish="", **steps) -> NormProblem:
+    """A forward with a residual of dtype `residual` (an empty one: that of x), which is added to x, and the sum is an
+    output; or else (finish="add") to y."""
+    form = FormSpec(combine="" if finish else "add", finish=finish, **steps)
+    rows = (DTYPES[residual or dtype],)
+    return make_problem(norm, cols, dtype, direction="forward", form=form, rows_in=rows, rows_out=rows[: form.rows_out])
+
+
 def meta_call(problem: NormProblem, rows: int = 4096, device: str = "meta"):
     """A call, on meta tensors or those of another device, whose problem is `problem` (contiguous rows)."""
-    from fusednorm.operands import BackwardOperands, ForwardOperands
-    from fusednorm.problem import check_backward, check_forward
+    from fusednorm.operands import BackwardOperands, ForwardOperands, Role
+    from fusednorm.problem import Added, RowView, check_backward, check_forward
 
     def meta(shape, dtype):
         return None if dtype is None else torch.empty(shape, dtype=dtype, device=device)
@@ -61,6 +71,12 @@ def meta_call(problem: NormProblem, rows: int = 4096, device: str = "meta"):
     )
     if problem.direction == "forward":
         call = check_forward(ForwardOperands(problem.norm, x, shape, weight, bias, 1e-5))
+        tensors = enumerate(meta((rows, *shape), dtype) for dtype in problem.rows_in)
+        read = [Added(f"row_{at}", Role.ROWS, RowView(tensor, 1, problem.cols, 0)) for at, tensor in tensors]
+        written = [Added(f"out_{at}", Role.ROWS, dtype) for at, dtype in enumerate(problem.rows_out)]
+        of_form = {name: getattr(problem, name) for name in ("form", "rows_in", "rows_out", "y_dtype")}
+        form = replace(call.problem, **of_form)
+        call = call._replace(problem=form, added=tuple(read), added_outputs=tuple(written))
     else:
         grad, rstd = meta((rows, *shape), problem.grad_dtype), meta((rows,), problem.acc_dtype)
         mean = rstd if problem.norm == "layer" else None

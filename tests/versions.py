@@ -33,7 +33,7 @@ from budgets import MIXES, ODD_MIXES, WIDTHS, complaints, problems
 from column_sums import Sums
 from column_sums import complaints as column_complaints
 from compiling import worker_processes
-from planning import EVERY_ARCHITECTURE, make_problem
+from planning import EVERY_ARCHITECTURE, make_problem, make_sum
 
 from fusednorm.planner import choice
 from fusednorm.planner.norm_problem import NormProblem
@@ -85,11 +85,17 @@ SMALL = 12  # the number of problems that --small leaves, for CI
 
 def some_problems() -> Iterator[NormProblem | Sums]:
     """Every width in both norms and directions: half of the problems in bfloat16, half in the other mixes of dtypes in
-    turn. Then backwards with only some gradients wanted or with a residual gradient, and column sums."""
+    turn. Then forwards with a residual, backwards with only some gradients wanted or with a residual gradient, and
+    column sums."""
     for turn, cols in enumerate(SOME_WIDTHS):
         for at, (norm, direction) in enumerate((n, d) for n in ("layer", "rms") for d in ("backward", "forward")):
             dtype, weight, grad = BF16_AND_OTHERS[(turn + at * 3) % len(BF16_AND_OTHERS)]
             yield make_problem(norm, cols, dtype, weight, direction, grad)
+    for turn, cols in enumerate((200, 1032, 1987, 4096, 8192, 16384, 65536)):
+        norm, other = ("layer", "rms")[:: 1 - turn % 2 * 2]
+        yield make_sum(norm, cols)
+        yield make_sum(other, cols, residual="fp32", weight_offset=1.0, rounds_sum=False)
+        yield make_sum(norm, cols, finish="add")
     for turn, cols in enumerate((256, 1000, 2048, 4096, 8192, 16384)):
         problem = make_problem(("layer", "rms")[turn % 2], cols)
         yield replace(problem, residual_dtype=(torch.bfloat16, torch.float32)[turn % 2])

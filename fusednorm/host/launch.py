@@ -158,7 +158,7 @@ def _with_added(launches: list[Launch], call: Call, first_output: int) -> list[L
     missing = [name for name, needed in parameters.items() if not any(needed in each for each in taken)]
     if missing:
         raise BuildFailed(f"{launches[0].kernel.__name__} must have parameters for {', '.join(missing)}, but has none")
-    return [replace(each, named=more) for each, more in zip(launches, taken, strict=True)]
+    return [replace(each, named=more | each.named) for each, more in zip(launches, taken, strict=True)]
 
 
 def _address(index: int, tensor: Tensor | Address | None) -> Address | None:
@@ -254,9 +254,15 @@ def _column_tile_forward(plan: ColumnTilePlan, call: ForwardCall, outputs: tuple
 
 def _pipelined_forward(plan: PipelinedPlan, call: ForwardCall, outputs: tuple) -> list[Launch]:
     tile, cols = _ring_tile(plan, call.problem, cluster=plan.cluster), call.problem.cols
-    x = _row_maps([call.x], cols, tile)
-    args = (*x, call.weight, call.bias, *outputs, call.rows, cols, call.eps)
-    return [Launch(pipelined.forward, (Number.CTAS,), args, _norm(call.problem), tile, _pipelined_options(plan))]
+    views = list(call.rows_read if plan.rows_in_ring else [call.x])
+    maps = _row_maps(views, cols, tile)
+    (x, *others), (x_tail, *tails) = maps[: len(views)], maps[len(views) :]
+    named: dict[str, Operand] = {"rows_in": None, "strides_in": None} if others else {}
+    named |= {f"desc_{at}": each for at, each in enumerate(others, 1)}
+    named |= {f"tail_desc_{at}": each for at, each in enumerate(tails, 1)}
+    args = (x, x_tail, call.weight, call.bias, *outputs, call.rows, cols, call.eps)
+    norm, options = _norm(call.problem), _pipelined_options(plan)
+    return [Launch(pipelined.forward, (Number.CTAS,), args, norm, tile, options, named=named)]
 
 
 def _multiwave_backward(plan: MultiWavePlan, call: BackwardCall, out: Written, spec: DeviceSpec) -> list[Launch]:

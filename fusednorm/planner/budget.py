@@ -26,6 +26,7 @@ from .plan import (
     columns_per_thread,
     is_whole,
     num_copies,
+    padded_columns,
     rows_per_thread,
     threads_per_row,
     warps_of_a_row,
@@ -113,6 +114,7 @@ def _ring_buffers(plan: RingPlan, problem: NormProblem, counted: int) -> list[Bu
     """All buffers of a ring kernel. The compiler sizes the buffers that threads exchange through for `counted` CTAs."""
     backward, num_warps = problem.direction == "backward", plan.num_warps
     tensors = [problem.x_dtype, problem.grad_dtype] if backward else [problem.x_dtype]
+    tensors += problem.rows_in if isinstance(plan, PipelinedPlan) and plan.rows_in_ring else ()
     parameters = [problem.weight_dtype] if backward else [problem.weight_dtype, problem.bias_dtype]
     copies = [plan.copy_chunks, 1] if plan.tail else [plan.copy_chunks] * num_copies(plan)
     chunk_elements = plan.num_stages * plan.rows_per_tile * plan.chunk
@@ -147,8 +149,10 @@ def _column_ring_buffers(plan: ColumnRingPlan, problem: NormProblem) -> list[Buf
 
 
 def _sums_per_row(plan: RingPlan, problem: NormProblem) -> int:
-    """Number of sums that one reduction takes of each row."""
-    both = problem.direction == "backward" or is_whole(plan, problem.cols)
+    """Number of sums that one reduction takes of each row, at most. A forward corrects the mean if a sum of equal
+    elements may be inexact in float32 (passes.mean_and_squares)."""
+    corrects = padded_columns(plan) > 2**23 * torch.finfo(problem.row_dtype).eps
+    both = problem.direction == "backward" or is_whole(plan, problem.cols) or corrects
     return 2 if problem.norm == "layer" and both else 1
 
 
@@ -385,14 +389,15 @@ def multiwave_registers(
     else:
         held = [dtype for dtype in (problem.weight_dtype, problem.bias_dtype) if dtype is not None]
         parameters = sum(max(1, dtype.itemsize / problem.acc_dtype.itemsize) for dtype in held)
-        scattered *= 1 + len(problem.rows_in) + len(problem.rows_out)
-        loaded = problem.x_dtype.itemsize + sum(dtype.itemsize for dtype in problem.rows_in)
-        per_element = 1.5 * loaded / 4 + accumulator * (1.3 + 0.7 * parameters)
+        scattered *= 1 + 1.5 * len(problem.rows_in + problem.rows_out)
+        loaded = 1.5 * problem.x_dtype.itemsize + 2.25 * sum(dtype.itemsize for dtype in problem.rows_in)
+        per_element = loaded / 4 + accumulator * (1.3 + 0.7 * parameters)
         two_long_rows = rows_per_tile == 2 and elements > 20
         per_element += scattered * (7.5 if many_rows else 3.0 if two_long_rows else 0.8)
         least, need = (96, 50) if fp64 else (80, 12)
         need += (16 + 8 * (problem.norm == "layer")) * (scattered and device.arch < 90)
         need += (8 + 0.3 * elements) * sm120 + 0.3 * (rows_per_tile - 1) + 4 * (num_chunks - 1) + per_element * elements
+        need += REGISTER_STEP * len(problem.rows_in)
         need += 0.15 * parameters * elements / rows_per_tile  # parameters, which the rows of a thread share
     return _round_up(max(least, need), REGISTER_STEP)
 

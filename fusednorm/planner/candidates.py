@@ -266,7 +266,9 @@ def _in_chunks(family: Family, problem: NormProblem, device: DeviceSpec, good: b
     limit = budget.register_limit(32 * warps * ctas, device)
     for cut in _cuts(problem, rows, warps, cluster):
         resources = stages, warps, ctas, limit, in_smem, cluster
-        plan = PipelinedPlan(rows, cut.chunk, cut.num_chunks, *resources, cut.copy_chunks, short_lived, cut.tail)
+        copies = cut.copy_chunks, short_lived, cut.tail
+        in_ring = bool(problem.rows_in) and stages > 1  # no tile is ahead in a ring of one stage
+        plan = PipelinedPlan(rows, cut.chunk, cut.num_chunks, *resources, *copies, in_ring)
         spills = good and budget.registers(plan, problem, device) > limit
         if not spills and budget.fits_shared_memory(plan, problem, device):
             return plan

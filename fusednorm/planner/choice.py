@@ -138,7 +138,7 @@ def _adapted(plan: Plan, cols: int, problem: NormProblem, device: DeviceSpec) ->
     """A measured plan of `cols` columns for this problem."""
     if broken_rule(plan.variant, problem, 1, device) or plan.cluster not in cluster_sizes(device):
         return None
-    if cols == problem.cols and is_within_budget(plan, problem, device):
+    if cols == problem.cols and not problem.rows_in and is_within_budget(plan, problem, device):
         return plan
     return None if isinstance(plan, WarpSpecializedPlan) else plan_of(Family.of(plan), problem, device)
 

@@ -42,13 +42,17 @@ class NormProblem:
         return accumulation_dtype(self.x_dtype, *self.rows_in)
 
     @property
+    def row_dtype(self) -> torch.dtype:
+        """Dtype of the row that is normalized, as kernels hold it."""
+        if not self.rows_out:
+            return self.x_dtype
+        return self.rows_out[0] if self.form.rounds_sum else self.acc_dtype
+
+    @property
     def held_bytes(self) -> int:
         """Bytes per element of what a forward keeps of a row from its statistics to y: of the row that is normalized,
         and of the row tensors that the form's last step reads."""
-        row = self.x_dtype
-        if self.rows_out:
-            row = self.rows_out[0] if self.form.rounds_sum else self.acc_dtype
-        return row.itemsize + sum(each.itemsize for each in self.rows_in[self.form.rows_before :])
+        return self.row_dtype.itemsize + sum(each.itemsize for each in self.rows_in[self.form.rows_before :])
 
     @property
     def num_sums(self) -> int:

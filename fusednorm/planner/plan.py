@@ -99,6 +99,7 @@ class PipelinedPlan:
     # tile, and other CTAs on the SM overlap its copy.
     short_lived: bool = False
     tail: bool = False
+    rows_in_ring: bool = False  # the row tensors that a form reads beside x come through the ring, too
 
 
 @dataclass(frozen=True)
@@ -161,9 +162,9 @@ BY_COLUMNS = ("column_tiles", "column_ring")  # kernels whose CTAs own columns, 
 
 
 def text_of(plan: Plan) -> str:
-    """A plan in short: its type, and the values of its fields in their order."""
-    values = ",".join(str(int(value)) for value in vars(plan).values())
-    return f"{type(plan).__name__.removesuffix('Plan')}({values})"
+    """A plan in short: its type, and the values of its fields in their order, without False of fields of forms."""
+    values = [int(value) for name, value in vars(plan).items() if value or name not in OF_FORMS]
+    return f"{type(plan).__name__.removesuffix('Plan')}({','.join(map(str, values))})"
 
 
 @functools.lru_cache(maxsize=4096)
@@ -172,10 +173,13 @@ def from_text(text: str) -> Plan:
     name, _, values = text.removesuffix(")").partition("(")
     kind = next((kind for kind in typing.get_args(Plan) if kind.__name__ == f"{name}Plan"), None)
     numbers = [int(value) for value in values.split(",")] if kind else []
-    if kind is None or len(numbers) != len(fields(kind)):
+    known = fields(kind) if kind else ()
+    if len(numbers) not in (len(known), len([field for field in known if field.name not in OF_FORMS])) or not known:
         raise ValueError(f"{text} is no plan")
-    flags = [field.type in ("bool", bool) for field in fields(kind)]
-    return kind(*(bool(number) if flag else number for number, flag in zip(numbers, flags, strict=True)))
+    return kind(*(bool(n) if field.type == "bool" else n for field, n in zip(known, numbers, strict=False)))
+
+
+OF_FORMS = ("rows_in_ring",)  # the last fields of a plan, which only forms with row tensors set
 
 
 @dataclass(frozen=True)

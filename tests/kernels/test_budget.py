@@ -9,7 +9,7 @@ import torch
 from budgets import check, plans_of
 from compiling import worker_processes
 from hypothesis import strategies as st
-from planning import ARCHITECTURES, given, make_problem
+from planning import ARCHITECTURES, given, make_problem, make_sum
 
 from fusednorm.planner import budget
 from fusednorm.planner.device import A100, B200, H200, KNOWN
@@ -94,6 +94,10 @@ JOBS = [
     (103, make_problem("layer", 640)),
     (100, replace(make_problem("layer", 4096), residual_dtype=torch.bfloat16)),
     (80, make_problem("layer", 16383, weight="none", direction="forward")),
+    (80, make_sum("layer", 4096, finish="add")),
+    (90, make_sum("layer", 4096)),
+    (90, make_sum("layer", 1032, residual="fp32")),  # a tail, and the mean of a float32 row is corrected
+    (100, make_sum("rms", 1987, rounds_sum=False)),
 ]
 
 

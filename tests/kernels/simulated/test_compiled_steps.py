@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 from simulator.host import simulated
 from steps import PIPELINED, PORTABLE, SPECIALIZED
 
 import fusednorm
+from fusednorm.planner import heuristics
 
 SOME_PORTABLE = [PORTABLE[4], PORTABLE[6]]
 BY_VARIANT = {"multi_wave": SOME_PORTABLE, "pipelined": PIPELINED, "warp_specialized": SPECIALIZED}
@@ -21,3 +25,18 @@ def test_steps_before_and_after_a_norm_give_the_oracles_numbers(variant, steps):
         prepared = launch.prepare(steps.call)
         simulation.hand_over(prepared.launches)
     steps.check(prepared.outputs)
+
+
+@pytest.mark.parametrize("steps", [PIPELINED[1], PIPELINED[2], PIPELINED[8]], ids=str)
+def test_row_tensors_come_by_the_ring_or_not_to_the_same_bits(steps):
+    from fusednorm.host import gpus, launch
+
+    with simulated("H200", 8 if steps.cols > 8192 else 2) as simulation:
+        plan = heuristics.outcome("pipelined", steps.call.problem, steps.rows, gpus.spec_of(None)).plan
+        other = replace(plan, rows_in_ring=not plan.rows_in_ring)
+        both = [launch.prepare(steps.call, each) for each in (plan, other)]
+        for each in both:
+            simulation.hand_over(each.launches)
+    for one, same in zip(*[each.outputs for each in both], strict=True):
+        assert one is same is None or torch.equal(one, same)
+    steps.check(both[1].outputs)
