@@ -10,7 +10,6 @@ from simulator.host import simulated
 from steps import PIPELINED, PORTABLE, SPECIALIZED
 
 import fusednorm
-from fusednorm.planner import heuristics
 
 SOME_PORTABLE = [PORTABLE[4], PORTABLE[6]]
 BY_VARIANT = {"multi_wave": SOME_PORTABLE, "pipelined": PIPELINED, "warp_specialized": SPECIALIZED}
@@ -19,7 +18,8 @@ CASES = [(variant, steps) for variant, cases in BY_VARIANT.items() for steps in 
 
 @pytest.mark.parametrize("variant, steps", CASES, ids=str)
 def test_steps_before_and_after_a_norm_give_the_oracles_numbers(variant, steps):
-    from fusednorm.host import launch
+    from fusednorm.planner import choice
+from fusednorm.host import launch
 
     with fusednorm.force(variant), simulated("H200", 8 if steps.cols > 8192 else 2) as simulation:
         prepared = launch.prepare(steps.call)
@@ -32,7 +32,7 @@ def test_row_tensors_come_by_the_ring_or_not_to_the_same_bits(steps):
     from fusednorm.host import gpus, launch
 
     with simulated("H200", 8 if steps.cols > 8192 else 2) as simulation:
-        plan = heuristics.outcome("pipelined", steps.call.problem, steps.rows, gpus.spec_of(None)).plan
+        plan = choice.best_plan("pipelined", steps.call.problem, gpus.spec_of(None))
         other = replace(plan, rows_in_ring=not plan.rows_in_ring)
         both = [launch.prepare(steps.call, each) for each in (plan, other)]
         for each in both:
