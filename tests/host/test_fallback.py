@@ -85,7 +85,7 @@ class FakeTriton:
 
         monkeypatch.setattr(launcher.Launch, "__init__", make_ours)
         monkeypatch.setattr(launcher, "JITFunction", Kernel)
-        monkeypatch.setattr(launcher.Build, "of", staticmethod(lambda *_: None))
+        monkeypatch.setattr(launcher.Build, "of", staticmethod(lambda compiled, launch: None))
         monkeypatch.setattr(launcher, "_builds", {})
         monkeypatch.setattr(launcher, "_failed", {})
         monkeypatch.setattr(launcher, "_unspecialized", {})  # its keys are ids, which Python may use again

@@ -77,7 +77,8 @@ class Problem:
 
     def _backward(self, inputs: Inputs) -> Outputs:
         case, want = self.case, oracle.exact(self.case, inputs)
-        parameters = [inputs.weight, inputs.bias] if self.norm == "layer" else [inputs.weight]
+        has_bias = self.norm == "layer" or self.residual is not None  # an argument of the op, which may be None
+        parameters = [inputs.weight, inputs.bias][: 1 + has_bias]
         statistics = [each.to(case.acc_dtype) for each in (want.mean, want.rstd) if each is not None]
         residual = [] if self.residual is None else [self.residual_grad()]
         mask = [wanted and each is not None for wanted, each in zip(self.mask, [inputs.x, *parameters], strict=False)]
