@@ -18,7 +18,7 @@ def equal_rows(case: Case, device: str = "cpu", rounds: bool = False) -> Inputs:
     dy = torch.randn(rows, cols, generator=generator)
     dy[::2] = torch.arange(1.0, 2 + rows)[: len(dy[::2]), None].remainder(7) - 3
     if rounds and (case.grad_dtype or case.x_dtype) == torch.float32:
-        dy[::2] /= 5
+        dy[::2] = torch.rand(len(dy[::2]), 1, generator=generator)
 
     def parameter(value: float, dtype: torch.dtype | None) -> torch.Tensor | None:
         return None if dtype is None else torch.full((cols,), value, dtype=dtype, device=device)
