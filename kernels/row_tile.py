@@ -108,9 +108,17 @@ def first_of_rows(slots, stage, norm: gl.constexpr, tile: gl.constexpr):
     columns. A placeholder if rowmath.snapped does not need it."""
     first = 0.0
     if snaps(norm, slots[0].dtype):
-        shape: gl.constexpr = [tile.chunks_of(0), tile.rows, tile.cluster, tile.chunk]
-        copied = reinterpret(slots[0].index(stage), slots[0].dtype, shape, row_major(tile, 3, 1))
-        first = copied.index(0).slice(0, 1, dim=2).load(tile_layout(tile))
+        if tile.cluster == 1:
+            shape: gl.constexpr = [tile.chunks_of(0), tile.rows, tile.cluster, tile.chunk]
+            copied = reinterpret(slots[0].index(stage), slots[0].dtype, shape, row_major(tile, 3, 1))
+            first = copied.index(0).slice(0, 1, dim=2).load(tile_layout(tile))
+        else:  # Triton 3.6 has no slices over several CTAs, whose tiles have one row or two
+            elements_of_cta: gl.constexpr = [tile.chunks_of(0) * tile.rows * tile.chunk, 1, tile.cluster, 1]
+            copied = reinterpret(slots[0].index(stage), slots[0].dtype, elements_of_cta, row_major(tile, 3, 1))
+            first = copied.index(0).load(tile_layout(tile))
+            if tile.rows == 2:
+                is_second = per_row(gl.arange(0, tile.rows, row_layout(tile))) == 1
+                first = gl.where(is_second, copied.index(tile.chunk).load(tile_layout(tile)), first)
     return first
 
 
