@@ -38,8 +38,9 @@ class Traced:
         return graph
 
 
-def trace(model: Callable, **compile_options) -> Traced:
-    """The model compiled as one graph with this package's decompositions and pass, but without code generation."""
+def trace(model: Callable, *, by_hand: bool = False, **compile_options) -> Traced:
+    """The model compiled, as one graph by default, with this package's decompositions and pass, but without code
+    generation. by_hand: norms written by hand become ops first."""
     traced = Traced()
 
     def keep(graphs: list[GraphModule], graph: GraphModule, inputs: list) -> Callable:
@@ -52,7 +53,8 @@ def trace(model: Callable, **compile_options) -> Traced:
         return min_cut_rematerialization_partition(graph, inputs, **options)
 
     def backend(graph: GraphModule, inputs: list) -> Callable:
-        written.make_ops(graph)
+        if by_hand:
+            written.make_ops(graph)
         with routing.decompositions_replaced():
             compiler = aot_autograd(
                 fw_compiler=functools.partial(keep, traced.forwards),
@@ -62,7 +64,7 @@ def trace(model: Callable, **compile_options) -> Traced:
             )
             return compiler(graph, inputs)
 
-    traced.model = torch.compile(model, backend=backend, fullgraph=True, **compile_options)
+    traced.model = torch.compile(model, backend=backend, **({"fullgraph": True} | compile_options))
     return traced
 
 

@@ -2,7 +2,6 @@
 
 `enable_inductor()` wraps Inductor's entry point. For the duration of a compilation, and in its thread only, the wrapper
 
-- makes one op of each norm that the model has written by hand (written.py);
 - replaces the decompositions of the norms, which AOTAutograd applies as it traces forward and backward (routing.py);
 - adds the pass over the joint graph that folds casts and residual gradients into the backward ops, after the user's
   own passes (folding.py);
@@ -26,7 +25,7 @@ from torch._inductor import compile_fx as inductor
 from torch._inductor import config
 
 from .. import __version__
-from . import folding, routing, written
+from . import folding, routing
 from .routing import Entry, Report, report
 
 __all__ = ["Entry", "Report", "compile_graph", "disable_inductor", "enable_inductor", "report"]
@@ -99,7 +98,6 @@ def _routed(compile_fx: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compile_fx)
     def routed(model_, example_inputs_, inner_compile=None, *args, **kwargs):
         routing.note_rms_norms_elsewhere(model_)
-        written.make_ops(model_)
         inner_compile = _compiling()(inner_compile or inductor.compile_fx_inner)
         with (
             _tagged(),

@@ -97,7 +97,8 @@ def place_of(meta: dict[str, Any]) -> str:
     modules = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack")
     if modules:
         path = [*modules.values()][-1][0]
-        return re.sub(r"\b\d+\b", "*", path.removeprefix("L['self']").strip("."))
+        path = re.sub(r"^L\['\w+'\](\[\d+\])?", "", path).strip(".")
+        return re.sub(r"\b\d+\b", "*", path)
     lines = [line.strip() for line in (meta.get("stack_trace") or "").splitlines()]
     return next((line for line in reversed(lines) if line.startswith("File ") and TORCH not in line), "")
 

@@ -53,6 +53,7 @@ def cpu_as_cuda(monkeypatch):
     library = torch.library.Library("aten", "IMPL")
     library.impl("_fused_rms_norm", lambda *args: OPS.rms_norm_fwd(*args), "CPU")
     library.impl("_fused_rms_norm_backward", lambda *args: OPS.rms_norm_bwd(*args), "CPU")
+    torch.ops.aten._fused_rms_norm.default._dispatch_cache.clear()  # else the op does not find the new kernel
     yield
     library._destroy()
     torch.ops.aten._fused_rms_norm.default._dispatch_cache.clear()  # else the op still finds the removed kernel

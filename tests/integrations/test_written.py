@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import hf_models
 import pytest
@@ -10,13 +11,15 @@ import torch
 from cases import BF16, FP32
 from test_inductor import cpu_as_cuda, nothing_is_left  # noqa: F401
 from torch.utils.checkpoint import checkpoint
-from tracing import calls, trace
+from tracing import calls
+from tracing import trace as trace_calls
 
 from bench.graphs import errors
 from fusednorm.integrations import inductor
 
 pytestmark = pytest.mark.usefixtures("cpu_as_cuda")
 COLS, EPS = 32, 1e-6
+trace = functools.partial(trace_calls, by_hand=True)
 
 
 def mean_square(x):
@@ -170,7 +173,7 @@ def test_one_graph_serves_every_row_count_and_eps_is_a_number_of_the_model():
     assert len(traced.backwards) == 2, "one for each eps"
 
 
-def test_checkpoints_and_graph_breaks_keep_them():
+def test_checkpoints_keep_them():
     def block(x, weight):
         return llama(x, weight) @ torch.eye(COLS)
 
@@ -196,7 +199,23 @@ def test_norms_that_share_slices_of_one_table_have_its_gradient():
         torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize(("name", "norms"), [("Llama", 3), ("Qwen3", 5), ("Gemma2", 5)])
+def test_graphs_on_both_sides_of_a_break_have_theirs():
+    def model(x, weight):
+        y = llama(x, weight).sin()
+        torch._dynamo.graph_break()
+        return gemma(y, weight)
+
+    given, dy = operands(FP32, FP32), torch.randn(2, 6, COLS)
+    traced = trace(model, fullgraph=False)
+    for got, want in zip(grads_of(traced, given, dy), grads_of(model, given, dy), strict=True):
+        torch.testing.assert_close(got, want)
+    assert sorted((entry.form, entry.taken) for entry in inductor.report() if entry.direction == "backward") == [
+        ("", False),
+        ("weight_offset=1.0", True),
+    ], "the first one's gradient comes from a sine"
+
+
+@pytest.mark.parametrize(("name", "norms"), [("Qwen3", 5), ("Gemma2", 5)])
 def test_models_of_transformers_have_theirs_found_and_train_as_before(name, norms):
     model, ids = hf_models.build(name, layers=1).to(BF16), hf_models.tokens()
     exact, stock = hf_models.in_float64(model, ids), hf_models.loss_and_grads(model, ids)
