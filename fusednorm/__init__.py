@@ -33,6 +33,7 @@ from .functional import (  # noqa: E402
     layer_norm_add,
     rms_norm_add,
 )
+from .invariance import batch_invariant  # noqa: E402
 from .margin import sm_margin  # noqa: E402
 from .modules import (  # noqa: E402
     AddLayerNorm,
@@ -64,6 +65,7 @@ __all__ = [
     "add_rms_norm",
     "affine_layer_norm",
     "affine_rms_norm",
+    "batch_invariant",
     "column_sum",
     "explain",
     "explain_column_sum",

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import has_torch_function
 
-from . import ops, reference, sharding
+from . import invariance, ops, reference, sharding
 from .forcing import asked_variants, force
 from .host import native, prepared, torch_compat
 from .host.kernel_devices import runs_kernels
@@ -39,6 +39,7 @@ from .host.torch_compat import (
     shown_to_profiler,
     tracing_state,
 )
+from .invariance import as_in_forward
 from .namespace import NAMESPACE, TORCH_OPS
 from .operands import (
     OPS,
@@ -104,6 +105,7 @@ class NodeInfo(NamedTuple):
     eps: float | None
     statistics_inside: bool  # whether mean and rstd stay inside the node, and are none of its outputs
     asked: tuple[str | None, ...]  # the variants that `force` asked for, the innermost last
+    invariant: bool  # whether its rows are batch-invariant
     by: Derivative
     settings: dict[str, Any]  # operands of a form's backward that are no tensors
 
@@ -129,9 +131,14 @@ class NodeInfo(NamedTuple):
         return dict(zip([each.name for each in outputs], grads, strict=True))
 
     def _backward(self, operands: BackwardOperands) -> Outputs:
-        if not torch.compiler.is_dynamo_compiling() and self.asked != asked_variants():
-            with force(self.asked[-1] if self.asked else None):  # the forward's `force`, not that of autograd's thread
-                return _backward(operands)
+        if not torch.compiler.is_dynamo_compiling():
+            # What was asked for of the forward, not of autograd's thread.
+            if self.asked != asked_variants():
+                with force(self.asked[-1] if self.asked else None), as_in_forward(self.invariant):
+                    return _backward(operands)
+            if self.invariant != invariance.switch.is_invariant():
+                with as_in_forward(self.invariant):
+                    return _backward(operands)
         if not (_is_seen() or torch.is_grad_enabled() or _is_intercepted()):
             grads, _ = prepared.run(operands)
             if grads is not None:
@@ -228,7 +235,8 @@ def _recorded(operands: Operands) -> Outputs:
 def _node_info(operands: Operands, *, statistics_inside: bool) -> NodeInfo:
     by, shape = derivative_of(operands.op), tuple(operands.normalized_shape)
     settings = _settings(operands, by) if by.has_form else {}
-    return NodeInfo(operands.op, shape, operands.eps, statistics_inside, asked_variants(), by, settings)
+    asked = asked_variants(), invariance.switch.is_invariant()
+    return NodeInfo(operands.op, shape, operands.eps, statistics_inside, *asked, by, settings)
 
 
 def _settings(operands: Operands, by: Derivative) -> dict[str, Any]:

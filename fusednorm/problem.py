@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import invariance
 from .forms import PLAIN
 from .operands import FORWARD, OPS, BackwardOperands, ForwardOperands, Operands, Output, Role, op_mask, wanted_outputs
 from .planner.norm_problem import ALIGNMENT, FLOAT_DTYPES, NormProblem, accumulation_dtype
@@ -155,7 +156,7 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
             return value
         if role is Role.ROWS:
             return _row_view_or_copy(value, batch_ndim, cols)
-        return value.reshape(-1) if role is Role.STATISTIC else value.contiguous()
+        return _statistic(value) if role is Role.STATISTIC else _packed(value)
 
     slots = list(enumerate(operands.slots, 1))[len(own.slots) :]
     outputs = list(zip(operands.outputs, wanted_outputs(operands), strict=True))[len(own.outputs) :]
@@ -216,8 +217,8 @@ def check_forward(operands: ForwardOperands) -> ForwardCall:
         problem,
         math.prod(batch_shape),
         view,
-        None if weight is None else weight.contiguous(),
-        None if bias is None else bias.contiguous(),
+        None if weight is None else _packed(weight),
+        None if bias is None else _packed(bias),
         float(resolve_eps(eps, problem.acc_dtype)),
         x.shape,
         stats_shape(batch_shape, normalized_shape),
@@ -243,7 +244,7 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
     added, outputs = _added(operands, batch_ndim, cols)
     views = _views((view, grad_view), added)
     wants_dx, wants_dw, wants_db = output_mask[:3]
-    residual = residual_grad.contiguous() if wants_dx and residual_grad is not None else None
+    residual = _packed(residual_grad) if wants_dx and residual_grad is not None else None
     problem = _problem(
         norm,
         "backward",
@@ -265,9 +266,9 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
         rstd.numel(),
         grad_view,
         view,
-        None if mean is None else mean.reshape(-1),
-        rstd.reshape(-1),
-        None if weight is None else weight.contiguous(),
+        None if mean is None else _statistic(mean),
+        _statistic(rstd),
+        None if weight is None else _packed(weight),
         residual,
         dx_dtype or x.dtype,
         x.shape,
@@ -387,9 +388,21 @@ def _require_float(op: str, name: str, tensor: Tensor, device: torch.device) -> 
 
 
 def _row_view_or_copy(tensor: Tensor, batch_ndim: int, cols: int) -> RowView:
-    if tensor.is_contiguous():
-        return RowView(tensor, 1, cols, 0)
+    if tensor.is_contiguous() or invariance.switch.is_invariant():
+        return RowView(_packed(tensor), 1, cols, 0)
     return row_view(tensor, batch_ndim) or RowView(tensor.contiguous(), 1, cols, 0)
+
+
+def _statistic(tensor: Tensor) -> Tensor:
+    return (_packed(tensor) if invariance.switch.is_invariant() else tensor).reshape(-1)
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of it that is contiguous; if rows are batch-invariant also aligned, because builds for
+    other addresses may add up a row in another order."""
+    packed = tensor.contiguous()
+    misaligned = invariance.switch.is_invariant() and packed.data_ptr() % ALIGNMENT
+    return packed.clone() if misaligned else packed
 
 
 # NormProblem(...) from a cache: a lookup is cheaper than building the value again.

@@ -25,7 +25,7 @@ META = torch.device("meta")  # the planner plans for meta tensors as on an H200
 def no_margin_is_left_behind():
     yield
     assert margin.sms == 0
-    margin._entries.clear()
+    sm_margin._entries.clear()
 
 
 def sms() -> int:
@@ -93,7 +93,7 @@ def test_blocks_that_threads_leave_in_any_order_leave_nothing_behind(steps):
         assert margin.sms == (open_blocks[-1][1] if open_blocks else 0)
     for block, _ in open_blocks:
         block.__exit__()
-    assert margin.sms == 0 and not margin._entries
+    assert margin.sms == 0 and not sm_margin._entries
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_what_is_no_count_is_refused_in_one_sentence(n, error, message):
     with pytest.raises(error) as raised:
         sm_margin(n)
     assert str(raised.value) == message
-    assert margin.sms == 0 and not margin._entries
+    assert margin.sms == 0 and not sm_margin._entries
 
 
 @pytest.mark.parametrize("n", [132, 1000])

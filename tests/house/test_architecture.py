@@ -16,23 +16,31 @@ PACKAGE, KERNELS = ROOT / "fusednorm", ROOT / "kernels"
 # A room is a folder of the package, or a file at its root. The order is from the public names down:
 MAY_IMPORT = {
     "__init__": {
-        *("autograd", "columns", "forcing", "functional", "integrations", "layers", "margin", "modules", "tools"),
+        *("autograd", "columns", "forcing", "functional", "integrations", "invariance", "layers", "margin", "modules"),
+        "tools",
     },
     "modules": {"forms", "functional", "host"},
     "layers": {"functional", "host"},
     "functional": {"autograd", "forms", "host", "planner", "problem"},
-    "autograd": {"forcing", "host", "namespace", "operands", "ops", "planner", "problem", "reference", "sharding"},
+    "autograd": {
+        *("forcing", "host", "invariance", "namespace", "operands", "ops", "planner", "problem", "reference"),
+        "sharding",
+    },
     "columns": {"host", "kernels", "namespace", "ops", "planner", "problem", "sharding"},
     "forms": set(),
     "operands": {"forms"},
     "sharding": {"namespace", "operands"},
     "namespace": set(),
     "ops": {"host", "namespace", "operands", "planner", "problem", "reference"},
-    "host": {"forcing", "kernels", "margin", "namespace", "operands", "planner", "problem", "reference"},
+    "host": {
+        *("forcing", "invariance", "kernels", "margin", "namespace", "operands", "planner", "problem", "reference"),
+    },
     "reference": {"forms", "operands", "planner", "problem"},
-    "problem": {"forms", "operands", "planner"},
+    "problem": {"forms", "invariance", "operands", "planner"},
     "forcing": {"planner"},
-    "margin": {"planner"},
+    "invariance": {"margin", "process_wide"},
+    "margin": {"planner", "process_wide"},
+    "process_wide": set(),
     "planner": {"forms"},
     # Rooms beside the path from a public function to a kernel:
     "integrations": {
@@ -51,7 +59,8 @@ MAY_IMPORT = {
         "reference",
     },
     "tools": {
-        *("__init__", "forcing", "forms", "host", "margin", "modules", "namespace", "operands", "planner", "problem"),
+        *("__init__", "forcing", "forms", "host", "invariance", "margin", "modules", "namespace", "operands", "planner"),
+        "problem",
     },
     "__main__": {"__init__", "tools"},
 }

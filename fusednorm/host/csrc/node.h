@@ -74,7 +74,7 @@ struct NormBackward : torch::autograd::Node {
   using Flags = c10::SmallVector<bool, 8>;
 
   NormBackward(const Given& given, bool y_alone)
-      : op(given.op), y_alone(y_alone), shape(given.shape), settings(given.settings) {}
+      : op(given.op), y_alone(y_alone), invariant(is_invariant()), shape(given.shape), settings(given.settings) {}
 
   std::string name() const override {
     return "NormBackward";
@@ -86,6 +86,7 @@ struct NormBackward : torch::autograd::Node {
 
   variable_list apply(variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
+    AsInForward as_in_forward(invariant);
     auto tensors = unpacked();
     Flags asked = wanted();
     if (!y_alone || !at::GradMode::is_enabled() || !grads[0].defined())
@@ -169,6 +170,7 @@ struct NormBackward : torch::autograd::Node {
   // `gradients` into the graph.
   void compiled_args(compiled::CompiledNodeArgs& args) const override {
     args.collect(op.number);
+    args.collect(invariant);
     args.collect(std::vector<int64_t>(shape.begin(), shape.end()));
     for (size_t at = 0; at < saved.size(); ++at) args.collect(saved[at], is_output(at));
   }
@@ -179,6 +181,7 @@ struct NormBackward : torch::autograd::Node {
     auto asked = wanted();
     compiled::PackedArgs packed;
     packed.pack(op.number);
+    packed.pack(invariant);
     packed.pack(std::vector<int64_t>(shape.begin(), shape.end()));
     packed.pack(tensors);
     packed.pack(std::vector<bool>(asked.begin(), asked.end()));
@@ -199,6 +202,7 @@ struct NormBackward : torch::autograd::Node {
   static variable_list in_graph(const variable_list& grads, const std::vector<c10::IValue>& arguments) {
     compiled::PackedArgs packed(arguments);
     const Op& op = *ops.at(packed.unpack<int64_t>());
+    AsInForward as_in_forward(packed.unpack<bool>());
     auto shape = packed.unpack<std::vector<int64_t>>();
     auto tensors = packed.unpack<variable_list>();
     auto wanted = packed.unpack<std::vector<bool>>();
@@ -226,7 +230,7 @@ struct NormBackward : torch::autograd::Node {
   }
 
   const Op& op;
-  bool y_alone;
+  bool y_alone, invariant;
   Shape shape;
   Given::Settings settings;
   c10::SmallVector<torch::autograd::SavedVariable, 5> saved;  // the tensors, and the outputs after y
