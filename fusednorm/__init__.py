@@ -33,8 +33,6 @@ from .functional import (  # noqa: E402
     layer_norm_add,
     rms_norm_add,
 )
-from .invariance import batch_invariant  # noqa: E402
-from .margin import sm_margin  # noqa: E402
 from .modules import (  # noqa: E402
     AddLayerNorm,
     AddRMSNorm,
@@ -45,6 +43,8 @@ from .modules import (  # noqa: E402
     RMSNorm,
     RMSNormAdd,
 )
+from .settings.invariance import batch_invariant  # noqa: E402
+from .settings.margin import sm_margin  # noqa: E402
 from .tools.explanation import explain  # noqa: E402
 from .tools.warm import warmup  # noqa: E402
 

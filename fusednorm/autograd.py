@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import has_torch_function
 
-from . import invariance, ops, reference, sharding
+from . import ops, reference, sharding
 from .forcing import asked_variants, force
 from .host import native, prepared, torch_compat
 from .host.kernel_devices import runs_kernels
@@ -39,7 +39,6 @@ from .host.torch_compat import (
     shown_to_profiler,
     tracing_state,
 )
-from .invariance import as_in_forward
 from .namespace import NAMESPACE, TORCH_OPS
 from .operands import (
     OPS,
@@ -62,6 +61,8 @@ from .operands import (
 from .operands import add as add_to_table
 from .planner.norm_problem import accumulation_dtype
 from .problem import validate
+from .settings import invariance
+from .settings.invariance import as_in_forward
 
 
 class LayerNormFunction:

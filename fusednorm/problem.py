@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import invariance
 from .forms import PLAIN
 from .operands import FORWARD, OPS, BackwardOperands, ForwardOperands, Operands, Output, Role, op_mask, wanted_outputs
 from .planner.norm_problem import ALIGNMENT, FLOAT_DTYPES, NormProblem, accumulation_dtype
+from .settings import invariance
 
 
 class RowView(NamedTuple):

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from .. import invariance
 from ..forcing import forced_variant
 from ..planner import canonical, heuristics
 from ..planner.canonical import Question
@@ -19,6 +18,7 @@ from ..planner.heuristics import Decision
 from ..planner.legality import MAX_RING_ROWS
 from ..planner.norm_problem import NormProblem
 from ..planner.plan import Plan
+from ..settings import invariance
 from .program import MOST_ROWS
 
 # Parts of the CUDA driver's messages for errors that no other kernel could avoid: the context is lost, memory is

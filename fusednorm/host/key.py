@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import margin
 from ..forcing import asked_variants
 from ..operands import Operands, Role, Slot
 from ..planner.norm_problem import ALIGNMENT
 from ..problem import row_view
+from ..settings import margin
 
 PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
 

@@ -17,7 +17,6 @@ import torch
 import triton
 from torch import Tensor
 
-from .. import invariance, margin
 from ..forcing import forced_variant
 from ..kernels import column_tiles, finalizer, multiwave, parameter_gradients, pipelined, warp_specialized
 from ..kernels.config import ColumnTile, Norm, PartialsTile, RingTile, Tile
@@ -42,6 +41,7 @@ from ..planner.plan import (
     threads_per_row,
 )
 from ..problem import BackwardCall, ForwardCall, RowView, require_memory
+from ..settings import invariance, margin
 from . import fallback, gpus, launcher, prepared, triton_compat
 from .fallback import BuildFailed, Choice
 from .gpus import current

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import forcing, invariance, margin
+from .. import forcing
 from ..namespace import NAMESPACE
 from ..operands import FORWARD, OPS, TRANSLATIONS, Op, Operands, Outputs, Role, Slot, operands_of
 from ..planner.plan import Grid
+from ..settings import invariance, margin
 from . import building, prepared, triton_compat
 from .key import Extent
 from .program import Address, Map, Number, Program

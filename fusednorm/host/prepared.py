@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import torch
 
-from .. import invariance, margin
 from ..operands import Operands, Outputs
 from ..problem import BackwardCall, ForwardCall
+from ..settings import invariance, margin
 from .key import fit, look
 from .program import Bound, Program
 

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import invariance, margin
 from ..forcing import forced_variant
 from ..forms import PLAIN, FormSpec
 from ..host import fallback, gpus
@@ -33,6 +32,7 @@ from ..planner.plan import (
     num_passes,
 )
 from ..problem import is_tma_aligned, row_view, validate
+from ..settings import invariance, margin
 from .warm import Wanted, form_named
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}

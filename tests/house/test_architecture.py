@@ -16,14 +16,14 @@ PACKAGE, KERNELS = ROOT / "fusednorm", ROOT / "kernels"
 # A room is a folder of the package, or a file at its root. The order is from the public names down:
 MAY_IMPORT = {
     "__init__": {
-        *("autograd", "columns", "forcing", "functional", "integrations", "invariance", "layers", "margin", "modules"),
+        *("autograd", "columns", "forcing", "functional", "integrations", "layers", "modules", "settings"),
         "tools",
     },
     "modules": {"forms", "functional", "host"},
     "layers": {"functional", "host"},
     "functional": {"autograd", "forms", "host", "planner", "problem"},
     "autograd": {
-        *("forcing", "host", "invariance", "namespace", "operands", "ops", "planner", "problem", "reference"),
+        *("forcing", "host", "namespace", "operands", "ops", "planner", "problem", "reference", "settings"),
         "sharding",
     },
     "columns": {"host", "kernels", "namespace", "ops", "planner", "problem", "sharding"},
@@ -33,14 +33,12 @@ MAY_IMPORT = {
     "namespace": set(),
     "ops": {"host", "namespace", "operands", "planner", "problem", "reference"},
     "host": {
-        *("forcing", "invariance", "kernels", "margin", "namespace", "operands", "planner", "problem", "reference"),
+        *("forcing", "kernels", "namespace", "operands", "planner", "problem", "reference", "settings"),
     },
     "reference": {"forms", "operands", "planner", "problem"},
-    "problem": {"forms", "invariance", "operands", "planner"},
+    "problem": {"forms", "operands", "planner", "settings"},
     "forcing": {"planner"},
-    "invariance": {"margin", "process_wide"},
-    "margin": {"planner", "process_wide"},
-    "process_wide": set(),
+    "settings": {"planner"},
     "planner": {"forms"},
     # Rooms beside the path from a public function to a kernel:
     "integrations": {
@@ -59,8 +57,7 @@ MAY_IMPORT = {
         "reference",
     },
     "tools": {
-        *("__init__", "forcing", "forms", "host", "invariance", "margin", "modules", "namespace", "operands", "planner"),
-        "problem",
+        *("__init__", "forcing", "forms", "host", "modules", "namespace", "operands", "planner", "problem", "settings"),
     },
     "__main__": {"__init__", "tools"},
 }

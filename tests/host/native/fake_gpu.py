@@ -19,11 +19,12 @@ import torch
 import triton
 from cases import BF16, FP16, FP32, FP64
 
-from fusednorm import margin, ops, reference
+from fusednorm import ops, reference
 from fusednorm.host import key, launcher, native, prepared, program, triton_compat
 from fusednorm.host.kernel_devices import kernels_on
 from fusednorm.planner.device import H200
 from fusednorm.problem import check_backward, check_forward
+from fusednorm.settings import invariance, margin
 from fusednorm.tools import compilation
 
 STREAM = 1  # the native handle that the C++ side gets for the stream of CPU tensors (Program::run in program.h)
@@ -456,7 +457,8 @@ def look(operands, first=None):
 
 def miss_of(operands) -> prepared.Miss | None:
     try:
-        return prepared.Miss(*key.look(operands), margin.sms)
+        invariant = invariance.switch.is_invariant()
+        return prepared.Miss(*key.look(operands, invariant), margin.sms, invariant)
     except (RuntimeError, TypeError, AttributeError):
         return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .planner.device import check_that_one_is_left
+from ..planner.device import check_that_one_is_left
 from .process_wide import Setting
 
 
