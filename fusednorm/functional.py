@@ -209,28 +209,33 @@ def rms_norm_add(
 
 
 def _of_sum(norm, x, residual, weight, bias, eps, residual_dtype, normalize_rounded, *more) -> tuple[Tensor, Tensor]:
-    settings = {"residual_dtype": residual_dtype, "rounds_sum": normalize_rounded}
-    return _of_form(f"{norm}_norm_fwd_of_sum", x, (residual,), weight, bias, eps, *more, **settings)
+    settings = normalize_rounded, residual_dtype
+    return _of_form(f"{norm}_norm_fwd_of_sum", x, (residual,), weight, bias, eps, *more, *settings)
 
 
-def _of_form(op, x, rows, weight, bias, eps, normalized_shape, weight_offset, rounding, **settings):
+def _of_form(op, x, rows, weight, bias, eps, normalized_shape, weight_offset, rounding, *settings):
+    if type(weight_offset) is not float or type(eps) is not float:
+        weight_offset = _checked_numbers(op, weight_offset, eps)
     if rounding not in ROUNDINGS:
         raise ValueError(f"{op}: rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")
+    if normalized_shape is None:
+        of = bias if weight is None else weight
+        normalized_shape = getattr(x, "shape", ())[-1:] if of is None else getattr(of, "shape", ())
+    rounds, y_dtype = rounding == "x_hat", None
+    if rounds:
+        tensors = (x, *rows[: op.endswith("plus_residual")], weight, bias)
+        y_dtype = functools.reduce(torch.promote_types, [each.dtype for each in tensors if each is not None])
+    given = (x, normalized_shape, *rows, weight, bias, eps, weight_offset, rounds, y_dtype, *settings)
+    return autograd.of_form(op, *given)
+
+
+def _checked_numbers(op, weight_offset, eps) -> float:
+    """weight_offset as a float. Raises TypeError if it or eps is no number."""
     numbers = {"weight_offset": weight_offset} | ({} if eps is None and op.startswith("rms") else {"eps": eps})
     for name, value in numbers.items():
         if not isinstance(value, (Real, Tensor, torch.SymFloat)):
             raise TypeError(f"{op}: {name} must be a number, got {value!r}")
-    if normalized_shape is None:
-        of = next((each for each in (weight, bias) if each is not None), None)
-        normalized_shape = getattr(x, "shape", ())[-1:] if of is None else getattr(of, "shape", ())
-    rounds = rounding == "x_hat"
-    if rounds:
-        tensors = (x, *rows[: op.endswith("plus_residual")], weight, bias)
-        dtypes = [each.dtype for each in tensors if each is not None]
-        settings["y_dtype"] = functools.reduce(torch.promote_types, dtypes)
-    arguments = (x, normalized_shape, *rows, weight, bias, eps)
-    settings |= {"weight_offset": float(weight_offset), "rounds_x_hat": rounds}
-    return autograd.of_form(op, arguments, settings)
+    return float(weight_offset)
 
 
 def _by_overrides(stock: Callable, *operands) -> Tensor:

@@ -286,12 +286,15 @@ class Derivative(NamedTuple):
     grads: tuple[str | None, ...]  # the operands that take the gradients of the outputs behind the statistics
     passed: tuple[int, ...]  # which of these outputs are the backward's x, so that their gradients are added to dx
     settings: tuple[str, ...]  # the form's operands that the backward has, too
-    has_form: bool  # whether it is the backward of forms
+    # The operands that give the dtype of a gradient, and the forward's tensors whose gradient it is: the widest of theirs,
+    # as autograd casts it to those of the others.
+    dtypes: tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @functools.cache
 def derivative_of(forward: str) -> Derivative:
-    of, backward = TRANSLATIONS[forward].type, TRANSLATIONS[TRANSLATIONS[forward].backward].type
+    of, op = TRANSLATIONS[forward].type, OPS[TRANSLATIONS[forward].backward]
+    backward = TRANSLATIONS[op.name].type
     slots = {slot.name: slot for slot in of.slots}
     names = [*of.tensor_names, *(output.operand or output.name for output in of.outputs[1:])]
     saved = {name: at for at, name in enumerate(names) if name in backward._fields}
@@ -307,7 +310,7 @@ def derivative_of(forward: str) -> Derivative:
         tuple(output.gradient for output in behind),
         tuple(at for at, output in enumerate(behind) if output.operand == "x"),
         tuple(slot.name for slot in of.slots if slot.role is Role.FORM and slot.name in backward._fields),
-        OPS[forward].backward is not None,
+        tuple((each.dtype, mask[outputs.index(each.name)]) for each in op.outputs if each.dtype and op.slot(each.dtype)),
     )
 
 
