@@ -43,7 +43,6 @@ from .namespace import NAMESPACE, TORCH_OPS
 from .operands import (
     OPS,
     OWN_OUTPUTS,
-    TRANSLATIONS,
     BackwardOperands,
     Derivative,
     ForwardOperands,
@@ -253,13 +252,13 @@ def _overload(operands: Operands) -> Callable[..., tuple]:
 
 def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
     """y of layer_norm_fwd, differentiable. The statistics are not written if no gradient needs them."""
-    y = native.y_of("layer_norm_fwd", x, normalized_shape, weight, bias, eps)
+    y = native.y_of("layer_norm_fwd", (x, normalized_shape, weight, bias, eps))
     return y_of("layer", x, normalized_shape, weight, bias, eps) if y is None else y
 
 
 def rms_norm(x, normalized_shape, weight=None, eps=None):
     """y of rms_norm_fwd, differentiable. The statistics are not written if no gradient needs them."""
-    y = native.y_of("rms_norm_fwd", x, normalized_shape, weight, eps)
+    y = native.y_of("rms_norm_fwd", (x, normalized_shape, weight, eps))
     return y_of("rms", x, normalized_shape, weight, None, eps) if y is None else y
 
 
@@ -277,12 +276,9 @@ def y_of(norm, x, normalized_shape, weight, bias, eps) -> Tensor:
     return call_op(_overload(operands) if traced else IMPLEMENTATIONS[operands.op], operands)[0]
 
 
-def of_form(name: str, *arguments: Any) -> Tensor | tuple[Tensor, ...]:
+def of_form(name: str, arguments: tuple) -> Tensor | tuple[Tensor, ...]:
     """What a form's forward op returns without the statistics, for all of its arguments by position: y, or y and what
     follows."""
-    outputs = native.y_of(name, *arguments)
-    if outputs is not None:
-        return outputs
     operands = operands_of(name, arguments, {})
     try:
         if not torch.compiler.is_dynamo_compiling() and tracing_state() is not None:  # sizes are tensors then

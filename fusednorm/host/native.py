@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from .. import forcing, margin
 from ..namespace import NAMESPACE
@@ -126,15 +125,15 @@ def _role(slot: Slot) -> str:
 
 def _connect(forward: Op, backward: Op) -> None:
     """Tell C++ how the autograd node of a forward calls its backward: derivative_of, with places in place of names."""
-    by, of = derivative_of(forward.name), TRANSLATIONS[forward.name].type
+    by, names = derivative_of(forward.name), TRANSLATIONS[forward.name].type.tensor_names
     tensors, inputs, settings = _tensors(forward), _tensors(backward), _settings(forward)
     outputs, grads = ([each.name for each in TRANSLATIONS[op.name].type.outputs] for op in (forward, backward))
-    names = [*of.tensor_names, *outputs[1:]]  # that by.sources counts
+    kept = {name: [*names, *outputs[1:]][at] for name, at in zip(by.saved, by.sources, strict=True)}
     there = {*tensors, *(each.name for each in forward.outputs)}
-    kept = {name: names[at] for name, at in zip(by.saved, by.sources, strict=True) if name in inputs and names[at] in there}
+    kept = {name: source for name, source in kept.items() if name in inputs and source in there}
     of_outputs = ["grad_out", None, None, *by.grads]  # the operands that take the gradients of the outputs
-    sources, gradients = [*kept, *of_outputs], dict(zip(of.tensor_names, by.gradients, strict=True))
-    dtypes = {"output_mask": []} | {name: [tensors.index(of.tensor_names[at]) for at in ats] for name, ats in by.dtypes}
+    sources, gradients = [*kept, *of_outputs], dict(zip(names, by.gradients, strict=True))
+    dtypes = {"output_mask": []} | {name: [tensors.index(names[at]) for at in ats] for name, ats in by.dtypes}
     extension.set_backward(
         forward=_numbers[forward.name],
         backward=_numbers[backward.name],
@@ -162,8 +161,9 @@ def _tensors(op: Op) -> list[str]:
     return [slot.name for slot in op.inputs if slot.role.is_tensor]
 
 
-def y_of(name: str, *arguments: Any) -> Tensor | None:
-    """y of a forward op, differentiable, for all of its arguments by position. None if Python must run the call."""
+def y_of(name: str, arguments: tuple) -> Any:
+    """What a forward op returns without the statistics, differentiable, for all of its arguments by position: y, or y
+    and what follows. None if Python must run the call."""
     if extension is None or torch.compiler.is_dynamo_compiling():
         return None
     return extension.y_of(_numbers[name], *arguments)
