@@ -3,8 +3,8 @@
     python -m bench.graphs --only residual_rms modulated_layer llama --seconds 300
 
 The cases are norms with what models write around them, and decoder layers of transformers' classes at their true
-widths (those of bench.zoo). A time is that of forward and backward with all gradients, as one CUDA graph with a cold L2.
-The gradients of both are compared with float64 (cases) or with each other (layers).
+widths (those of bench.zoo). A time is that of forward and backward with all gradients, as one CUDA graph with a cold
+L2. The gradients of both are compared with float64 (cases) or with each other (layers).
 One JSON line per case and way goes to graphs.jsonl, with the report of which norms became ours. Exit code 1 if a
 gradient of ours is worse, 2 without a CUDA GPU.
 """
