@@ -167,7 +167,7 @@ def test_a_backward_does_as_its_forward_did():
         with kernels_on("cpu"), pytest.MonkeyPatch.context() as patch:
             patch.setattr(fallback, "asked", watched)
             with batch_invariant(first):
-                y = fusednorm.functional.add_layer_norm(x, x.detach(), (256,))[0]
+                y = fusednorm.functional.add_layer_norm(x, x.detach(), normalized_shape=(256,))[0]
             with batch_invariant(then):
                 y.backward(torch.ones_like(y))
         assert {direction for direction, _ in seen} == {"forward", "backward"}
