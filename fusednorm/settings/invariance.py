@@ -16,9 +16,9 @@ class batch_invariant(Setting):  # noqa: N801  reads as a function: batch_invari
     The number of rows, a row's place among them, the other rows, strides, alignment, an sm_margin and the number of SMs
     change nothing. A tensor that is not contiguous, or does not start at a multiple of 16 bytes, is copied first.
     `with batch_invariant(): ...` ends with the block; of nested blocks the innermost applies. batch_invariant(False)
-    ends it. A backward does as its forward did, wherever it runs. A captured CUDA graph keeps what it was captured with;
-    a graph of torch.compile does as the setting says when it runs, and norms that Inductor compiles itself are not
-    covered. Calls that no kernel takes (float64 too wide for one, older GPUs) have the order of ATen's kernels.
+    ends it. A backward does as its forward did, wherever it runs. A captured CUDA graph keeps what it was captured
+    with. Under `enable_eager` a backward, and in a graph of torch.compile every call, does as the setting says when it
+    runs. Norms that Inductor compiles itself, and calls that no kernel of ours takes, have the order of others.
 
     dweight and dbias are sums over all rows: their order is fixed for a number of rows, a GPU and a margin, as always.
     Raises TypeError if on is no bool.
