@@ -267,7 +267,7 @@ def _ring_backward_registers(plan: RingPlan, problem: NormProblem, device: Devic
     need += plan.cluster * (plan.cluster > 1)  # shares of the row sums
     in_ring = not specialized and plan.rows_in_ring
     need += sum(2.0 + (not in_ring) * 0.4 * dtype.itemsize for dtype in problem.rows_in) * elements
-    need += columns * (not plan.weight_in_smem) * problem.reads_bias
+    need += problem.reads_bias * (0.75 * elements + columns * (not plan.weight_in_smem))
     if specialized and plan.cached:
         need += elements * (problem.x_dtype.itemsize + problem.grad_dtype.itemsize) / 8
         need += 2 * REGISTER_STEP * (not is_whole(plan, problem.cols))
