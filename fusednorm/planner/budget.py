@@ -266,7 +266,7 @@ def _ring_backward_registers(plan: RingPlan, problem: NormProblem, device: Devic
     need += (1.25 + 1.25 * _residual_registers(problem)) * elements + 2.5 * rows + 3.5 * plan.num_chunks
     need += plan.cluster * (plan.cluster > 1)  # shares of the row sums
     in_ring = not specialized and plan.rows_in_ring
-    need += sum(2.0 + (not in_ring) * 0.4 * dtype.itemsize for dtype in problem.rows_in) * elements
+    need += sum(3.0 + (not in_ring) * 0.4 * dtype.itemsize for dtype in problem.rows_in) * elements
     need += problem.reads_bias * (0.75 * elements + columns * (not plan.weight_in_smem))
     if specialized and plan.cached:
         need += elements * (problem.x_dtype.itemsize + problem.grad_dtype.itemsize) / 8
