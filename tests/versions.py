@@ -96,9 +96,9 @@ def some_problems() -> Iterator[NormProblem | Sums]:
         yield make_sum(norm, cols)
         yield make_sum(other, cols, residual="fp32", weight_offset=1.0, rounds_sum=False)
         yield make_sum(norm, cols, finish="add")
-    for turn, cols in enumerate((64, 128, 256, 1000, 1024, 4096, 8192)):
-        norm, direction = ("rms", "layer")[turn % 3 == 1], ("backward", "forward")[turn % 4 == 3]
-        yield make_gated(norm, cols, gate=("bf16", "fp32")[turn % 5 == 4], direction=direction)
+    for turn, cols in enumerate((128, 1000, 1024, 8192)):
+        norm, direction = ("rms", "layer")[turn == 1], ("backward", "forward")[turn == 2]
+        yield make_gated(norm, cols, gate=("bf16", "fp32")[turn == 3], direction=direction)
         yield make_gated(norm, cols, after=False)
     for turn, cols in enumerate((256, 1000, 2048, 4096, 8192, 16384)):
         problem = make_problem(("layer", "rms")[turn % 2], cols)
