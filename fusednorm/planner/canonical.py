@@ -23,8 +23,9 @@ def canonical(problem: NormProblem, device: DeviceSpec) -> Question:
     architecture. The tensors are packed: strides are no part of it."""
     known = next((each for each in KNOWN if each.arch == device.arch), device.leaving(0))
     if problem.direction == "backward":
+        gradients = {"stored": tuple(range(1 + len(problem.rows_in))), "rows_out": problem.rows_in}
         sums = {"wants_dw": problem.weight_dtype is not None, "wants_db": problem.bias_dtype is not None}
-        problem = replace(problem, **sums)
+        problem = replace(problem, **gradients, **sums)
     rows = max(1, min(MOST_ROWS, ELEMENTS // max(1, problem.cols)))
     return Question(problem, rows, replace(known, triton=device.triton))
 
