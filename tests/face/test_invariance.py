@@ -12,7 +12,7 @@ from cases import BF16, FP16, FP32, row_strided, unaligned
 from devices import planned_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning import make_problem, make_sum
+from planning import make_gated, make_problem, make_sum
 
 import fusednorm
 from fusednorm import batch_invariant
@@ -180,6 +180,9 @@ def test_a_backward_does_as_its_forward_did():
 
 
 def test_forms_are_covered():
-    problem = make_sum("rms", 1000)
+    gated = make_gated("rms", 1000)
+    without_that_of_the_gate = replace(gated, stored=(0,), rows_out=())
     with batch_invariant():
-        assert len({fallback.choose(problem, rows, H200).plan for rows in (1, 1000, 10**6)}) == 1
+        for problems in ([make_sum("rms", 1000)], [gated, without_that_of_the_gate]):
+            plans = {fallback.choose(each, rows, H200).plan for each in problems for rows in (1, 1000, 10**6)}
+            assert len(plans) == 1
