@@ -26,6 +26,8 @@ from .columns.explanation import explain_column_sum  # noqa: E402
 from .columns.ops import column_sum  # noqa: E402
 from .forcing import force  # noqa: E402
 from .functional import (  # noqa: E402
+    ada_layer_norm,
+    ada_rms_norm,
     add_layer_norm,
     add_rms_norm,
     affine_layer_norm,
@@ -35,6 +37,8 @@ from .functional import (  # noqa: E402
 )
 from .margin import sm_margin  # noqa: E402
 from .modules import (  # noqa: E402
+    AdaLayerNorm,
+    AdaRMSNorm,
     AddLayerNorm,
     AddRMSNorm,
     AffineLayerNorm,
@@ -50,6 +54,8 @@ from .tools.warm import warmup  # noqa: E402
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaLayerNorm",
+    "AdaRMSNorm",
     "AddLayerNorm",
     "AddRMSNorm",
     "AffineLayerNorm",
@@ -60,6 +66,8 @@ __all__ = [
     "RMSNorm",
     "RMSNormAdd",
     "RMSNormFunction",
+    "ada_layer_norm",
+    "ada_rms_norm",
     "add_layer_norm",
     "add_rms_norm",
     "affine_layer_norm",

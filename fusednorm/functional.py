@@ -28,6 +28,7 @@ from .forms import ROUNDINGS
 from .host import native, torch_compat
 from .host.kernel_devices import runs_kernels
 from .host.torch_compat import asks_function_modes, asks_subclasses
+from .operands import OPS
 from .planner.norm_problem import FLOAT_DTYPES
 
 
@@ -184,11 +185,17 @@ def layer_norm_add(
     normalized_shape: Sequence[int] | None = None,
     weight_offset: float = 0.0,
     rounding: str = "once",
+    gate: Tensor | None = None,
+    gate_activation: str | None = None,
 ) -> Tensor:
     """residual + LayerNorm of x: the norm behind a layer, added to the residual stream. The sum is rounded once, to the
-    promoted dtype of x and residual. Other arguments, dtypes and errors are those of affine_layer_norm."""
-    return _of_form("layer_norm_fwd_plus_residual", x, (residual,), weight, bias, eps,
-                    normalized_shape, weight_offset, rounding)  # fmt: skip
+    promoted dtype of x and residual.
+
+    gate makes it residual + gate * LayerNorm of x, with gate_activation="tanh" tanh(gate) for gate. Its shape is that of
+    ada_layer_norm's modulations; rounding may be "steps" then. Other arguments, dtypes and errors are those of
+    affine_layer_norm."""
+    return _behind("layer", x, residual, gate, gate_activation, weight, bias, eps,
+                   normalized_shape, weight_offset, rounding)  # fmt: skip
 
 
 def rms_norm_add(
@@ -201,11 +208,106 @@ def rms_norm_add(
     normalized_shape: Sequence[int] | None = None,
     weight_offset: float = 0.0,
     rounding: str = "once",
+    gate: Tensor | None = None,
+    gate_activation: str | None = None,
 ) -> Tensor:
-    """residual + RMSNorm of x, as in Gemma 2 to 4, OLMo 2 and GLM-4. Arguments as layer_norm_add's; eps None is the
-    machine epsilon of float32 (float64 for float64 x or residual)."""
-    return _of_form("rms_norm_fwd_plus_residual", x, (residual,), weight, bias, eps,
-                    normalized_shape, weight_offset, rounding)  # fmt: skip
+    """residual + RMSNorm of x, as in Gemma 2 to 4, OLMo 2 and GLM-4; with gate and gate_activation="tanh" as in Z-Image
+    and Lumina. Arguments as layer_norm_add's; eps None is the machine epsilon of float32 (float64 for float64 x or
+    residual)."""
+    return _behind("rms", x, residual, gate, gate_activation, weight, bias, eps,
+                   normalized_shape, weight_offset, rounding)  # fmt: skip
+
+
+def ada_layer_norm(
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    gate: Tensor | None = None,
+    index: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    residual_dtype: torch.dtype | None = None,
+    normalized_shape: Sequence[int] | None = None,
+    weight_offset: float = 0.0,
+    rounding: str = "once",
+    normalize_rounded: bool = True,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """y = LayerNorm(x) * (1 + scale) + shift: the norm of diffusion transformers (adaLN; Peebles, Xie, "Scalable
+    Diffusion Models with Transformers", 2023). With a residual (y, h): the norm is that of h = residual + gate * x, or
+    of residual + x without a gate, and h is the next residual.
+
+    scale, shift and gate are *modulations*, each of the first batch dims of x, whole or 1, and of normalized_shape. For
+    x of shape [B, S, C], [B, C] and [B, 1, C] are one row per sample, [B, S, C] is one per token. Slices of one
+    [B, 6, C] are read in place. With an index, a tensor of integers of x's batch shape, modulations are tables [R, C],
+    and row r of x has row index[r] of each: as fast as one row per token, because these rows are gathered first. Any
+    float dtypes; each gradient has its input's shape and dtype, and is the same in every run.
+
+    rounding "once" rounds y alone (and h), to x's dtype, as Wan does. "steps" rounds as code in x's dtype, such as
+    FLUX's and SD3's: the norm, 1 + scale, their product, gate * x, and the sums; y has the promoted dtype of h, scale
+    and shift. "x_hat" rounds as in affine_layer_norm. residual_dtype and normalize_rounded are those of add_layer_norm.
+    Raises RuntimeError as torch.ops.fusednorm.layer_norm_fwd_modulated does, and for a gate without a residual;
+    ValueError for another rounding.
+    """
+    return _ada("layer", x, residual, gate, scale, shift, index, weight, bias, eps, residual_dtype, normalize_rounded,
+                normalized_shape, weight_offset, rounding)  # fmt: skip
+
+
+def ada_rms_norm(
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    gate: Tensor | None = None,
+    index: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = None,
+    residual_dtype: torch.dtype | None = None,
+    normalized_shape: Sequence[int] | None = None,
+    weight_offset: float = 0.0,
+    rounding: str = "once",
+    normalize_rounded: bool = True,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """y = RMSNorm(x) * (1 + scale) + shift, as in LTX-2, and with a weight in Z-Image and Lumina. Arguments as
+    ada_layer_norm's; eps None is the machine epsilon of float32 (float64 for float64 x or residual)."""
+    return _ada("rms", x, residual, gate, scale, shift, index, weight, bias, eps, residual_dtype, normalize_rounded,
+                normalized_shape, weight_offset, rounding)  # fmt: skip
+
+
+def _ada(norm, x, residual, gate, scale, shift, index, weight, bias, eps, residual_dtype, normalize_rounded, *more):
+    if gate is not None and residual is None:
+        raise RuntimeError(f"{norm}_norm_fwd_modulated: a gate must have a residual, got none")
+    gate, scale, shift = (_rows_of(each, index, x) for each in (gate, scale, shift))
+    if residual is None:
+        return _of_form(f"{norm}_norm_fwd_modulated", x, (scale, shift), weight, bias, eps, *more)
+    of, gates = ("of_sum", ()) if gate is None else ("of_gated_sum", (gate,))
+    settings = {"residual_dtype": residual_dtype, "rounds_sum": normalize_rounded}
+    rows = residual, *gates, scale, shift
+    return _of_form(f"{norm}_norm_fwd_{of}_modulated", x, rows, weight, bias, eps, *more, **settings)
+
+
+def _rows_of(table: Tensor | None, index: Tensor | None, x: Tensor) -> Tensor | None:
+    """A table's row for each row of x. The gradient of F.embedding is deterministic: it sorts the index."""
+    if table is None or index is None:
+        return table
+    batch = x.shape[: x.dim() - table.dim() + 1]
+    if index.shape != batch or index.dtype not in (torch.int32, torch.int64):
+        got = f"{index.dtype} of shape {tuple(index.shape)}"
+        raise RuntimeError(f"ada_norm: index must have int32 or int64 of x's batch shape {tuple(batch)}, got {got}")
+    return F.embedding(index, table.flatten(1)).reshape(*batch, *table.shape[1:])
+
+
+def _behind(norm, x, residual, gate, gate_activation, weight, bias, eps, *more) -> Tensor:
+    if gate_activation not in (None, "tanh") or (gate is None and gate_activation):
+        raise ValueError(f"{norm}_norm_add: gate_activation must be None, or 'tanh' of a gate, got {gate_activation!r}")
+    if gate is None:
+        return _of_form(f"{norm}_norm_fwd_plus_residual", x, (residual,), weight, bias, eps, *more)
+    op, settings = f"{norm}_norm_fwd_modulated_plus_residual", {"modulate": gate_activation or "identity"}
+    return _of_form(op, x, (residual, gate), weight, bias, eps, *more, **settings)
 
 
 def _of_sum(norm, x, residual, weight, bias, eps, residual_dtype, normalize_rounded, *more) -> tuple[Tensor, Tensor]:
@@ -214,8 +316,10 @@ def _of_sum(norm, x, residual, weight, bias, eps, residual_dtype, normalize_roun
 
 
 def _of_form(op, x, rows, weight, bias, eps, normalized_shape, weight_offset, rounding, **settings):
-    if rounding not in ROUNDINGS:
-        raise ValueError(f"{op}: rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")
+    row = OPS[op]
+    known = [name for name, fields in ROUNDINGS.items() if all(row.slot(field) for field in fields)]
+    if rounding not in known:
+        raise ValueError(f"{op}: rounding must be one of {', '.join(known)}, got {rounding!r}")
     numbers = {"weight_offset": weight_offset} | ({} if eps is None and op.startswith("rms") else {"eps": eps})
     for name, value in numbers.items():
         if not isinstance(value, (Real, Tensor, torch.SymFloat)):
@@ -223,13 +327,16 @@ def _of_form(op, x, rows, weight, bias, eps, normalized_shape, weight_offset, ro
     if normalized_shape is None:
         of = next((each for each in (weight, bias) if each is not None), None)
         normalized_shape = getattr(x, "shape", ())[-1:] if of is None else getattr(of, "shape", ())
-    rounds = rounding == "x_hat"
-    if rounds:
-        tensors = (x, *rows[: op.endswith("plus_residual")], weight, bias)
-        dtypes = [each.dtype for each in tensors if each is not None]
-        settings["y_dtype"] = functools.reduce(torch.promote_types, dtypes)
     arguments = (x, normalized_shape, *rows, weight, bias, eps)
-    settings |= {"weight_offset": float(weight_offset), "rounds_x_hat": rounds}
+    if rounding != "once":  # y has the dtype that torch promotes its operands to
+        named = zip(row.arguments, arguments, strict=False)
+        given = {slot.name: each for slot, each in named if slot.role.is_tensor and each is not None}
+        of_sum = ("residual", "gate") if row.form.combine else ()
+        dtypes = [each.dtype for name, each in given.items() if name not in of_sum]
+        if row.form.combine and rounding == "steps":
+            dtypes.append(settings["residual_dtype"] or torch.promote_types(x.dtype, given["residual"].dtype))
+        settings["y_dtype"] = functools.reduce(torch.promote_types, dtypes)
+    settings |= {"weight_offset": float(weight_offset), **ROUNDINGS[rounding]}
     return autograd.of_form(op, arguments, settings)
 
 

@@ -89,10 +89,10 @@ class _FormNorm(torch.nn.Module):
         if self.bias is not None:
             torch.nn.init.zeros_(self.bias)
 
-    def _run(self, *rows: Tensor | None):
-        settings = {name: getattr(self, name) for name in self.settings}
+    def _run(self, *rows: Tensor | None, **more: Tensor | None):
+        settings = {name: getattr(self, name) for name in self.settings} | {"normalized_shape": self.normalized_shape}
         weight, bias = parameter(self, "weight"), parameter(self, "bias")
-        return type(self).function(*rows, weight, bias, normalized_shape=self.normalized_shape, **settings)
+        return type(self).function(*rows, weight=weight, bias=bias, **settings, **more)
 
     def extra_repr(self) -> str:
         settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.settings)
@@ -141,15 +141,57 @@ class AddLayerNorm(_OfLayerNorm, AddRMSNorm):
 
 
 class RMSNormAdd(_FormNorm):
-    """functional.rms_norm_add as a module, called with (x, residual): returns residual + RMSNorm of x."""
+    """functional.rms_norm_add as a module, called with (x, residual) or (x, residual, gate): returns residual + RMSNorm
+    of x, times the gate's activation."""
 
     function = functional.rms_norm_add
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        return self._run(x, residual)
+    def __init__(self, *args, gate_activation: str | None = None, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.gate_activation = gate_activation
+
+    def forward(self, x: Tensor, residual: Tensor, gate: Tensor | None = None) -> Tensor:
+        more = {} if gate is None else {"gate": gate, "gate_activation": self.gate_activation}
+        return self._run(x, residual, **more)
 
 
 class LayerNormAdd(_OfLayerNorm, RMSNormAdd):
-    """functional.layer_norm_add as a module, called with (x, residual): returns residual + LayerNorm of x."""
+    """functional.layer_norm_add as a module, called with (x, residual) or (x, residual, gate): returns residual +
+    LayerNorm of x, times the gate's activation."""
 
     function = functional.layer_norm_add
+
+
+class AdaRMSNorm(AddRMSNorm):
+    """functional.ada_rms_norm as a module, called with (x, scale, shift), a residual and a gate: returns y, or with a
+    residual (y, h). Without parameters by default."""
+
+    function = functional.ada_rms_norm
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = False,
+        *args,
+        **kwargs,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, *args, **kwargs)
+
+    def forward(
+        self,
+        x: Tensor,
+        scale: Tensor,
+        shift: Tensor | None = None,
+        residual: Tensor | None = None,
+        gate: Tensor | None = None,
+        index: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        return self._run(x, scale, shift, residual=residual, gate=gate, index=index)
+
+
+class AdaLayerNorm(_OfLayerNorm, AdaRMSNorm):
+    """functional.ada_layer_norm as a module, called with (x, scale, shift), a residual and a gate: returns y, or with a
+    residual (y, h). Without parameters by default, as in DiT, FLUX and Wan."""
+
+    function = functional.ada_layer_norm

@@ -78,7 +78,8 @@ def schema_of(op: Op) -> str:
     def argument(slot: Slot) -> str:
         kind = f"bool[{len(op.outputs)}]" if slot.role is Role.MASK else TYPES.get(slot.role, "Tensor")
         kind = type(slot.default).__name__ if slot.role is Role.FORM else kind
-        return f"{kind}{'?' * slot.optional} {slot.name}" + f"={op.default(slot)}" * slot.has_default
+        default = f'"{slot.default}"' if kind == "str" else op.default(slot)
+        return f"{kind}{'?' * slot.optional} {slot.name}" + f"={default}" * slot.has_default
 
     by_position, by_name = (
         [argument(slot) for slot in op.arguments if slot.role.is_by_name is named] for named in (False, True)
