@@ -191,8 +191,8 @@ def layer_norm_add(
     """residual + LayerNorm of x: the norm behind a layer, added to the residual stream. The sum is rounded once, to the
     promoted dtype of x and residual.
 
-    gate makes it residual + gate * LayerNorm of x, with gate_activation="tanh" tanh(gate) for gate. Its shape is that of
-    ada_layer_norm's modulations; rounding may be "steps" then. Other arguments, dtypes and errors are those of
+    gate makes it residual + gate * LayerNorm of x, with gate_activation="tanh" tanh(gate) for gate. Its shape is that
+    of ada_layer_norm's modulations; rounding may be "steps" then. Other arguments, dtypes and errors are those of
     affine_layer_norm."""
     return _behind("layer", x, residual, gate, gate_activation, weight, bias, eps,
                    normalized_shape, weight_offset, rounding)  # fmt: skip

@@ -165,26 +165,26 @@ NEW_RESIDUAL_ = Output(
     "new_residual", Role.ROWS, dtype="residual_dtype", gradient="residual_grad", promoted="residual", operand="x"
 )
 LAST_Y_ = FORM_Y_._replace(promoted="residual")
-FORMS = (  # (form, suffix, its operands behind normalized_shape, its settings, y, its outputs, its backward's suffix)
-    (PLAIN, "_affine", (), (), FORM_Y_, (), "_residual"),
-    (FormSpec(combine="add"), "_of_sum", (SUMMAND,), SUM_SETTINGS, FORM_Y_, (NEW_RESIDUAL_,), "_residual"),
-    (FormSpec(finish="add"), "_plus_residual", (ADDED_LAST,), (), LAST_Y_, (), "_residual"),
-    (ONE_PLUS, "_modulated", (SCALE, SHIFT), (ROUNDS_STEPS,), FORM_Y_, (), "_modulated"),
-    (ONE_PLUS._replace(combine="add"), "_of_sum_modulated", (SUMMAND._replace(optional=False), SCALE, SHIFT),
+STREAM = SUMMAND._replace(optional=False)
+FORMS = (  # (form, suffix, x and operands behind normalized_shape, settings, y, outputs, suffix of the backward)
+    (PLAIN, "_affine", (X,), (), FORM_Y_, (), "_residual"),
+    (FormSpec(combine="add"), "_of_sum", (X, SUMMAND), SUM_SETTINGS, FORM_Y_, (NEW_RESIDUAL_,), "_residual"),
+    (FormSpec(finish="add"), "_plus_residual", (X, ADDED_LAST), (), LAST_Y_, (), "_residual"),
+    (ONE_PLUS, "_modulated", (X, SCALE, SHIFT), (ROUNDS_STEPS,), FORM_Y_, (), "_modulated"),
+    (ONE_PLUS._replace(combine="add"), "_of_sum_modulated", (X, STREAM, SCALE, SHIFT), (*SUM_SETTINGS, ROUNDS_STEPS),
+     FORM_Y_, (NEW_RESIDUAL_,), "_modulated"),
+    (ONE_PLUS._replace(combine="add_gated"), "_of_gated_sum_modulated", (BRANCH, STREAM, GATE, SCALE, SHIFT),
      (*SUM_SETTINGS, ROUNDS_STEPS), FORM_Y_, (NEW_RESIDUAL_,), "_modulated"),
-    (ONE_PLUS._replace(combine="add_gated"), "_of_gated_sum_modulated",
-     (SUMMAND._replace(optional=False), GATE, SCALE, SHIFT), (*SUM_SETTINGS, ROUNDS_STEPS), FORM_Y_, (NEW_RESIDUAL_,),
-     "_modulated"),
-    (ONE_PLUS._replace(finish="add"), "_modulated_plus_residual", (ADDED_LAST, SCALE),
-     (MODULATE, ROUNDS_STEPS), LAST_Y_, (), "_modulated"),
+    (ONE_PLUS._replace(finish="add"), "_modulated_plus_residual", (X, ADDED_LAST, SCALE), (MODULATE, ROUNDS_STEPS),
+     LAST_Y_, (), "_modulated"),
 )  # fmt: skip
 FORM_OPS = tuple(
     Op(
-        norm, FORWARD, (BRANCH if GATE in operands else X, SHAPE, *operands, WEIGHT, BIAS, eps, *FORM_SETTINGS, *settings),
-        (y, *statistics, *outputs), suffix=suffix, form=form, backward=backward,
+        norm, FORWARD, (x, SHAPE, *operands, WEIGHT, BIAS, eps, *FORM_SETTINGS, *settings), (y, *statistics, *outputs),
+        suffix=suffix, form=form, backward=backward,
     )
     for norm, eps, statistics in (("layer", EPS, (MEAN_, RSTD_)), ("rms", DEFAULT_EPS, (RSTD_,)))
-    for form, suffix, operands, settings, y, outputs, backward in FORMS
+    for form, suffix, (x, *operands), settings, y, outputs, backward in FORMS
 )  # fmt: skip
 OPS: dict[str, Op] = {op.name: op for op in (*PLAIN_OPS, *MODULATED_OPS, *FORM_OPS)}
 

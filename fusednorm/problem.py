@@ -400,7 +400,9 @@ def _require_modulation(
     require_strided(op, name, tensor)
     lead = tensor.dim() - len(normalized_shape)
     fits = 0 <= lead <= len(batch_shape) and tensor.shape[lead:] == normalized_shape
-    if not fits or any(size != 1 and size != of_x for size, of_x in zip(tensor.shape[:lead], batch_shape, strict=False)):
+    if not fits or any(
+        size != 1 and size != of_x for size, of_x in zip(tensor.shape[:lead], batch_shape, strict=False)
+    ):
         wanted = ", ".join([*(f"{size} or 1" for size in batch_shape), *map(str, normalized_shape)])
         got = tuple(tensor.shape)
         raise RuntimeError(f"{op}: {name} must have shape ({wanted}), or the first of its batch dims, got {got}")

@@ -113,7 +113,7 @@ def _describe(op: Op) -> None:
 def _role(slot: Slot) -> str:
     """The name of its role in C++."""
     if slot.role is Role.FORM:
-        return "FLAG" if type(slot.default) is bool else "NUMBER"
+        return {bool: "FLAG", str: "NAME", float: "NUMBER"}[type(slot.default)]
     return "NUMBER" if slot.role is Role.EPS else slot.role.name
 
 
