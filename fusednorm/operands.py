@@ -175,8 +175,8 @@ FORMS = (  # (form, suffix, x and operands behind normalized_shape, settings, y,
      FORM_Y_, (NEW_RESIDUAL_,), "_modulated"),
     (ONE_PLUS._replace(combine="add_gated"), "_of_gated_sum_modulated", (BRANCH, STREAM, GATE, SCALE, SHIFT),
      (*SUM_SETTINGS, ROUNDS_STEPS), FORM_Y_, (NEW_RESIDUAL_,), "_modulated"),
-    (ONE_PLUS._replace(finish="add"), "_modulated_plus_residual", (X, ADDED_LAST, SCALE), (MODULATE, ROUNDS_STEPS),
-     LAST_Y_, (), "_modulated"),
+    (FormSpec(modulate="identity", finish="add"), "_modulated_plus_residual", (X, ADDED_LAST, SCALE),
+     (MODULATE._replace(default="identity"), ROUNDS_STEPS), LAST_Y_, (), "_modulated"),
 )  # fmt: skip
 FORM_OPS = tuple(
     Op(

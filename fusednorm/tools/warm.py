@@ -78,7 +78,8 @@ class Wanted(NamedTuple):
         layer, form = self.norm == "layer", forward.form
         stream = self.residual_dtype or self.dtype
         total = torch.promote_types(self.dtype, stream) if form.combine else self.dtype
-        backward, settings = self.direction == BACKWARD, dict(self.settings)
+        defaults = {slot.name: slot.default for slot in forward.inputs if slot.role is Role.FORM}
+        backward, settings = self.direction == BACKWARD, defaults | dict(self.settings)
         y = torch.promote_types(self.dtype, stream) if form.finish else self.dtype
         if settings.get("rounds_x_hat") and self.weight_dtype:
             y = settings["y_dtype"] = torch.promote_types(y, self.weight_dtype)
