@@ -42,6 +42,10 @@ def test_calls_of_tensors_give_tensors() -> None:
     assert_type(fusednorm.AddLayerNorm([8]).forward(x, x), tuple[Tensor, Tensor])
     assert_type(fusednorm.LayerNormAdd(8, rounding="x_hat").forward(x, x), Tensor)
     assert_type(fusednorm.RMSNormAdd(8, 1e-6).forward(x, x), Tensor)
+    both = fusednorm.ada_rms_norm(x, weight, residual=x, gate=weight), fusednorm.ada_layer_norm(x, weight, bias)
+    assert_type(both, tuple[Tensor | tuple[Tensor, Tensor], Tensor | tuple[Tensor, Tensor]])
+    assert_type(fusednorm.AdaRMSNorm(8).forward(x, weight), Tensor | tuple[Tensor, Tensor])
+    assert_type(fusednorm.AdaLayerNorm(8).forward(x, weight, bias), Tensor | tuple[Tensor, Tensor])
     stock: nn.LayerNorm | nn.RMSNorm = fusednorm.LayerNorm(8)
     stock = fusednorm.RMSNorm(8)
     assert stock.eps is None and y.shape == x.shape and mean.shape == rstd.shape
