@@ -61,5 +61,5 @@ class FormSpec(NamedTuple):
 
 PLAIN = FormSpec()
 CHOICES = {"modulate": MODULATE}  # the values of fields that operands set by name
-# The roundings by the names that callers know, and the fields that they set.
-ROUNDINGS = {"once": {}, "x_hat": {"rounds_x_hat": True}, "steps": {"rounds_steps": True}}
+ROUNDINGS = {"once": False, "x_hat": True}  # FormSpec.rounds_x_hat, as callers name it
+STEPS = "steps"  # FormSpec.rounds_steps, as callers of modulated norms name it

@@ -13,7 +13,6 @@ follow from those of the arguments, as F.rms_norm's do.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 
@@ -24,11 +23,10 @@ from torch.fx import Proxy
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_variadic
 
 from . import autograd
-from .forms import ROUNDINGS
+from .forms import ROUNDINGS, STEPS
 from .host import native, torch_compat
 from .host.kernel_devices import runs_kernels
 from .host.torch_compat import asks_function_modes, asks_subclasses
-from .operands import OPS
 from .planner.norm_problem import FLOAT_DTYPES
 
 
@@ -45,7 +43,7 @@ def layer_norm(
     tensor of input's shape and dtype (float32 under CUDA autocast). Raises RuntimeError as
     torch.ops.fusednorm.layer_norm_fwd does, and torch.nn.functional's TypeError for an argument of another type.
     """
-    y = native.y_of("layer_norm_fwd", input, normalized_shape, weight, bias, eps)
+    y = native.y_of("layer_norm_fwd", (input, normalized_shape, weight, bias, eps))
     if y is not None:
         return y
     if asks_function_modes() or (has_torch_function_variadic(input, weight, bias) and asks_subclasses()):
@@ -75,7 +73,7 @@ def rms_norm(
     memory format of a channels-last input. Raises RuntimeError as torch.ops.fusednorm.rms_norm_fwd does, and
     torch.nn.functional's TypeError for an argument of another type.
     """
-    y = native.y_of("rms_norm_fwd", input, normalized_shape, weight, eps)
+    y = native.y_of("rms_norm_fwd", (input, normalized_shape, weight, eps))
     if y is not None:
         return y
     if asks_function_modes() or (has_torch_function_variadic(input, weight) and asks_subclasses()):
@@ -112,7 +110,7 @@ def affine_layer_norm(
     weight and bias, as in most of transformers' RMSNorms. Any float dtypes; each gradient has its input's. Raises
     RuntimeError as torch.ops.fusednorm.layer_norm_fwd_affine does, and ValueError for another rounding.
     """
-    return _of_form("layer_norm_fwd_affine", x, (), weight, bias, eps, normalized_shape, weight_offset, rounding)
+    return of_form("layer_norm_fwd_affine", x, (), weight, bias, eps, normalized_shape, weight_offset, rounding)
 
 
 def affine_rms_norm(
@@ -128,7 +126,7 @@ def affine_rms_norm(
     """RMSNorm with another map of x_hat, y = x_hat * (weight_offset + weight) + bias. weight_offset=1.0 is the RMSNorm
     of Gemma 1 to 3 and Qwen3-Next, rounding="x_hat" that of Llama. Arguments as affine_layer_norm's; eps None is the
     machine epsilon of float32 (float64 for float64 x)."""
-    return _of_form("rms_norm_fwd_affine", x, (), weight, bias, eps, normalized_shape, weight_offset, rounding)
+    return of_form("rms_norm_fwd_affine", x, (), weight, bias, eps, normalized_shape, weight_offset, rounding)
 
 
 def add_layer_norm(
@@ -194,7 +192,7 @@ def layer_norm_add(
     gate makes it residual + gate * LayerNorm of x, with gate_activation="tanh" tanh(gate) for gate. Its shape is that
     of ada_layer_norm's modulations; rounding may be "steps" then. Other arguments, dtypes and errors are those of
     affine_layer_norm."""
-    return _behind("layer", x, residual, gate, gate_activation, weight, bias, eps,
+    return behind("layer", x, residual, gate, gate_activation, weight, bias, eps,
                    normalized_shape, weight_offset, rounding)  # fmt: skip
 
 
@@ -214,7 +212,7 @@ def rms_norm_add(
     """residual + RMSNorm of x, as in Gemma 2 to 4, OLMo 2 and GLM-4; with gate and gate_activation="tanh" as in Z-Image
     and Lumina. Arguments as layer_norm_add's; eps None is the machine epsilon of float32 (float64 for float64 x or
     residual)."""
-    return _behind("rms", x, residual, gate, gate_activation, weight, bias, eps,
+    return behind("rms", x, residual, gate, gate_activation, weight, bias, eps,
                    normalized_shape, weight_offset, rounding)  # fmt: skip
 
 
@@ -251,7 +249,7 @@ def ada_layer_norm(
     Raises RuntimeError as torch.ops.fusednorm.layer_norm_fwd_modulated does, and for a gate without a residual;
     ValueError for another rounding.
     """
-    return _ada("layer", x, residual, gate, scale, shift, index, weight, bias, eps, residual_dtype, normalize_rounded,
+    return ada("layer", x, residual, gate, scale, shift, index, weight, bias, eps, residual_dtype, normalize_rounded,
                 normalized_shape, weight_offset, rounding)  # fmt: skip
 
 
@@ -274,20 +272,25 @@ def ada_rms_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """y = RMSNorm(x) * (1 + scale) + shift, as in LTX-2, and with a weight in Z-Image and Lumina. Arguments as
     ada_layer_norm's; eps None is the machine epsilon of float32 (float64 for float64 x or residual)."""
-    return _ada("rms", x, residual, gate, scale, shift, index, weight, bias, eps, residual_dtype, normalize_rounded,
+    return ada("rms", x, residual, gate, scale, shift, index, weight, bias, eps, residual_dtype, normalize_rounded,
                 normalized_shape, weight_offset, rounding)  # fmt: skip
 
 
-def _ada(norm, x, residual, gate, scale, shift, index, weight, bias, eps, residual_dtype, normalize_rounded, *more):
-    if gate is not None and residual is None:
-        raise RuntimeError(f"{norm}_norm_fwd_modulated: a gate must have a residual, got none")
+def ada(
+    norm, x, residual, gate, scale, shift, index, weight, bias, eps, residual_dtype, normalize_rounded,
+    normalized_shape, weight_offset, rounding,
+):  # fmt: skip
+    """ada_layer_norm or ada_rms_norm of positional arguments."""
     gate, scale, shift = (_rows_of(each, index, x) for each in (gate, scale, shift))
-    if residual is None:
-        return _of_form(f"{norm}_norm_fwd_modulated", x, (scale, shift), weight, bias, eps, *more)
-    of, gates = ("of_sum", ()) if gate is None else ("of_gated_sum", (gate,))
-    settings = {"residual_dtype": residual_dtype, "rounds_sum": normalize_rounded}
-    rows = residual, *gates, scale, shift
-    return _of_form(f"{norm}_norm_fwd_{of}_modulated", x, rows, weight, bias, eps, *more, **settings)
+    of, rows, more = "", (), ()
+    if residual is not None:
+        of, rows, more = "_of_sum", (residual,), (normalize_rounded, residual_dtype)
+    if gate is not None:
+        of, rows = "_of_gated_sum", (*rows, gate)
+        if residual is None:
+            raise RuntimeError(f"{norm}_norm_fwd{of}_modulated: a gate must have a residual, got none")
+    return _modulated(f"{norm}_norm_fwd{of}_modulated", x, (*rows, scale, shift), weight, bias, eps,
+                      normalized_shape, weight_offset, rounding, more)  # fmt: skip
 
 
 def _rows_of(table: Tensor | None, index: Tensor | None, x: Tensor) -> Tensor | None:
@@ -301,43 +304,49 @@ def _rows_of(table: Tensor | None, index: Tensor | None, x: Tensor) -> Tensor | 
     return F.embedding(index, table.flatten(1)).reshape(*batch, *table.shape[1:])
 
 
-def _behind(norm, x, residual, gate, gate_activation, weight, bias, eps, *more) -> Tensor:
+def behind(
+    norm, x, residual, gate, gate_activation, weight, bias, eps, normalized_shape, weight_offset, rounding
+) -> Tensor:
+    """layer_norm_add or rms_norm_add of positional arguments."""
     if gate_activation not in (None, "tanh") or (gate is None and gate_activation):
         raise ValueError(f"{norm}_norm_add: gate_activation must be None, or 'tanh' of a gate, got {gate_activation!r}")
+    last = normalized_shape, weight_offset, rounding
     if gate is None:
-        return _of_form(f"{norm}_norm_fwd_plus_residual", x, (residual,), weight, bias, eps, *more)
-    op, settings = f"{norm}_norm_fwd_modulated_plus_residual", {"modulate": gate_activation or "identity"}
-    return _of_form(op, x, (residual, gate), weight, bias, eps, *more, **settings)
+        return of_form(f"{norm}_norm_fwd_plus_residual", x, (residual,), weight, bias, eps, *last)
+    op, more = f"{norm}_norm_fwd_modulated_plus_residual", (gate_activation or "identity",)
+    return _modulated(op, x, (residual, gate), weight, bias, eps, *last, more)
+
+
+def _modulated(op, x, rows, weight, bias, eps, normalized_shape, weight_offset, rounding, more):
+    if rounding not in (*ROUNDINGS, STEPS):
+        raise ValueError(f"{op}: rounding must be one of {', '.join((*ROUNDINGS, STEPS))}, got {rounding!r}")
+    steps = rounding == STEPS
+    of_x_hat = "once" if steps else rounding
+    return of_form(op, x, rows, weight, bias, eps, normalized_shape, weight_offset, of_x_hat, (*more, steps))
 
 
 def _of_sum(norm, x, residual, weight, bias, eps, residual_dtype, normalize_rounded, *more) -> tuple[Tensor, Tensor]:
-    settings = {"residual_dtype": residual_dtype, "rounds_sum": normalize_rounded}
-    return _of_form(f"{norm}_norm_fwd_of_sum", x, (residual,), weight, bias, eps, *more, **settings)
+    settings = normalize_rounded, residual_dtype
+    return of_form(f"{norm}_norm_fwd_of_sum", x, (residual,), weight, bias, eps, *more, settings)
 
 
-def _of_form(op, x, rows, weight, bias, eps, normalized_shape, weight_offset, rounding, **settings):
-    row = OPS[op]
-    known = [name for name, fields in ROUNDINGS.items() if all(row.slot(field) for field in fields)]
-    if rounding not in known:
-        raise ValueError(f"{op}: rounding must be one of {', '.join(known)}, got {rounding!r}")
+def of_form(op, x, rows, weight, bias, eps, normalized_shape, weight_offset, rounding, more=()):
+    """What the op of a form returns without the statistics. more: the op's last settings."""
+    if normalized_shape is None:
+        of = bias if weight is None else weight
+        normalized_shape = getattr(x, "shape", ())[-1:] if of is None else getattr(of, "shape", ())
+    given = (x, normalized_shape, *rows, weight, bias, eps, weight_offset, ROUNDINGS.get(rounding), None, *more)
+    outputs = native.y_of(op, given)
+    if outputs is not None:
+        return outputs
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"{op}: rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")
     numbers = {"weight_offset": weight_offset} | ({} if eps is None and op.startswith("rms") else {"eps": eps})
     for name, value in numbers.items():
         if not isinstance(value, (Real, Tensor, torch.SymFloat)):
             raise TypeError(f"{op}: {name} must be a number, got {value!r}")
-    if normalized_shape is None:
-        of = next((each for each in (weight, bias) if each is not None), None)
-        normalized_shape = getattr(x, "shape", ())[-1:] if of is None else getattr(of, "shape", ())
-    arguments = (x, normalized_shape, *rows, weight, bias, eps)
-    if rounding != "once":  # y has the dtype that torch promotes its operands to
-        named = zip(row.arguments, arguments, strict=False)
-        given = {slot.name: each for slot, each in named if slot.role.is_tensor and each is not None}
-        of_sum = ("residual", "gate") if row.form.combine else ()
-        dtypes = [each.dtype for name, each in given.items() if name not in of_sum]
-        if row.form.combine and rounding == "steps":
-            dtypes.append(settings["residual_dtype"] or torch.promote_types(x.dtype, given["residual"].dtype))
-        settings["y_dtype"] = functools.reduce(torch.promote_types, dtypes)
-    settings |= {"weight_offset": float(weight_offset), **ROUNDINGS[rounding]}
-    return autograd.of_form(op, arguments, settings)
+    at = 5 + len(rows)
+    return autograd.of_form(op, (*given[:at], float(weight_offset), *given[at + 1 :]))
 
 
 def _by_overrides(stock: Callable, *operands) -> Tensor:

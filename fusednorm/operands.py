@@ -72,7 +72,8 @@ class Output(NamedTuple):
     like: str = "x"  # the operand that it has the dtype of, and without which it is None
     dtype: str | None = None  # the operand that may give another dtype
     gradient: str | None = None  # the backward's operand that takes its gradient; y's is grad_out
-    promoted: str | None = None  # the operand whose dtype is promoted with that of `like`
+    promoted: tuple[str, ...] = ()  # the operands whose dtypes are promoted with that of `like`
+    promoted_if_rounded: tuple[str, ...] = ()  # these, too, and outputs, if the form rounds between its steps
     operand: str | None = None  # the backward's operand that it is, if that has another name
 
 
@@ -98,7 +99,7 @@ class Op(NamedTuple):
     def arguments(self) -> list[Slot]:
         return [slot for slot in self.inputs if slot.role is not Role.FLAG]
 
-    def slot(self, name: str) -> Slot | None:
+    def slot(self, name: str | None) -> Slot | None:
         return next((slot for slot in self.inputs if slot.name == name), None)
 
     def default(self, slot: Slot) -> Any:
@@ -160,23 +161,27 @@ FORM_SETTINGS = WANTS_STATISTICS, WEIGHT_OFFSET, ROUNDS_X_HAT, Y_DTYPE
 SUM_SETTINGS = ROUNDS_SUM, RESIDUAL_DTYPE
 SUMMAND = Slot("residual", Role.ROWS, optional=True, gradient="dx")
 ADDED_LAST = Slot("residual", Role.ROWS, gradient="grad_out")
-FORM_Y_ = Y_._replace(dtype="y_dtype")
+FORM_Y_ = Y_._replace(dtype="y_dtype", promoted_if_rounded=("weight", "bias"))
 NEW_RESIDUAL_ = Output(
-    "new_residual", Role.ROWS, dtype="residual_dtype", gradient="residual_grad", promoted="residual", operand="x"
+    "new_residual", Role.ROWS, dtype="residual_dtype", gradient="residual_grad", promoted=("residual",), operand="x"
 )
-LAST_Y_ = FORM_Y_._replace(promoted="residual")
+LAST_Y_ = FORM_Y_._replace(promoted=("residual",))
+MODULATED_Y_, OF_SUM_Y_, MODULATED_LAST_Y_ = (
+    y._replace(promoted_if_rounded=("weight", "bias", "scale", *more))
+    for y, more in ((FORM_Y_, ("shift",)), (FORM_Y_, ("shift", "new_residual")), (LAST_Y_, ()))
+)
 STREAM = SUMMAND._replace(optional=False)
 FORMS = (  # (form, suffix, x and operands behind normalized_shape, settings, y, outputs, suffix of the backward)
     (PLAIN, "_affine", (X,), (), FORM_Y_, (), "_residual"),
     (FormSpec(combine="add"), "_of_sum", (X, SUMMAND), SUM_SETTINGS, FORM_Y_, (NEW_RESIDUAL_,), "_residual"),
     (FormSpec(finish="add"), "_plus_residual", (X, ADDED_LAST), (), LAST_Y_, (), "_residual"),
-    (ONE_PLUS, "_modulated", (X, SCALE, SHIFT), (ROUNDS_STEPS,), FORM_Y_, (), "_modulated"),
+    (ONE_PLUS, "_modulated", (X, SCALE, SHIFT), (ROUNDS_STEPS,), MODULATED_Y_, (), "_modulated"),
     (ONE_PLUS._replace(combine="add"), "_of_sum_modulated", (X, STREAM, SCALE, SHIFT), (*SUM_SETTINGS, ROUNDS_STEPS),
-     FORM_Y_, (NEW_RESIDUAL_,), "_modulated"),
+     OF_SUM_Y_, (NEW_RESIDUAL_,), "_modulated"),
     (ONE_PLUS._replace(combine="add_gated"), "_of_gated_sum_modulated", (BRANCH, STREAM, GATE, SCALE, SHIFT),
-     (*SUM_SETTINGS, ROUNDS_STEPS), FORM_Y_, (NEW_RESIDUAL_,), "_modulated"),
+     (*SUM_SETTINGS, ROUNDS_STEPS), OF_SUM_Y_, (NEW_RESIDUAL_,), "_modulated"),
     (FormSpec(modulate="identity", finish="add"), "_modulated_plus_residual", (X, ADDED_LAST, SCALE),
-     (MODULATE._replace(default="identity"), ROUNDS_STEPS), LAST_Y_, (), "_modulated"),
+     (MODULATE._replace(default="identity"), ROUNDS_STEPS), MODULATED_LAST_Y_, (), "_modulated"),
 )  # fmt: skip
 FORM_OPS = tuple(
     Op(
@@ -317,12 +322,15 @@ class Derivative(NamedTuple):
     grads: tuple[str | None, ...]  # the operands that take the gradients of the outputs behind the statistics
     passed: tuple[int, ...]  # which of these outputs are the backward's x, so that their gradients are added to dx
     settings: tuple[str, ...]  # the form's operands that the backward has, too
-    has_form: bool  # whether it is the backward of forms
+    # The operands that give the dtype of a gradient, and the forward's tensors whose gradient it is. It has the widest
+    # dtype of these, and autograd casts it to those of the others.
+    dtypes: tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @functools.cache
 def derivative_of(forward: str) -> Derivative:
-    of, backward = TRANSLATIONS[forward].type, TRANSLATIONS[TRANSLATIONS[forward].backward].type
+    of, op = TRANSLATIONS[forward].type, OPS[TRANSLATIONS[forward].backward]
+    backward = TRANSLATIONS[op.name].type
     slots = {slot.name: slot for slot in of.slots}
     names = [slots[name].operand or name for name in of.tensor_names]
     names += [output.operand or output.name for output in of.outputs[1:]]
@@ -339,7 +347,7 @@ def derivative_of(forward: str) -> Derivative:
         tuple(output.gradient for output in behind),
         tuple(at for at, output in enumerate(behind) if output.operand == "x"),
         tuple(slot.name for slot in of.slots if slot.role is Role.FORM and slot.name in backward._fields),
-        OPS[forward].backward is not None,
+        tuple((each.dtype, mask[outputs.index(each.name)]) for each in op.outputs if op.slot(each.dtype)),
     )
 
 

@@ -16,7 +16,18 @@ import torch
 from torch import Tensor
 
 from .forms import CHOICES, PLAIN
-from .operands import FORWARD, OPS, BackwardOperands, ForwardOperands, Operands, Output, Role, op_mask, wanted_outputs
+from .operands import (
+    FORWARD,
+    OPS,
+    OWN_OUTPUTS,
+    BackwardOperands,
+    ForwardOperands,
+    Operands,
+    Output,
+    Role,
+    op_mask,
+    wanted_outputs,
+)
 from .planner.norm_problem import ALIGNMENT, FLOAT_DTYPES, NormProblem, accumulation_dtype
 
 
@@ -183,8 +194,14 @@ def output_dtype(operands: Operands, output: Output) -> torch.dtype:
     asked = output.dtype and getattr(operands, output.dtype)
     if asked:
         return asked
-    own, other = getattr(operands, output.like).dtype, output.promoted and getattr(operands, output.promoted)
-    return own if other is None else torch.promote_types(own, other.dtype)
+    dtype, promoted = getattr(operands, output.like).dtype, output.promoted
+    if output.promoted_if_rounded and (operands.rounds_x_hat or getattr(operands, "rounds_steps", False)):
+        promoted += output.promoted_if_rounded
+    for name in promoted:
+        of_output = next((each for each in operands.outputs[OWN_OUTPUTS:] if each.name == name), None)
+        other = output_dtype(operands, of_output) if of_output else getattr(getattr(operands, name), "dtype", dtype)
+        dtype = torch.promote_types(dtype, other)
+    return dtype
 
 
 def resolve_eps(eps: float | None, *dtypes: torch.dtype) -> float:

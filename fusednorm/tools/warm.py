@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..forcing import forced_variant
-from ..forms import ROUNDINGS
+from ..forms import ROUNDINGS, STEPS
 from ..host import fallback, gpus
 from ..host.program import Program
 from ..operands import BACKWARD, FORMS, FORWARD, OPS, Op, Role, operands_of
@@ -81,8 +81,8 @@ class Wanted(NamedTuple):
         defaults = {slot.name: slot.default for slot in forward.inputs if slot.role is Role.FORM}
         backward, settings = self.direction == BACKWARD, defaults | dict(self.settings)
         y = torch.promote_types(self.dtype, stream) if form.finish else self.dtype
-        if settings.get("rounds_x_hat") and self.weight_dtype:
-            y = settings["y_dtype"] = torch.promote_types(y, self.weight_dtype)
+        if (settings.get("rounds_x_hat") or settings.get("rounds_steps")) and self.weight_dtype:
+            y = torch.promote_types(y, self.weight_dtype)
         dtypes = {
             "x": total if backward else self.dtype,
             "grad_out": y,
@@ -194,17 +194,20 @@ def warmup(
 
 def form_named(asker: str, form: str, weight_offset: float, rounding: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
     """(Wanted.form, Wanted.settings). Raises ValueError for a form or a rounding that there is not."""
-    if rounding not in ROUNDINGS:
-        raise ValueError(f"{asker}: rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")
     named = {suffix[1:]: suffix for _, suffix, *_ in FORMS} | {"": ""}
+    steps = {"rounds_steps": rounding == STEPS} if form in named and _has_steps(named[form]) else {}
+    roundings = (*ROUNDINGS, STEPS) if steps else tuple(ROUNDINGS)
+    if rounding not in roundings:
+        raise ValueError(f"{asker}: rounding must be one of {', '.join(roundings)}, got {rounding!r}")
     if form not in named or (form == "" and (weight_offset or rounding != "once")):
         wanted = ", ".join(filter(None, named))
         raise ValueError(f"{asker}: form must be one of {wanted}, got {form!r}")
-    fields = {"rounds_x_hat": False} | ROUNDINGS[rounding]
-    unknown = [field for field in fields if form and not OPS[f"rms_norm_fwd{named[form]}"].slot(field)]
-    if unknown:
-        raise ValueError(f"{asker}: rounding must be once or x_hat for the form {form}, got {rounding!r}")
-    return named[form], tuple({"weight_offset": float(weight_offset), **fields}.items())
+    settings = {"weight_offset": float(weight_offset), "rounds_x_hat": ROUNDINGS.get(rounding, False)} | steps
+    return named[form], tuple(settings.items())
+
+
+def _has_steps(suffix: str) -> bool:
+    return bool(suffix) and OPS[f"rms_norm_fwd{suffix}"].slot("rounds_steps") is not None
 
 
 def _check_names(norm: str, directions: Sequence[str]) -> None:
