@@ -91,14 +91,10 @@ class _FormNorm(torch.nn.Module):
             torch.nn.init.zeros_(self.bias)
 
     def _run(self, x: Tensor, rows: tuple[Tensor | None, ...] = (), more: tuple = ()):
-        return functional.of_form(self.op, x, rows, *self._parameters_and_eps(), *self._last(), more)
-
-    def _parameters_and_eps(self) -> tuple[Tensor | None, Tensor | None, float | None]:
-        return parameter(self, "weight"), parameter(self, "bias"), self.eps
-
-    def _last(self) -> tuple[tuple[int, ...], float, str]:
-        """The last arguments of `functional.of_form`, but one."""
-        return self.normalized_shape, self.weight_offset, self.rounding
+        weight, bias, shape = parameter(self, "weight"), parameter(self, "bias"), self.normalized_shape
+        return functional.of_form(
+            self.op, x, rows, weight, bias, self.eps, shape, self.weight_offset, self.rounding, more
+        )
 
     def extra_repr(self) -> str:
         settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.shown)
@@ -150,22 +146,26 @@ class RMSNormAdd(_FormNorm):
     """functional.rms_norm_add as a module, called with (x, residual) or (x, residual, gate): returns residual + RMSNorm
     of x, times the gate or its gate_activation."""
 
-    norm, roundings = "rms", (*ROUNDINGS, STEPS)  # the last with a gate
+    norm, op = "rms", "rms_norm_fwd_plus_residual"
+    roundings = *ROUNDINGS, STEPS  # the last with a gate
 
     def __init__(self, *args, gate_activation: str | None = None, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.gate_activation = gate_activation
 
     def forward(self, x: Tensor, residual: Tensor, gate: Tensor | None = None) -> Tensor:
-        activation = None if gate is None else self.gate_activation
-        return functional.behind(self.norm, x, residual, gate, activation, *self._parameters_and_eps(), *self._last())
+        if gate is None:
+            return self._run(x, (residual,))
+        rows, weight, bias = (residual, gate, self.gate_activation), parameter(self, "weight"), parameter(self, "bias")
+        last = self.normalized_shape, self.weight_offset, self.rounding
+        return functional.behind(self.norm, x, *rows, weight, bias, self.eps, *last)
 
 
 class LayerNormAdd(_OfLayerNorm, RMSNormAdd):
     """functional.layer_norm_add as a module, called with (x, residual) or (x, residual, gate): returns residual +
     LayerNorm of x, times the gate or its gate_activation."""
 
-    norm = "layer"
+    norm, op = "layer", "layer_norm_fwd_plus_residual"
 
 
 class AdaRMSNorm(AddRMSNorm):
@@ -194,9 +194,10 @@ class AdaRMSNorm(AddRMSNorm):
         gate: Tensor | None = None,
         index: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
+        rows, weight, bias = (residual, gate, scale, shift, index), parameter(self, "weight"), parameter(self, "bias")
+        last = self.normalized_shape, self.weight_offset, self.rounding
         of_sum = self.residual_dtype, self.normalize_rounded
-        rows = residual, gate, scale, shift, index
-        return functional.ada(self.norm, x, *rows, *self._parameters_and_eps(), *of_sum, *self._last())
+        return functional.ada(self.norm, x, *rows, weight, bias, self.eps, *of_sum, *last)
 
 
 class AdaLayerNorm(_OfLayerNorm, AdaRMSNorm):
