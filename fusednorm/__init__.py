@@ -33,6 +33,8 @@ from .functional import (  # noqa: E402
     layer_norm_add,
     rms_norm_add,
 )
+from .heads.functional import qk_norm, qk_norm_packed  # noqa: E402
+from .heads.modules import QKNorm  # noqa: E402
 from .margin import sm_margin  # noqa: E402
 from .modules import (  # noqa: E402
     AddLayerNorm,
@@ -57,6 +59,7 @@ __all__ = [
     "LayerNorm",
     "LayerNormAdd",
     "LayerNormFunction",
+    "QKNorm",
     "RMSNorm",
     "RMSNormAdd",
     "RMSNormFunction",
@@ -71,6 +74,8 @@ __all__ = [
     "functional",
     "layer_norm_add",
     "layers",
+    "qk_norm",
+    "qk_norm_packed",
     "rms_norm_add",
     "sm_margin",
     "warmup",
