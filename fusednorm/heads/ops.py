@@ -29,8 +29,10 @@ Errors
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -38,6 +40,7 @@ from torch.autograd import Function
 
 from .. import sharding
 from ..host import torch_compat
+from ..host.kernel_devices import runs_kernels
 from ..host.torch_compat import forward_ad, is_transforming
 from ..namespace import NAMESPACE, TORCH_OPS
 from ..ops import ELSEWHERE, LIBRARY
@@ -82,6 +85,22 @@ class Call:
         validate(self.op, heads, grads, self.mask)
         return self
 
+    def launched(self) -> list[Tensor] | None:
+        """The outputs by kernels of this package; None if these do not take the call."""
+        if self.grads is None:
+            return _launch().forward(self.heads)
+        if self.packed is None:
+            return _launch().backward(self.heads, self.grads, self.mask)
+        if not self.mask[0]:
+            return _launch().backward(self.heads, self.grads[:2], self.mask)
+        dx = torch.empty(self.packed.shape, dtype=self.packed.dtype, device=self.packed.device)
+        *both, dv = self.packing.split(dx)
+        found = _launch().backward(self.heads, self.grads[:2], self.mask, both)
+        if found is None:
+            return None
+        dv.copy_(self.grads[2])
+        return [dx, *found[2:]]
+
     def formula(self) -> list[Tensor]:
         if self.grads is None:
             return forward_formula(self.heads)
@@ -104,9 +123,19 @@ class Call:
         return [*(self.grads or ()), *([self.packed] if self.packed is not None else []), *self.heads.tensors]
 
 
+@functools.cache
+def _launch() -> ModuleType:
+    from . import launch  # imports Triton, which a process without CUDA tensors need not have
+
+    return launch
+
+
 def _below(op: str, *arguments, **named) -> list[Tensor]:
     """An op on CPU and CUDA."""
     given = Call(op, arguments, named).check()
+    outputs = given.launched() if runs_kernels(given.heads.inputs[0]) else None
+    if outputs is not None:
+        return outputs
     with torch.no_grad():
         return given.formula()
 

@@ -1,0 +1,256 @@
+"""Norms of heads on the GPU: from operands to outputs, by one launch, or by two where sums over rows are wanted."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ..forms import FormSpec
+from ..host import fallback, gpus, launcher, prepared
+from ..host.fallback import BuildFailed
+from ..host.gpus import current
+from ..host.launch import partials_tile
+from ..host.launcher import Launch
+from ..host.program import Address, OnTensors, Part, Program, Workspace
+from ..kernels import finalizer, narrow
+from ..kernels.config import Norm, PartsTile
+from ..kernels.rowmath import TURN, form_of
+from ..planner.device import DeviceSpec
+from ..planner.norm_problem import ALIGNMENT
+from ..problem import require_memory, resolve_eps
+from . import plan as head_plan
+from .plan import AtenNorm, HeadPlan
+from .problem import HeadProblem, Heads, Rows, rows_of, with_levels
+
+OLDEST_DEPENDENT_ARCH = 90  # as in host/launch.py
+MOST_ROWS = 2**31 - 1
+
+
+class HeadCall(NamedTuple):
+    """A checked call on alike tensors, which are read in place."""
+
+    problem: HeadProblem
+    heads: Heads
+    grads: Sequence[Tensor | None]
+    outs: Sequence[Tensor | None]  # the outputs, or the gradients of the inputs
+    sums: Sequence[Tensor]  # the gradients of the weights, then those of the biases
+    rows: tuple[int, ...]
+    places: tuple[Rows, ...]  # of the rows of each: of x, of the gradients of y and of x, of cos and sin, if they are there
+
+    @property
+    def tensors(self) -> list[Tensor | None]:
+        heads = self.heads
+        return [*heads.inputs, *self.grads, *heads.weights, *heads.biases, heads.cos, heads.sin, *self.outs, *self.sums]
+
+
+def forward(heads: Heads) -> list[Tensor] | None:
+    """The outputs. None if the planner leaves a call to ATen."""
+    outs = [torch.empty(x.shape, dtype=heads.output_dtype(at), device=x.device) for at, x in enumerate(heads.inputs)]
+    return _in_groups(heads, None, (), outs) and outs
+
+
+def backward(
+    heads: Heads, grads: Sequence[Tensor], mask: Sequence[bool], dx: Sequence[Tensor] | None = None
+) -> list[Tensor] | None:
+    """The gradients that the mask wants, those of the inputs in `dx` if it is given. None if the planner leaves a call
+    to ATen."""
+    count = len(heads.inputs)
+    outs = [torch.empty(each.shape, dtype=each.dtype, device=each.device) if each is not None and want else None
+            for each, want in zip(heads.tensors, mask, strict=True)]  # fmt: skip
+    if dx is not None:
+        outs[:count] = dx
+    found = _in_groups(heads, grads, outs, outs[:count])
+    return found and [each for each in outs if each is not None]
+
+
+def _in_groups(heads: Heads, grads, outs, rows_out) -> bool:
+    """Fill the outputs by one launch for each group of alike tensors. Whether kernels of ours did it."""
+    count = len(heads.inputs)
+    groups: dict[tuple, list[int]] = {}
+    for at, x in enumerate(heads.inputs):
+        if x.numel():
+            of_it = [*heads.tensors[at::count], *(outs[at::count]), rows_out[at], grads and grads[at]]
+            groups.setdefault(tuple([each is None or each.dtype for each in of_it]), []).append(at)
+    return all(_group(heads, grads, outs, rows_out, which) for which in groups.values())
+
+
+def _group(heads: Heads, grads, outs, rows_out, which: list[int]) -> bool:
+    count = len(heads.inputs)
+    sums = [outs[kind * count + at] for kind in (1, 2) for at in which] if outs else []
+    call = describe(heads.some(which), [grads[at] for at in which] if grads else [], [rows_out[at] for at in which], sums)
+    if call is None:
+        return False
+    device = call.heads.inputs[0].device
+    require_memory("head_norm", call.tensors)
+    spec = gpus.spec_of(device)
+    plan = head_plan.choose(call.problem, spec)
+    if isinstance(plan, AtenNorm) or fallback.has_failed(plan, call.problem, spec):
+        return False
+    try:
+        _run(call, plan, spec)
+    except BuildFailed as failed:
+        fallback.remember(plan, call.problem, spec, str(failed))
+        return False
+    return True
+
+
+def describe(heads: Heads, grads: Sequence[Tensor], outs: Sequence[Tensor | None], sums: Sequence) -> HeadCall | None:
+    """The call on alike tensors, copied where their rows cannot be read in place. None if there are too many rows."""
+    inputs, grads = ([_with_adjacent_columns(each) for each in of] for of in (heads.inputs, grads))
+    rows = tuple(math.prod(x.shape[:-1]) for x in inputs)
+    if sum(rows) > MOST_ROWS:
+        return None
+    tables = [] if heads.cos is None else [_with_adjacent_columns(each) for each in (heads.cos, heads.sin)]
+    if tables and tables[0].stride() != tables[1].stride():
+        tables = [each.contiguous() for each in tables]
+    places = []
+    for at, x in enumerate(inputs):
+        batch, dx = x.shape[:-1], outs[at] if grads else None
+        for copy in (lambda each: each, Tensor.contiguous):
+            own = [copy(each) for each in (x, *grads[at : at + 1])]
+            strides = [each.stride()[:-1] for each in own]
+            strides += [dx.stride()[:-1]] if dx is not None else []
+            strides += [tables[0].expand(*batch, -1).stride()[:-1]] if tables else []
+            place = rows_of(batch, *strides)
+            if place is not None:
+                break
+        else:
+            return None
+        inputs[at], grads[at : at + 1] = own[0], own[1:]
+        places.append(place)
+    levels = max(len(each.sizes) for each in places) + 1
+    weight, bias, backward = heads.weights[0], heads.biases[0], bool(grads)
+    problem = HeadProblem(
+        "backward" if backward else "forward",
+        len(inputs),
+        heads.cols,
+        inputs[0].dtype,
+        grads[0].dtype if backward else outs[0].dtype,
+        None if weight is None else weight.dtype,
+        None if bias is None else bias.dtype,
+        heads.settings._replace(rotary_dim=None),
+        heads.rotary_dim,
+        bool(tables) and tables[0].shape[-1] < heads.rotary_dim,
+        tuple(each.dtype for each in tables),
+        levels,
+        *(wanted is not None for wanted in (outs[0], *sums[:: len(inputs)]) if backward),
+    )
+    cos, sin = tables or (None, None)
+    heads = heads._replace(inputs=inputs, cos=cos, sin=sin)
+    sums = [each for each in sums if each is not None]
+    return HeadCall(problem, heads, grads, outs, sums, rows, tuple(with_levels(each, levels) for each in places))
+
+
+def _with_adjacent_columns(tensor: Tensor) -> Tensor:
+    return tensor if tensor.shape[-1] == 1 or tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _run(call: HeadCall, plan: HeadPlan, spec: DeviceSpec) -> None:
+    tensors, first = call.tensors, call.heads.inputs[0]
+    addresses = [0 if each is None else each.data_ptr() for each in tensors]
+    ctas = head_plan.ctas_of(plan, call.problem, call.rows, spec)
+    alignment = tuple(address % ALIGNMENT == 0 for address in addresses)
+    key = "head_norm", plan, call.problem, call.rows, call.places, ctas, call.heads.eps, first.get_device(), alignment
+    kind = prepared.kind_of(key)
+    bound = kind and (kind.by_shape.get(first.shape) or kind.bind(first.shape))
+    if bound and bound.launch(addresses) is not None:
+        return
+    with current(first.device):
+        _, bound = launcher.run(program_of(call, plan, spec), tensors, first.shape, call.rows[0])
+    if bound:
+        prepared.keep_by(key, first.shape, bound)
+
+
+def prepare(call: HeadCall, plan: HeadPlan, spec: DeviceSpec) -> OnTensors:
+    """What a plan launches on the tensors of the call."""
+    return program_of(call, plan, spec).on_tensors(call.tensors, call.heads.inputs[0].shape, call.rows[0])
+
+
+def program_of(call: HeadCall, plan: HeadPlan, spec: DeviceSpec) -> Program:
+    """What a call of this kind launches. Of its tensors only dtypes, strides and alignment are read."""
+    problem, count, cols = call.problem, len(call.rows), call.problem.cols
+    given = (
+        each if each is None else Address(at, each.dtype, each.data_ptr() % ALIGNMENT == 0)
+        for at, each in enumerate(call.tensors)
+    )
+    counts = count, len(call.grads), count, count, 2, count, len(call.sums)
+    x, dy, weights, biases, (cos, sin), outs, sums = (list(itertools.islice(given, each)) for each in counts)
+    x, dy, weights, biases, outs = map(_tuple, (x, dy, weights, biases, outs))
+    first_partial = sum(counts)
+    ctas = head_plan.ctas_of(plan, problem, call.rows, spec)
+    eps = resolve_eps(call.heads.eps, problem.acc_dtype)
+    levels, strides = range(problem.levels), []
+    for which in range(len(call.places[0].strides)):
+        strides.append(tuple(each.strides[which][level] for level in levels for each in call.places))
+    inner = tuple(each.sizes[level] for level in levels[:-1] for each in call.places) or None
+    table_strides = strides.pop() if cos else None
+    norm, options = _norm(problem), {"maxnreg": plan.max_registers}
+    grid = (sum(ctas),)
+    if problem.direction == "forward":
+        tile = _tile(plan, problem)
+        args = x, weights, biases, cos, sin, outs, call.rows, ctas, inner, *strides, table_strides, cols, eps
+        return Program((Launch(narrow.forward, grid, args, norm, tile),), first_partial, (), None, None, (cols,))
+    dependent = problem.num_sums > 0 and spec.arch >= OLDEST_DEPENDENT_ARCH
+    tile, dx_strides = _tile(plan, problem, dependent), strides[2] if problem.wants_dx else None
+    parts = tuple(Part(beside=of * cols) for _ in range(problem.num_sums) for of in ctas)
+    partials = [Address(first_partial + at, problem.acc_dtype) for at in range(len(parts))]
+    dw, db = _tuple(partials[: count * problem.wants_dw]), _tuple(partials[count * problem.wants_dw :])
+    places = inner, *strides[:2], dx_strides, table_strides
+    args = x, dy, weights, cos, sin, outs, dw, db, call.rows, ctas, *places, cols, eps
+    launches = [Launch(narrow.backward, grid, args, norm, tile, options)]
+    for at in range(0, len(partials), count):  # weights and biases may have two dtypes
+        last = partials_tile(cols, problem.acc_dtype.itemsize, dependent and at == 0)
+        grid = triton.cdiv(cols, last.cols), count
+        pdl = {"launch_pdl": True} if last.dependent else {}
+        of_it = _tuple(partials[at : at + count]), tuple(sums[at : at + count]), ctas, cols
+        launches.append(Launch(finalizer.finalize_several, grid, of_it, None, last, pdl))
+    workspace = Workspace(problem.acc_dtype, parts) if parts else None
+    return Program(tuple(launches), first_partial, (), workspace, None, (cols,))
+
+
+def _tuple(operands: Sequence[Address | None]) -> tuple | None:
+    """As kernels take operands that are all there or all absent."""
+    return None if not operands or operands[0] is None else tuple(operands)
+
+
+@functools.cache
+def _norm(problem: HeadProblem) -> Norm:
+    settings, backward = problem.settings, problem.direction == "backward"
+    form = form_of(FormSpec(weight_offset=settings.weight_offset, rounds_x_hat=settings.rounds_x_hat))
+    if problem.turned:
+        form = replace(form, **{"turn_u" if settings.norm_first else "turn_h": TURN[settings.interleaved]})
+    return Norm(
+        form=form,
+        layer=settings.layer,
+        fp64=problem.acc_dtype == torch.float64,
+        has_weight=problem.weight_dtype is not None,
+        has_bias=not backward and problem.bias_dtype is not None,
+        wants_dx=problem.wants_dx,
+        wants_dw=problem.wants_dw,
+        wants_db=problem.wants_db,
+    )
+
+
+@functools.cache
+def _tile(plan: HeadPlan, problem: HeadProblem, announces_end: bool = False) -> PartsTile:
+    return PartsTile(
+        plan.rows_per_tile,
+        plan.chunk,
+        plan.num_chunks,
+        plan.num_warps,
+        announces_end=announces_end,
+        columns_of_chunk=plan.width if plan.width < plan.chunk else 0,
+        parts=problem.count,
+        levels=problem.levels,
+        turned=problem.turned,
+        pairs=problem.settings.interleaved,
+        per_pair=problem.per_pair,
+    )
