@@ -111,11 +111,21 @@ class Tile(CompileTime):
 class PartsTile(Tile):
     """What a CTA of narrow.py holds at a time, and what it must know of the grid."""
 
-    parts: int = 1  # tensors in the grid
-    levels: int = 1  # nested strides at which the rows of each lie
+    num_parts: int = 1  # tensors in the grid
+    num_levels: int = 1  # nested strides at which the rows of each lie
     turned: int = 0  # columns that the form turns, the first ones of a row
     pairs: bool = False  # of these, adjacent columns are turned together; else a column of the first half and the second
     per_pair: bool = False  # cos and sin have an entry for each two such columns, not for each
+
+    @property
+    def parts(self) -> tl.constexpr:
+        """num_parts in the form that static_range takes."""
+        return tl.constexpr(self.num_parts)
+
+    @property
+    def levels(self) -> tl.constexpr:
+        """num_levels in the form that static_range takes."""
+        return tl.constexpr(self.num_levels)
 
     @property
     def turned_chunks(self) -> tl.constexpr:

@@ -32,9 +32,9 @@ class Part(NamedTuple):
 @triton.jit
 def pick(choices, part, level: tl.constexpr, tile: tl.constexpr):
     """The element of the CTA's tensor, among those of a level."""
-    chosen = choices[level * tile.parts]
+    chosen = choices[level * tile.num_parts]
     for i in tl.static_range(1, tile.parts):
-        chosen = tl.where(part.tensor == i, choices[level * tile.parts + i], chosen)
+        chosen = tl.where(part.tensor == i, choices[level * tile.num_parts + i], chosen)
     return chosen
 
 
@@ -58,7 +58,7 @@ def place(row, sizes, part, tile: tl.constexpr):
     """The indices of rows at each level, outermost first."""
     found = ()
     for i in tl.static_range(1, tile.levels):
-        size = tl.zeros([], tl.uint32) + pick(sizes, part, tile.levels - 1 - i, tile)
+        size = tl.zeros([], tl.uint32) + pick(sizes, part, tile.num_levels - 1 - i, tile)
         outer = (row.to(tl.uint32) // size.to(tl.uint32)).to(tl.int32)
         found = (row - outer * size.to(tl.int32),) + found
         row = outer
