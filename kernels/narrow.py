@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .loads import load_parameter
-from .multiwave import columns, load_chunks, mask_of_chunk, row_statistics, store_chunk
+from .multiwave import columns, load_chunks, row_statistics, store_chunk
 from .ptx import launch_dependents
 from .rowmath import input_gradient, normalize, row_means, widen
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,6 +64,21 @@ def qk_norm(
     Any float dtypes; each gradient has its tensor's. Raises RuntimeError as torch.ops.fusednorm.head_norm_fwd does,
     ValueError for another norm, rounding or heads_dim, and TypeError for an eps or weight_offset that is no number.
     """
+    heads = operands(
+        q, k, q_weight, k_weight, eps, q_bias=q_bias, k_bias=k_bias, norm=norm, rotary=rotary, rotary_dim=rotary_dim,
+        rotary_interleaved=rotary_interleaved, norm_first=norm_first, heads_dim=heads_dim, weight_offset=weight_offset,
+        rounding=rounding,
+    )  # fmt: skip
+    if spans_heads(heads):
+        return _over_all_heads(heads, heads_dim)
+    return tuple(ops.call(ops.FORWARD, *heads[:-1], **heads.settings._asdict()))
+
+
+def operands(
+    q, k, q_weight=None, k_weight=None, eps=None, *, q_bias=None, k_bias=None, norm="rms", rotary=None, rotary_dim=None,
+    rotary_interleaved=False, norm_first=True, heads_dim=-2, weight_offset=0.0, rounding="once",
+) -> Heads:  # fmt: skip
+    """The operands of qk_norm, for its arguments. Raises its errors, but for those of the op."""
     more = {"rotary_dim": rotary_dim, "interleaved": rotary_interleaved, "norm_first": norm_first}
     settings, eps = _settings("qk_norm", norm, eps, weight_offset, rounding, **more)
     if heads_dim not in (-2, -3):
@@ -70,9 +86,13 @@ def qk_norm(
     parameters = q_weight, k_weight, q_bias, k_bias
     _require_strided("qk_norm", q=q, k=k, **dict(zip(PARAMETERS, parameters, strict=True)))
     cos, sin = _tables("qk_norm", rotary, q.dim(), heads_dim)
-    if any(isinstance(each, Tensor) and each.shape != q.shape[-1:] for each in parameters):
-        return _over_all_heads((q, k), parameters[:2], parameters[2:], cos, sin, eps, heads_dim, settings)
-    return tuple(_run((q, k), parameters, cos, sin, eps, settings))
+    return Heads([q, k], parameters[:2], parameters[2:], cos, sin, eps, settings)
+
+
+def spans_heads(heads: Heads) -> bool:
+    """Whether a parameter is for all heads of a token."""
+    parameters = heads.tensors[len(heads.inputs) :]
+    return any(each is not None and each.shape != heads.inputs[0].shape[-1:] for each in parameters)
 
 
 def qk_norm_packed(
@@ -173,14 +193,15 @@ def _tables(op: str, rotary: Rotary | None, ndim: int, heads_dim: int) -> tuple[
     return cos, sin
 
 
-def _over_all_heads(both, weights, biases, cos, sin, eps, heads_dim, settings: Settings) -> tuple[Tensor, Tensor]:
+def _over_all_heads(heads: Heads, heads_dim: int) -> tuple[Tensor, ...]:
     """qk_norm with rows of all heads of a token: our norm for each of q and k, and the rotation as tensor code."""
+    settings = heads.settings
     norm = functional.affine_layer_norm if settings.layer else functional.affine_rms_norm
-    more = {"weight_offset": settings.weight_offset, "rounding": ROUNDINGS[settings.rounds_x_hat]}
+    more: dict[str, Any] = {"weight_offset": settings.weight_offset, "rounding": ROUNDINGS[settings.rounds_x_hat]}
+    more |= {} if heads.eps is None else {"eps": heads.eps}
 
-    def turned(x: Tensor) -> Tensor:
-        heads = Heads([x], [None], [None], cos, sin, eps, settings)
-        validate("qk_norm", heads)
+    def turned(x: Tensor, *_: Tensor | None) -> Tensor:
+        validate("qk_norm", heads._replace(inputs=[x], weights=[None], biases=[None]))
         return rotated(x.to(accumulation_dtype(x.dtype)), heads).to(x.dtype)
 
     def normalized(x: Tensor, *parameters: Tensor | None) -> Tensor:
@@ -190,15 +211,13 @@ def _over_all_heads(both, weights, biases, cos, sin, eps, heads_dim, settings: S
             if each is not None and each.shape not in (shape, (shape.numel(),)):
                 wanted = f"{tuple(x.shape[-1:])}, {tuple(shape)} or {(shape.numel(),)}"
                 raise RuntimeError(f"qk_norm: weights and biases must have shape {wanted}, got {tuple(each.shape)}")
-        whole = (each if each is None else each.reshape(shape) for each in parameters)
-        made = norm(rows, *whole, **({} if eps is None else {"eps": eps}), normalized_shape=shape, **more)
+        whole = [each if each is None else each.reshape(shape) for each in parameters]
+        made = norm(rows, *whole, normalized_shape=shape, **more)
         return made if heads_dim == -2 else made.transpose(-2, -3).contiguous()
 
-    steps = [lambda x, *parameters: normalized(x, *parameters), lambda x, *_: turned(x)]
     found = []
-    for of in zip(both, weights, biases, strict=True):
-        x, *parameters = of
-        for step in steps if settings.norm_first else reversed(steps):
+    for x, *parameters in zip(*heads[:3], strict=True):
+        for step in (normalized, turned) if settings.norm_first else (turned, normalized):
             x = step(x, *parameters)
         found.append(x)
     return tuple(found)

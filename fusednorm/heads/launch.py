@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 import triton
@@ -27,28 +25,11 @@ from ..planner.device import DeviceSpec
 from ..planner.norm_problem import ALIGNMENT
 from ..problem import require_memory, resolve_eps
 from . import plan as head_plan
+from .call import HeadCall, HeadProblem, alike, describe
 from .plan import AtenNorm, HeadPlan
-from .problem import HeadProblem, Heads, Rows, rows_of, with_levels
+from .problem import Heads
 
 OLDEST_DEPENDENT_ARCH = 90  # as in host/launch.py
-MOST_ROWS = 2**31 - 1
-
-
-class HeadCall(NamedTuple):
-    """A checked call on alike tensors, which are read in place."""
-
-    problem: HeadProblem
-    heads: Heads
-    grads: Sequence[Tensor | None]
-    outs: Sequence[Tensor | None]  # the outputs, or the gradients of the inputs
-    sums: Sequence[Tensor]  # the gradients of the weights, then those of the biases
-    rows: tuple[int, ...]
-    places: tuple[Rows, ...]  # of the rows of each: of x, of the gradients of y and of x, of cos and sin, if they are there
-
-    @property
-    def tensors(self) -> list[Tensor | None]:
-        heads = self.heads
-        return [*heads.inputs, *self.grads, *heads.weights, *heads.biases, heads.cos, heads.sin, *self.outs, *self.sums]
 
 
 def forward(heads: Heads) -> list[Tensor] | None:
@@ -74,18 +55,16 @@ def backward(
 def _in_groups(heads: Heads, grads, outs, rows_out) -> bool:
     """Fill the outputs by one launch for each group of alike tensors. Whether kernels of ours did it."""
     count = len(heads.inputs)
-    groups: dict[tuple, list[int]] = {}
-    for at, x in enumerate(heads.inputs):
-        if x.numel():
-            of_it = [*heads.tensors[at::count], *(outs[at::count]), rows_out[at], grads and grads[at]]
-            groups.setdefault(tuple([each is None or each.dtype for each in of_it]), []).append(at)
-    return all(_group(heads, grads, outs, rows_out, which) for which in groups.values())
+    more = [rows_out, *([grads] if grads else []), *(outs[kind * count :][:count] for kind in (1, 2) if outs)]
+    return all(_group(heads, grads, outs, rows_out, which) for which in alike(heads, *more))
 
 
 def _group(heads: Heads, grads, outs, rows_out, which: list[int]) -> bool:
     count = len(heads.inputs)
     sums = [outs[kind * count + at] for kind in (1, 2) for at in which] if outs else []
-    call = describe(heads.some(which), [grads[at] for at in which] if grads else [], [rows_out[at] for at in which], sums)
+    call = describe(
+        heads.some(which), [grads[at] for at in which] if grads else [], [rows_out[at] for at in which], sums
+    )
     if call is None:
         return False
     device = call.heads.inputs[0].device
@@ -100,57 +79,6 @@ def _group(heads: Heads, grads, outs, rows_out, which: list[int]) -> bool:
         fallback.remember(plan, call.problem, spec, str(failed))
         return False
     return True
-
-
-def describe(heads: Heads, grads: Sequence[Tensor], outs: Sequence[Tensor | None], sums: Sequence) -> HeadCall | None:
-    """The call on alike tensors, copied where their rows cannot be read in place. None if there are too many rows."""
-    inputs, grads = ([_with_adjacent_columns(each) for each in of] for of in (heads.inputs, grads))
-    rows = tuple(math.prod(x.shape[:-1]) for x in inputs)
-    if sum(rows) > MOST_ROWS:
-        return None
-    tables = [] if heads.cos is None else [_with_adjacent_columns(each) for each in (heads.cos, heads.sin)]
-    if tables and tables[0].stride() != tables[1].stride():
-        tables = [each.contiguous() for each in tables]
-    places = []
-    for at, x in enumerate(inputs):
-        batch, dx = x.shape[:-1], outs[at] if grads else None
-        for copy in (lambda each: each, Tensor.contiguous):
-            own = [copy(each) for each in (x, *grads[at : at + 1])]
-            strides = [each.stride()[:-1] for each in own]
-            strides += [dx.stride()[:-1]] if dx is not None else []
-            strides += [tables[0].expand(*batch, -1).stride()[:-1]] if tables else []
-            place = rows_of(batch, *strides)
-            if place is not None:
-                break
-        else:
-            return None
-        inputs[at], grads[at : at + 1] = own[0], own[1:]
-        places.append(place)
-    levels = max(len(each.sizes) for each in places) + 1
-    weight, bias, backward = heads.weights[0], heads.biases[0], bool(grads)
-    problem = HeadProblem(
-        "backward" if backward else "forward",
-        len(inputs),
-        heads.cols,
-        inputs[0].dtype,
-        grads[0].dtype if backward else outs[0].dtype,
-        None if weight is None else weight.dtype,
-        None if bias is None else bias.dtype,
-        heads.settings._replace(rotary_dim=None),
-        heads.rotary_dim,
-        bool(tables) and tables[0].shape[-1] < heads.rotary_dim,
-        tuple(each.dtype for each in tables),
-        levels,
-        *(wanted is not None for wanted in (outs[0], *sums[:: len(inputs)]) if backward),
-    )
-    cos, sin = tables or (None, None)
-    heads = heads._replace(inputs=inputs, cos=cos, sin=sin)
-    sums = [each for each in sums if each is not None]
-    return HeadCall(problem, heads, grads, outs, sums, rows, tuple(with_levels(each, levels) for each in places))
-
-
-def _with_adjacent_columns(tensor: Tensor) -> Tensor:
-    return tensor if tensor.shape[-1] == 1 or tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _run(call: HeadCall, plan: HeadPlan, spec: DeviceSpec) -> None:

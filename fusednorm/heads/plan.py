@@ -13,7 +13,7 @@ from typing import ClassVar
 from ..planner.budget import MAX_REGISTERS, register_limit
 from ..planner.device import DeviceSpec
 from ..planner.plan import MOST_TILES_OF_SUM
-from .problem import HeadProblem
+from .call import HeadProblem
 
 OLDEST_ARCH = 80
 MOST_CHUNKS, MOST_COLUMNS = 16, 2048  # of a row that registers hold
@@ -41,6 +41,10 @@ class HeadPlan:
     ctas_per_sm: int  # of a backward, at max_registers per thread
     max_registers: int
 
+    def __str__(self) -> str:
+        tile = f"{self.rows_per_tile} rows of {self.num_chunks} x {self.width} columns"
+        return f"{self.kernel}, {tile}, {self.num_warps} warps"
+
 
 @dataclass(frozen=True)
 class AtenNorm:
@@ -58,7 +62,9 @@ def choose(problem: HeadProblem, device: DeviceSpec) -> HeadPlan | AtenNorm:
     width = chunk_columns(problem)
     chunk, num_chunks = power_of_two(width), -(-problem.cols // width)
     if num_chunks > MOST_CHUNKS:
-        return AtenNorm(f"rotates {problem.turned} of {problem.cols} columns, which makes more than {MOST_CHUNKS} chunks")
+        return AtenNorm(
+            f"rotates {problem.turned} of {problem.cols} columns, which makes more than {MOST_CHUNKS} chunks"
+        )
     if num_chunks * chunk > MOST_COLUMNS:
         return AtenNorm(f"takes at most {MOST_COLUMNS} columns, got {problem.cols}")
     threads, itemsize = 32 * NUM_WARPS, problem.dtype.itemsize

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..planner.norm_problem import FLOAT_DTYPES, accumulation_dtype
+from ..planner.norm_problem import FLOAT_DTYPES
 from ..problem import require_strided
 
 FLOATS = "float16, bfloat16, float32 or float64"
@@ -162,78 +161,3 @@ class Packing(NamedTuple):
     def join(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The packed tensor of such views, a new one."""
         return torch.cat([q, k, v], -2).flatten(-3 if self.grouped else -2)
-
-
-@dataclass(frozen=True)
-class HeadProblem:
-    """Everything about a call that its kernels may depend on, except the row counts. The tensors are alike: of one
-    dtype, with all weights or none, of one dtype, and likewise biases."""
-
-    direction: str
-    count: int
-    cols: int
-    dtype: torch.dtype
-    other_dtype: torch.dtype  # of the outputs, or of the gradients of a backward
-    weight_dtype: torch.dtype | None
-    bias_dtype: torch.dtype | None
-    settings: Settings
-    turned: int = 0  # columns
-    per_pair: bool = False  # cos and sin have an entry for two of them
-    table_dtypes: tuple[torch.dtype, ...] = ()
-    levels: int = 1  # nested strides at which rows lie
-    wants_dx: bool = False
-    wants_dw: bool = False
-    wants_db: bool = False
-
-    @property
-    def acc_dtype(self) -> torch.dtype:
-        return accumulation_dtype(self.dtype)
-
-    @property
-    def title(self) -> str:
-        return f"head_norm {self.direction}"
-
-    @property
-    def num_sums(self) -> int:
-        return self.wants_dw + self.wants_db
-
-    @property
-    def wants_float32_sum(self) -> bool:
-        """As NormProblem's: whether the rounding errors of a float32 sum are all that an output has."""
-        dtypes = {self.weight_dtype} if self.wants_dw else set()
-        dtypes |= {self.bias_dtype} if self.wants_db else set()
-        return self.acc_dtype == torch.float32 and torch.float32 in dtypes
-
-
-class Rows(NamedTuple):
-    """How rows of tensors of one shape lie in memory: at nested strides, the outermost first, of at most MOST_LEVELS
-    levels. sizes are the numbers of rows of each level but the outermost."""
-
-    sizes: tuple[int, ...]
-    strides: tuple[tuple[int, ...], ...]  # of each tensor
-
-
-MOST_LEVELS = 3
-
-
-def rows_of(shape: Sequence[int], *strides: Sequence[int]) -> Rows | None:
-    """The levels of rows, for the strides of several tensors in the dims of `shape`. Dims that one stride covers in
-    each tensor are one level. None if there are more than MOST_LEVELS."""
-    levels: list[tuple[int, tuple[int, ...]]] = []  # innermost first
-    for size, *by_tensor in zip(reversed(shape), *map(reversed, strides), strict=True):
-        if size == 1:
-            continue
-        if levels and all(outer == levels[-1][0] * inner for outer, inner in zip(by_tensor, levels[-1][1], strict=True)):
-            levels[-1] = (levels[-1][0] * size, levels[-1][1])
-        else:
-            levels.append((size, tuple(by_tensor)))
-    if len(levels) > MOST_LEVELS:
-        return None
-    levels = levels[::-1] or [(1, (0,) * len(strides))]
-    return Rows(tuple(size for size, _ in levels[1:]), tuple(zip(*[of for _, of in levels], strict=True)))
-
-
-def with_levels(rows: Rows, levels: int) -> Rows:
-    """The same rows, with innermost levels of one row."""
-    more = levels - 1 - len(rows.sizes)
-    return Rows(rows.sizes + (1,) * more, tuple(each + (0,) * more for each in rows.strides))

@@ -187,7 +187,9 @@ def warmup(
     return count
 
 
-def form_named(asker: str, form: str, weight_offset: float, rounding: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
+def form_named(
+    asker: str, form: str, weight_offset: float, rounding: str
+) -> tuple[str, tuple[tuple[str, Any], ...]]:
     """(Wanted.form, Wanted.settings). Raises ValueError for a form or a rounding that there is not."""
     if rounding not in ROUNDINGS:
         raise ValueError(f"{asker}: rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")

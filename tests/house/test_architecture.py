@@ -16,18 +16,7 @@ PACKAGE, KERNELS = ROOT / "fusednorm", ROOT / "kernels"
 # A room is a folder of the package, or a file at its root. The order is from the public names down:
 MAY_IMPORT = {
     "__init__": {
-        *(
-            "autograd",
-            "columns",
-            "forcing",
-            "functional",
-            "heads",
-            "integrations",
-            "layers",
-            "margin",
-            "modules",
-            "tools",
-        ),
+        *("autograd", "columns", "forcing", "functional", "heads", "integrations", "layers", "margin", "modules", "tools"),
     },
     "modules": {"forms", "functional", "host"},
     "layers": {"functional", "host"},
@@ -71,7 +60,7 @@ MAY_IMPORT = {
 }
 AT_THE_ROOT = 15  # files at most: a listing of the package's folder fits on one screen
 # Modules that import Triton at their top. The others import it inside a function, or never.
-IMPORT_TRITON = {"columns.launch", "tools.compilation", "host.launch", "host.launcher"}
+IMPORT_TRITON = {"columns.launch", "heads.launch", "tools.compilation", "host.launch", "host.launcher"}
 
 
 def modules_of(folder: Path) -> list[Path]:
