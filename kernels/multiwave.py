@@ -78,14 +78,21 @@ def columns(c: tl.constexpr, tile: tl.constexpr):
 
 
 @triton.jit
+def inside(c: tl.constexpr, cols, tile: tl.constexpr):
+    """Which columns of chunk c are columns of the row."""
+    found = columns(c, tile) < cols
+    if tile.width < tile.chunk:
+        found = found & (tl.arange(0, tile.chunk)[None, :] < tile.width)
+    return found
+
+
+@triton.jit
 def mask_of_chunk(row_mask, cols, c: tl.constexpr, tile: tl.constexpr):
     """Which elements of chunk c are inside the tensor. Only the last chunk has columns that may be outside, unless each
     is padded."""
     mask = row_mask
-    if c == tile.num_chunks - 1:
-        mask = row_mask & (columns(c, tile) < cols)
-    if tile.width < tile.chunk:
-        mask = mask & (tl.arange(0, tile.chunk)[None, :] < tile.width)
+    if c == tile.num_chunks - 1 or tile.width < tile.chunk:
+        mask = row_mask & inside(c, cols, tile)
     return mask
 
 
@@ -152,7 +159,7 @@ def row_statistics(x, cols, eps, norm: tl.constexpr, tile: tl.constexpr):
         if norm.layer:
             deviation -= mean
             if c == tile.num_chunks - 1 or tile.width < tile.chunk:  # padding has x = 0, but a deviation of -mean
-                deviation = tl.where(mask_of_chunk(True, cols, c, tile), deviation, 0.0)
+                deviation = tl.where(inside(c, cols, tile), deviation, 0.0)
         deviations += deviation
         squares += deviation * deviation
     squares = tl.sum(squares, axis=1)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .loads import load_parameter
-from .multiwave import columns, load_chunks, row_statistics, store_chunk
+from .multiwave import columns, inside, load_chunks, row_statistics, store_chunk
 from .ptx import launch_dependents
 from .rowmath import input_gradient, normalize, row_means, widen
 
@@ -81,9 +81,7 @@ def load_table(ptr, start, row_mask, rest: tl.constexpr, norm: tl.constexpr, til
     if ptr is not None:
         for c in tl.static_range(tile.turned_chunks):
             col = columns(c, tile)
-            mask = row_mask & (col < tile.turned)
-            if tile.width < tile.chunk:
-                mask = mask & (tl.arange(0, tile.chunk)[None, :] < tile.width)
+            mask = row_mask & inside(c, tile.turned, tile)
             if tile.per_pair:
                 col = col // 2 if tile.pairs else columns(0, tile)
             table = table + (tl.load(ptr + start + col, mask=mask, other=rest).to(norm.acc),)
@@ -173,9 +171,9 @@ def backward(
     step = part.ctas * tile.rows
     next_row = part.cta * tile.rows + tl.arange(0, tile.rows)
     next_at = place(next_row, sizes, part, tile)
-    inside = (next_row < count)[:, None]
-    next_x = load_chunks(x_ptr, starts(next_at, x_strides, part, tile), inside, cols, tile)
-    next_dy = load_chunks(dy_ptr, starts(next_at, dy_strides, part, tile), inside, cols, tile)
+    ahead = (next_row < count)[:, None]
+    next_x = load_chunks(x_ptr, starts(next_at, x_strides, part, tile), ahead, cols, tile)
+    next_dy = load_chunks(dy_ptr, starts(next_at, dy_strides, part, tile), ahead, cols, tile)
     for _ in range(part.cta * tile.rows, count, step):
         at = next_at
         x = next_x
@@ -183,10 +181,10 @@ def backward(
         in_range = (next_row < count)[:, None]
         cos, sin = load_tables(cos_ptr, sin_ptr, at, table_strides, part, in_range, norm, tile)
         next_row += step
-        inside = (next_row < count)[:, None]
+        ahead = (next_row < count)[:, None]
         next_at = place(next_row, sizes, part, tile)
-        next_x = load_chunks(x_ptr, starts(next_at, x_strides, part, tile), inside, cols, tile)
-        next_dy = load_chunks(dy_ptr, starts(next_at, dy_strides, part, tile), inside, cols, tile)
+        next_x = load_chunks(x_ptr, starts(next_at, x_strides, part, tile), ahead, cols, tile)
+        next_dy = load_chunks(dy_ptr, starts(next_at, dy_strides, part, tile), ahead, cols, tile)
         h = turned(x, norm.form.turn_h, cos, sin, False, norm, tile)
         du = turned(dy, norm.form.turn_u, cos, sin, True, norm, tile)
         row_mean, row_rstd = row_statistics(h, cols, eps, norm, tile)

@@ -65,7 +65,7 @@ class Rows(NamedTuple):
     strides: tuple[tuple[int, ...], ...]  # of each tensor
 
 
-MOST_LEVELS = 3
+MOST_LEVELS = 4  # such as those of B, S, groups and the heads of one, where cos and sin depend on S alone
 
 
 def rows_of(shape: Sequence[int], *tensors: Tensor) -> Rows | None:

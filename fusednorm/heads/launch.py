@@ -35,7 +35,7 @@ OLDEST_DEPENDENT_ARCH = 90  # as in host/launch.py
 def forward(heads: Heads) -> list[Tensor] | None:
     """The outputs. None if the planner leaves a call to ATen."""
     outs = [torch.empty(x.shape, dtype=heads.output_dtype(at), device=x.device) for at, x in enumerate(heads.inputs)]
-    return _in_groups(heads, None, (), outs) and outs
+    return outs if _in_groups(heads, None, (), outs) else None
 
 
 def backward(
@@ -48,8 +48,9 @@ def backward(
             for each, want in zip(heads.tensors, mask, strict=True)]  # fmt: skip
     if dx is not None:
         outs[:count] = dx
-    found = _in_groups(heads, grads, outs, outs[:count])
-    return found and [each for each in outs if each is not None]
+    if not _in_groups(heads, grads, outs, outs[:count]):
+        return None
+    return [each for each in outs if each is not None]
 
 
 def _in_groups(heads: Heads, grads, outs, rows_out) -> bool:

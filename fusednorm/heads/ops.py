@@ -12,8 +12,8 @@ head_norm_bwd_packed
     then those of the parameters
 
 Shapes
-    inputs may differ in all dims but the last. weights and biases are `[D]` or None. cos and sin have rotary_dim columns
-    or, if those of a pair are equal, half as many. Their other dims broadcast against those of every input.
+    inputs may differ in all dims but the last. weights and biases are `[D]` or None. cos and sin have rotary_dim
+    columns or, if those of a pair are equal, half as many. Their other dims broadcast against those of every input.
 Dtypes
     Each tensor has its own: float16, bfloat16, float32 or float64. An output has the dtype of its input, or with
     rounds_x_hat the promoted dtype of input, weight and bias; gradients have those of their tensors. The arithmetic is

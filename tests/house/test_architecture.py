@@ -16,7 +16,8 @@ PACKAGE, KERNELS = ROOT / "fusednorm", ROOT / "kernels"
 # A room is a folder of the package, or a file at its root. The order is from the public names down:
 MAY_IMPORT = {
     "__init__": {
-        *("autograd", "columns", "forcing", "functional", "heads", "integrations", "layers", "margin", "modules", "tools"),
+        *("autograd", "columns", "forcing", "functional", "heads", "integrations", "layers", "margin", "modules"),
+        "tools",
     },
     "modules": {"forms", "functional", "host"},
     "layers": {"functional", "host"},
