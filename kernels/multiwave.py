@@ -142,8 +142,8 @@ def store_chunk(ptr, start, value, row_mask, cols, c: tl.constexpr, tile: tl.con
 
 
 @triton.jit
-def row_statistics(x, cols, eps, norm: tl.constexpr, tile: tl.constexpr):
-    """Mean and rstd [tile.rows] of rows that are in registers. The variance is the mean of (x - mean)^2."""
+def row_moments(x, cols, norm: tl.constexpr, tile: tl.constexpr):
+    """Mean and variance [tile.rows] of rows in registers: the mean of (x - mean)^2. RMSNorm's mean is 0."""
     if norm.layer:
         total = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
         for c in tl.static_range(tile.chunks):
@@ -166,7 +166,7 @@ def row_statistics(x, cols, eps, norm: tl.constexpr, tile: tl.constexpr):
     variance = squares / cols
     if norm.layer and not sums_equal_elements(x[0].dtype, norm.acc, tile.padded_columns):
         row_mean, variance = corrected_moments(row_mean, tl.sum(deviations, axis=1), squares, cols)
-    return row_mean, inverse_std(variance, tl.full([], eps, norm.acc), norm)
+    return row_mean, variance
 
 
 @triton.jit
@@ -181,9 +181,10 @@ def write_rows(
         for t in tl.static_range(len(rows_out)):
             for c in tl.static_range(tile.chunks):
                 store_chunk(rows_out[t], (row * cols)[:, None], x[c], in_range[:, None], cols, c, tile)
-    row_mean, row_rstd = row_statistics(x, cols, eps, norm, tile)
+    row_mean, variance = row_moments(x, cols, norm, tile)
     if mean_ptr is not None:
         tl.store(mean_ptr + row, row_mean, mask=in_range)
+    row_rstd = inverse_std(variance, tl.full([], eps, norm.acc), norm)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + row, row_rstd, mask=in_range)
     mean = row_mean[:, None]

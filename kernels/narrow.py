@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 
 from .loads import load_parameter
-from .multiwave import columns, inside, load_chunks, row_statistics, store_chunk
+from .multiwave import columns, inside, load_chunks, row_moments, store_chunk
 from .ptx import launch_dependents
-from .rowmath import input_gradient, normalize, row_means, widen
+from .rowmath import input_gradient, inverse_std, normalize, row_means, widen
 
 
 class Part(NamedTuple):
@@ -111,6 +111,14 @@ def turned(chunks, turn: tl.constexpr, cos, sin, back: tl.constexpr, norm: tl.co
 
 
 @triton.jit
+def statistics(h, cols, eps, norm: tl.constexpr, tile: tl.constexpr):
+    """mean and rstd [tile.rows, 1]."""
+    mean, variance = row_moments(h, cols, norm, tile)
+    rstd = inverse_std(variance, tl.full([], eps, norm.acc), norm)
+    return mean[:, None], rstd[:, None]
+
+
+@triton.jit
 def forward(
     x_ptrs, weight_ptrs, bias_ptrs, cos_ptr, sin_ptr, y_ptrs, rows, ctas, sizes, x_strides, table_strides, cols,
     eps: "fp64", norm: tl.constexpr, tile: tl.constexpr,
@@ -135,10 +143,10 @@ def forward(
         x = load_chunks(x_ptr, starts(at, x_strides, part, tile), in_range, cols, tile)
         cos, sin = load_tables(cos_ptr, sin_ptr, at, table_strides, part, in_range, norm, tile)
         h = turned(x, norm.form.turn_h, cos, sin, False, norm, tile)
-        mean, rstd = row_statistics(h, cols, eps, norm, tile)
+        mean, rstd = statistics(h, cols, eps, norm, tile)
         u = ()
         for c in tl.static_range(tile.chunks):
-            x_hat = normalize(h[c], mean[:, None], rstd[:, None], norm)
+            x_hat = normalize(h[c], mean, rstd, norm)
             x_hat = norm.form.round_x_hat(x_hat, (x[c],), norm)
             scaled = norm.form.scale(x_hat, widen(weight[c], dtype=norm.acc), norm)
             u = u + (norm.form.shift(scaled, widen(bias[c], dtype=norm.acc), norm),)
@@ -187,9 +195,7 @@ def backward(
         next_dy = load_chunks(dy_ptr, starts(next_at, dy_strides, part, tile), ahead, cols, tile)
         h = turned(x, norm.form.turn_h, cos, sin, False, norm, tile)
         du = turned(dy, norm.form.turn_u, cos, sin, True, norm, tile)
-        row_mean, row_rstd = row_statistics(h, cols, eps, norm, tile)
-        mean = row_mean[:, None]
-        rstd = row_rstd[:, None]
+        mean, rstd = statistics(h, cols, eps, norm, tile)
         sum_gx = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
         sum_g = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
         new_dw = ()

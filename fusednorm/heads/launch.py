@@ -135,12 +135,12 @@ def program_of(call: HeadCall, plan: HeadPlan, spec: DeviceSpec) -> Program:
     places = inner, *strides[:2], dx_strides, table_strides
     args = x, dy, weights, cos, sin, outs, dw, db, call.rows, ctas, *places, cols, eps
     launches = [Launch(narrow.backward, grid, args, norm, tile, options)]
-    for at in range(0, len(partials), count):  # weights and biases may have two dtypes
-        last = partials_tile(cols, problem.acc_dtype.itemsize, dependent and at == 0)
-        grid = triton.cdiv(cols, last.cols), count
-        pdl = {"launch_pdl": True} if last.dependent else {}
-        of_it = _tuple(partials[at : at + count]), tuple(sums[at : at + count]), ctas, cols
-        launches.append(Launch(finalizer.finalize_several, grid, of_it, None, last, pdl))
+    for dtype in dict.fromkeys(each.dtype for each in sums):  # of weights and biases: one, or two
+        of_it = [at for at, each in enumerate(sums) if each.dtype == dtype]
+        last = partials_tile(cols, problem.acc_dtype.itemsize, dependent and 0 in of_it)
+        picked = (tuple([some[at] for at in of_it]) for some in (partials, sums, ctas * problem.num_sums))
+        grid, pdl = (triton.cdiv(cols, last.cols), len(of_it)), {"launch_pdl": True} if last.dependent else {}
+        launches.append(Launch(finalizer.finalize_several, grid, (*picked, cols), None, last, pdl))
     workspace = Workspace(problem.acc_dtype, parts) if parts else None
     return Program(tuple(launches), first_partial, (), workspace, None, (cols,))
 
