@@ -159,12 +159,13 @@ def _add_head_norm(op: torch._ops.OpOverload) -> None:
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
     from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
     from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
+    from torch.utils._pytree import tree_leaves
 
     names = [argument.name for argument in op._schema.arguments]
 
     def strategy(schema):
         given = dict(zip(names, schema.args_schema, strict=False))
-        lists = {name: each if isinstance(each, (list, tuple)) else [each] for name, each in given.items()}
+        lists = {name: tree_leaves(each) for name, each in given.items()}
         rows = [each for name in ("grads", "inputs", "qkv") for each in lists.get(name, ())]
         first, parameters = (lists.get("inputs") or lists["qkv"]), [*lists["weights"], *lists["biases"]]
         wanted = zip([*first, *parameters], given.get("output_mask", [True] * len(first)), strict=False)
