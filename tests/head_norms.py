@@ -39,6 +39,8 @@ class HeadCase:
         generator = torch.Generator().manual_seed(seed)
 
         def make(*shape: int, dtype: torch.dtype | None) -> Tensor:
+            if device == "meta":
+                return torch.empty(shape, device=device, dtype=dtype or self.dtype)
             return (torch.randn(shape, generator=generator, dtype=FP64) + 0.3).to(device, dtype or self.dtype)
 
         made = {}
@@ -115,6 +117,44 @@ class HeadCase:
         return out
 
 
+def calls_of(case: HeadCase) -> list:
+    """The forward and the backward that qk_norm describes for tensors like the case's, with every gradient wanted."""
+    from fusednorm.heads import functional
+    from fusednorm.heads.call import describe
+
+    given, named = case.tensors("meta"), case.settings | {"heads_dim": -3 if case.heads_first else -2}
+    heads = functional.operands(**given, rotary=case.tables("meta"), **named)
+    outs = [torch.empty(x.shape, dtype=heads.output_dtype(at), device="meta") for at, x in enumerate(heads.inputs)]
+    dx, sums = [torch.empty_like(x) for x in heads.inputs], heads.tensors[len(outs) :]
+    return [describe(heads, [], outs, []), describe(heads, outs, dx, sums)]
+
+
+def launches_of(case: HeadCase, arch: int) -> list:
+    """(plan, launch) of what the calls launch on an architecture."""
+    from planning import EVERY_ARCHITECTURE
+
+    from fusednorm.heads import launch, plan
+
+    device, found = EVERY_ARCHITECTURE[arch], []
+    for call in calls_of(case):
+        chosen = plan.choose(call.problem, device)
+        found += [(chosen, each) for each in launch.program_of(call, chosen, device).launches]
+    return found
+
+
+def complaints(case: HeadCase, arch: int) -> list[str]:
+    """Where the compiler's builds differ from what the plans expect, in a process that does not interpret."""
+    from fusednorm.tools import compilation
+
+    found = []
+    for plan, launch in launches_of(case, arch):
+        used, most = compilation.resources(launch, arch), launch.options.get("maxnreg", 255)
+        if used.stack_bytes or used.registers > most:
+            of_it = f"{used.registers} registers of {most}, {used.stack_bytes} bytes of stack"
+            found.append(f"{launch.kernel.__name__} by {plan} takes {of_it}")
+    return found
+
+
 def gradients(outputs, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
     saws = [torch.arange(each.numel(), device=each.device) % 13 - 6 for each in outputs]  # exact in every dtype
     grads = [(saw / 8).reshape(each.shape).to(each.dtype) for saw, each in zip(saws, outputs, strict=True)]
@@ -142,6 +182,19 @@ def assert_errs_no_more_than_plain_code(case: HeadCase, given: dict[str, Tensor]
         assert ((ours.double() - right).abs() <= bound * (1 + right.abs().amax())).all()
 
 
+# The sizes of models, to compile.
+OF_MODELS = [
+    HeadCase(cols=128, heads=32, kv_heads=8, tokens=64, dtype=BF16, rotary=128, table_dims="BS"),
+    HeadCase(cols=128, heads=16, kv_heads=2, tokens=64, dtype=BF16),
+    HeadCase(cols=64, heads=14, kv_heads=2, tokens=64, dtype=FP16, norm="layer", rotary=32, heads_first=True),
+    HeadCase(cols=256, heads=16, kv_heads=2, tokens=64, dtype=BF16, rotary=64, weight_offset=1.0),
+    HeadCase(cols=128, heads=24, kv_heads=24, tokens=64, dtype=BF16, rotary=128, interleaved=True),
+    HeadCase(cols=128, heads=40, kv_heads=8, tokens=64, dtype=BF16, rotary=128, norm_first=False, weights=False),
+    HeadCase(cols=96, heads=8, kv_heads=8, tokens=64, dtype=FP32, rotary=96, norm="layer", norm_first=False),
+    HeadCase(cols=512, heads=8, kv_heads=1, tokens=64, dtype=BF16, weight_dtype=FP32, rotary=64, interleaved=True),
+    HeadCase(cols=80, heads=32, kv_heads=32, tokens=64, dtype=BF16, rotary=32, half_table=True),
+    HeadCase(cols=64, heads=4, kv_heads=4, tokens=64, dtype=FP64, rotary=64),
+]
 CASES = [
     HeadCase(),
     HeadCase(norm="layer", rotary=16),

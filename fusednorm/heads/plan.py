@@ -22,6 +22,7 @@ LEAST_BYTES = 8  # of a chunk in a thread
 TILE_BYTES = {"forward": 64, "backward": 32}  # of a row tile in a thread
 # Registers of a thread of a backward: for addresses and the like, and for each element of its tile.
 FIXED_REGISTERS, REGISTERS_OF_ELEMENT = 40, 1.5
+REGISTERS_OF_TURN = 1.5  # more, for each element, where h is turned too, or pairs are within a chunk
 MIN_TILES_OF_CTA = 2  # row tiles of a CTA that leaves partials
 LEAST_SEGMENT_BYTES = 32  # of a row in a chunk: a sector of memory
 
@@ -72,7 +73,9 @@ def choose(problem: HeadProblem, device: DeviceSpec) -> HeadPlan | AtenNorm:
     rows = power_of_two(max(rows, threads * LEAST_BYTES // itemsize // chunk, 1))
     elements = rows * chunk * num_chunks // threads
     wide = problem.acc_dtype.itemsize // 4
-    of_element = itemsize + wide * (problem.num_sums + REGISTERS_OF_ELEMENT)  # x, dy and those of the next tile
+    turn = problem.turned > 0 and (problem.settings.interleaved or not problem.settings.norm_first)
+    more = REGISTERS_OF_ELEMENT + REGISTERS_OF_TURN * turn
+    of_element = itemsize + wide * (problem.num_sums + more)  # of x, dy and the next tile of both; of sums
     registers = min(MAX_REGISTERS, FIXED_REGISTERS + elements * of_element)
     ctas = max(1, int(device.registers_per_sm // (threads * registers)))
     ctas = min(ctas, device.max_threads_per_sm // threads)
