@@ -52,4 +52,4 @@ class FormSpec(NamedTuple):
 
 
 PLAIN = FormSpec()
-ROUNDINGS = "once", "x_hat"  # as callers name FormSpec.rounds_x_hat
+ROUNDINGS = {"once": False, "x_hat": True}  # FormSpec.rounds_x_hat, as callers name it

@@ -173,8 +173,13 @@ def output_dtype(operands: Operands, output: Output) -> torch.dtype:
     asked = output.dtype and getattr(operands, output.dtype)
     if asked:
         return asked
-    own, other = getattr(operands, output.like).dtype, output.promoted and getattr(operands, output.promoted)
-    return own if other is None else torch.promote_types(own, other.dtype)
+    dtype, promoted = getattr(operands, output.like).dtype, output.promoted
+    if output.promoted_if_rounded and operands.rounds_x_hat:
+        promoted += output.promoted_if_rounded
+    for name in promoted:
+        if (other := getattr(operands, name)) is not None:
+            dtype = torch.promote_types(dtype, other.dtype)
+    return dtype
 
 
 def resolve_eps(eps: float | None, *dtypes: torch.dtype) -> float:

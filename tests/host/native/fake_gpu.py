@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 import triton
 from cases import BF16, FP16, FP32, FP64
+from fusednorm.kernels import rowmath
 
 from fusednorm import margin, ops, reference
 from fusednorm.host import key, launcher, native, prepared, program, triton_compat
@@ -310,20 +311,31 @@ def compute(launched: Launched) -> None:
                 total = 2 * total * launched.tensor("weight", (cols,))
             fill(launched.tensor(each, (cols,)), total)
     elif name.startswith("forward"):
-        weight, bias = weight_of(launched), *doubles(launched.tensor("bias", (cols,)))
-        (x, residual), eps = doubles(launched.rows("x"), launched.more_rows("rows_in")), launched.parameters["eps"]
-        if residual is not None:
-            x = x + residual
-            fill(launched.more_rows("rows_out"), x)
-        if launched.build.norm.layer:
-            y, mean, rstd = reference.layer_norm_formula(x, (cols,), weight, bias, eps)
-            fill(launched.statistic("mean"), mean.flatten())
-        else:
-            y, rstd = reference.rms_norm_formula(x, (cols,), weight, eps)
-        fill(launched.tensor("y", launched.shape()), y)
-        fill(launched.statistic("rstd"), rstd.flatten())
+        compute_forward(launched)
     elif name != "backward_row_means":
         compute_backward(launched)
+
+
+def compute_forward(launched: Launched) -> None:
+    form, total = launched.build.norm.form, launched.more_rows("rows_out")
+    (x, residual), eps = doubles(launched.rows("x"), launched.more_rows("rows_in")), launched.parameters["eps"]
+    weight, bias = weight_of(launched), *doubles(launched.tensor("bias", launched.shape()[1:]))
+    dtype = x.dtype if form.round_x_hat is rowmath.in_full else launched.rows("x").dtype
+    if total is not None:
+        x = x if residual is None else x + residual
+        fill(total, x)
+        x = total.double() if form.combine is rowmath.rounded_total else x
+    shape = launched.shape()[1:]
+    if launched.build.norm.layer:
+        x_hat, mean, rstd = reference.layer_norm_formula(x, shape, None, None, eps)
+        fill(launched.statistic("mean"), mean.flatten())
+    else:
+        x_hat, rstd = reference.rms_norm_formula(x, shape, None, eps)
+    fill(launched.statistic("rstd"), rstd.flatten())
+    y = x_hat.to(dtype).double()
+    y = y if weight is None else y * (form.weight_offset + weight)
+    y = y if bias is None else y + bias
+    fill(launched.tensor("y", launched.shape()), y + residual if total is None and residual is not None else y)
 
 
 def compute_backward(launched: Launched) -> None:
