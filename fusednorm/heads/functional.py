@@ -179,7 +179,7 @@ def _settings(op, norm, eps, weight_offset, rounding, **more) -> tuple[Settings,
     for name, value in (("weight_offset", weight_offset), *([] if eps is None else [("eps", eps)])):
         if not isinstance(value, (Real, torch.SymFloat)):
             raise TypeError(f"{op}: {name} must be a number, got {value!r}")
-    fixed = {"layer": norm == "layer", "weight_offset": float(weight_offset), "rounds_x_hat": rounding == "x_hat"}
+    fixed = {"layer": norm == "layer", "weight_offset": float(weight_offset), "rounds_x_hat": ROUNDINGS[rounding]}
     return Settings(**fixed, **more), NORMS[norm] if eps is None else float(eps)
 
 
@@ -197,7 +197,10 @@ def _over_all_heads(heads: Heads, heads_dim: int) -> tuple[Tensor, ...]:
     """qk_norm with rows of all heads of a token: our norm for each of q and k, and the rotation as tensor code."""
     settings = heads.settings
     norm = functional.affine_layer_norm if settings.layer else functional.affine_rms_norm
-    more: dict[str, Any] = {"weight_offset": settings.weight_offset, "rounding": ROUNDINGS[settings.rounds_x_hat]}
+    more: dict[str, Any] = {
+        "weight_offset": settings.weight_offset,
+        "rounding": "x_hat" if settings.rounds_x_hat else "once",
+    }
     more |= {} if heads.eps is None else {"eps": heads.eps}
 
     def turned(x: Tensor, *_: Tensor | None) -> Tensor:
