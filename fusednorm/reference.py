@@ -79,15 +79,15 @@ def forward_formula(operands: Operands) -> Outputs:
     if form.combine:
         h = _plus(_gated(h, operands) if form.combine == "add_gated" else h, operands.residual)
         added = [h.to(each).contiguous() for each in dtypes]
-        h = _rounded(h, dtypes[0]) if form.rounds_sum else h
+        h = rounded(h, dtypes[0]) if form.rounds_sum else h
     centered = h
     if operands.norm == "layer":
         mean = h.mean(dims, keepdim=True)
         mean = mean + (h - mean).mean(dims, keepdim=True)  # takes away its rounding error: large equal h give y = 0
         centered = h - mean
     rstd = torch.rsqrt(centered.square().mean(dims, keepdim=True) + resolve_eps(operands.eps, dtype))
-    x_hat = _rounded(centered * rstd, x.dtype) if form.rounds_x_hat else centered * rstd
-    u = _affine(x_hat, operands.weight, operands.bias, form.weight_offset)
+    x_hat = rounded(centered * rstd, x.dtype) if form.rounds_x_hat else centered * rstd
+    u = affine(x_hat, operands.weight, operands.bias, form.weight_offset)
     v = _modulated(u, dtypes[0] if dtypes else x.dtype, operands) if form.modulate else u
     y = _plus(v, operands.residual) if form.finish else v
     return y.to(y_dtype).contiguous(), mean, rstd, *added
@@ -116,7 +116,7 @@ def _gated(x: Tensor, operands: Operands) -> Tensor:
     """gate * x, in x's dtype."""
     product = x * _spread(operands.gate, operands).to(x.dtype)
     dtype = torch.promote_types(operands.x.dtype, operands.gate.dtype)
-    return _rounded(product, dtype) if operands.form.rounds_steps else product
+    return rounded(product, dtype) if operands.form.rounds_steps else product
 
 
 def _modulated(u: Tensor, dtype: torch.dtype, operands: Operands) -> Tensor:
@@ -124,10 +124,10 @@ def _modulated(u: Tensor, dtype: torch.dtype, operands: Operands) -> Tensor:
     scale, shift, rounds = operands.scale, getattr(operands, "shift", None), operands.form.rounds_steps
     factor = FACTORS[operands.form.modulate](_spread(scale, operands).to(u.dtype))
     if rounds:
-        u, factor = _rounded(u, dtype), _rounded(factor, scale.dtype)
+        u, factor = rounded(u, dtype), rounded(factor, scale.dtype)
     v = u * factor
     if rounds:
-        v = _rounded(v, torch.promote_types(dtype, scale.dtype))
+        v = rounded(v, torch.promote_types(dtype, scale.dtype))
     return v if shift is None else v + _spread(shift, operands).to(v.dtype)
 
 
@@ -140,12 +140,12 @@ def _plus(rows: Tensor, residual: Tensor | None) -> Tensor:
     return rows.clone() if residual is None else rows + residual.to(rows.dtype)
 
 
-def _rounded(rows: Tensor, dtype: torch.dtype) -> Tensor:
+def rounded(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Rounded to a dtype, which the gradient is not: the difference of a number and its rounded value is exact."""
     return rows + (rows.to(dtype).to(rows.dtype) - rows).detach()
 
 
-def _affine(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None = None, offset: float = 0.0) -> Tensor:
+def affine(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None = None, offset: float = 0.0) -> Tensor:
     """x_hat * (offset + weight) + bias, in x_hat's dtype."""
     if weight is not None:
         x_hat = x_hat * (weight.to(x_hat.dtype) + offset if offset else weight.to(x_hat.dtype))
@@ -178,7 +178,7 @@ def backward_formula(
     x_hat, dy = centered * rstd, grad_out.to(dtype)
     dx = dw = db = None
     if output_mask[0]:
-        dx = _input_gradient(_affine(dy, weight, offset=weight_offset), x_hat, mean, rstd, dims, residual_grad)
+        dx = _input_gradient(affine(dy, weight, offset=weight_offset), x_hat, mean, rstd, dims, residual_grad)
         dx = dx.to(dx_dtype or x.dtype).contiguous()
     if output_mask[1] and weight is not None:
         dw = _sum_rows(dy * x_hat, normalized_shape, weight.dtype)
@@ -198,7 +198,7 @@ def modulated_backward_formula(operands: Operands) -> Outputs:
     wants_dx, wants_dw, wants_db, wants_dscale, wants_dshift, wants_dbranch, wants_dgate = operands.output_mask
     du, found = dy * FACTORS[form.modulate](scale), [None] * 7
     if wants_dx or wants_dbranch or wants_dgate:
-        g = _affine(du, weight, offset=form.weight_offset)
+        g = affine(du, weight, offset=form.weight_offset)
         dh = _input_gradient(g, x_hat, mean, rstd, dims, operands.residual_grad)
         found[0] = dh.to(operands.dx_dtype or x.dtype).contiguous() if wants_dx else None
         found[5:] = branch_gradients(dh, operands.branch, operands.gate, len(shape), (wants_dbranch, wants_dgate))
@@ -207,7 +207,7 @@ def modulated_backward_formula(operands: Operands) -> Outputs:
     if wants_db and operands.bias is not None:
         found[2] = _sum_rows(du, shape, operands.bias.dtype)
     if wants_dscale:
-        of_factor = dy * _affine(x_hat, weight, operands.bias, form.weight_offset)
+        of_factor = dy * affine(x_hat, weight, operands.bias, form.weight_offset)
         slope = SLOPES[form.modulate]
         found[3] = _sum_sharers(of_factor * slope(scale) if slope else of_factor, operands.scale, len(shape))
     if wants_dshift and operands.shift is not None:
