@@ -18,9 +18,13 @@ import fusednorm
 from fusednorm import batch_invariant
 from fusednorm.host import fallback
 from fusednorm.host.kernel_devices import kernels_on
+from fusednorm.operands import FORWARD, operands_of
+from fusednorm.operands import OPS as OPERANDS
 from fusednorm.planner.device import A100, H100, H200, KNOWN
 from fusednorm.planner.plan import ReferencePlan
+from fusednorm.problem import check_backward, check_forward
 from fusednorm.settings import invariance
+from tests.fuzz.draw import FAMILY, draw
 
 OPS = torch.ops.fusednorm
 
@@ -186,3 +190,14 @@ def test_forms_are_covered():
         for problems in ([make_sum("rms", 1000)], [gated, without_that_of_the_gate]):
             plans = {fallback.choose(each, rows, H200).plan for each in problems for rows in (1, 1000, 10**6)}
             assert len(plans) == 1
+
+
+@pytest.mark.parametrize("op", [op for op in OPERANDS if OPERANDS[op].form is not None])
+def test_every_op_has_one_plan_for_all_numbers_of_rows(op):
+    drawn = (draw(at * FAMILY, 1, 300) for at in range(2000))
+    call = next(each for each in drawn if each.op == op and 0 not in each.shape)
+    operands = operands_of(op, (), call.arguments("cpu"))
+    with batch_invariant():
+        checked = check_forward(operands) if operands.direction == FORWARD else check_backward(operands)
+        assert not checked.problem.nested_rows
+        assert len({fallback.choose(checked.problem, rows, H200).plan for rows in (1, 1000, 10**6)}) == 1

@@ -107,6 +107,9 @@ class Call {
       case Role::PARAMETER:
         may_run &= as_it_is && tensor.sizes() == binding.normalized_shape;
         break;
+      case Role::MODULATION:
+        may_run = false;
+        break;
       case Role::STATISTIC:
         may_run &= tensor.numel() == binding.rows;
         if (!as_it_is && may_run) may_run = !invariant && add_layout(tensor, tensor.dim(), /*nested=*/false);
