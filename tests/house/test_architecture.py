@@ -28,7 +28,8 @@ MAY_IMPORT = {
     },
     "columns": {"host", "kernels", "namespace", "ops", "planner", "problem", "sharding"},
     "heads": {
-        *("forms", "functional", "host", "kernels", "namespace", "ops", "planner", "problem", "reference", "sharding"),
+        *("forms", "functional", "host", "kernels", "margin", "namespace", "ops", "planner", "problem", "reference"),
+        "sharding",
     },
     "forms": set(),
     "operands": {"forms"},
