@@ -21,6 +21,7 @@ class batch_invariant(Setting):  # noqa: N801  reads as a function: batch_invari
     runs. Norms that Inductor compiles itself, and calls that no kernel of ours takes, have the order of others.
 
     dweight and dbias are sums over all rows: their order is fixed for a number of rows, a GPU and a margin, as always.
+    `qk_norm` and `column_sum` are not covered.
     Raises TypeError if on is no bool.
     """
 

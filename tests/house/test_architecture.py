@@ -28,7 +28,7 @@ MAY_IMPORT = {
     },
     "columns": {"host", "kernels", "namespace", "ops", "planner", "problem", "sharding"},
     "heads": {
-        *("forms", "functional", "host", "kernels", "margin", "namespace", "ops", "planner", "problem", "reference"),
+        *("forms", "functional", "host", "kernels", "namespace", "ops", "planner", "problem", "reference", "settings"),
         "sharding",
     },
     "forms": set(),
