@@ -274,12 +274,12 @@ class Launched(NamedTuple):
         return at_address(address, POINTED_TO[self.build.compiled.src.signature[f"{name}_ptr"][1:]], shape, strides)
 
     def more_rows(self, name: str) -> torch.Tensor | None:
-        """The only tensor of `rows_in` or `rows_out`."""
+        """The only tensor of `rows_in`, `rows_out` or `added`."""
         if f"{name}.0" not in self.parameters:
             return None
         (rows, cols), parameters = self.shape(), self.parameters
         inner, *strides = (parameters.get(f"strides_in.{at}", 1) for at in range(3))  # Triton leaves out numbers of 1
-        if name == "rows_out":
+        if name != "rows_in":
             inner, strides = 1, (cols, 0)
         dtype = POINTED_TO[self.build.compiled.src.signature[name][0][1:]]
         return at_address(parameters[f"{name}.0"], dtype, (rows // inner, inner, cols), (*strides, 1)).flatten(0, 1)
@@ -347,7 +347,7 @@ def compute_backward(launched: Launched) -> None:
     dx, *_ = reference.backward_formula(dy, x, (cols,), mean, rstd, weight, None, (True, False, False), **offset)
     ones = torch.ones_like(x[0])
     _, dw, db = reference.backward_formula(dy, x, (cols,), mean, rstd, ones, ones, (False, True, True))
-    residual = launched.tensor("residual", launched.shape())
+    residual = launched.more_rows("added")
     fill(launched.tensor("dx", launched.shape()), dx if residual is None else dx + residual)
     for each, total in (("dw", dw), ("db", db)):
         fill(launched.tensor(f"{each}_partial", (cols,)), total)
@@ -408,14 +408,14 @@ class Gpu:
 
     @contextlib.contextmanager
     def repeating(self, calls: int = 1):
-        """Inside, exactly `calls` prepared calls must run in C++, and none may go to Python."""
+        """Inside, exactly `calls` calls must run in C++, and none may go to Python."""
         before, asked = native.repeats(), len(self.python_calls)
         yield
         assert (native.repeats() - before, self.python_calls[asked:]) == (calls, [])
 
     @contextlib.contextmanager
     def going_to_python(self, *wanted: str):
-        """Inside, no prepared call may run in C++; the calls that go to Python must be `wanted` ("forward", ...)."""
+        """Inside, no call may run in C++; the calls that go to Python must be `wanted` ("forward", ...)."""
         before, asked = native.repeats(), len(self.python_calls)
         yield
         assert (native.repeats() - before, self.directions()[asked:]) == (0, list(wanted))
