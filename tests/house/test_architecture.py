@@ -25,7 +25,8 @@ MAY_IMPORT = {
     "autograd": {"forcing", "host", "namespace", "operands", "ops", "planner", "problem", "reference", "sharding"},
     "columns": {"host", "kernels", "namespace", "ops", "planner", "problem", "sharding"},
     "heads": {
-        *("forms", "functional", "host", "kernels", "namespace", "ops", "planner", "problem", "reference", "sharding"),
+        *("forms", "functional", "host", "kernels", "margin", "namespace", "ops", "planner", "problem", "reference"),
+        "sharding",
     },
     "forms": set(),
     "operands": {"forms"},
