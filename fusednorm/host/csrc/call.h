@@ -108,7 +108,7 @@ class Call {
         may_run &= as_it_is && tensor.sizes() == binding.normalized_shape;
         break;
       case Role::MODULATION:
-        may_run = false;
+        may_run = may_run && add_modulation(tensor);
         break;
       case Role::STATISTIC:
         may_run &= tensor.numel() == binding.rows;
@@ -121,6 +121,24 @@ class Call {
             !add_layout(tensor, tensor.dim() - binding.normalized_shape.size(), /*nested=*/true))
           copy(tensor, address);
     }
+  }
+
+  // Adds to the key which batch dims of x a modulation has whole, and how its rows lie as one for each row of x. False if
+  // it has another shape (problem.py: _require_modulation), or its rows would have to be copied.
+  bool add_modulation(const Tensor& tensor) {
+    int64_t ndim = binding.normalized_shape.size(), batch_ndim = binding.x_shape.size() - ndim, lead = tensor.dim() - ndim;
+    if (lead < 0 || lead > batch_ndim || tensor.sizes().slice(lead) != binding.normalized_shape) return false;
+    Shape strides(binding.x_shape.size(), 0);
+    int64_t whole = 0;
+    for (int64_t i = 0; i < lead; ++i) {
+      if (tensor.size(i) == 1) continue;
+      if (tensor.size(i) != binding.x_shape[i]) return false;
+      strides[i] = tensor.stride(i);
+      whole |= int64_t(1) << i;
+    }
+    for (int64_t i = 0; i < ndim; ++i) strides[batch_ndim + i] = tensor.stride(lead + i);
+    key.push_back(lead << 32 | whole);
+    return add_layout(binding.x_shape, strides, batch_ndim, /*nested=*/true);
   }
 
   static int64_t part_of_key(const Tensor& tensor, bool contiguous, uint64_t address) {
@@ -139,8 +157,11 @@ class Call {
   // Adds to the key how the rows (the first batch_ndim dims) lie in memory, by the rule of problem.py: row_view. False if
   // neither one stride nor, if allowed, two nested ones describe them.
   bool add_layout(const Tensor& tensor, int64_t batch_ndim, bool nested) {
-    auto sizes = tensor.sizes(), strides = tensor.strides();
-    int64_t expected = 1, at = tensor.dim();
+    return add_layout(tensor.sizes(), tensor.strides(), batch_ndim, nested);
+  }
+
+  bool add_layout(IntArrayRef sizes, IntArrayRef strides, int64_t batch_ndim, bool nested) {
+    int64_t expected = 1, at = sizes.size();
     while (at-- > batch_ndim) {
       if (sizes[at] != 1 && strides[at] != expected) return false;
       expected *= sizes[at];
