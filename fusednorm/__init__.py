@@ -31,7 +31,9 @@ from .functional import (  # noqa: E402
     affine_layer_norm,
     affine_rms_norm,
     layer_norm_add,
+    layer_norm_gated,
     rms_norm_add,
+    rms_norm_gated,
 )
 from .margin import sm_margin  # noqa: E402
 from .modules import (  # noqa: E402
@@ -41,8 +43,10 @@ from .modules import (  # noqa: E402
     AffineRMSNorm,
     LayerNorm,
     LayerNormAdd,
+    LayerNormGated,
     RMSNorm,
     RMSNormAdd,
+    RMSNormGated,
 )
 from .tools.explanation import explain  # noqa: E402
 from .tools.warm import warmup  # noqa: E402
@@ -56,9 +60,11 @@ __all__ = [
     "AffineRMSNorm",
     "LayerNorm",
     "LayerNormAdd",
+    "LayerNormGated",
     "LayerNormFunction",
     "RMSNorm",
     "RMSNormAdd",
+    "RMSNormGated",
     "RMSNormFunction",
     "add_layer_norm",
     "add_rms_norm",
@@ -70,8 +76,10 @@ __all__ = [
     "force",
     "functional",
     "layer_norm_add",
+    "layer_norm_gated",
     "layers",
     "rms_norm_add",
+    "rms_norm_gated",
     "sm_margin",
     "warmup",
 ]

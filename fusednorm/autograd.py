@@ -24,6 +24,7 @@ from torch.overrides import has_torch_function
 
 from . import ops, reference, sharding
 from .forcing import asked_variants, force
+from .forms import PLAIN
 from .host import native, prepared, torch_compat
 from .host.kernel_devices import runs_kernels
 from .host.key import PLAIN_TYPES
@@ -110,7 +111,15 @@ class NodeInfo(NamedTuple):
         """The outputs of the backward op by name, or those of operations that can be differentiated if the statistics
         are inside the node and this backward is itself recorded. more: gradients of outputs that the backward op takes
         beside that of y, by the names of its operands."""
-        operands = backward_of(
+        operands = self.operands(grad_y, saved, mask, more)
+        if self.statistics_inside and torch.is_grad_enabled():
+            grads = differentiable_backward(operands, self.eps)
+        else:
+            grads = self._backward(operands)
+        return dict(zip([each.name for each in operands.outputs], grads, strict=True))
+
+    def operands(self, grad_y, saved: dict[str, Tensor | None], mask, more: dict[str, Tensor]) -> BackwardOperands:
+        return backward_of(
             self.op,
             **saved,
             normalized_shape=self.normalized_shape,
@@ -119,11 +128,6 @@ class NodeInfo(NamedTuple):
             **self.settings,
             **more,
         )
-        if self.statistics_inside and torch.is_grad_enabled():
-            grads = differentiable_backward(operands, self.eps)
-        else:
-            grads = self._backward(operands)
-        return dict(zip([each.name for each in operands.outputs], grads, strict=True))
 
     def _backward(self, operands: BackwardOperands) -> Outputs:
         if not torch.compiler.is_dynamo_compiling() and self.asked != asked_variants():
@@ -166,10 +170,12 @@ class NormFunction(Function):
         elif grad_y is not None or more:
             grad_y = torch.zeros_like(saved["x"]) if grad_y is None else grad_y
             grads |= info.backward(grad_y, saved, mask, more)
-        if mask[0] and any(each is not None for each in of_statistics):
-            statistics = saved.get("mean"), saved["rstd"], *of_statistics
-            dx = reference.statistics_backward_formula(saved["x"], info.normalized_shape, *statistics)
-            grads["dx"] = dx if grads.get("dx") is None else grads["dx"] + dx
+        if any(each is not None for each in of_statistics):
+            operands = info.operands(grad_y, saved, mask, {})
+            found = reference.statistics_gradients(operands, *of_statistics)
+            for name, each in zip([output.name for output in operands.outputs], found, strict=True):
+                if each is not None:
+                    grads[name] = each if grads.get(name) is None else grads[name] + each
         return *[grads.get(name) if want else None for name, want in zip(by.gradients, wanted, strict=True)], None, None
 
 
@@ -179,7 +185,8 @@ _record = torch_compat.record(NormFunction)  # skips torch.func's checks: no cal
 def differentiable_backward(operands: BackwardOperands, eps: float | None) -> Outputs:
     """The outputs of a backward that is itself differentiated, of a node that keeps the statistics inside. They are
     computed again, because gradients flow through them."""
-    forward = ForwardOperands(operands.norm, operands.x, operands.normalized_shape, eps=eps)
+    h = reference.row_of(operands.form or PLAIN, operands.x, getattr(operands, "gate", None))
+    forward = ForwardOperands(operands.norm, h, operands.normalized_shape, eps=eps)
     _, mean, rstd, *_ = reference.formula(forward)
     operands = operands._replace(mean=mean, rstd=rstd)
     return call_op(
@@ -445,4 +452,4 @@ for _op in OPS.values():
 layer_norm_fwd, rms_norm_fwd = IMPLEMENTATIONS["layer_norm_fwd"], IMPLEMENTATIONS["rms_norm_fwd"]
 
 if native.extension:
-    native.install("CUDA", above_autograd, ops, reference.statistics_backward_formula, differentiable_backward)
+    native.install("CUDA", above_autograd, ops, reference.statistics_gradients, differentiable_backward)

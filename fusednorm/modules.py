@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import functional
-from .forms import ROUNDINGS
+from .forms import ACTIVATIONS, ROUNDINGS
 from .host.torch_compat import parameter, quantize_as_stock
 
 
@@ -154,3 +154,27 @@ class LayerNormAdd(_OfLayerNorm, RMSNormAdd):
     """functional.layer_norm_add as a module, called with (x, residual): returns residual + LayerNorm of x."""
 
     op = "layer_norm_fwd_plus_residual"
+
+
+class RMSNormGated(_FormNorm):
+    """functional.rms_norm_gated as a module, called with (x, gate)."""
+
+    shown = *_FormNorm.shown, "activation", "norm_before_gate"
+    norm = "rms"
+
+    def __init__(self, *args, activation: str = "silu", norm_before_gate: bool = True, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        if activation not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            raise ValueError(f"{type(self).__name__}: activation must be one of {known}, got {activation!r}")
+        self.activation, self.norm_before_gate = activation, norm_before_gate
+        self.op = functional.gated_op(self.norm, norm_before_gate)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return self._run(x, (gate,), (self.activation,))
+
+
+class LayerNormGated(_OfLayerNorm, RMSNormGated):
+    """functional.layer_norm_gated as a module, called with (x, gate)."""
+
+    norm = "layer"

@@ -135,7 +135,7 @@ PLAIN_OPS = (
     Op("rms", BACKWARD, (*RMS_BWD, BIAS_DTYPE, *RESIDUAL), (DX_, DWEIGHT_, DBIAS_), suffix="_residual"),
 )
 
-# The forms. The backward of each is *_bwd_residual: of the sum, where the form normalizes a sum.
+# The forms. *_bwd_residual is the backward of most: of the sum, where the form normalizes a sum.
 FORM_SETTINGS = WANTS_STATISTICS, WEIGHT_OFFSET, ROUNDS_X_HAT, Y_DTYPE
 SUMMAND = Slot("residual", Role.ROWS, optional=True, gradient="dx")
 ADDED_LAST = Slot("residual", Role.ROWS, gradient="grad_out")
@@ -143,20 +143,35 @@ FORM_Y_ = Y_._replace(dtype="y_dtype", promoted_if_rounded=("weight", "bias"))
 NEW_RESIDUAL_ = Output(
     "new_residual", Role.ROWS, dtype="residual_dtype", gradient="residual_grad", promoted=("residual",), operand="x"
 )
-FORMS = (  # (form, suffix, its operands behind normalized_shape, its settings, y, its outputs)
-    (PLAIN, "_affine", (), (), FORM_Y_, ()),
-    (FormSpec(combine="add"), "_of_sum", (SUMMAND,), (ROUNDS_SUM, RESIDUAL_DTYPE), FORM_Y_, (NEW_RESIDUAL_,)),
-    (FormSpec(finish="add"), "_plus_residual", (ADDED_LAST,), (), FORM_Y_._replace(promoted=("residual",)), ()),
+SUM_Y_, X_DTYPE_Y_ = FORM_Y_._replace(promoted=("residual",)), Y_._replace(dtype="y_dtype")
+GATE, DGATE_ = Slot("gate", Role.ROWS, gradient="dgate"), Output("dgate", Role.ROWS, like="gate")
+ACTIVATION = Slot("activation", Role.FORM, default=PLAIN.activation)
+OF_SUM, PLUS_RESIDUAL = FormSpec(combine="add"), FormSpec(finish="add")
+OF_GATED, TIMES_GATE = FormSpec(combine="gate"), FormSpec(finish="gate")
+FORMS = (  # (form, suffix, its operands behind normalized_shape, its settings, y, its outputs, its backward's suffix)
+    (PLAIN, "_affine", (), (), FORM_Y_, (), "_residual"),
+    (OF_SUM, "_of_sum", (SUMMAND,), (ROUNDS_SUM, RESIDUAL_DTYPE), FORM_Y_, (NEW_RESIDUAL_,), "_residual"),
+    (PLUS_RESIDUAL, "_plus_residual", (ADDED_LAST,), (), SUM_Y_, (), "_residual"),
+    (OF_GATED, "_of_gated", (GATE,), (ACTIVATION,), FORM_Y_, (), "_of_gated"),
+    (TIMES_GATE, "_times_gate", (GATE,), (ACTIVATION,), X_DTYPE_Y_, (), "_times_gate"),
 )
 FORM_OPS = tuple(
     Op(
         norm, FORWARD, (X, SHAPE, *operands, WEIGHT, BIAS, eps, *FORM_SETTINGS, *settings), (y, *statistics, *outputs),
-        suffix=suffix, form=form, backward="_residual",
+        suffix=suffix, form=form, backward=backward,
     )
     for norm, eps, statistics in (("layer", EPS, (MEAN_, RSTD_)), ("rms", DEFAULT_EPS, (RSTD_,)))
-    for form, suffix, operands, settings, y, outputs in FORMS
+    for form, suffix, operands, settings, y, outputs, backward in FORMS
 )  # fmt: skip
-OPS: dict[str, Op] = {op.name: op for op in (*PLAIN_OPS, *FORM_OPS)}
+FORM_BACKWARDS = tuple(
+    Op(
+        norm, BACKWARD, (GRAD_OUT, X, SHAPE, GATE, *statistics, WEIGHT, bias, MASK, WEIGHT_OFFSET, ACTIVATION),
+        (DX_, DWEIGHT_, DBIAS_, DGATE_), suffix=suffix, form=form,
+    )
+    for norm, statistics in (("layer", (MEAN, RSTD)), ("rms", (RSTD,)))
+    for form, suffix, bias in ((OF_GATED, "_of_gated", BIAS_DTYPE), (TIMES_GATE, "_times_gate", BIAS))
+)  # fmt: skip
+OPS: dict[str, Op] = {op.name: op for op in (*PLAIN_OPS, *FORM_OPS, *FORM_BACKWARDS)}
 
 
 def _together(parts: Sequence[tuple], last: tuple = ()) -> tuple:

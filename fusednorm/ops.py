@@ -20,6 +20,12 @@ layer_norm_fwd_of_sum, rms_norm_fwd_of_sum
     normalized as it is stored if rounds_sum. residual None: new_residual is a copy of x
 layer_norm_fwd_plus_residual, rms_norm_fwd_plus_residual
     the same of x, plus residual; y has the promoted dtype of both by default
+layer_norm_fwd_of_gated, rms_norm_fwd_of_gated
+    the same of x * act(gate), with act silu or sigmoid by `activation`
+layer_norm_fwd_times_gate, rms_norm_fwd_times_gate
+    the same of x, times act(gate)
+layer_norm_bwd_of_gated, rms_norm_bwd_of_gated, layer_norm_bwd_times_gate, rms_norm_bwd_times_gate
+    gradients of x, weight, bias and gate, from x and gate
 
 The first four take the arguments of aten::native_layer_norm, native_layer_norm_backward, _fused_rms_norm and
 _fused_rms_norm_backward at the same positions.
@@ -43,6 +49,7 @@ Errors
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
@@ -79,7 +86,8 @@ def schema_of(op: Op) -> str:
     def argument(slot: Slot) -> str:
         kind = f"bool[{len(op.outputs)}]" if slot.role is Role.MASK else TYPES.get(slot.role, "Tensor")
         kind = type(slot.default).__name__ if slot.role is Role.FORM else kind
-        return f"{kind}{'?' * slot.optional} {slot.name}" + f"={op.default(slot)}" * slot.has_default
+        default = f"={json.dumps(op.default(slot)) if kind == 'str' else op.default(slot)}"
+        return f"{kind}{'?' * slot.optional} {slot.name}" + default * slot.has_default
 
     by_position, by_name = (
         [argument(slot) for slot in op.arguments if slot.role.is_by_name is named] for named in (False, True)

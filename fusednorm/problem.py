@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .forms import PLAIN
+from .forms import ACTIVATIONS, PLAIN
 from .operands import FORWARD, OPS, BackwardOperands, ForwardOperands, Operands, Output, Role, op_mask, wanted_outputs
 from .planner.norm_problem import ALIGNMENT, FLOAT_DTYPES, NormProblem, accumulation_dtype
 
@@ -347,6 +347,8 @@ def validate(operands: Operands, op: str | None = None) -> torch.Size:
             raise RuntimeError(f"{op}: {name} must be float16, bfloat16, float32 or float64, got {value}")
         elif role is Role.FORM and type(value) is not type(getattr(PLAIN, name)):
             raise TypeError(f"{op}: {name} must be a {type(getattr(PLAIN, name)).__name__}, got {value!r}")
+        elif name == "activation" and value not in ACTIVATIONS:
+            raise ValueError(f"{op}: activation must be one of {', '.join(ACTIVATIONS)}, got {value!r}")
         elif role is Role.MASK and len(value) != len(type(operands).outputs):
             raise RuntimeError(f"{op}: {name} must have one flag per output, got {list(op_mask(operands))}")
     return batch_shape

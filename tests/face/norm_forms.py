@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +21,13 @@ FACES = {  # the function and the module of each form
     "rms_norm_fwd_of_sum": (fusednorm.add_rms_norm, fusednorm.AddRMSNorm),
     "layer_norm_fwd_plus_residual": (fusednorm.layer_norm_add, fusednorm.LayerNormAdd),
     "rms_norm_fwd_plus_residual": (fusednorm.rms_norm_add, fusednorm.RMSNormAdd),
+    "layer_norm_fwd_times_gate": (fusednorm.layer_norm_gated, fusednorm.LayerNormGated),
+    "rms_norm_fwd_times_gate": (fusednorm.rms_norm_gated, fusednorm.RMSNormGated),
 }
+for _norm in ("layer", "rms"):
+    _after = FACES[f"{_norm}_norm_fwd_times_gate"]
+    FACES[f"{_norm}_norm_fwd_of_gated"] = tuple(partial(each, norm_before_gate=False) for each in _after)
+
 forms = pytest.mark.parametrize("op", FORM_OPS, ids=lambda op: op.name)
 
 
@@ -29,7 +36,7 @@ def rows_of(op: Op) -> list[str]:
 
 
 def leaves(op: Op, *dtypes: torch.dtype, shape=(3, 5, COLS), seed=0, device="cpu") -> dict[str, Tensor]:
-    """x, a residual if the form has one, weight and bias."""
+    """x, a residual or a gate if the form has one, weight and bias."""
     generator = torch.Generator().manual_seed(seed)
     names = [*rows_of(op), "weight", "bias"]
     dtypes = dtypes or (FP64,) * len(names)
@@ -47,18 +54,21 @@ def run(op: Op, given: dict[str, Tensor | None], **settings: Any) -> tuple[Tenso
 
 def composite(op: Op, given: dict[str, Tensor | None], offset: float = 0.0) -> tuple[Tensor, ...]:
     """As models write it, in the dtypes of the tensors."""
-    h, residual = given["x"], given.get("residual")
-    before, after = bool(op.form.combine), bool(op.form.finish)
+    h, residual, gate = given["x"], given.get("residual"), given.get("gate")
+    before, after = op.form.combine == "add", op.form.finish == "add"
     if before and residual is not None:
         h = h + residual
     wide = h if h.dtype == FP64 else h.float()
+    if gate is not None:
+        factor = torch.nn.functional.silu(gate if gate.dtype == FP64 else gate.float())
+        wide = wide * factor if op.form.combine else wide
     centered = wide - wide.mean(-1, keepdim=True) if op.norm == "layer" else wide
     u = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + EPS)
     if given["weight"] is not None:
         u = u * (offset + given["weight"].to(u.dtype))
     if given["bias"] is not None:
         u = u + given["bias"].to(u.dtype)
-    y = u.to(given["x"].dtype)
+    y = (u * factor if op.form.finish == "gate" else u).to(given["x"].dtype)
     return (y, h) if before else (y + residual,) if after else (y,)
 
 

@@ -55,6 +55,10 @@ bool read(PyObject* argument, const Slot& slot, Given& given) {
       if (!is_none && !PyFloat_CheckExact(argument)) return false;
       given.settings.push_back(as_setting(is_none ? optional<double>() : PyFloat_AS_DOUBLE(argument)));
       return true;
+    case Role::TEXT:
+      if (!PyUnicode_CheckExact(argument)) return false;
+      given.settings.push_back(as_setting(py::cast<std::string>(py::handle(argument))));
+      return true;
     case Role::FLAG:
       if (!PyBool_Check(argument)) return false;
       given.settings.push_back(argument == Py_True);
@@ -237,11 +241,12 @@ size_t add(const std::string& name, std::vector<Slot> inputs, size_t x, size_t n
 
 // Implements an op at a dispatch key and at autograd's key above it. The functions are Op's.
 void install(size_t number, const std::string& key, py::object above, py::object below,
-             py::object differentiable_backward) {
+             py::object differentiable_backward, py::object statistics_gradients) {
   Op& op = *ops.at(number);
   op.above = std::move(above);
   op.below = std::move(below);
   op.differentiable_backward = std::move(differentiable_backward);
+  op.statistics_gradients = std::move(statistics_gradients);
   runs_cpu_tensors |= key == "CPU";
   implement<run_below>(op, key);
   implement<run_above>(op, "Autograd" + key);
@@ -260,7 +265,7 @@ PYBIND11_MODULE(_native, module) {
   py::enum_<Role>(module, "Role")
       .value("SHAPE", Role::SHAPE).value("PARAMETER", Role::PARAMETER).value("ROWS", Role::ROWS)
       .value("STATISTIC", Role::STATISTIC).value("PACKED_ROWS", Role::PACKED_ROWS).value("NUMBER", Role::NUMBER)
-      .value("DTYPE", Role::DTYPE).value("MASK", Role::MASK).value("FLAG", Role::FLAG);
+      .value("DTYPE", Role::DTYPE).value("MASK", Role::MASK).value("FLAG", Role::FLAG).value("TEXT", Role::TEXT);
   py::enum_<Number>(module, "Number")
       .value("ROWS", Number::ROWS).value("CTAS", Number::CTAS).value("PARTIALS", Number::PARTIALS);
   py::class_<Output>(module, "Output")
@@ -318,17 +323,14 @@ PYBIND11_MODULE(_native, module) {
   module.def("set_backward", [](size_t forward, size_t backward, std::vector<size_t> saved,
                                 std::vector<optional<size_t>> sources, std::vector<size_t> gradients,
                                 std::vector<size_t> passed, std::vector<Backward::Setting> settings,
-                                std::array<optional<size_t>, 2> statistics, size_t eps) {
+                                size_t eps) {
     ops.at(forward)->backward = Backward{ops.at(backward), std::move(saved), std::move(sources), std::move(gradients),
-                                         std::move(passed), std::move(settings), statistics, eps};
+                                         std::move(passed), std::move(settings), eps};
   }, py::kw_only(), py::arg("forward"), py::arg("backward"), py::arg("saved"), py::arg("sources"),
-     py::arg("gradients"), py::arg("passed"), py::arg("settings"), py::arg("statistics"), py::arg("eps"));
+     py::arg("gradients"), py::arg("passed"), py::arg("settings"), py::arg("eps"));
   module.def("install", &install, py::arg("number"), py::arg("key"), py::kw_only(), py::arg("above"), py::arg("below"),
-             py::arg("differentiable_backward"));
-  module.def("start", [](py::object given, size_t kept) {
-    statistics_gradient = std::move(given);
-    cache.most_kinds = kept;
-  }, py::kw_only(), py::arg("statistics_gradient"), py::arg("kept_kinds"));
+             py::arg("differentiable_backward"), py::arg("statistics_gradients"));
+  module.def("start", [](size_t kept) { cache.most_kinds = kept; }, py::kw_only(), py::arg("kept_kinds"));
   module.def("pause", [](int by) { pauses += by; });
   module.def("set_sm_margin", [](int64_t sms) { sm_margin = sms; });
   module.def("watch", [](py::list enter, py::list exit) {

@@ -7,8 +7,10 @@
 #include <ATen/core/ivalue.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <cmath>
 #include <memory>
+#include <mutex>
 #include <string>
 
 namespace fusednorm {
@@ -16,7 +18,7 @@ namespace fusednorm {
 namespace py = pybind11;
 using c10::IValue;
 
-enum class Role { SHAPE, PARAMETER, ROWS, STATISTIC, PACKED_ROWS, NUMBER, DTYPE, MASK, FLAG };
+enum class Role { SHAPE, PARAMETER, ROWS, STATISTIC, PACKED_ROWS, NUMBER, DTYPE, MASK, FLAG, TEXT };
 
 inline bool is_tensor(Role role) {
   return role == Role::PARAMETER || role == Role::ROWS || role == Role::STATISTIC || role == Role::PACKED_ROWS;
@@ -48,7 +50,6 @@ struct Backward {
   std::vector<size_t> gradients;  // what each tensor of the forward gets: an output of the op or, counted on, the gradient of an output
   std::vector<size_t> passed;     // the outputs of the forward whose gradients are added to that of x
   std::vector<Setting> settings;  // of the op
-  std::array<optional<size_t>, 2> statistics;  // mean and rstd among the tensors of the op
   size_t eps;                                  // among the settings of the forward
 };
 
@@ -62,7 +63,7 @@ struct Op {
   bool follows_autocast;        // whether dtypes are not those of the arguments under autocast
   // Python's functions of the inputs: the op above autograd; below it, which returns (outputs, program); ATen's op while
   // an Overrides is in force; and a backward that is itself differentiated, of (eps, *inputs).
-  py::object above, below, in_place_of_aten, differentiable_backward;
+  py::object above, below, in_place_of_aten, differentiable_backward, statistics_gradients;
   optional<Backward> backward;  // of a forward
 
   std::vector<Slot> tensors;  // of the inputs
@@ -113,6 +114,22 @@ inline optional<double> as_number(int64_t setting) {
   double number;
   std::memcpy(&number, &setting, sizeof number);
   return number;
+}
+
+// The texts among settings; a setting is the place of its text.
+inline std::mutex texts_mutex;
+inline std::vector<std::string>& texts = *new std::vector<std::string>;
+
+inline int64_t as_setting(const std::string& text) {
+  std::lock_guard<std::mutex> lock(texts_mutex);
+  auto found = std::find(texts.begin(), texts.end(), text);
+  if (found == texts.end()) found = texts.insert(texts.end(), text);
+  return found - texts.begin();
+}
+
+inline std::string text_of(int64_t setting) {
+  std::lock_guard<std::mutex> lock(texts_mutex);
+  return texts[setting];
 }
 
 // The mask is a number of flags and these as bits.
@@ -172,6 +189,8 @@ struct Given {
         settings.push_back(as_setting(each.isNone() ? optional<double>() : each.toDouble()));
       } else if (slot.role == Role::FLAG) {
         settings.push_back(each.toBool());
+      } else if (slot.role == Role::TEXT) {
+        settings.push_back(as_setting(each.toStringRef()));
       } else {
         settings.push_back(each.isNone() ? NONE : each.toInt());
       }
@@ -216,6 +235,8 @@ inline py::tuple to_python(const Given& given) {
       each = py::cast(as_flags(number));
     } else if (slot.role == Role::FLAG) {
       each = py::cast(number != 0);
+    } else if (slot.role == Role::TEXT) {
+      each = py::cast(text_of(number));
     } else if (slot.role == Role::NUMBER) {
       each = py::cast(as_number(number));
     } else if (number != NONE) {
