@@ -65,7 +65,7 @@ class Wanted(NamedTuple):
         forward = OPS[f"{self.norm}_norm_fwd{self.form}"]
         if self.direction == FORWARD:
             return forward
-        suffix = "_residual" if forward.backward or self.residual_dtype else ""
+        suffix = forward.backward or ("_residual" if self.residual_dtype else "")
         return OPS[f"{self.norm}_norm_bwd{suffix}"]
 
     @property
@@ -76,20 +76,21 @@ class Wanted(NamedTuple):
         """The checked call on FEW_ROWS rows, of tensors without memory."""
         layer, form = self.norm == "layer", OPS[f"{self.norm}_norm_fwd{self.form}"].form
         stream = self.residual_dtype or self.dtype
-        total = torch.promote_types(self.dtype, stream) if form.combine else self.dtype
+        total = torch.promote_types(self.dtype, stream) if form.combine == "add" else self.dtype
         backward, settings = self.direction == BACKWARD, dict(self.settings)
-        y = torch.promote_types(self.dtype, stream) if form.finish else self.dtype
-        if settings.get("rounds_x_hat") and self.weight_dtype:
+        y = torch.promote_types(self.dtype, stream) if form.finish == "add" else self.dtype
+        if settings.get("rounds_x_hat") and self.weight_dtype and form.finish != "gate":
             y = torch.promote_types(y, self.weight_dtype)
         dtypes = {
             "x": total if backward else self.dtype,
             "grad_out": y,
             "residual": stream,
+            "gate": stream,
             "residual_grad": total if form.combine else None if self.form else self.residual_dtype,
             "weight": self.weight_dtype,
             "bias": self.weight_dtype if self.has_bias and (layer or self.form) else None,
-            "mean": accumulation_dtype(total) if layer else None,
-            "rstd": accumulation_dtype(total),
+            "mean": accumulation_dtype(total, stream) if layer else None,
+            "rstd": accumulation_dtype(total, stream),
         }
         shapes = {Role.PARAMETER: (self.cols,), Role.STATISTIC: (FEW_ROWS,)}
         given: dict[str, Any] = {}
@@ -99,7 +100,8 @@ class Wanted(NamedTuple):
                 given[slot.name] = torch.empty(shape, dtype=dtype, device="meta")
         given |= {name: value for name, value in settings.items() if self.op.slot(name)}
         given["normalized_shape"] = (self.cols,)
-        given |= {"output_mask": self.output_mask[: len(self.op.outputs)]} if backward else {"eps": 1e-5}
+        mask = (*self.output_mask, *[True] * len(self.op.outputs))[: len(self.op.outputs)]
+        given |= {"output_mask": mask} if backward else {"eps": 1e-5}
         operands = operands_of(self.op.name, (), given)
         return check_backward(operands) if backward else check_forward(operands)
 

@@ -14,7 +14,7 @@ from worlds import Log, World, combinations_in, ops_run
 
 import fusednorm
 from fusednorm import sharding
-from fusednorm.operands import FORM_OPS
+from fusednorm.operands import FORM_OPS, Role
 from fusednorm.operands import OPS as TABLE
 
 OPS, ATEN = torch.ops.fusednorm, torch.ops.aten
@@ -72,9 +72,9 @@ class Norms:
         for got, want in zip((*layer, *rms), (*plain_layer, *plain_rms), strict=True):
             self.rows(got, want)
         for op in FORM_OPS:
-            run, has_residual = getattr(OPS, op.name), op.slot("residual") is not None
-            got = run(self.dist_x, shape, *[self.dist_residual] * has_residual, self.dist_w, self.dist_b, 1e-5)
-            want = run(self.x, shape, *[self.residual] * has_residual, self.w, self.b, 1e-5)
+            run, others = getattr(OPS, op.name), sum(slot.role is Role.ROWS for slot in op.inputs) - 1
+            got = run(self.dist_x, shape, *[self.dist_residual] * others, self.dist_w, self.dist_b, 1e-5)
+            want = run(self.x, shape, *[self.residual] * others, self.w, self.b, 1e-5)
             for ours, theirs in zip(got, want, strict=True):
                 self.rows(ours, theirs)
         ours = self.dist_dy, self.dist_x, shape
