@@ -3,7 +3,7 @@
     python -m bench.forms --shapes 16384x4096 8192x8192 --forms of_sum --residual-dtype fp32
 
 Candidates: ours; "plain", our norm without the form, where the form moves no more tensors; the form written out, in
-eager mode and by torch.compile; Liger and QuACK where they are installed and have the form. The floor is a stream
+eager mode and by torch.compile; Liger, QuACK and FLA where they are installed and have the form. The floor is a stream
 kernel for each direction with the same large reads and writes. Every candidate is compared with float64 first. One JSON
 line per candidate goes to forms.jsonl. Exit code 1 if a result is wrong, 2 without a CUDA GPU.
 """
@@ -39,7 +39,10 @@ OURS = {
     "affine": ("affine_layer_norm", "affine_rms_norm"),
     "of_sum": ("add_layer_norm", "add_rms_norm"),
     "plus_residual": ("layer_norm_add", "rms_norm_add"),
+    "of_gated": ("layer_norm_gated", "rms_norm_gated"),
+    "times_gate": ("layer_norm_gated", "rms_norm_gated"),
 }
+SETTINGS = {"of_gated": {"norm_before_gate": False}}
 WAYS = "forward", "backward", "both"
 FLOOR, BLOCK = "floor", 4096  # elements of a CTA of the floor
 FACTOR = 1.5  # of the error of the form written out
@@ -58,7 +61,6 @@ class FormCase:
 
     @property
     def fields(self) -> dict[str, Any]:
-        has_residual = self.form != "affine"
         return {
             "norm": self.norm,
             "form": self.form,
@@ -66,29 +68,33 @@ class FormCase:
             "rows": self.rows,
             "cols": self.cols,
             "x_dtype": dtype_name(self.dtype),
-            "residual_dtype": dtype_name(self.residual_dtype) if has_residual else None,
+            "residual_dtype": dtype_name(self.residual_dtype) if len(self.rows_in) > 1 else None,
         }
 
     @property
     def names(self) -> list[str]:
-        """Of the tensors: x, a residual, the parameters."""
+        """Of the tensors: x, a residual or a gate, the parameters."""
+        return [*self.rows_in, "weight", *(["bias"] if self.norm == "layer" else [])]
+
+    @property
+    def rows_in(self) -> list[str]:
         slots = OPS[f"{self.norm}_norm_fwd_{self.form}"].inputs
-        rows = [slot.name for slot in slots if slot.role is Role.ROWS]
-        return [*rows, "weight", *(["bias"] if self.norm == "layer" else [])]
+        return [slot.name for slot in slots if slot.role is Role.ROWS]
 
     def inputs(self, device: str = "cuda") -> dict[str, Tensor]:
         generator = torch.Generator(device).manual_seed(0)
-        dtypes = {"residual": self.residual_dtype}
+        dtypes = dict.fromkeys(("residual", "gate"), self.residual_dtype)
         made = {}
         for name in self.names:
-            shape = (self.rows, self.cols) if name in ("x", "residual") else (self.cols,)
+            shape = (self.rows, self.cols) if name in self.rows_in else (self.cols,)
             made[name] = torch.randn(shape, generator=generator, device=device, dtype=dtypes.get(name, self.dtype))
         return {name: each.requires_grad_() for name, each in made.items()}
 
 
 def ours(case: FormCase, given: dict[str, Tensor]) -> Outputs:
     function = getattr(fusednorm, OURS[case.form][case.norm == "rms"])
-    return as_tuple(function(**given, eps=EPS, weight_offset=case.weight_offset))
+    settings = SETTINGS.get(case.form, {})
+    return as_tuple(function(**given, eps=EPS, weight_offset=case.weight_offset, **settings))
 
 
 def plain(case: FormCase, given: dict[str, Tensor]) -> Outputs:
@@ -101,11 +107,13 @@ def written(case: FormCase, given: dict[str, Tensor]) -> Outputs:
     h, residual = given["x"], given.get("residual")
     h = h + residual if case.form == "of_sum" else h
     wide = h if h.dtype == torch.float64 else h.float()
+    factor = torch.nn.functional.silu(given["gate"].to(wide.dtype)) if "gate" in given else None
+    wide = wide * factor if case.form == "of_gated" else wide
     centered = wide - wide.mean(-1, keepdim=True) if case.norm == "layer" else wide
     u = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + EPS)
     u = u * (case.weight_offset + given["weight"].to(u.dtype))
     u = u + given["bias"].to(u.dtype) if "bias" in given else u
-    y = u.to(given["x"].dtype)
+    y = (u * factor if case.form == "times_gate" else u).to(given["x"].dtype)
     return (y, h) if case.form == "of_sum" else (residual + y,) if case.form == "plus_residual" else (y,)
 
 
@@ -126,7 +134,17 @@ def quack(case: FormCase, given: dict[str, Tensor]) -> Outputs:
     return as_tuple(rmsnorm(**given, eps=EPS, prenorm=case.form == "of_sum", **more))
 
 
+def fla(case: FormCase, given: dict[str, Tensor]) -> Outputs:
+    from fla.modules.norm import fused_norm_gate, layernorm_gated
+
+    x, gate, weight, bias = (given.get(name) for name in ("x", "gate", "weight", "bias"))
+    if case.form == "of_gated":
+        return (layernorm_gated.layernorm_fn(x, weight, bias, gate, EPS, None, False, case.norm == "rms"),)
+    return (getattr(fused_norm_gate, f"{case.norm}_norm_gated")(x, gate, weight, bias, eps=EPS),)
+
+
 PEERS = {"liger": ("liger_kernel", liger), "quack": ("quack", quack)}
+GATED_PEERS = {"fla": ("fla", fla)}
 
 
 def as_tuple(outputs: Tensor | Outputs) -> Outputs:
@@ -138,9 +156,9 @@ def candidates(case: FormCase) -> dict[str, Callable[[FormCase, dict[str, Tensor
     found = {"ours": ours, "inductor": lambda _, given: compiled(given), "eager": written}
     if case.form == "affine":
         found["plain"] = plain
-    if case.norm == "rms" and case.form != "plus_residual":
-        found |= {name: call for name, (module, call) in PEERS.items() if packages.missing(module, module) is None}
-    return found
+    peers = PEERS if case.norm == "rms" and case.form in ("affine", "of_sum") else {}
+    peers = GATED_PEERS if "gate" in case.rows_in and not case.weight_offset else peers
+    return found | {name: call for name, (module, call) in peers.items() if packages.missing(module, module) is None}
 
 
 @triton.jit
@@ -157,13 +175,14 @@ def stream(reads, writes, elements, block: tl.constexpr):
 def floors(case: FormCase, given: dict[str, Tensor], outputs: Outputs) -> dict[str, Callable[[], object]]:
     """For each direction, stream kernels with its large reads and writes. A residual behind a norm is no operand of a
     backward: its gradient is dy. dx is written once, in the widest dtype of x and a residual before it."""
-    x, residual = given["x"].detach(), given.get("residual")
-    rows = [x, *([] if residual is None else [residual.detach()])]
+    residual, (x, *others) = given.get("residual"), [given[name].detach() for name in case.rows_in]
+    rows, gates = [x, *others], others if "gate" in given else []
     made = [torch.empty_like(each) for each in outputs]
     of_sum = case.form == "of_sum"
     saved = outputs[1] if of_sum else x
-    read = [torch.empty_like(outputs[0]), saved, *([torch.empty_like(saved)] if of_sum else [])]
+    read = [torch.empty_like(outputs[0]), saved, *gates, *([torch.empty_like(saved)] if of_sum else [])]
     dx = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype) if of_sum else x.dtype)
+    written_by_backward = [dx, *map(torch.empty_like, gates)]
 
     def run(reads: list[Tensor], writes: list[Tensor]) -> None:
         stream[(triton.cdiv(x.numel(), BLOCK),)](tuple(reads), tuple(writes), x.numel(), block=BLOCK, num_warps=8)
@@ -172,7 +191,7 @@ def floors(case: FormCase, given: dict[str, Tensor], outputs: Outputs) -> dict[s
         run(rows, made)
 
     def backward() -> None:
-        run(read, [dx])
+        run(read, written_by_backward)
 
     return {"forward": forward, "backward": backward, "both": lambda: (forward(), backward())}
 
