@@ -26,6 +26,8 @@ from .columns.explanation import explain_column_sum  # noqa: E402
 from .columns.ops import column_sum  # noqa: E402
 from .forcing import force  # noqa: E402
 from .functional import (  # noqa: E402
+    ada_layer_norm,
+    ada_rms_norm,
     add_layer_norm,
     add_rms_norm,
     affine_layer_norm,
@@ -35,8 +37,13 @@ from .functional import (  # noqa: E402
     rms_norm_add,
     rms_norm_gated,
 )
+from .heads.explanation import explain_qk_norm  # noqa: E402
+from .heads.functional import qk_norm, qk_norm_packed  # noqa: E402
+from .heads.modules import QKNorm  # noqa: E402
 from .margin import sm_margin  # noqa: E402
 from .modules import (  # noqa: E402
+    AdaLayerNorm,
+    AdaRMSNorm,
     AddLayerNorm,
     AddRMSNorm,
     AffineLayerNorm,
@@ -54,6 +61,8 @@ from .tools.warm import warmup  # noqa: E402
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaLayerNorm",
+    "AdaRMSNorm",
     "AddLayerNorm",
     "AddRMSNorm",
     "AffineLayerNorm",
@@ -62,10 +71,13 @@ __all__ = [
     "LayerNormAdd",
     "LayerNormGated",
     "LayerNormFunction",
+    "QKNorm",
     "RMSNorm",
     "RMSNormAdd",
     "RMSNormGated",
     "RMSNormFunction",
+    "ada_layer_norm",
+    "ada_rms_norm",
     "add_layer_norm",
     "add_rms_norm",
     "affine_layer_norm",
@@ -73,11 +85,14 @@ __all__ = [
     "column_sum",
     "explain",
     "explain_column_sum",
+    "explain_qk_norm",
     "force",
     "functional",
     "layer_norm_add",
     "layer_norm_gated",
     "layers",
+    "qk_norm",
+    "qk_norm_packed",
     "rms_norm_add",
     "rms_norm_gated",
     "sm_margin",

@@ -43,6 +43,9 @@ class Form(CompileTime):
     # (dh, dy, x_hat, weight, bias, tiles, norm) -> the gradients of x and of the other row tensors, as a tuple
     gradients: Any
     activation: Any = None  # (z) -> what a gate's element becomes, and its derivative
+    # For narrow.py: linear maps of whole rows, (chunks, cos, sin, whether the map is transposed, tile) -> chunks
+    turn_h: Any = None  # of x, before it is normalized
+    turn_u: Any = None  # of u
     finish_dw: Any = None  # (sum, weight, norm) -> dw of a column; None: the sum is dw
     weight_offset: float = 0.0  # that `scale` and `upstream` add to the weight
 
@@ -103,6 +106,12 @@ class Tile(CompileTime):
     log2_divisor: int = 0
     one_tile: bool = False  # forward: no CTA has a second tile (a short-lived plan), so nothing is loaded ahead
     announces_end: bool = False  # backward: the launch that sums its partials is a dependent launch
+    columns_of_chunk: int = 0  # if fewer than `chunk`: each chunk of a row is padded, not the last one alone
+
+    @property
+    def width(self) -> int:
+        """Columns from one chunk of a row to the next."""
+        return self.columns_of_chunk or self.chunk
 
     @property
     def padded_columns(self) -> int:
@@ -113,6 +122,34 @@ class Tile(CompileTime):
     def chunks(self) -> tl.constexpr:
         """num_chunks in the form that static_range takes."""
         return tl.constexpr(self.num_chunks)
+
+
+@dataclass(frozen=True)
+class PartsTile(Tile):
+    """What a CTA of narrow.py holds at a time, and what it must know of the grid."""
+
+    num_parts: int = 1  # tensors in the grid
+    num_levels: int = 1  # nested strides at which the rows of each lie
+    turned: int = 0  # columns that the form turns, the first ones of a row
+    pairs: bool = (
+        False  # of these, adjacent columns are turned together; else a column of the first half and the second
+    )
+    per_pair: bool = False  # cos and sin have an entry for each two such columns, not for each
+
+    @property
+    def parts(self) -> tl.constexpr:
+        """num_parts in the form that static_range takes."""
+        return tl.constexpr(self.num_parts)
+
+    @property
+    def levels(self) -> tl.constexpr:
+        """num_levels in the form that static_range takes."""
+        return tl.constexpr(self.num_levels)
+
+    @property
+    def turned_chunks(self) -> tl.constexpr:
+        """The chunks with such columns, in the form that static_range takes."""
+        return tl.constexpr(-(-self.turned // self.width))
 
 
 @dataclass(frozen=True)

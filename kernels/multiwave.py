@@ -85,15 +85,25 @@ def row_start(source, row, norm: tl.constexpr):
 @triton.jit
 def columns(c: tl.constexpr, tile: tl.constexpr):
     """The columns [1, tile.chunk] of chunk c. `load_parameter` calls this too."""
-    return c * tile.chunk + tl.arange(0, tile.chunk)[None, :]
+    return c * tile.width + tl.arange(0, tile.chunk)[None, :]
+
+
+@triton.jit
+def inside(c: tl.constexpr, cols, tile: tl.constexpr):
+    """Which columns of chunk c are columns of the row."""
+    found = columns(c, tile) < cols
+    if tile.width < tile.chunk:
+        found = found & (tl.arange(0, tile.chunk)[None, :] < tile.width)
+    return found
 
 
 @triton.jit
 def mask_of_chunk(row_mask, cols, c: tl.constexpr, tile: tl.constexpr):
-    """Which elements of chunk c are inside the tensor. Only the last chunk has columns that may be outside."""
+    """Which elements of chunk c are inside the tensor. Only the last chunk has columns that may be outside, unless each
+    is padded."""
     mask = row_mask
-    if c == tile.num_chunks - 1:
-        mask = row_mask & (columns(c, tile) < cols)
+    if c == tile.num_chunks - 1 or tile.width < tile.chunk:
+        mask = row_mask & inside(c, cols, tile)
     return mask
 
 
@@ -150,46 +160,52 @@ def store_chunk(ptr, start, value, row_mask, cols, c: tl.constexpr, tile: tl.con
 
 
 @triton.jit
-def write_rows(
-    tiles, row, rows, cols, weight, bias, y_ptr, mean_ptr, rstd_ptr, rows_out, eps, norm: tl.constexpr,
-    tile: tl.constexpr,
-):  # fmt: skip
-    """Store y of row tiles that are in registers, and mean and rstd unless their pointers are None. The variance is the
-    mean of (x - mean)^2."""
-    in_range = row < rows
-    x = combine_tiles(tiles, rows_out, norm, tile)
-    if rows_out is not None:
-        for t in tl.static_range(len(rows_out)):
-            for c in tl.static_range(tile.chunks):
-                store_chunk(rows_out[t], (row * cols)[:, None], x[c], in_range[:, None], cols, c, tile)
+def row_moments(x, cols, norm: tl.constexpr, tile: tl.constexpr):
+    """Mean and variance [tile.rows] of rows in registers: the mean of (x - mean)^2. RMSNorm's mean is 0."""
     if norm.layer:
         total = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
         for c in tl.static_range(tile.chunks):
             total += x[c].to(norm.acc)
         row_mean = quotient(tl.sum(total, axis=1), cols)
-        mean = row_mean[:, None]
     else:
-        mean = tl.full([tile.rows, 1], 0.0, norm.acc)
+        row_mean = tl.full([tile.rows], 0.0, norm.acc)
+    mean = row_mean[:, None]
     deviations = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
     squares = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
     for c in tl.static_range(tile.chunks):
         deviation = x[c].to(norm.acc)
         if norm.layer:
             deviation -= mean
-            if c == tile.num_chunks - 1:  # padding has x = 0, but a deviation of -mean
-                deviation = tl.where(columns(c, tile) < cols, deviation, 0.0)
+            if c == tile.num_chunks - 1 or tile.width < tile.chunk:  # padding has x = 0, but a deviation of -mean
+                deviation = tl.where(inside(c, cols, tile), deviation, 0.0)
         deviations += deviation
         squares += deviation * deviation
     squares = tl.sum(squares, axis=1)
     variance = squares / cols
     if norm.layer and not sums_equal_elements(x[0].dtype, norm.acc, tile.padded_columns):
         row_mean, variance = corrected_moments(row_mean, tl.sum(deviations, axis=1), squares, cols)
-        mean = row_mean[:, None]
+    return row_mean, variance
+
+
+@triton.jit
+def write_rows(
+    tiles, row, rows, cols, weight, bias, y_ptr, mean_ptr, rstd_ptr, rows_out, eps, norm: tl.constexpr,
+    tile: tl.constexpr,
+):  # fmt: skip
+    """Store y of row tiles that are in registers, and mean and rstd unless their pointers are None."""
+    in_range = row < rows
+    x = combine_tiles(tiles, rows_out, norm, tile)
+    if rows_out is not None:
+        for t in tl.static_range(len(rows_out)):
+            for c in tl.static_range(tile.chunks):
+                store_chunk(rows_out[t], (row * cols)[:, None], x[c], in_range[:, None], cols, c, tile)
+    row_mean, variance = row_moments(x, cols, norm, tile)
     if mean_ptr is not None:
         tl.store(mean_ptr + row, row_mean, mask=in_range)
     row_rstd = inverse_std(variance, tl.full([], eps, norm.acc), norm)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + row, row_rstd, mask=in_range)
+    mean = row_mean[:, None]
     rstd = row_rstd[:, None]
     for c in tl.static_range(tile.chunks):
         of_chunk = chunk_of(tiles, c)

@@ -245,6 +245,50 @@ def of_gated_u(dh, dy, x_hat, weight, bias, tiles, norm: tl.constexpr):
     return dh, dy * u * slope
 
 
+# --- Maps of whole rows (Su et al., "RoFormer: Enhanced transformer with rotary position embedding", 2021) ---
+
+
+@triton.jit
+def turn_halves(chunks, cos, sin, back: tl.constexpr, tile: tl.constexpr):
+    """The first two chunks, a and b, as a * cos - b * sin and b * cos + a * sin; `back`: the transposed map."""
+    a = chunks[0]
+    b = chunks[1]
+    if back:
+        found = (a * cos[0] + b * sin[1], b * cos[1] - a * sin[0])
+    else:
+        found = (a * cos[0] - b * sin[0], b * cos[1] + a * sin[1])
+    for c in tl.static_range(2, tile.chunks):
+        found = found + (chunks[c],)
+    return found
+
+
+@triton.jit
+def turn_pairs(chunks, cos, sin, back: tl.constexpr, tile: tl.constexpr):
+    """`turn_halves` of columns 2i and 2i + 1 in place of two chunks."""
+    found = ()
+    for c in tl.static_range(tile.chunks):
+        turned = chunks[c]
+        if c < tile.turned_chunks:
+            a, b = columns_of_pairs(chunks[c], tile)
+            cos_a, cos_b = columns_of_pairs(cos[c], tile)
+            sin_a, sin_b = columns_of_pairs(sin[c], tile)
+            if back:
+                turned = tl.join(a * cos_a + b * sin_b, b * cos_b - a * sin_a)
+            else:
+                turned = tl.join(a * cos_a - b * sin_a, b * cos_b + a * sin_b)
+            turned = turned.reshape(tile.rows, tile.chunk)
+        found = found + (turned,)
+    return found
+
+
+@triton.jit
+def columns_of_pairs(chunk, tile: tl.constexpr):
+    return tl.split(chunk.reshape(tile.rows, tile.chunk // 2, 2))
+
+
+TURN = {False: turn_halves, True: turn_pairs}  # by whether pairs are adjacent columns
+
+
 AFFINE = Form(
     combine=x_alone,
     round_x_hat=in_full,

@@ -40,6 +40,10 @@ class NormProblem:
     y_dtype: torch.dtype | None = None  # if it is not x's
 
     @property
+    def title(self) -> str:
+        return f"{self.norm}_norm {self.direction}"
+
+    @property
     def acc_dtype(self) -> torch.dtype:
         return accumulation_dtype(self.x_dtype, *self.rows_in)
 

@@ -32,8 +32,8 @@ inline Outputs dispatch(const Given& given) {
       stack.emplace_back(as_flags(number));
     } else if (slot.role == Role::NUMBER) {
       stack.emplace_back(as_number(number));
-    } else if (slot.role == Role::TEXT) {
-      stack.emplace_back(text_of(number));
+    } else if (slot.role == Role::NAME) {
+      stack.emplace_back(names.of(number));
     } else if (slot.role == Role::FLAG) {
       stack.emplace_back(number != 0);
     } else {

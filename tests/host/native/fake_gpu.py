@@ -431,14 +431,14 @@ class Gpu:
 
     @contextlib.contextmanager
     def repeating(self, calls: int = 1):
-        """Inside, exactly `calls` prepared calls must run in C++, and none may go to Python."""
+        """Inside, exactly `calls` calls must run in C++, and none may go to Python."""
         before, asked = native.repeats(), len(self.python_calls)
         yield
         assert (native.repeats() - before, self.python_calls[asked:]) == (calls, [])
 
     @contextlib.contextmanager
     def going_to_python(self, *wanted: str):
-        """Inside, no prepared call may run in C++; the calls that go to Python must be `wanted` ("forward", ...)."""
+        """Inside, no call may run in C++; the calls that go to Python must be `wanted` ("forward", ...)."""
         before, asked = native.repeats(), len(self.python_calls)
         yield
         assert (native.repeats() - before, self.directions()[asked:]) == (0, list(wanted))
