@@ -99,7 +99,8 @@ class FormCase:
 
     def inputs(self, device: str = "cuda") -> dict[str, Tensor]:
         generator = torch.Generator(device).manual_seed(0)
-        dtypes = dict.fromkeys(self.rows_in[1:], self.residual_dtype) | dict.fromkeys(self.modulations, self.modulation_dtype)
+        dtypes = dict.fromkeys(self.rows_in[1:], self.residual_dtype)
+        dtypes |= dict.fromkeys(self.modulations, self.modulation_dtype)
         rows = (self.samples, self.rows // self.samples, self.cols) if self.modulations else (self.rows, self.cols)
         shapes = dict.fromkeys(self.rows_in, rows) | dict.fromkeys(self.modulations, (self.samples, 1, self.cols))
         made = {}

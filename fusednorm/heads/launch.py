@@ -12,7 +12,6 @@ import torch
 import triton
 from torch import Tensor
 
-from .. import margin
 from ..forms import FormSpec
 from ..host import fallback, gpus, launcher
 from ..host.fallback import BuildFailed
@@ -27,6 +26,7 @@ from ..kernels.rowmath import TURN, form_of
 from ..planner.device import DeviceSpec
 from ..planner.norm_problem import ALIGNMENT
 from ..problem import require_memory, resolve_eps
+from ..settings import margin
 from . import plan as head_plan
 from .call import HeadCall, HeadProblem, alike, describe
 from .plan import AtenNorm, HeadPlan

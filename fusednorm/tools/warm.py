@@ -256,10 +256,11 @@ def plans_of(wanted: list[Wanted], rows: Sequence[int] | None, device: DeviceSpe
         problem = each.problem
         if each.direction == "backward" and not problem.wants_any:
             continue
-        if rows is None:
+        if rows is None and fallback.asked(problem, 1, device) == (problem, 1, device):
             plans = [plan for _, plan in heuristics.choices(problem, device, forced_variant())]
         else:
-            plans = [heuristics.choose(problem, count, device, forced_variant()) for count in rows if count]
+            questions = [fallback.asked(problem, count, device) for count in rows or (1,) if count]
+            plans = [heuristics.choose(*each, forced_variant()) for each in questions]
         for plan in dict.fromkeys(plans):
             if not isinstance(plan, ReferencePlan):
                 yield each, plan
