@@ -35,7 +35,7 @@ from column_sums import complaints as column_complaints
 from compiling import worker_processes
 from planning import EVERY_ARCHITECTURE, make_problem, make_sum
 
-from fusednorm.planner import heuristics
+from fusednorm.planner import choice
 from fusednorm.planner.norm_problem import NormProblem
 from fusednorm.planner.plan import ReferencePlan
 
@@ -64,7 +64,7 @@ class Job(NamedTuple):
         if isinstance(self.problem, Sums):
             return column_complaints(self.problem, self.arch)
         device = EVERY_ARCHITECTURE[self.arch]
-        plans = dict.fromkeys(plan for _, plan in heuristics.choices(self.problem, device))
+        plans = dict.fromkeys(plan for _, plan in choice.choices(self.problem, device))
         return [
             f"{text}; {plan}"
             for plan in plans

@@ -5,15 +5,12 @@ Failures are remembered for the process.
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from ..forcing import forced_variant
-from ..planner import heuristics
+from ..planner import choice
 from ..planner.device import DeviceSpec
-from ..planner.heuristics import Decision
 from ..planner.norm_problem import NormProblem
 from ..planner.plan import Plan
 from .program import MOST_ROWS
@@ -65,15 +62,17 @@ class Choice(NamedTuple):
 
 def choose(problem: NormProblem, rows: int, device: DeviceSpec) -> Choice:
     """The planner's choice under this thread's `force`, or if that has failed its first alternative that has not."""
-    choices = heuristics.choices(problem, device, forced_variant())
+    choices = choice.choices(problem, device, forced_variant())
     most, plan = next((most, plan) for most, plan in choices if rows <= most)
     above = max((end for end, _ in choices if end < rows), default=0)
     if _failures and has_failed(plan, problem, device):
-        plan = _first_not_failed(heuristics.alternatives(problem, rows, device), problem, device)
+        plan = substitute(problem, rows, device)
     return Choice(plan, above, min(most, MOST_ROWS))
 
 
-def _first_not_failed(plans: Iterable[Any], problem: Any, device: DeviceSpec) -> Any:
+def substitute(problem: NormProblem, rows: int, device: DeviceSpec) -> Plan:
+    """The best plan that has not failed."""
+    plans = choice.alternatives(problem, rows, device)
     return next(plan for plan in plans if not has_failed(plan, problem, device))
 
 
@@ -103,19 +102,6 @@ def forget() -> None:
     """Forget all failures and warnings."""
     _failures.clear()
     _warned.clear()
-
-
-def in_place_of(decision: Decision, problem: NormProblem, rows: int, device: DeviceSpec) -> Decision:
-    """The decision; if its plan has failed, one for the substitute, whose reasons name the failures."""
-    if not has_failed(decision.plan, problem, device):
-        return decision
-    reasons = dict(decision.reasons)
-    for failed, cause in failed_of(problem, device).items():
-        reasons[failed.variant] = f"cannot run here: {cause}"
-    plan = _first_not_failed(heuristics.alternatives(problem, rows, device), problem, device)
-    if plan.variant != decision.plan.variant:
-        reasons[plan.variant] = f"chosen: {decision.plan.variant} has failed"
-    return dataclasses.replace(decision, plan=plan, forced=False, reasons=reasons)
 
 
 def cause_of(error: Exception, *, launched: bool) -> str | None:

@@ -65,6 +65,14 @@ def fits_shared_memory(plan: Plan, problem: NormProblem, device: DeviceSpec) -> 
     )
 
 
+def is_within_budget(plan: Plan, problem: NormProblem, device: DeviceSpec) -> bool:
+    """Whether the plan fits shared memory and does not spill."""
+    fits = registers(plan, problem, device) <= max_registers(plan)
+    if plan.kernel == "multi_wave":
+        fits &= plan.ctas_per_sm * WARP_SIZE * plan.num_warps * plan.max_registers <= device.registers_per_sm
+    return fits and fits_shared_memory(plan, problem, device)
+
+
 def shared_bytes(plan: Plan, problem: NormProblem) -> int:
     """Bytes of shared memory per CTA, static and dynamic, with the Triton release that takes most."""
     return max(shared_bytes_by(release, plan, problem) for release in (OLDEST_TRITON, EACH_CTA_BY_ITSELF))
@@ -332,10 +340,20 @@ def has_registers_to_prefetch(plan: RingPlan, problem: NormProblem) -> bool:
     return problem.norm == "rms" or plan.max_registers > 128 or columns_per_thread(plan) <= 24
 
 
-def has_registers_for_pairs(plan: RingPlan, problem: NormProblem) -> bool:
-    """Whether a thread can convert two bfloat16 values to float32 at once (rowmath.widen). With 128 registers, 32
-    columns spill if the row ends within a chunk."""
-    return plan.max_registers > 128 or columns_per_thread(plan) <= 28 or is_whole(plan, problem.cols)
+# LayerNorm's backward converts pairs of bfloat16 if a thread has more columns than this, or in a cluster of CTAs with
+# more than four warps. An SM then has no other work to fill its waits, so the number of instructions sets the time.
+LEAST_COLUMNS_IN_PAIRS = 32
+
+
+def widens_in_pairs(plan: RingPlan, problem: NormProblem) -> bool:
+    """Whether bfloat16 values become float32 two at a time (rowmath.widen), because instructions limit the speed. With
+    128 registers, 32 columns would spill if the row ends within a chunk."""
+    if problem.norm == "rms" or problem.direction == "forward" or problem.x_dtype != torch.bfloat16:
+        return False
+    columns, shared = columns_per_thread(plan), plan.cluster > 1 and plan.num_warps > 4
+    if not isinstance(plan, PipelinedPlan) or not (shared or columns > LEAST_COLUMNS_IN_PAIRS):
+        return False
+    return plan.max_registers > 128 or columns <= 28 or is_whole(plan, problem.cols)
 
 
 def multiwave_registers(

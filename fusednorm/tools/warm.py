@@ -21,7 +21,7 @@ from ..forms import ROUNDINGS
 from ..host import fallback, gpus
 from ..host.program import Program
 from ..operands import BACKWARD, FORMS, FORWARD, OPS, Op, Role, operands_of
-from ..planner import heuristics
+from ..planner import choice
 from ..planner.device import DeviceSpec
 from ..planner.norm_problem import FLOAT_DTYPES, NormProblem, accumulation_dtype
 from ..planner.plan import Plan, ReferencePlan, num_launches
@@ -112,7 +112,7 @@ class Build(NamedTuple):
     index: int
 
     def launch(self, device: DeviceSpec):
-        return _program(self.wanted, self.plan, device).launches[self.index]
+        return program(self.wanted, self.plan, device).launches[self.index]
 
 
 def warmup(
@@ -187,9 +187,7 @@ def warmup(
     return count
 
 
-def form_named(
-    asker: str, form: str, weight_offset: float, rounding: str
-) -> tuple[str, tuple[tuple[str, Any], ...]]:
+def form_named(asker: str, form: str, weight_offset: float, rounding: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
     """(Wanted.form, Wanted.settings). Raises ValueError for a form or a rounding that there is not."""
     if rounding not in ROUNDINGS:
         raise ValueError(f"{asker}: rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")
@@ -245,9 +243,9 @@ def plans_of(wanted: list[Wanted], rows: Sequence[int] | None, device: DeviceSpe
         if each.direction == "backward" and not problem.wants_any:
             continue
         if rows is None:
-            plans = [plan for _, plan in heuristics.choices(problem, device, forced_variant())]
+            plans = [plan for _, plan in choice.choices(problem, device, forced_variant())]
         else:
-            plans = [heuristics.choose(problem, count, device, forced_variant()) for count in rows if count]
+            plans = [choice.choose(problem, count, device, forced_variant()) for count in rows if count]
         for plan in dict.fromkeys(plans):
             if not isinstance(plan, ReferencePlan):
                 yield each, plan
@@ -275,7 +273,7 @@ def distinct_builds(plans: list[tuple[Wanted, Plan]], device: DeviceSpec) -> lis
 
     builds: dict[str, Build] = {}
     for wanted, plan in plans:
-        for index, launch in enumerate(_program(wanted, plan, device).launches):
+        for index, launch in enumerate(program(wanted, plan, device).launches):
             builds.setdefault(compilation.build_key(launch, device.arch), Build(wanted, plan, index))
     return list(builds.values())
 
@@ -334,7 +332,7 @@ def _load(plans: list[tuple[Wanted, Plan]], device: torch.device, spec: DeviceSp
             call = wanted.call()
             while not isinstance(plan, ReferencePlan):
                 try:
-                    launcher.run(_program(wanted, plan, spec), _zeros(call, device), call.shape, FEW_ROWS)
+                    launcher.run(program(wanted, plan, spec), _zeros(call, device), call.shape, FEW_ROWS)
                     break
                 except fallback.BuildFailed as failed:
                     fallback.remember(plan, call.problem, spec, str(failed))
@@ -348,7 +346,7 @@ def _zeros(call: ForwardCall | BackwardCall, device: torch.device) -> list[Tenso
     return [dtype and torch.zeros(call.shape, dtype=dtype, device=device) for dtype in dtypes]
 
 
-def _program(wanted: Wanted, plan: Plan, device: DeviceSpec) -> Program:
+def program(wanted: Wanted, plan: Plan, device: DeviceSpec) -> Program:
     from ..host import launch
 
     return launch.program_of(wanted.call(), fallback.Choice(plan), device)

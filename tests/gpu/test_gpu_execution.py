@@ -13,7 +13,7 @@ from cases import BF16, FP32, make_case
 
 from fusednorm.host import gpus, launch
 from fusednorm.operands import BackwardOperands
-from fusednorm.planner import heuristics
+from fusednorm.planner import choice
 from fusednorm.planner.plan import PipelinedPlan
 from fusednorm.problem import check_backward
 from fusednorm.tools.oracle import Outputs, assert_outputs_close, fused, make_inputs
@@ -72,7 +72,7 @@ def test_grids_of_all_sizes_run_one_after_the_other(cols):
             "layer", inputs.grad_out, inputs.x, case.normalized_shape, statistics.mean, statistics.rstd,
             inputs.weight, inputs.bias, (True, True, True),
         ))  # fmt: skip
-        plan = heuristics.best_plan(variant, call.problem, gpus.spec_of(inputs.x.device))
+        plan = choice.best_plan(variant, call.problem, gpus.spec_of(inputs.x.device))
         prepared = launch.prepare(call, plan)
         calls.append((case, inputs, statistics, prepared))
     for _ in range(4):

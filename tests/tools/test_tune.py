@@ -1,0 +1,75 @@
+"""python -m fusednorm tune: from times to a table, without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+import pytest
+import torch
+from planning import make_problem
+
+from fusednorm.planner import table
+from fusednorm.planner.device import H200
+from fusednorm.planner.model import Coefficients, predict_us
+from fusednorm.planner.plan import text_of
+from fusednorm.tools import tune
+
+TASK = tune.Task("rms", "forward", 4096, "bf16")
+PLANS = tune.plans_of(TASK.wanted.problem, H200)
+
+
+def cell(rows_per_sm: int, fastest: int, cols=4096) -> tune.Cell:
+    """All candidates take 10 us, and one takes 5."""
+    task = TASK._replace(cols=cols)
+    plans = tune.plans_of(task.wanted.problem, H200)
+    times = {text_of(plan): 5.0 if at == fastest else 10.0 for at, plan in enumerate(plans)}
+    return tune.Cell(task, 132 * rows_per_sm, times, text_of(plans[0]))
+
+
+def test_a_table_changes_plans_between_the_row_counts_at_which_their_times_cross():
+    widths = tune.widths_of([cell(1, 0), cell(4, 0), cell(16, 1), cell(64, 1)], H200)
+    ((key, found),) = widths.items()
+    assert key == table.Key.of(make_problem("rms", 4096, direction="forward"))
+    assert found[4096] == ((8.0, text_of(PLANS[0])), (math.inf, text_of(PLANS[1])))
+
+
+def test_a_record_is_read_back_as_the_same_cell():
+    assert tune.Cell.of(cell(4, 2).record()) == cell(4, 2)
+
+
+def test_coefficients_are_fitted_to_the_times():
+    first = table.coefficients(H200)
+    slower = Coefficients(*first)._replace(launch_us=2 * first.launch_us)
+    cells = []
+    for cols in (1024, 4096, 8192):
+        task = TASK._replace(cols=cols)
+        problem = task.wanted.problem
+        for rows in (132, 2112, 8184):
+            times = {text_of(p): predict_us(p, problem, rows, H200, slower) for p in tune.plans_of(problem, H200)}
+            cells.append(tune.Cell(task, rows, times, ""))
+    assert tune.fit(cells, H200, first).launch_us == pytest.approx(slower.launch_us, rel=0.05)
+
+
+def test_no_cell_is_begun_after_the_time_and_the_next_run_goes_on(monkeypatch, tmp_path):
+    seconds = iter(range(0, 10_000, 20))
+    monkeypatch.setattr(tune.table, "user_file", lambda gpu: tmp_path / "gpu.jsonl")
+    monkeypatch.setattr(tune.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tune.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(tune.gpus, "spec_of", lambda device: H200)
+    monkeypatch.setattr(tune, "build_ahead", lambda *_: 0)
+    monkeypatch.setattr(tune, "time_plans", lambda task, rows, plans, device: {text_of(plan): 1.0 for plan in plans})
+    options = argparse.Namespace(cols=[1024], dtype=["bf16"], minutes=1, cells=None, out=None)
+    assert tune.run_tune(options, lambda: next(seconds)) == 0
+    begun = len((tmp_path / "gpu.cells").read_text().splitlines())
+    assert 0 < begun < 20
+    options.minutes = 100
+    assert tune.run_tune(options, lambda: next(seconds)) == 0
+    assert len((tmp_path / "gpu.cells").read_text().splitlines()) == 20
+    assert table.read(tmp_path / "gpu.jsonl").gpu == H200.name
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, so the tool would run")
+def test_without_a_gpu_it_says_so(capsys):
+    assert tune.run_tune(argparse.Namespace(cells=None)) == 2
+    assert capsys.readouterr().err == "tune: needs a CUDA GPU, got none\n"
