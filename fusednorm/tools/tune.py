@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
+import itertools
 import json
 import math
 import statistics
@@ -26,7 +28,7 @@ from ..host.fallback import BuildFailed
 from ..planner import choice, table
 from ..planner.candidates import Family, candidates
 from ..planner.device import DeviceSpec, named
-from ..planner.model import Coefficients, Work, time_us, work_of
+from ..planner.model import Coefficients, Work, predict_us, time_us, work_of
 from ..planner.norm_problem import NormProblem
 from ..planner.plan import Plan, from_text, text_of
 from . import console
@@ -45,9 +47,10 @@ IN_FLOAT32 = (64, 96, 192, 320, 1000, 777, 2001, 4097, 5000, 20480, 32768, 65536
 ROUNDS, WARMUP_CALLS = 7, 3
 FLUSH_BYTES = 256 << 20  # above any L2 so far
 BATCH = 24  # problems that are compiled at once
-NEIGHBOURHOOD = 0.03  # octaves over which times are averaged, against noise
+NEIGHBOURHOOD, LEAST_WEIGHT = 0.06, 0.01  # octaves over which times are averaged, against noise
 UNKNOWN_LOSS = 0.05  # of a family that was not measured at a neighbouring width
 TOLERANCE = 0.01  # by which a plan may be slower that is the fastest for fewer rows: it saves a build
+STEPS = 8  # row counts that are looked at from one that was measured to the next
 
 
 class Task(NamedTuple):
@@ -184,50 +187,76 @@ def capture(launches) -> torch.cuda.CUDAGraph:
 # --- From times to a table ---
 
 
-def widths_of(cells: Iterable[Cell], device: DeviceSpec) -> dict[table.Key, dict[int, table.Ranges]]:
-    """For each width the plan of the fastest family at each row count that was measured."""
-    losses: dict[table.Key, dict[int, dict[int, dict[Family, float]]]] = defaultdict(lambda: defaultdict(dict))
-    texts: dict[tuple, str] = {}
+def widths_of(
+    cells: Iterable[Cell], device: DeviceSpec, coefficients: Coefficients
+) -> dict[table.Key, dict[int, table.Ranges]]:
+    """For each width the plan of the fastest family, at the row counts that were measured and between them."""
+    found: dict[table.Key, Widths] = defaultdict(lambda: defaultdict(dict))
+    problems: dict[tuple[table.Key, int], NormProblem] = {}
     for cell in cells:
         problem = cell.task.wanted.problem
-        known, best = {*map(text_of, plans_of(problem, device)), cell.own}, min(cell.times.values())
-        for text, us in cell.times.items():
-            if text in known:
-                key, family = table.Key.of(problem), Family.of(from_text(text))
-                at = losses[key][cell.task.cols].setdefault(cell.rows, {})
-                if us / best - 1 < at.get(family, math.inf):
-                    at[family], texts[key, cell.task.cols, cell.rows, family] = us / best - 1, text
-    return {
-        key: {cols: _ranges(key, cols, widths, texts, device.sm_count) for cols in widths}
-        for key, widths in losses.items()
-    }
+        key, at = table.Key.of(problem), {}
+        for text, us in sorted(cell.times.items(), key=lambda item: -item[1]):
+            at[Family.of(from_text(text))] = us, from_text(text)
+        found[key][cell.task.cols][cell.rows] = at
+        problems[key, cell.task.cols] = problem
+
+    def ranges(key: table.Key, cols: int) -> table.Ranges:
+        @functools.cache
+        def predict(plan: Plan, rows: float) -> float:
+            return predict_us(plan, problems[key, cols], round(rows), device, coefficients)
+
+        return _ranges(cols, found[key], predict, device.sm_count)
+
+    return {key: {cols: ranges(key, cols) for cols in widths} for key, widths in found.items()}
 
 
-def _ranges(key: table.Key, cols: int, widths: dict, texts: dict, sms: int) -> table.Ranges:
-    found: list[tuple[float, str]] = []
-    before = None
+Widths = dict[int, dict[int, dict[Family, tuple[float, Plan]]]]  # by columns, rows and family: us, and the plan
+
+
+def _ranges(cols: int, widths: Widths, predict: Callable[[Plan, float], float], sms: int) -> table.Ranges:
+    """Between two row counts that were measured, a plan takes as long as the model says, and what the model lacks at
+    both, in proportion to the rows."""
     counts = sorted(widths[cols])
-    for rows, more in zip(counts, [*counts[1:], math.inf], strict=True):
-        cost = {family: _smoothed(family, cols, rows, widths) for family in widths[cols][rows]}
-        best = min(cost, key=cost.__getitem__)
-        if before in cost and cost[before] <= cost[best] + TOLERANCE:
-            best = before
-        if best != before:
-            found.append((math.inf, texts[key, cols, rows, best]))
-        before, most = best, math.sqrt(rows * more) / sms  # between two counts that were measured
-        found[-1] = round(most, 1) if most < math.inf else most, found[-1][1]
-    return tuple(found)
+    smoothed = {rows: _smoothed(cols, rows, widths) for rows in counts}
+    found: list[tuple[float, Plan]] = []
+    last = 0.0
+    for low, high in itertools.pairwise((*counts, counts[-1] + 1)):
+        for step in range(STEPS if high in smoothed else 1):
+            rows = low * (high / low) ** (step / STEPS)
+            share = (rows - low) / (high - low)
+            cost = {}
+            for family in smoothed[low].keys() & smoothed.get(high, smoothed[low]).keys():
+                plan = widths[cols][low][family][1]
+                ends = ((low, 1 - share), (high, share)) if step else ((low, 1),)
+                lacks = sum(part * (smoothed[end][family] - predict(plan, end)) for end, part in ends)
+                cost[plan] = predict(plan, rows) + lacks
+            best = min(cost, key=cost.__getitem__)
+            before = found[-1][1] if found else best
+            if before in cost and cost[before] <= cost[best] * (1 + TOLERANCE):
+                best = before
+            if found and best == before:
+                found.pop()
+            elif found:
+                found[-1] = round(math.sqrt(last * rows) / sms, 1), before
+            found.append((math.inf, best))
+            last = rows
+    return tuple((most, text_of(plan)) for most, plan in found)
 
 
-def _smoothed(family: Family, cols: int, rows: int, widths: dict) -> float:
-    """The loss of a family against the fastest, averaged over neighbouring widths."""
-    total = weights = 0.0
+def _smoothed(cols: int, rows: int, widths: Widths) -> dict[Family, float]:
+    """The time of each family, from its loss against the fastest, averaged over neighbouring widths."""
+    total, weights = dict.fromkeys(widths[cols][rows], 0.0), 0.0
     for other, counts in widths.items():
         weight = math.exp(-((math.log2(other / cols) / NEIGHBOURHOOD) ** 2))
-        if weight > 0.01 and rows in counts:
-            total += weight * counts[rows].get(family, UNKNOWN_LOSS)
+        if weight > LEAST_WEIGHT and rows in counts:
+            best = min(us for us, _ in counts[rows].values())
+            for family in total:
+                known = counts[rows].get(family)
+                total[family] += weight * (known[0] / best - 1 if known else UNKNOWN_LOSS)
             weights += weight
-    return total / weights
+    best = min(us for us, _ in widths[cols][rows].values())
+    return {family: best * (1 + loss / weights) for family, loss in total.items()}
 
 
 def fit(cells: Iterable[Cell], device: DeviceSpec, start: Coefficients) -> Coefficients:
@@ -263,7 +292,7 @@ def write_table(cells: list[Cell], device: DeviceSpec, path: Path, date: str) ->
 
     coefficients = fit(cells, device, table.coefficients(device))
     head = {"gpu": device.name, "arch": device.arch, "triton": triton.__version__, "date": date}
-    table.write(path, head | {"coefficients": coefficients._asdict()}, widths_of(cells, device))
+    table.write(path, head | {"coefficients": coefficients._asdict()}, widths_of(cells, device, coefficients))
 
 
 # --- The command ---
