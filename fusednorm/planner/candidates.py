@@ -244,7 +244,7 @@ class Cut(NamedTuple):
     tail: bool
 
 
-def _cuts(problem: NormProblem, rows: int, num_warps: int, cluster: int) -> list[Cut]:
+def _cuts(problem: NormProblem, rows: int, num_warps: int, cluster: int, most_copies: int = MOST_COPIES) -> list[Cut]:
     """The ways to cut a row for a ring, best first. A thread has columns of one row; in a cluster, of all rows."""
     cols, threads, found = problem.cols, 32 * num_warps if cluster > 1 else 32 * num_warps // rows, []
     for chunk, num_chunks in chunkings(-(-cols // cluster), threads, MAX_RING_CHUNKS[problem.direction]):
@@ -258,7 +258,7 @@ def _cuts(problem: NormProblem, rows: int, num_warps: int, cluster: int) -> list
         for copy_chunks, tail in ways_to_copy(num_chunks, whole):
             copies = 2 if tail else -(-num_chunks // copy_chunks)
             found.append(Cut(copies, padded, num_chunks, chunk, copy_chunks, tail))
-    return sorted(cut for cut in found if cut.copies <= MOST_COPIES)
+    return sorted(cut for cut in found if cut.copies <= most_copies)
 
 
 def _in_chunks(family: Family, problem: NormProblem, device: DeviceSpec, good: bool) -> PipelinedPlan | None:
@@ -309,13 +309,14 @@ def _held(family: Family, problem: NormProblem, device: DeviceSpec, good: bool) 
 
 def _warp_specialized(problem: NormProblem, device: DeviceSpec, good: bool = True) -> tuple[WarpSpecializedPlan, ...]:
     """One plan: the first of GROUPS whose threads have a moderate share of as many rows as possible, with two stages
-    for each group if they fit. A plan that is not `good` may spill, or have one stage."""
+    for each group if they fit. A plan that is not `good` may spill, have one stage, or
+    more copies."""
     tensors = 1 if problem.direction == "forward" else 2
     for most, (groups, warps) in itertools.product((MODERATE_BYTES, MOST_BYTES), GROUPS):
         limit = budget.group_register_limit(groups, warps, device)
         row_bytes = problem.cols * problem.x_dtype.itemsize
         for rows in reversed([rows for rows in ROWS if rows * row_bytes <= most * 32 * warps]):
-            cuts = [cut for cut in _cuts(problem, rows, warps, 1) if not cut.tail]
+            cuts = [cut for cut in _cuts(problem, rows, warps, 1, MOST_COPIES if good else MAX_CHUNKS) if not cut.tail]
             few = [cut for cut in cuts if tensors * cut.copies <= MOST_PRODUCED_COPIES[groups]]
             stages = (2 * groups, groups) if good and groups > 1 else (2,) if good else (2 * groups, groups)
             for number, cut, in_smem in itertools.product(stages, few, (False, True)):

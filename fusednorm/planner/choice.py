@@ -95,7 +95,11 @@ def decide(problem: NormProblem, device: DeviceSpec, forced: str | None = None) 
     if asked:
         ranges, source = ((math.inf, asked),), "forced"
     else:
-        ranges, source = measured(problem, device) or published(problem, device) or _predicted(problem, device)
+        ranges, source = (
+            measured(problem, device)
+            or published(problem, device)
+            or (((math.inf, _predicted(problem, device)),), "model")
+        )
     *few, (_, many) = ranges
     if many.variant != "multi_wave":  # a ring counts rows in 32 bits
         ranges = (*few, (MAX_RING_ROWS, many), (math.inf, portable))
@@ -121,17 +125,18 @@ def measured(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | N
 
 def _of_lines(lines: list[tuple[int, table.Ranges]], problem: NormProblem, device: DeviceSpec) -> Ranges | None:
     """The plans of the first width: as they are if it is the problem's own, else those of their families. Where one
-    cannot run here, that of the next width takes its place. None if no width has one."""
+    cannot run here, that of the next width takes its place, and in the end the model's. None if none of the first width
+    can run."""
     bounds = sorted({most for _, ranges in lines[:1] for most, _ in ranges})
-    found: list[tuple[float, Plan]] = []
+    found: list[tuple[float, Plan | None]] = []
     for most in bounds:
         texts = ((cols, next(text for bound, text in ranges if most <= bound)) for cols, ranges in lines)
         plans = (_adapted(from_text(text), cols, problem, device) for cols, text in texts)
         plan = next((plan for plan in plans if plan), None)
-        if plan is None:
-            return None
         found.append((most if most == math.inf else int(most * device.sm_count), plan))
-    return _merged(found) or None
+    if not any(plan for _, plan in found):
+        return None
+    return _merged([(most, plan or _predicted(problem, device)) for most, plan in found])
 
 
 def _adapted(plan: Plan, cols: int, problem: NormProblem, device: DeviceSpec) -> Plan | None:
@@ -162,9 +167,9 @@ def published(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | 
     return (*(((few, portable),) if few else ()), (math.inf, ring)), "published"
 
 
-def _predicted(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str]:
+def _predicted(problem: NormProblem, device: DeviceSpec) -> Plan:
     plans = (best_plan(variant, problem, device) for variant in variants_in_use(device))
-    return ((math.inf, _fastest([plan for plan in plans if plan], problem, device)),), "model"
+    return _fastest([plan for plan in plans if plan], problem, device)
 
 
 @functools.lru_cache(maxsize=4096)

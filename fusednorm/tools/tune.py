@@ -47,7 +47,7 @@ IN_FLOAT32 = (64, 96, 192, 320, 1000, 777, 2001, 4097, 5000, 20480, 32768, 65536
 ROUNDS, WARMUP_CALLS = 7, 3
 FLUSH_BYTES = 256 << 20  # above any L2 so far
 BATCH = 24  # problems that are compiled at once
-NEIGHBOURHOOD, LEAST_WEIGHT = 0.06, 0.01  # octaves over which times are averaged, against noise
+NEIGHBOURHOOD, LEAST_WEIGHT = 0.1, 0.01  # octaves over which times are averaged, against noise
 UNKNOWN_LOSS = 0.05  # of a family that was not measured at a neighbouring width
 TOLERANCE = 0.01  # by which a plan may be slower that is the fastest for fewer rows: it saves a build
 STEPS = 8  # row counts that are looked at from one that was measured to the next
@@ -245,18 +245,21 @@ def _ranges(cols: int, widths: Widths, predict: Callable[[Plan, float], float], 
 
 
 def _smoothed(cols: int, rows: int, widths: Widths) -> dict[Family, float]:
-    """The time of each family, from its loss against the fastest, averaged over neighbouring widths."""
-    total, weights = dict.fromkeys(widths[cols][rows], 0.0), 0.0
-    for other, counts in widths.items():
-        weight = math.exp(-((math.log2(other / cols) / NEIGHBOURHOOD) ** 2))
-        if weight > LEAST_WEIGHT and rows in counts:
-            best = min(us for us, _ in counts[rows].values())
-            for family in total:
-                known = counts[rows].get(family)
-                total[family] += weight * (known[0] / best - 1 if known else UNKNOWN_LOSS)
-            weights += weight
-    best = min(us for us, _ in widths[cols][rows].values())
-    return {family: best * (1 + loss / weights) for family, loss in total.items()}
+    """The time of each family, from its loss against the fastest, averaged with that at neighbouring widths. These have
+    at most half of the weight: a power of two is unlike its neighbours."""
+    losses = {
+        other: {family: us / min(us for us, _ in counts[rows].values()) - 1 for family, (us, _) in counts[rows].items()}
+        for other, counts in widths.items()
+        if rows in counts
+    }
+    near = {other: math.exp(-((math.log2(other / cols) / NEIGHBOURHOOD) ** 2)) for other in losses if other != cols}
+    weight = 1 / max(1, sum(near.values()))
+    shares = {cols: 1.0} | {other: weight * share for other, share in near.items() if share > LEAST_WEIGHT}
+    total, best = sum(shares.values()), min(us for us, _ in widths[cols][rows].values())
+    return {
+        family: best * (1 + sum(s * losses[other].get(family, UNKNOWN_LOSS) for other, s in shares.items()) / total)
+        for family in losses[cols]
+    }
 
 
 def fit(cells: Iterable[Cell], device: DeviceSpec, start: Coefficients) -> Coefficients:

@@ -90,7 +90,7 @@ def test_grids_of_all_sizes_run_one_after_the_other(cols):
 def test_a_row_comes_out_the_same_whatever_rows_surround_it(case):
     inputs = make_inputs(case, "cuda")
     everything = run(case, inputs)
-    rows = slice(7, 7 + 9 * case.rows // 10)  # enough rows for the same plan
+    rows = slice(7, None)  # enough rows for the same plan
     part = replace(inputs, x=inputs.x[rows], grad_out=inputs.grad_out[rows])
     some = run(replace(case, shape=part.x.shape), part)
     for name in ("y", "mean", "rstd", "dx"):
