@@ -36,7 +36,7 @@ from .explanation import DTYPES
 from .warm import Wanted, build_ahead, program
 
 NORMS, DIRECTIONS = ("layer", "rms"), ("forward", "backward")
-ROWS_PER_SM = (1, 4, 16, 62, 248)
+ROWS_PER_SM = (1, 4, 8, 16, 31, 62, 124, 248)
 MOST_ROWS, MOST_ELEMENTS = 65536, 2**28
 WIDE = (18432, 20480, 24576, 28672, 32768, 40960, 49152, 65536, 81920, 98304, 131072, 262144)
 NARROW = (64, 96, 160, 192, 224, 320, 448)

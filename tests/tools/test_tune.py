@@ -10,6 +10,7 @@ import torch
 from planning import make_problem
 
 from fusednorm.planner import table
+from fusednorm.planner.candidates import Family
 from fusednorm.planner.device import H200
 from fusednorm.planner.model import Coefficients, predict_us
 from fusednorm.planner.plan import text_of
@@ -28,10 +29,33 @@ def cell(rows_per_sm: int, fastest: int, cols=4096) -> tune.Cell:
 
 
 def test_a_table_changes_plans_between_the_row_counts_at_which_their_times_cross():
-    widths = tune.widths_of([cell(1, 0), cell(4, 0), cell(16, 1), cell(64, 1)], H200)
-    ((key, found),) = widths.items()
+    cells = [cell(1, 0), cell(4, 0), cell(16, 1), cell(64, 1)]
+    ((key, found),) = tune.widths_of(cells, H200, table.coefficients(H200)).items()
     assert key == table.Key.of(make_problem("rms", 4096, direction="forward"))
-    assert found[4096] == ((8.0, text_of(PLANS[0])), (math.inf, text_of(PLANS[1])))
+    (most, first), last = found[4096]
+    assert 4 < most < 16 and (first, last) == (text_of(PLANS[0]), (math.inf, text_of(PLANS[1])))
+
+
+def test_a_plan_that_is_much_slower_for_more_rows_is_left_soon_after_the_rows_at_which_it_is_fastest():
+    """A former bug: half way between two row counts, the plan for fewer rows was kept up to its 9% loss."""
+    at = dict.fromkeys(map(text_of, PLANS), 1000.0)
+    few = tune.Cell(TASK, 2112, at | {text_of(PLANS[0]): 16.5, text_of(PLANS[1]): 16.9}, "")
+    many = tune.Cell(TASK, 8184, at | {text_of(PLANS[0]): 58.0, text_of(PLANS[1]): 53.0}, "")
+    (found,) = tune.widths_of([few, many], H200, table.coefficients(H200)).values()
+    (most, first), (_, last) = found[4096]
+    assert 132 * most < 4096 and (first, last) == (text_of(PLANS[0]), text_of(PLANS[1]))
+
+
+@pytest.mark.parametrize(("own_us", "wanted"), [(5.4, 0), (9.0, 1)])
+def test_neighbouring_widths_decide_where_a_width_has_no_clear_winner_and_nowhere_else(own_us, wanted):
+    first, second = Family.of(PLANS[0]), Family.of(PLANS[1])
+    cells = [tune.Cell(TASK, 528, {text_of(PLANS[0]): own_us, text_of(PLANS[1]): 5.0}, "")]
+    for cols in (3968, 4032, 4160, 4224):
+        task = TASK._replace(cols=cols)
+        plans = {Family.of(plan): text_of(plan) for plan in tune.plans_of(task.wanted.problem, H200)}
+        cells.append(tune.Cell(task, 528, {plans[first]: 5.0, plans[second]: 6.0}, ""))
+    (found,) = tune.widths_of(cells, H200, table.coefficients(H200)).values()
+    assert found[4096] == ((math.inf, text_of(PLANS[wanted])),)
 
 
 def test_a_record_is_read_back_as_the_same_cell():
@@ -62,10 +86,10 @@ def test_no_cell_is_begun_after_the_time_and_the_next_run_goes_on(monkeypatch, t
     options = argparse.Namespace(cols=[1024], dtype=["bf16"], minutes=1, cells=None, out=None)
     assert tune.run_tune(options, lambda: next(seconds)) == 0
     begun = len((tmp_path / "gpu.cells").read_text().splitlines())
-    assert 0 < begun < 20
+    assert 0 < begun < 4 * len(tune.ROWS_PER_SM)
     options.minutes = 100
     assert tune.run_tune(options, lambda: next(seconds)) == 0
-    assert len((tmp_path / "gpu.cells").read_text().splitlines()) == 20
+    assert len((tmp_path / "gpu.cells").read_text().splitlines()) == 4 * len(tune.ROWS_PER_SM)
     assert table.read(tmp_path / "gpu.jsonl").gpu == H200.name
 
 
