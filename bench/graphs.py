@@ -3,9 +3,8 @@
     python -m bench.graphs --only residual_rms modulated_layer llama --seconds 300
 
 The cases are norms with what models write around them, and decoder layers of transformers' classes at their true
-widths (those of bench.zoo), which write their norms by hand: for them there is a third way, with these norms found
-(integrations/written.py). A time is that of forward and backward with all gradients,
-as one CUDA graph with a cold L2. The gradients of both are compared with float64 (cases) or with each other (layers).
+widths (those of bench.zoo). A time is that of forward and backward with all gradients, as one CUDA graph with a cold
+L2. The gradients of both are compared with float64 (cases) or with each other (layers).
 One JSON line per case and way goes to graphs.jsonl, with the report of which norms became ours. Exit code 1 if a
 gradient of ours is worse, 2 without a CUDA GPU.
 """
@@ -131,20 +130,13 @@ def errors(got: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> list[float]:
 
 
 def measure(name: str, device: str, rounds: int, tiny: bool = False) -> list[dict]:
-    """A record for each way: stock Inductor, enable_inductor(), and that with ops for norms written by hand. Without
-    rounds nothing is timed."""
-    from fusednorm.integrations import inductor, written
-
-    def with_written(graph: torch.fx.GraphModule, inputs: list) -> Callable:
-        written.make_ops(graph)
-        return inductor.compile_graph(graph, inputs)
+    """A record for each way: stock Inductor and enable_inductor(). Without rounds nothing is timed."""
+    from fusednorm.integrations import inductor
 
     torch.compiler.reset()
     made = make(name, device, tiny)
     grads = [torch.randn_like(each) for each in made.run(*made.inputs)]
-    backends = {"stock": stock_backend(), "ours": inductor.compile_graph, "written": with_written}
-    if name in CASES:
-        del backends["written"]  # these call torch's functions
+    backends = {"stock": stock_backend(), "ours": inductor.compile_graph}
     ways = {way: torch.compile(made.run, backend=backend, dynamic=False) for way, backend in backends.items()}
     found, norms = {}, {}
     for way, run in ways.items():

@@ -38,9 +38,9 @@ class Traced:
         return graph
 
 
-def trace(model: Callable, *, by_hand: bool = False, **compile_options) -> Traced:
-    """The model compiled, as one graph by default, with this package's decompositions and pass, but without code
-    generation. by_hand: norms written by hand become ops first."""
+def trace(model: Callable, **compile_options) -> Traced:
+    """The model compiled, as one graph by default, with what enable_inductor() does to graphs, but without code
+    generation."""
     traced = Traced()
 
     def keep(graphs: list[GraphModule], graph: GraphModule, inputs: list) -> Callable:
@@ -53,8 +53,7 @@ def trace(model: Callable, *, by_hand: bool = False, **compile_options) -> Trace
         return min_cut_rematerialization_partition(graph, inputs, **options)
 
     def backend(graph: GraphModule, inputs: list) -> Callable:
-        if by_hand:
-            written.make_ops(graph)
+        written.make_ops(graph)
         with routing.decompositions_replaced():
             compiler = aot_autograd(
                 fw_compiler=functools.partial(keep, traced.forwards),

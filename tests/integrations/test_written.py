@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import copy
-import functools
+import importlib
+import re
 
 import hf_models
 import pytest
 import torch
-from cases import BF16, FP32
+from cases import BF16, FP32, FP64
 from test_inductor import cpu_as_cuda, nothing_is_left  # noqa: F401
+from torch import nn
 from torch.utils.checkpoint import checkpoint
-from tracing import calls
-from tracing import trace as trace_calls
+from tracing import calls, trace
 
+import fusednorm
 from bench.graphs import errors
 from fusednorm.integrations import inductor
 
 pytestmark = pytest.mark.usefixtures("cpu_as_cuda")
 COLS, EPS = 32, 1e-6
-trace = functools.partial(trace_calls, by_hand=True)
 
 
 def mean_square(x):
@@ -98,8 +99,7 @@ def test_a_form_is_found_and_is_as_exact_as_it_was(function, dtypes):
         assert ours <= 1.05 * theirs + 1e-6
     norm = "layer" if function is cohere else "rms"
     (node,) = calls(traced.backward, f"fusednorm.{norm}_norm_bwd_residual")
-    offset = function is gemma or (function is weight_of_16_bits_plus_1 and dtypes[1] == FP32)
-    assert node.kwargs.get("weight_offset", 0.0) == float(offset), "a sum in 16 bits is a weight itself"
+    assert node.kwargs.get("weight_offset", 0.0) == float(function in (gemma, weight_of_16_bits_plus_1))
     assert not [each for each in traced.forward.graph.nodes if "fusednorm" in str(each.target)]
 
 
@@ -223,3 +223,62 @@ def test_models_of_transformers_have_theirs_found_and_train_as_before(name, norm
     hf_models.assert_as_good_as_stock(ours, stock, exact, BF16)
     found = {entry.place: count for entry, count in inductor.report().items() if entry.direction == "backward"}
     assert sum(found.values()) == norms and {"model.norm", "model.layers.*.input_layernorm"} <= {*found}, found
+
+
+# Of models whose code writes its norms out, all ways of doing so.
+CLASSES = """llama.LlamaRMSNorm gemma3.Gemma3RMSNorm gemma3n.Gemma3nRMSNorm olmo2.Olmo2RMSNorm gpt_oss.GptOssRMSNorm
+deepseek_v3.DeepseekV3RMSNorm qwen3_next.Qwen3NextRMSNorm nemotron_h.NemotronHRMSNorm t5.T5LayerNorm
+cohere.CohereLayerNorm""".split()
+
+
+class Stack(nn.Module):
+    """Norms of transformers' models between products, in float32, which shows small errors."""
+
+    def __init__(self, classes: list[str]):
+        super().__init__()
+        pytest.importorskip("transformers", reason="needs the package transformers")
+        self.norms, self.products = nn.ModuleDict(), nn.ModuleList()
+        torch.manual_seed(0)
+        for module, name in (each.split(".") for each in classes):
+            code = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+            norm = self.norms[name] = getattr(code, name)(COLS, eps=EPS)
+            nn.init.normal_(norm.weight, mean=norm.weight.mean().item(), std=0.2)
+            self.products.append(nn.Linear(COLS, COLS))
+
+    def forward(self, x):
+        for norm, product in zip(self.norms.values(), self.products, strict=True):
+            x = product(norm(x))
+        return x
+
+    def gradients(self, call=None):
+        x, dy = torch.randn(2, 6, COLS, generator=torch.Generator().manual_seed(1), dtype=FP64).chunk(2)
+        x = x.to(self.products[0].weight.dtype).requires_grad_()
+        y = self(x) if call is None else call(x)
+        return [y.detach(), *torch.autograd.grad(y, (x, *self.parameters()), dy.to(y.dtype))]
+
+    def check(self, got):
+        exact = copy.deepcopy(self).double().gradients()
+        for ours, theirs in zip(errors(got, exact), errors(self.gradients(), exact), strict=True):
+            assert ours <= 2 * theirs + 1e-6
+        taken = {entry.place for entry in inductor.report() if entry.taken and entry.direction == "backward"}
+        assert taken == {f"norms.{name}" for name in self.norms}
+
+
+def test_unmodified_classes_of_transformers_become_our_ops():
+    stack = Stack(CLASSES)
+    traced = trace(stack)
+    stack.check(stack.gradients(traced))
+    names = [str(node.target) for node in traced.backward.graph.nodes]
+    assert len([name for name in names if "fusednorm" in name]) == len(CLASSES)
+
+
+def test_enable_inductor_trains_unmodified_classes_of_transformers_by_our_ops():
+    """With all of Inductor, which takes half a minute."""
+    from torch._functorch import config
+    from torch._inductor.utils import run_and_get_code
+
+    stack = Stack(["gemma3.Gemma3RMSNorm", "cohere.CohereLayerNorm"])
+    with fusednorm.enable_inductor(), config.patch(enable_autograd_cache=False):  # what is cached is not in the report
+        got, codes = run_and_get_code(lambda: stack.gradients(torch.compile(stack)))
+    stack.check(got)
+    assert re.findall(r"fusednorm\.(\w+)_norm_bwd_residual\.default\(", codes[-1]) == ["layer", "rms"]

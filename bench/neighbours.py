@@ -1,0 +1,62 @@
+"""Tables of norms and what stands around them: the forms, and what torch.compile makes of both."""
+
+from __future__ import annotations
+
+from .records import by_day
+from .tables import NAMES, microseconds, records_of, source, table
+
+FORM_WAYS = ("forward", "backward", "both")
+FORM_CANDIDATES = {"ours": "ours", "plain": "the norm alone", "inductor": NAMES["inductor"], "liger": NAMES["liger"]}
+
+
+def forms(gpu: str) -> str:
+    """Times over the floor of each form and shape: forward, backward, both."""
+    found = {
+        (r["norm"], r["form"], r["rows"], r["cols"], r["direction"], r["candidate"]): r
+        for r in records_of("forms", gpu)
+        if r.get("median_us")
+    }
+    header = ["norm and form", "rows x cols", *FORM_CANDIDATES.values()]
+    lines = []
+    for norm, form, rows, cols in dict.fromkeys(key[:4] for key in found):
+        line = [f"{NAMES[norm]} {form}", f"{rows}x{cols}"]
+        for name in FORM_CANDIDATES:
+            times = [found.get((norm, form, rows, cols, way, name)) for way in FORM_WAYS]
+            line.append(", ".join(f"{each['times_floor']:.2f}" for each in times if each))
+        lines.append(line)
+    return table(header, lines)
+
+
+def sources(tool: str, gpu: str) -> list[str]:
+    """A line for each day of the tool's records."""
+    return [source(tool, records, gpu) for records in by_day(records_of(tool, gpu)).values()]
+
+
+def compiled_cases(gpu: str) -> dict[str, dict[str, dict]]:
+    """The newest run of each case of bench.graphs: case -> way -> record."""
+    cases: dict[str, dict[str, dict]] = {}
+    dates: dict[str, str] = {}
+    for each in records_of("graphs", gpu):
+        if each["date"] != dates.get(each["case"]):
+            cases[each["case"]] = {}
+        dates[each["case"]] = each["date"]
+        cases[each["case"]][each["way"]] = each
+    return cases
+
+
+def ours_of(ways: dict[str, dict]) -> dict:
+    """Until 2026-11-27 the norms written by hand were found in a third way only."""
+    return ways.get("written") or ways["ours"]
+
+
+def compiled(gpu: str) -> str:
+    """Forward and backward by stock Inductor and under enable_inductor(), and who runs the backwards of the norms."""
+    lines = []
+    for case, ways in compiled_cases(gpu).items():
+        stock, ours = ways["stock"], ours_of(ways)
+        backwards = [(int(line.split(" x ")[0]), line) for line in ours["norms"] if " backward " in line]
+        taken = sum(count for count, line in backwards if ": fusednorm (" in line)
+        times = (microseconds(each["median_us"]) for each in (stock, ours))
+        total = sum(count for count, _ in backwards)
+        lines.append([case, *times, f"{ours['times_stock']:.3f}", f"{taken} of {total}"])
+    return table(["case", "stock, us", "enable_inductor, us", "ratio", "backwards by our ops"], lines)
