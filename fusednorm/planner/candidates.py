@@ -323,7 +323,7 @@ def _warp_specialized(problem: NormProblem, device: DeviceSpec, good: bool = Tru
                 resources = number, groups, warps, 1, limit, in_smem, problem.direction == "forward", cut.copy_chunks
                 plan = WarpSpecializedPlan(rows, cut.chunk, cut.num_chunks, *resources)
                 spills = budget.registers(plan, problem, device) > limit
-                if budget.fits_shared_memory(plan, problem, device) and not (good and spills):
+                if not (good and spills) and budget.fits_shared_memory(plan, problem, device):
                     return (_deepened(plan, problem, device),)
     return ()
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from . import table
 from .budget import is_within_budget
-from .candidates import Family, candidates, cluster_sizes, faulty, plan_of
+from .candidates import Family, candidates, cluster_sizes, column_tile_plan, faulty, plan_of
 from .device import DeviceSpec
 from .legality import MAX_RING_ROWS, broken_rule
 from .model import predict_us
@@ -85,10 +85,8 @@ def alternatives(problem: NormProblem, rows: int, device: DeviceSpec) -> Iterato
 def decide(problem: NormProblem, device: DeviceSpec, forced: str | None = None) -> Chosen:
     if forced == "reference":
         return Chosen(((math.inf, ReferencePlan("asked for")),), "forced")
-    portable = best_plan("multi_wave", problem, device)
-    if portable is None:
-        why = broken_rule("multi_wave", problem, 1, device).reason
-        return Chosen(((math.inf, ReferencePlan(why)),), "legality")
+    if fault := broken_rule("multi_wave", problem, 1, device):
+        return Chosen(((math.inf, ReferencePlan(fault.reason)),), "legality")
     asked = None
     if forced and not broken_rule(forced, problem, 1, device):
         asked = best_plan(forced, problem, device) or faulty(forced, problem, device)
@@ -102,7 +100,7 @@ def decide(problem: NormProblem, device: DeviceSpec, forced: str | None = None) 
         )
     *few, (_, many) = ranges
     if many.variant != "multi_wave":  # a ring counts rows in 32 bits
-        ranges = (*few, (MAX_RING_ROWS, many), (math.inf, portable))
+        ranges = (*few, (MAX_RING_ROWS, many), (math.inf, column_tile_plan(problem, device)))
     return Chosen(ranges, source)
 
 

@@ -100,7 +100,19 @@ def test_a_ring_begins_at_the_narrowest_row_published_on_each_blackwell_gpu(devi
 @pytest.mark.parametrize("device", [H200, *BLACKWELL], ids=lambda device: device.name)
 def test_a_ring_counts_rows_in_32_bits(device):
     assert isinstance(choose(make_problem(), legality.MAX_RING_ROWS, device), RingPlan)
-    assert isinstance(choose(make_problem(), legality.MAX_RING_ROWS + 1, device), MultiWavePlan)
+    assert choose(make_problem(), legality.MAX_RING_ROWS + 1, device).variant == "multi_wave"
+
+
+def test_rows_at_two_strides_keep_the_measured_plans_that_can_run():
+    """A former bug: where a ring was the fastest for many rows, no number of rows got a measured plan."""
+    plain, nested = (make_problem("layer", 512, direction="forward", nested_rows=nested) for nested in (False, True))
+    few = choose(plain, 192, H200)
+    assert few.variant == "multi_wave" and choose(plain, 65536, H200).variant == "pipelined"
+    assert choose(nested, 192, H200) == few and choose(nested, 65536, H200).variant == "multi_wave"
+
+
+def test_a_forced_producer_warp_may_copy_a_row_in_many_pieces():
+    assert isinstance(choose(make_problem(cols=4352), MANY_ROWS, H200, "warp_specialized"), WarpSpecializedPlan)
 
 
 # --- The decisions published for B200 ---
