@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from .records import by_day
 from .tables import NAMES, microseconds, records_of, source, table
+from .zoo.models import MODELS
 
+TITLES = {name: model.title for name, model in MODELS.items()}
 FORM_WAYS = ("forward", "backward", "both")
 FORM_CANDIDATES = {"ours": "ours", "plain": "the norm alone", "inductor": NAMES["inductor"], "liger": NAMES["liger"]}
 
@@ -32,31 +34,25 @@ def sources(tool: str, gpu: str) -> list[str]:
     return [source(tool, records, gpu) for records in by_day(records_of(tool, gpu)).values()]
 
 
-def compiled_cases(gpu: str) -> dict[str, dict[str, dict]]:
-    """The newest run of each case of bench.graphs: case -> way -> record."""
-    cases: dict[str, dict[str, dict]] = {}
-    dates: dict[str, str] = {}
+def compiled_cases(gpu: str) -> dict[str, tuple[dict, dict]]:
+    """The newest times of each case of bench.graphs: its title -> stock, ours."""
+    found: dict[tuple, dict[str, dict]] = {}
     for each in records_of("graphs", gpu):
-        if each["date"] != dates.get(each["case"]):
-            cases[each["case"]] = {}
-        dates[each["case"]] = each["date"]
-        cases[each["case"]][each["way"]] = each
-    return cases
-
-
-def ours_of(ways: dict[str, dict]) -> dict:
-    """Until 2026-11-27 the norms written by hand were found in a third way only."""
-    return ways.get("written") or ways["ours"]
+        if "median_us" in each:
+            found.setdefault((each["case"], each["date"]), {})[each["way"]] = each
+    # Until 2026-11-27 the norms written by hand were found in a third way only.
+    pairs = {case: (ways.get("stock"), ways.get("written", ways.get("ours"))) for (case, _), ways in found.items()}
+    return {TITLES.get(case, case): pair for case, pair in pairs.items() if all(pair)}
 
 
 def compiled(gpu: str) -> str:
     """Forward and backward by stock Inductor and under enable_inductor(), and who runs the backwards of the norms."""
     lines = []
-    for case, ways in compiled_cases(gpu).items():
-        stock, ours = ways["stock"], ours_of(ways)
+    for case, (stock, ours) in compiled_cases(gpu).items():
         backwards = [(int(line.split(" x ")[0]), line) for line in ours["norms"] if " backward " in line]
         taken = sum(count for count, line in backwards if ": fusednorm (" in line)
         times = (microseconds(each["median_us"]) for each in (stock, ours))
         total = sum(count for count, _ in backwards)
-        lines.append([case, *times, f"{ours['times_stock']:.3f}", f"{taken} of {total}"])
+        plain = "" if ours.get("graph", True) else ", not captured"
+        lines.append([case + plain, *times, f"{ours['times_stock']:.3f}", f"{taken} of {total}"])
     return table(["case", "stock, us", "enable_inductor, us", "ratio", "backwards by our ops"], lines)

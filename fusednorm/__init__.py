@@ -33,6 +33,9 @@ from .functional import (  # noqa: E402
     layer_norm_add,
     rms_norm_add,
 )
+from .heads.explanation import explain_qk_norm  # noqa: E402
+from .heads.functional import qk_norm, qk_norm_packed  # noqa: E402
+from .heads.modules import QKNorm  # noqa: E402
 from .margin import sm_margin  # noqa: E402
 from .modules import (  # noqa: E402
     AddLayerNorm,
@@ -57,6 +60,7 @@ __all__ = [
     "LayerNorm",
     "LayerNormAdd",
     "LayerNormFunction",
+    "QKNorm",
     "RMSNorm",
     "RMSNormAdd",
     "RMSNormFunction",
@@ -67,10 +71,13 @@ __all__ = [
     "column_sum",
     "explain",
     "explain_column_sum",
+    "explain_qk_norm",
     "force",
     "functional",
     "layer_norm_add",
     "layers",
+    "qk_norm",
+    "qk_norm_packed",
     "rms_norm_add",
     "sm_margin",
     "warmup",

@@ -2,10 +2,10 @@
 
 Every norm takes four steps, of which only the second is not by element:
 
-    h = combine(x, ...)         nothing, or x + residual
+    h = combine(x, ...)         nothing, x + residual or x * act(gate)
     x_hat = normalize(h)        LayerNorm or RMSNorm of a row
     u = x_hat * (weight_offset + weight) + bias
-    y = finish(u, ...)          nothing, or u + residual
+    y = finish(u, ...)          nothing, u + residual or u * act(gate)
 
 A FormSpec names the steps. An op has one, a problem, a plan and a launch carry it on, and the kernels look up the
 functions of its steps (rowmath.py: form_of). The planner asks for counts alone, which are those of the steps.
@@ -21,10 +21,16 @@ class Step(NamedTuple):
 
     rows_in: int = 0  # tensors of x's shape that it reads
     rows_out: int = 0  # and that it writes
+    reads_u: bool = False  # whether its gradients need u, and so weight and bias
 
 
-COMBINE = {"": Step(), "add": Step(rows_in=1, rows_out=1)}  # the sum is an output: the next residual
-FINISH = {"": Step(), "add": Step(rows_in=1)}
+COMBINE = {  # the sum is an output: the next residual
+    "": Step(),
+    "add": Step(rows_in=1, rows_out=1),
+    "gate": Step(rows_in=1),
+}
+FINISH = {"": Step(), "add": Step(rows_in=1), "gate": Step(rows_in=1, reads_u=True)}
+ACTIVATIONS = "silu", "sigmoid"  # of a gate
 
 
 class FormSpec(NamedTuple):
@@ -36,6 +42,7 @@ class FormSpec(NamedTuple):
     weight_offset: float = 0.0  # added to the weight in the accumulation dtype, if there is a weight
     rounds_x_hat: bool = False  # to x's dtype, before the weight
     finish: str = ""  # a name among FINISH
+    activation: str = "silu"  # of the gate, if there is one: a name among ACTIVATIONS
 
     @property
     def rows_before(self) -> int:
@@ -50,6 +57,10 @@ class FormSpec(NamedTuple):
     def rows_out(self) -> int:
         return COMBINE[self.combine].rows_out + FINISH[self.finish].rows_out
 
+    @property
+    def reads_u(self) -> bool:
+        return FINISH[self.finish].reads_u
+
 
 PLAIN = FormSpec()
-ROUNDINGS = "once", "x_hat"  # as callers name FormSpec.rounds_x_hat
+ROUNDINGS = {"once": False, "x_hat": True}  # FormSpec.rounds_x_hat, as callers name it

@@ -13,7 +13,6 @@ follow from those of the arguments, as F.rms_norm's do.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 
@@ -44,7 +43,7 @@ def layer_norm(
     tensor of input's shape and dtype (float32 under CUDA autocast). Raises RuntimeError as
     torch.ops.fusednorm.layer_norm_fwd does, and torch.nn.functional's TypeError for an argument of another type.
     """
-    y = native.y_of("layer_norm_fwd", input, normalized_shape, weight, bias, eps)
+    y = native.y_of("layer_norm_fwd", (input, normalized_shape, weight, bias, eps))
     if y is not None:
         return y
     if asks_function_modes() or (has_torch_function_variadic(input, weight, bias) and asks_subclasses()):
@@ -74,7 +73,7 @@ def rms_norm(
     memory format of a channels-last input. Raises RuntimeError as torch.ops.fusednorm.rms_norm_fwd does, and
     torch.nn.functional's TypeError for an argument of another type.
     """
-    y = native.y_of("rms_norm_fwd", input, normalized_shape, weight, eps)
+    y = native.y_of("rms_norm_fwd", (input, normalized_shape, weight, eps))
     if y is not None:
         return y
     if asks_function_modes() or (has_torch_function_variadic(input, weight) and asks_subclasses()):
@@ -111,7 +110,7 @@ def affine_layer_norm(
     weight and bias, as in most of transformers' RMSNorms. Any float dtypes; each gradient has its input's. Raises
     RuntimeError as torch.ops.fusednorm.layer_norm_fwd_affine does, and ValueError for another rounding.
     """
-    return _of_form("layer_norm_fwd_affine", x, (), weight, bias, eps, normalized_shape, weight_offset, rounding)
+    return of_form("layer_norm_fwd_affine", x, (), weight, bias, eps, normalized_shape, weight_offset, rounding)
 
 
 def affine_rms_norm(
@@ -127,7 +126,7 @@ def affine_rms_norm(
     """RMSNorm with another map of x_hat, y = x_hat * (weight_offset + weight) + bias. weight_offset=1.0 is the RMSNorm
     of Gemma 1 to 3 and Qwen3-Next, rounding="x_hat" that of Llama. Arguments as affine_layer_norm's; eps None is the
     machine epsilon of float32 (float64 for float64 x)."""
-    return _of_form("rms_norm_fwd_affine", x, (), weight, bias, eps, normalized_shape, weight_offset, rounding)
+    return of_form("rms_norm_fwd_affine", x, (), weight, bias, eps, normalized_shape, weight_offset, rounding)
 
 
 def add_layer_norm(
@@ -187,7 +186,7 @@ def layer_norm_add(
 ) -> Tensor:
     """residual + LayerNorm of x: the norm behind a layer, added to the residual stream. The sum is rounded once, to the
     promoted dtype of x and residual. Other arguments, dtypes and errors are those of affine_layer_norm."""
-    return _of_form("layer_norm_fwd_plus_residual", x, (residual,), weight, bias, eps,
+    return of_form("layer_norm_fwd_plus_residual", x, (residual,), weight, bias, eps,
                     normalized_shape, weight_offset, rounding)  # fmt: skip
 
 
@@ -204,33 +203,32 @@ def rms_norm_add(
 ) -> Tensor:
     """residual + RMSNorm of x, as in Gemma 2 to 4, OLMo 2 and GLM-4. Arguments as layer_norm_add's; eps None is the
     machine epsilon of float32 (float64 for float64 x or residual)."""
-    return _of_form("rms_norm_fwd_plus_residual", x, (residual,), weight, bias, eps,
+    return of_form("rms_norm_fwd_plus_residual", x, (residual,), weight, bias, eps,
                     normalized_shape, weight_offset, rounding)  # fmt: skip
 
 
 def _of_sum(norm, x, residual, weight, bias, eps, residual_dtype, normalize_rounded, *more) -> tuple[Tensor, Tensor]:
-    settings = {"residual_dtype": residual_dtype, "rounds_sum": normalize_rounded}
-    return _of_form(f"{norm}_norm_fwd_of_sum", x, (residual,), weight, bias, eps, *more, **settings)
+    settings = normalize_rounded, residual_dtype
+    return of_form(f"{norm}_norm_fwd_of_sum", x, (residual,), weight, bias, eps, *more, settings)
 
 
-def _of_form(op, x, rows, weight, bias, eps, normalized_shape, weight_offset, rounding, **settings):
+def of_form(op, x, rows, weight, bias, eps, normalized_shape, weight_offset, rounding, more=()):
+    """What the op of a form returns without the statistics. more: the op's last settings."""
+    if normalized_shape is None:
+        of = bias if weight is None else weight
+        normalized_shape = getattr(x, "shape", ())[-1:] if of is None else getattr(of, "shape", ())
+    given = (x, normalized_shape, *rows, weight, bias, eps, weight_offset, ROUNDINGS.get(rounding), None, *more)
+    outputs = native.y_of(op, given)
+    if outputs is not None:
+        return outputs
     if rounding not in ROUNDINGS:
         raise ValueError(f"{op}: rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")
     numbers = {"weight_offset": weight_offset} | ({} if eps is None and op.startswith("rms") else {"eps": eps})
     for name, value in numbers.items():
         if not isinstance(value, (Real, Tensor, torch.SymFloat)):
             raise TypeError(f"{op}: {name} must be a number, got {value!r}")
-    if normalized_shape is None:
-        of = next((each for each in (weight, bias) if each is not None), None)
-        normalized_shape = getattr(x, "shape", ())[-1:] if of is None else getattr(of, "shape", ())
-    rounds = rounding == "x_hat"
-    if rounds:
-        tensors = (x, *rows[: op.endswith("plus_residual")], weight, bias)
-        dtypes = [each.dtype for each in tensors if each is not None]
-        settings["y_dtype"] = functools.reduce(torch.promote_types, dtypes)
-    arguments = (x, normalized_shape, *rows, weight, bias, eps)
-    settings |= {"weight_offset": float(weight_offset), "rounds_x_hat": rounds}
-    return autograd.of_form(op, arguments, settings)
+    at = 5 + len(rows)
+    return autograd.of_form(op, (*given[:at], float(weight_offset), *given[at + 1 :]))
 
 
 def _by_overrides(stock: Callable, *operands) -> Tensor:

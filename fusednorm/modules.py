@@ -6,7 +6,7 @@ The classes of the same names in layers.py are forwards alone, for Hugging Face'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -52,8 +52,8 @@ class _FormNorm(torch.nn.Module):
     """A norm of another form, with the parameters of torch.nn.LayerNorm. The weight starts as what makes the factor
     weight_offset + weight one, and the bias as zero. weight and bias are the only keys of the state dict."""
 
-    function: Callable
-    settings = "eps", "weight_offset", "rounding"  # attributes that are arguments of `function`
+    op: str
+    shown = "eps", "weight_offset", "rounding"  # attributes that are in the repr
     default_eps: float | None = None
     has_bias = False
 
@@ -89,13 +89,14 @@ class _FormNorm(torch.nn.Module):
         if self.bias is not None:
             torch.nn.init.zeros_(self.bias)
 
-    def _run(self, *rows: Tensor | None):
-        settings = {name: getattr(self, name) for name in self.settings}
-        weight, bias = parameter(self, "weight"), parameter(self, "bias")
-        return type(self).function(*rows, weight, bias, normalized_shape=self.normalized_shape, **settings)
+    def _run(self, x: Tensor, rows: tuple[Tensor | None, ...] = (), more: tuple = ()):
+        weight, bias, shape = parameter(self, "weight"), parameter(self, "bias"), self.normalized_shape
+        return functional.of_form(
+            self.op, x, rows, weight, bias, self.eps, shape, self.weight_offset, self.rounding, more
+        )
 
     def extra_repr(self) -> str:
-        settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.settings)
+        settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.shown)
         return f"{self.normalized_shape}, {settings}, elementwise_affine={self.elementwise_affine}"
 
 
@@ -106,7 +107,7 @@ class _OfLayerNorm:
 class AffineRMSNorm(_FormNorm):
     """functional.affine_rms_norm as a module: RMSNorm with a weight_offset, a bias or another rounding."""
 
-    function = functional.affine_rms_norm
+    op = "rms_norm_fwd_affine"
 
     def forward(self, x: Tensor) -> Tensor:
         return self._run(x)
@@ -115,14 +116,14 @@ class AffineRMSNorm(_FormNorm):
 class AffineLayerNorm(_OfLayerNorm, AffineRMSNorm):
     """functional.affine_layer_norm as a module: LayerNorm with a weight_offset or another rounding."""
 
-    function = functional.affine_layer_norm
+    op = "layer_norm_fwd_affine"
 
 
 class AddRMSNorm(_FormNorm):
     """functional.add_rms_norm as a module, called with (x, residual): returns (y, new_residual)."""
 
-    function = functional.add_rms_norm
-    settings = *_FormNorm.settings, "residual_dtype", "normalize_rounded"
+    op = "rms_norm_fwd_of_sum"
+    shown = *_FormNorm.shown, "residual_dtype", "normalize_rounded"
 
     def __init__(
         self, *args, residual_dtype: torch.dtype | None = None, normalize_rounded: bool = True, **kwargs
@@ -131,25 +132,25 @@ class AddRMSNorm(_FormNorm):
         self.residual_dtype, self.normalize_rounded = residual_dtype, normalize_rounded
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._run(x, residual)
+        return self._run(x, (residual,), (self.normalize_rounded, self.residual_dtype))
 
 
 class AddLayerNorm(_OfLayerNorm, AddRMSNorm):
     """functional.add_layer_norm as a module, called with (x, residual): returns (y, new_residual)."""
 
-    function = functional.add_layer_norm
+    op = "layer_norm_fwd_of_sum"
 
 
 class RMSNormAdd(_FormNorm):
     """functional.rms_norm_add as a module, called with (x, residual): returns residual + RMSNorm of x."""
 
-    function = functional.rms_norm_add
+    op = "rms_norm_fwd_plus_residual"
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        return self._run(x, residual)
+        return self._run(x, (residual,))
 
 
 class LayerNormAdd(_OfLayerNorm, RMSNormAdd):
     """functional.layer_norm_add as a module, called with (x, residual): returns residual + LayerNorm of x."""
 
-    function = functional.layer_norm_add
+    op = "layer_norm_fwd_plus_residual"

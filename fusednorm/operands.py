@@ -70,7 +70,8 @@ class Output(NamedTuple):
     like: str = "x"  # the operand that it has the dtype of, and without which it is None
     dtype: str | None = None  # the operand that may give another dtype
     gradient: str | None = None  # the backward's operand that takes its gradient; y's is grad_out
-    promoted: str | None = None  # the operand whose dtype is promoted with that of `like`
+    promoted: tuple[str, ...] = ()  # the operands whose dtypes are promoted with that of `like`
+    promoted_if_rounded: tuple[str, ...] = ()  # these, too, if the form rounds x_hat
     operand: str | None = None  # the backward's operand that it is, if that has another name
 
 
@@ -96,7 +97,7 @@ class Op(NamedTuple):
     def arguments(self) -> list[Slot]:
         return [slot for slot in self.inputs if slot.role is not Role.FLAG]
 
-    def slot(self, name: str) -> Slot | None:
+    def slot(self, name: str | None) -> Slot | None:
         return next((slot for slot in self.inputs if slot.name == name), None)
 
     def default(self, slot: Slot) -> Any:
@@ -138,14 +139,14 @@ PLAIN_OPS = (
 FORM_SETTINGS = WANTS_STATISTICS, WEIGHT_OFFSET, ROUNDS_X_HAT, Y_DTYPE
 SUMMAND = Slot("residual", Role.ROWS, optional=True, gradient="dx")
 ADDED_LAST = Slot("residual", Role.ROWS, gradient="grad_out")
-FORM_Y_ = Y_._replace(dtype="y_dtype")
+FORM_Y_ = Y_._replace(dtype="y_dtype", promoted_if_rounded=("weight", "bias"))
 NEW_RESIDUAL_ = Output(
-    "new_residual", Role.ROWS, dtype="residual_dtype", gradient="residual_grad", promoted="residual", operand="x"
+    "new_residual", Role.ROWS, dtype="residual_dtype", gradient="residual_grad", promoted=("residual",), operand="x"
 )
 FORMS = (  # (form, suffix, its operands behind normalized_shape, its settings, y, its outputs)
     (PLAIN, "_affine", (), (), FORM_Y_, ()),
     (FormSpec(combine="add"), "_of_sum", (SUMMAND,), (ROUNDS_SUM, RESIDUAL_DTYPE), FORM_Y_, (NEW_RESIDUAL_,)),
-    (FormSpec(finish="add"), "_plus_residual", (ADDED_LAST,), (), FORM_Y_._replace(promoted="residual"), ()),
+    (FormSpec(finish="add"), "_plus_residual", (ADDED_LAST,), (), FORM_Y_._replace(promoted=("residual",)), ()),
 )
 FORM_OPS = tuple(
     Op(
@@ -286,12 +287,15 @@ class Derivative(NamedTuple):
     grads: tuple[str | None, ...]  # the operands that take the gradients of the outputs behind the statistics
     passed: tuple[int, ...]  # which of these outputs are the backward's x, so that their gradients are added to dx
     settings: tuple[str, ...]  # the form's operands that the backward has, too
-    has_form: bool  # whether it is the backward of forms
+    # The operands that give the dtype of a gradient, and the forward's tensors whose gradient it is. It has the widest
+    # dtype of these, and autograd casts it to those of the others.
+    dtypes: tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @functools.cache
 def derivative_of(forward: str) -> Derivative:
-    of, backward = TRANSLATIONS[forward].type, TRANSLATIONS[TRANSLATIONS[forward].backward].type
+    of, op = TRANSLATIONS[forward].type, OPS[TRANSLATIONS[forward].backward]
+    backward = TRANSLATIONS[op.name].type
     slots = {slot.name: slot for slot in of.slots}
     names = [*of.tensor_names, *(output.operand or output.name for output in of.outputs[1:])]
     saved = {name: at for at, name in enumerate(names) if name in backward._fields}
@@ -307,7 +311,7 @@ def derivative_of(forward: str) -> Derivative:
         tuple(output.gradient for output in behind),
         tuple(at for at, output in enumerate(behind) if output.operand == "x"),
         tuple(slot.name for slot in of.slots if slot.role is Role.FORM and slot.name in backward._fields),
-        OPS[forward].backward is not None,
+        tuple((each.dtype, mask[outputs.index(each.name)]) for each in op.outputs if op.slot(each.dtype)),
     )
 
 

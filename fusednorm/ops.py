@@ -13,7 +13,8 @@ layer_norm_bwd_residual, rms_norm_bwd_residual
     the same, with residual_grad (the gradient of a residual stream that x also went into) added to dx before dx is
     rounded, once, to dx_dtype (x's by default); weight_offset is added to the weight. rms_norm's has a bias, too
 layer_norm_fwd_affine, rms_norm_fwd_affine
-    y = x_hat * (weight_offset + weight) + bias, with x_hat rounded to x's dtype if rounds_x_hat; y in y_dtype
+    y = x_hat * (weight_offset + weight) + bias, in y_dtype (by default x's). If rounds_x_hat, x_hat is rounded to x's
+    dtype, and y has the promoted dtype of x, weight and bias by default
 layer_norm_fwd_of_sum, rms_norm_fwd_of_sum
     the same of new_residual = x + residual, in residual_dtype (by default the promoted dtype of both). The sum is
     normalized as it is stored if rounds_sum. residual None: new_residual is a copy of x

@@ -118,6 +118,7 @@ class BackwardCall(NamedTuple):
     mean: Tensor | None
     rstd: Tensor
     weight: Tensor | None
+    bias: Tensor | None  # contiguous; None where its values are not read
     residual_grad: Tensor | None  # contiguous
     dx_dtype: torch.dtype
     shape: torch.Size  # of dx
@@ -127,13 +128,18 @@ class BackwardCall(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """In the order of the operands' tensors. The bias is not read."""
-        own = self.grad_out.tensor, self.x.tensor, self.mean, self.rstd, self.weight, None, self.residual_grad
+        """In the order of the operands' tensors."""
+        own = self.grad_out.tensor, self.x.tensor, self.mean, self.rstd, self.weight, self.bias, self.residual_grad
         return _all_tensors(own, self.added)
 
     @property
     def rows_read(self) -> tuple[RowView, ...]:
         return _views((self.x, self.grad_out), self.added)
+
+    @property
+    def added_rows(self) -> tuple[Tensor, ...]:
+        """The gradients that are added to that of the normalized row."""
+        return () if self.residual_grad is None else (self.residual_grad,)
 
 
 def _all_tensors(own: tuple, added: tuple[Added, ...]) -> tuple[Tensor | None, ...]:
@@ -167,14 +173,34 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
     )
 
 
+def _dtypes(outputs: tuple[Added, ...]) -> tuple[torch.dtype, ...]:
+    """Of the row tensors that are written beside y or dx."""
+    return tuple([each.value for each in outputs if each.role is Role.ROWS and each.value])
+
+
+def _wanted(outputs: tuple[Added, ...]) -> tuple[int, ...]:
+    """Which of the rows' gradients they are, where that of x is the first."""
+    rows = [each for each in outputs if each.role is Role.ROWS]
+    return tuple([at for at, each in enumerate(rows, 1) if each.value])
+
+
+def _names(added: tuple[Added, ...]) -> tuple[str, ...]:
+    return tuple([each.name for each in added if isinstance(each.value, RowView)])
+
+
 def output_dtype(operands: Operands, output: Output) -> torch.dtype:
     if output.role is Role.STATISTIC:
         return accumulation_dtype(*[each.dtype for each in operands.rows])
     asked = output.dtype and getattr(operands, output.dtype)
     if asked:
         return asked
-    own, other = getattr(operands, output.like).dtype, output.promoted and getattr(operands, output.promoted)
-    return own if other is None else torch.promote_types(own, other.dtype)
+    dtype, promoted = getattr(operands, output.like).dtype, output.promoted
+    if output.promoted_if_rounded and operands.rounds_x_hat:
+        promoted += output.promoted_if_rounded
+    for name in promoted:
+        if (other := getattr(operands, name)) is not None:
+            dtype = torch.promote_types(dtype, other.dtype)
+    return dtype
 
 
 def resolve_eps(eps: float | None, *dtypes: torch.dtype) -> float:
@@ -209,7 +235,8 @@ def check_forward(operands: ForwardOperands) -> ForwardCall:
         tma_aligned=all([is_tma_aligned(each, cols) for each in views]),
         form=operands.form,
         rows_in=tuple([each.tensor.dtype for each in views[1:]]),
-        rows_out=tuple([each.value for each in outputs if each.role is Role.ROWS and each.value]),
+        rows_out=_dtypes(outputs),
+        names_in=_names(added),
         y_dtype=None if y_dtype == x.dtype else y_dtype,
     )
     return ForwardCall(
@@ -243,6 +270,9 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
     added, outputs = _added(operands, batch_ndim, cols)
     views = _views((view, grad_view), added)
     wants_dx, wants_dw, wants_db = output_mask[:3]
+    rows_out = _dtypes(outputs)
+    stored = (0,) * bool(wants_dx) + _wanted(outputs)
+    wants_dx = bool(wants_dx or rows_out)
     residual = residual_grad.contiguous() if wants_dx and residual_grad is not None else None
     problem = _problem(
         norm,
@@ -259,6 +289,10 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
         nested_rows=any([each.inner_rows != 1 for each in views]),
         tma_aligned=all([is_tma_aligned(each, cols) for each in views]),
         form=operands.form,
+        rows_in=tuple([each.tensor.dtype for each in views[2:]]),
+        rows_out=rows_out,
+        names_in=_names(added),
+        stored=stored if wants_dx else (0,),
     )
     return BackwardCall(
         problem,
@@ -268,6 +302,7 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
         None if mean is None else mean.reshape(-1),
         rstd.reshape(-1),
         None if weight is None else weight.contiguous(),
+        bias.contiguous() if problem.reads_bias else None,
         residual,
         dx_dtype or x.dtype,
         x.shape,

@@ -77,15 +77,15 @@ def forward_formula(operands: Operands) -> Outputs:
     if form.combine:
         h = _plus(h, operands.residual)
         added = [h.to(each).contiguous() for each in dtypes]
-        h = _rounded(h, dtypes[0]) if form.rounds_sum else h
+        h = rounded(h, dtypes[0]) if form.rounds_sum else h
     centered = h
     if operands.norm == "layer":
         mean = h.mean(dims, keepdim=True)
         mean = mean + (h - mean).mean(dims, keepdim=True)  # takes away its rounding error: large equal h give y = 0
         centered = h - mean
     rstd = torch.rsqrt(centered.square().mean(dims, keepdim=True) + resolve_eps(operands.eps, dtype))
-    x_hat = _rounded(centered * rstd, x.dtype) if form.rounds_x_hat else centered * rstd
-    u = _affine(x_hat, operands.weight, operands.bias, form.weight_offset)
+    x_hat = rounded(centered * rstd, x.dtype) if form.rounds_x_hat else centered * rstd
+    u = affine(x_hat, operands.weight, operands.bias, form.weight_offset)
     y = _plus(u, operands.residual) if form.finish else u
     return y.to(y_dtype).contiguous(), mean, rstd, *added
 
@@ -109,12 +109,12 @@ def _plus(rows: Tensor, residual: Tensor | None) -> Tensor:
     return rows.clone() if residual is None else rows + residual.to(rows.dtype)
 
 
-def _rounded(rows: Tensor, dtype: torch.dtype) -> Tensor:
+def rounded(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Rounded to a dtype, which the gradient is not: the difference of a number and its rounded value is exact."""
     return rows + (rows.to(dtype).to(rows.dtype) - rows).detach()
 
 
-def _affine(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None = None, offset: float = 0.0) -> Tensor:
+def affine(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None = None, offset: float = 0.0) -> Tensor:
     """x_hat * (offset + weight) + bias, in x_hat's dtype."""
     if weight is not None:
         x_hat = x_hat * (weight.to(x_hat.dtype) + offset if offset else weight.to(x_hat.dtype))
@@ -147,7 +147,7 @@ def backward_formula(
     x_hat, dy = centered * rstd, grad_out.to(dtype)
     dx = dw = db = None
     if output_mask[0]:
-        wdy = _affine(dy, weight, offset=weight_offset)
+        wdy = affine(dy, weight, offset=weight_offset)
         inner = wdy - x_hat * (wdy * x_hat).mean(dims, keepdim=True)
         if mean is not None:
             inner = inner - wdy.mean(dims, keepdim=True)

@@ -24,6 +24,7 @@ from .namespace import NAMESPACE, TORCH_OPS
 from .operands import OPS, Role
 
 ROWS, WHOLE, SUM = "sharded as the rows", "replicated", "a partial sum"
+HEAD_NORMS = "head_norm_fwd", "head_norm_bwd", "head_norm_bwd_packed"
 
 _registered: set[str] = set()  # ops that have rules, or whose rules are missing
 missing: list[str] = []  # rules that could not be registered, with torch's error
@@ -37,9 +38,10 @@ def register_where_needed() -> None:
 
 def register() -> None:
     """Register the rules with torch.distributed.tensor, once per process and op."""
-    if len(_registered) == len(OPS) + 1:
+    if len(_registered) == len(OPS) + 1 + len(HEAD_NORMS):
         return
-    for add, ops in ((_add_norm, tuple(OPS)), (_add_column_sum, ("column_sum",))):
+    rules = (_add_norm, tuple(OPS)), (_add_column_sum, ("column_sum",)), (_add_head_norm, HEAD_NORMS)
+    for add, ops in rules:
         new = [name for name in ops if name not in _registered]
         _registered.update(new)
         try:
@@ -149,3 +151,47 @@ def _add_column_sum(op: torch._ops.OpOverload) -> None:
 
     register: Callable = DTensor._op_dispatcher.sharding_propagator.register_op_strategy
     register(op, strategy, RuntimeSchemaInfo(1, ["total", "dtype"], needs_pytree=True))
+
+
+def _add_head_norm(op: torch._ops.OpOverload) -> None:
+    """Register a norm of heads. Where all tensors are sharded along one dim that is not normalized, such as that of the
+    heads, cos and sin are sharded with them if they have the dim, and replicated if it is broadcast."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+    from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
+    from torch.utils._pytree import tree_leaves
+
+    names = [argument.name for argument in op._schema.arguments]
+
+    def strategy(schema):
+        given = dict(zip(names, schema.args_schema, strict=False))
+        lists = {name: tree_leaves(each) for name, each in given.items()}
+        rows = [each for name in ("grads", "inputs", "qkv") for each in lists.get(name, ())]
+        first, parameters = (lists.get("inputs") or lists["qkv"]), [*lists["weights"], *lists["biases"]]
+        wanted = zip([*first, *parameters], given.get("output_mask", [True] * len(first)), strict=False)
+        outputs = [each for each, want in wanted if want and each is not None]
+        operands = [each for name in names if name in lists for each in lists[name] if hasattr(each, "shape")]
+
+        def placed(each, dim: int):
+            if any(each is of for of in rows):
+                return Shard(dim)
+            at = dim - len(first[0].shape) + len(each.shape)  # broadcast from the last dim
+            of_table = any(each is of for name in ("cos", "sin") for of in lists[name])
+            return Shard(at) if of_table and at >= 0 and each.shape[at] > 1 else Replicate()
+
+        alike = {len(each.shape) for each in first}
+        dims = range(len(first[0].shape) - 1 if len(alike) == 1 else 0)
+        rules: list[list] = [[Replicate()] * (len(outputs) + len(operands))]
+        for dim in dims:
+            of_outputs = [Shard(dim) if any(each is of for of in first) else Partial("sum") for each in outputs]
+            rules.append([*of_outputs, *(placed(each, dim) for each in operands)])
+        expanded = expand_to_full_mesh_op_strategy(first[0].mesh, schema, rules, input_index=len(outputs))
+        if len(outputs) == 1:  # the op returns a list even for one tensor
+            for each in expanded.strategies:
+                each.output_specs = (each.output_specs,)
+        return expanded
+
+    static = next(at for at, name in enumerate(names) if name == "eps")
+    kwargs = [argument.name for argument in op._schema.arguments if argument.kwarg_only]
+    register: Callable = DTensor._op_dispatcher.sharding_propagator.register_op_strategy
+    register(op, strategy, RuntimeSchemaInfo(static, kwargs, needs_pytree=True))

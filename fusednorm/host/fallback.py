@@ -42,9 +42,8 @@ class Failure(NamedTuple):
 
     def __str__(self) -> str:
         problem = self.problem
-        name = f"{problem.norm}_norm {problem.direction}" if isinstance(problem, NormProblem) else "column_sum"
         dtype = problem.x_dtype if isinstance(problem, NormProblem) else problem.dtype
-        what = f"{name} of {problem.cols} columns of {str(dtype).removeprefix('torch.')}"
+        what = f"{problem.title} of {problem.cols} columns of {str(dtype).removeprefix('torch.')}"
         return f"{what} cannot run as {self.plan.kernel} on {self.device.name}: {self.cause}"
 
 

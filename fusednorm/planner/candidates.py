@@ -44,6 +44,7 @@ MOST_COPIES = 4  # of a tile of one tensor
 MOST_PRODUCED_COPIES = {1: 12, 2: 4}  # of a tile, of all tensors, by groups: the producer's registers hold no more
 MOST_COLUMNS_WITH_WEIGHT = {"forward": 16, "backward": 32}  # of a thread of a ring that keeps the weight in registers
 MOST_COLUMNS_OF_TWO_STAGES = 56  # of a thread; a backward's ring of fewer has three, unless its tiles have several rows
+SCATTERED_AT_ONCE = 4  # elements of a chunk for a thread of a forward, if rows lie so that none is loaded whole
 SHORT = 128  # columns: in a shorter row, no thread of a register tile can own columns
 NARROW = 512  # columns: a tile of few such rows is small for any number of warps
 LEAST_COLUMNS_OF_CLUSTER = 4096  # a row of no more is short for one CTA
@@ -276,22 +277,20 @@ def _in_chunks(family: Family, problem: NormProblem, device: DeviceSpec, good: b
 
 
 def _held(family: Family, problem: NormProblem, device: DeviceSpec, good: bool) -> MultiWavePlan | None:
-    """Rows in registers, with the least padding. Threads load at least 8 bytes at once. In a backward of several rows,
-    each thread has 16 bytes of every row, so that one thread adds up each column."""
-    rows, warps, threads, itemsize = (
-        family.rows_per_tile,
-        family.num_warps,
-        32 * family.num_warps,
-        problem.x_dtype.itemsize,
-    )
-    owns = good and problem.direction == "backward" and problem.tma_aligned and rows > 1
+    """Rows in registers, with the least padding, then with forwards' wanted number of elements per load, or the largest
+    chunk. Threads load at least 8 bytes at once. In a backward of several rows, each thread has 16 bytes of every row,
+    so that one thread adds up each column."""
+    rows, warps, threads = family.rows_per_tile, family.num_warps, 32 * family.num_warps
+    itemsize, forward = problem.x_dtype.itemsize, problem.direction == "forward"
+    owns = good and not forward and problem.tma_aligned and rows > 1
     owns = owns and not (problem.cols <= SHORT and warps <= 4)
+    at_once = 16 // itemsize if problem.tma_aligned else SCATTERED_AT_ONCE
     found = [
-        (chunk * num_chunks, num_chunks, chunk)
+        (chunk * num_chunks, abs(math.log2(rows * chunk / threads / at_once)) if forward else 0, num_chunks, chunk)
         for chunk, num_chunks in chunkings(problem.cols, MIN_CHUNK, MAX_CHUNKS)
         if rows * chunk * itemsize >= 8 * threads and (not owns or chunk * itemsize >= 16 * threads)
     ]
-    for _, num_chunks, chunk in sorted(found):
+    for *_, num_chunks, chunk in sorted(found):
         tile = rows, chunk, num_chunks, warps
         if family.short_lived:
             needed = budget.one_tile_registers(rows * chunk * num_chunks / threads, problem)

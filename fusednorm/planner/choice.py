@@ -28,6 +28,7 @@ HOPPER, BLACKWELL = (90,), (100, 103, 110, 120, 121)
 MANY_ROWS_PER_SM = 64  # at which plans are compared where their row count is not asked
 # A backward without dx: rows per SM beyond which a ring pays for its start (measured on an H200)
 ROWS_PER_SM_WITHOUT_DX = 8
+MOST_LOSS = 0.15  # that the model may predict for a plan measured at another width
 
 
 class Published:
@@ -114,7 +115,7 @@ def measured(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | N
     """What a table says; None if there is no table, or nothing in it can answer."""
     for known in table.of_device(device):
         lines = known.lookup(problem)
-        ranges = _of_lines(lines, problem, device)
+        ranges = lines and _of_lines(lines, problem, device)
         if ranges:
             width = f"{lines[0][0]} columns" + " and others" * (len(lines) > 1)
             return ranges, f"the fastest of those measured on {known.gpu} at {width} ({known.date})"
@@ -125,16 +126,28 @@ def _of_lines(lines: list[tuple[int, table.Ranges]], problem: NormProblem, devic
     """The plans of the first width: as they are if it is the problem's own, else those of their families. Where one
     cannot run here, that of the next width takes its place, and in the end the model's. None if none of the first width
     can run."""
-    bounds = sorted({most for _, ranges in lines[:1] for most, _ in ranges})
     found: list[tuple[float, Plan | None]] = []
-    for most in bounds:
+    fewest = 1.0  # rows per SM
+    for most, _ in lines[0][1]:
+        at = max(fewest, min(most, MANY_ROWS_PER_SM)) * device.sm_count
         texts = ((cols, next(text for bound, text in ranges if most <= bound)) for cols, ranges in lines)
         plans = (_adapted(from_text(text), cols, problem, device) for cols, text in texts)
-        plan = next((plan for plan in plans if plan), None)
+        plan = next((each for each in plans if each), None)
+        if plan and lines[0][0] != problem.cols:
+            plan = _believed(plan, at, problem, device)
         found.append((most if most == math.inf else int(most * device.sm_count), plan))
+        fewest = most
     if not any(plan for _, plan in found):
         return None
     return _merged([(most, plan or _predicted(problem, device)) for most, plan in found])
+
+
+def _believed(plan: Plan, rows: float, problem: NormProblem, device: DeviceSpec) -> Plan:
+    """A plan of another width, or the model's if that one is predicted to be much slower: a row of this width may need
+    more padding, or more copies."""
+    own = _predicted(problem, device)
+    us, own_us = (predict_us(each, problem, int(rows), device, table.coefficients(device)) for each in (plan, own))
+    return plan if us <= own_us * (1 + MOST_LOSS) else own
 
 
 def _adapted(plan: Plan, cols: int, problem: NormProblem, device: DeviceSpec) -> Plan | None:

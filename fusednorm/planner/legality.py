@@ -61,6 +61,10 @@ def moves_x_alone(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
     return problem.direction == "backward" or not problem.form.rows_in + problem.form.rows_out
 
 
+def moves_no_rows_for_sums(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
+    return problem.direction == "forward" or problem.wants_dx or not problem.rows_in
+
+
 KERNELS = Rule("arch", has_kernels, "needs compute capability 8.0, {device.name} has {capability}")
 RING = (
     Rule("tma", has_tma, "needs compute capability 9.0 for TMA, {device.name} has {capability}"),
@@ -73,12 +77,13 @@ RING = (
     Rule("nested_rows", rows_have_one_stride, "needs rows at one stride, and some tensor has them at two nested ones"),
     Rule("rows", rows_fit_int32, f"needs at most {MAX_RING_ROWS} rows, got {{rows}}"),
 )
+SUMS_ALONE = Rule("sums", moves_no_rows_for_sums, "reads no row tensors beside x and dy for dw and db alone")
 DX = Rule("dx", wants_dx, "computes dx, which is not asked for")
 X_ALONE = Rule("row_tensors", moves_x_alone, "reads and writes no row tensors beside x and y in a forward")
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "multi_wave": (KERNELS,),
-    "pipelined": RING,
+    "pipelined": (SUMS_ALONE, *RING),
     "warp_specialized": (DX, X_ALONE, *RING),
     "reference": (),
 }

@@ -26,7 +26,7 @@ from .norm_problem import NormProblem
 
 SHIPPED = Path(__file__).parent / "data"
 FORMAT = 1
-MOST_DISTANCE = 0.25  # octaves to a width that answers for another
+MOST_DISTANCE = 0.5  # octaves to a width that answers for another
 MOST_NEIGHBOURS = 3
 LONG_PIECE = 64  # bytes; rows that TMA copies by longer pieces are alike
 

@@ -276,6 +276,7 @@ def explain(
         tma_aligned=all(layout.aligned for layout in layouts),
         form=of_form.form,
         rows_in=of_form.rows_in,
+        names_in=of_form.names_in,
         rows_out=of_form.rows_out,
         y_dtype=of_form.y_dtype,
     )

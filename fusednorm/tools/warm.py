@@ -80,7 +80,7 @@ class Wanted(NamedTuple):
         backward, settings = self.direction == BACKWARD, dict(self.settings)
         y = torch.promote_types(self.dtype, stream) if form.finish else self.dtype
         if settings.get("rounds_x_hat") and self.weight_dtype:
-            y = settings["y_dtype"] = torch.promote_types(y, self.weight_dtype)
+            y = torch.promote_types(y, self.weight_dtype)
         dtypes = {
             "x": total if backward else self.dtype,
             "grad_out": y,
@@ -195,7 +195,7 @@ def form_named(asker: str, form: str, weight_offset: float, rounding: str) -> tu
     if form not in named or (form == "" and (weight_offset or rounding != "once")):
         wanted = ", ".join(filter(None, named))
         raise ValueError(f"{asker}: form must be one of {wanted}, got {form!r}")
-    return named[form], (("weight_offset", float(weight_offset)), ("rounds_x_hat", rounding == "x_hat"))
+    return named[form], (("weight_offset", float(weight_offset)), ("rounds_x_hat", ROUNDINGS[rounding]))
 
 
 def _check_names(norm: str, directions: Sequence[str]) -> None:

@@ -171,6 +171,37 @@ def sums_of_columns(world: World) -> None:
         torch.testing.assert_close(each.full_tensor(), world.size * input.sum((0, 1)), rtol=1e-9, atol=1e-9)
 
 
+def norms_of_heads(world: World) -> None:
+    """Sharded along the batch, the tokens or the heads, q and k need no collective."""
+    mesh, n = world.mesh(), world.size
+    q, k = (draw(world, n, n, heads * n, COLS, seed=heads) for heads in (2, 1))
+    weight, bias = draw(world, COLS, seed=3), draw(world, COLS, seed=4)
+    for dim, table, of_table in (
+        *((0, (n, n), Shard(0)), (1, (n,), Shard(0)), (2, (n,), Replicate())),
+        *((1, (n, 1, 1), Replicate()), (2, (1, 1, 1), Replicate())),
+    ):
+        cos, sin = draw(world, *table, COLS, seed=5), draw(world, *table, COLS, seed=6)
+        whole = [each.requires_grad_(at < 4) for at, each in enumerate((q, k, weight, bias, cos, sin))]
+        places = [Shard(dim)] * 2 + [Replicate()] * 2 + [of_table] * 2
+        parts = [
+            distribute_tensor(each.detach(), mesh, [place]).requires_grad_(each.requires_grad)
+            for each, place in zip(whole, places, strict=True)
+        ]
+
+        def run(q, k, weight, bias, cos, sin):
+            outputs = fusednorm.qk_norm(q, k, weight, None, q_bias=bias, norm="layer", rotary=(cos, sin))
+            return outputs, torch.autograd.grad(outputs, (q, k, weight, bias), [each.detach() for each in outputs])
+
+        with Log() as log:
+            got, grads = run(*parts)
+        assert not log.collectives(), log.ops
+        assert log.ops.count("fusednorm.head_norm_fwd.default") == 1, log.ops
+        assert [list(each.placements)[0] for each in (*got, *grads)] == [Shard(dim)] * 4 + [Partial("sum")] * 2
+        want, wanted = run(*whole)
+        for each, right in zip((*got, *grads), (*want, *wanted), strict=True):
+            torch.testing.assert_close(each.full_tensor(), right, rtol=1e-9, atol=1e-9)
+
+
 def collectives_are_those_of_atens_rules(world: World) -> None:
     """Sharded rows need no collective. A sharded normalized dim gets the redistribution that ATen's LayerNorm gets."""
     compare_collectives(world, Shard(0), Shard(1), Replicate(), Partial("sum"))

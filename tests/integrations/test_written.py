@@ -10,10 +10,10 @@ import hf_models
 import pytest
 import torch
 from cases import BF16, FP32, FP64
-from test_inductor import cpu_as_cuda, nothing_is_left  # noqa: F401
+from test_inductor import nothing_is_left  # noqa: F401
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from tracing import calls, trace
+from tracing import calls, cpu_as_cuda, trace  # noqa: F401
 
 import fusednorm
 from bench.graphs import errors

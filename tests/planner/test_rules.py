@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from planning import make_problem, meta_call
+from planning import make_gated, make_problem, meta_call
 
 from fusednorm.forms import FormSpec
 from fusednorm.host import gpus
@@ -24,6 +24,7 @@ RULES = {  # rule: (variant, problem, rows, device) that it rejects
     "arch": ("multi_wave", make_problem(), MANY_ROWS, replace(A100, arch=75)),
     "tma": ("pipelined", make_problem(), MANY_ROWS, A100),
     "dx": ("warp_specialized", make_problem(wants_dx=False), MANY_ROWS, H200),
+    "sums": ("pipelined", make_gated(wants_dx=False, rows_out=(), stored=(0,)), MANY_ROWS, H200),
     "float64": ("pipelined", make_problem(dtype="fp64"), MANY_ROWS, H200),
     "alignment": ("warp_specialized", make_problem(cols=4100), MANY_ROWS, B200),
     "nested_rows": ("pipelined", make_problem(nested_rows=True), MANY_ROWS, H200),

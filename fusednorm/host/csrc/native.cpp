@@ -29,12 +29,12 @@ bool needs_python(const Given& given) {
 Outputs run_above(const Given& given) {
   bool python = needs_python(given);
   if (!python && !is_recorded(given.differentiable())) return run(given, true);
-  if (!python && given.op.backward) return record_forward(given, /*y_alone=*/false);
+  if (!python && given.op.backward) return record_forward(given, /*statistics_inside=*/false);
   py::gil_scoped_acquire gil;
   return to_tensors(given.op.above(*to_python(given)));
 }
 
-// -------------------------------------------------------------------------------- y alone, for modules
+// -------------------------------------------------------------------------------- without statistics, for modules
 
 // Reads an argument from Python. Returns false for what Python must run.
 bool read(PyObject* argument, const Slot& slot, Given& given) {
@@ -71,15 +71,16 @@ bool read(PyObject* argument, const Slot& slot, Given& given) {
   }
 }
 
-// y of a forward, without the dispatcher, and without statistics that no backward will read. The arguments are the op's
-// number and its own arguments. Returns None for calls that Python must run.
+// A forward without the dispatcher, and without statistics that no backward will read: y, or a tuple of y and the outputs
+// behind the statistics. The arguments are the op's number and its own arguments. Returns None for calls that Python must
+// run.
 PyObject* y_of(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   auto decline = [] { Py_RETURN_NONE; };
   const Op& op = *ops.at(count ? PyLong_AsLong(arguments[0]) : -1);
   if (static_cast<size_t>(count) != 1 + op.num_arguments || at::impl::torch_function_mode_enabled() ||
-      at::tracer::impl::is_dispatch_enabled() || at::autocast::is_autocast_enabled(at::kCUDA) ||
-      c10::InferenceMode::is_enabled())
+      at::tracer::impl::is_dispatch_enabled() || c10::InferenceMode::is_enabled() ||
+      (op.follows_autocast && at::autocast::is_autocast_enabled(at::kCUDA)))
     return decline();
   Given given(op);
   for (const Slot& slot : op.inputs)
@@ -88,15 +89,19 @@ PyObject* y_of(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (needs_python(given)) return decline();
   bool recorded = is_recorded(given.tensors);
   if (recorded && !op.backward) return decline();
-  Tensor y;
+  Outputs outputs;
   {
     py::gil_scoped_release released;
     at::RecordFunction record(at::RecordScope::FUNCTION);
     show_to_profiler(record, given);
     if (op.wants_statistics) given.settings[*op.wants_statistics] = recorded;
-    y = recorded ? record_forward(given, /*y_alone=*/true)[0] : run(given, true)[0];
+    outputs = recorded ? record_forward(given, /*statistics_inside=*/true) : run(given, true);
   }
-  return THPVariable_Wrap(y);
+  const auto& returned = op.without_statistics;
+  if (returned.size() == 1) return THPVariable_Wrap(outputs[0]);
+  py::tuple made(returned.size());
+  for (size_t i = 0; i < returned.size(); ++i) made[i] = to_python(outputs[returned[i]]);
+  return made.release().ptr();
   END_HANDLE_TH_ERRORS
 }
 
@@ -224,8 +229,9 @@ void implement(const Op& op, const std::string& key) {
 
 // Adds an op, and returns its number.
 size_t add(const std::string& name, std::vector<Slot> inputs, size_t x, size_t num_tensors, size_t num_outputs,
-           std::vector<size_t> outputs) {
-  ops.push_back(new Op(ops.size(), name, std::move(inputs), x, num_tensors, num_outputs, std::move(outputs)));
+           std::vector<size_t> outputs, bool follows_autocast) {
+  ops.push_back(new Op(
+      ops.size(), name, std::move(inputs), x, num_tensors, num_outputs, std::move(outputs), follows_autocast));
   return ops.size() - 1;
 }
 
@@ -303,12 +309,20 @@ PYBIND11_MODULE(_native, module) {
            py::arg("numbers"), py::arg("functions"))
       .def("remove", &Overrides::remove);
   module.def("add", &add, py::kw_only(), py::arg("name"), py::arg("inputs"), py::arg("x"), py::arg("num_tensors"),
-             py::arg("num_outputs"), py::arg("outputs"));
-  module.def("set_backward", [](size_t forward, size_t backward, std::vector<optional<size_t>> sources,
-                                std::vector<size_t> gradients, std::array<optional<size_t>, 2> statistics) {
-    ops.at(forward)->backward = Backward{ops.at(backward), std::move(sources), std::move(gradients), statistics};
-  }, py::kw_only(), py::arg("forward"), py::arg("backward"), py::arg("sources"), py::arg("gradients"),
-     py::arg("statistics"));
+             py::arg("num_outputs"), py::arg("outputs"), py::arg("follows_autocast"));
+  py::class_<Backward::Setting>(module, "Setting")
+      .def(py::init([](optional<size_t> of_forward, std::vector<size_t> dtype_of) {
+             return Backward::Setting{of_forward, std::move(dtype_of)};
+           }),
+           py::kw_only(), py::arg("of_forward") = py::none(), py::arg("dtype_of") = std::vector<size_t>());
+  module.def("set_backward", [](size_t forward, size_t backward, std::vector<size_t> saved,
+                                std::vector<optional<size_t>> sources, std::vector<size_t> gradients,
+                                std::vector<size_t> passed, std::vector<Backward::Setting> settings,
+                                std::array<optional<size_t>, 2> statistics, size_t eps) {
+    ops.at(forward)->backward = Backward{ops.at(backward), std::move(saved), std::move(sources), std::move(gradients),
+                                         std::move(passed), std::move(settings), statistics, eps};
+  }, py::kw_only(), py::arg("forward"), py::arg("backward"), py::arg("saved"), py::arg("sources"),
+     py::arg("gradients"), py::arg("passed"), py::arg("settings"), py::arg("statistics"), py::arg("eps"));
   module.def("install", &install, py::arg("number"), py::arg("key"), py::kw_only(), py::arg("above"), py::arg("below"),
              py::arg("differentiable_backward"));
   module.def("start", [](py::object given, size_t kept) {
