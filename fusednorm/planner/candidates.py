@@ -1,4 +1,4 @@
-"""candidates(problem, device): the plans worth considering, at most MOST_CANDIDATES, all legal and within the budgets.
+"""candidates(variant, problem, device): the few plans worth considering, all legal and within the budgets.
 
 A family is what a plan does apart from how it cuts a row: its kernel, rows of a tile, warps, CTAs on an SM, CTAs of a
 row, stages. Families come from frames: so many warps in so many CTAs on an SM, for tiles of which a thread has so many
@@ -30,7 +30,6 @@ from .plan import (
     WarpSpecializedPlan,
 )
 
-MOST_CANDIDATES = 16
 ROWS = (1, 2, 4, 8, 16, 32, 64)  # of a tile; in a cluster, the first two
 MAX_CHUNKS = 8  # in registers; a longer unrolled row loop outgrows the instruction cache
 MAX_RING_CHUNKS = {"backward": 16, "forward": 10}
@@ -138,15 +137,13 @@ def candidates(variant: str, problem: NormProblem, device: DeviceSpec) -> tuple[
         return _warp_specialized(problem, device)
     found = _rings(problem, device) if variant == "pipelined" else _in_registers(problem, device)
     plans = tuple(plan for family in found if (plan := _either(family, problem, device)))
-    if variant == "pipelined":
+    if plans or variant == "pipelined":
         return plans
-    if plans:  # with one warp-specialized plan, a problem has at most MOST_CANDIDATES
-        return plans[: MOST_CANDIDATES - 1 - len(candidates("pipelined", problem, device))]
     # Rows that no frame holds: any tile that registers hold reads its row once, which column tiles do not.
     shapes = itertools.product((8, 16, 4), (1, 2), ROWS)
     families = (Family("multi_wave", rows, warps, ctas) for warps, ctas, rows in shapes)
     plans = tuple(plan for each in families if (plan := plan_of(each, problem, device, good=False)))
-    return plans[:MOST_CANDIDATES] or (column_tile_plan(problem, device),)
+    return plans or (column_tile_plan(problem, device),)
 
 
 def plan_of(family: Family, problem: NormProblem, device: DeviceSpec, good: bool = True) -> Plan | None:
@@ -282,6 +279,8 @@ def _held(family: Family, problem: NormProblem, device: DeviceSpec, good: bool) 
     so that one thread adds up each column."""
     rows, warps, threads = family.rows_per_tile, family.num_warps, 32 * family.num_warps
     itemsize, forward = problem.x_dtype.itemsize, problem.direction == "forward"
+    if rows * problem.cols > budget.MAX_REGISTERS * threads:
+        return None
     owns = good and not forward and problem.tma_aligned and rows > 1
     owns = owns and not (problem.cols <= SHORT and warps <= 4)
     at_once = 16 // itemsize if problem.tma_aligned else SCATTERED_AT_ONCE

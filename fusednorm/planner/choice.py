@@ -28,7 +28,8 @@ HOPPER, BLACKWELL = (90,), (100, 103, 110, 120, 121)
 MANY_ROWS_PER_SM = 64  # at which plans are compared where their row count is not asked
 # A backward without dx: rows per SM beyond which a ring pays for its start (measured on an H200)
 ROWS_PER_SM_WITHOUT_DX = 8
-MOST_LOSS = 0.15  # that the model may predict for a plan measured at another width
+ALIKE = 0.25  # octaves up to which the model is not asked whether another width's plan is good
+MOST_LOSS = 0.15  # that it may predict for the plan
 
 
 class Published:
@@ -133,7 +134,7 @@ def _of_lines(lines: list[tuple[int, table.Ranges]], problem: NormProblem, devic
         texts = ((cols, next(text for bound, text in ranges if most <= bound)) for cols, ranges in lines)
         plans = (_adapted(from_text(text), cols, problem, device) for cols, text in texts)
         plan = next((each for each in plans if each), None)
-        if plan and lines[0][0] != problem.cols:
+        if plan and abs(math.log2(lines[0][0] / problem.cols)) > ALIKE:
             plan = _believed(plan, at, problem, device)
         found.append((most if most == math.inf else int(most * device.sm_count), plan))
         fewest = most
@@ -167,15 +168,17 @@ def published(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | 
     if device.arch not in BLACKWELL and not (without_dx and device.arch in HOPPER):
         return None
     rings = (best_plan(variant, problem, device) for variant in variants_in_use(device)[:-1])
-    ring, portable = next((plan for plan in rings if plan), None), best_plan("multi_wave", problem, device)
+    ring = next((plan for plan in rings if plan), None)
     narrow = problem.cols * problem.x_dtype.itemsize < Published.ROW_BYTES[problem.direction]
+    per_sm = ROWS_PER_SM_WITHOUT_DX if without_dx else Published.ROWS_PER_SM[problem.direction][problem.norm]
+    if ring and not narrow and not per_sm:
+        return ((math.inf, ring),), "published"
+    portable = best_plan("multi_wave", problem, device)
     if ring is None or (narrow and not without_dx):
         return ((math.inf, portable),), "published"
-    per_sm = Published.ROWS_PER_SM[problem.direction][problem.norm]
-    if num_passes(portable, problem) != 1:
-        per_sm = 0
-    few = (ROWS_PER_SM_WITHOUT_DX if without_dx else per_sm) * device.sm_count
-    return (*(((few, portable),) if few else ()), (math.inf, ring)), "published"
+    if num_passes(portable, problem) != 1 and not without_dx:
+        return ((math.inf, ring),), "published"
+    return ((per_sm * device.sm_count, portable), (math.inf, ring)), "published"
 
 
 def _predicted(problem: NormProblem, device: DeviceSpec) -> Plan:

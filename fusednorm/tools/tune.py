@@ -36,14 +36,15 @@ from .explanation import DTYPES
 from .warm import Wanted, build_ahead, program
 
 NORMS, DIRECTIONS = ("layer", "rms"), ("forward", "backward")
-ROWS_PER_SM = (1, 4, 8, 16, 31, 62, 124, 248)
+ROWS_PER_SM = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MOST_ROWS, MOST_ELEMENTS = 65536, 2**28
 WIDE = (18432, 20480, 24576, 28672, 32768, 40960, 49152, 65536, 81920, 98304, 131072, 262144)
-NARROW = (64, 96, 160, 192, 224, 320, 448)
+NARROW = (64, 80, 96, 104, 144, 160, 192, 224, 272, 296, 320, 448)
 IN_PIECES = (72, 200, 1000, 1032, 1560, 2000, 2056, 3000, 4104, 5000, 6008, 9000, 12296)
 UNALIGNED = (77, 255, 777, 1001, 1501, 2001, 3001, 4097, 5001, 6001, 8191, 12001, 16001)
 IN_FLOAT32 = (64, 96, 192, 320, 1000, 777, 2001, 4097, 5000, 20480, 32768, 65536)
 
+MOST_CANDIDATES = 16  # that are timed of a problem
 ROUNDS, WARMUP_CALLS = 7, 3
 FLUSH_BYTES = 256 << 20  # above any L2 so far
 BATCH = 24  # problems that are compiled at once
@@ -90,9 +91,10 @@ def dense() -> Iterator[Task]:
     for step in (2048, 1024, 512):
         yield from of_widths(cols for cols in range(step, 16385, step) if cols % (2 * step) or step == 2048)
     yield from of_widths((128, 256, 384, 768, 1152, 1280, 2304, 2880, 5376, *UNALIGNED[::2], *WIDE[::2]))
+    yield from of_widths((*NARROW, *IN_PIECES))
     yield from of_widths(range(1024, 16385, 1024), "fp32")
     yield from of_widths(range(128, 16385, 128))
-    yield from of_widths((*NARROW, *IN_PIECES, *UNALIGNED, *WIDE))
+    yield from of_widths((*UNALIGNED, *WIDE))
     yield from of_widths((*range(256, 16385, 256), *IN_FLOAT32), "fp32")
 
 
@@ -102,13 +104,15 @@ def of_widths(widths: Iterable[int], dtype: str = "bf16") -> Iterator[Task]:
 
 
 def row_counts(task: Task, device: DeviceSpec, rows_per_sm: Iterable[int] = ROWS_PER_SM) -> Iterator[int]:
-    for rows in (per_sm * device.sm_count for per_sm in rows_per_sm):
+    """About so many rows per SM: powers of two, as most models have."""
+    for rows in (1 << round(math.log2(per_sm * device.sm_count)) for per_sm in rows_per_sm):
         if rows <= MOST_ROWS and rows * task.cols <= MOST_ELEMENTS:
             yield rows
 
 
 def plans_of(problem: NormProblem, device: DeviceSpec) -> tuple[Plan, ...]:
-    return tuple(plan for variant in choice.variants_in_use(device) for plan in candidates(variant, problem, device))
+    plans = (plan for variant in choice.variants_in_use(device) for plan in candidates(variant, problem, device))
+    return tuple(itertools.islice(plans, MOST_CANDIDATES))
 
 
 # --- Measuring ---

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from planning import given, make_problem, sweep
 
 from fusednorm.planner import budget, legality
-from fusednorm.planner.candidates import MOST_CANDIDATES, candidates
+from fusednorm.planner.candidates import candidates
 from fusednorm.planner.choice import HOPPER, Published, best_plan, choices, choose, variants_in_use
 from fusednorm.planner.device import A100, B200, H200, KNOWN, RTX_5090
 from fusednorm.planner.plan import (
@@ -29,6 +29,7 @@ from fusednorm.planner.plan import (
     num_passes,
     threads_per_row,
 )
+from fusednorm.tools.tune import MOST_CANDIDATES, plans_of
 
 DATA = Path(__file__).parents[1] / "data"
 MANY_ROWS = 16384
@@ -267,7 +268,7 @@ def test_forcing_overrides_everything_but_legality(problem, rows, device, varian
 
 @given(PROBLEMS, DEVICES)
 def test_candidates_are_few_and_different_and_all_within_their_budgets(problem, device):
-    plans = [plan for variant in variants_in_use(device) for plan in candidates(variant, problem, device)]
+    plans = plans_of(problem, device)
     assert len(set(plans)) == len(plans) <= MOST_CANDIDATES
     assert all(budget.is_within_budget(plan, problem, device) for plan in plans)
 
