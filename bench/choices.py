@@ -3,11 +3,12 @@
     git archive main | tar x -C .wt/base --one-top-level
     python -m bench.choices --against .wt/base
     python -m bench.choices --against .wt/base --shapes 16384x4096 4096x5120 --allocations 5
+    python -m bench.choices --against .wt/base --random 60 --seed 2
 
-By default the cells are the twelve shapes and the widths of models at few and many rows, both norms and passes. A cell
-whose planners agree is not timed. Its other cells are timed once for each allocation of the tensors, and the ratio is
-the median over the allocations. The table has the mean per norm and pass and the cells that differ most. Exit code 2
-without a CUDA GPU.
+By default the cells are the twelve shapes and the widths of models at few and many rows, both norms and passes;
+--random draws them as bench.survey does. Cells in which the planners agree are not timed. The others are timed once for
+each allocation of the tensors, and the ratio is the median over the allocations. The table has the mean and the 95th
+percentile per pass, over all cells, and the cells that differ most. Exit code 2 without a CUDA GPU.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import concurrent.futures
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import statistics
@@ -33,6 +35,7 @@ from . import sweep
 from .candidates import FLOOR, floor_call
 from .cases import DIRECTIONS, NORMS, SHAPE_SETS, make_bench_inputs, make_parser, parse_shape, plain_case
 from .records import add_out_argument, case_fields, describe_machine, lacks_gpu, results_path, save
+from .survey import drawn
 from .timing import time_interleaved
 
 WIDTHS = (768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 16384)
@@ -93,7 +96,10 @@ def time_cell(cell: Cell, plans: dict[str, str], allocations: int, rounds: int) 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = make_parser("choices", __doc__)
     parser.add_argument("--against", type=Path, required=True, metavar="FOLDER", help="the other checkout")
-    parser.add_argument("--shapes", nargs="+", type=parse_shape, default=[parse_shape(text) for text in SHAPES])
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--shapes", nargs="+", type=parse_shape, default=[parse_shape(text) for text in SHAPES])
+    what.add_argument("--random", type=int, metavar="CELLS", help="cells at random")
+    parser.add_argument("--seed", type=int, default=0, help="of --random (default: 0)")
     parser.add_argument("--dtype", nargs="+", choices=("bf16", "fp32"), default=["bf16"])
     parser.add_argument("--allocations", type=int, default=3, help="of the tensors of a cell (default: 3)")
     parser.add_argument("--rounds", type=int, default=15, help="timed replays of each plan (default: 15)")
@@ -101,20 +107,22 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def cells_of(options: argparse.Namespace) -> list[Cell]:
+    if options.random:
+        return [
+            (task.norm, task.direction, rows, task.cols, task.dtype)
+            for task, rows in drawn(options.random, options.seed)
+        ]
+    asked = itertools.product(options.dtype, options.shapes, DIRECTIONS, NORMS)
+    return list(dict.fromkeys((norm, direction, *shape.sizes, dtype) for dtype, shape, direction, norm in asked))
+
+
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     if lacks_gpu("choices"):
         return 2
     device = gpus.spec_of(torch.device("cuda", torch.cuda.current_device()))
-    cells: list[Cell] = list(
-        dict.fromkeys(
-            (norm, direction, *shape.sizes, dtype)
-            for dtype in options.dtype
-            for shape in options.shapes
-            for direction in DIRECTIONS
-            for norm in NORMS
-        )
-    )
+    cells = cells_of(options)
     here = Path(__file__).parents[1]
     with concurrent.futures.ThreadPoolExecutor() as pool:
         old, new = pool.map(lambda folder: chosen(folder, cells), (options.against, here))
@@ -136,12 +144,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def report(cells: list[Cell], records: list[dict]) -> None:
-    for norm, direction in itertools.product(NORMS, DIRECTIONS):
-        count = sum(cell[:2] == (norm, direction) for cell in cells)
-        found = [each["ratio"] for each in records if (each["norm"], each["direction"]) == (norm, direction)] or [1.0]
-        mean = (sum(found) + count - len(found)) / count - 1
-        text = f"{len(found)} of {count} cells have another plan; new / old {mean:+.2%}, worst {max(found) - 1:+.1%}"
-        print(f"{norm:5} {direction:8} {text}")
+    for direction in DIRECTIONS:
+        found = [each["ratio"] for each in records if each["direction"] == direction]
+        alike = sum(cell[1] == direction for cell in cells) - len(found)
+        if ratios := sorted([*found, *[1.0] * alike]):
+            slow = ratios[math.ceil(0.95 * len(ratios)) - 1]
+            text = f"{len(found)} of {len(ratios)} cells have another plan; new / old "
+            text += f"{statistics.mean(ratios) - 1:+.2%}, p95 {slow - 1:+.1%}, at worst {ratios[-1] - 1:+.1%}"
+            print(f"{direction:8} {text}")
     ordered = sorted(records, key=lambda record: -record["ratio"])
     for each in ordered if len(ordered) <= 2 * SHOWN else (*ordered[:SHOWN], *ordered[-SHOWN:]):
         cell = f"{each['norm']:5} {each['direction']:8} {each['rows']:5} x {each['cols']:<5}"

@@ -13,7 +13,7 @@ from planning import given, make_problem, sweep
 
 from fusednorm.planner import budget, legality
 from fusednorm.planner.candidates import candidates
-from fusednorm.planner.choice import HOPPER, Published, best_plan, choices, choose, variants_in_use
+from fusednorm.planner.choice import HOPPER, Published, best_plan, choices, choose
 from fusednorm.planner.device import A100, B200, H200, KNOWN, RTX_5090
 from fusednorm.planner.plan import (
     VARIANTS,
