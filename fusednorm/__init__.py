@@ -26,6 +26,8 @@ from .columns.explanation import explain_column_sum  # noqa: E402
 from .columns.ops import column_sum  # noqa: E402
 from .forcing import force  # noqa: E402
 from .functional import (  # noqa: E402
+    ada_layer_norm,
+    ada_rms_norm,
     add_layer_norm,
     add_rms_norm,
     affine_layer_norm,
@@ -38,6 +40,8 @@ from .heads.functional import qk_norm, qk_norm_packed  # noqa: E402
 from .heads.modules import QKNorm  # noqa: E402
 from .margin import sm_margin  # noqa: E402
 from .modules import (  # noqa: E402
+    AdaLayerNorm,
+    AdaRMSNorm,
     AddLayerNorm,
     AddRMSNorm,
     AffineLayerNorm,
@@ -53,6 +57,8 @@ from .tools.warm import warmup  # noqa: E402
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaLayerNorm",
+    "AdaRMSNorm",
     "AddLayerNorm",
     "AddRMSNorm",
     "AffineLayerNorm",
@@ -64,6 +70,8 @@ __all__ = [
     "RMSNorm",
     "RMSNormAdd",
     "RMSNormFunction",
+    "ada_layer_norm",
+    "ada_rms_norm",
     "add_layer_norm",
     "add_rms_norm",
     "affine_layer_norm",

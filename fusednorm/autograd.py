@@ -160,16 +160,23 @@ class NormFunction(Function):
         more = {name: grad for name, grad in zip(by.grads, behind, strict=True) if grad is not None}
         mask = tuple([any([wanted[at] for at in ats]) for ats in by.mask])
         grads = {"grad_out": grad_y}
+        has_branch, of_dh = "branch" in saved, None
+        if any(each is not None for each in of_statistics) and (mask[0] or has_branch):
+            statistics = saved.get("mean"), saved["rstd"], *of_statistics
+            of_dh = reference.statistics_backward_formula(saved["x"], info.normalized_shape, *statistics)
+        if of_dh is not None and has_branch:  # more depends on dh than dx
+            more["residual_grad"] = of_dh + more["residual_grad"] if "residual_grad" in more else of_dh
         if grad_y is None and all(more.get(name) is None or at in by.passed for at, name in enumerate(by.grads)):
             for at in by.passed:  # the norm adds nothing to these gradients
-                grads["dx"] = more.get(by.grads[at])
+                grads["dx"] = dh = more.get(by.grads[at])
+                if has_branch and dh is not None:
+                    branch = saved["branch"], saved["gate"], len(info.normalized_shape)
+                    grads["dbranch"], grads["dgate"] = reference.branch_gradients(dh, *branch, mask=(True, True))
         elif grad_y is not None or more:
             grad_y = torch.zeros_like(saved["x"]) if grad_y is None else grad_y
             grads |= info.backward(grad_y, saved, mask, more)
-        if mask[0] and any(each is not None for each in of_statistics):
-            statistics = saved.get("mean"), saved["rstd"], *of_statistics
-            dx = reference.statistics_backward_formula(saved["x"], info.normalized_shape, *statistics)
-            grads["dx"] = dx if grads.get("dx") is None else grads["dx"] + dx
+        if of_dh is not None and not has_branch:
+            grads["dx"] = of_dh if grads.get("dx") is None else grads["dx"] + of_dh
         return *[grads.get(name) if want else None for name, want in zip(by.gradients, wanted, strict=True)], None, None
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import functional
-from .forms import ROUNDINGS
+from .forms import ROUNDINGS, STEPS
 from .host.torch_compat import parameter, quantize_as_stock
 
 
@@ -53,6 +53,7 @@ class _FormNorm(torch.nn.Module):
     weight_offset + weight one, and the bias as zero. weight and bias are the only keys of the state dict."""
 
     op: str
+    roundings: Sequence[str] = tuple(ROUNDINGS)
     shown = "eps", "weight_offset", "rounding"  # attributes that are in the repr
     default_eps: float | None = None
     has_bias = False
@@ -70,8 +71,8 @@ class _FormNorm(torch.nn.Module):
         rounding: str = "once",
     ) -> None:
         super().__init__()
-        if rounding not in ROUNDINGS:
-            known = ", ".join(ROUNDINGS)
+        if rounding not in self.roundings:
+            known = ", ".join(self.roundings)
             raise ValueError(f"{type(self).__name__}: rounding must be one of {known}, got {rounding!r}")
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         self.normalized_shape, self.elementwise_affine = shape, elementwise_affine
@@ -142,15 +143,65 @@ class AddLayerNorm(_OfLayerNorm, AddRMSNorm):
 
 
 class RMSNormAdd(_FormNorm):
-    """functional.rms_norm_add as a module, called with (x, residual): returns residual + RMSNorm of x."""
+    """functional.rms_norm_add as a module, called with (x, residual) or (x, residual, gate): returns residual + RMSNorm
+    of x, times the gate or its gate_activation."""
 
-    op = "rms_norm_fwd_plus_residual"
+    norm, op = "rms", "rms_norm_fwd_plus_residual"
+    roundings = *ROUNDINGS, STEPS  # the last with a gate
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        return self._run(x, (residual,))
+    def __init__(self, *args, gate_activation: str | None = None, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.gate_activation = gate_activation
+
+    def forward(self, x: Tensor, residual: Tensor, gate: Tensor | None = None) -> Tensor:
+        if gate is None:
+            return self._run(x, (residual,))
+        rows, weight, bias = (residual, gate, self.gate_activation), parameter(self, "weight"), parameter(self, "bias")
+        last = self.normalized_shape, self.weight_offset, self.rounding
+        return functional.behind(self.norm, x, *rows, weight, bias, self.eps, *last)
 
 
 class LayerNormAdd(_OfLayerNorm, RMSNormAdd):
-    """functional.layer_norm_add as a module, called with (x, residual): returns residual + LayerNorm of x."""
+    """functional.layer_norm_add as a module, called with (x, residual) or (x, residual, gate): returns residual +
+    LayerNorm of x, times the gate or its gate_activation."""
 
-    op = "layer_norm_fwd_plus_residual"
+    norm, op = "layer", "layer_norm_fwd_plus_residual"
+
+
+class AdaRMSNorm(AddRMSNorm):
+    """functional.ada_rms_norm as a module, called with (x, scale, shift), a residual and a gate: returns y, or with a
+    residual (y, h). Without parameters by default."""
+
+    norm = "rms"
+    roundings = *ROUNDINGS, STEPS
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = False,
+        *args,
+        **kwargs,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, *args, **kwargs)
+
+    def forward(
+        self,
+        x: Tensor,
+        scale: Tensor,
+        shift: Tensor | None = None,
+        residual: Tensor | None = None,
+        gate: Tensor | None = None,
+        index: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        rows, weight, bias = (residual, gate, scale, shift, index), parameter(self, "weight"), parameter(self, "bias")
+        last = self.normalized_shape, self.weight_offset, self.rounding
+        of_sum = self.residual_dtype, self.normalize_rounded
+        return functional.ada(self.norm, x, *rows, weight, bias, self.eps, *of_sum, *last)
+
+
+class AdaLayerNorm(_OfLayerNorm, AdaRMSNorm):
+    """functional.ada_layer_norm as a module, called with (x, scale, shift), a residual and a gate: returns y, or with a
+    residual (y, h). Without parameters by default, as in DiT, FLUX and Wan."""
+
+    norm = "layer"

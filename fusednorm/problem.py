@@ -15,8 +15,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .forms import PLAIN
-from .operands import FORWARD, OPS, BackwardOperands, ForwardOperands, Operands, Output, Role, op_mask, wanted_outputs
+from .forms import CHOICES, PLAIN
+from .operands import (
+    FORWARD,
+    OPS,
+    OWN_OUTPUTS,
+    BackwardOperands,
+    ForwardOperands,
+    Operands,
+    Output,
+    Role,
+    op_mask,
+    wanted_outputs,
+)
 from .planner.norm_problem import ALIGNMENT, FLOAT_DTYPES, NormProblem, accumulation_dtype
 
 
@@ -64,6 +75,13 @@ def is_tma_aligned(view: RowView, cols: int) -> bool:
     """Whether each row starts and ends at a multiple of 16 bytes, as a TMA descriptor demands."""
     row_units = cols | view.outer_stride | view.inner_stride
     return (view.tensor.data_ptr() | row_units * view.tensor.element_size()) % ALIGNMENT == 0
+
+
+def spread(modulation: Tensor, ndim: int, normalized_ndim: int) -> Tensor:
+    """A view with `ndim` dims: 1 for each batch dim that a modulation does not name."""
+    lead = modulation.dim() - normalized_ndim
+    shape = modulation.shape
+    return modulation.reshape(*shape[:lead], *(1,) * (ndim - modulation.dim()), *shape[lead:])
 
 
 class Added(NamedTuple):
@@ -161,6 +179,9 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
             return value
         if role is Role.ROWS:
             return _row_view_or_copy(value, batch_ndim, cols)
+        if role is Role.MODULATION:
+            rows = spread(value, operands.x.dim(), operands.x.dim() - batch_ndim).expand(operands.x.shape)
+            return _row_view_or_copy(rows, batch_ndim, cols)
         return value.reshape(-1) if role is Role.STATISTIC else value.contiguous()
 
     slots = list(enumerate(operands.slots, 1))[len(own.slots) :]
@@ -195,11 +216,12 @@ def output_dtype(operands: Operands, output: Output) -> torch.dtype:
     if asked:
         return asked
     dtype, promoted = getattr(operands, output.like).dtype, output.promoted
-    if output.promoted_if_rounded and operands.rounds_x_hat:
+    if output.promoted_if_rounded and (operands.rounds_x_hat or getattr(operands, "rounds_steps", False)):
         promoted += output.promoted_if_rounded
     for name in promoted:
-        if (other := getattr(operands, name)) is not None:
-            dtype = torch.promote_types(dtype, other.dtype)
+        of_output = next((each for each in operands.outputs[OWN_OUTPUTS:] if each.name == name), None)
+        other = output_dtype(operands, of_output) if of_output else getattr(getattr(operands, name), "dtype", dtype)
+        dtype = torch.promote_types(dtype, other)
     return dtype
 
 
@@ -317,7 +339,8 @@ def validate(operands: Operands, op: str | None = None) -> torch.Size:
 
     Raises RuntimeError unless x's shape ends in normalized_shape, weight and bias have that shape, and all tensors are
     strided, float and on one device. In a backward, grad_out and residual_grad must have x's shape, and each statistic
-    one element per row, in any shape. Raises TypeError if an operand is no tensor or normalized_shape no tuple of
+    one element per row, in any shape. A modulation has x's shape, but batch dims may be 1, and the last of them absent.
+    Raises TypeError if an operand is no tensor or normalized_shape no tuple of
     integers. Messages name `op`, by default the operands' op. Only shapes, dtypes, layouts and devices are read, so
     meta and traced tensors are accepted.
     """
@@ -339,6 +362,8 @@ def validate(operands: Operands, op: str | None = None) -> torch.Size:
             continue
         if role is Role.STATISTIC:
             _require_statistic(op, name, value, math.prod(batch_shape), device)
+        elif role is Role.MODULATION:
+            _require_modulation(op, name, value, batch_shape, normalized_shape, device)
         elif is_tensor:
             wanted = normalized_shape if role is Role.PARAMETER else shape
             if not _is_as_wanted(value, wanted, device):
@@ -347,6 +372,8 @@ def validate(operands: Operands, op: str | None = None) -> torch.Size:
             raise RuntimeError(f"{op}: {name} must be float16, bfloat16, float32 or float64, got {value}")
         elif role is Role.FORM and type(value) is not type(getattr(PLAIN, name)):
             raise TypeError(f"{op}: {name} must be a {type(getattr(PLAIN, name)).__name__}, got {value!r}")
+        elif role is Role.FORM and name in CHOICES and value not in filter(None, CHOICES[name]):
+            raise RuntimeError(f"{op}: {name} must be one of {', '.join(filter(None, CHOICES[name]))}, got {value!r}")
         elif role is Role.MASK and len(value) != len(type(operands).outputs):
             raise RuntimeError(f"{op}: {name} must have one flag per output, got {list(op_mask(operands))}")
     return batch_shape
@@ -411,6 +438,21 @@ def _require_statistic(op: str, name: str, tensor: Tensor, rows: int, device: to
         return
     if tensor.numel() != rows:
         raise RuntimeError(f"{op}: {name} must hold one element per row ({rows}), got shape {tuple(tensor.shape)}")
+    _require_float(op, name, tensor, device)
+
+
+def _require_modulation(
+    op: str, name: str, tensor: Tensor, batch_shape: torch.Size, normalized_shape: tuple[int, ...], device: torch.device
+) -> None:
+    require_strided(op, name, tensor)
+    lead = tensor.dim() - len(normalized_shape)
+    fits = 0 <= lead <= len(batch_shape) and tensor.shape[lead:] == normalized_shape
+    if not fits or any(
+        size != 1 and size != of_x for size, of_x in zip(tensor.shape[:lead], batch_shape, strict=False)
+    ):
+        wanted = ", ".join([*(f"{size} or 1" for size in batch_shape), *map(str, normalized_shape)])
+        got = tuple(tensor.shape)
+        raise RuntimeError(f"{op}: {name} must have shape ({wanted}), or the first of its batch dims, got {got}")
     _require_float(op, name, tensor, device)
 
 

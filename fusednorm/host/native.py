@@ -111,6 +111,8 @@ def _describe(op: Op) -> None:
         follows_autocast=op.aten is not None,
     )
     for forward in OPS.values():
+        if forward.form and forward.form.modulate:
+            continue  # the nodes of these are Python's
         backward = OPS.get(TRANSLATIONS[forward.name].backward) if forward.direction == FORWARD else None
         if backward and op in (forward, backward) and {forward.name, backward.name} <= _numbers.keys():
             _connect(forward, backward)
@@ -119,7 +121,7 @@ def _describe(op: Op) -> None:
 def _role(slot: Slot) -> str:
     """The name of its role in C++."""
     if slot.role is Role.FORM:
-        return "FLAG" if type(slot.default) is bool else "NUMBER"
+        return {bool: "FLAG", str: "NAME", float: "NUMBER"}[type(slot.default)]
     return "NUMBER" if slot.role is Role.EPS else slot.role.name
 
 

@@ -32,6 +32,10 @@ def has_kernels(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
     return device.arch >= OLDEST_ARCH
 
 
+def has_steps(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
+    return not problem.form.modulate
+
+
 def has_tma(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
     return device.arch >= OLDEST_TMA_ARCH
 
@@ -66,7 +70,9 @@ def moves_no_rows_for_sums(problem: NormProblem, rows: int, device: DeviceSpec) 
 
 
 KERNELS = Rule("arch", has_kernels, "needs compute capability 8.0, {device.name} has {capability}")
+STEPS = Rule("steps", has_steps, "has no kernels for modulated norms yet")
 RING = (
+    STEPS,
     Rule("tma", has_tma, "needs compute capability 9.0 for TMA, {device.name} has {capability}"),
     Rule("float64", accumulates_in_float32, "computes in float32, and x, the gradient or a residual is float64"),
     Rule(
@@ -82,7 +88,7 @@ DX = Rule("dx", wants_dx, "computes dx, which is not asked for")
 X_ALONE = Rule("row_tensors", moves_x_alone, "reads and writes no row tensors beside x and y in a forward")
 
 RULES: dict[str, tuple[Rule, ...]] = {
-    "multi_wave": (KERNELS,),
+    "multi_wave": (KERNELS, STEPS),
     "pipelined": (SUMS_ALONE, *RING),
     "warp_specialized": (DX, X_ALONE, *RING),
     "reference": (),

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     },
     "modules": {"forms", "functional", "host"},
     "layers": {"functional", "host"},
-    "functional": {"autograd", "forms", "host", "planner", "problem"},
+    "functional": {"autograd", "forms", "host", "operands", "planner", "problem"},
     "autograd": {"forcing", "host", "namespace", "operands", "ops", "planner", "problem", "reference", "sharding"},
     "columns": {"host", "kernels", "namespace", "ops", "planner", "problem", "sharding"},
     "heads": {

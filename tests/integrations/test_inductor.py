@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 import tracing
 from cases import BF16
-from norm_forms import FACES, rows_of
+from norm_forms import FACES, arguments_of
 from torch import nn
 from torch._inductor import compile_fx as inductor_entry
 from torch._inductor import config
@@ -89,14 +89,14 @@ def test_forwards_of_forms_are_inductors_and_their_backwards_ours(op, cpu_as_cud
             self.norm, self.linear = module, nn.Linear(64, 64)
 
         def forward(self, x):
-            outputs = self.norm(self.linear(x), *[x] * (len(rows_of(op)) - 1))
+            outputs = self.norm(**dict.fromkeys(arguments_of(op), x) | {"x": self.linear(x)})
             return sum(outputs) if isinstance(outputs, tuple) else outputs
 
     model = Layer()
     traced = trace(model)
     assert_trains_alike(model, traced, torch.randn(2, 8, 64))
     assert not [node for node in traced.forward.graph.nodes if "fusednorm" in str(node.target)]
-    (backward,) = calls(traced.backward, f"fusednorm.{op.norm}_norm_bwd_residual")
+    (backward,) = calls(traced.backward, f"fusednorm.{op.norm}_norm_bwd{op.backward}")
     given = routing.named_arguments(backward.target, backward.args, backward.kwargs)
     assert (given["residual_grad"] is not None) == bool(op.form.combine) and given["weight_offset"] == 1.0
 

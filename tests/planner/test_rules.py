@@ -27,6 +27,7 @@ RULES = {  # rule: (variant, problem, rows, device) that it rejects
     "sums": ("pipelined", make_gated(wants_dx=False, rows_out=(), stored=(0,)), MANY_ROWS, H200),
     "float64": ("pipelined", make_problem(dtype="fp64"), MANY_ROWS, H200),
     "alignment": ("warp_specialized", make_problem(cols=4100), MANY_ROWS, B200),
+    "steps": ("multi_wave", make_problem(direction="forward", form=FormSpec(modulate="one_plus")), MANY_ROWS, H200),
     "nested_rows": ("pipelined", make_problem(nested_rows=True), MANY_ROWS, H200),
     "rows": ("pipelined", make_problem(), 2**31, H200),
     "row_tensors": (

@@ -90,6 +90,9 @@ class Call {
       case Role::PARAMETER:
         may_run &= contiguous && tensor.sizes() == binding.normalized_shape;
         break;
+      case Role::MODULATION:
+        may_run = false;
+        break;
       case Role::STATISTIC:
         may_run &= tensor.numel() == binding.rows;
         if (!contiguous && may_run) may_run = add_layout(tensor, tensor.dim(), /*nested=*/false);

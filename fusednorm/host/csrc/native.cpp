@@ -59,6 +59,10 @@ bool read(PyObject* argument, const Slot& slot, Given& given) {
       if (!PyBool_Check(argument)) return false;
       given.settings.push_back(argument == Py_True);
       return true;
+    case Role::NAME:
+      if (!PyUnicode_Check(argument)) return false;
+      given.settings.push_back(names.setting_of(PyUnicode_AsUTF8(argument)));
+      return true;
     case Role::DTYPE:
       if (!is_none && !THPDtype_Check(argument)) return false;
       given.settings.push_back(
@@ -259,8 +263,9 @@ PYBIND11_MODULE(_native, module) {
       .value("X", Extent::X).value("STATISTIC", Extent::STATISTIC).value("PARAMETER", Extent::PARAMETER);
   py::enum_<Role>(module, "Role")
       .value("SHAPE", Role::SHAPE).value("PARAMETER", Role::PARAMETER).value("ROWS", Role::ROWS)
-      .value("STATISTIC", Role::STATISTIC).value("PACKED_ROWS", Role::PACKED_ROWS).value("NUMBER", Role::NUMBER)
-      .value("DTYPE", Role::DTYPE).value("MASK", Role::MASK).value("FLAG", Role::FLAG);
+      .value("STATISTIC", Role::STATISTIC).value("PACKED_ROWS", Role::PACKED_ROWS)
+      .value("MODULATION", Role::MODULATION).value("NUMBER", Role::NUMBER).value("DTYPE", Role::DTYPE)
+      .value("MASK", Role::MASK).value("FLAG", Role::FLAG).value("NAME", Role::NAME);
   py::enum_<Number>(module, "Number")
       .value("ROWS", Number::ROWS).value("CTAS", Number::CTAS).value("PARTIALS", Number::PARTIALS);
   py::class_<Output>(module, "Output")

@@ -7,8 +7,10 @@
 #include <ATen/core/ivalue.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <cmath>
 #include <memory>
+#include <mutex>
 #include <string>
 
 namespace fusednorm {
@@ -16,10 +18,11 @@ namespace fusednorm {
 namespace py = pybind11;
 using c10::IValue;
 
-enum class Role { SHAPE, PARAMETER, ROWS, STATISTIC, PACKED_ROWS, NUMBER, DTYPE, MASK, FLAG };
+enum class Role { SHAPE, PARAMETER, ROWS, STATISTIC, PACKED_ROWS, MODULATION, NUMBER, DTYPE, MASK, FLAG, NAME };
 
 inline bool is_tensor(Role role) {
-  return role == Role::PARAMETER || role == Role::ROWS || role == Role::STATISTIC || role == Role::PACKED_ROWS;
+  return role == Role::PARAMETER || role == Role::ROWS || role == Role::STATISTIC || role == Role::PACKED_ROWS ||
+         role == Role::MODULATION;
 }
 
 // An operand.
@@ -108,6 +111,25 @@ inline int64_t as_setting(optional<double> given) {
   return setting;
 }
 
+// The names that operands were given, by the settings that stand for them.
+struct Names {
+  std::mutex mutex;
+  std::vector<std::string> known;
+
+  int64_t setting_of(const std::string& name) {
+    std::lock_guard<std::mutex> lock(mutex);
+    auto found = std::find(known.begin(), known.end(), name);
+    return found == known.end() ? (known.push_back(name), known.size() - 1) : found - known.begin();
+  }
+
+  std::string of(int64_t setting) {
+    std::lock_guard<std::mutex> lock(mutex);
+    return known.at(setting);
+  }
+};
+
+inline Names& names = *new Names;
+
 inline optional<double> as_number(int64_t setting) {
   if (setting == NONE) return {};
   double number;
@@ -172,6 +194,8 @@ struct Given {
         settings.push_back(as_setting(each.isNone() ? optional<double>() : each.toDouble()));
       } else if (slot.role == Role::FLAG) {
         settings.push_back(each.toBool());
+      } else if (slot.role == Role::NAME) {
+        settings.push_back(names.setting_of(each.toStringRef()));
       } else {
         settings.push_back(each.isNone() ? NONE : each.toInt());
       }
@@ -216,6 +240,8 @@ inline py::tuple to_python(const Given& given) {
       each = py::cast(as_flags(number));
     } else if (slot.role == Role::FLAG) {
       each = py::cast(number != 0);
+    } else if (slot.role == Role::NAME) {
+      each = py::cast(names.of(number));
     } else if (slot.role == Role::NUMBER) {
       each = py::cast(as_number(number));
     } else if (number != NONE) {
