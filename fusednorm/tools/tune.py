@@ -50,7 +50,7 @@ FLUSH_BYTES = 256 << 20  # above any L2 so far
 BATCH = 24  # problems that are compiled at once
 NEIGHBOURHOOD, LEAST_WEIGHT = 0.1, 0.01  # octaves over which times are averaged, against noise
 UNKNOWN_LOSS = 0.05  # of a family that was not measured at a neighbouring width
-TOLERANCE = 0.01  # by which a plan may be slower that is the fastest for fewer rows: it saves a build
+TOLERANCE = 0.02  # by which a plan may be slower that is the fastest for fewer rows: it saves a build
 STEPS = 8  # row counts that are looked at from one that was measured to the next
 
 

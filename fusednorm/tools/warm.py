@@ -23,6 +23,7 @@ from ..host.program import Program
 from ..operands import BACKWARD, FORMS, FORWARD, OPS, Op, Role, operands_of
 from ..planner import choice
 from ..planner.device import DeviceSpec
+from ..planner.legality import MAX_RING_ROWS
 from ..planner.norm_problem import FLOAT_DTYPES, NormProblem, accumulation_dtype
 from ..planner.plan import Plan, ReferencePlan, num_launches
 from ..problem import BackwardCall, ForwardCall, check_backward, check_forward
@@ -249,15 +250,17 @@ def _checked_device(device: torch.device) -> torch.device:
 
 
 def plans_of(wanted: list[Wanted], rows: Sequence[int] | None, device: DeviceSpec) -> Iterator[tuple[Wanted, Plan]]:
-    """Each plan that the planner would choose for one of these row counts, or for any row count if rows is None."""
+    """Each plan that the planner would choose for one of these row counts, or if rows is None for any row count of a
+    ring."""
     for each in wanted:
         problem = each.problem
         if each.direction == "backward" and not problem.wants_any:
             continue
         if rows is None:
-            plans = [plan for _, plan in choice.choices(problem, device, forced_variant())]
+            counts = [min(most, MAX_RING_ROWS) for most, _ in choice.choices(problem, device, forced_variant())]
         else:
-            plans = [choice.choose(problem, count, device, forced_variant()) for count in rows if count]
+            counts = [count for count in rows if count]
+        plans = [choice.choose(problem, count, device, forced_variant()) for count in counts]
         for plan in dict.fromkeys(plans):
             if not isinstance(plan, ReferencePlan):
                 yield each, plan
