@@ -38,7 +38,6 @@ from .functional import (  # noqa: E402
 from .heads.explanation import explain_qk_norm  # noqa: E402
 from .heads.functional import qk_norm, qk_norm_packed  # noqa: E402
 from .heads.modules import QKNorm  # noqa: E402
-from .margin import sm_margin  # noqa: E402
 from .modules import (  # noqa: E402
     AdaLayerNorm,
     AdaRMSNorm,
@@ -51,6 +50,8 @@ from .modules import (  # noqa: E402
     RMSNorm,
     RMSNormAdd,
 )
+from .settings.invariance import batch_invariant  # noqa: E402
+from .settings.margin import sm_margin  # noqa: E402
 from .tools.explanation import explain  # noqa: E402
 from .tools.warm import warmup  # noqa: E402
 
@@ -76,6 +77,7 @@ __all__ = [
     "add_rms_norm",
     "affine_layer_norm",
     "affine_rms_norm",
+    "batch_invariant",
     "column_sum",
     "explain",
     "explain_column_sum",

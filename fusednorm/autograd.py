@@ -60,6 +60,8 @@ from .operands import (
 from .operands import add as add_to_table
 from .planner.norm_problem import accumulation_dtype
 from .problem import validate
+from .settings import invariance
+from .settings.invariance import as_in_forward
 
 
 class LayerNormFunction:
@@ -103,6 +105,7 @@ class NodeInfo(NamedTuple):
     eps: float | None
     statistics_inside: bool  # whether mean and rstd stay inside the node, and are none of its outputs
     asked: tuple[str | None, ...]  # the variants that `force` asked for, the innermost last
+    invariant: bool  # whether its rows are batch-invariant
     by: Derivative
     settings: dict[str, Any]  # operands of a form's backward that are no tensors
 
@@ -126,9 +129,14 @@ class NodeInfo(NamedTuple):
         return dict(zip([each.name for each in operands.outputs], grads, strict=True))
 
     def _backward(self, operands: BackwardOperands) -> Outputs:
-        if not torch.compiler.is_dynamo_compiling() and self.asked != asked_variants():
-            with force(self.asked[-1] if self.asked else None):  # the forward's `force`, not that of autograd's thread
-                return _backward(operands)
+        if not torch.compiler.is_dynamo_compiling():
+            # What was asked for of the forward, not of autograd's thread.
+            if self.asked != asked_variants():
+                with force(self.asked[-1] if self.asked else None), as_in_forward(self.invariant):
+                    return _backward(operands)
+            if self.invariant != invariance.switch.is_invariant():
+                with as_in_forward(self.invariant):
+                    return _backward(operands)
         if not (_is_seen() or torch.is_grad_enabled() or _is_intercepted()):
             grads, _ = prepared.run(operands)
             if grads is not None:
@@ -225,7 +233,8 @@ def _recorded(operands: Operands) -> Outputs:
 def _node_info(operands: Operands, *, statistics_inside: bool) -> NodeInfo:
     by, shape = derivative_of(operands.op), tuple(operands.normalized_shape)
     settings = _settings(operands, by) if by.settings or by.dtypes else {}
-    return NodeInfo(operands.op, shape, operands.eps, statistics_inside, asked_variants(), by, settings)
+    asked = asked_variants(), invariance.switch.is_invariant()
+    return NodeInfo(operands.op, shape, operands.eps, statistics_inside, *asked, by, settings)
 
 
 def _settings(operands: Operands, by: Derivative) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from .operands import (
     wanted_outputs,
 )
 from .planner.norm_problem import ALIGNMENT, FLOAT_DTYPES, NormProblem, accumulation_dtype
+from .settings import invariance
 
 
 class RowView(NamedTuple):
@@ -182,7 +183,7 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
         if role is Role.MODULATION:
             rows = spread(value, operands.x.dim(), operands.x.dim() - batch_ndim).expand(operands.x.shape)
             return _row_view_or_copy(rows, batch_ndim, cols)
-        return value.reshape(-1) if role is Role.STATISTIC else value.contiguous()
+        return _statistic(value) if role is Role.STATISTIC else _packed(value)
 
     slots = list(enumerate(operands.slots, 1))[len(own.slots) :]
     outputs = list(zip(operands.outputs, wanted_outputs(operands), strict=True))[len(own.outputs) :]
@@ -265,8 +266,8 @@ def check_forward(operands: ForwardOperands) -> ForwardCall:
         problem,
         math.prod(batch_shape),
         view,
-        None if weight is None else weight.contiguous(),
-        None if bias is None else bias.contiguous(),
+        None if weight is None else _packed(weight),
+        None if bias is None else _packed(bias),
         float(resolve_eps(eps, problem.acc_dtype)),
         x.shape,
         stats_shape(batch_shape, normalized_shape),
@@ -295,7 +296,7 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
     rows_out = _dtypes(outputs)
     stored = (0,) * bool(wants_dx) + _wanted(outputs)
     wants_dx = bool(wants_dx or rows_out)
-    residual = residual_grad.contiguous() if wants_dx and residual_grad is not None else None
+    residual = _packed(residual_grad) if wants_dx and residual_grad is not None else None
     problem = _problem(
         norm,
         "backward",
@@ -321,10 +322,10 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
         rstd.numel(),
         grad_view,
         view,
-        None if mean is None else mean.reshape(-1),
-        rstd.reshape(-1),
-        None if weight is None else weight.contiguous(),
-        bias.contiguous() if problem.reads_bias else None,
+        None if mean is None else _statistic(mean),
+        _statistic(rstd),
+        None if weight is None else _packed(weight),
+        _packed(bias) if problem.reads_bias else None,
         residual,
         dx_dtype or x.dtype,
         x.shape,
@@ -464,9 +465,21 @@ def _require_float(op: str, name: str, tensor: Tensor, device: torch.device) -> 
 
 
 def _row_view_or_copy(tensor: Tensor, batch_ndim: int, cols: int) -> RowView:
-    if tensor.is_contiguous():
-        return RowView(tensor, 1, cols, 0)
+    if tensor.is_contiguous() or invariance.switch.is_invariant():
+        return RowView(_packed(tensor), 1, cols, 0)
     return row_view(tensor, batch_ndim) or RowView(tensor.contiguous(), 1, cols, 0)
+
+
+def _statistic(tensor: Tensor) -> Tensor:
+    return (_packed(tensor) if invariance.switch.is_invariant() else tensor).reshape(-1)
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of it that is contiguous; if rows are batch-invariant also aligned, because builds for
+    other addresses may add up a row in another order."""
+    packed = tensor.contiguous()
+    misaligned = invariance.switch.is_invariant() and packed.data_ptr() % ALIGNMENT
+    return packed.clone() if misaligned else packed
 
 
 # NormProblem(...) from a cache: a lookup is cheaper than building the value again.

@@ -43,6 +43,7 @@ class Form(CompileTime):
     # (dh, dy, x_hat, weight, bias, tiles, norm) -> the gradients of x and of the other row tensors, as a tuple
     gradients: Any
     activation: Any = None  # (z) -> what a gate's element becomes, and its derivative
+    factor: Any = None  # (scale) -> what u is multiplied by
     # For narrow.py: linear maps of whole rows, (chunks, cos, sin, whether the map is transposed, tile) -> chunks
     turn_h: Any = None  # of x, before it is normalized
     turn_u: Any = None  # of u

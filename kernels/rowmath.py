@@ -162,6 +162,18 @@ def gated(tiles, stored: tl.constexpr, norm: tl.constexpr):
 
 
 @triton.jit
+def gated_total(tiles, stored: tl.constexpr, norm: tl.constexpr):
+    """residual + gate * x"""
+    branch = tiles[0].to(norm.acc) * tiles[norm.row("gate")].to(norm.acc)
+    return branch + tiles[norm.row("residual")]
+
+
+@triton.jit
+def rounded_gated_total(tiles, stored: tl.constexpr, norm: tl.constexpr):
+    return gated_total(tiles, stored, norm).to(stored)
+
+
+@triton.jit
 def in_full(x_hat, tiles, norm: tl.constexpr):
     return x_hat
 
@@ -210,6 +222,46 @@ def plus_residual(u, tiles, norm: tl.constexpr):
 def times_gate(u, tiles, norm: tl.constexpr):
     factor, _ = gate_of(tiles, norm)
     return u * factor
+
+
+@triton.jit
+def one_plus(scale):
+    return 1.0 + scale
+
+
+@triton.jit
+def identity(scale):
+    return scale
+
+
+@triton.jit
+def tanh(scale):
+    """By its series near 0, where 1 - exp(-2 * size) would cancel; float64 has digits to lose. Else by exp of a number
+    that is not positive, which does not overflow."""
+    size = tl.abs(scale)
+    small = tl.exp(-2.0 * size)
+    size = (1.0 - small) / (1.0 + small)
+    found = tl.where(scale < 0.0, -size, size)
+    if scale.dtype == tl.float32:
+        square = scale * scale
+        series = 62.0 / 2835.0 - square * (1382.0 / 155925.0)
+        series = 2.0 / 15.0 + square * (square * series - 17.0 / 315.0)
+        found = tl.where(square < 0.09, scale + scale * square * (square * series - 1.0 / 3.0), found)
+    return found
+
+
+@triton.jit
+def modulated(u, tiles, norm: tl.constexpr):
+    """u * factor(scale) + shift; without a shift, if there is none."""
+    u *= norm.form.factor(tiles[norm.row("scale")].to(norm.acc))
+    if norm.has_row("shift"):
+        u += tiles[norm.row("shift")].to(norm.acc)
+    return u
+
+
+@triton.jit
+def modulated_plus_residual(u, tiles, norm: tl.constexpr):
+    return plus_residual(modulated(u, tiles, norm), tiles, norm)
 
 
 @triton.jit
@@ -309,13 +361,16 @@ COMBINE: dict[str, dict[str, Any]] = {
     "": {},
     "add": {"combine": rounded_total},
     "gate": {"combine": gated, "gradients": of_gated_x},
+    "add_gated": {"combine": rounded_gated_total},
 }
 FINISH: dict[str, dict[str, Any]] = {
     "": {},
     "add": {"finish": plus_residual},
     "gate": {"finish": times_gate, "to_du": times_gate, "gradients": of_gated_u},
 }
-UNROUNDED = {rounded_total: total}  # without FormSpec.rounds_sum
+UNROUNDED = {rounded_total: total, rounded_gated_total: gated_total}  # without FormSpec.rounds_sum
+FACTORS = {"one_plus": one_plus, "identity": identity, "tanh": tanh}
+MODULATED = {u_alone: modulated, plus_residual: modulated_plus_residual}  # with FormSpec.modulate
 
 
 @functools.cache
@@ -334,4 +389,6 @@ def form_of(spec) -> Form:
         **COMBINE[spec.combine],
         **FINISH[spec.finish],
     )
+    if spec.modulate:
+        made = replace(made, finish=MODULATED[made.finish], factor=FACTORS[spec.modulate])
     return made if spec.rounds_sum else replace(made, combine=UNROUNDED.get(made.combine, made.combine))

@@ -20,7 +20,7 @@ BETWEEN = {spec.arch: with_installed_triton(spec) for spec in (RTX_3090, RTX_409
 EVERY_ARCHITECTURE = dict(sorted((ARCHITECTURES | BETWEEN).items()))
 
 
-OF_FORM = "form", "rows_in", "names_in", "rows_out", "stored", "y_dtype"  # fields of a problem
+OF_FORM = "form", "rows_in", "names_in", "rows_out", "stored", "y_dtype", "nested_rows"  # fields of a problem
 
 
 def given(*strategies):
@@ -57,6 +57,14 @@ def make_sum(norm="layer", cols=4096, dtype="bf16", residual="", finish="", **st
     rows = (DTYPES[residual or dtype],)
     of_form = {"form": form, "rows_in": rows, "names_in": ("residual",), "rows_out": rows[: form.rows_out]}
     return make_problem(norm, cols, dtype, direction="forward", **of_form)
+
+
+def make_modulated(norm="layer", cols=4096, dtype="bf16", modulation="", **steps) -> NormProblem:
+    """A forward without parameters, with a scale and a shift for each sample, of dtype `modulation` (an empty one: that
+    of x)."""
+    form, rows = FormSpec(modulate="one_plus", **steps), (DTYPES[modulation or dtype],) * 2
+    of_form = {"form": form, "rows_in": rows, "names_in": ("scale", "shift"), "nested_rows": True}
+    return make_problem(norm, cols, dtype, "none", direction="forward", **of_form)
 
 
 def make_gated(norm="rms", cols=128, dtype="bf16", gate="", direction="backward", after=True, **changes) -> NormProblem:

@@ -6,24 +6,27 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from ..forms import FormSpec
-from ..host import fallback, gpus, launcher, prepared
+from ..host import fallback, gpus, launcher
 from ..host.fallback import BuildFailed
 from ..host.gpus import current
+from ..host.key import PLAIN_TYPES
 from ..host.launch import partials_tile
 from ..host.launcher import Launch
-from ..host.program import Address, OnTensors, Part, Program, Workspace
+from ..host.program import Address, Bound, OnTensors, Part, Program, Workspace
 from ..kernels import finalizer, narrow
 from ..kernels.config import Norm, PartsTile
 from ..kernels.rowmath import TURN, form_of
 from ..planner.device import DeviceSpec
 from ..planner.norm_problem import ALIGNMENT
 from ..problem import require_memory, resolve_eps
+from ..settings import margin
 from . import plan as head_plan
 from .call import HeadCall, HeadProblem, alike, describe
 from .plan import AtenNorm, HeadPlan
@@ -32,70 +35,130 @@ from .problem import Heads
 OLDEST_DEPENDENT_ARCH = 90  # as in host/launch.py
 
 
+KEPT_CALLS = 4096  # if there would be more, all are forgotten
+
+
+class Repeat(NamedTuple):
+    """What calls with one key do: the shapes and dtypes of what they allocate; and each program, with the places of its
+    tensors among the operands and, behind these, what is allocated. None stands for an absent tensor."""
+
+    outs: tuple[tuple[torch.Size, torch.dtype], ...]
+    programs: tuple[tuple[Bound, tuple[int | None, ...]], ...]
+
+
+_repeats: dict[tuple, Repeat] = {}
+
+
+def repeated(heads: Heads, grads: Sequence[Tensor] = (), mask: Sequence[bool] = (), dx: Sequence[Tensor] = ()):
+    """What `forward` or `backward` returns, if such a call has run before, without checks; else None."""
+    repeat = _repeats.get(_key(heads, grads, mask, dx)) if _repeats else None
+    if repeat is None:
+        return None
+    device = heads.inputs[0].device
+    outs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in repeat.outs]
+    addresses = [0 if each is None else each.data_ptr() for each in (*_operands(heads, grads, dx), *outs)]
+    for bound, places in repeat.programs:
+        if bound.launch([0 if at is None else addresses[at] for at in places]) is None:
+            return None
+    return [*dx, *outs]
+
+
+def forget() -> None:
+    """Drop all repeats."""
+    _repeats.clear()
+
+
+def _operands(heads: Heads, grads: Sequence[Tensor], dx: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    return *heads.tensors, heads.cos, heads.sin, *grads, *dx
+
+
+def _key(heads: Heads, grads: Sequence[Tensor], mask: Sequence[bool], dx: Sequence[Tensor]) -> tuple | None:
+    """Everything that checks, plans and builds depend on. None for tensors that are not plain."""
+    key: list[Any] = [len(heads.inputs), len(grads), tuple(mask), heads.eps, heads.settings, margin.sms]
+    try:
+        for each in _operands(heads, grads, dx):
+            if each is None:
+                key.append(None)
+                continue
+            address = each.data_ptr()
+            if type(each) not in PLAIN_TYPES or each.is_neg() or not address:
+                return None
+            key += each.shape, each.stride(), each.dtype, each.get_device(), address % ALIGNMENT
+    except (AttributeError, RuntimeError, TypeError):  # no tensor, or one without memory or strides
+        return None
+    tables_have_grad = heads.cos is not None and (heads.cos.requires_grad or heads.sin.requires_grad)
+    return None if tables_have_grad else tuple(key)
+
+
 def forward(heads: Heads) -> list[Tensor] | None:
     """The outputs. None if the planner leaves a call to ATen."""
     outs = [torch.empty(x.shape, dtype=heads.output_dtype(at), device=x.device) for at, x in enumerate(heads.inputs)]
-    return outs if _in_groups(heads, None, (), outs) else None
+    return outs if _in_groups(heads, (), (), (), outs, ()) else None
 
 
 def backward(
-    heads: Heads, grads: Sequence[Tensor], mask: Sequence[bool], dx: Sequence[Tensor] | None = None
+    heads: Heads, grads: Sequence[Tensor], mask: Sequence[bool], dx: Sequence[Tensor] = ()
 ) -> list[Tensor] | None:
     """The gradients that the mask wants, those of the inputs in `dx` if it is given. None if the planner leaves a call
     to ATen."""
-    count = len(heads.inputs)
-    outs = [torch.empty(each.shape, dtype=each.dtype, device=each.device) if each is not None and want else None
-            for each, want in zip(heads.tensors, mask, strict=True)]  # fmt: skip
-    if dx is not None:
-        outs[:count] = dx
-    if not _in_groups(heads, grads, outs, outs[:count]):
+    count, like = len(heads.inputs), heads.tensors
+    outs = [*dx, *(torch.empty(each.shape, dtype=each.dtype, device=each.device)
+                   if each is not None and want else None
+                   for each, want in zip(like[len(dx) :], mask[len(dx) :], strict=True))]  # fmt: skip
+    if not _in_groups(heads, grads, mask, dx, outs[:count], outs[count:]):
         return None
     return [each for each in outs if each is not None]
 
 
-def _in_groups(heads: Heads, grads, outs, rows_out) -> bool:
-    """Fill the outputs by one launch for each group of alike tensors. Whether kernels of ours did it."""
-    count = len(heads.inputs)
-    more = [rows_out, *([grads] if grads else []), *(outs[kind * count :][:count] for kind in (1, 2) if outs)]
-    return all(_group(heads, grads, outs, rows_out, which) for which in alike(heads, *more))
+def _in_groups(heads: Heads, grads, mask, dx, rows_out, sums) -> bool:
+    """Fill the outputs by one launch for each group of alike tensors, and keep it to be repeated. Whether kernels of
+    ours did it."""
+    count, ran = len(heads.inputs), []
+    more = [each for each in (rows_out, grads, sums[:count], sums[count:]) if each]
+    for which in alike(heads, *more):
+        done = _group(heads, grads, rows_out, sums, which)
+        if done is None:
+            return False
+        ran.append(done)
+    _keep(heads, grads, mask, dx, [each for each in (*rows_out, *sums) if each is not None][len(dx) :], ran)
+    return True
 
 
-def _group(heads: Heads, grads, outs, rows_out, which: list[int]) -> bool:
+def _keep(heads: Heads, grads, mask, dx, made: list[Tensor], ran: list[tuple[Bound | None, Sequence]]) -> None:
+    """Keep what ran for calls with the same key, if no tensor was copied and Triton need not launch it."""
+    key = _key(heads, grads, mask, dx)
+    of = {id(each): at for at, each in enumerate((*_operands(heads, grads, dx), *made)) if each is not None}
+    places = [[each if each is None else of.get(id(each), -1) for each in tensors] for _, tensors in ran]
+    if key is None or any(bound is None for bound, _ in ran) or any(-1 in each for each in places):
+        return
+    if len(_repeats) >= KEPT_CALLS:
+        _repeats.clear()
+    programs = tuple((bound, tuple(each)) for (bound, _), each in zip(ran, places, strict=True))
+    _repeats[key] = Repeat(tuple((each.shape, each.dtype) for each in made), programs)
+
+
+def _group(heads: Heads, grads, rows_out, sums, which: list[int]) -> tuple[Bound | None, Sequence] | None:
+    """The program that ran, and its tensors. None if the planner leaves the call to ATen."""
     count = len(heads.inputs)
-    sums = [outs[kind * count + at] for kind in (1, 2) for at in which] if outs else []
+    sums = [sums[kind * count + at] for kind in (0, 1) for at in which] if sums else []
     call = describe(
         heads.some(which), [grads[at] for at in which] if grads else [], [rows_out[at] for at in which], sums
     )
     if call is None:
-        return False
+        return None
     device = call.heads.inputs[0].device
     require_memory("head_norm", call.tensors)
     spec = gpus.spec_of(device)
     plan = head_plan.choose(call.problem, spec)
     if isinstance(plan, AtenNorm) or fallback.has_failed(plan, call.problem, spec):
-        return False
+        return None
     try:
-        _run(call, plan, spec)
+        with current(device):
+            shape = call.heads.inputs[0].shape
+            return launcher.run(program_of(call, plan, spec), call.tensors, shape, call.rows[0])[1], call.tensors
     except BuildFailed as failed:
         fallback.remember(plan, call.problem, spec, str(failed))
-        return False
-    return True
-
-
-def _run(call: HeadCall, plan: HeadPlan, spec: DeviceSpec) -> None:
-    tensors, first = call.tensors, call.heads.inputs[0]
-    addresses = [0 if each is None else each.data_ptr() for each in tensors]
-    ctas = head_plan.ctas_of(plan, call.problem, call.rows, spec)
-    alignment = tuple(address % ALIGNMENT == 0 for address in addresses)
-    key = "head_norm", plan, call.problem, call.rows, call.places, ctas, call.heads.eps, first.get_device(), alignment
-    kind = prepared.kind_of(key)
-    bound = kind and (kind.by_shape.get(first.shape) or kind.bind(first.shape))
-    if bound and bound.launch(addresses) is not None:
-        return
-    with current(first.device):
-        _, bound = launcher.run(program_of(call, plan, spec), tensors, first.shape, call.rows[0])
-    if bound:
-        prepared.keep_by(key, first.shape, bound)
+        return None
 
 
 def prepare(call: HeadCall, plan: HeadPlan, spec: DeviceSpec) -> OnTensors:

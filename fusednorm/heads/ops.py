@@ -84,21 +84,34 @@ class Call:
         validate(self.op, heads, grads, self.mask)
         return self
 
-    def launched(self) -> list[Tensor] | None:
-        """The outputs by kernels of this package; None if these do not take the call."""
+    def launched(self, *, again: bool = False) -> list[Tensor] | None:
+        """The outputs by kernels of this package; None if these do not take the call. With `again`, also None unless
+        such a call has run before; then nothing needs to be checked."""
+        launch = _launch()
         if self.grads is None:
-            return _launch().forward(self.heads)
+            return launch.repeated(self.heads) if again else launch.forward(self.heads)
+        run = launch.repeated if again else launch.backward
         if self.packed is None:
-            return _launch().backward(self.heads, self.grads, self.mask)
+            return run(self.heads, self.grads, self.mask)
         if not self.mask[0]:
-            return _launch().backward(self.heads, self.grads[:2], self.mask)
+            return run(self.heads, self.grads[:2], self.mask)
         dx = torch.empty(self.packed.shape, dtype=self.packed.dtype, device=self.packed.device)
         *both, dv = self.packing.split(dx)
-        found = _launch().backward(self.heads, self.grads[:2], self.mask, both)
+        found = run(self.heads, self.grads[:2], self.mask, both)
         if found is None:
             return None
         dv.copy_(self.grads[2])
         return [dx, *found[2:]]
+
+    def repeated(self) -> list[Tensor] | None:
+        """The outputs, if such a call has run on kernels before; else None."""
+        inputs = self.heads.inputs
+        return self.launched(again=True) if inputs and runs_kernels(inputs[0]) else None
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether autograd records the call."""
+        return torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in self.tensors)
 
     def formula(self) -> list[Tensor]:
         if self.grads is None:
@@ -131,8 +144,10 @@ def _launch() -> ModuleType:
 
 def _below(op: str, *arguments, **named) -> list[Tensor]:
     """An op on CPU and CUDA."""
-    given = Call(op, arguments, named).check()
-    outputs = given.launched() if runs_kernels(given.heads.inputs[0]) else None
+    given = Call(op, arguments, named)
+    outputs = given.repeated()
+    if outputs is None and runs_kernels(given.check().heads.inputs[0]):
+        outputs = given.launched()
     if outputs is not None:
         return outputs
     with torch.no_grad():
@@ -148,11 +163,12 @@ def _above(op: str, *arguments, **named) -> list[Tensor]:
     given = Call(op, arguments, named)
     if is_transforming() or forward_ad._current_level >= 0:
         return given.check().formula()
-    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given.tensors):
-        given.check()
-        return list(HeadNormFunction.apply(given.heads, *given.heads.tensors)) if op == FORWARD else given.formula()
+    recorded = given.is_recorded
+    if recorded and op != FORWARD:
+        return given.check().formula()
     sharding.register_where_needed()
-    return torch_compat.below_autograd(getattr(TORCH_OPS, op), partial(_below, op), *arguments, **named)
+    outputs = torch_compat.below_autograd(getattr(TORCH_OPS, op), partial(_below, op), *arguments, **named)
+    return _record(given.heads, outputs) if recorded else outputs
 
 
 def _batched(op: str, *arguments, **named) -> list[Tensor]:
@@ -160,19 +176,19 @@ def _batched(op: str, *arguments, **named) -> list[Tensor]:
 
 
 class HeadNormFunction(Function):
-    """apply(heads, *heads.tensors) returns the outputs as a tuple."""
+    """apply(heads, outputs, *heads.tensors) returns the outputs, which a forward has made, as a tuple."""
 
     @staticmethod
-    def forward(ctx, heads, *tensors):
+    def forward(ctx, heads, outputs, *tensors):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, heads.cos, heads.sin)
         ctx.count, ctx.eps, ctx.settings = len(heads.inputs), heads.eps, heads.settings
-        return tuple(_above(FORWARD, *heads[:-1], **heads.settings._asdict()))
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx, *grads):
         *tensors, cos, sin = ctx.saved_tensors
-        count, needed = ctx.count, ctx.needs_input_grad[1:]
+        count, needed = ctx.count, ctx.needs_input_grad[2:]
         kinds = [tensors[at : at + count] for at in range(0, 3 * count, count)]
         present = [at for at in range(count) if grads[at] is not None]  # the others add nothing
         heads = Heads(*kinds, cos, sin, ctx.eps, ctx.settings).some(present)
@@ -181,12 +197,28 @@ class HeadNormFunction(Function):
         given = [grads[at] for at in present], *heads[:-1], mask
         made = iter(call(BACKWARD, *given, **heads.settings._asdict()) if any(mask) else ())
         found = {at: next(made) for at, want in zip(which, mask, strict=True) if want}
-        return (None, *[found.get(at) for at in range(3 * count)])
+        return (None, None, *[found.get(at) for at in range(3 * count)])
+
+
+def _record(heads: Heads, outputs: list[Tensor]) -> list[Tensor]:
+    return list(torch_compat.record(HeadNormFunction)(heads, outputs, *heads.tensors))
 
 
 def call(op: str, *arguments, **named) -> list[Tensor]:
-    """An op by its name."""
+    """An op by its name. A call that has run before skips the dispatcher if nobody intercepts it there."""
+    if not (torch.compiler.is_dynamo_compiling() or _is_intercepted()):
+        given = Call(op, arguments, named)
+        recorded = given.is_recorded
+        outputs = None if recorded and op != FORWARD else given.repeated()
+        if outputs is not None:
+            return _record(given.heads, outputs) if recorded else outputs
     return getattr(TORCH_OPS, op)(*arguments, **named)
+
+
+def _is_intercepted() -> bool:
+    """Whether a mode, a transform, forward-mode AD, a tracer or a profiler sees the calls of this thread."""
+    active = torch_compat.dispatch_modes() or torch_compat.function_modes() or torch_compat.is_profiled()
+    return bool(active or is_transforming() or forward_ad._current_level >= 0 or torch_compat.tracing_state())
 
 
 def _register(op: str, schema: str) -> None:

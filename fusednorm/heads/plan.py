@@ -1,6 +1,6 @@
 """The plan of a norm of heads: a function of its problem, its row counts and a device.
 
-The measurements behind the constants are in bench/NOTES.md, "Evidence behind constants".
+The constants are estimates: bench/NOTES.md, "Forms", has what they are expected to give.
 """
 
 from __future__ import annotations

@@ -9,10 +9,13 @@ import warnings
 from typing import Any, NamedTuple
 
 from ..forcing import forced_variant
-from ..planner import choice
+from ..planner import canonical, choice
+from ..planner.canonical import Question
 from ..planner.device import DeviceSpec
+from ..planner.legality import MAX_RING_ROWS
 from ..planner.norm_problem import NormProblem
 from ..planner.plan import Plan
+from ..settings import invariance
 from .program import MOST_ROWS
 
 # Parts of the CUDA driver's messages for errors that no other kernel could avoid: the context is lost, memory is
@@ -59,19 +62,30 @@ class Choice(NamedTuple):
     most_rows: int = MOST_ROWS
 
 
+def asked(problem: NormProblem, rows: int, device: DeviceSpec) -> Question:
+    """What the planner is asked for a call. If rows are batch-invariant, it is the same for all numbers of rows that a
+    ring may have."""
+    if invariance.switch.is_invariant() and canonical.is_of_rows(problem) and rows <= MAX_RING_ROWS:
+        return canonical.canonical(problem, device)
+    return Question(problem, rows, device)
+
+
 def choose(problem: NormProblem, rows: int, device: DeviceSpec) -> Choice:
     """The planner's choice under this thread's `force`, or if that has failed its first alternative that has not."""
-    choices = choice.choices(problem, device, forced_variant())
-    most, plan = next((most, plan) for most, plan in choices if rows <= most)
-    above = max((end for end, _ in choices if end < rows), default=0)
+    question = asked(problem, rows, device)
+    choices = choice.choices(question.problem, question.device, forced_variant())
+    most, plan = next((most, plan) for most, plan in choices if question.rows <= most)
+    above = max((end for end, _ in choices if end < question.rows), default=0)
     if _failures and has_failed(plan, problem, device):
         plan = substitute(problem, rows, device)
+    if question != (problem, rows, device):
+        return Choice(plan, 0, MAX_RING_ROWS)
     return Choice(plan, above, min(most, MOST_ROWS))
 
 
 def substitute(problem: NormProblem, rows: int, device: DeviceSpec) -> Plan:
     """The best plan that has not failed."""
-    plans = choice.alternatives(problem, rows, device)
+    plans = choice.alternatives(*asked(problem, rows, device))
     return next(plan for plan in plans if not has_failed(plan, problem, device))
 
 

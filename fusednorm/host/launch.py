@@ -17,7 +17,6 @@ import torch
 import triton
 from torch import Tensor
 
-from .. import margin
 from ..forcing import forced_variant
 from ..kernels import column_tiles, finalizer, multiwave, parameter_gradients, pipelined, warp_specialized
 from ..kernels.config import ColumnTile, Norm, PartialsTile, RingTile, Tile
@@ -42,6 +41,7 @@ from ..planner.plan import (
     threads_per_row,
 )
 from ..problem import BackwardCall, ForwardCall, RowView, require_memory
+from ..settings import invariance, margin
 from . import fallback, gpus, launcher, prepared, triton_compat
 from .fallback import BuildFailed, Choice
 from .gpus import current
@@ -99,7 +99,8 @@ def run(call: Call, miss: prepared.Miss | None = None) -> tuple[Outputs | None, 
 def prepare(call: Call, plan: Plan | None = None) -> OnTensors:
     """What a call launches by `plan`, or else by the planner's choice, on the tensors of the call."""
     spec = gpus.spec_of(call.x.tensor.device)
-    program = program_of(call, Choice(plan or choice.choose(call.problem, call.rows, spec, forced_variant())), spec)
+    question = fallback.asked(call.problem, call.rows, spec)
+    program = program_of(call, Choice(plan or choice.choose(*question, forced_variant())), spec)
     return program.on_tensors(call.tensors, call.shape, call.rows)
 
 
@@ -112,7 +113,7 @@ def program_of(call: Call, chosen: Choice, spec: DeviceSpec) -> Program:
     launches, num_tensors, *parts = build(symbolic, plan, spec)
     if call.added or call.added_outputs:
         launches = _with_added(launches, symbolic, first_output=num_tensors)
-    kept = call.normalized_shape, chosen.rows_above, chosen.most_rows, margin.sms
+    kept = call.normalized_shape, chosen.rows_above, chosen.most_rows, margin.sms, invariance.switch.is_invariant()
     return Program(tuple(launches), num_tensors, *parts, *kept)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import forcing, margin
+from .. import forcing
 from ..namespace import NAMESPACE
 from ..operands import (
     FORWARD,
@@ -30,6 +30,7 @@ from ..operands import (
     operands_of,
 )
 from ..planner.plan import Grid
+from ..settings import invariance, margin
 from . import building, prepared, triton_compat
 from .key import Extent
 from .program import Address, Map, Number, Program
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from .launcher import Build, Launch
 
 extension, reason = building.load()  # `reason` says why `extension` is None
+if extension:
+    invariance.use(extension)  # one place for both sides
 
 BYTES_OF_NUMBERS = {"i32": 4, "i64": 8, "fp32": 4, "fp64": 8}  # numeric parameter types, as Triton names them
 
@@ -70,7 +73,7 @@ def install(
 
     extension.start(statistics_gradient=statistics_gradient, kept_kinds=prepared.KEPT_KINDS)
     forcing.observe(extension.pause)  # under `force`, calls run in Python
-    margin.observe(extension.set_sm_margin)
+    margin.sm_margin.observe(lambda n: extension.set_sm_margin(n or 0))
     _installers.append(install_op)
     for op in OPS.values():
         _describe(op)
@@ -210,6 +213,7 @@ def _in_cpp(program: Program) -> Any:
         and extension.Workspace(dtype=workspace.dtype, parts=[part[:3] for part in workspace.parts]),
         steps=[_step(*each) for each in zip(program.launches, program.builds, strict=True)],
         sm_margin=program.sm_margin,
+        invariant=program.invariant,
     )
 
 

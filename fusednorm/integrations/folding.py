@@ -36,7 +36,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from ..namespace import TORCH_OPS
 from ..operands import BACKWARD, OPS, Op, Role
 from ..planner.norm_problem import FLOAT_DTYPES
-from . import paying, routing
+from . import gathering, paying, routing
 from .routing import named_arguments
 
 aten, ours = torch.ops.aten, TORCH_OPS
@@ -62,7 +62,7 @@ class FoldIntoNorms(CustomGraphPass):
         fold(graph)
 
     def uuid(self) -> Any | None:
-        own = get_hash_for_files((__file__, paying.__file__))
+        own = get_hash_for_files((__file__, gathering.__file__, paying.__file__))
         if self.before is None:
             return own
         before = self.before.uuid() if isinstance(self.before, CustomGraphPass) else None
@@ -79,6 +79,8 @@ def appended_to(custom_pass):
 
 def fold(graph: Graph) -> int:
     """Fold around every norm backward that stays ours, in place. Returns the number of ops that changed."""
+    if gathering.IS_WRONG:
+        gathering.add_up(graph, _call_before)
     folded = [_fold_around(node) for node in list(graph.nodes) if node.target in FOLDED]
     if any(folded):
         stable_topological_sort(graph)  # a residual, now an input of the op, may have been computed after it

@@ -32,8 +32,20 @@ def has_kernels(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
     return device.arch >= OLDEST_ARCH
 
 
-def has_steps(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
+def is_not_modulated(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
     return not problem.form.modulate
+
+
+def modulates_forward(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
+    return not problem.form.modulate or problem.direction == "forward"
+
+
+def rounds_once(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
+    return not problem.form.rounds_steps
+
+
+def modulates_in_its_dtype(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
+    return not problem.form.modulate or problem.acc_dtype.itemsize == 4 or problem.x_dtype.itemsize == 8
 
 
 def has_tma(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
@@ -70,9 +82,13 @@ def moves_no_rows_for_sums(problem: NormProblem, rows: int, device: DeviceSpec) 
 
 
 KERNELS = Rule("arch", has_kernels, "needs compute capability 8.0, {device.name} has {capability}")
-STEPS = Rule("steps", has_steps, "has no kernels for modulated norms yet")
+MODULATED = (
+    Rule("modulated", modulates_forward, "has no kernel for the backward of modulated norms: ATen's kernels run it"),
+    Rule("steps", rounds_once, 'has no kernel that rounds where rounding="steps" does: ATen\'s kernels do'),
+    Rule("wide_modulation", modulates_in_its_dtype, "computes in float64 for float64 rows only, not for modulations"),
+)
 RING = (
-    STEPS,
+    Rule("unmodulated", is_not_modulated, "has no kernels for modulated norms"),
     Rule("tma", has_tma, "needs compute capability 9.0 for TMA, {device.name} has {capability}"),
     Rule("float64", accumulates_in_float32, "computes in float32, and x, the gradient or a residual is float64"),
     Rule(
@@ -88,7 +104,7 @@ DX = Rule("dx", wants_dx, "computes dx, which is not asked for")
 X_ALONE = Rule("row_tensors", moves_x_alone, "reads and writes no row tensors beside x and y in a forward")
 
 RULES: dict[str, tuple[Rule, ...]] = {
-    "multi_wave": (KERNELS, STEPS),
+    "multi_wave": (KERNELS, *MODULATED),
     "pipelined": (SUMS_ALONE, *RING),
     "warp_specialized": (DX, X_ALONE, *RING),
     "reference": (),

@@ -256,11 +256,13 @@ def plans_of(wanted: list[Wanted], rows: Sequence[int] | None, device: DeviceSpe
         problem = each.problem
         if each.direction == "backward" and not problem.wants_any:
             continue
-        if rows is None:
-            counts = [min(most, MAX_RING_ROWS) for most, _ in choice.choices(problem, device, forced_variant())]
+        if rows is None and fallback.asked(problem, 1, device) == (problem, 1, device):
+            ends = [most for most, _ in choice.choices(problem, device, forced_variant())]
+            counts = [min(most, MAX_RING_ROWS) for most in ends]
         else:
-            counts = [count for count in rows if count]
-        plans = [choice.choose(problem, count, device, forced_variant()) for count in counts]
+            counts = [count for count in rows or (1,) if count]
+        questions = [fallback.asked(problem, count, device) for count in counts]
+        plans = [choice.choose(*each, forced_variant()) for each in questions]
         for plan in dict.fromkeys(plans):
             if not isinstance(plan, ReferencePlan):
                 yield each, plan

@@ -141,3 +141,79 @@ def test_rows_at_five_strides_are_computed_all_the_same(monkeypatch):
     got, _ = fusednorm.qk_norm(x, x, rotary=(table, table))
     with kernels_on("cpu"):
         assert_close(fusednorm.qk_norm(x, x, rotary=(table, table))[0], got)
+
+
+class Repeats:
+    """In place of a loaded program: records the addresses of later calls."""
+
+    def __init__(self):
+        self.first, self.later = [], []
+
+    def run(self, program, tensors, shape, rows):
+        self.first.append([0 if each is None else each.data_ptr() for each in tensors])
+        return (), self
+
+    def launch(self, addresses):
+        self.later.append(addresses)
+        return ()
+
+
+def test_a_call_that_has_run_before_launches_with_its_own_addresses(monkeypatch):
+    from fusednorm.heads import launch
+
+    seen = Repeats()
+    monkeypatch.setattr(launch.launcher, "run", seen.run)
+    launch.forget()
+    case = HeadCase(dtype=BF16, rotary=8)
+    given, others, rotary = case.tensors(), case.tensors(seed=1), case.tables()
+    for of in (given, others):
+        outputs = case.run(of, rotary=rotary)
+        found = gradients(outputs, of)
+    assert len(seen.first) == len(seen.later) == 2, "the second forward and backward are repeats"
+    forward, backward = seen.later
+    pointers = [of.data_ptr() for of in others.values()]
+    tables = [rotary[0].data_ptr(), rotary[1].data_ptr()]
+    assert forward == [*pointers, 0, 0, *tables, *(each.data_ptr() for each in outputs)]
+    assert backward[:2] == pointers[:2] and backward[4:10] == [*pointers[2:], 0, 0, *tables][:6]
+    assert backward[-4:] == [each.data_ptr() for each in found]
+    packed = torch.randn(2, 5, 8 * 16, dtype=BF16, requires_grad=True)
+    for _ in range(2):
+        got = fusednorm.qk_norm_packed(packed, 4, 2, eps=1e-3)
+        (grad,) = torch.autograd.grad(got, packed, [torch.ones_like(each) for each in got])
+    q, k, v = Packing(4, 2).split(grad)
+    assert [q.data_ptr(), k.data_ptr()] == seen.later[-1][-2:] and bool((v == 1).all())
+    launch.forget()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda given, more: given.update(q=given["q"].transpose(1, 2).contiguous().transpose(1, 2)),
+        lambda given, more: given.update({name: given[name].float() for name in ("q_weight", "k_weight")}),
+        lambda given, more: given.update(k=given["k"].repeat(1, 2, 1, 1)[:, :5]),
+        lambda given, more: given.update(q_weight=None, k_weight=None),
+        lambda given, more: more.update(eps=1e-2),
+        lambda given, more: more.update(norm_first=False),
+        lambda given, more: more.update(weight_offset=1.0),
+        lambda given, more: more.update(rotary=tuple(each[:, :8] for each in more["rotary"]), rotary_dim=8),
+    ],
+)
+def test_a_call_of_another_kind_is_no_repeat(change, monkeypatch):
+    from fusednorm.heads import launch
+
+    seen = Repeats()
+    monkeypatch.setattr(launch.launcher, "run", seen.run)
+    launch.forget()
+    case = HeadCase(dtype=BF16, rotary=16)
+    given = {name: each.detach() for name, each in case.tensors().items()}
+    more = {"rotary": case.tables()}
+    case.run(given, **more)
+    change(given, more)
+    case.run(given, **more)
+    assert not seen.later
+    with pytest.raises(RuntimeError, match="cos must not require grad"):
+        case.run(given, **more | {"rotary": tuple(each.clone().requires_grad_() for each in more["rotary"])})
+    with fusednorm.sm_margin(0):
+        case.run(given, **more)
+    assert len(seen.later) == 1
+    launch.forget()

@@ -16,27 +16,33 @@ PACKAGE, KERNELS = ROOT / "fusednorm", ROOT / "kernels"
 # A room is a folder of the package, or a file at its root. The order is from the public names down:
 MAY_IMPORT = {
     "__init__": {
-        *("autograd", "columns", "forcing", "functional", "heads", "integrations", "layers", "margin", "modules"),
+        *("autograd", "columns", "forcing", "functional", "heads", "integrations", "layers", "modules", "settings"),
         "tools",
     },
     "modules": {"forms", "functional", "host"},
     "layers": {"functional", "host"},
     "functional": {"autograd", "forms", "host", "operands", "planner", "problem"},
-    "autograd": {"forcing", "host", "namespace", "operands", "ops", "planner", "problem", "reference", "sharding"},
+    "autograd": {
+        *("forcing", "host", "namespace", "operands", "ops", "planner", "problem", "reference", "settings"),
+        "sharding",
+    },
     "columns": {"host", "kernels", "namespace", "ops", "planner", "problem", "sharding"},
     "heads": {
-        *("forms", "functional", "host", "kernels", "namespace", "ops", "planner", "problem", "reference", "sharding"),
+        *("forms", "functional", "host", "kernels", "namespace", "ops", "planner", "problem", "reference", "settings"),
+        "sharding",
     },
     "forms": set(),
     "operands": {"forms"},
     "sharding": {"namespace", "operands"},
     "namespace": set(),
     "ops": {"host", "namespace", "operands", "planner", "problem", "reference"},
-    "host": {"forcing", "kernels", "margin", "namespace", "operands", "planner", "problem", "reference"},
+    "host": {
+        *("forcing", "kernels", "namespace", "operands", "planner", "problem", "reference", "settings"),
+    },
     "reference": {"forms", "operands", "planner", "problem"},
-    "problem": {"forms", "operands", "planner"},
+    "problem": {"forms", "operands", "planner", "settings"},
     "forcing": {"planner"},
-    "margin": {"planner"},
+    "settings": {"planner"},
     "planner": {"forms"},
     # Rooms beside the path from a public function to a kernel:
     "integrations": {
@@ -55,7 +61,7 @@ MAY_IMPORT = {
         "reference",
     },
     "tools": {
-        *("__init__", "forcing", "forms", "host", "margin", "modules", "namespace", "operands", "planner", "problem"),
+        *("__init__", "forcing", "forms", "host", "modules", "namespace", "operands", "planner", "problem", "settings"),
     },
     "__main__": {"__init__", "tools"},
 }

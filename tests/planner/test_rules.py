@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from planning import make_gated, make_problem, meta_call
+from planning import make_gated, make_modulated, make_problem, meta_call
 
 from fusednorm.forms import FormSpec
 from fusednorm.host import gpus
@@ -27,7 +27,10 @@ RULES = {  # rule: (variant, problem, rows, device) that it rejects
     "sums": ("pipelined", make_gated(wants_dx=False, rows_out=(), stored=(0,)), MANY_ROWS, H200),
     "float64": ("pipelined", make_problem(dtype="fp64"), MANY_ROWS, H200),
     "alignment": ("warp_specialized", make_problem(cols=4100), MANY_ROWS, B200),
-    "steps": ("multi_wave", make_problem(direction="forward", form=FormSpec(modulate="one_plus")), MANY_ROWS, H200),
+    "modulated": ("multi_wave", replace(make_problem(), form=FormSpec(modulate="one_plus")), MANY_ROWS, H200),
+    "steps": ("multi_wave", make_modulated(rounds_steps=True), MANY_ROWS, H200),
+    "wide_modulation": ("multi_wave", make_modulated(modulation="fp64"), MANY_ROWS, H200),
+    "unmodulated": ("pipelined", make_modulated(), MANY_ROWS, H200),
     "nested_rows": ("pipelined", make_problem(nested_rows=True), MANY_ROWS, H200),
     "rows": ("pipelined", make_problem(), 2**31, H200),
     "row_tensors": (

@@ -109,7 +109,10 @@ PyObject* y_of(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* is_invariant(PyObject*, PyObject*) { return PyBool_FromLong(fusednorm::is_invariant()); }
+
 PyMethodDef functions[] = {
+    {"is_invariant", is_invariant, METH_NOARGS, nullptr},
     {"y_of", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(y_of)), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -300,9 +303,10 @@ PYBIND11_MODULE(_native, module) {
            py::arg("shape"), py::arg("strides"), py::arg("box"));
   py::class_<Program, std::shared_ptr<Program>>(module, "Program")
       .def(py::init<int, int64_t, int64_t, Grid, std::vector<optional<Output>>, optional<Workspace>,
-                    std::vector<Step>, int64_t>(),
+                    std::vector<Step>, int64_t, bool>(),
            py::kw_only(), py::arg("device"), py::arg("rows_above"), py::arg("most_rows"), py::arg("grid"),
-           py::arg("outputs"), py::arg("workspace"), py::arg("steps"), py::arg("sm_margin"));
+           py::arg("outputs"), py::arg("workspace"), py::arg("steps"), py::arg("sm_margin"),
+           py::arg("invariant"));
   py::class_<Slot>(module, "Slot")
       .def(py::init([](Role role, bool optional, bool is_argument, bool is_read, size_t place) {
              return Slot{role, optional, is_argument, is_read, place};
@@ -336,6 +340,8 @@ PYBIND11_MODULE(_native, module) {
   }, py::kw_only(), py::arg("statistics_gradient"), py::arg("kept_kinds"));
   module.def("pause", [](int by) { pauses += by; });
   module.def("set_sm_margin", [](int64_t sms) { sm_margin = sms; });
+  module.def("set_invariant", [](bool on) { process_is_invariant = on; });
+  module.def("swap_invariant", [](optional<bool> on) { return std::exchange(thread_is_invariant, on); });
   module.def("watch", [](py::list enter, py::list exit) {
     if (hooks[0] != enter.ptr()) hooks[0] = enter.release().ptr();  // never freed: is_paused reads it without the GIL
     if (hooks[1] != exit.ptr()) hooks[1] = exit.release().ptr();
