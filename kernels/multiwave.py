@@ -27,6 +27,8 @@ from .rowmath import (
     normalize,
     quotient,
     row_means,
+    snapped,
+    snaps,
     sums_equal_elements,
     widen,
 )
@@ -116,6 +118,15 @@ def load_chunks(ptr, start, row_mask, cols, tile: tl.constexpr, present: tl.cons
         else:
             chunks = chunks + (0.0,)
     return chunks
+
+
+@triton.jit
+def first_g(dy_ptr, weight_ptr, mask, norm: tl.constexpr):
+    """g at the first column of rows that begin at `dy_ptr`, for rowmath.snapped."""
+    weight = 0.0
+    if norm.has_weight:
+        weight = tl.load(weight_ptr).to(norm.acc)
+    return norm.form.upstream(tl.load(dy_ptr, mask=mask, other=0.0), weight, norm)
 
 
 @triton.jit
@@ -241,6 +252,8 @@ def backward(
         x_next = load_row_tile(x_rows, ahead, rows, cols, norm, tile)
         dy_next = load_row_tile(dy_rows, ahead, rows, cols, norm, tile)
         next_statistics = load_row_statistics(source, ahead, rows, norm)
+        if snaps(norm, dy_ptr.dtype.element_ty):
+            first = first_g(dy_ptr + row_start(dy_rows, row, norm), weight_ptr, in_range, norm)
         start = (row * cols)[:, None]
         residual = load_chunks(residual_ptr, start, in_range[:, None], cols, tile, norm.has_residual)
         sum_gx = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
@@ -258,6 +271,8 @@ def backward(
         dw = new_dw
         db = new_db
         mean_gx, mean_g = row_means(sum_gx, sum_g, cols, norm)
+        if snaps(norm, dy_ptr.dtype.element_ty):
+            mean_g = snapped(mean_g, first[:, None])
         for c in tl.static_range(tile.chunks):
             g = norm.form.upstream(dy[c].to(norm.acc), widen(weight[c], dtype=norm.acc), norm)
             dx = input_gradient(g, x[c].to(norm.acc), mean, rstd, mean_gx, mean_g, norm)

@@ -14,6 +14,8 @@ from .rowmath import (
     inverse_std,
     normalize,
     quotient,
+    snapped,
+    snaps,
     sums_equal_elements,
     widen,
 )
@@ -185,12 +187,18 @@ def sum_tile(x, dy, statistics, weight, sums, norm: gl.constexpr, tile: gl.const
 
 
 @gluon.jit
-def store_dx(dx_ptr, x, dy, statistics, row_sums, weight, residual, row, cols, norm: gl.constexpr, tile: gl.constexpr):
-    """Second pass of the backward: dx of the tile at `row`, from its row sums over the whole cluster."""
+def store_dx(
+    dx_ptr, x, dy, statistics, row_sums, weight, residual, first_dy, first_weight, row, cols,
+    norm: gl.constexpr, tile: gl.constexpr,
+):  # fmt: skip
+    """Second pass of the backward: dx of the tile at `row`, from its row sums over the whole cluster. first_dy and
+    first_weight are one element of each row, for `snapped`."""
     mean_gx = gl.expand_dims(row_sums[0], 2) / cols
     mean_g = mean_gx
     if norm.layer:
         mean_g = quotient(gl.expand_dims(row_sums[1], 2), cols)
+        if snaps(norm, dy[0].dtype):
+            mean_g = snapped(mean_g, norm.form.upstream(first_dy, first_weight, norm))
     mean = statistics.mean
     rstd = statistics.rstd
     for c in gl.static_range(tile.chunks):

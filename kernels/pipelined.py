@@ -109,6 +109,7 @@ def backward(
     weight = load_parameter(weight_ptr, cols, norm.has_weight, row_tile.columns_of_thread, tile)
     next_statistics = row_tile.load_row_statistics(in_memory, row, norm, tile)
     weight = row_tile.hold_parameter(weight, norm.has_weight, tile.weight_in_smem, tile)
+    first_weight = row_tile.first_of_weight(weight_ptr, cols, rings.slots[1][0].dtype, norm, tile)
     sums = partial_sums.zeros(tile)
     exchange = join_cluster(exchange, tile)
     at = Position(0, 0)
@@ -132,7 +133,10 @@ def backward(
         # The stage still has the tile: it is refilled below, after these reads.
         x = row_tile.read_tile(rings.slots[0], at.stage, True, tile)
         dy = row_tile.read_tile(rings.slots[1], at.stage, True, tile)
-        passes.store_dx(dx_ptr, x, dy, statistics, row_sums, weight, residual, row, cols, norm, tile)
+        first_dy = row_tile.first_of_rows(rings.slots[1], at.stage, norm, tile)
+        passes.store_dx(
+            dx_ptr, x, dy, statistics, row_sums, weight, residual, first_dy, first_weight, row, cols, norm, tile
+        )
         # Refill: every warp has read the stage, by the compiler's CTA barrier and proxy fence before the copies.
         fill_stage(rings, at.stage, row - tile.num_stages * step, tile)
         row -= step

@@ -127,6 +127,7 @@ def consume_backward(norm: gl.constexpr, tile: gl.constexpr, group: gl.constexpr
         weight = operands.weight
     else:
         weight = load_parameter(operands.weight_ptr, operands.cols, norm.has_weight, row_tile.columns_of_thread, tile)
+    first_weight = row_tile.first_of_weight(operands.weight_ptr, operands.cols, operands.dy_slots[0].dtype, norm, tile)
     sums = partial_sums.zeros(tile)
     first = (gl.program_id(0) + group * gl.num_programs(0)) * tile.rows
     step = gl.num_programs(0) * (tile.rows * tile.num_groups)
@@ -139,6 +140,7 @@ def consume_backward(norm: gl.constexpr, tile: gl.constexpr, group: gl.constexpr
         ring.wait(operands.full.index(at.stage), at.phase)  # the tile has arrived, and is visible to this warp's reads
         x = row_tile.read_tile(operands.x_slots, at.stage, False, tile)
         dy = row_tile.read_tile(operands.dy_slots, at.stage, False, tile)
+        first_dy = row_tile.first_of_rows(operands.dy_slots, at.stage, norm, tile)
         residual = row_tile.load_residual(operands.residual_ptr, row, operands.cols, norm, tile)
         if tile.cached:
             release_stage(operands.empty, at.stage)
@@ -146,7 +148,10 @@ def consume_backward(norm: gl.constexpr, tile: gl.constexpr, group: gl.constexpr
         if not tile.cached:
             x = row_tile.read_tile(operands.x_slots, at.stage, True, tile)
             dy = row_tile.read_tile(operands.dy_slots, at.stage, True, tile)
-        passes.store_dx(operands.dx_ptr, x, dy, statistics, row_sums, weight, residual, row, operands.cols, norm, tile)
+        passes.store_dx(
+            operands.dx_ptr, x, dy, statistics, row_sums, weight, residual, first_dy, first_weight, row, operands.cols,
+            norm, tile,
+        )  # fmt: skip
         if not tile.cached:
             release_stage(operands.empty, at.stage)
         row -= step
