@@ -57,7 +57,7 @@ class Problem:
         return make_case(self.norm, (batches, self.rows // batches, 4, self.cols // 4), self.mix, 2)
 
     def inputs(self) -> Inputs:
-        inputs = equal_rows(self.case, rounds=True) if self.equal else oracle.make_inputs(self.case)
+        inputs = equal_rows(self.case) if self.equal else oracle.make_inputs(self.case)
         return inputs if self.layout is None else lay_out(inputs, self.layout)
 
     def simulate(self, **how) -> tuple[Outputs, Simulation]:
