@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 
 import fusednorm
-from fusednorm.operands import FORMS, OPS, Role
+from fusednorm.operands import FORMS, OPS, Role, Slot
 from fusednorm.tools.console import print_table
 
 from .cases import DTYPES, SHAPE_HELP, add_norms_argument, dtype_name, make_parser, parse_shape
@@ -39,6 +39,8 @@ OURS = {
     "affine": ("affine_layer_norm", "affine_rms_norm"),
     "of_sum": ("add_layer_norm", "add_rms_norm"),
     "plus_residual": ("layer_norm_add", "rms_norm_add"),
+    "modulated_plus_residual": ("layer_norm_add", "rms_norm_add"),
+    **dict.fromkeys(("modulated", "of_sum_modulated", "of_gated_sum_modulated"), ("ada_layer_norm", "ada_rms_norm")),
 }
 WAYS = "forward", "backward", "both"
 FLOOR, BLOCK = "floor", 4096  # elements of a CTA of the floor
@@ -55,11 +57,14 @@ class FormCase:
     dtype: torch.dtype
     residual_dtype: torch.dtype
     weight_offset: float
+    samples: int = 1  # that share a row of each modulation
+    modulation_dtype: torch.dtype = torch.bfloat16
 
     @property
     def fields(self) -> dict[str, Any]:
-        has_residual = self.form != "affine"
-        return {
+        has_residual = "residual" in self.names
+        of_samples = {"samples": self.samples, "modulation_dtype": dtype_name(self.modulation_dtype)}
+        return (of_samples if self.modulations else {}) | {
             "norm": self.norm,
             "form": self.form,
             "weight_offset": self.weight_offset,
@@ -71,24 +76,37 @@ class FormCase:
 
     @property
     def names(self) -> list[str]:
-        """Of the tensors: x, a residual, the parameters."""
-        slots = OPS[f"{self.norm}_norm_fwd_{self.form}"].inputs
-        rows = [slot.name for slot in slots if slot.role is Role.ROWS]
-        return [*rows, "weight", *(["bias"] if self.norm == "layer" else [])]
+        """Of the tensors: x, a residual, the parameters. A norm that is modulated before a layer has none."""
+        rows = [slot.name for slot in self.slots if slot.role is Role.ROWS]
+        if self.form.endswith("modulated"):
+            return [*rows, *self.modulations]
+        return [*rows, "weight", *(["bias"] if self.norm == "layer" else []), *self.modulations]
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return OPS[f"{self.norm}_norm_fwd_{self.form}"].inputs
+
+    @property
+    def modulations(self) -> list[str]:
+        names = [slot.name for slot in self.slots if slot.role is Role.MODULATION]
+        return ["gate"] if self.form == "modulated_plus_residual" else names
 
     def inputs(self, device: str = "cuda") -> dict[str, Tensor]:
         generator = torch.Generator(device).manual_seed(0)
-        dtypes = {"residual": self.residual_dtype}
+        dtypes = {"residual": self.residual_dtype} | dict.fromkeys(self.modulations, self.modulation_dtype)
+        rows = (self.samples, self.rows // self.samples, self.cols) if self.modulations else (self.rows, self.cols)
+        shapes = {"x": rows, "residual": rows} | dict.fromkeys(self.modulations, (self.samples, 1, self.cols))
         made = {}
         for name in self.names:
-            shape = (self.rows, self.cols) if name in ("x", "residual") else (self.cols,)
+            shape = shapes.get(name, (self.cols,))
             made[name] = torch.randn(shape, generator=generator, device=device, dtype=dtypes.get(name, self.dtype))
         return {name: each.requires_grad_() for name, each in made.items()}
 
 
 def ours(case: FormCase, given: dict[str, Tensor]) -> Outputs:
     function = getattr(fusednorm, OURS[case.form][case.norm == "rms"])
-    return as_tuple(function(**given, eps=EPS, weight_offset=case.weight_offset))
+    settings = {"gate_activation": "tanh"} if case.form == "modulated_plus_residual" else {}
+    return as_tuple(function(**given, eps=EPS, weight_offset=case.weight_offset, **settings))
 
 
 def plain(case: FormCase, given: dict[str, Tensor]) -> Outputs:
@@ -98,15 +116,19 @@ def plain(case: FormCase, given: dict[str, Tensor]) -> Outputs:
 
 def written(case: FormCase, given: dict[str, Tensor]) -> Outputs:
     """As models write it."""
-    h, residual = given["x"], given.get("residual")
-    h = h + residual if case.form == "of_sum" else h
+    h, residual, gate, before = given["x"], given.get("residual"), given.get("gate"), case.form.startswith("of_")
+    h = h * gate if before and gate is not None else h
+    h = (h + residual).to(residual.dtype) if before else h
     wide = h if h.dtype == torch.float64 else h.float()
     centered = wide - wide.mean(-1, keepdim=True) if case.norm == "layer" else wide
     u = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + EPS)
-    u = u * (case.weight_offset + given["weight"].to(u.dtype))
+    u = u * (case.weight_offset + given["weight"].to(u.dtype)) if "weight" in given else u
     u = u + given["bias"].to(u.dtype) if "bias" in given else u
     y = u.to(given["x"].dtype)
-    return (y, h) if case.form == "of_sum" else (residual + y,) if case.form == "plus_residual" else (y,)
+    if "scale" in given:
+        y = (y * (1 + given["scale"]) + given["shift"]).to(y.dtype)
+    y = y * gate.tanh() if gate is not None and not before else y
+    return (y, h) if before else ((residual + y).to(residual.dtype),) if residual is not None else (y,)
 
 
 def liger(case: FormCase, given: dict[str, Tensor]) -> Outputs:
@@ -138,7 +160,7 @@ def candidates(case: FormCase) -> dict[str, Callable[[FormCase, dict[str, Tensor
     found = {"ours": ours, "inductor": lambda _, given: compiled(given), "eager": written}
     if case.form == "affine":
         found["plain"] = plain
-    if case.norm == "rms" and case.form != "plus_residual":
+    if case.norm == "rms" and case.form in ("affine", "of_sum"):
         found |= {name: call for name, (module, call) in PEERS.items() if packages.missing(module, module) is None}
     return found
 
@@ -156,14 +178,16 @@ def stream(reads, writes, elements, block: tl.constexpr):
 
 def floors(case: FormCase, given: dict[str, Tensor], outputs: Outputs) -> dict[str, Callable[[], object]]:
     """For each direction, stream kernels with its large reads and writes. A residual behind a norm is no operand of a
-    backward: its gradient is dy. dx is written once, in the widest dtype of x and a residual before it."""
+    backward: its gradient is dy. dx is written once, in the widest dtype of x and a residual before it, and that of a
+    gated branch apart."""
     x, residual = given["x"].detach(), given.get("residual")
     rows = [x, *([] if residual is None else [residual.detach()])]
     made = [torch.empty_like(each) for each in outputs]
-    of_sum = case.form == "of_sum"
+    of_sum, branch = case.form.startswith("of_"), [x] if "gated" in case.form else []
     saved = outputs[1] if of_sum else x
-    read = [torch.empty_like(outputs[0]), saved, *([torch.empty_like(saved)] if of_sum else [])]
+    read = [torch.empty_like(outputs[0]), saved, *([torch.empty_like(saved)] if of_sum else []), *branch]
     dx = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype) if of_sum else x.dtype)
+    written = [dx, *map(torch.empty_like, branch)]
 
     def run(reads: list[Tensor], writes: list[Tensor]) -> None:
         stream[(triton.cdiv(x.numel(), BLOCK),)](tuple(reads), tuple(writes), x.numel(), block=BLOCK, num_warps=8)
@@ -172,7 +196,7 @@ def floors(case: FormCase, given: dict[str, Tensor], outputs: Outputs) -> dict[s
         run(rows, made)
 
     def backward() -> None:
-        run(read, [dx])
+        run(read, written)
 
     return {"forward": forward, "backward": backward, "both": lambda: (forward(), backward())}
 
@@ -247,7 +271,8 @@ def make_cases(options: argparse.Namespace) -> Iterator[FormCase]:
         dtype = DTYPES[options.dtype]
         residual = DTYPES[options.residual_dtype or options.dtype]
         offset = options.weight_offset if form == "affine" else 0.0
-        yield FormCase(norm, form, *shape.sizes, dtype, residual, offset)
+        modulation = DTYPES[options.modulation_dtype or options.dtype]
+        yield FormCase(norm, form, *shape.sizes, dtype, residual, offset, options.samples, modulation)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -259,6 +284,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add_norms_argument(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of x, the parameters and gradients")
     parser.add_argument("--residual-dtype", choices=DTYPES, help="of residuals (default: that of x)")
+    parser.add_argument("--samples", type=int, default=4, help="of modulated forms: the rows are theirs (default: 4)")
+    parser.add_argument("--modulation-dtype", choices=DTYPES, help="of scale, shift and gate (default: that of x)")
     parser.add_argument("--weight-offset", type=float, default=1.0, help="of affine (default: 1)")
     parser.add_argument("--rounds", type=int, default=40, help="timed replays of each (default: 40)")
     add_out_argument(parser)

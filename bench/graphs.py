@@ -2,20 +2,26 @@
 
     python -m bench.graphs --only residual_rms modulated_layer llama --seconds 300
 
-The cases are norms with what models write around them, and decoder layers of transformers' classes at their true
-widths (those of bench.zoo), which write their norms by hand: for them there is a third way, with these norms found
-(integrations/written.py). A time is that of forward and backward with all gradients,
-as one CUDA graph with a cold L2. The gradients of both are compared with float64 (cases) or with each other (layers).
-One JSON line per case and way goes to graphs.jsonl, with the report of which norms became ours. Exit code 1 if a
-gradient of ours is worse, 2 without a CUDA GPU.
+The cases are norms with what models write around them, and the models of bench.zoo, which are transformers' and
+diffusers' own classes at true width in few layers. A time is that of forward and backward with all gradients, as one
+CUDA graph with a cold L2, or by a plain call if it cannot be captured (`graph` is false). The gradients of both ways
+are compared with float64; those of a model are of a loss over few tokens.
+
+A model has a process of its own. One JSON line per case and way goes to graphs.jsonl, with the report of which norms
+became ours. A case whose records by the same code and versions exist, in the file or in bench/results, is skipped,
+without --again: a run that was stopped goes on where it was. Exit code 1 if a case failed or a gradient of ours is
+worse, 2 without a CUDA GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from time import monotonic
 from typing import NamedTuple
 
 import torch
@@ -26,15 +32,18 @@ from fusednorm.tools.console import print_table
 
 from .cases import make_parser
 from .records import add_out_argument, describe_machine, lacks_gpu, results_path, save, time_fields
-from .timing import time_interleaved
-from .zoo import models
+from .timing import Times, time_calls, time_interleaved
+from .turns import ROOT, digest, let_installed_packages_precede, recorded, run_group
+from .zoo.measure import Runner, Task, Zoo, compiling, identity, reason
+from .zoo.models import MODELS
 from .zoo.ways import stock_backend
 
 EPS = 1e-6
-LAYERS = "llama qwen3 gemma3 olmo2 glm4 gpt_oss".split()
-LAYER_TOKENS = (2, 4096)  # batch x length
+WAYS = {"compiled stock": "stock", "compiled enable_inductor": "ours"}  # in bench.zoo, here
 FACTOR = 1.2  # of the error of stock Inductor
 BF16 = torch.bfloat16
+LEAST = 30  # seconds more than --seconds, for a model that is measured
+SHOWN = (("median_us", 1), ("times_stock", 3))
 Sizes = tuple[int, ...]
 
 
@@ -104,17 +113,10 @@ class Made(NamedTuple):
 
 def make(name: str, device: str, tiny: bool = False) -> Made:
     torch.manual_seed(0)
-    if name in CASES:
-        case = CASES[name]
-        shapes = case.shapes(case.tiny if tiny else case.sizes)
-        inputs = [torch.randn(shape, device=device, dtype=BF16).requires_grad_() for shape in shapes]
-        return Made(lambda *given: _tuple(case.run(*given)), inputs, inputs)
-    spec = models.MODELS[name].smaller() if tiny else models.MODELS[name]
-    model = spec.build(device, BF16).base_model
-    hidden = model.config.hidden_size
-    x = torch.randn(*((2, 32) if tiny else LAYER_TOKENS), hidden, device=device, dtype=BF16).requires_grad_()
-    leaves = [x, *(p for n, p in model.named_parameters() if "embed_tokens" not in n)]
-    return Made(lambda x: (model(inputs_embeds=x, use_cache=False).last_hidden_state,), [x], leaves)
+    case = CASES[name]
+    shapes = case.shapes(case.tiny if tiny else case.sizes)
+    inputs = [torch.randn(shape, device=device, dtype=BF16).requires_grad_() for shape in shapes]
+    return Made(lambda *given: _tuple(case.run(*given)), inputs, inputs)
 
 
 def _tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -131,52 +133,101 @@ def errors(got: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> list[float]:
 
 
 def measure(name: str, device: str, rounds: int, tiny: bool = False) -> list[dict]:
-    """A record for each way: stock Inductor, enable_inductor(), and that with ops for norms written by hand. Without
-    rounds nothing is timed."""
-    from fusednorm.integrations import inductor, written
-
-    def with_written(graph: torch.fx.GraphModule, inputs: list) -> Callable:
-        written.make_ops(graph)
-        return inductor.compile_graph(graph, inputs)
+    """A record of a case for each way. Without rounds nothing is timed."""
+    from fusednorm.integrations import inductor
 
     torch.compiler.reset()
     made = make(name, device, tiny)
     grads = [torch.randn_like(each) for each in made.run(*made.inputs)]
-    backends = {"stock": stock_backend(), "ours": inductor.compile_graph, "written": with_written}
-    if name in CASES:
-        del backends["written"]  # these call torch's functions
+    backends = {"stock": stock_backend(), "ours": inductor.compile_graph}
     ways = {way: torch.compile(made.run, backend=backend, dynamic=False) for way, backend in backends.items()}
     found, norms = {}, {}
     for way, run in ways.items():
         inductor.report(clear=True)
         found[way] = gradients(run, made, grads)
-        norms[way] = str(inductor.report()).splitlines()
-    if name in CASES:
-        wide = [each.detach().double().requires_grad_() for each in made.inputs]
-        exact = gradients(made.run, Made(made.run, wide, wide), [each.double() for each in grads])
-    else:
-        exact = found["stock"]
+        norms[way] = [line.replace(f"{ROOT}/", "") for line in str(inductor.report()).splitlines()]
+    wide = [each.detach().double().requires_grad_() for each in made.inputs]
+    exact = gradients(made.run, Made(made.run, wide, wide), [each.double() for each in grads])
     far = {way: errors(each, exact) for way, each in found.items()}
-    del found, exact
     calls = {way: lambda run=run: gradients(run, made, grads) for way, run in ways.items()}
-    times = time_interleaved(calls, rounds) if rounds else {}
-    least = far["stock"] if name in CASES else [0.1] * len(far["stock"])  # other roundings, through whole layers
-    records = []
-    for way, error in far.items():
-        worse = any(each > FACTOR * max(most, 2**-10) for each, most in zip(error, least, strict=True))
-        record = {"case": name, "way": way, "error": max(error), "is_worse": worse, "norms": norms[way]}
-        if rounds:
-            record |= time_fields(times[way]) | {"times_stock": round(times[way].median / times["stock"].median, 4)}
-        records.append(record)
+    times, graph = time(calls, rounds) if rounds else ({}, False)
+    return [
+        {"case": name, "way": way, "error": max(far[way]), "is_worse": is_worse(far[way], far["stock"]), "graph": graph,
+         "norms": norms[way]} | compared(times, way)
+        for way in ways
+    ]  # fmt: skip
+
+
+def measure_model(task: Task, ready: Event | None = None, turn: Event | None = None) -> list[dict]:
+    """Saves and returns a record of a model of bench.zoo for each way. Sets `ready` and waits for `turn`, as
+    turns.run_group wants it."""
+    common = identity(task) | {"bench": "graphs", "case": task.model}
+    with compiling():
+        try:
+            zoo = Zoo(task)
+            zoo.prepare()
+        except Exception as error:  # no such class, or no such package
+            zoo, found = None, [{"error": reason(error), "failed": not isinstance(error, ModuleNotFoundError)}]
+        if ready and turn:
+            ready.set()
+            turn.wait()
+        records = [common | each for each in (of_model(zoo) if zoo else found)]
+    save(records, task.out)
     return records
+
+
+def of_model(zoo: Zoo) -> Iterator[dict]:
+    zoo.check()
+    parameters = [each for each in zoo.parameters.values() if each.requires_grad]
+
+    def call(runner: Runner) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(zoo.batches[0].loss(runner.way.call), parameters, allow_unused=True)
+
+    runners = {WAYS[runner.name]: runner for runner in zoo.runners}
+    calls = {way: call(runner) for way, runner in runners.items() if runner.way}
+    times, graph = time(calls, zoo.task.rounds) if zoo.task.rounds and calls else ({}, False)
+    stock = runners["stock"].measured.get("errors", {})
+    for way, runner in runners.items():
+        far = runner.measured.get("errors", {})
+        worse = bool(stock and far) and is_worse(far.values(), stock.values())
+        yield {
+            "way": way, "error": runner.error or far.get("all"), "errors": far,
+            "failed": runner.failed, "unchecked": zoo.unchecked, "is_worse": worse, "graph": graph,
+            "norms": runner.measured.get("norms_run", []),
+        } | compared(times, way)  # fmt: skip
+
+
+def time(calls: dict[str, Callable], rounds: int) -> tuple[dict[str, Times], bool]:
+    """The times, and whether they are those of CUDA graphs."""
+    try:
+        return time_interleaved(calls, rounds), True
+    except RuntimeError:  # a call that copies from the host, or reads from the GPU
+        torch.cuda.synchronize()
+        return time_calls(calls, rounds), False
+
+
+def is_worse(far: Iterable[float], least: Iterable[float]) -> bool:
+    return any(each > FACTOR * max(most, 2**-10) for each, most in zip(far, least, strict=True))
+
+
+def compared(times: dict[str, Times], way: str) -> dict:
+    """A record's fields of times."""
+    if way not in times:
+        return {}
+    base = times.get("stock")
+    ratio = {"times_stock": round(times[way].median / base.median, 4)} if base else {}
+    return time_fields(times[way]) | ratio
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = make_parser("graphs", __doc__)
-    names = [*CASES, *LAYERS]
-    parser.add_argument("--only", nargs="+", choices=names, default=names, help="default: all")
+    names = [*CASES, *MODELS]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--rounds", type=int, default=40, help="timed replays of each (default: 40)")
-    parser.add_argument("--seconds", type=float, default=480, help="no case starts after these (default: 480)")
+    parser.add_argument("--seconds", type=float, default=480, help="of everything (default: 480)")
+    text = "of compiling a model, at most (default: 240)"
+    parser.add_argument("--compile-seconds", type=float, default=240, help=text)
+    parser.add_argument("--again", action="store_true", help="measure what was measured, too")
     add_out_argument(parser)
     return parser.parse_args(arguments)
 
@@ -185,26 +236,45 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     if lacks_gpu("graphs"):
         return 2
-    machine, rows, worse, end = describe_machine(), [], 0, time.monotonic() + options.seconds
-    path = results_path(options.out, machine, "graphs")
+    let_installed_packages_precede()
+    end = monotonic() + options.seconds
+    machine = describe_machine() | {"source": digest("bench/graphs.py", "bench/zoo/*.py")}
+    path, rows, bad = results_path(options.out, machine, "graphs"), [], 0
+    done = set() if options.again else {each["case"] for each in recorded(path, machine) if "median_us" in each}
     for name in options.only:
-        if time.monotonic() > end:
-            print(f"left out, the time is over: {name}")
+        if name in done or monotonic() > end:
+            print(f"{name}: {'its records exist' if name in done else 'left for another run, the time is over'}")
             continue
+        records = records_of(name, machine, path, options, end)
+        for each in records:
+            bad += each.get("is_worse", False) or each.get("failed", False)
+            times = [f"{each[field]:.{digits}f}" for field, digits in SHOWN if field in each]
+            rows.append([name, each.get("way", ""), *(times or ["", ""])])
+            print(*rows[-1], each.get("error"), *each.get("norms", ()), sep="\n  ", flush=True)
+        torch.cuda.empty_cache()
+    print_table("Forward and backward", ["case", "way", "us", "over stock"], rows, "bench")
+    return int(bad > 0)
+
+
+def records_of(name: str, machine: dict, path: Path, options: argparse.Namespace, end: float) -> list[dict]:
+    """What was saved."""
+    if name in MODELS:
+        seconds = max(1.0, end - monotonic())
+        limits = min(options.compile_seconds, seconds), seconds
+        task = Task(name, tuple(WAYS), path, machine["source"], *limits, options.rounds, steps=1)
+        before = len(path.read_text().splitlines()) if path.exists() else 0
+        (failure,) = run_group([(measure_model, task)], end + LEAST)
+        lines = path.read_text().splitlines()[before:] if path.exists() else []
+        if not failure:
+            return [json.loads(line) for line in lines]
+        records = [machine | {"case": name, "error": failure, "failed": True}]
+    else:
         try:
             records = [machine | each for each in measure(name, "cuda", options.rounds)]
         except Exception as error:  # of one case: the others go on
-            print(f"{name}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
-            worse += 1
-            continue
-        save(records, path)
-        worse += sum(each["is_worse"] for each in records)
-        for each in records:
-            rows.append([name, each["way"], f"{each['median_us']:.1f}", f"{each['times_stock']:.3f}"])
-            print(*rows[-1], *each["norms"], sep="\n  ", flush=True)
-        torch.cuda.empty_cache()
-    print_table("Forward and backward", ["case", "way", "us", "over stock"], rows, "bench")
-    return int(worse > 0)
+            records = [machine | {"case": name, "error": reason(error), "failed": True}]
+    save(records, path)
+    return records
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Times the host side of eager calls, ours beside ATen's: the raw ops, and modules with autograd.
+"""Times the host side of eager calls, ours beside ATen's: the raw ops, and modules with autograd. Modules of forms are
+timed beside the plain one's.
 
     python -m bench.host_time --rows 128 --cols 1024
 
@@ -15,7 +16,7 @@ import functools
 import itertools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -46,6 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     calls: dict[Timed, Callable[[], object]] = {}
     for norm in NORMS:
+        found = calls_of_forms(norm, options.rows, options.cols, DTYPES[options.dtype])
+        calls |= {Timed(norm, *key): call for key, call in found.items()}
         found = calls_of(norm, options.rows, options.cols, DTYPES[options.dtype])
         calls |= {Timed(norm, *key): call for key, call in found.items()}
         found = calls_of_row_counts(norm, options.row_counts, options.cols, DTYPES[options.dtype])
@@ -124,9 +127,46 @@ def calls_of(
         make_module = functools.partial(getattr(package, module), cols, device=device, dtype=dtype)
         calls["forward op", name] = functools.partial(forward, *operands)
         calls["backward op", name] = functools.partial(backward, *grads)
-        calls["module, forward and backward", name] = training_call(make_module(), x, dy)
-        calls["module, no gradient", name] = inference_call(make_module(), x)
+        calls["module, forward and backward", name] = training_call(make_module(), (x,), dy)
+        calls["module, no gradient", name] = inference_call(make_module(), (x,))
     return calls
+
+
+def calls_of_forms(
+    norm: str, rows: int, cols: int, dtype: torch.dtype, device: str = "cuda"
+) -> dict[tuple[str, str], Callable[[], object]]:
+    """By (call, candidate): modules of forms, with their backwards and without gradients, and a module of a model that
+    patch_model has patched."""
+    x, residual, dy = (torch.randn(rows, cols, device=device, dtype=dtype) for _ in range(3))
+    name, options = {"layer": "LayerNorm", "rms": "RMSNorm"}[norm], {"device": device, "dtype": dtype}
+    modules = {
+        "with weight_offset": (getattr(fusednorm, f"Affine{name}")(cols, weight_offset=1.0, **options), (x,)),
+        "rounding x_hat": (getattr(fusednorm, f"Affine{name}")(cols, rounding="x_hat", **options), (x,)),
+        "of a sum": (getattr(fusednorm, f"Add{name}")(cols, **options), (x, residual)),
+        "plus a residual": (getattr(fusednorm, f"{name}Add")(cols, **options), (x, residual)),
+    }
+    if norm == "rms":
+        module = ByHand(cols, **options)
+        fusednorm.patch_model(module)
+        modules["written by hand, patched"] = module, (x,)
+    calls: dict[tuple[str, str], Callable[[], object]] = {}
+    for form, (module, rows_of_it) in modules.items():
+        calls[f"module {form}, forward and backward", OURS] = training_call(module, rows_of_it, dy)
+        calls[f"module {form}, no gradient", OURS] = inference_call(module, rows_of_it)
+    return calls
+
+
+class ByHand(torch.nn.Module):
+    """As Hugging Face's LlamaRMSNorm."""
+
+    def __init__(self, cols: int, **options):
+        super().__init__()
+        self.weight, self.variance_epsilon = torch.nn.Parameter(torch.ones(cols, **options)), 1e-5
+
+    def forward(self, hidden_states):
+        x = hidden_states.float()
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * x.to(hidden_states.dtype)
 
 
 def calls_of_row_counts(
@@ -173,21 +213,27 @@ def seconds_of_row_counts(norm: str, row_counts: int, cols: int, dtype: torch.dt
     return time.perf_counter() - start
 
 
-def training_call(module: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Callable[[], None]:
-    leaf = x.clone().requires_grad_()
+def training_call(module: torch.nn.Module, rows: Sequence[torch.Tensor], dy: torch.Tensor) -> Callable[[], None]:
+    """dy is the gradient of each output."""
+    leaves = [each.clone().requires_grad_() for each in rows]
 
     def call() -> None:
-        module(leaf).backward(dy)
-        leaf.grad = None
+        outputs = module(*leaves)
+        if isinstance(outputs, tuple):
+            torch.autograd.backward(outputs, (dy,) * len(outputs))
+        else:
+            outputs.backward(dy)
+        for leaf in leaves:
+            leaf.grad = None
         module.zero_grad()
 
     return call
 
 
-def inference_call(module: torch.nn.Module, x: torch.Tensor) -> Callable[[], None]:
+def inference_call(module: torch.nn.Module, rows: Sequence[torch.Tensor]) -> Callable[[], None]:
     def call() -> None:
         with torch.no_grad():
-            module(x)
+            module(*rows)
 
     return call
 

@@ -10,7 +10,7 @@ import itertools
 import sys
 from pathlib import Path
 
-from . import documents
+from . import documents, neighbours
 from .candidates import OURS
 from .cases import NORMS, make_parser
 from .records import RESULTS
@@ -63,6 +63,12 @@ def page() -> str:
     parts.append(f"## Every peer\n\nGeometric means over the shapes that both were timed on.\n\n{every_peer()}")
     said = "All places on this page. Times of chains are those of the whole graph."
     parts.append(f"## Where a peer is faster\n\n{said}\n\n{peers_ahead()}")
+    said = "Forward, backward and both, over a kernel that streams the same large tensors; bf16."
+    parts.append(f"## Forms, H100\n\n{said}\n\n{neighbours.forms('H100')}")
+    parts += neighbours.sources("forms", "H100")
+    said = "Forward and backward with all gradients, a CUDA graph with a cold L2; bf16."
+    parts.append(f"## Compiled by Inductor, H100\n\n{said}\n\n{neighbours.compiled('H100')}")
+    parts += neighbours.sources("graphs", "H100")
     said = "A CUDA graph with a cold L2 at its start, backward, bf16."
     parts.append(f"## Between other kernels, H100\n\n{said}\n\n{chains('H100')}")
     parts.append(source("chains", newest_day("chains", "H100"), "H100"))

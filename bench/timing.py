@@ -92,22 +92,27 @@ def time_interleaved(calls: dict[str, Callable[[], object]], rounds: int) -> dic
 
 
 def time_graphs(graphs: dict[str, CapturedCall], rounds: int) -> dict[str, Times]:
-    """`time_interleaved` for calls that are captured already.
+    """`time_interleaved` for calls that are captured already."""
+    return time_calls({name: graph.replay for name, graph in graphs.items()}, rounds)
 
-    The flush keeps the GPU busy while the host enqueues the replay, so that the launch is not part of the time.
+
+def time_calls(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Times]:
+    """`time_interleaved` without capture. Where a call launches many kernels, the GPU may wait for the host.
+
+    The flush keeps the GPU busy while the host enqueues the first ones, so that their launch is not part of the time.
     """
     cold = ColdL2()
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in graphs}
-    for order in rotations(list(graphs), rounds + 1):
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
+    for order in rotations(list(calls), rounds + 1):
         for name in order:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             cold.flush()
             start.record()
-            graphs[name].replay()
+            calls[name]()
             end.record()
             events[name].append((start, end))
         torch.cuda.synchronize()
-    # The first round warms the graphs up.
+    # The first round warms them up.
     return {name: Times.of([1e3 * s.elapsed_time(e) for s, e in pairs[1:]]) for name, pairs in events.items()}
 
 

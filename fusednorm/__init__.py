@@ -26,6 +26,8 @@ from .columns.explanation import explain_column_sum  # noqa: E402
 from .columns.ops import column_sum  # noqa: E402
 from .forcing import force  # noqa: E402
 from .functional import (  # noqa: E402
+    ada_layer_norm,
+    ada_rms_norm,
     add_layer_norm,
     add_rms_norm,
     affine_layer_norm,
@@ -33,8 +35,12 @@ from .functional import (  # noqa: E402
     layer_norm_add,
     rms_norm_add,
 )
-from .margin import sm_margin  # noqa: E402
+from .heads.explanation import explain_qk_norm  # noqa: E402
+from .heads.functional import qk_norm, qk_norm_packed  # noqa: E402
+from .heads.modules import QKNorm  # noqa: E402
 from .modules import (  # noqa: E402
+    AdaLayerNorm,
+    AdaRMSNorm,
     AddLayerNorm,
     AddRMSNorm,
     AffineLayerNorm,
@@ -44,12 +50,16 @@ from .modules import (  # noqa: E402
     RMSNorm,
     RMSNormAdd,
 )
+from .settings.invariance import batch_invariant  # noqa: E402
+from .settings.margin import sm_margin  # noqa: E402
 from .tools.explanation import explain  # noqa: E402
 from .tools.warm import warmup  # noqa: E402
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaLayerNorm",
+    "AdaRMSNorm",
     "AddLayerNorm",
     "AddRMSNorm",
     "AffineLayerNorm",
@@ -57,20 +67,27 @@ __all__ = [
     "LayerNorm",
     "LayerNormAdd",
     "LayerNormFunction",
+    "QKNorm",
     "RMSNorm",
     "RMSNormAdd",
     "RMSNormFunction",
+    "ada_layer_norm",
+    "ada_rms_norm",
     "add_layer_norm",
     "add_rms_norm",
     "affine_layer_norm",
     "affine_rms_norm",
+    "batch_invariant",
     "column_sum",
     "explain",
     "explain_column_sum",
+    "explain_qk_norm",
     "force",
     "functional",
     "layer_norm_add",
     "layers",
+    "qk_norm",
+    "qk_norm_packed",
     "rms_norm_add",
     "sm_margin",
     "warmup",

@@ -43,7 +43,6 @@ from .namespace import NAMESPACE, TORCH_OPS
 from .operands import (
     OPS,
     OWN_OUTPUTS,
-    TRANSLATIONS,
     BackwardOperands,
     Derivative,
     ForwardOperands,
@@ -61,6 +60,8 @@ from .operands import (
 from .operands import add as add_to_table
 from .planner.norm_problem import accumulation_dtype
 from .problem import validate
+from .settings import invariance
+from .settings.invariance import as_in_forward
 
 
 class LayerNormFunction:
@@ -104,6 +105,7 @@ class NodeInfo(NamedTuple):
     eps: float | None
     statistics_inside: bool  # whether mean and rstd stay inside the node, and are none of its outputs
     asked: tuple[str | None, ...]  # the variants that `force` asked for, the innermost last
+    invariant: bool  # whether its rows are batch-invariant
     by: Derivative
     settings: dict[str, Any]  # operands of a form's backward that are no tensors
 
@@ -111,27 +113,30 @@ class NodeInfo(NamedTuple):
         """The outputs of the backward op by name, or those of operations that can be differentiated if the statistics
         are inside the node and this backward is itself recorded. more: gradients of outputs that the backward op takes
         beside that of y, by the names of its operands."""
-        given = self.settings | more if more else self.settings
-        outputs = TRANSLATIONS[TRANSLATIONS[self.op].backward].type.outputs
+        operands = backward_of(
+            self.op,
+            **saved,
+            normalized_shape=self.normalized_shape,
+            grad_out=grad_y,
+            output_mask=mask,
+            **self.settings,
+            **more,
+        )
         if self.statistics_inside and torch.is_grad_enabled():
-            grads = _differentiable_backward(self.op, saved, self.normalized_shape, self.eps, grad_y, mask, given)
+            grads = differentiable_backward(operands, self.eps)
         else:
-            grads = self._backward(
-                backward_of(
-                    self.op,
-                    **saved,
-                    normalized_shape=self.normalized_shape,
-                    grad_out=grad_y,
-                    output_mask=mask,
-                    **given,
-                )
-            )
-        return dict(zip([each.name for each in outputs], grads, strict=True))
+            grads = self._backward(operands)
+        return dict(zip([each.name for each in operands.outputs], grads, strict=True))
 
     def _backward(self, operands: BackwardOperands) -> Outputs:
-        if not torch.compiler.is_dynamo_compiling() and self.asked != asked_variants():
-            with force(self.asked[-1] if self.asked else None):  # the forward's `force`, not that of autograd's thread
-                return _backward(operands)
+        if not torch.compiler.is_dynamo_compiling():
+            # What was asked for of the forward, not of autograd's thread.
+            if self.asked != asked_variants():
+                with force(self.asked[-1] if self.asked else None), as_in_forward(self.invariant):
+                    return _backward(operands)
+            if self.invariant != invariance.switch.is_invariant():
+                with as_in_forward(self.invariant):
+                    return _backward(operands)
         if not (_is_seen() or torch.is_grad_enabled() or _is_intercepted()):
             grads, _ = prepared.run(operands)
             if grads is not None:
@@ -163,35 +168,35 @@ class NormFunction(Function):
         more = {name: grad for name, grad in zip(by.grads, behind, strict=True) if grad is not None}
         mask = tuple([any([wanted[at] for at in ats]) for ats in by.mask])
         grads = {"grad_out": grad_y}
+        has_branch, of_dh = "branch" in saved, None
+        if any(each is not None for each in of_statistics) and (mask[0] or has_branch):
+            statistics = saved.get("mean"), saved["rstd"], *of_statistics
+            of_dh = reference.statistics_backward_formula(saved["x"], info.normalized_shape, *statistics)
+        if of_dh is not None and has_branch:  # more depends on dh than dx
+            more["residual_grad"] = of_dh + more["residual_grad"] if "residual_grad" in more else of_dh
         if grad_y is None and all(more.get(name) is None or at in by.passed for at, name in enumerate(by.grads)):
             for at in by.passed:  # the norm adds nothing to these gradients
-                grads["dx"] = more.get(by.grads[at])
+                grads["dx"] = dh = more.get(by.grads[at])
+                if has_branch and dh is not None:
+                    branch = saved["branch"], saved["gate"], len(info.normalized_shape)
+                    grads["dbranch"], grads["dgate"] = reference.branch_gradients(dh, *branch, mask=(True, True))
         elif grad_y is not None or more:
             grad_y = torch.zeros_like(saved["x"]) if grad_y is None else grad_y
             grads |= info.backward(grad_y, saved, mask, more)
-        if mask[0] and any(each is not None for each in of_statistics):
-            statistics = saved.get("mean"), saved["rstd"], *of_statistics
-            dx = reference.statistics_backward_formula(saved["x"], info.normalized_shape, *statistics)
-            grads["dx"] = dx if grads.get("dx") is None else grads["dx"] + dx
+        if of_dh is not None and not has_branch:
+            grads["dx"] = of_dh if grads.get("dx") is None else grads["dx"] + of_dh
         return *[grads.get(name) if want else None for name, want in zip(by.gradients, wanted, strict=True)], None, None
 
 
 _record = torch_compat.record(NormFunction)  # skips torch.func's checks: no call under torch.func gets here
 
 
-def differentiable_backward(forward: Operands, grad_y: Tensor, mask: Sequence[bool]) -> Outputs:
-    """The gradients of the tensors of a plain forward that returned y alone, for a backward that is itself
-    differentiated."""
-    saved = dict(zip(forward.tensor_names, forward.tensors, strict=True))
-    return _differentiable_backward(forward.op, saved, forward.normalized_shape, forward.eps, grad_y, mask, {})
-
-
-def _differentiable_backward(forward: str, saved: dict, shape, eps, grad_y, mask, given: dict[str, Any]) -> Outputs:
-    """The outputs of the backward of a forward, from the saved tensors. The statistics are computed again, because
-    gradients flow through them."""
-    _, mean, rstd, *_ = reference.formula(ForwardOperands(OPS[forward].norm, saved["x"], shape, eps=eps))
-    given = saved | given | {"mean": mean, "rstd": rstd}
-    operands = backward_of(forward, **given, normalized_shape=shape, grad_out=grad_y, output_mask=tuple(mask))
+def differentiable_backward(operands: BackwardOperands, eps: float | None) -> Outputs:
+    """The outputs of a backward that is itself differentiated, of a node that keeps the statistics inside. They are
+    computed again, because gradients flow through them."""
+    forward = ForwardOperands(operands.norm, operands.x, operands.normalized_shape, eps=eps)
+    _, mean, rstd, *_ = reference.formula(forward)
+    operands = operands._replace(mean=mean, rstd=rstd)
     return call_op(
         _overload(operands) if torch.compiler.is_dynamo_compiling() else IMPLEMENTATIONS[operands.op], operands
     )
@@ -227,17 +232,17 @@ def _recorded(operands: Operands) -> Outputs:
 
 def _node_info(operands: Operands, *, statistics_inside: bool) -> NodeInfo:
     by, shape = derivative_of(operands.op), tuple(operands.normalized_shape)
-    settings = _settings(operands, by) if by.has_form else {}
-    return NodeInfo(operands.op, shape, operands.eps, statistics_inside, asked_variants(), by, settings)
+    settings = _settings(operands, by) if by.settings or by.dtypes else {}
+    asked = asked_variants(), invariance.switch.is_invariant()
+    return NodeInfo(operands.op, shape, operands.eps, statistics_inside, *asked, by, settings)
 
 
 def _settings(operands: Operands, by: Derivative) -> dict[str, Any]:
-    """What the backward of a form takes beside tensors. It writes dx once, in the widest dtype of those whose gradient
-    it is: autograd casts it to those of the others."""
-    settings = {name: getattr(operands, name) for name in by.settings}
-    pairs = zip(operands.tensors, by.gradients, strict=True)
-    dtypes = [each.dtype for each, gradient in pairs if gradient == "dx" and each is not None]
-    return settings | {"dx_dtype": reduce(torch.promote_types, dtypes)}
+    """What the backward of a form takes beside tensors."""
+    tensors, settings = operands.tensors, {name: getattr(operands, name) for name in by.settings}
+    for name, ats in by.dtypes:
+        settings[name] = reduce(torch.promote_types, [tensors[at].dtype for at in ats if tensors[at] is not None])
+    return settings
 
 
 def _below_autograd(operands: Operands) -> Outputs:
@@ -263,13 +268,13 @@ def _overload(operands: Operands) -> Callable[..., tuple]:
 
 def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
     """y of layer_norm_fwd, differentiable. The statistics are not written if no gradient needs them."""
-    y = native.y_of("layer_norm_fwd", x, normalized_shape, weight, bias, eps)
+    y = native.y_of("layer_norm_fwd", (x, normalized_shape, weight, bias, eps))
     return y_of("layer", x, normalized_shape, weight, bias, eps) if y is None else y
 
 
 def rms_norm(x, normalized_shape, weight=None, eps=None):
     """y of rms_norm_fwd, differentiable. The statistics are not written if no gradient needs them."""
-    y = native.y_of("rms_norm_fwd", x, normalized_shape, weight, eps)
+    y = native.y_of("rms_norm_fwd", (x, normalized_shape, weight, eps))
     return y_of("rms", x, normalized_shape, weight, None, eps) if y is None else y
 
 
@@ -287,9 +292,10 @@ def y_of(norm, x, normalized_shape, weight, bias, eps) -> Tensor:
     return call_op(_overload(operands) if traced else IMPLEMENTATIONS[operands.op], operands)[0]
 
 
-def of_form(name: str, arguments: tuple, named: dict[str, Any]) -> Tensor | tuple[Tensor, ...]:
-    """What a form's forward op returns without the statistics, by the op's arguments: y, or y and what follows."""
-    operands = operands_of(name, arguments, named)
+def of_form(name: str, arguments: tuple) -> Tensor | tuple[Tensor, ...]:
+    """What a form's forward op returns without the statistics, for all of its arguments by position: y, or y and what
+    follows."""
+    operands = operands_of(name, arguments, {})
     try:
         if not torch.compiler.is_dynamo_compiling() and tracing_state() is not None:  # sizes are tensors then
             operands = operands._replace(normalized_shape=[int(size) for size in operands.normalized_shape])

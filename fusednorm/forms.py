@@ -1,11 +1,12 @@
 """What a norm does beside normalizing rows, as a value: the form.
 
-Every norm takes four steps, of which only the second is not by element:
+Every norm takes five steps, of which only the second is not by element:
 
-    h = combine(x, ...)         nothing, or x + residual
+    h = combine(x, ...)         nothing, x + residual, x * act(gate) or residual + gate * x
     x_hat = normalize(h)        LayerNorm or RMSNorm of a row
     u = x_hat * (weight_offset + weight) + bias
-    y = finish(u, ...)          nothing, or u + residual
+    v = modulate(u, ...)        nothing, or u * factor(scale) + shift
+    y = finish(v, ...)          nothing, v + residual or v * act(gate)
 
 A FormSpec names the steps. An op has one, a problem, a plan and a launch carry it on, and the kernels look up the
 functions of its steps (rowmath.py: form_of). The planner asks for counts alone, which are those of the steps.
@@ -21,10 +22,18 @@ class Step(NamedTuple):
 
     rows_in: int = 0  # tensors of x's shape that it reads
     rows_out: int = 0  # and that it writes
+    reads_u: bool = False  # whether its gradients need u, and so weight and bias
 
 
-COMBINE = {"": Step(), "add": Step(rows_in=1, rows_out=1)}  # the sum is an output: the next residual
-FINISH = {"": Step(), "add": Step(rows_in=1)}
+COMBINE = {  # the sum is an output: the next residual
+    "": Step(),
+    "add": Step(rows_in=1, rows_out=1),
+    "gate": Step(rows_in=1),
+    "add_gated": Step(rows_in=1, rows_out=1),
+}
+FINISH = {"": Step(), "add": Step(rows_in=1), "gate": Step(rows_in=1, reads_u=True)}
+ACTIVATIONS = "silu", "sigmoid"  # of a gate
+MODULATE = "", "one_plus", "identity", "tanh"  # the factors that a scale may stand for; the first is no modulation
 
 
 class FormSpec(NamedTuple):
@@ -35,7 +44,10 @@ class FormSpec(NamedTuple):
     rounds_sum: bool = True  # whether the sum that is normalized is the one that is stored
     weight_offset: float = 0.0  # added to the weight in the accumulation dtype, if there is a weight
     rounds_x_hat: bool = False  # to x's dtype, before the weight
+    modulate: str = ""  # a name among MODULATE
     finish: str = ""  # a name among FINISH
+    activation: str = "silu"  # of the gate, if there is one: a name among ACTIVATIONS
+    rounds_steps: bool = False  # every step of combine, modulate and finish to the dtype that torch gives it
 
     @property
     def rows_before(self) -> int:
@@ -50,6 +62,12 @@ class FormSpec(NamedTuple):
     def rows_out(self) -> int:
         return COMBINE[self.combine].rows_out + FINISH[self.finish].rows_out
 
+    @property
+    def reads_u(self) -> bool:
+        return FINISH[self.finish].reads_u or bool(self.modulate)
+
 
 PLAIN = FormSpec()
-ROUNDINGS = "once", "x_hat"  # as callers name FormSpec.rounds_x_hat
+CHOICES = {"modulate": MODULATE}  # the values of fields that operands set by name
+ROUNDINGS = {"once": False, "x_hat": True}  # FormSpec.rounds_x_hat, as callers name it
+STEPS = "steps"  # FormSpec.rounds_steps, as callers of modulated norms name it

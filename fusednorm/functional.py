@@ -13,7 +13,6 @@ follow from those of the arguments, as F.rms_norm's do.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 
@@ -24,7 +23,7 @@ from torch.fx import Proxy
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_variadic
 
 from . import autograd
-from .forms import ROUNDINGS
+from .forms import ROUNDINGS, STEPS
 from .host import native, torch_compat
 from .host.kernel_devices import runs_kernels
 from .host.torch_compat import asks_function_modes, asks_subclasses
@@ -44,7 +43,7 @@ def layer_norm(
     tensor of input's shape and dtype (float32 under CUDA autocast). Raises RuntimeError as
     torch.ops.fusednorm.layer_norm_fwd does, and torch.nn.functional's TypeError for an argument of another type.
     """
-    y = native.y_of("layer_norm_fwd", input, normalized_shape, weight, bias, eps)
+    y = native.y_of("layer_norm_fwd", (input, normalized_shape, weight, bias, eps))
     if y is not None:
         return y
     if asks_function_modes() or (has_torch_function_variadic(input, weight, bias) and asks_subclasses()):
@@ -74,7 +73,7 @@ def rms_norm(
     memory format of a channels-last input. Raises RuntimeError as torch.ops.fusednorm.rms_norm_fwd does, and
     torch.nn.functional's TypeError for an argument of another type.
     """
-    y = native.y_of("rms_norm_fwd", input, normalized_shape, weight, eps)
+    y = native.y_of("rms_norm_fwd", (input, normalized_shape, weight, eps))
     if y is not None:
         return y
     if asks_function_modes() or (has_torch_function_variadic(input, weight) and asks_subclasses()):
@@ -111,7 +110,7 @@ def affine_layer_norm(
     weight and bias, as in most of transformers' RMSNorms. Any float dtypes; each gradient has its input's. Raises
     RuntimeError as torch.ops.fusednorm.layer_norm_fwd_affine does, and ValueError for another rounding.
     """
-    return _of_form("layer_norm_fwd_affine", x, (), weight, bias, eps, normalized_shape, weight_offset, rounding)
+    return of_form("layer_norm_fwd_affine", x, (), weight, bias, eps, normalized_shape, weight_offset, rounding)
 
 
 def affine_rms_norm(
@@ -127,7 +126,7 @@ def affine_rms_norm(
     """RMSNorm with another map of x_hat, y = x_hat * (weight_offset + weight) + bias. weight_offset=1.0 is the RMSNorm
     of Gemma 1 to 3 and Qwen3-Next, rounding="x_hat" that of Llama. Arguments as affine_layer_norm's; eps None is the
     machine epsilon of float32 (float64 for float64 x)."""
-    return _of_form("rms_norm_fwd_affine", x, (), weight, bias, eps, normalized_shape, weight_offset, rounding)
+    return of_form("rms_norm_fwd_affine", x, (), weight, bias, eps, normalized_shape, weight_offset, rounding)
 
 
 def add_layer_norm(
@@ -184,11 +183,17 @@ def layer_norm_add(
     normalized_shape: Sequence[int] | None = None,
     weight_offset: float = 0.0,
     rounding: str = "once",
+    gate: Tensor | None = None,
+    gate_activation: str | None = None,
 ) -> Tensor:
     """residual + LayerNorm of x: the norm behind a layer, added to the residual stream. The sum is rounded once, to the
-    promoted dtype of x and residual. Other arguments, dtypes and errors are those of affine_layer_norm."""
-    return _of_form("layer_norm_fwd_plus_residual", x, (residual,), weight, bias, eps,
-                    normalized_shape, weight_offset, rounding)  # fmt: skip
+    promoted dtype of x and residual.
+
+    gate makes it residual + gate * LayerNorm of x, with gate_activation="tanh" tanh(gate) for gate. Its shape is that
+    of ada_layer_norm's modulations; rounding may be "steps" then. Other arguments, dtypes and errors are those of
+    affine_layer_norm."""
+    return behind("layer", x, residual, gate, gate_activation, weight, bias, eps,
+                   normalized_shape, weight_offset, rounding)  # fmt: skip
 
 
 def rms_norm_add(
@@ -201,36 +206,147 @@ def rms_norm_add(
     normalized_shape: Sequence[int] | None = None,
     weight_offset: float = 0.0,
     rounding: str = "once",
+    gate: Tensor | None = None,
+    gate_activation: str | None = None,
 ) -> Tensor:
-    """residual + RMSNorm of x, as in Gemma 2 to 4, OLMo 2 and GLM-4. Arguments as layer_norm_add's; eps None is the
-    machine epsilon of float32 (float64 for float64 x or residual)."""
-    return _of_form("rms_norm_fwd_plus_residual", x, (residual,), weight, bias, eps,
-                    normalized_shape, weight_offset, rounding)  # fmt: skip
+    """residual + RMSNorm of x, as in Gemma 2 to 4, OLMo 2 and GLM-4; with gate and gate_activation="tanh" as in Z-Image
+    and Lumina. Arguments as layer_norm_add's; eps None is the machine epsilon of float32 (float64 for float64 x or
+    residual)."""
+    return behind("rms", x, residual, gate, gate_activation, weight, bias, eps,
+                   normalized_shape, weight_offset, rounding)  # fmt: skip
+
+
+def ada_layer_norm(
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    gate: Tensor | None = None,
+    index: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    residual_dtype: torch.dtype | None = None,
+    normalized_shape: Sequence[int] | None = None,
+    weight_offset: float = 0.0,
+    rounding: str = "once",
+    normalize_rounded: bool = True,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """y = LayerNorm(x) * (1 + scale) + shift: the norm of diffusion transformers (adaLN; Peebles, Xie, "Scalable
+    Diffusion Models with Transformers", 2023). With a residual (y, h): the norm is that of h = residual + gate * x, or
+    of residual + x without a gate, and h is the next residual.
+
+    scale, shift and gate are *modulations*, each of the first batch dims of x, whole or 1, and of normalized_shape. For
+    x of shape [B, S, C], [B, C] and [B, 1, C] are one row per sample, [B, S, C] is one per token. Slices of one
+    [B, 6, C] are read in place. With an index, a tensor of integers of x's batch shape, modulations are tables [R, C],
+    and row r of x has row index[r] of each: as fast as one row per token, because these rows are gathered first. Any
+    float dtypes; each gradient has its input's shape and dtype, and is the same in every run.
+
+    rounding "once" rounds y alone (and h), to x's dtype, as Wan does. "steps" rounds as code in x's dtype, such as
+    FLUX's and SD3's: the norm, 1 + scale, their product, gate * x, and the sums; y has the promoted dtype of h, scale
+    and shift. "x_hat" rounds as in affine_layer_norm. residual_dtype and normalize_rounded are those of add_layer_norm.
+    Raises RuntimeError as torch.ops.fusednorm.layer_norm_fwd_modulated does, and for a gate without a residual;
+    ValueError for another rounding.
+    """
+    return ada("layer", x, residual, gate, scale, shift, index, weight, bias, eps, residual_dtype, normalize_rounded,
+                normalized_shape, weight_offset, rounding)  # fmt: skip
+
+
+def ada_rms_norm(
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    gate: Tensor | None = None,
+    index: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = None,
+    residual_dtype: torch.dtype | None = None,
+    normalized_shape: Sequence[int] | None = None,
+    weight_offset: float = 0.0,
+    rounding: str = "once",
+    normalize_rounded: bool = True,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """y = RMSNorm(x) * (1 + scale) + shift, as in LTX-2, and with a weight in Z-Image and Lumina. Arguments as
+    ada_layer_norm's; eps None is the machine epsilon of float32 (float64 for float64 x or residual)."""
+    return ada("rms", x, residual, gate, scale, shift, index, weight, bias, eps, residual_dtype, normalize_rounded,
+                normalized_shape, weight_offset, rounding)  # fmt: skip
+
+
+def ada(
+    norm, x, residual, gate, scale, shift, index, weight, bias, eps, residual_dtype, normalize_rounded,
+    normalized_shape, weight_offset, rounding,
+):  # fmt: skip
+    """ada_layer_norm or ada_rms_norm of positional arguments."""
+    gate, scale, shift = (_rows_of(each, index, x) for each in (gate, scale, shift))
+    of, rows, more = "", (), ()
+    if residual is not None:
+        of, rows, more = "_of_sum", (residual,), (normalize_rounded, residual_dtype)
+    if gate is not None:
+        of, rows = "_of_gated_sum", (*rows, gate)
+        if residual is None:
+            raise RuntimeError(f"{norm}_norm_fwd{of}_modulated: a gate must have a residual, got none")
+    return _modulated(f"{norm}_norm_fwd{of}_modulated", x, (*rows, scale, shift), weight, bias, eps,
+                      normalized_shape, weight_offset, rounding, more)  # fmt: skip
+
+
+def _rows_of(table: Tensor | None, index: Tensor | None, x: Tensor) -> Tensor | None:
+    """A table's row for each row of x. The gradient of F.embedding is deterministic: it sorts the index."""
+    if table is None or index is None:
+        return table
+    batch = x.shape[: x.dim() - table.dim() + 1]
+    if index.shape != batch or index.dtype not in (torch.int32, torch.int64):
+        got = f"{index.dtype} of shape {tuple(index.shape)}"
+        raise RuntimeError(f"ada_norm: index must have int32 or int64 of x's batch shape {tuple(batch)}, got {got}")
+    return F.embedding(index, table.flatten(1)).reshape(*batch, *table.shape[1:])
+
+
+def behind(
+    norm, x, residual, gate, gate_activation, weight, bias, eps, normalized_shape, weight_offset, rounding
+) -> Tensor:
+    """layer_norm_add or rms_norm_add of positional arguments."""
+    if gate_activation not in (None, "tanh") or (gate is None and gate_activation):
+        raise ValueError(f"{norm}_norm_add: gate_activation must be None, or 'tanh' of a gate, got {gate_activation!r}")
+    last = normalized_shape, weight_offset, rounding
+    if gate is None:
+        return of_form(f"{norm}_norm_fwd_plus_residual", x, (residual,), weight, bias, eps, *last)
+    op, more = f"{norm}_norm_fwd_modulated_plus_residual", (gate_activation or "identity",)
+    return _modulated(op, x, (residual, gate), weight, bias, eps, *last, more)
+
+
+def _modulated(op, x, rows, weight, bias, eps, normalized_shape, weight_offset, rounding, more):
+    if rounding not in (*ROUNDINGS, STEPS):
+        raise ValueError(f"{op}: rounding must be one of {', '.join((*ROUNDINGS, STEPS))}, got {rounding!r}")
+    steps = rounding == STEPS
+    of_x_hat = "once" if steps else rounding
+    return of_form(op, x, rows, weight, bias, eps, normalized_shape, weight_offset, of_x_hat, (*more, steps))
 
 
 def _of_sum(norm, x, residual, weight, bias, eps, residual_dtype, normalize_rounded, *more) -> tuple[Tensor, Tensor]:
-    settings = {"residual_dtype": residual_dtype, "rounds_sum": normalize_rounded}
-    return _of_form(f"{norm}_norm_fwd_of_sum", x, (residual,), weight, bias, eps, *more, **settings)
+    settings = normalize_rounded, residual_dtype
+    return of_form(f"{norm}_norm_fwd_of_sum", x, (residual,), weight, bias, eps, *more, settings)
 
 
-def _of_form(op, x, rows, weight, bias, eps, normalized_shape, weight_offset, rounding, **settings):
+def of_form(op, x, rows, weight, bias, eps, normalized_shape, weight_offset, rounding, more=()):
+    """What the op of a form returns without the statistics. more: the op's last settings."""
+    if normalized_shape is None:
+        of = bias if weight is None else weight
+        normalized_shape = getattr(x, "shape", ())[-1:] if of is None else getattr(of, "shape", ())
+    given = (x, normalized_shape, *rows, weight, bias, eps, weight_offset, ROUNDINGS.get(rounding), None, *more)
+    outputs = native.y_of(op, given)
+    if outputs is not None:
+        return outputs
     if rounding not in ROUNDINGS:
         raise ValueError(f"{op}: rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")
     numbers = {"weight_offset": weight_offset} | ({} if eps is None and op.startswith("rms") else {"eps": eps})
     for name, value in numbers.items():
         if not isinstance(value, (Real, Tensor, torch.SymFloat)):
             raise TypeError(f"{op}: {name} must be a number, got {value!r}")
-    if normalized_shape is None:
-        of = next((each for each in (weight, bias) if each is not None), None)
-        normalized_shape = getattr(x, "shape", ())[-1:] if of is None else getattr(of, "shape", ())
-    rounds = rounding == "x_hat"
-    if rounds:
-        tensors = (x, *rows[: op.endswith("plus_residual")], weight, bias)
-        dtypes = [each.dtype for each in tensors if each is not None]
-        settings["y_dtype"] = functools.reduce(torch.promote_types, dtypes)
-    arguments = (x, normalized_shape, *rows, weight, bias, eps)
-    settings |= {"weight_offset": float(weight_offset), "rounds_x_hat": rounds}
-    return autograd.of_form(op, arguments, settings)
+    at = 5 + len(rows)
+    return autograd.of_form(op, (*given[:at], float(weight_offset), *given[at + 1 :]))
 
 
 def _by_overrides(stock: Callable, *operands) -> Tensor:

@@ -6,14 +6,14 @@ The classes of the same names in layers.py are forwards alone, for Hugging Face'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from . import functional
-from .forms import ROUNDINGS
+from .forms import ROUNDINGS, STEPS
 from .host.torch_compat import parameter, quantize_as_stock
 
 
@@ -52,8 +52,9 @@ class _FormNorm(torch.nn.Module):
     """A norm of another form, with the parameters of torch.nn.LayerNorm. The weight starts as what makes the factor
     weight_offset + weight one, and the bias as zero. weight and bias are the only keys of the state dict."""
 
-    function: Callable
-    settings = "eps", "weight_offset", "rounding"  # attributes that are arguments of `function`
+    op: str
+    roundings: Sequence[str] = tuple(ROUNDINGS)
+    shown = "eps", "weight_offset", "rounding"  # attributes that are in the repr
     default_eps: float | None = None
     has_bias = False
 
@@ -70,8 +71,8 @@ class _FormNorm(torch.nn.Module):
         rounding: str = "once",
     ) -> None:
         super().__init__()
-        if rounding not in ROUNDINGS:
-            known = ", ".join(ROUNDINGS)
+        if rounding not in self.roundings:
+            known = ", ".join(self.roundings)
             raise ValueError(f"{type(self).__name__}: rounding must be one of {known}, got {rounding!r}")
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         self.normalized_shape, self.elementwise_affine = shape, elementwise_affine
@@ -89,13 +90,14 @@ class _FormNorm(torch.nn.Module):
         if self.bias is not None:
             torch.nn.init.zeros_(self.bias)
 
-    def _run(self, *rows: Tensor | None):
-        settings = {name: getattr(self, name) for name in self.settings}
-        weight, bias = parameter(self, "weight"), parameter(self, "bias")
-        return type(self).function(*rows, weight, bias, normalized_shape=self.normalized_shape, **settings)
+    def _run(self, x: Tensor, rows: tuple[Tensor | None, ...] = (), more: tuple = ()):
+        weight, bias, shape = parameter(self, "weight"), parameter(self, "bias"), self.normalized_shape
+        return functional.of_form(
+            self.op, x, rows, weight, bias, self.eps, shape, self.weight_offset, self.rounding, more
+        )
 
     def extra_repr(self) -> str:
-        settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.settings)
+        settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.shown)
         return f"{self.normalized_shape}, {settings}, elementwise_affine={self.elementwise_affine}"
 
 
@@ -106,7 +108,7 @@ class _OfLayerNorm:
 class AffineRMSNorm(_FormNorm):
     """functional.affine_rms_norm as a module: RMSNorm with a weight_offset, a bias or another rounding."""
 
-    function = functional.affine_rms_norm
+    op = "rms_norm_fwd_affine"
 
     def forward(self, x: Tensor) -> Tensor:
         return self._run(x)
@@ -115,14 +117,14 @@ class AffineRMSNorm(_FormNorm):
 class AffineLayerNorm(_OfLayerNorm, AffineRMSNorm):
     """functional.affine_layer_norm as a module: LayerNorm with a weight_offset or another rounding."""
 
-    function = functional.affine_layer_norm
+    op = "layer_norm_fwd_affine"
 
 
 class AddRMSNorm(_FormNorm):
     """functional.add_rms_norm as a module, called with (x, residual): returns (y, new_residual)."""
 
-    function = functional.add_rms_norm
-    settings = *_FormNorm.settings, "residual_dtype", "normalize_rounded"
+    op = "rms_norm_fwd_of_sum"
+    shown = *_FormNorm.shown, "residual_dtype", "normalize_rounded"
 
     def __init__(
         self, *args, residual_dtype: torch.dtype | None = None, normalize_rounded: bool = True, **kwargs
@@ -131,25 +133,75 @@ class AddRMSNorm(_FormNorm):
         self.residual_dtype, self.normalize_rounded = residual_dtype, normalize_rounded
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._run(x, residual)
+        return self._run(x, (residual,), (self.normalize_rounded, self.residual_dtype))
 
 
 class AddLayerNorm(_OfLayerNorm, AddRMSNorm):
     """functional.add_layer_norm as a module, called with (x, residual): returns (y, new_residual)."""
 
-    function = functional.add_layer_norm
+    op = "layer_norm_fwd_of_sum"
 
 
 class RMSNormAdd(_FormNorm):
-    """functional.rms_norm_add as a module, called with (x, residual): returns residual + RMSNorm of x."""
+    """functional.rms_norm_add as a module, called with (x, residual) or (x, residual, gate): returns residual + RMSNorm
+    of x, times the gate or its gate_activation."""
 
-    function = functional.rms_norm_add
+    norm, op = "rms", "rms_norm_fwd_plus_residual"
+    roundings = *ROUNDINGS, STEPS  # the last with a gate
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        return self._run(x, residual)
+    def __init__(self, *args, gate_activation: str | None = None, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.gate_activation = gate_activation
+
+    def forward(self, x: Tensor, residual: Tensor, gate: Tensor | None = None) -> Tensor:
+        if gate is None:
+            return self._run(x, (residual,))
+        rows, weight, bias = (residual, gate, self.gate_activation), parameter(self, "weight"), parameter(self, "bias")
+        last = self.normalized_shape, self.weight_offset, self.rounding
+        return functional.behind(self.norm, x, *rows, weight, bias, self.eps, *last)
 
 
 class LayerNormAdd(_OfLayerNorm, RMSNormAdd):
-    """functional.layer_norm_add as a module, called with (x, residual): returns residual + LayerNorm of x."""
+    """functional.layer_norm_add as a module, called with (x, residual) or (x, residual, gate): returns residual +
+    LayerNorm of x, times the gate or its gate_activation."""
 
-    function = functional.layer_norm_add
+    norm, op = "layer", "layer_norm_fwd_plus_residual"
+
+
+class AdaRMSNorm(AddRMSNorm):
+    """functional.ada_rms_norm as a module, called with (x, scale, shift), a residual and a gate: returns y, or with a
+    residual (y, h). Without parameters by default."""
+
+    norm = "rms"
+    roundings = *ROUNDINGS, STEPS
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = False,
+        *args,
+        **kwargs,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, *args, **kwargs)
+
+    def forward(
+        self,
+        x: Tensor,
+        scale: Tensor,
+        shift: Tensor | None = None,
+        residual: Tensor | None = None,
+        gate: Tensor | None = None,
+        index: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        rows, weight, bias = (residual, gate, scale, shift, index), parameter(self, "weight"), parameter(self, "bias")
+        last = self.normalized_shape, self.weight_offset, self.rounding
+        of_sum = self.residual_dtype, self.normalize_rounded
+        return functional.ada(self.norm, x, *rows, weight, bias, self.eps, *of_sum, *last)
+
+
+class AdaLayerNorm(_OfLayerNorm, AdaRMSNorm):
+    """functional.ada_layer_norm as a module, called with (x, scale, shift), a residual and a gate: returns y, or with a
+    residual (y, h). Without parameters by default, as in DiT, FLUX and Wan."""
+
+    norm = "layer"

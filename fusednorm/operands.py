@@ -31,6 +31,7 @@ class Role(enum.Enum):
     ROWS = "a tensor of x's shape"
     STATISTIC = "a tensor of one element per row; [*batch, 1, ...] as an output"
     PACKED_ROWS = "a tensor of x's shape that kernels read as if it were contiguous"
+    MODULATION = "a tensor of normalized_shape behind batch dims of x, the first ones, each whole or 1"
     EPS = "a number"
     DTYPE = "a float dtype"
     MASK = "a flag per output"
@@ -39,7 +40,7 @@ class Role(enum.Enum):
 
     @property
     def is_tensor(self) -> bool:
-        return self in (Role.PARAMETER, Role.ROWS, Role.STATISTIC, Role.PACKED_ROWS)
+        return self in (Role.PARAMETER, Role.ROWS, Role.STATISTIC, Role.PACKED_ROWS, Role.MODULATION)
 
     @property
     def is_by_name(self) -> bool:
@@ -56,6 +57,7 @@ class Slot(NamedTuple):
     default: Any = None
     is_read: bool = True  # whether an output's values depend on its values. If not, only a tensor's dtype matters
     gradient: str | None = None  # of a forward: the backward's output or operand that is its gradient, in its dtype
+    operand: str | None = None  # of a forward: the backward's operand that it is, if that has another name
 
     @property
     def has_default(self) -> bool:
@@ -70,7 +72,8 @@ class Output(NamedTuple):
     like: str = "x"  # the operand that it has the dtype of, and without which it is None
     dtype: str | None = None  # the operand that may give another dtype
     gradient: str | None = None  # the backward's operand that takes its gradient; y's is grad_out
-    promoted: str | None = None  # the operand whose dtype is promoted with that of `like`
+    promoted: tuple[str, ...] = ()  # the operands whose dtypes are promoted with that of `like`
+    promoted_if_rounded: tuple[str, ...] = ()  # these, too, and outputs, if the form rounds between its steps
     operand: str | None = None  # the backward's operand that it is, if that has another name
 
 
@@ -96,7 +99,7 @@ class Op(NamedTuple):
     def arguments(self) -> list[Slot]:
         return [slot for slot in self.inputs if slot.role is not Role.FLAG]
 
-    def slot(self, name: str) -> Slot | None:
+    def slot(self, name: str | None) -> Slot | None:
         return next((slot for slot in self.inputs if slot.name == name), None)
 
     def default(self, slot: Slot) -> Any:
@@ -134,28 +137,61 @@ PLAIN_OPS = (
     Op("rms", BACKWARD, (*RMS_BWD, BIAS_DTYPE, *RESIDUAL), (DX_, DWEIGHT_, DBIAS_), suffix="_residual"),
 )
 
-# The forms. The backward of each is *_bwd_residual: of the sum, where the form normalizes a sum.
+# Modulated norms. Their backward is of h, which a gated branch was added to, and computes u again.
+SCALE, GATE = (Slot(name, Role.MODULATION, gradient=f"d{name}") for name in ("scale", "gate"))
+SHIFT = Slot("shift", Role.MODULATION, optional=True, gradient="dshift")
+BRANCH = X._replace(gradient="dbranch", operand="branch")
+MODULATE, ROUNDS_STEPS = Slot("modulate", Role.FORM, default="one_plus"), Slot("rounds_steps", Role.FORM, default=False)
+DBRANCH_ = Output("dbranch", Role.ROWS, like="branch")
+DSCALE_, DSHIFT_, DGATE_ = (Output(f"d{name}", Role.MODULATION, like=name) for name in ("scale", "shift", "gate"))
+MODULATED = (
+    SCALE, WEIGHT, BIAS, SHIFT._replace(is_read=False), X._replace(name="branch", optional=True),
+    GATE._replace(optional=True), *RESIDUAL, MODULATE,
+)  # fmt: skip
+MODULATED_GRADIENTS = DX_, DWEIGHT_, DBIAS_, DSCALE_, DSHIFT_, DBRANCH_, DGATE_
+ONE_PLUS = FormSpec(modulate="one_plus")
+MODULATED_OPS = tuple(
+    Op(norm, BACKWARD, (GRAD_OUT, X, SHAPE, *statistics, *MODULATED), MODULATED_GRADIENTS, suffix="_modulated",
+       form=ONE_PLUS)
+    for norm, statistics in (("layer", (MEAN, RSTD)), ("rms", (RSTD,)))
+)  # fmt: skip
+
+# The forms. The backward of a sum's is of the sum.
 FORM_SETTINGS = WANTS_STATISTICS, WEIGHT_OFFSET, ROUNDS_X_HAT, Y_DTYPE
+SUM_SETTINGS = ROUNDS_SUM, RESIDUAL_DTYPE
 SUMMAND = Slot("residual", Role.ROWS, optional=True, gradient="dx")
 ADDED_LAST = Slot("residual", Role.ROWS, gradient="grad_out")
-FORM_Y_ = Y_._replace(dtype="y_dtype")
+FORM_Y_ = Y_._replace(dtype="y_dtype", promoted_if_rounded=("weight", "bias"))
 NEW_RESIDUAL_ = Output(
-    "new_residual", Role.ROWS, dtype="residual_dtype", gradient="residual_grad", promoted="residual", operand="x"
+    "new_residual", Role.ROWS, dtype="residual_dtype", gradient="residual_grad", promoted=("residual",), operand="x"
 )
-FORMS = (  # (form, suffix, its operands behind normalized_shape, its settings, y, its outputs)
-    (PLAIN, "_affine", (), (), FORM_Y_, ()),
-    (FormSpec(combine="add"), "_of_sum", (SUMMAND,), (ROUNDS_SUM, RESIDUAL_DTYPE), FORM_Y_, (NEW_RESIDUAL_,)),
-    (FormSpec(finish="add"), "_plus_residual", (ADDED_LAST,), (), FORM_Y_._replace(promoted="residual"), ()),
+LAST_Y_ = FORM_Y_._replace(promoted=("residual",))
+MODULATED_Y_, OF_SUM_Y_, MODULATED_LAST_Y_ = (
+    y._replace(promoted_if_rounded=("weight", "bias", "scale", *more))
+    for y, more in ((FORM_Y_, ("shift",)), (FORM_Y_, ("shift", "new_residual")), (LAST_Y_, ()))
 )
+STREAM = SUMMAND._replace(optional=False)
+FORMS = (  # (form, suffix, x and operands behind normalized_shape, settings, y, outputs, suffix of the backward)
+    (PLAIN, "_affine", (X,), (), FORM_Y_, (), "_residual"),
+    (FormSpec(combine="add"), "_of_sum", (X, SUMMAND), SUM_SETTINGS, FORM_Y_, (NEW_RESIDUAL_,), "_residual"),
+    (FormSpec(finish="add"), "_plus_residual", (X, ADDED_LAST), (), LAST_Y_, (), "_residual"),
+    (ONE_PLUS, "_modulated", (X, SCALE, SHIFT), (ROUNDS_STEPS,), MODULATED_Y_, (), "_modulated"),
+    (ONE_PLUS._replace(combine="add"), "_of_sum_modulated", (X, STREAM, SCALE, SHIFT), (*SUM_SETTINGS, ROUNDS_STEPS),
+     OF_SUM_Y_, (NEW_RESIDUAL_,), "_modulated"),
+    (ONE_PLUS._replace(combine="add_gated"), "_of_gated_sum_modulated", (BRANCH, STREAM, GATE, SCALE, SHIFT),
+     (*SUM_SETTINGS, ROUNDS_STEPS), OF_SUM_Y_, (NEW_RESIDUAL_,), "_modulated"),
+    (FormSpec(modulate="identity", finish="add"), "_modulated_plus_residual", (X, ADDED_LAST, SCALE),
+     (MODULATE._replace(default="identity"), ROUNDS_STEPS), MODULATED_LAST_Y_, (), "_modulated"),
+)  # fmt: skip
 FORM_OPS = tuple(
     Op(
-        norm, FORWARD, (X, SHAPE, *operands, WEIGHT, BIAS, eps, *FORM_SETTINGS, *settings), (y, *statistics, *outputs),
-        suffix=suffix, form=form, backward="_residual",
+        norm, FORWARD, (x, SHAPE, *operands, WEIGHT, BIAS, eps, *FORM_SETTINGS, *settings), (y, *statistics, *outputs),
+        suffix=suffix, form=form, backward=backward,
     )
     for norm, eps, statistics in (("layer", EPS, (MEAN_, RSTD_)), ("rms", DEFAULT_EPS, (RSTD_,)))
-    for form, suffix, operands, settings, y, outputs in FORMS
+    for form, suffix, (x, *operands), settings, y, outputs, backward in FORMS
 )  # fmt: skip
-OPS: dict[str, Op] = {op.name: op for op in (*PLAIN_OPS, *FORM_OPS)}
+OPS: dict[str, Op] = {op.name: op for op in (*PLAIN_OPS, *MODULATED_OPS, *FORM_OPS)}
 
 
 def _together(parts: Sequence[tuple], last: tuple = ()) -> tuple:
@@ -286,14 +322,18 @@ class Derivative(NamedTuple):
     grads: tuple[str | None, ...]  # the operands that take the gradients of the outputs behind the statistics
     passed: tuple[int, ...]  # which of these outputs are the backward's x, so that their gradients are added to dx
     settings: tuple[str, ...]  # the form's operands that the backward has, too
-    has_form: bool  # whether it is the backward of forms
+    # The operands that give the dtype of a gradient, and the forward's tensors whose gradient it is. It has the widest
+    # dtype of these, and autograd casts it to those of the others.
+    dtypes: tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @functools.cache
 def derivative_of(forward: str) -> Derivative:
-    of, backward = TRANSLATIONS[forward].type, TRANSLATIONS[TRANSLATIONS[forward].backward].type
+    of, op = TRANSLATIONS[forward].type, OPS[TRANSLATIONS[forward].backward]
+    backward = TRANSLATIONS[op.name].type
     slots = {slot.name: slot for slot in of.slots}
-    names = [*of.tensor_names, *(output.operand or output.name for output in of.outputs[1:])]
+    names = [slots[name].operand or name for name in of.tensor_names]
+    names += [output.operand or output.name for output in of.outputs[1:]]
     saved = {name: at for at, name in enumerate(names) if name in backward._fields}
     outputs = [output.name for output in backward.outputs]
     gradients = [slots[name].gradient or outputs[at] for at, name in enumerate(of.tensor_names)]
@@ -307,7 +347,7 @@ def derivative_of(forward: str) -> Derivative:
         tuple(output.gradient for output in behind),
         tuple(at for at, output in enumerate(behind) if output.operand == "x"),
         tuple(slot.name for slot in of.slots if slot.role is Role.FORM and slot.name in backward._fields),
-        OPS[forward].backward is not None,
+        tuple((each.dtype, mask[outputs.index(each.name)]) for each in op.outputs if op.slot(each.dtype)),
     )
 
 

@@ -13,19 +13,30 @@ layer_norm_bwd_residual, rms_norm_bwd_residual
     the same, with residual_grad (the gradient of a residual stream that x also went into) added to dx before dx is
     rounded, once, to dx_dtype (x's by default); weight_offset is added to the weight. rms_norm's has a bias, too
 layer_norm_fwd_affine, rms_norm_fwd_affine
-    y = x_hat * (weight_offset + weight) + bias, with x_hat rounded to x's dtype if rounds_x_hat; y in y_dtype
+    y = x_hat * (weight_offset + weight) + bias, in y_dtype (by default x's). If rounds_x_hat, x_hat is rounded to x's
+    dtype, and y has the promoted dtype of x, weight and bias by default
 layer_norm_fwd_of_sum, rms_norm_fwd_of_sum
     the same of new_residual = x + residual, in residual_dtype (by default the promoted dtype of both). The sum is
     normalized as it is stored if rounds_sum. residual None: new_residual is a copy of x
 layer_norm_fwd_plus_residual, rms_norm_fwd_plus_residual
     the same of x, plus residual; y has the promoted dtype of both by default
+layer_norm_fwd_modulated, rms_norm_fwd_modulated
+    y = u * (1 + scale) + shift, with u as y of *_fwd_affine; rounds_steps rounds u, 1 + scale and their product, too
+layer_norm_fwd_of_sum_modulated, layer_norm_fwd_of_gated_sum_modulated, rms_norm_fwd_of_sum_modulated,
+rms_norm_fwd_of_gated_sum_modulated
+    the same of new_residual = residual + x or residual + gate * x
+layer_norm_fwd_modulated_plus_residual, rms_norm_fwd_modulated_plus_residual
+    u * factor + residual, where modulate names the factor: the scale ("identity"), its tanh, or 1 + scale ("one_plus")
+layer_norm_bwd_modulated, rms_norm_bwd_modulated
+    the gradients of all of these: x is the row that was normalized, branch what was multiplied by the gate
 
 The first four take the arguments of aten::native_layer_norm, native_layer_norm_backward, _fused_rms_norm and
 _fused_rms_norm_backward at the same positions.
 
 Shapes
     grad_out and residual_grad have x's shape, weight and bias normalized_shape. mean and rstd have any shape of M
-    elements, such as `[M]`, `[M, 1]` or the `[*batch, 1, ...]` that the forward returns. Outputs are contiguous.
+    elements, such as `[M]`, `[M, 1]` or the `[*batch, 1, ...]` that the forward returns. scale, shift and gate have the
+    first batch dims of x, each whole or 1, and normalized_shape; so have their gradients. Outputs are contiguous.
 Dtypes
     Each operand has its own: float16, bfloat16, float32 or float64. y and dx have x's dtype, dweight and dbias that of
     their parameter. Statistics are float32, or float64 for float64 x.
@@ -78,7 +89,8 @@ def schema_of(op: Op) -> str:
     def argument(slot: Slot) -> str:
         kind = f"bool[{len(op.outputs)}]" if slot.role is Role.MASK else TYPES.get(slot.role, "Tensor")
         kind = type(slot.default).__name__ if slot.role is Role.FORM else kind
-        return f"{kind}{'?' * slot.optional} {slot.name}" + f"={op.default(slot)}" * slot.has_default
+        default = f'"{slot.default}"' if kind == "str" else op.default(slot)
+        return f"{kind}{'?' * slot.optional} {slot.name}" + f"={default}" * slot.has_default
 
     by_position, by_name = (
         [argument(slot) for slot in op.arguments if slot.role.is_by_name is named] for named in (False, True)

@@ -15,9 +15,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .forms import PLAIN
-from .operands import FORWARD, OPS, BackwardOperands, ForwardOperands, Operands, Output, Role, op_mask, wanted_outputs
+from .forms import CHOICES, PLAIN
+from .operands import (
+    FORWARD,
+    OPS,
+    OWN_OUTPUTS,
+    BackwardOperands,
+    ForwardOperands,
+    Operands,
+    Output,
+    Role,
+    op_mask,
+    wanted_outputs,
+)
 from .planner.norm_problem import ALIGNMENT, FLOAT_DTYPES, NormProblem, accumulation_dtype
+from .settings import invariance
 
 
 class RowView(NamedTuple):
@@ -64,6 +76,13 @@ def is_tma_aligned(view: RowView, cols: int) -> bool:
     """Whether each row starts and ends at a multiple of 16 bytes, as a TMA descriptor demands."""
     row_units = cols | view.outer_stride | view.inner_stride
     return (view.tensor.data_ptr() | row_units * view.tensor.element_size()) % ALIGNMENT == 0
+
+
+def spread(modulation: Tensor, ndim: int, normalized_ndim: int) -> Tensor:
+    """A view with `ndim` dims: 1 for each batch dim that a modulation does not name."""
+    lead = modulation.dim() - normalized_ndim
+    shape = modulation.shape
+    return modulation.reshape(*shape[:lead], *(1,) * (ndim - modulation.dim()), *shape[lead:])
 
 
 class Added(NamedTuple):
@@ -118,6 +137,7 @@ class BackwardCall(NamedTuple):
     mean: Tensor | None
     rstd: Tensor
     weight: Tensor | None
+    bias: Tensor | None  # contiguous; None where its values are not read
     residual_grad: Tensor | None  # contiguous
     dx_dtype: torch.dtype
     shape: torch.Size  # of dx
@@ -127,13 +147,18 @@ class BackwardCall(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """In the order of the operands' tensors. The bias is not read."""
-        own = self.grad_out.tensor, self.x.tensor, self.mean, self.rstd, self.weight, None, self.residual_grad
+        """In the order of the operands' tensors."""
+        own = self.grad_out.tensor, self.x.tensor, self.mean, self.rstd, self.weight, self.bias, self.residual_grad
         return _all_tensors(own, self.added)
 
     @property
     def rows_read(self) -> tuple[RowView, ...]:
         return _views((self.x, self.grad_out), self.added)
+
+    @property
+    def added_rows(self) -> tuple[Tensor, ...]:
+        """The gradients that are added to that of the normalized row."""
+        return () if self.residual_grad is None else (self.residual_grad,)
 
 
 def _all_tensors(own: tuple, added: tuple[Added, ...]) -> tuple[Tensor | None, ...]:
@@ -155,7 +180,10 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
             return value
         if role is Role.ROWS:
             return _row_view_or_copy(value, batch_ndim, cols)
-        return value.reshape(-1) if role is Role.STATISTIC else value.contiguous()
+        if role is Role.MODULATION:
+            rows = spread(value, operands.x.dim(), operands.x.dim() - batch_ndim).expand(operands.x.shape)
+            return _row_view_or_copy(rows, batch_ndim, cols)
+        return _statistic(value) if role is Role.STATISTIC else _packed(value)
 
     slots = list(enumerate(operands.slots, 1))[len(own.slots) :]
     outputs = list(zip(operands.outputs, wanted_outputs(operands), strict=True))[len(own.outputs) :]
@@ -167,14 +195,35 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
     )
 
 
+def _dtypes(outputs: tuple[Added, ...]) -> tuple[torch.dtype, ...]:
+    """Of the row tensors that are written beside y or dx."""
+    return tuple([each.value for each in outputs if each.role is Role.ROWS and each.value])
+
+
+def _wanted(outputs: tuple[Added, ...]) -> tuple[int, ...]:
+    """Which of the rows' gradients they are, where that of x is the first."""
+    rows = [each for each in outputs if each.role is Role.ROWS]
+    return tuple([at for at, each in enumerate(rows, 1) if each.value])
+
+
+def _names(added: tuple[Added, ...]) -> tuple[str, ...]:
+    return tuple([each.name for each in added if isinstance(each.value, RowView)])
+
+
 def output_dtype(operands: Operands, output: Output) -> torch.dtype:
     if output.role is Role.STATISTIC:
         return accumulation_dtype(*[each.dtype for each in operands.rows])
     asked = output.dtype and getattr(operands, output.dtype)
     if asked:
         return asked
-    own, other = getattr(operands, output.like).dtype, output.promoted and getattr(operands, output.promoted)
-    return own if other is None else torch.promote_types(own, other.dtype)
+    dtype, promoted = getattr(operands, output.like).dtype, output.promoted
+    if output.promoted_if_rounded and (operands.rounds_x_hat or getattr(operands, "rounds_steps", False)):
+        promoted += output.promoted_if_rounded
+    for name in promoted:
+        of_output = next((each for each in operands.outputs[OWN_OUTPUTS:] if each.name == name), None)
+        other = output_dtype(operands, of_output) if of_output else getattr(getattr(operands, name), "dtype", dtype)
+        dtype = torch.promote_types(dtype, other)
+    return dtype
 
 
 def resolve_eps(eps: float | None, *dtypes: torch.dtype) -> float:
@@ -209,15 +258,16 @@ def check_forward(operands: ForwardOperands) -> ForwardCall:
         tma_aligned=all([is_tma_aligned(each, cols) for each in views]),
         form=operands.form,
         rows_in=tuple([each.tensor.dtype for each in views[1:]]),
-        rows_out=tuple([each.value for each in outputs if each.role is Role.ROWS and each.value]),
+        rows_out=_dtypes(outputs),
+        names_in=_names(added),
         y_dtype=None if y_dtype == x.dtype else y_dtype,
     )
     return ForwardCall(
         problem,
         math.prod(batch_shape),
         view,
-        None if weight is None else weight.contiguous(),
-        None if bias is None else bias.contiguous(),
+        None if weight is None else _packed(weight),
+        None if bias is None else _packed(bias),
         float(resolve_eps(eps, problem.acc_dtype)),
         x.shape,
         stats_shape(batch_shape, normalized_shape),
@@ -243,7 +293,10 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
     added, outputs = _added(operands, batch_ndim, cols)
     views = _views((view, grad_view), added)
     wants_dx, wants_dw, wants_db = output_mask[:3]
-    residual = residual_grad.contiguous() if wants_dx and residual_grad is not None else None
+    rows_out = _dtypes(outputs)
+    stored = (0,) * bool(wants_dx) + _wanted(outputs)
+    wants_dx = bool(wants_dx or rows_out)
+    residual = _packed(residual_grad) if wants_dx and residual_grad is not None else None
     problem = _problem(
         norm,
         "backward",
@@ -259,15 +312,20 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
         nested_rows=any([each.inner_rows != 1 for each in views]),
         tma_aligned=all([is_tma_aligned(each, cols) for each in views]),
         form=operands.form,
+        rows_in=tuple([each.tensor.dtype for each in views[2:]]),
+        rows_out=rows_out,
+        names_in=_names(added),
+        stored=stored if wants_dx else (0,),
     )
     return BackwardCall(
         problem,
         rstd.numel(),
         grad_view,
         view,
-        None if mean is None else mean.reshape(-1),
-        rstd.reshape(-1),
-        None if weight is None else weight.contiguous(),
+        None if mean is None else _statistic(mean),
+        _statistic(rstd),
+        None if weight is None else _packed(weight),
+        _packed(bias) if problem.reads_bias else None,
         residual,
         dx_dtype or x.dtype,
         x.shape,
@@ -282,7 +340,8 @@ def validate(operands: Operands, op: str | None = None) -> torch.Size:
 
     Raises RuntimeError unless x's shape ends in normalized_shape, weight and bias have that shape, and all tensors are
     strided, float and on one device. In a backward, grad_out and residual_grad must have x's shape, and each statistic
-    one element per row, in any shape. Raises TypeError if an operand is no tensor or normalized_shape no tuple of
+    one element per row, in any shape. A modulation has x's shape, but batch dims may be 1, and the last of them absent.
+    Raises TypeError if an operand is no tensor or normalized_shape no tuple of
     integers. Messages name `op`, by default the operands' op. Only shapes, dtypes, layouts and devices are read, so
     meta and traced tensors are accepted.
     """
@@ -304,6 +363,8 @@ def validate(operands: Operands, op: str | None = None) -> torch.Size:
             continue
         if role is Role.STATISTIC:
             _require_statistic(op, name, value, math.prod(batch_shape), device)
+        elif role is Role.MODULATION:
+            _require_modulation(op, name, value, batch_shape, normalized_shape, device)
         elif is_tensor:
             wanted = normalized_shape if role is Role.PARAMETER else shape
             if not _is_as_wanted(value, wanted, device):
@@ -312,6 +373,8 @@ def validate(operands: Operands, op: str | None = None) -> torch.Size:
             raise RuntimeError(f"{op}: {name} must be float16, bfloat16, float32 or float64, got {value}")
         elif role is Role.FORM and type(value) is not type(getattr(PLAIN, name)):
             raise TypeError(f"{op}: {name} must be a {type(getattr(PLAIN, name)).__name__}, got {value!r}")
+        elif role is Role.FORM and name in CHOICES and value not in filter(None, CHOICES[name]):
+            raise RuntimeError(f"{op}: {name} must be one of {', '.join(filter(None, CHOICES[name]))}, got {value!r}")
         elif role is Role.MASK and len(value) != len(type(operands).outputs):
             raise RuntimeError(f"{op}: {name} must have one flag per output, got {list(op_mask(operands))}")
     return batch_shape
@@ -379,6 +442,21 @@ def _require_statistic(op: str, name: str, tensor: Tensor, rows: int, device: to
     _require_float(op, name, tensor, device)
 
 
+def _require_modulation(
+    op: str, name: str, tensor: Tensor, batch_shape: torch.Size, normalized_shape: tuple[int, ...], device: torch.device
+) -> None:
+    require_strided(op, name, tensor)
+    lead = tensor.dim() - len(normalized_shape)
+    fits = 0 <= lead <= len(batch_shape) and tensor.shape[lead:] == normalized_shape
+    if not fits or any(
+        size != 1 and size != of_x for size, of_x in zip(tensor.shape[:lead], batch_shape, strict=False)
+    ):
+        wanted = ", ".join([*(f"{size} or 1" for size in batch_shape), *map(str, normalized_shape)])
+        got = tuple(tensor.shape)
+        raise RuntimeError(f"{op}: {name} must have shape ({wanted}), or the first of its batch dims, got {got}")
+    _require_float(op, name, tensor, device)
+
+
 def _require_float(op: str, name: str, tensor: Tensor, device: torch.device) -> None:
     if tensor.dtype not in FLOAT_DTYPES:
         raise RuntimeError(f"{op}: {name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
@@ -387,9 +465,21 @@ def _require_float(op: str, name: str, tensor: Tensor, device: torch.device) -> 
 
 
 def _row_view_or_copy(tensor: Tensor, batch_ndim: int, cols: int) -> RowView:
-    if tensor.is_contiguous():
-        return RowView(tensor, 1, cols, 0)
+    if tensor.is_contiguous() or invariance.switch.is_invariant():
+        return RowView(_packed(tensor), 1, cols, 0)
     return row_view(tensor, batch_ndim) or RowView(tensor.contiguous(), 1, cols, 0)
+
+
+def _statistic(tensor: Tensor) -> Tensor:
+    return (_packed(tensor) if invariance.switch.is_invariant() else tensor).reshape(-1)
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of it that is contiguous; if rows are batch-invariant also aligned, because builds for
+    other addresses may add up a row in another order."""
+    packed = tensor.contiguous()
+    misaligned = invariance.switch.is_invariant() and packed.data_ptr() % ALIGNMENT
+    return packed.clone() if misaligned else packed
 
 
 # NormProblem(...) from a cache: a lookup is cheaper than building the value again.

@@ -15,7 +15,7 @@ from torch import Tensor
 from .forms import PLAIN
 from .operands import FORWARD, ForwardOperands, Operands, Outputs, call_op
 from .planner.norm_problem import accumulation_dtype
-from .problem import BackwardCall, ForwardCall, output_dtype, resolve_eps, stats_shape, validate
+from .problem import BackwardCall, ForwardCall, output_dtype, resolve_eps, spread, stats_shape, validate
 
 
 @torch.no_grad()
@@ -64,7 +64,9 @@ def formula(operands: Operands) -> Outputs:
     own = FORMULAS.get(operands.op)
     if own:
         return call_op(own, operands)
-    return forward_formula(operands) if operands.direction == FORWARD else backward_formula(*operands[1:12])
+    if operands.direction == FORWARD:
+        return forward_formula(operands)
+    return modulated_backward_formula(operands) if operands.form.modulate else backward_formula(*operands[1:12])
 
 
 def forward_formula(operands: Operands) -> Outputs:
@@ -75,18 +77,19 @@ def forward_formula(operands: Operands) -> Outputs:
     y_dtype, _, _, *dtypes = [output_dtype(operands, each) for each in operands.outputs]
     h, added, mean = x.to(dtype), [], None
     if form.combine:
-        h = _plus(h, operands.residual)
+        h = _plus(_gated(h, operands) if form.combine == "add_gated" else h, operands.residual)
         added = [h.to(each).contiguous() for each in dtypes]
-        h = _rounded(h, dtypes[0]) if form.rounds_sum else h
+        h = rounded(h, dtypes[0]) if form.rounds_sum else h
     centered = h
     if operands.norm == "layer":
         mean = h.mean(dims, keepdim=True)
         mean = mean + (h - mean).mean(dims, keepdim=True)  # takes away its rounding error: large equal h give y = 0
         centered = h - mean
     rstd = torch.rsqrt(centered.square().mean(dims, keepdim=True) + resolve_eps(operands.eps, dtype))
-    x_hat = _rounded(centered * rstd, x.dtype) if form.rounds_x_hat else centered * rstd
-    u = _affine(x_hat, operands.weight, operands.bias, form.weight_offset)
-    y = _plus(u, operands.residual) if form.finish else u
+    x_hat = rounded(centered * rstd, x.dtype) if form.rounds_x_hat else centered * rstd
+    u = affine(x_hat, operands.weight, operands.bias, form.weight_offset)
+    v = _modulated(u, dtypes[0] if dtypes else x.dtype, operands) if form.modulate else u
+    y = _plus(v, operands.residual) if form.finish else v
     return y.to(y_dtype).contiguous(), mean, rstd, *added
 
 
@@ -104,17 +107,45 @@ def rms_norm_formula(
     return forward_formula(ForwardOperands("rms", x, normalized_shape, weight, None, eps))[::2]
 
 
+FACTORS = {"one_plus": lambda scale: 1 + scale, "identity": lambda scale: scale, "tanh": torch.tanh}
+# Of a factor, by its scale; None is 1.
+SLOPES = {"one_plus": None, "identity": None, "tanh": lambda scale: 1 - scale.tanh().square()}
+
+
+def _gated(x: Tensor, operands: Operands) -> Tensor:
+    """gate * x, in x's dtype."""
+    product = x * _spread(operands.gate, operands).to(x.dtype)
+    dtype = torch.promote_types(operands.x.dtype, operands.gate.dtype)
+    return rounded(product, dtype) if operands.form.rounds_steps else product
+
+
+def _modulated(u: Tensor, dtype: torch.dtype, operands: Operands) -> Tensor:
+    """u * factor(scale) + shift, in u's dtype. `dtype` is that of the row that was normalized."""
+    scale, shift, rounds = operands.scale, getattr(operands, "shift", None), operands.form.rounds_steps
+    factor = FACTORS[operands.form.modulate](_spread(scale, operands).to(u.dtype))
+    if rounds:
+        u, factor = rounded(u, dtype), rounded(factor, scale.dtype)
+    v = u * factor
+    if rounds:
+        v = rounded(v, torch.promote_types(dtype, scale.dtype))
+    return v if shift is None else v + _spread(shift, operands).to(v.dtype)
+
+
+def _spread(modulation: Tensor, operands: Operands) -> Tensor:
+    return spread(modulation, operands.x.dim(), len(operands.normalized_shape))
+
+
 def _plus(rows: Tensor, residual: Tensor | None) -> Tensor:
     """The sum as a new tensor, in rows' dtype."""
     return rows.clone() if residual is None else rows + residual.to(rows.dtype)
 
 
-def _rounded(rows: Tensor, dtype: torch.dtype) -> Tensor:
+def rounded(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Rounded to a dtype, which the gradient is not: the difference of a number and its rounded value is exact."""
     return rows + (rows.to(dtype).to(rows.dtype) - rows).detach()
 
 
-def _affine(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None = None, offset: float = 0.0) -> Tensor:
+def affine(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None = None, offset: float = 0.0) -> Tensor:
     """x_hat * (offset + weight) + bias, in x_hat's dtype."""
     if weight is not None:
         x_hat = x_hat * (weight.to(x_hat.dtype) + offset if offset else weight.to(x_hat.dtype))
@@ -147,19 +178,74 @@ def backward_formula(
     x_hat, dy = centered * rstd, grad_out.to(dtype)
     dx = dw = db = None
     if output_mask[0]:
-        wdy = _affine(dy, weight, offset=weight_offset)
-        inner = wdy - x_hat * (wdy * x_hat).mean(dims, keepdim=True)
-        if mean is not None:
-            inner = inner - wdy.mean(dims, keepdim=True)
-        dx = inner * rstd
-        if residual_grad is not None:
-            dx = dx + residual_grad.to(dtype)
+        dx = _input_gradient(affine(dy, weight, offset=weight_offset), x_hat, mean, rstd, dims, residual_grad)
         dx = dx.to(dx_dtype or x.dtype).contiguous()
     if output_mask[1] and weight is not None:
         dw = _sum_rows(dy * x_hat, normalized_shape, weight.dtype)
     if output_mask[2] and bias is not None:
         db = _sum_rows(dy, normalized_shape, bias.dtype)
     return dx, dw, db
+
+
+def modulated_backward_formula(operands: Operands) -> Outputs:
+    """The outputs of layer_norm_bwd_modulated and rms_norm_bwd_modulated, in the ops' dtypes and shapes."""
+    x, shape, form, weight = operands.x, operands.normalized_shape, operands.form, operands.weight
+    dtype, dims = accumulation_dtype(x.dtype, operands.grad_out.dtype), _normalized_dims(shape)
+    of_rows = stats_shape(x.shape[: x.dim() - len(shape)], shape)
+    mean, rstd = (each if each is None else each.reshape(of_rows).to(dtype) for each in (operands.mean, operands.rstd))
+    x_hat = (x.to(dtype) if mean is None else x.to(dtype) - mean) * rstd
+    dy, scale = operands.grad_out.to(dtype), _spread(operands.scale, operands).to(dtype)
+    wants_dx, wants_dw, wants_db, wants_dscale, wants_dshift, wants_dbranch, wants_dgate = operands.output_mask
+    du, found = dy * FACTORS[form.modulate](scale), [None] * 7
+    if wants_dx or wants_dbranch or wants_dgate:
+        g = affine(du, weight, offset=form.weight_offset)
+        dh = _input_gradient(g, x_hat, mean, rstd, dims, operands.residual_grad)
+        found[0] = dh.to(operands.dx_dtype or x.dtype).contiguous() if wants_dx else None
+        found[5:] = branch_gradients(dh, operands.branch, operands.gate, len(shape), (wants_dbranch, wants_dgate))
+    if wants_dw and weight is not None:
+        found[1] = _sum_rows(du * x_hat, shape, weight.dtype)
+    if wants_db and operands.bias is not None:
+        found[2] = _sum_rows(du, shape, operands.bias.dtype)
+    if wants_dscale:
+        of_factor = dy * affine(x_hat, weight, operands.bias, form.weight_offset)
+        slope = SLOPES[form.modulate]
+        found[3] = _sum_sharers(of_factor * slope(scale) if slope else of_factor, operands.scale, len(shape))
+    if wants_dshift and operands.shift is not None:
+        found[4] = _sum_sharers(dy, operands.shift, len(shape))
+    return tuple(found)
+
+
+def branch_gradients(
+    dh: Tensor, branch: Tensor | None, gate: Tensor | None, normalized_ndim: int, mask: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """(dbranch, dgate) of h = residual + gate * branch."""
+    if branch is None:
+        return None, None
+    dtype = accumulation_dtype(dh.dtype)
+    dh, dbranch, dgate = dh.to(dtype), None, None
+    if mask[0]:
+        dbranch = (dh * spread(gate, dh.dim(), normalized_ndim).to(dtype)).to(branch.dtype).contiguous()
+    if mask[1]:
+        dgate = _sum_sharers(dh * branch.to(dtype), gate, normalized_ndim)
+    return dbranch, dgate
+
+
+def _input_gradient(
+    g: Tensor, x_hat: Tensor, mean: Tensor | None, rstd: Tensor, dims: tuple[int, ...], residual_grad: Tensor | None
+) -> Tensor:
+    """dx from the gradient of x_hat, with a residual's gradient, in g's dtype."""
+    inner = g - x_hat * (g * x_hat).mean(dims, keepdim=True)
+    if mean is not None:
+        inner = inner - g.mean(dims, keepdim=True)
+    dx = inner * rstd
+    return dx if residual_grad is None else dx + residual_grad.to(g.dtype)
+
+
+def _sum_sharers(rows: Tensor, modulation: Tensor, normalized_ndim: int) -> Tensor:
+    """The sum over the rows that share a modulation, in its shape and dtype: contiguous, and a new tensor."""
+    shape = spread(modulation, rows.dim(), normalized_ndim).shape
+    total = rows[None].sum_to_size(1, *shape).reshape(modulation.shape)
+    return total.to(modulation.dtype).contiguous()
 
 
 def statistics_backward_formula(

@@ -1,8 +1,9 @@
 """Sharding rules of the ops for DTensors. PyTorch's own engine expands the rules over a device mesh.
 
 Rows are independent. If x is sharded along a dim that is not normalized, each rank runs the op on its own rows, and
-dweight and dbias come out as partial sums (Partial), which their reader reduces. weight and bias must be replicated. If
-x is sharded along a normalized dim, it is redistributed first, as for ATen's norms.
+dweight and dbias come out as partial sums (Partial), which their reader reduces. weight and bias must be replicated. A
+modulation is sharded as x along the batch dims that it has whole, and is like a parameter along all others. If x is
+sharded along a normalized dim, it is redistributed first, as for ATen's norms.
 
 This module imports torch.distributed only after the program itself has imported torch.distributed.tensor. The names it
 uses are private or experimental. `register` lists names that the installed torch lacks in `missing`; the ops then raise
@@ -24,6 +25,7 @@ from .namespace import NAMESPACE, TORCH_OPS
 from .operands import OPS, Role
 
 ROWS, WHOLE, SUM = "sharded as the rows", "replicated", "a partial sum"
+HEAD_NORMS = "head_norm_fwd", "head_norm_bwd", "head_norm_bwd_packed"
 
 _registered: set[str] = set()  # ops that have rules, or whose rules are missing
 missing: list[str] = []  # rules that could not be registered, with torch's error
@@ -37,9 +39,10 @@ def register_where_needed() -> None:
 
 def register() -> None:
     """Register the rules with torch.distributed.tensor, once per process and op."""
-    if len(_registered) == len(OPS) + 1:
+    if len(_registered) == len(OPS) + 1 + len(HEAD_NORMS):
         return
-    for add, ops in ((_add_norm, tuple(OPS)), (_add_column_sum, ("column_sum",))):
+    rules = (_add_norm, tuple(OPS)), (_add_column_sum, ("column_sum",)), (_add_head_norm, HEAD_NORMS)
+    for add, ops in rules:
         new = [name for name in ops if name not in _registered]
         _registered.update(new)
         try:
@@ -51,11 +54,18 @@ def register() -> None:
 
 def placed(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple[dict, dict, int]:
     """(outputs, operands, dims): the placement of each output and operand by name if x is sharded along one of its
-    first `dims` dims. The placement of an output that is not computed is None. An operand that is None has no entry."""
+    first `dims` dims; that of a modulation is a tuple with one for each of these. The placement of an output that is
+    not computed is None. An operand that is None has no entry."""
     name = op._schema.name.removeprefix(f"{NAMESPACE}::")
     row, operands = OPS[name], {}
     given = dict(zip((slot.name for slot in row.arguments), args)) | kwargs  # noqa: B905  defaults are left out
     x = given["x"]
+    dims = len(x.shape) - len(given["normalized_shape"])
+
+    def of_modulation(value, of_others: str) -> tuple[str, ...]:
+        whole = [size != 1 for size in value.shape[: len(value.shape) - len(given["normalized_shape"])]]
+        return tuple(ROWS if is_whole else of_others for is_whole in (*whole, *[False] * (dims - len(whole))))
+
     for slot in row.arguments:
         value = given.get(slot.name)
         if value is None or not slot.role.is_tensor:
@@ -66,14 +76,19 @@ def placed(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple[dict, 
                 f" got {tuple(value.shape)}"
             )
         operands[slot.name] = WHOLE if slot.role is Role.PARAMETER else ROWS
+        if slot.role is Role.MODULATION:
+            operands[slot.name] = of_modulation(value, WHOLE)
     mask = given.get("output_mask") or itertools.repeat(True)
-    outputs = {
-        output.name: (SUM if output.role is Role.PARAMETER else ROWS)
-        if wanted and given.get(output.like) is not None
-        else None
-        for output, wanted in zip(row.outputs, mask, strict=False)
-    }
-    return outputs, operands, len(x.shape) - len(given["normalized_shape"])
+    outputs: dict[str, str | tuple[str, ...] | None] = {}
+    for output, wanted in zip(row.outputs, mask, strict=False):
+        like = given.get(output.like)
+        if not wanted or like is None:
+            outputs[output.name] = None
+        elif output.role is Role.MODULATION:
+            outputs[output.name] = of_modulation(like, SUM)
+        else:
+            outputs[output.name] = SUM if output.role is Role.PARAMETER else ROWS
+    return outputs, operands, dims
 
 
 def _add_norm(op: torch._ops.OpOverload) -> None:
@@ -94,7 +109,7 @@ def _add_single_dim(op: torch._ops.OpOverload, static: int, kwargs: list[str]) -
     def strategy(op, args, kwargs):
         outputs, operands, dims = placed(op, args, kwargs)
         both = *outputs.values(), *operands.values()
-        return [_placements(both, engine._ShardingPlaceholder(dim)) for dim in range(dims)]
+        return [_placements(both, engine._ShardingPlaceholder(dim), dim) for dim in range(dims)]
 
     info = RuntimeSchemaInfo(static, kwargs or None)
     engine.register_single_dim_strategy(op, info, allow_uneven_sharding=True)(strategy)
@@ -113,18 +128,19 @@ def _add_by_public_name(op: torch._ops.OpOverload, static: int, kwargs: list[str
         outputs, operands, dims = placed(op, args, kwargs)
         given = [operands.get(name) for name in names[: len(args)]]  # one entry per positional argument
         whole = [[each and Replicate() for each in side] for side in (outputs.values(), given)]
-        sharded = [[_placements(side, Shard(dim)) for side in (outputs.values(), given)] for dim in range(dims)]
+        sharded = [[_placements(side, Shard(dim), dim) for side in (outputs.values(), given)] for dim in range(dims)]
         return [whole, *sharded]
 
     info = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op]
     info.static_argnum, info.static_kwargkey = static, kwargs or None
 
 
-def _placements(placed: Iterable[str | None], rows) -> list:
+def _placements(placed: Iterable[str | tuple[str, ...] | None], rows, dim: int) -> list:
+    """The placements if x is sharded along `dim`."""
     from torch.distributed.tensor import Partial, Replicate
 
     placements = {ROWS: rows, WHOLE: Replicate(), SUM: Partial("sum"), None: None}
-    return [placements[each] for each in placed]
+    return [placements[each[dim] if isinstance(each, tuple) else each] for each in placed]
 
 
 def _add_column_sum(op: torch._ops.OpOverload) -> None:
@@ -149,3 +165,47 @@ def _add_column_sum(op: torch._ops.OpOverload) -> None:
 
     register: Callable = DTensor._op_dispatcher.sharding_propagator.register_op_strategy
     register(op, strategy, RuntimeSchemaInfo(1, ["total", "dtype"], needs_pytree=True))
+
+
+def _add_head_norm(op: torch._ops.OpOverload) -> None:
+    """Register a norm of heads. Where all tensors are sharded along one dim that is not normalized, such as that of the
+    heads, cos and sin are sharded with them if they have the dim, and replicated if it is broadcast."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+    from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
+    from torch.utils._pytree import tree_leaves
+
+    names = [argument.name for argument in op._schema.arguments]
+
+    def strategy(schema):
+        given = dict(zip(names, schema.args_schema, strict=False))
+        lists = {name: tree_leaves(each) for name, each in given.items()}
+        rows = [each for name in ("grads", "inputs", "qkv") for each in lists.get(name, ())]
+        first, parameters = (lists.get("inputs") or lists["qkv"]), [*lists["weights"], *lists["biases"]]
+        wanted = zip([*first, *parameters], given.get("output_mask", [True] * len(first)), strict=False)
+        outputs = [each for each, want in wanted if want and each is not None]
+        operands = [each for name in names if name in lists for each in lists[name] if hasattr(each, "shape")]
+
+        def placed(each, dim: int):
+            if any(each is of for of in rows):
+                return Shard(dim)
+            at = dim - len(first[0].shape) + len(each.shape)  # broadcast from the last dim
+            of_table = any(each is of for name in ("cos", "sin") for of in lists[name])
+            return Shard(at) if of_table and at >= 0 and each.shape[at] > 1 else Replicate()
+
+        alike = {len(each.shape) for each in first}
+        dims = range(len(first[0].shape) - 1 if len(alike) == 1 else 0)
+        rules: list[list] = [[Replicate()] * (len(outputs) + len(operands))]
+        for dim in dims:
+            of_outputs = [Shard(dim) if any(each is of for of in first) else Partial("sum") for each in outputs]
+            rules.append([*of_outputs, *(placed(each, dim) for each in operands)])
+        expanded = expand_to_full_mesh_op_strategy(first[0].mesh, schema, rules, input_index=len(outputs))
+        if len(outputs) == 1:  # the op returns a list even for one tensor
+            for each in expanded.strategies:
+                each.output_specs = (each.output_specs,)
+        return expanded
+
+    static = next(at for at, name in enumerate(names) if name == "eps")
+    kwargs = [argument.name for argument in op._schema.arguments if argument.kwarg_only]
+    register: Callable = DTensor._op_dispatcher.sharding_propagator.register_op_strategy
+    register(op, strategy, RuntimeSchemaInfo(static, kwargs, needs_pytree=True))

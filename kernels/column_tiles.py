@@ -8,14 +8,15 @@ outputs. Where elements lie is as in multiwave.py.
 import triton
 import triton.language as tl
 
-from .loads import StatisticsInMemory, combine, load_if, load_parameter
+from .loads import StatisticsInMemory, chunk_of, combine, load_if, load_parameter, plus, pointers
 from .multiwave import (
     columns,
     divisible,
     first_g,
-    load_chunks,
+    load_added,
     load_row_statistics,
     load_row_tile,
+    load_row_tiles,
     other_rows,
     row_start,
     rows_in_memory,
@@ -42,6 +43,15 @@ def row_pointers(x_rows, rows_in, strides_in, row, norm: tl.constexpr, tile: tl.
         for t in tl.static_range(len(rows_in)):
             pointers = pointers + (rows_in[t] + row_start(other_rows(rows_in, strides_in, t, tile), row, norm),)
     return pointers
+
+
+@triton.jit
+def shifted(rows_in, left):
+    """The pointers from column `left` on."""
+    found = ()
+    for t in tl.static_range(len(rows_in)):
+        found = found + (rows_in[t] + left,)
+    return found
 
 
 @triton.jit
@@ -114,7 +124,7 @@ def backward_row_means(
     dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, means_ptr, counters_ptr, num_counters, rows: "i64", cols,
     x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64", dy_inner: "i64", dy_outer_stride: "i64",
     dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
-    norm: tl.constexpr, tile: tl.constexpr,
+    norm: tl.constexpr, tile: tl.constexpr, rows_in=None, strides_in=None,
 ):
     """First pass over rows that do not fit registers, one row per CTA: mean(g * x_hat) to means[0, row] and, for
     LayerNorm, mean(g) to means[1, row]. CTA 0 also sets the counters of the second pass to zero. That pass is the next
@@ -128,7 +138,7 @@ def backward_row_means(
             for start in range(0, num_counters, tile.chunk):
                 lane = tl.arange(0, tile.chunk)
                 tl.store(counters_ptr + start + lane, tl.zeros_like(lane), mask=lane < num_counters - start)
-    x_row = x_ptr + row_start(x_rows, row, norm)
+    tile_rows = row_pointers(x_rows, rows_in, strides_in, row, norm, tile)
     dy_row = dy_ptr + row_start(dy_rows, row, norm)
     rstd = tl.load(rstd_ptr + row * rstd_stride).to(norm.acc)
     mean = rstd
@@ -140,10 +150,11 @@ def backward_row_means(
         lane = tl.arange(0, tile.chunk)[None, :]
         col = start + lane
         valid = lane < cols - start
-        x_hat = normalize(tl.load(x_row + col, mask=valid, other=0.0).to(norm.acc), mean, rstd, norm)
+        tiles = load_elements(tile_rows, 0, col, valid)
+        x_hat = normalize(combine(tiles, None, norm).to(norm.acc), mean, rstd, norm)
         dy = tl.load(dy_row + col, mask=valid, other=0.0).to(norm.acc)
         weight = widen(load_if(norm.has_weight, weight_ptr, col, valid), dtype=norm.acc)
-        g = norm.form.upstream(dy, weight, norm)
+        g = norm.form.upstream(norm.form.to_du(dy, tiles, norm), weight, norm)
         sum_gx += tl.where(valid, g * x_hat, 0.0)
         sum_g += g
     mean_gx, mean_g = row_means(sum_gx, sum_g, cols, norm)
@@ -157,10 +168,10 @@ def backward_row_means(
 
 @triton.jit(do_not_specialize=["rows", "x_inner", "dy_inner"])
 def backward_by_column_tiles(
-    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, residual_ptr, means_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr,
-    dw_ptr, db_ptr, counters_ptr, rows: "i64", cols, x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64",
-    dy_inner: "i64", dy_outer_stride: "i64", dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
-    norm: tl.constexpr, tile: tl.constexpr,
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, means_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr,
+    counters_ptr, rows: "i64", cols, x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64", dy_inner: "i64",
+    dy_outer_stride: "i64", dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
+    norm: tl.constexpr, tile: tl.constexpr, rows_in=None, strides_in=None, rows_out=None, added=None, bias_ptr=None,
 ):
     """Second pass: CTA (c, p) owns column tile c (tile.chunk columns) of the row tiles p, p + P, p + 2P, ..., where P
     CTAs share the rows. The row means are for dx only, so this kernel alone computes a backward without dx.
@@ -179,34 +190,46 @@ def backward_by_column_tiles(
     weight = (0.0,)
     if norm.has_weight and norm.wants_dx:
         weight = load_parameter(weight_ptr + left, width, True, columns, tile)
+    bias = (0.0,)
+    if norm.has_bias and norm.wants_dx:
+        bias = load_parameter(bias_ptr + left, width, True, columns, tile)
+    outs = pointers(dx_ptr, rows_out, norm)
+    more_rows = rows_in
+    if rows_in is not None:
+        more_rows = shifted(rows_in, left)
     dw = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
     db = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
     step = tl.num_programs(1) * tile.rows
     row = tl.program_id(1).to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
-    x_next = load_row_tile(x_rows, row, rows, width, norm, tile)
+    next_tiles = load_row_tiles(x_rows, more_rows, strides_in, row, rows, width, norm, tile)
     dy_next = load_row_tile(dy_rows, row, rows, width, norm, tile)
     for _ in range(tl.cdiv(rows - tl.program_id(1) * tile.rows, step)):
-        x = x_next[0].to(norm.acc)
+        tiles = chunk_of(next_tiles, 0)
+        h = combine(tiles, None, norm).to(norm.acc)
         dy = dy_next[0].to(norm.acc)
         in_range = row < rows
         statistics = load_row_statistics(source, row, rows, norm)
         ahead = row + step
-        x_next = load_row_tile(x_rows, ahead, rows, width, norm, tile)
+        next_tiles = load_row_tiles(x_rows, more_rows, strides_in, ahead, rows, width, norm, tile)
         dy_next = load_row_tile(dy_rows, ahead, rows, width, norm, tile)
-        x_hat = normalize(x, statistics.mean, statistics.rstd, norm)
-        dw += norm.form.to_dw(dy, x_hat, norm)
-        db += norm.form.to_db(dy, norm)
+        x_hat = normalize(h, statistics.mean, statistics.rstd, norm)
+        du = norm.form.to_du(dy, tiles, norm)
+        dw += norm.form.to_dw(du, x_hat, norm)
+        db += norm.form.to_db(du, norm)
         if norm.wants_dx:
             mean_gx = tl.load(means_ptr + row, mask=in_range, other=0.0)[:, None]
             mean_g = mean_gx
             if norm.layer:
                 mean_g = tl.load(means_ptr + rows + row, mask=in_range, other=0.0)[:, None]
-            g = norm.form.upstream(dy, widen(weight[0], dtype=norm.acc), norm)
-            dx = input_gradient(g, x, statistics.mean, statistics.rstd, mean_gx, mean_g, norm)
+            w = widen(weight[0], dtype=norm.acc)
+            g = norm.form.upstream(du, w, norm)
+            dh = input_gradient(g, h, statistics.mean, statistics.rstd, mean_gx, mean_g, norm)
             start = (row * cols)[:, None]
-            residual = load_chunks(residual_ptr, start + left, in_range[:, None], width, tile, norm.has_residual)
-            dx = norm.form.to_dx(dx, widen(residual[0], dtype=norm.acc), norm)
-            store_chunk(dx_ptr + left, start, dx, in_range[:, None], width, 0, tile)
+            others = load_added(added, start + left, in_range[:, None], width, tile)
+            dh = plus(dh, others, 0, False, norm)
+            grads = norm.form.gradients(dh, dy, x_hat, w, widen(bias[0], dtype=norm.acc), tiles, norm)
+            for t in tl.static_range(len(outs)):
+                store_chunk(outs[t] + left, start, grads[norm.gradient(t)], in_range[:, None], width, 0, tile)
         row = ahead
     partial = tl.program_id(1).to(tl.int64) * cols + tl.zeros([1, 1], tl.int64)
     if norm.wants_dw:

@@ -25,9 +25,10 @@ class Form(CompileTime):
     """What a norm does beside normalizing rows, element by element, as jit functions. rowmath.py has the values.
 
     `tiles` is a tuple of the same elements of x and of the other row tensors that the form reads, each in its own
-    dtype, an absent one left out. All other arguments are tensors of the accumulation dtype that broadcast, but an
-    absent operand is a placeholder: a function that has none of `norm`'s has_weight, has_bias or has_residual to ask
-    needs the operand. A dy of 0, which padding has, must give g = 0 and sums of 0; so must tiles of 0 give h = 0.
+    dtype, an absent one left out: norm.has_row and norm.row find them by name. All other arguments are tensors of the
+    accumulation dtype that broadcast, but an absent weight or bias is a placeholder: a function that does not ask
+    norm.has_weight or norm.has_bias needs the operand. A dy of 0, which padding has, must give g = 0 and sums of 0; so
+    must tiles of 0 give h = 0.
     """
 
     combine: Any  # (tiles, dtype that h is stored in, norm) -> h, the row that is normalized, in any dtype
@@ -35,10 +36,17 @@ class Form(CompileTime):
     scale: Any  # (x_hat, weight, norm) -> the first argument of `shift`
     shift: Any  # (scaled, bias, norm) -> u
     finish: Any  # (u, tiles, norm) -> y
-    upstream: Any  # (dy, weight, norm) -> g, the gradient of x_hat
-    to_dw: Any  # (dy, x_hat, norm) -> what an element adds to its column's sum for dw
-    to_db: Any  # (dy, norm) -> the same for db
-    to_dx: Any  # (dx, residual, norm) -> what is stored as dx
+    to_du: Any  # (dy, tiles, norm) -> du, the gradient of u
+    upstream: Any  # (du, weight, norm) -> g, the gradient of x_hat
+    to_dw: Any  # (du, x_hat, norm) -> what an element adds to its column's sum for dw
+    to_db: Any  # (du, norm) -> the same for db
+    # (dh, dy, x_hat, weight, bias, tiles, norm) -> the gradients of x and of the other row tensors, as a tuple
+    gradients: Any
+    activation: Any = None  # (z) -> what a gate's element becomes, and its derivative
+    factor: Any = None  # (scale) -> what u is multiplied by
+    # For narrow.py: linear maps of whole rows, (chunks, cos, sin, whether the map is transposed, tile) -> chunks
+    turn_h: Any = None  # of x, before it is normalized
+    turn_u: Any = None  # of u
     finish_dw: Any = None  # (sum, weight, norm) -> dw of a column; None: the sum is dw
     weight_offset: float = 0.0  # that `scale` and `upstream` add to the weight
 
@@ -60,12 +68,25 @@ class Norm(CompileTime):
     layer: bool  # LayerNorm; else RMSNorm
     fp64: bool  # statistics, sums and partials in float64; else in float32
     has_weight: bool
-    has_bias: bool = False  # forward
-    wants_dx: bool = False  # backward, like the next two
+    has_bias: bool = False  # in a backward: one whose values are read
+    wants_dx: bool = False  # backward, like the next two: the gradient of a row tensor
     wants_dw: bool = False
     wants_db: bool = False
-    has_residual: bool = False  # a gradient is added to dx
     nested_rows: bool = False  # a tensor's rows lie at two nested strides: see multiwave.py
+    rows_in: tuple[str, ...] = ()  # names of the row tensors that are read for the form, in their order
+    stored: tuple[int, ...] = (0,)  # which of the form's `gradients` a backward stores
+
+    def has_row(self, name: str) -> bool:
+        """Whether there is a row tensor of this name beside x."""
+        return name in self.rows_in
+
+    def row(self, name: str) -> int:
+        """Its place among a Form's `tiles`."""
+        return 1 + self.rows_in.index(name)
+
+    def gradient(self, nth: int) -> int:
+        """Which of the form's `gradients` is the nth that is stored."""
+        return self.stored[nth]
 
     @property
     def acc(self) -> tl.dtype:
@@ -86,6 +107,12 @@ class Tile(CompileTime):
     log2_divisor: int = 0
     one_tile: bool = False  # forward: no CTA has a second tile (a short-lived plan), so nothing is loaded ahead
     announces_end: bool = False  # backward: the launch that sums its partials is a dependent launch
+    columns_of_chunk: int = 0  # if fewer than `chunk`: each chunk of a row is padded, not the last one alone
+
+    @property
+    def width(self) -> int:
+        """Columns from one chunk of a row to the next."""
+        return self.columns_of_chunk or self.chunk
 
     @property
     def padded_columns(self) -> int:
@@ -96,6 +123,34 @@ class Tile(CompileTime):
     def chunks(self) -> tl.constexpr:
         """num_chunks in the form that static_range takes."""
         return tl.constexpr(self.num_chunks)
+
+
+@dataclass(frozen=True)
+class PartsTile(Tile):
+    """What a CTA of narrow.py holds at a time, and what it must know of the grid."""
+
+    num_parts: int = 1  # tensors in the grid
+    num_levels: int = 1  # nested strides at which the rows of each lie
+    turned: int = 0  # columns that the form turns, the first ones of a row
+    pairs: bool = (
+        False  # of these, adjacent columns are turned together; else a column of the first half and the second
+    )
+    per_pair: bool = False  # cos and sin have an entry for each two such columns, not for each
+
+    @property
+    def parts(self) -> tl.constexpr:
+        """num_parts in the form that static_range takes."""
+        return tl.constexpr(self.num_parts)
+
+    @property
+    def levels(self) -> tl.constexpr:
+        """num_levels in the form that static_range takes."""
+        return tl.constexpr(self.num_levels)
+
+    @property
+    def turned_chunks(self) -> tl.constexpr:
+        """The chunks with such columns, in the form that static_range takes."""
+        return tl.constexpr(-(-self.turned // self.width))
 
 
 @dataclass(frozen=True)

@@ -58,3 +58,14 @@ def finalize(
         if of_db >= 0:
             first_col = of_db.to(tl.int64) * tile.cols
             sum_partials(db_partial_ptr, db_ptr, first_col, num_partials, cols, None, None, norm, tile)
+
+
+@triton.jit
+def finalize_several(partial_ptrs, out_ptrs, counts, cols, tile: tl.constexpr):
+    """`finalize` of any number of sums, each with its own number of partials. CTA (p, s) sums piece p of the s-th."""
+    if tile.dependent:
+        wait_for_prerequisites()
+    first_col = tl.program_id(0).to(tl.int64) * tile.cols
+    for s in tl.static_range(len(counts)):
+        if tl.program_id(1) == s:
+            sum_partials(partial_ptrs[s], out_ptrs[s], first_col, counts[s], cols, None, None, None, tile)

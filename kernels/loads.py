@@ -5,6 +5,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from .rowmath import widen
+
 
 class Statistics(NamedTuple):
     """mean and rstd of rows. For RMSNorm, mean is a placeholder that no formula uses."""
@@ -50,6 +52,27 @@ def chunk_of(tiles, c: tl.constexpr):
     for t in tl.static_range(len(tiles)):
         chunks = chunks + (tiles[t][c],)
     return chunks
+
+
+@triton.jit
+def plus(dh, tiles, c: tl.constexpr, in_pairs: tl.constexpr, norm: tl.constexpr):
+    """dh of chunk c with the gradients of h that come by other ways, such as a residual connection: `tiles`."""
+    for t in tl.static_range(len(tiles)):
+        dh += widen(tiles[t][c], in_pairs, norm.acc)
+    return dh
+
+
+@triton.jit
+def pointers(dx_ptr, rows_out, norm: tl.constexpr):
+    """Where a backward stores the gradients of rows, as norm.stored names them."""
+    found = ()
+    if norm.wants_dx:
+        if norm.gradient(0) == 0:
+            found = found + (dx_ptr,)
+        if rows_out is not None:
+            for t in tl.static_range(len(rows_out)):
+                found = found + (rows_out[t],)
+    return found
 
 
 @triton.jit

@@ -10,7 +10,8 @@ at r * outer_stride. Offsets are 64-bit. Row counts and strides have a fixed typ
 kernel again for one beyond 2^31.
 
 Row tensors beside x that a form reads or writes come as tuples, or as None: `rows_in` of pointers, `strides_in` of
-inner, outer_stride and inner_stride of each, and `rows_out` of pointers to contiguous rows.
+inner, outer_stride and inner_stride of each, and `rows_out` of pointers to contiguous rows. A backward adds the rows of
+`added`, which are contiguous, to the gradient of the row that was normalized.
 """
 
 from typing import NamedTuple
@@ -18,7 +19,17 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .loads import Statistics, StatisticsInMemory, chunk_of, combine_tiles, load_parameter, load_statistics
+from .loads import (
+    Statistics,
+    StatisticsInMemory,
+    chunk_of,
+    combine,
+    combine_tiles,
+    load_parameter,
+    load_statistics,
+    plus,
+    pointers,
+)
 from .ptx import launch_dependents
 from .rowmath import (
     corrected_moments,
@@ -76,15 +87,25 @@ def row_start(source, row, norm: tl.constexpr):
 @triton.jit
 def columns(c: tl.constexpr, tile: tl.constexpr):
     """The columns [1, tile.chunk] of chunk c. `load_parameter` calls this too."""
-    return c * tile.chunk + tl.arange(0, tile.chunk)[None, :]
+    return c * tile.width + tl.arange(0, tile.chunk)[None, :]
+
+
+@triton.jit
+def inside(c: tl.constexpr, cols, tile: tl.constexpr):
+    """Which columns of chunk c are columns of the row."""
+    found = columns(c, tile) < cols
+    if tile.width < tile.chunk:
+        found = found & (tl.arange(0, tile.chunk)[None, :] < tile.width)
+    return found
 
 
 @triton.jit
 def mask_of_chunk(row_mask, cols, c: tl.constexpr, tile: tl.constexpr):
-    """Which elements of chunk c are inside the tensor. Only the last chunk has columns that may be outside."""
+    """Which elements of chunk c are inside the tensor. Only the last chunk has columns that may be outside, unless each
+    is padded."""
     mask = row_mask
-    if c == tile.num_chunks - 1:
-        mask = row_mask & (columns(c, tile) < cols)
+    if c == tile.num_chunks - 1 or tile.width < tile.chunk:
+        mask = row_mask & inside(c, cols, tile)
     return mask
 
 
@@ -108,16 +129,23 @@ def load_row_tiles(x_rows, rows_in, strides_in, row, rows, cols, norm: tl.conste
 
 
 @triton.jit
-def load_chunks(ptr, start, row_mask, cols, tile: tl.constexpr, present: tl.constexpr = True):
-    """Chunks of rows that begin `start` elements after `ptr`, in their own dtype; placeholders if not `present`."""
+def load_chunks(ptr, start, row_mask, cols, tile: tl.constexpr):
+    """Chunks of rows that begin `start` elements after `ptr`, in their own dtype."""
     chunks = ()
     for c in tl.static_range(tile.chunks):
-        if present:
-            mask = mask_of_chunk(row_mask, cols, c, tile)
-            chunks = chunks + (tl.load(ptr + start + columns(c, tile), mask=mask, other=0.0),)
-        else:
-            chunks = chunks + (0.0,)
+        mask = mask_of_chunk(row_mask, cols, c, tile)
+        chunks = chunks + (tl.load(ptr + start + columns(c, tile), mask=mask, other=0.0),)
     return chunks
+
+
+@triton.jit
+def load_added(added, start, row_mask, cols, tile: tl.constexpr):
+    """`load_chunks` of each tensor of `added`, as a tuple."""
+    tiles = ()
+    if added is not None:
+        for t in tl.static_range(len(added)):
+            tiles = tiles + (load_chunks(added[t], start, row_mask, cols, tile),)
+    return tiles
 
 
 @triton.jit
@@ -143,46 +171,52 @@ def store_chunk(ptr, start, value, row_mask, cols, c: tl.constexpr, tile: tl.con
 
 
 @triton.jit
-def write_rows(
-    tiles, row, rows, cols, weight, bias, y_ptr, mean_ptr, rstd_ptr, rows_out, eps, norm: tl.constexpr,
-    tile: tl.constexpr,
-):  # fmt: skip
-    """Store y of row tiles that are in registers, and mean and rstd unless their pointers are None. The variance is the
-    mean of (x - mean)^2."""
-    in_range = row < rows
-    x = combine_tiles(tiles, rows_out, norm, tile)
-    if rows_out is not None:
-        for t in tl.static_range(len(rows_out)):
-            for c in tl.static_range(tile.chunks):
-                store_chunk(rows_out[t], (row * cols)[:, None], x[c], in_range[:, None], cols, c, tile)
+def row_moments(x, cols, norm: tl.constexpr, tile: tl.constexpr):
+    """Mean and variance [tile.rows] of rows in registers: the mean of (x - mean)^2. RMSNorm's mean is 0."""
     if norm.layer:
         total = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
         for c in tl.static_range(tile.chunks):
             total += x[c].to(norm.acc)
         row_mean = quotient(tl.sum(total, axis=1), cols)
-        mean = row_mean[:, None]
     else:
-        mean = tl.full([tile.rows, 1], 0.0, norm.acc)
+        row_mean = tl.full([tile.rows], 0.0, norm.acc)
+    mean = row_mean[:, None]
     deviations = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
     squares = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
     for c in tl.static_range(tile.chunks):
         deviation = x[c].to(norm.acc)
         if norm.layer:
             deviation -= mean
-            if c == tile.num_chunks - 1:  # padding has x = 0, but a deviation of -mean
-                deviation = tl.where(columns(c, tile) < cols, deviation, 0.0)
+            if c == tile.num_chunks - 1 or tile.width < tile.chunk:  # padding has x = 0, but a deviation of -mean
+                deviation = tl.where(inside(c, cols, tile), deviation, 0.0)
         deviations += deviation
         squares += deviation * deviation
     squares = tl.sum(squares, axis=1)
     variance = squares / cols
     if norm.layer and not sums_equal_elements(x[0].dtype, norm.acc, tile.padded_columns):
         row_mean, variance = corrected_moments(row_mean, tl.sum(deviations, axis=1), squares, cols)
-        mean = row_mean[:, None]
+    return row_mean, variance
+
+
+@triton.jit
+def write_rows(
+    tiles, row, rows, cols, weight, bias, y_ptr, mean_ptr, rstd_ptr, rows_out, eps, norm: tl.constexpr,
+    tile: tl.constexpr,
+):  # fmt: skip
+    """Store y of row tiles that are in registers, and mean and rstd unless their pointers are None."""
+    in_range = row < rows
+    x = combine_tiles(tiles, rows_out, norm, tile)
+    if rows_out is not None:
+        for t in tl.static_range(len(rows_out)):
+            for c in tl.static_range(tile.chunks):
+                store_chunk(rows_out[t], (row * cols)[:, None], x[c], in_range[:, None], cols, c, tile)
+    row_mean, variance = row_moments(x, cols, norm, tile)
     if mean_ptr is not None:
         tl.store(mean_ptr + row, row_mean, mask=in_range)
     row_rstd = inverse_std(variance, tl.full([], eps, norm.acc), norm)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + row, row_rstd, mask=in_range)
+    mean = row_mean[:, None]
     rstd = row_rstd[:, None]
     for c in tl.static_range(tile.chunks):
         of_chunk = chunk_of(tiles, c)
@@ -221,16 +255,18 @@ def forward(
 
 @triton.jit(do_not_specialize=["rows", "x_inner", "dy_inner"])
 def backward(
-    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, residual_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr, rows: "i64",
-    cols, x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64", dy_inner: "i64", dy_outer_stride: "i64",
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr, rows: "i64", cols,
+    x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64", dy_inner: "i64", dy_outer_stride: "i64",
     dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
-    norm: tl.constexpr, tile: tl.constexpr,
+    norm: tl.constexpr, tile: tl.constexpr, rows_in=None, strides_in=None, rows_out=None, added=None, bias_ptr=None,
 ):
-    """dx of the CTA's row tiles, and its row of the dw and db partials."""
+    """The gradients of the CTA's row tiles, and its row of the dw and db partials."""
     cols = divisible(cols, tile)
     x_rows = rows_in_memory(x_ptr, x_inner, x_outer_stride, x_inner_stride, tile)
     dy_rows = rows_in_memory(dy_ptr, dy_inner, dy_outer_stride, dy_inner_stride, tile)
     weight = load_parameter(weight_ptr, cols, norm.has_weight, columns, tile)
+    bias = load_parameter(bias_ptr, cols, norm.has_bias, columns, tile)
+    outs = pointers(dx_ptr, rows_out, norm)
     dw = ()
     db = ()
     for _ in tl.static_range(tile.chunks):
@@ -238,46 +274,53 @@ def backward(
         db = db + (tl.full([tile.rows, tile.chunk], 0.0, norm.acc),)
     step = tl.num_programs(0) * tile.rows
     row = tl.program_id(0).to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
-    x_next = load_row_tile(x_rows, row, rows, cols, norm, tile)
+    next_tiles = load_row_tiles(x_rows, rows_in, strides_in, row, rows, cols, norm, tile)
     dy_next = load_row_tile(dy_rows, row, rows, cols, norm, tile)
     source = StatisticsInMemory(mean_ptr, rstd_ptr, mean_stride, rstd_stride)
     next_statistics = load_row_statistics(source, row, rows, norm)
     for _ in range(tl.cdiv(rows - tl.program_id(0) * tile.rows, step)):
-        x = x_next
+        tiles = next_tiles
         dy = dy_next
         mean = next_statistics.mean
         rstd = next_statistics.rstd
         in_range = row < rows
         ahead = row + step
-        x_next = load_row_tile(x_rows, ahead, rows, cols, norm, tile)
+        next_tiles = load_row_tiles(x_rows, rows_in, strides_in, ahead, rows, cols, norm, tile)
         dy_next = load_row_tile(dy_rows, ahead, rows, cols, norm, tile)
         next_statistics = load_row_statistics(source, ahead, rows, norm)
         if snaps(norm, dy_ptr.dtype.element_ty):
             first = first_g(dy_ptr + row_start(dy_rows, row, norm), weight_ptr, in_range, norm)
         start = (row * cols)[:, None]
-        residual = load_chunks(residual_ptr, start, in_range[:, None], cols, tile, norm.has_residual)
+        others = load_added(added, start, in_range[:, None], cols, tile)
         sum_gx = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
         sum_g = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
         new_dw = ()
         new_db = ()
         for c in tl.static_range(tile.chunks):
-            x_hat = normalize(x[c].to(norm.acc), mean, rstd, norm)
-            wide_dy = dy[c].to(norm.acc)
-            g = norm.form.upstream(wide_dy, widen(weight[c], dtype=norm.acc), norm)
+            of_chunk = chunk_of(tiles, c)
+            x_hat = normalize(combine(of_chunk, None, norm).to(norm.acc), mean, rstd, norm)
+            du = norm.form.to_du(dy[c].to(norm.acc), of_chunk, norm)
+            g = norm.form.upstream(du, widen(weight[c], dtype=norm.acc), norm)
             sum_gx += g * x_hat
             sum_g += g
-            new_dw = new_dw + (dw[c] + norm.form.to_dw(wide_dy, x_hat, norm),)
-            new_db = new_db + (db[c] + norm.form.to_db(wide_dy, norm),)
+            new_dw = new_dw + (dw[c] + norm.form.to_dw(du, x_hat, norm),)
+            new_db = new_db + (db[c] + norm.form.to_db(du, norm),)
         dw = new_dw
         db = new_db
         mean_gx, mean_g = row_means(sum_gx, sum_g, cols, norm)
         if snaps(norm, dy_ptr.dtype.element_ty):
             mean_g = snapped(mean_g, first[:, None])
         for c in tl.static_range(tile.chunks):
-            g = norm.form.upstream(dy[c].to(norm.acc), widen(weight[c], dtype=norm.acc), norm)
-            dx = input_gradient(g, x[c].to(norm.acc), mean, rstd, mean_gx, mean_g, norm)
-            dx = norm.form.to_dx(dx, widen(residual[c], dtype=norm.acc), norm)
-            store_chunk(dx_ptr, start, dx, in_range[:, None], cols, c, tile)
+            of_chunk = chunk_of(tiles, c)
+            h = combine(of_chunk, None, norm).to(norm.acc)
+            wide_dy = dy[c].to(norm.acc)
+            w = widen(weight[c], dtype=norm.acc)
+            g = norm.form.upstream(norm.form.to_du(wide_dy, of_chunk, norm), w, norm)
+            dh = plus(input_gradient(g, h, mean, rstd, mean_gx, mean_g, norm), others, c, False, norm)
+            b = widen(bias[c], dtype=norm.acc)
+            grads = norm.form.gradients(dh, wide_dy, normalize(h, mean, rstd, norm), w, b, of_chunk, norm)
+            for t in tl.static_range(len(outs)):
+                store_chunk(outs[t], start, grads[norm.gradient(t)], in_range[:, None], cols, c, tile)
         row = ahead
     if tile.announces_end:  # saves time only: the dependent launch waits for this one's end
         launch_dependents()

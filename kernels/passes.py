@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .cluster import sum_over_cluster
-from .loads import Statistics, chunk_of
+from .loads import Statistics, chunk_of, combine, plus
 from .row_tile import aligned, columns_of_thread, parameter_row, store_chunk, tile_layout
 from .rowmath import (
     corrected_moments,
@@ -162,7 +162,7 @@ def store_y(
 
 
 @gluon.jit
-def sum_tile(x, dy, statistics, weight, sums, norm: gl.constexpr, tile: gl.constexpr):
+def sum_tile(tiles, dy, statistics, weight, sums, norm: gl.constexpr, tile: gl.constexpr):
     """First pass of the backward: the column sums with the tile's share added, and the CTA's row sums [rows, cluster]
     of g * x_hat and of g, as a tuple. RMSNorm's tuple has the first only. `sum_over_cluster` must follow where CTAs
     share a row."""
@@ -171,13 +171,15 @@ def sum_tile(x, dy, statistics, weight, sums, norm: gl.constexpr, tile: gl.const
     dw = ()
     db = ()
     for c in gl.static_range(tile.chunks):
-        x_hat = normalize(widen(x[c], tile.in_pairs), statistics.mean, statistics.rstd, norm)
-        wide_dy = widen(dy[c], tile.in_pairs)
-        g = norm.form.upstream(wide_dy, parameter_row(weight[c], norm.has_weight, tile), norm)
+        of_chunk = chunk_of(tiles, c)
+        h = widen(combine(of_chunk, None, norm), tile.in_pairs)
+        x_hat = normalize(h, statistics.mean, statistics.rstd, norm)
+        du = norm.form.to_du(widen(dy[c], tile.in_pairs), of_chunk, norm)
+        g = norm.form.upstream(du, parameter_row(weight[c], norm.has_weight, tile), norm)
         sum_gx += g * x_hat
         sum_g += g
-        dw = dw + (sums.dw[c] + norm.form.to_dw(wide_dy, x_hat, norm),)
-        db = db + (sums.db[c] + norm.form.to_db(wide_dy, norm),)
+        dw = dw + (sums.dw[c] + norm.form.to_dw(du, x_hat, norm),)
+        db = db + (sums.db[c] + norm.form.to_db(du, norm),)
     if norm.layer:
         # One reduction of pairs has half the CTA barriers of two reductions.
         row_sums = gl.reduce((sum_gx, sum_g), 2, add_pairs)
@@ -187,12 +189,13 @@ def sum_tile(x, dy, statistics, weight, sums, norm: gl.constexpr, tile: gl.const
 
 
 @gluon.jit
-def store_dx(
-    dx_ptr, x, dy, statistics, row_sums, weight, residual, first_dy, first_weight, row, cols,
+def store_gradients(
+    outs, tiles, dy, statistics, row_sums, weight, bias, others, first_dy, first_weight, row, cols,
     norm: gl.constexpr, tile: gl.constexpr,
 ):  # fmt: skip
-    """Second pass of the backward: dx of the tile at `row`, from its row sums over the whole cluster. first_dy and
-    first_weight are one element of each row, for `snapped`."""
+    """Second pass of the backward: the gradients of the tile at `row`, from its row sums over the whole cluster. The
+    tiles `others` are added to the gradient of the row that was normalized. first_dy and first_weight are one element
+    of each row, for `snapped`."""
     mean_gx = gl.expand_dims(row_sums[0], 2) / cols
     mean_g = mean_gx
     if norm.layer:
@@ -202,7 +205,13 @@ def store_dx(
     mean = statistics.mean
     rstd = statistics.rstd
     for c in gl.static_range(tile.chunks):
-        g = norm.form.upstream(widen(dy[c], tile.in_pairs), parameter_row(weight[c], norm.has_weight, tile), norm)
-        dx = input_gradient(g, widen(x[c], tile.in_pairs), mean, rstd, mean_gx, mean_g, norm)
-        dx = norm.form.to_dx(dx, widen(residual[c], tile.in_pairs), norm)
-        store_chunk(dx_ptr, dx, row, cols, c, "", tile)
+        of_chunk = chunk_of(tiles, c)
+        wide_dy = widen(dy[c], tile.in_pairs)
+        w = parameter_row(weight[c], norm.has_weight, tile)
+        g = norm.form.upstream(norm.form.to_du(wide_dy, of_chunk, norm), w, norm)
+        h = widen(combine(of_chunk, None, norm), tile.in_pairs)
+        dh = plus(input_gradient(g, h, mean, rstd, mean_gx, mean_g, norm), others, c, tile.in_pairs, norm)
+        b = parameter_row(bias[c], norm.has_bias, tile)
+        grads = norm.form.gradients(dh, wide_dy, normalize(h, mean, rstd, norm), w, b, of_chunk, norm)
+        for t in gl.static_range(len(outs)):
+            store_chunk(outs[t], grads[norm.gradient(t)], row, cols, c, "", tile)

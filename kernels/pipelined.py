@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 
 from . import partial_sums, passes, ring, row_tile
 from .cluster import join_cluster, leave_cluster, open_exchange, sum_over_cluster
-from .loads import StatisticsInMemory, combine_tiles, load_parameter
+from .loads import StatisticsInMemory, combine_tiles, load_parameter, pointers
 from .passes import ColumnSums
 from .ptx import launch_dependents
 from .ring import Position
@@ -87,16 +87,27 @@ def forward(
     leave_cluster(tile)
 
 
+@gluon.jit
+def read_tiles(rings, stage, reload: gl.constexpr, tile: gl.constexpr):
+    """The tiles of x and of the form's row tensors in the ring, and that of dy."""
+    tiles = (row_tile.read_tile(rings.slots[0], stage, reload, tile),)
+    dy = row_tile.read_tile(rings.slots[1], stage, reload, tile)
+    for t in gl.static_range(2, len(rings.slots)):
+        tiles = tiles + (row_tile.read_tile(rings.slots[t], stage, reload, tile),)
+    return tiles, dy
+
+
 @gluon.jit(do_not_specialize=["rows"])
 def backward(
-    x_desc, dy_desc, x_tail_desc, dy_tail_desc, mean_ptr, rstd_ptr, weight_ptr, residual_ptr, dx_ptr, dw_partial_ptr,
-    db_partial_ptr, rows, cols, mean_stride: "i64", rstd_stride: "i64",
-    norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr,
+    x_desc, dy_desc, x_tail_desc, dy_tail_desc, mean_ptr, rstd_ptr, weight_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr,
+    rows, cols, mean_stride: "i64", rstd_stride: "i64",
+    norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr, rows_in=None, strides_in=None, rows_out=None,
+    added=None, bias_ptr=None, desc_1=None, desc_2=None, tail_desc_1=None, tail_desc_2=None,
 ):
-    """dx of the CTA's row tiles, and its row of the dw and db partials. A tile is read twice from its stage, for the
-    row sums and for dx, and is not kept in registers between; the stage is refilled after the second read. The
+    """The gradients of the CTA's row tiles, and its row of the dw and db partials. A tile is read twice from its stage,
+    for the row sums and for dx, and is not kept in registers between; the stage is refilled after the second read. The
     partials are complete before the last tile's dx, and are stored before it where `partial_sums.stores_early` says
-    so."""
+    so. The form's other row tensors come as in `forward`."""
     wants_sums: gl.constexpr = norm.wants_dw or norm.wants_db
     in_memory = StatisticsInMemory(mean_ptr, rstd_ptr, mean_stride, rstd_stride)
     partials = ColumnSums(dw_partial_ptr, db_partial_ptr)
@@ -105,11 +116,19 @@ def backward(
     step = gl.num_programs(0) * tile.rows
     row = row_tile.row_of_tile(first, rows, tile)
     # The copies start before the loads of weight and statistics, which are few enough to arrive in time.
-    rings = open_rings((x_desc, dy_desc), (x_tail_desc, dy_tail_desc), rows, tile)
+    descs = (x_desc, dy_desc)
+    if desc_1 is not None:
+        descs = descs + (desc_1,)
+    if desc_2 is not None:
+        descs = descs + (desc_2,)
+    rings = open_rings(descs, (x_tail_desc, dy_tail_desc, tail_desc_1, tail_desc_2), rows, tile)
     weight = load_parameter(weight_ptr, cols, norm.has_weight, row_tile.columns_of_thread, tile)
     next_statistics = row_tile.load_row_statistics(in_memory, row, norm, tile)
+    bias = load_parameter(bias_ptr, cols, norm.has_bias, row_tile.columns_of_thread, tile)
     weight = row_tile.hold_parameter(weight, norm.has_weight, tile.weight_in_smem, tile)
+    bias = row_tile.hold_parameter(bias, norm.has_bias, tile.weight_in_smem, tile)
     first_weight = row_tile.first_of_weight(weight_ptr, cols, rings.slots[1][0].dtype, norm, tile)
+    outs = pointers(dx_ptr, rows_out, norm)
     sums = partial_sums.zeros(tile)
     exchange = join_cluster(exchange, tile)
     at = Position(0, 0)
@@ -117,11 +136,11 @@ def backward(
         statistics = row_tile.by_row(next_statistics)
         if tile.prefetches_statistics:  # one tile ahead; else half a tile, below, where registers are short
             next_statistics = row_tile.load_row_statistics(in_memory, row - step, norm, tile)
+        more = row_tile.load_tiles(rows_in, strides_in, row, row_tile.aligned(cols, x_desc.dtype), tile)
         ring.wait_for_tile(rings, at)
-        x = row_tile.read_tile(rings.slots[0], at.stage, False, tile)
-        dy = row_tile.read_tile(rings.slots[1], at.stage, False, tile)
-        residual = row_tile.load_residual(residual_ptr, row, cols, norm, tile)
-        sums, row_sums = passes.sum_tile(x, dy, statistics, weight, sums, norm, tile)
+        tiles, dy = read_tiles(rings, at.stage, False, tile)
+        others = row_tile.load_added(added, row, cols, tile)
+        sums, row_sums = passes.sum_tile(tiles + more, dy, statistics, weight, sums, norm, tile)
         if wants_sums and partial_sums.stores_early(tile):
             if nth + step >= rows:  # the last tile
                 if tile.announces_end:  # saves time only: the dependent launch waits for this one's end
@@ -131,12 +150,12 @@ def backward(
         if not tile.prefetches_statistics:
             next_statistics = row_tile.load_row_statistics(in_memory, row - step, norm, tile)
         # The stage still has the tile: it is refilled below, after these reads.
-        x = row_tile.read_tile(rings.slots[0], at.stage, True, tile)
-        dy = row_tile.read_tile(rings.slots[1], at.stage, True, tile)
+        tiles, dy = read_tiles(rings, at.stage, True, tile)
         first_dy = row_tile.first_of_rows(rings.slots[1], at.stage, norm, tile)
-        passes.store_dx(
-            dx_ptr, x, dy, statistics, row_sums, weight, residual, first_dy, first_weight, row, cols, norm, tile
-        )
+        passes.store_gradients(
+            outs, tiles + more, dy, statistics, row_sums, weight, bias, others, first_dy, first_weight, row, cols, norm,
+            tile,
+        )  # fmt: skip
         # Refill: every warp has read the stage, by the compiler's CTA barrier and proxy fence before the copies.
         fill_stage(rings, at.stage, row - tile.num_stages * step, tile)
         row -= step

@@ -261,15 +261,13 @@ def load_tiles(rows_in, strides_in, row, cols, tile: gl.constexpr):
 
 
 @gluon.jit
-def load_residual(ptr, row, cols, norm: gl.constexpr, tile: gl.constexpr):
-    """Chunks of the gradient that is added to dx, which is contiguous, as dx is. Placeholders if there is none."""
-    if norm.has_residual:
-        chunks = load_tile(ptr, row, cols, cols, tile)
-    else:
-        chunks = ()
-        for _ in gl.static_range(tile.chunks):
-            chunks = chunks + (0.0,)
-    return chunks
+def load_added(added, row, cols, tile: gl.constexpr):
+    """`load_tile` of the gradients that are added to that of the normalized row, as a tuple. They are contiguous."""
+    tiles = ()
+    if added is not None:
+        for t in gl.static_range(len(added)):
+            tiles = tiles + (load_tile(added[t], row, cols, cols, tile),)
+    return tiles
 
 
 @gluon.jit

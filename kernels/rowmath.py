@@ -10,16 +10,18 @@ With x_hat = (x - mean) * rstd (LayerNorm) or x * rstd (RMSNorm) and g = the gra
 
 What precedes and follows x_hat is a config.Form, of steps that are functions here. With the offset c of the weight:
 
-    h = x, or x + residual                               the row that is normalized: read h for x above
+    h = x, x + residual or x * act(gate)                 the row that is normalized: read h for x above
     u = x_hat * (c + w) + b
-    y = u, or u + residual
-    g = dy * (c + w),  dw = sum over rows of dy * x_hat,  db = sum over rows of dy
+    y = u, u + residual or u * act(gate)
+    du = the gradient of u,  dh = that of h, in place of dx above
+    g = du * (c + w),  dw = sum over rows of du * x_hat,  db = sum over rows of du
 
 (Ba, Kiros, Hinton, "Layer Normalization", 2016; Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019.)
 """
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -102,8 +104,8 @@ def input_gradient(g, x, mean, rstd, mean_gx, mean_g, norm: tl.constexpr):
 @triton.constexpr_function
 def snaps(norm, dtype):
     """Whether `snapped` is worth its instructions: for gradients of y in float32, whose equal elements have no exact
-    sum. Those of 16 bits have one, up to hundreds or thousands of columns."""
-    return norm.layer and not norm.fp64 and dtype == tl.float32
+    sum. Those of 16 bits have one, up to hundreds or thousands of columns. Gates and modulations leave none equal."""
+    return norm.layer and not norm.fp64 and dtype == tl.float32 and norm.form.to_du is du_alone
 
 
 @triton.jit
@@ -138,14 +140,52 @@ def x_alone(tiles, stored: tl.constexpr, norm: tl.constexpr):
 def total(tiles, stored: tl.constexpr, norm: tl.constexpr):
     """x + residual in the widest of their dtypes and the accumulation dtype; x without a residual."""
     h = tiles[0].to(norm.acc)
-    if len(tiles) > 1:
-        h += tiles[1]
+    if norm.has_row("residual"):
+        h += tiles[norm.row("residual")]
     return h
 
 
 @triton.jit
 def rounded_total(tiles, stored: tl.constexpr, norm: tl.constexpr):
     return total(tiles, stored, norm).to(stored)
+
+
+@triton.jit
+def silu(z):
+    """z * sigmoid(z) and its derivative."""
+    s = 1.0 / (1.0 + tl.exp(-z))
+    return z * s, s + z * s * (1.0 - s)
+
+
+@triton.jit
+def sigmoid(z):
+    """sigmoid(z) and its derivative."""
+    s = 1.0 / (1.0 + tl.exp(-z))
+    return s, s * (1.0 - s)
+
+
+@triton.jit
+def gate_of(tiles, norm: tl.constexpr):
+    """act(gate) and its derivative."""
+    return norm.form.activation(tiles[norm.row("gate")].to(norm.acc))
+
+
+@triton.jit
+def gated(tiles, stored: tl.constexpr, norm: tl.constexpr):
+    factor, _ = gate_of(tiles, norm)
+    return tiles[0].to(norm.acc) * factor
+
+
+@triton.jit
+def gated_total(tiles, stored: tl.constexpr, norm: tl.constexpr):
+    """residual + gate * x"""
+    branch = tiles[0].to(norm.acc) * tiles[norm.row("gate")].to(norm.acc)
+    return branch + tiles[norm.row("residual")]
+
+
+@triton.jit
+def rounded_gated_total(tiles, stored: tl.constexpr, norm: tl.constexpr):
+    return gated_total(tiles, stored, norm).to(stored)
 
 
 @triton.jit
@@ -186,29 +226,134 @@ def u_alone(u, tiles, norm: tl.constexpr):
 
 
 @triton.jit
-def plus_last_tile(u, tiles, norm: tl.constexpr):
+def plus_residual(u, tiles, norm: tl.constexpr):
     """u + residual; u without a residual."""
-    if len(tiles) > 1:
-        u += tiles[len(tiles) - 1]
+    if norm.has_row("residual"):
+        u += tiles[norm.row("residual")]
     return u
 
 
 @triton.jit
-def times_x_hat(dy, x_hat, norm: tl.constexpr):
-    return dy * x_hat
+def times_gate(u, tiles, norm: tl.constexpr):
+    factor, _ = gate_of(tiles, norm)
+    return u * factor
 
 
 @triton.jit
-def unchanged(dy, norm: tl.constexpr):
+def one_plus(scale):
+    return 1.0 + scale
+
+
+@triton.jit
+def identity(scale):
+    return scale
+
+
+@triton.jit
+def tanh(scale):
+    """By its series near 0, where 1 - exp(-2 * size) would cancel; float64 has digits to lose. Else by exp of a number
+    that is not positive, which does not overflow."""
+    size = tl.abs(scale)
+    small = tl.exp(-2.0 * size)
+    size = (1.0 - small) / (1.0 + small)
+    found = tl.where(scale < 0.0, -size, size)
+    if scale.dtype == tl.float32:
+        square = scale * scale
+        series = 62.0 / 2835.0 - square * (1382.0 / 155925.0)
+        series = 2.0 / 15.0 + square * (square * series - 17.0 / 315.0)
+        found = tl.where(square < 0.09, scale + scale * square * (square * series - 1.0 / 3.0), found)
+    return found
+
+
+@triton.jit
+def modulated(u, tiles, norm: tl.constexpr):
+    """u * factor(scale) + shift; without a shift, if there is none."""
+    u *= norm.form.factor(tiles[norm.row("scale")].to(norm.acc))
+    if norm.has_row("shift"):
+        u += tiles[norm.row("shift")].to(norm.acc)
+    return u
+
+
+@triton.jit
+def modulated_plus_residual(u, tiles, norm: tl.constexpr):
+    return plus_residual(modulated(u, tiles, norm), tiles, norm)
+
+
+@triton.jit
+def du_alone(dy, tiles, norm: tl.constexpr):
     return dy
 
 
 @triton.jit
-def plus_residual(dx, residual, norm: tl.constexpr):
-    """dx with the gradient that reaches x by another way, such as a residual connection."""
-    if norm.has_residual:
-        dx += residual
-    return dx
+def times_x_hat(du, x_hat, norm: tl.constexpr):
+    return du * x_hat
+
+
+@triton.jit
+def unchanged(du, norm: tl.constexpr):
+    return du
+
+
+@triton.jit
+def dh_alone(dh, dy, x_hat, weight, bias, tiles, norm: tl.constexpr):
+    return (dh,)
+
+
+@triton.jit
+def of_gated_x(dh, dy, x_hat, weight, bias, tiles, norm: tl.constexpr):
+    factor, slope = gate_of(tiles, norm)
+    return dh * factor, dh * tiles[0].to(norm.acc) * slope
+
+
+@triton.jit
+def of_gated_u(dh, dy, x_hat, weight, bias, tiles, norm: tl.constexpr):
+    _, slope = gate_of(tiles, norm)
+    u = norm.form.shift(norm.form.scale(x_hat, weight, norm), bias, norm)
+    return dh, dy * u * slope
+
+
+# --- Maps of whole rows (Su et al., "RoFormer: Enhanced transformer with rotary position embedding", 2021) ---
+
+
+@triton.jit
+def turn_halves(chunks, cos, sin, back: tl.constexpr, tile: tl.constexpr):
+    """The first two chunks, a and b, as a * cos - b * sin and b * cos + a * sin; `back`: the transposed map."""
+    a = chunks[0]
+    b = chunks[1]
+    if back:
+        found = (a * cos[0] + b * sin[1], b * cos[1] - a * sin[0])
+    else:
+        found = (a * cos[0] - b * sin[0], b * cos[1] + a * sin[1])
+    for c in tl.static_range(2, tile.chunks):
+        found = found + (chunks[c],)
+    return found
+
+
+@triton.jit
+def turn_pairs(chunks, cos, sin, back: tl.constexpr, tile: tl.constexpr):
+    """`turn_halves` of columns 2i and 2i + 1 in place of two chunks."""
+    found = ()
+    for c in tl.static_range(tile.chunks):
+        turned = chunks[c]
+        if c < tile.turned_chunks:
+            a, b = columns_of_pairs(chunks[c], tile)
+            cos_a, cos_b = columns_of_pairs(cos[c], tile)
+            sin_a, sin_b = columns_of_pairs(sin[c], tile)
+            if back:
+                turned = tl.join(a * cos_a + b * sin_b, b * cos_b - a * sin_a)
+            else:
+                turned = tl.join(a * cos_a - b * sin_a, b * cos_b + a * sin_b)
+            turned = turned.reshape(tile.rows, tile.chunk)
+        found = found + (turned,)
+    return found
+
+
+@triton.jit
+def columns_of_pairs(chunk, tile: tl.constexpr):
+    return tl.split(chunk.reshape(tile.rows, tile.chunk // 2, 2))
+
+
+TURN = {False: turn_halves, True: turn_pairs}  # by whether pairs are adjacent columns
 
 
 AFFINE = Form(
@@ -217,16 +362,30 @@ AFFINE = Form(
     scale=times_weight,
     shift=plus_bias,
     finish=u_alone,
+    to_du=du_alone,
     upstream=times_weight,
     to_dw=times_x_hat,
     to_db=unchanged,
-    to_dx=plus_residual,
+    gradients=dh_alone,
 )
 FORMS: dict[str, Form] = {}  # of norms from outside the package, by FormSpec.name (fusednorm/forms.py)
 
-# The functions of a FormSpec's steps, by their names.
-COMBINE = {"": {True: x_alone, False: x_alone}, "add": {True: rounded_total, False: total}}  # and by rounds_sum
-FINISH = {"": u_alone, "add": plus_last_tile}
+ACTIVATIONS = {"silu": silu, "sigmoid": sigmoid}
+# The functions of a FormSpec's steps that differ from AFFINE's, by their names.
+COMBINE: dict[str, dict[str, Any]] = {
+    "": {},
+    "add": {"combine": rounded_total},
+    "gate": {"combine": gated, "gradients": of_gated_x},
+    "add_gated": {"combine": rounded_gated_total},
+}
+FINISH: dict[str, dict[str, Any]] = {
+    "": {},
+    "add": {"finish": plus_residual},
+    "gate": {"finish": times_gate, "to_du": times_gate, "gradients": of_gated_u},
+}
+UNROUNDED = {rounded_total: total, rounded_gated_total: gated_total}  # without FormSpec.rounds_sum
+FACTORS = {"one_plus": one_plus, "identity": identity, "tanh": tanh}
+MODULATED = {u_alone: modulated, plus_residual: modulated_plus_residual}  # with FormSpec.modulate
 
 
 @functools.cache
@@ -235,12 +394,16 @@ def form_of(spec) -> Form:
     if spec.name:
         return FORMS[spec.name]
     times = times_offset_weight if spec.weight_offset else times_weight
-    return replace(
+    made = replace(
         AFFINE,
-        combine=COMBINE[spec.combine][spec.rounds_sum],
         round_x_hat=as_x if spec.rounds_x_hat else in_full,
         scale=times,
-        finish=FINISH[spec.finish],
         upstream=times,
+        activation=ACTIVATIONS[spec.activation] if "gate" in (spec.combine, spec.finish) else None,
         weight_offset=spec.weight_offset,
+        **COMBINE[spec.combine],
+        **FINISH[spec.finish],
     )
+    if spec.modulate:
+        made = replace(made, finish=MODULATED[made.finish], factor=FACTORS[spec.modulate])
+    return made if spec.rounds_sum else replace(made, combine=UNROUNDED.get(made.combine, made.combine))

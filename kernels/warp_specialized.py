@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 
 from . import partial_sums, passes, ring, row_tile
 from .cluster import open_exchange
-from .loads import StatisticsInMemory, combine_tiles, load_parameter
+from .loads import StatisticsInMemory, combine_tiles, load_parameter, pointers
 from .passes import ColumnSums
 from .ring import Position
 
@@ -46,10 +46,14 @@ class Backward(NamedTuple):
     full: gl.tensor
     empty: gl.tensor
     statistics: StatisticsInMemory
-    residual_ptr: gl.tensor
+    rows_in: tuple  # the form's other row tensors, with strides_in
+    strides_in: tuple
+    added: tuple  # gradients that are added to that of the normalized row
     weight_ptr: gl.tensor
     weight: tuple  # in shared memory, or placeholders
-    dx_ptr: gl.tensor
+    bias_ptr: gl.tensor
+    bias: tuple
+    outs: tuple  # where the gradients of rows go
     partials: ColumnSums
     rows: gl.tensor
     cols: gl.tensor
@@ -125,8 +129,10 @@ def consume_backward(norm: gl.constexpr, tile: gl.constexpr, group: gl.constexpr
     after its last read: the only one if the tile stays in registers (tile.cached), otherwise the second, for dx."""
     if tile.weight_in_smem:
         weight = operands.weight
+        bias = operands.bias
     else:
         weight = load_parameter(operands.weight_ptr, operands.cols, norm.has_weight, row_tile.columns_of_thread, tile)
+        bias = load_parameter(operands.bias_ptr, operands.cols, norm.has_bias, row_tile.columns_of_thread, tile)
     first_weight = row_tile.first_of_weight(operands.weight_ptr, operands.cols, operands.dy_slots[0].dtype, norm, tile)
     sums = partial_sums.zeros(tile)
     first = (gl.program_id(0) + group * gl.num_programs(0)) * tile.rows
@@ -141,16 +147,17 @@ def consume_backward(norm: gl.constexpr, tile: gl.constexpr, group: gl.constexpr
         x = row_tile.read_tile(operands.x_slots, at.stage, False, tile)
         dy = row_tile.read_tile(operands.dy_slots, at.stage, False, tile)
         first_dy = row_tile.first_of_rows(operands.dy_slots, at.stage, norm, tile)
-        residual = row_tile.load_residual(operands.residual_ptr, row, operands.cols, norm, tile)
+        more = row_tile.load_tiles(operands.rows_in, operands.strides_in, row, operands.cols, tile)
+        others = row_tile.load_added(operands.added, row, operands.cols, tile)
         if tile.cached:
             release_stage(operands.empty, at.stage)
-        sums, row_sums = passes.sum_tile(x, dy, statistics, weight, sums, norm, tile)
+        sums, row_sums = passes.sum_tile((x,) + more, dy, statistics, weight, sums, norm, tile)
         if not tile.cached:
             x = row_tile.read_tile(operands.x_slots, at.stage, True, tile)
             dy = row_tile.read_tile(operands.dy_slots, at.stage, True, tile)
-        passes.store_dx(
-            operands.dx_ptr, x, dy, statistics, row_sums, weight, residual, first_dy, first_weight, row, operands.cols,
-            norm, tile,
+        passes.store_gradients(
+            operands.outs, (x,) + more, dy, statistics, row_sums, weight, bias, others, first_dy, first_weight, row,
+            operands.cols, norm, tile,
         )  # fmt: skip
         if not tile.cached:
             release_stage(operands.empty, at.stage)
@@ -203,11 +210,12 @@ def parameter_in_smem(ptr, cols, present: gl.constexpr, tile: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["rows"])
 def backward(
-    x_desc, dy_desc, mean_ptr, rstd_ptr, weight_ptr, residual_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr, rows, cols,
+    x_desc, dy_desc, mean_ptr, rstd_ptr, weight_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr, rows, cols,
     mean_stride: "i64", rstd_stride: "i64",
-    norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr,
+    norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr, rows_in=None, strides_in=None, rows_out=None,
+    added=None, bias_ptr=None,
 ):
-    """dx of the CTA's row tiles, and its num_groups rows of the dw and db partials."""
+    """The gradients of the CTA's row tiles, and its num_groups rows of the dw and db partials."""
     x_slots = ring.allocate_slots(row_tile.copy_descriptors(x_desc, None, tile), tile)
     dy_slots = ring.allocate_slots(row_tile.copy_descriptors(dy_desc, None, tile), tile)
     full = ring.allocate_barriers(tile)
@@ -216,8 +224,12 @@ def backward(
     weight = parameter_in_smem(weight_ptr, cols, norm.has_weight, tile)
     statistics = StatisticsInMemory(mean_ptr, rstd_ptr, mean_stride, rstd_stride)
     partials = ColumnSums(dw_partial_ptr, db_partial_ptr)
+    bias = parameter_in_smem(bias_ptr, cols, norm.has_bias, tile)
+    bias_ptr = or_else(bias_ptr, rstd_ptr)
+    outs = pointers(dx_ptr, rows_out, norm)
     operands = Backward(
-        x_slots, dy_slots, full, empty, statistics, residual_ptr, weight_ptr, weight, dx_ptr, partials, rows, cols
+        x_slots, dy_slots, full, empty, statistics, or_empty(rows_in), or_empty(strides_in), or_empty(added),
+        weight_ptr, weight, bias_ptr, bias, outs, partials, rows, cols
     )
     run_groups(Fill((x_desc, dy_desc), (x_slots, dy_slots), full, empty, rows), operands, norm, tile)
 
@@ -252,6 +264,16 @@ def or_else(pointer, other):
         found = other
     else:
         found = pointer
+    return found
+
+
+@gluon.jit
+def or_empty(given):
+    """A tuple, or an empty one in place of None."""
+    if given is None:
+        found = ()
+    else:
+        found = given
     return found
 
 

@@ -20,6 +20,9 @@ BETWEEN = {spec.arch: with_installed_triton(spec) for spec in (RTX_3090, RTX_409
 EVERY_ARCHITECTURE = dict(sorted((ARCHITECTURES | BETWEEN).items()))
 
 
+OF_FORM = "form", "rows_in", "names_in", "rows_out", "stored", "y_dtype", "nested_rows"  # fields of a problem
+
+
 def given(*strategies):
     """hypothesis.given without a limit of time: the first plan of a problem takes tens of milliseconds."""
     return lambda test: hypothesis.settings(deadline=None)(hypothesis.given(*strategies)(test))
@@ -52,7 +55,25 @@ def make_sum(norm="layer", cols=4096, dtype="bf16", residual="", finish="", **st
     output; or else (finish="add") to y."""
     form = FormSpec(combine="" if finish else "add", finish=finish, **steps)
     rows = (DTYPES[residual or dtype],)
-    return make_problem(norm, cols, dtype, direction="forward", form=form, rows_in=rows, rows_out=rows[: form.rows_out])
+    of_form = {"form": form, "rows_in": rows, "names_in": ("residual",), "rows_out": rows[: form.rows_out]}
+    return make_problem(norm, cols, dtype, direction="forward", **of_form)
+
+
+def make_modulated(norm="layer", cols=4096, dtype="bf16", modulation="", **steps) -> NormProblem:
+    """A forward without parameters, with a scale and a shift for each sample, of dtype `modulation` (an empty one: that
+    of x)."""
+    form, rows = FormSpec(modulate="one_plus", **steps), (DTYPES[modulation or dtype],) * 2
+    of_form = {"form": form, "rows_in": rows, "names_in": ("scale", "shift"), "nested_rows": True}
+    return make_problem(norm, cols, dtype, "none", direction="forward", **of_form)
+
+
+def make_gated(norm="rms", cols=128, dtype="bf16", gate="", direction="backward", after=True, **changes) -> NormProblem:
+    """A norm that is multiplied by a gate after it, or else before."""
+    form = FormSpec(finish="gate") if after else FormSpec(combine="gate")
+    rows, backward = (DTYPES[gate or dtype],), direction == "backward"
+    of_form = {"form": form, "rows_in": rows, "names_in": ("gate",)}
+    of_form |= {"rows_out": rows, "stored": (0, 1)} if backward else {}
+    return make_problem(norm, cols, dtype, direction=direction, **of_form | changes)
 
 
 def meta_call(problem: NormProblem, rows: int = 4096, device: str = "meta"):
@@ -71,18 +92,21 @@ def meta_call(problem: NormProblem, rows: int = 4096, device: str = "meta"):
     )
     if problem.direction == "forward":
         call = check_forward(ForwardOperands(problem.norm, x, shape, weight, bias, 1e-5))
-        tensors = enumerate(meta((rows, *shape), dtype) for dtype in problem.rows_in)
-        read = [Added(f"row_{at}", Role.ROWS, RowView(tensor, 1, problem.cols, 0)) for at, tensor in tensors]
-        written = [Added(f"out_{at}", Role.ROWS, dtype) for at, dtype in enumerate(problem.rows_out)]
-        of_form = {name: getattr(problem, name) for name in ("form", "rows_in", "rows_out", "y_dtype")}
-        form = replace(call.problem, **of_form)
-        call = call._replace(problem=form, added=tuple(read), added_outputs=tuple(written))
     else:
         grad, rstd = meta((rows, *shape), problem.grad_dtype), meta((rows,), problem.acc_dtype)
         mean = rstd if problem.norm == "layer" else None
         mask = (problem.wants_dx, problem.wants_dw, problem.wants_db)
         residual = meta((rows, *shape), problem.residual_dtype)
         call = check_backward(BackwardOperands(problem.norm, grad, x, shape, mean, rstd, weight, bias, mask, residual))
+    pairs = zip(problem.names_in, problem.rows_in, strict=True)
+    tensors = [(name, meta((rows, *shape), dtype)) for name, dtype in pairs]
+    read = [Added(name, Role.ROWS, RowView(tensor, 1, problem.cols, 0)) for name, tensor in tensors]
+    written = [Added(f"out_{at}", Role.ROWS, dtype) for at, dtype in enumerate(problem.rows_out)]
+    of_form = {name: getattr(problem, name) for name in OF_FORM}
+    call = call._replace(
+        problem=replace(call.problem, **of_form), added=tuple(read), added_outputs=tuple(written),
+        **{"bias": bias} if problem.direction == "backward" and problem.reads_bias else {},
+    )  # fmt: skip
     assert call.problem == problem
     return call
 

@@ -64,7 +64,8 @@ class Steps:
             view = row_view(residual, residual.ndim - 1)
             added = (Added("residual", Role.ROWS, view),)
             aligned = problem.tma_aligned and is_tma_aligned(view, self.cols)
-            problem = replace(problem, nested_rows=view.inner_rows != 1, tma_aligned=aligned, rows_in=(residual.dtype,))
+            rows = {"rows_in": (residual.dtype,), "names_in": ("residual",)}
+            problem = replace(problem, nested_rows=view.inner_rows != 1, tma_aligned=aligned, **rows)
         if self.form.rows_out:
             outputs = (Added("new_residual", Role.ROWS, self.stored),)
             problem = replace(problem, rows_out=(self.stored,))

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
@@ -14,6 +15,19 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule, Node
 
 from fusednorm.integrations import folding, routing, written
+
+
+@pytest.fixture
+def cpu_as_cuda(monkeypatch):
+    """Routes CPU tensors, and gives them the fused RMSNorm that ATen has for CUDA tensors."""
+    monkeypatch.setattr(routing, "DEVICE_TYPES", ("cpu",))
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_fused_rms_norm", lambda *args: torch.ops.fusednorm.rms_norm_fwd(*args), "CPU")
+    library.impl("_fused_rms_norm_backward", lambda *args: torch.ops.fusednorm.rms_norm_bwd(*args), "CPU")
+    torch.ops.aten._fused_rms_norm.default._dispatch_cache.clear()  # else the op does not find the new kernel
+    yield
+    library._destroy()
+    torch.ops.aten._fused_rms_norm.default._dispatch_cache.clear()  # else the op still finds the removed kernel
 
 
 @dataclass
@@ -38,11 +52,15 @@ class Traced:
         return graph
 
 
-def trace(model: Callable, *, by_hand: bool = False, **compile_options) -> Traced:
-    """The model compiled, as one graph by default, with this package's decompositions and pass, but without code
-    generation. by_hand: norms written by hand become ops first."""
+def trace(model: Callable, **compile_options) -> Traced:
+    """The model compiled, as one graph by default, with what enable_inductor() does to graphs, but without code
+    generation."""
     traced = Traced()
+    traced.model = torch.compile(model, backend=backend_of(traced), **({"fullgraph": True} | compile_options))
+    return traced
 
+
+def backend_of(traced: Traced) -> Callable:
     def keep(graphs: list[GraphModule], graph: GraphModule, inputs: list) -> Callable:
         graphs.append(graph)
         return make_boxed_func(graph.forward)
@@ -53,8 +71,7 @@ def trace(model: Callable, *, by_hand: bool = False, **compile_options) -> Trace
         return min_cut_rematerialization_partition(graph, inputs, **options)
 
     def backend(graph: GraphModule, inputs: list) -> Callable:
-        if by_hand:
-            written.make_ops(graph)
+        written.make_ops(graph)
         with routing.decompositions_replaced():
             compiler = aot_autograd(
                 fw_compiler=functools.partial(keep, traced.forwards),
@@ -64,8 +81,7 @@ def trace(model: Callable, *, by_hand: bool = False, **compile_options) -> Trace
             )
             return compiler(graph, inputs)
 
-    traced.model = torch.compile(model, backend=backend, **({"fullgraph": True} | compile_options))
-    return traced
+    return backend
 
 
 def calls(graph: GraphModule | torch.fx.Graph, name: str) -> list[Node]:

@@ -33,7 +33,9 @@ from budgets import MIXES, ODD_MIXES, WIDTHS, complaints, problems
 from column_sums import Sums
 from column_sums import complaints as column_complaints
 from compiling import worker_processes
-from planning import EVERY_ARCHITECTURE, make_problem, make_sum
+from head_norms import OF_MODELS, HeadCase
+from head_norms import complaints as head_complaints
+from planning import EVERY_ARCHITECTURE, make_gated, make_modulated, make_problem, make_sum
 
 from fusednorm.planner import heuristics
 from fusednorm.planner.norm_problem import NormProblem
@@ -42,8 +44,8 @@ from fusednorm.planner.plan import ReferencePlan
 ROOT = Path(__file__).parent.parent
 RELEASES = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 SOURCES = (
-    *("kernels/*.py", *(f"fusednorm/{name}.py" for name in ("planner/*", "host/*", "columns/*", "problem"))),
-    *("tests/budgets.py", "tests/column_sums.py", "tests/compiling.py", "tests/planning.py"),
+    *("kernels/*.py", *(f"fusednorm/{name}.py" for name in ("planner/*", "host/*", "columns/*", "heads/*", "problem"))),
+    *("tests/budgets.py", "tests/column_sums.py", "tests/head_norms.py", "tests/compiling.py", "tests/planning.py"),
 )
 
 
@@ -51,10 +53,10 @@ WORK = "import versions; raise SystemExit(versions.work(lambda given: versions.j
 
 
 class Job(NamedTuple):
-    """A problem of a norm, or a column sum, on one architecture."""
+    """A problem of a norm, a column sum, or a norm of heads, on one architecture."""
 
     arch: int
-    problem: NormProblem | Sums
+    problem: NormProblem | Sums | HeadCase
 
     def __str__(self) -> str:
         return f"sm_{self.arch} {self.problem}"
@@ -63,6 +65,8 @@ class Job(NamedTuple):
         """Where the builds of the installed Triton differ from their plans; in a process that does not interpret."""
         if isinstance(self.problem, Sums):
             return column_complaints(self.problem, self.arch)
+        if isinstance(self.problem, HeadCase):
+            return head_complaints(self.problem, self.arch)
         device = EVERY_ARCHITECTURE[self.arch]
         plans = dict.fromkeys(plan for _, plan in heuristics.choices(self.problem, device))
         return [
@@ -83,10 +87,10 @@ BF16_AND_OTHERS = [mix for other in (*MIXES[1:], *ODD_MIXES) for mix in (MIXES[0
 SMALL = 12  # the number of problems that --small leaves, for CI
 
 
-def some_problems() -> Iterator[NormProblem | Sums]:
+def some_problems() -> Iterator[NormProblem | Sums | HeadCase]:
     """Every width in both norms and directions: half of the problems in bfloat16, half in the other mixes of dtypes in
-    turn. Then forwards with a residual, backwards with only some gradients wanted or with a residual gradient, and
-    column sums."""
+    turn. Then forwards with a residual, norms with a gate, modulated forwards, backwards with only some gradients
+    wanted or with a residual gradient, column sums, and norms of heads."""
     for turn, cols in enumerate(SOME_WIDTHS):
         for at, (norm, direction) in enumerate((n, d) for n in ("layer", "rms") for d in ("backward", "forward")):
             dtype, weight, grad = BF16_AND_OTHERS[(turn + at * 3) % len(BF16_AND_OTHERS)]
@@ -96,6 +100,12 @@ def some_problems() -> Iterator[NormProblem | Sums]:
         yield make_sum(norm, cols)
         yield make_sum(other, cols, residual="fp32", weight_offset=1.0, rounds_sum=False)
         yield make_sum(norm, cols, finish="add")
+    for turn, cols in enumerate((128, 1000, 1024, 8192)):
+        norm, direction = ("rms", "layer")[turn == 1], ("backward", "forward")[turn == 2]
+        yield make_gated(norm, cols, gate=("bf16", "fp32")[turn == 3], direction=direction)
+        yield make_gated(norm, cols, after=False)
+    for turn, cols in enumerate((1152, 3072, 5120)):
+        yield make_modulated(("layer", "rms")[turn == 1], cols, modulation=("fp32", "bf16")[turn == 1])
     for turn, cols in enumerate((256, 1000, 2048, 4096, 8192, 16384)):
         problem = make_problem(("layer", "rms")[turn % 2], cols)
         yield replace(problem, residual_dtype=(torch.bfloat16, torch.float32)[turn % 2])
@@ -105,6 +115,7 @@ def some_problems() -> Iterator[NormProblem | Sums]:
     for turn, cols in enumerate((3, 72, 1000, 1001, 4096, 8192)):
         yield Sums(4096, cols, 1, dtypes[turn % 4])
         yield Sums(4096, cols, (2, 8, 29, 64)[turn % 4], dtypes[turn % 4], total=turn % 2 == 0)
+    yield from OF_MODELS
 
 
 def jobs_of(options: argparse.Namespace) -> list[Job]:

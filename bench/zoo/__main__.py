@@ -11,48 +11,46 @@ run in one process, in turns of a few steps, in a new order each round. Gradient
 256 tokens alone, are compared with the stock model's in float64.
 
 A model has a process of its own. With --jobs, so many are built and compiled at once, and then timed one after the
-other. A model whose records by the same code and versions exist is skipped, without --again. One JSON line per way goes
+other; models that compile for minutes or need most of the memory are last, alone. A way that did not fit into memory
+beside the others gets a process of its own, without ratios. A model whose records by the same code and versions exist,
+in the file or in bench/results, is skipped, without --again. One JSON line per way goes
 to zoo.jsonl, with --profile to zoo-profile.jsonl. Exit code 1 if a way failed, 2 without a CUDA GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from fusednorm.tools.console import print_table
 
 from ..cases import make_parser
-from ..peers import packages
 from ..records import add_out_argument, describe_machine, lacks_gpu, results_path, rows_of, save
+from ..turns import digest, let_installed_packages_precede, recorded, run_group
 from .measure import Task, run
 from .models import MODELS
 from .ways import WAYS
 
-ROOT = Path(__file__).parents[2]
 DEFAULT_WAYS = tuple(name for name in WAYS if name != "compiled both")
 PROFILED = ("eager stock", "eager patch_model", "eager enable_eager", "compiled stock")
-TIMED = ("fusednorm/**/*.py", "fusednorm/**/*.cpp", "kernels/*.py", "bench/zoo/*.py")  # what a digest covers
 LEAST = 60  # seconds: with less, no model is begun
-RESERVE = 60  # seconds more than its own limit, after which a process is stopped: imports, checks, warming up
-SAME = ("gpu", "torch", "triton", "transformers", "source", "native")  # of records that stand for a new run
+OUT_OF_MEMORY = "OutOfMemoryError"
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     if not options.tiny and lacks_gpu("zoo"):
         return 2
-    # A clone has a folder named kernels, like Hugging Face's package: let installed packages precede the clone.
-    sys.path.sort(key=lambda folder: not options.tiny and Path(folder or ".").resolve() == ROOT)
+    if not options.tiny:
+        let_installed_packages_precede()
     end = time.monotonic() + 60 * options.minutes
     machine = describe_machine("CPU, tiny" if options.tiny else None)
     path = results_path(options.out, machine, "zoo-profile" if options.profile else "zoo")
-    source = digest()
+    source = digest("bench/zoo/*.py")
     done = set() if options.again else models_done(path, machine | {"source": source}, options.ways)
     names = [name for name in options.models if name not in done]
     for name in done & set(options.models):
@@ -65,8 +63,9 @@ def main(arguments: list[str] | None = None) -> int:
     ]
     if options.tiny:  # in this process
         return 1 if report([record for task in tasks for record in run(task)]) else 0
-    for first in range(0, len(tasks), options.jobs):
-        group = tasks[first : first + options.jobs]
+    groups = groups_of(tasks, options.jobs)
+    while groups:
+        group = groups.pop(0)
         if end - time.monotonic() < LEAST:
             print(f"left for another run, the time is over: {', '.join(task.model for task in group)}")
             continue
@@ -75,8 +74,8 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"{task.model}: {failure}", file=sys.stderr)
                 lost = {"bench": "zoo", "source": source, "model": task.model, "error": failure, "failed": True}
                 save([machine | lost], path)
-    found = [r for r in rows_of([path] if path.exists() else []) if r["model"] in names and r["source"] == source]
-    return 1 if report(found) else 0
+        groups = [[each] for task in group for each in apart(task, newest(path, machine))] + groups
+    return 1 if report([each for each in newest(path, machine) if each["model"] in names]) else 0
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -101,53 +100,36 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def digest() -> str:
-    """Of the code that is timed."""
-    found = hashlib.sha256()
-    for path in sorted(path for pattern in TIMED for path in ROOT.glob(pattern)):
-        found.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
-    return found.hexdigest()[:12]
-
-
 def models_done(path: Path, machine: dict, ways: Iterable[str]) -> set[str]:
     """Models that have a record of every way by the same code, versions and GPU."""
-    same = machine | {"transformers": packages.version("transformers")}
     ways_of: dict[str, set[str]] = {}
-    for each in rows_of([path] if path.exists() else []):
-        if "way" in each and all(each.get(name) == same.get(name) for name in SAME if name in same):
+    for each in recorded(path, machine):
+        if "way" in each:
             ways_of.setdefault(each["model"], set()).add(f"{each['way']} {each['norms']}")
     return {model for model, found in ways_of.items() if set(ways) <= found}
 
 
-def run_group(calls: list[tuple[Callable, Task]], end: float) -> list[str | None]:
-    """Each target in a process of its own, with its task and the events of `measure.run`. All prepare at once; then
-    they get their turns. Returns what went wrong in each. None lives past `end`, by time.monotonic()."""
-    context = multiprocessing.get_context("spawn")
-    started = []
-    for target, task in calls:
-        ready, turn = context.Event(), context.Event()
-        process = context.Process(target=target, args=(task, ready, turn), daemon=True)
-        process.start()
-        started.append((process, task, ready, turn, time.monotonic() + task.compile_seconds + RESERVE))
-    for process, _, ready, _, limit in started:
-        while process.is_alive() and time.monotonic() < min(limit, end) and not ready.wait(0.2):
-            pass
-        if not ready.is_set():
-            process.kill()
-    failures = []
-    for process, task, ready, turn, _ in started:
-        turn.set()
-        process.join(max(0, min(task.seconds + RESERVE, end - time.monotonic())))
-        stopped = process.is_alive()
-        process.kill()
-        process.join()
-        if not ready.is_set():
-            failures.append(f"not prepared in {task.compile_seconds:.0f} s, or its process ended")
-        elif stopped:
-            failures.append(f"stopped {RESERVE} s after the {task.seconds:.0f} s that it had, or with the whole run")
-        else:
-            failures.append(f"its process ended with code {process.exitcode}" if process.exitcode else None)
-    return failures
+def groups_of(tasks: Sequence[Task], jobs: int) -> list[list[Task]]:
+    """The tasks that are prepared at once."""
+    together = [task for task in tasks if not task.spec.alone]
+    groups = [together[first : first + jobs] for first in range(0, len(together), jobs)]
+    return groups + [[task] for task in tasks if task.spec.alone]
+
+
+def newest(path: Path, machine: dict) -> list[dict]:
+    """The last record of each model and way of this run."""
+    found = [each for each in rows_of([path] if path.exists() else []) if each["date"] >= machine["date"]]
+    return list({(each["model"], each.get("way"), each.get("norms")): each for each in found}.values())
+
+
+def apart(task: Task, records: list[dict]) -> list[Task]:
+    """A task for each way that did not fit into memory beside others."""
+    names = [
+        f"{each['way']} {each['norms']}"
+        for each in records
+        if each["model"] == task.model and "way" in each and (each["error"] or "").startswith(OUT_OF_MEMORY)
+    ]
+    return [replace(task, ways=(name,)) for name in task.ways if name in names and task.ways[1:]]
 
 
 def report(records: list[dict]) -> int:

@@ -88,11 +88,7 @@ def reason(error: Exception) -> str:
 
 def run(task: Task, ready: Event | None = None, turn: Event | None = None) -> list[dict]:
     """Measures and saves; returns the records. Once all is compiled it sets `ready`, and waits for `turn`."""
-    # A graph from the autograd cache is not traced, and so not reported. Every way compiles the same code once more,
-    # and beyond the limit Dynamo would run it uncompiled.
-    torch.compiler.reset()
-    limits = {"recompile_limit": RECOMPILE_LIMIT, "fail_on_recompile_limit_hit": True}
-    with functorch.patch(enable_autograd_cache=False), dynamo.patch(**limits):
+    with compiling():
         try:
             zoo = Zoo(task)
             zoo.prepare()
@@ -106,6 +102,16 @@ def run(task: Task, ready: Event | None = None, turn: Event | None = None) -> li
             records = zoo.profiles() if task.profile else zoo.records()
     save(records, task.out)
     return records
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """A graph from the autograd cache is not traced, and so not reported. Every way compiles the same code once more,
+    and beyond the limit Dynamo would run it uncompiled."""
+    torch.compiler.reset()
+    limits = {"recompile_limit": RECOMPILE_LIMIT, "fail_on_recompile_limit_hit": True}
+    with functorch.patch(enable_autograd_cache=False), dynamo.patch(**limits):
+        yield
 
 
 def identity(task: Task) -> dict:

@@ -81,6 +81,7 @@ class Model:
     last_norms: tuple[str, ...] = ("model.norm",)
     attention: str = "sdpa"
     reduced: str = ""  # what is smaller than in the whole model besides layers and vocabulary, and why
+    alone: bool = False  # compiles for minutes, or needs most of the memory
     inputs: Callable[[Model, str], Batch] = field(default=lambda model, device: tokens_of(model, device))
 
     @property
@@ -230,7 +231,7 @@ MODELS: dict[str, Model] = {
                "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
     ),
     "qwen3_next": Model(
-        "Qwen3-Next 80B", CAUSAL, "Qwen3NextConfig", 48, vocabulary=151936,
+        "Qwen3-Next 80B", CAUSAL, "Qwen3NextConfig", 48, vocabulary=151936, alone=True,
         types=("linear_attention", "full_attention"),
         tiny=TINY | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 8,
                      "num_experts_per_tok": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
@@ -249,7 +250,7 @@ MODELS: dict[str, Model] = {
                 " its matrices small",
     ),
     "deepseek_v3": Model(
-        "DeepSeek V3", CAUSAL, "DeepseekV3Config", 61, vocabulary=129280,
+        "DeepSeek V3", CAUSAL, "DeepseekV3Config", 61, vocabulary=129280, alone=True,
         tiny={"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_attention_heads": 4,
               "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
               "qk_nope_head_dim": 16, "v_head_dim": 16},
@@ -277,7 +278,7 @@ MODELS: dict[str, Model] = {
     ),
     "mamba2": Model(
         "Mamba2 2.7B", CAUSAL, "Mamba2Config", 64, vocabulary=50288, length=1024, last_norms=("backbone.norm_f",),
-        attention="eager",
+        attention="eager", alone=True,
         tiny={"hidden_size": 64, "num_heads": 8, "head_dim": 16, "state_size": 16},
         sizes={"hidden_size": 2560, "num_heads": 80, "head_dim": 64, "n_groups": 1, "chunk_size": 16},
         reduced=SCAN,
@@ -285,7 +286,7 @@ MODELS: dict[str, Model] = {
     "nemotron_h": Model(
         "Nemotron-H 8B", CAUSAL, "NemotronHConfig", 52, vocabulary=131072, layers=4, length=1024,
         types_name="layers_block_type", types=("linear_attention", "mlp", "full_attention", "mlp"),
-        last_norms=("model.norm_f",),
+        last_norms=("model.norm_f",), alone=True,
         tiny=TINY | {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2},
         sizes={"chunk_size": 16},
         reduced=SCAN + "; one layer of attention, one of Mamba and two of MLP where the whole model has 4, 24 and 24",
@@ -299,7 +300,7 @@ MODELS: dict[str, Model] = {
     ),
     "wan": Model(
         "Wan 2.1 14B", "WanTransformer3DModel", "", 40, layers_name="num_layers", last_norms=("norm_out",),
-        inputs=wan_of, batch=1, length=5 * 1560,
+        inputs=wan_of, batch=1, length=5 * 1560, alone=True,
         tiny={"attention_head_dim": 16, "num_attention_heads": 4, "ffn_dim": 96, "text_dim": 32, "freq_dim": 32,
               "length": 16},
         sizes={"patch_size": (1, 2, 2), "in_channels": 16, "text_dim": 4096},

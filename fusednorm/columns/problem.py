@@ -32,6 +32,10 @@ class ColumnSumProblem:
     tma_aligned: bool = True  # every row of every tensor starts at a multiple of 16 bytes, and no two rows overlap
 
     @property
+    def title(self) -> str:
+        return OP
+
+    @property
     def num_outputs(self) -> int:
         return 1 if self.total else self.count
 

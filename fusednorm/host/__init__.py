@@ -1,1 +1,1 @@
-"""Plans and tensors become launches: prepared once, repeated without Triton, in Python or in C++."""
+"""Plans and tensors become launches: built once, repeated without Triton, in Python or in C++."""

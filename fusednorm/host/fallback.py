@@ -11,11 +11,14 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from ..forcing import forced_variant
-from ..planner import heuristics
+from ..planner import canonical, heuristics
+from ..planner.canonical import Question
 from ..planner.device import DeviceSpec
 from ..planner.heuristics import Decision
+from ..planner.legality import MAX_RING_ROWS
 from ..planner.norm_problem import NormProblem
 from ..planner.plan import Plan
+from ..settings import invariance
 from .program import MOST_ROWS
 
 # Parts of the CUDA driver's messages for errors that no other kernel could avoid: the context is lost, memory is
@@ -45,9 +48,8 @@ class Failure(NamedTuple):
 
     def __str__(self) -> str:
         problem = self.problem
-        name = f"{problem.norm}_norm {problem.direction}" if isinstance(problem, NormProblem) else "column_sum"
         dtype = problem.x_dtype if isinstance(problem, NormProblem) else problem.dtype
-        what = f"{name} of {problem.cols} columns of {str(dtype).removeprefix('torch.')}"
+        what = f"{problem.title} of {problem.cols} columns of {str(dtype).removeprefix('torch.')}"
         return f"{what} cannot run as {self.plan.kernel} on {self.device.name}: {self.cause}"
 
 
@@ -63,13 +65,24 @@ class Choice(NamedTuple):
     most_rows: int = MOST_ROWS
 
 
+def asked(problem: NormProblem, rows: int, device: DeviceSpec) -> Question:
+    """What the planner is asked for a call. If rows are batch-invariant, it is the same for all numbers of rows that a
+    ring may have."""
+    if invariance.switch.is_invariant() and canonical.is_of_rows(problem) and rows <= MAX_RING_ROWS:
+        return canonical.canonical(problem, device)
+    return Question(problem, rows, device)
+
+
 def choose(problem: NormProblem, rows: int, device: DeviceSpec) -> Choice:
     """The planner's choice under this thread's `force`, or if that has failed its first alternative that has not."""
-    choices = heuristics.choices(problem, device, forced_variant())
-    most, plan = next((most, plan) for most, plan in choices if rows <= most)
-    above = max((end for end, _ in choices if end < rows), default=0)
+    question = asked(problem, rows, device)
+    choices = heuristics.choices(question.problem, question.device, forced_variant())
+    most, plan = next((most, plan) for most, plan in choices if question.rows <= most)
+    above = max((end for end, _ in choices if end < question.rows), default=0)
     if _failures and has_failed(plan, problem, device):
-        plan = _first_not_failed(heuristics.alternatives(problem, rows, device), problem, device)
+        plan = _first_not_failed(heuristics.alternatives(*question), problem, device)
+    if question != (problem, rows, device):
+        return Choice(plan, 0, MAX_RING_ROWS)
     return Choice(plan, above, min(most, MOST_ROWS))
 
 
@@ -112,7 +125,7 @@ def in_place_of(decision: Decision, problem: NormProblem, rows: int, device: Dev
     reasons = dict(decision.reasons)
     for failed, cause in failed_of(problem, device).items():
         reasons[failed.variant] = f"cannot run here: {cause}"
-    plan = _first_not_failed(heuristics.alternatives(problem, rows, device), problem, device)
+    plan = _first_not_failed(heuristics.alternatives(*asked(problem, rows, device)), problem, device)
     if plan.variant != decision.plan.variant:
         reasons[plan.variant] = f"chosen: {decision.plan.variant} has failed"
     return dataclasses.replace(decision, plan=plan, forced=False, reasons=reasons)

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from .. import margin
 from ..planner.device import A100, H200, OLDEST_TRITON, DeviceSpec, from_properties
+from ..settings import margin
 from . import triton_compat
 
 

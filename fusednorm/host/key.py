@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import margin
 from ..forcing import asked_variants
 from ..operands import Operands, Role, Slot
 from ..planner.norm_problem import ALIGNMENT
-from ..problem import row_view
+from ..problem import row_view, spread
+from ..settings import margin
 
 PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
 
@@ -27,6 +27,7 @@ class Extent(enum.Enum):
     X = 0
     STATISTIC = 1  # [*batch, 1, ...]
     PARAMETER = 2
+    MODULATION = 3  # that of an operand
 
 
 class NotPrepared(RuntimeError):
@@ -41,6 +42,7 @@ class Parts(NamedTuple):
     pick: itemgetter  # picks the tensors
     slots: tuple[Slot, ...]  # of the tensors
     parameters: tuple[int, ...]
+    modulations: tuple[int, ...]
     fits: tuple[tuple[int, bool], ...]  # tensors of as many rows as x, and whether they have its shape
     extents: tuple[Extent, ...]  # of the outputs
 
@@ -49,29 +51,31 @@ class Parts(NamedTuple):
 def parts_of(operands_type: Any) -> Parts:
     slots = list(enumerate(operands_type.slots, 1))
     tensors = [(at, slot) for at, slot in slots if slot.role.is_tensor]
-    rows = [(at, slot) for at, slot in tensors if slot.role is not Role.PARAMETER and slot.name != "x"]
+    fixed = Role.PARAMETER, Role.MODULATION  # the key says whether they fit
+    rows = [(at, slot) for at, slot in tensors if slot.role not in fixed and slot.name != "x"]
     return Parts(
         itemgetter(0, -1, *[at for at, slot in slots if slot.role in (Role.DTYPE, Role.FORM, Role.FLAG)]),
         tuple((at, SETTINGS[slot.role]) for at, slot in slots if slot.role in SETTINGS),
         itemgetter(*[at for at, _ in tensors]),
         tuple(slot for _, slot in tensors),
         tuple(at for at, slot in tensors if slot.role is Role.PARAMETER),
+        tuple(at for at, slot in tensors if slot.role is Role.MODULATION),
         tuple((at, slot.role is not Role.STATISTIC) for at, slot in rows),
         tuple(EXTENTS[output.role] for output in operands_type.outputs),
     )
 
 
-def look(operands: Operands) -> tuple[tuple, list[int]]:
+def look(operands: Operands, invariant: bool = False) -> tuple[tuple, list[int]]:
     """(key, addresses of the tensors in the order of operands.tensors, 0 for an absent one). Raises NotPrepared, or
     RuntimeError for a tensor that has no memory, such as a transform's. What all tensors share is not in functions of
     its own, because this is most of a call's own host time."""
     kind = type(operands)
-    plain, settings, pick, slots, parameters, _, _ = parts_of(kind)
+    plain, settings, pick, slots, parameters, modulations, _, _ = parts_of(kind)
     shape = operands.normalized_shape
     for size in shape:
         if type(size) is not int:  # 8.0 and True are equal to integers
             raise NotPrepared
-    key = [kind, tuple(shape), asked_variants(), margin.sms, *plain(operands)]
+    key = [kind, tuple(shape), asked_variants(), margin.sms, invariant, *plain(operands)]
     for at, part in settings:
         key.append(part(operands[at]))
     addresses, bits = [], 0
@@ -94,6 +98,9 @@ def look(operands: Operands) -> tuple[tuple, list[int]]:
     for at in parameters:
         if operands[at] is not None:
             key.append(operands[at].shape)
+    for at in modulations:
+        if operands[at] is not None:
+            key.append(_modulation(operands[at], operands))
     if bits % ALIGNMENT:
         key += [address % ALIGNMENT == 0 for address in addresses]
     return tuple(key), addresses
@@ -131,6 +138,16 @@ def _statistic(tensor: Tensor, _: Operands) -> tuple:
     return view[1:]
 
 
+def _modulation(tensor: Tensor, operands: Operands) -> tuple:
+    """Which batch dims of x it has whole, and how its rows lie as one for each row of x."""
+    shape, ndim = operands.x.shape, len(operands.normalized_shape)
+    lead = tuple(tensor.shape[: tensor.ndim - ndim])
+    view = row_view(spread(tensor, len(shape), ndim).expand(shape), len(shape) - ndim)
+    if view is None:
+        raise NotPrepared
+    return len(lead), tuple([size == 1 for size in lead]), view[1:]
+
+
 def _copied(tensor: Tensor, _: Operands) -> tuple:
     raise NotPrepared
 
@@ -141,6 +158,12 @@ LAYOUTS = {
     Role.STATISTIC: _statistic,
     Role.PARAMETER: _copied,
     Role.PACKED_ROWS: _copied,
+    Role.MODULATION: lambda *_: None,  # `_modulation` says it
 }
 SETTINGS = {Role.EPS: _eps, Role.MASK: tuple}
-EXTENTS = {Role.ROWS: Extent.X, Role.STATISTIC: Extent.STATISTIC, Role.PARAMETER: Extent.PARAMETER}
+EXTENTS = {
+    Role.ROWS: Extent.X,
+    Role.STATISTIC: Extent.STATISTIC,
+    Role.PARAMETER: Extent.PARAMETER,
+    Role.MODULATION: Extent.MODULATION,
+}

@@ -17,7 +17,6 @@ import torch
 import triton
 from torch import Tensor
 
-from .. import margin
 from ..forcing import forced_variant
 from ..kernels import column_tiles, finalizer, multiwave, parameter_gradients, pipelined, warp_specialized
 from ..kernels.config import ColumnTile, Norm, PartialsTile, RingTile, Tile
@@ -42,6 +41,7 @@ from ..planner.plan import (
     threads_per_row,
 )
 from ..problem import BackwardCall, ForwardCall, RowView, require_memory
+from ..settings import invariance, margin
 from . import fallback, gpus, launcher, prepared, triton_compat
 from .fallback import BuildFailed, Choice
 from .gpus import current
@@ -99,7 +99,8 @@ def run(call: Call, miss: prepared.Miss | None = None) -> tuple[Outputs | None, 
 def prepare(call: Call, plan: Plan | None = None) -> OnTensors:
     """What a call launches by `plan`, or else by the planner's choice, on the tensors of the call."""
     spec = gpus.spec_of(call.x.tensor.device)
-    program = program_of(call, Choice(plan or heuristics.choose(call.problem, call.rows, spec, forced_variant())), spec)
+    question = fallback.asked(call.problem, call.rows, spec)
+    program = program_of(call, Choice(plan or heuristics.choose(*question, forced_variant())), spec)
     return program.on_tensors(call.tensors, call.shape, call.rows)
 
 
@@ -112,7 +113,7 @@ def program_of(call: Call, chosen: Choice, spec: DeviceSpec) -> Program:
     launches, num_tensors, *parts = build(symbolic, plan, spec)
     if call.added or call.added_outputs:
         launches = _with_added(launches, symbolic, first_output=num_tensors)
-    kept = call.normalized_shape, chosen.rows_above, chosen.most_rows, margin.sms
+    kept = call.normalized_shape, chosen.rows_above, chosen.most_rows, margin.sms, invariance.switch.is_invariant()
     return Program(tuple(launches), num_tensors, *parts, *kept)
 
 
@@ -123,8 +124,8 @@ def with_addresses(call: Call) -> Call:
         x, weight, bias, *more = addresses
         same = {"weight": weight, "bias": bias}
     else:
-        grad_out, x, mean, rstd, weight, _, residual_grad, *more = addresses
-        same = {"mean": mean, "rstd": rstd, "weight": weight, "residual_grad": residual_grad}
+        grad_out, x, mean, rstd, weight, bias, residual_grad, *more = addresses
+        same = {"mean": mean, "rstd": rstd, "weight": weight, "bias": bias, "residual_grad": residual_grad}
         same["grad_out"] = call.grad_out._replace(tensor=grad_out)
     rest = iter(more)
     added = [each.with_tensor(next(rest)) if each.role.is_tensor else each for each in call.added]
@@ -161,6 +162,16 @@ def _with_added(launches: list[Launch], call: Call, first_output: int) -> list[L
     return [replace(each, named=more | each.named) for each, more in zip(launches, taken, strict=True)]
 
 
+def _with_rest(launches: list[Launch], call: BackwardCall) -> list[Launch]:
+    """The launches with what some backwards read: gradients that are added to dx, and the bias."""
+    rest = {"added": call.added_rows or None, "bias_ptr": call.bias}
+    found = []
+    for each in launches:
+        named = {name: value for name, value in rest.items() if value is not None and name in each.kernel.arg_names}
+        found.append(replace(each, named=named | each.named) if named else each)
+    return found
+
+
 def _address(index: int, tensor: Tensor | Address | None) -> Address | None:
     """What stands for a tensor. Its stride is 1 if the tensor is contiguous: torch allows any stride for one row, but
     later calls may have more."""
@@ -184,7 +195,7 @@ def _backward(call: BackwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
     """(launches, number of tensors, outputs, workspace, grid)."""
     problem, count = call.problem, len(call.tensors)
     assert plan.variant != "pipelined" or problem.wants_dx != (plan.kernel == "column_ring")
-    wanted = problem.wants_dx, problem.wants_dw, problem.wants_db
+    wanted = problem.wants_dx and 0 in problem.stored, problem.wants_dw, problem.wants_db
     dtypes = call.dx_dtype, problem.weight_dtype, problem.bias_dtype
     dtypes = [dtype if wants else None for wants, dtype in zip(wanted, dtypes, strict=True)]
     outputs, (dx, dw, db) = _outputs(call, (Extent.X, Extent.PARAMETER, Extent.PARAMETER), dtypes)
@@ -203,7 +214,7 @@ def _backward(call: BackwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
     summed_next = sums and counters is None
     dependent = summed_next and spec.arch >= OLDEST_DEPENDENT_ARCH
     out = Written(dx, dw_partial, db_partial, dw, db, means, counters, dependent)
-    launches = _BACKWARD[type(plan)](plan, call, out, spec)
+    launches = _with_rest(_BACKWARD[type(plan)](plan, call, out, spec), call)
     if summed_next:
         launches.append(_finalize(call, out))
     grid = grid_of(plan, problem.cols, spec, leaves_partials=sums, float32_sums=problem.wants_float32_sum)
@@ -254,12 +265,7 @@ def _column_tile_forward(plan: ColumnTilePlan, call: ForwardCall, outputs: tuple
 
 def _pipelined_forward(plan: PipelinedPlan, call: ForwardCall, outputs: tuple) -> list[Launch]:
     tile, cols = _ring_tile(plan, call.problem, cluster=plan.cluster), call.problem.cols
-    views = list(call.rows_read if plan.rows_in_ring else [call.x])
-    maps = _row_maps(views, cols, tile)
-    (x, *others), (x_tail, *tails) = maps[: len(views)], maps[len(views) :]
-    named: dict[str, Operand] = {"rows_in": None, "strides_in": None} if others else {}
-    named |= {f"desc_{at}": each for at, each in enumerate(others, 1)}
-    named |= {f"tail_desc_{at}": each for at, each in enumerate(tails, 1)}
+    (x, x_tail), named = _ring_maps(plan, call, 1, tile)
     args = (x, x_tail, call.weight, call.bias, *outputs, call.rows, cols, call.eps)
     norm, options = _norm(call.problem), _pipelined_options(plan)
     return [Launch(pipelined.forward, (Number.CTAS,), args, norm, tile, options, named=named)]
@@ -279,7 +285,7 @@ def _column_tile_backward(plan: ColumnTilePlan, call: BackwardCall, out: Written
     if problem.wants_dx:
         tile = _whole_row_tile(plan, log2_divisor)
         num_counters = 0 if out.counters is None else triton.cdiv(problem.cols, plan.chunk)
-        args = (*inputs[:-1], out.row_means, out.counters, num_counters, *sizes)
+        args = (*inputs, out.row_means, out.counters, num_counters, *sizes)
         launches.append(Launch(column_tiles.backward_row_means, (call.rows,), args, _norm(call.problem), tile))
     grid = (triton.cdiv(problem.cols, plan.chunk), Number.CTAS)
     tile = _column_tile(plan, log2_divisor)
@@ -297,9 +303,24 @@ def _column_tile_backward(plan: ColumnTilePlan, call: BackwardCall, out: Written
 
 def _pipelined_backward(plan: PipelinedPlan, call: BackwardCall, out: Written, spec: DeviceSpec) -> list[Launch]:
     tile = _ring_tile(plan, call.problem, cluster=plan.cluster, announces_end=out.announces_end)
-    descriptors = _row_maps([call.x, call.grad_out], call.problem.cols, tile)
+    descriptors, named = _ring_maps(plan, call, 2, tile)
     args = (*descriptors, *_inputs(call)[2:], *out[:3], *_ring_sizes(call))
-    return [Launch(pipelined.backward, (Number.CTAS,), args, _norm(call.problem), tile, _pipelined_options(plan))]
+    norm, options = _norm(call.problem), _pipelined_options(plan)
+    return [Launch(pipelined.backward, (Number.CTAS,), args, norm, tile, options, named=named)]
+
+
+def _ring_maps(
+    plan: PipelinedPlan, call: Call, own: int, tile: RingTile
+) -> tuple[list[Map | None], dict[str, Operand]]:
+    """The maps of the call's first `own` row tensors and of their tails, and the arguments by which those of the form
+    come, if they come through the ring."""
+    views = list(call.rows_read if plan.rows_in_ring else call.rows_read[:own])
+    maps = _row_maps(views, call.problem.cols, tile)
+    rows, tails = maps[: len(views)], maps[len(views) :]
+    named: dict[str, Operand] = {"rows_in": None, "strides_in": None} if len(views) > own else {}
+    named |= {f"desc_{at}": each for at, each in enumerate(rows[own:], 1)}
+    named |= {f"tail_desc_{at}": each for at, each in enumerate(tails[own:], 1)}
+    return rows[:own] + tails[:own], named
 
 
 def _column_ring_backward(plan: ColumnRingPlan, call: BackwardCall, out: Written, spec: DeviceSpec) -> list[Launch]:
@@ -380,12 +401,13 @@ def _norm(problem: NormProblem) -> Norm:
         layer=problem.norm == "layer",
         fp64=problem.acc_dtype == torch.float64,
         has_weight=problem.weight_dtype is not None,
-        has_bias=problem.direction == "forward" and problem.bias_dtype is not None,
+        has_bias=problem.reads_bias,
         wants_dx=problem.wants_dx,
         wants_dw=problem.wants_dw,
         wants_db=problem.wants_db,
-        has_residual=problem.residual_dtype is not None,
         nested_rows=problem.nested_rows,
+        rows_in=problem.names_in,
+        stored=problem.stored,
     )
 
 
@@ -476,7 +498,7 @@ def _forward_args(call: ForwardCall, outputs: tuple) -> tuple:
 
 
 def _inputs(call: BackwardCall) -> tuple:
-    return call.grad_out.tensor, call.x.tensor, call.mean, call.rstd, call.weight, call.residual_grad
+    return call.grad_out.tensor, call.x.tensor, call.mean, call.rstd, call.weight
 
 
 def _sizes(call: BackwardCall) -> tuple:

@@ -10,6 +10,7 @@ bench/NOTES.md, "Evidence behind constants".
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,10 @@ TRITON = triton_compat.in_use()  # None: a release whose launcher is not known
 SOME_NUMBER = 16  # in place of a Number where Triton compiles a kernel: no build depends on it
 
 _builds: dict[tuple, Build | None] = {}  # loaded ones, by `build_key`; None if Triton itself must launch it
+_kept: list[Launch] = []  # those that were compiled: a build_key has the ids of their norms and tiles
+# Held while a kernel is loaded: Triton gives a kernel a launcher before it gives it the function to launch, so that a
+# second thread may find the one without the other.
+_loading = threading.Lock()
 _differences: list[str] = []  # of kernels of an unknown release from what is expected
 _failed: dict[tuple, str] = {}  # causes of failures, by key
 _unspecialized: dict[int, frozenset[int | str]] = {}  # parameters that no build depends on, by id of the kernel
@@ -128,12 +133,15 @@ def _load(launch: Launch, device: int) -> Build | None:
     if key in _failed:
         raise BuildFailed(_failed[key])
     if key not in _builds:
+        _kept.append(launch)
         try:
             compiled = launch.kernel.warmup(*launch.args, grid=(1,), **launch.keywords())
-            compiled.run  # noqa: B018  loads it, and asks whether its resources are there
+            with _loading:
+                compiled[1, 1, 1]  # loads it, and asks whether its resources are there
+                if key not in _builds:
+                    _builds[key] = Build.of(compiled, launch)
         except Exception as error:
             _give_way(error, launched=False, failed=key)
-        _builds[key] = Build.of(compiled, launch)
     return None if launch.kernel.pre_run_hooks else _builds[key]
 
 
@@ -163,8 +171,7 @@ def build_key(launch: Launch, device: int) -> tuple:
     unspecialized = _unspecialized.get(id(kernel))
     if unspecialized is None:
         unspecialized = _unspecialized[id(kernel)] = _what_no_build_depends_on(kernel)
-    # id() is safe for kernels, norms and tiles: each is made once and kept. Hashing a kernel would make Triton read its
-    # source.
+    # id() is safe for kernels, norms and tiles: they are kept. Hashing a kernel would make Triton read its source.
     key: list[Any] = [id(kernel), id(launch.norm), id(launch.tile), device]
     key += *launch.options.items(), *launch.constants.items(), *launch.named
     for at, operand in (*enumerate(launch.operands), *launch.named.items()):

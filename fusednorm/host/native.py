@@ -13,12 +13,24 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from .. import forcing, margin
+from .. import forcing
 from ..namespace import NAMESPACE
-from ..operands import FORWARD, OPS, TRANSLATIONS, Op, Operands, Outputs, Role, Slot, operands_of
+from ..operands import (
+    FORWARD,
+    OPS,
+    OWN_OUTPUTS,
+    TRANSLATIONS,
+    Op,
+    Operands,
+    Outputs,
+    Role,
+    Slot,
+    derivative_of,
+    operands_of,
+)
 from ..planner.plan import Grid
+from ..settings import invariance, margin
 from . import building, prepared, triton_compat
 from .key import Extent
 from .program import Address, Map, Number, Program
@@ -27,6 +39,8 @@ if TYPE_CHECKING:
     from .launcher import Build, Launch
 
 extension, reason = building.load()  # `reason` says why `extension` is None
+if extension:
+    invariance.use(extension)  # one place for both sides
 
 BYTES_OF_NUMBERS = {"i32": 4, "i64": 8, "fp32": 4, "fp64": 8}  # numeric parameter types, as Triton names them
 
@@ -48,22 +62,18 @@ def install(
     above                    autograd.above_autograd, the implementation of all ops at the autograd key
     ops                      the module (ops.py) whose `launched` runs calls for which C++ has no program
     statistics_gradient      reference.statistics_backward_formula
-    differentiable_backward  autograd.differentiable_backward, for norms that returned y alone
+    differentiable_backward  autograd.differentiable_backward, for nodes that keep the statistics inside
     """
+    below = _and_program(ops.launched)
 
     def install_op(op: Op) -> None:
-        def differentiate(operands, grad_y, mask):
-            wanted = {name for name, is_wanted in zip(_tensors(op), mask, strict=True) if is_wanted}
-            return differentiable_backward(operands, grad_y, [name in wanted for name in operands.tensor_names])
-
-        below = _and_program(ops.launched)
-        functions = (functools.partial(_run, each, op) for each in (above, below, differentiate))
+        functions = (functools.partial(_run, each, op) for each in (above, below, differentiable_backward))
         names = "above", "below", "differentiable_backward"
         extension.install(_numbers[op.name], key, **dict(zip(names, functions, strict=True)))
 
     extension.start(statistics_gradient=statistics_gradient, kept_kinds=prepared.KEPT_KINDS)
     forcing.observe(extension.pause)  # under `force`, calls run in Python
-    margin.observe(extension.set_sm_margin)
+    margin.sm_margin.observe(lambda n: extension.set_sm_margin(n or 0))
     _installers.append(install_op)
     for op in OPS.values():
         _describe(op)
@@ -101,11 +111,12 @@ def _describe(op: Op) -> None:
         num_tensors=len(places),
         num_outputs=len(outputs),
         outputs=[outputs.index(each.name) for each in op.outputs],
+        follows_autocast=op.aten is not None,
     )
     for forward in OPS.values():
-        if forward.direction != FORWARD or forward.backward:  # nodes of forms are Python's
-            continue
-        backward = OPS.get(TRANSLATIONS[forward.name].backward)
+        if forward.form and forward.form.modulate:
+            continue  # the nodes of these are Python's
+        backward = OPS.get(TRANSLATIONS[forward.name].backward) if forward.direction == FORWARD else None
         if backward and op in (forward, backward) and {forward.name, backward.name} <= _numbers.keys():
             _connect(forward, backward)
 
@@ -113,33 +124,51 @@ def _describe(op: Op) -> None:
 def _role(slot: Slot) -> str:
     """The name of its role in C++."""
     if slot.role is Role.FORM:
-        return "FLAG" if type(slot.default) is bool else "NUMBER"
+        return {bool: "FLAG", str: "NAME", float: "NUMBER"}[type(slot.default)]
     return "NUMBER" if slot.role is Role.EPS else slot.role.name
 
 
 def _connect(forward: Op, backward: Op) -> None:
-    """Tell C++ how the autograd node of a forward calls its backward, as operands.backward_of does."""
-    tensors, outputs = _tensors(forward), [each.name for each in forward.outputs]
-    gradient_of = dict(
-        zip(TRANSLATIONS[forward.name].type.tensor_names, TRANSLATIONS[backward.name].type.outputs, strict=True)
-    )
-    gradients = [each.gradient or ("grad_out" if at == 0 else None) for at, each in enumerate(forward.outputs)]
-    sources = [*tensors, *outputs[1:], *gradients]
+    """Tell C++ how the autograd node of a forward calls its backward: derivative_of, with places in place of names."""
+    by, names = derivative_of(forward.name), TRANSLATIONS[forward.name].type.tensor_names
+    tensors, inputs, settings = _tensors(forward), _tensors(backward), _settings(forward)
+    outputs, grads = ([each.name for each in TRANSLATIONS[op.name].type.outputs] for op in (forward, backward))
+    kept = {name: [*names, *outputs[1:]][at] for name, at in zip(by.saved, by.sources, strict=True)}
+    there = {*tensors, *(each.name for each in forward.outputs)}
+    kept = {name: source for name, source in kept.items() if name in inputs and source in there}
+    of_outputs = ["grad_out", None, None, *by.grads]  # the operands that take the gradients of the outputs
+    sources, gradients = [*kept, *of_outputs], dict(zip(names, by.gradients, strict=True))
+    dtypes = {"output_mask": []} | {name: [tensors.index(names[at]) for at in ats] for name, ats in by.dtypes}
     extension.set_backward(
         forward=_numbers[forward.name],
         backward=_numbers[backward.name],
-        sources=[sources.index(each) if each in sources else None for each in _tensors(backward)],
-        gradients=[backward.outputs.index(gradient_of[each]) for each in tensors],
-        statistics=[sources.index(each) if each in sources else None for each in ("mean", "rstd")],
+        saved=[[*tensors, *outputs].index(each) for each in kept.values()],
+        sources=[sources.index(each) if each in sources else None for each in inputs],
+        gradients=[[*grads, *of_outputs].index(gradients[each]) for each in tensors],
+        passed=[OWN_OUTPUTS + at for at in by.passed],
+        settings=[
+            extension.Setting(of_forward=settings.index(name))
+            if name in by.settings
+            else extension.Setting(dtype_of=dtypes[name])
+            for name in _settings(backward)
+        ],
+        statistics=[inputs.index(each) if each in inputs else None for each in ("mean", "rstd")],
+        eps=settings.index("eps"),
     )
+
+
+def _settings(op: Op) -> list[str]:
+    """The inputs that C++ counts as settings."""
+    return [slot.name for slot in op.inputs if not slot.role.is_tensor and slot.role is not Role.SHAPE]
 
 
 def _tensors(op: Op) -> list[str]:
     return [slot.name for slot in op.inputs if slot.role.is_tensor]
 
 
-def y_of(name: str, *arguments: Any) -> Tensor | None:
-    """y of a forward op, differentiable, for all of its arguments by position. None if Python must run the call."""
+def y_of(name: str, arguments: tuple) -> Any:
+    """What a forward op returns without the statistics, differentiable, for all of its arguments by position: y, or y
+    and what follows. None if Python must run the call."""
     if extension is None or torch.compiler.is_dynamo_compiling():
         return None
     return extension.y_of(_numbers[name], *arguments)
@@ -184,6 +213,7 @@ def _in_cpp(program: Program) -> Any:
         and extension.Workspace(dtype=workspace.dtype, parts=[part[:3] for part in workspace.parts]),
         steps=[_step(*each) for each in zip(program.launches, program.builds, strict=True)],
         sm_margin=program.sm_margin,
+        invariant=program.invariant,
     )
 
 

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import torch
 
-from .. import margin
 from ..operands import Operands, Outputs
 from ..problem import BackwardCall, ForwardCall
+from ..settings import invariance, margin
 from .key import fit, look
 from .program import Bound, Program
 
@@ -67,6 +67,7 @@ class Miss(NamedTuple):
     key: tuple
     addresses: list[int]
     margin: margin.Sms  # in force before the key was made
+    invariant: bool  # whether its rows are to be batch-invariant
 
 
 First = Callable[[Operands, Miss | None], tuple[Outputs | None, Program | None]]
@@ -78,9 +79,9 @@ def run(operands: Operands, first: First | None = None) -> tuple[Outputs | None,
     """(the outputs by a program, the program). If there is none for these operands, what `first` returns: it gets the
     operands, and a Miss if a program for such operands can be kept. The caller has made sure that no mode and no
     transform is active."""
-    sms, key, bound = margin.sms, None, None
+    sms, invariant, key, bound = margin.sms, invariance.switch.is_invariant(), None, None
     try:
-        key, addresses = look(operands)
+        key, addresses = look(operands, invariant)
         kind = _kinds.get(key)
         if kind is not None:
             shape = operands.x.shape
@@ -95,14 +96,16 @@ def run(operands: Operands, first: First | None = None) -> tuple[Outputs | None,
             return outputs, bound.program
     if first is None:
         return None, None
-    return first(operands, None if key is None else Miss(key, addresses, sms))
+    return first(operands, None if key is None else Miss(key, addresses, sms, invariant))
 
 
 def keep(miss: Miss, call: ForwardCall | BackwardCall, bound: Bound) -> Program | None:
     """Keep the program of a call for later calls with the same key, if all tensors were read in place and no thread has
-    changed the margin meanwhile. Returns the program that is kept."""
+    changed what plans depend on meanwhile. Returns the program that is kept."""
     program = bound.program
-    if miss.margin is not margin.sms or not program.rows_above < call.rows <= program.most_rows:
+    if miss.margin is not margin.sms or miss.invariant is not program.invariant:
+        return None
+    if not program.rows_above < call.rows <= program.most_rows:
         return None
     for tensor, address in zip(call.tensors, miss.addresses, strict=True):
         if tensor is not None and tensor.data_ptr() != address:

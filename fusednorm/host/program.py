@@ -119,6 +119,7 @@ class Program:
     rows_above: int = 0
     most_rows: int = MOST_ROWS
     sm_margin: int = 0  # that it was planned under
+    invariant: bool = False  # whether its rows are batch-invariant
     device: int = -1  # on which its kernels are loaded
     builds: Sequence[Build] = ()  # of the launches; none if its kernels are not loaded
 

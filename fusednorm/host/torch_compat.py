@@ -98,7 +98,7 @@ _has_mode_stack = not any(name.endswith("_torch_function_stack") for name in mis
 
 class DefaultDeviceAside:
     """Deactivates torch.set_default_device's mode for a block if it alone is active. It makes new tensors on a device
-    and hands all other calls on, but asking it takes more host time than a prepared call."""
+    and hands all other calls on, but asking it takes more host time than a repeated call."""
 
     __slots__ = ("done", "mode")
 

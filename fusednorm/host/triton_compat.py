@@ -92,7 +92,7 @@ RELEASES = {
     (3, 8): Release(_packed, packs_operands=True),
     (3, 9): Release(_packed, packs_operands=True),
 }
-# Host time of a call, in microseconds, if Triton itself launches its kernels: no call is prepared (bench/NOTES.md,
+# Host time of a call, in microseconds, if Triton itself launches its kernels: no program is kept (bench/NOTES.md,
 # "Evidence behind constants").
 CALL_US = "240 to 560"
 

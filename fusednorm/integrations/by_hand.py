@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .. import autograd
+from ..host import native
 from ..host.key import PLAIN_TYPES
 from ..host.torch_compat import parameter
 from ..planner.norm_problem import FLOAT_DTYPES
@@ -79,13 +80,12 @@ class NormByHand(nn.Module):
         formula = self._fused_formula
         if not _takes(x, weight) or x.dim() not in formula.ranks:
             return super().forward(x)
-        settings = {
-            "y_dtype": _output_dtype(formula.output, x, weight),
-            "weight_offset": float(formula.one_plus_weight),
-            "rounds_x_hat": weight is not None and formula.rounds_x_hat[weight.dtype not in HALF_DTYPES],
-        }
-        shape, eps = x.shape[-1:], getattr(self, formula.eps_name)
-        return autograd.of_form(f"{formula.norm}_norm_fwd_affine", (x, shape, weight, bias, eps), settings)
+        offset = 1.0 if formula.one_plus_weight else 0.0
+        rounds = weight is not None and formula.rounds_x_hat[weight.dtype not in HALF_DTYPES]
+        op, shape, eps = f"{formula.norm}_norm_fwd_affine", x.shape[-1:], getattr(self, formula.eps_name)
+        given = x, shape, weight, bias, eps, offset, rounds, _output_dtype(formula.output, x, weight)
+        y = native.y_of(op, given)
+        return autograd.of_form(op, given) if y is None else y
 
 
 def forward_of(own: type) -> Callable:
@@ -288,9 +288,8 @@ def _roundings(module: nn.Module, eps_name: str, norm: str, one_plus_weight: boo
         made = trial(module, eps_name, shape, torch.bfloat16, dtype)
         y = made.run()
         arguments = made.x, shape[-1:], *(getattr(made.module, name, None) for name in ("weight", "bias")), trials.EPS
-        settings = {"weight_offset": float(one_plus_weight), "y_dtype": y.dtype}
         once, rounded = (
-            autograd.of_form(f"{norm}_norm_fwd_affine", arguments, settings | {"rounds_x_hat": rounds})
+            autograd.of_form(f"{norm}_norm_fwd_affine", (*arguments, float(one_plus_weight), rounds, y.dtype))
             for rounds in (False, True)
         )
         found.append(int((rounded != y).sum()) < int((once != y).sum()))

@@ -6,6 +6,7 @@ its own that reads and writes whole tensors. layer_norm_bwd_residual and rms_nor
     grad_out.float(), x.float()     the op reads the 16-bit tensor itself; weight and bias likewise
     dx.to(dtype)                    the op rounds dx once, to that dtype
     dx + residual                   the op adds the residual before it rounds dx
+    weight + 1                      the op's weight_offset
 
 Every value stays the same or is rounded less often. A backward that does not pay as an op, although it includes this
 work, becomes what Inductor would have without us (paying.py). The pass runs on the joint graph, before its partition
@@ -35,12 +36,12 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from ..namespace import TORCH_OPS
 from ..operands import BACKWARD, OPS, Op, Role
 from ..planner.norm_problem import FLOAT_DTYPES
-from . import paying, routing
+from . import gathering, paying, routing
 from .routing import named_arguments
 
 aten, ours = torch.ops.aten, TORCH_OPS
 
-WITH_RESIDUAL = [op for op in OPS.values() if op.slot("residual_grad")]
+WITH_RESIDUAL = [op for op in OPS.values() if op.slot("residual_grad") and not op.form.modulate]
 FOLDED = {  # per op: the op that takes a residual gradient as well, which may be the op itself
     getattr(ours, each.name).default: op for op in WITH_RESIDUAL for each in (op, op._replace(suffix=""))
 }
@@ -61,7 +62,7 @@ class FoldIntoNorms(CustomGraphPass):
         fold(graph)
 
     def uuid(self) -> Any | None:
-        own = get_hash_for_files((__file__, paying.__file__))
+        own = get_hash_for_files((__file__, gathering.__file__, paying.__file__))
         if self.before is None:
             return own
         before = self.before.uuid() if isinstance(self.before, CustomGraphPass) else None
@@ -78,6 +79,8 @@ def appended_to(custom_pass):
 
 def fold(graph: Graph) -> int:
     """Fold around every norm backward that stays ours, in place. Returns the number of ops that changed."""
+    if gathering.IS_WRONG:
+        gathering.add_up(graph, _call_before)
     folded = [_fold_around(node) for node in list(graph.nodes) if node.target in FOLDED]
     if any(folded):
         stable_topological_sort(graph)  # a residual, now an input of the op, may have been computed after it
@@ -99,8 +102,10 @@ def _fold_around(node: Node) -> bool:
         return False  # two getitems of one output: unexpected, because Inductor's own passes merge them
     residual = arguments["residual_grad"]
     tail = _follow(outputs, residual) if 0 in outputs else Tail(None, _dtype(arguments["x"]), residual)
+    weight, offset = _without_offset(arguments["weight"])
+    arguments |= {"weight": weight, "weight_offset": arguments["weight_offset"] + offset}
     widened = [*_widened(arguments, rows), *_widened_parameters(arguments, parameters, outputs)]
-    folds = widened or tail.node is not outputs.get(0)
+    folds = widened or offset or tail.node is not outputs.get(0)
     arguments |= {name: arguments[name].args[0] for name in widened}
     arguments["residual_grad"] = tail.residual
     if _is_left_to_inductor(node, op, arguments, tail.node) or not folds:
@@ -204,6 +209,15 @@ def _other_summand(user: Node, dx: Node) -> Node | None:
     shapes = other.meta["val"].shape, dx.meta["val"].shape
     same = len(shapes[0]) == len(shapes[1]) and all(statically_known_true(m == n) for m, n in zip(*shapes, strict=True))
     return other if same else None
+
+
+def _without_offset(weight: Any) -> tuple[Any, float]:
+    """The tensor and the number of which the weight is the sum."""
+    if isinstance(weight, Node) and weight.target is aten.add.Tensor and not weight.kwargs:
+        tensor, number = weight.args
+        if isinstance(number, (int, float)) and _dtype(tensor) == _dtype(weight):
+            return tensor, float(number)
+    return weight, 0.0
 
 
 def _widened(arguments: dict[str, Any], names: Iterable[str]) -> list[str]:

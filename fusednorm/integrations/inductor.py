@@ -2,6 +2,7 @@
 
 `enable_inductor()` wraps Inductor's entry point. For the duration of a compilation, and in its thread only, the wrapper
 
+- makes ops of norms that the model has written by hand (written.py);
 - replaces the decompositions of the norms, which AOTAutograd applies as it traces forward and backward (routing.py);
 - adds the pass over the joint graph that folds casts and residual gradients into the backward ops, after the user's
   own passes (folding.py);
@@ -25,7 +26,7 @@ from torch._inductor import compile_fx as inductor
 from torch._inductor import config
 
 from .. import __version__
-from . import folding, routing
+from . import folding, routing, written
 from .routing import Entry, Report, report
 
 __all__ = ["Entry", "Report", "compile_graph", "disable_inductor", "enable_inductor", "report"]
@@ -46,10 +47,11 @@ _stock_compile_fx: Callable[..., Any] | None = None  # Inductor's own compile_fx
 class enable_inductor:  # noqa: N801  reads as a function: with enable_inductor(): ...
     """Let torch.compile's default backend run the norms of unmodified models on this package's kernels.
 
-    In backward graphs, nn.LayerNorm, nn.RMSNorm, F.layer_norm and F.rms_norm of CUDA tensors become layer_norm_bwd and
-    rms_norm_bwd, unless the op would cut a fusion that saves more. Forwards stay with Inductor, which fuses them with
-    their neighbours, except for very wide rows. fusednorm.integrations.inductor.report() lists the decision for each
-    norm, with its form, its place in the model and the reason.
+    In backward graphs, nn.LayerNorm, nn.RMSNorm, F.layer_norm, F.rms_norm and norms written by hand, all of CUDA
+    tensors, become layer_norm_bwd and rms_norm_bwd, unless the op would cut a fusion that saves more. Forwards stay
+    with Inductor, which fuses them with their neighbours, except for very wide rows.
+    fusednorm.integrations.inductor.report() lists the decision for each norm, with its form, its place in the model and
+    the reason.
 
     Lasts until disable_inductor(). As a context manager, it restores the earlier state at the end of the block. Calling
     it twice has no further effect. Graphs compiled before stay as they are until torch._dynamo.reset().
@@ -98,6 +100,7 @@ def _routed(compile_fx: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compile_fx)
     def routed(model_, example_inputs_, inner_compile=None, *args, **kwargs):
         routing.note_rms_norms_elsewhere(model_)
+        written.make_ops(model_)
         inner_compile = _compiling()(inner_compile or inductor.compile_fx_inner)
         with (
             _tagged(),

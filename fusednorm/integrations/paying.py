@@ -54,14 +54,14 @@ def why_inductor(
 def _moved_for(op: Node, read: Node, x: Node, inputs: dict[str, Node | None]) -> float:
     """The traffic for an input that an element-wise kernel makes."""
     source = _behind_views(read)
-    if not (_is_fusible(source) and _is_large(source, x)):
+    if not (is_fusible(source) and _is_large(source, x)):
         return 0
     leaves = _leaves(source, x)
     others = [leaf for each in inputs.values() if each not in (read, None) for leaf in _leaves(each, x)]
     if _is_before(source, others):
         return 0  # it is in memory, because a kernel before the norm's reads it there
     users = {*_users_behind_views(source)} - {op}
-    is_written = any(not (_is_fusible(user) or user.target in SUMS) for user in users)
+    is_written = any(not (is_fusible(user) or user.target in SUMS) for user in users)
     # A sum over rows reads these tensors in any case. Its kernel can make the input, which ours reads in their place.
     shared = sum(_tensors(leaf, x) for leaf in leaves if _is_summed_over_rows(leaf, x))
     return max(0.0, _tensors(read, x) * (1 if is_written else 2) - shared)
@@ -73,7 +73,7 @@ def _moved_after(dx: Node, x: Node) -> float:
     fused = [
         user
         for user in users
-        if _is_fusible(user) and not _is_before(dx, [leaf for leaf in _leaves(user, x) if leaf is not dx])
+        if is_fusible(user) and not _is_before(dx, [leaf for leaf in _leaves(user, x) if leaf is not dx])
     ]
     is_written = len(fused) < len(users)
     return _tensors(dx, x) * (1 if is_written else 2) if fused else 0
@@ -87,7 +87,7 @@ def _leaves(node: Node, x: Node) -> list[Node]:
         if each in seen or not _is_large(each, x):
             continue
         seen.add(each)
-        if _is_fusible(each):
+        if is_fusible(each):
             ahead += each.all_input_nodes
         else:
             found.append(each)
@@ -113,17 +113,18 @@ def _is_summed_over_rows(node: Node, x: Node) -> bool:
     while ahead:
         each = ahead.pop()
         for user in each.users:
-            if user.target in SUMS and len(each.meta["val"].shape) - 1 not in _dims(user, each):
+            if user.target in SUMS and is_over_rows(user):
                 return True
-            if user not in seen and (user.target in VIEWS or _is_fusible(user)) and _is_large(user, x):
+            if user not in seen and (user.target in VIEWS or is_fusible(user)) and _is_large(user, x):
                 seen.add(user)
                 ahead.append(user)
     return False
 
 
-def _dims(user: Node, summed: Node) -> set[int]:
-    rank = len(summed.meta["val"].shape)
-    return {dim % rank for dim in user.args[1] or range(rank)}
+def is_over_rows(summed: Node) -> bool:
+    """Whether a sum leaves the columns apart."""
+    rank = len(summed.args[0].meta["val"].shape)
+    return rank - 1 not in {dim % rank for dim in summed.args[1] or range(rank)}
 
 
 def _behind_views(node: Node) -> Node:
@@ -140,7 +141,8 @@ def _users_behind_views(node: Node) -> Iterator[Node]:
             yield user
 
 
-def _is_fusible(node: Node) -> bool:
+def is_fusible(node: Node) -> bool:
+    """Whether it is element-wise to Inductor."""
     return node.target in COPIES or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 

@@ -97,7 +97,8 @@ def place_of(meta: dict[str, Any]) -> str:
     modules = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack")
     if modules:
         path = [*modules.values()][-1][0]
-        path = re.sub(r"^L\['\w+'\](\[\d+\])?", "", path).strip(".")
+        path = re.sub(r"^L\['\w+'\](\[\d+\])?", "", path)
+        path = re.sub(r"__dict__\['_modules'\]\['(\w+)'\]", r"\1", path).strip(".")  # of a class with __getattr__
         return re.sub(r"\b\d+\b", "*", path)
     lines = [line.strip() for line in (meta.get("stack_trace") or "").splitlines()]
     return next((line for line in reversed(lines) if line.startswith("File ") and TORCH not in line), "")

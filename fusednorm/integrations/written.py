@@ -6,7 +6,6 @@
     y = x_hat.to(x.dtype) * weight                      with or without casts and weight; weight or offset + weight
 
 The op's forward becomes Inductor's code again (routing.py). Its backward is one op, too, and stays ours where it pays.
-enable_inductor() does not call it yet: bench.graphs times it beside what enable_inductor() does.
 
 Only norms of contiguous tensors whose result needs a gradient are taken: an op returns contiguous rows, which others
 than the written ones may not be.

@@ -107,7 +107,7 @@ def _ring_buffers(plan: RingPlan, problem: NormProblem, counted: int) -> list[Bu
     backward, num_warps = problem.direction == "backward", plan.num_warps
     tensors = [problem.x_dtype, problem.grad_dtype] if backward else [problem.x_dtype]
     tensors += problem.rows_in if isinstance(plan, PipelinedPlan) and plan.rows_in_ring else ()
-    parameters = [problem.weight_dtype] if backward else [problem.weight_dtype, problem.bias_dtype]
+    parameters = [problem.weight_dtype, problem.bias_dtype if problem.reads_bias else None]
     copies = [plan.copy_chunks, 1] if plan.tail else [plan.copy_chunks] * num_copies(plan)
     chunk_elements = plan.num_stages * plan.rows_per_tile * plan.chunk
     life = "loop" if isinstance(plan, PipelinedPlan) else "always"
@@ -162,8 +162,10 @@ def _captured_bytes(plan: WarpSpecializedPlan, problem: NormProblem) -> int:
         has_residual = problem.residual_dtype is not None
         pointers = 2 + layer + problem.num_sums + has_residual  # rstd, dx; mean; dw, db; the residual gradient
         strides, cols = 8 * (1 + layer), 4
-        weight = plan.num_chunks * (8 + 4 * 2) if plan.weight_in_smem else 8
-        captured += 8 * pointers + strides + cols + (weight if problem.weight_dtype is not None else 0)
+        held = (problem.weight_dtype is not None) + problem.reads_bias
+        parameter = plan.num_chunks * (8 + 4 * 2) if plan.weight_in_smem else 8
+        captured += 8 * pointers + strides + cols + held * parameter
+        captured += (8 + 4) * len(problem.rows_in) + 8 * len(problem.rows_out)  # pointers, and the strides of rows
     return captured
 
 
@@ -263,6 +265,9 @@ def _ring_backward_registers(plan: RingPlan, problem: NormProblem, device: Devic
         need += 24 * (large or device.arch >= 100)
     need += (1.25 + 1.25 * _residual_registers(problem)) * elements + 2.5 * rows + 3.5 * plan.num_chunks
     need += plan.cluster * (plan.cluster > 1)  # shares of the row sums
+    in_ring = not specialized and plan.rows_in_ring
+    need += sum(3.0 + (not in_ring) * 0.4 * dtype.itemsize for dtype in problem.rows_in) * elements
+    need += problem.reads_bias * (0.75 * elements + columns * (not plan.weight_in_smem))
     if specialized and plan.cached:
         need += elements * (problem.x_dtype.itemsize + problem.grad_dtype.itemsize) / 8
         need += 2 * REGISTER_STEP * (not is_whole(plan, problem.cols))
@@ -352,6 +357,8 @@ def multiwave_registers(
         loaded = (problem.x_dtype.itemsize + problem.grad_dtype.itemsize) / 4
         per_element = 1.25 * loaded + 3.9 * accumulator + 1.3 * sm120 + scattered * (9.0 if many_rows else 4.5)
         per_element += 1.25 * _residual_registers(problem)
+        per_element += sum(1.25 * dtype.itemsize / 4 + 1.5 * accumulator for dtype in problem.rows_in)
+        per_element += accumulator * (problem.reads_bias and bool(problem.rows_in))
         if device.triton > OLDEST_TRITON and 100 <= device.arch < 120:
             # A later release spilled on Blackwell without these.
             per_element += 2.0 if many_rows else 1.0

@@ -32,6 +32,22 @@ def has_kernels(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
     return device.arch >= OLDEST_ARCH
 
 
+def is_not_modulated(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
+    return not problem.form.modulate
+
+
+def modulates_forward(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
+    return not problem.form.modulate or problem.direction == "forward"
+
+
+def rounds_once(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
+    return not problem.form.rounds_steps
+
+
+def modulates_in_its_dtype(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
+    return not problem.form.modulate or problem.acc_dtype.itemsize == 4 or problem.x_dtype.itemsize == 8
+
+
 def has_tma(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
     return device.arch >= OLDEST_TMA_ARCH
 
@@ -61,8 +77,18 @@ def moves_x_alone(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
     return problem.direction == "backward" or not problem.form.rows_in + problem.form.rows_out
 
 
+def moves_no_rows_for_sums(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
+    return problem.direction == "forward" or problem.wants_dx or not problem.rows_in
+
+
 KERNELS = Rule("arch", has_kernels, "needs compute capability 8.0, {device.name} has {capability}")
+MODULATED = (
+    Rule("modulated", modulates_forward, "has no kernel for the backward of modulated norms: ATen's kernels run it"),
+    Rule("steps", rounds_once, 'has no kernel that rounds where rounding="steps" does: ATen\'s kernels do'),
+    Rule("wide_modulation", modulates_in_its_dtype, "computes in float64 for float64 rows only, not for modulations"),
+)
 RING = (
+    Rule("unmodulated", is_not_modulated, "has no kernels for modulated norms"),
     Rule("tma", has_tma, "needs compute capability 9.0 for TMA, {device.name} has {capability}"),
     Rule("float64", accumulates_in_float32, "computes in float32, and x, the gradient or a residual is float64"),
     Rule(
@@ -73,12 +99,13 @@ RING = (
     Rule("nested_rows", rows_have_one_stride, "needs rows at one stride, and some tensor has them at two nested ones"),
     Rule("rows", rows_fit_int32, f"needs at most {MAX_RING_ROWS} rows, got {{rows}}"),
 )
+SUMS_ALONE = Rule("sums", moves_no_rows_for_sums, "reads no row tensors beside x and dy for dw and db alone")
 DX = Rule("dx", wants_dx, "computes dx, which is not asked for")
 X_ALONE = Rule("row_tensors", moves_x_alone, "reads and writes no row tensors beside x and y in a forward")
 
 RULES: dict[str, tuple[Rule, ...]] = {
-    "multi_wave": (KERNELS,),
-    "pipelined": RING,
+    "multi_wave": (KERNELS, *MODULATED),
+    "pipelined": (SUMS_ALONE, *RING),
     "warp_specialized": (DX, X_ALONE, *RING),
     "reference": (),
 }

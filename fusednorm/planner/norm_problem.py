@@ -27,7 +27,7 @@ class NormProblem:
     bias_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
     residual_dtype: torch.dtype | None = None  # dtype of a gradient that is added to dx
-    wants_dx: bool = False
+    wants_dx: bool = False  # or the gradient of another row tensor
     wants_dw: bool = False
     wants_db: bool = False
     nested_rows: bool = False  # the rows of some tensor lie at two nested strides, not at one
@@ -35,11 +35,22 @@ class NormProblem:
     form: FormSpec = PLAIN  # no rule names one, but a kernel may fail for one alone
     rows_in: tuple[torch.dtype, ...] = ()  # tensors of x's shape that are read for the form
     rows_out: tuple[torch.dtype, ...] = ()  # and that are written
+    names_in: tuple[str, ...] = ()  # of rows_in
+    stored: tuple[int, ...] = (0,)  # which of the form's gradients of rows a backward stores, that of x first
     y_dtype: torch.dtype | None = None  # if it is not x's
+
+    @property
+    def title(self) -> str:
+        return f"{self.norm}_norm {self.direction}"
 
     @property
     def acc_dtype(self) -> torch.dtype:
         return accumulation_dtype(self.x_dtype, *self.rows_in)
+
+    @property
+    def reads_bias(self) -> bool:
+        """Whether the bias's values are read. Most backwards need its dtype alone."""
+        return self.bias_dtype is not None and (self.direction == "forward" or self.form.reads_u)
 
     @property
     def row_dtype(self) -> torch.dtype:

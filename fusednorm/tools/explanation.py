@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import margin
 from ..forcing import forced_variant
 from ..forms import PLAIN, FormSpec
 from ..host import fallback, gpus
@@ -22,7 +21,7 @@ from ..planner import budget
 from ..planner.cost import Cost, cost
 from ..planner.device import DeviceSpec
 from ..planner.heuristics import Decision, decide
-from ..planner.norm_problem import NormProblem
+from ..planner.norm_problem import ALIGNMENT, NormProblem
 from ..planner.plan import (
     BY_COLUMNS,
     VARIANTS,
@@ -33,6 +32,7 @@ from ..planner.plan import (
     num_passes,
 )
 from ..problem import is_tma_aligned, row_view, validate
+from ..settings import invariance, margin
 from .warm import Wanted, form_named
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -208,6 +208,7 @@ def explain(
         tma_aligned=all(layout.aligned for layout in layouts),
         form=of_form.form,
         rows_in=of_form.rows_in,
+        names_in=of_form.names_in,
         rows_out=of_form.rows_out,
         y_dtype=of_form.y_dtype,
     )
@@ -217,7 +218,8 @@ def explain(
     if rows == 0 or cols == 0:
         return _by_reference(problem, rows, "x has no elements", notes)
     spec = device.leaving(margin.sms) if device else gpus.spec_of(x.device)
-    decision = fallback.in_place_of(decide(problem, rows, spec, forced_variant()), problem, rows, spec)
+    question = fallback.asked(problem, rows, spec)
+    decision = fallback.in_place_of(decide(*question, forced_variant()), problem, rows, spec)
     return Explanation(problem, rows, spec, decision, notes)
 
 
@@ -229,6 +231,9 @@ class _Layout(NamedTuple):
 
 def _layout(name: str, tensor: Tensor, batch_ndim: int, cols: int) -> _Layout:
     """How the op would read a tensor's rows."""
+    if invariance.switch.is_invariant() and (not tensor.is_contiguous() or tensor.data_ptr() % ALIGNMENT):
+        why = "rows are batch-invariant, and it is not contiguous and aligned to 16 bytes"
+        return _contiguous(tensor, cols)._replace(note=f"{name} is copied first: {why}")
     view = row_view(tensor, batch_ndim)
     if view is None:
         why = f"with strides {tuple(tensor.stride())} its rows are at more than two strides, or their elements apart"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ..forms import ROUNDINGS
+from ..forms import ROUNDINGS, STEPS
 from ..host import gpus
 from ..operands import FORMS
 from ..planner import device
@@ -57,7 +57,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--form", choices=names, default="", help="default: the norm alone")
     offset_help = "of a form: the factor is C + weight"
     parser.add_argument("--weight-offset", type=float, default=0.0, metavar="C", help=offset_help)
-    parser.add_argument("--rounding", choices=ROUNDINGS, default="once", help="of a form")
+    parser.add_argument("--rounding", choices=(*ROUNDINGS, STEPS), default="once", help="of a form")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of x and the gradient (default: bf16)")
     parser.add_argument("--weight-dtype", choices=DTYPES, help="of weight and bias (default: that of x)")
     names = ", ".join(spec.name for spec in device.KNOWN)

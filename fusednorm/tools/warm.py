@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..forcing import forced_variant
-from ..forms import ROUNDINGS
+from ..forms import ROUNDINGS, STEPS
 from ..host import fallback, gpus
 from ..host.program import Program
 from ..operands import BACKWARD, FORMS, FORWARD, OPS, Op, Role, operands_of
@@ -65,7 +65,7 @@ class Wanted(NamedTuple):
         forward = OPS[f"{self.norm}_norm_fwd{self.form}"]
         if self.direction == FORWARD:
             return forward
-        suffix = "_residual" if forward.backward or self.residual_dtype else ""
+        suffix = forward.backward or ("_residual" if self.residual_dtype else "")
         return OPS[f"{self.norm}_norm_bwd{suffix}"]
 
     @property
@@ -74,13 +74,15 @@ class Wanted(NamedTuple):
 
     def call(self) -> ForwardCall | BackwardCall:
         """The checked call on FEW_ROWS rows, of tensors without memory."""
-        layer, form = self.norm == "layer", OPS[f"{self.norm}_norm_fwd{self.form}"].form
+        forward = OPS[f"{self.norm}_norm_fwd{self.form}"]
+        layer, form = self.norm == "layer", forward.form
         stream = self.residual_dtype or self.dtype
         total = torch.promote_types(self.dtype, stream) if form.combine else self.dtype
-        backward, settings = self.direction == BACKWARD, dict(self.settings)
+        defaults = {slot.name: slot.default for slot in forward.inputs if slot.role is Role.FORM}
+        backward, settings = self.direction == BACKWARD, defaults | dict(self.settings)
         y = torch.promote_types(self.dtype, stream) if form.finish else self.dtype
-        if settings.get("rounds_x_hat") and self.weight_dtype:
-            y = settings["y_dtype"] = torch.promote_types(y, self.weight_dtype)
+        if (settings.get("rounds_x_hat") or settings.get("rounds_steps")) and self.weight_dtype:
+            y = torch.promote_types(y, self.weight_dtype)
         dtypes = {
             "x": total if backward else self.dtype,
             "grad_out": y,
@@ -91,15 +93,18 @@ class Wanted(NamedTuple):
             "mean": accumulation_dtype(total) if layer else None,
             "rstd": accumulation_dtype(total),
         }
-        shapes = {Role.PARAMETER: (self.cols,), Role.STATISTIC: (FEW_ROWS,)}
+        dtypes |= {slot.operand or slot.name: self.dtype for slot in forward.inputs if slot.role is Role.MODULATION}
+        dtypes["branch"] = self.dtype if form.combine == "add_gated" else None
+        shapes = {Role.PARAMETER: (self.cols,), Role.STATISTIC: (FEW_ROWS,), Role.MODULATION: (1, self.cols)}
         given: dict[str, Any] = {}
         for slot in self.op.inputs:
-            if slot.role.is_tensor and (dtype := dtypes[slot.name]):
+            if slot.role.is_tensor and (dtype := dtypes.get(slot.name)):
                 shape = shapes.get(slot.role, (FEW_ROWS, self.cols))
                 given[slot.name] = torch.empty(shape, dtype=dtype, device="meta")
         given |= {name: value for name, value in settings.items() if self.op.slot(name)}
         given["normalized_shape"] = (self.cols,)
-        given |= {"output_mask": self.output_mask[: len(self.op.outputs)]} if backward else {"eps": 1e-5}
+        outputs = len(self.op.outputs)
+        given |= {"output_mask": (*self.output_mask, *[True] * outputs)[:outputs]} if backward else {"eps": 1e-5}
         operands = operands_of(self.op.name, (), given)
         return check_backward(operands) if backward else check_forward(operands)
 
@@ -187,17 +192,22 @@ def warmup(
     return count
 
 
-def form_named(
-    asker: str, form: str, weight_offset: float, rounding: str
-) -> tuple[str, tuple[tuple[str, Any], ...]]:
+def form_named(asker: str, form: str, weight_offset: float, rounding: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
     """(Wanted.form, Wanted.settings). Raises ValueError for a form or a rounding that there is not."""
-    if rounding not in ROUNDINGS:
-        raise ValueError(f"{asker}: rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")
     named = {suffix[1:]: suffix for _, suffix, *_ in FORMS} | {"": ""}
+    steps = {"rounds_steps": rounding == STEPS} if form in named and _has_steps(named[form]) else {}
+    roundings = (*ROUNDINGS, STEPS) if steps else tuple(ROUNDINGS)
+    if rounding not in roundings:
+        raise ValueError(f"{asker}: rounding must be one of {', '.join(roundings)}, got {rounding!r}")
     if form not in named or (form == "" and (weight_offset or rounding != "once")):
         wanted = ", ".join(filter(None, named))
         raise ValueError(f"{asker}: form must be one of {wanted}, got {form!r}")
-    return named[form], (("weight_offset", float(weight_offset)), ("rounds_x_hat", rounding == "x_hat"))
+    settings = {"weight_offset": float(weight_offset), "rounds_x_hat": ROUNDINGS.get(rounding, False)} | steps
+    return named[form], tuple(settings.items())
+
+
+def _has_steps(suffix: str) -> bool:
+    return bool(suffix) and OPS[f"rms_norm_fwd{suffix}"].slot("rounds_steps") is not None
 
 
 def _check_names(norm: str, directions: Sequence[str]) -> None:
@@ -244,10 +254,11 @@ def plans_of(wanted: list[Wanted], rows: Sequence[int] | None, device: DeviceSpe
         problem = each.problem
         if each.direction == "backward" and not problem.wants_any:
             continue
-        if rows is None:
+        if rows is None and fallback.asked(problem, 1, device) == (problem, 1, device):
             plans = [plan for _, plan in heuristics.choices(problem, device, forced_variant())]
         else:
-            plans = [heuristics.choose(problem, count, device, forced_variant()) for count in rows if count]
+            questions = [fallback.asked(problem, count, device) for count in rows or (1,) if count]
+            plans = [heuristics.choose(*each, forced_variant()) for each in questions]
         for plan in dict.fromkeys(plans):
             if not isinstance(plan, ReferencePlan):
                 yield each, plan

@@ -13,7 +13,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def case(norm, form, residual=FP32):
-    return forms.FormCase(norm, form, 6, 40, BF16, residual, 1.0)
+    return forms.FormCase(norm, form, 6, 40, BF16, residual, 1.0, samples=2)
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
@@ -39,9 +39,15 @@ def test_a_floor_moves_the_rows_that_the_planner_counts(form, monkeypatch):
     outputs = forms.written(of, given)
     forms.floors(of, given, outputs)["both"]()
     names = {"normalized_shape": (40,)} | given
+    if form == "modulated_plus_residual":
+        names["scale"] = names.pop("gate")
     problem = check_forward(operands_of(f"rms_norm_fwd_{form}", (), names)).problem
     (reads, writes), (back_reads, back_writes) = moved
-    assert [each.dtype for each in reads[1:]] == list(problem.rows_in)
+    rows = zip(problem.names_in, problem.rows_in, strict=True)
+    assert [each.dtype for each in reads[1:]] == [
+        dtype for name, dtype in rows if name not in ("scale", "shift", "gate")
+    ]
     assert [each.dtype for each in writes[1:]] == list(problem.rows_out)
-    assert len(back_reads) == 2 + len(problem.rows_out) and len(back_writes) == 1
-    assert OPS[f"rms_norm_fwd_{form}"].form.rows_in == len(problem.rows_in)
+    gated = "gated" in form
+    assert len(back_reads) == 2 + len(problem.rows_out) + gated and len(back_writes) == 1 + gated
+    assert OPS[f"rms_norm_fwd_{form}"].form.rows_in == len(reads) - 1

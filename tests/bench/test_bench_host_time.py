@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from bench import host_time
@@ -16,6 +17,16 @@ def test_both_candidates_of_every_call_compute_the_same():
         torch.testing.assert_close(ours, atens)
     for what in ("module, forward and backward", "module, no gradient"):
         assert calls[what, "fusednorm"]() is calls[what, "aten"]() is None
+
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_modules_of_forms_are_timed_with_their_backwards_and_without(norm):
+    calls = host_time.calls_of_forms(norm, 3, 8, torch.float32, "cpu")
+    assert {name.split(", ")[-1] for name, _ in calls} == {"forward and backward", "no gradient"}
+    assert len(calls) == 2 * (5 if norm == "rms" else 4)
+    for call in calls.values():
+        call()
 
 
 def test_calls_take_turns_and_each_gets_its_time():

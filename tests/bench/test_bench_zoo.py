@@ -12,6 +12,7 @@ import torch
 import zoo_process
 from bench_records import MACHINE
 
+from bench import turns
 from bench.records import save
 from bench.zoo import __main__ as zoo
 from bench.zoo import measure, page, ways
@@ -74,13 +75,13 @@ def test_gradients_are_those_of_the_first_tokens_or_the_first_sample(name):
 
 
 def test_processes_that_take_too_long_or_break_do_not_stop_the_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(zoo, "RESERVE", 0.5)
+    monkeypatch.setattr(turns, "RESERVE", 0.5)
     limits = {"runs forever": (60, 0.5), "compiles forever": (0.5, 60), "breaks": (60, 60), "works": (60, 60)}
     tasks = [
         SimpleNamespace(model=name, out=str(tmp_path), compile_seconds=compiling, seconds=running)
         for name, (compiling, running) in limits.items()
     ]
-    failures = zoo.run_group([(zoo_process.run, task) for task in tasks], time.monotonic() + 60)
+    failures = turns.run_group([(zoo_process.run, task) for task in tasks], time.monotonic() + 60)
     assert [failure and failure.split()[0] for failure in failures] == ["stopped", "not", "its", None]
     assert {path.name for path in tmp_path.iterdir()} == {"runs forever", "breaks", "works"}
 
@@ -92,13 +93,40 @@ def test_a_way_that_takes_too_long_is_stopped():
 
 
 def test_records_of_other_code_or_of_some_ways_do_not_stand_for_a_run(tmp_path):
-    machine = MACHINE | {"source": "a", "transformers": zoo.packages.version("transformers")}
+    machine = MACHINE | {"source": "a", "transformers": turns.packages.version("transformers")}
     path = tmp_path / "zoo.jsonl"
     records = [machine | {"model": "llama", "way": "eager", "norms": norms} for norms in ("stock", "hub")]
     save([*records, records[0] | {"model": "vit"}, records[1] | {"model": "vit", "source": "b"}], path)
     assert zoo.models_done(path, MACHINE | {"source": "a"}, ["eager stock", "eager hub"]) == {"llama"}
     assert zoo.models_done(path, MACHINE | {"source": "a"}, ["eager stock"]) == {"llama", "vit"}
     assert not zoo.models_done(tmp_path / "none.jsonl", MACHINE, ["eager stock"])
+
+
+def test_large_models_are_prepared_alone_and_what_does_not_fit_beside_others_once_more():
+    tasks = [measure.Task(name, ("eager stock", "eager hub"), None, "", 1, 1, 1, 1) for name in ("wan", "llama", "vit")]
+    groups = zoo.groups_of(tasks, jobs=2)
+    assert [[task.model for task in group] for group in groups] == [["llama", "vit"], ["wan"]]
+    found = [
+        zoo_record("stock", 40),
+        zoo_record("hub", None, error="OutOfMemoryError: CUDA"),
+        zoo_record("liger", None),
+    ]
+    lost = {"model": "wan", "error": "OutOfMemoryError: of the model itself"}
+    found = [{"error": None} | each | {"model": "wan"} for each in found] + [lost]
+    (again,) = zoo.apart(tasks[0], found)
+    assert again.model == "wan" and again.ways == ("eager hub",)
+    assert not zoo.apart(tasks[1], found) and not zoo.apart(again, found)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "nemotron_h", "wan"])
+def test_models_with_scans_and_tables_are_trained_as_exactly_as_stock(name, tmp_path):
+    pytest.importorskip(MODELS[name].library, reason="needs the package of the model")
+    task = measure.Task(name, tuple(EAGER[:2]), tmp_path / "zoo.jsonl", "", 500, 0, 1, 1, tiny=True)
+    stock, ours = measure.run(task)
+    assert not stock["error"] and not ours["error"] and not ours["unchecked"]
+    assert any(line.split(" x ")[1].startswith("replaced") for line in ours["norms_run"])
+    for group, error in ours["errors"].items():
+        assert 0 < error < 1.5 * stock["errors"][group] < 0.1
 
 
 def test_a_profile_counts_launches_and_bytes_by_what_they_are_for():

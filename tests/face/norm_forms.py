@@ -10,6 +10,7 @@ from torch import Tensor
 
 import fusednorm
 from fusednorm.operands import FORM_OPS, Op, Role
+from fusednorm.problem import spread
 
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 COLS, EPS = 24, 1e-3
@@ -20,6 +21,16 @@ FACES = {  # the function and the module of each form
     "rms_norm_fwd_of_sum": (fusednorm.add_rms_norm, fusednorm.AddRMSNorm),
     "layer_norm_fwd_plus_residual": (fusednorm.layer_norm_add, fusednorm.LayerNormAdd),
     "rms_norm_fwd_plus_residual": (fusednorm.rms_norm_add, fusednorm.RMSNormAdd),
+    "layer_norm_fwd_modulated_plus_residual": (fusednorm.layer_norm_add, fusednorm.LayerNormAdd),
+    "rms_norm_fwd_modulated_plus_residual": (fusednorm.rms_norm_add, fusednorm.RMSNormAdd),
+}
+FACES |= {
+    f"{norm}_norm_fwd{of}_modulated": faces
+    for norm, faces in (
+        ("layer", (fusednorm.ada_layer_norm, fusednorm.AdaLayerNorm)),
+        ("rms", (fusednorm.ada_rms_norm, fusednorm.AdaRMSNorm)),
+    )
+    for of in ("", "_of_sum", "_of_gated_sum")
 }
 forms = pytest.mark.parametrize("op", FORM_OPS, ids=lambda op: op.name)
 
@@ -28,14 +39,28 @@ def rows_of(op: Op) -> list[str]:
     return [slot.name for slot in op.inputs if slot.role is Role.ROWS]
 
 
+def modulations_of(op: Op) -> list[str]:
+    """By the names of the function's arguments, to which the factor of a norm behind a layer is a gate."""
+    names = [slot.name for slot in op.inputs if slot.role is Role.MODULATION]
+    return ["gate"] if op.form.finish and names else names
+
+
+def arguments_of(op: Op) -> list[str]:
+    """The tensors beside weight and bias, in the order in which a module takes them."""
+    order = "x", "scale", "shift", "residual", "gate"
+    return sorted((*rows_of(op), *modulations_of(op)), key=order.index)
+
+
 def leaves(op: Op, *dtypes: torch.dtype, shape=(3, 5, COLS), seed=0, device="cpu") -> dict[str, Tensor]:
-    """x, a residual if the form has one, weight and bias."""
+    """x, a residual if the form has one, weight and bias, and modulations: the scale has a row for each sample, the
+    shift one for each token, and the gate one for all tokens if x has but one batch dim."""
     generator = torch.Generator().manual_seed(seed)
-    names = [*rows_of(op), "weight", "bias"]
+    modulations = {"scale": (*shape[:1], shape[-1]), "shift": shape, "gate": (*shape[:-2], 1, shape[-1])}
+    names = [*rows_of(op), "weight", "bias", *modulations_of(op)]
     dtypes = dtypes or (FP64,) * len(names)
     made = {}
     for name, dtype in zip(names, (*dtypes, *[dtypes[-1]] * len(names)), strict=False):
-        size = shape if name in rows_of(op) else shape[-1:]
+        size = shape if name in rows_of(op) else modulations.get(name, shape[-1:])
         made[name] = (torch.randn(size, generator=generator, dtype=FP64) + 0.5).to(device, dtype).requires_grad_()
     return made
 
@@ -49,6 +74,12 @@ def composite(op: Op, given: dict[str, Tensor | None], offset: float = 0.0) -> t
     """As models write it, in the dtypes of the tensors."""
     h, residual = given["x"], given.get("residual")
     before, after = bool(op.form.combine), bool(op.form.finish)
+    gate, scale, shift = (
+        given.get(name) if given.get(name) is None else spread(given[name], h.dim(), 1)
+        for name in ("gate", "scale", "shift")
+    )
+    if before and gate is not None:
+        h = h * gate
     if before and residual is not None:
         h = h + residual
     wide = h if h.dtype == FP64 else h.float()
@@ -59,6 +90,9 @@ def composite(op: Op, given: dict[str, Tensor | None], offset: float = 0.0) -> t
     if given["bias"] is not None:
         u = u + given["bias"].to(u.dtype)
     y = u.to(given["x"].dtype)
+    y = y if scale is None else y * (1 + scale)
+    y = y if shift is None else y + shift
+    y = y * gate if after and gate is not None else y.to(given["x"].dtype)
     return (y, h) if before else (y + residual,) if after else (y,)
 
 

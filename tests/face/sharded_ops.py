@@ -36,7 +36,7 @@ class Norms:
     """Operands for all ops, as plain tensors and as DTensors, and checks that both give the same results."""
 
     def __init__(self, world: World, mesh, placements, shape=(6, 5), grad_placements=None) -> None:
-        self.mesh, self.placements = mesh, placements
+        self.world, self.mesh, self.placements = world, mesh, placements
         self.x, self.dy, self.residual = (draw(world, *shape, COLS, seed=seed) for seed in (1, 2, 3))
         self.w, self.b = (draw(world, COLS, seed=seed) for seed in (4, 5))
         self.dx_placements = placements if grad_placements is None else None  # None: any placements of dx will do
@@ -72,11 +72,18 @@ class Norms:
         for got, want in zip((*layer, *rms), (*plain_layer, *plain_rms), strict=True):
             self.rows(got, want)
         for op in FORM_OPS:
-            run, has_residual = getattr(OPS, op.name), op.slot("residual") is not None
-            got = run(self.dist_x, shape, *[self.dist_residual] * has_residual, self.dist_w, self.dist_b, 1e-5)
-            want = run(self.x, shape, *[self.residual] * has_residual, self.w, self.b, 1e-5)
+            run, more = getattr(OPS, op.name), {}
+            if op.slot("residual"):
+                more["residual"] = self.dist_residual, self.residual
+            if op.form.modulate:
+                more |= {name: each for name, each in self.modulations().items() if op.slot(name)}
+            got, want = (
+                run(x, shape, weight=w, bias=b, eps=1e-5, **{name: pair[at] for name, pair in more.items()})
+                for at, (x, w, b) in enumerate(((self.dist_x, self.dist_w, self.dist_b), (self.x, self.w, self.b)))
+            )
             for ours, theirs in zip(got, want, strict=True):
                 self.rows(ours, theirs)
+        self.check_modulated(rms[1], plain_rms[1])
         ours = self.dist_dy, self.dist_x, shape
         theirs = self.dy, self.x, shape
         for mask in masks:
@@ -96,6 +103,37 @@ class Norms:
             got = OPS.rms_norm_bwd_residual(*ours, rms[1], self.dist_w, self.dist_b, self.dist_residual, mask)
             want = OPS.rms_norm_bwd_residual(*theirs, plain_rms[1], self.w, self.b, self.residual, mask)
             self.gradients(got, want)
+
+    def modulations(self) -> dict[str, tuple[DTensor, Tensor]]:
+        """One row for each of x's first dim, one for each row of x, and one for all rows, sharded where x is."""
+        made = {}
+        for seed, (name, dims) in enumerate({"scale": 1, "shift": 2, "gate": 0}.items(), 6):
+            plain = draw(self.world, *self.x.shape[:dims], COLS, seed=seed)
+            own = [p if isinstance(p, Shard) and p.dim < dims else Replicate() for p in self.placements]
+            made[name] = distribute_tensor(plain, self.mesh, own), plain
+        return made
+
+    def check_modulated(self, dist_rstd: DTensor, rstd: Tensor) -> None:
+        """The backward: a modulation's gradient is sharded as it is, or a partial sum."""
+        modulations = self.modulations()
+        got, want = (
+            OPS.rms_norm_bwd_modulated(
+                (self.dist_dy, self.dy)[at], (self.dist_x, self.x)[at], (COLS,), (dist_rstd, rstd)[at],
+                weight=(self.dist_w, self.w)[at], branch=(self.dist_residual, self.residual)[at],
+                **{name: each[at] for name, each in modulations.items()},
+            )
+            for at in (0, 1)
+        )  # fmt: skip
+        _, _, _, dscale, dshift, dbranch, dgate = got
+        for ours, theirs in zip(got, want, strict=True):
+            self.same(ours, theirs)
+        if self.dx_placements and 1 not in self.x.shape:  # a dim of 1 is shared
+            sharded = [isinstance(each, Shard) for each in self.placements]
+            assert [isinstance(each, Shard) for each in dshift.placements] == sharded
+            assert [isinstance(each, Partial) for each in dgate.placements] == sharded
+            dims = [isinstance(each, Shard) and each.dim == 0 for each in self.placements]
+            assert [isinstance(each, Shard) for each in dscale.placements] == dims
+            assert list(dbranch.placements) == list(self.placements)
 
     def gradients(self, got, want) -> None:
         self.rows(got[0], want[0])
@@ -169,6 +207,37 @@ def sums_of_columns(world: World) -> None:
     assert not log.collectives()
     for each, input in zip(got, inputs, strict=True):
         torch.testing.assert_close(each.full_tensor(), world.size * input.sum((0, 1)), rtol=1e-9, atol=1e-9)
+
+
+def norms_of_heads(world: World) -> None:
+    """Sharded along the batch, the tokens or the heads, q and k need no collective."""
+    mesh, n = world.mesh(), world.size
+    q, k = (draw(world, n, n, heads * n, COLS, seed=heads) for heads in (2, 1))
+    weight, bias = draw(world, COLS, seed=3), draw(world, COLS, seed=4)
+    for dim, table, of_table in (
+        *((0, (n, n), Shard(0)), (1, (n,), Shard(0)), (2, (n,), Replicate())),
+        *((1, (n, 1, 1), Replicate()), (2, (1, 1, 1), Replicate())),
+    ):
+        cos, sin = draw(world, *table, COLS, seed=5), draw(world, *table, COLS, seed=6)
+        whole = [each.requires_grad_(at < 4) for at, each in enumerate((q, k, weight, bias, cos, sin))]
+        places = [Shard(dim)] * 2 + [Replicate()] * 2 + [of_table] * 2
+        parts = [
+            distribute_tensor(each.detach(), mesh, [place]).requires_grad_(each.requires_grad)
+            for each, place in zip(whole, places, strict=True)
+        ]
+
+        def run(q, k, weight, bias, cos, sin):
+            outputs = fusednorm.qk_norm(q, k, weight, None, q_bias=bias, norm="layer", rotary=(cos, sin))
+            return outputs, torch.autograd.grad(outputs, (q, k, weight, bias), [each.detach() for each in outputs])
+
+        with Log() as log:
+            got, grads = run(*parts)
+        assert not log.collectives(), log.ops
+        assert log.ops.count("fusednorm.head_norm_fwd.default") == 1, log.ops
+        assert [list(each.placements)[0] for each in (*got, *grads)] == [Shard(dim)] * 4 + [Partial("sum")] * 2
+        want, wanted = run(*whole)
+        for each, right in zip((*got, *grads), (*want, *wanted), strict=True):
+            torch.testing.assert_close(each.full_tensor(), right, rtol=1e-9, atol=1e-9)
 
 
 def collectives_are_those_of_atens_rules(world: World) -> None:

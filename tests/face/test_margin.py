@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning import make_problem, meta_call
 
-from fusednorm import explain, margin, sm_margin
+from fusednorm import explain, sm_margin
 from fusednorm.host import gpus
 from fusednorm.planner import candidates
 from fusednorm.planner.device import A100, B200, H200, KNOWN
 from fusednorm.planner.heuristics import choose
 from fusednorm.planner.plan import num_ctas
+from fusednorm.settings import margin
 
 META = torch.device("meta")  # the planner plans for meta tensors as on an H200
 
@@ -25,7 +26,7 @@ META = torch.device("meta")  # the planner plans for meta tensors as on an H200
 def no_margin_is_left_behind():
     yield
     assert margin.sms == 0
-    margin._entries.clear()
+    sm_margin._entries.clear()
 
 
 def sms() -> int:
@@ -93,7 +94,7 @@ def test_blocks_that_threads_leave_in_any_order_leave_nothing_behind(steps):
         assert margin.sms == (open_blocks[-1][1] if open_blocks else 0)
     for block, _ in open_blocks:
         block.__exit__()
-    assert margin.sms == 0 and not margin._entries
+    assert margin.sms == 0 and not sm_margin._entries
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def test_what_is_no_count_is_refused_in_one_sentence(n, error, message):
     with pytest.raises(error) as raised:
         sm_margin(n)
     assert str(raised.value) == message
-    assert margin.sms == 0 and not margin._entries
+    assert margin.sms == 0 and not sm_margin._entries
 
 
 @pytest.mark.parametrize("n", [132, 1000])

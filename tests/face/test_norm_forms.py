@@ -12,6 +12,7 @@ from norm_forms import (
     FP16,
     FP32,
     FP64,
+    arguments_of,
     assert_errs_no_more_than_plain_code,
     composite,
     forms,
@@ -23,6 +24,7 @@ from norm_forms import (
 
 import fusednorm
 from fusednorm.operands import FORM_OPS, Role
+from fusednorm.problem import spread
 
 OPS = torch.ops.fusednorm
 DTYPES = [(BF16,), (FP16, FP16), (BF16, FP32, FP32), (FP32, BF16, BF16), (BF16, FP64, FP32), (FP64,)]
@@ -67,7 +69,7 @@ def test_transforms_and_forward_mode_agree_with_the_plain_code(op):
     for transform in (
         lambda f: torch.func.jvp(f, tuple(tensors), tangents)[1],
         lambda f: torch.func.jacrev(f, tuple(range(len(tensors))))(*tensors)[0],
-        lambda f: torch.func.vmap(f, (0,) * len(rows_of(op)) + (None, None))(*tensors),
+        lambda f: torch.func.vmap(f, tuple(None if name in ("weight", "bias") else 0 for name in names))(*tensors),
     ):
         torch.testing.assert_close(transform(ours), transform(theirs))
 
@@ -75,8 +77,8 @@ def test_transforms_and_forward_mode_agree_with_the_plain_code(op):
 @forms
 def test_the_op_is_registered_as_torch_demands(op):
     given = leaves(op, BF16, shape=(3, 8)) | {"bias": None}
-    rows = [given[name] for name in rows_of(op)[1:]]
-    arguments = (given["x"], [8], *rows, given["weight"], given["bias"], EPS)
+    given |= {"normalized_shape": [8], "eps": EPS} | {"scale": given.get("scale", given.get("gate"))}
+    arguments = tuple(given[slot.name] for slot in op.arguments if not slot.role.is_by_name)
     settings = {slot.name: FP32 for slot in op.inputs if slot.role is Role.DTYPE} | {"weight_offset": 1.0}
     torch.library.opcheck(getattr(OPS, op.name).default, arguments, settings)
 
@@ -87,16 +89,17 @@ def test_a_graph_with_any_number_of_rows_is_one_and_exports(op):
     module = FACES[op.name][1](COLS, weight_offset=1.0).double()
     compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
     for rows in (3, 7):
-        tensors = [each for name, each in leaves(op, shape=(rows, COLS)).items() if name in rows_of(op)]
-        got, want = compiled(*tensors), module(*tensors)
+        of = {name: each for name, each in leaves(op, shape=(rows, COLS)).items() if name in arguments_of(op)}
+        got, want = compiled(**of), module(**of)
         torch.testing.assert_close(got, want)
         ours, theirs = (each if isinstance(each, tuple) else (each,) for each in (got, want))
-        of = dict(zip(rows_of(op), tensors, strict=True))
         torch.testing.assert_close(gradients(ours, of), gradients(theirs, of))
     rows = torch.export.Dim("rows", min=2)
-    exported = torch.export.export(module, tuple(tensors), dynamic_shapes=[{0: rows} for _ in tensors])
+    shapes = {name: {0: rows} if each.shape[0] > 1 else None for name, each in of.items()}
+    exported = torch.export.export(module, (), of, dynamic_shapes=shapes)
     assert any(op.name in str(node.target) for node in exported.graph.nodes)
-    torch.testing.assert_close(exported.module()(*[torch.cat([each] * 2) for each in tensors])[0][:7], want[0][:7])
+    more = {name: torch.cat([each] * 2) if each.shape[0] > 1 else each for name, each in of.items()}
+    torch.testing.assert_close(exported.module()(**more)[0][:7], want[0][:7])
 
 
 @forms
@@ -146,13 +149,15 @@ def test_what_a_backward_keeps_is_the_sum_and_not_its_summands(op):
     given, kept = leaves(op), []
     with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each.data_ptr()), lambda each: None):
         y, h = run(op, given)
-    assert h.data_ptr() in kept
-    assert not {given["x"].data_ptr(), given["residual"].data_ptr()} & set(kept)
+    assert h.data_ptr() in kept and given["residual"].data_ptr() not in kept
+    assert (given["x"].data_ptr() in kept) is ("gate" in given)  # whose gradient needs x
 
 
 @sums
 @pytest.mark.parametrize("dtype", [BF16, FP32, FP64])
 def test_a_stream_may_begin_here_and_no_output_is_an_input(op, dtype):
+    if op.form.modulate:
+        pytest.skip("a modulated norm without a residual has no second output")
     given = leaves(op, dtype) | {"residual": None}
     y, h = run(op, given)
     assert torch.equal(h, given["x"]) and h.data_ptr() != given["x"].data_ptr()
@@ -162,11 +167,12 @@ def test_a_stream_may_begin_here_and_no_output_is_an_input(op, dtype):
 @sums
 def test_the_stream_has_the_dtype_that_is_asked_and_the_norm_sees_the_sum_that_is_asked(op):
     given = leaves(op, BF16)
-    x, residual = given["x"].detach(), given["residual"].detach()
+    wide = composite(op, {name: each.detach().float() for name, each in given.items()})[1]
     for dtype in (None, BF16, FP32):
         y, h = run(op, given, residual_dtype=dtype)
-        assert h.dtype == (dtype or BF16) and torch.equal(h, (x.float() + residual.float()).to(h.dtype))
-        assert torch.equal(y, run(op, given | {"x": h, "residual": None})[0].bfloat16())
+        assert h.dtype == (dtype or BF16) and torch.equal(h, wide.to(h.dtype))
+        alone = {"x": h, "residual": None} | ({"gate": None} if "gate" in given else {})
+        assert torch.equal(y, run(op, given | alone)[0].bfloat16())
     unrounded = run(op, given, normalize_rounded=False)[0]
     assert torch.equal(unrounded, run(op, given, residual_dtype=FP32)[0])
     assert not torch.equal(unrounded, run(op, given)[0])
@@ -176,9 +182,13 @@ def test_the_stream_has_the_dtype_that_is_asked_and_the_norm_sees_the_sum_that_i
 def test_x_hat_is_rounded_where_it_is_asked_and_y_has_the_promoted_dtype(op):
     given = leaves(op, BF16) | {"bias": None}
     weight = given["weight"]
-    h = given["x"] + given["residual"] if op.form.combine else given["x"]
+    h = run(op, given)[1] if op.form.combine else given["x"]
     x_hat = FACES[f"{op.norm}_norm_fwd_affine"][0](h, eps=EPS, normalized_shape=(COLS,))
-    want = x_hat.float() * weight.float() + given["residual"] if op.form.finish else x_hat * weight
+    wide = {name: each.float() for name, each in given.items() if each is not None}
+    want = x_hat.float() * wide["weight"]
+    want = want * (1 + spread(wide["scale"], 3, 1)) + wide["shift"] if "scale" in given else want
+    want = want * wide["gate"] if op.form.finish and "gate" in given else want
+    want = want + wide["residual"] if op.form.finish else want
     assert torch.equal(run(op, given, rounding="x_hat")[0], want.bfloat16())
     assert run(op, given | {"weight": weight.float()}, rounding="x_hat")[0].dtype == FP32
 
@@ -187,10 +197,11 @@ def test_x_hat_is_rounded_where_it_is_asked_and_y_has_the_promoted_dtype(op):
 def test_modules_start_as_the_plain_norm_and_keep_parameters_alone(op):
     function, module = FACES[op.name]
     for offset in (0.0, 1.0):
-        made = module(COLS, weight_offset=offset, bias=True, dtype=FP64)
+        made = module(COLS, elementwise_affine=True, weight_offset=offset, bias=True, dtype=FP64)
         assert list(made.state_dict()) == ["weight", "bias"] and bool((made.weight == 1 - offset).all())
-        tensors = [each for name, each in leaves(op).items() if name in rows_of(op)]
-        torch.testing.assert_close(made(*tensors), function(*tensors, eps=made.eps, normalized_shape=(COLS,)))
+        of = {name: each for name, each in leaves(op).items() if name in arguments_of(op)}
+        tensors = [of[name] for name in arguments_of(op)]
+        torch.testing.assert_close(made(*tensors), function(**of, eps=made.eps, normalized_shape=(COLS,)))
         assert f"weight_offset={offset}" in repr(made)
     assert [*module(COLS, elementwise_affine=False).parameters()] == []
 
@@ -202,8 +213,9 @@ def test_wrong_operands_get_one_sentence(op):
         ({"x": [1.0]}, TypeError, f"^{op.name}: x must be a tensor, got list"),
         ({"weight": torch.ones(3)}, RuntimeError, f"^{op.name}: x must end in normalized_shape"),
         ({"eps": "small"}, TypeError, f"^{op.name}: eps must be a number, got 'small'"),
-        ({"rounding": "twice"}, ValueError, f"^{op.name}: rounding must be one of once, x_hat, got 'twice'"),
+        ({"rounding": "twice"}, ValueError, f"^{op.name}: rounding must be one of once, x_hat.*, got 'twice'"),
         ({"residual": given["x"][0]}, RuntimeError, f"^{op.name}: residual must have shape"),
+        ({"scale": given["x"][:2]}, RuntimeError, f"^{op.name}: scale must have shape .3 or 1, 5 or 1, 24., or"),
     ):
         if not changes.keys() <= given.keys() | {"eps", "rounding"}:
             continue  # an operand that the form has not

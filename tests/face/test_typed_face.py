@@ -12,6 +12,7 @@ from typing_extensions import assert_type
 import fusednorm
 from fusednorm import functional
 from fusednorm.columns.explanation import ColumnSumExplanation
+from fusednorm.heads.explanation import HeadExplanation
 from fusednorm.integrations import inductor
 from fusednorm.integrations.models import Patch
 from fusednorm.planner.device import H200
@@ -42,6 +43,15 @@ def test_calls_of_tensors_give_tensors() -> None:
     assert_type(fusednorm.AddLayerNorm([8]).forward(x, x), tuple[Tensor, Tensor])
     assert_type(fusednorm.LayerNormAdd(8, rounding="x_hat").forward(x, x), Tensor)
     assert_type(fusednorm.RMSNormAdd(8, 1e-6).forward(x, x), Tensor)
+    both = fusednorm.ada_rms_norm(x, weight, residual=x, gate=weight), fusednorm.ada_layer_norm(x, weight, bias)
+    assert_type(both, tuple[Tensor | tuple[Tensor, Tensor], Tensor | tuple[Tensor, Tensor]])
+    assert_type(fusednorm.AdaRMSNorm(8).forward(x, weight), Tensor | tuple[Tensor, Tensor])
+    assert_type(fusednorm.AdaLayerNorm(8).forward(x, weight, bias), Tensor | tuple[Tensor, Tensor])
+    q, k, rotary = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 1, 8), (torch.ones(4, 8), torch.zeros(4, 8))
+    assert_type(fusednorm.qk_norm(q, k, weight, None, rotary=rotary, norm_first=False), tuple[Tensor, Tensor])
+    packed = fusednorm.qk_norm_packed(torch.randn(4, 40), 3, 1, weight, norm="layer", eps=1e-6)
+    assert_type(packed, tuple[Tensor, Tensor, Tensor])
+    assert_type(fusednorm.QKNorm(8, rotary_interleaved=True).forward(q, k, rotary), tuple[Tensor, Tensor])
     stock: nn.LayerNorm | nn.RMSNorm = fusednorm.LayerNorm(8)
     stock = fusednorm.RMSNorm(8)
     assert stock.eps is None and y.shape == x.shape and mean.shape == rstd.shape
@@ -73,8 +83,9 @@ def test_what_runs_can_be_asked_and_told() -> None:
     assert_type(explained, Explanation)
     assert_type(str(explained) + explained.plan.variant, str)
     assert_type(fusednorm.explain_column_sum([x], device=H200), ColumnSumExplanation)
+    assert_type(fusednorm.explain_qk_norm(x, x, device=H200, norm="layer"), HeadExplanation)
     assert_type(fusednorm.warmup("layer", [8, 16], torch.bfloat16, rows=4, device="cpu"), int)
-    with fusednorm.sm_margin(16), fusednorm.force("multi_wave"), fusednorm.force(None):
+    with fusednorm.batch_invariant(), fusednorm.sm_margin(16), fusednorm.force("multi_wave"), fusednorm.force(None):
         pass
 
 

@@ -17,12 +17,10 @@ from fusednorm.host import fallback
 from fusednorm.operands import OPS, Role, op_outputs, operands_of
 
 from .draw import Call
-from .wide import FP32, FP64, Wide, noise, to_wide
+from .wide import FP32, FP64, Said, Wide, passes, to_wide
 
-RUNS = 5  # with random errors
-FACTOR = 1.5  # between the largest scatter of the runs and the bound
+FACTOR = 1.5  # between what the passes miss, all together, and the bound
 MOST_ROWS_OF_ATEN = 65536  # beyond them ATen's LayerNorm may write elsewhere
-Said = tuple[Tensor | None, ...]
 
 
 class Finding(NamedTuple):
@@ -116,62 +114,84 @@ def check(call: Call, device: str, runner: Callable[[Call, dict], Said] = run) -
     assert_same_bits(runner(call, arguments), got, "a second call")
     for tensor, kept in zip(tensors, before, strict=True):
         assert torch.equal(memory(tensor), kept), "the call wrote into its operands, or beside them"
+    del before
     if device == "cuda":
         failed, _ = fallback.failures(), fallback.forget()
         assert not failed, "; ".join(map(str, failed))
-    exact = formula(call, arguments)
-    scattered = []
-    for seed in range(RUNS):
-        with noise(seed, device):
-            scattered.append(formula(call, arguments))
-    atens = atens_outputs(call, arguments) if device == "cuda" else None
-    findings = []
-    for at, output in enumerate(OPS[call.op].outputs):
-        assert (got[at] is None) == (exact[at] is None), f"{output.name} is {got[at]}, its formula is {exact[at]}"
-        if got[at] is not None and not (output.role is Role.STATISTIC and 0 in call.normalized_shape):  # of no columns
-            rows = len(call.shape) - call.normalized_ndim if got[at].shape == torch.Size(call.shape) else 0
-            findings.append(compare(
-                output.name, got[at], exact[at], [each[at] for each in scattered], atens and atens[at], rows,
-            ))  # fmt: skip
-    return findings
+    judges: list[Judge | None] = []
+    for outputs in passes(lambda: formula(call, arguments), call.seed, device):
+        if not judges:
+            judges = [given and Judge(*given) for given in _paired(call, got, outputs)]
+        else:
+            for judge, other in zip(judges, outputs, strict=True):
+                if judge is not None:
+                    judge.add(other)
+    atens = (atens_outputs(call, arguments) if device == "cuda" else None) or [None] * len(judges)
+    return [judge.finding(theirs) for judge, theirs in zip(judges, atens, strict=True) if judge is not None]
 
 
-def compare(name: str, got: Tensor, exact: Tensor, scattered: list[Tensor], atens: Tensor | None, rows: int) -> Finding:
-    """rows: the number of dims before a row, if the output has rows; else 0."""
-    assert got.shape == exact.shape, f"{name} has shape {tuple(got.shape)}, not {tuple(exact.shape)}"
-    assert got.is_contiguous(), f"{name} has strides {got.stride()}"
-    if not got.numel():
-        return Finding(name, 0.0, None)
-    info, rounded = torch.finfo(got.dtype), [each.to(got.dtype).double() for each in (exact, *scattered)]
-    finite = torch.stack([each.isfinite() for each in rounded]).all(0)
-    scatter = torch.stack([(each - exact).abs() for each in scattered]).amax(0)
-    scatter = torch.where(finite, scatter, 0.0)
-    if rows:  # what all elements of a row share scatters little in some of them, by chance
-        dims = tuple(range(rows, scatter.dim()))
-        scatter = scatter.maximum(scatter.square().mean(dims, keepdim=True).sqrt() / 2)
-    size = torch.where(finite, exact.abs(), 0.0)
-    least = max(info.smallest_normal * info.eps, torch.finfo(FP64 if got.dtype == FP64 else FP32).smallest_normal)
-    bound = size * (info.eps / 2) + FACTOR * scatter + least
-
-    def excess_of(value: Tensor) -> Tensor:
-        wide = value.double()
-        of_numbers = torch.where(finite, (wide - exact).abs() / bound, 0.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
-        known = torch.stack([_same_kind(wide, each) for each in rounded]).any(0)
-        return torch.where(finite | known, of_numbers, torch.inf)
-
-    excess = excess_of(got)
-    worst = int(excess.flatten().argmax())
-    text = (
-        f"{int((excess > 1).sum())} of {excess.numel()} elements, worst at {worst}: got {got.flatten()[worst]:.9g}, "
-        f"want {exact.flatten()[worst]:.9g}, bound {bound.flatten()[worst]:.3g}"
-    )
-    theirs = None if atens is None else excess_of(atens.reshape(got.shape)).amax().item()
-    return Finding(name, excess.amax().item(), theirs, text)
+def _paired(call: Call, got: Said, exact: Said) -> list[tuple[str, Tensor, Tensor] | None]:
+    """Each output's name, what the call returned and what is exact; None for an output that says nothing."""
+    pairs: list[tuple[str, Tensor, Tensor] | None] = []
+    for output, ours, want in zip(OPS[call.op].outputs, got, exact, strict=True):
+        assert (ours is None) == (want is None), f"{output.name} is {ours}, its formula is {want}"
+        of_no_columns = output.role is Role.STATISTIC and 0 in call.normalized_shape
+        pairs.append(None if ours is None or of_no_columns else (output.name, ours, want))
+    return pairs
 
 
-def _same_kind(a: Tensor, b: Tensor) -> Tensor:
-    """Whether both are finite, NaN, or the same infinity."""
-    return torch.where(a.isfinite(), b.isfinite(), (a == b) | (a.isnan() & b.isnan()))
+class Judge:
+    """One output against the passes of its formula.
+
+    Where the passes are finite numbers, the output is near them. Where they leave the dtype's range, it is of a kind
+    that one of them has: a number, NaN, inf or -inf. Where they disagree on that (rstd of denormal numbers with eps 0
+    is beyond float32), inf and NaN are as good as each other, as they are in ATen."""
+
+    def __init__(self, name: str, got: Tensor, exact: Tensor):
+        assert got.shape == exact.shape, f"{name} has shape {tuple(got.shape)}, not {tuple(exact.shape)}"
+        assert got.is_contiguous(), f"{name} has strides {got.stride()}"
+        self.name, self.got, self.exact = name, got, exact
+        self.missed = torch.zeros_like(exact)  # by all passes together
+        self.seen = self.kinds(exact)
+
+    def kinds(self, wide: Tensor) -> Tensor:
+        return kinds(wide.to(self.got.dtype))
+
+    def add(self, other: Tensor) -> None:
+        self.missed += (other - self.exact).abs()
+        self.seen |= self.kinds(other)
+
+    def finding(self, atens: Tensor | None) -> Finding:
+        got, exact = self.got, self.exact
+        if not got.numel():
+            return Finding(self.name, 0.0, None)
+        info, finite = torch.finfo(got.dtype), self.seen == NUMBER
+        least = max(info.smallest_normal * info.eps, torch.finfo(FP64 if got.dtype == FP64 else FP32).smallest_normal)
+        bound = torch.where(finite, exact.abs() * (info.eps / 2) + FACTOR * self.missed, 0.0) + least
+        disagree = (self.seen & NUMBER != 0) & ~finite
+        allowed = torch.where(disagree, self.seen | NOT_A_NUMBER, self.seen)
+
+        def excess_of(value: Tensor) -> Tensor:
+            error = torch.where(finite, (value.double() - exact).abs() / bound, 0.0)
+            return torch.where(kinds(value) & allowed != 0, error.nan_to_num(nan=torch.inf), torch.inf)
+
+        excess = excess_of(got)
+        worst = int(excess.flatten().argmax())
+        text = (
+            f"{int((excess > 1).sum())} of {excess.numel()} elements, worst at {worst}: got "
+            f"{got.flatten()[worst]:.9g}, want {exact.flatten()[worst]:.9g}, bound {bound.flatten()[worst]:.3g}"
+        )
+        theirs = None if atens is None else excess_of(atens.reshape(got.shape)).amax().item()
+        return Finding(self.name, excess.amax().item(), theirs, text)
+
+
+NUMBER, NOT_A_NUMBER = 1, 2 + 4 + 8  # kinds, as bits
+
+
+def kinds(tensor: Tensor) -> Tensor:
+    """The kind of each element: a number, NaN, inf or -inf."""
+    kind = 1 + tensor.isnan().to(torch.uint8)
+    return torch.where(tensor.isinf(), torch.where(tensor > 0, 4, 8).to(torch.uint8), kind)
 
 
 def atens_outputs(call: Call, arguments: dict[str, Any]) -> Said | None:

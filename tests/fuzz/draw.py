@@ -13,6 +13,7 @@ import torch
 from cases import BF16, FP16, FP32, FP64, LAYOUTS, TROUBLED_WIDTHS, row_strided, statistic_layouts, unaligned
 from torch import Tensor
 
+from fusednorm.forms import CHOICES
 from fusednorm.operands import OPS, Op, Role
 from fusednorm.planner.plan import VARIANTS
 
@@ -58,6 +59,12 @@ class Call:
     def normalized_shape(self) -> tuple[int, ...]:
         return self.shape[len(self.shape) - self.normalized_ndim :]
 
+    def modulation_shape(self, name: str) -> tuple[int, ...]:
+        """Some of the first batch dims, whole or 1."""
+        rng, batch = random.Random(f"{self.seed} {name}"), self.shape[: len(self.shape) - self.normalized_ndim]
+        lead = batch[: rng.randint(0, len(batch))]
+        return (*(rng.choice((size, size, 1)) for size in lead), *self.normalized_shape)
+
     def arguments(self, device: str) -> dict[str, Any]:
         """The op's arguments by name."""
         generator = torch.Generator(device).manual_seed(self.seed)
@@ -75,6 +82,8 @@ class Call:
                 made[slot.name] = None
             else:
                 shape = self.normalized_shape if slot.role is Role.PARAMETER else self.shape
+                if slot.role is Role.MODULATION:
+                    shape = self.modulation_shape(slot.name)
                 tensor = fill(shape, self.values[slot.name], self.dtypes[slot.name], generator)
                 made[slot.name] = FOUR_DIMS[self.layouts[slot.name]](tensor)
         exact = statistics_of(made["x"], self.normalized_ndim, OPS[self.op].norm)
@@ -160,11 +169,13 @@ def _of_family(rng: random.Random, op: Op, strided: bool) -> tuple[dict, dict, d
             absent = slot.optional and rng.random() < 0.2
             dtypes[slot.name] = None if absent else of_x if same or slot.name == "x" else rng.choice(DTYPES)
             is_rows = slot.role is not Role.PARAMETER
-            layouts[slot.name] = rng.choice(names) if is_rows and rng.random() < 0.6 else "contiguous"
+            of_slot = list(ANY_RANK) if slot.role is Role.MODULATION else names
+            layouts[slot.name] = rng.choice(of_slot) if is_rows and rng.random() < 0.6 else "contiguous"
         elif slot.role is Role.EPS:
             given[slot.name] = rng.choice((1e-5, 1e-6, 1e-12, 1e-3, 0.0, *[None] * slot.optional))
         elif slot.role is Role.FORM:
-            given[slot.name] = rng.choice((0.0, 1.0) if type(slot.default) is float else (False, True))
+            values = {float: (0.0, 1.0), bool: (False, True), str: tuple(filter(None, CHOICES.get(slot.name, ())))}
+            given[slot.name] = rng.choice(values[type(slot.default)])
         elif slot.role is Role.DTYPE:
             given[slot.name] = rng.choice((None, *DTYPES))
         elif slot.role is Role.MASK:
@@ -173,6 +184,8 @@ def _of_family(rng: random.Random, op: Op, strided: bool) -> tuple[dict, dict, d
             given[slot.name] = rng.random() < 0.5
         elif isinstance(slot.default, float):
             given[slot.name] = rng.choice((slot.default, 1.0))
+    if "branch" in dtypes and dtypes["gate"] is None:
+        dtypes["branch"] = None  # a branch is what the gate multiplies
     return dtypes, layouts, given
 
 

@@ -15,6 +15,7 @@ from fusednorm.operands import OPS
 
 from .check import check, run
 from .draw import FAMILY, Call, draw
+from .wide import passes, to_wide
 from .workers import STARTS, Worker
 
 pytest.importorskip("triton")
@@ -23,7 +24,7 @@ ELEMENTS = 300
 
 def small_call(op: str, **changes) -> Call:
     """The first call of an op that draw.py makes, with changes."""
-    numbers = range(0, 100 * FAMILY, FAMILY)
+    numbers = range(0, 1000 * FAMILY, FAMILY)
     return replace(next(call for call in (draw(each, 1, ELEMENTS) for each in numbers) if call.op == op), **changes)
 
 
@@ -81,6 +82,45 @@ def test_a_write_beside_an_operand_is_found():
     call = replace(CALL, layouts=CALL.layouts | {"x": "row_strided"})
     with pytest.raises(AssertionError, match="wrote into its operands"):
         check(call, "cpu", spoiled(lambda outputs, arguments: arguments["x"]._base[0, -1].fill_(1)))
+
+
+@pytest.mark.parametrize("eps_off, right", [(2, True), (-2, True), (200, False)])
+def test_each_of_many_rows_may_be_off_by_the_last_bits_of_float64(eps_off, right):
+    call = replace(CALL, shape=(2000, 3), dtypes=CALL.dtypes | {"x": torch.float64})
+    off = 1 + eps_off * torch.finfo(torch.float64).eps
+    findings = check(call, "cpu", spoiled(lambda outputs, arguments: outputs[2].mul_(off)))
+    assert all(each.excess <= 1 for each in findings) is right, findings
+
+
+def test_a_stored_number_near_a_tie_may_be_rounded_to_either_side():
+    tie = 1 + 2**-8
+    numbers = torch.tensor([tie, tie * (1 + 2**-23), tie * (1 - 2**-23), 1 + 2**-9, 1 + 3 * 2**-9])
+
+    def formula():
+        product = to_wide(numbers) * 1.0
+        return (product.to(torch.bfloat16).float().inner,)
+
+    met = torch.stack([outputs[0] for outputs in passes(formula, 0, "cpu")]).bfloat16()
+    assert [set(column.tolist()) for column in met.T] == [*3 * [{1, 1 + 2**-7}], {1}, {1 + 2**-7}]
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|divide by zero|invalid value) encountered")
+@pytest.mark.parametrize("op", ["layer_norm_fwd", "rms_norm_fwd_affine"])
+def test_rows_whose_rstd_is_beyond_float32_are_what_they_are_in_aten(op):
+    call = small_call(
+        op, shape=(5, 40), normalized_ndim=1, dtypes={"x": torch.float32, "weight": None, "bias": None},
+        values={"x": "denormal"}, layouts={"x": "contiguous"}, variant=None,
+    )  # fmt: skip
+    call = replace(call, given=call.given | {"eps": 0.0})
+
+    def aten(call, arguments):
+        x = arguments["x"]
+        return torch.native_layer_norm(x, x.shape[1:], None, None, 0.0)
+
+    with kernels_on("cpu"):
+        ours = check(call, "cpu")
+    theirs = check(call, "cpu", aten) if op == "layer_norm_fwd" else []
+    assert all(each.excess <= 1 for each in (*ours, *theirs)), (ours, theirs)
 
 
 def hangs_then_dies(pipe, options):

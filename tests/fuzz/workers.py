@@ -17,6 +17,7 @@ from typing import Any
 from .draw import Call, draw
 
 STARTS = "starts"  # what a worker says of a call before it runs
+MOST_RESERVED = 2**31  # bytes of GPU memory that a worker keeps between calls
 GRACE = 60.0  # seconds that a worker has to start, beside a call's limit
 
 
@@ -77,6 +78,8 @@ def work(pipe: Connection, options: argparse.Namespace) -> None:
                 pipe.send((STARTS, number))
                 said = examine(number, options)
                 pipe.send(("said", said))
+                if options.device == "cuda" and torch.cuda.memory_reserved() > MOST_RESERVED:
+                    torch.cuda.empty_cache()  # for the other workers
                 if said.get("lost"):
                     os._exit(1)
 

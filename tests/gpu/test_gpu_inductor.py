@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.gpu
 
 ROOT, OPS = Path(__file__).parents[2], torch.ops.fusednorm
 NORM_OF = {"gpt2": "layer", "llama": "rms"}
+IN_TWO_BLOCKS = {"gpt2": 4, "llama": 2}  # backwards of ours: Llama's second norms stay with Inductor (paying.py)
 WIDTH, HEADS = 1024, 8
 
 
@@ -91,13 +93,17 @@ def test_unmodified_models_run_our_backwards_with_everything_around_folded_in(na
     x, dy = random_like_activations(4, 256, WIDTH)
     with fusednorm.enable_inductor():
         got, codes = run_and_get_code(lambda: gradients(model, torch.compile(model, fullgraph=True), x, dy))
-    assert ops_in(codes) == {f"{op}_residual": 4, op: 1}
+    ours = IN_TWO_BLOCKS[name]
+    assert ops_in(codes) == {f"{op}_residual": ours, op: 1}
     backward = next(code for code in codes if op in code)
     reductions = "".join(re.findall(r"def (triton_(?:red|per)\w*)\(", backward))
-    assert "norm_backward" not in reductions, "no norm's backward is left"
+    assert ours < 4 or "norm_backward" not in reductions, "no norm's backward is left"
     assert_as_exact_as_eager(model, got, x, dy)
-    taken = {(entry.direction, entry.taken): count for entry, count in inductor.report().items()}
-    assert taken == {("forward", False): 5, ("backward", True): 5}
+    taken = Counter()
+    for entry, count in inductor.report().items():
+        taken[entry.direction, entry.taken] += count
+    left = {("backward", False): 4 - ours} if ours < 4 else {}
+    assert taken == {("forward", False): 5, ("backward", True): ours + 1} | left
 
 
 @pytest.mark.skipif(native.extension is None, reason="the host side in C++ is not built")
@@ -109,7 +115,7 @@ def test_known_backwards_of_graphs_run_in_cpp(name):
     x, dy = (each.flip(0) for each in random_like_activations(4, 256, WIDTH))
     before = native.repeats()
     got = gradients(model, compiled, x, dy)
-    assert native.repeats() - before == 5
+    assert native.repeats() - before == IN_TWO_BLOCKS[name] + 1
     assert_as_exact_as_eager(model, got, x, dy)
 
 
@@ -220,7 +226,7 @@ def test_checkpointed_blocks_train_alike():
     compiled = torch.compile(lambda x: checkpoint(model, x, use_reentrant=False), fullgraph=True)
     with fusednorm.enable_inductor():
         got, codes = run_and_get_code(lambda: gradients(model, compiled, x, dy))
-    assert ops_in(codes)["rms_norm_bwd_residual"] == 2
+    assert ops_in(codes)["rms_norm_bwd_residual"] == 1
     assert_as_exact_as_eager(model, got, x, dy)
 
 
@@ -298,3 +304,34 @@ def test_written_calls_export():
 
 def test_written_calls_become_an_aot_package(tmp_path):
     check_package("cuda", tmp_path)
+
+
+class ByHand(nn.Module):
+    """Norms that take scale and shift from slices of one table, and a norm written by hand with 1 + weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.weight = nn.Parameter(torch.randn(1, 4, WIDTH)), nn.Parameter(torch.randn(WIDTH))
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        scale, shift, more_scale, more_shift = self.table.chunk(4, dim=1)
+        x = F.layer_norm(x, (WIDTH,)) * (1 + scale) + shift
+        x = F.layer_norm(x, (WIDTH,)) * (1 + more_scale) + more_shift
+        h = self.linear(x).float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.linear((h * (1.0 + self.weight.float())).type_as(x))
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune-no-cudagraphs"])
+def test_a_table_of_scales_has_its_gradient_and_a_norm_by_hand_our_op_in_every_mode(mode):
+    """torch 2.10 to 2.14 leave parts of the table's gradient unwritten without us, from 5 * 2^20 elements on."""
+    torch.manual_seed(0)
+    model = ByHand().to("cuda", BF16)
+    x, dy = random_like_activations(1, 8192, WIDTH)
+    compiled = torch.compile(model, fullgraph=True, mode=mode)
+    with fusednorm.enable_inductor():
+        for _ in range(2):  # an earlier step's gradient may stand where nothing was written
+            assert_as_exact_as_eager(model, gradients(model, compiled, x, dy), x, dy)
+    (entry,) = (entry for entry in inductor.report() if entry.form and entry.direction == "backward")
+    assert entry.taken and entry.form == "weight_offset=1.0" and entry.norm == "rms"

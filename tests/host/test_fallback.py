@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import warnings
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -123,12 +122,16 @@ class Kernel:
         return run
 
 
-class Compiled(NamedTuple):
-    kernel: Kernel
+class Compiled:
+    """What a Kernel is compiled to, with a launcher of no known form."""
 
-    @property
-    def run(self):
-        return self.kernel.triton.do(LOADS, self.kernel)
+    run = None
+
+    def __init__(self, kernel: Kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        self.kernel.triton.do(LOADS, self.kernel)
 
 
 @pytest.fixture

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import re
+import threading
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -148,3 +154,80 @@ def test_a_build_depends_on_every_dtype_and_alignment_on_norm_tile_and_options_a
     ]  # fmt: skip
     assert len(set(keys)) == len(keys)
     assert key_of(launch) == key_of(put(replace(slot, index=9))), "a build depends on no tensor's place"
+
+
+class Compiled:
+    """A kernel as Triton has it: what loads it sets a launcher long before the function. The second thread that asks
+    for it comes in between."""
+
+    def __init__(self, failure: Exception | None = None):
+        self.failure, self.function, self.launcher = failure, None, None
+        self.asked = threading.Barrier(2)
+
+    def __getitem__(self, grid):
+        if self.function is None:
+            self.launcher = "launcher"
+            time.sleep(0.2)
+            if self.failure:
+                raise self.failure
+            self.function = 7
+
+    @property
+    def run(self):
+        if self.launcher is None:
+            self[1, 1, 1]
+        return self.launcher
+
+
+@pytest.fixture
+def loading(monkeypatch):
+    """load(compiled): the functions of the builds that two threads get, or the causes why they get none."""
+    from fusednorm.host import launcher
+
+    def load(compiled):
+        def warmup(*_, **__):
+            compiled.asked.wait()
+            return compiled
+
+        launch = replace(
+            launch_of()[1], kernel=SimpleNamespace(warmup=warmup, params=(), arg_names=(), pre_run_hooks=())
+        )
+
+        def one(_):
+            try:
+                return launcher._load(launch, 0)
+            except fallback.BuildFailed as failed:
+                return str(failed)
+
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(one, range(2)))
+
+    monkeypatch.setattr(launcher.Build, "of", lambda compiled, launch: (compiled.run, compiled.function))
+    for name in ("_builds", "_failed"):
+        monkeypatch.setattr(launcher, name, {})
+    return load
+
+
+def test_threads_that_load_a_kernel_at_once_get_one_build_with_its_function(loading):
+    first, second = loading(Compiled())
+    assert first == ("launcher", 7) and first is second
+
+
+def test_a_kernel_that_cannot_be_loaded_is_no_build_for_either_thread(loading):
+    cause = "RuntimeError: no room"
+    assert loading(Compiled(RuntimeError("no room"))) == [cause, cause]
+
+
+def test_no_norm_or_tile_takes_the_place_of_another_among_the_builds(loading, monkeypatch):
+    from fusednorm.host import launcher
+
+    compiled = Compiled()
+    compiled.asked = threading.Barrier(1)
+    launch = launch_of()[1]
+    kernel = SimpleNamespace(warmup=lambda *_, **__: compiled, params=(), arg_names=(), pre_run_hooks=())
+    other = replace(launch, kernel=kernel, norm=replace(launch.norm), tile=replace(launch.tile))
+    kept = [weakref.ref(other.norm), weakref.ref(other.tile)]
+    launcher._load(other, 0)
+    del other
+    gc.collect()
+    assert all(each() is not None for each in kept), "a build_key has their ids"

@@ -97,6 +97,12 @@ def by_itself(operands) -> OnTensors:
     return launch.prepare(check_backward(operands))
 
 
+def address_of(given):
+    if type(given) is tuple:
+        return tuple(address_of(each) for each in given)
+    return given.data_ptr() if isinstance(given, torch.Tensor) else given
+
+
 def arguments_of(launch) -> list:
     """What a launch on tensors should give to `Build.launch`."""
     given, maps = [], 0
@@ -106,7 +112,7 @@ def arguments_of(launch) -> list:
             given += [encoded(maps, each.tensor.data_ptr(), shape, strides), *shape, *strides]
             maps += 1
         else:
-            given.append(each.data_ptr() if isinstance(each, torch.Tensor) else each)
+            given.append(address_of(each))
     return [*[*launch.grid, 1, 1][:3], STREAM, *HEAD, *given]
 
 

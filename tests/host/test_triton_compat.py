@@ -180,12 +180,17 @@ def test_only_releases_that_have_run_on_a_gpu_are_launched_without_triton(releas
 def test_with_any_other_release_triton_launches_what_it_does_not_describe(monkeypatch):
     from fusednorm.host import launch, launcher
 
+    class Compiled:
+        run = None
+
+        def __getitem__(self, grid): ...
+
     class Kernel:
         params = [SimpleNamespace(do_not_specialize=False, annotation_type="")] * 64
         pre_run_hooks, asked = (), []
 
         def warmup(self, *args, grid, **keywords):
-            return SimpleNamespace(run=None)
+            return Compiled()
 
         def __getitem__(self, grid):
             return lambda *args, **keywords: self.asked.append((grid, args, keywords))

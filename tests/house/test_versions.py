@@ -7,6 +7,7 @@ import json
 import pytest
 import versions
 from column_sums import Sums
+from head_norms import HeadCase
 from planning import EVERY_ARCHITECTURE
 
 from fusednorm.host import triton_compat
@@ -16,11 +17,11 @@ def options(*arguments: str, folder=None):
     return versions.parse([*arguments, *(["--folder", str(folder)] if folder else [])])
 
 
-def test_the_list_has_both_directions_residuals_parts_of_the_gradients_and_column_sums():
+def test_the_list_has_both_directions_residuals_parts_of_the_gradients_sums_and_heads():
     problems = list(versions.some_problems())
-    norms = [each for each in problems if not isinstance(each, Sums)]
-    assert 160 <= len(problems) == len(set(map(str, problems))) <= 180
-    assert len(problems) - len(norms) >= 10
+    norms = [each for each in problems if not isinstance(each, (Sums, HeadCase))]
+    assert 160 <= len(problems) == len(set(map(str, problems))) <= 195
+    assert all(sum(isinstance(each, kind) for each in problems) >= 10 for kind in (Sums, HeadCase))
     assert {each.direction for each in norms} == {"forward", "backward"}
     assert any(each.residual_dtype for each in norms) and any(each.wants_dw and not each.wants_dx for each in norms)
     assert len({(each.x_dtype, each.weight_dtype, each.grad_dtype) for each in norms}) >= 8

@@ -279,3 +279,24 @@ def test_16_bit_inputs_that_are_made_float64_are_left_alone():
         return layer_norm_bwd(CAST(dy, FP64), CAST(x, FP64), mean, rstd, weight, bias)
 
     assert not folded(function, *operands(BF16))[1]
+
+
+@pytest.mark.parametrize("widens", [False, True])
+def test_a_number_that_is_added_to_the_weight_is_the_ops_offset(widens):
+    def function(dy, x, mean, rstd, weight, bias):
+        dx, dw = OPS.rms_norm_bwd(dy, x, [COLS], rstd, (CAST(weight, FP32) if widens else weight) + 1)
+        return dx, CAST(dw, BF16) if widens else dw
+
+    graph, (node,) = folded(function, *operands(BF16, BF16))
+    assert node.args[4] is inputs_of(graph)[4] and node.kwargs["weight_offset"] == 1.0
+    assert not calls(graph, "aten.add.Tensor") and not calls(graph, "prims.convert_element_type")
+
+
+def test_a_product_with_the_weight_and_a_sum_of_two_tensors_are_no_offset():
+    def function(dy, x, mean, rstd, weight, bias):
+        dx, dw = OPS.rms_norm_bwd(dy, x, [COLS], rstd, weight + bias)
+        other, _ = OPS.rms_norm_bwd(dy, x, [COLS], rstd, weight * 2)
+        return dx, dw, other, torch.add(bias, weight, alpha=2)
+
+    _, ops = folded(function, *operands())
+    assert not ops

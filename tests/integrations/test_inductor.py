@@ -11,8 +11,9 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+import tracing
 from cases import BF16
-from norm_forms import FACES, rows_of
+from norm_forms import FACES, arguments_of
 from torch import nn
 from torch._inductor import compile_fx as inductor_entry
 from torch._inductor import config
@@ -30,6 +31,7 @@ from fusednorm.operands import FORM_OPS
 from fusednorm.planner import device as device_specs
 
 OPS = torch.ops.fusednorm
+cpu_as_cuda = tracing.cpu_as_cuda
 STOCK_COMPILE_FX = inductor_entry.compile_fx
 
 
@@ -44,19 +46,6 @@ def nothing_is_left(monkeypatch):
     assert list(decompositions.items()) == list(before.items())
     assert config.joint_custom_post_pass is None
     assert "fusednorm" not in torch.compiler.config.cache_key_tag
-
-
-@pytest.fixture
-def cpu_as_cuda(monkeypatch):
-    """Routes CPU tensors, and gives them the fused RMSNorm that ATen has for CUDA tensors."""
-    monkeypatch.setattr(routing, "DEVICE_TYPES", ("cpu",))
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_fused_rms_norm", lambda *args: OPS.rms_norm_fwd(*args), "CPU")
-    library.impl("_fused_rms_norm_backward", lambda *args: OPS.rms_norm_bwd(*args), "CPU")
-    torch.ops.aten._fused_rms_norm.default._dispatch_cache.clear()  # else the op does not find the new kernel
-    yield
-    library._destroy()
-    torch.ops.aten._fused_rms_norm.default._dispatch_cache.clear()  # else the op still finds the removed kernel
 
 
 def gradients(model: nn.Module, call, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
@@ -100,14 +89,14 @@ def test_forwards_of_forms_are_inductors_and_their_backwards_ours(op, cpu_as_cud
             self.norm, self.linear = module, nn.Linear(64, 64)
 
         def forward(self, x):
-            outputs = self.norm(self.linear(x), *[x] * (len(rows_of(op)) - 1))
+            outputs = self.norm(**dict.fromkeys(arguments_of(op), x) | {"x": self.linear(x)})
             return sum(outputs) if isinstance(outputs, tuple) else outputs
 
     model = Layer()
     traced = trace(model)
     assert_trains_alike(model, traced, torch.randn(2, 8, 64))
     assert not [node for node in traced.forward.graph.nodes if "fusednorm" in str(node.target)]
-    (backward,) = calls(traced.backward, f"fusednorm.{op.norm}_norm_bwd_residual")
+    (backward,) = calls(traced.backward, f"fusednorm.{op.norm}_norm_bwd{op.backward}")
     given = routing.named_arguments(backward.target, backward.args, backward.kwargs)
     assert (given["residual_grad"] is not None) == bool(op.form.combine) and given["weight_offset"] == 1.0
 
@@ -127,6 +116,22 @@ def test_report_says_what_became_of_each_norm(name, cpu_as_cuda):
     assert f"1 x {norm}_norm backward 2x8x64 float32 on cpu in blocks.*.norm1: fusednorm (" in str(report)
     assert "on cpu in norm: Inductor (fused with its neighbours" in str(report)
     assert inductor.report(clear=True) == report and str(inductor.report()) == "no norm was traced"
+
+
+def test_a_place_is_named_alike_in_a_class_that_has_its_own_look_up(cpu_as_cuda):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.LayerNorm(32)])
+
+        def __getattr__(self, name):
+            return super().__getattr__(name)
+
+        def forward(self, x):
+            return self.blocks[0](x)
+
+    trace(Model())(torch.randn(2, 32, requires_grad=True)).sum().backward()
+    assert {entry.place for entry in inductor.report()} == {"blocks.*"}
 
 
 def test_casts_of_autocast_are_folded(cpu_as_cuda):

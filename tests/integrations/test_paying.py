@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_inductor import cpu_as_cuda, nothing_is_left  # noqa: F401
-from tracing import trace
+from test_inductor import nothing_is_left  # noqa: F401
+from tracing import cpu_as_cuda, trace  # noqa: F401
 
 from bench import graphs
 from fusednorm.integrations import inductor

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import functools
+import importlib
+import re
 
 import hf_models
 import pytest
 import torch
-from cases import BF16, FP32
-from test_inductor import cpu_as_cuda, nothing_is_left  # noqa: F401
+from cases import BF16, FP32, FP64
+from test_inductor import nothing_is_left  # noqa: F401
+from torch import nn
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor import config
 from torch.utils.checkpoint import checkpoint
-from tracing import calls
-from tracing import trace as trace_calls
+from tracing import calls, cpu_as_cuda, trace  # noqa: F401
 
+import fusednorm
 from bench.graphs import errors
-from fusednorm.integrations import inductor
+from fusednorm.integrations import gathering, inductor
 
 pytestmark = pytest.mark.usefixtures("cpu_as_cuda")
 COLS, EPS = 32, 1e-6
-trace = functools.partial(trace_calls, by_hand=True)
 
 
 def mean_square(x):
@@ -98,8 +102,7 @@ def test_a_form_is_found_and_is_as_exact_as_it_was(function, dtypes):
         assert ours <= 1.05 * theirs + 1e-6
     norm = "layer" if function is cohere else "rms"
     (node,) = calls(traced.backward, f"fusednorm.{norm}_norm_bwd_residual")
-    offset = function is gemma or (function is weight_of_16_bits_plus_1 and dtypes[1] == FP32)
-    assert node.kwargs.get("weight_offset", 0.0) == float(offset), "a sum in 16 bits is a weight itself"
+    assert node.kwargs.get("weight_offset", 0.0) == float(function in (gemma, weight_of_16_bits_plus_1))
     assert not [each for each in traced.forward.graph.nodes if "fusednorm" in str(each.target)]
 
 
@@ -187,16 +190,37 @@ def test_checkpoints_keep_them():
     assert calls(traced.backward, "fusednorm.rms_norm_bwd_residual")
 
 
-def test_norms_that_share_slices_of_one_table_have_its_gradient():
-    def model(x, table):
-        scale, shift = table[:, None, :COLS], table[:, None, COLS:]
-        y = llama(x, torch.ones(COLS)) * (1 + scale) + shift
-        return llama(y @ torch.eye(COLS), torch.ones(COLS)) * (1 + scale) + shift
+@pytest.mark.parametrize("slices", ["chunk", "split", "index"])
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_norms_that_share_slices_of_one_table_have_its_gradient(slices, is_wrong, monkeypatch):
+    """is_wrong: with what keeps torch 2.10 to 2.14 from leaving parts of the gradient unwritten."""
+    monkeypatch.setattr(gathering, "IS_WRONG", is_wrong)
+    take = {
+        "chunk": lambda table: table.chunk(2, dim=1),
+        "split": lambda table: table.split([1, 1], dim=-2),
+        "index": lambda table: (table[:, :1], table[:, 1:]),
+    }[slices]
 
-    given = torch.randn(2, 6, COLS, requires_grad=True), torch.randn(2, 2 * COLS, requires_grad=True)
+    def model(x, table):
+        for _ in range(2):
+            scale, shift = take(table)
+            x = llama(x, torch.ones(COLS)) * (1 + scale) + shift
+            x = nn.functional.layer_norm(x @ torch.eye(COLS), (COLS,)) * (1 + scale) + shift
+        return x
+
+    given = torch.randn(2, 6, COLS, requires_grad=True), torch.randn(1, 2, COLS, requires_grad=True)
     traced, dy = trace(model), torch.randn(2, 6, COLS)
     for got, want in zip(grads_of(traced, given, dy), grads_of(model, given, dy), strict=True):
         torch.testing.assert_close(got, want)
+    joined = calls(traced.backward, "aten.cat")
+    assert len(joined) == (0 if is_wrong or slices == "index" else 2), "a sum that writes into another's memory"
+
+
+def test_what_is_concatenated_but_no_sum_stays_so(monkeypatch):
+    monkeypatch.setattr(gathering, "IS_WRONG", True)
+    traced = trace(lambda x, weight: torch.cat([llama(x, weight), x.sin()], dim=1))
+    traced(*operands()).sum().backward()
+    assert calls(traced.forward, "aten.cat")
 
 
 def test_graphs_on_both_sides_of_a_break_have_theirs():
@@ -223,3 +247,103 @@ def test_models_of_transformers_have_theirs_found_and_train_as_before(name, norm
     hf_models.assert_as_good_as_stock(ours, stock, exact, BF16)
     found = {entry.place: count for entry, count in inductor.report().items() if entry.direction == "backward"}
     assert sum(found.values()) == norms and {"model.norm", "model.layers.*.input_layernorm"} <= {*found}, found
+
+
+def test_two_compiled_models_may_run_in_any_order():
+    first, second = operands(FP32, FP32), operands(FP32, FP32)
+    traced, dy = [trace(llama), trace(gemma)], torch.randn(2, 6, COLS)
+    ys = [call(*given) for call, given in zip(traced, (first, second), strict=True)]
+    for function, y, given in ((llama, ys[0], first), (gemma, ys[1], second)):  # each backward is compiled later
+        got, want = torch.autograd.grad(y, given, dy), torch.autograd.grad(function(*given), given, dy)
+        torch.testing.assert_close(got, want)
+    nodes = [calls(each.backward, "fusednorm.rms_norm_bwd_residual")[0] for each in traced]
+    assert [node.kwargs.get("weight_offset", 0.0) for node in nodes] == [0.0, 1.0]
+
+
+MODES = ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("backend", ["inductor", "fusednorm"])
+def test_norms_are_found_in_every_mode_of_inductor(mode, backend, monkeypatch):
+    """All of Inductor but its code generation."""
+    seen = []
+
+    def run_the_graph(graph, inputs, **settings):
+        seen.append((config.triton.cudagraphs, config.max_autotune, ops_of_ours(graph)))
+        return make_boxed_func(graph.forward)
+
+    monkeypatch.setattr(inductor.inductor, "compile_fx_inner", run_the_graph)
+    given, dy = operands(), torch.randn(2, 6, COLS)
+    with fusednorm.enable_inductor() if backend == "inductor" else contextlib.nullcontext():
+        backend = inductor.compile_graph if backend == "fusednorm" else backend
+        settings = {"mode": mode} if mode != "default" else {}
+        got = grads_of(torch.compile(gemma, backend=backend, **settings), given, dy)
+    exact = grads_of(gemma, [each.detach().double().requires_grad_() for each in given], dy)
+    for ours, theirs in zip(errors(got, exact), errors(grads_of(gemma, given, dy), exact), strict=True):
+        assert ours <= 1.05 * theirs + 1e-6
+    graphs, autotuned = mode in ("reduce-overhead", "max-autotune"), "max" in mode
+    assert seen == [(graphs, autotuned, 0), (graphs, autotuned, 1)]
+
+
+def ops_of_ours(graph):
+    return len([node for node in graph.graph.nodes if str(node.target).startswith("fusednorm")])
+
+
+# Of models whose code writes its norms out, all ways of doing so.
+CLASSES = """llama.LlamaRMSNorm gemma3.Gemma3RMSNorm gemma3n.Gemma3nRMSNorm olmo2.Olmo2RMSNorm gpt_oss.GptOssRMSNorm
+deepseek_v3.DeepseekV3RMSNorm qwen3_next.Qwen3NextRMSNorm nemotron_h.NemotronHRMSNorm t5.T5LayerNorm
+cohere.CohereLayerNorm""".split()
+
+
+class Stack(nn.Module):
+    """Norms of transformers' models between products, in float32, which shows small errors."""
+
+    def __init__(self, classes: list[str]):
+        super().__init__()
+        pytest.importorskip("transformers", reason="needs the package transformers")
+        self.norms, self.products = nn.ModuleDict(), nn.ModuleList()
+        torch.manual_seed(0)
+        for module, name in (each.split(".") for each in classes):
+            code = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+            norm = self.norms[name] = getattr(code, name)(COLS, eps=EPS)
+            nn.init.normal_(norm.weight, mean=norm.weight.mean().item(), std=0.2)
+            self.products.append(nn.Linear(COLS, COLS))
+
+    def forward(self, x):
+        for norm, product in zip(self.norms.values(), self.products, strict=True):
+            x = product(norm(x))
+        return x
+
+    def gradients(self, call=None):
+        x, dy = torch.randn(2, 6, COLS, generator=torch.Generator().manual_seed(1), dtype=FP64).chunk(2)
+        x = x.to(self.products[0].weight.dtype).requires_grad_()
+        y = self(x) if call is None else call(x)
+        return [y.detach(), *torch.autograd.grad(y, (x, *self.parameters()), dy.to(y.dtype))]
+
+    def check(self, got):
+        exact = copy.deepcopy(self).double().gradients()
+        for ours, theirs in zip(errors(got, exact), errors(self.gradients(), exact), strict=True):
+            assert ours <= 2 * theirs + 1e-6
+        taken = {entry.place for entry in inductor.report() if entry.taken and entry.direction == "backward"}
+        assert taken == {f"norms.{name}" for name in self.norms}
+
+
+def test_unmodified_classes_of_transformers_become_our_ops():
+    stack = Stack(CLASSES)
+    traced = trace(stack)
+    stack.check(stack.gradients(traced))
+    names = [str(node.target) for node in traced.backward.graph.nodes]
+    assert len([name for name in names if "fusednorm" in name]) == len(CLASSES)
+
+
+def test_enable_inductor_trains_unmodified_classes_of_transformers_by_our_ops():
+    """With all of Inductor, which takes half a minute."""
+    from torch._functorch import config as functorch
+    from torch._inductor.utils import run_and_get_code
+
+    stack = Stack(["gemma3.Gemma3RMSNorm", "cohere.CohereLayerNorm"])
+    with fusednorm.enable_inductor(), functorch.patch(enable_autograd_cache=False):  # the report lacks what was cached
+        got, codes = run_and_get_code(lambda: stack.gradients(torch.compile(stack)))
+    stack.check(got)
+    assert re.findall(r"fusednorm\.(\w+)_norm_bwd_residual\.default\(", codes[-1]) == ["layer", "rms"]

@@ -9,7 +9,7 @@ import torch
 from budgets import check, plans_of
 from compiling import worker_processes
 from hypothesis import strategies as st
-from planning import ARCHITECTURES, given, make_problem, make_sum
+from planning import ARCHITECTURES, given, make_gated, make_problem, make_sum
 
 from fusednorm.planner import budget
 from fusednorm.planner.device import A100, B200, H200, KNOWN
@@ -98,6 +98,10 @@ JOBS = [
     (90, make_sum("layer", 4096)),
     (90, make_sum("layer", 1032, residual="fp32")),  # a tail, and the mean of a float32 row is corrected
     (100, make_sum("rms", 1987, rounds_sum=False)),
+    (90, make_gated("rms", 128)),
+    (100, make_gated("layer", 1024)),
+    (80, make_gated("layer", 256, gate="fp32", after=False)),
+    (120, make_gated("rms", 4096, after=False)),
 ]
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import gated
 import pytest
 from cases import guarded_buffers
 from steps import FORMS, PORTABLE
 
-from fusednorm.forms import COMBINE, FINISH
+from fusednorm.forms import ACTIVATIONS, COMBINE, FINISH, MODULATE
 from fusednorm.host import gpus
+from fusednorm.operands import FORM_OPS
 from fusednorm.planner.device import A100
 from fusednorm.planner.plan import ColumnTilePlan, MultiWavePlan
 
@@ -39,5 +41,8 @@ def test_kernels_have_the_steps_that_forms_name():
 
     assert rowmath.COMBINE.keys() == COMBINE.keys()
     assert rowmath.FINISH.keys() == FINISH.keys()
-    tried = {(form.combine, form.finish) for form in FORMS}
+    assert rowmath.ACTIVATIONS.keys() == set(ACTIVATIONS)
+    assert rowmath.FACTORS.keys() == set(filter(None, MODULATE))
+    modulated = [op.form for op in FORM_OPS if op.form.modulate]  # test_modulated_forwards.py
+    tried = {(form.combine, form.finish) for form in (*FORMS, *gated.FORMS, *modulated)}
     assert {each for pair in tried for each in pair} == COMBINE.keys() | FINISH.keys()

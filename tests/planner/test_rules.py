@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from planning import make_problem, meta_call
+from planning import make_gated, make_modulated, make_problem, meta_call
 
 from fusednorm.forms import FormSpec
 from fusednorm.host import gpus
@@ -26,8 +26,13 @@ RULES = {  # rule: (variant, problem, rows, device) that it rejects
     "tma": ("pipelined", make_problem(), MANY_ROWS, A100),
     "dx": ("warp_specialized", make_problem(wants_dx=False), MANY_ROWS, H200),
     "row_tensors": ("warp_specialized", make_problem(direction="forward", form=ADD), MANY_ROWS, B200),
+    "sums": ("pipelined", make_gated(wants_dx=False, rows_out=(), stored=(0,)), MANY_ROWS, H200),
     "float64": ("pipelined", make_problem(dtype="fp64"), MANY_ROWS, H200),
     "alignment": ("warp_specialized", make_problem(cols=4100), MANY_ROWS, B200),
+    "modulated": ("multi_wave", replace(make_problem(), form=FormSpec(modulate="one_plus")), MANY_ROWS, H200),
+    "steps": ("multi_wave", make_modulated(rounds_steps=True), MANY_ROWS, H200),
+    "wide_modulation": ("multi_wave", make_modulated(modulation="fp64"), MANY_ROWS, H200),
+    "unmodulated": ("pipelined", make_modulated(), MANY_ROWS, H200),
     "nested_rows": ("pipelined", make_problem(nested_rows=True), MANY_ROWS, H200),
     "rows": ("pipelined", make_problem(), 2**31, H200),
     "shared_memory": ("warp_specialized", make_problem("layer", 65536), MANY_ROWS, B200),

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from compiling import DEVICES, worker_processes
-from norm_forms import gradients, leaves, rows_of, run
+from norm_forms import gradients, leaves, modulations_of, rows_of, run
 
 import fusednorm
 from fusednorm import ops, reference
@@ -85,6 +85,7 @@ def test_expected_calls_of_forms_look_as_those_of_their_functions(op, stream, we
     monkeypatch.setattr(ops, "first", first)
     dtypes = (BF16, stream, weight) if "residual" in rows_of(op) else (BF16, weight)
     given = leaves(op, *dtypes, shape=(16, 4096))
+    given |= {name: given[name].detach()[:1].to(BF16).requires_grad_() for name in modulations_of(op)}
     outputs = run(op, given, weight_offset=1.0, rounding=rounding)
     gradients(outputs, given)
     for direction, real in zip(("forward", "backward"), seen, strict=True):

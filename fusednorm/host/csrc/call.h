@@ -15,8 +15,21 @@ namespace fusednorm {
 
 inline std::atomic<int> pauses{0};  // open `force` blocks of all threads; while there is one, Python runs all calls
 inline std::atomic<int64_t> sm_margin{0};  // the number of SMs that plans leave free, a part of a call's key
+inline std::atomic<bool> process_is_invariant{false};  // whether rows are batch-invariant, likewise
+inline thread_local optional<bool> thread_is_invariant;  // in a backward: as in its forward
 inline std::array<std::atomic<PyObject*>, 2> hooks{};  // Triton's lists of hooks that run before and after a launch
 inline bool runs_cpu_tensors = false;  // for tests without a GPU
+
+inline bool is_invariant() {
+  return thread_is_invariant.value_or(process_is_invariant.load(std::memory_order_relaxed));
+}
+
+// Lets this thread's calls be batch-invariant as their forward was.
+struct AsInForward {
+  optional<bool> before;
+  explicit AsInForward(bool invariant) : before(thread_is_invariant) { thread_is_invariant = invariant; }
+  ~AsInForward() { thread_is_invariant = before; }
+};
 
 // Whether all calls must run in Python. Reads the lists of hooks without the GIL: a launch may miss a hook that is
 // being added.
@@ -32,7 +45,8 @@ inline std::atomic<int64_t> repeats{0};  // the number of calls that ran without
 // addresses, and what a program is bound to.
 class Call {
  public:
-  explicit Call(const Given& given) : op(given.op), margin(sm_margin.load(std::memory_order_relaxed)) {
+  explicit Call(const Given& given)
+      : op(given.op), margin(sm_margin.load(std::memory_order_relaxed)), invariant(is_invariant()) {
     const Tensor& x = given.x();
     binding.num_tensors = op.num_tensors;
     binding.x_shape = x.sizes();
@@ -42,7 +56,7 @@ class Call {
               std::equal(given.shape.begin(), given.shape.end(), x.sizes().end() - ndim);
     if (may_run)
       for (size_t i = 0; i < batch_ndim; ++i) binding.rows *= x.sizes()[i];
-    key.push_back(margin << 32 | op.number << 8 | static_cast<int64_t>(ndim));
+    key.push_back(margin << 32 | op.number << 16 | static_cast<int64_t>(ndim) << 1 | invariant);
     key.append(given.settings.begin(), given.settings.end());
     key.append(given.shape.begin(), given.shape.end());
     const Tensor* const* tensor = given.tensors.data();
@@ -59,14 +73,16 @@ class Call {
     return true;
   }
 
-  // Another thread may have changed the margin since this call's key was made.
+  // Another thread may have changed what plans depend on since this call's key was made.
   void remember(std::shared_ptr<const Program> program) const {
-    if (may_run && program->sm_margin == margin) cache.add(key, std::move(program));
+    if (may_run && program->sm_margin == margin && program->invariant == invariant)
+      cache.add(key, std::move(program));
   }
 
  private:
   const Op& op;
   int64_t margin;
+  bool invariant;
   Key key;
   Binding binding;
   bool may_run;  // whether all shapes are right, and all tensors or their copies may be read in place
@@ -85,22 +101,44 @@ class Call {
     address = reinterpret_cast<uint64_t>(tensor.const_data_ptr());
     may_run &= !slot.is_read || tensor.unsafeGetTensorImpl()->storage_initialized();
     bool contiguous = tensor.is_contiguous();
+    bool as_it_is = contiguous && !(invariant && address % 16);
     key.push_back(part_of_key(tensor, contiguous, address));
     switch (slot.role) {
       case Role::PARAMETER:
-        may_run &= contiguous && tensor.sizes() == binding.normalized_shape;
+        may_run &= as_it_is && tensor.sizes() == binding.normalized_shape;
+        break;
+      case Role::MODULATION:
+        may_run = may_run && add_modulation(tensor);
         break;
       case Role::STATISTIC:
         may_run &= tensor.numel() == binding.rows;
-        if (!contiguous && may_run) may_run = add_layout(tensor, tensor.dim(), /*nested=*/false);
+        if (!as_it_is && may_run) may_run = !invariant && add_layout(tensor, tensor.dim(), /*nested=*/false);
         break;
       default:
         may_run &= tensor.sizes() == binding.x_shape;
-        if (contiguous || !may_run) break;
-        if (slot.role == Role::PACKED_ROWS ||
+        if (as_it_is || !may_run) break;
+        if (invariant || slot.role == Role::PACKED_ROWS ||
             !add_layout(tensor, tensor.dim() - binding.normalized_shape.size(), /*nested=*/true))
           copy(tensor, address);
     }
+  }
+
+  // Adds to the key which batch dims of x a modulation has whole, and how its rows lie as one for each row of x. False if
+  // it has another shape (problem.py: _require_modulation), or its rows would have to be copied.
+  bool add_modulation(const Tensor& tensor) {
+    int64_t ndim = binding.normalized_shape.size(), batch_ndim = binding.x_shape.size() - ndim, lead = tensor.dim() - ndim;
+    if (lead < 0 || lead > batch_ndim || tensor.sizes().slice(lead) != binding.normalized_shape) return false;
+    Shape strides(binding.x_shape.size(), 0);
+    int64_t whole = 0;
+    for (int64_t i = 0; i < lead; ++i) {
+      if (tensor.size(i) == 1) continue;
+      if (tensor.size(i) != binding.x_shape[i]) return false;
+      strides[i] = tensor.stride(i);
+      whole |= int64_t(1) << i;
+    }
+    for (int64_t i = 0; i < ndim; ++i) strides[batch_ndim + i] = tensor.stride(lead + i);
+    key.push_back(lead << 32 | whole);
+    return add_layout(binding.x_shape, strides, batch_ndim, /*nested=*/true);
   }
 
   static int64_t part_of_key(const Tensor& tensor, bool contiguous, uint64_t address) {
@@ -111,7 +149,7 @@ class Call {
   // Lets the tensor that was added last be read from a contiguous copy.
   void copy(const Tensor& tensor, uint64_t& address) {
     at::AutoDispatchBelowADInplaceOrView below;
-    const Tensor& made = copies.emplace_back(tensor.contiguous());
+    const Tensor& made = copies.emplace_back(tensor.clone(at::MemoryFormat::Contiguous));
     address = reinterpret_cast<uint64_t>(made.const_data_ptr());
     key.back() = part_of_key(made, true, address);
   }
@@ -119,8 +157,11 @@ class Call {
   // Adds to the key how the rows (the first batch_ndim dims) lie in memory, by the rule of problem.py: row_view. False if
   // neither one stride nor, if allowed, two nested ones describe them.
   bool add_layout(const Tensor& tensor, int64_t batch_ndim, bool nested) {
-    auto sizes = tensor.sizes(), strides = tensor.strides();
-    int64_t expected = 1, at = tensor.dim();
+    return add_layout(tensor.sizes(), tensor.strides(), batch_ndim, nested);
+  }
+
+  bool add_layout(IntArrayRef sizes, IntArrayRef strides, int64_t batch_ndim, bool nested) {
+    int64_t expected = 1, at = sizes.size();
     while (at-- > batch_ndim) {
       if (sizes[at] != 1 && strides[at] != expected) return false;
       expected *= sizes[at];

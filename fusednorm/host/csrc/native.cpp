@@ -29,12 +29,12 @@ bool needs_python(const Given& given) {
 Outputs run_above(const Given& given) {
   bool python = needs_python(given);
   if (!python && !is_recorded(given.differentiable())) return run(given, true);
-  if (!python && given.op.backward) return record_forward(given, /*y_alone=*/false);
+  if (!python && given.op.backward) return record_forward(given, /*statistics_inside=*/false);
   py::gil_scoped_acquire gil;
   return to_tensors(given.op.above(*to_python(given)));
 }
 
-// -------------------------------------------------------------------------------- y alone, for modules
+// -------------------------------------------------------------------------------- without statistics, for modules
 
 // Reads an argument from Python. Returns false for what Python must run.
 bool read(PyObject* argument, const Slot& slot, Given& given) {
@@ -59,6 +59,10 @@ bool read(PyObject* argument, const Slot& slot, Given& given) {
       if (!PyBool_Check(argument)) return false;
       given.settings.push_back(argument == Py_True);
       return true;
+    case Role::NAME:
+      if (!PyUnicode_Check(argument)) return false;
+      given.settings.push_back(names.setting_of(PyUnicode_AsUTF8(argument)));
+      return true;
     case Role::DTYPE:
       if (!is_none && !THPDtype_Check(argument)) return false;
       given.settings.push_back(
@@ -71,15 +75,16 @@ bool read(PyObject* argument, const Slot& slot, Given& given) {
   }
 }
 
-// y of a forward, without the dispatcher, and without statistics that no backward will read. The arguments are the op's
-// number and its own arguments. Returns None for calls that Python must run.
+// A forward without the dispatcher, and without statistics that no backward will read: y, or a tuple of y and the outputs
+// behind the statistics. The arguments are the op's number and its own arguments. Returns None for calls that Python must
+// run.
 PyObject* y_of(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   auto decline = [] { Py_RETURN_NONE; };
   const Op& op = *ops.at(count ? PyLong_AsLong(arguments[0]) : -1);
   if (static_cast<size_t>(count) != 1 + op.num_arguments || at::impl::torch_function_mode_enabled() ||
-      at::tracer::impl::is_dispatch_enabled() || at::autocast::is_autocast_enabled(at::kCUDA) ||
-      c10::InferenceMode::is_enabled())
+      at::tracer::impl::is_dispatch_enabled() || c10::InferenceMode::is_enabled() ||
+      (op.follows_autocast && at::autocast::is_autocast_enabled(at::kCUDA)))
     return decline();
   Given given(op);
   for (const Slot& slot : op.inputs)
@@ -88,19 +93,26 @@ PyObject* y_of(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (needs_python(given)) return decline();
   bool recorded = is_recorded(given.tensors);
   if (recorded && !op.backward) return decline();
-  Tensor y;
+  Outputs outputs;
   {
     py::gil_scoped_release released;
     at::RecordFunction record(at::RecordScope::FUNCTION);
     show_to_profiler(record, given);
     if (op.wants_statistics) given.settings[*op.wants_statistics] = recorded;
-    y = recorded ? record_forward(given, /*y_alone=*/true)[0] : run(given, true)[0];
+    outputs = recorded ? record_forward(given, /*statistics_inside=*/true) : run(given, true);
   }
-  return THPVariable_Wrap(y);
+  const auto& returned = op.without_statistics;
+  if (returned.size() == 1) return THPVariable_Wrap(outputs[0]);
+  py::tuple made(returned.size());
+  for (size_t i = 0; i < returned.size(); ++i) made[i] = to_python(outputs[returned[i]]);
+  return made.release().ptr();
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* is_invariant(PyObject*, PyObject*) { return PyBool_FromLong(fusednorm::is_invariant()); }
+
 PyMethodDef functions[] = {
+    {"is_invariant", is_invariant, METH_NOARGS, nullptr},
     {"y_of", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(y_of)), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -224,8 +236,9 @@ void implement(const Op& op, const std::string& key) {
 
 // Adds an op, and returns its number.
 size_t add(const std::string& name, std::vector<Slot> inputs, size_t x, size_t num_tensors, size_t num_outputs,
-           std::vector<size_t> outputs) {
-  ops.push_back(new Op(ops.size(), name, std::move(inputs), x, num_tensors, num_outputs, std::move(outputs)));
+           std::vector<size_t> outputs, bool follows_autocast) {
+  ops.push_back(new Op(
+      ops.size(), name, std::move(inputs), x, num_tensors, num_outputs, std::move(outputs), follows_autocast));
   return ops.size() - 1;
 }
 
@@ -253,8 +266,9 @@ PYBIND11_MODULE(_native, module) {
       .value("X", Extent::X).value("STATISTIC", Extent::STATISTIC).value("PARAMETER", Extent::PARAMETER);
   py::enum_<Role>(module, "Role")
       .value("SHAPE", Role::SHAPE).value("PARAMETER", Role::PARAMETER).value("ROWS", Role::ROWS)
-      .value("STATISTIC", Role::STATISTIC).value("PACKED_ROWS", Role::PACKED_ROWS).value("NUMBER", Role::NUMBER)
-      .value("DTYPE", Role::DTYPE).value("MASK", Role::MASK).value("FLAG", Role::FLAG);
+      .value("STATISTIC", Role::STATISTIC).value("PACKED_ROWS", Role::PACKED_ROWS)
+      .value("MODULATION", Role::MODULATION).value("NUMBER", Role::NUMBER).value("DTYPE", Role::DTYPE)
+      .value("MASK", Role::MASK).value("FLAG", Role::FLAG).value("NAME", Role::NAME);
   py::enum_<Number>(module, "Number")
       .value("ROWS", Number::ROWS).value("CTAS", Number::CTAS).value("PARTIALS", Number::PARTIALS);
   py::class_<Output>(module, "Output")
@@ -289,9 +303,10 @@ PYBIND11_MODULE(_native, module) {
            py::arg("shape"), py::arg("strides"), py::arg("box"));
   py::class_<Program, std::shared_ptr<Program>>(module, "Program")
       .def(py::init<int, int64_t, int64_t, Grid, std::vector<optional<Output>>, optional<Workspace>,
-                    std::vector<Step>, int64_t>(),
+                    std::vector<Step>, int64_t, bool>(),
            py::kw_only(), py::arg("device"), py::arg("rows_above"), py::arg("most_rows"), py::arg("grid"),
-           py::arg("outputs"), py::arg("workspace"), py::arg("steps"), py::arg("sm_margin"));
+           py::arg("outputs"), py::arg("workspace"), py::arg("steps"), py::arg("sm_margin"),
+           py::arg("invariant"));
   py::class_<Slot>(module, "Slot")
       .def(py::init([](Role role, bool optional, bool is_argument, bool is_read, size_t place) {
              return Slot{role, optional, is_argument, is_read, place};
@@ -303,12 +318,20 @@ PYBIND11_MODULE(_native, module) {
            py::arg("numbers"), py::arg("functions"))
       .def("remove", &Overrides::remove);
   module.def("add", &add, py::kw_only(), py::arg("name"), py::arg("inputs"), py::arg("x"), py::arg("num_tensors"),
-             py::arg("num_outputs"), py::arg("outputs"));
-  module.def("set_backward", [](size_t forward, size_t backward, std::vector<optional<size_t>> sources,
-                                std::vector<size_t> gradients, std::array<optional<size_t>, 2> statistics) {
-    ops.at(forward)->backward = Backward{ops.at(backward), std::move(sources), std::move(gradients), statistics};
-  }, py::kw_only(), py::arg("forward"), py::arg("backward"), py::arg("sources"), py::arg("gradients"),
-     py::arg("statistics"));
+             py::arg("num_outputs"), py::arg("outputs"), py::arg("follows_autocast"));
+  py::class_<Backward::Setting>(module, "Setting")
+      .def(py::init([](optional<size_t> of_forward, std::vector<size_t> dtype_of) {
+             return Backward::Setting{of_forward, std::move(dtype_of)};
+           }),
+           py::kw_only(), py::arg("of_forward") = py::none(), py::arg("dtype_of") = std::vector<size_t>());
+  module.def("set_backward", [](size_t forward, size_t backward, std::vector<size_t> saved,
+                                std::vector<optional<size_t>> sources, std::vector<size_t> gradients,
+                                std::vector<size_t> passed, std::vector<Backward::Setting> settings,
+                                std::array<optional<size_t>, 2> statistics, size_t eps) {
+    ops.at(forward)->backward = Backward{ops.at(backward), std::move(saved), std::move(sources), std::move(gradients),
+                                         std::move(passed), std::move(settings), statistics, eps};
+  }, py::kw_only(), py::arg("forward"), py::arg("backward"), py::arg("saved"), py::arg("sources"),
+     py::arg("gradients"), py::arg("passed"), py::arg("settings"), py::arg("statistics"), py::arg("eps"));
   module.def("install", &install, py::arg("number"), py::arg("key"), py::kw_only(), py::arg("above"), py::arg("below"),
              py::arg("differentiable_backward"));
   module.def("start", [](py::object given, size_t kept) {
@@ -317,6 +340,8 @@ PYBIND11_MODULE(_native, module) {
   }, py::kw_only(), py::arg("statistics_gradient"), py::arg("kept_kinds"));
   module.def("pause", [](int by) { pauses += by; });
   module.def("set_sm_margin", [](int64_t sms) { sm_margin = sms; });
+  module.def("set_invariant", [](bool on) { process_is_invariant = on; });
+  module.def("swap_invariant", [](optional<bool> on) { return std::exchange(thread_is_invariant, on); });
   module.def("watch", [](py::list enter, py::list exit) {
     if (hooks[0] != enter.ptr()) hooks[0] = enter.release().ptr();  // never freed: is_paused reads it without the GIL
     if (hooks[1] != exit.ptr()) hooks[1] = exit.release().ptr();

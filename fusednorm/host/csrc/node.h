@@ -12,6 +12,8 @@
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
+#include <algorithm>
+
 namespace fusednorm {
 
 inline py::object& statistics_gradient = *new py::object;  // a derivative that only Python has; never destroyed
@@ -27,12 +29,14 @@ inline Outputs dispatch(const Given& given) {
       stack.emplace_back(each.defined() ? IValue(each) : IValue());
     } else if (slot.role == Role::SHAPE) {
       stack.emplace_back(std::vector<int64_t>(given.shape.begin(), given.shape.end()));
-    } else if (int64_t mask = *setting++; slot.role == Role::MASK) {
-      std::vector<bool> flags(mask >> 32);
-      for (size_t i = 0; i < flags.size(); ++i) flags[i] = mask >> i & 1;
-      stack.emplace_back(flags);
+    } else if (int64_t number = *setting++; slot.role == Role::MASK) {
+      stack.emplace_back(as_flags(number));
+    } else if (slot.role == Role::NUMBER) {
+      stack.emplace_back(as_number(number));
+    } else if (slot.role == Role::FLAG) {
+      stack.emplace_back(number != 0);
     } else {
-      stack.emplace_back();  // its default
+      stack.push_back(number == NONE ? IValue() : IValue(number));
     }
   }
   c10::Dispatcher::singleton().findSchemaOrThrow(given.op.name.c_str(), "").callBoxed(&stack);
@@ -40,6 +44,11 @@ inline Outputs dispatch(const Given& given) {
   for (size_t i = 0; i < stack.size(); ++i)
     if (stack[i].isTensor()) outputs[given.op.outputs[i]] = stack[i].toTensor();
   return outputs;
+}
+
+template <typename Values, typename Value>
+inline bool contains(const Values& values, const Value& value) {
+  return std::find(values.begin(), values.end(), value) != values.end();
 }
 
 namespace compiled = torch::dynamo::autograd;
@@ -67,97 +76,124 @@ inline Pointer owner_of(Owned* node, long) {
   return Pointer::unsafe_reclaim_from_nonowning(node);
 }
 
-// The node of a forward. Its outputs are y, or y and the others that there are. It is no torch::autograd::Function,
-// because what that does for functions of any kind takes several microseconds of a forward and its backward.
+// The node of a forward. Its outputs are those of the op, or these without the statistics. It is no
+// torch::autograd::Function, because what that does for functions of any kind takes several microseconds of a forward
+// and its backward.
 struct NormBackward : torch::autograd::Node {
   using variable_list = torch::autograd::variable_list;
   using Flags = c10::SmallVector<bool, 8>;
 
-  NormBackward(const Given& given, bool y_alone)
-      : op(given.op), y_alone(y_alone), shape(given.shape), settings(given.settings) {}
+  // What a backward takes from its node beside tensors.
+  struct Info {
+    const Op& op;  // the forward
+    bool statistics_inside;
+    Shape shape;
+    Given::Settings settings;  // of the backward op; its mask is not one yet
+    int64_t eps;               // as a setting
+    bool invariant;            // whether rows are batch-invariant
+
+    const std::vector<size_t>& outputs() const { return statistics_inside ? op.without_statistics : op.outputs; }
+  };
+
+  NormBackward(const Given& given, bool statistics_inside)
+      : info{given.op, statistics_inside, given.shape, {}, given.settings[given.op.backward->eps], is_invariant()} {
+    for (const auto& each : info.op.backward->settings) {
+      int64_t setting = each.of_forward ? given.settings[*each.of_forward] : NONE;
+      for (size_t at : each.dtype_of)
+        if (const Tensor& tensor = *given.tensors[at]; tensor.defined()) {
+          auto promoted = tensor.scalar_type();
+          if (setting != NONE) promoted = c10::promoteTypes(promoted, static_cast<at::ScalarType>(setting));
+          setting = static_cast<int64_t>(promoted);
+        }
+      info.settings.push_back(setting);
+    }
+  }
 
   std::string name() const override {
     return "NormBackward";
   }
 
-  void save(const Tensor& tensor) {
-    saved.emplace_back(tensor, is_output(saved.size()));
+  void save(const Given& given, const Outputs& outputs) {
+    for (size_t each : info.op.backward->saved) {
+      size_t tensors = given.tensors.size();
+      saved.emplace_back(each < tensors ? *given.tensors[each] : outputs[each - tensors], is_output(saved.size()));
+    }
   }
 
   variable_list apply(variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
-    auto tensors = unpacked();
-    Flags asked = wanted();
-    if (!y_alone || !at::GradMode::is_enabled() || !grads[0].defined())
-      return gradients(op, shape, grads, tensors, asked);
-    Given forward(op);
-    for (size_t i = 0; i < op.tensors.size(); ++i) forward.tensors.push_back(&tensors[i]);
-    forward.shape = shape;
-    forward.settings = settings;
-    py::gil_scoped_acquire gil;
-    auto found = to_tensors(op.differentiable_backward(to_python(grads[0]), to_tuple(asked), *to_python(forward)));
-    return of_tensors(op, found, asked);
+    return gradients(info, grads, unpacked(), wanted());
   }
 
-  // The gradients of the forward's tensors. `tensors` are those and its outputs after y, in the order of `save`; `grads`
-  // are those of the outputs.
+  // The gradients of the forward's tensors. `saved` is what the node keeps, and `grads` are those of its outputs.
   static variable_list gradients(
-      const Op& op, const Shape& shape, const variable_list& grads, const variable_list& tensors,
-      const Flags& wanted) {
+      const Info& info, const variable_list& grads, const variable_list& saved, const Flags& wanted) {
+    AsInForward as_in_forward(info.invariant);
+    const Op& op = info.op;
     const Backward& backward = *op.backward;
     Given given(*backward.op);
-    given.shape = shape;
-    Tensor grad_out = grads[0];
-    auto gradient = [&](size_t output) {
-      return output == 0 ? &grad_out : output < grads.size() ? &grads[output] : &undefined();
-    };
-    bool any = grad_out.defined();
-    for (const auto& source : backward.sources) {
-      bool is_gradient = source && *source >= tensors.size();
-      given.tensors.push_back(!source ? &undefined() : is_gradient ? gradient(*source - tensors.size()) : &tensors[*source]);
-      any |= is_gradient && given.tensors.back()->defined();
-    }
-    if (any && !grad_out.defined()) grad_out = at::zeros_like(tensors[op.x]);
-    Flags mask(given.op.outputs.size());
-    for (size_t i = 0; i < wanted.size(); ++i)
-      if (wanted[i] && tensors[i].defined()) mask[backward.gradients[i]] = true;
-    for (const Slot& slot : given.op.inputs)
-      if (!is_tensor(slot.role) && slot.role != Role::SHAPE)
-        given.settings.push_back(slot.role == Role::MASK ? as_setting(mask) : NONE);
-    Outputs found(given.op.num_outputs);
-    if (!any) {
-    } else if (may_run_here(given.tensors) && !at::GradMode::is_enabled() && !needs_formula(given.differentiable())) {
-      at::RecordFunction record(at::RecordScope::FUNCTION);
-      show_to_profiler(record, given);
-      found = run(given, true);
-    } else {
-      found = dispatch(given);
-    }
-    if (wanted[op.x] && grads.size() > 1) {
-      std::array<Tensor, 4> statistics;  // mean, rstd and their gradients
-      for (size_t i : {0, 1})
-        if (auto place = backward.statistics[i]) {
-          statistics[i] = tensors[*place];
-          statistics[2 + i] = grads[*place - op.tensors.size() + 1];
-        }
-      if (statistics[2].defined() || statistics[3].defined()) {
-        py::gil_scoped_acquire gil;
-        Tensor more = to_tensor(statistics_gradient(
-            to_python(given.x()), to_tuple(shape), to_python(statistics[0]), to_python(statistics[1]),
-            to_python(statistics[2]), to_python(statistics[3])));
-        Tensor& dx = found[given.op.outputs[backward.gradients[op.x]]];
-        dx = dx.defined() ? at::add(dx, more) : more;
-      }
-    }
-    return of_tensors(op, found, wanted);
-  }
+    Given::Tensors grad_of(op.num_outputs, &undefined());
+    for (size_t i = 0; i < grads.size(); ++i) grad_of[info.outputs()[i]] = &grads[i];
 
-  // The wanted ones among the outputs of the backward, for each tensor of the forward.
-  static variable_list of_tensors(const Op& op, const Outputs& found, const Flags& wanted) {
+    given.shape = info.shape;
+    given.settings = info.settings;
+    Flags mask(given.op.outputs.size());
+    for (size_t i = 0; i < mask.size(); ++i)
+      for (size_t j = 0; j < wanted.size(); ++j)
+        mask[i] |= wanted[j] && backward.gradients[j] == given.op.outputs[i];
+    given.settings[*given.op.mask] = as_setting(mask);
+    bool runs = false;  // whether the norm adds anything to wanted gradients
+    for (const auto& source : backward.sources) {
+      size_t output = source ? *source - saved.size() : 0;
+      bool is_gradient = source && *source >= saved.size();
+      given.tensors.push_back(!source ? &undefined() : is_gradient ? grad_of[output] : &saved[*source]);
+      runs |= is_gradient && given.tensors.back()->defined() && !contains(backward.passed, output);
+    }
+    runs &= contains(mask, true);
+    Tensor zeros;
+    if (runs && !grad_of[0]->defined()) {
+      zeros = at::zeros_like(given.x());
+      for (size_t i = 0; i < given.tensors.size(); ++i)
+        if (backward.sources[i] == saved.size()) given.tensors[i] = &zeros;
+    }
+    Outputs found(given.op.num_outputs);
+    Tensor& dx = found[DX];
+    if (runs) {
+      found = backward_of(info, given);
+    } else {
+      for (size_t each : backward.passed)
+        if (grad_of[each]->defined()) dx = *grad_of[each];
+    }
+    if (mask[DX] && (grad_of[MEAN]->defined() || grad_of[RSTD]->defined())) {
+      auto statistic = [&](size_t which) {
+        auto place = backward.statistics[which];
+        return to_python(place ? *given.tensors[*place] : undefined());
+      };
+      py::gil_scoped_acquire gil;
+      Tensor more = to_tensor(statistics_gradient(
+          to_python(given.x()), to_tuple(info.shape), statistic(0), statistic(1), to_python(*grad_of[MEAN]),
+          to_python(*grad_of[RSTD])));
+      dx = dx.defined() ? at::add(dx, more) : more;
+    }
     variable_list made(wanted.size());
     for (size_t i = 0; i < made.size(); ++i)
-      if (wanted[i]) made[i] = found[op.backward->op->outputs[op.backward->gradients[i]]];
+      if (size_t at = backward.gradients[i]; wanted[i])
+        made[i] = at < found.size() ? found[at] : *grad_of[at - found.size()];
     return made;
+  }
+
+  // The outputs of the backward op.
+  static Outputs backward_of(const Info& info, const Given& given) {
+    bool is_differentiated = at::GradMode::is_enabled();
+    if (may_run_here(given.tensors) && !is_differentiated && !needs_formula(given.differentiable())) {
+      at::RecordFunction record(at::RecordScope::FUNCTION);
+      show_to_profiler(record, given);
+      return run(given, true);
+    }
+    if (!is_differentiated || !info.statistics_inside) return dispatch(given);
+    // Gradients flow through the statistics, which are constants here.
+    py::gil_scoped_acquire gil;
+    return to_tensors(given.op.differentiable_backward(as_number(info.eps), *to_python(given)));
   }
 
   void release_variables() override {
@@ -168,19 +204,16 @@ struct NormBackward : torch::autograd::Node {
   // For compiled autograd: compiled_args collects what a graph depends on, and apply_with_saved puts a call of
   // `gradients` into the graph.
   void compiled_args(compiled::CompiledNodeArgs& args) const override {
-    args.collect(op.number);
-    args.collect(std::vector<int64_t>(shape.begin(), shape.end()));
+    for (const auto& each : numbers()) args.collect(each);
     for (size_t at = 0; at < saved.size(); ++at) args.collect(saved[at], is_output(at));
   }
 
   variable_list apply_with_saved(const variable_list& grads, compiled::SwapSavedVariables& swap) override {
     for (auto& each : saved) swap.before(each);
-    auto tensors = unpacked();
     auto asked = wanted();
     compiled::PackedArgs packed;
-    packed.pack(op.number);
-    packed.pack(std::vector<int64_t>(shape.begin(), shape.end()));
-    packed.pack(tensors);
+    for (const auto& each : numbers()) packed.pack(each);
+    packed.pack(unpacked());
     packed.pack(std::vector<bool>(asked.begin(), asked.end()));
     std::vector<at::TypePtr> schema;
     for (const auto& each : packed.vec())
@@ -198,11 +231,19 @@ struct NormBackward : torch::autograd::Node {
 
   static variable_list in_graph(const variable_list& grads, const std::vector<c10::IValue>& arguments) {
     compiled::PackedArgs packed(arguments);
-    const Op& op = *ops.at(packed.unpack<int64_t>());
-    auto shape = packed.unpack<std::vector<int64_t>>();
-    auto tensors = packed.unpack<variable_list>();
+    auto own = packed.unpack<std::vector<int64_t>>(), shape = packed.unpack<std::vector<int64_t>>(),
+         settings = packed.unpack<std::vector<int64_t>>();
+    auto saved = packed.unpack<variable_list>();
     auto wanted = packed.unpack<std::vector<bool>>();
-    return gradients(op, Shape(shape), grads, tensors, Flags(wanted.begin(), wanted.end()));
+    Info info{*ops.at(own[0]), own[1] != 0, Shape(shape), Given::Settings(settings), own[2], own[3] != 0};
+    return gradients(info, grads, saved, Flags(wanted.begin(), wanted.end()));
+  }
+
+  // The Info as `in_graph` reads it.
+  std::array<std::vector<int64_t>, 3> numbers() const {
+    return {std::vector<int64_t>{info.op.number, info.statistics_inside, info.eps, info.invariant},
+            std::vector<int64_t>(info.shape.begin(), info.shape.end()),
+            std::vector<int64_t>(info.settings.begin(), info.settings.end())};
   }
 
   variable_list unpacked() {
@@ -215,35 +256,30 @@ struct NormBackward : torch::autograd::Node {
 
   Flags wanted() const {
     Flags flags;
-    for (size_t i = 0; i < op.tensors.size(); ++i) flags.push_back(task_should_compute_output(i));
+    for (size_t i = 0; i < info.op.tensors.size(); ++i) flags.push_back(task_should_compute_output(i));
     return flags;
   }
 
-  // Whether a saved tensor is an output of this node. If the statistics were not, they would be constants to a second
-  // derivative.
+  // Whether a saved tensor is an output of this node. If it were not one, it would be a constant to a second derivative.
   bool is_output(size_t at) const {
-    return !y_alone && at >= op.tensors.size();
+    size_t place = info.op.backward->saved[at], tensors = info.op.tensors.size();
+    return place >= tensors && contains(info.outputs(), place - tensors);
   }
 
-  const Op& op;
-  bool y_alone;
-  Shape shape;
-  Given::Settings settings;
-  c10::SmallVector<torch::autograd::SavedVariable, 5> saved;  // the tensors, and the outputs after y
+  Info info;
+  c10::SmallVector<torch::autograd::SavedVariable, 5> saved;
 };
 
-// The outputs of a forward that C++ may run, recorded with a NormBackward. With y alone, the others are not.
-inline Outputs record_forward(const Given& given, bool y_alone) {
-  const Op& op = given.op;
+// The outputs of a forward that C++ may run, recorded with a NormBackward. With the statistics inside, they are not.
+inline Outputs record_forward(const Given& given, bool statistics_inside) {
   Outputs outputs = run(given, true);
-  auto* node = new NormBackward(given, y_alone);
+  auto* node = new NormBackward(given, statistics_inside);
   Owner owner = own(node, 0);
   node->set_next_edges(torch::autograd::collect_next_edges(c10::ArrayRef<const Tensor*>(given.tensors)));
-  for (size_t i = 0; i < (y_alone ? 1 : op.outputs.size()); ++i)
-    if (Tensor& each = outputs[op.outputs[i]]; each.defined()) torch::autograd::set_history(each, owner);
+  for (size_t each : node->info.outputs())
+    if (outputs[each].defined()) torch::autograd::set_history(outputs[each], owner);
     else node->add_input_metadata(torch::autograd::Node::undefined_input());
-  for (const Tensor* each : given.tensors) node->save(*each);
-  for (size_t i = 1; i < op.outputs.size(); ++i) node->save(outputs[op.outputs[i]]);
+  node->save(given, outputs);
   return outputs;
 }
 

@@ -7,8 +7,10 @@
 #include <ATen/core/ivalue.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <cmath>
 #include <memory>
+#include <mutex>
 #include <string>
 
 namespace fusednorm {
@@ -16,10 +18,11 @@ namespace fusednorm {
 namespace py = pybind11;
 using c10::IValue;
 
-enum class Role { SHAPE, PARAMETER, ROWS, STATISTIC, PACKED_ROWS, NUMBER, DTYPE, MASK, FLAG };
+enum class Role { SHAPE, PARAMETER, ROWS, STATISTIC, PACKED_ROWS, MODULATION, NUMBER, DTYPE, MASK, FLAG, NAME };
 
 inline bool is_tensor(Role role) {
-  return role == Role::PARAMETER || role == Role::ROWS || role == Role::STATISTIC || role == Role::PACKED_ROWS;
+  return role == Role::PARAMETER || role == Role::ROWS || role == Role::STATISTIC || role == Role::PACKED_ROWS ||
+         role == Role::MODULATION;
 }
 
 // An operand.
@@ -31,13 +34,25 @@ struct Slot {
 
 struct Op;
 
-// How the node of a forward calls the backward op. Places count the forward's tensors, its outputs after y, and then the
-// gradients of its outputs.
+constexpr size_t MEAN = 1, RSTD = 2;  // among the outputs of a forward's program: those of operands.py
+constexpr size_t DX = 0;              // among those of a backward's
+
+// How the node of a forward calls the backward op: operands.derivative_of, with places in place of names. Outputs are
+// counted as programs have them.
 struct Backward {
+  struct Setting {  // neither is there for the mask, which differs from call to call
+    optional<size_t> of_forward;  // the forward's setting that it is
+    std::vector<size_t> dtype_of;  // the forward's tensors whose promoted dtype it is
+  };
+
   const Op* op;
-  std::vector<optional<size_t>> sources;  // for each tensor of the backward op; nullopt for an absent one
-  std::vector<size_t> gradients;          // for each tensor of the forward, its gradient among the op's outputs
-  std::array<optional<size_t>, 2> statistics;  // the places of mean and rstd
+  std::vector<size_t> saved;  // the forward's tensors and, counted on, its outputs that the node keeps
+  std::vector<optional<size_t>> sources;  // what each tensor of the op is: one of `saved` or, counted on, the gradient of an output
+  std::vector<size_t> gradients;  // what each tensor of the forward gets: an output of the op or, counted on, the gradient of an output
+  std::vector<size_t> passed;     // the outputs of the forward whose gradients are added to that of x
+  std::vector<Setting> settings;  // of the op
+  std::array<optional<size_t>, 2> statistics;  // mean and rstd among the tensors of the op
+  size_t eps;                                  // among the settings of the forward
 };
 
 struct Op {
@@ -47,29 +62,35 @@ struct Op {
   size_t num_tensors;           // places of tensors
   size_t num_outputs;           // that a program of the op has, absent ones included
   std::vector<size_t> outputs;  // which of these the op has
+  bool follows_autocast;        // whether dtypes are not those of the arguments under autocast
   // Python's functions of the inputs: the op above autograd; below it, which returns (outputs, program); ATen's op while
-  // an Overrides is in force; and the backward of a forward that is itself differentiated.
+  // an Overrides is in force; and a backward that is itself differentiated, of (eps, *inputs).
   py::object above, below, in_place_of_aten, differentiable_backward;
-  optional<Backward> backward;  // of a forward whose node is C++'s
+  optional<Backward> backward;  // of a forward
 
   std::vector<Slot> tensors;  // of the inputs
   size_t x = 0;               // among these
   size_t num_arguments = 0;
-  optional<size_t> wants_statistics;  // among the settings; the only input that is no argument
+  std::vector<size_t> without_statistics;  // `outputs` of a forward whose statistics stay inside the node
+  optional<size_t> wants_statistics;       // among the settings; the only input that is no argument
+  optional<size_t> mask;                   // among the settings
 
   Op(int64_t number, std::string name, std::vector<Slot> given, size_t x, size_t num_tensors, size_t num_outputs,
-     std::vector<size_t> outputs)
+     std::vector<size_t> given_outputs, bool follows_autocast)
       : number(number), name(std::move(name)), inputs(std::move(given)), num_tensors(num_tensors),
-        num_outputs(num_outputs), outputs(std::move(outputs)), x(x) {
+        num_outputs(num_outputs), outputs(std::move(given_outputs)), follows_autocast(follows_autocast), x(x) {
     TORCH_CHECK(num_tensors + num_outputs + NUM_PARTS <= MOST_ADDRESSES, this->name, " must have at most ",
                 MOST_ADDRESSES - NUM_PARTS, " tensors, got ", num_tensors + num_outputs);
     size_t settings = 0;
     for (const Slot& each : inputs) {
       if (!each.is_argument) wants_statistics = settings;
+      if (each.role == Role::MASK) mask = settings;
       num_arguments += each.is_argument;
       settings += !is_tensor(each.role) && each.role != Role::SHAPE;
       if (is_tensor(each.role)) tensors.push_back(each);
     }
+    for (size_t each : outputs)
+      if (each != MEAN && each != RSTD) without_statistics.push_back(each);
   }
 };
 
@@ -90,12 +111,44 @@ inline int64_t as_setting(optional<double> given) {
   return setting;
 }
 
+// The names that operands were given, by the settings that stand for them.
+struct Names {
+  std::mutex mutex;
+  std::vector<std::string> known;
+
+  int64_t setting_of(const std::string& name) {
+    std::lock_guard<std::mutex> lock(mutex);
+    auto found = std::find(known.begin(), known.end(), name);
+    return found == known.end() ? (known.push_back(name), known.size() - 1) : found - known.begin();
+  }
+
+  std::string of(int64_t setting) {
+    std::lock_guard<std::mutex> lock(mutex);
+    return known.at(setting);
+  }
+};
+
+inline Names& names = *new Names;
+
+inline optional<double> as_number(int64_t setting) {
+  if (setting == NONE) return {};
+  double number;
+  std::memcpy(&number, &setting, sizeof number);
+  return number;
+}
+
 // The mask is a number of flags and these as bits.
 template <typename Flags>
 inline int64_t as_setting(const Flags& mask) {
   int64_t setting = static_cast<int64_t>(mask.size()) << 32;
   for (size_t i = 0; i < mask.size(); ++i) setting |= static_cast<int64_t>(bool(mask[i])) << i;
   return setting;
+}
+
+inline std::vector<bool> as_flags(int64_t setting) {
+  std::vector<bool> flags(setting >> 32);
+  for (size_t i = 0; i < flags.size(); ++i) flags[i] = setting >> i & 1;
+  return flags;
 }
 
 // The operands of an op. Its tensors must outlive them.
@@ -141,6 +194,8 @@ struct Given {
         settings.push_back(as_setting(each.isNone() ? optional<double>() : each.toDouble()));
       } else if (slot.role == Role::FLAG) {
         settings.push_back(each.toBool());
+      } else if (slot.role == Role::NAME) {
+        settings.push_back(names.setting_of(each.toStringRef()));
       } else {
         settings.push_back(each.isNone() ? NONE : each.toInt());
       }
@@ -182,17 +237,15 @@ inline py::tuple to_python(const Given& given) {
       for (const IValue& size : given.symbolic_shape) symbolic.push_back(size.toSymInt());
       each = symbolic.empty() ? to_tuple(given.shape) : to_tuple(symbolic);
     } else if (int64_t number = *setting++; slot.role == Role::MASK) {
-      std::vector<bool> flags(number >> 32);
-      for (size_t i = 0; i < flags.size(); ++i) flags[i] = number >> i & 1;
-      each = py::cast(flags);
+      each = py::cast(as_flags(number));
     } else if (slot.role == Role::FLAG) {
       each = py::cast(number != 0);
-    } else if (number != NONE && slot.role == Role::DTYPE) {
-      each = py::cast(static_cast<at::ScalarType>(number));
+    } else if (slot.role == Role::NAME) {
+      each = py::cast(names.of(number));
+    } else if (slot.role == Role::NUMBER) {
+      each = py::cast(as_number(number));
     } else if (number != NONE) {
-      double value;
-      std::memcpy(&value, &number, sizeof value);
-      each = py::cast(value);
+      each = py::cast(static_cast<at::ScalarType>(number));
     }
     made[at++] = std::move(each);
   }

@@ -226,13 +226,15 @@ struct Program {
   optional<Workspace> workspace;
   std::vector<Step> steps;
   int64_t sm_margin;          // that it was planned under
+  bool invariant;             // whether its rows are batch-invariant
   c10::Allocator* allocator;  // what torch allocates by on this device
 
   Program(int device, int64_t rows_above, int64_t most_rows, Grid grid, std::vector<optional<Output>> outputs,
-               optional<Workspace> workspace, std::vector<Step> steps, int64_t sm_margin)
+               optional<Workspace> workspace, std::vector<Step> steps, int64_t sm_margin, bool invariant)
       : device(device < 0 ? at::Device(at::kCPU) : at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device))),
         rows_above(rows_above), most_rows(most_rows), grid(grid), outputs(std::move(outputs)), workspace(workspace),
-        steps(std::move(steps)), sm_margin(sm_margin), allocator(at::empty({1}, at::device(this->device)).storage().allocator()) {
+        steps(std::move(steps)), sm_margin(sm_margin), invariant(invariant),
+        allocator(at::empty({1}, at::device(this->device)).storage().allocator()) {
     TORCH_CHECK(allocator, "fusednorm: torch must have an allocator for ", this->device, ", got none");
   }
 

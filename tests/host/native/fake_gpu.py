@@ -18,12 +18,14 @@ from typing import NamedTuple
 import torch
 import triton
 from cases import BF16, FP16, FP32, FP64
+from fusednorm.kernels import rowmath
 
-from fusednorm import margin, ops, reference
+from fusednorm import ops, reference
 from fusednorm.host import key, launcher, native, prepared, program, triton_compat
 from fusednorm.host.kernel_devices import kernels_on
 from fusednorm.planner.device import H200
 from fusednorm.problem import check_backward, check_forward
+from fusednorm.settings import invariance, margin
 from fusednorm.tools import compilation
 
 STREAM = 1  # the native handle that the C++ side gets for the stream of CPU tensors (Program::run in program.h)
@@ -272,16 +274,17 @@ class Launched(NamedTuple):
             return None
         return at_address(address, POINTED_TO[self.build.compiled.src.signature[f"{name}_ptr"][1:]], shape, strides)
 
-    def more_rows(self, name: str) -> torch.Tensor | None:
-        """The only tensor of `rows_in` or `rows_out`."""
-        if f"{name}.0" not in self.parameters:
+    def more_rows(self, name: str, at: int = 0) -> torch.Tensor | None:
+        """One tensor of `rows_in`, `rows_out` or `added`."""
+        if f"{name}.{at}" not in self.parameters:
             return None
         (rows, cols), parameters = self.shape(), self.parameters
-        inner, *strides = (parameters.get(f"strides_in.{at}", 1) for at in range(3))  # Triton leaves out numbers of 1
-        if name == "rows_out":
+        # Triton leaves out numbers of 1
+        inner, *strides = (parameters.get(f"strides_in.{3 * at + which}", 1) for which in range(3))
+        if name != "rows_in":
             inner, strides = 1, (cols, 0)
-        dtype = POINTED_TO[self.build.compiled.src.signature[name][0][1:]]
-        return at_address(parameters[f"{name}.0"], dtype, (rows // inner, inner, cols), (*strides, 1)).flatten(0, 1)
+        dtype = POINTED_TO[self.build.compiled.src.signature[name][at][1:]]
+        return at_address(parameters[f"{name}.{at}"], dtype, (rows // inner, inner, cols), (*strides, 1)).flatten(0, 1)
 
     def rows(self, name: str) -> torch.Tensor | None:
         parameters = self.parameters
@@ -310,20 +313,37 @@ def compute(launched: Launched) -> None:
                 total = 2 * total * launched.tensor("weight", (cols,))
             fill(launched.tensor(each, (cols,)), total)
     elif name.startswith("forward"):
-        weight, bias = weight_of(launched), *doubles(launched.tensor("bias", (cols,)))
-        (x, residual), eps = doubles(launched.rows("x"), launched.more_rows("rows_in")), launched.parameters["eps"]
-        if residual is not None:
-            x = x + residual
-            fill(launched.more_rows("rows_out"), x)
-        if launched.build.norm.layer:
-            y, mean, rstd = reference.layer_norm_formula(x, (cols,), weight, bias, eps)
-            fill(launched.statistic("mean"), mean.flatten())
-        else:
-            y, rstd = reference.rms_norm_formula(x, (cols,), weight, eps)
-        fill(launched.tensor("y", launched.shape()), y)
-        fill(launched.statistic("rstd"), rstd.flatten())
+        compute_forward(launched)
     elif name != "backward_row_means":
         compute_backward(launched)
+
+
+def compute_forward(launched: Launched) -> None:
+    form, total = launched.build.norm.form, launched.more_rows("rows_out")
+    names = enumerate(launched.build.norm.rows_in)
+    rows = {name: launched.more_rows("rows_in", at).double() for at, name in names}
+    (x,), residual, eps = doubles(launched.rows("x")), rows.get("residual"), launched.parameters["eps"]
+    weight, bias = weight_of(launched), *doubles(launched.tensor("bias", launched.shape()[1:]))
+    dtype = x.dtype if form.round_x_hat is rowmath.in_full else launched.rows("x").dtype
+    if total is not None:
+        x = x * rows.get("gate", 1)
+        x = x if residual is None else x + residual
+        fill(total, x)
+        x = total.double() if form.combine in rowmath.UNROUNDED else x
+    shape = launched.shape()[1:]
+    if launched.build.norm.layer:
+        x_hat, mean, rstd = reference.layer_norm_formula(x, shape, None, None, eps)
+        fill(launched.statistic("mean"), mean.flatten())
+    else:
+        x_hat, rstd = reference.rms_norm_formula(x, shape, None, eps)
+    fill(launched.statistic("rstd"), rstd.flatten())
+    y = x_hat.to(dtype).double()
+    y = y if weight is None else y * (form.weight_offset + weight)
+    y = y if bias is None else y + bias
+    if form.factor is not None:
+        factor = next(name for name, each in rowmath.FACTORS.items() if each is form.factor)
+        y = y * reference.FACTORS[factor](rows["scale"]) + rows.get("shift", 0)
+    fill(launched.tensor("y", launched.shape()), y + residual if total is None and residual is not None else y)
 
 
 def compute_backward(launched: Launched) -> None:
@@ -335,7 +355,7 @@ def compute_backward(launched: Launched) -> None:
     dx, *_ = reference.backward_formula(dy, x, (cols,), mean, rstd, weight, None, (True, False, False), **offset)
     ones = torch.ones_like(x[0])
     _, dw, db = reference.backward_formula(dy, x, (cols,), mean, rstd, ones, ones, (False, True, True))
-    residual = launched.tensor("residual", launched.shape())
+    residual = launched.more_rows("added")
     fill(launched.tensor("dx", launched.shape()), dx if residual is None else dx + residual)
     for each, total in (("dw", dw), ("db", db)):
         fill(launched.tensor(f"{each}_partial", (cols,)), total)
@@ -396,14 +416,14 @@ class Gpu:
 
     @contextlib.contextmanager
     def repeating(self, calls: int = 1):
-        """Inside, exactly `calls` prepared calls must run in C++, and none may go to Python."""
+        """Inside, exactly `calls` calls must run in C++, and none may go to Python."""
         before, asked = native.repeats(), len(self.python_calls)
         yield
         assert (native.repeats() - before, self.python_calls[asked:]) == (calls, [])
 
     @contextlib.contextmanager
     def going_to_python(self, *wanted: str):
-        """Inside, no prepared call may run in C++; the calls that go to Python must be `wanted` ("forward", ...)."""
+        """Inside, no call may run in C++; the calls that go to Python must be `wanted` ("forward", ...)."""
         before, asked = native.repeats(), len(self.python_calls)
         yield
         assert (native.repeats() - before, self.directions()[asked:]) == (0, list(wanted))
@@ -456,7 +476,8 @@ def look(operands, first=None):
 
 def miss_of(operands) -> prepared.Miss | None:
     try:
-        return prepared.Miss(*key.look(operands), margin.sms)
+        invariant = invariance.switch.is_invariant()
+        return prepared.Miss(*key.look(operands, invariant), margin.sms, invariant)
     except (RuntimeError, TypeError, AttributeError):
         return None
 

@@ -1,4 +1,4 @@
-"""The C++ host side runs prepared calls exactly, and reports errors."""
+"""The C++ host side repeats calls exactly, and reports errors."""
 
 from __future__ import annotations
 

@@ -1,0 +1,281 @@
+"""Times qk_norm and qk_norm_packed, forward, backward and both, over a stream kernel.
+
+    python -m bench.heads --tokens 4096 16384 --heads 32+8 --dims 128 --rotary none halves
+    python -m bench.heads --sweep --candidates ours
+
+Candidates: ours; "norms", a norm of ours for each of q and k, where nothing is rotated; the code of models, in eager
+mode and by torch.compile. The floor is a stream kernel for each direction with the same large reads and writes: of q
+and k, and of v's part of a packed gradient. Times with a rotation have the same floor: cos and sin are read beside it.
+Every candidate is compared with float64 first. One JSON line per candidate goes to heads.jsonl. --sweep also times
+other plans than the planner's. Exit code 1 if a result is wrong, 2 without a CUDA GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from torch._functorch import config as functorch_config
+
+import fusednorm
+from fusednorm.heads import plan as head_plan
+from fusednorm.heads.problem import Packing
+from fusednorm.tools.console import print_table
+
+from .cases import DTYPES, dtype_name, make_parser
+from .forms import BLOCK, FACTOR, FLOOR, WAYS, all_of, calls_of, errors_of, stream
+from .records import add_out_argument, describe_machine, lacks_gpu, results_path, save, time_fields
+from .timing import time_interleaved
+
+EPS = 1e-6
+ROTARY = "none", "halves", "pairs"
+NAMES = "ours", "norms", "inductor", "eager"
+Outputs = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class HeadCase:
+    tokens: int
+    heads: int
+    kv_heads: int
+    cols: int
+    rotary: str
+    packed: bool
+    norm: str
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        kind = "packed " if self.packed else ""
+        return f"{kind}{self.norm} {self.tokens} x {self.heads}+{self.kv_heads} x {self.cols}, rotary {self.rotary}"
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        own = {
+            name: getattr(self, name) for name in ("norm", "tokens", "heads", "kv_heads", "cols", "rotary", "packed")
+        }
+        return own | {"x_dtype": dtype_name(self.dtype)}
+
+    def inputs(self, device: str = "cuda") -> dict[str, Tensor]:
+        generator = torch.Generator(device).manual_seed(0)
+
+        def make(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device, dtype=self.dtype).requires_grad_()
+
+        both = {"q": make(1, self.tokens, self.heads, self.cols), "k": make(1, self.tokens, self.kv_heads, self.cols)}
+        rows = {"qkv": make(1, self.tokens, (self.heads + 2 * self.kv_heads) * self.cols)} if self.packed else both
+        names = "q_weight", "k_weight", *(("q_bias", "k_bias") if self.norm == "layer" else ())
+        return rows | {name: make(self.cols) for name in names}
+
+    def tables(self, like: Tensor) -> tuple[Tensor, Tensor] | None:
+        """As transformers makes them: both columns of a pair have the same."""
+        if self.rotary == "none":
+            return None
+        angles = torch.arange(self.tokens)[:, None] * 1e4 ** -(torch.arange(0, self.cols, 2) / self.cols)
+        full = angles.repeat_interleave(2, -1) if self.rotary == "pairs" else torch.cat([angles, angles], -1)
+        return tuple(table.to(like.device, like.dtype)[None] for table in (full.cos(), full.sin()))
+
+
+def ours(case: HeadCase, given: dict[str, Tensor], tables) -> Outputs:
+    settings = {"norm": case.norm, "eps": EPS, "rotary": tables, "rotary_interleaved": case.rotary == "pairs"}
+    if case.packed:
+        return fusednorm.qk_norm_packed(**given, heads=case.heads, kv_heads=case.kv_heads, **settings)
+    return fusednorm.qk_norm(**given, **settings)
+
+
+def separate(case: HeadCase, given: dict[str, Tensor]) -> tuple[Outputs, Outputs]:
+    """(q, k) and what else is returned."""
+    if not case.packed:
+        return (given["q"], given["k"]), ()
+    q, k, v = Packing(case.heads, case.kv_heads).split(given["qkv"])
+    return (q, k), (v,)
+
+
+def norms(case: HeadCase, given: dict[str, Tensor], _) -> Outputs:
+    norm = fusednorm.affine_layer_norm if case.norm == "layer" else fusednorm.affine_rms_norm
+    both, rest = separate(case, given)
+    return *(norm(x, given[f"{of}_weight"], given.get(f"{of}_bias"), EPS) for of, x in zip("qk", both)), *rest  # noqa: B905
+
+
+def written(case: HeadCase, given: dict[str, Tensor], tables) -> Outputs:
+    """As models write it."""
+    both, rest = separate(case, given)
+    found = []
+    for of, x in zip("qk", both, strict=True):
+        wide = x if x.dtype == torch.float64 else x.float()
+        wide = wide - wide.mean(-1, keepdim=True) if case.norm == "layer" else wide
+        y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * given[f"{of}_weight"].to(wide.dtype)
+        y = y + given[f"{of}_bias"].to(wide.dtype) if case.norm == "layer" else y
+        y = y.to(x.dtype)
+        if tables is not None:
+            cos, sin = (table.unsqueeze(2) for table in tables)
+            if case.rotary == "pairs":
+                other = torch.stack([-y[..., 1::2], y[..., ::2]], -1).flatten(-2)
+            else:
+                other = torch.cat([-y[..., case.cols // 2 :], y[..., : case.cols // 2]], -1)
+            y = y * cos + other * sin
+        found.append(y.to(x.dtype))
+    return *found, *rest
+
+
+def candidates(case: HeadCase, names: list[str]) -> dict[str, Callable[..., Outputs]]:
+    compiled = torch.compile(lambda given, tables: written(case, given, tables), fullgraph=True, dynamic=False)
+    found = {"ours": ours, "inductor": lambda _, *given: compiled(*given), "eager": written}
+    found |= {} if case.rotary != "none" else {"norms": norms}
+    return {name: call for name, call in found.items() if name in names}
+
+
+def floors(case: HeadCase, given: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
+    """Stream kernels: q and k are read and written; backward they and their gradients are read, and written. A packed
+    gradient has v's part, too, which is read and written."""
+    like = next(iter(given.values())).detach()
+    both = case.tokens * (case.heads + case.kv_heads) * case.cols
+    rows = [torch.empty(both, dtype=case.dtype, device=like.device) for _ in range(3)]
+    v = [torch.empty(case.tokens * case.kv_heads * case.cols, dtype=case.dtype, device=like.device) for _ in range(2)]
+
+    def run(reads: list[Tensor], writes: list[Tensor]) -> None:
+        count = reads[0].numel()
+        stream[(triton.cdiv(count, BLOCK),)](tuple(reads), tuple(writes), count, block=BLOCK, num_warps=8)
+
+    def forward() -> None:
+        run(rows[:1], rows[1:2])
+
+    def backward() -> None:
+        run(rows[:2], rows[2:])
+        if case.packed:
+            run(v[:1], v[1:])
+
+    return {"forward": forward, "backward": backward, "both": lambda: (forward(), backward())}
+
+
+SWEEP = {  # NUM_WARPS, TILE_BYTES of a thread, added to the CTAs of an SM
+    f"{warps} warps, {size} bytes, {more:+d} CTAs": (warps, size, more)
+    for warps, size, more in itertools.product((2, 4, 8), (16, 32, 64), (-1, 0, 1))
+}
+
+
+@contextlib.contextmanager
+def planned(warps: int, size: int, more: int) -> Iterator[None]:
+    """Plans of another shape inside."""
+    original = head_plan.choose.__wrapped__
+
+    def choose(problem, device):
+        plan = original(problem, device)
+        if isinstance(plan, head_plan.AtenNorm) or not more:
+            return plan
+        ctas = max(1, plan.ctas_per_sm + more)
+        limit = head_plan.register_limit(32 * plan.num_warps * ctas, device)
+        return head_plan.HeadPlan(*list(vars(plan).values())[:5], ctas, limit)
+
+    sizes = dict.fromkeys(head_plan.TILE_BYTES, size)
+    with (
+        mock.patch.object(head_plan, "NUM_WARPS", warps),
+        mock.patch.object(head_plan, "TILE_BYTES", sizes),
+        mock.patch.object(head_plan, "choose", choose),
+    ):
+        yield
+
+
+def measure(case: HeadCase, options: argparse.Namespace) -> Iterator[dict]:
+    """Records of the candidates; one that fails has its reason and no time."""
+    torch.compiler.reset()
+    given = case.inputs()
+    tables = case.tables(next(iter(given.values())))
+    wide = {name: each.detach().double().requires_grad_() for name, each in given.items()}
+    outputs = tuple(each.detach() for each in written(case, given, tables))
+    generator = torch.Generator("cuda").manual_seed(1)
+    grads = tuple(torch.randn(o.shape, generator=generator, device="cuda", dtype=o.dtype) for o in outputs)
+    exact = all_of(lambda each: written(case, each, tables and [t.double() for t in tables]), wide, grads)
+    least = errors_of(all_of(lambda each: written(case, each, tables), given, grads), exact)
+    del wide
+    timed: dict[str, dict[str, Callable[[], object]]] = {way: {} for way in options.directions}
+    failed, excess = {}, {}
+    tried = {name: (call, contextlib.nullcontext) for name, call in candidates(case, options.candidates).items()}
+    if options.sweep:
+        tried |= {name: (ours, lambda how=how: planned(*how)) for name, how in SWEEP.items()}
+    for name, (call, plans) in tried.items():
+        try:
+            with plans():
+                errors = errors_of(all_of(lambda each, call=call: call(case, each, tables), given, grads), exact)
+        except Exception as error:  # of a peer or a plan: the others go on
+            if name == "ours":
+                raise
+            failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+            continue
+        excess[name] = max(e / max(w, torch.finfo(case.dtype).eps / 4) for e, w in zip(errors, least, strict=True))
+        for way, run in calls_of(lambda call=call: call(case, given, tables), list(given.values()), grads).items():
+            if way in timed:
+                timed[way][name] = _inside(plans, run)
+    del exact
+    floor = floors(case, given)
+    for way, calls in timed.items():
+        times = time_interleaved({FLOOR: floor[way], **calls}, options.rounds)
+        for name, each in times.items():
+            of = {"direction": way, "candidate": name, "error_over_written": round(excess.get(name, 0.0), 3)}
+            yield case.fields | of | time_fields(each) | {"times_floor": round(each.median / times[FLOOR].median, 4)}
+        for name, reason in failed.items():
+            yield case.fields | {"direction": way, "candidate": name, "median_us": None, "reason": reason}
+
+
+def _inside(context: Callable[[], Any], run: Callable[[], object]) -> Callable[[], object]:
+    def call() -> object:
+        with context():
+            return run()
+
+    return call
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = make_parser("heads", __doc__)
+    parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384], help="default: 4096 16384")
+    parser.add_argument("--heads", nargs="+", default=["32+8"], metavar="Q+K", help="of q and of k (default: 32+8)")
+    parser.add_argument("--dims", nargs="+", type=int, default=[128], help="columns of a head (default: 128)")
+    parser.add_argument("--rotary", nargs="+", choices=ROTARY, default=["none", "halves"], help="default: none halves")
+    parser.add_argument("--packed", nargs="+", choices=("no", "yes"), default=["no"], help="default: no")
+    parser.add_argument("--norms", nargs="+", choices=("rms", "layer"), default=["rms"], help="default: rms")
+    parser.add_argument("--candidates", nargs="+", choices=NAMES, default=NAMES, help="default: all")
+    parser.add_argument("--directions", nargs="+", choices=WAYS, default=WAYS, help="default: all three")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of all tensors")
+    parser.add_argument("--sweep", action="store_true", help="also times other plans")
+    parser.add_argument("--rounds", type=int, default=40, help="timed replays of each (default: 40)")
+    add_out_argument(parser)
+    return parser.parse_args(arguments)
+
+
+def make_cases(options: argparse.Namespace) -> Iterator[HeadCase]:
+    of = options.norms, options.dims, options.heads, options.packed, options.rotary, options.tokens
+    for norm, cols, heads, packed, rotary, tokens in itertools.product(*of):
+        yield HeadCase(tokens, *map(int, heads.split("+")), cols, rotary, packed == "yes", norm, DTYPES[options.dtype])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    if lacks_gpu("heads"):
+        return 2
+    machine, wrong, rows = describe_machine(), 0, []
+    path = results_path(options.out, machine, "heads")
+    for case in make_cases(options):
+        with functorch_config.patch(donated_buffer=False):  # a backward is timed many times
+            records = [machine | each for each in measure(case, options)]
+        save(records, path)
+        wrong += sum(each["candidate"] == "ours" and each["error_over_written"] > FACTOR for each in records)
+        for way in options.directions:
+            of = {each["candidate"]: each for each in records if each["direction"] == way and each["median_us"]}
+            found = sorted((each["times_floor"], name) for name, each in of.items() if name not in (FLOOR, "ours"))
+            best = ", ".join(f"{name} {ratio:.3f}" for ratio, name in found[:4])
+            rows.append([str(case), way, f"{of[FLOOR]['median_us']:.1f}", f"{of['ours']['times_floor']:.3f}", best])
+            print(*rows[-1], flush=True)
+    print_table("Heads, times over the floor", ["case", "direction", "floor us", "ours", "others"], rows, "bench")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

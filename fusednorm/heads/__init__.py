@@ -1,0 +1,1 @@
+"""Norms of attention heads: q and k, normalized and rotated, in one launch."""

@@ -1,0 +1,184 @@
+"""A call on alike tensors: described as a value that the planner can hash, and as rows that kernels read in place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..planner.norm_problem import accumulation_dtype
+from .problem import Heads, Settings
+
+MOST_ROWS = 2**31 - 1  # kernels count rows in 32 bits
+
+
+@dataclass(frozen=True)
+class HeadProblem:
+    """Everything about a call that its kernels may depend on, except the row counts. The tensors are alike: of one
+    dtype, with all weights or none, of one dtype, and likewise biases."""
+
+    direction: str
+    count: int
+    cols: int
+    dtype: torch.dtype
+    other_dtype: torch.dtype  # of the outputs, or of the gradients of a backward
+    weight_dtype: torch.dtype | None
+    bias_dtype: torch.dtype | None
+    settings: Settings
+    turned: int = 0  # columns
+    per_pair: bool = False  # cos and sin have an entry for two of them
+    table_dtypes: tuple[torch.dtype, ...] = ()
+    levels: int = 1  # nested strides at which rows lie
+    wants_dx: bool = False
+    wants_dw: bool = False
+    wants_db: bool = False
+
+    @property
+    def acc_dtype(self) -> torch.dtype:
+        return accumulation_dtype(self.dtype)
+
+    @property
+    def title(self) -> str:
+        return f"head_norm {self.direction}"
+
+    @property
+    def num_sums(self) -> int:
+        return self.wants_dw + self.wants_db
+
+    @property
+    def wants_float32_sum(self) -> bool:
+        """As NormProblem's: whether the rounding errors of a float32 sum are all that an output has."""
+        dtypes = {self.weight_dtype} if self.wants_dw else set()
+        dtypes |= {self.bias_dtype} if self.wants_db else set()
+        return self.acc_dtype == torch.float32 and torch.float32 in dtypes
+
+
+class Rows(NamedTuple):
+    """How rows of tensors of one shape lie in memory: at nested strides, the outermost first, of at most MOST_LEVELS
+    levels. sizes are the numbers of rows of each level but the outermost."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[tuple[int, ...], ...]  # of each tensor
+
+
+MOST_LEVELS = 4  # such as those of B, S, groups and the heads of one, where cos and sin depend on S alone
+
+
+def rows_of(shape: Sequence[int], *tensors: Tensor) -> Rows | None:
+    """The levels of rows in the dims of `shape`, the first of each tensor. Dims that one stride covers in each tensor
+    are one level. None if there are more than MOST_LEVELS."""
+    strides = [each.stride()[: len(shape)] for each in tensors]
+    levels: list[tuple[int, tuple[int, ...]]] = []  # innermost first
+    for size, *by_tensor in zip(reversed(shape), *map(reversed, strides), strict=True):
+        if size == 1:
+            continue
+        if levels and all(
+            outer == levels[-1][0] * inner for outer, inner in zip(by_tensor, levels[-1][1], strict=True)
+        ):
+            levels[-1] = (levels[-1][0] * size, levels[-1][1])
+        else:
+            levels.append((size, tuple(by_tensor)))
+    if len(levels) > MOST_LEVELS:
+        return None
+    levels = levels[::-1] or [(1, (0,) * len(strides))]
+    return Rows(tuple(size for size, _ in levels[1:]), tuple(zip(*[of for _, of in levels], strict=True)))
+
+
+def with_levels(rows: Rows, levels: int) -> Rows:
+    """The same rows, with innermost levels of one row."""
+    more = levels - 1 - len(rows.sizes)
+    return Rows(rows.sizes + (1,) * more, tuple(each + (0,) * more for each in rows.strides))
+
+
+class HeadCall(NamedTuple):
+    """A checked call on alike tensors, which are read in place."""
+
+    problem: HeadProblem
+    heads: Heads
+    grads: Sequence[Tensor | None]
+    outs: Sequence[Tensor | None]  # the outputs, or the gradients of the inputs
+    sums: Sequence[Tensor]  # the gradients of the weights, then those of the biases
+    rows: tuple[int, ...]
+    places: tuple[Rows, ...]  # for each: x, the gradients of y and of x, cos and sin, of these what is there
+    copied: tuple[str, ...] = ()  # what could not be read in place
+
+    @property
+    def tensors(self) -> list[Tensor | None]:
+        heads = self.heads
+        return [*heads.inputs, *self.grads, *heads.weights, *heads.biases, heads.cos, heads.sin, *self.outs, *self.sums]
+
+
+def alike(heads: Heads, *more: Sequence[Tensor | None]) -> list[list[int]]:
+    """The inputs that one launch takes together, by their indices: those of one dtype whose parameters, and what `more`
+    has of each, are of one dtype or absent. Inputs without elements are left out."""
+    groups: dict[tuple, list[int]] = {}
+    for at, x in enumerate(heads.inputs):
+        if x.numel():
+            of_it = x, heads.weights[at], heads.biases[at], *[each[at] for each in more]
+            groups.setdefault(tuple([each if each is None else each.dtype for each in of_it]), []).append(at)
+    return list(groups.values())
+
+
+def describe(heads: Heads, grads: Sequence[Tensor], outs: Sequence[Tensor | None], sums: Sequence) -> HeadCall | None:
+    """The call on alike tensors, copied where their rows cannot be read in place. None if there are too many rows.
+
+    outs are the outputs or, with grads, the gradients of the inputs; sums those of the weights and then of the biases.
+    A gradient that is not wanted is None.
+    """
+    rows, backward = tuple(math.prod(x.shape[:-1]) for x in heads.inputs), bool(grads)
+    if sum(rows) > MOST_ROWS:
+        return None
+    tables = [] if heads.cos is None else [_with_adjacent_columns(each) for each in (heads.cos, heads.sin)]
+    if tables and tables[0].stride() != tables[1].stride():
+        tables = [each.contiguous() for each in tables]
+    places, read = [], []
+    for at, given in enumerate(zip(heads.inputs, *([grads] if backward else []), strict=True)):
+        batch = given[0].shape[:-1]
+        more = [outs[at]] if backward and outs[at] is not None else []
+        more += [each.expand(*batch, -1) for each in tables[:1]]
+        own = [_with_adjacent_columns(each) for each in given]
+        place = rows_of(batch, *own, *more)
+        if place is None:
+            own = [each.contiguous() for each in own]
+            place = rows_of(batch, *own, *more)
+        if place is None:
+            return None
+        read.append(own)
+        places.append(place)
+    inputs, *others = zip(*read, strict=True)
+    copied = [
+        f"{name}[{at}]"
+        for name, were, are in zip(("inputs", "grads"), (heads.inputs, grads), (inputs, *others), strict=False)
+        for at, pair in enumerate(zip(were, are, strict=True))
+        if pair[0] is not pair[1]
+    ]
+    levels = max(len(each.sizes) for each in places) + 1
+    weight, bias = heads.weights[0], heads.biases[0]
+    problem = HeadProblem(
+        "backward" if backward else "forward",
+        len(inputs),
+        heads.cols,
+        inputs[0].dtype,
+        others[0][0].dtype if backward else outs[0].dtype,
+        None if weight is None else weight.dtype,
+        None if bias is None else bias.dtype,
+        heads.settings._replace(rotary_dim=None),
+        heads.rotary_dim,
+        bool(tables) and tables[0].shape[-1] < heads.rotary_dim,
+        tuple(each.dtype for each in tables),
+        levels,
+        *[wanted is not None for wanted in (outs[0], *sums[:: len(inputs)]) if backward],
+    )
+    parameters = ([each if each is None else each.contiguous() for each in of] for of in heads[1:3])
+    heads = Heads(inputs, *parameters, *(tables or (None, None)), heads.eps, heads.settings)
+    sums = [each for each in sums if each is not None]
+    by_level = tuple(with_levels(each, levels) for each in places)
+    return HeadCall(problem, heads, others[0] if backward else (), outs, sums, rows, by_level, tuple(copied))
+
+
+def _with_adjacent_columns(tensor: Tensor) -> Tensor:
+    return tensor if tensor.shape[-1] == 1 or tensor.stride(-1) == 1 else tensor.contiguous()

@@ -1,0 +1,104 @@
+"""explain_qk_norm: what a qk_norm runs, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..host import fallback, gpus
+from ..host.kernel_devices import runs_kernels
+from ..planner.device import DeviceSpec
+from . import functional
+from .call import alike, describe
+from .plan import AtenNorm, HeadPlan, choose, ctas_of
+from .problem import Heads, validate
+
+NAMES = "q", "k"
+
+
+@dataclass(frozen=True)
+class HeadLaunch:
+    """What computes a direction, "forward" or "backward", for some of q and k: a plan, and the CTAs of each."""
+
+    direction: str
+    tensors: tuple[str, ...]
+    plan: HeadPlan | AtenNorm
+    ctas: tuple[int, ...] = ()
+    copied: tuple[str, ...] = ()  # tensors that are copied first, because their rows cannot be read in place
+
+    def __str__(self) -> str:
+        start = f"{self.direction} of {' and '.join(self.tensors)}"
+        if isinstance(self.plan, AtenNorm):
+            return f"{start}: ATen, {self.plan.reason}"
+        copied = f", {', '.join(self.copied)} copied first" if self.copied else ""
+        return f"{start}: {self.plan}, {' + '.join(map(str, self.ctas))} CTAs{copied}"
+
+
+@dataclass(frozen=True)
+class HeadExplanation:
+    """What one qk_norm runs; str() makes text for people. device is None if all of it is ATen's."""
+
+    device: DeviceSpec | None
+    launches: tuple[HeadLaunch, ...]
+
+    def __str__(self) -> str:
+        return "\n  ".join([f"qk_norm{f' on {self.device.name}' if self.device else ''}", *map(str, self.launches)])
+
+
+def explain_qk_norm(
+    q: Tensor, k: Tensor, *arguments: Any, device: DeviceSpec | None = None, **named: Any
+) -> HeadExplanation:
+    """Explain how fusednorm.qk_norm with these arguments runs, and why: print() the result.
+
+    `device`, such as fusednorm.planner.device.H200, replaces the tensors' own device. Nothing is copied or launched.
+    Gradients of outputs are taken to be contiguous. Raises qk_norm's errors.
+    """
+    heads = functional.operands(q, k, *arguments, **named)
+    reason = None
+    if functional.spans_heads(heads):
+        reason = "a weight of all heads: a norm of ours for each of q and k, and tensor code for the rotation"
+    else:
+        validate("explain_qk_norm", heads)
+        if device is None and not runs_kernels(q):
+            reason = f"the tensors are on {q.device}, where ATen's kernels run"
+    if reason:
+        return HeadExplanation(None, tuple(HeadLaunch(way, NAMES, AtenNorm(reason)) for way in ("forward", "backward")))
+    spec = device or gpus.spec_of(q.device)
+    return HeadExplanation(spec, tuple(_launches(_on_meta(heads), spec)))
+
+
+def _launches(heads: Heads, spec: DeviceSpec):
+    count = len(heads.inputs)
+    outs = [torch.empty(x.shape, dtype=heads.output_dtype(at), device="meta") for at, x in enumerate(heads.inputs)]
+    dx, sums = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in heads.inputs], heads.tensors[count:]
+    for which in alike(heads):
+        some, names = heads.some(which), tuple(NAMES[at] for at in which)
+        mine, of_mine = [outs[at] for at in which], [dx[at] for at in which]
+        sums_of_mine = [sums[kind * count + at] for kind in (0, 1) for at in which]
+        for way, call in (
+            ("forward", describe(some, [], mine, [])),
+            ("backward", describe(some, mine, of_mine, sums_of_mine)),
+        ):
+            if call is None:
+                yield HeadLaunch(way, names, AtenNorm("the rows are too many, or lie at too many nested strides"))
+                continue
+            plan = choose(call.problem, spec)
+            cause = fallback.failed_of(call.problem, spec).get(plan)
+            plan = AtenNorm(f"the kernel cannot run here: {cause}") if cause else plan
+            ctas = () if isinstance(plan, AtenNorm) else ctas_of(plan, call.problem, call.rows, spec)
+            yield HeadLaunch(way, names, plan, ctas, call.copied)
+
+
+def _on_meta(heads: Heads) -> Heads:
+    """The operands as tensors without memory."""
+
+    def of(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    lists = ([of(each) for each in some] for some in heads[:3])
+    return Heads(*lists, of(heads.cos), of(heads.sin), heads.eps, heads.settings)

@@ -1,0 +1,226 @@
+"""qk_norm and qk_norm_packed: the norms of q and k, with rotary position embedding, as one op."""
+
+from __future__ import annotations
+
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from .. import functional
+from ..forms import ROUNDINGS
+from ..host.torch_compat import forward_ad, is_transforming
+from ..planner.norm_problem import accumulation_dtype
+from ..problem import require_strided
+from . import ops
+from .problem import Heads, Packing, Settings, validate
+from .reference import rotated
+
+NORMS = {"rms": None, "layer": 1e-5}  # and the default eps
+PARAMETERS = "q_weight", "k_weight", "q_bias", "k_bias"
+Rotary = tuple[Tensor, Tensor]
+
+
+def qk_norm(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    q_bias: Tensor | None = None,
+    k_bias: Tensor | None = None,
+    norm: str = "rms",
+    rotary: Rotary | None = None,
+    rotary_dim: int | None = None,
+    rotary_interleaved: bool = False,
+    norm_first: bool = True,
+    heads_dim: int = -2,
+    weight_offset: float = 0.0,
+    rounding: str = "once",
+) -> tuple[Tensor, Tensor]:
+    """The norms of each head of q and k, and their rotation (RoPE), in one launch.
+
+    q and k are `[B, S, H, D]`, or `[B, H, S, D]` with heads_dim=-3, each with its own number of heads and any strides,
+    such as slices of one buffer. Fewer or more dims before these are fine. Returns contiguous tensors of their shapes.
+
+    Weights and biases are `[D]`, or None. `[H * D]` or `[H, D]` normalizes all heads of a token together; this takes a
+    norm's launch for each of q and k, and PyTorch's operations for the rotation, which sees the rounded norm. norm is
+    "rms" (eps None: the machine epsilon of float32, or of float64 for float64 tensors) or "layer" (eps None: 1e-5).
+    weight_offset and rounding are those of affine_rms_norm.
+
+    rotary is (cos, sin), which must not require grad. Their last dim has rotary_dim entries, one for each rotated
+    column, or half as many, one for each pair; rotary_dim is by default its size. The other dims are those of q without
+    the heads (`[S, r]`, `[B, S, r]`, as in transformers and torchtitan), or of q with size 1 for the heads
+    (`[S, 1, 1, r]` for Megatron's `[S, B, H, D]`). The first rotary_dim columns x of a head become
+
+        x * cos + rotate(x) * sin
+
+    with rotate(x) = (-b, a) for the halves x = (a, b), or, if rotary_interleaved, for each two adjacent columns (Su et
+    al., "RoFormer", 2021). The norm comes first, unless norm_first is False.
+
+    Any float dtypes; each gradient has its tensor's. Raises RuntimeError as torch.ops.fusednorm.head_norm_fwd does,
+    ValueError for another norm, rounding or heads_dim, and TypeError for an eps or weight_offset that is no number.
+    """
+    heads = operands(
+        q, k, q_weight, k_weight, eps, q_bias=q_bias, k_bias=k_bias, norm=norm, rotary=rotary, rotary_dim=rotary_dim,
+        rotary_interleaved=rotary_interleaved, norm_first=norm_first, heads_dim=heads_dim, weight_offset=weight_offset,
+        rounding=rounding,
+    )  # fmt: skip
+    if spans_heads(heads):
+        return _over_all_heads(heads, heads_dim)
+    return tuple(ops.call(ops.FORWARD, *heads[:-1], **heads.settings._asdict()))
+
+
+def operands(
+    q, k, q_weight=None, k_weight=None, eps=None, *, q_bias=None, k_bias=None, norm="rms", rotary=None, rotary_dim=None,
+    rotary_interleaved=False, norm_first=True, heads_dim=-2, weight_offset=0.0, rounding="once",
+) -> Heads:  # fmt: skip
+    """The operands of qk_norm, for its arguments. Raises its errors, but for those of the op."""
+    more = {"rotary_dim": rotary_dim, "interleaved": rotary_interleaved, "norm_first": norm_first}
+    settings, eps = _settings("qk_norm", norm, eps, weight_offset, rounding, **more)
+    if heads_dim not in (-2, -3):
+        raise ValueError(f"qk_norm: heads_dim must be -2 or -3, got {heads_dim!r}")
+    parameters = q_weight, k_weight, q_bias, k_bias
+    _require_strided("qk_norm", q=q, k=k, **dict(zip(PARAMETERS, parameters, strict=True)))
+    cos, sin = _tables("qk_norm", rotary, q.dim(), heads_dim)
+    return Heads([q, k], parameters[:2], parameters[2:], cos, sin, eps, settings)
+
+
+def spans_heads(heads: Heads) -> bool:
+    """Whether a parameter is for all heads of a token."""
+    parameters = heads.tensors[len(heads.inputs) :]
+    return any(each is not None and each.shape != heads.inputs[0].shape[-1:] for each in parameters)
+
+
+def qk_norm_packed(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    q_bias: Tensor | None = None,
+    k_bias: Tensor | None = None,
+    grouped: bool = False,
+    norm: str = "rms",
+    rotary: Rotary | None = None,
+    rotary_dim: int | None = None,
+    rotary_interleaved: bool = False,
+    norm_first: bool = True,
+    weight_offset: float = 0.0,
+    rounding: str = "once",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, v) of a packed projection `[..., (heads + 2 * kv_heads) * D]`, with q and k as qk_norm returns them.
+
+    The columns are all heads of q, then those of k, then those of v. With grouped, as in Megatron, they are groups, one
+    for each head of k: the heads of q that it serves, itself, and its head of v. q is `[..., heads, D]`, k and v are
+    `[..., kv_heads, D]`; v is a view of qkv. The backward writes one gradient of qkv, v's part included, where slices
+    would give autograd three to add. Weights are `[D]` or None. cos and sin have the dims of qkv but the last (or its
+    last ones, or 1 for each), and rotary_dim or half as many entries. Everything else is as for qk_norm.
+    """
+    op = "qk_norm_packed"
+    more = {"rotary_dim": rotary_dim, "interleaved": rotary_interleaved, "norm_first": norm_first}
+    settings, eps = _settings(op, norm, eps, weight_offset, rounding, **more)
+    packing, parameters = Packing(heads, kv_heads, grouped), (q_weight, k_weight, q_bias, k_bias)
+    _require_strided(op, qkv=qkv, **dict(zip(PARAMETERS, parameters, strict=True)))
+    packing.check(op, qkv)
+    cos, sin = _tables(op, rotary, qkv.dim() + 1, -2)
+    if grouped and cos is not None:
+        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    if not torch.compiler.is_dynamo_compiling() and (is_transforming() or forward_ad._current_level >= 0):
+        *both, v = packing.split(qkv)
+        q, k = _run(both, parameters, cos, sin, eps, settings)
+    else:
+        q, k, v = PackedFunction.apply(tuple(packing), eps, tuple(settings), qkv, *parameters, cos, sin)
+    return tuple(each.flatten(-3, -2) if grouped else each for each in (q, k, v))
+
+
+class PackedFunction(Function):
+    """q, k and v of a packed tensor, whose gradient is written once."""
+
+    @staticmethod
+    def forward(ctx, packing, eps, settings, qkv, q_weight, k_weight, q_bias, k_bias, cos, sin):
+        parameters = q_weight, k_weight, q_bias, k_bias
+        ctx.save_for_backward(qkv, *parameters, cos, sin)
+        ctx.packing, ctx.eps, ctx.settings = packing, eps, settings
+        *both, v = Packing(*packing).split(qkv)
+        return *_run(both, parameters, cos, sin, eps, Settings(*settings)), v
+
+    @staticmethod
+    def backward(ctx, *grads):
+        qkv, *parameters, cos, sin = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[3:8]
+        mask = [want and of is not None for want, of in zip(wanted, (qkv, *parameters), strict=True)]
+        named = Settings(*ctx.settings)._asdict()
+        operands = qkv, parameters[:2], parameters[2:], cos, sin, ctx.eps
+        made = iter(ops.call(ops.PACKED, grads, *operands, mask, *ctx.packing, **named))
+        found = [next(made) if want else None for want in mask]
+        return None, None, None, *found, None, None
+
+
+def _run(both, parameters, cos, sin, eps, settings: Settings) -> list[Tensor]:
+    return ops.call(ops.FORWARD, both, parameters[:2], parameters[2:], cos, sin, eps, **settings._asdict())
+
+
+def _require_strided(op: str, **tensors: Tensor | None) -> None:
+    for name, each in tensors.items():
+        if each is not None or name not in PARAMETERS:
+            require_strided(op, name, each)
+
+
+def _settings(op, norm, eps, weight_offset, rounding, **more) -> tuple[Settings, float | None]:
+    for name, value, known in (("norm", norm, NORMS), ("rounding", rounding, ROUNDINGS)):
+        if value not in known:
+            raise ValueError(f"{op}: {name} must be one of {', '.join(known)}, got {value!r}")
+    for name, value in (("weight_offset", weight_offset), *([] if eps is None else [("eps", eps)])):
+        if not isinstance(value, (Real, torch.SymFloat)):
+            raise TypeError(f"{op}: {name} must be a number, got {value!r}")
+    fixed = {"layer": norm == "layer", "weight_offset": float(weight_offset), "rounds_x_hat": ROUNDINGS[rounding]}
+    return Settings(**fixed, **more), NORMS[norm] if eps is None else float(eps)
+
+
+def _tables(op: str, rotary: Rotary | None, ndim: int, heads_dim: int) -> tuple[Tensor | None, Tensor | None]:
+    """cos and sin with a dim for the heads, where q has ndim dims."""
+    if rotary is None:
+        return None, None
+    if not isinstance(rotary, (tuple, list)) or len(rotary) != 2 or not all(isinstance(t, Tensor) for t in rotary):
+        raise TypeError(f"{op}: rotary must be a pair of tensors, cos and sin, got {type(rotary).__name__}")
+    cos, sin = (each if each.dim() >= ndim else each.unsqueeze(max(heads_dim, -each.dim() - 1)) for each in rotary)
+    return cos, sin
+
+
+def _over_all_heads(heads: Heads, heads_dim: int) -> tuple[Tensor, ...]:
+    """qk_norm with rows of all heads of a token: our norm for each of q and k, and the rotation as tensor code."""
+    settings = heads.settings
+    norm = functional.affine_layer_norm if settings.layer else functional.affine_rms_norm
+    more: dict[str, Any] = {
+        "weight_offset": settings.weight_offset,
+        "rounding": "x_hat" if settings.rounds_x_hat else "once",
+    }
+    more |= {} if heads.eps is None else {"eps": heads.eps}
+
+    def turned(x: Tensor, *_: Tensor | None) -> Tensor:
+        validate("qk_norm", heads._replace(inputs=[x], weights=[None], biases=[None]))
+        return rotated(x.to(accumulation_dtype(x.dtype)), heads).to(x.dtype)
+
+    def normalized(x: Tensor, *parameters: Tensor | None) -> Tensor:
+        rows = x if heads_dim == -2 else x.transpose(-2, -3)
+        shape = rows.shape[-2:]
+        for each in parameters:
+            if each is not None and each.shape not in (shape, (shape.numel(),)):
+                wanted = f"{tuple(x.shape[-1:])}, {tuple(shape)} or {(shape.numel(),)}"
+                raise RuntimeError(f"qk_norm: weights and biases must have shape {wanted}, got {tuple(each.shape)}")
+        whole = [each if each is None else each.reshape(shape) for each in parameters]
+        made = norm(rows, *whole, normalized_shape=shape, **more)
+        return made if heads_dim == -2 else made.transpose(-2, -3).contiguous()
+
+    found = []
+    for x, *parameters in zip(*heads[:3], strict=True):
+        for step in (normalized, turned) if settings.norm_first else (turned, normalized):
+            x = step(x, *parameters)
+        found.append(x)
+    return tuple(found)

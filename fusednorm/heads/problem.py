@@ -1,0 +1,163 @@
+"""Arguments of the norms of heads, validated. Only this module raises errors on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..planner.norm_problem import FLOAT_DTYPES
+from ..problem import require_strided
+
+FLOATS = "float16, bfloat16, float32 or float64"
+
+
+class Settings(NamedTuple):
+    """What is computed, beside the tensors: the arguments of the ops that are given by name."""
+
+    layer: bool = False  # LayerNorm; else RMSNorm
+    rotary_dim: int | None = None  # the first columns, which are rotated; None: as many as cos has
+    interleaved: bool = False  # rotated pairs are columns 2i and 2i + 1; else i and i + rotary_dim / 2
+    norm_first: bool = True  # the rotation follows the norm; else it precedes the norm
+    weight_offset: float = 0.0  # added to the weights
+    rounds_x_hat: bool = False  # x_hat is rounded to the input's dtype, and outputs have the promoted dtype
+
+
+class Heads(NamedTuple):
+    """The operands of a forward: tensors `[..., D]` of equal D, and for each a weight and a bias `[D]` or None. cos and
+    sin, `[..., rotary_dim]` or `[..., rotary_dim / 2]`, broadcast against the rows of every tensor."""
+
+    inputs: Sequence[Tensor]
+    weights: Sequence[Tensor | None]
+    biases: Sequence[Tensor | None]
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    eps: float | None = None
+    settings: Settings = Settings()
+
+    @property
+    def cols(self) -> int:
+        return self.inputs[0].shape[-1]
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many columns are rotated."""
+        if self.cos is None:
+            return 0
+        asked = self.settings.rotary_dim
+        return self.cos.shape[-1] if asked is None else asked
+
+    @property
+    def tensors(self) -> list[Tensor | None]:
+        """Those that have gradients: inputs, weights, biases."""
+        return [*self.inputs, *self.weights, *self.biases]
+
+    def some(self, which: Sequence[int]) -> Heads:
+        """The operands of some of the inputs."""
+        inputs, weights, biases = ([each[at] for at in which] for each in self[:3])
+        return self._replace(inputs=inputs, weights=weights, biases=biases)
+
+    def output_dtype(self, at: int) -> torch.dtype:
+        dtype = self.inputs[at].dtype
+        for each in (self.weights[at], self.biases[at]):
+            if self.settings.rounds_x_hat and each is not None:
+                dtype = torch.promote_types(dtype, each.dtype)
+        return dtype
+
+
+def validate(op: str, heads: Heads, grads: Sequence[Tensor] | None = None, mask: Sequence[bool] = ()) -> None:
+    """Raises RuntimeError unless the operands are as `Heads` says and all tensors are strided, float and on one device;
+    TypeError if one is no tensor. Only shapes, dtypes and devices are read, so traced tensors are accepted."""
+    inputs, weights, biases, cos, sin, _, settings = heads
+    if not inputs:
+        raise RuntimeError(f"{op}: inputs must hold at least one tensor, got none")
+    for name, each in (("weights", weights), ("biases", biases), ("grads", inputs if grads is None else grads)):
+        if len(each) != len(inputs):
+            raise RuntimeError(f"{op}: {name} must have one entry for each of {len(inputs)} inputs, got {len(each)}")
+    require_strided(op, "inputs[0]", inputs[0])
+    if not inputs[0].dim():
+        raise RuntimeError(f"{op}: inputs[0] must have at least one dimension, got shape ()")
+    cols, device = inputs[0].shape[-1], inputs[0].device
+    for at, x in enumerate(inputs):
+        _require(op, f"inputs[{at}]", x, device)
+        if not x.dim() or x.shape[-1] != cols:
+            raise RuntimeError(f"{op}: inputs[{at}] must end in {cols} columns as inputs[0] does, got {_shape(x)}")
+    wanted = [(f"{name}[{at}]", each, (cols,)) for name, some in (("weights", weights), ("biases", biases))
+              for at, each in enumerate(some) if each is not None]  # fmt: skip
+    wanted += [(f"grads[{at}]", each, inputs[at].shape) for at, each in enumerate(grads or ())]
+    for name, tensor, shape in wanted:
+        _require(op, name, tensor, device)
+        if tensor.shape != shape:
+            raise RuntimeError(f"{op}: {name} must have shape {tuple(shape)}, got {_shape(tensor)}")
+    if grads is not None and len(mask) != 3 * len(inputs):
+        raise RuntimeError(f"{op}: output_mask must have one flag per gradient, got {list(mask)}")
+    if (cos is None) != (sin is None):
+        raise RuntimeError(f"{op}: cos and sin must be given together, got {'sin' if cos is None else 'cos'} alone")
+    if cos is None:
+        if settings.rotary_dim:
+            raise RuntimeError(f"{op}: rotary_dim needs cos and sin, got {settings.rotary_dim} without them")
+        return
+    for name, table in (("cos", cos), ("sin", sin)):
+        _require(op, name, table, device)
+        if table.requires_grad:
+            raise RuntimeError(f"{op}: {name} must not require grad, because the rotation has no gradient for it")
+    if cos.shape != sin.shape:
+        raise RuntimeError(f"{op}: sin must have the shape of cos, {_shape(cos)}, got {_shape(sin)}")
+    turned, width = heads.rotary_dim, cos.shape[-1] if cos.dim() else 0
+    if turned % 2 or not 0 < turned <= cols:
+        raise RuntimeError(f"{op}: rotary_dim must be even and from 2 to {cols}, got {turned}")
+    if width not in (turned, turned // 2):
+        raise RuntimeError(f"{op}: cos must have {turned} columns or half as many, got {_shape(cos)}")
+    for at, x in enumerate(inputs):
+        pairs = zip(reversed(cos.shape[:-1]), reversed(x.shape[:-1]), strict=False)
+        if cos.dim() > x.dim() or any(size not in (1, of_x) for size, of_x in pairs):
+            raise RuntimeError(
+                f"{op}: cos must broadcast against the rows of inputs[{at}], {_shape(x)}, got {_shape(cos)}"
+            )
+
+
+def _require(op: str, name: str, tensor: Any, device: torch.device) -> None:
+    require_strided(op, name, tensor)
+    if tensor.dtype not in FLOAT_DTYPES:
+        raise RuntimeError(f"{op}: {name} must be {FLOATS}, got {tensor.dtype}")
+    if tensor.device != device:
+        raise RuntimeError(f"{op}: {name} must be on {device} as inputs[0] is, got {tensor.device}")
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
+
+
+class Packing(NamedTuple):
+    """How q, k and v lie in one tensor `[..., (heads + 2 * kv_heads) * D]`: all heads of q, then those of k, then those
+    of v; or, if grouped, for each head of k and v the heads of q that it serves, itself, and its v."""
+
+    heads: int
+    kv_heads: int
+    grouped: bool = False
+
+    def check(self, op: str, packed: Tensor) -> int:
+        """D. Raises RuntimeError unless the tensor has such heads."""
+        many = self.heads + 2 * self.kv_heads
+        if min(self.heads, self.kv_heads) < 1 or (self.grouped and self.heads % self.kv_heads):
+            rule = "positive, and heads a multiple of kv_heads if grouped"
+            raise RuntimeError(f"{op}: heads and kv_heads must be {rule}, got {self.heads} and {self.kv_heads}")
+        if not packed.dim() or packed.shape[-1] % many:
+            raise RuntimeError(f"{op}: qkv must end in a multiple of {many} columns, got {_shape(packed)}")
+        return packed.shape[-1] // many
+
+    def split(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Views: q `[..., heads, D]`, k and v `[..., kv_heads, D]`; if grouped, `[..., kv_heads, heads of one, D]`."""
+        if self.grouped:
+            each = self.heads // self.kv_heads
+            groups = packed.unflatten(-1, (self.kv_heads, each + 2, -1))
+            return groups[..., :each, :], groups[..., each : each + 1, :], groups[..., each + 1 :, :]
+        rows = packed.unflatten(-1, (self.heads + 2 * self.kv_heads, -1))
+        q, k, v = rows.split([self.heads, self.kv_heads, self.kv_heads], -2)
+        return q, k, v
+
+    def join(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The packed tensor of such views, a new one."""
+        return torch.cat([q, k, v], -2).flatten(-3 if self.grouped else -2)

@@ -1,0 +1,105 @@
+"""The norms of heads as tensor code: for CPU tensors, where no kernel of ours runs, and for derivatives of the ops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..planner.norm_problem import accumulation_dtype
+from ..problem import resolve_eps
+from ..reference import affine, rounded
+from .problem import Heads, Packing
+
+
+def forward_formula(heads: Heads) -> list[Tensor]:
+    """The outputs, contiguous: for each tensor the norm of its rows and the rotation, in the order of norm_first.
+    Derivatives do not see the rounding of x_hat."""
+    return [_forward(heads, at) for at in range(len(heads.inputs))]
+
+
+def _forward(heads: Heads, at: int) -> Tensor:
+    x, settings = heads.inputs[at], heads.settings
+    dtype = accumulation_dtype(x.dtype)
+    h = x.to(dtype)
+    if not settings.norm_first:
+        h = rotated(h, heads)
+    x_hat, _ = _normalized(h, heads)
+    x_hat = rounded(x_hat, x.dtype) if settings.rounds_x_hat else x_hat
+    u = affine(x_hat, heads.weights[at], heads.biases[at], settings.weight_offset)
+    if settings.norm_first:
+        u = rotated(u, heads)
+    return u.to(heads.output_dtype(at)).contiguous()
+
+
+def backward_formula(heads: Heads, grads: Sequence[Tensor], mask: Sequence[bool]) -> list[Tensor]:
+    """The gradients that the mask wants of inputs, weights and biases, in this order, contiguous, each in the dtype of
+    its tensor. An absent parameter has none."""
+    of = [_backward(heads, at, grad) for at, grad in enumerate(grads)]
+    found = [grad for kind in zip(*of, strict=True) for grad in kind]
+    pairs = zip(found, heads.tensors, mask, strict=True)
+    return [grad.to(like.dtype).contiguous() for grad, like, want in pairs if want and like is not None]
+
+
+def _backward(heads: Heads, at: int, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dweight, dbias) of one tensor, in the accumulation dtype."""
+    x, settings = heads.inputs[at], heads.settings
+    dtype, last = accumulation_dtype(x.dtype), settings.norm_first
+    h, du = x.to(dtype), grad.to(dtype)
+    h, du = (h, rotated(du, heads, back=True)) if last else (rotated(h, heads), du)
+    x_hat, rstd = _normalized(h, heads)
+    g = affine(du, heads.weights[at], offset=settings.weight_offset)
+    inner = g - x_hat * (g * x_hat).mean(-1, keepdim=True)
+    dh = rstd * (inner - g.mean(-1, keepdim=True) if settings.layer else inner)
+    dx = dh if last else rotated(dh, heads, back=True)
+    return dx, (du * x_hat)[None].sum_to_size(heads.cols), du[None].sum_to_size(heads.cols)
+
+
+def packed_backward_formula(
+    heads: Heads, packing: Packing, grads: Sequence[Tensor], mask: Sequence[bool]
+) -> list[Tensor]:
+    """The gradient of the packed tensor if the mask wants it, and those of the parameters."""
+    dq, dk, *of_parameters = backward_formula(heads, grads[:2], (True, True, *mask[2:]))
+    packed = [packing.join(dq, dk, grads[2].to(dq.dtype))] if mask[0] else []
+    return [*packed, *of_parameters]
+
+
+def _normalized(h: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
+    """(x_hat, rstd)"""
+    if heads.settings.layer:
+        mean = h.mean(-1, keepdim=True)
+        h = h - mean
+        h = h - h.mean(-1, keepdim=True)  # takes away the mean's rounding error
+    rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + resolve_eps(heads.eps, h.dtype))
+    return h * rstd, rstd
+
+
+def rotated(rows: Tensor, heads: Heads, back: bool = False) -> Tensor:
+    """The first rotary_dim columns of rows times cos, plus those of each pair's other column times sin, one of them
+    negated; `back` is the transposed map. Without cos, the rows."""
+    if heads.cos is None:
+        return rows
+    turned, interleaved = heads.rotary_dim, heads.settings.interleaved
+    cos, sin = (_of_columns(each.to(rows.dtype), turned, interleaved) for each in (heads.cos, heads.sin))
+    front, rest = rows[..., :turned], rows[..., turned:]
+    if back:
+        front = front * cos - _other(front * sin, interleaved)
+    else:
+        front = front * cos + _other(front, interleaved) * sin
+    return torch.cat([front, rest], -1) if rest.shape[-1] else front
+
+
+def _of_columns(table: Tensor, turned: int, interleaved: bool) -> Tensor:
+    """cos or sin with an entry for each column, where it has one for each pair."""
+    if table.shape[-1] == turned:
+        return table
+    return table.repeat_interleave(2, -1) if interleaved else torch.cat([table, table], -1)
+
+
+def _other(rows: Tensor, interleaved: bool) -> Tensor:
+    """(-b, a) for each pair of columns (a, b)."""
+    if interleaved:
+        return torch.stack([-rows[..., 1::2], rows[..., ::2]], -1).flatten(-2)
+    a, b = rows.chunk(2, -1)
+    return torch.cat([-b, a], -1)

@@ -1,0 +1,35 @@
+"""The question that the planner is asked if a row's bits must not depend on the call that the row is part of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from .device import KNOWN, DeviceSpec
+from .norm_problem import NormProblem
+
+ELEMENTS = 2**25  # of x: 8192 rows of 4096 columns. A plan that is good for so many is good for most that take long
+MOST_ROWS = 2**17
+
+
+class Question(NamedTuple):
+    problem: NormProblem
+    rows: int
+    device: DeviceSpec
+
+
+def canonical(problem: NormProblem, device: DeviceSpec) -> Question:
+    """The same for every number of rows, every choice of gradients that has dx, every number of SMs and every GPU of an
+    architecture. The tensors are packed: strides are no part of it."""
+    known = next((each for each in KNOWN if each.arch == device.arch), device.leaving(0))
+    if problem.direction == "backward":
+        gradients = {"stored": tuple(range(1 + len(problem.rows_in))), "rows_out": problem.rows_in}
+        sums = {"wants_dw": problem.weight_dtype is not None, "wants_db": problem.bias_dtype is not None}
+        problem = replace(problem, **gradients, **sums)
+    rows = max(1, min(MOST_ROWS, ELEMENTS // max(1, problem.cols)))
+    return Question(problem, rows, replace(known, triton=device.triton))
+
+
+def is_of_rows(problem: NormProblem) -> bool:
+    """Whether the call has outputs that belong to a row."""
+    return problem.direction == "forward" or problem.wants_dx

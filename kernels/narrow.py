@@ -1,0 +1,233 @@
+"""Norms of several tensors of narrow rows in one grid, such as q and k; portable Triton.
+
+The first CTAs have row tiles of the first tensor, the next ones those of the second, and so on: CTA p of a tensor's P
+has the tiles p, p + P, p + 2P, ... A row is held in registers, in chunks as in multiwave.py. The form may turn whole
+rows, by cos and sin in memory. A backward reads no statistics: it computes them again. It stores its CTA's sums of dw
+and db as row p of the tensor's [P, cols] partials.
+
+What the tensors have each, comes as a tuple with an element for each. Rows lie at tile.levels nested strides, the
+outermost first, which `strides` has for the tensors in turn, level by level. `sizes` has the rows of each level but the
+first, likewise. Row counts are 32-bit, offsets 64-bit.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .loads import load_parameter
+from .multiwave import columns, inside, load_chunks, row_moments, store_chunk
+from .ptx import launch_dependents
+from .rowmath import input_gradient, inverse_std, normalize, row_means, widen
+
+
+class Part(NamedTuple):
+    """Which tensor a CTA has, its number among the CTAs of this tensor, and how many these are."""
+
+    tensor: tl.tensor
+    cta: tl.tensor
+    ctas: tl.tensor
+
+
+@triton.jit
+def pick(choices, part, level: tl.constexpr, tile: tl.constexpr):
+    """The element of the CTA's tensor, among those of a level."""
+    chosen = choices[level * tile.num_parts]
+    for i in tl.static_range(1, tile.parts):
+        chosen = tl.where(part.tensor == i, choices[level * tile.num_parts + i], chosen)
+    return chosen
+
+
+@triton.jit
+def part_of_grid(ctas, tile: tl.constexpr):
+    cta = tl.program_id(0)
+    tensor = cta * 0
+    first = cta * 0
+    count = cta * 0 + ctas[0]
+    end = count
+    for i in tl.static_range(1, tile.parts):
+        tensor = tl.where(cta >= end, i, tensor)
+        first = tl.where(cta >= end, end, first)
+        count = tl.where(cta >= end, ctas[i], count)
+        end += ctas[i]
+    return Part(tensor, cta - first, count)
+
+
+@triton.jit
+def place(row, sizes, part, tile: tl.constexpr):
+    """The indices of rows at each level, outermost first."""
+    found = ()
+    for i in tl.static_range(1, tile.levels):
+        size = tl.zeros([], tl.uint32) + pick(sizes, part, tile.num_levels - 1 - i, tile)
+        outer = (row.to(tl.uint32) // size.to(tl.uint32)).to(tl.int32)
+        found = (row - outer * size.to(tl.int32),) + found
+        row = outer
+    return (row,) + found
+
+
+@triton.jit
+def starts(indices, strides, part, tile: tl.constexpr):
+    """Element offsets [tile.rows, 1] of the starts of rows."""
+    start = indices[0].to(tl.int64) * pick(strides, part, 0, tile)
+    for level in tl.static_range(1, tile.levels):
+        start += indices[level].to(tl.int64) * pick(strides, part, level, tile)
+    return start[:, None]
+
+
+@triton.jit
+def load_table(ptr, start, row_mask, rest: tl.constexpr, norm: tl.constexpr, tile: tl.constexpr):
+    """cos or sin of the chunks that have turned columns, with `rest` for other columns. No chunks without a table."""
+    table = ()
+    if ptr is not None:
+        for c in tl.static_range(tile.turned_chunks):
+            col = columns(c, tile)
+            mask = row_mask & inside(c, tile.turned, tile)
+            if tile.per_pair:
+                col = col // 2 if tile.pairs else columns(0, tile)
+            table = table + (tl.load(ptr + start + col, mask=mask, other=rest).to(norm.acc),)
+    return table
+
+
+@triton.jit
+def load_tables(cos_ptr, sin_ptr, indices, strides, part, row_mask, norm: tl.constexpr, tile: tl.constexpr):
+    cos = ()
+    sin = ()
+    if cos_ptr is not None:
+        start = starts(indices, strides, part, tile)
+        cos = load_table(cos_ptr, start, row_mask, 1.0, norm, tile)
+        sin = load_table(sin_ptr, start, row_mask, 0.0, norm, tile)
+    return cos, sin
+
+
+@triton.jit
+def turned(chunks, turn: tl.constexpr, cos, sin, back: tl.constexpr, norm: tl.constexpr, tile: tl.constexpr):
+    """The chunks in the accumulation dtype, turned if the form does so."""
+    found = ()
+    for c in tl.static_range(tile.chunks):
+        found = found + (widen(chunks[c], dtype=norm.acc),)
+    if turn is not None:
+        found = turn(found, cos, sin, back, tile)
+    return found
+
+
+@triton.jit
+def statistics(h, cols, eps, norm: tl.constexpr, tile: tl.constexpr):
+    """mean and rstd [tile.rows, 1]."""
+    mean, variance = row_moments(h, cols, norm, tile)
+    rstd = inverse_std(variance, tl.full([], eps, norm.acc), norm)
+    return mean[:, None], rstd[:, None]
+
+
+@triton.jit
+def forward(
+    x_ptrs, weight_ptrs, bias_ptrs, cos_ptr, sin_ptr, y_ptrs, rows, ctas, sizes, x_strides, table_strides, cols,
+    eps: "fp64", norm: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
+    """y of the CTA's row tiles, contiguous."""
+    part = part_of_grid(ctas, tile)
+    x_ptr = pick(x_ptrs, part, 0, tile)
+    y_ptr = pick(y_ptrs, part, 0, tile)
+    count = pick(rows, part, 0, tile)
+    weight_ptr = None
+    if norm.has_weight:
+        weight_ptr = pick(weight_ptrs, part, 0, tile)
+    weight = load_parameter(weight_ptr, cols, norm.has_weight, columns, tile)
+    bias_ptr = None
+    if norm.has_bias:
+        bias_ptr = pick(bias_ptrs, part, 0, tile)
+    bias = load_parameter(bias_ptr, cols, norm.has_bias, columns, tile)
+    for first in range(part.cta * tile.rows, count, part.ctas * tile.rows):
+        row = first + tl.arange(0, tile.rows)
+        in_range = (row < count)[:, None]
+        at = place(row, sizes, part, tile)
+        x = load_chunks(x_ptr, starts(at, x_strides, part, tile), in_range, cols, tile)
+        cos, sin = load_tables(cos_ptr, sin_ptr, at, table_strides, part, in_range, norm, tile)
+        h = turned(x, norm.form.turn_h, cos, sin, False, norm, tile)
+        mean, rstd = statistics(h, cols, eps, norm, tile)
+        u = ()
+        for c in tl.static_range(tile.chunks):
+            x_hat = normalize(h[c], mean, rstd, norm)
+            x_hat = norm.form.round_x_hat(x_hat, (x[c],), norm)
+            scaled = norm.form.scale(x_hat, widen(weight[c], dtype=norm.acc), norm)
+            u = u + (norm.form.shift(scaled, widen(bias[c], dtype=norm.acc), norm),)
+        u = turned(u, norm.form.turn_u, cos, sin, False, norm, tile)
+        start = (row.to(tl.int64) * cols)[:, None]
+        for c in tl.static_range(tile.chunks):
+            store_chunk(y_ptr, start, u[c], in_range, cols, c, tile)
+
+
+@triton.jit
+def backward(
+    x_ptrs, dy_ptrs, weight_ptrs, cos_ptr, sin_ptr, dx_ptrs, dw_ptrs, db_ptrs, rows, ctas, sizes, x_strides, dy_strides,
+    dx_strides, table_strides, cols, eps: "fp64", norm: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
+    """dx of the CTA's row tiles, and its row of its tensor's partials of dw and db. The next tile of x and dy is always
+    under way."""
+    part = part_of_grid(ctas, tile)
+    x_ptr = pick(x_ptrs, part, 0, tile)
+    dy_ptr = pick(dy_ptrs, part, 0, tile)
+    count = pick(rows, part, 0, tile)
+    weight_ptr = None
+    if norm.has_weight:
+        weight_ptr = pick(weight_ptrs, part, 0, tile)
+    weight = load_parameter(weight_ptr, cols, norm.has_weight, columns, tile)
+    dw = ()
+    db = ()
+    for _ in tl.static_range(tile.chunks):
+        dw = dw + (tl.full([tile.rows, tile.chunk], 0.0, norm.acc),)
+        db = db + (tl.full([tile.rows, tile.chunk], 0.0, norm.acc),)
+    step = part.ctas * tile.rows
+    next_row = part.cta * tile.rows + tl.arange(0, tile.rows)
+    next_at = place(next_row, sizes, part, tile)
+    ahead = (next_row < count)[:, None]
+    next_x = load_chunks(x_ptr, starts(next_at, x_strides, part, tile), ahead, cols, tile)
+    next_dy = load_chunks(dy_ptr, starts(next_at, dy_strides, part, tile), ahead, cols, tile)
+    for _ in range(part.cta * tile.rows, count, step):
+        at = next_at
+        x = next_x
+        dy = next_dy
+        in_range = (next_row < count)[:, None]
+        cos, sin = load_tables(cos_ptr, sin_ptr, at, table_strides, part, in_range, norm, tile)
+        next_row += step
+        ahead = (next_row < count)[:, None]
+        next_at = place(next_row, sizes, part, tile)
+        next_x = load_chunks(x_ptr, starts(next_at, x_strides, part, tile), ahead, cols, tile)
+        next_dy = load_chunks(dy_ptr, starts(next_at, dy_strides, part, tile), ahead, cols, tile)
+        h = turned(x, norm.form.turn_h, cos, sin, False, norm, tile)
+        du = turned(dy, norm.form.turn_u, cos, sin, True, norm, tile)
+        mean, rstd = statistics(h, cols, eps, norm, tile)
+        sum_gx = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
+        sum_g = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
+        new_dw = ()
+        new_db = ()
+        for c in tl.static_range(tile.chunks):
+            x_hat = normalize(h[c], mean, rstd, norm)
+            g = norm.form.upstream(du[c], widen(weight[c], dtype=norm.acc), norm)
+            sum_gx += g * x_hat
+            sum_g += g
+            new_dw = new_dw + (dw[c] + norm.form.to_dw(du[c], x_hat, norm),)
+            new_db = new_db + (db[c] + norm.form.to_db(du[c], norm),)
+        dw = new_dw
+        db = new_db
+        if norm.wants_dx:
+            mean_gx, mean_g = row_means(sum_gx, sum_g, cols, norm)
+            dh = ()
+            for c in tl.static_range(tile.chunks):
+                g = norm.form.upstream(du[c], widen(weight[c], dtype=norm.acc), norm)
+                dh = dh + (input_gradient(g, h[c], mean, rstd, mean_gx, mean_g, norm),)
+            dx = turned(dh, norm.form.turn_h, cos, sin, True, norm, tile)
+            dx_ptr = pick(dx_ptrs, part, 0, tile)
+            start = starts(at, dx_strides, part, tile)
+            for c in tl.static_range(tile.chunks):
+                store_chunk(dx_ptr, start, dx[c], in_range, cols, c, tile)
+    if tile.announces_end:  # saves time only: the dependent launch waits for this one's end
+        launch_dependents()
+    here = part.cta + tl.zeros([1, 1], tl.int64)
+    everywhere = here >= 0
+    for c in tl.static_range(tile.chunks):
+        if norm.wants_dw:
+            dw_ptr = pick(dw_ptrs, part, 0, tile)
+            store_chunk(dw_ptr, here * cols, tl.sum(dw[c], axis=0)[None, :], everywhere, cols, c, tile)
+        if norm.wants_db:
+            db_ptr = pick(db_ptrs, part, 0, tile)
+            store_chunk(db_ptr, here * cols, tl.sum(db[c], axis=0)[None, :], everywhere, cols, c, tile)

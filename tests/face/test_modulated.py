@@ -1,0 +1,144 @@
+"""Modulated norms against what diffusion transformers write, rounding by rounding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from norm_forms import BF16, FP32, FP64
+
+import fusednorm
+
+COLS, EPS = 24, 1e-6
+
+
+def draw(*shape: int, dtype=BF16, seed=0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=FP64).to(dtype)
+
+
+def parts(dtype=BF16, batch=3, rows=5) -> dict[str, torch.Tensor]:
+    """x, a stream, and shift, scale and gate as slices of one [B, 6, C]."""
+    modulation = draw(batch, 6, COLS, dtype=dtype, seed=3)
+    of = {"x": draw(batch, rows, COLS, seed=1), "residual": draw(batch, rows, COLS, seed=2)}
+    return of | {name: modulation[:, at] for at, name in enumerate(("shift", "scale", "gate"))}
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_steps_round_as_flux_and_sd3_do(dtype):
+    x, residual, shift, scale, gate = parts(dtype).values()
+    h = residual + gate.unsqueeze(1) * x
+    want = F.layer_norm(h, (COLS,), eps=EPS) * (1 + scale[:, None]) + shift[:, None]
+    given = {"residual": residual, "gate": gate, "eps": EPS, "rounding": "steps", "residual_dtype": h.dtype}
+    y, stream = fusednorm.ada_layer_norm(x, scale, shift, **given)
+    assert torch.equal(stream, h) and y.dtype == want.dtype
+    torch.testing.assert_close(y, want, rtol=0, atol=1e-6 if dtype == FP32 else 0)
+
+
+def test_once_rounds_as_wan_does():
+    x, residual, shift, scale, gate = parts(FP32).values()
+    h = (residual.float() + x * gate[:, None]).type_as(residual)
+    want = (F.layer_norm(h.float(), (COLS,), eps=EPS) * (1 + scale[:, None]) + shift[:, None]).type_as(h)
+    y, stream = fusednorm.ada_layer_norm(x, scale, shift, residual=residual, gate=gate, eps=EPS)
+    assert torch.equal(stream, h) and torch.equal(y, want)
+
+
+def test_tanh_gates_behind_a_norm_round_as_z_image_does():
+    x, residual, _, _, gate = parts().values()
+    weight = draw(COLS, seed=4)
+    want = residual + gate[:, None].tanh() * F.rms_norm(x, (COLS,), weight, EPS)
+    given = {"gate": gate, "gate_activation": "tanh", "eps": EPS, "rounding": "steps"}
+    assert torch.equal(fusednorm.rms_norm_add(x, residual, weight, **given), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_rows_of_a_table_are_those_that_the_index_names(dtype):
+    x, residual = draw(2, 5, COLS, dtype=FP64, seed=1), draw(2, 5, COLS, dtype=FP64, seed=2)
+    table = draw(4, 3, COLS, dtype=FP64, seed=3).requires_grad_()
+    index = torch.tensor([[3, 0, 0, 1, 3], [1, 1, 3, 0, 0]], dtype=dtype)  # row 2 is not used
+    of = [table[:, at] for at in range(3)]
+    got = fusednorm.ada_rms_norm(x, of[0], of[1], residual=residual, gate=of[2], index=index)
+    scale, shift, gate = (table[index.long()][..., at, :] for at in range(3))
+    want = fusednorm.ada_rms_norm(x, scale, shift, residual=residual, gate=gate)
+    torch.testing.assert_close(got, want)
+    ours, theirs = (torch.autograd.grad(sum(each.sin().sum() for each in pair), table)[0] for pair in (got, want))
+    torch.testing.assert_close(ours, theirs)
+    assert not ours[2].any()
+
+
+def test_modulations_of_any_batch_dims_are_those_of_broadcasting():
+    x = draw(2, 3, 5, COLS, dtype=FP64)
+    for shape in ((COLS,), (2, COLS), (2, 1, 1, COLS), (2, 3, COLS), (1, 3, COLS), (1, 1, 5, COLS), (2, 1, 5, COLS)):
+        scale = draw(*shape, dtype=FP64, seed=1).requires_grad_()
+        spread = scale.reshape(*shape[:-1], *(1,) * (4 - len(shape)), COLS)
+        got, want = fusednorm.ada_layer_norm(x, scale), F.layer_norm(x, (COLS,)) * (1 + spread)
+        torch.testing.assert_close(got, want)
+        ours, theirs = (torch.autograd.grad(each.sin().sum(), scale)[0] for each in (got, want))
+        assert ours.shape == scale.shape
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["x", "residual", "shift", "scale", "gate"])
+@pytest.mark.parametrize("which", [0, 1])
+def test_each_tensor_alone_has_the_gradient_of_each_output(name, which):
+    given = {each: tensor.double() for each, tensor in parts().items()}
+    given[name] = given[name].detach().clone().requires_grad_()
+    h = given["residual"] + given["gate"][:, None] * given["x"]
+    y = F.layer_norm(h, (COLS,)) * (1 + given["scale"][:, None]) + given["shift"][:, None]
+    of = (y, h)[which]
+    outputs = fusednorm.ada_layer_norm(**given)
+    if not of.requires_grad:
+        assert not torch.autograd.grad(outputs[which].sum(), given[name], materialize_grads=True)[0].any()
+        return
+    ours, theirs = (torch.autograd.grad(each.sin().sum(), given[name]) for each in (outputs[which], of))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_gradients_of_statistics_reach_the_branch_and_the_gate():
+    given = {name: each.double().requires_grad_() for name, each in parts().items()}
+    x, residual, _, scale, gate = given.values()
+    op = torch.ops.fusednorm.layer_norm_fwd_of_gated_sum_modulated
+    outputs = op(x, [COLS], residual, gate, scale)
+    h = residual + gate[:, None] * x
+    want = h.mean(-1, keepdim=True), torch.rsqrt(h.var(-1, correction=0, keepdim=True) + 1e-5)
+    leaves = [x, residual, gate]
+    ours = torch.autograd.grad(sum(each.sin().sum() for each in outputs[1:3]), leaves)
+    torch.testing.assert_close(ours, torch.autograd.grad(sum(each.sin().sum() for each in want), leaves))
+
+
+def test_wrong_arguments_get_one_sentence():
+    x, residual, shift, scale, gate = parts().values()
+    ada, index = fusednorm.ada_rms_norm, torch.zeros(3, 5, dtype=torch.int64)
+    table = scale[:1]
+    for call, kind, text in (
+        (lambda: ada(x, scale, gate=gate), RuntimeError, "a gate must have a residual, got none"),
+        (lambda: ada(x, scale[:2]), RuntimeError, r"scale must have shape \(3 or 1, 5 or 1, 24\), or the first"),
+        (
+            lambda: ada(x, table, index=index[:2]),
+            RuntimeError,
+            r"index must have int32 or int64 of x's batch shape \(3, 5",
+        ),
+        (
+            lambda: ada(x, table, index=index.float()),
+            RuntimeError,
+            "index must have int32 or int64 .*, got torch.float32",
+        ),
+        (
+            lambda: ada(x, scale, rounding="thrice"),
+            ValueError,
+            "rounding must be one of once, x_hat, steps, got 'thrice'",
+        ),
+        (lambda: fusednorm.rms_norm_add(x, residual, gate=gate, gate_activation="silu"), ValueError, "None, or 'tanh'"),
+        (
+            lambda: fusednorm.rms_norm_add(x, residual, gate_activation="tanh"),
+            ValueError,
+            "'tanh' of a gate, got 'tanh'",
+        ),
+        (lambda: fusednorm.rms_norm_add(x, residual, rounding="steps"), ValueError, "must be one of once, x_hat, got"),
+        (
+            lambda: torch.ops.fusednorm.rms_norm_fwd_modulated_plus_residual(x, [COLS], x, scale, modulate="cos"),
+            RuntimeError,
+            "modulate must be one of one_plus, identity, tanh, got 'cos'",
+        ),
+    ):
+        with pytest.raises(kind, match=text):
+            call()

@@ -1,0 +1,150 @@
+"""Norms with a gate, forward and backward, as calls, and what they must give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from cases import BF16, EPS, FP16, FP32
+from steps import LAYOUTS
+from torch import Tensor
+
+from fusednorm.forms import FormSpec
+from fusednorm.operands import BackwardOperands, ForwardOperands, Role
+from fusednorm.problem import (
+    Added,
+    BackwardCall,
+    ForwardCall,
+    check_backward,
+    check_forward,
+    is_tma_aligned,
+    row_view,
+)
+
+BEFORE = FormSpec(combine="gate")
+BEFORE_BY_SIGMOID = FormSpec(combine="gate", activation="sigmoid", weight_offset=1.0)
+AFTER = FormSpec(finish="gate")
+AFTER_BY_SIGMOID = FormSpec(finish="gate", activation="sigmoid", weight_offset=1.0)
+FORMS = [BEFORE, BEFORE_BY_SIGMOID, AFTER, AFTER_BY_SIGMOID]
+ACTIVATIONS = {"silu": torch.nn.functional.silu, "sigmoid": torch.sigmoid}
+ALL = True, True, True, True
+
+
+@dataclass(frozen=True)
+class Gated:
+    """A norm of [rows, cols] with a gate."""
+
+    norm: str
+    form: FormSpec
+    rows: int
+    cols: int
+    dtype: torch.dtype = BF16  # of x and dy
+    parameters: torch.dtype | None = FP32
+    gate: torch.dtype = BF16
+    layout: str | None = None  # of the gate
+    mask: tuple[bool, ...] = ALL  # which gradients are wanted: of x, weight, bias and gate
+    added: torch.dtype | None = None  # of a gradient that is added to that of the row that is normalized
+
+    def __str__(self) -> str:
+        place = "before" if self.form.combine else "after"
+        dtypes = "-".join(str(each).removeprefix("torch.") for each in (self.dtype, self.parameters, self.gate))
+        text = f"{self.norm}-{self.form.activation}-{place}-{self.rows}x{self.cols}-{dtypes}"
+        text += f"-{self.layout}" if self.layout else ""
+        text += f"-added_{self.added}".replace("torch.", "") if self.added else ""
+        return text + ("" if self.mask == ALL else "-" + "".join(str(int(each)) for each in self.mask))
+
+    @property
+    def inputs(self) -> list[Tensor | None]:
+        """x, weight, bias, gate, dy, the added gradient."""
+        generator = torch.Generator().manual_seed(self.rows + self.cols)
+        shapes = [(self.rows, self.cols), (self.cols,), (self.cols,), *[(self.rows, self.cols)] * 3]
+        x, weight, bias, gate, dy, added = (torch.randn(shape, generator=generator) for shape in shapes)
+        gate = gate.to(self.gate)
+        if self.layout:
+            gate = LAYOUTS[self.layout](gate.view(1, self.rows // 2, 2, self.cols)).flatten(0, 1)
+        parameters = [None if self.parameters is None else each.to(self.parameters) for each in (weight, bias)]
+        return [
+            x.to(self.dtype), *parameters, gate, dy.to(self.dtype), None if self.added is None else added.to(self.added)
+        ]  # fmt: skip
+
+    def _of_form(self, call, gate: Tensor, **more):
+        view = row_view(gate, gate.ndim - 1)
+        aligned = call.problem.tma_aligned and is_tma_aligned(view, self.cols)
+        rows = {"rows_in": (gate.dtype,), "names_in": ("gate",), "nested_rows": view.inner_rows != 1}
+        problem = replace(call.problem, form=self.form, tma_aligned=aligned, **rows, **more)
+        return call._replace(problem=problem, added=(Added("gate", Role.ROWS, view),))
+
+    @property
+    def forward(self) -> ForwardCall:
+        x, weight, bias, gate, _, _ = self.inputs
+        return self._of_form(check_forward(ForwardOperands(self.norm, x, (self.cols,), weight, bias, EPS)), gate)
+
+    @property
+    def backward(self) -> BackwardCall:
+        """From the exact statistics."""
+        x, weight, bias, gate, dy, added = self.inputs
+        wants_dx, wants_dw, wants_db, wants_dgate = self.mask
+        mean, rstd = (each.float() for each in self.exact()[1:3])
+        operands = dy, x, (self.cols,), mean if self.norm == "layer" else None, rstd, weight, bias
+        mask = wants_dx or wants_dgate, wants_dw, wants_db
+        call = check_backward(BackwardOperands(self.norm, *operands, mask, added))
+        stored = tuple(at for at, wanted in enumerate((wants_dx, wants_dgate)) if wanted)
+        call = self._of_form(call, gate, rows_out=(self.gate,) * wants_dgate, stored=stored or (0,))
+        dgate = Added("dgate", Role.ROWS, self.gate if wants_dgate else None)
+        return call._replace(bias=bias if call.problem.reads_bias else None, added_outputs=(dgate,))
+
+    def exact(self) -> tuple[Tensor, ...]:
+        """(y, mean, rstd, dx, dweight, dbias, dgate) in float64, by autograd."""
+        x, weight, bias, gate, dy, added = (None if each is None else each.double() for each in self.inputs)
+        gate = gate.reshape(x.shape)
+        leaves = [each.requires_grad_() for each in (x, weight, bias, gate) if each is not None]
+        factor = ACTIVATIONS[self.form.activation](gate)
+        h = x * factor if self.form.combine else x * 1.0
+        mean = h.mean(-1, keepdim=True) if self.norm == "layer" else torch.zeros(())
+        rstd = ((h - mean).square().mean(-1, keepdim=True) + EPS).rsqrt()
+        u = (h - mean) * rstd
+        u = u if weight is None else u * (self.form.weight_offset + weight) + bias
+        y = u * factor if self.form.finish else u
+        outputs, grads = ((y,), (dy,)) if added is None else ((y, h), (dy, added))
+        found = dict(zip(leaves, torch.autograd.grad(outputs, leaves, grads), strict=True))
+        gradients = (found.get(each) for each in (x, weight, bias, gate))
+        return y.detach(), mean.detach(), rstd.detach().flatten(), *gradients
+
+    def check_forward(self, outputs: tuple[Tensor, ...]) -> None:
+        want_y, _, want_rstd, *_ = self.exact()
+        y, _, rstd = outputs
+        epsilon = torch.finfo(y.dtype).eps
+        torch.testing.assert_close(rstd.flatten().double(), want_rstd, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(y.double(), want_y, rtol=epsilon, atol=max(epsilon / 8, 2e-5))
+
+    def check_backward(self, outputs: tuple[Tensor | None, ...]) -> None:
+        """Fails unless each wanted gradient is near that of float64 by the rounding of its dtype, and no other is
+        there."""
+        for got, want, wanted in zip(outputs, self.exact()[3:], self.mask, strict=True):
+            assert (got is not None) == (wanted and want is not None)
+            if got is not None:
+                epsilon = torch.finfo(got.dtype).eps
+                torch.testing.assert_close(got.double(), want, rtol=epsilon, atol=max(epsilon / 8, 5e-5))
+
+
+# Rows and columns that end within a tile, dtypes, layouts, and gradients that are not wanted.
+PORTABLE = [
+    Gated("layer", AFTER, 9, 77),
+    Gated("rms", AFTER, 8, 64, gate=FP32, layout="row_strided"),
+    Gated("rms", AFTER_BY_SIGMOID, 8, 72, layout="heads_first", parameters=None),
+    Gated("layer", AFTER_BY_SIGMOID, 9, 64, FP16, added=FP32),
+    Gated("layer", AFTER, 9, 40, mask=(False, True, True, False)),
+    Gated("rms", BEFORE, 9, 77, FP32, gate=FP16),
+    Gated("layer", BEFORE, 8, 64, layout="packed_slice", mask=(False, True, True, True)),
+    Gated("rms", BEFORE_BY_SIGMOID, 8, 72, mask=(True, False, False, False), added=BF16),
+    Gated("layer", BEFORE_BY_SIGMOID, 9, 64, mask=(False, True, False, False)),
+]
+# More rows than a ring holds at once; a tail; masked and whole rows; clusters (of 2 SMs each).
+PIPELINED = [
+    Gated("rms", AFTER, 60, 200),
+    Gated("layer", AFTER, 9, 1032, parameters=BF16, added=BF16),
+    Gated("rms", BEFORE, 36, 1536, layout="row_strided"),
+    Gated("layer", BEFORE_BY_SIGMOID, 36, 256, FP32, gate=BF16, mask=(True, True, False, False)),
+    Gated("layer", AFTER_BY_SIGMOID, 3, 12288, mask=(False, True, True, True)),
+]
+SPECIALIZED = [Gated("layer", AFTER, 60, 200), Gated("rms", BEFORE, 37, 1032, added=FP32)]

@@ -1,0 +1,113 @@
+"""qk_norm on CUDA against float64 autograd of what models write: shapes, layouts, graphs, memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import guarded_buffers
+from head_norms import BF16, CASES, FP16, FP32, FP64, HeadCase, assert_errs_no_more_than_plain_code, gradients
+
+import fusednorm
+from fusednorm.heads import ops
+from fusednorm.heads.problem import Packing
+
+pytestmark = pytest.mark.gpu
+SIZES = [
+    HeadCase(cols=128, heads=32, kv_heads=8, tokens=700, rotary=128),
+    HeadCase(cols=64, heads=7, kv_heads=1, tokens=3001, rotary=64, interleaved=True, table_dims="BS"),
+    HeadCase(cols=256, heads=16, kv_heads=2, tokens=513, rotary=64, weight_offset=1.0, heads_first=True),
+    HeadCase(cols=512, heads=4, kv_heads=4, tokens=100, norm="layer", rotary=512, norm_first=False),
+    HeadCase(cols=96, heads=5, kv_heads=3, tokens=1, rotary=32, half_table=True),
+]
+
+
+@pytest.fixture(autouse=True)
+def kernels_alone(monkeypatch):
+    monkeypatch.setattr(ops.Call, "formula", None)
+
+
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (FP16, FP32), (FP32, FP32), (FP64, FP64)], ids=str)
+@pytest.mark.parametrize("case", CASES + SIZES, ids=str)
+def test_outputs_and_gradients_err_no_more_than_those_of_the_plain_code(case, dtypes):
+    case = replace(case, dtype=dtypes[0], weight_dtype=dtypes[1])
+    given = case.tensors("cuda")
+    with guarded_buffers():
+        got = case.run(given)
+        grads = gradients(got, given)
+    assert_errs_no_more_than_plain_code(case, given, got)
+    assert all(map(torch.equal, grads, gradients(case.run(given), given))), "the same bits again"
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("case", [replace(SIZES[0], dtype=BF16), replace(SIZES[1], dtype=BF16, batch=3)], ids=str)
+def test_a_packed_tensor_gives_the_bits_of_its_slices_and_takes_no_copy(case, grouped):
+    given, packing, tables = case.tensors("cuda"), Packing(case.heads, case.kv_heads, grouped), case.tables("cuda")
+    weights = {name: each for name, each in given.items() if name.endswith("weight")}
+    width = (case.heads + 2 * case.kv_heads) * case.cols
+    qkv = torch.randn(case.batch, case.tokens, width, device="cuda", dtype=BF16, requires_grad=True)
+    leaves = {"qkv": qkv, **weights}
+
+    def run():
+        got = fusednorm.qk_norm_packed(
+            qkv, case.heads, case.kv_heads, rotary=tables, grouped=grouped, **weights, **case.settings
+        )
+        return got, torch.autograd.grad(got, list(leaves.values()), [each.detach() for each in got])
+
+    got, grads = run()
+    q, k, v = (each.flatten(-3, -2) if grouped else each for each in packing.split(qkv))
+    want = *case.run({"q": q, "k": k} | weights), v
+    wanted = torch.autograd.grad(want, list(leaves.values()), [each.detach() for each in want])
+    assert all(map(torch.equal, (*got, *grads), (*want, *wanted)))
+    del got, grads, want, wanted, q, k, v
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    # Outputs and the gradient, and partial sums; a copy of q would be more than a fifth of qkv.
+    made = qkv.nbytes * (2 - case.kv_heads / (case.heads + 2 * case.kv_heads))
+    assert torch.cuda.max_memory_allocated() - before <= made + 0.1 * qkv.nbytes + (4 << 20)
+
+
+def test_captured_calls_and_calls_beside_free_sms_give_the_same():
+    case = replace(SIZES[0], dtype=BF16)
+    given = case.tensors("cuda")
+    rotary = case.tables("cuda")
+    want = case.run(given, rotary=rotary)
+    wanted = gradients(want, given)
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    saws = [(torch.arange(each.numel(), device="cuda") % 13 - 6).div(8).reshape(each.shape).to(BF16) for each in want]
+
+    def both():
+        outputs = case.run(given, rotary=rotary)
+        return *outputs, *torch.autograd.grad(outputs, list(given.values()), saws)
+
+    with torch.cuda.stream(side):
+        both()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        got = both()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, got, (*want, *wanted)))
+    with fusednorm.sm_margin(16):
+        for ours, right in zip(both(), (*want, *wanted), strict=True):
+            torch.testing.assert_close(ours, right, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_compiled_code_computes_the_same(dtype):
+    torch._dynamo.reset()
+    case = replace(SIZES[0], dtype=dtype, tokens=64)
+    given, rotary = case.tensors("cuda"), case.tables("cuda")
+    want = case.run(given, rotary=rotary)
+    got = torch.compile(lambda given: case.run(given, rotary=rotary), fullgraph=True)(given)
+    for ours, right in zip((*got, *gradients(got, given)), (*want, *gradients(want, given)), strict=True):
+        torch.testing.assert_close(ours, right, rtol=2e-2, atol=2e-2)
+
+
+def test_more_elements_than_32_bits_count_are_addressed_right():
+    x = torch.randn(1 << 14, 1, 128, device="cuda", dtype=BF16).expand(-1, 1100, -1).contiguous()  # 2^31 and more
+    q, k = fusednorm.qk_norm(x, x[:, :1], eps=1e-6)
+    assert x.numel() > 2**31 and torch.equal(q, k.expand_as(q))

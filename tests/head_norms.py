@@ -1,0 +1,208 @@
+"""Norms of q and k as tests call them, and as models write them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fusednorm
+
+FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+EPS = 2.0**-12
+
+
+@dataclass(frozen=True)
+class HeadCase:
+    """q [B, S, heads, D] and k [B, S, kv_heads, D], or with heads_first [B, heads, S, D]."""
+
+    cols: int = 16
+    heads: int = 4
+    kv_heads: int = 2
+    batch: int = 2
+    tokens: int = 5
+    dtype: torch.dtype = FP64
+    weight_dtype: torch.dtype | None = None  # by default that of q and k
+    norm: str = "rms"
+    weights: bool = True
+    rotary: int = 0  # columns
+    interleaved: bool = False
+    norm_first: bool = True
+    half_table: bool = False  # cos and sin have an entry for each pair
+    heads_first: bool = False
+    weight_offset: float = 0.0
+    table_dims: str = "S"  # or "BS", or "BSH1": as they are passed
+
+    def tensors(self, device: str = "cpu", seed: int = 0) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+
+        def make(*shape: int, dtype: torch.dtype | None) -> Tensor:
+            if device == "meta":
+                return torch.empty(shape, device=device, dtype=dtype or self.dtype)
+            return (torch.randn(shape, generator=generator, dtype=FP64) + 0.3).to(device, dtype or self.dtype)
+
+        made = {}
+        for name, heads in (("q", self.heads), ("k", self.kv_heads)):
+            middle = (heads, self.tokens) if self.heads_first else (self.tokens, heads)
+            made[name] = make(self.batch, *middle, self.cols, dtype=self.dtype)
+        if self.weights:
+            names = "q_weight", "k_weight", *(("q_bias", "k_bias") if self.norm == "layer" else ())
+            made |= {name: make(self.cols, dtype=self.weight_dtype) for name in names}
+        return {name: each.requires_grad_() for name, each in made.items()}
+
+    def tables(self, device: str = "cpu") -> tuple[Tensor, Tensor] | None:
+        """cos and sin. Both columns of a pair have other values, unless half_table: no model's have, but the formula
+        allows it."""
+        if not self.rotary:
+            return None
+        dims = {"S": (self.tokens,), "BS": (self.batch, self.tokens)}.get(self.table_dims)
+        if dims is None:
+            dims = (self.batch, 1, self.tokens) if self.heads_first else (self.batch, self.tokens, 1)
+        width = self.rotary // 2 if self.half_table else self.rotary
+        angles = torch.randn(*dims, width, generator=torch.Generator().manual_seed(1), dtype=FP64)
+        dtype = FP64 if self.dtype is FP64 else FP32
+        return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {
+            "norm": self.norm,
+            "eps": EPS,
+            "rotary_dim": self.rotary or None,
+            "rotary_interleaved": self.interleaved,
+            "norm_first": self.norm_first,
+            "weight_offset": self.weight_offset,
+        }
+
+    def run(self, given: dict[str, Tensor], **more: Any) -> tuple[Tensor, Tensor]:
+        more = {"heads_dim": -3 if self.heads_first else -2} | self.settings | more
+        if "rotary" not in more:
+            more["rotary"] = self.tables(str(given["q"].device))
+        return fusednorm.qk_norm(**given, **more)
+
+    def composite(self, given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """As models write it, in the dtypes of the tensors."""
+        return self.of(given, "q"), self.of(given, "k")
+
+    def of(self, given: dict[str, Tensor], name: str) -> Tensor:
+        x = given[name]
+        h = x if x.dtype == FP64 else x.float()
+        h = h if self.norm_first else self.turned(h)
+        if self.norm == "layer":
+            h = h - h.mean(-1, keepdim=True)
+        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + EPS)
+        if f"{name}_weight" in given:
+            h = h * (self.weight_offset + given[f"{name}_weight"].to(h.dtype))
+        if f"{name}_bias" in given:
+            h = h + given[f"{name}_bias"].to(h.dtype)
+        return (self.turned(h) if self.norm_first else h).to(x.dtype)
+
+    def turned(self, h: Tensor) -> Tensor:
+        tables = self.tables(str(h.device))
+        if tables is None:
+            return h
+        cos, sin = (each.to(h.dtype) for each in tables)
+        if self.table_dims != "BSH1":
+            cos, sin = (each.unsqueeze(-3 if self.heads_first else -2) for each in (cos, sin))
+        if self.half_table:
+            cos, sin = (torch.stack([t, t], -1).flatten(-2) if self.interleaved else torch.cat([t, t], -1)
+                        for t in (cos, sin))  # fmt: skip
+        out, r = h.clone(), self.rotary
+        at = (slice(0, r, 2), slice(1, r, 2)) if self.interleaved else (slice(0, r // 2), slice(r // 2, r))
+        a, b = (h[..., each] for each in at)
+        out[..., at[0]] = a * cos[..., at[0]] - b * sin[..., at[0]]
+        out[..., at[1]] = b * cos[..., at[1]] + a * sin[..., at[1]]
+        return out
+
+
+def calls_of(case: HeadCase) -> list:
+    """The forward and the backward that qk_norm describes for tensors like the case's, with every gradient wanted."""
+    from fusednorm.heads import functional
+    from fusednorm.heads.call import describe
+
+    given, named = case.tensors("meta"), case.settings | {"heads_dim": -3 if case.heads_first else -2}
+    heads = functional.operands(**given, rotary=case.tables("meta"), **named)
+    outs = [torch.empty(x.shape, dtype=heads.output_dtype(at), device="meta") for at, x in enumerate(heads.inputs)]
+    dx, sums = [torch.empty_like(x) for x in heads.inputs], heads.tensors[len(outs) :]
+    return [describe(heads, [], outs, []), describe(heads, outs, dx, sums)]
+
+
+def launches_of(case: HeadCase, arch: int) -> list:
+    """(plan, launch) of what the calls launch on an architecture."""
+    from planning import EVERY_ARCHITECTURE
+
+    from fusednorm.heads import launch, plan
+
+    device, found = EVERY_ARCHITECTURE[arch], []
+    for call in calls_of(case):
+        chosen = plan.choose(call.problem, device)
+        found += [(chosen, each) for each in launch.program_of(call, chosen, device).launches]
+    return found
+
+
+def complaints(case: HeadCase, arch: int) -> list[str]:
+    """Where the compiler's builds differ from what the plans expect, in a process that does not interpret."""
+    from fusednorm.tools import compilation
+
+    found = []
+    for plan, launch in launches_of(case, arch):
+        used, most = compilation.resources(launch, arch), launch.options.get("maxnreg", 255)
+        if used.stack_bytes or used.registers > most:
+            of_it = f"{used.registers} registers of {most}, {used.stack_bytes} bytes of stack"
+            found.append(f"{launch.kernel.__name__} by {plan} takes {of_it}")
+    return found
+
+
+def gradients(outputs, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    saws = [torch.arange(each.numel(), device=each.device) % 13 - 6 for each in outputs]  # exact in every dtype
+    grads = [(saw / 8).reshape(each.shape).to(each.dtype) for saw, each in zip(saws, outputs, strict=True)]
+    return torch.autograd.grad(outputs, list(given.values()), grads)
+
+
+def error(got: Tensor, exact: Tensor) -> float:
+    return float((got.detach().double() - exact.detach().double()).square().mean().sqrt())
+
+
+def assert_errs_no_more_than_plain_code(case: HeadCase, given: dict[str, Tensor], got: tuple[Tensor, ...]) -> None:
+    """Outputs and gradients, against float64 autograd of the plain code."""
+    exact = {name: each.detach().double().requires_grad_() for name, each in given.items()}
+    plain, want = case.composite(given), case.composite(exact)
+    assert [(each.dtype, each.shape) for each in got] == [(each.dtype, each.shape) for each in plain]
+    assert all(each.is_contiguous() for each in got)
+    grads = gradients(got, given), gradients(plain, given), gradients(want, exact)
+    assert [each.dtype for each in grads[0]] == [each.dtype for each in given.values()]
+    accumulated = 4 * torch.finfo(FP64 if case.dtype == FP64 else FP32).eps  # sums in another order
+    for ours, theirs, right in (*zip(got, plain, want, strict=True), *zip(*grads, strict=True)):
+        least = max(torch.finfo(ours.dtype).eps * 1e-2, accumulated) * float(right.detach().abs().amax())
+        assert error(ours, right) <= 1.1 * error(theirs, right) + least
+    for ours, right in zip((*got, *grads[0]), (*want, *grads[2]), strict=True):  # a single wrong row or column shows
+        bound = 4 * torch.finfo(ours.dtype).eps + 64 * accumulated
+        assert ((ours.double() - right).abs() <= bound * (1 + right.abs().amax())).all()
+
+
+# The sizes of models, to compile.
+OF_MODELS = [
+    HeadCase(cols=128, heads=32, kv_heads=8, tokens=64, dtype=BF16, rotary=128, table_dims="BS"),
+    HeadCase(cols=128, heads=16, kv_heads=2, tokens=64, dtype=BF16),
+    HeadCase(cols=64, heads=14, kv_heads=2, tokens=64, dtype=FP16, norm="layer", rotary=32, heads_first=True),
+    HeadCase(cols=256, heads=16, kv_heads=2, tokens=64, dtype=BF16, rotary=64, weight_offset=1.0),
+    HeadCase(cols=128, heads=24, kv_heads=24, tokens=64, dtype=BF16, rotary=128, interleaved=True),
+    HeadCase(cols=128, heads=40, kv_heads=8, tokens=64, dtype=BF16, rotary=128, norm_first=False, weights=False),
+    HeadCase(cols=96, heads=8, kv_heads=8, tokens=64, dtype=FP32, rotary=96, norm="layer", norm_first=False),
+    HeadCase(cols=512, heads=8, kv_heads=1, tokens=64, dtype=BF16, weight_dtype=FP32, rotary=64, interleaved=True),
+    HeadCase(cols=80, heads=32, kv_heads=32, tokens=64, dtype=BF16, rotary=32, half_table=True),
+    HeadCase(cols=64, heads=4, kv_heads=4, tokens=64, dtype=FP64, rotary=64),
+]
+CASES = [
+    HeadCase(),
+    HeadCase(norm="layer", rotary=16),
+    HeadCase(cols=16, rotary=16, half_table=True, table_dims="BS"),
+    HeadCase(cols=24, rotary=8, heads_first=True),
+    HeadCase(cols=20, rotary=12, interleaved=True, table_dims="BSH1"),
+    HeadCase(cols=16, rotary=16, norm_first=False, weight_offset=1.0),
+    HeadCase(cols=18, rotary=6, interleaved=True, half_table=True, norm_first=False, norm="layer", heads_first=True),
+    HeadCase(cols=40, rotary=40, weights=False, norm_first=False, table_dims="BSH1", heads_first=True),
+    HeadCase(cols=80, rotary=32, heads=3, kv_heads=1),
+]

@@ -1,0 +1,108 @@
+"""Plans of qk_norm: tiles and CTAs, what is left to ATen, and what the compiler makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from compiling import worker_processes
+from head_norms import BF16, FP32, OF_MODELS, HeadCase, calls_of, complaints
+from planning import ARCHITECTURES, EVERY_ARCHITECTURE
+
+import fusednorm
+from fusednorm.heads.plan import MOST_TILES_OF_SUM, AtenNorm, HeadPlan, choose, ctas_of
+from fusednorm.planner.device import A100, H200
+
+pytest.importorskip("triton")
+
+
+@pytest.mark.parametrize("case", OF_MODELS, ids=str)
+@pytest.mark.parametrize("device", EVERY_ARCHITECTURE.values(), ids=lambda device: device.name)
+def test_a_plan_fits_the_gpu_and_covers_the_rows(case, device):
+    for call in calls_of(case):
+        plan = choose(call.problem, device)
+        assert plan.num_chunks * plan.width >= case.cols and plan.width <= plan.chunk
+        if case.rotary and not case.interleaved:
+            assert plan.width == case.rotary // 2, "the halves of what is rotated are chunks"
+        threads = 32 * plan.num_warps * plan.ctas_per_sm
+        assert threads <= device.max_threads_per_sm and threads * plan.max_registers <= device.registers_per_sm
+        ctas = ctas_of(plan, call.problem, call.rows, device)
+        assert len(ctas) == 2 and all(
+            1 <= count <= -(-rows // plan.rows_per_tile) for count, rows in zip(ctas, call.rows, strict=True)
+        )
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 4096, 100_000])
+def test_the_ctas_of_a_backward_run_at_the_same_time_and_have_equally_many_tiles(tokens):
+    call = calls_of(replace(OF_MODELS[0], tokens=tokens))[1]
+    plan = choose(call.problem, H200)
+    ctas = ctas_of(plan, call.problem, call.rows, H200)
+    tiles = [-(-rows // plan.rows_per_tile) for rows in call.rows]
+    assert sum(ctas) <= H200.sm_count * plan.ctas_per_sm
+    of_cta = [-(-count // some) for count, some in zip(tiles, ctas, strict=True)]
+    assert max(of_cta) <= max(2, 1.1 * sum(tiles) / sum(ctas) + 1) and sum(ctas) >= min(H200.sm_count, sum(tiles) // 2)
+
+
+def test_sums_that_are_wanted_in_float32_have_few_tiles():
+    call = calls_of(HeadCase(cols=128, heads=32, kv_heads=8, tokens=200_000, dtype=FP32))[1]
+    plan = choose(call.problem, H200)
+    ctas = ctas_of(plan, call.problem, call.rows, H200)
+    assert all(
+        rows / plan.rows_per_tile / count <= MOST_TILES_OF_SUM for rows, count in zip(call.rows, ctas, strict=True)
+    )
+    with_margin = ctas_of(plan, call.problem, call.rows, H200.leaving(32))
+    assert sum(with_margin) <= 100 * plan.ctas_per_sm, "they would take the SMs that are left to others"
+
+
+@pytest.mark.parametrize(
+    ("case", "device", "reason"),
+    [
+        (HeadCase(cols=64, rotary=2), H200, "rotates 2 of 64 columns, which makes more than 16 chunks"),
+        (HeadCase(cols=4096), H200, "takes at most 2048 columns, got 4096"),
+        (HeadCase(), replace(A100, name="V100", arch=70), "needs compute capability 8.0, V100 has 7.0"),
+    ],
+)
+def test_what_no_kernel_takes_is_left_to_aten_and_told(case, device, reason):
+    assert [choose(call.problem, device) for call in calls_of(case)] == [AtenNorm(reason)] * 2
+    given = case.tensors("meta")
+    text = str(fusednorm.explain_qk_norm(**given, rotary=case.tables("meta"), device=device))
+    assert f"forward of q and k: ATen, {reason}" in text
+
+
+def test_an_explanation_names_plans_and_copies():
+    case = OF_MODELS[0]
+    given, rotary = case.tensors("meta"), case.tables("meta")
+    explained = fusednorm.explain_qk_norm(**given, rotary=rotary, device=H200)
+    assert [each.direction for each in explained.launches] == ["forward", "backward"]
+    assert all(isinstance(each.plan, HeadPlan) and each.tensors == ("q", "k") for each in explained.launches)
+    assert "forward of q and k: narrow, 32 rows of 2 x 64 columns, 4 warps, 128 + 32 CTAs" in str(explained)
+    given["k"] = given["k"].mT.contiguous().mT
+    assert "CTAs, inputs[1] copied first" in str(fusednorm.explain_qk_norm(**given, rotary=rotary, device=H200))
+    given["k_weight"] = given["k_weight"].float()
+    explained = fusednorm.explain_qk_norm(**given, rotary=rotary, device=H200)
+    assert [each.tensors for each in explained.launches] == [("q",), ("q",), ("k",), ("k",)]
+
+
+def test_an_explanation_tells_what_atens_operations_do():
+    case = HeadCase(dtype=BF16)
+    given = case.tensors()
+    assert "ATen, the tensors are on cpu, where ATen's kernels run" in str(fusednorm.explain_qk_norm(**given))
+    q, k = given["q"], given["k"]
+    whole = fusednorm.explain_qk_norm(q, k, given["q_weight"].repeat(4), given["k_weight"].repeat(2), device=H200)
+    assert "a weight of all heads: a norm of ours for each of q and k, and tensor code for the rotation" in str(whole)
+
+
+# Each architecture compiles every third of the cases; `python tests/versions.py` compiles them all.
+JOBS = [(case, arch) for turn, arch in enumerate(ARCHITECTURES) for case in OF_MODELS[turn % 3 :: 3]]
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """A future of the complaints of each job. All builds start here and run in parallel."""
+    with worker_processes() as pool:
+        yield {job: pool.submit(complaints, *job) for job in JOBS}
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job[0]}-sm_{job[1]}")
+def test_kernels_compile_within_their_plans_without_spills(compiled, job):
+    assert compiled[job].result() == []

@@ -1,0 +1,227 @@
+"""qk_norm, qk_norm_packed and QKNorm on CPU tensors, by their formulas: values, derivatives, errors and graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from head_norms import BF16, CASES, EPS, FP16, FP32, FP64, HeadCase, assert_errs_no_more_than_plain_code, gradients
+from op_log import OpLog
+from torch.testing import assert_close
+
+import fusednorm
+from fusednorm.heads.problem import Packing
+
+OPS = torch.ops.fusednorm
+LAST = CASES[-3:]
+
+
+@pytest.mark.parametrize("dtypes", [(FP64, FP64), (FP32, BF16), (BF16, BF16), (FP16, FP32)], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_outputs_and_gradients_err_no_more_than_those_of_the_plain_code(case, dtypes):
+    case = replace(case, dtype=dtypes[0], weight_dtype=dtypes[1])
+    given = case.tensors()
+    assert_errs_no_more_than_plain_code(case, given, case.run(given))
+
+
+@pytest.mark.parametrize("case", LAST, ids=str)
+def test_derivatives_of_first_and_second_order_are_right(case):
+    case = replace(case, batch=1, tokens=2, heads=2, kv_heads=1, cols=12 if case.cols == 18 else 8, rotary=6)
+    given = case.tensors()
+
+    def run(*tensors):
+        return case.run(dict(zip(given, tensors, strict=True)))
+
+    assert torch.autograd.gradcheck(run, tuple(given.values()), fast_mode=True)
+    assert torch.autograd.gradgradcheck(run, tuple(given.values()), fast_mode=True)
+    tangents = [torch.randn_like(each) for each in given.values()]
+    _, forward = torch.func.jvp(run, tuple(each.detach() for each in given.values()), tuple(tangents))
+    assert all(each.isfinite().all() for each in forward)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize(
+    "case", [HeadCase(rotary=8), HeadCase(norm="layer", cols=12, table_dims="BS", rotary=12)], ids=str
+)
+def test_packed_tensor_gives_what_its_slices_give_and_one_gradient(case, grouped):
+    given = case.tensors()
+    packing = Packing(case.heads, case.kv_heads, grouped)
+    parameters = {name: each for name, each in given.items() if name not in ("q", "k")}
+    width = (case.heads + 2 * case.kv_heads) * case.cols
+    qkv = torch.randn(case.batch, case.tokens, width, dtype=FP64, requires_grad=True)
+    got = fusednorm.qk_norm_packed(
+        qkv, case.heads, case.kv_heads, rotary=case.tables(), grouped=grouped, **parameters, **case.settings
+    )
+    q, k, v = (each.flatten(-3, -2) if grouped else each for each in packing.split(qkv))
+    want = *case.run({"q": q, "k": k, **parameters}), v
+    assert got[2].data_ptr() == v.data_ptr() and all(map(torch.equal, got, want))
+    leaves = {"qkv": qkv, **parameters}
+    assert_close(gradients(got, leaves), gradients(want, leaves))
+
+
+def test_second_derivatives_of_a_packed_tensor_are_right():
+    case = HeadCase(cols=8, rotary=4, tokens=2, batch=1)
+    given, tables = case.tensors(), case.tables()
+
+    def run(qkv, q_weight, k_weight):
+        return fusednorm.qk_norm_packed(qkv, 4, 2, q_weight, k_weight, EPS, rotary=tables, grouped=True)
+
+    qkv = torch.randn(1, 2, 8 * 8, dtype=FP64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(run, (qkv, given["q_weight"], given["k_weight"]), fast_mode=True)
+
+
+def test_packed_gradient_where_only_v_or_nothing_of_the_weights_is_used():
+    qkv = torch.randn(3, 8 * 8, requires_grad=True)
+    weight = torch.ones(8, requires_grad=True)
+    _, _, v = fusednorm.qk_norm_packed(qkv, 4, 2, weight, weight)
+    (grad,) = torch.autograd.grad(v.sum(), qkv)
+    assert torch.equal(grad, torch.tensor([0.0] * 48 + [1.0] * 16).expand(3, 64))
+
+
+def test_an_output_without_a_gradient_adds_nothing():
+    given = CASES[1].tensors()
+    q, _ = CASES[1].run(given)
+    grads = torch.autograd.grad(q.sum(), list(given.values()), allow_unused=True)
+    assert [grad is None for grad in grads] == [name.startswith("k") for name in given]
+
+
+def test_a_backward_runs_one_op_for_q_and_k():
+    given = CASES[1].tensors()
+    with OpLog() as log:
+        gradients(CASES[1].run(given), given)
+    assert [name for name in log.names if "fusednorm" in name] == [
+        "fusednorm.head_norm_fwd.default",
+        "fusednorm.head_norm_bwd.default",
+    ]
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_weights_of_all_heads_normalize_the_heads_of_a_token_together(norm, norm_first, heads_first):
+    case = HeadCase(norm=norm, norm_first=norm_first, heads_first=heads_first, rotary=8)
+    given = {name: each for name, each in case.tensors().items() if name in ("q", "k")}
+    weights = {"q_weight": torch.randn(64, dtype=FP64), "k_weight": torch.randn(2, 16, dtype=FP64)}
+    got = case.run(given | weights)
+    for name, made in zip("qk", got, strict=True):
+        rows = given[name].transpose(1, 2) if heads_first else given[name]
+        turned = replace(case, heads_first=False).turned
+        h = rows if norm_first else turned(rows)
+        flat, weight = h.flatten(-2), weights[f"{name}_weight"].flatten()
+        flat = flat - flat.mean(-1, keepdim=True) if norm == "layer" else flat
+        u = (flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + EPS) * weight).view(rows.shape)
+        want = turned(u) if norm_first else u
+        assert_close(made, want.transpose(1, 2) if heads_first else want)
+
+
+def test_rounding_of_x_hat_gives_the_bits_of_transformers_norm():
+    x, weight = torch.randn(2, 3, 4, 64, dtype=BF16), torch.randn(64, dtype=FP32)
+    wide = x.float()
+    want = weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)).to(BF16)
+    got, _ = fusednorm.qk_norm(x, x, weight, weight, EPS, rounding="x_hat")
+    assert got.dtype == FP32 and torch.equal(got, want)
+
+
+ROTARY = torch.randn(5, 16, dtype=FP64)
+Q, K, W = torch.randn(2, 5, 4, 16), torch.randn(2, 5, 2, 16), torch.randn(16)
+ERRORS = [
+    ((Q, K[..., :8], W), {}, RuntimeError, r"inputs\[1\] must end in 16 columns as inputs\[0\] does, got"),
+    ((Q, K.int(), W), {}, RuntimeError, r"inputs\[1\] must be float16, bfloat16, float32 or float64, got torch.int32"),
+    ((Q, K.to("meta"), W), {}, RuntimeError, r"inputs\[1\] must be on cpu as inputs\[0\] is, got meta"),
+    ((Q, 3, W), {}, TypeError, "k must be a tensor, got int"),
+    ((Q, K, W, [1.0]), {}, TypeError, "k_weight must be a tensor, got list"),
+    ((Q, K.to_sparse(), W), {}, RuntimeError, "k must be a strided tensor, got one that is torch.sparse_coo"),
+    ((Q, K, W), {"norm": "batch"}, ValueError, "norm must be one of rms, layer, got 'batch'"),
+    ((Q, K, W), {"rounding": "up"}, ValueError, "rounding must be one of once, x_hat, got 'up'"),
+    ((Q, K, W), {"heads_dim": 1}, ValueError, "heads_dim must be -2 or -3, got 1"),
+    ((Q, K, W, W, "small"), {}, TypeError, "eps must be a number, got 'small'"),
+    ((Q, K, W), {"rotary": ROTARY}, TypeError, "rotary must be a pair of tensors, cos and sin, got Tensor"),
+    (
+        (Q, K, W),
+        {"rotary": (ROTARY, ROTARY[:, :8])},
+        RuntimeError,
+        r"sin must have the shape of cos, \(5, 1, 16\), got",
+    ),
+    ((Q, K, W), {"rotary": (ROTARY[:4],) * 2}, RuntimeError, r"cos must broadcast against the rows of inputs\[0\], "),
+    ((Q, K, W), {"rotary": (ROTARY,) * 2, "rotary_dim": 12}, RuntimeError, "cos must have 12 columns or half as many"),
+    ((Q, K, W), {"rotary": (ROTARY[:, :5],) * 2}, RuntimeError, "rotary_dim must be even and from 2 to 16, got 5"),
+    ((Q, K, W), {"rotary_dim": 8}, RuntimeError, "rotary_dim needs cos and sin, got 8 without them"),
+    (
+        (Q, K, torch.randn(7)),
+        {},
+        RuntimeError,
+        r"weights and biases must have shape \(16,\), \(4, 16\) or \(64,\), got",
+    ),
+    (
+        (Q, K, W),
+        {"rotary": (ROTARY.clone().requires_grad_(), ROTARY)},
+        RuntimeError,
+        "cos must not require grad, because",
+    ),
+]
+
+
+@pytest.mark.parametrize("arguments, named, kind, message", ERRORS, ids=range(len(ERRORS)))
+def test_bad_arguments_are_refused_in_one_sentence(arguments, named, kind, message):
+    for grad in (False, True):
+        q = arguments[0].detach().requires_grad_(grad)
+        with pytest.raises(kind, match=f"^(qk_norm|head_norm_fwd|fusednorm::head_norm_fwd.*): {message}") as found:
+            fusednorm.qk_norm(q, *arguments[1:], **named)
+        assert "\n" not in str(found.value) or kind is not RuntimeError
+
+
+def test_packed_tensors_of_wrong_sizes_are_refused():
+    with pytest.raises(
+        RuntimeError, match="^qk_norm_packed: qkv must end in a multiple of 8 columns, got \\(3, 63\\)$"
+    ):
+        fusednorm.qk_norm_packed(torch.randn(3, 63), 4, 2)
+    with pytest.raises(RuntimeError, match="heads a multiple of kv_heads if grouped, got 3 and 2$"):
+        fusednorm.qk_norm_packed(torch.randn(3, 70), 3, 2, grouped=True)
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[4]], ids=str)
+def test_opcheck(case):
+    case = replace(case, dtype=FP32)
+    given, (cos, sin) = case.tensors(), case.tables()
+    inputs, weights = [given["q"], given["k"]], [given["q_weight"], None]
+    cos, sin = (each if each.dim() == 4 else each.unsqueeze(-2) for each in (cos, sin))
+    named = {"layer": True, "interleaved": case.interleaved, "rotary_dim": case.rotary}
+    operands = weights, [None, None], cos, sin, EPS
+    torch.library.opcheck(OPS.head_norm_fwd.default, (inputs, *operands), named)
+    mask = [True, False, True, True, True, True]
+    torch.library.opcheck(OPS.head_norm_bwd.default, (inputs[::1], inputs, *operands, mask), named)
+    qkv = torch.randn(3, 8 * case.cols, requires_grad=True)
+    grads = [torch.randn(3, heads, case.cols) for heads in (4, 2, 2)]
+    operands = [None, given["k_weight"]], [None, None], None, None, None
+    torch.library.opcheck(OPS.head_norm_bwd_packed.default, (grads, qkv, *operands, [True] * 5, 4, 2, False), {})
+
+
+def test_module_has_the_parameters_of_its_state_dict_and_runs_the_function():
+    module = fusednorm.QKNorm(16, EPS, bias=True, norm="layer", dtype=FP64, weight_offset=1.0)
+    assert list(module.state_dict()) == ["q_weight", "q_bias", "k_weight", "k_bias"]
+    case = HeadCase(norm="layer", rotary=16, weight_offset=1.0)
+    given = case.tensors() | dict(module.named_parameters())
+    assert all(map(torch.equal, module(given["q"], given["k"], case.tables()), case.run(given)))
+    assert torch.equal(module.q_weight, torch.zeros(16, dtype=FP64)) and "norm='layer'" in repr(module)
+    assert fusednorm.QKNorm([(64,), (32,)])(Q, K)[1].shape == K.shape
+    with pytest.raises(ValueError, match="QKNorm: rounding must be one of once, x_hat, got 'up'"):
+        fusednorm.QKNorm(16, rounding="up")
+
+
+def test_compiled_code_has_one_graph_and_the_same_values():
+    torch._dynamo.reset()
+    case = HeadCase(dtype=FP32, rotary=8)
+    given = case.tensors()
+    qkv = torch.randn(2, 5, 8 * 16, requires_grad=True)
+
+    def both(given, qkv):
+        q, k = case.run(given, rotary=tables)
+        return q, k, *fusednorm.qk_norm_packed(qkv, 4, 2, given["q_weight"], None, EPS, rotary=tables)
+
+    tables = case.tables()
+    leaves = given | {"qkv": qkv}
+    want, got = both(given, qkv), torch.compile(both, fullgraph=True, backend="aot_eager")(given, qkv)
+    assert_close(got, want)
+    assert_close(gradients(got, leaves), gradients(want, leaves))
+    torch._dynamo.reset()

@@ -1,0 +1,83 @@
+"""The C++ host side under batch_invariant: programs of their own, packed operands, backwards as their forwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import BF16, make_case, row_strided, unaligned
+from norms import assert_right, backward_of, forward_of
+
+from fusednorm import batch_invariant, functional
+from fusednorm.tools.oracle import make_inputs
+
+CASE = make_case("layer", (5, 4096), (BF16,) * 3)  # of few rows, for which there is another plan
+
+
+def builds_of(gpu, call) -> list:
+    """What a call launches that C++ repeats."""
+    call()
+    gpu.launched.clear()
+    with gpu.repeating():
+        call()
+    return [each.build for each in gpu.launched]
+
+
+@pytest.mark.parametrize("direction", [forward_of, backward_of])
+def test_programs_are_kept_apart_by_the_setting(direction, gpu):
+    op, arguments = direction(CASE, make_inputs(CASE))
+    free = builds_of(gpu, lambda: op(*arguments))
+    with batch_invariant():
+        own = builds_of(gpu, lambda: op(*arguments))
+    assert own != free
+    gpu.launched.clear()
+    with gpu.repeating():
+        op(*arguments)
+    assert [each.build for each in gpu.launched] == free
+
+
+@pytest.mark.parametrize("layout", [row_strided, unaligned, lambda rows: aligned_by_one(rows)])
+def test_rows_that_are_not_packed_are_copied_without_python(layout, gpu):
+    inputs = make_inputs(CASE)
+    op, arguments = forward_of(CASE, inputs, x=layout(inputs.x))
+    with batch_invariant():
+        plain = builds_of(gpu, lambda: forward_of(CASE, inputs)[0](*forward_of(CASE, inputs)[1]))
+        assert builds_of(gpu, lambda: op(*arguments)) == plain
+        (launched,) = gpu.launched
+        outputs = op(*arguments)
+    addresses = [value.address if hasattr(value, "address") else value for value in launched.parameters.values()]
+    assert arguments[0].data_ptr() not in addresses
+    assert_right(CASE, inputs, outputs)
+
+
+def aligned_by_one(tensor):
+    """Contiguous, one element behind an address that is a multiple of 16."""
+    memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
+    return memory[1:].view(tensor.shape).copy_(tensor)
+
+
+def test_a_parameter_that_is_not_aligned_goes_to_python_and_is_copied(gpu):
+    inputs = make_inputs(CASE)
+    op, arguments = forward_of(CASE, inputs, weight=aligned_by_one(inputs.weight))
+    with batch_invariant():
+        for _ in range(2):
+            with gpu.going_to_python("forward"):
+                outputs = op(*arguments)
+    assert_right(CASE, inputs, outputs)
+
+
+def test_a_backward_after_the_block_does_as_its_forward_did(gpu):
+    inputs = make_inputs(CASE)
+    x = inputs.x.clone().requires_grad_()
+
+    def train(of_forward: bool, of_backward: bool):
+        with batch_invariant(of_forward):
+            y = functional.layer_norm(x, (4096,), inputs.weight, inputs.bias)
+        gpu.launched.clear()
+        with batch_invariant(of_backward):
+            torch.autograd.grad(y, x, inputs.grad_out)
+        return [each.build for each in gpu.launched] or ["in Python"]
+
+    free, own = (train(on, on) and train(on, on) for on in (False, True))
+    assert free != own
+    with gpu.repeating(4):
+        assert train(True, False) == own and train(False, True) == free

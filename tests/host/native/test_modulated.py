@@ -1,0 +1,60 @@
+"""Forwards of modulated norms in C++: modulations are read in place, for any number of samples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from norm_forms import FP32, composite, run
+from torch.testing import assert_close
+
+from fusednorm.operands import OPS
+
+COLS = 24
+
+
+def draw(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=FP32)
+
+
+def given(op, samples: int, rows: int) -> dict[str, torch.Tensor | None]:
+    """Scale and gate by sample as slices, and a shift by row. Of a norm behind a layer the gate is the scale."""
+    packed, shape = draw(samples, 6, COLS, seed=1), (samples, rows, COLS)
+    tensors = {"x": draw(*shape, seed=2), "residual": draw(*shape, seed=3), "shift": draw(*shape, seed=4)}
+    tensors |= {"scale": packed[:, 1], "gate": packed[:, 2:3]}
+    names = {slot.name for slot in op.inputs}
+    names = names - {"scale"} | {"gate"} if op.form.finish else names
+    return {name: each for name, each in tensors.items() if name in names} | {
+        "weight": draw(COLS, seed=5),
+        "bias": None,
+    }
+
+
+MODULATED = [op for op in OPS.values() if op.direction == "forward" and op.form and op.form.modulate]
+
+
+@pytest.mark.parametrize("op", MODULATED, ids=lambda op: op.name)
+def test_forwards_are_right_by_python_and_when_repeated_for_more_samples(op, gpu):
+    for samples in (2, 3):
+        tensors = given(op, samples, 5)
+        with torch.no_grad(), gpu.repeating() if samples == 3 else gpu.going_to_python("forward"):
+            got = run(op, tensors)
+        exact = {name: None if each is None else each.double() for name, each in tensors.items()}
+        for ours, right in zip(got, composite(op, exact), strict=True):
+            assert_close(ours, right.float(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("op", MODULATED, ids=lambda op: op.name)
+def test_other_modulations_of_the_same_x_are_other_calls(op, gpu):
+    tensors = given(op, 2, 5)
+    name = "gate" if op.form.finish else "scale"
+    with torch.no_grad():
+        run(op, tensors)
+        for shape in ((COLS,), (2, 5, COLS), (1, 5, COLS)):
+            changed = tensors | {name: draw(*shape, seed=6)}
+            with gpu.going_to_python("forward"):
+                got = run(op, changed)
+            exact = {name: None if each is None else each.double() for name, each in changed.items()}
+            assert_close(got[0], composite(op, exact)[0].float(), atol=1e-4, rtol=1e-4)
+        wrong = tensors | {name: draw(4, COLS, seed=6)}
+        with pytest.raises(RuntimeError, match="scale must have shape"):
+            run(op, wrong)

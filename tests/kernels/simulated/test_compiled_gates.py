@@ -1,0 +1,53 @@
+"""Norms with a gate, by every compiled schedule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from gated import PIPELINED, PORTABLE, SPECIALIZED
+from simulator.host import simulated
+
+import fusednorm
+from fusednorm.planner import heuristics
+
+BACKWARD = {"multi_wave": [PORTABLE[0], PORTABLE[6]], "pipelined": PIPELINED, "warp_specialized": SPECIALIZED}
+FORWARD = {"multi_wave": [PORTABLE[5]], "pipelined": [PIPELINED[0], PIPELINED[3]]}
+
+
+def cases(by_variant: dict) -> list:
+    return [(variant, gated) for variant, each in by_variant.items() for gated in each]
+
+
+def outputs_of(call, sms: int, plan=None):
+    from fusednorm.host import launch
+
+    with simulated("H200", sms) as simulation:
+        prepared = launch.prepare(call, plan)
+        simulation.hand_over(prepared.launches)
+    return prepared.outputs
+
+
+@pytest.mark.parametrize("variant, gated", cases(BACKWARD), ids=str)
+def test_gated_backwards_give_the_gradients_of_autograd_in_float64(variant, gated):
+    with fusednorm.force(variant):
+        gated.check_backward(outputs_of(gated.backward, 8 if gated.cols > 8192 else 2))
+
+
+@pytest.mark.parametrize("variant, gated", cases(FORWARD), ids=str)
+def test_gated_forwards_give_the_oracles_numbers(variant, gated):
+    with fusednorm.force(variant):
+        gated.check_forward(outputs_of(gated.forward, 2))
+
+
+@pytest.mark.parametrize("gated", PIPELINED[:3], ids=str)
+def test_gates_come_by_the_ring_or_not_to_the_same_bits(gated):
+    from fusednorm.host import gpus
+
+    call = gated.backward
+    with simulated("H200", 2):
+        plan = heuristics.outcome("pipelined", call.problem, gated.rows, gpus.spec_of(None)).plan
+    other = replace(plan, rows_in_ring=not plan.rows_in_ring)
+    for one, same in zip(*(outputs_of(call, 2, each) for each in (plan, other)), strict=True):
+        assert one is same is None or torch.equal(one, same)

@@ -1,0 +1,49 @@
+"""Norms with a gate, by the portable kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from cases import guarded_buffers
+from gated import PORTABLE
+
+from fusednorm.host import gpus
+from fusednorm.planner.device import A100
+from fusednorm.planner.plan import ColumnTilePlan, MultiWavePlan
+
+pytest.importorskip("triton")
+PLANS = {
+    "registers": lambda cols: MultiWavePlan(2, 32, -(-cols // 32), 4, 1, 255),
+    "column tiles": lambda cols: ColumnTilePlan(4, 32, 4, 1, 64, 4),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_device(monkeypatch):
+    monkeypatch.setattr(gpus, "spec_of", lambda device: replace(A100, sm_count=2))
+
+
+def outputs_of(call, plan):
+    from fusednorm.host import launch
+
+    with guarded_buffers():
+        prepared = launch.prepare(call, plan)
+        for each in prepared.launches:
+            each.run()
+    return prepared.outputs
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("gated", PORTABLE, ids=str)
+def test_gated_forwards_give_the_oracles_numbers(gated, plan):
+    gated.check_forward(outputs_of(gated.forward, plan(gated.cols)))
+
+
+# Without a gradient of rows there are column tiles only.
+BACKWARD = [(gated, name) for gated in PORTABLE for name in PLANS if any(gated.mask[::3]) or name == "column tiles"]
+
+
+@pytest.mark.parametrize("gated, plan", BACKWARD, ids=str)
+def test_gated_backwards_give_the_gradients_of_autograd_in_float64(gated, plan):
+    gated.check_backward(outputs_of(gated.backward, PLANS[plan](gated.cols)))

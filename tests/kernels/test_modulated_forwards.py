@@ -1,0 +1,73 @@
+"""Forwards of modulated norms, by the portable kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import BF16, EPS, FP16, FP32, FP64, guarded_buffers
+
+from fusednorm import reference
+from fusednorm.host import gpus
+from fusednorm.operands import operands_of
+from fusednorm.planner.device import A100
+from fusednorm.planner.plan import ColumnTilePlan, MultiWavePlan
+from fusednorm.problem import check_forward
+
+pytest.importorskip("triton")
+PLANS = {
+    "registers": lambda cols: MultiWavePlan(2, 32, -(-cols // 32), 4, 1, 255),
+    "column tiles": lambda cols: ColumnTilePlan(4, 32, 4, 1, 64, 4),
+}
+SAMPLES, ROWS = 3, 5
+
+
+def draw(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def given(form: str, cols: int, dtype: torch.dtype, of_modulation: torch.dtype) -> dict:
+    """A scale for each sample in a slice of [B, 3, cols], a shift for each row, and a gate for all rows."""
+    packed, rows = draw(SAMPLES, 3, cols, dtype=of_modulation, seed=1), (SAMPLES, ROWS, cols)
+    tensors = {
+        "scale": packed[:, 1],
+        "shift": draw(*rows, dtype=of_modulation, seed=2),
+        "gate": draw(cols, dtype=of_modulation, seed=3),
+        "residual": draw(*rows, dtype=FP32, seed=4),
+    }
+    names = {
+        "modulated": ("scale", "shift"),
+        "of_sum_modulated": ("residual", "scale"),
+        "of_gated_sum_modulated": ("residual", "gate", "scale", "shift"),
+        "modulated_plus_residual": ("residual", "scale"),
+    }[form]
+    return {"x": draw(*rows, dtype=dtype, seed=5)} | {name: tensors[name] for name in names}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("cols, dtype, of_modulation", [(40, BF16, FP32), (77, FP16, BF16), (64, FP32, FP32)])
+@pytest.mark.parametrize("form", ["modulated", "of_sum_modulated", "of_gated_sum_modulated", "modulated_plus_residual"])
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_modulated_forwards_give_the_numbers_of_the_formula_in_float64(
+    norm, form, cols, dtype, of_modulation, plan, monkeypatch
+):
+    from fusednorm.host import launch
+
+    monkeypatch.setattr(gpus, "spec_of", lambda device: replace(A100, sm_count=2))
+    tensors = given(form, cols, dtype, of_modulation)
+    settings = {"normalized_shape": (cols,), "eps": EPS} | ({"modulate": "tanh"} if form.endswith("residual") else {})
+    if form == "of_gated_sum_modulated":  # and parameters, and the sum as it is before it is rounded
+        more = {"weight": draw(cols, dtype=FP32, seed=6), "bias": draw(cols, dtype=dtype, seed=7)}
+        tensors, settings = tensors | more, settings | {"rounds_sum": False, "weight_offset": 1.0}
+    operands = operands_of(f"{norm}_norm_fwd_{form}", (), tensors | settings)
+    with guarded_buffers():
+        prepared = launch.prepare(check_forward(operands), plan(cols))
+        for each in prepared.launches:
+            each.run()
+    wide = {name: each.to(FP64) for name, each in tensors.items()}
+    exact = reference.formula(operands_of(operands.op, (), wide | settings))
+    for got, want in zip(prepared.outputs, exact, strict=True):
+        if got is not None:
+            epsilon = torch.finfo(got.dtype).eps
+            torch.testing.assert_close(got.double(), want, rtol=epsilon + 2e-6, atol=max(epsilon / 8, 2e-5))
