@@ -195,19 +195,17 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
     )
 
 
-def _dtypes(outputs: tuple[Added, ...]) -> tuple[torch.dtype, ...]:
-    """Of the row tensors that are written beside y or dx."""
-    return tuple([each.value for each in outputs if each.role is Role.ROWS and each.value])
-
-
-def _wanted(outputs: tuple[Added, ...]) -> tuple[int, ...]:
-    """Which of the rows' gradients they are, where that of x is the first."""
+def _beside(added: tuple[Added, ...], outputs: tuple[Added, ...]) -> tuple[tuple, tuple, tuple]:
+    """Of the row tensors that a form has beside x, y, grad_out and dx: the names of those that are read, the dtypes of
+    those that are written, and the places of these among the gradients of rows, where that of x is the first."""
+    if not (added or outputs):
+        return (), (), ()
     rows = [each for each in outputs if each.role is Role.ROWS]
-    return tuple([at for at, each in enumerate(rows, 1) if each.value])
-
-
-def _names(added: tuple[Added, ...]) -> tuple[str, ...]:
-    return tuple([each.name for each in added if isinstance(each.value, RowView)])
+    return (
+        tuple([each.name for each in added if isinstance(each.value, RowView)]),
+        tuple([each.value for each in rows if each.value]),
+        tuple([at for at, each in enumerate(rows, 1) if each.value]),
+    )
 
 
 def output_dtype(operands: Operands, output: Output) -> torch.dtype:
@@ -247,6 +245,7 @@ def check_forward(operands: ForwardOperands) -> ForwardCall:
     cols = math.prod(normalized_shape)
     view, (added, outputs) = _row_view_or_copy(x, len(batch_shape), cols), _added(operands, len(batch_shape), cols)
     views, y_dtype = _views((view,), added), output_dtype(operands, operands.outputs[0])
+    names_in, rows_out, _ = _beside(added, outputs)
     problem = _problem(
         norm,
         "forward",
@@ -258,8 +257,8 @@ def check_forward(operands: ForwardOperands) -> ForwardCall:
         tma_aligned=all([is_tma_aligned(each, cols) for each in views]),
         form=operands.form,
         rows_in=tuple([each.tensor.dtype for each in views[1:]]),
-        rows_out=_dtypes(outputs),
-        names_in=_names(added),
+        rows_out=rows_out,
+        names_in=names_in,
         y_dtype=None if y_dtype == x.dtype else y_dtype,
     )
     return ForwardCall(
@@ -293,8 +292,8 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
     added, outputs = _added(operands, batch_ndim, cols)
     views = _views((view, grad_view), added)
     wants_dx, wants_dw, wants_db = output_mask[:3]
-    rows_out = _dtypes(outputs)
-    stored = (0,) * bool(wants_dx) + _wanted(outputs)
+    names_in, rows_out, stored = _beside(added, outputs)
+    stored = (0,) * bool(wants_dx) + stored
     wants_dx = bool(wants_dx or rows_out)
     residual = _packed(residual_grad) if wants_dx and residual_grad is not None else None
     problem = _problem(
@@ -314,7 +313,7 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
         form=operands.form,
         rows_in=tuple([each.tensor.dtype for each in views[2:]]),
         rows_out=rows_out,
-        names_in=_names(added),
+        names_in=names_in,
         stored=stored if wants_dx else (0,),
     )
     return BackwardCall(

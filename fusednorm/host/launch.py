@@ -164,10 +164,13 @@ def _with_added(launches: list[Launch], call: Call, first_output: int) -> list[L
 
 def _with_rest(launches: list[Launch], call: BackwardCall) -> list[Launch]:
     """The launches with what some backwards read: gradients that are added to dx, and the bias."""
-    rest = {"added": call.added_rows or None, "bias_ptr": call.bias}
+    rest: dict[str, Operand] = {"added": call.added_rows} if call.added_rows else {}
+    rest |= {} if call.bias is None else {"bias_ptr": call.bias}
+    if not rest:
+        return launches
     found = []
     for each in launches:
-        named = {name: value for name, value in rest.items() if value is not None and name in each.kernel.arg_names}
+        named = {name: value for name, value in rest.items() if name in each.kernel.arg_names}
         found.append(replace(each, named=named | each.named) if named else each)
     return found
 

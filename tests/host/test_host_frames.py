@@ -17,7 +17,7 @@ from fusednorm.planner.device import H200
 from fusednorm.tools.oracle import make_inputs
 
 OPS = torch.ops.fusednorm
-MOST_OF_A_FIRST_CALL, MOST_OF_A_REPEATED_CALL = 250, 19
+MOST_OF_A_FIRST_CALL, MOST_OF_A_REPEATED_CALL = 275, 20
 PACKAGE = str(Path(fusednorm.__file__).parent)
 NOTHING = "".format  # takes any arguments, and has no frame
 
