@@ -27,10 +27,11 @@ layer_norm_fwd_times_gate, rms_norm_fwd_times_gate
 layer_norm_bwd_of_gated, rms_norm_bwd_of_gated, layer_norm_bwd_times_gate, rms_norm_bwd_times_gate
     gradients of x, weight, bias and gate, from x and gate
 layer_norm_fwd_modulated, rms_norm_fwd_modulated
-    y = u * (1 + scale) + shift, with u as y of *_fwd_affine; rounds_steps rounds u, 1 + scale and their product, too
-layer_norm_fwd_of_sum_modulated, layer_norm_fwd_of_gated_sum_modulated, rms_norm_fwd_of_sum_modulated,
-rms_norm_fwd_of_gated_sum_modulated
-    the same of new_residual = residual + x or residual + gate * x
+    y = u * (1 + scale) + shift, with u as y of `*_fwd_affine`; rounds_steps rounds u, 1 + scale and their product, too
+layer_norm_fwd_of_sum_modulated, rms_norm_fwd_of_sum_modulated
+    the same of new_residual = residual + x
+layer_norm_fwd_of_gated_sum_modulated, rms_norm_fwd_of_gated_sum_modulated
+    the same of new_residual = residual + gate * x
 layer_norm_fwd_modulated_plus_residual, rms_norm_fwd_modulated_plus_residual
     u * factor + residual, where modulate names the factor: the scale ("identity"), its tanh, or 1 + scale ("one_plus")
 layer_norm_bwd_modulated, rms_norm_bwd_modulated
