@@ -51,6 +51,7 @@ BATCH = 24  # problems that are compiled at once
 NEIGHBOURHOOD, LEAST_WEIGHT = 0.1, 0.01  # octaves over which times are averaged, against noise
 UNKNOWN_LOSS = 0.05  # of a family that was not measured at a neighbouring width
 TOLERANCE = 0.02  # by which a plan may be slower that is the fastest for fewer rows: it saves a build
+MOST_PLANS = 6  # of a width; if it wants more, the tolerance grows
 STEPS = 8  # row counts that are looked at from one that was measured to the next
 
 
@@ -223,8 +224,7 @@ def _ranges(cols: int, widths: Widths, predict: Callable[[Plan, float], float], 
     both, in proportion to the rows."""
     counts = sorted(widths[cols])
     smoothed = {rows: _smoothed(cols, rows, widths) for rows in counts}
-    found: list[tuple[float, Plan]] = []
-    last = 0.0
+    costs = []
     for low, high in itertools.pairwise((*counts, counts[-1] + 1)):
         for step in range(STEPS if high in smoothed else 1):
             rows = low * (high / low) ** (step / STEPS)
@@ -235,16 +235,27 @@ def _ranges(cols: int, widths: Widths, predict: Callable[[Plan, float], float], 
                 ends = ((low, 1 - share), (high, share)) if step else ((low, 1),)
                 lacks = sum(part * (smoothed[end][family] - predict(plan, end)) for end, part in ends)
                 cost[plan] = predict(plan, rows) + lacks
-            best = min(cost, key=cost.__getitem__)
-            before = found[-1][1] if found else best
-            if before in cost and cost[before] <= cost[best] * (1 + TOLERANCE):
-                best = before
-            if found and best == before:
-                found.pop()
-            elif found:
-                found[-1] = round(math.sqrt(last * rows) / sms, 1), before
-            found.append((math.inf, best))
-            last = rows
+            costs.append((rows, cost))
+    tolerances = (TOLERANCE * 1.5**step for step in range(20))
+    tries = (_few_plans(costs, tolerance, sms) for tolerance in tolerances)
+    return next((found for found in tries if len(found) <= MOST_PLANS), ((math.inf, text_of(min(cost, key=cost.get))),))
+
+
+def _few_plans(costs: list[tuple[float, dict[Plan, float]]], tolerance: float, sms: int) -> table.Ranges:
+    """From the times of plans, by rows: a plan stays until it is slower than the fastest by more than `tolerance`."""
+    found: list[tuple[float, Plan]] = []
+    last = 0.0
+    for rows, cost in costs:
+        best = min(cost, key=cost.__getitem__)
+        before = found[-1][1] if found else best
+        if before in cost and cost[before] <= cost[best] * (1 + tolerance):
+            best = before
+        if found and best == before:
+            found.pop()
+        elif found:
+            found[-1] = round(math.sqrt(last * rows) / sms, 1), before
+        found.append((math.inf, best))
+        last = rows
     return tuple((most, text_of(plan)) for most, plan in found)
 
 

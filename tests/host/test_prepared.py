@@ -251,7 +251,7 @@ def test_many_row_counts_are_launched_as_each_would_be_by_itself(norm, cols, mas
         programs.add(first(arguments))
         assert_launches_as_by_itself(arguments, launched, monkeypatch)
     problem = (check_forward if mask is None else check_backward)(arguments).problem
-    assert len(programs) <= len(choice.choices(problem, H200)) <= 5
+    assert len(programs) <= len(choice.choices(problem, H200)) <= 7
     assert len(prepared.kind_of(key.look(arguments)[0]).by_shape) <= prepared.KEPT_SHAPES
 
 

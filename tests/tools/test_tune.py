@@ -46,6 +46,12 @@ def test_a_plan_that_is_much_slower_for_more_rows_is_left_soon_after_the_rows_at
     assert 132 * most < 4096 and (first, last) == (text_of(PLANS[0]), text_of(PLANS[1]))
 
 
+def test_a_width_has_few_plans_however_many_row_counts_want_their_own():
+    cells = [cell(1 << count, count % len(PLANS)) for count in range(12)]
+    ((found,),) = (found.values() for found in tune.widths_of(cells, H200, table.coefficients(H200)).values())
+    assert 1 <= len(found) <= tune.MOST_PLANS < len({at % len(PLANS) for at in range(12)})
+
+
 @pytest.mark.parametrize(("own_us", "wanted"), [(5.4, 0), (9.0, 1)])
 def test_neighbouring_widths_decide_where_a_width_has_no_clear_winner_and_nowhere_else(own_us, wanted):
     first, second = Family.of(PLANS[0]), Family.of(PLANS[1])
