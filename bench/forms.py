@@ -3,7 +3,7 @@
     python -m bench.forms --shapes 16384x4096 8192x8192 --forms of_sum --residual-dtype fp32
 
 Candidates: ours; "plain", our norm without the form, where the form moves no more tensors; the form written out, in
-eager mode and by torch.compile; Liger and QuACK where they are installed and have the form. The floor is a stream
+eager mode and by torch.compile; Liger, QuACK and FLA where they are installed and have the form. The floor is a stream
 kernel for each direction with the same large reads and writes. Every candidate is compared with float64 first. One JSON
 line per candidate goes to forms.jsonl. Exit code 1 if a result is wrong, 2 without a CUDA GPU.
 """
@@ -39,9 +39,12 @@ OURS = {
     "affine": ("affine_layer_norm", "affine_rms_norm"),
     "of_sum": ("add_layer_norm", "add_rms_norm"),
     "plus_residual": ("layer_norm_add", "rms_norm_add"),
+    "of_gated": ("layer_norm_gated", "rms_norm_gated"),
+    "times_gate": ("layer_norm_gated", "rms_norm_gated"),
     "modulated_plus_residual": ("layer_norm_add", "rms_norm_add"),
     **dict.fromkeys(("modulated", "of_sum_modulated", "of_gated_sum_modulated"), ("ada_layer_norm", "ada_rms_norm")),
 }
+SETTINGS = {"of_gated": {"norm_before_gate": False}, "modulated_plus_residual": {"gate_activation": "tanh"}}
 WAYS = "forward", "backward", "both"
 FLOOR, BLOCK = "floor", 4096  # elements of a CTA of the floor
 FACTOR = 1.5  # of the error of the form written out
@@ -62,7 +65,7 @@ class FormCase:
 
     @property
     def fields(self) -> dict[str, Any]:
-        has_residual = "residual" in self.names
+        has_residual = len(self.rows_in) > 1
         of_samples = {"samples": self.samples, "modulation_dtype": dtype_name(self.modulation_dtype)}
         return (of_samples if self.modulations else {}) | {
             "norm": self.norm,
@@ -76,11 +79,14 @@ class FormCase:
 
     @property
     def names(self) -> list[str]:
-        """Of the tensors: x, a residual, the parameters. A norm that is modulated before a layer has none."""
-        rows = [slot.name for slot in self.slots if slot.role is Role.ROWS]
+        """Of the tensors: x, a residual or a gate, the parameters. A norm that is modulated before a layer has none."""
         if self.form.endswith("modulated"):
-            return [*rows, *self.modulations]
-        return [*rows, "weight", *(["bias"] if self.norm == "layer" else []), *self.modulations]
+            return [*self.rows_in, *self.modulations]
+        return [*self.rows_in, "weight", *(["bias"] if self.norm == "layer" else []), *self.modulations]
+
+    @property
+    def rows_in(self) -> list[str]:
+        return [slot.name for slot in self.slots if slot.role is Role.ROWS]
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -93,9 +99,10 @@ class FormCase:
 
     def inputs(self, device: str = "cuda") -> dict[str, Tensor]:
         generator = torch.Generator(device).manual_seed(0)
-        dtypes = {"residual": self.residual_dtype} | dict.fromkeys(self.modulations, self.modulation_dtype)
+        dtypes = dict.fromkeys(self.rows_in[1:], self.residual_dtype)
+        dtypes |= dict.fromkeys(self.modulations, self.modulation_dtype)
         rows = (self.samples, self.rows // self.samples, self.cols) if self.modulations else (self.rows, self.cols)
-        shapes = {"x": rows, "residual": rows} | dict.fromkeys(self.modulations, (self.samples, 1, self.cols))
+        shapes = dict.fromkeys(self.rows_in, rows) | dict.fromkeys(self.modulations, (self.samples, 1, self.cols))
         made = {}
         for name in self.names:
             shape = shapes.get(name, (self.cols,))
@@ -105,7 +112,7 @@ class FormCase:
 
 def ours(case: FormCase, given: dict[str, Tensor]) -> Outputs:
     function = getattr(fusednorm, OURS[case.form][case.norm == "rms"])
-    settings = {"gate_activation": "tanh"} if case.form == "modulated_plus_residual" else {}
+    settings = SETTINGS.get(case.form, {})
     return as_tuple(function(**given, eps=EPS, weight_offset=case.weight_offset, **settings))
 
 
@@ -116,15 +123,18 @@ def plain(case: FormCase, given: dict[str, Tensor]) -> Outputs:
 
 def written(case: FormCase, given: dict[str, Tensor]) -> Outputs:
     """As models write it."""
-    h, residual, gate, before = given["x"], given.get("residual"), given.get("gate"), case.form.startswith("of_")
+    h, residual, before = given["x"], given.get("residual"), case.form.startswith(("of_sum", "of_gated_sum"))
+    gate, row_gate = (given.get("gate") if "gate" in names else None for names in (case.modulations, case.rows_in))
     h = h * gate if before and gate is not None else h
     h = (h + residual).to(residual.dtype) if before else h
     wide = h if h.dtype == torch.float64 else h.float()
+    factor = None if row_gate is None else torch.nn.functional.silu(row_gate.to(wide.dtype))
+    wide = wide * factor if case.form == "of_gated" else wide
     centered = wide - wide.mean(-1, keepdim=True) if case.norm == "layer" else wide
     u = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + EPS)
     u = u * (case.weight_offset + given["weight"].to(u.dtype)) if "weight" in given else u
     u = u + given["bias"].to(u.dtype) if "bias" in given else u
-    y = u.to(given["x"].dtype)
+    y = (u * factor if case.form == "times_gate" else u).to(given["x"].dtype)
     if "scale" in given:
         y = (y * (1 + given["scale"]) + given["shift"]).to(y.dtype)
     y = y * gate.tanh() if gate is not None and not before else y
@@ -148,7 +158,17 @@ def quack(case: FormCase, given: dict[str, Tensor]) -> Outputs:
     return as_tuple(rmsnorm(**given, eps=EPS, prenorm=case.form == "of_sum", **more))
 
 
+def fla(case: FormCase, given: dict[str, Tensor]) -> Outputs:
+    from fla.modules.norm import fused_norm_gate, layernorm_gated
+
+    x, gate, weight, bias = (given.get(name) for name in ("x", "gate", "weight", "bias"))
+    if case.form == "of_gated":
+        return (layernorm_gated.layernorm_fn(x, weight, bias, gate, EPS, None, False, case.norm == "rms"),)
+    return (getattr(fused_norm_gate, f"{case.norm}_norm_gated")(x, gate, weight, bias, eps=EPS),)
+
+
 PEERS = {"liger": ("liger_kernel", liger), "quack": ("quack", quack)}
+GATED_PEERS = {"fla": ("fla", fla)}
 
 
 def as_tuple(outputs: Tensor | Outputs) -> Outputs:
@@ -160,9 +180,9 @@ def candidates(case: FormCase) -> dict[str, Callable[[FormCase, dict[str, Tensor
     found = {"ours": ours, "inductor": lambda _, given: compiled(given), "eager": written}
     if case.form == "affine":
         found["plain"] = plain
-    if case.norm == "rms" and case.form in ("affine", "of_sum"):
-        found |= {name: call for name, (module, call) in PEERS.items() if packages.missing(module, module) is None}
-    return found
+    peers = PEERS if case.norm == "rms" and case.form in ("affine", "of_sum") else {}
+    peers = GATED_PEERS if "gate" in case.rows_in and not case.weight_offset else peers
+    return found | {name: call for name, (module, call) in peers.items() if packages.missing(module, module) is None}
 
 
 @triton.jit
@@ -180,10 +200,11 @@ def floors(case: FormCase, given: dict[str, Tensor], outputs: Outputs) -> dict[s
     """For each direction, stream kernels with its large reads and writes. A residual behind a norm is no operand of a
     backward: its gradient is dy. dx is written once, in the widest dtype of x and a residual before it, and that of a
     gated branch apart."""
-    x, residual = given["x"].detach(), given.get("residual")
-    rows = [x, *([] if residual is None else [residual.detach()])]
+    residual, (x, *others) = given.get("residual"), [given[name].detach() for name in case.rows_in]
+    rows, gates = [x, *others], others if "gate" in case.rows_in else []
     made = [torch.empty_like(each) for each in outputs]
-    of_sum, branch = case.form.startswith("of_"), [x] if "gated" in case.form else []
+    of_sum = case.form.startswith(("of_sum", "of_gated_sum"))
+    branch = [x] if "gated_sum" in case.form else gates
     saved = outputs[1] if of_sum else x
     read = [torch.empty_like(outputs[0]), saved, *([torch.empty_like(saved)] if of_sum else []), *branch]
     dx = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype) if of_sum else x.dtype)

@@ -33,7 +33,9 @@ from .functional import (  # noqa: E402
     affine_layer_norm,
     affine_rms_norm,
     layer_norm_add,
+    layer_norm_gated,
     rms_norm_add,
+    rms_norm_gated,
 )
 from .heads.explanation import explain_qk_norm  # noqa: E402
 from .heads.functional import qk_norm, qk_norm_packed  # noqa: E402
@@ -47,8 +49,10 @@ from .modules import (  # noqa: E402
     AffineRMSNorm,
     LayerNorm,
     LayerNormAdd,
+    LayerNormGated,
     RMSNorm,
     RMSNormAdd,
+    RMSNormGated,
 )
 from .settings.invariance import batch_invariant  # noqa: E402
 from .settings.margin import sm_margin  # noqa: E402
@@ -66,10 +70,12 @@ __all__ = [
     "AffineRMSNorm",
     "LayerNorm",
     "LayerNormAdd",
+    "LayerNormGated",
     "LayerNormFunction",
     "QKNorm",
     "RMSNorm",
     "RMSNormAdd",
+    "RMSNormGated",
     "RMSNormFunction",
     "ada_layer_norm",
     "ada_rms_norm",
@@ -85,10 +91,12 @@ __all__ = [
     "force",
     "functional",
     "layer_norm_add",
+    "layer_norm_gated",
     "layers",
     "qk_norm",
     "qk_norm_packed",
     "rms_norm_add",
+    "rms_norm_gated",
     "sm_margin",
     "warmup",
 ]

@@ -24,6 +24,7 @@ from torch.overrides import has_torch_function
 
 from . import ops, reference, sharding
 from .forcing import asked_variants, force
+from .forms import PLAIN
 from .host import native, prepared, torch_compat
 from .host.kernel_devices import runs_kernels
 from .host.key import PLAIN_TYPES
@@ -113,7 +114,15 @@ class NodeInfo(NamedTuple):
         """The outputs of the backward op by name, or those of operations that can be differentiated if the statistics
         are inside the node and this backward is itself recorded. more: gradients of outputs that the backward op takes
         beside that of y, by the names of its operands."""
-        operands = backward_of(
+        operands = self.operands(grad_y, saved, mask, more)
+        if self.statistics_inside and torch.is_grad_enabled():
+            grads = differentiable_backward(operands, self.eps)
+        else:
+            grads = self._backward(operands)
+        return dict(zip([each.name for each in operands.outputs], grads, strict=True))
+
+    def operands(self, grad_y, saved: dict[str, Tensor | None], mask, more: dict[str, Tensor]) -> BackwardOperands:
+        return backward_of(
             self.op,
             **saved,
             normalized_shape=self.normalized_shape,
@@ -122,11 +131,6 @@ class NodeInfo(NamedTuple):
             **self.settings,
             **more,
         )
-        if self.statistics_inside and torch.is_grad_enabled():
-            grads = differentiable_backward(operands, self.eps)
-        else:
-            grads = self._backward(operands)
-        return dict(zip([each.name for each in operands.outputs], grads, strict=True))
 
     def _backward(self, operands: BackwardOperands) -> Outputs:
         if not torch.compiler.is_dynamo_compiling():
@@ -168,11 +172,10 @@ class NormFunction(Function):
         more = {name: grad for name, grad in zip(by.grads, behind, strict=True) if grad is not None}
         mask = tuple([any([wanted[at] for at in ats]) for ats in by.mask])
         grads = {"grad_out": grad_y}
-        has_branch, of_dh = "branch" in saved, None
-        if any(each is not None for each in of_statistics) and (mask[0] or has_branch):
+        has_branch, has_statistics = "branch" in saved, any(each is not None for each in of_statistics)
+        if has_statistics and has_branch:  # more depends on dh than dx
             statistics = saved.get("mean"), saved["rstd"], *of_statistics
             of_dh = reference.statistics_backward_formula(saved["x"], info.normalized_shape, *statistics)
-        if of_dh is not None and has_branch:  # more depends on dh than dx
             more["residual_grad"] = of_dh + more["residual_grad"] if "residual_grad" in more else of_dh
         if grad_y is None and all(more.get(name) is None or at in by.passed for at, name in enumerate(by.grads)):
             for at in by.passed:  # the norm adds nothing to these gradients
@@ -183,8 +186,12 @@ class NormFunction(Function):
         elif grad_y is not None or more:
             grad_y = torch.zeros_like(saved["x"]) if grad_y is None else grad_y
             grads |= info.backward(grad_y, saved, mask, more)
-        if of_dh is not None and not has_branch:
-            grads["dx"] = of_dh if grads.get("dx") is None else grads["dx"] + of_dh
+        if has_statistics and not has_branch:
+            operands = info.operands(grad_y, saved, mask, {})
+            found = reference.statistics_gradients(operands, *of_statistics)
+            for name, each in zip([output.name for output in operands.outputs], found, strict=True):
+                if each is not None:
+                    grads[name] = each if grads.get(name) is None else grads[name] + each
         return *[grads.get(name) if want else None for name, want in zip(by.gradients, wanted, strict=True)], None, None
 
 
@@ -194,7 +201,8 @@ _record = torch_compat.record(NormFunction)  # skips torch.func's checks: no cal
 def differentiable_backward(operands: BackwardOperands, eps: float | None) -> Outputs:
     """The outputs of a backward that is itself differentiated, of a node that keeps the statistics inside. They are
     computed again, because gradients flow through them."""
-    forward = ForwardOperands(operands.norm, operands.x, operands.normalized_shape, eps=eps)
+    h = reference.row_of(operands.form or PLAIN, operands.x, getattr(operands, "gate", None))
+    forward = ForwardOperands(operands.norm, h, operands.normalized_shape, eps=eps)
     _, mean, rstd, *_ = reference.formula(forward)
     operands = operands._replace(mean=mean, rstd=rstd)
     return call_op(
@@ -461,4 +469,4 @@ for _op in OPS.values():
 layer_norm_fwd, rms_norm_fwd = IMPLEMENTATIONS["layer_norm_fwd"], IMPLEMENTATIONS["rms_norm_fwd"]
 
 if native.extension:
-    native.install("CUDA", above_autograd, ops, reference.statistics_backward_formula, differentiable_backward)
+    native.install("CUDA", above_autograd, ops, reference.statistics_gradients, differentiable_backward)

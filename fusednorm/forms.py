@@ -68,6 +68,6 @@ class FormSpec(NamedTuple):
 
 
 PLAIN = FormSpec()
-CHOICES = {"modulate": MODULATE}  # the values of fields that operands set by name
+CHOICES = {"modulate": MODULATE, "activation": ACTIVATIONS}  # the values of fields that operands set by name
 ROUNDINGS = {"once": False, "x_hat": True}  # FormSpec.rounds_x_hat, as callers name it
 STEPS = "steps"  # FormSpec.rounds_steps, as callers of modulated norms name it

@@ -325,6 +325,57 @@ def _modulated(op, x, rows, weight, bias, eps, normalized_shape, weight_offset, 
     return of_form(op, x, rows, weight, bias, eps, normalized_shape, weight_offset, of_x_hat, (*more, steps))
 
 
+def layer_norm_gated(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    activation: str = "silu",
+    norm_before_gate: bool = True,
+    normalized_shape: Sequence[int] | None = None,
+    weight_offset: float = 0.0,
+    rounding: str = "once",
+) -> Tensor:
+    """LayerNorm with a gate of x's shape: the norm of x times act(gate), or without norm_before_gate the norm of
+    x * act(gate). act is silu, z * sigmoid(z), or sigmoid, by `activation`.
+
+    All is computed in float32 and rounded once, to x's dtype. The backward is one pass from x, gate and the gradient of
+    y, and gives the gradients of x, gate, weight and bias. gate is read at its own strides. Other arguments, dtypes and
+    errors are those of affine_layer_norm, and ValueError for another activation.
+    """
+    return _gated("layer", x, gate, weight, bias, eps, activation, norm_before_gate,
+                  normalized_shape, weight_offset, rounding)  # fmt: skip
+
+
+def rms_norm_gated(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    activation: str = "silu",
+    norm_before_gate: bool = True,
+    normalized_shape: Sequence[int] | None = None,
+    weight_offset: float = 0.0,
+    rounding: str = "once",
+) -> Tensor:
+    """RMSNorm with a gate, as in Qwen3-Next and Kimi-Linear (norm_before_gate) and in Mamba2 (without). Arguments as
+    layer_norm_gated's; eps None is the machine epsilon of float32 (float64 for float64 x or gate)."""
+    return _gated("rms", x, gate, weight, bias, eps, activation, norm_before_gate,
+                  normalized_shape, weight_offset, rounding)  # fmt: skip
+
+
+def _gated(norm, x, gate, weight, bias, eps, activation, norm_before_gate, *more) -> Tensor:
+    return of_form(gated_op(norm, norm_before_gate), x, (gate,), weight, bias, eps, *more, (activation,))
+
+
+def gated_op(norm: str, norm_before_gate: bool) -> str:
+    return f"{norm}_norm_fwd_{'times_gate' if norm_before_gate else 'of_gated'}"
+
+
 def _of_sum(norm, x, residual, weight, bias, eps, residual_dtype, normalize_rounded, *more) -> tuple[Tensor, Tensor]:
     settings = normalize_rounded, residual_dtype
     return of_form(f"{norm}_norm_fwd_of_sum", x, (residual,), weight, bias, eps, *more, settings)

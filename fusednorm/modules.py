@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import functional
-from .forms import ROUNDINGS, STEPS
+from .forms import ACTIVATIONS, ROUNDINGS, STEPS
 from .host.torch_compat import parameter, quantize_as_stock
 
 
@@ -203,5 +203,29 @@ class AdaRMSNorm(AddRMSNorm):
 class AdaLayerNorm(_OfLayerNorm, AdaRMSNorm):
     """functional.ada_layer_norm as a module, called with (x, scale, shift), a residual and a gate: returns y, or with a
     residual (y, h). Without parameters by default, as in DiT, FLUX and Wan."""
+
+    norm = "layer"
+
+
+class RMSNormGated(_FormNorm):
+    """functional.rms_norm_gated as a module, called with (x, gate)."""
+
+    shown = *_FormNorm.shown, "activation", "norm_before_gate"
+    norm = "rms"
+
+    def __init__(self, *args, activation: str = "silu", norm_before_gate: bool = True, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        if activation not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            raise ValueError(f"{type(self).__name__}: activation must be one of {known}, got {activation!r}")
+        self.activation, self.norm_before_gate = activation, norm_before_gate
+        self.op = functional.gated_op(self.norm, norm_before_gate)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return self._run(x, (gate,), (self.activation,))
+
+
+class LayerNormGated(_OfLayerNorm, RMSNormGated):
+    """functional.layer_norm_gated as a module, called with (x, gate)."""
 
     norm = "layer"

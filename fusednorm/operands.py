@@ -156,6 +156,17 @@ MODULATED_OPS = tuple(
     for norm, statistics in (("layer", (MEAN, RSTD)), ("rms", (RSTD,)))
 )  # fmt: skip
 
+# Norms with a gate of x's shape. Their backwards make the row again from x and the gate.
+ROW_GATE, ROW_DGATE_ = Slot("gate", Role.ROWS, gradient="dgate"), Output("dgate", Role.ROWS, like="gate")
+ACTIVATION = Slot("activation", Role.FORM, default=PLAIN.activation)
+OF_GATED, TIMES_GATE = FormSpec(combine="gate"), FormSpec(finish="gate")
+GATED_OPS = tuple(
+    Op(norm, BACKWARD, (GRAD_OUT, X, SHAPE, ROW_GATE, *statistics, WEIGHT, bias, MASK, WEIGHT_OFFSET, ACTIVATION),
+       (DX_, DWEIGHT_, DBIAS_, ROW_DGATE_), suffix=suffix, form=form)
+    for norm, statistics in (("layer", (MEAN, RSTD)), ("rms", (RSTD,)))
+    for form, suffix, bias in ((OF_GATED, "_of_gated", BIAS_DTYPE), (TIMES_GATE, "_times_gate", BIAS))
+)  # fmt: skip
+
 # The forms. The backward of a sum's is of the sum.
 FORM_SETTINGS = WANTS_STATISTICS, WEIGHT_OFFSET, ROUNDS_X_HAT, Y_DTYPE
 SUM_SETTINGS = ROUNDS_SUM, RESIDUAL_DTYPE
@@ -182,6 +193,8 @@ FORMS = (  # (form, suffix, x and operands behind normalized_shape, settings, y,
      (*SUM_SETTINGS, ROUNDS_STEPS), OF_SUM_Y_, (NEW_RESIDUAL_,), "_modulated"),
     (FormSpec(modulate="identity", finish="add"), "_modulated_plus_residual", (X, ADDED_LAST, SCALE),
      (MODULATE._replace(default="identity"), ROUNDS_STEPS), MODULATED_LAST_Y_, (), "_modulated"),
+    (OF_GATED, "_of_gated", (X, ROW_GATE), (ACTIVATION,), FORM_Y_, (), "_of_gated"),
+    (TIMES_GATE, "_times_gate", (X, ROW_GATE), (ACTIVATION,), Y_._replace(dtype="y_dtype"), (), "_times_gate"),
 )  # fmt: skip
 FORM_OPS = tuple(
     Op(
@@ -191,7 +204,7 @@ FORM_OPS = tuple(
     for norm, eps, statistics in (("layer", EPS, (MEAN_, RSTD_)), ("rms", DEFAULT_EPS, (RSTD_,)))
     for form, suffix, (x, *operands), settings, y, outputs, backward in FORMS
 )  # fmt: skip
-OPS: dict[str, Op] = {op.name: op for op in (*PLAIN_OPS, *MODULATED_OPS, *FORM_OPS)}
+OPS: dict[str, Op] = {op.name: op for op in (*PLAIN_OPS, *MODULATED_OPS, *GATED_OPS, *FORM_OPS)}
 
 
 def _together(parts: Sequence[tuple], last: tuple = ()) -> tuple:

@@ -20,6 +20,12 @@ layer_norm_fwd_of_sum, rms_norm_fwd_of_sum
     normalized as it is stored if rounds_sum. residual None: new_residual is a copy of x
 layer_norm_fwd_plus_residual, rms_norm_fwd_plus_residual
     the same of x, plus residual; y has the promoted dtype of both by default
+layer_norm_fwd_of_gated, rms_norm_fwd_of_gated
+    the same of x * act(gate), with act silu or sigmoid by `activation`
+layer_norm_fwd_times_gate, rms_norm_fwd_times_gate
+    the same of x, times act(gate); y has x's dtype
+layer_norm_bwd_of_gated, rms_norm_bwd_of_gated, layer_norm_bwd_times_gate, rms_norm_bwd_times_gate
+    gradients of x, weight, bias and gate, from x and gate
 layer_norm_fwd_modulated, rms_norm_fwd_modulated
     y = u * (1 + scale) + shift, with u as y of *_fwd_affine; rounds_steps rounds u, 1 + scale and their product, too
 layer_norm_fwd_of_sum_modulated, layer_norm_fwd_of_gated_sum_modulated, rms_norm_fwd_of_sum_modulated,

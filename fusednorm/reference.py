@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .forms import PLAIN
+from .forms import PLAIN, FormSpec
 from .operands import FORWARD, ForwardOperands, Operands, Outputs, call_op
 from .planner.norm_problem import accumulation_dtype
 from .problem import BackwardCall, ForwardCall, output_dtype, resolve_eps, spread, stats_shape, validate
@@ -66,7 +66,10 @@ def formula(operands: Operands) -> Outputs:
         return call_op(own, operands)
     if operands.direction == FORWARD:
         return forward_formula(operands)
-    return modulated_backward_formula(operands) if operands.form.modulate else backward_formula(*operands[1:12])
+    form = operands.form
+    if form and "gate" in (form.combine, form.finish):
+        return gated_backward_formula(operands)
+    return modulated_backward_formula(operands) if form.modulate else backward_formula(*operands[1:12])
 
 
 def forward_formula(operands: Operands) -> Outputs:
@@ -76,7 +79,9 @@ def forward_formula(operands: Operands) -> Outputs:
     dtype = accumulation_dtype(*[each.dtype for each in operands.rows])
     y_dtype, _, _, *dtypes = [output_dtype(operands, each) for each in operands.outputs]
     h, added, mean = x.to(dtype), [], None
-    if form.combine:
+    if form.combine == "gate":
+        h = row_of(form, x, operands.gate)
+    elif form.combine:
         h = _plus(_gated(h, operands) if form.combine == "add_gated" else h, operands.residual)
         added = [h.to(each).contiguous() for each in dtypes]
         h = rounded(h, dtypes[0]) if form.rounds_sum else h
@@ -89,8 +94,25 @@ def forward_formula(operands: Operands) -> Outputs:
     x_hat = rounded(centered * rstd, x.dtype) if form.rounds_x_hat else centered * rstd
     u = affine(x_hat, operands.weight, operands.bias, form.weight_offset)
     v = _modulated(u, dtypes[0] if dtypes else x.dtype, operands) if form.modulate else u
-    y = _plus(v, operands.residual) if form.finish else v
+    y = _plus(v, operands.residual) if form.finish == "add" else v
+    if form.finish == "gate":
+        y = v * activated(form, operands.gate.to(dtype))[0]
     return y.to(y_dtype).contiguous(), mean, rstd, *added
+
+
+def activated(form: FormSpec, gate: Tensor) -> tuple[Tensor, Tensor]:
+    """act(gate) and its derivative."""
+    s = torch.sigmoid(gate)
+    slope = s * (1 - s)
+    return (gate * s, s + gate * slope) if form.activation == "silu" else (s, slope)
+
+
+def row_of(form: FormSpec, x: Tensor, gate: Tensor | None = None) -> Tensor:
+    """The row that is normalized, from what a backward has of it: x, which may be a sum, or x and a gate."""
+    if form.combine != "gate" or gate is None:
+        return x
+    dtype = accumulation_dtype(x.dtype, gate.dtype)
+    return x.to(dtype) * activated(form, gate.to(dtype))[0]
 
 
 def layer_norm_formula(
@@ -246,6 +268,44 @@ def _sum_sharers(rows: Tensor, modulation: Tensor, normalized_ndim: int) -> Tens
     shape = spread(modulation, rows.dim(), normalized_ndim).shape
     total = rows[None].sum_to_size(1, *shape).reshape(modulation.shape)
     return total.to(modulation.dtype).contiguous()
+
+
+def gated_backward_formula(operands: Operands) -> Outputs:
+    """(dx, dweight, dbias, dgate) of the backward of a norm with a gate. `backward_formula` says what are independent
+    arguments."""
+    form, x, weight, bias, mask = operands.form, operands.x, operands.weight, operands.bias, operands.output_mask
+    dtype, shape = accumulation_dtype(x.dtype, operands.gate.dtype), operands.normalized_shape
+    (factor, slope), dy = activated(form, operands.gate.to(dtype)), operands.grad_out.to(dtype)
+    h, du = row_of(form, x, operands.gate).to(dtype), dy * factor if form.finish else dy
+    wanted = mask[0] or (mask[3] and form.combine == "gate"), *mask[1:3]
+    statistics = operands.mean, operands.rstd
+    dh, dw, db = backward_formula(du, h, shape, *statistics, weight, bias, wanted, None, dtype, form.weight_offset)
+    dx, dgate = dh, None
+    if form.combine and dh is not None:
+        dx, dgate = dh * factor, dh * x.to(dtype) * slope
+    elif mask[3]:
+        by_row = stats_shape(x.shape[: x.dim() - len(shape)], shape)
+        mean, rstd = (each if each is None else each.reshape(by_row).to(dtype) for each in statistics)
+        x_hat = (h if mean is None else h - mean) * rstd
+        dgate = dy * affine(x_hat, weight, bias, form.weight_offset) * slope
+    dx, dgate = dx if mask[0] else None, dgate if mask[3] else None
+    made = zip((dx, dgate), (operands.dx_dtype or x.dtype, operands.gate.dtype), strict=True)
+    dx, dgate = (None if each is None else each.to(dtype).contiguous() for each, dtype in made)
+    return dx, dw, db, dgate
+
+
+def statistics_gradients(operands: Operands, grad_mean: Tensor | None, grad_rstd: Tensor | None) -> Outputs:
+    """What the gradients of mean and rstd (None if absent) add to the outputs of a backward; None where nothing."""
+    form, x, gate = operands.form or PLAIN, operands.x, getattr(operands, "gate", None)
+    found = dict.fromkeys(each.name for each in operands.outputs)
+    h, statistics = row_of(form, x, gate), (operands.mean, operands.rstd)
+    dh = statistics_backward_formula(h, operands.normalized_shape, *statistics, grad_mean, grad_rstd)
+    if form.combine == "gate":
+        factor, slope = activated(form, gate.to(h.dtype))
+        found |= {"dx": (dh * factor).to(x.dtype), "dgate": (dh * x.to(h.dtype) * slope).to(gate.dtype)}
+    else:
+        found["dx"] = dh
+    return tuple(each if wanted else None for each, wanted in zip(found.values(), operands.output_mask, strict=True))
 
 
 def statistics_backward_formula(

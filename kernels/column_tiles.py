@@ -54,23 +54,9 @@ def load_elements(pointers, start, col, valid):
 
 @triton.jit(do_not_specialize=["rows", "x_inner"])
 def forward_by_column_tiles(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    mean_ptr,
-    rstd_ptr,
-    rows: "i64",
-    cols,
-    eps: "fp64",
-    x_inner: "i64",
-    x_outer_stride: "i64",
-    x_inner_stride: "i64",
-    norm: tl.constexpr,
-    tile: tl.constexpr,
-    rows_in=None,
-    strides_in=None,
-    rows_out=None,
+    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows: "i64", cols, eps: "fp64", x_inner: "i64",
+    x_outer_stride: "i64", x_inner_stride: "i64",
+    norm: tl.constexpr, tile: tl.constexpr, rows_in=None, strides_in=None, rows_out=None,
 ):
     """y of a row that does not fit registers, and mean and rstd unless their pointers are None; one row per CTA. Mean
     (LayerNorm only), variance (the mean of (x - mean)^2) and y take a pass over the row's column tiles each. Only the
@@ -124,28 +110,10 @@ def forward_by_column_tiles(
 
 @triton.jit(do_not_specialize=["num_counters", "rows", "x_inner", "dy_inner"])
 def backward_row_means(
-    dy_ptr,
-    x_ptr,
-    mean_ptr,
-    rstd_ptr,
-    weight_ptr,
-    means_ptr,
-    counters_ptr,
-    num_counters,
-    rows: "i64",
-    cols,
-    x_inner: "i64",
-    x_outer_stride: "i64",
-    x_inner_stride: "i64",
-    dy_inner: "i64",
-    dy_outer_stride: "i64",
-    dy_inner_stride: "i64",
-    mean_stride: "i64",
-    rstd_stride: "i64",
-    norm: tl.constexpr,
-    tile: tl.constexpr,
-    rows_in=None,
-    strides_in=None,
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, means_ptr, counters_ptr, num_counters, rows: "i64", cols,
+    x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64", dy_inner: "i64", dy_outer_stride: "i64",
+    dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
+    norm: tl.constexpr, tile: tl.constexpr, rows_in=None, strides_in=None,
 ):
     """First pass over rows that do not fit registers, one row per CTA: mean(g * x_hat) to means[0, row] and, for
     LayerNorm, mean(g) to means[1, row]. CTA 0 also sets the counters of the second pass to zero. That pass is the next
@@ -187,35 +155,10 @@ def backward_row_means(
 
 @triton.jit(do_not_specialize=["rows", "x_inner", "dy_inner"])
 def backward_by_column_tiles(
-    dy_ptr,
-    x_ptr,
-    mean_ptr,
-    rstd_ptr,
-    weight_ptr,
-    means_ptr,
-    dx_ptr,
-    dw_partial_ptr,
-    db_partial_ptr,
-    dw_ptr,
-    db_ptr,
-    counters_ptr,
-    rows: "i64",
-    cols,
-    x_inner: "i64",
-    x_outer_stride: "i64",
-    x_inner_stride: "i64",
-    dy_inner: "i64",
-    dy_outer_stride: "i64",
-    dy_inner_stride: "i64",
-    mean_stride: "i64",
-    rstd_stride: "i64",
-    norm: tl.constexpr,
-    tile: tl.constexpr,
-    rows_in=None,
-    strides_in=None,
-    rows_out=None,
-    added=None,
-    bias_ptr=None,
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, means_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr,
+    counters_ptr, rows: "i64", cols, x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64", dy_inner: "i64",
+    dy_outer_stride: "i64", dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
+    norm: tl.constexpr, tile: tl.constexpr, rows_in=None, strides_in=None, rows_out=None, added=None, bias_ptr=None,
 ):
     """Second pass: CTA (c, p) owns column tile c (tile.chunk columns) of the row tiles p, p + P, p + 2P, ..., where P
     CTAs share the rows. The row means are for dx only, so this kernel alone computes a backward without dx.

@@ -218,23 +218,9 @@ def write_rows(
 
 @triton.jit(do_not_specialize=["rows", "x_inner"])
 def forward(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    mean_ptr,
-    rstd_ptr,
-    rows: "i64",
-    cols,
-    eps: "fp64",
-    x_inner: "i64",
-    x_outer_stride: "i64",
-    x_inner_stride: "i64",
-    norm: tl.constexpr,
-    tile: tl.constexpr,
-    rows_in=None,
-    strides_in=None,
-    rows_out=None,
+    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows: "i64", cols, eps: "fp64", x_inner: "i64",
+    x_outer_stride: "i64", x_inner_stride: "i64",
+    norm: tl.constexpr, tile: tl.constexpr, rows_in=None, strides_in=None, rows_out=None,
 ):
     """y of the CTA's row tiles (of its only one, with tile.one_tile), and mean and rstd unless their pointers are
     None."""
@@ -258,31 +244,10 @@ def forward(
 
 @triton.jit(do_not_specialize=["rows", "x_inner", "dy_inner"])
 def backward(
-    dy_ptr,
-    x_ptr,
-    mean_ptr,
-    rstd_ptr,
-    weight_ptr,
-    dx_ptr,
-    dw_partial_ptr,
-    db_partial_ptr,
-    rows: "i64",
-    cols,
-    x_inner: "i64",
-    x_outer_stride: "i64",
-    x_inner_stride: "i64",
-    dy_inner: "i64",
-    dy_outer_stride: "i64",
-    dy_inner_stride: "i64",
-    mean_stride: "i64",
-    rstd_stride: "i64",
-    norm: tl.constexpr,
-    tile: tl.constexpr,
-    rows_in=None,
-    strides_in=None,
-    rows_out=None,
-    added=None,
-    bias_ptr=None,
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr, rows: "i64", cols,
+    x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64", dy_inner: "i64", dy_outer_stride: "i64",
+    dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
+    norm: tl.constexpr, tile: tl.constexpr, rows_in=None, strides_in=None, rows_out=None, added=None, bias_ptr=None,
 ):
     """The gradients of the CTA's row tiles, and its row of the dw and db partials."""
     cols = divisible(cols, tile)

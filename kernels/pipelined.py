@@ -41,26 +41,9 @@ def fill_stage(rings, stage, row, tile: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["rows"])
 def forward(
-    x_desc,
-    x_tail_desc,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    mean_ptr,
-    rstd_ptr,
-    rows,
-    cols,
-    eps: "fp64",
-    norm: gl.constexpr,
-    tile: gl.constexpr,
-    num_warps: gl.constexpr,
-    rows_in=None,
-    strides_in=None,
-    rows_out=None,
-    desc_1=None,
-    desc_2=None,
-    tail_desc_1=None,
-    tail_desc_2=None,
+    x_desc, x_tail_desc, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows, cols, eps: "fp64",
+    norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr, rows_in=None, strides_in=None, rows_out=None,
+    desc_1=None, desc_2=None, tail_desc_1=None, tail_desc_2=None,
 ):
     """y of the CTA's row tiles, and mean and rstd unless their pointers are None. A tile is read once from its stage
     and then stays in registers, so the stage is refilled as soon as the statistics are known, before y is stored.
@@ -116,32 +99,10 @@ def read_tiles(rings, stage, reload: gl.constexpr, tile: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["rows"])
 def backward(
-    x_desc,
-    dy_desc,
-    x_tail_desc,
-    dy_tail_desc,
-    mean_ptr,
-    rstd_ptr,
-    weight_ptr,
-    dx_ptr,
-    dw_partial_ptr,
-    db_partial_ptr,
-    rows,
-    cols,
-    mean_stride: "i64",
-    rstd_stride: "i64",
-    norm: gl.constexpr,
-    tile: gl.constexpr,
-    num_warps: gl.constexpr,
-    rows_in=None,
-    strides_in=None,
-    rows_out=None,
-    added=None,
-    bias_ptr=None,
-    desc_1=None,
-    desc_2=None,
-    tail_desc_1=None,
-    tail_desc_2=None,
+    x_desc, dy_desc, x_tail_desc, dy_tail_desc, mean_ptr, rstd_ptr, weight_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr,
+    rows, cols, mean_stride: "i64", rstd_stride: "i64",
+    norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr, rows_in=None, strides_in=None, rows_out=None,
+    added=None, bias_ptr=None, desc_1=None, desc_2=None, tail_desc_1=None, tail_desc_2=None,
 ):
     """The gradients of the CTA's row tiles, and its row of the dw and db partials. A tile is read twice from its stage,
     for the row sums and for dx, and is not kept in registers between; the stage is refilled after the second read. The

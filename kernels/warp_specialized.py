@@ -207,26 +207,10 @@ def parameter_in_smem(ptr, cols, present: gl.constexpr, tile: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["rows"])
 def backward(
-    x_desc,
-    dy_desc,
-    mean_ptr,
-    rstd_ptr,
-    weight_ptr,
-    dx_ptr,
-    dw_partial_ptr,
-    db_partial_ptr,
-    rows,
-    cols,
-    mean_stride: "i64",
-    rstd_stride: "i64",
-    norm: gl.constexpr,
-    tile: gl.constexpr,
-    num_warps: gl.constexpr,
-    rows_in=None,
-    strides_in=None,
-    rows_out=None,
-    added=None,
-    bias_ptr=None,
+    x_desc, dy_desc, mean_ptr, rstd_ptr, weight_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr, rows, cols,
+    mean_stride: "i64", rstd_stride: "i64",
+    norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr, rows_in=None, strides_in=None, rows_out=None,
+    added=None, bias_ptr=None,
 ):
     """The gradients of the CTA's row tiles, and its num_groups rows of the dw and db partials."""
     x_slots = ring.allocate_slots(row_tile.copy_descriptors(x_desc, None, tile), tile)
@@ -241,40 +225,16 @@ def backward(
     bias_ptr = or_else(bias_ptr, rstd_ptr)
     outs = pointers(dx_ptr, rows_out, norm)
     operands = Backward(
-        x_slots,
-        dy_slots,
-        full,
-        empty,
-        statistics,
-        or_empty(rows_in),
-        or_empty(strides_in),
-        or_empty(added),
-        weight_ptr,
-        weight,
-        bias_ptr,
-        bias,
-        outs,
-        partials,
-        rows,
-        cols,
+        x_slots, dy_slots, full, empty, statistics, or_empty(rows_in), or_empty(strides_in), or_empty(added),
+        weight_ptr, weight, bias_ptr, bias, outs, partials, rows, cols
     )
     run_groups(Fill((x_desc, dy_desc), (x_slots, dy_slots), full, empty, rows), operands, norm, tile)
 
 
 @gluon.jit(do_not_specialize=["rows"])
 def forward(
-    x_desc,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    mean_ptr,
-    rstd_ptr,
-    rows,
-    cols,
-    eps: "fp64",
-    norm: gl.constexpr,
-    tile: gl.constexpr,
-    num_warps: gl.constexpr,
+    x_desc, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows, cols, eps: "fp64",
+    norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr,
 ):
     """y of the CTA's row tiles, and mean and rstd unless their pointers are None."""
     x_slots = ring.allocate_slots(row_tile.copy_descriptors(x_desc, None, tile), tile)
@@ -288,7 +248,9 @@ def forward(
         statistics = (or_else(mean_ptr, rstd_ptr), rstd_ptr)
     weight_ptr = or_else(weight_ptr, y_ptr)
     bias_ptr = or_else(bias_ptr, y_ptr)
-    operands = Forward(x_slots, full, empty, weight_ptr, weight, bias_ptr, bias, y_ptr, statistics, rows, cols, eps)
+    operands = Forward(
+        x_slots, full, empty, weight_ptr, weight, bias_ptr, bias, y_ptr, statistics, rows, cols, eps
+    )
     run_groups(Fill((x_desc,), (x_slots,), full, empty, rows), operands, norm, tile)
 
 

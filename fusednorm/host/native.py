@@ -53,7 +53,7 @@ def install(
     key: str,
     above: Callable[[Operands], Outputs],
     ops: Any,
-    statistics_gradient: Callable,
+    statistics_gradients: Callable,
     differentiable_backward: Callable,
 ) -> None:
     """Register all ops, and those that are added later, in C++ at dispatch key `key` ("CUDA") and at the autograd key
@@ -61,17 +61,18 @@ def install(
 
     above                    autograd.above_autograd, the implementation of all ops at the autograd key
     ops                      the module (ops.py) whose `launched` runs calls for which C++ has no program
-    statistics_gradient      reference.statistics_backward_formula
+    statistics_gradients     reference.statistics_gradients
     differentiable_backward  autograd.differentiable_backward, for nodes that keep the statistics inside
     """
     below = _and_program(ops.launched)
 
     def install_op(op: Op) -> None:
-        functions = (functools.partial(_run, each, op) for each in (above, below, differentiable_backward))
-        names = "above", "below", "differentiable_backward"
-        extension.install(_numbers[op.name], key, **dict(zip(names, functions, strict=True)))
+        given = {"above": above, "below": below, "differentiable_backward": differentiable_backward}
+        given["statistics_gradients"] = statistics_gradients
+        functions = {name: functools.partial(_run, each, op) for name, each in given.items()}
+        extension.install(_numbers[op.name], key, **functions)
 
-    extension.start(statistics_gradient=statistics_gradient, kept_kinds=prepared.KEPT_KINDS)
+    extension.start(kept_kinds=prepared.KEPT_KINDS)
     forcing.observe(extension.pause)  # under `force`, calls run in Python
     margin.sm_margin.observe(lambda n: extension.set_sm_margin(n or 0))
     _installers.append(install_op)
@@ -152,7 +153,6 @@ def _connect(forward: Op, backward: Op) -> None:
             else extension.Setting(dtype_of=dtypes[name])
             for name in _settings(backward)
         ],
-        statistics=[inputs.index(each) if each in inputs else None for each in ("mean", "rstd")],
         eps=settings.index("eps"),
     )
 

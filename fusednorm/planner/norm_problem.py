@@ -104,5 +104,6 @@ class NormProblem:
 
 
 def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """Dtype of statistics, accumulators and partials for row tensors of these dtypes: float64 if one is, else float32."""
+    """Dtype of statistics, accumulators and partials for row tensors of these dtypes: float64 if one is, else float32.
+    """
     return torch.float64 if torch.float64 in dtypes else torch.float32

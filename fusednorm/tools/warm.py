@@ -78,23 +78,25 @@ class Wanted(NamedTuple):
         forward = OPS[f"{self.norm}_norm_fwd{self.form}"]
         layer, form = self.norm == "layer", forward.form
         stream = self.residual_dtype or self.dtype
-        total = torch.promote_types(self.dtype, stream) if form.combine else self.dtype
+        total = torch.promote_types(self.dtype, stream) if form.rows_out else self.dtype
         defaults = {slot.name: slot.default for slot in forward.inputs if slot.role is Role.FORM}
         backward, settings = self.direction == BACKWARD, defaults | dict(self.settings)
-        y = torch.promote_types(self.dtype, stream) if form.finish else self.dtype
-        if (settings.get("rounds_x_hat") or settings.get("rounds_steps")) and self.weight_dtype:
+        y = torch.promote_types(self.dtype, stream) if form.finish == "add" else self.dtype
+        rounds = settings.get("rounds_x_hat") or settings.get("rounds_steps")
+        if rounds and self.weight_dtype and form.finish != "gate":
             y = torch.promote_types(y, self.weight_dtype)
         dtypes = {
             "x": total if backward else self.dtype,
             "grad_out": y,
             "residual": stream,
-            "residual_grad": total if form.combine else None if self.form else self.residual_dtype,
+            "residual_grad": total if form.rows_out else None if self.form else self.residual_dtype,
             "weight": self.weight_dtype,
             "bias": self.weight_dtype if self.has_bias and (layer or self.form) else None,
-            "mean": accumulation_dtype(total) if layer else None,
-            "rstd": accumulation_dtype(total),
+            "mean": accumulation_dtype(total, *[stream] * bool(form.rows_in)) if layer else None,
+            "rstd": accumulation_dtype(total, *[stream] * bool(form.rows_in)),
         }
         dtypes |= {slot.operand or slot.name: self.dtype for slot in forward.inputs if slot.role is Role.MODULATION}
+        dtypes |= {slot.name: stream for slot in forward.inputs if slot.role is Role.ROWS and slot.name == "gate"}
         dtypes["branch"] = self.dtype if form.combine == "add_gated" else None
         shapes = {Role.PARAMETER: (self.cols,), Role.STATISTIC: (FEW_ROWS,), Role.MODULATION: (1, self.cols)}
         given: dict[str, Any] = {}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench import forms
-from fusednorm.operands import OPS, operands_of
+from fusednorm.operands import OPS, Role, operands_of
 from fusednorm.problem import check_forward
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -44,10 +44,9 @@ def test_a_floor_moves_the_rows_that_the_planner_counts(form, monkeypatch):
     problem = check_forward(operands_of(f"rms_norm_fwd_{form}", (), names)).problem
     (reads, writes), (back_reads, back_writes) = moved
     rows = zip(problem.names_in, problem.rows_in, strict=True)
-    assert [each.dtype for each in reads[1:]] == [
-        dtype for name, dtype in rows if name not in ("scale", "shift", "gate")
-    ]
+    modulations = {slot.name for slot in of.slots if slot.role is Role.MODULATION}
+    assert [each.dtype for each in reads[1:]] == [dtype for name, dtype in rows if name not in modulations]
     assert [each.dtype for each in writes[1:]] == list(problem.rows_out)
-    gated = "gated" in form
+    gated = "gated_sum" in form or "gate" in of.rows_in
     assert len(back_reads) == 2 + len(problem.rows_out) + gated and len(back_writes) == 1 + gated
     assert OPS[f"rms_norm_fwd_{form}"].form.rows_in == len(reads) - 1

@@ -19,6 +19,7 @@ def test_both_candidates_of_every_call_compute_the_same():
         assert calls[what, "fusednorm"]() is calls[what, "aten"]() is None
 
 
+
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_modules_of_forms_are_timed_with_their_backwards_and_without(norm):
     calls = host_time.calls_of_forms(norm, 3, 8, torch.float32, "cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ FACES = {  # the function and the module of each form
     "rms_norm_fwd_of_sum": (fusednorm.add_rms_norm, fusednorm.AddRMSNorm),
     "layer_norm_fwd_plus_residual": (fusednorm.layer_norm_add, fusednorm.LayerNormAdd),
     "rms_norm_fwd_plus_residual": (fusednorm.rms_norm_add, fusednorm.RMSNormAdd),
+    "layer_norm_fwd_times_gate": (fusednorm.layer_norm_gated, fusednorm.LayerNormGated),
+    "rms_norm_fwd_times_gate": (fusednorm.rms_norm_gated, fusednorm.RMSNormGated),
     "layer_norm_fwd_modulated_plus_residual": (fusednorm.layer_norm_add, fusednorm.LayerNormAdd),
     "rms_norm_fwd_modulated_plus_residual": (fusednorm.rms_norm_add, fusednorm.RMSNormAdd),
 }
@@ -32,6 +35,10 @@ FACES |= {
     )
     for of in ("", "_of_sum", "_of_gated_sum")
 }
+for _norm in ("layer", "rms"):
+    _after = FACES[f"{_norm}_norm_fwd_times_gate"]
+    FACES[f"{_norm}_norm_fwd_of_gated"] = tuple(partial(each, norm_before_gate=False) for each in _after)
+
 forms = pytest.mark.parametrize("op", FORM_OPS, ids=lambda op: op.name)
 
 
@@ -52,8 +59,8 @@ def arguments_of(op: Op) -> list[str]:
 
 
 def leaves(op: Op, *dtypes: torch.dtype, shape=(3, 5, COLS), seed=0, device="cpu") -> dict[str, Tensor]:
-    """x, a residual if the form has one, weight and bias, and modulations: the scale has a row for each sample, the
-    shift one for each token, and the gate one for all tokens if x has but one batch dim."""
+    """x, a residual or a gate if the form has one, weight and bias, and modulations: the scale has a row for each
+    sample, the shift one for each token, and the gate one for all tokens if x has but one batch dim."""
     generator = torch.Generator().manual_seed(seed)
     modulations = {"scale": (*shape[:1], shape[-1]), "shift": shape, "gate": (*shape[:-2], 1, shape[-1])}
     names = [*rows_of(op), "weight", "bias", *modulations_of(op)]
@@ -73,9 +80,10 @@ def run(op: Op, given: dict[str, Tensor | None], **settings: Any) -> tuple[Tenso
 def composite(op: Op, given: dict[str, Tensor | None], offset: float = 0.0) -> tuple[Tensor, ...]:
     """As models write it, in the dtypes of the tensors."""
     h, residual = given["x"], given.get("residual")
-    before, after = bool(op.form.combine), bool(op.form.finish)
+    before, after = bool(op.form.rows_out), op.form.finish == "add"
+    row_gate = given.get("gate") if "gate" in rows_of(op) else None
     gate, scale, shift = (
-        given.get(name) if given.get(name) is None else spread(given[name], h.dim(), 1)
+        spread(given[name], h.dim(), 1) if name in modulations_of(op) and given.get(name) is not None else None
         for name in ("gate", "scale", "shift")
     )
     if before and gate is not None:
@@ -83,13 +91,16 @@ def composite(op: Op, given: dict[str, Tensor | None], offset: float = 0.0) -> t
     if before and residual is not None:
         h = h + residual
     wide = h if h.dtype == FP64 else h.float()
+    if row_gate is not None:
+        factor = torch.nn.functional.silu(row_gate if row_gate.dtype == FP64 else row_gate.float())
+        wide = wide * factor if op.form.combine else wide
     centered = wide - wide.mean(-1, keepdim=True) if op.norm == "layer" else wide
     u = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + EPS)
     if given["weight"] is not None:
         u = u * (offset + given["weight"].to(u.dtype))
     if given["bias"] is not None:
         u = u + given["bias"].to(u.dtype)
-    y = u.to(given["x"].dtype)
+    y = (u * factor if op.form.finish == "gate" else u).to(given["x"].dtype)
     y = y if scale is None else y * (1 + scale)
     y = y if shift is None else y + shift
     y = y * gate if after and gate is not None else y.to(given["x"].dtype)

@@ -14,7 +14,7 @@ from worlds import Log, World, combinations_in, ops_run
 
 import fusednorm
 from fusednorm import sharding
-from fusednorm.operands import FORM_OPS
+from fusednorm.operands import FORM_OPS, Role
 from fusednorm.operands import OPS as TABLE
 
 OPS, ATEN = torch.ops.fusednorm, torch.ops.aten
@@ -73,8 +73,9 @@ class Norms:
             self.rows(got, want)
         for op in FORM_OPS:
             run, more = getattr(OPS, op.name), {}
-            if op.slot("residual"):
-                more["residual"] = self.dist_residual, self.residual
+            for name in ("residual", "gate"):
+                if op.slot(name) and op.slot(name).role is Role.ROWS:
+                    more[name] = self.dist_residual, self.residual
             if op.form.modulate:
                 more |= {name: each for name, each in self.modulations().items() if op.slot(name)}
             got, want = (

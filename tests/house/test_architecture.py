@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "layers": {"functional", "host"},
     "functional": {"autograd", "forms", "host", "operands", "planner", "problem"},
     "autograd": {
-        *("forcing", "host", "namespace", "operands", "ops", "planner", "problem", "reference", "settings"),
+        *("forcing", "forms", "host", "namespace", "operands", "ops", "planner", "problem", "reference", "settings"),
         "sharding",
     },
     "columns": {"host", "kernels", "namespace", "ops", "planner", "problem", "sharding"},

@@ -83,7 +83,7 @@ def test_expected_calls_of_forms_look_as_those_of_their_functions(op, stream, we
 
     _, settings = warm.form_named("warmup", op.suffix[1:], 1.0, rounding)
     monkeypatch.setattr(ops, "first", first)
-    dtypes = (BF16, stream, weight) if "residual" in rows_of(op) else (BF16, weight)
+    dtypes = (BF16, stream, weight) if len(rows_of(op)) > 1 else (BF16, weight)
     given = leaves(op, *dtypes, shape=(16, 4096))
     given |= {name: given[name].detach()[:1].to(BF16).requires_grad_() for name in modulations_of(op)}
     outputs = run(op, given, weight_offset=1.0, rounding=rounding)

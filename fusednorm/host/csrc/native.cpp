@@ -244,11 +244,12 @@ size_t add(const std::string& name, std::vector<Slot> inputs, size_t x, size_t n
 
 // Implements an op at a dispatch key and at autograd's key above it. The functions are Op's.
 void install(size_t number, const std::string& key, py::object above, py::object below,
-             py::object differentiable_backward) {
+             py::object differentiable_backward, py::object statistics_gradients) {
   Op& op = *ops.at(number);
   op.above = std::move(above);
   op.below = std::move(below);
   op.differentiable_backward = std::move(differentiable_backward);
+  op.statistics_gradients = std::move(statistics_gradients);
   runs_cpu_tensors |= key == "CPU";
   implement<run_below>(op, key);
   implement<run_above>(op, "Autograd" + key);
@@ -327,17 +328,14 @@ PYBIND11_MODULE(_native, module) {
   module.def("set_backward", [](size_t forward, size_t backward, std::vector<size_t> saved,
                                 std::vector<optional<size_t>> sources, std::vector<size_t> gradients,
                                 std::vector<size_t> passed, std::vector<Backward::Setting> settings,
-                                std::array<optional<size_t>, 2> statistics, size_t eps) {
+                                size_t eps) {
     ops.at(forward)->backward = Backward{ops.at(backward), std::move(saved), std::move(sources), std::move(gradients),
-                                         std::move(passed), std::move(settings), statistics, eps};
+                                         std::move(passed), std::move(settings), eps};
   }, py::kw_only(), py::arg("forward"), py::arg("backward"), py::arg("saved"), py::arg("sources"),
-     py::arg("gradients"), py::arg("passed"), py::arg("settings"), py::arg("statistics"), py::arg("eps"));
+     py::arg("gradients"), py::arg("passed"), py::arg("settings"), py::arg("eps"));
   module.def("install", &install, py::arg("number"), py::arg("key"), py::kw_only(), py::arg("above"), py::arg("below"),
-             py::arg("differentiable_backward"));
-  module.def("start", [](py::object given, size_t kept) {
-    statistics_gradient = std::move(given);
-    cache.most_kinds = kept;
-  }, py::kw_only(), py::arg("statistics_gradient"), py::arg("kept_kinds"));
+             py::arg("differentiable_backward"), py::arg("statistics_gradients"));
+  module.def("start", [](size_t kept) { cache.most_kinds = kept; }, py::kw_only(), py::arg("kept_kinds"));
   module.def("pause", [](int by) { pauses += by; });
   module.def("set_sm_margin", [](int64_t sms) { sm_margin = sms; });
   module.def("set_invariant", [](bool on) { process_is_invariant = on; });

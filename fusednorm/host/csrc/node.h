@@ -16,7 +16,6 @@
 
 namespace fusednorm {
 
-inline py::object& statistics_gradient = *new py::object;  // a derivative that only Python has; never destroyed
 
 // The outputs of a backward op through the dispatcher.
 inline Outputs dispatch(const Given& given) {
@@ -33,6 +32,8 @@ inline Outputs dispatch(const Given& given) {
       stack.emplace_back(as_flags(number));
     } else if (slot.role == Role::NUMBER) {
       stack.emplace_back(as_number(number));
+    } else if (slot.role == Role::NAME) {
+      stack.emplace_back(names.of(number));
     } else if (slot.role == Role::FLAG) {
       stack.emplace_back(number != 0);
     } else {
@@ -164,16 +165,12 @@ struct NormBackward : torch::autograd::Node {
       for (size_t each : backward.passed)
         if (grad_of[each]->defined()) dx = *grad_of[each];
     }
-    if (mask[DX] && (grad_of[MEAN]->defined() || grad_of[RSTD]->defined())) {
-      auto statistic = [&](size_t which) {
-        auto place = backward.statistics[which];
-        return to_python(place ? *given.tensors[*place] : undefined());
-      };
+    if (grad_of[MEAN]->defined() || grad_of[RSTD]->defined()) {
       py::gil_scoped_acquire gil;
-      Tensor more = to_tensor(statistics_gradient(
-          to_python(given.x()), to_tuple(info.shape), statistic(0), statistic(1), to_python(*grad_of[MEAN]),
-          to_python(*grad_of[RSTD])));
-      dx = dx.defined() ? at::add(dx, more) : more;
+      Outputs more = to_tensors(given.op.statistics_gradients(
+          to_python(*grad_of[MEAN]), to_python(*grad_of[RSTD]), *to_python(given)));
+      for (size_t i = 0; i < more.size(); ++i)
+        if (more[i].defined()) found[i] = found[i].defined() ? at::add(found[i], more[i]) : more[i];
     }
     variable_list made(wanted.size());
     for (size_t i = 0; i < made.size(); ++i)

@@ -51,7 +51,6 @@ struct Backward {
   std::vector<size_t> gradients;  // what each tensor of the forward gets: an output of the op or, counted on, the gradient of an output
   std::vector<size_t> passed;     // the outputs of the forward whose gradients are added to that of x
   std::vector<Setting> settings;  // of the op
-  std::array<optional<size_t>, 2> statistics;  // mean and rstd among the tensors of the op
   size_t eps;                                  // among the settings of the forward
 };
 
@@ -65,7 +64,7 @@ struct Op {
   bool follows_autocast;        // whether dtypes are not those of the arguments under autocast
   // Python's functions of the inputs: the op above autograd; below it, which returns (outputs, program); ATen's op while
   // an Overrides is in force; and a backward that is itself differentiated, of (eps, *inputs).
-  py::object above, below, in_place_of_aten, differentiable_backward;
+  py::object above, below, in_place_of_aten, differentiable_backward, statistics_gradients;
   optional<Backward> backward;  // of a forward
 
   std::vector<Slot> tensors;  // of the inputs

@@ -21,6 +21,7 @@ from cases import BF16, FP16, FP32, FP64
 from fusednorm.kernels import rowmath
 
 from fusednorm import ops, reference
+from fusednorm.forms import FormSpec
 from fusednorm.host import key, launcher, native, prepared, program, triton_compat
 from fusednorm.host.kernel_devices import kernels_on
 from fusednorm.planner.device import H200
@@ -323,6 +324,8 @@ def compute_forward(launched: Launched) -> None:
     names = enumerate(launched.build.norm.rows_in)
     rows = {name: launched.more_rows("rows_in", at).double() for at, name in names}
     (x,), residual, eps = doubles(launched.rows("x")), rows.get("residual"), launched.parameters["eps"]
+    before, after, _ = gates_of(launched, rows.get("gate"))
+    x = x * before
     weight, bias = weight_of(launched), *doubles(launched.tensor("bias", launched.shape()[1:]))
     dtype = x.dtype if form.round_x_hat is rowmath.in_full else launched.rows("x").dtype
     if total is not None:
@@ -343,7 +346,7 @@ def compute_forward(launched: Launched) -> None:
     if form.factor is not None:
         factor = next(name for name, each in rowmath.FACTORS.items() if each is form.factor)
         y = y * reference.FACTORS[factor](rows["scale"]) + rows.get("shift", 0)
-    fill(launched.tensor("y", launched.shape()), y + residual if total is None and residual is not None else y)
+    fill(launched.tensor("y", launched.shape()), y + residual if total is None and residual is not None else y * after)
 
 
 def compute_backward(launched: Launched) -> None:
@@ -352,14 +355,34 @@ def compute_backward(launched: Launched) -> None:
     mean, rstd = doubles(launched.statistic("mean"), launched.statistic("rstd"))
     x = torch.zeros_like(dy) if x is None else x  # a kernel that sums only db does not get x
     offset = {"weight_offset": launched.build.norm.form.weight_offset}
-    dx, *_ = reference.backward_formula(dy, x, (cols,), mean, rstd, weight, None, (True, False, False), **offset)
+    (gate,), (bias,) = doubles(launched.more_rows("rows_in")), doubles(launched.tensor("bias", (cols,)))
+    before, after, slope = gates_of(launched, gate)
+    h, du = x * before, dy * after
+    dh, *_ = reference.backward_formula(du, h, (cols,), mean, rstd, weight, None, (True, False, False), **offset)
     ones = torch.ones_like(x[0])
-    _, dw, db = reference.backward_formula(dy, x, (cols,), mean, rstd, ones, ones, (False, True, True))
+    _, dw, db = reference.backward_formula(du, h, (cols,), mean, rstd, ones, ones, (False, True, True))
     residual = launched.more_rows("added")
-    fill(launched.tensor("dx", launched.shape()), dx if residual is None else dx + residual)
+    dh = dh if residual is None else dh + residual
+    fill(launched.tensor("dx", launched.shape()), dh * before)
+    if gate is not None:
+        x_hat = (h - (0 if mean is None else mean[:, None])) * rstd[:, None]
+        u = x_hat if weight is None else x_hat * (offset["weight_offset"] + weight)
+        u = u if bias is None else u + bias
+        is_before = launched.build.norm.form.combine is rowmath.gated
+        fill(launched.more_rows("rows_out"), (dh * x if is_before else dy * u) * slope)
     for each, total in (("dw", dw), ("db", db)):
         fill(launched.tensor(f"{each}_partial", (cols,)), total)
         fill(launched.tensor(each, (cols,)), total)
+
+
+def gates_of(launched: Launched, gate: torch.Tensor | None):
+    """What a gate multiplies x and u by, and the derivative of its activation."""
+    form = launched.build.norm.form
+    if form.activation is None or gate is None:
+        return 1, 1, None
+    name = next(name for name, each in rowmath.ACTIVATIONS.items() if each is form.activation)
+    factor, slope = reference.activated(FormSpec(activation=name), gate)
+    return (factor, 1, slope) if form.combine is rowmath.gated else (1, factor, slope)
 
 
 def weight_of(launched: Launched) -> torch.Tensor | None:

@@ -23,7 +23,7 @@ SHAPE = 6, COLS
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
 OPS_OF_NODES = [op for op in FORM_OPS if not op.form.modulate]  # the nodes of the others are Python's
 forms = pytest.mark.parametrize("op", OPS_OF_NODES, ids=lambda op: op.name)
-sums = pytest.mark.parametrize("op", [op for op in OPS_OF_NODES if op.form.combine], ids=lambda op: op.name)
+sums = pytest.mark.parametrize("op", [op for op in OPS_OF_NODES if op.form.combine == "add"], ids=lambda op: op.name)
 
 
 def float32(op, seed=0):
@@ -101,7 +101,7 @@ def test_each_gradient_has_its_tensors_dtype_and_was_rounded_once(op, gpu):
         for each, ours, right in zip(given.values(), got, gradients(wanted, exact), strict=True):
             assert ours.dtype == each.dtype
             assert_close(ours.double(), right, atol=2e-2, rtol=2e-2)  # dy is rounded to bfloat16
-    if op.form.combine:  # in bfloat16 the residual's gradient would have eight bits
+    if op.form.combine == "add":  # in bfloat16 the residual's gradient would have eight bits
         assert not torch.equal(got[1], got[1].bfloat16().float())
 
 
@@ -138,7 +138,7 @@ def test_a_stream_may_begin_here(op, gpu):
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_a_residual_that_alone_wants_a_gradient_gets_that_of_y_and_nothing_runs(norm, gpu):
-    op = next(op for op in FORM_OPS if op.norm == norm and op.form.finish)
+    op = next(op for op in FORM_OPS if op.norm == norm and op.form.finish == "add")
     given = {name: each.requires_grad_(name == "residual") for name, each in float32(op).items()}
     run(op, given)
     with gpu.repeating():
@@ -153,9 +153,10 @@ def test_a_node_keeps_what_its_backward_reads(op, gpu):
     given, kept = float32(op), []
     with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each.data_ptr()) or each, lambda each: each):
         outputs = run(op, given)
-    read = [outputs[1] if op.form.combine else given["x"], given["weight"], given["bias"]]
-    assert kept[:3] == [each.data_ptr() for each in read]
-    assert len(kept) == (5 if op.norm == "layer" else 4)  # and the statistics
+    read = [outputs[1] if op.form.combine == "add" else given["x"], given["weight"], given["bias"]]
+    read += [given["gate"]] if "gate" in given else []
+    assert kept[: len(read)] == [each.data_ptr() for each in read]
+    assert len(kept) == len(read) + (2 if op.norm == "layer" else 1)  # and the statistics
 
 
 @sums
