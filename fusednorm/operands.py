@@ -57,6 +57,7 @@ class Slot(NamedTuple):
     default: Any = None
     is_read: bool = True  # whether an output's values depend on its values. If not, only a tensor's dtype matters
     gradient: str | None = None  # of a forward: the backward's output or operand that is its gradient, in its dtype
+    needs: str | None = None  # another operand, without which it means nothing
     operand: str | None = None  # of a forward: the backward's operand that it is, if that has another name
 
     @property
@@ -145,8 +146,8 @@ MODULATE, ROUNDS_STEPS = Slot("modulate", Role.FORM, default="one_plus"), Slot("
 DBRANCH_ = Output("dbranch", Role.ROWS, like="branch")
 DSCALE_, DSHIFT_, DGATE_ = (Output(f"d{name}", Role.MODULATION, like=name) for name in ("scale", "shift", "gate"))
 MODULATED = (
-    SCALE, WEIGHT, BIAS, SHIFT._replace(is_read=False), X._replace(name="branch", optional=True),
-    GATE._replace(optional=True), *RESIDUAL, MODULATE,
+    SCALE, WEIGHT, BIAS, SHIFT._replace(is_read=False), X._replace(name="branch", optional=True, needs="gate"),
+    GATE._replace(optional=True, needs="branch"), *RESIDUAL, MODULATE,
 )  # fmt: skip
 MODULATED_GRADIENTS = DX_, DWEIGHT_, DBIAS_, DSCALE_, DSHIFT_, DBRANCH_, DGATE_
 ONE_PLUS = FormSpec(modulate="one_plus")

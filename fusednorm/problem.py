@@ -356,10 +356,12 @@ def validate(operands: Operands, op: str | None = None) -> torch.Size:
     if x.dtype not in FLOAT_DTYPES:
         _require_float(op, "x", x, device)
     batch_shape = shape[:batch_ndim]
-    for at, name, role, optional, is_tensor in _checks(type(operands)):
+    for at, name, role, optional, is_tensor, needs in _checks(type(operands)):
         value = operands[at]
         if value is None and optional:
             continue
+        if needs and getattr(operands, needs) is None:
+            raise RuntimeError(f"{op}: {name} must come with {needs}, which is None")
         if role is Role.STATISTIC:
             _require_statistic(op, name, value, math.prod(batch_shape), device)
         elif role is Role.MODULATION:
@@ -380,12 +382,12 @@ def validate(operands: Operands, op: str | None = None) -> torch.Size:
 
 
 @cache
-def _checks(operands_type: Any) -> list[tuple[int, str, Role, bool, bool]]:
-    """(index, name, role, optional, is_tensor) of the operands that are checked after x and normalized_shape, in this
-    order."""
+def _checks(operands_type: Any) -> list[tuple[int, str, Role, bool, bool, str | None]]:
+    """(index, name, role, optional, is_tensor, needs) of the operands that are checked after x and normalized_shape, in
+    this order."""
     order = list(Role)
     slots = [(at, slot) for at, slot in enumerate(operands_type.slots, 1) if slot.name not in ("x", "normalized_shape")]
-    checks = [(at, slot.name, slot.role, slot.optional, slot.role.is_tensor) for at, slot in slots]
+    checks = [(at, slot.name, slot.role, slot.optional, slot.role.is_tensor, slot.needs) for at, slot in slots]
     return sorted(checks, key=lambda check: order.index(check[2]))
 
 

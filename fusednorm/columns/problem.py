@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..planner.norm_problem import FLOAT_DTYPES, accumulation_dtype
+from ..planner.norm_problem import FLOAT_DTYPES, accumulation_dtype, is_float32_sum
 from ..problem import RowView, require_strided, row_view
 
 OP = "column_sum"
@@ -45,8 +45,7 @@ class ColumnSumProblem:
 
     @property
     def wants_float32_sum(self) -> bool:
-        """True if the rounding errors of a float32 sum are all that an output has."""
-        return self.acc_dtype == self.out_dtype == torch.float32
+        return is_float32_sum(self.acc_dtype, self.out_dtype)
 
 
 class ColumnSumCall(NamedTuple):

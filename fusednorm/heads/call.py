@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..planner.norm_problem import accumulation_dtype
+from ..planner.norm_problem import accumulation_dtype, is_float32_sum
 from .problem import Heads, Settings
 
 MOST_ROWS = 2**31 - 1  # kernels count rows in 32 bits
@@ -51,10 +51,7 @@ class HeadProblem:
 
     @property
     def wants_float32_sum(self) -> bool:
-        """As NormProblem's: whether the rounding errors of a float32 sum are all that an output has."""
-        dtypes = {self.weight_dtype} if self.wants_dw else set()
-        dtypes |= {self.bias_dtype} if self.wants_db else set()
-        return self.acc_dtype == torch.float32 and torch.float32 in dtypes
+        return is_float32_sum(self.acc_dtype, self.wants_dw and self.weight_dtype, self.wants_db and self.bias_dtype)
 
 
 class Rows(NamedTuple):

@@ -72,10 +72,8 @@ class NormProblem:
 
     @property
     def wants_float32_sum(self) -> bool:
-        """True if dw or db is wanted in float32, so that the rounding errors of a float32 sum are all that it has."""
-        wanted = {self.weight_dtype} if self.wants_dw else set()
-        wanted |= {self.bias_dtype} if self.wants_db else set()
-        return self.acc_dtype == torch.float32 and torch.float32 in wanted
+        """Whether dw or db is one."""
+        return is_float32_sum(self.acc_dtype, self.wants_dw and self.weight_dtype, self.wants_db and self.bias_dtype)
 
     @property
     def wants_any(self) -> bool:
@@ -87,3 +85,9 @@ def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
     """Dtype of statistics, accumulators and partials for row tensors of these dtypes: float64 if one is, else float32.
     """
     return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def is_float32_sum(acc: torch.dtype, *outputs: torch.dtype | bool | None) -> bool:
+    """Whether a sum in the dtype `acc` is float32, and one of the outputs, which are dtypes or not wanted, is no
+    narrower: the rounding errors of the sum are then all that this output has."""
+    return acc == torch.float32 and any(each and each.itemsize >= acc.itemsize for each in outputs)

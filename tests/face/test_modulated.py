@@ -142,3 +142,11 @@ def test_wrong_arguments_get_one_sentence():
     ):
         with pytest.raises(kind, match=text):
             call()
+
+
+@pytest.mark.parametrize("given, other", [("branch", "gate"), ("gate", "branch")])
+def test_a_backward_takes_a_branch_and_its_gate_together(given, other):
+    x, scale, rstd = draw(2, 5, COLS), draw(2, COLS), torch.ones(2, 5)
+    alone = {"branch": x, "gate": scale}[given]
+    with pytest.raises(RuntimeError, match=f"rms_norm_bwd_modulated: {given} must come with {other}"):
+        torch.ops.fusednorm.rms_norm_bwd_modulated(x, x, (COLS,), rstd, scale, **{given: alone})

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from cases import BF16, FP32
 
 from fusednorm.operands import BackwardOperands, ForwardOperands
+from fusednorm.planner.norm_problem import NormProblem
 from fusednorm.problem import check_backward, check_forward, is_tma_aligned, row_view
 
 
@@ -161,3 +165,11 @@ def test_equal_calls_have_equal_problems_whatever_their_row_count():
     assert first.problem == second.problem and hash(first.problem) == hash(second.problem)
     other = check_forward(ForwardOperands("rms", torch.randn(3, 16), (16,), None, None, 1e-6))
     assert other.problem != first.problem
+
+
+@pytest.mark.parametrize("wanted, is_bound", [(torch.float64, True), (FP32, True), (BF16, False)], ids=str)
+def test_a_float32_sum_is_bound_where_its_output_shows_its_errors(wanted, is_bound):
+    problem = NormProblem("rms", "backward", 128, FP32, weight_dtype=wanted, wants_dw=True)
+    assert problem.wants_float32_sum == is_bound
+    assert not replace(problem, wants_dw=False).wants_float32_sum
+    assert not replace(problem, x_dtype=torch.float64).wants_float32_sum, "sums are float64"

@@ -184,8 +184,8 @@ def _of_family(rng: random.Random, op: Op, strided: bool) -> tuple[dict, dict, d
             given[slot.name] = rng.random() < 0.5
         elif isinstance(slot.default, float):
             given[slot.name] = rng.choice((slot.default, 1.0))
-    if "branch" in dtypes and dtypes["gate"] is None:
-        dtypes["branch"] = None  # a branch is what the gate multiplies
+    if "branch" in dtypes and None in (dtypes["branch"], dtypes["gate"]):
+        dtypes |= {"branch": None, "gate": None}  # a branch is what the gate multiplies
     return dtypes, layouts, given
 
 
