@@ -17,7 +17,7 @@ from ..host import fallback, gpus, launcher
 from ..host.fallback import BuildFailed
 from ..host.gpus import current
 from ..host.key import PLAIN_TYPES
-from ..host.launch import partials_tile
+from ..host.launch import OLDEST_DEPENDENT_ARCH, partials_tile
 from ..host.launcher import Launch
 from ..host.program import Address, Bound, OnTensors, Part, Program, Workspace
 from ..kernels import finalizer, narrow
@@ -31,9 +31,6 @@ from . import plan as head_plan
 from .call import HeadCall, HeadProblem, alike, describe
 from .plan import AtenNorm, HeadPlan
 from .problem import Heads
-
-OLDEST_DEPENDENT_ARCH = 90  # as in host/launch.py
-
 
 KEPT_CALLS = 4096  # if there would be more, all are forgotten
 
