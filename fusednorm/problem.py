@@ -25,6 +25,7 @@ from .operands import (
     Operands,
     Output,
     Role,
+    Slot,
     op_mask,
     wanted_outputs,
 )
@@ -79,10 +80,34 @@ def is_tma_aligned(view: RowView, cols: int) -> bool:
 
 
 def spread(modulation: Tensor, ndim: int, normalized_ndim: int) -> Tensor:
-    """A view with `ndim` dims: 1 for each batch dim that a modulation does not name."""
-    lead = modulation.dim() - normalized_ndim
-    shape = modulation.shape
-    return modulation.reshape(*shape[:lead], *(1,) * (ndim - modulation.dim()), *shape[lead:])
+    """A view with `ndim` dims: 1 for each batch dim that a modulation does not name. If it has more dims, the last ones
+    of its batch dims are 1 and left out."""
+    shape, lead, batch_ndim = modulation.shape, modulation.dim() - normalized_ndim, ndim - normalized_ndim
+    kept = shape[: min(lead, batch_ndim)]
+    return modulation.reshape(*kept, *(1,) * (batch_ndim - len(kept)), *shape[lead:])
+
+
+class Sharing(NamedTuple):
+    """Which rows of x share a row of a modulation."""
+
+    rows: int = 1  # as many that are next to each other; 0 for all rows, -1 if they are not next to each other
+    whole: tuple[bool, ...] = ()  # of the modulation's batch dims: whether it is x's, and not 1
+    dims: int = 0  # the first batch dims of x, of which each place has a row, if there are `rows`
+
+    @property
+    def is_by_group(self) -> bool:
+        return self.rows > 1 or self.rows == 0
+
+
+def sharing(modulation: Tensor, batch_shape: Sequence[int], normalized_ndim: int) -> Sharing:
+    sizes = modulation.shape[: modulation.dim() - normalized_ndim]
+    whole, dims = tuple([size != 1 for size in sizes]), len(sizes)
+    while dims and sizes[dims - 1] == 1:
+        dims -= 1
+    if not dims:
+        return Sharing(0, whole)
+    rows = math.prod(batch_shape[dims:]) if sizes[:dims] == batch_shape[:dims] else -1
+    return Sharing(rows, whole, dims)
 
 
 class Added(NamedTuple):
@@ -91,10 +116,21 @@ class Added(NamedTuple):
     name: str
     role: Role
     value: Any  # a RowView, a tensor or a number; of an output the dtype. None for an absent one
+    sharing: Sharing = Sharing()  # of a modulation that is read for each row, or one gradient of which each row has
 
     @property
     def tensor(self) -> Tensor | None:
         return self.value.tensor if isinstance(self.value, RowView) else self.value
+
+    @property
+    def is_of_groups(self) -> bool:
+        """Whether it has a row for each group of rows of x."""
+        return self.sharing.is_by_group
+
+    @property
+    def is_of_rows(self) -> bool:
+        """Whether it has a row for each of x."""
+        return self.role in (Role.ROWS, Role.MODULATION) and not self.is_of_groups
 
     def with_tensor(self, tensor: Any) -> Added:
         return self._replace(value=self.value._replace(tensor=tensor) if isinstance(self.value, RowView) else tensor)
@@ -144,6 +180,7 @@ class BackwardCall(NamedTuple):
     normalized_shape: tuple[int, ...]  # of dw and db
     added: tuple[Added, ...] = ()
     added_outputs: tuple[Added, ...] = ()
+    group_rows: int = 0  # rows that share a row of the modulations that are by group; 0: all rows are one group
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -153,6 +190,7 @@ class BackwardCall(NamedTuple):
 
     @property
     def rows_read(self) -> tuple[RowView, ...]:
+        """Those that have a row for each group of rows are among them."""
         return _views((self.x, self.grad_out), self.added)
 
     @property
@@ -165,47 +203,88 @@ def _all_tensors(own: tuple, added: tuple[Added, ...]) -> tuple[Tensor | None, .
     return (*own, *[each.tensor for each in added if each.role.is_tensor]) if added else own
 
 
-def _views(views: tuple[RowView, ...], added: tuple[Added, ...]) -> tuple[RowView, ...]:
+def _views(views: tuple[RowView, ...], added: Sequence[Added]) -> tuple[RowView, ...]:
     return (*views, *[each.value for each in added if isinstance(each.value, RowView)]) if added else views
 
 
-def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added, ...], tuple[Added, ...]]:
-    """The operands, as they are read, and the outputs that the package's ops lack."""
-    own = ForwardOperands if operands.direction == FORWARD else BackwardOperands
+def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added, ...], tuple[Added, ...], int]:
+    """The operands, as they are read, and the outputs that the package's ops lack; and group_rows. A forward reads all
+    modulations by row."""
+    is_forward = operands.direction == FORWARD
+    own = ForwardOperands if is_forward else BackwardOperands
     if type(operands) is own:
-        return (), ()
+        return (), (), 0
+    x, slots = operands.x, list(enumerate(operands.slots, 1))[len(own.slots) :]
+    batch_shape, shared = x.shape[:batch_ndim], {}
+    if not is_forward:
+        modulations = [(slot.name, operands[at]) for at, slot in slots if slot.role is Role.MODULATION]
+        shared = {
+            name: sharing(each, batch_shape, x.dim() - batch_ndim) for name, each in modulations if each is not None
+        }
+    dims = max([each.dims for each in shared.values() if each.is_by_group], default=0)
 
-    def read(value: Any, role: Role) -> Any:
+    def read(slot: Slot, value: Any) -> Any:
+        role = slot.role
         if value is None or not role.is_tensor:
             return value
+        if not slot.is_read:
+            return None
         if role is Role.ROWS:
             return _row_view_or_copy(value, batch_ndim, cols)
         if role is Role.MODULATION:
-            rows = spread(value, operands.x.dim(), operands.x.dim() - batch_ndim).expand(operands.x.shape)
-            return _row_view_or_copy(rows, batch_ndim, cols)
+            first = dims if slot.name in shared and shared[slot.name].is_by_group else batch_ndim
+            normalized_shape = x.shape[batch_ndim:]
+            rows = spread(value, first + len(normalized_shape), len(normalized_shape))
+            return _row_view_or_copy(rows.expand(*batch_shape[:first], *normalized_shape), first, cols)
         return _statistic(value) if role is Role.STATISTIC else _packed(value)
 
-    slots = list(enumerate(operands.slots, 1))[len(own.slots) :]
     outputs = list(zip(operands.outputs, wanted_outputs(operands), strict=True))[len(own.outputs) :]
     return (
         tuple(
-            Added(slot.name, slot.role, read(operands[at], slot.role)) for at, slot in slots if not slot.role.is_by_name
+            Added(slot.name, slot.role, read(slot, operands[at]), shared.get(slot.name, Sharing()))
+            for at, slot in slots
+            if not slot.role.is_by_name
         ),
-        tuple(Added(each.name, each.role, output_dtype(operands, each) if want else None) for each, want in outputs),
+        tuple(
+            Added(each.name, each.role, output_dtype(operands, each) if want else None, shared.get(each.like, Sharing()))
+            for each, want in outputs
+        ),
+        math.prod(batch_shape[dims:]) if dims else 0,
     )
 
 
-def _beside(added: tuple[Added, ...], outputs: tuple[Added, ...]) -> tuple[tuple, tuple, tuple]:
-    """Of the row tensors that a form has beside x, y, grad_out and dx: the names of those that are read, the dtypes of
-    those that are written, and the places of these among the gradients of rows, where that of x is the first."""
+def _beside(added: tuple[Added, ...], outputs: tuple[Added, ...]) -> dict[str, Any]:
+    """Fields of a problem: the row tensors that a form reads beside x and grad_out, and that it writes beside y or dx.
+    """
     if not (added or outputs):
-        return (), (), ()
-    rows = [each for each in outputs if each.role is Role.ROWS]
-    return (
-        tuple([each.name for each in added if isinstance(each.value, RowView)]),
-        tuple([each.value for each in rows if each.value]),
-        tuple([at for at, each in enumerate(rows, 1) if each.value]),
-    )
+        return {}
+    read = [each for each in added if isinstance(each.value, RowView) and not each.is_of_groups]
+    return {
+        "rows_in": tuple([each.value.tensor.dtype for each in read]),
+        "names_in": tuple([each.name for each in read]),
+        "rows_out": tuple([each.value for each in outputs if each.value and each.is_of_rows]),
+    }
+
+
+def _gradients(added: tuple[Added, ...], outputs: tuple[Added, ...], wants_dx: bool) -> dict[str, Any]:
+    """Fields of a backward's problem: which of the form's gradients, those of x and of `outputs`, it stores or sums over
+    the rows of a group, and what it reads for each group."""
+    stored = (0,) * bool(wants_dx)
+    if not (added or outputs):
+        return {"stored": stored or (0,), "wants_dx": bool(stored)}
+    shared = [each for each in added if isinstance(each.value, RowView) and each.is_of_groups]
+    stored += tuple([at for at, each in enumerate(outputs, 1) if each.value and each.is_of_rows])
+    summed = tuple([at for at, each in enumerate(outputs, 1) if each.value and each.is_of_groups])
+    return {
+        "stored": stored if stored or summed else (0,),
+        "wants_dx": bool(stored or summed),
+        "shared": tuple([each.value.tensor.dtype for each in shared]),
+        "names_shared": tuple([each.name for each in shared]),
+        "summed": summed,
+        "sums_out": tuple([outputs[at - 1].value for at in summed]),
+        "by_group": sum([each.is_of_groups for each in outputs]),
+        "scattered": any([each.value and each.sharing.rows < 0 for each in outputs]),
+    }
 
 
 def output_dtype(operands: Operands, output: Output) -> torch.dtype:
@@ -243,9 +322,8 @@ def check_forward(operands: ForwardOperands) -> ForwardCall:
         raise TypeError(f"{operands.op}: eps must be a number, got {eps!r}")
     normalized_shape = x.shape[len(batch_shape) :]  # the same sizes as torch's own integers
     cols = math.prod(normalized_shape)
-    view, (added, outputs) = _row_view_or_copy(x, len(batch_shape), cols), _added(operands, len(batch_shape), cols)
+    view, (added, outputs, _) = _row_view_or_copy(x, len(batch_shape), cols), _added(operands, len(batch_shape), cols)
     views, y_dtype = _views((view,), added), output_dtype(operands, operands.outputs[0])
-    names_in, rows_out, _ = _beside(added, outputs)
     problem = _problem(
         norm,
         "forward",
@@ -256,10 +334,8 @@ def check_forward(operands: ForwardOperands) -> ForwardCall:
         nested_rows=any([each.inner_rows != 1 for each in views]),
         tma_aligned=all([is_tma_aligned(each, cols) for each in views]),
         form=operands.form,
-        rows_in=tuple([each.tensor.dtype for each in views[1:]]),
-        rows_out=rows_out,
-        names_in=names_in,
         y_dtype=None if y_dtype == x.dtype else y_dtype,
+        **_beside(added, outputs),
     )
     return ForwardCall(
         problem,
@@ -289,12 +365,11 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
     normalized_shape = x.shape[len(batch_shape) :]  # the same sizes as torch's own integers
     batch_ndim, cols = len(batch_shape), math.prod(normalized_shape)
     grad_view, view = _row_view_or_copy(grad_out, batch_ndim, cols), _row_view_or_copy(x, batch_ndim, cols)
-    added, outputs = _added(operands, batch_ndim, cols)
-    views = _views((view, grad_view), added)
+    added, outputs, group_rows = _added(operands, batch_ndim, cols)
+    views = _views((view, grad_view), [each for each in added if not each.is_of_groups])
     wants_dx, wants_dw, wants_db = output_mask[:3]
-    names_in, rows_out, stored = _beside(added, outputs)
-    stored = (0,) * bool(wants_dx) + stored
-    wants_dx = bool(wants_dx or rows_out)
+    more = _beside(added, outputs) | _gradients(added, outputs, wants_dx)
+    wants_dx = more.pop("wants_dx")
     residual = _packed(residual_grad) if wants_dx and residual_grad is not None else None
     problem = _problem(
         norm,
@@ -309,12 +384,9 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
         wants_dw and weight is not None,
         wants_db and bias is not None,
         nested_rows=any([each.inner_rows != 1 for each in views]),
-        tma_aligned=all([is_tma_aligned(each, cols) for each in views]),
+        tma_aligned=all([is_tma_aligned(each, cols) for each in _views((view, grad_view), added)]),
         form=operands.form,
-        rows_in=tuple([each.tensor.dtype for each in views[2:]]),
-        rows_out=rows_out,
-        names_in=names_in,
-        stored=stored if wants_dx else (0,),
+        **more,
     )
     return BackwardCall(
         problem,
@@ -331,6 +403,7 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
         tuple(normalized_shape),
         added,
         outputs,
+        group_rows,
     )
 
 

@@ -66,12 +66,11 @@ def plus(dh, tiles, c: tl.constexpr, in_pairs: tl.constexpr, norm: tl.constexpr)
 def pointers(dx_ptr, rows_out, norm: tl.constexpr):
     """Where a backward stores the gradients of rows, as norm.stored names them."""
     found = ()
-    if norm.wants_dx:
-        if norm.gradient(0) == 0:
-            found = found + (dx_ptr,)
-        if rows_out is not None:
-            for t in tl.static_range(len(rows_out)):
-                found = found + (rows_out[t],)
+    if norm.stores_dx:
+        found = found + (dx_ptr,)
+    if norm.wants_dx and rows_out is not None:
+        for t in tl.static_range(len(rows_out)):
+            found = found + (rows_out[t],)
     return found
 
 

@@ -12,6 +12,11 @@ kernel again for one beyond 2^31.
 Row tensors beside x that a form reads or writes come as tuples, or as None: `rows_in` of pointers, `strides_in` of
 inner, outer_stride and inner_stride of each, and `rows_out` of pointers to contiguous rows. A backward adds the rows of
 `added`, which are contiguous, to the gradient of the row that was normalized.
+
+A backward may have groups of group_rows rows, each with CTAs of its own: the first dimension of its grid counts them,
+and the second is P. A row of `shared`, tensors that are given as those of `rows_in` are, then belongs to a group. There
+are partials for each group, those of group g from row g * P on: also of the gradients that are summed (norm.summed),
+with pointers in `sum_partials`.
 """
 
 from typing import NamedTuple
@@ -50,6 +55,26 @@ class RowsInMemory(NamedTuple):
     inner: tl.tensor
     outer_stride: tl.tensor
     inner_stride: tl.tensor
+
+
+class Share(NamedTuple):
+    """The rows from first to last, without last, are those of a group; the CTA is the cta-th of its ctas."""
+
+    group: tl.tensor
+    cta: tl.tensor
+    ctas: tl.tensor
+    first: tl.tensor
+    last: tl.tensor
+
+
+@triton.jit
+def share_of_cta(rows, group_rows):
+    if group_rows is None:
+        share = Share(tl.program_id(1), tl.program_id(0), tl.num_programs(0), 0, rows)
+    else:
+        first = tl.program_id(0).to(tl.int64) * group_rows
+        share = Share(tl.program_id(0), tl.program_id(1), tl.num_programs(1), first, first + group_rows)
+    return share
 
 
 @triton.jit
@@ -123,6 +148,18 @@ def load_row_tiles(x_rows, rows_in, strides_in, row, rows, cols, norm: tl.conste
     if rows_in is not None:
         for t in tl.static_range(len(rows_in)):
             tiles = tiles + (load_row_tile(other_rows(rows_in, strides_in, t, tile), row, rows, cols, norm, tile),)
+    return tiles
+
+
+@triton.jit
+def load_shared(shared, strides_shared, group, cols, tile: tl.constexpr):
+    """The row of each tensor that belongs to the group, in chunks [1, tile.chunk], as a tuple."""
+    tiles = ()
+    if shared is not None:
+        for t in tl.static_range(len(shared)):
+            source = other_rows(shared, strides_shared, t, tile)
+            start = (group // source.inner) * source.outer_stride + (group % source.inner) * source.inner_stride
+            tiles = tiles + (load_parameter(source.ptr + start, cols, True, columns, tile),)
     return tiles
 
 
@@ -242,41 +279,47 @@ def forward(
             tiles = next_tiles
 
 
-@triton.jit(do_not_specialize=["rows", "x_inner", "dy_inner"])
+@triton.jit(do_not_specialize=["rows", "x_inner", "dy_inner", "group_rows"])
 def backward(
     dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr, rows: "i64", cols,
     x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64", dy_inner: "i64", dy_outer_stride: "i64",
     dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr, rows_in=None, strides_in=None, rows_out=None, added=None, bias_ptr=None,
+    shared=None, strides_shared=None, sum_partials=None, group_rows=None,
 ):
-    """The gradients of the CTA's row tiles, and its row of the dw and db partials."""
+    """The gradients of the CTA's row tiles, and its row of the partials."""
     cols = divisible(cols, tile)
     x_rows = rows_in_memory(x_ptr, x_inner, x_outer_stride, x_inner_stride, tile)
     dy_rows = rows_in_memory(dy_ptr, dy_inner, dy_outer_stride, dy_inner_stride, tile)
     weight = load_parameter(weight_ptr, cols, norm.has_weight, columns, tile)
     bias = load_parameter(bias_ptr, cols, norm.has_bias, columns, tile)
     outs = pointers(dx_ptr, rows_out, norm)
+    share = share_of_cta(rows, group_rows)
+    of_group = load_shared(shared, strides_shared, share.group, cols, tile)
     dw = ()
     db = ()
+    sums = ()  # those of chunk 0, then those of chunk 1, ...
     for _ in tl.static_range(tile.chunks):
         dw = dw + (tl.full([tile.rows, tile.chunk], 0.0, norm.acc),)
         db = db + (tl.full([tile.rows, tile.chunk], 0.0, norm.acc),)
-    step = tl.num_programs(0) * tile.rows
-    row = tl.program_id(0).to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
-    next_tiles = load_row_tiles(x_rows, rows_in, strides_in, row, rows, cols, norm, tile)
-    dy_next = load_row_tile(dy_rows, row, rows, cols, norm, tile)
+        for _ in tl.static_range(norm.sums):
+            sums = sums + (tl.full([tile.rows, tile.chunk], 0.0, norm.acc),)
+    step = share.ctas * tile.rows
+    row = share.first + share.cta.to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
+    next_tiles = load_row_tiles(x_rows, rows_in, strides_in, row, share.last, cols, norm, tile)
+    dy_next = load_row_tile(dy_rows, row, share.last, cols, norm, tile)
     source = StatisticsInMemory(mean_ptr, rstd_ptr, mean_stride, rstd_stride)
-    next_statistics = load_row_statistics(source, row, rows, norm)
-    for _ in range(tl.cdiv(rows - tl.program_id(0) * tile.rows, step)):
-        tiles = next_tiles
+    next_statistics = load_row_statistics(source, row, share.last, norm)
+    for _ in range(tl.cdiv(share.last - share.first - share.cta * tile.rows, step)):
+        tiles = next_tiles + of_group
         dy = dy_next
         mean = next_statistics.mean
         rstd = next_statistics.rstd
-        in_range = row < rows
+        in_range = row < share.last
         ahead = row + step
-        next_tiles = load_row_tiles(x_rows, rows_in, strides_in, ahead, rows, cols, norm, tile)
-        dy_next = load_row_tile(dy_rows, ahead, rows, cols, norm, tile)
-        next_statistics = load_row_statistics(source, ahead, rows, norm)
+        next_tiles = load_row_tiles(x_rows, rows_in, strides_in, ahead, share.last, cols, norm, tile)
+        dy_next = load_row_tile(dy_rows, ahead, share.last, cols, norm, tile)
+        next_statistics = load_row_statistics(source, ahead, share.last, norm)
         start = (row * cols)[:, None]
         others = load_added(added, start, in_range[:, None], cols, tile)
         sum_gx = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
@@ -295,6 +338,7 @@ def backward(
         dw = new_dw
         db = new_db
         mean_gx, mean_g = row_means(sum_gx, sum_g, cols, norm)
+        new_sums = ()
         for c in tl.static_range(tile.chunks):
             of_chunk = chunk_of(tiles, c)
             h = combine(of_chunk, None, norm).to(norm.acc)
@@ -306,14 +350,23 @@ def backward(
             grads = norm.form.gradients(dh, wide_dy, normalize(h, mean, rstd, norm), w, b, of_chunk, norm)
             for t in tl.static_range(len(outs)):
                 store_chunk(outs[t], start, grads[norm.gradient(t)], in_range[:, None], cols, c, tile)
+            for s in tl.static_range(norm.sums):
+                new_sums = new_sums + (sums[c * norm.sums + s] + grads[norm.gradient_of_sum(s)],)
+        sums = new_sums
         row = ahead
     if tile.announces_end:  # saves time only: the dependent launch waits for this one's end
         launch_dependents()
-    partials = min(tl.num_programs(0), tl.cdiv(rows, tile.rows).to(tl.int32))  # one for each CTA that has rows
+    # One for each CTA that has rows.
+    partials = min(share.ctas, tl.cdiv(share.last - share.first, tile.rows).to(tl.int32))
     for c in tl.static_range(tile.chunks):
-        partial = tl.program_id(0) + tl.zeros([1, 1], tl.int64)
+        partial = share.cta + tl.zeros([1, 1], tl.int64)
         here, is_any = partial * cols, partial < partials
+        if group_rows is not None:
+            here += share.group.to(tl.int64) * share.ctas * cols
         if norm.wants_dw:
             store_chunk(dw_partial_ptr, here, tl.sum(dw[c], axis=0)[None, :], is_any, cols, c, tile)
         if norm.wants_db:
             store_chunk(db_partial_ptr, here, tl.sum(db[c], axis=0)[None, :], is_any, cols, c, tile)
+        for s in tl.static_range(norm.sums):
+            total = tl.sum(sums[c * norm.sums + s], axis=0)[None, :]
+            store_chunk(sum_partials[s], here, total, is_any, cols, c, tile)

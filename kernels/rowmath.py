@@ -226,12 +226,12 @@ def times_gate(u, tiles, norm: tl.constexpr):
 
 @triton.jit
 def one_plus(scale):
-    return 1.0 + scale
+    return 1.0 + scale, 1.0
 
 
 @triton.jit
 def identity(scale):
-    return scale
+    return scale, 1.0
 
 
 @triton.jit
@@ -247,13 +247,20 @@ def tanh(scale):
         series = 62.0 / 2835.0 - square * (1382.0 / 155925.0)
         series = 2.0 / 15.0 + square * (square * series - 17.0 / 315.0)
         found = tl.where(square < 0.09, scale + scale * square * (square * series - 1.0 / 3.0), found)
-    return found
+    return found, 1.0 - found * found
+
+
+@triton.jit
+def factor_of(tiles, norm: tl.constexpr):
+    """What u is multiplied by, and its derivative."""
+    return norm.form.factor(tiles[norm.row("scale")].to(norm.acc))
 
 
 @triton.jit
 def modulated(u, tiles, norm: tl.constexpr):
     """u * factor(scale) + shift; without a shift, if there is none."""
-    u *= norm.form.factor(tiles[norm.row("scale")].to(norm.acc))
+    factor, _ = factor_of(tiles, norm)
+    u *= factor
     if norm.has_row("shift"):
         u += tiles[norm.row("shift")].to(norm.acc)
     return u
@@ -267,6 +274,12 @@ def modulated_plus_residual(u, tiles, norm: tl.constexpr):
 @triton.jit
 def du_alone(dy, tiles, norm: tl.constexpr):
     return dy
+
+
+@triton.jit
+def times_factor(dy, tiles, norm: tl.constexpr):
+    factor, _ = factor_of(tiles, norm)
+    return dy * factor
 
 
 @triton.jit
@@ -295,6 +308,18 @@ def of_gated_u(dh, dy, x_hat, weight, bias, tiles, norm: tl.constexpr):
     _, slope = gate_of(tiles, norm)
     u = norm.form.shift(norm.form.scale(x_hat, weight, norm), bias, norm)
     return dh, dy * u * slope
+
+
+@triton.jit
+def of_modulated(dh, dy, x_hat, weight, bias, tiles, norm: tl.constexpr):
+    """Of h, the scale and the shift; then, of h = residual + gate * branch, of the branch and the gate."""
+    _, slope = factor_of(tiles, norm)
+    u = norm.form.shift(norm.form.scale(x_hat, weight, norm), bias, norm)
+    grads = (dh, dy * u * slope, dy)
+    if norm.has_row("branch"):
+        gate = tiles[norm.row("gate")].to(norm.acc)
+        grads = grads + (dh * gate, dh * tiles[norm.row("branch")].to(norm.acc))
+    return grads
 
 
 # --- Maps of whole rows (Su et al., "RoFormer: Enhanced transformer with rotary position embedding", 2021) ---
@@ -390,5 +415,6 @@ def form_of(spec) -> Form:
         **FINISH[spec.finish],
     )
     if spec.modulate:
-        made = replace(made, finish=MODULATED[made.finish], factor=FACTORS[spec.modulate])
+        backward = {"to_du": times_factor, "gradients": of_modulated}
+        made = replace(made, finish=MODULATED[made.finish], factor=FACTORS[spec.modulate], **backward)
     return made if spec.rounds_sum else replace(made, combine=UNROUNDED.get(made.combine, made.combine))

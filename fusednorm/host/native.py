@@ -33,7 +33,7 @@ from ..planner.plan import Grid
 from ..settings import invariance, margin
 from . import building, prepared, triton_compat
 from .key import Extent
-from .program import Address, Map, Number, Program
+from .program import Address, Map, Number, Output, Program
 
 if TYPE_CHECKING:
     from .launcher import Build, Launch
@@ -208,13 +208,18 @@ def _in_cpp(program: Program) -> Any:
         rows_above=program.rows_above,
         most_rows=program.most_rows,
         grid=grid_in_cpp(program.grid),
-        outputs=[each and extension.Output(extent=_of(each.extent), dtype=each.dtype) for each in program.outputs],
+        outputs=[each and _output(each) for each in program.outputs],
         workspace=workspace
         and extension.Workspace(dtype=workspace.dtype, parts=[part[:3] for part in workspace.parts]),
         steps=[_step(*each) for each in zip(program.launches, program.builds, strict=True)],
         sm_margin=program.sm_margin,
         invariant=program.invariant,
     )
+
+
+def _output(each: Output) -> Any:
+    whole = sum(is_whole << at for at, is_whole in enumerate(each.whole))
+    return extension.Output(extent=_of(each.extent), dtype=each.dtype, dims=len(each.whole), whole=whole)
 
 
 def grid_in_cpp(grid: Grid) -> Any:

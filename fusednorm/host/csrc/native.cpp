@@ -264,31 +264,43 @@ PYBIND11_MODULE(_native, module) {
   module.attr("torch_version") = TORCH_VERSION;
   PyModule_AddFunctions(module.ptr(), functions);
   py::enum_<Extent>(module, "Extent")
-      .value("X", Extent::X).value("STATISTIC", Extent::STATISTIC).value("PARAMETER", Extent::PARAMETER);
+      .value("X", Extent::X).value("STATISTIC", Extent::STATISTIC).value("PARAMETER", Extent::PARAMETER)
+      .value("MODULATION", Extent::MODULATION);
   py::enum_<Role>(module, "Role")
       .value("SHAPE", Role::SHAPE).value("PARAMETER", Role::PARAMETER).value("ROWS", Role::ROWS)
       .value("STATISTIC", Role::STATISTIC).value("PACKED_ROWS", Role::PACKED_ROWS)
       .value("MODULATION", Role::MODULATION).value("NUMBER", Role::NUMBER).value("DTYPE", Role::DTYPE)
       .value("MASK", Role::MASK).value("FLAG", Role::FLAG).value("NAME", Role::NAME);
   py::enum_<Number>(module, "Number")
-      .value("ROWS", Number::ROWS).value("CTAS", Number::CTAS).value("PARTIALS", Number::PARTIALS);
+      .value("ROWS", Number::ROWS).value("CTAS", Number::CTAS).value("PARTIALS", Number::PARTIALS)
+      .value("GROUPS", Number::GROUPS);
   py::class_<Output>(module, "Output")
-      .def(py::init([](Extent extent, at::ScalarType dtype) { return Output{extent, dtype}; }), py::kw_only(),
-           py::arg("extent"), py::arg("dtype"));
+      .def(py::init([](Extent extent, at::ScalarType dtype, size_t dims, int64_t whole) {
+             return Output{extent, dtype, dims, whole};
+           }),
+           py::kw_only(), py::arg("extent"), py::arg("dtype"), py::arg("dims"), py::arg("whole"));
   py::class_<Grid>(module, "Grid")
       .def(py::init([](int64_t rows_per_tile, int64_t at_once, int64_t first_wave, int64_t rows_of_cta,
                        int64_t tiles_of_cta, int64_t tiles_of_sum, int64_t least_short_lived,
-                       int64_t partials_of_cta) {
+                       int64_t partials_of_cta, int64_t group_rows) {
              return Grid{rows_per_tile, at_once, first_wave, rows_of_cta, tiles_of_cta, tiles_of_sum,
-                         least_short_lived, partials_of_cta};
+                         least_short_lived, partials_of_cta, group_rows};
            }),
            py::kw_only(), py::arg("rows_per_tile"), py::arg("at_once"), py::arg("first_wave"), py::arg("rows_of_cta"),
-           py::arg("tiles_of_cta"), py::arg("tiles_of_sum"), py::arg("least_short_lived"), py::arg("partials_of_cta"))
+           py::arg("tiles_of_cta"), py::arg("tiles_of_sum"), py::arg("least_short_lived"), py::arg("partials_of_cta"),
+           py::arg("group_rows"))
       .def("numbers", &Grid::numbers);
   py::class_<Workspace>(module, "Workspace")
-      .def(py::init([](at::ScalarType dtype, std::array<Part, NUM_PARTS> parts) { return Workspace{dtype, parts}; }),
+      .def(py::init([](at::ScalarType dtype, std::vector<Part> parts) {
+             TORCH_CHECK(parts.size() <= MOST_PARTS, "fusednorm: a workspace must have at most ", MOST_PARTS,
+                         " parts, got ", parts.size());
+             return Workspace{dtype, std::move(parts)};
+           }),
            py::kw_only(), py::arg("dtype"), py::arg("parts"))
-      .def("sizes", &Workspace::sizes);
+      .def("sizes", [](const Workspace& self, const Numbers& numbers) {
+        auto sizes = self.sizes(numbers);
+        return std::vector<int64_t>(sizes.begin(), sizes.end());
+      });
   py::class_<Step>(module, "Step")
       .def(py::init<uint64_t, std::array<unsigned, 3>, std::array<optional<Number>, 2>, unsigned, unsigned, unsigned,
                     bool>(),

@@ -78,8 +78,8 @@ struct Op {
      std::vector<size_t> given_outputs, bool follows_autocast)
       : number(number), name(std::move(name)), inputs(std::move(given)), num_tensors(num_tensors),
         num_outputs(num_outputs), outputs(std::move(given_outputs)), follows_autocast(follows_autocast), x(x) {
-    TORCH_CHECK(num_tensors + num_outputs + NUM_PARTS <= MOST_ADDRESSES, this->name, " must have at most ",
-                MOST_ADDRESSES - NUM_PARTS, " tensors, got ", num_tensors + num_outputs);
+    TORCH_CHECK(num_tensors + num_outputs + MOST_PARTS <= MOST_ADDRESSES, this->name, " must have at most ",
+                MOST_ADDRESSES - MOST_PARTS, " tensors, got ", num_tensors + num_outputs);
     size_t settings = 0;
     for (const Slot& each : inputs) {
       if (!each.is_argument) wants_statistics = settings;
