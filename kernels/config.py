@@ -45,6 +45,7 @@ class Form(CompileTime):
     gradients: Any
     activation: Any = None  # (z) -> what a gate's element becomes, and its derivative
     factor: Any = None  # (scale) -> what u is multiplied by, and its derivative
+    late: tuple[str, ...] = ()  # names of row tensors that only `gradients` reads
     # For narrow.py: linear maps of whole rows, (chunks, cos, sin, whether the map is transposed, tile) -> chunks
     turn_h: Any = None  # of x, before it is normalized
     turn_u: Any = None  # of u
@@ -82,6 +83,10 @@ class Norm(CompileTime):
     def has_row(self, name: str) -> bool:
         """Whether there is a row tensor of this name beside x."""
         return name in self.rows_in + self.shared
+
+    def is_late(self, nth: int) -> bool:
+        """Whether of the nth of rows_in only `gradients` reads the tile."""
+        return self.rows_in[nth] in self.form.late
 
     def row(self, name: str) -> int:
         """Its place among a Form's `tiles`."""
@@ -123,6 +128,7 @@ class Tile(CompileTime):
     log2_divisor: int = 0
     one_tile: bool = False  # forward: no CTA has a second tile (a short-lived plan), so nothing is loaded ahead
     announces_end: bool = False  # backward: the launch that sums its partials is a dependent launch
+    makes_again: bool = False  # backward: the second pass makes values of the first again, and none is held for it
     columns_of_chunk: int = 0  # if fewer than `chunk`: each chunk of a row is padded, not the last one alone
 
     @property

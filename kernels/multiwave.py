@@ -142,13 +142,57 @@ def load_row_tile(source, row, rows, cols, norm: tl.constexpr, tile: tl.constexp
 
 
 @triton.jit
-def load_row_tiles(x_rows, rows_in, strides_in, row, rows, cols, norm: tl.constexpr, tile: tl.constexpr):
-    """`load_row_tile` of x and of the form's other row tensors, as a tuple."""
+def load_row_tiles(
+    x_rows, rows_in, strides_in, row, rows, cols, norm: tl.constexpr, tile: tl.constexpr, late: tl.constexpr = True
+):
+    """`load_row_tile` of x and of the form's other row tensors, as a tuple; without `late`, placeholders for those that
+    `load_late_tiles` loads."""
     tiles = (load_row_tile(x_rows, row, rows, cols, norm, tile),)
     if rows_in is not None:
         for t in tl.static_range(len(rows_in)):
-            tiles = tiles + (load_row_tile(other_rows(rows_in, strides_in, t, tile), row, rows, cols, norm, tile),)
+            if norm.is_late(t) and not late:
+                tiles = tiles + (tiles[0],)
+            else:
+                tiles = tiles + (load_row_tile(other_rows(rows_in, strides_in, t, tile), row, rows, cols, norm, tile),)
     return tiles
+
+
+@triton.jit
+def load_late_tiles(tiles, rows_in, strides_in, row, rows, cols, norm: tl.constexpr, tile: tl.constexpr):
+    """The tiles of `load_row_tiles`, complete."""
+    found = (tiles[0],)
+    if rows_in is not None:
+        for t in tl.static_range(len(rows_in)):
+            if norm.is_late(t):
+                found = found + (load_row_tile(other_rows(rows_in, strides_in, t, tile), row, rows, cols, norm, tile),)
+            else:
+                found = found + (tiles[1 + t],)
+    return found
+
+
+@triton.jit
+def made_again(chunks, rows, tile: tl.constexpr):
+    """The chunks of a tile. With tile.makes_again, the compiler does not know that they are the same: it makes values
+    of theirs again that it would have to hold."""
+    found = chunks
+    if tile.makes_again:
+        found = ()
+        for c in tl.static_range(tile.chunks):
+            found = found + (plus_zero_bits(chunks[c], rows),)
+    return found
+
+
+@triton.jit
+def plus_zero_bits(value, rows):
+    """`value`. Only who knows that there are fewer than 2^48 rows can tell."""
+    as_bits: tl.constexpr = bits_of(value.dtype)
+    return (value.to(as_bits, bitcast=True) ^ (rows >> 48).to(as_bits)).to(value.dtype, bitcast=True)
+
+
+@triton.constexpr_function
+def bits_of(dtype):
+    """The integers of as many bits."""
+    return {16: tl.int16, 32: tl.int32, 64: tl.int64}[dtype.primitive_bitwidth]
 
 
 @triton.jit
@@ -306,22 +350,24 @@ def backward(
             sums = sums + (tl.full([tile.rows, tile.chunk], 0.0, norm.acc),)
     step = share.ctas * tile.rows
     row = share.first + share.cta.to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
-    next_tiles = load_row_tiles(x_rows, rows_in, strides_in, row, share.last, cols, norm, tile)
+    next_tiles = load_row_tiles(x_rows, rows_in, strides_in, row, share.last, cols, norm, tile, late=False)
     dy_next = load_row_tile(dy_rows, row, share.last, cols, norm, tile)
     source = StatisticsInMemory(mean_ptr, rstd_ptr, mean_stride, rstd_stride)
     next_statistics = load_row_statistics(source, row, share.last, norm)
     for _ in range(tl.cdiv(share.last - share.first - share.cta * tile.rows, step)):
-        tiles = next_tiles + of_group
+        early = next_tiles
+        tiles = early + of_group
         dy = dy_next
         mean = next_statistics.mean
         rstd = next_statistics.rstd
         in_range = row < share.last
         ahead = row + step
-        next_tiles = load_row_tiles(x_rows, rows_in, strides_in, ahead, share.last, cols, norm, tile)
+        next_tiles = load_row_tiles(x_rows, rows_in, strides_in, ahead, share.last, cols, norm, tile, late=False)
         dy_next = load_row_tile(dy_rows, ahead, share.last, cols, norm, tile)
         next_statistics = load_row_statistics(source, ahead, share.last, norm)
         start = (row * cols)[:, None]
         others = load_added(added, start, in_range[:, None], cols, tile)
+        of_rows = load_late_tiles(early, rows_in, strides_in, row, share.last, cols, norm, tile)
         sum_gx = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
         sum_g = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
         new_dw = ()
@@ -339,6 +385,14 @@ def backward(
         db = new_db
         mean_gx, mean_g = row_means(sum_gx, sum_g, cols, norm)
         new_sums = ()
+        tiles = (made_again(of_rows[0], rows, tile),)
+        for t in tl.static_range(1, len(of_rows)):
+            if norm.is_late(t - 1):
+                tiles = tiles + (of_rows[t],)
+            else:
+                tiles = tiles + (made_again(of_rows[t], rows, tile),)
+        tiles = tiles + of_group
+        dy = made_again(dy, rows, tile)
         for c in tl.static_range(tile.chunks):
             of_chunk = chunk_of(tiles, c)
             h = combine(of_chunk, None, norm).to(norm.acc)

@@ -308,7 +308,7 @@ def _pipelined_forward(plan: PipelinedPlan, call: ForwardCall, outputs: tuple) -
 def _multiwave_backward(plan: MultiWavePlan, call: BackwardCall, out: Written, spec: DeviceSpec) -> list[Launch]:
     args = (*_inputs(call), *out[:3], *_sizes(call))
     options = {"maxnreg": plan.max_registers}
-    tile = _tile(plan, _log2_divisor(call), out.announces_end)
+    tile = _tile(plan, _log2_divisor(call), out.announces_end, makes_again=bool(out.sums))
     grid: tuple[int | Number, ...] = (Number.CTAS,)
     named: dict[str, Operand] = {"sum_partials": tuple([each.partial for each in out.sums])} if out.sums else {}
     if call.group_rows:
@@ -452,9 +452,9 @@ def _norm(problem: NormProblem) -> Norm:
 
 
 @functools.cache
-def _tile(plan: MultiWavePlan, log2_divisor: int, announces_end: bool = False) -> Tile:
+def _tile(plan: MultiWavePlan, log2_divisor: int, announces_end: bool = False, makes_again: bool = False) -> Tile:
     shape = plan.rows_per_tile, plan.chunk, plan.num_chunks, plan.num_warps
-    return Tile(*shape, log2_divisor, plan.short_lived, announces_end)
+    return Tile(*shape, log2_divisor, plan.short_lived, announces_end, makes_again)
 
 
 @functools.cache
