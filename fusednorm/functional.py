@@ -281,7 +281,8 @@ def ada(
     normalized_shape, weight_offset, rounding,
 ):  # fmt: skip
     """ada_layer_norm or ada_rms_norm of positional arguments."""
-    gate, scale, shift = (_rows_of(each, index, x) for each in (gate, scale, shift))
+    if index is not None:
+        gate, scale, shift = (_rows_of(each, index, x) for each in (gate, scale, shift))
     of, rows, more = "", (), ()
     if residual is not None:
         of, rows, more = "_of_sum", (residual,), (normalize_rounded, residual_dtype)
@@ -293,9 +294,9 @@ def ada(
                       normalized_shape, weight_offset, rounding, more)  # fmt: skip
 
 
-def _rows_of(table: Tensor | None, index: Tensor | None, x: Tensor) -> Tensor | None:
+def _rows_of(table: Tensor | None, index: Tensor, x: Tensor) -> Tensor | None:
     """A table's row for each row of x. The gradient of F.embedding is deterministic: it sorts the index."""
-    if table is None or index is None:
+    if table is None:
         return table
     batch = x.shape[: x.dim() - table.dim() + 1]
     if index.shape != batch or index.dtype not in (torch.int32, torch.int64):

@@ -305,6 +305,9 @@ def statistics_gradients(operands: Operands, grad_mean: Tensor | None, grad_rstd
         found |= {"dx": (dh * factor).to(x.dtype), "dgate": (dh * x.to(h.dtype) * slope).to(gate.dtype)}
     else:
         found["dx"] = dh
+    if getattr(operands, "branch", None) is not None:
+        branch = operands.branch, gate, len(operands.normalized_shape)
+        found["dbranch"], found["dgate"] = branch_gradients(dh, *branch, mask=(True, True))
     return tuple(each if wanted else None for each, wanted in zip(found.values(), operands.output_mask, strict=True))
 
 

@@ -62,8 +62,8 @@ def finalize(
 
 @triton.jit(do_not_specialize=["num_partials"])
 def finalize_groups(partial_ptrs, out_ptrs, shares, num_partials, cols, tile: tl.constexpr):
-    """`finalize` of sums that have partials for each group of rows, all groups equally many. The s-th has a row for each
-    shares[s] groups, or if that is None one for all. CTA (m, p, s) sums piece p of its row m."""
+    """`finalize` of sums that have num_partials partials for each group of rows. The s-th has a row for each shares[s]
+    groups, or if that is None one for all. CTA (m, p, s) sums piece p of its row m."""
     if tile.dependent:
         wait_for_prerequisites()
     member = tl.program_id(0).to(tl.int64)
@@ -75,7 +75,7 @@ def finalize_groups(partial_ptrs, out_ptrs, shares, num_partials, cols, tile: tl
             if shares[s] is not None:
                 share = shares[s]
             if member * share < groups:
-                count = num_partials // groups * share
+                count = num_partials * share
                 partials = partial_ptrs[s] + member * count * cols
                 sum_partials(partials, out_ptrs[s] + member * cols, first_col, count, cols, None, None, None, tile)
 

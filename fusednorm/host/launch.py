@@ -270,7 +270,7 @@ def _finalize_groups(call: BackwardCall, out: Written) -> Launch:
     of_parameters = [(out.dw_partial, out.dw), (out.db_partial, out.db)]
     sums = [GroupSum(*each, None) for each in of_parameters if all(each)] + list(out.sums)
     grid = Number.GROUPS, triton.cdiv(cols, tile.cols), len(sums)
-    args = (*map(tuple, zip(*sums, strict=True)), Number.PARTIALS, cols)
+    args = (*map(tuple, zip(*sums, strict=True)), Number.CTAS, cols)
     return Launch(finalizer.finalize_groups, grid, args, None, tile, {"launch_pdl": True} if tile.dependent else {})
 
 

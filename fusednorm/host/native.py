@@ -115,8 +115,6 @@ def _describe(op: Op) -> None:
         follows_autocast=op.aten is not None,
     )
     for forward in OPS.values():
-        if forward.form and forward.form.modulate:
-            continue  # the nodes of these are Python's
         backward = OPS.get(TRANSLATIONS[forward.name].backward) if forward.direction == FORWARD else None
         if backward and op in (forward, backward) and {forward.name, backward.name} <= _numbers.keys():
             _connect(forward, backward)
@@ -147,10 +145,13 @@ def _connect(forward: Op, backward: Op) -> None:
         sources=[sources.index(each) if each in sources else None for each in inputs],
         gradients=[[*grads, *of_outputs].index(gradients[each]) for each in tensors],
         passed=[OWN_OUTPUTS + at for at in by.passed],
+        of_dx=list(by.of_dx),
         settings=[
             extension.Setting(of_forward=settings.index(name))
             if name in by.settings
             else extension.Setting(dtype_of=dtypes[name])
+            if name in dtypes
+            else extension.Setting(name=backward.slot(name).default)
             for name in _settings(backward)
         ],
         eps=settings.index("eps"),

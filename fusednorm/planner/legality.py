@@ -36,10 +36,6 @@ def is_not_modulated(problem: NormProblem, rows: int, device: DeviceSpec) -> boo
     return not problem.form.modulate
 
 
-def modulates_forward(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
-    return not problem.form.modulate or problem.direction == "forward"
-
-
 def rounds_once(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
     return not problem.form.rounds_steps
 

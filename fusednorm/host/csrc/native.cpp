@@ -333,18 +333,19 @@ PYBIND11_MODULE(_native, module) {
   module.def("add", &add, py::kw_only(), py::arg("name"), py::arg("inputs"), py::arg("x"), py::arg("num_tensors"),
              py::arg("num_outputs"), py::arg("outputs"), py::arg("follows_autocast"));
   py::class_<Backward::Setting>(module, "Setting")
-      .def(py::init([](optional<size_t> of_forward, std::vector<size_t> dtype_of) {
-             return Backward::Setting{of_forward, std::move(dtype_of)};
+      .def(py::init([](optional<size_t> of_forward, std::vector<size_t> dtype_of, optional<std::string> name) {
+             return Backward::Setting{of_forward, std::move(dtype_of), name ? names.setting_of(*name) : NONE};
            }),
-           py::kw_only(), py::arg("of_forward") = py::none(), py::arg("dtype_of") = std::vector<size_t>());
+           py::kw_only(), py::arg("of_forward") = py::none(), py::arg("dtype_of") = std::vector<size_t>(),
+           py::arg("name") = py::none());
   module.def("set_backward", [](size_t forward, size_t backward, std::vector<size_t> saved,
                                 std::vector<optional<size_t>> sources, std::vector<size_t> gradients,
-                                std::vector<size_t> passed, std::vector<Backward::Setting> settings,
-                                size_t eps) {
+                                std::vector<size_t> passed, std::vector<size_t> of_dx,
+                                std::vector<Backward::Setting> settings, size_t eps) {
     ops.at(forward)->backward = Backward{ops.at(backward), std::move(saved), std::move(sources), std::move(gradients),
-                                         std::move(passed), std::move(settings), eps};
+                                         std::move(passed), std::move(of_dx), std::move(settings), eps};
   }, py::kw_only(), py::arg("forward"), py::arg("backward"), py::arg("saved"), py::arg("sources"),
-     py::arg("gradients"), py::arg("passed"), py::arg("settings"), py::arg("eps"));
+     py::arg("gradients"), py::arg("passed"), py::arg("of_dx"), py::arg("settings"), py::arg("eps"));
   module.def("install", &install, py::arg("number"), py::arg("key"), py::kw_only(), py::arg("above"), py::arg("below"),
              py::arg("differentiable_backward"), py::arg("statistics_gradients"));
   module.def("start", [](size_t kept) { cache.most_kinds = kept; }, py::kw_only(), py::arg("kept_kinds"));
