@@ -415,6 +415,6 @@ def form_of(spec) -> Form:
         **FINISH[spec.finish],
     )
     if spec.modulate:
-        backward = {"to_du": times_factor, "gradients": of_modulated, "late": ("branch", "gate")}
+        backward = {"to_du": times_factor, "gradients": of_modulated, "late": spec.late}
         made = replace(made, finish=MODULATED[made.finish], factor=FACTORS[spec.modulate], **backward)
     return made if spec.rounds_sum else replace(made, combine=UNROUNDED.get(made.combine, made.combine))
