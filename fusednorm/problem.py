@@ -95,7 +95,7 @@ class Sharing(NamedTuple):
     dims: int = 0  # the first batch dims of x, of which each place has a row, if there are `rows`
 
     @property
-    def is_by_group(self) -> bool:
+    def is_by_sample(self) -> bool:
         return self.rows > 1 or self.rows == 0
 
 
@@ -123,14 +123,14 @@ class Added(NamedTuple):
         return self.value.tensor if isinstance(self.value, RowView) else self.value
 
     @property
-    def is_of_groups(self) -> bool:
-        """Whether it has a row for each group of rows of x."""
-        return self.sharing.is_by_group
+    def is_of_samples(self) -> bool:
+        """Whether it has a row for each sample of rows of x."""
+        return self.sharing.is_by_sample
 
     @property
     def is_of_rows(self) -> bool:
         """Whether it has a row for each of x."""
-        return self.role in (Role.ROWS, Role.MODULATION) and not self.is_of_groups
+        return self.role in (Role.ROWS, Role.MODULATION) and not self.is_of_samples
 
     def with_tensor(self, tensor: Any) -> Added:
         return self._replace(value=self.value._replace(tensor=tensor) if isinstance(self.value, RowView) else tensor)
@@ -180,7 +180,7 @@ class BackwardCall(NamedTuple):
     normalized_shape: tuple[int, ...]  # of dw and db
     added: tuple[Added, ...] = ()
     added_outputs: tuple[Added, ...] = ()
-    group_rows: int = 0  # rows that share a row of the modulations that are by group; 0: all rows are one group
+    sample_rows: int = 0  # rows that share a row of the modulations that are by sample; 0: all rows are one sample
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -190,7 +190,7 @@ class BackwardCall(NamedTuple):
 
     @property
     def rows_read(self) -> tuple[RowView, ...]:
-        """Those that have a row for each group of rows are among them."""
+        """Those that have a row for each sample of rows are among them."""
         return _views((self.x, self.grad_out), self.added)
 
     @property
@@ -208,7 +208,7 @@ def _views(views: tuple[RowView, ...], added: Sequence[Added]) -> tuple[RowView,
 
 
 def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added, ...], tuple[Added, ...], int]:
-    """The operands, as they are read, and the outputs that the package's ops lack; and group_rows. A forward reads all
+    """The operands, as they are read, and the outputs that the package's ops lack; and sample_rows. A forward reads all
     modulations by row."""
     is_forward = operands.direction == FORWARD
     own = ForwardOperands if is_forward else BackwardOperands
@@ -221,7 +221,7 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
         shared = {
             name: sharing(each, batch_shape, x.dim() - batch_ndim) for name, each in modulations if each is not None
         }
-    dims = max([each.dims for each in shared.values() if each.is_by_group], default=0)
+    dims = max([each.dims for each in shared.values() if each.is_by_sample], default=0)
 
     def read(slot: Slot, value: Any) -> Any:
         role = slot.role
@@ -232,7 +232,7 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
         if role is Role.ROWS:
             return _row_view_or_copy(value, batch_ndim, cols)
         if role is Role.MODULATION:
-            first = dims if slot.name in shared and shared[slot.name].is_by_group else batch_ndim
+            first = dims if slot.name in shared and shared[slot.name].is_by_sample else batch_ndim
             normalized_shape = x.shape[batch_ndim:]
             rows = spread(value, first + len(normalized_shape), len(normalized_shape))
             return _row_view_or_copy(rows.expand(*batch_shape[:first], *normalized_shape), first, cols)
@@ -258,7 +258,7 @@ def _beside(added: tuple[Added, ...], outputs: tuple[Added, ...]) -> dict[str, A
     """
     if not (added or outputs):
         return {}
-    read = [each for each in added if isinstance(each.value, RowView) and not each.is_of_groups]
+    read = [each for each in added if isinstance(each.value, RowView) and not each.is_of_samples]
     return {
         "rows_in": tuple([each.value.tensor.dtype for each in read]),
         "names_in": tuple([each.name for each in read]),
@@ -268,13 +268,13 @@ def _beside(added: tuple[Added, ...], outputs: tuple[Added, ...]) -> dict[str, A
 
 def _gradients(added: tuple[Added, ...], outputs: tuple[Added, ...], wants_dx: bool) -> dict[str, Any]:
     """Fields of a backward's problem: which of the form's gradients, those of x and of `outputs`, it stores or sums over
-    the rows of a group, and what it reads for each group."""
+    the rows of a sample, and what it reads for each sample."""
     stored = (0,) * bool(wants_dx)
     if not (added or outputs):
         return {"stored": stored or (0,), "wants_dx": bool(stored)}
-    shared = [each for each in added if isinstance(each.value, RowView) and each.is_of_groups]
+    shared = [each for each in added if isinstance(each.value, RowView) and each.is_of_samples]
     stored += tuple([at for at, each in enumerate(outputs, 1) if each.value and each.is_of_rows])
-    summed = tuple([at for at, each in enumerate(outputs, 1) if each.value and each.is_of_groups])
+    summed = tuple([at for at, each in enumerate(outputs, 1) if each.value and each.is_of_samples])
     return {
         "stored": stored if stored or summed else (0,),
         "wants_dx": bool(stored or summed),
@@ -282,7 +282,7 @@ def _gradients(added: tuple[Added, ...], outputs: tuple[Added, ...], wants_dx: b
         "names_shared": tuple([each.name for each in shared]),
         "summed": summed,
         "sums_out": tuple([outputs[at - 1].value for at in summed]),
-        "by_group": sum([each.is_of_groups for each in outputs]),
+        "by_sample": sum([each.is_of_samples for each in outputs]),
         "scattered": any([each.value and each.sharing.rows < 0 for each in outputs]),
     }
 
@@ -365,8 +365,8 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
     normalized_shape = x.shape[len(batch_shape) :]  # the same sizes as torch's own integers
     batch_ndim, cols = len(batch_shape), math.prod(normalized_shape)
     grad_view, view = _row_view_or_copy(grad_out, batch_ndim, cols), _row_view_or_copy(x, batch_ndim, cols)
-    added, outputs, group_rows = _added(operands, batch_ndim, cols)
-    views = _views((view, grad_view), [each for each in added if not each.is_of_groups])
+    added, outputs, sample_rows = _added(operands, batch_ndim, cols)
+    views = _views((view, grad_view), [each for each in added if not each.is_of_samples])
     wants_dx, wants_dw, wants_db = output_mask[:3]
     more = _beside(added, outputs) | _gradients(added, outputs, wants_dx)
     wants_dx = more.pop("wants_dx")
@@ -403,7 +403,7 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
         tuple(normalized_shape),
         added,
         outputs,
-        group_rows,
+        sample_rows,
     )
 
 

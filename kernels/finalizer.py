@@ -61,20 +61,20 @@ def finalize(
 
 
 @triton.jit(do_not_specialize=["num_partials"])
-def finalize_groups(partial_ptrs, out_ptrs, shares, num_partials, cols, tile: tl.constexpr):
-    """`finalize` of sums that have num_partials partials for each group of rows. The s-th has a row for each shares[s]
-    groups, or if that is None one for all. CTA (m, p, s) sums piece p of its row m."""
+def finalize_samples(partial_ptrs, out_ptrs, shares, num_partials, cols, tile: tl.constexpr):
+    """`finalize` of sums that have num_partials partials for each sample of rows. The s-th has a row for each shares[s]
+    samples, or if that is None one for all. CTA (m, p, s) sums piece p of its row m."""
     if tile.dependent:
         wait_for_prerequisites()
     member = tl.program_id(0).to(tl.int64)
-    groups = tl.num_programs(0)
+    samples = tl.num_programs(0)
     first_col = tl.program_id(1).to(tl.int64) * tile.cols
     for s in tl.static_range(len(shares)):
         if tl.program_id(2) == s:
-            share = groups
+            share = samples
             if shares[s] is not None:
                 share = shares[s]
-            if member * share < groups:
+            if member * share < samples:
                 count = num_partials * share
                 partials = partial_ptrs[s] + member * count * cols
                 sum_partials(partials, out_ptrs[s] + member * cols, first_col, count, cols, None, None, None, tile)

@@ -13,9 +13,9 @@ Row tensors beside x that a form reads or writes come as tuples, or as None: `ro
 inner, outer_stride and inner_stride of each, and `rows_out` of pointers to contiguous rows. A backward adds the rows of
 `added`, which are contiguous, to the gradient of the row that was normalized.
 
-A backward may have groups of group_rows rows, each with CTAs of its own: the first dimension of its grid counts them,
-and the second is P. A row of `shared`, tensors that are given as those of `rows_in` are, then belongs to a group. There
-are partials for each group, those of group g from row g * P on: also of the gradients that are summed (norm.summed),
+A backward may have samples of sample_rows rows, each with CTAs of its own: the first dimension of its grid counts them,
+and the second is P. A row of `shared`, tensors that are given as those of `rows_in` are, then belongs to a sample. There
+are partials for each sample, those of sample g from row g * P on: also of the gradients that are summed (norm.summed),
 with pointers in `sum_partials`.
 """
 
@@ -58,9 +58,9 @@ class RowsInMemory(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The rows from first to last, without last, are those of a group; the CTA is the cta-th of its ctas."""
+    """The rows from first to last, without last, are those of a sample; the CTA is the cta-th of its ctas."""
 
-    group: tl.tensor
+    sample: tl.tensor
     cta: tl.tensor
     ctas: tl.tensor
     first: tl.tensor
@@ -68,12 +68,12 @@ class Share(NamedTuple):
 
 
 @triton.jit
-def share_of_cta(rows, group_rows):
-    if group_rows is None:
+def share_of_cta(rows, sample_rows):
+    if sample_rows is None:
         share = Share(tl.program_id(1), tl.program_id(0), tl.num_programs(0), 0, rows)
     else:
-        first = tl.program_id(0).to(tl.int64) * group_rows
-        share = Share(tl.program_id(0), tl.program_id(1), tl.num_programs(1), first, first + group_rows)
+        first = tl.program_id(0).to(tl.int64) * sample_rows
+        share = Share(tl.program_id(0), tl.program_id(1), tl.num_programs(1), first, first + sample_rows)
     return share
 
 
@@ -196,13 +196,13 @@ def bits_of(dtype):
 
 
 @triton.jit
-def load_shared(shared, strides_shared, group, cols, tile: tl.constexpr):
-    """The row of each tensor that belongs to the group, in chunks [1, tile.chunk], as a tuple."""
+def load_shared(shared, strides_shared, sample, cols, tile: tl.constexpr):
+    """The row of each tensor that belongs to the sample, in chunks [1, tile.chunk], as a tuple."""
     tiles = ()
     if shared is not None:
         for t in tl.static_range(len(shared)):
             source = other_rows(shared, strides_shared, t, tile)
-            start = (group // source.inner) * source.outer_stride + (group % source.inner) * source.inner_stride
+            start = (sample // source.inner) * source.outer_stride + (sample % source.inner) * source.inner_stride
             tiles = tiles + (load_parameter(source.ptr + start, cols, True, columns, tile),)
     return tiles
 
@@ -323,13 +323,13 @@ def forward(
             tiles = next_tiles
 
 
-@triton.jit(do_not_specialize=["rows", "x_inner", "dy_inner", "group_rows"])
+@triton.jit(do_not_specialize=["rows", "x_inner", "dy_inner", "sample_rows"])
 def backward(
     dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr, rows: "i64", cols,
     x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64", dy_inner: "i64", dy_outer_stride: "i64",
     dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr, rows_in=None, strides_in=None, rows_out=None, added=None, bias_ptr=None,
-    shared=None, strides_shared=None, sum_partials=None, group_rows=None,
+    shared=None, strides_shared=None, sum_partials=None, sample_rows=None,
 ):
     """The gradients of the CTA's row tiles, and its row of the partials."""
     cols = divisible(cols, tile)
@@ -338,8 +338,8 @@ def backward(
     weight = load_parameter(weight_ptr, cols, norm.has_weight, columns, tile)
     bias = load_parameter(bias_ptr, cols, norm.has_bias, columns, tile)
     outs = pointers(dx_ptr, rows_out, norm)
-    share = share_of_cta(rows, group_rows)
-    of_group = load_shared(shared, strides_shared, share.group, cols, tile)
+    share = share_of_cta(rows, sample_rows)
+    of_sample = load_shared(shared, strides_shared, share.sample, cols, tile)
     dw = ()
     db = ()
     sums = ()  # those of chunk 0, then those of chunk 1, ...
@@ -356,7 +356,7 @@ def backward(
     next_statistics = load_row_statistics(source, row, share.last, norm)
     for _ in range(tl.cdiv(share.last - share.first - share.cta * tile.rows, step)):
         early = next_tiles
-        tiles = early + of_group
+        tiles = early + of_sample
         dy = dy_next
         mean = next_statistics.mean
         rstd = next_statistics.rstd
@@ -391,7 +391,7 @@ def backward(
                 tiles = tiles + (of_rows[t],)
             else:
                 tiles = tiles + (made_again(of_rows[t], rows, tile),)
-        tiles = tiles + of_group
+        tiles = tiles + of_sample
         dy = made_again(dy, rows, tile)
         for c in tl.static_range(tile.chunks):
             of_chunk = chunk_of(tiles, c)
@@ -415,8 +415,8 @@ def backward(
     for c in tl.static_range(tile.chunks):
         partial = share.cta + tl.zeros([1, 1], tl.int64)
         here, is_any = partial * cols, partial < partials
-        if group_rows is not None:
-            here += share.group.to(tl.int64) * share.ctas * cols
+        if sample_rows is not None:
+            here += share.sample.to(tl.int64) * share.ctas * cols
         if norm.wants_dw:
             store_chunk(dw_partial_ptr, here, tl.sum(dw[c], axis=0)[None, :], is_any, cols, c, tile)
         if norm.wants_db:

@@ -65,12 +65,12 @@ OLDEST_DEPENDENT_ARCH = 90  # oldest arch on which a dependent launch may be pla
 Call = ForwardCall | BackwardCall
 
 
-class GroupSum(NamedTuple):
-    """A gradient that is summed over groups of rows."""
+class SampleSum(NamedTuple):
+    """A gradient that is summed over samples of rows."""
 
     partial: Address
     out: Address
-    groups: int | None  # that share a row of it, one after another; None: all
+    samples: int | None  # that share a row of it, one after another; None: all
 
 
 class Written(NamedTuple):
@@ -84,7 +84,7 @@ class Written(NamedTuple):
     row_means: Address | None
     counters: Address | None  # int32, for each column tile the number of CTAs that have summed their rows of it
     announces_end: bool  # whether the kernel signals its end to a dependent launch, which sums the partials
-    sums: tuple[GroupSum, ...]  # those of modulations
+    sums: tuple[SampleSum, ...]  # those of modulations
 
 
 def run(call: Call, miss: prepared.Miss | None = None) -> tuple[Outputs | None, Program | None]:
@@ -145,15 +145,15 @@ def _with_added(launches: list[Launch], call: Call, first_output: int) -> list[L
     """The launches with what an op has beside the operands and outputs of the package's ops, absent ones left out.
 
     Row tensors go to kernels as tuples, in their order: `rows_in` of pointers, `strides_in` of the three numbers of
-    each, `rows_out` of pointers; those with a row for each group of rows as `shared` and `strides_shared`. Of the rest a
+    each, `rows_out` of pointers; those with a row for each sample of rows as `shared` and `strides_shared`. Of the rest a
     kernel gets what it has parameters for: `{name}_ptr` of a tensor, `{name}_stride` of a statistic, `{name}` of a
-    number. Sums over groups are among `Written`. Raises BuildFailed if no kernel takes an operand or an output."""
+    number. Sums over samples are among `Written`. Raises BuildFailed if no kernel takes an operand or an output."""
     named: dict[str, Operand] = {}
     parameters: dict[str, str] = {}  # by what needs them
     for each in call.added:
         name, value = each.name, each.value
         if isinstance(value, RowView):
-            parameters[name], strides = ("shared", "strides_shared") if each.is_of_groups else ("rows_in", "strides_in")
+            parameters[name], strides = ("shared", "strides_shared") if each.is_of_samples else ("rows_in", "strides_in")
             named[parameters[name]] = (*named.get(parameters[name], ()), value.tensor)
             named[strides] = (*named.get(strides, ()), *_row_strides(value))
         elif value is not None and each.role is not Role.DTYPE:
@@ -161,7 +161,7 @@ def _with_added(launches: list[Launch], call: Call, first_output: int) -> list[L
             named[parameters[name]] = value
             named |= {f"{name}_stride": _stride(value)} if each.role is Role.STATISTIC else {}
     for at, each in enumerate(call.added_outputs, first_output + OWN_OUTPUTS):
-        if each.value is not None and not each.is_of_groups:
+        if each.value is not None and not each.is_of_samples:
             parameters[each.name] = "rows_out" if each.is_of_rows else f"{each.name}_ptr"
             given = Address(at, each.value)
             named[parameters[each.name]] = (*named.get("rows_out", ()), given) if each.is_of_rows else given
@@ -225,14 +225,14 @@ def _backward(call: BackwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
         Address(at, part.dtype or workspace.dtype) if any(part[:3]) else None
         for at, part in enumerate(parts, count + len(outputs))
     )
-    group_sums = [_group_sum(call, partial, at) for partial, at in zip(partials, problem.summed, strict=True)]
+    sample_sums = [_sample_sum(call, partial, at) for partial, at in zip(partials, problem.summed, strict=True)]
     summed_next = sums and counters is None
     dependent = summed_next and spec.arch >= OLDEST_DEPENDENT_ARCH
-    out = Written(dx, dw_partial, db_partial, dw, db, means, counters, dependent, tuple(group_sums))
+    out = Written(dx, dw_partial, db_partial, dw, db, means, counters, dependent, tuple(sample_sums))
     launches = _with_rest(_BACKWARD[type(plan)](plan, call, out, spec), call)
     if summed_next:
-        launches.append((_finalize_groups if problem.by_group else _finalize)(call, out))
-    grid = grid_of(plan, problem.cols, spec, sums, problem.wants_float32_sum, call.group_rows)
+        launches.append((_finalize_samples if problem.by_sample else _finalize)(call, out))
+    grid = grid_of(plan, problem.cols, spec, sums, problem.wants_float32_sum, call.sample_rows)
     return launches, count, outputs, workspace if sums or two_passes else None, grid
 
 
@@ -244,12 +244,12 @@ def _outputs(call: Call, extents: Sequence[Extent], dtypes: Sequence[torch.dtype
     return (*[dtype and Output(extent, dtype) for extent, dtype in own], *added), tuple(addresses)
 
 
-def _group_sum(call: BackwardCall, partial: Address, at: int) -> GroupSum:
+def _sample_sum(call: BackwardCall, partial: Address, at: int) -> SampleSum:
     """The one of the form's gradient `at`."""
     output = call.added_outputs[at - 1]
     rows = output.sharing.rows
     address = Address(len(call.tensors) + OWN_OUTPUTS + at - 1, output.value)
-    return GroupSum(partial, address, rows // call.group_rows if rows else None)
+    return SampleSum(partial, address, rows // call.sample_rows if rows else None)
 
 
 def _finalize(call: BackwardCall, out: Written) -> Launch:
@@ -263,15 +263,15 @@ def _finalize(call: BackwardCall, out: Written) -> Launch:
     return Launch(finalizer.finalize, grid, args, norm, tile, options)
 
 
-def _finalize_groups(call: BackwardCall, out: Written) -> Launch:
-    """The launch that sums the partials of groups, with one CTA per group and piece of each sum."""
+def _finalize_samples(call: BackwardCall, out: Written) -> Launch:
+    """The launch that sums the partials of samples, with one CTA per sample and piece of each sum."""
     cols, acc = call.problem.cols, call.problem.acc_dtype
     tile = partials_tile(cols, acc.itemsize, out.announces_end)
     of_parameters = [(out.dw_partial, out.dw), (out.db_partial, out.db)]
-    sums = [GroupSum(*each, None) for each in of_parameters if all(each)] + list(out.sums)
-    grid = Number.GROUPS, triton.cdiv(cols, tile.cols), len(sums)
+    sums = [SampleSum(*each, None) for each in of_parameters if all(each)] + list(out.sums)
+    grid = Number.SAMPLES, triton.cdiv(cols, tile.cols), len(sums)
     args = (*map(tuple, zip(*sums, strict=True)), Number.CTAS, cols)
-    return Launch(finalizer.finalize_groups, grid, args, None, tile, {"launch_pdl": True} if tile.dependent else {})
+    return Launch(finalizer.finalize_samples, grid, args, None, tile, {"launch_pdl": True} if tile.dependent else {})
 
 
 @functools.cache
@@ -311,8 +311,8 @@ def _multiwave_backward(plan: MultiWavePlan, call: BackwardCall, out: Written, s
     tile = _tile(plan, _log2_divisor(call), out.announces_end, makes_again=bool(out.sums))
     grid: tuple[int | Number, ...] = (Number.CTAS,)
     named: dict[str, Operand] = {"sum_partials": tuple([each.partial for each in out.sums])} if out.sums else {}
-    if call.group_rows:
-        grid, named = (Number.GROUPS, Number.CTAS), named | {"group_rows": call.group_rows}
+    if call.sample_rows:
+        grid, named = (Number.SAMPLES, Number.CTAS), named | {"sample_rows": call.sample_rows}
     return [Launch(multiwave.backward, grid, args, _norm(call.problem), tile, options, named=named)]
 
 

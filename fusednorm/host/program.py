@@ -37,9 +37,9 @@ class Number(enum.Enum):
     """A number that follows from the row count, in a grid or among operands."""
 
     ROWS = 0
-    CTAS = 1  # along the rows, those of a group
+    CTAS = 1  # along the rows, those of a sample
     PARTIALS = 2  # rows of the partials of sums
-    GROUPS = 3  # of rows that have CTAs of their own
+    SAMPLES = 3  # of rows that have CTAs of their own
 
     def __init__(self, place: int):
         self.place = place  # among a program's numbers; .value takes two frames
@@ -132,8 +132,8 @@ class Program:
         """The values of each Number."""
         if not self.grid:
             return rows, 0, 0, 0
-        groups, ctas = self.grid.groups(rows), self.grid.ctas(rows)
-        return rows, ctas, groups * ctas * self.grid.partials_of_cta, groups
+        samples, ctas = self.grid.samples(rows), self.grid.ctas(rows)
+        return rows, ctas, samples * ctas * self.grid.partials_of_cta, samples
 
     def memory(self, shape: tuple[int, ...]) -> list[Memory | None]:
         """The outputs for x of this shape."""

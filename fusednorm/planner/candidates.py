@@ -60,12 +60,12 @@ COLUMN_RING_WARPS = 8
 
 def multi_wave(problem: NormProblem, device: DeviceSpec) -> Plan | None:
     """The best plan that holds rows in registers; a column tile plan where none fits, or where no dx is wanted. Column
-    tiles have no sums by group: None where these are wanted and no other plan fits."""
-    if problem.direction == "backward" and not problem.wants_dx and not problem.by_group:
+    tiles have no sums by sample: None where these are wanted and no other plan fits."""
+    if problem.direction == "backward" and not problem.wants_dx and not problem.by_sample:
         return column_tile_plan(problem, device)  # without dx no row sum is needed, only a reduction over rows
     plans = multiwave_plans(problem, device)
     best = max(plans, key=lambda plan: multiwave_rank(problem, plan, device), default=None)
-    return best or (None if problem.by_group else column_tile_plan(problem, device))
+    return best or (None if problem.by_sample else column_tile_plan(problem, device))
 
 
 def multiwave_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[MultiWavePlan]:

@@ -222,7 +222,7 @@ def best_plan(variant: str, problem: NormProblem, device: DeviceSpec) -> Plan | 
 def _too_wide(variant: str, problem: NormProblem, device: DeviceSpec) -> Rejected:
     cols, limit = problem.cols, device.smem_per_block_bytes
     if variant == "multi_wave":
-        return Rejected("registers", f"has no room in registers for a row of {cols} columns and its sums by group")
+        return Rejected("registers", f"has no room in registers for a row of {cols} columns and its sums by sample")
     text = f"needs more shared memory for one stage of {cols} columns than the {limit} bytes of a block"
     return Rejected("shared_memory", text)
 

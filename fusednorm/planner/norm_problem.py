@@ -38,11 +38,11 @@ class NormProblem:
     names_in: tuple[str, ...] = ()  # of rows_in
     stored: tuple[int, ...] = (0,)  # which of the form's gradients of rows a backward stores, that of x first
     y_dtype: torch.dtype | None = None  # if it is not x's
-    # Of a backward whose modulations belong to groups of rows: for each group there are other partials of the sums.
-    by_group: int = 0  # modulations of which a group of rows shares a row, absent ones left out
+    # Of a backward whose modulations belong to samples of rows: for each sample there are other partials of the sums.
+    by_sample: int = 0  # modulations of which a sample of rows shares a row, absent ones left out
     shared: tuple[torch.dtype, ...] = ()  # those of them that are read: once, not for each row
     names_shared: tuple[str, ...] = ()
-    summed: tuple[int, ...] = ()  # which of the form's gradients are summed over the rows of a group
+    summed: tuple[int, ...] = ()  # which of the form's gradients are summed over the rows of a sample
     sums_out: tuple[torch.dtype, ...] = ()  # dtypes of these sums
     scattered: bool = False  # whether a sum is wanted over rows that are not next to each other
 

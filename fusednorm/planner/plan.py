@@ -228,15 +228,15 @@ class Grid:
     tiles_of_sum: int  # most row tiles of a CTA, if its sums are wanted in float32; 0 if it may have any number
     least_short_lived: int  # with fewer short-lived CTAs than this, there are as many as run at the same time
     partials_of_cta: int  # rows of the partials: one per CTA, or one per compute group of it
-    group_rows: int = 0  # rows of a group, which has CTAs of its own; 0: all rows are one group
+    sample_rows: int = 0  # rows of a sample, which has CTAs of its own; 0: all rows are one sample
 
-    def groups(self, rows: int) -> int:
-        return rows // self.group_rows if self.group_rows else 1
+    def samples(self, rows: int) -> int:
+        return rows // self.sample_rows if self.sample_rows else 1
 
     def ctas(self, rows: int) -> int:
-        """Of each group."""
-        groups = self.groups(rows)
-        rows, at_once, first_wave = rows // groups, max(1, self.at_once // groups), max(1, self.first_wave // groups)
+        """Of each sample."""
+        samples = self.samples(rows)
+        rows, at_once, first_wave = rows // samples, max(1, self.at_once // samples), max(1, self.first_wave // samples)
         tiles, limit = -(-rows // self.rows_per_tile), at_once
         if self.tiles_of_cta:
             short_lived = tiles // self.tiles_of_cta
@@ -249,8 +249,8 @@ class Grid:
         return min(tiles, limit)
 
     def partials(self, rows: int) -> int:
-        """Of all groups."""
-        return self.groups(rows) * self.ctas(rows) * self.partials_of_cta
+        """Of all samples."""
+        return self.samples(rows) * self.ctas(rows) * self.partials_of_cta
 
 
 def grid_of(
@@ -259,9 +259,9 @@ def grid_of(
     device: DeviceSpec,
     leaves_partials: bool = True,
     float32_sums: bool = False,
-    group_rows: int = 0,
+    sample_rows: int = 0,
 ) -> Grid:
-    """The grid of a plan. Each CTA gets at least one row tile, and rows of one group.
+    """The grid of a plan. Each CTA gets at least one row tile, and rows of one sample.
 
     The grid has as many CTAs as run at once, even if some get a row tile fewer than others: fewer CTAs would take as
     long and load less at a time. If CTAs leave partials, least_rows_of_cta limits their number. If dw or db is wanted
@@ -283,7 +283,7 @@ def grid_of(
     tiles_of_sum = MOST_TILES_OF_SUM if float32_sums and not device.sm_margin else 0
     partials = num_partials(plan, 1)
     least_work = rows_of_cta, tiles_of_cta, tiles_of_sum, least_short_lived
-    return Grid(plan.rows_per_tile, at_once, first_wave, *least_work, partials, group_rows)
+    return Grid(plan.rows_per_tile, at_once, first_wave, *least_work, partials, sample_rows)
 
 
 def num_ctas(

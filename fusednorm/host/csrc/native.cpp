@@ -273,7 +273,7 @@ PYBIND11_MODULE(_native, module) {
       .value("MASK", Role::MASK).value("FLAG", Role::FLAG).value("NAME", Role::NAME);
   py::enum_<Number>(module, "Number")
       .value("ROWS", Number::ROWS).value("CTAS", Number::CTAS).value("PARTIALS", Number::PARTIALS)
-      .value("GROUPS", Number::GROUPS);
+      .value("SAMPLES", Number::SAMPLES);
   py::class_<Output>(module, "Output")
       .def(py::init([](Extent extent, at::ScalarType dtype, size_t dims, int64_t whole) {
              return Output{extent, dtype, dims, whole};
@@ -282,13 +282,13 @@ PYBIND11_MODULE(_native, module) {
   py::class_<Grid>(module, "Grid")
       .def(py::init([](int64_t rows_per_tile, int64_t at_once, int64_t first_wave, int64_t rows_of_cta,
                        int64_t tiles_of_cta, int64_t tiles_of_sum, int64_t least_short_lived,
-                       int64_t partials_of_cta, int64_t group_rows) {
+                       int64_t partials_of_cta, int64_t sample_rows) {
              return Grid{rows_per_tile, at_once, first_wave, rows_of_cta, tiles_of_cta, tiles_of_sum,
-                         least_short_lived, partials_of_cta, group_rows};
+                         least_short_lived, partials_of_cta, sample_rows};
            }),
            py::kw_only(), py::arg("rows_per_tile"), py::arg("at_once"), py::arg("first_wave"), py::arg("rows_of_cta"),
            py::arg("tiles_of_cta"), py::arg("tiles_of_sum"), py::arg("least_short_lived"), py::arg("partials_of_cta"),
-           py::arg("group_rows"))
+           py::arg("sample_rows"))
       .def("numbers", &Grid::numbers);
   py::class_<Workspace>(module, "Workspace")
       .def(py::init([](at::ScalarType dtype, std::vector<Part> parts) {

@@ -35,7 +35,7 @@ using Shape = c10::SmallVector<int64_t, 6>;
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Numbers that differ from call to call.
-enum class Number { ROWS, CTAS, PARTIALS, GROUPS };
+enum class Number { ROWS, CTAS, PARTIALS, SAMPLES };
 using Numbers = std::array<int64_t, 4>;  // by Number
 
 // The rule of planner/plan.py: Grid.
@@ -43,15 +43,15 @@ constexpr int64_t MOST_CTAS = (1 << 16) - 1;
 
 struct Grid {
   int64_t rows_per_tile, at_once, first_wave, rows_of_cta, tiles_of_cta, tiles_of_sum, least_short_lived,
-      partials_of_cta, group_rows;
+      partials_of_cta, sample_rows;
 
-  int64_t groups(int64_t rows) const { return group_rows ? rows / group_rows : 1; }
+  int64_t samples(int64_t rows) const { return sample_rows ? rows / sample_rows : 1; }
 
-  // Of each of the groups.
-  int64_t ctas(int64_t rows, int64_t groups) const {
-    rows /= groups;
-    int64_t first_wave = std::max<int64_t>(1, this->first_wave / groups);
-    int64_t tiles = ceil_div(rows, rows_per_tile), limit = std::max<int64_t>(1, at_once / groups);
+  // Of each of the samples.
+  int64_t ctas(int64_t rows, int64_t samples) const {
+    rows /= samples;
+    int64_t first_wave = std::max<int64_t>(1, this->first_wave / samples);
+    int64_t tiles = ceil_div(rows, rows_per_tile), limit = std::max<int64_t>(1, at_once / samples);
     if (tiles_of_cta) {
       int64_t short_lived = tiles / tiles_of_cta;
       limit = std::min(tiles, short_lived >= least_short_lived ? short_lived : limit);
@@ -66,8 +66,8 @@ struct Grid {
   }
 
   Numbers numbers(int64_t rows) const {
-    int64_t count = groups(rows), of_group = ctas(rows, count);
-    return {rows, of_group, count * of_group * partials_of_cta, count};
+    int64_t count = samples(rows), of_sample = ctas(rows, count);
+    return {rows, of_sample, count * of_sample * partials_of_cta, count};
   }
 };
 

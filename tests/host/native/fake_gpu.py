@@ -192,7 +192,7 @@ class Build(launcher.Build):
         super().__init__(compiled, triton_compat.RELEASES[3, 6])
         self.name, self.norm = launch.kernel.__name__, launch.norm
         self.squares = self.norm is not None and self.norm.form.finish_dw is not None  # the weight: it is a norm of squared.py
-        self.shares = launch.operands[2] if self.name == "finalize_groups" else ()
+        self.shares = launch.operands[2] if self.name == "finalize_samples" else ()
         self.launch = self._compute
         self._kinds: list = []  # of the arguments, those of tensor maps expanded
         for given, kind in zip(launch.arguments(), compiled.src.signature.values(), strict=True):
@@ -279,11 +279,11 @@ class Launched(NamedTuple):
         return at_address(address, POINTED_TO[self.build.compiled.src.signature[f"{name}_ptr"][1:]], shape, strides)
 
     def more_rows(self, name: str, at: int = 0) -> torch.Tensor | None:
-        """One tensor of `rows_in`, `rows_out`, `added` or `shared`, whose rows belong to groups."""
+        """One tensor of `rows_in`, `rows_out`, `added` or `shared`, whose rows belong to samples."""
         if f"{name}.{at}" not in self.parameters:
             return None
         (rows, cols), parameters, of = self.shape(), self.parameters, {"rows_in": "in", "shared": "shared"}
-        rows = rows // self.group_rows() if name == "shared" else rows
+        rows = rows // self.sample_rows() if name == "shared" else rows
         inner, strides = 1, (cols, 0)
         if name in of:  # Triton leaves out numbers of 1
             inner, *strides = (parameters.get(f"strides_{of[name]}.{3 * at + which}", 1) for which in range(3))
@@ -293,16 +293,16 @@ class Launched(NamedTuple):
     def pointed_to(self, name: str, at: int) -> torch.dtype:
         return POINTED_TO[self.build.compiled.src.signature[name][at][1:]]
 
-    def group_rows(self) -> int:
-        return self.parameters.get("group_rows", self.shape()[0])
+    def sample_rows(self) -> int:
+        return self.parameters.get("sample_rows", self.shape()[0])
 
     def partials(self, name: str, at: int | None = None) -> torch.Tensor | None:
-        """Of the partials at a parameter, the first row of each group."""
+        """Of the partials at a parameter, the first row of each sample."""
         rows, cols = self.shape()
-        groups, ctas = rows // self.group_rows(), self.grid["group_rows" in self.parameters]
+        samples, ctas = rows // self.sample_rows(), self.grid["sample_rows" in self.parameters]
         if at is None:
-            return self.tensor(name, (groups, cols), (ctas * cols, 1))
-        return at_address(self.parameters[f"{name}.{at}"], self.pointed_to(name, at), (groups, cols), (ctas * cols, 1))
+            return self.tensor(name, (samples, cols), (ctas * cols, 1))
+        return at_address(self.parameters[f"{name}.{at}"], self.pointed_to(name, at), (samples, cols), (ctas * cols, 1))
 
     def rows(self, name: str) -> torch.Tensor | None:
         parameters = self.parameters
@@ -322,7 +322,7 @@ class Launched(NamedTuple):
 
 
 def compute(launched: Launched) -> None:
-    """Writes the results that the kernel would write. Partial sums are all in the first row of partials of a group."""
+    """Writes the results that the kernel would write. Partial sums are all in the first row of partials of a sample."""
     name, cols = launched.build.name, launched.parameters["cols"]
     if name == "finalize":
         for each in ("dw", "db"):
@@ -330,8 +330,8 @@ def compute(launched: Launched) -> None:
             if launched.build.squares and each == "dw" and total is not None:
                 total = 2 * total * launched.tensor("weight", (cols,))
             fill(launched.tensor(each, (cols,)), total)
-    elif name == "finalize_groups":
-        sum_groups(launched)
+    elif name == "finalize_samples":
+        sum_samples(launched)
     elif name.startswith("forward"):
         compute_forward(launched)
     elif name != "backward_row_means":
@@ -368,23 +368,23 @@ def compute_forward(launched: Launched) -> None:
     fill(launched.tensor("y", launched.shape()), y + residual if total is None and residual is not None else y * after)
 
 
-def sum_groups(launched: Launched) -> None:
-    parameters, groups = launched.parameters, launched.grid[0]
+def sum_samples(launched: Launched) -> None:
+    parameters, samples = launched.parameters, launched.grid[0]
     cols, count = parameters["cols"], parameters["num_partials"]
     for at, share in enumerate(launched.build.shares):
         of_sum = at_address(
-            parameters[f"partial_ptrs.{at}"], launched.pointed_to("partial_ptrs", at), (groups, cols), (count * cols, 1)
+            parameters[f"partial_ptrs.{at}"], launched.pointed_to("partial_ptrs", at), (samples, cols), (count * cols, 1)
         )
-        rows = groups // share if share else 1
+        rows = samples // share if share else 1
         out = at_address(parameters[f"out_ptrs.{at}"], launched.pointed_to("out_ptrs", at), (rows, cols))
         fill(out, of_sum.unflatten(0, (rows, -1)).sum(1))
 
 
 def compute_modulated(launched: Launched) -> None:
-    norm, (rows, cols), group_rows = launched.build.norm, launched.shape(), launched.group_rows()
+    norm, (rows, cols), sample_rows = launched.build.norm, launched.shape(), launched.sample_rows()
     named = {name: launched.more_rows("rows_in", at) for at, name in enumerate(norm.rows_in)}
     for at, name in enumerate(norm.shared):
-        named[name] = launched.more_rows("shared", at).repeat_interleave(group_rows, 0)
+        named[name] = launched.more_rows("shared", at).repeat_interleave(sample_rows, 0)
     given = {name: each.double() for name, each in named.items()}
     own = launched.rows("dy"), launched.rows("x"), launched.statistic("mean"), launched.statistic("rstd")
     (dy, x, mean, rstd), weight = doubles(*own), weight_of(launched)
@@ -403,12 +403,12 @@ def compute_modulated(launched: Launched) -> None:
     for at, which in enumerate(outs):
         fill(launched.more_rows("rows_out", at), grads[which])
     for at, which in enumerate(norm.summed):
-        fill(launched.partials("sum_partials", at), grads[which].unflatten(0, (-1, group_rows)).sum(1))
+        fill(launched.partials("sum_partials", at), grads[which].unflatten(0, (-1, sample_rows)).sum(1))
     scale = given["scale"]
     du = dy * reference.FACTORS[factor](scale)
     x_hat = (x - (0 if mean is None else mean[:, None])) * rstd[:, None]
     for name, terms in (("dw_partial", du * x_hat), ("db_partial", du)):
-        fill(launched.partials(name), terms.unflatten(0, (-1, group_rows)).sum(1))
+        fill(launched.partials(name), terms.unflatten(0, (-1, sample_rows)).sum(1))
 
 
 def compute_backward(launched: Launched) -> None:

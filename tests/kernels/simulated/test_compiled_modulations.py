@@ -8,7 +8,7 @@ from cases import BF16, FP32
 from modulations import PORTABLE, SAMPLE, TOKEN, Modulated
 from simulator.host import simulated
 
-# More row tiles than CTAs of a group; rows that end within a tile and within a group; one group, and many.
+# More row tiles than CTAs of a sample; rows that end within a tile and within a sample; one sample, and many.
 COMPILED = [
     PORTABLE[0],
     PORTABLE[6],
@@ -33,6 +33,6 @@ def test_modulated_backwards_give_the_gradients_of_autograd_in_float64(modulated
     modulated.check(outputs_of(modulated))
 
 
-def test_sums_of_groups_are_the_same_in_every_order_of_events():
+def test_sums_of_samples_are_the_same_in_every_order_of_events():
     one, other = (outputs_of(COMPILED[2], seed=seed, resident=at_once) for seed, at_once in ((1, None), (2, 1)))
     assert all(torch.equal(each, same) for each, same in zip(one, other, strict=True) if each is not None)
