@@ -83,7 +83,7 @@ from .operands import (
     as_op,
     wanted_outputs,
 )
-from .problem import check_backward, check_forward, output_dtype, stats_shape, validate
+from .problem import check_backward, check_forward, groups_of, output_dtype, stats_shape, validate
 
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
@@ -157,7 +157,7 @@ def launch() -> ModuleType:
 
 def _fake(operands: Operands) -> Outputs:
     """The fake kernel: outputs without values, each a tensor of its own."""
-    statistics = stats_shape(validate(operands), operands.normalized_shape)
+    statistics = stats_shape(validate(operands), operands.normalized_shape, groups_of(operands))
 
     def output(each: Output) -> Tensor:
         like = getattr(operands, each.like)
