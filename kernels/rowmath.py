@@ -240,6 +240,13 @@ def times_gate(u, tiles, norm: tl.constexpr):
 
 
 @triton.jit
+def u_times_gate(u, tiles, norm: tl.constexpr):
+    if norm.rounds_u:
+        u = u.to(tiles[0].dtype).to(norm.acc)
+    return times_gate(u, tiles, norm)
+
+
+@triton.jit
 def one_plus(scale):
     return 1.0 + scale
 
@@ -381,7 +388,7 @@ COMBINE: dict[str, dict[str, Any]] = {
 FINISH: dict[str, dict[str, Any]] = {
     "": {},
     "add": {"finish": plus_residual},
-    "gate": {"finish": times_gate, "to_du": times_gate, "gradients": of_gated_u},
+    "gate": {"finish": u_times_gate, "to_du": times_gate, "gradients": of_gated_u},
 }
 UNROUNDED = {rounded_total: total, rounded_gated_total: gated_total}  # without FormSpec.rounds_sum
 FACTORS = {"one_plus": one_plus, "identity": identity, "tanh": tanh}
