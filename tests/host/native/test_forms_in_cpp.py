@@ -330,7 +330,8 @@ def test_groups_of_columns_are_right_by_python_and_when_repeated(name, cols, gpu
             outputs = run(op, given, group_size=cols // 2)
             got = gradients(outputs, given)
         assert node_of(outputs) == "NormBackward"
-        halves = [dict(zip(exact, each, strict=True)) for each in zip(*(t.chunk(2, -1) for t in exact.values()), strict=True)]
+        halves = zip(*(each.chunk(2, -1) for each in exact.values()), strict=True)
+        halves = [dict(zip(exact, each, strict=True)) for each in halves]
         wanted = (torch.cat([composite(op, half)[0] for half in halves], -1),)
         for ours, right in zip((*outputs, *got), (*wanted, *gradients(wanted, exact)), strict=True):
             assert_close(ours, right.float(), atol=1e-3, rtol=1e-3)
