@@ -40,8 +40,8 @@ class Form(CompileTime):
     upstream: Any  # (du, weight, norm) -> g, the gradient of x_hat
     to_dw: Any  # (du, x_hat, norm) -> what an element adds to its column's sum for dw
     to_db: Any  # (du, norm) -> the same for db
-    # (dh, dy, x_hat, weight, bias, tiles, norm) -> the gradients of x and of the other row tensors, as a tuple. A sum of
-    # one over rows is the gradient of a tensor that these rows share
+    # (dh, dy, x_hat, weight, bias, tiles, norm) -> the gradients of x and of the other row tensors, as a tuple. The sum
+    # of one over rows is the gradient of what these rows share
     gradients: Any
     activation: Any = None  # (z) -> what a gate's element becomes, and its derivative
     factor: Any = None  # (scale) -> what u is multiplied by, and its derivative
@@ -71,6 +71,7 @@ class Norm(CompileTime):
     fp64: bool  # statistics, sums and partials in float64; else in float32
     has_weight: bool
     has_bias: bool = False  # in a backward: one whose values are read
+    rounds_u: bool = False  # forward: to x's dtype, before a gate
     wants_dx: bool = False  # backward, like the next two: the gradient of a row tensor
     wants_dw: bool = False
     wants_db: bool = False
@@ -128,6 +129,7 @@ class Tile(CompileTime):
     log2_divisor: int = 0
     one_tile: bool = False  # forward: no CTA has a second tile (a short-lived plan), so nothing is loaded ahead
     announces_end: bool = False  # backward: the launch that sums its partials is a dependent launch
+    groups: int = 1  # of columns, each with CTAs of its own, whose program_id(2) says which it is
     makes_again: bool = False  # backward: the second pass makes values of the first again, and none is held for it
     columns_of_chunk: int = 0  # if fewer than `chunk`: each chunk of a row is padded, not the last one alone
 

@@ -123,7 +123,8 @@ class Modulated:
                 epsilon = torch.finfo(got.dtype).eps
                 terms = given["x"].numel() / got.numel()
                 near = max(epsilon / 8, 2e-5) * terms**0.5 * 2
-                torch.testing.assert_close(got.double(), want, rtol=epsilon, atol=near, msg=lambda m, n=name: f"{n}: {m}")
+                say = lambda text, name=name: f"{name}: {text}"  # noqa: E731
+                torch.testing.assert_close(got.double(), want, rtol=epsilon, atol=near, msg=say)
 
 
 def some(*cases: Modulated) -> list[Modulated]:

@@ -67,7 +67,8 @@ def make_modulated(norm="layer", cols=4096, dtype="bf16", modulation="", directi
     x)."""
     form, of = FormSpec(modulate="one_plus", **steps), DTYPES[modulation or dtype]
     if direction == "backward":
-        of_samples = {"by_sample": 2, "shared": (of,), "names_shared": ("scale",), "summed": (1, 2), "sums_out": (of, of)}
+        of_samples = {"by_sample": 2, "shared": (of,), "names_shared": ("scale",)}
+        of_samples |= {"summed": (1, 2), "sums_out": (of, of)}
         return make_problem(norm, cols, dtype, "none", form=form, **of_samples)
     of_form = {"form": form, "rows_in": (of, of), "names_in": ("scale", "shift"), "nested_rows": True}
     return make_problem(norm, cols, dtype, "none", direction="forward", **of_form)
@@ -125,7 +126,8 @@ def meta_call(problem: NormProblem, rows: int = 4096, device: str = "meta"):
 
     added = [read(*each, of_rows) for each in zip(problem.names_in, problem.rows_in, strict=True)]
     added += [read(*each, of_samples) for each in zip(problem.names_shared, problem.shared, strict=True)]
-    stored = [at for at in problem.stored if at] if problem.direction == "backward" else range(1, 1 + len(problem.rows_out))
+    forward = problem.direction == "forward"
+    stored = range(1, 1 + len(problem.rows_out)) if forward else [at for at in problem.stored if at]
     kinds = {at: (dtype, of_rows) for at, dtype in zip(stored, problem.rows_out, strict=True)}
     kinds |= {at: (dtype, of_samples) for at, dtype in zip(problem.summed, problem.sums_out, strict=True)}
     written = [kinds.get(at, (None, of_rows)) for at in range(1, 1 + max(kinds, default=0))]

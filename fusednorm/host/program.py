@@ -121,6 +121,7 @@ class Program:
     workspace: Workspace | None
     grid: Grid | None  # None: no launch has a number of CTAs or partials that follows from the rows
     normalized_shape: tuple[int, ...]
+    groups: int = 1  # of columns, each with statistics of its own
     rows_above: int = 0
     most_rows: int = MOST_ROWS
     sm_margin: int = 0  # that it was planned under
@@ -138,7 +139,8 @@ class Program:
     def memory(self, shape: tuple[int, ...]) -> list[Memory | None]:
         """The outputs for x of this shape."""
         ndim = len(self.normalized_shape)
-        shapes = shape, (*shape[: len(shape) - ndim], *(1,) * ndim), self.normalized_shape  # by Extent
+        statistic = (*shape[: len(shape) - ndim], *(1,) * (ndim - 1), self.groups)
+        shapes = shape, statistic, self.normalized_shape  # by Extent
         found: list[Memory | None] = []
         for each in self.outputs:
             if each is None:
@@ -179,9 +181,10 @@ class Program:
     def launchers(self) -> tuple:
         """(device, runtime, maps, tuples, constants, launchers), by which `Bound.launch` runs the launches.
 
-        It makes one list of values: the stream, the numbers, addresses, tensor maps, tuples of addresses, constants. Each launcher is (launch, head, operands). head and operands pick arguments from that list; operands
-        is None for launch functions that take one argument for each operand. Plain loops, without functions: a first
-        call takes this way.
+        It makes one list of values: the stream, the numbers, addresses, tensor maps, tuples of addresses, constants.
+        Each launcher is (launch, head, operands). head and operands pick arguments from that list; operands is None for
+        launch functions that take one argument for each operand. Plain loops, without functions: a first call takes
+        this way.
         """
         if self.builds[0].launch is None:  # there is no runtime: `Bound.launch` gives up
             return self.device, None, (), (), (), ()
@@ -189,7 +192,8 @@ class Program:
         maps: list[tuple[Callable, int]] = []
         tuples: list[Callable] = []
         constants: list[Any] = []
-        first_map = FIRST_ADDRESS + self.num_tensors + len(self.outputs) + (len(self.workspace.parts) if self.workspace else 0)
+        num_parts = len(self.workspace.parts) if self.workspace else 0
+        first_map = FIRST_ADDRESS + self.num_tensors + len(self.outputs) + num_parts
         first_tuple = first_map + sum([len(build.encoders) for build in self.builds])
         first_constant = first_tuple + sum([launch.num_tuples for launch in self.launches])
         for launch, build in zip(self.launches, self.builds, strict=True):

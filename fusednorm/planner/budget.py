@@ -397,7 +397,7 @@ def multiwave_registers(
 
 
 def _registers_of_late_rows(rows_per_tile: int, problem: NormProblem) -> float:
-    """Registers per element of a backward that sums gradients of rows, or reads rows for gradients alone. Where it sums,
+    """Registers per element of a backward that sums gradients of rows, or reads rows for gradients alone. If it sums,
     no values of the first pass over a tile wait for the second."""
     accumulator, late = problem.acc_dtype.itemsize / 4, set(problem.form.late)
     rows = zip(problem.names_in, problem.rows_in, strict=True)

@@ -14,7 +14,8 @@ FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.fl
 
 @dataclass(frozen=True)
 class NormProblem:
-    """Everything about a call that a plan may depend on, and nothing else (the row count is no part of it).
+    """Everything about a call that a plan may depend on, and nothing else (the row count is no part of it). The columns
+    are those of a group, if the form has groups of them.
 
     norm is "layer" or "rms"; direction is "forward" or "backward". The dtype of an absent tensor is None.
     """
@@ -51,6 +52,11 @@ class NormProblem:
         return f"{self.norm}_norm {self.direction}"
 
     @property
+    def width(self) -> int:
+        """Columns of x: those of all groups."""
+        return self.cols * self.form.groups
+
+    @property
     def acc_dtype(self) -> torch.dtype:
         return accumulation_dtype(self.x_dtype, *self.rows_in)
 
@@ -58,6 +64,14 @@ class NormProblem:
     def reads_bias(self) -> bool:
         """Whether the bias's values are read. Most backwards need its dtype alone."""
         return self.bias_dtype is not None and (self.direction == "forward" or self.form.reads_u)
+
+    @property
+    def rounds_u(self) -> bool:
+        """Whether a forward rounds u to x's dtype before its gate: u then has the promoted dtype of x, weight and bias,
+        which is x's here, or one with all digits."""
+        dtypes = {self.x_dtype, self.weight_dtype or self.x_dtype, self.bias_dtype or self.x_dtype}
+        rounds = self.form.rounds_x_hat and self.form.finish == "gate" and self.x_dtype.itemsize == 2
+        return rounds and self.direction == "forward" and len(dtypes) == 1
 
     @property
     def row_dtype(self) -> torch.dtype:

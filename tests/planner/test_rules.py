@@ -28,6 +28,7 @@ RULES = {  # rule: (variant, problem, rows, device) that it rejects
     "row_tensors": ("warp_specialized", make_problem(direction="forward", form=ADD), MANY_ROWS, B200),
     "sums": ("pipelined", make_gated(wants_dx=False, rows_out=(), stored=(0,)), MANY_ROWS, H200),
     "float64": ("pipelined", make_problem(dtype="fp64"), MANY_ROWS, H200),
+    "groups": ("warp_specialized", replace(make_gated(), form=FormSpec(finish="gate", groups=2)), MANY_ROWS, H200),
     "alignment": ("warp_specialized", make_problem(cols=4100), MANY_ROWS, B200),
     "steps": ("multi_wave", make_modulated(rounds_steps=True), MANY_ROWS, H200),
     "wide_modulation": ("multi_wave", make_modulated(modulation="fp64"), MANY_ROWS, H200),

@@ -222,7 +222,7 @@ struct Binding {
   std::array<uint64_t, MOST_ADDRESSES> addresses;
   size_t num_tensors;
   IntArrayRef x_shape, normalized_shape;
-  int64_t rows = 1;
+  int64_t rows = 1, groups = 1;
 };
 
 struct Program {
@@ -287,6 +287,7 @@ struct Program {
       shape.append(to.normalized_shape.begin(), to.normalized_shape.end());
     } else {
       std::fill(shape.end() - to.normalized_shape.size(), shape.end(), 1);
+      shape.back() = to.groups;
     }
     return allocate(shape, output.dtype);
   }
