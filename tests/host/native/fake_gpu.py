@@ -396,7 +396,8 @@ def compute_modulated(launched: Launched) -> None:
         named[name] = launched.more_rows("shared", at).repeat_interleave(sample_rows, 0)
     given = {name: each.double() for name, each in named.items()}
     own = launched.rows("dy"), launched.rows("x"), launched.statistic("mean"), launched.statistic("rstd")
-    (dy, x, mean, rstd), weight = doubles(*own), weight_of(launched)
+    dy, x, mean, rstd = (each if each is None else each.reshape(rows, -1) for each in doubles(*own))
+    weight = weight_of(launched)
     (bias, added) = doubles(launched.tensor("bias", (cols,)), launched.more_rows("added"))
     factor = next(name for name, each in rowmath.FACTORS.items() if each is norm.form.factor)
     given |= {"grad_out": dy, "x": x, "normalized_shape": (cols,), "rstd": rstd, "weight": weight, "bias": bias}
@@ -414,7 +415,7 @@ def compute_modulated(launched: Launched) -> None:
         fill(launched.partials("sum_partials", at), grads[which].unflatten(0, (-1, sample_rows)).sum(1))
     scale = given["scale"]
     du = dy * reference.FACTORS[factor](scale)
-    x_hat = (x - (0 if mean is None else mean[:, None])) * rstd[:, None]
+    x_hat = (x - (0 if mean is None else mean)) * rstd
     for name, terms in (("dw_partial", du * x_hat), ("db_partial", du)):
         fill(launched.partials(name), terms.unflatten(0, (-1, sample_rows)).sum(1))
 
