@@ -372,7 +372,8 @@ def multiwave_registers(
             per_element += 0.8 * accumulator  # x_hat: where dw is wanted, the terms above include it
         least, need = (112, 84) if fp64 else (80, 44)  # float64 division and square root run in software
         if problem.form.late:
-            least, need = least - 16, need - 20 + max(0, elements - 16)
+            # For architectures other than Hopper some builds spilled without the last term.
+            least, need = least - 16, need - 20 + max(0, elements - 16) + REGISTER_STEP * (device.arch != 90)
         need += 8 * (many_rows and 100 <= device.arch < 120)
         need += (min(rows_per_tile, 16) - 1) * num_chunks + per_element * elements + 0.2 * max(0, elements - 16)
         need += 0.8 * max(0, rows_per_tile - 32)
