@@ -305,6 +305,26 @@ def output_dtype(operands: Operands, output: Output) -> torch.dtype:
     return dtype
 
 
+class Steps(NamedTuple):
+    """The dtypes that the results of a modulated norm's steps have in code of its operands' dtypes."""
+
+    branch: torch.dtype  # gate * x
+    u: torch.dtype  # that of the row that is normalized
+    factor: torch.dtype  # of u, such as 1 + scale
+    product: torch.dtype  # of u and the factor
+
+
+def steps_of(operands: Operands) -> Steps | None:
+    """None if the form does not round its steps."""
+    if not operands.form.rounds_steps:
+        return None
+    gate, scale = getattr(operands, "gate", None), operands.scale.dtype
+    of_sum = [output_dtype(operands, each) for each in operands.outputs[OWN_OUTPUTS:]]
+    row = of_sum[0] if of_sum else operands.x.dtype
+    branch = operands.x.dtype if gate is None else torch.promote_types(operands.x.dtype, gate.dtype)
+    return Steps(branch, row, scale, torch.promote_types(row, scale))
+
+
 def resolve_eps(eps: float | None, *dtypes: torch.dtype) -> float:
     """eps as ATen reads it: None means the machine epsilon of the accumulation dtype of row tensors of these dtypes."""
     return torch.finfo(accumulation_dtype(*dtypes)).eps if eps is None else eps
@@ -337,6 +357,7 @@ def check_forward(operands: ForwardOperands) -> ForwardCall:
         tma_aligned=all([is_tma_aligned(each, cols) for each in views]),
         form=operands.form,
         y_dtype=None if y_dtype == x.dtype else y_dtype,
+        steps=(steps_of(operands) or ()) if added else (),
         **_beside(added, outputs),
     )
     return ForwardCall(

@@ -72,6 +72,7 @@ class Norm(CompileTime):
     has_weight: bool
     has_bias: bool = False  # in a backward: one whose values are read
     rounds_u: bool = False  # forward: to x's dtype, before a gate
+    steps: tuple[str, ...] = ()  # forward: the dtypes to which steps of a modulated norm are rounded, by Triton's names
     wants_dx: bool = False  # backward, like the next two: the gradient of a row tensor
     wants_dw: bool = False
     wants_db: bool = False
@@ -109,6 +110,14 @@ class Norm(CompileTime):
     def gradient_of_sum(self, nth: int) -> int:
         """Which of the form's `gradients` is the nth that is summed."""
         return self.summed[nth]
+
+    @property
+    def rounds_steps(self) -> bool:
+        return bool(self.steps)
+
+    def step(self, nth: int) -> tl.dtype:
+        """To which the nth step is rounded: gate * x, u, its factor, their product."""
+        return tl.dtype(self.steps[nth])
 
     @property
     def acc(self) -> tl.dtype:

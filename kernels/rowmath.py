@@ -171,6 +171,14 @@ def gate_of(tiles, norm: tl.constexpr):
 
 
 @triton.jit
+def as_step(value, nth: tl.constexpr, norm: tl.constexpr):
+    """Rounded as code of the operands' dtypes rounds it, if the form does."""
+    if norm.rounds_steps:
+        value = value.to(norm.step(nth)).to(norm.acc)
+    return value
+
+
+@triton.jit
 def gated(tiles, stored: tl.constexpr, norm: tl.constexpr):
     factor, _ = gate_of(tiles, norm)
     return tiles[0].to(norm.acc) * factor
@@ -179,7 +187,7 @@ def gated(tiles, stored: tl.constexpr, norm: tl.constexpr):
 @triton.jit
 def gated_total(tiles, stored: tl.constexpr, norm: tl.constexpr):
     """residual + gate * x"""
-    branch = tiles[0].to(norm.acc) * tiles[norm.row("gate")].to(norm.acc)
+    branch = as_step(tiles[0].to(norm.acc) * tiles[norm.row("gate")].to(norm.acc), 0, norm)
     return branch + tiles[norm.row("residual")]
 
 
@@ -282,7 +290,7 @@ def factor_of(tiles, norm: tl.constexpr):
 def modulated(u, tiles, norm: tl.constexpr):
     """u * factor(scale) + shift; without a shift, if there is none."""
     factor, _ = factor_of(tiles, norm)
-    u *= factor
+    u = as_step(as_step(u, 1, norm) * as_step(factor, 2, norm), 3, norm)
     if norm.has_row("shift"):
         u += tiles[norm.row("shift")].to(norm.acc)
     return u

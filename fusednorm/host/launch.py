@@ -62,6 +62,8 @@ COLUMN_PASS_REGISTERS = 128
 VECTOR_BYTES = 16  # bytes of one load or store of a thread
 OLDEST_DEPENDENT_ARCH = 90  # oldest arch on which a dependent launch may be placed before its predecessor has ended
 
+TRITONS_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+
 Call = ForwardCall | BackwardCall
 
 
@@ -457,6 +459,7 @@ def _norm(problem: NormProblem) -> Norm:
         has_weight=problem.weight_dtype is not None,
         has_bias=problem.reads_bias,
         rounds_u=problem.rounds_u,
+        steps=tuple([TRITONS_NAMES[each] for each in problem.steps]),
         wants_dx=problem.wants_dx,
         wants_dw=problem.wants_dw,
         wants_db=problem.wants_db,

@@ -357,6 +357,9 @@ def multiwave_registers(
         per_element = 1.3 * sm120 + scattered * (9.0 if many_rows else 4.5) + 1.25 * _residual_registers(problem)
         if problem.form.late:
             per_element += _registers_of_late_rows(rows_per_tile, problem)
+            # Ampere makes 16-bit values again one by one. On Blackwell some builds with float32 rows spilled without.
+            per_element += 1.4 * (device.arch < 90 and problem.x_dtype.itemsize == 2 and bool(problem.summed))
+            per_element += 0.7 * (device.arch >= 100 and problem.x_dtype.itemsize == 4)
         else:
             loaded = (problem.x_dtype.itemsize + problem.grad_dtype.itemsize) / 4
             per_element += 1.25 * loaded + 3.9 * accumulator

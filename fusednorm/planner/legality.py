@@ -36,10 +36,6 @@ def is_not_modulated(problem: NormProblem, rows: int, device: DeviceSpec) -> boo
     return not problem.form.modulate
 
 
-def rounds_once(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
-    return not problem.form.rounds_steps
-
-
 def modulates_in_its_dtype(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
     return not problem.form.modulate or problem.acc_dtype.itemsize == 4 or problem.x_dtype.itemsize == 8
 
@@ -87,7 +83,6 @@ def moves_no_rows_for_sums(problem: NormProblem, rows: int, device: DeviceSpec) 
 
 KERNELS = Rule("arch", has_kernels, "needs compute capability 8.0, {device.name} has {capability}")
 MODULATED = (
-    Rule("steps", rounds_once, 'has no kernel that rounds where rounding="steps" does: ATen\'s kernels do'),
     Rule("wide_modulation", modulates_in_its_dtype, "computes in float64 for float64 rows only, not for modulations"),
     Rule("scattered", sums_adjacent_rows, "sums over rows that are next to each other, and a modulation is of others"),
 )

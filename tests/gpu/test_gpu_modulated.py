@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import BF16, FP16, FP32
 from modulations import ALL, OUTPUTS, PORTABLE, SAMPLE, TOKEN, Modulated
 
+import fusednorm
 from fusednorm.host import fallback, gpus
 
 pytestmark = pytest.mark.gpu
@@ -71,6 +73,20 @@ def test_slices_are_read_in_place_and_no_memory_of_the_size_of_x_is_taken():
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() - before < kept + given["x"].numel() // 2
     assert outputs[0] is not None
+
+
+@pytest.mark.parametrize("modulation", [BF16, FP32], ids=str)
+def test_steps_are_rounded_where_flux_and_sd3_round_them(modulation):
+    x, residual = (torch.randn(2, 1024, 3072, device="cuda", dtype=BF16) for _ in range(2))
+    shift, scale, gate = (torch.randn(2, 6, 3072, device="cuda", dtype=modulation)[:, at : at + 1] for at in range(3))
+    h = residual + gate * x
+    want = F.layer_norm(h, (3072,), eps=1e-6) * (1 + scale) + shift
+    given = {"residual": residual, "gate": gate, "eps": 1e-6, "residual_dtype": h.dtype}
+    y, stream = fusednorm.ada_layer_norm(x, scale, shift, rounding="steps", **given)
+    assert torch.equal(stream, h) and y.dtype == want.dtype
+    assert torch.isclose(y, want, rtol=1e-5, atol=1e-5).float().mean() > 0.998
+    once, _ = fusednorm.ada_layer_norm(x, scale, shift, **given)
+    assert torch.isclose(once.to(y.dtype), want, rtol=1e-5, atol=1e-5).float().mean() < 0.9
 
 
 def test_a_sample_beyond_2_to_the_31_elements_has_the_gradients_of_its_copy():
