@@ -74,7 +74,9 @@ def make_modulated(norm="layer", cols=4096, dtype="bf16", modulation="", directi
     return make_problem(norm, cols, dtype, "none", direction="forward", **of_form)
 
 
-def make_gated_sum(norm="layer", cols=4096, dtype="bf16", modulation="", by_sample=True, **changes) -> NormProblem:
+def make_gated_sum(
+    norm="layer", cols=4096, dtype="bf16", modulation="", by_sample=True, weight="none", **changes
+) -> NormProblem:
     """The backward of a norm of residual + gate * x with a scale, a shift and a gate for each sample, or else for each
     row, and the gradient of the sum."""
     form, of, x_dtype = FormSpec(modulate="one_plus"), DTYPES[modulation or dtype], DTYPES[dtype]
@@ -85,7 +87,7 @@ def make_gated_sum(norm="layer", cols=4096, dtype="bf16", modulation="", by_samp
     else:
         beside = {"rows_in": (of, x_dtype, of), "names_in": ("scale", "branch", "gate"), "stored": (0, 1, 2, 3, 4)}
         beside["rows_out"] = of, of, x_dtype, of
-    return make_problem(norm, cols, dtype, "none", form=form, residual_dtype=x_dtype, **beside | changes)
+    return make_problem(norm, cols, dtype, weight, form=form, residual_dtype=x_dtype, **beside | changes)
 
 
 def make_gated(norm="rms", cols=128, dtype="bf16", gate="", direction="backward", after=True, **changes) -> NormProblem:

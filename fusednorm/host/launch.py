@@ -67,12 +67,15 @@ TRITONS_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "
 Call = ForwardCall | BackwardCall
 
 
+OF_ALL_SAMPLES = 0  # samples that share a row
+
+
 class SampleSum(NamedTuple):
     """A sum over the rows of samples."""
 
     partial: Address
     out: Address
-    samples: int | None  # that share a row of it, one after another; None: all
+    samples: int  # that share a row of it, one after another
 
 
 class Written(NamedTuple):
@@ -254,7 +257,7 @@ def _sample_sum(call: BackwardCall, partial: Address, at: int) -> SampleSum:
     output = call.added_outputs[at - 1]
     rows = output.sharing.rows
     address = Address(len(call.tensors) + OWN_OUTPUTS + at - 1, output.value)
-    return SampleSum(partial, address, rows // call.sample_rows if rows else None)
+    return SampleSum(partial, address, rows // call.sample_rows if rows else OF_ALL_SAMPLES)
 
 
 def _finalize(call: BackwardCall, out: Written) -> Launch:
@@ -273,7 +276,7 @@ def _finalize_samples(call: BackwardCall, out: Written) -> Launch:
     cols, acc = call.problem.cols, call.problem.acc_dtype
     tile = partials_tile(cols, acc.itemsize, out.announces_end)
     of_parameters = [(out.dw_partial, out.dw), (out.db_partial, out.db)]
-    sums = [SampleSum(*each, None) for each in of_parameters if all(each)] + list(out.sums)
+    sums = [SampleSum(*each, OF_ALL_SAMPLES) for each in of_parameters if all(each)] + list(out.sums)
     grid = Number.SAMPLES, triton.cdiv(cols, tile.cols), len(sums)
     args = (*map(tuple, zip(*sums, strict=True)), Number.CTAS, cols)
     return Launch(finalizer.finalize_samples, grid, args, None, tile, {"launch_pdl": True} if tile.dependent else {})
