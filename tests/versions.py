@@ -107,8 +107,8 @@ def some_problems() -> Iterator[NormProblem | Sums | HeadCase]:
     for turn, cols in enumerate((1152, 3072, 5120)):
         norm, modulation = (("layer", "fp32"), ("rms", "bf16"))[turn == 1]
         yield make_modulated(norm, cols, modulation=modulation)
-        yield make_gated_sum(norm, cols, modulation=modulation, by_sample=turn != 2)
-        yield make_gated_sum(norm, cols, weight="bf16")
+        weight = ("none", "bf16", "fp32")[turn]
+        yield make_gated_sum(norm, cols, modulation=modulation, by_sample=turn != 2, weight=weight)
     for turn, cols in enumerate((256, 1000, 2048, 4096, 8192, 16384)):
         problem = make_problem(("layer", "rms")[turn % 2], cols)
         yield replace(problem, residual_dtype=(torch.bfloat16, torch.float32)[turn % 2])

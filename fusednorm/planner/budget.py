@@ -356,6 +356,7 @@ def multiwave_registers(
         scattered *= 1.0 if device.triton == OLDEST_TRITON else 1.5  # a later release spilled with 1.0
         per_element = 1.3 * sm120 + scattered * (9.0 if many_rows else 4.5) + 1.25 * _residual_registers(problem)
         if problem.form.late:
+            per_element += scattered * len(problem.rows_in + problem.rows_out)
             per_element += _registers_of_late_rows(rows_per_tile, problem)
             # Ampere makes 16-bit values again one by one. On Blackwell some builds with float32 rows spilled without.
             per_element += 1.4 * (device.arch < 90 and problem.x_dtype.itemsize == 2 and bool(problem.summed))
@@ -408,7 +409,8 @@ def _registers_of_late_rows(rows_per_tile: int, problem: NormProblem) -> float:
     need = 1.85 * (problem.x_dtype.itemsize + problem.grad_dtype.itemsize) / 4
     need += sum((1.25 if name in late else 2.0) * dtype.itemsize / 4 for name, dtype in rows)
     need += accumulator * (0.95 * problem.num_sums + 0.9 * len(problem.shared) + 0.9 * bool(problem.rows_in))
-    need += accumulator * (0.8 * (problem.weight_dtype is not None) + 1.1 * (not problem.summed))
+    of_weight = (0.8 + 2.0 * bool(problem.rows_in)) * (problem.weight_dtype is not None)
+    need += accumulator * (of_weight + 1.1 * (not problem.summed))
     return need + 1.3 * (rows_per_tile > 1)
 
 
