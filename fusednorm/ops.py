@@ -44,9 +44,9 @@ _fused_rms_norm_backward at the same positions.
 
 Shapes
     grad_out and residual_grad have x's shape, weight and bias normalized_shape. mean and rstd have any shape of M
-    elements, such as `[M]`, `[M, 1]` or the `[*batch, 1, ...]` that the forward returns; with groups M * groups, such as
-    the `[*batch, 1, ..., groups]` that it returns then. scale, shift and gate have the
-    first batch dims of x, each whole or 1, and normalized_shape; so have their gradients. Outputs are contiguous.
+    elements, such as `[M]`, `[M, 1]` or the `[*batch, 1, ...]` that the forward returns; with groups any of M * groups,
+    such as the `[*batch, 1, ..., groups]` that it returns then. scale, shift and gate have the first batch dims of x,
+    each whole or 1, and normalized_shape; so have their gradients. Outputs are contiguous.
 Dtypes
     Each operand has its own: float16, bfloat16, float32 or float64. y and dx have x's dtype, dweight and dbias that of
     their parameter. Statistics are float32, or float64 for float64 x.
