@@ -198,8 +198,9 @@ def program_of(call: HeadCall, plan: HeadPlan, spec: DeviceSpec) -> Program:
     places = inner, *strides[:2], dx_strides, table_strides
     copied, constants = (None,) * 5, {}
     if call.copy_place:
-        (rows, of_copy), constants = call.copy_place, {"copy_tile": _copy_tile(plan, cols, copy[1].dtype.itemsize, len(of_copy[0]))}
-        copied = tuple(copy), call.copy[0].numel() // cols, rows or None, *of_copy
+        inner, both = call.copy_place
+        copied = tuple(copy), call.copy[0].numel() // cols, inner or None, *both
+        constants = {"copy_tile": _copy_tile(plan, cols, copy[1].dtype.itemsize, len(both[0]))}
     args = x, dy, weights, cos, sin, outs, dw, db, call.rows, ctas, *places, *copied, cols, eps
     launches = [Launch(narrow.backward, grid, args, norm, tile, options, constants)]
     for dtype in dict.fromkeys(each.dtype for each in sums):  # of weights and biases: one, or two
