@@ -7,7 +7,7 @@ and db as row p of the tensor's [P, cols] partials.
 
 What the tensors have each, comes as a tuple with an element for each. Rows lie at tile.levels nested strides, the
 outermost first, which `strides` has for the tensors in turn, level by level. `sizes` has the rows of each level but the
-first, likewise. Row counts are 32-bit, offsets 64-bit.
+first, likewise. Row counts are 32-bit, offsets 64-bit. Numbers of rows and CTAs come as loads.number takes them.
 
 In a forward a row of a tile stands for tile.heads adjacent rows with the same cos and sin, which are loaded once; rows
 and the innermost sizes count these.
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .loads import load_parameter
+from .loads import load_parameter, number
 from .multiwave import columns, inside, load_chunks, row_moments, store_chunk
 from .ptx import launch_dependents
 from .rowmath import input_gradient, inverse_std, normalize, row_means, widen
@@ -46,13 +46,13 @@ def part_of_grid(ctas, tile: tl.constexpr):
     cta = tl.program_id(0)
     tensor = cta * 0
     first = cta * 0
-    count = cta * 0 + ctas[0]
+    count = number(ctas[0])
     end = count
     for i in tl.static_range(1, tile.parts):
         tensor = tl.where(cta >= end, i, tensor)
         first = tl.where(cta >= end, end, first)
-        count = tl.where(cta >= end, ctas[i], count)
-        end += ctas[i]
+        count = tl.where(cta >= end, number(ctas[i]), count)
+        end += number(ctas[i])
     return Part(tensor, cta - first, count)
 
 
@@ -61,9 +61,9 @@ def place(row, sizes, part, tile: tl.constexpr):
     """The indices of rows at each level, outermost first."""
     found = ()
     for i in tl.static_range(1, tile.levels):
-        size = tl.zeros([], tl.uint32) + pick(sizes, part, tile.num_levels - 1 - i, tile)
+        size = number(pick(sizes, part, tile.num_levels - 1 - i, tile))
         outer = (row.to(tl.uint32) // size.to(tl.uint32)).to(tl.int32)
-        found = (row - outer * size.to(tl.int32),) + found
+        found = (row - outer * size,) + found
         row = outer
     return (row,) + found
 
@@ -133,7 +133,7 @@ def forward(
     part = part_of_grid(ctas, tile)
     x_ptr = pick(x_ptrs, part, 0, tile)
     y_ptr = pick(y_ptrs, part, 0, tile)
-    count = pick(rows, part, 0, tile)
+    count = number(pick(rows, part, 0, tile))
     weight_ptr = None
     if norm.has_weight:
         weight_ptr = pick(weight_ptrs, part, 0, tile)
@@ -169,10 +169,11 @@ def forward(
 
 @triton.jit
 def copy_rows(ptrs, rows, sizes, from_strides, to_strides, part, cols, tile: tl.constexpr):
-    """The grid's CTAs copy the rows of one more tensor to those of another: `ptrs` are both."""
-    for first in range(tl.program_id(0) * tile.rows, rows, tl.num_programs(0) * tile.rows):
+    """The grid's CTAs copy the rows of one more tensor to those of another: `ptrs` has both, `rows` their number."""
+    count = number(rows[0])
+    for first in range(tl.program_id(0) * tile.rows, count, tl.num_programs(0) * tile.rows):
         row = first + tl.arange(0, tile.rows)
-        in_range = (row < rows)[:, None]
+        in_range = (row < count)[:, None]
         at = place(row, sizes, part, tile)
         chunks = load_chunks(ptrs[0], starts(at, from_strides, part, tile), in_range, cols, tile)
         start = starts(at, to_strides, part, tile)
@@ -191,7 +192,7 @@ def backward(
     part = part_of_grid(ctas, tile)
     x_ptr = pick(x_ptrs, part, 0, tile)
     dy_ptr = pick(dy_ptrs, part, 0, tile)
-    count = pick(rows, part, 0, tile)
+    count = number(pick(rows, part, 0, tile))
     weight_ptr = None
     if norm.has_weight:
         weight_ptr = pick(weight_ptrs, part, 0, tile)

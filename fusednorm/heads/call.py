@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..planner.norm_problem import accumulation_dtype, is_float32_sum
 from .problem import Heads, Settings
 
-MOST_ROWS = 2**31 - 1  # kernels count rows in 32 bits
+MOST_ROWS = 2**30 - 1  # twice as many and one are a number of 32 bits
 
 
 @dataclass(frozen=True)
@@ -208,6 +208,31 @@ def describe(
     by_level = tuple(with_levels(each, levels, count) for each, count in zip(places, rows, strict=True))
     grads = others[0] if backward else ()
     return HeadCall(problem, heads, grads, outs, sums, rows, by_level, tuple(copied), tuple(copy), copy_place)
+
+
+def calls_like(heads: Heads, packed: bool = False) -> Iterator[tuple[list[int], str, HeadCall | None]]:
+    """(inputs, direction, call) of each launch for tensors like these, by tensors without memory, if all gradients are
+    wanted, the outputs' are contiguous and, with `packed`, inputs are parts of one tensor with v."""
+
+    def like(tensor: Tensor | None, strides: Sequence[int] | None = None, dtype: torch.dtype | None = None):
+        if tensor is None:
+            return None
+        return torch.empty_strided(
+            tensor.shape, tensor.stride() if strides is None else strides, dtype=dtype or tensor.dtype, device="meta"
+        )
+
+    lists = ([like(each) for each in some] for some in heads[:3])
+    heads = Heads(*lists, like(heads.cos), like(heads.sin), heads.eps, heads.settings)
+    count, contiguous = len(heads.inputs), [torch.empty(x.shape, device="meta").stride() for x in heads.inputs]
+    outs = [like(x, contiguous[at], heads.output_dtype(at)) for at, x in enumerate(heads.inputs)]
+    dx = [like(x, None if packed else contiguous[at]) for at, x in enumerate(heads.inputs)]
+    copy = (outs[-1], dx[-1]) if packed else ()
+    for which in alike(heads):
+        some, ys, grads = heads.some(which), [outs[at] for at in which], [dx[at] for at in which]
+        sums = [heads.tensors[kind * count + at] for kind in (1, 2) for at in which]
+        yield which, "forward", describe(some, [], ys, [])
+        yield which, "backward", describe(some, ys, grads, sums, copy)
+        copy = ()
 
 
 def _with_adjacent_columns(tensor: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -135,7 +135,9 @@ def _keep(heads: Heads, grads, mask, dx, made: list[Tensor], ran: list[tuple[Bou
     _repeats[key] = Repeat(tuple((each.shape, each.dtype) for each in made), programs)
 
 
-def _group(heads: Heads, grads, rows_out, sums, which: list[int], copy: Sequence[Tensor]) -> tuple[Bound | None, Sequence] | None:
+def _group(
+    heads: Heads, grads, rows_out, sums, which: list[int], copy: Sequence[Tensor]
+) -> tuple[Bound | None, Sequence] | None:
     """The program that ran, and its tensors. None if the planner leaves the call to ATen."""
     count = len(heads.inputs)
     sums = [sums[kind * count + at] for kind in (0, 1) for at in which] if sums else []
@@ -180,14 +182,14 @@ def program_of(call: HeadCall, plan: HeadPlan, spec: DeviceSpec) -> Program:
     for which in range(len(call.places[0].strides)):
         strides.append(tuple(each.strides[which][level] for level in levels for each in call.places))
     sizes = [(*each.sizes[:-1], each.sizes[-1] // plan.heads) for each in call.places if each.sizes]
-    inner = tuple(each[level] for level in levels[:-1] for each in sizes) or None
+    inner = _odd(each[level] for level in levels[:-1] for each in sizes) or None
     table_strides = strides.pop() if cos else None
     norm, options = _norm(problem), {"maxnreg": plan.max_registers} if plan.max_registers else {}
     grid = (sum(ctas),)
     if problem.direction == "forward":
         tile = _tile(plan, problem)
         rows = tuple(each // plan.heads for each in call.rows)
-        args = x, weights, biases, cos, sin, outs, rows, ctas, inner, *strides, table_strides, cols, eps
+        args = x, weights, biases, cos, sin, outs, _odd(rows), _odd(ctas), inner, *strides, table_strides, cols, eps
         launch = Launch(narrow.forward, grid, args, norm, tile, options)
         return Program((launch,), first_partial, (), None, None, (cols,))
     dependent = problem.num_sums > 0 and spec.arch >= OLDEST_DEPENDENT_ARCH
@@ -199,18 +201,23 @@ def program_of(call: HeadCall, plan: HeadPlan, spec: DeviceSpec) -> Program:
     copied, constants = (None,) * 5, {}
     if call.copy_place:
         inner, both = call.copy_place
-        copied = tuple(copy), call.copy[0].numel() // cols, inner or None, *both
+        copied = tuple(copy), _odd([call.copy[0].numel() // cols]), _odd(inner) or None, *both
         constants = {"copy_tile": _copy_tile(plan, cols, copy[1].dtype.itemsize, len(both[0]))}
-    args = x, dy, weights, cos, sin, outs, dw, db, call.rows, ctas, *places, *copied, cols, eps
+    args = x, dy, weights, cos, sin, outs, dw, db, _odd(call.rows), _odd(ctas), *places, *copied, cols, eps
     launches = [Launch(narrow.backward, grid, args, norm, tile, options, constants)]
     for dtype in dict.fromkeys(each.dtype for each in sums):  # of weights and biases: one, or two
         of_it = [at for at, each in enumerate(sums) if each.dtype == dtype]
         last = partials_tile(cols, problem.acc_dtype.itemsize, dependent and 0 in of_it)
-        picked = (tuple([some[at] for at in of_it]) for some in (partials, sums, ctas * problem.num_sums))
+        picked = (tuple([some[at] for at in of_it]) for some in (partials, sums, _odd(ctas * problem.num_sums)))
         grid, pdl = (triton.cdiv(cols, last.cols), len(of_it)), {"launch_pdl": True} if last.dependent else {}
         launches.append(Launch(finalizer.finalize_several, grid, (*picked, cols), None, last, pdl))
     workspace = Workspace(problem.acc_dtype, parts) if parts else None
     return Program(tuple(launches), first_partial, (), workspace, None, (cols,))
+
+
+def _odd(numbers: Iterable[int]) -> tuple[int, ...]:
+    """Numbers as kernels take them in a tuple: see loads.number."""
+    return tuple([2 * each + 1 for each in numbers])
 
 
 def _tuple(operands: Sequence[Address | None]) -> tuple | None:

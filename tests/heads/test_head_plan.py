@@ -77,7 +77,8 @@ def test_an_explanation_names_plans_and_copies():
     explained = fusednorm.explain_qk_norm(**given, rotary=rotary, device=H200)
     assert [each.direction for each in explained.launches] == ["forward", "backward"]
     assert all(isinstance(each.plan, HeadPlan) and each.tensors == ("q", "k") for each in explained.launches)
-    assert "forward of q and k: narrow, 32 rows of 2 x 64 columns, 4 warps, 2 for each load of cos and sin, 128 + 32 CTAs" in str(explained)
+    tile = "32 rows of 2 x 64 columns, 4 warps, 2 for each load of cos and sin"
+    assert f"forward of q and k: narrow, {tile}, 128 + 32 CTAs" in str(explained)
     given["k"] = given["k"].mT.contiguous().mT
     assert "CTAs, inputs[1] copied first" in str(fusednorm.explain_qk_norm(**given, rotary=rotary, device=H200))
     given["k_weight"] = given["k_weight"].float()
