@@ -25,6 +25,13 @@ class StatisticsInMemory(NamedTuple):
 
 
 @triton.jit
+def number(odd):
+    """n from 2n + 1, as which numbers come in tuples: for 1 and for multiples of 16 among these, Triton would compile a
+    kernel again."""
+    return odd >> 1
+
+
+@triton.jit
 def load_statistics(source, row, inside, norm: tl.constexpr):
     """Statistics of the rows `row`, in the shape of `row` and in the accumulation dtype. They are 0 where not `inside`,
     so that a row outside the tensor adds nothing to dw."""
