@@ -1,6 +1,6 @@
 """The plan of a norm of heads: a function of its problem, its row counts and a device.
 
-The constants are estimates: bench/NOTES.md, "Forms", has what they are expected to give.
+The constants were chosen by a sweep on an H100: bench/NOTES.md, "Forms", has what they give.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from .call import HeadProblem
 
 OLDEST_ARCH = 80
 MOST_CHUNKS, MOST_COLUMNS = 16, 2048  # of a row that registers hold
-NUM_WARPS = 4
+NUM_WARPS = {"forward": 4, "backward": 8, "copy": 4}
+MOST_WARPS = 16
+LEAST_ROWS_OF_TURN = 32  # of a forward's tile, or else there are more warps
 LEAST_BYTES = 8  # of a chunk in a thread
 MOST_HEADS = 2  # of a forward's thread for each load of cos and sin
 TILE_BYTES = {"forward": 64, "backward": 32, "copy": 64}  # of a row tile in a thread
@@ -70,7 +72,11 @@ def choose(problem: HeadProblem, device: DeviceSpec) -> HeadPlan | AtenNorm:
         )
     if num_chunks * chunk > MOST_COLUMNS:
         return AtenNorm(f"takes at most {MOST_COLUMNS} columns, got {problem.cols}")
-    return shaped(problem, device, NUM_WARPS, TILE_BYTES[problem.direction], MOST_HEADS)
+    num_warps, tile_bytes = NUM_WARPS[problem.direction], TILE_BYTES[problem.direction]
+    if problem.direction == "forward" and problem.turned:
+        of_warp = 32 * tile_bytes // (problem.cols * problem.dtype.itemsize)
+        num_warps = max(num_warps, min(MOST_WARPS, power_of_two(-(-LEAST_ROWS_OF_TURN // max(1, of_warp)))))
+    return shaped(problem, device, num_warps, tile_bytes, MOST_HEADS)
 
 
 def shaped(
