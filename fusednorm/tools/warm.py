@@ -256,7 +256,7 @@ def plans_of(wanted: list[Wanted], rows: Sequence[int] | None, device: DeviceSpe
         problem = each.problem
         if each.direction == "backward" and not problem.wants_any:
             continue
-        if rows is None and fallback.asked(problem, 1, device) == (problem, 1, device):
+        if rows is None and fallback.asked(problem, 1, device) == (problem, problem.form.groups, device):
             plans = [plan for _, plan in heuristics.choices(problem, device, forced_variant())]
         else:
             questions = [fallback.asked(problem, count, device) for count in rows or (1,) if count]
