@@ -12,10 +12,14 @@ norms = pytest.importorskip("fla.modules.norm", reason="needs the package fla-co
 COLS = 64
 PAIRS = [  # FLA's module, ours
     (lambda: norms.FusedRMSNormGated(COLS), lambda: fusednorm.RMSNormGated(COLS)),
-    (lambda: norms.FusedRMSNormGated(COLS, elementwise_affine=False), lambda: fusednorm.RMSNormGated(COLS, None, False)),
+    (
+        lambda: norms.FusedRMSNormGated(COLS, elementwise_affine=False),
+        lambda: fusednorm.RMSNormGated(COLS, elementwise_affine=False),
+    ),
     (lambda: norms.FusedLayerNormGated(COLS), lambda: fusednorm.LayerNormGated(COLS, bias=False)),
     (lambda: norms.FusedLayerNormGated(COLS, bias=True), lambda: fusednorm.LayerNormGated(COLS)),
-    (lambda: norms.RMSNormGated(COLS), lambda: fusednorm.RMSNormGated(COLS)),  # mamba_ssm's classes have these keys, too
+    # mamba_ssm's classes have these keys, too.
+    (lambda: norms.RMSNormGated(COLS), lambda: fusednorm.RMSNormGated(COLS)),
     (lambda: norms.LayerNormGated(COLS), lambda: fusednorm.LayerNormGated(COLS)),
 ]
 
