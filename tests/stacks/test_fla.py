@@ -12,10 +12,7 @@ norms = pytest.importorskip("fla.modules.norm", reason="needs the package fla-co
 COLS = 64
 PAIRS = [  # FLA's module, ours
     (lambda: norms.FusedRMSNormGated(COLS), lambda: fusednorm.RMSNormGated(COLS)),
-    (
-        lambda: norms.FusedRMSNormGated(COLS, elementwise_affine=False),
-        lambda: fusednorm.RMSNormGated(COLS, elementwise_affine=False),
-    ),
+    (lambda: norms.FusedRMSNormGated(COLS, False), lambda: fusednorm.RMSNormGated(COLS, elementwise_affine=False)),
     (lambda: norms.FusedLayerNormGated(COLS), lambda: fusednorm.LayerNormGated(COLS, bias=False)),
     (lambda: norms.FusedLayerNormGated(COLS, bias=True), lambda: fusednorm.LayerNormGated(COLS)),
     # mamba_ssm's classes have these keys, too.
