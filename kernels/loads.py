@@ -25,6 +25,13 @@ class StatisticsInMemory(NamedTuple):
 
 
 @triton.jit
+def number(odd):
+    """n from 2n + 1, as which numbers come in tuples: for 1 and for multiples of 16 among these, Triton would compile a
+    kernel again."""
+    return odd >> 1
+
+
+@triton.jit
 def of_group(ptr, step, tile: tl.constexpr):
     """The pointer to what the CTA's group of columns has, `step` elements behind that of the group before. None as it
     is."""
