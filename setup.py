@@ -43,7 +43,7 @@ setup(
         "demo": ["matplotlib", "numpy", "rich", "tqdm"],
         "docs": ["furo", "myst-parser", "sphinx"],
         "integrations": [
-            *("pytest", "accelerate", "addict", "lightning", "megatron-core", "peft", "torchtitan"),
+            *("pytest", "accelerate", "addict", "fla-core", "lightning", "megatron-core", "peft", "torchtitan"),
             *("transformers[kernels]", "trl"),
         ],
     },

@@ -25,6 +25,13 @@ class StatisticsInMemory(NamedTuple):
 
 
 @triton.jit
+def number(odd):
+    """n from 2n + 1, as which numbers come in tuples: for 1 and for multiples of 16 among these, Triton would compile a
+    kernel again."""
+    return odd >> 1
+
+
+@triton.jit
 def of_group(ptr, step, tile: tl.constexpr):
     """The pointer to what the CTA's group of columns has, `step` elements behind that of the group before. None as it
     is."""
@@ -51,6 +58,16 @@ def of_groups(count, tile: tl.constexpr):
     if tile.groups > 1:
         count = count * tile.groups
     return count
+
+
+@triton.jit
+def stride_of_gradients(cols, width, tile: tl.constexpr):
+    """Elements from a row to the next of what `pointers` finds: `width`, unless it is None."""
+    if width is None:
+        stride = of_groups(cols, tile)
+    else:
+        stride = width
+    return stride
 
 
 @triton.jit
@@ -102,14 +119,18 @@ def plus(dh, tiles, c: tl.constexpr, in_pairs: tl.constexpr, norm: tl.constexpr)
 
 
 @triton.jit
-def pointers(dx_ptr, rows_out, norm: tl.constexpr):
-    """Where a backward stores the gradients of rows, as norm.stored names them."""
+def pointers(dx_ptr, rows_out, norm: tl.constexpr, x_at=None, gate_at=None):
+    """Where a backward stores the gradients of rows, as norm.stored names them. With x_at and gate_at, columns of dx
+    from there on are both that of x and that of a gate."""
     found = ()
-    if norm.stores_dx:
-        found = found + (dx_ptr,)
-    if norm.wants_dx and rows_out is not None:
-        for t in tl.static_range(len(rows_out)):
-            found = found + (rows_out[t],)
+    if norm.wants_dx and x_at is not None:
+        found = (dx_ptr + x_at, dx_ptr + gate_at)
+    else:
+        if norm.stores_dx:
+            found = found + (dx_ptr,)
+        if norm.wants_dx and rows_out is not None:
+            for t in tl.static_range(len(rows_out)):
+                found = found + (rows_out[t],)
     return found
 
 

@@ -30,6 +30,7 @@ STACKS = {  # test_NAME.py in tests/stacks/: the packages it needs
     "axolotl": ("axolotl", "peft", "transformers"),
     "accelerate": ("accelerate", "transformers"),
     "lightning": ("lightning", "transformers"),
+    "fla": ("fla-core", "einops"),
 }
 # Packages that pin releases of others, which would take the place of this Python's torch: they go in alone.
 PINNING = ("axolotl",)

@@ -122,6 +122,7 @@ class Program:
     grid: Grid | None  # None: no launch has a number of CTAs or partials that follows from the rows
     normalized_shape: tuple[int, ...]
     groups: int = 1  # of columns, each with statistics of its own
+    width: int = 0  # columns of an output that has others than x
     rows_above: int = 0
     most_rows: int = MOST_ROWS
     sm_margin: int = 0  # that it was planned under
@@ -140,17 +141,19 @@ class Program:
         """The outputs for x of this shape."""
         ndim = len(self.normalized_shape)
         statistic = (*shape[: len(shape) - ndim], *(1,) * (ndim - 1), self.groups)
-        shapes = shape, statistic, self.normalized_shape  # by Extent
+        shapes = {
+            Extent.X: shape,
+            Extent.STATISTIC: statistic,
+            Extent.PARAMETER: self.normalized_shape,
+            Extent.COLUMNS: (*shape[:-1], self.width),
+        }
         found: list[Memory | None] = []
         for each in self.outputs:
             if each is None:
                 found.append(None)
                 continue
-            if each.extent is Extent.MODULATION:
-                batch = [size if whole else 1 for size, whole in zip(shape, each.whole, strict=False)]
-                of_it = (*batch, *self.normalized_shape)
-            else:
-                of_it = shapes[each.extent.value]
+            batch = [size if whole else 1 for size, whole in zip(shape, each.whole, strict=False)]
+            of_it = shapes.get(each.extent, (*batch, *self.normalized_shape))  # else that of a modulation
             found.append((of_it, _strides(of_it), each.dtype))
         return found
 
