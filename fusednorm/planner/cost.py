@@ -64,22 +64,23 @@ def tensor_bytes(problem: NormProblem, rows: int, passes: int = 1) -> int:
         if problem.residual_dtype is not None:
             per_element += problem.residual_dtype.itemsize
     per_element += sum(dtype.itemsize for dtype in problem.rows_in + problem.rows_out)
-    return rows * problem.cols * per_element
+    return rows * problem.width * per_element
 
 
 def partial_bytes(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> int:
     """Bytes of the dw and db partials."""
     if plan.kernel == "reference":
         return 0
-    partials = num_partials(plan, num_ctas(plan, rows, problem.cols, device, True, problem.wants_float32_sum))
-    return problem.num_sums * partials * problem.cols * problem.acc_dtype.itemsize
+    wants = True, problem.wants_float32_sum, problem.form.groups
+    partials = num_partials(plan, num_ctas(plan, rows, problem.cols, device, *wants))
+    return problem.num_sums * partials * problem.width * problem.acc_dtype.itemsize
 
 
 def small_bytes(problem: NormProblem, rows: int) -> int:
     """Bytes of the statistics, the parameters and their gradients."""
-    statistics = rows * problem.acc_dtype.itemsize * (2 if problem.norm == "layer" else 1)
+    statistics = rows * problem.form.groups * problem.acc_dtype.itemsize * (2 if problem.norm == "layer" else 1)
     parameters = sum(dtype.itemsize for dtype in (problem.weight_dtype, problem.bias_dtype) if dtype is not None)
-    return statistics + 2 * problem.cols * parameters
+    return statistics + 2 * problem.width * parameters
 
 
 def imbalance(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> float:
@@ -87,8 +88,10 @@ def imbalance(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -
     if plan.kernel in ("column_tiles", "reference"):
         return 1.0
     tiles = -(-rows // plan.rows_per_tile)
-    ctas = num_ctas(plan, rows, problem.cols, device, problem.num_sums > 0, problem.wants_float32_sum)
-    busy = min(1.0, ctas / max(1, device.sm_count // plan.cluster))  # idle SMs leave their share of bandwidth unused
+    groups = problem.form.groups
+    ctas = num_ctas(plan, rows, problem.cols, device, problem.num_sums > 0, problem.wants_float32_sum, groups)
+    # Idle SMs leave their share of bandwidth unused.
+    busy = min(1.0, ctas * groups / max(1, device.sm_count // plan.cluster))
     return -(-tiles // ctas) * ctas / tiles / max(busy, 0.25)
 
 

@@ -19,7 +19,7 @@ from fusednorm.planner.heuristics import best_plan, choose, decide, find_fault, 
 from fusednorm.planner.plan import MultiWavePlan, PipelinedPlan
 
 MANY_ROWS = 16384
-ADD = FormSpec(combine="add")
+ADD, BY_GROUP = FormSpec(combine="add"), FormSpec(finish="gate", groups=2)
 SMALL = replace(B200, smem_per_block_bytes=48 * 1024)
 RULES = {  # rule: (variant, problem, rows, device) that it rejects
     "arch": ("multi_wave", make_problem(), MANY_ROWS, replace(A100, arch=75)),
@@ -27,6 +27,8 @@ RULES = {  # rule: (variant, problem, rows, device) that it rejects
     "dx": ("warp_specialized", make_problem(wants_dx=False), MANY_ROWS, H200),
     "row_tensors": ("warp_specialized", make_problem(direction="forward", form=ADD), MANY_ROWS, B200),
     "sums": ("pipelined", make_gated(wants_dx=False, rows_out=(), stored=(0,)), MANY_ROWS, H200),
+    "groups": ("warp_specialized", make_gated(cols=1024, form=BY_GROUP), MANY_ROWS, B200),
+    "packed": ("warp_specialized", make_gated(cols=1024, packed=True), MANY_ROWS, B200),
     "float64": ("pipelined", make_problem(dtype="fp64"), MANY_ROWS, H200),
     "groups": ("warp_specialized", replace(make_gated(), form=FormSpec(finish="gate", groups=2)), MANY_ROWS, H200),
     "alignment": ("warp_specialized", make_problem(cols=4100), MANY_ROWS, B200),
