@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from calls import skip_unless_memory
 from cases import BF16, FP16, FP32
 from modulations import ALL, OUTPUTS, PORTABLE, SAMPLE, TOKEN, Modulated
 
@@ -90,6 +91,7 @@ def test_steps_are_rounded_where_flux_and_sd3_round_them(modulation):
 
 
 def test_a_sample_beyond_2_to_the_31_elements_has_the_gradients_of_its_copy():
+    skip_unless_memory(42)
     modulated = Modulated("layer", 1, 350_000, 3072, gate=SAMPLE, modulation=BF16, device="cuda")
     one = modulated.arguments()
     rows = {name: each for name, each in one.items() if torch.is_tensor(each) and each.dim() == 3}

@@ -30,7 +30,6 @@ RULES = {  # rule: (variant, problem, rows, device) that it rejects
     "groups": ("warp_specialized", make_gated(cols=1024, form=BY_GROUP), MANY_ROWS, B200),
     "packed": ("warp_specialized", make_gated(cols=1024, packed=True), MANY_ROWS, B200),
     "float64": ("pipelined", make_problem(dtype="fp64"), MANY_ROWS, H200),
-    "groups": ("warp_specialized", replace(make_gated(), form=FormSpec(finish="gate", groups=2)), MANY_ROWS, H200),
     "alignment": ("warp_specialized", make_problem(cols=4100), MANY_ROWS, B200),
     "wide_modulation": ("multi_wave", make_modulated(modulation="fp64"), MANY_ROWS, H200),
     "scattered": ("multi_wave", replace(make_modulated(direction="backward"), scattered=True), MANY_ROWS, H200),
