@@ -52,6 +52,7 @@ MAY_IMPORT = {
         "forcing",
         "forms",
         "functional",
+        "heads",
         "host",
         "modules",
         "namespace",
