@@ -39,18 +39,18 @@ class Size:
 
 
 class Attention(nn.Module):
-    """Causal attention over the heads that the projections give: all heads, or those of one rank."""
+    """Attention over the heads that the projections give: all heads, or those of one rank."""
 
-    def __init__(self, size: Size, bias: bool, rotary: bool) -> None:
+    def __init__(self, size: Size, bias: bool, rotary: bool, causal: bool = True) -> None:
         super().__init__()
-        self.head_width, self.rotary = size.width // size.heads, rotary
+        self.head_width, self.rotary, self.causal = size.width // size.heads, rotary, causal
         self.query, self.key, self.value, self.out = (nn.Linear(size.width, size.width, bias) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (self.by_head(project(x)) for project in (self.query, self.key, self.value))
         if self.rotary:
             q, k = rotate(q), rotate(k)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
     def by_head(self, projected: Tensor) -> Tensor:

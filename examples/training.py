@@ -34,12 +34,19 @@ class Run:
 
 
 def arguments(
-    example: str, description: str, given: Sequence[str] | None = None, models: Sequence[str] = ("gpt2", "llama")
+    example: str,
+    description: str,
+    given: Sequence[str] | None = None,
+    models: Sequence[str] = ("gpt2", "llama"),
+    switches: Sequence[str] = (),
 ) -> argparse.Namespace:
-    """Parses `given`, or the command line. --help shows the first paragraph of the example's docstring."""
+    """Parses `given`, or the command line. --help shows the first paragraph of the example's docstring. `switches` are
+    options of the example alone."""
     parser = argparse.ArgumentParser(prog=f"python -m examples.{example}", description=description.split("\n\n")[0])
     parser.set_defaults(example=example)
-    parser.add_argument("--model", choices=models, default="llama")
+    parser.add_argument("--model", choices=models, default=models[-1])
+    for each in switches:
+        parser.add_argument(f"--{each}", action="store_true")
     parser.add_argument("--norms", choices=tuple(NORMS), default="both")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of what is written (default: out)")
@@ -111,9 +118,14 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(
-    model: nn.Module, feed: Iterator[tuple[Tensor, Tensor]], steps: int, optimizer: torch.optim.Optimizer | None = None
+    model: nn.Module,
+    feed: Iterator[tuple[Tensor, Tensor]],
+    steps: int,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: Callable[[Tensor, Tensor], Tensor] = next_byte_loss,
 ) -> Run:
-    """Trains a model that maps tokens to logits, or to an object of transformers with `logits`."""
+    """Trains a model that maps inputs, such as tokens, to what the loss takes, or to an object of transformers with
+    `logits`."""
     run, device = Run(), next(model.parameters()).device
     optimizer = optimizer or make_optimizer(model)
     if device.type == "cuda":
@@ -122,12 +134,12 @@ def train(
         began = time.perf_counter()
         output = model(tokens.to(device))
         logits = output if isinstance(output, Tensor) else output.logits
-        loss = next_byte_loss(logits.float(), targets.to(device))
-        loss.backward()
+        found = loss(logits.float(), targets.to(device))
+        found.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        mean = loss.detach() / world_size()
+        mean = found.detach() / world_size()
         if dist.is_initialized():
             dist.all_reduce(mean)
         run.losses.append(mean.item())  # waits for the device
@@ -143,7 +155,13 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def report(runs: dict[str, Run], tokens_in_a_step: int, picture: Path) -> None:
+def report(
+    runs: dict[str, Run],
+    tokens_in_a_step: int,
+    picture: Path,
+    loss: str = "cross entropy (nats per byte)",
+    title: str = "A language model on Python's help",
+) -> None:
     for label, run in runs.items():
         timed = run.seconds[WARM_UP_STEPS:]
         speed = f"{tokens_in_a_step / statistics.median(timed):.0f} tokens/s" if timed else "not timed"
@@ -153,10 +171,10 @@ def report(runs: dict[str, Run], tokens_in_a_step: int, picture: Path) -> None:
         print(f"The first {WARM_UP_STEPS} steps warm up and are not timed: ask for --steps {10 * WARM_UP_STEPS}.")
     elif not torch.cuda.is_available():
         print("On a CPU all of these run the same norms: differences in tokens/s are noise.")
-    draw({label: run.losses for label, run in runs.items()}, picture, "A language model on Python's help")
+    draw({label: run.losses for label, run in runs.items()}, picture, title, loss)
 
 
-def draw(losses: dict[str, list[float]], path: Path, title: str) -> None:
+def draw(losses: dict[str, list[float]], path: Path, title: str, loss: str = "cross entropy (nats per byte)") -> None:
     """The loss curves as a picture, if matplotlib is installed."""
     try:
         from matplotlib.figure import Figure
@@ -165,9 +183,9 @@ def draw(losses: dict[str, list[float]], path: Path, title: str) -> None:
         return
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for (label, each), style in zip(losses.items(), ("-", "--", ":"), strict=False):
+    for (label, each), style in zip(losses.items(), ("-", "--", ":", "-."), strict=False):
         axes.plot(each, style, label=label)
-    axes.set(xlabel="step", ylabel="cross entropy (nats per byte)", title=title)
+    axes.set(xlabel="step", ylabel=loss, title=title)
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

@@ -18,6 +18,7 @@ from examples import (
     compile_unmodified,
     patch_hugging_face,
     resume_from_stock,
+    train_dit,
     train_forms,
     train_fsdp2,
     train_gpt,
@@ -83,6 +84,19 @@ def test_train_gpt_trains_on_both_kinds_of_norms_and_draws(model, ours, asked, t
 def test_train_forms_trains_on_both_ways_of_writing_norms_and_draws(model, asked, tmp_path, capsys):
     train_forms.main(["--model", model, *asked])
     assert_they_learned_alike(capsys.readouterr().out, tmp_path / f"train_forms_{model}.png")
+
+
+def test_train_dit_trains_on_both_ways_of_writing_norms_eager_and_compiled_and_draws(
+    asked, tmp_path, capsys, monkeypatch
+):
+    """Without Inductor, which would take half a minute."""
+    compile_model = torch.compile
+    monkeypatch.setattr(train_dit.torch, "compile", lambda model: compile_model(model, backend="aot_eager"))
+    train_dit.main(["--compile", *asked])
+    said = capsys.readouterr().out
+    runs = losses(said)
+    assert len(runs) == 4 and len(set(runs)) == 1 and float(runs[0][1]) < float(runs[0][0])
+    assert (tmp_path / "train_dit.png").stat().st_size > 10_000
 
 
 def test_patch_hugging_face_patches_every_norm(asked, tmp_path, capsys):
