@@ -156,7 +156,8 @@ class ForwardCall(NamedTuple):
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """In the order of the operands' tensors."""
-        return _all_tensors((self.x.tensor, self.weight, self.bias), self.added)
+        own = self.x.tensor, self.weight, self.bias
+        return (*own, *[each.tensor for each in self.added if each.role.is_tensor]) if self.added else own
 
     @property
     def rows_read(self) -> tuple[RowView, ...]:
@@ -188,7 +189,7 @@ class BackwardCall(NamedTuple):
     def tensors(self) -> tuple[Tensor | None, ...]:
         """In the order of the operands' tensors."""
         own = self.grad_out.tensor, self.x.tensor, self.mean, self.rstd, self.weight, self.bias, self.residual_grad
-        return _all_tensors(own, self.added)
+        return (*own, *[each.tensor for each in self.added if each.role.is_tensor]) if self.added else own
 
     @property
     def rows_read(self) -> tuple[RowView, ...]:
@@ -199,10 +200,6 @@ class BackwardCall(NamedTuple):
     def added_rows(self) -> tuple[Tensor, ...]:
         """The gradients that are added to that of the normalized row."""
         return () if self.residual_grad is None else (self.residual_grad,)
-
-
-def _all_tensors(own: tuple, added: tuple[Added, ...]) -> tuple[Tensor | None, ...]:
-    return (*own, *[each.tensor for each in added if each.role.is_tensor]) if added else own
 
 
 def _views(views: tuple[RowView, ...], added: Sequence[Added]) -> tuple[RowView, ...]:

@@ -78,8 +78,10 @@ def choose(problem: NormProblem, rows: int, device: DeviceSpec) -> Choice:
     """The planner's choice under this thread's `force`, or if that has failed its first alternative that has not."""
     question = asked(problem, rows, device)
     choices = heuristics.choices(question.problem, question.device, forced_variant())
-    most, plan = next((most, plan) for most, plan in choices if question.rows <= most)
-    above = max((end for end, _ in choices if end < question.rows), default=0)
+    at = 0
+    while choices[at][0] < question.rows:
+        at += 1
+    (most, plan), above = choices[at], choices[at - 1][0] if at else 0
     if _failures and has_failed(plan, problem, device):
         plan = _first_not_failed(heuristics.alternatives(*question), problem, device)
     groups = problem.form.groups

@@ -224,18 +224,19 @@ def _backward(call: BackwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
     of_dx = Extent.COLUMNS if call.width else Extent.X
     outputs, (dx, dw, db) = _outputs(call, (of_dx, Extent.PARAMETER, Extent.PARAMETER), dtypes)
     sums, two_passes = problem.num_sums > 0, plan.kernel == "column_tiles" and problem.wants_dx
+    width = problem.width
     parts = (
-        Part(per_partial=problem.width * problem.wants_dw),
-        Part(per_partial=problem.width * problem.wants_db),
+        Part(per_partial=width * problem.wants_dw),
+        Part(per_partial=width * problem.wants_db),
         Part(per_row=2 * problem.form.groups * two_passes),
         Part(beside=_column_tiles(plan, problem) if sums and two_passes else 0, dtype=torch.int32),
-        *[Part(per_partial=problem.width)] * len(problem.summed),
+        *[Part(per_partial=width)] * len(problem.summed),
     )
     workspace = Workspace(problem.acc_dtype, parts)
-    dw_partial, db_partial, means, counters, *partials = (
+    dw_partial, db_partial, means, counters, *partials = [
         Address(at, part.dtype or workspace.dtype) if any(part[:3]) else None
         for at, part in enumerate(parts, count + len(outputs))
-    )
+    ]
     sample_sums = [_sample_sum(call, partial, at) for partial, at in zip(partials, problem.summed, strict=True)]
     summed_next = sums and counters is None
     dependent = summed_next and spec.arch >= OLDEST_DEPENDENT_ARCH
@@ -270,9 +271,10 @@ def _finalize(call: BackwardCall, out: Written) -> Launch:
     """The launch that sums the partials, with one CTA per piece of dw and of db."""
     problem, norm = call.problem, _norm(call.problem)
     weight = None if norm.form.finish_dw is None else call.weight
-    tile = partials_tile(problem.width, problem.acc_dtype.itemsize, out.announces_end)
-    grid = (triton.cdiv(problem.width, tile.cols) * problem.num_sums,)
-    args = (*out[1:5], Number.PARTIALS, problem.width, weight)
+    width = problem.width
+    tile = partials_tile(width, problem.acc_dtype.itemsize, out.announces_end)
+    grid = (triton.cdiv(width, tile.cols) * problem.num_sums,)
+    args = (*out[1:5], Number.PARTIALS, width, weight)
     options = {"launch_pdl": True} if tile.dependent else {}
     return Launch(finalizer.finalize, grid, args, norm, tile, options)
 

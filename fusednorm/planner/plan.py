@@ -270,8 +270,8 @@ def grid_of(
     MOST_TILES_OF_SUM. With an sm_margin it is not: CTAs that wait for a place would take the SMs that the margin leaves
     free. Short-lived CTAs may be more than run at once; all but the last get equally many tiles.
     """
-    at_once, first_wave = ctas_at_once(plan, device), clusters_at_once(plan.cluster, device)
-    at_once, first_wave = (max(1, each // groups) for each in (at_once, first_wave))
+    at_once = max(1, ctas_at_once(plan, device) // groups)
+    first_wave = max(1, clusters_at_once(plan.cluster, device) // groups)
     rows_of_cta = tiles_of_cta = least_short_lived = 0
     if plan.kernel in BY_COLUMNS:
         at_once = max(1, at_once // -(-cols // plan.chunk))

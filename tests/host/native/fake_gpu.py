@@ -190,7 +190,8 @@ class Build(launcher.Build):
 
     def __init__(self, compiled, launch):
         super().__init__(compiled, triton_compat.RELEASES[3, 6])
-        self.name, self.norm, self.groups = launch.kernel.__name__, launch.norm, getattr(launch.tile, "groups", 1)
+        groups = getattr(launch.tile, "groups", 1)  # of columns; a constexpr counts other groups
+        self.name, self.norm, self.groups = launch.kernel.__name__, launch.norm, groups if type(groups) is int else 1
         self.squares = self.norm is not None and self.norm.form.finish_dw is not None  # it is a norm of squared.py
         self.shares = launch.operands[2] if self.name == "finalize_samples" else ()
         self.launch = self._compute
