@@ -228,7 +228,8 @@ def _plus(rows: Tensor, residual: Tensor | None) -> Tensor:
 
 def rounded(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Rounded to a dtype, which the gradient is not: the difference of a number and its rounded value is exact."""
-    return rows + (rows.to(dtype).to(rows.dtype) - rows).detach()
+    difference = (rows.to(dtype).to(rows.dtype) - rows).detach()
+    return rows + torch.where(rows.isinf(), 0.0, difference)
 
 
 def affine(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None = None, offset: float = 0.0) -> Tensor:

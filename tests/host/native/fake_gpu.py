@@ -19,6 +19,7 @@ import torch
 import triton
 from cases import BF16, FP16, FP32, FP64
 from fusednorm.kernels import rowmath
+from fusednorm.kernels.config import Tile
 
 from fusednorm import ops, reference
 from fusednorm.forms import FormSpec
@@ -190,8 +191,8 @@ class Build(launcher.Build):
 
     def __init__(self, compiled, launch):
         super().__init__(compiled, triton_compat.RELEASES[3, 6])
-        groups = getattr(launch.tile, "groups", 1)  # of columns; a constexpr counts other groups
-        self.name, self.norm, self.groups = launch.kernel.__name__, launch.norm, groups if type(groups) is int else 1
+        self.name, self.norm = launch.kernel.__name__, launch.norm
+        self.groups = launch.tile.groups if isinstance(launch.tile, Tile) else 1
         self.squares = self.norm is not None and self.norm.form.finish_dw is not None  # it is a norm of squared.py
         self.shares = launch.operands[2] if self.name == "finalize_samples" else ()
         self.launch = self._compute
