@@ -72,7 +72,8 @@ def test_slices_are_read_in_place_and_no_memory_of_the_size_of_x_is_taken():
     before = torch.cuda.memory_allocated()
     outputs = getattr(torch.ops.fusednorm, modulated.op)(**given)
     torch.cuda.synchronize()
-    assert torch.cuda.max_memory_allocated() - before < kept + given["x"].numel() // 2
+    x = given["x"]  # the partial sums are a third of its size here
+    assert torch.cuda.max_memory_allocated() - before < kept + x.numel() * x.element_size() // 2
     assert outputs[0] is not None
 
 

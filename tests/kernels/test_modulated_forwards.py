@@ -79,6 +79,7 @@ def test_modulated_forwards_give_the_numbers_of_the_formula_in_float64(
 def test_steps_are_rounded_where_code_of_these_dtypes_rounds_them(form, of_modulation, plan, monkeypatch):
     from fusednorm.host import launch
 
+    monkeypatch.setattr(launch, "_is_legal", lambda *_: True)  # the planner does not choose these kernels yet
     monkeypatch.setattr(gpus, "spec_of", lambda device: replace(A100, sm_count=2))
     tensors = given(form, 40, BF16, of_modulation)
     settings = {"normalized_shape": (40,), "eps": EPS, "rounds_steps": True}
