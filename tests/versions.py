@@ -37,7 +37,7 @@ from head_norms import OF_MODELS, HeadCase
 from head_norms import complaints as head_complaints
 from planning import EVERY_ARCHITECTURE, make_gated, make_modulated, make_problem, make_sum
 
-from fusednorm.planner import heuristics
+from fusednorm.planner import choice
 from fusednorm.planner.norm_problem import NormProblem
 from fusednorm.planner.plan import ReferencePlan
 
@@ -68,7 +68,7 @@ class Job(NamedTuple):
         if isinstance(self.problem, HeadCase):
             return head_complaints(self.problem, self.arch)
         device = EVERY_ARCHITECTURE[self.arch]
-        plans = dict.fromkeys(plan for _, plan in heuristics.choices(self.problem, device))
+        plans = dict.fromkeys(plan for _, plan in choice.choices(self.problem, device))
         return [
             f"{text}; {plan}"
             for plan in plans

@@ -13,7 +13,7 @@ from test_repeats import ALL, BF16_FP32, assert_launched_as_by_itself
 from torch.testing import assert_close
 
 from fusednorm.operands import operands_of
-from fusednorm.planner import heuristics
+from fusednorm.planner import choice
 from fusednorm.planner.device import H200
 from fusednorm.planner.plan import MultiWavePlan, PipelinedPlan
 from fusednorm.problem import check_backward
@@ -76,7 +76,7 @@ def test_the_driver_gets_what_python_would_launch(norm, plan, shape, dtypes, res
         outputs = op()
     assert_right(operands, outputs)
     call = check_backward(operands)
-    assert isinstance(heuristics.choose(call.problem, call.rows, H200), plan)
+    assert isinstance(choice.choose(call.problem, call.rows, H200), plan)
     assert_launched_as_by_itself(operands, outputs, gpu.launched)
 
 
