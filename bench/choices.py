@@ -3,12 +3,13 @@
     git archive main | tar x -C .wt/base --one-top-level
     python -m bench.choices --against .wt/base
     python -m bench.choices --against .wt/base --shapes 16384x4096 4096x5120 --allocations 5
-    python -m bench.choices --against .wt/base --random 60 --seed 2
+    python -m bench.choices --against .wt/base --random 60 --seed 2 --minutes 3
 
 By default the cells are the twelve shapes and the widths of models at few and many rows, both norms and passes;
---random draws them as bench.survey does. Cells in which the planners agree are not timed. The others are timed once for
-each allocation of the tensors, and the ratio is the median over the allocations. The table has the mean and the 95th
-percentile per pass, over all cells, and the cells that differ most. Exit code 2 without a CUDA GPU.
+--random draws them as bench.survey does, before those of --shapes. Cells in which the planners agree are not timed. The
+others are timed once for each allocation of the tensors, and the ratio is the median over the allocations. Cells that
+the file has with the same two plans are not timed again. The table has the mean and the 95th percentile per pass, over
+all cells, and the cells that differ most. Exit code 2 without a CUDA GPU.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -32,9 +34,9 @@ from fusednorm.planner.plan import from_text, text_of
 from fusednorm.tools.console import progress
 
 from . import sweep
-from .candidates import FLOOR, floor_call
+from .candidates import FLOOR, floor_call, reason
 from .cases import DIRECTIONS, NORMS, SHAPE_SETS, make_bench_inputs, make_parser, parse_shape, plain_case
-from .records import add_out_argument, case_fields, describe_machine, lacks_gpu, results_path, save
+from .records import add_out_argument, case_fields, describe_machine, lacks_gpu, results_path, rows_of, save
 from .survey import drawn
 from .timing import time_interleaved
 
@@ -90,35 +92,40 @@ def time_cell(cell: Cell, plans: dict[str, str], allocations: int, rounds: int) 
         times = time_interleaved(calls, rounds)
         ratios.append(times["new"].median / times["old"].median)
     medians = {f"{name}_us": round(each.median, 2) for name, each in times.items()}
-    return case_fields(case, direction) | medians | plans | {"ratio": round(statistics.median(ratios), 4)}
+    return fields_of(cell, plans) | medians | {"ratio": round(statistics.median(ratios), 4)}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = make_parser("choices", __doc__)
     parser.add_argument("--against", type=Path, required=True, metavar="FOLDER", help="the other checkout")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--shapes", nargs="+", type=parse_shape, default=[parse_shape(text) for text in SHAPES])
-    what.add_argument("--random", type=int, metavar="CELLS", help="cells at random")
+    parser.add_argument("--shapes", nargs="+", type=parse_shape, help="default: see above; with --random none")
+    parser.add_argument("--random", type=int, metavar="CELLS", default=0, help="cells at random")
     parser.add_argument("--seed", type=int, default=0, help="of --random (default: 0)")
     parser.add_argument("--dtype", nargs="+", choices=("bf16", "fp32"), default=["bf16"])
     parser.add_argument("--allocations", type=int, default=3, help="of the tensors of a cell (default: 3)")
     parser.add_argument("--rounds", type=int, default=15, help="timed replays of each plan (default: 15)")
+    parser.add_argument("--minutes", type=float, default=60, help="no cell is begun after this time (default: 60)")
     add_out_argument(parser)
     return parser.parse_args(arguments)
 
 
 def cells_of(options: argparse.Namespace) -> list[Cell]:
-    if options.random:
-        return [
-            (task.norm, task.direction, rows, task.cols, task.dtype)
-            for task, rows in drawn(options.random, options.seed)
-        ]
-    asked = itertools.product(options.dtype, options.shapes, DIRECTIONS, NORMS)
-    return list(dict.fromkeys((norm, direction, *shape.sizes, dtype) for dtype, shape, direction, norm in asked))
+    shapes = options.shapes or [parse_shape(text) for text in SHAPES if not options.random]
+    at_random = [
+        (task.norm, task.direction, rows, task.cols, task.dtype) for task, rows in drawn(options.random, options.seed)
+    ]
+    asked = itertools.product(options.dtype, shapes, DIRECTIONS, NORMS)
+    of_shapes = [(norm, direction, *shape.sizes, dtype) for dtype, shape, direction, norm in asked]
+    return list(dict.fromkeys([*at_random, *of_shapes]))
+
+
+def fields_of(cell: Cell, plans: dict[str, str]) -> dict:
+    norm, direction, rows, cols, dtype = cell
+    return case_fields(plain_case(norm, (rows, cols), dtype), direction) | plans
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
+    start, options = time.monotonic(), parse(arguments)
     if lacks_gpu("choices"):
         return 2
     device = gpus.spec_of(torch.device("cuda", torch.cuda.current_device()))
@@ -127,19 +134,30 @@ def main(arguments: list[str] | None = None) -> int:
     with concurrent.futures.ThreadPoolExecutor() as pool:
         old, new = pool.map(lambda folder: chosen(folder, cells), (options.against, here))
     pairs = {cell: {"old": a, "new": b} for cell, a, b in zip(cells, old, new, strict=True) if a != b}
+    machine, path = describe_machine(), results_path(options.out, describe_machine(), "choices")
+    known = rows_of([path] if path.exists() else [])
+    records = {
+        cell: each for cell, plans in pairs.items() for each in known if fields_of(cell, plans).items() <= each.items()
+    }
+    left = {cell: plans for cell, plans in pairs.items() if cell not in records}
     jobs = {
         (plain_case(cell[0], (4, cell[3]), cell[4]), cell[1], from_text(text), device.arch): None
-        for cell, plans in pairs.items()
+        for cell, plans in left.items()
         for text in plans.values()
     }
     with multiprocessing.get_context("spawn").Pool(max(1, (os.cpu_count() or 1) - 1)) as pool:
         for _ in progress(pool.imap_unordered(sweep.compile_plan, jobs), "compiled", "bench"):
             pass
-    machine, path, records = describe_machine(), results_path(options.out, describe_machine(), "choices"), []
-    for cell, plans in progress(list(pairs.items()), "timed", "bench"):
-        records.append(time_cell(cell, plans, options.allocations, options.rounds))
-        save([machine | records[-1]], path)
-    report(cells, records)
+    for cell, plans in progress(list(left.items()), "timed", "bench"):
+        if time.monotonic() > start + 60 * options.minutes:
+            break
+        try:
+            records[cell] = machine | time_cell(cell, plans, options.allocations, options.rounds)
+        except Exception as error:  # ends this cell, and not the others
+            print(f"choices: {cell} has no times: {reason(error)}", file=sys.stderr)
+        else:
+            save([records[cell]], path)
+    report([cell for cell in cells if cell in records or cell not in pairs], list(records.values()))
     return 0
 
 

@@ -305,11 +305,11 @@ def fit(cells: Iterable[Cell], device: DeviceSpec, start: Coefficients) -> Coeff
     return Coefficients(*(float(f"{value:.3g}") for value in logs.detach().exp()))
 
 
-def write_table(cells: list[Cell], device: DeviceSpec, path: Path, date: str) -> None:
-    import triton
-
+def write_table(cells: list[Cell], device: DeviceSpec, path: Path, measured: dict) -> None:
+    """The last of the cells of a task with about as many rows counts. `measured` says by which Triton and when."""
+    cells = list({(cell.task, round(math.log2(cell.rows))): cell for cell in cells}.values())
     coefficients = fit(cells, device, table.coefficients(device))
-    head = {"gpu": device.name, "arch": device.arch, "triton": triton.__version__, "date": date}
+    head = {"gpu": device.name, "arch": device.arch} | measured
     table.write(path, head | {"coefficients": coefficients._asdict()}, widths_of(cells, device, coefficients))
 
 
@@ -333,16 +333,20 @@ def run_tune(options: argparse.Namespace, clock: Callable[[], float] = time.mono
     end = clock() + 60 * options.minutes
     if options.cells:
         records = [json.loads(line) for path in options.cells for line in path.read_text().splitlines()]
-        device = replace(named(records[0]["gpu"]), name=records[0]["gpu"])
-        cells, date = [Cell.of(record) for record in records], max(record["date"] for record in records)[:10]
+        records.sort(key=lambda record: record["date"])
+        device, cells = replace(named(records[0]["gpu"]), name=records[0]["gpu"]), [Cell.of(each) for each in records]
+        measured = {"triton": records[-1]["triton"], "date": records[-1]["date"][:10]}
     else:
+        import triton
+
         device = gpus.spec_of(torch.device("cuda", torch.cuda.current_device()))
-        cells, date = _measured(options, device, lambda: clock() >= end), datetime.date.today().isoformat()
+        cells = _measured(options, device, lambda: clock() >= end)
+        measured = {"triton": triton.__version__, "date": datetime.date.today().isoformat()}
     if not cells:
         print("tune: no cell was measured in this time", file=sys.stderr)
         return 1
     path = options.out or table.user_file(device.name)
-    write_table(list({(cell.task, cell.rows): cell for cell in cells}.values()), device, path, date)
+    write_table(cells, device, path, measured)
     losses = [cell.times[cell.own] / min(cell.times.values()) - 1 for cell in cells if cell.own in cell.times]
     print(f"{len(cells)} cells; the plans before were {statistics.mean(losses):.1%} behind the fastest. Wrote {path}")
     return 0

@@ -26,6 +26,11 @@ def test_cells_of_shapes_are_both_norms_and_passes_once():
     assert sorted(cells) == [(n, d, 8, 64, "bf16") for n in ("layer", "rms") for d in ("backward", "forward")]
 
 
+def test_cells_at_random_come_before_those_of_shapes_that_are_asked_for():
+    options = choices.parse(["--against", ".", "--random", "3", "--shapes", "8x64"])
+    assert [cell[2:4] for cell in choices.cells_of(options)[3:]] == [(8, 64)] * 4
+
+
 def test_a_checkout_is_asked_for_the_plans_that_it_would_run(monkeypatch):
     stands_in = (
         "from fusednorm.planner.device import H100\n"

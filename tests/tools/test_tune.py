@@ -64,6 +64,13 @@ def test_neighbouring_widths_decide_where_a_width_has_no_clear_winner_and_nowher
     assert found[4096] == ((math.inf, text_of(PLANS[wanted])),)
 
 
+def test_of_cells_with_about_as_many_rows_the_last_counts(tmp_path):
+    first, last = cell(16, 0), cell(16, 1)._replace(rows=2048)
+    tune.write_table([first, last], H200, tmp_path / "table.jsonl", {"triton": "3.6.0", "date": "2026-11-27"})
+    found = table.read(tmp_path / "table.jsonl").lookup(make_problem("rms", 4096, direction="forward"))
+    assert found == [(4096, ((math.inf, text_of(PLANS[1])),))]
+
+
 def test_a_record_is_read_back_as_the_same_cell():
     assert tune.Cell.of(cell(4, 2).record()) == cell(4, 2)
 
