@@ -341,9 +341,10 @@ def layer_norm_gated(
     """LayerNorm with a gate of x's shape: the norm of x times act(gate), or without norm_before_gate the norm of
     x * act(gate). act is silu, z * sigmoid(z), or sigmoid, by `activation`.
 
-    All is computed in float32 and rounded once, to x's dtype. The backward is one pass from x, gate and the gradient of
-    y, and gives the gradients of x, gate, weight and bias. gate is read at its own strides. Other arguments, dtypes and
-    errors are those of affine_layer_norm, and ValueError for another activation.
+    All is computed in float32 and rounded once, to x's dtype. With rounding="x_hat", a norm before its gate is rounded
+    to the promoted dtype of x, weight and bias, too, as in transformers' Qwen3-Next. The backward is one pass from x,
+    gate and the gradient of y, and gives the gradients of x, gate, weight and bias. gate is read at its own strides.
+    Other arguments, dtypes and errors are those of affine_layer_norm, and ValueError for another activation.
     """
     return _gated("layer", x, gate, weight, bias, eps, activation, norm_before_gate,
                   normalized_shape, weight_offset, rounding)  # fmt: skip

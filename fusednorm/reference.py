@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -93,6 +94,9 @@ def forward_formula(operands: Operands) -> Outputs:
     rstd = torch.rsqrt(centered.square().mean(dims, keepdim=True) + resolve_eps(operands.eps, dtype))
     x_hat = rounded(centered * rstd, x.dtype) if form.rounds_x_hat else centered * rstd
     u = affine(x_hat, operands.weight, operands.bias, form.weight_offset)
+    if form.rounds_x_hat and form.finish == "gate":
+        present = [each.dtype for each in (operands.weight, operands.bias) if each is not None]
+        u = rounded(u, reduce(torch.promote_types, present, x.dtype))
     v = _modulated(u, dtypes[0] if dtypes else x.dtype, operands) if form.modulate else u
     y = _plus(v, operands.residual) if form.finish == "add" else v
     if form.finish == "gate":

@@ -12,6 +12,7 @@ from .loads import StatisticsInMemory, chunk_of, combine, load_if, load_paramete
 from .multiwave import (
     columns,
     divisible,
+    first_g,
     load_added,
     load_row_statistics,
     load_row_tile,
@@ -21,7 +22,17 @@ from .multiwave import (
     rows_in_memory,
     store_chunk,
 )
-from .rowmath import corrected_moments, input_gradient, inverse_std, normalize, quotient, row_means, widen
+from .rowmath import (
+    corrected_moments,
+    input_gradient,
+    inverse_std,
+    normalize,
+    quotient,
+    row_means,
+    snapped,
+    snaps,
+    widen,
+)
 
 
 @triton.jit
@@ -147,6 +158,8 @@ def backward_row_means(
         sum_gx += tl.where(valid, g * x_hat, 0.0)
         sum_g += g
     mean_gx, mean_g = row_means(sum_gx, sum_g, cols, norm)
+    if snaps(norm, dy_ptr.dtype.element_ty):
+        mean_g = snapped(mean_g, first_g(dy_row, weight_ptr, True, norm))
     here = means_ptr + row + tl.zeros([1, 1], tl.int64)
     tl.store(here, mean_gx)
     if norm.layer:

@@ -69,6 +69,7 @@ class Norm(CompileTime):
     fp64: bool  # statistics, sums and partials in float64; else in float32
     has_weight: bool
     has_bias: bool = False  # in a backward: one whose values are read
+    rounds_u: bool = False  # forward: to x's dtype, before a gate
     wants_dx: bool = False  # backward, like the next two: the gradient of a row tensor
     wants_dw: bool = False
     wants_db: bool = False

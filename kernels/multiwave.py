@@ -38,6 +38,8 @@ from .rowmath import (
     normalize,
     quotient,
     row_means,
+    snapped,
+    snaps,
     sums_equal_elements,
     widen,
 )
@@ -144,6 +146,15 @@ def load_added(added, start, row_mask, cols, tile: tl.constexpr):
         for t in tl.static_range(len(added)):
             tiles = tiles + (load_chunks(added[t], start, row_mask, cols, tile),)
     return tiles
+
+
+@triton.jit
+def first_g(dy_ptr, weight_ptr, mask, norm: tl.constexpr):
+    """g at the first column of rows that begin at `dy_ptr`, for rowmath.snapped."""
+    weight = 0.0
+    if norm.has_weight:
+        weight = tl.load(weight_ptr).to(norm.acc)
+    return norm.form.upstream(tl.load(dy_ptr, mask=mask, other=0.0), weight, norm)
 
 
 @triton.jit
@@ -277,6 +288,8 @@ def backward(
         next_tiles = load_row_tiles(x_rows, rows_in, strides_in, ahead, rows, cols, norm, tile)
         dy_next = load_row_tile(dy_rows, ahead, rows, cols, norm, tile)
         next_statistics = load_row_statistics(source, ahead, rows, norm)
+        if snaps(norm, dy_ptr.dtype.element_ty):
+            first = first_g(dy_ptr + row_start(dy_rows, row, norm), weight_ptr, in_range, norm)
         start = (row * cols)[:, None]
         others = load_added(added, start, in_range[:, None], cols, tile)
         sum_gx = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
@@ -295,6 +308,8 @@ def backward(
         dw = new_dw
         db = new_db
         mean_gx, mean_g = row_means(sum_gx, sum_g, cols, norm)
+        if snaps(norm, dy_ptr.dtype.element_ty):
+            mean_g = snapped(mean_g, first[:, None])
         for c in tl.static_range(tile.chunks):
             of_chunk = chunk_of(tiles, c)
             h = combine(of_chunk, None, norm).to(norm.acc)

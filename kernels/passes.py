@@ -14,6 +14,8 @@ from .rowmath import (
     inverse_std,
     normalize,
     quotient,
+    snapped,
+    snaps,
     sums_equal_elements,
     widen,
 )
@@ -188,14 +190,18 @@ def sum_tile(tiles, dy, statistics, weight, sums, norm: gl.constexpr, tile: gl.c
 
 @gluon.jit
 def store_gradients(
-    outs, tiles, dy, statistics, row_sums, weight, bias, others, row, cols, norm: gl.constexpr, tile: gl.constexpr
-):
+    outs, tiles, dy, statistics, row_sums, weight, bias, others, first_dy, first_weight, row, cols,
+    norm: gl.constexpr, tile: gl.constexpr,
+):  # fmt: skip
     """Second pass of the backward: the gradients of the tile at `row`, from its row sums over the whole cluster. The
-    tiles `others` are added to the gradient of the row that was normalized."""
+    tiles `others` are added to the gradient of the row that was normalized. first_dy and first_weight are one element
+    of each row, for `snapped`."""
     mean_gx = gl.expand_dims(row_sums[0], 2) / cols
     mean_g = mean_gx
     if norm.layer:
         mean_g = quotient(gl.expand_dims(row_sums[1], 2), cols)
+        if snaps(norm, dy[0].dtype):
+            mean_g = snapped(mean_g, norm.form.upstream(first_dy, first_weight, norm))
     mean = statistics.mean
     rstd = statistics.rstd
     for c in gl.static_range(tile.chunks):

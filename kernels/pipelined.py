@@ -127,6 +127,7 @@ def backward(
     bias = load_parameter(bias_ptr, cols, norm.has_bias, row_tile.columns_of_thread, tile)
     weight = row_tile.hold_parameter(weight, norm.has_weight, tile.weight_in_smem, tile)
     bias = row_tile.hold_parameter(bias, norm.has_bias, tile.weight_in_smem, tile)
+    first_weight = row_tile.first_of_weight(weight_ptr, cols, rings.slots[1][0].dtype, norm, tile)
     outs = pointers(dx_ptr, rows_out, norm)
     sums = partial_sums.zeros(tile)
     exchange = join_cluster(exchange, tile)
@@ -150,9 +151,11 @@ def backward(
             next_statistics = row_tile.load_row_statistics(in_memory, row - step, norm, tile)
         # The stage still has the tile: it is refilled below, after these reads.
         tiles, dy = read_tiles(rings, at.stage, True, tile)
+        first_dy = row_tile.first_of_rows(rings.slots[1], at.stage, norm, tile)
         passes.store_gradients(
-            outs, tiles + more, dy, statistics, row_sums, weight, bias, others, row, cols, norm, tile
-        )
+            outs, tiles + more, dy, statistics, row_sums, weight, bias, others, first_dy, first_weight, row, cols, norm,
+            tile,
+        )  # fmt: skip
         # Refill: every warp has read the stage, by the compiler's CTA barrier and proxy fence before the copies.
         fill_stage(rings, at.stage, row - tile.num_stages * step, tile)
         row -= step

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from .gluon_compat import reinterpret
 from .loads import Statistics, load_statistics
-from .rowmath import widen
+from .rowmath import snaps, widen
 
 
 @gluon.constexpr_function
@@ -100,6 +100,38 @@ def read_chunk(slots, stage, c: gl.constexpr, reload: gl.constexpr, tile: gl.con
     shape: gl.constexpr = [tile.chunks_of(i), tile.rows, tile.cluster, tile.chunk]
     copied = reinterpret(slots[i].index(stage), seen_as, shape, row_major(tile, 3, 1))
     return copied.index(c - tile.first_chunk(i)).load(tile_layout(tile)).to(dtype, bitcast=True)
+
+
+@gluon.jit
+def first_of_rows(slots, stage, norm: gl.constexpr, tile: gl.constexpr):
+    """The first element of each row of a stage, [rows, cluster, 1], in float32; each CTA of a cluster gets that of its
+    columns. A placeholder if rowmath.snapped does not need it."""
+    first = 0.0
+    if snaps(norm, slots[0].dtype):
+        if tile.cluster == 1:
+            shape: gl.constexpr = [tile.chunks_of(0), tile.rows, tile.cluster, tile.chunk]
+            copied = reinterpret(slots[0].index(stage), slots[0].dtype, shape, row_major(tile, 3, 1))
+            first = copied.index(0).slice(0, 1, dim=2).load(tile_layout(tile))
+        else:  # Triton 3.6 has no slices over several CTAs, whose tiles have one row or two
+            elements_of_cta: gl.constexpr = [tile.chunks_of(0) * tile.rows * tile.chunk, 1, tile.cluster, 1]
+            copied = reinterpret(slots[0].index(stage), slots[0].dtype, elements_of_cta, row_major(tile, 3, 1))
+            first = copied.index(0).load(tile_layout(tile))
+            if tile.rows == 2:
+                is_second = per_row(gl.arange(0, tile.rows, row_layout(tile))) == 1
+                first = gl.where(is_second, copied.index(tile.chunk).load(tile_layout(tile)), first)
+    return first
+
+
+@gluon.jit
+def first_of_weight(ptr, cols, dtype: gl.constexpr, norm: gl.constexpr, tile: gl.constexpr):
+    """The weight at the columns of `first_of_rows`, [1, cluster, 1], in float32. dtype is that of dy."""
+    first = 0.0
+    if norm.has_weight and snaps(norm, dtype):
+        by_cta: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, tile_layout(tile)))
+        col = gl.arange(0, tile.cluster, by_cta) * tile.chunk
+        loaded = gl.load(ptr + col, mask=col < cols, other=0.0).to(gl.float32)
+        first = gl.expand_dims(gl.expand_dims(loaded, 0), 2)
+    return first
 
 
 @gluon.jit

@@ -101,6 +101,21 @@ def input_gradient(g, x, mean, rstd, mean_gx, mean_g, norm: tl.constexpr):
     return dx * rstd
 
 
+@triton.constexpr_function
+def snaps(norm, dtype):
+    """Whether `snapped` is worth its instructions: for gradients of y in float32, whose equal elements have no exact
+    sum. Those of 16 bits have one, up to hundreds or thousands of columns. Gates and modulations leave none equal."""
+    return norm.layer and not norm.fp64 and dtype == tl.float32 and norm.form.to_du is du_alone
+
+
+@triton.jit
+def snapped(mean_g, some_g):
+    """The mean of g; some element of the row's g where both agree but for the rounding of the sum: some 32 additions
+    in a row, each off by 2^-25 on average. So the mean of equal elements is that element, and dx is 0 where x is the
+    mean."""
+    return tl.where(tl.abs(mean_g - some_g) <= 2.0**-20 * tl.abs(some_g), some_g, mean_g)
+
+
 @triton.jit
 def row_means(sum_gx, sum_g, cols, norm: tl.constexpr):
     """Means of g * x_hat and of g over each row, [rows, 1] each, from sums [rows, n]; for the portable kernels. One
@@ -222,6 +237,13 @@ def plus_residual(u, tiles, norm: tl.constexpr):
 def times_gate(u, tiles, norm: tl.constexpr):
     factor, _ = gate_of(tiles, norm)
     return u * factor
+
+
+@triton.jit
+def u_times_gate(u, tiles, norm: tl.constexpr):
+    if norm.rounds_u:
+        u = u.to(tiles[0].dtype).to(norm.acc)
+    return times_gate(u, tiles, norm)
 
 
 @triton.jit
@@ -366,7 +388,7 @@ COMBINE: dict[str, dict[str, Any]] = {
 FINISH: dict[str, dict[str, Any]] = {
     "": {},
     "add": {"finish": plus_residual},
-    "gate": {"finish": times_gate, "to_du": times_gate, "gradients": of_gated_u},
+    "gate": {"finish": u_times_gate, "to_du": times_gate, "gradients": of_gated_u},
 }
 UNROUNDED = {rounded_total: total, rounded_gated_total: gated_total}  # without FormSpec.rounds_sum
 FACTORS = {"one_plus": one_plus, "identity": identity, "tanh": tanh}

@@ -133,6 +133,7 @@ def consume_backward(norm: gl.constexpr, tile: gl.constexpr, group: gl.constexpr
     else:
         weight = load_parameter(operands.weight_ptr, operands.cols, norm.has_weight, row_tile.columns_of_thread, tile)
         bias = load_parameter(operands.bias_ptr, operands.cols, norm.has_bias, row_tile.columns_of_thread, tile)
+    first_weight = row_tile.first_of_weight(operands.weight_ptr, operands.cols, operands.dy_slots[0].dtype, norm, tile)
     sums = partial_sums.zeros(tile)
     first = (gl.program_id(0) + group * gl.num_programs(0)) * tile.rows
     step = gl.num_programs(0) * (tile.rows * tile.num_groups)
@@ -145,6 +146,7 @@ def consume_backward(norm: gl.constexpr, tile: gl.constexpr, group: gl.constexpr
         ring.wait(operands.full.index(at.stage), at.phase)  # the tile has arrived, and is visible to this warp's reads
         x = row_tile.read_tile(operands.x_slots, at.stage, False, tile)
         dy = row_tile.read_tile(operands.dy_slots, at.stage, False, tile)
+        first_dy = row_tile.first_of_rows(operands.dy_slots, at.stage, norm, tile)
         more = row_tile.load_tiles(operands.rows_in, operands.strides_in, row, operands.cols, tile)
         others = row_tile.load_added(operands.added, row, operands.cols, tile)
         if tile.cached:
@@ -154,8 +156,9 @@ def consume_backward(norm: gl.constexpr, tile: gl.constexpr, group: gl.constexpr
             x = row_tile.read_tile(operands.x_slots, at.stage, True, tile)
             dy = row_tile.read_tile(operands.dy_slots, at.stage, True, tile)
         passes.store_gradients(
-            operands.outs, (x,) + more, dy, statistics, row_sums, weight, bias, others, row, operands.cols, norm, tile
-        )
+            operands.outs, (x,) + more, dy, statistics, row_sums, weight, bias, others, first_dy, first_weight, row,
+            operands.cols, norm, tile,
+        )  # fmt: skip
         if not tile.cached:
             release_stage(operands.empty, at.stage)
         row -= step

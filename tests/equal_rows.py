@@ -11,12 +11,14 @@ WEIGHT = 3.0  # the same in all columns, so that weight * dy is constant along a
 
 def equal_rows(case: Case, device: str = "cpu") -> Inputs:
     """Inputs of a LayerNorm of [rows, cols]. Every row of x repeats a large element; dy is constant along every second
-    row."""
+    row, and its sum is rounded if dy is float32."""
     rows, cols = case.shape
     generator = torch.Generator().manual_seed(rows * cols)
     element = 100 + 50_000 * torch.rand(rows, 1, generator=generator, dtype=case.acc_dtype)
     dy = torch.randn(rows, cols, generator=generator)
     dy[::2] = torch.arange(1.0, 2 + rows)[: len(dy[::2]), None].remainder(7) - 3
+    if (case.grad_dtype or case.x_dtype) == torch.float32:
+        dy[::2] = torch.rand(len(dy[::2]), 1, generator=generator)
 
     def parameter(value: float, dtype: torch.dtype | None) -> torch.Tensor | None:
         return None if dtype is None else torch.full((cols,), value, dtype=dtype, device=device)

@@ -405,6 +405,7 @@ def _norm(problem: NormProblem) -> Norm:
         fp64=problem.acc_dtype == torch.float64,
         has_weight=problem.weight_dtype is not None,
         has_bias=problem.reads_bias,
+        rounds_u=problem.rounds_u,
         wants_dx=problem.wants_dx,
         wants_dw=problem.wants_dw,
         wants_db=problem.wants_db,

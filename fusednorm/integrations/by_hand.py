@@ -1,8 +1,9 @@
 """Norms that a model has written by hand: finds the formula of one, and runs it on this package's kernels.
 
-transformers has about two hundred of them: LlamaRMSNorm, GemmaRMSNorm with its 1 + weight, T5LayerNorm, ... A candidate
-has one eps, and no parameters but weight and bias. Its formula is found by trial: copies with random parameters run on
-small CPU tensors, and their results and gradients must agree with a formula that our kernels compute.
+transformers has about two hundred of them: LlamaRMSNorm, GemmaRMSNorm with its 1 + weight, T5LayerNorm,
+Qwen3NextRMSNormGated, ... A candidate has one eps, no parameters but weight and bias, and a forward of x, or of x and a
+gate. Its formula is found by trial: copies with random parameters run on small CPU tensors, and their results and
+gradients must agree with a formula that our kernels compute.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -21,10 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .. import autograd
+from .. import autograd, functional, reference
+from ..forms import ACTIVATIONS, FormSpec
 from ..host import native
 from ..host.key import PLAIN_TYPES
 from ..host.torch_compat import parameter
+from ..operands import ForwardOperands, operands_of
 from ..planner.norm_problem import FLOAT_DTYPES
 from . import trials
 from .trials import Magnitude, Trial, Unrecognized, trial, undisturbed, unexplained
@@ -52,20 +55,45 @@ TOLERANCE = 1e-4  # of a float32 trial, relative to the largest number of its ro
 
 
 @dataclass(frozen=True)
-class Formula:
-    """The computation of a norm over the last dim."""
+class Computation:
+    """What a norm over the last dim computes, but for roundings."""
 
     norm: str  # "layer" or "rms"
-    one_plus_weight: bool  # y = x_hat * (1 + weight), the sum in float32
+    form: FormSpec
+
+    def __str__(self) -> str:
+        form, norm = self.form, "LayerNorm" if self.norm == "layer" else "RMSNorm"
+        norm += " with 1 + weight" if form.weight_offset else ""
+        gate = f"a {form.activation} gate"
+        return f"{norm}, then {gate}" if form.finish else f"{norm} behind {gate}" if form.combine else norm
+
+    @property
+    def op(self) -> str:
+        if self.form.combine or self.form.finish:
+            return functional.gated_op(self.norm, norm_before_gate=bool(self.form.finish))
+        return f"{self.norm}_norm_fwd_affine"
+
+    def arguments(self, inputs: Sequence[Tensor], weight, bias, eps: float, rounds_x_hat=False, y_dtype=None) -> tuple:
+        """All arguments of the op by position, for an x and a gate if the form has one."""
+        (x, *gate), form = inputs, self.form
+        more = (form.activation,) if gate else ()
+        return x, x.shape[-1:], *gate, weight, bias, eps, form.weight_offset, rounds_x_hat, y_dtype, *more
+
+
+@dataclass(frozen=True)
+class Formula:
+    """How a module computes what it does."""
+
+    computes: Computation
     # dtype of y: "x" is x's; "promoted" is x's and weight's promoted; "weight" is weight's if 16-bit, else promoted
     output: str
     eps_name: str
+    inputs: tuple[str, ...]  # the names of its forward's arguments
     ranks: frozenset[int]  # the numbers of dims of x for which the module computes it
     rounds_x_hat: tuple[bool, bool]  # whether 16-bit x_hat is rounded before a 16-bit weight, and before a wider one
 
     def __str__(self) -> str:
-        norm = "LayerNorm" if self.norm == "layer" else "RMSNorm"
-        return norm + (" with 1 + weight" if self.one_plus_weight else "")
+        return str(self.computes)
 
 
 class NormByHand(nn.Module):
@@ -75,17 +103,19 @@ class NormByHand(nn.Module):
     _fused_formula: Formula
 
     def forward(self, *args, **kwargs) -> Tensor:
-        (x,) = *args, *kwargs.values()  # models name the argument x, hidden_states or input
+        formula, inputs = self._fused_formula, args
+        if kwargs or len(args) != len(formula.inputs):
+            given = dict(zip(formula.inputs, args, strict=False)) | kwargs
+            inputs = tuple([given.get(name) for name in formula.inputs])
         weight, bias = parameter(self, "weight", None), parameter(self, "bias", None)
-        formula = self._fused_formula
-        if not _takes(x, weight) or x.dim() not in formula.ranks:
-            return super().forward(x)
-        offset = 1.0 if formula.one_plus_weight else 0.0
-        rounds = weight is not None and formula.rounds_x_hat[weight.dtype not in HALF_DTYPES]
-        op, shape, eps = f"{formula.norm}_norm_fwd_affine", x.shape[-1:], getattr(self, formula.eps_name)
-        given = x, shape, weight, bias, eps, offset, rounds, _output_dtype(formula.output, x, weight)
-        y = native.y_of(op, given)
-        return autograd.of_form(op, given) if y is None else y
+        x = inputs[0]
+        if not _takes(inputs, weight) or x.dim() not in formula.ranks:
+            return super().forward(*args, **kwargs)
+        rounds = formula.rounds_x_hat[weight is not None and weight.dtype not in HALF_DTYPES]
+        eps, y_dtype = getattr(self, formula.eps_name), _output_dtype(formula.output, x, weight)
+        op, arguments = formula.computes.op, formula.computes.arguments(inputs, weight, bias, eps, rounds, y_dtype)
+        y = native.y_of(op, arguments)
+        return autograd.of_form(op, arguments) if y is None else y
 
 
 def forward_of(own: type) -> Callable:
@@ -103,10 +133,13 @@ def forward_of(own: type) -> Callable:
     return functools.wraps(own.forward)(with_its_globals)
 
 
-def _takes(x: Tensor, weight: Tensor | None) -> bool:
+def _takes(inputs: Sequence[Tensor | None], weight: Tensor | None) -> bool:
     if weight is not None and not (type(weight) in PLAIN_TYPES and weight.dtype in FLOAT_DTYPES):
         return False
-    return type(x) is Tensor and x.dtype in FLOAT_DTYPES and (x.is_cuda or x.is_cpu)
+    for each in inputs:
+        if not (type(each) is Tensor and each.dtype in FLOAT_DTYPES and (each.is_cuda or each.is_cpu)):
+            return False
+    return len(inputs) == 1 or inputs[0].shape == inputs[1].shape
 
 
 def _output_dtype(rule: str, x: Tensor, weight: Tensor | None) -> torch.dtype:
@@ -117,15 +150,45 @@ def _output_dtype(rule: str, x: Tensor, weight: Tensor | None) -> torch.dtype:
     return torch.promote_types(x.dtype, weight.dtype)
 
 
+class Subject(NamedTuple):
+    """A module on trial."""
+
+    module: nn.Module
+    eps_name: str
+    inputs: tuple[str, ...]  # the names of its forward's arguments: x, or x and a gate
+
+    @property
+    def cols(self) -> tuple[int, ...]:
+        """The widths of rows to try."""
+        weight = self.module._parameters.get("weight")
+        return TRIAL_COLS if weight is None else (len(weight),)
+
+    def trial(
+        self,
+        batch: tuple[int, ...],
+        cols: int,
+        x_dtype: torch.dtype = torch.float32,
+        parameter_dtype: torch.dtype = torch.float32,
+        gate_dtype: torch.dtype | None = None,  # None: x's
+        **more: Any,
+    ) -> Trial:
+        gates = (gate_dtype or x_dtype,) * (len(self.inputs) - 1)
+        return trial(self.module, self.eps_name, (*batch, cols), x_dtype, parameter_dtype, gate_dtypes=gates, **more)
+
+    def unexplained(self, made: Trial, form: FormSpec | None = None) -> str | None:
+        """`trials.unexplained` of a norm of this form, or of one that has not been found."""
+        return unexplained(self.module, made.reads, self.eps_name, made.x.shape[-1])
+
+
 def formula_of(module: nn.Module, known: dict[Any, Formula | Unrecognized]) -> Formula:
     """The formula of `module`, found by trial. Raises Unrecognized. Changes neither the module nor the random state.
     `known` keeps the answers for modules that differ in nothing but the numbers in their parameters."""
-    eps_name = _eps_name_of_a_norm(module)
+    subject = _norm_to_try(module)
     trials.check_tensors(module)
     key = _key(module)
     if key is None or key not in known:
         try:
-            answer = _by_trial(module, eps_name)
+            answer = _by_trial(subject)
         except Unrecognized as reason:
             answer = reason
         if key is None:
@@ -147,30 +210,28 @@ def _key(module: nn.Module) -> Any:
     return None
 
 
-def _by_trial(module: nn.Module, eps_name: str) -> Formula:
+def _by_trial(subject: Subject) -> Formula:
     with undisturbed(), _StockNorms():
-        norm, one_plus_weight = _matching_formula(module, eps_name)
+        computes = _what_it_computes(subject)
         ranks = frozenset(
-            len(batch) + 1
-            for batch in TRIAL_BATCHES
-            if _computes(module, eps_name, batch, norm, one_plus_weight, modes=(True, False))
+            len(batch) + 1 for batch in TRIAL_BATCHES if _agrees(subject, computes, batch, modes=(True, False))
         )
         for magnitude in MAGNITUDES:
-            if not _computes(module, eps_name, COMMON_BATCH, norm, one_plus_weight, magnitude):
+            if not _agrees(subject, computes, COMMON_BATCH, magnitude):
                 raise Unrecognized("its forward computes something else for small or for large numbers")
-        for batch in _more_rows(module, ranks):
-            if not _computes(module, eps_name, batch, norm, one_plus_weight):
+        for batch in _more_rows(subject, ranks):
+            if not _agrees(subject, computes, batch):
                 raise Unrecognized("its forward computes something else for other numbers of rows")
     with undisturbed(), _StockNorms() as stock:
-        output, rounds = _output_rule(module, eps_name), _roundings(module, eps_name, norm, one_plus_weight)
-        formula = Formula(norm, one_plus_weight, output, eps_name, ranks, rounds)
+        output, rounds = _output_rule(subject), _roundings(subject, computes)
+        formula = Formula(computes, output, subject.eps_name, subject.inputs, ranks, rounds)
     if any(call.input.dtype in HALF_DTYPES for call in stock.calls):
         raise Unrecognized("calls torch's own norm, which follows autocast: enable_eager() covers it")
     return formula
 
 
-def _more_rows(module: nn.Module, ranks: frozenset[int]) -> list[tuple[int, ...]]:
-    cols = max(_trial_cols(module))
+def _more_rows(subject: Subject, ranks: frozenset[int]) -> list[tuple[int, ...]]:
+    cols = max(subject.cols)
     return [
         batch
         for batch in MORE_ROWS
@@ -206,8 +267,8 @@ def _returns_stock_norm(module: nn.LayerNorm | nn.RMSNorm, batch: tuple[int, ...
     return own and shape == tuple(module.normalized_shape) and eps == trials.EPS
 
 
-def _eps_name_of_a_norm(module: nn.Module) -> str:
-    """The name of the module's eps. Raises Unrecognized unless it looks like a norm of one tensor over its last dim."""
+def _norm_to_try(module: nn.Module) -> Subject:
+    """Raises Unrecognized unless the module looks like a norm over the last dim of one tensor, maybe with a gate."""
     if type(module).__module__.startswith("torch.nn."):
         raise Unrecognized("is another module of torch.nn")
     present = {name for name, parameter in module._parameters.items() if parameter is not None}
@@ -217,110 +278,122 @@ def _eps_name_of_a_norm(module: nn.Module) -> str:
         raise Unrecognized("normalizes more than one dim")
     if any(len(module._parameters[name]) == 1 for name in present):
         raise Unrecognized("has a parameter of one element, for rows of any width")
-    if len(inspect.signature(type(module).forward).parameters) != 2:
-        raise Unrecognized("its forward takes more than the tensor")
+    _, *inputs = inspect.signature(type(module).forward).parameters.values()
+    by_name = all(each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for each in inputs)
+    if not (len(inputs) == 1 or (len(inputs) == 2 and by_name)):
+        raise Unrecognized("its forward takes more than the tensor and a gate")
     names = [name for name in EPS_NAMES if isinstance(getattr(module, name, None), float)]
     if len(names) != 1:
         raise Unrecognized(f"has no eps that we know of ({', '.join(EPS_NAMES)})")
-    return names[0]
+    return Subject(module, names[0], tuple(each.name for each in inputs))
 
 
-def _matching_formula(module: nn.Module, eps_name: str) -> tuple[str, bool]:
-    """(norm, one_plus_weight) of the formula that the module computes. Raises Unrecognized."""
-    cols = _trial_cols(module)[0]
-    made = trial(module, eps_name, (*COMMON_BATCH, cols))
+def _what_it_computes(subject: Subject) -> Computation:
+    """Raises Unrecognized if it is nothing that our kernels compute."""
+    made = subject.trial(COMMON_BATCH, subject.cols[0])
     made.run()  # raises if its forward does
-    if name := unexplained(module, made.reads, eps_name, cols):
+    if name := subject.unexplained(made):
         raise Unrecognized(f"its forward reads its attribute {name}, which a norm does not have")
-    for norm, one_plus_weight in itertools.product(("rms", "layer"), (False, True)):
-        if _computes(module, eps_name, COMMON_BATCH, norm, one_plus_weight, modes=(True, False)):
-            return norm, one_plus_weight
+    for computes in _computations(subject):
+        if _agrees(subject, computes, COMMON_BATCH, modes=(True, False)):
+            return computes
     raise Unrecognized("its forward computes something else")
 
 
-def _computes(
-    module: nn.Module,
-    eps_name: str,
+def _computations(subject: Subject) -> Iterator[Computation]:
+    forms = [FormSpec()]
+    if len(subject.inputs) == 2:
+        places = {"finish": "gate"}, {"combine": "gate"}
+        forms = [FormSpec(**place, activation=each) for place, each in itertools.product(places, ACTIVATIONS)]
+    for form, norm, offset in itertools.product(forms, ("rms", "layer"), (0.0, 1.0)):
+        yield Computation(norm, form._replace(weight_offset=offset))
+
+
+def _agrees(
+    subject: Subject,
+    computes: Computation,
     batch: tuple[int, ...],
-    norm: str,
-    one_plus_weight: bool,
     magnitude: Magnitude = Magnitude(),  # noqa: B008  immutable
     modes: tuple[bool, ...] = (True,),
 ) -> bool:
-    """Whether the module computes a formula and its gradients for such a batch of rows. modes: in training (True) or
-    in evaluation (False)."""
-    for cols, training in itertools.product(_trial_cols(module), modes):
-        made = trial(module, eps_name, (*batch, cols), training=training, magnitude=magnitude)
+    """Whether the module computes this and its gradients for such a batch of rows. modes: in training (True) or in
+    evaluation (False)."""
+    for cols, training in itertools.product(subject.cols, modes):
+        made = subject.trial(batch, cols, training=training, magnitude=magnitude)
         try:
             y = made.run()
         except Unrecognized:
             return False
-        if unexplained(module, made.reads, eps_name, cols) or not _agrees(y, made, norm, one_plus_weight):
+        if subject.unexplained(made, computes.form) or not _is_right(y, made, computes):
             return False
     return True
 
 
-def _trial_cols(module: nn.Module) -> tuple[int, ...]:
-    """The widths of rows to try."""
-    weight = module._parameters.get("weight")
-    return TRIAL_COLS if weight is None else (len(weight),)
-
-
-def _output_rule(module: nn.Module, eps_name: str) -> str:
-    shape = *COMMON_BATCH, _trial_cols(module)[0]
-    if getattr(module, "weight", None) is None:
-        dtypes = trial(module, eps_name, shape, torch.bfloat16).run().dtype, torch.float32
-    else:
+def _output_rule(subject: Subject) -> str:
+    cols = subject.cols[0]
+    if getattr(subject.module, "weight", None) is None:
+        found = {(subject.trial(COMMON_BATCH, cols, torch.bfloat16).run().dtype, torch.float32)}
+    else:  # whatever the dtype of a gate is
         mixtures = (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)
-        dtypes = tuple(trial(module, eps_name, shape, *mixture).run().dtype for mixture in mixtures)
+        gates = (None, torch.bfloat16, torch.float32)[: 3 if len(subject.inputs) == 2 else 1]
+        found = {
+            tuple(subject.trial(COMMON_BATCH, cols, *mixture, gate).run().dtype for mixture in mixtures)
+            for gate in gates
+        }
+    (dtypes,) = found if len(found) == 1 else (None,)
     if dtypes not in OUTPUT_DTYPES:
         raise Unrecognized("its forward returns a dtype that follows from neither x nor weight")
     return OUTPUT_DTYPES[dtypes]
 
 
-def _roundings(module: nn.Module, eps_name: str, norm: str, one_plus_weight: bool) -> tuple[bool, bool]:
+def _roundings(subject: Subject, computes: Computation) -> tuple[bool, bool]:
     """Formula.rounds_x_hat: the rounding by which more elements of a bfloat16 trial are those of the module."""
-    if getattr(module, "weight", None) is None:
-        return False, False
-    shape = *COMMON_BATCH, _trial_cols(module)[0]
+    if getattr(subject.module, "weight", None) is None and len(subject.inputs) == 1:
+        return False, False  # y is rounded in any case
     found = []
     for dtype in (torch.bfloat16, torch.float32):
-        made = trial(module, eps_name, shape, torch.bfloat16, dtype)
-        y = made.run()
-        arguments = made.x, shape[-1:], *(getattr(made.module, name, None) for name in ("weight", "bias")), trials.EPS
+        made = subject.trial(COMMON_BATCH, subject.cols[0], torch.bfloat16, dtype)
+        y, parameters = made.run(), (getattr(made.module, name, None) for name in ("weight", "bias"))
+        given = made.inputs, *parameters, trials.EPS
         once, rounded = (
-            autograd.of_form(f"{norm}_norm_fwd_affine", (*arguments, float(one_plus_weight), rounds, y.dtype))
-            for rounds in (False, True)
+            autograd.of_form(computes.op, computes.arguments(*given, rounds, y.dtype)) for rounds in (False, True)
         )
         found.append(int((rounded != y).sum()) < int((once != y).sum()))
     return found[0], found[1]
 
 
-def _agrees(y: object, made: Trial, norm: str, one_plus_weight: bool) -> bool:
-    """Whether y and its gradients of x and of the parameters are those of a formula, computed in float64."""
+def _is_right(y: object, made: Trial, computes: Computation) -> bool:
+    """Whether y and its gradients of the inputs and the parameters are what is computed, in float64."""
     if not isinstance(y, Tensor) or y.shape != made.x.shape or y.dtype != torch.float32 or not y.requires_grad:
         return False
-    leaves = {"x": made.x, **{name: each for name, each in made.module._parameters.items() if each is not None}}
-    wide = {name: each.detach().double().requires_grad_() for name, each in leaves.items()}
-    x, weight, bias = wide["x"], wide.get("weight"), wide.get("bias")
-    centered = x - x.mean(-1, keepdim=True) if norm == "layer" else x
-    rstd = torch.rsqrt(centered.square().mean(-1, keepdim=True) + trials.EPS)
-    factor = torch.ones_like(x) if weight is None else weight + one_plus_weight
-    want = centered * rstd * factor
-    if bias is not None:
-        want = want + bias
-    grad = 1 + (centered * rstd).detach()  # such a gradient shows statistics that are not differentiated
-    grads = torch.autograd.grad(y, list(leaves.values()), grad.float(), allow_unused=True)
-    wants = torch.autograd.grad(want, list(wide.values()), grad, allow_unused=True)
-    sizes = [
-        (rstd * factor * grad).detach().abs().amax(-1, keepdim=True),
-        *(w if w is None else w.abs().max() for w in wants[1:]),
-    ]
-    pairs = zip((y, *grads), (want, *wants), (want.detach().abs().amax(-1, keepdim=True), *sizes), strict=True)
+    parameters = {name: each for name, each in made.module._parameters.items() if each is not None}
+    leaves = [*made.inputs, *parameters.values()]
+    wide = [each.detach().double().requires_grad_() for each in leaves]
+    inputs, named = wide[: len(made.inputs)], dict(zip(parameters, wide[len(made.inputs) :], strict=True))
+    weight, bias, form, (x, *gate) = named.get("weight"), named.get("bias"), computes.form, inputs
+    arguments = computes.arguments(inputs, weight, bias, trials.EPS)
+    want, *_ = reference.forward_formula(operands_of(computes.op, arguments, {}))
+    h = reference.row_of(form, *inputs)
+    x_hat, _, rstd = reference.forward_formula(ForwardOperands(computes.norm, h, h.shape[-1:], eps=trials.EPS))
+    grad = 1 + x_hat.detach()  # such a gradient shows statistics that are not differentiated
+    grads = torch.autograd.grad(y, leaves, grad.float(), allow_unused=True)
+    wants = torch.autograd.grad(want, wide, grad, allow_unused=True)
+    of_u = grad if weight is None else grad * (weight + form.weight_offset)
+    sizes = [_largest(want), _largest(rstd * of_u)]
+    if gate:
+        act, slope = reference.activated(form, *gate)
+        of_h = _largest(rstd * of_u * act) if form.finish else sizes[1]
+        sizes[1:] = (of_h, _largest(wants[1])) if form.finish else (of_h * _largest(act), of_h * _largest(x * slope))
+    sizes += [w if w is None else w.abs().max() for w in wants[len(inputs) :]]
     return all(
         got is not None and right is not None and bool(((got - right).abs() <= TOLERANCE * size).all())
-        for got, right, size in pairs
+        for got, right, size in zip((y, *grads), (want, *wants), sizes, strict=True)
     )
+
+
+def _largest(rows: Tensor) -> Tensor:
+    """Of each row."""
+    return rows.detach().abs().amax(-1, keepdim=True)
 
 
 class StockCall(NamedTuple):

@@ -70,9 +70,11 @@ def patch_model(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> Pa
 
     patch_model replaces torch.nn.LayerNorm and RMSNorm, subclasses that return their result unchanged, and norms
     written by hand that compute the same, or the same with 1 + weight (Hugging Face's Llama, Mistral, Qwen, Gemma, T5,
-    ...). The name of a class does not matter: a module without submodules, with an eps and no parameters but weight and
-    bias, is tried on small CPU tensors. Its results and gradients must be those of a norm: for small, large and mixed
-    magnitudes, for up to 257 rows (64, where rows are wider than 4080), in training and in evaluation.
+    ...), or with a silu or sigmoid gate behind the norm or before it (Qwen3-Next, Kimi-Linear, Bamba, ...). The name of
+    a class does not matter: a module without submodules, with an eps, no parameters but weight and bias, and a forward
+    of a tensor, or of a tensor and a gate, is tried on small CPU tensors. Its results and gradients must be those of a
+    norm: for small, large and mixed magnitudes, for up to 257 rows (64, where rows are wider than 4080), in training
+    and in evaluation.
 
     A trial cannot see what its inputs do not show: a branch for more rows, for larger numbers (x beyond 1e6, weights
     beyond 1e4) or for NaNs, one on a flag or a name that is set to another value later, and effects outside of the
@@ -83,8 +85,8 @@ def patch_model(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> Pa
     Norms written by hand keep the output shape and dtype of their own forward, under autocast too. They round
     x_hat before they multiply by the weight where the original does: then 16-bit results are the original's bits,
     except where its float32 statistics are others. 1 + weight is computed in float32, inside the kernel. They
-    run their own forward for dtypes, devices and tensor subclasses that this package does not take, and when scripted
-    (torch.jit.script) or traced by torch.fx.
+    run their own forward for dtypes, devices and tensor subclasses that this package does not take, for a gate that is
+    absent or of another shape, and when scripted (torch.jit.script) or traced by torch.fx.
 
     All other modules are left. Patch.left gives the reason for stock norms, modules of `classes`, and innermost modules
     with Norm in their class's name. Raises TypeError if `model` is no module or a member of `classes` no class.

@@ -7,7 +7,7 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,18 +33,23 @@ class Magnitude(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """A copy of a module, an x for it, and the names of the attributes that its code has read."""
+    """A copy of a module, tensors for it, of which x is the first, and the names of the attributes that its code has
+    read."""
 
     module: nn.Module
-    x: Tensor
+    inputs: tuple[Tensor, ...]
     reads: set[str]
+
+    @property
+    def x(self) -> Tensor:
+        return self.inputs[0]
 
     def run(self) -> Tensor:
         """The module's result. Raises Unrecognized if it fails, or if it changes its attributes."""
         before, own = dict(vars(self.module)), type(self.module)
         self.reads.clear()
         try:
-            y = own.forward(self.module, self.x)
+            y = own.forward(self.module, *self.inputs)
         except Unrecognized:
             raise
         except Exception as error:
@@ -77,9 +82,10 @@ def trial(
     parameter_dtype: torch.dtype = torch.float32,
     training: bool = True,
     magnitude: Magnitude = Magnitude(),  # noqa: B008  immutable
+    gate_dtypes: tuple[torch.dtype, ...] = (),
 ) -> Trial:
-    """A copy of the module with random parameters on the CPU, and an x of this shape. Every call draws the same
-    numbers."""
+    """A copy of the module with random parameters on the CPU, an x of this shape, and a gate of it for each of
+    gate_dtypes. Every call draws the same numbers."""
     generator = torch.Generator("cpu").manual_seed(0)
 
     def draw(shape: tuple[int, ...], scale: float, dtype: torch.dtype) -> Tensor:
@@ -98,7 +104,8 @@ def trial(
     copied = object.__new__(_noting_reads(type(module)))  # a class may define its own copying, as FSDP's do
     own = {name: copy.copy(value) if type(value) in CONTAINERS else value for name, value in vars(module).items()}
     vars(copied).update(own | changes | {READS: reads})
-    return Trial(copied, draw(shape, magnitude.x, x_dtype).requires_grad_(), reads)
+    inputs = tuple(draw(shape, magnitude.x, dtype).requires_grad_() for dtype in (x_dtype, *gate_dtypes))
+    return Trial(copied, inputs, reads)
 
 
 @functools.cache
@@ -112,16 +119,19 @@ def _noting_reads(own: type) -> type:
     return type(own.__name__, (own,), {"__module__": own.__module__, "__getattribute__": note})
 
 
-def unexplained(module: nn.Module, reads: set[str], eps_name: str, cols: int | tuple[int, ...]) -> str | None:
+def unexplained(
+    module: nn.Module, reads: set[str], eps_name: str, cols: int | tuple[int, ...], also: Sequence[int] = ()
+) -> str | None:
     """An attribute that the module's code reads and that a norm of rows of this shape does not have; None if there is
-    none. Its value may change the result later. Settings (flags, names, dtypes) are explained by the trial."""
+    none. Its value may change the result later. Settings (flags, names, dtypes) and the numbers `also` are explained by
+    the trial."""
     for name in sorted(reads - {"weight", "bias", "training", "_parameters", "__class__", eps_name}):
         on_class = inspect.getattr_static(type(module), name, None)
         is_code = isinstance(on_class, (staticmethod, classmethod, property)) or inspect.isroutine(on_class)
         if is_code and name not in vars(module):
             continue  # what a method or a property reads is noted as well
         value = getattr(module, name, None)
-        if value is None or isinstance(value, SETTINGS):
+        if value is None or isinstance(value, SETTINGS) or (type(value) is int and value in also):
             continue
         shape = tuple(value) if isinstance(value, (list, tuple)) else (value,)
         if shape != (cols if isinstance(cols, tuple) else (cols,)):

@@ -356,6 +356,11 @@ class GatedRMSNorm(PlainRMSNorm):
         return super().forward(hidden_states)
 
 
+class RMSNormOfThree(PlainRMSNorm):
+    def forward(self, hidden_states, gate, residual=None):
+        return super().forward(hidden_states) * torch.nn.functional.silu(gate)
+
+
 class ScaledRMSNorm(PlainRMSNorm):
     def forward(self, hidden_states):
         return 2 * super().forward(hidden_states)
@@ -460,7 +465,8 @@ class FlatteningRMSNorm(UnweightedRMSNorm):
 
 
 LEFT = [
-    (GatedRMSNorm, "takes more than the tensor"),
+    (GatedRMSNorm, "computes something else"),
+    (RMSNormOfThree, "takes more than the tensor and a gate"),
     (ScaledRMSNorm, "computes something else"),
     (NoisyRMSNorm, "computes something else"),
     (EpsOutsideRMSNorm, "computes something else"),

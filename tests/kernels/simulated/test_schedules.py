@@ -94,7 +94,12 @@ EQUAL = [
     Problem("forward", "pipelined", "layer", 3, 12288, FLOATS, sms=8, equal=True),
     Problem("forward", "warp_specialized", "layer", 20, 200, FLOATS, equal=True),
     Problem("backward", "multi_wave", "layer", 6, 1000, HALVES, equal=True),
+    Problem("backward", "multi_wave", "layer", 6, 1000, FLOATS, equal=True),
+    Problem("backward", "multi_wave", "layer", 4, 9001, FLOATS, equal=True),
     Problem("backward", "pipelined", "layer", 9, 1000, FLOATS, equal=True),
+    Problem("backward", "pipelined", "layer", 9, 1536, FLOATS, equal=True),
+    Problem("backward", "pipelined", "layer", 3, 12288, FLOATS, sms=8, equal=True),
+    Problem("backward", "warp_specialized", "layer", 10, 1000, FLOATS, equal=True),
     Problem("backward", "warp_specialized", "layer", 10, 1000, MIXED, equal=True),
 ]
 SEEDS = 20
