@@ -43,7 +43,8 @@ setup(
         "demo": ["matplotlib", "numpy", "rich", "tqdm"],
         "docs": ["furo", "myst-parser", "sphinx"],
         "integrations": [
-            *("pytest", "accelerate", "lightning", "megatron-core", "torchtitan", "transformers[kernels]", "trl"),
+            *("pytest", "accelerate", "addict", "fla-core", "lightning", "megatron-core", "peft", "torchtitan"),
+            *("transformers[kernels]", "trl"),
         ],
     },
     classifiers=[

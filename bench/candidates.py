@@ -199,6 +199,21 @@ def our_plans(case: BenchCase, inputs: BenchInputs, variant: str | None) -> dict
     return {direction: decision.plan for direction, decision in decisions.items()}
 
 
+def _invariant(case: BenchCase, inputs: BenchInputs) -> Calls:
+    """Our ops under batch_invariant."""
+    plain = our_calls(case, inputs)
+
+    def forward() -> Outputs:
+        with fusednorm.batch_invariant():
+            return plain.forward()
+
+    def backward(ahead: Outputs) -> Outputs:
+        with fusednorm.batch_invariant():
+            return plain.backward(ahead)
+
+    return Calls(forward, backward)
+
+
 def _peer(module, **options) -> Candidate:
     name = options.pop("name", module.NAME)
 
@@ -214,6 +229,7 @@ CANDIDATES = {
     for candidate in (
         Candidate(OURS, _ours(None)),
         *(Candidate(f"{OURS}:{variant}", _ours(variant)) for variant in VARIANTS if variant != "reference"),
+        Candidate("batch_invariant", _invariant),
         Candidate("aten", _aten),
         _peer(inductor),
         _peer(inductor, name="inductor_mix", options={"triton.mix_order_reduction_non_strict_mode": True}),

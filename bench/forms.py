@@ -62,12 +62,14 @@ class FormCase:
     weight_offset: float
     samples: int = 1  # that share a row of each modulation
     modulation_dtype: torch.dtype = torch.bfloat16
+    group_size: int | None = None  # of norms with a gate
 
     @property
     def fields(self) -> dict[str, Any]:
         has_residual = len(self.rows_in) > 1
         of_samples = {"samples": self.samples, "modulation_dtype": dtype_name(self.modulation_dtype)}
-        return (of_samples if self.modulations else {}) | {
+        of_groups = {"group_size": self.group_size} if self.group_size else {}
+        return (of_samples if self.modulations else {}) | of_groups | {
             "norm": self.norm,
             "form": self.form,
             "weight_offset": self.weight_offset,
@@ -112,7 +114,7 @@ class FormCase:
 
 def ours(case: FormCase, given: dict[str, Tensor]) -> Outputs:
     function = getattr(fusednorm, OURS[case.form][case.norm == "rms"])
-    settings = SETTINGS.get(case.form, {})
+    settings = SETTINGS.get(case.form, {}) | ({"group_size": case.group_size} if case.group_size else {})
     return as_tuple(function(**given, eps=EPS, weight_offset=case.weight_offset, **settings))
 
 
@@ -130,8 +132,10 @@ def written(case: FormCase, given: dict[str, Tensor]) -> Outputs:
     wide = h if h.dtype == torch.float64 else h.float()
     factor = None if row_gate is None else torch.nn.functional.silu(row_gate.to(wide.dtype))
     wide = wide * factor if case.form == "of_gated" else wide
+    wide = wide.unflatten(-1, (-1, case.group_size)) if case.group_size else wide
     centered = wide - wide.mean(-1, keepdim=True) if case.norm == "layer" else wide
     u = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + EPS)
+    u = u.flatten(-2) if case.group_size else u
     u = u * (case.weight_offset + given["weight"].to(u.dtype)) if "weight" in given else u
     u = u + given["bias"].to(u.dtype) if "bias" in given else u
     y = (u * factor if case.form == "times_gate" else u).to(given["x"].dtype)
@@ -162,8 +166,9 @@ def fla(case: FormCase, given: dict[str, Tensor]) -> Outputs:
     from fla.modules.norm import fused_norm_gate, layernorm_gated
 
     x, gate, weight, bias = (given.get(name) for name in ("x", "gate", "weight", "bias"))
-    if case.form == "of_gated":
-        return (layernorm_gated.layernorm_fn(x, weight, bias, gate, EPS, None, False, case.norm == "rms"),)
+    if case.form == "of_gated" or case.group_size:
+        order, size = case.form == "times_gate", case.group_size
+        return (layernorm_gated.layernorm_fn(x, weight, bias, gate, EPS, size, order, case.norm == "rms"),)
     return (getattr(fused_norm_gate, f"{case.norm}_norm_gated")(x, gate, weight, bias, eps=EPS),)
 
 
@@ -293,7 +298,8 @@ def make_cases(options: argparse.Namespace) -> Iterator[FormCase]:
         residual = DTYPES[options.residual_dtype or options.dtype]
         offset = options.weight_offset if form == "affine" else 0.0
         modulation = DTYPES[options.modulation_dtype or options.dtype]
-        yield FormCase(norm, form, *shape.sizes, dtype, residual, offset, options.samples, modulation)
+        size = options.group_size if form in ("of_gated", "times_gate") else None
+        yield FormCase(norm, form, *shape.sizes, dtype, residual, offset, options.samples, modulation, size)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -307,6 +313,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--residual-dtype", choices=DTYPES, help="of residuals (default: that of x)")
     parser.add_argument("--samples", type=int, default=4, help="of modulated forms: the rows are theirs (default: 4)")
     parser.add_argument("--modulation-dtype", choices=DTYPES, help="of scale, shift and gate (default: that of x)")
+    parser.add_argument("--group-size", type=int, help="columns of a group, of norms with a gate (default: a row)")
     parser.add_argument("--weight-offset", type=float, default=1.0, help="of affine (default: 1)")
     parser.add_argument("--rounds", type=int, default=40, help="timed replays of each (default: 40)")
     add_out_argument(parser)

@@ -7,7 +7,8 @@ Candidates: ours; "norms", a norm of ours for each of q and k, where nothing is 
 mode and by torch.compile. The floor is a stream kernel for each direction with the same large reads and writes: of q
 and k, and of v's part of a packed gradient. Times with a rotation have the same floor: cos and sin are read beside it.
 Every candidate is compared with float64 first. One JSON line per candidate goes to heads.jsonl. --sweep also times
-other plans than the planner's. Exit code 1 if a result is wrong, 2 without a CUDA GPU.
+other plans than the planner's. Our kernels are compiled in parallel first. Exit code 1 if a result is wrong, 2 without
+a CUDA GPU.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import multiprocessing
+import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -27,8 +30,12 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 
 import fusednorm
+from fusednorm.heads import functional, launch
 from fusednorm.heads import plan as head_plan
-from fusednorm.heads.problem import Packing
+from fusednorm.heads.call import calls_like
+from fusednorm.heads.problem import Heads, Packing
+from fusednorm.host import gpus
+from fusednorm.planner.device import DeviceSpec
 from fusednorm.tools.console import print_table
 
 from .cases import DTYPES, dtype_name, make_parser
@@ -156,32 +163,84 @@ def floors(case: HeadCase, given: dict[str, Tensor]) -> dict[str, Callable[[], o
     return {"forward": forward, "backward": backward, "both": lambda: (forward(), backward())}
 
 
-SWEEP = {  # NUM_WARPS, TILE_BYTES of a thread, added to the CTAs of an SM
-    f"{warps} warps, {size} bytes, {more:+d} CTAs": (warps, size, more)
-    for warps, size, more in itertools.product((2, 4, 8), (16, 32, 64), (-1, 0, 1))
+# Other plans: warps, bytes of a row tile in a thread, heads for each load of cos and sin, CTAs that an SM has room for.
+SWEEP: dict[str, list[tuple[int, int, int, int | None]]] = {
+    "forward": [
+        *((4, 64, heads, None) for heads in (1, 2, 4)),
+        *((4, 32, heads, None) for heads in (1, 2, 4)),
+        *((4, 128, 4, None), (4, 16, 1, None), (8, 64, 2, None), (8, 32, 1, None), (2, 64, 2, None)),
+        *((4, 32, 1, 8), (4, 32, 1, 9), (4, 64, 2, 5), (4, 64, 2, 6), (4, 64, 4, 6), (4, 64, 4, 8), (4, 128, 4, 4)),
+    ],
+    "backward": [
+        *((4, 32, 1, ctas) for ctas in (3, 4, 5)),
+        *((4, 16, 1, 6), (4, 16, 1, 8), (4, 64, 1, 2), (8, 32, 1, 2), (2, 32, 1, 8), (8, 16, 1, 4)),
+    ],
 }
 
 
 @contextlib.contextmanager
-def planned(warps: int, size: int, more: int) -> Iterator[None]:
-    """Plans of another shape inside."""
-    original = head_plan.choose.__wrapped__
+def planned(direction: str, shape: tuple[int, int, int, int | None]) -> Iterator[None]:
+    """Plans of another shape inside, in one direction."""
+    original = head_plan.choose
 
     def choose(problem, device):
         plan = original(problem, device)
-        if isinstance(plan, head_plan.AtenNorm) or not more:
+        if problem.direction != direction or isinstance(plan, head_plan.AtenNorm):
             return plan
-        ctas = max(1, plan.ctas_per_sm + more)
-        limit = head_plan.register_limit(32 * plan.num_warps * ctas, device)
-        return head_plan.HeadPlan(*list(vars(plan).values())[:5], ctas, limit)
+        return head_plan.shaped(problem, device, *shape)
 
-    sizes = dict.fromkeys(head_plan.TILE_BYTES, size)
-    with (
-        mock.patch.object(head_plan, "NUM_WARPS", warps),
-        mock.patch.object(head_plan, "TILE_BYTES", sizes),
-        mock.patch.object(head_plan, "choose", choose),
-    ):
+    launch.forget()
+    with mock.patch.object(head_plan, "choose", choose):
         yield
+    launch.forget()
+
+
+def swept(case: HeadCase, device: DeviceSpec) -> dict[str, tuple[str, tuple[int, int, int, int | None]]]:
+    """The other plans for a case, each once: direction and shape of each, by its name."""
+    found = {}
+    for _, direction, call in calls_like(heads_of(case), case.packed):
+        seen = {head_plan.choose(call.problem, device)}
+        for shape in SWEEP[direction]:
+            plan = head_plan.shaped(call.problem, device, *shape)
+            if plan not in seen:
+                named = zip(("warps", "bytes", "heads", "CTAs"), shape, strict=True)
+                found[", ".join([direction, *(f"{of or 'any'} {name}" for name, of in named)])] = direction, shape
+            seen.add(plan)
+    return found
+
+
+def heads_of(case: HeadCase) -> Heads:
+    """The operands of qk_norm, without memory."""
+    meta = {name: each.to("meta") for name, each in replace(case, tokens=16).inputs("cpu").items()}
+    more, tables = {}, None
+    q, k, *_ = (torch.empty(1, case.tokens, *each.shape[2:], dtype=each.dtype, device="meta") for each in meta.values())
+    if case.packed:
+        q, k, _ = Packing(case.heads, case.kv_heads).split(q)
+    if case.rotary != "none":
+        tables = tuple(torch.empty(1, case.tokens, case.cols, dtype=case.dtype, device="meta") for _ in range(2))
+    more = {name: each for name, each in meta.items() if name in functional.PARAMETERS}
+    settings = {"norm": case.norm, "eps": EPS, "rotary_interleaved": case.rotary == "pairs"}
+    return functional.operands(q, k, **more, rotary=tables, **settings)
+
+
+def compile_ahead(cases: list[HeadCase], device: DeviceSpec, sweep: bool) -> None:
+    """Compile the kernels of ours in processes, into Triton's cache. No build depends on the number of tokens."""
+    kinds = dict.fromkeys(replace(case, tokens=4096) for case in cases)
+    jobs = [(case, device, how) for case in kinds for how in (None, *(swept(case, device).values() if sweep else ()))]
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
+        pool.map(compile_plans, jobs, chunksize=1)
+
+
+def compile_plans(job: tuple) -> None:
+    from fusednorm.tools import compilation
+
+    case, device, how = job
+    with planned(*how) if how else contextlib.nullcontext():
+        for _, direction, call in calls_like(heads_of(case), case.packed):
+            if not how or how[0] == direction:
+                for each in launch.program_of(call, head_plan.choose(call.problem, device), device).launches:
+                    with contextlib.suppress(Exception):  # is told when the kernel should run
+                        compilation.compile_for(each, device.arch)
 
 
 def measure(case: HeadCase, options: argparse.Namespace) -> Iterator[dict]:
@@ -199,8 +258,8 @@ def measure(case: HeadCase, options: argparse.Namespace) -> Iterator[dict]:
     timed: dict[str, dict[str, Callable[[], object]]] = {way: {} for way in options.directions}
     failed, excess = {}, {}
     tried = {name: (call, contextlib.nullcontext) for name, call in candidates(case, options.candidates).items()}
-    if options.sweep:
-        tried |= {name: (ours, lambda how=how: planned(*how)) for name, how in SWEEP.items()}
+    others = swept(case, gpus.spec_of(outputs[0].device)) if options.sweep else {}
+    tried |= {name: (ours, lambda how=how: planned(*how)) for name, how in others.items()}
     for name, (call, plans) in tried.items():
         try:
             with plans():
@@ -212,7 +271,7 @@ def measure(case: HeadCase, options: argparse.Namespace) -> Iterator[dict]:
             continue
         excess[name] = max(e / max(w, torch.finfo(case.dtype).eps / 4) for e, w in zip(errors, least, strict=True))
         for way, run in calls_of(lambda call=call: call(case, given, tables), list(given.values()), grads).items():
-            if way in timed:
+            if way in timed and (name not in others or way == others[name][0]):
                 timed[way][name] = _inside(plans, run)
     del exact
     floor = floors(case, given)
@@ -262,7 +321,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     machine, wrong, rows = describe_machine(), 0, []
     path = results_path(options.out, machine, "heads")
-    for case in make_cases(options):
+    cases = list(make_cases(options))
+    compile_ahead(cases, gpus.spec_of(torch.device("cuda", torch.cuda.current_device())), options.sweep)
+    for case in cases:
         with functorch_config.patch(donated_buffer=False):  # a backward is timed many times
             records = [machine | each for each in measure(case, options)]
         save(records, path)

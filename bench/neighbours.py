@@ -8,7 +8,8 @@ from .zoo.models import MODELS
 
 TITLES = {name: model.title for name, model in MODELS.items()}
 FORM_WAYS = ("forward", "backward", "both")
-FORM_CANDIDATES = {"ours": "ours", "plain": "the norm alone", "inductor": NAMES["inductor"], "liger": NAMES["liger"]}
+PEERS = ("inductor", "liger", "fla")
+FORM_CANDIDATES = {"ours": "ours", "plain": "the norm alone", **{name: NAMES[name] for name in PEERS}}
 
 
 def forms(gpu: str) -> str:

@@ -21,7 +21,8 @@ GPUS = {"H200": "nvidia-h200", "H100": "nvidia-h100-80gb-hbm3"}  # name -> folde
 SHAPES = [parse_shape(text).sizes for text in SHAPE_SETS["proof"]]
 NAMES = {"layer": "LayerNorm", "rms": "RMSNorm", "aten": "ATen", "cudnn": "cuDNN", "quack": "QuACK", "liger": "Liger",
          "inductor": "torch.compile", "inductor_mix": "torch.compile, mix-order", FLOOR: "floor", OURS: "fusednorm",
-         "gpt2": "GPT-2", "llama": "Llama"}  # fmt: skip
+         "batch_invariant": "fusednorm, batch_invariant",
+         "gpt2": "GPT-2", "llama": "Llama", "fla": "FLA"}  # fmt: skip
 PEERS = ("cudnn", "quack", "inductor", "liger", "aten")
 DIRECTIONS = ("backward", "forward")
 DTYPES = {"bfloat16": "bf16", "float32": "fp32"}

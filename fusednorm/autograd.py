@@ -24,7 +24,6 @@ from torch.overrides import has_torch_function
 
 from . import ops, reference, sharding
 from .forcing import asked_variants, force
-from .forms import PLAIN
 from .host import native, prepared, torch_compat
 from .host.kernel_devices import runs_kernels
 from .host.key import PLAIN_TYPES
@@ -201,9 +200,7 @@ _record = torch_compat.record(NormFunction)  # skips torch.func's checks: no cal
 def differentiable_backward(operands: BackwardOperands, eps: float | None) -> Outputs:
     """The outputs of a backward that is itself differentiated, of a node that keeps the statistics inside. They are
     computed again, because gradients flow through them."""
-    h = reference.row_of(operands.form or PLAIN, operands.x, getattr(operands, "gate", None))
-    forward = ForwardOperands(operands.norm, h, operands.normalized_shape, eps=eps)
-    _, mean, rstd, *_ = reference.formula(forward)
+    mean, rstd = reference.statistics_of(operands, eps)
     operands = operands._replace(mean=mean, rstd=rstd)
     return call_op(
         _overload(operands) if torch.compiler.is_dynamo_compiling() else IMPLEMENTATIONS[operands.op], operands

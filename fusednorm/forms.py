@@ -8,6 +8,8 @@ Every norm takes five steps, of which only the second is not by element:
     v = modulate(u, ...)        nothing, or u * factor(scale) + shift
     y = finish(v, ...)          nothing, v + residual or v * act(gate)
 
+With groups, a row is normalized in as many parts of adjacent columns, each by itself.
+
 A FormSpec names the steps. An op has one, a problem, a plan and a launch carry it on, and the kernels look up the
 functions of its steps (rowmath.py: form_of). The planner asks for counts alone, which are those of the steps.
 """
@@ -47,6 +49,7 @@ class FormSpec(NamedTuple):
     modulate: str = ""  # a name among MODULATE
     finish: str = ""  # a name among FINISH
     activation: str = "silu"  # of the gate, if there is one: a name among ACTIVATIONS
+    groups: int = 1  # of the columns: each has a mean and an rstd of its own
     rounds_steps: bool = False  # every step of combine, modulate and finish to the dtype that torch gives it
 
     @property

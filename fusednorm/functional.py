@@ -13,6 +13,7 @@ follow from those of the arguments, as F.rms_norm's do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 
@@ -334,19 +335,21 @@ def layer_norm_gated(
     *,
     activation: str = "silu",
     norm_before_gate: bool = True,
+    group_size: int | None = None,
     normalized_shape: Sequence[int] | None = None,
     weight_offset: float = 0.0,
     rounding: str = "once",
 ) -> Tensor:
     """LayerNorm with a gate of x's shape: the norm of x times act(gate), or without norm_before_gate the norm of
-    x * act(gate). act is silu, z * sigmoid(z), or sigmoid, by `activation`.
+    x * act(gate). act is silu, z * sigmoid(z), or sigmoid, by `activation`. With a group_size, which divides the
+    columns, each group of as many adjacent columns is normalized by itself, with a mean and an rstd of its own.
 
     All is computed in float32 and rounded once, to x's dtype. With rounding="x_hat", a norm before its gate is rounded
     to the promoted dtype of x, weight and bias, too, as in transformers' Qwen3-Next. The backward is one pass from x,
     gate and the gradient of y, and gives the gradients of x, gate, weight and bias. gate is read at its own strides.
     Other arguments, dtypes and errors are those of affine_layer_norm, and ValueError for another activation.
     """
-    return _gated("layer", x, gate, weight, bias, eps, activation, norm_before_gate,
+    return _gated("layer", x, gate, weight, bias, eps, activation, norm_before_gate, group_size,
                   normalized_shape, weight_offset, rounding)  # fmt: skip
 
 
@@ -359,18 +362,32 @@ def rms_norm_gated(
     *,
     activation: str = "silu",
     norm_before_gate: bool = True,
+    group_size: int | None = None,
     normalized_shape: Sequence[int] | None = None,
     weight_offset: float = 0.0,
     rounding: str = "once",
 ) -> Tensor:
     """RMSNorm with a gate, as in Qwen3-Next and Kimi-Linear (norm_before_gate) and in Mamba2 (without). Arguments as
     layer_norm_gated's; eps None is the machine epsilon of float32 (float64 for float64 x or gate)."""
-    return _gated("rms", x, gate, weight, bias, eps, activation, norm_before_gate,
+    return _gated("rms", x, gate, weight, bias, eps, activation, norm_before_gate, group_size,
                   normalized_shape, weight_offset, rounding)  # fmt: skip
 
 
-def _gated(norm, x, gate, weight, bias, eps, activation, norm_before_gate, *more) -> Tensor:
-    return of_form(gated_op(norm, norm_before_gate), x, (gate,), weight, bias, eps, *more, (activation,))
+def _gated(
+    norm, x, gate, weight, bias, eps, activation, norm_before_gate, group_size, normalized_shape, *more
+) -> Tensor:
+    op, shape = gated_op(norm, norm_before_gate), _shape_of(x, weight, bias, normalized_shape)
+    groups = 1 if group_size is None else groups_of(op, group_size, math.prod(shape))
+    return of_form(op, x, (gate,), weight, bias, eps, shape, *more, (activation, groups))
+
+
+def groups_of(op: str, group_size: int, cols: int) -> int:
+    """The number of groups of `cols` columns. Raises RuntimeError unless group_size divides them."""
+    if isinstance(group_size, bool) or not isinstance(group_size, int):
+        raise TypeError(f"{op}: group_size must be an integer, got {group_size!r}")
+    if group_size < 1 or cols % group_size:
+        raise RuntimeError(f"{op}: group_size must divide the {cols} columns, got {group_size}")
+    return cols // group_size
 
 
 def gated_op(norm: str, norm_before_gate: bool) -> str:
@@ -384,9 +401,7 @@ def _of_sum(norm, x, residual, weight, bias, eps, residual_dtype, normalize_roun
 
 def of_form(op, x, rows, weight, bias, eps, normalized_shape, weight_offset, rounding, more=()):
     """What the op of a form returns without the statistics. more: the op's last settings."""
-    if normalized_shape is None:
-        of = bias if weight is None else weight
-        normalized_shape = getattr(x, "shape", ())[-1:] if of is None else getattr(of, "shape", ())
+    normalized_shape = _shape_of(x, weight, bias, normalized_shape)
     given = (x, normalized_shape, *rows, weight, bias, eps, weight_offset, ROUNDINGS.get(rounding), None, *more)
     outputs = native.y_of(op, given)
     if outputs is not None:
@@ -399,6 +414,13 @@ def of_form(op, x, rows, weight, bias, eps, normalized_shape, weight_offset, rou
             raise TypeError(f"{op}: {name} must be a number, got {value!r}")
     at = 5 + len(rows)
     return autograd.of_form(op, (*given[:at], float(weight_offset), *given[at + 1 :]))
+
+
+def _shape_of(x, weight, bias, normalized_shape) -> Sequence[int]:
+    if normalized_shape is not None:
+        return normalized_shape
+    of = bias if weight is None else weight
+    return getattr(x, "shape", ())[-1:] if of is None else getattr(of, "shape", ())
 
 
 def _by_overrides(stock: Callable, *operands) -> Tensor:

@@ -6,6 +6,7 @@ The classes of the same names in layers.py are forwards alone, for Hugging Face'
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -208,21 +209,31 @@ class AdaLayerNorm(_OfLayerNorm, AdaRMSNorm):
 
 
 class RMSNormGated(_FormNorm):
-    """functional.rms_norm_gated as a module, called with (x, gate)."""
+    """functional.rms_norm_gated as a module, called with (x, gate). Loads the state dicts of the gated norms of
+    transformers, FLA and mamba_ssm."""
 
-    shown = *_FormNorm.shown, "activation", "norm_before_gate"
+    shown = *_FormNorm.shown, "activation", "norm_before_gate", "group_size"
     norm = "rms"
 
-    def __init__(self, *args, activation: str = "silu", norm_before_gate: bool = True, **kwargs) -> None:
+    def __init__(
+        self,
+        *args,
+        activation: str = "silu",
+        norm_before_gate: bool = True,
+        group_size: int | None = None,
+        **kwargs,
+    ) -> None:
         super().__init__(*args, **kwargs)
         if activation not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
             raise ValueError(f"{type(self).__name__}: activation must be one of {known}, got {activation!r}")
-        self.activation, self.norm_before_gate = activation, norm_before_gate
+        self.activation, self.norm_before_gate, self.group_size = activation, norm_before_gate, group_size
+        cols, name = math.prod(self.normalized_shape), type(self).__name__
+        self.groups = 1 if group_size is None else functional.groups_of(name, group_size, cols)
         self.op = functional.gated_op(self.norm, norm_before_gate)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        return self._run(x, (gate,), (self.activation,))
+        return self._run(x, (gate,), (self.activation, self.groups))
 
 
 class LayerNormGated(_OfLayerNorm, RMSNormGated):

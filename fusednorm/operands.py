@@ -29,7 +29,7 @@ class Role(enum.Enum):
     SHAPE = "the normalized dims"
     PARAMETER = "a tensor of shape normalized_shape"
     ROWS = "a tensor of x's shape"
-    STATISTIC = "a tensor of one element per row; [*batch, 1, ...] as an output"
+    STATISTIC = "a tensor of one element per group of a row; [*batch, 1, ..., groups] as an output"
     PACKED_ROWS = "a tensor of x's shape that kernels read as if it were contiguous"
     MODULATION = "a tensor of normalized_shape behind batch dims of x, the first ones, each whole or 1"
     EPS = "a number"
@@ -159,10 +159,10 @@ MODULATED_OPS = tuple(
 
 # Norms with a gate of x's shape. Their backwards make the row again from x and the gate.
 ROW_GATE, ROW_DGATE_ = Slot("gate", Role.ROWS, gradient="dgate"), Output("dgate", Role.ROWS, like="gate")
-ACTIVATION = Slot("activation", Role.FORM, default=PLAIN.activation)
+GATE_SETTINGS = tuple(Slot(name, Role.FORM, default=getattr(PLAIN, name)) for name in ("activation", "groups"))
 OF_GATED, TIMES_GATE = FormSpec(combine="gate"), FormSpec(finish="gate")
 GATED_OPS = tuple(
-    Op(norm, BACKWARD, (GRAD_OUT, X, SHAPE, ROW_GATE, *statistics, WEIGHT, bias, MASK, WEIGHT_OFFSET, ACTIVATION),
+    Op(norm, BACKWARD, (GRAD_OUT, X, SHAPE, ROW_GATE, *statistics, WEIGHT, bias, MASK, WEIGHT_OFFSET, *GATE_SETTINGS),
        (DX_, DWEIGHT_, DBIAS_, ROW_DGATE_), suffix=suffix, form=form)
     for norm, statistics in (("layer", (MEAN, RSTD)), ("rms", (RSTD,)))
     for form, suffix, bias in ((OF_GATED, "_of_gated", BIAS_DTYPE), (TIMES_GATE, "_times_gate", BIAS))
@@ -194,8 +194,8 @@ FORMS = (  # (form, suffix, x and operands behind normalized_shape, settings, y,
      (*SUM_SETTINGS, ROUNDS_STEPS), OF_SUM_Y_, (NEW_RESIDUAL_,), "_modulated"),
     (FormSpec(modulate="identity", finish="add"), "_modulated_plus_residual", (X, ADDED_LAST, SCALE),
      (MODULATE._replace(default="identity"), ROUNDS_STEPS), MODULATED_LAST_Y_, (), "_modulated"),
-    (OF_GATED, "_of_gated", (X, ROW_GATE), (ACTIVATION,), FORM_Y_, (), "_of_gated"),
-    (TIMES_GATE, "_times_gate", (X, ROW_GATE), (ACTIVATION,), Y_._replace(dtype="y_dtype"), (), "_times_gate"),
+    (OF_GATED, "_of_gated", (X, ROW_GATE), GATE_SETTINGS, FORM_Y_, (), "_of_gated"),
+    (TIMES_GATE, "_times_gate", (X, ROW_GATE), GATE_SETTINGS, Y_._replace(dtype="y_dtype"), (), "_times_gate"),
 )  # fmt: skip
 FORM_OPS = tuple(
     Op(

@@ -23,7 +23,9 @@ layer_norm_fwd_plus_residual, rms_norm_fwd_plus_residual
 layer_norm_fwd_of_gated, rms_norm_fwd_of_gated
     the same of x * act(gate), with act silu or sigmoid by `activation`
 layer_norm_fwd_times_gate, rms_norm_fwd_times_gate
-    the same of x, times act(gate); y has x's dtype
+    the same of x, times act(gate); y has x's dtype. If rounds_x_hat, u is rounded, too, to the promoted dtype of x,
+    weight and bias. Norms with a gate take groups: each of as many equal parts of adjacent columns is normalized by
+    itself
 layer_norm_bwd_of_gated, rms_norm_bwd_of_gated, layer_norm_bwd_times_gate, rms_norm_bwd_times_gate
     gradients of x, weight, bias and gate, from x and gate
 layer_norm_fwd_modulated, rms_norm_fwd_modulated
@@ -42,8 +44,9 @@ _fused_rms_norm_backward at the same positions.
 
 Shapes
     grad_out and residual_grad have x's shape, weight and bias normalized_shape. mean and rstd have any shape of M
-    elements, such as `[M]`, `[M, 1]` or the `[*batch, 1, ...]` that the forward returns. scale, shift and gate have the
-    first batch dims of x, each whole or 1, and normalized_shape; so have their gradients. Outputs are contiguous.
+    elements, such as `[M]`, `[M, 1]` or the `[*batch, 1, ...]` that the forward returns; with groups any of M * groups,
+    such as the `[*batch, 1, ..., groups]` that it returns then. scale, shift and gate have the first batch dims of x,
+    each whole or 1, and normalized_shape; so have their gradients. Outputs are contiguous.
 Dtypes
     Each operand has its own: float16, bfloat16, float32 or float64. y and dx have x's dtype, dweight and dbias that of
     their parameter. Statistics are float32, or float64 for float64 x.
@@ -83,7 +86,7 @@ from .operands import (
     as_op,
     wanted_outputs,
 )
-from .problem import check_backward, check_forward, output_dtype, stats_shape, validate
+from .problem import check_backward, check_forward, groups_of, output_dtype, stats_shape, validate
 
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
@@ -157,7 +160,7 @@ def launch() -> ModuleType:
 
 def _fake(operands: Operands) -> Outputs:
     """The fake kernel: outputs without values, each a tensor of its own."""
-    statistics = stats_shape(validate(operands), operands.normalized_shape)
+    statistics = stats_shape(validate(operands), operands.normalized_shape, groups_of(operands))
 
     def output(each: Output) -> Tensor:
         like = getattr(operands, each.like)

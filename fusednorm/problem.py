@@ -111,7 +111,7 @@ class ForwardCall(NamedTuple):
     bias: Tensor | None
     eps: float
     shape: torch.Size  # of y
-    stats_shape: tuple[int, ...]  # of mean and rstd: [*batch, 1, ...], as ATen shapes them
+    stats_shape: tuple[int, ...]  # of mean and rstd
     normalized_shape: tuple[int, ...]  # of weight and bias
     wants_statistics: bool = True  # whether to write mean and rstd, for a backward
     added: tuple[Added, ...] = ()
@@ -128,7 +128,8 @@ class ForwardCall(NamedTuple):
 
 
 class BackwardCall(NamedTuple):
-    """A checked backward call. mean (None for RMSNorm) and rstd are 1-D of length rows, any stride, any float dtype."""
+    """A checked backward call. mean (None for RMSNorm) and rstd are 1-D of length rows (times groups), any stride, any
+    float dtype."""
 
     problem: NormProblem
     rows: int
@@ -242,9 +243,9 @@ def check_forward(operands: ForwardOperands) -> ForwardCall:
     if eps is not None and not isinstance(eps, (Real, Tensor)):
         raise TypeError(f"{operands.op}: eps must be a number, got {eps!r}")
     normalized_shape = x.shape[len(batch_shape) :]  # the same sizes as torch's own integers
-    cols = math.prod(normalized_shape)
-    view, (added, outputs) = _row_view_or_copy(x, len(batch_shape), cols), _added(operands, len(batch_shape), cols)
-    views, y_dtype = _views((view,), added), output_dtype(operands, operands.outputs[0])
+    width, groups = math.prod(normalized_shape), groups_of(operands)
+    view, (added, outputs) = _row_view_or_copy(x, len(batch_shape), width), _added(operands, len(batch_shape), width)
+    views, y_dtype, cols = _views((view,), added), output_dtype(operands, operands.outputs[0]), width // groups
     names_in, rows_out, _ = _beside(added, outputs)
     problem = _problem(
         norm,
@@ -269,7 +270,7 @@ def check_forward(operands: ForwardOperands) -> ForwardCall:
         None if bias is None else _packed(bias),
         float(resolve_eps(eps, problem.acc_dtype)),
         x.shape,
-        stats_shape(batch_shape, normalized_shape),
+        stats_shape(batch_shape, normalized_shape, groups),
         tuple(normalized_shape),
         wants_statistics,
         added,
@@ -287,10 +288,10 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
     batch_shape = validate(operands)
     norm, grad_out, x, _, mean, rstd, weight, bias, output_mask, residual_grad, dx_dtype = operands[:11]
     normalized_shape = x.shape[len(batch_shape) :]  # the same sizes as torch's own integers
-    batch_ndim, cols = len(batch_shape), math.prod(normalized_shape)
-    grad_view, view = _row_view_or_copy(grad_out, batch_ndim, cols), _row_view_or_copy(x, batch_ndim, cols)
-    added, outputs = _added(operands, batch_ndim, cols)
-    views = _views((view, grad_view), added)
+    batch_ndim, width = len(batch_shape), math.prod(normalized_shape)
+    grad_view, view = _row_view_or_copy(grad_out, batch_ndim, width), _row_view_or_copy(x, batch_ndim, width)
+    added, outputs = _added(operands, batch_ndim, width)
+    views, cols = _views((view, grad_view), added), width // groups_of(operands)
     wants_dx, wants_dw, wants_db = output_mask[:3]
     names_in, rows_out, stored = _beside(added, outputs)
     stored = (0,) * bool(wants_dx) + stored
@@ -318,7 +319,7 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
     )
     return BackwardCall(
         problem,
-        rstd.numel(),
+        math.prod(batch_shape),
         grad_view,
         view,
         None if mean is None else _statistic(mean),
@@ -339,10 +340,10 @@ def validate(operands: Operands, op: str | None = None) -> torch.Size:
 
     Raises RuntimeError unless x's shape ends in normalized_shape, weight and bias have that shape, and all tensors are
     strided, float and on one device. In a backward, grad_out and residual_grad must have x's shape, and each statistic
-    one element per row, in any shape. A modulation has x's shape, but batch dims may be 1, and the last of them absent.
-    Raises TypeError if an operand is no tensor or normalized_shape no tuple of
-    integers. Messages name `op`, by default the operands' op. Only shapes, dtypes, layouts and devices are read, so
-    meta and traced tensors are accepted.
+    one element per row and group, in any shape. A modulation has x's shape, but batch dims may be 1, and the last of
+    them absent. groups must divide the columns. Raises TypeError if an operand is no tensor or normalized_shape no
+    tuple of integers. Messages name `op`, by default the operands' op. Only shapes, dtypes, layouts and devices are
+    read, so meta and traced tensors are accepted.
     """
     op, x = op or operands.op, operands.x
     require_strided(op, "x", x)
@@ -363,7 +364,7 @@ def validate(operands: Operands, op: str | None = None) -> torch.Size:
         if needs and getattr(operands, needs) is None:
             raise RuntimeError(f"{op}: {name} must come with {needs}, which is None")
         if role is Role.STATISTIC:
-            _require_statistic(op, name, value, math.prod(batch_shape), device)
+            _require_statistic(op, name, value, math.prod(batch_shape) * groups_of(operands), device)
         elif role is Role.MODULATION:
             _require_modulation(op, name, value, batch_shape, normalized_shape, device)
         elif is_tensor:
@@ -376,6 +377,8 @@ def validate(operands: Operands, op: str | None = None) -> torch.Size:
             raise TypeError(f"{op}: {name} must be a {type(getattr(PLAIN, name)).__name__}, got {value!r}")
         elif role is Role.FORM and name in CHOICES and value not in filter(None, CHOICES[name]):
             raise RuntimeError(f"{op}: {name} must be one of {', '.join(filter(None, CHOICES[name]))}, got {value!r}")
+        elif name == "groups" and (value < 1 or math.prod(normalized_shape) % value):
+            raise RuntimeError(f"{op}: groups must divide the {math.prod(normalized_shape)} columns, got {value}")
         elif role is Role.MASK and len(value) != len(type(operands).outputs):
             raise RuntimeError(f"{op}: {name} must have one flag per output, got {list(op_mask(operands))}")
     return batch_shape
@@ -391,9 +394,13 @@ def _checks(operands_type: Any) -> list[tuple[int, str, Role, bool, bool, str | 
     return sorted(checks, key=lambda check: order.index(check[2]))
 
 
-def stats_shape(batch_shape: Sequence[int], normalized_shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of mean and rstd, [*batch, 1, ...], as ATen shapes them."""
-    return (*batch_shape, *(1 for _ in normalized_shape))
+def stats_shape(batch_shape: Sequence[int], normalized_shape: Sequence[int], groups: int = 1) -> tuple[int, ...]:
+    """The shape of mean and rstd, [*batch, 1, ..., groups], for one group as ATen shapes them."""
+    return (*batch_shape, *(1 for _ in normalized_shape[1:]), groups)
+
+
+def groups_of(operands: Operands) -> int:
+    return getattr(operands, "groups", 1)
 
 
 def _sizes(op: str, normalized_shape: Sequence[int]) -> tuple[int, ...]:

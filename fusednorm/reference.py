@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from .forms import PLAIN, FormSpec
-from .operands import FORWARD, ForwardOperands, Operands, Outputs, call_op
+from .operands import FORWARD, ForwardOperands, Operands, Outputs, Role, call_op
 from .planner.norm_problem import accumulation_dtype
-from .problem import BackwardCall, ForwardCall, output_dtype, resolve_eps, spread, stats_shape, validate
+from .problem import BackwardCall, ForwardCall, groups_of, output_dtype, resolve_eps, spread, stats_shape, validate
 
 
 @torch.no_grad()
@@ -62,6 +62,40 @@ def run(operands: Operands, call: ForwardCall | BackwardCall | None = None) -> O
 def formula(operands: Operands) -> Outputs:
     """The outputs, as plain tensor code. Checks the operands."""
     validate(operands)
+    if groups_of(operands) > 1:
+        return _joined(operands, formula_of_group(by_group(operands)))
+    return formula_of_group(operands)
+
+
+def by_group(operands: Operands) -> Operands:
+    """The operands with groups as rows of their own: x is [*batch, groups, cols], and parameters are [groups, cols]."""
+    groups, ndim = groups_of(operands), len(operands.normalized_shape)
+    if groups == 1:
+        return operands
+    width, batch = math.prod(operands.normalized_shape), operands.x.shape[: operands.x.dim() - ndim]
+    row = groups, width // groups
+    shapes = {Role.PARAMETER: row, Role.STATISTIC: (*batch, groups, 1)}
+    found = {
+        slot.name: value.reshape(shapes.get(slot.role, (*batch, *row)))
+        for slot in operands.slots
+        if slot.role.is_tensor and (value := getattr(operands, slot.name)) is not None
+    }
+    return operands._replace(normalized_shape=row[1:], groups=1, **found)
+
+
+def _joined(operands: Operands, outputs: Outputs) -> Outputs:
+    """Outputs of groups as those of the operands."""
+    batch = operands.x.shape[: operands.x.dim() - len(operands.normalized_shape)]
+    shapes = {
+        Role.PARAMETER: tuple(operands.normalized_shape),
+        Role.STATISTIC: stats_shape(batch, operands.normalized_shape, groups_of(operands)),
+    }
+    pairs = zip(operands.outputs, outputs, strict=True)
+    return tuple(v if v is None else v.reshape(shapes.get(each.role, operands.x.shape)) for each, v in pairs)
+
+
+def formula_of_group(operands: Operands) -> Outputs:
+    """`formula` of checked operands without groups. Parameters may have dims of x before the normalized ones."""
     own = FORMULAS.get(operands.op)
     if own:
         return call_op(own, operands)
@@ -207,9 +241,9 @@ def backward_formula(
         dx = _input_gradient(affine(dy, weight, offset=weight_offset), x_hat, mean, rstd, dims, residual_grad)
         dx = dx.to(dx_dtype or x.dtype).contiguous()
     if output_mask[1] and weight is not None:
-        dw = _sum_rows(dy * x_hat, normalized_shape, weight.dtype)
+        dw = _sum_rows(dy * x_hat, weight)
     if output_mask[2] and bias is not None:
-        db = _sum_rows(dy, normalized_shape, bias.dtype)
+        db = _sum_rows(dy, bias)
     return dx, dw, db
 
 
@@ -229,9 +263,9 @@ def modulated_backward_formula(operands: Operands) -> Outputs:
         found[0] = dh.to(operands.dx_dtype or x.dtype).contiguous() if wants_dx else None
         found[5:] = branch_gradients(dh, operands.branch, operands.gate, len(shape), (wants_dbranch, wants_dgate))
     if wants_dw and weight is not None:
-        found[1] = _sum_rows(du * x_hat, shape, weight.dtype)
+        found[1] = _sum_rows(du * x_hat, weight)
     if wants_db and operands.bias is not None:
-        found[2] = _sum_rows(du, shape, operands.bias.dtype)
+        found[2] = _sum_rows(du, operands.bias)
     if wants_dscale:
         of_factor = dy * affine(x_hat, weight, operands.bias, form.weight_offset)
         slope = SLOPES[form.modulate]
@@ -300,16 +334,28 @@ def gated_backward_formula(operands: Operands) -> Outputs:
 
 def statistics_gradients(operands: Operands, grad_mean: Tensor | None, grad_rstd: Tensor | None) -> Outputs:
     """What the gradients of mean and rstd (None if absent) add to the outputs of a backward; None where nothing."""
+    given, operands = operands, by_group(operands)
     form, x, gate = operands.form or PLAIN, operands.x, getattr(operands, "gate", None)
     found = dict.fromkeys(each.name for each in operands.outputs)
     h, statistics = row_of(form, x, gate), (operands.mean, operands.rstd)
+    if given is not operands:
+        grad_mean, grad_rstd = (g if g is None else g.reshape(operands.rstd.shape) for g in (grad_mean, grad_rstd))
     dh = statistics_backward_formula(h, operands.normalized_shape, *statistics, grad_mean, grad_rstd)
     if form.combine == "gate":
         factor, slope = activated(form, gate.to(h.dtype))
         found |= {"dx": (dh * factor).to(x.dtype), "dgate": (dh * x.to(h.dtype) * slope).to(gate.dtype)}
     else:
         found["dx"] = dh
-    return tuple(each if wanted else None for each, wanted in zip(found.values(), operands.output_mask, strict=True))
+    made = tuple(each if wanted else None for each, wanted in zip(found.values(), operands.output_mask, strict=True))
+    return made if given is operands else _joined(given, made)
+
+
+def statistics_of(operands: Operands, eps: float | None) -> tuple[Tensor | None, Tensor]:
+    """(mean, rstd) of the row that a backward's operands are of, as its forward returned them."""
+    groups = by_group(operands)
+    h = row_of(groups.form or PLAIN, groups.x, getattr(groups, "gate", None))
+    found = forward_formula(ForwardOperands(groups.norm, h, groups.normalized_shape, eps=eps))[1:3]
+    return tuple(each if each is None else each.reshape(operands.rstd.shape) for each in found)
 
 
 def statistics_backward_formula(
@@ -331,9 +377,9 @@ def statistics_backward_formula(
     return dx.to(x.dtype)
 
 
-def _sum_rows(rows: Tensor, normalized_shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The sum over the batch dims: contiguous, and a new tensor even if there are none."""
-    return rows[None].sum_to_size(normalized_shape).to(dtype).contiguous()
+def _sum_rows(rows: Tensor, parameter: Tensor) -> Tensor:
+    """The sum over the dims before a parameter's, in its dtype: contiguous, and a new tensor even if there are none."""
+    return rows[None].sum_to_size(parameter.shape).to(parameter.dtype).contiguous()
 
 
 def _normalized_dims(normalized_shape: Sequence[int]) -> tuple[int, ...]:

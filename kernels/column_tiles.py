@@ -8,7 +8,18 @@ outputs. Where elements lie is as in multiwave.py.
 import triton
 import triton.language as tl
 
-from .loads import StatisticsInMemory, chunk_of, combine, load_if, load_parameter, plus, pointers
+from .loads import (
+    chunk_of,
+    combine,
+    each_of_group,
+    load_if,
+    load_parameter,
+    of_group,
+    of_groups,
+    plus,
+    pointers,
+    statistics_in_memory,
+)
 from .multiwave import (
     columns,
     divisible,
@@ -73,10 +84,15 @@ def forward_by_column_tiles(
     (LayerNorm only), variance (the mean of (x - mean)^2) and y take a pass over the row's column tiles each. Only the
     first pass reads from beyond the cache."""
     cols = divisible(cols, tile)
-    x_rows = rows_in_memory(x_ptr, x_inner, x_outer_stride, x_inner_stride, tile)
+    x_rows = rows_in_memory(of_group(x_ptr, cols, tile), x_inner, x_outer_stride, x_inner_stride, tile)
     row = tl.program_id(0).to(tl.int64)
-    tile_rows = row_pointers(x_rows, rows_in, strides_in, row, norm, tile)
-    y_row = y_ptr + row * cols
+    tile_rows = row_pointers(x_rows, each_of_group(rows_in, cols, tile), strides_in, row, norm, tile)
+    rows_out = each_of_group(rows_out, cols, tile)
+    weight_ptr = of_group(weight_ptr, cols, tile)
+    bias_ptr = of_group(bias_ptr, cols, tile)
+    row_begins = row * of_groups(cols, tile)
+    y_row = of_group(y_ptr, cols, tile) + row_begins
+    statistic = of_groups(row, tile)
     lane = tl.arange(0, tile.chunk)
     row_mean = 0.0
     if norm.layer:
@@ -98,10 +114,10 @@ def forward_by_column_tiles(
     if norm.layer:
         row_mean, variance = corrected_moments(row_mean, tl.sum(deviations, axis=0), squares, cols)
         if mean_ptr is not None:
-            tl.store(mean_ptr + row, row_mean)
+            tl.store(of_group(mean_ptr, 1, tile) + statistic, row_mean)
     rstd = inverse_std(variance, tl.full([], eps, norm.acc), norm)
     if rstd_ptr is not None:
-        tl.store(rstd_ptr + row, rstd)
+        tl.store(of_group(rstd_ptr, 1, tile) + statistic, rstd)
     for start in range(0, cols, tile.chunk):
         col = start + lane
         valid = lane < cols - start
@@ -109,7 +125,7 @@ def forward_by_column_tiles(
         x = combine(tiles, rows_out, norm)
         if rows_out is not None:
             for t in tl.static_range(len(rows_out)):
-                tl.store(rows_out[t] + row * cols + col, x.to(rows_out[t].dtype.element_ty), mask=valid)
+                tl.store(rows_out[t] + row_begins + col, x.to(rows_out[t].dtype.element_ty), mask=valid)
         y = norm.form.round_x_hat(normalize(x.to(norm.acc), row_mean, rstd, norm), tiles, norm)
         weight = load_if(norm.has_weight, weight_ptr, col, valid)
         y = norm.form.scale(y, widen(weight, dtype=norm.acc), norm)
@@ -130,20 +146,22 @@ def backward_row_means(
     LayerNorm, mean(g) to means[1, row]. CTA 0 also sets the counters of the second pass to zero. That pass is the next
     launch on the stream, so it sees means and zeros."""
     cols = divisible(cols, tile)
-    x_rows = rows_in_memory(x_ptr, x_inner, x_outer_stride, x_inner_stride, tile)
-    dy_rows = rows_in_memory(dy_ptr, dy_inner, dy_outer_stride, dy_inner_stride, tile)
+    x_rows = rows_in_memory(of_group(x_ptr, cols, tile), x_inner, x_outer_stride, x_inner_stride, tile)
+    dy_rows = rows_in_memory(of_group(dy_ptr, cols, tile), dy_inner, dy_outer_stride, dy_inner_stride, tile)
+    weight_ptr = of_group(weight_ptr, cols, tile)
+    source = statistics_in_memory(mean_ptr, rstd_ptr, mean_stride, rstd_stride, norm, tile)
     row = tl.program_id(0).to(tl.int64)
     if counters_ptr is not None:
         if row == 0:
             for start in range(0, num_counters, tile.chunk):
                 lane = tl.arange(0, tile.chunk)
                 tl.store(counters_ptr + start + lane, tl.zeros_like(lane), mask=lane < num_counters - start)
-    tile_rows = row_pointers(x_rows, rows_in, strides_in, row, norm, tile)
-    dy_row = dy_ptr + row_start(dy_rows, row, norm)
-    rstd = tl.load(rstd_ptr + row * rstd_stride).to(norm.acc)
+    tile_rows = row_pointers(x_rows, each_of_group(rows_in, cols, tile), strides_in, row, norm, tile)
+    dy_row = dy_rows.ptr + row_start(dy_rows, row, norm)
+    rstd = tl.load(source.rstd_ptr + row * source.rstd_stride).to(norm.acc)
     mean = rstd
     if norm.layer:
-        mean = tl.load(mean_ptr + row * mean_stride).to(norm.acc)
+        mean = tl.load(source.mean_ptr + row * source.mean_stride).to(norm.acc)
     sum_gx = tl.full([1, tile.chunk], 0.0, norm.acc)
     sum_g = tl.full([1, tile.chunk], 0.0, norm.acc)
     for start in range(0, cols, tile.chunk):
@@ -160,7 +178,7 @@ def backward_row_means(
     mean_gx, mean_g = row_means(sum_gx, sum_g, cols, norm)
     if snaps(norm, dy_ptr.dtype.element_ty):
         mean_g = snapped(mean_g, first_g(dy_row, weight_ptr, True, norm))
-    here = means_ptr + row + tl.zeros([1, 1], tl.int64)
+    here = of_group(means_ptr, 2 * rows, tile) + row + tl.zeros([1, 1], tl.int64)
     tl.store(here, mean_gx)
     if norm.layer:
         tl.store(here + rows, mean_g)
@@ -183,9 +201,17 @@ def backward_by_column_tiles(
     partials."""
     cols = divisible(cols, tile)
     left = tl.program_id(0).to(tl.int64) * tile.chunk  # rows may be wider than 2^31 elements
-    x_rows = rows_in_memory(x_ptr + left, x_inner, x_outer_stride, x_inner_stride, tile)
-    dy_rows = rows_in_memory(dy_ptr + left, dy_inner, dy_outer_stride, dy_inner_stride, tile)
-    source = StatisticsInMemory(mean_ptr, rstd_ptr, mean_stride, rstd_stride)
+    x_rows = rows_in_memory(of_group(x_ptr, cols, tile) + left, x_inner, x_outer_stride, x_inner_stride, tile)
+    dy_rows = rows_in_memory(of_group(dy_ptr, cols, tile) + left, dy_inner, dy_outer_stride, dy_inner_stride, tile)
+    source = statistics_in_memory(mean_ptr, rstd_ptr, mean_stride, rstd_stride, norm, tile)
+    weight_ptr = of_group(weight_ptr, cols, tile)
+    bias_ptr = of_group(bias_ptr, cols, tile)
+    rows_in = each_of_group(rows_in, cols, tile)
+    added = each_of_group(added, cols, tile)
+    means_ptr = of_group(means_ptr, 2 * rows, tile)
+    dw_partial_ptr = of_group(dw_partial_ptr, cols, tile)
+    db_partial_ptr = of_group(db_partial_ptr, cols, tile)
+    row_width = of_groups(cols, tile)
     width = divisible(tl.minimum(cols - left, tile.chunk).to(tl.int32), tile)
     weight = (0.0,)
     if norm.has_weight and norm.wants_dx:
@@ -193,7 +219,7 @@ def backward_by_column_tiles(
     bias = (0.0,)
     if norm.has_bias and norm.wants_dx:
         bias = load_parameter(bias_ptr + left, width, True, columns, tile)
-    outs = pointers(dx_ptr, rows_out, norm)
+    outs = each_of_group(pointers(dx_ptr, rows_out, norm), cols, tile)
     more_rows = rows_in
     if rows_in is not None:
         more_rows = shifted(rows_in, left)
@@ -224,28 +250,31 @@ def backward_by_column_tiles(
             w = widen(weight[0], dtype=norm.acc)
             g = norm.form.upstream(du, w, norm)
             dh = input_gradient(g, h, statistics.mean, statistics.rstd, mean_gx, mean_g, norm)
-            start = (row * cols)[:, None]
+            start = (row * row_width)[:, None]
             others = load_added(added, start + left, in_range[:, None], width, tile)
             dh = plus(dh, others, 0, False, norm)
             grads = norm.form.gradients(dh, dy, x_hat, w, widen(bias[0], dtype=norm.acc), tiles, norm)
             for t in tl.static_range(len(outs)):
                 store_chunk(outs[t] + left, start, grads[norm.gradient(t)], in_range[:, None], width, 0, tile)
         row = ahead
-    partial = tl.program_id(1).to(tl.int64) * cols + tl.zeros([1, 1], tl.int64)
+    partial = tl.program_id(1).to(tl.int64) * row_width + tl.zeros([1, 1], tl.int64)
     if norm.wants_dw:
         store_chunk(dw_partial_ptr + left, partial, tl.sum(dw, axis=0)[None, :], partial >= 0, width, 0, tile)
     if norm.wants_db:
         store_chunk(db_partial_ptr + left, partial, tl.sum(db, axis=0)[None, :], partial >= 0, width, 0, tile)
     if counters_ptr is not None:
         tl.debug_barrier()  # every thread has stored its partials before the CTA is counted
-        others = tl.atomic_add(counters_ptr + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
+        counter = of_group(counters_ptr, tl.num_programs(0), tile) + tl.program_id(0)
+        others = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
         tl.debug_barrier()  # no thread reads partials before the addition has acquired them
         if others == tl.num_programs(1) - 1:
             if norm.wants_dw:
                 finish: tl.constexpr = norm.form.finish_dw
-                sum_column_tile(dw_partial_ptr, dw_ptr, left, width, cols, weight_ptr, finish, norm, tile)
+                dw_out = of_group(dw_ptr, cols, tile)
+                sum_column_tile(dw_partial_ptr, dw_out, left, width, row_width, weight_ptr, finish, norm, tile)
             if norm.wants_db:
-                sum_column_tile(db_partial_ptr, db_ptr, left, width, cols, None, None, norm, tile)
+                db_out = of_group(db_ptr, cols, tile)
+                sum_column_tile(db_partial_ptr, db_out, left, width, row_width, None, None, norm, tile)
 
 
 @triton.jit

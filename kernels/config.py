@@ -108,6 +108,7 @@ class Tile(CompileTime):
     log2_divisor: int = 0
     one_tile: bool = False  # forward: no CTA has a second tile (a short-lived plan), so nothing is loaded ahead
     announces_end: bool = False  # backward: the launch that sums its partials is a dependent launch
+    groups: int = 1  # of columns, each with CTAs of its own, whose program_id(2) says which it is
     columns_of_chunk: int = 0  # if fewer than `chunk`: each chunk of a row is padded, not the last one alone
 
     @property
@@ -137,11 +138,17 @@ class PartsTile(Tile):
         False  # of these, adjacent columns are turned together; else a column of the first half and the second
     )
     per_pair: bool = False  # cos and sin have an entry for each two such columns, not for each
+    heads: int = 1  # forward: adjacent rows of equal cos and sin, which a thread has together: a row of the tile
 
     @property
     def parts(self) -> tl.constexpr:
         """num_parts in the form that static_range takes."""
         return tl.constexpr(self.num_parts)
+
+    @property
+    def each_head(self) -> tl.constexpr:
+        """heads in the form that static_range takes."""
+        return tl.constexpr(self.heads)
 
     @property
     def levels(self) -> tl.constexpr:

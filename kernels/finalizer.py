@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .loads import load_if
+from .loads import load_if, number
 from .ptx import wait_for_prerequisites
 from .rowmath import widen
 
@@ -62,10 +62,11 @@ def finalize(
 
 @triton.jit
 def finalize_several(partial_ptrs, out_ptrs, counts, cols, tile: tl.constexpr):
-    """`finalize` of any number of sums, each with its own number of partials. CTA (p, s) sums piece p of the s-th."""
+    """`finalize` of any number of sums, each with its own number of partials, which comes as loads.number takes it. CTA
+    (p, s) sums piece p of the s-th."""
     if tile.dependent:
         wait_for_prerequisites()
     first_col = tl.program_id(0).to(tl.int64) * tile.cols
     for s in tl.static_range(len(counts)):
         if tl.program_id(1) == s:
-            sum_partials(partial_ptrs[s], out_ptrs[s], first_col, counts[s], cols, None, None, None, tile)
+            sum_partials(partial_ptrs[s], out_ptrs[s], first_col, number(counts[s]), cols, None, None, None, tile)

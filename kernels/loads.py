@@ -25,6 +25,52 @@ class StatisticsInMemory(NamedTuple):
 
 
 @triton.jit
+def number(odd):
+    """n from 2n + 1, as which numbers come in tuples: for 1 and for multiples of 16 among these, Triton would compile a
+    kernel again."""
+    return odd >> 1
+
+
+@triton.jit
+def of_group(ptr, step, tile: tl.constexpr):
+    """The pointer to what the CTA's group of columns has, `step` elements behind that of the group before. None as it
+    is."""
+    found = ptr
+    if tile.groups > 1 and ptr is not None:
+        found = ptr + tl.program_id(2) * step
+    return found
+
+
+@triton.jit
+def each_of_group(ptrs, step, tile: tl.constexpr):
+    """`of_group` of a tuple of pointers."""
+    found = ptrs
+    if tile.groups > 1 and ptrs is not None:
+        found = ()
+        for t in tl.static_range(len(ptrs)):
+            found = found + (of_group(ptrs[t], step, tile),)
+    return found
+
+
+@triton.jit
+def of_groups(count, tile: tl.constexpr):
+    """`count` of each group of columns, together: elements of a row, statistics of rows."""
+    if tile.groups > 1:
+        count = count * tile.groups
+    return count
+
+
+@triton.jit
+def statistics_in_memory(mean_ptr, rstd_ptr, mean_stride, rstd_stride, norm: tl.constexpr, tile: tl.constexpr):
+    """Those of the CTA's group of columns."""
+    rstd = of_group(rstd_ptr, rstd_stride, tile)
+    mean = rstd
+    if norm.layer:
+        mean = of_group(mean_ptr, mean_stride, tile)
+    return StatisticsInMemory(mean, rstd, of_groups(mean_stride, tile), of_groups(rstd_stride, tile))
+
+
+@triton.jit
 def load_statistics(source, row, inside, norm: tl.constexpr):
     """Statistics of the rows `row`, in the shape of `row` and in the accumulation dtype. They are 0 where not `inside`,
     so that a row outside the tensor adds nothing to dw."""

@@ -9,6 +9,9 @@ Row r of a tensor starts at element (r // inner) * outer_stride + (r % inner) * 
 at r * outer_stride. Offsets are 64-bit. Row counts and strides have a fixed type, so that Triton does not compile the
 kernel again for one beyond 2^31.
 
+With tile.groups, all of this holds for the columns of each group by themselves, as for a norm of `cols` columns: CTA
+(p, 0, k) is CTA p of those of group k, and moves every pointer to where its group begins (loads.of_group).
+
 Row tensors beside x that a form reads or writes come as tuples, or as None: `rows_in` of pointers, `strides_in` of
 inner, outer_stride and inner_stride of each, and `rows_out` of pointers to contiguous rows. A backward adds the rows of
 `added`, which are contiguous, to the gradient of the row that was normalized.
@@ -21,14 +24,17 @@ import triton.language as tl
 
 from .loads import (
     Statistics,
-    StatisticsInMemory,
     chunk_of,
     combine,
     combine_tiles,
+    each_of_group,
     load_parameter,
     load_statistics,
+    of_group,
+    of_groups,
     plus,
     pointers,
+    statistics_in_memory,
 )
 from .ptx import launch_dependents
 from .rowmath import (
@@ -209,13 +215,14 @@ def write_rows(
     if rows_out is not None:
         for t in tl.static_range(len(rows_out)):
             for c in tl.static_range(tile.chunks):
-                store_chunk(rows_out[t], (row * cols)[:, None], x[c], in_range[:, None], cols, c, tile)
+                start = (row * of_groups(cols, tile))[:, None]
+                store_chunk(rows_out[t], start, x[c], in_range[:, None], cols, c, tile)
     row_mean, variance = row_moments(x, cols, norm, tile)
     if mean_ptr is not None:
-        tl.store(mean_ptr + row, row_mean, mask=in_range)
+        tl.store(mean_ptr + of_groups(row, tile), row_mean, mask=in_range)
     row_rstd = inverse_std(variance, tl.full([], eps, norm.acc), norm)
     if rstd_ptr is not None:
-        tl.store(rstd_ptr + row, row_rstd, mask=in_range)
+        tl.store(rstd_ptr + of_groups(row, tile), row_rstd, mask=in_range)
     mean = row_mean[:, None]
     rstd = row_rstd[:, None]
     for c in tl.static_range(tile.chunks):
@@ -224,7 +231,8 @@ def write_rows(
         y = norm.form.scale(y, widen(weight[c], dtype=norm.acc), norm)
         y = norm.form.shift(y, widen(bias[c], dtype=norm.acc), norm)
         y = norm.form.finish(y, of_chunk, norm)
-        store_chunk(y_ptr, (row * cols)[:, None], y, in_range[:, None], cols, c, tile)
+        start = (row * of_groups(cols, tile))[:, None]
+        store_chunk(y_ptr, start, y, in_range[:, None], cols, c, tile)
 
 
 @triton.jit(do_not_specialize=["rows", "x_inner"])
@@ -236,12 +244,17 @@ def forward(
     """y of the CTA's row tiles (of its only one, with tile.one_tile), and mean and rstd unless their pointers are
     None."""
     cols = divisible(cols, tile)
-    x_rows = rows_in_memory(x_ptr, x_inner, x_outer_stride, x_inner_stride, tile)
+    x_rows = rows_in_memory(of_group(x_ptr, cols, tile), x_inner, x_outer_stride, x_inner_stride, tile)
+    rows_in = each_of_group(rows_in, cols, tile)
+    rows_out = each_of_group(rows_out, cols, tile)
+    y_ptr = of_group(y_ptr, cols, tile)
+    mean_ptr = of_group(mean_ptr, 1, tile)
+    rstd_ptr = of_group(rstd_ptr, 1, tile)
     step = tl.num_programs(0) * tile.rows
     row = tl.program_id(0).to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
     tiles = load_row_tiles(x_rows, rows_in, strides_in, row, rows, cols, norm, tile)
-    weight = load_parameter(weight_ptr, cols, norm.has_weight, columns, tile)
-    bias = load_parameter(bias_ptr, cols, norm.has_bias, columns, tile)
+    weight = load_parameter(of_group(weight_ptr, cols, tile), cols, norm.has_weight, columns, tile)
+    bias = load_parameter(of_group(bias_ptr, cols, tile), cols, norm.has_bias, columns, tile)
     if tile.one_tile:
         write_rows(tiles, row, rows, cols, weight, bias, y_ptr, mean_ptr, rstd_ptr, rows_out, eps, norm, tile)
     else:
@@ -262,11 +275,15 @@ def backward(
 ):
     """The gradients of the CTA's row tiles, and its row of the dw and db partials."""
     cols = divisible(cols, tile)
-    x_rows = rows_in_memory(x_ptr, x_inner, x_outer_stride, x_inner_stride, tile)
+    dy_ptr = of_group(dy_ptr, cols, tile)
+    weight_ptr = of_group(weight_ptr, cols, tile)
+    rows_in = each_of_group(rows_in, cols, tile)
+    added = each_of_group(added, cols, tile)
+    x_rows = rows_in_memory(of_group(x_ptr, cols, tile), x_inner, x_outer_stride, x_inner_stride, tile)
     dy_rows = rows_in_memory(dy_ptr, dy_inner, dy_outer_stride, dy_inner_stride, tile)
     weight = load_parameter(weight_ptr, cols, norm.has_weight, columns, tile)
-    bias = load_parameter(bias_ptr, cols, norm.has_bias, columns, tile)
-    outs = pointers(dx_ptr, rows_out, norm)
+    bias = load_parameter(of_group(bias_ptr, cols, tile), cols, norm.has_bias, columns, tile)
+    outs = each_of_group(pointers(dx_ptr, rows_out, norm), cols, tile)
     dw = ()
     db = ()
     for _ in tl.static_range(tile.chunks):
@@ -276,7 +293,7 @@ def backward(
     row = tl.program_id(0).to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
     next_tiles = load_row_tiles(x_rows, rows_in, strides_in, row, rows, cols, norm, tile)
     dy_next = load_row_tile(dy_rows, row, rows, cols, norm, tile)
-    source = StatisticsInMemory(mean_ptr, rstd_ptr, mean_stride, rstd_stride)
+    source = statistics_in_memory(mean_ptr, rstd_ptr, mean_stride, rstd_stride, norm, tile)
     next_statistics = load_row_statistics(source, row, rows, norm)
     for _ in range(tl.cdiv(rows - tl.program_id(0) * tile.rows, step)):
         tiles = next_tiles
@@ -290,7 +307,7 @@ def backward(
         next_statistics = load_row_statistics(source, ahead, rows, norm)
         if snaps(norm, dy_ptr.dtype.element_ty):
             first = first_g(dy_ptr + row_start(dy_rows, row, norm), weight_ptr, in_range, norm)
-        start = (row * cols)[:, None]
+        start = (row * of_groups(cols, tile))[:, None]
         others = load_added(added, start, in_range[:, None], cols, tile)
         sum_gx = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
         sum_g = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
@@ -327,8 +344,10 @@ def backward(
     partials = min(tl.num_programs(0), tl.cdiv(rows, tile.rows).to(tl.int32))  # one for each CTA that has rows
     for c in tl.static_range(tile.chunks):
         partial = tl.program_id(0) + tl.zeros([1, 1], tl.int64)
-        here, is_any = partial * cols, partial < partials
+        here, is_any = partial * of_groups(cols, tile), partial < partials
         if norm.wants_dw:
-            store_chunk(dw_partial_ptr, here, tl.sum(dw[c], axis=0)[None, :], is_any, cols, c, tile)
+            dw_ptr = of_group(dw_partial_ptr, cols, tile)
+            store_chunk(dw_ptr, here, tl.sum(dw[c], axis=0)[None, :], is_any, cols, c, tile)
         if norm.wants_db:
-            store_chunk(db_partial_ptr, here, tl.sum(db[c], axis=0)[None, :], is_any, cols, c, tile)
+            db_ptr = of_group(db_partial_ptr, cols, tile)
+            store_chunk(db_ptr, here, tl.sum(db[c], axis=0)[None, :], is_any, cols, c, tile)

@@ -7,7 +7,10 @@ and db as row p of the tensor's [P, cols] partials.
 
 What the tensors have each, comes as a tuple with an element for each. Rows lie at tile.levels nested strides, the
 outermost first, which `strides` has for the tensors in turn, level by level. `sizes` has the rows of each level but the
-first, likewise. Row counts are 32-bit, offsets 64-bit.
+first, likewise. Row counts are 32-bit, offsets 64-bit. Numbers of rows and CTAs come as loads.number takes them.
+
+In a forward a row of a tile stands for tile.heads adjacent rows with the same cos and sin, which are loaded once; rows
+and the innermost sizes count these.
 """
 
 from typing import NamedTuple
@@ -15,7 +18,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .loads import load_parameter
+from .loads import load_parameter, number
 from .multiwave import columns, inside, load_chunks, row_moments, store_chunk
 from .ptx import launch_dependents
 from .rowmath import input_gradient, inverse_std, normalize, row_means, widen
@@ -43,13 +46,13 @@ def part_of_grid(ctas, tile: tl.constexpr):
     cta = tl.program_id(0)
     tensor = cta * 0
     first = cta * 0
-    count = cta * 0 + ctas[0]
+    count = number(ctas[0])
     end = count
     for i in tl.static_range(1, tile.parts):
         tensor = tl.where(cta >= end, i, tensor)
         first = tl.where(cta >= end, end, first)
-        count = tl.where(cta >= end, ctas[i], count)
-        end += ctas[i]
+        count = tl.where(cta >= end, number(ctas[i]), count)
+        end += number(ctas[i])
     return Part(tensor, cta - first, count)
 
 
@@ -58,9 +61,9 @@ def place(row, sizes, part, tile: tl.constexpr):
     """The indices of rows at each level, outermost first."""
     found = ()
     for i in tl.static_range(1, tile.levels):
-        size = tl.zeros([], tl.uint32) + pick(sizes, part, tile.num_levels - 1 - i, tile)
+        size = number(pick(sizes, part, tile.num_levels - 1 - i, tile))
         outer = (row.to(tl.uint32) // size.to(tl.uint32)).to(tl.int32)
-        found = (row - outer * size.to(tl.int32),) + found
+        found = (row - outer * size,) + found
         row = outer
     return (row,) + found
 
@@ -68,9 +71,12 @@ def place(row, sizes, part, tile: tl.constexpr):
 @triton.jit
 def starts(indices, strides, part, tile: tl.constexpr):
     """Element offsets [tile.rows, 1] of the starts of rows."""
-    start = indices[0].to(tl.int64) * pick(strides, part, 0, tile)
-    for level in tl.static_range(1, tile.levels):
-        start += indices[level].to(tl.int64) * pick(strides, part, level, tile)
+    start = tl.full([tile.rows], 0, tl.int64)
+    for level in tl.static_range(tile.levels):
+        index = indices[level].to(tl.int64)
+        if level == tile.num_levels - 1:
+            index *= tile.heads
+        start += index * pick(strides, part, level, tile)
     return start[:, None]
 
 
@@ -127,46 +133,66 @@ def forward(
     part = part_of_grid(ctas, tile)
     x_ptr = pick(x_ptrs, part, 0, tile)
     y_ptr = pick(y_ptrs, part, 0, tile)
-    count = pick(rows, part, 0, tile)
+    count = number(pick(rows, part, 0, tile))
     weight_ptr = None
     if norm.has_weight:
         weight_ptr = pick(weight_ptrs, part, 0, tile)
-    weight = load_parameter(weight_ptr, cols, norm.has_weight, columns, tile)
     bias_ptr = None
     if norm.has_bias:
         bias_ptr = pick(bias_ptrs, part, 0, tile)
-    bias = load_parameter(bias_ptr, cols, norm.has_bias, columns, tile)
     for first in range(part.cta * tile.rows, count, part.ctas * tile.rows):
         row = first + tl.arange(0, tile.rows)
         in_range = (row < count)[:, None]
         at = place(row, sizes, part, tile)
-        x = load_chunks(x_ptr, starts(at, x_strides, part, tile), in_range, cols, tile)
+        start = starts(at, x_strides, part, tile)
+        stride = pick(x_strides, part, tile.num_levels - 1, tile)
+        x = ()
+        for i in tl.static_range(tile.each_head):
+            x = x + (load_chunks(x_ptr, start + tl.full([], i, tl.int64) * stride, in_range, cols, tile),)
         cos, sin = load_tables(cos_ptr, sin_ptr, at, table_strides, part, in_range, norm, tile)
-        h = turned(x, norm.form.turn_h, cos, sin, False, norm, tile)
-        mean, rstd = statistics(h, cols, eps, norm, tile)
-        u = ()
+        weight = load_parameter(weight_ptr, cols, norm.has_weight, columns, tile)
+        bias = load_parameter(bias_ptr, cols, norm.has_bias, columns, tile)
+        for i in tl.static_range(tile.each_head):
+            h = turned(x[i], norm.form.turn_h, cos, sin, False, norm, tile)
+            mean, rstd = statistics(h, cols, eps, norm, tile)
+            u = ()
+            for c in tl.static_range(tile.chunks):
+                x_hat = normalize(h[c], mean, rstd, norm)
+                x_hat = norm.form.round_x_hat(x_hat, (x[i][c],), norm)
+                scaled = norm.form.scale(x_hat, widen(weight[c], dtype=norm.acc), norm)
+                u = u + (norm.form.shift(scaled, widen(bias[c], dtype=norm.acc), norm),)
+            u = turned(u, norm.form.turn_u, cos, sin, False, norm, tile)
+            y_start = ((row.to(tl.int64) * tile.heads + i) * cols)[:, None]
+            for c in tl.static_range(tile.chunks):
+                store_chunk(y_ptr, y_start, u[c], in_range, cols, c, tile)
+
+
+@triton.jit
+def copy_rows(ptrs, rows, sizes, from_strides, to_strides, part, cols, tile: tl.constexpr):
+    """The grid's CTAs copy the rows of one more tensor to those of another: `ptrs` has both, `rows` their number."""
+    count = number(rows[0])
+    for first in range(tl.program_id(0) * tile.rows, count, tl.num_programs(0) * tile.rows):
+        row = first + tl.arange(0, tile.rows)
+        in_range = (row < count)[:, None]
+        at = place(row, sizes, part, tile)
+        chunks = load_chunks(ptrs[0], starts(at, from_strides, part, tile), in_range, cols, tile)
+        start = starts(at, to_strides, part, tile)
         for c in tl.static_range(tile.chunks):
-            x_hat = normalize(h[c], mean, rstd, norm)
-            x_hat = norm.form.round_x_hat(x_hat, (x[c],), norm)
-            scaled = norm.form.scale(x_hat, widen(weight[c], dtype=norm.acc), norm)
-            u = u + (norm.form.shift(scaled, widen(bias[c], dtype=norm.acc), norm),)
-        u = turned(u, norm.form.turn_u, cos, sin, False, norm, tile)
-        start = (row.to(tl.int64) * cols)[:, None]
-        for c in tl.static_range(tile.chunks):
-            store_chunk(y_ptr, start, u[c], in_range, cols, c, tile)
+            store_chunk(ptrs[1], start, chunks[c], in_range, cols, c, tile)
 
 
 @triton.jit
 def backward(
     x_ptrs, dy_ptrs, weight_ptrs, cos_ptr, sin_ptr, dx_ptrs, dw_ptrs, db_ptrs, rows, ctas, sizes, x_strides, dy_strides,
-    dx_strides, table_strides, cols, eps: "fp64", norm: tl.constexpr, tile: tl.constexpr,
+    dx_strides, table_strides, copy_ptrs, copied_rows, copy_sizes, from_strides, to_strides, cols, eps: "fp64",
+    norm: tl.constexpr, tile: tl.constexpr, copy_tile: tl.constexpr = None,
 ):  # fmt: skip
     """dx of the CTA's row tiles, and its row of its tensor's partials of dw and db. The next tile of x and dy is always
-    under way."""
+    under way. With a copy_tile, the CTA copies its share of rows while it waits for the first."""
     part = part_of_grid(ctas, tile)
     x_ptr = pick(x_ptrs, part, 0, tile)
     dy_ptr = pick(dy_ptrs, part, 0, tile)
-    count = pick(rows, part, 0, tile)
+    count = number(pick(rows, part, 0, tile))
     weight_ptr = None
     if norm.has_weight:
         weight_ptr = pick(weight_ptrs, part, 0, tile)
@@ -182,6 +208,8 @@ def backward(
     ahead = (next_row < count)[:, None]
     next_x = load_chunks(x_ptr, starts(next_at, x_strides, part, tile), ahead, cols, tile)
     next_dy = load_chunks(dy_ptr, starts(next_at, dy_strides, part, tile), ahead, cols, tile)
+    if copy_tile is not None:
+        copy_rows(copy_ptrs, copied_rows, copy_sizes, from_strides, to_strides, part, cols, copy_tile)
     for _ in range(part.cta * tile.rows, count, step):
         at = next_at
         x = next_x

@@ -4,6 +4,7 @@ compute group) stores its sums as one row of the partials. A second launch (fina
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .loads import of_groups
 from .passes import ColumnSums
 from .ptx import opaque
 from .row_tile import cluster_bases, column_index, column_layout, row_major, tile_layout
@@ -98,7 +99,7 @@ def store_partials(partials, sums, partial, cols, end, norm: gl.constexpr, tile:
     registers or in shared memory."""
     for c in gl.static_range(tile.chunks):
         col = column_index(c, partial_store_layout(tile), tile)
-        target = partial.to(gl.int64) * cols + col
+        target = partial.to(gl.int64) * of_groups(cols, tile) + col
         if norm.wants_dw:
             gl.store(partials.dw + target, sum_over_rows(sums.dw[c], tile), mask=col < end)
         if norm.wants_db:

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 
 from . import partial_sums, passes, ring, row_tile
 from .cluster import join_cluster, leave_cluster, open_exchange, sum_over_cluster
-from .loads import StatisticsInMemory, combine_tiles, load_parameter, pointers
+from .loads import combine_tiles, each_of_group, load_parameter, of_group, pointers, statistics_in_memory
 from .passes import ColumnSums
 from .ptx import launch_dependents
 from .ring import Position
@@ -51,6 +51,12 @@ def forward(
     The row tensors that a form reads beside x come by `rows_in` to registers, or by descriptors through the ring, each
     of which is a parameter: Triton 3.6 cannot launch a kernel with descriptors inside a tuple."""
     exchange = open_exchange(tile)
+    weight_ptr = of_group(weight_ptr, cols, tile)
+    bias_ptr = of_group(bias_ptr, cols, tile)
+    y_ptr = of_group(y_ptr, cols, tile)
+    rows_out = each_of_group(rows_out, cols, tile)
+    mean_ptr = of_group(mean_ptr, 1, tile)
+    rstd_ptr = of_group(rstd_ptr, 1, tile)
     first = gl.program_id(0) * tile.rows
     step = gl.num_programs(0) * tile.rows
     row = row_tile.row_of_tile(first, rows, tile)
@@ -109,8 +115,10 @@ def backward(
     partials are complete before the last tile's dx, and are stored before it where `partial_sums.stores_early` says
     so. The form's other row tensors come as in `forward`."""
     wants_sums: gl.constexpr = norm.wants_dw or norm.wants_db
-    in_memory = StatisticsInMemory(mean_ptr, rstd_ptr, mean_stride, rstd_stride)
-    partials = ColumnSums(dw_partial_ptr, db_partial_ptr)
+    in_memory = statistics_in_memory(mean_ptr, rstd_ptr, mean_stride, rstd_stride, norm, tile)
+    partials = ColumnSums(of_group(dw_partial_ptr, cols, tile), of_group(db_partial_ptr, cols, tile))
+    weight_ptr = of_group(weight_ptr, cols, tile)
+    bias_ptr = of_group(bias_ptr, cols, tile)
     exchange = open_exchange(tile)
     first = gl.program_id(0) * tile.rows
     step = gl.num_programs(0) * tile.rows
@@ -128,7 +136,7 @@ def backward(
     weight = row_tile.hold_parameter(weight, norm.has_weight, tile.weight_in_smem, tile)
     bias = row_tile.hold_parameter(bias, norm.has_bias, tile.weight_in_smem, tile)
     first_weight = row_tile.first_of_weight(weight_ptr, cols, rings.slots[1][0].dtype, norm, tile)
-    outs = pointers(dx_ptr, rows_out, norm)
+    outs = each_of_group(pointers(dx_ptr, rows_out, norm), cols, tile)
     sums = partial_sums.zeros(tile)
     exchange = join_cluster(exchange, tile)
     at = Position(0, 0)

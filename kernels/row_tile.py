@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .gluon_compat import reinterpret
-from .loads import Statistics, load_statistics
+from .loads import Statistics, each_of_group, load_statistics, of_groups
 from .rowmath import snaps, widen
 
 
@@ -68,7 +68,7 @@ def per_row(values):
 def copy_descriptors(desc, tail_desc, tile: gl.constexpr):
     """The descriptor of each copy of a tile. A descriptor for copies of one chunk, such as the tail's, describes the
     tensor as [rows, cols / box, box]; one for copies of several chunks, as [chunks, rows, chunk / box, box]. chunk
-    counts the columns of all CTAs of a cluster here."""
+    counts the columns of all CTAs of a cluster here. With groups of columns, these are a dimension behind the rows."""
     descs = (desc,)
     for _ in gl.static_range(1, tile.copies):
         if tile.tail:
@@ -82,11 +82,14 @@ def copy_descriptors(desc, tail_desc, tile: gl.constexpr):
 def copy_corners(row, tile: gl.constexpr):
     """The coordinates at which each copy of the tile at `row` begins, in the dimensions of its descriptor."""
     corners = ()
+    rows = (row,)
+    if tile.groups > 1:
+        rows = (row, gl.program_id(2))
     for i in gl.static_range(tile.copies):
         if tile.chunks_of(i) > 1:
-            corners = corners + ((tile.first_chunk(i), row, 0, 0),)
+            corners = corners + ((tile.first_chunk(i),) + rows + (0, 0),)
         else:
-            corners = corners + ((row, tile.first_chunk(i) * (tile.cluster * tile.chunk // tile.box), 0),)
+            corners = corners + (rows + (tile.first_chunk(i) * (tile.cluster * tile.chunk // tile.box), 0),)
     return corners
 
 
@@ -216,6 +219,7 @@ def store_statistics(mean_ptr, rstd_ptr, statistics, row, norm: gl.constexpr, ti
     cta = gl.expand_dims(gl.expand_dims(cta, 0), 2)
     index = per_row(row_index(row, tile)) + 0 * cta
     here = (index >= 0) & (cta == 0)  # every CTA of a cluster has the statistics; the first one stores them
+    index = of_groups(index, tile)
     gl.store(rstd_ptr + index, statistics.rstd, mask=here)
     if norm.layer:
         gl.store(mean_ptr + index, statistics.mean, mask=here)
@@ -253,6 +257,7 @@ def load_tiles(rows_in, strides_in, row, cols, tile: gl.constexpr):
     """`load_tile` of the row tensors that a form reads beside x, as a tuple. Their pointers and strides come as in
     multiwave.py; their rows have one stride, a multiple of 16 bytes."""
     tiles = ()
+    rows_in = each_of_group(rows_in, cols, tile)
     if rows_in is not None:
         for t in gl.static_range(len(rows_in)):
             stride = aligned(strides_in[3 * t + 1], rows_in[t].dtype.element_ty)
@@ -264,9 +269,10 @@ def load_tiles(rows_in, strides_in, row, cols, tile: gl.constexpr):
 def load_added(added, row, cols, tile: gl.constexpr):
     """`load_tile` of the gradients that are added to that of the normalized row, as a tuple. They are contiguous."""
     tiles = ()
+    added = each_of_group(added, cols, tile)
     if added is not None:
         for t in gl.static_range(len(added)):
-            tiles = tiles + (load_tile(added[t], row, cols, cols, tile),)
+            tiles = tiles + (load_tile(added[t], row, of_groups(cols, tile), cols, tile),)
     return tiles
 
 
@@ -289,7 +295,7 @@ def has_no_outside(tile):
 
 @gluon.jit
 def store_chunk(ptr, value, row, cols, c: gl.constexpr, eviction_policy: gl.constexpr, tile: gl.constexpr):
-    target, mask = elements(row, cols, cols, c, tile)
+    target, mask = elements(row, of_groups(cols, tile), cols, c, tile)
     rounded = value.to(ptr.dtype.element_ty)
     if has_no_outside(tile):
         gl.store(ptr + target, rounded, eviction_policy=eviction_policy)

@@ -10,22 +10,15 @@ from steps import LAYOUTS
 from torch import Tensor
 
 from fusednorm.forms import FormSpec
-from fusednorm.operands import BackwardOperands, ForwardOperands, Role
-from fusednorm.problem import (
-    Added,
-    BackwardCall,
-    ForwardCall,
-    check_backward,
-    check_forward,
-    is_tma_aligned,
-    row_view,
-)
+from fusednorm.operands import operands_of
+from fusednorm.problem import BackwardCall, ForwardCall, check_backward, check_forward
 
 BEFORE = FormSpec(combine="gate")
 BEFORE_BY_SIGMOID = FormSpec(combine="gate", activation="sigmoid", weight_offset=1.0)
 AFTER = FormSpec(finish="gate")
 AFTER_BY_SIGMOID = FormSpec(finish="gate", activation="sigmoid", weight_offset=1.0)
 AFTER_ROUNDED = FormSpec(finish="gate", rounds_x_hat=True)
+BEFORE_BY_GROUP, AFTER_BY_GROUP = FormSpec(combine="gate", groups=4), FormSpec(finish="gate", groups=2)
 FORMS = [BEFORE, BEFORE_BY_SIGMOID, AFTER, AFTER_BY_SIGMOID]
 ACTIVATIONS = {"silu": torch.nn.functional.silu, "sigmoid": torch.sigmoid}
 ALL = True, True, True, True
@@ -49,7 +42,7 @@ class Gated:
     def __str__(self) -> str:
         place = "before" if self.form.combine else "after"
         dtypes = "-".join(str(each).removeprefix("torch.") for each in (self.dtype, self.parameters, self.gate))
-        rounded = "-rounded" * self.form.rounds_x_hat
+        rounded = "-rounded" * self.form.rounds_x_hat + f"-{self.form.groups}_groups" * (self.form.groups > 1)
         text = f"{self.norm}-{self.form.activation}-{place}{rounded}-{self.rows}x{self.cols}-{dtypes}"
         text += f"-{self.layout}" if self.layout else ""
         text += f"-added_{self.added}".replace("torch.", "") if self.added else ""
@@ -62,49 +55,50 @@ class Gated:
         shapes = [(self.rows, self.cols), (self.cols,), (self.cols,), *[(self.rows, self.cols)] * 3]
         x, weight, bias, gate, dy, added = (torch.randn(shape, generator=generator) for shape in shapes)
         gate = gate.to(self.gate)
+        rows = [x.to(self.dtype), gate, dy.to(self.dtype), None if self.added is None else added.to(self.added)]
         if self.layout:
-            gate = LAYOUTS[self.layout](gate.view(1, self.rows // 2, 2, self.cols)).flatten(0, 1)
-        parameters = [None if self.parameters is None else each.to(self.parameters) for each in (weight, bias)]
-        return [
-            x.to(self.dtype), *parameters, gate, dy.to(self.dtype), None if self.added is None else added.to(self.added)
-        ]  # fmt: skip
+            x, gate, dy, added = (each if each is None else each.view(1, -1, 2, self.cols) for each in rows)
+            rows = [x, LAYOUTS[self.layout](gate), dy, added]
+        x, gate, dy, added = rows
+        return [x, *(None if self.parameters is None else each.to(self.parameters) for each in (weight, bias)),
+                gate, dy, added]  # fmt: skip
 
-    def _of_form(self, call, gate: Tensor, **more):
-        view = row_view(gate, gate.ndim - 1)
-        aligned = call.problem.tma_aligned and is_tma_aligned(view, self.cols)
-        rows = {"rows_in": (gate.dtype,), "names_in": ("gate",), "nested_rows": view.inner_rows != 1}
-        problem = replace(call.problem, form=self.form, tma_aligned=aligned, **rows, **more)
-        return call._replace(problem=problem, added=(Added("gate", Role.ROWS, view),))
+    def _operands(self, direction: str, tensors: dict[str, Tensor | None], **more):
+        op = f"{self.norm}_norm_{direction}_{'of_gated' if self.form.combine else 'times_gate'}"
+        names = "weight_offset", "activation", "groups", *(["rounds_x_hat"] if direction == "fwd" else [])
+        return operands_of(op, (), tensors | {name: getattr(self.form, name) for name in names} | more)
 
     @property
     def forward(self) -> ForwardCall:
         x, weight, bias, gate, _, _ = self.inputs
-        return self._of_form(check_forward(ForwardOperands(self.norm, x, (self.cols,), weight, bias, EPS)), gate)
+        given = {"x": x, "normalized_shape": (self.cols,), "gate": gate, "weight": weight, "bias": bias}
+        return check_forward(self._operands("fwd", given, eps=EPS))
 
     @property
     def backward(self) -> BackwardCall:
-        """From the exact statistics."""
+        """From the exact statistics. A gradient that is added to dh is none of the op's operands."""
         x, weight, bias, gate, dy, added = self.inputs
-        wants_dx, wants_dw, wants_db, wants_dgate = self.mask
         mean, rstd = (each.float() for each in self.exact()[1:3])
-        operands = dy, x, (self.cols,), mean if self.norm == "layer" else None, rstd, weight, bias
-        mask = wants_dx or wants_dgate, wants_dw, wants_db
-        call = check_backward(BackwardOperands(self.norm, *operands, mask, added))
-        stored = tuple(at for at, wanted in enumerate((wants_dx, wants_dgate)) if wanted)
-        call = self._of_form(call, gate, rows_out=(self.gate,) * wants_dgate, stored=stored or (0,))
-        dgate = Added("dgate", Role.ROWS, self.gate if wants_dgate else None)
-        return call._replace(bias=bias if call.problem.reads_bias else None, added_outputs=(dgate,))
+        given = {"grad_out": dy, "x": x, "normalized_shape": (self.cols,), "gate": gate, "weight": weight, "bias": bias}
+        given |= {"rstd": rstd} | ({"mean": mean} if self.norm == "layer" else {})
+        call = check_backward(self._operands("bwd", given, output_mask=list(self.mask)))
+        if added is None:
+            return call
+        return call._replace(problem=replace(call.problem, residual_dtype=added.dtype), residual_grad=added)
 
     def exact(self) -> tuple[Tensor, ...]:
         """(y, mean, rstd, dx, dweight, dbias, dgate) in float64, by autograd."""
-        x, weight, bias, gate, dy, added = (None if each is None else each.double() for each in self.inputs)
-        gate = gate.reshape(x.shape)
+        x, weight, bias, gate, dy, added = (
+            None if each is None else each.double() if each.dim() == 1 else each.double().reshape(self.rows, self.cols)
+            for each in self.inputs
+        )
         leaves = [each.requires_grad_() for each in (x, weight, bias, gate) if each is not None]
         factor = ACTIVATIONS[self.form.activation](gate)
         h = x * factor if self.form.combine else x * 1.0
-        mean = h.mean(-1, keepdim=True) if self.norm == "layer" else torch.zeros(())
-        rstd = ((h - mean).square().mean(-1, keepdim=True) + EPS).rsqrt()
-        x_hat = (h - mean) * rstd
+        groups = h.unflatten(-1, (self.form.groups, -1))
+        mean = groups.mean(-1, keepdim=True) if self.norm == "layer" else torch.zeros(())
+        rstd = ((groups - mean).square().mean(-1, keepdim=True) + EPS).rsqrt()
+        x_hat = ((groups - mean) * rstd).flatten(-2)
         u = x_hat if weight is None else x_hat * (self.form.weight_offset + weight) + bias
         y = u * factor if self.form.finish else u
         outputs, grads = ((y,), (dy,)) if added is None else ((y, h), (dy, added))
@@ -120,6 +114,7 @@ class Gated:
         y, _, rstd = outputs
         epsilon = torch.finfo(y.dtype).eps
         torch.testing.assert_close(rstd.flatten().double(), want_rstd, rtol=1e-5, atol=1e-7)
+        y = y.reshape(want_y.shape)
         torch.testing.assert_close(y.double(), want_y, rtol=epsilon, atol=max(epsilon / 8, 2e-5))
         if self.form.rounds_x_hat:
             assert (y == want_y.to(y.dtype)).float().mean() > 0.97
@@ -131,6 +126,7 @@ class Gated:
             assert (got is not None) == (wanted and want is not None)
             if got is not None:
                 epsilon = torch.finfo(got.dtype).eps
+                got = got.reshape(want.shape)
                 torch.testing.assert_close(got.double(), want, rtol=epsilon, atol=max(epsilon / 8, 5e-5))
 
 
@@ -147,6 +143,10 @@ PORTABLE = [
     Gated("layer", BEFORE, 8, 64, layout="packed_slice", mask=(False, True, True, True)),
     Gated("rms", BEFORE_BY_SIGMOID, 8, 72, mask=(True, False, False, False), added=BF16),
     Gated("layer", BEFORE_BY_SIGMOID, 9, 64, mask=(False, True, False, False)),
+    Gated("rms", BEFORE_BY_GROUP, 9, 160),
+    Gated("layer", AFTER_BY_GROUP, 8, 154, FP32, layout="row_strided"),
+    Gated("layer", BEFORE_BY_GROUP, 8, 256, layout="heads_first", mask=(True, True, False, False), added=FP32),
+    Gated("layer", AFTER_BY_GROUP, 9, 80, mask=(False, True, True, False)),
 ]
 # More rows than a ring holds at once; a tail; masked and whole rows; clusters (of 2 SMs each).
 PIPELINED = [
@@ -154,6 +154,8 @@ PIPELINED = [
     Gated("layer", AFTER, 9, 1032, parameters=BF16, added=BF16),
     Gated("rms", BEFORE, 36, 1536, layout="row_strided"),
     Gated("layer", BEFORE_BY_SIGMOID, 36, 256, FP32, gate=BF16, mask=(True, True, False, False)),
-    Gated("layer", AFTER_BY_SIGMOID, 3, 12288, mask=(False, True, True, True)),
+    Gated("layer", AFTER_BY_SIGMOID._replace(groups=2), 3, 24576, mask=(False, True, True, True)),
+    Gated("rms", BEFORE_BY_GROUP, 60, 800),
+    Gated("layer", AFTER_BY_GROUP, 9, 2064, parameters=BF16, added=BF16),
 ]
 SPECIALIZED = [Gated("layer", AFTER, 60, 200), Gated("rms", BEFORE, 37, 1032, added=FP32)]

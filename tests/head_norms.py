@@ -34,6 +34,7 @@ class HeadCase:
     heads_first: bool = False
     weight_offset: float = 0.0
     table_dims: str = "S"  # or "BS", or "BSH1": as they are passed
+    packed: bool = False  # what is compiled takes q and k from one tensor with v, and copies v's gradient
 
     def tensors(self, device: str = "cpu", seed: int = 0) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(seed)
@@ -120,13 +121,16 @@ class HeadCase:
 def calls_of(case: HeadCase) -> list:
     """The forward and the backward that qk_norm describes for tensors like the case's, with every gradient wanted."""
     from fusednorm.heads import functional
-    from fusednorm.heads.call import describe
+    from fusednorm.heads.call import calls_like
+    from fusednorm.heads.problem import Packing
 
     given, named = case.tensors("meta"), case.settings | {"heads_dim": -3 if case.heads_first else -2}
+    if case.packed:
+        width = (case.heads + 2 * case.kv_heads) * case.cols
+        packed = torch.empty(case.batch, case.tokens, width, dtype=case.dtype, device="meta")
+        given |= zip("qk", Packing(case.heads, case.kv_heads).split(packed), strict=False)
     heads = functional.operands(**given, rotary=case.tables("meta"), **named)
-    outs = [torch.empty(x.shape, dtype=heads.output_dtype(at), device="meta") for at, x in enumerate(heads.inputs)]
-    dx, sums = [torch.empty_like(x) for x in heads.inputs], heads.tensors[len(outs) :]
-    return [describe(heads, [], outs, []), describe(heads, outs, dx, sums)]
+    return [call for _, _, call in calls_like(heads, case.packed)]
 
 
 def launches_of(case: HeadCase, arch: int) -> list:
@@ -184,7 +188,7 @@ def assert_errs_no_more_than_plain_code(case: HeadCase, given: dict[str, Tensor]
 
 # The sizes of models, to compile.
 OF_MODELS = [
-    HeadCase(cols=128, heads=32, kv_heads=8, tokens=64, dtype=BF16, rotary=128, table_dims="BS"),
+    HeadCase(cols=128, heads=32, kv_heads=8, tokens=64, dtype=BF16, rotary=128, table_dims="BS", packed=True),
     HeadCase(cols=128, heads=16, kv_heads=2, tokens=64, dtype=BF16),
     HeadCase(cols=64, heads=14, kv_heads=2, tokens=64, dtype=FP16, norm="layer", rotary=32, heads_first=True),
     HeadCase(cols=256, heads=16, kv_heads=2, tokens=64, dtype=BF16, rotary=64, weight_offset=1.0),
@@ -192,7 +196,7 @@ OF_MODELS = [
     HeadCase(cols=128, heads=40, kv_heads=8, tokens=64, dtype=BF16, rotary=128, norm_first=False, weights=False),
     HeadCase(cols=96, heads=8, kv_heads=8, tokens=64, dtype=FP32, rotary=96, norm="layer", norm_first=False),
     HeadCase(cols=512, heads=8, kv_heads=1, tokens=64, dtype=BF16, weight_dtype=FP32, rotary=64, interleaved=True),
-    HeadCase(cols=80, heads=32, kv_heads=32, tokens=64, dtype=BF16, rotary=32, half_table=True),
+    HeadCase(cols=80, heads=32, kv_heads=32, tokens=64, dtype=BF16, rotary=32, half_table=True, packed=True),
     HeadCase(cols=64, heads=4, kv_heads=4, tokens=64, dtype=FP64, rotary=64),
 ]
 CASES = [

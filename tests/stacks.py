@@ -27,9 +27,13 @@ STACKS = {  # test_NAME.py in tests/stacks/: the packages it needs
     "megatron": ("megatron-core",),
     "transformers": ("transformers", "accelerate"),
     "trl": ("trl", "transformers"),
+    "axolotl": ("axolotl", "peft", "transformers"),
     "accelerate": ("accelerate", "transformers"),
     "lightning": ("lightning", "transformers"),
+    "fla": ("fla-core", "einops"),
 }
+# Packages that pin releases of others, which would take the place of this Python's torch: they go in alone.
+PINNING = ("axolotl",)
 VERSION = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
 
 
@@ -47,8 +51,9 @@ def environment(folder: Path) -> Path:
         pins = [f"{name}=={version(name)}" for name in ("torch", "triton")]
         if subprocess.run([*pip, *pins, "--editable", f"{ROOT}[integrations]"]).returncode:
             subprocess.run([*pip, "pytest", "--editable", ROOT], check=True)
-            for name in dict.fromkeys(name for names in STACKS.values() for name in names):
+            for name in dict.fromkeys(name for names in STACKS.values() for name in names if name not in PINNING):
                 subprocess.run([*pip, *pins, name])
+        subprocess.run([*pip, "--no-deps", *PINNING])
         ready.touch()
     return python
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..planner.norm_problem import accumulation_dtype, is_float32_sum
 from .problem import Heads, Settings
 
-MOST_ROWS = 2**31 - 1  # kernels count rows in 32 bits
+MOST_ROWS = 2**30 - 1  # twice as many and one are a number of 32 bits
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class HeadProblem:
     per_pair: bool = False  # cos and sin have an entry for two of them
     table_dtypes: tuple[torch.dtype, ...] = ()
     levels: int = 1  # nested strides at which rows lie
+    heads: int = 1  # adjacent rows that share their entries of cos and sin: always so many, a power of two
+    copies: bool = False  # of a backward: the rows of one more tensor are copied
     wants_dx: bool = False
     wants_dw: bool = False
     wants_db: bool = False
@@ -44,6 +46,11 @@ class HeadProblem:
     @property
     def title(self) -> str:
         return f"head_norm {self.direction}"
+
+    @property
+    def turned_together(self) -> int:
+        """Columns of a chunk, if a row's first chunk is turned with its second; else 0."""
+        return 0 if self.settings.interleaved else self.turned // 2
 
     @property
     def num_sums(self) -> int:
@@ -85,10 +92,20 @@ def rows_of(shape: Sequence[int], *tensors: Tensor) -> Rows | None:
     return Rows(tuple(size for size, _ in levels[1:]), tuple(zip(*[of for _, of in levels], strict=True)))
 
 
-def with_levels(rows: Rows, levels: int) -> Rows:
-    """The same rows, with innermost levels of one row."""
+def with_levels(rows: Rows, levels: int, count: int) -> Rows:
+    """The same rows, `count` of them, with outermost levels of one row."""
     more = levels - 1 - len(rows.sizes)
-    return Rows(rows.sizes + (1,) * more, tuple(each + (0,) * more for each in rows.strides))
+    outermost = (1,) * (more - 1) + (count // math.prod(rows.sizes),) if more else ()
+    return Rows(outermost + rows.sizes, tuple((0,) * more + each for each in rows.strides))
+
+
+def equal_entries(places: Sequence[Rows], counts: Sequence[int]) -> int:
+    """How many adjacent rows have the same place in the last tensor of each: the largest power of two that divides the
+    rows of the innermost level."""
+    if any(each.strides[-1][-1] for each in places):
+        return 1
+    common = math.gcd(*(place.sizes[-1] if place.sizes else count for place, count in zip(places, counts, strict=True)))
+    return common & -common
 
 
 class HeadCall(NamedTuple):
@@ -102,11 +119,16 @@ class HeadCall(NamedTuple):
     rows: tuple[int, ...]
     places: tuple[Rows, ...]  # for each: x, the gradients of y and of x, cos and sin, of these what is there
     copied: tuple[str, ...] = ()  # what could not be read in place
+    copy: tuple[Tensor, ...] = ()  # a tensor, and the one of its shape that it is copied to by the way
+    copy_place: Rows | None = None
 
     @property
     def tensors(self) -> list[Tensor | None]:
         heads = self.heads
-        return [*heads.inputs, *self.grads, *heads.weights, *heads.biases, heads.cos, heads.sin, *self.outs, *self.sums]
+        tables = heads.cos, heads.sin
+        return [
+            *heads.inputs, *self.grads, *heads.weights, *heads.biases, *tables, *self.outs, *self.sums, *self.copy
+        ]  # fmt: skip
 
 
 def alike(heads: Heads, *more: Sequence[Tensor | None]) -> list[list[int]]:
@@ -120,11 +142,13 @@ def alike(heads: Heads, *more: Sequence[Tensor | None]) -> list[list[int]]:
     return list(groups.values())
 
 
-def describe(heads: Heads, grads: Sequence[Tensor], outs: Sequence[Tensor | None], sums: Sequence) -> HeadCall | None:
+def describe(
+    heads: Heads, grads: Sequence[Tensor], outs: Sequence[Tensor | None], sums: Sequence, copy: Sequence[Tensor] = ()
+) -> HeadCall | None:
     """The call on alike tensors, copied where their rows cannot be read in place. None if there are too many rows.
 
     outs are the outputs or, with grads, the gradients of the inputs; sums those of the weights and then of the biases.
-    A gradient that is not wanted is None.
+    A gradient that is not wanted is None. A backward may copy a tensor to another one of D columns.
     """
     rows, backward = tuple(math.prod(x.shape[:-1]) for x in heads.inputs), bool(grads)
     if sum(rows) > MOST_ROWS:
@@ -146,6 +170,12 @@ def describe(heads: Heads, grads: Sequence[Tensor], outs: Sequence[Tensor | None
             return None
         read.append(own)
         places.append(place)
+    copy_place = None
+    if copy:
+        copy = _with_adjacent_columns(copy[0]), copy[1]
+        copy_place = rows_of(copy[1].shape[:-1], *copy)
+        if copy_place is None:
+            return None
     inputs, *others = zip(*read, strict=True)
     copied = [
         f"{name}[{at}]"
@@ -168,13 +198,41 @@ def describe(heads: Heads, grads: Sequence[Tensor], outs: Sequence[Tensor | None
         bool(tables) and tables[0].shape[-1] < heads.rotary_dim,
         tuple(each.dtype for each in tables),
         levels,
+        equal_entries(places, rows) if tables and not backward else 1,
+        bool(copy),
         *[wanted is not None for wanted in (outs[0], *sums[:: len(inputs)]) if backward],
     )
     parameters = ([each if each is None else each.contiguous() for each in of] for of in heads[1:3])
     heads = Heads(inputs, *parameters, *(tables or (None, None)), heads.eps, heads.settings)
     sums = [each for each in sums if each is not None]
-    by_level = tuple(with_levels(each, levels) for each in places)
-    return HeadCall(problem, heads, others[0] if backward else (), outs, sums, rows, by_level, tuple(copied))
+    by_level = tuple(with_levels(each, levels, count) for each, count in zip(places, rows, strict=True))
+    grads = others[0] if backward else ()
+    return HeadCall(problem, heads, grads, outs, sums, rows, by_level, tuple(copied), tuple(copy), copy_place)
+
+
+def calls_like(heads: Heads, packed: bool = False) -> Iterator[tuple[list[int], str, HeadCall | None]]:
+    """(inputs, direction, call) of each launch for tensors like these, by tensors without memory, if all gradients are
+    wanted, the outputs' are contiguous and, with `packed`, inputs are parts of one tensor with v."""
+
+    def like(tensor: Tensor | None, strides: Sequence[int] | None = None, dtype: torch.dtype | None = None):
+        if tensor is None:
+            return None
+        return torch.empty_strided(
+            tensor.shape, tensor.stride() if strides is None else strides, dtype=dtype or tensor.dtype, device="meta"
+        )
+
+    lists = ([like(each) for each in some] for some in heads[:3])
+    heads = Heads(*lists, like(heads.cos), like(heads.sin), heads.eps, heads.settings)
+    count, contiguous = len(heads.inputs), [torch.empty(x.shape, device="meta").stride() for x in heads.inputs]
+    outs = [like(x, contiguous[at], heads.output_dtype(at)) for at, x in enumerate(heads.inputs)]
+    dx = [like(x, None if packed else contiguous[at]) for at, x in enumerate(heads.inputs)]
+    copy = (outs[-1], dx[-1]) if packed else ()
+    for which in alike(heads):
+        some, ys, grads = heads.some(which), [outs[at] for at in which], [dx[at] for at in which]
+        sums = [heads.tensors[kind * count + at] for kind in (1, 2) for at in which]
+        yield which, "forward", describe(some, [], ys, [])
+        yield which, "backward", describe(some, ys, grads, sums, copy)
+        copy = ()
 
 
 def _with_adjacent_columns(tensor: Tensor) -> Tensor:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..host import fallback, gpus
 from ..host.kernel_devices import runs_kernels
 from ..planner.device import DeviceSpec
 from . import functional
-from .call import alike, describe
+from .call import calls_like
 from .plan import AtenNorm, HeadPlan, choose, ctas_of
 from .problem import Heads, validate
 
@@ -67,38 +67,17 @@ def explain_qk_norm(
     if reason:
         return HeadExplanation(None, tuple(HeadLaunch(way, NAMES, AtenNorm(reason)) for way in ("forward", "backward")))
     spec = device or gpus.spec_of(q.device)
-    return HeadExplanation(spec, tuple(_launches(_on_meta(heads), spec)))
+    return HeadExplanation(spec, tuple(_launches(heads, spec)))
 
 
-def _launches(heads: Heads, spec: DeviceSpec):
-    count = len(heads.inputs)
-    outs = [torch.empty(x.shape, dtype=heads.output_dtype(at), device="meta") for at, x in enumerate(heads.inputs)]
-    dx, sums = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in heads.inputs], heads.tensors[count:]
-    for which in alike(heads):
-        some, names = heads.some(which), tuple(NAMES[at] for at in which)
-        mine, of_mine = [outs[at] for at in which], [dx[at] for at in which]
-        sums_of_mine = [sums[kind * count + at] for kind in (0, 1) for at in which]
-        for way, call in (
-            ("forward", describe(some, [], mine, [])),
-            ("backward", describe(some, mine, of_mine, sums_of_mine)),
-        ):
-            if call is None:
-                yield HeadLaunch(way, names, AtenNorm("the rows are too many, or lie at too many nested strides"))
-                continue
-            plan = choose(call.problem, spec)
-            cause = fallback.failed_of(call.problem, spec).get(plan)
-            plan = AtenNorm(f"the kernel cannot run here: {cause}") if cause else plan
-            ctas = () if isinstance(plan, AtenNorm) else ctas_of(plan, call.problem, call.rows, spec)
-            yield HeadLaunch(way, names, plan, ctas, call.copied)
-
-
-def _on_meta(heads: Heads) -> Heads:
-    """The operands as tensors without memory."""
-
-    def of(tensor: Tensor | None) -> Tensor | None:
-        if tensor is None:
-            return None
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-    lists = ([of(each) for each in some] for some in heads[:3])
-    return Heads(*lists, of(heads.cos), of(heads.sin), heads.eps, heads.settings)
+def _launches(heads: Heads, spec: DeviceSpec) -> Iterator[HeadLaunch]:
+    for which, way, call in calls_like(heads):
+        names = tuple(NAMES[at] for at in which)
+        if call is None:
+            yield HeadLaunch(way, names, AtenNorm("the rows are too many, or lie at too many nested strides"))
+            continue
+        plan = choose(call.problem, spec)
+        cause = fallback.failed_of(call.problem, spec).get(plan)
+        plan = AtenNorm(f"the kernel cannot run here: {cause}") if cause else plan
+        ctas = () if isinstance(plan, AtenNorm) else ctas_of(plan, call.problem, call.rows, spec)
+        yield HeadLaunch(way, names, plan, ctas, call.copied)

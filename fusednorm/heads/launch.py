@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -96,28 +96,29 @@ def forward(heads: Heads) -> list[Tensor] | None:
 def backward(
     heads: Heads, grads: Sequence[Tensor], mask: Sequence[bool], dx: Sequence[Tensor] = ()
 ) -> list[Tensor] | None:
-    """The gradients that the mask wants, those of the inputs in `dx` if it is given. None if the planner leaves a call
-    to ATen."""
-    count, like = len(heads.inputs), heads.tensors
-    outs = [*dx, *(torch.empty(each.shape, dtype=each.dtype, device=each.device)
-                   if each is not None and want else None
-                   for each, want in zip(like[len(dx) :], mask[len(dx) :], strict=True))]  # fmt: skip
-    if not _in_groups(heads, grads, mask, dx, outs[:count], outs[count:]):
+    """The gradients that the mask wants, those of the inputs in `dx` if it is given. A gradient more than there are
+    inputs is copied to the last of `dx`. None if the planner leaves a call to ATen."""
+    count = len(heads.inputs)
+    made = [torch.empty(each.shape, dtype=each.dtype, device=each.device)
+            if each is not None and want and not (dx and at < count) else None
+            for at, (each, want) in enumerate(zip(heads.tensors, mask, strict=True))]  # fmt: skip
+    if not _in_groups(heads, grads, mask, dx, dx[:count] or made[:count], made[count:]):
         return None
-    return [each for each in outs if each is not None]
+    return [*dx, *(each for each in made if each is not None)]
 
 
 def _in_groups(heads: Heads, grads, mask, dx, rows_out, sums) -> bool:
     """Fill the outputs by one launch for each group of alike tensors, and keep it to be repeated. Whether kernels of
     ours did it."""
-    count, ran = len(heads.inputs), []
+    count, ran, copy = len(heads.inputs), [], (*grads[len(heads.inputs) :], *dx[len(heads.inputs) :])
     more = [each for each in (rows_out, grads, sums[:count], sums[count:]) if each]
-    for which in alike(heads, *more):
-        done = _group(heads, grads, rows_out, sums, which)
+    for at, which in enumerate(alike(heads, *more)):
+        done = _group(heads, grads, rows_out, sums, which, () if at else copy)
         if done is None:
             return False
         ran.append(done)
-    _keep(heads, grads, mask, dx, [each for each in (*rows_out, *sums) if each is not None][len(dx) :], ran)
+    made = [each for each in (*(() if dx else rows_out), *sums) if each is not None]
+    _keep(heads, grads, mask, dx, made, ran)
     return True
 
 
@@ -134,13 +135,14 @@ def _keep(heads: Heads, grads, mask, dx, made: list[Tensor], ran: list[tuple[Bou
     _repeats[key] = Repeat(tuple((each.shape, each.dtype) for each in made), programs)
 
 
-def _group(heads: Heads, grads, rows_out, sums, which: list[int]) -> tuple[Bound | None, Sequence] | None:
+def _group(
+    heads: Heads, grads, rows_out, sums, which: list[int], copy: Sequence[Tensor]
+) -> tuple[Bound | None, Sequence] | None:
     """The program that ran, and its tensors. None if the planner leaves the call to ATen."""
     count = len(heads.inputs)
     sums = [sums[kind * count + at] for kind in (0, 1) for at in which] if sums else []
-    call = describe(
-        heads.some(which), [grads[at] for at in which] if grads else [], [rows_out[at] for at in which], sums
-    )
+    grads = [grads[at] for at in which] if grads else []
+    call = describe(heads.some(which), grads, [rows_out[at] for at in which], sums, copy)
     if call is None:
         return None
     device = call.heads.inputs[0].device
@@ -170,8 +172,8 @@ def program_of(call: HeadCall, plan: HeadPlan, spec: DeviceSpec) -> Program:
         each if each is None else Address(at, each.dtype, each.data_ptr() % ALIGNMENT == 0)
         for at, each in enumerate(call.tensors)
     )
-    counts = count, len(call.grads), count, count, 2, count, len(call.sums)
-    x, dy, weights, biases, (cos, sin), outs, sums = (list(itertools.islice(given, each)) for each in counts)
+    counts = count, len(call.grads), count, count, 2, count, len(call.sums), len(call.copy)
+    x, dy, weights, biases, (cos, sin), outs, sums, copy = (list(itertools.islice(given, each)) for each in counts)
     x, dy, weights, biases, outs = map(_tuple, (x, dy, weights, biases, outs))
     first_partial = sum(counts)
     ctas = head_plan.ctas_of(plan, problem, call.rows, spec)
@@ -179,30 +181,43 @@ def program_of(call: HeadCall, plan: HeadPlan, spec: DeviceSpec) -> Program:
     levels, strides = range(problem.levels), []
     for which in range(len(call.places[0].strides)):
         strides.append(tuple(each.strides[which][level] for level in levels for each in call.places))
-    inner = tuple(each.sizes[level] for level in levels[:-1] for each in call.places) or None
+    sizes = [(*each.sizes[:-1], each.sizes[-1] // plan.heads) for each in call.places if each.sizes]
+    inner = _odd(each[level] for level in levels[:-1] for each in sizes) or None
     table_strides = strides.pop() if cos else None
-    norm, options = _norm(problem), {"maxnreg": plan.max_registers}
+    norm, options = _norm(problem), {"maxnreg": plan.max_registers} if plan.max_registers else {}
     grid = (sum(ctas),)
     if problem.direction == "forward":
         tile = _tile(plan, problem)
-        args = x, weights, biases, cos, sin, outs, call.rows, ctas, inner, *strides, table_strides, cols, eps
-        return Program((Launch(narrow.forward, grid, args, norm, tile),), first_partial, (), None, None, (cols,))
+        rows = tuple(each // plan.heads for each in call.rows)
+        args = x, weights, biases, cos, sin, outs, _odd(rows), _odd(ctas), inner, *strides, table_strides, cols, eps
+        launch = Launch(narrow.forward, grid, args, norm, tile, options)
+        return Program((launch,), first_partial, (), None, None, (cols,))
     dependent = problem.num_sums > 0 and spec.arch >= OLDEST_DEPENDENT_ARCH
     tile, dx_strides = _tile(plan, problem, dependent), strides[2] if problem.wants_dx else None
     parts = tuple(Part(beside=of * cols) for _ in range(problem.num_sums) for of in ctas)
     partials = [Address(first_partial + at, problem.acc_dtype) for at in range(len(parts))]
     dw, db = _tuple(partials[: count * problem.wants_dw]), _tuple(partials[count * problem.wants_dw :])
     places = inner, *strides[:2], dx_strides, table_strides
-    args = x, dy, weights, cos, sin, outs, dw, db, call.rows, ctas, *places, cols, eps
-    launches = [Launch(narrow.backward, grid, args, norm, tile, options)]
+    copied, constants = (None,) * 5, {}
+    if call.copy_place:
+        inner, both = call.copy_place
+        copied = tuple(copy), _odd([call.copy[0].numel() // cols]), _odd(inner) or None, *both
+        constants = {"copy_tile": _copy_tile(plan, cols, copy[1].dtype.itemsize, len(both[0]))}
+    args = x, dy, weights, cos, sin, outs, dw, db, _odd(call.rows), _odd(ctas), *places, *copied, cols, eps
+    launches = [Launch(narrow.backward, grid, args, norm, tile, options, constants)]
     for dtype in dict.fromkeys(each.dtype for each in sums):  # of weights and biases: one, or two
         of_it = [at for at, each in enumerate(sums) if each.dtype == dtype]
         last = partials_tile(cols, problem.acc_dtype.itemsize, dependent and 0 in of_it)
-        picked = (tuple([some[at] for at in of_it]) for some in (partials, sums, ctas * problem.num_sums))
+        picked = (tuple([some[at] for at in of_it]) for some in (partials, sums, _odd(ctas * problem.num_sums)))
         grid, pdl = (triton.cdiv(cols, last.cols), len(of_it)), {"launch_pdl": True} if last.dependent else {}
         launches.append(Launch(finalizer.finalize_several, grid, (*picked, cols), None, last, pdl))
     workspace = Workspace(problem.acc_dtype, parts) if parts else None
     return Program(tuple(launches), first_partial, (), workspace, None, (cols,))
+
+
+def _odd(numbers: Iterable[int]) -> tuple[int, ...]:
+    """Numbers as kernels take them in a tuple: see loads.number."""
+    return tuple([2 * each + 1 for each in numbers])
 
 
 def _tuple(operands: Sequence[Address | None]) -> tuple | None:
@@ -231,7 +246,7 @@ def _norm(problem: HeadProblem) -> Norm:
 @functools.cache
 def _tile(plan: HeadPlan, problem: HeadProblem, announces_end: bool = False) -> PartsTile:
     return PartsTile(
-        plan.rows_per_tile,
+        plan.rows_per_tile // plan.heads,
         plan.chunk,
         plan.num_chunks,
         plan.num_warps,
@@ -242,4 +257,14 @@ def _tile(plan: HeadPlan, problem: HeadProblem, announces_end: bool = False) -> 
         turned=problem.turned,
         pairs=problem.settings.interleaved,
         per_pair=problem.per_pair,
+        heads=plan.heads,
     )
+
+
+@functools.cache
+def _copy_tile(plan: HeadPlan, cols: int, itemsize: int, levels: int) -> PartsTile:
+    """How a backward of this plan copies rows."""
+    chunk, width, num_chunks = head_plan.chunks_of(cols, itemsize)
+    rows = head_plan.rows_of_tile(32 * plan.num_warps, head_plan.TILE_BYTES["copy"], itemsize, chunk, num_chunks)
+    padded = width if width < chunk else 0
+    return PartsTile(rows, chunk, num_chunks, plan.num_warps, columns_of_chunk=padded, num_levels=levels)

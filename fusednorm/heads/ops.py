@@ -96,12 +96,8 @@ class Call:
         if not self.mask[0]:
             return run(self.heads, self.grads[:2], self.mask)
         dx = torch.empty(self.packed.shape, dtype=self.packed.dtype, device=self.packed.device)
-        *both, dv = self.packing.split(dx)
-        found = run(self.heads, self.grads[:2], self.mask, both)
-        if found is None:
-            return None
-        dv.copy_(self.grads[2])
-        return [dx, *found[2:]]
+        found = run(self.heads, self.grads, self.mask, self.packing.split(dx))
+        return None if found is None else [dx, *found[3:]]
 
     def repeated(self) -> list[Tensor] | None:
         """The outputs, if such a call has run on kernels before; else None."""

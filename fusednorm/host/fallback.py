@@ -63,8 +63,9 @@ class Choice(NamedTuple):
 
 
 def asked(problem: NormProblem, rows: int, device: DeviceSpec) -> Question:
-    """What the planner is asked for a call. If rows are batch-invariant, it is the same for all numbers of rows that a
-    ring may have."""
+    """What the planner is asked for a call, where groups of columns are rows. If rows are batch-invariant, it is the
+    same for all numbers of rows that a ring may have."""
+    rows *= problem.form.groups
     if invariance.switch.is_invariant() and canonical.is_of_rows(problem) and rows <= MAX_RING_ROWS:
         return canonical.canonical(problem, device)
     return Question(problem, rows, device)
@@ -78,9 +79,10 @@ def choose(problem: NormProblem, rows: int, device: DeviceSpec) -> Choice:
     above = max((end for end, _ in choices if end < question.rows), default=0)
     if _failures and has_failed(plan, problem, device):
         plan = substitute(problem, rows, device)
-    if question != (problem, rows, device):
-        return Choice(plan, 0, MAX_RING_ROWS)
-    return Choice(plan, above, min(most, MOST_ROWS))
+    groups = problem.form.groups
+    if question != (problem, rows * groups, device):
+        return Choice(plan, 0, MAX_RING_ROWS // groups)
+    return Choice(plan, above // groups, min(most, MOST_ROWS) // groups)
 
 
 def substitute(problem: NormProblem, rows: int, device: DeviceSpec) -> Plan:

@@ -106,12 +106,12 @@ def look(operands: Operands, invariant: bool = False) -> tuple[tuple, list[int]]
     return tuple(key), addresses
 
 
-def fit(operands: Operands, shape: torch.Size, rows: int) -> bool:
-    """Whether all tensors have as many rows as an x of this shape. The key does not say so."""
+def fit(operands: Operands, shape: torch.Size, statistics: int) -> bool:
+    """Whether all tensors have as many rows as an x of this shape, or statistics. The key does not say so."""
     for at, has_shape in parts_of(type(operands)).fits:
         tensor = operands[at]
         # The numel of a tensor would answer for a nested one, too; that of its shape raises.
-        if tensor is not None and (tensor.shape != shape if has_shape else tensor.shape.numel() != rows):
+        if tensor is not None and (tensor.shape != shape if has_shape else tensor.shape.numel() != statistics):
             return False
     return True
 

@@ -113,8 +113,8 @@ def program_of(call: Call, chosen: Choice, spec: DeviceSpec) -> Program:
     launches, num_tensors, *parts = build(symbolic, plan, spec)
     if call.added or call.added_outputs:
         launches = _with_added(launches, symbolic, first_output=num_tensors)
-    kept = call.normalized_shape, chosen.rows_above, chosen.most_rows, margin.sms, invariance.switch.is_invariant()
-    return Program(tuple(launches), num_tensors, *parts, *kept)
+    kept = chosen.rows_above, chosen.most_rows, margin.sms, invariance.switch.is_invariant()
+    return Program(tuple(launches), num_tensors, *parts, call.normalized_shape, problem.form.groups, *kept)
 
 
 def with_addresses(call: Call) -> Call:
@@ -191,7 +191,8 @@ def _forward(call: ForwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
     dtypes = problem.y_dtype or problem.x_dtype, rstd if problem.norm == "layer" else None, rstd
     outputs, written = _outputs(call, (Extent.X, Extent.STATISTIC, Extent.STATISTIC), dtypes)
     launches = _FORWARD[type(plan)](plan, call, written)
-    return launches, count, outputs, None, grid_of(plan, problem.cols, spec, leaves_partials=False)
+    grid = grid_of(plan, problem.cols, spec, leaves_partials=False, groups=problem.form.groups)
+    return launches, count, outputs, None, grid
 
 
 def _backward(call: BackwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
@@ -204,10 +205,10 @@ def _backward(call: BackwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
     outputs, (dx, dw, db) = _outputs(call, (Extent.X, Extent.PARAMETER, Extent.PARAMETER), dtypes)
     sums, two_passes = problem.num_sums > 0, plan.kernel == "column_tiles" and problem.wants_dx
     parts = (
-        Part(per_partial=problem.cols * problem.wants_dw),
-        Part(per_partial=problem.cols * problem.wants_db),
-        Part(per_row=2 * two_passes),
-        Part(beside=triton.cdiv(problem.cols, plan.chunk) if sums and two_passes else 0, dtype=torch.int32),
+        Part(per_partial=problem.width * problem.wants_dw),
+        Part(per_partial=problem.width * problem.wants_db),
+        Part(per_row=2 * problem.form.groups * two_passes),
+        Part(beside=_column_tiles(plan, problem) if sums and two_passes else 0, dtype=torch.int32),
     )
     workspace = Workspace(problem.acc_dtype, parts)
     dw_partial, db_partial, means, counters = (
@@ -220,7 +221,8 @@ def _backward(call: BackwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
     launches = _with_rest(_BACKWARD[type(plan)](plan, call, out, spec), call)
     if summed_next:
         launches.append(_finalize(call, out))
-    grid = grid_of(plan, problem.cols, spec, leaves_partials=sums, float32_sums=problem.wants_float32_sum)
+    wants = {"leaves_partials": sums, "float32_sums": problem.wants_float32_sum, "groups": problem.form.groups}
+    grid = grid_of(plan, problem.cols, spec, **wants)
     return launches, count, outputs, workspace if sums or two_passes else None, grid
 
 
@@ -236,9 +238,9 @@ def _finalize(call: BackwardCall, out: Written) -> Launch:
     """The launch that sums the partials, with one CTA per piece of dw and of db."""
     problem, norm = call.problem, _norm(call.problem)
     weight = None if norm.form.finish_dw is None else call.weight
-    tile = partials_tile(problem.cols, problem.acc_dtype.itemsize, out.announces_end)
-    grid = (triton.cdiv(problem.cols, tile.cols) * problem.num_sums,)
-    args = (*out[1:5], Number.PARTIALS, problem.cols, weight)
+    tile = partials_tile(problem.width, problem.acc_dtype.itemsize, out.announces_end)
+    grid = (triton.cdiv(problem.width, tile.cols) * problem.num_sums,)
+    args = (*out[1:5], Number.PARTIALS, problem.width, weight)
     options = {"launch_pdl": True} if tile.dependent else {}
     return Launch(finalizer.finalize, grid, args, norm, tile, options)
 
@@ -254,16 +256,17 @@ def partials_tile(cols: int, itemsize: int, dependent: bool) -> PartialsTile:
 def _multiwave_forward(plan: MultiWavePlan, call: ForwardCall, outputs: tuple) -> list[Launch]:
     options = {"maxnreg": plan.max_registers}
     args = _forward_args(call, outputs)
-    tile = _tile(plan, _log2_divisor(call))
-    return [Launch(multiwave.forward, (Number.CTAS,), args, _norm(call.problem), tile, options)]
+    tile = _tile(plan, _log2_divisor(call), call.problem.form.groups)
+    return [Launch(multiwave.forward, _grid(call, Number.CTAS), args, _norm(call.problem), tile, options)]
 
 
 def _column_tile_forward(plan: ColumnTilePlan, call: ForwardCall, outputs: tuple) -> list[Launch]:
     """One CTA per row, which passes over the row's column tiles twice."""
-    tile = _whole_row_tile(plan, _log2_divisor(call))
+    tile = _whole_row_tile(plan, _log2_divisor(call), call.problem.form.groups)
     args = _forward_args(call, outputs)
     options = {"maxnreg": ROW_PASS_REGISTERS} if call.problem.x_dtype.itemsize >= 4 and tile.log2_divisor else {}
-    return [Launch(column_tiles.forward_by_column_tiles, (call.rows,), args, _norm(call.problem), tile, options)]
+    grid = _grid(call, call.rows)
+    return [Launch(column_tiles.forward_by_column_tiles, grid, args, _norm(call.problem), tile, options)]
 
 
 def _pipelined_forward(plan: PipelinedPlan, call: ForwardCall, outputs: tuple) -> list[Launch]:
@@ -271,14 +274,14 @@ def _pipelined_forward(plan: PipelinedPlan, call: ForwardCall, outputs: tuple) -
     (x, x_tail), named = _ring_maps(plan, call, 1, tile)
     args = (x, x_tail, call.weight, call.bias, *outputs, call.rows, cols, call.eps)
     norm, options = _norm(call.problem), _pipelined_options(plan)
-    return [Launch(pipelined.forward, (Number.CTAS,), args, norm, tile, options, named=named)]
+    return [Launch(pipelined.forward, _grid(call, Number.CTAS), args, norm, tile, options, named=named)]
 
 
 def _multiwave_backward(plan: MultiWavePlan, call: BackwardCall, out: Written, spec: DeviceSpec) -> list[Launch]:
     args = (*_inputs(call), *out[:3], *_sizes(call))
     options = {"maxnreg": plan.max_registers}
-    tile = _tile(plan, _log2_divisor(call), out.announces_end)
-    return [Launch(multiwave.backward, (Number.CTAS,), args, _norm(call.problem), tile, options)]
+    tile = _tile(plan, _log2_divisor(call), call.problem.form.groups, out.announces_end)
+    return [Launch(multiwave.backward, _grid(call, Number.CTAS), args, _norm(call.problem), tile, options)]
 
 
 def _column_tile_backward(plan: ColumnTilePlan, call: BackwardCall, out: Written, spec: DeviceSpec) -> list[Launch]:
@@ -286,12 +289,13 @@ def _column_tile_backward(plan: ColumnTilePlan, call: BackwardCall, out: Written
     problem, inputs, sizes = call.problem, _inputs(call), _sizes(call)
     log2_divisor, launches = _log2_divisor(call), []
     if problem.wants_dx:
-        tile = _whole_row_tile(plan, log2_divisor)
-        num_counters = 0 if out.counters is None else triton.cdiv(problem.cols, plan.chunk)
+        tile = _whole_row_tile(plan, log2_divisor, problem.form.groups)
+        num_counters = 0 if out.counters is None else _column_tiles(plan, problem)
         args = (*inputs, out.row_means, out.counters, num_counters, *sizes)
-        launches.append(Launch(column_tiles.backward_row_means, (call.rows,), args, _norm(call.problem), tile))
-    grid = (triton.cdiv(problem.cols, plan.chunk), Number.CTAS)
-    tile = _column_tile(plan, log2_divisor)
+        grid = _grid(call, call.rows)
+        launches.append(Launch(column_tiles.backward_row_means, grid, args, _norm(call.problem), tile))
+    grid = _grid(call, triton.cdiv(problem.cols, plan.chunk), Number.CTAS)
+    tile = _column_tile(plan, log2_divisor, problem.form.groups)
     args = (*inputs, out.row_means, *out[:5], out.counters, *sizes)
     if problem.x_dtype.itemsize == 2 and problem.weight_dtype == torch.float64:
         options = {"maxnreg": COLUMN_PASS_REGISTERS}
@@ -309,7 +313,7 @@ def _pipelined_backward(plan: PipelinedPlan, call: BackwardCall, out: Written, s
     descriptors, named = _ring_maps(plan, call, 2, tile)
     args = (*descriptors, *_inputs(call)[2:], *out[:3], *_ring_sizes(call))
     norm, options = _norm(call.problem), _pipelined_options(plan)
-    return [Launch(pipelined.backward, (Number.CTAS,), args, norm, tile, options, named=named)]
+    return [Launch(pipelined.backward, _grid(call, Number.CTAS), args, norm, tile, options, named=named)]
 
 
 def _ring_maps(
@@ -392,6 +396,16 @@ _BACKWARD = {
 }
 
 
+def _grid(call: Call, *sides: int | Number) -> tuple[int | Number, ...]:
+    """With a CTA for each group of columns in the place of each CTA, along the third side."""
+    groups = call.problem.form.groups
+    return sides if groups == 1 else (*(*sides, 1)[:2], groups)
+
+
+def _column_tiles(plan: Plan, problem: NormProblem) -> int:
+    return triton.cdiv(problem.cols, plan.chunk) * problem.form.groups
+
+
 @functools.lru_cache(maxsize=4096)
 def _is_legal(variant: str, problem: NormProblem, rows: int, spec: DeviceSpec) -> bool:
     return broken_rule(variant, problem, rows, spec) is None
@@ -416,19 +430,19 @@ def _norm(problem: NormProblem) -> Norm:
 
 
 @functools.cache
-def _tile(plan: MultiWavePlan, log2_divisor: int, announces_end: bool = False) -> Tile:
+def _tile(plan: MultiWavePlan, log2_divisor: int, groups: int, announces_end: bool = False) -> Tile:
     shape = plan.rows_per_tile, plan.chunk, plan.num_chunks, plan.num_warps
-    return Tile(*shape, log2_divisor, plan.short_lived, announces_end)
+    return Tile(*shape, log2_divisor, plan.short_lived, announces_end, groups)
 
 
 @functools.cache
-def _whole_row_tile(plan: ColumnTilePlan, log2_divisor: int) -> Tile:
-    return Tile(1, plan.row_pass_chunk, 1, plan.row_pass_warps, log2_divisor=log2_divisor)
+def _whole_row_tile(plan: ColumnTilePlan, log2_divisor: int, groups: int) -> Tile:
+    return Tile(1, plan.row_pass_chunk, 1, plan.row_pass_warps, log2_divisor, groups=groups)
 
 
 @functools.cache
-def _column_tile(plan: ColumnTilePlan, log2_divisor: int) -> Tile:
-    return Tile(plan.rows_per_tile, plan.chunk, 1, plan.num_warps, log2_divisor=log2_divisor)
+def _column_tile(plan: ColumnTilePlan, log2_divisor: int, groups: int) -> Tile:
+    return Tile(plan.rows_per_tile, plan.chunk, 1, plan.num_warps, log2_divisor, groups=groups)
 
 
 def _log2_divisor(call: Call) -> int:
@@ -446,6 +460,7 @@ def _ring_tile(plan: RingPlan, problem: NormProblem, **more) -> RingTile:
         plan.chunk,
         plan.num_chunks,
         plan.num_warps,
+        groups=problem.form.groups,
         num_stages=plan.num_stages,
         copy_chunks=plan.copy_chunks,
         tail=plan.tail,
@@ -476,13 +491,16 @@ def _row_map(view: RowView, cols: int, tile: RingTile, tail: bool = False) -> Ma
     """By which TMA copies row tiles, or with `tail` their tails.
 
     The tensor is described as [rows, cols / box, box], because no side of a TMA box may exceed 256 elements. For copies
-    of several chunks it is [chunks, rows, chunk / box, box], so that each chunk is contiguous in shared memory.
+    of several chunks it is [chunks, rows, chunk / box, box], so that each chunk is contiguous in shared memory. Groups
+    of columns are a dimension behind the rows.
     """
     chunk, row_stride = tile.cluster * tile.chunk, view.outer_stride  # chunk of all CTAs of the cluster together
-    shape, strides = (Number.ROWS, cols // tile.box, tile.box), (row_stride, tile.box, 1)
-    block = tile.rows, chunk // tile.box, tile.box
+    rows = ((Number.ROWS, tile.groups), (row_stride, cols), (tile.rows, 1))  # shape, strides and block of these two
+    rows = [each[: 1 + (tile.groups > 1)] for each in rows]
+    shape, strides = (*rows[0], cols // tile.box, tile.box), (*rows[1], tile.box, 1)
+    block = *rows[2], chunk // tile.box, tile.box
     if tile.copy_chunks > 1 and not tail:
-        shape, strides = (cols // chunk, Number.ROWS, chunk // tile.box, tile.box), (chunk, *strides)
+        shape, strides = (cols // chunk, *rows[0], chunk // tile.box, tile.box), (chunk, *strides)
         block = tile.copy_chunks, *block
     return Map(view.tensor, shape, strides, block, tile.cluster)
 

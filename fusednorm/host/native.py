@@ -124,6 +124,8 @@ def _describe(op: Op) -> None:
 
 def _role(slot: Slot) -> str:
     """The name of its role in C++."""
+    if slot.name == "groups":
+        return "GROUPS"
     if slot.role is Role.FORM:
         return {bool: "FLAG", str: "NAME", float: "NUMBER"}[type(slot.default)]
     return "NUMBER" if slot.role is Role.EPS else slot.role.name

@@ -86,7 +86,7 @@ def run(operands: Operands, first: First | None = None) -> tuple[Outputs | None,
         if kind is not None:
             shape = operands.x.shape
             bound = kind.by_shape.get(shape) or kind.bind(shape)
-            if bound is not None and not fit(operands, shape, bound.numbers[0]):
+            if bound is not None and not fit(operands, shape, bound.numbers[0] * bound.program.groups):
                 bound = None
     except (RuntimeError, TypeError, AttributeError):  # arguments of other types, or tensors without shape or memory
         bound = None

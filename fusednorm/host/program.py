@@ -116,6 +116,7 @@ class Program:
     workspace: Workspace | None
     grid: Grid | None  # None: no launch has a number of CTAs or partials that follows from the rows
     normalized_shape: tuple[int, ...]
+    groups: int = 1  # of columns, each with statistics of its own
     rows_above: int = 0
     most_rows: int = MOST_ROWS
     sm_margin: int = 0  # that it was planned under
@@ -131,7 +132,8 @@ class Program:
     def memory(self, shape: tuple[int, ...]) -> list[Memory | None]:
         """The outputs for x of this shape."""
         ndim = len(self.normalized_shape)
-        shapes = shape, (*shape[: len(shape) - ndim], *(1,) * ndim), self.normalized_shape  # by Extent
+        statistic = (*shape[: len(shape) - ndim], *(1,) * (ndim - 1), self.groups)
+        shapes = shape, statistic, self.normalized_shape  # by Extent
         found: list[Memory | None] = []
         for each in self.outputs:
             of_it = each and shapes[each.extent.value]

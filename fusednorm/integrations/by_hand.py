@@ -12,7 +12,7 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -64,6 +64,7 @@ class Computation:
     def __str__(self) -> str:
         form, norm = self.form, "LayerNorm" if self.norm == "layer" else "RMSNorm"
         norm += " with 1 + weight" if form.weight_offset else ""
+        norm += f" of {form.groups} groups" if form.groups > 1 else ""
         gate = f"a {form.activation} gate"
         return f"{norm}, then {gate}" if form.finish else f"{norm} behind {gate}" if form.combine else norm
 
@@ -76,7 +77,7 @@ class Computation:
     def arguments(self, inputs: Sequence[Tensor], weight, bias, eps: float, rounds_x_hat=False, y_dtype=None) -> tuple:
         """All arguments of the op by position, for an x and a gate if the form has one."""
         (x, *gate), form = inputs, self.form
-        more = (form.activation,) if gate else ()
+        more = (form.activation, form.groups) if gate else ()
         return x, x.shape[-1:], *gate, weight, bias, eps, form.weight_offset, rounds_x_hat, y_dtype, *more
 
 
@@ -175,9 +176,16 @@ class Subject(NamedTuple):
         gates = (gate_dtype or x_dtype,) * (len(self.inputs) - 1)
         return trial(self.module, self.eps_name, (*batch, cols), x_dtype, parameter_dtype, gate_dtypes=gates, **more)
 
-    def unexplained(self, made: Trial, form: FormSpec | None = None) -> str | None:
-        """`trials.unexplained` of a norm of this form, or of one that has not been found."""
-        return unexplained(self.module, made.reads, self.eps_name, made.x.shape[-1])
+    def unexplained(self, made: Trial, numbers: Iterable[int]) -> str | None:
+        """`trials.unexplained` of a norm, to which these numbers mean something if it has a gate."""
+        also = numbers if len(self.inputs) == 2 else ()
+        return unexplained(self.module, made.reads, self.eps_name, made.x.shape[-1], tuple(also))
+
+    def numbers_of_groups(self, made: Trial) -> list[int]:
+        """1, and the numbers of groups of columns of which an attribute that was read may be the number or the size."""
+        read, cols = [getattr(self.module, name, None) for name in sorted(made.reads)], made.x.shape[-1]
+        sizes = [each for each in read if type(each) is int and 0 < each and cols % each == 0]
+        return list(dict.fromkeys([1, *sizes, *(cols // each for each in sizes)]))
 
 
 def formula_of(module: nn.Module, known: dict[Any, Formula | Unrecognized]) -> Formula:
@@ -292,19 +300,20 @@ def _what_it_computes(subject: Subject) -> Computation:
     """Raises Unrecognized if it is nothing that our kernels compute."""
     made = subject.trial(COMMON_BATCH, subject.cols[0])
     made.run()  # raises if its forward does
-    if name := subject.unexplained(made):
+    groups = subject.numbers_of_groups(made)
+    if name := subject.unexplained(made, groups):
         raise Unrecognized(f"its forward reads its attribute {name}, which a norm does not have")
-    for computes in _computations(subject):
+    for computes in _computations(subject, groups):
         if _agrees(subject, computes, COMMON_BATCH, modes=(True, False)):
             return computes
     raise Unrecognized("its forward computes something else")
 
 
-def _computations(subject: Subject) -> Iterator[Computation]:
+def _computations(subject: Subject, numbers_of_groups: Sequence[int]) -> Iterator[Computation]:
     forms = [FormSpec()]
     if len(subject.inputs) == 2:
-        places = {"finish": "gate"}, {"combine": "gate"}
-        forms = [FormSpec(**place, activation=each) for place, each in itertools.product(places, ACTIVATIONS)]
+        options = itertools.product(numbers_of_groups, ({"finish": "gate"}, {"combine": "gate"}), ACTIVATIONS)
+        forms = [FormSpec(**place, groups=groups, activation=each) for groups, place, each in options]
     for form, norm, offset in itertools.product(forms, ("rms", "layer"), (0.0, 1.0)):
         yield Computation(norm, form._replace(weight_offset=offset))
 
@@ -324,7 +333,8 @@ def _agrees(
             y = made.run()
         except Unrecognized:
             return False
-        if subject.unexplained(made, computes.form) or not _is_right(y, made, computes):
+        groups = computes.form.groups
+        if subject.unexplained(made, (groups, cols // groups)) or not _is_right(y, made, computes):
             return False
     return True
 
@@ -372,9 +382,10 @@ def _is_right(y: object, made: Trial, computes: Computation) -> bool:
     inputs, named = wide[: len(made.inputs)], dict(zip(parameters, wide[len(made.inputs) :], strict=True))
     weight, bias, form, (x, *gate) = named.get("weight"), named.get("bias"), computes.form, inputs
     arguments = computes.arguments(inputs, weight, bias, trials.EPS)
-    want, *_ = reference.forward_formula(operands_of(computes.op, arguments, {}))
-    h = reference.row_of(form, *inputs)
-    x_hat, _, rstd = reference.forward_formula(ForwardOperands(computes.norm, h, h.shape[-1:], eps=trials.EPS))
+    want, *_ = reference.formula(operands_of(computes.op, arguments, {}))
+    h = reference.row_of(form, *inputs).unflatten(-1, (form.groups, -1))
+    plain = ForwardOperands(computes.norm, h, h.shape[-1:], eps=trials.EPS)
+    x_hat, _, rstd = (each if each is None else each.expand_as(h).flatten(-2) for each in reference.formula(plain))
     grad = 1 + x_hat.detach()  # such a gradient shows statistics that are not differentiated
     grads = torch.autograd.grad(y, leaves, grad.float(), allow_unused=True)
     wants = torch.autograd.grad(want, wide, grad, allow_unused=True)

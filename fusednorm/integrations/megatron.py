@@ -21,7 +21,7 @@ from torch import nn
 from .. import modules
 
 NORMS = {"LayerNorm": modules.LayerNorm, "RMSNorm": modules.RMSNorm}
-NOT_YET = ("layernorm_zero_centered_gamma", "memory_efficient_layer_norm")
+ZERO_CENTERED = {"LayerNorm": modules.AffineLayerNorm, "RMSNorm": modules.AffineRMSNorm}
 MEGATRONS = (FusedLayerNorm, TENorm, WrappedTorchNorm)
 
 Spec = TypeVar("Spec")
@@ -30,17 +30,20 @@ Spec = TypeVar("Spec")
 class Norm:
     """Makes a fusednorm.LayerNorm or RMSNorm, as config.normalization says. It is a class because a spec must name one.
 
-    Under config.sequence_parallel its parameters are marked, so that Megatron adds up their gradients over the ranks of
-    tensor parallelism. Raises ValueError if the config asks for what these norms do not do.
+    Under config.layernorm_zero_centered_gamma the norm is an AffineLayerNorm or AffineRMSNorm that multiplies by
+    1 + weight, in float32. Under config.sequence_parallel the parameters are marked, so that Megatron adds up their
+    gradients over the ranks of tensor parallelism. Raises ValueError if the config asks for what these norms do not do.
     """
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> nn.Module:
         if config.normalization not in NORMS:
             raise ValueError(f"fusednorm: normalization must be one of {sorted(NORMS)}, got {config.normalization!r}")
-        for name in NOT_YET:
-            if getattr(config, name, False):
-                raise ValueError(f"fusednorm: {name} must be False, got True; Megatron's own norms have it")
-        norm = NORMS[config.normalization](hidden_size, eps=eps)
+        if config.memory_efficient_layer_norm:
+            raise ValueError("fusednorm: memory_efficient_layer_norm must be False, got True; Apex's norms have it")
+        if config.layernorm_zero_centered_gamma:
+            norm = ZERO_CENTERED[config.normalization](hidden_size, eps, weight_offset=1.0)
+        else:
+            norm = NORMS[config.normalization](hidden_size, eps=eps)
         norm.returns_residual = False  # Megatron's layers ask
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel

@@ -48,6 +48,10 @@ def modulates_in_its_dtype(problem: NormProblem, rows: int, device: DeviceSpec) 
     return not problem.form.modulate or problem.acc_dtype.itemsize == 4 or problem.x_dtype.itemsize == 8
 
 
+def is_of_one_group(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
+    return problem.form.groups == 1
+
+
 def has_tma(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
     return device.arch >= OLDEST_TMA_ARCH
 
@@ -78,7 +82,7 @@ def moves_x_alone(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
 
 
 def moves_no_rows_for_sums(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
-    return problem.direction == "forward" or problem.wants_dx or not problem.rows_in
+    return problem.direction == "forward" or problem.wants_dx or not (problem.rows_in or problem.form.groups > 1)
 
 
 KERNELS = Rule("arch", has_kernels, "needs compute capability 8.0, {device.name} has {capability}")
@@ -99,14 +103,17 @@ RING = (
     Rule("nested_rows", rows_have_one_stride, "needs rows at one stride, and some tensor has them at two nested ones"),
     Rule("rows", rows_fit_int32, f"needs at most {MAX_RING_ROWS} rows, got {{rows}}"),
 )
-SUMS_ALONE = Rule("sums", moves_no_rows_for_sums, "reads no row tensors beside x and dy for dw and db alone")
+SUMS_ALONE = Rule(
+    "sums", moves_no_rows_for_sums, "reads neither groups nor row tensors beside x and dy for dw and db alone"
+)
+ONE_GROUP = Rule("groups", is_of_one_group, "has no kernels for groups of columns")
 DX = Rule("dx", wants_dx, "computes dx, which is not asked for")
 X_ALONE = Rule("row_tensors", moves_x_alone, "reads and writes no row tensors beside x and y in a forward")
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "multi_wave": (KERNELS, *MODULATED),
     "pipelined": (SUMS_ALONE, *RING),
-    "warp_specialized": (DX, X_ALONE, *RING),
+    "warp_specialized": (DX, X_ALONE, ONE_GROUP, *RING),
     "reference": (),
 }
 

@@ -14,7 +14,8 @@ FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.fl
 
 @dataclass(frozen=True)
 class NormProblem:
-    """Everything about a call that a plan may depend on, and nothing else (the row count is no part of it).
+    """Everything about a call that a plan may depend on, and nothing else (the row count is no part of it). The columns
+    are those of a group, if the form has groups of them.
 
     norm is "layer" or "rms"; direction is "forward" or "backward". The dtype of an absent tensor is None.
     """
@@ -42,6 +43,11 @@ class NormProblem:
     @property
     def title(self) -> str:
         return f"{self.norm}_norm {self.direction}"
+
+    @property
+    def width(self) -> int:
+        """Columns of x: those of all groups."""
+        return self.cols * self.form.groups
 
     @property
     def acc_dtype(self) -> torch.dtype:

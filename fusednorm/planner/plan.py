@@ -269,9 +269,9 @@ class Grid:
 
 
 def grid_of(
-    plan: Plan, cols: int, device: DeviceSpec, leaves_partials: bool = True, float32_sums: bool = False
+    plan: Plan, cols: int, device: DeviceSpec, leaves_partials: bool = True, float32_sums: bool = False, groups: int = 1
 ) -> Grid:
-    """The grid of a plan. Each CTA gets at least one row tile.
+    """The grid of a plan, for each of the groups of columns. Each CTA gets at least one row tile.
 
     The grid has as many CTAs as run at once, even if some get a row tile fewer than others: fewer CTAs would take as
     long and load less at a time. If CTAs leave partials, least_rows_of_cta limits their number. If dw or db is wanted
@@ -279,7 +279,8 @@ def grid_of(
     MOST_TILES_OF_SUM. With an sm_margin it is not: CTAs that wait for a place would take the SMs that the margin leaves
     free. Short-lived CTAs may be more than run at once; all but the last get equally many tiles.
     """
-    first_wave, at_once = clusters_at_once(plan.cluster, device), ctas_at_once(plan, device)
+    at_once, first_wave = ctas_at_once(plan, device), clusters_at_once(plan.cluster, device)
+    at_once, first_wave = (max(1, each // groups) for each in (at_once, first_wave))
     rows_of_cta = tiles_of_cta = least_short_lived = 0
     if plan.kernel in BY_COLUMNS:
         at_once = max(1, at_once // -(-cols // plan.chunk))
@@ -298,10 +299,11 @@ def grid_of(
 
 
 def num_ctas(
-    plan: Plan, rows: int, cols: int, device: DeviceSpec, leaves_partials: bool = True, float32_sums: bool = False
-) -> int:
-    """The number of CTAs along the rows, or of clusters of them."""
-    return grid_of(plan, cols, device, leaves_partials, float32_sums).ctas(rows)
+    plan: Plan, rows: int, cols: int, device: DeviceSpec, leaves_partials: bool = True, float32_sums: bool = False,
+    groups: int = 1,
+) -> int:  # fmt: skip
+    """The number of CTAs along the rows, or of clusters of them, for each of the groups of columns."""
+    return grid_of(plan, cols, device, leaves_partials, float32_sums, groups).ctas(rows)
 
 
 def least_rows_of_cta(plan: Plan) -> int:

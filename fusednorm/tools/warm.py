@@ -22,6 +22,7 @@ from ..host import fallback, gpus
 from ..host.program import Program
 from ..operands import BACKWARD, FORMS, FORWARD, OPS, Op, Role, operands_of
 from ..planner import choice
+from ..planner.canonical import Question
 from ..planner.device import DeviceSpec
 from ..planner.legality import MAX_RING_ROWS
 from ..planner.norm_problem import FLOAT_DTYPES, NormProblem, accumulation_dtype
@@ -258,12 +259,11 @@ def plans_of(wanted: list[Wanted], rows: Sequence[int] | None, device: DeviceSpe
         problem = each.problem
         if each.direction == "backward" and not problem.wants_any:
             continue
-        if rows is None and fallback.asked(problem, 1, device) == (problem, 1, device):
-            ends = [most for most, _ in choice.choices(problem, device, forced_variant())]
-            counts = [min(most, MAX_RING_ROWS) for most in ends]
+        if rows is None and fallback.asked(problem, 1, device) == (problem, problem.form.groups, device):
+            ends = (most for most, _ in choice.choices(problem, device, forced_variant()))
+            questions = [Question(problem, min(most, MAX_RING_ROWS), device) for most in ends]
         else:
-            counts = [count for count in rows or (1,) if count]
-        questions = [fallback.asked(problem, count, device) for count in counts]
+            questions = [fallback.asked(problem, count, device) for count in rows or (1,) if count]
         plans = [choice.choose(*each, forced_variant()) for each in questions]
         for plan in dict.fromkeys(plans):
             if not isinstance(plan, ReferencePlan):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from bench_records import CASE, MACHINE, TIMES, cells, record_of
 
-from bench import bench_norm, first_call, widths
+from bench import bench_norm, candidates, first_call, widths
 from bench.candidates import CANDIDATES, OURS, Calls, Refused, floor_bytes, floor_call, our_calls
 from bench.cases import (
     BenchCase,
@@ -24,6 +24,7 @@ from bench.cases import (
 from bench.peers import packages
 from bench.records import best_peer, load, make_record, report_row, results_path, save, summary_rows
 from bench.timing import Times, rotations
+from fusednorm.settings import invariance
 from fusednorm.tools.oracle import Inputs, assert_outputs_close, make_inputs
 
 
@@ -68,7 +69,7 @@ def test_candidates_that_come_with_torch_are_right_on_cpu_tensors(candidate):
     assert set(entry.check.errors) == {"y", "mean", "rstd", "dx", "dweight", "dbias"}
 
 
-@pytest.mark.parametrize("candidate", ["fusednorm", "aten", "inductor"])
+@pytest.mark.parametrize("candidate", ["fusednorm", "batch_invariant", "aten", "inductor"])
 @pytest.mark.parametrize("residual", [torch.bfloat16, torch.float32])
 def test_a_residuals_gradient_is_part_of_dx_and_of_the_floor(candidate, residual):
     bf16 = torch.bfloat16
@@ -83,6 +84,19 @@ def test_a_residuals_gradient_is_part_of_dx_and_of_the_floor(candidate, residual
     assert floor_call("backward", inputs)().dtype == bf16
     assert floor_bytes("backward", case) == (3 * 2 + residual.itemsize) * 16 * 64
     assert str(case).endswith("residual_bfloat16" if residual == bf16 else "residual_float32")
+
+
+def test_the_candidate_batch_invariant_runs_both_directions_under_the_setting(monkeypatch):
+    seen, ours = [], candidates.our_calls
+
+    def watched(case, inputs):
+        forward, backward, _ = ours(case, inputs)
+        asked = lambda call: lambda *given: (seen.append(invariance.switch.is_invariant()), call(*given))[1]  # noqa: E731
+        return Calls(asked(forward), asked(backward))
+
+    monkeypatch.setattr(candidates, "our_calls", watched)
+    CANDIDATES["batch_invariant"].outputs(CASE, make_bench_inputs(CASE, "cpu"))
+    assert seen == [True, True] and not invariance.switch.is_invariant()
 
 
 def test_check_reports_a_candidate_that_is_wrong_and_it_is_not_timed():

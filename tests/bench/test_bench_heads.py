@@ -7,8 +7,7 @@ import torch
 
 from bench import forms, heads
 from fusednorm.heads import plan
-from fusednorm.heads.call import HeadProblem
-from fusednorm.heads.problem import Settings
+from fusednorm.heads.call import calls_like
 from fusednorm.planner.device import H200
 
 BF16 = torch.bfloat16
@@ -30,10 +29,16 @@ def test_ours_is_what_models_write(packed, rotary, norm):
     assert all(error <= forms.FACTOR * max(most, 2**-9) for error, most in zip(errors, least, strict=True))
 
 
-def test_a_sweep_has_other_plans():
-    problem = HeadProblem("backward", 2, 128, BF16, BF16, BF16, None, Settings(), wants_dx=True, wants_dw=True)
-    ours, seen = plan.choose(problem, H200), set()
-    for how in heads.SWEEP.values():
-        with heads.planned(*how):
-            seen.add(plan.choose(problem, H200))
-    assert ours in seen and len(seen) > 20 and plan.choose(problem, H200) == ours
+@pytest.mark.parametrize("rotary", heads.ROTARY)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_sweep_has_other_plans(packed, rotary):
+    case = heads.HeadCase(4096, 32, 8, 128, rotary, packed, "rms", BF16)
+    calls = {direction: call for _, direction, call in calls_like(heads.heads_of(case), packed)}
+    ours = {direction: plan.choose(call.problem, H200) for direction, call in calls.items()}
+    others = heads.swept(case, H200)
+    assert len(others) >= 12
+    for direction, shape in others.values():
+        with heads.planned(direction, shape):
+            found = {way: plan.choose(call.problem, H200) for way, call in calls.items()}
+        assert [way for way in found if found[way] != ours[way]] == [direction]
+    assert calls["backward"].problem.copies == packed and (calls["forward"].problem.heads > 1) == (rotary != "none")

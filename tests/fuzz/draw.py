@@ -86,18 +86,20 @@ class Call:
                     shape = self.modulation_shape(slot.name)
                 tensor = fill(shape, self.values[slot.name], self.dtypes[slot.name], generator)
                 made[slot.name] = FOUR_DIMS[self.layouts[slot.name]](tensor)
-        exact = statistics_of(made["x"], self.normalized_ndim, OPS[self.op].norm)
+        exact = statistics_of(made["x"], self.normalized_ndim, OPS[self.op].norm, self.given.get("groups", 1))
         for name in statistics:
             kind = FP64 if self.dtypes["x"] == FP64 else FP32
             made[name] = statistic_layouts(exact[name].to(kind))[self.layouts[name]]
         return made
 
 
-def statistics_of(x: Tensor, normalized_ndim: int, norm: str) -> dict[str, Tensor]:
-    wide, dims = x.double(), tuple(range(-normalized_ndim, 0))
-    mean = wide.mean(dims, keepdim=True)
-    centered = wide - mean if norm == "layer" else wide
-    return {"mean": mean, "rstd": torch.rsqrt(centered.square().mean(dims, keepdim=True) + 1e-5)}
+def statistics_of(x: Tensor, normalized_ndim: int, norm: str, groups: int = 1) -> dict[str, Tensor]:
+    batch, columns = x.shape[: x.dim() - normalized_ndim], x.shape[x.dim() - normalized_ndim :]
+    wide = x.double().reshape(*batch, groups, columns.numel() // groups)
+    mean = wide.mean(-1)
+    centered = wide - mean[..., None] if norm == "layer" else wide
+    found = {"mean": mean, "rstd": torch.rsqrt(centered.square().mean(-1) + 1e-5)}
+    return {name: each.reshape(*batch, *(1,) * (normalized_ndim - 1), groups) for name, each in found.items()}
 
 
 def fill(shape: tuple[int, ...], kind: str, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -139,7 +141,7 @@ def draw(number: int, seed: int, most_elements: int) -> Call:
     op = OPS[of_family.choice(list(OPS))]
     normalized = _normalized_shape(of_family, min(MOST_COLS, most_elements))
     strided = of_family.random() < 0.3
-    dtypes, layouts, given = _of_family(of_family, op, strided)
+    dtypes, layouts, given = _of_family(of_family, op, math.prod(normalized), strided)
     batch = _batch_shape(each, most_elements // max(1, math.prod(normalized)), 4 - len(normalized), strided)
     tensors = [slot for slot in op.arguments if slot.role.is_tensor and slot.role is not Role.STATISTIC]
     calm = each.random() < 0.4
@@ -156,7 +158,7 @@ def draw(number: int, seed: int, most_elements: int) -> Call:
     )  # fmt: skip
 
 
-def _of_family(rng: random.Random, op: Op, strided: bool) -> tuple[dict, dict, dict]:
+def _of_family(rng: random.Random, op: Op, cols: int, strided: bool) -> tuple[dict, dict, dict]:
     """(dtypes, layouts, other arguments)."""
     dtypes: dict[str, torch.dtype | None] = {}
     layouts, given = {}, {}
@@ -174,7 +176,9 @@ def _of_family(rng: random.Random, op: Op, strided: bool) -> tuple[dict, dict, d
         elif slot.role is Role.EPS:
             given[slot.name] = rng.choice((1e-5, 1e-6, 1e-12, 1e-3, 0.0, *[None] * slot.optional))
         elif slot.role is Role.FORM:
-            values = {float: (0.0, 1.0), bool: (False, True), str: tuple(filter(None, CHOICES.get(slot.name, ())))}
+            groups = [1, *(each for each in (2, 3, 4, 8) if cols % each == 0)]
+            values = {float: (0.0, 1.0), bool: (False, True), int: groups}
+            values[str] = tuple(filter(None, CHOICES.get(slot.name, ())))
             given[slot.name] = rng.choice(values[type(slot.default)])
         elif slot.role is Role.DTYPE:
             given[slot.name] = rng.choice((None, *DTYPES))

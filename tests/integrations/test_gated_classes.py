@@ -15,26 +15,34 @@ import fusednorm
 
 pytest.importorskip("transformers", reason="needs the package transformers")
 COLS, ROWS = 64, (2, 32)
-AFTER, SIGMOID_AFTER = "RMSNorm, then a silu gate", "RMSNorm, then a sigmoid gate"
-BEFORE = "RMSNorm behind a silu gate"
-CLASSES = [  # the model and its class, what the class takes beside the columns, what it computes
-    ("qwen3_next", "Qwen3NextRMSNormGated", {}, AFTER),
-    ("qwen3_5", "Qwen3_5RMSNormGated", {}, AFTER),
-    ("qwen3_5_moe", "Qwen3_5MoeRMSNormGated", {}, AFTER),
-    ("qwen4_exp", "Qwen4ExpTextRMSNormGated", {"activation": "sigmoid"}, SIGMOID_AFTER),
-    ("olmo_hybrid", "OlmoHybridRMSNormGated", {}, AFTER),
+AFTER, BEFORE, SIGMOID_AFTER = {}, {"norm_before_gate": False}, {"activation": "sigmoid"}
+CLASSES = [  # the model and its class, what the class takes beside the columns, the settings of ours
+    ("qwen3_next", "Qwen3NextRMSNormGated", {}, AFTER | {"rounding": "x_hat"}),
+    ("qwen3_5", "Qwen3_5RMSNormGated", {}, AFTER | {"rounding": "x_hat"}),
+    ("qwen3_5_moe", "Qwen3_5MoeRMSNormGated", {}, AFTER | {"rounding": "x_hat"}),
+    ("qwen4_exp", "Qwen4ExpTextRMSNormGated", {"activation": "sigmoid"}, SIGMOID_AFTER | {"rounding": "x_hat"}),
+    ("olmo_hybrid", "OlmoHybridRMSNormGated", {}, AFTER | {"rounding": "x_hat"}),
     ("lara_mini", "LaraMiniRMSNormGated", {}, AFTER),
     ("kimi_linear", "KimiLinearRMSNormGated", {}, SIGMOID_AFTER),
     ("bailing_hybrid", "BailingHybridRMSNormGated", {}, SIGMOID_AFTER),
     ("glm5_next", "Glm5NextTextRMSNormGated", {}, SIGMOID_AFTER),
-    ("bamba", "BambaRMSNormGated", {"group_size": COLS}, BEFORE),
-    ("granitemoehybrid", "GraniteMoeHybridRMSNormGated", {"group_size": COLS}, BEFORE),
-    ("zamba2", "Zamba2RMSNormGated", {"group_size": COLS}, BEFORE),
+    ("bamba", "BambaRMSNormGated", {"group_size": COLS}, BEFORE | {"rounding": "x_hat"}),
+    ("granitemoehybrid", "GraniteMoeHybridRMSNormGated", {"group_size": COLS}, BEFORE | {"rounding": "x_hat"}),
+    ("mamba2", "MambaRMSNormGated", {"group_size": 16}, BEFORE | {"group_size": 16, "rounding": "x_hat"}),
+    ("nemotron_h", "NemotronHRMSNormGated", {"group_size": 8}, BEFORE | {"group_size": 8, "rounding": "x_hat"}),
+    ("zamba2", "Zamba2RMSNormGated", {"group_size": 32}, BEFORE | {"group_size": 32, "rounding": "x_hat"}),
+    ("falcon_h1", "FalconH1RMSNormGated", {"n_groups": 4, "norm_before_gate": True}, AFTER | {"group_size": 16}),
+    ("falcon_h1", "FalconH1RMSNormGated", {"n_groups": 2, "norm_before_gate": False}, BEFORE | {"group_size": 32}),
 ]
-ONCE = {"LaraMiniRMSNormGated", "KimiLinearRMSNormGated", "BailingHybridRMSNormGated", "Glm5NextTextRMSNormGated"}
 classes = pytest.mark.parametrize(
-    ("model", "name", "settings", "note"), CLASSES, ids=[name for _, name, *_ in CLASSES]
+    ("model", "name", "settings", "ours"), CLASSES, ids=[f"{name}-{at}" for at, (_, name, *_) in enumerate(CLASSES)]
 )
+
+
+def note_of(ours: dict) -> str:
+    gate, size = f"a {ours.get('activation', 'silu')} gate", ours.get("group_size")
+    norm = f"RMSNorm of {COLS // size} groups" if size else "RMSNorm"
+    return f"{norm} behind {gate}" if "norm_before_gate" in ours else f"{norm}, then {gate}"
 
 
 def build(model: str, name: str, settings: dict) -> nn.Module:
@@ -59,13 +67,13 @@ def results(norm: nn.Module, given: list[torch.Tensor]) -> list[torch.Tensor]:
 
 @classes
 @pytest.mark.parametrize("weight", [BF16, FP32], ids=str)
-def test_a_gated_norm_has_the_bits_of_its_class_and_gradients_as_near(model, name, settings, note, weight):
+def test_a_gated_norm_has_the_bits_of_its_class_and_gradients_as_near(model, name, settings, ours, weight):
     stock = build(model, name, settings).to(weight)
-    ours, exact, given = copy.deepcopy(stock), copy.deepcopy(stock).double(), inputs(BF16)
-    patch = fusednorm.patch_model(nn.Sequential(ours))
-    assert [each.note for each in patch.replaced] == [f"{note}, written by hand"]
+    patched, exact, given = copy.deepcopy(stock), copy.deepcopy(stock).double(), inputs(BF16)
+    patch = fusednorm.patch_model(nn.Sequential(patched))
+    assert [each.note for each in patch.replaced] == [f"{note_of(ours)}, written by hand"]
     with OpLog() as log:
-        got = results(ours, given)
+        got = results(patched, given)
     want, right = results(stock, given), results(exact, [each.detach().double().requires_grad_() for each in given])
     assert any(each.startswith("fusednorm.rms_norm_fwd") for each in log.names)
     assert [each.dtype for each in got] == [each.dtype for each in want]
@@ -86,10 +94,8 @@ def test_a_gate_may_come_by_name_and_without_one_the_class_runs_its_own_forward(
 
 
 @classes
-def test_state_dicts_load_into_our_module_which_has_the_same_bits(model, name, settings, note):
+def test_state_dicts_load_into_our_module_which_has_the_same_bits(model, name, settings, ours):
     stock, given = build(model, name, settings).to(BF16), inputs(BF16)
-    activation = "sigmoid" if "sigmoid" in note else "silu"
-    ours = fusednorm.RMSNormGated(COLS, 1e-6, activation=activation, norm_before_gate=note != BEFORE,
-                                  rounding="once" if name in ONCE else "x_hat", dtype=BF16)  # fmt: skip
-    ours.load_state_dict(stock.state_dict())
-    assert int((ours(*given) != stock(*given)).sum()) * 500 <= given[0].numel()
+    module = fusednorm.RMSNormGated(COLS, 1e-6, dtype=BF16, **ours)
+    module.load_state_dict(stock.state_dict())
+    assert int((module(*given) != stock(*given)).sum()) * 500 <= given[0].numel()

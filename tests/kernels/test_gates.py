@@ -37,7 +37,7 @@ def outputs_of(call, plan):
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("gated", PORTABLE, ids=str)
 def test_gated_forwards_give_the_oracles_numbers(gated, plan):
-    gated.check_forward(outputs_of(gated.forward, plan(gated.cols)))
+    gated.check_forward(outputs_of(gated.forward, plan(gated.cols // gated.form.groups)))
 
 
 # Without a gradient of rows there are column tiles only.
@@ -46,4 +46,4 @@ BACKWARD = [(gated, name) for gated in PORTABLE for name in PLANS if any(gated.m
 
 @pytest.mark.parametrize("gated, plan", BACKWARD, ids=str)
 def test_gated_backwards_give_the_gradients_of_autograd_in_float64(gated, plan):
-    gated.check_backward(outputs_of(gated.backward, PLANS[plan](gated.cols)))
+    gated.check_backward(outputs_of(gated.backward, PLANS[plan](gated.cols // gated.form.groups)))

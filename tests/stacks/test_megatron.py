@@ -149,10 +149,30 @@ def test_norm_takes_eps_and_marks_its_parameters(normalization, parallel):
     assert [each.sequence_parallel for each in norm.parameters()] == [parallel] * len(list(norm.parameters()))
 
 
-@pytest.mark.parametrize("name", ["layernorm_zero_centered_gamma", "memory_efficient_layer_norm"])
-def test_what_our_norms_lack_is_refused(name):
-    with pytest.raises(ValueError, match=f"fusednorm: {name} must be False, got True"):
-        megatron.Norm(config_of(**{name: True}), 8)
+@pytest.mark.parametrize("normalization, op", [("LayerNorm", "layer_norm"), ("RMSNorm", "rms_norm")])
+def test_weights_centered_at_zero_train_as_those_centered_at_one(normalization, op):
+    """WrappedTorchNorm, Megatron's norm without Apex and TransformerEngine, has no such weights to compare with."""
+    at_zero, at_one = (
+        gpt(config_of(normalization=normalization, layernorm_zero_centered_gamma=centered), megatron.with_norms)
+        for centered in (True, False)
+    )
+    with ops_logged() as log:
+        loss = loss_of(at_zero)
+    assert norms(log) == {f"{op}_fwd": 2 * 4 + 1}
+    expected = loss_of(at_one)
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    expected.backward()
+    ones = dict(at_one.named_parameters())
+    for name, each in at_zero.named_parameters():
+        torch.testing.assert_close(each.grad, ones[name].grad, rtol=1e-4, atol=1e-6)
+        if "norm" in name and "weight" in name:
+            assert not each.any() and (ones[name] == 1).all() and each.grad.any()
+
+
+def test_what_our_norms_lack_is_refused():
+    with pytest.raises(ValueError, match="fusednorm: memory_efficient_layer_norm must be False, got True"):
+        megatron.Norm(config_of(memory_efficient_layer_norm=True), 8)
 
 
 def test_other_normalizations_are_refused():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -30,8 +31,9 @@ def ops_logged(package: ModuleType = fusednorm) -> Iterator[OpLog]:
 
 
 def norms(log: OpLog, namespace: str = "fusednorm") -> dict[str, int]:
-    """How often each op of the package ran, such as {"rms_norm_fwd": 5, "rms_norm_bwd": 5}."""
-    names = [name.removeprefix(f"{namespace}.").split(".")[0] for name in log.names if name.startswith(f"{namespace}.")]
+    """How often each norm of the package ran, of whatever form, such as {"rms_norm_fwd": 5, "rms_norm_bwd": 5}."""
+    of_form = re.compile(rf"{namespace}\.(\w+_norm_(?:fwd|bwd))")
+    names = [found[1] for found in map(of_form.match, log.names) if found]
     return {name: names.count(name) for name in dict.fromkeys(names)}
 
 

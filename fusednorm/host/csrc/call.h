@@ -51,6 +51,7 @@ class Call {
     binding.num_tensors = op.num_tensors;
     binding.x_shape = x.sizes();
     binding.normalized_shape = given.shape;
+    if (op.groups) binding.groups = given.settings[*op.groups];
     size_t ndim = given.shape.size(), batch_ndim = x.dim() - ndim;
     may_run = ndim && static_cast<size_t>(x.dim()) >= ndim && given.symbolic_shape.empty() &&
               std::equal(given.shape.begin(), given.shape.end(), x.sizes().end() - ndim);
@@ -111,7 +112,7 @@ class Call {
         may_run = may_run && add_modulation(tensor);
         break;
       case Role::STATISTIC:
-        may_run &= tensor.numel() == binding.rows;
+        may_run &= tensor.numel() == binding.rows * binding.groups;
         if (!as_it_is && may_run) may_run = !invariant && add_layout(tensor, tensor.dim(), /*nested=*/false);
         break;
       default:

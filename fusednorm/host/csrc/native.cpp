@@ -59,6 +59,12 @@ bool read(PyObject* argument, const Slot& slot, Given& given) {
       if (!PyBool_Check(argument)) return false;
       given.settings.push_back(argument == Py_True);
       return true;
+    case Role::GROUPS: {
+      if (!PyLong_CheckExact(argument)) return false;
+      int overflow = 0;
+      given.settings.push_back(PyLong_AsLongLongAndOverflow(argument, &overflow));
+      return !overflow;
+    }
     case Role::NAME:
       if (!PyUnicode_Check(argument)) return false;
       given.settings.push_back(names.setting_of(PyUnicode_AsUTF8(argument)));
@@ -269,7 +275,8 @@ PYBIND11_MODULE(_native, module) {
       .value("SHAPE", Role::SHAPE).value("PARAMETER", Role::PARAMETER).value("ROWS", Role::ROWS)
       .value("STATISTIC", Role::STATISTIC).value("PACKED_ROWS", Role::PACKED_ROWS)
       .value("MODULATION", Role::MODULATION).value("NUMBER", Role::NUMBER).value("DTYPE", Role::DTYPE)
-      .value("MASK", Role::MASK).value("FLAG", Role::FLAG).value("NAME", Role::NAME);
+      .value("MASK", Role::MASK).value("FLAG", Role::FLAG).value("NAME", Role::NAME)
+      .value("GROUPS", Role::GROUPS);
   py::enum_<Number>(module, "Number")
       .value("ROWS", Number::ROWS).value("CTAS", Number::CTAS).value("PARTIALS", Number::PARTIALS);
   py::class_<Output>(module, "Output")

@@ -18,7 +18,7 @@ namespace fusednorm {
 namespace py = pybind11;
 using c10::IValue;
 
-enum class Role { SHAPE, PARAMETER, ROWS, STATISTIC, PACKED_ROWS, MODULATION, NUMBER, DTYPE, MASK, FLAG, NAME };
+enum class Role { SHAPE, PARAMETER, ROWS, STATISTIC, PACKED_ROWS, MODULATION, NUMBER, DTYPE, MASK, FLAG, NAME, GROUPS };
 
 inline bool is_tensor(Role role) {
   return role == Role::PARAMETER || role == Role::ROWS || role == Role::STATISTIC || role == Role::PACKED_ROWS ||
@@ -72,7 +72,7 @@ struct Op {
   size_t num_arguments = 0;
   std::vector<size_t> without_statistics;  // `outputs` of a forward whose statistics stay inside the node
   optional<size_t> wants_statistics;       // among the settings; the only input that is no argument
-  optional<size_t> mask;                   // among the settings
+  optional<size_t> mask, groups;           // among the settings
 
   Op(int64_t number, std::string name, std::vector<Slot> given, size_t x, size_t num_tensors, size_t num_outputs,
      std::vector<size_t> given_outputs, bool follows_autocast)
@@ -84,6 +84,7 @@ struct Op {
     for (const Slot& each : inputs) {
       if (!each.is_argument) wants_statistics = settings;
       if (each.role == Role::MASK) mask = settings;
+      if (each.role == Role::GROUPS) groups = settings;
       num_arguments += each.is_argument;
       settings += !is_tensor(each.role) && each.role != Role::SHAPE;
       if (is_tensor(each.role)) tensors.push_back(each);
@@ -243,6 +244,8 @@ inline py::tuple to_python(const Given& given) {
       each = py::cast(names.of(number));
     } else if (slot.role == Role::NUMBER) {
       each = py::cast(as_number(number));
+    } else if (slot.role == Role::GROUPS) {
+      each = py::cast(number);
     } else if (number != NONE) {
       each = py::cast(static_cast<at::ScalarType>(number));
     }

@@ -215,7 +215,7 @@ struct Binding {
   std::array<uint64_t, MOST_ADDRESSES> addresses;
   size_t num_tensors;
   IntArrayRef x_shape, normalized_shape;
-  int64_t rows = 1;
+  int64_t rows = 1, groups = 1;
 };
 
 struct Program {
@@ -272,6 +272,7 @@ struct Program {
     if (extent == Extent::PARAMETER) return allocate(to.normalized_shape, dtype);
     Shape shape(to.x_shape.begin(), to.x_shape.end());
     std::fill(shape.end() - to.normalized_shape.size(), shape.end(), 1);
+    shape.back() = to.groups;
     return allocate(shape, dtype);
   }
 

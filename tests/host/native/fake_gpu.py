@@ -162,13 +162,13 @@ class Map(ctypes.Structure):
             getattr(known, name)[: len(values)] = values[::-1]
         return known
 
-    def rows(self) -> torch.Tensor:
+    def rows(self, groups: int = 1) -> torch.Tensor:
         """The memory as [rows, cols]. The map's dimensions are [rows, cols], [rows, boxes, box] or
-        [chunks, rows, boxes, box]."""
-        dtype = MAP_DTYPES[self.type]
+        [chunks, rows, boxes, box]; groups are a dimension behind the rows."""
+        dtype, behind = MAP_DTYPES[self.type], groups > 1
         strides = [each // dtype.itemsize for each in self.byte_strides()]
         tensor = at_address(self.address, dtype, self.shape(), [*strides, 1])
-        return (tensor.transpose(0, 1) if self.rank == 4 else tensor).flatten(1)
+        return (tensor.movedim(0, 1 + behind) if self.rank == 4 + behind else tensor).flatten(1)
 
 
 # The C type of a kernel's parameter, by its declaration in PTX.
@@ -189,7 +189,7 @@ class Build(launcher.Build):
 
     def __init__(self, compiled, launch):
         super().__init__(compiled, triton_compat.RELEASES[3, 6])
-        self.name, self.norm = launch.kernel.__name__, launch.norm
+        self.name, self.norm, self.groups = launch.kernel.__name__, launch.norm, getattr(launch.tile, "groups", 1)
         self.squares = launch.norm.form.finish_dw is not None  # the weight: it is a norm of squared.py
         self.launch = self._compute
         self._kinds: list = []  # of the arguments, those of tensor maps expanded
@@ -277,9 +277,11 @@ class Launched(NamedTuple):
 
     def more_rows(self, name: str, at: int = 0) -> torch.Tensor | None:
         """One tensor of `rows_in`, `rows_out` or `added`."""
-        if f"{name}.{at}" not in self.parameters:
-            return None
         (rows, cols), parameters = self.shape(), self.parameters
+        if name == "rows_in" and f"desc_{at + 1}" in parameters:  # through the ring
+            return parameters[f"desc_{at + 1}"].rows(self.build.groups)
+        if f"{name}.{at}" not in parameters:
+            return None
         # Triton leaves out numbers of 1
         inner, *strides = (parameters.get(f"strides_in.{3 * at + which}", 1) for which in range(3))
         if name != "rows_in":
@@ -290,7 +292,7 @@ class Launched(NamedTuple):
     def rows(self, name: str) -> torch.Tensor | None:
         parameters = self.parameters
         if f"{name}_desc" in parameters:
-            return parameters[f"{name}_desc"].rows()
+            return parameters[f"{name}_desc"].rows(self.build.groups)
         if f"{name}_ptr" not in parameters:
             return None
         (rows, cols), inner = self.shape(), parameters[f"{name}_inner"]
@@ -298,15 +300,21 @@ class Launched(NamedTuple):
         return self.tensor(name, (rows // inner, inner, cols), strides).flatten(0, 1)
 
     def shape(self) -> tuple[int, int]:
-        return self.parameters["rows"], self.parameters["cols"]
+        return self.parameters["rows"], self.parameters["cols"] * self.build.groups
 
     def statistic(self, name: str) -> torch.Tensor | None:
-        return self.tensor(name, self.shape()[:1], (self.parameters.get(f"{name}_stride", 1),))
+        """[rows, groups, 1]"""
+        shape, stride = (self.shape()[0], self.build.groups, 1), self.parameters.get(f"{name}_stride", 1)
+        return self.tensor(name, shape, (self.build.groups * stride, stride, 1))
+
+    def by_group(self, rows: torch.Tensor) -> torch.Tensor:
+        """[rows, cols] as [rows, groups, columns of a group]"""
+        return rows.unflatten(-1, (self.build.groups, -1))
 
 
 def compute(launched: Launched) -> None:
     """Writes the results that the kernel would write. Partial sums are all in the first row of partials."""
-    name, cols = launched.build.name, launched.parameters["cols"]
+    name, cols = launched.build.name, launched.parameters["cols"]  # a finalizer has those of all groups
     if name == "finalize":
         for each in ("dw", "db"):
             total = launched.tensor(f"{each}_partial", (cols,))
@@ -333,14 +341,14 @@ def compute_forward(launched: Launched) -> None:
         x = x if residual is None else x + residual
         fill(total, x)
         x = total.double() if form.combine in rowmath.UNROUNDED else x
-    shape = launched.shape()[1:]
+    shape = (launched.parameters["cols"],)
     if launched.build.norm.layer:
-        x_hat, mean, rstd = reference.layer_norm_formula(x, shape, None, None, eps)
-        fill(launched.statistic("mean"), mean.flatten())
+        x_hat, mean, rstd = reference.layer_norm_formula(launched.by_group(x), shape, None, None, eps)
+        fill(launched.statistic("mean"), mean)
     else:
-        x_hat, rstd = reference.rms_norm_formula(x, shape, None, eps)
-    fill(launched.statistic("rstd"), rstd.flatten())
-    y = x_hat.to(dtype).double()
+        x_hat, rstd = reference.rms_norm_formula(launched.by_group(x), shape, None, eps)
+    fill(launched.statistic("rstd"), rstd)
+    y = x_hat.flatten(1).to(dtype).double()
     y = y if weight is None else y * (form.weight_offset + weight)
     y = y if bias is None else y + bias
     if form.factor is not None:
@@ -350,22 +358,25 @@ def compute_forward(launched: Launched) -> None:
 
 
 def compute_backward(launched: Launched) -> None:
-    cols = launched.parameters["cols"]
+    cols = launched.shape()[1]
     (dy, x), weight = doubles(launched.rows("dy"), launched.rows("x")), weight_of(launched)
     mean, rstd = doubles(launched.statistic("mean"), launched.statistic("rstd"))
     x = torch.zeros_like(dy) if x is None else x  # a kernel that sums only db does not get x
     offset = {"weight_offset": launched.build.norm.form.weight_offset}
     (gate,), (bias,) = doubles(launched.more_rows("rows_in")), doubles(launched.tensor("bias", (cols,)))
     before, after, slope = gates_of(launched, gate)
-    h, du = x * before, dy * after
-    dh, *_ = reference.backward_formula(du, h, (cols,), mean, rstd, weight, None, (True, False, False), **offset)
-    ones = torch.ones_like(x[0])
-    _, dw, db = reference.backward_formula(du, h, (cols,), mean, rstd, ones, ones, (False, True, True))
+    h, du = launched.by_group(x * before), launched.by_group(dy * after)
+    given, of_groups = (h, h.shape[-1:], mean, rstd), None if weight is None else launched.by_group(weight)
+    dh, *_ = reference.backward_formula(du, *given, of_groups, None, (True, False, False), **offset)
+    ones = torch.ones_like(h[0])
+    _, dw, db = (each if each is None else each.flatten() for each in
+                 reference.backward_formula(du, *given, ones, ones, (False, True, True)))  # fmt: skip
+    dh = dh.flatten(1)
     residual = launched.more_rows("added")
     dh = dh if residual is None else dh + residual
     fill(launched.tensor("dx", launched.shape()), dh * before)
     if gate is not None:
-        x_hat = (h - (0 if mean is None else mean[:, None])) * rstd[:, None]
+        x_hat = ((h - (0 if mean is None else mean)) * rstd).flatten(1)
         u = x_hat if weight is None else x_hat * (offset["weight_offset"] + weight)
         u = u if bias is None else u + bias
         is_before = launched.build.norm.form.combine is rowmath.gated
@@ -386,7 +397,7 @@ def gates_of(launched: Launched, gate: torch.Tensor | None):
 
 
 def weight_of(launched: Launched) -> torch.Tensor | None:
-    (weight,) = doubles(launched.tensor("weight", (launched.parameters["cols"],)))
+    (weight,) = doubles(launched.tensor("weight", launched.shape()[1:]))
     return weight.square() if weight is not None and launched.build.squares else weight
 
 

@@ -317,3 +317,21 @@ def test_a_modules_forward_and_backward_enter_few_more_frames_than_the_plain_mod
         with gpu.repeating(2):
             found.append(frames_of(step))
     assert found[0] <= 5 and found[1] <= found[0] + 3, found
+
+
+@pytest.mark.parametrize("cols", [COLS, 1024], ids=["multi_wave", "rings"])
+@pytest.mark.parametrize("name", ["layer_norm_fwd_of_gated", "rms_norm_fwd_times_gate"])
+def test_groups_of_columns_are_right_by_python_and_when_repeated(name, cols, gpu):
+    op = next(each for each in FORM_OPS if each.name == name)
+    for seed in range(2):
+        given = leaves(op, FP32, shape=(600, cols), seed=seed)
+        exact = {each: tensor.detach().double().requires_grad_() for each, tensor in given.items()}
+        with gpu.repeating(2) if seed else gpu.going_to_python("forward", "backward"):
+            outputs = run(op, given, group_size=cols // 2)
+            got = gradients(outputs, given)
+        assert node_of(outputs) == "NormBackward"
+        halves = zip(*(each.chunk(2, -1) for each in exact.values()), strict=True)
+        halves = [dict(zip(exact, each, strict=True)) for each in halves]
+        wanted = (torch.cat([composite(op, half)[0] for half in halves], -1),)
+        for ours, right in zip((*outputs, *got), (*wanted, *gradients(wanted, exact)), strict=True):
+            assert_close(ours, right.float(), atol=1e-3, rtol=1e-3)

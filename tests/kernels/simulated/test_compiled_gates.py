@@ -13,7 +13,7 @@ import fusednorm
 from fusednorm.planner.choice import best_plan
 
 BACKWARD = {"multi_wave": [PORTABLE[0], PORTABLE[6]], "pipelined": PIPELINED, "warp_specialized": SPECIALIZED}
-FORWARD = {"multi_wave": [PORTABLE[5]], "pipelined": [PIPELINED[0], PIPELINED[3]]}
+FORWARD = {"multi_wave": [PORTABLE[5]], "pipelined": [PIPELINED[0], PIPELINED[3], PIPELINED[5]]}
 
 
 def cases(by_variant: dict) -> list:

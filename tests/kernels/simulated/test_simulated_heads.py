@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from head_norms import BF16, FP32, HeadCase, assert_errs_no_more_than_plain_code
 from simulator.host import simulated
 
+import fusednorm
 from fusednorm.heads import ops
+from fusednorm.heads.problem import Packing
 
 CASES = [
     HeadCase(cols=64, rotary=64, tokens=9, dtype=BF16, table_dims="BS"),
@@ -24,3 +27,16 @@ def test_compiled_kernels_give_the_numbers_of_float64_autograd(case, device, mon
         assert_errs_no_more_than_plain_code(case, given, case.run(given))
     names = [each.name for each in simulation.launched]
     assert names[:2] == ["forward", "backward"] and set(names[2:]) == {"finalize_several"}
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_the_gradient_of_v_is_copied_by_the_same_launch(grouped, monkeypatch):
+    monkeypatch.setattr(ops.Call, "formula", None)
+    packed = torch.randn(2, 9, 8 * 48, dtype=BF16, requires_grad=True)
+    with simulated("H200", 1) as simulation:
+        got = fusednorm.qk_norm_packed(packed, 4, 2, eps=1e-3, grouped=grouped)
+        grads = [torch.randn_like(each) for each in got]
+        (grad,) = torch.autograd.grad(got, packed, grads)
+    *_, v = Packing(4, 2, grouped).split(grad)
+    assert torch.equal(v.reshape(grads[2].shape), grads[2])
+    assert [each.name for each in simulation.launched] == ["forward", "backward"]

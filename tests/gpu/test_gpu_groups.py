@@ -1,0 +1,59 @@
+"""Norms with a gate by groups of columns, on a GPU: errors against float64, layouts, bits of repeated calls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from norm_forms import BF16, FP32, composite, error, gradients, leaves, rows_of, run
+
+import fusednorm
+from fusednorm.host import fallback
+from fusednorm.operands import FORM_OPS
+
+pytestmark = pytest.mark.gpu
+gated = pytest.mark.parametrize("op", [op for op in FORM_OPS if "gate" in rows_of(op)], ids=lambda op: op.name)
+SHAPES = [(4096, 8192, 1024), (333, 1536, 64), (100, 1000, 125), (64, 32768, 16384), (3, 131072, 65536), (1, 256, 128)]
+
+
+@pytest.fixture(autouse=True)
+def no_kernel_falls_back():
+    fallback.forget()
+    yield
+    assert not fallback.failures()
+
+
+def by_group(op, given, size):
+    """The composite of each group by itself."""
+    groups = zip(*(each.split(size, -1) for each in given.values()), strict=True)
+    return (torch.cat([composite(op, dict(zip(given, each, strict=True)))[0] for each in groups], -1),)
+
+
+@gated
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("variant", [None, "multi_wave", "pipelined"])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_groups_err_no_more_than_plain_code(op, shape, variant, dtype):
+    *sizes, size = shape
+    given = leaves(op, dtype, shape=tuple(sizes), device="cuda")
+    exact = {name: each.detach().double().requires_grad_() for name, each in given.items()}
+    with fusednorm.force(variant):
+        got = run(op, given, group_size=size)
+        grads = gradients(got, given)
+    plain, want = by_group(op, given, size), by_group(op, exact, size)
+    pairs = zip((*got, *grads), (*plain, *gradients(plain, given)), (*want, *gradients(want, exact)), strict=True)
+    for ours, theirs, right in pairs:
+        least = torch.finfo(ours.dtype).eps * 0.01 + 2e-6 * sizes[0] ** 0.5
+        assert error(ours, right) <= 1.1 * error(theirs, right) + least * float(right.detach().abs().amax())
+
+
+@gated
+def test_a_gate_inside_a_projection_gives_the_bits_of_contiguous_rows_again_and_again(op):
+    given = leaves(op, BF16, shape=(6, 512, 2048), device="cuda")
+    want = run(op, given, group_size=256)
+    wanted = gradients(want, given)
+    packed = torch.cat([given["gate"].detach()] * 3, -1)
+    inside = given | {"gate": packed[..., 2048:4096].requires_grad_()}
+    for _ in range(2):
+        got = run(op, inside, group_size=256)
+        for ours, right in zip((*got, *gradients(got, inside)), (*want, *wanted), strict=True):
+            assert torch.equal(ours, right)
