@@ -54,6 +54,7 @@ from .modules import (  # noqa: E402
     RMSNormAdd,
     RMSNormGated,
 )
+from .packed import layer_norm_gated_packed, rms_norm_gated_packed  # noqa: E402
 from .settings.invariance import batch_invariant  # noqa: E402
 from .settings.margin import sm_margin  # noqa: E402
 from .tools.explanation import explain  # noqa: E402
@@ -92,11 +93,13 @@ __all__ = [
     "functional",
     "layer_norm_add",
     "layer_norm_gated",
+    "layer_norm_gated_packed",
     "layers",
     "qk_norm",
     "qk_norm_packed",
     "rms_norm_add",
     "rms_norm_gated",
+    "rms_norm_gated_packed",
     "sm_margin",
     "warmup",
 ]

@@ -114,11 +114,12 @@ class NodeInfo(NamedTuple):
         are inside the node and this backward is itself recorded. more: gradients of outputs that the backward op takes
         beside that of y, by the names of its operands."""
         operands = self.operands(grad_y, saved, mask, more)
+        return dict(zip([each.name for each in operands.outputs], self.outputs(operands), strict=True))
+
+    def outputs(self, operands: BackwardOperands) -> Outputs:
         if self.statistics_inside and torch.is_grad_enabled():
-            grads = differentiable_backward(operands, self.eps)
-        else:
-            grads = self._backward(operands)
-        return dict(zip([each.name for each in operands.outputs], grads, strict=True))
+            return differentiable_backward(operands, self.eps)
+        return self._backward(operands)
 
     def operands(self, grad_y, saved: dict[str, Tensor | None], mask, more: dict[str, Tensor]) -> BackwardOperands:
         return backward_of(
@@ -227,15 +228,15 @@ def _apply(name: str, *arguments):
     with torch.no_grad():
         outputs = _below_autograd(operands)
     if not torch.is_inference_mode_enabled():
-        outputs = NormFunction.apply(*operands.tensors, outputs, _node_info(operands, statistics_inside=False))
+        outputs = NormFunction.apply(*operands.tensors, outputs, node_info(operands, statistics_inside=False))
     return op_outputs(name, outputs)
 
 
 def _recorded(operands: Operands) -> Outputs:
-    return _record(*operands.tensors, _below_autograd(operands), _node_info(operands, statistics_inside=False))
+    return _record(*operands.tensors, _below_autograd(operands), node_info(operands, statistics_inside=False))
 
 
-def _node_info(operands: Operands, *, statistics_inside: bool) -> NodeInfo:
+def node_info(operands: Operands, *, statistics_inside: bool) -> NodeInfo:
     by, shape = derivative_of(operands.op), tuple(operands.normalized_shape)
     settings = _settings(operands, by) if by.settings or by.dtypes else {}
     asked = asked_variants(), invariance.switch.is_invariant()
@@ -338,7 +339,7 @@ def _forward(operands: Operands) -> Tensor | tuple[Tensor, ...] | None:
         return None
     if not operands.wants_statistics:
         return _without_statistics(outputs)
-    return _record(*operands.tensors, outputs, _node_info(operands, statistics_inside=True))
+    return _record(*operands.tensors, outputs, node_info(operands, statistics_inside=True))
 
 
 def _shown_forward(operands: Operands) -> Tensor | tuple[Tensor, ...] | None:

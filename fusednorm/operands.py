@@ -27,11 +27,13 @@ class Role(enum.Enum):
     """What an operand or an output is. Operands are checked in this order."""
 
     SHAPE = "the normalized dims"
+    COUNT = "a number of columns"
     PARAMETER = "a tensor of shape normalized_shape"
     ROWS = "a tensor of x's shape"
     STATISTIC = "a tensor of one element per group of a row; [*batch, 1, ..., groups] as an output"
     PACKED_ROWS = "a tensor of x's shape that kernels read as if it were contiguous"
     MODULATION = "a tensor of normalized_shape behind batch dims of x, the first ones, each whole or 1"
+    COLUMNS = "a tensor of x's batch dims and columns of its own"
     EPS = "a number"
     DTYPE = "a float dtype"
     MASK = "a flag per output"
@@ -40,12 +42,14 @@ class Role(enum.Enum):
 
     @property
     def is_tensor(self) -> bool:
-        return self in (Role.PARAMETER, Role.ROWS, Role.STATISTIC, Role.PACKED_ROWS, Role.MODULATION)
+        return self in (
+            Role.PARAMETER, Role.ROWS, Role.STATISTIC, Role.PACKED_ROWS, Role.MODULATION, Role.COLUMNS
+        )  # fmt: skip
 
     @property
     def is_by_name(self) -> bool:
         """Whether such an argument of an op is given by name alone."""
-        return self in (Role.DTYPE, Role.FORM)
+        return self in (Role.DTYPE, Role.FORM, Role.COUNT)
 
 
 class Slot(NamedTuple):
@@ -95,6 +99,11 @@ class Op(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.norm}_norm_{WAYS[self.direction]}{self.suffix}"
+
+    @property
+    def runs_in_cpp(self) -> bool:
+        """Whether the C++ host side takes the op."""
+        return not any(slot.role is Role.COLUMNS for slot in self.inputs)
 
     @property
     def arguments(self) -> list[Slot]:
@@ -168,6 +177,18 @@ GATED_OPS = tuple(
     for form, suffix, bias in ((OF_GATED, "_of_gated", BIAS_DTYPE), (TIMES_GATE, "_times_gate", BIAS))
 )  # fmt: skip
 
+# The same where x and the gate are columns of one tensor of `width` columns, from x_at and gate_at on: dx is the
+# gradient of that tensor. `rest` is that of its other columns side by side, or None for zeros.
+REST = Slot("rest", Role.COLUMNS, optional=True)
+PLACES = tuple(Slot(name, Role.COUNT) for name in ("width", "x_at", "gate_at"))
+PACKED_OPS = tuple(
+    op._replace(
+        inputs=(*op.inputs[: op.inputs.index(MASK)], REST, *op.inputs[op.inputs.index(MASK) :], *PLACES),
+        outputs=(DX_._replace(role=Role.COLUMNS, dtype=None), DWEIGHT_, DBIAS_), suffix=f"{op.suffix}_packed",
+    )
+    for op in GATED_OPS
+)  # fmt: skip
+
 # The forms. The backward of a sum's is of the sum.
 FORM_SETTINGS = WANTS_STATISTICS, WEIGHT_OFFSET, ROUNDS_X_HAT, Y_DTYPE
 SUM_SETTINGS = ROUNDS_SUM, RESIDUAL_DTYPE
@@ -205,7 +226,7 @@ FORM_OPS = tuple(
     for norm, eps, statistics in (("layer", EPS, (MEAN_, RSTD_)), ("rms", DEFAULT_EPS, (RSTD_,)))
     for form, suffix, (x, *operands), settings, y, outputs, backward in FORMS
 )  # fmt: skip
-OPS: dict[str, Op] = {op.name: op for op in (*PLAIN_OPS, *MODULATED_OPS, *GATED_OPS, *FORM_OPS)}
+OPS: dict[str, Op] = {op.name: op for op in (*PLAIN_OPS, *MODULATED_OPS, *GATED_OPS, *PACKED_OPS, *FORM_OPS)}
 
 
 def _together(parts: Sequence[tuple], last: tuple = ()) -> tuple:

@@ -28,6 +28,11 @@ layer_norm_fwd_times_gate, rms_norm_fwd_times_gate
     itself
 layer_norm_bwd_of_gated, rms_norm_bwd_of_gated, layer_norm_bwd_times_gate, rms_norm_bwd_times_gate
     gradients of x, weight, bias and gate, from x and gate
+layer_norm_bwd_of_gated_packed, rms_norm_bwd_of_gated_packed, layer_norm_bwd_times_gate_packed,
+rms_norm_bwd_times_gate_packed
+    the same of x and a gate that are columns of one tensor, from x_at and gate_at on: the gradient of this tensor of
+    `width` columns, with rest, `[*batch, width - 2 * cols]`, as the gradient of its other columns side by side (None:
+    zeros)
 layer_norm_fwd_modulated, rms_norm_fwd_modulated
     y = u * (1 + scale) + shift, with u as y of `*_fwd_affine`; rounds_steps rounds u, 1 + scale and their product, too
 layer_norm_fwd_of_sum_modulated, rms_norm_fwd_of_sum_modulated
@@ -90,7 +95,7 @@ from .problem import check_backward, check_forward, groups_of, output_dtype, sta
 
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
-TYPES = {Role.SHAPE: "SymInt[]", Role.EPS: "float", Role.DTYPE: "ScalarType"}
+TYPES = {Role.SHAPE: "SymInt[]", Role.EPS: "float", Role.DTYPE: "ScalarType", Role.COUNT: "SymInt"}
 
 
 def schema_of(op: Op) -> str:
@@ -160,12 +165,13 @@ def launch() -> ModuleType:
 
 def _fake(operands: Operands) -> Outputs:
     """The fake kernel: outputs without values, each a tensor of its own."""
-    statistics = stats_shape(validate(operands), operands.normalized_shape, groups_of(operands))
+    batch = validate(operands)
+    shapes = {Role.STATISTIC: stats_shape(batch, operands.normalized_shape, groups_of(operands))}
+    shapes[Role.COLUMNS] = (*batch, getattr(operands, "width", 0))
 
     def output(each: Output) -> Tensor:
         like = getattr(operands, each.like)
-        shape = statistics if each.role is Role.STATISTIC else like.shape
-        return like.new_empty(shape, dtype=output_dtype(operands, each))
+        return like.new_empty(shapes.get(each.role, like.shape), dtype=output_dtype(operands, each))
 
     wanted = zip(operands.outputs, wanted_outputs(operands), strict=True)
     return tuple(output(each) if is_wanted else None for each, is_wanted in wanted)
@@ -187,7 +193,8 @@ def register(op: Op) -> None:
     """Define an op, below autograd."""
     name = op.name
     KERNELS[name] = as_op(name, run)
-    _define(schema_of(op), name, KERNELS[name], ("CPU",) if native.extension else ("CPU", "CUDA"))
+    in_cpp = native.extension and op.runs_in_cpp
+    _define(schema_of(op), name, KERNELS[name], ("CPU",) if in_cpp else ("CPU", "CUDA"))
     for key in ELSEWHERE:
         LIBRARY.impl(name, as_op(name, _refuse), key)
 

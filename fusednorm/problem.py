@@ -145,6 +145,7 @@ class BackwardCall(NamedTuple):
     normalized_shape: tuple[int, ...]  # of dw and db
     added: tuple[Added, ...] = ()
     added_outputs: tuple[Added, ...] = ()
+    width: int = 0  # columns of dx, if it is the gradient of a tensor of which x and the gate are columns
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -190,7 +191,9 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
     outputs = list(zip(operands.outputs, wanted_outputs(operands), strict=True))[len(own.outputs) :]
     return (
         tuple(
-            Added(slot.name, slot.role, read(operands[at], slot.role)) for at, slot in slots if not slot.role.is_by_name
+            Added(slot.name, slot.role, read(operands[at], slot.role))
+            for at, slot in slots
+            if slot.role is Role.COUNT or not slot.role.is_by_name
         ),
         tuple(Added(each.name, each.role, output_dtype(operands, each) if want else None) for each, want in outputs),
     )
@@ -294,6 +297,11 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
     views, cols = _views((view, grad_view), added), width // groups_of(operands)
     wants_dx, wants_dw, wants_db = output_mask[:3]
     names_in, rows_out, stored = _beside(added, outputs)
+    places = [getattr(operands, name) for name in ("width", "x_at", "gate_at")] if hasattr(operands, "width") else []
+    if places and wants_dx:
+        rows_out, stored = (x.dtype,), (1,)
+    if places and not (wants_dx and places[0] > 2 * width):  # nothing reads `rest`
+        added = tuple(each._replace(value=None) if each.role is Role.COLUMNS else each for each in added)
     stored = (0,) * bool(wants_dx) + stored
     wants_dx = bool(wants_dx or rows_out)
     residual = _packed(residual_grad) if wants_dx and residual_grad is not None else None
@@ -310,12 +318,14 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
         wants_dw and weight is not None,
         wants_db and bias is not None,
         nested_rows=any([each.inner_rows != 1 for each in views]),
-        tma_aligned=all([is_tma_aligned(each, cols) for each in views]),
+        tma_aligned=all([is_tma_aligned(each, cols) for each in views])
+        and all(each * x.element_size() % ALIGNMENT == 0 for each in places),
         form=operands.form,
         rows_in=tuple([each.tensor.dtype for each in views[2:]]),
         rows_out=rows_out,
         names_in=names_in,
         stored=stored if wants_dx else (0,),
+        packed=bool(places),
     )
     return BackwardCall(
         problem,
@@ -332,6 +342,7 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
         tuple(normalized_shape),
         added,
         outputs,
+        *places[:1],
     )
 
 
@@ -365,6 +376,12 @@ def validate(operands: Operands, op: str | None = None) -> torch.Size:
             raise RuntimeError(f"{op}: {name} must come with {needs}, which is None")
         if role is Role.STATISTIC:
             _require_statistic(op, name, value, math.prod(batch_shape) * groups_of(operands), device)
+        elif role is Role.COUNT:
+            _require_place(op, operands, math.prod(normalized_shape))
+        elif role is Role.COLUMNS:
+            wanted = (*batch_shape, operands.width - 2 * math.prod(normalized_shape))
+            if not _is_as_wanted(value, wanted, device):
+                _require(op, name, value, wanted, device)
         elif role is Role.MODULATION:
             _require_modulation(op, name, value, batch_shape, normalized_shape, device)
         elif is_tensor:
@@ -448,6 +465,19 @@ def _require_statistic(op: str, name: str, tensor: Tensor, rows: int, device: to
     if tensor.numel() != rows:
         raise RuntimeError(f"{op}: {name} must hold one element per row ({rows}), got shape {tuple(tensor.shape)}")
     _require_float(op, name, tensor, device)
+
+
+def _require_place(op: str, operands: Operands, cols: int) -> None:
+    """Raises unless x and the gate, rows of one normalized dim, are apart from each other within the width."""
+    width, *places = given = operands.width, operands.x_at, operands.gate_at
+    if any(isinstance(each, bool) or not isinstance(each, (int, torch.SymInt)) for each in given):
+        raise TypeError(f"{op}: width, x_at and gate_at must be integers, got {', '.join(map(repr, given))}")
+    if len(operands.normalized_shape) != 1:
+        raise RuntimeError(f"{op}: normalized_shape must be one dim, got {tuple(operands.normalized_shape)}")
+    first, last = sorted(places)
+    if not (0 <= first and first + cols <= last and last + cols <= width):
+        rule = f"columns of x and gate, {cols} of each, must be apart and within {width}"
+        raise RuntimeError(f"{op}: {rule}, got {places[0]} and {places[1]} as their first ones")
 
 
 def _require_modulation(

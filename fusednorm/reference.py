@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .forms import PLAIN, FormSpec
-from .operands import FORWARD, ForwardOperands, Operands, Outputs, Role, call_op
+from .operands import FORWARD, OPS, ForwardOperands, Operands, Outputs, Role, call_op, operands_of
 from .planner.norm_problem import accumulation_dtype
 from .problem import BackwardCall, ForwardCall, groups_of, output_dtype, resolve_eps, spread, stats_shape, validate
 
@@ -62,9 +62,27 @@ def run(operands: Operands, call: ForwardCall | BackwardCall | None = None) -> O
 def formula(operands: Operands) -> Outputs:
     """The outputs, as plain tensor code. Checks the operands."""
     validate(operands)
+    if hasattr(operands, "width"):
+        return packed_formula(operands)
     if groups_of(operands) > 1:
         return _joined(operands, formula_of_group(by_group(operands)))
     return formula_of_group(operands)
+
+
+def packed_formula(operands: Operands) -> Outputs:
+    """Of x and a gate that are columns of one tensor: with the gradient of this tensor as dx."""
+    wants, name, cols = operands.output_mask, operands.op.removesuffix("_packed"), operands.x.shape[-1]
+    given = {slot.name: getattr(operands, slot.name) for slot in OPS[name].arguments if slot.role is not Role.MASK}
+    dx, dweight, dbias, dgate = formula(operands_of(name, (), given | {"output_mask": [*wants, wants[0]]}))
+    if dx is None:
+        return dx, dweight, dbias
+    rest = operands.rest
+    if rest is None:
+        rest = dx.new_zeros(*dx.shape[:-1], operands.width - 2 * cols)
+    first, last = sorted((operands.x_at, operands.gate_at))
+    before, between, behind = rest.to(dx.dtype).split([first, last - first - cols, operands.width - last - cols], -1)
+    both = (dx, dgate) if first == operands.x_at else (dgate, dx)
+    return torch.cat([before, both[0], between, both[1], behind], -1), dweight, dbias
 
 
 def by_group(operands: Operands) -> Operands:
@@ -78,7 +96,7 @@ def by_group(operands: Operands) -> Operands:
     found = {
         slot.name: value.reshape(shapes.get(slot.role, (*batch, *row)))
         for slot in operands.slots
-        if slot.role.is_tensor and (value := getattr(operands, slot.name)) is not None
+        if slot.role.is_tensor and slot.role is not Role.COLUMNS and (value := getattr(operands, slot.name)) is not None
     }
     return operands._replace(normalized_shape=row[1:], groups=1, **found)
 

@@ -19,6 +19,7 @@ from .loads import (
     plus,
     pointers,
     statistics_in_memory,
+    stride_of_gradients,
 )
 from .multiwave import (
     columns,
@@ -190,6 +191,7 @@ def backward_by_column_tiles(
     counters_ptr, rows: "i64", cols, x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64", dy_inner: "i64",
     dy_outer_stride: "i64", dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr, rows_in=None, strides_in=None, rows_out=None, added=None, bias_ptr=None,
+    width=None, x_at=None, gate_at=None,
 ):
     """Second pass: CTA (c, p) owns column tile c (tile.chunk columns) of the row tiles p, p + P, p + 2P, ..., where P
     CTAs share the rows. The row means are for dx only, so this kernel alone computes a backward without dx.
@@ -212,14 +214,16 @@ def backward_by_column_tiles(
     dw_partial_ptr = of_group(dw_partial_ptr, cols, tile)
     db_partial_ptr = of_group(db_partial_ptr, cols, tile)
     row_width = of_groups(cols, tile)
-    width = divisible(tl.minimum(cols - left, tile.chunk).to(tl.int32), tile)
+    here = divisible(tl.minimum(cols - left, tile.chunk).to(tl.int32), tile)  # columns of the tile
     weight = (0.0,)
     if norm.has_weight and norm.wants_dx:
-        weight = load_parameter(weight_ptr + left, width, True, columns, tile)
+        weight = load_parameter(weight_ptr + left, here, True, columns, tile)
     bias = (0.0,)
     if norm.has_bias and norm.wants_dx:
-        bias = load_parameter(bias_ptr + left, width, True, columns, tile)
-    outs = each_of_group(pointers(dx_ptr, rows_out, norm), cols, tile)
+        bias = load_parameter(bias_ptr + left, here, True, columns, tile)
+    if width is not None:
+        width, x_at, gate_at = divisible(width, tile), divisible(x_at, tile), divisible(gate_at, tile)
+    outs = each_of_group(pointers(dx_ptr, rows_out, norm, x_at, gate_at), cols, tile)
     more_rows = rows_in
     if rows_in is not None:
         more_rows = shifted(rows_in, left)
@@ -227,8 +231,8 @@ def backward_by_column_tiles(
     db = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
     step = tl.num_programs(1) * tile.rows
     row = tl.program_id(1).to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
-    next_tiles = load_row_tiles(x_rows, more_rows, strides_in, row, rows, width, norm, tile)
-    dy_next = load_row_tile(dy_rows, row, rows, width, norm, tile)
+    next_tiles = load_row_tiles(x_rows, more_rows, strides_in, row, rows, here, norm, tile)
+    dy_next = load_row_tile(dy_rows, row, rows, here, norm, tile)
     for _ in range(tl.cdiv(rows - tl.program_id(1) * tile.rows, step)):
         tiles = chunk_of(next_tiles, 0)
         h = combine(tiles, None, norm).to(norm.acc)
@@ -236,8 +240,8 @@ def backward_by_column_tiles(
         in_range = row < rows
         statistics = load_row_statistics(source, row, rows, norm)
         ahead = row + step
-        next_tiles = load_row_tiles(x_rows, more_rows, strides_in, ahead, rows, width, norm, tile)
-        dy_next = load_row_tile(dy_rows, ahead, rows, width, norm, tile)
+        next_tiles = load_row_tiles(x_rows, more_rows, strides_in, ahead, rows, here, norm, tile)
+        dy_next = load_row_tile(dy_rows, ahead, rows, here, norm, tile)
         x_hat = normalize(h, statistics.mean, statistics.rstd, norm)
         du = norm.form.to_du(dy, tiles, norm)
         dw += norm.form.to_dw(du, x_hat, norm)
@@ -250,18 +254,18 @@ def backward_by_column_tiles(
             w = widen(weight[0], dtype=norm.acc)
             g = norm.form.upstream(du, w, norm)
             dh = input_gradient(g, h, statistics.mean, statistics.rstd, mean_gx, mean_g, norm)
-            start = (row * row_width)[:, None]
-            others = load_added(added, start + left, in_range[:, None], width, tile)
+            start = (row * stride_of_gradients(cols, width, tile))[:, None]
+            others = load_added(added, start + left, in_range[:, None], here, tile)
             dh = plus(dh, others, 0, False, norm)
             grads = norm.form.gradients(dh, dy, x_hat, w, widen(bias[0], dtype=norm.acc), tiles, norm)
             for t in tl.static_range(len(outs)):
-                store_chunk(outs[t] + left, start, grads[norm.gradient(t)], in_range[:, None], width, 0, tile)
+                store_chunk(outs[t] + left, start, grads[norm.gradient(t)], in_range[:, None], here, 0, tile)
         row = ahead
     partial = tl.program_id(1).to(tl.int64) * row_width + tl.zeros([1, 1], tl.int64)
     if norm.wants_dw:
-        store_chunk(dw_partial_ptr + left, partial, tl.sum(dw, axis=0)[None, :], partial >= 0, width, 0, tile)
+        store_chunk(dw_partial_ptr + left, partial, tl.sum(dw, axis=0)[None, :], partial >= 0, here, 0, tile)
     if norm.wants_db:
-        store_chunk(db_partial_ptr + left, partial, tl.sum(db, axis=0)[None, :], partial >= 0, width, 0, tile)
+        store_chunk(db_partial_ptr + left, partial, tl.sum(db, axis=0)[None, :], partial >= 0, here, 0, tile)
     if counters_ptr is not None:
         tl.debug_barrier()  # every thread has stored its partials before the CTA is counted
         counter = of_group(counters_ptr, tl.num_programs(0), tile) + tl.program_id(0)
@@ -271,10 +275,10 @@ def backward_by_column_tiles(
             if norm.wants_dw:
                 finish: tl.constexpr = norm.form.finish_dw
                 dw_out = of_group(dw_ptr, cols, tile)
-                sum_column_tile(dw_partial_ptr, dw_out, left, width, row_width, weight_ptr, finish, norm, tile)
+                sum_column_tile(dw_partial_ptr, dw_out, left, here, row_width, weight_ptr, finish, norm, tile)
             if norm.wants_db:
                 db_out = of_group(db_ptr, cols, tile)
-                sum_column_tile(db_partial_ptr, db_out, left, width, row_width, None, None, norm, tile)
+                sum_column_tile(db_partial_ptr, db_out, left, here, row_width, None, None, norm, tile)
 
 
 @triton.jit

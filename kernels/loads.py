@@ -61,6 +61,16 @@ def of_groups(count, tile: tl.constexpr):
 
 
 @triton.jit
+def stride_of_gradients(cols, width, tile: tl.constexpr):
+    """Elements from a row to the next of what `pointers` finds: `width`, unless it is None."""
+    if width is None:
+        stride = of_groups(cols, tile)
+    else:
+        stride = width
+    return stride
+
+
+@triton.jit
 def statistics_in_memory(mean_ptr, rstd_ptr, mean_stride, rstd_stride, norm: tl.constexpr, tile: tl.constexpr):
     """Those of the CTA's group of columns."""
     rstd = of_group(rstd_ptr, rstd_stride, tile)
@@ -109,10 +119,13 @@ def plus(dh, tiles, c: tl.constexpr, in_pairs: tl.constexpr, norm: tl.constexpr)
 
 
 @triton.jit
-def pointers(dx_ptr, rows_out, norm: tl.constexpr):
-    """Where a backward stores the gradients of rows, as norm.stored names them."""
+def pointers(dx_ptr, rows_out, norm: tl.constexpr, x_at=None, gate_at=None):
+    """Where a backward stores the gradients of rows, as norm.stored names them. With x_at and gate_at, columns of dx
+    from there on are both that of x and that of a gate."""
     found = ()
-    if norm.wants_dx:
+    if norm.wants_dx and x_at is not None:
+        found = (dx_ptr + x_at, dx_ptr + gate_at)
+    elif norm.wants_dx:
         if norm.gradient(0) == 0:
             found = found + (dx_ptr,)
         if rows_out is not None:

@@ -35,6 +35,7 @@ from .loads import (
     plus,
     pointers,
     statistics_in_memory,
+    stride_of_gradients,
 )
 from .ptx import launch_dependents
 from .rowmath import (
@@ -272,8 +273,10 @@ def backward(
     x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64", dy_inner: "i64", dy_outer_stride: "i64",
     dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr, rows_in=None, strides_in=None, rows_out=None, added=None, bias_ptr=None,
+    width=None, x_at=None, gate_at=None,
 ):
-    """The gradients of the CTA's row tiles, and its row of the dw and db partials."""
+    """The gradients of the CTA's row tiles, and its row of the dw and db partials. With a `width`, dx is the gradient
+    of a tensor of so many columns, of which those from x_at and from gate_at on are stored here."""
     cols = divisible(cols, tile)
     dy_ptr = of_group(dy_ptr, cols, tile)
     weight_ptr = of_group(weight_ptr, cols, tile)
@@ -283,7 +286,9 @@ def backward(
     dy_rows = rows_in_memory(dy_ptr, dy_inner, dy_outer_stride, dy_inner_stride, tile)
     weight = load_parameter(weight_ptr, cols, norm.has_weight, columns, tile)
     bias = load_parameter(of_group(bias_ptr, cols, tile), cols, norm.has_bias, columns, tile)
-    outs = each_of_group(pointers(dx_ptr, rows_out, norm), cols, tile)
+    if width is not None:
+        width, x_at, gate_at = divisible(width, tile), divisible(x_at, tile), divisible(gate_at, tile)
+    outs = each_of_group(pointers(dx_ptr, rows_out, norm, x_at, gate_at), cols, tile)
     dw = ()
     db = ()
     for _ in tl.static_range(tile.chunks):
@@ -307,7 +312,7 @@ def backward(
         next_statistics = load_row_statistics(source, ahead, rows, norm)
         if snaps(norm, dy_ptr.dtype.element_ty):
             first = first_g(dy_ptr + row_start(dy_rows, row, norm), weight_ptr, in_range, norm)
-        start = (row * of_groups(cols, tile))[:, None]
+        start = (row * stride_of_gradients(cols, width, tile))[:, None]  # nothing is added if there is a width
         others = load_added(added, start, in_range[:, None], cols, tile)
         sum_gx = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
         sum_g = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)

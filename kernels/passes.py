@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .cluster import sum_over_cluster
-from .loads import Statistics, chunk_of, combine, plus
+from .loads import Statistics, chunk_of, combine, of_groups, plus
 from .row_tile import aligned, columns_of_thread, parameter_row, store_chunk, tile_layout
 from .rowmath import (
     corrected_moments,
@@ -149,7 +149,8 @@ def store_y(
     if rows_out is not None:
         for t in gl.static_range(len(rows_out)):
             for c in gl.static_range(tile.chunks):
-                store_chunk(rows_out[t], x[c], row, aligned(cols, tiles[0][0].dtype), c, "", tile)
+                width = aligned(cols, tiles[0][0].dtype)
+                store_chunk(rows_out[t], x[c], row, of_groups(width, tile), width, c, "", tile)
     for c in gl.static_range(tile.chunks):
         of_chunk = chunk_of(tiles, c)
         y = normalize(x[c].to(gl.float32), statistics.mean, statistics.rstd, norm)
@@ -158,7 +159,7 @@ def store_y(
         y = norm.form.shift(y, parameter_row(bias[c], norm.has_bias, tile), norm)
         y = norm.form.finish(y, of_chunk, norm)
         # y is likely to be read soon, x perhaps never again: L2 should evict y's lines last.
-        store_chunk(y_ptr, y, row, cols, c, "evict_last", tile)
+        store_chunk(y_ptr, y, row, of_groups(cols, tile), cols, c, "evict_last", tile)
 
 
 @gluon.jit
@@ -190,11 +191,12 @@ def sum_tile(tiles, dy, statistics, weight, sums, norm: gl.constexpr, tile: gl.c
 
 @gluon.jit
 def store_gradients(
-    outs, tiles, dy, statistics, row_sums, weight, bias, others, first_dy, first_weight, row, cols,
+    outs, stride, tiles, dy, statistics, row_sums, weight, bias, others, first_dy, first_weight, row, cols,
     norm: gl.constexpr, tile: gl.constexpr,
 ):  # fmt: skip
     """Second pass of the backward: the gradients of the tile at `row`, from its row sums over the whole cluster. The
-    tiles `others` are added to the gradient of the row that was normalized. first_dy and first_weight are one element
+    tiles `others` are added to the gradient of the row that was normalized. Rows of `outs` are `stride` elements apart.
+    first_dy and first_weight are one element
     of each row, for `snapped`."""
     mean_gx = gl.expand_dims(row_sums[0], 2) / cols
     mean_g = mean_gx
@@ -214,4 +216,4 @@ def store_gradients(
         b = parameter_row(bias[c], norm.has_bias, tile)
         grads = norm.form.gradients(dh, wide_dy, normalize(h, mean, rstd, norm), w, b, of_chunk, norm)
         for t in gl.static_range(len(outs)):
-            store_chunk(outs[t], grads[norm.gradient(t)], row, cols, c, "", tile)
+            store_chunk(outs[t], grads[norm.gradient(t)], row, stride, cols, c, "", tile)

@@ -13,7 +13,15 @@ from triton.experimental.gluon import language as gl
 
 from . import partial_sums, passes, ring, row_tile
 from .cluster import join_cluster, leave_cluster, open_exchange, sum_over_cluster
-from .loads import combine_tiles, each_of_group, load_parameter, of_group, pointers, statistics_in_memory
+from .loads import (
+    combine_tiles,
+    each_of_group,
+    load_parameter,
+    of_group,
+    pointers,
+    statistics_in_memory,
+    stride_of_gradients,
+)
 from .passes import ColumnSums
 from .ptx import launch_dependents
 from .ring import Position
@@ -108,7 +116,8 @@ def backward(
     x_desc, dy_desc, x_tail_desc, dy_tail_desc, mean_ptr, rstd_ptr, weight_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr,
     rows, cols, mean_stride: "i64", rstd_stride: "i64",
     norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr, rows_in=None, strides_in=None, rows_out=None,
-    added=None, bias_ptr=None, desc_1=None, desc_2=None, tail_desc_1=None, tail_desc_2=None,
+    added=None, bias_ptr=None, desc_1=None, desc_2=None, tail_desc_1=None, tail_desc_2=None, width=None, x_at=None,
+    gate_at=None,
 ):
     """The gradients of the CTA's row tiles, and its row of the dw and db partials. A tile is read twice from its stage,
     for the row sums and for dx, and is not kept in registers between; the stage is refilled after the second read. The
@@ -136,7 +145,11 @@ def backward(
     weight = row_tile.hold_parameter(weight, norm.has_weight, tile.weight_in_smem, tile)
     bias = row_tile.hold_parameter(bias, norm.has_bias, tile.weight_in_smem, tile)
     first_weight = row_tile.first_of_weight(weight_ptr, cols, rings.slots[1][0].dtype, norm, tile)
-    outs = each_of_group(pointers(dx_ptr, rows_out, norm), cols, tile)
+    stride = stride_of_gradients(cols, width, tile)
+    if width is not None:
+        stride = row_tile.aligned(width, x_desc.dtype)
+        x_at, gate_at = row_tile.aligned(x_at, x_desc.dtype), row_tile.aligned(gate_at, x_desc.dtype)
+    outs = each_of_group(pointers(dx_ptr, rows_out, norm, x_at, gate_at), cols, tile)
     sums = partial_sums.zeros(tile)
     exchange = join_cluster(exchange, tile)
     at = Position(0, 0)
@@ -161,8 +174,8 @@ def backward(
         tiles, dy = read_tiles(rings, at.stage, True, tile)
         first_dy = row_tile.first_of_rows(rings.slots[1], at.stage, norm, tile)
         passes.store_gradients(
-            outs, tiles + more, dy, statistics, row_sums, weight, bias, others, first_dy, first_weight, row, cols, norm,
-            tile,
+            outs, stride, tiles + more, dy, statistics, row_sums, weight, bias, others, first_dy, first_weight, row,
+            cols, norm, tile,
         )  # fmt: skip
         # Refill: every warp has read the stage, by the compiler's CTA barrier and proxy fence before the copies.
         fill_stage(rings, at.stage, row - tile.num_stages * step, tile)

@@ -294,8 +294,8 @@ def has_no_outside(tile):
 
 
 @gluon.jit
-def store_chunk(ptr, value, row, cols, c: gl.constexpr, eviction_policy: gl.constexpr, tile: gl.constexpr):
-    target, mask = elements(row, of_groups(cols, tile), cols, c, tile)
+def store_chunk(ptr, value, row, stride, cols, c: gl.constexpr, eviction_policy: gl.constexpr, tile: gl.constexpr):
+    target, mask = elements(row, stride, cols, c, tile)
     rounded = value.to(ptr.dtype.element_ty)
     if has_no_outside(tile):
         gl.store(ptr + target, rounded, eviction_policy=eviction_policy)

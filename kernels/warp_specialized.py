@@ -156,8 +156,8 @@ def consume_backward(norm: gl.constexpr, tile: gl.constexpr, group: gl.constexpr
             x = row_tile.read_tile(operands.x_slots, at.stage, True, tile)
             dy = row_tile.read_tile(operands.dy_slots, at.stage, True, tile)
         passes.store_gradients(
-            operands.outs, (x,) + more, dy, statistics, row_sums, weight, bias, others, first_dy, first_weight, row,
-            operands.cols, norm, tile,
+            operands.outs, operands.cols, (x,) + more, dy, statistics, row_sums, weight, bias, others, first_dy,
+            first_weight, row, operands.cols, norm, tile,
         )  # fmt: skip
         if not tile.cached:
             release_stage(operands.empty, at.stage)

@@ -38,6 +38,7 @@ class Gated:
     layout: str | None = None  # of the gate
     mask: tuple[bool, ...] = ALL  # which gradients are wanted: of x, weight, bias and gate
     added: torch.dtype | None = None  # of a gradient that is added to that of the row that is normalized
+    places: tuple[int, int, int] | None = None  # x and the gate are columns of one tensor: its width, where they begin
 
     def __str__(self) -> str:
         place = "before" if self.form.combine else "after"
@@ -45,6 +46,7 @@ class Gated:
         rounded = "-rounded" * self.form.rounds_x_hat + f"-{self.form.groups}_groups" * (self.form.groups > 1)
         text = f"{self.norm}-{self.form.activation}-{place}{rounded}-{self.rows}x{self.cols}-{dtypes}"
         text += f"-{self.layout}" if self.layout else ""
+        text += f"-at_{self.places[1]}_and_{self.places[2]}_of_{self.places[0]}" if self.places else ""
         text += f"-added_{self.added}".replace("torch.", "") if self.added else ""
         return text + ("" if self.mask == ALL else "-" + "".join(str(int(each)) for each in self.mask))
 
@@ -60,11 +62,17 @@ class Gated:
             x, gate, dy, added = (each if each is None else each.view(1, -1, 2, self.cols) for each in rows)
             rows = [x, LAYOUTS[self.layout](gate), dy, added]
         x, gate, dy, added = rows
+        if self.places:
+            width, x_at, gate_at = self.places
+            packed = torch.zeros(self.rows, width, dtype=self.dtype)
+            packed[:, x_at : x_at + self.cols], packed[:, gate_at : gate_at + self.cols] = x, gate
+            x, gate = packed[:, x_at : x_at + self.cols], packed[:, gate_at : gate_at + self.cols]
         return [x, *(None if self.parameters is None else each.to(self.parameters) for each in (weight, bias)),
                 gate, dy, added]  # fmt: skip
 
     def _operands(self, direction: str, tensors: dict[str, Tensor | None], **more):
         op = f"{self.norm}_norm_{direction}_{'of_gated' if self.form.combine else 'times_gate'}"
+        op += "_packed" * (self.places is not None and direction == "bwd")
         names = "weight_offset", "activation", "groups", *(["rounds_x_hat"] if direction == "fwd" else [])
         return operands_of(op, (), tensors | {name: getattr(self.form, name) for name in names} | more)
 
@@ -81,10 +89,17 @@ class Gated:
         mean, rstd = (each.float() for each in self.exact()[1:3])
         given = {"grad_out": dy, "x": x, "normalized_shape": (self.cols,), "gate": gate, "weight": weight, "bias": bias}
         given |= {"rstd": rstd} | ({"mean": mean} if self.norm == "layer" else {})
-        call = check_backward(self._operands("bwd", given, output_mask=list(self.mask)))
+        if self.places:
+            given |= dict(zip(("width", "x_at", "gate_at"), self.places, strict=True)) | {"rest": self.rest}
+        call = check_backward(self._operands("bwd", given, output_mask=list(self.mask)[: 3 if self.places else 4]))
         if added is None:
             return call
         return call._replace(problem=replace(call.problem, residual_dtype=added.dtype), residual_grad=added)
+
+    @property
+    def rest(self) -> Tensor:
+        """The gradient of the other columns."""
+        return torch.arange(float(self.rows)).to(self.dtype)[:, None].repeat(1, self.places[0] - 2 * self.cols)
 
     def exact(self) -> tuple[Tensor, ...]:
         """(y, mean, rstd, dx, dweight, dbias, dgate) in float64, by autograd."""
@@ -122,12 +137,24 @@ class Gated:
     def check_backward(self, outputs: tuple[Tensor | None, ...]) -> None:
         """Fails unless each wanted gradient is near that of float64 by the rounding of its dtype, and no other is
         there."""
-        for got, want, wanted in zip(outputs, self.exact()[3:], self.mask, strict=True):
+        wants = self.exact()[3:]
+        if self.places:
+            wants = (self._packed(wants[0], wants[3]), *wants[1:3])
+        for got, want, wanted in zip(outputs, wants, self.mask, strict=not self.places):
             assert (got is not None) == (wanted and want is not None)
             if got is not None:
                 epsilon = torch.finfo(got.dtype).eps
                 got = got.reshape(want.shape)
                 torch.testing.assert_close(got.double(), want, rtol=epsilon, atol=max(epsilon / 8, 5e-5))
+
+    def _packed(self, dx: Tensor, dgate: Tensor) -> Tensor:
+        width, x_at, gate_at = self.places
+        taken = torch.zeros(width, dtype=torch.bool)
+        whole = torch.empty(self.rows, width, dtype=torch.double)
+        for at, rows in ((x_at, dx), (gate_at, dgate)):
+            whole[:, at : at + self.cols], taken[at : at + self.cols] = rows, True
+        whole[:, ~taken] = self.rest.double()
+        return whole
 
 
 # Rows and columns that end within a tile, dtypes, layouts, and gradients that are not wanted.
@@ -147,6 +174,9 @@ PORTABLE = [
     Gated("layer", AFTER_BY_GROUP, 8, 154, FP32, layout="row_strided"),
     Gated("layer", BEFORE_BY_GROUP, 8, 256, layout="heads_first", mask=(True, True, False, False), added=FP32),
     Gated("layer", AFTER_BY_GROUP, 9, 80, mask=(False, True, True, False)),
+    Gated("rms", BEFORE_BY_GROUP, 9, 80, places=(160, 0, 80)),
+    Gated("layer", AFTER, 9, 77, FP32, gate=FP32, places=(170, 90, 3)),
+    Gated("rms", AFTER, 8, 64, places=(200, 8, 104), mask=(False, True, True, False)),
 ]
 # More rows than a ring holds at once; a tail; masked and whole rows; clusters (of 2 SMs each).
 PIPELINED = [
@@ -157,5 +187,6 @@ PIPELINED = [
     Gated("layer", AFTER_BY_SIGMOID._replace(groups=2), 3, 24576, mask=(False, True, True, True)),
     Gated("rms", BEFORE_BY_GROUP, 60, 800),
     Gated("layer", AFTER_BY_GROUP, 9, 2064, parameters=BF16, added=BF16),
+    Gated("rms", BEFORE, 37, 1536, places=(3088, 1544, 0)),
 ]
 SPECIALIZED = [Gated("layer", AFTER, 60, 200), Gated("rms", BEFORE, 37, 1032, added=FP32)]

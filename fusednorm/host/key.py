@@ -28,6 +28,7 @@ class Extent(enum.Enum):
     STATISTIC = 1  # [*batch, 1, ...]
     PARAMETER = 2
     MODULATION = 3  # that of an operand
+    COLUMNS = 4  # [*batch, columns of its own]
 
 
 class NotPrepared(RuntimeError):
@@ -43,7 +44,7 @@ class Parts(NamedTuple):
     slots: tuple[Slot, ...]  # of the tensors
     parameters: tuple[int, ...]
     modulations: tuple[int, ...]
-    fits: tuple[tuple[int, bool], ...]  # tensors of as many rows as x, and whether they have its shape
+    fits: tuple[tuple[int, Role], ...]  # tensors of as many rows as x
     extents: tuple[Extent, ...]  # of the outputs
 
 
@@ -60,7 +61,7 @@ def parts_of(operands_type: Any) -> Parts:
         tuple(slot for _, slot in tensors),
         tuple(at for at, slot in tensors if slot.role is Role.PARAMETER),
         tuple(at for at, slot in tensors if slot.role is Role.MODULATION),
-        tuple((at, slot.role is not Role.STATISTIC) for at, slot in rows),
+        tuple((at, slot.role) for at, slot in rows),
         tuple(EXTENTS[output.role] for output in operands_type.outputs),
     )
 
@@ -108,10 +109,17 @@ def look(operands: Operands, invariant: bool = False) -> tuple[tuple, list[int]]
 
 def fit(operands: Operands, shape: torch.Size, statistics: int) -> bool:
     """Whether all tensors have as many rows as an x of this shape, or statistics. The key does not say so."""
-    for at, has_shape in parts_of(type(operands)).fits:
+    for at, role in parts_of(type(operands)).fits:
         tensor = operands[at]
-        # The numel of a tensor would answer for a nested one, too; that of its shape raises.
-        if tensor is not None and (tensor.shape != shape if has_shape else tensor.shape.numel() != statistics):
+        if tensor is None:
+            continue
+        if role is Role.STATISTIC:
+            fits = tensor.shape.numel() == statistics  # that of a tensor would answer for a nested one, too
+        elif role is Role.COLUMNS:
+            fits = tensor.shape == (*shape[:-1], operands.width - 2 * shape[-1])
+        else:
+            fits = tensor.shape == shape
+        if not fits:
             return False
     return True
 
@@ -120,6 +128,12 @@ def _eps(eps: Any) -> float | None:
     if eps is not None and (type(eps) is not float or eps != eps):  # a NaN is equal to none
         raise NotPrepared
     return eps
+
+
+def _count(number: Any) -> int:
+    if type(number) is not int:
+        raise NotPrepared
+    return number
 
 
 def _rows(tensor: Tensor, operands: Operands) -> tuple:
@@ -159,11 +173,13 @@ LAYOUTS = {
     Role.PARAMETER: _copied,
     Role.PACKED_ROWS: _copied,
     Role.MODULATION: lambda *_: None,  # `_modulation` says it
+    Role.COLUMNS: _copied,
 }
-SETTINGS = {Role.EPS: _eps, Role.MASK: tuple}
+SETTINGS = {Role.EPS: _eps, Role.MASK: tuple, Role.COUNT: _count}
 EXTENTS = {
     Role.ROWS: Extent.X,
     Role.STATISTIC: Extent.STATISTIC,
     Role.PARAMETER: Extent.PARAMETER,
     Role.MODULATION: Extent.MODULATION,
+    Role.COLUMNS: Extent.COLUMNS,
 }

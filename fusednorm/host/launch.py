@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 
 from ..forcing import forced_variant
-from ..kernels import column_tiles, finalizer, multiwave, parameter_gradients, pipelined, warp_specialized
+from ..kernels import column_tiles, copies, finalizer, multiwave, parameter_gradients, pipelined, warp_specialized
 from ..kernels.config import ColumnTile, Norm, PartialsTile, RingTile, Tile
 from ..kernels.rowmath import form_of
 from ..operands import OWN_OUTPUTS, Outputs, Role
@@ -59,6 +59,8 @@ ROW_PASS_REGISTERS = 64
 # Registers per thread (maxnreg) of a backward by column tiles with 16-bit x and a float64 weight. Without it, the
 # compiler spills.
 COLUMN_PASS_REGISTERS = 128
+COPYING_CTAS = 4  # of an SM, with tiles of so many elements and at most so many columns: 32 elements of a thread
+COPIED_ELEMENTS, COPIED_COLUMNS = 8192, 1024
 VECTOR_BYTES = 16  # bytes of one load or store of a thread
 OLDEST_DEPENDENT_ARCH = 90  # oldest arch on which a dependent launch may be placed before its predecessor has ended
 
@@ -114,7 +116,8 @@ def program_of(call: Call, chosen: Choice, spec: DeviceSpec) -> Program:
     if call.added or call.added_outputs:
         launches = _with_added(launches, symbolic, first_output=num_tensors)
     kept = chosen.rows_above, chosen.most_rows, margin.sms, invariance.switch.is_invariant()
-    return Program(tuple(launches), num_tensors, *parts, call.normalized_shape, problem.form.groups, *kept)
+    sizes = call.normalized_shape, problem.form.groups, getattr(call, "width", 0)
+    return Program(tuple(launches), num_tensors, *parts, *sizes, *kept)
 
 
 def with_addresses(call: Call) -> Call:
@@ -202,7 +205,8 @@ def _backward(call: BackwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
     wanted = problem.wants_dx and 0 in problem.stored, problem.wants_dw, problem.wants_db
     dtypes = call.dx_dtype, problem.weight_dtype, problem.bias_dtype
     dtypes = [dtype if wants else None for wants, dtype in zip(wanted, dtypes, strict=True)]
-    outputs, (dx, dw, db) = _outputs(call, (Extent.X, Extent.PARAMETER, Extent.PARAMETER), dtypes)
+    of_dx = Extent.COLUMNS if call.width else Extent.X
+    outputs, (dx, dw, db) = _outputs(call, (of_dx, Extent.PARAMETER, Extent.PARAMETER), dtypes)
     sums, two_passes = problem.num_sums > 0, plan.kernel == "column_tiles" and problem.wants_dx
     parts = (
         Part(per_partial=problem.width * problem.wants_dw),
@@ -223,6 +227,8 @@ def _backward(call: BackwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
         launches.append(_finalize(call, out))
     wants = {"leaves_partials": sums, "float32_sums": problem.wants_float32_sum, "groups": problem.form.groups}
     grid = grid_of(plan, problem.cols, spec, **wants)
+    if call.width and dx:
+        launches += _copies_of_rest(call, dx, max(1, COPYING_CTAS * spec.sm_count // grid.at_once))
     return launches, count, outputs, workspace if sums or two_passes else None, grid
 
 
@@ -243,6 +249,26 @@ def _finalize(call: BackwardCall, out: Written) -> Launch:
     args = (*out[1:5], Number.PARTIALS, problem.width, weight)
     options = {"launch_pdl": True} if tile.dependent else {}
     return Launch(finalizer.finalize, grid, args, norm, tile, options)
+
+
+def _copies_of_rest(call: BackwardCall, dx: Address, times: int) -> list[Launch]:
+    """A launch for each run of columns of dx that x and the gate leave, with `times` CTAs for each of the norm's."""
+    cols, given = call.problem.width, {each.name: each.value for each in call.added}
+    first, last = sorted((given["x_at"], given["gate_at"]))
+    runs = (0, 0, first), (first, first + cols, last), (last - cols, last + cols, call.width)
+    launches = []
+    for source, start, end in runs:  # in rest; in dx, from start to end
+        if end > start:
+            args = dx, call.rows, start, end - start, call.width - 2 * cols, source
+            tile = ColumnTile(*_copied_at_once(end - start), num_warps=8)
+            launches.append(Launch(copies.copy_columns, (Number.CTAS, times), args, None, tile))
+    return launches
+
+
+def _copied_at_once(cols: int) -> tuple[int, int]:
+    """Rows and columns of a tile, powers of two."""
+    chunk = min(COPIED_COLUMNS, triton.next_power_of_2(cols))
+    return COPIED_ELEMENTS // chunk, chunk
 
 
 @functools.cache
@@ -449,7 +475,8 @@ def _log2_divisor(call: Call) -> int:
     """log2 of the largest power of two that divides the columns and all row strides, for a portable kernel's tile. 0 if
     16 divides them, because Triton detects that itself."""
     strides = [view.outer_stride | view.inner_stride for view in call.rows_read]
-    sizes = functools.reduce(operator.or_, strides, call.problem.cols)
+    counts = [each.value for each in call.added if each.role is Role.COUNT]
+    sizes = functools.reduce(operator.or_, [*strides, *counts], call.problem.cols)
     return (sizes & -sizes).bit_length() - 1 if sizes % 16 else 0
 
 

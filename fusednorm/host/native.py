@@ -77,13 +77,14 @@ def install(
     margin.sm_margin.observe(lambda n: extension.set_sm_margin(n or 0))
     _installers.append(install_op)
     for op in OPS.values():
-        _describe(op)
-        install_op(op)
+        if op.runs_in_cpp:
+            _describe(op)
+            install_op(op)
 
 
 def add(op: Op) -> None:
     """Register an op at the dispatch keys that `install` was called for."""
-    for each in _installers:
+    for each in _installers if op.runs_in_cpp else ():
         _describe(op)
         each(op)
 

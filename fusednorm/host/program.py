@@ -117,6 +117,7 @@ class Program:
     grid: Grid | None  # None: no launch has a number of CTAs or partials that follows from the rows
     normalized_shape: tuple[int, ...]
     groups: int = 1  # of columns, each with statistics of its own
+    width: int = 0  # columns of an output that has others than x
     rows_above: int = 0
     most_rows: int = MOST_ROWS
     sm_margin: int = 0  # that it was planned under
@@ -133,10 +134,15 @@ class Program:
         """The outputs for x of this shape."""
         ndim = len(self.normalized_shape)
         statistic = (*shape[: len(shape) - ndim], *(1,) * (ndim - 1), self.groups)
-        shapes = shape, statistic, self.normalized_shape  # by Extent
+        shapes = {
+            Extent.X: shape,
+            Extent.STATISTIC: statistic,
+            Extent.PARAMETER: self.normalized_shape,
+            Extent.COLUMNS: (*shape[:-1], self.width),
+        }
         found: list[Memory | None] = []
         for each in self.outputs:
-            of_it = each and shapes[each.extent.value]
+            of_it = each and shapes[each.extent]
             found.append(each and (of_it, _strides(of_it), each.dtype))
         return found
 

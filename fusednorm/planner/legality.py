@@ -52,6 +52,10 @@ def is_of_one_group(problem: NormProblem, rows: int, device: DeviceSpec) -> bool
     return problem.form.groups == 1
 
 
+def is_not_packed(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
+    return not problem.packed
+
+
 def has_tma(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
     return device.arch >= OLDEST_TMA_ARCH
 
@@ -107,13 +111,14 @@ SUMS_ALONE = Rule(
     "sums", moves_no_rows_for_sums, "reads neither groups nor row tensors beside x and dy for dw and db alone"
 )
 ONE_GROUP = Rule("groups", is_of_one_group, "has no kernels for groups of columns")
+UNPACKED = Rule("packed", is_not_packed, "writes no gradients of x and a gate as columns of one tensor")
 DX = Rule("dx", wants_dx, "computes dx, which is not asked for")
 X_ALONE = Rule("row_tensors", moves_x_alone, "reads and writes no row tensors beside x and y in a forward")
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "multi_wave": (KERNELS, *MODULATED),
     "pipelined": (SUMS_ALONE, *RING),
-    "warp_specialized": (DX, X_ALONE, ONE_GROUP, *RING),
+    "warp_specialized": (DX, X_ALONE, ONE_GROUP, UNPACKED, *RING),
     "reference": (),
 }
 

@@ -39,6 +39,7 @@ class NormProblem:
     names_in: tuple[str, ...] = ()  # of rows_in
     stored: tuple[int, ...] = (0,)  # which of the form's gradients of rows a backward stores, that of x first
     y_dtype: torch.dtype | None = None  # if it is not x's
+    packed: bool = False  # x and the gate are columns of one tensor, and a backward writes the gradient of that tensor
 
     @property
     def title(self) -> str:

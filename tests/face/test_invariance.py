@@ -195,7 +195,8 @@ def test_forms_are_covered():
 @pytest.mark.parametrize("op", [op for op in OPERANDS if OPERANDS[op].form is not None])
 def test_every_op_has_one_plan_for_all_numbers_of_rows(op):
     drawn = (draw(at * FAMILY, 1, 300) for at in range(2000))
-    call = next(each for each in drawn if each.op == op and 0 not in each.shape)
+    with_rows = (each for each in drawn if each.op == op and each.given.get("output_mask", [True])[0])
+    call = next(each for each in with_rows if 0 not in each.shape)
     operands = operands_of(op, (), call.arguments("cpu"))
     with batch_invariant():
         checked = check_forward(operands) if operands.direction == FORWARD else check_backward(operands)

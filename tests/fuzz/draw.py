@@ -84,6 +84,8 @@ class Call:
                 shape = self.normalized_shape if slot.role is Role.PARAMETER else self.shape
                 if slot.role is Role.MODULATION:
                     shape = self.modulation_shape(slot.name)
+                elif slot.role is Role.COLUMNS:
+                    shape = (*self.shape[:-1], self.given["width"] - 2 * self.shape[-1])
                 tensor = fill(shape, self.values[slot.name], self.dtypes[slot.name], generator)
                 made[slot.name] = FOUR_DIMS[self.layouts[slot.name]](tensor)
         exact = statistics_of(made["x"], self.normalized_ndim, OPS[self.op].norm, self.given.get("groups", 1))
@@ -140,6 +142,7 @@ def draw(number: int, seed: int, most_elements: int) -> Call:
     each = random.Random(f"{seed} {number}")
     op = OPS[of_family.choice(list(OPS))]
     normalized = _normalized_shape(of_family, min(MOST_COLS, most_elements))
+    normalized = normalized if op.runs_in_cpp else (math.prod(normalized),)  # columns of one tensor are of one dim
     strided = of_family.random() < 0.3
     dtypes, layouts, given = _of_family(of_family, op, math.prod(normalized), strided)
     batch = _batch_shape(each, most_elements // max(1, math.prod(normalized)), 4 - len(normalized), strided)
@@ -180,6 +183,11 @@ def _of_family(rng: random.Random, op: Op, cols: int, strided: bool) -> tuple[di
             values = {float: (0.0, 1.0), bool: (False, True), int: groups}
             values[str] = tuple(filter(None, CHOICES.get(slot.name, ())))
             given[slot.name] = rng.choice(values[type(slot.default)])
+        elif slot.role is Role.COUNT and slot.name not in given:
+            gaps = [rng.choice((0, 0, 3, 16, 64)) for _ in range(3)]
+            at = [gaps[0], sum(gaps[:2]) + cols]
+            rng.shuffle(at)
+            given |= {"width": sum(gaps) + 2 * cols, "x_at": at[0], "gate_at": at[1]}
         elif slot.role is Role.DTYPE:
             given[slot.name] = rng.choice((None, *DTYPES))
         elif slot.role is Role.MASK:

@@ -1,4 +1,4 @@
-"""Norms with a gate by groups of columns, on a GPU: errors against float64, layouts, bits of repeated calls."""
+"""Norms with a gate by groups of columns, and of columns of one tensor, on a GPU."""
 
 from __future__ import annotations
 
@@ -57,3 +57,24 @@ def test_a_gate_inside_a_projection_gives_the_bits_of_contiguous_rows_again_and_
         got = run(op, inside, group_size=256)
         for ours, right in zip((*got, *gradients(got, inside)), (*want, *wanted), strict=True):
             assert torch.equal(ours, right)
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("after", [True, False], ids=["after", "before"])
+@pytest.mark.parametrize("shape", [(4096, 4096, 10240), (9000, 128, 384), (100, 77, 400), (16, 65536, 131072)], ids=str)
+def test_columns_of_one_tensor_give_the_bits_of_slices_again_and_again(norm, after, shape):
+    rows, cols, width = shape
+    packed = torch.randn(rows, width, device="cuda", dtype=BF16, requires_grad=True)
+    weight, bias = (torch.randn(cols, device="cuda", requires_grad=True) for _ in range(2))
+    x, gate = (width - cols, width), (0, cols)
+    settings = {"norm_before_gate": after, "weight_offset": 1.0}
+    for _ in range(2):
+        outputs = getattr(fusednorm, f"{norm}_norm_gated_packed")(packed, x, gate, weight, bias, 1e-5, **settings)
+        slices = packed[..., slice(*x)], packed[..., slice(*gate)]
+        want = getattr(fusednorm, f"{norm}_norm_gated")(*slices, weight, bias, 1e-5, **settings)
+        assert torch.equal(outputs[0], want)
+        others = [packed[..., cols : x[0]]] if x[0] > cols else []
+        grads = [torch.randn_like(each) for each in outputs]
+        ours = torch.autograd.grad(outputs, (packed, weight, bias), grads)
+        right = torch.autograd.grad((want, *others), (packed, weight, bias), grads)
+        assert all(map(torch.equal, ours, right))

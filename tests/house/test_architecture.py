@@ -16,11 +16,12 @@ PACKAGE, KERNELS = ROOT / "fusednorm", ROOT / "kernels"
 # A room is a folder of the package, or a file at its root. The order is from the public names down:
 MAY_IMPORT = {
     "__init__": {
-        *("autograd", "columns", "forcing", "functional", "heads", "integrations", "layers", "modules", "settings"),
-        "tools",
+        *("autograd", "columns", "forcing", "functional", "heads", "integrations", "layers", "modules", "packed"),
+        *("settings", "tools"),
     },
     "modules": {"forms", "functional", "host"},
     "layers": {"functional", "host"},
+    "packed": {"autograd", "forms", "functional", "host", "namespace", "operands", "problem"},
     "functional": {"autograd", "forms", "host", "operands", "planner", "problem"},
     "autograd": {
         *("forcing", "forms", "host", "namespace", "operands", "ops", "planner", "problem", "reference", "settings"),

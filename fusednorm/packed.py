@@ -1,0 +1,147 @@
+"""Norms with a gate where x and the gate are columns of one tensor, such as a projection's output: its gradient is
+written once, by one op, where slices would give autograd several to add up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from . import autograd, functional
+from .forms import ROUNDINGS
+from .host.torch_compat import forward_ad, is_transforming
+from .namespace import TORCH_OPS
+from .operands import call_op, op_outputs, operands_of
+from .problem import require_strided
+
+Columns = tuple[int, int]
+
+
+def layer_norm_gated_packed(
+    packed: Tensor,
+    x: Columns,
+    gate: Columns,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    activation: str = "silu",
+    norm_before_gate: bool = True,
+    group_size: int | None = None,
+    weight_offset: float = 0.0,
+    rounding: str = "once",
+) -> tuple[Tensor, ...]:
+    """(y, *others): layer_norm_gated of two ranges of the columns of `packed`, `[..., width]`, and views of the columns
+    before, between and behind these ranges, if there are such.
+
+    x and gate are (start, stop), equally many columns, which do not overlap. weight and bias have as many. The forward
+    reads packed in place. The backward is one op that returns one gradient of packed, in which it writes those of x and
+    of the gate, and to which it copies those of the other columns; autograd would concatenate the gradients of slices.
+    Other arguments, dtypes and errors are those of layer_norm_gated, and RuntimeError for other ranges.
+    """
+    return _packed("layer", packed, x, gate, weight, bias, eps, activation, norm_before_gate, group_size,
+                   weight_offset, rounding)  # fmt: skip
+
+
+def rms_norm_gated_packed(
+    packed: Tensor,
+    x: Columns,
+    gate: Columns,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    activation: str = "silu",
+    norm_before_gate: bool = True,
+    group_size: int | None = None,
+    weight_offset: float = 0.0,
+    rounding: str = "once",
+) -> tuple[Tensor, ...]:
+    """(y, *others): rms_norm_gated of two ranges of the columns of `packed`. Arguments as layer_norm_gated_packed's;
+    eps None is the machine epsilon of float32 (float64 for float64 packed)."""
+    return _packed("rms", packed, x, gate, weight, bias, eps, activation, norm_before_gate, group_size,
+                   weight_offset, rounding)  # fmt: skip
+
+
+def _packed(
+    norm, packed, x, gate, weight, bias, eps, activation, norm_before_gate, group_size, weight_offset, rounding
+) -> tuple[Tensor, ...]:
+    op = functional.gated_op(norm, norm_before_gate)
+    require_strided(op, "packed", packed)
+    places = _checked(op, packed, x, gate)
+    cols = places[0][1] - places[0][0]
+    groups = 1 if group_size is None else functional.groups_of(op, group_size, cols)
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"{op}: rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")
+    settings = {"weight_offset": float(weight_offset), "activation": activation, "groups": groups}
+    rounds = ROUNDINGS[rounding]
+    if not torch.compiler.is_dynamo_compiling() and (is_transforming() or forward_ad._current_level >= 0):
+        return PackedFunction.forward(None, op, places, eps, rounds, settings, packed, weight, bias)
+    return PackedFunction.apply(op, places, eps, rounds, settings, packed, weight, bias)
+
+
+def _checked(op: str, packed: Tensor, *ranges: Columns) -> tuple[Columns, Columns]:
+    width = packed.shape[-1] if packed.dim() else 0
+    for name, each in zip(("x", "gate"), ranges, strict=True):
+        if not (isinstance(each, Sequence) and len(each) == 2):
+            raise TypeError(f"{op}: {name} must be (start, stop), the range of its columns, got {each!r}")
+    (x, x_end), (gate, gate_end) = ranges
+    fits = 0 <= x < x_end <= width and 0 <= gate < gate_end <= width and x_end - x == gate_end - gate
+    if not fits or (x < gate_end and gate < x_end):
+        rule = f"x and gate must be ranges of equally many of the {width} columns that do not overlap"
+        raise RuntimeError(f"{op}: {rule}, got {ranges[0]} and {ranges[1]}")
+    return (x, x_end), (gate, gate_end)
+
+
+def _others(packed: Tensor, places: tuple[Columns, Columns]) -> list[Tensor]:
+    """The other columns, as views."""
+    (first, end), (last, last_end) = sorted(places)
+    runs = (0, first), (end, last), (last_end, packed.shape[-1])
+    return [packed[..., start:stop] for start, stop in runs if stop > start]
+
+
+class PackedFunction(Function):
+    """apply(op, places, eps, rounds_x_hat, settings, packed, weight, bias) -> (y, *others)"""
+
+    @staticmethod
+    def forward(ctx, op, places, eps, rounds_x_hat, settings, packed, weight, bias):
+        x, gate = (packed[..., start:stop] for start, stop in places)
+        given = {"x": x, "normalized_shape": x.shape[-1:], "gate": gate, "weight": weight, "bias": bias, "eps": eps}
+        operands = operands_of(op, (), given | settings | {"rounds_x_hat": rounds_x_hat})
+        y, *statistics = op_outputs(op, call_op(getattr(TORCH_OPS, op).default, operands))
+        if ctx is not None:
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(packed, weight, bias, *statistics)
+            ctx.op, ctx.places, ctx.settings = f"{op.replace('_fwd_', '_bwd_')}_packed", places, settings
+            ctx.info = None
+            if not torch.compiler.is_dynamo_compiling():
+                ctx.info = autograd.node_info(operands, statistics_inside=True)
+        return y, *_others(packed, places)
+
+    @staticmethod
+    def backward(ctx, grad_y, *grads):
+        packed, weight, bias, *statistics = ctx.saved_tensors
+        (x_at, x_end), (gate_at, gate_end) = ctx.places
+        x, gate = packed[..., x_at:x_end], packed[..., gate_at:gate_end]
+        wanted = zip(ctx.needs_input_grad[5:], (packed, weight, bias), strict=True)
+        given: dict[str, Any] = dict(zip(("mean", "rstd")[-len(statistics) :], statistics, strict=True))
+        given |= {"grad_out": torch.zeros_like(x) if grad_y is None else grad_y, "x": x, "gate": gate, "weight": weight}
+        given |= {"bias": bias, "output_mask": [want and of is not None for want, of in wanted]}
+        given |= {"normalized_shape": x.shape[-1:], "rest": _side_by_side(grads, packed, ctx.places)}
+        given |= {"width": packed.shape[-1], "x_at": x_at, "gate_at": gate_at} | ctx.settings
+        operands = operands_of(ctx.op, (), given)
+        found = ctx.info.outputs(operands) if ctx.info else call_op(getattr(TORCH_OPS, ctx.op).default, operands)
+        return None, None, None, None, None, *found
+
+
+def _side_by_side(grads, packed: Tensor, places: tuple[Columns, Columns]) -> Tensor | None:
+    """The gradients of the other columns as one tensor; None if there is none."""
+    if all(each is None for each in grads):
+        return None
+    if len(grads) == 1:
+        return grads[0]
+    pairs = zip(grads, _others(packed, places), strict=True)
+    return torch.cat([torch.zeros_like(of) if grad is None else grad for grad, of in pairs], -1)
