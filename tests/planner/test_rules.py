@@ -34,6 +34,7 @@ RULES = {  # rule: (variant, problem, rows, device) that it rejects
     "nested_rows": ("pipelined", make_problem(nested_rows=True), MANY_ROWS, H200),
     "rows": ("pipelined", make_problem(), 2**31, H200),
     "groups": ("warp_specialized", make_problem(form=FormSpec(groups=4)), MANY_ROWS, B200),
+    "packed": ("warp_specialized", make_problem(packed=True), MANY_ROWS, B200),
     "row_tensors": (
         "warp_specialized",
         make_problem(direction="forward", form=FormSpec(combine="add"), **ADDED),
