@@ -311,6 +311,12 @@ def of_form(name: str, arguments: tuple) -> Tensor | tuple[Tensor, ...]:
         raise
 
 
+def of_form_in_cpp(name: str, arguments: tuple) -> Tensor | tuple[Tensor, ...]:
+    """`of_form`, in C++ where it runs the call."""
+    outputs = native.y_of(name, arguments)
+    return of_form(name, arguments) if outputs is None else outputs
+
+
 def _of_form(operands: Operands) -> Tensor | tuple[Tensor, ...]:
     if _is_for_onnx():
         outputs = reference.formula(operands)

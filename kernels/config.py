@@ -138,17 +138,11 @@ class PartsTile(Tile):
         False  # of these, adjacent columns are turned together; else a column of the first half and the second
     )
     per_pair: bool = False  # cos and sin have an entry for each two such columns, not for each
-    heads: int = 1  # forward: adjacent rows of equal cos and sin, which a thread has together: a row of the tile
 
     @property
     def parts(self) -> tl.constexpr:
         """num_parts in the form that static_range takes."""
         return tl.constexpr(self.num_parts)
-
-    @property
-    def each_head(self) -> tl.constexpr:
-        """heads in the form that static_range takes."""
-        return tl.constexpr(self.heads)
 
     @property
     def levels(self) -> tl.constexpr:

@@ -92,25 +92,27 @@ def time_us(work: Work, c: Coefficients) -> float:
 def bytes_moved(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> int:
     """Bytes of device memory that a call reads and writes. A forward's second read of x comes from the cache."""
     read, written = problem.row_bytes
-    statistics = problem.acc_dtype.itemsize * (2 if problem.norm == "layer" else 1)
+    statistics = problem.form.groups * problem.acc_dtype.itemsize * (2 if problem.norm == "layer" else 1)
     passes = 2 if num_passes(plan, problem) == 2 and problem.direction == "backward" else 1
-    tensors = rows * (problem.cols * (passes * read + written) + statistics)
-    return tensors + 2 * problem.cols * problem.parameter_bytes + partial_bytes(plan, problem, rows, device)
+    tensors = rows * (problem.width * (passes * read + written) + statistics)
+    return tensors + 2 * problem.width * problem.parameter_bytes + partial_bytes(plan, problem, rows, device)
 
 
 def partial_bytes(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> int:
     """Bytes of the partial sums of dw and db, written and read."""
     if plan.kernel == "reference" or not problem.num_sums:
         return 0
-    partials = num_partials(plan, num_ctas(plan, rows, problem.cols, device, True, problem.wants_float32_sum))
-    return 2 * problem.num_sums * partials * problem.cols * problem.acc_dtype.itemsize
+    wants = True, problem.wants_float32_sum, problem.form.groups
+    partials = num_partials(plan, num_ctas(plan, rows, problem.cols, device, *wants))
+    return 2 * problem.num_sums * partials * problem.width * problem.acc_dtype.itemsize
 
 
 def work_of(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Work:
     read, _ = problem.row_bytes
     is_ring, threads = isinstance(plan, RingPlan), 32 * plan.num_warps
-    ctas = num_ctas(plan, rows, problem.cols, device, problem.num_sums > 0, problem.wants_float32_sum)
-    tiles = math.ceil(math.ceil(rows / plan.rows_per_tile) / ctas)
+    groups, wants = problem.form.groups, (problem.num_sums > 0, problem.wants_float32_sum)
+    ctas = num_ctas(plan, rows, problem.cols, device, *wants, groups)
+    tiles, ctas = math.ceil(math.ceil(rows / plan.rows_per_tile) / ctas), ctas * groups
     waves = math.ceil(ctas / (clusters_at_once(plan.cluster, device) * plan.ctas_per_sm))
     on_an_sm = min(plan.ctas_per_sm, math.ceil(ctas * plan.cluster / device.sm_count))
     num_groups = getattr(plan, "num_groups", 1)

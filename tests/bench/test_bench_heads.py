@@ -36,9 +36,9 @@ def test_a_sweep_has_other_plans(packed, rotary):
     calls = {direction: call for _, direction, call in calls_like(heads.heads_of(case), packed)}
     ours = {direction: plan.choose(call.problem, H200) for direction, call in calls.items()}
     others = heads.swept(case, H200)
-    assert len(others) >= 12
+    assert len(others) >= 8
     for direction, shape in others.values():
         with heads.planned(direction, shape):
             found = {way: plan.choose(call.problem, H200) for way, call in calls.items()}
         assert [way for way in found if found[way] != ours[way]] == [direction]
-    assert calls["backward"].problem.copies == packed and (calls["forward"].problem.heads > 1) == (rotary != "none")
+    assert calls["backward"].problem.copies == packed
