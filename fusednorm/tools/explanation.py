@@ -213,7 +213,7 @@ def _why_not(variant: str, chosen: Plan, problem: NormProblem, rows: int, device
     if variant == "reference":
         return f"could run, but {chosen.variant} comes first"
     if choice.best_plan(variant, problem, device) is None:
-        return f"has no plan for {problem.cols} columns within the registers and shared memory of {device.name}"
+        return choice.no_room(problem, device)
     if variant not in choice.variants_in_use(device):
         return f"could run, but is not in use on {device.name}"
     return f"could run, but {chosen.variant} comes first"
