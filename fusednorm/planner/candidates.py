@@ -44,8 +44,9 @@ MOST_PRODUCED_COPIES = {1: 12, 2: 4}  # of a tile, of all tensors, by groups: th
 MOST_COLUMNS_WITH_WEIGHT = {"forward": 16, "backward": 32}  # of a thread of a ring that keeps the weight in registers
 MOST_COLUMNS_OF_TWO_STAGES = 56  # of a thread; a backward's ring of fewer has three, unless its tiles have several rows
 SCATTERED_AT_ONCE = 4  # elements of a chunk for a thread of a forward, if rows lie so that none is loaded whole
-SHORT = 128  # columns: in a shorter row, no thread of a register tile can own columns
+SHORT = 256  # columns: in a shorter row, few threads of a register tile can own columns
 NARROW = 512  # columns: a tile of few such rows is small for any number of warps
+MOST_COLUMNS_IN_SMALL_PIECES = 8192  # that threads load sooner than TMA copies them by pieces of 16 bytes
 LEAST_COLUMNS_OF_CLUSTER = 4096  # a row of no more is short for one CTA
 # A row's chunk has at most MAX_BOX_SIDE TMA boxes, over all CTAs of its cluster. Rows of more than COLUMNS_OF_FEW_BOXES
 # columns with boxes shorter than BYTES_OF_LONG_BOX are excepted: column tiles, the alternative, are slower. Boxes of 16
@@ -135,6 +136,8 @@ def candidates(variant: str, problem: NormProblem, device: DeviceSpec) -> tuple[
         )
     if variant == "warp_specialized":
         return _warp_specialized(problem, device)
+    if variant == "pipelined" and are_better_in_registers(problem, device):
+        return ()
     found = _rings(problem, device) if variant == "pipelined" else _in_registers(problem, device)
     plans = tuple(plan for family in found if (plan := _either(family, problem, device)))
     if plans or variant == "pipelined":
@@ -197,8 +200,7 @@ def _rings(problem: NormProblem, device: DeviceSpec) -> Iterator[Family]:
 
 def _in_registers(problem: NormProblem, device: DeviceSpec) -> Iterator[Family]:
     forward = problem.direction == "forward"
-    in_pieces = problem.cols * problem.x_dtype.itemsize % 32 != 0
-    scattered = not problem.tma_aligned or (in_pieces and not forward)
+    scattered = not problem.tma_aligned or (in_small_pieces(problem) and not forward)
     for frame in (SCATTERED if scattered else IN_REGISTERS)[problem.direction]:
         for rows in _tiles(frame, 1, problem):
             yield Family("multi_wave", rows, frame.num_warps, frame.ctas_per_sm)
@@ -367,6 +369,17 @@ def column_rings(problem: NormProblem, device: DeviceSpec) -> Iterator[ColumnRin
 
 
 # --- Common ---
+
+
+def in_small_pieces(problem: NormProblem) -> bool:
+    """Whether TMA would copy a row by pieces of 16 bytes."""
+    return problem.cols * problem.x_dtype.itemsize % 32 != 0
+
+
+def are_better_in_registers(problem: NormProblem, device: DeviceSpec) -> bool:
+    """Whether threads load rows sooner than TMA copies them. On Blackwell a published rule decides that."""
+    short = problem.cols <= MOST_COLUMNS_IN_SMALL_PIECES and in_small_pieces(problem)
+    return short and device.arch < OLDEST_PUBLISHED_ARCH
 
 
 def cluster_sizes(device: DeviceSpec) -> tuple[int, ...]:

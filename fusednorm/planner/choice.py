@@ -8,6 +8,7 @@ never legality. The row count never changes a plan. It selects one: `choices` ha
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -25,11 +26,10 @@ from .plan import Plan, ReferencePlan, WarpSpecializedPlan, from_text, num_passe
 Ranges = tuple[tuple[float, Plan], ...]  # (most rows, plan), ascending
 
 HOPPER, BLACKWELL = (90,), (100, 103, 110, 120, 121)
-MANY_ROWS_PER_SM = 64  # at which plans are compared where their row count is not asked
+ROWS_PER_SM = (1, 4, 16, 64)  # at which the model compares plans
 # A backward without dx: rows per SM beyond which a ring pays for its start (measured on an H200)
 ROWS_PER_SM_WITHOUT_DX = 8
-ALIKE = 0.25  # octaves up to which the model is not asked whether another width's plan is good
-MOST_LOSS = 0.15  # that it may predict for the plan
+MOST_LOSS = 0.15  # that the model may predict for the plan of another width
 
 
 class Published:
@@ -98,18 +98,12 @@ def decide(problem: NormProblem, device: DeviceSpec, forced: str | None = None) 
         ranges, source = (
             measured(problem, device)
             or published(problem, device)
-            or (((math.inf, _predicted(problem, device)),), "model")
+            or (predicted(problem, device), "model")
         )
     *few, (_, many) = ranges
     if many.variant != "multi_wave":  # a ring counts rows in 32 bits
         ranges = (*few, (MAX_RING_ROWS, many), (math.inf, column_tile_plan(problem, device)))
     return Chosen(ranges, source)
-
-
-def _merged(ranges: list[tuple[float, Plan]]) -> Ranges:
-    return tuple(
-        each for index, each in enumerate(ranges) if index == len(ranges) - 1 or each[1] != ranges[index + 1][1]
-    )
 
 
 def measured(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | None:
@@ -130,24 +124,24 @@ def _of_lines(lines: list[tuple[int, table.Ranges]], problem: NormProblem, devic
     found: list[tuple[float, Plan | None]] = []
     fewest = 1.0  # rows per SM
     for most, _ in lines[0][1]:
-        at = max(fewest, min(most, MANY_ROWS_PER_SM)) * device.sm_count
         texts = ((cols, next(text for bound, text in ranges if most <= bound)) for cols, ranges in lines)
         plans = (_adapted(from_text(text), cols, problem, device) for cols, text in texts)
         plan = next((each for each in plans if each), None)
-        if plan and abs(math.log2(lines[0][0] / problem.cols)) > ALIKE:
-            plan = _believed(plan, at, problem, device)
-        found.append((most if most == math.inf else int(most * device.sm_count), plan))
+        if plan and lines[0][0] != problem.cols:
+            plan = _believed(plan, max(fewest, min(most, ROWS_PER_SM[-1])), problem, device)
+        found.append((most if most == math.inf else int(most * _sms(device)), plan))
         fewest = most
     if not any(plan for _, plan in found):
         return None
-    return _merged([(most, plan or _predicted(problem, device)) for most, plan in found])
+    return _merged((most, plan or _predicted(problem, device, most)) for most, plan in found)
 
 
-def _believed(plan: Plan, rows: float, problem: NormProblem, device: DeviceSpec) -> Plan:
+def _believed(plan: Plan, rows_per_sm: float, problem: NormProblem, device: DeviceSpec) -> Plan:
     """A plan of another width, or the model's if that one is predicted to be much slower: a row of this width may need
     more padding, or more copies."""
-    own = _predicted(problem, device)
-    us, own_us = (predict_us(each, problem, int(rows), device, table.coefficients(device)) for each in (plan, own))
+    rows, coefficients = round(rows_per_sm * _sms(device)), table.coefficients(device)
+    own = _predicted(problem, device, rows)
+    us, own_us = (predict_us(each, problem, rows, device, coefficients) for each in (plan, own))
     return plan if us <= own_us * (1 + MOST_LOSS) else own
 
 
@@ -181,19 +175,37 @@ def published(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | 
     return ((per_sm * device.sm_count, portable), (math.inf, ring)), "published"
 
 
-def _predicted(problem: NormProblem, device: DeviceSpec) -> Plan:
-    plans = (best_plan(variant, problem, device) for variant in variants_in_use(device))
-    return _fastest([plan for plan in plans if plan], problem, device)
+def _predicted(problem: NormProblem, device: DeviceSpec, rows: float) -> Plan:
+    return next(plan for most, plan in predicted(problem, device) if rows <= most)
+
+
+@functools.lru_cache(maxsize=4096)
+def predicted(problem: NormProblem, device: DeviceSpec) -> Ranges:
+    """What the model says. A range ends half way, in octaves, between the row counts at which plans are compared."""
+    plans = [plan for variant in variants_in_use(device) for plan in candidates(variant, problem, device)]
+    ends = [int(math.sqrt(few * many) * _sms(device)) for few, many in itertools.pairwise(ROWS_PER_SM)]
+    fastest = (_fastest(plans, problem, device, rows_per_sm) for rows_per_sm in ROWS_PER_SM)
+    return _merged(zip((*ends, math.inf), fastest, strict=True))
 
 
 @functools.lru_cache(maxsize=4096)
 def best_plan(variant: str, problem: NormProblem, device: DeviceSpec) -> Plan | None:
     """The candidate of a variant that is predicted to be the fastest for many rows; None if it has no candidate."""
-    return _fastest(candidates(variant, problem, device), problem, device)
+    return _fastest(candidates(variant, problem, device), problem, device, ROWS_PER_SM[-1])
 
 
-def _fastest(plans: Iterable[Plan], problem: NormProblem, device: DeviceSpec) -> Plan | None:
+def _fastest(plans: Iterable[Plan], problem: NormProblem, device: DeviceSpec, rows_per_sm: int) -> Plan | None:
     # SMs that are left to others do not change the choice, and so no sums change their order.
-    device = replace(device, sm_count=device.sm_count + device.sm_margin, sm_margin=0)
-    rows, coefficients = MANY_ROWS_PER_SM * device.sm_count, table.coefficients(device)
+    device = replace(device, sm_count=_sms(device), sm_margin=0)
+    rows, coefficients = rows_per_sm * device.sm_count, table.coefficients(device)
     return min(plans, key=lambda plan: predict_us(plan, problem, rows, device, coefficients), default=None)
+
+
+def _sms(device: DeviceSpec) -> int:
+    return device.sm_count + device.sm_margin
+
+
+def _merged(ranges: Iterable[tuple[float, Plan]]) -> Ranges:
+    """The ranges, in which no neighbours have the same plan."""
+    each = [(plan, [most for most, _ in group]) for plan, group in itertools.groupby(ranges, key=lambda one: one[1])]
+    return tuple((ends[-1], plan) for plan, ends in each)

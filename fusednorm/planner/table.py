@@ -143,12 +143,13 @@ def of_user(gpu: str) -> Table | str | None:
 
 
 def of_device(device: DeviceSpec) -> Iterator[Table]:
-    """The tables of a GPU, the first the one that decides: the user's, that of its name, others of its capability."""
+    """The tables of a GPU, the first the one that decides: the user's, and that of its name, or else another of its
+    capability."""
     own = of_user(device.name)
     if isinstance(own, Table):
         yield own
     alike = (each for each in shipped() if each.arch == device.arch)
-    yield from sorted(alike, key=lambda each: device.name not in each.gpu and each.gpu not in device.name)
+    yield from sorted(alike, key=lambda each: device.name not in each.gpu and each.gpu not in device.name)[:1]
 
 
 def coefficients(device: DeviceSpec) -> Coefficients:

@@ -13,7 +13,7 @@ from planning import given, make_problem, sweep
 
 from fusednorm.planner import budget, legality
 from fusednorm.planner.candidates import candidates
-from fusednorm.planner.choice import HOPPER, Published, best_plan, choices, choose
+from fusednorm.planner.choice import HOPPER, ROWS_PER_SM, Published, best_plan, choices, choose
 from fusednorm.planner.device import A100, B200, H200, KNOWN, RTX_5090
 from fusednorm.planner.plan import (
     VARIANTS,
@@ -278,7 +278,7 @@ def test_row_counts_select_among_few_plans_in_order(problem, device):
     ranges = choices(problem, device)
     bounds = [most for most, _ in ranges]
     assert bounds == sorted(set(bounds)) and bounds[-1] == float("inf")
-    assert len(ranges) <= (11 if device.arch in HOPPER else 3)
+    assert len(ranges) <= (11 if device.arch in HOPPER else len(ROWS_PER_SM) + 1)
 
 
 @given(PROBLEMS, ROWS, DEVICES)
