@@ -44,7 +44,7 @@ from .records import add_out_argument, describe_machine, lacks_gpu, results_path
 from .timing import time_interleaved
 
 EPS = 1e-6
-ROTARY = "none", "halves", "pairs"
+ROTARY = "none", "halves", "pairs", "quarter"  # the last: halves of the first quarter of the columns
 NAMES = "ours", "norms", "inductor", "eager"
 Outputs = tuple[Tensor, ...]
 
@@ -71,6 +71,11 @@ class HeadCase:
         }
         return own | {"x_dtype": dtype_name(self.dtype)}
 
+    @property
+    def turned(self) -> int:
+        """The columns that are rotated."""
+        return {"none": 0, "quarter": self.cols // 4}.get(self.rotary, self.cols)
+
     def inputs(self, device: str = "cuda") -> dict[str, Tensor]:
         generator = torch.Generator(device).manual_seed(0)
 
@@ -86,7 +91,7 @@ class HeadCase:
         """As transformers makes them: both columns of a pair have the same."""
         if self.rotary == "none":
             return None
-        angles = torch.arange(self.tokens)[:, None] * 1e4 ** -(torch.arange(0, self.cols, 2) / self.cols)
+        angles = torch.arange(self.tokens)[:, None] * 1e4 ** -(torch.arange(0, self.turned, 2) / self.turned)
         full = angles.repeat_interleave(2, -1) if self.rotary == "pairs" else torch.cat([angles, angles], -1)
         return tuple(table.to(like.device, like.dtype)[None] for table in (full.cos(), full.sin()))
 
@@ -124,11 +129,14 @@ def written(case: HeadCase, given: dict[str, Tensor], tables) -> Outputs:
         y = y.to(x.dtype)
         if tables is not None:
             cos, sin = (table.unsqueeze(2) for table in tables)
+            front, back = y[..., : case.turned], y[..., case.turned :]
             if case.rotary == "pairs":
-                other = torch.stack([-y[..., 1::2], y[..., ::2]], -1).flatten(-2)
+                other = torch.stack([-front[..., 1::2], front[..., ::2]], -1).flatten(-2)
             else:
-                other = torch.cat([-y[..., case.cols // 2 :], y[..., : case.cols // 2]], -1)
-            y = y * cos + other * sin
+                a, b = front.chunk(2, -1)
+                other = torch.cat([-b, a], -1)
+            front = front * cos + other * sin
+            y = torch.cat([front, back], -1) if case.rotary == "quarter" else front
         found.append(y.to(x.dtype))
     return *found, *rest
 
@@ -163,23 +171,19 @@ def floors(case: HeadCase, given: dict[str, Tensor]) -> dict[str, Callable[[], o
     return {"forward": forward, "backward": backward, "both": lambda: (forward(), backward())}
 
 
-# Other plans: warps, bytes of a row tile in a thread, heads for each load of cos and sin, CTAs that an SM has room for.
-SWEEP: dict[str, list[tuple[int, int, int, int | None]]] = {
+# Other plans: warps, bytes of a row tile in a thread, CTAs that an SM has registers for (None: as the planner thinks).
+Shape = tuple[int, int, int | None]
+SWEEP: dict[str, list[Shape]] = {
     "forward": [
-        *((4, 64, heads, None) for heads in (1, 2, 4)),
-        *((4, 32, heads, None) for heads in (1, 2, 4)),
-        *((4, 128, 4, None), (4, 16, 1, None), (8, 64, 2, None), (8, 32, 1, None), (2, 64, 2, None)),
-        *((4, 32, 1, 8), (4, 32, 1, 9), (4, 64, 2, 5), (4, 64, 2, 6), (4, 64, 4, 6), (4, 64, 4, 8), (4, 128, 4, 4)),
+        *((4, 32, ctas) for ctas in (6, 7, 8, 9, 10)),
+        *((4, 16, None), (4, 64, None), (8, 32, None), (2, 32, None)),
     ],
-    "backward": [
-        *((4, 32, 1, ctas) for ctas in (3, 4, 5)),
-        *((4, 16, 1, 6), (4, 16, 1, 8), (4, 64, 1, 2), (8, 32, 1, 2), (2, 32, 1, 8), (8, 16, 1, 4)),
-    ],
+    "backward": [*((8, 32, ctas) for ctas in (1, 2, 3)), (4, 32, None), (8, 16, None), (8, 64, None), (16, 32, 1)],
 }
 
 
 @contextlib.contextmanager
-def planned(direction: str, shape: tuple[int, int, int, int | None]) -> Iterator[None]:
+def planned(direction: str, shape: Shape) -> Iterator[None]:
     """Plans of another shape inside, in one direction."""
     original = head_plan.choose
 
@@ -195,7 +199,7 @@ def planned(direction: str, shape: tuple[int, int, int, int | None]) -> Iterator
     launch.forget()
 
 
-def swept(case: HeadCase, device: DeviceSpec) -> dict[str, tuple[str, tuple[int, int, int, int | None]]]:
+def swept(case: HeadCase, device: DeviceSpec) -> dict[str, tuple[str, Shape]]:
     """The other plans for a case, each once: direction and shape of each, by its name."""
     found = {}
     for _, direction, call in calls_like(heads_of(case), case.packed):
@@ -203,7 +207,7 @@ def swept(case: HeadCase, device: DeviceSpec) -> dict[str, tuple[str, tuple[int,
         for shape in SWEEP[direction]:
             plan = head_plan.shaped(call.problem, device, *shape)
             if plan not in seen:
-                named = zip(("warps", "bytes", "heads", "CTAs"), shape, strict=True)
+                named = zip(("warps", "bytes", "CTAs"), shape, strict=True)
                 found[", ".join([direction, *(f"{of or 'any'} {name}" for name, of in named)])] = direction, shape
             seen.add(plan)
     return found
@@ -217,7 +221,7 @@ def heads_of(case: HeadCase) -> Heads:
     if case.packed:
         q, k, _ = Packing(case.heads, case.kv_heads).split(q)
     if case.rotary != "none":
-        tables = tuple(torch.empty(1, case.tokens, case.cols, dtype=case.dtype, device="meta") for _ in range(2))
+        tables = tuple(torch.empty(1, case.tokens, case.turned, dtype=case.dtype, device="meta") for _ in range(2))
     more = {name: each for name, each in meta.items() if name in functional.PARAMETERS}
     settings = {"norm": case.norm, "eps": EPS, "rotary_interleaved": case.rotary == "pairs"}
     return functional.operands(q, k, **more, rotary=tables, **settings)

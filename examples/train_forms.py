@@ -3,6 +3,7 @@ Prints tokens/s and memory, and draws loss curves.
 
     python -m examples.train_forms --model pre       Llama's blocks: the residual is added before the norm
     python -m examples.train_forms --model post      Gemma 2's: a second norm behind each layer, then the residual
+    python -m examples.train_forms --model gated     BitNet's: as pre, and the MLP normalizes its gated activations
 
 All weights are stored minus 1, as Gemma's are. On a CPU our functionals call ATen, so that both ways compute the same,
 and the curves coincide.
@@ -32,6 +33,7 @@ class Forms(NamedTuple):
     norm: Callable[..., Tensor]
     add_norm: Callable[..., tuple[Tensor, Tensor]]  # (norm of the sum, the sum)
     norm_add: Callable[..., Tensor]  # residual + norm of x
+    gated: Callable[..., Tensor]  # norm of x * silu(gate), of (gate and x side by side, weight)
 
 
 def written_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -47,12 +49,25 @@ def written_norm_add(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
     return residual + written_norm(x, weight)
 
 
-WRITTEN = Forms(written_norm, written_add_norm, written_norm_add)
+def written_gated(packed: Tensor, weight: Tensor) -> Tensor:
+    gate, x = packed.chunk(2, -1)
+    return written_norm(x * F.silu(gate), weight)
+
+
+def fused_gated(packed: Tensor, weight: Tensor) -> Tensor:
+    half = packed.shape[-1] // 2
+    x, gate = (half, 2 * half), (0, half)
+    (y,) = fusednorm.rms_norm_gated_packed(packed, x, gate, weight, eps=EPS, weight_offset=1.0, norm_before_gate=False)
+    return y
+
+
+WRITTEN = Forms(written_norm, written_add_norm, written_norm_add, written_gated)
 FUSED = Forms(
     *(
         partial(function, eps=EPS, weight_offset=1.0)
         for function in (fusednorm.affine_rms_norm, fusednorm.add_rms_norm, fusednorm.rms_norm_add)
-    )
+    ),
+    fused_gated,
 )
 
 
@@ -84,7 +99,23 @@ class PostNorm(PreNorm):
         return x, residual
 
 
-BLOCKS = {"pre": PreNorm, "post": PostNorm}
+class GatedMLP(nn.Module):
+    def __init__(self, width: int, forms: Forms) -> None:
+        super().__init__()
+        self.forms, self.weight = forms, nn.Parameter(torch.zeros(2 * width))
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.forms.gated(self.up(x), self.weight))
+
+
+class GatedNorm(PreNorm):
+    def __init__(self, size: Size, forms: Forms) -> None:
+        super().__init__(size, forms)
+        self.layers[1] = GatedMLP(size.width, forms)
+
+
+BLOCKS = {"pre": PreNorm, "post": PostNorm, "gated": GatedNorm}
 
 
 class Model(nn.Module):

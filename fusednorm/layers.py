@@ -1,8 +1,8 @@
 """Norms as layers for Hugging Face's `kernels`, which replaces forwards of a model's modules by those of layers.
 
 Nobody constructs these classes: the modules of the same names that users construct are in modules.py. `kernels` finds
-this module and its classes by name. The class of a model's module names its layer: transformers' models name "RMSNorm"
-and "RMSNormZeroCentered", and stock LayerNorms name ours after
+this module and its classes by name. The class of a model's module names its layer: transformers' models name "RMSNorm",
+"RMSNormZeroCentered" and "RMSNormGated", and stock LayerNorms name ours after
 kernels.replace_kernel_forward_from_hub(torch.nn.LayerNorm, "LayerNorm"). `kernels` demands that a layer is a forward
 and two flags, nothing more. `python -m fusednorm hub FOLDER` writes the repository that it loads.
 
@@ -54,3 +54,20 @@ class RMSNormZeroCentered(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight = parameter(self, "weight")
         return functional.affine_rms_norm(x, weight, None, self.eps, weight_offset=1.0)
+
+
+class RMSNormGated(nn.Module):
+    """The forward of transformers' Qwen3NextRMSNormGated and KimiLinearRMSNormGated: the norm, times silu or sigmoid of
+    the gate. It is rounded once, as in FLA; classes that also round before the weight differ by these roundings."""
+
+    can_torch_compile = True
+    has_backward = True
+    weight: Tensor
+    variance_epsilon: float
+    activation: str
+
+    def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
+        weight, activation = parameter(self, "weight"), "silu" if self.activation == "swish" else self.activation
+        return functional.rms_norm_gated(
+            hidden_states, gate, weight, None, self.variance_epsilon, activation=activation
+        )

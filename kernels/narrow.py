@@ -8,9 +8,6 @@ and db as row p of the tensor's [P, cols] partials.
 What the tensors have each, comes as a tuple with an element for each. Rows lie at tile.levels nested strides, the
 outermost first, which `strides` has for the tensors in turn, level by level. `sizes` has the rows of each level but the
 first, likewise. Row counts are 32-bit, offsets 64-bit. Numbers of rows and CTAs come as loads.number takes them.
-
-In a forward a row of a tile stands for tile.heads adjacent rows with the same cos and sin, which are loaded once; rows
-and the innermost sizes count these.
 """
 
 from typing import NamedTuple
@@ -71,13 +68,17 @@ def place(row, sizes, part, tile: tl.constexpr):
 @triton.jit
 def starts(indices, strides, part, tile: tl.constexpr):
     """Element offsets [tile.rows, 1] of the starts of rows."""
-    start = tl.full([tile.rows], 0, tl.int64)
-    for level in tl.static_range(tile.levels):
-        index = indices[level].to(tl.int64)
-        if level == tile.num_levels - 1:
-            index *= tile.heads
-        start += index * pick(strides, part, level, tile)
+    start = indices[0].to(tl.int64) * pick(strides, part, 0, tile)
+    for level in tl.static_range(1, tile.levels):
+        start += indices[level].to(tl.int64) * pick(strides, part, level, tile)
     return start[:, None]
+
+
+@triton.jit
+def columns_of_tile(c: tl.constexpr, tile: tl.constexpr):
+    """`columns` [tile.rows, tile.chunk]: what is loaded by them is where a thread's elements of the rows are. Otherwise
+    Triton may move these elements through shared memory to where it has loaded a weight."""
+    return columns(c, tile) + tl.full([tile.rows, 1], 0, tl.int32)
 
 
 @triton.jit
@@ -129,7 +130,7 @@ def forward(
     x_ptrs, weight_ptrs, bias_ptrs, cos_ptr, sin_ptr, y_ptrs, rows, ctas, sizes, x_strides, table_strides, cols,
     eps: "fp64", norm: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """y of the CTA's row tiles, contiguous."""
+    """y of the CTA's row tiles, contiguous. x is loaded first: a CTA has one tile, and waits for what it loads once."""
     part = part_of_grid(ctas, tile)
     x_ptr = pick(x_ptrs, part, 0, tile)
     y_ptr = pick(y_ptrs, part, 0, tile)
@@ -144,27 +145,22 @@ def forward(
         row = first + tl.arange(0, tile.rows)
         in_range = (row < count)[:, None]
         at = place(row, sizes, part, tile)
-        start = starts(at, x_strides, part, tile)
-        stride = pick(x_strides, part, tile.num_levels - 1, tile)
-        x = ()
-        for i in tl.static_range(tile.each_head):
-            x = x + (load_chunks(x_ptr, start + tl.full([], i, tl.int64) * stride, in_range, cols, tile),)
+        x = load_chunks(x_ptr, starts(at, x_strides, part, tile), in_range, cols, tile)
         cos, sin = load_tables(cos_ptr, sin_ptr, at, table_strides, part, in_range, norm, tile)
-        weight = load_parameter(weight_ptr, cols, norm.has_weight, columns, tile)
-        bias = load_parameter(bias_ptr, cols, norm.has_bias, columns, tile)
-        for i in tl.static_range(tile.each_head):
-            h = turned(x[i], norm.form.turn_h, cos, sin, False, norm, tile)
-            mean, rstd = statistics(h, cols, eps, norm, tile)
-            u = ()
-            for c in tl.static_range(tile.chunks):
-                x_hat = normalize(h[c], mean, rstd, norm)
-                x_hat = norm.form.round_x_hat(x_hat, (x[i][c],), norm)
-                scaled = norm.form.scale(x_hat, widen(weight[c], dtype=norm.acc), norm)
-                u = u + (norm.form.shift(scaled, widen(bias[c], dtype=norm.acc), norm),)
-            u = turned(u, norm.form.turn_u, cos, sin, False, norm, tile)
-            y_start = ((row.to(tl.int64) * tile.heads + i) * cols)[:, None]
-            for c in tl.static_range(tile.chunks):
-                store_chunk(y_ptr, y_start, u[c], in_range, cols, c, tile)
+        weight = load_parameter(weight_ptr, cols, norm.has_weight, columns_of_tile, tile)
+        bias = load_parameter(bias_ptr, cols, norm.has_bias, columns_of_tile, tile)
+        h = turned(x, norm.form.turn_h, cos, sin, False, norm, tile)
+        mean, rstd = statistics(h, cols, eps, norm, tile)
+        u = ()
+        for c in tl.static_range(tile.chunks):
+            x_hat = normalize(h[c], mean, rstd, norm)
+            x_hat = norm.form.round_x_hat(x_hat, (x[c],), norm)
+            scaled = norm.form.scale(x_hat, widen(weight[c], dtype=norm.acc), norm)
+            u = u + (norm.form.shift(scaled, widen(bias[c], dtype=norm.acc), norm),)
+        u = turned(u, norm.form.turn_u, cos, sin, False, norm, tile)
+        start = (row.to(tl.int64) * cols)[:, None]
+        for c in tl.static_range(tile.chunks):
+            store_chunk(y_ptr, start, u[c], in_range, cols, c, tile)
 
 
 @triton.jit

@@ -159,6 +159,12 @@ def complaints(case: HeadCase, arch: int) -> list[str]:
     return found
 
 
+def shared_bytes_of_forward(case: HeadCase, arch: int) -> int:
+    from fusednorm.tools import compilation
+
+    return compilation.resources(launches_of(case, arch)[0][1], arch).shared_bytes
+
+
 def gradients(outputs, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
     saws = [torch.arange(each.numel(), device=each.device) % 13 - 6 for each in outputs]  # exact in every dtype
     grads = [(saw / 8).reshape(each.shape).to(each.dtype) for saw, each in zip(saws, outputs, strict=True)]

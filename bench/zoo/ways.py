@@ -12,6 +12,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -64,8 +65,8 @@ def _stock(model: nn.Module, batch: Batch) -> Way:
     return Way(model, model)
 
 
-def _patch_model(model: nn.Module, batch: Batch) -> Way:
-    patch = fusednorm.patch_model(model)
+def _patch_model(model: nn.Module, batch: Batch, **settings: bool) -> Way:
+    patch = fusednorm.patch_model(model, **settings)
     notes = [*counted(f"replaced: {n.class_name}, {n.note}" for n in patch.replaced)]
     return Way(model, model, [*notes, *counted(f"left: {n.class_name}, {n.note}" for n in patch.left)])
 
@@ -157,6 +158,7 @@ WAYS: dict[str, Callable[[nn.Module, Batch], Way]] = {
     "compiled enable_inductor": _enable_inductor,
     "compiled patch_model": _patched_compiled,
     "compiled both": _patched_enable_inductor,
+    "eager patch_model rotary": partial(_patch_model, rotary=True),
 }
 
 

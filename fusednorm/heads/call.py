@@ -33,7 +33,6 @@ class HeadProblem:
     per_pair: bool = False  # cos and sin have an entry for two of them
     table_dtypes: tuple[torch.dtype, ...] = ()
     levels: int = 1  # nested strides at which rows lie
-    heads: int = 1  # adjacent rows that share their entries of cos and sin: always so many, a power of two
     copies: bool = False  # of a backward: the rows of one more tensor are copied
     wants_dx: bool = False
     wants_dw: bool = False
@@ -92,20 +91,10 @@ def rows_of(shape: Sequence[int], *tensors: Tensor) -> Rows | None:
     return Rows(tuple(size for size, _ in levels[1:]), tuple(zip(*[of for _, of in levels], strict=True)))
 
 
-def with_levels(rows: Rows, levels: int, count: int) -> Rows:
-    """The same rows, `count` of them, with outermost levels of one row."""
+def with_levels(rows: Rows, levels: int) -> Rows:
+    """The same rows, with innermost levels of one row."""
     more = levels - 1 - len(rows.sizes)
-    outermost = (1,) * (more - 1) + (count // math.prod(rows.sizes),) if more else ()
-    return Rows(outermost + rows.sizes, tuple((0,) * more + each for each in rows.strides))
-
-
-def equal_entries(places: Sequence[Rows], counts: Sequence[int]) -> int:
-    """How many adjacent rows have the same place in the last tensor of each: the largest power of two that divides the
-    rows of the innermost level."""
-    if any(each.strides[-1][-1] for each in places):
-        return 1
-    common = math.gcd(*(place.sizes[-1] if place.sizes else count for place, count in zip(places, counts, strict=True)))
-    return common & -common
+    return Rows(rows.sizes + (1,) * more, tuple(each + (0,) * more for each in rows.strides))
 
 
 class HeadCall(NamedTuple):
@@ -198,14 +187,13 @@ def describe(
         bool(tables) and tables[0].shape[-1] < heads.rotary_dim,
         tuple(each.dtype for each in tables),
         levels,
-        equal_entries(places, rows) if tables and not backward else 1,
         bool(copy),
         *[wanted is not None for wanted in (outs[0], *sums[:: len(inputs)]) if backward],
     )
     parameters = ([each if each is None else each.contiguous() for each in of] for of in heads[1:3])
     heads = Heads(inputs, *parameters, *(tables or (None, None)), heads.eps, heads.settings)
     sums = [each for each in sums if each is not None]
-    by_level = tuple(with_levels(each, levels, count) for each, count in zip(places, rows, strict=True))
+    by_level = tuple(with_levels(each, levels) for each in places)
     grads = others[0] if backward else ()
     return HeadCall(problem, heads, grads, outs, sums, rows, by_level, tuple(copied), tuple(copy), copy_place)
 

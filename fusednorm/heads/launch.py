@@ -181,15 +181,14 @@ def program_of(call: HeadCall, plan: HeadPlan, spec: DeviceSpec) -> Program:
     levels, strides = range(problem.levels), []
     for which in range(len(call.places[0].strides)):
         strides.append(tuple(each.strides[which][level] for level in levels for each in call.places))
-    sizes = [(*each.sizes[:-1], each.sizes[-1] // plan.heads) for each in call.places if each.sizes]
-    inner = _odd(each[level] for level in levels[:-1] for each in sizes) or None
+    inner = _odd(each.sizes[level] for level in levels[:-1] for each in call.places) or None
     table_strides = strides.pop() if cos else None
-    norm, options = _norm(problem), {"maxnreg": plan.max_registers} if plan.max_registers else {}
+    norm, options = _norm(problem), {"maxnreg": plan.max_registers}
     grid = (sum(ctas),)
     if problem.direction == "forward":
         tile = _tile(plan, problem)
-        rows = tuple(each // plan.heads for each in call.rows)
-        args = x, weights, biases, cos, sin, outs, _odd(rows), _odd(ctas), inner, *strides, table_strides, cols, eps
+        numbers = _odd(call.rows), _odd(ctas), inner
+        args = x, weights, biases, cos, sin, outs, *numbers, *strides, table_strides, cols, eps
         launch = Launch(narrow.forward, grid, args, norm, tile, options)
         return Program((launch,), first_partial, (), None, None, (cols,))
     dependent = problem.num_sums > 0 and spec.arch >= OLDEST_DEPENDENT_ARCH
@@ -246,7 +245,7 @@ def _norm(problem: HeadProblem) -> Norm:
 @functools.cache
 def _tile(plan: HeadPlan, problem: HeadProblem, announces_end: bool = False) -> PartsTile:
     return PartsTile(
-        plan.rows_per_tile // plan.heads,
+        plan.rows_per_tile,
         plan.chunk,
         plan.num_chunks,
         plan.num_warps,
@@ -257,7 +256,6 @@ def _tile(plan: HeadPlan, problem: HeadProblem, announces_end: bool = False) -> 
         turned=problem.turned,
         pairs=problem.settings.interleaved,
         per_pair=problem.per_pair,
-        heads=plan.heads,
     )
 
 
@@ -265,6 +263,6 @@ def _tile(plan: HeadPlan, problem: HeadProblem, announces_end: bool = False) -> 
 def _copy_tile(plan: HeadPlan, cols: int, itemsize: int, levels: int) -> PartsTile:
     """How a backward of this plan copies rows."""
     chunk, width, num_chunks = head_plan.chunks_of(cols, itemsize)
-    rows = head_plan.rows_of_tile(32 * plan.num_warps, head_plan.TILE_BYTES["copy"], itemsize, chunk, num_chunks)
+    rows = head_plan.rows_of_tile(32 * plan.num_warps, head_plan.COPIED_BYTES, itemsize, chunk, num_chunks)
     padded = width if width < chunk else 0
     return PartsTile(rows, chunk, num_chunks, plan.num_warps, columns_of_chunk=padded, num_levels=levels)

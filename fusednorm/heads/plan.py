@@ -1,6 +1,6 @@
 """The plan of a norm of heads: a function of its problem, its row counts and a device.
 
-The constants were chosen by a sweep on an H100: bench/NOTES.md, "Forms", has what they give.
+The constants are estimates: bench/NOTES.md, "Forms", has what they are expected to give.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from .call import HeadProblem
 
 OLDEST_ARCH = 80
 MOST_CHUNKS, MOST_COLUMNS = 16, 2048  # of a row that registers hold
-NUM_WARPS = {"forward": 4, "backward": 8, "copy": 4}
-MOST_WARPS = 16
-LEAST_ROWS_OF_TURN = 32  # of a forward's tile, or else there are more warps
+NUM_WARPS = {"forward": (4,), "backward": (8, 4)}  # the first of those that an SM has registers for most of
 LEAST_BYTES = 8  # of a chunk in a thread
-MOST_HEADS = 2  # of a forward's thread for each load of cos and sin
-TILE_BYTES = {"forward": 64, "backward": 32, "copy": 64}  # of a row tile in a thread
-# Registers of a thread of a backward: for addresses and the like, and for each element of its tile.
-FIXED_REGISTERS, REGISTERS_OF_ELEMENT = 40, 1.5
+TILE_BYTES, COPIED_BYTES = 32, 64  # of a row tile in a thread, of the rows that it copies at a time
+# Registers of a thread: for addresses and the like (a forward has what it loads besides), and for each element of a
+# backward's tile.
+FIXED_REGISTERS, REGISTERS_OF_ELEMENT = {"forward": 24, "backward": 40}, 1.5
+REGISTERS_OF_PAIRS = 0.5  # in a forward for each element, where pairs are within a chunk
 REGISTERS_OF_TURN = 1.5  # more, for each element, where h is turned too, or pairs are within a chunk
 MIN_TILES_OF_CTA = 2  # row tiles of a CTA that leaves partials
 LEAST_SEGMENT_BYTES = 32  # of a row in a chunk: a sector of memory
@@ -33,7 +32,7 @@ LEAST_SEGMENT_BYTES = 32  # of a row in a chunk: a sector of memory
 @dataclass(frozen=True)
 class HeadPlan:
     """Row tiles of several tensors in registers: rows_per_tile rows of num_chunks chunks, of `width` columns padded to
-    `chunk`. A thread has `heads` adjacent rows, for which it loads cos and sin once."""
+    `chunk`."""
 
     variant: ClassVar[str] = "multi_wave"
     kernel: ClassVar[str] = "narrow"
@@ -42,14 +41,12 @@ class HeadPlan:
     width: int
     num_chunks: int
     num_warps: int
-    ctas_per_sm: int  # of a backward, at max_registers per thread
-    max_registers: int | None  # None: as many as the compiler wants
-    heads: int = 1
+    ctas_per_sm: int  # at max_registers per thread
+    max_registers: int
 
     def __str__(self) -> str:
         tile = f"{self.rows_per_tile} rows of {self.num_chunks} x {self.width} columns"
-        shared = f", {self.heads} for each load of cos and sin" if self.heads > 1 else ""
-        return f"{self.kernel}, {tile}, {self.num_warps} warps{shared}"
+        return f"{self.kernel}, {tile}, {self.num_warps} warps"
 
 
 @dataclass(frozen=True)
@@ -72,38 +69,38 @@ def choose(problem: HeadProblem, device: DeviceSpec) -> HeadPlan | AtenNorm:
         )
     if num_chunks * chunk > MOST_COLUMNS:
         return AtenNorm(f"takes at most {MOST_COLUMNS} columns, got {problem.cols}")
-    num_warps, tile_bytes = NUM_WARPS[problem.direction], TILE_BYTES[problem.direction]
-    if problem.direction == "forward" and problem.turned:
-        of_warp = 32 * tile_bytes // (problem.cols * problem.dtype.itemsize)
-        num_warps = max(num_warps, min(MOST_WARPS, power_of_two(-(-LEAST_ROWS_OF_TURN // max(1, of_warp)))))
-    return shaped(problem, device, num_warps, tile_bytes, MOST_HEADS)
+    plans = [shaped(problem, device, num_warps, TILE_BYTES) for num_warps in NUM_WARPS[problem.direction]]
+    return max(plans, key=lambda plan: plan.num_warps * plan.ctas_per_sm)
 
 
 def shaped(
-    problem: HeadProblem, device: DeviceSpec, num_warps: int, tile_bytes: int, most_heads: int,
-    ctas_per_sm: int | None = None,
-) -> HeadPlan:  # fmt: skip
-    """The plan with so many warps, bytes of a row tile in a thread, heads for each load of cos and sin, and CTAs that
-    an SM must have room for. By default a backward has as many as its tiles leave registers for, and a forward as many
-    as the compiler makes of it."""
-    itemsize, threads, heads = problem.dtype.itemsize, 32 * num_warps, min(problem.heads, most_heads)
+    problem: HeadProblem, device: DeviceSpec, num_warps: int, tile_bytes: int, ctas_per_sm: int | None = None
+) -> HeadPlan:
+    """The plan with so many warps, bytes of a row tile in a thread, and CTAs that an SM has registers for: by default
+    as many as leave a thread what it needs. A forward must load all that it has before it computes, and the compiler
+    does so if it knows how many CTAs there are."""
+    itemsize, threads = problem.dtype.itemsize, 32 * num_warps
     chunk, width, num_chunks = chunks_of(problem.cols, itemsize, problem.turned_together)
-    rows = rows_of_tile(threads, tile_bytes, itemsize, chunk, num_chunks, heads)
-    elements, backward = rows * chunk * num_chunks // threads, problem.direction == "backward"
-    ctas = ctas_per_sm or _ctas_of(problem, device, threads, elements)
-    limit = register_limit(threads * ctas, device) if ctas_per_sm or backward else None
-    return HeadPlan(rows, chunk, width, num_chunks, num_warps, ctas, limit, heads)
+    rows = rows_of_tile(threads, tile_bytes, itemsize, chunk, num_chunks)
+    if ctas_per_sm is None:
+        registers = min(MAX_REGISTERS, _registers(problem, rows * chunk * num_chunks // threads))
+        ctas_per_sm = max(1, int(device.registers_per_sm // (threads * registers)))
+        ctas_per_sm = min(ctas_per_sm, device.max_threads_per_sm // threads)
+    limit = register_limit(threads * ctas_per_sm, device)
+    return HeadPlan(rows, chunk, width, num_chunks, num_warps, ctas_per_sm, limit)
 
 
-def _ctas_of(problem: HeadProblem, device: DeviceSpec, threads: int, elements: int) -> int:
-    """How many CTAs an SM has registers for, if a thread has `elements` of a tile."""
-    itemsize, wide = problem.dtype.itemsize, problem.acc_dtype.itemsize // 4
-    turn = problem.turned > 0 and (problem.settings.interleaved or not problem.settings.norm_first)
-    more = REGISTERS_OF_ELEMENT + REGISTERS_OF_TURN * turn
-    of_element = itemsize + wide * (problem.num_sums + more)  # of x, dy and the next tile of both; of sums
-    registers = min(MAX_REGISTERS, FIXED_REGISTERS + elements * of_element)
-    ctas = max(1, int(device.registers_per_sm // (threads * registers)))
-    return min(ctas, device.max_threads_per_sm // threads)
+def _registers(problem: HeadProblem, elements: int) -> float:
+    """What a thread needs that has so many elements of a tile."""
+    itemsize, wide, fixed = problem.dtype.itemsize, problem.acc_dtype.itemsize // 4, FIXED_REGISTERS[problem.direction]
+    pairs = problem.turned > 0 and problem.settings.interleaved
+    if problem.direction == "forward":
+        tables = sum(each.itemsize for each in problem.table_dtypes) / (1 + problem.per_pair)
+        loaded = itemsize + tables + sum(each.itemsize for each in (problem.weight_dtype, problem.bias_dtype) if each)
+        return fixed + elements * (loaded / 4 + wide * REGISTERS_OF_PAIRS * pairs)
+    turn = pairs or (problem.turned > 0 and not problem.settings.norm_first)
+    of_element = itemsize + wide * (problem.num_sums + REGISTERS_OF_ELEMENT + REGISTERS_OF_TURN * turn)
+    return fixed + elements * of_element  # x, dy and the next tile of both; sums
 
 
 def chunks_of(cols: int, itemsize: int, width: int = 0) -> tuple[int, int, int]:
@@ -116,10 +113,10 @@ def chunks_of(cols: int, itemsize: int, width: int = 0) -> tuple[int, int, int]:
     return power_of_two(width), width, -(-cols // width)
 
 
-def rows_of_tile(threads: int, tile_bytes: int, itemsize: int, chunk: int, num_chunks: int, heads: int = 1) -> int:
+def rows_of_tile(threads: int, tile_bytes: int, itemsize: int, chunk: int, num_chunks: int) -> int:
     """How many rows are so many bytes in a thread: more, if chunks would have too few."""
     rows = threads * tile_bytes // itemsize // (chunk * num_chunks)
-    return power_of_two(max(rows, heads * max(1, threads * LEAST_BYTES // itemsize // chunk)))
+    return power_of_two(max(rows, threads * LEAST_BYTES // itemsize // chunk, 1))
 
 
 def ctas_of(plan: HeadPlan, problem: HeadProblem, rows: Sequence[int], device: DeviceSpec) -> tuple[int, ...]:

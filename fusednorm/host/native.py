@@ -33,7 +33,7 @@ from ..planner.plan import Grid
 from ..settings import invariance, margin
 from . import building, prepared, triton_compat
 from .key import Extent
-from .program import Address, Map, Number, Program
+from .program import Address, Map, Number, Output, Program
 
 if TYPE_CHECKING:
     from .launcher import Build, Launch
@@ -116,8 +116,6 @@ def _describe(op: Op) -> None:
         follows_autocast=op.aten is not None,
     )
     for forward in OPS.values():
-        if forward.form and forward.form.modulate:
-            continue  # the nodes of these are Python's
         backward = OPS.get(TRANSLATIONS[forward.name].backward) if forward.direction == FORWARD else None
         if backward and op in (forward, backward) and {forward.name, backward.name} <= _numbers.keys():
             _connect(forward, backward)
@@ -150,10 +148,13 @@ def _connect(forward: Op, backward: Op) -> None:
         sources=[sources.index(each) if each in sources else None for each in inputs],
         gradients=[[*grads, *of_outputs].index(gradients[each]) for each in tensors],
         passed=[OWN_OUTPUTS + at for at in by.passed],
+        of_dx=list(by.of_dx),
         settings=[
             extension.Setting(of_forward=settings.index(name))
             if name in by.settings
             else extension.Setting(dtype_of=dtypes[name])
+            if name in dtypes
+            else extension.Setting(name=backward.slot(name).default)
             for name in _settings(backward)
         ],
         eps=settings.index("eps"),
@@ -211,13 +212,18 @@ def _in_cpp(program: Program) -> Any:
         rows_above=program.rows_above,
         most_rows=program.most_rows,
         grid=grid_in_cpp(program.grid),
-        outputs=[each and extension.Output(extent=_of(each.extent), dtype=each.dtype) for each in program.outputs],
+        outputs=[each and _output(each) for each in program.outputs],
         workspace=workspace
         and extension.Workspace(dtype=workspace.dtype, parts=[part[:3] for part in workspace.parts]),
         steps=[_step(*each) for each in zip(program.launches, program.builds, strict=True)],
         sm_margin=program.sm_margin,
         invariant=program.invariant,
     )
+
+
+def _output(each: Output) -> Any:
+    whole = sum(is_whole << at for at, is_whole in enumerate(each.whole))
+    return extension.Output(extent=_of(each.extent), dtype=each.dtype, dims=len(each.whole), whole=whole)
 
 
 def grid_in_cpp(grid: Grid) -> Any:

@@ -55,6 +55,9 @@ def parameter(module: torch.nn.Module, name: str, *default: Any) -> Any:
         return getattr(module, name, *default)
 
 
+has_global_hooks = _private("nn.modules.module._has_any_global_hook", lambda: True)  # hooks of all modules
+
+
 # --- CUDA: questions before a launch. A torch without CUDA lacks these names and launches nothing. ---
 
 

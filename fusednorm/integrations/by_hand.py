@@ -24,12 +24,12 @@ from torch.overrides import TorchFunctionMode
 
 from .. import autograd, functional, reference
 from ..forms import ACTIVATIONS, FormSpec
-from ..host import native
 from ..host.key import PLAIN_TYPES
 from ..host.torch_compat import parameter
 from ..operands import ForwardOperands, operands_of
 from ..planner.norm_problem import FLOAT_DTYPES
 from . import trials
+from .rotating import Deferred, Wait, result_of
 from .trials import Magnitude, Trial, Unrecognized, trial, undisturbed, unexplained
 
 EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
@@ -99,11 +99,12 @@ class Formula:
 
 class NormByHand(nn.Module):
     """The forward of a norm written by hand, on our kernels. A mixin to put before the norm's class; it computes
-    `_fused_formula`, which a subclass sets."""
+    `_fused_formula`, which a subclass sets. The result of one that waits for a rotation may be a Deferred."""
 
     _fused_formula: Formula
+    _fused_wait: Wait | None = None
 
-    def forward(self, *args, **kwargs) -> Tensor:
+    def forward(self, *args, **kwargs) -> Tensor | Deferred:
         formula, inputs = self._fused_formula, args
         if kwargs or len(args) != len(formula.inputs):
             given = dict(zip(formula.inputs, args, strict=False)) | kwargs
@@ -115,8 +116,9 @@ class NormByHand(nn.Module):
         rounds = formula.rounds_x_hat[weight is not None and weight.dtype not in HALF_DTYPES]
         eps, y_dtype = getattr(self, formula.eps_name), _output_dtype(formula.output, x, weight)
         op, arguments = formula.computes.op, formula.computes.arguments(inputs, weight, bias, eps, rounds, y_dtype)
-        y = native.y_of(op, arguments)
-        return autograd.of_form(op, arguments) if y is None else y
+        if self._fused_wait is not None:
+            return result_of(self, self._fused_wait, op, arguments)
+        return autograd.of_form_in_cpp(op, arguments)
 
 
 def forward_of(own: type) -> Callable:

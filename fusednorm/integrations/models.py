@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import nn
 
 from .. import modules
+from . import rotating
 from .by_hand import Formula, NormByHand, formula_of, forward_of, returns_stock_norm
 from .trials import Unrecognized
 
@@ -33,13 +34,17 @@ class Patch:
     replaced: list[Norm] = field(default_factory=list)
     left: list[Norm] = field(default_factory=list)
     _classes: list[tuple[nn.Module, type, type]] = field(default_factory=list, repr=False)  # module, before, after
+    _functions: list[rotating.Replaced] = field(default_factory=list, repr=False)
 
     def restore(self) -> None:
         """Give every replaced module its own class back. Parameters stay, with all training since."""
         for module, before, after in self._classes:
             if type(module) is after:
                 module.__class__ = before
+        for each in self._functions:
+            each.restore()
         self._classes.clear()
+        self._functions.clear()
 
     def __enter__(self) -> Patch:
         return self
@@ -61,7 +66,7 @@ def _by_class(norms: list[Norm]) -> Iterator[str]:
         yield f"  {len(found)} x {class_name}, {note}: {', '.join(found[:NAMED])}{more}"
 
 
-def patch_model(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> Patch:
+def patch_model(model: nn.Module, classes: Iterable[type[nn.Module]] = (), *, rotary: bool = False) -> Patch:
     """Make the LayerNorms and RMSNorms in `model` run this package's kernels, in place.
 
     A module's class becomes a subclass of its former class. The Parameter objects, names, state dict, hooks and mode
@@ -75,6 +80,13 @@ def patch_model(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> Pa
     of a tensor, or of a tensor and a gate, is tried on small CPU tensors. Its results and gradients must be those of a
     norm: for small, large and mixed magnitudes, for up to 257 rows (64, where rows are wider than 4080), in training
     and in evaluation.
+
+    With rotary=True, eager calls run the norms of q and k by qk_norm together with the rotation behind them: a function
+    of (q, k, cos, sin) in the file of the module that has the norms, such as apply_rotary_pos_emb. Then the result of a
+    norm is not rounded before the rotation, and until `restore` another function is in that one's place in its file. A
+    trial must show that qk_norm computes the function, the module's forward must not go on without it, and it must get
+    the results of both norms as they are. Norms with hooks, and all norms while there are hooks of all modules, run by
+    themselves, as those of all heads do. Compiled code keeps norms and rotation apart.
 
     A trial cannot see what its inputs do not show: a branch for more rows, for larger numbers (x beyond 1e6, weights
     beyond 1e4) or for NaNs, one on a flag or a name that is set to another value later, and effects outside of the
@@ -109,7 +121,24 @@ def patch_model(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> Pa
         module.__class__ = after
         patch.replaced.append(Norm(name, before.__name__, note))
         patch._classes.append((module, before, after))
+    if rotary:
+        _join_rotations(patch, model)
     return patch
+
+
+def _join_rotations(patch: Patch, model: nn.Module) -> None:
+    """Let the norms that lead to a rotation wait for it."""
+    places = {id(module): at for at, (module, _, _) in enumerate(patch._classes)}
+    for module in model.modules():
+        for each in rotating.join(module, lambda norm: id(norm) in places and _has_one_input(norm)):
+            patch._functions.append(each)
+            for at in [places[id(norm)] for norm in each.norms]:
+                norm = patch.replaced[at]
+                patch.replaced[at] = norm._replace(note=f"{norm.note}, with {each.name} behind it")
+
+
+def _has_one_input(norm: nn.Module) -> bool:
+    return isinstance(norm, NormByHand) and len(norm._fused_formula.inputs) == 1
 
 
 def _is_listed(module: nn.Module, classes: tuple[type, ...]) -> bool:

@@ -146,7 +146,7 @@ def candidates(variant: str, problem: NormProblem, device: DeviceSpec) -> tuple[
     shapes = itertools.product((8, 16, 4), (1, 2), ROWS)
     families = (Family("multi_wave", rows, warps, ctas) for warps, ctas, rows in shapes)
     plans = tuple(plan for each in families if (plan := plan_of(each, problem, device, good=False)))
-    return plans or (column_tile_plan(problem, device),)
+    return plans or (() if problem.by_sample else (column_tile_plan(problem, device),))  # which has no sums by sample
 
 
 def plan_of(family: Family, problem: NormProblem, device: DeviceSpec, good: bool = True) -> Plan | None:
@@ -355,7 +355,10 @@ def column_tile_plan(problem: NormProblem, device: DeviceSpec) -> ColumnTilePlan
     if fp64:
         row_pass_chunk = 8 * 32 * row_pass_warps  # 8 elements per thread; with 4 the build spills on sm_90
     # On sm_80 a thread takes up to 131 registers, but four CTAs of four warps leave it only 128: three CTAs there.
-    rows_per_tile, ctas_per_sm = COLUMN_TILE // chunk, 2 if num_warps == 8 else 3 if device.arch < 90 else 4
+    # So do rows that are read or written beside x, dy, dx and those of a gate.
+    many_rows = len(problem.rows_in + problem.rows_out) > 2
+    ctas_per_sm = 2 if num_warps == 8 or many_rows else 3 if device.arch < 90 else 4
+    rows_per_tile = COLUMN_TILE // chunk
     return ColumnTilePlan(rows_per_tile, chunk, num_warps, ctas_per_sm, min(row_pass_chunk, whole), row_pass_warps)
 
 

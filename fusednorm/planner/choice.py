@@ -89,6 +89,8 @@ def decide(problem: NormProblem, device: DeviceSpec, forced: str | None = None) 
         return Chosen(((math.inf, ReferencePlan("asked for")),), "forced")
     if fault := broken_rule("multi_wave", problem, 1, device):
         return Chosen(((math.inf, ReferencePlan(fault.reason)),), "legality")
+    if not candidates("multi_wave", problem, device):
+        return Chosen(((math.inf, ReferencePlan(no_room(problem, device))),), "legality")
     asked = None
     if forced and not broken_rule(forced, problem, 1, device):
         asked = best_plan(forced, problem, device) or faulty(forced, problem, device)
@@ -104,6 +106,10 @@ def decide(problem: NormProblem, device: DeviceSpec, forced: str | None = None) 
     if many.variant != "multi_wave":  # a ring counts rows in 32 bits
         ranges = (*few, (MAX_RING_ROWS, many), (math.inf, column_tile_plan(problem, device)))
     return Chosen(ranges, source)
+
+
+def no_room(problem: NormProblem, device: DeviceSpec) -> str:
+    return f"has no plan for {problem.cols} columns within the registers and shared memory of {device.name}"
 
 
 def measured(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | None:

@@ -89,7 +89,8 @@ class Explanation:
             if dtype is not None
         )
         where = f" on {self.device.name}" if self.device else ""
-        shape = f"{_count(self.rows, 'row')} of {_count(problem.cols, 'column')}"
+        groups = f"{problem.form.groups} groups of " if problem.form.groups > 1 else ""
+        shape = f"{_count(self.rows, 'row')} of {groups}{_count(problem.cols, 'column')}"
         lines = [
             f"{problem.norm}_norm {problem.direction}{where}: {shape}, {dtypes}{_form(problem.form)}",
             f"  {plan.variant}: {reasons[plan.variant]}",
@@ -125,11 +126,14 @@ class Explanation:
 
     def _grid(self) -> str:
         plan, problem, device = self.plan, self.problem, self.device
-        count = num_ctas(plan, self.rows, problem.cols, device, problem.num_sums > 0, problem.wants_float32_sum)
+        wants = problem.num_sums > 0, problem.wants_float32_sum, problem.form.groups
+        count = num_ctas(plan, self.rows, problem.cols, device, *wants)
         clusters = plan.cluster > 1
         grid = f"{_count(count, 'cluster')} of {plan.cluster} CTAs" if clusters else _count(count, "CTA")
         if plan.kernel in BY_COLUMNS:
             grid += f" for each of {-(-problem.cols // plan.chunk)} column tiles"
+        if problem.form.groups > 1:
+            grid += f" for each of {problem.form.groups} groups"
         left = f"; sm_margin leaves {device.sm_margin} to others" if device.sm_margin else ""
         return f"{grid}, up to {_count(plan.ctas_per_sm, 'CTA')} on each of {device.sm_count} SMs{left}"
 
@@ -209,14 +213,14 @@ def _why_not(variant: str, chosen: Plan, problem: NormProblem, rows: int, device
     if variant == "reference":
         return f"could run, but {chosen.variant} comes first"
     if choice.best_plan(variant, problem, device) is None:
-        return f"has no plan for {problem.cols} columns within the registers and shared memory of {device.name}"
+        return choice.no_room(problem, device)
     if variant not in choice.variants_in_use(device):
         return f"could run, but is not in use on {device.name}"
     return f"could run, but {chosen.variant} comes first"
 
 
 def explain_problem(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | None = None) -> Explanation:
-    return Explanation(problem, rows, device, decide(problem, rows, device, forced))
+    return Explanation(problem, rows, device, decide(problem, rows * problem.form.groups, device, forced))
 
 
 def explain(
@@ -230,36 +234,42 @@ def explain(
     grad_out: Tensor | None = None,
     form: str = "",
     residual: Tensor | None = None,
+    gate: Tensor | None = None,
     weight_offset: float = 0.0,
     rounding: str = "once",
+    activation: str = "silu",
+    group_size: int | None = None,
     device: DeviceSpec | None = None,
 ) -> Explanation:
     """Explain which kernel runs for a norm of x, `[*batch, *normalized_shape]`, and why. print() the result.
 
     norm is "layer" or "rms", direction "forward" or "backward". The backward computes the gradients of all inputs
     given, from a gradient laid out as grad_out, by default contiguous and of x's dtype. form is that of an op,
-    "affine", "of_sum" or "plus_residual", with its residual (by default contiguous and of x's dtype), weight_offset and
-    rounding; in a backward of a sum, x is the sum. `device`, such as
+    "affine", "of_sum", "times_gate", ..., with its residual or gate (by default contiguous and of x's dtype),
+    weight_offset, rounding, activation and group_size; in a backward of a sum, x is the sum. `device`, such as
     fusednorm.planner.device.H200, replaces x's own. The result takes `force` into account, and kernels that have failed
     in this process. Copies nothing and launches nothing. Raises RuntimeError or TypeError where the op would, and
-    ValueError for another norm, direction, form or rounding.
+    ValueError for another norm, direction, form, rounding or activation.
     """
     _require("norm", norm, ("layer", "rms"))
     _require("direction", direction, ("forward", "backward"))
-    suffix, settings = form_named("explain", form, weight_offset, rounding)
+    suffix, settings = form_named("explain", form, weight_offset, rounding, activation, group_size)
     batch_shape = validate(ForwardOperands(norm, x, normalized_shape, weight, bias), "explain")
-    rows, cols, backward = math.prod(batch_shape), math.prod(normalized_shape), direction == "backward"
+    rows, width, backward = math.prod(batch_shape), math.prod(normalized_shape), direction == "backward"
+    beside = {"residual": residual, "gate": gate}  # one of these, if the form has it
+    stream = next((each.dtype for each in beside.values() if each is not None), x.dtype)
+    wanted = Wanted(norm, direction, width, x.dtype, getattr(weight, "dtype", None), False, (backward, False, False))
+    if form:
+        wanted = wanted._replace(residual_dtype=stream, form=suffix, settings=settings)
+    of_form = wanted.problem
+    cols = of_form.cols
     layouts = [_layout("x", x, len(batch_shape), cols)]
     if backward:
         given = grad_out is not None
         layouts.append(_layout("grad_out", grad_out, len(batch_shape), cols) if given else _contiguous(x, cols))
-    stream = x.dtype if residual is None else residual.dtype
-    if residual is not None and not backward:
-        layouts.append(_layout("residual", residual, len(batch_shape), cols))
-    of_form = Wanted(norm, direction, cols, x.dtype, getattr(weight, "dtype", None), False, (backward, False, False))
-    if form:
-        of_form = of_form._replace(residual_dtype=stream, form=suffix, settings=settings)
-    of_form = of_form.problem
+    for name, each in beside.items():
+        if each is not None and name in of_form.names_in:
+            layouts.append(_layout(name, each, len(batch_shape), cols))
     problem = NormProblem(
         norm,
         direction,
@@ -278,6 +288,7 @@ def explain(
         rows_in=of_form.rows_in,
         names_in=of_form.names_in,
         rows_out=of_form.rows_out,
+        stored=of_form.stored,
         y_dtype=of_form.y_dtype,
     )
     notes = tuple(layout.note for layout in layouts if layout.note)

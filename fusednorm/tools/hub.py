@@ -11,6 +11,7 @@ import base64
 import hashlib
 import json
 import shutil
+import textwrap
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,8 +27,14 @@ Written by `python -m fusednorm hub`; the next call replaces `build/` and `torch
 
 The host side in C++ is left out, because a build serves every torch.
 
-    {use}
+{use}
 """
+SLOTS = "RMSNorm", "RMSNormZeroCentered", "RMSNormGated"  # for which transformers' models name layers
+USE = """\
+slots = {{getattr(module, "kernel_layer_name", None) for module in model.modules()}} & {{{slots}}}
+layers = {{slot: f"{folder}:{{slot}}" for slot in slots}}
+config = transformers.KernelConfig(layers, use_local_kernel=True)
+model.train().set_use_kernels(True, config)"""
 PACKAGE = Path(__file__).parent.parent
 KERNELS = Path(find_spec("..kernels", __package__).origin).parent  # beside the package in a source tree
 LICENSE = "Apache-2.0"
@@ -62,8 +69,7 @@ def run_hub(folder: Path) -> int:
 
 
 def _use(folder: Path) -> str:
-    config = f'KernelConfig({{"RMSNorm": "{folder.resolve()}:RMSNorm"}}, use_local_kernel=True)'
-    return f"model.train().set_use_kernels(True, transformers.{config})"
+    return USE.format(slots=", ".join(f'"{slot}"' for slot in SLOTS), folder=folder.resolve())
 
 
 def write_repository(folder: Path) -> None:
@@ -77,7 +83,8 @@ def write_repository(folder: Path) -> None:
     (build / "metadata.json").write_text(json.dumps(_metadata(build), indent=2) + "\n")
     (folder / "build.toml").write_text(BUILD)
     (folder / "flake.nix").write_text(FLAKE)
-    (folder / "README.md").write_text(README.format(version=__version__, use=_use(folder)))
+    use = textwrap.indent(_use(folder), " " * 4)
+    (folder / "README.md").write_text(README.format(version=__version__, use=use))
 
 
 def _files() -> list[tuple[Path, Path]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ..forms import ROUNDINGS, STEPS
+from ..forms import ACTIVATIONS, ROUNDINGS, STEPS
 from ..host import gpus
 from ..operands import FORMS
 from ..planner import device
@@ -58,6 +58,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     offset_help = "of a form: the factor is C + weight"
     parser.add_argument("--weight-offset", type=float, default=0.0, metavar="C", help=offset_help)
     parser.add_argument("--rounding", choices=(*ROUNDINGS, STEPS), default="once", help="of a form")
+    parser.add_argument("--activation", choices=ACTIVATIONS, default="silu", help="of a form with a gate")
+    size_help = "columns of a group, of a form with a gate (default: those of a row)"
+    parser.add_argument("--group-size", type=_positive, metavar="N", help=size_help)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of x and the gradient (default: bf16)")
     parser.add_argument("--weight-dtype", choices=DTYPES, help="of weight and bias (default: that of x)")
     names = ", ".join(spec.name for spec in device.KNOWN)
@@ -73,14 +76,14 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 def run_plan(options: argparse.Namespace) -> int:
     try:
         spec = (options.device or _this_device()).leaving(options.sm_margin)
-    except ValueError as error:
+        if options.map:
+            return draw_map(options, spec)
+        problems = [problem_of(options, cols) for cols in options.cols or [4096]]
+    except (RuntimeError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
-    if options.map:
-        return draw_map(options, spec)
-    cases = itertools.product(options.cols or [4096], options.rows or [16384])
-    for index, (cols, rows) in enumerate(cases):
-        explanation = explain_problem(problem_of(options, cols), rows, spec, options.force)
+    for index, (problem, rows) in enumerate(itertools.product(problems, options.rows or [16384])):
+        explanation = explain_problem(problem, rows, spec, options.force)
         if options.json:
             print(json.dumps(explanation.as_dict()))
         else:
@@ -92,7 +95,8 @@ def problem_of(options: argparse.Namespace, cols: int) -> NormProblem:
     """The problem of contiguous rows with all outputs wanted."""
     dtype, has_bias = DTYPES[options.dtype], options.norm == "layer"
     weight_dtype = DTYPES[options.weight_dtype] if options.weight_dtype else dtype
-    form, settings = form_named("plan", options.form, options.weight_offset, options.rounding)
+    of_gate = options.activation, options.group_size
+    form, settings = form_named("plan", options.form, options.weight_offset, options.rounding, *of_gate)
     mask = True, True, has_bias
     expected = weight_dtype, has_bias, mask, None, form, settings
     return Wanted(options.norm, options.direction, cols, dtype, *expected).problem

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ..forcing import forced_variant
-from ..forms import ROUNDINGS, STEPS
+from ..forms import ACTIVATIONS, ROUNDINGS, STEPS
+from ..functional import groups_of
 from ..host import fallback, gpus
 from ..host.program import Program
 from ..operands import BACKWARD, FORMS, FORWARD, OPS, Op, Role, operands_of
@@ -60,7 +61,7 @@ class Wanted(NamedTuple):
     output_mask: tuple[bool, bool, bool]
     residual_dtype: torch.dtype | None = None  # a form's residual's, or that of the gradient added to dx
     form: str = ""  # the suffix of the form's forward op
-    settings: tuple[tuple[str, Any], ...] = ()  # of the form, by the names of the op's operands
+    settings: tuple[tuple[str, Any], ...] = ()  # of the form, by the names of the op's operands, and a group_size
 
     @property
     def op(self) -> Op:
@@ -82,6 +83,8 @@ class Wanted(NamedTuple):
         total = torch.promote_types(self.dtype, stream) if form.rows_out else self.dtype
         defaults = {slot.name: slot.default for slot in forward.inputs if slot.role is Role.FORM}
         backward, settings = self.direction == BACKWARD, defaults | dict(self.settings)
+        if size := settings.pop("group_size", None):
+            settings["groups"] = groups_of(forward.name, size, self.cols)
         y = torch.promote_types(self.dtype, stream) if form.finish == "add" else self.dtype
         rounds = settings.get("rounds_x_hat") or settings.get("rounds_steps")
         if rounds and self.weight_dtype and form.finish != "gate":
@@ -99,7 +102,8 @@ class Wanted(NamedTuple):
         dtypes |= {slot.operand or slot.name: self.dtype for slot in forward.inputs if slot.role is Role.MODULATION}
         dtypes |= {slot.name: stream for slot in forward.inputs if slot.role is Role.ROWS and slot.name == "gate"}
         dtypes["branch"] = self.dtype if form.combine == "add_gated" else None
-        shapes = {Role.PARAMETER: (self.cols,), Role.STATISTIC: (FEW_ROWS,), Role.MODULATION: (1, self.cols)}
+        statistics = FEW_ROWS * settings.get("groups", 1)
+        shapes = {Role.PARAMETER: (self.cols,), Role.STATISTIC: (statistics,), Role.MODULATION: (1, self.cols)}
         given: dict[str, Any] = {}
         for slot in self.op.inputs:
             if slot.role.is_tensor and (dtype := dtypes.get(slot.name)):
@@ -138,6 +142,8 @@ def warmup(
     form: str = "",
     weight_offset: float = 0.0,
     rounding: str = "once",
+    activation: str = "silu",
+    group_size: int | None = None,
     directions: Sequence[str] = ("forward", "backward"),
     device: torch.device | str | None = None,
     processes: int | None = None,
@@ -155,9 +161,11 @@ def warmup(
     :param output_mask: which gradients will be wanted: (dx, dweight, dbias)
     :param residual_dtype: of a form's residual (None: dtype). Of plain norms, of the residual gradient that the
         backward adds to dx (None: no such gradient)
-    :param form: "affine", "of_sum" or "plus_residual", as the forms' ops are called ("": the plain norm)
+    :param form: "affine", "of_sum", "times_gate", ..., as the forms' ops are called ("": the plain norm)
     :param weight_offset: that of the form's calls, like the next one
     :param rounding: "once" or "x_hat"
+    :param activation: of a form with a gate, "silu" or "sigmoid", like the next one
+    :param group_size: columns of a group (None: a row)
     :param directions: of the calls: "forward", "backward" or both
     :param device: a CUDA GPU, or a CPU, for which there is nothing to compile (None: the current GPU if there is one,
         else the CPU)
@@ -166,12 +174,13 @@ def warmup(
     Rows are assumed to be contiguous, and aligned to 16 bytes if their size allows it. Honours `force`. Returns the
     number of kernels, 0 for a CPU device.
 
-    Raises ValueError for another norm, direction, form or rounding. Raises TypeError if cols or rows are no integers or
-    a dtype is no torch.dtype. Raises RuntimeError for dtypes other than float16, bfloat16, float32 and float64, for
-    sizes below 1, for a GPU that is not there, and during the capture of a CUDA graph.
+    Raises ValueError for another norm, direction, form, rounding or activation. Raises TypeError if cols or rows are no
+    integers or a dtype is no torch.dtype. Raises RuntimeError for dtypes other than float16, bfloat16, float32 and
+    float64, for sizes below 1, for a group_size that does not divide cols, for a GPU that is not there, and during the
+    capture of a CUDA graph.
     """
     _check_names(norm, directions)
-    suffix, settings = form_named("warmup", form, weight_offset, rounding)
+    suffix, settings = form_named("warmup", form, weight_offset, rounding, activation, group_size)
     _check_types(cols, rows, dtype, weight_dtype, residual_dtype)
     device = _checked_device(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
     if device.type == "cpu":
@@ -196,10 +205,17 @@ def warmup(
     return count
 
 
-def form_named(asker: str, form: str, weight_offset: float, rounding: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
-    """(Wanted.form, Wanted.settings). Raises ValueError for a form or a rounding that there is not."""
+def form_named(
+    asker: str,
+    form: str,
+    weight_offset: float,
+    rounding: str,
+    activation: str = "silu",
+    group_size: int | None = None,
+) -> tuple[str, tuple[tuple[str, Any], ...]]:
+    """(Wanted.form, Wanted.settings). Raises ValueError for a form, a rounding or an activation that there is not."""
     named = {suffix[1:]: suffix for _, suffix, *_ in FORMS} | {"": ""}
-    steps = {"rounds_steps": rounding == STEPS} if form in named and _has_steps(named[form]) else {}
+    steps = {"rounds_steps": rounding == STEPS} if form in named and _has(named[form], "rounds_steps") else {}
     roundings = (*ROUNDINGS, STEPS) if steps else tuple(ROUNDINGS)
     if rounding not in roundings:
         raise ValueError(f"{asker}: rounding must be one of {', '.join(roundings)}, got {rounding!r}")
@@ -207,11 +223,17 @@ def form_named(asker: str, form: str, weight_offset: float, rounding: str) -> tu
         wanted = ", ".join(filter(None, named))
         raise ValueError(f"{asker}: form must be one of {wanted}, got {form!r}")
     settings = {"weight_offset": float(weight_offset), "rounds_x_hat": ROUNDINGS.get(rounding, False)} | steps
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{asker}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    if _has(named[form], "activation"):
+        settings |= {"activation": activation, "group_size": group_size}
+    elif group_size or activation != ACTIVATIONS[0]:
+        raise ValueError(f"{asker}: activation and group_size must come with a form with a gate, got {form!r}")
     return named[form], tuple(settings.items())
 
 
-def _has_steps(suffix: str) -> bool:
-    return bool(suffix) and OPS[f"rms_norm_fwd{suffix}"].slot("rounds_steps") is not None
+def _has(suffix: str, operand: str) -> bool:
+    return bool(suffix) and OPS[f"rms_norm_fwd{suffix}"].slot(operand) is not None
 
 
 def _check_names(norm: str, directions: Sequence[str]) -> None:

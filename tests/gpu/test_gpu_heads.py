@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import hf_models
 import pytest
 import torch
 from cases import guarded_buffers
 from head_norms import BF16, CASES, FP16, FP32, FP64, HeadCase, assert_errs_no_more_than_plain_code, gradients
+from op_log import OpLog
 
 import fusednorm
 from fusednorm.heads import ops
@@ -112,3 +114,16 @@ def test_more_elements_than_32_bits_count_are_addressed_right():
     x = torch.randn(1 << 14, 1, 128, device="cuda", dtype=BF16).expand(-1, 1100, -1).contiguous()  # 2^31 and more
     q, k = fusednorm.qk_norm(x, x[:, :1], eps=1e-6)
     assert x.numel() > 2**31 and torch.equal(q, k.expand_as(q))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_a_patched_model_normalizes_and_rotates_at_once(dtype):
+    model, ids = hf_models.build("Qwen3", hidden=512).to("cuda", dtype), hf_models.tokens("cuda", rows=4, length=256)
+    exact, stock = hf_models.in_float64(model, ids), hf_models.loss_and_grads(model, ids)
+    with fusednorm.patch_model(model, rotary=True):
+        model(input_ids=ids)  # shows that both norms are followed by the rotation
+        with OpLog() as log:
+            ours = hf_models.loss_and_grads(model, ids)
+    hf_models.assert_as_good_as_stock(ours, stock, exact, dtype)
+    counts = [log.names.count(f"fusednorm.head_norm_{way}.default") for way in ("fwd", "bwd")]
+    assert counts == [2, 2] and log.names.count("fusednorm.rms_norm_fwd_affine.default") == 5

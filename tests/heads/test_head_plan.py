@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from compiling import worker_processes
-from head_norms import BF16, FP32, OF_MODELS, HeadCase, calls_of, complaints
+from head_norms import BF16, FP32, OF_MODELS, HeadCase, calls_of, complaints, shared_bytes_of_forward
 from planning import ARCHITECTURES, EVERY_ARCHITECTURE
 
 import fusednorm
@@ -25,21 +25,11 @@ def test_a_plan_fits_the_gpu_and_covers_the_rows(case, device):
         if case.rotary and not case.interleaved:
             assert plan.width == case.rotary // 2, "the halves of what is rotated are chunks"
         threads = 32 * plan.num_warps * plan.ctas_per_sm
-        registers = threads * (plan.max_registers or 0)
-        assert threads <= device.max_threads_per_sm and registers <= device.registers_per_sm
-        assert call.problem.heads % plan.heads == 0 == plan.rows_per_tile % plan.heads
+        assert threads <= device.max_threads_per_sm and threads * plan.max_registers <= device.registers_per_sm
         ctas = ctas_of(plan, call.problem, call.rows, device)
         assert len(ctas) == 2 and all(
             1 <= count <= -(-rows // plan.rows_per_tile) for count, rows in zip(ctas, call.rows, strict=True)
         )
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("cols", [64, 128, 192, 256, 512])
-def test_a_forward_that_rotates_has_a_tile_of_many_rows(cols, dtype):
-    """Tiles of 16 rows take 1.6 times as long as those of 32 (H100, 256 columns)."""
-    plan = choose(calls_of(HeadCase(cols=cols, heads=32, kv_heads=8, rotary=cols, dtype=dtype))[0].problem, H200)
-    assert plan.rows_per_tile >= 32 or plan.num_warps == 16
 
 
 @pytest.mark.parametrize("tokens", [1, 100, 4096, 100_000])
@@ -85,8 +75,7 @@ def test_an_explanation_names_plans_and_copies():
     explained = fusednorm.explain_qk_norm(**given, rotary=rotary, device=H200)
     assert [each.direction for each in explained.launches] == ["forward", "backward"]
     assert all(isinstance(each.plan, HeadPlan) and each.tensors == ("q", "k") for each in explained.launches)
-    tile = "32 rows of 2 x 64 columns, 4 warps, 2 for each load of cos and sin"
-    assert f"forward of q and k: narrow, {tile}, 128 + 32 CTAs" in str(explained)
+    assert "forward of q and k: narrow, 16 rows of 2 x 64 columns, 4 warps, 256 + 64 CTAs" in str(explained)
     given["k"] = given["k"].mT.contiguous().mT
     assert "CTAs, inputs[1] copied first" in str(fusednorm.explain_qk_norm(**given, rotary=rotary, device=H200))
     given["k_weight"] = given["k_weight"].float()
@@ -107,13 +96,25 @@ def test_an_explanation_tells_what_atens_operations_do():
 JOBS = [(case, arch) for turn, arch in enumerate(ARCHITECTURES) for case in OF_MODELS[turn % 3 :: 3]]
 
 
+COLS = 64, 128, 256
+
+
 @pytest.fixture(scope="module")
 def compiled():
     """A future of the complaints of each job. All builds start here and run in parallel."""
     with worker_processes() as pool:
-        yield {job: pool.submit(complaints, *job) for job in JOBS}
+        asked = {job: pool.submit(complaints, *job) for job in JOBS}
+        for cols in COLS:
+            asked[cols] = pool.submit(shared_bytes_of_forward, HeadCase(cols=cols, rotary=cols, dtype=BF16), 90)
+        yield asked
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job[0]}-sm_{job[1]}")
 def test_kernels_compile_within_their_plans_without_spills(compiled, job):
     assert compiled[job].result() == []
+
+
+@pytest.mark.parametrize("cols", COLS)
+def test_a_forward_does_not_move_its_rows_through_shared_memory(compiled, cols):
+    """To the layout of its weight: that took 1.6 times as long with 256 columns."""
+    assert compiled[cols].result() == 0

@@ -29,7 +29,7 @@ SMALL_GPU = replace(A100, sm_count=1)
 def kernels_for_a_small_gpu(monkeypatch):
     """Few CTAs, so that each walks over several row tiles; no formula in place of a kernel."""
     monkeypatch.setattr(gpus, "spec_of", lambda device: SMALL_GPU)
-    monkeypatch.setattr(head_plan, "NUM_WARPS", dict.fromkeys(head_plan.NUM_WARPS, 1))
+    monkeypatch.setattr(head_plan, "NUM_WARPS", {"forward": (1,), "backward": (1,)})
     monkeypatch.setattr(ops.Call, "formula", None)
     head_plan.choose.cache_clear()
     with kernels_on("cpu"), guarded_buffers():

@@ -52,6 +52,7 @@ MAY_IMPORT = {
         "forcing",
         "forms",
         "functional",
+        "heads",
         "host",
         "modules",
         "namespace",
@@ -62,7 +63,8 @@ MAY_IMPORT = {
         "reference",
     },
     "tools": {
-        *("__init__", "forcing", "forms", "host", "modules", "namespace", "operands", "planner", "problem", "settings"),
+        *("__init__", "forcing", "forms", "functional", "host", "modules", "namespace", "operands", "planner"),
+        *("problem", "settings"),
     },
     "__main__": {"__init__", "tools"},
 }

@@ -27,9 +27,8 @@ RULES = {  # rule: (variant, problem, rows, device) that it rejects
     "sums": ("pipelined", make_gated(wants_dx=False, rows_out=(), stored=(0,)), MANY_ROWS, H200),
     "float64": ("pipelined", make_problem(dtype="fp64"), MANY_ROWS, H200),
     "alignment": ("warp_specialized", make_problem(cols=4100), MANY_ROWS, B200),
-    "modulated": ("multi_wave", replace(make_problem(), form=FormSpec(modulate="one_plus")), MANY_ROWS, H200),
-    "steps": ("multi_wave", make_modulated(rounds_steps=True), MANY_ROWS, H200),
     "wide_modulation": ("multi_wave", make_modulated(modulation="fp64"), MANY_ROWS, H200),
+    "scattered": ("multi_wave", replace(make_modulated(direction="backward"), scattered=True), MANY_ROWS, H200),
     "unmodulated": ("pipelined", make_modulated(), MANY_ROWS, H200),
     "nested_rows": ("pipelined", make_problem(nested_rows=True), MANY_ROWS, H200),
     "rows": ("pipelined", make_problem(), 2**31, H200),
@@ -74,6 +73,14 @@ def test_launch_asserts_what_the_planner_asks(rule, monkeypatch):
     plan = best_plan("pipelined", make_problem(), H200)
     with pytest.raises(AssertionError):
         launch.prepare(call._replace(problem=problem, rows=rows), plan)
+
+
+def test_sums_by_sample_without_room_in_registers_are_left_to_aten_and_told():
+    problem = make_modulated(cols=65536, direction="backward")
+    decision = decide(problem, MANY_ROWS, H200)
+    reason = "has no plan for 65536 columns within the registers and shared memory of H200"
+    assert decision.plan.variant == "reference" and decision.reasons["multi_wave"] == reason
+    assert decision.plan.reason == reason and choose(problem, MANY_ROWS, H200, "multi_wave").variant == "reference"
 
 
 def test_a_variant_without_registers_or_shared_memory_says_so_and_runs_by_force_where_it_fits():

@@ -18,7 +18,7 @@ from fusednorm.__main__ import main
 from fusednorm.planner.choice import choose
 from fusednorm.planner.device import A100, H200
 from fusednorm.planner.plan import VARIANTS, ReferencePlan
-from fusednorm.tools.explanation import explain_problem
+from fusednorm.tools.explanation import explain, explain_problem
 
 KEYS = {"variant", "forced", "reasons", "rows", "cols", "norm", "pass", "dtype", "device"}
 
@@ -281,3 +281,41 @@ def test_nothing_is_predicted_to_outrun_light_and_more_bandwidth_is_faster(rows,
     slow, fast = (explain_problem(problem, rows, spec).cost for spec in specs)
     assert 0 < slow.share_of_light <= 1 and 0 < fast.share_of_light <= 1
     assert fast.predicted_us < slow.predicted_us < 2 * fast.predicted_us
+
+
+def test_groups_and_the_activation_of_a_gate_are_planned_and_said(capsys):
+    asked = "--norm", "rms", "--device", "H200", "--form", "of_gated", "--activation", "sigmoid"
+    (whole,) = run_json(capsys, "--rows", "65536", "--cols", "1024", *asked)
+    (groups,) = run_json(capsys, "--rows", "8192", "--cols", "8192", "--group-size", "1024", *asked)
+    assert groups["form"]["groups"] == 8 and groups["form"]["activation"] == "sigmoid" and groups["cols"] == 1024
+    assert groups["plan"] == whole["plan"]  # a group's row is a row
+    parameters = 2 * 8192 * 2 - 2 * 1024 * 2
+    assert groups["bytes_moved"] == pytest.approx(whole["bytes_moved"], abs=parameters + 2**20)
+    assert main(["plan", *asked, "--rows", "8192", "--cols", "8192", "--group-size", "1024"]) == 0
+    said = capsys.readouterr().out
+    assert "8192 rows of 8 groups of 1024 columns" in said and "CTAs for each of 8 groups" in said
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["--form", "affine", "--group-size", "8"], "activation and group_size must come with a form with a gate"),
+        (["--form", "of_gated", "--group-size", "1000"], "group_size must divide the 4096 columns, got 1000"),
+        (["--activation", "sigmoid"], "activation and group_size must come with a form with a gate"),
+    ],
+)
+def test_what_no_form_has_is_one_sentence(arguments, sentence, capsys):
+    assert main(["plan", "--norm", "rms", "--device", "H200", *arguments]) == 1
+    assert sentence in capsys.readouterr().err
+
+
+def test_explain_knows_how_the_rows_of_a_gate_lie():
+    x, gate = torch.empty(4096, 1024, dtype=torch.bfloat16), torch.empty(4096, 3072, dtype=torch.bfloat16)
+    asked = {"norm": "rms", "form": "times_gate", "activation": "sigmoid", "group_size": 512, "device": H200}
+    weight = torch.ones(1024, dtype=torch.bfloat16)
+    for direction in ("forward", "backward"):
+        inside = explain(x, (1024,), weight, gate=gate[:, 1024:2048], direction=direction, **asked)
+        problem = inside.problem
+        assert problem.tma_aligned and not problem.nested_rows and problem.cols == 512 and problem.form.groups == 2
+        crooked = explain(x, (1024,), weight, gate=gate[:, 1:1025], direction=direction, **asked)
+        assert not crooked.problem.tma_aligned and crooked.plan.variant == "multi_wave"

@@ -81,12 +81,13 @@ def test_expected_calls_of_forms_look_as_those_of_their_functions(op, stream, we
         seen.append(operands)
         return reference.run(operands), None
 
-    _, settings = warm.form_named("warmup", op.suffix[1:], 1.0, rounding)
+    of_gate = {"activation": "sigmoid", "group_size": 1024} if "gate" in rows_of(op) and rounding == "once" else {}
+    _, settings = warm.form_named("warmup", op.suffix[1:], 1.0, rounding, **of_gate)
     monkeypatch.setattr(ops, "first", first)
     dtypes = (BF16, stream, weight) if len(rows_of(op)) > 1 else (BF16, weight)
     given = leaves(op, *dtypes, shape=(16, 4096))
     given |= {name: given[name].detach()[:1].to(BF16).requires_grad_() for name in modulations_of(op)}
-    outputs = run(op, given, weight_offset=1.0, rounding=rounding)
+    outputs = run(op, given, weight_offset=1.0, rounding=rounding, **of_gate)
     gradients(outputs, given)
     for direction, real in zip(("forward", "backward"), seen, strict=True):
         check = check_forward if direction == "forward" else check_backward

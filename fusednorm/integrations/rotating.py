@@ -1,0 +1,306 @@
+"""Norms of q and k whose rotation follows, in the attention of a model: both and the rotation in one launch.
+
+In transformers the norms are modules of an attention, and the rotation is a function of its file, such as
+apply_rotary_pos_emb(q, k, cos, sin). Such a norm returns a Deferred in place of its result. The rotation, which is
+replaced in its file, calls qk_norm if both q and k are Deferred. Whatever else torch does with a Deferred makes the
+norm's result first. Other code, such as an extension's, must never get one. So a norm defers its result only if its
+caller is the attention's forward, if this cannot go on without the rotation, as its bytecode tells, and if an earlier
+call has rotated the results of both norms. Compiled code never sees a Deferred.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from .. import autograd
+from ..heads.functional import PARAMETERS, operands, qk_norm
+from ..heads.problem import Heads, Settings
+from ..heads.reference import rotated
+from ..host import torch_compat
+from ..host.kernel_devices import runs_kernels
+from .trials import undisturbed
+
+HEADS_FIRST, HEADS_LAST = 1, 2  # the dim of cos and sin [B, S, r] that is put in for the heads
+MOST_FRAMES = 8  # between a module's forward and that of a module inside
+TOLERANCE = 1e-5  # of a trial, whose numbers are about 1
+
+
+class Deferred:
+    """The result of a norm, not computed yet: an op of a form, and all its arguments, of which the first is a 4-d x.
+    With `swapped`, dims 1 and 2 of the result are."""
+
+    def __init__(self, op: str, arguments: tuple, swapped: bool = False) -> None:
+        self.op, self.arguments, self.swapped = op, arguments, swapped
+
+    @property
+    def x(self) -> Tensor:
+        return self.arguments[0]
+
+    @property
+    def shape(self) -> torch.Size:
+        return (self.x.transpose(1, 2) if self.swapped else self.x).shape
+
+    @functools.cached_property
+    def made(self) -> Tensor:
+        y = autograd.of_form_in_cpp(self.op, self.arguments)
+        return y.transpose(1, 2) if self.swapped else y
+
+    @property
+    def is_made(self) -> bool:
+        return "made" in vars(self)
+
+    def transpose(self, first: int, second: int) -> Any:
+        if {first, second} in ({1, 2}, {-3, -2}) and not self.is_made:
+            return Deferred(self.op, self.arguments, not self.swapped)
+        return self.made.transpose(first, second)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.made, name)
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        args, kwargs = _pytree.tree_map(_made, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+def _made(value: Any) -> Any:
+    return value.made if type(value) is Deferred else value
+
+
+def _operator(name: str) -> Callable:
+    return lambda self, *others: getattr(self.made, name)(*map(_made, others))
+
+
+for _name in ("add", "sub", "mul", "truediv", "matmul", "pow"):
+    for _side in ("", "r"):
+        setattr(Deferred, f"__{_side}{_name}__", _operator(f"__{_side}{_name}__"))
+for _name in ("neg", "getitem", "len", "iter", "eq", "ne", "lt", "le", "gt", "ge", "bool"):
+    setattr(Deferred, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+class Wait:
+    """Of a norm: the code of a forward that calls a rotation behind it, and whether this has rotated its result."""
+
+    def __init__(self, code: CodeType) -> None:
+        self.code, self.has_rotated = code, False
+
+    def __deepcopy__(self, _: dict) -> Wait:
+        return Wait(self.code)
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()  # a pickled norm does not wait
+
+
+_results: deque[tuple[weakref.ref[Tensor], Wait]] = deque(maxlen=4)  # the last ones of norms that do not wait yet
+
+
+def result_of(module: nn.Module, wait: Wait, op: str, arguments: tuple) -> Tensor | Deferred:
+    """The result of a norm that a rotation may follow, deferred if that is sure."""
+    x, hooks = arguments[0], (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
+    is_watched = any(hooks) or torch_compat.has_global_hooks()
+    may_wait = x.dim() == 4 and runs_kernels(x) and not is_watched and not torch.compiler.is_compiling()
+    if may_wait and wait.has_rotated and _is_called_by(wait.code):
+        return Deferred(op, arguments)
+    y = autograd.of_form_in_cpp(op, arguments)
+    if may_wait and not wait.has_rotated:
+        y.deferred = op, arguments  # as long as y lives
+        _results.append((weakref.ref(y), wait))
+    return y
+
+
+def _is_called_by(code: CodeType) -> bool:
+    frame = sys._getframe(2)
+    for _ in range(MOST_FRAMES):
+        if frame is None or frame.f_code is code:
+            return frame is not None
+        frame = frame.f_back
+    return False
+
+
+def _as_deferred(*rotated: Any) -> tuple[Any, ...]:
+    """The tensors, as if their norms had waited, if each is the result of one. From now on these wait."""
+    found = [(wait, y, each) for each in rotated for result, wait in _results if (y := result()) is not None
+             and type(each) is Tensor and each.data_ptr() == y.data_ptr() and each.numel() == y.numel()]  # fmt: skip
+    swaps = [swapped for _, y, each in found for swapped in (False, True) if _is_view(each, y, swapped)]
+    if not len(rotated) == len(found) == len(swaps):
+        return rotated
+    for wait, _, _ in found:
+        wait.has_rotated = True
+    return tuple([Deferred(*y.deferred, swapped) for (_, y, _), swapped in zip(found, swaps, strict=True)])
+
+
+def _is_view(tensor: Tensor, of: Tensor, swapped: bool) -> bool:
+    of = of.transpose(1, 2) if swapped else of
+    return (tensor.shape, tensor.stride()) == (of.shape, of.stride())
+
+
+class Rotation(NamedTuple):
+    """What a function of (q, k, cos, sin) computes: the rotation of pairs of adjacent columns, or of halves; `partial`
+    also of the first columns alone. unsqueeze_dim is the function's default, if it has such an argument."""
+
+    interleaved: bool
+    partial: bool
+    unsqueeze_dim: int | None
+
+
+def rotation_of(function: Callable) -> Rotation | None:
+    """The rotation that a function computes, found by trial on small CPU tensors. None if it computes another one."""
+    parameters = inspect.signature(function).parameters
+    dim = parameters["unsqueeze_dim"].default if "unsqueeze_dim" in parameters else None
+    dims = (HEADS_FIRST, HEADS_LAST) if dim in (HEADS_FIRST, HEADS_LAST) else (HEADS_FIRST,)
+    for interleaved in (False, True):
+        right = [
+            all(_rotates(function, interleaved, turned, at, dim is not None) for at in dims) for turned in (16, 8)
+        ]  # fmt: skip
+        if right[0]:
+            return Rotation(interleaved, right[1], dim)
+    return None
+
+
+def _rotates(function: Callable, interleaved: bool, turned: int, heads_dim: int, named: bool) -> bool:
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
+
+    q, k = (draw(*((2, heads, 5, 16) if heads_dim == HEADS_FIRST else (2, 5, heads, 16))) for heads in (3, 1))
+    tables = draw(2, 5, turned), draw(2, 5, turned)
+    try:
+        with undisturbed():
+            given = [each.clone().requires_grad_() for each in (q, k)]
+            found = tuple(function(*given, *tables, **({"unsqueeze_dim": heads_dim} if named else {})))
+            grads = torch.autograd.grad(found, given, [q, k])
+    except Exception:  # of a function that takes other tensors
+        return False
+    cos, sin = (each.unsqueeze(heads_dim) for each in tables)
+    heads = Heads([q], [None], [None], cos, sin, None, Settings(interleaved=interleaved))
+    wanted = [rotated(each, heads, back=back) for back in (False, True) for each in (q, k)]
+    pairs = zip((*found, *grads), wanted, strict=True)
+    return all(got.shape == want.shape and bool((got - want).abs().max() <= TOLERANCE) for got, want in pairs)
+
+
+class Replaced(NamedTuple):
+    """A function that was replaced in the globals of its file, and the norms that wait for it."""
+
+    file: dict[str, Any]
+    name: str
+    norms: list[nn.Module]
+
+    def restore(self) -> None:
+        for each in self.norms:
+            vars(each).pop("_fused_wait", None)
+        ours = self.file[self.name]
+        ours.users -= 1
+        if not ours.users:
+            self.file[self.name] = ours.__wrapped__
+
+
+def join(module: nn.Module, is_norm: Callable[[nn.Module], bool]) -> Iterator[Replaced]:
+    """Let the norms inside wait for the rotations that a module's forward calls, if qk_norm computes these. A function
+    comes back when each that replaced it has restored it."""
+    forward = inspect.unwrap(type(module).forward)
+    if not inspect.isfunction(forward):
+        return
+    file = forward.__globals__
+    for name, inside in _led_to_rotations(forward, module._modules):
+        norms = [each for each in inside if is_norm(each)]
+        function = file[name]
+        if norms and not hasattr(function, "users"):
+            rotation = rotation_of(function)
+            if rotation is None:
+                continue
+            file[name] = function = _of_deferred(function, rotation)
+        if norms:
+            function.users += 1
+            for each in norms:
+                each._fused_wait = Wait(forward.__code__)
+            yield Replaced(file, name, norms)
+
+
+def _led_to_rotations(forward: FunctionType, modules: dict[str, nn.Module | None]):
+    """(name, modules): a function of (q, k, cos, sin), and the modules whose calls in a forward lead to it. It is named
+    once and behind them, and no jump and no end between leads past it."""
+    code = list(dis.get_instructions(forward))
+    places: dict[str, list[int]] = {}
+    for at, each in enumerate(code):
+        if each.opname.startswith("LOAD_"):
+            places.setdefault(str(each.argval), []).append(at)
+    for name, rotations in places.items():
+        if len(rotations) == 1 and _takes_tables(forward.__globals__.get(name)):
+            (end,) = rotations
+            start = max((at for at, each in enumerate(code[:end]) if _leads_past(each, code[end].offset)), default=-1)
+            between = {of for of, found in places.items() if all(start < at < end for at in found)}
+            yield name, [each for of, each in modules.items() if each is not None and of in between]
+
+
+def _takes_tables(function: Any) -> bool:
+    return inspect.isfunction(function) and list(inspect.signature(function).parameters)[2:4] == ["cos", "sin"]
+
+
+def _leads_past(instruction: dis.Instruction, offset: int) -> bool:
+    jumps = instruction.opcode in (*dis.hasjrel, *dis.hasjabs) and instruction.argval > offset
+    return jumps or instruction.opname.startswith(("RETURN_", "RAISE_"))
+
+
+def _of_deferred(function: Callable, rotation: Rotation) -> Callable:
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def rotate(*arguments, **named):
+        if torch.compiler.is_compiling():
+            return function(*arguments, **named)
+        given = signature.bind(*arguments, **named).arguments
+        both = tuple(given.values())[:2]
+        if not any(type(each) is Deferred for each in both):
+            both = _as_deferred(*both)
+        if all(type(each) is Deferred for each in both):
+            made = _by_qk_norm(*both, rotation, **dict(list(given.items())[2:]))
+            if made is not None:
+                return made
+        return function(*_pytree.tree_map(_made, arguments), **_pytree.tree_map(_made, named))
+
+    rotate.users = 0
+    return rotate
+
+
+def _by_qk_norm(q: Deferred, k: Deferred, rotation: Rotation, cos, sin, **others: Any) -> tuple[Tensor, Tensor] | None:
+    """q and k, normalized and rotated; None unless qk_norm gives what the norms and the function give."""
+    heads_dim = others.pop("unsqueeze_dim", rotation.unsqueeze_dim) or HEADS_FIRST
+    if heads_dim not in (HEADS_FIRST, HEADS_LAST) or any(each is not None for each in others.values()):
+        return None
+    (_, _, q_weight, q_bias, *settings, q_dtype), (_, _, k_weight, k_bias, *of_k, k_dtype) = q.arguments, k.arguments
+    if q.op != k.op or settings != of_k or q.swapped != k.swapped or q.is_made or k.is_made:
+        return None
+    if not all(type(each) is Tensor and each.dim() == 3 and not each.requires_grad for each in (cos, sin)):
+        return None
+    if not (rotation.partial or cos.shape[-1] == q.x.shape[-1]):
+        return None
+    eps, weight_offset, rounds_x_hat = settings
+    named = {
+        **dict(zip(PARAMETERS, (q_weight, k_weight, q_bias, k_bias), strict=True)),
+        "eps": eps,
+        "norm": q.op.partition("_")[0],
+        "rotary": (cos, sin),
+        "rotary_interleaved": rotation.interleaved,
+        "heads_dim": -2 if (heads_dim == HEADS_FIRST) == q.swapped else -3,
+        "weight_offset": weight_offset,
+        "rounding": "x_hat" if rounds_x_hat else "once",
+    }
+    heads = operands(q.x, k.x, **named)
+    for at, dtype in enumerate((q_dtype, k_dtype)):  # of the norm's result
+        if {heads.output_dtype(at), functools.reduce(torch.promote_types, (cos.dtype, sin.dtype), dtype)} != {dtype}:
+            return None
+    both = qk_norm(q.x, k.x, **named)
+    return tuple(each.transpose(1, 2) if q.swapped else each for each in both)
