@@ -75,34 +75,32 @@ def time_us(work: Work, c: Coefficients) -> float:
 
 
 def bytes_moved(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> int:
-    """Bytes of device memory that a call reads and writes. A forward's second read of x comes from the cache."""
+    """Bytes of device memory that a call reads and writes. A forward's second read of x comes from the cache. A group's
+    row is a row, here and below."""
     read, written = problem.row_bytes
-    statistics = problem.form.groups * problem.acc_dtype.itemsize * (2 if problem.norm == "layer" else 1)
+    statistics = problem.acc_dtype.itemsize * (2 if problem.norm == "layer" else 1)
     passes = 2 if num_passes(plan, problem) == 2 and problem.direction == "backward" else 1
-    tensors = rows * (problem.width * (passes * read + written) + statistics)
     partials = 2 * problem.num_sums * partials_of(plan, problem, rows, device) * problem.acc_dtype.itemsize
-    return tensors + problem.width * (2 * problem.parameter_bytes + partials)
+    tensors = rows * (problem.cols * (passes * read + written) + statistics)
+    return tensors + 2 * problem.width * problem.parameter_bytes + problem.cols * partials
 
 
 def partials_of(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> int:
-    """Rows of partial sums of dw and of db."""
+    """Rows of partials of each sum."""
     if plan.kernel == "reference" or not problem.num_sums:
         return 0
-    wants = True, problem.wants_float32_sum, problem.form.groups
-    return num_partials(plan, num_ctas(plan, rows, problem.cols, device, *wants))
+    return num_partials(plan, num_ctas(plan, rows, problem.cols, device, True, problem.wants_float32_sum))
 
 
 def work_of(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Work:
     read, _ = problem.row_bytes
-    is_ring, by_columns = isinstance(plan, RingPlan), plan.kernel in BY_COLUMNS
-    groups, wants = problem.form.groups, (problem.num_sums > 0, problem.wants_float32_sum)
-    ctas = num_ctas(plan, rows, problem.cols, device, *wants, groups)
-    tiles, ctas = math.ceil(math.ceil(rows / plan.rows_per_tile) / ctas), ctas * groups
+    is_ring = isinstance(plan, RingPlan)
+    ctas = num_ctas(plan, rows, problem.cols, device, problem.num_sums > 0, problem.wants_float32_sum)
     waves = math.ceil(ctas / (clusters_at_once(plan.cluster, device) * plan.ctas_per_sm))
     on_an_sm = max(1, min(plan.ctas_per_sm, math.ceil(ctas * plan.cluster / device.sm_count)))
-    tiles *= waves
+    tiles = math.ceil(math.ceil(rows / plan.rows_per_tile) / ctas) * waves
     of_sm = plan.rows_per_tile * tiles * on_an_sm  # parts of rows
-    elements = problem.cols if by_columns else plan.chunk * plan.num_chunks
+    elements = problem.cols if plan.kernel in BY_COLUMNS else plan.chunk * plan.num_chunks
     boxes = problem.cols / box_columns(plan, problem.cols) * (1 + (problem.direction == "backward")) if is_ring else 0
     if is_ring:
         stages = plan.num_stages
