@@ -48,10 +48,7 @@ SHORT = 256  # columns: in a shorter row, few threads of a register tile can own
 NARROW = 512  # columns: a tile of few such rows is small for any number of warps
 MOST_COLUMNS_IN_SMALL_PIECES = 8192  # that threads load sooner than TMA copies them by pieces of 16 bytes
 LEAST_COLUMNS_OF_CLUSTER = 4096  # a row of no more is short for one CTA
-# A row's chunk has at most MAX_BOX_SIDE TMA boxes, over all CTAs of its cluster. Rows of more than COLUMNS_OF_FEW_BOXES
-# columns with boxes shorter than BYTES_OF_LONG_BOX are excepted: column tiles, the alternative, are slower. Boxes of 16
-# bytes pay up to MOST_BOXES_OF_16_BYTES.
-COLUMNS_OF_FEW_BOXES, BYTES_OF_LONG_BOX, MOST_BOXES_OF_16_BYTES = 32768, 128, 512
+MANY_BOXES = 64  # of a chunk, in each CTA: from here on TMA takes two to three times as long for each
 CLUSTERS = (1, 2, 4, 8, 16)  # CTAs that share a row too wide for one
 CLUSTER_ARCHS = (90, 100, 103)
 # (most SMs left to others, largest cluster): see cluster_sizes and bench/NOTES.md, "Clusters beside others".
@@ -236,6 +233,7 @@ def _stages(rows: int, frame: Frame, cluster: int, problem: NormProblem) -> tupl
 class Cut(NamedTuple):
     """A ring's chunks, and how they are copied: copy_chunks to a copy, with a tail the last one by itself."""
 
+    of_many_boxes: bool
     copies: int
     padded: int
     num_chunks: int
@@ -249,15 +247,15 @@ def _cuts(problem: NormProblem, rows: int, num_warps: int, cluster: int, most_co
     cols, threads, found = problem.cols, 32 * num_warps if cluster > 1 else 32 * num_warps // rows, []
     for chunk, num_chunks in chunkings(-(-cols // cluster), threads, MAX_RING_CHUNKS[problem.direction]):
         padded, whole = cluster * chunk * num_chunks, cols // (cluster * chunk)
-        boxes = cluster * chunk // math.gcd(cols, chunk, MAX_BOX_SIDE)  # per chunk over the cluster
+        boxes = chunk // math.gcd(cols, chunk, MAX_BOX_SIDE)
         least = 4 if rows == 1 and whole < num_chunks else 2
         too_small = num_chunks > FEW_CHUNKS and chunk < least * threads
         too_large = padded > MOST_PADDING * cols or chunk * num_chunks > MOST_COLUMNS * threads
-        if too_small or too_large or boxes > most_boxes(problem, cluster):
+        if too_small or too_large or boxes > MAX_BOX_SIDE:
             continue
         for copy_chunks, tail in ways_to_copy(num_chunks, whole):
             copies = 2 if tail else -(-num_chunks // copy_chunks)
-            found.append(Cut(copies, padded, num_chunks, chunk, copy_chunks, tail))
+            found.append(Cut(boxes > MANY_BOXES, copies, padded, num_chunks, chunk, copy_chunks, tail))
     return sorted(cut for cut in found if cut.copies <= most_copies)
 
 
@@ -394,30 +392,16 @@ def cluster_sizes(device: DeviceSpec) -> tuple[int, ...]:
     return tuple(size for size in CLUSTERS if size <= largest)
 
 
-class Copies(NamedTuple):
-    """How a tile is copied: chunks per copy, and whether the last chunk has a copy of its own."""
-
-    chunks: int
-    tail: bool
-
-
-def ways_to_copy(num_chunks: int, whole_chunks: int) -> Iterator[Copies]:
-    """A copy has room for a power of two of chunks, except for that before the tail of a row of whole chunks."""
+def ways_to_copy(num_chunks: int, whole_chunks: int) -> Iterator[tuple[int, bool]]:
+    """(chunks of a copy, whether the last chunk has a copy of its own). A copy has room for a power of two of chunks,
+    except for that before the tail of a row of whole chunks."""
     room = 1 << (whole_chunks - 1).bit_length()
     for chunks in powers_of_two(1, room if whole_chunks == num_chunks else 1):
-        yield Copies(chunks, False)
+        yield chunks, False
     if 1 < whole_chunks < num_chunks:
-        yield Copies(room, True)
+        yield room, True
     elif whole_chunks == num_chunks and room == 2 * (num_chunks - 1) > 2:
-        yield Copies(num_chunks - 1, True)
-
-
-def most_boxes(problem: NormProblem, cluster: int) -> int:
-    """Most TMA boxes in a row's chunk over its cluster. Each CTA has at most MAX_BOX_SIDE."""
-    box_bytes = math.gcd(problem.cols, MAX_BOX_SIDE) * problem.x_dtype.itemsize
-    if problem.cols <= COLUMNS_OF_FEW_BOXES or box_bytes >= BYTES_OF_LONG_BOX:
-        return MAX_BOX_SIDE
-    return MOST_BOXES_OF_16_BYTES if box_bytes == 16 else cluster * MAX_BOX_SIDE
+        yield num_chunks - 1, True
 
 
 def chunkings(cols: int, smallest: int, most: int) -> Iterator[tuple[int, int]]:
