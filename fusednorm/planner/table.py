@@ -25,7 +25,7 @@ from .model import Coefficients
 from .norm_problem import NormProblem
 
 SHIPPED = Path(__file__).parent / "data"
-FORMAT = 1
+FORMAT = 2
 MOST_DISTANCE = 0.5  # octaves to a width that answers for another
 LONG_PIECE = 64  # bytes; rows that TMA copies by longer pieces are alike
 
