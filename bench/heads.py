@@ -32,9 +32,10 @@ from torch._functorch import config as functorch_config
 import fusednorm
 from fusednorm.heads import functional, launch
 from fusednorm.heads import plan as head_plan
-from fusednorm.heads.call import calls_like
-from fusednorm.heads.problem import Heads, Packing
-from fusednorm.host import gpus
+from fusednorm.heads.call import HeadCall
+from fusednorm.heads.ops import both_ways
+from fusednorm.heads.problem import Packing
+from fusednorm.host import gpus, prepared
 from fusednorm.planner.device import DeviceSpec
 from fusednorm.tools.console import print_table
 
@@ -193,16 +194,17 @@ def planned(direction: str, shape: Shape) -> Iterator[None]:
             return plan
         return head_plan.shaped(problem, device, *shape)
 
-    launch.forget()
+    prepared.forget()
     with mock.patch.object(head_plan, "choose", choose):
         yield
-    launch.forget()
+    prepared.forget()
 
 
 def swept(case: HeadCase, device: DeviceSpec) -> dict[str, tuple[str, Shape]]:
     """The other plans for a case, each once: direction and shape of each, by its name."""
     found = {}
-    for _, direction, call in calls_like(heads_of(case), case.packed):
+    for call in calls_of_kernels(case):
+        direction = call.problem.direction
         seen = {head_plan.choose(call.problem, device)}
         for shape in SWEEP[direction]:
             plan = head_plan.shaped(call.problem, device, *shape)
@@ -213,18 +215,21 @@ def swept(case: HeadCase, device: DeviceSpec) -> dict[str, tuple[str, Shape]]:
     return found
 
 
-def heads_of(case: HeadCase) -> Heads:
-    """The operands of qk_norm, without memory."""
-    meta = {name: each.to("meta") for name, each in replace(case, tokens=16).inputs("cpu").items()}
-    more, tables = {}, None
-    q, k, *_ = (torch.empty(1, case.tokens, *each.shape[2:], dtype=each.dtype, device="meta") for each in meta.values())
-    if case.packed:
-        q, k, _ = Packing(case.heads, case.kv_heads).split(q)
-    if case.rotary != "none":
-        tables = tuple(torch.empty(1, case.tokens, case.turned, dtype=case.dtype, device="meta") for _ in range(2))
-    more = {name: each for name, each in meta.items() if name in functional.PARAMETERS}
+def calls_of_kernels(case: HeadCase) -> list[HeadCall]:
+    """What the kernels of a forward and of a backward compute, without memory."""
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(1, case.tokens, *shape, dtype=case.dtype, device="meta")
+
+    packing = Packing(case.heads, case.kv_heads)
+    packed = empty((case.heads + 2 * case.kv_heads) * case.cols) if case.packed else None
+    q, k = empty(case.heads, case.cols), empty(case.kv_heads, case.cols)
+    names = "weight", *(("bias",) if case.norm == "layer" else ())
+    parameters = {f"{of}_{name}": empty(case.cols)[0, 0] for name in names for of in "qk"}
+    tables = None if case.rotary == "none" else (empty(case.turned), empty(case.turned))
     settings = {"norm": case.norm, "eps": EPS, "rotary_interleaved": case.rotary == "pairs"}
-    return functional.operands(q, k, **more, rotary=tables, **settings)
+    heads = functional.operands(q, k, **parameters, rotary=tables, **settings)
+    return [each for call in both_ways(heads, packed, packing) for each in call.launches()]
 
 
 def compile_ahead(cases: list[HeadCase], device: DeviceSpec, sweep: bool) -> None:
@@ -239,12 +244,13 @@ def compile_plans(job: tuple) -> None:
     from fusednorm.tools import compilation
 
     case, device, how = job
-    with planned(*how) if how else contextlib.nullcontext():
-        for _, direction, call in calls_like(heads_of(case), case.packed):
-            if not how or how[0] == direction:
-                for each in launch.program_of(call, head_plan.choose(call.problem, device), device).launches:
-                    with contextlib.suppress(Exception):  # is told when the kernel should run
-                        compilation.compile_for(each, device.arch)
+    for call in calls_of_kernels(case):
+        plan = head_plan.choose(call.problem, device)
+        if how and how[0] == call.problem.direction:
+            plan = head_plan.shaped(call.problem, device, *how[1])
+        for each in launch.launches_of(call, plan, device, 0)[0]:
+            with contextlib.suppress(Exception):  # is told when the kernel should run
+                compilation.compile_for(each, device.arch)
 
 
 def measure(case: HeadCase, options: argparse.Namespace) -> Iterator[dict]:

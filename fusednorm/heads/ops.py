@@ -43,6 +43,7 @@ from ..host.kernel_devices import runs_kernels
 from ..host.torch_compat import forward_ad, is_transforming
 from ..namespace import NAMESPACE, TORCH_OPS
 from ..ops import ELSEWHERE, LIBRARY
+from .call import HeadCall, described, in_place, parts_of, symbol
 from .problem import Heads, Packing, Settings, validate
 from .reference import backward_formula, forward_formula, packed_backward_formula
 
@@ -64,9 +65,9 @@ class Call:
     """A call of one of the ops: its operands, and what differs between the ops."""
 
     def __init__(self, op: str, arguments: Sequence, named: dict) -> None:
-        grads, first, *rest = arguments if op != FORWARD else (None, *arguments)
+        self.grads, first, *rest = arguments if op != FORWARD else ((), *arguments)
         weights, biases, cos, sin, eps, *more = rest
-        self.op, self.arguments, self.named, self.grads = op, arguments, named, grads
+        self.op, self.named, self.settings_by_position = op, named, (eps, *more)
         self.packed, self.packing, self.mask = None, None, list(more[0]) if more else []
         if op == PACKED:
             self.packed, self.packing = first, Packing(*more[1:])
@@ -75,60 +76,104 @@ class Call:
             self.mask = self.mask[:1] + self.mask  # a flag for q and one for k
         self.heads = Heads(first, weights, biases, cos, sin, eps, Settings(**named))
 
+    @property
+    def tensors(self) -> list[Tensor | None]:
+        """In the order of the schema."""
+        heads = self.heads
+        first = heads.inputs if self.packed is None else [self.packed]
+        return [*self.grads, *first, *heads.weights, *heads.biases, heads.cos, heads.sin]
+
+    def with_tensors(self, tensors: Sequence[Tensor | None]) -> Call:
+        """The call with other tensors in this order."""
+        left, count = iter(tensors), len(self.heads.inputs)
+        grads, inputs, weights, biases = (
+            [next(left) for _ in range(size)]
+            for size in (len(self.grads), 1 if self.packed is not None else count, count, count)
+        )
+        first = [grads] if self.op != FORWARD else []
+        x = inputs if self.packed is None else inputs[0]
+        return Call(self.op, (*first, x, weights, biases, *left, *self.settings_by_position), self.named)
+
+    def in_place(self) -> tuple[Call, list[str]]:
+        """The call with copies of the tensors whose rows kernels cannot read in place, and which these are; itself if
+        there are none."""
+        heads, grads, copied = in_place(self.heads, self.grads)
+        if not copied:
+            return self, copied
+        packed = self.packed
+        if packed is not None:
+            first = [packed.contiguous() if any(name.startswith("inputs") for name in copied) else packed]
+        else:
+            first = heads.inputs
+        tensors = *grads, *first, *heads.weights, *heads.biases, heads.cos, heads.sin
+        return self.with_tensors(tensors), copied
+
     def check(self) -> Call:
         grads, heads = self.grads, self.heads
         if self.packed is not None:
             if len(grads) != 3 or grads[2].shape != heads.inputs[1].shape:
                 raise RuntimeError(f"{self.op}: grads must be those of q, k and v, got {len(grads)} tensors")
             grads = grads[:2]
-        validate(self.op, heads, grads, self.mask)
+        validate(self.op, heads, grads if self.op != FORWARD else None, self.mask)
         return self
 
-    def launched(self, *, again: bool = False) -> list[Tensor] | None:
-        """The outputs by kernels of this package; None if these do not take the call. With `again`, also None unless
-        such a call has run before; then nothing needs to be checked."""
-        launch = _launch()
-        if self.grads is None:
-            return launch.repeated(self.heads) if again else launch.forward(self.heads)
-        run = launch.repeated if again else launch.backward
-        if self.packed is None:
-            return run(self.heads, self.grads, self.mask)
-        if not self.mask[0]:
-            return run(self.heads, self.grads[:2], self.mask)
-        dx = torch.empty(self.packed.shape, dtype=self.packed.dtype, device=self.packed.device)
-        found = run(self.heads, self.grads, self.mask, self.packing.split(dx))
-        return None if found is None else [dx, *found[3:]]
+    @property
+    def outputs(self) -> list[tuple[torch.Size, torch.dtype] | None]:
+        """Shape and dtype of each output of the op; None for one that is not wanted."""
+        heads = self.heads
+        if self.op == FORWARD:
+            return [(x.shape, heads.output_dtype(at)) for at, x in enumerate(heads.inputs)]
+        wanted = list(zip(heads.tensors, self.mask, strict=True))
+        if self.packed is not None:
+            wanted = [(self.packed, self.mask[0]), *wanted[2:]]
+        return [(like.shape, like.dtype) if want and like is not None else None for like, want in wanted]
 
-    def repeated(self) -> list[Tensor] | None:
-        """The outputs, if such a call has run on kernels before; else None."""
-        inputs = self.heads.inputs
-        return self.launched(again=True) if inputs and runs_kernels(inputs[0]) else None
+    def launches(self) -> list[HeadCall | None]:
+        """What kernels compute for a call of readable tensors, by tensors without memory. Each of these has an Address
+        among those of the program: the op's tensors, then its outputs."""
+        tensors, count = self.tensors, len(self.heads.inputs)
+        call = self.with_tensors([each if each is None else symbol(each, at) for at, each in enumerate(tensors)])
+        made = [
+            each and symbol(self.heads.inputs[0].new_empty(each[0], dtype=each[1], device="meta"), len(tensors) + at)
+            for at, each in enumerate(self.outputs)
+        ]
+        outs, sums = made[:count], made[count:]
+        if call.packed is not None:
+            outs, sums = [None] * 3, made[1:]
+            parts_of(call.packed, call.heads.inputs)
+            if made[0] is not None:
+                outs = parts_of(made[0], self.packing.split(made[0]))
+        return list(described(call.heads, call.grads, outs, sums))
 
     @property
     def is_recorded(self) -> bool:
         """Whether autograd records the call."""
-        return torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in self.tensors)
+        return torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in self.tensors[:-2])
 
     def formula(self) -> list[Tensor]:
-        if self.grads is None:
+        if self.op == FORWARD:
             return forward_formula(self.heads)
         if self.packed is None:
             return backward_formula(self.heads, self.grads, self.mask)
         return packed_backward_formula(self.heads, self.packing, self.grads, self.mask)
 
     def fake(self) -> list[Tensor]:
-        heads = self.heads
-        if self.grads is None:
-            return [x.new_empty(x.shape, dtype=heads.output_dtype(at)) for at, x in enumerate(heads.inputs)]
-        wanted = list(zip(heads.tensors, self.mask, strict=True))
-        if self.packed is not None:
-            wanted = [(self.packed, self.mask[0]), *wanted[2:]]
-        return [like.new_empty(like.shape) for like, want in wanted if want and like is not None]
+        like = self.heads.inputs[0]
+        return [like.new_empty(each[0], dtype=each[1]) for each in self.outputs if each]
 
-    @property
-    def tensors(self) -> list[Tensor | None]:
-        """Those on which a derivative may depend."""
-        return [*(self.grads or ()), *([self.packed] if self.packed is not None else []), *self.heads.tensors]
+
+def both_ways(heads: Heads, packed: Tensor | None = None, packing: Packing | None = None) -> tuple[Call, Call]:
+    """A forward and a backward that wants all gradients, for contiguous gradients of the outputs. The inputs may be
+    parts of a packed tensor."""
+    like = [(x.shape, heads.output_dtype(at)) for at, x in enumerate(heads.inputs)]
+    op, first, more = BACKWARD, heads.inputs, ([True] * len(heads.tensors),)
+    if packed is not None:
+        heads = heads._replace(inputs=packing.split(packed)[:2])
+        op, first, more = PACKED, packed, ([True] * (len(heads.tensors) - 1), *packing)
+        like = [*like, (heads.inputs[1].shape, packed.dtype)]
+    grads = [heads.inputs[0].new_empty(shape, dtype=dtype, device="meta") for shape, dtype in like]
+    named = heads.settings._asdict()
+    return Call(FORWARD, heads[:-1], named), Call(op, (grads, first, *heads[1:-1], *more), named)
 
 
 @functools.cache
@@ -141,13 +186,12 @@ def _launch() -> ModuleType:
 def _below(op: str, *arguments, **named) -> list[Tensor]:
     """An op on CPU and CUDA."""
     given = Call(op, arguments, named)
-    outputs = given.repeated()
-    if outputs is None and runs_kernels(given.check().heads.inputs[0]):
-        outputs = given.launched()
-    if outputs is not None:
-        return outputs
+    if given.heads.inputs and runs_kernels(given.heads.inputs[0]):
+        outputs = _launch().run(given)
+        if outputs is not None:
+            return outputs
     with torch.no_grad():
-        return given.formula()
+        return given.check().formula()
 
 
 def _fake(op: str, *arguments, **named) -> list[Tensor]:
@@ -201,20 +245,8 @@ def _record(heads: Heads, outputs: list[Tensor]) -> list[Tensor]:
 
 
 def call(op: str, *arguments, **named) -> list[Tensor]:
-    """An op by its name. A call that has run before skips the dispatcher if nobody intercepts it there."""
-    if not (torch.compiler.is_dynamo_compiling() or _is_intercepted()):
-        given = Call(op, arguments, named)
-        recorded = given.is_recorded
-        outputs = None if recorded and op != FORWARD else given.repeated()
-        if outputs is not None:
-            return _record(given.heads, outputs) if recorded else outputs
+    """An op by its name."""
     return getattr(TORCH_OPS, op)(*arguments, **named)
-
-
-def _is_intercepted() -> bool:
-    """Whether a mode, a transform, forward-mode AD, a tracer or a profiler sees the calls of this thread."""
-    active = torch_compat.dispatch_modes() or torch_compat.function_modes() or torch_compat.is_profiled()
-    return bool(active or is_transforming() or forward_ad._current_level >= 0 or torch_compat.tracing_state())
 
 
 def _register(op: str, schema: str) -> None:

@@ -75,6 +75,18 @@ class Launch:
         given = *self.operands, *self.named.values()
         return sum([type(each) is tuple and isinstance(each[0], Address) for each in given])
 
+    @property
+    def num_parts(self) -> int:
+        """How many operands are addresses of parts of tensors, those in tuples included."""
+        given = *self.operands, *self.named.values()
+        return sum(
+            [
+                isinstance(one, Address) and one.offset > 0
+                for each in given
+                for one in (each if type(each) is tuple else (each,))
+            ]
+        )
+
     def _compile_time(self) -> dict[str, Any]:
         norm = {} if self.norm is None else {"norm": self.norm}
         return {**norm, "tile": self.tile, "num_warps": self.tile.num_warps, **self.constants}

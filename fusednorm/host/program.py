@@ -52,6 +52,7 @@ class Address:
     dtype: torch.dtype
     aligned: bool = True  # its address is a multiple of 16 bytes
     stride: int = 1  # in elements; of a statistic
+    offset: int = 0  # in bytes, of a part of the tensor
 
     def data_ptr(self) -> int:
         return 0 if self.aligned else 1
@@ -75,6 +76,7 @@ Operand = Address | Map | Number | int | float | tuple | None
 class Output(NamedTuple):
     extent: Extent
     dtype: torch.dtype
+    shape: tuple[int, ...] | None = None  # of a fixed extent
 
 
 class Part(NamedTuple):
@@ -142,7 +144,7 @@ class Program:
         }
         found: list[Memory | None] = []
         for each in self.outputs:
-            of_it = each and shapes[each.extent]
+            of_it = each and (shapes[each.extent] if each.shape is None else each.shape)
             found.append(each and (of_it, _strides(of_it), each.dtype))
         return found
 
@@ -173,10 +175,10 @@ class Program:
     def launchers(self) -> tuple:
         """(device, runtime, maps, tuples, constants, launchers), by which `Bound.launch` runs the launches.
 
-        It makes one list of values: the stream, rows, CTAs, partials, addresses, tensor maps, tuples of addresses,
-        constants. Each launcher is (launch, head, operands). head and operands pick arguments from that list; operands
-        is None for launch functions that take one argument for each operand. Plain loops, without functions: a first
-        call takes this way.
+        It makes one list of values: the stream, rows, CTAs, partials, addresses, tensor maps and addresses of parts of
+        tensors, tuples of addresses, constants. Each launcher is (launch, head, operands). head and operands pick
+        arguments from that list; operands is None for launch functions that take one argument for each operand. Plain
+        loops, without functions: a first call takes this way.
         """
         if self.builds[0].launch is None:  # there is no runtime: `Bound.launch` gives up
             return self.device, None, (), (), (), ()
@@ -186,22 +188,30 @@ class Program:
         constants: list[Any] = []
         first_map = 4 + self.num_tensors + len(self.outputs) + (len(self.workspace.parts) if self.workspace else 0)
         first_tuple = first_map + sum([len(build.encoders) for build in self.builds])
+        first_tuple += sum([launch.num_parts for launch in self.launches])
         first_constant = first_tuple + sum([launch.num_tuples for launch in self.launches])
         for launch, build in zip(self.launches, self.builds, strict=True):
             encoders, sources = iter(build.encoders), []
             for each in build.arguments(launch):
+                addresses = each if type(each) is tuple else (each,)
+                places = []
+                for one in addresses:
+                    if isinstance(one, Address):
+                        places.append(first_map + len(maps) if one.offset else 4 + one.index)
+                        if one.offset:
+                            maps.append((_plus(one.offset), 4 + one.index))
                 if each is STREAM:
                     sources.append(0)
                 elif isinstance(each, Number):
                     sources.append(1 + each.place)
                 elif isinstance(each, Address):
-                    sources.append(4 + each.index)
+                    sources.append(places[0])
                 elif isinstance(each, Map):
                     sources.append(first_map + len(maps))
                     maps.append((_encode(next(encoders), each), 4 + each.tensor.index))
                 elif type(each) is tuple and isinstance(each[0], Address):
                     sources.append(first_tuple + len(tuples))
-                    tuples.append(_pick([4 + one.index for one in each]))
+                    tuples.append(_pick(places))
                 else:
                     sources.append(first_constant + len(constants))
                     constants.append(each)
@@ -214,7 +224,11 @@ class Program:
 def bound(operand: Operand, tensors: Sequence[Tensor | None], numbers: tuple[int, ...]) -> Any:
     """The operand with tensors and numbers in place of symbols."""
     if isinstance(operand, Address):
-        return tensors[operand.index]
+        tensor = tensors[operand.index]
+        if operand.offset:
+            start = tensor.storage_offset() + operand.offset // tensor.dtype.itemsize
+            return tensor.as_strided((1,), (1,), start)
+        return tensor
     if isinstance(operand, Number):
         return numbers[operand.place]
     if isinstance(operand, Map):
@@ -288,6 +302,10 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 def _pick(indices: list[int]) -> Callable[[list], tuple]:
     """A tuple of the values at these indices."""
     return itemgetter(*indices) if len(indices) > 1 else lambda values: (values[indices[0]],)
+
+
+def _plus(offset: int) -> Callable[[int, int], int]:
+    return lambda address, rows: address + offset
 
 
 def _encode(encoder: Callable, described: Map) -> Callable[[int, int], Any]:
