@@ -33,23 +33,23 @@ from .plan import AtenNorm, HeadPlan, Planned, plans_of
 if TYPE_CHECKING:
     from .ops import Call
 
-def run(given: Call) -> list[Tensor] | None:
-    """The outputs. None if the planner leaves the call to ATen. Raises as `given.check` does."""
+def run(given: Call) -> tuple[Sequence[Tensor | None] | None, Program | None]:
+    """The outputs, None for those that are not wanted, and the program if it is kept. None for all of them if the
+    planner leaves the call to ATen. Raises as `given.check` does."""
     key, shape = _key(given), given.heads.inputs[0].shape
     kind = key and prepared.kind_of(key)
     bound = kind and kind.by_shape.get(shape)
     outputs = bound and bound.launch([0 if each is None else each.data_ptr() for each in given.tensors])
-    if outputs is None:
-        given.check()
-        if not all(x.numel() for x in given.heads.inputs):
-            return None
-        readable, copied = given.in_place()
-        if copied:
-            return run(readable)
-        outputs, bound = _first(given)
-        if key and bound:
-            prepared.keep_by(key, shape, bound)
-    return outputs and [each for each in outputs if each is not None]
+    if outputs is not None:
+        return outputs, bound.program
+    given.check()
+    if not all(x.numel() for x in given.heads.inputs):
+        return None, None
+    readable, copied = given.in_place()
+    if copied:
+        return run(readable)[0], None
+    outputs, bound = _first(given)
+    return outputs, prepared.keep_by(key, shape, bound) if key and bound else None
 
 
 def _first(given: Call) -> tuple[Sequence[Tensor | None] | None, Bound | None]:

@@ -6,7 +6,7 @@ head_norm_fwd
     rotary_dim columns are rotated by cos and sin, before the norm unless norm_first
 head_norm_bwd
     the gradients that output_mask wants of all inputs, then of all weights, then of all biases. An absent parameter has
-    none. Statistics are computed again from the inputs
+    none. An absent one of grads is zero. Statistics are computed again from the inputs
 head_norm_bwd_packed
     the same for q and k that lie in one tensor with v: the gradient of that tensor, which takes grads[2] as v's part,
     then those of the parameters
@@ -41,6 +41,7 @@ from .. import sharding
 from ..host import torch_compat
 from ..host.kernel_devices import runs_kernels
 from ..host.torch_compat import forward_ad, is_transforming
+from ..host.program import Program
 from ..namespace import NAMESPACE, TORCH_OPS
 from ..ops import ELSEWHERE, LIBRARY
 from .call import HeadCall, described, in_place, parts_of, symbol
@@ -55,8 +56,8 @@ _SETTINGS = (
 )
 SCHEMAS = {
     FORWARD: f"(Tensor[] inputs, {_OPERANDS}, *, {_SETTINGS}) -> Tensor[]",
-    BACKWARD: f"(Tensor[] grads, Tensor[] inputs, {_OPERANDS}, bool[] output_mask, *, {_SETTINGS}) -> Tensor[]",
-    PACKED: f"(Tensor[] grads, Tensor qkv, {_OPERANDS}, bool[] output_mask, int heads, int kv_heads, bool grouped, *, "
+    BACKWARD: f"(Tensor?[] grads, Tensor[] inputs, {_OPERANDS}, bool[] output_mask, *, {_SETTINGS}) -> Tensor[]",
+    PACKED: f"(Tensor?[] grads, Tensor qkv, {_OPERANDS}, bool[] output_mask, int heads, int kv_heads, bool grouped, *, "
     f"{_SETTINGS}) -> Tensor[]",
 }
 
@@ -67,14 +68,21 @@ class Call:
     def __init__(self, op: str, arguments: Sequence, named: dict) -> None:
         self.grads, first, *rest = arguments if op != FORWARD else ((), *arguments)
         weights, biases, cos, sin, eps, *more = rest
-        self.op, self.named, self.settings_by_position = op, named, (eps, *more)
+        self.op, self.arguments, self.named, self.settings_by_position = op, arguments, named, (eps, *more)
         self.packed, self.packing, self.mask = None, None, list(more[0]) if more else []
         if op == PACKED:
             self.packed, self.packing = first, Packing(*more[1:])
             self.packing.check(op, first)
             first = self.packing.split(first)[:2]
             self.mask = self.mask[:1] + self.mask  # a flag for q and one for k
-        self.heads = Heads(first, weights, biases, cos, sin, eps, Settings(**named))
+        self.heads = heads = Heads(first, weights, biases, cos, sin, eps, Settings(**named))
+        if any(each is None for each in self.grads):
+            like = [(x.shape, heads.output_dtype(at)) for at, x in enumerate(first)]
+            like.append((first[-1].shape, first[-1].dtype))  # v
+            self.grads = [
+                first[0].new_zeros(shape, dtype=dtype) if grad is None else grad
+                for grad, (shape, dtype) in zip(self.grads, like, strict=False)
+            ]
 
     @property
     def tensors(self) -> list[Tensor | None]:
@@ -127,6 +135,11 @@ class Call:
         if self.packed is not None:
             wanted = [(self.packed, self.mask[0]), *wanted[2:]]
         return [(like.shape, like.dtype) if want and like is not None else None for like, want in wanted]
+
+    def whole(self, outputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """The outputs, with None for those that are not wanted."""
+        left = iter(outputs)
+        return [next(left) if each else None for each in self.outputs]
 
     def launches(self) -> list[HeadCall | None]:
         """What kernels compute for a call of readable tensors, by tensors without memory. Each of these has an Address
@@ -183,32 +196,41 @@ def _launch() -> ModuleType:
     return launch
 
 
+def launched(given: Call) -> tuple[list[Tensor | None], Program | None]:
+    """Each output of an op on CPU and CUDA, None for one that is not wanted, and the program that has made them if it
+    is kept."""
+    if given.heads.inputs and runs_kernels(given.heads.inputs[0]):
+        outputs, program = _launch().run(given)
+        if outputs is not None:
+            return outputs, program
+    with torch.no_grad():
+        return given.whole(given.check().formula()), None
+
+
 def _below(op: str, *arguments, **named) -> list[Tensor]:
     """An op on CPU and CUDA."""
-    given = Call(op, arguments, named)
-    if given.heads.inputs and runs_kernels(given.heads.inputs[0]):
-        outputs = _launch().run(given)
-        if outputs is not None:
-            return outputs
-    with torch.no_grad():
-        return given.check().formula()
+    return [each for each in launched(Call(op, arguments, named))[0] if each is not None]
 
 
 def _fake(op: str, *arguments, **named) -> list[Tensor]:
     return Call(op, arguments, named).check().fake()
 
 
-def _above(op: str, *arguments, **named) -> list[Tensor]:
+def above(given: Call) -> list[Tensor]:
     """An op at autograd's dispatch key."""
-    given = Call(op, arguments, named)
     if is_transforming() or forward_ad._current_level >= 0:
         return given.check().formula()
     recorded = given.is_recorded
-    if recorded and op != FORWARD:
+    if recorded and given.op != FORWARD:
         return given.check().formula()
     sharding.register_where_needed()
-    outputs = torch_compat.below_autograd(getattr(TORCH_OPS, op), partial(_below, op), *arguments, **named)
+    below = partial(_below, given.op)
+    outputs = torch_compat.below_autograd(getattr(TORCH_OPS, given.op), below, *given.arguments, **given.named)
     return _record(given.heads, outputs) if recorded else outputs
+
+
+def _above(op: str, *arguments, **named) -> list[Tensor]:
+    return above(Call(op, arguments, named))
 
 
 def _batched(op: str, *arguments, **named) -> list[Tensor]:
@@ -235,18 +257,13 @@ class HeadNormFunction(Function):
         which = [kind * count + at for kind in range(3) for at in present]
         mask = [needed[at] and tensors[at] is not None for at in which]
         given = [grads[at] for at in present], *heads[:-1], mask
-        made = iter(call(BACKWARD, *given, **heads.settings._asdict()) if any(mask) else ())
+        made = iter(getattr(TORCH_OPS, BACKWARD)(*given, **heads.settings._asdict()) if any(mask) else ())
         found = {at: next(made) for at, want in zip(which, mask, strict=True) if want}
         return (None, None, *[found.get(at) for at in range(3 * count)])
 
 
 def _record(heads: Heads, outputs: list[Tensor]) -> list[Tensor]:
     return list(torch_compat.record(HeadNormFunction)(heads, outputs, *heads.tensors))
-
-
-def call(op: str, *arguments, **named) -> list[Tensor]:
-    """An op by its name."""
-    return getattr(TORCH_OPS, op)(*arguments, **named)
 
 
 def _register(op: str, schema: str) -> None:

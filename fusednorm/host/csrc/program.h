@@ -23,7 +23,7 @@ using at::Tensor;
 using std::optional;
 
 constexpr size_t MAX_PARAMETER_BYTES = 1024;
-constexpr size_t MAX_PARAMETERS = 64;
+constexpr size_t MAX_PARAMETERS = 96;
 constexpr size_t MAP_ALIGNMENT = 64;
 constexpr size_t MOST_ADDRESSES = 64;  // of a call's tensors, its outputs and the parts of its workspace
 constexpr size_t NUM_PARTS = 4;        // of the workspace
@@ -82,19 +82,20 @@ struct Workspace {
   }
 };
 
-enum class Extent { X, STATISTIC, PARAMETER };
+enum class Extent { X, STATISTIC, PARAMETER, FIXED };
 
 struct Output {
   Extent extent;
   at::ScalarType dtype;
+  std::vector<int64_t> shape;  // of a fixed extent
 };
 
 // One launch. Python builds it: the configuration first, then the parameters in the kernel's order. Addresses are counted
 // in this order: the call's tensors, its outputs, the parts of its workspace.
 struct Step {
-  // `at` is a byte offset in `parameters`; `index` says which address goes there.
+  // `at` is a byte offset in `parameters`; `index` says which address goes there, `offset` bytes on.
   struct Address {
-    size_t at, index;
+    size_t at, index, offset;
   };
   struct Variable {
     size_t at, bytes;
@@ -149,7 +150,9 @@ struct Step {
 
   void add_variable(Number number, size_t bytes) { variables.push_back({reserve(bytes, bytes), bytes, number}); }
 
-  void add_address(size_t index) { addresses.push_back({reserve(sizeof(uint64_t), sizeof(uint64_t)), index}); }
+  void add_address(size_t index, size_t offset) {
+    addresses.push_back({reserve(sizeof(uint64_t), sizeof(uint64_t)), index, offset});
+  }
 
   void add_map(size_t index, int type, uint32_t rows_dim, const std::vector<uint64_t>& sizes,
                const std::vector<uint64_t>& strides, const std::vector<uint32_t>& box) {
@@ -166,7 +169,10 @@ struct Step {
     void* pointers[MAX_PARAMETERS];
     std::memcpy(bytes, parameters.data(), parameters.size());
     for (size_t i = 0; i < starts.size(); ++i) pointers[i] = bytes + starts[i];
-    for (const Address& each : addresses) std::memcpy(bytes + each.at, given + each.index, sizeof(uint64_t));
+    for (const Address& each : addresses) {
+      uint64_t address = given[each.index] ? given[each.index] + each.offset : 0;
+      std::memcpy(bytes + each.at, &address, sizeof address);
+    }
     for (const Variable& each : variables)  // the first bytes of a small number are the number: little endian
       std::memcpy(bytes + each.at, &numbers[static_cast<size_t>(each.number)], each.bytes);
     for (const Map& map : maps) {
@@ -252,7 +258,7 @@ struct Program {
     Numbers numbers = grid.numbers(to.rows);
     uint64_t* next = to.addresses.data() + to.num_tensors;
     for (const auto& output : outputs) {
-      const Tensor& each = made.emplace_back(output ? allocate(output->extent, output->dtype, to) : Tensor());
+      const Tensor& each = made.emplace_back(output ? allocate(*output, to) : Tensor());
       *next++ = output ? reinterpret_cast<uint64_t>(each.unsafeGetTensorImpl()->data()) : 0;
     }
     Tensor parts;
@@ -267,7 +273,9 @@ struct Program {
   }
 
  private:
-  Tensor allocate(Extent extent, at::ScalarType dtype, const Binding& to) const {
+  Tensor allocate(const Output& output, const Binding& to) const {
+    const auto& [extent, dtype, fixed] = output;
+    if (extent == Extent::FIXED) return allocate(fixed, dtype);
     if (extent == Extent::X) return allocate(to.x_shape, dtype);
     if (extent == Extent::PARAMETER) return allocate(to.normalized_shape, dtype);
     Shape shape(to.x_shape.begin(), to.x_shape.end());

@@ -190,7 +190,8 @@ class Build(launcher.Build):
     def __init__(self, compiled, launch):
         super().__init__(compiled, triton_compat.RELEASES[3, 6])
         self.name, self.norm, self.groups = launch.kernel.__name__, launch.norm, getattr(launch.tile, "groups", 1)
-        self.squares = launch.norm.form.finish_dw is not None  # the weight: it is a norm of squared.py
+        # The weight: it is a norm of squared.py.
+        self.squares = launch.norm is not None and launch.norm.form.finish_dw is not None
         self.launch = self._compute
         self._kinds: list = []  # of the arguments, those of tensor maps expanded
         for given, kind in zip(launch.arguments(), compiled.src.signature.values(), strict=True):
