@@ -28,8 +28,9 @@ layer_norm_fwd_times_gate, rms_norm_fwd_times_gate
     itself
 layer_norm_bwd_of_gated, rms_norm_bwd_of_gated, layer_norm_bwd_times_gate, rms_norm_bwd_times_gate
     gradients of x, weight, bias and gate, from x and gate
-layer_norm_bwd_of_gated_packed, rms_norm_bwd_of_gated_packed, layer_norm_bwd_times_gate_packed,
-rms_norm_bwd_times_gate_packed
+layer_norm_bwd_times_gate_packed, rms_norm_bwd_times_gate_packed
+    as the next ones, of the gate behind the norm
+layer_norm_bwd_of_gated_packed, rms_norm_bwd_of_gated_packed
     the same of x and a gate that are columns of one tensor, from x_at and gate_at on: the gradient of this tensor of
     `width` columns, with rest, `[*batch, width - 2 * cols]`, as the gradient of its other columns side by side (None:
     zeros)

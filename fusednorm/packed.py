@@ -34,8 +34,8 @@ def layer_norm_gated_packed(
     weight_offset: float = 0.0,
     rounding: str = "once",
 ) -> tuple[Tensor, ...]:
-    """(y, *others): layer_norm_gated of two ranges of the columns of `packed`, `[..., width]`, and views of the columns
-    before, between and behind these ranges, if there are such.
+    """A tuple of y, which is layer_norm_gated of two ranges of the columns of `packed`, `[..., width]`, and of views of
+    the columns before, between and behind these ranges, if there are such.
 
     x and gate are (start, stop), equally many columns, which do not overlap. weight and bias have as many. The forward
     reads packed in place. The backward is one op that returns one gradient of packed, in which it writes those of x and
@@ -60,8 +60,8 @@ def rms_norm_gated_packed(
     weight_offset: float = 0.0,
     rounding: str = "once",
 ) -> tuple[Tensor, ...]:
-    """(y, *others): rms_norm_gated of two ranges of the columns of `packed`. Arguments as layer_norm_gated_packed's;
-    eps None is the machine epsilon of float32 (float64 for float64 packed)."""
+    """A tuple of y, which is rms_norm_gated of two ranges of the columns of `packed`, and of views of its others.
+    Arguments as layer_norm_gated_packed's; eps None is the machine epsilon of float32 (float64 for float64 packed)."""
     return _packed("rms", packed, x, gate, weight, bias, eps, activation, norm_before_gate, group_size,
                    weight_offset, rounding)  # fmt: skip
 

@@ -49,13 +49,18 @@ def calls_of(name: str) -> list[Call]:
     given: dict[str, Any] = {slot.name: op.default(slot) for slot in op.arguments}
     tensors = [slot.name for slot in op.arguments if slot.role.is_tensor]
     layouts = {slot.name: "[M]" if slot.role is Role.STATISTIC else "contiguous" for slot in op.arguments}
+
+    def places(cols: int) -> dict[str, int]:
+        return {"width": 2 * cols + 64, "x_at": 0, "gate_at": cols + 32}
+
     masks = [[True] * len(op.outputs)]
     if op.slot("output_mask"):
         masks.append([False, *masks[0][1:]])
     return [
         Call(
             op=name, shape=shape, normalized_ndim=1, dtypes=dict.fromkeys(tensors, torch.bfloat16),
-            values=dict.fromkeys(tensors, "normal"), layouts=layouts, given=given | {"eps": 1e-5, "output_mask": mask},
+            values=dict.fromkeys(tensors, "normal"), layouts=layouts,
+            given=given | {"eps": 1e-5, "output_mask": mask} | (places(shape[1]) if "width" in given else {}),
             variant=variant, margin=0, mode="plain", seed=0,
         )
         for variant, shape, mask in itertools.product(VARIANTS[:-1], SHAPES, masks)
