@@ -35,7 +35,7 @@ from fusednorm.heads import plan as head_plan
 from fusednorm.heads.call import HeadCall
 from fusednorm.heads.ops import both_ways
 from fusednorm.heads.problem import Packing
-from fusednorm.host import gpus, prepared
+from fusednorm.host import gpus, native, prepared
 from fusednorm.planner.device import DeviceSpec
 from fusednorm.tools.console import print_table
 
@@ -194,10 +194,15 @@ def planned(direction: str, shape: Shape) -> Iterator[None]:
             return plan
         return head_plan.shaped(problem, device, *shape)
 
-    prepared.forget()
+    _forget()
     with mock.patch.object(head_plan, "choose", choose):
         yield
+    _forget()
+
+
+def _forget() -> None:
     prepared.forget()
+    native.forget()
 
 
 def swept(case: HeadCase, device: DeviceSpec) -> dict[str, tuple[str, Shape]]:
