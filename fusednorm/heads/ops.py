@@ -40,8 +40,8 @@ from torch.autograd import Function
 from .. import sharding
 from ..host import torch_compat
 from ..host.kernel_devices import runs_kernels
-from ..host.torch_compat import forward_ad, is_transforming
 from ..host.program import Program
+from ..host.torch_compat import forward_ad, is_transforming
 from ..namespace import NAMESPACE, TORCH_OPS
 from ..ops import ELSEWHERE, LIBRARY
 from .call import HeadCall, described, in_place, parts_of, symbol
