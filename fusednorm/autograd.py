@@ -172,21 +172,14 @@ class NormFunction(Function):
         more = {name: grad for name, grad in zip(by.grads, behind, strict=True) if grad is not None}
         mask = tuple([any([wanted[at] for at in ats]) for ats in by.mask])
         grads = {"grad_out": grad_y}
-        has_branch, has_statistics = "branch" in saved, any(each is not None for each in of_statistics)
-        if has_statistics and has_branch:  # more depends on dh than dx
-            statistics = saved.get("mean"), saved["rstd"], *of_statistics
-            of_dh = reference.statistics_backward_formula(saved["x"], info.normalized_shape, *statistics)
-            more["residual_grad"] = of_dh + more["residual_grad"] if "residual_grad" in more else of_dh
-        if grad_y is None and all(more.get(name) is None or at in by.passed for at, name in enumerate(by.grads)):
+        runs = grad_y is not None or any([mask[at] for at in by.of_dx])
+        if not runs and all(more.get(name) is None or at in by.passed for at, name in enumerate(by.grads)):
             for at in by.passed:  # the norm adds nothing to these gradients
-                grads["dx"] = dh = more.get(by.grads[at])
-                if has_branch and dh is not None:
-                    branch = saved["branch"], saved["gate"], len(info.normalized_shape)
-                    grads["dbranch"], grads["dgate"] = reference.branch_gradients(dh, *branch, mask=(True, True))
+                grads["dx"] = more.get(by.grads[at])
         elif grad_y is not None or more:
             grad_y = torch.zeros_like(saved["x"]) if grad_y is None else grad_y
             grads |= info.backward(grad_y, saved, mask, more)
-        if has_statistics and not has_branch:
+        if any(each is not None for each in of_statistics):
             operands = info.operands(grad_y, saved, mask, {})
             found = reference.statistics_gradients(operands, *of_statistics)
             for name, each in zip([output.name for output in operands.outputs], found, strict=True):

@@ -70,6 +70,12 @@ class FormSpec(NamedTuple):
         return FINISH[self.finish].reads_u or bool(self.modulate)
 
 
+    @property
+    def late(self) -> tuple[str, ...]:
+        """Names of the row tensors that a backward reads for gradients alone, and not for h or the gradient of u."""
+        return ("branch", "gate") if self.modulate else ()
+
+
 PLAIN = FormSpec()
 CHOICES = {"modulate": MODULATE, "activation": ACTIVATIONS}  # the values of fields that operands set by name
 ROUNDINGS = {"once": False, "x_hat": True}  # FormSpec.rounds_x_hat, as callers name it

@@ -28,6 +28,7 @@ from .forms import ROUNDINGS, STEPS
 from .host import native, torch_compat
 from .host.kernel_devices import runs_kernels
 from .host.torch_compat import asks_function_modes, asks_subclasses
+from .operands import OPS
 from .planner.norm_problem import FLOAT_DTYPES
 
 
@@ -282,7 +283,8 @@ def ada(
     normalized_shape, weight_offset, rounding,
 ):  # fmt: skip
     """ada_layer_norm or ada_rms_norm of positional arguments."""
-    gate, scale, shift = (_rows_of(each, index, x) for each in (gate, scale, shift))
+    if index is not None:
+        gate, scale, shift = (_rows_of(each, index, x) for each in (gate, scale, shift))
     of, rows, more = "", (), ()
     if residual is not None:
         of, rows, more = "_of_sum", (residual,), (normalize_rounded, residual_dtype)
@@ -290,13 +292,14 @@ def ada(
         of, rows = "_of_gated_sum", (*rows, gate)
         if residual is None:
             raise RuntimeError(f"{norm}_norm_fwd{of}_modulated: a gate must have a residual, got none")
-    return _modulated(f"{norm}_norm_fwd{of}_modulated", x, (*rows, scale, shift), weight, bias, eps,
-                      normalized_shape, weight_offset, rounding, more)  # fmt: skip
+    steps = rounding == STEPS
+    return of_form(f"{norm}_norm_fwd{of}_modulated", x, (*rows, scale, shift), weight, bias, eps, normalized_shape,
+                   weight_offset, "once" if steps else rounding, (*more, steps))  # fmt: skip
 
 
-def _rows_of(table: Tensor | None, index: Tensor | None, x: Tensor) -> Tensor | None:
+def _rows_of(table: Tensor | None, index: Tensor, x: Tensor) -> Tensor | None:
     """A table's row for each row of x. The gradient of F.embedding is deterministic: it sorts the index."""
-    if table is None or index is None:
+    if table is None:
         return table
     batch = x.shape[: x.dim() - table.dim() + 1]
     if index.shape != batch or index.dtype not in (torch.int32, torch.int64):
@@ -311,19 +314,12 @@ def behind(
     """layer_norm_add or rms_norm_add of positional arguments."""
     if gate_activation not in (None, "tanh") or (gate is None and gate_activation):
         raise ValueError(f"{norm}_norm_add: gate_activation must be None, or 'tanh' of a gate, got {gate_activation!r}")
-    last = normalized_shape, weight_offset, rounding
+    given = weight, bias, eps, normalized_shape, weight_offset
     if gate is None:
-        return of_form(f"{norm}_norm_fwd_plus_residual", x, (residual,), weight, bias, eps, *last)
-    op, more = f"{norm}_norm_fwd_modulated_plus_residual", (gate_activation or "identity",)
-    return _modulated(op, x, (residual, gate), weight, bias, eps, *last, more)
-
-
-def _modulated(op, x, rows, weight, bias, eps, normalized_shape, weight_offset, rounding, more):
-    if rounding not in (*ROUNDINGS, STEPS):
-        raise ValueError(f"{op}: rounding must be one of {', '.join((*ROUNDINGS, STEPS))}, got {rounding!r}")
+        return of_form(f"{norm}_norm_fwd_plus_residual", x, (residual,), *given, rounding)
     steps = rounding == STEPS
-    of_x_hat = "once" if steps else rounding
-    return of_form(op, x, rows, weight, bias, eps, normalized_shape, weight_offset, of_x_hat, (*more, steps))
+    op, settings = f"{norm}_norm_fwd_modulated_plus_residual", (gate_activation or "identity", steps)
+    return of_form(op, x, (residual, gate), *given, "once" if steps else rounding, settings)
 
 
 def layer_norm_gated(
@@ -407,7 +403,8 @@ def of_form(op, x, rows, weight, bias, eps, normalized_shape, weight_offset, rou
     if outputs is not None:
         return outputs
     if rounding not in ROUNDINGS:
-        raise ValueError(f"{op}: rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")
+        known = *ROUNDINGS, *[STEPS] * (OPS[op].slot("rounds_steps") is not None)
+        raise ValueError(f"{op}: rounding must be one of {', '.join(known)}, got {rounding!r}")
     numbers = {"weight_offset": weight_offset} | ({} if eps is None and op.startswith("rms") else {"eps": eps})
     for name, value in numbers.items():
         if not isinstance(value, (Real, Tensor, torch.SymFloat)):

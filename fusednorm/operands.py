@@ -80,6 +80,7 @@ class Output(NamedTuple):
     promoted: tuple[str, ...] = ()  # the operands whose dtypes are promoted with that of `like`
     promoted_if_rounded: tuple[str, ...] = ()  # these, too, and outputs, if the form rounds between its steps
     operand: str | None = None  # the backward's operand that it is, if that has another name
+    is_of_dx: bool = False  # of a backward: whether it is made of dx, with what is added to dx
 
 
 class Op(NamedTuple):
@@ -152,8 +153,9 @@ SCALE, GATE = (Slot(name, Role.MODULATION, gradient=f"d{name}") for name in ("sc
 SHIFT = Slot("shift", Role.MODULATION, optional=True, gradient="dshift")
 BRANCH = X._replace(gradient="dbranch", operand="branch")
 MODULATE, ROUNDS_STEPS = Slot("modulate", Role.FORM, default="one_plus"), Slot("rounds_steps", Role.FORM, default=False)
-DBRANCH_ = Output("dbranch", Role.ROWS, like="branch")
-DSCALE_, DSHIFT_, DGATE_ = (Output(f"d{name}", Role.MODULATION, like=name) for name in ("scale", "shift", "gate"))
+DBRANCH_ = Output("dbranch", Role.ROWS, like="branch", is_of_dx=True)
+DSCALE_, DSHIFT_ = (Output(f"d{name}", Role.MODULATION, like=name) for name in ("scale", "shift"))
+DGATE_ = Output("dgate", Role.MODULATION, like="gate", is_of_dx=True)
 MODULATED = (
     SCALE, WEIGHT, BIAS, SHIFT._replace(is_read=False), X._replace(name="branch", optional=True, needs="gate"),
     GATE._replace(optional=True, needs="branch"), *RESIDUAL, MODULATE,
@@ -356,6 +358,7 @@ class Derivative(NamedTuple):
     mask: tuple[tuple[int, ...], ...]  # for each output of the backward, the tensors that want it
     grads: tuple[str | None, ...]  # the operands that take the gradients of the outputs behind the statistics
     passed: tuple[int, ...]  # which of these outputs are the backward's x, so that their gradients are added to dx
+    of_dx: tuple[int, ...]  # the outputs of the backward that are made of dx
     settings: tuple[str, ...]  # the form's operands that the backward has, too
     # The operands that give the dtype of a gradient, and the forward's tensors whose gradient it is. It has the widest
     # dtype of these, and autograd casts it to those of the others.
@@ -381,6 +384,7 @@ def derivative_of(forward: str) -> Derivative:
         tuple(mask),
         tuple(output.gradient for output in behind),
         tuple(at for at, output in enumerate(behind) if output.operand == "x"),
+        tuple(at for at, output in enumerate(backward.outputs) if output.is_of_dx),
         tuple(slot.name for slot in of.slots if slot.role is Role.FORM and slot.name in backward._fields),
         tuple((each.dtype, mask[outputs.index(each.name)]) for each in op.outputs if op.slot(each.dtype)),
     )

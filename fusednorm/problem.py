@@ -25,6 +25,7 @@ from .operands import (
     Operands,
     Output,
     Role,
+    Slot,
     op_mask,
     wanted_outputs,
 )
@@ -79,10 +80,34 @@ def is_tma_aligned(view: RowView, cols: int) -> bool:
 
 
 def spread(modulation: Tensor, ndim: int, normalized_ndim: int) -> Tensor:
-    """A view with `ndim` dims: 1 for each batch dim that a modulation does not name."""
-    lead = modulation.dim() - normalized_ndim
-    shape = modulation.shape
-    return modulation.reshape(*shape[:lead], *(1,) * (ndim - modulation.dim()), *shape[lead:])
+    """A view with `ndim` dims: 1 for each batch dim that a modulation does not name. If it has more dims, the last ones
+    of its batch dims are 1 and left out."""
+    shape, lead, batch_ndim = modulation.shape, modulation.dim() - normalized_ndim, ndim - normalized_ndim
+    kept = shape[: min(lead, batch_ndim)]
+    return modulation.reshape(*kept, *(1,) * (batch_ndim - len(kept)), *shape[lead:])
+
+
+class Sharing(NamedTuple):
+    """Which rows of x share a row of a modulation."""
+
+    rows: int = 1  # as many that are next to each other; 0 for all rows, -1 if they are not next to each other
+    whole: tuple[bool, ...] = ()  # of the modulation's batch dims: whether it is x's, and not 1
+    dims: int = 0  # the first batch dims of x, of which each place has a row, if there are `rows`
+
+    @property
+    def is_by_sample(self) -> bool:
+        return self.rows > 1 or self.rows == 0
+
+
+def sharing(modulation: Tensor, batch_shape: Sequence[int], normalized_ndim: int) -> Sharing:
+    sizes = modulation.shape[: modulation.dim() - normalized_ndim]
+    whole, dims = tuple([size != 1 for size in sizes]), len(sizes)
+    while dims and sizes[dims - 1] == 1:
+        dims -= 1
+    if not dims:
+        return Sharing(0, whole)
+    rows = math.prod(batch_shape[dims:]) if sizes[:dims] == batch_shape[:dims] else -1
+    return Sharing(rows, whole, dims)
 
 
 class Added(NamedTuple):
@@ -91,10 +116,21 @@ class Added(NamedTuple):
     name: str
     role: Role
     value: Any  # a RowView, a tensor or a number; of an output the dtype. None for an absent one
+    sharing: Sharing = Sharing()  # of a modulation that is read for each row, or one gradient of which each row has
 
     @property
     def tensor(self) -> Tensor | None:
         return self.value.tensor if isinstance(self.value, RowView) else self.value
+
+    @property
+    def is_of_samples(self) -> bool:
+        """Whether it has a row for each sample of rows of x."""
+        return self.sharing.is_by_sample
+
+    @property
+    def is_of_rows(self) -> bool:
+        """Whether it has a row for each of x."""
+        return self.role in (Role.ROWS, Role.MODULATION) and not self.is_of_samples
 
     def with_tensor(self, tensor: Any) -> Added:
         return self._replace(value=self.value._replace(tensor=tensor) if isinstance(self.value, RowView) else tensor)
@@ -145,6 +181,7 @@ class BackwardCall(NamedTuple):
     normalized_shape: tuple[int, ...]  # of dw and db
     added: tuple[Added, ...] = ()
     added_outputs: tuple[Added, ...] = ()
+    sample_rows: int = 0  # rows that share a row of the modulations that are by sample; 0: all rows are one sample
     width: int = 0  # columns of dx, if it is the gradient of a tensor of which x and the gate are columns
 
     @property
@@ -155,6 +192,7 @@ class BackwardCall(NamedTuple):
 
     @property
     def rows_read(self) -> tuple[RowView, ...]:
+        """Those that have a row for each sample of rows are among them."""
         return _views((self.x, self.grad_out), self.added)
 
     @property
@@ -167,49 +205,89 @@ def _all_tensors(own: tuple, added: tuple[Added, ...]) -> tuple[Tensor | None, .
     return (*own, *[each.tensor for each in added if each.role.is_tensor]) if added else own
 
 
-def _views(views: tuple[RowView, ...], added: tuple[Added, ...]) -> tuple[RowView, ...]:
+def _views(views: tuple[RowView, ...], added: Sequence[Added]) -> tuple[RowView, ...]:
     return (*views, *[each.value for each in added if isinstance(each.value, RowView)]) if added else views
 
 
-def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added, ...], tuple[Added, ...]]:
-    """The operands, as they are read, and the outputs that the package's ops lack."""
-    own = ForwardOperands if operands.direction == FORWARD else BackwardOperands
+def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added, ...], tuple[Added, ...], int]:
+    """The operands, as they are read, and the outputs that the package's ops lack; and sample_rows. A forward reads all
+    modulations by row."""
+    is_forward = operands.direction == FORWARD
+    own = ForwardOperands if is_forward else BackwardOperands
     if type(operands) is own:
-        return (), ()
+        return (), (), 0
+    x, slots = operands.x, list(enumerate(operands.slots, 1))[len(own.slots) :]
+    batch_shape, shared = x.shape[:batch_ndim], {}
+    if not is_forward:
+        modulations = [(slot.name, operands[at]) for at, slot in slots if slot.role is Role.MODULATION]
+        shared = {
+            name: sharing(each, batch_shape, x.dim() - batch_ndim) for name, each in modulations if each is not None
+        }
+    dims = max([each.dims for each in shared.values() if each.is_by_sample], default=0)
 
-    def read(value: Any, role: Role) -> Any:
+    def read(slot: Slot, value: Any) -> Any:
+        role = slot.role
         if value is None or not role.is_tensor:
             return value
+        if not slot.is_read:
+            return None
         if role is Role.ROWS:
             return _row_view_or_copy(value, batch_ndim, cols)
         if role is Role.MODULATION:
-            rows = spread(value, operands.x.dim(), operands.x.dim() - batch_ndim).expand(operands.x.shape)
-            return _row_view_or_copy(rows, batch_ndim, cols)
+            first = dims if slot.name in shared and shared[slot.name].is_by_sample else batch_ndim
+            normalized_shape = x.shape[batch_ndim:]
+            rows = spread(value, first + len(normalized_shape), len(normalized_shape))
+            return _row_view_or_copy(rows.expand(*batch_shape[:first], *normalized_shape), first, cols)
         return _statistic(value) if role is Role.STATISTIC else _packed(value)
 
-    slots = list(enumerate(operands.slots, 1))[len(own.slots) :]
     outputs = list(zip(operands.outputs, wanted_outputs(operands), strict=True))[len(own.outputs) :]
     return (
         tuple(
-            Added(slot.name, slot.role, read(operands[at], slot.role))
+            Added(slot.name, slot.role, read(slot, operands[at]), shared.get(slot.name, Sharing()))
             for at, slot in slots
             if slot.role is Role.COUNT or not slot.role.is_by_name
         ),
-        tuple(Added(each.name, each.role, output_dtype(operands, each) if want else None) for each, want in outputs),
+        tuple(
+            Added(name, role, output_dtype(operands, each) if want else None, shared.get(like, Sharing()))
+            for each, want in outputs
+            for name, role, like in [each[:3]]
+        ),
+        math.prod(batch_shape[dims:]) if dims else 0,
     )
 
 
-def _beside(added: tuple[Added, ...], outputs: tuple[Added, ...]) -> tuple[tuple, tuple, tuple]:
-    """Of the row tensors that a form has beside x, y, grad_out and dx: the names of those that are read, the dtypes of
-    those that are written, and the places of these among the gradients of rows, where that of x is the first."""
+def _beside(added: tuple[Added, ...], outputs: tuple[Added, ...]) -> dict[str, Any]:
+    """Fields of a problem: the row tensors that a form reads beside x and grad_out, and that it writes beside y or dx.
+    """
     if not (added or outputs):
-        return (), (), ()
-    rows = [each for each in outputs if each.role is Role.ROWS]
-    return (
-        tuple([each.name for each in added if isinstance(each.value, RowView)]),
-        tuple([each.value for each in rows if each.value]),
-        tuple([at for at, each in enumerate(rows, 1) if each.value]),
-    )
+        return {}
+    read = [each for each in added if isinstance(each.value, RowView) and not each.is_of_samples]
+    return {
+        "rows_in": tuple([each.value.tensor.dtype for each in read]),
+        "names_in": tuple([each.name for each in read]),
+        "rows_out": tuple([each.value for each in outputs if each.value and each.is_of_rows]),
+    }
+
+
+def _gradients(added: tuple[Added, ...], outputs: tuple[Added, ...], wants_dx: bool) -> dict[str, Any]:
+    """Fields of a backward's problem: which of the form's gradients, those of x and of `outputs`, it stores or sums
+    over the rows of a sample, and what it reads for each sample."""
+    stored = (0,) * bool(wants_dx)
+    if not (added or outputs):
+        return {"stored": stored or (0,), "wants_dx": bool(stored)}
+    shared = [each for each in added if isinstance(each.value, RowView) and each.is_of_samples]
+    stored += tuple([at for at, each in enumerate(outputs, 1) if each.value and each.is_of_rows])
+    summed = tuple([at for at, each in enumerate(outputs, 1) if each.value and each.is_of_samples])
+    return {
+        "stored": stored if stored or summed else (0,),
+        "wants_dx": bool(stored or summed),
+        "shared": tuple([each.value.tensor.dtype for each in shared]),
+        "names_shared": tuple([each.name for each in shared]),
+        "summed": summed,
+        "sums_out": tuple([outputs[at - 1].value for at in summed]),
+        "by_sample": sum([each.is_of_samples for each in outputs]),
+        "scattered": any([each.value and each.sharing.rows < 0 for each in outputs]),
+    }
 
 
 def output_dtype(operands: Operands, output: Output) -> torch.dtype:
@@ -226,6 +304,26 @@ def output_dtype(operands: Operands, output: Output) -> torch.dtype:
         other = output_dtype(operands, of_output) if of_output else getattr(getattr(operands, name), "dtype", dtype)
         dtype = torch.promote_types(dtype, other)
     return dtype
+
+
+class Steps(NamedTuple):
+    """The dtypes that the results of a modulated norm's steps have in code of its operands' dtypes."""
+
+    branch: torch.dtype  # gate * x
+    u: torch.dtype  # that of the row that is normalized
+    factor: torch.dtype  # of u, such as 1 + scale
+    product: torch.dtype  # of u and the factor
+
+
+def steps_of(operands: Operands) -> Steps | None:
+    """None if the form does not round its steps."""
+    if not operands.form.rounds_steps:
+        return None
+    gate, scale = getattr(operands, "gate", None), operands.scale.dtype
+    of_sum = [output_dtype(operands, each) for each in operands.outputs[OWN_OUTPUTS:]]
+    row = of_sum[0] if of_sum else operands.x.dtype
+    branch = operands.x.dtype if gate is None else torch.promote_types(operands.x.dtype, gate.dtype)
+    return Steps(branch, row, scale, torch.promote_types(row, scale))
 
 
 def resolve_eps(eps: float | None, *dtypes: torch.dtype) -> float:
@@ -247,9 +345,8 @@ def check_forward(operands: ForwardOperands) -> ForwardCall:
         raise TypeError(f"{operands.op}: eps must be a number, got {eps!r}")
     normalized_shape = x.shape[len(batch_shape) :]  # the same sizes as torch's own integers
     width, groups = math.prod(normalized_shape), groups_of(operands)
-    view, (added, outputs) = _row_view_or_copy(x, len(batch_shape), width), _added(operands, len(batch_shape), width)
+    view, (added, outputs, _) = _row_view_or_copy(x, len(batch_shape), width), _added(operands, len(batch_shape), width)
     views, y_dtype, cols = _views((view,), added), output_dtype(operands, operands.outputs[0]), width // groups
-    names_in, rows_out, _ = _beside(added, outputs)
     problem = _problem(
         norm,
         "forward",
@@ -260,10 +357,9 @@ def check_forward(operands: ForwardOperands) -> ForwardCall:
         nested_rows=any([each.inner_rows != 1 for each in views]),
         tma_aligned=all([is_tma_aligned(each, cols) for each in views]),
         form=operands.form,
-        rows_in=tuple([each.tensor.dtype for each in views[1:]]),
-        rows_out=rows_out,
-        names_in=names_in,
         y_dtype=None if y_dtype == x.dtype else y_dtype,
+        steps=(steps_of(operands) or ()) if added else (),
+        **_beside(added, outputs),
     )
     return ForwardCall(
         problem,
@@ -293,17 +389,17 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
     normalized_shape = x.shape[len(batch_shape) :]  # the same sizes as torch's own integers
     batch_ndim, width = len(batch_shape), math.prod(normalized_shape)
     grad_view, view = _row_view_or_copy(grad_out, batch_ndim, width), _row_view_or_copy(x, batch_ndim, width)
-    added, outputs = _added(operands, batch_ndim, width)
-    views, cols = _views((view, grad_view), added), width // groups_of(operands)
+    added, outputs, sample_rows = _added(operands, batch_ndim, width)
+    views = _views((view, grad_view), [each for each in added if not each.is_of_samples])
+    cols = width // groups_of(operands)
     wants_dx, wants_dw, wants_db = output_mask[:3]
-    names_in, rows_out, stored = _beside(added, outputs)
+    more = _beside(added, outputs) | _gradients(added, outputs, wants_dx)
     places = [getattr(operands, name) for name in ("width", "x_at", "gate_at")] if hasattr(operands, "width") else []
     if places and wants_dx:
-        rows_out, stored = (x.dtype,), (1,)
+        more |= {"rows_out": (x.dtype,), "stored": (0, 1)}
     if places and not (wants_dx and places[0] > 2 * width):  # nothing reads `rest`
         added = tuple(each._replace(value=None) if each.role is Role.COLUMNS else each for each in added)
-    stored = (0,) * bool(wants_dx) + stored
-    wants_dx = bool(wants_dx or rows_out)
+    wants_dx = more.pop("wants_dx")
     residual = _packed(residual_grad) if wants_dx and residual_grad is not None else None
     problem = _problem(
         norm,
@@ -318,14 +414,11 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
         wants_dw and weight is not None,
         wants_db and bias is not None,
         nested_rows=any([each.inner_rows != 1 for each in views]),
-        tma_aligned=all([is_tma_aligned(each, cols) for each in views])
+        tma_aligned=all([is_tma_aligned(each, cols) for each in _views((view, grad_view), added)])
         and all(each * x.element_size() % ALIGNMENT == 0 for each in places),
         form=operands.form,
-        rows_in=tuple([each.tensor.dtype for each in views[2:]]),
-        rows_out=rows_out,
-        names_in=names_in,
-        stored=stored if wants_dx else (0,),
         packed=bool(places),
+        **more,
     )
     return BackwardCall(
         problem,
@@ -342,6 +435,7 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
         tuple(normalized_shape),
         added,
         outputs,
+        sample_rows,
         *places[:1],
     )
 

@@ -16,7 +16,17 @@ from torch import Tensor
 from .forms import PLAIN, FormSpec
 from .operands import FORWARD, OPS, ForwardOperands, Operands, Outputs, Role, call_op, operands_of
 from .planner.norm_problem import accumulation_dtype
-from .problem import BackwardCall, ForwardCall, groups_of, output_dtype, resolve_eps, spread, stats_shape, validate
+from .problem import (
+    BackwardCall,
+    ForwardCall,
+    groups_of,
+    output_dtype,
+    resolve_eps,
+    spread,
+    stats_shape,
+    steps_of,
+    validate,
+)
 
 
 @torch.no_grad()
@@ -149,7 +159,7 @@ def forward_formula(operands: Operands) -> Outputs:
     if form.rounds_x_hat and form.finish == "gate":
         present = [each.dtype for each in (operands.weight, operands.bias) if each is not None]
         u = rounded(u, reduce(torch.promote_types, present, x.dtype))
-    v = _modulated(u, dtypes[0] if dtypes else x.dtype, operands) if form.modulate else u
+    v = _modulated(u, operands) if form.modulate else u
     y = _plus(v, operands.residual) if form.finish == "add" else v
     if form.finish == "gate":
         y = v * activated(form, operands.gate.to(dtype))[0]
@@ -192,20 +202,18 @@ SLOPES = {"one_plus": None, "identity": None, "tanh": lambda scale: 1 - scale.ta
 
 def _gated(x: Tensor, operands: Operands) -> Tensor:
     """gate * x, in x's dtype."""
-    product = x * _spread(operands.gate, operands).to(x.dtype)
-    dtype = torch.promote_types(operands.x.dtype, operands.gate.dtype)
-    return rounded(product, dtype) if operands.form.rounds_steps else product
+    product, steps = x * _spread(operands.gate, operands).to(x.dtype), steps_of(operands)
+    return rounded(product, steps.branch) if steps else product
 
 
-def _modulated(u: Tensor, dtype: torch.dtype, operands: Operands) -> Tensor:
-    """u * factor(scale) + shift, in u's dtype. `dtype` is that of the row that was normalized."""
-    scale, shift, rounds = operands.scale, getattr(operands, "shift", None), operands.form.rounds_steps
-    factor = FACTORS[operands.form.modulate](_spread(scale, operands).to(u.dtype))
-    if rounds:
-        u, factor = rounded(u, dtype), rounded(factor, scale.dtype)
+def _modulated(u: Tensor, operands: Operands) -> Tensor:
+    """u * factor(scale) + shift, in u's dtype."""
+    shift, steps = getattr(operands, "shift", None), steps_of(operands)
+    factor = FACTORS[operands.form.modulate](_spread(operands.scale, operands).to(u.dtype))
+    if steps:
+        u, factor = rounded(u, steps.u), rounded(factor, steps.factor)
     v = u * factor
-    if rounds:
-        v = rounded(v, torch.promote_types(dtype, scale.dtype))
+    v = rounded(v, steps.product) if steps else v
     return v if shift is None else v + _spread(shift, operands).to(v.dtype)
 
 
@@ -364,6 +372,9 @@ def statistics_gradients(operands: Operands, grad_mean: Tensor | None, grad_rstd
         found |= {"dx": (dh * factor).to(x.dtype), "dgate": (dh * x.to(h.dtype) * slope).to(gate.dtype)}
     else:
         found["dx"] = dh
+    if getattr(operands, "branch", None) is not None:
+        branch = operands.branch, gate, len(operands.normalized_shape)
+        found["dbranch"], found["dgate"] = branch_gradients(dh, *branch, mask=(True, True))
     made = tuple(each if wanted else None for each, wanted in zip(found.values(), operands.output_mask, strict=True))
     return made if given is operands else _joined(given, made)
 

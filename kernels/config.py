@@ -40,10 +40,12 @@ class Form(CompileTime):
     upstream: Any  # (du, weight, norm) -> g, the gradient of x_hat
     to_dw: Any  # (du, x_hat, norm) -> what an element adds to its column's sum for dw
     to_db: Any  # (du, norm) -> the same for db
-    # (dh, dy, x_hat, weight, bias, tiles, norm) -> the gradients of x and of the other row tensors, as a tuple
+    # (dh, dy, x_hat, weight, bias, tiles, norm) -> the gradients of x and of the other row tensors, as a tuple. The sum
+    # of one over rows is the gradient of what these rows share
     gradients: Any
     activation: Any = None  # (z) -> what a gate's element becomes, and its derivative
-    factor: Any = None  # (scale) -> what u is multiplied by
+    factor: Any = None  # (scale) -> what u is multiplied by, and its derivative
+    late: tuple[str, ...] = ()  # names of row tensors that only `gradients` reads
     # For narrow.py: linear maps of whole rows, (chunks, cos, sin, whether the map is transposed, tile) -> chunks
     turn_h: Any = None  # of x, before it is normalized
     turn_u: Any = None  # of u
@@ -70,24 +72,52 @@ class Norm(CompileTime):
     has_weight: bool
     has_bias: bool = False  # in a backward: one whose values are read
     rounds_u: bool = False  # forward: to x's dtype, before a gate
+    steps: tuple[str, ...] = ()  # forward: the dtypes to which steps of a modulated norm are rounded, by Triton's names
     wants_dx: bool = False  # backward, like the next two: the gradient of a row tensor
     wants_dw: bool = False
     wants_db: bool = False
     nested_rows: bool = False  # a tensor's rows lie at two nested strides: see multiwave.py
     rows_in: tuple[str, ...] = ()  # names of the row tensors that are read for the form, in their order
+    shared: tuple[str, ...] = ()  # and of those that have one row for all rows of a CTA
     stored: tuple[int, ...] = (0,)  # which of the form's `gradients` a backward stores
+    summed: tuple[int, ...] = ()  # and which it sums over the rows of a CTA
 
     def has_row(self, name: str) -> bool:
         """Whether there is a row tensor of this name beside x."""
-        return name in self.rows_in
+        return name in self.rows_in + self.shared
+
+    def is_late(self, nth: int) -> bool:
+        """Whether of the nth of rows_in only `gradients` reads the tile."""
+        return self.rows_in[nth] in self.form.late
 
     def row(self, name: str) -> int:
         """Its place among a Form's `tiles`."""
-        return 1 + self.rows_in.index(name)
+        return 1 + (self.rows_in + self.shared).index(name)
+
+    @property
+    def stores_dx(self) -> bool:
+        return self.wants_dx and 0 in self.stored
 
     def gradient(self, nth: int) -> int:
         """Which of the form's `gradients` is the nth that is stored."""
         return self.stored[nth]
+
+    @property
+    def sums(self) -> tl.constexpr:
+        """The number of those that are summed, in the form that static_range takes."""
+        return tl.constexpr(len(self.summed))
+
+    def gradient_of_sum(self, nth: int) -> int:
+        """Which of the form's `gradients` is the nth that is summed."""
+        return self.summed[nth]
+
+    @property
+    def rounds_steps(self) -> bool:
+        return bool(self.steps)
+
+    def step(self, nth: int) -> tl.dtype:
+        """To which the nth step is rounded: gate * x, u, its factor, their product."""
+        return tl.dtype(self.steps[nth])
 
     @property
     def acc(self) -> tl.dtype:
@@ -109,6 +139,7 @@ class Tile(CompileTime):
     one_tile: bool = False  # forward: no CTA has a second tile (a short-lived plan), so nothing is loaded ahead
     announces_end: bool = False  # backward: the launch that sums its partials is a dependent launch
     groups: int = 1  # of columns, each with CTAs of its own, whose program_id(2) says which it is
+    makes_again: bool = False  # backward: the second pass makes values of the first again, and none is held for it
     columns_of_chunk: int = 0  # if fewer than `chunk`: each chunk of a row is padded, not the last one alone
 
     @property

@@ -60,6 +60,25 @@ def finalize(
             sum_partials(db_partial_ptr, db_ptr, first_col, num_partials, cols, None, None, norm, tile)
 
 
+@triton.jit(do_not_specialize=["num_partials"])
+def finalize_samples(partial_ptrs, out_ptrs, shares, num_partials, cols, tile: tl.constexpr):
+    """`finalize` of sums that have num_partials partials for each sample of rows. The s-th has a row for each shares[s]
+    samples, or if that is 0 one for all: Triton 3.6 takes no None in a tuple of numbers. CTA (m, p, s) sums piece p of
+    its row m."""
+    if tile.dependent:
+        wait_for_prerequisites()
+    member = tl.program_id(0).to(tl.int64)
+    samples = tl.num_programs(0)
+    first_col = tl.program_id(1).to(tl.int64) * tile.cols
+    for s in tl.static_range(len(shares)):
+        if tl.program_id(2) == s:
+            share = tl.where(shares[s] > 0, shares[s], samples)
+            if member * share < samples:
+                count = num_partials * share
+                partials = partial_ptrs[s] + member * count * cols
+                sum_partials(partials, out_ptrs[s] + member * cols, first_col, count, cols, None, None, None, tile)
+
+
 @triton.jit
 def finalize_several(partial_ptrs, out_ptrs, counts, cols, tile: tl.constexpr):
     """`finalize` of any number of sums, each with its own number of partials, which comes as loads.number takes it. CTA

@@ -125,10 +125,10 @@ def pointers(dx_ptr, rows_out, norm: tl.constexpr, x_at=None, gate_at=None):
     found = ()
     if norm.wants_dx and x_at is not None:
         found = (dx_ptr + x_at, dx_ptr + gate_at)
-    elif norm.wants_dx:
-        if norm.gradient(0) == 0:
+    else:
+        if norm.stores_dx:
             found = found + (dx_ptr,)
-        if rows_out is not None:
+        if norm.wants_dx and rows_out is not None:
             for t in tl.static_range(len(rows_out)):
                 found = found + (rows_out[t],)
     return found

@@ -15,6 +15,11 @@ With tile.groups, all of this holds for the columns of each group by themselves,
 Row tensors beside x that a form reads or writes come as tuples, or as None: `rows_in` of pointers, `strides_in` of
 inner, outer_stride and inner_stride of each, and `rows_out` of pointers to contiguous rows. A backward adds the rows of
 `added`, which are contiguous, to the gradient of the row that was normalized.
+
+In a backward, sample_rows rows may be a sample with CTAs of its own: the first dimension of the grid counts samples,
+and the second is P. A row of `shared`, tensors that are given as those of `rows_in` are, belongs to a sample. There are
+partials for each sample, those of sample s from row s * P on: also of the gradients that are summed (norm.summed), with
+pointers in `sum_partials`.
 """
 
 from typing import NamedTuple
@@ -59,6 +64,26 @@ class RowsInMemory(NamedTuple):
     inner: tl.tensor
     outer_stride: tl.tensor
     inner_stride: tl.tensor
+
+
+class Share(NamedTuple):
+    """The rows from first to last, without last, are those of a sample; the CTA is the cta-th of its ctas."""
+
+    sample: tl.tensor
+    cta: tl.tensor
+    ctas: tl.tensor
+    first: tl.tensor
+    last: tl.tensor
+
+
+@triton.jit
+def share_of_cta(rows, sample_rows):
+    if sample_rows is None:
+        share = Share(tl.program_id(1), tl.program_id(0), tl.num_programs(0), 0, rows)
+    else:
+        first = tl.program_id(0).to(tl.int64) * sample_rows
+        share = Share(tl.program_id(0), tl.program_id(1), tl.num_programs(1), first, first + sample_rows)
+    return share
 
 
 @triton.jit
@@ -126,12 +151,80 @@ def load_row_tile(source, row, rows, cols, norm: tl.constexpr, tile: tl.constexp
 
 
 @triton.jit
-def load_row_tiles(x_rows, rows_in, strides_in, row, rows, cols, norm: tl.constexpr, tile: tl.constexpr):
-    """`load_row_tile` of x and of the form's other row tensors, as a tuple."""
+def load_row_tiles(
+    x_rows, rows_in, strides_in, row, rows, cols, norm: tl.constexpr, tile: tl.constexpr, late: tl.constexpr = True
+):
+    """`load_row_tile` of x and of the form's other row tensors, as a tuple; without `late`, placeholders for those that
+    `load_late_tiles` loads."""
     tiles = (load_row_tile(x_rows, row, rows, cols, norm, tile),)
     if rows_in is not None:
         for t in tl.static_range(len(rows_in)):
-            tiles = tiles + (load_row_tile(other_rows(rows_in, strides_in, t, tile), row, rows, cols, norm, tile),)
+            if norm.is_late(t) and not late:
+                tiles = tiles + (tiles[0],)
+            else:
+                tiles = tiles + (load_row_tile(other_rows(rows_in, strides_in, t, tile), row, rows, cols, norm, tile),)
+    return tiles
+
+
+@triton.jit
+def load_late_tiles(tiles, rows_in, strides_in, row, rows, cols, norm: tl.constexpr, tile: tl.constexpr):
+    """The tiles of `load_row_tiles`, complete."""
+    found = (tiles[0],)
+    if rows_in is not None:
+        for t in tl.static_range(len(rows_in)):
+            if norm.is_late(t):
+                found = found + (load_row_tile(other_rows(rows_in, strides_in, t, tile), row, rows, cols, norm, tile),)
+            else:
+                found = found + (tiles[1 + t],)
+    return found
+
+
+@triton.jit
+def made_again(chunks, rows, tile: tl.constexpr):
+    """The chunks of a tile. With tile.makes_again, the compiler does not know that they are the same: it makes values
+    of theirs again that it would have to hold."""
+    found = chunks
+    if tile.makes_again:
+        found = ()
+        for c in tl.static_range(tile.chunks):
+            found = found + (plus_zero_bits(chunks[c], rows),)
+    return found
+
+
+@triton.jit
+def tiles_again(tiles, rows, norm: tl.constexpr, tile: tl.constexpr):
+    """`made_again` of the tiles of x and of rows_in, but for those that are late."""
+    found = (made_again(tiles[0], rows, tile),)
+    for t in tl.static_range(1, len(tiles)):
+        if norm.is_late(t - 1):
+            found = found + (tiles[t],)
+        else:
+            found = found + (made_again(tiles[t], rows, tile),)
+    return found
+
+
+@triton.jit
+def plus_zero_bits(value, rows):
+    """`value`. Only who knows that there are fewer than 2^48 rows can tell."""
+    as_bits: tl.constexpr = bits_of(value.dtype)
+    return (value.to(as_bits, bitcast=True) ^ (rows >> 48).to(as_bits)).to(value.dtype, bitcast=True)
+
+
+@triton.constexpr_function
+def bits_of(dtype):
+    """The integers of as many bits."""
+    return {16: tl.int16, 32: tl.int32, 64: tl.int64}[dtype.primitive_bitwidth]
+
+
+@triton.jit
+def load_shared(shared, strides_shared, sample, cols, tile: tl.constexpr):
+    """The row of each tensor that belongs to the sample, in chunks [1, tile.chunk], as a tuple."""
+    tiles = ()
+    if shared is not None:
+        for t in tl.static_range(len(shared)):
+            source = other_rows(shared, strides_shared, t, tile)
+            start = (sample // source.inner) * source.outer_stride + (sample % source.inner) * source.inner_stride
+            tiles = tiles + (load_parameter(source.ptr + start, cols, True, columns, tile),)
     return tiles
 
 
@@ -267,16 +360,16 @@ def forward(
             tiles = next_tiles
 
 
-@triton.jit(do_not_specialize=["rows", "x_inner", "dy_inner"])
+@triton.jit(do_not_specialize=["rows", "x_inner", "dy_inner", "sample_rows"])
 def backward(
     dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr, rows: "i64", cols,
     x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64", dy_inner: "i64", dy_outer_stride: "i64",
     dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr, rows_in=None, strides_in=None, rows_out=None, added=None, bias_ptr=None,
-    width=None, x_at=None, gate_at=None,
+    shared=None, strides_shared=None, sum_partials=None, sample_rows=None, width=None, x_at=None, gate_at=None,
 ):
-    """The gradients of the CTA's row tiles, and its row of the dw and db partials. With a `width`, dx is the gradient
-    of a tensor of so many columns, of which those from x_at and from gate_at on are stored here."""
+    """The gradients of the CTA's row tiles, and its row of the partials. With a `width`, dx is the gradient of a tensor
+    of so many columns, of which those from x_at and from gate_at on are stored here."""
     cols = divisible(cols, tile)
     dy_ptr = of_group(dy_ptr, cols, tile)
     weight_ptr = of_group(weight_ptr, cols, tile)
@@ -289,31 +382,38 @@ def backward(
     if width is not None:
         width, x_at, gate_at = divisible(width, tile), divisible(x_at, tile), divisible(gate_at, tile)
     outs = each_of_group(pointers(dx_ptr, rows_out, norm, x_at, gate_at), cols, tile)
+    share = share_of_cta(rows, sample_rows)
+    of_sample = load_shared(shared, strides_shared, share.sample, cols, tile)
     dw = ()
     db = ()
+    sums = ()  # those of chunk 0, then those of chunk 1, ...
     for _ in tl.static_range(tile.chunks):
         dw = dw + (tl.full([tile.rows, tile.chunk], 0.0, norm.acc),)
         db = db + (tl.full([tile.rows, tile.chunk], 0.0, norm.acc),)
-    step = tl.num_programs(0) * tile.rows
-    row = tl.program_id(0).to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
-    next_tiles = load_row_tiles(x_rows, rows_in, strides_in, row, rows, cols, norm, tile)
-    dy_next = load_row_tile(dy_rows, row, rows, cols, norm, tile)
+        for _ in tl.static_range(norm.sums):
+            sums = sums + (tl.full([tile.rows, tile.chunk], 0.0, norm.acc),)
+    step = share.ctas * tile.rows
+    row = share.first + share.cta.to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
+    next_tiles = load_row_tiles(x_rows, rows_in, strides_in, row, share.last, cols, norm, tile, late=False)
+    dy_next = load_row_tile(dy_rows, row, share.last, cols, norm, tile)
     source = statistics_in_memory(mean_ptr, rstd_ptr, mean_stride, rstd_stride, norm, tile)
-    next_statistics = load_row_statistics(source, row, rows, norm)
-    for _ in range(tl.cdiv(rows - tl.program_id(0) * tile.rows, step)):
-        tiles = next_tiles
+    next_statistics = load_row_statistics(source, row, share.last, norm)
+    for _ in range(tl.cdiv(share.last - share.first - share.cta * tile.rows, step)):
+        early = next_tiles
+        tiles = early + of_sample
         dy = dy_next
         mean = next_statistics.mean
         rstd = next_statistics.rstd
-        in_range = row < rows
+        in_range = row < share.last
         ahead = row + step
-        next_tiles = load_row_tiles(x_rows, rows_in, strides_in, ahead, rows, cols, norm, tile)
-        dy_next = load_row_tile(dy_rows, ahead, rows, cols, norm, tile)
-        next_statistics = load_row_statistics(source, ahead, rows, norm)
+        next_tiles = load_row_tiles(x_rows, rows_in, strides_in, ahead, share.last, cols, norm, tile, late=False)
+        dy_next = load_row_tile(dy_rows, ahead, share.last, cols, norm, tile)
+        next_statistics = load_row_statistics(source, ahead, share.last, norm)
         if snaps(norm, dy_ptr.dtype.element_ty):
             first = first_g(dy_ptr + row_start(dy_rows, row, norm), weight_ptr, in_range, norm)
         start = (row * stride_of_gradients(cols, width, tile))[:, None]  # nothing is added if there is a width
         others = load_added(added, start, in_range[:, None], cols, tile)
+        of_rows = load_late_tiles(early, rows_in, strides_in, row, share.last, cols, norm, tile)
         sum_gx = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
         sum_g = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
         new_dw = ()
@@ -332,6 +432,9 @@ def backward(
         mean_gx, mean_g = row_means(sum_gx, sum_g, cols, norm)
         if snaps(norm, dy_ptr.dtype.element_ty):
             mean_g = snapped(mean_g, first[:, None])
+        new_sums = ()
+        tiles = tiles_again(of_rows, rows, norm, tile) + of_sample
+        dy = made_again(dy, rows, tile)
         for c in tl.static_range(tile.chunks):
             of_chunk = chunk_of(tiles, c)
             h = combine(of_chunk, None, norm).to(norm.acc)
@@ -343,16 +446,25 @@ def backward(
             grads = norm.form.gradients(dh, wide_dy, normalize(h, mean, rstd, norm), w, b, of_chunk, norm)
             for t in tl.static_range(len(outs)):
                 store_chunk(outs[t], start, grads[norm.gradient(t)], in_range[:, None], cols, c, tile)
+            for s in tl.static_range(norm.sums):
+                new_sums = new_sums + (sums[c * norm.sums + s] + grads[norm.gradient_of_sum(s)],)
+        sums = new_sums
         row = ahead
     if tile.announces_end:  # saves time only: the dependent launch waits for this one's end
         launch_dependents()
-    partials = min(tl.num_programs(0), tl.cdiv(rows, tile.rows).to(tl.int32))  # one for each CTA that has rows
+    # One for each CTA that has rows.
+    partials = min(share.ctas, tl.cdiv(share.last - share.first, tile.rows).to(tl.int32))
     for c in tl.static_range(tile.chunks):
-        partial = tl.program_id(0) + tl.zeros([1, 1], tl.int64)
+        partial = share.cta + tl.zeros([1, 1], tl.int64)
         here, is_any = partial * of_groups(cols, tile), partial < partials
+        if sample_rows is not None:
+            here += share.sample.to(tl.int64) * share.ctas * of_groups(cols, tile)
         if norm.wants_dw:
             dw_ptr = of_group(dw_partial_ptr, cols, tile)
             store_chunk(dw_ptr, here, tl.sum(dw[c], axis=0)[None, :], is_any, cols, c, tile)
         if norm.wants_db:
             db_ptr = of_group(db_partial_ptr, cols, tile)
             store_chunk(db_ptr, here, tl.sum(db[c], axis=0)[None, :], is_any, cols, c, tile)
+        for s in tl.static_range(norm.sums):
+            total = tl.sum(sums[c * norm.sums + s], axis=0)[None, :]
+            store_chunk(sum_partials[s], here, total, is_any, cols, c, tile)

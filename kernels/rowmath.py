@@ -171,6 +171,14 @@ def gate_of(tiles, norm: tl.constexpr):
 
 
 @triton.jit
+def as_step(value, nth: tl.constexpr, norm: tl.constexpr):
+    """Rounded as code of the operands' dtypes rounds it, if the form does."""
+    if norm.rounds_steps:
+        value = value.to(norm.step(nth)).to(norm.acc)
+    return value
+
+
+@triton.jit
 def gated(tiles, stored: tl.constexpr, norm: tl.constexpr):
     factor, _ = gate_of(tiles, norm)
     return tiles[0].to(norm.acc) * factor
@@ -179,7 +187,7 @@ def gated(tiles, stored: tl.constexpr, norm: tl.constexpr):
 @triton.jit
 def gated_total(tiles, stored: tl.constexpr, norm: tl.constexpr):
     """residual + gate * x"""
-    branch = tiles[0].to(norm.acc) * tiles[norm.row("gate")].to(norm.acc)
+    branch = as_step(tiles[0].to(norm.acc) * tiles[norm.row("gate")].to(norm.acc), 0, norm)
     return branch + tiles[norm.row("residual")]
 
 
@@ -248,12 +256,12 @@ def u_times_gate(u, tiles, norm: tl.constexpr):
 
 @triton.jit
 def one_plus(scale):
-    return 1.0 + scale
+    return 1.0 + scale, 1.0
 
 
 @triton.jit
 def identity(scale):
-    return scale
+    return scale, 1.0
 
 
 @triton.jit
@@ -269,13 +277,20 @@ def tanh(scale):
         series = 62.0 / 2835.0 - square * (1382.0 / 155925.0)
         series = 2.0 / 15.0 + square * (square * series - 17.0 / 315.0)
         found = tl.where(square < 0.09, scale + scale * square * (square * series - 1.0 / 3.0), found)
-    return found
+    return found, 1.0 - found * found
+
+
+@triton.jit
+def factor_of(tiles, norm: tl.constexpr):
+    """What u is multiplied by, and its derivative."""
+    return norm.form.factor(tiles[norm.row("scale")].to(norm.acc))
 
 
 @triton.jit
 def modulated(u, tiles, norm: tl.constexpr):
     """u * factor(scale) + shift; without a shift, if there is none."""
-    u *= norm.form.factor(tiles[norm.row("scale")].to(norm.acc))
+    factor, _ = factor_of(tiles, norm)
+    u = as_step(as_step(u, 1, norm) * as_step(factor, 2, norm), 3, norm)
     if norm.has_row("shift"):
         u += tiles[norm.row("shift")].to(norm.acc)
     return u
@@ -289,6 +304,12 @@ def modulated_plus_residual(u, tiles, norm: tl.constexpr):
 @triton.jit
 def du_alone(dy, tiles, norm: tl.constexpr):
     return dy
+
+
+@triton.jit
+def times_factor(dy, tiles, norm: tl.constexpr):
+    factor, _ = factor_of(tiles, norm)
+    return dy * factor
 
 
 @triton.jit
@@ -317,6 +338,18 @@ def of_gated_u(dh, dy, x_hat, weight, bias, tiles, norm: tl.constexpr):
     _, slope = gate_of(tiles, norm)
     u = norm.form.shift(norm.form.scale(x_hat, weight, norm), bias, norm)
     return dh, dy * u * slope
+
+
+@triton.jit
+def of_modulated(dh, dy, x_hat, weight, bias, tiles, norm: tl.constexpr):
+    """Of h, the scale and the shift; then, of h = residual + gate * branch, of the branch and the gate."""
+    _, slope = factor_of(tiles, norm)
+    u = norm.form.shift(norm.form.scale(x_hat, weight, norm), bias, norm)
+    grads = (dh, dy * u * slope, dy)
+    if norm.has_row("branch"):
+        gate = tiles[norm.row("gate")].to(norm.acc)
+        grads = grads + (dh * gate, dh * tiles[norm.row("branch")].to(norm.acc))
+    return grads
 
 
 # --- Maps of whole rows (Su et al., "RoFormer: Enhanced transformer with rotary position embedding", 2021) ---
@@ -412,5 +445,6 @@ def form_of(spec) -> Form:
         **FINISH[spec.finish],
     )
     if spec.modulate:
-        made = replace(made, finish=MODULATED[made.finish], factor=FACTORS[spec.modulate])
+        backward = {"to_du": times_factor, "gradients": of_modulated, "late": spec.late}
+        made = replace(made, finish=MODULATED[made.finish], factor=FACTORS[spec.modulate], **backward)
     return made if spec.rounds_sum else replace(made, combine=UNROUNDED.get(made.combine, made.combine))

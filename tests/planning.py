@@ -20,7 +20,10 @@ BETWEEN = {spec.arch: with_installed_triton(spec) for spec in (RTX_3090, RTX_409
 EVERY_ARCHITECTURE = dict(sorted((ARCHITECTURES | BETWEEN).items()))
 
 
-OF_FORM = "form", "rows_in", "names_in", "rows_out", "stored", "y_dtype", "nested_rows"  # fields of a problem
+# Fields of a problem.
+OF_FORM = "form", "rows_in", "names_in", "rows_out", "stored", "y_dtype", "nested_rows"
+OF_SAMPLES = "by_sample", "shared", "names_shared", "summed", "sums_out", "scattered"
+SAMPLE_ROWS = 1024
 
 
 def given(*strategies):
@@ -59,12 +62,32 @@ def make_sum(norm="layer", cols=4096, dtype="bf16", residual="", finish="", **st
     return make_problem(norm, cols, dtype, direction="forward", **of_form)
 
 
-def make_modulated(norm="layer", cols=4096, dtype="bf16", modulation="", **steps) -> NormProblem:
-    """A forward without parameters, with a scale and a shift for each sample, of dtype `modulation` (an empty one: that
-    of x)."""
-    form, rows = FormSpec(modulate="one_plus", **steps), (DTYPES[modulation or dtype],) * 2
-    of_form = {"form": form, "rows_in": rows, "names_in": ("scale", "shift"), "nested_rows": True}
+def make_modulated(norm="layer", cols=4096, dtype="bf16", modulation="", direction="forward", **steps) -> NormProblem:
+    """A norm without parameters, with a scale and a shift for each sample, of dtype `modulation` (an empty one: that of
+    x)."""
+    form, of = FormSpec(modulate="one_plus", **steps), DTYPES[modulation or dtype]
+    if direction == "backward":
+        of_samples = {"by_sample": 2, "shared": (of,), "names_shared": ("scale",)}
+        of_samples |= {"summed": (1, 2), "sums_out": (of, of)}
+        return make_problem(norm, cols, dtype, "none", form=form, **of_samples)
+    of_form = {"form": form, "rows_in": (of, of), "names_in": ("scale", "shift"), "nested_rows": True}
     return make_problem(norm, cols, dtype, "none", direction="forward", **of_form)
+
+
+def make_gated_sum(
+    norm="layer", cols=4096, dtype="bf16", modulation="", by_sample=True, weight="none", **changes
+) -> NormProblem:
+    """The backward of a norm of residual + gate * x with a scale, a shift and a gate for each sample, or else for each
+    row, and the gradient of the sum."""
+    form, of, x_dtype = FormSpec(modulate="one_plus"), DTYPES[modulation or dtype], DTYPES[dtype]
+    if by_sample:
+        beside = {"rows_in": (x_dtype,), "names_in": ("branch",), "rows_out": (x_dtype,), "stored": (0, 3)}
+        beside |= {"by_sample": 3, "shared": (of, of), "names_shared": ("scale", "gate"), "summed": (1, 2, 4)}
+        beside["sums_out"] = of, of, of
+    else:
+        beside = {"rows_in": (of, x_dtype, of), "names_in": ("scale", "branch", "gate"), "stored": (0, 1, 2, 3, 4)}
+        beside["rows_out"] = of, of, x_dtype, of
+    return make_problem(norm, cols, dtype, weight, form=form, residual_dtype=x_dtype, **beside | changes)
 
 
 def make_gated(norm="rms", cols=128, dtype="bf16", gate="", direction="backward", after=True, **changes) -> NormProblem:
@@ -79,7 +102,7 @@ def make_gated(norm="rms", cols=128, dtype="bf16", gate="", direction="backward"
 def meta_call(problem: NormProblem, rows: int = 4096, device: str = "meta"):
     """A call, on meta tensors or those of another device, whose problem is `problem` (contiguous rows)."""
     from fusednorm.operands import BackwardOperands, ForwardOperands, Role
-    from fusednorm.problem import Added, RowView, check_backward, check_forward
+    from fusednorm.problem import Added, RowView, Sharing, check_backward, check_forward
 
     def meta(shape, dtype):
         return None if dtype is None else torch.empty(shape, dtype=dtype, device=device)
@@ -98,14 +121,24 @@ def meta_call(problem: NormProblem, rows: int = 4096, device: str = "meta"):
         mask = (problem.wants_dx, problem.wants_dw, problem.wants_db)
         residual = meta((rows, *shape), problem.residual_dtype)
         call = check_backward(BackwardOperands(problem.norm, grad, x, shape, mean, rstd, weight, bias, mask, residual))
-    pairs = zip(problem.names_in, problem.rows_in, strict=True)
-    tensors = [(name, meta((rows, *shape), dtype)) for name, dtype in pairs]
-    read = [Added(name, Role.ROWS, RowView(tensor, 1, problem.cols, 0)) for name, tensor in tensors]
-    written = [Added(f"out_{at}", Role.ROWS, dtype) for at, dtype in enumerate(problem.rows_out)]
-    of_form = {name: getattr(problem, name) for name in OF_FORM}
+    of_rows, of_samples = (Role.ROWS, Sharing()), (Role.MODULATION, Sharing(SAMPLE_ROWS, (True,), 1))
+
+    def read(name: str, dtype: torch.dtype, kind: tuple[Role, Sharing]) -> Added:
+        return Added(name, kind[0], RowView(meta((rows, *shape), dtype), 1, problem.cols, 0), kind[1])
+
+    added = [read(*each, of_rows) for each in zip(problem.names_in, problem.rows_in, strict=True)]
+    added += [read(*each, of_samples) for each in zip(problem.names_shared, problem.shared, strict=True)]
+    forward = problem.direction == "forward"
+    stored = range(1, 1 + len(problem.rows_out)) if forward else [at for at in problem.stored if at]
+    kinds = {at: (dtype, of_rows) for at, dtype in zip(stored, problem.rows_out, strict=True)}
+    kinds |= {at: (dtype, of_samples) for at, dtype in zip(problem.summed, problem.sums_out, strict=True)}
+    written = [kinds.get(at, (None, of_rows)) for at in range(1, 1 + max(kinds, default=0))]
+    outputs = [Added(f"out_{at}", role, dtype, sharing) for at, (dtype, (role, sharing)) in enumerate(written)]
+    of_form = {name: getattr(problem, name) for name in OF_FORM + OF_SAMPLES}
     call = call._replace(
-        problem=replace(call.problem, **of_form), added=tuple(read), added_outputs=tuple(written),
+        problem=replace(call.problem, **of_form), added=tuple(added), added_outputs=tuple(outputs),
         **{"bias": bias} if problem.direction == "backward" and problem.reads_bias else {},
+        **{"sample_rows": SAMPLE_ROWS} if problem.by_sample else {},
     )  # fmt: skip
     assert call.problem == problem
     return call

@@ -35,7 +35,7 @@ from column_sums import complaints as column_complaints
 from compiling import worker_processes
 from head_norms import OF_MODELS, HeadCase
 from head_norms import complaints as head_complaints
-from planning import EVERY_ARCHITECTURE, make_gated, make_modulated, make_problem, make_sum
+from planning import EVERY_ARCHITECTURE, make_gated, make_gated_sum, make_modulated, make_problem, make_sum
 
 from fusednorm.planner import heuristics
 from fusednorm.planner.norm_problem import NormProblem
@@ -89,7 +89,7 @@ SMALL = 12  # the number of problems that --small leaves, for CI
 
 def some_problems() -> Iterator[NormProblem | Sums | HeadCase]:
     """Every width in both norms and directions: half of the problems in bfloat16, half in the other mixes of dtypes in
-    turn. Then forwards with a residual, norms with a gate, modulated forwards, backwards with only some gradients
+    turn. Then forwards with a residual, norms with a gate, modulated norms, backwards with only some gradients
     wanted or with a residual gradient, column sums, and norms of heads."""
     for turn, cols in enumerate(SOME_WIDTHS):
         for at, (norm, direction) in enumerate((n, d) for n in ("layer", "rms") for d in ("backward", "forward")):
@@ -105,7 +105,10 @@ def some_problems() -> Iterator[NormProblem | Sums | HeadCase]:
         yield make_gated(norm, cols, gate=("bf16", "fp32")[turn == 3], direction=direction)
         yield make_gated(norm, cols, after=False)
     for turn, cols in enumerate((1152, 3072, 5120)):
-        yield make_modulated(("layer", "rms")[turn == 1], cols, modulation=("fp32", "bf16")[turn == 1])
+        norm, modulation = (("layer", "fp32"), ("rms", "bf16"))[turn == 1]
+        yield make_modulated(norm, cols, modulation=modulation)
+        weight = ("none", "bf16", "fp32")[turn]
+        yield make_gated_sum(norm, cols, modulation=modulation, by_sample=turn != 2, weight=weight)
     for turn, cols in enumerate((256, 1000, 2048, 4096, 8192, 16384)):
         problem = make_problem(("layer", "rms")[turn % 2], cols)
         yield replace(problem, residual_dtype=(torch.bfloat16, torch.float32)[turn % 2])

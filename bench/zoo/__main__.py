@@ -82,8 +82,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = make_parser("zoo", __doc__)
     models = list(MODELS)
     parser.add_argument("--models", nargs="+", choices=models, default=models, metavar="NAME", help=", ".join(models))
-    ways = "; ".join(WAYS)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, metavar="WAY", help=f"{ways} (default: all but the last two)")
+    ways = f"{'; '.join(WAYS)} (default: all but the last two)"
+    parser.add_argument("--ways", nargs="+", choices=WAYS, metavar="WAY", help=ways)
     parser.add_argument("--minutes", type=float, default=30, help="of everything (default: 30)")
     parser.add_argument("--seconds", type=float, default=15, help="of timing a model, at most (default: 15)")
     text = "of compiling a model, at most (default: 200)"

@@ -90,7 +90,7 @@ def _key(given: Call) -> tuple | None:
 
 def program_of(given: Call, planned: Planned, spec: DeviceSpec) -> Program:
     """What a call launches. Of its tensors only dtypes, shapes, strides and alignment are read."""
-    outputs = tuple(each and Output(Extent.FIXED, each[1], tuple(each[0])) for each in given.outputs)
+    outputs = tuple(each and Output(Extent.FIXED, each[1], shape=tuple(each[0])) for each in given.outputs)
     launches, parts = [], []
     for call, plan in planned:
         first = len(given.tensors) + len(outputs) + len(parts)

@@ -52,6 +52,7 @@ def _describe() -> None:
         sources=[TENSORS, TENSORS + 1, *range(TENSORS)],
         gradients=[*range(OUTPUTS[BACKWARD]), 0, 0],  # cos and sin have none
         passed=[],
+        of_dx=list(range(OUTPUTS[BACKWARD])),
         settings=[of_forward[0], extension.Setting(), *of_forward[1:]],  # the second is the mask
         eps=0,
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..forcing import asked_variants
 from ..operands import Operands, Role, Slot
 from ..planner.norm_problem import ALIGNMENT
-from ..problem import row_view, spread
+from ..problem import row_view, sharing, spread
 from ..settings import margin
 
 PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
@@ -154,13 +154,14 @@ def _statistic(tensor: Tensor, _: Operands) -> tuple:
 
 
 def _modulation(tensor: Tensor, operands: Operands) -> tuple:
-    """Which batch dims of x it has whole, and how its rows lie as one for each row of x."""
+    """Which batch dims of x it has whole, how many rows of x share one of its rows, and how its rows lie as one for
+    each row of x."""
     shape, ndim = operands.x.shape, len(operands.normalized_shape)
-    lead = tuple(tensor.shape[: tensor.ndim - ndim])
     view = row_view(spread(tensor, len(shape), ndim).expand(shape), len(shape) - ndim)
     if view is None:
         raise NotPrepared
-    return len(lead), tuple([size == 1 for size in lead]), view[1:]
+    shared = sharing(tensor, shape[: len(shape) - ndim], ndim)
+    return shared.whole, shared.rows, view[1:]
 
 
 def _copied(tensor: Tensor, _: Operands) -> tuple:

@@ -64,7 +64,20 @@ COPIED_ELEMENTS, COPIED_COLUMNS = 8192, 1024
 VECTOR_BYTES = 16  # bytes of one load or store of a thread
 OLDEST_DEPENDENT_ARCH = 90  # oldest arch on which a dependent launch may be placed before its predecessor has ended
 
+TRITONS_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+
 Call = ForwardCall | BackwardCall
+
+
+OF_ALL_SAMPLES = 0  # samples that share a row
+
+
+class SampleSum(NamedTuple):
+    """A sum over the rows of samples."""
+
+    partial: Address
+    out: Address
+    samples: int  # that share a row of it, one after another
 
 
 class Written(NamedTuple):
@@ -78,6 +91,7 @@ class Written(NamedTuple):
     row_means: Address | None
     counters: Address | None  # int32, for each column tile the number of CTAs that have summed their rows of it
     announces_end: bool  # whether the kernel signals its end to a dependent launch, which sums the partials
+    sums: tuple[SampleSum, ...]  # those of modulations
 
 
 def run(call: Call, miss: prepared.Miss | None = None) -> tuple[Outputs | None, Program | None]:
@@ -139,25 +153,27 @@ def _with_added(launches: list[Launch], call: Call, first_output: int) -> list[L
     """The launches with what an op has beside the operands and outputs of the package's ops, absent ones left out.
 
     Row tensors go to kernels as tuples, in their order: `rows_in` of pointers, `strides_in` of the three numbers of
-    each, `rows_out` of pointers. Of the rest a kernel gets what it has parameters for: `{name}_ptr` of a tensor,
-    `{name}_stride` of a statistic, `{name}` of a number. Raises BuildFailed if no kernel takes an operand or an
-    output."""
+    each, `rows_out` of pointers; those with a row for each sample as `shared` and `strides_shared`. Of the rest a
+    kernel gets what it has parameters for: `{name}_ptr` of a tensor, `{name}_stride` of a statistic, `{name}` of a
+    number. Sums over samples are among `Written`. Raises BuildFailed if no kernel takes an operand or an output."""
     named: dict[str, Operand] = {}
     parameters: dict[str, str] = {}  # by what needs them
-    for name, role, value in call.added:
+    for each in call.added:
+        name, value = each.name, each.value
         if isinstance(value, RowView):
-            parameters[name] = "rows_in"
-            named["rows_in"] = (*named.get("rows_in", ()), value.tensor)
-            named["strides_in"] = (*named.get("strides_in", ()), *_row_strides(value))
-        elif value is not None and role is not Role.DTYPE:
-            parameters[name] = f"{name}_ptr" if role.is_tensor else name
+            parameters[name] = "shared" if each.is_of_samples else "rows_in"
+            strides = "strides_shared" if each.is_of_samples else "strides_in"
+            named[parameters[name]] = (*named.get(parameters[name], ()), value.tensor)
+            named[strides] = (*named.get(strides, ()), *_row_strides(value))
+        elif value is not None and each.role is not Role.DTYPE:
+            parameters[name] = f"{name}_ptr" if each.role.is_tensor else name
             named[parameters[name]] = value
-            named |= {f"{name}_stride": _stride(value)} if role is Role.STATISTIC else {}
-    for at, (name, role, dtype) in enumerate(call.added_outputs, first_output + OWN_OUTPUTS):
-        if dtype is not None:
-            parameters[name] = "rows_out" if role is Role.ROWS else f"{name}_ptr"
-            given = Address(at, dtype)
-            named[parameters[name]] = (*named.get("rows_out", ()), given) if role is Role.ROWS else given
+            named |= {f"{name}_stride": _stride(value)} if each.role is Role.STATISTIC else {}
+    for at, each in enumerate(call.added_outputs, first_output + OWN_OUTPUTS):
+        if each.value is not None and not each.is_of_samples:
+            parameters[each.name] = "rows_out" if each.is_of_rows else f"{each.name}_ptr"
+            given = Address(at, each.value)
+            named[parameters[each.name]] = (*named.get("rows_out", ()), given) if each.is_of_rows else given
     taken = [{name: named[name] for name in each.kernel.arg_names if name in named} for each in launches]
     missing = [name for name, needed in parameters.items() if not any(needed in each for each in taken)]
     if missing:
@@ -213,20 +229,22 @@ def _backward(call: BackwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
         Part(per_partial=problem.width * problem.wants_db),
         Part(per_row=2 * problem.form.groups * two_passes),
         Part(beside=_column_tiles(plan, problem) if sums and two_passes else 0, dtype=torch.int32),
+        *[Part(per_partial=problem.width)] * len(problem.summed),
     )
     workspace = Workspace(problem.acc_dtype, parts)
-    dw_partial, db_partial, means, counters = (
+    dw_partial, db_partial, means, counters, *partials = (
         Address(at, part.dtype or workspace.dtype) if any(part[:3]) else None
         for at, part in enumerate(parts, count + len(outputs))
     )
+    sample_sums = [_sample_sum(call, partial, at) for partial, at in zip(partials, problem.summed, strict=True)]
     summed_next = sums and counters is None
     dependent = summed_next and spec.arch >= OLDEST_DEPENDENT_ARCH
-    out = Written(dx, dw_partial, db_partial, dw, db, means, counters, dependent)
+    out = Written(dx, dw_partial, db_partial, dw, db, means, counters, dependent, tuple(sample_sums))
     launches = _with_rest(_BACKWARD[type(plan)](plan, call, out, spec), call)
     if summed_next:
-        launches.append(_finalize(call, out))
+        launches.append((_finalize_samples if problem.by_sample else _finalize)(call, out))
     wants = {"leaves_partials": sums, "float32_sums": problem.wants_float32_sum, "groups": problem.form.groups}
-    grid = grid_of(plan, problem.cols, spec, **wants)
+    grid = grid_of(plan, problem.cols, spec, **wants, sample_rows=call.sample_rows)
     if call.width and dx:
         launches += _copies_of_rest(call, dx, max(1, COPYING_CTAS * spec.sm_count // grid.at_once))
     return launches, count, outputs, workspace if sums or two_passes else None, grid
@@ -235,9 +253,17 @@ def _backward(call: BackwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
 def _outputs(call: Call, extents: Sequence[Extent], dtypes: Sequence[torch.dtype | None]) -> tuple[tuple, tuple]:
     """The outputs of a call, and the addresses of the OWN_OUTPUTS. None for a dtype of None."""
     own = zip(extents, dtypes, strict=True)
-    pairs = [*own, *[(EXTENTS[each.role], each.value) for each in call.added_outputs]]
     addresses = [dtype and Address(at, dtype) for at, dtype in enumerate(dtypes, len(call.tensors))]
-    return tuple([dtype and Output(extent, dtype) for extent, dtype in pairs]), tuple(addresses)
+    added = [each.value and Output(EXTENTS[each.role], each.value, each.sharing.whole) for each in call.added_outputs]
+    return (*[dtype and Output(extent, dtype) for extent, dtype in own], *added), tuple(addresses)
+
+
+def _sample_sum(call: BackwardCall, partial: Address, at: int) -> SampleSum:
+    """The one of the form's gradient `at`."""
+    output = call.added_outputs[at - 1]
+    rows = output.sharing.rows
+    address = Address(len(call.tensors) + OWN_OUTPUTS + at - 1, output.value)
+    return SampleSum(partial, address, rows // call.sample_rows if rows else OF_ALL_SAMPLES)
 
 
 def _finalize(call: BackwardCall, out: Written) -> Launch:
@@ -249,6 +275,17 @@ def _finalize(call: BackwardCall, out: Written) -> Launch:
     args = (*out[1:5], Number.PARTIALS, problem.width, weight)
     options = {"launch_pdl": True} if tile.dependent else {}
     return Launch(finalizer.finalize, grid, args, norm, tile, options)
+
+
+def _finalize_samples(call: BackwardCall, out: Written) -> Launch:
+    """The launch that sums the partials of samples, with one CTA per sample and piece of each sum."""
+    cols, acc = call.problem.cols, call.problem.acc_dtype
+    tile = partials_tile(cols, acc.itemsize, out.announces_end)
+    of_parameters = [(out.dw_partial, out.dw), (out.db_partial, out.db)]
+    sums = [SampleSum(*each, OF_ALL_SAMPLES) for each in of_parameters if all(each)] + list(out.sums)
+    grid = Number.SAMPLES, triton.cdiv(cols, tile.cols), len(sums)
+    args = (*map(tuple, zip(*sums, strict=True)), Number.CTAS, cols)
+    return Launch(finalizer.finalize_samples, grid, args, None, tile, {"launch_pdl": True} if tile.dependent else {})
 
 
 def _copies_of_rest(call: BackwardCall, dx: Address, times: int) -> list[Launch]:
@@ -306,8 +343,13 @@ def _pipelined_forward(plan: PipelinedPlan, call: ForwardCall, outputs: tuple) -
 def _multiwave_backward(plan: MultiWavePlan, call: BackwardCall, out: Written, spec: DeviceSpec) -> list[Launch]:
     args = (*_inputs(call), *out[:3], *_sizes(call))
     options = {"maxnreg": plan.max_registers}
-    tile = _tile(plan, _log2_divisor(call), call.problem.form.groups, out.announces_end)
-    return [Launch(multiwave.backward, _grid(call, Number.CTAS), args, _norm(call.problem), tile, options)]
+    groups = call.problem.form.groups
+    tile = _tile(plan, _log2_divisor(call), groups, out.announces_end, makes_again=bool(out.sums))
+    grid: tuple[int | Number, ...] = (Number.CTAS,)
+    named: dict[str, Operand] = {"sum_partials": tuple([each.partial for each in out.sums])} if out.sums else {}
+    if call.sample_rows:
+        grid, named = (Number.SAMPLES, Number.CTAS), named | {"sample_rows": call.sample_rows}
+    return [Launch(multiwave.backward, _grid(call, *grid), args, _norm(call.problem), tile, options, named=named)]
 
 
 def _column_tile_backward(plan: ColumnTilePlan, call: BackwardCall, out: Written, spec: DeviceSpec) -> list[Launch]:
@@ -446,19 +488,24 @@ def _norm(problem: NormProblem) -> Norm:
         has_weight=problem.weight_dtype is not None,
         has_bias=problem.reads_bias,
         rounds_u=problem.rounds_u,
+        steps=tuple([TRITONS_NAMES[each] for each in problem.steps]),
         wants_dx=problem.wants_dx,
         wants_dw=problem.wants_dw,
         wants_db=problem.wants_db,
         nested_rows=problem.nested_rows,
         rows_in=problem.names_in,
+        shared=problem.names_shared,
         stored=problem.stored,
+        summed=problem.summed,
     )
 
 
 @functools.cache
-def _tile(plan: MultiWavePlan, log2_divisor: int, groups: int, announces_end: bool = False) -> Tile:
+def _tile(
+    plan: MultiWavePlan, log2_divisor: int, groups: int, announces_end: bool = False, makes_again: bool = False
+) -> Tile:
     shape = plan.rows_per_tile, plan.chunk, plan.num_chunks, plan.num_warps
-    return Tile(*shape, log2_divisor, plan.short_lived, announces_end, groups)
+    return Tile(*shape, log2_divisor, plan.short_lived, announces_end, groups, makes_again)
 
 
 @functools.cache

@@ -33,7 +33,7 @@ from ..planner.plan import Grid
 from ..settings import invariance, margin
 from . import building, prepared, triton_compat
 from .key import Extent
-from .program import Address, Map, Number, Program
+from .program import Address, Map, Number, Output, Program
 
 if TYPE_CHECKING:
     from .launcher import Build, Launch
@@ -42,8 +42,6 @@ extension, reason = building.load()  # `reason` says why `extension` is None
 if extension:
     invariance.use(extension)  # one place for both sides
 
-PARTS = 4  # of the workspace (csrc/program.h), some of them empty
-NO_PARTS = [(0, 0, 0)] * PARTS
 ONE_CTA = Grid(1, 1, 1, 0, 0, 0, 1, 0)  # of a program that has no numbers
 BYTES_OF_NUMBERS = {"i32": 4, "i64": 8, "fp32": 4, "fp64": 8}  # numeric parameter types, as Triton names them
 
@@ -119,8 +117,6 @@ def _describe(op: Op) -> None:
         follows_autocast=op.aten is not None,
     )
     for forward in OPS.values():
-        if forward.form and forward.form.modulate:
-            continue  # the nodes of these are Python's
         backward = OPS.get(TRANSLATIONS[forward.name].backward) if forward.direction == FORWARD else None
         if backward and op in (forward, backward) and {forward.name, backward.name} <= _numbers.keys():
             _connect(forward, backward)
@@ -153,10 +149,13 @@ def _connect(forward: Op, backward: Op) -> None:
         sources=[sources.index(each) if each in sources else None for each in inputs],
         gradients=[[*grads, *of_outputs].index(gradients[each]) for each in tensors],
         passed=[OWN_OUTPUTS + at for at in by.passed],
+        of_dx=list(by.of_dx),
         settings=[
             extension.Setting(of_forward=settings.index(name))
             if name in by.settings
             else extension.Setting(dtype_of=dtypes[name])
+            if name in dtypes
+            else extension.Setting(name=backward.slot(name).default)
             for name in _settings(backward)
         ],
         eps=settings.index("eps"),
@@ -208,22 +207,25 @@ def _run(run: Callable[..., Any], op: Op, *given: Any) -> Any:
 def in_cpp(program: Program) -> Any:
     """The program as an extension.Program."""
     workspace = program.workspace
-    parts = [part[:3] for part in workspace.parts] if workspace else []
     extension.watch(*program.builds[0].hooks())
     return extension.Program(
         device=program.device,
         rows_above=program.rows_above,
         most_rows=program.most_rows,
         grid=grid_in_cpp(program.grid or ONE_CTA),
-        outputs=[
-            each and extension.Output(extent=_of(each.extent), dtype=each.dtype, shape=each.shape or ())
-            for each in program.outputs
-        ],
-        workspace=workspace and extension.Workspace(dtype=workspace.dtype, parts=[*parts, *NO_PARTS][:PARTS]),
+        outputs=[each and _output(each) for each in program.outputs],
+        workspace=workspace
+        and extension.Workspace(dtype=workspace.dtype, parts=[part[:3] for part in workspace.parts]),
         steps=[_step(*each) for each in zip(program.launches, program.builds, strict=True)],
         sm_margin=program.sm_margin,
         invariant=program.invariant,
     )
+
+
+def _output(each: Output) -> Any:
+    whole = sum(is_whole << at for at, is_whole in enumerate(each.whole))
+    more = {"dims": len(each.whole), "whole": whole, "shape": each.shape or ()}
+    return extension.Output(extent=_of(each.extent), dtype=each.dtype, **more)
 
 
 def grid_in_cpp(grid: Grid) -> Any:

@@ -37,8 +37,9 @@ class Number(enum.Enum):
     """A number that follows from the row count, in a grid or among operands."""
 
     ROWS = 0
-    CTAS = 1  # along the rows
-    PARTIALS = 2  # rows of the dw and db partials
+    CTAS = 1  # along the rows, those of a sample
+    PARTIALS = 2  # rows of the partials of sums
+    SAMPLES = 3  # of rows that have CTAs of their own
 
     def __init__(self, place: int):
         self.place = place  # among a program's numbers; .value takes two frames
@@ -73,9 +74,13 @@ class Map:
 Operand = Address | Map | Number | int | float | tuple | None
 
 
+FIRST_ADDRESS = 1 + len(Number)  # among the values of a launch, behind the stream and the numbers
+
+
 class Output(NamedTuple):
     extent: Extent
     dtype: torch.dtype
+    whole: tuple[bool, ...] = ()  # of a modulation: which of its batch dims are x's, and not 1
     shape: tuple[int, ...] | None = None  # of a fixed extent
 
 
@@ -127,10 +132,12 @@ class Program:
     device: int = -1  # on which its kernels are loaded
     builds: Sequence[Build] = ()  # of the launches; none if its kernels are not loaded
 
-    def numbers(self, rows: int) -> tuple[int, int, int]:
+    def numbers(self, rows: int) -> tuple[int, int, int, int]:
         """The values of each Number."""
-        ctas = self.grid.ctas(rows) if self.grid else 0
-        return rows, ctas, ctas * self.grid.partials_of_cta if self.grid else 0
+        if not self.grid:
+            return rows, 0, 0, 0
+        samples, ctas = self.grid.samples(rows), self.grid.ctas(rows)
+        return rows, ctas, samples * ctas * self.grid.partials_of_cta, samples
 
     def memory(self, shape: tuple[int, ...]) -> list[Memory | None]:
         """The outputs for x of this shape."""
@@ -144,8 +151,12 @@ class Program:
         }
         found: list[Memory | None] = []
         for each in self.outputs:
-            of_it = each and (shapes[each.extent] if each.shape is None else each.shape)
-            found.append(each and (of_it, _strides(of_it), each.dtype))
+            if each is None:
+                found.append(None)
+                continue
+            batch = [size if whole else 1 for size, whole in zip(shape, each.whole, strict=False)]
+            of_it = each.shape or shapes.get(each.extent, (*batch, *self.normalized_shape))  # else that of a modulation
+            found.append((of_it, _strides(of_it), each.dtype))
         return found
 
     def on_tensors(self, tensors: Sequence[Tensor | None], shape: tuple[int, ...], rows: int) -> OnTensors:
@@ -175,10 +186,10 @@ class Program:
     def launchers(self) -> tuple:
         """(device, runtime, maps, tuples, constants, launchers), by which `Bound.launch` runs the launches.
 
-        It makes one list of values: the stream, rows, CTAs, partials, addresses, tensor maps and addresses of parts of
-        tensors, tuples of addresses, constants. Each launcher is (launch, head, operands). head and operands pick
-        arguments from that list; operands is None for launch functions that take one argument for each operand. Plain
-        loops, without functions: a first call takes this way.
+        It makes one list of values: the stream, the numbers, addresses, tensor maps and addresses of parts of tensors,
+        tuples of addresses, constants. Each launcher is (launch, head, operands). head and operands pick arguments from
+        that list; operands is None for launch functions that take one argument for each operand. Plain loops, without
+        functions: a first call takes this way.
         """
         if self.builds[0].launch is None:  # there is no runtime: `Bound.launch` gives up
             return self.device, None, (), (), (), ()
@@ -186,7 +197,8 @@ class Program:
         maps: list[tuple[Callable, int]] = []
         tuples: list[Callable] = []
         constants: list[Any] = []
-        first_map = 4 + self.num_tensors + len(self.outputs) + (len(self.workspace.parts) if self.workspace else 0)
+        num_parts = len(self.workspace.parts) if self.workspace else 0
+        first_map = FIRST_ADDRESS + self.num_tensors + len(self.outputs) + num_parts
         first_tuple = first_map + sum([len(build.encoders) for build in self.builds])
         first_tuple += sum([launch.num_parts for launch in self.launches])
         first_constant = first_tuple + sum([launch.num_tuples for launch in self.launches])
@@ -197,9 +209,9 @@ class Program:
                 places = []
                 for one in addresses:
                     if isinstance(one, Address):
-                        places.append(first_map + len(maps) if one.offset else 4 + one.index)
+                        places.append(first_map + len(maps) if one.offset else FIRST_ADDRESS + one.index)
                         if one.offset:
-                            maps.append((_plus(one.offset), 4 + one.index))
+                            maps.append((_plus(one.offset), FIRST_ADDRESS + one.index))
                 if each is STREAM:
                     sources.append(0)
                 elif isinstance(each, Number):
@@ -208,7 +220,7 @@ class Program:
                     sources.append(places[0])
                 elif isinstance(each, Map):
                     sources.append(first_map + len(maps))
-                    maps.append((_encode(next(encoders), each), 4 + each.tensor.index))
+                    maps.append((_encode(next(encoders), each), FIRST_ADDRESS + each.tensor.index))
                 elif type(each) is tuple and isinstance(each[0], Address):
                     sources.append(first_tuple + len(tuples))
                     tuples.append(_pick(places))
@@ -243,7 +255,7 @@ class Bound(NamedTuple):
     """A loaded program for one shape of x."""
 
     program: Program
-    numbers: tuple[int, int, int]  # by Number
+    numbers: tuple[int, int, int, int]  # by Number
     outputs: list[Memory | None]
     workspace: int | None  # elements
     offsets: list[int]  # of the workspace's parts, in bytes

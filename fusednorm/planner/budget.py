@@ -354,11 +354,18 @@ def multiwave_registers(
     scattered, many_rows = not problem.tma_aligned, rows_per_tile > 2
     if problem.direction == "backward":
         scattered *= 1.0 if device.triton == OLDEST_TRITON else 1.5  # a later release spilled with 1.0
-        loaded = (problem.x_dtype.itemsize + problem.grad_dtype.itemsize) / 4
-        per_element = 1.25 * loaded + 3.9 * accumulator + 1.3 * sm120 + scattered * (9.0 if many_rows else 4.5)
-        per_element += 1.25 * _residual_registers(problem)
-        per_element += sum(1.25 * dtype.itemsize / 4 + 1.5 * accumulator for dtype in problem.rows_in)
-        per_element += accumulator * (problem.reads_bias and bool(problem.rows_in))
+        per_element = 1.3 * sm120 + scattered * (9.0 if many_rows else 4.5) + 1.25 * _residual_registers(problem)
+        if problem.form.late:
+            per_element += scattered * len(problem.rows_in + problem.rows_out)
+            per_element += _registers_of_late_rows(rows_per_tile, problem)
+            # Ampere makes 16-bit values again one by one. On Blackwell some builds with float32 rows spilled without.
+            per_element += 1.4 * (device.arch < 90 and problem.x_dtype.itemsize == 2 and bool(problem.summed))
+            per_element += 0.7 * (device.arch >= 100 and problem.x_dtype.itemsize == 4)
+        else:
+            loaded = (problem.x_dtype.itemsize + problem.grad_dtype.itemsize) / 4
+            per_element += 1.25 * loaded + 3.9 * accumulator
+            per_element += sum(1.25 * dtype.itemsize / 4 + 1.5 * accumulator for dtype in problem.rows_in)
+        per_element += accumulator * (problem.reads_bias and bool(problem.rows_in + problem.shared))
         if device.triton > OLDEST_TRITON and 100 <= device.arch < 120:
             # A later release spilled on Blackwell without these.
             per_element += 2.0 if many_rows else 1.0
@@ -368,6 +375,9 @@ def multiwave_registers(
         if problem.weight_dtype is not None and not problem.wants_dw:
             per_element += 0.8 * accumulator  # x_hat: where dw is wanted, the terms above include it
         least, need = (112, 84) if fp64 else (80, 44)  # float64 division and square root run in software
+        if problem.form.late:
+            # For architectures other than Hopper some builds spilled without the last term.
+            least, need = least - 16, need - 20 + max(0, elements - 16) + REGISTER_STEP * (device.arch != 90)
         need += 8 * (many_rows and 100 <= device.arch < 120)
         need += (min(rows_per_tile, 16) - 1) * num_chunks + per_element * elements + 0.2 * max(0, elements - 16)
         need += 0.8 * max(0, rows_per_tile - 32)
@@ -389,6 +399,19 @@ def multiwave_registers(
         need += REGISTER_STEP * len(problem.rows_in)
         need += 0.15 * parameters * elements / rows_per_tile  # parameters, which the rows of a thread share
     return _round_up(max(least, need), REGISTER_STEP)
+
+
+def _registers_of_late_rows(rows_per_tile: int, problem: NormProblem) -> float:
+    """Registers per element of a backward that sums gradients of rows, or reads rows for gradients alone. If it sums,
+    no values of the first pass over a tile wait for the second."""
+    accumulator, late = problem.acc_dtype.itemsize / 4, set(problem.form.late)
+    rows = zip(problem.names_in, problem.rows_in, strict=True)
+    need = 1.85 * (problem.x_dtype.itemsize + problem.grad_dtype.itemsize) / 4
+    need += sum((1.25 if name in late else 2.0) * dtype.itemsize / 4 for name, dtype in rows)
+    need += accumulator * (0.95 * problem.num_sums + 0.9 * len(problem.shared) + 0.9 * bool(problem.rows_in))
+    of_weight = (0.8 + 2.0 * bool(problem.rows_in)) * (problem.weight_dtype is not None)
+    need += accumulator * (of_weight + 1.1 * (not problem.summed))
+    return need + 1.3 * (rows_per_tile > 1)
 
 
 # Most 16-bit elements per thread for which 128 registers suffice, because the compiler loads parameters late.

@@ -58,13 +58,14 @@ COLUMN_RING_WARPS = 8
 # --- Rows in registers, and what does not fit there ---
 
 
-def multi_wave(problem: NormProblem, device: DeviceSpec) -> Plan:
-    """The best plan that holds rows in registers; a column tile plan where none fits, or where no dx is wanted."""
-    if problem.direction == "backward" and not problem.wants_dx:
+def multi_wave(problem: NormProblem, device: DeviceSpec) -> Plan | None:
+    """The best plan that holds rows in registers; a column tile plan where none fits, or where no dx is wanted. Column
+    tiles have no sums by sample: None where these are wanted and no other plan fits."""
+    if problem.direction == "backward" and not problem.wants_dx and not problem.by_sample:
         return column_tile_plan(problem, device)  # without dx no row sum is needed, only a reduction over rows
     plans = multiwave_plans(problem, device)
     best = max(plans, key=lambda plan: multiwave_rank(problem, plan, device), default=None)
-    return best or column_tile_plan(problem, device)
+    return best or (None if problem.by_sample else column_tile_plan(problem, device))
 
 
 def multiwave_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[MultiWavePlan]:
@@ -107,7 +108,10 @@ def column_tile_plan(problem: NormProblem, device: DeviceSpec) -> ColumnTilePlan
     if fp64:
         row_pass_chunk = 8 * 32 * row_pass_warps  # 8 elements per thread; with 4 the build spills on sm_90
     # On sm_80 a thread takes up to 131 registers, but four CTAs of four warps leave it only 128: three CTAs there.
-    rows_per_tile, ctas_per_sm = COLUMN_TILE // chunk, 2 if num_warps == 8 else 3 if device.arch < 90 else 4
+    # So do rows that are read or written beside x, dy, dx and those of a gate.
+    many_rows = len(problem.rows_in + problem.rows_out) > 2
+    ctas_per_sm = 2 if num_warps == 8 or many_rows else 3 if device.arch < 90 else 4
+    rows_per_tile = COLUMN_TILE // chunk
     return ColumnTilePlan(rows_per_tile, chunk, num_warps, ctas_per_sm, min(row_pass_chunk, whole), row_pass_warps)
 
 

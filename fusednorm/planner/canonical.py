@@ -25,6 +25,7 @@ def canonical(problem: NormProblem, device: DeviceSpec) -> Question:
     if problem.direction == "backward":
         gradients = {"stored": tuple(range(1 + len(problem.rows_in))), "rows_out": problem.rows_in}
         sums = {"wants_dw": problem.weight_dtype is not None, "wants_db": problem.bias_dtype is not None}
+        sums |= {"summed": tuple(range(1, 1 + problem.by_sample)), "sums_out": ()}
         problem = replace(problem, **gradients, **sums)
     rows = max(1, min(MOST_ROWS, ELEMENTS // max(1, problem.cols)))
     return Question(problem, rows, replace(known, triton=device.triton))

@@ -206,19 +206,25 @@ def outcome(variant: str, problem: NormProblem, rows: int, device: DeviceSpec) -
         return Outcome(None, broken)
     plan = best_plan(variant, problem, device)
     if plan is None:
-        limit = device.smem_per_block_bytes
-        text = f"needs more shared memory for one stage of {problem.cols} columns than the {limit} bytes of a block"
-        return Outcome(None, Rejected("shared_memory", text))
+        return Outcome(None, _too_wide(variant, problem, device))
     return Outcome(plan, find_fault(plan, problem, rows, device))
 
 
 @functools.cache
 def best_plan(variant: str, problem: NormProblem, device: DeviceSpec) -> Plan | None:
-    """The best plan of a legal variant; None if no plan fits shared memory."""
+    """The best plan of a legal variant; None if no plan fits shared memory, or registers."""
     if variant == "reference":
-        broken = broken_rule("multi_wave", problem, 1, device)
-        return ReferencePlan(broken.reason if broken else "asked for")
+        fault = outcome("multi_wave", problem, 1, device).fault
+        return ReferencePlan(fault.reason if fault else "asked for")
     return getattr(candidates, variant)(problem, device)
+
+
+def _too_wide(variant: str, problem: NormProblem, device: DeviceSpec) -> Rejected:
+    cols, limit = problem.cols, device.smem_per_block_bytes
+    if variant == "multi_wave":
+        return Rejected("registers", f"has no room in registers for a row of {cols} columns and its sums by sample")
+    text = f"needs more shared memory for one stage of {cols} columns than the {limit} bytes of a block"
+    return Rejected("shared_memory", text)
 
 
 def find_fault(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Rejected | None:
@@ -293,7 +299,8 @@ def least_rows(problem: NormProblem, device: DeviceSpec) -> int:
     known = tuning(problem, device)
     if problem.direction == "backward" and not problem.wants_dx:
         return (known.ring_rows_per_sm_without_dx or 0) * device.sm_count
-    if num_passes(best_plan("multi_wave", problem, device), problem) != 1:
+    plan = best_plan("multi_wave", problem, device)
+    if plan is None or num_passes(plan, problem) != 1:
         return 0  # multi-wave reads its inputs twice, and a ring saves that pass
     return known.ring_rows_per_sm.get(problem.norm, 0) * device.sm_count
 

@@ -36,16 +36,12 @@ def is_not_modulated(problem: NormProblem, rows: int, device: DeviceSpec) -> boo
     return not problem.form.modulate
 
 
-def modulates_forward(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
-    return not problem.form.modulate or problem.direction == "forward"
-
-
-def rounds_once(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
-    return not problem.form.rounds_steps
-
-
 def modulates_in_its_dtype(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
     return not problem.form.modulate or problem.acc_dtype.itemsize == 4 or problem.x_dtype.itemsize == 8
+
+
+def sums_adjacent_rows(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
+    return not problem.scattered
 
 
 def is_of_one_group(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
@@ -91,9 +87,8 @@ def moves_no_rows_for_sums(problem: NormProblem, rows: int, device: DeviceSpec) 
 
 KERNELS = Rule("arch", has_kernels, "needs compute capability 8.0, {device.name} has {capability}")
 MODULATED = (
-    Rule("modulated", modulates_forward, "has no kernel for the backward of modulated norms: ATen's kernels run it"),
-    Rule("steps", rounds_once, 'has no kernel that rounds where rounding="steps" does: ATen\'s kernels do'),
     Rule("wide_modulation", modulates_in_its_dtype, "computes in float64 for float64 rows only, not for modulations"),
+    Rule("scattered", sums_adjacent_rows, "sums over rows that are next to each other, and a modulation is of others"),
 )
 RING = (
     Rule("unmodulated", is_not_modulated, "has no kernels for modulated norms"),

@@ -28,7 +28,7 @@ class NormProblem:
     bias_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
     residual_dtype: torch.dtype | None = None  # dtype of a gradient that is added to dx
-    wants_dx: bool = False  # or the gradient of another row tensor
+    wants_dx: bool = False  # or another gradient that takes a second pass over a row tile
     wants_dw: bool = False
     wants_db: bool = False
     nested_rows: bool = False  # the rows of some tensor lie at two nested strides, not at one
@@ -40,6 +40,14 @@ class NormProblem:
     stored: tuple[int, ...] = (0,)  # which of the form's gradients of rows a backward stores, that of x first
     y_dtype: torch.dtype | None = None  # if it is not x's
     packed: bool = False  # x and the gate are columns of one tensor, and a backward writes the gradient of that tensor
+    steps: tuple[torch.dtype, ...] = ()  # to which a forward rounds its steps (problem.Steps); () if it does not
+    # Of a backward whose modulations belong to samples of rows: for each sample there are other partials of the sums.
+    by_sample: int = 0  # modulations of which a sample of rows shares a row, absent ones left out
+    shared: tuple[torch.dtype, ...] = ()  # those of them that are read: once, not for each row
+    names_shared: tuple[str, ...] = ()
+    summed: tuple[int, ...] = ()  # which of the form's gradients are summed over the rows of a sample
+    sums_out: tuple[torch.dtype, ...] = ()  # dtypes of these sums
+    scattered: bool = False  # whether a sum is wanted over rows that are not next to each other
 
     @property
     def title(self) -> str:
@@ -82,13 +90,15 @@ class NormProblem:
 
     @property
     def num_sums(self) -> int:
-        """Number of sums over rows (dw, db) that the call wants. CTAs store partials of these sums."""
-        return self.wants_dw + self.wants_db
+        """Number of sums over rows (dw, db, gradients of modulations) that the call wants. CTAs store partials of these
+        sums."""
+        return self.wants_dw + self.wants_db + len(self.summed)
 
     @property
     def wants_float32_sum(self) -> bool:
-        """Whether dw or db is one."""
-        return is_float32_sum(self.acc_dtype, self.wants_dw and self.weight_dtype, self.wants_db and self.bias_dtype)
+        """Whether one of these is one."""
+        own = self.wants_dw and self.weight_dtype, self.wants_db and self.bias_dtype
+        return is_float32_sum(self.acc_dtype, *own, *self.sums_out)
 
     @property
     def wants_any(self) -> bool:

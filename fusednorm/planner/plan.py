@@ -227,28 +227,42 @@ class Grid:
     tiles_of_cta: int  # least row tiles of a short-lived CTA; 0 if CTAs are not short-lived
     tiles_of_sum: int  # most row tiles of a CTA, if its sums are wanted in float32; 0 if it may have any number
     least_short_lived: int  # with fewer short-lived CTAs than this, there are as many as run at the same time
-    partials_of_cta: int  # rows of the dw and db partials: one per CTA, or one per compute group of it
+    partials_of_cta: int  # rows of the partials: one per CTA, or one per compute group of it
+    sample_rows: int = 0  # rows of a sample, which has CTAs of its own; 0: all rows are one sample
+
+    def samples(self, rows: int) -> int:
+        return rows // self.sample_rows if self.sample_rows else 1
 
     def ctas(self, rows: int) -> int:
-        tiles, limit = -(-rows // self.rows_per_tile), self.at_once
+        """Of each sample."""
+        samples = self.samples(rows)
+        rows, at_once, first_wave = rows // samples, max(1, self.at_once // samples), max(1, self.first_wave // samples)
+        tiles, limit = -(-rows // self.rows_per_tile), at_once
         if self.tiles_of_cta:
             short_lived = tiles // self.tiles_of_cta
             limit = min(tiles, short_lived if short_lived >= self.least_short_lived else limit)
             return -(-tiles // -(-tiles // limit))
         if self.rows_of_cta:
-            limit = max(self.first_wave, min(limit, rows // self.rows_of_cta // self.first_wave * self.first_wave))
+            limit = max(first_wave, min(limit, rows // self.rows_of_cta // first_wave * first_wave))
         if self.tiles_of_sum:
             limit *= max(1, min(-(-tiles // (limit * self.tiles_of_sum)), MOST_CTAS // limit))
         return min(tiles, limit)
 
     def partials(self, rows: int) -> int:
-        return self.ctas(rows) * self.partials_of_cta
+        """Of all samples."""
+        return self.samples(rows) * self.ctas(rows) * self.partials_of_cta
 
 
 def grid_of(
-    plan: Plan, cols: int, device: DeviceSpec, leaves_partials: bool = True, float32_sums: bool = False, groups: int = 1
+    plan: Plan,
+    cols: int,
+    device: DeviceSpec,
+    leaves_partials: bool = True,
+    float32_sums: bool = False,
+    groups: int = 1,
+    sample_rows: int = 0,
 ) -> Grid:
-    """The grid of a plan, for each of the groups of columns. Each CTA gets at least one row tile.
+    """The grid of a plan, for each of the groups of columns. Each CTA gets at least one row tile, of one sample.
 
     The grid has as many CTAs as run at once, even if some get a row tile fewer than others: fewer CTAs would take as
     long and load less at a time. If CTAs leave partials, least_rows_of_cta limits their number. If dw or db is wanted
@@ -270,9 +284,8 @@ def grid_of(
         rows_of_cta = least_rows_of_cta(plan)
     tiles_of_sum = MOST_TILES_OF_SUM if float32_sums and not device.sm_margin else 0
     partials = num_partials(plan, 1)
-    return Grid(
-        plan.rows_per_tile, at_once, first_wave, rows_of_cta, tiles_of_cta, tiles_of_sum, least_short_lived, partials
-    )
+    least_work = rows_of_cta, tiles_of_cta, tiles_of_sum, least_short_lived
+    return Grid(plan.rows_per_tile, at_once, first_wave, *least_work, partials, sample_rows)
 
 
 def num_ctas(

@@ -59,6 +59,12 @@ def arguments_of(op: Op) -> list[str]:
     return sorted((*rows_of(op), *modulations_of(op)), key=order.index)
 
 
+def of_op(op: Op, given: dict[str, Any]) -> dict[str, Any]:
+    """By the names of the op, to which the gate of a norm behind a layer is a scale."""
+    is_scale = op.form.finish and modulations_of(op)
+    return {"scale" if name == "gate" and is_scale else name: each for name, each in given.items()}
+
+
 def leaves(op: Op, *dtypes: torch.dtype, shape=(3, 5, COLS), seed=0, device="cpu") -> dict[str, Tensor]:
     """x, a residual or a gate if the form has one, weight and bias, and modulations: the scale has a row for each
     sample, the shift one for each token, and the gate one for all tokens if x has but one batch dim."""

@@ -266,10 +266,11 @@ def test_both_hosts_know_one_rule_for_the_number_of_ctas(variant):
             for _, plan in heuristics.choices(problem, H200, variant):
                 if plan.variant == "reference":
                     continue
-                for sums in ((False, False), (True, False), (True, True)):
-                    grid = grid_of(plan, cols, H200, *sums)
+                for *sums, samples in ((False, False, 1), (True, False, 1), (True, True, 1), (True, False, 7)):
                     for rows in [1, 2, 131, 132, 133, *(round(2 ** (31 * pick.random())) for _ in range(100))]:
-                        numbers = [rows, grid.ctas(rows), grid.partials(rows)]
+                        grid = grid_of(plan, cols, H200, *sums, sample_rows=rows if samples > 1 else 0)
+                        rows *= samples
+                        numbers = [rows, grid.ctas(rows), grid.partials(rows), samples]
                         assert native.grid_in_cpp(grid).numbers(rows) == numbers
 
 

@@ -9,7 +9,7 @@ import torch
 from budgets import check, plans_of
 from compiling import worker_processes
 from hypothesis import strategies as st
-from planning import ARCHITECTURES, given, make_gated, make_problem, make_sum
+from planning import ARCHITECTURES, given, make_gated, make_gated_sum, make_modulated, make_problem, make_sum
 
 from fusednorm.planner import budget
 from fusednorm.planner.device import A100, B200, H200, KNOWN
@@ -102,6 +102,9 @@ JOBS = [
     (100, make_gated("layer", 1024)),
     (80, make_gated("layer", 256, gate="fp32", after=False)),
     (120, make_gated("rms", 4096, after=False)),
+    (90, make_modulated("layer", 3072, modulation="fp32", direction="backward")),
+    (80, make_gated_sum("layer", 1152, weight="bf16")),
+    (100, make_gated_sum("rms", 3072, by_sample=False)),
 ]
 
 

@@ -71,3 +71,27 @@ def test_modulated_forwards_give_the_numbers_of_the_formula_in_float64(
         if got is not None:
             epsilon = torch.finfo(got.dtype).eps
             torch.testing.assert_close(got.double(), want, rtol=epsilon + 2e-6, atol=max(epsilon / 8, 2e-5))
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("of_modulation", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("form", ["modulated", "of_gated_sum_modulated", "modulated_plus_residual"])
+def test_steps_are_rounded_where_code_of_these_dtypes_rounds_them(form, of_modulation, plan, monkeypatch):
+    from fusednorm.host import launch
+
+    monkeypatch.setattr(gpus, "spec_of", lambda device: replace(A100, sm_count=2))
+    tensors = given(form, 40, BF16, of_modulation)
+    settings = {"normalized_shape": (40,), "eps": EPS, "rounds_steps": True}
+    settings |= {"modulate": "tanh"} if form.endswith("residual") else {"residual_dtype": BF16} if "sum" in form else {}
+    outputs = []
+    for rounds in (True, False):
+        operands = operands_of(f"layer_norm_fwd_{form}", (), tensors | settings | {"rounds_steps": rounds})
+        prepared = launch.prepare(check_forward(operands), plan(40))
+        for each in prepared.launches:
+            each.run()
+        outputs.append(prepared.outputs)
+        pairs = zip(prepared.outputs, reference.formula(operands), strict=True)
+        close = [torch.isclose(got, want, rtol=1e-5, atol=1e-6) for got, want in pairs if got is not None]
+        assert min(each.float().mean() for each in close) > 0.98
+    steps, once = (each[0].float() for each in outputs)
+    assert torch.isclose(steps, once, rtol=1e-5, atol=1e-6).float().mean() < 0.9

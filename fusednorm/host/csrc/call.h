@@ -131,21 +131,29 @@ class Call {
     }
   }
 
-  // Adds to the key which batch dims of x a modulation has whole, and how its rows lie as one for each row of x. False if
-  // it has another shape (problem.py: _require_modulation), or its rows would have to be copied.
+  // Adds to the key which batch dims of x a modulation has whole, how many rows of x share one of its rows (problem.py:
+  // sharing), and how its rows lie as one for each row of x. False if it has another shape (problem.py:
+  // _require_modulation), or its rows would have to be copied.
   bool add_modulation(const Tensor& tensor) {
     int64_t ndim = binding.normalized_shape.size(), batch_ndim = binding.x_shape.size() - ndim, lead = tensor.dim() - ndim;
     if (lead < 0 || lead > batch_ndim || tensor.sizes().slice(lead) != binding.normalized_shape) return false;
     Shape strides(binding.x_shape.size(), 0);
-    int64_t whole = 0;
+    int64_t whole = 0, sharing = 0;
     for (int64_t i = 0; i < lead; ++i) {
       if (tensor.size(i) == 1) continue;
       if (tensor.size(i) != binding.x_shape[i]) return false;
       strides[i] = tensor.stride(i);
       whole |= int64_t(1) << i;
     }
+    if (whole) {
+      int64_t dims = batch_ndim;
+      for (sharing = 1; !(whole >> (dims - 1) & 1); --dims) sharing *= binding.x_shape[dims - 1];
+      for (int64_t i = 0; i < dims; ++i)
+        if (!(whole >> i & 1) && binding.x_shape[i] != 1) sharing = -1;
+    }
     for (int64_t i = 0; i < ndim; ++i) strides[batch_ndim + i] = tensor.stride(lead + i);
     key.push_back(lead << 32 | whole);
+    key.push_back(sharing);
     return add_layout(binding.x_shape, strides, batch_ndim, /*nested=*/true);
   }
 

@@ -284,7 +284,7 @@ PYBIND11_MODULE(_native, module) {
   PyModule_AddFunctions(module.ptr(), functions);
   py::enum_<Extent>(module, "Extent")
       .value("X", Extent::X).value("STATISTIC", Extent::STATISTIC).value("PARAMETER", Extent::PARAMETER)
-      .value("FIXED", Extent::FIXED);
+      .value("MODULATION", Extent::MODULATION).value("FIXED", Extent::FIXED);
   py::enum_<Role>(module, "Role")
       .value("SHAPE", Role::SHAPE).value("PARAMETER", Role::PARAMETER).value("ROWS", Role::ROWS)
       .value("STATISTIC", Role::STATISTIC).value("PACKED_ROWS", Role::PACKED_ROWS)
@@ -293,26 +293,35 @@ PYBIND11_MODULE(_native, module) {
       .value("GROUPS", Role::GROUPS)
       .value("STRIDED", Role::STRIDED).value("TABLE", Role::TABLE).value("INTEGER", Role::INTEGER);
   py::enum_<Number>(module, "Number")
-      .value("ROWS", Number::ROWS).value("CTAS", Number::CTAS).value("PARTIALS", Number::PARTIALS);
+      .value("ROWS", Number::ROWS).value("CTAS", Number::CTAS).value("PARTIALS", Number::PARTIALS)
+      .value("SAMPLES", Number::SAMPLES);
   py::class_<Output>(module, "Output")
-      .def(py::init([](Extent extent, at::ScalarType dtype, std::vector<int64_t> shape) {
-             return Output{extent, dtype, std::move(shape)};
+      .def(py::init([](Extent extent, at::ScalarType dtype, size_t dims, int64_t whole, std::vector<int64_t> shape) {
+             return Output{extent, dtype, dims, whole, std::move(shape)};
            }),
-           py::kw_only(), py::arg("extent"), py::arg("dtype"), py::arg("shape"));
+           py::kw_only(), py::arg("extent"), py::arg("dtype"), py::arg("dims"), py::arg("whole"), py::arg("shape"));
   py::class_<Grid>(module, "Grid")
       .def(py::init([](int64_t rows_per_tile, int64_t at_once, int64_t first_wave, int64_t rows_of_cta,
                        int64_t tiles_of_cta, int64_t tiles_of_sum, int64_t least_short_lived,
-                       int64_t partials_of_cta) {
+                       int64_t partials_of_cta, int64_t sample_rows) {
              return Grid{rows_per_tile, at_once, first_wave, rows_of_cta, tiles_of_cta, tiles_of_sum,
-                         least_short_lived, partials_of_cta};
+                         least_short_lived, partials_of_cta, sample_rows};
            }),
            py::kw_only(), py::arg("rows_per_tile"), py::arg("at_once"), py::arg("first_wave"), py::arg("rows_of_cta"),
-           py::arg("tiles_of_cta"), py::arg("tiles_of_sum"), py::arg("least_short_lived"), py::arg("partials_of_cta"))
+           py::arg("tiles_of_cta"), py::arg("tiles_of_sum"), py::arg("least_short_lived"), py::arg("partials_of_cta"),
+           py::arg("sample_rows"))
       .def("numbers", &Grid::numbers);
   py::class_<Workspace>(module, "Workspace")
-      .def(py::init([](at::ScalarType dtype, std::array<Part, NUM_PARTS> parts) { return Workspace{dtype, parts}; }),
+      .def(py::init([](at::ScalarType dtype, std::vector<Part> parts) {
+             TORCH_CHECK(parts.size() <= MOST_PARTS, "fusednorm: a workspace must have at most ", MOST_PARTS,
+                         " parts, got ", parts.size());
+             return Workspace{dtype, std::move(parts)};
+           }),
            py::kw_only(), py::arg("dtype"), py::arg("parts"))
-      .def("sizes", &Workspace::sizes);
+      .def("sizes", [](const Workspace& self, const Numbers& numbers) {
+        auto sizes = self.sizes(numbers);
+        return std::vector<int64_t>(sizes.begin(), sizes.end());
+      });
   py::class_<Step>(module, "Step")
       .def(py::init<uint64_t, std::array<unsigned, 3>, std::array<optional<Number>, 2>, unsigned, unsigned, unsigned,
                     bool>(),
@@ -345,18 +354,19 @@ PYBIND11_MODULE(_native, module) {
   module.def("add", &add, py::kw_only(), py::arg("name"), py::arg("inputs"), py::arg("x"), py::arg("num_tensors"),
              py::arg("num_outputs"), py::arg("outputs"), py::arg("follows_autocast"), py::arg("returns_list") = false);
   py::class_<Backward::Setting>(module, "Setting")
-      .def(py::init([](optional<size_t> of_forward, std::vector<size_t> dtype_of) {
-             return Backward::Setting{of_forward, std::move(dtype_of)};
+      .def(py::init([](optional<size_t> of_forward, std::vector<size_t> dtype_of, optional<std::string> name) {
+             return Backward::Setting{of_forward, std::move(dtype_of), name ? names.setting_of(*name) : NONE};
            }),
-           py::kw_only(), py::arg("of_forward") = py::none(), py::arg("dtype_of") = std::vector<size_t>());
+           py::kw_only(), py::arg("of_forward") = py::none(), py::arg("dtype_of") = std::vector<size_t>(),
+           py::arg("name") = py::none());
   module.def("set_backward", [](size_t forward, size_t backward, std::vector<size_t> saved,
                                 std::vector<optional<size_t>> sources, std::vector<size_t> gradients,
-                                std::vector<size_t> passed, std::vector<Backward::Setting> settings,
-                                size_t eps) {
+                                std::vector<size_t> passed, std::vector<size_t> of_dx,
+                                std::vector<Backward::Setting> settings, size_t eps) {
     ops.at(forward)->backward = Backward{ops.at(backward), std::move(saved), std::move(sources), std::move(gradients),
-                                         std::move(passed), std::move(settings), eps};
+                                         std::move(passed), std::move(of_dx), std::move(settings), eps};
   }, py::kw_only(), py::arg("forward"), py::arg("backward"), py::arg("saved"), py::arg("sources"),
-     py::arg("gradients"), py::arg("passed"), py::arg("settings"), py::arg("eps"));
+     py::arg("gradients"), py::arg("passed"), py::arg("of_dx"), py::arg("settings"), py::arg("eps"));
   module.def("install", &install, py::arg("number"), py::arg("key"), py::kw_only(), py::arg("above"), py::arg("below"),
              py::arg("differentiable_backward"), py::arg("statistics_gradients"));
   module.def("start", [](size_t kept) { cache.most_kinds = kept; }, py::kw_only(), py::arg("kept_kinds"));

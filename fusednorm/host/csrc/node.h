@@ -120,7 +120,7 @@ struct NormBackward : torch::autograd::Node {
   NormBackward(const Given& given, bool statistics_inside)
       : info{given.op, statistics_inside, given.shape, {}, given.settings[given.op.backward->eps], is_invariant()} {
     for (const auto& each : info.op.backward->settings) {
-      int64_t setting = each.of_forward ? given.settings[*each.of_forward] : NONE;
+      int64_t setting = each.of_forward ? given.settings[*each.of_forward] : each.constant;
       for (size_t at : each.dtype_of)
         if (const Tensor& tensor = *given.tensors[at]; tensor.defined()) {
           auto promoted = tensor.scalar_type();
@@ -164,12 +164,13 @@ struct NormBackward : torch::autograd::Node {
       for (size_t j = 0; j < wanted.size(); ++j)
         mask[i] |= wanted[j] && backward.gradients[j] == given.op.outputs[i];
     given.settings[*given.op.mask] = as_setting(mask);
-    bool runs = false;  // whether the norm adds anything to wanted gradients
+    bool of_dx = false, runs = false;  // whether a wanted gradient is made of dx; whether the norm adds anything to some
+    for (size_t i = 0; i < mask.size(); ++i) of_dx |= mask[i] && contains(backward.of_dx, given.op.outputs[i]);
     for (const auto& source : backward.sources) {
       size_t output = source ? *source - saved.size() : 0;
       bool is_gradient = source && *source >= saved.size();
       given.tensors.push_back(!source ? &undefined() : is_gradient ? grad_of[output] : &saved[*source]);
-      runs |= is_gradient && given.tensors.back()->defined() && !contains(backward.passed, output);
+      runs |= is_gradient && given.tensors.back()->defined() && (of_dx || !contains(backward.passed, output));
     }
     runs &= contains(mask, true);
     Tensor zeros;

@@ -45,9 +45,10 @@ constexpr size_t DX = 0;              // among those of a backward's
 // How the node of a forward calls the backward op: operands.derivative_of, with places in place of names. Outputs are
 // counted as programs have them.
 struct Backward {
-  struct Setting {  // neither is there for the mask, which differs from call to call
+  struct Setting {  // none of these is there for the mask, which differs from call to call
     optional<size_t> of_forward;  // the forward's setting that it is
     std::vector<size_t> dtype_of;  // the forward's tensors whose promoted dtype it is
+    int64_t constant;              // what it is otherwise
   };
 
   const Op* op;
@@ -55,6 +56,7 @@ struct Backward {
   std::vector<optional<size_t>> sources;  // what each tensor of the op is: one of `saved` or, counted on, the gradient of an output
   std::vector<size_t> gradients;  // what each tensor of the forward gets: an output of the op or, counted on, the gradient of an output
   std::vector<size_t> passed;     // the outputs of the forward whose gradients are added to that of x
+  std::vector<size_t> of_dx;      // the outputs of the op that are made of that of x
   std::vector<Setting> settings;  // of the op
   size_t eps;                                  // among the settings of the forward
 };
@@ -86,8 +88,8 @@ struct Op {
       : number(number), name(std::move(name)), inputs(std::move(given)), num_tensors(num_tensors),
         num_outputs(num_outputs), outputs(std::move(given_outputs)), follows_autocast(follows_autocast),
         returns_list(returns_list), x(x) {
-    TORCH_CHECK(num_tensors + num_outputs + NUM_PARTS <= MOST_ADDRESSES, this->name, " must have at most ",
-                MOST_ADDRESSES - NUM_PARTS, " tensors, got ", num_tensors + num_outputs);
+    TORCH_CHECK(num_tensors + num_outputs + MOST_PARTS <= MOST_ADDRESSES, this->name, " must have at most ",
+                MOST_ADDRESSES - MOST_PARTS, " tensors, got ", num_tensors + num_outputs);
     size_t settings = 0;
     for (const Slot& each : inputs) {
       if (!each.is_argument) wants_statistics = settings;

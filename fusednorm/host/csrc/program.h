@@ -13,6 +13,7 @@
 
 #include <array>
 #include <cstring>
+#include <numeric>
 #include <optional>
 #include <vector>
 
@@ -26,7 +27,7 @@ constexpr size_t MAX_PARAMETER_BYTES = 1024;
 constexpr size_t MAX_PARAMETERS = 96;
 constexpr size_t MAP_ALIGNMENT = 64;
 constexpr size_t MOST_ADDRESSES = 64;  // of a call's tensors, its outputs and the parts of its workspace
-constexpr size_t NUM_PARTS = 4;        // of the workspace
+constexpr size_t MOST_PARTS = 8;       // of the workspace
 
 using Outputs = c10::SmallVector<Tensor, 4>;  // of a program; undefined for an unwanted one
 using Shape = c10::SmallVector<int64_t, 6>;
@@ -34,18 +35,23 @@ using Shape = c10::SmallVector<int64_t, 6>;
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Numbers that differ from call to call.
-enum class Number { ROWS, CTAS, PARTIALS };
-using Numbers = std::array<int64_t, 3>;  // by Number
+enum class Number { ROWS, CTAS, PARTIALS, SAMPLES };
+using Numbers = std::array<int64_t, 4>;  // by Number
 
 // The rule of planner/plan.py: Grid.
 constexpr int64_t MOST_CTAS = (1 << 16) - 1;
 
 struct Grid {
   int64_t rows_per_tile, at_once, first_wave, rows_of_cta, tiles_of_cta, tiles_of_sum, least_short_lived,
-      partials_of_cta;
+      partials_of_cta, sample_rows;
 
-  int64_t ctas(int64_t rows) const {
-    int64_t tiles = ceil_div(rows, rows_per_tile), limit = at_once;
+  int64_t samples(int64_t rows) const { return sample_rows ? rows / sample_rows : 1; }
+
+  // Of each of the samples.
+  int64_t ctas(int64_t rows, int64_t samples) const {
+    rows /= samples;
+    int64_t first_wave = std::max<int64_t>(1, this->first_wave / samples);
+    int64_t tiles = ceil_div(rows, rows_per_tile), limit = std::max<int64_t>(1, at_once / samples);
     if (tiles_of_cta) {
       int64_t short_lived = tiles / tiles_of_cta;
       limit = std::min(tiles, short_lived >= least_short_lived ? short_lived : limit);
@@ -60,8 +66,8 @@ struct Grid {
   }
 
   Numbers numbers(int64_t rows) const {
-    int64_t count = ctas(rows);
-    return {rows, count, count * partials_of_cta};
+    int64_t count = samples(rows), of_sample = ctas(rows, count);
+    return {rows, of_sample, count * of_sample * partials_of_cta, count};
   }
 };
 
@@ -69,24 +75,25 @@ struct Grid {
 using Part = std::array<int64_t, 3>;
 struct Workspace {
   at::ScalarType dtype;
-  std::array<Part, NUM_PARTS> parts;
+  std::vector<Part> parts;
 
-  std::array<int64_t, NUM_PARTS> sizes(const Numbers& numbers) const {
-    std::array<int64_t, NUM_PARTS> sizes;
-    for (size_t i = 0; i < NUM_PARTS; ++i) {
-      const auto& [per_row, per_partial, beside] = parts[i];
+  c10::SmallVector<int64_t, MOST_PARTS> sizes(const Numbers& numbers) const {
+    c10::SmallVector<int64_t, MOST_PARTS> sizes;
+    for (const auto& [per_row, per_partial, beside] : parts) {
       int64_t partials = numbers[static_cast<size_t>(Number::PARTIALS)];
-      sizes[i] = ceil_div(numbers[0] * per_row + partials * per_partial + beside, 4) * 4;
+      sizes.push_back(ceil_div(numbers[0] * per_row + partials * per_partial + beside, 4) * 4);
     }
     return sizes;
   }
 };
 
-enum class Extent { X, STATISTIC, PARAMETER, FIXED };
+enum class Extent { X, STATISTIC, PARAMETER, MODULATION, FIXED };
 
 struct Output {
   Extent extent;
   at::ScalarType dtype;
+  size_t dims;    // of a modulation: its batch dims
+  int64_t whole;  // and, as bits, which of them are x's, and not 1
   std::vector<int64_t> shape;  // of a fixed extent
 };
 
@@ -264,24 +271,32 @@ struct Program {
     Tensor parts;
     if (workspace) {
       auto sizes = workspace->sizes(numbers);
-      parts = allocate({sizes[0] + sizes[1] + sizes[2] + sizes[3]}, workspace->dtype);
-      *next = reinterpret_cast<uint64_t>(parts.unsafeGetTensorImpl()->data());
-      for (size_t part = 1; part < NUM_PARTS; ++part, ++next)
-        next[1] = next[0] + sizes[part - 1] * c10::elementSize(workspace->dtype);
+      parts = allocate({std::accumulate(sizes.begin(), sizes.end(), int64_t(0))}, workspace->dtype);
+      uint64_t address = reinterpret_cast<uint64_t>(parts.unsafeGetTensorImpl()->data());
+      for (int64_t size : sizes) {
+        *next++ = address;
+        address += size * c10::elementSize(workspace->dtype);
+      }
     }
     for (const Step& step : steps) step.launch(cuda, to.addresses.data(), numbers, stream);
   }
 
  private:
   Tensor allocate(const Output& output, const Binding& to) const {
-    const auto& [extent, dtype, fixed] = output;
-    if (extent == Extent::FIXED) return allocate(fixed, dtype);
-    if (extent == Extent::X) return allocate(to.x_shape, dtype);
-    if (extent == Extent::PARAMETER) return allocate(to.normalized_shape, dtype);
+    if (output.extent == Extent::FIXED) return allocate(output.shape, output.dtype);
+    if (output.extent == Extent::X) return allocate(to.x_shape, output.dtype);
+    if (output.extent == Extent::PARAMETER) return allocate(to.normalized_shape, output.dtype);
     Shape shape(to.x_shape.begin(), to.x_shape.end());
-    std::fill(shape.end() - to.normalized_shape.size(), shape.end(), 1);
-    shape.back() = to.groups;
-    return allocate(shape, dtype);
+    if (output.extent == Extent::MODULATION) {
+      shape.resize(output.dims);
+      for (size_t i = 0; i < shape.size(); ++i)
+        if (!(output.whole >> i & 1)) shape[i] = 1;
+      shape.append(to.normalized_shape.begin(), to.normalized_shape.end());
+    } else {
+      std::fill(shape.end() - to.normalized_shape.size(), shape.end(), 1);
+      shape.back() = to.groups;
+    }
+    return allocate(shape, output.dtype);
   }
 
   // As torch.empty, without the dispatcher. torch does the same below it.

@@ -24,6 +24,7 @@ from fusednorm import ops, reference
 from fusednorm.forms import FormSpec
 from fusednorm.host import key, launcher, native, prepared, program, triton_compat
 from fusednorm.host.kernel_devices import kernels_on
+from fusednorm.operands import operands_of
 from fusednorm.planner.device import H200
 from fusednorm.problem import check_backward, check_forward
 from fusednorm.settings import invariance, margin
@@ -190,8 +191,8 @@ class Build(launcher.Build):
     def __init__(self, compiled, launch):
         super().__init__(compiled, triton_compat.RELEASES[3, 6])
         self.name, self.norm, self.groups = launch.kernel.__name__, launch.norm, getattr(launch.tile, "groups", 1)
-        # The weight: it is a norm of squared.py.
-        self.squares = launch.norm is not None and launch.norm.form.finish_dw is not None
+        self.squares = self.norm is not None and self.norm.form.finish_dw is not None  # it is a norm of squared.py
+        self.shares = launch.operands[2] if self.name == "finalize_samples" else ()
         self.launch = self._compute
         self._kinds: list = []  # of the arguments, those of tensor maps expanded
         for given, kind in zip(launch.arguments(), compiled.src.signature.values(), strict=True):
@@ -216,7 +217,7 @@ class Build(launcher.Build):
         given = [Map.of(*value[1:]) if isinstance(value, tuple) else value for value in given]
         names = [name for name, _ in self.declared]
         with torch.no_grad():
-            compute(Launched(self, None, dict(zip(names, given, strict=False))))
+            compute(Launched(self, None, dict(zip(names, given, strict=False)), arguments[:3]))
 
     @property
     def encoders(self):
@@ -268,6 +269,7 @@ class Launched(NamedTuple):
     build: Build
     config: Config | None  # None: it came from Python
     parameters: dict[str, object]  # by the kernel's names
+    grid: tuple[int, int, int]
 
     def tensor(self, name: str, shape, strides=None) -> torch.Tensor | None:
         """The memory at the parameter `{name}_ptr`, or None if the kernel lacks this parameter."""
@@ -277,18 +279,33 @@ class Launched(NamedTuple):
         return at_address(address, POINTED_TO[self.build.compiled.src.signature[f"{name}_ptr"][1:]], shape, strides)
 
     def more_rows(self, name: str, at: int = 0) -> torch.Tensor | None:
-        """One tensor of `rows_in`, `rows_out` or `added`."""
+        """One tensor of `rows_in`, `rows_out`, `added` or `shared`, whose rows belong to samples."""
         (rows, cols), parameters = self.shape(), self.parameters
         if name == "rows_in" and f"desc_{at + 1}" in parameters:  # through the ring
             return parameters[f"desc_{at + 1}"].rows(self.build.groups)
         if f"{name}.{at}" not in parameters:
             return None
-        # Triton leaves out numbers of 1
-        inner, *strides = (parameters.get(f"strides_in.{3 * at + which}", 1) for which in range(3))
-        if name != "rows_in":
-            inner, strides = 1, (cols, 0)
-        dtype = POINTED_TO[self.build.compiled.src.signature[name][at][1:]]
-        return at_address(parameters[f"{name}.{at}"], dtype, (rows // inner, inner, cols), (*strides, 1)).flatten(0, 1)
+        rows = rows // self.sample_rows() if name == "shared" else rows
+        strides_of, inner, strides = {"rows_in": "strides_in", "shared": "strides_shared"}, 1, (cols, 0)
+        if name in strides_of:  # Triton leaves out numbers of 1
+            inner, *strides = (parameters.get(f"{strides_of[name]}.{3 * at + which}", 1) for which in range(3))
+        shape = rows // inner, inner, cols
+        return at_address(parameters[f"{name}.{at}"], self.pointed_to(name, at), shape, (*strides, 1)).flatten(0, 1)
+
+    def pointed_to(self, name: str, at: int) -> torch.dtype:
+        return POINTED_TO[self.build.compiled.src.signature[name][at][1:]]
+
+    def sample_rows(self) -> int:
+        return self.parameters.get("sample_rows", self.shape()[0])
+
+    def partials(self, name: str, at: int | None = None) -> torch.Tensor | None:
+        """Of the partials at a parameter, the first row of each sample."""
+        rows, cols = self.shape()
+        samples, ctas = rows // self.sample_rows(), self.grid["sample_rows" in self.parameters]
+        shape, strides = (samples, cols), (ctas * cols, 1)
+        if at is None:
+            return self.tensor(name, shape, strides)
+        return at_address(self.parameters[f"{name}.{at}"], self.pointed_to(name, at), shape, strides)
 
     def rows(self, name: str) -> torch.Tensor | None:
         parameters = self.parameters
@@ -314,7 +331,8 @@ class Launched(NamedTuple):
 
 
 def compute(launched: Launched) -> None:
-    """Writes the results that the kernel would write. Partial sums are all in the first row of partials."""
+    """Writes the results that the kernel would write. Partial sums are all in the first row of partials, or in that of
+    their sample."""
     name, cols = launched.build.name, launched.parameters["cols"]  # a finalizer has those of all groups
     if name == "finalize":
         for each in ("dw", "db"):
@@ -322,6 +340,8 @@ def compute(launched: Launched) -> None:
             if launched.build.squares and each == "dw" and total is not None:
                 total = 2 * total * launched.tensor("weight", (cols,))
             fill(launched.tensor(each, (cols,)), total)
+    elif name == "finalize_samples":
+        sum_samples(launched)
     elif name.startswith("forward"):
         compute_forward(launched)
     elif name != "backward_row_means":
@@ -358,7 +378,52 @@ def compute_forward(launched: Launched) -> None:
     fill(launched.tensor("y", launched.shape()), y + residual if total is None and residual is not None else y * after)
 
 
+def sum_samples(launched: Launched) -> None:
+    parameters, samples = launched.parameters, launched.grid[0]
+    cols, count = parameters["cols"], parameters["num_partials"]
+    for at, share in enumerate(launched.build.shares):
+        partials, dtype = parameters[f"partial_ptrs.{at}"], launched.pointed_to("partial_ptrs", at)
+        of_sum = at_address(partials, dtype, (samples, cols), (count * cols, 1))
+        rows = samples // share if share else 1
+        out = at_address(parameters[f"out_ptrs.{at}"], launched.pointed_to("out_ptrs", at), (rows, cols))
+        fill(out, of_sum.unflatten(0, (rows, -1)).sum(1))
+
+
+def compute_modulated(launched: Launched) -> None:
+    norm, (rows, cols), sample_rows = launched.build.norm, launched.shape(), launched.sample_rows()
+    named = {name: launched.more_rows("rows_in", at) for at, name in enumerate(norm.rows_in)}
+    for at, name in enumerate(norm.shared):
+        named[name] = launched.more_rows("shared", at).repeat_interleave(sample_rows, 0)
+    given = {name: each.double() for name, each in named.items()}
+    own = launched.rows("dy"), launched.rows("x"), launched.statistic("mean"), launched.statistic("rstd")
+    dy, x, mean, rstd = (each if each is None else each.reshape(rows, -1) for each in doubles(*own))
+    weight = weight_of(launched)
+    (bias, added) = doubles(launched.tensor("bias", (cols,)), launched.more_rows("added"))
+    factor = next(name for name, each in rowmath.FACTORS.items() if each is norm.form.factor)
+    given |= {"grad_out": dy, "x": x, "normalized_shape": (cols,), "rstd": rstd, "weight": weight, "bias": bias}
+    given |= {"shift": dy, "residual_grad": added, "modulate": factor, "weight_offset": norm.form.weight_offset}
+    given |= {} if mean is None else {"mean": mean}
+    operands = operands_of(f"{'rms' if mean is None else 'layer'}_norm_bwd_modulated", (), given)
+    dh, _, _, *more = reference.modulated_backward_formula(operands)
+    grads = [dh, *more]
+    outs = [*norm.stored[norm.stores_dx :]] if norm.wants_dx else []
+    if norm.stores_dx:
+        fill(launched.tensor("dx", (rows, cols)), dh)
+    for at, which in enumerate(outs):
+        fill(launched.more_rows("rows_out", at), grads[which])
+    for at, which in enumerate(norm.summed):
+        fill(launched.partials("sum_partials", at), grads[which].unflatten(0, (-1, sample_rows)).sum(1))
+    scale = given["scale"]
+    du = dy * reference.FACTORS[factor](scale)
+    x_hat = (x - (0 if mean is None else mean)) * rstd
+    for name, terms in (("dw_partial", du * x_hat), ("db_partial", du)):
+        fill(launched.partials(name), terms.unflatten(0, (-1, sample_rows)).sum(1))
+
+
 def compute_backward(launched: Launched) -> None:
+    if launched.build.norm.form.factor is not None:
+        compute_modulated(launched)
+        return
     cols = launched.shape()[1]
     (dy, x), weight = doubles(launched.rows("dy"), launched.rows("x")), weight_of(launched)
     mean, rstd = doubles(launched.statistic("mean"), launched.statistic("rstd"))
@@ -439,7 +504,7 @@ class Gpu:
                 name: PARAMETERS[kind].from_address(pointers[at]) for at, (name, kind) in enumerate(build.declared)
             }
             values = {name: Map.from_buffer_copy(v) if isinstance(v, Map) else v.value for name, v in found.items()}
-            launched = Launched(build, Config(function, stream, *shaped), values)
+            launched = Launched(build, Config(function, stream, *shaped), values, shaped[0])
             self.launched.append(launched)
             if self.computes:
                 with torch.no_grad():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from norm_forms import BF16, COLS, EPS, FACES, FP32, composite, gradients, leaves, rows_of, run
+from norm_forms import BF16, COLS, EPS, FACES, FP32, arguments_of, composite, gradients, leaves, of_op, rows_of, run
 from norms import Wrapped
 from op_log import OpLog
 from test_derivatives import FunctionLog, autocast_of_cuda
@@ -21,9 +21,12 @@ from fusednorm.operands import FORM_OPS
 OPS = torch.ops.fusednorm
 SHAPE = 6, COLS
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
-OPS_OF_NODES = [op for op in FORM_OPS if not op.form.modulate]  # the nodes of the others are Python's
-forms = pytest.mark.parametrize("op", OPS_OF_NODES, ids=lambda op: op.name)
-sums = pytest.mark.parametrize("op", [op for op in OPS_OF_NODES if op.form.combine == "add"], ids=lambda op: op.name)
+# Of the modulated norms one of each form: LayerNorms of a sum, and RMSNorms.
+SOME = [op for op in FORM_OPS if not op.form.modulate or (op.norm == "layer") is bool(op.form.combine)]
+forms = pytest.mark.parametrize("op", SOME, ids=lambda op: op.name)
+sums = pytest.mark.parametrize("op", [op for op in SOME if op.form.combine == "add"], ids=lambda op: op.name)
+BEGINNINGS = [op for op in SOME if op.form.combine == "add" and op.slot("residual").optional]
+starts = pytest.mark.parametrize("op", BEGINNINGS, ids=lambda op: op.name)
 
 
 def float32(op, seed=0):
@@ -60,8 +63,8 @@ def test_the_ops_have_the_node_too_with_statistics_that_are_differentiable(op, g
     names = [name for name, each in given.items() if each is not None]
 
     def outputs(*tensors):
-        rows, (weight, bias) = tensors[: len(rows_of(op))], tensors[len(rows_of(op)) :]
-        return getattr(OPS, op.name)(rows[0], [4], *rows[1:], weight, bias, EPS, weight_offset=1.0)
+        by_name = dict(zip(names, tensors, strict=True))
+        return getattr(OPS, op.name)(normalized_shape=[4], eps=EPS, weight_offset=1.0, **of_op(op, by_name))
 
     tensors = [given[name] for name in names]
     found, before = outputs(*tensors), native.repeats()
@@ -124,7 +127,7 @@ def test_an_absent_gradient_costs_nothing_and_the_streams_alone_is_passed_on(op,
                 assert_close(ours, right.float(), **TOLERANCE)
 
 
-@sums
+@starts
 def test_a_stream_may_begin_here(op, gpu):
     for seed in range(2):
         given = float32(op, seed) | {"residual": None}
@@ -153,9 +156,10 @@ def test_a_node_keeps_what_its_backward_reads(op, gpu):
     given, kept = float32(op), []
     with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each.data_ptr()) or each, lambda each: each):
         outputs = run(op, given)
-    read = [outputs[1] if op.form.combine == "add" else given["x"], given["weight"], given["bias"]]
-    read += [given["gate"]] if "gate" in given else []
-    assert kept[: len(read)] == [each.data_ptr() for each in read]
+    read = [each for name, each in given.items() if name not in ("x", "residual")]
+    read += [outputs[1]] if op.form.rows_out else []
+    read += [] if op.form.combine == "add" else [given["x"]]
+    assert {each.data_ptr() for each in read} <= set(kept)
     assert len(kept) == len(read) + (2 if op.norm == "layer" else 1)  # and the statistics
 
 
@@ -204,7 +208,7 @@ def test_compiled_autograd_traces_the_backward(op, gpu):
 def test_modules_run_without_python_under_autocast_too_and_keep_their_dtypes(op, rounding, gpu):
     module = FACES[op.name][1](COLS, weight_offset=1.0, rounding=rounding)
     given = float32(op)
-    rows = [given[name] for name in rows_of(op)]
+    rows = [given[name] for name in arguments_of(op)]
     want = module(*rows)
     with gpu.repeating(), autocast_of_cuda():
         got = module(*rows)
@@ -249,8 +253,9 @@ def test_wrong_operands_get_pythons_sentence(op, gpu):
             FACES[op.name][0](**({"eps": EPS} | given | changes))
     module = FACES[op.name][1](COLS)
     module.rounding = "twice"
-    with pytest.raises(ValueError, match=f"^{op.name}: rounding must be one of once, x_hat, got 'twice'"):
-        module(*[given[name] for name in rows_of(op)])
+    known = "once, x_hat, steps" if op.form.modulate else "once, x_hat"
+    with pytest.raises(ValueError, match=f"^{op.name}: rounding must be one of {known}, got 'twice'"):
+        module(*[given[name] for name in arguments_of(op)])
 
 
 class LlamaRMSNorm(torch.nn.Module):
@@ -306,7 +311,7 @@ def frames_of(run) -> int:
 @forms
 def test_a_modules_forward_and_backward_enter_few_more_frames_than_the_plain_modules(op, gpu):
     plain = {"layer": fusednorm.LayerNorm, "rms": fusednorm.RMSNorm}[op.norm](COLS)
-    rows, found, gpu.computes = [float32(op)[name] for name in rows_of(op)], [], False
+    rows, found, gpu.computes = [float32(op)[name] for name in arguments_of(op)], [], False
     for module, given in ((plain, rows[:1]), (FACES[op.name][1](COLS), rows)):
 
         def step(module=module, given=given):

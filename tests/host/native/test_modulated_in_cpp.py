@@ -1,10 +1,10 @@
-"""Forwards of modulated norms in C++: modulations are read in place, for any number of samples."""
+"""Modulated norms in C++: modulations are read in place, and have gradients, for any number of samples."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from norm_forms import FP32, composite, run
+from norm_forms import FP32, composite, gradients, run
 from torch.testing import assert_close
 
 from fusednorm.operands import OPS
@@ -40,6 +40,20 @@ def test_forwards_are_right_by_python_and_when_repeated_for_more_samples(op, gpu
             got = run(op, tensors)
         exact = {name: None if each is None else each.double() for name, each in tensors.items()}
         for ours, right in zip(got, composite(op, exact), strict=True):
+            assert_close(ours, right.float(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("op", MODULATED, ids=lambda op: op.name)
+def test_gradients_are_right_by_python_and_when_repeated_for_more_samples(op, gpu):
+    for samples, rows in ((2, 5), (3, 5), (2, 7), (4, 7)):
+        tensors = given(op, samples, rows)
+        tensors = {name: each if each is None else each.detach().requires_grad_() for name, each in tensors.items()}
+        is_new = samples == 2
+        with gpu.going_to_python("forward", "backward") if is_new else gpu.repeating(2):
+            got = gradients(run(op, tensors), tensors)
+        exact = {name: None if each is None else each.detach().double() for name, each in tensors.items()}
+        exact = {name: each if each is None else each.requires_grad_() for name, each in exact.items()}
+        for ours, right in zip(got, gradients(composite(op, exact), exact), strict=True):
             assert_close(ours, right.float(), atol=1e-4, rtol=1e-4)
 
 

@@ -1,0 +1,110 @@
+"""Backwards of modulated norms on a GPU: errors against float64, fixed sums, memory, rows beyond 2^31 elements."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from calls import skip_unless_memory
+from cases import BF16, FP16, FP32
+from modulations import ALL, OUTPUTS, PORTABLE, SAMPLE, TOKEN, Modulated
+
+import fusednorm
+from fusednorm.host import fallback, gpus
+
+pytestmark = pytest.mark.gpu
+OF_MODELS = [
+    Modulated("layer", 4, 1152, 3072, gate=SAMPLE, modulation=BF16, added=BF16),
+    Modulated("layer", 2, 4096, 1536, modulation=FP32),
+    Modulated("rms", 3, 1000, 3840, shift=None, parameters=BF16),
+    Modulated("layer", 16, 300, 1152, gate=SAMPLE, dtype=FP16, modulation=FP16),
+    Modulated("layer", 1, 2048, 5120, gate=SAMPLE, added=FP32),
+    Modulated("rms", 2, 1031, 6144, gate=ALL, modulation=BF16),
+    Modulated("layer", 300, 16, 1024, gate=SAMPLE),
+    Modulated("layer", 2, 513, 3072, TOKEN, TOKEN, TOKEN, added=BF16),
+    Modulated("rms", 2, 700, 4096, TOKEN, SAMPLE, ALL, parameters=FP32),
+    Modulated("rms", 2, 256, 2048, dtype=FP32, factor="tanh", shift=None),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_kernel_falls_back():
+    fallback.forget()
+    yield
+    assert not fallback.failures()
+
+
+def gradients(modulated: Modulated, **changes) -> tuple[torch.Tensor | None, ...]:
+    given = modulated.arguments() | changes
+    call = replace(modulated, device="cuda").call
+    plan = fallback.choose(call.problem, call.rows, gpus.spec_of(torch.device("cuda", 0))).plan
+    assert plan.variant == "multi_wave", f"{modulated} would run as {plan}"
+    op = getattr(torch.ops.fusednorm, modulated.op)
+    return op(**given)
+
+
+@pytest.mark.parametrize("modulated", [*PORTABLE, *OF_MODELS], ids=str)
+def test_gradients_are_those_of_autograd_in_float64(modulated):
+    modulated = replace(modulated, device="cuda")
+    for _ in range(2):  # planned, then repeated
+        modulated.check(gradients(modulated))
+
+
+@pytest.mark.parametrize("modulated", OF_MODELS, ids=str)
+def test_every_run_gives_the_same_bits(modulated):
+    modulated = replace(modulated, device="cuda")
+    given = modulated.arguments()
+    first, *others = (gradients(modulated, **given) for _ in range(4))
+    for other in others:
+        assert all(torch.equal(one, same) for one, same in zip(first, other, strict=True) if one is not None)
+
+
+def test_slices_are_read_in_place_and_no_memory_of_the_size_of_x_is_taken():
+    modulated = replace(OF_MODELS[0], device="cuda")
+    given = modulated.arguments()
+    outputs = gradients(modulated, **given)
+    kept = sum(each.numel() * each.element_size() for each in outputs if each is not None)
+    del outputs
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    outputs = getattr(torch.ops.fusednorm, modulated.op)(**given)
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before < kept + given["x"].numel() // 2
+    assert outputs[0] is not None
+
+
+@pytest.mark.parametrize("modulation", [BF16, FP32], ids=str)
+def test_steps_are_rounded_where_flux_and_sd3_round_them(modulation):
+    x, residual = (torch.randn(2, 1024, 3072, device="cuda", dtype=BF16) for _ in range(2))
+    shift, scale, gate = (torch.randn(2, 6, 3072, device="cuda", dtype=modulation)[:, at : at + 1] for at in range(3))
+    h = residual + gate * x
+    want = F.layer_norm(h, (3072,), eps=1e-6) * (1 + scale) + shift
+    given = {"residual": residual, "gate": gate, "eps": 1e-6, "residual_dtype": h.dtype}
+    y, stream = fusednorm.ada_layer_norm(x, scale, shift, rounding="steps", **given)
+    assert torch.equal(stream, h) and y.dtype == want.dtype
+    assert torch.isclose(y, want, rtol=1e-5, atol=1e-5).float().mean() > 0.998
+    once, _ = fusednorm.ada_layer_norm(x, scale, shift, **given)
+    assert torch.isclose(once.to(y.dtype), want, rtol=1e-5, atol=1e-5).float().mean() < 0.9
+
+
+def test_a_sample_beyond_2_to_the_31_elements_has_the_gradients_of_its_copy():
+    skip_unless_memory(42)
+    modulated = Modulated("layer", 1, 350_000, 3072, gate=SAMPLE, modulation=BF16, device="cuda")
+    one = modulated.arguments()
+    rows = {name: each for name, each in one.items() if torch.is_tensor(each) and each.dim() == 3}
+    two = one | {name: torch.cat([each, each]) for name, each in rows.items()}
+    assert two["x"].numel() > 2**31
+    op = getattr(torch.ops.fusednorm, modulated.op)
+    alone = op(**one)
+    for name, each, single in zip(OUTPUTS, op(**two), alone, strict=True):
+        if each is None:
+            continue
+        assert torch.equal(each[0], each[1]), name
+        if each.shape[1] > 1:
+            assert torch.equal(each[:1], single), name
+        else:
+            torch.testing.assert_close(each[:1].float(), single.float(), rtol=2e-2, atol=2.0, msg=name)
+        del each

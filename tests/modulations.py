@@ -1,0 +1,155 @@
+"""Backwards of modulated norms as calls, and what they must give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from cases import BF16, EPS, FP16, FP32
+from torch import Tensor
+
+from fusednorm.operands import operands_of
+from fusednorm.problem import BackwardCall, check_backward, spread
+from fusednorm.reference import FACTORS
+
+OUTPUTS = "dx", "dweight", "dbias", "dscale", "dshift", "dbranch", "dgate"
+SAMPLE, TOKEN, ALL = "sample", "token", "all"  # which rows of x share a row of a modulation
+
+
+@dataclass(frozen=True)
+class Modulated:
+    """A norm of x, [samples, rows, cols], of which a scale, a shift and a gate have rows; the gate is that of a branch.
+    Those by sample are slices of one [samples, 6, cols]."""
+
+    norm: str
+    samples: int
+    rows: int
+    cols: int
+    scale: str = SAMPLE
+    shift: str | None = SAMPLE
+    gate: str | None = None
+    dtype: torch.dtype = BF16  # of x, dy and the branch
+    modulation: torch.dtype = FP32
+    parameters: torch.dtype | None = None
+    added: torch.dtype | None = None  # of a gradient that is added to that of the row that is normalized
+    factor: str = "one_plus"
+    weight_offset: float = 0.0
+    unwanted: tuple[str, ...] = ()  # of OUTPUTS
+    device: str = field(default="cpu", compare=False)
+
+    def __str__(self) -> str:
+        of = "-".join(filter(None, (self.scale, self.shift, self.gate)))
+        dtypes = (self.dtype, self.modulation, self.parameters, self.added)
+        text = f"{self.norm}-{self.samples}x{self.rows}x{self.cols}-{of}-{self.factor}"
+        text += "".join(f"-{each}".replace("torch.", "") for each in dtypes if each)
+        return text + "".join(f"-no_{each}" for each in self.unwanted)
+
+    @property
+    def op(self) -> str:
+        return f"{self.norm}_norm_bwd_modulated"
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """By the names of operands; x is the row that is normalized."""
+        generator = torch.Generator(self.device).manual_seed(self.rows + self.cols)
+
+        def draw(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.randn(shape, generator=generator, device=self.device).to(dtype)
+
+        shape = self.samples, self.rows, self.cols
+        packed = draw(self.samples, 6, self.cols, dtype=self.modulation)
+        found = {"grad_out": draw(*shape, dtype=self.dtype), "x": draw(*shape, dtype=self.dtype)}
+        for at, name in enumerate(("scale", "shift", "gate")):
+            kind = getattr(self, name)
+            if kind == SAMPLE:
+                found[name] = packed[:, at : at + 1]
+            elif kind is not None:
+                found[name] = draw(*(shape if kind == TOKEN else (1, self.cols)), dtype=self.modulation)
+                found[name] = found[name] if kind == TOKEN else found[name][0]
+        if self.gate:
+            found["branch"] = draw(*shape, dtype=self.dtype)
+        if self.parameters:
+            found |= {name: draw(self.cols, dtype=self.parameters) for name in ("weight", "bias")}
+        if self.added:
+            found["residual_grad"] = draw(*shape, dtype=self.added)
+        return found
+
+    @property
+    def mask(self) -> list[bool]:
+        return [name not in self.unwanted for name in OUTPUTS]
+
+    def arguments(self) -> dict:
+        """Of the op, by name, with exact statistics."""
+        given = self.tensors
+        wide = given["x"].double()
+        mean = wide.mean(-1, keepdim=True) if self.norm == "layer" else torch.zeros_like(wide[..., :1])
+        rstd = ((wide - mean).square().mean(-1, keepdim=True) + EPS).rsqrt()
+        statistics = {"mean": mean.float()} if self.norm == "layer" else {}
+        settings = {"modulate": self.factor, "weight_offset": self.weight_offset, "output_mask": self.mask}
+        return given | statistics | settings | {"rstd": rstd.float(), "normalized_shape": (self.cols,)}
+
+    @property
+    def call(self) -> BackwardCall:
+        return check_backward(operands_of(self.op, (), self.arguments()))
+
+    def exact(self) -> dict[str, Tensor]:
+        """The gradients in float64, by autograd, of h, the branch and the tensors of the norm."""
+        given = {name: each.double() for name, each in self.tensors.items()}
+        dy, added = given.pop("grad_out"), given.pop("residual_grad", None)
+        leaves = {name: each.detach().clone().requires_grad_() for name, each in given.items()}
+        scale, shift, gate = (
+            spread(leaves[name], 3, 1) if name in leaves else None for name in ("scale", "shift", "gate")
+        )
+        # h as it is stored plus a zero that has its derivatives
+        h = leaves["x"] if gate is None else leaves["x"] + gate * leaves["branch"] - (gate * leaves["branch"]).detach()
+        mean = h.mean(-1, keepdim=True) if self.norm == "layer" else 0.0
+        u = (h - mean) * ((h - mean).square().mean(-1, keepdim=True) + EPS).rsqrt()
+        u = u * (self.weight_offset + leaves["weight"]) if "weight" in leaves else u
+        u = u + leaves["bias"] if "bias" in leaves else u
+        y = u * FACTORS[self.factor](scale) + (0.0 if shift is None else shift)
+        outputs, grads = ((y,), (dy,)) if added is None else ((y, h), (dy, added))
+        found = torch.autograd.grad(outputs, list(leaves.values()), grads, allow_unused=True)
+        return {f"d{name}": each for name, each in zip(leaves, found, strict=True)}
+
+    def check(self, outputs: tuple[Tensor | None, ...]) -> None:
+        """Fails unless each wanted gradient is near that of float64 by the rounding of its dtype, and no other is
+        there."""
+        exact, given = self.exact(), self.tensors
+        for name, got, wanted in zip(OUTPUTS, outputs, self.mask, strict=True):
+            want, operand = exact.get(name), given.get(name[1:])
+            assert (got is not None) == (wanted and want is not None), name
+            if got is not None:
+                assert got.shape == operand.shape and got.is_contiguous() and got.dtype == operand.dtype, name
+                epsilon = torch.finfo(got.dtype).eps
+                terms = given["x"].numel() / got.numel()
+                near = max(epsilon / 8, 2e-5) * terms**0.5 * 2
+                say = lambda text, name=name: f"{name}: {text}"  # noqa: E731
+                torch.testing.assert_close(got.double(), want, rtol=epsilon, atol=near, msg=say)
+
+
+def some(*cases: Modulated) -> list[Modulated]:
+    assert len({str(each) for each in cases}) == len(cases)
+    return list(cases)
+
+
+# Rows and columns that end within a tile, dtypes, kinds of modulations, absent operands, unwanted gradients.
+PORTABLE = some(
+    Modulated("layer", 3, 5, 77),
+    Modulated("rms", 2, 9, 64, shift=None, dtype=FP16, modulation=FP16),
+    Modulated("layer", 4, 3, 40, gate=SAMPLE, modulation=BF16),
+    Modulated("rms", 2, 7, 72, gate=ALL, added=FP32, parameters=FP32),
+    Modulated("layer", 2, 6, 64, parameters=BF16, weight_offset=1.0, added=BF16),
+    Modulated("rms", 1, 8, 64, factor="tanh", shift=None, parameters=BF16),
+    Modulated("layer", 2, 5, 77, TOKEN, TOKEN, TOKEN, modulation=BF16, added=BF16),
+    Modulated("rms", 3, 4, 64, TOKEN, SAMPLE, ALL, parameters=FP32),
+    Modulated("layer", 2, 5, 40, ALL, SAMPLE, TOKEN, FP32),
+    Modulated("rms", 3, 3, 64, SAMPLE, TOKEN, factor="identity"),
+    Modulated("layer", 3, 1, 64, gate=SAMPLE),
+    Modulated("layer", 1, 1, 40),
+    Modulated("layer", 2, 5, 64, gate=SAMPLE, unwanted=("dx",)),
+    Modulated("rms", 2, 5, 64, gate=SAMPLE, parameters=FP32, unwanted=("dbranch", "dscale", "dbias")),
+    Modulated("layer", 2, 5, 64, unwanted=("dx", "dshift")),
+    Modulated("layer", 2, 5, 64, parameters=FP32, unwanted=("dx", "dscale", "dshift")),
+    Modulated("rms", 2, 5, 64, unwanted=("dscale", "dshift")),
+    Modulated("layer", 2, 5, 72, TOKEN, TOKEN, unwanted=("dx", "dscale")),
+)
