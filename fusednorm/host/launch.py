@@ -64,6 +64,8 @@ COPIED_ELEMENTS, COPIED_COLUMNS = 8192, 1024
 VECTOR_BYTES = 16  # bytes of one load or store of a thread
 OLDEST_DEPENDENT_ARCH = 90  # oldest arch on which a dependent launch may be placed before its predecessor has ended
 
+# Else the compiler makes one instruction of gate * x + residual, which does not round the product.
+ROUNDS_EACH_PRODUCT = {"enable_fp_fusion": False}
 TRITONS_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
 Call = ForwardCall | BackwardCall
@@ -210,6 +212,8 @@ def _forward(call: ForwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
     dtypes = problem.y_dtype or problem.x_dtype, rstd if problem.norm == "layer" else None, rstd
     outputs, written = _outputs(call, (Extent.X, Extent.STATISTIC, Extent.STATISTIC), dtypes)
     launches = _FORWARD[type(plan)](plan, call, written)
+    if problem.steps:
+        launches = [replace(each, options=each.options | ROUNDS_EACH_PRODUCT) for each in launches]
     grid = grid_of(plan, problem.cols, spec, leaves_partials=False, groups=problem.form.groups)
     return launches, count, outputs, None, grid
 

@@ -41,7 +41,8 @@ def modulates_in_its_dtype(problem: NormProblem, rows: int, device: DeviceSpec) 
 
 
 def rounds_once(problem: NormProblem, rows: int, device: DeviceSpec) -> bool:
-    """On an H100 the kernels' steps were not rounded as tensor code's: some sums differed by a last bit."""
+    """On an H100 sums differed from tensor code's by a last bit, as long as the kernels were compiled with contraction
+    of products and sums; no GPU has run them without it."""
     return not problem.form.rounds_steps
 
 

@@ -20,6 +20,7 @@ FUNCTIONS = [
     ("add", r"add(?:\.rn)?\.(bf16|f16)", "K K K"),  # in float32, rounded once more, which is exact (2 * 11 + 2 bits)
     ("subtract", rf"sub\.({INTEGER})|sub(?:\.rn)?\.({REAL})", "K K K"),
     ("multiply", rf"mul\.lo\.({INTEGER})|mul(?:\.rn)?\.({REAL})", "K K K"),
+    ("multiply", r"mul(?:\.rn)?\.(bf16|f16)", "K K K"),
     ("divide", r"div\.rn\.(f32|f64)", "K K K"),
     ("multiply_by_inverse", r"div\.(?:full|approx)\.(f32)", "K K K"),
     ("divide_integers", rf"div\.({LONG})", "K K K"),
@@ -104,10 +105,11 @@ def _to_pairs(t, operands, to):
         t.set(each, "u16", f"to_{to}({t.get(source, 'f32')})")
 
 
-@instruction(r"add\.(bf16|f16)x2")
-def _add_pairs(t, operands, kind):
+@instruction(r"(add|mul)(?:\.rn)?\.(bf16|f16)x2")
+def _of_pairs(t, operands, name, kind):
+    function = {"add": "add", "mul": "multiply"}[name]
     for each, *sources in zip(*map(_halves, operands), strict=True):
-        t.set(each, kind, f"add({', '.join(t.get(source, kind) for source in sources)})")
+        t.set(each, kind, f"{function}({', '.join(t.get(source, kind) for source in sources)})")
 
 
 @instruction(r"cvt(\.rn)?\.([usf](?:8|16|32|64))\.([usf](?:8|16|32|64))")
