@@ -335,11 +335,7 @@ def _multi_wave_before_ring(
 
 
 def _one_tile_for_multi_wave(problem: NormProblem, device: DeviceSpec) -> Replacement:
-    """At any number of rows, if row tensors are all that the form reads: CTAs with many tiles would hold no parameter.
-    """
     plan = one_tile(problem, device)
-    if plan and problem.rows_in and problem.weight_dtype is None and problem.bias_dtype is None:
-        return Replacement(MAX_RING_ROWS, plan)
     rows_per_sm = _by_columns(ROWS_PER_SM_OF_ONE_TILE[problem.norm], problem.cols, default=None)
     if plan is None or rows_per_sm is None:
         return _for_tiles(1, plan, device)

@@ -62,7 +62,7 @@ NARROW_COLUMNS, NARROW_CHUNK = 256, 64
 # Backward of one chunk where each thread loads 16 bytes of every row: dw and db need no exchange between threads, which
 # would cost more than the padding does. The limits are the bytes of a row of x and the columns of padding. From 1025
 # columns on, LayerNorm aims at WARPS_OF_ONE_CHUNK warps per SM for such rows; RMSNorm is slower that way and keeps
-# MULTIWAVE_WARPS_PER_SM, and so are sums of modulations' gradients (1.25 of the floor with 8 warps, 1.13 with 16).
+# MULTIWAVE_WARPS_PER_SM.
 MOST_BYTES_OF_ONE_CHUNK, MAX_PADDING_COLUMNS, WARPS_OF_ONE_CHUNK = 4096, 768, 8
 # Backward of narrow 16-bit rows, from NARROWEST_OF_TWO_WARPS columns on: CTAs have as few warps as the registers of
 # these allow, and tiles of this many rows.
@@ -137,7 +137,7 @@ def warps_per_sm(problem: NormProblem) -> int:
         return MULTIWAVE_WARPS_PER_SM
     if may_have_few_warps(problem):
         return WARPS_OF_ONE_CHUNK
-    one_chunk = problem.norm == "layer" and _may_be_one_chunk(problem) and not problem.summed
+    one_chunk = problem.norm == "layer" and _may_be_one_chunk(problem)
     wide = WARPS_OF_ONE_CHUNK if one_chunk else MULTIWAVE_WARPS_PER_SM
     return next((warps for most, warps in NARROW_WARPS_PER_SM.items() if problem.cols <= most), wide)
 
