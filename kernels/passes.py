@@ -196,8 +196,7 @@ def store_gradients(
 ):  # fmt: skip
     """Second pass of the backward: the gradients of the tile at `row`, from its row sums over the whole cluster. The
     tiles `others` are added to the gradient of the row that was normalized. Rows of `outs` are `stride` elements apart.
-    first_dy and first_weight are one element
-    of each row, for `snapped`."""
+    first_dy and first_weight are one element of each row, for `snapped`."""
     mean_gx = gl.expand_dims(row_sums[0], 2) / cols
     mean_g = mean_gx
     if norm.layer:

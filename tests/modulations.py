@@ -18,8 +18,8 @@ SAMPLE, TOKEN, ALL = "sample", "token", "all"  # which rows of x share a row of 
 
 @dataclass(frozen=True)
 class Modulated:
-    """A norm of x, [samples, rows, cols], of which a scale, a shift and a gate have rows; the gate is that of a branch.
-    Those by sample are slices of one [samples, 6, cols]."""
+    """A norm of x, [samples, rows, cols], with a scale, a shift and the gate of a branch. Each of the three has rows by
+    sample or by token. Those by sample are slices of one [samples, 6, cols]."""
 
     norm: str
     samples: int

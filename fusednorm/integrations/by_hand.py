@@ -184,7 +184,7 @@ class Subject(NamedTuple):
         return unexplained(self.module, made.reads, self.eps_name, made.x.shape[-1], tuple(also))
 
     def numbers_of_groups(self, made: Trial) -> list[int]:
-        """1, and the numbers of groups of columns of which an attribute that was read may be the number or the size."""
+        """Numbers of groups of columns to try. An attribute that was read may be this number, or a group's size."""
         read, cols = [getattr(self.module, name, None) for name in sorted(made.reads)], made.x.shape[-1]
         sizes = [each for each in read if type(each) is int and 0 < each and cols % each == 0]
         return list(dict.fromkeys([1, *sizes, *(cols // each for each in sizes)]))

@@ -38,8 +38,8 @@ TOLERANCE = 1e-5  # of a trial, whose numbers are about 1
 
 
 class Deferred:
-    """The result of a norm, not computed yet: an op of a form, and all its arguments, of which the first is a 4-d x.
-    With `swapped`, dims 1 and 2 of the result are."""
+    """The result of a norm, not computed yet: an op of a form and its arguments. The first argument is x, with 4 dims.
+    `swapped` swaps dims 1 and 2 of the result."""
 
     def __init__(self, op: str, arguments: tuple, swapped: bool = False) -> None:
         self.op, self.arguments, self.swapped = op, arguments, swapped

@@ -33,8 +33,8 @@ class Magnitude(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """A copy of a module, tensors for it, of which x is the first, and the names of the attributes that its code has
-    read."""
+    """A copy of a module and what it is tried on. The first of `inputs` is x. `reads` names the attributes that the
+    module's code has read."""
 
     module: nn.Module
     inputs: tuple[Tensor, ...]
