@@ -14,9 +14,9 @@ import torch
 import fusednorm
 from fusednorm.host import gpus
 from fusednorm.operands import BackwardOperands, ForwardOperands
-from fusednorm.planner.heuristics import decide
 from fusednorm.planner.plan import VARIANTS, Plan, ReferencePlan
 from fusednorm.problem import BackwardCall, ForwardCall, check_backward, check_forward
+from fusednorm.tools.explanation import decide
 from fusednorm.tools.oracle import Outputs
 
 from .cases import DIRECTIONS, BenchCase, BenchInputs

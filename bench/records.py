@@ -110,12 +110,6 @@ def make_record(case: BenchCase, direction: str, name: str, times: Times | None,
     )
 
 
-def plan_text(plan) -> str:
-    """A plan in short: its kind, and the values of its fields in their order."""
-    values = ",".join(str(int(value)) for value in vars(plan).values())
-    return f"{type(plan).__name__.removesuffix('Plan')}({values})"
-
-
 def add_out_argument(parser: argparse.ArgumentParser) -> None:
     text = "where the JSON lines go: a .jsonl file, or a folder for <gpu>/<tool>.jsonl (default: bench/results)"
     parser.add_argument("--out", type=Path, default=RESULTS, help=text)

@@ -21,7 +21,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,11 +29,10 @@ import torch
 from tqdm import tqdm
 
 from fusednorm.host import gpus
-from fusednorm.planner import heuristics
+from fusednorm.planner import choice
 from fusednorm.planner.device import DeviceSpec
-from fusednorm.planner.norm_problem import NormProblem
-from fusednorm.planner.plan import Plan, ReferencePlan
-from fusednorm.planner.shortlist import candidates
+from fusednorm.planner.plan import Plan, ReferencePlan, text_of
+from fusednorm.tools.tune import MOST_ELEMENTS, MOST_ROWS, ROWS_PER_SM, Task, dense, plans_of, row_counts
 
 from . import sweep
 from .candidates import FLOOR, floor_call, reason
@@ -52,103 +51,57 @@ from .records import (
     case_fields,
     describe_machine,
     lacks_gpu,
-    plan_text,
     results_path,
     rows_of,
     save,
 )
 from .timing import time_interleaved
 
-MOST_ELEMENTS = 2**28  # of x
-MOST_ROWS = 65536
-ROWS_PER_SM = (1, 4, 16, 62, 248)
-WIDE = (18432, 20480, 24576, 28672, 32768, 40960, 49152, 65536, 81920, 98304, 131072, 262144)
-NARROW = (64, 96, 160, 192, 224, 320, 448)
-OF_16_BYTES = (72, 200, 1000, 1032, 1560, 2000, 2056, 3000, 4104, 5000, 6008, 9000, 12296)
-UNALIGNED = (77, 255, 777, 1001, 1501, 2001, 3001, 4097, 5001, 6001, 8191, 12001, 16001)
-IN_FLOAT32 = (64, 96, 192, 320, 1000, 777, 2001, 4097, 5000, 20480, 32768, 65536)
-
-
-class Problem(NamedTuple):
-    """What plans are made for: all that a cell has but the rows."""
-
-    norm: str
-    direction: str
-    cols: int
-    dtype: str
-
 
 class Compiled(NamedTuple):
-    """The plans of a problem, None or why each is not timed, and the planner's own (most rows, plan)."""
+    """The plans of a task, None or why each is not timed, and the planner's own (most rows, plan)."""
 
-    problem: Problem
+    task: Task
     plans: dict[Plan, str | None]
     choices: tuple[tuple[float, Plan], ...]
 
 
-def dense() -> Iterator[Problem]:
-    """The coarse widths first: multiples of 2048, then of 1024, and so on."""
-    for step in (2048, 1024, 512):
-        yield from _both(cols for cols in range(step, 16385, step) if cols % (2 * step) or step == 2048)
-    yield from _both((128, 256, 384, 768, 1152, 1280, 2304, 2880, 5376, *UNALIGNED[::2], *WIDE[::2]))
-    yield from _both(range(1024, 16385, 1024), "fp32")
-    yield from _both(range(128, 16385, 128))
-    yield from _both((*NARROW, *OF_16_BYTES, *UNALIGNED, *WIDE))
-    yield from _both((*range(256, 16385, 256), *IN_FLOAT32), "fp32")
-
-
-def _both(widths: Iterable[int], dtype: str = "bf16") -> Iterator[Problem]:
-    """Both norms and both passes of each width."""
-    for cols in widths:
-        yield from (Problem(norm, direction, cols, dtype) for direction in DIRECTIONS for norm in NORMS)
-
-
-def drawn(count: int, seed: int) -> list[tuple[Problem, int]]:
+def drawn(count: int, seed: int) -> list[tuple[Task, int]]:
     """Cells at random: rows and columns evenly in octaves, three in four of bfloat16, one width in six odd."""
     at, found = random.Random(seed), []
     while len(found) < count:
         cols, rows = (round(2 ** at.uniform(6, math.log2(most))) for most in (32768, MOST_ROWS))
         cols = cols | 1 if at.random() < 1 / 6 else -(-cols // 8) * 8
-        problem = Problem(at.choice(NORMS), at.choice(DIRECTIONS), cols, at.choice(("bf16", "bf16", "bf16", "fp32")))
+        task = Task(at.choice(NORMS), at.choice(DIRECTIONS), cols, at.choice(("bf16", "bf16", "bf16", "fp32")))
         if rows * cols <= MOST_ELEMENTS:
-            found.append((problem, rows))
+            found.append((task, rows))
     return found
 
 
-def case_of(problem: Problem, rows: int) -> BenchCase:
-    return plain_case(problem.norm, (rows, problem.cols), problem.dtype)
+def case_of(task: Task, rows: int) -> BenchCase:
+    return plain_case(task.norm, (rows, task.cols), task.dtype)
 
 
-def norm_problem(problem: Problem) -> NormProblem:
-    case = case_of(problem, 4)
-    return sweep.make_call(case, make_bench_inputs(case, "cpu"), problem.direction).problem
-
-
-def shortlist(asked: NormProblem, device: DeviceSpec) -> tuple[Plan, ...]:
-    variants = ("pipelined", "multi_wave") if device.arch == 90 else ("warp_specialized", "pipelined", "multi_wave")
-    return tuple(plan for variant in variants for plan in candidates(variant, asked, device))
-
-
-def compile_all(job: tuple[Problem, DeviceSpec]) -> Compiled:
-    """Compiles the candidates of a problem and the planner's own plans, in a process of its own."""
-    problem, device = job
-    asked = norm_problem(problem)
-    choices = heuristics.choices(asked, device)
+def compile_all(job: tuple[Task, DeviceSpec]) -> Compiled:
+    """Compiles the candidates of a task and the planner's own plans, in a process of its own."""
+    task, device = job
+    asked = task.wanted.problem
+    choices = choice.choices(asked, device)
     own = (plan for _, plan in choices if not isinstance(plan, ReferencePlan))
     plans = {}
-    for plan in dict.fromkeys((*own, *shortlist(asked, device))):
-        built = sweep.compile_plan((case_of(problem, 4), problem.direction, plan, device.arch))
+    for plan in dict.fromkeys((*own, *plans_of(asked, device))):
+        built = sweep.compile_plan((case_of(task, 4), task.direction, plan, device.arch))
         spills = None if isinstance(built, str) or not built[1] else f"{built[1]} bytes of stack"
         plans[plan] = built if isinstance(built, str) else spills
-    return Compiled(problem, plans, choices)
+    return Compiled(task, plans, choices)
 
 
 def time_cell(compiled: Compiled, case: BenchCase, rounds: int) -> dict:
     """The record of one cell, without the machine."""
-    inputs, direction = make_bench_inputs(case, "cuda"), compiled.problem.direction
+    inputs, direction = make_bench_inputs(case, "cuda"), compiled.task.direction
     calls, refused = {FLOOR: floor_call(direction, inputs)}, {}
     for plan, why in compiled.plans.items():
-        text = plan_text(plan)
+        text = text_of(plan)
         try:
             if not why:
                 launches = sweep.prepare(case, inputs, direction, plan)
@@ -164,7 +117,7 @@ def time_cell(compiled: Compiled, case: BenchCase, rounds: int) -> dict:
     own = next(plan for most_rows, plan in compiled.choices if case.rows <= most_rows)
     return case_fields(case, direction) | {
         "floor_us": round(times[FLOOR].median, 2),
-        "own": plan_text(own),
+        "own": text_of(own),
         "plans": [[text, us] for us, text in plans],
         "refused": refused,
     }
@@ -201,20 +154,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def cells(options: argparse.Namespace, device: DeviceSpec) -> dict[Problem, list[BenchCase]]:
-    """What is timed, in its order."""
-    found: dict[Problem, list[BenchCase]] = {}
+def cells(options: argparse.Namespace, device: DeviceSpec) -> dict[Task, list[int]]:
+    """The row counts of each task, in the order in which they are timed."""
     if options.random:
-        for problem, rows in drawn(options.random, options.seed):
-            found.setdefault(problem, []).append(case_of(problem, rows))
+        found: dict[Task, list[int]] = {}
+        for task, rows in drawn(options.random, options.seed):
+            found.setdefault(task, []).append(rows)
         return found
-    plain = (
-        Problem(norm, options.direction, cols, options.dtype) for cols in options.cols or () for norm in options.norms
+    asked = (
+        Task(norm, options.direction, cols, options.dtype) for cols in options.cols or () for norm in options.norms
     )
-    for problem in dense() if options.dense else plain:
-        cases = [case_of(problem, per_sm * device.sm_count) for per_sm in options.rows_per_sm]
-        found[problem] = [each for each in cases if each.rows <= MOST_ROWS and each.rows * each.cols <= MOST_ELEMENTS]
-    return found
+    return {task: list(row_counts(task, device, options.rows_per_sm)) for task in (dense() if options.dense else asked)}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -224,13 +174,13 @@ def main(arguments: list[str] | None = None) -> int:
     machine, device = describe_machine(), gpus.spec_of(torch.device("cuda", torch.cuda.current_device()))
     path = results_path(options.out, machine, "families")
     known = timed_plans([path, *options.known], machine["gpu"])
-    wanted = {}
-    for problem, cases in cells(options, device).items():
-        texts = {plan_text(plan) for plan in shortlist(norm_problem(problem), device)}
-        fields = [(case, case_fields(case, problem.direction)) for case in cases]
+    wanted: dict[Task, list[BenchCase]] = {}
+    for task, counts in cells(options, device).items():
+        texts = {text_of(plan) for plan in plans_of(task.wanted.problem, device)}
+        fields = [(case, case_fields(case, task.direction)) for case in (case_of(task, rows) for rows in counts)]
         left = [case for case, each in fields if not texts <= known.get(tuple(each[name] for name in CELL), set())]
-        wanted |= {problem: left} if left else {}
-    jobs, last = [(problem, device) for problem in wanted], start + 60 * options.minutes
+        wanted |= {task: left} if left else {}
+    jobs, last = [(task, device) for task in wanted], start + 60 * options.minutes
     with multiprocessing.get_context("spawn").Pool(max(1, (os.cpu_count() or 1) - 1)) as pool:
         built = pool.imap(compile_all, jobs)
         with tqdm(total=sum(map(len, wanted.values())), desc="timed", unit="cell") as progress:
@@ -240,7 +190,7 @@ def main(arguments: list[str] | None = None) -> int:
                 except multiprocessing.TimeoutError:
                     break
                 torch.cuda.empty_cache()
-                for case in wanted[compiled.problem]:
+                for case in wanted[compiled.task]:
                     if time.monotonic() < last:
                         save([machine | time_cell(compiled, case, options.rounds)], path)
                         progress.update()

@@ -1,4 +1,4 @@
-"""Times every plan that fits, shape by shape. The planner's constants are chosen by these times.
+"""Times and checks every candidate of the planner, shape by shape.
 
     python -m bench.sweep --shapes 16384x4096 4096x5120 --direction backward --variants pipelined multi_wave
 
@@ -18,9 +18,8 @@ import sys
 import torch
 
 from fusednorm.host import gpus
-from fusednorm.planner import budget, candidates
-from fusednorm.planner.device import DeviceSpec
-from fusednorm.planner.plan import Plan
+from fusednorm.planner.candidates import candidates
+from fusednorm.planner.plan import Plan, text_of
 from fusednorm.tools.oracle import exact, relative_error
 
 from .candidates import FLOOR, checked_call, floor_call, reason, statistics_of
@@ -40,18 +39,13 @@ from .records import (
     case_fields,
     describe_machine,
     lacks_gpu,
-    plan_text,
     results_path,
     save,
     time_fields,
 )
 from .timing import time_interleaved
 
-GENERATORS = {
-    "multi_wave": candidates.multiwave_plans,
-    "pipelined": candidates.pipelined_plans,
-    "warp_specialized": candidates.warp_specialized_plans,
-}
+VARIANTS = ("multi_wave", "pipelined", "warp_specialized")
 # Relative L2 error of an output: rounding to bfloat16 gives 1.7e-3.
 TOLERANCE = {torch.float16: 6e-4, torch.bfloat16: 4e-3, torch.float32: 1e-5, torch.float64: 1e-13}
 
@@ -78,22 +72,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add_direction_argument(parser)
     text = "default: multi_wave pipelined (python -m fusednorm plan --help lists the variants)"
     variants = ["multi_wave", "pipelined"]
-    parser.add_argument("--variants", nargs="+", choices=GENERATORS, default=variants, help=text)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=variants, help=text)
     parser.add_argument("--rounds", type=int, default=15, help="timed replays of each plan (default: 15)")
-    parser.add_argument("--most", type=int, default=80, help="plans of a variant and shape, evenly drawn (default: 80)")
     parser.add_argument("--run", default="sweep", help="name of this run in its lines (default: sweep)")
     add_out_argument(parser)
     return parser.parse_args(arguments)
-
-
-def fitting_plans(problem, device: DeviceSpec, variant: str, most: int) -> list[Plan]:
-    plans = list(dict.fromkeys(GENERATORS[variant](problem, device)))
-    if variant == "multi_wave":
-        plans.append(candidates.column_tile_plan(problem, device))
-    else:
-        plans = [plan for plan in plans if budget.fits_shared_memory(plan, problem, device)]
-    step = max(1, -(-len(plans) // most))
-    return plans[::step]
 
 
 def compile_plan(job: tuple) -> tuple[int, int] | str:
@@ -130,7 +113,7 @@ def sweep(case: BenchCase, options: argparse.Namespace) -> dict:
     inputs = make_bench_inputs(case, "cuda")
     device = gpus.spec_of(inputs.x.device)
     problem = make_call(case, inputs, options.direction).problem
-    plans = [p for variant in options.variants for p in fitting_plans(problem, device, variant, options.most)]
+    plans = [plan for variant in options.variants for plan in candidates(variant, problem, device)]
     jobs = [(case, options.direction, plan, device.arch) for plan in plans]
     with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
         compiled = pool.map(compile_plan, jobs, chunksize=1)
@@ -138,7 +121,7 @@ def sweep(case: BenchCase, options: argparse.Namespace) -> dict:
     names = ("y", "mean", "rstd") if options.direction == "forward" else ("dx", "dweight", "dbias")
     calls, entries = {FLOOR: floor_call(options.direction, inputs)}, []
     for plan, result in zip(plans, compiled, strict=True):
-        entry = {"plan": plan_text(plan), "median_us": None}
+        entry = {"plan": text_of(plan), "median_us": None}
         entries.append(entry)
         if isinstance(result, str) or result[1] > 0:
             entry["refusal"] = result if isinstance(result, str) else f"{result[1]} bytes of stack"

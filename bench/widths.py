@@ -25,6 +25,7 @@ from statistics import median
 import torch
 
 from fusednorm.host import gpus
+from fusednorm.planner.plan import text_of
 from fusednorm.tools import warm
 from fusednorm.tools.console import print_table, progress, show_beside
 
@@ -37,7 +38,7 @@ from .cases import (
     make_parser,
     plain_case,
 )
-from .records import add_out_argument, case_fields, describe_machine, lacks_gpu, plan_text, results_path, rows_of, save
+from .records import add_out_argument, case_fields, describe_machine, lacks_gpu, results_path, rows_of, save
 from .timing import time_interleaved
 
 FIRST, LAST = 768, 73728
@@ -160,7 +161,7 @@ def measure(norm: str, rows: int, cols: int, options: argparse.Namespace) -> dic
     times = time_interleaved({FLOOR: floor_call(options.direction, inputs), OURS: ours}, options.rounds)
     plan = our_plans(case, inputs, None)[options.direction]
     microseconds = {"median_us": round(times[OURS].median, 2), "floor_us": round(times[FLOOR].median, 2)}
-    return case_fields(case, options.direction) | microseconds | {"plan": plan_text(plan)}
+    return case_fields(case, options.direction) | microseconds | {"plan": text_of(plan)}
 
 
 def read(path: Path) -> list[dict]:

@@ -1,4 +1,4 @@
-"""python -m fusednorm build | demo | doctor | plan | hub"""
+"""python -m fusednorm build | demo | doctor | plan | tune | hub"""
 
 from __future__ import annotations
 
@@ -8,23 +8,27 @@ from pathlib import Path
 
 from . import __version__
 from .tools.plan import add_plan_arguments, run_plan
+from .tools.tune import add_tune_arguments, run_tune
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fusednorm")
     parser.add_argument("--version", action="version", version=f"fusednorm {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="build | demo | doctor | plan | hub")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="build | demo | doctor | plan | tune | hub")
     commands.add_parser("build", help="compile the host side in C++ for the installed torch: once, a minute")
     demo = commands.add_parser("demo", help="check the ops on real activations, then train a small GPT on them")
     demo.add_argument("--steps", type=int, help="training steps of each of the two runs (default: by device)")
     demo.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture (default: out)")
     commands.add_parser("doctor", help="say what this machine has, what works on it and what falls back")
     add_plan_arguments(commands.add_parser("plan", help="say which kernels run for a shape on a GPU, and why"))
+    add_tune_arguments(commands.add_parser("tune", help="time plans on this GPU, and plan by the fastest from then on"))
     hub = commands.add_parser("hub", help="write a repository that Hugging Face's `kernels` loads")
     hub.add_argument("folder", type=Path, help="a new folder for it, or one that an earlier call wrote")
     options = parser.parse_args(arguments)
     if options.command == "plan":
         return run_plan(options)
+    if options.command == "tune":
+        return run_tune(options)
     if options.command == "build":
         from .tools.build import run_build
 

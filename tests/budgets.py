@@ -16,8 +16,8 @@ from planning import ARCHITECTURES, make_problem, meta_call
 
 from fusednorm.host import gpus
 from fusednorm.planner import budget
+from fusednorm.planner.choice import best_plan, choices
 from fusednorm.planner.device import DeviceSpec
-from fusednorm.planner.heuristics import choices, outcome
 from fusednorm.planner.norm_problem import NormProblem
 from fusednorm.planner.plan import VARIANTS, ColumnRingPlan, Plan, ReferencePlan, RingPlan, WarpSpecializedPlan
 
@@ -26,15 +26,9 @@ ROW_PASSES = {"forward_by_column_tiles", "backward_row_means"}  # their grids do
 
 
 def plans_of(problem: NormProblem, device: DeviceSpec) -> Iterator[Plan]:
-    """The plans for few rows and for many, and the best plan of every variant that can run.
-
-    Plans that the budget expects to spill are left out: they run only if forced.
-    """
+    """The plans for few rows and for many, and the best plan of every variant that can run."""
     plans = [plan for _, plan in choices(problem, device) if not isinstance(plan, ReferencePlan)]
-    for variant in VARIANTS[:-1]:
-        plan = outcome(variant, problem, MANY_ROWS, device).plan
-        if plan is not None and budget.registers(plan, problem, device) <= budget.max_registers(plan):
-            plans.append(plan)
+    plans += [plan for variant in VARIANTS[:-1] if (plan := best_plan(variant, problem, device))]
     yield from dict.fromkeys(plans)
 
 

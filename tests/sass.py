@@ -1,13 +1,13 @@
 """Compares the kernels' instructions with the committed ones: it proves that a change leaves the kernels alone.
 
-It compiles every kernel that the planner chooses for the cells of tests/data/h200_plans.csv with Triton 3.6 for sm_90,
-and compares the SASS without the offsets of parameters. It compiles without line information: where code is inlined
-from other functions, this puts labels into the PTX, and they change the order in which the assembler puts instructions.
+It compiles the kernels of the plans in tests/data/sass.csv with Triton 3.6 for sm_90, and compares the SASS without the
+offsets of parameters. It compiles without line information: where code is inlined from other functions, this puts
+labels into the PTX, and they change the order in which the assembler puts instructions.
 From the repository root:
 
     python tests/sass.py            a fixed sample of some 200 builds
     python tests/sass.py --all      all of them
-    python tests/sass.py --renew    writes tests/data/sass.csv anew; say in bench/NOTES.md what changed
+    python tests/sass.py --renew    writes their instructions anew; say in bench/NOTES.md what changed
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,53 +26,36 @@ from compiling import worker_processes
 from planning import make_problem, meta_call
 
 from fusednorm.planner.device import H200
+from fusednorm.planner.plan import from_text
 
 DATA = Path(__file__).parent / "data"
-HASHES, CELLS = DATA / "sass.csv", DATA / "h200_plans.csv"
+HASHES = DATA / "sass.csv"
 RELEASE = "3.6."  # of Triton
 SAMPLE = 5, 2  # of every 5 builds, the first 2
 
 
 class Build(NamedTuple):
-    """A kernel of the plan for a cell (direction, norm, rows, cols): the first cell in order with this build."""
+    """A kernel of a plan, whose text is `plan`."""
 
     direction: str
     norm: str
-    rows: int
     cols: int
+    plan: str
     kernel: str
 
+    def launch(self):
+        from fusednorm.host import launch
 
-def launches(direction: str, norm: str, rows: int, cols: int) -> list:
-    """The launches of a cell, without the kernel that sums partial results."""
-    from fusednorm.host import launch
-    from fusednorm.planner import heuristics
-
-    problem = make_problem(norm, cols, direction=direction)
-    prepared = launch.prepare(meta_call(problem, rows), heuristics.choose(problem, rows, H200))
-    return [each for each in prepared.launches if each.kernel.__name__ != "finalize"]
-
-
-def golden_set() -> Iterator[Build]:
-    """Every build of the cells, once."""
-    with CELLS.open() as file:
-        cells = {(row["direction"], row["norm"], int(row["rows"]), int(row["cols"])) for row in csv.DictReader(file)}
-    seen = set()
-    for cell in sorted(cells):
-        for each in launches(*cell):
-            specialized = cell[-1] % 16 == 0  # Triton compiles integers divisible by 16 apart
-            build = cell[0], each.kernel.__name__, each.norm, each.tile, str(each.options), specialized
-            if build not in seen:
-                seen.add(build)
-                yield Build(*cell, each.kernel.__name__)
+        problem = make_problem(self.norm, self.cols, direction=self.direction)
+        launches = launch.prepare(meta_call(problem), from_text(self.plan)).launches
+        return next(each for each in launches if each.kernel.__name__ == self.kernel)
 
 
 def digest(build: Build) -> tuple[int, str]:
     """The number of instructions, and a hash of them."""
     from fusednorm.tools import compilation
 
-    launch = next(each for each in launches(*build[:4]) if each.kernel.__name__ == build.kernel)
-    text = instructions(compilation.compile_for(launch, H200.arch).asm["cubin"])
+    text = instructions(compilation.compile_for(build.launch(), H200.arch).asm["cubin"])
     return len(text), hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
 
@@ -100,7 +82,7 @@ def digests(builds: list[Build]) -> dict[Build, tuple[int, str]]:
 def committed() -> dict[Build, tuple[int, str]]:
     with HASHES.open() as file:
         return {
-            Build(row["direction"], row["norm"], int(row["rows"]), int(row["cols"]), row["kernel"]): (
+            Build(row["direction"], row["norm"], int(row["cols"]), row["plan"], row["kernel"]): (
                 int(row["instructions"]),
                 row["hash"],
             )
@@ -109,7 +91,7 @@ def committed() -> dict[Build, tuple[int, str]]:
 
 
 def renew() -> None:
-    found = digests(list(golden_set()))
+    found = digests(list(committed()))
     with HASHES.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([*Build._fields, "instructions", "hash"])

@@ -37,13 +37,14 @@ from head_norms import OF_MODELS, HeadCase
 from head_norms import complaints as head_complaints
 from planning import EVERY_ARCHITECTURE, make_gated, make_gated_sum, make_modulated, make_problem, make_sum
 
-from fusednorm.planner import heuristics
+from fusednorm.planner import choice
 from fusednorm.planner.norm_problem import NormProblem
 from fusednorm.planner.plan import ReferencePlan
 
 ROOT = Path(__file__).parent.parent
 RELEASES = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 SOURCES = (
+    "fusednorm/planner/data/*.jsonl",
     *("kernels/*.py", *(f"fusednorm/{name}.py" for name in ("planner/*", "host/*", "columns/*", "heads/*", "problem"))),
     *("tests/budgets.py", "tests/column_sums.py", "tests/head_norms.py", "tests/compiling.py", "tests/planning.py"),
 )
@@ -68,7 +69,7 @@ class Job(NamedTuple):
         if isinstance(self.problem, HeadCase):
             return head_complaints(self.problem, self.arch)
         device = EVERY_ARCHITECTURE[self.arch]
-        plans = dict.fromkeys(plan for _, plan in heuristics.choices(self.problem, device))
+        plans = dict.fromkeys(plan for _, plan in choice.choices(self.problem, device))
         return [
             f"{text}; {plan}"
             for plan in plans

@@ -5,16 +5,13 @@ Failures are remembered for the process.
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from ..forcing import forced_variant
-from ..planner import canonical, heuristics
+from ..planner import canonical, choice
 from ..planner.canonical import Question
 from ..planner.device import DeviceSpec
-from ..planner.heuristics import Decision
 from ..planner.legality import MAX_RING_ROWS
 from ..planner.norm_problem import NormProblem
 from ..planner.plan import Plan
@@ -77,20 +74,22 @@ def asked(problem: NormProblem, rows: int, device: DeviceSpec) -> Question:
 def choose(problem: NormProblem, rows: int, device: DeviceSpec) -> Choice:
     """The planner's choice under this thread's `force`, or if that has failed its first alternative that has not."""
     question = asked(problem, rows, device)
-    choices = heuristics.choices(question.problem, question.device, forced_variant())
+    choices = choice.choices(question.problem, question.device, forced_variant())
     at = 0
     while choices[at][0] < question.rows:
         at += 1
     (most, plan), above = choices[at], choices[at - 1][0] if at else 0
     if _failures and has_failed(plan, problem, device):
-        plan = _first_not_failed(heuristics.alternatives(*question), problem, device)
+        plan = substitute(problem, rows, device)
     groups = problem.form.groups
     if question != (problem, rows * groups, device):
         return Choice(plan, 0, MAX_RING_ROWS // groups)
     return Choice(plan, above // groups, min(most, MOST_ROWS) // groups)
 
 
-def _first_not_failed(plans: Iterable[Any], problem: Any, device: DeviceSpec) -> Any:
+def substitute(problem: NormProblem, rows: int, device: DeviceSpec) -> Plan:
+    """The best plan that has not failed."""
+    plans = choice.alternatives(*asked(problem, rows, device))
     return next(plan for plan in plans if not has_failed(plan, problem, device))
 
 
@@ -120,19 +119,6 @@ def forget() -> None:
     """Forget all failures and warnings."""
     _failures.clear()
     _warned.clear()
-
-
-def in_place_of(decision: Decision, problem: NormProblem, rows: int, device: DeviceSpec) -> Decision:
-    """The decision; if its plan has failed, one for the substitute, whose reasons name the failures."""
-    if not has_failed(decision.plan, problem, device):
-        return decision
-    reasons = dict(decision.reasons)
-    for failed, cause in failed_of(problem, device).items():
-        reasons[failed.variant] = f"cannot run here: {cause}"
-    plan = _first_not_failed(heuristics.alternatives(*asked(problem, rows, device)), problem, device)
-    if plan.variant != decision.plan.variant:
-        reasons[plan.variant] = f"chosen: {decision.plan.variant} has failed"
-    return dataclasses.replace(decision, plan=plan, forced=False, reasons=reasons)
 
 
 def cause_of(error: Exception, *, launched: bool) -> str | None:

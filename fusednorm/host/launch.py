@@ -22,7 +22,7 @@ from ..kernels import column_tiles, copies, finalizer, multiwave, parameter_grad
 from ..kernels.config import ColumnTile, Norm, PartialsTile, RingTile, Tile
 from ..kernels.rowmath import form_of
 from ..operands import OWN_OUTPUTS, Outputs, Role
-from ..planner import budget, heuristics, tile_share
+from ..planner import budget, choice
 from ..planner.device import OLDEST_TRITON, DeviceSpec
 from ..planner.legality import MAX_RING_ROWS, broken_rule
 from ..planner.norm_problem import ALIGNMENT, NormProblem
@@ -116,7 +116,7 @@ def prepare(call: Call, plan: Plan | None = None) -> OnTensors:
     """What a call launches by `plan`, or else by the planner's choice, on the tensors of the call."""
     spec = gpus.spec_of(call.x.tensor.device)
     question = fallback.asked(call.problem, call.rows, spec)
-    program = program_of(call, Choice(plan or heuristics.choose(*question, forced_variant())), spec)
+    program = program_of(call, Choice(plan or choice.choose(*question, forced_variant())), spec)
     return program.on_tensors(call.tensors, call.shape, call.rows)
 
 
@@ -546,7 +546,7 @@ def _ring_tile(plan: RingPlan, problem: NormProblem, **more) -> RingTile:
         whole=is_whole(plan, problem.cols),
         weight_in_smem=plan.weight_in_smem,
         prefetches_statistics=budget.has_registers_to_prefetch(plan, problem),
-        in_pairs=tile_share.widens_in_pairs(plan, problem),
+        in_pairs=budget.widens_in_pairs(plan, problem),
         **more,
     )
 

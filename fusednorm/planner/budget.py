@@ -8,7 +8,9 @@ constants".
 
 from __future__ import annotations
 
+import bisect
 import math
+import operator
 from typing import NamedTuple
 
 import torch
@@ -58,16 +60,28 @@ class Buffer(NamedTuple):
 
 def fits_shared_memory(plan: Plan, problem: NormProblem, device: DeviceSpec) -> bool:
     """Whether the plan's shared memory is within the limit of a CTA, and ctas_per_sm CTAs fit an SM."""
-    size = shared_bytes(plan, problem)
-    return (
-        size <= device.smem_per_block_bytes
-        and plan.ctas_per_sm * (size + RESERVED_SMEM_BYTES) <= device.smem_per_sm_bytes
-    )
+    most = device.smem_per_sm_bytes // plan.ctas_per_sm - RESERVED_SMEM_BYTES
+    most = min(device.smem_per_block_bytes, most)
+    if isinstance(plan, RingPlan):
+        elements = plan.num_stages * plan.rows_per_tile * plan.chunk * plan.num_chunks
+        dtypes = (problem.x_dtype, problem.grad_dtype)
+        if elements * sum(dtype.itemsize for dtype in dtypes if dtype) > most:  # most plans that do not fit
+            return False
+    return shared_bytes(plan, problem) <= most
+
+
+def is_within_budget(plan: Plan, problem: NormProblem, device: DeviceSpec) -> bool:
+    """Whether the plan fits shared memory and does not spill."""
+    fits = registers(plan, problem, device) <= max_registers(plan)
+    if plan.kernel == "multi_wave":
+        fits &= plan.ctas_per_sm * WARP_SIZE * plan.num_warps * plan.max_registers <= device.registers_per_sm
+    return fits and fits_shared_memory(plan, problem, device)
 
 
 def shared_bytes(plan: Plan, problem: NormProblem) -> int:
     """Bytes of shared memory per CTA, static and dynamic, with the Triton release that takes most."""
-    return max(shared_bytes_by(release, plan, problem) for release in (OLDEST_TRITON, EACH_CTA_BY_ITSELF))
+    releases = (OLDEST_TRITON, EACH_CTA_BY_ITSELF) if plan.cluster > 1 else (OLDEST_TRITON,)  # alike without clusters
+    return max(shared_bytes_by(release, plan, problem) for release in releases)
 
 
 def shared_bytes_by(release: tuple[int, int], plan: Plan, problem: NormProblem) -> int:
@@ -169,6 +183,9 @@ def _captured_bytes(plan: WarpSpecializedPlan, problem: NormProblem) -> int:
     return captured
 
 
+_first_used = operator.itemgetter(1)
+
+
 def _packed(buffers: list[Buffer]) -> int:
     """Bytes of the buffers in Triton's packing: largest first, each at the lowest free place. Buffers of the same
     life cannot use the padding below an aligned buffer."""
@@ -180,8 +197,7 @@ def _packed(buffers: list[Buffer]) -> int:
                 if _round_up(place, buffer.alignment) + buffer.size <= (lost if buffer.life == other.life else used):
                     break
                 place = max(place, used + other.size)
-        placed.append((place, _round_up(place, buffer.alignment), buffer))
-        placed.sort(key=lambda entry: entry[1])
+        bisect.insort(placed, (place, _round_up(place, buffer.alignment), buffer), key=_first_used)
     return max(used + buffer.size for _, used, buffer in placed)
 
 
@@ -337,10 +353,20 @@ def has_registers_to_prefetch(plan: RingPlan, problem: NormProblem) -> bool:
     return problem.norm == "rms" or plan.max_registers > 128 or columns_per_thread(plan) <= 24
 
 
-def has_registers_for_pairs(plan: RingPlan, problem: NormProblem) -> bool:
-    """Whether a thread can convert two bfloat16 values to float32 at once (rowmath.widen). With 128 registers, 32
-    columns spill if the row ends within a chunk."""
-    return plan.max_registers > 128 or columns_per_thread(plan) <= 28 or is_whole(plan, problem.cols)
+# LayerNorm's backward converts pairs of bfloat16 if a thread has more columns than this, or in a cluster of CTAs with
+# more than four warps. An SM then has no other work to fill its waits, so the number of instructions sets the time.
+LEAST_COLUMNS_IN_PAIRS = 32
+
+
+def widens_in_pairs(plan: RingPlan, problem: NormProblem) -> bool:
+    """Whether bfloat16 values become float32 two at a time (rowmath.widen), because instructions limit the speed. With
+    128 registers, 32 columns would spill if the row ends within a chunk."""
+    if problem.norm == "rms" or problem.direction == "forward" or problem.x_dtype != torch.bfloat16:
+        return False
+    columns, shared = columns_per_thread(plan), plan.cluster > 1 and plan.num_warps > 4
+    if not isinstance(plan, PipelinedPlan) or not (shared or columns > LEAST_COLUMNS_IN_PAIRS):
+        return False
+    return plan.max_registers > 128 or columns <= 28 or is_whole(plan, problem.cols)
 
 
 def multiwave_registers(

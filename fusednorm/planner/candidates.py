@@ -1,10 +1,15 @@
-"""Plans worth considering, variant by variant, and the best plan of each variant, by the ranks of preference.py.
+"""candidates(variant, problem, device): the few plans worth considering, all legal and within the budgets.
 
-The measurements behind the constants are in bench/NOTES.md, "Evidence behind constants".
+A family is what a plan does apart from how it cuts a row: its kernel, rows of a tile, warps, CTAs on an SM, CTAs of a
+row, stages. Families come from frames: so many warps in so many CTAs on an SM, for tiles of which a thread has so many
+elements. Within a family, a row is cut so that it needs the fewest copies, then the least padding, then the largest
+chunk. Which candidate is the fastest is not asked here. The frames were chosen from surveys (bench/NOTES.md, "A survey
+of plan families").
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -13,6 +18,7 @@ from typing import NamedTuple
 
 from . import budget
 from .device import DeviceSpec
+from .legality import broken_rule
 from .norm_problem import NormProblem
 from .plan import (
     MAX_BOX_SIDE,
@@ -21,77 +27,316 @@ from .plan import (
     MultiWavePlan,
     PipelinedPlan,
     Plan,
-    RingPlan,
     WarpSpecializedPlan,
-    num_copies,
 )
-from .preference import RING_STAGES, is_sound, may_have_few_warps, multiwave_rank, ring_rank, warps_per_sm
-from .tile_share import FORWARD_STREAMS_OF_ONE_ROW, bytes_per_element, exceeds_thread_tile
 
-WARPS = (4, 8, 16)
-MAX_CHUNKS = 8  # a longer unrolled row loop outgrows the instruction cache
+ROWS = (1, 2, 4, 8, 16, 32, 64)  # of a tile; in a cluster, the first two
+MAX_CHUNKS = 8  # in registers; a longer unrolled row loop outgrows the instruction cache
 MAX_RING_CHUNKS = {"backward": 16, "forward": 10}
+MOST_COLUMNS = 64  # of a row for a thread of a ring
 # With more chunks than FEW_CHUNKS, a thread has at least two columns of each chunk; four where the tile is one row that
 # ends within a chunk.
 FEW_CHUNKS = 10
-MIN_MULTIWAVE_CHUNK = 16  # columns; a narrower chunk would make one load gather many short pieces of memory
-MAX_ROWS_PER_WARP = 8  # four lanes per row; two lanes per row are no faster
+MIN_CHUNK = 16  # columns, in registers; a narrower chunk would make one load gather many short pieces of memory
+MOST_PADDING = 4 / 3  # columns that the threads of a ring compute on, for each column of the row
+MOST_COPIES = 4  # of a tile of one tensor
+MOST_PRODUCED_COPIES = {1: 12, 2: 4}  # of a tile, of all tensors, by groups: the producer's registers hold no more
+MOST_COLUMNS_WITH_WEIGHT = {"forward": 16, "backward": 32}  # of a thread of a ring that keeps the weight in registers
+MOST_COLUMNS_OF_TWO_STAGES = 56  # of a thread; a backward's ring of fewer has three, unless its tiles have several rows
+SCATTERED_AT_ONCE = 4  # elements of a chunk for a thread of a forward, if rows lie so that none is loaded whole
+SHORT = 128  # columns: in a shorter row, no thread of a register tile can own columns
+NARROW = 512  # columns: a tile of few such rows is small for any number of warps
+LEAST_COLUMNS_OF_CLUSTER = 4096  # a row of no more is short for one CTA
 # A row's chunk has at most MAX_BOX_SIDE TMA boxes, over all CTAs of its cluster. Rows of more than COLUMNS_OF_FEW_BOXES
 # columns with boxes shorter than BYTES_OF_LONG_BOX are excepted: column tiles, the alternative, are slower. Boxes of 16
 # bytes pay up to MOST_BOXES_OF_16_BYTES.
 COLUMNS_OF_FEW_BOXES, BYTES_OF_LONG_BOX, MOST_BOXES_OF_16_BYTES = 32768, 128, 512
-# Most copies per tile, of all tensors, by num_groups. The producer's 24 registers hold the addresses of no more.
-MAX_PRODUCED_COPIES = {1: 12, 2: 4}
-# Oldest architecture for which nvFuser has published plans, with deep rings (as_published). Hopper wants few stages.
-OLDEST_PUBLISHED_ARCH = 100
 CLUSTERS = (1, 2, 4, 8, 16)  # CTAs that share a row too wide for one
 CLUSTER_ARCHS = (90, 100, 103)
 # (most SMs left to others, largest cluster): see cluster_sizes and bench/NOTES.md, "Clusters beside others".
 LARGEST_CLUSTER = ((0, 16), (8, 8), (32, 4), (math.inf, 2))
+OLDEST_PUBLISHED_ARCH = 100  # nvFuser has published plans from here on: deep rings (see `deepened`)
+MODERATE_BYTES, MOST_BYTES = 80, 256  # of a row tile of x for a thread of a compute group
 COLUMN_TILE = 1024
 # Tiles of a backward without dx by TMA. Only one tile has been measured so far.
-COLUMN_RING_CHUNK = 128
-COLUMN_RING_ROWS = (64, 32, 16)
-COLUMN_RING_WARPS = 8
+COLUMN_RING_CHUNK, COLUMN_RING_ROWS, COLUMN_RING_WARPS, COLUMN_RING_STAGES = 128, (64, 32, 16), 8, 3
 
 
-# --- Rows in registers, and what does not fit there ---
+class Frame(NamedTuple):
+    """Warps of a CTA and CTAs on an SM, for tiles of which a thread has more than `least` and at most `most` elements,
+    in clusters of at least least_cluster CTAs."""
+
+    num_warps: int
+    ctas_per_sm: int
+    least: float
+    most: float
+    least_cluster: int = 1
 
 
-def multi_wave(problem: NormProblem, device: DeviceSpec) -> Plan | None:
-    """The best plan that holds rows in registers; a column tile plan where none fits, or where no dx is wanted. Column
-    tiles have no sums by sample: None where these are wanted and no other plan fits."""
-    if problem.direction == "backward" and not problem.wants_dx and not problem.by_sample:
-        return column_tile_plan(problem, device)  # without dx no row sum is needed, only a reduction over rows
-    plans = multiwave_plans(problem, device)
-    best = max(plans, key=lambda plan: multiwave_rank(problem, plan, device), default=None)
-    return best or (None if problem.by_sample else column_tile_plan(problem, device))
+def _frames(least: float, most: float, *shapes: tuple[int, int]) -> tuple[Frame, ...]:
+    return tuple(Frame(*shape, least, most) for shape in shapes)
 
 
-def multiwave_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[MultiWavePlan]:
-    """Every plan within the budgets whose threads load at least 8 bytes at once."""
-    elements_at_once = 8 // problem.x_dtype.itemsize
-    few_warps = may_have_few_warps(problem)
-    for num_warps, rows_per_tile in itertools.product((2, *WARPS) if few_warps else WARPS, powers_of_two(1, 128)):
-        threads = 32 * num_warps
-        for chunk, num_chunks in chunkings(problem.cols, MIN_MULTIWAVE_CHUNK, MAX_CHUNKS):
-            if rows_per_tile * chunk < elements_at_once * threads or (num_chunks > 1 and num_warps < min(WARPS)):
-                continue
-            registers = budget.multiwave_registers(rows_per_tile, chunk, num_chunks, num_warps, problem, device)
-            room = ctas_with_room(registers, threads, device)
-            if registers <= budget.MAX_REGISTERS and room:
-                tile_bytes = rows_per_tile * problem.cols * bytes_per_element(problem)
-                enough = warps_per_sm(problem) / num_warps
-                if num_chunks > 1 or not few_warps:
-                    enough = max(enough, device.bytes_in_flight_per_sm / tile_bytes)
-                ctas_per_sm = min(room, math.ceil(enough))
-                limit = budget.register_limit(threads * ctas_per_sm, device)
-                yield MultiWavePlan(rows_per_tile, chunk, num_chunks, num_warps, ctas_per_sm, limit)
+RINGS = {
+    "forward": (
+        *_frames(24, 64, (4, 4), (4, 3)),
+        *_frames(32, 64, (4, 2), (8, 2)),
+        Frame(8, 1, 24, 64, least_cluster=8),
+    ),
+    "backward": (*_frames(16, 64, (4, 2), (4, 3), (8, 1)), Frame(16, 1, 32, 64, least_cluster=8)),
+}
+IN_REGISTERS = {
+    "forward": (*_frames(12, 32, (4, 4), (4, 5), (8, 2), (16, 1)), Frame(8, 1, 32, 64)),
+    "backward": (
+        Frame(2, 4, 6, 32),
+        Frame(2, 8, 8, 16),
+        *_frames(6, 16, (4, 2), (4, 4), (8, 1), (8, 2)),
+        Frame(16, 1, 5, 16),
+    ),
+}
+SHORT_LIVED = _frames(12, 32, (2, 16), (4, 8), (8, 4), (16, 2))
+# Rows whose elements are loaded one by one
+SCATTERED = {
+    "forward": (*_frames(4, 24, (4, 3), (4, 4), (4, 5), (4, 6), (8, 2), (16, 1)), Frame(4, 2, 4, 48)),
+    "backward": (Frame(2, 4, 4, 32), *_frames(4, 24, (2, 8), (4, 2), (4, 3), (4, 4), (8, 1), (8, 2), (16, 1))),
+}
+GROUPS = ((2, 4), (2, 8), (1, 8), (1, 16))  # compute groups and the warps of each, by preference
 
 
-def ctas_with_room(registers: int, threads: int, device: DeviceSpec) -> int:
-    """How many CTAs of `threads` threads, with `registers` registers each, fit an SM."""
-    return min(device.registers_per_sm // registers, device.max_threads_per_sm) // threads
+class Family(NamedTuple):
+    """What a plan does, apart from how it cuts a row. Rows in registers have no stages, and no cluster."""
+
+    kernel: str
+    rows_per_tile: int = 1
+    num_warps: int = 4
+    ctas_per_sm: int = 1
+    cluster: int = 1
+    num_stages: int = 0
+    short_lived: bool = False
+    weight_in_smem: bool = False
+
+    @classmethod
+    def of(cls, plan: Plan) -> Family:
+        names = cls._fields[1:] if plan.kernel in ("pipelined", "multi_wave") else ()
+        return cls(plan.kernel, *(getattr(plan, name, cls._field_defaults[name]) for name in names))
+
+
+@functools.lru_cache(maxsize=4096)
+def candidates(variant: str, problem: NormProblem, device: DeviceSpec) -> tuple[Plan, ...]:
+    """The plans of a variant that may be the fastest. Each can run, with registers and shared memory to spare. Empty if
+    the variant has none."""
+    if broken_rule(variant, problem, 1, device) or variant == "reference":
+        return ()
+    if problem.direction == "backward" and not problem.wants_dx:  # no row sum is needed, only a reduction over rows
+        return (
+            (column_tile_plan(problem, device),)
+            if variant == "multi_wave"
+            else tuple(column_rings(problem, device))[:1]
+        )
+    if variant == "warp_specialized":
+        return _warp_specialized(problem, device)
+    found = _rings(problem, device) if variant == "pipelined" else _in_registers(problem, device)
+    plans = tuple(plan for family in found if (plan := _either(family, problem, device)))
+    if plans or variant == "pipelined":
+        return plans
+    # Rows that no frame holds: any tile that registers hold reads its row once, which column tiles do not.
+    shapes = itertools.product((8, 16, 4), (1, 2), ROWS)
+    families = (Family("multi_wave", rows, warps, ctas) for warps, ctas, rows in shapes)
+    plans = tuple(plan for each in families if (plan := plan_of(each, problem, device, good=False)))
+    return plans or (() if problem.by_sample else (column_tile_plan(problem, device),))  # which has no sums by sample
+
+
+def plan_of(family: Family, problem: NormProblem, device: DeviceSpec, good: bool = True) -> Plan | None:
+    """The plan of a family for a problem; None if none is within the budgets. The problem must be one that the family's
+    kernel can run. A ring that is not `good` may spill, and threads that hold rows need not own columns."""
+    if family.kernel == "pipelined":
+        return _in_chunks(family, problem, device, good)
+    return _held(family, problem, device, good) if family.kernel == "multi_wave" else column_tile_plan(problem, device)
+
+
+def faulty(variant: str, problem: NormProblem, device: DeviceSpec) -> Plan | None:
+    """A ring that can run, though it may spill or has one stage only; None if shared memory has no room for one."""
+    if variant == "warp_specialized":
+        return next(iter(_warp_specialized(problem, device, good=False)), None)
+    families = list(_rings(problem, device)) if variant == "pipelined" else []
+    shallow = [family._replace(num_stages=1) for family in families]
+    plans = (plan_of(family, problem, device, good=False) for family in families + shallow)
+    return next((plan for plan in plans if plan), None)
+
+
+def _either(family: Family, problem: NormProblem, device: DeviceSpec) -> Plan | None:
+    """The plan of a family. Its weight is in shared memory if a thread has many columns, unless a forward's tile is one
+    row; otherwise in registers. If it does not fit there, it is at the other place."""
+    if family.kernel != "pipelined":
+        return plan_of(family, problem, device)
+    rows = family.rows_per_tile if family.cluster == 1 else 1
+    columns = rows * problem.cols / (32 * family.num_warps * family.cluster)
+    many = columns > MOST_COLUMNS_WITH_WEIGHT[problem.direction]
+    one_row = family.rows_per_tile == 1 and problem.direction == "forward" and problem.norm == "layer"
+    for in_smem in (True, False) if many and not one_row else (False, True):
+        if plan := plan_of(family._replace(weight_in_smem=in_smem), problem, device):
+            return plan
+    return None
+
+
+# --- Families ---
+
+
+def _rings(problem: NormProblem, device: DeviceSpec) -> Iterator[Family]:
+    forward = problem.direction == "forward"
+    for frame, cluster in itertools.product(RINGS[problem.direction], cluster_sizes(device)):
+        if cluster < frame.least_cluster or (cluster > 1 and problem.cols <= LEAST_COLUMNS_OF_CLUSTER):
+            continue
+        for rows in _tiles(frame, cluster, problem):
+            if forward and frame.ctas_per_sm == 3 and (problem.norm == "rms" or rows > 1):
+                continue  # this frame keeps LayerNorm's parameters in registers
+            for stages in _stages(rows, frame, cluster, problem):
+                short_lived = forward and frame.ctas_per_sm > 1
+                yield Family("pipelined", rows, frame.num_warps, frame.ctas_per_sm, cluster, stages, short_lived)
+
+
+def _in_registers(problem: NormProblem, device: DeviceSpec) -> Iterator[Family]:
+    forward = problem.direction == "forward"
+    in_pieces = problem.cols * problem.x_dtype.itemsize % 32 != 0
+    scattered = not problem.tma_aligned or (in_pieces and not forward)
+    for frame in (SCATTERED if scattered else IN_REGISTERS)[problem.direction]:
+        for rows in _tiles(frame, 1, problem):
+            yield Family("multi_wave", rows, frame.num_warps, frame.ctas_per_sm)
+    if forward and problem.tma_aligned and problem.acc_dtype.itemsize == 4:
+        for frame in SHORT_LIVED:
+            for rows in _tiles(frame, 1, problem) if frame.num_warps < 16 or problem.cols > 8192 else ():
+                yield Family("multi_wave", rows, frame.num_warps, frame.ctas_per_sm, short_lived=True)
+
+
+def _tiles(frame: Frame, cluster: int, problem: NormProblem) -> Iterator[int]:
+    """Rows of a tile of which a thread has as many elements as the frame says."""
+    threads, cols = 32 * frame.num_warps * cluster, max(problem.cols, MIN_CHUNK)
+    least = frame.least / 2 if problem.cols <= NARROW and problem.direction == "backward" else frame.least
+    alone = problem.direction == "forward" and frame.ctas_per_sm == 1
+    most_rows = 2 if cluster > 1 or alone else 64 if problem.direction == "forward" else 32
+    for rows in ROWS:
+        if least * threads < rows * cols <= frame.most * threads and rows <= most_rows:
+            yield rows
+
+
+def _stages(rows: int, frame: Frame, cluster: int, problem: NormProblem) -> tuple[int, ...]:
+    if problem.direction == "backward":
+        many = problem.cols > MOST_COLUMNS_OF_TWO_STAGES * 32 * frame.num_warps * cluster
+        return (2,) if rows > 1 or many else (3,)
+    if problem.norm == "layer" or cluster > 1 or frame.ctas_per_sm * frame.num_warps < 16:
+        return (2,)
+    return (1, 2) if frame.num_warps == 4 else (1,)
+
+
+# --- How a row is cut ---
+
+
+class Cut(NamedTuple):
+    """A ring's chunks, and how they are copied: copy_chunks to a copy, with a tail the last one by itself."""
+
+    copies: int
+    padded: int
+    num_chunks: int
+    chunk: int
+    copy_chunks: int
+    tail: bool
+
+
+def _cuts(problem: NormProblem, rows: int, num_warps: int, cluster: int, most_copies: int = MOST_COPIES) -> list[Cut]:
+    """The ways to cut a row for a ring, best first. A thread has columns of one row; in a cluster, of all rows."""
+    cols, threads, found = problem.cols, 32 * num_warps if cluster > 1 else 32 * num_warps // rows, []
+    for chunk, num_chunks in chunkings(-(-cols // cluster), threads, MAX_RING_CHUNKS[problem.direction]):
+        padded, whole = cluster * chunk * num_chunks, cols // (cluster * chunk)
+        boxes = cluster * chunk // math.gcd(cols, chunk, MAX_BOX_SIDE)  # per chunk over the cluster
+        least = 4 if rows == 1 and whole < num_chunks else 2
+        too_small = num_chunks > FEW_CHUNKS and chunk < least * threads
+        too_large = padded > MOST_PADDING * cols or chunk * num_chunks > MOST_COLUMNS * threads
+        if too_small or too_large or boxes > most_boxes(problem, cluster):
+            continue
+        for copy_chunks, tail in ways_to_copy(num_chunks, whole):
+            copies = 2 if tail else -(-num_chunks // copy_chunks)
+            found.append(Cut(copies, padded, num_chunks, chunk, copy_chunks, tail))
+    return sorted(cut for cut in found if cut.copies <= most_copies)
+
+
+def _in_chunks(family: Family, problem: NormProblem, device: DeviceSpec, good: bool) -> PipelinedPlan | None:
+    _, rows, warps, ctas, cluster, stages, short_lived, in_smem = family
+    limit = budget.register_limit(32 * warps * ctas, device)
+    for cut in _cuts(problem, rows, warps, cluster):
+        resources = stages, warps, ctas, limit, in_smem, cluster
+        copies = cut.copy_chunks, short_lived, cut.tail
+        in_ring = bool(problem.rows_in) and stages > 1  # no tile is ahead in a ring of one stage
+        plan = PipelinedPlan(rows, cut.chunk, cut.num_chunks, *resources, *copies, in_ring)
+        spills = good and budget.registers(plan, problem, device) > limit
+        if not spills and budget.fits_shared_memory(plan, problem, device):
+            return plan
+    return None
+
+
+def _held(family: Family, problem: NormProblem, device: DeviceSpec, good: bool) -> MultiWavePlan | None:
+    """Rows in registers, with the least padding, then with forwards' wanted number of elements per load, or the largest
+    chunk. Threads load at least 8 bytes at once. In a backward of several rows, each thread has 16 bytes of every row,
+    so that one thread adds up each column."""
+    rows, warps, threads = family.rows_per_tile, family.num_warps, 32 * family.num_warps
+    itemsize, forward = problem.x_dtype.itemsize, problem.direction == "forward"
+    if rows * problem.cols > budget.MAX_REGISTERS * threads:
+        return None
+    owns = good and not forward and problem.tma_aligned and rows > 1
+    owns = owns and not (problem.cols <= SHORT and warps <= 4)
+    at_once = 16 // itemsize if problem.tma_aligned else SCATTERED_AT_ONCE
+    found = [
+        (chunk * num_chunks, abs(math.log2(rows * chunk / threads / at_once)) if forward else 0, num_chunks, chunk)
+        for chunk, num_chunks in chunkings(problem.cols, MIN_CHUNK, MAX_CHUNKS)
+        if rows * chunk * itemsize >= 8 * threads and (not owns or chunk * itemsize >= 16 * threads)
+    ]
+    for *_, num_chunks, chunk in sorted(found):
+        tile = rows, chunk, num_chunks, warps
+        if family.short_lived:
+            needed = budget.one_tile_registers(rows * chunk * num_chunks / threads, problem)
+        else:
+            needed = budget.multiwave_registers(*tile, problem, device)
+        room = min(device.registers_per_sm // needed, device.max_threads_per_sm) // threads
+        ctas = min(family.ctas_per_sm, room) if family.short_lived else family.ctas_per_sm
+        if needed <= budget.MAX_REGISTERS and 0 < ctas <= room:
+            return MultiWavePlan(*tile, ctas, budget.register_limit(threads * ctas, device), family.short_lived)
+    return None
+
+
+# --- Other kernels ---
+
+
+def _warp_specialized(problem: NormProblem, device: DeviceSpec, good: bool = True) -> tuple[WarpSpecializedPlan, ...]:
+    """One plan: the first of GROUPS whose threads have a moderate share of as many rows as possible, with two stages
+    for each group if they fit. A plan that is not `good` may spill, have one stage, or
+    more copies."""
+    tensors = 1 if problem.direction == "forward" else 2
+    for most, (groups, warps) in itertools.product((MODERATE_BYTES, MOST_BYTES), GROUPS):
+        limit = budget.group_register_limit(groups, warps, device)
+        row_bytes = problem.cols * problem.x_dtype.itemsize
+        for rows in reversed([rows for rows in ROWS if rows * row_bytes <= most * 32 * warps]):
+            cuts = [cut for cut in _cuts(problem, rows, warps, 1, MOST_COPIES if good else MAX_CHUNKS) if not cut.tail]
+            few = [cut for cut in cuts if tensors * cut.copies <= MOST_PRODUCED_COPIES[groups]]
+            stages = (2 * groups, groups) if good and groups > 1 else (2,) if good else (2 * groups, groups)
+            for number, cut, in_smem in itertools.product(stages, few, (False, True)):
+                resources = number, groups, warps, 1, limit, in_smem, problem.direction == "forward", cut.copy_chunks
+                plan = WarpSpecializedPlan(rows, cut.chunk, cut.num_chunks, *resources)
+                spills = budget.registers(plan, problem, device) > limit
+                if not (good and spills) and budget.fits_shared_memory(plan, problem, device):
+                    return (_deepened(plan, problem, device),)
+    return ()
+
+
+def _deepened(plan: WarpSpecializedPlan, problem: NormProblem, device: DeviceSpec) -> WarpSpecializedPlan:
+    """The last steps of nvFuser's ladder: two groups keep a tile in registers where the registers suffice, and the
+    number of stages doubles as long as they fit. Hopper wants few stages."""
+    if device.arch < OLDEST_PUBLISHED_ARCH:
+        return plan
+    cached = replace(plan, cached=True)
+    if plan.num_groups > 1 and budget.registers(cached, problem, device) <= plan.max_registers:
+        plan = cached
+    while budget.fits_shared_memory(deeper := replace(plan, num_stages=2 * plan.num_stages), problem, device):
+        plan = deeper
+    return plan
 
 
 def column_tile_plan(problem: NormProblem, device: DeviceSpec) -> ColumnTilePlan:
@@ -115,85 +360,16 @@ def column_tile_plan(problem: NormProblem, device: DeviceSpec) -> ColumnTilePlan
     return ColumnTilePlan(rows_per_tile, chunk, num_warps, ctas_per_sm, min(row_pass_chunk, whole), row_pass_warps)
 
 
-# --- Rings ---
-
-
-def pipelined(problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | ColumnRingPlan | None:
-    """The best plan that fits shared memory, with or without faults; None if even one stage is too large."""
-    if problem.direction == "backward" and not problem.wants_dx:
-        return column_ring_plan(problem, device)
-    return best_ring(pipelined_plans(problem, device), problem, device)
-
-
-def column_ring_plan(problem: NormProblem, device: DeviceSpec) -> ColumnRingPlan | None:
-    """The plan of a backward without dx: two CTAs per SM, with the largest tile that fits; None if none fits."""
+def column_rings(problem: NormProblem, device: DeviceSpec) -> Iterator[ColumnRingPlan]:
+    """Plans of a backward without dx, two CTAs per SM, the largest tile first."""
     limit = budget.register_limit(32 * COLUMN_RING_WARPS * 2, device)
-    stages = RING_STAGES["backward"]
-    plans = (ColumnRingPlan(rows, COLUMN_RING_CHUNK, stages, COLUMN_RING_WARPS, 2, limit) for rows in COLUMN_RING_ROWS)
-    return next((plan for plan in plans if budget.fits_shared_memory(plan, problem, device)), None)
+    for rows in COLUMN_RING_ROWS:
+        plan = ColumnRingPlan(rows, COLUMN_RING_CHUNK, COLUMN_RING_STAGES, COLUMN_RING_WARPS, 2, limit)
+        if budget.fits_shared_memory(plan, problem, device):
+            yield plan
 
 
-def warp_specialized(problem: NormProblem, device: DeviceSpec) -> WarpSpecializedPlan | None:
-    """The best plan that fits shared memory, with or without faults; None if even one stage is too large."""
-    plan = best_ring(warp_specialized_plans(problem, device), problem, device)
-    return as_published(plan, problem, device) if plan and device.arch >= OLDEST_PUBLISHED_ARCH else plan
-
-
-def as_published(plan: WarpSpecializedPlan, problem: NormProblem, device: DeviceSpec) -> WarpSpecializedPlan:
-    """The last steps of nvFuser's ladder: two groups keep a tile in registers where the registers suffice, and the
-    number of stages doubles as long as they fit."""
-    cached = replace(plan, cached=True)
-    if plan.num_groups > 1 and budget.registers(cached, problem, device) <= plan.max_registers:
-        plan = cached
-    while budget.fits_shared_memory(deeper := replace(plan, num_stages=2 * plan.num_stages), problem, device):
-        plan = deeper
-    return plan
-
-
-def best_ring(plans: Iterator[RingPlan], problem: NormProblem, device: DeviceSpec) -> RingPlan | None:
-    """The plan of the highest rank that fits shared memory; None if no plan fits.
-
-    To rank a plan takes long, and most plans lack one of the first two fields of RingRank. They are ranked only if no
-    plan that has both fits.
-    """
-    plans = list(plans)
-    usual = [plan for plan in plans if not exceeds_thread_tile(plan, problem) and is_sound(plan, problem, device)]
-    for some in (usual, plans):
-        ranked = sorted(some, key=lambda plan: ring_rank(plan, problem, device), reverse=True)
-        for plan in ranked:
-            if budget.fits_shared_memory(plan, problem, device):
-                return plan
-    return None
-
-
-def pipelined_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[PipelinedPlan]:
-    forward = problem.direction == "forward"
-    streams = (1, 2, 3, 4) if forward else (1, 2, 3)
-    for num_warps, ctas_per_sm, cluster in itertools.product(WARPS, streams, cluster_sizes(device)):
-        limit = budget.register_limit(32 * num_warps * ctas_per_sm, device)
-        short_lived = forward and ctas_per_sm > 1  # faster than CTAs that stay for many tiles
-        stages = range(1, RING_STAGES[problem.direction] + 1)
-        tiles = ring_tiles(problem, num_warps, cluster)
-        for (tile, copies), num_stages, in_smem in itertools.product(tiles, stages, (False, True)):
-            if not forward or ctas_per_sm != FORWARD_STREAMS_OF_ONE_ROW or not in_smem:
-                resources = num_stages, num_warps, ctas_per_sm, limit, in_smem, cluster
-                in_ring = bool(problem.rows_in) and num_stages > 1  # no tile is ahead in a ring of one stage
-                yield PipelinedPlan(*tile, *resources, copies.chunks, short_lived, copies.tail, in_ring)
-
-
-def warp_specialized_plans(problem: NormProblem, device: DeviceSpec) -> Iterator[WarpSpecializedPlan]:
-    """Plans with few stages. A forward reads each tile from its ring once, a backward twice."""
-    forward = problem.direction == "forward"
-    tensors = 1 if forward else 2
-    for num_groups, num_warps in ((1, 4), (1, 8), (1, 16), (2, 4), (2, 8)):
-        limit = budget.group_register_limit(num_groups, num_warps, device)
-        stages = (1, 2, 3) if num_groups == 1 else (2, 4)
-        tiles = ring_tiles(problem, num_warps, 1)
-        for (tile, copies), num_stages, in_smem in itertools.product(tiles, stages, (False, True)):
-            resources = num_stages, num_groups, num_warps, 1, limit, in_smem
-            plan = WarpSpecializedPlan(*tile, *resources, forward, copies.chunks)
-            if not copies.tail and tensors * num_copies(plan) <= MAX_PRODUCED_COPIES[num_groups]:
-                yield plan
+# --- Common ---
 
 
 def cluster_sizes(device: DeviceSpec) -> tuple[int, ...]:
@@ -210,23 +386,6 @@ class Copies(NamedTuple):
 
     chunks: int
     tail: bool
-
-
-def ring_tiles(problem: NormProblem, num_warps: int, cluster: int) -> Iterator[tuple[tuple[int, int, int], Copies]]:
-    """Tiles (rows_per_tile, chunk, num_chunks) with up to 64 columns per thread, each with the ways to copy it.
-
-    A thread has columns of one row; in a cluster, of all rows of the tile. Only whole chunks share a copy.
-    """
-    for rows_per_tile in powers_of_two(1, MAX_ROWS_PER_WARP * num_warps) if cluster == 1 else (1, 2):
-        threads = 32 * num_warps if cluster > 1 else 32 * num_warps // rows_per_tile  # of a row
-        for chunk, num_chunks in chunkings(-(-problem.cols // cluster), threads, MAX_RING_CHUNKS[problem.direction]):
-            boxes = cluster * chunk // math.gcd(problem.cols, chunk, MAX_BOX_SIDE)  # per chunk over the cluster
-            whole_chunks = problem.cols // (cluster * chunk)
-            least = 4 if rows_per_tile == 1 and whole_chunks < num_chunks else 2
-            too_small = num_chunks > FEW_CHUNKS and chunk < least * threads
-            if chunk * num_chunks <= 64 * threads and boxes <= most_boxes(problem, cluster) and not too_small:
-                for copies in ways_to_copy(num_chunks, whole_chunks):
-                    yield (rows_per_tile, chunk, num_chunks), copies
 
 
 def ways_to_copy(num_chunks: int, whole_chunks: int) -> Iterator[Copies]:
@@ -246,9 +405,6 @@ def most_boxes(problem: NormProblem, cluster: int) -> int:
     if problem.cols <= COLUMNS_OF_FEW_BOXES or box_bytes >= BYTES_OF_LONG_BOX:
         return MAX_BOX_SIDE
     return MOST_BOXES_OF_16_BYTES if box_bytes == 16 else cluster * MAX_BOX_SIDE
-
-
-# --- Common ---
 
 
 def chunkings(cols: int, smallest: int, most: int) -> Iterator[tuple[int, int]]:

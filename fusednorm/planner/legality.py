@@ -1,6 +1,6 @@
 """What each variant can run at all, one predicate per rule. The planner reports the reason; launch asserts the rules.
 
-Nothing here is about speed; see heuristics.py for that.
+Nothing here is about speed; see choice.py for that.
 """
 
 from __future__ import annotations

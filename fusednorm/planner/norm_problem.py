@@ -101,6 +101,26 @@ class NormProblem:
         return is_float32_sum(self.acc_dtype, *own, *self.sums_out)
 
     @property
+    def traffic(self) -> tuple[int, int, int]:
+        """Large tensors that a call reads and writes, and sums over rows that it wants."""
+        backward = self.direction == "backward"
+        read = 1 + backward + (self.residual_dtype is not None) + len(self.rows_in)
+        return read, (self.wants_dx if backward else 1) + len(self.rows_out), self.num_sums
+
+    @property
+    def row_bytes(self) -> tuple[int, int]:
+        """Bytes of each element of a row that are read and that are written."""
+        backward = self.direction == "backward"
+        read = (self.x_dtype, self.grad_dtype, self.residual_dtype, *self.rows_in)
+        written = (*self.rows_out, *((self.y_dtype or self.x_dtype,) if self.wants_dx or not backward else ()))
+        return sum(each.itemsize for each in read if each), sum(each.itemsize for each in written)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of each column of weight and bias."""
+        return sum(dtype.itemsize for dtype in (self.weight_dtype, self.bias_dtype) if dtype is not None)
+
+    @property
     def wants_any(self) -> bool:
         """True for a backward that wants a gradient."""
         return self.wants_dx or self.wants_dw or self.wants_db

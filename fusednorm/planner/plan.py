@@ -9,8 +9,10 @@ constants are in bench/NOTES.md, "Evidence behind constants".
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass
+import typing
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from .device import DeviceSpec
@@ -157,6 +159,27 @@ RingPlan = PipelinedPlan | WarpSpecializedPlan
 Plan = MultiWavePlan | ColumnTilePlan | RingPlan | ColumnRingPlan | ReferencePlan
 VARIANTS = ("multi_wave", "pipelined", "warp_specialized", "reference")
 BY_COLUMNS = ("column_tiles", "column_ring")  # kernels whose CTAs own columns, not whole rows
+
+
+def text_of(plan: Plan) -> str:
+    """A plan in short: its type, and the values of its fields in their order, without False of fields of forms."""
+    values = [int(value) for name, value in vars(plan).items() if value or name not in OF_FORMS]
+    return f"{type(plan).__name__.removesuffix('Plan')}({','.join(map(str, values))})"
+
+
+@functools.lru_cache(maxsize=4096)
+def from_text(text: str) -> Plan:
+    """The plan of a text by text_of. Raises ValueError if there is none."""
+    name, _, values = text.removesuffix(")").partition("(")
+    kind = next((kind for kind in typing.get_args(Plan) if kind.__name__ == f"{name}Plan"), None)
+    numbers = [int(value) for value in values.split(",")] if kind else []
+    known = fields(kind) if kind else ()
+    if len(numbers) not in (len(known), len([field for field in known if field.name not in OF_FORMS])) or not known:
+        raise ValueError(f"{text} is no plan")
+    return kind(*(bool(n) if field.type == "bool" else n for field, n in zip(known, numbers, strict=False)))
+
+
+OF_FORMS = ("rows_in_ring",)  # the last fields of a plan, which only forms with row tensors set
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 
 from .. import __version__
-from ..host import building, fallback, native, torch_compat, triton_compat
-from ..planner.device import OLDEST_TRITON
+from ..host import building, fallback, gpus, native, torch_compat, triton_compat
+from ..planner import table
+from ..planner.device import OLDEST_TRITON, DeviceSpec
 from ..planner.legality import OLDEST_ARCH
 from .oracle import Case, assert_outputs_close, fused, make_inputs
 
@@ -49,7 +50,7 @@ def run_doctor() -> int:
 
 def diagnose() -> list[Finding]:
     """The findings of all checks. Checks are independent: a failure of one does not hide the others."""
-    machine = check_versions, check_triton, check_device, check_compiler, check_cache
+    machine = check_versions, check_triton, check_device, check_tables, check_compiler, check_cache
     checks = (*machine, check_native, check_cpu_ops, check_cuda_ops, check_fallbacks)
     return [finding for check in checks for finding in _guarded(check)]
 
@@ -119,6 +120,26 @@ def describe_gpu(properties) -> Finding:
     if arch < OLDEST_ARCH:
         return Finding("problem", "device", f"{text}: the kernels need sm_{OLDEST_ARCH} or later")
     return Finding("ok", "device", text)
+
+
+def check_tables() -> list[Finding]:
+    """Which table the planner uses for each GPU, and how old it is."""
+    if not torch.cuda.is_available():
+        return []
+    names = dict.fromkeys(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    return [describe_table(name, gpus.spec_of(torch.device("cuda", index))) for index, name in enumerate(names)]
+
+
+def describe_table(name: str, spec: DeviceSpec) -> Finding:
+    own, found = table.of_user(name), next(table.of_device(spec), None)
+    if isinstance(own, str):
+        return Finding("note", "plans", f"the shipped table is used, because {own}")
+    if found is None:
+        return Finding("note", "plans", f"no table of {name}: plans are predicted (python -m fusednorm tune makes one)")
+    whose = "your table" if found is own else "the shipped table"
+    text = f"{whose} of {found.gpu}, {found.date}, Triton {found.triton}"
+    same = found.gpu == name
+    return Finding("ok" if same else "note", "plans", text + ("" if same else f"; {name} has none of its own"))
 
 
 def check_compiler() -> list[Finding]:

@@ -17,10 +17,10 @@ from ..forms import PLAIN, FormSpec
 from ..host import fallback, gpus
 from ..host.kernel_devices import runs_kernels
 from ..operands import ForwardOperands
-from ..planner import budget
-from ..planner.cost import Cost, cost
+from ..planner import budget, choice, table
 from ..planner.device import DeviceSpec
-from ..planner.heuristics import Decision, decide
+from ..planner.legality import MAX_RING_ROWS, broken_rule
+from ..planner.model import bytes_moved, predict_us
 from ..planner.norm_problem import ALIGNMENT, NormProblem
 from ..planner.plan import (
     BY_COLUMNS,
@@ -36,6 +36,24 @@ from ..settings import invariance, margin
 from .warm import Wanted, form_named
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A plan, and for each variant a sentence: why it is chosen or why it is not."""
+
+    plan: Plan
+    forced: bool  # `force` asked for the plan's variant
+    reasons: dict[str, str]  # by variant
+
+
+class Cost(NamedTuple):
+    """Bytes of device memory that are read and written. share_of_light is the time to move the tensors once at the
+    datasheet's bandwidth, divided by predicted_us."""
+
+    bytes_moved: int
+    predicted_us: float
+    share_of_light: float
 
 
 @dataclass(frozen=True)
@@ -55,7 +73,13 @@ class Explanation:
 
     @property
     def cost(self) -> Cost | None:
-        return cost(self.plan, self.problem, self.rows, self.device) if self.device and self.rows else None
+        if not self.device or not self.rows or isinstance(self.plan, ReferencePlan):
+            return None
+        call = self.plan, self.problem, self.rows, self.device
+        coefficients, (read, written) = table.coefficients(self.device), self.problem.row_bytes
+        time = predict_us(*call, coefficients)
+        light = self.rows * self.problem.cols * (read + written) / self.device.bandwidth_gb_s / 1e3
+        return Cost(bytes_moved(*call), time, light / time)
 
     def __str__(self) -> str:
         problem, plan, reasons = self.problem, self.plan, self.decision.reasons
@@ -151,6 +175,50 @@ def _count(number: int, name: str) -> str:
     return f"{number} {name}{'s' * (number != 1)}"
 
 
+def decide(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | None = None) -> Decision:
+    """What the planner chooses, and why. It looks on: the planner itself writes no sentences."""
+    chosen, unforced = choice.decide(problem, device, forced), choice.choose(problem, rows, device)
+    plan, obeyed = chosen.plan(rows), chosen.source == "forced"
+    reasons = {variant: _why_not(variant, plan, problem, rows, device) for variant in VARIANTS}
+    reasons[plan.variant] = f"chosen: {_why(chosen.source, problem, rows, device)}"
+    if forced:
+        broken, other = reasons[forced], unforced.variant
+        if not obeyed:
+            reasons[forced] = f"forced, but it {broken}"
+        elif forced == other:
+            reasons[forced] = "forced, and would be chosen anyway"
+        else:
+            fault = (
+                "" if choice.best_plan(forced, problem, device) or forced == "reference" else ", though it might spill"
+            )
+            reasons[forced] = f"forced{fault}; {other} would be chosen"
+            reasons[other] = f"would be chosen: {_why(choice.decide(problem, device).source, problem, rows, device)}"
+    return Decision(plan, obeyed, reasons)
+
+
+def _why(source: str, problem: NormProblem, rows: int, device: DeviceSpec) -> str:
+    if source == "legality":
+        return "no kernel of this package runs here"
+    if rows > MAX_RING_ROWS:
+        return f"the only kernel for more than {MAX_RING_ROWS} rows"
+    if source == "published":
+        return "by the rules that nvFuser has published for B200"
+    return "predicted to be the fastest; nothing like it was measured here" if source == "model" else source
+
+
+def _why_not(variant: str, chosen: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> str:
+    broken = broken_rule(variant, problem, rows, device)
+    if broken:
+        return broken.reason
+    if variant == "reference":
+        return f"could run, but {chosen.variant} comes first"
+    if choice.best_plan(variant, problem, device) is None:
+        return choice.no_room(problem, device)
+    if variant not in choice.variants_in_use(device):
+        return f"could run, but is not in use on {device.name}"
+    return f"could run, but {chosen.variant} comes first"
+
+
 def explain_problem(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | None = None) -> Explanation:
     return Explanation(problem, rows, device, decide(problem, rows * problem.form.groups, device, forced))
 
@@ -230,8 +298,20 @@ def explain(
         return _by_reference(problem, rows, "x has no elements", notes)
     spec = device.leaving(margin.sms) if device else gpus.spec_of(x.device)
     question = fallback.asked(problem, rows, spec)
-    decision = fallback.in_place_of(decide(*question, forced_variant()), problem, rows, spec)
+    decision = _in_place_of(decide(*question, forced_variant()), problem, rows, spec)
     return Explanation(problem, rows, spec, decision, notes)
+
+
+def _in_place_of(decision: Decision, problem: NormProblem, rows: int, device: DeviceSpec) -> Decision:
+    """The decision; if its plan has failed, one for the substitute, whose reasons name the failures."""
+    if not fallback.has_failed(decision.plan, problem, device):
+        return decision
+    plan, reasons = fallback.substitute(problem, rows, device), dict(decision.reasons)
+    for failed, cause in fallback.failed_of(problem, device).items():
+        reasons[failed.variant] = f"cannot run here: {cause}"
+    if plan.variant != decision.plan.variant:
+        reasons[plan.variant] = f"chosen: {decision.plan.variant} has failed"
+    return Decision(plan, False, reasons)
 
 
 class _Layout(NamedTuple):

@@ -89,15 +89,20 @@ def write_repository(folder: Path) -> None:
 
 def _files() -> list[tuple[Path, Path]]:
     """(path, path within the package) of each of its files."""
-    found = {path: path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py")}
+    found = {path: path.relative_to(PACKAGE) for path in _copied(PACKAGE)}
     found |= {path: Path("kernels") / path.name for path in KERNELS.glob("*.py")}
     return sorted(found.items())
+
+
+def _copied(folder: Path) -> list[Path]:
+    """Sources and tables of plans below a folder."""
+    return sorted(path for kind in ("*.py", "*.jsonl") for path in folder.rglob(kind))
 
 
 def _metadata(build: Path) -> dict:
     """What `kernels` reads about a build. It imports the build under the id, which is also the namespace of its ops
     (namespace.py)."""
-    content = {path.relative_to(build).as_posix(): path.read_bytes() for path in sorted(build.rglob("*.py"))}
+    content = {path.relative_to(build).as_posix(): path.read_bytes() for path in _copied(build)}
     sums = {name: hashlib.sha256(text).digest() for name, text in content.items()}
     whole = hashlib.sha256(b"".join(name.encode() + sum for name, sum in sums.items())).hexdigest()
     digest = {"algorithm": "sha256", "files": {name: base64.b64encode(sum).decode() for name, sum in sums.items()}}

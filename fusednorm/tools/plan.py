@@ -14,8 +14,8 @@ from ..forms import ACTIVATIONS, ROUNDINGS, STEPS
 from ..host import gpus
 from ..operands import FORMS
 from ..planner import device
+from ..planner.choice import choose
 from ..planner.device import DeviceSpec
-from ..planner.heuristics import choose
 from ..planner.norm_problem import NormProblem
 from ..planner.plan import VARIANTS, Plan
 from . import console

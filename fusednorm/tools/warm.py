@@ -22,8 +22,10 @@ from ..functional import groups_of
 from ..host import fallback, gpus
 from ..host.program import Program
 from ..operands import BACKWARD, FORMS, FORWARD, OPS, Op, Role, operands_of
-from ..planner import heuristics
+from ..planner import choice
+from ..planner.canonical import Question
 from ..planner.device import DeviceSpec
+from ..planner.legality import MAX_RING_ROWS
 from ..planner.norm_problem import FLOAT_DTYPES, NormProblem, accumulation_dtype
 from ..planner.plan import Plan, ReferencePlan, num_launches
 from ..problem import BackwardCall, ForwardCall, check_backward, check_forward
@@ -123,7 +125,7 @@ class Build(NamedTuple):
     index: int
 
     def launch(self, device: DeviceSpec):
-        return _program(self.wanted, self.plan, device).launches[self.index]
+        return program(self.wanted, self.plan, device).launches[self.index]
 
 
 def warmup(
@@ -273,16 +275,18 @@ def _checked_device(device: torch.device) -> torch.device:
 
 
 def plans_of(wanted: list[Wanted], rows: Sequence[int] | None, device: DeviceSpec) -> Iterator[tuple[Wanted, Plan]]:
-    """Each plan that the planner would choose for one of these row counts, or for any row count if rows is None."""
+    """Each plan that the planner would choose for one of these row counts, or if rows is None for any row count of a
+    ring."""
     for each in wanted:
         problem = each.problem
         if each.direction == "backward" and not problem.wants_any:
             continue
         if rows is None and fallback.asked(problem, 1, device) == (problem, problem.form.groups, device):
-            plans = [plan for _, plan in heuristics.choices(problem, device, forced_variant())]
+            ends = (most for most, _ in choice.choices(problem, device, forced_variant()))
+            questions = [Question(problem, min(most, MAX_RING_ROWS), device) for most in ends]
         else:
             questions = [fallback.asked(problem, count, device) for count in rows or (1,) if count]
-            plans = [heuristics.choose(*each, forced_variant()) for each in questions]
+        plans = [choice.choose(*each, forced_variant()) for each in questions]
         for plan in dict.fromkeys(plans):
             if not isinstance(plan, ReferencePlan):
                 yield each, plan
@@ -310,7 +314,7 @@ def distinct_builds(plans: list[tuple[Wanted, Plan]], device: DeviceSpec) -> lis
 
     builds: dict[str, Build] = {}
     for wanted, plan in plans:
-        for index, launch in enumerate(_program(wanted, plan, device).launches):
+        for index, launch in enumerate(program(wanted, plan, device).launches):
             builds.setdefault(compilation.build_key(launch, device.arch), Build(wanted, plan, index))
     return list(builds.values())
 
@@ -369,7 +373,7 @@ def _load(plans: list[tuple[Wanted, Plan]], device: torch.device, spec: DeviceSp
             call = wanted.call()
             while not isinstance(plan, ReferencePlan):
                 try:
-                    launcher.run(_program(wanted, plan, spec), _zeros(call, device), call.shape, FEW_ROWS)
+                    launcher.run(program(wanted, plan, spec), _zeros(call, device), call.shape, FEW_ROWS)
                     break
                 except fallback.BuildFailed as failed:
                     fallback.remember(plan, call.problem, spec, str(failed))
@@ -383,7 +387,7 @@ def _zeros(call: ForwardCall | BackwardCall, device: torch.device) -> list[Tenso
     return [dtype and torch.zeros(call.shape, dtype=dtype, device=device) for dtype in dtypes]
 
 
-def _program(wanted: Wanted, plan: Plan, device: DeviceSpec) -> Program:
+def program(wanted: Wanted, plan: Plan, device: DeviceSpec) -> Program:
     from ..host import launch
 
     return launch.program_of(wanted.call(), fallback.Choice(plan), device)

@@ -247,7 +247,7 @@ def test_without_a_gpu_a_tool_says_so_and_exits_with_2(tool, capsys):
 
 @pytest.mark.parametrize("variant", ["multi_wave", "pipelined", "warp_specialized"])
 @pytest.mark.parametrize("norm", ["layer", "rms"])
-def test_sweep_draws_plans_of_the_variant_that_prepare_without_a_gpu(norm, variant):
+def test_candidates_of_a_sweep_prepare_without_a_gpu(norm, variant):
     from bench import sweep
     from fusednorm.planner.device import H200
 
@@ -255,8 +255,8 @@ def test_sweep_draws_plans_of_the_variant_that_prepare_without_a_gpu(norm, varia
     case = BenchCase(norm, (16384, 4096), 1, bf16, bf16, bf16 if norm == "layer" else None)
     inputs = sweep.meta_inputs(case)
     problem = sweep.make_call(case, inputs, "backward").problem
-    plans = sweep.fitting_plans(problem, H200, variant, most=5)
-    assert 1 < len(plans) <= 7
+    plans = sweep.candidates(variant, problem, H200)
+    assert 0 < len(plans) <= 16
     assert {plan.variant for plan in plans} == {variant}
     for plan in plans:
         launches, outputs = sweep.prepare(case, inputs, "backward", plan)[:2]
@@ -288,7 +288,7 @@ def test_a_sweep_writes_a_line_of_all_plans_with_a_time_or_the_reason_for_none(m
     monkeypatch.setattr(sweep, "describe_machine", lambda: MACHINE)
     monkeypatch.setattr(sweep, "make_bench_inputs", lambda case, device: make_bench_inputs(case, "cpu"))
     monkeypatch.setattr(sweep.gpus, "spec_of", lambda device: H200)
-    monkeypatch.setattr(sweep, "fitting_plans", lambda *_: plans)
+    monkeypatch.setattr(sweep, "candidates", lambda *_: plans)
     monkeypatch.setattr(sweep.multiprocessing, "get_context", lambda way: type("Context", (), {"Pool": Pool}))
     monkeypatch.setattr(sweep, "prepare", prepare)
     monkeypatch.setattr(sweep, "time_interleaved", lambda calls, rounds: dict.fromkeys(calls, TIMES))

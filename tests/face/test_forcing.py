@@ -1,6 +1,6 @@
 """fusednorm.force: in which thread it holds, for how long, and how it reaches the backward.
 
-test_heuristics.py tests which plans it leads to.
+test_choice.py tests which plans it leads to.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from planning import make_problem, meta_call
 from fusednorm import explain, sm_margin
 from fusednorm.host import gpus
 from fusednorm.planner import candidates
+from fusednorm.planner.choice import choose
 from fusednorm.planner.device import A100, B200, H200, KNOWN
-from fusednorm.planner.heuristics import choose
 from fusednorm.planner.plan import num_ctas
 from fusednorm.settings import margin
 

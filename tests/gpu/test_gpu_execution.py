@@ -11,9 +11,10 @@ import torch
 from calls import assert_same_bits, captured, fill_with_nan, no_waiting, overwrite, run
 from cases import BF16, FP32, make_case
 
+import fusednorm
 from fusednorm.host import gpus, launch
 from fusednorm.operands import BackwardOperands
-from fusednorm.planner import heuristics
+from fusednorm.planner import choice
 from fusednorm.planner.plan import PipelinedPlan
 from fusednorm.problem import check_backward
 from fusednorm.tools.oracle import Outputs, assert_outputs_close, fused, make_inputs
@@ -72,7 +73,7 @@ def test_grids_of_all_sizes_run_one_after_the_other(cols):
             "layer", inputs.grad_out, inputs.x, case.normalized_shape, statistics.mean, statistics.rstd,
             inputs.weight, inputs.bias, (True, True, True),
         ))  # fmt: skip
-        plan = heuristics.best_plan(variant, call.problem, gpus.spec_of(inputs.x.device))
+        plan = choice.best_plan(variant, call.problem, gpus.spec_of(inputs.x.device))
         prepared = launch.prepare(call, plan)
         calls.append((case, inputs, statistics, prepared))
     for _ in range(4):
@@ -90,7 +91,7 @@ def test_grids_of_all_sizes_run_one_after_the_other(cols):
 def test_a_row_comes_out_the_same_whatever_rows_surround_it(case):
     inputs = make_inputs(case, "cuda")
     everything = run(case, inputs)
-    rows = slice(7, 7 + 9 * case.rows // 10)  # enough rows for the same plan
+    rows = slice(7, None)  # enough rows for the same plan
     part = replace(inputs, x=inputs.x[rows], grad_out=inputs.grad_out[rows])
     some = run(replace(case, shape=part.x.shape), part)
     for name in ("y", "mean", "rstd", "dx"):
@@ -155,6 +156,7 @@ def test_a_thousand_row_counts_build_each_kernel_once(builds_of_kernels):
         new = builds_of_kernels[built:]
         assert len(new) == len(set(new)), f"a kernel was built twice for {rows} rows: {new}"
     assert {"forward", "backward"} <= set(builds_of_kernels)
+    fusednorm.warmup("layer", cols, BF16, weight_dtype=FP32)  # row counts between these may run others
     builds_of_kernels.clear()
     for rows in (1, 2, 16, *(random.randint(1, 4000) for _ in range(1000))):
         run_rows(rows)

@@ -19,7 +19,7 @@ from fusednorm import force
 from fusednorm.columns import plan as column_plan
 from fusednorm.host import fallback
 from fusednorm.host.kernel_devices import kernels_on
-from fusednorm.planner import heuristics
+from fusednorm.planner import choice
 from fusednorm.planner.device import A100, B200, H200
 from fusednorm.tools.doctor import check_fallbacks
 
@@ -308,9 +308,9 @@ def test_a_forced_plan_that_fails_gives_way_too(triton, on_h200):
 @pytest.mark.parametrize("device", [A100, H200, B200])
 def test_alternatives_end_with_multi_wave_and_aten(device):
     for problem in (make_problem(), make_problem("rms", 1000), make_problem(direction="forward")):
-        variants = [plan.variant for plan in heuristics.alternatives(problem, 4096, device)]
+        variants = [plan.variant for plan in choice.alternatives(problem, 4096, device)]
         assert variants[-2:] == ["multi_wave", "reference"]
-        assert variants[0] == heuristics.decide(problem, 4096, device).plan.variant
+        assert variants[0] == choice.choose(problem, 4096, device).variant
 
 
 @norms
@@ -382,7 +382,7 @@ def test_column_sums_leave_the_users_errors_alone(error, triton):
 
 def test_a_failure_is_of_one_problem_on_one_device():
     problem = make_problem("layer", 4096)
-    plan = heuristics.choose(problem, 16384, H200)
+    plan = choice.choose(problem, 16384, H200)
     with pytest.warns(RuntimeWarning, match="cannot run as pipelined"):
         fallback.remember(plan, problem, H200, "no")
     assert fallback.has_failed(plan, problem, H200)

@@ -21,8 +21,8 @@ from planning import make_problem, meta_call
 from fusednorm.host import fallback
 from fusednorm.host.program import Address, Map, Number
 from fusednorm.planner.device import H200
-from fusednorm.planner.heuristics import decide
 from fusednorm.planner.plan import VARIANTS, PipelinedPlan
+from fusednorm.tools.explanation import decide
 
 FORWARD = {"direction": "forward"}
 
@@ -45,7 +45,7 @@ def test_launches_are_run_in_one_place():
     assert callers == {"launcher.py"}
 
 
-def launch_of(rows=64, cols=4096, **changes):
+def launch_of(rows=64, cols=2560, **changes):
     """(the plan, the first launch) of a backward."""
     from fusednorm.host import launch
 

@@ -91,10 +91,9 @@ def test_wheel_holds_the_package_and_nothing_beside_it(wheel):
     assert kernels | {"fusednorm/py.typed"} <= set(names)
     assert any(name.endswith("LICENSE") for name in names)
     sources = {f"fusednorm/host/csrc/{path.name}" for path in (ROOT / "fusednorm/host/csrc").iterdir()}
-    assert {name for name in names if name.startswith("fusednorm/") and not name.endswith(".py")} == {
-        *sources,
-        "fusednorm/py.typed",
-    }
+    tables = {f"fusednorm/planner/data/{path.name}" for path in (ROOT / "fusednorm/planner/data").iterdir()}
+    others = {name for name in names if name.startswith("fusednorm/") and not name.endswith(".py")}
+    assert others == {*sources, *tables, "fusednorm/py.typed"}
 
 
 def test_an_editable_install_is_found_from_the_folder_that_holds_the_clone(sdist, tmp_path):
@@ -124,6 +123,7 @@ def test_sdist_holds_tests_bench_examples_and_documents(sdist):
         names = {name.partition("/")[2] for name in archive.getnames()}
     needed = {"tests/conftest.py", "bench/bench_norm.py", "kernels/rowmath.py", "README.md", "CHANGELOG.md", "LICENSE"}
     assert needed | {"Makefile", "examples/train_gpt.py", "docs/conf.py"} <= names
-    assert {f"fusednorm/host/csrc/{each.name}" for each in (ROOT / "fusednorm" / "host" / "csrc").iterdir()} <= names
+    for folder in ("fusednorm/host/csrc", "fusednorm/planner/data"):
+        assert {f"{folder}/{each.name}" for each in (ROOT / folder).iterdir()} <= names
     assert set(re.findall(r"\]\(([\w./-]+)\)", (ROOT / "README.md").read_text())) <= names
     assert not {name for name in names if name.endswith(".pyc")}

@@ -12,7 +12,7 @@ from cases import guarded_buffers
 from fusednorm import reference
 from fusednorm.host import gpus
 from fusednorm.host.kernel_devices import kernels_on
-from fusednorm.planner import heuristics
+from fusednorm.planner import choice
 from fusednorm.planner.device import A100
 from fusednorm.planner.plan import ColumnTilePlan, MultiWavePlan
 
@@ -56,7 +56,7 @@ def assert_derivatives_close(y, wanted, of):
 @pytest.mark.parametrize("plan, wants_dx", [(IN_REGISTERS, True), (BY_COLUMN_TILES, True), (BY_COLUMN_TILES, False)])
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_a_norm_from_outside_runs_our_kernels_forward_and_backward(norm, plan, wants_dx, monkeypatch):
-    monkeypatch.setattr(heuristics, "choices", lambda *_: ((2**31, plan),))
+    monkeypatch.setattr(choice, "choices", lambda *_: ((2**31, plan),))
     tensors = given(norm)
     monkeypatch.setattr(reference, "run", None)
     with kernels_on("cpu"), guarded_buffers():

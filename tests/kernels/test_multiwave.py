@@ -31,7 +31,7 @@ from cases import (
 
 from fusednorm.host import gpus
 from fusednorm.operands import BackwardOperands, ForwardOperands
-from fusednorm.planner import heuristics
+from fusednorm.planner import choice
 from fusednorm.planner.device import A100
 from fusednorm.planner.plan import ColumnTilePlan, MultiWavePlan, num_ctas
 from fusednorm.problem import BackwardCall, ForwardCall, check_backward, check_forward
@@ -88,7 +88,7 @@ def planned(case: Case, inputs: Inputs) -> list:
     rstd = torch.ones(case.rows)
     mean = rstd if case.norm == "layer" else None
     calls = forward_call(case, inputs), backward_call(case, inputs, mean, rstd)
-    return [heuristics.choose(call.problem, call.rows, SMALL_GPU) for call in calls]
+    return [choice.choose(call.problem, call.rows, SMALL_GPU) for call in calls]
 
 
 SHAPES = [  # rows, cols

@@ -10,8 +10,8 @@ from planning import make_problem, meta_call
 
 from fusednorm import sm_margin
 from fusednorm.host import gpus
+from fusednorm.planner.choice import choose
 from fusednorm.planner.device import A100, B200, H200
-from fusednorm.planner.heuristics import choose
 from fusednorm.planner.plan import VARIANTS, num_ctas, num_partials
 from fusednorm.tools.oracle import make_inputs
 

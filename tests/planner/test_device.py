@@ -9,8 +9,8 @@ import pytest
 from planning import make_problem
 
 import fusednorm
+from fusednorm.planner.choice import choose
 from fusednorm.planner.device import A100, B200, H200, KNOWN, RTX_5090
-from fusednorm.planner.heuristics import choose
 from fusednorm.planner.plan import num_ctas
 
 MANY_ROWS = 16384

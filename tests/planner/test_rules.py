@@ -1,6 +1,6 @@
-"""The rules that reject plans: each with a problem that it rejects, and some with their exact limits.
+"""The rules of legality: each with a problem that it rejects, and what is said and done then.
 
-A launch asserts the rules of legality again.
+A launch asserts the rules again.
 """
 
 from __future__ import annotations
@@ -14,56 +14,54 @@ from planning import make_gated, make_modulated, make_problem, meta_call
 from fusednorm.forms import FormSpec
 from fusednorm.host import gpus
 from fusednorm.planner import legality
+from fusednorm.planner.choice import best_plan, choose
 from fusednorm.planner.device import A100, B200, H200
-from fusednorm.planner.heuristics import best_plan, choose, decide, find_fault, outcome
-from fusednorm.planner.plan import MultiWavePlan, PipelinedPlan
+from fusednorm.tools.explanation import decide
 
 MANY_ROWS = 16384
-ADD, BY_GROUP = FormSpec(combine="add"), FormSpec(finish="gate", groups=2)
-SMALL = replace(B200, smem_per_block_bytes=48 * 1024)
+ADDED = {"rows_in": (torch.bfloat16,), "rows_out": (torch.bfloat16,)}
 RULES = {  # rule: (variant, problem, rows, device) that it rejects
     "arch": ("multi_wave", make_problem(), MANY_ROWS, replace(A100, arch=75)),
     "tma": ("pipelined", make_problem(), MANY_ROWS, A100),
     "dx": ("warp_specialized", make_problem(wants_dx=False), MANY_ROWS, H200),
-    "row_tensors": ("warp_specialized", make_problem(direction="forward", form=ADD), MANY_ROWS, B200),
     "sums": ("pipelined", make_gated(wants_dx=False, rows_out=(), stored=(0,)), MANY_ROWS, H200),
-    "groups": ("warp_specialized", make_gated(cols=1024, form=BY_GROUP), MANY_ROWS, B200),
-    "packed": ("warp_specialized", make_gated(cols=1024, packed=True), MANY_ROWS, B200),
     "float64": ("pipelined", make_problem(dtype="fp64"), MANY_ROWS, H200),
     "alignment": ("warp_specialized", make_problem(cols=4100), MANY_ROWS, B200),
     "wide_modulation": ("multi_wave", make_modulated(modulation="fp64"), MANY_ROWS, H200),
     "steps": ("multi_wave", make_modulated(rounds_steps=True), MANY_ROWS, H200),
     "scattered": ("multi_wave", replace(make_modulated(direction="backward"), scattered=True), MANY_ROWS, H200),
-    "registers": ("multi_wave", make_modulated(cols=65536, direction="backward"), MANY_ROWS, H200),
     "unmodulated": ("pipelined", make_modulated(), MANY_ROWS, H200),
     "nested_rows": ("pipelined", make_problem(nested_rows=True), MANY_ROWS, H200),
     "rows": ("pipelined", make_problem(), 2**31, H200),
-    "shared_memory": ("warp_specialized", make_problem("layer", 65536), MANY_ROWS, B200),
-    "unmeasured": ("pipelined", make_problem(wants_dx=False), MANY_ROWS, replace(B200, arch=130)),
-    "untried": ("warp_specialized", make_problem(), MANY_ROWS, H200),
-    "one_stage": ("warp_specialized", make_problem("rms", 8192), MANY_ROWS, SMALL),
-    "spills": ("warp_specialized", make_problem("layer", 16384), MANY_ROWS, B200),
-    "few_rows": ("pipelined", make_problem(), 1024, B200),
-    "narrow_rows": ("pipelined", make_problem(cols=64), MANY_ROWS, H200),
-    "slower_columns": ("pipelined", make_problem(cols=960, direction="forward"), MANY_ROWS, H200),
-    "short_pieces": ("pipelined", make_problem(cols=1000), MANY_ROWS, H200),
+    "groups": ("warp_specialized", make_problem(form=FormSpec(groups=4)), MANY_ROWS, B200),
+    "packed": ("warp_specialized", make_problem(packed=True), MANY_ROWS, B200),
+    "row_tensors": (
+        "warp_specialized",
+        make_problem(direction="forward", form=FormSpec(combine="add"), **ADDED),
+        MANY_ROWS,
+        H200,
+    ),
 }
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_each_rule_is_met_by_what_it_is_about(rule):
-    found = outcome(*RULES[rule]).fault
+    variant, *call = RULES[rule]
+    found = legality.broken_rule(variant, *call)
     assert found.rule == rule
-    assert decide(*RULES[rule][1:]).reasons[RULES[rule][0]] == found.reason
+    assert decide(*call).reasons[variant] == found.reason
+    assert choose(*call, variant).variant != variant
 
 
 def test_a_float64_residual_keeps_narrower_x_out_of_the_rings():
-    problem = make_problem(direction="forward", form=ADD, rows_in=(torch.float64,), rows_out=(torch.float64,))
-    assert outcome("pipelined", problem, MANY_ROWS, H200).fault.rule == "float64"
+    problem = make_problem(
+        direction="forward", form=FormSpec(combine="add"), rows_in=(torch.float64,), rows_out=(torch.float64,)
+    )
+    assert legality.broken_rule("pipelined", problem, MANY_ROWS, H200).rule == "float64"
 
 
 def test_every_rule_of_legality_is_among_them():
-    assert {rule.name for rules in legality.RULES.values() for rule in rules} <= set(RULES)
+    assert {rule.name for rules in legality.RULES.values() for rule in rules} == set(RULES)
 
 
 @pytest.mark.parametrize("rule", ["tma", "alignment", "nested_rows", "dx", "float64", "rows"])
@@ -78,26 +76,29 @@ def test_launch_asserts_what_the_planner_asks(rule, monkeypatch):
         launch.prepare(call._replace(problem=problem, rows=rows), plan)
 
 
-def test_fault_of_a_plan_that_is_no_ring_is_none():
-    problem = make_problem("layer", 32768)
-    assert find_fault(best_plan("multi_wave", problem, H200), problem, 1, H200) is None
+def test_sums_by_sample_without_room_in_registers_are_left_to_aten_and_told():
+    problem = make_modulated(cols=65536, direction="backward")
+    decision = decide(problem, MANY_ROWS, H200)
+    reason = "has no plan for 65536 columns within the registers and shared memory of H200"
+    assert decision.plan.variant == "reference" and decision.reasons["multi_wave"] == reason
+    assert decision.plan.reason == reason and choose(problem, MANY_ROWS, H200, "multi_wave").variant == "reference"
 
 
-@pytest.mark.parametrize("norm", ["layer", "rms"])
-def test_rows_that_tma_copies_16_bytes_at_a_time_go_through_a_ring_where_multi_wave_cannot_hold_them(norm):
-    for cols, dtype, kind in (
-        (2056, "bf16", MultiWavePlan),
-        (8184, "bf16", MultiWavePlan),
-        (8200, "bf16", PipelinedPlan),
-        (6148, "fp32", MultiWavePlan),
-        (8196, "fp32", PipelinedPlan),
-    ):
-        assert isinstance(choose(make_problem(norm, cols, dtype), MANY_ROWS, H200), kind)
-        assert not isinstance(choose(make_problem(norm, cols, dtype, direction="forward"), 8192, H200), PipelinedPlan)
+def test_a_variant_without_registers_or_shared_memory_says_so_and_runs_by_force_where_it_fits():
+    problem = make_problem("layer", 16384)
+    assert best_plan("warp_specialized", problem, B200) is None
+    reason = decide(problem, MANY_ROWS, B200).reasons["warp_specialized"]
+    assert reason == "has no plan for 16384 columns within the registers and shared memory of B200"
+    forced = decide(problem, MANY_ROWS, B200, "warp_specialized")
+    assert forced.plan.variant == "warp_specialized" and forced.forced
+    assert forced.reasons["warp_specialized"] == "forced, though it might spill; pipelined would be chosen"
 
 
-@pytest.mark.parametrize("direction", ["backward", "forward"])
-@pytest.mark.parametrize("norm", ["layer", "rms"])
-def test_float32_rows_go_through_a_ring_from_pieces_of_64_bytes_on(norm, direction):
-    for cols, kind in ((2056, MultiWavePlan), (2064, PipelinedPlan), (2080, PipelinedPlan)):
-        assert isinstance(choose(make_problem(norm, cols, "fp32", direction=direction), MANY_ROWS, H200), kind)
+@pytest.mark.parametrize("device", [A100, H200, B200], ids=lambda device: device.name)
+def test_reasons_name_one_choice_and_agree_with_it(device):
+    for cols in (64, 1001, 4096, 65536):
+        problem = make_problem(cols=cols)
+        decision = decide(problem, MANY_ROWS, device)
+        assert decision.plan == choose(problem, MANY_ROWS, device) and not decision.forced
+        assert decision.reasons[decision.plan.variant].startswith("chosen: ")
+        assert sum(text.startswith("chosen") for text in decision.reasons.values()) == 1

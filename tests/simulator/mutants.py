@@ -33,7 +33,7 @@ PROBLEMS = [
     Problem("backward", "multi_wave", "layer", 60, 200),
     Problem("backward", "multi_wave", "layer", 40, 5000, mask=NO_DX),
     Problem("backward", "multi_wave", "layer", 2, 33000, sms=20),
-    Problem("backward", "pipelined", "layer", 85, 200, sms=1),
+    Problem("backward", "pipelined", "layer", 340, 200, sms=1),
     Problem("backward", "pipelined", "layer", 21, 1032, mask=DX_ONLY, sms=1),
     Problem("backward", "pipelined", "layer", 27, 5120, mask=DX_ONLY, sms=4),
     Problem("backward", "pipelined", "layer", 700, 136, mask=NO_DX, sms=1),

@@ -216,7 +216,7 @@ def build_with_another_triton() -> int:
     compilation.create_function_from_signature = lambda signature: None
     plans = list(warm.plans_of([wanted(cols=512), wanted(direction="forward", cols=512)], [4096], H200))
     with pytest.raises(compilation.UnknownTriton, match="another way than is known"):
-        compilation.build_key(warm._program(*plans[0], H200).launches[0], 90)
+        compilation.build_key(warm.program(*plans[0], H200).launches[0], 90)
     return warm.build_ahead(plans, H200, None)
 
 

@@ -13,7 +13,7 @@ from test_repeats import ALL, BF16_FP32, assert_launched_as_by_itself
 from torch.testing import assert_close
 
 from fusednorm.operands import operands_of
-from fusednorm.planner import heuristics
+from fusednorm.planner import choice
 from fusednorm.planner.device import H200
 from fusednorm.planner.plan import MultiWavePlan, PipelinedPlan
 from fusednorm.problem import check_backward
@@ -59,8 +59,8 @@ def assert_right(operands, outputs) -> None:
 @pytest.mark.parametrize(
     "plan, shape, dtypes, residual_dtype, dx_dtype",
     [
-        (PipelinedPlan, (64, 4096), BF16_FP32, None, None),
-        (PipelinedPlan, (64, 4096), BF16_FP32, FP32, FP32),
+        (PipelinedPlan, (64, 2560), BF16_FP32, None, None),
+        (PipelinedPlan, (64, 2560), BF16_FP32, FP32, FP32),
         (MultiWavePlan, (4, 16, 1000), (BF16, BF16, FP32), None, None),
         (MultiWavePlan, SHAPE, (FP16, FP16, FP16), FP64, FP16),
     ],
@@ -76,7 +76,7 @@ def test_the_driver_gets_what_python_would_launch(norm, plan, shape, dtypes, res
         outputs = op()
     assert_right(operands, outputs)
     call = check_backward(operands)
-    assert isinstance(heuristics.choose(call.problem, call.rows, H200), plan)
+    assert isinstance(choice.choose(call.problem, call.rows, H200), plan)
     assert_launched_as_by_itself(operands, outputs, gpu.launched)
 
 

@@ -10,7 +10,7 @@ from simulator.host import simulated
 from steps import PIPELINED, PORTABLE, SPECIALIZED
 
 import fusednorm
-from fusednorm.planner import heuristics
+from fusednorm.planner import choice
 
 SOME_PORTABLE = [PORTABLE[4], PORTABLE[6]]
 BY_VARIANT = {"multi_wave": SOME_PORTABLE, "pipelined": PIPELINED, "warp_specialized": SPECIALIZED}
@@ -32,7 +32,7 @@ def test_row_tensors_come_by_the_ring_or_not_to_the_same_bits(steps):
     from fusednorm.host import gpus, launch
 
     with simulated("H200", 8 if steps.cols > 8192 else 2) as simulation:
-        plan = heuristics.outcome("pipelined", steps.call.problem, steps.rows, gpus.spec_of(None)).plan
+        plan = choice.best_plan("pipelined", steps.call.problem, gpus.spec_of(None))
         other = replace(plan, rows_in_ring=not plan.rows_in_ring)
         both = [launch.prepare(steps.call, each) for each in (plan, other)]
         for each in both:

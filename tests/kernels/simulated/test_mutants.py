@@ -9,7 +9,7 @@ from simulator.mutants import mutants_of, who_notices
 from simulator.problems import DX_ONLY, Problem, SumProblem
 
 SCHEDULES = [
-    Problem("backward", "pipelined", "layer", 85, 200, mask=DX_ONLY, sms=1),
+    Problem("backward", "pipelined", "layer", 340, 200, mask=DX_ONLY, sms=1),
     Problem("backward", "pipelined", "rms", 15, 5120, mask=DX_ONLY, sms=2),
     Problem("backward", "warp_specialized", "layer", 105, 200, mask=DX_ONLY, sms=1),
     Problem("forward", "warp_specialized", "layer", 105, 200, sms=1),

@@ -1,0 +1,156 @@
+"""Tables: which plan was the fastest, measured on one GPU, by problem, columns and rows per SM.
+
+A table is a file of JSON lines. The first says what it was measured on, by which release of Triton and when, and has
+the coefficients that were fitted (model.py). Each other object is a Key. Its widths follow it, a line each: columns,
+and plans in order of rows, each up to a number of rows per SM, the last without end. `python -m fusednorm tune` writes
+a table, and data/ has those that are shipped.
+
+A problem that has no line takes that of a near width which TMA copies by pieces as long. A key that the table lacks is
+that of other traffic.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from .device import DeviceSpec
+from .model import Coefficients
+from .norm_problem import NormProblem
+
+SHIPPED = Path(__file__).parent / "data"
+FORMAT = 1
+MOST_DISTANCE = 0.5  # octaves to a width that answers for another
+MOST_NEIGHBOURS = 3
+LONG_PIECE = 64  # bytes; rows that TMA copies by longer pieces are alike
+
+Ranges = tuple[tuple[float, str], ...]  # (most rows per SM, a plan's text), ascending
+
+
+class Key(NamedTuple):
+    """What problems have in common whose widths answer for one another."""
+
+    norm: str
+    direction: str
+    itemsizes: tuple[int, ...]  # of x, in a backward also of its gradient
+    piece: int  # bytes that TMA copies at once, up to LONG_PIECE; 0 if it cannot
+    traffic: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, problem: NormProblem) -> Key:
+        itemsizes = tuple(dtype.itemsize for dtype in (problem.x_dtype, problem.grad_dtype) if dtype is not None)
+        piece = math.gcd(problem.cols * itemsizes[0], LONG_PIECE) if problem.tma_aligned else 0
+        return cls(problem.norm, problem.direction, itemsizes, piece, problem.traffic)
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    gpu: str
+    arch: int
+    triton: str
+    date: str
+    coefficients: Coefficients
+    lines: dict[Key, list[str]]  # of the widths, as they are in the file
+
+    @functools.cache  # noqa: B019  a table lives as long as the process
+    def widths(self, key: Key) -> dict[int, Ranges]:
+        """{columns: ranges} of a key, or if it has none of the first key that differs in traffic alone. A backward
+        without dx, which writes no large tensor, is unlike all others."""
+        alike = [each for each in self.lines if key.traffic[1] and each._replace(traffic=key.traffic) == key]
+        lines = self.lines.get(key) or (self.lines[alike[0]] if alike else [])
+        found = (json.loads(line) for line in lines)
+        return {
+            cols: tuple((math.inf if most is None else most, text) for most, text in plans) for cols, plans in found
+        }
+
+    def lookup(self, problem: NormProblem) -> list[tuple[int, Ranges]]:
+        """(columns, ranges) of the problem's width alone, or of the nearest ones, the nearest first; empty if there are
+        none."""
+        widths = self.widths(Key.of(problem))
+        if problem.cols in widths:
+            return [(problem.cols, widths[problem.cols])]
+        far = {cols: abs(math.log2(cols / problem.cols)) for cols in widths}
+        near = sorted((distance, cols) for cols, distance in far.items() if distance <= MOST_DISTANCE)
+        return [(cols, widths[cols]) for _, cols in near[:MOST_NEIGHBOURS]]
+
+
+class Unreadable(Exception):  # noqa: N818  a reason, not a fault of the caller
+    """str() says in one sentence why a file is no table."""
+
+
+def write(path: Path, head: dict, widths: dict[Key, dict[int, Ranges]]) -> None:
+    """Replaces the file at once, so that nobody reads half of one."""
+    lines: list = [{"format": FORMAT} | head]
+    for key, ranges in sorted(widths.items()):
+        lines.append(key._asdict())
+        for cols, plans in sorted(ranges.items()):
+            lines.append([cols, [[None if most == math.inf else most, text] for most, text in plans]])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    new.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+    new.replace(path)
+
+
+def read(path: Path) -> Table:
+    """Raises Unreadable."""
+    try:
+        first, *rest = path.read_text().splitlines()
+        head = json.loads(first)
+        if head["format"] != FORMAT:
+            raise Unreadable(f"{path} has format {head['format']}, and this release reads format {FORMAT}")
+        lines: dict[Key, list[str]] = {}
+        for line in rest:
+            if line.startswith("{"):
+                key = json.loads(line)
+                key = Key(**key | {"itemsizes": tuple(key["itemsizes"]), "traffic": tuple(key["traffic"])})
+                widths = lines.setdefault(key, [])
+            else:
+                widths.append(line)
+        names = ("gpu", "arch", "triton", "date")
+        return Table(*(head[name] for name in names), Coefficients(**head["coefficients"]), lines)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, UnboundLocalError) as error:
+        raise Unreadable(f"{path} is no table of plans: {type(error).__name__}: {error}") from error
+
+
+@functools.cache
+def shipped() -> tuple[Table, ...]:
+    return tuple(read(path) for path in sorted(SHIPPED.glob("*.jsonl")))
+
+
+def user_file(gpu: str) -> Path:
+    """Where `tune` writes the table of a GPU."""
+    name = re.sub("[^a-z0-9]+", "-", gpu.lower())
+    return Path.home() / ".cache" / "fusednorm" / "plans" / f"{name}.jsonl"
+
+
+@functools.cache
+def of_user(gpu: str) -> Table | str | None:
+    """The user's table of a GPU, or why its file cannot be used; None if there is none."""
+    path = user_file(gpu)
+    if not path.exists():
+        return None
+    try:
+        table = read(path)
+    except Unreadable as why:
+        return str(why)
+    return table if table.gpu == gpu else f"{path} was measured on {table.gpu}"
+
+
+def of_device(device: DeviceSpec) -> Iterator[Table]:
+    """The tables of a GPU, the first the one that decides: the user's, that of its name, others of its capability."""
+    own = of_user(device.name)
+    if isinstance(own, Table):
+        yield own
+    alike = (each for each in shipped() if each.arch == device.arch)
+    yield from sorted(alike, key=lambda each: device.name not in each.gpu and each.gpu not in device.name)
+
+
+def coefficients(device: DeviceSpec) -> Coefficients:
+    """Those that were fitted on this GPU, or else on the one that is shipped first."""
+    return next(of_device(device), shipped()[0]).coefficients

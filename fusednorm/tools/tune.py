@@ -1,0 +1,367 @@
+"""python -m fusednorm tune: times the planner's candidates on this machine's GPU and writes the table of the fastest.
+
+Later processes plan by that table. A cell is a problem with a number of rows. Cells are kept in a file beside the table
+as they are measured, so a run that ends early leaves a table, and the next one goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import itertools
+import json
+import math
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ..host import gpus
+from ..host.fallback import BuildFailed
+from ..planner import choice, table
+from ..planner.candidates import Family, candidates
+from ..planner.device import DeviceSpec, named
+from ..planner.model import Coefficients, Work, predict_us, time_us, work_of
+from ..planner.norm_problem import NormProblem
+from ..planner.plan import Plan, from_text, text_of
+from . import console
+from .explanation import DTYPES
+from .warm import Wanted, build_ahead, program
+
+NORMS, DIRECTIONS = ("layer", "rms"), ("forward", "backward")
+ROWS_PER_SM = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+MOST_ROWS, MOST_ELEMENTS = 65536, 2**28
+WIDE = (18432, 20480, 24576, 28672, 32768, 40960, 49152, 65536, 81920, 98304, 131072, 262144)
+NARROW = (64, 80, 96, 104, 144, 160, 192, 224, 272, 296, 320, 448)
+IN_PIECES = (72, 200, 1000, 1032, 1560, 2000, 2056, 3000, 4104, 5000, 6008, 9000, 12296)
+UNALIGNED = (77, 255, 777, 1001, 1501, 2001, 3001, 4097, 5001, 6001, 8191, 12001, 16001)
+IN_FLOAT32 = (64, 96, 192, 320, 1000, 777, 2001, 4097, 5000, 20480, 32768, 65536)
+
+MOST_CANDIDATES = 16  # that are timed of a problem
+ROUNDS, WARMUP_CALLS = 7, 3
+FLUSH_BYTES = 256 << 20  # above any L2 so far
+BATCH = 24  # problems that are compiled at once
+NEIGHBOURHOOD, LEAST_WEIGHT = 0.1, 0.01  # octaves over which times are averaged, against noise
+UNKNOWN_LOSS = 0.05  # of a family that was not measured at a neighbouring width
+TOLERANCE = 0.02  # by which a plan may be slower that is the fastest for fewer rows: it saves a build
+MOST_PLANS = 6  # of a width; if it wants more, the tolerance grows
+STEPS = 8  # row counts that are looked at from one that was measured to the next
+
+
+class Task(NamedTuple):
+    norm: str
+    direction: str
+    cols: int
+    dtype: str  # of DTYPES, of all tensors
+
+    @property
+    def wanted(self) -> Wanted:
+        dtype = DTYPES[self.dtype]
+        return Wanted(self.norm, self.direction, self.cols, dtype, dtype, True, (True, True, self.norm == "layer"))
+
+
+class Cell(NamedTuple):
+    """Microseconds of each plan, by its text. own is the plan that the planner chose."""
+
+    task: Task
+    rows: int
+    times: dict[str, float]
+    own: str
+
+    def record(self) -> dict:
+        plans = sorted(self.times.items(), key=lambda item: item[1])
+        return self.task._asdict() | {"rows": self.rows, "own": self.own, "plans": plans}
+
+    @classmethod
+    def of(cls, record: dict) -> Cell:
+        names = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
+        dtype = record.get("dtype") or names[record["x_dtype"]]
+        task = Task(record["norm"], record["direction"], record["cols"], dtype)
+        return cls(task, record["rows"], dict(record["plans"]), record["own"])
+
+
+def dense() -> Iterator[Task]:
+    """The tasks of a whole table, coarse widths first: a run that ends early is of use."""
+    for step in (2048, 1024, 512):
+        yield from of_widths(cols for cols in range(step, 16385, step) if cols % (2 * step) or step == 2048)
+    yield from of_widths((128, 256, 384, 768, 1152, 1280, 2304, 2880, 5376, *UNALIGNED[::2], *WIDE[::2]))
+    yield from of_widths((*NARROW, *IN_PIECES))
+    yield from of_widths(range(1024, 16385, 1024), "fp32")
+    yield from of_widths(range(128, 16385, 128))
+    yield from of_widths((*UNALIGNED, *WIDE))
+    yield from of_widths((*range(256, 16385, 256), *IN_FLOAT32), "fp32")
+
+
+def of_widths(widths: Iterable[int], dtype: str = "bf16") -> Iterator[Task]:
+    for cols in widths:
+        yield from (Task(norm, direction, cols, dtype) for direction in DIRECTIONS for norm in NORMS)
+
+
+def row_counts(task: Task, device: DeviceSpec, rows_per_sm: Iterable[int] = ROWS_PER_SM) -> Iterator[int]:
+    """About so many rows per SM: powers of two, as most models have."""
+    for rows in (1 << round(math.log2(per_sm * device.sm_count)) for per_sm in rows_per_sm):
+        if rows <= MOST_ROWS and rows * task.cols <= MOST_ELEMENTS:
+            yield rows
+
+
+def plans_of(problem: NormProblem, device: DeviceSpec) -> tuple[Plan, ...]:
+    plans = (plan for variant in choice.variants_in_use(device) for plan in candidates(variant, problem, device))
+    return tuple(itertools.islice(plans, MOST_CANDIDATES))
+
+
+# --- Measuring ---
+
+
+def measure(
+    tasks: Iterable[Task], known: dict[tuple[Task, int], Cell], device: DeviceSpec, ends: Callable[[], bool]
+) -> Iterator[Cell]:
+    """Cells that are not known, or not with all plans, until `ends` says so."""
+    wanted = {task: plans_of(task.wanted.problem, device) for task in dict.fromkeys(tasks)}
+    cells = [
+        (task, rows)
+        for task, plans in wanted.items()
+        for rows in row_counts(task, device)
+        if (task, rows) not in known or not {*map(text_of, plans)} <= known[task, rows].times.keys()
+    ]
+    built: set[Task] = set()
+    left = list(dict.fromkeys(task for task, _ in cells))
+    for task, rows in console.progress(cells, "timed", "bench"):
+        if ends():
+            return
+        if task not in built:
+            batch = left[left.index(task) :][:BATCH]
+            built.update(batch)
+            try:
+                build_ahead([(each.wanted, plan) for each in batch for plan in wanted[each]], device, None)
+            except RuntimeError:
+                pass  # the plan at fault fails again below, alone
+        own = choice.choose(task.wanted.problem, rows, device)
+        yield Cell(task, rows, time_plans(task, rows, (own, *wanted[task]), device), text_of(own))
+
+
+def time_plans(task: Task, rows: int, plans: Iterable[Plan], device: DeviceSpec) -> dict[str, float]:
+    """The median time of each plan that runs, in us: replays of CUDA graphs in turn, L2 flushed before each."""
+    shape = torch.Size((rows, task.cols))
+    tensors = [
+        None if each is None else torch.rand(shape if each.dim() > 1 else max(shape), device="cuda").to(each.dtype)
+        for each in task.wanted.call().tensors
+    ]
+    graphs = {}
+    for plan in dict.fromkeys(plans):
+        try:
+            launches = program(task.wanted, plan, device).on_tensors(tensors, shape, rows).launches
+            graphs[text_of(plan)] = capture(launches), launches
+        except (BuildFailed, RuntimeError):
+            torch.cuda.synchronize()
+    times: dict[str, list[float]] = {text: [] for text in graphs}
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    for turn in range(ROUNDS + 1):
+        texts = list(graphs)
+        for text in texts[turn % len(texts) :] + texts[: turn % len(texts)]:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flush.zero_()
+            start.record()
+            graphs[text][0].replay()
+            end.record()
+            end.synchronize()
+            times[text].append(1e3 * start.elapsed_time(end))
+    return {text: round(statistics.median(each[1:]), 2) for text, each in times.items()}
+
+
+def capture(launches) -> torch.cuda.CUDAGraph:
+    from ..host import launcher
+
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARMUP_CALLS):
+            launcher.hand_over(launches)
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        launcher.hand_over(launches)
+    return graph
+
+
+# --- From times to a table ---
+
+
+def widths_of(
+    cells: Iterable[Cell], device: DeviceSpec, coefficients: Coefficients
+) -> dict[table.Key, dict[int, table.Ranges]]:
+    """For each width the plan of the fastest family, at the row counts that were measured and between them."""
+    found: dict[table.Key, Widths] = defaultdict(lambda: defaultdict(dict))
+    problems: dict[tuple[table.Key, int], NormProblem] = {}
+    for cell in cells:
+        problem = cell.task.wanted.problem
+        key, at = table.Key.of(problem), {}
+        for text, us in sorted(cell.times.items(), key=lambda item: -item[1]):
+            at[Family.of(from_text(text))] = us, from_text(text)
+        found[key][cell.task.cols][cell.rows] = at
+        problems[key, cell.task.cols] = problem
+
+    def ranges(key: table.Key, cols: int) -> table.Ranges:
+        @functools.cache
+        def predict(plan: Plan, rows: float) -> float:
+            return predict_us(plan, problems[key, cols], round(rows), device, coefficients)
+
+        return _ranges(cols, found[key], predict, device.sm_count)
+
+    return {key: {cols: ranges(key, cols) for cols in widths} for key, widths in found.items()}
+
+
+Widths = dict[int, dict[int, dict[Family, tuple[float, Plan]]]]  # by columns, rows and family: us, and the plan
+
+
+def _ranges(cols: int, widths: Widths, predict: Callable[[Plan, float], float], sms: int) -> table.Ranges:
+    """Between two row counts that were measured, a plan takes as long as the model says, and what the model lacks at
+    both, in proportion to the rows."""
+    counts = sorted(widths[cols])
+    smoothed = {rows: _smoothed(cols, rows, widths) for rows in counts}
+    costs = []
+    for low, high in itertools.pairwise((*counts, counts[-1] + 1)):
+        for step in range(STEPS if high in smoothed else 1):
+            rows = low * (high / low) ** (step / STEPS)
+            share = (rows - low) / (high - low)
+            cost = {}
+            for family in smoothed[low].keys() & smoothed.get(high, smoothed[low]).keys():
+                plan = widths[cols][low][family][1]
+                ends = ((low, 1 - share), (high, share)) if step else ((low, 1),)
+                lacks = sum(part * (smoothed[end][family] - predict(plan, end)) for end, part in ends)
+                cost[plan] = predict(plan, rows) + lacks
+            costs.append((rows, cost))
+    tolerances = (TOLERANCE * 1.5**step for step in range(20))
+    tries = (_few_plans(costs, tolerance, sms) for tolerance in tolerances)
+    return next((found for found in tries if len(found) <= MOST_PLANS), ((math.inf, text_of(min(cost, key=cost.get))),))
+
+
+def _few_plans(costs: list[tuple[float, dict[Plan, float]]], tolerance: float, sms: int) -> table.Ranges:
+    """From the times of plans, by rows: a plan stays until it is slower than the fastest by more than `tolerance`."""
+    found: list[tuple[float, Plan]] = []
+    last = 0.0
+    for rows, cost in costs:
+        best = min(cost, key=cost.__getitem__)
+        before = found[-1][1] if found else best
+        if before in cost and cost[before] <= cost[best] * (1 + tolerance):
+            best = before
+        if found and best == before:
+            found.pop()
+        elif found:
+            found[-1] = round(math.sqrt(last * rows) / sms, 1), before
+        found.append((math.inf, best))
+        last = rows
+    return tuple((most, text_of(plan)) for most, plan in found)
+
+
+def _smoothed(cols: int, rows: int, widths: Widths) -> dict[Family, float]:
+    """The time of each family, from its loss against the fastest, averaged with that at neighbouring widths. These have
+    at most half of the weight: a power of two is unlike its neighbours."""
+    losses = {
+        other: {family: us / min(us for us, _ in counts[rows].values()) - 1 for family, (us, _) in counts[rows].items()}
+        for other, counts in widths.items()
+        if rows in counts
+    }
+    near = {other: math.exp(-((math.log2(other / cols) / NEIGHBOURHOOD) ** 2)) for other in losses if other != cols}
+    weight = 1 / max(1, sum(near.values()))
+    shares = {cols: 1.0} | {other: weight * share for other, share in near.items() if share > LEAST_WEIGHT}
+    total, best = sum(shares.values()), min(us for us, _ in widths[cols][rows].values())
+    return {
+        family: best * (1 + sum(s * losses[other].get(family, UNKNOWN_LOSS) for other, s in shares.items()) / total)
+        for family in losses[cols]
+    }
+
+
+def fit(cells: Iterable[Cell], device: DeviceSpec, start: Coefficients) -> Coefficients:
+    """Coefficients by which the times of fast plans are predicted best, in the mean of squared logarithms."""
+    works, times, weights = [], [], []
+    for cell in cells:
+        problem = cell.task.wanted.problem
+        for plan in plans_of(problem, device):
+            us = cell.times.get(text_of(plan))
+            if us:
+                works.append(work_of(plan, problem, cell.rows, device))
+                times.append(us)
+                weights.append(math.exp(-8 * (us / min(cell.times.values()) - 1)))
+    columns = (torch.tensor(column, dtype=torch.float64) for column in zip(*works, strict=True))
+    work, us, weight = Work(*columns), torch.tensor(times), torch.tensor(weights)
+    logs = torch.tensor(start, dtype=torch.float64).log().requires_grad_()
+    origin = logs.detach().clone()
+    optimizer = torch.optim.LBFGS([logs], max_iter=200, line_search_fn="strong_wolfe")
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        error = (time_us(work, Coefficients(*logs.exp())) / us).log()
+        found = (weight * error**2).sum() / weight.sum() + 1e-4 * ((logs - origin) ** 2).sum()
+        found.backward()
+        return found
+
+    optimizer.step(loss)
+    return Coefficients(*(float(f"{value:.3g}") for value in logs.detach().exp()))
+
+
+def write_table(cells: list[Cell], device: DeviceSpec, path: Path, measured: dict) -> None:
+    """The last of the cells of a task with about as many rows counts. `measured` says by which Triton and when."""
+    cells = list({(cell.task, round(math.log2(cell.rows))): cell for cell in cells}.values())
+    coefficients = fit(cells, device, table.coefficients(device))
+    head = {"gpu": device.name, "arch": device.arch} | measured
+    table.write(path, head | {"coefficients": coefficients._asdict()}, widths_of(cells, device, coefficients))
+
+
+# --- The command ---
+
+
+def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = __doc__
+    parser.add_argument("--cols", type=int, nargs="+", help="row lengths (default: all of a table)")
+    parser.add_argument("--dtype", choices=("fp16", "bf16", "fp32"), nargs="+", default=["bf16"], help="with --cols")
+    parser.add_argument("--minutes", type=float, default=20, help="end after this time (default: 20)")
+    text = "make the table of these cells and measure none"
+    parser.add_argument("--cells", type=Path, nargs="+", metavar="FILE", help=text)
+    parser.add_argument("--out", type=Path, help="the table's file (default: where the planner looks for it)")
+
+
+def run_tune(options: argparse.Namespace, clock: Callable[[], float] = time.monotonic) -> int:
+    if options.cells is None and not torch.cuda.is_available():
+        print("tune: needs a CUDA GPU, got none", file=sys.stderr)
+        return 2
+    end = clock() + 60 * options.minutes
+    if options.cells:
+        records = [json.loads(line) for path in options.cells for line in path.read_text().splitlines()]
+        records.sort(key=lambda record: record["date"])
+        device, cells = replace(named(records[0]["gpu"]), name=records[0]["gpu"]), [Cell.of(each) for each in records]
+        measured = {"triton": records[-1]["triton"], "date": records[-1]["date"][:10]}
+    else:
+        import triton
+
+        device = gpus.spec_of(torch.device("cuda", torch.cuda.current_device()))
+        cells = _measured(options, device, lambda: clock() >= end)
+        measured = {"triton": triton.__version__, "date": datetime.date.today().isoformat()}
+    if not cells:
+        print("tune: no cell was measured in this time", file=sys.stderr)
+        return 1
+    path = options.out or table.user_file(device.name)
+    write_table(cells, device, path, measured)
+    losses = [cell.times[cell.own] / min(cell.times.values()) - 1 for cell in cells if cell.own in cell.times]
+    print(f"{len(cells)} cells; the plans before were {statistics.mean(losses):.1%} behind the fastest. Wrote {path}")
+    return 0
+
+
+def _measured(options: argparse.Namespace, device: DeviceSpec, ends: Callable[[], bool]) -> list[Cell]:
+    """The cells of earlier runs and of this one."""
+    path = table.user_file(device.name).with_suffix(".cells")
+    lines = path.read_text().splitlines() if path.exists() else []
+    known = {(cell.task, cell.rows): cell for cell in map(Cell.of, map(json.loads, lines))}
+    asked = (task for dtype in options.dtype for task in of_widths(options.cols or (), dtype))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        for cell in measure(asked if options.cols else dense(), known, device, ends):
+            known[cell.task, cell.rows] = cell
+            file.write(json.dumps(cell.record()) + "\n")
+            file.flush()
+    return list(known.values())

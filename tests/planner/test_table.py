@@ -1,0 +1,91 @@
+"""Tables of plans: which one is used, what answers for a width that it lacks, and files that are no tables."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from planning import make_problem
+
+from fusednorm.planner import choice, table
+from fusednorm.planner.device import B200, H100, H200
+from fusednorm.planner.plan import from_text, text_of
+
+ALONE = "MultiWave(1,4096,1,8,1,255,0)"
+MY_GPU = replace(H200, name="NVIDIA H200 of mine")
+
+
+@pytest.fixture
+def file(monkeypatch, tmp_path):
+    monkeypatch.setattr(table, "user_file", lambda gpu: tmp_path / "table.jsonl")
+    for cached in (table.of_user, choice.choices, choice.best_plan):
+        cached.cache_clear()
+    yield tmp_path / "table.jsonl"
+    for cached in (table.of_user, choice.choices, choice.best_plan):
+        cached.cache_clear()
+
+
+def head(gpu=MY_GPU.name) -> dict:
+    coefficients = table.shipped()[0].coefficients._asdict()
+    return {"gpu": gpu, "arch": 90, "triton": "3.6.0", "date": "2026-11-26", "coefficients": coefficients}
+
+
+def written(file, cols=4096, **changes):
+    key = table.Key.of(make_problem(cols=cols))
+    table.write(
+        file, head(**changes), {key: {cols: ((4.0, ALONE), (math.inf, "Pipelined(1,4096,1,3,4,2,255,0,1,1,0,0)"))}}
+    )
+
+
+def test_the_users_table_comes_before_the_shipped_one_up_to_its_rows_per_sm(file):
+    written(file)
+    problem = make_problem(cols=4096)
+    assert choice.choose(problem, 4 * 132, MY_GPU) == from_text(ALONE)
+    assert choice.choose(problem, 4 * 132 + 1, MY_GPU).variant == "pipelined"
+    assert choice.decide(problem, MY_GPU).source.startswith(f"the fastest of those measured on {MY_GPU.name} at 4096")
+
+
+def test_a_width_that_is_lacking_gets_the_family_of_a_near_one_cut_for_itself(file):
+    written(file)
+    plan = choice.choose(make_problem(cols=4032), 100, MY_GPU)
+    assert plan.variant == "multi_wave" and (plan.num_warps, plan.ctas_per_sm) == (8, 1)
+    far = make_problem(cols=1024)
+    assert choice.choose(far, 100, MY_GPU) == choice.choose(far, 100, H200), "the shipped table answers"
+
+
+@pytest.mark.parametrize("text", ["", "no table", '{"format": 99}', '{"format": 1, "gpu": "A"}', "[1]"])
+def test_a_file_that_is_no_table_is_told_in_one_sentence_and_not_used(file, text):
+    file.write_text(text)
+    problem = make_problem(cols=4096)
+    assert choice.choose(problem, 100, MY_GPU) == choice.choose(problem, 100, H200)
+    assert str(file) in table.of_user(MY_GPU.name) and "\n" not in table.of_user(MY_GPU.name)
+
+
+def test_a_table_of_another_gpu_is_not_used(file):
+    written(file, gpu="NVIDIA H100")
+    assert table.of_user(MY_GPU.name) == f"{file} was measured on NVIDIA H100"
+
+
+@pytest.mark.parametrize("spec", [H100, H200], ids=lambda spec: spec.name)
+def test_the_shipped_table_of_a_gpu_is_its_own_and_is_told(spec):
+    assert next(table.of_device(spec)).gpu.startswith(f"NVIDIA {spec.name}")
+    assert next(table.of_device(B200), None) is None
+
+
+def test_plans_of_shipped_tables_are_within_the_budgets_of_their_widths():
+    for shipped in table.shipped():
+        for key in shipped.lines:
+            for cols, ranges in list(shipped.widths(key).items())[::7]:
+                dtype = {2: "bf16", 4: "fp32"}[key.itemsizes[0]]
+                problem = make_problem(key.norm, cols, dtype, direction=key.direction)
+                assert table.Key.of(problem) == key
+                assert ranges[-1][0] == math.inf and all(text_of(from_text(text)) == text for _, text in ranges)
+                assert len(choice.choices(problem, replace(H200, name=shipped.gpu))) <= len(ranges) + 1
+
+
+def test_a_line_is_json_and_a_table_reads_what_it_wrote(file):
+    written(file)
+    assert all(json.loads(line) for line in file.read_text().splitlines())
+    assert table.read(file).gpu == MY_GPU.name
