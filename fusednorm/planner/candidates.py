@@ -44,13 +44,11 @@ MOST_PRODUCED_COPIES = {1: 12, 2: 4}  # of a tile, of all tensors, by groups: th
 MOST_COLUMNS_WITH_WEIGHT = {"forward": 16, "backward": 32}  # of a thread of a ring that keeps the weight in registers
 MOST_COLUMNS_OF_TWO_STAGES = 56  # of a thread; a backward's ring of fewer has three, unless its tiles have several rows
 SCATTERED_AT_ONCE = 4  # elements of a chunk for a thread of a forward, if rows lie so that none is loaded whole
-SHORT = 128  # columns: in a shorter row, no thread of a register tile can own columns
+SHORT = 256  # columns: in a shorter row, few threads of a register tile can own columns
 NARROW = 512  # columns: a tile of few such rows is small for any number of warps
+MOST_COLUMNS_IN_SMALL_PIECES = 8192  # that threads load sooner than TMA copies them by pieces of 16 bytes
 LEAST_COLUMNS_OF_CLUSTER = 4096  # a row of no more is short for one CTA
-# A row's chunk has at most MAX_BOX_SIDE TMA boxes, over all CTAs of its cluster. Rows of more than COLUMNS_OF_FEW_BOXES
-# columns with boxes shorter than BYTES_OF_LONG_BOX are excepted: column tiles, the alternative, are slower. Boxes of 16
-# bytes pay up to MOST_BOXES_OF_16_BYTES.
-COLUMNS_OF_FEW_BOXES, BYTES_OF_LONG_BOX, MOST_BOXES_OF_16_BYTES = 32768, 128, 512
+MANY_BOXES = 64  # of a chunk, in each CTA: from here on TMA takes two to three times as long for each
 CLUSTERS = (1, 2, 4, 8, 16)  # CTAs that share a row too wide for one
 CLUSTER_ARCHS = (90, 100, 103)
 # (most SMs left to others, largest cluster): see cluster_sizes and bench/NOTES.md, "Clusters beside others".
@@ -135,6 +133,8 @@ def candidates(variant: str, problem: NormProblem, device: DeviceSpec) -> tuple[
         )
     if variant == "warp_specialized":
         return _warp_specialized(problem, device)
+    if variant == "pipelined" and are_better_in_registers(problem, device):
+        return ()
     found = _rings(problem, device) if variant == "pipelined" else _in_registers(problem, device)
     plans = tuple(plan for family in found if (plan := _either(family, problem, device)))
     if plans or variant == "pipelined":
@@ -197,8 +197,7 @@ def _rings(problem: NormProblem, device: DeviceSpec) -> Iterator[Family]:
 
 def _in_registers(problem: NormProblem, device: DeviceSpec) -> Iterator[Family]:
     forward = problem.direction == "forward"
-    in_pieces = problem.cols * problem.x_dtype.itemsize % 32 != 0
-    scattered = not problem.tma_aligned or (in_pieces and not forward)
+    scattered = not problem.tma_aligned or (in_small_pieces(problem) and not forward)
     for frame in (SCATTERED if scattered else IN_REGISTERS)[problem.direction]:
         for rows in _tiles(frame, 1, problem):
             yield Family("multi_wave", rows, frame.num_warps, frame.ctas_per_sm)
@@ -234,6 +233,7 @@ def _stages(rows: int, frame: Frame, cluster: int, problem: NormProblem) -> tupl
 class Cut(NamedTuple):
     """A ring's chunks, and how they are copied: copy_chunks to a copy, with a tail the last one by itself."""
 
+    of_many_boxes: bool
     copies: int
     padded: int
     num_chunks: int
@@ -247,15 +247,15 @@ def _cuts(problem: NormProblem, rows: int, num_warps: int, cluster: int, most_co
     cols, threads, found = problem.cols, 32 * num_warps if cluster > 1 else 32 * num_warps // rows, []
     for chunk, num_chunks in chunkings(-(-cols // cluster), threads, MAX_RING_CHUNKS[problem.direction]):
         padded, whole = cluster * chunk * num_chunks, cols // (cluster * chunk)
-        boxes = cluster * chunk // math.gcd(cols, chunk, MAX_BOX_SIDE)  # per chunk over the cluster
+        boxes = chunk // math.gcd(cols, chunk, MAX_BOX_SIDE)
         least = 4 if rows == 1 and whole < num_chunks else 2
         too_small = num_chunks > FEW_CHUNKS and chunk < least * threads
         too_large = padded > MOST_PADDING * cols or chunk * num_chunks > MOST_COLUMNS * threads
-        if too_small or too_large or boxes > most_boxes(problem, cluster):
+        if too_small or too_large or boxes > MAX_BOX_SIDE:
             continue
         for copy_chunks, tail in ways_to_copy(num_chunks, whole):
             copies = 2 if tail else -(-num_chunks // copy_chunks)
-            found.append(Cut(copies, padded, num_chunks, chunk, copy_chunks, tail))
+            found.append(Cut(boxes > MANY_BOXES, copies, padded, num_chunks, chunk, copy_chunks, tail))
     return sorted(cut for cut in found if cut.copies <= most_copies)
 
 
@@ -372,6 +372,17 @@ def column_rings(problem: NormProblem, device: DeviceSpec) -> Iterator[ColumnRin
 # --- Common ---
 
 
+def in_small_pieces(problem: NormProblem) -> bool:
+    """Whether TMA would copy a row by pieces of 16 bytes."""
+    return problem.cols * problem.x_dtype.itemsize % 32 != 0
+
+
+def are_better_in_registers(problem: NormProblem, device: DeviceSpec) -> bool:
+    """Whether threads load rows sooner than TMA copies them. On Blackwell a published rule decides that."""
+    short = problem.cols <= MOST_COLUMNS_IN_SMALL_PIECES and in_small_pieces(problem)
+    return short and device.arch < OLDEST_PUBLISHED_ARCH
+
+
 def cluster_sizes(device: DeviceSpec) -> tuple[int, ...]:
     """Cluster sizes that can start while other kernels hold sm_margin SMs. All CTAs of a cluster start together, in one
     group of SMs (GPC). If others hold SMs in every group, a cluster as large as a group waits for them."""
@@ -381,30 +392,16 @@ def cluster_sizes(device: DeviceSpec) -> tuple[int, ...]:
     return tuple(size for size in CLUSTERS if size <= largest)
 
 
-class Copies(NamedTuple):
-    """How a tile is copied: chunks per copy, and whether the last chunk has a copy of its own."""
-
-    chunks: int
-    tail: bool
-
-
-def ways_to_copy(num_chunks: int, whole_chunks: int) -> Iterator[Copies]:
-    """A copy has room for a power of two of chunks, except for that before the tail of a row of whole chunks."""
+def ways_to_copy(num_chunks: int, whole_chunks: int) -> Iterator[tuple[int, bool]]:
+    """(chunks of a copy, whether the last chunk has a copy of its own). A copy has room for a power of two of chunks,
+    except for that before the tail of a row of whole chunks."""
     room = 1 << (whole_chunks - 1).bit_length()
     for chunks in powers_of_two(1, room if whole_chunks == num_chunks else 1):
-        yield Copies(chunks, False)
+        yield chunks, False
     if 1 < whole_chunks < num_chunks:
-        yield Copies(room, True)
+        yield room, True
     elif whole_chunks == num_chunks and room == 2 * (num_chunks - 1) > 2:
-        yield Copies(num_chunks - 1, True)
-
-
-def most_boxes(problem: NormProblem, cluster: int) -> int:
-    """Most TMA boxes in a row's chunk over its cluster. Each CTA has at most MAX_BOX_SIDE."""
-    box_bytes = math.gcd(problem.cols, MAX_BOX_SIDE) * problem.x_dtype.itemsize
-    if problem.cols <= COLUMNS_OF_FEW_BOXES or box_bytes >= BYTES_OF_LONG_BOX:
-        return MAX_BOX_SIDE
-    return MOST_BOXES_OF_16_BYTES if box_bytes == 16 else cluster * MAX_BOX_SIDE
+        yield num_chunks - 1, True
 
 
 def chunkings(cols: int, smallest: int, most: int) -> Iterator[tuple[int, int]]:

@@ -8,6 +8,7 @@ never legality. The row count never changes a plan. It selects one: `choices` ha
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -25,18 +26,13 @@ from .plan import Plan, ReferencePlan, WarpSpecializedPlan, from_text, num_passe
 Ranges = tuple[tuple[float, Plan], ...]  # (most rows, plan), ascending
 
 HOPPER, BLACKWELL = (90,), (100, 103, 110, 120, 121)
-MANY_ROWS_PER_SM = 64  # at which plans are compared where their row count is not asked
+ROWS_PER_SM = (1, 4, 16, 64)  # at which the model compares plans
+MOST_LOSS = 0.15  # that the model may predict for the plan of another width
+# nvFuser, for B200: a ring pays for more rows per SM than these, and for rows of so many bytes.
+PUBLISHED_ROWS_PER_SM = {"forward": {"layer": 0, "rms": 0}, "backward": {"layer": 16, "rms": 4}}
+PUBLISHED_ROW_BYTES = {"forward": 2048, "backward": 512}
 # A backward without dx: rows per SM beyond which a ring pays for its start (measured on an H200)
 ROWS_PER_SM_WITHOUT_DX = 8
-ALIKE = 0.25  # octaves up to which the model is not asked whether another width's plan is good
-MOST_LOSS = 0.15  # that it may predict for the plan
-
-
-class Published:
-    """What nvFuser has published for B200: a ring pays for more rows per SM than these, and for rows of these bytes."""
-
-    ROWS_PER_SM = {"forward": {"layer": 0, "rms": 0}, "backward": {"layer": 16, "rms": 4}}
-    ROW_BYTES = {"forward": 2048, "backward": 512}
 
 
 class Chosen(NamedTuple):
@@ -46,16 +42,17 @@ class Chosen(NamedTuple):
     ranges: Ranges
     source: str
 
-    def plan(self, rows: int) -> Plan:
-        return next(plan for most_rows, plan in self.ranges if rows <= most_rows)
-
 
 def choose(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | None = None) -> Plan:
     """The plan for `rows` rows. `forced` is ignored if that variant cannot run."""
-    for most_rows, plan in choices(problem, device, forced):
-        if rows <= most_rows:
+    return at(choices(problem, device, forced), rows)
+
+
+def at(ranges: Ranges, rows: float) -> Plan:
+    for most, plan in ranges:
+        if rows <= most:
             return plan
-    raise AssertionError("the last interval has no end")
+    raise AssertionError("the last range has no end")
 
 
 @functools.cache
@@ -87,10 +84,9 @@ def alternatives(problem: NormProblem, rows: int, device: DeviceSpec) -> Iterato
 def decide(problem: NormProblem, device: DeviceSpec, forced: str | None = None) -> Chosen:
     if forced == "reference":
         return Chosen(((math.inf, ReferencePlan("asked for")),), "forced")
-    if fault := broken_rule("multi_wave", problem, 1, device):
-        return Chosen(((math.inf, ReferencePlan(fault.reason)),), "legality")
-    if not candidates("multi_wave", problem, device):
-        return Chosen(((math.inf, ReferencePlan(no_room(problem, device))),), "legality")
+    fault = broken_rule("multi_wave", problem, 1, device)
+    if fault or not candidates("multi_wave", problem, device):
+        return Chosen(((math.inf, ReferencePlan(fault.reason if fault else no_room(problem, device))),), "legality")
     asked = None
     if forced and not broken_rule(forced, problem, 1, device):
         asked = best_plan(forced, problem, device) or faulty(forced, problem, device)
@@ -100,7 +96,7 @@ def decide(problem: NormProblem, device: DeviceSpec, forced: str | None = None) 
         ranges, source = (
             measured(problem, device)
             or published(problem, device)
-            or (((math.inf, _predicted(problem, device)),), "model")
+            or (predicted(problem, device), "model")
         )
     *few, (_, many) = ranges
     if many.variant != "multi_wave":  # a ring counts rows in 32 bits
@@ -112,58 +108,36 @@ def no_room(problem: NormProblem, device: DeviceSpec) -> str:
     return f"has no plan for {problem.cols} columns within the registers and shared memory of {device.name}"
 
 
-def _merged(ranges: list[tuple[float, Plan]]) -> Ranges:
-    return tuple(
-        each for index, each in enumerate(ranges) if index == len(ranges) - 1 or each[1] != ranges[index + 1][1]
-    )
-
-
 def measured(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | None:
-    """What a table says; None if there is no table, or nothing in it can answer."""
+    """What a table says of the problem's width or the nearest one, and the model where the plan of that cannot run.
+    None if no table can answer."""
     for known in table.of_device(device):
-        lines = known.lookup(problem)
-        ranges = lines and _of_lines(lines, problem, device)
-        if ranges:
-            width = f"{lines[0][0]} columns" + " and others" * (len(lines) > 1)
-            return ranges, f"the fastest of those measured on {known.gpu} at {width} ({known.date})"
+        cols, lines = known.lookup(problem)
+        found, fewest = [], 1.0
+        for most, text in lines:
+            rows_per_sm = max(fewest, min(most, ROWS_PER_SM[-1]))
+            end = most if most == math.inf else int(most * _sms(device))
+            found.append((end, _adapted(from_text(text), cols, rows_per_sm, problem, device)))
+            fewest = most
+        if any(plan for _, plan in found):
+            ranges = _merged((end, plan or at(predicted(problem, device), end)) for end, plan in found)
+            return ranges, f"the fastest of those measured on {known.gpu} at {cols} columns ({known.date})"
     return None
 
 
-def _of_lines(lines: list[tuple[int, table.Ranges]], problem: NormProblem, device: DeviceSpec) -> Ranges | None:
-    """The plans of the first width: as they are if it is the problem's own, else those of their families. Where one
-    cannot run here, that of the next width takes its place, and in the end the model's. None if none of the first width
-    can run."""
-    found: list[tuple[float, Plan | None]] = []
-    fewest = 1.0  # rows per SM
-    for most, _ in lines[0][1]:
-        at = max(fewest, min(most, MANY_ROWS_PER_SM)) * device.sm_count
-        texts = ((cols, next(text for bound, text in ranges if most <= bound)) for cols, ranges in lines)
-        plans = (_adapted(from_text(text), cols, problem, device) for cols, text in texts)
-        plan = next((each for each in plans if each), None)
-        if plan and abs(math.log2(lines[0][0] / problem.cols)) > ALIKE:
-            plan = _believed(plan, at, problem, device)
-        found.append((most if most == math.inf else int(most * device.sm_count), plan))
-        fewest = most
-    if not any(plan for _, plan in found):
-        return None
-    return _merged([(most, plan or _predicted(problem, device)) for most, plan in found])
-
-
-def _believed(plan: Plan, rows: float, problem: NormProblem, device: DeviceSpec) -> Plan:
-    """A plan of another width, or the model's if that one is predicted to be much slower: a row of this width may need
-    more padding, or more copies."""
-    own = _predicted(problem, device)
-    us, own_us = (predict_us(each, problem, int(rows), device, table.coefficients(device)) for each in (plan, own))
-    return plan if us <= own_us * (1 + MOST_LOSS) else own
-
-
-def _adapted(plan: Plan, cols: int, problem: NormProblem, device: DeviceSpec) -> Plan | None:
-    """A measured plan of `cols` columns for this problem."""
+def _adapted(plan: Plan, cols: int, rows_per_sm: float, problem: NormProblem, device: DeviceSpec) -> Plan | None:
+    """A measured plan of `cols` columns for this problem. None if it cannot run, or if another one is predicted to be
+    much faster: a row of this width may need more padding, or more copies."""
     if broken_rule(plan.variant, problem, 1, device) or plan.cluster not in cluster_sizes(device):
         return None
     if cols == problem.cols and not problem.rows_in and is_within_budget(plan, problem, device):
         return plan
-    return None if isinstance(plan, WarpSpecializedPlan) else plan_of(Family.of(plan), problem, device)
+    if isinstance(plan, WarpSpecializedPlan) or not (plan := plan_of(Family.of(plan), problem, device)):
+        return None
+    rows, coefficients = round(rows_per_sm * _sms(device)), table.coefficients(device)
+    other = at(predicted(problem, device), rows)
+    us, least_us = (predict_us(each, problem, rows, device, coefficients) for each in (plan, other))
+    return plan if cols == problem.cols or us <= least_us * (1 + MOST_LOSS) else None
 
 
 def published(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | None:
@@ -173,33 +147,46 @@ def published(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | 
     without_dx = problem.direction == "backward" and not problem.wants_dx
     if device.arch not in BLACKWELL and not (without_dx and device.arch in HOPPER):
         return None
-    rings = (best_plan(variant, problem, device) for variant in variants_in_use(device)[:-1])
-    ring = next((plan for plan in rings if plan), None)
-    narrow = problem.cols * problem.x_dtype.itemsize < Published.ROW_BYTES[problem.direction]
-    per_sm = ROWS_PER_SM_WITHOUT_DX if without_dx else Published.ROWS_PER_SM[problem.direction][problem.norm]
-    if ring and not narrow and not per_sm:
-        return ((math.inf, ring),), "published"
-    portable = best_plan("multi_wave", problem, device)
+    plans = [best_plan(variant, problem, device) for variant in variants_in_use(device)]
+    ring, portable = next((plan for plan in plans[:-1] if plan), None), plans[-1]
+    narrow = problem.cols * problem.x_dtype.itemsize < PUBLISHED_ROW_BYTES[problem.direction]
+    per_sm = ROWS_PER_SM_WITHOUT_DX if without_dx else PUBLISHED_ROWS_PER_SM[problem.direction][problem.norm]
     if ring is None or (narrow and not without_dx):
-        return ((math.inf, portable),), "published"
-    if num_passes(portable, problem) != 1 and not without_dx:
-        return ((math.inf, ring),), "published"
-    return ((per_sm * device.sm_count, portable), (math.inf, ring)), "published"
+        ranges = ((math.inf, portable),)
+    elif not per_sm or (num_passes(portable, problem) != 1 and not without_dx):
+        ranges = ((math.inf, ring),)
+    else:
+        ranges = ((per_sm * device.sm_count, portable), (math.inf, ring))
+    return ranges, "published"
 
 
-def _predicted(problem: NormProblem, device: DeviceSpec) -> Plan:
-    plans = (best_plan(variant, problem, device) for variant in variants_in_use(device))
-    return _fastest([plan for plan in plans if plan], problem, device)
+@functools.lru_cache(maxsize=4096)
+def predicted(problem: NormProblem, device: DeviceSpec) -> Ranges:
+    """What the model says. A range ends half way, in octaves, between the row counts at which plans are compared."""
+    plans = [plan for variant in variants_in_use(device) for plan in candidates(variant, problem, device)]
+    ends = [int(math.sqrt(few * many) * _sms(device)) for few, many in itertools.pairwise(ROWS_PER_SM)]
+    fastest = (_fastest(plans, problem, device, rows_per_sm) for rows_per_sm in ROWS_PER_SM)
+    return _merged(zip((*ends, math.inf), fastest, strict=True))
 
 
 @functools.lru_cache(maxsize=4096)
 def best_plan(variant: str, problem: NormProblem, device: DeviceSpec) -> Plan | None:
     """The candidate of a variant that is predicted to be the fastest for many rows; None if it has no candidate."""
-    return _fastest(candidates(variant, problem, device), problem, device)
+    return _fastest(candidates(variant, problem, device), problem, device, ROWS_PER_SM[-1])
 
 
-def _fastest(plans: Iterable[Plan], problem: NormProblem, device: DeviceSpec) -> Plan | None:
+def _fastest(plans: Iterable[Plan], problem: NormProblem, device: DeviceSpec, rows_per_sm: int) -> Plan | None:
     # SMs that are left to others do not change the choice, and so no sums change their order.
-    device = replace(device, sm_count=device.sm_count + device.sm_margin, sm_margin=0)
-    rows, coefficients = MANY_ROWS_PER_SM * device.sm_count, table.coefficients(device)
+    device = replace(device, sm_count=_sms(device), sm_margin=0)
+    rows, coefficients = rows_per_sm * device.sm_count, table.coefficients(device)
     return min(plans, key=lambda plan: predict_us(plan, problem, rows, device, coefficients), default=None)
+
+
+def _sms(device: DeviceSpec) -> int:
+    return device.sm_count + device.sm_margin
+
+
+def _merged(ranges: Iterable[tuple[float, Plan]]) -> Ranges:
+    """The ranges, in which no neighbours have the same plan."""
+    each = [(plan, [most for most, _ in group]) for plan, group in itertools.groupby(ranges, key=lambda one: one[1])]
+    return tuple((ends[-1], plan) for plan, ends in each)

@@ -200,11 +200,6 @@ def rows_per_thread(plan: RingPlan) -> int:
     return plan.rows_per_tile if plan.cluster > 1 else 1
 
 
-def has_two_rows_in_cluster(plan: RingPlan) -> bool:
-    """True if a thread works on two rows or more. Only in a cluster does it."""
-    return rows_per_thread(plan) > 1
-
-
 def threads_per_row(plan: RingPlan) -> int:
     """Threads of a CTA among which a row is divided; in a cluster the CTA's part of the row."""
     threads = 32 * plan.num_warps
@@ -293,8 +288,8 @@ def grid_of(
     MOST_TILES_OF_SUM. With an sm_margin it is not: CTAs that wait for a place would take the SMs that the margin leaves
     free. Short-lived CTAs may be more than run at once; all but the last get equally many tiles.
     """
-    at_once = max(1, ctas_at_once(plan, device) // groups)
-    first_wave = max(1, clusters_at_once(plan.cluster, device) // groups)
+    first_wave = clusters_at_once(plan.cluster, device)
+    at_once, first_wave = max(1, plan.ctas_per_sm * first_wave // groups), max(1, first_wave // groups)
     rows_of_cta = tiles_of_cta = least_short_lived = 0
     if plan.kernel in BY_COLUMNS:
         at_once = max(1, at_once // -(-cols // plan.chunk))
@@ -346,16 +341,6 @@ def clusters_at_once(cluster: int, device: DeviceSpec) -> int:
     """
     usable = device.sm_count if cluster <= 2 else device.sm_count * 10 // 11
     return max(1, usable // cluster)
-
-
-def ctas_at_once(plan: Plan, device: DeviceSpec) -> int:
-    """CTAs of a plan, or clusters, that run at the same time."""
-    return plan.ctas_per_sm * clusters_at_once(plan.cluster, device)
-
-
-def rows_at_once(plan: Plan, device: DeviceSpec) -> int:
-    """Rows in one tile for every CTA, or cluster, that runs at the same time."""
-    return plan.rows_per_tile * ctas_at_once(plan, device)
 
 
 def num_passes(plan: Plan, problem: NormProblem) -> int | None:

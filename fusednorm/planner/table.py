@@ -25,9 +25,8 @@ from .model import Coefficients
 from .norm_problem import NormProblem
 
 SHIPPED = Path(__file__).parent / "data"
-FORMAT = 1
+FORMAT = 2
 MOST_DISTANCE = 0.5  # octaves to a width that answers for another
-MOST_NEIGHBOURS = 3
 LONG_PIECE = 64  # bytes; rows that TMA copies by longer pieces are alike
 
 Ranges = tuple[tuple[float, str], ...]  # (most rows per SM, a plan's text), ascending
@@ -69,15 +68,12 @@ class Table:
             cols: tuple((math.inf if most is None else most, text) for most, text in plans) for cols, plans in found
         }
 
-    def lookup(self, problem: NormProblem) -> list[tuple[int, Ranges]]:
-        """(columns, ranges) of the problem's width alone, or of the nearest ones, the nearest first; empty if there are
-        none."""
+    def lookup(self, problem: NormProblem) -> tuple[int, Ranges]:
+        """The problem's width, or the nearest one that is not far, and its ranges; none if all are far."""
         widths = self.widths(Key.of(problem))
-        if problem.cols in widths:
-            return [(problem.cols, widths[problem.cols])]
-        far = {cols: abs(math.log2(cols / problem.cols)) for cols in widths}
-        near = sorted((distance, cols) for cols, distance in far.items() if distance <= MOST_DISTANCE)
-        return [(cols, widths[cols]) for _, cols in near[:MOST_NEIGHBOURS]]
+        nearest = min(widths, key=lambda cols: abs(math.log2(cols / problem.cols)), default=math.inf)
+        is_near = abs(math.log2(nearest / problem.cols)) <= MOST_DISTANCE
+        return (nearest, widths[nearest]) if is_near else (0, ())
 
 
 class Unreadable(Exception):  # noqa: N818  a reason, not a fault of the caller
@@ -143,12 +139,13 @@ def of_user(gpu: str) -> Table | str | None:
 
 
 def of_device(device: DeviceSpec) -> Iterator[Table]:
-    """The tables of a GPU, the first the one that decides: the user's, that of its name, others of its capability."""
+    """The tables of a GPU, the first the one that decides: the user's, and that of its name, or else another of its
+    capability."""
     own = of_user(device.name)
     if isinstance(own, Table):
         yield own
     alike = (each for each in shipped() if each.arch == device.arch)
-    yield from sorted(alike, key=lambda each: device.name not in each.gpu and each.gpu not in device.name)
+    yield from sorted(alike, key=lambda each: device.name not in each.gpu and each.gpu not in device.name)[:1]
 
 
 def coefficients(device: DeviceSpec) -> Coefficients:

@@ -75,10 +75,10 @@ class Explanation:
     def cost(self) -> Cost | None:
         if not self.device or not self.rows or isinstance(self.plan, ReferencePlan):
             return None
-        call = self.plan, self.problem, self.rows, self.device
+        call = self.plan, self.problem, self.rows * self.problem.form.groups, self.device
         coefficients, (read, written) = table.coefficients(self.device), self.problem.row_bytes
         time = predict_us(*call, coefficients)
-        light = self.rows * self.problem.cols * (read + written) / self.device.bandwidth_gb_s / 1e3
+        light = self.rows * self.problem.width * (read + written) / self.device.bandwidth_gb_s / 1e3
         return Cost(bytes_moved(*call), time, light / time)
 
     def __str__(self) -> str:
@@ -178,7 +178,7 @@ def _count(number: int, name: str) -> str:
 def decide(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | None = None) -> Decision:
     """What the planner chooses, and why. It looks on: the planner itself writes no sentences."""
     chosen, unforced = choice.decide(problem, device, forced), choice.choose(problem, rows, device)
-    plan, obeyed = chosen.plan(rows), chosen.source == "forced"
+    plan, obeyed = choice.at(chosen.ranges, rows), chosen.source == "forced"
     reasons = {variant: _why_not(variant, plan, problem, rows, device) for variant in VARIANTS}
     reasons[plan.variant] = f"chosen: {_why(chosen.source, problem, rows, device)}"
     if forced:

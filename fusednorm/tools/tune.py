@@ -7,6 +7,7 @@ as they are measured, so a run that ends early leaves a table, and the next one 
 from __future__ import annotations
 
 import argparse
+import bisect
 import datetime
 import functools
 import itertools
@@ -50,9 +51,8 @@ FLUSH_BYTES = 256 << 20  # above any L2 so far
 BATCH = 24  # problems that are compiled at once
 NEIGHBOURHOOD, LEAST_WEIGHT = 0.1, 0.01  # octaves over which times are averaged, against noise
 UNKNOWN_LOSS = 0.05  # of a family that was not measured at a neighbouring width
-TOLERANCE = 0.02  # by which a plan may be slower that is the fastest for fewer rows: it saves a build
-MOST_PLANS = 6  # of a width; if it wants more, the tolerance grows
-STEPS = 8  # row counts that are looked at from one that was measured to the next
+CHANGE = 0.05  # what a change of plan must gain, summed over the row counts that are looked at: it is a build more
+STEPS = 4  # row counts that are looked at from one that was measured to the next
 
 
 class Task(NamedTuple):
@@ -81,9 +81,13 @@ class Cell(NamedTuple):
 
     @classmethod
     def of(cls, record: dict) -> Cell:
+        """From a line of this tool, of bench.survey or of bench.choices."""
         names = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
         dtype = record.get("dtype") or names[record["x_dtype"]]
         task = Task(record["norm"], record["direction"], record["cols"], dtype)
+        if "plans" not in record:
+            times = {record[each]: record[f"{each}_us"] for each in ("old", "new")}
+            return cls(task, record["rows"], times, record["new"])
         return cls(task, record["rows"], dict(record["plans"]), record["own"])
 
 
@@ -195,7 +199,8 @@ def capture(launches) -> torch.cuda.CUDAGraph:
 def widths_of(
     cells: Iterable[Cell], device: DeviceSpec, coefficients: Coefficients
 ) -> dict[table.Key, dict[int, table.Ranges]]:
-    """For each width the plan of the fastest family, at the row counts that were measured and between them."""
+    """For each width the plan of the fastest family, at the row counts that were measured and between them. A single
+    row count says nothing of others."""
     found: dict[table.Key, Widths] = defaultdict(lambda: defaultdict(dict))
     problems: dict[tuple[table.Key, int], NormProblem] = {}
     for cell in cells:
@@ -203,7 +208,7 @@ def widths_of(
         key, at = table.Key.of(problem), {}
         for text, us in sorted(cell.times.items(), key=lambda item: -item[1]):
             at[Family.of(from_text(text))] = us, from_text(text)
-        found[key][cell.task.cols][cell.rows] = at
+        found[key][cell.task.cols].setdefault(cell.rows, {}).update(at)
         problems[key, cell.task.cols] = problem
 
     def ranges(key: table.Key, cols: int) -> table.Ranges:
@@ -213,50 +218,70 @@ def widths_of(
 
         return _ranges(cols, found[key], predict, device.sm_count)
 
-    return {key: {cols: ranges(key, cols) for cols in widths} for key, widths in found.items()}
+    return {
+        key: {cols: ranges(key, cols) for cols, counts in widths.items() if len(counts) > 1}
+        for key, widths in found.items()
+    }
 
 
 Widths = dict[int, dict[int, dict[Family, tuple[float, Plan]]]]  # by columns, rows and family: us, and the plan
 
 
+class Point(NamedTuple):
+    """A plan at a number of rows, and by how much it took longer than the model says."""
+
+    rows: int
+    plan: Plan
+    lack_us: float
+
+
+class Route(NamedTuple):
+    """Plans, and the rows from which on each is taken; what they lose in sum."""
+
+    loss: float
+    starts: tuple[tuple[float, Plan], ...]
+
+
 def _ranges(cols: int, widths: Widths, predict: Callable[[Plan, float], float], sms: int) -> table.Ranges:
-    """Between two row counts that were measured, a plan takes as long as the model says, and what the model lacks at
-    both, in proportion to the rows."""
-    counts = sorted(widths[cols])
-    smoothed = {rows: _smoothed(cols, rows, widths) for rows in counts}
-    costs = []
-    for low, high in itertools.pairwise((*counts, counts[-1] + 1)):
-        for step in range(STEPS if high in smoothed else 1):
-            rows = low * (high / low) ** (step / STEPS)
-            share = (rows - low) / (high - low)
-            cost = {}
-            for family in smoothed[low].keys() & smoothed.get(high, smoothed[low]).keys():
-                plan = widths[cols][low][family][1]
-                ends = ((low, 1 - share), (high, share)) if step else ((low, 1),)
-                lacks = sum(part * (smoothed[end][family] - predict(plan, end)) for end, part in ends)
-                cost[plan] = predict(plan, rows) + lacks
-            costs.append((rows, cost))
-    tolerances = (TOLERANCE * 1.5**step for step in range(20))
-    tries = (_few_plans(costs, tolerance, sms) for tolerance in tolerances)
-    return next((found for found in tries if len(found) <= MOST_PLANS), ((math.inf, text_of(min(cost, key=cost.get))),))
+    """Between two row counts at which a family was measured, it takes as long as the model says, and what the model
+    lacks at both, in proportion to the rows."""
+    counts, points = sorted(widths[cols]), defaultdict(list)
+    for rows in counts:
+        for family, us in _smoothed(cols, rows, widths).items():
+            plan = widths[cols][rows][family][1]
+            points[family].append(Point(rows, plan, us - predict(plan, rows)))
+
+    def times(rows: float) -> dict[Plan, float]:
+        found = {}
+        for each in points.values():
+            if each[0].rows <= rows <= each[-1].rows:
+                at = bisect.bisect_left(each, rows, key=lambda point: point.rows)
+                few, many = each[max(0, at - 1)], each[at]
+                share = (rows - few.rows) / max(1, many.rows - few.rows)
+                found[many.plan] = predict(many.plan, rows) + few.lack_us + share * (many.lack_us - few.lack_us)
+        return found
+
+    gaps = itertools.product(itertools.pairwise(counts), range(STEPS))
+    between = (low * (high / low) ** (step / STEPS) for (low, high), step in gaps)
+    return _few_plans([(rows, times(rows)) for rows in (*between, counts[-1])], sms)
 
 
-def _few_plans(costs: list[tuple[float, dict[Plan, float]]], tolerance: float, sms: int) -> table.Ranges:
-    """From the times of plans, by rows: a plan stays until it is slower than the fastest by more than `tolerance`."""
-    found: list[tuple[float, Plan]] = []
-    last = 0.0
-    for rows, cost in costs:
-        best = min(cost, key=cost.__getitem__)
-        before = found[-1][1] if found else best
-        if before in cost and cost[before] <= cost[best] * (1 + tolerance):
-            best = before
-        if found and best == before:
-            found.pop()
-        elif found:
-            found[-1] = round(math.sqrt(last * rows) / sms, 1), before
-        found.append((math.inf, best))
-        last = rows
-    return tuple((most, text_of(plan)) for most, plan in found)
+def _few_plans(costs: list[tuple[float, dict[Plan, float]]], sms: int) -> table.Ranges:
+    """From the times of plans, by rows: the plans that lose least against the fastest in sum, where each change of plan
+    costs CHANGE. Found as the best route to each plan at each number of rows."""
+    best: dict[Plan, Route] = {}
+    for rows, times in costs:
+        fastest, before = min(times.values()), best
+        least = min(before.values(), default=Route(0.0, ()), key=lambda route: route.loss)
+        best = {}
+        for plan, us in times.items():
+            changed = Route(least.loss + CHANGE, (*least.starts, (rows, plan)))
+            route = min(before.get(plan, changed), changed, key=lambda route: route.loss)
+            best[plan] = route._replace(loss=route.loss + us / fastest - 1)
+    starts = min(best.values(), key=lambda route: route.loss).starts
+    last = {rows: before for (before, _), (rows, _) in itertools.pairwise(costs)}
+    ends = [round(math.sqrt(last[rows] * rows) / sms, 1) for rows, _ in starts[1:]]
+    return tuple((most, text_of(plan)) for most, (_, plan) in zip((*ends, math.inf), starts, strict=True))
 
 
 def _smoothed(cols: int, rows: int, widths: Widths) -> dict[Family, float]:
@@ -278,36 +303,39 @@ def _smoothed(cols: int, rows: int, widths: Widths) -> dict[Family, float]:
 
 
 def fit(cells: Iterable[Cell], device: DeviceSpec, start: Coefficients) -> Coefficients:
-    """Coefficients by which the times of fast plans are predicted best, in the mean of squared logarithms."""
+    """Coefficients by which times are predicted best, in the mean of squared logarithms. A plan counts half that is a
+    tenth slower than the fastest, and not at all by column tiles, which nothing else can replace. What no cell tells
+    stays as it was."""
     works, times, weights = [], [], []
     for cell in cells:
-        problem = cell.task.wanted.problem
-        for plan in plans_of(problem, device):
-            us = cell.times.get(text_of(plan))
-            if us:
-                works.append(work_of(plan, problem, cell.rows, device))
+        for plan, us in ((from_text(text), us) for text, us in cell.times.items()):
+            if plan.kernel != "column_tiles":
+                works.append(work_of(plan, cell.task.wanted.problem, cell.rows, device))
                 times.append(us)
-                weights.append(math.exp(-8 * (us / min(cell.times.values()) - 1)))
+                weights.append((min(cell.times.values()) / us) ** 8)
     columns = (torch.tensor(column, dtype=torch.float64) for column in zip(*works, strict=True))
     work, us, weight = Work(*columns), torch.tensor(times), torch.tensor(weights)
-    logs = torch.tensor(start, dtype=torch.float64).log().requires_grad_()
-    origin = logs.detach().clone()
-    optimizer = torch.optim.LBFGS([logs], max_iter=200, line_search_fn="strong_wolfe")
+    origin = torch.tensor(start, dtype=torch.float64).log()
+    logs = origin.clone().requires_grad_()
+    optimizer = torch.optim.LBFGS([logs], max_iter=250, line_search_fn="strong_wolfe")
+
+    def found() -> Coefficients:
+        coefficients = Coefficients(*logs.exp())
+        return coefficients._replace(bandwidth_share=coefficients.bandwidth_share.clamp(max=1))
 
     def loss() -> torch.Tensor:
         optimizer.zero_grad()
-        error = (time_us(work, Coefficients(*logs.exp())) / us).log()
-        found = (weight * error**2).sum() / weight.sum() + 1e-4 * ((logs - origin) ** 2).sum()
-        found.backward()
-        return found
+        error = (time_us(work, found()) / us).log()
+        mean = (weight * error**2).sum() / weight.sum() + 1e-5 * ((logs - origin) ** 2).sum()
+        mean.backward()
+        return mean
 
     optimizer.step(loss)
-    return Coefficients(*(float(f"{value:.3g}") for value in logs.detach().exp()))
+    return Coefficients(*(float(f"{value.item():.3g}") for value in found()))
 
 
 def write_table(cells: list[Cell], device: DeviceSpec, path: Path, measured: dict) -> None:
-    """The last of the cells of a task with about as many rows counts. `measured` says by which Triton and when."""
-    cells = list({(cell.task, round(math.log2(cell.rows))): cell for cell in cells}.values())
+    """`measured` says by which Triton and when."""
     coefficients = fit(cells, device, table.coefficients(device))
     head = {"gpu": device.name, "arch": device.arch} | measured
     table.write(path, head | {"coefficients": coefficients._asdict()}, widths_of(cells, device, coefficients))

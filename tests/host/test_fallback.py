@@ -278,19 +278,19 @@ def test_allocations_that_fail_are_the_users(triton, monkeypatch):
 def test_a_build_that_failed_is_not_tried_again_for_another_row_count(triton, monkeypatch):
     monkeypatch.setattr(Kernel, "params", [SimpleNamespace(do_not_specialize=True, annotation_type="", name="")] * 64)
     triton.fails = STAGES["assemble"]
-    x = torch.randn(20, 40)
+    x = torch.randn(20_000, 40)
     warned(lambda: fusednorm.functional.rms_norm(x, (40,)))
     tried = len(triton.log)
     fallback.forget()  # forgets the problem that failed, but not the build
-    warned(lambda: fusednorm.functional.rms_norm(x[:7], (40,)))
+    warned(lambda: fusednorm.functional.rms_norm(x[:19_000], (40,)))
     assert len(triton.log) == tried == 1
 
 
 def test_each_cause_warns_once_and_another_cause_again(triton):
     triton.fails = STAGES["assemble"]
-    _, first = warned(lambda: [fusednorm.functional.rms_norm(torch.randn(4, cols), (cols,)) for cols in (8, 40)])
+    _, first = warned(lambda: [fusednorm.functional.rms_norm(torch.randn(20_000, cols), (cols,)) for cols in (8, 40)])
     triton.fails = STAGES["shared memory"]
-    _, second = warned(lambda: fusednorm.functional.rms_norm(torch.randn(4, 16), (16,)))
+    _, second = warned(lambda: fusednorm.functional.rms_norm(torch.randn(20_000, 16), (16,)))
     assert len(first) == len(second) == 1
     assert "PTXASError" in first[0] and "OutOfResources: out of resource: shared memory, Required: 262144" in second[0]
     assert len(fallback.failures()) == 3

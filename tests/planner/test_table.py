@@ -55,7 +55,7 @@ def test_a_width_that_is_lacking_gets_the_family_of_a_near_one_cut_for_itself(fi
     assert choice.choose(far, 100, MY_GPU) == choice.choose(far, 100, H200), "the shipped table answers"
 
 
-@pytest.mark.parametrize("text", ["", "no table", '{"format": 99}', '{"format": 1, "gpu": "A"}', "[1]"])
+@pytest.mark.parametrize("text", ["", "no table", '{"format": 99}', '{"format": 2, "gpu": "A"}', "[1]"])
 def test_a_file_that_is_no_table_is_told_in_one_sentence_and_not_used(file, text):
     file.write_text(text)
     problem = make_problem(cols=4096)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 
 import pytest
@@ -36,39 +37,46 @@ def test_a_table_changes_plans_between_the_row_counts_at_which_their_times_cross
     assert 4 < most < 16 and (first, last) == (text_of(PLANS[0]), (math.inf, text_of(PLANS[1])))
 
 
+def ranges_of(cells) -> table.Ranges:
+    (found,) = tune.widths_of(cells, H200, table.coefficients(H200)).values()
+    return found[4096]
+
+
+def times(*fast: float) -> dict[str, float]:
+    """Of all candidates: these of the first ones, and a long time of the others."""
+    return dict.fromkeys(map(text_of, PLANS), 1000.0) | dict(zip(map(text_of, PLANS), fast, strict=False))
+
+
 def test_a_plan_that_is_much_slower_for_more_rows_is_left_soon_after_the_rows_at_which_it_is_fastest():
     """A former bug: half way between two row counts, the plan for fewer rows was kept up to its 9% loss."""
-    at = dict.fromkeys(map(text_of, PLANS), 1000.0)
-    few = tune.Cell(TASK, 2112, at | {text_of(PLANS[0]): 16.5, text_of(PLANS[1]): 16.9}, "")
-    many = tune.Cell(TASK, 8184, at | {text_of(PLANS[0]): 58.0, text_of(PLANS[1]): 53.0}, "")
-    (found,) = tune.widths_of([few, many], H200, table.coefficients(H200)).values()
-    (most, first), (_, last) = found[4096]
-    assert 132 * most < 4096 and (first, last) == (text_of(PLANS[0]), text_of(PLANS[1]))
+    found = ranges_of([tune.Cell(TASK, 2112, times(16.5, 16.9), ""), tune.Cell(TASK, 8184, times(58.0, 53.0), "")])
+    assert next(text for most, text in found if 4096 <= 132 * most) == text_of(PLANS[1])
 
 
-def test_a_width_has_few_plans_however_many_row_counts_want_their_own():
-    cells = [cell(1 << count, count % len(PLANS)) for count in range(12)]
-    ((found,),) = (found.values() for found in tune.widths_of(cells, H200, table.coefficients(H200)).values())
-    assert 1 <= len(found) <= tune.MOST_PLANS < len({at % len(PLANS) for at in range(12)})
+@pytest.mark.parametrize(("gain", "changes"), [(0.005, 0), (0.3, 7)])
+def test_a_change_of_plan_must_gain_more_than_a_build_costs(gain, changes):
+    costs = [(128 << n, {PLANS[n % 2]: 1.0, PLANS[1 - n % 2]: 1 + gain}) for n in range(8)]
+    assert len(tune._few_plans(costs, 132)) == 1 + changes
 
 
 @pytest.mark.parametrize(("own_us", "wanted"), [(5.4, 0), (9.0, 1)])
 def test_neighbouring_widths_decide_where_a_width_has_no_clear_winner_and_nowhere_else(own_us, wanted):
     first, second = Family.of(PLANS[0]), Family.of(PLANS[1])
-    cells = [tune.Cell(TASK, 528, {text_of(PLANS[0]): own_us, text_of(PLANS[1]): 5.0}, "")]
-    for cols in (3968, 4032, 4160, 4224):
+    cells = []
+    for cols, rows in itertools.product((3968, 4032, 4096, 4160, 4224), (528, 1024)):
         task = TASK._replace(cols=cols)
         plans = {Family.of(plan): text_of(plan) for plan in tune.plans_of(task.wanted.problem, H200)}
-        cells.append(tune.Cell(task, 528, {plans[first]: 5.0, plans[second]: 6.0}, ""))
-    (found,) = tune.widths_of(cells, H200, table.coefficients(H200)).values()
-    assert found[4096] == ((math.inf, text_of(PLANS[wanted])),)
+        here = (own_us, 5.0) if cols == 4096 else (5.0, 6.0)
+        cells.append(tune.Cell(task, rows, {plans[first]: here[0], plans[second]: here[1]}, ""))
+    assert ranges_of(cells) == ((math.inf, text_of(PLANS[wanted])),)
 
 
-def test_of_cells_with_about_as_many_rows_the_last_counts(tmp_path):
-    first, last = cell(16, 0), cell(16, 1)._replace(rows=2048)
-    tune.write_table([first, last], H200, tmp_path / "table.jsonl", {"triton": "3.6.0", "date": "2026-11-27"})
-    found = table.read(tmp_path / "table.jsonl").lookup(make_problem("rms", 4096, direction="forward"))
-    assert found == [(4096, ((math.inf, text_of(PLANS[1])),))]
+def test_what_two_checkouts_chose_are_cells_too_and_one_row_count_makes_no_width():
+    record = {"norm": "rms", "direction": "forward", "cols": 4096, "x_dtype": "bfloat16", "rows": 4096}
+    chosen = record | {"old": text_of(PLANS[0]), "new": text_of(PLANS[1]), "old_us": 5.0, "new_us": 9.0}
+    few, between, many = tune.Cell(TASK, 1024, times(6.0, 5.0), ""), tune.Cell.of(chosen), cell(128, 1)
+    assert [text for _, text in ranges_of([few, between, many])] == [text_of(PLANS[at]) for at in (1, 0, 1)]
+    assert not any(tune.widths_of([between], H200, table.coefficients(H200)).values())
 
 
 def test_a_record_is_read_back_as_the_same_cell():
