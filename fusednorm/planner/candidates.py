@@ -21,6 +21,7 @@ from .device import DeviceSpec
 from .legality import broken_rule
 from .norm_problem import NormProblem
 from .plan import (
+    MANY_BOXES,
     MAX_BOX_SIDE,
     ColumnRingPlan,
     ColumnTilePlan,
@@ -46,10 +47,12 @@ MOST_COLUMNS_OF_TWO_STAGES = 56  # of a thread; a backward's ring of fewer has t
 SCATTERED_AT_ONCE = 4  # elements of a chunk for a thread of a forward, if rows lie so that none is loaded whole
 SHORT = 256  # columns: in a shorter row, few threads of a register tile can own columns
 NARROW = 512  # columns: a tile of few such rows is small for any number of warps
-MOST_COLUMNS_IN_SMALL_PIECES = 8192  # that threads load sooner than TMA copies them by pieces of 16 bytes
+# Columns that threads load sooner than TMA copies them by pieces of 16 bytes. A backward that is not held in registers
+# reads its rows twice, so that its limit is lower.
+MOST_COLUMNS_IN_SMALL_PIECES = {"forward": 32768, "backward": 8192}
 LEAST_COLUMNS_OF_CLUSTER = 4096  # a row of no more is short for one CTA
-MANY_BOXES = 64  # of a chunk, in each CTA: from here on TMA takes two to three times as long for each
 CLUSTERS = (1, 2, 4, 8, 16)  # CTAs that share a row too wide for one
+MOST_BYTES_OF_EIGHT = 65536  # of a row, for a cluster of eight CTAs where one of 16 would do
 CLUSTER_ARCHS = (90, 100, 103)
 # (most SMs left to others, largest cluster): see cluster_sizes and bench/NOTES.md, "Clusters beside others".
 LARGEST_CLUSTER = ((0, 16), (8, 8), (32, 4), (math.inf, 2))
@@ -125,7 +128,8 @@ def candidates(variant: str, problem: NormProblem, device: DeviceSpec) -> tuple[
     the variant has none."""
     if broken_rule(variant, problem, 1, device) or variant == "reference":
         return ()
-    if problem.direction == "backward" and not problem.wants_dx:  # no row sum is needed, only a reduction over rows
+    # Without dx no row sum is needed, only a reduction over rows. Column tiles have no sums by sample.
+    if problem.direction == "backward" and not problem.wants_dx and not problem.by_sample:
         return (
             (column_tile_plan(problem, device),)
             if variant == "multi_wave"
@@ -143,7 +147,7 @@ def candidates(variant: str, problem: NormProblem, device: DeviceSpec) -> tuple[
     shapes = itertools.product((8, 16, 4), (1, 2), ROWS)
     families = (Family("multi_wave", rows, warps, ctas) for warps, ctas, rows in shapes)
     plans = tuple(plan for each in families if (plan := plan_of(each, problem, device, good=False)))
-    return plans or (() if problem.by_sample else (column_tile_plan(problem, device),))  # which has no sums by sample
+    return plans or (() if problem.by_sample else (column_tile_plan(problem, device),))
 
 
 def plan_of(family: Family, problem: NormProblem, device: DeviceSpec, good: bool = True) -> Plan | None:
@@ -184,7 +188,7 @@ def _either(family: Family, problem: NormProblem, device: DeviceSpec) -> Plan | 
 
 def _rings(problem: NormProblem, device: DeviceSpec) -> Iterator[Family]:
     forward = problem.direction == "forward"
-    for frame, cluster in itertools.product(RINGS[problem.direction], cluster_sizes(device)):
+    for frame, cluster in itertools.product(RINGS[problem.direction], cluster_sizes(problem, device)):
         if cluster < frame.least_cluster or (cluster > 1 and problem.cols <= LEAST_COLUMNS_OF_CLUSTER):
             continue
         for rows in _tiles(frame, cluster, problem):
@@ -379,17 +383,19 @@ def in_small_pieces(problem: NormProblem) -> bool:
 
 def are_better_in_registers(problem: NormProblem, device: DeviceSpec) -> bool:
     """Whether threads load rows sooner than TMA copies them. On Blackwell a published rule decides that."""
-    short = problem.cols <= MOST_COLUMNS_IN_SMALL_PIECES and in_small_pieces(problem)
+    short = problem.cols <= MOST_COLUMNS_IN_SMALL_PIECES[problem.direction] and in_small_pieces(problem)
     return short and device.arch < OLDEST_PUBLISHED_ARCH
 
 
-def cluster_sizes(device: DeviceSpec) -> tuple[int, ...]:
+def cluster_sizes(problem: NormProblem, device: DeviceSpec) -> tuple[int, ...]:
     """Cluster sizes that can start while other kernels hold sm_margin SMs. All CTAs of a cluster start together, in one
-    group of SMs (GPC). If others hold SMs in every group, a cluster as large as a group waits for them."""
+    group of SMs (GPC). If others hold SMs in every group, a cluster as large as a group waits for them: only rows that
+    are wide for eight CTAs have one of 16."""
     if device.arch not in CLUSTER_ARCHS:
         return (1,)
     largest = next(size for most, size in LARGEST_CLUSTER if device.sm_margin <= most)
-    return tuple(size for size in CLUSTERS if size <= largest)
+    most = min(largest, 16 if problem.cols * problem.x_dtype.itemsize > MOST_BYTES_OF_EIGHT else 8)
+    return tuple(size for size in CLUSTERS if size <= most)
 
 
 def ways_to_copy(num_chunks: int, whole_chunks: int) -> Iterator[tuple[int, bool]]:

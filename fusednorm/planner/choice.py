@@ -128,7 +128,7 @@ def measured(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | N
 def _adapted(plan: Plan, cols: int, rows_per_sm: float, problem: NormProblem, device: DeviceSpec) -> Plan | None:
     """A measured plan of `cols` columns for this problem. None if it cannot run, or if another one is predicted to be
     much faster: a row of this width may need more padding, or more copies."""
-    if broken_rule(plan.variant, problem, 1, device) or plan.cluster not in cluster_sizes(device):
+    if broken_rule(plan.variant, problem, 1, device) or plan.cluster not in cluster_sizes(problem, device):
         return None
     if cols == problem.cols and not problem.rows_in and is_within_budget(plan, problem, device):
         return plan

@@ -14,6 +14,7 @@ from .device import DeviceSpec
 from .norm_problem import NormProblem
 from .plan import (
     BY_COLUMNS,
+    MANY_BOXES,
     Plan,
     RingPlan,
     box_columns,
@@ -101,7 +102,11 @@ def work_of(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> 
     tiles = math.ceil(math.ceil(rows / plan.rows_per_tile) / ctas) * waves
     of_sm = plan.rows_per_tile * tiles * on_an_sm  # parts of rows
     elements = problem.cols if plan.kernel in BY_COLUMNS else plan.chunk * plan.num_chunks
-    boxes = problem.cols / box_columns(plan, problem.cols) * (1 + (problem.direction == "backward")) if is_ring else 0
+    boxes = 0.0
+    if is_ring:
+        box = box_columns(plan, problem.cols)
+        boxes = problem.cols / box * (1 + (problem.direction == "backward"))
+        boxes *= 3 if plan.chunk > MANY_BOXES * box else 1
     if is_ring:
         stages = plan.num_stages
     else:  # a tile in registers is loaded while another is computed on, if the CTA has another

@@ -35,6 +35,7 @@ MIN_WAVES = 6  # with fewer, the last wave would leave too much of the GPU idle
 
 MOST_CTAS = 2**16 - 1  # along the rows, where these are a grid's second dimension
 MAX_BOX_SIDE = 256  # elements per side of a TMA copy's box
+MANY_BOXES = 64  # of a chunk, in a CTA: from here on TMA takes about three times as long for each
 
 
 @dataclass(frozen=True)

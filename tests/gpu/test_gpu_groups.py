@@ -42,8 +42,10 @@ def test_groups_err_no_more_than_plain_code(op, shape, variant, dtype):
     plain, want = by_group(op, given, size), by_group(op, exact, size)
     pairs = zip((*got, *grads), (*plain, *gradients(plain, given)), (*want, *gradients(want, exact)), strict=True)
     for ours, theirs, right in pairs:
-        least = torch.finfo(ours.dtype).eps * 0.01 + 2e-6 * sizes[0] ** 0.5
-        assert error(ours, right) <= 1.1 * error(theirs, right) + least * float(right.detach().abs().amax())
+        least = (torch.finfo(ours.dtype).eps * 0.01 + 2e-6 * sizes[0] ** 0.5) * float(right.detach().abs().amax())
+        if ours.dim() == 1:  # a sum of as many terms as there are rows, which cancel
+            least += 2 * torch.finfo(torch.float32).eps * sizes[0]
+        assert error(ours, right) <= 1.1 * error(theirs, right) + least
 
 
 @gated

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 from hypothesis import strategies as st
-from planning import given, make_problem, sweep
+from planning import given, make_gated_sum, make_problem, sweep
 
 from fusednorm.planner import budget, legality
 from fusednorm.planner.candidates import candidates
 from fusednorm.planner.choice import HOPPER, PUBLISHED_ROWS_PER_SM, ROWS_PER_SM, best_plan, choices, choose
-from fusednorm.planner.device import A100, B200, H200, KNOWN, RTX_5090
+from fusednorm.planner.device import A100, B200, H100, H200, KNOWN, RTX_5090
 from fusednorm.planner.plan import (
+    MANY_BOXES,
     VARIANTS,
     ColumnRingPlan,
     ColumnTilePlan,
@@ -24,6 +25,7 @@ from fusednorm.planner.plan import (
     ReferencePlan,
     RingPlan,
     WarpSpecializedPlan,
+    box_columns,
     num_ctas,
     num_partials,
     num_passes,
@@ -102,6 +104,37 @@ def test_a_ring_begins_at_the_narrowest_row_published_on_each_blackwell_gpu(devi
 def test_a_ring_counts_rows_in_32_bits(device):
     assert isinstance(choose(make_problem(), legality.MAX_RING_ROWS, device), RingPlan)
     assert choose(make_problem(), legality.MAX_RING_ROWS + 1, device).variant == "multi_wave"
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_rows_for_eight_ctas_wait_for_no_cluster_of_16(norm, direction):
+    """A former bug: a backward of 32768 columns waited until a kernel ended that held 32 SMs."""
+    clusters = {
+        plan.cluster
+        for device in (H100, H200)
+        for cols in (20480, 32768)
+        for _, plan in choices(make_problem(norm, cols, direction=direction), device)
+    }
+    assert max(clusters) <= 8
+    assert any(plan.cluster == 16 for _, plan in choices(make_problem(norm, 262144, direction=direction), H100))
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_rows_in_pieces_of_16_bytes_are_not_copied_in_many_boxes(norm):
+    """A former bug: a forward of 22408 columns took three times as long by a ring that copies 256 boxes at a time."""
+    forwards = [make_problem(norm, cols, direction="forward") for cols in (9000, 12296, 22408)]
+    backward = make_problem(norm, 10904)
+    assert not any(isinstance(plan, RingPlan) for each in forwards for _, plan in choices(each, H100))
+    rings = [plan for _, plan in choices(backward, H100) if isinstance(plan, RingPlan)]
+    assert all(plan.chunk <= MANY_BOXES * box_columns(plan, backward.cols) for plan in rings)
+
+
+@pytest.mark.parametrize("device", KNOWN, ids=lambda device: device.name)
+def test_column_tiles_are_not_asked_for_sums_by_sample(device):
+    problem = replace(make_gated_sum("layer", 64), wants_dx=False)
+    assert problem.by_sample and problem.num_sums
+    assert all(plan.kernel != "column_tiles" for _, plan in choices(problem, device))
 
 
 def test_rows_at_two_strides_keep_the_measured_plans_that_can_run():
