@@ -40,9 +40,13 @@ NORMS, DIRECTIONS = ("layer", "rms"), ("forward", "backward")
 ROWS_PER_SM = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MOST_ROWS, MOST_ELEMENTS = 65536, 2**28
 WIDE = (18432, 20480, 24576, 28672, 32768, 40960, 49152, 65536, 81920, 98304, 131072, 262144)
-NARROW = (64, 80, 96, 104, 144, 160, 192, 224, 272, 296, 320, 448)
+NARROW = (64, 80, 96, 104, 144, 160, 192, 224, 272, 296, 320, 416, 448)
 IN_PIECES = (72, 200, 1000, 1032, 1560, 2000, 2056, 3000, 4104, 5000, 6008, 9000, 12296)
-UNALIGNED = (77, 255, 777, 1001, 1501, 2001, 3001, 4097, 5001, 6001, 8191, 12001, 16001)
+IN_PIECES += (136, 264, 392, 520, 616, 776, 1304, 2600, 3480, 3816, 7000)
+UNALIGNED = (77, 255, 777, 1001, 1501, 2001, 3001, 4097, 5001, 6001, 8191, 12001, 16001, 125, 155, 347, 393, 555)
+# Forms that read and write as many tensors have one table (table.Key).
+FORMS = ("_times_gate", "_of_sum")
+OF_FORMS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192, 12288, 16384)
 IN_FLOAT32 = (64, 96, 192, 320, 1000, 777, 2001, 4097, 5000, 20480, 32768, 65536)
 
 MOST_CANDIDATES = 16  # that are timed of a problem
@@ -60,11 +64,12 @@ class Task(NamedTuple):
     direction: str
     cols: int
     dtype: str  # of DTYPES, of all tensors
+    form: str = ""  # the suffix of the form's forward op
 
     @property
     def wanted(self) -> Wanted:
-        dtype = DTYPES[self.dtype]
-        return Wanted(self.norm, self.direction, self.cols, dtype, dtype, True, (True, True, self.norm == "layer"))
+        dtype, bias = DTYPES[self.dtype], self.norm == "layer"
+        return Wanted(self.norm, self.direction, self.cols, dtype, dtype, bias, (True, True, bias), form=self.form)
 
 
 class Cell(NamedTuple):
@@ -84,7 +89,7 @@ class Cell(NamedTuple):
         """From a line of this tool, of bench.survey or of bench.choices."""
         names = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
         dtype = record.get("dtype") or names[record["x_dtype"]]
-        task = Task(record["norm"], record["direction"], record["cols"], dtype)
+        task = Task(record["norm"], record["direction"], record["cols"], dtype, record.get("form", ""))
         if "plans" not in record:
             times = {record[each]: record[f"{each}_us"] for each in ("old", "new")}
             return cls(task, record["rows"], times, record["new"])
@@ -98,6 +103,7 @@ def dense() -> Iterator[Task]:
     yield from of_widths((128, 256, 384, 768, 1152, 1280, 2304, 2880, 5376, *UNALIGNED[::2], *WIDE[::2]))
     yield from of_widths((*NARROW, *IN_PIECES))
     yield from of_widths(range(1024, 16385, 1024), "fp32")
+    yield from (task._replace(form=form) for form in FORMS for task in of_widths(OF_FORMS))
     yield from of_widths(range(128, 16385, 128))
     yield from of_widths((*UNALIGNED, *WIDE))
     yield from of_widths((*range(256, 16385, 256), *IN_FLOAT32), "fp32")
