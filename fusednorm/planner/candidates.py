@@ -101,6 +101,11 @@ SCATTERED = {
     "forward": (*_frames(4, 24, (4, 3), (4, 4), (4, 5), (4, 6), (8, 2), (16, 1)), Frame(4, 2, 4, 48)),
     "backward": (Frame(2, 4, 4, 32), *_frames(4, 24, (2, 8), (4, 2), (4, 3), (4, 4), (8, 1), (8, 2), (16, 1))),
 }
+# More frames for a backward that holds other rows beside x's and dy's: these need registers, so that fewer tiles fit.
+BESIDE_OTHERS = {
+    "rings": (Frame(8, 1, 8, 16), *_frames(4, 64, (16, 1))),
+    "registers": (*_frames(16, 32, (8, 1), (8, 2)), Frame(16, 1, 16, 24)),
+}
 GROUPS = ((2, 4), (2, 8), (1, 8), (1, 16))  # compute groups and the warps of each, by preference
 
 
@@ -188,7 +193,8 @@ def _either(family: Family, problem: NormProblem, device: DeviceSpec) -> Plan | 
 
 def _rings(problem: NormProblem, device: DeviceSpec) -> Iterator[Family]:
     forward = problem.direction == "forward"
-    for frame, cluster in itertools.product(RINGS[problem.direction], cluster_sizes(problem, device)):
+    frames = RINGS[problem.direction] + (BESIDE_OTHERS["rings"] if holds_others(problem) else ())
+    for frame, cluster in itertools.product(frames, cluster_sizes(problem, device)):
         if cluster < frame.least_cluster or (cluster > 1 and problem.cols <= LEAST_COLUMNS_OF_CLUSTER):
             continue
         for rows in _tiles(frame, cluster, problem):
@@ -202,7 +208,8 @@ def _rings(problem: NormProblem, device: DeviceSpec) -> Iterator[Family]:
 def _in_registers(problem: NormProblem, device: DeviceSpec) -> Iterator[Family]:
     forward = problem.direction == "forward"
     scattered = not problem.tma_aligned or (in_small_pieces(problem) and not forward)
-    for frame in (SCATTERED if scattered else IN_REGISTERS)[problem.direction]:
+    frames = (SCATTERED if scattered else IN_REGISTERS)[problem.direction]
+    for frame in (*frames, *(BESIDE_OTHERS["registers"] if holds_others(problem) else ())):
         for rows in _tiles(frame, 1, problem):
             yield Family("multi_wave", rows, frame.num_warps, frame.ctas_per_sm)
     if forward and problem.tma_aligned and problem.acc_dtype.itemsize == 4:
@@ -374,6 +381,11 @@ def column_rings(problem: NormProblem, device: DeviceSpec) -> Iterator[ColumnRin
 
 
 # --- Common ---
+
+
+def holds_others(problem: NormProblem) -> bool:
+    """Whether a backward holds rows beside those of x and dy."""
+    return problem.direction == "backward" and bool(problem.rows_in or problem.rows_out or problem.by_sample)
 
 
 def in_small_pieces(problem: NormProblem) -> bool:
