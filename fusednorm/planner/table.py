@@ -6,7 +6,7 @@ and plans in order of rows, each up to a number of rows per SM, the last without
 a table, and data/ has those that are shipped.
 
 A problem that has no line takes that of a near width which TMA copies by pieces as long. A key that the table lacks is
-that of other traffic.
+that with the nearest traffic.
 """
 
 from __future__ import annotations
@@ -59,10 +59,14 @@ class Table:
 
     @functools.cache  # noqa: B019  a table lives as long as the process
     def widths(self, key: Key) -> dict[int, Ranges]:
-        """{columns: ranges} of a key, or if it has none of the first key that differs in traffic alone. A backward
-        without dx, which writes no large tensor, is unlike all others."""
+        """{columns: ranges} of a key, or if it has none of that with the nearest traffic. A backward without dx, which
+        writes no large tensor, is unlike all others."""
+
+        def distance(other: Key) -> int:
+            return sum(abs(a - b) for a, b in zip(key.traffic, other.traffic, strict=True))
+
         alike = [each for each in self.lines if key.traffic[1] and each._replace(traffic=key.traffic) == key]
-        lines = self.lines.get(key) or (self.lines[alike[0]] if alike else [])
+        lines = self.lines.get(key) or (self.lines[min(alike, key=distance)] if alike else [])
         found = (json.loads(line) for line in lines)
         return {
             cols: tuple((math.inf if most is None else most, text) for most, text in plans) for cols, plans in found

@@ -341,8 +341,10 @@ def fit(cells: Iterable[Cell], device: DeviceSpec, start: Coefficients) -> Coeff
 
 
 def write_table(cells: list[Cell], device: DeviceSpec, path: Path, measured: dict) -> None:
-    """`measured` says by which Triton and when."""
-    coefficients = fit(cells, device, table.coefficients(device))
+    """`measured` says by which Triton and when. The coefficients are those of plain norms: B200's plans, which nobody
+    has measured, are for these."""
+    plain = [cell for cell in cells if not cell.task.form]
+    coefficients = fit(plain, device, table.coefficients(device))
     head = {"gpu": device.name, "arch": device.arch} | measured
     table.write(path, head | {"coefficients": coefficients._asdict()}, widths_of(cells, device, coefficients))
 
