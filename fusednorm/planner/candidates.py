@@ -95,7 +95,7 @@ IN_REGISTERS = {
         Frame(16, 1, 5, 16),
     ),
 }
-SHORT_LIVED = _frames(12, 32, (2, 16), (4, 8), (8, 4), (16, 2))
+SHORT_LIVED = (*_frames(12, 32, (2, 16), (4, 8), (8, 4), (16, 2)), Frame(16, 1, 32, 64))
 # Rows whose elements are loaded one by one
 SCATTERED = {
     "forward": (*_frames(4, 24, (4, 3), (4, 4), (4, 5), (4, 6), (8, 2), (16, 1)), Frame(4, 2, 4, 48)),

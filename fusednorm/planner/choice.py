@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from . import table
 from .budget import is_within_budget
-from .candidates import Family, candidates, cluster_sizes, column_tile_plan, faulty, plan_of
+from .candidates import Family, are_better_in_registers, candidates, cluster_sizes, column_tile_plan, faulty, plan_of
 from .device import DeviceSpec
 from .legality import MAX_RING_ROWS, broken_rule
 from .model import predict_us
@@ -132,6 +132,8 @@ def _adapted(plan: Plan, cols: int, rows_per_sm: float, problem: NormProblem, de
         return None
     if cols == problem.cols and not problem.rows_in and is_within_budget(plan, problem, device):
         return plan
+    if plan.variant == "pipelined" and are_better_in_registers(problem, device):
+        return None
     if isinstance(plan, WarpSpecializedPlan) or not (plan := plan_of(Family.of(plan), problem, device)):
         return None
     rows, coefficients = round(rows_per_sm * _sms(device)), table.coefficients(device)

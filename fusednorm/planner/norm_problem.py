@@ -101,11 +101,11 @@ class NormProblem:
         return is_float32_sum(self.acc_dtype, *own, *self.sums_out)
 
     @property
-    def traffic(self) -> tuple[int, int, int]:
-        """Large tensors that a call reads and writes, and sums over rows that it wants."""
+    def traffic(self) -> tuple[int, int, int, int]:
+        """Large tensors that a call reads and writes, sums over rows that it wants, and rows that samples share."""
         backward = self.direction == "backward"
         read = 1 + backward + (self.residual_dtype is not None) + len(self.rows_in)
-        return read, (self.wants_dx if backward else 1) + len(self.rows_out), self.num_sums
+        return read, (self.wants_dx if backward else 1) + len(self.rows_out), self.num_sums, len(self.shared)
 
     @property
     def row_bytes(self) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from .model import Coefficients
 from .norm_problem import NormProblem
 
 SHIPPED = Path(__file__).parent / "data"
-FORMAT = 2
+FORMAT = 3
 MOST_DISTANCE = 0.5  # octaves to a width that answers for another
 LONG_PIECE = 64  # bytes; rows that TMA copies by longer pieces are alike
 
@@ -39,7 +39,7 @@ class Key(NamedTuple):
     direction: str
     itemsizes: tuple[int, ...]  # of x, in a backward also of its gradient
     piece: int  # bytes that TMA copies at once, up to LONG_PIECE; 0 if it cannot
-    traffic: tuple[int, int, int]
+    traffic: tuple[int, int, int, int]
 
     @classmethod
     def of(cls, problem: NormProblem) -> Key:

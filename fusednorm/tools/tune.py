@@ -45,8 +45,9 @@ IN_PIECES = (72, 200, 1000, 1032, 1560, 2000, 2056, 3000, 4104, 5000, 6008, 9000
 IN_PIECES += (136, 264, 392, 520, 616, 776, 1304, 2600, 3480, 3816, 7000)
 UNALIGNED = (77, 255, 777, 1001, 1501, 2001, 3001, 4097, 5001, 6001, 8191, 12001, 16001, 125, 155, 347, 393, 555)
 # Forms that read and write as many tensors have one table (table.Key).
-FORMS = ("_times_gate", "_of_sum")
+FORMS = ("_times_gate", "_of_sum", "_modulated", "_of_gated_sum_modulated")
 OF_FORMS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192, 12288, 16384)
+MODULATED = (1024, 1152, 1536, 2048, 2304, 3072, 4096, 5120, 6144)
 IN_FLOAT32 = (64, 96, 192, 320, 1000, 777, 2001, 4097, 5000, 20480, 32768, 65536)
 
 MOST_CANDIDATES = 16  # that are timed of a problem
@@ -68,8 +69,9 @@ class Task(NamedTuple):
 
     @property
     def wanted(self) -> Wanted:
-        dtype, bias = DTYPES[self.dtype], self.norm == "layer"
-        return Wanted(self.norm, self.direction, self.cols, dtype, dtype, bias, (True, True, bias), form=self.form)
+        dtype, weighted = DTYPES[self.dtype], "modulated" not in self.form  # modulated norms seldom have a weight
+        bias, weight = weighted and self.norm == "layer", dtype if weighted else None
+        return Wanted(self.norm, self.direction, self.cols, dtype, weight, bias, (True, weighted, bias), form=self.form)
 
 
 class Cell(NamedTuple):
@@ -103,7 +105,9 @@ def dense() -> Iterator[Task]:
     yield from of_widths((128, 256, 384, 768, 1152, 1280, 2304, 2880, 5376, *UNALIGNED[::2], *WIDE[::2]))
     yield from of_widths((*NARROW, *IN_PIECES))
     yield from of_widths(range(1024, 16385, 1024), "fp32")
-    yield from (task._replace(form=form) for form in FORMS for task in of_widths(OF_FORMS))
+    for form in FORMS:
+        widths = MODULATED if "modulated" in form else OF_FORMS
+        yield from (task._replace(form=form) for task in of_widths(widths))
     yield from of_widths(range(128, 16385, 128))
     yield from of_widths((*UNALIGNED, *WIDE))
     yield from of_widths((*range(256, 16385, 256), *IN_FLOAT32), "fp32")
@@ -159,10 +163,14 @@ def measure(
 def time_plans(task: Task, rows: int, plans: Iterable[Plan], device: DeviceSpec) -> dict[str, float]:
     """The median time of each plan that runs, in us: replays of CUDA graphs in turn, L2 flushed before each."""
     shape = torch.Size((rows, task.cols))
-    tensors = [
-        None if each is None else torch.rand(shape if each.dim() > 1 else max(shape), device="cuda").to(each.dtype)
-        for each in task.wanted.call().tensors
-    ]
+
+    def drawn(like: torch.Tensor) -> torch.Tensor:
+        if like.dim() == 1:
+            return torch.rand(max(shape), device="cuda").to(like.dtype)
+        of_all_rows = like.stride(0) == 0  # a modulation, of which all rows are one sample
+        return torch.rand(shape[of_all_rows:], device="cuda").to(like.dtype).expand(shape)
+
+    tensors = [each if each is None else drawn(each) for each in task.wanted.call().tensors]
     graphs = {}
     for plan in dict.fromkeys(plans):
         try:
