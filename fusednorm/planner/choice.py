@@ -15,13 +15,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from . import table
-from .budget import is_within_budget
+from .budget import is_within_budget, shared_bytes
 from .candidates import Family, are_better_in_registers, candidates, cluster_sizes, column_tile_plan, faulty, plan_of
 from .device import DeviceSpec
 from .legality import MAX_RING_ROWS, broken_rule
 from .model import predict_us
 from .norm_problem import NormProblem
-from .plan import Plan, ReferencePlan, WarpSpecializedPlan, from_text, num_passes
+from .plan import Plan, ReferencePlan, RingPlan, WarpSpecializedPlan, from_text, num_passes
 
 Ranges = tuple[tuple[float, Plan], ...]  # (most rows, plan), ascending
 
@@ -149,7 +149,7 @@ def published(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | 
     without_dx = problem.direction == "backward" and not problem.wants_dx
     if device.arch not in BLACKWELL and not (without_dx and device.arch in HOPPER):
         return None
-    plans = [best_plan(variant, problem, device) for variant in variants_in_use(device)]
+    plans = [_fullest(variant, problem, device) for variant in variants_in_use(device)]
     ring, portable = next((plan for plan in plans[:-1] if plan), None), plans[-1]
     narrow = problem.cols * problem.x_dtype.itemsize < PUBLISHED_ROW_BYTES[problem.direction]
     per_sm = ROWS_PER_SM_WITHOUT_DX if without_dx else PUBLISHED_ROWS_PER_SM[problem.direction][problem.norm]
@@ -160,6 +160,20 @@ def published(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | 
     else:
         ranges = ((per_sm * device.sm_count, portable), (math.inf, ring))
     return ranges, "published"
+
+
+def _fullest(variant: str, problem: NormProblem, device: DeviceSpec) -> Plan | None:
+    """The fastest plan of those that have as many bytes on their way as the device wants, as nvFuser's rings have; if
+    there is none, of all."""
+    plans = candidates(variant, problem, device)
+    rings = [plan for plan in plans if isinstance(plan, RingPlan)]
+    full = [plan for plan in rings if bytes_on_their_way(plan, problem) >= device.bytes_in_flight_per_sm]
+    return _fastest(full or plans, problem, device, ROWS_PER_SM[-1])
+
+
+def bytes_on_their_way(plan: RingPlan, problem: NormProblem) -> float:
+    """Of the ring's shared memory on an SM, what is copied while one stage is computed on."""
+    return plan.ctas_per_sm * shared_bytes(plan, problem) * (plan.num_stages - 1) / plan.num_stages
 
 
 @functools.lru_cache(maxsize=4096)

@@ -18,6 +18,7 @@ from ..host import fallback, gpus
 from ..host.kernel_devices import runs_kernels
 from ..operands import ForwardOperands
 from ..planner import budget, choice, table
+from ..planner.candidates import are_better_in_registers
 from ..planner.device import DeviceSpec
 from ..planner.legality import MAX_RING_ROWS, broken_rule
 from ..planner.model import bytes_moved, predict_us
@@ -188,9 +189,10 @@ def decide(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | No
         elif forced == other:
             reasons[forced] = "forced, and would be chosen anyway"
         else:
-            fault = (
-                "" if choice.best_plan(forced, problem, device) or forced == "reference" else ", though it might spill"
-            )
+            fault = ""
+            if forced != "reference" and not choice.best_plan(forced, problem, device):
+                slow = are_better_in_registers(problem, device)
+                fault = ", though threads load such rows sooner" if slow else ", though it might spill"
             reasons[forced] = f"forced{fault}; {other} would be chosen"
             reasons[other] = f"would be chosen: {_why(choice.decide(problem, device).source, problem, rows, device)}"
     return Decision(plan, obeyed, reasons)
@@ -213,7 +215,8 @@ def _why_not(variant: str, chosen: Plan, problem: NormProblem, rows: int, device
     if variant == "reference":
         return f"could run, but {chosen.variant} comes first"
     if choice.best_plan(variant, problem, device) is None:
-        return choice.no_room(problem, device)
+        slow = variant == "pipelined" and are_better_in_registers(problem, device)
+        return "copies rows by 16 bytes, which threads load sooner" if slow else choice.no_room(problem, device)
     if variant not in choice.variants_in_use(device):
         return f"could run, but is not in use on {device.name}"
     return f"could run, but {chosen.variant} comes first"

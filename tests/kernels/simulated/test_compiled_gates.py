@@ -10,7 +10,7 @@ from gated import PIPELINED, PORTABLE, SPECIALIZED
 from simulator.host import simulated
 
 import fusednorm
-from fusednorm.planner.choice import best_plan
+from fusednorm.planner.choice import choose
 
 BACKWARD = {"multi_wave": [PORTABLE[0], PORTABLE[6]], "pipelined": PIPELINED, "warp_specialized": SPECIALIZED}
 FORWARD = {"multi_wave": [PORTABLE[5]], "pipelined": [PIPELINED[0], PIPELINED[3], PIPELINED[5]]}
@@ -47,7 +47,7 @@ def test_gates_come_by_the_ring_or_not_to_the_same_bits(gated):
 
     call = gated.backward
     with simulated("H200", 2):
-        plan = best_plan("pipelined", call.problem, gpus.spec_of(None))
+        plan = choose(call.problem, 1, gpus.spec_of(None), "pipelined")
     other = replace(plan, rows_in_ring=not plan.rows_in_ring)
     for one, same in zip(*(outputs_of(call, 2, each) for each in (plan, other)), strict=True):
         assert one is same is None or torch.equal(one, same)

@@ -32,7 +32,7 @@ def test_row_tensors_come_by_the_ring_or_not_to_the_same_bits(steps):
     from fusednorm.host import gpus, launch
 
     with simulated("H200", 8 if steps.cols > 8192 else 2) as simulation:
-        plan = choice.best_plan("pipelined", steps.call.problem, gpus.spec_of(None))
+        plan = choice.choose(steps.call.problem, 1, gpus.spec_of(None), "pipelined")
         other = replace(plan, rows_in_ring=not plan.rows_in_ring)
         both = [launch.prepare(steps.call, each) for each in (plan, other)]
         for each in both:
