@@ -57,12 +57,16 @@ class Attention(nn.Module):
         return projected.unflatten(-1, (-1, self.head_width)).transpose(1, 2)  # [batch, heads, length, head_width]
 
 
+def rotary_tables(length: int, half: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin of rotary positions, [length, half]."""
+    frequencies = 10000.0 ** (-torch.arange(half, device=device, dtype=torch.float32) / half)
+    angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
 def rotate(x: Tensor) -> Tensor:
     """Rotary positions: dim i of a head's first half and dim i of its second half are rotated as a pair."""
-    length, half = x.shape[-2], x.shape[-1] // 2
-    frequencies = 10000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angles = torch.arange(length, device=x.device, dtype=torch.float32)[:, None] * frequencies
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    cos, sin = (each.to(x.dtype) for each in rotary_tables(x.shape[-2], x.shape[-1] // 2, x.device))
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 

@@ -22,6 +22,7 @@ from examples import (
     train_forms,
     train_fsdp2,
     train_gpt,
+    train_qk_norm,
     training,
 )
 from examples.language_models import OURS, STOCK, LanguageModel
@@ -97,6 +98,14 @@ def test_train_dit_trains_on_both_ways_of_writing_norms_eager_and_compiled_and_d
     runs = losses(said)
     assert len(runs) == 4 and len(set(runs)) == 1 and float(runs[0][1]) < float(runs[0][0])
     assert (tmp_path / "train_dit.png").stat().st_size > 10_000
+
+
+def test_train_qk_norm_trains_on_norms_written_out_as_one_call_and_packed_and_draws(asked, tmp_path, capsys):
+    train_qk_norm.main(asked)
+    said = capsys.readouterr().out
+    runs = losses(said)
+    assert len(runs) == 3 and len(set(runs)) == 1 and float(runs[0][1]) < float(runs[0][0])
+    assert (tmp_path / "train_qk_norm.png").stat().st_size > 10_000
 
 
 def test_patch_hugging_face_patches_every_norm(asked, tmp_path, capsys):
