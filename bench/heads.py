@@ -1,13 +1,13 @@
 """Times qk_norm and qk_norm_packed, forward, backward and both, over a stream kernel.
 
-    python -m bench.heads --tokens 4096 16384 --heads 32+8 --dims 128 --rotary none halves
+    python -m bench.heads --tokens 4096 16384 --heads 32+8 --dims 128 --rotary none halves --minutes 2
     python -m bench.heads --sweep --candidates ours
 
 Candidates: ours; "norms", a norm of ours for each of q and k, where nothing is rotated; the code of models, in eager
 mode and by torch.compile. The floor is a stream kernel for each direction with the same large reads and writes: of q
 and k, and of v's part of a packed gradient. Times with a rotation have the same floor: cos and sin are read beside it.
 Every candidate is compared with float64 first. One JSON line per candidate goes to heads.jsonl. --sweep also times
-other plans than the planner's. Our kernels are compiled in parallel first. Exit code 1 if a result is wrong, 2 without
+other plans than the planner's. All kernels are compiled in parallel first. Exit code 1 if a result is wrong, 2 without
 a CUDA GPU.
 """
 
@@ -19,6 +19,7 @@ import itertools
 import multiprocessing
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,9 +33,10 @@ from torch._functorch import config as functorch_config
 import fusednorm
 from fusednorm.heads import functional, launch
 from fusednorm.heads import plan as head_plan
-from fusednorm.heads.call import calls_like
-from fusednorm.heads.problem import Heads, Packing
-from fusednorm.host import gpus
+from fusednorm.heads.call import HeadCall
+from fusednorm.heads.ops import both_ways
+from fusednorm.heads.problem import Packing
+from fusednorm.host import gpus, native, prepared
 from fusednorm.planner.device import DeviceSpec
 from fusednorm.tools.console import print_table
 
@@ -193,16 +195,22 @@ def planned(direction: str, shape: Shape) -> Iterator[None]:
             return plan
         return head_plan.shaped(problem, device, *shape)
 
-    launch.forget()
+    _forget()
     with mock.patch.object(head_plan, "choose", choose):
         yield
-    launch.forget()
+    _forget()
+
+
+def _forget() -> None:
+    prepared.forget()
+    native.forget()
 
 
 def swept(case: HeadCase, device: DeviceSpec) -> dict[str, tuple[str, Shape]]:
     """The other plans for a case, each once: direction and shape of each, by its name."""
     found = {}
-    for _, direction, call in calls_like(heads_of(case), case.packed):
+    for call in calls_of_kernels(case):
+        direction = call.problem.direction
         seen = {head_plan.choose(call.problem, device)}
         for shape in SWEEP[direction]:
             plan = head_plan.shaped(call.problem, device, *shape)
@@ -213,38 +221,54 @@ def swept(case: HeadCase, device: DeviceSpec) -> dict[str, tuple[str, Shape]]:
     return found
 
 
-def heads_of(case: HeadCase) -> Heads:
-    """The operands of qk_norm, without memory."""
-    meta = {name: each.to("meta") for name, each in replace(case, tokens=16).inputs("cpu").items()}
-    more, tables = {}, None
-    q, k, *_ = (torch.empty(1, case.tokens, *each.shape[2:], dtype=each.dtype, device="meta") for each in meta.values())
-    if case.packed:
-        q, k, _ = Packing(case.heads, case.kv_heads).split(q)
-    if case.rotary != "none":
-        tables = tuple(torch.empty(1, case.tokens, case.turned, dtype=case.dtype, device="meta") for _ in range(2))
-    more = {name: each for name, each in meta.items() if name in functional.PARAMETERS}
+def calls_of_kernels(case: HeadCase) -> list[HeadCall]:
+    """What the kernels of a forward and of a backward compute, without memory."""
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(1, case.tokens, *shape, dtype=case.dtype, device="meta")
+
+    packing = Packing(case.heads, case.kv_heads)
+    packed = empty((case.heads + 2 * case.kv_heads) * case.cols) if case.packed else None
+    q, k = empty(case.heads, case.cols), empty(case.kv_heads, case.cols)
+    names = "weight", *(("bias",) if case.norm == "layer" else ())
+    parameters = {f"{of}_{name}": empty(case.cols)[0, 0] for name in names for of in "qk"}
+    tables = None if case.rotary == "none" else (empty(case.turned), empty(case.turned))
     settings = {"norm": case.norm, "eps": EPS, "rotary_interleaved": case.rotary == "pairs"}
-    return functional.operands(q, k, **more, rotary=tables, **settings)
+    heads = functional.operands(q, k, **parameters, rotary=tables, **settings)
+    return [each for call in both_ways(heads, packed, packing) for each in call.launches()]
 
 
-def compile_ahead(cases: list[HeadCase], device: DeviceSpec, sweep: bool) -> None:
-    """Compile the kernels of ours in processes, into Triton's cache. No build depends on the number of tokens."""
+def compile_ahead(cases: list[HeadCase], device: DeviceSpec, options: argparse.Namespace) -> None:
+    """Compile kernels in processes: those of ours into Triton's cache, where no build depends on the number of tokens,
+    and the graphs of torch.compile into Inductor's."""
     kinds = dict.fromkeys(replace(case, tokens=4096) for case in cases)
-    jobs = [(case, device, how) for case in kinds for how in (None, *(swept(case, device).values() if sweep else ()))]
+    plans = {case: [None, *(swept(case, device).values() if options.sweep else ())] for case in kinds}
     with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
-        pool.map(compile_plans, jobs, chunksize=1)
+        pool.map(compile_plans, [(case, device, how) for case, hows in plans.items() for how in hows], chunksize=1)
+        if "inductor" in options.candidates:
+            pool.map(compile_graphs, cases, chunksize=1)
 
 
 def compile_plans(job: tuple) -> None:
     from fusednorm.tools import compilation
 
     case, device, how = job
-    with planned(*how) if how else contextlib.nullcontext():
-        for _, direction, call in calls_like(heads_of(case), case.packed):
-            if not how or how[0] == direction:
-                for each in launch.program_of(call, head_plan.choose(call.problem, device), device).launches:
-                    with contextlib.suppress(Exception):  # is told when the kernel should run
-                        compilation.compile_for(each, device.arch)
+    for call in calls_of_kernels(case):
+        plan = head_plan.choose(call.problem, device)
+        if how and how[0] == call.problem.direction:
+            plan = head_plan.shaped(call.problem, device, *how[1])
+        for each in launch.launches_of(call, plan, device, 0)[0]:
+            with contextlib.suppress(Exception):  # is told when the kernel should run
+                compilation.compile_for(each, device.arch)
+
+
+def compile_graphs(case: HeadCase) -> None:
+    with contextlib.suppress(Exception), functorch_config.patch(donated_buffer=False):
+        given = case.inputs()
+        run = candidates(case, ["inductor"])["inductor"]
+        outputs = run(case, given, case.tables(next(iter(given.values()))))
+        torch.autograd.grad(outputs, list(given.values()), [torch.ones_like(each) for each in outputs])
+    torch.cuda.empty_cache()
 
 
 def measure(case: HeadCase, options: argparse.Namespace) -> Iterator[dict]:
@@ -308,6 +332,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--directions", nargs="+", choices=WAYS, default=WAYS, help="default: all three")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of all tensors")
     parser.add_argument("--sweep", action="store_true", help="also times other plans")
+    parser.add_argument("--minutes", type=float, default=60, help="no case is begun after this time (default: 60)")
     parser.add_argument("--rounds", type=int, default=40, help="timed replays of each (default: 40)")
     add_out_argument(parser)
     return parser.parse_args(arguments)
@@ -323,11 +348,14 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     if lacks_gpu("heads"):
         return 2
-    machine, wrong, rows = describe_machine(), 0, []
+    machine, wrong, rows, end = describe_machine(), 0, [], time.monotonic() + 60 * options.minutes
     path = results_path(options.out, machine, "heads")
     cases = list(make_cases(options))
-    compile_ahead(cases, gpus.spec_of(torch.device("cuda", torch.cuda.current_device())), options.sweep)
-    for case in cases:
+    compile_ahead(cases, gpus.spec_of(torch.device("cuda", torch.cuda.current_device())), options)
+    for at, case in enumerate(cases):
+        if time.monotonic() > end:
+            print(f"{len(cases) - at} of {len(cases)} cases are left, because the time is over", flush=True)
+            break
         with functorch_config.patch(donated_buffer=False):  # a backward is timed many times
             records = [machine | each for each in measure(case, options)]
         save(records, path)

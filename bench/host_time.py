@@ -1,5 +1,5 @@
 """Times the host side of eager calls, ours beside ATen's: the raw ops, and modules with autograd. Modules of forms are
-timed beside the plain one's.
+timed beside the plain one's, and norms of q and k beside two of torch.nn.
 
     python -m bench.host_time --rows 128 --cols 1024
 
@@ -48,6 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
     calls: dict[Timed, Callable[[], object]] = {}
     for norm in NORMS:
         found = calls_of_forms(norm, options.rows, options.cols, DTYPES[options.dtype])
+        calls |= {Timed(norm, *key): call for key, call in found.items()}
+        found = calls_of_heads(norm, options.rows, options.cols, DTYPES[options.dtype])
         calls |= {Timed(norm, *key): call for key, call in found.items()}
         found = calls_of(norm, options.rows, options.cols, DTYPES[options.dtype])
         calls |= {Timed(norm, *key): call for key, call in found.items()}
@@ -156,6 +158,56 @@ def calls_of_forms(
     return calls
 
 
+HEADS, KV_HEADS = 8, 2
+
+
+def calls_of_heads(
+    norm: str, rows: int, cols: int, dtype: torch.dtype, device: str = "cuda"
+) -> dict[tuple[str, str], Callable[[], object]]:
+    """By (call, candidate): modules of norms of HEADS heads of q and KV_HEADS of k, of cols // HEADS columns each, with
+    their backwards and without gradients. torch.nn's do not rotate."""
+    dim, options = cols // HEADS, {"device": device, "dtype": dtype}
+    q, k, v = (torch.randn(1, rows, heads, dim, **options) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    tables = tuple(torch.randn(rows, dim, **options) for _ in range(2))
+    modules = {
+        ("norms of q and k", OURS): fusednorm.QKNorm(dim, norm=norm, **options),
+        ("norms of q and k", ATEN): TwoNorms(norm, dim, **options),
+        ("norms of q and k, rotated", OURS): Rotated(tables, dim, norm=norm, **options),
+        ("norms of packed q and k, rotated", OURS): Packed(tables, dim, norm=norm, **options),
+    }
+    calls = {}
+    for (name, candidate), module in modules.items():
+        rows_of_it = (torch.cat([q, k, v], -2).flatten(-2),) if isinstance(module, Packed) else (q, k)
+        calls[f"{name}, forward and backward", candidate] = training_call(module, rows_of_it, (q, k, v))
+        calls[f"{name}, no gradient", candidate] = inference_call(module, rows_of_it)
+    return calls
+
+
+class TwoNorms(torch.nn.Module):
+    def __init__(self, norm: str, dim: int, **options):
+        super().__init__()
+        make = {"layer": torch.nn.LayerNorm, "rms": torch.nn.RMSNorm}[norm]
+        self.q_norm, self.k_norm = make(dim, **options), make(dim, **options)
+
+    def forward(self, q, k):
+        return self.q_norm(q), self.k_norm(k)
+
+
+class Rotated(fusednorm.QKNorm):
+    def __init__(self, tables: tuple[torch.Tensor, torch.Tensor], dim: int, **options):
+        super().__init__(dim, **options)
+        self.tables = tables
+
+    def forward(self, q, k):
+        return super().forward(q, k, self.tables)
+
+
+class Packed(Rotated):
+    def forward(self, qkv):
+        weights = self.q_weight, self.k_weight
+        return fusednorm.qk_norm_packed(qkv, HEADS, KV_HEADS, *weights, norm=self.norm, rotary=self.tables)
+
+
 class ByHand(torch.nn.Module):
     """As Hugging Face's LlamaRMSNorm."""
 
@@ -213,14 +265,17 @@ def seconds_of_row_counts(norm: str, row_counts: int, cols: int, dtype: torch.dt
     return time.perf_counter() - start
 
 
-def training_call(module: torch.nn.Module, rows: Sequence[torch.Tensor], dy: torch.Tensor) -> Callable[[], None]:
-    """dy is the gradient of each output."""
+def training_call(
+    module: torch.nn.Module, rows: Sequence[torch.Tensor], dy: torch.Tensor | tuple[torch.Tensor, ...]
+) -> Callable[[], None]:
+    """dy is the gradient of each output, or has one for each."""
     leaves = [each.clone().requires_grad_() for each in rows]
 
     def call() -> None:
         outputs = module(*leaves)
         if isinstance(outputs, tuple):
-            torch.autograd.backward(outputs, (dy,) * len(outputs))
+            grads = dy[: len(outputs)] if isinstance(dy, tuple) else (dy,) * len(outputs)
+            torch.autograd.backward(outputs, grads)
         else:
             outputs.backward(dy)
         for leaf in leaves:

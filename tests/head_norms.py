@@ -120,17 +120,15 @@ class HeadCase:
 
 def calls_of(case: HeadCase) -> list:
     """The forward and the backward that qk_norm describes for tensors like the case's, with every gradient wanted."""
-    from fusednorm.heads import functional
-    from fusednorm.heads.call import calls_like
+    from fusednorm.heads import functional, ops
     from fusednorm.heads.problem import Packing
 
     given, named = case.tensors("meta"), case.settings | {"heads_dim": -3 if case.heads_first else -2}
+    heads, packed, packing = functional.operands(**given, rotary=case.tables("meta"), **named), None, None
     if case.packed:
-        width = (case.heads + 2 * case.kv_heads) * case.cols
+        packing, width = Packing(case.heads, case.kv_heads), (case.heads + 2 * case.kv_heads) * case.cols
         packed = torch.empty(case.batch, case.tokens, width, dtype=case.dtype, device="meta")
-        given |= zip("qk", Packing(case.heads, case.kv_heads).split(packed), strict=False)
-    heads = functional.operands(**given, rotary=case.tables("meta"), **named)
-    return [call for _, _, call in calls_like(heads, case.packed)]
+    return [each for call in ops.both_ways(heads, packed, packing) for each in call.launches()]
 
 
 def launches_of(case: HeadCase, arch: int) -> list:
@@ -139,11 +137,9 @@ def launches_of(case: HeadCase, arch: int) -> list:
 
     from fusednorm.heads import launch, plan
 
-    device, found = EVERY_ARCHITECTURE[arch], []
-    for call in calls_of(case):
-        chosen = plan.choose(call.problem, device)
-        found += [(chosen, each) for each in launch.program_of(call, chosen, device).launches]
-    return found
+    device = EVERY_ARCHITECTURE[arch]
+    planned = [(call, plan.choose(call.problem, device)) for call in calls_of(case)]
+    return [(chosen, each) for call, chosen in planned for each in launch.launches_of(call, chosen, device, 0)[0]]
 
 
 def complaints(case: HeadCase, arch: int) -> list[str]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..planner.norm_problem import accumulation_dtype, is_float32_sum
+from ..host.program import Address
+from ..planner.norm_problem import ALIGNMENT, accumulation_dtype, is_float32_sum
 from .problem import Heads, Settings
 
 MOST_ROWS = 2**30 - 1  # twice as many and one are a number of 32 bits
@@ -98,26 +99,18 @@ def with_levels(rows: Rows, levels: int) -> Rows:
 
 
 class HeadCall(NamedTuple):
-    """A checked call on alike tensors, which are read in place."""
+    """What one launch computes: a call on alike tensors, which are read in place."""
 
     problem: HeadProblem
+    which: list[int]  # of the inputs
     heads: Heads
-    grads: Sequence[Tensor | None]
+    grads: Sequence[Tensor]
     outs: Sequence[Tensor | None]  # the outputs, or the gradients of the inputs
     sums: Sequence[Tensor]  # the gradients of the weights, then those of the biases
     rows: tuple[int, ...]
     places: tuple[Rows, ...]  # for each: x, the gradients of y and of x, cos and sin, of these what is there
-    copied: tuple[str, ...] = ()  # what could not be read in place
-    copy: tuple[Tensor, ...] = ()  # a tensor, and the one of its shape that it is copied to by the way
-    copy_place: Rows | None = None
-
-    @property
-    def tensors(self) -> list[Tensor | None]:
-        heads = self.heads
-        tables = heads.cos, heads.sin
-        return [
-            *heads.inputs, *self.grads, *heads.weights, *heads.biases, *tables, *self.outs, *self.sums, *self.copy
-        ]  # fmt: skip
+    copy: Sequence[Tensor]  # a tensor, and the one of its shape that it is copied to by the way
+    copy_place: Rows | None
 
 
 def alike(heads: Heads, *more: Sequence[Tensor | None]) -> list[list[int]]:
@@ -131,55 +124,44 @@ def alike(heads: Heads, *more: Sequence[Tensor | None]) -> list[list[int]]:
     return list(groups.values())
 
 
-def describe(
-    heads: Heads, grads: Sequence[Tensor], outs: Sequence[Tensor | None], sums: Sequence, copy: Sequence[Tensor] = ()
-) -> HeadCall | None:
-    """The call on alike tensors, copied where their rows cannot be read in place. None if there are too many rows.
+def described(heads: Heads, grads: Sequence[Tensor], outs: Sequence, sums: Sequence) -> Iterator[HeadCall | None]:
+    """The launches for tensors that `in_place` returns. None if there are too many rows, or if they lie at too many
+    nested strides.
 
     outs are the outputs or, with grads, the gradients of the inputs; sums those of the weights and then of the biases.
-    A gradient that is not wanted is None. A backward may copy a tensor to another one of D columns.
+    A gradient that is not wanted is None; an input that has no wanted one is in no launch. With one more in grads and
+    outs, the last of grads is copied to the last of outs.
     """
+    count = len(heads.inputs)
+    copy = (grads[count], outs[count]) if len(grads) > count and outs[count] is not None else ()
+    lists = outs[:count], grads[:count], sums[:count], sums[count:]
+    for which in alike(heads, *(each for each in lists if each)):
+        some, (ys, dy, dw, db) = heads.some(which), ([each[at] for at in which] if each else [] for each in lists)
+        if any(each is not None for each in (*ys, *dw, *db)):
+            yield _described(which, some, dy, ys, [*dw, *db], copy)
+            copy = ()
+
+
+def _described(which: list[int], heads: Heads, grads, outs, sums, copy) -> HeadCall | None:
     rows, backward = tuple(math.prod(x.shape[:-1]) for x in heads.inputs), bool(grads)
     if sum(rows) > MOST_ROWS:
         return None
-    tables = [] if heads.cos is None else [_with_adjacent_columns(each) for each in (heads.cos, heads.sin)]
-    if tables and tables[0].stride() != tables[1].stride():
-        tables = [each.contiguous() for each in tables]
-    places, read = [], []
-    for at, given in enumerate(zip(heads.inputs, *([grads] if backward else []), strict=True)):
-        batch = given[0].shape[:-1]
-        more = [outs[at]] if backward and outs[at] is not None else []
-        more += [each.expand(*batch, -1) for each in tables[:1]]
-        own = [_with_adjacent_columns(each) for each in given]
-        place = rows_of(batch, *own, *more)
-        if place is None:
-            own = [each.contiguous() for each in own]
-            place = rows_of(batch, *own, *more)
-        if place is None:
-            return None
-        read.append(own)
-        places.append(place)
-    copy_place = None
-    if copy:
-        copy = _with_adjacent_columns(copy[0]), copy[1]
-        copy_place = rows_of(copy[1].shape[:-1], *copy)
-        if copy_place is None:
-            return None
-    inputs, *others = zip(*read, strict=True)
-    copied = [
-        f"{name}[{at}]"
-        for name, were, are in zip(("inputs", "grads"), (heads.inputs, grads), (inputs, *others), strict=False)
-        for at, pair in enumerate(zip(were, are, strict=True))
-        if pair[0] is not pair[1]
-    ]
+    places = []
+    for at, x in enumerate(heads.inputs):
+        others = [*grads[at : at + 1], *(each for each in outs[at : at + 1] if backward and each is not None)]
+        places.append(_place(x, *others, table=heads.cos))
+    copy_place = rows_of(copy[1].shape[:-1], *copy) if copy else None
+    if None in places or (copy and copy_place is None):
+        return None
     levels = max(len(each.sizes) for each in places) + 1
+    tables = [] if heads.cos is None else [heads.cos, heads.sin]
     weight, bias = heads.weights[0], heads.biases[0]
     problem = HeadProblem(
         "backward" if backward else "forward",
-        len(inputs),
+        len(which),
         heads.cols,
-        inputs[0].dtype,
-        others[0][0].dtype if backward else outs[0].dtype,
+        heads.inputs[0].dtype,
+        (grads or outs)[0].dtype,
         None if weight is None else weight.dtype,
         None if bias is None else bias.dtype,
         heads.settings._replace(rotary_dim=None),
@@ -188,40 +170,61 @@ def describe(
         tuple(each.dtype for each in tables),
         levels,
         bool(copy),
-        *[wanted is not None for wanted in (outs[0], *sums[:: len(inputs)]) if backward],
+        *[wanted is not None for wanted in (outs[0], *sums[:: len(which)]) if backward],
     )
-    parameters = ([each if each is None else each.contiguous() for each in of] for of in heads[1:3])
-    heads = Heads(inputs, *parameters, *(tables or (None, None)), heads.eps, heads.settings)
     sums = [each for each in sums if each is not None]
     by_level = tuple(with_levels(each, levels) for each in places)
-    grads = others[0] if backward else ()
-    return HeadCall(problem, heads, grads, outs, sums, rows, by_level, tuple(copied), tuple(copy), copy_place)
+    return HeadCall(problem, which, heads, grads, outs, sums, rows, by_level, copy, copy_place)
 
 
-def calls_like(heads: Heads, packed: bool = False) -> Iterator[tuple[list[int], str, HeadCall | None]]:
-    """(inputs, direction, call) of each launch for tensors like these, by tensors without memory, if all gradients are
-    wanted, the outputs' are contiguous and, with `packed`, inputs are parts of one tensor with v."""
-
-    def like(tensor: Tensor | None, strides: Sequence[int] | None = None, dtype: torch.dtype | None = None):
-        if tensor is None:
-            return None
-        return torch.empty_strided(
-            tensor.shape, tensor.stride() if strides is None else strides, dtype=dtype or tensor.dtype, device="meta"
-        )
-
-    lists = ([like(each) for each in some] for some in heads[:3])
-    heads = Heads(*lists, like(heads.cos), like(heads.sin), heads.eps, heads.settings)
-    count, contiguous = len(heads.inputs), [torch.empty(x.shape, device="meta").stride() for x in heads.inputs]
-    outs = [like(x, contiguous[at], heads.output_dtype(at)) for at, x in enumerate(heads.inputs)]
-    dx = [like(x, None if packed else contiguous[at]) for at, x in enumerate(heads.inputs)]
-    copy = (outs[-1], dx[-1]) if packed else ()
-    for which in alike(heads):
-        some, ys, grads = heads.some(which), [outs[at] for at in which], [dx[at] for at in which]
-        sums = [heads.tensors[kind * count + at] for kind in (1, 2) for at in which]
-        yield which, "forward", describe(some, [], ys, [])
-        yield which, "backward", describe(some, ys, grads, sums, copy)
-        copy = ()
+def _place(x: Tensor, *others: Tensor, table: Tensor | None) -> Rows | None:
+    batch = x.shape[:-1]
+    return rows_of(batch, x, *others, *([] if table is None else [table.expand(*batch, -1)]))
 
 
-def _with_adjacent_columns(tensor: Tensor) -> Tensor:
-    return tensor if tensor.shape[-1] == 1 or tensor.stride(-1) == 1 else tensor.contiguous()
+def in_place(heads: Heads, grads: Sequence[Tensor]) -> tuple[Heads, list[Tensor], list[str]]:
+    """The operands, with contiguous tensors in place of those whose rows kernels cannot read in place, and what these
+    are."""
+    copied = []
+
+    def checked(name: str, tensor: Tensor, can_be_read: bool) -> Tensor:
+        if not (can_be_read or tensor.is_contiguous()):
+            copied.append(name)
+            tensor = tensor.contiguous()
+        return tensor
+
+    cos, sin = (each if each is None else checked("tables", each, _has_adjacent_columns(each)) for each in heads[3:5])
+    if cos is not None and cos.stride() != sin.stride():
+        cos, sin = checked("tables", cos, cos.is_contiguous()), checked("tables", sin, sin.is_contiguous())
+    inputs, grads = list(heads.inputs), list(grads)
+    for at, x in enumerate(inputs):
+        can_be_read = _place(x, *grads[at : at + 1], table=cos) is not None
+        inputs[at] = checked(f"inputs[{at}]", x, can_be_read and _has_adjacent_columns(x))
+    for at, grad in enumerate(grads):
+        can_be_read = at >= len(inputs) or _place(inputs[at], grad, table=cos) is not None
+        grads[at] = checked(f"grads[{at}]", grad, can_be_read and _has_adjacent_columns(grad))
+    parameters = (
+        [each if each is None else checked(name, each, each.is_contiguous()) for each in some]
+        for name, some in (("weights", heads.weights), ("biases", heads.biases))
+    )
+    return Heads(inputs, *parameters, cos, sin, heads.eps, heads.settings), grads, copied
+
+
+def _has_adjacent_columns(tensor: Tensor) -> bool:
+    return tensor.shape[-1] == 1 or tensor.stride(-1) == 1
+
+
+def symbol(tensor: Tensor, at: int) -> Tensor:
+    """The tensor without memory, with the Address that stands for it as an attribute."""
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    made.address = Address(at, tensor.dtype, tensor.data_ptr() % ALIGNMENT == 0)
+    return made
+
+
+def parts_of(whole: Tensor, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Views of a symbol, as symbols."""
+    for each in parts:
+        offset = each.storage_offset() * each.dtype.itemsize
+        aligned = whole.address.aligned and offset % ALIGNMENT == 0
+        each.address = replace(whole.address, aligned=aligned, offset=offset)
+    return parts

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ..host import fallback, gpus
+from ..host import gpus
 from ..host.kernel_devices import runs_kernels
 from ..planner.device import DeviceSpec
 from . import functional
-from .call import calls_like
-from .plan import AtenNorm, HeadPlan, choose, ctas_of
+from .ops import both_ways
+from .plan import AtenNorm, HeadPlan, ctas_of, plans_of
 from .problem import Heads, validate
 
 NAMES = "q", "k"
@@ -71,13 +71,9 @@ def explain_qk_norm(
 
 
 def _launches(heads: Heads, spec: DeviceSpec) -> Iterator[HeadLaunch]:
-    for which, way, call in calls_like(heads):
-        names = tuple(NAMES[at] for at in which)
-        if call is None:
-            yield HeadLaunch(way, names, AtenNorm("the rows are too many, or lie at too many nested strides"))
-            continue
-        plan = choose(call.problem, spec)
-        cause = fallback.failed_of(call.problem, spec).get(plan)
-        plan = AtenNorm(f"the kernel cannot run here: {cause}") if cause else plan
-        ctas = () if isinstance(plan, AtenNorm) else ctas_of(plan, call.problem, call.rows, spec)
-        yield HeadLaunch(way, names, plan, ctas, call.copied)
+    for way, given in zip(("forward", "backward"), both_ways(heads), strict=True):
+        readable, copied = given.in_place()
+        for call, plan in plans_of(readable.launches(), spec):
+            names = NAMES if call is None else tuple(NAMES[at] for at in call.which)
+            ctas = () if isinstance(plan, AtenNorm) else ctas_of(plan, call.problem, call.rows, spec)
+            yield HeadLaunch(way, names, plan, ctas, tuple(copied))

@@ -12,9 +12,10 @@ from torch.autograd import Function
 from .. import functional
 from ..forms import ROUNDINGS
 from ..host.torch_compat import forward_ad, is_transforming
+from ..namespace import TORCH_OPS
 from ..planner.norm_problem import accumulation_dtype
 from ..problem import require_strided
-from . import ops
+from . import native
 from .problem import Heads, Packing, Settings, validate
 from .reference import rotated
 
@@ -71,7 +72,7 @@ def qk_norm(
     )  # fmt: skip
     if spans_heads(heads):
         return _over_all_heads(heads, heads_dim)
-    return tuple(ops.call(ops.FORWARD, *heads[:-1], **heads.settings._asdict()))
+    return _forward(heads)
 
 
 def operands(
@@ -157,13 +158,18 @@ class PackedFunction(Function):
         mask = [want and of is not None for want, of in zip(wanted, (qkv, *parameters), strict=True)]
         named = Settings(*ctx.settings)._asdict()
         operands = qkv, parameters[:2], parameters[2:], cos, sin, ctx.eps
-        made = iter(ops.call(ops.PACKED, grads, *operands, mask, *ctx.packing, **named))
+        made = iter(TORCH_OPS.head_norm_bwd_packed(grads, *operands, mask, *ctx.packing, **named))
         found = [next(made) if want else None for want in mask]
         return None, None, None, *found, None, None
 
 
-def _run(both, parameters, cos, sin, eps, settings: Settings) -> list[Tensor]:
-    return ops.call(ops.FORWARD, both, parameters[:2], parameters[2:], cos, sin, eps, **settings._asdict())
+def _run(both, parameters, cos, sin, eps, settings: Settings) -> tuple[Tensor, ...]:
+    return _forward(Heads(both, parameters[:2], parameters[2:], cos, sin, eps, settings))
+
+
+def _forward(heads: Heads) -> tuple[Tensor, ...]:
+    made = native.of_heads(heads)
+    return tuple(TORCH_OPS.head_norm_fwd(*heads[:-1], **heads.settings._asdict())) if made is None else made
 
 
 def _require_strided(op: str, **tensors: Tensor | None) -> None:

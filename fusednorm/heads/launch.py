@@ -3,77 +3,82 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 from torch import Tensor
 
 from ..forms import FormSpec
-from ..host import fallback, gpus, launcher
+from ..host import fallback, gpus, launcher, prepared
 from ..host.fallback import BuildFailed
 from ..host.gpus import current
-from ..host.key import PLAIN_TYPES
+from ..host.key import PLAIN_TYPES, Extent
 from ..host.launch import OLDEST_DEPENDENT_ARCH, partials_tile
 from ..host.launcher import Launch
-from ..host.program import Address, Bound, OnTensors, Part, Program, Workspace
+from ..host.program import Address, Bound, Output, Part, Program, Workspace
 from ..kernels import finalizer, narrow
 from ..kernels.config import Norm, PartsTile
 from ..kernels.rowmath import TURN, form_of
 from ..planner.device import DeviceSpec
 from ..planner.norm_problem import ALIGNMENT
 from ..problem import require_memory, resolve_eps
-from ..settings import margin
+from ..settings import invariance, margin
 from . import plan as head_plan
-from .call import HeadCall, HeadProblem, alike, describe
-from .plan import AtenNorm, HeadPlan
-from .problem import Heads
+from .call import HeadCall, HeadProblem
+from .plan import AtenNorm, HeadPlan, Planned, plans_of
 
-KEPT_CALLS = 4096  # if there would be more, all are forgotten
-
-
-class Repeat(NamedTuple):
-    """What calls with one key do: the shapes and dtypes of what they allocate; and each program, with the places of its
-    tensors among the operands and, behind these, what is allocated. None stands for an absent tensor."""
-
-    outs: tuple[tuple[torch.Size, torch.dtype], ...]
-    programs: tuple[tuple[Bound, tuple[int | None, ...]], ...]
+if TYPE_CHECKING:
+    from .ops import Call
 
 
-_repeats: dict[tuple, Repeat] = {}
+def run(given: Call) -> tuple[Sequence[Tensor | None] | None, Program | None]:
+    """The outputs, None for those that are not wanted, and the program if it is kept. None for all of them if the
+    planner leaves the call to ATen. Raises as `given.check` does."""
+    sms, invariant, shape = margin.sms, invariance.switch.is_invariant(), given.heads.inputs[0].shape
+    key = _key(given, sms, invariant)
+    kind = key and prepared.kind_of(key)
+    bound = kind and kind.by_shape.get(shape)
+    outputs = bound and bound.launch([0 if each is None else each.data_ptr() for each in given.tensors])
+    if outputs is not None:
+        return outputs, bound.program
+    given.check()
+    if not all(x.numel() for x in given.heads.inputs):
+        return None, None
+    readable, _ = given.in_place()
+    if readable is not given:
+        return run(readable)[0], None
+    outputs, bound = _first(given)
+    if not key or not bound or (bound.program.sm_margin, bound.program.invariant) != (sms, invariant):
+        return outputs, None
+    return outputs, prepared.keep_by(key, shape, bound)
 
 
-def repeated(heads: Heads, grads: Sequence[Tensor] = (), mask: Sequence[bool] = (), dx: Sequence[Tensor] = ()):
-    """What `forward` or `backward` returns, if such a call has run before, without checks; else None."""
-    repeat = _repeats.get(_key(heads, grads, mask, dx)) if _repeats else None
-    if repeat is None:
-        return None
-    device = heads.inputs[0].device
-    outs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in repeat.outs]
-    addresses = [0 if each is None else each.data_ptr() for each in (*_operands(heads, grads, dx), *outs)]
-    for bound, places in repeat.programs:
-        if bound.launch([0 if at is None else addresses[at] for at in places]) is None:
-            return None
-    return [*dx, *outs]
-
-
-def forget() -> None:
-    """Drop all repeats."""
-    _repeats.clear()
-
-
-def _operands(heads: Heads, grads: Sequence[Tensor], dx: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    return *heads.tensors, heads.cos, heads.sin, *grads, *dx
-
-
-def _key(heads: Heads, grads: Sequence[Tensor], mask: Sequence[bool], dx: Sequence[Tensor]) -> tuple | None:
-    """Everything that checks, plans and builds depend on. None for tensors that are not plain."""
-    key: list[Any] = [len(heads.inputs), len(grads), tuple(mask), heads.eps, heads.settings, margin.sms]
+def _first(given: Call) -> tuple[Sequence[Tensor | None] | None, Bound | None]:
+    """The outputs of a call that has no program yet, and the program, if later calls can repeat it."""
+    x = given.heads.inputs[0]
+    require_memory(given.op, given.tensors)
+    spec = gpus.spec_of(x.device)
+    tried = plans_of(given.launches(), spec)
+    if not tried or any(isinstance(plan, AtenNorm) for _, plan in tried):
+        return None, None
     try:
-        for each in _operands(heads, grads, dx):
+        with current(x.device):
+            return launcher.run(program_of(given, tried, spec), given.tensors, x.shape, 1)
+    except BuildFailed as failed:
+        for call, plan in tried:
+            fallback.remember(plan, call.problem, spec, str(failed))
+        return None, None
+
+
+def _key(given: Call, *settings: Any) -> tuple | None:
+    """Everything that checks, plans and builds depend on. None for tensors that are not plain."""
+    key: list[Any] = [given.op, *given.settings_by_position, given.heads.settings, *settings]
+    key = [tuple(each) if isinstance(each, list) else each for each in key]
+    try:
+        for each in given.tensors:
             if each is None:
                 key.append(None)
                 continue
@@ -83,101 +88,35 @@ def _key(heads: Heads, grads: Sequence[Tensor], mask: Sequence[bool], dx: Sequen
             key += each.shape, each.stride(), each.dtype, each.get_device(), address % ALIGNMENT
     except (AttributeError, RuntimeError, TypeError):  # no tensor, or one without memory or strides
         return None
-    tables_have_grad = heads.cos is not None and (heads.cos.requires_grad or heads.sin.requires_grad)
-    return None if tables_have_grad else tuple(key)
+    cos, sin = given.heads[3:5]
+    return None if cos is not None and (cos.requires_grad or sin.requires_grad) else tuple(key)
 
 
-def forward(heads: Heads) -> list[Tensor] | None:
-    """The outputs. None if the planner leaves a call to ATen."""
-    outs = [torch.empty(x.shape, dtype=heads.output_dtype(at), device=x.device) for at, x in enumerate(heads.inputs)]
-    return outs if _in_groups(heads, (), (), (), outs, ()) else None
+def program_of(given: Call, planned: Planned, spec: DeviceSpec) -> Program:
+    """What a call launches. Of its tensors only dtypes, shapes, strides and alignment are read."""
+    outputs = tuple(each and Output(Extent.FIXED, each[1], shape=tuple(each[0])) for each in given.outputs)
+    launches, parts = [], []
+    for call, plan in planned:
+        first = len(given.tensors) + len(outputs) + len(parts)
+        more, of_it = launches_of(call, plan, spec, first)
+        launches += more
+        parts += of_it
+    workspace = Workspace(torch.float32, tuple(parts)) if parts else None
+    shape, kept = (given.heads.cols,), {"sm_margin": margin.sms, "invariant": invariance.switch.is_invariant()}
+    return Program(tuple(launches), len(given.tensors), outputs, workspace, None, shape, **kept)
 
 
-def backward(
-    heads: Heads, grads: Sequence[Tensor], mask: Sequence[bool], dx: Sequence[Tensor] = ()
-) -> list[Tensor] | None:
-    """The gradients that the mask wants, those of the inputs in `dx` if it is given. A gradient more than there are
-    inputs is copied to the last of `dx`. None if the planner leaves a call to ATen."""
-    count = len(heads.inputs)
-    made = [torch.empty(each.shape, dtype=each.dtype, device=each.device)
-            if each is not None and want and not (dx and at < count) else None
-            for at, (each, want) in enumerate(zip(heads.tensors, mask, strict=True))]  # fmt: skip
-    if not _in_groups(heads, grads, mask, dx, dx[:count] or made[:count], made[count:]):
-        return None
-    return [*dx, *(each for each in made if each is not None)]
-
-
-def _in_groups(heads: Heads, grads, mask, dx, rows_out, sums) -> bool:
-    """Fill the outputs by one launch for each group of alike tensors, and keep it to be repeated. Whether kernels of
-    ours did it."""
-    count, ran, copy = len(heads.inputs), [], (*grads[len(heads.inputs) :], *dx[len(heads.inputs) :])
-    more = [each for each in (rows_out, grads, sums[:count], sums[count:]) if each]
-    for at, which in enumerate(alike(heads, *more)):
-        done = _group(heads, grads, rows_out, sums, which, () if at else copy)
-        if done is None:
-            return False
-        ran.append(done)
-    made = [each for each in (*(() if dx else rows_out), *sums) if each is not None]
-    _keep(heads, grads, mask, dx, made, ran)
-    return True
-
-
-def _keep(heads: Heads, grads, mask, dx, made: list[Tensor], ran: list[tuple[Bound | None, Sequence]]) -> None:
-    """Keep what ran for calls with the same key, if no tensor was copied and Triton need not launch it."""
-    key = _key(heads, grads, mask, dx)
-    of = {id(each): at for at, each in enumerate((*_operands(heads, grads, dx), *made)) if each is not None}
-    places = [[each if each is None else of.get(id(each), -1) for each in tensors] for _, tensors in ran]
-    if key is None or any(bound is None for bound, _ in ran) or any(-1 in each for each in places):
-        return
-    if len(_repeats) >= KEPT_CALLS:
-        _repeats.clear()
-    programs = tuple((bound, tuple(each)) for (bound, _), each in zip(ran, places, strict=True))
-    _repeats[key] = Repeat(tuple((each.shape, each.dtype) for each in made), programs)
-
-
-def _group(
-    heads: Heads, grads, rows_out, sums, which: list[int], copy: Sequence[Tensor]
-) -> tuple[Bound | None, Sequence] | None:
-    """The program that ran, and its tensors. None if the planner leaves the call to ATen."""
-    count = len(heads.inputs)
-    sums = [sums[kind * count + at] for kind in (0, 1) for at in which] if sums else []
-    grads = [grads[at] for at in which] if grads else []
-    call = describe(heads.some(which), grads, [rows_out[at] for at in which], sums, copy)
-    if call is None:
-        return None
-    device = call.heads.inputs[0].device
-    require_memory("head_norm", call.tensors)
-    spec = gpus.spec_of(device)
-    plan = head_plan.choose(call.problem, spec)
-    if isinstance(plan, AtenNorm) or fallback.has_failed(plan, call.problem, spec):
-        return None
-    try:
-        with current(device):
-            shape = call.heads.inputs[0].shape
-            return launcher.run(program_of(call, plan, spec), call.tensors, shape, call.rows[0])[1], call.tensors
-    except BuildFailed as failed:
-        fallback.remember(plan, call.problem, spec, str(failed))
-        return None
-
-
-def prepare(call: HeadCall, plan: HeadPlan, spec: DeviceSpec) -> OnTensors:
-    """What a plan launches on the tensors of the call."""
-    return program_of(call, plan, spec).on_tensors(call.tensors, call.heads.inputs[0].shape, call.rows[0])
-
-
-def program_of(call: HeadCall, plan: HeadPlan, spec: DeviceSpec) -> Program:
-    """What a call of this kind launches. Of its tensors only dtypes, strides and alignment are read."""
-    problem, count, cols = call.problem, len(call.rows), call.problem.cols
-    given = (
-        each if each is None else Address(at, each.dtype, each.data_ptr() % ALIGNMENT == 0)
-        for at, each in enumerate(call.tensors)
-    )
-    counts = count, len(call.grads), count, count, 2, count, len(call.sums), len(call.copy)
-    x, dy, weights, biases, (cos, sin), outs, sums, copy = (list(itertools.islice(given, each)) for each in counts)
-    x, dy, weights, biases, outs = map(_tuple, (x, dy, weights, biases, outs))
-    first_partial = sum(counts)
+def launches_of(
+    call: HeadCall, plan: HeadPlan, spec: DeviceSpec, first_partial: int
+) -> tuple[list[Launch], list[Part]]:
+    """The launches, and the parts of the workspace that they need, of which the first has this address."""
+    problem, count, cols = call.problem, len(call.which), call.problem.cols
+    heads, lists = call.heads, (call.heads.inputs, call.grads, call.heads.weights, call.heads.biases, call.outs)
+    x, dy, weights, biases, outs = (_tuple([each if each is None else each.address for each in some]) for some in lists)
+    cos, sin = (each if each is None else each.address for each in (heads.cos, heads.sin))
+    sums = [each.address for each in call.sums]
     ctas = head_plan.ctas_of(plan, problem, call.rows, spec)
-    eps = resolve_eps(call.heads.eps, problem.acc_dtype)
+    eps = resolve_eps(heads.eps, problem.acc_dtype)
     levels, strides = range(problem.levels), []
     for which in range(len(call.places[0].strides)):
         strides.append(tuple(each.strides[which][level] for level in levels for each in call.places))
@@ -190,28 +129,29 @@ def program_of(call: HeadCall, plan: HeadPlan, spec: DeviceSpec) -> Program:
         numbers = _odd(call.rows), _odd(ctas), inner
         args = x, weights, biases, cos, sin, outs, *numbers, *strides, table_strides, cols, eps
         launch = Launch(narrow.forward, grid, args, norm, tile, options)
-        return Program((launch,), first_partial, (), None, None, (cols,))
+        return [launch], []
     dependent = problem.num_sums > 0 and spec.arch >= OLDEST_DEPENDENT_ARCH
     tile, dx_strides = _tile(plan, problem, dependent), strides[2] if problem.wants_dx else None
-    parts = tuple(Part(beside=of * cols) for _ in range(problem.num_sums) for of in ctas)
-    partials = [Address(first_partial + at, problem.acc_dtype) for at in range(len(parts))]
+    acc_dtype = problem.acc_dtype
+    size = cols * (acc_dtype.itemsize // torch.float32.itemsize)
+    parts = [Part(beside=of * size, dtype=acc_dtype) for _ in range(problem.num_sums) for of in ctas]
+    partials = [Address(first_partial + at, acc_dtype) for at in range(len(parts))]
     dw, db = _tuple(partials[: count * problem.wants_dw]), _tuple(partials[count * problem.wants_dw :])
     places = inner, *strides[:2], dx_strides, table_strides
     copied, constants = (None,) * 5, {}
     if call.copy_place:
-        inner, both = call.copy_place
-        copied = tuple(copy), _odd([call.copy[0].numel() // cols]), _odd(inner) or None, *both
+        (inner, both), copy = call.copy_place, tuple(each.address for each in call.copy)
+        copied = copy, _odd([call.copy[0].numel() // cols]), _odd(inner) or None, *both
         constants = {"copy_tile": _copy_tile(plan, cols, copy[1].dtype.itemsize, len(both[0]))}
     args = x, dy, weights, cos, sin, outs, dw, db, _odd(call.rows), _odd(ctas), *places, *copied, cols, eps
     launches = [Launch(narrow.backward, grid, args, norm, tile, options, constants)]
     for dtype in dict.fromkeys(each.dtype for each in sums):  # of weights and biases: one, or two
         of_it = [at for at, each in enumerate(sums) if each.dtype == dtype]
-        last = partials_tile(cols, problem.acc_dtype.itemsize, dependent and 0 in of_it)
+        last = partials_tile(cols, acc_dtype.itemsize, dependent and 0 in of_it)
         picked = (tuple([some[at] for at in of_it]) for some in (partials, sums, _odd(ctas * problem.num_sums)))
         grid, pdl = (triton.cdiv(cols, last.cols), len(of_it)), {"launch_pdl": True} if last.dependent else {}
         launches.append(Launch(finalizer.finalize_several, grid, (*picked, cols), None, last, pdl))
-    workspace = Workspace(problem.acc_dtype, parts) if parts else None
-    return Program(tuple(launches), first_partial, (), workspace, None, (cols,))
+    return launches, parts
 
 
 def _odd(numbers: Iterable[int]) -> tuple[int, ...]:

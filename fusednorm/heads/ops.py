@@ -1,12 +1,12 @@
-"""torch.ops.fusednorm.head_norm_fwd and its backwards: LayerNorm or RMSNorm of the rows of several tensors at once, as
-of q and k, with the rotation (RoPE) before or behind the norm.
+"""torch.ops.fusednorm.head_norm_fwd and its backwards: LayerNorm or RMSNorm of the rows of two tensors at once, q and
+k, with the rotation (RoPE) before or behind the norm.
 
 head_norm_fwd
-    for each tensor x of inputs, `[..., D]`, its rows normalized, times weight_offset + weight, plus bias; the first
-    rotary_dim columns are rotated by cos and sin, before the norm unless norm_first
+    for each tensor x of the two inputs, `[..., D]`, its rows normalized, times weight_offset + weight, plus bias; the
+    first rotary_dim columns are rotated by cos and sin, before the norm unless norm_first
 head_norm_bwd
-    the gradients that output_mask wants of all inputs, then of all weights, then of all biases. An absent parameter has
-    none. Statistics are computed again from the inputs
+    the gradients that output_mask wants of both inputs, then of the weights, then of the biases. An absent parameter
+    has none. An absent one of grads is zero. Statistics are computed again from the inputs
 head_norm_bwd_packed
     the same for q and k that lie in one tensor with v: the gradient of that tensor, which takes grads[2] as v's part,
     then those of the parameters
@@ -40,9 +40,11 @@ from torch.autograd import Function
 from .. import sharding
 from ..host import torch_compat
 from ..host.kernel_devices import runs_kernels
+from ..host.program import Program
 from ..host.torch_compat import forward_ad, is_transforming
 from ..namespace import NAMESPACE, TORCH_OPS
 from ..ops import ELSEWHERE, LIBRARY
+from .call import HeadCall, described, in_place, parts_of, symbol
 from .problem import Heads, Packing, Settings, validate
 from .reference import backward_formula, forward_formula, packed_backward_formula
 
@@ -54,8 +56,8 @@ _SETTINGS = (
 )
 SCHEMAS = {
     FORWARD: f"(Tensor[] inputs, {_OPERANDS}, *, {_SETTINGS}) -> Tensor[]",
-    BACKWARD: f"(Tensor[] grads, Tensor[] inputs, {_OPERANDS}, bool[] output_mask, *, {_SETTINGS}) -> Tensor[]",
-    PACKED: f"(Tensor[] grads, Tensor qkv, {_OPERANDS}, bool[] output_mask, int heads, int kv_heads, bool grouped, *, "
+    BACKWARD: f"(Tensor?[] grads, Tensor[] inputs, {_OPERANDS}, bool[] output_mask, *, {_SETTINGS}) -> Tensor[]",
+    PACKED: f"(Tensor?[] grads, Tensor qkv, {_OPERANDS}, bool[] output_mask, int heads, int kv_heads, bool grouped, *, "
     f"{_SETTINGS}) -> Tensor[]",
 }
 
@@ -64,9 +66,9 @@ class Call:
     """A call of one of the ops: its operands, and what differs between the ops."""
 
     def __init__(self, op: str, arguments: Sequence, named: dict) -> None:
-        grads, first, *rest = arguments if op != FORWARD else (None, *arguments)
+        self.grads, first, *rest = arguments if op != FORWARD else ((), *arguments)
         weights, biases, cos, sin, eps, *more = rest
-        self.op, self.arguments, self.named, self.grads = op, arguments, named, grads
+        self.op, self.arguments, self.named, self.settings_by_position = op, arguments, named, (eps, *more)
         self.packed, self.packing, self.mask = None, None, list(more[0]) if more else []
         if op == PACKED:
             self.packed, self.packing = first, Packing(*more[1:])
@@ -75,60 +77,128 @@ class Call:
             self.mask = self.mask[:1] + self.mask  # a flag for q and one for k
         self.heads = Heads(first, weights, biases, cos, sin, eps, Settings(**named))
 
+    @property
+    def tensors(self) -> list[Tensor | None]:
+        """In the order of the schema."""
+        heads = self.heads
+        first = heads.inputs if self.packed is None else [self.packed]
+        return [*self.grads, *first, *heads.weights, *heads.biases, heads.cos, heads.sin]
+
+    def with_tensors(self, tensors: Sequence[Tensor | None]) -> Call:
+        """The call with other tensors in this order."""
+        left, count = iter(tensors), len(self.heads.inputs)
+        grads, inputs, weights, biases = (
+            [next(left) for _ in range(size)]
+            for size in (len(self.grads), 1 if self.packed is not None else count, count, count)
+        )
+        first = [grads] if self.op != FORWARD else []
+        x = inputs if self.packed is None else inputs[0]
+        return Call(self.op, (*first, x, weights, biases, *left, *self.settings_by_position), self.named)
+
+    def with_zeros(self) -> Call:
+        """The call with zeros for absent gradients of outputs; itself if there are none."""
+        if all(each is not None for each in self.grads):
+            return self
+        pairs = zip(self.grads, outputs_of(self.heads, self.packed), strict=True)
+        like = self.heads.inputs[0]
+        grads = [like.new_zeros(shape, dtype=dtype) if grad is None else grad for grad, (shape, dtype) in pairs]
+        return self.with_tensors([*grads, *self.tensors[len(grads) :]])
+
+    def in_place(self) -> tuple[Call, list[str]]:
+        """The call with zeros for absent gradients, with copies of the tensors whose rows kernels cannot read in place,
+        and which these are; itself if there are none."""
+        given = self.with_zeros()
+        heads, grads, copied = in_place(given.heads, given.grads)
+        first = heads.inputs
+        if given.packed is not None:
+            of_packed = [name for name in copied if name.startswith("inputs")]
+            first = [given.packed.contiguous() if of_packed else given.packed]
+            if first[0] is given.packed:
+                copied = [name for name in copied if name not in of_packed]
+        if not copied:
+            return given, copied
+        return given.with_tensors([*grads, *first, *heads.weights, *heads.biases, heads.cos, heads.sin]), copied
+
     def check(self) -> Call:
         grads, heads = self.grads, self.heads
+        if len(heads.inputs) != 2:
+            raise RuntimeError(f"{self.op}: inputs must be two tensors, as q and k are, got {len(heads.inputs)}")
         if self.packed is not None:
-            if len(grads) != 3 or grads[2].shape != heads.inputs[1].shape:
+            if len(grads) != 3 or (grads[2] is not None and grads[2].shape != heads.inputs[1].shape):
                 raise RuntimeError(f"{self.op}: grads must be those of q, k and v, got {len(grads)} tensors")
             grads = grads[:2]
-        validate(self.op, heads, grads, self.mask)
+        validate(self.op, heads, grads if self.op != FORWARD else None, self.mask)
         return self
 
-    def launched(self, *, again: bool = False) -> list[Tensor] | None:
-        """The outputs by kernels of this package; None if these do not take the call. With `again`, also None unless
-        such a call has run before; then nothing needs to be checked."""
-        launch = _launch()
-        if self.grads is None:
-            return launch.repeated(self.heads) if again else launch.forward(self.heads)
-        run = launch.repeated if again else launch.backward
-        if self.packed is None:
-            return run(self.heads, self.grads, self.mask)
-        if not self.mask[0]:
-            return run(self.heads, self.grads[:2], self.mask)
-        dx = torch.empty(self.packed.shape, dtype=self.packed.dtype, device=self.packed.device)
-        found = run(self.heads, self.grads, self.mask, self.packing.split(dx))
-        return None if found is None else [dx, *found[3:]]
+    @property
+    def outputs(self) -> list[tuple[torch.Size, torch.dtype] | None]:
+        """Shape and dtype of each output of the op; None for one that is not wanted."""
+        heads = self.heads
+        if self.op == FORWARD:
+            return outputs_of(heads)
+        wanted = list(zip(heads.tensors, self.mask, strict=True))
+        if self.packed is not None:
+            wanted = [(self.packed, self.mask[0]), *wanted[2:]]
+        return [(like.shape, like.dtype) if want and like is not None else None for like, want in wanted]
 
-    def repeated(self) -> list[Tensor] | None:
-        """The outputs, if such a call has run on kernels before; else None."""
-        inputs = self.heads.inputs
-        return self.launched(again=True) if inputs and runs_kernels(inputs[0]) else None
+    def whole(self, outputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """The outputs, with None for those that are not wanted."""
+        left = iter(outputs)
+        return [next(left) if each else None for each in self.outputs]
+
+    def launches(self) -> list[HeadCall | None]:
+        """What kernels compute for a call of readable tensors, by tensors without memory. Each of these has an Address
+        among those of the program: the op's tensors, then its outputs."""
+        tensors, count = self.tensors, len(self.heads.inputs)
+        call = self.with_tensors([each if each is None else symbol(each, at) for at, each in enumerate(tensors)])
+        like = self.heads.inputs[0]
+        made = [
+            each and symbol(like.new_empty(each[0], dtype=each[1], device="meta"), len(tensors) + at)
+            for at, each in enumerate(self.outputs)
+        ]
+        outs, sums = made[:count], made[count:]
+        if call.packed is not None:
+            outs, sums = [None] * 3, made[1:]
+            parts_of(call.packed, call.heads.inputs)
+            if made[0] is not None:
+                outs = parts_of(made[0], self.packing.split(made[0]))
+        return list(described(call.heads, call.grads, outs, sums))
 
     @property
     def is_recorded(self) -> bool:
         """Whether autograd records the call."""
-        return torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in self.tensors)
+        return torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in self.tensors[:-2])
 
     def formula(self) -> list[Tensor]:
-        if self.grads is None:
+        if self.op == FORWARD:
             return forward_formula(self.heads)
+        grads = self.with_zeros().grads
         if self.packed is None:
-            return backward_formula(self.heads, self.grads, self.mask)
-        return packed_backward_formula(self.heads, self.packing, self.grads, self.mask)
+            return backward_formula(self.heads, grads, self.mask)
+        return packed_backward_formula(self.heads, self.packing, grads, self.mask)
 
     def fake(self) -> list[Tensor]:
-        heads = self.heads
-        if self.grads is None:
-            return [x.new_empty(x.shape, dtype=heads.output_dtype(at)) for at, x in enumerate(heads.inputs)]
-        wanted = list(zip(heads.tensors, self.mask, strict=True))
-        if self.packed is not None:
-            wanted = [(self.packed, self.mask[0]), *wanted[2:]]
-        return [like.new_empty(like.shape) for like, want in wanted if want and like is not None]
+        like = self.heads.inputs[0]
+        return [like.new_empty(each[0], dtype=each[1]) for each in self.outputs if each]
 
-    @property
-    def tensors(self) -> list[Tensor | None]:
-        """Those on which a derivative may depend."""
-        return [*(self.grads or ()), *([self.packed] if self.packed is not None else []), *self.heads.tensors]
+
+def outputs_of(heads: Heads, packed: Tensor | None = None) -> list[tuple[torch.Size, torch.dtype]]:
+    """Shape and dtype of what a forward returns: q and k and, of a packed tensor, v."""
+    found = [(x.shape, heads.output_dtype(at)) for at, x in enumerate(heads.inputs)]
+    return found if packed is None else [*found, (heads.inputs[1].shape, packed.dtype)]
+
+
+def both_ways(heads: Heads, packed: Tensor | None = None, packing: Packing | None = None) -> tuple[Call, Call]:
+    """A forward and a backward that wants all gradients, for contiguous gradients of the outputs. The inputs may be
+    parts of a packed tensor."""
+    op, first, more = BACKWARD, heads.inputs, ([True] * len(heads.tensors),)
+    if packed is not None:
+        heads = heads._replace(inputs=packing.split(packed)[:2])
+        op, first, more = PACKED, packed, ([True] * (len(heads.tensors) - 1), *packing)
+    of_outputs = outputs_of(heads, packed)
+    grads = [heads.inputs[0].new_empty(shape, dtype=dtype, device="meta") for shape, dtype in of_outputs]
+    named = heads.settings._asdict()
+    return Call(FORWARD, heads[:-1], named), Call(op, (grads, first, *heads[1:-1], *more), named)
 
 
 @functools.cache
@@ -138,33 +208,41 @@ def _launch() -> ModuleType:
     return launch
 
 
+def launched(given: Call) -> tuple[list[Tensor | None], Program | None]:
+    """Each output of an op on CPU and CUDA, None for one that is not wanted, and the program that has made them if it
+    is kept."""
+    if given.heads.inputs and runs_kernels(given.heads.inputs[0]):
+        outputs, program = _launch().run(given)
+        if outputs is not None:
+            return outputs, program
+    with torch.no_grad():
+        return given.whole(given.check().formula()), None
+
+
 def _below(op: str, *arguments, **named) -> list[Tensor]:
     """An op on CPU and CUDA."""
-    given = Call(op, arguments, named)
-    outputs = given.repeated()
-    if outputs is None and runs_kernels(given.check().heads.inputs[0]):
-        outputs = given.launched()
-    if outputs is not None:
-        return outputs
-    with torch.no_grad():
-        return given.formula()
+    return [each for each in launched(Call(op, arguments, named))[0] if each is not None]
 
 
 def _fake(op: str, *arguments, **named) -> list[Tensor]:
     return Call(op, arguments, named).check().fake()
 
 
-def _above(op: str, *arguments, **named) -> list[Tensor]:
+def above(given: Call) -> list[Tensor]:
     """An op at autograd's dispatch key."""
-    given = Call(op, arguments, named)
     if is_transforming() or forward_ad._current_level >= 0:
         return given.check().formula()
     recorded = given.is_recorded
-    if recorded and op != FORWARD:
+    if recorded and given.op != FORWARD:
         return given.check().formula()
     sharding.register_where_needed()
-    outputs = torch_compat.below_autograd(getattr(TORCH_OPS, op), partial(_below, op), *arguments, **named)
+    below = partial(_below, given.op)
+    outputs = torch_compat.below_autograd(getattr(TORCH_OPS, given.op), below, *given.arguments, **given.named)
     return _record(given.heads, outputs) if recorded else outputs
+
+
+def _above(op: str, *arguments, **named) -> list[Tensor]:
+    return above(Call(op, arguments, named))
 
 
 def _batched(op: str, *arguments, **named) -> list[Tensor]:
@@ -176,45 +254,21 @@ class HeadNormFunction(Function):
 
     @staticmethod
     def forward(ctx, heads, outputs, *tensors):
-        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, heads.cos, heads.sin)
-        ctx.count, ctx.eps, ctx.settings = len(heads.inputs), heads.eps, heads.settings
+        ctx.eps, ctx.settings = heads.eps, heads.settings
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx, *grads):
         *tensors, cos, sin = ctx.saved_tensors
-        count, needed = ctx.count, ctx.needs_input_grad[2:]
-        kinds = [tensors[at : at + count] for at in range(0, 3 * count, count)]
-        present = [at for at in range(count) if grads[at] is not None]  # the others add nothing
-        heads = Heads(*kinds, cos, sin, ctx.eps, ctx.settings).some(present)
-        which = [kind * count + at for kind in range(3) for at in present]
-        mask = [needed[at] and tensors[at] is not None for at in which]
-        given = [grads[at] for at in present], *heads[:-1], mask
-        made = iter(call(BACKWARD, *given, **heads.settings._asdict()) if any(mask) else ())
-        found = {at: next(made) for at, want in zip(which, mask, strict=True) if want}
-        return (None, None, *[found.get(at) for at in range(3 * count)])
+        mask = [need and of is not None for need, of in zip(ctx.needs_input_grad[2:], tensors, strict=True)]
+        operands = tensors[:2], tensors[2:4], tensors[4:], cos, sin, ctx.eps
+        made = iter(getattr(TORCH_OPS, BACKWARD)(grads, *operands, mask, **ctx.settings._asdict()))
+        return None, None, *[next(made) if want else None for want in mask]
 
 
 def _record(heads: Heads, outputs: list[Tensor]) -> list[Tensor]:
     return list(torch_compat.record(HeadNormFunction)(heads, outputs, *heads.tensors))
-
-
-def call(op: str, *arguments, **named) -> list[Tensor]:
-    """An op by its name. A call that has run before skips the dispatcher if nobody intercepts it there."""
-    if not (torch.compiler.is_dynamo_compiling() or _is_intercepted()):
-        given = Call(op, arguments, named)
-        recorded = given.is_recorded
-        outputs = None if recorded and op != FORWARD else given.repeated()
-        if outputs is not None:
-            return _record(given.heads, outputs) if recorded else outputs
-    return getattr(TORCH_OPS, op)(*arguments, **named)
-
-
-def _is_intercepted() -> bool:
-    """Whether a mode, a transform, forward-mode AD, a tracer or a profiler sees the calls of this thread."""
-    active = torch_compat.dispatch_modes() or torch_compat.function_modes() or torch_compat.is_profiled()
-    return bool(active or is_transforming() or forward_ad._current_level >= 0 or torch_compat.tracing_state())
 
 
 def _register(op: str, schema: str) -> None:

@@ -6,14 +6,15 @@ The constants are estimates: bench/NOTES.md, "Forms", has what they are expected
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..host import fallback
 from ..planner.budget import MAX_REGISTERS, register_limit
 from ..planner.device import DeviceSpec
 from ..planner.plan import MOST_TILES_OF_SUM
-from .call import HeadProblem
+from .call import HeadCall, HeadProblem
 
 OLDEST_ARCH = 80
 MOST_CHUNKS, MOST_COLUMNS = 16, 2048  # of a row that registers hold
@@ -139,3 +140,19 @@ def ctas_of(plan: HeadPlan, problem: HeadProblem, rows: Sequence[int], device: D
 def power_of_two(number: int) -> int:
     """The least power of two that is not smaller."""
     return 1 << (number - 1).bit_length()
+
+
+Planned = list[tuple[HeadCall | None, HeadPlan | AtenNorm]]
+
+
+def plans_of(calls: Iterable[HeadCall | None], device: DeviceSpec) -> Planned:
+    """Each launch, and what runs it: a plan whose kernel has not failed yet, or ATen."""
+    found: Planned = []
+    for call in calls:
+        if call is None:
+            found.append((call, AtenNorm("the rows are too many, or lie at too many nested strides")))
+            continue
+        plan = choose(call.problem, device)
+        cause = fallback.failed_of(call.problem, device).get(plan)
+        found.append((call, AtenNorm(f"the kernel cannot run here: {cause}") if cause else plan))
+    return found

@@ -86,7 +86,7 @@ def validate(op: str, heads: Heads, grads: Sequence[Tensor] | None = None, mask:
             raise RuntimeError(f"{op}: inputs[{at}] must end in {cols} columns as inputs[0] does, got {_shape(x)}")
     wanted = [(f"{name}[{at}]", each, (cols,)) for name, some in (("weights", weights), ("biases", biases))
               for at, each in enumerate(some) if each is not None]  # fmt: skip
-    wanted += [(f"grads[{at}]", each, inputs[at].shape) for at, each in enumerate(grads or ())]
+    wanted += [(f"grads[{at}]", each, inputs[at].shape) for at, each in enumerate(grads or ()) if each is not None]
     for name, tensor, shape in wanted:
         _require(op, name, tensor, device)
         if tensor.shape != shape:

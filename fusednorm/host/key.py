@@ -29,6 +29,7 @@ class Extent(enum.Enum):
     PARAMETER = 2
     MODULATION = 3  # that of an operand
     COLUMNS = 4  # [*batch, columns of its own]
+    FIXED = 5  # that of each call with the key
 
 
 class NotPrepared(RuntimeError):

@@ -42,6 +42,7 @@ extension, reason = building.load()  # `reason` says why `extension` is None
 if extension:
     invariance.use(extension)  # one place for both sides
 
+ONE_CTA = Grid(1, 1, 1, 0, 0, 0, 1, 0)  # of a program that has no numbers
 BYTES_OF_NUMBERS = {"i32": 4, "i64": 8, "fp32": 4, "fp64": 8}  # numeric parameter types, as Triton names them
 
 
@@ -190,7 +191,7 @@ def _and_program(launched: Callable[[Operands], tuple[Outputs, Program | None]])
     def outputs_and_program(operands: Operands) -> tuple[Outputs, Any]:
         outputs, program = launched(operands)
         # C++ knows of `force` only while a block is open. A task may outlive the block that it was started in.
-        return outputs, None if program is None or forcing.asked_variants() else _in_cpp(program)
+        return outputs, None if program is None or forcing.asked_variants() else in_cpp(program)
 
     return outputs_and_program
 
@@ -203,7 +204,7 @@ def _run(run: Callable[..., Any], op: Op, *given: Any) -> Any:
     return run(operands_of(op.name, (), named)._replace(**flags), *others)
 
 
-def _in_cpp(program: Program) -> Any:
+def in_cpp(program: Program) -> Any:
     """The program as an extension.Program."""
     workspace = program.workspace
     extension.watch(*program.builds[0].hooks())
@@ -211,7 +212,7 @@ def _in_cpp(program: Program) -> Any:
         device=program.device,
         rows_above=program.rows_above,
         most_rows=program.most_rows,
-        grid=grid_in_cpp(program.grid),
+        grid=grid_in_cpp(program.grid or ONE_CTA),
         outputs=[each and _output(each) for each in program.outputs],
         workspace=workspace
         and extension.Workspace(dtype=workspace.dtype, parts=[part[:3] for part in workspace.parts]),
@@ -223,7 +224,8 @@ def _in_cpp(program: Program) -> Any:
 
 def _output(each: Output) -> Any:
     whole = sum(is_whole << at for at, is_whole in enumerate(each.whole))
-    return extension.Output(extent=_of(each.extent), dtype=each.dtype, dims=len(each.whole), whole=whole)
+    more = {"dims": len(each.whole), "whole": whole, "shape": each.shape or ()}
+    return extension.Output(extent=_of(each.extent), dtype=each.dtype, **more)
 
 
 def grid_in_cpp(grid: Grid) -> Any:
@@ -253,7 +255,7 @@ def _step(launch: Launch, build: Build) -> Any:
         if isinstance(given, Map):
             _add_map(made, given, next(descriptors))
         elif isinstance(given, Address):
-            made.add_address(given.index)
+            made.add_address(given.index, given.offset)
         elif kind not in BYTES_OF_NUMBERS:
             raise RuntimeError(f"native: a kernel's parameter must be a pointer, a map or a number, got {kind}")
         elif isinstance(given, Number):

@@ -53,6 +53,7 @@ class Address:
     dtype: torch.dtype
     aligned: bool = True  # its address is a multiple of 16 bytes
     stride: int = 1  # in elements; of a statistic
+    offset: int = 0  # in bytes, of a part of the tensor
 
     def data_ptr(self) -> int:
         return 0 if self.aligned else 1
@@ -80,6 +81,7 @@ class Output(NamedTuple):
     extent: Extent
     dtype: torch.dtype
     whole: tuple[bool, ...] = ()  # of a modulation: which of its batch dims are x's, and not 1
+    shape: tuple[int, ...] | None = None  # of a fixed extent
 
 
 class Part(NamedTuple):
@@ -153,7 +155,7 @@ class Program:
                 found.append(None)
                 continue
             batch = [size if whole else 1 for size, whole in zip(shape, each.whole, strict=False)]
-            of_it = shapes.get(each.extent, (*batch, *self.normalized_shape))  # else that of a modulation
+            of_it = each.shape or shapes.get(each.extent, (*batch, *self.normalized_shape))  # else that of a modulation
             found.append((of_it, _strides(of_it), each.dtype))
         return found
 
@@ -182,21 +184,28 @@ class Program:
 
     @functools.cached_property
     def launchers(self) -> tuple:
-        """(device, runtime, maps, tuples, constants, launchers), by which `Bound.launch` runs the launches.
+        """(device, runtime, parts, maps, tuples, constants, launchers), by which `Bound.launch` runs the launches.
 
-        It makes one list of values: the stream, the numbers, addresses, tensor maps, tuples of addresses, constants.
-        Each launcher is (launch, head, operands). head and operands pick arguments from that list; operands is None for
-        launch functions that take one argument for each operand. Plain loops, without functions: a first call takes
-        this way.
+        It makes one list of values: the stream, the numbers, addresses, those of parts of tensors, tensor maps, tuples
+        of addresses, constants. Each launcher is (launch, head, operands). head and operands pick arguments from that
+        list; operands is None for launch functions that take one argument for each operand. Plain loops, without
+        functions: a first call takes this way.
         """
         if self.builds[0].launch is None:  # there is no runtime: `Bound.launch` gives up
-            return self.device, None, (), (), (), ()
+            return self.device, None, (), (), (), (), ()
         launchers = []
+        parts: dict[Address, int] = {}  # their places
         maps: list[tuple[Callable, int]] = []
         tuples: list[Callable] = []
         constants: list[Any] = []
-        num_parts = len(self.workspace.parts) if self.workspace else 0
-        first_map = FIRST_ADDRESS + self.num_tensors + len(self.outputs) + num_parts
+        first_part = FIRST_ADDRESS + self.num_tensors + len(self.outputs)
+        first_part += len(self.workspace.parts) if self.workspace else 0
+        for launch in self.launches:
+            for each in launch.operands:
+                for one in each if type(each) is tuple else (each,):
+                    if isinstance(one, Address) and one.offset:
+                        parts.setdefault(one, first_part + len(parts))
+        first_map = first_part + len(parts)
         first_tuple = first_map + sum([len(build.encoders) for build in self.builds])
         first_constant = first_tuple + sum([launch.num_tuples for launch in self.launches])
         for launch, build in zip(self.launches, self.builds, strict=True):
@@ -207,26 +216,30 @@ class Program:
                 elif isinstance(each, Number):
                     sources.append(1 + each.place)
                 elif isinstance(each, Address):
-                    sources.append(FIRST_ADDRESS + each.index)
+                    sources.append(parts[each] if each.offset else FIRST_ADDRESS + each.index)
                 elif isinstance(each, Map):
                     sources.append(first_map + len(maps))
                     maps.append((_encode(next(encoders), each), FIRST_ADDRESS + each.tensor.index))
                 elif type(each) is tuple and isinstance(each[0], Address):
                     sources.append(first_tuple + len(tuples))
-                    tuples.append(_pick([FIRST_ADDRESS + one.index for one in each]))
+                    tuples.append(_pick([parts[one] if one.offset else FIRST_ADDRESS + one.index for one in each]))
                 else:
                     sources.append(first_constant + len(constants))
                     constants.append(each)
             first = 4 + len(build.head)
             head, operands = (sources[:first], sources[first:]) if build.packs_operands else (sources, None)
             launchers.append((build.launch, itemgetter(*head), operands and _pick(operands)))
-        return self.device, self.builds[0].RUNTIME, maps, tuples, constants, launchers
+        return self.device, self.builds[0].RUNTIME, tuple(parts), maps, tuples, constants, launchers
 
 
 def bound(operand: Operand, tensors: Sequence[Tensor | None], numbers: tuple[int, ...]) -> Any:
     """The operand with tensors and numbers in place of symbols."""
     if isinstance(operand, Address):
-        return tensors[operand.index]
+        tensor = tensors[operand.index]
+        if operand.offset:
+            start = tensor.storage_offset() + operand.offset // tensor.dtype.itemsize
+            return tensor.as_strided((1,), (1,), start)
+        return tensor
     if isinstance(operand, Number):
         return numbers[operand.place]
     if isinstance(operand, Map):
@@ -250,7 +263,7 @@ class Bound(NamedTuple):
         """The outputs for tensors at these addresses. None if a profiler hooks Triton's launches, or if only C++ can
         launch the kernels."""
         program, numbers, outputs, workspace, offsets = self
-        device, runtime, maps, tuples, constants, launchers = program.launchers
+        device, runtime, parts_of_tensors, maps, tuples, constants, launchers = program.launchers
         try:
             if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
                 return None
@@ -275,6 +288,8 @@ class Bound(NamedTuple):
             start = parts.data_ptr()
             for offset in offsets:
                 values.append(start + offset)
+        for part in parts_of_tensors:
+            values.append(values[FIRST_ADDRESS + part.index] + part.offset)
         for encode, at in maps:
             values.append(encode(values[at], numbers[0]))
         for pick in tuples:

@@ -7,7 +7,6 @@ import torch
 
 from bench import forms, heads
 from fusednorm.heads import plan
-from fusednorm.heads.call import calls_like
 from fusednorm.planner.device import H200
 
 BF16 = torch.bfloat16
@@ -34,7 +33,7 @@ def test_ours_is_what_models_write(packed, rotary, norm):
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_sweep_has_other_plans(packed, rotary):
     case = heads.HeadCase(4096, 32, 8, 128, rotary, packed, "rms", BF16)
-    calls = {direction: call for _, direction, call in calls_like(heads.heads_of(case), packed)}
+    calls = {call.problem.direction: call for call in heads.calls_of_kernels(case)}
     ours = {direction: plan.choose(call.problem, H200) for direction, call in calls.items()}
     others = heads.swept(case, H200)
     assert len(others) >= 8

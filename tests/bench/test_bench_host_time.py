@@ -19,12 +19,19 @@ def test_both_candidates_of_every_call_compute_the_same():
         assert calls[what, "fusednorm"]() is calls[what, "aten"]() is None
 
 
-
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_modules_of_forms_are_timed_with_their_backwards_and_without(norm):
     calls = host_time.calls_of_forms(norm, 3, 8, torch.float32, "cpu")
     assert {name.split(", ")[-1] for name, _ in calls} == {"forward and backward", "no gradient"}
     assert len(calls) == 2 * (5 if norm == "rms" else 4)
+    for call in calls.values():
+        call()
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_norms_of_q_and_k_are_timed_beside_those_of_torch(norm):
+    calls = host_time.calls_of_heads(norm, 3, 32, torch.float32, "cpu")
+    assert len(calls) == 2 * 4 and len([None for _, candidate in calls if candidate == "aten"]) == 2
     for call in calls.values():
         call()
 

@@ -14,6 +14,7 @@ from op_log import OpLog
 import fusednorm
 from fusednorm.heads import ops
 from fusednorm.heads.problem import Packing
+from fusednorm.host import native
 
 pytestmark = pytest.mark.gpu
 SIZES = [
@@ -70,6 +71,39 @@ def test_a_packed_tensor_gives_the_bits_of_its_slices_and_takes_no_copy(case, gr
     # Outputs and the gradient, and partial sums; a copy of q would be more than a fifth of qkv.
     made = qkv.nbytes * (2 - case.kv_heads / (case.heads + 2 * case.kv_heads))
     assert torch.cuda.max_memory_allocated() - before <= made + 0.1 * qkv.nbytes + (4 << 20)
+
+
+@pytest.mark.skipif(native.extension is None, reason="needs the C++ host side")
+@pytest.mark.parametrize("packed", [False, True])
+def test_known_calls_run_without_python_and_give_the_same_bits(packed):
+    case = replace(SIZES[0], dtype=BF16)
+    given, rotary = case.tensors("cuda"), case.tables("cuda")
+    weights = {name: each for name, each in given.items() if name.endswith("weight")}
+    width = (case.heads + 2 * case.kv_heads) * case.cols
+    qkv = torch.randn(case.batch, case.tokens, width, device="cuda", dtype=BF16, requires_grad=True)
+    leaves = list((weights | {"qkv": qkv} if packed else given).values())
+
+    def run():
+        if packed:
+            outputs = fusednorm.qk_norm_packed(qkv, case.heads, case.kv_heads, rotary=rotary, **weights)
+        else:
+            outputs = case.run(given, rotary=rotary)
+        return *outputs, *torch.autograd.grad(outputs, leaves, [each.detach() for each in outputs])
+
+    want = run()
+    before = native.repeats()
+    for _ in range(3):
+        assert all(map(torch.equal, run(), want))
+    assert native.repeats() - before == 6
+
+
+def test_an_output_without_a_gradient_adds_nothing_in_any_call():
+    case = replace(SIZES[0], dtype=BF16)
+    for _ in range(3):
+        given = case.tensors("cuda")
+        q, _ = case.run(given)
+        grads = torch.autograd.grad(q, list(given.values()), torch.ones_like(q))
+        assert [bool(grad.any()) for grad in grads] == [name.startswith("q") for name in given]
 
 
 def test_captured_calls_and_calls_beside_free_sms_give_the_same():

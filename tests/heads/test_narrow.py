@@ -4,6 +4,7 @@ NaN around them (see guarded_buffers): stray reads and writes fail."""
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ from fusednorm.heads import ops
 from fusednorm.heads import plan as head_plan
 from fusednorm.heads.call import rows_of
 from fusednorm.heads.problem import Packing
-from fusednorm.host import gpus
+from fusednorm.host import gpus, launcher, prepared
 from fusednorm.host.kernel_devices import kernels_on
+from fusednorm.host.program import Address
 from fusednorm.planner.device import A100
 
 pytest.importorskip("triton")
@@ -138,52 +140,92 @@ def test_rows_at_five_strides_are_computed_all_the_same(monkeypatch):
     """By the formula, where a table's rows cannot be read in place."""
     monkeypatch.undo()
     x, table = torch.randn(2, 2, 2, 2, 2, 8), torch.randn(2, 1, 2, 1, 2, 8)
-    got, _ = fusednorm.qk_norm(x, x, rotary=(table, table))
+    qkv, packed_table = torch.randn(2, 2, 2, 8 * 8), torch.randn(2, 1, 2, 8)
+
+    def both():
+        separate = fusednorm.qk_norm(x, x, rotary=(table, table))
+        packed = fusednorm.qk_norm_packed(qkv.requires_grad_(), 4, 2, grouped=True, rotary=(packed_table,) * 2)
+        return *separate, *packed, *torch.autograd.grad(packed, qkv, [each.detach() for each in packed])
+
+    want = both()
     with kernels_on("cpu"):
-        assert_close(fusednorm.qk_norm(x, x, rotary=(table, table))[0], got)
+        assert_close(both(), want)
+
+
+def test_a_backward_of_which_nothing_is_wanted_returns_nothing(monkeypatch):
+    monkeypatch.undo()
+    both, none = [torch.randn(3, 8), torch.randn(2, 8)], [None, None]
+    with kernels_on("cpu"):
+        assert torch.ops.fusednorm.head_norm_bwd(both, both, none, none, None, None, None, [False] * 6) == []
 
 
 class Repeats:
-    """In place of a loaded program: records the addresses of later calls."""
+    """In place of loaded programs: their calls' addresses, those of the first call of a kind apart."""
 
     def __init__(self):
-        self.first, self.later = [], []
+        self.programs, self.later = [], []
 
     def run(self, program, tensors, shape, rows):
-        self.first.append([0 if each is None else each.data_ptr() for each in tensors])
-        return (), self
+        self.programs.append(program)
+        return self.outputs(program), SimpleNamespace(
+            program=program, numbers=program.numbers(rows), launch=lambda addresses: self.launch(program, addresses)
+        )
 
-    def launch(self, addresses):
+    def launch(self, program, addresses):
         self.later.append(addresses)
-        return ()
+        return self.outputs(program)
+
+    @staticmethod
+    def outputs(program):
+        return [each and torch.empty(each.shape, dtype=each.dtype) for each in program.outputs]
 
 
-def test_a_call_that_has_run_before_launches_with_its_own_addresses(monkeypatch):
-    from fusednorm.heads import launch
+@pytest.fixture
+def seen(monkeypatch):
+    repeats = Repeats()
+    monkeypatch.setattr(launcher, "run", repeats.run)
+    prepared.forget()
+    yield repeats
+    prepared.forget()
 
-    seen = Repeats()
-    monkeypatch.setattr(launch.launcher, "run", seen.run)
-    launch.forget()
+
+def test_a_call_that_has_run_before_launches_with_its_own_addresses(seen):
     case = HeadCase(dtype=BF16, rotary=8)
     given, others, rotary = case.tensors(), case.tensors(seed=1), case.tables()
     for of in (given, others):
         outputs = case.run(of, rotary=rotary)
-        found = gradients(outputs, of)
-    assert len(seen.first) == len(seen.later) == 2, "the second forward and backward are repeats"
-    forward, backward = seen.later
-    pointers = [of.data_ptr() for of in others.values()]
-    tables = [rotary[0].data_ptr(), rotary[1].data_ptr()]
-    assert forward == [*pointers, 0, 0, *tables, *(each.data_ptr() for each in outputs)]
-    assert backward[:2] == pointers[:2] and backward[4:10] == [*pointers[2:], 0, 0, *tables][:6]
-    assert backward[-4:] == [each.data_ptr() for each in found]
+        grads = [torch.ones_like(each) for each in outputs]
+        torch.autograd.grad(outputs, list(of.values()), grads)
+    assert len(seen.programs) == len(seen.later) == 2, "the second forward and backward are repeats"
+    operands = *others.values(), *rotary
+    q, k, q_weight, k_weight, cos, sin = (each.data_ptr() for each in operands)
+    assert seen.later[0] == [q, k, q_weight, k_weight, 0, 0, cos, sin]
+    assert seen.later[1] == [*(each.data_ptr() for each in grads), *seen.later[0]]
+
+
+def test_a_tensor_of_which_no_gradient_is_wanted_has_no_launch(seen):
+    case = HeadCase(dtype=BF16)
+    given = {name: each.detach().requires_grad_(name == "k") for name, each in case.tensors().items()}
+    outputs = case.run(given)
+    torch.autograd.grad(outputs, given["k"], [torch.ones_like(each) for each in outputs])
+    (backward,) = seen.programs[1].launches
+    rows = case.batch * case.tokens * case.kv_heads
+    assert (2 * rows + 1,) in backward.operands, "the rows of k alone"
+
+
+def test_the_parts_of_a_packed_gradient_are_addressed_by_their_offsets(seen):
     packed = torch.randn(2, 5, 8 * 16, dtype=BF16, requires_grad=True)
     for _ in range(2):
         got = fusednorm.qk_norm_packed(packed, 4, 2, eps=1e-3)
         grads = [torch.ones_like(each) for each in got]
         (grad,) = torch.autograd.grad(got, packed, grads)
-    q, k, v = (each.data_ptr() for each in Packing(4, 2).split(grad))
-    assert seen.later[-1][-4:] == [q, k, grads[2].data_ptr(), v]
-    launch.forget()
+    assert grad.shape == packed.shape
+    assert seen.later[1] == [*(each.data_ptr() for each in grads), packed.data_ptr(), 0, 0, 0, 0, 0, 0]
+    row = 16 * BF16.itemsize
+    (backward,) = seen.programs[1].launches
+    addresses = [of for of in backward.operands if type(of) is tuple and isinstance(of[0], Address)]
+    places = [[(each.index, each.offset) for each in of] for of in addresses]
+    assert places == [[(3, 0), (3, 4 * row)], [(0, 0), (1, 0)], [(10, 0), (10, 4 * row)], [(2, 0), (10, 6 * row)]]
 
 
 @pytest.mark.parametrize(
@@ -199,12 +241,7 @@ def test_a_call_that_has_run_before_launches_with_its_own_addresses(monkeypatch)
         lambda given, more: more.update(rotary=tuple(each[:, :8] for each in more["rotary"]), rotary_dim=8),
     ],
 )
-def test_a_call_of_another_kind_is_no_repeat(change, monkeypatch):
-    from fusednorm.heads import launch
-
-    seen = Repeats()
-    monkeypatch.setattr(launch.launcher, "run", seen.run)
-    launch.forget()
+def test_a_call_of_another_kind_is_no_repeat(change, seen):
     case = HeadCase(dtype=BF16, rotary=16)
     given = {name: each.detach() for name, each in case.tensors().items()}
     more = {"rotary": case.tables()}
@@ -217,4 +254,3 @@ def test_a_call_of_another_kind_is_no_repeat(change, monkeypatch):
     with fusednorm.sm_margin(0):
         case.run(given, **more)
     assert len(seen.later) == 1
-    launch.forget()

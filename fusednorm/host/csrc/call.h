@@ -53,9 +53,10 @@ class Call {
     binding.normalized_shape = given.shape;
     if (op.groups) binding.groups = given.settings[*op.groups];
     size_t ndim = given.shape.size(), batch_ndim = x.dim() - ndim;
-    may_run = ndim && static_cast<size_t>(x.dim()) >= ndim && given.symbolic_shape.empty() &&
-              std::equal(given.shape.begin(), given.shape.end(), x.sizes().end() - ndim);
-    if (may_run)
+    may_run = !op.has_shape ||
+              (ndim && static_cast<size_t>(x.dim()) >= ndim && given.symbolic_shape.empty() &&
+               std::equal(given.shape.begin(), given.shape.end(), x.sizes().end() - ndim));
+    if (may_run && op.has_shape)
       for (size_t i = 0; i < batch_ndim; ++i) binding.rows *= x.sizes()[i];
     key.push_back(margin << 32 | op.number << 16 | static_cast<int64_t>(ndim) << 1 | invariant);
     key.append(given.settings.begin(), given.settings.end());
@@ -110,6 +111,12 @@ class Call {
         break;
       case Role::MODULATION:
         may_run = may_run && add_modulation(tensor);
+        break;
+      case Role::STRIDED:
+      case Role::TABLE:
+        key.push_back(tensor.dim() << 1 | (slot.role == Role::TABLE && tensor.requires_grad()));
+        key.append(tensor.sizes().begin(), tensor.sizes().end());
+        if (!contiguous) key.append(tensor.strides().begin(), tensor.strides().end());
         break;
       case Role::STATISTIC:
         may_run &= tensor.numel() == binding.rows * binding.groups;

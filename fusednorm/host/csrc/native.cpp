@@ -59,6 +59,12 @@ bool read(PyObject* argument, const Slot& slot, Given& given) {
       if (!PyBool_Check(argument)) return false;
       given.settings.push_back(argument == Py_True);
       return true;
+    case Role::INTEGER:
+      if (is_none) {
+        given.settings.push_back(NO_INTEGER);
+        return true;
+      }
+      [[fallthrough]];
     case Role::GROUPS: {
       if (!PyLong_CheckExact(argument)) return false;
       int overflow = 0;
@@ -88,7 +94,7 @@ PyObject* y_of(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   auto decline = [] { Py_RETURN_NONE; };
   const Op& op = *ops.at(count ? PyLong_AsLong(arguments[0]) : -1);
-  if (static_cast<size_t>(count) != 1 + op.num_arguments || at::impl::torch_function_mode_enabled() ||
+  if (static_cast<size_t>(count) != 1 + op.num_values || at::impl::torch_function_mode_enabled() ||
       at::tracer::impl::is_dispatch_enabled() || c10::InferenceMode::is_enabled() ||
       (op.follows_autocast && at::autocast::is_autocast_enabled(at::kCUDA)))
     return decline();
@@ -226,6 +232,13 @@ struct Kernel : c10::OperatorKernel {
   void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
     Outputs outputs = run(Given(op, torch::jit::last(*stack, op.num_arguments)));
     torch::jit::drop(*stack, op.num_arguments);
+    if (op.returns_list) {
+      c10::List<Tensor> list;
+      for (size_t each : op.outputs)
+        if (outputs[each].defined()) list.push_back(std::move(outputs[each]));
+      stack->emplace_back(std::move(list));
+      return;
+    }
     for (size_t each : op.outputs) stack->emplace_back(std::move(outputs[each]));
   }
 };
@@ -242,9 +255,9 @@ void implement(const Op& op, const std::string& key) {
 
 // Adds an op, and returns its number.
 size_t add(const std::string& name, std::vector<Slot> inputs, size_t x, size_t num_tensors, size_t num_outputs,
-           std::vector<size_t> outputs, bool follows_autocast) {
-  ops.push_back(new Op(
-      ops.size(), name, std::move(inputs), x, num_tensors, num_outputs, std::move(outputs), follows_autocast));
+           std::vector<size_t> outputs, bool follows_autocast, bool returns_list) {
+  ops.push_back(new Op(ops.size(), name, std::move(inputs), x, num_tensors, num_outputs, std::move(outputs),
+                       follows_autocast, returns_list));
   return ops.size() - 1;
 }
 
@@ -271,21 +284,22 @@ PYBIND11_MODULE(_native, module) {
   PyModule_AddFunctions(module.ptr(), functions);
   py::enum_<Extent>(module, "Extent")
       .value("X", Extent::X).value("STATISTIC", Extent::STATISTIC).value("PARAMETER", Extent::PARAMETER)
-      .value("MODULATION", Extent::MODULATION);
+      .value("MODULATION", Extent::MODULATION).value("FIXED", Extent::FIXED);
   py::enum_<Role>(module, "Role")
       .value("SHAPE", Role::SHAPE).value("PARAMETER", Role::PARAMETER).value("ROWS", Role::ROWS)
       .value("STATISTIC", Role::STATISTIC).value("PACKED_ROWS", Role::PACKED_ROWS)
       .value("MODULATION", Role::MODULATION).value("NUMBER", Role::NUMBER).value("DTYPE", Role::DTYPE)
       .value("MASK", Role::MASK).value("FLAG", Role::FLAG).value("NAME", Role::NAME)
-      .value("GROUPS", Role::GROUPS);
+      .value("GROUPS", Role::GROUPS)
+      .value("STRIDED", Role::STRIDED).value("TABLE", Role::TABLE).value("INTEGER", Role::INTEGER);
   py::enum_<Number>(module, "Number")
       .value("ROWS", Number::ROWS).value("CTAS", Number::CTAS).value("PARTIALS", Number::PARTIALS)
       .value("SAMPLES", Number::SAMPLES);
   py::class_<Output>(module, "Output")
-      .def(py::init([](Extent extent, at::ScalarType dtype, size_t dims, int64_t whole) {
-             return Output{extent, dtype, dims, whole};
+      .def(py::init([](Extent extent, at::ScalarType dtype, size_t dims, int64_t whole, std::vector<int64_t> shape) {
+             return Output{extent, dtype, dims, whole, std::move(shape)};
            }),
-           py::kw_only(), py::arg("extent"), py::arg("dtype"), py::arg("dims"), py::arg("whole"));
+           py::kw_only(), py::arg("extent"), py::arg("dtype"), py::arg("dims"), py::arg("whole"), py::arg("shape"));
   py::class_<Grid>(module, "Grid")
       .def(py::init([](int64_t rows_per_tile, int64_t at_once, int64_t first_wave, int64_t rows_of_cta,
                        int64_t tiles_of_cta, int64_t tiles_of_sum, int64_t least_short_lived,
@@ -318,7 +332,7 @@ PYBIND11_MODULE(_native, module) {
       .def("add_fp32", &Step::add_constant<float>)
       .def("add_fp64", &Step::add_constant<double>)
       .def("add_variable", &Step::add_variable, py::arg("number"), py::arg("bytes"))
-      .def("add_address", &Step::add_address, py::arg("index"))
+      .def("add_address", &Step::add_address, py::arg("index"), py::arg("offset"))
       .def("add_map", &Step::add_map, py::kw_only(), py::arg("index"), py::arg("type"), py::arg("rows_dim"),
            py::arg("shape"), py::arg("strides"), py::arg("box"));
   py::class_<Program, std::shared_ptr<Program>>(module, "Program")
@@ -328,17 +342,17 @@ PYBIND11_MODULE(_native, module) {
            py::arg("outputs"), py::arg("workspace"), py::arg("steps"), py::arg("sm_margin"),
            py::arg("invariant"));
   py::class_<Slot>(module, "Slot")
-      .def(py::init([](Role role, bool optional, bool is_argument, bool is_read, size_t place) {
-             return Slot{role, optional, is_argument, is_read, place};
+      .def(py::init([](Role role, bool optional, bool is_argument, bool is_read, size_t place, size_t list) {
+             return Slot{role, optional, is_argument, is_read, place, list};
            }),
            py::kw_only(), py::arg("role"), py::arg("optional"), py::arg("is_argument"), py::arg("is_read"),
-           py::arg("place"));
+           py::arg("place"), py::arg("list") = 0);
   py::class_<Overrides>(module, "Overrides")
       .def(py::init<const std::string&, const std::array<size_t, 4>&, const std::array<py::object, 4>&>(), py::arg("key"),
            py::arg("numbers"), py::arg("functions"))
       .def("remove", &Overrides::remove);
   module.def("add", &add, py::kw_only(), py::arg("name"), py::arg("inputs"), py::arg("x"), py::arg("num_tensors"),
-             py::arg("num_outputs"), py::arg("outputs"), py::arg("follows_autocast"));
+             py::arg("num_outputs"), py::arg("outputs"), py::arg("follows_autocast"), py::arg("returns_list") = false);
   py::class_<Backward::Setting>(module, "Setting")
       .def(py::init([](optional<size_t> of_forward, std::vector<size_t> dtype_of, optional<std::string> name) {
              return Backward::Setting{of_forward, std::move(dtype_of), name ? names.setting_of(*name) : NONE};

@@ -17,13 +17,25 @@
 namespace fusednorm {
 
 
+template <typename Element>
+inline IValue list_of(const Tensor* const* tensors, size_t count) {
+  c10::List<Element> list;
+  for (size_t i = 0; i < count; ++i) list.push_back(tensors[i]->defined() ? Element(*tensors[i]) : Element());
+  return list;
+}
+
 // The outputs of a backward op through the dispatcher.
 inline Outputs dispatch(const Given& given) {
   torch::jit::Stack stack;
   auto tensor = given.tensors.begin();
   auto setting = given.settings.begin();
-  for (const Slot& slot : given.op.inputs) {
-    if (is_tensor(slot.role)) {
+  const auto& inputs = given.op.inputs;
+  for (size_t at = 0; at < inputs.size(); at += inputs[at].slots()) {
+    const Slot& slot = inputs[at];
+    if (slot.list) {
+      stack.push_back(slot.optional ? list_of<optional<Tensor>>(tensor, slot.list) : list_of<Tensor>(tensor, slot.list));
+      tensor += slot.list;
+    } else if (is_tensor(slot.role)) {
       const Tensor& each = **tensor++;
       stack.emplace_back(each.defined() ? IValue(each) : IValue());
     } else if (slot.role == Role::SHAPE) {
@@ -37,11 +49,20 @@ inline Outputs dispatch(const Given& given) {
     } else if (slot.role == Role::FLAG) {
       stack.emplace_back(number != 0);
     } else {
-      stack.push_back(number == NONE ? IValue() : IValue(number));
+      stack.push_back(number == (slot.role == Role::INTEGER ? NO_INTEGER : NONE) ? IValue() : IValue(number));
     }
   }
   c10::Dispatcher::singleton().findSchemaOrThrow(given.op.name.c_str(), "").callBoxed(&stack);
   Outputs outputs(given.op.num_outputs);
+  if (given.op.returns_list) {
+    size_t at = 0, output = 0;
+    auto found = stack[0].toTensorVector();
+    for (bool wanted : as_flags(given.settings[*given.op.mask])) {
+      if (wanted) outputs[given.op.outputs[output]] = found.at(at++);
+      ++output;
+    }
+    return outputs;
+  }
   for (size_t i = 0; i < stack.size(); ++i)
     if (stack[i].isTensor()) outputs[given.op.outputs[i]] = stack[i].toTensor();
   return outputs;
@@ -153,7 +174,7 @@ struct NormBackward : torch::autograd::Node {
     }
     runs &= contains(mask, true);
     Tensor zeros;
-    if (runs && !grad_of[0]->defined()) {
+    if (runs && !grad_of[0]->defined() && given.op.has_shape) {
       zeros = at::zeros_like(given.x());
       for (size_t i = 0; i < given.tensors.size(); ++i)
         if (backward.sources[i] == saved.size()) given.tensors[i] = &zeros;
@@ -166,7 +187,7 @@ struct NormBackward : torch::autograd::Node {
       for (size_t each : backward.passed)
         if (grad_of[each]->defined()) dx = *grad_of[each];
     }
-    if (grad_of[MEAN]->defined() || grad_of[RSTD]->defined()) {
+    if (op.has_shape && (grad_of[MEAN]->defined() || grad_of[RSTD]->defined())) {
       py::gil_scoped_acquire gil;
       Outputs more = to_tensors(given.op.statistics_gradients(
           to_python(*grad_of[MEAN]), to_python(*grad_of[RSTD]), *to_python(given)));

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -18,18 +19,22 @@ namespace fusednorm {
 namespace py = pybind11;
 using c10::IValue;
 
-enum class Role { SHAPE, PARAMETER, ROWS, STATISTIC, PACKED_ROWS, MODULATION, NUMBER, DTYPE, MASK, FLAG, NAME, GROUPS };
+// A STRIDED tensor may have any shape and strides, which are in the key of a call; a TABLE is one without a gradient.
+enum class Role {
+  SHAPE, PARAMETER, ROWS, STATISTIC, PACKED_ROWS, MODULATION, STRIDED, TABLE,
+  NUMBER, DTYPE, MASK, FLAG, NAME, GROUPS, INTEGER
+};
 
-inline bool is_tensor(Role role) {
-  return role == Role::PARAMETER || role == Role::ROWS || role == Role::STATISTIC || role == Role::PACKED_ROWS ||
-         role == Role::MODULATION;
-}
+inline bool is_tensor(Role role) { return role != Role::SHAPE && role < Role::NUMBER; }
 
 // An operand.
 struct Slot {
   Role role;
   bool optional, is_argument, is_read;
   size_t place;  // of a tensor: its address among those of a call
+  size_t list;   // how many slots, from this one on, are an argument that is a list of tensors; 0 in one that is none
+
+  size_t slots() const { return list ? list : 1; }
 };
 
 struct Op;
@@ -64,6 +69,7 @@ struct Op {
   size_t num_outputs;           // that a program of the op has, absent ones included
   std::vector<size_t> outputs;  // which of these the op has
   bool follows_autocast;        // whether dtypes are not those of the arguments under autocast
+  bool returns_list;            // of the outputs that are wanted
   // Python's functions of the inputs: the op above autograd; below it, which returns (outputs, program); ATen's op while
   // an Overrides is in force; and a backward that is itself differentiated, of (eps, *inputs).
   py::object above, below, in_place_of_aten, differentiable_backward, statistics_gradients;
@@ -71,15 +77,17 @@ struct Op {
 
   std::vector<Slot> tensors;  // of the inputs
   size_t x = 0;               // among these
-  size_t num_arguments = 0;
+  size_t num_arguments = 0, num_values = 0;  // with lists as one, and by their elements
+  bool has_shape = false;                    // a normalized shape, rows, and in a forward statistics
   std::vector<size_t> without_statistics;  // `outputs` of a forward whose statistics stay inside the node
   optional<size_t> wants_statistics;       // among the settings; the only input that is no argument
   optional<size_t> mask, groups;           // among the settings
 
   Op(int64_t number, std::string name, std::vector<Slot> given, size_t x, size_t num_tensors, size_t num_outputs,
-     std::vector<size_t> given_outputs, bool follows_autocast)
+     std::vector<size_t> given_outputs, bool follows_autocast, bool returns_list)
       : number(number), name(std::move(name)), inputs(std::move(given)), num_tensors(num_tensors),
-        num_outputs(num_outputs), outputs(std::move(given_outputs)), follows_autocast(follows_autocast), x(x) {
+        num_outputs(num_outputs), outputs(std::move(given_outputs)), follows_autocast(follows_autocast),
+        returns_list(returns_list), x(x) {
     TORCH_CHECK(num_tensors + num_outputs + MOST_PARTS <= MOST_ADDRESSES, this->name, " must have at most ",
                 MOST_ADDRESSES - MOST_PARTS, " tensors, got ", num_tensors + num_outputs);
     size_t settings = 0;
@@ -87,12 +95,14 @@ struct Op {
       if (!each.is_argument) wants_statistics = settings;
       if (each.role == Role::MASK) mask = settings;
       if (each.role == Role::GROUPS) groups = settings;
-      num_arguments += each.is_argument;
+      has_shape |= each.role == Role::SHAPE;
+      num_values += each.is_argument;
       settings += !is_tensor(each.role) && each.role != Role::SHAPE;
       if (is_tensor(each.role)) tensors.push_back(each);
     }
+    for (size_t i = 0; i < inputs.size(); i += inputs[i].slots()) num_arguments += inputs[i].is_argument;
     for (size_t each : outputs)
-      if (each != MEAN && each != RSTD) without_statistics.push_back(each);
+      if (!has_shape || (each != MEAN && each != RSTD)) without_statistics.push_back(each);
   }
 };
 
@@ -104,6 +114,7 @@ inline const Tensor& undefined() {
 }
 
 constexpr int64_t NONE = -1;  // a setting that is None
+constexpr int64_t NO_INTEGER = std::numeric_limits<int64_t>::min();  // one that may be any other integer
 
 inline int64_t as_setting(optional<double> given) {
   if (!given) return NONE;
@@ -175,13 +186,18 @@ struct Given {
   // The arguments as the dispatcher's stack has them.
   Given(const Op& op, c10::ArrayRef<IValue> arguments) : op(op) {
     const IValue* next = arguments.data();
-    for (const Slot& slot : op.inputs) {
+    for (size_t at = 0; at < op.inputs.size(); at += op.inputs[at].slots()) {
+      const Slot& slot = op.inputs[at];
       if (!slot.is_argument) {
         settings.push_back(true);
         continue;
       }
       const IValue& each = *next++;
-      if (is_tensor(slot.role)) {
+      if (slot.list) {
+        auto list = each.toListRef();
+        TORCH_CHECK(list.size() == slot.list, op.name, ": a list must hold ", slot.list, " tensors, got ", list.size());
+        for (const IValue& one : list) tensors.push_back(one.isNone() ? &undefined() : &one.toTensor());
+      } else if (is_tensor(slot.role)) {
         tensors.push_back(each.isNone() ? &undefined() : &each.toTensor());
       } else if (slot.role == Role::SHAPE) {
         for (const IValue& size : each.toListRef()) {
@@ -199,7 +215,7 @@ struct Given {
       } else if (slot.role == Role::NAME) {
         settings.push_back(names.setting_of(each.toStringRef()));
       } else {
-        settings.push_back(each.isNone() ? NONE : each.toInt());
+        settings.push_back(!each.isNone() ? each.toInt() : slot.role == Role::INTEGER ? NO_INTEGER : NONE);
       }
     }
   }
@@ -226,13 +242,18 @@ inline py::tuple to_tuple(const Sizes& sizes) {
 }
 
 inline py::tuple to_python(const Given& given) {
-  py::tuple made(given.op.inputs.size());
+  const auto& inputs = given.op.inputs;
+  py::list made;
   auto tensor = given.tensors.begin();
   auto setting = given.settings.begin();
-  size_t at = 0;
-  for (const Slot& slot : given.op.inputs) {
+  for (size_t at = 0; at < inputs.size(); at += inputs[at].slots()) {
+    const Slot& slot = inputs[at];
     py::object each = py::none();
-    if (is_tensor(slot.role)) {
+    if (slot.list) {
+      py::list list;
+      for (size_t i = 0; i < slot.list; ++i) list.append(to_python(**tensor++));
+      each = std::move(list);
+    } else if (is_tensor(slot.role)) {
       each = to_python(**tensor++);
     } else if (slot.role == Role::SHAPE) {
       std::vector<c10::SymInt> symbolic;
@@ -246,14 +267,14 @@ inline py::tuple to_python(const Given& given) {
       each = py::cast(names.of(number));
     } else if (slot.role == Role::NUMBER) {
       each = py::cast(as_number(number));
-    } else if (slot.role == Role::GROUPS) {
-      each = py::cast(number);
+    } else if (slot.role == Role::GROUPS || slot.role == Role::INTEGER) {
+      if (number != NO_INTEGER) each = py::cast(number);
     } else if (number != NONE) {
       each = py::cast(static_cast<at::ScalarType>(number));
     }
-    made[at++] = std::move(each);
+    made.append(std::move(each));
   }
-  return made;
+  return py::tuple(std::move(made));
 }
 
 inline Tensor to_tensor(py::handle object) { return object.is_none() ? Tensor() : py::cast<Tensor>(object); }

@@ -24,7 +24,7 @@ using at::Tensor;
 using std::optional;
 
 constexpr size_t MAX_PARAMETER_BYTES = 1024;
-constexpr size_t MAX_PARAMETERS = 64;
+constexpr size_t MAX_PARAMETERS = 96;
 constexpr size_t MAP_ALIGNMENT = 64;
 constexpr size_t MOST_ADDRESSES = 64;  // of a call's tensors, its outputs and the parts of its workspace
 constexpr size_t MOST_PARTS = 8;       // of the workspace
@@ -87,21 +87,22 @@ struct Workspace {
   }
 };
 
-enum class Extent { X, STATISTIC, PARAMETER, MODULATION };
+enum class Extent { X, STATISTIC, PARAMETER, MODULATION, FIXED };
 
 struct Output {
   Extent extent;
   at::ScalarType dtype;
   size_t dims;    // of a modulation: its batch dims
   int64_t whole;  // and, as bits, which of them are x's, and not 1
+  std::vector<int64_t> shape;  // of a fixed extent
 };
 
 // One launch. Python builds it: the configuration first, then the parameters in the kernel's order. Addresses are counted
 // in this order: the call's tensors, its outputs, the parts of its workspace.
 struct Step {
-  // `at` is a byte offset in `parameters`; `index` says which address goes there.
+  // `at` is a byte offset in `parameters`; `index` says which address goes there, `offset` bytes on.
   struct Address {
-    size_t at, index;
+    size_t at, index, offset;
   };
   struct Variable {
     size_t at, bytes;
@@ -156,7 +157,9 @@ struct Step {
 
   void add_variable(Number number, size_t bytes) { variables.push_back({reserve(bytes, bytes), bytes, number}); }
 
-  void add_address(size_t index) { addresses.push_back({reserve(sizeof(uint64_t), sizeof(uint64_t)), index}); }
+  void add_address(size_t index, size_t offset) {
+    addresses.push_back({reserve(sizeof(uint64_t), sizeof(uint64_t)), index, offset});
+  }
 
   void add_map(size_t index, int type, uint32_t rows_dim, const std::vector<uint64_t>& sizes,
                const std::vector<uint64_t>& strides, const std::vector<uint32_t>& box) {
@@ -173,7 +176,10 @@ struct Step {
     void* pointers[MAX_PARAMETERS];
     std::memcpy(bytes, parameters.data(), parameters.size());
     for (size_t i = 0; i < starts.size(); ++i) pointers[i] = bytes + starts[i];
-    for (const Address& each : addresses) std::memcpy(bytes + each.at, given + each.index, sizeof(uint64_t));
+    for (const Address& each : addresses) {
+      uint64_t address = given[each.index] + each.offset;
+      std::memcpy(bytes + each.at, &address, sizeof address);
+    }
     for (const Variable& each : variables)  // the first bytes of a small number are the number: little endian
       std::memcpy(bytes + each.at, &numbers[static_cast<size_t>(each.number)], each.bytes);
     for (const Map& map : maps) {
@@ -277,6 +283,7 @@ struct Program {
 
  private:
   Tensor allocate(const Output& output, const Binding& to) const {
+    if (output.extent == Extent::FIXED) return allocate(output.shape, output.dtype);
     if (output.extent == Extent::X) return allocate(to.x_shape, output.dtype);
     if (output.extent == Extent::PARAMETER) return allocate(to.normalized_shape, output.dtype);
     Shape shape(to.x_shape.begin(), to.x_shape.end());
