@@ -146,6 +146,8 @@ def calls_of_forms(
         "rounding x_hat": (getattr(fusednorm, f"Affine{name}")(cols, rounding="x_hat", **options), (x,)),
         "of a sum": (getattr(fusednorm, f"Add{name}")(cols, **options), (x, residual)),
         "plus a residual": (getattr(fusednorm, f"{name}Add")(cols, **options), (x, residual)),
+        "with a gate": (getattr(fusednorm, f"{name}Gated")(cols, **options), (x, residual)),
+        "with a packed gate": (PackedGate(norm, cols, **options), (torch.cat([x, residual], -1),)),
     }
     if norm == "rms":
         module = ByHand(cols, **options)
@@ -206,6 +208,19 @@ class Packed(Rotated):
     def forward(self, qkv):
         weights = self.q_weight, self.k_weight
         return fusednorm.qk_norm_packed(qkv, HEADS, KV_HEADS, *weights, norm=self.norm, rotary=self.tables)
+
+
+class PackedGate(torch.nn.Module):
+    """x and the gate are halves of one tensor."""
+
+    def __init__(self, norm: str, cols: int, **options):
+        super().__init__()
+        self.run = getattr(fusednorm, f"{norm}_norm_gated_packed")
+        self.weight = torch.nn.Parameter(torch.ones(cols, **options))
+
+    def forward(self, packed):
+        half = packed.shape[-1] // 2
+        return self.run(packed, (0, half), (half, 2 * half), self.weight)
 
 
 class ByHand(torch.nn.Module):

@@ -116,10 +116,11 @@ class NodeInfo(NamedTuple):
         operands = self.operands(grad_y, saved, mask, more)
         return dict(zip([each.name for each in operands.outputs], self.outputs(operands), strict=True))
 
-    def outputs(self, operands: BackwardOperands) -> Outputs:
+    def outputs(self, operands: BackwardOperands, by_dispatcher: bool = False) -> Outputs:
+        """The same in order. `by_dispatcher` is for plain calls that are known in C++."""
         if self.statistics_inside and torch.is_grad_enabled():
             return differentiable_backward(operands, self.eps)
-        return self._backward(operands)
+        return self._backward(operands, by_dispatcher)
 
     def operands(self, grad_y, saved: dict[str, Tensor | None], mask, more: dict[str, Tensor]) -> BackwardOperands:
         return backward_of(
@@ -132,7 +133,7 @@ class NodeInfo(NamedTuple):
             **more,
         )
 
-    def _backward(self, operands: BackwardOperands) -> Outputs:
+    def _backward(self, operands: BackwardOperands, by_dispatcher: bool) -> Outputs:
         if not torch.compiler.is_dynamo_compiling():
             # What was asked for of the forward, not of autograd's thread.
             if self.asked != asked_variants():
@@ -141,6 +142,8 @@ class NodeInfo(NamedTuple):
             if self.invariant != invariance.switch.is_invariant():
                 with as_in_forward(self.invariant):
                     return _backward(operands)
+        if by_dispatcher:
+            return call_op(_overload(operands), operands)
         if not (_is_seen() or torch.is_grad_enabled() or _is_intercepted()):
             grads, _ = prepared.run(operands)
             if grads is not None:

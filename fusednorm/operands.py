@@ -102,11 +102,6 @@ class Op(NamedTuple):
         return f"{self.norm}_norm_{WAYS[self.direction]}{self.suffix}"
 
     @property
-    def runs_in_cpp(self) -> bool:
-        """Whether the C++ host side takes the op."""
-        return not any(slot.role is Role.COLUMNS for slot in self.inputs)
-
-    @property
     def arguments(self) -> list[Slot]:
         return [slot for slot in self.inputs if slot.role is not Role.FLAG]
 

@@ -194,8 +194,7 @@ def register(op: Op) -> None:
     """Define an op, below autograd."""
     name = op.name
     KERNELS[name] = as_op(name, run)
-    in_cpp = native.extension and op.runs_in_cpp
-    _define(schema_of(op), name, KERNELS[name], ("CPU",) if in_cpp else ("CPU", "CUDA"))
+    _define(schema_of(op), name, KERNELS[name], ("CPU",) if native.extension else ("CPU", "CUDA"))
     for key in ELSEWHERE:
         LIBRARY.impl(name, as_op(name, _refuse), key)
 

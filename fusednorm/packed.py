@@ -12,6 +12,7 @@ from torch.autograd import Function
 
 from . import autograd, functional
 from .forms import ROUNDINGS
+from .host import native
 from .host.torch_compat import forward_ad, is_transforming
 from .namespace import TORCH_OPS
 from .operands import call_op, op_outputs, operands_of
@@ -133,7 +134,10 @@ class PackedFunction(Function):
         given |= {"normalized_shape": x.shape[-1:], "rest": _side_by_side(grads, packed, ctx.places)}
         given |= {"width": packed.shape[-1], "x_at": x_at, "gate_at": gate_at} | ctx.settings
         operands = operands_of(ctx.op, (), given)
-        found = ctx.info.outputs(operands) if ctx.info else call_op(getattr(TORCH_OPS, ctx.op).default, operands)
+        if ctx.info:
+            found = ctx.info.outputs(operands, by_dispatcher=native.extension is not None)
+        else:
+            found = call_op(getattr(TORCH_OPS, ctx.op).default, operands)
         return None, None, None, None, None, *found
 
 

@@ -78,14 +78,13 @@ def install(
     margin.sm_margin.observe(lambda n: extension.set_sm_margin(n or 0))
     _installers.append(install_op)
     for op in OPS.values():
-        if op.runs_in_cpp:
-            _describe(op)
-            install_op(op)
+        _describe(op)
+        install_op(op)
 
 
 def add(op: Op) -> None:
     """Register an op at the dispatch keys that `install` was called for."""
-    for each in _installers if op.runs_in_cpp else ():
+    for each in _installers:
         _describe(op)
         each(op)
 
@@ -128,7 +127,7 @@ def _role(slot: Slot) -> str:
         return "GROUPS"
     if slot.role is Role.FORM:
         return {bool: "FLAG", str: "NAME", float: "NUMBER"}[type(slot.default)]
-    return "NUMBER" if slot.role is Role.EPS else slot.role.name
+    return {Role.EPS: "NUMBER", Role.COUNT: "INTEGER"}.get(slot.role, slot.role.name)
 
 
 def _connect(forward: Op, backward: Op) -> None:
@@ -213,7 +212,7 @@ def in_cpp(program: Program) -> Any:
         rows_above=program.rows_above,
         most_rows=program.most_rows,
         grid=grid_in_cpp(program.grid or ONE_CTA),
-        outputs=[each and _output(each) for each in program.outputs],
+        outputs=[each and _output(each, program.width) for each in program.outputs],
         workspace=workspace
         and extension.Workspace(dtype=workspace.dtype, parts=[part[:3] for part in workspace.parts]),
         steps=[_step(*each) for each in zip(program.launches, program.builds, strict=True)],
@@ -222,9 +221,9 @@ def in_cpp(program: Program) -> Any:
     )
 
 
-def _output(each: Output) -> Any:
+def _output(each: Output, width: int) -> Any:
     whole = sum(is_whole << at for at, is_whole in enumerate(each.whole))
-    more = {"dims": len(each.whole), "whole": whole, "shape": each.shape or ()}
+    more = {"dims": len(each.whole), "whole": whole, "shape": each.shape or (), "width": width}
     return extension.Output(extent=_of(each.extent), dtype=each.dtype, **more)
 
 

@@ -23,7 +23,7 @@ def test_both_candidates_of_every_call_compute_the_same():
 def test_modules_of_forms_are_timed_with_their_backwards_and_without(norm):
     calls = host_time.calls_of_forms(norm, 3, 8, torch.float32, "cpu")
     assert {name.split(", ")[-1] for name, _ in calls} == {"forward and backward", "no gradient"}
-    assert len(calls) == 2 * (5 if norm == "rms" else 4)
+    assert len(calls) == 2 * (7 if norm == "rms" else 6)
     for call in calls.values():
         call()
 

@@ -142,7 +142,7 @@ def draw(number: int, seed: int, most_elements: int) -> Call:
     each = random.Random(f"{seed} {number}")
     op = OPS[of_family.choice(list(OPS))]
     normalized = _normalized_shape(of_family, min(MOST_COLS, most_elements))
-    normalized = normalized if op.runs_in_cpp else (math.prod(normalized),)  # columns of one tensor are of one dim
+    normalized = (math.prod(normalized),) if op.slot("rest") else normalized  # columns of one tensor are of one dim
     strided = of_family.random() < 0.3
     dtypes, layouts, given = _of_family(of_family, op, math.prod(normalized), strided)
     batch = _batch_shape(each, most_elements // max(1, math.prod(normalized)), 4 - len(normalized), strided)

@@ -104,6 +104,7 @@ class Call {
     may_run &= !slot.is_read || tensor.unsafeGetTensorImpl()->storage_initialized();
     bool contiguous = tensor.is_contiguous();
     bool as_it_is = contiguous && !(invariant && address % 16);
+    int64_t x_dim = binding.x_shape.size();
     key.push_back(part_of_key(tensor, contiguous, address));
     switch (slot.role) {
       case Role::PARAMETER:
@@ -111,6 +112,12 @@ class Call {
         break;
       case Role::MODULATION:
         may_run = may_run && add_modulation(tensor);
+        break;
+      case Role::COLUMNS:
+        may_run = may_run && tensor.dim() == x_dim &&
+                  tensor.sizes().slice(0, x_dim - 1) == binding.x_shape.slice(0, x_dim - 1);
+        if (may_run && !as_it_is) copy(tensor, address);
+        key.push_back(tensor.dim() ? tensor.sizes().back() : 0);
         break;
       case Role::STRIDED:
       case Role::TABLE:

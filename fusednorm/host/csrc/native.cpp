@@ -284,22 +284,25 @@ PYBIND11_MODULE(_native, module) {
   PyModule_AddFunctions(module.ptr(), functions);
   py::enum_<Extent>(module, "Extent")
       .value("X", Extent::X).value("STATISTIC", Extent::STATISTIC).value("PARAMETER", Extent::PARAMETER)
-      .value("MODULATION", Extent::MODULATION).value("FIXED", Extent::FIXED);
+      .value("MODULATION", Extent::MODULATION).value("COLUMNS", Extent::COLUMNS)
+      .value("FIXED", Extent::FIXED);
   py::enum_<Role>(module, "Role")
       .value("SHAPE", Role::SHAPE).value("PARAMETER", Role::PARAMETER).value("ROWS", Role::ROWS)
       .value("STATISTIC", Role::STATISTIC).value("PACKED_ROWS", Role::PACKED_ROWS)
       .value("MODULATION", Role::MODULATION).value("NUMBER", Role::NUMBER).value("DTYPE", Role::DTYPE)
       .value("MASK", Role::MASK).value("FLAG", Role::FLAG).value("NAME", Role::NAME)
-      .value("GROUPS", Role::GROUPS)
+      .value("GROUPS", Role::GROUPS).value("COLUMNS", Role::COLUMNS)
       .value("STRIDED", Role::STRIDED).value("TABLE", Role::TABLE).value("INTEGER", Role::INTEGER);
   py::enum_<Number>(module, "Number")
       .value("ROWS", Number::ROWS).value("CTAS", Number::CTAS).value("PARTIALS", Number::PARTIALS)
       .value("SAMPLES", Number::SAMPLES);
   py::class_<Output>(module, "Output")
-      .def(py::init([](Extent extent, at::ScalarType dtype, size_t dims, int64_t whole, std::vector<int64_t> shape) {
-             return Output{extent, dtype, dims, whole, std::move(shape)};
+      .def(py::init([](Extent extent, at::ScalarType dtype, size_t dims, int64_t whole, std::vector<int64_t> shape,
+                       int64_t width) {
+             return Output{extent, dtype, dims, whole, std::move(shape), width};
            }),
-           py::kw_only(), py::arg("extent"), py::arg("dtype"), py::arg("dims"), py::arg("whole"), py::arg("shape"));
+           py::kw_only(), py::arg("extent"), py::arg("dtype"), py::arg("dims"), py::arg("whole"), py::arg("shape"),
+           py::arg("width"));
   py::class_<Grid>(module, "Grid")
       .def(py::init([](int64_t rows_per_tile, int64_t at_once, int64_t first_wave, int64_t rows_of_cta,
                        int64_t tiles_of_cta, int64_t tiles_of_sum, int64_t least_short_lived,

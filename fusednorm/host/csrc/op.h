@@ -21,7 +21,7 @@ using c10::IValue;
 
 // A STRIDED tensor may have any shape and strides, which are in the key of a call; a TABLE is one without a gradient.
 enum class Role {
-  SHAPE, PARAMETER, ROWS, STATISTIC, PACKED_ROWS, MODULATION, STRIDED, TABLE,
+  SHAPE, PARAMETER, ROWS, STATISTIC, PACKED_ROWS, MODULATION, COLUMNS, STRIDED, TABLE,
   NUMBER, DTYPE, MASK, FLAG, NAME, GROUPS, INTEGER
 };
 

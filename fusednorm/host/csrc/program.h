@@ -87,7 +87,7 @@ struct Workspace {
   }
 };
 
-enum class Extent { X, STATISTIC, PARAMETER, MODULATION, FIXED };
+enum class Extent { X, STATISTIC, PARAMETER, MODULATION, COLUMNS, FIXED };
 
 struct Output {
   Extent extent;
@@ -95,6 +95,7 @@ struct Output {
   size_t dims;    // of a modulation: its batch dims
   int64_t whole;  // and, as bits, which of them are x's, and not 1
   std::vector<int64_t> shape;  // of a fixed extent
+  int64_t width;               // of an extent of columns of its own
 };
 
 // One launch. Python builds it: the configuration first, then the parameters in the kernel's order. Addresses are counted
@@ -287,7 +288,9 @@ struct Program {
     if (output.extent == Extent::X) return allocate(to.x_shape, output.dtype);
     if (output.extent == Extent::PARAMETER) return allocate(to.normalized_shape, output.dtype);
     Shape shape(to.x_shape.begin(), to.x_shape.end());
-    if (output.extent == Extent::MODULATION) {
+    if (output.extent == Extent::COLUMNS) {
+      shape.back() = output.width;
+    } else if (output.extent == Extent::MODULATION) {
       shape.resize(output.dims);
       for (size_t i = 0; i < shape.size(); ++i)
         if (!(output.whole >> i & 1)) shape[i] = 1;
