@@ -20,7 +20,7 @@ from .problem import Heads, Packing, Settings, validate
 from .reference import rotated
 
 NORMS = {"rms": None, "layer": 1e-5}  # and the default eps
-PARAMETERS = "q_weight", "k_weight", "q_bias", "k_bias"
+NAMES = "q", "k", "q_weight", "k_weight", "q_bias", "k_bias"
 Rotary = tuple[Tensor, Tensor]
 
 
@@ -72,7 +72,7 @@ def qk_norm(
     )  # fmt: skip
     if spans_heads(heads):
         return _over_all_heads(heads, heads_dim)
-    return _forward(heads)
+    return _forward("qk_norm", heads)
 
 
 def operands(
@@ -80,20 +80,24 @@ def operands(
     rotary_interleaved=False, norm_first=True, heads_dim=-2, weight_offset=0.0, rounding="once",
 ) -> Heads:  # fmt: skip
     """The operands of qk_norm, for its arguments. Raises its errors, but for those of the op."""
-    more = {"rotary_dim": rotary_dim, "interleaved": rotary_interleaved, "norm_first": norm_first}
-    settings, eps = _settings("qk_norm", norm, eps, weight_offset, rounding, **more)
+    settings, eps = _settings(
+        "qk_norm", norm, eps, rotary_dim, rotary_interleaved, norm_first, weight_offset, rounding
+    )
     if heads_dim not in (-2, -3):
         raise ValueError(f"qk_norm: heads_dim must be -2 or -3, got {heads_dim!r}")
-    parameters = q_weight, k_weight, q_bias, k_bias
-    _require_strided("qk_norm", q=q, k=k, **dict(zip(PARAMETERS, parameters, strict=True)))
+    if not isinstance(q, Tensor):
+        require_strided("qk_norm", "q", q)  # raises
     cos, sin = _tables("qk_norm", rotary, q.dim(), heads_dim)
-    return Heads([q, k], parameters[:2], parameters[2:], cos, sin, eps, settings)
+    return Heads([q, k], (q_weight, k_weight), (q_bias, k_bias), cos, sin, eps, settings)
 
 
 def spans_heads(heads: Heads) -> bool:
     """Whether a parameter is for all heads of a token."""
-    parameters = heads.tensors[len(heads.inputs) :]
-    return any(each is not None and each.shape != heads.inputs[0].shape[-1:] for each in parameters)
+    of_head = heads.inputs[0].shape[-1:]
+    for each in (*heads.weights, *heads.biases):
+        if isinstance(each, Tensor) and each.shape != of_head:
+            return True
+    return False
 
 
 def qk_norm_packed(
@@ -124,10 +128,9 @@ def qk_norm_packed(
     last ones, or 1 for each), and rotary_dim or half as many entries. Everything else is as for qk_norm.
     """
     op = "qk_norm_packed"
-    more = {"rotary_dim": rotary_dim, "interleaved": rotary_interleaved, "norm_first": norm_first}
-    settings, eps = _settings(op, norm, eps, weight_offset, rounding, **more)
+    settings, eps = _settings(op, norm, eps, rotary_dim, rotary_interleaved, norm_first, weight_offset, rounding)
     packing, parameters = Packing(heads, kv_heads, grouped), (q_weight, k_weight, q_bias, k_bias)
-    _require_strided(op, qkv=qkv, **dict(zip(PARAMETERS, parameters, strict=True)))
+    require_strided(op, "qkv", qkv)
     packing.check(op, qkv)
     cos, sin = _tables(op, rotary, qkv.dim() + 1, -2)
     if grouped and cos is not None:
@@ -164,39 +167,51 @@ class PackedFunction(Function):
 
 
 def _run(both, parameters, cos, sin, eps, settings: Settings) -> tuple[Tensor, ...]:
-    return _forward(Heads(both, parameters[:2], parameters[2:], cos, sin, eps, settings))
+    return _forward("qk_norm_packed", Heads(both, parameters[:2], parameters[2:], cos, sin, eps, settings))
 
 
-def _forward(heads: Heads) -> tuple[Tensor, ...]:
+def _forward(op: str, heads: Heads) -> tuple[Tensor, ...]:
     made = native.of_heads(heads)
-    return tuple(TORCH_OPS.head_norm_fwd(*heads[:-1], **heads.settings._asdict())) if made is None else made
-
-
-def _require_strided(op: str, **tensors: Tensor | None) -> None:
-    for name, each in tensors.items():
-        if each is not None or name not in PARAMETERS:
+    if made is not None:  # C++ has looked at the tensors
+        return made
+    for name, each in zip(NAMES, heads.tensors, strict=True):
+        if each is not None or name in "qk":
             require_strided(op, name, each)
+    return tuple(TORCH_OPS.head_norm_fwd(*heads[:-1], **heads.settings._asdict()))
 
 
-def _settings(op, norm, eps, weight_offset, rounding, **more) -> tuple[Settings, float | None]:
-    for name, value, known in (("norm", norm, NORMS), ("rounding", rounding, ROUNDINGS)):
-        if value not in known:
-            raise ValueError(f"{op}: {name} must be one of {', '.join(known)}, got {value!r}")
-    for name, value in (("weight_offset", weight_offset), *([] if eps is None else [("eps", eps)])):
-        if not isinstance(value, (Real, torch.SymFloat)):
-            raise TypeError(f"{op}: {name} must be a number, got {value!r}")
-    fixed = {"layer": norm == "layer", "weight_offset": float(weight_offset), "rounds_x_hat": ROUNDINGS[rounding]}
-    return Settings(**fixed, **more), NORMS[norm] if eps is None else float(eps)
+def _settings(
+    op, norm, eps, rotary_dim, interleaved, norm_first, weight_offset, rounding
+) -> tuple[Settings, float | None]:
+    if norm not in NORMS or rounding not in ROUNDINGS:
+        name, value, known = ("rounding", rounding, ROUNDINGS) if norm in NORMS else ("norm", norm, NORMS)
+        raise ValueError(f"{op}: {name} must be one of {', '.join(known)}, got {value!r}")
+    eps = NORMS[norm] if eps is None else _number(op, "eps", eps)
+    weight_offset = _number(op, "weight_offset", weight_offset)
+    return Settings(norm == "layer", rotary_dim, interleaved, norm_first, weight_offset, ROUNDINGS[rounding]), eps
+
+
+def _number(op: str, name: str, value: Any) -> float:
+    if type(value) is float:
+        return value
+    if not isinstance(value, (Real, torch.SymFloat)):
+        raise TypeError(f"{op}: {name} must be a number, got {value!r}")
+    return float(value)
 
 
 def _tables(op: str, rotary: Rotary | None, ndim: int, heads_dim: int) -> tuple[Tensor | None, Tensor | None]:
     """cos and sin with a dim for the heads, where q has ndim dims."""
     if rotary is None:
         return None, None
-    if not isinstance(rotary, (tuple, list)) or len(rotary) != 2 or not all(isinstance(t, Tensor) for t in rotary):
+    cos, sin = rotary if isinstance(rotary, (tuple, list)) and len(rotary) == 2 else (None, None)
+    if not (isinstance(cos, Tensor) and isinstance(sin, Tensor)):
         raise TypeError(f"{op}: rotary must be a pair of tensors, cos and sin, got {type(rotary).__name__}")
-    cos, sin = (each if each.dim() >= ndim else each.unsqueeze(max(heads_dim, -each.dim() - 1)) for each in rotary)
-    return cos, sin
+    return _with_heads(cos, ndim, heads_dim), _with_heads(sin, ndim, heads_dim)
+
+
+def _with_heads(table: Tensor, ndim: int, heads_dim: int) -> Tensor:
+    has = table.dim()
+    return table if has >= ndim else table.unsqueeze(max(heads_dim, -has - 1))
 
 
 def _over_all_heads(heads: Heads, heads_dim: int) -> tuple[Tensor, ...]:

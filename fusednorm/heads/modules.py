@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..forms import ROUNDINGS
 from ..host.torch_compat import parameter
-from .functional import NORMS, Rotary, qk_norm
+from .functional import NAMES, NORMS, Rotary, qk_norm
 
 
 class QKNorm(torch.nn.Module):
@@ -57,9 +57,12 @@ class QKNorm(torch.nn.Module):
             torch.nn.init.constant_(each, 1.0 - self.weight_offset if name.endswith("weight") else 0.0)
 
     def forward(self, q: Tensor, k: Tensor, rotary: Rotary | None = None) -> tuple[Tensor, Tensor]:
-        names = "q_weight", "k_weight", "q_bias", "k_bias"
-        settings = {name: getattr(self, name) for name in self.settings}
-        return qk_norm(q, k, **{name: parameter(self, name) for name in names}, rotary=rotary, **settings)
+        q_weight, k_weight, q_bias, k_bias = [parameter(self, name) for name in NAMES[2:]]
+        return qk_norm(
+            q, k, q_weight, k_weight, self.eps, q_bias=q_bias, k_bias=k_bias, norm=self.norm, rotary=rotary,
+            rotary_dim=self.rotary_dim, rotary_interleaved=self.rotary_interleaved, norm_first=self.norm_first,
+            heads_dim=self.heads_dim, weight_offset=self.weight_offset, rounding=self.rounding,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         shapes = "" if self.q_weight is None else f"{tuple(self.q_weight.shape)}, {tuple(self.k_weight.shape)}, "

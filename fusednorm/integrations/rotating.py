@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from .. import autograd
-from ..heads.functional import PARAMETERS, operands, qk_norm
+from ..heads.functional import NAMES, operands, qk_norm
 from ..heads.problem import Heads, Settings
 from ..heads.reference import rotated
 from ..host import torch_compat
@@ -289,7 +289,7 @@ def _by_qk_norm(q: Deferred, k: Deferred, rotation: Rotation, cos, sin, **others
         return None
     eps, weight_offset, rounds_x_hat = settings
     named = {
-        **dict(zip(PARAMETERS, (q_weight, k_weight, q_bias, k_bias), strict=True)),
+        **dict(zip(NAMES[2:], (q_weight, k_weight, q_bias, k_bias), strict=True)),
         "eps": eps,
         "norm": q.op.partition("_")[0],
         "rotary": (cos, sin),
