@@ -402,6 +402,13 @@ def of_form(op, x, rows, weight, bias, eps, normalized_shape, weight_offset, rou
     outputs = native.y_of(op, given)
     if outputs is not None:
         return outputs
+    require_settings(op, eps, weight_offset, rounding)
+    at = 5 + len(rows)
+    return autograd.of_form(op, (*given[:at], float(weight_offset), *given[at + 1 :]))
+
+
+def require_settings(op, eps, weight_offset, rounding) -> None:
+    """Raises ValueError for another rounding, TypeError for what is no number."""
     if rounding not in ROUNDINGS:
         known = *ROUNDINGS, *[STEPS] * (OPS[op].slot("rounds_steps") is not None)
         raise ValueError(f"{op}: rounding must be one of {', '.join(known)}, got {rounding!r}")
@@ -409,8 +416,6 @@ def of_form(op, x, rows, weight, bias, eps, normalized_shape, weight_offset, rou
     for name, value in numbers.items():
         if not isinstance(value, (Real, Tensor, torch.SymFloat)):
             raise TypeError(f"{op}: {name} must be a number, got {value!r}")
-    at = 5 + len(rows)
-    return autograd.of_form(op, (*given[:at], float(weight_offset), *given[at + 1 :]))
 
 
 def _shape_of(x, weight, bias, normalized_shape) -> Sequence[int]:

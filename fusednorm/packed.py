@@ -13,7 +13,7 @@ from torch.autograd import Function
 from . import autograd, functional
 from .forms import ROUNDINGS
 from .host import native
-from .host.torch_compat import forward_ad, is_transforming
+from .host.torch_compat import recorder
 from .namespace import TORCH_OPS
 from .operands import call_op, op_outputs, operands_of
 from .problem import require_strided
@@ -75,13 +75,14 @@ def _packed(
     places = _checked(op, packed, x, gate)
     cols = places[0][1] - places[0][0]
     groups = 1 if group_size is None else functional.groups_of(op, group_size, cols)
-    if rounding not in ROUNDINGS:
-        raise ValueError(f"{op}: rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")
+    record = recorder(PackedFunction, packed, weight, bias)
+    if record is None:
+        rows = [packed[..., start:stop] for start, stop in places]
+        more = (cols,), weight_offset, rounding, (activation, groups)
+        return functional.of_form(op, rows[0], rows[1:], weight, bias, eps, *more), *_others(packed, places)
+    functional.require_settings(op, eps, weight_offset, rounding)
     settings = {"weight_offset": float(weight_offset), "activation": activation, "groups": groups}
-    rounds = ROUNDINGS[rounding]
-    if not torch.compiler.is_dynamo_compiling() and (is_transforming() or forward_ad._current_level >= 0):
-        return PackedFunction.forward(None, op, places, eps, rounds, settings, packed, weight, bias)
-    return PackedFunction.apply(op, places, eps, rounds, settings, packed, weight, bias)
+    return record(op, places, eps, ROUNDINGS[rounding], settings, packed, weight, bias)
 
 
 def _checked(op: str, packed: Tensor, *ranges: Columns) -> tuple[Columns, Columns]:
@@ -113,13 +114,11 @@ class PackedFunction(Function):
         given = {"x": x, "normalized_shape": x.shape[-1:], "gate": gate, "weight": weight, "bias": bias, "eps": eps}
         operands = operands_of(op, (), given | settings | {"rounds_x_hat": rounds_x_hat})
         y, *statistics = op_outputs(op, call_op(getattr(TORCH_OPS, op).default, operands))
-        if ctx is not None:
-            ctx.set_materialize_grads(False)
-            ctx.save_for_backward(packed, weight, bias, *statistics)
-            ctx.op, ctx.places, ctx.settings = f"{op.replace('_fwd_', '_bwd_')}_packed", places, settings
-            ctx.info = None
-            if not torch.compiler.is_dynamo_compiling():
-                ctx.info = autograd.node_info(operands, statistics_inside=True)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(packed, weight, bias, *statistics)
+        ctx.op, ctx.places, ctx.settings = f"{op.replace('_fwd_', '_bwd_')}_packed", places, settings
+        compiling = torch.compiler.is_dynamo_compiling()
+        ctx.info = None if compiling else autograd.node_info(operands, statistics_inside=True)
         return y, *_others(packed, places)
 
     @staticmethod

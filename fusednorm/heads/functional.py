@@ -11,11 +11,10 @@ from torch.autograd import Function
 
 from .. import functional
 from ..forms import ROUNDINGS
-from ..host.torch_compat import forward_ad, is_transforming
-from ..namespace import TORCH_OPS
+from ..host.torch_compat import recorder
 from ..planner.norm_problem import accumulation_dtype
 from ..problem import require_strided
-from . import native
+from . import native, ops
 from .problem import Heads, Packing, Settings, validate
 from .reference import rotated
 
@@ -135,11 +134,12 @@ def qk_norm_packed(
     cos, sin = _tables(op, rotary, qkv.dim() + 1, -2)
     if grouped and cos is not None:
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    if not torch.compiler.is_dynamo_compiling() and (is_transforming() or forward_ad._current_level >= 0):
+    record = recorder(PackedFunction, qkv, *parameters)
+    if record is None:
         *both, v = packing.split(qkv)
         q, k = _run(both, parameters, cos, sin, eps, settings)
     else:
-        q, k, v = PackedFunction.apply(tuple(packing), eps, tuple(settings), qkv, *parameters, cos, sin)
+        q, k, v = record(tuple(packing), eps, tuple(settings), qkv, *parameters, cos, sin)
     return tuple(each.flatten(-3, -2) if grouped else each for each in (q, k, v))
 
 
@@ -161,7 +161,7 @@ class PackedFunction(Function):
         mask = [want and of is not None for want, of in zip(wanted, (qkv, *parameters), strict=True)]
         named = Settings(*ctx.settings)._asdict()
         operands = qkv, parameters[:2], parameters[2:], cos, sin, ctx.eps
-        made = iter(TORCH_OPS.head_norm_bwd_packed(grads, *operands, mask, *ctx.packing, **named))
+        made = iter(ops.call(ops.PACKED, grads, *operands, mask, *ctx.packing, **named))
         found = [next(made) if want else None for want in mask]
         return None, None, None, *found, None, None
 
@@ -177,7 +177,7 @@ def _forward(op: str, heads: Heads) -> tuple[Tensor, ...]:
     for name, each in zip(NAMES, heads.tensors, strict=True):
         if each is not None or name in "qk":
             require_strided(op, name, each)
-    return tuple(TORCH_OPS.head_norm_fwd(*heads[:-1], **heads.settings._asdict()))
+    return tuple(ops.call(ops.FORWARD, *heads[:-1], **heads.settings._asdict()))
 
 
 def _settings(

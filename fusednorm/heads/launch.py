@@ -38,12 +38,10 @@ def run(given: Call) -> tuple[Sequence[Tensor | None] | None, Program | None]:
     """The outputs, None for those that are not wanted, and the program if it is kept. None for all of them if the
     planner leaves the call to ATen. Raises as `given.check` does."""
     sms, invariant, shape = margin.sms, invariance.switch.is_invariant(), given.heads.inputs[0].shape
-    key = _key(given, sms, invariant)
-    kind = key and prepared.kind_of(key)
-    bound = kind and kind.by_shape.get(shape)
-    outputs = bound and bound.launch([0 if each is None else each.data_ptr() for each in given.tensors])
+    key, addresses = _look(given, sms, invariant)
+    outputs, program = _repeat(shape, key, addresses)
     if outputs is not None:
-        return outputs, bound.program
+        return outputs, program
     given.check()
     if not all(x.numel() for x in given.heads.inputs):
         return None, None
@@ -54,6 +52,18 @@ def run(given: Call) -> tuple[Sequence[Tensor | None] | None, Program | None]:
     if not key or not bound or (bound.program.sm_margin, bound.program.invariant) != (sms, invariant):
         return outputs, None
     return outputs, prepared.keep_by(key, shape, bound)
+
+
+def repeated(given: Call) -> Sequence[Tensor | None] | None:
+    """The outputs if such a call has run before; else None. Nothing needs to be checked then."""
+    shape = given.heads.inputs[0].shape
+    return _repeat(shape, *_look(given, margin.sms, invariance.switch.is_invariant()))[0]
+
+
+def _repeat(shape: torch.Size, key: tuple | None, addresses: list[int]) -> tuple[Sequence | None, Program | None]:
+    kind = key and prepared.kind_of(key)
+    bound = kind and kind.by_shape.get(shape)
+    return (bound.launch(addresses), bound.program) if bound else (None, None)
 
 
 def _first(given: Call) -> tuple[Sequence[Tensor | None] | None, Bound | None]:
@@ -73,23 +83,27 @@ def _first(given: Call) -> tuple[Sequence[Tensor | None] | None, Bound | None]:
         return None, None
 
 
-def _key(given: Call, *settings: Any) -> tuple | None:
-    """Everything that checks, plans and builds depend on. None for tensors that are not plain."""
+def _look(given: Call, *settings: Any) -> tuple[tuple | None, list[int]]:
+    """(everything that checks, plans and builds depend on, the addresses of the tensors). The first is None for tensors
+    that are not plain."""
+    addresses: list[int] = []
     key: list[Any] = [given.op, *given.settings_by_position, given.heads.settings, *settings]
     key = [tuple(each) if isinstance(each, list) else each for each in key]
     try:
         for each in given.tensors:
             if each is None:
                 key.append(None)
+                addresses.append(0)
                 continue
             address = each.data_ptr()
             if type(each) not in PLAIN_TYPES or each.is_neg() or not address:
-                return None
+                return None, []
             key += each.shape, each.stride(), each.dtype, each.get_device(), address % ALIGNMENT
+            addresses.append(address)
     except (AttributeError, RuntimeError, TypeError):  # no tensor, or one without memory or strides
-        return None
+        return None, []
     cos, sin = given.heads[3:5]
-    return None if cos is not None and (cos.requires_grad or sin.requires_grad) else tuple(key)
+    return None if cos is not None and (cos.requires_grad or sin.requires_grad) else tuple(key), addresses
 
 
 def program_of(given: Call, planned: Planned, spec: DeviceSpec) -> Program:

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .. import sharding
-from ..host import torch_compat
+from ..host import native, torch_compat
 from ..host.kernel_devices import runs_kernels
 from ..host.program import Program
 from ..host.torch_compat import forward_ad, is_transforming
@@ -263,12 +263,31 @@ class HeadNormFunction(Function):
         *tensors, cos, sin = ctx.saved_tensors
         mask = [need and of is not None for need, of in zip(ctx.needs_input_grad[2:], tensors, strict=True)]
         operands = tensors[:2], tensors[2:4], tensors[4:], cos, sin, ctx.eps
-        made = iter(getattr(TORCH_OPS, BACKWARD)(grads, *operands, mask, **ctx.settings._asdict()))
+        made = iter(call(BACKWARD, grads, *operands, mask, **ctx.settings._asdict()))
         return None, None, *[next(made) if want else None for want in mask]
 
 
 def _record(heads: Heads, outputs: list[Tensor]) -> list[Tensor]:
     return list(torch_compat.record(HeadNormFunction)(heads, outputs, *heads.tensors))
+
+
+def call(op: str, *arguments, **named) -> list[Tensor]:
+    """An op by its name. Without C++, a call that has run before skips the dispatcher if nobody intercepts it there."""
+    if not (native.extension or torch.compiler.is_dynamo_compiling() or _is_intercepted()):
+        given = Call(op, arguments, named)
+        recorded = given.is_recorded
+        if runs_kernels(given.heads.inputs[0]) and (op == FORWARD or not recorded):
+            outputs = _launch().repeated(given)
+            if outputs is not None:
+                made = [each for each in outputs if each is not None]
+                return _record(given.heads, made) if recorded else made
+    return getattr(TORCH_OPS, op)(*arguments, **named)
+
+
+def _is_intercepted() -> bool:
+    """Whether a mode, a transform, forward-mode AD, a tracer or a profiler sees the calls of this thread."""
+    active = torch_compat.dispatch_modes() or torch_compat.function_modes() or torch_compat.is_profiled()
+    return bool(active or is_transforming() or forward_ad._current_level >= 0 or torch_compat.tracing_state())
 
 
 def _register(op: str, schema: str) -> None:

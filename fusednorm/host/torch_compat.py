@@ -178,6 +178,15 @@ def record(function: type[torch.autograd.Function]) -> Callable:
     return getattr(super(torch.autograd.Function, function), "apply", function.apply)
 
 
+def recorder(function: type[torch.autograd.Function], *tensors: Tensor | None) -> Callable | None:
+    """function.apply for these tensors. None if autograd records nothing, or if a torch.func transform or forward-mode
+    AD must see the operations inside."""
+    if torch.compiler.is_dynamo_compiling():
+        return function.apply
+    recorded = torch.is_grad_enabled() and any([isinstance(each, Tensor) and each.requires_grad for each in tensors])
+    return record(function) if recorded and not (is_transforming() or forward_ad._current_level >= 0) else None
+
+
 def has_autocast_rule(aten_op: str) -> bool:
     """Whether CUDA autocast of the installed torch lists this op as float32. torch 2.11 does not list rms_norm."""
     return _has_kernel(aten_op, "AutocastCUDA")

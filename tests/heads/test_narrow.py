@@ -18,7 +18,7 @@ from fusednorm.heads import ops
 from fusednorm.heads import plan as head_plan
 from fusednorm.heads.call import rows_of
 from fusednorm.heads.problem import Packing
-from fusednorm.host import gpus, launcher, prepared
+from fusednorm.host import gpus, launcher, native, prepared
 from fusednorm.host.kernel_devices import kernels_on
 from fusednorm.host.program import Address
 from fusednorm.planner.device import A100
@@ -189,7 +189,9 @@ def seen(monkeypatch):
     prepared.forget()
 
 
-def test_a_call_that_has_run_before_launches_with_its_own_addresses(seen):
+@pytest.mark.parametrize("extension", [native.extension, None], ids=["C++", "Python"])
+def test_a_call_that_has_run_before_launches_with_its_own_addresses(extension, seen, monkeypatch):
+    monkeypatch.setattr(native, "extension", extension)
     case = HeadCase(dtype=BF16, rotary=8)
     given, others, rotary = case.tensors(), case.tensors(seed=1), case.tables()
     for of in (given, others):
