@@ -150,10 +150,14 @@ def first(operands: Operands, miss: prepared.Miss | None = None) -> tuple[Output
 
 
 def _copies(operands: Operands, read: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
-    """The operands that were copied to be read, by name. For the copies there may be a program."""
+    """The operands that were copied to be read, by name. For the copies there may be a program. None if a modulation
+    was copied to more rows than it has, because its gradient has the rows of the operand."""
     names = [slot.name for slot in operands.slots if slot.role.is_tensor]
     given = zip(names, operands.tensors, read, strict=True)
-    return {name: used for name, tensor, used in given if used is not None and used.data_ptr() != tensor.data_ptr()}
+    copied = [each for each in given if each[2] is not None and each[2].data_ptr() != each[1].data_ptr()]
+    if not copied or any(used.numel() != tensor.numel() for _, tensor, used in copied):
+        return {}
+    return {name: used.view(tensor.shape) for name, tensor, used in copied}
 
 
 @functools.cache

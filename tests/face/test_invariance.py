@@ -183,6 +183,19 @@ def test_a_backward_does_as_its_forward_did():
         seen.clear()
 
 
+@pytest.mark.parametrize("shape", [(3, 1, 24), (3, 24)])
+def test_the_gradient_of_a_slice_of_modulations_has_the_shape_of_the_slice(shape):
+    x, table = torch.randn(3, 4, 24), torch.randn(3, 6, 24)
+    scale, shift, gate = (table[:, at].view(shape).requires_grad_() for at in range(3))
+    found = []
+    for on in (False, True):
+        with kernels_on("cpu"), planned_for(A100), batch_invariant(on):
+            outputs = fusednorm.ada_layer_norm(x, scale, shift, residual=x, gate=gate)
+            found.append(torch.autograd.grad(sum(each.sin().sum() for each in outputs), [scale, shift, gate]))
+    for own, free in zip(*found, strict=True):
+        torch.testing.assert_close(own, free)
+
+
 def test_forms_are_covered():
     gated = make_gated("rms", 1000)
     without_that_of_the_gate = replace(gated, stored=(0,), rows_out=())

@@ -111,7 +111,7 @@ class Call {
         may_run &= as_it_is && tensor.sizes() == binding.normalized_shape;
         break;
       case Role::MODULATION:
-        may_run = may_run && add_modulation(tensor);
+        may_run = may_run && (as_it_is || !invariant) && add_modulation(tensor);
         break;
       case Role::COLUMNS:
         may_run = may_run && tensor.dim() == x_dim &&

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from norm_forms import FP32, composite, gradients, run
+from norm_forms import FP32, FP64, composite, gradients, run
 from torch.testing import assert_close
 
+from fusednorm import batch_invariant
 from fusednorm.operands import OPS
 
 COLS = 24
@@ -53,6 +54,22 @@ def test_gradients_are_right_by_python_and_when_repeated_for_more_samples(op, gp
             got = gradients(run(op, tensors), tensors)
         exact = {name: None if each is None else each.detach().double() for name, each in tensors.items()}
         exact = {name: each if each is None else each.requires_grad_() for name, each in exact.items()}
+        for ours, right in zip(got, gradients(composite(op, exact), exact), strict=True):
+            assert_close(ours, right.float(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("op", MODULATED, ids=lambda op: op.name)
+def test_slices_of_modulations_are_right_under_batch_invariant_in_every_call(op, gpu):
+    for seed in range(3):
+        tensors = {name: each if each is None else each + seed for name, each in given(op, 2, 5).items()}
+        packed = draw(2, 6, COLS, seed=seed)
+        tensors |= {name: packed[:, at] for at, name in enumerate(("scale", "gate")) if name in tensors}
+        leaves, exact = (
+            {name: each if each is None else each.detach().to(dtype).requires_grad_() for name, each in tensors.items()}
+            for dtype in (FP32, FP64)
+        )
+        with batch_invariant():
+            got = gradients(run(op, leaves), leaves)
         for ours, right in zip(got, gradients(composite(op, exact), exact), strict=True):
             assert_close(ours, right.float(), atol=1e-4, rtol=1e-4)
 
