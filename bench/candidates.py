@@ -16,6 +16,7 @@ from fusednorm.host import gpus
 from fusednorm.operands import BackwardOperands, ForwardOperands
 from fusednorm.planner.plan import VARIANTS, Plan, ReferencePlan
 from fusednorm.problem import BackwardCall, ForwardCall, check_backward, check_forward
+from fusednorm.settings.invariance import BLOCK_DIVISOR
 from fusednorm.tools.explanation import decide
 from fusednorm.tools.oracle import Outputs
 
@@ -199,19 +200,24 @@ def our_plans(case: BenchCase, inputs: BenchInputs, variant: str | None) -> dict
     return {direction: decision.plan for direction, decision in decisions.items()}
 
 
-def _invariant(case: BenchCase, inputs: BenchInputs) -> Calls:
-    """Our ops under batch_invariant."""
-    plain = our_calls(case, inputs)
+def _invariant(blocks: int | None) -> Callable[[BenchCase, BenchInputs], Calls]:
+    """Our ops under batch_invariant, with sums in the order of so many blocks of rows if these are given."""
 
-    def forward() -> Outputs:
-        with fusednorm.batch_invariant():
-            return plain.forward()
+    def prepare(case: BenchCase, inputs: BenchInputs) -> Calls:
+        plain = our_calls(case, inputs)
+        rows = blocks and -(-case.rows // (blocks * BLOCK_DIVISOR)) * BLOCK_DIVISOR
 
-    def backward(ahead: Outputs) -> Outputs:
-        with fusednorm.batch_invariant():
-            return plain.backward(ahead)
+        def forward() -> Outputs:
+            with fusednorm.batch_invariant(ordered_sums=rows):
+                return plain.forward()
 
-    return Calls(forward, backward)
+        def backward(ahead: Outputs) -> Outputs:
+            with fusednorm.batch_invariant(ordered_sums=rows):
+                return plain.backward(ahead)
+
+        return Calls(forward, backward)
+
+    return prepare
 
 
 def _peer(module, **options) -> Candidate:
@@ -229,7 +235,8 @@ CANDIDATES = {
     for candidate in (
         Candidate(OURS, _ours(None)),
         *(Candidate(f"{OURS}:{variant}", _ours(variant)) for variant in VARIANTS if variant != "reference"),
-        Candidate("batch_invariant", _invariant),
+        Candidate("batch_invariant", _invariant(None)),
+        Candidate("ordered_sums", _invariant(4)),
         Candidate("aten", _aten),
         _peer(inductor),
         _peer(inductor, name="inductor_mix", options={"triton.mix_order_reduction_non_strict_mode": True}),

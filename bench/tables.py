@@ -21,7 +21,7 @@ GPUS = {"H200": "nvidia-h200", "H100": "nvidia-h100-80gb-hbm3"}  # name -> folde
 SHAPES = [parse_shape(text).sizes for text in SHAPE_SETS["proof"]]
 NAMES = {"layer": "LayerNorm", "rms": "RMSNorm", "aten": "ATen", "cudnn": "cuDNN", "quack": "QuACK", "liger": "Liger",
          "inductor": "torch.compile", "inductor_mix": "torch.compile, mix-order", FLOOR: "floor", OURS: "fusednorm",
-         "batch_invariant": "fusednorm, batch_invariant",
+         "batch_invariant": "fusednorm, batch_invariant", "ordered_sums": "fusednorm, ordered sums of 4 blocks",
          "gpt2": "GPT-2", "llama": "Llama", "fla": "FLA"}  # fmt: skip
 PEERS = ("cudnn", "quack", "inductor", "liger", "aten")
 DIRECTIONS = ("backward", "forward")

@@ -105,7 +105,7 @@ class NodeInfo(NamedTuple):
     eps: float | None
     statistics_inside: bool  # whether mean and rstd stay inside the node, and are none of its outputs
     asked: tuple[str | None, ...]  # the variants that `force` asked for, the innermost last
-    invariant: bool  # whether its rows are batch-invariant
+    invariance: int  # in force: settings/invariance.py
     by: Derivative
     settings: dict[str, Any]  # operands of a form's backward that are no tensors
 
@@ -137,10 +137,10 @@ class NodeInfo(NamedTuple):
         if not torch.compiler.is_dynamo_compiling():
             # What was asked for of the forward, not of autograd's thread.
             if self.asked != asked_variants():
-                with force(self.asked[-1] if self.asked else None), as_in_forward(self.invariant):
+                with force(self.asked[-1] if self.asked else None), as_in_forward(self.invariance):
                     return _backward(operands)
-            if self.invariant != invariance.switch.is_invariant():
-                with as_in_forward(self.invariant):
+            if self.invariance != invariance.switch.invariance():
+                with as_in_forward(self.invariance):
                     return _backward(operands)
         if by_dispatcher:
             return call_op(_overload(operands), operands)
@@ -235,7 +235,7 @@ def _recorded(operands: Operands) -> Outputs:
 def node_info(operands: Operands, *, statistics_inside: bool) -> NodeInfo:
     by, shape = derivative_of(operands.op), tuple(operands.normalized_shape)
     settings = _settings(operands, by) if by.settings or by.dtypes else {}
-    asked = asked_variants(), invariance.switch.is_invariant()
+    asked = asked_variants(), invariance.switch.invariance()
     return NodeInfo(operands.op, shape, operands.eps, statistics_inside, *asked, by, settings)
 
 

@@ -152,6 +152,7 @@ class ForwardCall(NamedTuple):
     wants_statistics: bool = True  # whether to write mean and rstd, for a backward
     added: tuple[Added, ...] = ()
     added_outputs: tuple[Added, ...] = ()
+    block_rows: int = 0  # a forward has no sums over rows
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -184,6 +185,7 @@ class BackwardCall(NamedTuple):
     added_outputs: tuple[Added, ...] = ()
     sample_rows: int = 0  # rows that share a row of the modulations that are by sample; 0: all rows are one sample
     width: int = 0  # columns of dx, if it is the gradient of a tensor of which x and the gate are columns
+    block_rows: int = 0  # rows of a block, if the call runs block after block and then adds up their sums in order
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -417,6 +419,9 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
         packed=bool(places),
         **more,
     )
+    in_force, block_rows = invariance.switch.invariance(), 0
+    if in_force > 0 and problem.num_sums:
+        block_rows = _block_rows(operands.op, in_force, math.prod(batch_shape), outputs)
     return BackwardCall(
         problem,
         math.prod(batch_shape),
@@ -433,8 +438,21 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
         added,
         outputs,
         sample_rows,
-        *places[:1],
+        places[0] if places else 0,
+        block_rows,
     )
+
+
+def _block_rows(op: str, ordered: int, rows: int, outputs: tuple[Added, ...]) -> int:
+    """BackwardCall.block_rows, if sums are in the order of blocks of `ordered` rows. Raises RuntimeError if rows that
+    share a modulation, and so a sum, would be in two blocks; all rows together may be."""
+    if rows <= ordered:
+        return 0
+    for each in outputs:
+        if each.is_of_samples and each.sharing.rows and ordered % each.sharing.rows:
+            rule = "the rows that share a modulation must divide ordered_sums of batch_invariant"
+            raise RuntimeError(f"{op}: {rule}, got {each.sharing.rows} rows and {ordered}")
+    return ordered
 
 
 def validate(operands: Operands, op: str | None = None) -> torch.Size:
@@ -594,20 +612,20 @@ def _require_float(op: str, name: str, tensor: Tensor, device: torch.device) -> 
 
 
 def _row_view_or_copy(tensor: Tensor, batch_ndim: int, cols: int) -> RowView:
-    if tensor.is_contiguous() or invariance.switch.is_invariant():
+    if tensor.is_contiguous() or invariance.switch.invariance():
         return RowView(_packed(tensor), 1, cols, 0)
     return row_view(tensor, batch_ndim) or RowView(tensor.contiguous(), 1, cols, 0)
 
 
 def _statistic(tensor: Tensor) -> Tensor:
-    return (_packed(tensor) if invariance.switch.is_invariant() else tensor).reshape(-1)
+    return (_packed(tensor) if invariance.switch.invariance() else tensor).reshape(-1)
 
 
 def _packed(tensor: Tensor) -> Tensor:
     """The tensor, or a copy of it that is contiguous; if rows are batch-invariant also aligned, because builds for
     other addresses may add up a row in another order."""
     packed = tensor.contiguous()
-    misaligned = invariance.switch.is_invariant() and packed.data_ptr() % ALIGNMENT
+    misaligned = invariance.switch.invariance() and packed.data_ptr() % ALIGNMENT
     return packed.clone() if misaligned else packed
 
 

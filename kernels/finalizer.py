@@ -79,6 +79,28 @@ def finalize_samples(partial_ptrs, out_ptrs, shares, num_partials, cols, tile: t
                 sum_partials(partials, out_ptrs[s] + member * cols, first_col, count, cols, None, None, None, tile)
 
 
+@triton.jit(do_not_specialize=["num_blocks"])
+def add_blocks(sum_ptrs, out_ptrs, num_blocks, cols, stride, tile: tl.constexpr):
+    """Add up the sums that blocks of rows have left, [num_blocks, cols] in rows that are `stride` elements apart, one
+    after another: ((b0 + b1) + b2) + ... CTA (p, s) has piece p of the s-th of these sums."""
+    col = tl.program_id(0).to(tl.int64) * tile.cols + tl.arange(0, tile.cols)
+    in_range = col < cols
+    for s in tl.static_range(len(sum_ptrs)):
+        if tl.program_id(1) == s:
+            here = sum_ptrs[s] + col
+            total = tl.load(here, mask=in_range, other=0.0)
+            for start in range(1, num_blocks, tile.num_loads):
+                sums = ()
+                for i in tl.static_range(tile.loads):
+                    block = start + i + tl.zeros_like(col)
+                    inside = in_range & (block < num_blocks)
+                    # -0.0 leaves every number as it is, 0.0 would make 0.0 of -0.0
+                    sums = sums + (tl.load(here + block * stride, mask=inside, other=-0.0),)
+                for i in tl.static_range(tile.loads):
+                    total += sums[i]
+            tl.store(out_ptrs[s] + col, total.to(out_ptrs[s].dtype.element_ty), mask=in_range)
+
+
 @triton.jit
 def finalize_several(partial_ptrs, out_ptrs, counts, cols, tile: tl.constexpr):
     """`finalize` of any number of sums, each with its own number of partials, which comes as loads.number takes it. CTA

@@ -64,9 +64,10 @@ class Choice(NamedTuple):
 
 def asked(problem: NormProblem, rows: int, device: DeviceSpec) -> Question:
     """What the planner is asked for a call, where groups of columns are rows. If rows are batch-invariant, it is the
-    same for all numbers of rows that a ring may have."""
+    same for all numbers of rows that a ring may have. So it is for sums, if they are ordered."""
     rows *= problem.form.groups
-    if invariance.switch.is_invariant() and canonical.is_of_rows(problem) and rows <= MAX_RING_ROWS:
+    in_force = invariance.switch.invariance()
+    if in_force and (in_force > 0 or canonical.is_of_rows(problem)) and rows <= MAX_RING_ROWS:
         return canonical.canonical(problem, device)
     return Question(problem, rows, device)
 

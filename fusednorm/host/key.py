@@ -67,7 +67,7 @@ def parts_of(operands_type: Any) -> Parts:
     )
 
 
-def look(operands: Operands, invariant: bool = False) -> tuple[tuple, list[int]]:
+def look(operands: Operands, invariance: int = 0) -> tuple[tuple, list[int]]:
     """(key, addresses of the tensors in the order of operands.tensors, 0 for an absent one). Raises NotPrepared, or
     RuntimeError for a tensor that has no memory, such as a transform's. What all tensors share is not in functions of
     its own, because this is most of a call's own host time."""
@@ -77,7 +77,7 @@ def look(operands: Operands, invariant: bool = False) -> tuple[tuple, list[int]]
     for size in shape:
         if type(size) is not int:  # 8.0 and True are equal to integers
             raise NotPrepared
-    key = [kind, tuple(shape), asked_variants(), margin.sms, invariant, *plain(operands)]
+    key = [kind, tuple(shape), asked_variants(), margin.sms, invariance, *plain(operands)]
     for at, part in settings:
         key.append(part(operands[at]))
     addresses, bits = [], 0

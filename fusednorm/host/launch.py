@@ -22,7 +22,7 @@ from ..kernels import column_tiles, copies, finalizer, multiwave, parameter_grad
 from ..kernels.config import ColumnTile, Norm, PartialsTile, RingTile, Tile
 from ..kernels.rowmath import form_of
 from ..operands import OWN_OUTPUTS, Outputs, Role
-from ..planner import budget, choice
+from ..planner import budget, canonical, choice
 from ..planner.device import OLDEST_TRITON, DeviceSpec
 from ..planner.legality import MAX_RING_ROWS, broken_rule
 from ..planner.norm_problem import ALIGNMENT, NormProblem
@@ -40,14 +40,26 @@ from ..planner.plan import (
     is_whole,
     threads_per_row,
 )
-from ..problem import BackwardCall, ForwardCall, RowView, require_memory
+from ..problem import Added, BackwardCall, ForwardCall, RowView, require_memory
 from ..settings import invariance, margin
 from . import fallback, gpus, launcher, prepared, triton_compat
 from .fallback import BuildFailed, Choice
 from .gpus import current
 from .key import EXTENTS, Extent
 from .launcher import Launch
-from .program import Address, Map, Number, OnTensors, Operand, Output, Part, Program, Workspace
+from .program import (
+    MOST_ROWS,
+    Address,
+    Blocks,
+    Map,
+    Number,
+    OnTensors,
+    Operand,
+    Output,
+    Part,
+    Program,
+    Workspace,
+)
 
 PARTIAL_LOADS = 9  # 16-byte loads that a thread has in flight when it sums partials; more would not fit its registers
 # How partials are summed: (largest number of columns, columns summed by one CTA, warps of that CTA). The first entry
@@ -59,6 +71,7 @@ ROW_PASS_REGISTERS = 64
 # Registers per thread (maxnreg) of a backward by column tiles with 16-bit x and a float64 weight. Without it, the
 # compiler spills.
 COLUMN_PASS_REGISTERS = 128
+BLOCKS_TILE = PartialsTile(cols=256, num_loads=8, num_warps=2)  # by which the sums of blocks are added up
 COPYING_CTAS = 4  # of an SM, with tiles of so many elements and at most so many columns: 32 elements of a thread
 COPIED_ELEMENTS, COPIED_COLUMNS = 8192, 1024
 VECTOR_BYTES = 16  # bytes of one load or store of a thread
@@ -100,7 +113,7 @@ def run(call: Call, miss: prepared.Miss | None = None) -> tuple[Outputs | None, 
     problem, device = call.problem, call.x.tensor.device
     require_memory(f"{problem.norm}_norm", call.tensors)
     spec = gpus.spec_of(device)
-    while not isinstance((chosen := fallback.choose(problem, call.rows, spec)).plan, ReferencePlan):
+    while not isinstance((chosen := fallback.choose(problem, call.block_rows or call.rows, spec)).plan, ReferencePlan):
         with current(device):
             try:
                 program = program_of(call, chosen, spec)
@@ -115,7 +128,7 @@ def run(call: Call, miss: prepared.Miss | None = None) -> tuple[Outputs | None, 
 def prepare(call: Call, plan: Plan | None = None) -> OnTensors:
     """What a call launches by `plan`, or else by the planner's choice, on the tensors of the call."""
     spec = gpus.spec_of(call.x.tensor.device)
-    question = fallback.asked(call.problem, call.rows, spec)
+    question = fallback.asked(call.problem, call.block_rows or call.rows, spec)
     program = program_of(call, Choice(plan or choice.choose(*question, forced_variant())), spec)
     return program.on_tensors(call.tensors, call.shape, call.rows)
 
@@ -123,15 +136,45 @@ def prepare(call: Call, plan: Plan | None = None) -> OnTensors:
 def program_of(call: Call, chosen: Choice, spec: DeviceSpec) -> Program:
     """What a call launches by a plan. Of its tensors only dtypes, strides and alignment are read."""
     problem, plan = call.problem, chosen.plan
-    assert _is_legal(plan.variant, problem, min(call.rows, MAX_RING_ROWS + 1), spec)
+    assert _is_legal(plan.variant, problem, min(call.block_rows or call.rows, MAX_RING_ROWS + 1), spec)
+    in_force, rows, blocks = invariance.switch.invariance(), (chosen.rows_above, chosen.most_rows), None
+    if ordered := in_force > 0 and problem.direction == "backward" and problem.num_sums > 0:
+        spec = canonical.of_architecture(spec)  # the number of partials follows from the number of SMs
     build = _forward if isinstance(call, ForwardCall) else _backward
     symbolic = with_addresses(call)
     launches, num_tensors, *parts = build(symbolic, plan, spec)
     if call.added or call.added_outputs:
         launches = _with_added(launches, symbolic, first_output=num_tensors)
-    kept = chosen.rows_above, chosen.most_rows, margin.sms, invariance.switch.is_invariant()
+    if call.block_rows:
+        rows, blocks = (in_force, MOST_ROWS), _blocks(call, *parts[:2])
+    elif ordered:
+        rows = chosen.rows_above, min(chosen.most_rows, in_force)
+    kept = *rows, margin.sms, in_force
     sizes = call.normalized_shape, problem.form.groups, getattr(call, "width", 0)
-    return Program(tuple(launches), num_tensors, *parts, *sizes, *kept)
+    return Program(tuple(launches), num_tensors, *parts, *sizes, *kept, blocks)
+
+
+def _blocks(call: BackwardCall, outputs: Sequence[Output | None], workspace: Workspace) -> Blocks:
+    """All tensors that have rows are packed."""
+    rows, width = call.block_rows, call.problem.width
+    added = [each for each in call.added if each.role.is_tensor]
+    is_of_rows = [True] * 4 + [False] * 2 + [True] + [_has_rows(each, call.sample_rows) for each in added]
+    of_tensors = [
+        each.numel() * rows // call.rows * each.itemsize if each is not None and has_rows else 0
+        for each, has_rows in zip(call.tensors, is_of_rows, strict=True)
+    ]
+    elements = {Extent.X: rows * width, Extent.COLUMNS: rows * call.width}
+    of_outputs = [each.dtype.itemsize * elements.get(each.extent, 0) if each else 0 for each in outputs]
+    for at, each in enumerate(call.added_outputs, OWN_OUTPUTS):
+        if each.value and each.role is Role.MODULATION and each.sharing.rows:
+            of_outputs[at] = each.value.itemsize * width * (rows // each.sharing.rows)
+    of_parts = [each.per_block * workspace.dtype.itemsize for each in workspace.parts]
+    return Blocks(rows, int(any(of_parts)), (*of_tensors, *of_outputs, *of_parts))
+
+
+def _has_rows(added: Added, sample_rows: int) -> bool:
+    """Whether an operand has rows, and not one for all rows of x."""
+    return added.role is not Role.PARAMETER and (not added.is_of_samples or bool(sample_rows))
 
 
 def with_addresses(call: Call) -> Call:
@@ -241,6 +284,10 @@ def _backward(call: BackwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
     summed_next = sums and counters is None
     dependent = summed_next and spec.arch >= OLDEST_DEPENDENT_ARCH
     out = Written(dx, dw_partial, db_partial, dw, db, means, counters, dependent, tuple(sample_sums))
+    over_blocks: dict[Address, Address] = {}
+    if call.block_rows:
+        out, over_blocks = _of_blocks(out, count + len(outputs) + len(parts), workspace.dtype)
+        workspace = workspace._replace(parts=parts + (Part(per_block=_padded(width)),) * len(over_blocks))
     launches = _with_rest(_BACKWARD[type(plan)](plan, call, out, spec), call)
     if summed_next:
         launches.append((_finalize_samples if problem.by_sample else _finalize)(call, out))
@@ -248,7 +295,30 @@ def _backward(call: BackwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
     grid = grid_of(plan, problem.cols, spec, **wants, sample_rows=call.sample_rows)
     if call.width and dx:
         launches += _copies_of_rest(call, dx, max(1, COPYING_CTAS * spec.sm_count // grid.at_once))
+    if over_blocks:
+        launches.append(_add_blocks(over_blocks, width))
     return launches, count, outputs, workspace if sums or two_passes else None, grid
+
+
+def _of_blocks(out: Written, first: int, dtype: torch.dtype) -> tuple[Written, dict[Address, Address]]:
+    """What a block writes: its sums go to parts of the workspace, the `first` and those behind it. And these parts by
+    the outputs that are sums over all blocks."""
+    sums_out = [out.dw, out.db, *[each.out for each in out.sums if each.samples == OF_ALL_SAMPLES]]
+    parts = {each: Address(at, dtype) for at, each in enumerate(filter(None, sums_out), first)}
+    sums = tuple([each._replace(out=parts.get(each.out, each.out)) for each in out.sums])
+    return out._replace(dw=parts.get(out.dw), db=parts.get(out.db), sums=sums), parts
+
+
+def _add_blocks(parts: dict[Address, Address], width: int) -> Launch:
+    """The launch that adds up the sums of blocks, with one CTA per piece of each sum."""
+    grid = triton.cdiv(width, BLOCKS_TILE.cols), len(parts)
+    args = tuple(parts.values()), tuple(parts), Number.PARTIALS, width, _padded(width)
+    return Launch(finalizer.add_blocks, grid, args, None, BLOCKS_TILE)
+
+
+def _padded(width: int) -> int:
+    """Elements from the sums of a block to those of the next one, at multiples of 16 bytes."""
+    return -(-width // 4) * 4
 
 
 def _outputs(call: Call, extents: Sequence[Extent], dtypes: Sequence[torch.dtype | None]) -> tuple[tuple, tuple]:
@@ -349,8 +419,9 @@ def _multiwave_backward(plan: MultiWavePlan, call: BackwardCall, out: Written, s
     tile = _tile(plan, _log2_divisor(call), groups, out.announces_end, makes_again=bool(out.sums))
     grid: tuple[int | Number, ...] = (Number.CTAS,)
     named: dict[str, Operand] = {"sum_partials": tuple([each.partial for each in out.sums])} if out.sums else {}
-    if call.sample_rows:
-        grid, named = (Number.SAMPLES, Number.CTAS), named | {"sample_rows": call.sample_rows}
+    if call.sample_rows or (call.problem.by_sample and invariance.switch.invariance() > 0):
+        # Without sample_rows the kernel is another build. If sums are ordered, a sample alone has the bits of several.
+        grid, named = (Number.SAMPLES, Number.CTAS), named | {"sample_rows": call.sample_rows or call.rows}
     return [Launch(multiwave.backward, _grid(call, *grid), args, _norm(call.problem), tile, options, named=named)]
 
 

@@ -214,10 +214,11 @@ def in_cpp(program: Program) -> Any:
         grid=grid_in_cpp(program.grid or ONE_CTA),
         outputs=[each and _output(each, program.width) for each in program.outputs],
         workspace=workspace
-        and extension.Workspace(dtype=workspace.dtype, parts=[part[:3] for part in workspace.parts]),
+        and extension.Workspace(dtype=workspace.dtype, parts=[part[:4] for part in workspace.parts]),
         steps=[_step(*each) for each in zip(program.launches, program.builds, strict=True)],
         sm_margin=program.sm_margin,
-        invariant=program.invariant,
+        invariance=program.invariance,
+        blocks=program.blocks and extension.Blocks(**dataclasses.asdict(program.blocks)),
     )
 
 

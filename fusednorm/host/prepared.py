@@ -67,7 +67,7 @@ class Miss(NamedTuple):
     key: tuple
     addresses: list[int]
     margin: margin.Sms  # in force before the key was made
-    invariant: bool  # whether its rows are to be batch-invariant
+    invariance: int  # in force then, likewise
 
 
 First = Callable[[Operands, Miss | None], tuple[Outputs | None, Program | None]]
@@ -79,14 +79,14 @@ def run(operands: Operands, first: First | None = None) -> tuple[Outputs | None,
     """(the outputs by a program, the program). If there is none for these operands, what `first` returns: it gets the
     operands, and a Miss if a program for such operands can be kept. The caller has made sure that no mode and no
     transform is active."""
-    sms, invariant, key, bound = margin.sms, invariance.switch.is_invariant(), None, None
+    sms, in_force, key, bound = margin.sms, invariance.switch.invariance(), None, None
     try:
-        key, addresses = look(operands, invariant)
+        key, addresses = look(operands, in_force)
         kind = _kinds.get(key)
         if kind is not None:
             shape = operands.x.shape
             bound = kind.by_shape.get(shape) or kind.bind(shape)
-            if bound is not None and not fit(operands, shape, bound.numbers[0] * bound.program.groups):
+            if bound is not None and not fit(operands, shape, bound.rows * bound.program.groups):
                 bound = None
     except (RuntimeError, TypeError, AttributeError):  # arguments of other types, or tensors without shape or memory
         bound = None
@@ -96,14 +96,14 @@ def run(operands: Operands, first: First | None = None) -> tuple[Outputs | None,
             return outputs, bound.program
     if first is None:
         return None, None
-    return first(operands, None if key is None else Miss(key, addresses, sms, invariant))
+    return first(operands, None if key is None else Miss(key, addresses, sms, in_force))
 
 
 def keep(miss: Miss, call: ForwardCall | BackwardCall, bound: Bound) -> Program | None:
     """Keep the program of a call for later calls with the same key, if all tensors were read in place and no thread has
     changed what plans depend on meanwhile. Returns the program that is kept."""
     program = bound.program
-    if miss.margin is not margin.sms or miss.invariant is not program.invariant:
+    if miss.margin is not margin.sms or miss.invariance != program.invariance:
         return None
     if not program.rows_above < call.rows <= program.most_rows:
         return None
@@ -120,7 +120,7 @@ def keep_by(key: tuple, shape: torch.Size, bound: Bound) -> Program:
         if len(_kinds) >= KEPT_KINDS:
             _kinds.clear()
         kind = _kinds[key] = Kind(bound.program.normalized_shape)
-    known = kind.find(bound.numbers[0])
+    known = kind.find(bound.rows)
     if known is None:
         kind.programs.append(bound.program)
         kind.keep(shape, bound)

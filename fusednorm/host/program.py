@@ -31,6 +31,10 @@ MOST_ROWS = 2**31 - 1  # a grid cannot have more CTAs, and some kernels have one
 STREAM = object()  # where a launch's arguments have the stream
 
 Memory = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # the shape, strides and dtype of a contiguous tensor
+Numbers = tuple[int, int, int, int]  # by Number
+# Launches that run without a change of numbers and addresses: the block, the numbers, which of the program's launches.
+Turn = tuple[int, Numbers, slice]
+ALL = slice(None)
 
 
 class Number(enum.Enum):
@@ -90,6 +94,7 @@ class Part(NamedTuple):
     per_row: int = 0
     per_partial: int = 0
     beside: int = 0
+    per_block: int = 0
     dtype: torch.dtype | None = None  # that the kernels see; None: the workspace's
 
 
@@ -100,9 +105,19 @@ class Workspace(NamedTuple):
     dtype: torch.dtype
     parts: tuple[Part, ...]
 
-    def sizes(self, rows: int, partials: int) -> list[int]:
+    def sizes(self, rows: int, partials: int, blocks: int = 0) -> list[int]:
         """The elements of each part, rounded up to a multiple of 4 (16 bytes of float32)."""
-        return [-(-(rows * a + partials * b + c) // 4) * 4 for a, b, c, _ in self.parts]
+        return [-(-(rows * a + partials * b + c + blocks * d) // 4) * 4 for a, b, c, d, _ in self.parts]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A program that runs for one block of rows after another. Its last launches may come once, behind all blocks, and
+    get their number as that of the partials. csrc/program.h has the same rule."""
+
+    rows: int  # of a block; the last may have fewer
+    once: int  # how many of the launches come once
+    bytes: tuple[int, ...]  # by address: from what a block has to what the next one has
 
 
 class OnTensors(NamedTuple):
@@ -128,16 +143,34 @@ class Program:
     rows_above: int = 0
     most_rows: int = MOST_ROWS
     sm_margin: int = 0  # that it was planned under
-    invariant: bool = False  # whether its rows are batch-invariant
+    invariance: int = 0  # and under what of settings/invariance.py
+    blocks: Blocks | None = None
     device: int = -1  # on which its kernels are loaded
     builds: Sequence[Build] = ()  # of the launches; none if its kernels are not loaded
 
-    def numbers(self, rows: int) -> tuple[int, int, int, int]:
+    def numbers(self, rows: int) -> Numbers:
         """The values of each Number."""
         if not self.grid:
             return rows, 0, 0, 0
         samples, ctas = self.grid.samples(rows), self.grid.ctas(rows)
         return rows, ctas, samples * ctas * self.grid.partials_of_cta, samples
+
+    def turns(self, rows: int) -> list[Turn]:
+        """All that is launched, in order."""
+        if self.blocks is None:
+            return [(0, self.numbers(rows), ALL)]
+        size, starts, first = self.blocks.rows, range(0, rows, self.blocks.rows), len(self.launches) - self.blocks.once
+        turns = [(at, self.numbers(min(size, rows - start)), slice(first)) for at, start in enumerate(starts)]
+        return [*turns, (0, (rows, 0, len(starts), 0), slice(first, None))]
+
+    def sizes(self, turns: list[Turn]) -> list[int]:
+        """The elements of the workspace's parts, for the largest block: the first or the last."""
+        first, blocks = turns[0][1], len(turns) - 1
+        sizes = self.workspace.sizes(first[0], first[2], blocks)
+        if blocks:
+            last = turns[-2][1]
+            sizes = [*map(max, sizes, self.workspace.sizes(last[0], last[2], blocks))]
+        return sizes
 
     def memory(self, shape: tuple[int, ...]) -> list[Memory | None]:
         """The outputs for x of this shape."""
@@ -165,22 +198,34 @@ class Program:
         outputs = tuple(
             memory and torch.empty(memory[0], dtype=memory[2], device=device) for memory in self.memory(tuple(shape))
         )
-        numbers, parts = self.numbers(rows), ()
+        turns, parts = self.turns(rows), ()
         if self.workspace:
-            sizes = self.workspace.sizes(rows, numbers[Number.PARTIALS.place])
+            sizes = self.sizes(turns)
             memory = torch.empty(sum(sizes), dtype=self.workspace.dtype, device=device)
             pairs = zip(memory.split(sizes), self.workspace.parts, strict=True)
             parts = tuple(each.view(part.dtype or each.dtype) if each.numel() else None for each, part in pairs)
         given = *tensors, *outputs, *parts
-        return OnTensors([each.bound(given, numbers) for each in self.launches], outputs, parts)
+        launches = [
+            launch.bound(self._of_block(block, given), numbers)
+            for block, numbers, which in turns
+            for launch in self.launches[which]
+        ]
+        return OnTensors(launches, outputs, parts)
+
+    def _of_block(self, block: int, given: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
+        """What the block has of each tensor, and what comes behind it."""
+        if not block:
+            return given
+        pairs = zip(given, self.blocks.bytes, strict=True)
+        return [each.view(-1)[block * by // each.itemsize :] if by else each for each, by in pairs]
 
     def bind(self, shape: tuple[int, ...], rows: int) -> Bound:
         """The loaded program for x of one shape."""
-        numbers, size, offsets = self.numbers(rows), None, []
+        turns, size, offsets = self.turns(rows), None, []
         if self.workspace is not None:
-            sizes, itemsize = self.workspace.sizes(rows, numbers[2]), self.workspace.dtype.itemsize
+            sizes, itemsize = self.sizes(turns), self.workspace.dtype.itemsize
             size, offsets = sum(sizes), [itemsize * each for each in itertools.accumulate(sizes[:-1], initial=0)]
-        return Bound(self, numbers, self.memory(shape), size, offsets)
+        return Bound(self, rows, turns, self.memory(shape), size, offsets)
 
     @functools.cached_property
     def launchers(self) -> tuple:
@@ -254,7 +299,8 @@ class Bound(NamedTuple):
     """A loaded program for one shape of x."""
 
     program: Program
-    numbers: tuple[int, int, int, int]  # by Number
+    rows: int
+    turns: list[Turn]
     outputs: list[Memory | None]
     workspace: int | None  # elements
     offsets: list[int]  # of the workspace's parts, in bytes
@@ -262,7 +308,7 @@ class Bound(NamedTuple):
     def launch(self, addresses: list[int]) -> tuple[Tensor | None, ...] | None:
         """The outputs for tensors at these addresses. None if a profiler hooks Triton's launches, or if only C++ can
         launch the kernels."""
-        program, numbers, outputs, workspace, offsets = self
+        program, _, turns, outputs, workspace, offsets = self
         device, runtime, parts_of_tensors, maps, tuples, constants, launchers = program.launchers
         try:
             if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
@@ -272,34 +318,39 @@ class Bound(NamedTuple):
         if torch_compat.current_device() != device:
             with torch.cuda.device(device):
                 return self.launch(addresses)
-        values = [torch_compat.raw_stream(device), *numbers, *addresses]
+        stream, addresses = torch_compat.raw_stream(device), [*addresses]
         made: list[Tensor | None] = []
         for memory in outputs:
             if memory is None:
                 made.append(None)
-                values.append(0)
+                addresses.append(0)
             else:
                 tensor = torch_compat.allocate(*memory)
                 made.append(tensor)
-                values.append(tensor.data_ptr())
+                addresses.append(tensor.data_ptr())
         if workspace is not None:
             # Freed at the end: memory of one stream is used again in the stream's order.
             parts = torch_compat.allocate((workspace,), (1,), program.workspace.dtype)
             start = parts.data_ptr()
             for offset in offsets:
-                values.append(start + offset)
-        for part in parts_of_tensors:
-            values.append(values[FIRST_ADDRESS + part.index] + part.offset)
-        for encode, at in maps:
-            values.append(encode(values[at], numbers[0]))
-        for pick in tuples:
-            values.append(pick(values))
-        values += constants
-        for launch, head, operands in launchers:
-            if operands is None:
-                launch(*head(values))
-            else:
-                launch(*head(values), operands(values))
+                addresses.append(start + offset)
+        for block, numbers, which in turns:
+            values = [stream, *numbers, *addresses]
+            if block:
+                for at, step in enumerate(program.blocks.bytes, FIRST_ADDRESS):
+                    values[at] += block * step
+            for part in parts_of_tensors:
+                values.append(values[FIRST_ADDRESS + part.index] + part.offset)
+            for encode, at in maps:
+                values.append(encode(values[at], numbers[0]))
+            for pick in tuples:
+                values.append(pick(values))
+            values += constants
+            for launch, head, operands in launchers[which]:
+                if operands is None:
+                    launch(*head(values))
+                else:
+                    launch(*head(values), operands(values))
         return tuple(made)
 
 

@@ -21,14 +21,19 @@ class Question(NamedTuple):
 def canonical(problem: NormProblem, device: DeviceSpec) -> Question:
     """The same for every number of rows, every choice of gradients that has dx, every number of SMs and every GPU of an
     architecture. The tensors are packed: strides are no part of it."""
-    known = next((each for each in KNOWN if each.arch == device.arch), device.leaving(0))
-    if problem.direction == "backward":
+    if problem.direction == "backward" and problem.wants_dx:
         gradients = {"stored": tuple(range(1 + len(problem.rows_in))), "rows_out": problem.rows_in}
         sums = {"wants_dw": problem.weight_dtype is not None, "wants_db": problem.bias_dtype is not None}
         sums |= {"summed": tuple(range(1, 1 + problem.by_sample)), "sums_out": ()}
         problem = replace(problem, **gradients, **sums)
     rows = max(1, min(MOST_ROWS, ELEMENTS // max(1, problem.cols)))
-    return Question(problem, rows, replace(known, triton=device.triton))
+    return Question(problem, rows, of_architecture(device))
+
+
+def of_architecture(device: DeviceSpec) -> DeviceSpec:
+    """The same for every GPU of an architecture, whatever is left free."""
+    known = next((each for each in KNOWN if each.arch == device.arch), device.leaving(0))
+    return replace(known, triton=device.triton)
 
 
 def is_of_rows(problem: NormProblem) -> bool:

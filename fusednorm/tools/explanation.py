@@ -300,7 +300,11 @@ def explain(
     if rows == 0 or cols == 0:
         return _by_reference(problem, rows, "x has no elements", notes)
     spec = device.leaving(margin.sms) if device else gpus.spec_of(x.device)
-    question = fallback.asked(problem, rows, spec)
+    of_block, in_force = rows, invariance.switch.invariance()
+    if 0 < in_force < rows and problem.num_sums:
+        of_block = in_force
+        notes += (f"runs for {-(-rows // of_block)} blocks of up to {of_block} rows in turn: ordered_sums",)
+    question = fallback.asked(problem, of_block, spec)
     decision = _in_place_of(decide(*question, forced_variant()), problem, rows, spec)
     return Explanation(problem, rows, spec, decision, notes)
 
@@ -325,7 +329,7 @@ class _Layout(NamedTuple):
 
 def _layout(name: str, tensor: Tensor, batch_ndim: int, cols: int) -> _Layout:
     """How the op would read a tensor's rows."""
-    if invariance.switch.is_invariant() and (not tensor.is_contiguous() or tensor.data_ptr() % ALIGNMENT):
+    if invariance.switch.invariance() and (not tensor.is_contiguous() or tensor.data_ptr() % ALIGNMENT):
         why = "rows are batch-invariant, and it is not contiguous and aligned to 16 bytes"
         return _contiguous(tensor, cols)._replace(note=f"{name} is copied first: {why}")
     view = row_view(tensor, batch_ndim)

@@ -91,12 +91,12 @@ def test_the_candidate_batch_invariant_runs_both_directions_under_the_setting(mo
 
     def watched(case, inputs):
         forward, backward, _ = ours(case, inputs)
-        asked = lambda call: lambda *given: (seen.append(invariance.switch.is_invariant()), call(*given))[1]  # noqa: E731
+        asked = lambda call: lambda *given: (seen.append(invariance.switch.invariance()), call(*given))[1]  # noqa: E731
         return Calls(asked(forward), asked(backward))
 
     monkeypatch.setattr(candidates, "our_calls", watched)
     CANDIDATES["batch_invariant"].outputs(CASE, make_bench_inputs(CASE, "cpu"))
-    assert seen == [True, True] and not invariance.switch.is_invariant()
+    assert seen == [invariance.OF_ROWS] * 2 and invariance.switch.invariance() == invariance.OFF
 
 
 def test_check_reports_a_candidate_that_is_wrong_and_it_is_not_timed():

@@ -13,10 +13,10 @@ import torch
 from cases import BF16, FP32, make_case
 from planning import make_problem
 
-from fusednorm import force, ops, sm_margin
+from fusednorm import batch_invariant, force, ops, sm_margin
 from fusednorm.host import gpus, key, native, prepared, torch_compat
 from fusednorm.host.kernel_devices import kernels_on
-from fusednorm.host.program import Map, OnTensors, Program
+from fusednorm.host.program import MOST_ROWS, Map, OnTensors, Program
 from fusednorm.operands import BackwardOperands, ForwardOperands
 from fusednorm.planner import choice
 from fusednorm.planner.device import H200
@@ -177,6 +177,17 @@ def test_a_second_call_is_launched_as_the_first_but_for_its_addresses(norm, vari
     with force(variant):
         program = first(one)
         assert choice.choose(check_backward(one).problem, len(one.x), H200, variant).variant == variant
+        assert_launches_as_by_itself(one, launched, monkeypatch)
+        assert_launches_as_by_itself(other, launched, monkeypatch)
+        assert first(other) is program
+
+
+@pytest.mark.parametrize("changes", [{}, {"residual": True}, {"norm": "rms"}, {"cols": 33001}, {"rows": 16}], ids=str)
+def test_blocks_of_rows_are_launched_each_with_its_own(changes, launched, monkeypatch):
+    one, other = (backward_arguments(**{"rows": 20, "cols": 256} | changes) for _ in range(2))
+    with batch_invariant(ordered_sums=8):
+        program = first(one)
+        assert program.blocks.rows == 8 and (program.rows_above, program.most_rows) == (8, MOST_ROWS)
         assert_launches_as_by_itself(one, launched, monkeypatch)
         assert_launches_as_by_itself(other, launched, monkeypatch)
         assert first(other) is program

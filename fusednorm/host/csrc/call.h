@@ -15,20 +15,20 @@ namespace fusednorm {
 
 inline std::atomic<int> pauses{0};  // open `force` blocks of all threads; while there is one, Python runs all calls
 inline std::atomic<int64_t> sm_margin{0};  // the number of SMs that plans leave free, a part of a call's key
-inline std::atomic<bool> process_is_invariant{false};  // whether rows are batch-invariant, likewise
-inline thread_local optional<bool> thread_is_invariant;  // in a backward: as in its forward
+inline std::atomic<int64_t> process_invariance{0};     // what of settings/invariance.py is in force, likewise
+inline thread_local optional<int64_t> thread_invariance;  // in a backward: as in its forward
 inline std::array<std::atomic<PyObject*>, 2> hooks{};  // Triton's lists of hooks that run before and after a launch
 inline bool runs_cpu_tensors = false;  // for tests without a GPU
 
-inline bool is_invariant() {
-  return thread_is_invariant.value_or(process_is_invariant.load(std::memory_order_relaxed));
+inline int64_t invariance_in_force() {
+  return thread_invariance.value_or(process_invariance.load(std::memory_order_relaxed));
 }
 
 // Lets this thread's calls be batch-invariant as their forward was.
 struct AsInForward {
-  optional<bool> before;
-  explicit AsInForward(bool invariant) : before(thread_is_invariant) { thread_is_invariant = invariant; }
-  ~AsInForward() { thread_is_invariant = before; }
+  optional<int64_t> before;
+  explicit AsInForward(int64_t invariance) : before(thread_invariance) { thread_invariance = invariance; }
+  ~AsInForward() { thread_invariance = before; }
 };
 
 // Whether all calls must run in Python. Reads the lists of hooks without the GIL: a launch may miss a hook that is
@@ -46,7 +46,8 @@ inline std::atomic<int64_t> repeats{0};  // the number of calls that ran without
 class Call {
  public:
   explicit Call(const Given& given)
-      : op(given.op), margin(sm_margin.load(std::memory_order_relaxed)), invariant(is_invariant()) {
+      : op(given.op), margin(sm_margin.load(std::memory_order_relaxed)), invariance(invariance_in_force()),
+        invariant(invariance) {
     const Tensor& x = given.x();
     binding.num_tensors = op.num_tensors;
     binding.x_shape = x.sizes();
@@ -58,7 +59,8 @@ class Call {
                std::equal(given.shape.begin(), given.shape.end(), x.sizes().end() - ndim));
     if (may_run && op.has_shape)
       for (size_t i = 0; i < batch_ndim; ++i) binding.rows *= x.sizes()[i];
-    key.push_back(margin << 32 | op.number << 16 | static_cast<int64_t>(ndim) << 1 | invariant);
+    key.push_back(margin << 32 | op.number << 16 | static_cast<int64_t>(ndim));
+    key.push_back(invariance);
     key.append(given.settings.begin(), given.settings.end());
     key.append(given.shape.begin(), given.shape.end());
     const Tensor* const* tensor = given.tensors.data();
@@ -77,14 +79,14 @@ class Call {
 
   // Another thread may have changed what plans depend on since this call's key was made.
   void remember(std::shared_ptr<const Program> program) const {
-    if (may_run && program->sm_margin == margin && program->invariant == invariant)
+    if (may_run && program->sm_margin == margin && program->invariance == invariance)
       cache.add(key, std::move(program));
   }
 
  private:
   const Op& op;
-  int64_t margin;
-  bool invariant;
+  int64_t margin, invariance;
+  bool invariant;  // whether rows are batch-invariant
   Key key;
   Binding binding;
   bool may_run;  // whether all shapes are right, and all tensors or their copies may be read in place

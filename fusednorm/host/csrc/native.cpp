@@ -121,10 +121,10 @@ PyObject* y_of(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* is_invariant(PyObject*, PyObject*) { return PyBool_FromLong(fusednorm::is_invariant()); }
+PyObject* invariance(PyObject*, PyObject*) { return PyLong_FromLongLong(fusednorm::invariance_in_force()); }
 
 PyMethodDef functions[] = {
-    {"is_invariant", is_invariant, METH_NOARGS, nullptr},
+    {"invariance", invariance, METH_NOARGS, nullptr},
     {"y_of", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(y_of)), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -321,8 +321,8 @@ PYBIND11_MODULE(_native, module) {
              return Workspace{dtype, std::move(parts)};
            }),
            py::kw_only(), py::arg("dtype"), py::arg("parts"))
-      .def("sizes", [](const Workspace& self, const Numbers& numbers) {
-        auto sizes = self.sizes(numbers);
+      .def("sizes", [](const Workspace& self, const Numbers& numbers, int64_t blocks) {
+        auto sizes = self.sizes(numbers, blocks);
         return std::vector<int64_t>(sizes.begin(), sizes.end());
       });
   py::class_<Step>(module, "Step")
@@ -338,12 +338,17 @@ PYBIND11_MODULE(_native, module) {
       .def("add_address", &Step::add_address, py::arg("index"), py::arg("offset"))
       .def("add_map", &Step::add_map, py::kw_only(), py::arg("index"), py::arg("type"), py::arg("rows_dim"),
            py::arg("shape"), py::arg("strides"), py::arg("box"));
+  py::class_<Blocks>(module, "Blocks")
+      .def(py::init([](int64_t rows, size_t once, std::vector<int64_t> bytes) {
+             return Blocks{rows, once, std::move(bytes)};
+           }),
+           py::kw_only(), py::arg("rows"), py::arg("once"), py::arg("bytes"));
   py::class_<Program, std::shared_ptr<Program>>(module, "Program")
       .def(py::init<int, int64_t, int64_t, Grid, std::vector<optional<Output>>, optional<Workspace>,
-                    std::vector<Step>, int64_t, bool>(),
+                    std::vector<Step>, int64_t, int64_t, optional<Blocks>>(),
            py::kw_only(), py::arg("device"), py::arg("rows_above"), py::arg("most_rows"), py::arg("grid"),
            py::arg("outputs"), py::arg("workspace"), py::arg("steps"), py::arg("sm_margin"),
-           py::arg("invariant"));
+           py::arg("invariance"), py::arg("blocks"));
   py::class_<Slot>(module, "Slot")
       .def(py::init([](Role role, bool optional, bool is_argument, bool is_read, size_t place, size_t list) {
              return Slot{role, optional, is_argument, is_read, place, list};
@@ -375,8 +380,8 @@ PYBIND11_MODULE(_native, module) {
   module.def("start", [](size_t kept) { cache.most_kinds = kept; }, py::kw_only(), py::arg("kept_kinds"));
   module.def("pause", [](int by) { pauses += by; });
   module.def("set_sm_margin", [](int64_t sms) { sm_margin = sms; });
-  module.def("set_invariant", [](bool on) { process_is_invariant = on; });
-  module.def("swap_invariant", [](optional<bool> on) { return std::exchange(thread_is_invariant, on); });
+  module.def("set_invariance", [](int64_t value) { process_invariance = value; });
+  module.def("swap_invariance", [](optional<int64_t> value) { return std::exchange(thread_invariance, value); });
   module.def("watch", [](py::list enter, py::list exit) {
     if (hooks[0] != enter.ptr()) hooks[0] = enter.release().ptr();  // never freed: is_paused reads it without the GIL
     if (hooks[1] != exit.ptr()) hooks[1] = exit.release().ptr();

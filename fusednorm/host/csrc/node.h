@@ -112,13 +112,14 @@ struct NormBackward : torch::autograd::Node {
     Shape shape;
     Given::Settings settings;  // of the backward op; its mask is not one yet
     int64_t eps;               // as a setting
-    bool invariant;            // whether rows are batch-invariant
+    int64_t invariance;        // that is in force
 
     const std::vector<size_t>& outputs() const { return statistics_inside ? op.without_statistics : op.outputs; }
   };
 
   NormBackward(const Given& given, bool statistics_inside)
-      : info{given.op, statistics_inside, given.shape, {}, given.settings[given.op.backward->eps], is_invariant()} {
+      : info{given.op, statistics_inside, given.shape, {}, given.settings[given.op.backward->eps],
+             invariance_in_force()} {
     for (const auto& each : info.op.backward->settings) {
       int64_t setting = each.of_forward ? given.settings[*each.of_forward] : each.constant;
       for (size_t at : each.dtype_of)
@@ -150,7 +151,7 @@ struct NormBackward : torch::autograd::Node {
   // The gradients of the forward's tensors. `saved` is what the node keeps, and `grads` are those of its outputs.
   static variable_list gradients(
       const Info& info, const variable_list& grads, const variable_list& saved, const Flags& wanted) {
-    AsInForward as_in_forward(info.invariant);
+    AsInForward as_in_forward(info.invariance);
     const Op& op = info.op;
     const Backward& backward = *op.backward;
     Given given(*backward.op);
@@ -254,13 +255,13 @@ struct NormBackward : torch::autograd::Node {
          settings = packed.unpack<std::vector<int64_t>>();
     auto saved = packed.unpack<variable_list>();
     auto wanted = packed.unpack<std::vector<bool>>();
-    Info info{*ops.at(own[0]), own[1] != 0, Shape(shape), Given::Settings(settings), own[2], own[3] != 0};
+    Info info{*ops.at(own[0]), own[1] != 0, Shape(shape), Given::Settings(settings), own[2], own[3]};
     return gradients(info, grads, saved, Flags(wanted.begin(), wanted.end()));
   }
 
   // The Info as `in_graph` reads it.
   std::array<std::vector<int64_t>, 3> numbers() const {
-    return {std::vector<int64_t>{info.op.number, info.statistics_inside, info.eps, info.invariant},
+    return {std::vector<int64_t>{info.op.number, info.statistics_inside, info.eps, info.invariance},
             std::vector<int64_t>(info.shape.begin(), info.shape.end()),
             std::vector<int64_t>(info.settings.begin(), info.settings.end())};
   }

@@ -27,7 +27,7 @@ constexpr size_t MAX_PARAMETER_BYTES = 1024;
 constexpr size_t MAX_PARAMETERS = 96;
 constexpr size_t MAP_ALIGNMENT = 64;
 constexpr size_t MOST_ADDRESSES = 64;  // of a call's tensors, its outputs and the parts of its workspace
-constexpr size_t MOST_PARTS = 8;       // of the workspace
+constexpr size_t MOST_PARTS = 12;      // of the workspace
 
 using Outputs = c10::SmallVector<Tensor, 4>;  // of a program; undefined for an unwanted one
 using Shape = c10::SmallVector<int64_t, 6>;
@@ -71,20 +71,28 @@ struct Grid {
   }
 };
 
-// The rule of program.py: Workspace. A part has so many elements for each row, for each row of partials, and beside.
-using Part = std::array<int64_t, 3>;
+// The rule of program.py: Workspace. A part has so many elements for each row, for each row of partials, beside, and
+// for each block.
+using Part = std::array<int64_t, 4>;
 struct Workspace {
   at::ScalarType dtype;
   std::vector<Part> parts;
 
-  c10::SmallVector<int64_t, MOST_PARTS> sizes(const Numbers& numbers) const {
+  c10::SmallVector<int64_t, MOST_PARTS> sizes(const Numbers& numbers, int64_t blocks) const {
     c10::SmallVector<int64_t, MOST_PARTS> sizes;
-    for (const auto& [per_row, per_partial, beside] : parts) {
+    for (const auto& [per_row, per_partial, beside, per_block] : parts) {
       int64_t partials = numbers[static_cast<size_t>(Number::PARTIALS)];
-      sizes.push_back(ceil_div(numbers[0] * per_row + partials * per_partial + beside, 4) * 4);
+      sizes.push_back(ceil_div(numbers[0] * per_row + partials * per_partial + beside + blocks * per_block, 4) * 4);
     }
     return sizes;
   }
+};
+
+// The rule of program.py: Blocks.
+struct Blocks {
+  int64_t rows;                // of a block; the last may have fewer
+  size_t once;                 // how many of the last steps come once, behind all blocks
+  std::vector<int64_t> bytes;  // by address: from what a block has to what the next one has
 };
 
 enum class Extent { X, STATISTIC, PARAMETER, MODULATION, COLUMNS, FIXED };
@@ -240,14 +248,16 @@ struct Program {
   optional<Workspace> workspace;
   std::vector<Step> steps;
   int64_t sm_margin;          // that it was planned under
-  bool invariant;             // whether its rows are batch-invariant
+  int64_t invariance;         // and under what of settings/invariance.py
+  optional<Blocks> blocks;
   c10::Allocator* allocator;  // what torch allocates by on this device
 
   Program(int device, int64_t rows_above, int64_t most_rows, Grid grid, std::vector<optional<Output>> outputs,
-               optional<Workspace> workspace, std::vector<Step> steps, int64_t sm_margin, bool invariant)
+          optional<Workspace> workspace, std::vector<Step> steps, int64_t sm_margin, int64_t invariance,
+          optional<Blocks> blocks)
       : device(device < 0 ? at::Device(at::kCPU) : at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device))),
         rows_above(rows_above), most_rows(most_rows), grid(grid), outputs(std::move(outputs)), workspace(workspace),
-        steps(std::move(steps)), sm_margin(sm_margin), invariant(invariant),
+        steps(std::move(steps)), sm_margin(sm_margin), invariance(invariance), blocks(std::move(blocks)),
         allocator(at::empty({1}, at::device(this->device)).storage().allocator()) {
     TORCH_CHECK(allocator, "fusednorm: torch must have an allocator for ", this->device, ", got none");
   }
@@ -263,7 +273,8 @@ struct Program {
       stream = static_cast<CUstream>(current.native_handle());
     }
     cuda.ensure_context(device.index());
-    Numbers numbers = grid.numbers(to.rows);
+    int64_t count = blocks ? ceil_div(to.rows, blocks->rows) : 1;
+    Numbers numbers = numbers_of(0, to.rows);
     uint64_t* next = to.addresses.data() + to.num_tensors;
     for (const auto& output : outputs) {
       const Tensor& each = made.emplace_back(output ? allocate(*output, to) : Tensor());
@@ -271,7 +282,11 @@ struct Program {
     }
     Tensor parts;
     if (workspace) {
-      auto sizes = workspace->sizes(numbers);
+      auto sizes = workspace->sizes(numbers, count);
+      if (count > 1) {
+        auto of_last = workspace->sizes(numbers_of(count - 1, to.rows), count);
+        for (size_t i = 0; i < sizes.size(); ++i) sizes[i] = std::max(sizes[i], of_last[i]);
+      }
       parts = allocate({std::accumulate(sizes.begin(), sizes.end(), int64_t(0))}, workspace->dtype);
       uint64_t address = reinterpret_cast<uint64_t>(parts.unsafeGetTensorImpl()->data());
       for (int64_t size : sizes) {
@@ -279,10 +294,26 @@ struct Program {
         address += size * c10::elementSize(workspace->dtype);
       }
     }
-    for (const Step& step : steps) step.launch(cuda, to.addresses.data(), numbers, stream);
+    if (!blocks) {
+      for (const Step& step : steps) step.launch(cuda, to.addresses.data(), numbers, stream);
+      return;
+    }
+    auto once = steps.end() - blocks->once;
+    for (int64_t block = 0; block < count; ++block) {
+      auto addresses = to.addresses;
+      for (size_t i = 0; i < blocks->bytes.size(); ++i) addresses[i] += block * blocks->bytes[i];
+      numbers = numbers_of(block, to.rows);
+      for (auto step = steps.begin(); step != once; ++step) step->launch(cuda, addresses.data(), numbers, stream);
+    }
+    for (auto step = once; step != steps.end(); ++step)
+      step->launch(cuda, to.addresses.data(), {to.rows, 0, count, 0}, stream);
   }
 
  private:
+  Numbers numbers_of(int64_t block, int64_t rows) const {
+    return grid.numbers(blocks ? std::min(blocks->rows, rows - block * blocks->rows) : rows);
+  }
+
   Tensor allocate(const Output& output, const Binding& to) const {
     if (output.extent == Extent::FIXED) return allocate(output.shape, output.dtype);
     if (output.extent == Extent::X) return allocate(to.x_shape, output.dtype);

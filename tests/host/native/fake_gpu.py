@@ -344,6 +344,8 @@ def compute(launched: Launched) -> None:
             fill(launched.tensor(each, (cols,)), total)
     elif name == "finalize_samples":
         sum_samples(launched)
+    elif name == "add_blocks":
+        add_blocks(launched)
     elif name.startswith("forward"):
         compute_forward(launched)
     elif name != "backward_row_means":
@@ -389,6 +391,22 @@ def sum_samples(launched: Launched) -> None:
         rows = samples // share if share else 1
         out = at_address(parameters[f"out_ptrs.{at}"], launched.pointed_to("out_ptrs", at), (rows, cols))
         fill(out, of_sum.unflatten(0, (rows, -1)).sum(1))
+
+
+def add_blocks(launched: Launched) -> None:
+    parameters, cols = launched.parameters, launched.parameters["cols"]
+    for at in range(launched.grid[1]):
+        blocks, out = (
+            at_address(parameters[f"{name}.{at}"], launched.pointed_to(name, at), shape, strides)
+            for name, shape, strides in (
+                ("sum_ptrs", (parameters["num_blocks"], cols), (parameters["stride"], 1)),
+                ("out_ptrs", (cols,), (1,)),
+            )
+        )
+        total = blocks[0].clone()
+        for each in blocks[1:]:
+            total += each
+        fill(out, total)
 
 
 def compute_modulated(launched: Launched) -> None:
@@ -578,8 +596,8 @@ def look(operands, first=None):
 
 def miss_of(operands) -> prepared.Miss | None:
     try:
-        invariant = invariance.switch.is_invariant()
-        return prepared.Miss(*key.look(operands, invariant), margin.sms, invariant)
+        in_force = invariance.switch.invariance()
+        return prepared.Miss(*key.look(operands, in_force), margin.sms, in_force)
     except (RuntimeError, TypeError, AttributeError):
         return None
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import BF16, make_case, row_strided, unaligned
+from cases import BF16, FP32, make_case, row_strided, unaligned
 from norms import assert_right, backward_of, forward_of
+from test_repeats import assert_launched_as_by_itself, operands_of
 
 from fusednorm import batch_invariant, functional
 from fusednorm.tools.oracle import make_inputs
 
 CASE = make_case("layer", (5, 4096), (BF16,) * 3)  # of few rows, for which there is another plan
+IN_BLOCKS = [make_case(norm, (20, cols), (BF16, FP32, BF16)) for norm, cols in (("layer", 256), ("rms", 100))]
 
 
 def builds_of(gpu, call) -> list:
@@ -81,3 +83,46 @@ def test_a_backward_after_the_block_does_as_its_forward_did(gpu):
     assert free != own
     with gpu.repeating(4):
         assert train(True, False) == own and train(False, True) == free
+
+
+@pytest.mark.parametrize("case", IN_BLOCKS, ids=str)
+def test_blocks_of_rows_run_in_cpp_one_after_another_and_are_added_up(case, gpu):
+    inputs = make_inputs(case)
+    op, arguments = backward_of(case, inputs)
+    with batch_invariant(ordered_sums=8):
+        op(*arguments)
+        gpu.launched.clear()
+        with gpu.repeating():
+            outputs = op(*arguments)
+        assert [each.build.name for each in gpu.launched] == [*["backward", "finalize"] * 3, "add_blocks"]
+        assert_launched_as_by_itself(operands_of(case, arguments), outputs, gpu.launched)
+    assert_right(case, inputs, outputs, (True, True, True))
+
+
+def test_more_blocks_are_no_other_program_and_fewer_rows_are_one(gpu):
+    launched = []
+    with batch_invariant(ordered_sums=8):
+        for rows, times in ((20, 2), (39, 1), (8, 2), (3, 1)):
+            case = make_case("layer", (rows, 256), (BF16, FP32, BF16))
+            op, arguments = backward_of(case, make_inputs(case))
+            for _ in range(times - 1):
+                op(*arguments)
+            gpu.launched.clear()
+            with gpu.repeating():
+                op(*arguments)
+            launched.append(len(gpu.launched))
+    assert launched == [7, 11, 2, 2]
+
+
+@pytest.mark.parametrize("other", [{}, {"ordered_sums": 16}], ids=str)
+def test_programs_are_kept_apart_by_the_rows_of_a_block(other, gpu):
+    op, arguments = backward_of(IN_BLOCKS[0], make_inputs(IN_BLOCKS[0]))
+    with batch_invariant(ordered_sums=8):
+        blocks = builds_of(gpu, lambda: op(*arguments))
+    with batch_invariant(**other):
+        assert builds_of(gpu, lambda: op(*arguments)) != blocks
+    with batch_invariant(ordered_sums=8):
+        gpu.launched.clear()
+        with gpu.repeating():
+            op(*arguments)
+    assert [each.build for each in gpu.launched] == blocks

@@ -125,7 +125,8 @@ def assert_launched_as_by_itself(operands, outputs, launched) -> None:
     start, size = (parts[0].data_ptr(), parts[0].untyped_storage().nbytes()) if parts else (0, 0)
     names = places(operands.tensors, by_itself) | ({(start, size): "workspace"} if parts else {})
     wanted = []
-    for known, each in zip(program.launches, alone.launches, strict=True):
+    in_order = [each for *_, which in program.turns(call.rows) for each in program.launches[which]]
+    for known, each in zip(in_order, alone.launches, strict=True):
         build = build_of(known)
         wanted.append((config_of(build, each.grid), [named(value, names) for value in build.values(each)]))
     names = places(operands.tensors, written)
