@@ -130,6 +130,7 @@ NORMS = {
     "packed": Norm(packed, ("packed",), parameters=("weight",), width=lambda cols: 2 * cols + 24),
 }
 MODULATED = Norm(modulated, ("x", "residual"), ("scale", "gate"), ("shift", "weight", "bias"))
+UNWEIGHTED = Norm(fusednorm.ada_rms_norm, ("x",), ("scale", "shift"), ())  # no sum is over all rows
 SCALED = Norm(modulated, ("x", "residual"), ("shift", "gate"), ("scale", "weight", "bias"))
 
 
@@ -157,7 +158,7 @@ def test_a_batch_has_the_bits_of_its_micro_batches(name, eighths, rows, cols, dt
     assert all(all_equal(whole, accumulated))
 
 
-@pytest.mark.parametrize("norm", [MODULATED, SCALED], ids=["row_of_scale_by_sample", "one_row_of_scale"])
+@pytest.mark.parametrize("norm", [MODULATED, SCALED, UNWEIGHTED], ids=["of_samples", "scale_of_all", "unweighted"])
 @bits
 @given(st.integers(1, 3), st.integers(1, 6), st.sampled_from([1, 4, 8]), st.sampled_from([FP32, BF16]))
 def test_so_has_a_batch_of_samples_that_share_modulations(norm, of_block, samples, rows, dtype):
