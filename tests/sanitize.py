@@ -10,6 +10,7 @@ tool has found an error or a process did not end in time. A tool that is not ins
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -18,10 +19,12 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import fusednorm
 from fusednorm.operands import OPS, Role
 from fusednorm.planner.plan import VARIANTS
 
@@ -34,6 +37,7 @@ CONSAN = "consan"
 COLUMN_SUM = "column_sum"
 # Several rows in registers, an odd width, a ring, a cluster, column tiles; more row tiles than CTAs where it is cheap.
 SHAPES = ((700, 256), (400, 1000), (300, 4096), (40, 16384), (9, 40000))
+BLOCK_ROWS = 128  # of ordered sums
 SUMS = ((1, 400, 256), (9, 400, 256), (30, 300, 64), (2, 33, 70))  # tensors, rows, columns of column_sum
 # Each allocation of torch then has its own bounds. ConSan is chosen by Triton's variable.
 ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -67,6 +71,12 @@ def calls_of(name: str) -> list[Call]:
     ]  # fmt: skip
 
 
+def settings() -> Iterator[contextlib.AbstractContextManager]:
+    """In which each call runs: without any, and with sums in blocks, which are added up by a kernel of their own."""
+    yield contextlib.nullcontext()
+    yield fusednorm.batch_invariant(ordered_sums=BLOCK_ROWS)
+
+
 def sums() -> list[tuple[list, bool]]:
     """The operands of column_sum, and whether it returns their total."""
     import torch
@@ -80,7 +90,6 @@ def work(name: str) -> None:
     import torch
     import triton
 
-    import fusednorm
     from fusednorm.host import fallback
 
     from .fuzz.check import run
@@ -90,7 +99,9 @@ def work(name: str) -> None:
     for number, call in enumerate(todo):
         print(f"call {number} of {len(todo)}", flush=True)
         if isinstance(call, Call):
-            run(call, call.arguments("cuda"))
+            for setting in settings():
+                with setting:
+                    run(call, call.arguments("cuda"))
         else:
             fusednorm.column_sum(call[0], total=call[1])
         torch.cuda.synchronize()

@@ -27,12 +27,12 @@ def kernels_of(op: str) -> set[str]:
     spec, found = named("H200"), set()
     for call in sanitize.calls_of(op):
         operands = operands_of(op, (), call.arguments("cpu"))
-        checked = check_forward(operands) if operands.direction == FORWARD else check_backward(operands)
-        with force(call.variant):
-            choice = fallback.choose(checked.problem, checked.rows, spec)
-        if isinstance(choice.plan, ReferencePlan):
-            continue
-        found |= {each.kernel.__name__ for each in launch.program_of(checked, choice, spec).launches}
+        for setting in sanitize.settings():
+            with setting, force(call.variant):
+                checked = check_forward(operands) if operands.direction == FORWARD else check_backward(operands)
+                choice = fallback.choose(checked.problem, checked.block_rows or checked.rows, spec)
+                if not isinstance(choice.plan, ReferencePlan):
+                    found |= {each.kernel.__name__ for each in launch.program_of(checked, choice, spec).launches}
     return found
 
 
