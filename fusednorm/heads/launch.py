@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 def run(given: Call) -> tuple[Sequence[Tensor | None] | None, Program | None]:
     """The outputs, None for those that are not wanted, and the program if it is kept. None for all of them if the
     planner leaves the call to ATen. Raises as `given.check` does."""
-    sms, invariant, shape = margin.sms, invariance.switch.is_invariant(), given.heads.inputs[0].shape
-    key, addresses = _look(given, sms, invariant)
+    sms, in_force, shape = margin.sms, invariance.switch.invariance(), given.heads.inputs[0].shape
+    key, addresses = _look(given, sms, in_force)
     outputs, program = _repeat(shape, key, addresses)
     if outputs is not None:
         return outputs, program
@@ -49,7 +49,7 @@ def run(given: Call) -> tuple[Sequence[Tensor | None] | None, Program | None]:
     if readable is not given:
         return run(readable)[0], None
     outputs, bound = _first(given)
-    if not key or not bound or (bound.program.sm_margin, bound.program.invariant) != (sms, invariant):
+    if not key or not bound or (bound.program.sm_margin, bound.program.invariance) != (sms, in_force):
         return outputs, None
     return outputs, prepared.keep_by(key, shape, bound)
 
@@ -57,7 +57,7 @@ def run(given: Call) -> tuple[Sequence[Tensor | None] | None, Program | None]:
 def repeated(given: Call) -> Sequence[Tensor | None] | None:
     """The outputs if such a call has run before; else None. Nothing needs to be checked then."""
     shape = given.heads.inputs[0].shape
-    return _repeat(shape, *_look(given, margin.sms, invariance.switch.is_invariant()))[0]
+    return _repeat(shape, *_look(given, margin.sms, invariance.switch.invariance()))[0]
 
 
 def _repeat(shape: torch.Size, key: tuple | None, addresses: list[int]) -> tuple[Sequence | None, Program | None]:
@@ -116,7 +116,7 @@ def program_of(given: Call, planned: Planned, spec: DeviceSpec) -> Program:
         launches += more
         parts += of_it
     workspace = Workspace(torch.float32, tuple(parts)) if parts else None
-    shape, kept = (given.heads.cols,), {"sm_margin": margin.sms, "invariant": invariance.switch.is_invariant()}
+    shape, kept = (given.heads.cols,), {"sm_margin": margin.sms, "invariance": invariance.switch.invariance()}
     return Program(tuple(launches), len(given.tensors), outputs, workspace, None, shape, **kept)
 
 

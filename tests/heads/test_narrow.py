@@ -168,7 +168,7 @@ class Repeats:
     def run(self, program, tensors, shape, rows):
         self.programs.append(program)
         return self.outputs(program), SimpleNamespace(
-            program=program, numbers=program.numbers(rows), launch=lambda addresses: self.launch(program, addresses)
+            program=program, rows=rows, launch=lambda addresses: self.launch(program, addresses)
         )
 
     def launch(self, program, addresses):
