@@ -30,7 +30,7 @@ setup(
     license_files=["LICENSE"],
     packages=[*find_packages(include=["fusednorm", "fusednorm.*"]), *KERNELS],
     package_dir={"": "."} | KERNELS,
-    package_data={"fusednorm": ["py.typed", "host/csrc/*", "planner/data/*.jsonl"]},
+    package_data={"fusednorm": ["py.typed", "host/csrc/*", "planner/data/*.json*"]},
     python_requires=">=3.10",
     entry_points={"torch_dynamo_backends": ["fusednorm = fusednorm.integrations.inductor:compile_graph"]},
     install_requires=["torch>=2.11", f"triton>=3.6; {LINUX}"],

@@ -8,9 +8,11 @@ from dataclasses import replace
 
 import torch
 
-from ..planner.device import A100, H200, OLDEST_TRITON, DeviceSpec, from_properties
+from ..planner.device import A100, H200, KNOWN, OLDEST_TRITON, DeviceSpec, plain_name
 from ..settings import margin
 from . import triton_compat
+
+UNKNOWN_BANDWIDTH_GB_S = 1000.0  # affects predicted times, and the plans of column sums
 
 
 def spec_of(device: torch.device) -> DeviceSpec:
@@ -33,6 +35,26 @@ def current(device: torch.device) -> contextlib.AbstractContextManager:
 def _of_cuda(index: int | None) -> DeviceSpec:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
     return with_installed_triton(from_properties(properties))
+
+
+def from_properties(properties) -> DeviceSpec:
+    """The spec of the device that torch.cuda.get_device_properties describes. For a partition of a GPU (MIG) the driver
+    reports the partition's SMs; the partition is assumed to have the same share of the bandwidth."""
+    arch = 10 * properties.major + properties.minor
+    words = plain_name(properties.name)
+    alike = [spec for spec in KNOWN if spec.arch == arch and plain_name(spec.name) in words]
+    known = max(alike, key=lambda spec: len(spec.name), default=None)  # "GB200" contains "B200": the longest name wins
+    share = min(1.0, properties.multi_processor_count / known.sm_count) if known else 1.0
+    return DeviceSpec(
+        name=properties.name,
+        arch=arch,
+        sm_count=properties.multi_processor_count,
+        smem_per_block_bytes=properties.shared_memory_per_block_optin,
+        smem_per_sm_bytes=properties.shared_memory_per_multiprocessor,
+        registers_per_sm=properties.regs_per_multiprocessor,
+        max_threads_per_sm=properties.max_threads_per_multi_processor,
+        bandwidth_gb_s=known.bandwidth_gb_s * share if known else UNKNOWN_BANDWIDTH_GB_S,
+    )
 
 
 def with_installed_triton(spec: DeviceSpec) -> DeviceSpec:

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from . import budget
@@ -40,6 +42,7 @@ MOST_COLUMNS = 64  # of a row for a thread of a ring
 FEW_CHUNKS = 10
 MIN_CHUNK = 16  # columns, in registers; a narrower chunk would make one load gather many short pieces of memory
 MOST_PADDING = 4 / 3  # columns that the threads of a ring compute on, for each column of the row
+TOO_MANY = 2.5  # times the registers of a thread: as many elements in other chunks do not need so much less
 MOST_COPIES = 4  # of a tile of one tensor
 MOST_PRODUCED_COPIES = {1: 12, 2: 4}  # of a tile, of all tensors, by groups: the producer's registers hold no more
 MOST_COLUMNS_WITH_WEIGHT = {"forward": 16, "backward": 32}  # of a thread of a ring that keeps the weight in registers
@@ -58,6 +61,7 @@ CLUSTER_ARCHS = (90, 100, 103)
 LARGEST_CLUSTER = ((0, 16), (8, 8), (32, 4), (math.inf, 2))
 OLDEST_PUBLISHED_ARCH = 100  # nvFuser has published plans from here on: deep rings (see `deepened`)
 MODERATE_BYTES, MOST_BYTES = 80, 256  # of a row tile of x for a thread of a compute group
+GROUPS = ((2, 4), (2, 8), (1, 8), (1, 16))  # compute groups and the warps of each, by preference
 COLUMN_TILE = 1024
 # Tiles of a backward without dx by TMA. Only one tile has been measured so far.
 COLUMN_RING_CHUNK, COLUMN_RING_ROWS, COLUMN_RING_WARPS, COLUMN_RING_STAGES = 128, (64, 32, 16), 8, 3
@@ -74,39 +78,19 @@ class Frame(NamedTuple):
     least_cluster: int = 1
 
 
-def _frames(least: float, most: float, *shapes: tuple[int, int]) -> tuple[Frame, ...]:
-    return tuple(Frame(*shape, least, most) for shape in shapes)
+@functools.cache
+def all_frames() -> dict[str, list[Frame]]:
+    known = json.loads(Path(__file__).with_name("data").joinpath("frames.json").read_text())
+    return {name: [Frame(*each) for each in frames] for name, frames in known.items()}
 
 
-RINGS = {
-    "forward": (
-        *_frames(24, 64, (4, 4), (4, 3)),
-        *_frames(32, 64, (4, 2), (8, 2)),
-        Frame(8, 1, 24, 64, least_cluster=8),
-    ),
-    "backward": (*_frames(16, 64, (4, 2), (4, 3), (8, 1)), Frame(16, 1, 32, 64, least_cluster=8)),
-}
-IN_REGISTERS = {
-    "forward": (*_frames(12, 32, (4, 4), (4, 5), (8, 2), (16, 1)), Frame(8, 1, 32, 64)),
-    "backward": (
-        Frame(2, 4, 6, 32),
-        Frame(2, 8, 8, 16),
-        *_frames(6, 16, (4, 2), (4, 4), (8, 1), (8, 2)),
-        Frame(16, 1, 5, 16),
-    ),
-}
-SHORT_LIVED = (*_frames(12, 32, (2, 16), (4, 8), (8, 4), (16, 2)), Frame(16, 1, 32, 64))
-# Rows whose elements are loaded one by one
-SCATTERED = {
-    "forward": (*_frames(4, 24, (4, 3), (4, 4), (4, 5), (4, 6), (8, 2), (16, 1)), Frame(4, 2, 4, 48)),
-    "backward": (Frame(2, 4, 4, 32), *_frames(4, 24, (2, 8), (4, 2), (4, 3), (4, 4), (8, 1), (8, 2), (16, 1))),
-}
-# More frames for a backward that holds other rows beside x's and dy's: these need registers, so that fewer tiles fit.
-BESIDE_OTHERS = {
-    "rings": (Frame(8, 1, 8, 16), *_frames(4, 64, (16, 1))),
-    "registers": (*_frames(16, 32, (8, 1), (8, 2)), Frame(16, 1, 16, 24)),
-}
-GROUPS = ((2, 4), (2, 8), (1, 8), (1, 16))  # compute groups and the warps of each, by preference
+def frames(kind: str, problem: NormProblem) -> list[Frame]:
+    """Of rings, of rows in registers, of those in short-lived CTAs, or of those whose elements are loaded one by one
+    (scattered). A backward that holds rows beside those of x and dy has more: they need registers, so that fewer tiles
+    fit."""
+    holds_others = not problem.is_forward and (problem.rows_in or problem.rows_out or problem.by_sample)
+    more = "ring beside others" if kind == "ring" else "registers beside others"
+    return all_frames()[f"{kind} {problem.direction}"] + (all_frames()[more] if holds_others else [])
 
 
 class Family(NamedTuple):
@@ -134,19 +118,17 @@ def candidates(variant: str, problem: NormProblem, device: DeviceSpec) -> tuple[
     if broken_rule(variant, problem, 1, device) or variant == "reference":
         return ()
     # Without dx no row sum is needed, only a reduction over rows. Column tiles have no sums by sample.
-    if problem.direction == "backward" and not problem.wants_dx and not problem.by_sample:
-        return (
-            (column_tile_plan(problem, device),)
-            if variant == "multi_wave"
-            else tuple(column_rings(problem, device))[:1]
-        )
+    if not problem.is_forward and not problem.wants_dx and not problem.by_sample:
+        plan = column_tile_plan(problem, device) if variant == "multi_wave" else column_ring_plan(problem, device)
+        return (plan,) if plan else ()
     if variant == "warp_specialized":
-        return _warp_specialized(problem, device)
-    if variant == "pipelined" and are_better_in_registers(problem, device):
-        return ()
-    found = _rings(problem, device) if variant == "pipelined" else _in_registers(problem, device)
-    plans = tuple(plan for family in found if (plan := _either(family, problem, device)))
-    if plans or variant == "pipelined":
+        plan = _warp_specialized(problem, device)
+        return (plan,) if plan else ()
+    if variant == "pipelined":
+        found = () if are_better_in_registers(problem, device) else _rings(problem, device)
+        return tuple(plan for family in found if (plan := _either(family, problem, device)))
+    plans = tuple(plan for family in _in_registers(problem) if (plan := plan_of(family, problem, device)))
+    if plans:
         return plans
     # Rows that no frame holds: any tile that registers hold reads its row once, which column tiles do not.
     shapes = itertools.product((8, 16, 4), (1, 2), ROWS)
@@ -166,7 +148,7 @@ def plan_of(family: Family, problem: NormProblem, device: DeviceSpec, good: bool
 def faulty(variant: str, problem: NormProblem, device: DeviceSpec) -> Plan | None:
     """A ring that can run, though it may spill or has one stage only; None if shared memory has no room for one."""
     if variant == "warp_specialized":
-        return next(iter(_warp_specialized(problem, device, good=False)), None)
+        return _warp_specialized(problem, device, good=False)
     families = list(_rings(problem, device)) if variant == "pipelined" else []
     shallow = [family._replace(num_stages=1) for family in families]
     plans = (plan_of(family, problem, device, good=False) for family in families + shallow)
@@ -174,68 +156,57 @@ def faulty(variant: str, problem: NormProblem, device: DeviceSpec) -> Plan | Non
 
 
 def _either(family: Family, problem: NormProblem, device: DeviceSpec) -> Plan | None:
-    """The plan of a family. Its weight is in shared memory if a thread has many columns, unless a forward's tile is one
+    """The ring of a family. Its weight is in shared memory if a thread has many columns, unless a forward's tile is one
     row; otherwise in registers. If it does not fit there, it is at the other place."""
-    if family.kernel != "pipelined":
-        return plan_of(family, problem, device)
     rows = family.rows_per_tile if family.cluster == 1 else 1
     columns = rows * problem.cols / (32 * family.num_warps * family.cluster)
     many = columns > MOST_COLUMNS_WITH_WEIGHT[problem.direction]
-    one_row = family.rows_per_tile == 1 and problem.direction == "forward" and problem.norm == "layer"
-    for in_smem in (True, False) if many and not one_row else (False, True):
-        if plan := plan_of(family._replace(weight_in_smem=in_smem), problem, device):
-            return plan
-    return None
+    one_row = family.rows_per_tile == 1 and problem.is_forward and problem.norm == "layer"
+    places = (True, False) if many and not one_row else (False, True)
+    plans = (plan_of(family._replace(weight_in_smem=in_smem), problem, device) for in_smem in places)
+    return next((plan for plan in plans if plan), None)
 
 
 # --- Families ---
 
 
 def _rings(problem: NormProblem, device: DeviceSpec) -> Iterator[Family]:
-    forward = problem.direction == "forward"
-    frames = RINGS[problem.direction] + (BESIDE_OTHERS["rings"] if holds_others(problem) else ())
-    for frame, cluster in itertools.product(frames, cluster_sizes(problem, device)):
+    forward, layer = problem.is_forward, problem.norm == "layer"
+    for frame, cluster in itertools.product(frames("ring", problem), cluster_sizes(problem, device)):
+        warps, ctas = frame.num_warps, frame.ctas_per_sm
         if cluster < frame.least_cluster or (cluster > 1 and problem.cols <= LEAST_COLUMNS_OF_CLUSTER):
             continue
         for rows in _tiles(frame, cluster, problem):
-            if forward and frame.ctas_per_sm == 3 and (problem.norm == "rms" or rows > 1):
+            if forward and ctas == 3 and (not layer or rows > 1):
                 continue  # this frame keeps LayerNorm's parameters in registers
-            for stages in _stages(rows, frame, cluster, problem):
-                short_lived = forward and frame.ctas_per_sm > 1
-                yield Family("pipelined", rows, frame.num_warps, frame.ctas_per_sm, cluster, stages, short_lived)
+            many = rows > 1 or problem.cols > MOST_COLUMNS_OF_TWO_STAGES * 32 * warps * cluster
+            stages: tuple[int, ...] = (2,) if forward or many else (3,)
+            if forward and not layer and cluster == 1 and ctas * warps >= 16:
+                stages = (1, 2) if warps == 4 else (1,)
+            for number in stages:
+                yield Family("pipelined", rows, warps, ctas, cluster, number, short_lived=forward and ctas > 1)
 
 
-def _in_registers(problem: NormProblem, device: DeviceSpec) -> Iterator[Family]:
-    forward = problem.direction == "forward"
-    scattered = not problem.tma_aligned or (in_small_pieces(problem) and not forward)
-    frames = (SCATTERED if scattered else IN_REGISTERS)[problem.direction]
-    for frame in (*frames, *(BESIDE_OTHERS["registers"] if holds_others(problem) else ())):
-        for rows in _tiles(frame, 1, problem):
-            yield Family("multi_wave", rows, frame.num_warps, frame.ctas_per_sm)
-    if forward and problem.tma_aligned and problem.acc_dtype.itemsize == 4:
-        for frame in SHORT_LIVED:
-            for rows in _tiles(frame, 1, problem) if frame.num_warps < 16 or problem.cols > 8192 else ():
-                yield Family("multi_wave", rows, frame.num_warps, frame.ctas_per_sm, short_lived=True)
+def _in_registers(problem: NormProblem) -> Iterator[Family]:
+    scattered = not problem.tma_aligned or (in_small_pieces(problem) and not problem.is_forward)
+    kinds = ["scattered" if scattered else "registers"]
+    kinds += ["short_lived"] * (problem.is_forward and problem.tma_aligned and problem.acc_dtype.itemsize == 4)
+    for kind in kinds:
+        short_lived = kind == "short_lived"
+        for frame in frames(kind, problem):
+            if short_lived and frame.num_warps == 16 and problem.cols <= 8192:
+                continue
+            for rows in _tiles(frame, 1, problem):
+                yield Family("multi_wave", rows, frame.num_warps, frame.ctas_per_sm, short_lived=short_lived)
 
 
-def _tiles(frame: Frame, cluster: int, problem: NormProblem) -> Iterator[int]:
+def _tiles(frame: Frame, cluster: int, problem: NormProblem) -> list[int]:
     """Rows of a tile of which a thread has as many elements as the frame says."""
     threads, cols = 32 * frame.num_warps * cluster, max(problem.cols, MIN_CHUNK)
-    least = frame.least / 2 if problem.cols <= NARROW and problem.direction == "backward" else frame.least
-    alone = problem.direction == "forward" and frame.ctas_per_sm == 1
-    most_rows = 2 if cluster > 1 or alone else 64 if problem.direction == "forward" else 32
-    for rows in ROWS:
-        if least * threads < rows * cols <= frame.most * threads and rows <= most_rows:
-            yield rows
-
-
-def _stages(rows: int, frame: Frame, cluster: int, problem: NormProblem) -> tuple[int, ...]:
-    if problem.direction == "backward":
-        many = problem.cols > MOST_COLUMNS_OF_TWO_STAGES * 32 * frame.num_warps * cluster
-        return (2,) if rows > 1 or many else (3,)
-    if problem.norm == "layer" or cluster > 1 or frame.ctas_per_sm * frame.num_warps < 16:
-        return (2,)
-    return (1, 2) if frame.num_warps == 4 else (1,)
+    least = frame.least / 2 if problem.cols <= NARROW and not problem.is_forward else frame.least
+    alone = problem.is_forward and frame.ctas_per_sm == 1
+    most_rows = 2 if cluster > 1 or alone else 64 if problem.is_forward else 32
+    return [rows for rows in ROWS if rows <= most_rows and least * threads < rows * cols <= frame.most * threads]
 
 
 # --- How a row is cut ---
@@ -253,34 +224,35 @@ class Cut(NamedTuple):
     tail: bool
 
 
-def _cuts(problem: NormProblem, rows: int, num_warps: int, cluster: int, most_copies: int = MOST_COPIES) -> list[Cut]:
+@functools.lru_cache(maxsize=1024)
+def _cuts(cols: int, most_chunks: int, rows: int, num_warps: int, cluster: int, most_copies: int) -> list[Cut]:
     """The ways to cut a row for a ring, best first. A thread has columns of one row; in a cluster, of all rows."""
-    cols, threads, found = problem.cols, 32 * num_warps if cluster > 1 else 32 * num_warps // rows, []
-    for chunk, num_chunks in chunkings(-(-cols // cluster), threads, MAX_RING_CHUNKS[problem.direction]):
+    threads, found = 32 * num_warps if cluster > 1 else 32 * num_warps // rows, []
+    for chunk, num_chunks in chunkings(-(-cols // cluster), threads, most_chunks):
         padded, whole = cluster * chunk * num_chunks, cols // (cluster * chunk)
         boxes = chunk // math.gcd(cols, chunk, MAX_BOX_SIDE)
         least = 4 if rows == 1 and whole < num_chunks else 2
         too_small = num_chunks > FEW_CHUNKS and chunk < least * threads
         too_large = padded > MOST_PADDING * cols or chunk * num_chunks > MOST_COLUMNS * threads
-        if too_small or too_large or boxes > MAX_BOX_SIDE:
-            continue
-        for copy_chunks, tail in ways_to_copy(num_chunks, whole):
-            copies = 2 if tail else -(-num_chunks // copy_chunks)
-            found.append(Cut(boxes > MANY_BOXES, copies, padded, num_chunks, chunk, copy_chunks, tail))
+        if not too_small and not too_large and boxes <= MAX_BOX_SIDE:
+            for copy_chunks, tail in ways_to_copy(num_chunks, whole):
+                copies = 2 if tail else -(-num_chunks // copy_chunks)
+                found.append(Cut(boxes > MANY_BOXES, copies, padded, num_chunks, chunk, copy_chunks, tail))
     return sorted(cut for cut in found if cut.copies <= most_copies)
 
 
 def _in_chunks(family: Family, problem: NormProblem, device: DeviceSpec, good: bool) -> PipelinedPlan | None:
     _, rows, warps, ctas, cluster, stages, short_lived, in_smem = family
-    limit = budget.register_limit(32 * warps * ctas, device)
-    for cut in _cuts(problem, rows, warps, cluster):
-        resources = stages, warps, ctas, limit, in_smem, cluster
-        copies = cut.copy_chunks, short_lived, cut.tail
-        in_ring = bool(problem.rows_in) and stages > 1  # no tile is ahead in a ring of one stage
-        plan = PipelinedPlan(rows, cut.chunk, cut.num_chunks, *resources, *copies, in_ring)
-        spills = good and budget.registers(plan, problem, device) > limit
-        if not spills and budget.fits_shared_memory(plan, problem, device):
+    resources = stages, warps, ctas, budget.register_limit(32 * warps * ctas, device), in_smem, cluster
+    in_ring = bool(problem.rows_in) and stages > 1  # no tile is ahead in a ring of one stage
+    for cut in _cuts(problem.cols, MAX_RING_CHUNKS[problem.direction], rows, warps, cluster, MOST_COPIES):
+        copies = cut.copy_chunks, short_lived, cut.tail, in_ring
+        plan = PipelinedPlan(rows, cut.chunk, cut.num_chunks, *resources, *copies)
+        needed = budget.registers(plan, problem, device) if good else 0
+        if needed <= plan.max_registers and budget.fits_shared_memory(plan, problem, device):
             return plan
+        if needed > TOO_MANY * plan.max_registers:
+            return None
     return None
 
 
@@ -289,12 +261,13 @@ def _held(family: Family, problem: NormProblem, device: DeviceSpec, good: bool) 
     chunk. Threads load at least 8 bytes at once. In a backward of several rows, each thread has 16 bytes of every row,
     so that one thread adds up each column."""
     rows, warps, threads = family.rows_per_tile, family.num_warps, 32 * family.num_warps
-    itemsize, forward = problem.x_dtype.itemsize, problem.direction == "forward"
+    itemsize, forward = problem.x_dtype.itemsize, problem.is_forward
     if rows * problem.cols > budget.MAX_REGISTERS * threads:
         return None
     owns = good and not forward and problem.tma_aligned and rows > 1
     owns = owns and not (problem.cols <= SHORT and warps <= 4)
     at_once = 16 // itemsize if problem.tma_aligned else SCATTERED_AT_ONCE
+    limit = budget.register_limit(threads * (1 if family.short_lived else family.ctas_per_sm), device)
     found = [
         (chunk * num_chunks, abs(math.log2(rows * chunk / threads / at_once)) if forward else 0, num_chunks, chunk)
         for chunk, num_chunks in chunkings(problem.cols, MIN_CHUNK, MAX_CHUNKS)
@@ -302,39 +275,38 @@ def _held(family: Family, problem: NormProblem, device: DeviceSpec, good: bool) 
     ]
     for *_, num_chunks, chunk in sorted(found):
         tile = rows, chunk, num_chunks, warps
-        if family.short_lived:
-            needed = budget.one_tile_registers(rows * chunk * num_chunks / threads, problem)
-        else:
-            needed = budget.multiwave_registers(*tile, problem, device)
+        needed = budget.registers(MultiWavePlan(*tile, 1, 0, family.short_lived), problem, device)
         room = min(device.registers_per_sm // needed, device.max_threads_per_sm) // threads
         ctas = min(family.ctas_per_sm, room) if family.short_lived else family.ctas_per_sm
         if needed <= budget.MAX_REGISTERS and 0 < ctas <= room:
             return MultiWavePlan(*tile, ctas, budget.register_limit(threads * ctas, device), family.short_lived)
+        if needed > TOO_MANY * limit:
+            return None
     return None
 
 
 # --- Other kernels ---
 
 
-def _warp_specialized(problem: NormProblem, device: DeviceSpec, good: bool = True) -> tuple[WarpSpecializedPlan, ...]:
-    """One plan: the first of GROUPS whose threads have a moderate share of as many rows as possible, with two stages
-    for each group if they fit. A plan that is not `good` may spill, have one stage, or
-    more copies."""
-    tensors = 1 if problem.direction == "forward" else 2
-    for most, (groups, warps) in itertools.product((MODERATE_BYTES, MOST_BYTES), GROUPS):
+def _warp_specialized(problem: NormProblem, device: DeviceSpec, good: bool = True) -> WarpSpecializedPlan | None:
+    """The first of GROUPS whose threads have a moderate share of as many rows as possible, with two stages for each
+    group if they fit. A plan that is not `good` may spill, have one stage, or more copies."""
+    tensors, row_bytes = 2 - problem.is_forward, problem.cols * problem.x_dtype.itemsize
+    for most_bytes, (groups, warps), rows in itertools.product((MODERATE_BYTES, MOST_BYTES), GROUPS, reversed(ROWS)):
+        if rows * row_bytes > most_bytes * 32 * warps:
+            continue
         limit = budget.group_register_limit(groups, warps, device)
-        row_bytes = problem.cols * problem.x_dtype.itemsize
-        for rows in reversed([rows for rows in ROWS if rows * row_bytes <= most * 32 * warps]):
-            cuts = [cut for cut in _cuts(problem, rows, warps, 1, MOST_COPIES if good else MAX_CHUNKS) if not cut.tail]
-            few = [cut for cut in cuts if tensors * cut.copies <= MOST_PRODUCED_COPIES[groups]]
-            stages = (2 * groups, groups) if good and groups > 1 else (2,) if good else (2 * groups, groups)
-            for number, cut, in_smem in itertools.product(stages, few, (False, True)):
-                resources = number, groups, warps, 1, limit, in_smem, problem.direction == "forward", cut.copy_chunks
-                plan = WarpSpecializedPlan(rows, cut.chunk, cut.num_chunks, *resources)
-                spills = budget.registers(plan, problem, device) > limit
-                if not (good and spills) and budget.fits_shared_memory(plan, problem, device):
-                    return (_deepened(plan, problem, device),)
-    return ()
+        most = MAX_RING_CHUNKS[problem.direction], rows, warps, 1, MOST_COPIES if good else MAX_CHUNKS
+        cuts = (cut for cut in _cuts(problem.cols, *most) if not cut.tail)
+        few = [cut for cut in cuts if tensors * cut.copies <= MOST_PRODUCED_COPIES[groups]]
+        stages = (2,) if good and groups == 1 else (2 * groups, groups)
+        for number, cut, in_smem in itertools.product(stages, few, (False, True)):
+            resources = number, groups, warps, 1, limit, in_smem, problem.is_forward, cut.copy_chunks
+            plan = WarpSpecializedPlan(rows, cut.chunk, cut.num_chunks, *resources)
+            is_held = not good or budget.registers(plan, problem, device) <= limit
+            if is_held and budget.fits_shared_memory(plan, problem, device):
+                return _deepened(plan, problem, device)
+    return None
 
 
 def _deepened(plan: WarpSpecializedPlan, problem: NormProblem, device: DeviceSpec) -> WarpSpecializedPlan:
@@ -356,11 +328,10 @@ def column_tile_plan(problem: NormProblem, device: DeviceSpec) -> ColumnTilePlan
     chunk = min(COLUMN_TILE, whole)
     # On sm_120 some builds of 4 warps spill, whatever their register limit; with fewer elements per thread none does.
     num_warps = 8 if fp64 or device.arch >= 120 else 4
-    if problem.direction == "backward":
-        row_pass = 4096, 8
-    else:  # short rows are done sooner by 8 warps, long rows by 16
-        row_pass = (2048, 8) if problem.cols <= 16384 else (8192 if device.arch < 120 else 4096, 16)
-    row_pass_chunk, row_pass_warps = row_pass
+    # Forwards' short rows are done sooner by 8 warps, long rows by 16.
+    short = not problem.is_forward or problem.cols <= 16384
+    row_pass_warps = 8 if short else 16
+    row_pass_chunk = 2048 if problem.is_forward and short else 4096 if short or device.arch >= 120 else 8192
     if fp64:
         row_pass_chunk = 8 * 32 * row_pass_warps  # 8 elements per thread; with 4 the build spills on sm_90
     # On sm_80 a thread takes up to 131 registers, but four CTAs of four warps leave it only 128: three CTAs there.
@@ -371,21 +342,15 @@ def column_tile_plan(problem: NormProblem, device: DeviceSpec) -> ColumnTilePlan
     return ColumnTilePlan(rows_per_tile, chunk, num_warps, ctas_per_sm, min(row_pass_chunk, whole), row_pass_warps)
 
 
-def column_rings(problem: NormProblem, device: DeviceSpec) -> Iterator[ColumnRingPlan]:
-    """Plans of a backward without dx, two CTAs per SM, the largest tile first."""
+def column_ring_plan(problem: NormProblem, device: DeviceSpec) -> ColumnRingPlan | None:
+    """Of a backward without dx, two CTAs on an SM, by the largest tile for which shared memory has room."""
     limit = budget.register_limit(32 * COLUMN_RING_WARPS * 2, device)
-    for rows in COLUMN_RING_ROWS:
-        plan = ColumnRingPlan(rows, COLUMN_RING_CHUNK, COLUMN_RING_STAGES, COLUMN_RING_WARPS, 2, limit)
-        if budget.fits_shared_memory(plan, problem, device):
-            yield plan
+    resources = COLUMN_RING_CHUNK, COLUMN_RING_STAGES, COLUMN_RING_WARPS, 2, limit
+    plans = (ColumnRingPlan(rows, *resources) for rows in COLUMN_RING_ROWS)
+    return next((plan for plan in plans if budget.fits_shared_memory(plan, problem, device)), None)
 
 
 # --- Common ---
-
-
-def holds_others(problem: NormProblem) -> bool:
-    """Whether a backward holds rows beside those of x and dy."""
-    return problem.direction == "backward" and bool(problem.rows_in or problem.rows_out or problem.by_sample)
 
 
 def in_small_pieces(problem: NormProblem) -> bool:
@@ -422,12 +387,10 @@ def ways_to_copy(num_chunks: int, whole_chunks: int) -> Iterator[tuple[int, bool
         yield num_chunks - 1, True
 
 
-def chunkings(cols: int, smallest: int, most: int) -> Iterator[tuple[int, int]]:
+def chunkings(cols: int, smallest: int, most: int) -> list[tuple[int, int]]:
     """(chunk, num_chunks) that cover cols. chunk is a power of two, at least `smallest`; num_chunks at most `most`."""
-    for chunk in powers_of_two(smallest, max(smallest, 1 << (cols - 1).bit_length())):
-        num_chunks = -(-cols // chunk)
-        if num_chunks <= most:
-            yield chunk, num_chunks
+    chunks = powers_of_two(smallest, max(smallest, 1 << (cols - 1).bit_length()))
+    return [(chunk, -(-cols // chunk)) for chunk in chunks if -(-cols // chunk) <= most]
 
 
 def powers_of_two(first: int, last: int) -> list[int]:

@@ -36,11 +36,8 @@ ROWS_PER_SM_WITHOUT_DX = 8
 
 
 class Chosen(NamedTuple):
-    """The plans of a problem, and what they were chosen by: "forced", a sentence about a table, "published", "model"
-    or "legality"."""
-
     ranges: Ranges
-    source: str
+    source: str  # "forced", a sentence about a table, "published", "model" or "legality"
 
 
 def choose(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | None = None) -> Plan:
@@ -71,13 +68,11 @@ def variants_in_use(device: DeviceSpec) -> tuple[str, ...]:
 def alternatives(problem: NormProblem, rows: int, device: DeviceSpec) -> Iterator[Plan]:
     """The plan, and those that may replace it if it fails, best first: the best of each other variant in use, of
     multi_wave, and ATen."""
-    chosen = choose(problem, rows, device)
-    yield chosen
+    yield (chosen := choose(problem, rows, device))
     for variant in variants_in_use(device):
-        if variant == "multi_wave" or variant != chosen.variant:
-            plan = best_plan(variant, problem, device)
-            if plan and not broken_rule(variant, problem, rows, device):
-                yield plan
+        plan = None if variant == chosen.variant != "multi_wave" else best_plan(variant, problem, device)
+        if plan and not broken_rule(variant, problem, rows, device):
+            yield plan
     yield ReferencePlan("the kernels for it have failed")
 
 
@@ -87,17 +82,10 @@ def decide(problem: NormProblem, device: DeviceSpec, forced: str | None = None) 
     fault = broken_rule("multi_wave", problem, 1, device)
     if fault or not candidates("multi_wave", problem, device):
         return Chosen(((math.inf, ReferencePlan(fault.reason if fault else no_room(problem, device))),), "legality")
-    asked = None
-    if forced and not broken_rule(forced, problem, 1, device):
-        asked = best_plan(forced, problem, device) or faulty(forced, problem, device)
-    if asked:
-        ranges, source = ((math.inf, asked),), "forced"
-    else:
-        ranges, source = (
-            measured(problem, device)
-            or published(problem, device)
-            or (predicted(problem, device), "model")
-        )
+    can_force = forced and not broken_rule(forced, problem, 1, device)
+    asked = can_force and (best_plan(forced, problem, device) or faulty(forced, problem, device))
+    found = (((math.inf, asked),), "forced") if asked else measured(problem, device) or published(problem, device)
+    ranges, source = found or (predicted(problem, device), "model")
     *few, (_, many) = ranges
     if many.variant != "multi_wave":  # a ring counts rows in 32 bits
         ranges = (*few, (MAX_RING_ROWS, many), (math.inf, column_tile_plan(problem, device)))
@@ -146,7 +134,7 @@ def published(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | 
     """nvFuser's rule on Blackwell: a ring for many rows that are not short, warp-specialized if it has registers and
     stages. The kernels that it was published for read their inputs once, so that a ring pays for any number of rows
     where ours in registers would read them twice. A backward without dx has a rule of its own."""
-    without_dx = problem.direction == "backward" and not problem.wants_dx
+    without_dx = not problem.is_forward and not problem.wants_dx
     if device.arch not in BLACKWELL and not (without_dx and device.arch in HOPPER):
         return None
     plans = [_fullest(variant, problem, device) for variant in variants_in_use(device)]

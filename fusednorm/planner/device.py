@@ -49,7 +49,7 @@ def named(name: str) -> DeviceSpec:
     whole = not {"mig", "laptop"} & set(words)
     for spec in KNOWN:
         own = _words(spec.name)
-        if _plain(spec.name) == _plain(name) or whole and words[: len(own)] == own:
+        if plain_name(spec.name) == plain_name(name) or whole and words[: len(own)] == own:
             return spec
     raise ValueError(f"device must be one of {', '.join(spec.name for spec in KNOWN)}, got {name!r}")
 
@@ -71,33 +71,10 @@ RTX_5090 = DeviceSpec("RTX 5090", 120, 170, 99 * KIB, 100 * KIB, 65536, 1536, 17
 GB10 = DeviceSpec("GB10", 121, 48, 99 * KIB, 100 * KIB, 65536, 1536, 273)
 KNOWN = (A100, H100, H200, B200, GB200, B300, GB300, THOR, RTX_3090, RTX_4090, RTX_5090, GB10)
 
-UNKNOWN_BANDWIDTH_GB_S = 1000.0  # affects predicted times, and the plans of column sums
-
-
-def from_properties(properties) -> DeviceSpec:
-    """The spec of the device that torch.cuda.get_device_properties describes. For a partition of a GPU (MIG) the driver
-    reports the partition's SMs; the partition is assumed to have the same share of the bandwidth."""
-    arch = 10 * properties.major + properties.minor
-    words = _plain(properties.name)
-    alike = [spec for spec in KNOWN if spec.arch == arch and _plain(spec.name) in words]
-    known = max(alike, key=lambda spec: len(spec.name), default=None)  # "GB200" contains "B200": the longest name wins
-    share = min(1.0, properties.multi_processor_count / known.sm_count) if known else 1.0
-    return DeviceSpec(
-        name=properties.name,
-        arch=arch,
-        sm_count=properties.multi_processor_count,
-        smem_per_block_bytes=properties.shared_memory_per_block_optin,
-        smem_per_sm_bytes=properties.shared_memory_per_multiprocessor,
-        registers_per_sm=properties.regs_per_multiprocessor,
-        max_threads_per_sm=properties.max_threads_per_multi_processor,
-        bandwidth_gb_s=known.bandwidth_gb_s * share if known else UNKNOWN_BANDWIDTH_GB_S,
-        **({"bytes_in_flight_per_sm": known.bytes_in_flight_per_sm} if known else {}),
-    )
-
 
 def _words(name: str) -> list[str]:
     return re.findall("[a-z0-9]+", name.lower())
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
     return "".join(_words(name))

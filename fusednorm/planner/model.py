@@ -15,13 +15,13 @@ from .norm_problem import NormProblem
 from .plan import (
     BY_COLUMNS,
     MANY_BOXES,
+    Grid,
     Plan,
     RingPlan,
     box_columns,
     clusters_at_once,
-    num_ctas,
+    grid_of,
     num_launches,
-    num_partials,
     num_passes,
     warps_of_a_row,
 )
@@ -78,42 +78,35 @@ def time_us(work: Work, c: Coefficients) -> float:
 def bytes_moved(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> int:
     """Bytes of device memory that a call reads and writes. A forward's second read of x comes from the cache. A group's
     row is a row, here and below."""
-    read, written = problem.row_bytes
-    statistics = problem.acc_dtype.itemsize * (2 if problem.norm == "layer" else 1)
-    passes = 2 if num_passes(plan, problem) == 2 and problem.direction == "backward" else 1
-    partials = 2 * problem.num_sums * partials_of(plan, problem, rows, device) * problem.acc_dtype.itemsize
+    (read, written), itemsize = problem.row_bytes, problem.acc_dtype.itemsize
+    passes = 1 if problem.is_forward else num_passes(plan, problem)
+    statistics = itemsize * (2 if problem.norm == "layer" else 1)
+    partials = 2 * problem.num_sums * _grid(plan, problem, device).partials(rows) * itemsize
     tensors = rows * (problem.cols * (passes * read + written) + statistics)
     return tensors + 2 * problem.width * problem.parameter_bytes + problem.cols * partials
 
 
-def partials_of(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> int:
-    """Rows of partials of each sum."""
-    if plan.kernel == "reference" or not problem.num_sums:
-        return 0
-    return num_partials(plan, num_ctas(plan, rows, problem.cols, device, True, problem.wants_float32_sum))
+def _grid(plan: Plan, problem: NormProblem, device: DeviceSpec) -> Grid:
+    return grid_of(plan, problem.cols, device, problem.num_sums > 0, problem.wants_float32_sum)
 
 
 def work_of(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Work:
     read, _ = problem.row_bytes
-    is_ring = isinstance(plan, RingPlan)
-    ctas = num_ctas(plan, rows, problem.cols, device, problem.num_sums > 0, problem.wants_float32_sum)
+    grid, is_ring = _grid(plan, problem, device), isinstance(plan, RingPlan)
+    ctas = grid.ctas(rows)
     waves = math.ceil(ctas / (clusters_at_once(plan.cluster, device) * plan.ctas_per_sm))
     on_an_sm = max(1, min(plan.ctas_per_sm, math.ceil(ctas * plan.cluster / device.sm_count)))
     tiles = math.ceil(math.ceil(rows / plan.rows_per_tile) / ctas) * waves
     of_sm = plan.rows_per_tile * tiles * on_an_sm  # parts of rows
     elements = problem.cols if plan.kernel in BY_COLUMNS else plan.chunk * plan.num_chunks
-    boxes = 0.0
+    # A tile in registers is loaded while another is computed on, if the CTA has another.
+    boxes, stages = 0.0, 1 if getattr(plan, "short_lived", False) else 2
     if is_ring:
-        box = box_columns(plan, problem.cols)
-        boxes = problem.cols / box * (1 + (problem.direction == "backward"))
-        boxes *= 3 if plan.chunk > MANY_BOXES * box else 1
-    if is_ring:
-        stages = plan.num_stages
-    else:  # a tile in registers is loaded while another is computed on, if the CTA has another
-        stages = 1 if getattr(plan, "short_lived", False) else 2
+        box, stages = box_columns(plan, problem.cols), plan.num_stages
+        boxes = problem.cols / box * (2 - problem.is_forward) * (3 if plan.chunk > MANY_BOXES * box else 1)
     return Work(
         memory_us=bytes_moved(plan, problem, rows, device) / (device.bandwidth_gb_s * 1e3),
-        launches=num_launches(plan, problem) or 1,
+        launches=num_launches(plan, problem),
         rings=float(is_ring),
         doublings=math.log2(plan.cluster),
         parameter_bytes=problem.parameter_bytes * problem.cols / plan.cluster,
@@ -123,7 +116,7 @@ def work_of(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> 
         tiles=math.ceil(tiles / getattr(plan, "num_groups", 1)),
         ahead=on_an_sm * stages,
         merged=problem.num_sums * _merged(plan, problem),
-        partials=partials_of(plan, problem, rows, device),
+        partials=grid.partials(rows) if problem.num_sums else 0,
     )
 
 

@@ -54,6 +54,10 @@ class NormProblem:
         return f"{self.norm}_norm {self.direction}"
 
     @property
+    def is_forward(self) -> bool:
+        return self.direction == "forward"
+
+    @property
     def width(self) -> int:
         """Columns of x: those of all groups."""
         return self.cols * self.form.groups

@@ -1,10 +1,8 @@
 """Plans: everything about a launch that is known at compile time. The row count changes nothing in a plan.
 
-`variant` is the name by which users ask for a plan. Two variants have two kernels each, for whole rows and for column
-tiles; `kernel` tells them apart.
-
-`Grid` alone says how many CTAs a number of rows gets, and with them how many partials. The measurements behind the
-constants are in bench/NOTES.md, "Evidence behind constants".
+Users ask for a plan by its `variant`. Two variants have two kernels each, for whole rows and for column tiles. `Grid`
+alone says how many CTAs a number of rows gets, and with them how many partials. bench/NOTES.md has the measurements
+behind the constants, "Evidence behind constants".
 """
 
 from __future__ import annotations
@@ -18,21 +16,17 @@ from typing import ClassVar
 from .device import DeviceSpec
 from .norm_problem import NormProblem
 
-# A backward adds a CTA per SM, or a cluster, only for this much work. With less, storing and summing its partials of dw
-# and db costs more than it saves.
-MIN_TILES_OF_CTA = 2  # row tiles
-MIN_ROWS_OF_CLUSTER = 2  # rows
-MIN_NARROW_ROWS = 8  # rows, in multi-wave tiles of several rows
-
+# Least work of a CTA that leaves partials of dw and db, or of a cluster: with less, storing and summing them costs more
+# than another CTA saves. In multi-wave tiles of several rows they are narrow.
+MIN_TILES_OF_CTA, MIN_ROWS_OF_CLUSTER, MIN_NARROW_ROWS = 2, 2, 8
 # Least work of a short-lived CTA: row tiles, because it loads the parameters while its first tile arrives; in a cluster
 # also rows and elements, because it begins by waiting for the other CTAs.
 MIN_TILES_OF_SHORT_LIVED, MIN_ROWS_IN_CLUSTER, MIN_ELEMENTS_IN_CLUSTER = 2, 5, 12 * 1024
+MIN_WAVES = 6  # of short-lived CTAs; with fewer, the last wave would leave too much of the GPU idle
 # Most row tiles that a CTA adds up in one sum of dw or db that is wanted in float32. Of n additions of one sign, each
 # may round in the same direction, by up to 2^-25 of the sum. A sum of more tiles is divided among CTAs that do not run
 # at the same time. A 16-bit output is itself rounded by 2^-9 or 2^-12, far more than what the longest sum loses.
 MOST_TILES_OF_SUM = 160
-MIN_WAVES = 6  # with fewer, the last wave would leave too much of the GPU idle
-
 MOST_CTAS = 2**16 - 1  # along the rows, where these are a grid's second dimension
 MAX_BOX_SIDE = 256  # elements per side of a TMA copy's box
 MANY_BOXES = 64  # of a chunk, in a CTA: from here on TMA takes about three times as long for each
@@ -126,8 +120,8 @@ class WarpSpecializedPlan:
     """The ring of PipelinedPlan, filled by a producer warp and emptied by num_groups compute groups of num_warps warps.
 
     The groups take stages in turn, so num_stages is a multiple of num_groups, and each sums dw and db for itself.
-    cached keeps a row tile in registers instead of reading its stage twice. max_registers is what a compute thread
-    has after the producer warp has given its own registers away.
+    cached keeps a row tile in registers instead of reading its stage twice. max_registers is what a compute thread has
+    after the producer warp has given its own registers away.
     """
 
     variant: ClassVar[str] = "warp_specialized"
@@ -162,6 +156,9 @@ VARIANTS = ("multi_wave", "pipelined", "warp_specialized", "reference")
 BY_COLUMNS = ("column_tiles", "column_ring")  # kernels whose CTAs own columns, not whole rows
 
 
+OF_FORMS = ("rows_in_ring",)  # the last fields of a plan, which only forms with row tensors set
+
+
 def text_of(plan: Plan) -> str:
     """A plan in short: its type, and the values of its fields in their order, without False of fields of forms."""
     values = [int(value) for name, value in vars(plan).items() if value or name not in OF_FORMS]
@@ -173,22 +170,11 @@ def from_text(text: str) -> Plan:
     """The plan of a text by text_of. Raises ValueError if there is none."""
     name, _, values = text.removesuffix(")").partition("(")
     kind = next((kind for kind in typing.get_args(Plan) if kind.__name__ == f"{name}Plan"), None)
-    numbers = [int(value) for value in values.split(",")] if kind else []
     known = fields(kind) if kind else ()
-    if len(numbers) not in (len(known), len([field for field in known if field.name not in OF_FORMS])) or not known:
+    numbers = [int(value) for value in values.split(",")] if known else []
+    if not known or len(numbers) not in (len(known), sum(field.name not in OF_FORMS for field in known)):
         raise ValueError(f"{text} is no plan")
     return kind(*(bool(n) if field.type == "bool" else n for field, n in zip(known, numbers, strict=False)))
-
-
-OF_FORMS = ("rows_in_ring",)  # the last fields of a plan, which only forms with row tensors set
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """Why a variant is not used: the name of the rule that it breaks, and a sentence for people."""
-
-    rule: str
-    reason: str
 
 
 def box_columns(plan: RingPlan, cols: int) -> int:
@@ -273,19 +259,14 @@ class Grid:
 
 
 def grid_of(
-    plan: Plan,
-    cols: int,
-    device: DeviceSpec,
-    leaves_partials: bool = True,
-    float32_sums: bool = False,
-    groups: int = 1,
-    sample_rows: int = 0,
-) -> Grid:
+    plan: Plan, cols: int, device: DeviceSpec, leaves_partials: bool = True, float32_sums: bool = False,
+    groups: int = 1, sample_rows: int = 0,
+) -> Grid:  # fmt: skip
     """The grid of a plan, for each of the groups of columns. Each CTA gets at least one row tile, of one sample.
 
     The grid has as many CTAs as run at once, even if some get a row tile fewer than others: fewer CTAs would take as
-    long and load less at a time. If CTAs leave partials, least_rows_of_cta limits their number. If dw or db is wanted
-    in float32 (float32_sums), their number is a multiple of those that run at once where each would get more tiles than
+    long and load less at a time. If CTAs leave partials, their least work limits their number. If dw or db is wanted in
+    float32 (float32_sums), their number is a multiple of those that run at once where each would get more tiles than
     MOST_TILES_OF_SUM. With an sm_margin it is not: CTAs that wait for a place would take the SMs that the margin leaves
     free. Short-lived CTAs may be more than run at once; all but the last get equally many tiles.
     """
@@ -294,39 +275,25 @@ def grid_of(
     rows_of_cta = tiles_of_cta = least_short_lived = 0
     if plan.kernel in BY_COLUMNS:
         at_once = max(1, at_once // -(-cols // plan.chunk))
-    elif plan.kernel == "pipelined" and plan.short_lived:
-        tiles_of_cta = tiles_of_short_lived(plan)
-        least_short_lived = 0 if plan.num_stages == 1 else MIN_WAVES * at_once
-    elif plan.kernel == "multi_wave" and plan.short_lived:
-        tiles_of_cta = 1
-    elif leaves_partials:
-        rows_of_cta = least_rows_of_cta(plan)
+    elif getattr(plan, "short_lived", False):
+        is_one_tile = plan.kernel == "multi_wave" or plan.num_stages == 1
+        tiles_of_cta = 1 if is_one_tile else _tiles_of_short_lived(plan)
+        least_short_lived = 0 if is_one_tile else MIN_WAVES * at_once
+    elif leaves_partials:  # the first CTA of each SM may get fewer rows
+        narrow = MIN_NARROW_ROWS if plan.kernel == "multi_wave" and plan.rows_per_tile > 1 else 0
+        rows_of_cta = MIN_ROWS_OF_CLUSTER if plan.cluster > 1 else max(MIN_TILES_OF_CTA * plan.rows_per_tile, narrow)
     tiles_of_sum = MOST_TILES_OF_SUM if float32_sums and not device.sm_margin else 0
-    partials = num_partials(plan, 1)
     least_work = rows_of_cta, tiles_of_cta, tiles_of_sum, least_short_lived
-    return Grid(plan.rows_per_tile, at_once, first_wave, *least_work, partials, sample_rows)
+    return Grid(plan.rows_per_tile, at_once, first_wave, *least_work, num_partials(plan, 1), sample_rows)
 
 
-def num_ctas(
-    plan: Plan, rows: int, cols: int, device: DeviceSpec, leaves_partials: bool = True, float32_sums: bool = False,
-    groups: int = 1,
-) -> int:  # fmt: skip
-    """The number of CTAs along the rows, or of clusters of them, for each of the groups of columns."""
-    return grid_of(plan, cols, device, leaves_partials, float32_sums, groups).ctas(rows)
+def num_ctas(plan: Plan, rows: int, cols: int, device: DeviceSpec, *wants, **more) -> int:
+    """The number of CTAs along the rows, or of clusters of them, for each of the groups of columns. Arguments as
+    grid_of's."""
+    return grid_of(plan, cols, device, *wants, **more).ctas(rows)
 
 
-def least_rows_of_cta(plan: Plan) -> int:
-    """Least rows per CTA, or cluster, that leaves partials. The first CTA of each SM may get fewer."""
-    if plan.cluster > 1:
-        return MIN_ROWS_OF_CLUSTER
-    narrow = plan.kernel == "multi_wave" and plan.rows_per_tile > 1
-    return max(MIN_TILES_OF_CTA * plan.rows_per_tile, MIN_NARROW_ROWS * narrow)
-
-
-def tiles_of_short_lived(plan: PipelinedPlan) -> int:
-    """Least row tiles per short-lived CTA."""
-    if plan.num_stages == 1:
-        return 1
+def _tiles_of_short_lived(plan: PipelinedPlan) -> int:
     if plan.cluster == 1:
         return MIN_TILES_OF_SHORT_LIVED
     elements = plan.rows_per_tile * plan.chunk * plan.num_chunks
@@ -346,21 +313,16 @@ def clusters_at_once(cluster: int, device: DeviceSpec) -> int:
 
 def num_passes(plan: Plan, problem: NormProblem) -> int | None:
     """How often the kernels read x and dy, None for ATen's. A forward's second read of x comes from the cache."""
-    if plan.kernel == "reference":
-        return None
-    return 2 if plan.kernel == "column_tiles" and (problem.direction == "forward" or problem.wants_dx) else 1
+    by_tiles = plan.kernel == "column_tiles" and (problem.is_forward or problem.wants_dx)
+    return None if plan.kernel == "reference" else 2 if by_tiles else 1
 
 
 def num_launches(plan: Plan, problem: NormProblem) -> int | None:
-    """Kernel launches of one call; None for ATen's kernels.
-
-    The second of two column-tile passes sums its partials itself. All others use one more launch for the sums, if any.
-    """
-    if plan.kernel == "reference":
-        return None
+    """Kernel launches of one call; None for ATen's kernels. The second of two column-tile passes sums its partials
+    itself. All others use one more launch for the sums, if any."""
     if plan.kernel == "column_tiles" and problem.wants_dx:
         return 2
-    return 1 + (problem.num_sums > 0)
+    return None if plan.kernel == "reference" else 1 + (problem.num_sums > 0)
 
 
 def num_partials(plan: Plan, ctas: int) -> int:

@@ -84,19 +84,6 @@ class Unreadable(Exception):  # noqa: N818  a reason, not a fault of the caller
     """str() says in one sentence why a file is no table."""
 
 
-def write(path: Path, head: dict, widths: dict[Key, dict[int, Ranges]]) -> None:
-    """Replaces the file at once, so that nobody reads half of one."""
-    lines: list = [{"format": FORMAT} | head]
-    for key, ranges in sorted(widths.items()):
-        lines.append(key._asdict())
-        for cols, plans in sorted(ranges.items()):
-            lines.append([cols, [[None if most == math.inf else most, text] for most, text in plans]])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_suffix(".new")
-    new.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
-    new.replace(path)
-
-
 def read(path: Path) -> Table:
     """Raises Unreadable."""
     try:

@@ -354,7 +354,20 @@ def write_table(cells: list[Cell], device: DeviceSpec, path: Path, measured: dic
     plain = [cell for cell in cells if not cell.task.form]
     coefficients = fit(plain, device, table.coefficients(device))
     head = {"gpu": device.name, "arch": device.arch} | measured
-    table.write(path, head | {"coefficients": coefficients._asdict()}, widths_of(cells, device, coefficients))
+    write(path, head | {"coefficients": coefficients._asdict()}, widths_of(cells, device, coefficients))
+
+
+def write(path: Path, head: dict, widths: dict[table.Key, dict[int, table.Ranges]]) -> None:
+    """Replaces the file at once, so that nobody reads half of one."""
+    lines: list = [{"format": table.FORMAT} | head]
+    for key, ranges in sorted(widths.items()):
+        lines.append(key._asdict())
+        for cols, plans in sorted(ranges.items()):
+            lines.append([cols, [[None if most == math.inf else most, text] for most, text in plans]])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    new.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+    new.replace(path)
 
 
 # --- The command ---

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import choices as listed_choices
 import pytest
 from hypothesis import strategies as st
 from planning import given, make_gated_sum, make_problem, sweep
 
 from fusednorm.planner import budget, legality
-from fusednorm.planner.candidates import candidates
+from fusednorm.planner.candidates import MAX_CHUNKS, MOST_COPIES, candidates, chunkings, cluster_sizes, ways_to_copy
 from fusednorm.planner.choice import (
     HOPPER,
     PUBLISHED_ROWS_PER_SM,
@@ -22,9 +24,10 @@ from fusednorm.planner.choice import (
     choices,
     choose,
 )
-from fusednorm.planner.device import A100, B200, H100, H200, KNOWN, RTX_5090
+from fusednorm.planner.device import A100, B200, H100, H200, KNOWN, RTX_4090, RTX_5090
 from fusednorm.planner.plan import (
     MANY_BOXES,
+    MAX_BOX_SIDE,
     VARIANTS,
     ColumnRingPlan,
     ColumnTilePlan,
@@ -34,6 +37,7 @@ from fusednorm.planner.plan import (
     RingPlan,
     WarpSpecializedPlan,
     box_columns,
+    num_copies,
     num_ctas,
     num_partials,
     num_passes,
@@ -227,6 +231,43 @@ def test_what_was_unschedulable_there_has_a_plan_here():
     for row in rows:
         problem = as_problem(row)
         assert_runs(choose(problem, int(row["rows"]), B200), problem, int(row["rows"]), B200)
+
+
+# --- No loss ---
+
+
+def test_no_choice_is_slower_than_the_one_that_is_listed():
+    """`python tests/choices.py` lists what differs, and `--renew` writes the list anew after a measurement."""
+    assert [each for each in listed_choices.differences() if each.is_loss] == []
+
+
+@pytest.mark.parametrize("device", [A100, RTX_4090, H200, B200], ids=lambda device: device.name)
+def test_rows_are_read_twice_only_where_no_plan_within_the_budgets_reads_them_once(device):
+    widths = (1001, 4097, 8192, 9000, 12288, 16385, 20480, 24576, 32768, 40960, 65536, 131072)
+    for problem in sweep(widths, ("bf16", "fp32"), ("", "none")):
+        if num_passes(choose(problem, MANY_ROWS, device), problem) == 2:
+            assert next(plans_of_one_pass(problem, device), None) is None, problem
+
+
+def plans_of_one_pass(problem, device):
+    """Tiles of one row, in registers and in rings of two stages, by all warps and chunks that candidates may have."""
+    for warps, (chunk, num_chunks) in itertools.product((4, 8, 16), chunkings(problem.cols, 16, MAX_CHUNKS)):
+        limit = budget.register_limit(32 * warps, device)
+        yield from _within_budget(problem, device, MultiWavePlan(1, chunk, num_chunks, warps, 1, limit))
+    if legality.broken_rule("pipelined", problem, 1, device):
+        return
+    for warps, cluster, in_smem in itertools.product((4, 8, 16), cluster_sizes(problem, device), (False, True)):
+        limit = budget.register_limit(32 * warps, device)
+        for chunk, num_chunks in chunkings(-(-problem.cols // cluster), 32 * warps, 16):
+            for copy_chunks, tail in ways_to_copy(num_chunks, problem.cols // (cluster * chunk)):
+                resources = 2, warps, 1, limit, in_smem, cluster, copy_chunks, False, tail
+                plan = PipelinedPlan(1, chunk, num_chunks, *resources)
+                if num_copies(plan) <= MOST_COPIES and chunk <= MAX_BOX_SIDE * box_columns(plan, problem.cols):
+                    yield from _within_budget(problem, device, plan)
+
+
+def _within_budget(problem, device, plan):
+    return [plan] if budget.is_within_budget(plan, problem, device) else []
 
 
 # --- Invariants ---

@@ -9,6 +9,7 @@ import pytest
 from planning import make_problem
 
 import fusednorm
+from fusednorm.host.gpus import from_properties
 from fusednorm.planner.choice import choose
 from fusednorm.planner.device import A100, B200, H200, KNOWN, RTX_5090
 from fusednorm.planner.plan import num_ctas
@@ -59,30 +60,23 @@ def properties_of(spec, name, sm_count):
 
 @pytest.mark.parametrize("spec", KNOWN, ids=lambda spec: spec.name)
 def test_a_whole_gpu_is_the_constant_of_its_name(spec):
-    found = fusednorm.planner.device.from_properties(properties_of(spec, f"NVIDIA {spec.name} 80GB", spec.sm_count))
+    found = from_properties(properties_of(spec, f"NVIDIA {spec.name} 80GB", spec.sm_count))
     assert found == replace(spec, name=f"NVIDIA {spec.name} 80GB")
 
 
-@pytest.mark.parametrize("spec", KNOWN, ids=lambda spec: spec.name)
-def test_bytes_in_flight_are_bandwidth_times_latency_where_more_than_was_measured_is_needed(spec):
-    of_a_microsecond = 0.917 * spec.bandwidth_gb_s * 1e3 / spec.sm_count  # an H200's share of its bandwidth
-    assert spec.bytes_in_flight_per_sm == pytest.approx(max(32 * 1024, of_a_microsecond), rel=0.03)
-
-
 def test_a_partition_of_a_gpu_has_its_share():
-    part = fusednorm.planner.device.from_properties(properties_of(H200, "NVIDIA H200 MIG 2g.35gb", 33))
+    part = from_properties(properties_of(H200, "NVIDIA H200 MIG 2g.35gb", 33))
     assert part.sm_count == 33 and part.bandwidth_gb_s == H200.bandwidth_gb_s / 4
-    assert fusednorm.planner.device.from_properties(properties_of(B200, "B200", 37)).bytes_in_flight_per_sm == 49 * 1024
     plan = choose(make_problem(), MANY_ROWS, part)
     assert num_ctas(plan, MANY_ROWS, 4096, part) <= plan.ctas_per_sm * 33
 
 
 def test_a_partition_has_its_own_thresholds():
-    part = fusednorm.planner.device.from_properties(properties_of(B200, "NVIDIA B200 MIG 2g.45gb", 37))
+    part = from_properties(properties_of(B200, "NVIDIA B200 MIG 2g.45gb", 37))
     assert choose(make_problem(), 16 * 37, part).variant == "multi_wave"
     assert choose(make_problem(), 16 * 37 + 1, part).variant == "warp_specialized"
 
 
 def test_an_unknown_gpu_is_planned_for_by_its_resources():
-    unknown = fusednorm.planner.device.from_properties(properties_of(replace(A100, arch=87), "Orin", 16))
+    unknown = from_properties(properties_of(replace(A100, arch=87), "Orin", 16))
     assert choose(make_problem(), MANY_ROWS, unknown).variant == "multi_wave"

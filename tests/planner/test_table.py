@@ -35,7 +35,7 @@ def head(gpu=MY_GPU.name) -> dict:
 
 def written(file, cols=4096, **changes):
     key = table.Key.of(make_problem(cols=cols))
-    table.write(
+    tune.write(
         file, head(**changes), {key: {cols: ((4.0, ALONE), (math.inf, "Pipelined(1,4096,1,3,4,2,255,0,1,1,0,0)"))}}
     )
 

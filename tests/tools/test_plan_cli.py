@@ -38,7 +38,7 @@ def test_plan_says_what_runs_what_it_takes_and_why_nothing_else_does(capsys):
     assert lines[0] == "layer_norm backward on H200: 16384 rows of 8192 columns, x bf16, weight bf16, bias bf16"
     assert lines[1].startswith("pipelined: chosen: the fastest of those measured on NVIDIA H200 at 8192 columns")
     assert lines[2].startswith("PipelinedPlan(rows_per_tile=1, chunk=4096, num_chunks=1")
-    assert "shared memory 49400 of 232448 bytes a CTA" in text and "of 255 a thread" in text
+    assert "shared memory 49472 of 232448 bytes a CTA" in text and "of 255 a thread" in text
     assert "launches: 2; passes over x and dy: 1" in lines
     assert "MB moved" in text and "us predicted" in text and "% of the speed of light" in text
     assert [line.split(":")[0] for line in lines[-2:]] == ["not multi_wave or reference", "not warp_specialized"]
