@@ -552,6 +552,14 @@ def _is_legal(variant: str, problem: NormProblem, rows: int, spec: DeviceSpec) -
     return broken_rule(variant, problem, rows, spec) is None
 
 
+def rounds_u(problem: NormProblem) -> bool:
+    """Whether a forward rounds u to x's dtype before its gate: u then has the promoted dtype of x, weight and bias,
+    which is x's here, or one with all digits."""
+    of, form = problem.x_dtype, problem.form
+    rounds = problem.is_forward and form.rounds_x_hat and form.finish == "gate" and of.itemsize == 2
+    return rounds and {problem.weight_dtype or of, problem.bias_dtype or of} == {of}
+
+
 @functools.cache
 def _norm(problem: NormProblem) -> Norm:
     return Norm(
@@ -560,7 +568,7 @@ def _norm(problem: NormProblem) -> Norm:
         fp64=problem.acc_dtype == torch.float64,
         has_weight=problem.weight_dtype is not None,
         has_bias=problem.reads_bias,
-        rounds_u=problem.rounds_u,
+        rounds_u=rounds_u(problem),
         steps=tuple([TRITONS_NAMES[each] for each in problem.steps]),
         wants_dx=problem.wants_dx,
         wants_dw=problem.wants_dw,

@@ -72,14 +72,6 @@ class NormProblem:
         return self.bias_dtype is not None and (self.direction == "forward" or self.form.reads_u)
 
     @property
-    def rounds_u(self) -> bool:
-        """Whether a forward rounds u to x's dtype before its gate: u then has the promoted dtype of x, weight and bias,
-        which is x's here, or one with all digits."""
-        dtypes = {self.x_dtype, self.weight_dtype or self.x_dtype, self.bias_dtype or self.x_dtype}
-        rounds = self.form.rounds_x_hat and self.form.finish == "gate" and self.x_dtype.itemsize == 2
-        return rounds and self.direction == "forward" and len(dtypes) == 1
-
-    @property
     def row_dtype(self) -> torch.dtype:
         """Dtype of the row that is normalized, as kernels hold it."""
         if not self.rows_out:
