@@ -27,7 +27,6 @@ from .plan import (
     columns_per_thread,
     is_whole,
     num_copies,
-    padded_columns,
     rows_per_thread,
     threads_per_row,
     warps_of_a_row,
@@ -91,8 +90,9 @@ def _ring_bytes(plan: RingPlan, problem: NormProblem) -> int:
     ring = plan.num_stages * plan.rows_per_tile * plan.chunk * room * sum(map(_bytes, tensors))
     held = plan.weight_in_smem * plan.chunk * plan.num_chunks * sum(map(_bytes, parameters))
     rows, warps, threads = _round_up(ring + held, 128), warps_of_a_row(plan), WARP_SIZE * plan.num_warps
-    # The warps of a row exchange one or two float32 per row, in buffers that some releases size for all CTAs.
-    exchanged = 4 * _sums_per_row(plan, problem) * plan.rows_per_tile * warps * plan.cluster if warps > 1 else 0
+    # The warps of a row exchange up to two float32 per row, in buffers that some releases size for all CTAs.
+    sums = 2 if problem.norm == "layer" else 1
+    exchanged = 4 * sums * plan.rows_per_tile * warps * plan.cluster if warps > 1 else 0
     barriers = _round_up(8 * plan.num_stages, 16)
     if is_pipelined:
         staged = problem.num_sums * _staged_bytes(plan, problem)
@@ -116,14 +116,6 @@ def _staged_bytes(plan: RingPlan, problem: NormProblem) -> int:
         return 4 * plan.rows_per_tile * plan.num_chunks * plan.chunk
     held = min(16 // problem.x_dtype.itemsize * threads_per_row(plan), plan.chunk)
     return 4 * plan.rows_per_tile * min(plan.chunk, max(held, 4 * WARP_SIZE * plan.num_warps))
-
-
-def _sums_per_row(plan: RingPlan, problem: NormProblem) -> int:
-    """Number of sums that one reduction takes of each row, at most. A forward corrects the mean if a sum of equal
-    elements may be inexact in float32 (passes.mean_and_squares)."""
-    corrects = padded_columns(plan) > 2**23 * torch.finfo(problem.row_dtype).eps
-    both = not problem.is_forward or is_whole(plan, problem.cols) or corrects
-    return 2 if problem.norm == "layer" and both else 1
 
 
 # --- Registers ---

@@ -203,14 +203,10 @@ def columns_per_thread(plan: RingPlan) -> int:
     return plan.chunk * plan.num_chunks // threads_per_row(plan)
 
 
-def padded_columns(plan: RingPlan) -> int:
-    """Columns in all chunks of a row, over all CTAs of a cluster. Those after the row's end are zeros."""
-    return plan.cluster * plan.num_chunks * plan.chunk
-
-
 def is_whole(plan: RingPlan, cols: int) -> bool:
-    """True if the chunks are exactly a row, so that all threads have equally many columns."""
-    return cols == padded_columns(plan)
+    """True if the chunks, over all CTAs of a cluster, are exactly a row, so that all threads have equally many columns.
+    Otherwise those after the row's end are zeros."""
+    return cols == plan.cluster * plan.num_chunks * plan.chunk
 
 
 def num_copies(plan: RingPlan) -> int:
