@@ -54,6 +54,7 @@ def from_properties(properties) -> DeviceSpec:
         registers_per_sm=properties.regs_per_multiprocessor,
         max_threads_per_sm=properties.max_threads_per_multi_processor,
         bandwidth_gb_s=known.bandwidth_gb_s * share if known else UNKNOWN_BANDWIDTH_GB_S,
+        **({"bytes_in_flight_per_sm": known.bytes_in_flight_per_sm} if known else {}),
     )
 
 

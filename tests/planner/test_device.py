@@ -64,9 +64,16 @@ def test_a_whole_gpu_is_the_constant_of_its_name(spec):
     assert found == replace(spec, name=f"NVIDIA {spec.name} 80GB")
 
 
+@pytest.mark.parametrize("spec", KNOWN, ids=lambda spec: spec.name)
+def test_bytes_in_flight_are_bandwidth_times_latency_where_more_than_was_measured_is_needed(spec):
+    of_a_microsecond = 0.917 * spec.bandwidth_gb_s * 1e3 / spec.sm_count  # an H200's share of its bandwidth
+    assert spec.bytes_in_flight_per_sm == pytest.approx(max(32 * 1024, of_a_microsecond), rel=0.03)
+
+
 def test_a_partition_of_a_gpu_has_its_share():
     part = from_properties(properties_of(H200, "NVIDIA H200 MIG 2g.35gb", 33))
     assert part.sm_count == 33 and part.bandwidth_gb_s == H200.bandwidth_gb_s / 4
+    assert from_properties(properties_of(B200, "B200", 37)).bytes_in_flight_per_sm == 49 * 1024
     plan = choose(make_problem(), MANY_ROWS, part)
     assert num_ctas(plan, MANY_ROWS, 4096, part) <= plan.ctas_per_sm * 33
 
