@@ -13,21 +13,29 @@ FORM_CANDIDATES = {"ours": "ours", "plain": "the norm alone", **{name: NAMES[nam
 
 
 def forms(gpu: str) -> str:
-    """Times over the floor of each form and shape: forward, backward, both."""
-    found = {
-        (r["norm"], r["form"], r["rows"], r["cols"], r["direction"], r["candidate"]): r
-        for r in records_of("forms", gpu)
-        if r.get("median_us")
-    }
-    header = ["norm and form", "rows x cols", *FORM_CANDIDATES.values()]
+    """Times over the floor of each form and shape: forward, backward, and both if they were not timed before these."""
+    found: dict[tuple, dict[tuple, dict]] = {}
+    for r in records_of("forms", gpu):
+        if r.get("median_us"):
+            case = f"{NAMES[r['norm']]} {r['form']}{variant(r)}", f"{r['rows']}x{r['cols']}"
+            found.setdefault(case, {})[r["candidate"], r["direction"]] = r
     lines = []
-    for norm, form, rows, cols in dict.fromkeys(key[:4] for key in found):
-        line = [f"{NAMES[norm]} {form}", f"{rows}x{cols}"]
+    for case, records in found.items():
+        line = [*case]
         for name in FORM_CANDIDATES:
-            times = [found.get((norm, form, rows, cols, way, name)) for way in FORM_WAYS]
-            line.append(", ".join(f"{each['times_floor']:.2f}" for each in times if each))
+            times = [records[name, way] for way in FORM_WAYS if (name, way) in records]
+            if len(times) == len(FORM_WAYS) and times[-1]["date"] < max(each["date"] for each in times):
+                times.pop()
+            line.append(", ".join(f"{each['times_floor']:.2f}" for each in times))
         lines.append(line)
-    return table(header, lines)
+    return table(["norm and form", "rows x cols", *FORM_CANDIDATES.values()], lines)
+
+
+def variant(record: dict) -> str:
+    """What sets a case apart from that of the same name: ", in groups of 1024", for example."""
+    wider = (name for name in ("residual", "modulation") if record.get(f"{name}_dtype", record["x_dtype"]) == "float32")
+    groups = f", in groups of {record['group_size']}" if record.get("group_size") else ""
+    return groups + "".join(f", {name} in float32" for name in wider if record["x_dtype"] != "float32")
 
 
 def sources(tool: str, gpu: str) -> list[str]:
