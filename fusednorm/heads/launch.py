@@ -123,7 +123,7 @@ def program_of(given: Call, planned: Planned, spec: DeviceSpec) -> Program:
 def launches_of(
     call: HeadCall, plan: HeadPlan, spec: DeviceSpec, first_partial: int
 ) -> tuple[list[Launch], list[Part]]:
-    """The launches, and the parts of the workspace that they need, of which the first has this address."""
+    """The launches, and the parts of the workspace that they need. The first part has the address `first_partial`."""
     problem, count, cols = call.problem, len(call.which), call.problem.cols
     heads, lists = call.heads, (call.heads.inputs, call.grads, call.heads.weights, call.heads.biases, call.outs)
     x, dy, weights, biases, outs = (_tuple([each if each is None else each.address for each in some]) for some in lists)

@@ -149,8 +149,9 @@ def entry_registers(plan: WarpSpecializedPlan) -> int:
 
 
 def registers(plan: Plan, problem: NormProblem, device: DeviceSpec) -> int:
-    """Upper bound of the registers that a thread needs: a sum of terms, of which each is a coefficient times quantities
-    of plan and problem, or a cap at which the compiler was seen to recompute values instead of holding them."""
+    """Upper bound of the registers that a thread needs. It is a sum of terms, each a coefficient times quantities of
+    plan and problem. A cap replaces a larger sum where the compiler was seen to recompute values instead of holding
+    them."""
     if plan.kernel in BY_COLUMNS:
         return max_registers(plan)
     late = plan.kernel == "multi_wave" and not problem.is_forward and problem.form.late

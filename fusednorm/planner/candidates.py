@@ -59,7 +59,7 @@ MOST_BYTES_OF_EIGHT = 65536  # of a row, for a cluster of eight CTAs where one o
 CLUSTER_ARCHS = (90, 100, 103)
 # (most SMs left to others, largest cluster): see cluster_sizes and bench/NOTES.md, "Clusters beside others".
 LARGEST_CLUSTER = ((0, 16), (8, 8), (32, 4), (math.inf, 2))
-OLDEST_PUBLISHED_ARCH = 100  # nvFuser has published plans from here on: deep rings (see `deepened`)
+OLDEST_PUBLISHED_ARCH = 100  # nvFuser has published plans from here on: deep rings (see `_deepened`)
 MODERATE_BYTES, MOST_BYTES = 80, 256  # of a row tile of x for a thread of a compute group
 GROUPS = ((2, 4), (2, 8), (1, 8), (1, 16))  # compute groups and the warps of each, by preference
 COLUMN_TILE = 1024

@@ -15,6 +15,7 @@ from .norm_problem import NormProblem
 from .plan import (
     BY_COLUMNS,
     MANY_BOXES,
+    SLOWER_IF_MANY,
     Grid,
     Plan,
     RingPlan,
@@ -103,7 +104,7 @@ def work_of(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> 
     boxes, stages = 0.0, 1 if getattr(plan, "short_lived", False) else 2
     if is_ring:
         box, stages = box_columns(plan, problem.cols), plan.num_stages
-        boxes = problem.cols / box * (2 - problem.is_forward) * (3 if plan.chunk > MANY_BOXES * box else 1)
+        boxes = problem.cols / box * (2 - problem.is_forward) * (SLOWER_IF_MANY if plan.chunk > MANY_BOXES * box else 1)
     return Work(
         memory_us=bytes_moved(plan, problem, rows, device) / (device.bandwidth_gb_s * 1e3),
         launches=num_launches(plan, problem),

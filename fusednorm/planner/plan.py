@@ -29,7 +29,7 @@ MIN_WAVES = 6  # of short-lived CTAs; with fewer, the last wave would leave too 
 MOST_TILES_OF_SUM = 160
 MOST_CTAS = 2**16 - 1  # along the rows, where these are a grid's second dimension
 MAX_BOX_SIDE = 256  # elements per side of a TMA copy's box
-MANY_BOXES = 64  # of a chunk, in a CTA: from here on TMA takes about three times as long for each
+MANY_BOXES, SLOWER_IF_MANY = 64, 3  # boxes of a chunk in a CTA; with more, TMA takes so many times as long for each
 
 
 @dataclass(frozen=True)

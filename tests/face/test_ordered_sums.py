@@ -135,7 +135,7 @@ SCALED = Norm(modulated, ("x", "residual"), ("shift", "gate"), ("scale", "weight
 
 
 def cut(whole: int, into: int) -> list[int]:
-    """As pieces of `into`, of which the last may be smaller."""
+    """As pieces of `into`. The last piece may be smaller."""
     return [into] * (whole // into) + [whole % into] * (whole % into > 0)
 
 
