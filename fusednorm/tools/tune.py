@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import argparse
 import bisect
+import contextlib
 import datetime
 import functools
 import itertools
 import json
 import math
+import os
 import statistics
+import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -34,21 +37,26 @@ from ..planner.norm_problem import NormProblem
 from ..planner.plan import Plan, from_text, text_of
 from . import console
 from .explanation import DTYPES
-from .warm import Wanted, build_ahead, program
+from .warm import Wanted, distinct_builds, program, start_workers, wait_for
 
 NORMS, DIRECTIONS = ("layer", "rms"), ("forward", "backward")
 ROWS_PER_SM = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MOST_ROWS, MOST_ELEMENTS = 65536, 2**28
-WIDE = (18432, 20480, 24576, 28672, 32768, 40960, 49152, 65536, 81920, 98304, 131072, 262144)
-NARROW = range(64, 513, 8)
-IN_PIECES = (520, 616, 776, 1000, 1032, 1304, 1560, 2000, 2056, 2600, 3000, 3480, 3816, 4104, 5000, 6008, 7000, 9000)
-IN_PIECES += (12296, 17000, 20488, 24984, 28760)
+WIDE = (18432, 24576, 32768, 49152, 65536, 131072, 20480, 28672, 40960, 81920, 98304, 262144)
+NARROW = (*range(64, 257, 8), *range(272, 513, 24))
+# Rows that TMA copies by pieces of 16 bytes, by pieces of 32, and not at all, in bfloat16
+BY_16_BYTES = (520, 616, 776, 1000, 1304, 1560, 2056, 2600, 3480, 4104, 5000, 7000, 9000, 12296, 17000, 24984)
+BY_32_BYTES = (528, 816, 1296, 2000, 3280, 5168, 8208, 13008, 20656, 32784, 656, 1040, 1648, 2608, 4112, 6544, 10320)
 UNALIGNED = (77, 125, 155, 255, 347, 393, 555, 777, 1001, 1501, 2001, 3001, 4097, 5001, 6001, 8191, 12001, 16001)
+UNALIGNED += (65, 101, 195, 447, 655, 1201, 2501, 3501, 10001, 20001, 28001)
+IN_FLOAT32 = (256, 384, 512, 768, 1280, 1536, 1792, 2560, 20480, 24576, 32768, 49152, 65536)
+NARROW_IN_FLOAT32 = (64, 80, 96, 128, 160, 192, 224, 320, 448, 640, 896, 72, 88, 104, 136, 168, 200, 248, 312, 376, 440)
+IN_PIECES_IN_FLOAT32 = (504, 616, 776, 1000, 1304, 2008, 3000, 5000, 9000, 17000, 100, 260, 1004, 4004)
+UNALIGNED_IN_FLOAT32 = (77, 125, 191, 255, 347, 501, 777, 1201, 2001, 4097, 8191, 16001)
 # Forms that read and write as many tensors have one table (table.Key).
 FORMS = ("_times_gate", "_of_sum", "_modulated", "_of_gated_sum_modulated")
-OF_FORMS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192, 12288, 16384)
+OF_FORMS = (64, 128, 256, 512, 1024, 2048, 3072, 4096, 5120, 6144, 8192, 16384)
 MODULATED = (1024, 1152, 1536, 2048, 2304, 3072, 4096, 5120, 6144)
-IN_FLOAT32 = (64, 96, 192, 320, 1000, 777, 2001, 4097, 5000, 20480, 32768, 65536)
 
 MOST_CANDIDATES = 16  # that are timed of a problem
 ROUNDS, WARMUP_CALLS = 7, 3
@@ -81,10 +89,15 @@ class Cell(NamedTuple):
     rows: int
     times: dict[str, float]
     own: str
+    refused: tuple[str, ...] = ()  # plans that do not run
+
+    @property
+    def tried(self) -> set[str]:
+        return {*self.times, *self.refused}
 
     def record(self) -> dict:
         plans = sorted(self.times.items(), key=lambda item: item[1])
-        return self.task._asdict() | {"rows": self.rows, "own": self.own, "plans": plans}
+        return self.task._asdict() | {"rows": self.rows, "own": self.own, "plans": plans, "refused": self.refused}
 
     @classmethod
     def of(cls, record: dict) -> Cell:
@@ -95,22 +108,22 @@ class Cell(NamedTuple):
         if "plans" not in record:
             times = {record[each]: record[f"{each}_us"] for each in ("old", "new")}
             return cls(task, record["rows"], times, record["new"])
-        return cls(task, record["rows"], dict(record["plans"]), record["own"])
+        return cls(task, record["rows"], dict(record["plans"]), record["own"], tuple(record.get("refused", ())))
 
 
 def dense() -> Iterator[Task]:
     """The tasks of a whole table, coarse widths first: a run that ends early is of use."""
-    for step in (2048, 1024, 512):
-        yield from of_widths(cols for cols in range(step, 16385, step) if cols % (2 * step) or step == 2048)
-    yield from of_widths((128, 256, 384, 768, 1152, 1280, 2304, 2880, 5376, *UNALIGNED[::2], *WIDE[::2]))
-    yield from of_widths((*NARROW, *IN_PIECES))
-    yield from of_widths(range(1024, 16385, 1024), "fp32")
+    for step, most in ((2048, 16384), (1024, 16384), (512, 8192)):
+        yield from of_widths(cols for cols in range(step, most + 1, step) if cols % (2 * step) or step == 2048)
+    yield from of_widths((128, 256, 384, 768, 1152, 1280, 1792, 2304, 2816, 2880, 3328, 3840, 5376, *WIDE[:6]))
+    yield from of_widths((*range(1024, 8193, 1024), *range(10240, 16385, 2048)), "fp32")
+    yield from of_widths((*NARROW_IN_FLOAT32, *IN_FLOAT32), "fp32")
+    yield from of_widths((*NARROW, *BY_16_BYTES, *UNALIGNED[:18], *BY_32_BYTES))
+    yield from of_widths((*IN_PIECES_IN_FLOAT32, *UNALIGNED_IN_FLOAT32), "fp32")
     for form in FORMS:
         widths = MODULATED if "modulated" in form else OF_FORMS
         yield from (task._replace(form=form) for task in of_widths(widths))
-    yield from of_widths(range(128, 16385, 128))
-    yield from of_widths((*UNALIGNED, *WIDE))
-    yield from of_widths((*range(256, 16385, 256), *IN_FLOAT32), "fp32")
+    yield from of_widths((*UNALIGNED[18:], *WIDE[6:]))
 
 
 def of_widths(widths: Iterable[int], dtype: str = "bf16") -> Iterator[Task]:
@@ -142,22 +155,43 @@ def measure(
         (task, rows)
         for task, plans in wanted.items()
         for rows in row_counts(task, device)
-        if (task, rows) not in known or not {*map(text_of, plans)} <= known[task, rows].times.keys()
+        if (task, rows) not in known or not {*map(text_of, plans)} <= known[task, rows].tried
     ]
-    built: set[Task] = set()
     left = list(dict.fromkeys(task for task, _ in cells))
+    batches = [{task: wanted[task] for task in left[at : at + BATCH]} for at in range(0, len(left), BATCH)]
+    ahead, built = _built(batches, device), set[Task]()
     for task, rows in console.progress(cells, "timed", "bench"):
         if ends():
             return
-        if task not in built:
-            batch = left[left.index(task) :][:BATCH]
-            built.update(batch)
-            try:
-                build_ahead([(each.wanted, plan) for each in batch for plan in wanted[each]], device, None)
-            except RuntimeError:
-                pass  # the plan at fault fails again below, alone
+        while task not in built:
+            built.update(next(ahead))
         own = choice.choose(task.wanted.problem, rows, device)
-        yield Cell(task, rows, time_plans(task, rows, (own, *wanted[task]), device), text_of(own))
+        plans = dict.fromkeys((own, *wanted[task]))
+        times = time_plans(task, rows, plans, device)
+        yield Cell(task, rows, times, text_of(own), tuple(text for text in map(text_of, plans) if text not in times))
+
+
+def _built(batches: list[dict[Task, tuple[Plan, ...]]], device: DeviceSpec) -> Iterator[Iterable[Task]]:
+    """The batches, each once its kernels are built. While it is timed, processes build those of the next one, and leave
+    cores to this process. A kernel that does not compile is told by the plans that are timed."""
+    processes = max(1, (os.cpu_count() or 1) - 2)
+
+    def begin(batch: dict[Task, tuple[Plan, ...]]) -> list[subprocess.Popen]:
+        plans = [(task.wanted, plan) for task, plans in batch.items() for plan in plans]
+        with contextlib.suppress(RuntimeError):
+            return start_workers(distinct_builds(plans, device), device, processes)
+        return []
+
+    workers = begin(batches[0] if batches else {})
+    try:
+        for batch, following in itertools.zip_longest(batches, batches[1:], fillvalue={}):
+            with contextlib.suppress(RuntimeError):
+                wait_for(workers)
+            workers = begin(following)
+            yield batch
+    finally:
+        for worker in workers:
+            worker.kill()
 
 
 def time_plans(task: Task, rows: int, plans: Iterable[Plan], device: DeviceSpec) -> dict[str, float]:
@@ -172,7 +206,7 @@ def time_plans(task: Task, rows: int, plans: Iterable[Plan], device: DeviceSpec)
 
     tensors = [each if each is None else drawn(each) for each in task.wanted.call().tensors]
     graphs = {}
-    for plan in dict.fromkeys(plans):
+    for plan in plans:
         try:
             launches = program(task.wanted, plan, device).on_tensors(tensors, shape, rows).launches
             graphs[text_of(plan)] = capture(launches), launches
@@ -392,24 +426,27 @@ def run_tune(options: argparse.Namespace, clock: Callable[[], float] = time.mono
         records = [json.loads(line) for path in options.cells for line in path.read_text().splitlines()]
         records.sort(key=lambda record: record["date"])
         device, cells = replace(named(records[0]["gpu"]), name=records[0]["gpu"]), [Cell.of(each) for each in records]
-        measured = {"triton": records[-1]["triton"], "date": records[-1]["date"][:10]}
+        measured = records[-1]
     else:
         import triton
 
         device = gpus.spec_of(torch.device("cuda", torch.cuda.current_device()))
-        cells = _measured(options, device, lambda: clock() >= end)
-        measured = {"triton": triton.__version__, "date": datetime.date.today().isoformat()}
+        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        measured = {"date": now, "gpu": device.name, "torch": torch.__version__, "triton": triton.__version__}
+        cells = _measured(options, device, measured, lambda: clock() >= end)
     if not cells:
         print("tune: no cell was measured in this time", file=sys.stderr)
         return 1
     path = options.out or table.user_file(device.name)
-    write_table(cells, device, path, measured)
+    write_table(cells, device, path, {"triton": measured["triton"], "date": measured["date"][:10]})
     losses = [cell.times[cell.own] / min(cell.times.values()) - 1 for cell in cells if cell.own in cell.times]
     print(f"{len(cells)} cells; the plans before were {statistics.mean(losses):.1%} behind the fastest. Wrote {path}")
     return 0
 
 
-def _measured(options: argparse.Namespace, device: DeviceSpec, ends: Callable[[], bool]) -> list[Cell]:
+def _measured(
+    options: argparse.Namespace, device: DeviceSpec, machine: dict[str, str], ends: Callable[[], bool]
+) -> list[Cell]:
     """The cells of earlier runs and of this one."""
     path = table.user_file(device.name).with_suffix(".cells")
     lines = path.read_text().splitlines() if path.exists() else []
@@ -419,6 +456,6 @@ def _measured(options: argparse.Namespace, device: DeviceSpec, ends: Callable[[]
     with path.open("a") as file:
         for cell in measure(asked if options.cols else dense(), known, device, ends):
             known[cell.task, cell.rows] = cell
-            file.write(json.dumps(cell.record()) + "\n")
+            file.write(json.dumps(machine | cell.record()) + "\n")
             file.flush()
     return list(known.values())

@@ -322,14 +322,23 @@ def distinct_builds(plans: list[tuple[Wanted, Plan]], device: DeviceSpec) -> lis
 def compile_builds(builds: list[Build], device: DeviceSpec, processes: int | None = None) -> None:
     """Build the kernels that are not in Triton's on-disk cache. Raises RuntimeError, or the compiler's own error if the
     build runs in this process."""
+    wait_for(start_workers(builds, device, processes))
+
+
+def start_workers(builds: list[Build], device: DeviceSpec, processes: int | None = None) -> list[subprocess.Popen]:
+    """Processes that do so; none if there is so little to build that it is built here."""
     from . import compilation
 
     builds = [each for each in builds if not compilation.is_built(each.launch(device), device.arch)]
     count = min(processes or os.cpu_count() or 1, len(builds))
     if count <= 1 or len(builds) <= SERIAL_BUILDS:
         _compile(builds, device)
-        return
-    workers = [_start_worker(builds[start::count], device) for start in range(count)]
+        return []
+    return [_start_worker(builds[start::count], device) for start in range(count)]
+
+
+def wait_for(workers: list[subprocess.Popen]) -> None:
+    """Raises RuntimeError if a kernel does not compile."""
     said = [worker.communicate()[1].decode(errors="replace").strip() for worker in workers]
     failures = [text for worker, text in zip(workers, said, strict=True) if worker.returncode]
     if failures:

@@ -102,7 +102,7 @@ def test_no_cell_is_begun_after_the_time_and_the_next_run_goes_on(monkeypatch, t
     monkeypatch.setattr(tune.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(tune.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(tune.gpus, "spec_of", lambda device: H200)
-    monkeypatch.setattr(tune, "build_ahead", lambda *_: 0)
+    monkeypatch.setattr(tune, "start_workers", lambda *_: [])
     monkeypatch.setattr(tune, "time_plans", lambda task, rows, plans, device: {text_of(plan): 1.0 for plan in plans})
     options = argparse.Namespace(cols=[1024], dtype=["bf16"], minutes=1, cells=None, out=None)
     assert tune.run_tune(options, lambda: next(seconds)) == 0
@@ -112,6 +112,34 @@ def test_no_cell_is_begun_after_the_time_and_the_next_run_goes_on(monkeypatch, t
     assert tune.run_tune(options, lambda: next(seconds)) == 0
     assert len((tmp_path / "gpu.cells").read_text().splitlines()) == 4 * len(tune.ROWS_PER_SM)
     assert table.read(tmp_path / "gpu.jsonl").gpu == H200.name
+
+
+def test_kernels_are_built_while_cells_before_them_are_timed_and_no_longer_when_the_time_ends(monkeypatch):
+    """Each batch is named by its first task, and a worker by what it builds."""
+    said: list[str] = []
+
+    class Worker(str):
+        def kill(self):
+            said.append(f"kill {self}")
+
+    def start(builds, device, processes):
+        said.append(f"start {builds}")
+        return [Worker(builds)]
+
+    tasks = [TASK._replace(cols=cols) for cols in (512, 1024, 2048)]
+    monkeypatch.setattr(tune, "BATCH", 1)
+    monkeypatch.setattr(tune, "distinct_builds", lambda plans, device: plans[0][0].cols if plans else "nothing")
+    monkeypatch.setattr(tune, "start_workers", start)
+    monkeypatch.setattr(tune, "wait_for", lambda workers: said.append(f"wait {workers[0]}"))
+    monkeypatch.setattr(tune, "time_plans", lambda task, rows, plans, device: said.append(f"time {task.cols}") or {})
+    cells = list(tune.measure(tasks, {}, H200, lambda: "time 1024" in said))
+    assert list(dict.fromkeys(said)) == [
+        "start 512", "wait 512", "start 1024", "time 512", "wait 1024", "start 2048", "time 1024", "kill 2048"
+    ]  # fmt: skip
+    known = {(cell.task, cell.rows): cell for cell in cells}
+    assert {cell.task.cols for cell in cells[: len(tune.ROWS_PER_SM)]} == {512} and cells[0].refused
+    left = [cell for cell in tune.measure(tasks[:1], known, H200, lambda: False)]
+    assert left == [], "plans that were refused are not tried again"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, so the tool would run")
