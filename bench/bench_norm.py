@@ -138,8 +138,7 @@ def compile_ours(cases: list[BenchCase], chosen: dict[str, Candidate]) -> None:
             mask = tuple(case.output_mask)
             key = (case.norm, case.x_dtype, case.weight_dtype, mask, case.residual_dtype)
             problems.setdefault(key, set()).add(case.cols)
-    variants = [name.partition(":")[2] or None for name in chosen if is_ours(name)]
-    for variant in variants:
+    for variant in {name.partition(":")[2] or None for name in filter(is_ours, chosen)}:
         with fusednorm.force(variant):
             for (norm, dtype, weight_dtype, mask, residual), cols in problems.items():
                 more = {"weight_dtype": weight_dtype, "output_mask": mask, "residual_dtype": residual}
@@ -173,7 +172,7 @@ def bench_case(case: BenchCase, chosen: dict[str, Candidate], options: argparse.
 def repeats(name: str, entries: dict[str, Entry], direction: str) -> bool:
     """Whether a forced variant runs the planner's own plan in this direction, so that it would be timed twice."""
     entry, own = entries[name], entries.get(OURS)
-    if name == OURS or not is_ours(name) or not (entry.calls and own and own.calls):
+    if ":" not in name or not is_ours(name) or not (entry.calls and own and own.calls):
         return False
     return entry.calls.plans[direction] == own.calls.plans[direction]
 

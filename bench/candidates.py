@@ -24,6 +24,7 @@ from .cases import DIRECTIONS, BenchCase, BenchInputs
 from .peers import cudnn, inductor, liger, quack, transformer_engine
 
 OURS = "fusednorm"
+UNDER_SETTINGS = {"batch_invariant": None, "ordered_sums": 4}  # ours, and in how many blocks of rows sums are ordered
 FLOOR = "floor"
 
 
@@ -235,8 +236,7 @@ CANDIDATES = {
     for candidate in (
         Candidate(OURS, _ours(None)),
         *(Candidate(f"{OURS}:{variant}", _ours(variant)) for variant in VARIANTS if variant != "reference"),
-        Candidate("batch_invariant", _invariant(None)),
-        Candidate("ordered_sums", _invariant(4)),
+        *(Candidate(name, _invariant(blocks)) for name, blocks in UNDER_SETTINGS.items()),
         Candidate("aten", _aten),
         _peer(inductor),
         _peer(inductor, name="inductor_mix", options={"triton.mix_order_reduction_non_strict_mode": True}),
@@ -249,7 +249,7 @@ CANDIDATES = {
 
 
 def is_ours(name: str) -> bool:
-    return name.partition(":")[0] == OURS
+    return name.partition(":")[0] in (OURS, *UNDER_SETTINGS)
 
 
 def present(names: Iterable[str]) -> dict[str, Candidate]:

@@ -20,8 +20,10 @@ from ..host.launcher import Launch
 from ..host.program import Address, Number, OnTensors, Output, Part, Program, Workspace
 from ..kernels import column_reduction
 from ..kernels.config import ColumnTile
+from ..planner import canonical
 from ..planner.norm_problem import ALIGNMENT
 from ..problem import RowView, require_memory
+from ..settings import invariance
 from . import plan as column_plan
 from .plan import VECTOR_BYTES, AtenSum, Choice, PortableSum, RingSum, SumPlan
 from .problem import ColumnSumCall, ColumnSumProblem
@@ -36,6 +38,8 @@ def column_sum(call: ColumnSumCall, choice: Choice | None = None) -> list[Tensor
     if choice is not None:
         return _run(call, tensors, choice)
     spec = gpus.spec_of(tensors[0].device)
+    if invariance.switch.invariance() > 0:
+        spec = canonical.of_architecture(spec)  # the number of splits follows from the number of SMs
     for kernel in (None, "portable"):
         choice = column_plan.choose(problem, call.rows, spec, kernel)
         if not isinstance(choice.plan, AtenSum) and not fallback.has_failed(choice.plan, problem, spec):

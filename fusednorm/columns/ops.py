@@ -28,8 +28,9 @@ from ..host.kernel_devices import runs_kernels
 from ..host.torch_compat import forward_ad, is_transforming
 from ..namespace import NAMESPACE, TORCH_OPS
 from ..ops import ELSEWHERE, LIBRARY
+from ..settings import invariance
 from .plan import MAX_TENSORS
-from .problem import check_column_sum, sum_dtype, validate_column_sum
+from .problem import check_column_sum, packed, sum_dtype, validate_column_sum
 from .reference import formula
 
 SCHEMA = "column_sum(Tensor[] inputs, *, bool total=False, ScalarType? dtype=None) -> Tensor[]"
@@ -45,6 +46,28 @@ def column_sum(inputs: Sequence[Tensor], *, total: bool = False, dtype: torch.dt
 
 def _run(inputs: Sequence[Tensor], *, total: bool = False, dtype: torch.dtype | None = None) -> list[Tensor]:
     """The op on CPU and CUDA."""
+    ordered = invariance.switch.invariance()
+    if ordered > 0:
+        out_dtype = validate_column_sum(inputs, dtype)
+        if inputs[0].numel() and runs_kernels(inputs[0]):
+            return _run_in_blocks(inputs, total, out_dtype, ordered)
+    return _run_at_once(inputs, total, dtype)
+
+
+def _run_in_blocks(inputs: Sequence[Tensor], total: bool, dtype: torch.dtype, rows: int) -> list[Tensor]:
+    """The sums over one block of so many rows after another, added up in order: `ordered_sums` of
+    settings/invariance.py."""
+    blocks = zip(*[packed(each).view(-1, each.shape[-1]).split(rows) for each in inputs], strict=True)
+    first, *rest = blocks
+    if not rest:
+        return _run_at_once(first, total, dtype)
+    sums, *others = (_run_at_once(each, total, sum_dtype(inputs[0].dtype, dtype)) for each in (first, *rest))
+    for each in others:
+        sums = [a + b for a, b in zip(sums, each, strict=True)]
+    return [each.to(dtype) for each in sums]
+
+
+def _run_at_once(inputs: Sequence[Tensor], total: bool, dtype: torch.dtype | None) -> list[Tensor]:
     if len(inputs) > MAX_TENSORS:
         return _run_in_parts(inputs, total, dtype)
     call = check_column_sum(inputs, total, dtype)
@@ -59,8 +82,8 @@ def _run_in_parts(inputs: Sequence[Tensor], total: bool, dtype: torch.dtype | No
     out_dtype = validate_column_sum(inputs, dtype)
     parts = [inputs[i : i + MAX_TENSORS] for i in range(0, len(inputs), MAX_TENSORS)]
     part_dtype = sum_dtype(inputs[0].dtype, out_dtype) if total else out_dtype
-    sums = [s for part in parts for s in _run(part, total=total, dtype=part_dtype)]
-    return _run(sums, total=True, dtype=out_dtype) if total else sums
+    sums = [s for part in parts for s in _run_at_once(part, total, part_dtype)]
+    return _run_at_once(sums, True, out_dtype) if total else sums
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..planner.norm_problem import FLOAT_DTYPES, accumulation_dtype, is_float32_sum
+from ..planner.norm_problem import ALIGNMENT, FLOAT_DTYPES, accumulation_dtype, is_float32_sum
 from ..problem import RowView, require_strided, row_view
 
 OP = "column_sum"
@@ -117,6 +117,12 @@ def _refuse(op: str, i: int, what: str, want: object, got: object) -> None:
 def sum_dtype(dtype: torch.dtype, out_dtype: torch.dtype) -> torch.dtype:
     """Dtype that sums are taken in: float64 if either dtype is float64, float32 otherwise."""
     return torch.promote_types(accumulation_dtype(dtype), accumulation_dtype(out_dtype))
+
+
+def packed(tensor: Tensor) -> Tensor:
+    """The tensor, or a contiguous and aligned copy of it."""
+    made = tensor.contiguous()
+    return made.clone() if made.data_ptr() % ALIGNMENT else made
 
 
 def in_place(tensor: Tensor) -> RowView | None:

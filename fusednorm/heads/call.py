@@ -12,8 +12,11 @@ from torch import Tensor
 
 from ..host.program import Address
 from ..planner.norm_problem import ALIGNMENT, accumulation_dtype, is_float32_sum
+from ..settings import invariance
 from .problem import Heads, Settings
 
+CONTIGUOUS = torch.contiguous_format
+VECTOR = 16  # elements: Triton compiles other kernels for strides that are multiples of it
 MOST_ROWS = 2**30 - 1  # twice as many and one are a number of 32 bits
 
 
@@ -88,7 +91,7 @@ def rows_of(shape: Sequence[int], *tensors: Tensor) -> Rows | None:
             levels.append((size, tuple(by_tensor)))
     if len(levels) > MOST_LEVELS:
         return None
-    levels = levels[::-1] or [(1, (0,) * len(strides))]
+    levels = levels[::-1] or [(1, tuple(each[-1] if each else 0 for each in strides))]
     return Rows(tuple(size for size, _ in levels[1:]), tuple(zip(*[of for _, of in levels], strict=True)))
 
 
@@ -183,19 +186,23 @@ def _place(x: Tensor, *others: Tensor, table: Tensor | None) -> Rows | None:
 
 
 def in_place(heads: Heads, grads: Sequence[Tensor]) -> tuple[Heads, list[Tensor], list[str]]:
-    """The operands, with contiguous tensors in place of those whose rows kernels cannot read in place, and what these
-    are."""
-    copied = []
+    """The operands, with copies in place of those whose rows kernels cannot read in place, and what these are. If rows
+    are batch-invariant, every row of a tensor begins at a vector."""
+    copied, invariant = [], bool(invariance.switch.invariance())
 
     def checked(name: str, tensor: Tensor, can_be_read: bool) -> Tensor:
-        if not (can_be_read or tensor.is_contiguous()):
+        if invariant and not begins_at_vectors(tensor):
+            copied.append(name)
+            tensor = _at_vectors(tensor)
+        elif not (can_be_read or tensor.is_contiguous()):
             copied.append(name)
             tensor = tensor.contiguous()
         return tensor
 
     cos, sin = (each if each is None else checked("tables", each, _has_adjacent_columns(each)) for each in heads[3:5])
-    if cos is not None and cos.stride() != sin.stride():
-        cos, sin = checked("tables", cos, cos.is_contiguous()), checked("tables", sin, sin.is_contiguous())
+    if cos is not None and _steps(cos) != _steps(sin):
+        copied.append("tables")
+        cos, sin = (_at_vectors(each) if invariant else each.clone(memory_format=CONTIGUOUS) for each in (cos, sin))
     inputs, grads = list(heads.inputs), list(grads)
     for at, x in enumerate(inputs):
         can_be_read = _place(x, *grads[at : at + 1], table=cos) is not None
@@ -208,6 +215,30 @@ def in_place(heads: Heads, grads: Sequence[Tensor]) -> tuple[Heads, list[Tensor]
         for name, some in (("weights", heads.weights), ("biases", heads.biases))
     )
     return Heads(inputs, *parameters, cos, sin, heads.eps, heads.settings), grads, copied
+
+
+def packed_in_place(packed: Tensor) -> Tensor:
+    """The tensor, or a copy of it if kernels cannot read rows of it in place. If rows are batch-invariant, these have a
+    multiple of VECTOR columns."""
+    return _at_vectors(packed) if invariance.switch.invariance() else packed.contiguous()
+
+
+def begins_at_vectors(tensor: Tensor) -> bool:
+    """Whether it is aligned, and each of its rows begins at a multiple of VECTOR elements. Kernels for other rows load
+    them by other threads, and may add up a row in another order."""
+    steps = _steps(tensor) or tensor.stride()[-2:-1]
+    return not (tensor.data_ptr() % ALIGNMENT or any(each % VECTOR for each in steps))
+
+
+def _steps(tensor: Tensor) -> list[int]:
+    """The strides between rows, those of dims of one element left out."""
+    return [stride for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False) if size != 1]
+
+
+def _at_vectors(tensor: Tensor) -> Tensor:
+    cols = tensor.shape[-1]
+    made = tensor.new_empty(*tensor.shape[:-1], -(-cols // VECTOR) * VECTOR)[..., :cols]
+    return made.copy_(tensor)
 
 
 def _has_adjacent_columns(tensor: Tensor) -> bool:

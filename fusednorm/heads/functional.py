@@ -14,6 +14,7 @@ from ..forms import ROUNDINGS
 from ..host.torch_compat import recorder
 from ..planner.norm_problem import accumulation_dtype
 from ..problem import require_strided
+from ..settings import invariance
 from . import native, ops
 from .problem import Heads, Packing, Settings, validate
 from .reference import rotated
@@ -150,7 +151,7 @@ class PackedFunction(Function):
     def forward(ctx, packing, eps, settings, qkv, q_weight, k_weight, q_bias, k_bias, cos, sin):
         parameters = q_weight, k_weight, q_bias, k_bias
         ctx.save_for_backward(qkv, *parameters, cos, sin)
-        ctx.packing, ctx.eps, ctx.settings = packing, eps, settings
+        ctx.packing, ctx.eps, ctx.settings, ctx.invariance = packing, eps, settings, invariance.of_forward()
         *both, v = Packing(*packing).split(qkv)
         return *_run(both, parameters, cos, sin, eps, Settings(*settings)), v
 
@@ -161,7 +162,8 @@ class PackedFunction(Function):
         mask = [want and of is not None for want, of in zip(wanted, (qkv, *parameters), strict=True)]
         named = Settings(*ctx.settings)._asdict()
         operands = qkv, parameters[:2], parameters[2:], cos, sin, ctx.eps
-        made = iter(ops.call(ops.PACKED, grads, *operands, mask, *ctx.packing, **named))
+        given = grads, *operands, mask, *ctx.packing
+        made = iter(invariance.call_as(ctx.invariance, ops.call, ops.PACKED, *given, **named))
         found = [next(made) if want else None for want in mask]
         return None, None, None, *found, None, None
 

@@ -22,12 +22,14 @@ from ..host.program import Address, Bound, Output, Part, Program, Workspace
 from ..kernels import finalizer, narrow
 from ..kernels.config import Norm, PartsTile
 from ..kernels.rowmath import TURN, form_of
+from ..planner import canonical
 from ..planner.device import DeviceSpec
 from ..planner.norm_problem import ALIGNMENT
 from ..problem import require_memory, resolve_eps
 from ..settings import invariance, margin
+from . import blocks
 from . import plan as head_plan
-from .call import HeadCall, HeadProblem
+from .call import VECTOR, HeadCall, HeadProblem
 from .plan import AtenNorm, HeadPlan, Planned, plans_of
 
 if TYPE_CHECKING:
@@ -45,6 +47,11 @@ def run(given: Call) -> tuple[Sequence[Tensor | None] | None, Program | None]:
     given.check()
     if not all(x.numel() for x in given.heads.inputs):
         return None, None
+    if in_force > 0 and len(pieces := blocks.of(given, in_force)) > 1:
+        return blocks.added_up(given, [run(each)[0] for each in pieces]), None
+    if in_force and given.packed is not None and given.heads.cols % VECTOR:  # no row of a copy would begin at a vector
+        outputs = run(given.apart())[0]
+        return outputs and given.joined(outputs), None
     readable, _ = given.in_place()
     if readable is not given:
         return run(readable)[0], None
@@ -79,7 +86,7 @@ def _first(given: Call) -> tuple[Sequence[Tensor | None] | None, Bound | None]:
             return launcher.run(program_of(given, tried, spec), given.tensors, x.shape, 1)
     except BuildFailed as failed:
         for call, plan in tried:
-            fallback.remember(plan, call.problem, spec, str(failed))
+            fallback.remember(plan, *head_plan.asked(call.problem, spec), str(failed))
         return None, None
 
 
@@ -109,14 +116,15 @@ def _look(given: Call, *settings: Any) -> tuple[tuple | None, list[int]]:
 def program_of(given: Call, planned: Planned, spec: DeviceSpec) -> Program:
     """What a call launches. Of its tensors only dtypes, shapes, strides and alignment are read."""
     outputs = tuple(each and Output(Extent.FIXED, each[1], shape=tuple(each[0])) for each in given.outputs)
-    launches, parts = [], []
+    launches, parts, in_force = [], [], invariance.switch.invariance()
     for call, plan in planned:
         first = len(given.tensors) + len(outputs) + len(parts)
-        more, of_it = launches_of(call, plan, spec, first)
+        ordered = in_force > 0 and call.problem.num_sums > 0  # the number of partials follows from the number of SMs
+        more, of_it = launches_of(call, plan, canonical.of_architecture(spec) if ordered else spec, first)
         launches += more
         parts += of_it
     workspace = Workspace(torch.float32, tuple(parts)) if parts else None
-    shape, kept = (given.heads.cols,), {"sm_margin": margin.sms, "invariance": invariance.switch.invariance()}
+    shape, kept = (given.heads.cols,), {"sm_margin": margin.sms, "invariance": in_force}
     return Program(tuple(launches), len(given.tensors), outputs, workspace, None, shape, **kept)
 
 

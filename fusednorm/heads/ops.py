@@ -44,7 +44,8 @@ from ..host.program import Program
 from ..host.torch_compat import forward_ad, is_transforming
 from ..namespace import NAMESPACE, TORCH_OPS
 from ..ops import ELSEWHERE, LIBRARY
-from .call import HeadCall, described, in_place, parts_of, symbol
+from ..settings import invariance
+from .call import HeadCall, described, in_place, packed_in_place, parts_of, symbol
 from .problem import Heads, Packing, Settings, validate
 from .reference import backward_formula, forward_formula, packed_backward_formula
 
@@ -112,12 +113,23 @@ class Call:
         first = heads.inputs
         if given.packed is not None:
             of_packed = [name for name in copied if name.startswith("inputs")]
-            first = [given.packed.contiguous() if of_packed else given.packed]
+            first = [packed_in_place(given.packed) if of_packed else given.packed]
             if first[0] is given.packed:
                 copied = [name for name in copied if name not in of_packed]
         if not copied:
             return given, copied
         return given.with_tensors([*grads, *first, *heads.weights, *heads.biases, heads.cos, heads.sin]), copied
+
+    def apart(self) -> Call:
+        """The backward for q and k alone, in place of that for a packed tensor."""
+        grads, heads = self.with_zeros().grads, self.heads
+        return Call(BACKWARD, (grads[:2], *heads[:-1], self.mask), self.named)
+
+    def joined(self, outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The outputs, from those of `apart`."""
+        dq, dk, *sums = outputs
+        v = self.with_zeros().grads[2]
+        return [self.packing.join(dq, dk, v.to(dq.dtype)) if self.mask[0] else None, *sums]
 
     def check(self) -> Call:
         grads, heads = self.grads, self.heads
@@ -255,7 +267,7 @@ class HeadNormFunction(Function):
     @staticmethod
     def forward(ctx, heads, outputs, *tensors):
         ctx.save_for_backward(*tensors, heads.cos, heads.sin)
-        ctx.eps, ctx.settings = heads.eps, heads.settings
+        ctx.eps, ctx.settings, ctx.invariance = heads.eps, heads.settings, invariance.of_forward()
         return tuple(outputs)
 
     @staticmethod
@@ -263,7 +275,8 @@ class HeadNormFunction(Function):
         *tensors, cos, sin = ctx.saved_tensors
         mask = [need and of is not None for need, of in zip(ctx.needs_input_grad[2:], tensors, strict=True)]
         operands = tensors[:2], tensors[2:4], tensors[4:], cos, sin, ctx.eps
-        made = iter(call(BACKWARD, grads, *operands, mask, **ctx.settings._asdict()))
+        named = ctx.settings._asdict()
+        made = iter(invariance.call_as(ctx.invariance, call, BACKWARD, grads, *operands, mask, **named))
         return None, None, *[next(made) if want else None for want in mask]
 
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ..host import fallback
+from ..planner import canonical
 from ..planner.budget import MAX_REGISTERS, register_limit
 from ..planner.device import DeviceSpec
 from ..planner.plan import MOST_TILES_OF_SUM
+from ..settings import invariance
 from .call import HeadCall, HeadProblem
 
 OLDEST_ARCH = 80
@@ -142,6 +144,17 @@ def power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+def asked(problem: HeadProblem, device: DeviceSpec) -> tuple[HeadProblem, DeviceSpec]:
+    """What `choose` is asked for a call, and by what failures are remembered. If rows are batch-invariant, it is the
+    same for every layout and every choice of gradients that has those of inputs."""
+    if not invariance.switch.invariance():
+        return problem, device
+    if problem.wants_dx:
+        sums = {"wants_dw": problem.weight_dtype is not None, "wants_db": problem.bias_dtype is not None}
+        problem = replace(problem, **sums)
+    return replace(problem, count=1, levels=1, copies=False), canonical.of_architecture(device)
+
+
 Planned = list[tuple[HeadCall | None, HeadPlan | AtenNorm]]
 
 
@@ -152,7 +165,8 @@ def plans_of(calls: Iterable[HeadCall | None], device: DeviceSpec) -> Planned:
         if call is None:
             found.append((call, AtenNorm("the rows are too many, or lie at too many nested strides")))
             continue
-        plan = choose(call.problem, device)
-        cause = fallback.failed_of(call.problem, device).get(plan)
+        question = asked(call.problem, device)
+        plan = choose(*question)
+        cause = fallback.failed_of(*question).get(plan)
         found.append((call, AtenNorm(f"the kernel cannot run here: {cause}") if cause else plan))
     return found

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from . import margin
 from .process_wide import Setting
@@ -32,10 +35,11 @@ class batch_invariant(Setting):  # noqa: N801  reads as a function: batch_invari
     another. The sum is ((b0 + b1) + b2) + ..., where b0 is that of the first n rows, b1 that of the next n, and so on.
     A backward runs in so many pieces, ignores an sm_margin, and has one order on all GPUs of an architecture. A
     modulation that all rows share is such a parameter; rows that share one row of several must be in one micro-batch.
+    A row of `qk_norm` is then a token with all its heads. `column_sum` adds up its rows likewise.
 
-    `qk_norm` and `column_sum` are not covered.
     on is a bool; ordered_sums is an int, a multiple of 8 up to 2^30, or None. Raises TypeError or ValueError for
-    others. A backward raises RuntimeError if the rows that share a row of a modulation do not divide ordered_sums.
+    others. A backward raises RuntimeError if the rows that share a row of a modulation do not divide ordered_sums, or
+    if a micro-batch of qk_norm would end within what an index of the first dim has.
     """
 
     def __init__(self, on: bool = True, *, ordered_sums: int | None = None):
@@ -92,6 +96,20 @@ def _change(value: int | None) -> None:
 
 
 batch_invariant.observe(_change)
+
+
+def of_forward() -> int | None:
+    """What a node of autograd keeps for its backward. None while Dynamo traces: a graph does as the setting says when
+    it runs."""
+    return None if torch.compiler.is_dynamo_compiling() else switch.invariance()
+
+
+def call_as(value: int | None, function: Callable, *arguments: Any, **named: Any) -> Any:
+    """The function's result, where this thread's calls are batch-invariant as `of_forward` has said."""
+    if value is None:
+        return function(*arguments, **named)
+    with as_in_forward(value):
+        return function(*arguments, **named)
 
 
 class as_in_forward:  # noqa: N801  reads as a function

@@ -4,6 +4,7 @@ portable kernel."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ from column_sums import Sums, assert_sums_close
 from torch.testing import assert_close
 
 import fusednorm
+from fusednorm import batch_invariant
+from fusednorm.columns import plan as column_plan
 from fusednorm.columns.plan import MAX_TENSORS, Choice, portable_plans
 from fusednorm.columns.problem import check_column_sum
+from fusednorm.host import gpus
 from fusednorm.host.kernel_devices import kernels_on
 from fusednorm.planner.device import A100, H200, RTX_5090
 
@@ -50,6 +54,31 @@ def test_all_dims_but_the_last_are_summed(shape):
 def test_more_tensors_than_one_launch_takes(total):
     inputs = Sums(6, 5, 2 * MAX_TENSORS + 3, BF16).inputs()
     assert_sums_close(fusednorm.column_sum(inputs, total=total), inputs, total)
+
+
+@pytest.mark.parametrize("total", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_ordered_sums_are_those_of_micro_batches_added_up(dtype, total):
+    tensors = [each.view(-1, 3, 40) for each in Sums(63, 40, 2, dtype).inputs()]
+    strided = [torch.stack([each, each], 1)[:, 0] for each in tensors]
+    with kernels_on("cpu"), batch_invariant(ordered_sums=24):
+        whole = fusednorm.column_sum(strided, total=total, dtype=FP32)
+        parts = zip(*(each.split(8) for each in tensors), strict=True)
+        first, *rest = (fusednorm.column_sum(part, total=total, dtype=FP32) for part in parts)
+    for each in rest:
+        first = [a + b for a, b in zip(first, each, strict=True)]
+    assert all(map(torch.equal, whole, first))
+    assert_sums_close(whole, tensors, total)
+
+
+def test_the_rows_of_a_block_and_the_architecture_choose_the_splits_of_ordered_sums(monkeypatch):
+    asked, choose = [], column_plan.choose
+    monkeypatch.setattr(column_plan, "choose", lambda *given: (asked.append(given[1:3]), choose(*given))[1])
+    with kernels_on("cpu"), batch_invariant(ordered_sums=16):
+        for sms in (3, 50):
+            monkeypatch.setattr(gpus, "spec_of", lambda device, sms=sms: replace(A100, sm_count=sms))
+            fusednorm.column_sum([torch.ones(40, 8)])
+    assert asked[:3] == asked[3:] and [rows for rows, _ in asked[:3]] == [16, 16, 8]
 
 
 def test_autograd_does_not_record_what_needs_no_gradient():

@@ -132,7 +132,7 @@ def test_levels_of_rows_are_as_few_as_all_tensors_allow():
     assert rows_of((2, 3, 4), x) == ((), ((8,),))
     assert rows_of((2, 3, 4), x, table) == ((3, 4), ((96, 32, 8), (0, 8, 0)))
     assert rows_of((2, 3, 4), x, x.transpose(0, 1).contiguous().transpose(0, 1)) == ((3, 4), ((96, 32, 8), (32, 64, 8)))
-    assert rows_of((1, 1), torch.empty(1, 1, 8)) == ((), ((0,),))
+    assert rows_of((1, 1), torch.empty(1, 1, 8)) == ((), ((8,),))
     assert rows_of((2,) * 5, torch.empty(2, 2, 2, 2, 2, 8), torch.empty(2, 1, 2, 1, 2, 8).expand(*(2,) * 5, 8)) is None
 
 

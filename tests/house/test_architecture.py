@@ -27,7 +27,7 @@ MAY_IMPORT = {
         *("forcing", "forms", "host", "namespace", "operands", "ops", "planner", "problem", "reference", "settings"),
         "sharding",
     },
-    "columns": {"host", "kernels", "namespace", "ops", "planner", "problem", "sharding"},
+    "columns": {"host", "kernels", "namespace", "ops", "planner", "problem", "settings", "sharding"},
     "heads": {
         *("forms", "functional", "host", "kernels", "namespace", "ops", "planner", "problem", "reference", "settings"),
         "sharding",

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from cases import BF16, FP16, FP32, packed_slice, row_strided, unaligned
+from head_norms import HeadCase
 from simulator.host import simulated
 
 from fusednorm import batch_invariant
@@ -94,6 +95,26 @@ def test_dx_of_a_row_whatever_else_is_wanted(case):
     layout = LAYOUTS[case.cols % len(LAYOUTS)]
     part = differentiate(list(case.some), case.sms[1], (True, False, False), layout)
     assert_same_rows(whole, part, case.some)
+
+
+def test_norms_of_heads():
+    """One head of one token, in rows one element off, has the bits that it has among all."""
+    case = HeadCase(cols=80, heads=2, kv_heads=1, tokens=3, dtype=FP32, rotary=40, norm="layer")
+    given, grads = case.tensors(), []
+    with batch_invariant(), simulated("H200", 2) as simulation:
+        whole = case.run(given)
+        grads = [torch.randn_like(each) for each in whole]
+        of_whole = torch.autograd.grad(whole, [given["q"], given["k"]], grads)
+    some = {name: each.detach() for name, each in given.items()}
+    for name in "qk":
+        some[name] = unaligned(some[name][1:, -1:, -1:]).requires_grad_()
+    tables = tuple(each[-1:] for each in case.tables())
+    with batch_invariant(), simulated("H200", 1) as other:
+        part = case.run(some, rotary=tables)
+        of_part = torch.autograd.grad(part, [some["q"], some["k"]], [each[1:, -1:, -1:] for each in grads])
+    assert simulation.launched and other.launched
+    for got, want in zip((*part, *of_part), (*whole, *of_whole), strict=True):
+        assert torch.equal(got, want[1:, -1:, -1:])
 
 
 def test_without_it_a_row_depends_on_the_number_of_rows():
