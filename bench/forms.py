@@ -11,9 +11,12 @@ line per candidate goes to forms.jsonl. Exit code 1 if a result is wrong, 2 with
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
+import multiprocessing
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +51,9 @@ SETTINGS = {"of_gated": {"norm_before_gate": False}, "modulated_plus_residual": 
 WAYS = "forward", "backward", "both"
 FLOOR, BLOCK = "floor", 4096  # elements of a CTA of the floor
 FACTOR = 1.5  # of the error of the form written out
+NAMES = ("ours", "plain", "inductor", "eager", "liger", "quack", "fla")
 Outputs = tuple[Tensor, ...]
+Candidate = Callable[["FormCase", dict[str, Tensor]], Outputs]
 
 
 @dataclass(frozen=True)
@@ -180,14 +185,15 @@ def as_tuple(outputs: Tensor | Outputs) -> Outputs:
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
-def candidates(case: FormCase) -> dict[str, Callable[[FormCase, dict[str, Tensor]], Outputs]]:
+def candidates(case: FormCase, names: Collection[str] = NAMES) -> dict[str, Candidate]:
     compiled = torch.compile(lambda given: written(case, given), fullgraph=True, dynamic=False)
     found = {"ours": ours, "inductor": lambda _, given: compiled(given), "eager": written}
     if case.form == "affine":
         found["plain"] = plain
     peers = PEERS if case.norm == "rms" and case.form in ("affine", "of_sum") else {}
     peers = GATED_PEERS if "gate" in case.rows_in and not case.weight_offset else peers
-    return found | {name: call for name, (module, call) in peers.items() if packages.missing(module, module) is None}
+    found |= {name: call for name, (module, call) in peers.items() if packages.missing(module, module) is None}
+    return {name: call for name, call in found.items() if name in names}
 
 
 @triton.jit
@@ -256,7 +262,23 @@ def all_of(run: Callable[[dict[str, Tensor]], Outputs], given: dict[str, Tensor]
     return (*(each.detach() for each in outputs), *found)
 
 
-def measure(case: FormCase, rounds: int, ways: list[str]) -> Iterator[dict]:
+def compile_ahead(cases: list[FormCase], names: Collection[str]) -> None:
+    """Runs every candidate once in processes, so that its kernels are in the caches of Triton and Inductor."""
+    with multiprocessing.get_context("spawn").Pool(max(1, (os.cpu_count() or 1) - 2)) as pool:
+        pool.starmap(compile_candidates, [(case, names) for case in cases], chunksize=1)
+
+
+def compile_candidates(case: FormCase, names: Collection[str]) -> None:
+    with functorch_config.patch(donated_buffer=False):
+        for call in candidates(case, names).values():
+            with contextlib.suppress(Exception):  # is told when the candidate is timed
+                given = case.inputs()
+                outputs = call(case, given)
+                torch.autograd.grad(outputs, list(given.values()), [torch.ones_like(each) for each in outputs])
+    torch.cuda.empty_cache()
+
+
+def measure(case: FormCase, rounds: int, ways: list[str], names: Collection[str] = NAMES) -> Iterator[dict]:
     """Records of the candidates; a candidate that fails has its reason and no time."""
     torch.compiler.reset()
     given = case.inputs()
@@ -269,7 +291,7 @@ def measure(case: FormCase, rounds: int, ways: list[str]) -> Iterator[dict]:
     del wide
     timed: dict[str, dict[str, Callable[[], object]]] = {way: {} for way in ways}
     failed, excess = {}, {}
-    for name, call in candidates(case).items():
+    for name, call in candidates(case, names).items():
         try:
             errors = errors_of(all_of(lambda each, call=call: call(case, each), given, grads), exact)
             excess[name] = max(e / max(w, torch.finfo(case.dtype).eps / 4) for e, w in zip(errors, least, strict=True))
@@ -315,6 +337,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--modulation-dtype", choices=DTYPES, help="of scale, shift and gate (default: that of x)")
     parser.add_argument("--group-size", type=int, help="columns of a group, of norms with a gate (default: a row)")
     parser.add_argument("--weight-offset", type=float, default=1.0, help="of affine (default: 1)")
+    parser.add_argument("--candidates", nargs="+", choices=NAMES, default=NAMES, help="default: all")
     parser.add_argument("--rounds", type=int, default=40, help="timed replays of each (default: 40)")
     add_out_argument(parser)
     return parser.parse_args(arguments)
@@ -326,9 +349,11 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     machine, wrong, rows = describe_machine(), 0, []
     path = results_path(options.out, machine, "forms")
-    for case in make_cases(options):
+    cases = list(make_cases(options))
+    compile_ahead(cases, options.candidates)
+    for case in cases:
         with functorch_config.patch(donated_buffer=False):  # a backward is timed many times
-            records = [machine | each for each in measure(case, options.rounds, options.directions)]
+            records = [machine | each for each in measure(case, options.rounds, options.directions, options.candidates)]
         save(records, path)
         wrong += sum(each["candidate"] == "ours" and each["error_over_written"] > FACTOR for each in records)
         for way in options.directions:
