@@ -1,4 +1,4 @@
-"""Tables of norms and what stands around them: the forms, and what torch.compile makes of both."""
+"""Tables of norms and what stands around them: the forms, q and k, and what torch.compile makes of norms."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ TITLES = {name: model.title for name, model in MODELS.items()}
 FORM_WAYS = ("forward", "backward", "both")
 PEERS = ("inductor", "liger", "fla")
 FORM_CANDIDATES = {"ours": "ours", "plain": "the norm alone", **{name: NAMES[name] for name in PEERS}}
+HEAD_CANDIDATES = {"ours": "ours", "norms": "our norms, apart", "inductor": NAMES["inductor"]}
 
 
 def forms(gpu: str) -> str:
@@ -29,6 +30,23 @@ def forms(gpu: str) -> str:
             line.append(", ".join(f"{each['times_floor']:.2f}" for each in times))
         lines.append(line)
     return table(["norm and form", "rows x cols", *FORM_CANDIDATES.values()], lines)
+
+
+def heads(gpu: str) -> str:
+    """Times over the floor of each case of bench.heads: forward, backward and both."""
+    found: dict[tuple, dict[str, dict[str, str]]] = {}
+    for r in records_of("heads", gpu):
+        if r.get("median_us") and r["candidate"] in HEAD_CANDIDATES:
+            packed = "packed, " if r["packed"] else ""
+            shape = f"{r['tokens']} x {r['heads']}+{r['kv_heads']} x {r['cols']}"
+            case = f"{NAMES[r['norm']]}, {packed}rotary {r['rotary']}", shape
+            found.setdefault(case, {}).setdefault(r["candidate"], {})[r["direction"]] = f"{r['times_floor']:.2f}"
+    names = [name for name in HEAD_CANDIDATES if any(name in each for each in found.values())]
+    lines = [
+        [*case, *(", ".join(each[name].get(way, "") for way in FORM_WAYS) if name in each else "" for name in names)]
+        for case, each in found.items()
+    ]
+    return table(["norm", "tokens x heads x columns", *(HEAD_CANDIDATES[name] for name in names)], lines)
 
 
 def variant(record: dict) -> str:

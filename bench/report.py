@@ -64,8 +64,12 @@ def page() -> str:
     said = "All places on this page. Times of chains are those of the whole graph."
     parts.append(f"## Where a peer is faster\n\n{said}\n\n{peers_ahead()}")
     said = "Forward, backward and both, over a kernel that streams the same large tensors; bf16."
-    parts.append(f"## Forms, H100\n\n{said}\n\n{neighbours.forms('H100')}")
-    parts += neighbours.sources("forms", "H100")
+    for gpu in GPUS:
+        parts.append(f"## Forms, {gpu}\n\n{said}\n\n{neighbours.forms(gpu)}")
+        parts += neighbours.sources("forms", gpu)
+    for gpu in GPUS:
+        parts.append(f"## Norms of q and k, {gpu}\n\n{said}\n\n{neighbours.heads(gpu)}")
+        parts += neighbours.sources("heads", gpu)
     said = "Forward and backward with all gradients, a CUDA graph with a cold L2; bf16."
     parts.append(f"## Compiled by Inductor, H100\n\n{said}\n\n{neighbours.compiled('H100')}")
     parts += neighbours.sources("graphs", "H100")
