@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from unittest import mock
 
 import torch
 from cases import lay_out
@@ -68,34 +71,44 @@ def compile_case(
     return [compilation.compile_for(each, device.arch).hash for _, each in launches]
 
 
-def stand_in_for_a_gpu(device: DeviceSpec) -> None:
-    """For the rest of the process, Triton's own launch path compiles for this device."""
+@contextmanager
+def stand_in_for_a_gpu(device: DeviceSpec) -> Iterator[None]:
+    """Inside, Triton's own launch path compiles for this device."""
     from types import SimpleNamespace
 
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
     target = GPUTarget("cuda", device.arch, 32)
-    driver.set_active(
-        SimpleNamespace(
-            get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
-        )
+    fake = SimpleNamespace(
+        get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
     )
+    with mock.patch.object(driver, "_active", fake):
+        yield
 
 
 def launch_case(case: Case, device: DeviceSpec, output_mask=ALL_OUTPUTS) -> list[str]:
     """The hashes of the same kernels, as Triton's own launch path computes them on this device."""
-    stand_in_for_a_gpu(device)
-    return [
-        each.kernel.warmup(*each.args, grid=each.grid, **each.keywords()).hash
-        for _, each in launches_of(case, device, output_mask)
-    ]
+    with stand_in_for_a_gpu(device):
+        return [
+            each.kernel.warmup(*each.args, grid=each.grid, **each.keywords()).hash
+            for _, each in launches_of(case, device, output_mask)
+        ]
 
 
 def worker_processes(count: int | None = None) -> ProcessPoolExecutor:
     """Processes that can compile, even if this one interprets; one for each processor if no count is given."""
     context = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(count or os.cpu_count(), context, initializer=_do_not_interpret)
+
+
+@contextmanager
+def in_parallel(pool: ProcessPoolExecutor, function: Callable, jobs: Iterable[tuple]) -> Iterator[dict[tuple, Future]]:
+    """function(*job) of each job, begun at once. At the end what nobody has waited for is not begun any more."""
+    futures = {job: pool.submit(function, *job) for job in jobs}
+    yield futures
+    for each in futures.values():
+        each.cancel()
 
 
 def _do_not_interpret() -> None:

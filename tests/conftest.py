@@ -35,6 +35,16 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(apart.Processes())
 
 
+@pytest.fixture(scope="session")
+def workers():
+    """Processes that can compile. They start once for all tests, because that takes seconds."""
+    from compiling import worker_processes
+
+    of_others = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    with worker_processes(max(1, os.cpu_count() // of_others)) as pool:
+        yield pool
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is None:
         return

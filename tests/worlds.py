@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import faulthandler
 import inspect
 import json
 import multiprocessing
@@ -63,10 +64,10 @@ class Combination:
 
 def combinations_in(module: dict[str, object], sizes: dict[Callable, tuple[int, ...]]) -> list[Combination]:
     """The functions with the one parameter `world` that a module defines, in order. A function without an entry in
-    `sizes` runs in worlds of 2 and of 4 processes."""
+    `sizes` runs in a world of 2 processes."""
     runs = [each for each in module.values() if inspect.isfunction(each) and each.__module__ == module["__name__"]]
     runs = [run for run in runs if list(inspect.signature(run).parameters) == ["world"]]
-    return [Combination(run, sizes.get(run, (2, 4))) for run in runs]
+    return [Combination(run, sizes.get(run, (2,))) for run in runs]
 
 
 class Log(TorchDispatchMode):
@@ -127,19 +128,21 @@ def run_all(size: int, combinations: list[Combination], folder: Path) -> dict[st
     for child in children:
         child.kill()
         child.join()
-    told = [_told(folder / f"{rank}.jsonl") for rank in range(size)]
+    told = [dict(json.loads(line) for line in _read(folder / f"{rank}.jsonl").splitlines()) for rank in range(size)]
+    crashes = [_read(folder / f"{rank}.crash") for rank in range(size)]
     failures = {}
     for name in names:
-        said = [each.get(name, "did not end") for each in told]
+        said = [each.get(name, f"did not end\n{crash}".strip()) for each, crash in zip(told, crashes, strict=True)]
         failures[name] = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(said) if text)
     return failures
 
 
-def _told(path: Path) -> dict[str, str]:
-    return dict(json.loads(line) for line in path.read_text().splitlines()) if path.exists() else {}
+def _read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
 def _work(rank: int, size: int, combinations: list[Combination], folder: Path) -> None:
+    faulthandler.enable((folder / f"{rank}.crash").open("w"))  # where a signal has ended this process
     torch.set_num_threads(1)
     interpreter.enable_interpreter()
     world = World(rank, size, torch.device("cpu"), folder)

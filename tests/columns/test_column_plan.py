@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import BF16, FP16, FP32, FP64
 from column_sums import DEVICES, Sums, builds, complaints, plans_of, problem_of
-from compiling import worker_processes
+from compiling import in_parallel
 from hypothesis import strategies as st
 from planning import given
 
@@ -229,15 +229,10 @@ JOBS = [(sums, arch) for turn, arch in enumerate(DEVICES) for sums in COMPILED[:
 
 
 @pytest.fixture(scope="module")
-def workers():
-    with worker_processes() as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
 def compiled(workers):
-    """A future of the complaints of each job. All builds start here and run in parallel."""
-    return {job: workers.submit(complaints, *job) for job in JOBS}
+    """A future of the complaints of each job."""
+    with in_parallel(workers, complaints, JOBS) as futures:
+        yield futures
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job[0]}-sm_{job[1]}")

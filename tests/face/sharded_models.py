@@ -490,12 +490,11 @@ def without_our_rules_they_fail(world: World) -> None:
 COMBINATIONS = combinations_in(
     vars(),
     {
+        fsdp: (2, 4),
         fsdp_of_replicas: (4,),
+        tensor_parallel_plans: (2, 4),
         fsdp_over_tensor_parallel_plans: (4,),
-        compiled_blocks: (2,),
-        enable_eager_under_fsdp_and_dtensor: (2,),
-        enable_inductor_by_blocks: (2,),
-        without_our_ops_they_fail: (2,),  # of 4 pipeline stages, one has no norm and would pass
-        without_our_rules_they_fail: (2,),
+        pipeline_stages: (2, 4),  # one of 4 stages has no norm
+        clipping_counts_norm_weights_once: (2, 4),
     },
 )

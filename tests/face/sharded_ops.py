@@ -358,4 +358,4 @@ def forget_what_was_propagated() -> None:
     _clear_sharding_prop_cache()
 
 
-COMBINATIONS = combinations_in(vars(), {meshes_of_two_dims: (4,), the_public_way_to_register_gives_the_same: (2,)})
+COMBINATIONS = combinations_in(vars(), {uneven_and_empty_shards: (2, 4), meshes_of_two_dims: (4,)})

@@ -13,6 +13,7 @@ GPU to CPU memory. No run tests what torch 2.13 cannot do with stock norms: see 
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ import long_runs
 import pytest
 import sharded_models
 import sharded_ops
-from worlds import run_all, run_by_torchrun
+from worlds import Combination, World, run_all, run_by_torchrun
 
 ROOT = Path(__file__).parents[2]
 SHORT = sharded_ops.COMBINATIONS + sharded_models.COMBINATIONS
@@ -41,6 +42,15 @@ def failures(tmp_path_factory):
 def test_combination_passes(size, name, failures):
     failure = failures(size)[name]
     assert not failure, failure
+
+
+def abort(world: World) -> None:
+    os.abort()
+
+
+def test_a_process_that_a_signal_ends_says_where(tmp_path):
+    failures = run_all(1, [Combination(abort, (1,))], tmp_path)
+    assert "rank 0: did not end" in failures["abort"] and "in abort" in failures["abort"]
 
 
 ONE_PROCESS = """

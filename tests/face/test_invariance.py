@@ -142,7 +142,7 @@ def backward(norm, grad, x, statistics, weight, bias, mask):
     return OPS.rms_norm_bwd(grad, x, x.shape[-1:], *statistics, weight, mask[:2])
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=24)
 @given(packings())
 def test_a_row_has_the_same_bits_in_every_packing(packing):
     norm, cols, dtype, rows, some, (of_x, of_grad), sms = packing

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from compiling import worker_processes
+from compiling import in_parallel
 from head_norms import BF16, FP32, OF_MODELS, HeadCase, calls_of, complaints, shared_bytes_of_forward
 from planning import ARCHITECTURES, EVERY_ARCHITECTURE
 
@@ -96,17 +96,11 @@ def test_an_explanation_tells_what_atens_operations_do():
 JOBS = [(case, arch) for turn, arch in enumerate(ARCHITECTURES) for case in OF_MODELS[turn % 3 :: 3]]
 
 
-COLS = 64, 128, 256
-
-
 @pytest.fixture(scope="module")
-def compiled():
-    """A future of the complaints of each job. All builds start here and run in parallel."""
-    with worker_processes() as pool:
-        asked = {job: pool.submit(complaints, *job) for job in JOBS}
-        for cols in COLS:
-            asked[cols] = pool.submit(shared_bytes_of_forward, HeadCase(cols=cols, rotary=cols, dtype=BF16), 90)
-        yield asked
+def compiled(workers):
+    """A future of the complaints of each job."""
+    with in_parallel(workers, complaints, JOBS) as futures:
+        yield futures
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job[0]}-sm_{job[1]}")
@@ -114,7 +108,8 @@ def test_kernels_compile_within_their_plans_without_spills(compiled, job):
     assert compiled[job].result() == []
 
 
-@pytest.mark.parametrize("cols", COLS)
-def test_a_forward_does_not_move_its_rows_through_shared_memory(compiled, cols):
+@pytest.mark.parametrize("cols", [64, 128, 256])
+def test_a_forward_does_not_move_its_rows_through_shared_memory(workers, cols):
     """To the layout of its weight: that took 1.6 times as long with 256 columns."""
-    assert compiled[cols].result() == 0
+    asked = workers.submit(shared_bytes_of_forward, HeadCase(cols=cols, rotary=cols, dtype=BF16), 90)
+    assert asked.result() == 0

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from compiling import worker_processes
 from planning import make_problem, meta_call
 
 from fusednorm.host import fallback
@@ -64,12 +63,6 @@ def test_the_row_count_is_no_part_of_what_a_build_depends_on():
     (plan, few), (_, many) = launch_of(64), launch_of(65)
     assert isinstance(plan, PipelinedPlan)
     assert key_of(few) == key_of(many)
-
-
-@pytest.fixture(scope="module")
-def workers():
-    with worker_processes(1) as pool:
-        yield pool
 
 
 def programs() -> list:

@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 import torch
 from column_sums import Sums
-from compiling import worker_processes
 from planning import make_problem, meta_call
 
 from fusednorm.columns.plan import Choice, choose
@@ -163,12 +162,6 @@ def test_a_release_that_is_not_known_is_launched_by_cpp_where_kernels_agree(work
     agree, doctored = workers.submit(answers, problem).result()
     assert agree and all(agree)
     assert doctored == [(False, 1)] * len(DOCTORED)
-
-
-@pytest.fixture(scope="module")
-def workers():
-    with worker_processes() as pool:
-        yield pool
 
 
 @pytest.mark.parametrize("release", [(3, 5), (3, 6), (3, 7), (3, 8), (3, 9), (3, 10), None])

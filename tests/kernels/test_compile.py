@@ -9,7 +9,7 @@ import column_sums
 import pytest
 from cases import BF16, FP32, make_case
 from column_sums import Sums
-from compiling import ALL_OUTPUTS, DEVICES, compile_case, launch_case, launches_of, worker_processes
+from compiling import ALL_OUTPUTS, DEVICES, compile_case, launch_case, launches_of
 
 from fusednorm.planner.legality import MAX_RING_ROWS
 
@@ -21,12 +21,6 @@ CASES = [
     (make_case("layer", (216, 1600), (BF16, FP32, BF16)), ALL_OUTPUTS),
     (make_case("layer", (216, 1000), (BF16, BF16, BF16)), (False, True, True)),
 ]
-
-
-@pytest.fixture(scope="module")
-def workers():
-    with worker_processes() as pool:
-        yield pool
 
 
 def kernel_name(launch) -> str:

@@ -23,12 +23,6 @@ ALL = (True, True, True)
 ORDER = [1, 0, 4, 2, 3]  # in which keys_of_kernels asks for the kernels' keys
 
 
-@pytest.fixture(scope="module")
-def workers():
-    with worker_processes() as pool:
-        yield pool
-
-
 def wanted(norm="layer", direction="backward", cols=4096, mask=ALL, weight=BF16) -> warm.Wanted:
     return warm.Wanted(norm, direction, cols, BF16, weight, True, mask)
 
