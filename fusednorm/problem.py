@@ -235,8 +235,11 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
         if role is Role.MODULATION:
             first = dims if slot.name in shared and shared[slot.name].is_by_sample else batch_ndim
             normalized_shape = x.shape[batch_ndim:]
+            if is_forward and invariance.switch.invariance():
+                value = _packed(value)  # read in place by all rows that share it
             rows = spread(value, first + len(normalized_shape), len(normalized_shape))
-            return _row_view_or_copy(rows.expand(*batch_shape[:first], *normalized_shape), first, cols)
+            rows = rows.expand(*batch_shape[:first], *normalized_shape)
+            return (is_forward and row_view(rows, first)) or _row_view_or_copy(rows, first, cols)
         return _statistic(value) if role is Role.STATISTIC else _packed(value)
 
     outputs = list(zip(operands.outputs, wanted_outputs(operands), strict=True))[len(own.outputs) :]

@@ -196,6 +196,18 @@ def test_the_gradient_of_a_slice_of_modulations_has_the_shape_of_the_slice(shape
         torch.testing.assert_close(own, free)
 
 
+def test_a_modulation_is_read_in_place_and_gives_the_bits_of_one_for_each_row():
+    x, scale, shift = torch.randn(3, 4, 24), *torch.randn(2, 3, 1, 24)
+    operands = operands_of("layer_norm_fwd_modulated", (), {"x": x, "normalized_shape": (24,), "scale": scale})
+    with kernels_on("cpu"), planned_for(A100), batch_invariant():
+        (read,) = [each.value for each in check_forward(operands).added if each.name == "scale"]
+        assert read.tensor.data_ptr() == scale.data_ptr() and read.inner_rows == 4
+        whole = fusednorm.ada_layer_norm(x, scale, shift)
+        alone = fusednorm.ada_layer_norm(x[1:2, 2:3], scale[1:2], shift[1:2])
+        of_rows = fusednorm.ada_layer_norm(x, *[each.expand(3, 4, 24).contiguous() for each in (scale, shift)])
+    assert torch.equal(of_rows, whole) and torch.equal(alone, whole[1:2, 2:3])
+
+
 def test_forms_are_covered():
     gated = make_gated("rms", 1000)
     without_that_of_the_gate = replace(gated, stored=(0,), rows_out=())
@@ -213,5 +225,5 @@ def test_every_op_has_one_plan_for_all_numbers_of_rows(op):
     operands = operands_of(op, (), call.arguments("cpu"))
     with batch_invariant():
         checked = check_forward(operands) if operands.direction == FORWARD else check_backward(operands)
-        assert not checked.problem.nested_rows
+        assert not checked.problem.nested_rows or checked.problem.form.modulate
         assert len({fallback.choose(checked.problem, rows, H200).plan for rows in (1, 1000, 10**6)}) == 1

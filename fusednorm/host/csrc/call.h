@@ -63,8 +63,7 @@ class Call {
     key.push_back(invariance);
     key.append(given.settings.begin(), given.settings.end());
     key.append(given.shape.begin(), given.shape.end());
-    const Tensor* const* tensor = given.tensors.data();
-    for (const Slot& slot : op.tensors) add(**tensor++, slot);
+    for (const Slot& slot : op.tensors) add(*given.tensors[added++], slot);
   }
 
   // Runs the call if there is a program for it.
@@ -75,6 +74,13 @@ class Call {
     program->run(binding, outputs);
     repeats.fetch_add(1, std::memory_order_relaxed);
     return true;
+  }
+
+  // The call with the copies that were made, so that the program that Python finds is one for all such calls.
+  Given with_copies(const Given& given) const {
+    Given made = given;
+    for (const auto& each : copies) made.tensors[each.first] = &each.second;
+    return made;
   }
 
   // Another thread may have changed what plans depend on since this call's key was made.
@@ -90,7 +96,8 @@ class Call {
   Key key;
   Binding binding;
   bool may_run;  // whether all shapes are right, and all tensors or their copies may be read in place
-  c10::SmallVector<Tensor, 2> copies;
+  size_t added = 0;  // tensors
+  c10::SmallVector<std::pair<size_t, Tensor>, 2> copies;  // and which of the tensors they are of
 
   // What is read of a tensor's dtype, device, address and layout is in the key. A tensor that is read must have memory:
   // its storage may have been freed.
@@ -113,7 +120,8 @@ class Call {
         may_run &= as_it_is && tensor.sizes() == binding.normalized_shape;
         break;
       case Role::MODULATION:
-        may_run = may_run && (as_it_is || !invariant) && add_modulation(tensor);
+        if (may_run && invariant && !as_it_is) copy(tensor, address);
+        may_run = may_run && add_modulation(as_it_is || !invariant ? tensor : copies.back().second);
         break;
       case Role::COLUMNS:
         may_run = may_run && tensor.dim() == x_dim &&
@@ -174,7 +182,7 @@ class Call {
   // Lets the tensor that was added last be read from a contiguous copy.
   void copy(const Tensor& tensor, uint64_t& address) {
     at::AutoDispatchBelowADInplaceOrView below;
-    const Tensor& made = copies.emplace_back(tensor.clone(at::MemoryFormat::Contiguous));
+    const Tensor& made = copies.emplace_back(added - 1, tensor.clone(at::MemoryFormat::Contiguous)).second;
     address = reinterpret_cast<uint64_t>(made.const_data_ptr());
     key.back() = part_of_key(made, true, address);
   }
@@ -267,7 +275,7 @@ inline Outputs run(const Given& given, bool may_run_here) {
   Call call(given);
   Outputs outputs;
   if (C10_LIKELY(call.run(outputs))) return outputs;
-  return run_in_python(given, &call);
+  return run_in_python(call.with_copies(given), &call);
 }
 
 inline Outputs run_below(const Given& given) { return run(given, may_run_here(given.tensors)); }

@@ -74,6 +74,16 @@ def test_slices_of_modulations_are_right_under_batch_invariant_in_every_call(op,
             assert_close(ours, right.float(), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("op", MODULATED[:1], ids=lambda op: op.name)
+def test_slices_of_modulations_are_copied_without_python_under_batch_invariant(op, gpu):
+    with torch.no_grad(), batch_invariant():
+        run(op, given(op, 2, 5))
+        with gpu.repeating():
+            got = run(op, tensors := given(op, 3, 5))
+    exact = {name: None if each is None else each.double() for name, each in tensors.items()}
+    assert_close(got[0], composite(op, exact)[0].float(), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("op", MODULATED, ids=lambda op: op.name)
 def test_other_modulations_of_the_same_x_are_other_calls(op, gpu):
     tensors = given(op, 2, 5)
