@@ -25,16 +25,17 @@ from pathlib import Path
 from typing import Any
 
 import fusednorm
+from fusednorm.heads import ops as heads
 from fusednorm.operands import OPS, Role
 from fusednorm.planner.plan import VARIANTS
 
 from .fuzz.draw import Call
+from .fuzz.others import COLUMN_SUM, OTHERS, OtherCall
 
 ROOT = Path(__file__).parents[1]
 
 COMPUTE_SANITIZER = ("memcheck", "initcheck", "synccheck", "racecheck")
 CONSAN = "consan"
-COLUMN_SUM = "column_sum"
 # Several rows in registers, an odd width, a ring, a cluster, column tiles; more row tiles than CTAs where it is cheap.
 SHAPES = ((700, 256), (400, 1000), (300, 4096), (40, 16384), (9, 40000))
 BLOCK_ROWS = 128  # of ordered sums
@@ -71,6 +72,23 @@ def calls_of(name: str) -> list[Call]:
     ]  # fmt: skip
 
 
+def calls_of_heads(name: str) -> list[OtherCall]:
+    """Norms of q and k, with the rotation and without: rows at two levels and at one, all gradients and dx alone."""
+    import torch
+
+    dtypes = dict.fromkeys(("x", "weight", "bias", "grad", "table", "out"), torch.bfloat16)
+    given = {"eps": 1e-5, "layer": True} | ({"grouped": True} if name == heads.PACKED else {})
+    masks = [(True,) * 6, (True, True, False, False, False, False)] if name != heads.FORWARD else [(True,) * 6]
+    return [
+        OtherCall(
+            name, (4, 128, 6, cols), dtypes, "normal", "contiguous", given, kv_heads=2, rotary=rotary,
+            half_table=False, heads_first=False, count=0, mask=mask[name == heads.PACKED :], margin=0, setting=None,
+            mode="plain", seed=0,
+        )
+        for cols, rotary, mask in itertools.product((64, 96, 512), (0, 64), masks)
+    ]  # fmt: skip
+
+
 def settings() -> Iterator[contextlib.AbstractContextManager]:
     """In which each call runs: without any, and with sums in blocks, which are added up by a kernel of their own."""
     yield contextlib.nullcontext()
@@ -95,10 +113,10 @@ def work(name: str) -> None:
     from .fuzz.check import run
 
     triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device="cuda"))  # for ConSan
-    todo: list = sums() if name == COLUMN_SUM else calls_of(name)
+    todo: list = sums() if name == COLUMN_SUM else calls_of(name) if name in OPS else calls_of_heads(name)
     for number, call in enumerate(todo):
         print(f"call {number} of {len(todo)}", flush=True)
-        if isinstance(call, Call):
+        if isinstance(call, (Call, OtherCall)):
             for setting in settings():
                 with setting:
                     run(call, call.arguments("cuda"))
@@ -155,7 +173,7 @@ def summary(said: str, code: int, in_time: bool) -> dict[str, Any]:
 
 
 def main() -> int:
-    tools, names = (*COMPUTE_SANITIZER, CONSAN), (*OPS, COLUMN_SUM)
+    tools, names = (*COMPUTE_SANITIZER, CONSAN), (*OPS, *OTHERS)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tools", nargs="+", choices=tools, default=tools)
     parser.add_argument("--ops", nargs="+", choices=names, default=names)

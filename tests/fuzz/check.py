@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 import fusednorm
-from fusednorm import reference
 from fusednorm.host import fallback
-from fusednorm.operands import OPS, Role, op_outputs, operands_of
+from fusednorm.operands import OPS
 
 from .draw import Call
 from .wide import FP32, FP64, Said, Wide, passes, to_wide
@@ -34,13 +33,10 @@ class Finding(NamedTuple):
 
 def run(call: Call, arguments: dict[str, Any]) -> Said:
     """The op's outputs, in the call's mode. Raises AssertionError unless all threads get the same bits."""
-    op = getattr(torch.ops.fusednorm, call.op)
-    on_gpu = arguments["x"].is_cuda
+    on_gpu = tensors_of(arguments)[0].is_cuda
 
     def once() -> Said:
-        with fusednorm.force(call.variant):
-            outputs = op(**arguments)
-        return outputs if isinstance(outputs, tuple) else (outputs,)
+        return call.run(arguments)
 
     def on_a_stream() -> Said:
         if not on_gpu:
@@ -52,13 +48,24 @@ def run(call: Call, arguments: dict[str, Any]) -> Said:
         stream.synchronize()
         return outputs
 
-    with fusednorm.sm_margin(call.margin) if on_gpu else contextlib.nullcontext():
+    margin = fusednorm.sm_margin(call.margin) if on_gpu else contextlib.nullcontext()
+    with margin, under(call.setting):
         if call.mode != "threads" or not on_gpu:  # the interpreter runs in one thread
             return on_a_stream() if call.mode == "stream" else once()
         results = _in_threads(on_a_stream, 3)
     for other in results[1:]:
         assert_same_bits(other, results[0], "another thread")
     return results[0]
+
+
+def under(setting: int | None) -> contextlib.AbstractContextManager:
+    if setting is None:
+        return contextlib.nullcontext()
+    return fusednorm.batch_invariant(ordered_sums=setting if setting > 0 else None)
+
+
+def tensors_of(arguments: dict[str, Any]) -> list[Tensor]:
+    return [each for each in tree_leaves(arguments) if isinstance(each, Tensor)]
 
 
 def _in_threads(function: Callable[[], Said], count: int) -> list[Said]:
@@ -99,14 +106,13 @@ def assert_same_bits(got: Said, want: Said, of: str) -> None:
 def formula(call: Call, arguments: dict[str, Any]) -> Said:
     """The op's formula on wide tensors."""
     wide = tree_map(lambda each: to_wide(each) if isinstance(each, Tensor) else each, arguments)
-    outputs = op_outputs(call.op, reference.formula(operands_of(call.op, (), wide)))
-    return tuple(each.inner if isinstance(each, Wide) else each for each in outputs)
+    return tuple(each.inner if isinstance(each, Wide) else each for each in call.formula(wide))
 
 
 def check(call: Call, device: str, runner: Callable[[Call, dict], Said] = run) -> list[Finding]:
     """The findings of each output. Raises AssertionError for a fault that is not one of numbers."""
     arguments = call.arguments(device)
-    tensors = [each for each in arguments.values() if isinstance(each, Tensor)]
+    tensors = tensors_of(arguments)
     before = [memory(each).clone() for each in tensors]
     freed = [torch.full_like(each, float("nan")) for each in tensors]  # fresh memory holds NaN
     del freed
@@ -133,10 +139,9 @@ def check(call: Call, device: str, runner: Callable[[Call, dict], Said] = run) -
 def _paired(call: Call, got: Said, exact: Said) -> list[tuple[str, Tensor, Tensor] | None]:
     """Each output's name, what the call returned and what is exact; None for an output that says nothing."""
     pairs: list[tuple[str, Tensor, Tensor] | None] = []
-    for output, ours, want in zip(OPS[call.op].outputs, got, exact, strict=True):
-        assert (ours is None) == (want is None), f"{output.name} is {ours}, its formula is {want}"
-        of_no_columns = output.role is Role.STATISTIC and 0 in call.normalized_shape
-        pairs.append(None if ours is None or of_no_columns else (output.name, ours, want))
+    for name, ours, want in zip(call.names, got, exact, strict=True):
+        assert (ours is None) == (want is None), f"{name} is {ours}, its formula is {want}"
+        pairs.append(None if ours is None or call.says_nothing(name) else (name, ours, want))
     return pairs
 
 
@@ -196,6 +201,8 @@ def kinds(tensor: Tensor) -> Tensor:
 
 def atens_outputs(call: Call, arguments: dict[str, Any]) -> Said | None:
     """By ATen's op of the same arguments, if there is one and it takes these."""
+    if call.op not in OPS:
+        return None
     op = OPS[call.op]
     tensors = [each for each in arguments.values() if isinstance(each, Tensor)]
     statistics = {FP32, call.dtypes["x"]}

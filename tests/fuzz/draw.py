@@ -13,9 +13,14 @@ import torch
 from cases import BF16, FP16, FP32, FP64, LAYOUTS, TROUBLED_WIDTHS, row_strided, statistic_layouts, unaligned
 from torch import Tensor
 
+import fusednorm
+from fusednorm import reference
 from fusednorm.forms import CHOICES
-from fusednorm.operands import OPS, Op, Role
+from fusednorm.operands import OPS, Op, Role, op_outputs, operands_of
 from fusednorm.planner.plan import VARIANTS
+
+from . import others
+from .others import OtherCall
 
 FAMILY = 25
 MOST_COLS = 300_000
@@ -33,6 +38,7 @@ VALUES = (
 )  # fmt: skip
 PARAMETER_VALUES = ("parameter", "parameter", "zero", "constant", "one-signed", "tiny")
 MODES = ("plain", "plain", "stream", "threads")
+SETTINGS = (None, None, None, -1, 8, 1024)  # batch_invariant: not at all, of rows (-1), with sums in such blocks
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,25 @@ class Call:
     margin: int
     mode: str
     seed: int
+    setting: int | None = None  # of SETTINGS
+
+    @property
+    def names(self) -> list[str]:
+        """Of the outputs."""
+        return [each.name for each in OPS[self.op].outputs]
+
+    def says_nothing(self, name: str) -> bool:
+        """Whether any output of this name is right."""
+        is_statistic = OPS[self.op].outputs[self.names.index(name)].role is Role.STATISTIC
+        return is_statistic and 0 in self.normalized_shape
+
+    def run(self, arguments: dict[str, Any]) -> tuple[Tensor | None, ...]:
+        with fusednorm.force(self.variant):
+            outputs = getattr(torch.ops.fusednorm, self.op)(**arguments)
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
+    def formula(self, arguments: dict[str, Any]) -> tuple[Tensor | None, ...]:
+        return op_outputs(self.op, reference.formula(operands_of(self.op, (), arguments)))
 
     @property
     def rows(self) -> int:
@@ -136,17 +161,23 @@ def fill(shape: tuple[int, ...], kind: str, dtype: torch.dtype, generator: torch
     return x.clamp(-info.max, info.max).to(dtype) if kind != "inf" else x.to(dtype)
 
 
-def draw(number: int, seed: int, most_elements: int) -> Call:
+def draw(number: int, seed: int, most_elements: int) -> Call | OtherCall:
     """The call of this number."""
     of_family = random.Random(f"{seed} {number // FAMILY}")
     each = random.Random(f"{seed} {number}")
-    op = OPS[of_family.choice(list(OPS))]
+    name = of_family.choice((*OPS, *others.OTHERS))
+    if name in others.OTHERS:
+        return others.draw(name, of_family, each, most_elements)
+    op = OPS[name]
     normalized = _normalized_shape(of_family, min(MOST_COLS, most_elements))
     normalized = (math.prod(normalized),) if op.slot("rest") else normalized  # columns of one tensor are of one dim
     strided = of_family.random() < 0.3
     dtypes, layouts, given = _of_family(of_family, op, math.prod(normalized), strided)
     batch = _batch_shape(each, most_elements // max(1, math.prod(normalized)), 4 - len(normalized), strided)
     tensors = [slot for slot in op.arguments if slot.role.is_tensor and slot.role is not Role.STATISTIC]
+    setting = of_family.choice(SETTINGS)
+    if any(slot.role is Role.MODULATION for slot in op.arguments):
+        setting = setting and -1  # blocks of ordered sums must hold whole samples
     calm = each.random() < 0.4
     values = {
         slot.name: each.choice(PARAMETER_VALUES if slot.role is Role.PARAMETER else VALUES[: 3 if calm else None])
@@ -158,6 +189,7 @@ def draw(number: int, seed: int, most_elements: int) -> Call:
         margin=of_family.choice((0, 0, 0, 16, 100)),
         mode=each.choice(MODES),
         seed=each.getrandbits(32),
+        setting=setting,
     )  # fmt: skip
 
 
@@ -196,6 +228,8 @@ def _of_family(rng: random.Random, op: Op, cols: int, strided: bool) -> tuple[di
             given[slot.name] = rng.random() < 0.5
         elif isinstance(slot.default, float):
             given[slot.name] = rng.choice((slot.default, 1.0))
+    if op.slot("rest"):  # x, gate and rest are columns of one tensor
+        dtypes |= {name: of_x for name in ("gate", "rest") if dtypes[name]}
     if "branch" in dtypes and None in (dtypes["branch"], dtypes["gate"]):
         dtypes |= {"branch": None, "gate": None}  # a branch is what the gate multiplies
     return dtypes, layouts, given

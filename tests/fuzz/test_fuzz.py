@@ -15,6 +15,7 @@ from fusednorm.operands import OPS
 
 from .check import check, run
 from .draw import FAMILY, Call, draw
+from .others import OTHERS
 from .wide import passes, to_wide
 from .workers import STARTS, Worker
 
@@ -28,7 +29,7 @@ def small_call(op: str, **changes) -> Call:
     return replace(next(call for call in (draw(each, 1, ELEMENTS) for each in numbers) if call.op == op), **changes)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", (*OPS, *OTHERS))
 def test_calls_of_every_op_are_within_their_bounds(op):
     with kernels_on("cpu"):
         findings = check(small_call(op, variant=None), "cpu")

@@ -12,6 +12,10 @@ pytest.importorskip("triton")
 from devices import named  # noqa: E402
 
 from fusednorm.forcing import force  # noqa: E402
+from fusednorm.heads import launch as head_launch  # noqa: E402
+from fusednorm.heads import ops as head_ops  # noqa: E402
+from fusednorm.heads.plan import plans_of  # noqa: E402
+from fusednorm.heads.problem import Settings  # noqa: E402
 from fusednorm.host import fallback, launch  # noqa: E402
 from fusednorm.operands import FORWARD, OPS, operands_of  # noqa: E402
 from fusednorm.planner.plan import ReferencePlan  # noqa: E402
@@ -44,6 +48,18 @@ def test_every_kernel_of_the_norms_is_run(monkeypatch):
     monkeypatch.setattr(draw, "fill", zeros)
     written = set(re.findall(r"Launch\(\s*\w+\.(\w+)", Path(launch.__file__).read_text()))
     assert len(written) > 5 and set.union(*[kernels_of(name) for name in OPS if "layer" in name]) == written
+
+
+def test_every_kernel_of_the_norms_of_heads_is_run():
+    spec, found = named("H200"), set()
+    for name in head_ops.SCHEMAS:
+        for call in sanitize.calls_of_heads(name):
+            arguments = call.arguments("cpu")
+            named_ones = {key: arguments.pop(key) for key in Settings._fields if key in arguments}
+            given = head_ops.Call(name, [*arguments.values()], named_ones).check()
+            planned = plans_of(given.launches(), spec)
+            found |= {each.kernel.__name__ for each in head_launch.program_of(given, planned, spec).launches}
+    assert found == {"forward", "backward", "finalize_several"}
 
 
 def test_errors_of_the_tools_are_counted():
