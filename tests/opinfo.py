@@ -19,6 +19,33 @@ FUNCTIONALS = {
     "native_layer_norm": torch.ops.fusednorm.layer_norm_fwd,
     "nn.functional.rms_norm": fusednorm.functional.rms_norm,
 }
+
+# Each form of a norm, given operands that make it the plain norm.
+FORMS = {
+    "affine": lambda norm, x, **more: getattr(fusednorm, f"affine_{norm}")(x, **more),
+    "of a sum": lambda norm, x, **more: getattr(fusednorm, f"add_{norm}")(x, torch.zeros_like(x), **more)[0],
+    "plus a residual": lambda norm, x, **more: getattr(fusednorm, f"{norm}_add")(x, torch.zeros_like(x), **more),
+    "times a gate": lambda norm, x, **more: getattr(fusednorm, f"{norm}_gated")(
+        x, torch.full_like(x, 40.0), activation="sigmoid", **more
+    ),
+    "modulated": lambda norm, x, **more: getattr(fusednorm, f"ada_{norm}")(
+        x, x.new_zeros(more["normalized_shape"]), **more
+    ),
+}
+
+
+def as_form(form: str, name: str) -> Callable:
+    """The form with the signature of torch's function."""
+    norm = name.rpartition(".")[2].removeprefix("native_")
+
+    def function(x, normalized_shape, *args, **kwargs):
+        names = ("weight", "bias", "eps") if norm == "layer_norm" else ("weight", "eps")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        return FORMS[form](norm, x, normalized_shape=tuple(normalized_shape), **given)
+
+    return function
+
+
 MODULES = {"nn.LayerNorm": fusednorm.LayerNorm, "nn.RMSNorm": fusednorm.RMSNorm}
 
 
@@ -142,6 +169,8 @@ class OnTorchsSamples:
             metafunc.parametrize("way", self.ways)
 
     def function(self, way: str, name: str) -> Callable:
+        if way in FORMS:
+            return as_form(way, name)
         return op_info(name).op if way == "override" else FUNCTIONALS[name]
 
     @pytest.mark.parametrize("name", NAMES)
@@ -209,6 +238,20 @@ class OnTorchsSamples:
             got = results([module if way == "override" else as_ours(name, module) for module, _ in tried])
         for ours, theirs, (_, sample) in zip(got, stock, tried, strict=True):
             assert_right(ours, run(stock_function, in_float64(sample)), theirs, sample)
+
+
+class FormsOnTorchsSamples(OnTorchsSamples):
+    """The same for functions that are no norm of torch's, but equal one for some operands."""
+
+    ways = dict.fromkeys(FORMS, contextlib.nullcontext)
+    test_modules_on_their_own_samples_come_out_right = None  # forms have modules of another signature
+
+    @pytest.mark.parametrize("name", (NAMES[0], NAMES[2]))
+    def test_samples_come_out_right(self, name, way):
+        for dtype, sample in samples(name, self.device):
+            if not dtype.is_complex:
+                stock, exact = run(op_info(name).op, sample), run(op_info(name).op, in_float64(sample))
+                assert_right(run(self.function(way, name), sample), exact, stock, sample)
 
 
 def as_ours(name: str, stock: torch.nn.Module) -> torch.nn.Module:

@@ -20,6 +20,13 @@ class TestFunctionals(opinfo.OnTorchsSamples):
     device, ways = "cpu", {"functionals": contextlib.nullcontext}
 
 
+class TestForms(opinfo.FormsOnTorchsSamples):
+    device = "cpu"
+    # These are tried in test_norm_forms.py on a CPU, and here on a GPU.
+    test_derivatives_of_both_orders_are_those_of_the_function = None
+    test_transforms_are_those_of_torchs_function = None
+
+
 names = pytest.mark.parametrize("name", opinfo.NAMES)
 
 

@@ -25,6 +25,10 @@ class TestOnTorchsSamples(opinfo.OnTorchsSamples):
     device, ways = "cuda", {"functionals": contextlib.nullcontext, "override": override}
 
 
+class TestForms(opinfo.FormsOnTorchsSamples):
+    device = "cuda"
+
+
 @pytest.mark.parametrize("name", opinfo.NAMES)
 def test_functionals_on_samples_come_out_right(name):
     """The override's are in test_gpu_eager.py."""
