@@ -10,8 +10,11 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
-from types import CodeType
+from typing import NamedTuple
 
 import torch
 
@@ -149,35 +152,82 @@ def entry_registers(plan: WarpSpecializedPlan) -> int:
 
 
 def registers(plan: Plan, problem: NormProblem, device: DeviceSpec) -> int:
-    """Upper bound of the registers that a thread needs. It is a sum of terms, each a coefficient times quantities of
-    plan and problem. A cap replaces a larger sum where the compiler was seen to recompute values instead of holding
-    them."""
+    """Upper bound of the registers that a thread needs: a sum of coefficients times quantities of plan and problem. A
+    cap replaces a larger sum where the compiler was seen to recompute values instead of holding them."""
     if plan.kernel in BY_COLUMNS:
         return max_registers(plan)
     late = plan.kernel == "multi_wave" and not problem.is_forward and problem.form.late
     kind = " short_lived" if plan.kernel == "multi_wave" and plan.short_lived else " late" if late else ""
-    bound = _bounds()[f"{plan.kernel} {problem.direction}{kind}"]
-    need = eval(bound, _of_problem(problem, device), _of_plan(plan, problem.cols))
-    return _round_up(round(need, 6), REGISTER_STEP)
+    least, terms, caps = _bound(f"{plan.kernel} {problem.direction}{kind}", problem, device)
+    known = _of_plan(plan, problem.cols)
+    need = max(_sum(least, known), _sum(terms, known))
+    held = (cap for cap, factors in caps if cap >= need or all(of(known) for of in factors))
+    return _round_up(round(min(need, next(held, need)), 6), REGISTER_STEP)
+
+
+class Factor(NamedTuple):
+    """A quantity, or 1 if it is above (>) or below (<) a number and 0 otherwise, or what it has above one (-)."""
+
+    quantity: str
+    sign: str
+    number: float
+
+    @classmethod
+    def read(cls, text: str) -> Factor:
+        quantity, sign, number = re.fullmatch(r"(\w+)(\W?)(\d*)", text).groups()
+        return cls(quantity, sign, float(number or 0))
+
+    def __call__(self, known: dict[str, float]) -> float:
+        value = known[self.quantity]
+        if not self.sign:
+            return value
+        more = value - self.number
+        return more > 0 if self.sign == ">" else more < 0 if self.sign == "<" else max(0, more)
+
+
+Terms = tuple[tuple[float, tuple[Factor, ...]], ...]
+
+
+def _sum(terms: Terms, known: dict[str, float]) -> float:
+    total = 0.0
+    for value, factors in terms:
+        for of in factors:
+            value *= of(known)
+        total += value
+    return total
 
 
 @functools.cache
-def _bounds() -> dict[str, CodeType]:
-    """An expression for each kernel, from the coefficients and caps in data/registers.json."""
+def _bounds() -> dict[str, dict[str, Terms]]:
+    known = json.loads(Path(__file__).with_name("data").joinpath("registers.json").read_text())
 
-    def added(terms: dict[str, float]) -> str:
-        return " + ".join(f"{coefficient} * {quantities}" for quantities, coefficient in terms.items())
+    def read(terms: dict[str, float]) -> Terms:
+        return tuple((number, tuple(map(Factor.read, text.split()))) for text, number in terms.items())
 
-    def compiled(least: dict, terms: dict, caps: dict) -> CodeType:
-        held = (f"{cap} if {rule} and {also} else inf" for rule, each in caps.items() for also, cap in each.items())
-        need = f"max({added(least)}, {added(terms)})" if least else added(terms)
-        return compile(", ".join((f"min(inf, {need}", *held)) + ")", "registers.json", "eval")
-
-    bounds = json.loads(Path(__file__).with_name("data").joinpath("registers.json").read_text())
-    return {name: compiled(*(of.get(part, {}) for part in ("least", "terms", "caps"))) for name, of in bounds.items()}
+    return {name: {part: read(terms) for part, terms in bound.items()} for name, bound in known.items()}
 
 
 @functools.lru_cache(maxsize=4096)
+def _bound(name: str, problem: NormProblem, device: DeviceSpec) -> tuple[Terms, Terms, Terms]:
+    """The least registers, terms and caps of a kernel, in which a plan's quantities alone are left. Caps ascend."""
+    known, bound = _of_problem(problem, device), _bounds()[name]
+
+    def left(part: str) -> Iterator[tuple[float, float, tuple[Factor, ...]]]:
+        for number, factors in bound.get(part, ()):
+            share = math.prod(of(known) for of in factors if of.quantity in known)
+            if share:
+                yield number, share, tuple(of for of in factors if of.quantity not in known)
+
+    def added(part: str) -> Terms:
+        found: dict[tuple[Factor, ...], float] = defaultdict(float)
+        for number, share, factors in left(part):
+            found[factors] += number * share
+        return tuple((number, factors) for factors, number in found.items())
+
+    caps = sorted(((number, factors) for number, _, factors in left("caps")), key=lambda cap: cap[0])
+    return added("least"), added("terms"), tuple(caps)
+
+
 def _of_problem(problem: NormProblem, device: DeviceSpec) -> dict[str, float]:
     x, grad, residual = map(_bytes, (problem.x_dtype, problem.grad_dtype, problem.residual_dtype))
     weight, bias = map(_bytes, (problem.weight_dtype, problem.bias_dtype))
@@ -186,9 +236,9 @@ def _of_problem(problem: NormProblem, device: DeviceSpec) -> dict[str, float]:
     # Each element of scattered rows has an address and a predicate of its own. The compiler tests one column in 16 for
     # the end of a row that is not odd.
     return dict(
-        inf=math.inf, arch=device.arch, later=device.triton > OLDEST_TRITON, layer=problem.norm == "layer",
+        arch=device.arch, later=device.triton > OLDEST_TRITON, layer=problem.norm == "layer",
         scattered=not problem.tma_aligned, odd=problem.cols % 16 != 0, accumulators=problem.acc_dtype.itemsize // 4,
-        x_bytes=x, grad_bytes=grad, mixed=x != grad, narrow=max(x, grad, *parameters, 2) == 2,
+        x_bytes=x, grad_bytes=grad, mixed=x != grad, narrow=max(x, grad, *parameters, 2) == 2 and not problem.rows_in,
         residual=residual > 0, residual_bytes=residual, held_bytes=problem.held_bytes,
         weight=weight > 0, weight_bytes=weight, parameters=len(parameters), wide_parameters=parameters.count(8),
         parameter_bytes=problem.parameter_bytes, reads_bias=problem.reads_bias,
@@ -201,18 +251,25 @@ def _of_problem(problem: NormProblem, device: DeviceSpec) -> dict[str, float]:
 
 
 def _of_plan(plan: MultiWavePlan | RingPlan, cols: int) -> dict[str, float]:
-    rows = plan.rows_per_tile
-    elements = rows * plan.chunk * plan.num_chunks / (WARP_SIZE * plan.num_warps)  # of a thread
-    known = dict(chunks=plan.num_chunks, elements=elements, chunk_elements=elements / plan.num_chunks, tile_rows=rows)
+    rows, warps = plan.rows_per_tile, plan.num_warps
+    elements = rows * plan.chunk * plan.num_chunks / (WARP_SIZE * warps)  # of a thread
+    known = {"chunks": plan.num_chunks, "elements": elements, "tile_rows": rows, "warps": warps}
     if not isinstance(plan, RingPlan):
-        return known | dict(rows=rows, columns=elements / rows)
-    threads = threads_per_row(plan)
-    return known | dict(
-        rows=rows_per_thread(plan), columns=columns_per_thread(plan), chunk_columns=plan.chunk / threads,
-        threads=threads, warps=plan.num_warps, cluster=plan.cluster, groups=getattr(plan, "num_groups", 1),
-        copies=num_copies(plan), whole=is_whole(plan, cols), weight_in_smem=plan.weight_in_smem,
-        rows_in_ring=getattr(plan, "rows_in_ring", False), cached=getattr(plan, "cached", False),
-    )  # fmt: skip
+        return known | {"rows": rows, "columns": elements / rows, "chunk_elements": elements / plan.num_chunks}
+    threads, is_pipelined = threads_per_row(plan), isinstance(plan, PipelinedPlan)
+    return known | {
+        "rows": rows_per_thread(plan),
+        "columns": plan.chunk * plan.num_chunks // threads,
+        "chunk_columns": plan.chunk / threads,
+        "threads": threads,
+        "copies": num_copies(plan),
+        "whole": is_whole(plan, cols),
+        "weight_in_smem": plan.weight_in_smem,
+        "cluster": plan.cluster,
+        "groups": 1 if is_pipelined else plan.num_groups,
+        "rows_in_ring": is_pipelined and plan.rows_in_ring,
+        "cached": not is_pipelined and plan.cached,
+    }
 
 
 def _bytes(dtype: torch.dtype | None) -> int:

@@ -292,19 +292,23 @@ def _warp_specialized(problem: NormProblem, device: DeviceSpec, good: bool = Tru
     """The first of GROUPS whose threads have a moderate share of as many rows as possible, with two stages for each
     group if they fit. A plan that is not `good` may spill, have one stage, or more copies."""
     tensors, row_bytes = 2 - problem.is_forward, problem.cols * problem.x_dtype.itemsize
-    for most_bytes, (groups, warps), rows in itertools.product((MODERATE_BYTES, MOST_BYTES), GROUPS, reversed(ROWS)):
-        if rows * row_bytes > most_bytes * 32 * warps:
+    shares = {(*each, rows): rows * row_bytes / (32 * each[1]) for each in GROUPS for rows in reversed(ROWS)}
+    for groups, warps, rows in sorted(shares, key=lambda shape: shares[shape] > MODERATE_BYTES):
+        if shares[groups, warps, rows] > MOST_BYTES:
             continue
         limit = budget.group_register_limit(groups, warps, device)
         most = MAX_RING_CHUNKS[problem.direction], rows, warps, 1, MOST_COPIES if good else MAX_CHUNKS
-        cuts = (cut for cut in _cuts(problem.cols, *most) if not cut.tail)
+        cuts = [cut for cut in _cuts(problem.cols, *most) if not cut.tail]
         few = [cut for cut in cuts if tensors * cut.copies <= MOST_PRODUCED_COPIES[groups]]
         stages = (2,) if good and groups == 1 else (2 * groups, groups)
-        for number, cut, in_smem in itertools.product(stages, few, (False, True)):
-            resources = number, groups, warps, 1, limit, in_smem, problem.is_forward, cut.copy_chunks
-            plan = WarpSpecializedPlan(rows, cut.chunk, cut.num_chunks, *resources)
-            is_held = not good or budget.registers(plan, problem, device) <= limit
-            if is_held and budget.fits_shared_memory(plan, problem, device):
+        rest = groups, warps, 1, limit
+        plans = [
+            WarpSpecializedPlan(rows, cut.chunk, cut.num_chunks, 0, *rest, in_smem, problem.is_forward, cut.copy_chunks)
+            for cut, in_smem in itertools.product(few, (False, True))
+        ]
+        held = [plan for plan in plans if not good or budget.registers(plan, problem, device) <= limit]
+        for number, plan in itertools.product(stages, held):
+            if budget.fits_shared_memory(plan := replace(plan, num_stages=number), problem, device):
                 return _deepened(plan, problem, device)
     return None
 

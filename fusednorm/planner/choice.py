@@ -11,7 +11,6 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 from . import table
@@ -80,7 +79,7 @@ def decide(problem: NormProblem, device: DeviceSpec, forced: str | None = None) 
     if forced == "reference":
         return Chosen(((math.inf, ReferencePlan("asked for")),), "forced")
     fault = broken_rule("multi_wave", problem, 1, device)
-    if fault or not candidates("multi_wave", problem, device):
+    if fault or (problem.by_sample and not candidates("multi_wave", problem, device)):  # no others lack a plan
         return Chosen(((math.inf, ReferencePlan(fault.reason if fault else no_room(problem, device))),), "legality")
     can_force = forced and not broken_rule(forced, problem, 1, device)
     asked = can_force and (best_plan(forced, problem, device) or faulty(forced, problem, device))
@@ -181,7 +180,7 @@ def best_plan(variant: str, problem: NormProblem, device: DeviceSpec) -> Plan | 
 
 def _fastest(plans: Iterable[Plan], problem: NormProblem, device: DeviceSpec, rows_per_sm: int) -> Plan | None:
     # SMs that are left to others do not change the choice, and so no sums change their order.
-    device = replace(device, sm_count=_sms(device), sm_margin=0)
+    device = device.leaving(0)
     rows, coefficients = rows_per_sm * device.sm_count, table.coefficients(device)
     return min(plans, key=lambda plan: predict_us(plan, problem, rows, device, coefficients), default=None)
 

@@ -7,6 +7,7 @@ coefficients.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -78,26 +79,28 @@ def time_us(work: Work, c: Coefficients) -> float:
 
 def bytes_moved(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> int:
     """Bytes of device memory that a call reads and writes. A forward's second read of x comes from the cache. A group's
-    row is a row, here and below."""
+    row is a row, here and below: each group has its own CTAs, and partials of its own columns."""
     (read, written), itemsize = problem.row_bytes, problem.acc_dtype.itemsize
     passes = 1 if problem.is_forward else num_passes(plan, problem)
     statistics = itemsize * (2 if problem.norm == "layer" else 1)
-    partials = 2 * problem.num_sums * _grid(plan, problem, device).partials(rows) * itemsize
+    partials = 2 * problem.num_sums * _grid(plan, problem, device).partials(rows // problem.form.groups) * itemsize
     tensors = rows * (problem.cols * (passes * read + written) + statistics)
-    return tensors + 2 * problem.width * problem.parameter_bytes + problem.cols * partials
+    return tensors + problem.width * (2 * problem.parameter_bytes + partials)
 
 
+@functools.lru_cache(maxsize=1024)
 def _grid(plan: Plan, problem: NormProblem, device: DeviceSpec) -> Grid:
-    return grid_of(plan, problem.cols, device, problem.num_sums > 0, problem.wants_float32_sum)
+    return grid_of(plan, problem.cols, device, problem.num_sums > 0, problem.wants_float32_sum, problem.form.groups)
 
 
 def work_of(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Work:
     read, _ = problem.row_bytes
-    grid, is_ring = _grid(plan, problem, device), isinstance(plan, RingPlan)
-    ctas = grid.ctas(rows)
+    grid, is_ring, rows_of_group = _grid(plan, problem, device), isinstance(plan, RingPlan), rows // problem.form.groups
+    ctas_of_group = grid.ctas(rows_of_group)
+    ctas = ctas_of_group * problem.form.groups
     waves = math.ceil(ctas / (clusters_at_once(plan.cluster, device) * plan.ctas_per_sm))
     on_an_sm = max(1, min(plan.ctas_per_sm, math.ceil(ctas * plan.cluster / device.sm_count)))
-    tiles = math.ceil(math.ceil(rows / plan.rows_per_tile) / ctas) * waves
+    tiles = math.ceil(math.ceil(rows_of_group / plan.rows_per_tile) / ctas_of_group) * waves
     of_sm = plan.rows_per_tile * tiles * on_an_sm  # parts of rows
     elements = problem.cols if plan.kernel in BY_COLUMNS else plan.chunk * plan.num_chunks
     # A tile in registers is loaded while another is computed on, if the CTA has another.
@@ -117,7 +120,7 @@ def work_of(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> 
         tiles=math.ceil(tiles / getattr(plan, "num_groups", 1)),
         ahead=on_an_sm * stages,
         merged=problem.num_sums * _merged(plan, problem),
-        partials=grid.partials(rows) if problem.num_sums else 0,
+        partials=grid.partials(rows_of_group) if problem.num_sums else 0,
     )
 
 

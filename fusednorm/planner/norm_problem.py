@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -53,7 +54,7 @@ class NormProblem:
     def title(self) -> str:
         return f"{self.norm}_norm {self.direction}"
 
-    @property
+    @cached_property
     def is_forward(self) -> bool:
         return self.direction == "forward"
 
@@ -62,7 +63,7 @@ class NormProblem:
         """Columns of x: those of all groups."""
         return self.cols * self.form.groups
 
-    @property
+    @cached_property
     def acc_dtype(self) -> torch.dtype:
         return accumulation_dtype(self.x_dtype, *self.rows_in)
 
@@ -78,32 +79,32 @@ class NormProblem:
             return self.x_dtype
         return self.rows_out[0] if self.form.rounds_sum else self.acc_dtype
 
-    @property
+    @cached_property
     def held_bytes(self) -> int:
         """Bytes per element of what a forward keeps of a row from its statistics to y: of the row that is normalized,
         and of the row tensors that the form's last step reads."""
         return self.row_dtype.itemsize + sum(each.itemsize for each in self.rows_in[self.form.rows_before :])
 
-    @property
+    @cached_property
     def num_sums(self) -> int:
         """Number of sums over rows (dw, db, gradients of modulations) that the call wants. CTAs store partials of these
         sums."""
         return self.wants_dw + self.wants_db + len(self.summed)
 
-    @property
+    @cached_property
     def wants_float32_sum(self) -> bool:
         """Whether one of these is one."""
         own = self.wants_dw and self.weight_dtype, self.wants_db and self.bias_dtype
         return is_float32_sum(self.acc_dtype, *own, *self.sums_out)
 
-    @property
+    @cached_property
     def traffic(self) -> tuple[int, int, int, int]:
         """Large tensors that a call reads and writes, sums over rows that it wants, and rows that samples share."""
         backward = self.direction == "backward"
         read = 1 + backward + (self.residual_dtype is not None) + len(self.rows_in)
         return read, (self.wants_dx if backward else 1) + len(self.rows_out), self.num_sums, len(self.shared)
 
-    @property
+    @cached_property
     def row_bytes(self) -> tuple[int, int]:
         """Bytes of each element of a row that are read and that are written."""
         backward = self.direction == "backward"
@@ -111,7 +112,7 @@ class NormProblem:
         written = (*self.rows_out, *((self.y_dtype or self.x_dtype,) if self.wants_dx or not backward else ()))
         return sum(each.itemsize for each in read if each), sum(each.itemsize for each in written)
 
-    @property
+    @cached_property
     def parameter_bytes(self) -> int:
         """Bytes of each column of weight and bias."""
         return sum(dtype.itemsize for dtype in (self.weight_dtype, self.bias_dtype) if dtype is not None)

@@ -55,29 +55,28 @@ class Table:
     triton: str
     date: str
     coefficients: Coefficients
-    lines: dict[Key, list[str]]  # of the widths, as they are in the file
+    lines: dict[Key, dict[int, str]]  # of the widths, as they are in the file
 
-    @functools.cache  # noqa: B019  a table lives as long as the process
-    def widths(self, key: Key) -> dict[int, Ranges]:
-        """{columns: ranges} of a key, or if it has none of that with the nearest traffic. A backward without dx, which
+    def lines_of(self, key: Key) -> dict[int, str]:
+        """{columns: line} of a key, or if it has none of that with the nearest traffic. A backward without dx, which
         writes no large tensor, is unlike all others."""
 
         def distance(other: Key) -> int:
             return sum(abs(a - b) for a, b in zip(key.traffic, other.traffic, strict=True))
 
-        alike = [each for each in self.lines if key.traffic[1] and each._replace(traffic=key.traffic) == key]
-        lines = self.lines.get(key) or (self.lines[min(alike, key=distance)] if alike else [])
-        found = (json.loads(line) for line in lines)
-        return {
-            cols: tuple((math.inf if most is None else most, text) for most, text in plans) for cols, plans in found
-        }
+        if key not in self.lines and key.traffic[1]:
+            alike = (each for each in self.lines if each._replace(traffic=key.traffic) == key)
+            key = min(alike, key=distance, default=key)
+        return self.lines.get(key, {})
 
     def lookup(self, problem: NormProblem) -> tuple[int, Ranges]:
         """The problem's width, or the nearest one that is not far, and its ranges; none if all are far."""
-        widths = self.widths(Key.of(problem))
-        nearest = min(widths, key=lambda cols: abs(math.log2(cols / problem.cols)), default=math.inf)
-        is_near = abs(math.log2(nearest / problem.cols)) <= MOST_DISTANCE
-        return (nearest, widths[nearest]) if is_near else (0, ())
+        lines = self.lines_of(Key.of(problem))
+        nearest = min(lines, key=lambda cols: abs(math.log2(cols / problem.cols)), default=math.inf)
+        if abs(math.log2(nearest / problem.cols)) > MOST_DISTANCE:
+            return 0, ()
+        _, plans = json.loads(lines[nearest])
+        return nearest, tuple((math.inf if most is None else most, text) for most, text in plans)
 
 
 class Unreadable(Exception):  # noqa: N818  a reason, not a fault of the caller
@@ -91,14 +90,14 @@ def read(path: Path) -> Table:
         head = json.loads(first)
         if head["format"] != FORMAT:
             raise Unreadable(f"{path} has format {head['format']}, and this release reads format {FORMAT}")
-        lines: dict[Key, list[str]] = {}
+        lines: dict[Key, dict[int, str]] = {}
         for line in rest:
             if line.startswith("{"):
                 key = json.loads(line)
                 key = Key(**key | {"itemsizes": tuple(key["itemsizes"]), "traffic": tuple(key["traffic"])})
-                widths = lines.setdefault(key, [])
+                widths = lines.setdefault(key, {})
             else:
-                widths.append(line)
+                widths[int(line[1 : line.index(",")])] = line
         names = ("gpu", "arch", "triton", "date")
         return Table(*(head[name] for name in names), Coefficients(**head["coefficients"]), lines)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, UnboundLocalError) as error:
