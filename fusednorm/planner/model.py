@@ -94,15 +94,15 @@ def _grid(plan: Plan, problem: NormProblem, device: DeviceSpec) -> Grid:
 
 
 def work_of(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Work:
-    read, _ = problem.row_bytes
-    grid, is_ring, rows_of_group = _grid(plan, problem, device), isinstance(plan, RingPlan), rows // problem.form.groups
-    ctas_of_group = grid.ctas(rows_of_group)
-    ctas = ctas_of_group * problem.form.groups
+    (read, _), grid, is_ring = problem.row_bytes, _grid(plan, problem, device), isinstance(plan, RingPlan)
+    by_columns, rows_of_group = plan.kernel in BY_COLUMNS, rows // problem.form.groups
+    columns = min(problem.cols, plan.chunk) if by_columns else problem.cols  # of a CTA, or of a cluster
+    of_group = grid.ctas(rows_of_group)
+    ctas = of_group * problem.form.groups * math.ceil(problem.cols / columns)
     waves = math.ceil(ctas / (clusters_at_once(plan.cluster, device) * plan.ctas_per_sm))
     on_an_sm = max(1, min(plan.ctas_per_sm, math.ceil(ctas * plan.cluster / device.sm_count)))
-    tiles = math.ceil(math.ceil(rows_of_group / plan.rows_per_tile) / ctas_of_group) * waves
+    tiles = math.ceil(math.ceil(rows_of_group / plan.rows_per_tile) / of_group) * waves
     of_sm = plan.rows_per_tile * tiles * on_an_sm  # parts of rows
-    elements = problem.cols if plan.kernel in BY_COLUMNS else plan.chunk * plan.num_chunks
     # A tile in registers is loaded while another is computed on, if the CTA has another.
     boxes, stages = 0.0, 1 if getattr(plan, "short_lived", False) else 2
     if is_ring:
@@ -113,11 +113,11 @@ def work_of(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> 
         launches=num_launches(plan, problem),
         rings=float(is_ring),
         doublings=math.log2(plan.cluster),
-        parameter_bytes=problem.parameter_bytes * problem.cols / plan.cluster,
-        sm_bytes=of_sm * problem.cols * read / plan.cluster,
-        sm_elements=of_sm * elements * (1 + problem.num_sums) / 128,
+        parameter_bytes=problem.parameter_bytes * columns / plan.cluster,
+        sm_bytes=of_sm * columns * read / plan.cluster,
+        sm_elements=of_sm * (columns if by_columns else plan.chunk * plan.num_chunks) * (1 + problem.num_sums) / 128,
         sm_boxes=of_sm * boxes / plan.cluster,
-        tiles=math.ceil(tiles / getattr(plan, "num_groups", 1)),
+        tiles=math.ceil(tiles / getattr(plan, "num_groups", 1)) * (not by_columns),  # these sum no row
         ahead=on_an_sm * stages,
         merged=problem.num_sums * _merged(plan, problem),
         partials=grid.partials(rows_of_group) if problem.num_sums else 0,
