@@ -95,8 +95,11 @@ def _grid(plan: Plan, problem: NormProblem, device: DeviceSpec) -> Grid:
 
 def work_of(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Work:
     (read, _), grid, is_ring = problem.row_bytes, _grid(plan, problem, device), isinstance(plan, RingPlan)
-    by_columns, rows_of_group = plan.kernel in BY_COLUMNS, rows // problem.form.groups
+    # Of two passes by columns the first is over whole rows.
+    by_columns = plan.kernel in BY_COLUMNS and num_passes(plan, problem) == 1
     columns = min(problem.cols, plan.chunk) if by_columns else problem.cols  # of a CTA, or of a cluster
+    elements = columns if plan.kernel in BY_COLUMNS else plan.chunk * plan.num_chunks
+    rows_of_group = rows // problem.form.groups
     of_group = grid.ctas(rows_of_group)
     ctas = of_group * problem.form.groups * math.ceil(problem.cols / columns)
     waves = math.ceil(ctas / (clusters_at_once(plan.cluster, device) * plan.ctas_per_sm))
@@ -115,7 +118,7 @@ def work_of(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> 
         doublings=math.log2(plan.cluster),
         parameter_bytes=problem.parameter_bytes * columns / plan.cluster,
         sm_bytes=of_sm * columns * read / plan.cluster,
-        sm_elements=of_sm * (columns if by_columns else plan.chunk * plan.num_chunks) * (1 + problem.num_sums) / 128,
+        sm_elements=of_sm * elements * (1 + problem.num_sums) / 128,
         sm_boxes=of_sm * boxes / plan.cluster,
         tiles=math.ceil(tiles / getattr(plan, "num_groups", 1)) * (not by_columns),  # these sum no row
         ahead=on_an_sm * stages,
