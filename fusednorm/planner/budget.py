@@ -8,16 +8,15 @@ data/registers.json has its coefficients, and bench/NOTES.md the builds behind t
 from __future__ import annotations
 
 import functools
-import json
 import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from . import limits
 from .device import OLDEST_TRITON, DeviceSpec
 from .norm_problem import NormProblem
 from .plan import (
@@ -199,12 +198,13 @@ def _sum(terms: Terms, known: dict[str, float]) -> float:
 
 @functools.cache
 def _bounds() -> dict[str, dict[str, Terms]]:
-    known = json.loads(Path(__file__).with_name("data").joinpath("registers.json").read_text())
+    """Of each kernel, from data/registers.json."""
 
     def read(terms: dict[str, float]) -> Terms:
         return tuple((number, tuple(map(Factor.read, text.split()))) for text, number in terms.items())
 
-    return {name: {part: read(terms) for part, terms in bound.items()} for name, bound in known.items()}
+    bounds = limits.read("registers").items()
+    return {name: {part: read(terms) for part, terms in bound.items()} for name, bound in bounds}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -279,7 +279,7 @@ def _bytes(dtype: torch.dtype | None) -> int:
 def has_registers_to_prefetch(plan: RingPlan, problem: NormProblem) -> bool:
     """Whether a thread can hold the next tile's statistics while it adds up the current tile. LayerNorm with 128
     registers and many columns lacks the two registers for them."""
-    return problem.norm == "rms" or plan.max_registers > 128 or columns_per_thread(plan) <= 24
+    return problem.norm == "rms" or plan.max_registers > 128 or columns_per_thread(plan) <= limits.columns_to_prefetch
 
 
 def widens_in_pairs(plan: RingPlan, problem: NormProblem) -> bool:
@@ -289,9 +289,10 @@ def widens_in_pairs(plan: RingPlan, problem: NormProblem) -> bool:
     chunk."""
     if problem.norm == "rms" or problem.is_forward or problem.x_dtype != torch.bfloat16:
         return False
-    columns, shared = columns_per_thread(plan), plan.cluster > 1 and plan.num_warps > 4
-    pays = isinstance(plan, PipelinedPlan) and (shared or columns > 32)
-    return pays and (plan.max_registers > 128 or columns <= 28 or is_whole(plan, problem.cols))
+    columns, shared = columns_per_thread(plan), plan.cluster > 1 and plan.num_warps > limits.warps_in_pairs
+    pays = isinstance(plan, PipelinedPlan) and (shared or columns > limits.columns_in_pairs)
+    fits = plan.max_registers > 128 or columns <= limits.columns_in_pairs_of_128_registers
+    return pays and (fits or is_whole(plan, problem.cols))
 
 
 def _round_up(value: float, step: int) -> int:

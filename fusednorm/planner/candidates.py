@@ -11,19 +11,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
-from . import budget
+from . import budget, limits
 from .device import DeviceSpec
 from .legality import broken_rule
 from .norm_problem import NormProblem
 from .plan import (
-    MANY_BOXES,
     MAX_BOX_SIDE,
     ColumnRingPlan,
     ColumnTilePlan,
@@ -34,37 +31,9 @@ from .plan import (
 )
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)  # of a tile; in a cluster, the first two
-MAX_CHUNKS = 8  # in registers; a longer unrolled row loop outgrows the instruction cache
-MAX_RING_CHUNKS = {"backward": 16, "forward": 10}
-MOST_COLUMNS = 64  # of a row for a thread of a ring
-# With more chunks than FEW_CHUNKS, a thread has at least two columns of each chunk; four where the tile is one row that
-# ends within a chunk.
-FEW_CHUNKS = 10
-MIN_CHUNK = 16  # columns, in registers; a narrower chunk would make one load gather many short pieces of memory
-MOST_PADDING = 4 / 3  # columns that the threads of a ring compute on, for each column of the row
-TOO_MANY = 2.5  # times the registers of a thread: as many elements in other chunks do not need so much less
-MOST_COPIES = 4  # of a tile of one tensor
-MOST_PRODUCED_COPIES = {1: 12, 2: 4}  # of a tile, of all tensors, by groups: the producer's registers hold no more
-MOST_COLUMNS_WITH_WEIGHT = {"forward": 16, "backward": 32}  # of a thread of a ring that keeps the weight in registers
-MOST_COLUMNS_OF_TWO_STAGES = 56  # of a thread; a backward's ring of fewer has three, unless its tiles have several rows
-SCATTERED_AT_ONCE = 4  # elements of a chunk for a thread of a forward, if rows lie so that none is loaded whole
-SHORT = 256  # columns: in a shorter row, few threads of a register tile can own columns
-NARROW = 512  # columns: a tile of few such rows is small for any number of warps
-# Columns that threads load sooner than TMA copies them by pieces of 16 bytes. A backward that is not held in registers
-# reads its rows twice, so that its limit is lower.
-MOST_COLUMNS_IN_SMALL_PIECES = {"forward": 32768, "backward": 8192}
-LEAST_COLUMNS_OF_CLUSTER = 4096  # a row of no more is short for one CTA
 CLUSTERS = (1, 2, 4, 8, 16)  # CTAs that share a row too wide for one
-MOST_BYTES_OF_EIGHT = 65536  # of a row, for a cluster of eight CTAs where one of 16 would do
 CLUSTER_ARCHS = (90, 100, 103)
-# (most SMs left to others, largest cluster): see cluster_sizes and bench/NOTES.md, "Clusters beside others".
-LARGEST_CLUSTER = ((0, 16), (8, 8), (32, 4), (math.inf, 2))
 OLDEST_PUBLISHED_ARCH = 100  # nvFuser has published plans from here on: deep rings (see `_deepened`)
-MODERATE_BYTES, MOST_BYTES = 80, 256  # of a row tile of x for a thread of a compute group
-GROUPS = ((2, 4), (2, 8), (1, 8), (1, 16))  # compute groups and the warps of each, by preference
-COLUMN_TILE = 1024
-# Tiles of a backward without dx by TMA. Only one tile has been measured so far.
-COLUMN_RING_CHUNK, COLUMN_RING_ROWS, COLUMN_RING_WARPS, COLUMN_RING_STAGES = 128, (64, 32, 16), 8, 3
 
 
 class Frame(NamedTuple):
@@ -80,8 +49,7 @@ class Frame(NamedTuple):
 
 @functools.cache
 def all_frames() -> dict[str, list[Frame]]:
-    known = json.loads(Path(__file__).with_name("data").joinpath("frames.json").read_text())
-    return {name: [Frame(*each) for each in frames] for name, frames in known.items()}
+    return {name: [Frame(*each) for each in frames] for name, frames in limits.read("frames").items()}
 
 
 def frames(kind: str, problem: NormProblem) -> list[Frame]:
@@ -160,7 +128,7 @@ def _either(family: Family, problem: NormProblem, device: DeviceSpec) -> Plan | 
     row; otherwise in registers. If it does not fit there, it is at the other place."""
     rows = family.rows_per_tile if family.cluster == 1 else 1
     columns = rows * problem.cols / (32 * family.num_warps * family.cluster)
-    many = columns > MOST_COLUMNS_WITH_WEIGHT[problem.direction]
+    many = columns > limits.most_columns_with_weight[problem.direction]
     one_row = family.rows_per_tile == 1 and problem.is_forward and problem.norm == "layer"
     places = (True, False) if many and not one_row else (False, True)
     plans = (plan_of(family._replace(weight_in_smem=in_smem), problem, device) for in_smem in places)
@@ -174,14 +142,14 @@ def _rings(problem: NormProblem, device: DeviceSpec) -> Iterator[Family]:
     forward, layer = problem.is_forward, problem.norm == "layer"
     for frame, cluster in itertools.product(frames("ring", problem), cluster_sizes(problem, device)):
         warps, ctas = frame.num_warps, frame.ctas_per_sm
-        if cluster < frame.least_cluster or (cluster > 1 and problem.cols <= LEAST_COLUMNS_OF_CLUSTER):
+        if cluster < frame.least_cluster or (cluster > 1 and problem.cols <= limits.least_columns_of_cluster):
             continue
         for rows in _tiles(frame, cluster, problem):
             if forward and ctas == 3 and (not layer or rows > 1):
                 continue  # this frame keeps LayerNorm's parameters in registers
-            many = rows > 1 or problem.cols > MOST_COLUMNS_OF_TWO_STAGES * 32 * warps * cluster
+            many = rows > 1 or problem.cols > limits.most_columns_of_two_stages * 32 * warps * cluster
             stages: tuple[int, ...] = (2,) if forward or many else (3,)
-            if forward and not layer and cluster == 1 and ctas * warps >= 16:
+            if forward and not layer and cluster == 1 and ctas * warps >= limits.least_warps_of_one_stage:
                 stages = (1, 2) if warps == 4 else (1,)
             for number in stages:
                 yield Family("pipelined", rows, warps, ctas, cluster, number, short_lived=forward and ctas > 1)
@@ -194,7 +162,7 @@ def _in_registers(problem: NormProblem) -> Iterator[Family]:
     for kind in kinds:
         short_lived = kind == "short_lived"
         for frame in frames(kind, problem):
-            if short_lived and frame.num_warps == 16 and problem.cols <= 8192:
+            if short_lived and frame.num_warps == 16 and problem.cols <= limits.least_columns_of_wide_cta:
                 continue
             for rows in _tiles(frame, 1, problem):
                 yield Family("multi_wave", rows, frame.num_warps, frame.ctas_per_sm, short_lived=short_lived)
@@ -202,8 +170,8 @@ def _in_registers(problem: NormProblem) -> Iterator[Family]:
 
 def _tiles(frame: Frame, cluster: int, problem: NormProblem) -> list[int]:
     """Rows of a tile of which a thread has as many elements as the frame says."""
-    threads, cols = 32 * frame.num_warps * cluster, max(problem.cols, MIN_CHUNK)
-    least = frame.least / 2 if problem.cols <= NARROW and not problem.is_forward else frame.least
+    threads, cols = 32 * frame.num_warps * cluster, max(problem.cols, limits.min_chunk)
+    least = frame.least / 2 if problem.cols <= limits.narrow and not problem.is_forward else frame.least
     alone = problem.is_forward and frame.ctas_per_sm == 1
     most_rows = 2 if cluster > 1 or alone else 64 if problem.is_forward else 32
     return [rows for rows in ROWS if rows <= most_rows and least * threads < rows * cols <= frame.most * threads]
@@ -232,12 +200,12 @@ def _cuts(cols: int, most_chunks: int, rows: int, num_warps: int, cluster: int, 
         padded, whole = cluster * chunk * num_chunks, cols // (cluster * chunk)
         boxes = chunk // math.gcd(cols, chunk, MAX_BOX_SIDE)
         least = 4 if rows == 1 and whole < num_chunks else 2
-        too_small = num_chunks > FEW_CHUNKS and chunk < least * threads
-        too_large = padded > MOST_PADDING * cols or chunk * num_chunks > MOST_COLUMNS * threads
+        too_small = num_chunks > limits.few_chunks and chunk < least * threads
+        too_large = padded > limits.most_padding * cols or chunk * num_chunks > limits.most_columns * threads
         if not too_small and not too_large and boxes <= MAX_BOX_SIDE:
             for copy_chunks, tail in ways_to_copy(num_chunks, whole):
                 copies = 2 if tail else -(-num_chunks // copy_chunks)
-                found.append(Cut(boxes > MANY_BOXES, copies, padded, num_chunks, chunk, copy_chunks, tail))
+                found.append(Cut(boxes > limits.many_boxes, copies, padded, num_chunks, chunk, copy_chunks, tail))
     return sorted(cut for cut in found if cut.copies <= most_copies)
 
 
@@ -245,13 +213,13 @@ def _in_chunks(family: Family, problem: NormProblem, device: DeviceSpec, good: b
     _, rows, warps, ctas, cluster, stages, short_lived, in_smem = family
     resources = stages, warps, ctas, budget.register_limit(32 * warps * ctas, device), in_smem, cluster
     in_ring = bool(problem.rows_in) and stages > 1  # no tile is ahead in a ring of one stage
-    for cut in _cuts(problem.cols, MAX_RING_CHUNKS[problem.direction], rows, warps, cluster, MOST_COPIES):
+    for cut in _cuts(problem.cols, limits.max_ring_chunks[problem.direction], rows, warps, cluster, limits.most_copies):
         copies = cut.copy_chunks, short_lived, cut.tail, in_ring
         plan = PipelinedPlan(rows, cut.chunk, cut.num_chunks, *resources, *copies)
         needed = budget.registers(plan, problem, device) if good else 0
         if needed <= plan.max_registers and budget.fits_shared_memory(plan, problem, device):
             return plan
-        if needed > TOO_MANY * plan.max_registers:
+        if needed > limits.too_many * plan.max_registers:
             return None
     return None
 
@@ -265,12 +233,12 @@ def _held(family: Family, problem: NormProblem, device: DeviceSpec, good: bool) 
     if rows * problem.cols > budget.MAX_REGISTERS * threads:
         return None
     owns = good and not forward and problem.tma_aligned and rows > 1
-    owns = owns and not (problem.cols <= SHORT and warps <= 4)
-    at_once = 16 // itemsize if problem.tma_aligned else SCATTERED_AT_ONCE
+    owns = owns and not (problem.cols <= limits.short and warps <= 4)
+    at_once = 16 // itemsize if problem.tma_aligned else limits.scattered_at_once
     limit = budget.register_limit(threads * (1 if family.short_lived else family.ctas_per_sm), device)
     found = [
         (chunk * num_chunks, abs(math.log2(rows * chunk / threads / at_once)) if forward else 0, num_chunks, chunk)
-        for chunk, num_chunks in chunkings(problem.cols, MIN_CHUNK, MAX_CHUNKS)
+        for chunk, num_chunks in chunkings(problem.cols, limits.min_chunk, limits.max_chunks)
         if rows * chunk * itemsize >= 8 * threads and (not owns or chunk * itemsize >= 16 * threads)
     ]
     for *_, num_chunks, chunk in sorted(found):
@@ -280,7 +248,7 @@ def _held(family: Family, problem: NormProblem, device: DeviceSpec, good: bool) 
         ctas = min(family.ctas_per_sm, room) if family.short_lived else family.ctas_per_sm
         if needed <= budget.MAX_REGISTERS and 0 < ctas <= room:
             return MultiWavePlan(*tile, ctas, budget.register_limit(threads * ctas, device), family.short_lived)
-        if needed > TOO_MANY * limit:
+        if needed > limits.too_many * limit:
             return None
     return None
 
@@ -289,17 +257,18 @@ def _held(family: Family, problem: NormProblem, device: DeviceSpec, good: bool) 
 
 
 def _warp_specialized(problem: NormProblem, device: DeviceSpec, good: bool = True) -> WarpSpecializedPlan | None:
-    """The first of GROUPS whose threads have a moderate share of as many rows as possible, with two stages for each
-    group if they fit. A plan that is not `good` may spill, have one stage, or more copies."""
+    """The first of the groups whose threads have a moderate share of as many rows as possible, with two stages for each
+    if they fit. A plan that is not `good` may spill, have one stage, or more copies."""
     tensors, row_bytes = 2 - problem.is_forward, problem.cols * problem.x_dtype.itemsize
-    shares = {(*each, rows): rows * row_bytes / (32 * each[1]) for each in GROUPS for rows in reversed(ROWS)}
-    for groups, warps, rows in sorted(shares, key=lambda shape: shares[shape] > MODERATE_BYTES):
-        if shares[groups, warps, rows] > MOST_BYTES:
+    shares = {(*each, rows): rows * row_bytes / (32 * each[1]) for each in limits.groups for rows in reversed(ROWS)}
+    for groups, warps, rows in sorted(shares, key=lambda shape: shares[shape] > limits.moderate_bytes):
+        if shares[groups, warps, rows] > limits.most_bytes:
             continue
         limit = budget.group_register_limit(groups, warps, device)
-        most = MAX_RING_CHUNKS[problem.direction], rows, warps, 1, MOST_COPIES if good else MAX_CHUNKS
-        cuts = [cut for cut in _cuts(problem.cols, *most) if not cut.tail]
-        few = [cut for cut in cuts if tensors * cut.copies <= MOST_PRODUCED_COPIES[groups]]
+        most_copies = limits.most_copies if good else limits.max_chunks
+        cuts = _cuts(problem.cols, limits.max_ring_chunks[problem.direction], rows, warps, 1, most_copies)
+        cuts = [cut for cut in cuts if not cut.tail]
+        few = [cut for cut in cuts if tensors * cut.copies <= limits.most_produced_copies[groups - 1]]
         stages = (2,) if good and groups == 1 else (2 * groups, groups)
         rest = groups, warps, 1, limit
         plans = [
@@ -329,11 +298,11 @@ def _deepened(plan: WarpSpecializedPlan, problem: NormProblem, device: DeviceSpe
 def column_tile_plan(problem: NormProblem, device: DeviceSpec) -> ColumnTilePlan:
     """The plan for rows that do not fit in registers. In its pass over whole rows, each CTA has one row."""
     whole, fp64 = 1 << max(4, (problem.cols - 1).bit_length()), problem.acc_dtype.itemsize == 8
-    chunk = min(COLUMN_TILE, whole)
+    chunk = min(limits.column_tile, whole)
     # On sm_120 some builds of 4 warps spill, whatever their register limit; with fewer elements per thread none does.
     num_warps = 8 if fp64 or device.arch >= 120 else 4
     # Forwards' short rows are done sooner by 8 warps, long rows by 16.
-    short = not problem.is_forward or problem.cols <= 16384
+    short = not problem.is_forward or problem.cols <= limits.short_for_row_pass
     row_pass_warps = 8 if short else 16
     row_pass_chunk = 2048 if problem.is_forward and short else 4096 if short or device.arch >= 120 else 8192
     if fp64:
@@ -342,15 +311,15 @@ def column_tile_plan(problem: NormProblem, device: DeviceSpec) -> ColumnTilePlan
     # So do rows that are read or written beside x, dy, dx and those of a gate.
     many_rows = len(problem.rows_in + problem.rows_out) > 2
     ctas_per_sm = 2 if num_warps == 8 or many_rows else 3 if device.arch < 90 else 4
-    rows_per_tile = COLUMN_TILE // chunk
+    rows_per_tile = limits.column_tile // chunk
     return ColumnTilePlan(rows_per_tile, chunk, num_warps, ctas_per_sm, min(row_pass_chunk, whole), row_pass_warps)
 
 
 def column_ring_plan(problem: NormProblem, device: DeviceSpec) -> ColumnRingPlan | None:
     """Of a backward without dx, two CTAs on an SM, by the largest tile for which shared memory has room."""
-    limit = budget.register_limit(32 * COLUMN_RING_WARPS * 2, device)
-    resources = COLUMN_RING_CHUNK, COLUMN_RING_STAGES, COLUMN_RING_WARPS, 2, limit
-    plans = (ColumnRingPlan(rows, *resources) for rows in COLUMN_RING_ROWS)
+    ring = limits.column_ring
+    resources = ring["chunk"], ring["stages"], ring["warps"], 2, budget.register_limit(64 * ring["warps"], device)
+    plans = (ColumnRingPlan(rows, *resources) for rows in ring["rows"])
     return next((plan for plan in plans if budget.fits_shared_memory(plan, problem, device)), None)
 
 
@@ -364,7 +333,7 @@ def in_small_pieces(problem: NormProblem) -> bool:
 
 def are_better_in_registers(problem: NormProblem, device: DeviceSpec) -> bool:
     """Whether threads load rows sooner than TMA copies them. On Blackwell a published rule decides that."""
-    short = problem.cols <= MOST_COLUMNS_IN_SMALL_PIECES[problem.direction] and in_small_pieces(problem)
+    short = problem.cols <= limits.most_columns_in_small_pieces[problem.direction] and in_small_pieces(problem)
     return short and device.arch < OLDEST_PUBLISHED_ARCH
 
 
@@ -374,8 +343,8 @@ def cluster_sizes(problem: NormProblem, device: DeviceSpec) -> tuple[int, ...]:
     are wide for eight CTAs have one of 16."""
     if device.arch not in CLUSTER_ARCHS:
         return (1,)
-    largest = next(size for most, size in LARGEST_CLUSTER if device.sm_margin <= most)
-    most = min(largest, 16 if problem.cols * problem.x_dtype.itemsize > MOST_BYTES_OF_EIGHT else 8)
+    largest = next(size for most, size in limits.largest_cluster if most is None or device.sm_margin <= most)
+    most = min(largest, 16 if problem.cols * problem.x_dtype.itemsize > limits.most_bytes_of_eight else 8)
     return tuple(size for size in CLUSTERS if size <= most)
 
 

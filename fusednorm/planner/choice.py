@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from . import table
+from . import limits, table
 from .budget import is_within_budget, shared_bytes
 from .candidates import Family, are_better_in_registers, candidates, cluster_sizes, column_tile_plan, faulty, plan_of
 from .device import DeviceSpec
@@ -26,12 +26,9 @@ Ranges = tuple[tuple[float, Plan], ...]  # (most rows, plan), ascending
 
 HOPPER, BLACKWELL = (90,), (100, 103, 110, 120, 121)
 ROWS_PER_SM = (1, 4, 16, 64)  # at which the model compares plans
-MOST_LOSS = 0.15  # that the model may predict for the plan of another width
 # nvFuser, for B200: a ring pays for more rows per SM than these, and for rows of so many bytes.
 PUBLISHED_ROWS_PER_SM = {"forward": {"layer": 0, "rms": 0}, "backward": {"layer": 16, "rms": 4}}
 PUBLISHED_ROW_BYTES = {"forward": 2048, "backward": 512}
-# A backward without dx: rows per SM beyond which a ring pays for its start (measured on an H200)
-ROWS_PER_SM_WITHOUT_DX = 8
 
 
 class Chosen(NamedTuple):
@@ -126,7 +123,7 @@ def _adapted(plan: Plan, cols: int, rows_per_sm: float, problem: NormProblem, de
     rows, coefficients = round(rows_per_sm * _sms(device)), table.coefficients(device)
     other = at(predicted(problem, device), rows)
     us, least_us = (predict_us(each, problem, rows, device, coefficients) for each in (plan, other))
-    return plan if cols == problem.cols or us <= least_us * (1 + MOST_LOSS) else None
+    return plan if cols == problem.cols or us <= least_us * (1 + limits.most_loss) else None
 
 
 def published(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | None:
@@ -139,7 +136,7 @@ def published(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | 
     plans = [_fullest(variant, problem, device) for variant in variants_in_use(device)]
     ring, portable = next((plan for plan in plans[:-1] if plan), None), plans[-1]
     narrow = problem.cols * problem.x_dtype.itemsize < PUBLISHED_ROW_BYTES[problem.direction]
-    per_sm = ROWS_PER_SM_WITHOUT_DX if without_dx else PUBLISHED_ROWS_PER_SM[problem.direction][problem.norm]
+    per_sm = limits.rows_per_sm_without_dx if without_dx else PUBLISHED_ROWS_PER_SM[problem.direction][problem.norm]
     if ring is None or (narrow and not without_dx):
         ranges = ((math.inf, portable),)
     elif not per_sm or (num_passes(portable, problem) != 1 and not without_dx):

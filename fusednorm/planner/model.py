@@ -1,8 +1,8 @@
 """predict_us(plan, problem, rows, device): the time of a call, from what its kernels move and wait for.
 
 The memory moves all bytes, while each SM takes in its tiles, computes on them and waits for the sums of their rows. The
-slowest of these sets the time; near a tie they add up in part (SHARPNESS). Starts and ends are added. `tune` fits the
-coefficients.
+slowest of these sets the time; near a tie they add up in part (limits.sharpness). Starts and ends are added. `tune`
+fits the coefficients.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import functools
 import math
 from typing import NamedTuple
 
+from . import limits
 from .device import DeviceSpec
 from .norm_problem import NormProblem
 from .plan import (
     BY_COLUMNS,
-    MANY_BOXES,
-    SLOWER_IF_MANY,
     Grid,
     Plan,
     RingPlan,
@@ -27,8 +26,6 @@ from .plan import (
     num_passes,
     warps_of_a_row,
 )
-
-SHARPNESS = 3  # the exponent p in (a^p + b^p)^(1/p), in place of max(a, b); 2 to 4 predict equally well
 
 
 class Coefficients(NamedTuple):
@@ -69,7 +66,7 @@ def predict_us(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec, 
 
 
 def time_us(work: Work, c: Coefficients) -> float:
-    w, p = work, SHARPNESS
+    w, p = work, limits.sharpness
     busy = w.sm_bytes / c.sm_bytes_per_us + c.element_us * w.sm_elements
     loop = w.memory_us / c.bandwidth_share, busy, c.row_us * w.tiles + busy / w.ahead, c.box_us * w.sm_boxes
     start = c.launch_us + c.ring_us * w.rings + c.meeting_us * w.doublings + w.parameter_bytes / c.sm_bytes_per_us
@@ -110,7 +107,8 @@ def work_of(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> 
     boxes, stages = 0.0, 1 if getattr(plan, "short_lived", False) else 2
     if is_ring:
         box, stages = box_columns(plan, problem.cols), plan.num_stages
-        boxes = problem.cols / box * (2 - problem.is_forward) * (SLOWER_IF_MANY if plan.chunk > MANY_BOXES * box else 1)
+        slower = limits.slower_if_many if plan.chunk > limits.many_boxes * box else 1
+        boxes = problem.cols / box * (2 - problem.is_forward) * slower
     return Work(
         memory_us=bytes_moved(plan, problem, rows, device) / (device.bandwidth_gb_s * 1e3),
         launches=num_launches(plan, problem),

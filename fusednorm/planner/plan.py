@@ -13,23 +13,16 @@ import typing
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
+from . import limits
 from .device import DeviceSpec
 from .norm_problem import NormProblem
 
-# Least work of a CTA that leaves partials of dw and db, or of a cluster: with less, storing and summing them costs more
-# than another CTA saves. In multi-wave tiles of several rows they are narrow.
-MIN_TILES_OF_CTA, MIN_ROWS_OF_CLUSTER, MIN_NARROW_ROWS = 2, 2, 8
-# Least work of a short-lived CTA: row tiles, because it loads the parameters while its first tile arrives; in a cluster
-# also rows and elements, because it begins by waiting for the other CTAs.
-MIN_TILES_OF_SHORT_LIVED, MIN_ROWS_IN_CLUSTER, MIN_ELEMENTS_IN_CLUSTER = 2, 5, 12 * 1024
-MIN_WAVES = 6  # of short-lived CTAs; with fewer, the last wave would leave too much of the GPU idle
 # Most row tiles that a CTA adds up in one sum of dw or db that is wanted in float32. Of n additions of one sign, each
 # may round in the same direction, by up to 2^-25 of the sum. A sum of more tiles is divided among CTAs that do not run
 # at the same time. A 16-bit output is itself rounded by 2^-9 or 2^-12, far more than what the longest sum loses.
 MOST_TILES_OF_SUM = 160
 MOST_CTAS = 2**16 - 1  # along the rows, where these are a grid's second dimension
 MAX_BOX_SIDE = 256  # elements per side of a TMA copy's box
-MANY_BOXES, SLOWER_IF_MANY = 64, 3  # boxes of a chunk in a CTA; with more, TMA takes so many times as long for each
 
 
 @dataclass(frozen=True)
@@ -274,10 +267,11 @@ def grid_of(
     elif getattr(plan, "short_lived", False):
         is_one_tile = plan.kernel == "multi_wave" or plan.num_stages == 1
         tiles_of_cta = 1 if is_one_tile else _tiles_of_short_lived(plan)
-        least_short_lived = 0 if is_one_tile else MIN_WAVES * at_once
+        least_short_lived = 0 if is_one_tile else limits.min_waves * at_once
     elif leaves_partials:  # the first CTA of each SM may get fewer rows
-        narrow = MIN_NARROW_ROWS if plan.kernel == "multi_wave" and plan.rows_per_tile > 1 else 0
-        rows_of_cta = MIN_ROWS_OF_CLUSTER if plan.cluster > 1 else max(MIN_TILES_OF_CTA * plan.rows_per_tile, narrow)
+        narrow = limits.min_narrow_rows if plan.kernel == "multi_wave" and plan.rows_per_tile > 1 else 0
+        rows_of_cta = max(limits.min_tiles_of_cta * plan.rows_per_tile, narrow)
+        rows_of_cta = limits.min_rows_of_cluster if plan.cluster > 1 else rows_of_cta
     tiles_of_sum = MOST_TILES_OF_SUM if float32_sums and not device.sm_margin else 0
     least_work = rows_of_cta, tiles_of_cta, tiles_of_sum, least_short_lived
     return Grid(plan.rows_per_tile, at_once, first_wave, *least_work, num_partials(plan, 1), sample_rows)
@@ -291,19 +285,16 @@ def num_ctas(plan: Plan, rows: int, cols: int, device: DeviceSpec, *wants, **mor
 
 def _tiles_of_short_lived(plan: PipelinedPlan) -> int:
     if plan.cluster == 1:
-        return MIN_TILES_OF_SHORT_LIVED
+        return limits.min_tiles_of_short_lived
     elements = plan.rows_per_tile * plan.chunk * plan.num_chunks
-    few_rows, few_elements = MIN_ROWS_IN_CLUSTER // plan.rows_per_tile, -(-MIN_ELEMENTS_IN_CLUSTER // elements)
-    return max(MIN_TILES_OF_SHORT_LIVED, few_rows, few_elements)
+    few_elements = -(-limits.min_elements_in_cluster // elements)
+    return max(limits.min_tiles_of_short_lived, limits.min_rows_in_cluster // plan.rows_per_tile, few_elements)
 
 
 def clusters_at_once(cluster: int, device: DeviceSpec) -> int:
-    """Clusters of `cluster` CTAs that run at the same time, one CTA on each SM.
-
-    A cluster keeps to one group of SMs (GPC). Clusters of 4 and 8 do not fill the groups and are faster on 10 of 11
-    SMs than on all, so clusters of more than two CTAs are counted on 10 of 11.
-    """
-    usable = device.sm_count if cluster <= 2 else device.sm_count * 10 // 11
+    """Clusters of `cluster` CTAs that run at the same time, one CTA on each SM. A cluster keeps to one group of SMs."""
+    share, whole = limits.cluster_sms if cluster > 2 else (1, 1)
+    usable = device.sm_count * share // whole
     return max(1, usable // cluster)
 
 

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .device import DeviceSpec
+from .limits import DATA
 from .model import Coefficients
 from .norm_problem import NormProblem
 
-SHIPPED = Path(__file__).parent / "data"
 FORMAT = 3
 MOST_DISTANCE = 0.5  # octaves to a width that answers for another
 LONG_PIECE = 64  # bytes; rows that TMA copies by longer pieces are alike
@@ -106,7 +106,7 @@ def read(path: Path) -> Table:
 
 @functools.cache
 def shipped() -> tuple[Table, ...]:
-    return tuple(read(path) for path in sorted(SHIPPED.glob("*.jsonl")))
+    return tuple(read(path) for path in sorted(DATA.glob("*.jsonl")))
 
 
 def user_file(gpu: str) -> Path:

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import strategies as st
 from planning import given, make_gated_sum, make_problem, sweep
 
-from fusednorm.planner import budget, legality
-from fusednorm.planner.candidates import MAX_CHUNKS, MOST_COPIES, candidates, chunkings, cluster_sizes, ways_to_copy
+from fusednorm.planner import budget, legality, limits
+from fusednorm.planner.candidates import candidates, chunkings, cluster_sizes, ways_to_copy
 from fusednorm.planner.choice import (
     HOPPER,
     PUBLISHED_ROWS_PER_SM,
@@ -26,7 +26,6 @@ from fusednorm.planner.choice import (
 )
 from fusednorm.planner.device import A100, B200, H100, H200, KNOWN, RTX_4090, RTX_5090
 from fusednorm.planner.plan import (
-    MANY_BOXES,
     MAX_BOX_SIDE,
     VARIANTS,
     ColumnRingPlan,
@@ -139,7 +138,7 @@ def test_rows_in_pieces_of_16_bytes_are_not_copied_in_many_boxes(norm):
     backward = make_problem(norm, 10904)
     assert not any(isinstance(plan, RingPlan) for each in forwards for _, plan in choices(each, H100))
     rings = [plan for _, plan in choices(backward, H100) if isinstance(plan, RingPlan)]
-    assert all(plan.chunk <= MANY_BOXES * box_columns(plan, backward.cols) for plan in rings)
+    assert all(plan.chunk <= limits.many_boxes * box_columns(plan, backward.cols) for plan in rings)
 
 
 @pytest.mark.parametrize("device", KNOWN, ids=lambda device: device.name)
@@ -251,7 +250,7 @@ def test_rows_are_read_twice_only_where_no_plan_within_the_budgets_reads_them_on
 
 def plans_of_one_pass(problem, device):
     """Tiles of one row, in registers and in rings of two stages, by all warps and chunks that candidates may have."""
-    for warps, (chunk, num_chunks) in itertools.product((4, 8, 16), chunkings(problem.cols, 16, MAX_CHUNKS)):
+    for warps, (chunk, num_chunks) in itertools.product((4, 8, 16), chunkings(problem.cols, 16, limits.max_chunks)):
         limit = budget.register_limit(32 * warps, device)
         yield from _within_budget(problem, device, MultiWavePlan(1, chunk, num_chunks, warps, 1, limit))
     if legality.broken_rule("pipelined", problem, 1, device):
@@ -262,7 +261,7 @@ def plans_of_one_pass(problem, device):
             for copy_chunks, tail in ways_to_copy(num_chunks, problem.cols // (cluster * chunk)):
                 resources = 2, warps, 1, limit, in_smem, cluster, copy_chunks, False, tail
                 plan = PipelinedPlan(1, chunk, num_chunks, *resources)
-                if num_copies(plan) <= MOST_COPIES and chunk <= MAX_BOX_SIDE * box_columns(plan, problem.cols):
+                if num_copies(plan) <= limits.most_copies and chunk <= MAX_BOX_SIDE * box_columns(plan, problem.cols):
                     yield from _within_budget(problem, device, plan)
 
 
