@@ -93,8 +93,13 @@ def candidates(variant: str, problem: NormProblem, device: DeviceSpec) -> tuple[
         plan = _warp_specialized(problem, device)
         return (plan,) if plan else ()
     if variant == "pipelined":
-        found = () if are_better_in_registers(problem, device) else _rings(problem, device)
-        return tuple(plan for family in found if (plan := _either(family, problem, device)))
+        found = [] if are_better_in_registers(problem, device) else list(_rings(problem, device))
+        plans = tuple(plan for family in found if (plan := _either(family, problem, device)))
+        if plans or any(plan.kernel == "multi_wave" for plan in candidates("multi_wave", problem, device)):
+            return plans
+        # Registers do not hold a row, and no ring has three stages: two stages still read it once.
+        shallow = (_either(family._replace(num_stages=2), problem, device) for family in found)
+        return tuple(plan for plan in shallow if plan)
     plans = tuple(plan for family in _in_registers(problem) if (plan := plan_of(family, problem, device)))
     if plans:
         return plans

@@ -240,9 +240,9 @@ def test_no_choice_is_slower_than_the_one_that_is_listed():
     assert [each for each in listed_choices.differences() if each.is_loss] == []
 
 
-@pytest.mark.parametrize("device", [A100, RTX_4090, H200, B200], ids=lambda device: device.name)
+@pytest.mark.parametrize("device", [A100, RTX_4090, RTX_5090, H200, B200], ids=lambda device: device.name)
 def test_rows_are_read_twice_only_where_no_plan_within_the_budgets_reads_them_once(device):
-    widths = (1001, 4097, 8192, 9000, 12288, 16385, 20480, 24576, 32768, 40960, 65536, 131072)
+    widths = (1001, 4097, 8192, 9000, 10496, 12288, 16385, 20480, 24576, 32768, 40960, 65536, 131072)
     for problem in sweep(widths, ("bf16", "fp32"), ("", "none")):
         if num_passes(choose(problem, MANY_ROWS, device), problem) == 2:
             assert next(plans_of_one_pass(problem, device), None) is None, problem
