@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -164,24 +165,17 @@ def registers(plan: Plan, problem: NormProblem, device: DeviceSpec) -> int:
     return _round_up(round(min(need, next(held, need)), 6), REGISTER_STEP)
 
 
-class Factor(NamedTuple):
-    """A quantity, or 1 if it is above (>) or below (<) a number and 0 otherwise, or what it has above one (-)."""
+# A factor of a term is a quantity, or whether it is above (>) or below (<) a number, or what it has above one (-).
+SIGNS = {"": lambda x, _: x, ">": operator.gt, "<": operator.lt, "-": lambda x, number: max(0, x - number)}
 
+
+class Factor(NamedTuple):
     quantity: str
-    sign: str
+    sign: Callable[[float, float], float]
     number: float
 
-    @classmethod
-    def read(cls, text: str) -> Factor:
-        quantity, sign, number = re.fullmatch(r"(\w+)(\W?)(\d*)", text).groups()
-        return cls(quantity, sign, float(number or 0))
-
     def __call__(self, known: dict[str, float]) -> float:
-        value = known[self.quantity]
-        if not self.sign:
-            return value
-        more = value - self.number
-        return more > 0 if self.sign == ">" else more < 0 if self.sign == "<" else max(0, more)
+        return self.sign(known[self.quantity], self.number)
 
 
 Terms = tuple[tuple[float, tuple[Factor, ...]], ...]
@@ -197,35 +191,41 @@ def _sum(terms: Terms, known: dict[str, float]) -> float:
 
 
 @functools.cache
-def _bounds() -> dict[str, dict[str, Terms]]:
-    """Of each kernel, from data/registers.json."""
+def _bounds() -> dict[str, list[Terms]]:
+    """Of each kernel, from data/registers.json: the least registers, terms, and caps."""
 
-    def read(terms: dict[str, float]) -> Terms:
-        return tuple((number, tuple(map(Factor.read, text.split()))) for text, number in terms.items())
+    def read(text: str) -> Factor:
+        quantity, sign, number = re.fullmatch(r"(\w+)(\W?)(\d*)", text).groups()
+        return Factor(quantity, SIGNS[sign], float(number or 0))
 
-    bounds = limits.read("registers").items()
-    return {name: {part: read(terms) for part, terms in bound.items()} for name, bound in bounds}
+    def terms(known: dict[str, float]) -> Terms:
+        return tuple((number, tuple(map(read, text.split()))) for text, number in known.items())
+
+    return {
+        name: [terms(bound.get(part, {})) for part in ("least", "terms", "caps")]
+        for name, bound in limits.read("registers").items()
+    }
 
 
 @functools.lru_cache(maxsize=4096)
 def _bound(name: str, problem: NormProblem, device: DeviceSpec) -> tuple[Terms, Terms, Terms]:
-    """The least registers, terms and caps of a kernel, in which a plan's quantities alone are left. Caps ascend."""
-    known, bound = _of_problem(problem, device), _bounds()[name]
+    """That of a kernel, in which a plan's quantities alone are left. Caps ascend."""
+    known = _of_problem(problem, device)
+    least, terms, caps = _bounds()[name]
 
-    def left(part: str) -> Iterator[tuple[float, float, tuple[Factor, ...]]]:
-        for number, factors in bound.get(part, ()):
-            share = math.prod(of(known) for of in factors if of.quantity in known)
-            if share:
+    def left(terms: Terms) -> Iterator[tuple[float, float, tuple[Factor, ...]]]:
+        for number, factors in terms:
+            if share := math.prod(of(known) for of in factors if of.quantity in known):
                 yield number, share, tuple(of for of in factors if of.quantity not in known)
 
-    def added(part: str) -> Terms:
+    def added(terms: Terms) -> Terms:
         found: dict[tuple[Factor, ...], float] = defaultdict(float)
-        for number, share, factors in left(part):
-            found[factors] += number * share
+        for number, share, factors in left(terms):
+            found[factors] += share * number
         return tuple((number, factors) for factors, number in found.items())
 
-    caps = sorted(((number, factors) for number, _, factors in left("caps")), key=lambda cap: cap[0])
-    return added("least"), added("terms"), tuple(caps)
+    held = sorted(((number, factors) for number, _, factors in left(caps)), key=lambda cap: cap[0])
+    return added(least), added(terms), tuple(held)
 
 
 def _of_problem(problem: NormProblem, device: DeviceSpec) -> dict[str, float]:
@@ -253,23 +253,16 @@ def _of_problem(problem: NormProblem, device: DeviceSpec) -> dict[str, float]:
 def _of_plan(plan: MultiWavePlan | RingPlan, cols: int) -> dict[str, float]:
     rows, warps = plan.rows_per_tile, plan.num_warps
     elements = rows * plan.chunk * plan.num_chunks / (WARP_SIZE * warps)  # of a thread
-    known = {"chunks": plan.num_chunks, "elements": elements, "tile_rows": rows, "warps": warps}
+    known = dict(chunks=plan.num_chunks, elements=elements, tile_rows=rows, warps=warps)
     if not isinstance(plan, RingPlan):
-        return known | {"rows": rows, "columns": elements / rows, "chunk_elements": elements / plan.num_chunks}
+        return known | dict(rows=rows, columns=elements / rows, chunk_elements=elements / plan.num_chunks)
     threads, is_pipelined = threads_per_row(plan), isinstance(plan, PipelinedPlan)
-    return known | {
-        "rows": rows_per_thread(plan),
-        "columns": plan.chunk * plan.num_chunks // threads,
-        "chunk_columns": plan.chunk / threads,
-        "threads": threads,
-        "copies": num_copies(plan),
-        "whole": is_whole(plan, cols),
-        "weight_in_smem": plan.weight_in_smem,
-        "cluster": plan.cluster,
-        "groups": 1 if is_pipelined else plan.num_groups,
-        "rows_in_ring": is_pipelined and plan.rows_in_ring,
-        "cached": not is_pipelined and plan.cached,
-    }
+    return known | dict(
+        rows=rows_per_thread(plan), columns=plan.chunk * plan.num_chunks // threads, chunk_columns=plan.chunk / threads,
+        threads=threads, copies=num_copies(plan), whole=is_whole(plan, cols), weight_in_smem=plan.weight_in_smem,
+        cluster=plan.cluster, groups=1 if is_pipelined else plan.num_groups,
+        rows_in_ring=is_pipelined and plan.rows_in_ring, cached=not is_pipelined and plan.cached,
+    )  # fmt: skip
 
 
 def _bytes(dtype: torch.dtype | None) -> int:

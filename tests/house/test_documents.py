@@ -84,7 +84,7 @@ def test_links_within_the_notes_lead_to_headings():
 
 def test_constants_that_the_notes_explain_are_there():
     evidence = NOTES.read_text().partition("## Evidence behind constants")[2]
-    explained = re.findall(r"^- `([\w/]+\.py)` ((?:`[\w.]+`(?:, )?)+)", evidence, re.MULTILINE)
+    explained = re.findall(r"^- `([\w/]+\.(?:py|json))` ((?:`[\w.]+`(?:, )?)+)", evidence, re.MULTILINE)
     assert len(explained) > 30
     for file, names in explained:
         texts = [path.read_text() for folder in ("fusednorm", "kernels") for path in (ROOT / folder).rglob(file)]

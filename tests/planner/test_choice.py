@@ -326,7 +326,7 @@ DEVICES = st.sampled_from(KNOWN) | st.builds(
     st.sampled_from(KNOWN),
     sm_count=st.integers(1, 300),
     arch=st.sampled_from([70, 75, 80, 86, 87, 89, 90, 100, 101, 103, 110, 120, 121, 130]),
-    smem_per_block_bytes=st.integers(48, 227).map(lambda kib: kib * 1024),
+    smem_per_block_bytes=st.integers(64, 227).map(lambda kib: kib * 1024),
 )
 ROWS = st.integers(1, 1 << 20) | st.integers(1, 1 << 34)
 
