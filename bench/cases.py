@@ -155,10 +155,10 @@ def add_direction_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--direction", choices=DIRECTIONS, default="backward", help="default: backward")
 
 
-def plain_case(norm: str, sizes: tuple[int, ...], dtype: str) -> BenchCase:
-    """Contiguous rows, all tensors of one dtype, all gradients."""
-    of = DTYPES[dtype]
-    return BenchCase(norm, sizes, 1, of, of, of if norm == "layer" else None)
+def plain_case(norm: str, sizes: tuple[int, ...], dtype: str, weights: str = "") -> BenchCase:
+    """Contiguous rows, all tensors of one dtype but perhaps the parameters (`weights`), all gradients."""
+    of_weights = DTYPES[weights or dtype]
+    return BenchCase(norm, sizes, 1, DTYPES[dtype], of_weights, of_weights if norm == "layer" else None)
 
 
 def plain_cases(options: argparse.Namespace) -> list[BenchCase]:

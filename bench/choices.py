@@ -35,7 +35,7 @@ from fusednorm.tools.console import progress
 
 from . import sweep
 from .candidates import FLOOR, floor_call, reason
-from .cases import DIRECTIONS, NORMS, SHAPE_SETS, make_bench_inputs, make_parser, parse_shape, plain_case
+from .cases import DIRECTIONS, NORMS, SHAPE_SETS, BenchCase, make_bench_inputs, make_parser, parse_shape, plain_case
 from .records import add_out_argument, case_fields, describe_machine, lacks_gpu, results_path, rows_of, save
 from .survey import drawn
 from .timing import time_interleaved
@@ -47,23 +47,26 @@ SHOWN = 12  # cells at each end of the table
 # Runs in the other checkout, whose planner may have another name; prints the fields of each plan.
 ASKED = """
 import json, sys, torch
+from dataclasses import replace
 from bench import sweep
-from bench.cases import plain_case
+from bench.cases import DTYPES, plain_case
 from fusednorm.host import gpus
 try:
     from fusednorm.planner.choice import choose
 except ImportError:
     from fusednorm.planner.heuristics import choose
 device = gpus.spec_of(torch.device("cuda", torch.cuda.current_device()))
-for norm, direction, rows, cols, dtype in json.load(sys.stdin):
-    case = plain_case(norm, (rows, cols), dtype)
-    problem = sweep.make_call(plain_case(norm, (4, cols), dtype), sweep.meta_inputs(case), direction).problem
+for norm, direction, rows, cols, dtype, weights in json.load(sys.stdin):
+    weights = DTYPES[weights or dtype]
+    case = plain_case(norm, (4, cols), dtype)
+    case = replace(case, weight_dtype=weights, bias_dtype=case.bias_dtype and weights)
+    problem = sweep.make_call(case, sweep.meta_inputs(case), direction).problem
     plan = choose(problem, rows, device)
     numbers = ",".join(str(int(value)) for value in vars(plan).values())
     print(f"{type(plan).__name__.removesuffix('Plan')}({numbers})")
 """
 
-Cell = tuple[str, str, int, int, str]  # norm, direction, rows, cols, dtype
+Cell = tuple[str, str, int, int, str, str]  # norm, direction, rows, cols, dtype, that of the parameters if another
 
 
 def chosen(folder: Path, cells: list[Cell]) -> list[str]:
@@ -78,10 +81,14 @@ def chosen(folder: Path, cells: list[Cell]) -> list[str]:
     return [text_of(from_text(text)) for text in done.stdout.split()]
 
 
+def case_of(cell: Cell, rows: int | None = None) -> BenchCase:
+    norm, _, of_cell, cols, dtype, weights = cell
+    return plain_case(norm, (rows or of_cell, cols), dtype, weights)
+
+
 def time_cell(cell: Cell, plans: dict[str, str], allocations: int, rounds: int) -> dict:
-    norm, direction, rows, cols, dtype = cell
-    case, kept, ratios = plain_case(norm, (rows, cols), dtype), [], []
-    times = {}
+    case, direction = case_of(cell), cell[1]
+    kept, ratios, times = [], [], {}
     for allocation in range(allocations):
         kept.append(torch.empty((1 + 3 * allocation) << 21, dtype=torch.int8, device="cuda"))  # moves what follows
         inputs = make_bench_inputs(case, "cuda")
@@ -102,6 +109,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--random", type=int, metavar="CELLS", default=0, help="cells at random")
     parser.add_argument("--seed", type=int, default=0, help="of --random (default: 0)")
     parser.add_argument("--dtype", nargs="+", choices=("bf16", "fp32"), default=["bf16"])
+    text = "of the parameters, with --shapes (default: that of all tensors)"
+    parser.add_argument("--weight-dtype", choices=("bf16", "fp32"), default="", help=text)
     parser.add_argument("--allocations", type=int, default=3, help="of the tensors of a cell (default: 3)")
     parser.add_argument("--rounds", type=int, default=15, help="timed replays of each plan (default: 15)")
     parser.add_argument("--minutes", type=float, default=60, help="no cell is begun after this time (default: 60)")
@@ -111,17 +120,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def cells_of(options: argparse.Namespace) -> list[Cell]:
     shapes = options.shapes or [parse_shape(text) for text in SHAPES if not options.random]
-    at_random = [
-        (task.norm, task.direction, rows, task.cols, task.dtype) for task, rows in drawn(options.random, options.seed)
-    ]
+    drawn_cells = drawn(options.random, options.seed)
+    at_random = [(task.norm, task.direction, rows, task.cols, task.dtype, "") for task, rows in drawn_cells]
     asked = itertools.product(options.dtype, shapes, DIRECTIONS, NORMS)
-    of_shapes = [(norm, direction, *shape.sizes, dtype) for dtype, shape, direction, norm in asked]
+    weights = options.weight_dtype
+    of_shapes = [(norm, direction, *shape.sizes, dtype, weights) for dtype, shape, direction, norm in asked]
     return list(dict.fromkeys([*at_random, *of_shapes]))
 
 
 def fields_of(cell: Cell, plans: dict[str, str]) -> dict:
-    norm, direction, rows, cols, dtype = cell
-    return case_fields(plain_case(norm, (rows, cols), dtype), direction) | plans
+    weights = {"weights": cell[-1]} if cell[-1] else {}
+    return case_fields(case_of(cell), cell[1]) | weights | plans
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -141,7 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
     }
     left = {cell: plans for cell, plans in pairs.items() if cell not in records}
     jobs = {
-        (plain_case(cell[0], (4, cell[3]), cell[4]), cell[1], from_text(text), device.arch): None
+        (case_of(cell, rows=4), cell[1], from_text(text), device.arch): None
         for cell, plans in left.items()
         for text in plans.values()
     }

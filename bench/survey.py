@@ -164,7 +164,8 @@ def cells(options: argparse.Namespace, device: DeviceSpec) -> dict[Task, list[in
     asked = (
         Task(norm, options.direction, cols, options.dtype) for cols in options.cols or () for norm in options.norms
     )
-    return {task: list(row_counts(task, device, options.rows_per_sm)) for task in (dense() if options.dense else asked)}
+    plain = (task for task in dense() if not task.form and not task.weights)
+    return {task: list(row_counts(task, device, options.rows_per_sm)) for task in (plain if options.dense else asked)}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -6,7 +6,7 @@ and plans in order of rows, each up to a number of rows per SM, the last without
 a table, and data/ has those that are shipped.
 
 A problem that has no line takes that of a near width which TMA copies by pieces as long. A key that the table lacks is
-that with the nearest traffic.
+that with parameters of x's itemsize, and then that with the nearest traffic.
 """
 
 from __future__ import annotations
@@ -40,12 +40,14 @@ class Key(NamedTuple):
     itemsizes: tuple[int, ...]  # of x, in a backward also of its gradient
     piece: int  # bytes that TMA copies at once, up to LONG_PIECE; 0 if it cannot
     traffic: tuple[int, int, int, int]
+    parameters: int = 0  # itemsize of weight and bias, if it is not x's
 
     @classmethod
     def of(cls, problem: NormProblem) -> Key:
         itemsizes = tuple(dtype.itemsize for dtype in (problem.x_dtype, problem.grad_dtype) if dtype is not None)
         piece = math.gcd(problem.cols * itemsizes[0], LONG_PIECE) if problem.tma_aligned else 0
-        return cls(problem.norm, problem.direction, itemsizes, piece, problem.traffic)
+        of_parameters = {each.itemsize for each in (problem.weight_dtype, problem.bias_dtype) if each} - {itemsizes[0]}
+        return cls(problem.norm, problem.direction, itemsizes, piece, problem.traffic, max(of_parameters, default=0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,12 +60,14 @@ class Table:
     lines: dict[Key, dict[int, str]]  # of the widths, as they are in the file
 
     def lines_of(self, key: Key) -> dict[int, str]:
-        """{columns: line} of a key, or if it has none of that with the nearest traffic. A backward without dx, which
-        writes no large tensor, is unlike all others."""
+        """{columns: line} of a key, or if it has none of that whose parameters are like x, or of that with the nearest
+        traffic. A backward without dx, which writes no large tensor, is unlike all others."""
 
         def distance(other: Key) -> int:
             return sum(abs(a - b) for a, b in zip(key.traffic, other.traffic, strict=True))
 
+        if key not in self.lines:
+            key = key._replace(parameters=0)
         if key not in self.lines and key.traffic[1]:
             alike = (each for each in self.lines if each._replace(traffic=key.traffic) == key)
             key = min(alike, key=distance, default=key)

@@ -53,7 +53,8 @@ IN_FLOAT32 = (256, 384, 512, 768, 1280, 1536, 1792, 2560, 20480, 24576, 32768, 4
 NARROW_IN_FLOAT32 = (64, 80, 96, 128, 160, 192, 224, 320, 448, 640, 896, 72, 88, 104, 136, 168, 200, 248, 312, 376, 440)
 IN_PIECES_IN_FLOAT32 = (504, 616, 776, 1000, 1304, 2008, 3000, 5000, 9000, 17000, 100, 260, 1004, 4004)
 UNALIGNED_IN_FLOAT32 = (77, 125, 191, 255, 347, 501, 777, 1201, 2001, 4097, 8191, 16001)
-# Forms that read and write as many tensors have one table (table.Key).
+# Forms that read and write as many tensors have one table (table.Key). The widths of OF_FORMS are timed with parameters
+# in float32, too.
 FORMS = ("_times_gate", "_of_sum", "_modulated", "_of_gated_sum_modulated")
 OF_FORMS = (64, 128, 256, 512, 1024, 2048, 3072, 4096, 5120, 6144, 8192, 16384)
 MODULATED = (1024, 1152, 1536, 2048, 2304, 3072, 4096, 5120, 6144)
@@ -74,11 +75,12 @@ class Task(NamedTuple):
     cols: int
     dtype: str  # of DTYPES, of all tensors
     form: str = ""  # the suffix of the form's forward op
+    weights: str = ""  # the dtype of weight and bias, if it is another
 
     @property
     def wanted(self) -> Wanted:
         dtype, weighted = DTYPES[self.dtype], "modulated" not in self.form  # modulated norms seldom have a weight
-        bias, weight = weighted and self.norm == "layer", dtype if weighted else None
+        bias, weight = weighted and self.norm == "layer", DTYPES[self.weights or self.dtype] if weighted else None
         return Wanted(self.norm, self.direction, self.cols, dtype, weight, bias, (True, weighted, bias), form=self.form)
 
 
@@ -104,7 +106,8 @@ class Cell(NamedTuple):
         """From a line of this tool, of bench.survey or of bench.choices."""
         names = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
         dtype = record.get("dtype") or names[record["x_dtype"]]
-        task = Task(record["norm"], record["direction"], record["cols"], dtype, record.get("form", ""))
+        more = record.get("form", ""), record.get("weights", "")
+        task = Task(record["norm"], record["direction"], record["cols"], dtype, *more)
         if "plans" not in record:
             times = {record[each]: record[f"{each}_us"] for each in ("old", "new")}
             return cls(task, record["rows"], times, record["new"])
@@ -116,6 +119,7 @@ def dense() -> Iterator[Task]:
     for step, most in ((2048, 16384), (1024, 16384), (512, 8192)):
         yield from of_widths(cols for cols in range(step, most + 1, step) if cols % (2 * step) or step == 2048)
     yield from of_widths((128, 256, 384, 768, 1152, 1280, 1792, 2304, 2816, 2880, 3328, 3840, 5376, *WIDE[:6]))
+    yield from (task._replace(weights="fp32") for task in of_widths(OF_FORMS))
     yield from of_widths((*range(1024, 8193, 1024), *range(10240, 16385, 2048)), "fp32")
     yield from of_widths((*NARROW_IN_FLOAT32, *IN_FLOAT32), "fp32")
     yield from of_widths((*NARROW, *BY_16_BYTES, *UNALIGNED[:18], *BY_32_BYTES))
@@ -395,7 +399,7 @@ def write(path: Path, head: dict, widths: dict[table.Key, dict[int, table.Ranges
     """Replaces the file at once, so that nobody reads half of one."""
     lines: list = [{"format": table.FORMAT} | head]
     for key, ranges in sorted(widths.items()):
-        lines.append(key._asdict())
+        lines.append({name: value for name, value in key._asdict().items() if value or name != "parameters"})
         for cols, plans in sorted(ranges.items()):
             lines.append([cols, [[None if most == math.inf else most, text] for most, text in plans]])
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -56,6 +56,18 @@ def test_a_width_that_is_lacking_gets_the_family_of_a_near_one_cut_for_itself(fi
     assert choice.choose(far, 100, MY_GPU) == choice.choose(far, 100, H200), "the shipped table answers"
 
 
+def test_lines_of_parameters_in_float32_are_for_these_alone_and_without_them_the_others_answer(file):
+    plain, wide = (make_problem(cols=4096, weight=dtype) for dtype in ("bf16", "fp32"))
+    before = choice.choose(wide, 16384, MY_GPU)
+    key = table.Key.of(wide)
+    assert key == table.Key.of(plain)._replace(parameters=4)
+    tune.write(file, head(), {key: {4096: ((math.inf, ALONE),)}})
+    choice.choices.cache_clear()
+    table.of_user.cache_clear()
+    assert choice.choose(wide, 16384, MY_GPU) == from_text(ALONE) != before
+    assert choice.choose(plain, 16384, MY_GPU) == choice.choose(plain, 16384, H200)
+
+
 @pytest.mark.parametrize("text", ["", "no table", '{"format": 99}', '{"format": 2, "gpu": "A"}', "[1]"])
 def test_a_file_that_is_no_table_is_told_in_one_sentence_and_not_used(file, text):
     file.write_text(text)
@@ -80,7 +92,8 @@ def test_plans_of_shipped_tables_are_within_the_budgets_of_their_widths():
         for key in shipped.lines:
             for cols in list(shipped.lines[key])[::7]:
                 dtype = {2: "bf16", 4: "fp32"}[key.itemsizes[0]]
-                tasks = (tune.Task(key.norm, key.direction, cols, dtype, form) for form in ("", *tune.FORMS))
+                weights = {0: "", 4: "fp32"}[key.parameters]
+                tasks = (tune.Task(key.norm, key.direction, cols, dtype, form, weights) for form in ("", *tune.FORMS))
                 problem = next(p for p in (task.wanted.problem for task in tasks) if p.traffic == key.traffic)
                 assert table.Key.of(problem) == key
                 found, ranges = shipped.lookup(problem)

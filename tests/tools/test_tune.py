@@ -80,7 +80,9 @@ def test_what_two_checkouts_chose_are_cells_too_and_one_row_count_makes_no_width
 
 
 def test_a_record_is_read_back_as_the_same_cell():
-    assert tune.Cell.of(cell(4, 2).record()) == cell(4, 2)
+    wide = cell(4, 2)._replace(task=TASK._replace(weights="fp32"), refused=("MultiWave(1,16384,1,4,1,255,0)",))
+    for each in (cell(4, 2), wide):
+        assert tune.Cell.of(each.record()) == each
 
 
 def test_coefficients_are_fitted_to_the_times():
