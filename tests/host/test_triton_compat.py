@@ -12,10 +12,12 @@ from unittest import mock
 import pytest
 import torch
 from column_sums import Sums
+from head_norms import HeadCase
 from planning import make_problem, meta_call
 
 from fusednorm.columns.plan import Choice, choose
 from fusednorm.columns.problem import check_column_sum
+from fusednorm.heads.problem import Packing, Settings
 from fusednorm.host import fallback, torch_compat, triton_compat
 from fusednorm.host.triton_compat import RELEASES
 from fusednorm.planner.device import H200
@@ -28,6 +30,7 @@ PROBLEMS = [
     make_problem("rms", 1001, direction="forward"),  # no tensor map, a float
     (Sums(ROWS, 4096, 3, torch.bfloat16), "ring"),  # a tuple of addresses, and tensor maps behind the constants
     (Sums(ROWS, 1001, 1), "portable"),  # tuples of one element
+    HeadCase(cols=64, tokens=9, dtype=torch.bfloat16, rotary=64, table_dims="BS"),  # numbers in tuples
 ]
 
 
@@ -53,6 +56,8 @@ def programs(given) -> tuple:
     from fusednorm.columns import launch as columns
     from fusednorm.host import launch
 
+    if isinstance(given, HeadCase):
+        return program_of_heads(given)
     if isinstance(given, NormProblem):
         call = meta_call(given, ROWS, device="cpu")
         return launch.program_of(call, fallback.choose(given, ROWS, H200), H200), call.tensors, call.shape
@@ -60,6 +65,22 @@ def programs(given) -> tuple:
     inputs = sums.inputs()
     call = check_column_sum(inputs, sums.total, None)
     return columns.program_of(call, Choice(choose(call.problem, ROWS, H200, kernel).plan, 2)), inputs, inputs[0].shape
+
+
+def program_of_heads(case: HeadCase) -> tuple:
+    """The same of a backward for slices of a packed tensor."""
+    from fusednorm.heads import launch, ops, plan
+
+    width = (case.heads + 2 * case.kv_heads) * case.cols
+    packing, packed = Packing(case.heads, case.kv_heads), torch.randn(case.batch, case.tokens, width).bfloat16()
+    q, k, v = packing.split(packed)
+    tables, settings = [each[:, :, None].bfloat16() for each in case.tables()], Settings()
+    weights = torch.ones(2, case.cols).bfloat16().unbind()
+    grads = [each.contiguous() for each in (q, k, v)]
+    arguments = grads, packed, weights, (None, None), *tables, 1e-6, [True] * 5, *packing
+    given = ops.Call(ops.PACKED, arguments, settings._asdict()).check()
+    program = launch.program_of(given, plan.plans_of(given.launches(), H200), H200)
+    return program, given.tensors, given.heads.inputs[0].shape
 
 
 def launches(given) -> list[tuple[list, list]]:
