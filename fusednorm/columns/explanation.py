@@ -10,7 +10,9 @@ from torch import Tensor
 
 from ..host import fallback, gpus
 from ..host.kernel_devices import runs_kernels
+from ..planner import canonical
 from ..planner.device import DeviceSpec
+from ..settings import invariance
 from .plan import MAX_TENSORS, AtenSum, Choice, RingSum, choose, ring_fault, shared_bytes
 from .problem import OP, ColumnSumProblem, describe, in_place, validate_column_sum
 
@@ -78,10 +80,15 @@ def explain_column_sum(
     if why:
         return ColumnSumExplanation(problem, rows, None, Choice(AtenSum(why)), why, notes)
     spec = device or gpus.spec_of(inputs[0].device)
-    choice, fault = choose(problem, rows, spec), ring_fault(problem, rows, spec)
+    ordered, of_block = invariance.switch.invariance(), rows
+    if ordered > 0:
+        spec, of_block = canonical.of_architecture(spec), min(rows, ordered)
+    if of_block < rows:
+        notes += (f"runs for {-(-rows // of_block)} blocks of up to {of_block} rows in turn: ordered_sums",)
+    choice, fault = choose(problem, of_block, spec), ring_fault(problem, of_block, spec)
     failed = fallback.failed_of(problem, spec)
     if choice.plan in failed:
-        choice, fault = choose(problem, rows, spec, "portable"), f"cannot run here: {failed[choice.plan]}"
+        choice, fault = choose(problem, of_block, spec, "portable"), f"cannot run here: {failed[choice.plan]}"
         if choice.plan in failed:
             choice = Choice(AtenSum(f"the kernels for it have failed: {failed[choice.plan]}"))
     return ColumnSumExplanation(problem, rows, spec, choice, fault, notes)

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 import fusednorm
 from fusednorm import batch_invariant
 from fusednorm.columns import plan as column_plan
-from fusednorm.columns.plan import MAX_TENSORS, Choice, portable_plans
+from fusednorm.columns.plan import MAX_TENSORS, Choice, choose, portable_plans
 from fusednorm.columns.problem import check_column_sum
 from fusednorm.host import gpus
 from fusednorm.host.kernel_devices import kernels_on
@@ -79,6 +79,13 @@ def test_the_rows_of_a_block_and_the_architecture_choose_the_splits_of_ordered_s
             monkeypatch.setattr(gpus, "spec_of", lambda device, sms=sms: replace(A100, sm_count=sms))
             fusednorm.column_sum([torch.ones(40, 8)])
     assert asked[:3] == asked[3:] and [rows for rows, _ in asked[:3]] == [16, 16, 8]
+
+
+def test_explain_says_that_ordered_sums_run_block_by_block():
+    with batch_invariant(ordered_sums=1024):
+        said = fusednorm.explain_column_sum([torch.empty(4000, 4096, device="meta")], device=H200)
+    assert "runs for 4 blocks of up to 1024 rows in turn" in str(said)
+    assert said.choice == choose(said.problem, 1024, said.device)
 
 
 def test_autograd_does_not_record_what_needs_no_gradient():
