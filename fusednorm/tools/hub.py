@@ -95,8 +95,8 @@ def _files() -> list[tuple[Path, Path]]:
 
 
 def _copied(folder: Path) -> list[Path]:
-    """Sources and tables of plans below a folder."""
-    return sorted(path for kind in ("*.py", "*.jsonl") for path in folder.rglob(kind))
+    """Sources and the planner's data below a folder."""
+    return sorted(path for kind in ("*.py", "data/*.json*") for path in folder.rglob(kind))
 
 
 def _metadata(build: Path) -> dict:

@@ -72,7 +72,8 @@ def test_repository_holds_the_package_twice_and_what_it_says_of_itself(repositor
     metadata = json.loads((build / "metadata.json").read_text())
     held = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}
     assert held == metadata["digest"]["files"].keys()
-    assert {"__init__.py", "layers.py", "kernels/rowmath.py", "host/launch.py"} <= held
+    data = {f"planner/data/{each.name}" for each in (hub.PACKAGE / "planner" / "data").iterdir()}
+    assert {"__init__.py", "layers.py", "kernels/rowmath.py", "host/launch.py", *data} <= held
     assert metadata["id"].startswith("_fusednorm_cuda_") and metadata["id"].isidentifier()
     again = hub._metadata(build)
     assert again == metadata, "the same files have the same id"
