@@ -45,6 +45,14 @@ SLOTS = {  # real classes of each slot
 CLASSES = [(slot, *each) for slot, found in SLOTS.items() for each in found]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def models_run_without_fla():
+    """Models of transformers take its kernels where it is installed, and these run on no CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "fla", None)
+        yield
+
+
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hub") / "fusednorm"
