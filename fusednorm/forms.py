@@ -45,7 +45,7 @@ class FormSpec(NamedTuple):
     combine: str = ""  # a name among COMBINE
     rounds_sum: bool = True  # whether the sum that is normalized is the one that is stored
     weight_offset: float = 0.0  # added to the weight in the accumulation dtype, if there is a weight
-    rounds_x_hat: bool = False  # to x's dtype, before the weight; u likewise, before a gate (launch.rounds_u)
+    rounds_x_hat: bool = False  # to x's dtype, before the weight; u likewise, before a gate (tiles.rounds_u)
     modulate: str = ""  # a name among MODULATE
     finish: str = ""  # a name among FINISH
     activation: str = "silu"  # of the gate, if there is one: a name among ACTIVATIONS

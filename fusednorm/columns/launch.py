@@ -15,9 +15,9 @@ from ..host import fallback, gpus, launcher, prepared
 from ..host.fallback import BuildFailed
 from ..host.gpus import current
 from ..host.key import Extent
-from ..host.launch import tile_map
 from ..host.launcher import Launch
 from ..host.program import Address, Number, OnTensors, Output, Part, Program, Workspace
+from ..host.tiles import tile_map
 from ..kernels import column_reduction
 from ..kernels.config import ColumnTile
 from ..planner import canonical

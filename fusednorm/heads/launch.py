@@ -16,13 +16,14 @@ from ..host import fallback, gpus, launcher, prepared
 from ..host.fallback import BuildFailed
 from ..host.gpus import current
 from ..host.key import PLAIN_TYPES, Extent
-from ..host.launch import OLDEST_DEPENDENT_ARCH, partials_tile
 from ..host.launcher import Launch
 from ..host.program import Address, Bound, Output, Part, Program, Workspace
+from ..host.sums import partials_tile
 from ..kernels import finalizer, narrow
 from ..kernels.config import Norm, PartsTile
 from ..kernels.rowmath import TURN, form_of
 from ..planner import canonical
+from ..planner.derived import may_be_dependent
 from ..planner.device import DeviceSpec
 from ..planner.norm_problem import ALIGNMENT
 from ..problem import require_memory, resolve_eps
@@ -152,7 +153,7 @@ def launches_of(
         args = x, weights, biases, cos, sin, outs, *numbers, *strides, table_strides, cols, eps
         launch = Launch(narrow.forward, grid, args, norm, tile, options)
         return [launch], []
-    dependent = problem.num_sums > 0 and spec.arch >= OLDEST_DEPENDENT_ARCH
+    dependent = problem.num_sums > 0 and may_be_dependent(spec)
     tile, dx_strides = _tile(plan, problem, dependent), strides[2] if problem.wants_dx else None
     acc_dtype = problem.acc_dtype
     size = cols * (acc_dtype.itemsize // torch.float32.itemsize)

@@ -27,7 +27,6 @@ from .plan import (
     Plan,
     RingPlan,
     WarpSpecializedPlan,
-    columns_per_thread,
     is_whole,
     num_copies,
     rows_per_thread,
@@ -267,25 +266,6 @@ def _of_plan(plan: MultiWavePlan | RingPlan, cols: int) -> dict[str, float]:
 
 def _bytes(dtype: torch.dtype | None) -> int:
     return 0 if dtype is None else dtype.itemsize
-
-
-def has_registers_to_prefetch(plan: RingPlan, problem: NormProblem) -> bool:
-    """Whether a thread can hold the next tile's statistics while it adds up the current tile. LayerNorm with 128
-    registers and many columns lacks the two registers for them."""
-    return problem.norm == "rms" or plan.max_registers > 128 or columns_per_thread(plan) <= limits.columns_to_prefetch
-
-
-def widens_in_pairs(plan: RingPlan, problem: NormProblem) -> bool:
-    """Whether bfloat16 values become float32 two at a time (rowmath.widen): in LayerNorm's backward with many columns
-    for a thread, or in a cluster of CTAs with more than four warps. An SM then has no other work to fill its waits, so
-    the number of instructions sets the time. With 128 registers, 32 columns would spill if the row ends within a
-    chunk."""
-    if problem.norm == "rms" or problem.is_forward or problem.x_dtype != torch.bfloat16:
-        return False
-    columns, shared = columns_per_thread(plan), plan.cluster > 1 and plan.num_warps > limits.warps_in_pairs
-    pays = isinstance(plan, PipelinedPlan) and (shared or columns > limits.columns_in_pairs)
-    fits = plan.max_registers > 128 or columns <= limits.columns_in_pairs_of_128_registers
-    return pays and (fits or is_whole(plan, problem.cols))
 
 
 def _round_up(value: float, step: int) -> int:

@@ -19,6 +19,7 @@ from ..host.kernel_devices import runs_kernels
 from ..operands import ForwardOperands
 from ..planner import budget, choice, table
 from ..planner.candidates import are_better_in_registers
+from ..planner.derived import derived
 from ..planner.device import DeviceSpec
 from ..planner.legality import MAX_RING_ROWS, broken_rule
 from ..planner.model import bytes_moved, predict_us
@@ -111,7 +112,8 @@ class Explanation:
     def _resources(self) -> list[str]:
         plan, problem, device, lines = self.plan, self.problem, self.device, []
         if not isinstance(plan, ReferencePlan):
-            registers, limit = budget.registers(plan, problem, device), budget.max_registers(plan)
+            limit = derived(plan, problem, device).get("register_limit") or budget.max_registers(plan)
+            registers = min(limit, budget.registers(plan, problem, device))
             inputs = "x and dy" if problem.direction == "backward" else "x"
             lines = [
                 str(plan),
@@ -119,11 +121,24 @@ class Explanation:
                 f"launches: {num_launches(plan, problem)}; passes over {inputs}: {num_passes(plan, problem)}",
                 f"shared memory {budget.shared_bytes(plan, problem)} of {device.smem_per_block_bytes} bytes a CTA, "
                 f"registers up to {registers} of {limit} a thread",
+                *self._derived(),
             ]
         if self.cost:
             moved, time, share = self.cost
             lines.append(f"{moved / 1e6:.1f} MB moved, {time:.1f} us predicted: {share:.0%} of the speed of light")
         return lines
+
+    def _derived(self) -> list[str]:
+        """What follows from the plan of a backward, as text."""
+        found, said = derived(self.plan, self.problem, self.device), []
+        if "prefetches_statistics" in found and not self.problem.is_forward:
+            pairs = ", bfloat16 widened in pairs" * found["widens_in_pairs"]
+            said = [f"statistics loaded {'a' if found['prefetches_statistics'] else 'half a'} tile ahead{pairs}"]
+        if sums := found.get("sums"):
+            start = "before the first has ended" if sums["dependent"] else "when the first has ended"
+            of_cta = f"{sums['cols']} columns for each CTA of {_count(sums['num_warps'], 'warp')}"
+            said.append(f"sums by the second launch, which may begin {start}: {of_cta}")
+        return said
 
     def _grid(self) -> str:
         plan, problem, device = self.plan, self.problem, self.device
@@ -159,6 +174,7 @@ class Explanation:
             "launches": num_launches(plan, problem),
             "shared_bytes": budget.shared_bytes(plan, problem) if kernel else None,
             "registers": budget.registers(plan, problem, self.device) if kernel else None,
+            "derived": derived(plan, problem, self.device) if kernel else {},
             "bytes_moved": estimate.bytes_moved if estimate else None,
             "predicted_us": round(estimate.predicted_us, 2) if estimate else None,
             "share_of_light": round(estimate.share_of_light, 4) if estimate else None,

@@ -70,7 +70,7 @@ MAY_IMPORT = {
 }
 AT_THE_ROOT = 15  # files at most: a listing of the package's folder fits on one screen
 # Modules that import Triton at their top. The others import it inside a function, or never.
-IMPORT_TRITON = {"columns.launch", "heads.launch", "tools.compilation", "host.launch", "host.launcher"}
+IMPORT_TRITON = {"columns.launch", "heads.launch", "tools.compilation", "host.launcher", "host.schedules", "host.sums"}
 
 
 def modules_of(folder: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from planning import make_problem, meta_call
 
 import fusednorm
 from fusednorm.__main__ import main
+from fusednorm.host.gpus import with_installed_triton
 from fusednorm.planner.choice import choose
 from fusednorm.planner.device import A100, H200
 from fusednorm.planner.plan import VARIANTS, ReferencePlan
@@ -75,6 +76,29 @@ def test_json_counts_launches_and_passes_as_they_are_made(spec):
         twice = "backward_row_means" in kernels or "forward_by_column_tiles" in kernels
         assert (said["launches"], said["passes"]) == (len(kernels), 2 if twice else 1)
         assert twice == (spec is A100 and problem.cols == 65536 and problem != CASES[2])
+
+
+@pytest.mark.parametrize("spec", [A100, H200], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("problem", [*CASES, *(make_problem("rms", cols, "fp32", direction="forward") for cols in (70001, 70004))])
+def test_what_follows_from_a_plan_is_what_its_kernels_are_launched_with(problem, spec):
+    from fusednorm.host import launch
+
+    spec = with_installed_triton(spec)
+    explanation = explain_problem(problem, 4096, spec)
+    with planned_for(spec):
+        *_, main, last = [None, *launch.prepare(meta_call(problem), explanation.plan).launches]
+    said, finalizes = explanation.as_dict()["derived"], last.kernel.__name__ == "finalize"
+    assert finalizes == ("sums" in said)
+    if finalizes:
+        named = "cols", "num_loads", "num_warps", "dependent"
+        assert said["sums"] == {name: getattr(last.tile, name) for name in named}
+        assert last.options == ({"launch_pdl": True} if said["sums"]["dependent"] else {})
+    kernel = main if finalizes else last
+    if "register_limit" in said:
+        assert kernel.options.get("maxnreg") == said["register_limit"]
+    if "prefetches_statistics" in said:
+        assert kernel.tile.prefetches_statistics == said["prefetches_statistics"]
+        assert kernel.tile.in_pairs == said["widens_in_pairs"]
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
