@@ -15,7 +15,7 @@ import fusednorm
 from fusednorm.host import gpus
 from fusednorm.operands import BackwardOperands, ForwardOperands
 from fusednorm.planner.plan import VARIANTS, Plan, ReferencePlan
-from fusednorm.problem import BackwardCall, ForwardCall, check_backward, check_forward
+from fusednorm.problem.calls import BackwardCall, ForwardCall, check_backward, check_forward
 from fusednorm.settings.invariance import BLOCK_DIVISOR
 from fusednorm.tools.explanation import decide
 from fusednorm.tools.oracle import Outputs

@@ -24,7 +24,6 @@ from . import functional, layers  # noqa: E402
 from .autograd import LayerNormFunction, RMSNormFunction  # noqa: E402
 from .columns.explanation import explain_column_sum  # noqa: E402
 from .columns.ops import column_sum  # noqa: E402
-from .forcing import force  # noqa: E402
 from .functional import (  # noqa: E402
     ada_layer_norm,
     ada_rms_norm,
@@ -55,6 +54,7 @@ from .modules import (  # noqa: E402
     RMSNormGated,
 )
 from .packed import layer_norm_gated_packed, rms_norm_gated_packed  # noqa: E402
+from .settings.forcing import force  # noqa: E402
 from .settings.invariance import batch_invariant  # noqa: E402
 from .settings.margin import sm_margin  # noqa: E402
 from .tools.explanation import explain  # noqa: E402

@@ -23,7 +23,6 @@ from torch.autograd import Function
 from torch.overrides import has_torch_function
 
 from . import ops, reference, sharding
-from .forcing import asked_variants, force
 from .host import native, prepared, torch_compat
 from .host.kernel_devices import runs_kernels
 from .host.key import PLAIN_TYPES
@@ -59,8 +58,9 @@ from .operands import (
 )
 from .operands import add as add_to_table
 from .planner.norm_problem import accumulation_dtype
-from .problem import validate
+from .problem.validation import validate
 from .settings import invariance
+from .settings.forcing import asked_variants, force
 from .settings.invariance import as_in_forward
 
 

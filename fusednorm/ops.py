@@ -92,7 +92,9 @@ from .operands import (
     as_op,
     wanted_outputs,
 )
-from .problem import check_backward, check_forward, groups_of, output_dtype, stats_shape, validate
+from .problem.calls import check_backward, check_forward
+from .problem.outputs import groups_of, output_dtype, stats_shape
+from .problem.validation import validate
 
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 

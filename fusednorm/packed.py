@@ -16,7 +16,7 @@ from .host import native
 from .host.torch_compat import recorder
 from .namespace import TORCH_OPS
 from .operands import call_op, op_outputs, operands_of
-from .problem import require_strided
+from .problem.validation import require_strided
 
 Columns = tuple[int, int]
 

@@ -16,17 +16,10 @@ from torch import Tensor
 from .forms import PLAIN, FormSpec
 from .operands import FORWARD, OPS, ForwardOperands, Operands, Outputs, Role, call_op, operands_of
 from .planner.norm_problem import accumulation_dtype
-from .problem import (
-    BackwardCall,
-    ForwardCall,
-    groups_of,
-    output_dtype,
-    resolve_eps,
-    spread,
-    stats_shape,
-    steps_of,
-    validate,
-)
+from .problem.calls import BackwardCall, ForwardCall
+from .problem.outputs import groups_of, output_dtype, resolve_eps, stats_shape, steps_of
+from .problem.rows import spread
+from .problem.validation import validate
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from fusednorm.host import fallback
 from fusednorm.operands import BackwardOperands, ForwardOperands
 from fusednorm.planner.device import DeviceSpec
 from fusednorm.planner.plan import Plan
-from fusednorm.problem import check_backward, check_forward
+from fusednorm.problem.calls import check_backward, check_forward
 from fusednorm.tools.oracle import Case, Inputs
 
 DEVICES = ARCHITECTURES

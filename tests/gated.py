@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusednorm.forms import FormSpec
 from fusednorm.operands import operands_of
-from fusednorm.problem import BackwardCall, ForwardCall, check_backward, check_forward
+from fusednorm.problem.calls import BackwardCall, ForwardCall, check_backward, check_forward
 
 BEFORE = FormSpec(combine="gate")
 BEFORE_BY_SIGMOID = FormSpec(combine="gate", activation="sigmoid", weight_offset=1.0)

@@ -9,7 +9,8 @@ from cases import BF16, EPS, FP16, FP32
 from torch import Tensor
 
 from fusednorm.operands import operands_of
-from fusednorm.problem import BackwardCall, check_backward, spread
+from fusednorm.problem.calls import BackwardCall, check_backward
+from fusednorm.problem.rows import spread
 from fusednorm.reference import FACTORS
 
 OUTPUTS = "dx", "dweight", "dbias", "dscale", "dshift", "dbranch", "dgate"

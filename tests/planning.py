@@ -102,7 +102,8 @@ def make_gated(norm="rms", cols=128, dtype="bf16", gate="", direction="backward"
 def meta_call(problem: NormProblem, rows: int = 4096, device: str = "meta"):
     """A call, on meta tensors or those of another device, whose problem is `problem` (contiguous rows)."""
     from fusednorm.operands import BackwardOperands, ForwardOperands, Role
-    from fusednorm.problem import Added, RowView, Sharing, check_backward, check_forward
+    from fusednorm.problem.calls import Added, check_backward, check_forward
+    from fusednorm.problem.rows import RowView, Sharing
 
     def meta(shape, dtype):
         return None if dtype is None else torch.empty(shape, dtype=dtype, device=device)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fusednorm.forms import FormSpec
 from fusednorm.operands import ForwardOperands, Role
-from fusednorm.problem import Added, ForwardCall, check_forward, is_tma_aligned, row_view
+from fusednorm.problem.calls import Added, ForwardCall, check_forward
+from fusednorm.problem.rows import is_tma_aligned, row_view
 
 OFFSET = FormSpec(weight_offset=1.0)
 ROUNDED = FormSpec(rounds_x_hat=True, weight_offset=1.0)

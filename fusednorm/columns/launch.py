@@ -22,7 +22,8 @@ from ..kernels import column_reduction
 from ..kernels.config import ColumnTile
 from ..planner import canonical
 from ..planner.norm_problem import ALIGNMENT
-from ..problem import RowView, require_memory
+from ..problem.rows import RowView
+from ..problem.validation import require_memory
 from ..settings import invariance
 from . import plan as column_plan
 from .plan import VECTOR_BYTES, AtenSum, Choice, PortableSum, RingSum, SumPlan

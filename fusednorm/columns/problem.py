@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ..planner.norm_problem import ALIGNMENT, FLOAT_DTYPES, accumulation_dtype, is_float32_sum
-from ..problem import RowView, require_strided, row_view
+from ..problem.rows import RowView, row_view
+from ..problem.validation import require_strided
 
 OP = "column_sum"
 

@@ -13,7 +13,7 @@ from .. import functional
 from ..forms import ROUNDINGS
 from ..host.torch_compat import recorder
 from ..planner.norm_problem import accumulation_dtype
-from ..problem import require_strided
+from ..problem.validation import require_strided
 from ..settings import invariance
 from . import native, ops
 from .problem import Heads, Packing, Settings, validate

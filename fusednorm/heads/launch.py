@@ -26,7 +26,8 @@ from ..planner import canonical
 from ..planner.derived import may_be_dependent
 from ..planner.device import DeviceSpec
 from ..planner.norm_problem import ALIGNMENT
-from ..problem import require_memory, resolve_eps
+from ..problem.outputs import resolve_eps
+from ..problem.validation import require_memory
 from ..settings import invariance, margin
 from . import blocks
 from . import plan as head_plan

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..planner.norm_problem import FLOAT_DTYPES
-from ..problem import require_strided
+from ..problem.validation import require_strided
 
 FLOATS = "float16, bfloat16, float32 or float64"
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..planner.norm_problem import accumulation_dtype
-from ..problem import resolve_eps
+from ..problem.outputs import resolve_eps
 from ..reference import affine, rounded
 from .problem import Heads, Packing
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import warnings
 from typing import Any, NamedTuple
 
-from ..forcing import forced_variant
 from ..planner import canonical, choice
 from ..planner.canonical import Question
 from ..planner.device import DeviceSpec
@@ -16,6 +15,7 @@ from ..planner.legality import MAX_RING_ROWS
 from ..planner.norm_problem import NormProblem
 from ..planner.plan import Plan
 from ..settings import invariance
+from ..settings.forcing import forced_variant
 from .program import MOST_ROWS
 
 # Parts of the CUDA driver's messages for errors that no other kernel could avoid: the context is lost, memory is

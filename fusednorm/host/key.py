@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..forcing import asked_variants
 from ..operands import Operands, Role, Slot
 from ..planner.norm_problem import ALIGNMENT
-from ..problem import row_view, sharing, spread
+from ..problem.rows import row_view, sharing, spread
 from ..settings import margin
+from ..settings.forcing import asked_variants
 
 PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
 

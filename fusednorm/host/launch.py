@@ -10,15 +10,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..forcing import forced_variant
 from ..operands import Outputs
 from ..planner import canonical, choice, derived
 from ..planner.device import DeviceSpec
 from ..planner.legality import MAX_RING_ROWS, broken_rule
 from ..planner.norm_problem import ALIGNMENT, NormProblem
 from ..planner.plan import Plan, ReferencePlan, grid_of
-from ..problem import BackwardCall, ForwardCall, require_memory
+from ..problem.calls import BackwardCall, ForwardCall
+from ..problem.validation import require_memory
 from ..settings import invariance, margin
+from ..settings.forcing import forced_variant
 from . import fallback, gpus, launcher, prepared, schedules, sums
 from .fallback import BuildFailed, Choice
 from .gpus import current

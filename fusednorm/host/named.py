@@ -8,7 +8,8 @@ from ..kernels import copies
 from ..kernels.config import ColumnTile
 from ..operands import OWN_OUTPUTS, Role
 from ..planner import derived
-from ..problem import BackwardCall, ForwardCall, RowView
+from ..problem.calls import BackwardCall, ForwardCall
+from ..problem.rows import RowView
 from .fallback import BuildFailed
 from .launcher import Launch
 from .program import Address, Number, Operand

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import forcing
 from ..namespace import NAMESPACE
 from ..operands import (
     FORWARD,
@@ -30,7 +29,7 @@ from ..operands import (
     operands_of,
 )
 from ..planner.plan import Grid
-from ..settings import invariance, margin
+from ..settings import forcing, invariance, margin
 from . import building, prepared, triton_compat
 from .key import Extent
 from .program import Address, Map, Number, Output, Program

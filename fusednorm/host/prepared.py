@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from ..operands import Operands, Outputs
-from ..problem import BackwardCall, ForwardCall
+from ..problem.calls import BackwardCall, ForwardCall
 from ..settings import invariance, margin
 from .key import fit, look
 from .program import Bound, Program

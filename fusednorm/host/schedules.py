@@ -20,7 +20,8 @@ from ..planner.plan import (
     PipelinedPlan,
     WarpSpecializedPlan,
 )
-from ..problem import BackwardCall, ForwardCall, RowView
+from ..problem.calls import BackwardCall, ForwardCall
+from ..problem.rows import RowView
 from ..settings import invariance
 from . import gpus
 from .launcher import Launch

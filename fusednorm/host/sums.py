@@ -13,7 +13,7 @@ from ..kernels import finalizer
 from ..kernels.config import PartialsTile
 from ..operands import OWN_OUTPUTS, Role
 from ..planner import derived
-from ..problem import Added, BackwardCall
+from ..problem.calls import Added, BackwardCall
 from .key import Extent
 from .launcher import Launch
 from .program import Address, Blocks, Number, Output, Workspace

@@ -21,7 +21,8 @@ from ..planner.plan import (
     is_whole,
     threads_per_row,
 )
-from ..problem import BackwardCall, ForwardCall, RowView
+from ..problem.calls import BackwardCall, ForwardCall
+from ..problem.rows import RowView
 from .program import Map, Number
 
 VECTOR_BYTES = 16  # bytes of one load or store of a thread

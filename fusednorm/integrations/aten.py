@@ -15,13 +15,13 @@ from collections.abc import Callable
 import torch
 
 from .. import ops
-from ..forcing import forced_variant
 from ..host import fallback, gpus, native, prepared
 from ..host.program import Program
 from ..operands import FORWARD, OPS, Operands, Outputs, as_op, call_op
 from ..planner.legality import OLDEST_ARCH
 from ..planner.plan import ReferencePlan
-from ..problem import BackwardCall, ForwardCall, check_backward, check_forward
+from ..problem.calls import BackwardCall, ForwardCall, check_backward, check_forward
+from ..settings.forcing import forced_variant
 
 _destroy, _get_kernel = torch.library.Library._destroy, torch.library.get_kernel
 

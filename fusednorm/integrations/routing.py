@@ -31,7 +31,7 @@ from ..operands import BACKWARD, FORWARD, OPS, Op, as_op, operands_of, wanted_ou
 from ..ops import WITH_OPTIONAL_OUTPUTS
 from ..planner import legality
 from ..planner.norm_problem import NormProblem
-from ..problem import validate
+from ..problem.validation import validate
 
 aten, ours = torch.ops.aten, TORCH_OPS
 DEVICE_TYPES = ("cuda",)

@@ -41,7 +41,7 @@ class NormProblem:
     stored: tuple[int, ...] = (0,)  # which of the form's gradients of rows a backward stores, that of x first
     y_dtype: torch.dtype | None = None  # if it is not x's
     packed: bool = False  # x and the gate are columns of one tensor, and a backward writes the gradient of that tensor
-    steps: tuple[torch.dtype, ...] = ()  # to which a forward rounds its steps (problem.Steps); () if it does not
+    steps: tuple[torch.dtype, ...] = ()  # to which a forward rounds its steps (outputs.Steps); () if it does not
     # Of a backward whose modulations belong to samples of rows: for each sample there are other partials of the sums.
     by_sample: int = 0  # modulations of which a sample of rows shares a row, absent ones left out
     shared: tuple[torch.dtype, ...] = ()  # those of them that are read: once, not for each row

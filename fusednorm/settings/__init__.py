@@ -1,1 +1,1 @@
-"""Settings of the whole process."""
+"""What is in force around calls, in the whole process or in a thread."""

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR
 
 from .. import __version__
-from ..forcing import force
 from ..modules import LayerNorm, RMSNorm
+from ..settings.forcing import force
 from .console import optional, print_table, progress, show_beside
 from .explanation import explain
 from .interpreter import enable_interpreter
@@ -273,7 +273,7 @@ def interpret_kernels() -> Checked:
     enable_interpreter()
     from ..host import launch
     from ..operands import BackwardOperands, ForwardOperands
-    from ..problem import check_backward, check_forward
+    from ..problem.calls import check_backward, check_forward
 
     checked = {}
     for case in SMALL_PROBLEMS:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..forcing import forced_variant
 from ..forms import PLAIN, FormSpec
 from ..host import fallback, gpus
 from ..host.kernel_devices import runs_kernels
@@ -33,8 +32,10 @@ from ..planner.plan import (
     num_launches,
     num_passes,
 )
-from ..problem import is_tma_aligned, row_view, validate
+from ..problem.rows import is_tma_aligned, row_view
+from ..problem.validation import validate
 from ..settings import invariance, margin
+from ..settings.forcing import forced_variant
 from .warm import Wanted, form_named
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..forcing import forced_variant
 from ..forms import ACTIVATIONS, ROUNDINGS, STEPS
 from ..functional import groups_of
 from ..host import fallback, gpus
@@ -28,7 +27,8 @@ from ..planner.device import DeviceSpec
 from ..planner.legality import MAX_RING_ROWS
 from ..planner.norm_problem import FLOAT_DTYPES, NormProblem, accumulation_dtype
 from ..planner.plan import Plan, ReferencePlan, num_launches
-from ..problem import BackwardCall, ForwardCall, check_backward, check_forward
+from ..problem.calls import BackwardCall, ForwardCall, check_backward, check_forward
+from ..settings.forcing import forced_variant
 
 FEW_ROWS = 16  # rows of the calls that are compiled and run here; no build depends on the row count
 MANY_ROWS = 1 << 20  # row count for which the substitute of a failed plan is chosen

@@ -7,7 +7,7 @@ import torch
 
 from bench import forms
 from fusednorm.operands import OPS, Role, operands_of
-from fusednorm.problem import check_forward
+from fusednorm.problem.calls import check_forward
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

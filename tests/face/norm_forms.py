@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fusednorm
 from fusednorm.operands import FORM_OPS, Op, Role
-from fusednorm.problem import spread
+from fusednorm.problem.rows import spread
 
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 COLS, EPS = 24, 1e-3

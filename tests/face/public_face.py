@@ -31,7 +31,7 @@ from fusednorm import force, functional, reference
 from fusednorm.host.kernel_devices import kernels_on
 from fusednorm.planner.device import KNOWN
 from fusednorm.planner.norm_problem import FLOAT_DTYPES
-from fusednorm.problem import resolve_eps
+from fusednorm.problem.outputs import resolve_eps
 from fusednorm.tools.interpreter import enable_interpreter
 
 OPS, ATEN = torch.ops.fusednorm, torch.ops.aten

@@ -12,8 +12,9 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.testing import assert_close
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fusednorm import LayerNormFunction, RMSNormFunction, autograd, force, forcing, reference
+from fusednorm import LayerNormFunction, RMSNormFunction, autograd, force, reference
 from fusednorm.host.kernel_devices import kernels_on
+from fusednorm.settings import forcing
 from fusednorm.tools.oracle import Case, Outputs, assert_outputs_close, make_inputs
 
 OPS = torch.ops.fusednorm

@@ -9,7 +9,7 @@ import torch
 
 import fusednorm
 from fusednorm.operands import ForwardOperands
-from fusednorm.problem import check_forward
+from fusednorm.problem.calls import check_forward
 
 X = torch.ones(2, 3, 8)
 FORWARD = {"x": X, "normalized_shape": [8], "weight": torch.ones(8)}

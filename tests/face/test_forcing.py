@@ -12,9 +12,9 @@ import torch
 from planning import make_problem, meta_call
 
 import fusednorm
-from fusednorm import forcing
 from fusednorm.host.kernel_devices import kernels_on
 from fusednorm.operands import BackwardOperands
+from fusednorm.settings import forcing
 
 
 def test_force_nests_and_none_gives_the_choice_back():

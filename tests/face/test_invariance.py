@@ -22,7 +22,7 @@ from fusednorm.operands import FORWARD, operands_of
 from fusednorm.operands import OPS as OPERANDS
 from fusednorm.planner.device import A100, H100, H200, KNOWN
 from fusednorm.planner.plan import ReferencePlan
-from fusednorm.problem import check_backward, check_forward
+from fusednorm.problem.calls import check_backward, check_forward
 from fusednorm.settings import invariance
 from tests.fuzz.draw import FAMILY, draw
 

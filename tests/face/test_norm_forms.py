@@ -24,7 +24,7 @@ from norm_forms import (
 
 import fusednorm
 from fusednorm.operands import FORM_OPS, Role
-from fusednorm.problem import spread
+from fusednorm.problem.rows import spread
 
 OPS = torch.ops.fusednorm
 DTYPES = [(BF16,), (FP16, FP16), (BF16, FP32, FP32), (FP32, BF16, BF16), (BF16, FP64, FP32), (FP64,)]

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 import fusednorm
 from fusednorm import reference
 from fusednorm.operands import BackwardOperands, ForwardOperands
-from fusednorm.problem import check_backward, check_forward
+from fusednorm.problem.calls import check_backward, check_forward
 from fusednorm.tools.oracle import Case, Outputs, assert_outputs_close, fused, make_inputs
 
 OPS = torch.ops.fusednorm

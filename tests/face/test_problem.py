@@ -10,7 +10,8 @@ from cases import BF16, FP32
 
 from fusednorm.operands import BackwardOperands, ForwardOperands
 from fusednorm.planner.norm_problem import NormProblem
-from fusednorm.problem import check_backward, check_forward, is_tma_aligned, row_view
+from fusednorm.problem.calls import check_backward, check_forward
+from fusednorm.problem.rows import is_tma_aligned, row_view
 
 
 def gather_rows(view, rows, cols):

@@ -14,7 +14,7 @@ from test_problem import gather_rows
 import fusednorm  # noqa: F401  registers the ops
 from fusednorm.planner.device import A100, H200, RTX_5090
 from fusednorm.planner.plan import MOST_CTAS, MOST_TILES_OF_SUM, ColumnTilePlan, MultiWavePlan, num_ctas
-from fusednorm.problem import row_view
+from fusednorm.problem.rows import row_view
 
 pytest.importorskip("hypothesis", reason="the extra `test` brings hypothesis")
 from hypothesis import given, settings  # noqa: E402

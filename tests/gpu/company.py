@@ -18,7 +18,7 @@ import fusednorm
 from bench.holder import Holder
 from fusednorm.host import launch
 from fusednorm.operands import BackwardOperands
-from fusednorm.problem import check_backward
+from fusednorm.problem.calls import check_backward
 from fusednorm.tools.oracle import Case, Outputs, assert_outputs_close, fused, make_inputs
 
 # Every schedule: narrow and wide rings, clusters, multi-wave, column tiles.

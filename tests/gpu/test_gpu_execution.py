@@ -16,7 +16,7 @@ from fusednorm.host import gpus, launch
 from fusednorm.operands import BackwardOperands
 from fusednorm.planner import choice
 from fusednorm.planner.plan import PipelinedPlan
-from fusednorm.problem import check_backward
+from fusednorm.problem.calls import check_backward
 from fusednorm.tools.oracle import Outputs, assert_outputs_close, fused, make_inputs
 
 pytestmark = pytest.mark.gpu

@@ -12,7 +12,7 @@ from cases import BF16, FP16, FP32, guarded_buffers, make_case, rotate
 import fusednorm
 from fusednorm.host import fallback, gpus
 from fusednorm.operands import BackwardOperands
-from fusednorm.problem import check_backward
+from fusednorm.problem.calls import check_backward
 from fusednorm.tools.oracle import assert_outputs_close, fused, make_inputs
 
 pytestmark = pytest.mark.gpu

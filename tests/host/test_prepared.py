@@ -21,7 +21,7 @@ from fusednorm.operands import BackwardOperands, ForwardOperands
 from fusednorm.planner import choice
 from fusednorm.planner.device import H200
 from fusednorm.planner.plan import VARIANTS, grid_of
-from fusednorm.problem import check_backward, check_forward
+from fusednorm.problem.calls import check_backward, check_forward
 from fusednorm.tools.oracle import make_inputs
 
 STREAM, HEAD = 77, ("head",) * 9

@@ -13,7 +13,7 @@ from fusednorm.host import gpus
 from fusednorm.operands import operands_of
 from fusednorm.planner.device import A100
 from fusednorm.planner.plan import ColumnTilePlan, MultiWavePlan
-from fusednorm.problem import check_forward
+from fusednorm.problem.calls import check_forward
 
 pytest.importorskip("triton")
 PLANS = {

@@ -34,7 +34,7 @@ from fusednorm.operands import BackwardOperands, ForwardOperands
 from fusednorm.planner import choice
 from fusednorm.planner.device import A100
 from fusednorm.planner.plan import ColumnTilePlan, MultiWavePlan, num_ctas
-from fusednorm.problem import BackwardCall, ForwardCall, check_backward, check_forward
+from fusednorm.problem.calls import BackwardCall, ForwardCall, check_backward, check_forward
 from fusednorm.tools.oracle import Case, Inputs, Outputs, assert_outputs_close, make_inputs
 
 # It has few SMs, so that a CTA walks over several row tiles of a small tensor. On arch 80 the planner chooses no Gluon

@@ -56,7 +56,7 @@ def test_it_is_told_how_many_partials_there_are(rows, left):
 def test_a_margin_that_leaves_the_partials_their_number_leaves_the_bits_alone(rows, cols):
     from fusednorm.host import launch
     from fusednorm.operands import BackwardOperands
-    from fusednorm.problem import check_backward
+    from fusednorm.problem.calls import check_backward
 
     case = make_case("layer", (rows, cols), (FP32, FP32, FP32))
     inputs = make_inputs(case)

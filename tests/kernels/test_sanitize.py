@@ -11,7 +11,6 @@ import torch
 pytest.importorskip("triton")
 from devices import named  # noqa: E402
 
-from fusednorm.forcing import force  # noqa: E402
 from fusednorm.heads import launch as head_launch  # noqa: E402
 from fusednorm.heads import ops as head_ops  # noqa: E402
 from fusednorm.heads.plan import plans_of  # noqa: E402
@@ -19,7 +18,8 @@ from fusednorm.heads.problem import Settings  # noqa: E402
 from fusednorm.host import fallback, launch  # noqa: E402
 from fusednorm.operands import FORWARD, OPS, operands_of  # noqa: E402
 from fusednorm.planner.plan import ReferencePlan  # noqa: E402
-from fusednorm.problem import check_backward, check_forward  # noqa: E402
+from fusednorm.problem.calls import check_backward, check_forward  # noqa: E402
+from fusednorm.settings.forcing import force  # noqa: E402
 from tests import sanitize  # noqa: E402
 from tests.fuzz import draw  # noqa: E402
 

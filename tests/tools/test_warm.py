@@ -14,7 +14,7 @@ import fusednorm
 from fusednorm import ops, reference
 from fusednorm.operands import FORM_OPS, BackwardOperands, ForwardOperands
 from fusednorm.planner.plan import MultiWavePlan
-from fusednorm.problem import check_backward, check_forward
+from fusednorm.problem.calls import check_backward, check_forward
 from fusednorm.tools import warm
 
 H200, B200, A100 = DEVICES[90], DEVICES[100], DEVICES[80]

@@ -148,9 +148,9 @@ class Call {
     }
   }
 
-  // Adds to the key which batch dims of x a modulation has whole, how many rows of x share one of its rows (problem.py:
-  // sharing), and how its rows lie as one for each row of x. False if it has another shape (problem.py:
-  // _require_modulation), or its rows would have to be copied.
+  // Adds to the key which batch dims of x a modulation has whole, how many rows of x share one of its rows (rows.py:
+  // sharing), and how its rows lie as one for each row of x. False if it has another shape
+  // (validation.py: _require_modulation), or its rows would have to be copied.
   bool add_modulation(const Tensor& tensor) {
     int64_t ndim = binding.normalized_shape.size(), batch_ndim = binding.x_shape.size() - ndim, lead = tensor.dim() - ndim;
     if (lead < 0 || lead > batch_ndim || tensor.sizes().slice(lead) != binding.normalized_shape) return false;
@@ -187,7 +187,7 @@ class Call {
     key.back() = part_of_key(made, true, address);
   }
 
-  // Adds to the key how the rows (the first batch_ndim dims) lie in memory, by the rule of problem.py: row_view. False if
+  // Adds to the key how the rows (the first batch_ndim dims) lie in memory, by the rule of rows.py: row_view. False if
   // neither one stride nor, if allowed, two nested ones describe them.
   bool add_layout(const Tensor& tensor, int64_t batch_ndim, bool nested) {
     return add_layout(tensor.sizes(), tensor.strides(), batch_ndim, nested);

@@ -27,7 +27,7 @@ from fusednorm.host import key, launcher, native, prepared, program, triton_comp
 from fusednorm.host.kernel_devices import kernels_on
 from fusednorm.operands import operands_of
 from fusednorm.planner.device import H200
-from fusednorm.problem import check_backward, check_forward
+from fusednorm.problem.calls import check_backward, check_forward
 from fusednorm.settings import invariance, margin
 from fusednorm.tools import compilation
 

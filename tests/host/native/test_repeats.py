@@ -34,7 +34,7 @@ from fusednorm.operands import BackwardOperands, ForwardOperands
 from fusednorm.planner import choice
 from fusednorm.planner.device import H200
 from fusednorm.planner.plan import ColumnRingPlan, ColumnTilePlan, MultiWavePlan, PipelinedPlan
-from fusednorm.problem import check_backward, check_forward
+from fusednorm.problem.calls import check_backward, check_forward
 from fusednorm.tools.oracle import make_inputs
 
 BF16_FP32 = (BF16, FP32, BF16)

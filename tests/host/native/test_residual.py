@@ -16,7 +16,7 @@ from fusednorm.operands import operands_of
 from fusednorm.planner import choice
 from fusednorm.planner.device import H200
 from fusednorm.planner.plan import MultiWavePlan, PipelinedPlan
-from fusednorm.problem import check_backward
+from fusednorm.problem.calls import check_backward
 from fusednorm.reference import backward_formula
 from fusednorm.tools.oracle import make_inputs
 

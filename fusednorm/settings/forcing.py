@@ -7,7 +7,7 @@ from contextvars import ContextVar
 
 import torch
 
-from .planner.plan import VARIANTS
+from ..planner.plan import VARIANTS
 
 # The variants that the enclosing `with force(...)` blocks of this thread ask for, innermost last.
 _asked: ContextVar[tuple[str | None, ...]] = ContextVar("fusednorm_force", default=())

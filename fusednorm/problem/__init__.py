@@ -1,0 +1,1 @@
+"""A call of a norm: its operands checked, and described as a value."""

@@ -1,0 +1,61 @@
+"""Shapes, dtypes and numbers that follow from a call's operands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..operands import OWN_OUTPUTS, Operands, Output, Role
+from ..planner.norm_problem import accumulation_dtype
+
+
+def output_dtype(operands: Operands, output: Output) -> torch.dtype:
+    if output.role is Role.STATISTIC:
+        return accumulation_dtype(*[each.dtype for each in operands.rows])
+    asked = output.dtype and getattr(operands, output.dtype)
+    if asked:
+        return asked
+    dtype, promoted = getattr(operands, output.like).dtype, output.promoted
+    if output.promoted_if_rounded and (operands.rounds_x_hat or getattr(operands, "rounds_steps", False)):
+        promoted += output.promoted_if_rounded
+    for name in promoted:
+        of_output = next((each for each in operands.outputs[OWN_OUTPUTS:] if each.name == name), None)
+        other = output_dtype(operands, of_output) if of_output else getattr(getattr(operands, name), "dtype", dtype)
+        dtype = torch.promote_types(dtype, other)
+    return dtype
+
+
+class Steps(NamedTuple):
+    """The dtypes that the results of a modulated norm's steps have in code of its operands' dtypes."""
+
+    branch: torch.dtype  # gate * x
+    u: torch.dtype  # that of the row that is normalized
+    factor: torch.dtype  # of u, such as 1 + scale
+    product: torch.dtype  # of u and the factor
+
+
+def steps_of(operands: Operands) -> Steps | None:
+    """None if the form does not round its steps."""
+    if not operands.form.rounds_steps:
+        return None
+    gate, scale = getattr(operands, "gate", None), operands.scale.dtype
+    of_sum = [output_dtype(operands, each) for each in operands.outputs[OWN_OUTPUTS:]]
+    row = of_sum[0] if of_sum else operands.x.dtype
+    branch = operands.x.dtype if gate is None else torch.promote_types(operands.x.dtype, gate.dtype)
+    return Steps(branch, row, scale, torch.promote_types(row, scale))
+
+
+def resolve_eps(eps: float | None, *dtypes: torch.dtype) -> float:
+    """eps as ATen reads it: None means the machine epsilon of the accumulation dtype of row tensors of these dtypes."""
+    return torch.finfo(accumulation_dtype(*dtypes)).eps if eps is None else eps
+
+
+def stats_shape(batch_shape: Sequence[int], normalized_shape: Sequence[int], groups: int = 1) -> tuple[int, ...]:
+    """The shape of mean and rstd, [*batch, 1, ..., groups], for one group as ATen shapes them."""
+    return (*batch_shape, *(1 for _ in normalized_shape[1:]), groups)
+
+
+def groups_of(operands: Operands) -> int:
+    return getattr(operands, "groups", 1)
