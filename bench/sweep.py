@@ -105,7 +105,7 @@ def make_call(case: BenchCase, inputs: BenchInputs, direction: str):
 def prepare(case: BenchCase, inputs: BenchInputs, direction: str, plan: Plan):
     from fusednorm.host import launch
 
-    return launch.prepare(make_call(case, inputs, direction), plan)
+    return launch.on_tensors(make_call(case, inputs, direction), plan)
 
 
 def sweep(case: BenchCase, options: argparse.Namespace) -> dict:

@@ -48,7 +48,7 @@ def complaints(problem: NormProblem, plan: Plan, device: DeviceSpec) -> list[str
 
     found = []
     with mock.patch.object(gpus, "spec_of", lambda _: device):
-        launches = launch.prepare(meta_call(problem), plan)[0]
+        launches = launch.on_tensors(meta_call(problem), plan)[0]
     for each in launches:
         name = each.kernel.__name__
         used = compilation.resources(each, device.arch)

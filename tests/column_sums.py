@@ -116,7 +116,7 @@ def loads(sums: Sums, arch: int) -> list[str]:
 
     call = check_column_sum(sums.inputs("meta"), sums.total, sums.out_dtype)
     choice = column_plan.choose(call.problem, sums.rows, DEVICES[arch])
-    launches = launch_columns.prepare(call, choice).launches
+    launches = launch_columns.on_tensors(call, choice).launches
     with stand_in_for_a_gpu(DEVICES[arch]):
         return [each.kernel.warmup(*each.args, grid=each.grid, **each.keywords()).hash for each in launches]
 

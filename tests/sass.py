@@ -47,7 +47,7 @@ class Build(NamedTuple):
         from fusednorm.host import launch
 
         problem = make_problem(self.norm, self.cols, direction=self.direction)
-        launches = launch.prepare(meta_call(problem), from_text(self.plan)).launches
+        launches = launch.on_tensors(meta_call(problem), from_text(self.plan)).launches
         return next(each for each in launches if each.kernel.__name__ == self.kernel)
 
 

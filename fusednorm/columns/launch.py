@@ -67,7 +67,7 @@ def _run(call: ColumnSumCall, tensors: list[Tensor], choice: Choice) -> list[Ten
     return list(outputs)
 
 
-def prepare(call: ColumnSumCall, choice: Choice) -> OnTensors:
+def on_tensors(call: ColumnSumCall, choice: Choice) -> OnTensors:
     """What a choice, which must name a kernel, launches on the tensors of the call."""
     tensors = [view.tensor for view in call.views]
     return program_of(call, choice).on_tensors(tensors, tensors[0].shape, call.rows)

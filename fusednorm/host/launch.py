@@ -47,7 +47,7 @@ def run(call: Call, miss: prepared.Miss | None = None) -> tuple[Outputs | None, 
     return None, None
 
 
-def prepare(call: Call, plan: Plan | None = None) -> OnTensors:
+def on_tensors(call: Call, plan: Plan | None = None) -> OnTensors:
     """What a call launches by `plan`, or else by the planner's choice, on the tensors of the call."""
     spec = gpus.spec_of(call.x.tensor.device)
     question = fallback.asked(call.problem, call.block_rows or call.rows, spec)

@@ -174,7 +174,7 @@ def test_launches_are_planned_for_what_is_left():
     from fusednorm.host import launch
 
     call = meta_call(make_problem("layer", 4096), 16384)
-    whole = launch.prepare(call).launches[0].grid[0]
+    whole = launch.on_tensors(call).launches[0].grid[0]
     with sm_margin(16):
-        left = launch.prepare(call).launches[0].grid[0]
+        left = launch.on_tensors(call).launches[0].grid[0]
     assert whole % 132 == 0 and left == whole // 132 * 116

@@ -222,7 +222,7 @@ def a_second_launch_that_does_not_wait() -> None:
     ahead = fused(case, inputs)
     operands = inputs.grad_out, inputs.x, case.normalized_shape, ahead.mean, ahead.rstd, inputs.weight, inputs.bias
     with fusednorm.force("multi_wave"):
-        prepared = launch.prepare(check_backward(BackwardOperands("layer", *operands, (True,) * 3)))
+        prepared = launch.on_tensors(check_backward(BackwardOperands("layer", *operands, (True,) * 3)))
     first, last = prepared.launches
     assert last.tile.dependent and last.options["launch_pdl"]
     hasty = replace(last, tile=replace(last.tile, dependent=False))

@@ -52,7 +52,7 @@ def test_sums_are_right_where_what_follows_the_row_loop_takes_more_memory_than_t
         (True, True, True),
     ))  # fmt: skip
     plan = PipelinedPlan(1, 512, 5, 3, 4, 3, 168, False, cluster=16)
-    prepared = launch.prepare(call, plan)
+    prepared = launch.on_tensors(call, plan)
     for _ in range(50):
         fill_with_nan(prepared.parts)  # NaN
         for each in prepared.launches:
@@ -74,7 +74,7 @@ def test_grids_of_all_sizes_run_one_after_the_other(cols):
             inputs.weight, inputs.bias, (True, True, True),
         ))  # fmt: skip
         plan = choice.best_plan(variant, call.problem, gpus.spec_of(inputs.x.device))
-        prepared = launch.prepare(call, plan)
+        prepared = launch.on_tensors(call, plan)
         calls.append((case, inputs, statistics, prepared))
     for _ in range(4):
         random.shuffle(calls)

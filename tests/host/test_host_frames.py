@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -66,6 +67,23 @@ def frames_of(run) -> int:
     return sum(file.startswith((PACKAGE, "<string>")) for file in files)
 
 
+def values_of(run) -> set[str]:
+    """The names of the package's types of which `run` makes a value."""
+    names: set[str] = set()
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename == "<string>":
+            made = frame.f_locals.get("_cls") or type(frame.f_locals.get("self"))
+            names.update({made.__name__} if made.__module__.startswith("fusednorm") else ())
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return names
+
+
 def calls(norm: str, cols: int = 4096) -> dict:
     """The ops, as functions without arguments."""
     inputs = make_inputs(make_case(norm, (64, cols), (BF16, FP32, BF16)))
@@ -93,6 +111,19 @@ def test_a_first_call_is_short_once_its_plan_and_builds_are_known_and_a_repeated
     first, repeated = frames_of(run), frames_of(run)
     assert repeated <= MOST_OF_A_REPEATED_CALL, repeated
     assert 3 * repeated < first <= MOST_OF_A_FIRST_CALL, first
+
+
+def test_the_values_of_a_backward_are_those_that_the_documents_list():
+    text = (Path(__file__).parents[2] / "docs" / "how-it-is-built.md").read_text()
+    rows = re.findall(r"^\| (.*?`.*?) \| ", text.partition("These 24 values")[2].partition("## The kernels")[0], re.M)
+    listed = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    made = set()
+    for cols in (4096, 1000, 65536):
+        run = calls("layer", cols)["backward"]
+        run()  # the planner makes values of its own
+        prepared.forget()
+        made |= values_of(run)
+    assert len(rows) == 24 and made <= listed
 
 
 def test_a_repeated_column_sum_is_launched_without_tritons_launcher():

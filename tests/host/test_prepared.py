@@ -93,8 +93,8 @@ def by_itself(operands) -> OnTensors:
     from fusednorm.host import launch
 
     if isinstance(operands, ForwardOperands):
-        return launch.prepare(check_forward(operands))
-    return launch.prepare(check_backward(operands))
+        return launch.on_tensors(check_forward(operands))
+    return launch.on_tensors(check_backward(operands))
 
 
 def address_of(given):

@@ -238,7 +238,7 @@ def end_of_forward(cols: int) -> list[str]:
     from fusednorm.host import launch
     from fusednorm.tools import compilation
 
-    (forward,) = launch.prepare(meta_call(make_problem("layer", cols, direction="forward")))[0]
+    (forward,) = launch.on_tensors(meta_call(make_problem("layer", cols, direction="forward")))[0]
     lines = [line.strip() for line in compilation.compile_for(forward, 90).asm["ptx"].splitlines()]
     last = max(number for number, line in enumerate(lines) if "st.global" in line)
     return [line for line in lines[last:] if line.startswith(("exit;", "ret;", "barrier.cluster"))]

@@ -28,7 +28,7 @@ def outputs_of(call, plan):
     from fusednorm.host import launch
 
     with guarded_buffers():
-        prepared = launch.prepare(call, plan)
+        prepared = launch.on_tensors(call, plan)
         for each in prepared.launches:
             each.run()
     return prepared.outputs

@@ -26,7 +26,7 @@ def test_modulated_backwards_give_the_gradients_of_autograd_in_float64(modulated
 
     monkeypatch.setattr(gpus, "spec_of", lambda device: replace(A100, sm_count=2))
     with guarded_buffers():
-        prepared = launch.prepare(modulated.call, plan(modulated.cols))
+        prepared = launch.on_tensors(modulated.call, plan(modulated.cols))
         for each in prepared.launches:
             each.run()
     modulated.check(prepared.outputs)

@@ -62,7 +62,7 @@ def test_modulated_forwards_give_the_numbers_of_the_formula_in_float64(
         tensors, settings = tensors | more, settings | {"rounds_sum": False, "weight_offset": 1.0}
     operands = operands_of(f"{norm}_norm_fwd_{form}", (), tensors | settings)
     with guarded_buffers():
-        prepared = launch.prepare(check_forward(operands), plan(cols))
+        prepared = launch.on_tensors(check_forward(operands), plan(cols))
         for each in prepared.launches:
             each.run()
     wide = {name: each.to(FP64) for name, each in tensors.items()}
@@ -87,7 +87,7 @@ def test_steps_are_rounded_where_code_of_these_dtypes_rounds_them(form, of_modul
     outputs = []
     for rounds in (True, False):
         operands = operands_of(f"layer_norm_fwd_{form}", (), tensors | settings | {"rounds_steps": rounds})
-        prepared = launch.prepare(check_forward(operands), plan(40))
+        prepared = launch.on_tensors(check_forward(operands), plan(40))
         for each in prepared.launches:
             each.run()
         outputs.append(prepared.outputs)

@@ -64,7 +64,7 @@ def launched(call, plan):
     from fusednorm.host import launch
 
     with guarded_buffers() as buffers:
-        launches, outputs = launch.prepare(call, plan)[:2]
+        launches, outputs = launch.on_tensors(call, plan)[:2]
         assert len(buffers) >= len([output for output in outputs if output is not None])
         for each in launches:
             each.run()
@@ -190,7 +190,7 @@ def test_a_forward_without_statistics_has_the_same_y_and_writes_nothing_else(nor
     inputs = make_inputs(case)
     call = forward_call(case, inputs, wants_statistics=False)
     with guarded_buffers() as buffers:
-        prepared = launch.prepare(call, plan)
+        prepared = launch.on_tensors(call, plan)
         for each in prepared.launches:
             each.run()
     assert len(buffers) == 1
@@ -257,7 +257,7 @@ def test_a_backward_without_dx_is_planned_as_one_that_needs_no_row_sums(norm):
     _, mean, rstd = run_forward(case, inputs)
     outputs = run_backward(case, inputs, mean, rstd, mask=(False, True, True))
     assert_outputs_close(Outputs(None, None, None, *outputs), case, inputs)
-    assert len(launch.prepare(backward_call(case, inputs, mean, rstd, (False, True, True)))[0]) == 2
+    assert len(launch.on_tensors(backward_call(case, inputs, mean, rstd, (False, True, True)))[0]) == 2
 
 
 @pytest.mark.parametrize("mask", [ALL_OUTPUTS, (True, True, False), (True, False, True), (True, False, False)], ids=str)
@@ -269,7 +269,7 @@ def test_a_backward_of_rows_too_wide_for_registers_is_two_launches(dtype, mask):
     inputs = make_inputs(case)
     _, mean, rstd = run_forward(case, inputs)
     plan = ColumnTilePlan(4, 16, 4, 2, 64, 8)
-    assert len(launch.prepare(backward_call(case, inputs, mean, rstd, mask), plan).launches) == 2
+    assert len(launch.on_tensors(backward_call(case, inputs, mean, rstd, mask), plan).launches) == 2
     assert_outputs_close(Outputs(None, None, None, *run_backward(case, inputs, mean, rstd, plan, mask)), case, inputs)
 
 
@@ -339,7 +339,7 @@ def test_ctas_without_rows_leave_no_partials(norm, rows):
     want = run(case, inputs)
     call = backward_call(case, inputs, want.mean, want.rstd)
     with guarded_buffers():  # the buffer of partials has no rows for the extra CTAs
-        launches, (_, *got) = launch.prepare(call, MultiWavePlan(2, 128, 1, 4, 1, 255))[:2]
+        launches, (_, *got) = launch.on_tensors(call, MultiWavePlan(2, 128, 1, 4, 1, 255))[:2]
         replace(launches[0], grid=(8,)).run()
         launches[1].run()
     assert_outputs_close(replace(want, dweight=got[0], dbias=got[1]), case, inputs)
@@ -352,7 +352,7 @@ def test_finalizer_sums_any_number_of_partials(num_partials):
     case = make_case("layer", (num_partials * 8, 33), (FP32, FP32, FP32))
     inputs = make_inputs(case)
     statistic = torch.ones(case.rows)
-    *_, finalize = launch.prepare(backward_call(case, inputs, statistic, statistic))[0]
+    *_, finalize = launch.on_tensors(backward_call(case, inputs, statistic, statistic))[0]
     partial, out = inputs.grad_out.view(num_partials, 8, 33).sum(1), torch.full((2, 33), float("nan"))
     replace(finalize, operands=(partial, partial * 2, *out, num_partials, 33, None)).run()
     assert_outputs_close(Outputs(dbias=out[0]), case, inputs)

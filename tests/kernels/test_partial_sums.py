@@ -24,7 +24,7 @@ def finalizer(problem, rows, device, variant=None, left=0):
     from fusednorm.host import launch
 
     with force(variant), mock.patch.object(gpus, "spec_of", lambda _: device.leaving(left)):
-        last = launch.prepare(meta_call(problem, rows)).launches[-1]
+        last = launch.on_tensors(meta_call(problem, rows)).launches[-1]
     return (last.operands[4], last.tile) if last.kernel.__name__ == "finalize" else None
 
 
@@ -65,7 +65,7 @@ def test_a_margin_that_leaves_the_partials_their_number_leaves_the_bits_alone(ro
     found = []
     for left in (0, 8, 50):
         with sm_margin(left):
-            prepared = launch.prepare(check_backward(BackwardOperands(*arguments)))
+            prepared = launch.on_tensors(check_backward(BackwardOperands(*arguments)))
             assert [each.kernel.__name__ for each in prepared.launches] == ["backward", "finalize"]
             for each in prepared.launches:
                 each.run()
@@ -83,7 +83,7 @@ def test_the_sums_are_placed_while_what_they_depend_on_ends_where_a_gpu_can(devi
 
     for norm, cols, changes in (("layer", 4096, {}), ("rms", 1000, {}), ("layer", 4096, {"wants_dx": False})):
         with mock.patch.object(gpus, "spec_of", lambda _: device):
-            first, last = launch.prepare(meta_call(make_problem(norm, cols, **changes), 16384)).launches
+            first, last = launch.on_tensors(meta_call(make_problem(norm, cols, **changes), 16384)).launches
         assert last.options.get("launch_pdl", False) == last.tile.dependent == dependent
         assert "launch_pdl" not in first.options  # the launch before it is not ours, and announces nothing
         if not changes and first.kernel.__module__.split(".")[-1] != "warp_specialized":
@@ -96,7 +96,7 @@ def test_nothing_is_announced_where_nothing_is_summed(monkeypatch):
     monkeypatch.setattr(gpus, "spec_of", lambda _: H200)
     for changes in ({"wants_dw": False, "wants_db": False}, {"cols": 250001}):
         problem = make_problem("layer", changes.pop("cols", 4096), **changes)
-        for each in launch.prepare(meta_call(problem, 4096)).launches:
+        for each in launch.on_tensors(meta_call(problem, 4096)).launches:
             assert not each.tile.announces_end and "launch_pdl" not in each.options
 
 
@@ -104,6 +104,6 @@ def test_both_sums_are_one_launch_of_a_cta_for_each_piece():
     from fusednorm.host import launch
 
     for cols, norm, sums in ((128, "layer", 2), (4096, "layer", 2), (4100, "rms", 1), (65536, "layer", 2)):
-        launches = launch.prepare(meta_call(make_problem(norm, cols), 4096)).launches
+        launches = launch.on_tensors(meta_call(make_problem(norm, cols), 4096)).launches
         assert len(launches) == 2
         assert launches[1].grid == (sums * -(-cols // launches[1].tile.cols),)

@@ -30,7 +30,7 @@ def test_steps_before_and_after_a_norm_give_the_oracles_numbers(steps, plan, mon
 
     monkeypatch.setattr(gpus, "spec_of", lambda device: replace(A100, sm_count=2))
     with guarded_buffers():
-        prepared = launch.prepare(steps.call, plan(steps.cols))
+        prepared = launch.on_tensors(steps.call, plan(steps.cols))
         for each in prepared.launches:
             each.run()
     steps.check(prepared.outputs)

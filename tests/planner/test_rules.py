@@ -76,7 +76,7 @@ def test_launch_asserts_what_the_planner_asks(rule, monkeypatch):
     call = meta_call(replace(problem, nested_rows=False), min(rows, 4096))
     plan = best_plan("pipelined", make_problem(), H200)
     with pytest.raises(AssertionError):
-        launch.prepare(call._replace(problem=problem, rows=rows), plan)
+        launch.on_tensors(call._replace(problem=problem, rows=rows), plan)
 
 
 def test_sums_by_sample_without_room_in_registers_are_left_to_aten_and_told():

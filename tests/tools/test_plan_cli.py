@@ -72,7 +72,8 @@ def test_json_counts_launches_and_passes_as_they_are_made(spec):
     for problem in CASES:
         explanation = explain_problem(problem, 4096, spec)
         with planned_for(spec):
-            kernels = [each.kernel.__name__ for each in launch.prepare(meta_call(problem), explanation.plan).launches]
+            launches = launch.on_tensors(meta_call(problem), explanation.plan).launches
+        kernels = [each.kernel.__name__ for each in launches]
         said = explanation.as_dict()
         twice = "backward_row_means" in kernels or "forward_by_column_tiles" in kernels
         assert (said["launches"], said["passes"]) == (len(kernels), 2 if twice else 1)
@@ -87,7 +88,7 @@ def test_what_follows_from_a_plan_is_what_its_kernels_are_launched_with(problem,
     spec = with_installed_triton(spec)
     explanation = explain_problem(problem, 4096, spec)
     with planned_for(spec):
-        *_, main, last = [None, *launch.prepare(meta_call(problem), explanation.plan).launches]
+        *_, main, last = [None, *launch.on_tensors(meta_call(problem), explanation.plan).launches]
     said, finalizes = explanation.as_dict()["derived"], last.kernel.__name__ == "finalize"
     assert finalizes == ("sums" in said)
     if finalizes:

@@ -24,7 +24,7 @@ def outputs_of(call, sms: int, plan=None):
     from fusednorm.host import launch
 
     with simulated("H200", sms) as simulation:
-        prepared = launch.prepare(call, plan)
+        prepared = launch.on_tensors(call, plan)
         simulation.hand_over(prepared.launches)
     return prepared.outputs
 

@@ -23,7 +23,7 @@ def outputs_of(modulated, **how):
     from fusednorm.host import launch
 
     with simulated("H200", 2, **how) as simulation:
-        prepared = launch.prepare(modulated.call)
+        prepared = launch.on_tensors(modulated.call)
         simulation.hand_over(prepared.launches)
     return prepared.outputs
 

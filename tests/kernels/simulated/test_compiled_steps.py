@@ -22,7 +22,7 @@ def test_steps_before_and_after_a_norm_give_the_oracles_numbers(variant, steps):
     from fusednorm.host import launch
 
     with fusednorm.force(variant), simulated("H200", 8 if steps.cols > 8192 else 2) as simulation:
-        prepared = launch.prepare(steps.call)
+        prepared = launch.on_tensors(steps.call)
         simulation.hand_over(prepared.launches)
     steps.check(prepared.outputs)
 
@@ -34,7 +34,7 @@ def test_row_tensors_come_by_the_ring_or_not_to_the_same_bits(steps):
     with simulated("H200", 8 if steps.cols > 8192 else 2) as simulation:
         plan = choice.choose(steps.call.problem, 1, gpus.spec_of(None), "pipelined")
         other = replace(plan, rows_in_ring=not plan.rows_in_ring)
-        both = [launch.prepare(steps.call, each) for each in (plan, other)]
+        both = [launch.on_tensors(steps.call, each) for each in (plan, other)]
         for each in both:
             simulation.hand_over(each.launches)
     for one, same in zip(*[each.outputs for each in both], strict=True):
