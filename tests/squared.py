@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
 from dataclasses import replace
 
 import triton
@@ -14,11 +13,8 @@ from fusednorm.kernels import rowmath
 from fusednorm import autograd, operands, reference
 from fusednorm.forms import FormSpec
 
-OPS = [
-    op._replace(suffix="_squared", form=FormSpec("squared"), aten=None)
-    for op in operands.OPS.values()
-    if op.aten  # those that need no more operands
-]
+PLAIN = [op for op in operands.OPS.values() if op.aten]  # those that need no more operands
+OPS = [op._replace(suffix="_squared", form=FormSpec("squared"), aten=None) for op in PLAIN]
 
 
 @triton.jit
@@ -36,13 +32,12 @@ def formula(op, *arguments):
     """That of the norm, of which the weight is the square of this one's."""
     given = dict(zip([slot.name for slot in op.arguments], arguments, strict=True))
     weight = given["weight"]
-    given["weight"] = weight if weight is None else weight.square()
+    given |= {} if weight is None else {"weight": weight.square()}
     norm = operands.operands_of(op._replace(suffix="").name, (), given)
-    outputs = operands.op_outputs(norm.op, reference.formula(norm))
-    if op.direction == "forward":
-        return outputs
-    dx, dw, *db = outputs
-    return dx, dw if dw is None else 2 * weight * dw, *db
+    first, second, *rest = operands.op_outputs(norm.op, reference.formula(norm))
+    if op.direction == "backward" and second is not None:
+        second = 2 * weight * second
+    return first, second, *rest
 
 
 @functools.cache
@@ -55,7 +50,7 @@ def register() -> None:
 
 
 @contextlib.contextmanager
-def squared() -> Iterator[None]:
+def squared():
     """Inside, torch.ops.fusednorm has the ops, such as rms_norm_fwd_squared."""
     register()
     operands.OPS.update({op.name: op for op in OPS})
