@@ -290,26 +290,16 @@ def explain(
     for name, each in beside.items():
         if each is not None and name in of_form.names_in:
             layouts.append(_layout(name, each, len(batch_shape), cols))
-    problem = NormProblem(
-        norm,
-        direction,
-        cols,
-        x.dtype,
-        None if weight is None else weight.dtype,
-        None if bias is None else bias.dtype,
-        (x if grad_out is None else grad_out).dtype if backward else None,
-        of_form.residual_dtype,
-        wants_dx=backward,
+    problem = dataclasses.replace(
+        of_form,
+        x_dtype=x.dtype,
+        weight_dtype=None if weight is None else weight.dtype,
+        bias_dtype=None if bias is None else bias.dtype,
+        grad_dtype=(x if grad_out is None else grad_out).dtype if backward else None,
         wants_dw=backward and weight is not None,
         wants_db=backward and bias is not None,
         nested_rows=any(layout.nested for layout in layouts),
         tma_aligned=all(layout.aligned for layout in layouts),
-        form=of_form.form,
-        rows_in=of_form.rows_in,
-        names_in=of_form.names_in,
-        rows_out=of_form.rows_out,
-        stored=of_form.stored,
-        y_dtype=of_form.y_dtype,
     )
     notes = tuple(layout.note for layout in layouts if layout.note)
     if device is None and not runs_kernels(x):

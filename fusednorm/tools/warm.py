@@ -17,17 +17,29 @@ import torch
 from torch import Tensor
 
 from ..forms import ACTIVATIONS, ROUNDINGS, STEPS
-from ..functional import groups_of
+from ..functional import groups_of as number_of_groups
 from ..host import fallback, gpus
 from ..host.program import Program
-from ..operands import BACKWARD, FORMS, FORWARD, OPS, Op, Role, operands_of
+from ..operands import (
+    FORMS,
+    FORWARD,
+    OPS,
+    OWN_OUTPUTS,
+    Op,
+    Operands,
+    Role,
+    derivative_of,
+    operands_of,
+    wanted_outputs,
+)  # fmt: skip
 from ..planner import choice
 from ..planner.canonical import Question
 from ..planner.device import DeviceSpec
 from ..planner.legality import MAX_RING_ROWS
-from ..planner.norm_problem import FLOAT_DTYPES, NormProblem, accumulation_dtype
+from ..planner.norm_problem import FLOAT_DTYPES, NormProblem
 from ..planner.plan import Plan, ReferencePlan, num_launches
 from ..problem.calls import BackwardCall, ForwardCall, check_backward, check_forward
+from ..problem.outputs import groups_of, output_dtype
 from ..settings.forcing import forced_variant
 
 FEW_ROWS = 16  # rows of the calls that are compiled and run here; no build depends on the row count
@@ -76,45 +88,39 @@ class Wanted(NamedTuple):
         return self.call().problem
 
     def call(self) -> ForwardCall | BackwardCall:
-        """The checked call on FEW_ROWS rows, of tensors without memory."""
-        forward = OPS[f"{self.norm}_norm_fwd{self.form}"]
-        layer, form = self.norm == "layer", forward.form
-        stream = self.residual_dtype or self.dtype
-        total = torch.promote_types(self.dtype, stream) if form.rows_out else self.dtype
-        defaults = {slot.name: slot.default for slot in forward.inputs if slot.role is Role.FORM}
-        backward, settings = self.direction == BACKWARD, defaults | dict(self.settings)
-        if size := settings.pop("group_size", None):
-            settings["groups"] = groups_of(forward.name, size, self.cols)
-        y = torch.promote_types(self.dtype, stream) if form.finish == "add" else self.dtype
-        rounds = settings.get("rounds_x_hat") or settings.get("rounds_steps")
-        if rounds and self.weight_dtype and form.finish != "gate":
-            y = torch.promote_types(y, self.weight_dtype)
-        dtypes = {
-            "x": total if backward else self.dtype,
-            "grad_out": y,
-            "residual": stream,
-            "residual_grad": total if form.rows_out else None if self.form else self.residual_dtype,
-            "weight": self.weight_dtype,
-            "bias": self.weight_dtype if self.has_bias and (layer or self.form) else None,
-            "mean": accumulation_dtype(total, *[stream] * bool(form.rows_in)) if layer else None,
-            "rstd": accumulation_dtype(total, *[stream] * bool(form.rows_in)),
-        }
-        dtypes |= {slot.operand or slot.name: self.dtype for slot in forward.inputs if slot.role is Role.MODULATION}
-        dtypes |= {slot.name: stream for slot in forward.inputs if slot.role is Role.ROWS and slot.name == "gate"}
-        dtypes["branch"] = self.dtype if form.combine == "add_gated" else None
-        statistics = FEW_ROWS * settings.get("groups", 1)
-        shapes = {Role.PARAMETER: (self.cols,), Role.STATISTIC: (statistics,), Role.MODULATION: (1, self.cols)}
-        given: dict[str, Any] = {}
-        for slot in self.op.inputs:
-            if slot.role.is_tensor and (dtype := dtypes.get(slot.name)):
-                shape = shapes.get(slot.role, (FEW_ROWS, self.cols))
-                given[slot.name] = torch.empty(shape, dtype=dtype, device="meta")
-        given |= {name: value for name, value in settings.items() if self.op.slot(name)}
-        given["normalized_shape"] = (self.cols,)
-        outputs = len(self.op.outputs)
-        given |= {"output_mask": (*self.output_mask, *[True] * outputs)[:outputs]} if backward else {"eps": 1e-5}
-        operands = operands_of(self.op.name, (), given)
-        return check_backward(operands) if backward else check_forward(operands)
+        """The checked call on FEW_ROWS rows, of tensors without memory; a backward as autograd's node calls it."""
+        forward = self._forward()
+        if self.direction == FORWARD:
+            return check_forward(forward)
+        by, outputs, count = derivative_of(forward.op), [], len(self.op.outputs)
+        for each, wanted in zip(forward.outputs, wanted_outputs(forward), strict=True):
+            dtype = output_dtype(forward, each) if wanted else None
+            outputs.append(dtype and self._tensor(each.role, dtype, groups_of(forward)))
+        kept = [*forward.tensors, *outputs[1:]]
+        given = {name: kept[at] for name, at in zip(by.saved, by.sources, strict=True)}
+        given |= dict(zip(by.grads, outputs[OWN_OUTPUTS:], strict=True))
+        given |= {name: getattr(forward, name) for name in by.settings}
+        if self.residual_dtype and not self.form:
+            given["residual_grad"] = self._tensor(Role.ROWS, self.residual_dtype)
+        given |= {"grad_out": outputs[0], "normalized_shape": (self.cols,)}
+        given["output_mask"] = (*self.output_mask, *[True] * count)[:count]
+        return check_backward(operands_of(self.op.name, (), given))
+
+    def _forward(self) -> Operands:
+        op, stream = OPS[f"{self.norm}_norm_fwd{self.form}"], self.residual_dtype or self.dtype
+        given: dict[str, Any] = {"normalized_shape": (self.cols,), "eps": 1e-5} | dict(self.settings)
+        if size := given.pop("group_size", None):
+            given["groups"] = number_of_groups(op.name, size, self.cols)
+        dtypes = {"x": self.dtype, "weight": self.weight_dtype, "bias": self.weight_dtype if self.has_bias else None}
+        for slot in op.inputs:
+            dtype = dtypes.get(slot.name, stream if slot.role is Role.ROWS else self.dtype)
+            if slot.role.is_tensor and dtype:
+                given[slot.name] = self._tensor(slot.role, dtype)
+        return operands_of(op.name, (), given)
+
+    def _tensor(self, role: Role, dtype: torch.dtype, groups: int = 1) -> Tensor:
+        shapes = {Role.PARAMETER: (self.cols,), Role.STATISTIC: (FEW_ROWS * groups,), Role.MODULATION: (1, self.cols)}
+        return torch.empty(shapes.get(role, (FEW_ROWS, self.cols)), dtype=dtype, device="meta")
 
 
 class Build(NamedTuple):

@@ -61,7 +61,7 @@ def test_expected_calls_look_as_real_ones_do():
                 assert found == real and expected.problem == real.problem, expected
 
 
-DTYPES = [(BF16, BF16, "once"), (FP32, FP32, "once"), (BF16, FP32, "x_hat")]
+DTYPES = [(BF16, BF16, "once"), (FP32, FP32, "once"), (BF16, FP32, "x_hat"), (FP32, BF16, "x_hat")]
 
 
 @pytest.mark.parametrize("op", FORM_OPS, ids=lambda op: op.name)
