@@ -1,5 +1,5 @@
-"""Derivatives of the ops: their implementations at the autograd dispatch key, the drop-in autograd Functions, and
-layer_norm and rms_norm, which return y alone.
+"""Derivatives of the ops: their implementations at the autograd dispatch key, the drop-in autograd Functions, and what
+the functions return, a forward's outputs without the statistics.
 
 A call takes one of three routes:
 
@@ -268,18 +268,6 @@ def _overload(operands: Operands) -> Callable[..., tuple]:
     return getattr(TORCH_OPS, operands.op).default
 
 
-def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
-    """y of layer_norm_fwd, differentiable. The statistics are not written if no gradient needs them."""
-    y = native.y_of("layer_norm_fwd", (x, normalized_shape, weight, bias, eps))
-    return y_of("layer", x, normalized_shape, weight, bias, eps) if y is None else y
-
-
-def rms_norm(x, normalized_shape, weight=None, eps=None):
-    """y of rms_norm_fwd, differentiable. The statistics are not written if no gradient needs them."""
-    y = native.y_of("rms_norm_fwd", (x, normalized_shape, weight, eps))
-    return y_of("rms", x, normalized_shape, weight, None, eps) if y is None else y
-
-
 def y_of(norm, x, normalized_shape, weight, bias, eps) -> Tensor:
     """y of a forward op, for calls that do not run in C++."""
     traced = _is_traced()
@@ -466,7 +454,6 @@ def add(op: Op, formula: Callable[..., tuple]) -> None:
 
 for _op in OPS.values():
     register(_op)
-layer_norm_fwd, rms_norm_fwd = IMPLEMENTATIONS["layer_norm_fwd"], IMPLEMENTATIONS["rms_norm_fwd"]
 
 if native.extension:
     native.install("CUDA", above_autograd, ops, reference.statistics_gradients, differentiable_backward)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
+import alone
 import pytest
 import torch
 import torch.nn.functional as F
@@ -46,8 +47,8 @@ def as_on_a_gpu(function):
 
 
 RECORDED = {
-    "layer": as_on_a_gpu(lambda x, w=None, b=None: autograd.layer_norm(x, (8,), w, b, 1e-2)),
-    "rms": as_on_a_gpu(lambda x, w=None: autograd.rms_norm(x, (8,), w, 1e-2)),
+    "layer": as_on_a_gpu(lambda x, w=None, b=None: alone.layer_norm(x, (8,), w, b, 1e-2)),
+    "rms": as_on_a_gpu(lambda x, w=None: alone.rms_norm(x, (8,), w, 1e-2)),
 }
 norms = pytest.mark.parametrize("norm", ["layer", "rms"])
 routes = pytest.mark.parametrize("route", [OP, FUNCTION, RECORDED], ids=["op", "Function", "recorded"])
@@ -356,7 +357,7 @@ def test_a_zero_tensor_gives_what_stock_gives(norm, run):
         if run == "op":
             y = OP[norm](zeros, *parameters)[0]
         else:
-            y = getattr(autograd, f"{norm}_norm")(zeros, (8,), *parameters, 1e-2)
+            y = getattr(alone, f"{norm}_norm")(zeros, (8,), *parameters, 1e-2)
     assert_close(y, STOCK[norm](torch.zeros(3, 8, dtype=torch.float64), *parameters)[0])
 
 
@@ -372,7 +373,7 @@ def test_a_tensor_whose_memory_was_freed_is_refused(norm):
 def test_a_recorded_backward_runs_a_prepared_call_and_asks_nobody_else(norm, monkeypatch):
     leaves = operands(norm)
     with kernels_on("cpu"):
-        y = getattr(autograd, f"{norm}_norm")(leaves[0], (8,), *leaves[1:])
+        y = getattr(alone, f"{norm}_norm")(leaves[0], (8,), *leaves[1:])
     grad_y = torch.ones_like(y)
     want, asked = torch.autograd.grad(y, leaves, grad_y, retain_graph=True), []
 
@@ -399,7 +400,7 @@ def test_a_recorded_backward_looks_for_its_call_as_backwards_before_it_did(norm,
         return (None, None) if first is None else first(call, None)
 
     monkeypatch.setattr(autograd.prepared, "run", run)
-    leaves, run_norm = operands(norm), getattr(autograd, f"{norm}_norm")
+    leaves, run_norm = operands(norm), getattr(alone, f"{norm}_norm")
     with kernels_on("cpu"), contextlib.nullcontext() if outer is None else force(outer):
         y = run_norm(leaves[0], (8,), *leaves[1:])
         seen.clear()
@@ -411,7 +412,7 @@ def test_a_recorded_backward_looks_for_its_call_as_backwards_before_it_did(norm,
 def test_a_recorded_backward_is_forced_as_its_forward_was(norm, monkeypatch):
     asked, backward = [], autograd._backward
     monkeypatch.setattr(autograd, "_backward", lambda call: asked.append(forcing.forced_variant()) or backward(call))
-    run = getattr(autograd, f"{norm}_norm")
+    run = getattr(alone, f"{norm}_norm")
     x, *parameters = operands(norm)
     with kernels_on("cpu"):
         with force("multi_wave"):
@@ -424,8 +425,8 @@ def test_a_recorded_backward_is_forced_as_its_forward_was(norm, monkeypatch):
 
 
 OVER_TWO_DIMS = {
-    "layer": (lambda x: OPS.layer_norm_fwd(x, [3, 8], eps=1e-2), lambda x: autograd.layer_norm(x, (3, 8), eps=1e-2)),
-    "rms": (lambda x: OPS.rms_norm_fwd(x, [3, 8], eps=1e-2), lambda x: autograd.rms_norm(x, (3, 8), eps=1e-2)),
+    "layer": (lambda x: OPS.layer_norm_fwd(x, [3, 8], eps=1e-2), lambda x: alone.layer_norm(x, (3, 8), eps=1e-2)),
+    "rms": (lambda x: OPS.rms_norm_fwd(x, [3, 8], eps=1e-2), lambda x: alone.rms_norm(x, (3, 8), eps=1e-2)),
 }
 
 

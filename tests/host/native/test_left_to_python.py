@@ -6,6 +6,7 @@ import contextvars
 import copy
 import threading
 
+import alone
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from op_log import OpLog
 from torch.autograd import forward_ad
 from torch.testing import assert_close
 
-from fusednorm import autograd, force
+from fusednorm import force
 from fusednorm.host import launcher
 
 
@@ -72,7 +73,7 @@ def test_a_task_that_outlives_its_block_leaves_nothing_to_others(gpu):
 def test_nested_tensors_get_pythons_sentence():
     nested = torch.nested.nested_tensor([torch.randn(3, 40), torch.randn(2, 40)])
     with pytest.raises(RuntimeError, match="layer_norm_fwd: all tensors must be strided, got a nested one"):
-        autograd.layer_norm(nested, (40,))
+        alone.layer_norm(nested, (40,))
 
 
 def test_force_keeps_all_threads_in_python_as_long_as_it_lasts(known_norm, gpu):
@@ -111,7 +112,7 @@ def test_dispatch_modes_see_the_ops(known_norm):
 @norms
 def test_traced_graphs_hold_the_op(norm, gpu):
     x, *parameters = operands(norm, requires_grad="")
-    function = autograd.layer_norm if norm == "layer" else autograd.rms_norm
+    function = alone.layer_norm if norm == "layer" else alone.rms_norm
 
     def y_of(x):
         return function(x, SHAPE[-1:], *parameters)
