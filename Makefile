@@ -16,6 +16,8 @@ PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 SIDE_BY_SIDE := --numprocesses 2 --dist worksteal
 endif
+# Tests start many processes that import the same files.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(PYTHON) -m pip --disable-pip-version-check install
 
 .PHONY: help demo test test-bench test-versions test-versions-all test-pairs test-integrations simulate mutants test-gpu fuzz fuzz-gpu bench plot budgets sass lint docs package clean
@@ -71,7 +73,7 @@ plot: $(READY)  ## draws pictures of the newest results, or of FILES
 budgets: $(READY)  ## compares every plan's budget with the compiler: thousands of builds, hours on two cores
 	$(PYTHON) tests/budgets.py --mixed
 
-sass: $(READY)  ## compares kernels' instructions with the committed hashes, Triton 3.6; a sample, or SASS=--all
+sass: $(READY)  ## compares kernels' instructions with the committed hashes, Triton 3.6
 	python=$$($(PYTHON) tests/versions.py --environment 3.6.0) && PYTHONPATH=$(CURDIR) $$python tests/sass.py $(SASS)
 
 lint: $(READY)  ## runs ruff, and mypy on the public API

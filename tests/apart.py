@@ -2,8 +2,8 @@
 reported like all others.
 
 A process that interprets kernels cannot compile them (fusednorm/tools/interpreter.py), and the tests of the C++ host
-side register its ops for CPU tensors, for good. Each pytest process therefore starts one further process for each of
-FOLDERS when it comes to the first test there.
+side register its ops for CPU tensors, for good. Each pytest process therefore starts a further process for each entry
+of FOLDERS when it comes to the first test there.
 """
 
 from __future__ import annotations
@@ -20,45 +20,46 @@ from fusednorm.host import building
 
 HERE = Path(__file__).parent
 serving = False  # whether this is a process apart
-NEEDS_CPP = "host/native"
-FOLDERS = {folder: HERE / folder for folder in (NEEDS_CPP, "kernels/simulated", "simulator")}
+Folders = tuple[str, ...]
+NEEDS_CPP = ("host/native",)
+FOLDERS = NEEDS_CPP, ("kernels/simulated", "simulator")
 
 
-def folder_of(item: pytest.Item) -> Path | None:
-    return next((folder for folder in FOLDERS.values() if item.path.is_relative_to(folder)), None)
+def folders_of(item: pytest.Item) -> Folders | None:
+    return next((each for each in FOLDERS if any(item.path.is_relative_to(HERE / folder) for folder in each)), None)
 
 
 class Processes:
     """A plugin that sends tests to the processes apart."""
 
     def __init__(self) -> None:
-        self.connections: dict[Path, Connection] = {}
+        self.connections: dict[Folders, Connection] = {}
 
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-        folder = folder_of(item)
-        if folder is None:
+        folders = folders_of(item)
+        if folders is None:
             return None
         hook = item.ihook
         hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        for report in self.reports(item, nextitem, folder):
+        for report in self.reports(item, nextitem, folders):
             hook.pytest_runtest_logreport(report=report)
         hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         item.session._setupstate.teardown_exact(nextitem)  # of fixtures of tests before this one
         return True
 
-    def reports(self, item: pytest.Item, nextitem: pytest.Item | None, folder: Path) -> list[pytest.TestReport]:
+    def reports(self, item: pytest.Item, nextitem: pytest.Item | None, folders: Folders) -> list[pytest.TestReport]:
         hook, config = item.config.hook, item.config
         try:
-            if folder not in self.connections:
-                self.connections[folder] = start(config, folder)
-            connection = self.connections[folder]
+            if folders not in self.connections:
+                self.connections[folders] = start(config, folders)
+            connection = self.connections[folders]
             connection.send((item.nodeid, nextitem and nextitem.nodeid))
             answers = connection.recv()
             if isinstance(answers, str):
                 raise RuntimeError(answers)
         except Exception as error:  # the process could not start, or has crashed: the next test gets a new one
-            self.connections.pop(folder, None)
-            why = f"the process that runs {folder.relative_to(HERE)} gave no report: {type(error).__name__}: {error}"
+            self.connections.pop(folders, None)
+            why = f"the process that runs {', '.join(folders)} gave no report: {type(error).__name__}: {error}"
             return [pytest.TestReport(item.nodeid, item.location, {}, "failed", why, "call")]
         return [hook.pytest_report_from_serializable(config=config, data=each) for each in answers]
 
@@ -67,11 +68,12 @@ class Processes:
             connection.close()
 
 
-def start(config: pytest.Config, folder: Path) -> Connection:
-    if folder == FOLDERS[NEEDS_CPP]:
+def start(config: pytest.Config, folders: Folders) -> Connection:
+    if folders == NEEDS_CPP:
         building.build()
     ours, theirs = multiprocessing.Pipe()
-    options = [str(folder), f"--rootdir={config.rootpath}", "-p", "no:cacheprovider", "-p", "no:terminal"]
+    paths = [str(HERE / folder) for folder in folders]
+    options = [*paths, f"--rootdir={config.rootpath}", "-p", "no:cacheprovider", "-p", "no:terminal"]
     process = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, options), daemon=True)
     process.start()
     theirs.close()

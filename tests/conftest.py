@@ -14,7 +14,7 @@ import torch
 from fusednorm.tools.interpreter import enable_interpreter
 
 if find_spec("triton") is None:
-    collect_ignore = [*apart.FOLDERS]  # these tests compile kernels
+    collect_ignore = [folder for folders in apart.FOLDERS for folder in folders]  # these tests compile kernels
 CHOSEN = os.environ.get("TRITON_INTERPRET")
 if not apart.serving:
     # The interpreter must be chosen before triton is imported, and a conftest.py below this one may do that. A process

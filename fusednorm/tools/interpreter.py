@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -95,35 +94,25 @@ def _make_types_once() -> None:
 
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
-    interpreter._get_np_dtype = _once_for_each(lambda type: type.name, interpreter._get_np_dtype)
-    _fill_once(tl.block_type, lambda element, shape: (element.name, *(getattr(each, "value", each) for each in shape)))
-    _fill_once(tl.tensor, lambda handle, type: type.name, "handle", "type")
+    block, tensor, numpy_type = tl.block_type.__init__, tl.tensor.__init__, interpreter._get_np_dtype
+    blocks, tensors, numpy_types = {}, {}, {}  # the attributes of those that were made
 
+    def fill_block(self, element_ty, shape) -> None:
+        key = (element_ty.name, *shape)
+        if key not in blocks:
+            block(self, element_ty, shape)
+            blocks[key] = dict(vars(self))
+        vars(self).update(blocks[key])
 
-def _once_for_each(key_of: Callable, function: Callable) -> Callable:
-    known = {}
+    def fill_tensor(self, handle, type) -> None:
+        if type.name not in tensors:
+            tensor(self, handle, type)
+            tensors[type.name] = dict(vars(self))
+        vars(self).update(tensors[type.name], handle=handle, type=type)
 
-    def look_up(*args):
-        key = key_of(*args)
-        if key not in known:
-            known[key] = function(*args)
-        return known[key]
+    def look_up(type):
+        if type.name not in numpy_types:
+            numpy_types[type.name] = numpy_type(type)
+        return numpy_types[type.name]
 
-    return look_up
-
-
-def _fill_once(cls: type, key_of: Callable, *own: str) -> None:
-    """Objects whose arguments have the same key share all attributes but the first arguments, named `own`."""
-    init = cls.__init__
-
-    def made(*args) -> dict:
-        first = object.__new__(cls)
-        init(first, *args)
-        return vars(first)
-
-    shared = _once_for_each(key_of, made)
-
-    def fill(self, *args) -> None:
-        vars(self).update(shared(*args), **dict(zip(own, args, strict=False)))
-
-    cls.__init__ = fill
+    tl.block_type.__init__, tl.tensor.__init__, interpreter._get_np_dtype = fill_block, fill_tensor, look_up

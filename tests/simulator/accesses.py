@@ -94,6 +94,7 @@ class Accesses:
     @effect(r"ld\.param\.[busf](8|16|32|64)", "= []")
     def load_parameter(self, lanes, site, bits, into, at) -> None:
         number, within = np.divmod(at[lanes].astype(np.int64) - PARAMETER_BASE, PARAMETER_PAGE)
-        if within.any() or number.min() < 0 or number.max() >= len(self.cta.grid.parameters):
+        numbers = number.tolist()
+        if any(within.tolist()) or min(numbers) < 0 or max(numbers) >= len(self.cta.grid.parameters):
             raise SimulationError("a load from within a parameter, or from none")
         into[0][lanes] = self.cta.grid.parameters[number].astype(f"u{int(bits) // 8}")

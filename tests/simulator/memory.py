@@ -25,7 +25,7 @@ class Region:
 
     def check(self, at: np.ndarray, nbytes: int) -> None:
         """Raises SimulationError unless accesses of `nbytes` at these offsets are inside and aligned."""
-        low, high = int(at.min()), int(at.max())
+        low, high = int(np.minimum.reduce(at)), int(np.maximum.reduce(at))
         if low < 0 or high + nbytes > self.size:
             raise SimulationError(f"access to bytes {low} to {high + nbytes} of {self.name}, which has {self.size}")
         if int(np.bitwise_or.reduce(at)) & (nbytes - 1):

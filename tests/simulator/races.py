@@ -175,4 +175,4 @@ class Shadow:
 
 def _different(numbers: np.ndarray):
     first = numbers.item(0)
-    return (first,) if (numbers == first).all() else set(numbers.ravel().tolist())
+    return (first,) if 0 not in (numbers == first).tobytes() else set(numbers.ravel().tolist())

@@ -111,7 +111,7 @@ class Warp(Accesses, Copies, Synchronization):
         if not self.others:
             return False
         self.pc, self.lanes = self.others.pop()
-        if self.lanes.all():
+        if 0 not in self.lanes.tobytes():
             self.lanes = None
         return True
 
@@ -152,12 +152,12 @@ class Warp(Accesses, Copies, Synchronization):
         self.clock.seen[self.agent] += 1
 
     def needs_all(self, lanes, what: str) -> None:
-        if lanes is not ALL and not lanes.all():
+        if lanes is not ALL and 0 in lanes.tobytes():
             raise SimulationError(f"{what} by a part of a warp")
 
     def needs_whole(self, lanes, what: str) -> None:
         """Raises unless all lanes that have not ended take part."""
-        if self.others or (lanes is not ALL and not (lanes == self.alive).all()):
+        if self.others or (lanes is not ALL and 0 in (lanes == self.alive).tobytes()):
             raise SimulationError(f"{what} by a part of a warp")
 
     def uniform(self, lanes, values) -> int:
