@@ -59,8 +59,8 @@ def assert_right(operands, outputs) -> None:
 @pytest.mark.parametrize(
     "plan, shape, dtypes, residual_dtype, dx_dtype",
     [
-        (PipelinedPlan, (64, 2560), BF16_FP32, None, None),
-        (PipelinedPlan, (64, 2560), BF16_FP32, FP32, FP32),
+        (PipelinedPlan, (16, 12288), BF16_FP32, None, None),
+        (PipelinedPlan, (16, 12288), BF16_FP32, FP32, FP32),
         (MultiWavePlan, (4, 16, 1000), (BF16, BF16, FP32), None, None),
         (MultiWavePlan, SHAPE, (FP16, FP16, FP16), FP64, FP16),
     ],
