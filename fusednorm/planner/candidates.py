@@ -37,19 +37,22 @@ OLDEST_PUBLISHED_ARCH = 100  # nvFuser has published plans from here on: deep ri
 
 
 class Frame(NamedTuple):
-    """Warps of a CTA and CTAs on an SM, for tiles of which a thread has more than `least` and at most `most` elements,
-    in clusters of at least least_cluster CTAs."""
+    """Warps of a CTA and CTAs on an SM, for tiles of at most most_rows rows of which a thread has more than `least` and
+    at most `most` elements. Of a ring also its stages, and how many CTAs may share a row."""
 
     num_warps: int
     ctas_per_sm: int
     least: float
     most: float
+    most_rows: int
     least_cluster: int = 1
+    most_cluster: int = CLUSTERS[-1]
+    stages: int = 2
 
 
 @functools.cache
 def all_frames() -> dict[str, list[Frame]]:
-    return {name: [Frame(*each) for each in frames] for name, frames in limits.read("frames").items()}
+    return {name: [Frame(**each) for each in frames] for name, frames in limits.read("frames").items()}
 
 
 def frames(kind: str, problem: NormProblem) -> list[Frame]:
@@ -57,8 +60,9 @@ def frames(kind: str, problem: NormProblem) -> list[Frame]:
     (scattered). A backward that holds rows beside those of x and dy has more: they need registers, so that fewer tiles
     fit."""
     holds_others = not problem.is_forward and (problem.rows_in or problem.rows_out or problem.by_sample)
-    more = "ring beside others" if kind == "ring" else "registers beside others"
-    return all_frames()[f"{kind} {problem.direction}"] + (all_frames()[more] if holds_others else [])
+    names = f"{kind} {problem.direction}", f"{kind} {problem.direction} {problem.norm}"
+    names += ("ring beside others" if kind == "ring" else "registers beside others",) if holds_others else ()
+    return [frame for name in names for frame in all_frames().get(name, ())]
 
 
 class Family(NamedTuple):
@@ -144,20 +148,15 @@ def _either(family: Family, problem: NormProblem, device: DeviceSpec) -> Plan | 
 
 
 def _rings(problem: NormProblem, device: DeviceSpec) -> Iterator[Family]:
-    forward, layer = problem.is_forward, problem.norm == "layer"
+    """Rings of several rows, or of more columns than three stages have room for, have two stages."""
     for frame, cluster in itertools.product(frames("ring", problem), cluster_sizes(problem, device)):
-        warps, ctas = frame.num_warps, frame.ctas_per_sm
-        if cluster < frame.least_cluster or (cluster > 1 and problem.cols <= limits.least_columns_of_cluster):
+        fits = frame.least_cluster <= cluster <= frame.most_cluster
+        if not fits or (cluster > 1 and problem.cols <= limits.least_columns_of_cluster):
             continue
+        warps, ctas, few = frame.num_warps, frame.ctas_per_sm, limits.most_columns_of_two_stages * 32 * cluster
         for rows in _tiles(frame, cluster, problem):
-            if forward and ctas == 3 and (not layer or rows > 1):
-                continue  # this frame keeps LayerNorm's parameters in registers
-            many = rows > 1 or problem.cols > limits.most_columns_of_two_stages * 32 * warps * cluster
-            stages: tuple[int, ...] = (2,) if forward or many else (3,)
-            if forward and not layer and cluster == 1 and ctas * warps >= limits.least_warps_of_one_stage:
-                stages = (1, 2) if warps == 4 else (1,)
-            for number in stages:
-                yield Family("pipelined", rows, warps, ctas, cluster, number, short_lived=forward and ctas > 1)
+            stages = frame.stages if rows == 1 and problem.cols <= few * warps else min(2, frame.stages)
+            yield Family("pipelined", rows, warps, ctas, cluster, stages, problem.is_forward and ctas > 1)
 
 
 def _in_registers(problem: NormProblem) -> Iterator[Family]:
@@ -165,20 +164,17 @@ def _in_registers(problem: NormProblem) -> Iterator[Family]:
     kinds = ["scattered" if scattered else "registers"]
     kinds += ["short_lived"] * (problem.is_forward and problem.tma_aligned and problem.acc_dtype.itemsize == 4)
     for kind in kinds:
-        short_lived = kind == "short_lived"
         for frame in frames(kind, problem):
-            if short_lived and frame.num_warps == 16 and problem.cols <= limits.least_columns_of_wide_cta:
-                continue
+            resources = {"num_warps": frame.num_warps, "ctas_per_sm": frame.ctas_per_sm}
             for rows in _tiles(frame, 1, problem):
-                yield Family("multi_wave", rows, frame.num_warps, frame.ctas_per_sm, short_lived=short_lived)
+                yield Family("multi_wave", rows, **resources, short_lived=kind == "short_lived")
 
 
 def _tiles(frame: Frame, cluster: int, problem: NormProblem) -> list[int]:
-    """Rows of a tile of which a thread has as many elements as the frame says."""
+    """Rows of a tile of which a thread has as many elements as the frame says; one or two in a cluster."""
     threads, cols = 32 * frame.num_warps * cluster, max(problem.cols, limits.min_chunk)
     least = frame.least / 2 if problem.cols <= limits.narrow and not problem.is_forward else frame.least
-    alone = problem.is_forward and frame.ctas_per_sm == 1
-    most_rows = 2 if cluster > 1 or alone else 64 if problem.is_forward else 32
+    most_rows = min(2, frame.most_rows) if cluster > 1 else frame.most_rows
     return [rows for rows in ROWS if rows <= most_rows and least * threads < rows * cols <= frame.most * threads]
 
 
