@@ -61,14 +61,17 @@ def test_a_change_of_plan_must_gain_more_than_a_build_costs(gain, changes):
 
 @pytest.mark.parametrize(("own_us", "wanted"), [(5.4, 0), (9.0, 1)])
 def test_neighbouring_widths_decide_where_a_width_has_no_clear_winner_and_nowhere_else(own_us, wanted):
-    first, second = Family.of(PLANS[0]), Family.of(PLANS[1])
+    tasks = [TASK._replace(cols=cols) for cols in (3968, 4032, 4096, 4160, 4224)]
+    plans = {
+        task: {Family.of(plan): text_of(plan) for plan in tune.plans_of(task.wanted.problem, H200)} for task in tasks
+    }
+    first, second, *_ = (family for family in plans[TASK] if all(family in each for each in plans.values()))
     cells = []
-    for cols, rows in itertools.product((3968, 4032, 4096, 4160, 4224), (528, 1024)):
-        task = TASK._replace(cols=cols)
-        plans = {Family.of(plan): text_of(plan) for plan in tune.plans_of(task.wanted.problem, H200)}
-        here = (own_us, 5.0) if cols == 4096 else (5.0, 6.0)
-        cells.append(tune.Cell(task, rows, {plans[first]: here[0], plans[second]: here[1]}, ""))
-    assert ranges_of(cells) == ((math.inf, text_of(PLANS[wanted])),)
+    for task, rows in itertools.product(tasks, (528, 1024)):
+        here = (own_us, 5.0) if task == TASK else (5.0, 6.0)
+        times = {plans[task][first]: here[0], plans[task][second]: here[1]}
+        cells.append(tune.Cell(task, rows, times, ""))
+    assert ranges_of(cells) == ((math.inf, plans[TASK][(first, second)[wanted]]),)
 
 
 def test_what_two_checkouts_chose_are_cells_too_and_one_row_count_makes_no_width():
