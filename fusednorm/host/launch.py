@@ -106,7 +106,8 @@ def _forward(call: ForwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
     dtypes = problem.y_dtype or problem.x_dtype, rstd if problem.norm == "layer" else None, rstd
     outputs, written = _outputs(call, (Extent.X, Extent.STATISTIC, Extent.STATISTIC), dtypes)
     launches = schedules.FORWARD[type(plan)](plan, call, written)
-    grid = grid_of(plan, problem.cols, spec, leaves_partials=False, groups=problem.form.groups)
+    of_call = {"groups": problem.form.groups, "sample_rows": call.sample_rows}
+    grid = grid_of(plan, problem.cols, spec, leaves_partials=False, **of_call)
     return launches, count, outputs, None, grid
 
 
