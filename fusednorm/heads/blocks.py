@@ -23,9 +23,8 @@ def of(given: Call, tokens: int) -> list[Call]:
     sums = [each[1] for each in given.outputs[_inputs(given) :] if each]
     if not given.grads or not sums or any(each.itemsize < torch.float32.itemsize for each in sums):
         return [given]
-    shape, dims = given.heads.inputs[0].shape, _of_tokens(given)
-    cut = next((at for at in dims if shape[at] != 1), 0)
-    of_index = math.prod(shape[at] for at in dims if at != cut)
+    shape, cut = given.heads.inputs[0].shape, _cut(given)
+    of_index = math.prod(shape[at] for at in _of_tokens(given) if at != cut)
     if shape[cut] * of_index <= tokens:
         return [given]
     if tokens % of_index:
@@ -38,6 +37,12 @@ def of(given: Call, tokens: int) -> list[Call]:
 def _inputs(given: Call) -> int:
     """How many of the outputs are gradients of inputs."""
     return 1 if given.packed is not None else len(given.heads.inputs)
+
+
+def _cut(given: Call) -> int:
+    """The first dim of tokens of more than one index."""
+    shape = given.heads.inputs[0].shape
+    return next((at for at in _of_tokens(given) if shape[at] != 1), 0)
 
 
 def _of_tokens(given: Call) -> list[int]:
@@ -75,8 +80,7 @@ def added_up(given: Call, found: Sequence[Sequence[Tensor | None] | None]) -> li
     """The outputs of the call, from those of its blocks. None if ATen must run one of them."""
     if any(each is None for each in found):
         return None
-    shape, made = given.heads.inputs[0].shape, []
-    cut = next(at for at in _of_tokens(given) if shape[at] != 1)
+    cut, made = _cut(given), []
     for at, (first, *rest) in enumerate(zip(*found, strict=True)):
         if first is not None and at < _inputs(given):
             first = torch.cat([first, *rest], cut)

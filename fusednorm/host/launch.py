@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..operands import Outputs
-from ..planner import canonical, choice, derived
+from ..planner import canonical, choice, derived, limits
 from ..planner.device import DeviceSpec
 from ..planner.legality import MAX_RING_ROWS, broken_rule
 from ..planner.norm_problem import ALIGNMENT, NormProblem
@@ -147,7 +147,7 @@ def _backward(call: BackwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
     wants = {"leaves_partials": wants_sums, "float32_sums": problem.wants_float32_sum, "groups": problem.form.groups}
     grid = grid_of(plan, problem.cols, spec, **wants, sample_rows=call.sample_rows)
     if call.width and dx:
-        launches += copies_of_rest(call, dx, max(1, derived.COPYING_CTAS * spec.sm_count // grid.at_once))
+        launches += copies_of_rest(call, dx, max(1, limits.copying_ctas * spec.sm_count // grid.at_once))
     if over_blocks:
         launches.append(sums.add_blocks(over_blocks, width))
     return launches, count, outputs, workspace if wants_sums or two_passes else None, grid

@@ -53,7 +53,11 @@ def partials_tile(cols: int, itemsize: int, dependent: bool) -> PartialsTile:
 
 # --- Ordered sums ---
 
-BLOCKS_TILE = PartialsTile(*derived.PIECE_OF_BLOCKS)
+
+@functools.cache
+def blocks_tile() -> PartialsTile:
+    """The tile that adds up the sums of blocks."""
+    return PartialsTile(*derived.piece_of_blocks())
 
 
 def of_blocks(out: Written, first: int, dtype: torch.dtype) -> tuple[Written, dict[Address, Address]]:
@@ -67,9 +71,10 @@ def of_blocks(out: Written, first: int, dtype: torch.dtype) -> tuple[Written, di
 
 def add_blocks(parts: dict[Address, Address], width: int) -> Launch:
     """The launch that adds up the sums of blocks, with one CTA per piece of each sum."""
-    grid = triton.cdiv(width, BLOCKS_TILE.cols), len(parts)
+    tile = blocks_tile()
+    grid = triton.cdiv(width, tile.cols), len(parts)
     args = tuple(parts.values()), tuple(parts), Number.PARTIALS, width, padded(width)
-    return Launch(finalizer.add_blocks, grid, args, None, BLOCKS_TILE)
+    return Launch(finalizer.add_blocks, grid, args, None, tile)
 
 
 def padded(width: int) -> int:

@@ -208,7 +208,7 @@ def _bounds() -> dict[str, list[Terms]]:
 
 @functools.lru_cache(maxsize=4096)
 def _bound(name: str, problem: NormProblem, device: DeviceSpec) -> tuple[Terms, Terms, Terms]:
-    """That of a kernel, in which a plan's quantities alone are left. Caps ascend."""
+    """The bound of a kernel for one problem: what is left depends on the plan alone. Caps ascend."""
     known = _of_problem(problem, device)
     least, terms, caps = _bounds()[name]
 

@@ -37,8 +37,8 @@ OLDEST_PUBLISHED_ARCH = 100  # nvFuser has published plans from here on: deep ri
 
 
 class Frame(NamedTuple):
-    """Warps of a CTA and CTAs on an SM, for tiles of at most most_rows rows of which a thread has more than `least` and
-    at most `most` elements. Of a ring also its stages, and how many CTAs may share a row."""
+    """Warps of a CTA and CTAs on an SM. A tile has at most most_rows rows, and a thread more than `least` and at most
+    `most` of its elements. A ring also has stages, and limits of how many CTAs share a row."""
 
     num_warps: int
     ctas_per_sm: int
@@ -171,7 +171,8 @@ def _in_registers(problem: NormProblem) -> Iterator[Family]:
 
 
 def _tiles(frame: Frame, cluster: int, problem: NormProblem) -> list[int]:
-    """Rows of a tile of which a thread has as many elements as the frame says; one or two in a cluster."""
+    """How many rows a tile may have, so that a thread has as many elements as the frame says. A cluster's tile has one
+    row or two."""
     threads, cols = 32 * frame.num_warps * cluster, max(problem.cols, limits.min_chunk)
     least = frame.least / 2 if problem.cols <= limits.narrow and not problem.is_forward else frame.least
     most_rows = min(2, frame.most_rows) if cluster > 1 else frame.most_rows

@@ -15,14 +15,7 @@ from .device import OLDEST_TRITON, DeviceSpec
 from .norm_problem import NormProblem
 from .plan import ColumnTilePlan, PipelinedPlan, Plan, RingPlan, columns_per_thread, is_whole
 
-PARTIAL_LOADS = 9  # 16-byte loads that a thread has in flight when it sums partials; more would not fit its registers
-# How partials are summed: (largest number of columns, columns summed by one CTA, warps of that CTA). The first entry
-# that is large enough applies (bench/NOTES.md, "The second launch").
-PARTIALS_PIECES = ((512, 16, 8), (2048, 16, 4), (16384, 32, 4), (math.inf, 128, 4))
 OLDEST_DEPENDENT_ARCH = 90  # oldest arch on which a dependent launch may be placed before its predecessor has ended
-ROW_PASS_REGISTERS, COLUMN_PASS_REGISTERS = 64, 128
-COPYING_CTAS = 4  # of an SM, with tiles of so many elements and at most so many columns: 32 elements of a thread
-COPIED_ELEMENTS, COPIED_COLUMNS = 8192, 1024
 
 
 class Piece(NamedTuple):
@@ -33,14 +26,16 @@ class Piece(NamedTuple):
     num_warps: int
 
 
-PIECE_OF_BLOCKS = Piece(256, 8, 2)  # by which the sums of blocks are added up
+def piece_of_blocks() -> Piece:
+    """The piece by which the sums of blocks are added up."""
+    return Piece(*limits.piece_of_blocks)
 
 
 def piece_of_partials(cols: int, itemsize: int) -> Piece:
     """The piece of partials of `cols` columns. It and the number of partials determine the order of the additions, so
     the sums do not depend on the plan, the device or the caller in any other way."""
-    piece, num_warps = next(of_it for most, *of_it in PARTIALS_PIECES if cols <= most)
-    return Piece(piece, PARTIAL_LOADS * 4 // itemsize, num_warps)
+    piece, num_warps = next(of_it for most, *of_it in limits.partials_pieces if most is None or cols <= most)
+    return Piece(piece, limits.partial_loads * 4 // itemsize, num_warps)
 
 
 def may_be_dependent(device: DeviceSpec) -> bool:
@@ -71,23 +66,23 @@ def row_pass_registers(problem: NormProblem, divisor: int) -> int | None:
     """Registers (maxnreg) of a forward by column tiles; None: as many as the compiler takes. It takes too few, and
     spills, for elements of 4 bytes or more at some widths that are no multiples of 16. `divisor` is the largest power
     of two, up to 16, that divides the columns and all row strides."""
-    return ROW_PASS_REGISTERS if 1 < divisor < 16 and problem.x_dtype.itemsize >= 4 else None
+    return limits.row_pass_registers if 1 < divisor < 16 and problem.x_dtype.itemsize >= 4 else None
 
 
 def column_pass_registers(plan: ColumnTilePlan, problem: NormProblem, device: DeviceSpec) -> int | None:
     """Those of a backward. The compiler spills with 16-bit x and a float64 weight. The oldest Triton keeps to the
     registers that let all CTAs of an SM be resident; later releases may take more."""
     if problem.x_dtype.itemsize == 2 and problem.weight_dtype == torch.float64:
-        return COLUMN_PASS_REGISTERS
+        return limits.column_pass_registers
     if device.triton == OLDEST_TRITON:
         return None
     return register_limit(plan.ctas_per_sm * WARP_SIZE * plan.num_warps, device)
 
 
 def copied_tile(cols: int) -> tuple[int, int]:
-    """Rows and columns, powers of two, of which a CTA copies `cols` columns of a tensor."""
-    chunk = min(COPIED_COLUMNS, 1 << (cols - 1).bit_length())
-    return COPIED_ELEMENTS // chunk, chunk
+    """Rows and columns of the tile by which a CTA copies `cols` columns of a tensor. Both are powers of two."""
+    chunk = min(limits.copied_columns, 1 << (cols - 1).bit_length())
+    return limits.copied_elements // chunk, chunk
 
 
 def derived(plan: Plan, problem: NormProblem, device: DeviceSpec) -> dict[str, Any]:

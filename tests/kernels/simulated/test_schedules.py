@@ -44,6 +44,7 @@ PIPELINED = [
     Problem("backward", "pipelined", "rms", 9, 512, FLOATS, mask=DX_ONLY, residual=FP32),
     Problem("backward", "pipelined", "layer", 85, 200, device="B200"),
     Problem("backward", "pipelined", "layer", 300, 136, mask=NO_DX),  # sums over rows, by columns
+    Problem("backward", None, "rms", 5, 9216, device="RTX 5090"),  # two stages, where registers do not hold a row
 ]
 CLUSTERS = [
     Problem("backward", "pipelined", "layer", 27, 5120, mask=DX_ONLY, sms=4),  # a cluster of 2
