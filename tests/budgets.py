@@ -66,7 +66,7 @@ def complaints(problem: NormProblem, plan: Plan, device: DeviceSpec) -> list[str
             if not counts_alone:
                 found.append(f"{name} takes {used.shared_bytes} bytes of shared memory, expected some {bound}")
         specialized = isinstance(plan, WarpSpecializedPlan)
-        limit = budget.entry_registers(plan) if specialized else budget.max_registers(plan)
+        limit = budget.entry_registers(plan) if specialized else plan.max_registers
         if used.registers > limit:
             found.append(f"{name} takes {used.registers} registers, expected at most {limit}")
         if name not in ROW_PASSES and not fit_an_sm(plan, used, device):

@@ -10,8 +10,9 @@ import torch
 
 from fusednorm.forms import FormSpec
 from fusednorm.host.gpus import with_installed_triton
-from fusednorm.planner.device import A100, B200, GB10, GB300, H200, RTX_3090, RTX_4090, RTX_5090
+from fusednorm.planner.device import A100, B200, GB10, GB300, H200, RTX_3090, RTX_4090, RTX_5090, DeviceSpec
 from fusednorm.planner.norm_problem import NormProblem
+from fusednorm.planner.plan import Plan, grid_of
 from fusednorm.tools.explanation import DTYPES
 
 ARCHITECTURES = {spec.arch: with_installed_triton(spec) for spec in (A100, H200, B200, GB300, RTX_5090)}
@@ -143,6 +144,11 @@ def meta_call(problem: NormProblem, rows: int = 4096, device: str = "meta"):
     )  # fmt: skip
     assert call.problem == problem
     return call
+
+
+def num_ctas(plan: Plan, rows: int, cols: int, device: DeviceSpec, **wants) -> int:
+    """Along the rows. Arguments as those of grid_of."""
+    return grid_of(plan, cols, device, **wants).ctas(rows)
 
 
 def sweep(widths, dtypes=("bf16", "fp32", "fp64"), weights=("",)):

@@ -12,8 +12,9 @@ from ..host import fallback, gpus
 from ..host.kernel_devices import runs_kernels
 from ..planner import canonical
 from ..planner.device import DeviceSpec
+from ..planner.plan import ReferencePlan
 from ..settings import invariance
-from .plan import MAX_TENSORS, AtenSum, Choice, RingSum, choose, ring_fault, shared_bytes
+from .plan import MAX_TENSORS, Choice, RingSum, choose, ring_fault, shared_bytes
 from .problem import OP, ColumnSumProblem, describe, in_place, validate_column_sum
 
 
@@ -40,7 +41,7 @@ class ColumnSumExplanation:
         dtypes = f"{problem.dtype} to {problem.out_dtype}".replace("torch.", "")
         shape = f"{problem.count} tensors of {self.rows} rows of {problem.cols} columns"
         lines = [f"{OP}{where}: {shape}, {dtypes}, {sums}"]
-        if isinstance(plan, AtenSum):
+        if isinstance(plan, ReferencePlan):
             return "\n  ".join([*lines, f"ATen: {plan.reason}", *self.notes])
         finish = f"rows in {splits} splits, summed by a second launch" if splits > 1 else "rows not split, one launch"
         lines += [str(plan), finish]
@@ -78,7 +79,7 @@ def explain_column_sum(
     elif device is None and not runs_kernels(inputs[0]):
         why = f"the inputs are on {inputs[0].device}, where ATen's kernels run"
     if why:
-        return ColumnSumExplanation(problem, rows, None, Choice(AtenSum(why)), why, notes)
+        return ColumnSumExplanation(problem, rows, None, Choice(ReferencePlan(why)), why, notes)
     spec = device or gpus.spec_of(inputs[0].device)
     ordered, of_block = invariance.switch.invariance(), rows
     if ordered > 0:
@@ -90,5 +91,5 @@ def explain_column_sum(
     if choice.plan in failed:
         choice, fault = choose(problem, of_block, spec, "portable"), f"cannot run here: {failed[choice.plan]}"
         if choice.plan in failed:
-            choice = Choice(AtenSum(f"the kernels for it have failed: {failed[choice.plan]}"))
+            choice = Choice(ReferencePlan(f"the kernels for it have failed: {failed[choice.plan]}"))
     return ColumnSumExplanation(problem, rows, spec, choice, fault, notes)

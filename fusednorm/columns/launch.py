@@ -22,11 +22,12 @@ from ..kernels import column_reduction
 from ..kernels.config import ColumnTile
 from ..planner import canonical
 from ..planner.norm_problem import ALIGNMENT
+from ..planner.plan import ReferencePlan
 from ..problem.rows import RowView
 from ..problem.validation import require_memory
 from ..settings import invariance
 from . import plan as column_plan
-from .plan import VECTOR_BYTES, AtenSum, Choice, PortableSum, RingSum, SumPlan
+from .plan import VECTOR_BYTES, Choice, PortableSum, RingSum, SumPlan
 from .problem import ColumnSumCall, ColumnSumProblem
 from .reference import formula
 
@@ -43,7 +44,7 @@ def column_sum(call: ColumnSumCall, choice: Choice | None = None) -> list[Tensor
         spec = canonical.of_architecture(spec)  # the number of splits follows from the number of SMs
     for kernel in (None, "portable"):
         choice = column_plan.choose(problem, call.rows, spec, kernel)
-        if not isinstance(choice.plan, AtenSum) and not fallback.has_failed(choice.plan, problem, spec):
+        if not isinstance(choice.plan, ReferencePlan) and not fallback.has_failed(choice.plan, problem, spec):
             try:
                 return _run(call, tensors, choice)
             except BuildFailed as failed:

@@ -16,6 +16,7 @@ from typing import ClassVar, NamedTuple
 from ..planner.budget import RESERVED_SMEM_BYTES, WARP_SIZE, register_limit
 from ..planner.device import KIB, DeviceSpec
 from ..planner.legality import MAX_RING_ROWS, OLDEST_ARCH, OLDEST_TMA_ARCH, capability
+from ..planner.plan import ReferencePlan
 from .problem import ColumnSumProblem
 
 # Most tensors in one launch. Their descriptors are kernel parameters: 128 bytes each, 152 with shape and strides.
@@ -50,21 +51,13 @@ class PortableSum:
     max_registers: int
 
 
-@dataclass(frozen=True)
-class AtenSum:
-    """ATen sums, because no kernel of this package runs; `reason` says why."""
-
-    kernel: ClassVar[str] = "aten"
-    reason: str
-
-
 SumPlan = RingSum | PortableSum
 
 
 class Choice(NamedTuple):
     """A plan and what it was chosen by."""
 
-    plan: SumPlan | AtenSum
+    plan: SumPlan | ReferencePlan
     num_splits: int = 1  # parts of the rows; 1: no second launch
     predicted_us: float = 0.0  # without the start that every kernel pays
 
@@ -188,7 +181,7 @@ def choose(problem: ColumnSumProblem, rows: int, device: DeviceSpec, kernel: str
     """The plan and number of splits with the least predicted time. If `kernel` is named and has a plan, only its plans
     compete."""
     if device.arch < OLDEST_ARCH:
-        return Choice(AtenSum(f"needs compute capability 8.0, {device.name} has {capability(device)}"))
+        return Choice(ReferencePlan(f"needs compute capability 8.0, {device.name} has {capability(device)}"))
     plans: dict[str, list[SumPlan]] = {"ring": [], "portable": list(portable_plans(problem, device))}
     if ring_fault(problem, rows, device) is None:
         plans["ring"] = list(ring_plans(problem, device))

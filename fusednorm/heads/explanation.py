@@ -11,12 +11,13 @@ from torch import Tensor
 from ..host import gpus
 from ..host.kernel_devices import runs_kernels
 from ..planner.device import DeviceSpec
+from ..planner.plan import ReferencePlan
 from . import functional
 from .ops import both_ways
-from .plan import AtenNorm, HeadPlan, ctas_of, plans_of
+from .plan import HeadPlan, ctas_of, plans_of
 from .problem import Heads, validate
 
-NAMES = "q", "k"
+NAMES, WAYS = ("q", "k"), ("forward", "backward")
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,13 @@ class HeadLaunch:
 
     direction: str
     tensors: tuple[str, ...]
-    plan: HeadPlan | AtenNorm
+    plan: HeadPlan | ReferencePlan
     ctas: tuple[int, ...] = ()
     copied: tuple[str, ...] = ()  # tensors that are copied first, because their rows cannot be read in place
 
     def __str__(self) -> str:
         start = f"{self.direction} of {' and '.join(self.tensors)}"
-        if isinstance(self.plan, AtenNorm):
+        if isinstance(self.plan, ReferencePlan):
             return f"{start}: ATen, {self.plan.reason}"
         copied = f", {', '.join(self.copied)} copied first" if self.copied else ""
         return f"{start}: {self.plan}, {' + '.join(map(str, self.ctas))} CTAs{copied}"
@@ -65,15 +66,15 @@ def explain_qk_norm(
         if device is None and not runs_kernels(q):
             reason = f"the tensors are on {q.device}, where ATen's kernels run"
     if reason:
-        return HeadExplanation(None, tuple(HeadLaunch(way, NAMES, AtenNorm(reason)) for way in ("forward", "backward")))
+        return HeadExplanation(None, tuple(HeadLaunch(way, NAMES, ReferencePlan(reason)) for way in WAYS))
     spec = device or gpus.spec_of(q.device)
     return HeadExplanation(spec, tuple(_launches(heads, spec)))
 
 
 def _launches(heads: Heads, spec: DeviceSpec) -> Iterator[HeadLaunch]:
-    for way, given in zip(("forward", "backward"), both_ways(heads), strict=True):
+    for way, given in zip(WAYS, both_ways(heads), strict=True):
         readable, copied = given.in_place()
         for call, plan in plans_of(readable.launches(), spec):
             names = NAMES if call is None else tuple(NAMES[at] for at in call.which)
-            ctas = () if isinstance(plan, AtenNorm) else ctas_of(plan, call.problem, call.rows, spec)
+            ctas = () if isinstance(plan, ReferencePlan) else ctas_of(plan, call.problem, call.rows, spec)
             yield HeadLaunch(way, names, plan, ctas, tuple(copied))

@@ -26,13 +26,14 @@ from ..planner import canonical
 from ..planner.derived import may_be_dependent
 from ..planner.device import DeviceSpec
 from ..planner.norm_problem import ALIGNMENT
+from ..planner.plan import ReferencePlan
 from ..problem.outputs import resolve_eps
 from ..problem.validation import require_memory
 from ..settings import invariance, margin
 from . import blocks
 from . import plan as head_plan
 from .call import VECTOR, HeadCall, HeadProblem
-from .plan import AtenNorm, HeadPlan, Planned, plans_of
+from .plan import HeadPlan, Planned, plans_of
 
 if TYPE_CHECKING:
     from .ops import Call
@@ -81,7 +82,7 @@ def _first(given: Call) -> tuple[Sequence[Tensor | None] | None, Bound | None]:
     require_memory(given.op, given.tensors)
     spec = gpus.spec_of(x.device)
     tried = plans_of(given.launches(), spec)
-    if not tried or any(isinstance(plan, AtenNorm) for _, plan in tried):
+    if not tried or any(isinstance(plan, ReferencePlan) for _, plan in tried):
         return None, None
     try:
         with current(x.device):

@@ -14,11 +14,11 @@ from ..host import fallback
 from ..planner import canonical
 from ..planner.budget import MAX_REGISTERS, register_limit
 from ..planner.device import DeviceSpec
-from ..planner.plan import MOST_TILES_OF_SUM
+from ..planner.legality import OLDEST_ARCH, capability
+from ..planner.plan import MOST_TILES_OF_SUM, ReferencePlan
 from ..settings import invariance
 from .call import HeadCall, HeadProblem
 
-OLDEST_ARCH = 80
 MOST_CHUNKS, MOST_COLUMNS = 16, 2048  # of a row that registers hold
 NUM_WARPS = {"forward": (4,), "backward": (8, 4)}  # the first of those that an SM has registers for most of
 LEAST_BYTES = 8  # of a chunk in a thread
@@ -52,26 +52,17 @@ class HeadPlan:
         return f"{self.kernel}, {tile}, {self.num_warps} warps"
 
 
-@dataclass(frozen=True)
-class AtenNorm:
-    """ATen's operations instead of a kernel, and the reason."""
-
-    variant: ClassVar[str] = "reference"
-    kernel: ClassVar[str] = "reference"
-    reason: str
-
-
 @functools.lru_cache(maxsize=4096)
-def choose(problem: HeadProblem, device: DeviceSpec) -> HeadPlan | AtenNorm:
+def choose(problem: HeadProblem, device: DeviceSpec) -> HeadPlan | ReferencePlan:
     if device.arch < OLDEST_ARCH:
-        return AtenNorm(f"needs compute capability {OLDEST_ARCH / 10}, {device.name} has {device.arch / 10}")
+        return ReferencePlan(f"needs compute capability 8.0, {device.name} has {capability(device)}")
     chunk, _, num_chunks = chunks_of(problem.cols, problem.dtype.itemsize, problem.turned_together)
     if num_chunks > MOST_CHUNKS:
-        return AtenNorm(
+        return ReferencePlan(
             f"rotates {problem.turned} of {problem.cols} columns, which makes more than {MOST_CHUNKS} chunks"
         )
     if num_chunks * chunk > MOST_COLUMNS:
-        return AtenNorm(f"takes at most {MOST_COLUMNS} columns, got {problem.cols}")
+        return ReferencePlan(f"takes at most {MOST_COLUMNS} columns, got {problem.cols}")
     plans = [shaped(problem, device, num_warps, TILE_BYTES) for num_warps in NUM_WARPS[problem.direction]]
     return max(plans, key=lambda plan: plan.num_warps * plan.ctas_per_sm)
 
@@ -155,7 +146,7 @@ def asked(problem: HeadProblem, device: DeviceSpec) -> tuple[HeadProblem, Device
     return replace(problem, count=1, levels=1, copies=False), canonical.of_architecture(device)
 
 
-Planned = list[tuple[HeadCall | None, HeadPlan | AtenNorm]]
+Planned = list[tuple[HeadCall | None, HeadPlan | ReferencePlan]]
 
 
 def plans_of(calls: Iterable[HeadCall | None], device: DeviceSpec) -> Planned:
@@ -163,10 +154,10 @@ def plans_of(calls: Iterable[HeadCall | None], device: DeviceSpec) -> Planned:
     found: Planned = []
     for call in calls:
         if call is None:
-            found.append((call, AtenNorm("the rows are too many, or lie at too many nested strides")))
+            found.append((call, ReferencePlan("the rows are too many, or lie at too many nested strides")))
             continue
         question = asked(call.problem, device)
         plan = choose(*question)
         cause = fallback.failed_of(*question).get(plan)
-        found.append((call, AtenNorm(f"the kernel cannot run here: {cause}") if cause else plan))
+        found.append((call, ReferencePlan(f"the kernel cannot run here: {cause}") if cause else plan))
     return found

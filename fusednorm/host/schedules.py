@@ -13,13 +13,7 @@ from ..kernels.config import RingTile
 from ..planner import budget, derived
 from ..planner.device import DeviceSpec
 from ..planner.norm_problem import NormProblem
-from ..planner.plan import (
-    ColumnRingPlan,
-    ColumnTilePlan,
-    MultiWavePlan,
-    PipelinedPlan,
-    WarpSpecializedPlan,
-)
+from ..planner.plan import ColumnRingPlan, ColumnTilePlan, MultiWavePlan, PipelinedPlan, WarpSpecializedPlan
 from ..problem.calls import BackwardCall, ForwardCall
 from ..problem.rows import RowView
 from ..settings import invariance

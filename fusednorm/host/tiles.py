@@ -12,15 +12,7 @@ from ..kernels.rowmath import form_of
 from ..operands import Role
 from ..planner import derived
 from ..planner.norm_problem import NormProblem
-from ..planner.plan import (
-    ColumnRingPlan,
-    ColumnTilePlan,
-    MultiWavePlan,
-    RingPlan,
-    box_columns,
-    is_whole,
-    threads_per_row,
-)
+from ..planner.plan import ColumnRingPlan, ColumnTilePlan, MultiWavePlan, RingPlan
 from ..problem.calls import BackwardCall, ForwardCall
 from ..problem.rows import RowView
 from .program import Map, Number
@@ -96,10 +88,10 @@ def ring_tile(plan: RingPlan, problem: NormProblem, **more) -> RingTile:
         num_stages=plan.num_stages,
         copy_chunks=plan.copy_chunks,
         tail=plan.tail,
-        box=box_columns(plan, problem.cols),
-        vector=min(VECTOR_BYTES // problem.x_dtype.itemsize, plan.chunk // threads_per_row(plan)),
-        threads_per_row=threads_per_row(plan),
-        whole=is_whole(plan, problem.cols),
+        box=plan.box_columns(problem.cols),
+        vector=min(VECTOR_BYTES // problem.x_dtype.itemsize, plan.chunk // plan.threads_per_row),
+        threads_per_row=plan.threads_per_row,
+        whole=plan.is_whole(problem.cols),
         weight_in_smem=plan.weight_in_smem,
         prefetches_statistics=derived.prefetches_statistics(plan, problem),
         in_pairs=derived.widens_in_pairs(plan, problem),

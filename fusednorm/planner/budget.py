@@ -20,23 +20,10 @@ import torch
 from . import limits
 from .device import OLDEST_TRITON, DeviceSpec
 from .norm_problem import NormProblem
-from .plan import (
-    BY_COLUMNS,
-    MultiWavePlan,
-    PipelinedPlan,
-    Plan,
-    RingPlan,
-    WarpSpecializedPlan,
-    is_whole,
-    num_copies,
-    rows_per_thread,
-    threads_per_row,
-    warps_of_a_row,
-)
+from .plan import BY_COLUMNS, MAX_REGISTERS, MultiWavePlan, PipelinedPlan, Plan, RingPlan, WarpSpecializedPlan
 
 WARP_SIZE = 32
 REGISTER_STEP = 8  # registers per thread are allocated in multiples of 8
-MAX_REGISTERS = 255  # per thread
 RESERVED_SMEM_BYTES = 1024  # per CTA, for the driver
 
 PRODUCER_REGISTERS = 24
@@ -55,7 +42,7 @@ def fits_shared_memory(plan: Plan, problem: NormProblem, device: DeviceSpec) -> 
 
 def is_within_budget(plan: Plan, problem: NormProblem, device: DeviceSpec) -> bool:
     """Whether the plan fits shared memory and does not spill."""
-    fits = registers(plan, problem, device) <= max_registers(plan)
+    fits = registers(plan, problem, device) <= plan.max_registers
     if plan.kernel == "multi_wave":
         fits &= plan.ctas_per_sm * WARP_SIZE * plan.num_warps * plan.max_registers <= device.registers_per_sm
     return fits and fits_shared_memory(plan, problem, device)
@@ -86,12 +73,12 @@ def _ring_bytes(plan: RingPlan, problem: NormProblem) -> int:
     the ring's memory again after their rows."""
     backward, is_pipelined = not problem.is_forward, isinstance(plan, PipelinedPlan)
     tensors = [problem.x_dtype, *([problem.grad_dtype] if backward else [])]
-    tensors += problem.rows_in if is_pipelined and plan.rows_in_ring else ()
+    tensors += problem.rows_in if plan.rows_in_ring else ()
     parameters = [problem.weight_dtype, problem.bias_dtype if problem.reads_bias else None]
-    room = plan.copy_chunks + 1 if plan.tail else plan.copy_chunks * num_copies(plan)
+    room = plan.copy_chunks + 1 if plan.tail else plan.copy_chunks * plan.num_copies
     ring = plan.num_stages * plan.rows_per_tile * plan.chunk * room * sum(map(_bytes, tensors))
     held = plan.weight_in_smem * plan.chunk * plan.num_chunks * sum(map(_bytes, parameters))
-    rows, warps, threads = _round_up(ring + held, 128), warps_of_a_row(plan), WARP_SIZE * plan.num_warps
+    rows, warps, threads = _round_up(ring + held, 128), plan.warps_per_row, WARP_SIZE * plan.num_warps
     # The warps of a row exchange up to two float32 per row, in buffers that some releases size for all CTAs.
     sums = 2 if problem.norm == "layer" else 1
     exchanged = 4 * sums * plan.rows_per_tile * warps * plan.cluster if warps > 1 else 0
@@ -100,9 +87,9 @@ def _ring_bytes(plan: RingPlan, problem: NormProblem) -> int:
         staged = problem.num_sums * _staged_bytes(plan, problem)
         if plan.cluster > 1 and problem.num_sums:  # dw and db change their layout, four elements per thread at once
             staged = _round_up(staged, 128) + 4 * 4 * threads * plan.cluster
-        return num_copies(plan) * len(tensors) * barriers + _round_up(max(rows + exchanged, staged), 128)
+        return plan.num_copies * len(tensors) * barriers + _round_up(max(rows + exchanged, staged), 128)
     # The first group hands to the other warps what the kernel was called with, and their states.
-    pieces = len(tensors) * num_copies(plan) + 2 + plan.weight_in_smem * plan.num_chunks * len(parameters)
+    pieces = len(tensors) * plan.num_copies + 2 + plan.weight_in_smem * plan.num_chunks * len(parameters)
     captured, states = 28 * pieces + 8 * 32, plan.num_warps * (plan.num_groups - 1) + PRODUCER_WARPS
     scratch = plan.num_groups * _round_up(max(exchanged, _staged_bytes(plan, problem)), 128)
     return rows + 2 * barriers + _round_up(max(scratch, captured), 128) + _round_up(states, 128)
@@ -112,20 +99,15 @@ def _staged_bytes(plan: RingPlan, problem: NormProblem) -> int:
     """For dw or db before the store of its partials; none where each row of a tile is in all warps. The staging has all
     rows of a tile: of a pipelined kernel all columns, of a warp-specialized kernel the adjacent columns of all threads,
     as they are held or as they are stored, whichever takes more."""
-    if not problem.num_sums or warps_of_a_row(plan) == plan.num_warps:
+    if not problem.num_sums or plan.warps_per_row == plan.num_warps:
         return 0
     if isinstance(plan, PipelinedPlan):
         return 4 * plan.rows_per_tile * plan.num_chunks * plan.chunk
-    held = min(16 // problem.x_dtype.itemsize * threads_per_row(plan), plan.chunk)
+    held = min(16 // problem.x_dtype.itemsize * plan.threads_per_row, plan.chunk)
     return 4 * plan.rows_per_tile * min(plan.chunk, max(held, 4 * WARP_SIZE * plan.num_warps))
 
 
 # --- Registers ---
-
-
-def max_registers(plan: Plan) -> int:
-    """Registers that a thread of the plan's kernel may use."""
-    return MAX_REGISTERS if plan.kernel == "column_tiles" else plan.max_registers
 
 
 def register_limit(threads_per_sm: int, device: DeviceSpec) -> int:
@@ -154,9 +136,10 @@ def registers(plan: Plan, problem: NormProblem, device: DeviceSpec) -> int:
     """Upper bound of the registers that a thread needs: a sum of coefficients times quantities of plan and problem. A
     cap replaces a larger sum where the compiler was seen to recompute values instead of holding them."""
     if plan.kernel in BY_COLUMNS:
-        return max_registers(plan)
-    late = plan.kernel == "multi_wave" and not problem.is_forward and problem.form.late
-    kind = " short_lived" if plan.kernel == "multi_wave" and plan.short_lived else " late" if late else ""
+        return plan.max_registers
+    kind = ""
+    if plan.kernel == "multi_wave":
+        kind = " short_lived" if plan.short_lived else " late" * (not problem.is_forward and bool(problem.form.late))
     least, terms, caps = _bound(f"{plan.kernel} {problem.direction}{kind}", problem, device)
     known = _of_plan(plan, problem.cols)
     need = max(_sum(least, known), _sum(terms, known))
@@ -255,12 +238,12 @@ def _of_plan(plan: MultiWavePlan | RingPlan, cols: int) -> dict[str, float]:
     known = dict(chunks=plan.num_chunks, elements=elements, tile_rows=rows, warps=warps)
     if not isinstance(plan, RingPlan):
         return known | dict(rows=rows, columns=elements / rows, chunk_elements=elements / plan.num_chunks)
-    threads, is_pipelined = threads_per_row(plan), isinstance(plan, PipelinedPlan)
+    threads = plan.threads_per_row
     return known | dict(
-        rows=rows_per_thread(plan), columns=plan.chunk * plan.num_chunks // threads, chunk_columns=plan.chunk / threads,
-        threads=threads, copies=num_copies(plan), whole=is_whole(plan, cols), weight_in_smem=plan.weight_in_smem,
-        cluster=plan.cluster, groups=1 if is_pipelined else plan.num_groups,
-        rows_in_ring=is_pipelined and plan.rows_in_ring, cached=not is_pipelined and plan.cached,
+        rows=plan.rows_per_thread, columns=plan.columns_per_thread, chunk_columns=plan.chunk / threads,
+        threads=threads, copies=plan.num_copies, whole=plan.is_whole(cols), weight_in_smem=plan.weight_in_smem,
+        cluster=plan.cluster, groups=plan.num_groups,
+        rows_in_ring=plan.rows_in_ring, cached=plan.cached,
     )  # fmt: skip
 
 

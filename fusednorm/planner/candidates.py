@@ -272,9 +272,9 @@ def _warp_specialized(problem: NormProblem, device: DeviceSpec, good: bool = Tru
         cuts = [cut for cut in cuts if not cut.tail]
         few = [cut for cut in cuts if tensors * cut.copies <= limits.most_produced_copies[groups - 1]]
         stages = (2,) if good and groups == 1 else (2 * groups, groups)
-        rest = groups, warps, 1, limit
+        resources, of_groups = (0, warps, 1, limit), {"num_groups": groups, "cached": problem.is_forward}
         plans = [
-            WarpSpecializedPlan(rows, cut.chunk, cut.num_chunks, 0, *rest, in_smem, problem.is_forward, cut.copy_chunks)
+            WarpSpecializedPlan(rows, cut.chunk, cut.num_chunks, *resources, in_smem, 1, cut.copy_chunks, **of_groups)
             for cut, in_smem in itertools.product(few, (False, True))
         ]
         held = [plan for plan in plans if not good or budget.registers(plan, problem, device) <= limit]

@@ -13,7 +13,7 @@ from . import limits
 from .budget import WARP_SIZE, register_limit
 from .device import OLDEST_TRITON, DeviceSpec
 from .norm_problem import NormProblem
-from .plan import ColumnTilePlan, PipelinedPlan, Plan, RingPlan, columns_per_thread, is_whole
+from .plan import ColumnTilePlan, PipelinedPlan, Plan, RingPlan
 
 OLDEST_DEPENDENT_ARCH = 90  # oldest arch on which a dependent launch may be placed before its predecessor has ended
 
@@ -46,7 +46,7 @@ def may_be_dependent(device: DeviceSpec) -> bool:
 def prefetches_statistics(plan: RingPlan, problem: NormProblem) -> bool:
     """Whether a thread can hold the next tile's statistics while it adds up the current tile. LayerNorm with 128
     registers and many columns lacks the two registers for them."""
-    return problem.norm == "rms" or plan.max_registers > 128 or columns_per_thread(plan) <= limits.columns_to_prefetch
+    return problem.norm == "rms" or plan.max_registers > 128 or plan.columns_per_thread <= limits.columns_to_prefetch
 
 
 def widens_in_pairs(plan: RingPlan, problem: NormProblem) -> bool:
@@ -56,10 +56,10 @@ def widens_in_pairs(plan: RingPlan, problem: NormProblem) -> bool:
     chunk."""
     if problem.norm == "rms" or problem.is_forward or problem.x_dtype != torch.bfloat16:
         return False
-    columns, shared = columns_per_thread(plan), plan.cluster > 1 and plan.num_warps > limits.warps_in_pairs
+    columns, shared = plan.columns_per_thread, plan.cluster > 1 and plan.num_warps > limits.warps_in_pairs
     pays = isinstance(plan, PipelinedPlan) and (shared or columns > limits.columns_in_pairs)
     fits = plan.max_registers > 128 or columns <= limits.columns_in_pairs_of_128_registers
-    return pays and (fits or is_whole(plan, problem.cols))
+    return pays and (fits or plan.is_whole(problem.cols))
 
 
 def row_pass_registers(problem: NormProblem, divisor: int) -> int | None:

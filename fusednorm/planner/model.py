@@ -14,18 +14,7 @@ from typing import NamedTuple
 from . import limits
 from .device import DeviceSpec
 from .norm_problem import NormProblem
-from .plan import (
-    BY_COLUMNS,
-    Grid,
-    Plan,
-    RingPlan,
-    box_columns,
-    clusters_at_once,
-    grid_of,
-    num_launches,
-    num_passes,
-    warps_of_a_row,
-)
+from .plan import BY_COLUMNS, Grid, Plan, RingPlan, clusters_at_once, grid_of, num_launches, num_passes
 
 
 class Coefficients(NamedTuple):
@@ -104,9 +93,9 @@ def work_of(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> 
     tiles = math.ceil(math.ceil(rows_of_group / plan.rows_per_tile) / of_group) * waves
     of_sm = plan.rows_per_tile * tiles * on_an_sm  # parts of rows
     # A tile in registers is loaded while another is computed on, if the CTA has another.
-    boxes, stages = 0.0, 1 if getattr(plan, "short_lived", False) else 2
+    boxes, stages = 0.0, 1 if plan.short_lived else 2
     if is_ring:
-        box, stages = box_columns(plan, problem.cols), plan.num_stages
+        box, stages = plan.box_columns(problem.cols), plan.num_stages
         slower = limits.slower_if_many if plan.chunk > limits.many_boxes * box else 1
         boxes = problem.cols / box * (2 - problem.is_forward) * slower
     return Work(
@@ -118,7 +107,7 @@ def work_of(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> 
         sm_bytes=of_sm * columns * read / plan.cluster,
         sm_elements=of_sm * elements * (1 + problem.num_sums) / 128,
         sm_boxes=of_sm * boxes / plan.cluster,
-        tiles=math.ceil(tiles / getattr(plan, "num_groups", 1)) * (not by_columns),  # these sum no row
+        tiles=math.ceil(tiles / plan.num_groups) * (not by_columns),  # these sum no row
         ahead=on_an_sm * stages,
         merged=problem.num_sums * _merged(plan, problem),
         partials=grid.partials(rows_of_group) if problem.num_sums else 0,
@@ -128,6 +117,6 @@ def work_of(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> 
 def _merged(plan: Plan, problem: NormProblem) -> float:
     """Chunks, times the warps that have a part of each column's sum; eight rows that a thread adds up count as one."""
     if isinstance(plan, RingPlan):
-        return plan.num_chunks * plan.rows_per_tile / 8 if 1 == warps_of_a_row(plan) < plan.num_warps else 0
+        return plan.num_chunks * plan.rows_per_tile / 8 if 1 == plan.warps_per_row < plan.num_warps else 0
     owns = plan.rows_per_tile == 1 or plan.chunk * problem.x_dtype.itemsize >= 16 * 32 * plan.num_warps
     return 0 if plan.kernel in BY_COLUMNS or owns else plan.num_chunks * plan.num_warps

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import typing
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -23,18 +22,27 @@ from .norm_problem import NormProblem
 MOST_TILES_OF_SUM = 160
 MOST_CTAS = 2**16 - 1  # along the rows, where these are a grid's second dimension
 MAX_BOX_SIDE = 256  # elements per side of a TMA copy's box
+MAX_REGISTERS = 255  # per thread
+
+
+class Plan:
+    """What all plans have. A type of plans has fields for what is not as it stands here."""
+
+    variant: ClassVar[str]
+    kernel: ClassVar[str]
+    cluster = 1  # CTAs that share a row
+    num_groups = 1  # compute groups of a CTA, which sum dw and db each for itself
+    short_lived = cached = False
 
 
 @dataclass(frozen=True)
-class MultiWavePlan:
+class MultiWavePlan(Plan):
     """Rows in registers, in num_chunks chunks of `chunk` columns each.
 
     ctas_per_sm CTAs fit an SM at max_registers per thread. Short-lived CTAs (forward only) have one row tile each.
     """
 
-    variant: ClassVar[str] = "multi_wave"
-    kernel: ClassVar[str] = "multi_wave"
-    cluster: ClassVar[int] = 1
+    variant = kernel = "multi_wave"
     rows_per_tile: int
     chunk: int
     num_chunks: int
@@ -45,15 +53,14 @@ class MultiWavePlan:
 
 
 @dataclass(frozen=True)
-class ColumnTilePlan:
+class ColumnTilePlan(Plan):
     """Rows by column tiles: in two passes where dx (or y) is wanted, in one where a backward wants dw and db only.
 
     row_pass_chunk and row_pass_warps belong to the pass that reads whole rows.
     """
 
-    variant: ClassVar[str] = "multi_wave"
-    kernel: ClassVar[str] = "column_tiles"
-    cluster: ClassVar[int] = 1
+    variant, kernel = "multi_wave", "column_tiles"
+    max_registers = MAX_REGISTERS
     rows_per_tile: int
     chunk: int
     num_warps: int
@@ -63,21 +70,35 @@ class ColumnTilePlan:
 
 
 @dataclass(frozen=True)
-class PipelinedPlan:
-    """Row tiles through a TMA ring of num_stages stages in shared memory, filled by the computing warps.
+class ColumnRingPlan(Plan):
+    """Column sums through a TMA ring of num_stages stages in shared memory, for a backward without dx.
+
+    A tile has rows_per_tile x chunk elements of the gradient, and of x if dw is wanted.
+    """
+
+    variant, kernel = "pipelined", "column_ring"
+    rows_per_tile: int
+    chunk: int
+    num_stages: int
+    num_warps: int
+    ctas_per_sm: int
+    max_registers: int
+
+
+@dataclass(frozen=True)
+class RingPlan(Plan):
+    """Row tiles through a TMA ring of num_stages stages in shared memory.
 
     A row tile is num_chunks chunks of `chunk` columns, copy_chunks chunks to a copy. With a tail there are two copies:
     the last chunk, within which the row may end, and all others. weight_in_smem keeps weight (and bias) in shared
     memory instead of registers.
     """
 
-    variant: ClassVar[str] = "pipelined"
-    kernel: ClassVar[str] = "pipelined"
     rows_per_tile: int
     chunk: int
     num_chunks: int
     num_stages: int
-    num_warps: int
+    num_warps: int  # of one compute group
     ctas_per_sm: int
     max_registers: int
     weight_in_smem: bool
@@ -89,67 +110,75 @@ class PipelinedPlan:
     tail: bool = False
     rows_in_ring: bool = False  # the row tensors that a form reads beside x come through the ring, too
 
+    def box_columns(self, cols: int) -> int:
+        """Columns on the innermost side of a TMA box. They divide a row, as the box must, and a chunk."""
+        return math.gcd(cols, self.chunk, MAX_BOX_SIDE)
+
+    def is_whole(self, cols: int) -> bool:
+        """True if the chunks, over all CTAs of a cluster, are exactly a row, so that all threads have equally many
+        columns. Otherwise those after the row's end are zeros."""
+        return cols == self.cluster * self.num_chunks * self.chunk
+
+    @property
+    def num_copies(self) -> int:
+        """Copies that bring one tensor's row tile."""
+        return 2 if self.tail else -(-self.num_chunks // self.copy_chunks)
+
+    @property
+    def rows_per_thread(self) -> int:
+        """Rows of a tile that a thread works on: all of them in a cluster. Else each row has its own threads."""
+        return self.rows_per_tile if self.cluster > 1 else 1
+
+    @property
+    def threads_per_row(self) -> int:
+        """Threads of a CTA among which a row is divided; in a cluster the CTA's part of the row."""
+        return 32 * self.num_warps * self.rows_per_thread // self.rows_per_tile
+
+    @property
+    def warps_per_row(self) -> int:
+        """Warps of a CTA among which a row's sum is divided."""
+        return self.num_warps if self.cluster > 1 or self.rows_per_tile < self.num_warps else 1
+
+    @property
+    def columns_per_thread(self) -> int:
+        """Columns of one row per thread, padding included."""
+        return self.chunk * self.num_chunks // self.threads_per_row
+
 
 @dataclass(frozen=True)
-class ColumnRingPlan:
-    """Column sums through a TMA ring of num_stages stages in shared memory, for a backward without dx.
+class PipelinedPlan(RingPlan):
+    """A ring that the computing warps fill."""
 
-    A tile has rows_per_tile x chunk elements of the gradient, and of x if dw is wanted.
-    """
-
-    variant: ClassVar[str] = "pipelined"
-    kernel: ClassVar[str] = "column_ring"
-    cluster: ClassVar[int] = 1
-    rows_per_tile: int
-    chunk: int
-    num_stages: int
-    num_warps: int
-    ctas_per_sm: int
-    max_registers: int
+    variant = kernel = "pipelined"
 
 
 @dataclass(frozen=True)
-class WarpSpecializedPlan:
-    """The ring of PipelinedPlan, filled by a producer warp and emptied by num_groups compute groups of num_warps warps.
+class WarpSpecializedPlan(RingPlan):
+    """A ring that a producer warp fills, without cluster and tail. num_groups compute groups of num_warps warps empty
+    it.
 
     The groups take stages in turn, so num_stages is a multiple of num_groups, and each sums dw and db for itself.
     cached keeps a row tile in registers instead of reading its stage twice. max_registers is what a compute thread has
     after the producer warp has given its own registers away.
     """
 
-    variant: ClassVar[str] = "warp_specialized"
-    kernel: ClassVar[str] = "warp_specialized"
-    cluster: ClassVar[int] = 1
-    tail: ClassVar[bool] = False
-    rows_per_tile: int
-    chunk: int
-    num_chunks: int
-    num_stages: int
-    num_groups: int
-    num_warps: int  # of one group
-    ctas_per_sm: int
-    max_registers: int
-    weight_in_smem: bool
-    cached: bool
-    copy_chunks: int = 1
+    variant = kernel = "warp_specialized"
+    num_groups: int = 1
+    cached: bool = False
 
 
 @dataclass(frozen=True)
-class ReferencePlan:
+class ReferencePlan(Plan):
     """ATen's kernel instead of this package's, and the reason."""
 
-    variant: ClassVar[str] = "reference"
-    kernel: ClassVar[str] = "reference"
+    variant = kernel = "reference"
     reason: str
 
 
-RingPlan = PipelinedPlan | WarpSpecializedPlan
-Plan = MultiWavePlan | ColumnTilePlan | RingPlan | ColumnRingPlan | ReferencePlan
+TYPES = MultiWavePlan, ColumnTilePlan, ColumnRingPlan, PipelinedPlan, WarpSpecializedPlan, ReferencePlan
 VARIANTS = ("multi_wave", "pipelined", "warp_specialized", "reference")
 BY_COLUMNS = ("column_tiles", "column_ring")  # kernels whose CTAs own columns, not whole rows
-
-
-OF_FORMS = ("rows_in_ring",)  # the last fields of a plan, which only forms with row tensors set
+OF_FORMS = ("rows_in_ring",)  # fields that only plans of forms with row tensors set
 
 
 def text_of(plan: Plan) -> str:
@@ -162,49 +191,13 @@ def text_of(plan: Plan) -> str:
 def from_text(text: str) -> Plan:
     """The plan of a text by text_of. Raises ValueError if there is none."""
     name, _, values = text.removesuffix(")").partition("(")
-    kind = next((kind for kind in typing.get_args(Plan) if kind.__name__ == f"{name}Plan"), None)
-    known = fields(kind) if kind else ()
-    numbers = [int(value) for value in values.split(",")] if known else []
-    if not known or len(numbers) not in (len(known), sum(field.name not in OF_FORMS for field in known)):
-        raise ValueError(f"{text} is no plan")
-    return kind(*(bool(n) if field.type == "bool" else n for field, n in zip(known, numbers, strict=False)))
-
-
-def box_columns(plan: RingPlan, cols: int) -> int:
-    """Columns on the innermost side of a TMA box. They divide a row, as the box must, and a chunk."""
-    return math.gcd(cols, plan.chunk, MAX_BOX_SIDE)
-
-
-def rows_per_thread(plan: RingPlan) -> int:
-    """Rows of a tile that a thread works on: all of them in a cluster. Else each row has its own threads."""
-    return plan.rows_per_tile if plan.cluster > 1 else 1
-
-
-def threads_per_row(plan: RingPlan) -> int:
-    """Threads of a CTA among which a row is divided; in a cluster the CTA's part of the row."""
-    threads = 32 * plan.num_warps
-    return threads if plan.cluster > 1 else threads // plan.rows_per_tile
-
-
-def warps_of_a_row(plan: RingPlan) -> int:
-    """Warps of a CTA among which a row's sum is divided."""
-    return plan.num_warps if plan.cluster > 1 or plan.rows_per_tile < plan.num_warps else 1
-
-
-def columns_per_thread(plan: RingPlan) -> int:
-    """Columns of one row per thread, padding included."""
-    return plan.chunk * plan.num_chunks // threads_per_row(plan)
-
-
-def is_whole(plan: RingPlan, cols: int) -> bool:
-    """True if the chunks, over all CTAs of a cluster, are exactly a row, so that all threads have equally many columns.
-    Otherwise those after the row's end are zeros."""
-    return cols == plan.cluster * plan.num_chunks * plan.chunk
-
-
-def num_copies(plan: RingPlan) -> int:
-    """Copies that bring one tensor's row tile."""
-    return 2 if plan.tail else -(-plan.num_chunks // plan.copy_chunks)
+    numbers = [int(value) for value in values.split(",") if value]
+    kind = next((kind for kind in TYPES if kind.__name__ == f"{name}Plan"), ReferencePlan)
+    for known in (fields(kind), [field for field in fields(kind) if field.name not in OF_FORMS]):
+        if kind is not ReferencePlan and len(known) == len(numbers):
+            pairs = zip(known, numbers, strict=True)
+            return kind(**{field.name: bool(n) if field.type == "bool" else n for field, n in pairs})
+    raise ValueError(f"{text} is no plan")
 
 
 @dataclass(frozen=True)
@@ -264,7 +257,7 @@ def grid_of(
     rows_of_cta = tiles_of_cta = least_short_lived = 0
     if plan.kernel in BY_COLUMNS:
         at_once = max(1, at_once // -(-cols // plan.chunk))
-    elif getattr(plan, "short_lived", False):
+    elif plan.short_lived:
         is_one_tile = plan.kernel == "multi_wave" or plan.num_stages == 1
         tiles_of_cta = 1 if is_one_tile else _tiles_of_short_lived(plan)
         least_short_lived = 0 if is_one_tile else limits.min_waves * at_once
@@ -274,13 +267,7 @@ def grid_of(
         rows_of_cta = limits.min_rows_of_cluster if plan.cluster > 1 else rows_of_cta
     tiles_of_sum = MOST_TILES_OF_SUM if float32_sums and not device.sm_margin else 0
     least_work = rows_of_cta, tiles_of_cta, tiles_of_sum, least_short_lived
-    return Grid(plan.rows_per_tile, at_once, first_wave, *least_work, num_partials(plan, 1), sample_rows)
-
-
-def num_ctas(plan: Plan, rows: int, cols: int, device: DeviceSpec, *wants, **more) -> int:
-    """The number of CTAs along the rows, or of clusters of them, for each of the groups of columns. Arguments as
-    grid_of's."""
-    return grid_of(plan, cols, device, *wants, **more).ctas(rows)
+    return Grid(plan.rows_per_tile, at_once, first_wave, *least_work, plan.num_groups, sample_rows)
 
 
 def _tiles_of_short_lived(plan: PipelinedPlan) -> int:
@@ -310,8 +297,3 @@ def num_launches(plan: Plan, problem: NormProblem) -> int | None:
     if plan.kernel == "column_tiles" and problem.wants_dx:
         return 2
     return None if plan.kernel == "reference" else 1 + (problem.num_sums > 0)
-
-
-def num_partials(plan: Plan, ctas: int) -> int:
-    """Rows of the dw and db partials: one per CTA along the rows, or one per compute group of it."""
-    return ctas * plan.num_groups if plan.kernel == "warp_specialized" else ctas

@@ -23,15 +23,7 @@ from ..planner.device import DeviceSpec
 from ..planner.legality import MAX_RING_ROWS, broken_rule
 from ..planner.model import bytes_moved, predict_us
 from ..planner.norm_problem import ALIGNMENT, NormProblem
-from ..planner.plan import (
-    BY_COLUMNS,
-    VARIANTS,
-    Plan,
-    ReferencePlan,
-    num_ctas,
-    num_launches,
-    num_passes,
-)
+from ..planner.plan import BY_COLUMNS, VARIANTS, Plan, ReferencePlan, grid_of, num_launches, num_passes
 from ..problem.rows import is_tma_aligned, row_view
 from ..problem.validation import validate
 from ..settings import invariance, margin
@@ -113,7 +105,7 @@ class Explanation:
     def _resources(self) -> list[str]:
         plan, problem, device, lines = self.plan, self.problem, self.device, []
         if not isinstance(plan, ReferencePlan):
-            limit = derived(plan, problem, device).get("register_limit") or budget.max_registers(plan)
+            limit = derived(plan, problem, device).get("register_limit") or plan.max_registers
             registers = min(limit, budget.registers(plan, problem, device))
             inputs = "x and dy" if problem.direction == "backward" else "x"
             lines = [
@@ -144,7 +136,7 @@ class Explanation:
     def _grid(self) -> str:
         plan, problem, device = self.plan, self.problem, self.device
         wants = problem.num_sums > 0, problem.wants_float32_sum, problem.form.groups
-        count = num_ctas(plan, self.rows, problem.cols, device, *wants)
+        count = grid_of(plan, problem.cols, device, *wants).ctas(self.rows)
         clusters = plan.cluster > 1
         grid = f"{_count(count, 'cluster')} of {plan.cluster} CTAs" if clusters else _count(count, "CTA")
         if plan.kernel in BY_COLUMNS:

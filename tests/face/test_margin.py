@@ -9,14 +9,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from planning import make_problem, meta_call
+from planning import make_problem, meta_call, num_ctas
 
 from fusednorm import explain, sm_margin
 from fusednorm.host import gpus
 from fusednorm.planner import candidates
 from fusednorm.planner.choice import choose
 from fusednorm.planner.device import A100, B200, H200, KNOWN
-from fusednorm.planner.plan import num_ctas
 from fusednorm.settings import margin
 
 META = torch.device("meta")  # the planner plans for meta tensors as on an H200

@@ -13,12 +13,13 @@ from test_problem import gather_rows
 
 import fusednorm  # noqa: F401  registers the ops
 from fusednorm.planner.device import A100, H200, RTX_5090
-from fusednorm.planner.plan import MOST_CTAS, MOST_TILES_OF_SUM, ColumnTilePlan, MultiWavePlan, num_ctas
+from fusednorm.planner.plan import MOST_CTAS, MOST_TILES_OF_SUM, ColumnTilePlan, MultiWavePlan
 from fusednorm.problem.rows import row_view
 
 pytest.importorskip("hypothesis", reason="the extra `test` brings hypothesis")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+from planning import num_ctas  # noqa: E402
 
 OPS = torch.ops.fusednorm
 SMALL_GPU = replace(A100, sm_count=3)

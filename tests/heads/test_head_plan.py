@@ -10,7 +10,7 @@ from head_norms import BF16, FP32, OF_MODELS, HeadCase, calls_of, complaints, sh
 from planning import ARCHITECTURES, EVERY_ARCHITECTURE
 
 import fusednorm
-from fusednorm.heads.plan import MOST_TILES_OF_SUM, AtenNorm, HeadPlan, choose, ctas_of
+from fusednorm.heads.plan import MOST_TILES_OF_SUM, HeadPlan, ReferencePlan, choose, ctas_of
 from fusednorm.planner.device import A100, H200
 
 pytest.importorskip("triton")
@@ -63,7 +63,7 @@ def test_sums_that_are_wanted_in_float32_have_few_tiles():
     ],
 )
 def test_what_no_kernel_takes_is_left_to_aten_and_told(case, device, reason):
-    assert [choose(call.problem, device) for call in calls_of(case)] == [AtenNorm(reason)] * 2
+    assert [choose(call.problem, device) for call in calls_of(case)] == [ReferencePlan(reason)] * 2
     given = case.tensors("meta")
     text = str(fusednorm.explain_qk_norm(**given, rotary=case.tables("meta"), device=device))
     assert f"forward of q and k: ATen, {reason}" in text

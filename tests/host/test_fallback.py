@@ -351,7 +351,7 @@ def test_column_sums_fall_back_to_the_portable_kernel_and_to_aten(triton, on_h20
     launcher._builds.clear()
     got, _ = warned(lambda: fusednorm.column_sum(inputs))
     assert_close(got, want, rtol=1e-4, atol=1e-4)
-    assert fusednorm.explain_column_sum(inputs).choice.plan.kernel == "aten"
+    assert fusednorm.explain_column_sum(inputs).choice.plan.kernel == "reference"
     assert warned(lambda: fusednorm.column_sum(inputs))[1] == []
     column_plan.choose.cache_clear()
 

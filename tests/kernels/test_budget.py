@@ -144,7 +144,7 @@ def test_a_stage_costs_its_tiles_and_nothing_else_grows():
 def test_compute_groups_get_what_the_producer_gives_away(num_groups, num_warps, registers):
     limit = budget.group_register_limit(num_groups, num_warps, B200)
     assert limit == registers
-    plan = WarpSpecializedPlan(1, 4096, 1, 4, num_groups, num_warps, 1, limit, False, False)
+    plan = WarpSpecializedPlan(1, 4096, 1, 4, num_warps, 1, limit, False, num_groups=num_groups)
     threads = 32 * num_warps * num_groups
     entry = budget.entry_registers(plan)
     assert entry % 8 == 0 and entry * (threads + 128) <= B200.registers_per_sm

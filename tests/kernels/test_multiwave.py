@@ -28,12 +28,13 @@ from cases import (
     rotate,
     statistic_layouts,
 )
+from planning import num_ctas
 
 from fusednorm.host import gpus
 from fusednorm.operands import BackwardOperands, ForwardOperands
 from fusednorm.planner import choice
 from fusednorm.planner.device import A100
-from fusednorm.planner.plan import ColumnTilePlan, MultiWavePlan, num_ctas
+from fusednorm.planner.plan import ColumnTilePlan, MultiWavePlan
 from fusednorm.problem.calls import BackwardCall, ForwardCall, check_backward, check_forward
 from fusednorm.tools.oracle import Case, Inputs, Outputs, assert_outputs_close, make_inputs
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import FP32, make_case
-from planning import make_problem, meta_call
+from planning import make_problem, meta_call, num_ctas
 
 from fusednorm import sm_margin
 from fusednorm.host import gpus
 from fusednorm.planner.choice import choose
 from fusednorm.planner.device import A100, B200, H200
-from fusednorm.planner.plan import VARIANTS, num_ctas, num_partials
+from fusednorm.planner.plan import VARIANTS
 from fusednorm.tools.oracle import make_inputs
 
 
@@ -49,7 +49,7 @@ def test_it_is_told_how_many_partials_there_are(rows, left):
     for cols in (128, 4096, 5120):
         problem, spec = make_problem("layer", cols), H200.leaving(left)
         plan = choose(problem, rows, spec)
-        assert finalizer(problem, rows, H200, left=left)[0] == num_partials(plan, num_ctas(plan, rows, cols, spec))
+        assert finalizer(problem, rows, H200, left=left)[0] == plan.num_groups * num_ctas(plan, rows, cols, spec)
 
 
 @pytest.mark.parametrize("rows, cols", [(16, 200), (200, 40)])

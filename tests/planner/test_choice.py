@@ -11,7 +11,7 @@ from pathlib import Path
 import choices as listed_choices
 import pytest
 from hypothesis import strategies as st
-from planning import given, make_gated_sum, make_problem, sweep
+from planning import given, make_gated_sum, make_problem, num_ctas, sweep
 
 from fusednorm.planner import budget, legality, limits
 from fusednorm.planner.candidates import candidates, chunkings, cluster_sizes, ways_to_copy
@@ -35,12 +35,7 @@ from fusednorm.planner.plan import (
     ReferencePlan,
     RingPlan,
     WarpSpecializedPlan,
-    box_columns,
-    num_copies,
-    num_ctas,
-    num_partials,
     num_passes,
-    threads_per_row,
 )
 from fusednorm.tools.tune import MOST_CANDIDATES, plans_of
 
@@ -138,7 +133,7 @@ def test_rows_in_pieces_of_16_bytes_are_not_copied_in_many_boxes(norm):
     backward = make_problem(norm, 10904)
     assert not any(isinstance(plan, RingPlan) for each in forwards for _, plan in choices(each, H100))
     rings = [plan for _, plan in choices(backward, H100) if isinstance(plan, RingPlan)]
-    assert all(plan.chunk <= limits.many_boxes * box_columns(plan, backward.cols) for plan in rings)
+    assert all(plan.chunk <= limits.many_boxes * plan.box_columns(backward.cols) for plan in rings)
 
 
 @pytest.mark.parametrize("device", KNOWN, ids=lambda device: device.name)
@@ -261,7 +256,7 @@ def plans_of_one_pass(problem, device):
             for copy_chunks, tail in ways_to_copy(num_chunks, problem.cols // (cluster * chunk)):
                 resources = 2, warps, 1, limit, in_smem, cluster, copy_chunks, False, tail
                 plan = PipelinedPlan(1, chunk, num_chunks, *resources)
-                if num_copies(plan) <= limits.most_copies and chunk <= MAX_BOX_SIDE * box_columns(plan, problem.cols):
+                if plan.num_copies <= limits.most_copies and chunk <= MAX_BOX_SIDE * plan.box_columns(problem.cols):
                     yield from _within_budget(problem, device, plan)
 
 
@@ -294,10 +289,10 @@ def assert_runs(plan, problem, rows, device):
         assert plan.ctas_per_sm * 32 * plan.num_warps * plan.max_registers <= device.registers_per_sm
     elif isinstance(plan, PipelinedPlan):
         assert plan.ctas_per_sm * 32 * plan.num_warps * plan.max_registers <= device.registers_per_sm
-        assert plan.chunk >= threads_per_row(plan)
+        assert plan.chunk >= plan.threads_per_row
         assert plan.num_stages >= 2 or ctas == tiles, "one stage is for one tile"
     else:
-        assert plan.num_stages >= 2 and plan.num_stages % plan.num_groups == 0 and plan.chunk >= threads_per_row(plan)
+        assert plan.num_stages >= 2 and plan.num_stages % plan.num_groups == 0 and plan.chunk >= plan.threads_per_row
         assert 32 * warps * budget.entry_registers(plan) <= device.registers_per_sm
 
 
@@ -368,7 +363,7 @@ def test_no_cta_of_a_chosen_plan_is_idle(problem, rows, device):
     ctas, tiles = num_ctas(plan, rows, problem.cols, device), -(-rows // plan.rows_per_tile)
     assert 1 <= ctas <= tiles
     if problem.direction == "backward":
-        assert num_partials(plan, ctas) <= max(2 * device.sm_count, rows // 2)
+        assert ctas * plan.num_groups <= max(2 * device.sm_count, rows // 2)
 
 
 def test_architectures_without_tma_or_without_rules_run_multi_wave():

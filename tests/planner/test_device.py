@@ -6,13 +6,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from planning import make_problem
+from planning import make_problem, num_ctas
 
 import fusednorm
 from fusednorm.host.gpus import from_properties
 from fusednorm.planner.choice import choose
 from fusednorm.planner.device import A100, B200, H200, KNOWN, RTX_5090
-from fusednorm.planner.plan import num_ctas
 
 MANY_ROWS = 16384
 
