@@ -8,12 +8,9 @@ data/registers.json has its coefficients, and bench/NOTES.md the builds behind t
 from __future__ import annotations
 
 import functools
-import math
 import operator
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 
@@ -140,34 +137,28 @@ def registers(plan: Plan, problem: NormProblem, device: DeviceSpec) -> int:
     kind = ""
     if plan.kernel == "multi_wave":
         kind = " short_lived" if plan.short_lived else " late" * (not problem.is_forward and bool(problem.form.late))
-    least, terms, caps = _bound(f"{plan.kernel} {problem.direction}{kind}", problem, device)
-    known = _of_plan(plan, problem.cols)
+    least, terms, caps = _bounds()[f"{plan.kernel} {problem.direction}{kind}"]
+    known = _of_problem(problem, device) | _of_plan(plan, problem.cols)
     need = max(_sum(least, known), _sum(terms, known))
-    held = (cap for cap, factors in caps if cap >= need or all(of(known) for of in factors))
-    return _round_up(round(min(need, next(held, need)), 6), REGISTER_STEP)
+    held = [cap for cap, factors in caps if cap < need and _sum(((1, factors),), known)]
+    return _round_up(round(min([need, *held]), 6), REGISTER_STEP)
 
 
 # A factor of a term is a quantity, or whether it is above (>) or below (<) a number, or what it has above one (-).
 SIGNS = {"": lambda x, _: x, ">": operator.gt, "<": operator.lt, "-": lambda x, number: max(0, x - number)}
 
 
-class Factor(NamedTuple):
-    quantity: str
-    sign: Callable[[float, float], float]
-    number: float
-
-    def __call__(self, known: dict[str, float]) -> float:
-        return self.sign(known[self.quantity], self.number)
-
-
-Terms = tuple[tuple[float, tuple[Factor, ...]], ...]
+Factor = tuple[str, Callable[[float, float], float], float]  # quantity, sign, number
+Terms = list[tuple[float, list[Factor]]]
 
 
 def _sum(terms: Terms, known: dict[str, float]) -> float:
     total = 0.0
     for value, factors in terms:
-        for of in factors:
-            value *= of(known)
+        for quantity, sign, number in factors:
+            value *= sign(known[quantity], number)
+            if not value:
+                break
         total += value
     return total
 
@@ -178,10 +169,10 @@ def _bounds() -> dict[str, list[Terms]]:
 
     def read(text: str) -> Factor:
         quantity, sign, number = re.fullmatch(r"(\w+)(\W?)(\d*)", text).groups()
-        return Factor(quantity, SIGNS[sign], float(number or 0))
+        return quantity, SIGNS[sign], float(number or 0)
 
     def terms(known: dict[str, float]) -> Terms:
-        return tuple((number, tuple(map(read, text.split()))) for text, number in known.items())
+        return [(number, [*map(read, text.split())]) for text, number in known.items()]
 
     return {
         name: [terms(bound.get(part, {})) for part in ("least", "terms", "caps")]
@@ -190,26 +181,6 @@ def _bounds() -> dict[str, list[Terms]]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _bound(name: str, problem: NormProblem, device: DeviceSpec) -> tuple[Terms, Terms, Terms]:
-    """The bound of a kernel for one problem: what is left depends on the plan alone. Caps ascend."""
-    known = _of_problem(problem, device)
-    least, terms, caps = _bounds()[name]
-
-    def left(terms: Terms) -> Iterator[tuple[float, float, tuple[Factor, ...]]]:
-        for number, factors in terms:
-            if share := math.prod(of(known) for of in factors if of.quantity in known):
-                yield number, share, tuple(of for of in factors if of.quantity not in known)
-
-    def added(terms: Terms) -> Terms:
-        found: dict[tuple[Factor, ...], float] = defaultdict(float)
-        for number, share, factors in left(terms):
-            found[factors] += share * number
-        return tuple((number, factors) for factors, number in found.items())
-
-    held = sorted(((number, factors) for number, _, factors in left(caps)), key=lambda cap: cap[0])
-    return added(least), added(terms), tuple(held)
-
-
 def _of_problem(problem: NormProblem, device: DeviceSpec) -> dict[str, float]:
     x, grad, residual = map(_bytes, (problem.x_dtype, problem.grad_dtype, problem.residual_dtype))
     weight, bias = map(_bytes, (problem.weight_dtype, problem.bias_dtype))
