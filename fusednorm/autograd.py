@@ -30,11 +30,12 @@ from .host.torch_compat import (
     asks_function_modes,
     asks_subclasses,
     dispatch_modes,
-    forward_ad,
     function_modes,
+    is_intercepted,
     is_profiled,
-    is_transforming,
+    is_traced,
     is_wrapped,
+    needs_formula,
     shown_to_profiler,
     tracing_state,
 )
@@ -144,7 +145,7 @@ class NodeInfo(NamedTuple):
                     return _backward(operands)
         if by_dispatcher:
             return call_op(_overload(operands), operands)
-        if not (_is_seen() or torch.is_grad_enabled() or _is_intercepted()):
+        if not (_is_seen() or torch.is_grad_enabled() or is_intercepted()):
             grads, _ = prepared.run(operands)
             if grads is not None:
                 return grads
@@ -208,7 +209,7 @@ def above_autograd(operands: Operands) -> Outputs:
     """The implementation of the ops at the autograd key."""
     if torch.compiler.is_dynamo_compiling():
         return call_op(_overload(operands), operands)
-    if _needs_formula():
+    if needs_formula():
         return reference.formula(operands)
     if _is_recorded(*operands.differentiable):
         return _recorded(operands) if operands.direction == "forward" else reference.formula(operands)
@@ -270,7 +271,7 @@ def _overload(operands: Operands) -> Callable[..., tuple]:
 
 def y_of(norm, x, normalized_shape, weight, bias, eps) -> Tensor:
     """y of a forward op, for calls that do not run in C++."""
-    traced = _is_traced()
+    traced = is_traced()
     wants_statistics = traced or _is_recorded(x, weight, bias)
     operands = ForwardOperands(norm, x, normalized_shape, weight, bias, eps, wants_statistics)
     if not traced:
@@ -304,7 +305,7 @@ def of_form_in_cpp(name: str, arguments: tuple) -> Tensor | tuple[Tensor, ...]:
 def _of_form(operands: Operands) -> Tensor | tuple[Tensor, ...]:
     if _is_for_onnx():
         outputs = reference.formula(operands)
-    elif _is_traced() or asks_function_modes() or (has_torch_function(operands.tensors) and asks_subclasses()):
+    elif is_traced() or asks_function_modes() or (has_torch_function(operands.tensors) and asks_subclasses()):
         outputs = call_op(_overload(operands), operands)
     else:
         operands = operands._replace(wants_statistics=_is_recorded(*operands.tensors))
@@ -322,7 +323,7 @@ def _without_statistics(outputs: Outputs) -> Tensor | tuple[Tensor, ...]:
 def _forward(operands: Operands) -> Tensor | tuple[Tensor, ...] | None:
     """The outputs without the statistics if all tensors are plain (`_is_plain`) and no mode, transform or forward-mode
     AD is active; else None."""
-    if type(operands.x) not in PLAIN_TYPES or _is_intercepted():
+    if type(operands.x) not in PLAIN_TYPES or is_intercepted():
         return None
     outputs, _ = prepared.run(operands, _first_if_plain)
     if outputs is None:
@@ -338,11 +339,6 @@ def _shown_forward(operands: Operands) -> Tensor | tuple[Tensor, ...] | None:
         return None
     with shown_to_profiler(f"{NAMESPACE}::{operands.op}", *operands.tensors):
         return _forward(operands)
-
-
-def _is_traced() -> bool:
-    """Whether torch.compile or torch.jit.trace is recording the ops that are called."""
-    return torch.compiler.is_dynamo_compiling() or tracing_state() is not None
 
 
 def _is_for_onnx() -> bool:
@@ -361,16 +357,6 @@ def _for_onnx(operands: ForwardOperands) -> Tensor:
         operands = operands._replace(**dict(zip(("x", "weight", "bias"), upcast, strict=True)))
     stock = getattr(F, f"{operands.norm}_norm")
     return stock(*op_arguments(operands)[0]).to(x.dtype)
-
-
-def _needs_formula() -> bool:
-    """Whether a torch.func transform or forward-mode AD is active, which must see the operations inside the op."""
-    return is_transforming() or forward_ad._current_level >= 0
-
-
-def _is_intercepted() -> bool:
-    """Whether a mode, a transform or forward-mode AD sees the calls of this thread."""
-    return bool(dispatch_modes() or function_modes()) or _needs_formula()
 
 
 def _is_recorded(*tensors: Tensor | None) -> bool:

@@ -200,17 +200,25 @@ def register(op: Op) -> None:
     """Define an op, below autograd."""
     name = op.name
     KERNELS[name] = as_op(name, run)
-    _define(schema_of(op), name, KERNELS[name], ("CPU",) if native.extension else ("CPU", "CUDA"))
-    for key in ELSEWHERE:
-        LIBRARY.impl(name, as_op(name, _refuse), key)
+    keys = ("CPU",) if native.extension else ("CPU", "CUDA")
+    define(schema_of(op), as_op(name, _fake), (KERNELS[name], keys), (as_op(name, _refuse), ELSEWHERE))
 
 
-def _define(schema: str, op: str, kernel: Callable[..., tuple], keys: Sequence[str]) -> None:
+def define(schema: str, fake: Callable, *implementations: tuple[Callable, Sequence[str]]) -> None:
+    """Define an op by its schema, with a fake kernel and (implementation, dispatch keys)."""
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     name = schema.partition("(")[0]
-    for key in keys:
-        LIBRARY.impl(name, kernel, key)
-    torch.library.register_fake(f"{NAMESPACE}::{name}", as_op(op, _fake), lib=LIBRARY)
+    for function, keys in implementations:
+        for key in keys:
+            LIBRARY.impl(name, function, key)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
+
+
+def define_of_list(schema: str, fake: Callable, below: Callable, above: Callable, formula: Callable) -> None:
+    """Define an op of a list of tensors: below and above autograd, and for torch.autograd's older vmap."""
+    # An empty list has no device: `below` raises for it.
+    above_keys = "Autograd", "FuncTorchBatchedDecomposition"
+    define(schema, fake, (below, ELSEWHERE), (above, above_keys), (formula, ("Batched",)))
 
 
 for _op in OPS.values():
@@ -222,4 +230,5 @@ for _op in OPS.values():
 WITH_OPTIONAL_OUTPUTS = {name: f"{name}_optional" for name, op in OPS.items() if op.aten and op.slot("output_mask")}
 for _name, _copy in WITH_OPTIONAL_OUTPUTS.items():
     _arguments, _outputs = SCHEMAS[_name].removeprefix(_name).split(" -> ")
-    _define(f"{_copy}{_arguments} -> {_outputs.replace('Tensor', 'Tensor?')}", _name, KERNELS[_name], ("CPU", "CUDA"))
+    _copied = f"{_copy}{_arguments} -> {_outputs.replace('Tensor', 'Tensor?')}"
+    define(_copied, as_op(_name, _fake), (KERNELS[_name], ("CPU", "CUDA")))

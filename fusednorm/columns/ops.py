@@ -25,9 +25,9 @@ from torch.autograd import Function
 from .. import sharding
 from ..host import torch_compat
 from ..host.kernel_devices import runs_kernels
-from ..host.torch_compat import forward_ad, is_transforming
-from ..namespace import NAMESPACE, TORCH_OPS
-from ..ops import ELSEWHERE, LIBRARY
+from ..host.torch_compat import needs_formula
+from ..namespace import TORCH_OPS
+from ..ops import define_of_list
 from ..settings import invariance
 from .plan import MAX_TENSORS
 from .problem import check_column_sum, packed, sum_dtype, validate_column_sum
@@ -118,7 +118,7 @@ class ColumnSumFunction(Function):
 
 def _above(inputs: Sequence[Tensor], *, total: bool = False, dtype: torch.dtype | None = None) -> list[Tensor]:
     """The op at autograd's dispatch key."""
-    if is_transforming() or forward_ad._current_level >= 0:
+    if needs_formula():
         return formula(inputs, total, dtype)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
         validate_column_sum(inputs, dtype)
@@ -137,11 +137,4 @@ def _below_autograd(inputs: Sequence[Tensor], total: bool, dtype: torch.dtype | 
     return torch_compat.below_autograd(TORCH_OPS.column_sum, _run, inputs, total=total, dtype=dtype)
 
 
-LIBRARY.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
-# These keys cover CPU, CUDA and an empty list, which has no device: _run raises for it.
-for _key in ELSEWHERE:
-    LIBRARY.impl("column_sum", _run, _key)
-for _key in ("Autograd", "FuncTorchBatchedDecomposition"):
-    LIBRARY.impl("column_sum", _above, _key)
-LIBRARY.impl("column_sum", _batched, "Batched")  # the older vmap of torch.autograd.grad(..., is_grads_batched=True)
-torch.library.register_fake(f"{NAMESPACE}::column_sum", _fake, lib=LIBRARY)
+define_of_list(SCHEMA, _fake, below=_run, above=_above, formula=_batched)

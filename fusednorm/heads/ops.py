@@ -29,7 +29,7 @@ Errors
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from types import ModuleType
 
@@ -41,9 +41,9 @@ from .. import sharding
 from ..host import native, torch_compat
 from ..host.kernel_devices import runs_kernels
 from ..host.program import Program
-from ..host.torch_compat import forward_ad, is_transforming
-from ..namespace import NAMESPACE, TORCH_OPS
-from ..ops import ELSEWHERE, LIBRARY
+from ..host.torch_compat import is_intercepted, is_traced, needs_formula
+from ..namespace import TORCH_OPS
+from ..ops import define_of_list
 from ..settings import invariance
 from .call import HeadCall, described, in_place, packed_in_place, parts_of, symbol
 from .problem import Heads, Packing, Settings, validate
@@ -242,7 +242,7 @@ def _fake(op: str, *arguments, **named) -> list[Tensor]:
 
 def above(given: Call) -> list[Tensor]:
     """An op at autograd's dispatch key."""
-    if is_transforming() or forward_ad._current_level >= 0:
+    if needs_formula():
         return given.check().formula()
     recorded = given.is_recorded
     if recorded and given.op != FORWARD:
@@ -286,7 +286,7 @@ def _record(heads: Heads, outputs: list[Tensor]) -> list[Tensor]:
 
 def call(op: str, *arguments, **named) -> list[Tensor]:
     """An op by its name. Without C++, a call that has run before skips the dispatcher if nobody intercepts it there."""
-    if not (native.extension or torch.compiler.is_dynamo_compiling() or _is_intercepted()):
+    if not (native.extension or is_traced() or is_intercepted() or torch_compat.is_profiled()):
         given = Call(op, arguments, named)
         recorded = given.is_recorded
         if runs_kernels(given.heads.inputs[0]) and (op == FORWARD or not recorded):
@@ -297,24 +297,5 @@ def call(op: str, *arguments, **named) -> list[Tensor]:
     return getattr(TORCH_OPS, op)(*arguments, **named)
 
 
-def _is_intercepted() -> bool:
-    """Whether a mode, a transform, forward-mode AD, a tracer or a profiler sees the calls of this thread."""
-    active = torch_compat.dispatch_modes() or torch_compat.function_modes() or torch_compat.is_profiled()
-    return bool(active or is_transforming() or forward_ad._current_level >= 0 or torch_compat.tracing_state())
-
-
-def _register(op: str, schema: str) -> None:
-    LIBRARY.define(op + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    implementations: dict[Callable, Sequence[str]] = {
-        _below: ELSEWHERE,  # these keys cover CPU, CUDA and an empty list, which has no device
-        _above: ("Autograd", "FuncTorchBatchedDecomposition"),
-        _batched: ("Batched",),
-    }
-    for function, keys in implementations.items():
-        for key in keys:
-            LIBRARY.impl(op, partial(function, op), key)
-    torch.library.register_fake(f"{NAMESPACE}::{op}", partial(_fake, op), lib=LIBRARY)
-
-
 for _op, _schema in SCHEMAS.items():
-    _register(_op, _schema)
+    define_of_list(_op + _schema, *[partial(_each, _op) for _each in (_fake, _below, _above, _batched)])

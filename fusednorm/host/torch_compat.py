@@ -91,6 +91,22 @@ function_modes = _private("_C._len_torch_function_stack", lambda: 1)  # the numb
 dispatch_modes = _private("_C._len_torch_dispatch_stack", lambda: 1)
 tracing_state = _private("_C._get_tracing_state", lambda: torch.jit.is_tracing() or None)
 
+
+def needs_formula() -> bool:
+    """Whether a torch.func transform or forward-mode AD is active, which must see the operations inside an op."""
+    return is_transforming() or forward_ad._current_level >= 0
+
+
+def is_intercepted() -> bool:
+    """Whether a mode, a transform or forward-mode AD sees the calls of this thread."""
+    return bool(dispatch_modes() or function_modes()) or needs_formula()
+
+
+def is_traced() -> bool:
+    """Whether torch.compile or torch.jit.trace is recording the ops that are called."""
+    return torch.compiler.is_dynamo_compiling() or tracing_state() is not None
+
+
 # Whether torch's functions ask modes, and whether they ask subclasses, before they run. Dynamo traces both questions.
 asks_function_modes = _private("_C._is_torch_function_mode_enabled", lambda: False)
 asks_subclasses = _private("_C._is_torch_function_enabled", lambda: True)
@@ -184,7 +200,7 @@ def recorder(function: type[torch.autograd.Function], *tensors: Tensor | None) -
     if torch.compiler.is_dynamo_compiling():
         return function.apply
     recorded = torch.is_grad_enabled() and any([isinstance(each, Tensor) and each.requires_grad for each in tensors])
-    return record(function) if recorded and not (is_transforming() or forward_ad._current_level >= 0) else None
+    return record(function) if recorded and not needs_formula() else None
 
 
 def has_autocast_rule(aten_op: str) -> bool:
