@@ -28,9 +28,10 @@ from ..host.kernel_devices import runs_kernels
 from ..host.torch_compat import needs_formula
 from ..namespace import TORCH_OPS
 from ..ops import define_of_list
+from ..problem.rows import packed
 from ..settings import invariance
 from .plan import MAX_TENSORS
-from .problem import check_column_sum, packed, sum_dtype, validate_column_sum
+from .problem import check_column_sum, sum_dtype, validate_column_sum
 from .reference import formula
 
 SCHEMA = "column_sum(Tensor[] inputs, *, bool total=False, ScalarType? dtype=None) -> Tensor[]"

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+from ..planner import limits
 from ..planner.budget import RESERVED_SMEM_BYTES, WARP_SIZE, register_limit
 from ..planner.device import KIB, DeviceSpec
 from ..planner.legality import MAX_RING_ROWS, OLDEST_ARCH, OLDEST_TMA_ARCH, capability
@@ -163,13 +164,6 @@ def finalizer(device: DeviceSpec) -> PortableSum:
 
 # --- Choice ---
 
-# Predicted times. EFFICIENCY (share of the datasheet's bandwidth) and SECOND_LAUNCH_US (for partial sums) are measured;
-# the other constants are estimates.
-EFFICIENCY, SECOND_LAUNCH_US = {"ring": 0.86165, "portable": 0.6349}, 3.7
-RING_START_US = 0.7  # the ring's first tensor maps, barriers and fences, beyond a plain load
-SM_BYTES_PER_US = 44 * KIB  # the most that one SM takes in
-LATENCY_US = 0.8  # of a load while the memory is busy
-SHARE_BY_SEGMENT = {16: 0.3, 32: 0.5, 64: 0.8, 128: 0.92}  # share of bandwidth by bytes of a row per read of a CTA
 MAX_WAVES = 4
 # Most tiles that a CTA adds up in one sum that is wanted in float32, if the rows can be split so far. The reason is
 # that of planner/plan.py, MOST_TILES_OF_SUM.
@@ -214,18 +208,19 @@ def predicted_us(plan: SumPlan, splits: int, problem: ColumnSumProblem, rows: in
     """Predicted time in us: the time for the memory to deliver all bytes or for the busiest SM to receive its own,
     whichever is longer, plus the start of a ring and of a second launch."""
     segment = min(plan.chunk, problem.cols) * problem.dtype.itemsize
-    share = next((share for size, share in SHARE_BY_SEGMENT.items() if segment <= size), 1.0)
+    share = next(share for most, share in limits.column_sum_share if most is None or segment <= most)
     moved = problem.count * rows * problem.cols * problem.dtype.itemsize
     if splits > 1:  # partial sums are written and read
         moved += 2 * splits * problem.num_outputs * problem.cols * problem.acc_dtype.itemsize
-    memory_us = moved / (device.bandwidth_gb_s * 1e3 * EFFICIENCY[plan.kernel] * share)
+    memory_us = moved / (device.bandwidth_gb_s * 1e3 * limits.column_sum_bandwidth[plan.kernel] * share)
     tiles_of_a_cta = ceil_div(ceil_div(rows, plan.rows_per_tile), splits) * (problem.count // problem.num_outputs)
     ctas_of_an_sm = ceil_div(splits * ctas_of_a_split(plan, problem), device.sm_count)
     in_flight = min(ctas_of_an_sm, plan.ctas_per_sm) * bytes_in_flight(plan, problem)
     sm_bytes = ctas_of_an_sm * tiles_of_a_cta * plan.rows_per_tile * segment
-    sm_us = sm_bytes / min(SM_BYTES_PER_US, in_flight / LATENCY_US)
-    start_us = RING_START_US if isinstance(plan, RingSum) else 0.0
-    return max(memory_us, sm_us) + start_us + (SECOND_LAUNCH_US if splits > 1 else 0.0)
+    us = limits.column_sum_us
+    sm_us = sm_bytes / min(limits.column_sum_sm_bytes_per_us, in_flight / us["latency"])
+    start_us = us["ring"] if isinstance(plan, RingSum) else 0.0
+    return max(memory_us, sm_us) + start_us + (us["second_launch"] if splits > 1 else 0.0)
 
 
 def bytes_in_flight(plan: SumPlan, problem: ColumnSumProblem) -> int:

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..planner.norm_problem import ALIGNMENT, FLOAT_DTYPES, accumulation_dtype, is_float32_sum
+from ..planner.norm_problem import FLOAT_DTYPES, accumulation_dtype, is_float32_sum
 from ..problem.rows import RowView, row_view
-from ..problem.validation import require_strided
+from ..problem.validation import FLOATS, require_strided
 
 OP = "column_sum"
 
@@ -98,7 +98,7 @@ def validate_column_sum(inputs: Sequence[Tensor], dtype: torch.dtype | None, op:
     first = inputs[0]
     if first.dim() == 0:
         raise RuntimeError(f"{op}: inputs[0] must have at least one dimension, got shape ()")
-    for name, got in ((f"inputs[0] must have dtype {_FLOATS}", first.dtype), (f"dtype must be {_FLOATS}", dtype)):
+    for name, got in ((f"inputs[0] must have dtype {FLOATS}", first.dtype), (f"dtype must be {FLOATS}", dtype)):
         if got is not None and got not in FLOAT_DTYPES:
             raise RuntimeError(f"{op}: {name}, got {got}")
     for i, tensor in enumerate(inputs):
@@ -120,12 +120,6 @@ def sum_dtype(dtype: torch.dtype, out_dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(accumulation_dtype(dtype), accumulation_dtype(out_dtype))
 
 
-def packed(tensor: Tensor) -> Tensor:
-    """The tensor, or a contiguous and aligned copy of it."""
-    made = tensor.contiguous()
-    return made.clone() if made.data_ptr() % ALIGNMENT else made
-
-
 def in_place(tensor: Tensor) -> RowView | None:
     """A view of `tensor` as rows (all dims but the last) at one stride; None if that takes a copy."""
     if tensor.is_contiguous():
@@ -139,6 +133,3 @@ def is_tma_aligned(view: RowView, cols: int) -> bool:
     of a row need not be a multiple of 16 bytes."""
     stride_bytes = view.outer_stride * view.tensor.element_size()
     return (view.tensor.data_ptr() | stride_bytes) % 16 == 0 and view.outer_stride >= cols
-
-
-_FLOATS = "float16, bfloat16, float32 or float64"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..host.program import Address
 from ..planner.norm_problem import ALIGNMENT, accumulation_dtype, is_float32_sum
+from ..problem.rows import levels_of
 from ..settings import invariance
 from .problem import Heads, Settings
 
@@ -76,19 +77,9 @@ MOST_LEVELS = 4  # such as those of B, S, groups and the heads of one, where cos
 
 
 def rows_of(shape: Sequence[int], *tensors: Tensor) -> Rows | None:
-    """The levels of rows in the dims of `shape`, the first of each tensor. Dims that one stride covers in each tensor
-    are one level. None if there are more than MOST_LEVELS."""
+    """The levels of rows in the dims of `shape`, the first of each tensor. None if there are more than MOST_LEVELS."""
     strides = [each.stride()[: len(shape)] for each in tensors]
-    levels: list[tuple[int, tuple[int, ...]]] = []  # innermost first
-    for size, *by_tensor in zip(reversed(shape), *map(reversed, strides), strict=True):
-        if size == 1:
-            continue
-        if levels and all(
-            outer == levels[-1][0] * inner for outer, inner in zip(by_tensor, levels[-1][1], strict=True)
-        ):
-            levels[-1] = (levels[-1][0] * size, levels[-1][1])
-        else:
-            levels.append((size, tuple(by_tensor)))
+    levels = levels_of(shape, *strides)
     if len(levels) > MOST_LEVELS:
         return None
     levels = levels[::-1] or [(1, tuple(each[-1] if each else 0 for each in strides))]

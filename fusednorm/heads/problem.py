@@ -8,10 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..planner.norm_problem import FLOAT_DTYPES
-from ..problem.validation import require_strided
-
-FLOATS = "float16, bfloat16, float32 or float64"
+from ..problem.validation import require_float, require_strided
 
 
 class Settings(NamedTuple):
@@ -120,10 +117,7 @@ def validate(op: str, heads: Heads, grads: Sequence[Tensor] | None = None, mask:
 
 def _require(op: str, name: str, tensor: Any, device: torch.device) -> None:
     require_strided(op, name, tensor)
-    if tensor.dtype not in FLOAT_DTYPES:
-        raise RuntimeError(f"{op}: {name} must be {FLOATS}, got {tensor.dtype}")
-    if tensor.device != device:
-        raise RuntimeError(f"{op}: {name} must be on {device} as inputs[0] is, got {tensor.device}")
+    require_float(op, name, tensor, device, "inputs[0]")
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:

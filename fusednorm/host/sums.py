@@ -12,7 +12,7 @@ import triton
 from ..kernels import finalizer
 from ..kernels.config import PartialsTile
 from ..operands import OWN_OUTPUTS, Role
-from ..planner import derived
+from ..planner import derived, limits
 from ..problem.calls import Added, BackwardCall
 from .key import Extent
 from .launcher import Launch
@@ -57,7 +57,7 @@ def partials_tile(cols: int, itemsize: int, dependent: bool) -> PartialsTile:
 @functools.cache
 def blocks_tile() -> PartialsTile:
     """The tile that adds up the sums of blocks."""
-    return PartialsTile(*derived.piece_of_blocks())
+    return PartialsTile(*limits.piece_of_blocks)
 
 
 def of_blocks(out: Written, first: int, dtype: torch.dtype) -> tuple[Written, dict[Address, Address]]:

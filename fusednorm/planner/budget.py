@@ -137,10 +137,10 @@ def registers(plan: Plan, problem: NormProblem, device: DeviceSpec) -> int:
     kind = ""
     if plan.kernel == "multi_wave":
         kind = " short_lived" if plan.short_lived else " late" * (not problem.is_forward and bool(problem.form.late))
-    least, terms, caps = _bounds()[f"{plan.kernel} {problem.direction}{kind}"]
-    known = _of_problem(problem, device) | _of_plan(plan, problem.cols)
-    need = max(_sum(least, known), _sum(terms, known))
-    held = [cap for cap, factors in caps if cap < need and _sum(((1, factors),), known)]
+    least, added, caps = _bounds()[f"{plan.kernel} {problem.direction}{kind}"]
+    known = quantities(problem, device) | _of_plan(plan, problem.cols)
+    need = max(_sum(least, known), _sum(added, known))
+    held = [cap for cap, factors in caps if cap < need and _sum([(1, factors)], known)]
     return _round_up(round(min([need, *held]), 6), REGISTER_STEP)
 
 
@@ -163,25 +163,31 @@ def _sum(terms: Terms, known: dict[str, float]) -> float:
     return total
 
 
+def first_of(cases: Terms, known: dict[str, float]) -> float:
+    """The number of the first case that holds; an empty one does."""
+    return next(number for number, factors in cases if _sum([(1, factors)], known))
+
+
 @functools.cache
 def _bounds() -> dict[str, list[Terms]]:
     """Of each kernel, from data/registers.json: the least registers, terms, and caps."""
+    parts = "least", "terms", "caps"
+    return {name: [terms(bound.get(each, {})) for each in parts] for name, bound in limits.read("registers").items()}
+
+
+def terms(known: dict[str, float]) -> Terms:
+    """From a data file."""
 
     def read(text: str) -> Factor:
         quantity, sign, number = re.fullmatch(r"(\w+)(\W?)(\d*)", text).groups()
         return quantity, SIGNS[sign], float(number or 0)
 
-    def terms(known: dict[str, float]) -> Terms:
-        return [(number, [*map(read, text.split())]) for text, number in known.items()]
-
-    return {
-        name: [terms(bound.get(part, {})) for part in ("least", "terms", "caps")]
-        for name, bound in limits.read("registers").items()
-    }
+    return [(number, [*map(read, text.split())]) for text, number in known.items()]
 
 
 @functools.lru_cache(maxsize=4096)
-def _of_problem(problem: NormProblem, device: DeviceSpec) -> dict[str, float]:
+def quantities(problem: NormProblem, device: DeviceSpec) -> dict[str, float]:
+    """The names by which terms and cases ask for what a problem has."""
     x, grad, residual = map(_bytes, (problem.x_dtype, problem.grad_dtype, problem.residual_dtype))
     weight, bias = map(_bytes, (problem.weight_dtype, problem.bias_dtype))
     parameters = [each for each in (weight, bias) if each]
@@ -189,6 +195,7 @@ def _of_problem(problem: NormProblem, device: DeviceSpec) -> dict[str, float]:
     # Each element of scattered rows has an address and a predicate of its own. The compiler tests one column in 16 for
     # the end of a row that is not odd.
     return dict(
+        forward=problem.is_forward, cols=problem.cols,
         arch=device.arch, later=device.triton > OLDEST_TRITON, layer=problem.norm == "layer",
         scattered=not problem.tma_aligned, odd=problem.cols % 16 != 0, accumulators=problem.acc_dtype.itemsize // 4,
         x_bytes=x, grad_bytes=grad, mixed=x != grad, narrow=max(x, grad, *parameters, 2) == 2 and not problem.rows_in,

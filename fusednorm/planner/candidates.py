@@ -56,11 +56,11 @@ def all_frames() -> dict[str, list[Frame]]:
 
 
 def frames(kind: str, problem: NormProblem) -> list[Frame]:
-    """Of rings, of rows in registers, of those in short-lived CTAs, or of those whose elements are loaded one by one
-    (scattered). A backward that holds rows beside those of x and dy has more: they need registers, so that fewer tiles
-    fit."""
+    """Of rings, of rows in registers, of those in short-lived CTAs, of those whose elements are loaded one by one
+    (scattered), or of any rows. A backward that holds rows beside those of x and dy has more: they need registers, so
+    that fewer tiles fit."""
     holds_others = not problem.is_forward and (problem.rows_in or problem.rows_out or problem.by_sample)
-    names = f"{kind} {problem.direction}", f"{kind} {problem.direction} {problem.norm}"
+    names = kind, f"{kind} {problem.direction}", f"{kind} {problem.direction} {problem.norm}"
     names += ("ring beside others" if kind == "ring" else "registers beside others",) if holds_others else ()
     return [frame for name in names for frame in all_frames().get(name, ())]
 
@@ -104,14 +104,12 @@ def candidates(variant: str, problem: NormProblem, device: DeviceSpec) -> tuple[
         # Registers do not hold a row, and no ring has three stages: two stages still read it once.
         shallow = (_either(family._replace(num_stages=2), problem, device) for family in found)
         return tuple(plan for plan in shallow if plan)
-    plans = tuple(plan for family in _in_registers(problem) if (plan := plan_of(family, problem, device)))
-    if plans:
-        return plans
-    # Rows that no frame holds: any tile that registers hold reads its row once, which column tiles do not.
-    shapes = itertools.product((8, 16, 4), (1, 2), ROWS)
-    families = (Family("multi_wave", rows, warps, ctas) for warps, ctas, rows in shapes)
-    plans = tuple(plan for each in families if (plan := plan_of(each, problem, device, good=False)))
-    return plans or (() if problem.by_sample else (column_tile_plan(problem, device),))
+    # Rows that no other frame holds: any tile that registers hold reads its row once, which column tiles do not.
+    for kinds, good in ((_kinds_in_registers(problem), True), (["any"], False)):
+        families = (family for kind in kinds for family in _in_registers(kind, problem))
+        if plans := tuple(plan for each in families if (plan := plan_of(each, problem, device, good))):
+            return plans
+    return () if problem.by_sample else (column_tile_plan(problem, device),)
 
 
 def plan_of(family: Family, problem: NormProblem, device: DeviceSpec, good: bool = True) -> Plan | None:
@@ -159,15 +157,16 @@ def _rings(problem: NormProblem, device: DeviceSpec) -> Iterator[Family]:
             yield Family("pipelined", rows, warps, ctas, cluster, stages, problem.is_forward and ctas > 1)
 
 
-def _in_registers(problem: NormProblem) -> Iterator[Family]:
+def _kinds_in_registers(problem: NormProblem) -> list[str]:
     scattered = not problem.tma_aligned or (in_small_pieces(problem) and not problem.is_forward)
-    kinds = ["scattered" if scattered else "registers"]
-    kinds += ["short_lived"] * (problem.is_forward and problem.tma_aligned and problem.acc_dtype.itemsize == 4)
-    for kind in kinds:
-        for frame in frames(kind, problem):
-            resources = {"num_warps": frame.num_warps, "ctas_per_sm": frame.ctas_per_sm}
-            for rows in _tiles(frame, 1, problem):
-                yield Family("multi_wave", rows, **resources, short_lived=kind == "short_lived")
+    short_lived = problem.is_forward and problem.tma_aligned and problem.acc_dtype.itemsize == 4
+    return ["scattered" if scattered else "registers", *["short_lived"] * short_lived]
+
+
+def _in_registers(kind: str, problem: NormProblem) -> Iterator[Family]:
+    for frame in frames(kind, problem):
+        for rows in _tiles(frame, 1, problem):
+            yield Family("multi_wave", rows, frame.num_warps, frame.ctas_per_sm, short_lived=kind == "short_lived")
 
 
 def _tiles(frame: Frame, cluster: int, problem: NormProblem) -> list[int]:
@@ -297,24 +296,18 @@ def _deepened(plan: WarpSpecializedPlan, problem: NormProblem, device: DeviceSpe
     return plan
 
 
+@functools.cache
+def _column_tiles() -> dict[str, budget.Terms]:
+    return {name: budget.terms(cases) for name, cases in limits.column_tiles.items()}
+
+
 def column_tile_plan(problem: NormProblem, device: DeviceSpec) -> ColumnTilePlan:
     """The plan for rows that do not fit in registers. In its pass over whole rows, each CTA has one row."""
-    whole, fp64 = 1 << max(4, (problem.cols - 1).bit_length()), problem.acc_dtype.itemsize == 8
-    chunk = min(limits.column_tile, whole)
-    # On sm_120 some builds of 4 warps spill, whatever their register limit; with fewer elements per thread none does.
-    num_warps = 8 if fp64 or device.arch >= 120 else 4
-    # Forwards' short rows are done sooner by 8 warps, long rows by 16.
-    short = not problem.is_forward or problem.cols <= limits.short_for_row_pass
-    row_pass_warps = 8 if short else 16
-    row_pass_chunk = 2048 if problem.is_forward and short else 4096 if short or device.arch >= 120 else 8192
-    if fp64:
-        row_pass_chunk = 8 * 32 * row_pass_warps  # 8 elements per thread; with 4 the build spills on sm_90
-    # On sm_80 a thread takes up to 131 registers, but four CTAs of four warps leave it only 128: three CTAs there.
-    # So do rows that are read or written beside x, dy, dx and those of a gate.
-    many_rows = len(problem.rows_in + problem.rows_out) > 2
-    ctas_per_sm = 2 if num_warps == 8 or many_rows else 3 if device.arch < 90 else 4
-    rows_per_tile = limits.column_tile // chunk
-    return ColumnTilePlan(rows_per_tile, chunk, num_warps, ctas_per_sm, min(row_pass_chunk, whole), row_pass_warps)
+    whole = 1 << max(4, (problem.cols - 1).bit_length())
+    chunk, known = min(limits.column_tile, whole), budget.quantities(problem, device)
+    shape = {name: budget.first_of(cases, known) for name, cases in _column_tiles().items()}
+    shape["row_pass_chunk"] = min(shape["row_pass_chunk"], whole)
+    return ColumnTilePlan(limits.column_tile // chunk, chunk, **shape)
 
 
 def column_ring_plan(problem: NormProblem, device: DeviceSpec) -> ColumnRingPlan | None:

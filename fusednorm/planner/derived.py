@@ -26,11 +26,6 @@ class Piece(NamedTuple):
     num_warps: int
 
 
-def piece_of_blocks() -> Piece:
-    """The piece by which the sums of blocks are added up."""
-    return Piece(*limits.piece_of_blocks)
-
-
 def piece_of_partials(cols: int, itemsize: int) -> Piece:
     """The piece of partials of `cols` columns. It and the number of partials determine the order of the additions, so
     the sums do not depend on the plan, the device or the caller in any other way."""

@@ -37,19 +37,27 @@ def row_view(tensor: Tensor, batch_ndim: int) -> RowView | None:
         if size != 1 and stride != expected:
             return None
         expected *= size
-    levels: list[tuple[int, int]] = []  # (size, stride), innermost first; dims that one stride covers are merged
-    for size, stride in zip(reversed(shape[:batch_ndim]), reversed(strides[:batch_ndim]), strict=True):
-        if size == 1:
-            continue
-        if levels and stride == levels[-1][0] * levels[-1][1]:
-            levels[-1] = (levels[-1][0] * size, levels[-1][1])
-        else:
-            levels.append((size, stride))
+    levels = levels_of(shape[:batch_ndim], strides[:batch_ndim])
     if len(levels) > 2:
         return None
     if len(levels) == 2:
-        return RowView(tensor, levels[0][0], levels[1][1], levels[0][1])
-    return RowView(tensor, 1, levels[0][1] if levels else cols, 0)
+        (inner_rows, (inner_stride,)), (_, (outer_stride,)) = levels
+        return RowView(tensor, inner_rows, outer_stride, inner_stride)
+    return RowView(tensor, 1, levels[0][1][0] if levels else cols, 0)
+
+
+def levels_of(shape: Sequence[int], *strides: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
+    """The levels at which rows of tensors of one shape are nested, innermost first: (size, the stride in each tensor).
+    Dims that one stride covers in each tensor are one level."""
+    levels: list[tuple[int, tuple[int, ...]]] = []
+    for size, *by_tensor in zip(reversed(shape), *map(reversed, strides), strict=True):
+        if size == 1:
+            continue
+        if levels and by_tensor == [levels[-1][0] * inner for inner in levels[-1][1]]:
+            levels[-1] = (levels[-1][0] * size, levels[-1][1])
+        else:
+            levels.append((size, tuple(by_tensor)))
+    return levels
 
 
 def is_tma_aligned(view: RowView, cols: int) -> bool:

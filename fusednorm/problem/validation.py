@@ -16,6 +16,8 @@ from ..operands import Operands, Role, op_mask
 from ..planner.norm_problem import FLOAT_DTYPES
 from .outputs import groups_of
 
+FLOATS = "float16, bfloat16, float32 or float64"
+
 
 def validate(operands: Operands, op: str | None = None) -> torch.Size:
     """Check operands and return x's shape without the normalized dims.
@@ -37,7 +39,7 @@ def validate(operands: Operands, op: str | None = None) -> torch.Size:
     if batch_ndim < 0 or shape[batch_ndim:] != normalized_shape:
         raise RuntimeError(f"{op}: x must end in normalized_shape {normalized_shape}, got shape {tuple(shape)}")
     if x.dtype not in FLOAT_DTYPES:
-        _require_float(op, "x", x, device)
+        require_float(op, "x", x, device)
     batch_shape = shape[:batch_ndim]
     for at, name, role, optional, is_tensor, needs in _checks(type(operands)):
         value = operands[at]
@@ -60,7 +62,7 @@ def validate(operands: Operands, op: str | None = None) -> torch.Size:
             if not _is_as_wanted(value, wanted, device):
                 _require(op, name, value, wanted, device)
         elif role is Role.DTYPE and value not in FLOAT_DTYPES:
-            raise RuntimeError(f"{op}: {name} must be float16, bfloat16, float32 or float64, got {value}")
+            raise RuntimeError(f"{op}: {name} must be {FLOATS}, got {value}")
         elif role is Role.FORM and type(value) is not type(getattr(PLAIN, name)):
             raise TypeError(f"{op}: {name} must be a {type(getattr(PLAIN, name)).__name__}, got {value!r}")
         elif role is Role.FORM and name in CHOICES and value not in filter(None, CHOICES[name]):
@@ -117,7 +119,7 @@ def _require(op: str, name: str, tensor: Tensor, shape: tuple[int, ...], device:
     require_strided(op, name, tensor)
     if tensor.shape != shape:
         raise RuntimeError(f"{op}: {name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
-    _require_float(op, name, tensor, device)
+    require_float(op, name, tensor, device)
 
 
 def _require_statistic(op: str, name: str, tensor: Tensor, rows: int, device: torch.device) -> None:
@@ -126,7 +128,7 @@ def _require_statistic(op: str, name: str, tensor: Tensor, rows: int, device: to
         return
     if tensor.numel() != rows:
         raise RuntimeError(f"{op}: {name} must hold one element per row ({rows}), got shape {tuple(tensor.shape)}")
-    _require_float(op, name, tensor, device)
+    require_float(op, name, tensor, device)
 
 
 def _require_place(op: str, operands: Operands, cols: int) -> None:
@@ -154,11 +156,11 @@ def _require_modulation(
         wanted = ", ".join([*(f"{size} or 1" for size in batch_shape), *map(str, normalized_shape)])
         got = tuple(tensor.shape)
         raise RuntimeError(f"{op}: {name} must have shape ({wanted}), or the first of its batch dims, got {got}")
-    _require_float(op, name, tensor, device)
+    require_float(op, name, tensor, device)
 
 
-def _require_float(op: str, name: str, tensor: Tensor, device: torch.device) -> None:
+def require_float(op: str, name: str, tensor: Tensor, device: torch.device, first: str = "x") -> None:
     if tensor.dtype not in FLOAT_DTYPES:
-        raise RuntimeError(f"{op}: {name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
+        raise RuntimeError(f"{op}: {name} must be {FLOATS}, got {tensor.dtype}")
     if tensor.device != device:
-        raise RuntimeError(f"{op}: {name} must be on {device} as x is, got {tensor.device}")
+        raise RuntimeError(f"{op}: {name} must be on {device} as {first} is, got {tensor.device}")

@@ -40,6 +40,7 @@ from ..planner.norm_problem import FLOAT_DTYPES, NormProblem
 from ..planner.plan import Plan, ReferencePlan, num_launches
 from ..problem.calls import BackwardCall, ForwardCall, check_backward, check_forward
 from ..problem.outputs import groups_of, output_dtype
+from ..problem.validation import FLOATS
 from ..settings.forcing import forced_variant
 
 FEW_ROWS = 16  # rows of the calls that are compiled and run here; no build depends on the row count
@@ -262,7 +263,7 @@ def _check_types(cols, rows, *dtypes: torch.dtype | None) -> None:
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(f"warmup: dtypes must be torch.dtypes, got {dtype!r}")
         if dtype is not None and dtype not in FLOAT_DTYPES:
-            raise RuntimeError(f"warmup: dtypes must be float16, bfloat16, float32 or float64, got {dtype}")
+            raise RuntimeError(f"warmup: dtypes must be {FLOATS}, got {dtype}")
     if dtypes[0] is None:
         raise TypeError("warmup: dtype must be a torch.dtype, got None")
 
