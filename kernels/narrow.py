@@ -1,9 +1,9 @@
 """Norms of several tensors of narrow rows in one grid, such as q and k; portable Triton.
 
-The first CTAs have row tiles of the first tensor, the next ones those of the second, and so on: CTA p of a tensor's P
-has the tiles p, p + P, p + 2P, ... A row is held in registers, in chunks as in multiwave.py. The form may turn whole
-rows, by cos and sin in memory. A backward reads no statistics: it computes them again. It stores its CTA's sums of dw
-and db as row p of the tensor's [P, cols] partials.
+CTA p of a tensor's P has its row tiles p, p + P, p + 2P, ... The first CTAs have the first tensor, the next ones the
+second, and so on, but in a forward that turns rows they are mixed. A row is held in registers, in chunks as in
+multiwave.py. The form may turn whole rows, by cos and sin in memory. A backward reads no statistics: it computes them
+again. It stores its CTA's sums of dw and db as row p of the tensor's [P, cols] partials.
 
 What the tensors have each, comes as a tuple with an element for each. Rows lie at tile.levels nested strides, the
 outermost first, which `strides` has for the tensors in turn, level by level. `sizes` has the rows of each level but the
@@ -39,11 +39,19 @@ def pick(choices, part, level: tl.constexpr, tile: tl.constexpr):
 
 
 @triton.jit
-def part_of_grid(ctas, tile: tl.constexpr):
+def part_of_grid(ctas, mixed: tl.constexpr, tile: tl.constexpr):
+    """The CTA's part. If parts are mixed, CTAs of the other tensors lie evenly between those of the first, one after
+    as many as it has for each of them."""
     cta = tl.program_id(0)
     tensor = cta * 0
     first = cta * 0
     count = number(ctas[0])
+    if mixed and tile.parts > 1:
+        others = tl.num_programs(0) - count
+        group = count // others + 1
+        of_group = tl.minimum(cta // group, others)
+        last = (cta - of_group * group == group - 1) & (of_group < others)
+        cta = tl.where(last, count + of_group, cta - of_group)
     end = count
     for i in tl.static_range(1, tile.parts):
         tensor = tl.where(cta >= end, i, tensor)
@@ -131,7 +139,7 @@ def forward(
     eps: "fp64", norm: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     """y of the CTA's row tiles, contiguous. x is loaded first: a CTA has one tile, and waits for what it loads once."""
-    part = part_of_grid(ctas, tile)
+    part = part_of_grid(ctas, cos_ptr is not None, tile)  # mixed: memory is read once for the rows of a cos and sin
     x_ptr = pick(x_ptrs, part, 0, tile)
     y_ptr = pick(y_ptrs, part, 0, tile)
     count = number(pick(rows, part, 0, tile))
@@ -185,7 +193,7 @@ def backward(
 ):  # fmt: skip
     """dx of the CTA's row tiles, and its row of its tensor's partials of dw and db. The next tile of x and dy is always
     under way. With a copy_tile, the CTA copies its share of rows while it waits for the first."""
-    part = part_of_grid(ctas, tile)
+    part = part_of_grid(ctas, False, tile)
     x_ptr = pick(x_ptrs, part, 0, tile)
     dy_ptr = pick(dy_ptrs, part, 0, tile)
     count = number(pick(rows, part, 0, tile))
