@@ -167,8 +167,9 @@ def spread(record: dict) -> float:
 
 
 def is_plain(record: dict) -> bool:
-    """Whether rows were contiguous, all gradients wanted, and nothing added to dx."""
-    return not any(record.get(name) for name in ("token_stride", "frozen", "residual_dtype"))
+    """Whether rows were contiguous and of the parameters' dtype, all gradients wanted, and nothing added to dx."""
+    special = any(record.get(name) for name in ("token_stride", "frozen", "residual_dtype"))
+    return not special and record["weight_dtype"] == record["x_dtype"]
 
 
 def timed(records: Iterable[dict]) -> list[dict]:

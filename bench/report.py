@@ -24,6 +24,7 @@ from .tables import (
     beside,
     chains,
     every_peer,
+    host_records,
     host_time,
     measured_days,
     newest_day,
@@ -82,7 +83,7 @@ def page() -> str:
     parts.append(f"## Training steps\n\nForward, backward and optimizer in bf16, H200.\n\n{training_steps()}")
     parts.append("## Host time\n\nOf a call on 128 x 1024, in ATen's time of the same run.")
     for gpu in GPUS:
-        parts += [host_time(gpu), source("host-time", newest_day("host-time", gpu), gpu)]
+        parts += [host_time(gpu), source("host-time", host_records(gpu), gpu)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -324,13 +324,19 @@ def loss_beside_held(norm: str, cols: int = 4096, margin: int = 0) -> list[float
     ]
 
 
+def host_records(gpu: str) -> list[dict]:
+    """Of each host side, C++ and Python, those of the newest day that has it."""
+    timed = [each for each in records_of("host-time", gpu) if "candidate" in each]  # others: of many row counts
+    days = [by_day(each for each in timed if each["native"] == native) for native in (True, False)]
+    return [each for of_host in days for each in next(iter(of_host.values()), ())]
+
+
 def host_ratios(gpu: str) -> dict[tuple[bool, str, str], float]:
-    """(C++, norm, call) -> our host time divided by ATen's of the same run, median over the runs of the newest day."""
+    """(C++, norm, call) -> our host time divided by ATen's of the same run, median over the runs."""
     times: dict[tuple, float] = {}
-    for each in newest_day("host-time", gpu):
-        if "candidate" in each:  # else it is the time of many row counts
-            key = each["native"], each["norm"], each["call"]
-            times[key, each["date"], each["candidate"]] = each["host_us"]
+    for each in host_records(gpu):
+        key = each["native"], each["norm"], each["call"]
+        times[key, each["date"], each["candidate"]] = each["host_us"]
     ratios: dict[tuple, list[float]] = {}
     for (key, date, candidate), time in times.items():
         if candidate == OURS and (key, date, "aten") in times:
@@ -350,7 +356,7 @@ def host_time(gpu: str) -> str:
     columns = list(itertools.product(NORMS, hosts))
     header = ["call", *(f"{NAMES[norm]}, {'C++' if native else 'Python'}" for norm, native in columns)]
     lines = [
-        [call, *(f"{ratios[native, norm, call]:.2f}" for norm, native in columns)]
+        [call, *(f"{ratio:.2f}" if (ratio := ratios.get((native, norm, call))) else "" for norm, native in columns)]
         for call in dict.fromkeys(call for _, _, call in ratios)
     ]
     return table(header, lines)
