@@ -146,9 +146,9 @@ def meta_call(problem: NormProblem, rows: int = 4096, device: str = "meta"):
     return call
 
 
-def num_ctas(plan: Plan, rows: int, cols: int, device: DeviceSpec, **wants) -> int:
-    """Along the rows. Arguments as those of grid_of."""
-    return grid_of(plan, cols, device, **wants).ctas(rows)
+def num_ctas(plan: Plan, rows: int, cols: int, device: DeviceSpec, float32_sums: bool = False) -> int:
+    """Along the rows, of a backward by this plan."""
+    return grid_of(plan, make_problem(cols=cols, weight="fp32" if float32_sums else ""), device).ctas(rows)
 
 
 def sweep(widths, dtypes=("bf16", "fp32", "fp64"), weights=("",)):

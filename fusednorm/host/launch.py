@@ -106,8 +106,7 @@ def _forward(call: ForwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
     dtypes = problem.y_dtype or problem.x_dtype, rstd if problem.norm == "layer" else None, rstd
     outputs, written = _outputs(call, (Extent.X, Extent.STATISTIC, Extent.STATISTIC), dtypes)
     launches = schedules.FORWARD[type(plan)](plan, call, written)
-    grid = grid_of(plan, problem.cols, spec, leaves_partials=False, groups=problem.form.groups)
-    return launches, count, outputs, None, grid
+    return launches, count, outputs, None, grid_of(plan, problem, spec)
 
 
 def _backward(call: BackwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
@@ -144,8 +143,7 @@ def _backward(call: BackwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
     launches = schedules.BACKWARD[type(plan)](plan, call, out, spec)
     if summed_next:
         launches.append(sums.finalized(call, out))
-    wants = {"leaves_partials": wants_sums, "float32_sums": problem.wants_float32_sum, "groups": problem.form.groups}
-    grid = grid_of(plan, problem.cols, spec, **wants, sample_rows=call.sample_rows)
+    grid = grid_of(plan, problem, spec, call.sample_rows)
     if call.width and dx:
         launches += copies_of_rest(call, dx, max(1, limits.copying_ctas * spec.sm_count // grid.at_once))
     if over_blocks:

@@ -7,14 +7,13 @@ fits the coefficients.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
 from . import limits
 from .device import DeviceSpec
 from .norm_problem import NormProblem
-from .plan import BY_COLUMNS, Grid, Plan, RingPlan, clusters_at_once, grid_of, num_launches, num_passes
+from .plan import BY_COLUMNS, Plan, RingPlan, clusters_at_once, grid_of, num_launches, num_passes
 
 
 class Coefficients(NamedTuple):
@@ -69,18 +68,13 @@ def bytes_moved(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec)
     (read, written), itemsize = problem.row_bytes, problem.acc_dtype.itemsize
     passes = 1 if problem.is_forward else num_passes(plan, problem)
     statistics = itemsize * (2 if problem.norm == "layer" else 1)
-    partials = 2 * problem.num_sums * _grid(plan, problem, device).partials(rows // problem.form.groups) * itemsize
+    partials = 2 * problem.num_sums * grid_of(plan, problem, device).partials(rows // problem.form.groups) * itemsize
     tensors = rows * (problem.cols * (passes * read + written) + statistics)
     return tensors + problem.width * (2 * problem.parameter_bytes + partials)
 
 
-@functools.lru_cache(maxsize=1024)
-def _grid(plan: Plan, problem: NormProblem, device: DeviceSpec) -> Grid:
-    return grid_of(plan, problem.cols, device, problem.num_sums > 0, problem.wants_float32_sum, problem.form.groups)
-
-
 def work_of(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Work:
-    (read, _), grid, is_ring = problem.row_bytes, _grid(plan, problem, device), isinstance(plan, RingPlan)
+    (read, _), grid, is_ring = problem.row_bytes, grid_of(plan, problem, device), isinstance(plan, RingPlan)
     # Of two passes by columns the first is over whole rows.
     by_columns = plan.kernel in BY_COLUMNS and num_passes(plan, problem) == 1
     columns = min(problem.cols, plan.chunk) if by_columns else problem.cols  # of a CTA, or of a cluster

@@ -72,18 +72,13 @@ class NormProblem:
         """Whether the bias's values are read. Most backwards need its dtype alone."""
         return self.bias_dtype is not None and (self.direction == "forward" or self.form.reads_u)
 
-    @property
-    def row_dtype(self) -> torch.dtype:
-        """Dtype of the row that is normalized, as kernels hold it."""
-        if not self.rows_out:
-            return self.x_dtype
-        return self.rows_out[0] if self.form.rounds_sum else self.acc_dtype
-
     @cached_property
     def held_bytes(self) -> int:
         """Bytes per element of what a forward keeps of a row from its statistics to y: of the row that is normalized,
         and of the row tensors that the form's last step reads."""
-        return self.row_dtype.itemsize + sum(each.itemsize for each in self.rows_in[self.form.rows_before :])
+        of_sum = self.rows_out[:1] if self.form.rounds_sum else (self.acc_dtype,)
+        row = of_sum if self.rows_out else (self.x_dtype,)
+        return sum(each.itemsize for each in (*row, *self.rows_in[self.form.rows_before :]))
 
     @cached_property
     def num_sums(self) -> int:

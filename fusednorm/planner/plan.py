@@ -240,32 +240,30 @@ class Grid:
         return self.samples(rows) * self.ctas(rows) * self.partials_of_cta
 
 
-def grid_of(
-    plan: Plan, cols: int, device: DeviceSpec, leaves_partials: bool = True, float32_sums: bool = False,
-    groups: int = 1, sample_rows: int = 0,
-) -> Grid:  # fmt: skip
+@functools.lru_cache(maxsize=4096)
+def grid_of(plan: Plan, problem: NormProblem, device: DeviceSpec, sample_rows: int = 0) -> Grid:
     """The grid of a plan, for each of the groups of columns. Each CTA gets at least one row tile, of one sample.
 
     The grid has as many CTAs as run at once, even if some get a row tile fewer than others: fewer CTAs would take as
-    long and load less at a time. If CTAs leave partials, their least work limits their number. If dw or db is wanted in
-    float32 (float32_sums), their number is a multiple of those that run at once where each would get more tiles than
+    long and load less at a time. If CTAs leave partials, their least work limits their number. If a sum is wanted in
+    float32, their number is a multiple of those that run at once where each would get more tiles than
     MOST_TILES_OF_SUM. With an sm_margin it is not: CTAs that wait for a place would take the SMs that the margin leaves
     free. Short-lived CTAs may be more than run at once; all but the last get equally many tiles.
     """
-    first_wave = clusters_at_once(plan.cluster, device)
+    first_wave, groups = clusters_at_once(plan.cluster, device), problem.form.groups
     at_once, first_wave = max(1, plan.ctas_per_sm * first_wave // groups), max(1, first_wave // groups)
     rows_of_cta = tiles_of_cta = least_short_lived = 0
     if plan.kernel in BY_COLUMNS:
-        at_once = max(1, at_once // -(-cols // plan.chunk))
+        at_once = max(1, at_once // -(-problem.cols // plan.chunk))
     elif plan.short_lived:
         is_one_tile = plan.kernel == "multi_wave" or plan.num_stages == 1
         tiles_of_cta = 1 if is_one_tile else _tiles_of_short_lived(plan)
         least_short_lived = 0 if is_one_tile else limits.min_waves * at_once
-    elif leaves_partials:  # the first CTA of each SM may get fewer rows
+    elif problem.num_sums:  # the first CTA of each SM may get fewer rows
         narrow = limits.min_narrow_rows if plan.kernel == "multi_wave" and plan.rows_per_tile > 1 else 0
         rows_of_cta = max(limits.min_tiles_of_cta * plan.rows_per_tile, narrow)
         rows_of_cta = limits.min_rows_of_cluster if plan.cluster > 1 else rows_of_cta
-    tiles_of_sum = MOST_TILES_OF_SUM if float32_sums and not device.sm_margin else 0
+    tiles_of_sum = MOST_TILES_OF_SUM if problem.wants_float32_sum and not device.sm_margin else 0
     least_work = rows_of_cta, tiles_of_cta, tiles_of_sum, least_short_lived
     return Grid(plan.rows_per_tile, at_once, first_wave, *least_work, plan.num_groups, sample_rows)
 

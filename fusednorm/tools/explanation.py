@@ -135,8 +135,7 @@ class Explanation:
 
     def _grid(self) -> str:
         plan, problem, device = self.plan, self.problem, self.device
-        wants = problem.num_sums > 0, problem.wants_float32_sum, problem.form.groups
-        count = grid_of(plan, problem.cols, device, *wants).ctas(self.rows)
+        count = grid_of(plan, problem, device).ctas(self.rows)
         clusters = plan.cluster > 1
         grid = f"{_count(count, 'cluster')} of {plan.cluster} CTAs" if clusters else _count(count, "CTA")
         if plan.kernel in BY_COLUMNS:
