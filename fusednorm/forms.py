@@ -16,6 +16,7 @@ functions of its steps (rowmath.py: form_of). The planner asks for counts alone,
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 
@@ -69,7 +70,6 @@ class FormSpec(NamedTuple):
     def reads_u(self) -> bool:
         return FINISH[self.finish].reads_u or bool(self.modulate)
 
-
     @property
     def late(self) -> tuple[str, ...]:
         """Names of the row tensors that a backward reads for gradients alone, and not for h or the gradient of u."""
@@ -80,3 +80,9 @@ PLAIN = FormSpec()
 CHOICES = {"modulate": MODULATE, "activation": ACTIVATIONS}  # the values of fields that operands set by name
 ROUNDINGS = {"once": False, "x_hat": True}  # FormSpec.rounds_x_hat, as callers name it
 STEPS = "steps"  # FormSpec.rounds_steps, as callers of modulated norms name it
+
+
+def require_one_of(asker: str, name: str, value: str, known: Collection[str]) -> None:
+    """Raises ValueError for another value."""
+    if value not in known:
+        raise ValueError(f"{asker}: {name} must be one of {', '.join(known)}, got {value!r}")

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import functional
-from .forms import ACTIVATIONS, ROUNDINGS, STEPS
+from .forms import ACTIVATIONS, ROUNDINGS, STEPS, require_one_of
 from .host.torch_compat import parameter, quantize_as_stock
 
 
@@ -72,9 +72,7 @@ class _FormNorm(torch.nn.Module):
         rounding: str = "once",
     ) -> None:
         super().__init__()
-        if rounding not in self.roundings:
-            known = ", ".join(self.roundings)
-            raise ValueError(f"{type(self).__name__}: rounding must be one of {known}, got {rounding!r}")
+        require_one_of(type(self).__name__, "rounding", rounding, self.roundings)
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         self.normalized_shape, self.elementwise_affine = shape, elementwise_affine
         self.eps = self.default_eps if eps is None else eps
@@ -224,9 +222,7 @@ class RMSNormGated(_FormNorm):
         **kwargs,
     ) -> None:
         super().__init__(*args, **kwargs)
-        if activation not in ACTIVATIONS:
-            known = ", ".join(ACTIVATIONS)
-            raise ValueError(f"{type(self).__name__}: activation must be one of {known}, got {activation!r}")
+        require_one_of(type(self).__name__, "activation", activation, ACTIVATIONS)
         self.activation, self.norm_before_gate, self.group_size = activation, norm_before_gate, group_size
         cols, name = math.prod(self.normalized_shape), type(self).__name__
         self.groups = 1 if group_size is None else functional.groups_of(name, group_size, cols)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..forms import ROUNDINGS
+from ..forms import ROUNDINGS, require_one_of
 from ..host.torch_compat import parameter
 from .functional import NAMES, NORMS, Rotary, qk_norm
 
@@ -38,9 +38,8 @@ class QKNorm(torch.nn.Module):
         rounding: str = "once",
     ) -> None:
         super().__init__()
-        for name, value, known in (("norm", norm, NORMS), ("rounding", rounding, ROUNDINGS)):
-            if value not in known:
-                raise ValueError(f"QKNorm: {name} must be one of {', '.join(known)}, got {value!r}")
+        require_one_of("QKNorm", "norm", norm, NORMS)
+        require_one_of("QKNorm", "rounding", rounding, ROUNDINGS)
         self.eps, self.norm, self.elementwise_affine = eps, norm, elementwise_affine
         self.rotary_dim, self.rotary_interleaved = rotary_dim, rotary_interleaved
         self.norm_first, self.heads_dim = norm_first, heads_dim

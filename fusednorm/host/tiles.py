@@ -11,14 +11,13 @@ from ..kernels.config import ColumnTile, Norm, RingTile, Tile
 from ..kernels.rowmath import form_of
 from ..operands import Role
 from ..planner import derived
-from ..planner.norm_problem import NormProblem
+from ..planner.norm_problem import DTYPE_NAMES, NormProblem
 from ..planner.plan import ColumnRingPlan, ColumnTilePlan, MultiWavePlan, RingPlan
 from ..problem.calls import BackwardCall, ForwardCall
 from ..problem.rows import RowView
 from .program import Map, Number
 
 VECTOR_BYTES = 16  # bytes of one load or store of a thread
-TRITONS_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
 def rounds_u(problem: NormProblem) -> bool:
@@ -38,7 +37,7 @@ def norm_of(problem: NormProblem) -> Norm:
         has_weight=problem.weight_dtype is not None,
         has_bias=problem.reads_bias,
         rounds_u=rounds_u(problem),
-        steps=tuple([TRITONS_NAMES[each] for each in problem.steps]),
+        steps=tuple([DTYPE_NAMES[each] for each in problem.steps]),
         wants_dx=problem.wants_dx,
         wants_dw=problem.wants_dw,
         wants_db=problem.wants_db,

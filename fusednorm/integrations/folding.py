@@ -182,7 +182,8 @@ def _follow(outputs: dict[int, Node], residual: Node | None) -> Tail:
     what the op adds already."""
     dx = outputs[0]
     tail = Tail(dx, _dtype(dx), residual)
-    after_other_outputs = _reached_from(output for index, output in outputs.items() if index)
+    others = [output for index, output in outputs.items() if index]
+    after_other_outputs = {*paying.reached(others, lambda node: node.users)}
     while len(tail.node.users) == 1:
         (user,) = tail.node.users
         dtype, narrowed = _dtype(user), tail.dtype in SIXTEEN_BITS and tail.dtype != _dtype(dx)
@@ -251,16 +252,6 @@ def _call_before(place: Node, function: Callable, args: tuple, kwargs: dict[str,
     traced = {"val": function(*values, **kwargs), "eager_input_vals": (values, kwargs)}
     node.meta = {**place.meta, **traced}
     return node
-
-
-def _reached_from(nodes: Iterable[Node]) -> set[Node]:
-    reached, ahead = set(), list(nodes)
-    while ahead:
-        node = ahead.pop()
-        if node not in reached:
-            reached.add(node)
-            ahead += node.users
-    return reached
 
 
 def _dtype(node: Node) -> torch.dtype | None:

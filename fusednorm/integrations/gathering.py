@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch.fx import Graph, Node
 
-from .paying import SUMS, VIEWS, is_fusible, is_over_rows
+from .paying import SUMS, VIEWS, is_fusible, is_over_rows, reached
 
 aten = torch.ops.aten
 IS_WRONG = torch.__version__ < (2, 15)
@@ -50,17 +50,13 @@ def _is_of_sums(cat: Node) -> bool:
 def _has_sum(part: Node, cat: Node) -> bool:
     """Whether a sum makes the part, or one of what it is made of by element-wise code on tensors that are not larger
     than the whole."""
-    ahead, seen = [part], set()
-    while ahead:
-        each = ahead.pop()
-        value = each.meta.get("val")
-        if each in seen or not isinstance(value, torch.Tensor) or not value.numel() <= cat.meta["val"].numel():
-            continue
-        if each.target in SUMS:
-            if is_over_rows(each):
-                return True
-            continue
-        seen.add(each)
-        if each.target in VIEWS or is_fusible(each):
-            ahead += each.all_input_nodes
-    return False
+
+    def is_small(node: Node) -> bool:
+        value = node.meta.get("val")
+        return isinstance(value, torch.Tensor) and value.numel() <= cat.meta["val"].numel()
+
+    def of_it(node: Node) -> list[Node]:
+        goes_on = node.target not in SUMS and (node.target in VIEWS or is_fusible(node))
+        return list(filter(is_small, node.all_input_nodes)) if goes_on else []
+
+    return any(each.target in SUMS and is_over_rows(each) for each in reached(filter(is_small, [part]), of_it))

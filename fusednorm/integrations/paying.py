@@ -7,7 +7,7 @@ which our kernel saves. Both are counted in tensors of x's size in bytes, so nei
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch.fx import Node
@@ -81,44 +81,40 @@ def _moved_after(dx: Node, x: Node) -> float:
 
 def _leaves(node: Node, x: Node) -> list[Node]:
     """The large tensors from memory from which element-wise code makes the node."""
-    found, ahead, seen = [], [node], set()
-    while ahead:
-        each = _behind_views(ahead.pop())
-        if each in seen or not _is_large(each, x):
-            continue
-        seen.add(each)
-        if is_fusible(each):
-            ahead += each.all_input_nodes
-        else:
-            found.append(each)
-    return found
+
+    def of_it(each: Node) -> list[Node]:
+        inputs = each.all_input_nodes if is_fusible(each) else []
+        return [source for source in map(_behind_views, inputs) if _is_large(source, x)]
+
+    start = [source for source in [_behind_views(node)] if _is_large(source, x)]
+    return [each for each in reached(start, of_it) if not is_fusible(each)]
 
 
 def _is_before(node: Node, others: list[Node]) -> bool:
     """Whether one of the others depends on the node."""
-    ahead, seen = list(others), set()
-    while ahead:
-        each = ahead.pop()
-        if each is node:
-            return True
-        if each not in seen and node < each:
-            seen.add(each)
-            ahead += each.all_input_nodes
-    return False
+    return any(each is node for each in reached(others, lambda each: each.all_input_nodes if node < each else ()))
 
 
 def _is_summed_over_rows(node: Node, x: Node) -> bool:
     """Whether a sum over rows, which is no part of the norm, reads the tensor."""
-    ahead, seen = [node], set()
-    while ahead:
-        each = ahead.pop()
-        for user in each.users:
-            if user.target in SUMS and is_over_rows(user):
-                return True
-            if user not in seen and (user.target in VIEWS or is_fusible(user)) and _is_large(user, x):
-                seen.add(user)
-                ahead.append(user)
-    return False
+
+    def fused(each: Node) -> list[Node]:
+        return [user for user in each.users if (user.target in VIEWS or is_fusible(user)) and _is_large(user, x)]
+
+    return any(
+        user.target in SUMS and is_over_rows(user) for each in reached([node], fused) for user in each.users
+    )
+
+
+def reached(start: Iterable[Node], ahead: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
+    """The nodes to which `ahead` leads from the first ones, these included, each once."""
+    waiting, seen = list(start), set()
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting += ahead(node)
 
 
 def is_over_rows(summed: Node) -> bool:

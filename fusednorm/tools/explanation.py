@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from ..forms import PLAIN, FormSpec
+from ..forms import PLAIN, FormSpec, require_one_of
 from ..host import fallback, gpus
 from ..host.kernel_devices import runs_kernels
 from ..operands import ForwardOperands
@@ -22,7 +21,7 @@ from ..planner.derived import derived
 from ..planner.device import DeviceSpec
 from ..planner.legality import MAX_RING_ROWS, broken_rule
 from ..planner.model import bytes_moved, predict_us
-from ..planner.norm_problem import ALIGNMENT, NormProblem
+from ..planner.norm_problem import ALIGNMENT, DTYPE_NAMES, NormProblem
 from ..planner.plan import BY_COLUMNS, VARIANTS, Plan, ReferencePlan, grid_of, num_launches, num_passes
 from ..problem.rows import is_tma_aligned, row_view
 from ..problem.validation import validate
@@ -30,7 +29,7 @@ from ..settings import invariance, margin
 from ..settings.forcing import forced_variant
 from .warm import Wanted, form_named
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class Explanation:
     def __str__(self) -> str:
         problem, plan, reasons = self.problem, self.plan, self.decision.reasons
         dtypes = ", ".join(
-            f"{name} {dtype_name(dtype)}"
+            f"{name} {DTYPE_NAMES[dtype]}"
             for name, dtype in (("x", problem.x_dtype), ("weight", problem.weight_dtype), ("bias", problem.bias_dtype))
             if dtype is not None
         )
@@ -157,8 +156,8 @@ class Explanation:
             "norm": problem.norm,
             "pass": problem.direction,
             "form": problem.form._asdict(),
-            "dtype": dtype_name(problem.x_dtype),
-            "weight_dtype": None if problem.weight_dtype is None else dtype_name(problem.weight_dtype),
+            "dtype": DTYPE_NAMES[problem.x_dtype],
+            "weight_dtype": DTYPE_NAMES.get(problem.weight_dtype),
             "device": self.device.name if self.device else None,
             "sm_margin": self.device.sm_margin if self.device else 0,
             "plan": {"type": type(plan).__name__, **dataclasses.asdict(plan)},
@@ -262,8 +261,8 @@ def explain(
     in this process. Copies nothing and launches nothing. Raises RuntimeError or TypeError where the op would, and
     ValueError for another norm, direction, form, rounding or activation.
     """
-    _require("norm", norm, ("layer", "rms"))
-    _require("direction", direction, ("forward", "backward"))
+    require_one_of("explain", "norm", norm, ("layer", "rms"))
+    require_one_of("explain", "direction", direction, ("forward", "backward"))
     suffix, settings = form_named("explain", form, weight_offset, rounding, activation, group_size)
     batch_shape = validate(ForwardOperands(norm, x, normalized_shape, weight, bias), "explain")
     rows, width, backward = math.prod(batch_shape), math.prod(normalized_shape), direction == "backward"
@@ -345,12 +344,3 @@ def _contiguous(tensor: Tensor, cols: int) -> _Layout:
 def _by_reference(problem: NormProblem, rows: int, why: str, notes: tuple[str, ...]) -> Explanation:
     reasons = dict.fromkeys(VARIANTS, why) | {"reference": f"chosen: {why}"}
     return Explanation(problem, rows, None, Decision(ReferencePlan(why), False, reasons), notes)
-
-
-def _require(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"explain: {name} must be one of {', '.join(known)}, got {value!r}")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return next(name for name, known in DTYPES.items() if known == dtype)

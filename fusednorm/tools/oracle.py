@@ -20,19 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..namespace import TORCH_OPS
+from ..planner.norm_problem import DTYPE_NAMES
 
 STOCK_FACTOR = 1.5  # limit of an output's relative L2 error, as a multiple of that of ATen's kernel
 # Limit of an element's error, in ulps of the accumulation dtype. It is several times the error of a sound fp32
 # computation (bench/NOTES.md, "Evidence behind constants").
 ACC_ULPS = 16
 
-_DTYPE_NAMES = {
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float32: "fp32",
-    torch.float64: "fp64",
-    None: "none",
-}
+_DTYPE_NAMES = {**DTYPE_NAMES, None: "none"}
 
 
 @dataclass(frozen=True)

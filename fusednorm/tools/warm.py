@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..forms import ACTIVATIONS, ROUNDINGS, STEPS
+from ..forms import ACTIVATIONS, ROUNDINGS, STEPS, require_one_of
 from ..functional import groups_of as number_of_groups
 from ..host import fallback, gpus
 from ..host.program import Program
@@ -224,14 +224,12 @@ def form_named(
     named = {suffix[1:]: suffix for _, suffix, *_ in FORMS} | {"": ""}
     steps = {"rounds_steps": rounding == STEPS} if form in named and _has(named[form], "rounds_steps") else {}
     roundings = (*ROUNDINGS, STEPS) if steps else tuple(ROUNDINGS)
-    if rounding not in roundings:
-        raise ValueError(f"{asker}: rounding must be one of {', '.join(roundings)}, got {rounding!r}")
+    require_one_of(asker, "rounding", rounding, roundings)
     if form not in named or (form == "" and (weight_offset or rounding != "once")):
         wanted = ", ".join(filter(None, named))
         raise ValueError(f"{asker}: form must be one of {wanted}, got {form!r}")
     settings = {"weight_offset": float(weight_offset), "rounds_x_hat": ROUNDINGS.get(rounding, False)} | steps
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"{asker}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    require_one_of(asker, "activation", activation, ACTIVATIONS)
     if _has(named[form], "activation"):
         settings |= {"activation": activation, "group_size": group_size}
     elif group_size or activation != ACTIVATIONS[0]:
