@@ -228,6 +228,7 @@ def backward(
         h = turned(x, norm.form.turn_h, cos, sin, False, norm, tile)
         du = turned(dy, norm.form.turn_u, cos, sin, True, norm, tile)
         mean, rstd = statistics(h, cols, eps, norm, tile)
+        rstd = tl.where(in_range, rstd, 0.0)  # of what is no row it is infinite if eps is 0, and x_hat would be NaN
         sum_gx = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
         sum_g = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
         new_dw = ()

@@ -48,6 +48,14 @@ def test_outputs_and_gradients_match_float64_autograd(case, dtypes):
     assert_errs_no_more_than_plain_code(case, given, case.run(given))
 
 
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_what_is_no_row_leaves_no_nan_in_sums_if_eps_is_0(norm):
+    case = HeadCase(norm=norm, batch=1, tokens=3)  # 12 and 6 rows, fewer than tiles have
+    given = case.tensors()
+    got, want = (gradients(case.run(given, eps=eps), given) for eps in (0.0, 1e-300))
+    assert_close(got, want)
+
+
 def slices(case: HeadCase, given: dict[str, Tensor]) -> dict[str, Tensor]:
     """Slices of one buffer."""
     qkv = torch.cat([given["q"], given["k"], given["k"]], 2).flatten(2)
