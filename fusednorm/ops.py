@@ -24,8 +24,8 @@ layer_norm_fwd_of_gated, rms_norm_fwd_of_gated
     the same of x * act(gate), with act silu or sigmoid by `activation`
 layer_norm_fwd_times_gate, rms_norm_fwd_times_gate
     the same of x, times act(gate); y has x's dtype. If rounds_x_hat, u is rounded, too, to the promoted dtype of x,
-    weight and bias. Norms with a gate take groups: each of as many equal parts of adjacent columns is normalized by
-    itself
+    weight and bias if that has 16 bits. Norms with a gate take groups: each of as many equal parts of adjacent columns
+    is normalized by itself
 layer_norm_bwd_of_gated, rms_norm_bwd_of_gated, layer_norm_bwd_times_gate, rms_norm_bwd_times_gate
     gradients of x, weight, bias and gate, from x and gate
 layer_norm_bwd_times_gate_packed, rms_norm_bwd_times_gate_packed

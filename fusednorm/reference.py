@@ -151,7 +151,8 @@ def forward_formula(operands: Operands) -> Outputs:
     u = affine(x_hat, operands.weight, operands.bias, form.weight_offset)
     if form.rounds_x_hat and form.finish == "gate":
         present = [each.dtype for each in (operands.weight, operands.bias) if each is not None]
-        u = rounded(u, reduce(torch.promote_types, present, x.dtype))
+        promoted = reduce(torch.promote_types, present, x.dtype)
+        u = rounded(u, promoted) if promoted.itemsize == 2 else u
     v = _modulated(u, operands) if form.modulate else u
     y = _plus(v, operands.residual) if form.finish == "add" else v
     if form.finish == "gate":
@@ -270,7 +271,7 @@ def backward_formula(
 def modulated_backward_formula(operands: Operands) -> Outputs:
     """The outputs of layer_norm_bwd_modulated and rms_norm_bwd_modulated, in the ops' dtypes and shapes."""
     x, shape, form, weight = operands.x, operands.normalized_shape, operands.form, operands.weight
-    dtype, dims = accumulation_dtype(x.dtype, operands.grad_out.dtype), _normalized_dims(shape)
+    dtype, dims = accumulation_dtype(x.dtype), _normalized_dims(shape)
     of_rows = stats_shape(x.shape[: x.dim() - len(shape)], shape)
     mean, rstd = (each if each is None else each.reshape(of_rows).to(dtype) for each in (operands.mean, operands.rstd))
     x_hat = (x.to(dtype) if mean is None else x.to(dtype) - mean) * rstd

@@ -69,8 +69,7 @@ def _normalized(h: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
     """(x_hat, rstd)"""
     if heads.settings.layer:
         mean = h.mean(-1, keepdim=True)
-        h = h - mean
-        h = h - h.mean(-1, keepdim=True)  # takes away the mean's rounding error
+        h = h - (mean + (h - mean).mean(-1, keepdim=True))  # as kernels do: the mean without its rounding error
     rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + resolve_eps(heads.eps, h.dtype))
     return h * rstd, rstd
 
