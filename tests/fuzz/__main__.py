@@ -4,13 +4,14 @@
 
 Worker processes share the GPU, each with a limit of time for a call, so that a call that hangs or kills its process is
 found too. Failures become lines of FILE, each with the command that repeats the call. FILE.progress.json says how far a
-seed got; the next run goes on from there. Exit code 1 if there is a failure. With --device cpu Triton's interpreter
-runs the kernels.
+seed got, and how many calls were of what; the next run with this FILE goes on from there, on any machine. Exit code 1
+if there is a failure. With --device cpu Triton's interpreter runs the kernels.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -30,20 +31,27 @@ SMALL = 3000  # elements that the interpreter gets
 class Progress:
     """What is finished, in a file."""
 
-    def __init__(self, path: Path, seed: int):
+    def __init__(self, path: Path, options: argparse.Namespace):
+        """Raises ValueError if the file is of other calls."""
         self.path = path
-        self.state: dict[str, Any] = {
-            "seed": seed,
-            "next": 0,
-            "calls": 0,
-            "failures": 0,
-            "seconds": 0.0,
-            "worst": {},
-            "atens": {},
-        }
-        if path.exists() and (kept := json.loads(path.read_text()))["seed"] == seed:
-            self.state = kept
+        drawn = {"seed": options.seed, "elements": options.elements, "family": FAMILY}
+        counts = {"calls": 0, "failures": 0, "seconds": 0.0, "spent": {}, "worst": {}, "atens": {}, "of": {}}
+        self.state: dict[str, Any] = {**drawn, "next": 0, "unfinished": [], **counts}
+        if path.exists():
+            self.state = json.loads(path.read_text())
+            if (kept := {key: self.state.get(key) for key in drawn}) != drawn:
+                raise ValueError(f"{path} must be of the calls that are asked for, {drawn}, got {kept}")
         self.begun, self.before = time.monotonic(), self.state["seconds"]
+        unfinished = self.state["unfinished"]
+        self.waiting = [[*some] for _, some in itertools.groupby(unfinished, lambda number: number // FAMILY)]
+
+    def following(self, most: int) -> list[int]:
+        """Numbers of a family that no worker has; none if there are no more."""
+        if self.waiting:
+            return self.waiting.pop(0)
+        first = self.state["next"]
+        self.state["next"] = max(first, min(first + FAMILY, most))
+        return [*range(first, self.state["next"])]
 
     def add(self, said: dict[str, Any]) -> None:
         self.state["calls"] += 1
@@ -51,26 +59,30 @@ class Progress:
         for kind in ("worst", "atens"):
             for key, excess in said.get(kind, {}).items():
                 self.state[kind][key] = max(excess, self.state[kind].get(key, 0.0))
+        for phase, seconds in said.get("seconds", {}).items():
+            self.state["spent"][phase] = self.state["spent"].get(phase, 0.0) + seconds
+        for kind, values in said.get("of", {}).items():
+            counts = self.state["of"].setdefault(kind, {})
+            for value in values:
+                counts[value] = counts.get(value, 0) + 1
 
-    def save(self, first_unfinished: int) -> None:
-        self.state |= {"next": first_unfinished, "seconds": self.before + time.monotonic() - self.begun}
+    def save(self, workers: list[Worker]) -> None:
+        unfinished = [number for numbers in (*[each.numbers for each in workers], *self.waiting) for number in numbers]
+        self.state |= {"unfinished": sorted(unfinished), "seconds": self.before + time.monotonic() - self.begun}
         self.path.write_text(json.dumps(self.state, indent=1))
 
 
-def fuzz(options: argparse.Namespace) -> int:
+def fuzz(options: argparse.Namespace, progress: Progress) -> int:
     """The number of failures of this run."""
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    progress = Progress(Path(f"{options.out}.progress.json"), options.seed)
-    following, end = progress.state["next"], time.monotonic() + 60 * options.minutes
+    end = time.monotonic() + 60 * options.minutes
     workers = [Worker(options) for _ in range(options.workers)]
     failures, saved = 0, time.monotonic()
     done = progress.state["calls"]
-    with open(options.out, "a") as file, tqdm(total=options.calls, initial=done, unit="call") as bar:
+    with open(options.out, "a") as file, tqdm(total=options.calls, initial=done, unit="call", mininterval=5) as bar:
         while True:
             for each in workers:
-                if not each.numbers and following < options.calls and time.monotonic() < end:
-                    each.give(list(range(following, min(following + FAMILY, options.calls))))
-                    following += FAMILY
+                if not each.numbers and time.monotonic() < end and (numbers := progress.following(options.calls)):
+                    each.give(numbers)
             busy = [each for each in workers if each.numbers]
             if not busy or time.monotonic() > end:
                 break
@@ -85,15 +97,18 @@ def fuzz(options: argparse.Namespace) -> int:
                         file.write(json.dumps(said, default=str) + "\n")
                         file.flush()
             if time.monotonic() - saved > 5:
-                progress.save(min([following, *[each.numbers[0] for each in workers if each.numbers]]))
+                progress.save(workers)
                 saved = time.monotonic()
-    progress.save(min([following, *[each.numbers[0] for each in workers if each.numbers]]))
+    progress.save(workers)
     for each in workers:
         each.process.kill()
     state = progress.state
     print(f"{state['calls']} calls of seed {options.seed}, {state['failures']} failures: {options.out}")
+    print("Seconds of the workers:", ", ".join(f"{phase} {seconds:.0f}" for phase, seconds in state["spent"].items()))
     for key, excess in sorted(state["worst"].items()):
         print(f"  {key}: at most {excess:.2f} of its bound; ATen {state['atens'].get(key, float('nan')):.2f}")
+    for kind, counts in state["of"].items():
+        print(f"  {kind}: {', '.join(f'{value} {count}' for value, count in sorted(counts.items()))}")
     return failures
 
 
@@ -111,7 +126,12 @@ def main() -> int:
     options = parser.parse_args()
     options.elements = options.elements or (2**23 if options.device == "cuda" else SMALL)
     if options.only is None:
-        return bool(fuzz(options))
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            progress = Progress(Path(f"{options.out}.progress.json"), options)
+        except ValueError as error:
+            parser.error(str(error))
+        return bool(fuzz(options, progress))
     with prepare(options):
         said = examine(options.only, options)
     call = described(draw(options.only, options.seed, options.elements))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 import fusednorm
-from fusednorm.host import fallback
+from fusednorm.host import fallback, native, prepared
 from fusednorm.operands import OPS
 
 from .draw import Call
@@ -20,6 +23,10 @@ from .wide import FP32, FP64, Said, Wide, passes, to_wide
 
 FACTOR = 1.5  # between what the passes miss, all together, and the bound
 MOST_ROWS_OF_ATEN = 65536  # beyond them ATen's LayerNorm may write elsewhere
+PHASES = "operands", "launches and builds", "float64"
+PYTHON, CPP, KEPT = "Python", "C++", "C++, by a program of an earlier call"  # hosts
+
+_variant: list[str | None] = [None]  # that kept programs are of, if C++ may have some: it does not know what is forced
 
 
 class Finding(NamedTuple):
@@ -31,12 +38,22 @@ class Finding(NamedTuple):
     text: str = ""
 
 
-def run(call: Call, arguments: dict[str, Any]) -> Said:
-    """The op's outputs, in the call's mode. Raises AssertionError unless all threads get the same bits."""
+class Checked(NamedTuple):
+    """What is known of a call. hosts: those that have launched it; seconds: of this process, by PHASES."""
+
+    findings: list[Finding]
+    hosts: list[str]
+    seconds: dict[str, float]
+
+
+def run(call: Call, arguments: dict[str, Any], in_cpp: bool = False) -> Said:
+    """The op's outputs, in the call's mode: by the host in Python, or else by that in C++ if it takes the call. Raises
+    AssertionError unless all threads get the same bits."""
     on_gpu = tensors_of(arguments)[0].is_cuda
 
     def once() -> Said:
-        return call.run(arguments)
+        with contextlib.nullcontext() if in_cpp else fusednorm.force(call.variant):  # which pauses C++, whatever it is
+            return call.run(arguments)
 
     def on_a_stream() -> Said:
         if not on_gpu:
@@ -49,13 +66,35 @@ def run(call: Call, arguments: dict[str, Any]) -> Said:
         return outputs
 
     margin = fusednorm.sm_margin(call.margin) if on_gpu else contextlib.nullcontext()
-    with margin, under(call.setting):
+    planned = planned_by(call.variant) if in_cpp else contextlib.nullcontext()
+    with planned, margin, under(call.setting):
         if call.mode != "threads" or not on_gpu:  # the interpreter runs in one thread
             return on_a_stream() if call.mode == "stream" else once()
         results = _in_threads(on_a_stream, 3)
+    differences = Differences()
     for other in results[1:]:
-        assert_same_bits(other, results[0], "another thread")
+        differences.of(other, results[0], "another thread")
+    differences.check()
     return results[0]
+
+
+def planned_by(variant: str | None) -> contextlib.AbstractContextManager:
+    """In which the planner takes a variant, in all threads, and C++ keeps the programs: `force` would pause it."""
+    if _variant[0] != variant:
+        prepared.forget()
+        native.forget()
+        _variant[0] = variant
+    return mock.patch.object(fallback, "forced_variant", lambda: variant)
+
+
+def run_in_cpp(call: Call, arguments: dict[str, Any], got: Said, differences: Differences) -> list[str]:
+    """Runs the call twice where the host in C++ may take it: the first of its kind leaves a program. Which did."""
+    hosts, before = [], native.repeats()
+    for host in (KEPT, CPP):
+        differences.of(run(call, arguments, in_cpp=True), got, host)
+        if native.repeats() > before and CPP not in hosts:
+            hosts += [CPP] if host == CPP else [CPP, KEPT]
+    return hosts
 
 
 def under(setting: int | None) -> contextlib.AbstractContextManager:
@@ -97,30 +136,52 @@ def memory(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def assert_same_bits(got: Said, want: Said, of: str) -> None:
-    for at, (a, b) in enumerate(zip(got, want, strict=True)):
-        assert (a is None) == (b is None), f"output {at} is None in one call, but not in {of}"
-        assert a is None or torch.equal(bits(a), bits(b)), f"output {at} has other bits in {of}"
+class Differences:
+    """What must be the same, and is compared at once: a process that asks for one number waits for all others' work."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[Tensor, str]] = []
+
+    def of(self, got: Said, want: Said, host: str) -> None:
+        for at, (a, b) in enumerate(zip(got, want, strict=True)):
+            assert (a is None) == (b is None), f"output {at} is None in one call, but not in {host}"
+            if a is not None:
+                assert a.shape == b.shape and a.dtype == b.dtype, f"output {at} is another tensor in {host}"
+                self.add(bits(a) != bits(b), f"output {at} has other bits in {host}")
+
+    def add(self, differs: Tensor, text: str) -> None:
+        self.found.append((differs.any(), text))
+
+    def check(self) -> None:
+        found = torch.stack([each for each, _ in self.found]).tolist() if self.found else []
+        differences = [text for (_, text), differs in zip(self.found, found, strict=True) if differs]
+        assert not differences, "; ".join(differences)
 
 
-def formula(call: Call, arguments: dict[str, Any]) -> Said:
+def formula(call: Call, arguments: dict[str, Any]) -> tuple[Wide | None, ...]:
     """The op's formula on wide tensors."""
     wide = tree_map(lambda each: to_wide(each) if isinstance(each, Tensor) else each, arguments)
-    return tuple(each.inner if isinstance(each, Wide) else each for each in call.formula(wide))
+    return tuple(call.formula(wide))
 
 
-def check(call: Call, device: str, runner: Callable[[Call, dict], Said] = run) -> list[Finding]:
+def check(call: Call, device: str, runner: Callable[[Call, dict], Said] = run) -> Checked:
     """The findings of each output. Raises AssertionError for a fault that is not one of numbers."""
+    times = [time.monotonic()]
     arguments = call.arguments(device)
-    tensors = tensors_of(arguments)
+    tensors, differences, hosts = tensors_of(arguments), Differences(), [PYTHON]
     before = [memory(each).clone() for each in tensors]
     freed = [torch.full_like(each, float("nan")) for each in tensors]  # fresh memory holds NaN
     del freed
+    times.append(time.monotonic())
     got = runner(call, arguments)
-    assert_same_bits(runner(call, arguments), got, "a second call")
+    differences.of(runner(call, arguments), got, "a second call")
+    if device == "cuda" and native.extension:
+        hosts += run_in_cpp(call, arguments, got, differences)
     for tensor, kept in zip(tensors, before, strict=True):
-        assert torch.equal(memory(tensor), kept), "the call wrote into its operands, or beside them"
-    del before
+        differences.add(memory(tensor) != kept, "the call wrote into its operands, or beside them")
+    differences.check()
+    times.append(time.monotonic())
+    del before, differences
     if device == "cuda":
         failed, _ = fallback.failures(), fallback.forget()
         assert not failed, "; ".join(map(str, failed))
@@ -129,11 +190,35 @@ def check(call: Call, device: str, runner: Callable[[Call, dict], Said] = run) -
         if not judges:
             judges = [given and Judge(*given) for given in _paired(call, got, outputs)]
         else:
-            for judge, other in zip(judges, outputs, strict=True):
+            for judge, others in zip(judges, outputs, strict=True):
                 if judge is not None:
-                    judge.add(other)
+                    judge.add(others)
     atens = (atens_outputs(call, arguments) if device == "cuda" else None) or [None] * len(judges)
-    return [judge.finding(theirs) for judge, theirs in zip(judges, atens, strict=True) if judge is not None]
+    found = findings([each for each in zip(judges, atens, strict=True) if each[0] is not None])
+    times.append(time.monotonic())
+    seconds = {name: end - begin for name, (begin, end) in zip(PHASES, itertools.pairwise(times), strict=True)}
+    return Checked(found, hosts, seconds)
+
+
+def findings(judged: list[tuple[Judge, Tensor | None]]) -> list[Finding]:
+    """Of each judge, and of ATen's output where there is one."""
+    bounds = [judge.bound() for judge, _ in judged]
+    excesses = [judge.excess(judge.got, bound) for (judge, _), bound in zip(judged, bounds, strict=True)]
+    largest = [_largest(each) for each in excesses]
+    for (judge, aten), bound in zip(judged, bounds, strict=True):
+        if aten is not None:
+            largest.append(_largest(judge.excess(aten.reshape(judge.got.shape), bound)))
+    numbers = torch.stack(largest).tolist() if largest else []
+    theirs = iter(numbers[len(judged) :])
+    found = []
+    for (judge, aten), most, excess, bound in zip(judged, numbers[: len(judged)], excesses, bounds, strict=True):
+        text = judge.worst(excess, bound) if most > 1 else ""
+        found.append(Finding(judge.name, most, None if aten is None else next(theirs), text))
+    return found
+
+
+def _largest(excess: Tensor) -> Tensor:
+    return excess.amax() if excess.numel() else excess.new_zeros(())
 
 
 def _paired(call: Call, got: Said, exact: Said) -> list[tuple[str, Tensor, Tensor] | None]:
@@ -157,37 +242,34 @@ class Judge:
         assert got.is_contiguous(), f"{name} has strides {got.stride()}"
         self.name, self.got, self.exact = name, got, exact
         self.missed = torch.zeros_like(exact)  # by all passes together
-        self.seen = self.kinds(exact)
+        self.seen = kinds(exact.to(got.dtype))
 
-    def kinds(self, wide: Tensor) -> Tensor:
-        return kinds(wide.to(self.got.dtype))
+    def add(self, others: Tensor) -> None:
+        """Outputs of several passes, [passes, *shape]."""
+        self.missed += (others - self.exact).abs().sum(0)
+        for each in kinds(others.to(self.got.dtype)):
+            self.seen |= each
 
-    def add(self, other: Tensor) -> None:
-        self.missed += (other - self.exact).abs()
-        self.seen |= self.kinds(other)
-
-    def finding(self, atens: Tensor | None) -> Finding:
+    def bound(self) -> Tensor:
         got, exact = self.got, self.exact
-        if not got.numel():
-            return Finding(self.name, 0.0, None)
-        info, finite = torch.finfo(got.dtype), self.seen == NUMBER
+        info = torch.finfo(got.dtype)
         least = max(info.smallest_normal * info.eps, torch.finfo(FP64 if got.dtype == FP64 else FP32).smallest_normal)
-        bound = torch.where(finite, exact.abs() * (info.eps / 2) + FACTOR * self.missed, 0.0) + least
+        near = exact.abs() * (info.eps / 2) + FACTOR * self.missed
+        return torch.where(self.seen == NUMBER, near, 0.0) + least
+
+    def excess(self, value: Tensor, bound: Tensor) -> Tensor:
+        """Of each element, as a multiple of its bound."""
+        finite = self.seen == NUMBER
         disagree = (self.seen & NUMBER != 0) & ~finite
         allowed = torch.where(disagree, self.seen | NOT_A_NUMBER, self.seen)
+        error = torch.where(finite, (value.double() - self.exact).abs() / bound, 0.0)
+        return torch.where(kinds(value) & allowed != 0, error.nan_to_num(nan=torch.inf), torch.inf)
 
-        def excess_of(value: Tensor) -> Tensor:
-            error = torch.where(finite, (value.double() - exact).abs() / bound, 0.0)
-            return torch.where(kinds(value) & allowed != 0, error.nan_to_num(nan=torch.inf), torch.inf)
-
-        excess = excess_of(got)
+    def worst(self, excess: Tensor, bound: Tensor) -> str:
         worst = int(excess.flatten().argmax())
-        text = (
-            f"{int((excess > 1).sum())} of {excess.numel()} elements, worst at {worst}: got "
-            f"{got.flatten()[worst]:.9g}, want {exact.flatten()[worst]:.9g}, bound {bound.flatten()[worst]:.3g}"
-        )
-        theirs = None if atens is None else excess_of(atens.reshape(got.shape)).amax().item()
-        return Finding(self.name, excess.amax().item(), theirs, text)
+        got, want, bound = (each.flatten()[worst].item() for each in (self.got, self.exact, bound))
+        wrong = f"{int((excess > 1).sum())} of {excess.numel()} elements"
+        return f"{wrong}, worst at {worst}: got {got:.9g}, want {want:.9g}, bound {bound:.3g}"
 
 
 NUMBER, NOT_A_NUMBER = 1, 2 + 4 + 8  # kinds, as bits

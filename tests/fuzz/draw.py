@@ -1,5 +1,5 @@
 """Random calls. A call's number determines it; calls of one family, `FAMILY` numbers in a row, need the same kernels
-but have other rows, values and addresses, so that most of them find programs that are kept."""
+but have other values and addresses, and most of them other rows, so that most find programs that are kept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from cases import BF16, FP16, FP32, FP64, LAYOUTS, TROUBLED_WIDTHS, row_strided, statistic_layouts, unaligned
 from torch import Tensor
 
-import fusednorm
 from fusednorm import reference
 from fusednorm.forms import CHOICES
 from fusednorm.operands import OPS, Op, Role, op_outputs, operands_of
@@ -22,8 +21,10 @@ from fusednorm.planner.plan import VARIANTS
 from . import others
 from .others import OtherCall
 
-FAMILY = 25
+FAMILY = 50
 MOST_COLS = 300_000
+FEW_ELEMENTS = 2**20  # of most calls: most time goes into the others
+MOST_BLOCKS = 300  # of ordered sums: each block is some launches
 SMS = 132  # of the GPUs that were measured: row counts near multiples of it
 DTYPES, WEIGHTS = (BF16, FP32, FP16, FP64), (4, 3, 2, 1)
 ANY_RANK: dict[str, Callable[[Tensor], Tensor]] = {  # layouts of tensors of any rank
@@ -63,14 +64,17 @@ class Call:
         """Of the outputs."""
         return [each.name for each in OPS[self.op].outputs]
 
+    @property
+    def cols(self) -> int:
+        return math.prod(self.normalized_shape)
+
     def says_nothing(self, name: str) -> bool:
         """Whether any output of this name is right."""
         is_statistic = OPS[self.op].outputs[self.names.index(name)].role is Role.STATISTIC
         return is_statistic and 0 in self.normalized_shape
 
     def run(self, arguments: dict[str, Any]) -> tuple[Tensor | None, ...]:
-        with fusednorm.force(self.variant):
-            outputs = getattr(torch.ops.fusednorm, self.op)(**arguments)
+        outputs = getattr(torch.ops.fusednorm, self.op)(**arguments)
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
     def formula(self, arguments: dict[str, Any]) -> tuple[Tensor | None, ...]:
@@ -173,16 +177,21 @@ def draw(number: int, seed: int, most_elements: int) -> Call | OtherCall:
     normalized = (math.prod(normalized),) if op.slot("rest") else normalized  # columns of one tensor are of one dim
     strided = of_family.random() < 0.3
     dtypes, layouts, given = _of_family(of_family, op, math.prod(normalized), strided)
-    batch = _batch_shape(each, most_elements // max(1, math.prod(normalized)), 4 - len(normalized), strided)
     tensors = [slot for slot in op.arguments if slot.role.is_tensor and slot.role is not Role.STATISTIC]
     setting = of_family.choice(SETTINGS)
     if any(slot.role is Role.MODULATION for slot in op.arguments):
         setting = setting and -1  # blocks of ordered sums must hold whole samples
+    most_rows = elements_of(each, most_elements) // max(1, math.prod(normalized))
+    if setting and setting > 0:
+        most_rows = min(most_rows, MOST_BLOCKS * setting)
+    batch = _batch_shape(rows_of(each, number, seed), most_rows, 4 - len(normalized), strided)
     calm = each.random() < 0.4
     values = {
         slot.name: each.choice(PARAMETER_VALUES if slot.role is Role.PARAMETER else VALUES[: 3 if calm else None])
         for slot in tensors
     }
+    if values.get("gate") == "large" == values["x"]:
+        values["x"] = "normal"  # the squares of their product overflow, of which docs/numerics.md tells
     return Call(
         op.name, (*batch, *normalized), len(normalized), dtypes, values, layouts, given,
         variant=of_family.choice((None, None, *VARIANTS[:-1])),  # not ATen's kernels
@@ -191,6 +200,16 @@ def draw(number: int, seed: int, most_elements: int) -> Call | OtherCall:
         seed=each.getrandbits(32),
         setting=setting,
     )  # fmt: skip
+
+
+def elements_of(rng: random.Random, most: int) -> int:
+    """How many elements a call may have."""
+    return most if rng.random() < 0.25 else min(most, FEW_ELEMENTS)
+
+
+def rows_of(rng: random.Random, number: int, seed: int) -> random.Random:
+    """What draws a call's rows: now and then one of three for the whole family, so that they have been seen before."""
+    return random.Random(f"{seed} {number // FAMILY} {rng.randrange(3)}") if rng.random() < 0.3 else rng
 
 
 def _of_family(rng: random.Random, op: Op, cols: int, strided: bool) -> tuple[dict, dict, dict]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,14 @@ class OtherCall:
         for name in ("weight", "bias"):
             there += [self.dtypes[name] is not None] * 2
         return [name for name, *kept in zip(names, self.mask, there, strict=False) if all(kept)]
+
+    @property
+    def cols(self) -> int:
+        return self.shape[-1]
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.shape[:-1])
 
     def says_nothing(self, name: str) -> bool:
         return False
@@ -125,7 +134,7 @@ LAYOUTS = {"contiguous": lambda tensor: tensor, "row_strided": row_strided, "una
 
 
 def draw(op: str, of_family: random.Random, each: random.Random, most_elements: int) -> OtherCall:
-    from .draw import DTYPES, MODES, SETTINGS, VALUES, WEIGHTS
+    from .draw import DTYPES, MODES, MOST_BLOCKS, SETTINGS, VALUES, WEIGHTS, elements_of
 
     of_x, same = of_family.choices(DTYPES, WEIGHTS)[0], of_family.random() < 0.5
 
@@ -136,6 +145,7 @@ def draw(op: str, of_family: random.Random, each: random.Random, most_elements: 
     dtypes = {"x": of_x, "weight": dtype(0.2), "bias": dtype(0.5), "grad": dtype(), "table": dtype(), "out": dtype(0.5)}
     is_sum, packed = op == COLUMN_SUM, op == heads.PACKED
     cols = of_family.choice((16, 32, 40, 64, 72, 80, 96, 128, 192, 256, 512, 1024, 7, 1))
+    cols = min(of_family.choice((cols, cols, 4096, 12_345, 100_003)), most_elements) if is_sum else cols
     given: dict[str, Any] = {"total": of_family.random() < 0.5}
     if not is_sum:
         given = {
@@ -150,14 +160,18 @@ def draw(op: str, of_family: random.Random, each: random.Random, most_elements: 
     kv_heads = of_family.choice((1, 2, 3, 8))
     many = kv_heads * of_family.choice((1, 1, 2, 4))
     heads_first = not packed and of_family.random() < 0.3
-    rows = max(1, most_elements // (cols * (many + 2 * kv_heads)))
-    batch, tokens = each.randint(1, 5), max(1, round(rows ** each.random()) // 5)
+    rows = max(1, elements_of(each, most_elements) // (cols * (many + 2 * kv_heads)))
+    setting = of_family.choice(SETTINGS)
+    ordered = setting is not None and setting > 0
+    batch = each.randint(1, 20 if ordered else 5)
+    tokens = max(1, round(rows ** each.random()) // batch)
+    if ordered and (is_sum or batch == 1):
+        tokens = min(tokens, max(1, MOST_BLOCKS * setting // (batch * many)))
+    elif ordered:
+        setting *= tokens * many  # whole samples
     shape = (batch, many, tokens, cols) if heads_first else (batch, tokens, many, cols)
     rotary = 2 * of_family.randint(0, cols // 2) if of_family.random() < 0.6 and not is_sum else 0
     mask = [of_family.random() < 0.8 for _ in range(6 - packed)]
-    setting = of_family.choice(SETTINGS)
-    if not is_sum and setting and setting > 0:
-        setting *= tokens * many  # whole samples
     return OtherCall(
         op, shape, dtypes,
         values=each.choice(VALUES[: None if each.random() < 0.5 else 3]),

@@ -5,138 +5,223 @@ digits and reads again. In each other pass one operation errs, by a random sign 
 operation of the claimed dtype may err by. A sound computation misses the exact outputs by the sum of what the passes
 miss them by, cancellation included; no errors cancel each other by chance. A stored number near the middle of two of
 its dtype may be rounded to either: two more passes read all of them from the ends of what they may be.
+
+The exact pass records what it does. The others repeat what their error reaches, several passes at once, in a dim before
+the others: a formula of few elements takes as long as its operations take to start.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 FP32, FP64 = torch.float32, torch.float64
 # Errors of one operation, in ulps of the claimed dtype: of one by element (kernels divide and take roots
 # approximately), and of a sum, relative to the sum of the magnitudes (the order of its additions is free): equal
 # numbers may all be rounded the same way, and 64 of them in a row lose 64 * 2^-25.
 ELEMENT_ULPS, SUM_ULPS = 2, 16
+AT_ONCE = 2**22  # elements of a tensor of several passes
+NARROW = 8  # columns at most: errors of one sign may leave no trace in a difference, so other signs are tried, too
+FAR = 2.0**20  # from the ends of a dtype's range: no error leads from there beyond them
 Said = tuple[Tensor | None, ...]
 
 
 @dataclass
-class Stored:
-    """A number that is rounded when it is read. wide: in the exact pass; band: how far it may be from there."""
+class Operand:
+    """One that is a Wide tensor. dtype: what it is rounded to when it is read, if it is; band: how far it may be from
+    its exact value, then."""
 
-    wide: Tensor
-    rounded: Tensor
-    band: Tensor
+    leaf: int  # of the step's arguments
+    value: int  # its place in Record.values
+    dtype: torch.dtype | None
+    band: Tensor | None
+
+    def rounded(self, wide: Tensor) -> Tensor:
+        return wide if self.dtype is None else wide.to(self.dtype).double()
 
 
 @dataclass
-class Pass:
-    """What goes wrong in a pass. erring: the operation that does; end: -1 or 1, the end of the bands that is read."""
+class Step:
+    """One operation. kind: the dtype in whose range it is computed; None for one that computes nothing."""
 
-    generator: torch.Generator | None = None
-    erring: int | None = None
-    end: int = 0
-    exact: Pass | None = None
-    operations: int = 0  # so far
-    reads: int = 0
-    stored: list[Stored] = field(default_factory=list)  # of the exact pass, in the order of their reads
+    func: Any
+    leaves: list[Any]  # of its arguments, as it read them
+    spec: Any
+    operands: list[Operand]
+    result: int  # of the first result
+    kind: torch.dtype | None
+    may_leave: Tensor | bool = False  # whether an error may lead results out of that range
 
-    def read(self, wide: Tensor, dtype: torch.dtype) -> Tensor:
-        def rounded(numbers: Tensor) -> Tensor:
-            return numbers.to(dtype).double()
+    def run(self, given: dict[int, Tensor] | None = None) -> Tensor:
+        """The result; of several passes for the leaves that differ between them."""
 
-        if self.exact is None:
-            self.stored.append(Stored(wide, rounded(wide), torch.zeros_like(wide)))
-            return self.stored[-1].rounded
-        known, self.reads = self.exact.stored[self.reads], self.reads + 1
-        if self.end:
-            return rounded(known.wide + self.end * known.band)
-        error = wide - known.wide
-        known.band += error.abs().nan_to_num(nan=0.0, posinf=0.0)
-        return torch.where(error.isfinite(), known.rounded + error, rounded(wide))  # rounds as the exact pass does
+        def of(*some: Tensor) -> Tensor:
+            leaves = list(self.leaves)
+            for at, each in zip(given or (), some, strict=True):
+                leaves[at] = each
+            args, kwargs = tree_unflatten(leaves, self.spec)
+            return self.func(*args, **kwargs)
+
+        return torch.vmap(of)(*given.values()) if given else of()
+
+    def erred(self, result: Tensor, signs: Tensor) -> Tensor:
+        """The exact result with an error of these signs."""
+        info = torch.finfo(self.kind)
+        if self.func.overloadpacket in (torch.ops.aten.sum, torch.ops.aten.mean):
+            error = self.run_on_magnitudes() * (SUM_ULPS * info.eps)
+        else:
+            error = result.abs() * (ELEMENT_ULPS * info.eps)
+        error = error + result.abs().clamp(max=info.smallest_normal)  # kernels may flush smaller numbers to zero
+        return torch.where(signs, result + error, result - error)
+
+    def run_on_magnitudes(self) -> Tensor:
+        args, kwargs = tree_unflatten(self.leaves, self.spec)
+        return self.func(args[0].abs(), *args[1:], **kwargs)
+
+    def in_range(self, result: Tensor) -> Tensor:
+        if not self.may_leave:
+            return result
+        info = torch.finfo(self.kind)
+        in_range = (result.abs() >= info.smallest_normal) & (result.abs() <= info.max)
+        return torch.where(in_range, result, result.to(self.kind).double())
 
 
-_pass = Pass()
+@dataclass
+class Record:
+    """The exact pass."""
+
+    values: list[Tensor] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+
+    def add(self, value: Tensor) -> int:
+        self.values.append(value)
+        return len(self.values) - 1
+
+    def again(self, erring: Sequence[int] = (), generator: Any = None, ends: Tensor | None = None) -> dict[int, Tensor]:
+        """The values that differ between passes, in each of which another one of the steps `erring` errs, or all
+        operands are read from another one of the `ends`, -1 or 1, of their bands."""
+        spread: dict[int, Tensor] = {}
+        for number, step in enumerate(self.steps):
+            given = {}
+            for each in step.operands:
+                exact, wide = self.values[each.value], spread.get(each.value)
+                if each.dtype is None:
+                    if wide is not None:
+                        given[each.leaf] = wide
+                elif ends is not None:
+                    given[each.leaf] = each.rounded(exact + ends.view(-1, *[1] * exact.dim()) * each.band)
+                elif wide is not None:  # rounds as the exact pass does
+                    error = wide - exact
+                    each.band += error.abs().nan_to_num(nan=0.0, posinf=0.0).sum(0)
+                    rounded = step.leaves[each.leaf] + error
+                    given[each.leaf] = torch.where(error.isfinite(), rounded, each.rounded(wide))
+            if given:
+                result = step.run(given)
+            elif number in erring:
+                exact = self.values[step.result]
+                result = exact.expand(len(erring), *exact.shape)
+            else:
+                continue
+            if number in erring:
+                exact, result = self.values[step.result], result.clone()
+                signs = torch.rand(exact.shape, generator=generator, device=exact.device) < 0.5
+                result[(at := erring.index(number))] = step.erred(exact, signs)
+                if number in erring[at + 1 :]:  # with every second sign turned
+                    turned = torch.arange(exact.numel(), device=exact.device).view(exact.shape) % 2 > 0
+                    result[at + 1] = step.erred(exact, signs ^ turned)
+            results = [step.in_range(result)] if isinstance(result, Tensor) else result
+            spread |= dict(enumerate(results, step.result))
+        return spread
 
 
-def passes(formula: Callable[[], Said], seed: int, device: str) -> Iterator[Said]:
-    """The outputs of a formula of Wide tensors, as float64: of the exact pass, then of all others."""
-    exact, generator = Pass(), torch.Generator(device).manual_seed(seed)
-    yield _compute(formula, exact)
-    for number in range(exact.operations):
-        yield _compute(formula, Pass(generator, erring=number, exact=exact))
-    for end in (-1, 1) if exact.stored else ():
-        yield _compute(formula, Pass(generator, end=end, exact=exact))
+_record = Record()
 
 
-def _compute(formula: Callable[[], Said], how: Pass) -> Said:
-    global _pass
-    _pass = how
-    return formula()
+def passes(formula: Callable[[], Said], seed: int, device: str, elements: int = AT_ONCE) -> Iterator[Said]:
+    """The outputs of a formula of Wide tensors, as float64: of the exact pass, then of all others, so many at a time,
+    in a first dim, that no tensor has more elements."""
+    global _record
+    record = _record = Record()
+    outputs, generator = formula(), torch.Generator(device).manual_seed(seed)
+    yield tuple(each if each is None else each.inner for each in outputs)
+    at_once = max(1, elements // max([1, *[each.numel() for each in record.values]]))
+    unknown = [each for each in record.steps if isinstance(each.may_leave, Tensor)]
+    if unknown:
+        for step, may_leave in zip(unknown, torch.stack([each.may_leave for each in unknown]).tolist(), strict=True):
+            step.may_leave = may_leave
+    is_narrow = any(0 < each.dim() and each.shape[-1] <= NARROW for each in record.values[:1])
+    may_err = [at for at, step in enumerate(record.steps) if step.kind for _ in range(1 + is_narrow)]
+    ways = [{"erring": may_err[at : at + at_once], "generator": generator} for at in range(0, len(may_err), at_once)]
+    if any(each.dtype for step in record.steps for each in step.operands):
+        ends = torch.tensor([-1.0, 1.0], dtype=FP64, device=device)
+        ways += [{"ends": each} for each in ends.split(min(at_once, 2))]
+    for way in ways:
+        spread = record.again(**way)
+        yield tuple(each if each is None else spread.get(each.value, each.inner[None]) for each in outputs)
 
 
 class Wide(Tensor):
-    """inner is the value in float64. Results with fewer digits than they were computed in are `stored`: rounded when an
-    operation reads them, not when they are made, so that outputs stay exact."""
+    """inner is the value in float64, and `value` its place in the record. Results with fewer digits than they were
+    computed in are `stored`: rounded when an operation reads them, not when they are made, so that outputs stay
+    exact."""
 
     inner: Tensor
+    value: int
     stored: bool
 
     @staticmethod
-    def __new__(cls, inner: Tensor, dtype: torch.dtype, stored: bool = False):
+    def __new__(cls, inner: Tensor, dtype: torch.dtype, value: int, stored: bool = False):
         made = Tensor._make_wrapper_subclass(cls, inner.shape, strides=inner.stride(), dtype=dtype, device=inner.device)
-        made.inner, made.stored = inner, stored
+        made.inner, made.value, made.stored = inner, value, stored
         return made
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        wide = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Wide)]
-        dtype = kwargs.get("dtype") or functools.reduce(torch.promote_types, [each.dtype for each in wide])
-        if kwargs.get("dtype"):
+        asked = kwargs.get("dtype")
+        if asked:
             kwargs["dtype"] = FP64
+        leaves, spec = tree_flatten((args, kwargs))
+        wide = {at: each for at, each in enumerate(leaves) if isinstance(each, Wide)}
+        dtype = asked or functools.reduce(torch.promote_types, [each.dtype for each in wide.values()])
+        first = next(iter(wide.values()))
         moves = func.is_view or func is torch.ops.aten.clone.default
-        args, kwargs = tree_map(_inner if moves else _read, (args, kwargs))
-        result = func(*args, **kwargs)
-        if not isinstance(result, Tensor) or result.dtype != FP64:
-            return result
+        operands = []
+        for at, each in wide.items():
+            of = each.dtype if each.stored and not moves else None
+            operands.append(Operand(at, each.value, of, None if of is None else torch.zeros_like(each.inner)))
+            leaves[at] = operands[-1].rounded(each.inner)
+        step = Step(func, leaves, spec, operands, len(_record.values), None)
+        result = step.run()
+        _record.steps.append(step)
+        if not isinstance(result, Tensor):  # views of parts
+            return [Wide(each, dtype, _record.add(each), first.stored) for each in result]
+        _record.add(result)
         if moves:
-            return Wide(result, dtype, wide[0].stored)
+            return Wide(result, dtype, step.result, first.stored)
+        if result.dtype != FP64:
+            return Wide(result, result.dtype, step.result)
         if func is torch.ops.aten._to_copy.default:
-            return Wide(result, dtype, dtype.itemsize < wide[0].dtype.itemsize)
-        return Wide(_computed(func, args, kwargs, result, FP64 if dtype == FP64 else FP32), dtype, dtype.itemsize < 4)
+            return Wide(result, dtype, step.result, dtype.itemsize < first.dtype.itemsize)
+        step.kind = FP64 if dtype == FP64 else FP32
+        step.may_leave = _may_leave(result, step.kind)
+        return Wide(result, dtype, step.result, dtype.itemsize < 4)
 
 
-def _inner(each):
-    return each.inner if isinstance(each, Wide) else each
-
-
-def _read(each):
-    return _pass.read(each.inner, each.dtype) if isinstance(each, Wide) and each.stored else _inner(each)
-
-
-def _computed(func, args, kwargs, result: Tensor, kind: torch.dtype) -> Tensor:
-    """A result as the operation may give it, in the range of the dtype that it is computed in."""
-    number, _pass.operations = _pass.operations, _pass.operations + 1
-    if _pass.exact is None:
-        return result
+def _may_leave(result: Tensor, kind: torch.dtype) -> Tensor | bool:
+    if kind == FP64 or not result.numel():
+        return False
+    least, most = result.abs().aminmax()
     info = torch.finfo(kind)
-    if number == _pass.erring:
-        signs = torch.rand(result.shape, generator=_pass.generator, device=result.device) < 0.5
-        if func.overloadpacket in (torch.ops.aten.sum, torch.ops.aten.mean):
-            error = func(args[0].abs(), *args[1:], **kwargs) * (SUM_ULPS * info.eps)
-        else:
-            error = result.abs() * (ELEMENT_ULPS * info.eps)
-        error = error + result.abs().clamp(max=info.smallest_normal)  # kernels may flush smaller numbers to zero
-        result = torch.where(signs, result + error, result - error)
-    in_range = (result.abs() >= info.smallest_normal) & (result.abs() <= info.max)
-    return torch.where(in_range, result, result.to(kind).double())
+    return ~((least > info.smallest_normal * FAR) & (most < info.max / FAR))  # also if one of them is NaN
 
 
 def to_wide(tensor: Tensor) -> Wide:
-    return Wide(tensor.double(), tensor.dtype)
+    wide = tensor.double()
+    return Wide(wide, tensor.dtype, _record.add(wide))

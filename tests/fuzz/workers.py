@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from .draw import Call, draw
+from .traits import traits
 
 STARTS = "starts"  # what a worker says of a call before it runs
 MOST_RESERVED = 2**31  # bytes of GPU memory that a worker keeps between calls
@@ -26,14 +27,17 @@ def described(call: Call) -> dict[str, Any]:
 
 
 def examine(number: int, options: argparse.Namespace) -> dict[str, Any]:
-    """{"worst": {output: excess}, "atens": likewise}, and of a failure also "call", "faults", "repeat"."""
+    """{"worst": {output: excess}, "atens": likewise, "of": traits, "seconds": by phase}, and of a failure also "call",
+    "faults", "repeat"."""
     from .check import check
 
     call = draw(number, options.seed, options.elements)
     faults: list[str] = []
-    said: dict[str, Any] = {"number": number, "worst": {}, "atens": {}}
+    said: dict[str, Any] = {"number": number, "worst": {}, "atens": {}, "of": traits(call)}
     try:
-        for finding in check(call, options.device):
+        checked = check(call, options.device)
+        said["of"]["host"], said["seconds"] = checked.hosts, checked.seconds
+        for finding in checked.findings:
             key = f"{call.op} {finding.output}"
             said["worst"][key] = finding.excess
             if finding.atens is not None:
