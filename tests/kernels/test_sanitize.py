@@ -68,3 +68,22 @@ def test_errors_of_the_tools_are_counted():
     assert found["errors"] == 3 and not found["complete"] and found["said"][0] == "========= Invalid read"
     assert sanitize.summary("call 0\nall calls ran\n========= ERROR SUMMARY: 0 errors\n", 0, True)["errors"] == 0
     assert sanitize.summary("CUDA error: device-side assert triggered", 1, True)["errors"] == 1
+
+
+def test_a_process_that_dies_starts_anew_behind_the_call_that_killed_it(monkeypatch):
+    begun = []
+
+    def dies_in_its_second_call(tool, name, first, limit):
+        begun.append(first)
+        if first == 0:
+            return "call 0 of 3\ncall 1 of 3\nSegmentation fault", -11, True
+        return "call 2 of 3\nkernel: ring.forward\nall calls ran\n========= ERROR SUMMARY: 0 errors\n", 0, True
+
+    monkeypatch.setattr(sanitize, "run_apart", dies_in_its_second_call)
+    found = sanitize.sanitize("memcheck", "layer_norm_fwd", 1)
+    assert (begun, found["calls"], found["deaths"]) == ([0, 2], 3, ["call 1: code -11"])
+    assert found["complete"] and not sanitize.is_clean(found)
+    clean = found | {"op": "rms_norm_fwd", "deaths": [], "errors": 0}
+    told = sanitize.verdicts([clean, found, clean | {"tool": "synccheck"}])
+    assert told["rms_norm_fwd"] == {"memcheck": "clean", "synccheck": "clean"}
+    assert told["kernel ring.forward"] == {"memcheck": "layer_norm_fwd: 1 errors, 1 deaths", "synccheck": "clean"}
