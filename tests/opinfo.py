@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable
 
 import pytest
@@ -28,10 +29,34 @@ FORMS = {
     "times a gate": lambda norm, x, **more: getattr(fusednorm, f"{norm}_gated")(
         x, torch.full_like(x, 40.0), activation="sigmoid", **more
     ),
-    "modulated": lambda norm, x, **more: getattr(fusednorm, f"ada_{norm}")(
-        x, x.new_zeros(more["normalized_shape"]), **more
+    "of a gated row": lambda norm, x, **more: getattr(fusednorm, f"{norm}_gated")(
+        x, torch.full_like(x, 40.0), activation="sigmoid", norm_before_gate=False, **more
     ),
+    "modulated": lambda norm, x, **more: modulated(norm, x, **more),
+    "of a sum, modulated": lambda norm, x, **more: modulated(norm, x, residual=torch.zeros_like(x), **more)[0],
+    "of a gated sum, modulated": lambda norm, x, **more: modulated(
+        norm, x, residual=torch.zeros_like(x), gate=x.new_ones(more["normalized_shape"]), **more
+    )[0],
+    "times a factor, plus a residual": lambda norm, x, **more: getattr(fusednorm, f"{norm}_add")(
+        x, torch.zeros_like(x), gate=x.new_ones(more["normalized_shape"]), **more
+    ),
+    "of a head": lambda norm, x, **more: of_a_head(norm, x, **more),
 }
+
+
+def modulated(norm: str, x: Tensor, **more):
+    return getattr(fusednorm, f"ada_{norm}")(x, x.new_zeros(more["normalized_shape"]), **more)
+
+
+def of_a_head(norm: str, x: Tensor, normalized_shape, weight=None, bias=None, eps: float | None = None) -> Tensor:
+    """The norm of q as qk_norm has it, where every row is the one head of a token, and k has as many."""
+    cols = math.prod(normalized_shape)
+    q = x.reshape(x.numel() // cols if cols else 0, 1, 1, cols)
+    weight, bias = (each if each is None else each.flatten() for each in (weight, bias))
+    kind = norm.removesuffix("_norm")
+    y, _ = fusednorm.qk_norm(q, torch.zeros_like(q), weight, None, eps, q_bias=bias, norm=kind)
+    return y.reshape(x.shape)
+
 
 
 def as_form(form: str, name: str) -> Callable:
