@@ -134,20 +134,15 @@ def forward_formula(operands: Operands) -> Outputs:
     x, form, dims = operands.x, operands.form, _normalized_dims(operands.normalized_shape)
     dtype = accumulation_dtype(*[each.dtype for each in operands.rows])
     y_dtype, _, _, *dtypes = [output_dtype(operands, each) for each in operands.outputs]
-    h, added, mean = x.to(dtype), [], None
+    h, added = x.to(dtype), []
     if form.combine == "gate":
         h = row_of(form, x, operands.gate)
     elif form.combine:
         h = _plus(_gated(h, operands) if form.combine == "add_gated" else h, operands.residual)
         added = [h.to(each).contiguous() for each in dtypes]
         h = rounded(h, dtypes[0]) if form.rounds_sum else h
-    centered = h
-    if operands.norm == "layer":
-        mean = h.mean(dims, keepdim=True)
-        mean = mean + (h - mean).mean(dims, keepdim=True)  # takes away its rounding error: large equal h give y = 0
-        centered = h - mean
-    rstd = torch.rsqrt(centered.square().mean(dims, keepdim=True) + resolve_eps(operands.eps, dtype))
-    x_hat = rounded(centered * rstd, x.dtype) if form.rounds_x_hat else centered * rstd
+    x_hat, mean, rstd = normalized(h, dims, operands.norm == "layer", operands.eps)
+    x_hat = rounded(x_hat, x.dtype) if form.rounds_x_hat else x_hat
     u = affine(x_hat, operands.weight, operands.bias, form.weight_offset)
     if form.rounds_x_hat and form.finish == "gate":
         present = [each.dtype for each in (operands.weight, operands.bias) if each is not None]
@@ -158,6 +153,27 @@ def forward_formula(operands: Operands) -> Outputs:
     if form.finish == "gate":
         y = v * activated(form, operands.gate.to(dtype))[0]
     return y.to(y_dtype).contiguous(), mean, rstd, *added
+
+
+Normalized = tuple[Tensor, Tensor | None, Tensor]  # x_hat, mean (None for RMSNorm), rstd, all of one dtype
+
+
+def normalized(h: Tensor, dims: tuple[int, ...], layer: bool, eps: float | None) -> Normalized:
+    """Rows of these dims of h."""
+    centered, mean = h, None
+    if layer:
+        mean = h.mean(dims, keepdim=True)
+        mean = mean + (h - mean).mean(dims, keepdim=True)  # takes away its rounding error: large equal h give y = 0
+        centered = h - mean
+    rstd = torch.rsqrt(centered.square().mean(dims, keepdim=True) + resolve_eps(eps, h.dtype))
+    return centered * rstd, mean, rstd
+
+
+def _normalized_by(h: Tensor, normalized_shape: Sequence[int], mean: Tensor | None, rstd: Tensor) -> Normalized:
+    """The same from the rows' statistics, of any shape and dtype."""
+    shape = stats_shape(h.shape[: h.dim() - len(normalized_shape)], normalized_shape)
+    mean, rstd = (each if each is None else each.reshape(shape).to(h.dtype) for each in (mean, rstd))
+    return (h if mean is None else h - mean) * rstd, mean, rstd
 
 
 def activated(form: FormSpec, gate: Tensor) -> tuple[Tensor, Tensor]:
@@ -253,16 +269,13 @@ def backward_formula(
     derivatives with respect to mean and rstd carry the rest.
     """
     dtype, dims = accumulation_dtype(x.dtype), _normalized_dims(normalized_shape)
-    statistics_shape = stats_shape(x.shape[: x.dim() - len(normalized_shape)], normalized_shape)
-    rstd = rstd.reshape(statistics_shape).to(dtype)
-    centered = x.to(dtype) if mean is None else x.to(dtype) - mean.reshape(statistics_shape).to(dtype)
-    x_hat, dy = centered * rstd, grad_out.to(dtype)
+    of, dy = _normalized_by(x.to(dtype), normalized_shape, mean, rstd), grad_out.to(dtype)
     dx = dw = db = None
     if output_mask[0]:
-        dx = _input_gradient(affine(dy, weight, offset=weight_offset), x_hat, mean, rstd, dims, residual_grad)
+        dx = input_gradient(affine(dy, weight, offset=weight_offset), of, dims, residual_grad)
         dx = dx.to(dx_dtype or x.dtype).contiguous()
     if output_mask[1] and weight is not None:
-        dw = _sum_rows(dy * x_hat, weight)
+        dw = _sum_rows(dy * of[0], weight)
     if output_mask[2] and bias is not None:
         db = _sum_rows(dy, bias)
     return dx, dw, db
@@ -272,15 +285,13 @@ def modulated_backward_formula(operands: Operands) -> Outputs:
     """The outputs of layer_norm_bwd_modulated and rms_norm_bwd_modulated, in the ops' dtypes and shapes."""
     x, shape, form, weight = operands.x, operands.normalized_shape, operands.form, operands.weight
     dtype, dims = accumulation_dtype(x.dtype), _normalized_dims(shape)
-    of_rows = stats_shape(x.shape[: x.dim() - len(shape)], shape)
-    mean, rstd = (each if each is None else each.reshape(of_rows).to(dtype) for each in (operands.mean, operands.rstd))
-    x_hat = (x.to(dtype) if mean is None else x.to(dtype) - mean) * rstd
+    x_hat, *_ = of = _normalized_by(x.to(dtype), shape, operands.mean, operands.rstd)
     dy, scale = operands.grad_out.to(dtype), _spread(operands.scale, operands).to(dtype)
     wants_dx, wants_dw, wants_db, wants_dscale, wants_dshift, wants_dbranch, wants_dgate = operands.output_mask
     du, found = dy * FACTORS[form.modulate](scale), [None] * 7
     if wants_dx or wants_dbranch or wants_dgate:
         g = affine(du, weight, offset=form.weight_offset)
-        dh = _input_gradient(g, x_hat, mean, rstd, dims, operands.residual_grad)
+        dh = input_gradient(g, of, dims, operands.residual_grad)
         found[0] = dh.to(operands.dx_dtype or x.dtype).contiguous() if wants_dx else None
         found[5:] = branch_gradients(dh, operands.branch, operands.gate, len(shape), (wants_dbranch, wants_dgate))
     if wants_dw and weight is not None:
@@ -311,10 +322,9 @@ def branch_gradients(
     return dbranch, dgate
 
 
-def _input_gradient(
-    g: Tensor, x_hat: Tensor, mean: Tensor | None, rstd: Tensor, dims: tuple[int, ...], residual_grad: Tensor | None
-) -> Tensor:
+def input_gradient(g: Tensor, of: Normalized, dims: tuple[int, ...], residual_grad: Tensor | None = None) -> Tensor:
     """dx from the gradient of x_hat, with a residual's gradient, in g's dtype."""
+    x_hat, mean, rstd = of
     inner = g - x_hat * (g * x_hat).mean(dims, keepdim=True)
     if mean is not None:
         inner = inner - g.mean(dims, keepdim=True)
@@ -343,9 +353,7 @@ def gated_backward_formula(operands: Operands) -> Outputs:
     if form.combine and dh is not None:
         dx, dgate = dh * factor, dh * x.to(dtype) * slope
     elif mask[3]:
-        by_row = stats_shape(x.shape[: x.dim() - len(shape)], shape)
-        mean, rstd = (each if each is None else each.reshape(by_row).to(dtype) for each in statistics)
-        x_hat = (h if mean is None else h - mean) * rstd
+        x_hat, *_ = _normalized_by(h, shape, *statistics)
         dgate = dy * affine(x_hat, weight, bias, form.weight_offset) * slope
     dx, dgate = dx if mask[0] else None, dgate if mask[3] else None
     made = zip((dx, dgate), (operands.dx_dtype or x.dtype, operands.gate.dtype), strict=True)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ..planner.norm_problem import accumulation_dtype
-from ..problem.outputs import resolve_eps
-from ..reference import affine, rounded
+from ..reference import affine, input_gradient, normalized, rounded
 from .problem import Heads, Packing
 
 
@@ -25,7 +24,7 @@ def _forward(heads: Heads, at: int) -> Tensor:
     h = x.to(dtype)
     if not settings.norm_first:
         h = rotated(h, heads)
-    x_hat, _ = _normalized(h, heads)
+    x_hat, *_ = normalized(h, (-1,), settings.layer, heads.eps)
     x_hat = rounded(x_hat, x.dtype) if settings.rounds_x_hat else x_hat
     u = affine(x_hat, heads.weights[at], heads.biases[at], settings.weight_offset)
     if settings.norm_first:
@@ -48,10 +47,8 @@ def _backward(heads: Heads, at: int, grad: Tensor) -> tuple[Tensor, Tensor, Tens
     dtype, last = accumulation_dtype(x.dtype), settings.norm_first
     h, du = x.to(dtype), grad.to(dtype)
     h, du = (h, rotated(du, heads, back=True)) if last else (rotated(h, heads), du)
-    x_hat, rstd = _normalized(h, heads)
-    g = affine(du, heads.weights[at], offset=settings.weight_offset)
-    inner = g - x_hat * (g * x_hat).mean(-1, keepdim=True)
-    dh = rstd * (inner - g.mean(-1, keepdim=True) if settings.layer else inner)
+    x_hat, *_ = of = normalized(h, (-1,), settings.layer, heads.eps)
+    dh = input_gradient(affine(du, heads.weights[at], offset=settings.weight_offset), of, (-1,))
     dx = dh if last else rotated(dh, heads, back=True)
     return dx, (du * x_hat)[None].sum_to_size(heads.cols), du[None].sum_to_size(heads.cols)
 
@@ -63,15 +60,6 @@ def packed_backward_formula(
     dq, dk, *of_parameters = backward_formula(heads, grads[:2], (True, True, *mask[2:]))
     packed = [packing.join(dq, dk, grads[2].to(dq.dtype))] if mask[0] else []
     return [*packed, *of_parameters]
-
-
-def _normalized(h: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
-    """(x_hat, rstd)"""
-    if heads.settings.layer:
-        mean = h.mean(-1, keepdim=True)
-        h = h - (mean + (h - mean).mean(-1, keepdim=True))  # as kernels do: the mean without its rounding error
-    rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + resolve_eps(heads.eps, h.dtype))
-    return h * rstd, rstd
 
 
 def rotated(rows: Tensor, heads: Heads, back: bool = False) -> Tensor:
