@@ -61,7 +61,7 @@ def frames(kind: str, problem: NormProblem) -> list[Frame]:
     that fewer tiles fit."""
     holds_others = not problem.is_forward and (problem.rows_in or problem.rows_out or problem.by_sample)
     names = kind, f"{kind} {problem.direction}", f"{kind} {problem.direction} {problem.norm}"
-    names += ("ring beside others" if kind == "ring" else "registers beside others",) if holds_others else ()
+    names += (f"{kind} beside others",) if holds_others else ()
     return [frame for name in names for frame in all_frames().get(name, ())]
 
 
