@@ -190,8 +190,9 @@ def draw(number: int, seed: int, most_elements: int) -> Call | OtherCall:
         slot.name: each.choice(PARAMETER_VALUES if slot.role is Role.PARAMETER else VALUES[: 3 if calm else None])
         for slot in tensors
     }
-    if values.get("gate") == "large" == values["x"]:
-        values["x"] = "normal"  # the squares of their product overflow, of which docs/numerics.md tells
+    for name, other in (("x", "gate"), ("gate", "x")):
+        if values.get(name) == "large" and other in values:
+            values[other] = "normal"  # or the squares of their product may overflow, of which docs/numerics.md tells
     return Call(
         op.name, (*batch, *normalized), len(normalized), dtypes, values, layouts, given,
         variant=of_family.choice((None, None, *VARIANTS[:-1])),  # not ATen's kernels

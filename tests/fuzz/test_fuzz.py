@@ -164,6 +164,12 @@ def test_rows_whose_rstd_is_beyond_float32_are_what_they_are_in_aten(op):
     assert all(each.excess <= 1 for each in (*ours, *theirs)), (ours, theirs)
 
 
+def test_products_of_a_row_and_its_gate_have_squares_within_float32():
+    calls = [call for call in (draw(each, 1, ELEMENTS) for each in range(0, 400 * FAMILY, 23)) if "gate" in call.dtypes]
+    large = [call.values for call in calls if "large" in (call.values["x"], call.values.get("gate"))]
+    assert large and all("normal" in (each["x"], each.get("gate", "normal")) for each in large)
+
+
 def options_of(path, **changes) -> argparse.Namespace:
     return argparse.Namespace(**{"seed": 3, "elements": ELEMENTS, "out": path} | changes)
 
