@@ -151,16 +151,29 @@ def rounded_total(tiles, stored: tl.constexpr, norm: tl.constexpr):
 
 
 @triton.jit
+def logistic(z):
+    """1 / (1 + exp(-z)), of float32 in five instructions instead of eleven: exp2 and rsqrt, unlike exp and a division,
+    are one each. Its relative error is below 4e-7 where it is no denormal number. As a multiply-add the square cannot
+    become part of another, which would round it in some builds and not in others."""
+    if z.dtype == tl.float32:
+        root = tl.rsqrt(1.0 + tl.exp2(z * -1.4426950408889634))
+        found = tl.fma(root, root, tl.cast(0.0, tl.float32))
+    else:
+        found = 1.0 / (1.0 + tl.exp(-z))
+    return found
+
+
+@triton.jit
 def silu(z):
     """z * sigmoid(z) and its derivative."""
-    s = 1.0 / (1.0 + tl.exp(-z))
+    s = logistic(z)
     return z * s, s + z * s * (1.0 - s)
 
 
 @triton.jit
 def sigmoid(z):
     """sigmoid(z) and its derivative."""
-    s = 1.0 / (1.0 + tl.exp(-z))
+    s = logistic(z)
     return s, s * (1.0 - s)
 
 

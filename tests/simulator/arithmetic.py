@@ -94,6 +94,10 @@ def sqrt_ftz(x):
     return flush(np.sqrt(flush(x)))
 
 
+def rsqrt_ftz(x):
+    return flush(1 / np.sqrt(flush(x)))
+
+
 def exp2_ftz(x):
     return flush(np.exp2(flush(x)))
 

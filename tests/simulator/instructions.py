@@ -43,6 +43,7 @@ FUNCTIONS = [
     ("absolute", r"abs\.([sf](?:16|32|64))", "K K"),
     ("sqrt", r"sqrt\.(?:rn|approx)\.(f32|f64)", "K K"),
     ("sqrt_ftz", r"sqrt\.(?:rn|approx)\.ftz\.(f32)", "K K"),
+    ("rsqrt_ftz", r"rsqrt\.approx\.ftz\.(f32)", "K K"),
     ("exp2", r"ex2\.approx\.(f32)", "K K"),
     ("exp2_ftz", r"ex2\.approx\.ftz\.(f32)", "K K"),
     ("shift_left", r"shl\.(b16|b32|b64)", "K K u32"),
