@@ -95,7 +95,7 @@ def no_room(problem: NormProblem, device: DeviceSpec) -> str:
 def measured(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | None:
     """What a table says of the problem's width or the nearest one, and the model where the plan of that cannot run.
     None if no table can answer."""
-    for known in table.of_device(device):
+    for known in table.of_device(device, problem):
         cols, lines = known.lookup(problem)
         found, fewest = [], 1.0
         for most, text in lines:

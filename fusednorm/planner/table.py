@@ -5,8 +5,9 @@ the coefficients that were fitted (model.py). Each other object is a Key. Its wi
 and plans in order of rows, each up to a number of rows per SM, the last without end. `python -m fusednorm tune` writes
 a table, and data/ has those that are shipped.
 
-A problem that has no line takes that of a near width which TMA copies by pieces as long. A key that the table lacks is
-that with parameters of x's itemsize, and then that with the nearest traffic.
+A problem that has no line takes that of a near width which TMA copies by pieces as long. Lines with parameters unlike x
+may be another GPU's of the capability; without any, those with parameters like x are taken. Another key that the table
+lacks is that with the nearest traffic.
 """
 
 from __future__ import annotations
@@ -60,27 +61,35 @@ class Table:
     lines: dict[Key, dict[int, str]]  # of the widths, as they are in the file
 
     def lines_of(self, key: Key) -> dict[int, str]:
-        """{columns: line} of a key, or if it has none of that whose parameters are like x, or of that with the nearest
-        traffic. A backward without dx, which writes no large tensor, is unlike all others."""
+        """{columns: line} of a key, or if it has none of that with the nearest traffic. A backward without dx, which
+        writes no large tensor, is unlike all others."""
 
         def distance(other: Key) -> int:
             return sum(abs(a - b) for a, b in zip(key.traffic, other.traffic, strict=True))
 
-        if key not in self.lines:
-            key = key._replace(parameters=0)
         if key not in self.lines and key.traffic[1]:
             alike = (each for each in self.lines if each._replace(traffic=key.traffic) == key)
             key = min(alike, key=distance, default=key)
         return self.lines.get(key, {})
 
+    def knows_parameters(self, problem: NormProblem) -> bool:
+        """Whether a width like the problem's was measured with parameters that are unlike x as the problem's are."""
+        key = Key.of(problem)
+        return key.parameters > 0 and _near(self.lines.get(key, {}), problem.cols) is not None
+
     def lookup(self, problem: NormProblem) -> tuple[int, Ranges]:
-        """The problem's width, or the nearest one that is not far, and its ranges; none if all are far."""
-        lines = self.lines_of(Key.of(problem))
-        nearest = min(lines, key=lambda cols: abs(math.log2(cols / problem.cols)), default=math.inf)
-        if abs(math.log2(nearest / problem.cols)) > MOST_DISTANCE:
-            return 0, ()
-        _, plans = json.loads(lines[nearest])
-        return nearest, tuple((math.inf if most is None else most, text) for most, text in plans)
+        """The problem's width, or the nearest one that is not far, and its ranges; none if all are far. Those with
+        parameters like x, if the table does not know the problem's."""
+        key = Key.of(problem)
+        known = self.lines[key] if self.knows_parameters(problem) else self.lines_of(key._replace(parameters=0))
+        line = _near(known, problem.cols)
+        cols, plans = (0, ()) if line is None else json.loads(line)
+        return cols, tuple((math.inf if most is None else most, text) for most, text in plans)
+
+
+def _near(lines: dict[int, str], cols: int) -> str | None:
+    nearest = min(lines, key=lambda each: abs(math.log2(each / cols)), default=math.inf)
+    return lines[nearest] if abs(math.log2(nearest / cols)) <= MOST_DISTANCE else None
 
 
 class Unreadable(Exception):  # noqa: N818  a reason, not a fault of the caller
@@ -132,14 +141,19 @@ def of_user(gpu: str) -> Table | str | None:
     return table if table.gpu == gpu else f"{path} was measured on {table.gpu}"
 
 
-def of_device(device: DeviceSpec) -> Iterator[Table]:
+def of_device(device: DeviceSpec, problem: NormProblem | None = None) -> Iterator[Table]:
     """The tables of a GPU, the first the one that decides: the user's, and that of its name, or else another of its
-    capability."""
+    capability. One that knows the problem's parameters comes before one that does not."""
+
+    def order(each: Table) -> tuple[bool, bool]:
+        unknown = problem is not None and not each.knows_parameters(problem)
+        return unknown, device.name not in each.gpu and each.gpu not in device.name
+
     own = of_user(device.name)
     if isinstance(own, Table):
         yield own
     alike = (each for each in shipped() if each.arch == device.arch)
-    yield from sorted(alike, key=lambda each: device.name not in each.gpu and each.gpu not in device.name)[:1]
+    yield from sorted(alike, key=order)[:1]
 
 
 def coefficients(device: DeviceSpec) -> Coefficients:

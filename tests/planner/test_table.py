@@ -68,6 +68,17 @@ def test_lines_of_parameters_in_float32_are_for_these_alone_and_without_them_the
     assert choice.choose(plain, 16384, MY_GPU) == choice.choose(plain, 16384, H200)
 
 
+def test_lines_of_parameters_in_float32_answer_for_other_gpus_alike_and_for_near_widths_alone():
+    def answers(cols, device, **more):
+        problem = make_problem(cols=cols, direction="forward", **more)
+        return choice.decide(problem, replace(device, name=f"NVIDIA {device.name}"))
+
+    assert "H100" in answers(4096, H200, weight="fp32").source and "H200" in answers(4096, H200).source
+    assert answers(4096, H200, weight="fp32") != answers(4096, H200)
+    for far in (65536, 131072):
+        assert "H200" in answers(far, H200, weight="fp32").source
+
+
 @pytest.mark.parametrize("text", ["", "no table", '{"format": 99}', '{"format": 2, "gpu": "A"}', "[1]"])
 def test_a_file_that_is_no_table_is_told_in_one_sentence_and_not_used(file, text):
     file.write_text(text)
