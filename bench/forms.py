@@ -37,7 +37,6 @@ from .timing import time_interleaved
 
 EPS = 1e-6
 SHAPES = "16384x4096 8192x8192 16384x2048 65536x1024 4096x16384".split()
-FORM_NAMES = [suffix[1:] for _, suffix, *_ in FORMS]
 OURS = {
     "affine": ("affine_layer_norm", "affine_rms_norm"),
     "of_sum": ("add_layer_norm", "add_rms_norm"),
@@ -47,6 +46,7 @@ OURS = {
     "modulated_plus_residual": ("layer_norm_add", "rms_norm_add"),
     **dict.fromkeys(("modulated", "of_sum_modulated", "of_gated_sum_modulated"), ("ada_layer_norm", "ada_rms_norm")),
 }
+FORM_NAMES = [suffix[1:] for _, suffix, *_ in FORMS if suffix[1:] in OURS]
 SETTINGS = {"of_gated": {"norm_before_gate": False}, "modulated_plus_residual": {"gate_activation": "tanh"}}
 WAYS = "forward", "backward", "both"
 FLOOR, BLOCK = "floor", 4096  # elements of a CTA of the floor
@@ -209,17 +209,17 @@ def stream(reads, writes, elements, block: tl.constexpr):
 
 def floors(case: FormCase, given: dict[str, Tensor], outputs: Outputs) -> dict[str, Callable[[], object]]:
     """For each direction, stream kernels with its large reads and writes. A residual behind a norm is no operand of a
-    backward: its gradient is dy. dx is written once, in the widest dtype of x and a residual before it, and that of a
-    gated branch apart."""
-    residual, (x, *others) = given.get("residual"), [given[name].detach() for name in case.rows_in]
+    backward: its gradient is dy. dx is written in each dtype of x and a residual before it, once if a modulation
+    follows, and that of a gated branch apart."""
+    x, *others = [given[name].detach() for name in case.rows_in]
     rows, gates = [x, *others], others if "gate" in case.rows_in else []
     made = [torch.empty_like(each) for each in outputs]
     of_sum = case.form.startswith(("of_sum", "of_gated_sum"))
     branch = [x] if "gated_sum" in case.form else gates
     saved = outputs[1] if of_sum else x
     read = [torch.empty_like(outputs[0]), saved, *([torch.empty_like(saved)] if of_sum else []), *branch]
-    dx = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype) if of_sum else x.dtype)
-    written = [dx, *map(torch.empty_like, branch)]
+    dtypes = {x.dtype, saved.dtype} if case.form == "of_sum" else {saved.dtype}
+    written = [*(torch.empty_like(x, dtype=dtype) for dtype in dtypes), *map(torch.empty_like, branch)]
 
     def run(reads: list[Tensor], writes: list[Tensor]) -> None:
         stream[(triton.cdiv(x.numel(), BLOCK),)](tuple(reads), tuple(writes), x.numel(), block=BLOCK, num_warps=8)

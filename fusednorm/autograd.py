@@ -13,7 +13,7 @@ A call takes one of three routes:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +59,7 @@ from .operands import (
 )
 from .operands import add as add_to_table
 from .planner.norm_problem import accumulation_dtype
+from .problem.outputs import settings_of
 from .problem.validation import validate
 from .settings import invariance
 from .settings.forcing import asked_variants, force
@@ -180,6 +181,7 @@ class NormFunction(Function):
         if not runs and all(more.get(name) is None or at in by.passed for at, name in enumerate(by.grads)):
             for at in by.passed:  # the norm adds nothing to these gradients
                 grads["dx"] = more.get(by.grads[at])
+                grads |= {name: grads["dx"] for name in by.copies}  # which autograd casts
         elif grad_y is not None or more:
             grad_y = torch.zeros_like(saved["x"]) if grad_y is None else grad_y
             grads |= info.backward(grad_y, saved, mask, more)
@@ -235,17 +237,9 @@ def _recorded(operands: Operands) -> Outputs:
 
 def node_info(operands: Operands, *, statistics_inside: bool) -> NodeInfo:
     by, shape = derivative_of(operands.op), tuple(operands.normalized_shape)
-    settings = _settings(operands, by) if by.settings or by.dtypes else {}
+    settings = settings_of(operands, by) if by.settings or by.dtypes else {}
     asked = asked_variants(), invariance.switch.invariance()
     return NodeInfo(operands.op, shape, operands.eps, statistics_inside, *asked, by, settings)
-
-
-def _settings(operands: Operands, by: Derivative) -> dict[str, Any]:
-    """What the backward of a form takes beside tensors."""
-    tensors, settings = operands.tensors, {name: getattr(operands, name) for name in by.settings}
-    for name, ats in by.dtypes:
-        settings[name] = reduce(torch.promote_types, [tensors[at].dtype for at in ats if tensors[at] is not None])
-    return settings
 
 
 def _below_autograd(operands: Operands) -> Outputs:

@@ -33,6 +33,7 @@ COMBINE = {  # the sum is an output: the next residual
     "add": Step(rows_in=1, rows_out=1),
     "gate": Step(rows_in=1),
     "add_gated": Step(rows_in=1, rows_out=1),
+    "summands": Step(),  # of a backward: h is a sum, of which each summand gets the gradient in its own dtype
 }
 FINISH = {"": Step(), "add": Step(rows_in=1), "gate": Step(rows_in=1, reads_u=True)}
 ACTIVATIONS = "silu", "sigmoid"  # of a gate

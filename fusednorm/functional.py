@@ -395,9 +395,15 @@ def _of_sum(norm, x, residual, weight, bias, eps, residual_dtype, normalize_roun
     return of_form(f"{norm}_norm_fwd_of_sum", x, (residual,), weight, bias, eps, *more, settings)
 
 
+# Of a sum with a residual that is wider than x: one backward writes its gradient in both dtypes.
+OF_WIDE_SUM = {f"{norm}_norm_fwd_of_sum": f"{norm}_norm_fwd_of_wide_sum" for norm in ("layer", "rms")}
+
+
 def of_form(op, x, rows, weight, bias, eps, normalized_shape, weight_offset, rounding, more=()):
     """What the op of a form returns without the statistics. more: the op's last settings."""
     normalized_shape = _shape_of(x, weight, bias, normalized_shape)
+    if op in OF_WIDE_SUM and isinstance(x, Tensor) and isinstance(rows[0], Tensor):
+        op = OF_WIDE_SUM[op] if rows[0].dtype.itemsize > x.dtype.itemsize else op
     given = (x, normalized_shape, *rows, weight, bias, eps, weight_offset, ROUNDINGS.get(rounding), None, *more)
     outputs = native.y_of(op, given)
     if outputs is not None:

@@ -81,6 +81,7 @@ class Output(NamedTuple):
     promoted_if_rounded: tuple[str, ...] = ()  # these, too, and outputs, if the form rounds between its steps
     operand: str | None = None  # the backward's operand that it is, if that has another name
     is_of_dx: bool = False  # of a backward: whether it is made of dx, with what is added to dx
+    is_dx: bool = False  # whether it is dx, but for its dtype
 
 
 class Op(NamedTuple):
@@ -143,6 +144,16 @@ PLAIN_OPS = (
     Op("rms", BACKWARD, (*RMS_BWD, BIAS_DTYPE, *RESIDUAL), (DX_, DWEIGHT_, DBIAS_), suffix="_residual"),
 )
 
+# The backward of a sum with a wider residual. Its x is the sum, dx is the residual's gradient, and dsummand is the same
+# in the dtype of the other summand.
+DSUMMAND_ = Output("dsummand", Role.ROWS, dtype="dsummand_dtype", is_dx=True)
+DSUMMAND_DTYPE = DX_DTYPE._replace(name="dsummand_dtype")
+SUMMANDS_OPS = tuple(
+    op._replace(inputs=(*op.inputs, DSUMMAND_DTYPE), outputs=(*op.outputs, DSUMMAND_), suffix="_of_wide_sum",
+                form=FormSpec(combine="summands"))
+    for op in PLAIN_OPS if op.suffix
+)  # fmt: skip
+
 # Modulated norms. Their backward is of h, which a gated branch was added to, and computes u again.
 SCALE, GATE = (Slot(name, Role.MODULATION, gradient=f"d{name}") for name in ("scale", "gate"))
 SHIFT = Slot("shift", Role.MODULATION, optional=True, gradient="dshift")
@@ -204,6 +215,8 @@ STREAM = SUMMAND._replace(optional=False)
 FORMS = (  # (form, suffix, x and operands behind normalized_shape, settings, y, outputs, suffix of the backward)
     (PLAIN, "_affine", (X,), (), FORM_Y_, (), "_residual"),
     (FormSpec(combine="add"), "_of_sum", (X, SUMMAND), SUM_SETTINGS, FORM_Y_, (NEW_RESIDUAL_,), "_residual"),
+    (FormSpec(combine="add"), "_of_wide_sum", (X._replace(gradient="dsummand"), STREAM), SUM_SETTINGS, FORM_Y_,
+     (NEW_RESIDUAL_,), "_of_wide_sum"),
     (FormSpec(finish="add"), "_plus_residual", (X, ADDED_LAST), (), LAST_Y_, (), "_residual"),
     (ONE_PLUS, "_modulated", (X, SCALE, SHIFT), (ROUNDS_STEPS,), MODULATED_Y_, (), "_modulated"),
     (ONE_PLUS._replace(combine="add"), "_of_sum_modulated", (X, STREAM, SCALE, SHIFT), (*SUM_SETTINGS, ROUNDS_STEPS),
@@ -223,7 +236,8 @@ FORM_OPS = tuple(
     for norm, eps, statistics in (("layer", EPS, (MEAN_, RSTD_)), ("rms", DEFAULT_EPS, (RSTD_,)))
     for form, suffix, (x, *operands), settings, y, outputs, backward in FORMS
 )  # fmt: skip
-OPS: dict[str, Op] = {op.name: op for op in (*PLAIN_OPS, *MODULATED_OPS, *GATED_OPS, *PACKED_OPS, *FORM_OPS)}
+BACKWARDS_OF_FORMS = *SUMMANDS_OPS, *MODULATED_OPS, *GATED_OPS, *PACKED_OPS
+OPS: dict[str, Op] = {op.name: op for op in (*PLAIN_OPS, *BACKWARDS_OF_FORMS, *FORM_OPS)}
 
 
 def _together(parts: Sequence[tuple], last: tuple = ()) -> tuple:
@@ -354,6 +368,7 @@ class Derivative(NamedTuple):
     grads: tuple[str | None, ...]  # the operands that take the gradients of the outputs behind the statistics
     passed: tuple[int, ...]  # which of these outputs are the backward's x, so that their gradients are added to dx
     of_dx: tuple[int, ...]  # the outputs of the backward that are made of dx
+    copies: tuple[str, ...]  # and the names of those that are dx, in another dtype
     settings: tuple[str, ...]  # the form's operands that the backward has, too
     # The operands that give the dtype of a gradient, and the forward's tensors whose gradient it is. It has the widest
     # dtype of these, and autograd casts it to those of the others.
@@ -380,6 +395,7 @@ def derivative_of(forward: str) -> Derivative:
         tuple(output.gradient for output in behind),
         tuple(at for at, output in enumerate(behind) if output.operand == "x"),
         tuple(at for at, output in enumerate(backward.outputs) if output.is_of_dx),
+        tuple(output.name for output in backward.outputs if output.is_dx),
         tuple(slot.name for slot in of.slots if slot.role is Role.FORM and slot.name in backward._fields),
         tuple((each.dtype, mask[outputs.index(each.name)]) for each in op.outputs if op.slot(each.dtype)),
     )

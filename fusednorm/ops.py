@@ -18,6 +18,10 @@ layer_norm_fwd_affine, rms_norm_fwd_affine
 layer_norm_fwd_of_sum, rms_norm_fwd_of_sum
     the same of new_residual = x + residual, in residual_dtype (by default the promoted dtype of both). The sum is
     normalized as it is stored if rounds_sum. residual None: new_residual is a copy of x
+layer_norm_fwd_of_wide_sum, rms_norm_fwd_of_wide_sum
+    the same for a residual of a wider dtype than x's, for which autograd calls one backward that writes both gradients
+layer_norm_bwd_of_wide_sum, rms_norm_bwd_of_wide_sum
+    as `*_bwd_residual`, with the gradient in a second dtype, too: dx in dx_dtype, dsummand in dsummand_dtype
 layer_norm_fwd_plus_residual, rms_norm_fwd_plus_residual
     the same of x, plus residual; y has the promoted dtype of both by default
 layer_norm_fwd_of_gated, rms_norm_fwd_of_gated

@@ -125,6 +125,8 @@ def formula_of_group(operands: Operands) -> Outputs:
     form = operands.form
     if form and "gate" in (form.combine, form.finish):
         return gated_backward_formula(operands)
+    if form and form.combine == "summands":
+        return summands_backward_formula(operands)
     return modulated_backward_formula(operands) if form.modulate else backward_formula(*operands[1:12])
 
 
@@ -281,6 +283,17 @@ def backward_formula(
     return dx, dw, db
 
 
+def summands_backward_formula(operands: Operands) -> Outputs:
+    """(dx, dweight, dbias, dsummand): `backward_formula` with dx in two dtypes."""
+    wants_dx, wants_dw, wants_db, wants_dsummand = operands.output_mask
+    mask, dtype = (wants_dx or wants_dsummand, wants_dw, wants_db), accumulation_dtype(operands.x.dtype)
+    given = operands._replace(output_mask=mask, dx_dtype=dtype)
+    dh, dw, db = backward_formula(*given[1:12])
+    wanted = (wants_dx, operands.dx_dtype), (wants_dsummand, operands.dsummand_dtype)
+    dx, dsummand = (dh.to(dtype or operands.x.dtype, copy=True) if wants else None for wants, dtype in wanted)
+    return dx, dw, db, dsummand
+
+
 def modulated_backward_formula(operands: Operands) -> Outputs:
     """The outputs of layer_norm_bwd_modulated and rms_norm_bwd_modulated, in the ops' dtypes and shapes."""
     x, shape, form, weight = operands.x, operands.normalized_shape, operands.form, operands.weight
@@ -375,6 +388,8 @@ def statistics_gradients(operands: Operands, grad_mean: Tensor | None, grad_rstd
         found |= {"dx": (dh * factor).to(x.dtype), "dgate": (dh * x.to(h.dtype) * slope).to(gate.dtype)}
     else:
         found["dx"] = dh
+    if "dsummand" in found:
+        found["dsummand"] = dh.to(operands.dsummand_dtype or x.dtype)
     if getattr(operands, "branch", None) is not None:
         branch = operands.branch, gate, len(operands.normalized_shape)
         found["dbranch"], found["dgate"] = branch_gradients(dh, *branch, mask=(True, True))

@@ -341,6 +341,11 @@ def dh_alone(dh, dy, x_hat, weight, bias, tiles, norm: tl.constexpr):
 
 
 @triton.jit
+def dh_of_summands(dh, dy, x_hat, weight, bias, tiles, norm: tl.constexpr):
+    return dh, dh
+
+
+@triton.jit
 def of_gated_x(dh, dy, x_hat, weight, bias, tiles, norm: tl.constexpr):
     factor, slope = gate_of(tiles, norm)
     return dh * factor, dh * tiles[0].to(norm.acc) * slope
@@ -430,6 +435,7 @@ COMBINE: dict[str, dict[str, Any]] = {
     "add": {"combine": rounded_total},
     "gate": {"combine": gated, "gradients": of_gated_x},
     "add_gated": {"combine": rounded_gated_total},
+    "summands": {"gradients": dh_of_summands},
 }
 FINISH: dict[str, dict[str, Any]] = {
     "": {},

@@ -148,6 +148,7 @@ def _connect(forward: Op, backward: Op) -> None:
         gradients=[[*grads, *of_outputs].index(gradients[each]) for each in tensors],
         passed=[OWN_OUTPUTS + at for at in by.passed],
         of_dx=list(by.of_dx),
+        copies=[grads.index(name) for name in by.copies],
         settings=[
             extension.Setting(of_forward=settings.index(name))
             if name in by.settings

@@ -41,7 +41,7 @@ from .routing import named_arguments
 
 aten, ours = torch.ops.aten, TORCH_OPS
 
-WITH_RESIDUAL = [op for op in OPS.values() if op.slot("residual_grad") and not op.form.modulate]
+WITH_RESIDUAL = [op for op in OPS.values() if op.suffix == "_residual"]
 FOLDED = {  # per op: the op that takes a residual gradient as well, which may be the op itself
     getattr(ours, each.name).default: op for op in WITH_RESIDUAL for each in (op, op._replace(suffix=""))
 }

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import reduce
+from typing import Any, NamedTuple
 
 import torch
 
-from ..operands import OWN_OUTPUTS, Operands, Output, Role
+from ..operands import OWN_OUTPUTS, Derivative, Operands, Output, Role
 from ..planner.norm_problem import accumulation_dtype
 
 
@@ -25,6 +26,14 @@ def output_dtype(operands: Operands, output: Output) -> torch.dtype:
         other = output_dtype(operands, of_output) if of_output else getattr(getattr(operands, name), "dtype", dtype)
         dtype = torch.promote_types(dtype, other)
     return dtype
+
+
+def settings_of(operands: Operands, by: Derivative) -> dict[str, Any]:
+    """What the backward of a form takes beside tensors."""
+    tensors, settings = operands.tensors, {name: getattr(operands, name) for name in by.settings}
+    for name, ats in by.dtypes:
+        settings[name] = reduce(torch.promote_types, [tensors[at].dtype for at in ats if tensors[at] is not None])
+    return settings
 
 
 class Steps(NamedTuple):

@@ -39,7 +39,7 @@ from ..planner.legality import MAX_RING_ROWS
 from ..planner.norm_problem import FLOAT_DTYPES, NormProblem
 from ..planner.plan import Plan, ReferencePlan, num_launches
 from ..problem.calls import BackwardCall, ForwardCall, check_backward, check_forward
-from ..problem.outputs import groups_of, output_dtype
+from ..problem.outputs import groups_of, output_dtype, settings_of
 from ..problem.validation import FLOATS
 from ..settings.forcing import forced_variant
 
@@ -78,11 +78,16 @@ class Wanted(NamedTuple):
 
     @property
     def op(self) -> Op:
-        forward = OPS[f"{self.norm}_norm_fwd{self.form}"]
+        forward = self._forward_op
         if self.direction == FORWARD:
             return forward
         suffix = forward.backward or ("_residual" if self.residual_dtype else "")
         return OPS[f"{self.norm}_norm_bwd{suffix}"]
+
+    @property
+    def _forward_op(self) -> Op:
+        wide = self.form == "_of_sum" and self.residual_dtype and self.residual_dtype.itemsize > self.dtype.itemsize
+        return OPS[f"{self.norm}_norm_fwd{'_of_wide_sum' if wide else self.form}"]
 
     @property
     def problem(self) -> NormProblem:
@@ -100,7 +105,7 @@ class Wanted(NamedTuple):
         kept = [*forward.tensors, *outputs[1:]]
         given = {name: kept[at] for name, at in zip(by.saved, by.sources, strict=True)}
         given |= dict(zip(by.grads, outputs[OWN_OUTPUTS:], strict=True))
-        given |= {name: getattr(forward, name) for name in by.settings}
+        given |= settings_of(forward, by)
         if self.residual_dtype and not self.form:
             given["residual_grad"] = self._tensor(Role.ROWS, self.residual_dtype)
         given |= {"grad_out": outputs[0], "normalized_shape": (self.cols,)}
@@ -108,7 +113,7 @@ class Wanted(NamedTuple):
         return check_backward(operands_of(self.op.name, (), given))
 
     def _forward(self) -> Operands:
-        op, stream = OPS[f"{self.norm}_norm_fwd{self.form}"], self.residual_dtype or self.dtype
+        op, stream = self._forward_op, self.residual_dtype or self.dtype
         given: dict[str, Any] = {"normalized_shape": (self.cols,), "eps": 1e-5} | dict(self.settings)
         if size := given.pop("group_size", None):
             given["groups"] = number_of_groups(op.name, size, self.cols)

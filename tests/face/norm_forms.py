@@ -28,6 +28,27 @@ FACES = {  # the function and the module of each form
     "layer_norm_fwd_modulated_plus_residual": (fusednorm.layer_norm_add, fusednorm.LayerNormAdd),
     "rms_norm_fwd_modulated_plus_residual": (fusednorm.rms_norm_add, fusednorm.RMSNormAdd),
 }
+
+
+class WideLayerNorm(fusednorm.AddLayerNorm):
+    op = "layer_norm_fwd_of_wide_sum"  # for a residual of any dtype
+
+
+class WideRMSNorm(fusednorm.AddRMSNorm):
+    op = "rms_norm_fwd_of_wide_sum"
+
+
+def of_wide_sum(
+    norm, x, residual, weight=None, bias=None, eps=1e-5, residual_dtype=None, *, normalized_shape=None,
+    weight_offset=0.0, rounding="once", normalize_rounded=True,
+):  # fmt: skip
+    op = f"{norm}_norm_fwd_of_{'sum' if residual is None else 'wide_sum'}"
+    settings = normalized_shape, weight_offset, rounding, (normalize_rounded, residual_dtype)
+    return fusednorm.functional.of_form(op, x, (residual,), weight, bias, eps, *settings)
+
+
+for _norm, _module in (("layer", WideLayerNorm), ("rms", WideRMSNorm)):
+    FACES[f"{_norm}_norm_fwd_of_wide_sum"] = partial(of_wide_sum, _norm), _module
 FACES |= {
     f"{norm}_norm_fwd{of}_modulated": faces
     for norm, faces in (

@@ -32,7 +32,8 @@ DTYPES = [(BF16,), (FP16, FP16), (BF16, FP32, FP32), (FP32, BF16, BF16), (BF16, 
 
 def test_every_form_has_a_function_and_a_module():
     assert set(FACES) == {op.name for op in FORM_OPS}
-    public = {getattr(each, "func", each).__name__ for pair in FACES.values() for each in pair}
+    pairs = [pair for name, pair in FACES.items() if "wide_sum" not in name]  # add_layer_norm and add_rms_norm are
+    public = {getattr(each, "func", each).__name__ for pair in pairs for each in pair}
     assert public <= set(fusednorm.__all__)
 
 

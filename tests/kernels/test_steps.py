@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import gated
 import pytest
+import wide_sums
 from cases import guarded_buffers
 from steps import FORMS, PORTABLE
 
@@ -44,5 +45,5 @@ def test_kernels_have_the_steps_that_forms_name():
     assert rowmath.ACTIVATIONS.keys() == set(ACTIVATIONS)
     assert rowmath.FACTORS.keys() == set(filter(None, MODULATE))
     modulated = [op.form for op in FORM_OPS if op.form.modulate]  # test_modulated_forwards.py
-    tried = {(form.combine, form.finish) for form in (*FORMS, *gated.FORMS, *modulated)}
+    tried = {(form.combine, form.finish) for form in (*FORMS, *gated.FORMS, wide_sums.FORM, *modulated)}
     assert {each for pair in tried for each in pair} == COMBINE.keys() | FINISH.keys()

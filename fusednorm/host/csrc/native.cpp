@@ -370,11 +370,13 @@ PYBIND11_MODULE(_native, module) {
   module.def("set_backward", [](size_t forward, size_t backward, std::vector<size_t> saved,
                                 std::vector<optional<size_t>> sources, std::vector<size_t> gradients,
                                 std::vector<size_t> passed, std::vector<size_t> of_dx,
-                                std::vector<Backward::Setting> settings, size_t eps) {
+                                std::vector<Backward::Setting> settings, size_t eps, std::vector<size_t> copies) {
     ops.at(forward)->backward = Backward{ops.at(backward), std::move(saved), std::move(sources), std::move(gradients),
-                                         std::move(passed), std::move(of_dx), std::move(settings), eps};
+                                         std::move(passed), std::move(of_dx), std::move(copies), std::move(settings),
+                                         eps};
   }, py::kw_only(), py::arg("forward"), py::arg("backward"), py::arg("saved"), py::arg("sources"),
-     py::arg("gradients"), py::arg("passed"), py::arg("of_dx"), py::arg("settings"), py::arg("eps"));
+     py::arg("gradients"), py::arg("passed"), py::arg("of_dx"), py::arg("settings"), py::arg("eps"),
+     py::arg("copies") = std::vector<size_t>());
   module.def("install", &install, py::arg("number"), py::arg("key"), py::kw_only(), py::arg("above"), py::arg("below"),
              py::arg("differentiable_backward"), py::arg("statistics_gradients"));
   module.def("start", [](size_t kept) { cache.most_kinds = kept; }, py::kw_only(), py::arg("kept_kinds"));

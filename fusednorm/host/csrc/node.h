@@ -187,6 +187,7 @@ struct NormBackward : torch::autograd::Node {
     } else {
       for (size_t each : backward.passed)
         if (grad_of[each]->defined()) dx = *grad_of[each];
+      for (size_t each : backward.copies) found[each] = dx;  // which autograd casts
     }
     if (op.has_shape && (grad_of[MEAN]->defined() || grad_of[RSTD]->defined())) {
       py::gil_scoped_acquire gil;

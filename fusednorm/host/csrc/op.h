@@ -57,6 +57,7 @@ struct Backward {
   std::vector<size_t> gradients;  // what each tensor of the forward gets: an output of the op or, counted on, the gradient of an output
   std::vector<size_t> passed;     // the outputs of the forward whose gradients are added to that of x
   std::vector<size_t> of_dx;      // the outputs of the op that are made of that of x
+  std::vector<size_t> copies;     // and those that are that of x, in another dtype
   std::vector<Setting> settings;  // of the op
   size_t eps;                                  // among the settings of the forward
 };

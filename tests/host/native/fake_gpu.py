@@ -461,6 +461,8 @@ def compute_backward(launched: Launched) -> None:
     residual = launched.more_rows("added")
     dh = dh if residual is None else dh + residual
     fill(launched.tensor("dx", launched.shape()), dh * before)
+    if launched.build.norm.form.gradients is rowmath.dh_of_summands and 1 in launched.build.norm.stored:
+        fill(launched.more_rows("rows_out"), dh)
     if gate is not None:
         x_hat = ((h - (0 if mean is None else mean)) * rstd).flatten(1)
         u = x_hat if weight is None else x_hat * (offset["weight_offset"] + weight)

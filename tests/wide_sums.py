@@ -1,0 +1,83 @@
+"""Backwards of sums with a residual that is wider than x, as calls, and what they must give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from cases import BF16, FP16
+from torch import Tensor
+
+from fusednorm.operands import OPS, Operands, operands_of
+from fusednorm.problem.calls import BackwardCall, check_backward
+
+FORM = OPS["rms_norm_bwd_of_wide_sum"].form
+
+
+@dataclass(frozen=True)
+class WideSum:
+    """A backward of [rows, cols]: x is the float32 sum. The mask is of (dx, dweight, dbias, dsummand)."""
+
+    norm: str
+    rows: int
+    cols: int
+    summand: torch.dtype = BF16
+    mask: tuple[bool, ...] = (True,) * 4
+    has_residual_grad: bool = True
+
+    def __str__(self) -> str:
+        wants = "".join(str(int(each)) for each in self.mask)
+        return f"{self.norm}-{self.rows}x{self.cols}-{str(self.summand)[6:]}-{wants}-{int(self.has_residual_grad)}"
+
+    @property
+    def operands(self) -> Operands:
+        generator = torch.Generator().manual_seed(self.rows + self.cols)
+        dy, x, stream = (torch.randn(self.rows, self.cols, generator=generator) for _ in range(3))
+        weight, bias = (torch.randn(self.cols, generator=generator) for _ in range(2))
+        centered = x - x.mean(-1, keepdim=True) if self.norm == "layer" else x
+        statistics = {"mean": x.mean(-1)} if self.norm == "layer" else {}
+        given = {"grad_out": dy.to(self.summand), "x": x, "normalized_shape": (self.cols,), "weight": weight}
+        given |= statistics | {"rstd": centered.square().mean(-1).rsqrt(), "bias": bias, "output_mask": self.mask}
+        given |= {"residual_grad": stream if self.has_residual_grad else None, "dsummand_dtype": self.summand}
+        return operands_of(f"{self.norm}_norm_bwd_of_wide_sum", (), given)
+
+    @property
+    def call(self) -> BackwardCall:
+        return check_backward(self.operands)
+
+    def check(self, outputs: tuple[Tensor | None, ...]) -> None:
+        """Fails unless dx is near that in float64, and dsummand the same number in the summand's dtype."""
+        from fusednorm import reference
+
+        given = self.operands
+        wide = {name: value.double() for name, value in given._asdict().items() if isinstance(value, Tensor)}
+        mask = (True, *self.mask[1:3], False)
+        want = reference.formula(given._replace(**wide, output_mask=mask))
+        for got, right, wanted in zip(outputs[:3], want, self.mask, strict=False):
+            assert (got is not None) == wanted
+            if wanted:
+                torch.testing.assert_close(got.double(), right, rtol=1e-5, atol=2e-5)
+        *_, dsummand = outputs
+        assert (dsummand is not None) == self.mask[3]
+        if dsummand is not None:
+            assert dsummand.dtype == self.summand
+            epsilon = torch.finfo(self.summand).eps
+            torch.testing.assert_close(dsummand.double(), want[0], rtol=epsilon, atol=2e-5)
+            assert outputs[0] is None or torch.equal(dsummand, outputs[0].to(self.summand))
+
+
+PORTABLE = [
+    WideSum("layer", 9, 77),
+    WideSum("rms", 8, 64, FP16),
+    WideSum("rms", 9, 77, mask=(False, True, False, True)),
+    WideSum("layer", 5, 64, mask=(True, False, True, False), has_residual_grad=False),
+    WideSum("layer", 5, 64, mask=(False, False, False, True)),
+]
+# More rows than a ring holds at once; whole and masked rows; a cluster (of 2 SMs); float32 beside 16 bits.
+PIPELINED = [
+    WideSum("rms", 60, 200),
+    WideSum("layer", 37, 1032),
+    WideSum("layer", 6, 1536, mask=(False, True, True, True)),
+    WideSum("rms", 3, 16384, FP16, has_residual_grad=False),
+]
+SPECIALIZED = [WideSum("layer", 60, 200), WideSum("rms", 37, 1032, mask=(False, True, True, True))]
