@@ -30,6 +30,7 @@ from .multiwave import (
     load_row_tile,
     load_row_tiles,
     other_rows,
+    row_of_sample,
     row_start,
     rows_in_memory,
     store_chunk,
@@ -58,6 +59,19 @@ def row_pointers(x_rows, rows_in, strides_in, row, norm: tl.constexpr, tile: tl.
 
 
 @triton.jit
+def sample_pointers(shared, strides_shared, row, sample_rows, tile: tl.constexpr):
+    """Where the rows that belong to a row's sample begin."""
+    pointers = ()
+    if shared is not None:
+        sample = row * 0
+        if sample_rows is not None:
+            sample = row // sample_rows
+        for t in tl.static_range(len(shared)):
+            pointers = pointers + (row_of_sample(shared, strides_shared, t, sample, tile),)
+    return pointers
+
+
+@triton.jit
 def shifted(rows_in, left):
     """The pointers from column `left` on."""
     found = ()
@@ -75,11 +89,12 @@ def load_elements(pointers, start, col, valid):
     return elements
 
 
-@triton.jit(do_not_specialize=["rows", "x_inner"])
+@triton.jit(do_not_specialize=["rows", "x_inner", "sample_rows"])
 def forward_by_column_tiles(
     x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows: "i64", cols, eps: "fp64", x_inner: "i64",
     x_outer_stride: "i64", x_inner_stride: "i64",
-    norm: tl.constexpr, tile: tl.constexpr, rows_in=None, strides_in=None, rows_out=None,
+    norm: tl.constexpr, tile: tl.constexpr, rows_in=None, strides_in=None, rows_out=None, shared=None,
+    strides_shared=None, sample_rows=None,
 ):
     """y of a row that does not fit registers, and mean and rstd unless their pointers are None; one row per CTA. Mean
     (LayerNorm only), variance (the mean of (x - mean)^2) and y take a pass over the row's column tiles each. Only the
@@ -88,6 +103,7 @@ def forward_by_column_tiles(
     x_rows = rows_in_memory(of_group(x_ptr, cols, tile), x_inner, x_outer_stride, x_inner_stride, tile)
     row = tl.program_id(0).to(tl.int64)
     tile_rows = row_pointers(x_rows, each_of_group(rows_in, cols, tile), strides_in, row, norm, tile)
+    tile_rows = tile_rows + sample_pointers(shared, strides_shared, row, sample_rows, tile)
     rows_out = each_of_group(rows_out, cols, tile)
     weight_ptr = of_group(weight_ptr, cols, tile)
     bias_ptr = of_group(bias_ptr, cols, tile)

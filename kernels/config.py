@@ -107,6 +107,11 @@ class Norm(CompileTime):
         """The number of those that are summed, in the form that static_range takes."""
         return tl.constexpr(len(self.summed))
 
+    @property
+    def wants_sums(self) -> bool:
+        """Whether a backward leaves partials."""
+        return self.wants_dw or self.wants_db or len(self.summed) > 0
+
     def gradient_of_sum(self, nth: int) -> int:
         """Which of the form's `gradients` is the nth that is summed."""
         return self.summed[nth]

@@ -16,9 +16,9 @@ Row tensors beside x that a form reads or writes come as tuples, or as None: `ro
 inner, outer_stride and inner_stride of each, and `rows_out` of pointers to contiguous rows. A backward adds the rows of
 `added`, which are contiguous, to the gradient of the row that was normalized.
 
-In a backward, sample_rows rows may be a sample with CTAs of its own: the first dimension of the grid counts samples,
-and the second is P. A row of `shared`, tensors that are given as those of `rows_in` are, belongs to a sample. There are
-partials for each sample, those of sample s from row s * P on: also of the gradients that are summed (norm.summed), with
+sample_rows rows may be a sample with CTAs of its own: the first dimension of the grid counts samples, and the second is
+P. A row of `shared`, tensors that are given as those of `rows_in` are, belongs to a sample. A backward leaves partials
+for each sample, those of sample s from row s * P on: also of the gradients that are summed (norm.summed), with
 pointers in `sum_partials`.
 """
 
@@ -222,10 +222,17 @@ def load_shared(shared, strides_shared, sample, cols, tile: tl.constexpr):
     tiles = ()
     if shared is not None:
         for t in tl.static_range(len(shared)):
-            source = other_rows(shared, strides_shared, t, tile)
-            start = (sample // source.inner) * source.outer_stride + (sample % source.inner) * source.inner_stride
-            tiles = tiles + (load_parameter(source.ptr + start, cols, True, columns, tile),)
+            ptr = row_of_sample(shared, strides_shared, t, sample, tile)
+            tiles = tiles + (load_parameter(ptr, cols, True, columns, tile),)
     return tiles
+
+
+@triton.jit
+def row_of_sample(shared, strides_shared, t: tl.constexpr, sample, tile: tl.constexpr):
+    """Where the row of the t-th tensor of `shared` begins that belongs to the sample."""
+    source = other_rows(shared, strides_shared, t, tile)
+    nth = sample // source.inner
+    return source.ptr + nth * source.outer_stride + (sample % source.inner) * source.inner_stride
 
 
 @triton.jit
@@ -329,11 +336,12 @@ def write_rows(
         store_chunk(y_ptr, start, y, in_range[:, None], cols, c, tile)
 
 
-@triton.jit(do_not_specialize=["rows", "x_inner"])
+@triton.jit(do_not_specialize=["rows", "x_inner", "sample_rows"])
 def forward(
     x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows: "i64", cols, eps: "fp64", x_inner: "i64",
     x_outer_stride: "i64", x_inner_stride: "i64",
-    norm: tl.constexpr, tile: tl.constexpr, rows_in=None, strides_in=None, rows_out=None,
+    norm: tl.constexpr, tile: tl.constexpr, rows_in=None, strides_in=None, rows_out=None, shared=None,
+    strides_shared=None, sample_rows=None,
 ):
     """y of the CTA's row tiles (of its only one, with tile.one_tile), and mean and rstd unless their pointers are
     None."""
@@ -344,18 +352,25 @@ def forward(
     y_ptr = of_group(y_ptr, cols, tile)
     mean_ptr = of_group(mean_ptr, 1, tile)
     rstd_ptr = of_group(rstd_ptr, 1, tile)
-    step = tl.num_programs(0) * tile.rows
-    row = tl.program_id(0).to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
-    tiles = load_row_tiles(x_rows, rows_in, strides_in, row, rows, cols, norm, tile)
+    share = share_of_cta(rows, sample_rows)
+    step = share.ctas * tile.rows
+    row = share.first + share.cta.to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
+    tiles = load_row_tiles(x_rows, rows_in, strides_in, row, share.last, cols, norm, tile)
+    of_sample = load_shared(shared, strides_shared, share.sample, cols, tile)
     weight = load_parameter(of_group(weight_ptr, cols, tile), cols, norm.has_weight, columns, tile)
     bias = load_parameter(of_group(bias_ptr, cols, tile), cols, norm.has_bias, columns, tile)
     if tile.one_tile:
-        write_rows(tiles, row, rows, cols, weight, bias, y_ptr, mean_ptr, rstd_ptr, rows_out, eps, norm, tile)
+        write_rows(
+            tiles + of_sample, row, share.last, cols, weight, bias, y_ptr, mean_ptr, rstd_ptr, rows_out, eps, norm, tile
+        )
     else:
-        for _ in range(tl.cdiv(rows - tl.program_id(0) * tile.rows, step)):
+        for _ in range(tl.cdiv(share.last - share.first - share.cta * tile.rows, step)):
             ahead = row + step
-            next_tiles = load_row_tiles(x_rows, rows_in, strides_in, ahead, rows, cols, norm, tile)
-            write_rows(tiles, row, rows, cols, weight, bias, y_ptr, mean_ptr, rstd_ptr, rows_out, eps, norm, tile)
+            next_tiles = load_row_tiles(x_rows, rows_in, strides_in, ahead, share.last, cols, norm, tile)
+            write_rows(
+                tiles + of_sample, row, share.last, cols, weight, bias, y_ptr, mean_ptr, rstd_ptr, rows_out, eps, norm,
+                tile,
+            )  # fmt: skip
             row = ahead
             tiles = next_tiles
 

@@ -11,13 +11,16 @@ from .row_tile import cluster_bases, column_index, column_layout, row_major, til
 
 
 @gluon.jit
-def zeros(tile: gl.constexpr):
-    """Zeros to start dw and db from, [rows, cluster, chunk] for each chunk. Each thread has its own sums; the rows of a
+def zeros(norm: gl.constexpr, tile: gl.constexpr):
+    """Zeros to start the sums from, [rows, cluster, chunk] for each chunk. Each thread has its own sums; the rows of a
     tile are added together only at the end."""
     chunks = ()
+    more = ()
     for _ in gl.static_range(tile.chunks):
         chunks = chunks + (gl.full([tile.rows, tile.cluster, tile.chunk], 0.0, gl.float32, tile_layout(tile)),)
-    return ColumnSums(chunks, chunks)
+        for _ in gl.static_range(norm.sums):
+            more = more + (gl.full([tile.rows, tile.cluster, tile.chunk], 0.0, gl.float32, tile_layout(tile)),)
+    return ColumnSums(chunks, chunks, more)
 
 
 @gluon.constexpr_function
@@ -27,11 +30,11 @@ def is_of_several_warps(tile):
 
 
 @gluon.constexpr_function
-def stores_early(tile):
+def stores_early(norm, tile):
     """True if pipelined.backward stores the partials before it computes the last tile's dx, and not after its row loop.
     This takes registers, like prefetched statistics. It also requires that the stores need no shared memory, because
-    the ring still uses it."""
-    return tile.prefetches_statistics and not is_of_several_warps(tile)
+    the ring still uses it, and that the sums are complete, which those of modulations are not."""
+    return tile.prefetches_statistics and not is_of_several_warps(tile) and not norm.summed
 
 
 @gluon.constexpr_function
@@ -104,13 +107,39 @@ def store_partials(partials, sums, partial, cols, end, norm: gl.constexpr, tile:
             gl.store(partials.dw + target, sum_over_rows(sums.dw[c], tile), mask=col < end)
         if norm.wants_db:
             gl.store(partials.db + target, sum_over_rows(sums.db[c], tile), mask=col < end)
+        for s in gl.static_range(norm.sums):
+            gl.store(partials.more[s] + target, sum_over_rows(sums.more[c * norm.sums + s], tile), mask=col < end)
 
 
 @gluon.jit
-def store_partials_of_cta(partials, sums, rows, cols, norm: gl.constexpr, tile: gl.constexpr):
+def more_in_shared_memory(more, norm: gl.constexpr, tile: gl.constexpr):
+    """`to_shared_memory` of each of the sums of modulations, in the order in which they were."""
+    by_sum = ()
+    for s in gl.static_range(norm.sums):
+        chunks = ()
+        for c in gl.static_range(tile.chunks):
+            chunks = chunks + (more[c * norm.sums + s],)
+        by_sum = by_sum + (to_shared_memory(chunks, True, tile),)
+    found = ()
+    for c in gl.static_range(tile.chunks):
+        for s in gl.static_range(norm.sums):
+            found = found + (by_sum[s][c],)
+    return found
+
+
+@gluon.jit
+def store_partials_of_cta(partials, sums, rows, sample_rows, cols, norm: gl.constexpr, tile: gl.constexpr):
     """Store the CTA's row of the partials, if the CTA has row tiles."""
     dw = to_shared_memory(sums.dw, norm.wants_dw, tile)
     db = to_shared_memory(sums.db, norm.wants_db, tile)
-    partial = opaque(gl.program_id(0))  # else addresses are computed before the row loop, and held
-    end = gl.where(partial * tile.rows < rows, cols, 0)  # no columns for a CTA without row tiles
-    store_partials(partials, ColumnSums(dw, db), partial, cols, end, norm, tile)
+    more = more_in_shared_memory(sums.more, norm, tile)
+    # Opaque, else addresses are computed before the row loop, and held.
+    if sample_rows is None:
+        cta = opaque(gl.program_id(0))
+        partial = cta
+    else:
+        cta = opaque(gl.program_id(1))
+        partial = gl.program_id(0) * gl.num_programs(1) + cta
+        rows = sample_rows
+    end = gl.where(cta * tile.rows < rows, cols, 0)  # no columns for a CTA without row tiles
+    store_partials(partials, ColumnSums(dw, db, more), partial, cols, end, norm, tile)

@@ -6,8 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .cluster import sum_over_cluster
-from .loads import Statistics, chunk_of, combine, of_groups, plus
-from .row_tile import aligned, columns_of_thread, parameter_row, store_chunk, tile_layout
+from .loads import Statistics, combine, of_groups, plus
+from .row_tile import aligned, chunk_with_shared, columns_of_thread, parameter_row, store_chunk, tile_layout
 from .rowmath import (
     corrected_moments,
     input_gradient,
@@ -22,10 +22,12 @@ from .rowmath import (
 
 
 class ColumnSums(NamedTuple):
-    """dw and db: chunks of sums in registers or in shared memory, or pointers to the partials."""
+    """dw, db and the gradients of modulations: chunks of sums in registers or in shared memory, or pointers to the
+    partials. Of the last, those of chunk 0 come first, then those of chunk 1, ..., or a pointer for each."""
 
     dw: tuple
     db: tuple
+    more: tuple
 
 
 @gluon.jit
@@ -141,18 +143,27 @@ def mean_and_squares(x, cols, exchange, norm: gl.constexpr, tile: gl.constexpr):
 
 
 @gluon.jit
+def combined(tiles, held, rows_out, norm: gl.constexpr, tile: gl.constexpr):
+    """The rows that the norm normalizes, as chunks: see loads.combine."""
+    chunks = ()
+    for c in gl.static_range(tile.chunks):
+        chunks = chunks + (combine(chunk_with_shared(tiles, held, c, tile), rows_out, norm),)
+    return chunks
+
+
+@gluon.jit
 def store_y(
-    y_ptr, rows_out, tiles, x, statistics, weight, bias, row, cols, norm: gl.constexpr, tile: gl.constexpr
+    y_ptr, rows_out, tiles, held, x, statistics, weight, bias, row, cols, norm: gl.constexpr, tile: gl.constexpr
 ):  # fmt: skip
-    """Second pass of the forward: y of the tile at `row`. x has what was made of `tiles` (loads.combine_tiles); it is
-    stored to `rows_out`, which may be None."""
+    """Second pass of the forward: y of the tile at `row`. x has what was made of `tiles` (`combined`); it is stored to
+    `rows_out`, which may be None."""
     if rows_out is not None:
         for t in gl.static_range(len(rows_out)):
             for c in gl.static_range(tile.chunks):
                 width = aligned(cols, tiles[0][0].dtype)
                 store_chunk(rows_out[t], x[c], row, of_groups(width, tile), width, c, "", tile)
     for c in gl.static_range(tile.chunks):
-        of_chunk = chunk_of(tiles, c)
+        of_chunk = chunk_with_shared(tiles, held, c, tile)
         y = normalize(x[c].to(gl.float32), statistics.mean, statistics.rstd, norm)
         y = norm.form.round_x_hat(y, of_chunk, norm)
         y = norm.form.scale(y, parameter_row(weight[c], norm.has_weight, tile), norm)
@@ -163,7 +174,7 @@ def store_y(
 
 
 @gluon.jit
-def sum_tile(tiles, dy, statistics, weight, sums, norm: gl.constexpr, tile: gl.constexpr):
+def sum_tile(tiles, held, dy, statistics, weight, sums, norm: gl.constexpr, tile: gl.constexpr):
     """First pass of the backward: the column sums with the tile's share added, and the CTA's row sums [rows, cluster]
     of g * x_hat and of g, as a tuple. RMSNorm's tuple has the first only. `sum_over_cluster` must follow where CTAs
     share a row."""
@@ -172,7 +183,7 @@ def sum_tile(tiles, dy, statistics, weight, sums, norm: gl.constexpr, tile: gl.c
     dw = ()
     db = ()
     for c in gl.static_range(tile.chunks):
-        of_chunk = chunk_of(tiles, c)
+        of_chunk = chunk_with_shared(tiles, held, c, tile)
         h = widen(combine(of_chunk, None, norm), tile.in_pairs)
         x_hat = normalize(h, statistics.mean, statistics.rstd, norm)
         du = norm.form.to_du(widen(dy[c], tile.in_pairs), of_chunk, norm)
@@ -186,17 +197,18 @@ def sum_tile(tiles, dy, statistics, weight, sums, norm: gl.constexpr, tile: gl.c
         row_sums = gl.reduce((sum_gx, sum_g), 2, add_pairs)
     else:
         row_sums = (gl.sum(sum_gx, axis=2),)
-    return ColumnSums(dw, db), row_sums
+    return ColumnSums(dw, db, sums.more), row_sums
 
 
 @gluon.jit
 def store_gradients(
-    outs, stride, tiles, dy, statistics, row_sums, weight, bias, others, first_dy, first_weight, row, cols,
+    outs, stride, tiles, held, dy, statistics, row_sums, weight, bias, others, first_dy, first_weight, sums, row, cols,
     norm: gl.constexpr, tile: gl.constexpr,
 ):  # fmt: skip
     """Second pass of the backward: the gradients of the tile at `row`, from its row sums over the whole cluster. The
     tiles `others` are added to the gradient of the row that was normalized. Rows of `outs` are `stride` elements apart.
-    first_dy and first_weight are one element of each row, for `snapped`."""
+    first_dy and first_weight are one element of each row, for `snapped`. Returns the column sums with the tile's share
+    of the gradients of modulations added."""
     mean_gx = gl.expand_dims(row_sums[0], 2) / cols
     mean_g = mean_gx
     if norm.layer:
@@ -205,8 +217,9 @@ def store_gradients(
             mean_g = snapped(mean_g, norm.form.upstream(first_dy, first_weight, norm))
     mean = statistics.mean
     rstd = statistics.rstd
+    more = ()
     for c in gl.static_range(tile.chunks):
-        of_chunk = chunk_of(tiles, c)
+        of_chunk = chunk_with_shared(tiles, held, c, tile)
         wide_dy = widen(dy[c], tile.in_pairs)
         w = parameter_row(weight[c], norm.has_weight, tile)
         g = norm.form.upstream(norm.form.to_du(wide_dy, of_chunk, norm), w, norm)
@@ -216,3 +229,6 @@ def store_gradients(
         grads = norm.form.gradients(dh, wide_dy, normalize(h, mean, rstd, norm), w, b, of_chunk, norm)
         for t in gl.static_range(len(outs)):
             store_chunk(outs[t], grads[norm.gradient(t)], row, stride, cols, c, "", tile)
+        for s in gl.static_range(norm.sums):
+            more = more + (sums.more[c * norm.sums + s] + grads[norm.gradient_of_sum(s)],)
+    return ColumnSums(sums.dw, sums.db, more)

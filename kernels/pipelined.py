@@ -3,10 +3,16 @@
 CTA p of P (or cluster p of P, whose CTAs share the columns of a row) owns the row tiles p, p + P, p + 2P, ..., counted
 from the last tile. It keeps the parameters and, in the backward, the sums of dw and db for its whole life.
 
+sample_rows rows may be a sample with CTAs of its own, as in multiwave.py: the first dimension of the grid
+counts samples, and the second is P. The rows of a sample are then a multiple of those of a tile, so that no tile has
+rows of two samples.
+
 The warps that read a stage also refill it, and one of them may be ahead of the others. What keeps a copy from
 overwriting columns that a warp has yet to read is not in the source: between the reads of a stage and the copies of
 `ring.fill_stage` the compiler puts a CTA barrier and a proxy fence.
 """
+
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -14,7 +20,6 @@ from triton.experimental.gluon import language as gl
 from . import partial_sums, passes, ring, row_tile
 from .cluster import join_cluster, leave_cluster, open_exchange, sum_over_cluster
 from .loads import (
-    combine_tiles,
     each_of_group,
     load_parameter,
     of_group,
@@ -27,31 +32,51 @@ from .ptx import launch_dependents
 from .ring import Position
 
 
+class Share(NamedTuple):
+    """The CTA is the cta-th of `ctas` that have the rows from `first` to `last`, without `last`, those of a sample."""
+
+    sample: gl.tensor
+    cta: gl.tensor
+    ctas: gl.tensor
+    first: gl.tensor
+    last: gl.tensor
+
+
 @gluon.jit
-def open_rings(descs, tail_descs, rows, tile: gl.constexpr):
+def share_of_cta(rows, sample_rows):
+    if sample_rows is None:
+        share = Share(0, gl.program_id(0), gl.num_programs(0), 0, rows)
+    else:
+        first = gl.program_id(0) * sample_rows
+        share = Share(gl.program_id(0), gl.program_id(1), gl.num_programs(1), first, first + sample_rows)
+    return share
+
+
+@gluon.jit
+def open_rings(descs, tail_descs, share, tile: gl.constexpr):
     """The rings, with the copies of the CTA's first num_stages tiles under way."""
     copies = ()
     for t in gl.static_range(len(descs)):
         copies = copies + (row_tile.copy_descriptors(descs[t], tail_descs[t], tile),)
     rings = ring.open_rings(copies, tile)
     for s in gl.static_range(tile.stages):
-        nth = (gl.program_id(0) + s * gl.num_programs(0)) * tile.rows
-        fill_stage(rings, s, row_tile.row_of_tile(nth, rows, tile), tile)
+        nth = (share.cta + s * share.ctas) * tile.rows
+        fill_stage(rings, s, row_tile.row_of_tile(nth, share.last, tile), share.first, tile)
     return rings
 
 
 @gluon.jit
-def fill_stage(rings, stage, row, tile: gl.constexpr):
+def fill_stage(rings, stage, row, first, tile: gl.constexpr):
     """Start the copies of the tile at `row` into a stage that is new or that this CTA has read; none if the tile lies
-    before row 0. The CTA's row loop ends before such a tile, so nobody waits for it."""
-    ring.fill_stage(rings, stage, row_tile.copy_corners(row, tile), row > -tile.rows, tile)
+    before row `first`. The CTA's row loop ends before such a tile, so nobody waits for it."""
+    ring.fill_stage(rings, stage, row_tile.copy_corners(row, tile), row > first - tile.rows, tile)
 
 
-@gluon.jit(do_not_specialize=["rows"])
+@gluon.jit(do_not_specialize=["rows", "sample_rows"])
 def forward(
     x_desc, x_tail_desc, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows, cols, eps: "fp64",
     norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr, rows_in=None, strides_in=None, rows_out=None,
-    desc_1=None, desc_2=None, tail_desc_1=None, tail_desc_2=None,
+    desc_1=None, desc_2=None, tail_desc_1=None, tail_desc_2=None, shared=None, strides_shared=None, sample_rows=None,
 ):
     """y of the CTA's row tiles, and mean and rstd unless their pointers are None. A tile is read once from its stage
     and then stays in registers, so the stage is refilled as soon as the statistics are known, before y is stored.
@@ -65,37 +90,40 @@ def forward(
     rows_out = each_of_group(rows_out, cols, tile)
     mean_ptr = of_group(mean_ptr, 1, tile)
     rstd_ptr = of_group(rstd_ptr, 1, tile)
-    first = gl.program_id(0) * tile.rows
-    step = gl.num_programs(0) * tile.rows
-    row = row_tile.row_of_tile(first, rows, tile)
+    share = share_of_cta(rows, sample_rows)
+    first = share.cta * tile.rows
+    step = share.ctas * tile.rows
+    row = row_tile.row_of_tile(first, share.last, tile)
     # Loaded before the first copies start; otherwise the parameters would arrive after those tiles.
     weight = load_parameter(weight_ptr, cols, norm.has_weight, row_tile.columns_of_thread, tile)
     bias = load_parameter(bias_ptr, cols, norm.has_bias, row_tile.columns_of_thread, tile)
+    of_sample = row_tile.load_shared(shared, strides_shared, share.sample, cols, tile)
     descs = (x_desc,)
     if desc_1 is not None:
         descs = descs + (desc_1,)
     if desc_2 is not None:
         descs = descs + (desc_2,)
-    rings = open_rings(descs, (x_tail_desc, tail_desc_1, tail_desc_2), rows, tile)
+    rings = open_rings(descs, (x_tail_desc, tail_desc_1, tail_desc_2), share, tile)
     # Placed after the start of the copies, because a store to shared memory waits for the loads.
     weight = row_tile.hold_parameter(weight, norm.has_weight, tile.weight_in_smem, tile)
     bias = row_tile.hold_parameter(bias, norm.has_bias, tile.weight_in_smem, tile)
+    held = row_tile.hold_shared(of_sample, tile)
     exchange = join_cluster(exchange, tile)
     at = Position(0, 0)
-    for _ in range(first, rows, step):
+    for _ in range(first, share.last - share.first, step):
         more = row_tile.load_tiles(rows_in, strides_in, row, row_tile.aligned(cols, x_desc.dtype), tile)
         ring.wait_for_tile(rings, at)
         tiles = ()
         for t in gl.static_range(len(descs)):
             tiles = tiles + (row_tile.read_tile(rings.slots[t], at.stage, False, tile),)
         tiles = tiles + more
-        x = combine_tiles(tiles, rows_out, norm, tile)
+        x = passes.combined(tiles, held, rows_out, norm, tile)
         statistics, exchange = passes.row_statistics(x, cols, eps, exchange, norm, tile)
         # Refill: every warp has read the stage, by the compiler's CTA barrier and proxy fence before the copies.
-        fill_stage(rings, at.stage, row - tile.num_stages * step, tile)
+        fill_stage(rings, at.stage, row - tile.num_stages * step, share.first, tile)
         if rstd_ptr is not None:
             row_tile.store_statistics(mean_ptr, rstd_ptr, statistics, row, norm, tile)
-        passes.store_y(y_ptr, rows_out, tiles, x, statistics, weight, bias, row, cols, norm, tile)
+        passes.store_y(y_ptr, rows_out, tiles, held, x, statistics, weight, bias, row, cols, norm, tile)
         row -= step
         at = ring.next_position(at, tile)
     leave_cluster(tile)
@@ -111,49 +139,51 @@ def read_tiles(rings, stage, reload: gl.constexpr, tile: gl.constexpr):
     return tiles, dy
 
 
-@gluon.jit(do_not_specialize=["rows"])
+@gluon.jit(do_not_specialize=["rows", "sample_rows"])
 def backward(
     x_desc, dy_desc, x_tail_desc, dy_tail_desc, mean_ptr, rstd_ptr, weight_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr,
     rows, cols, mean_stride: "i64", rstd_stride: "i64",
     norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr, rows_in=None, strides_in=None, rows_out=None,
     added=None, bias_ptr=None, desc_1=None, desc_2=None, tail_desc_1=None, tail_desc_2=None, width=None, x_at=None,
-    gate_at=None,
+    gate_at=None, shared=None, strides_shared=None, sum_partials=None, sample_rows=None,
 ):
-    """The gradients of the CTA's row tiles, and its row of the dw and db partials. A tile is read twice from its stage,
+    """The gradients of the CTA's row tiles, and its row of the partials. A tile is read twice from its stage,
     for the row sums and for dx, and is not kept in registers between; the stage is refilled after the second read. The
     partials are complete before the last tile's dx, and are stored before it where `partial_sums.stores_early` says
     so. The form's other row tensors come as in `forward`."""
-    wants_sums: gl.constexpr = norm.wants_dw or norm.wants_db
     in_memory = statistics_in_memory(mean_ptr, rstd_ptr, mean_stride, rstd_stride, norm, tile)
-    partials = ColumnSums(of_group(dw_partial_ptr, cols, tile), of_group(db_partial_ptr, cols, tile))
+    dw_partial_ptr, db_partial_ptr = of_group(dw_partial_ptr, cols, tile), of_group(db_partial_ptr, cols, tile)
+    partials = ColumnSums(dw_partial_ptr, db_partial_ptr, sum_partials)
     weight_ptr = of_group(weight_ptr, cols, tile)
     bias_ptr = of_group(bias_ptr, cols, tile)
     exchange = open_exchange(tile)
-    first = gl.program_id(0) * tile.rows
-    step = gl.num_programs(0) * tile.rows
-    row = row_tile.row_of_tile(first, rows, tile)
+    share = share_of_cta(rows, sample_rows)
+    first = share.cta * tile.rows
+    step = share.ctas * tile.rows
+    row = row_tile.row_of_tile(first, share.last, tile)
     # The copies start before the loads of weight and statistics, which are few enough to arrive in time.
     descs = (x_desc, dy_desc)
     if desc_1 is not None:
         descs = descs + (desc_1,)
     if desc_2 is not None:
         descs = descs + (desc_2,)
-    rings = open_rings(descs, (x_tail_desc, dy_tail_desc, tail_desc_1, tail_desc_2), rows, tile)
+    rings = open_rings(descs, (x_tail_desc, dy_tail_desc, tail_desc_1, tail_desc_2), share, tile)
     weight = load_parameter(weight_ptr, cols, norm.has_weight, row_tile.columns_of_thread, tile)
     next_statistics = row_tile.load_row_statistics(in_memory, row, norm, tile)
     bias = load_parameter(bias_ptr, cols, norm.has_bias, row_tile.columns_of_thread, tile)
     weight = row_tile.hold_parameter(weight, norm.has_weight, tile.weight_in_smem, tile)
     bias = row_tile.hold_parameter(bias, norm.has_bias, tile.weight_in_smem, tile)
+    held = row_tile.hold_shared(row_tile.load_shared(shared, strides_shared, share.sample, cols, tile), tile)
     first_weight = row_tile.first_of_weight(weight_ptr, cols, rings.slots[1][0].dtype, norm, tile)
     stride = stride_of_gradients(cols, width, tile)
     if width is not None:
         stride = row_tile.aligned(width, x_desc.dtype)
         x_at, gate_at = row_tile.aligned(x_at, x_desc.dtype), row_tile.aligned(gate_at, x_desc.dtype)
     outs = each_of_group(pointers(dx_ptr, rows_out, norm, x_at, gate_at), cols, tile)
-    sums = partial_sums.zeros(tile)
+    sums = partial_sums.zeros(norm, tile)
     exchange = join_cluster(exchange, tile)
     at = Position(0, 0)
-    for nth in range(first, rows, step):
+    for nth in range(first, share.last - share.first, step):
         statistics = row_tile.by_row(next_statistics)
         if tile.prefetches_statistics:  # one tile ahead; else half a tile, below, where registers are short
             next_statistics = row_tile.load_row_statistics(in_memory, row - step, norm, tile)
@@ -161,31 +191,31 @@ def backward(
         ring.wait_for_tile(rings, at)
         tiles, dy = read_tiles(rings, at.stage, False, tile)
         others = row_tile.load_added(added, row, cols, tile)
-        sums, row_sums = passes.sum_tile(tiles + more, dy, statistics, weight, sums, norm, tile)
-        if wants_sums and partial_sums.stores_early(tile):
-            if nth + step >= rows:  # the last tile
+        sums, row_sums = passes.sum_tile(tiles + more, held, dy, statistics, weight, sums, norm, tile)
+        if norm.wants_sums and partial_sums.stores_early(norm, tile):
+            if nth + step >= share.last - share.first:  # the last tile
                 if tile.announces_end:  # saves time only: the dependent launch waits for this one's end
                     launch_dependents()
-                partial_sums.store_partials_of_cta(partials, sums, rows, cols, norm, tile)
+                partial_sums.store_partials_of_cta(partials, sums, rows, sample_rows, cols, norm, tile)
         row_sums, exchange = sum_over_cluster(row_sums, exchange, tile)
         if not tile.prefetches_statistics:
             next_statistics = row_tile.load_row_statistics(in_memory, row - step, norm, tile)
         # The stage still has the tile: it is refilled below, after these reads.
         tiles, dy = read_tiles(rings, at.stage, True, tile)
         first_dy = row_tile.first_of_rows(rings.slots[1], at.stage, norm, tile)
-        passes.store_gradients(
-            outs, stride, tiles + more, dy, statistics, row_sums, weight, bias, others, first_dy, first_weight, row,
-            cols, norm, tile,
+        sums = passes.store_gradients(
+            outs, stride, tiles + more, held, dy, statistics, row_sums, weight, bias, others, first_dy, first_weight,
+            sums, row, cols, norm, tile,
         )  # fmt: skip
         # Refill: every warp has read the stage, by the compiler's CTA barrier and proxy fence before the copies.
-        fill_stage(rings, at.stage, row - tile.num_stages * step, tile)
+        fill_stage(rings, at.stage, row - tile.num_stages * step, share.first, tile)
         row -= step
         at = ring.next_position(at, tile)
 
     # Here `store_partials_of_cta` may need shared memory. The compiler may place it in the rings' memory, whose last
     # copies have been waited for, but not in the mbarriers' memory, because the mbarriers are closed last.
-    if wants_sums and not partial_sums.stores_early(tile):
+    if norm.wants_sums and not partial_sums.stores_early(norm, tile):
         if tile.announces_end:  # saves time only, as above
             launch_dependents()
-        partial_sums.store_partials_of_cta(partials, sums, rows, cols, norm, tile)
+        partial_sums.store_partials_of_cta(partials, sums, rows, sample_rows, cols, norm, tile)
     ring.close_barriers(rings, tile)

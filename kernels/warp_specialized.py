@@ -134,7 +134,7 @@ def consume_backward(norm: gl.constexpr, tile: gl.constexpr, group: gl.constexpr
         weight = load_parameter(operands.weight_ptr, operands.cols, norm.has_weight, row_tile.columns_of_thread, tile)
         bias = load_parameter(operands.bias_ptr, operands.cols, norm.has_bias, row_tile.columns_of_thread, tile)
     first_weight = row_tile.first_of_weight(operands.weight_ptr, operands.cols, operands.dy_slots[0].dtype, norm, tile)
-    sums = partial_sums.zeros(tile)
+    sums = partial_sums.zeros(norm, tile)
     first = (gl.program_id(0) + group * gl.num_programs(0)) * tile.rows
     step = gl.num_programs(0) * (tile.rows * tile.num_groups)
     row = row_tile.row_of_tile(first, operands.rows, tile)
@@ -151,13 +151,13 @@ def consume_backward(norm: gl.constexpr, tile: gl.constexpr, group: gl.constexpr
         others = row_tile.load_added(operands.added, row, operands.cols, tile)
         if tile.cached:
             release_stage(operands.empty, at.stage)
-        sums, row_sums = passes.sum_tile((x,) + more, dy, statistics, weight, sums, norm, tile)
+        sums, row_sums = passes.sum_tile((x,) + more, (), dy, statistics, weight, sums, norm, tile)
         if not tile.cached:
             x = row_tile.read_tile(operands.x_slots, at.stage, True, tile)
             dy = row_tile.read_tile(operands.dy_slots, at.stage, True, tile)
-        passes.store_gradients(
-            operands.outs, operands.cols, (x,) + more, dy, statistics, row_sums, weight, bias, others, first_dy,
-            first_weight, row, operands.cols, norm, tile,
+        sums = passes.store_gradients(
+            operands.outs, operands.cols, (x,) + more, (), dy, statistics, row_sums, weight, bias, others, first_dy,
+            first_weight, sums, row, operands.cols, norm, tile,
         )  # fmt: skip
         if not tile.cached:
             release_stage(operands.empty, at.stage)
@@ -193,7 +193,7 @@ def consume_forward(norm: gl.constexpr, tile: gl.constexpr, group: gl.constexpr,
         if len(operands.statistics_ptrs) > 0:
             mean_ptr, rstd_ptr = operands.statistics_ptrs
             row_tile.store_statistics(mean_ptr, rstd_ptr, statistics, row, norm, tile)
-        passes.store_y(operands.y_ptr, None, tiles, x, statistics, weight, bias, row, operands.cols, norm, tile)
+        passes.store_y(operands.y_ptr, None, tiles, (), x, statistics, weight, bias, row, operands.cols, norm, tile)
         row -= step
         at = ring.next_position(at, tile, group, tile.num_groups)
 
@@ -223,7 +223,7 @@ def backward(
     ring.fence_barriers()  # shows the initialized mbarriers to the copies
     weight = parameter_in_smem(weight_ptr, cols, norm.has_weight, tile)
     statistics = StatisticsInMemory(mean_ptr, rstd_ptr, mean_stride, rstd_stride)
-    partials = ColumnSums(dw_partial_ptr, db_partial_ptr)
+    partials = ColumnSums(dw_partial_ptr, db_partial_ptr, ())
     bias = parameter_in_smem(bias_ptr, cols, norm.has_bias, tile)
     bias_ptr = or_else(bias_ptr, rstd_ptr)
     outs = pointers(dx_ptr, rows_out, norm)

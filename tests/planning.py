@@ -23,7 +23,7 @@ EVERY_ARCHITECTURE = dict(sorted((ARCHITECTURES | BETWEEN).items()))
 
 # Fields of a problem.
 OF_FORM = "form", "rows_in", "names_in", "rows_out", "stored", "y_dtype", "nested_rows"
-OF_SAMPLES = "by_sample", "shared", "names_shared", "summed", "sums_out", "scattered"
+OF_SAMPLES = "by_sample", "sample_divisor", "shared", "names_shared", "summed", "sums_out", "scattered"
 SAMPLE_ROWS = 1024
 
 
@@ -140,7 +140,7 @@ def meta_call(problem: NormProblem, rows: int = 4096, device: str = "meta"):
     call = call._replace(
         problem=replace(call.problem, **of_form), added=tuple(added), added_outputs=tuple(outputs),
         **{"bias": bias} if problem.direction == "backward" and problem.reads_bias else {},
-        **{"sample_rows": SAMPLE_ROWS} if problem.by_sample else {},
+        **{"sample_rows": SAMPLE_ROWS} if problem.shared or problem.by_sample else {},
     )  # fmt: skip
     assert call.problem == problem
     return call

@@ -106,7 +106,7 @@ def _forward(call: ForwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
     dtypes = problem.y_dtype or problem.x_dtype, rstd if problem.norm == "layer" else None, rstd
     outputs, written = _outputs(call, (Extent.X, Extent.STATISTIC, Extent.STATISTIC), dtypes)
     launches = schedules.FORWARD[type(plan)](plan, call, written)
-    return launches, count, outputs, None, grid_of(plan, problem, spec)
+    return launches, count, outputs, None, grid_of(plan, problem, spec, call.sample_rows)
 
 
 def _backward(call: BackwardCall, plan: Plan, spec: DeviceSpec) -> tuple:

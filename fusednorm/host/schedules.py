@@ -73,7 +73,8 @@ def _launch(
 
 def _multiwave_forward(plan: MultiWavePlan, call: ForwardCall, outputs: tuple) -> list[Launch]:
     args, tile = _forward_args(call, outputs), tile_of(plan, log2_divisor(call), call.problem.form.groups)
-    return [_launch(call, multiwave.forward, [Number.CTAS], args, tile, plan.max_registers)]
+    grid, named = _of_samples(call)
+    return [_launch(call, multiwave.forward, grid, args, tile, plan.max_registers, named)]
 
 
 def _column_tile_forward(plan: ColumnTilePlan, call: ForwardCall, outputs: tuple) -> list[Launch]:
@@ -81,14 +82,16 @@ def _column_tile_forward(plan: ColumnTilePlan, call: ForwardCall, outputs: tuple
     tile = whole_row_tile(plan, log2_divisor(call), call.problem.form.groups)
     registers = derived.row_pass_registers(call.problem, 1 << tile.log2_divisor)
     args = _forward_args(call, outputs)
-    return [_launch(call, column_tiles.forward_by_column_tiles, [call.rows], args, tile, registers)]
+    _, named = _of_samples(call)
+    return [_launch(call, column_tiles.forward_by_column_tiles, [call.rows], args, tile, registers, named)]
 
 
 def _pipelined_forward(plan: PipelinedPlan, call: ForwardCall, outputs: tuple) -> list[Launch]:
     tile = ring_tile(plan, call.problem, cluster=plan.cluster)
     (x, x_tail), named = _ring_maps(plan, call, 1, tile)
     args = (x, x_tail, call.weight, call.bias, *outputs, call.rows, call.problem.cols, call.eps)
-    return [_in_clusters(plan, call, pipelined.forward, args, tile, named)]
+    grid, of_samples = _of_samples(call)
+    return [_in_clusters(plan, call, pipelined.forward, args, tile, named | of_samples, grid)]
 
 
 def _warp_specialized_forward(plan: WarpSpecializedPlan, call: ForwardCall, outputs: tuple) -> list[Launch]:
@@ -101,11 +104,7 @@ def _warp_specialized_forward(plan: WarpSpecializedPlan, call: ForwardCall, outp
 def _multiwave_backward(plan: MultiWavePlan, call: BackwardCall, out: Written, spec: DeviceSpec) -> list[Launch]:
     args, groups = (*_inputs(call), *out[:3], *_sizes(call)), call.problem.form.groups
     tile = tile_of(plan, log2_divisor(call), groups, out.announces_end, makes_again=bool(out.sums))
-    grid: list[int | Number] = [Number.CTAS]
-    named: dict[str, Operand] = {"sum_partials": tuple([each.partial for each in out.sums])} if out.sums else {}
-    if call.sample_rows or (call.problem.by_sample and invariance.switch.invariance() > 0):
-        # Without sample_rows the kernel is another build. If sums are ordered, a sample alone has the bits of several.
-        grid, named = [Number.SAMPLES, Number.CTAS], named | {"sample_rows": call.sample_rows or call.rows}
+    grid, named = _of_samples(call, out.sums)
     return [_launch(call, multiwave.backward, grid, args, tile, plan.max_registers, named)]
 
 
@@ -133,7 +132,8 @@ def _pipelined_backward(plan: PipelinedPlan, call: BackwardCall, out: Written, s
     tile = ring_tile(plan, call.problem, cluster=plan.cluster, announces_end=out.announces_end)
     maps, named = _ring_maps(plan, call, 2, tile)
     args = (*maps, *_inputs(call)[2:], *out[:3], *_ring_sizes(call))
-    return [_in_clusters(plan, call, pipelined.backward, args, tile, named)]
+    grid, of_samples = _of_samples(call, out.sums)
+    return [_in_clusters(plan, call, pipelined.backward, args, tile, named | of_samples, grid)]
 
 
 def _column_ring_backward(plan: ColumnRingPlan, call: BackwardCall, out: Written, spec: DeviceSpec) -> list[Launch]:
@@ -172,8 +172,19 @@ BACKWARD = {
 }
 
 
-def _in_clusters(plan: PipelinedPlan, call: Call, kernel: Any, args: tuple, tile: RingTile, named: dict) -> Launch:
-    return _launch(call, kernel, [Number.CTAS], args, tile, plan.max_registers, named, num_ctas=plan.cluster)
+def _in_clusters(
+    plan: PipelinedPlan, call: Call, kernel: Any, args: tuple, tile: RingTile, named: dict, grid: list[int | Number]
+) -> Launch:
+    return _launch(call, kernel, grid, args, tile, plan.max_registers, named, num_ctas=plan.cluster)
+
+
+def _of_samples(call: Call, sums: tuple[SampleSum, ...] = ()) -> tuple[list[int | Number], dict[str, Operand]]:
+    """The grid of a call and its arguments for modulations and their sums, which each sample of rows has for itself."""
+    named: dict[str, Operand] = {"sum_partials": tuple([each.partial for each in sums])} if sums else {}
+    if call.sample_rows or (call.problem.by_sample and invariance.switch.invariance() > 0):
+        # Without sample_rows the kernel is another build. If sums are ordered, a sample alone has the bits of several.
+        return [Number.SAMPLES, Number.CTAS], named | {"sample_rows": call.sample_rows or call.rows}
+    return [Number.CTAS], named
 
 
 def _ring_maps(
@@ -181,7 +192,8 @@ def _ring_maps(
 ) -> tuple[list[Map | None], dict[str, Operand]]:
     """The maps of the call's first `own` row tensors and of their tails, and the arguments by which those of the form
     come, if they come through the ring."""
-    views = list(call.rows_read if plan.rows_in_ring else call.rows_read[:own])
+    of_form = [each.value for each in call.added if isinstance(each.value, RowView) and not each.is_of_samples]
+    views = [*call.rows_read[:own], *(of_form if plan.rows_in_ring else ())]
     maps = row_maps(views, call.problem.cols, tile)
     rows, tails = maps[: len(views)], maps[len(views) :]
     named: dict[str, Operand] = {"rows_in": None, "strides_in": None} if len(views) > own else {}

@@ -38,7 +38,9 @@ def fits_shared_memory(plan: Plan, problem: NormProblem, device: DeviceSpec) -> 
 
 
 def is_within_budget(plan: Plan, problem: NormProblem, device: DeviceSpec) -> bool:
-    """Whether the plan fits shared memory and does not spill."""
+    """Whether the plan fits shared memory and does not spill. The tiles of a ring have rows of one sample each."""
+    if problem.sample_divisor and isinstance(plan, PipelinedPlan) and problem.sample_divisor % plan.rows_per_tile:
+        return False
     fits = registers(plan, problem, device) <= plan.max_registers
     if plan.kernel == "multi_wave":
         fits &= plan.ctas_per_sm * WARP_SIZE * plan.num_warps * plan.max_registers <= device.registers_per_sm
@@ -71,7 +73,7 @@ def _ring_bytes(plan: RingPlan, problem: NormProblem) -> int:
     backward, is_pipelined = not problem.is_forward, isinstance(plan, PipelinedPlan)
     tensors = [problem.x_dtype, *([problem.grad_dtype] if backward else [])]
     tensors += problem.rows_in if plan.rows_in_ring else ()
-    parameters = [problem.weight_dtype, problem.bias_dtype if problem.reads_bias else None]
+    parameters = [problem.weight_dtype, problem.bias_dtype if problem.reads_bias else None, *problem.shared]
     room = plan.copy_chunks + 1 if plan.tail else plan.copy_chunks * plan.num_copies
     ring = plan.num_stages * plan.rows_per_tile * plan.chunk * room * sum(map(_bytes, tensors))
     held = plan.weight_in_smem * plan.chunk * plan.num_chunks * sum(map(_bytes, parameters))
@@ -198,7 +200,8 @@ def quantities(problem: NormProblem, device: DeviceSpec) -> dict[str, float]:
         forward=problem.is_forward, cols=problem.cols,
         arch=device.arch, later=device.triton > OLDEST_TRITON, layer=problem.norm == "layer",
         scattered=not problem.tma_aligned, odd=problem.cols % 16 != 0, accumulators=problem.acc_dtype.itemsize // 4,
-        x_bytes=x, grad_bytes=grad, mixed=x != grad, narrow=max(x, grad, *parameters, 2) == 2 and not problem.rows_in,
+        x_bytes=x, grad_bytes=grad, mixed=x != grad,
+        narrow=max(x, grad, *parameters, 2) == 2 and not (problem.rows_in or problem.shared),
         residual=residual > 0, residual_bytes=residual, held_bytes=problem.held_bytes,
         weight=weight > 0, weight_bytes=weight, parameters=len(parameters), wide_parameters=parameters.count(8),
         parameter_bytes=problem.parameter_bytes, reads_bias=problem.reads_bias,

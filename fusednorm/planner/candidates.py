@@ -212,6 +212,8 @@ def _cuts(cols: int, most_chunks: int, rows: int, num_warps: int, cluster: int, 
 
 def _in_chunks(family: Family, problem: NormProblem, device: DeviceSpec, good: bool) -> PipelinedPlan | None:
     _, rows, warps, ctas, cluster, stages, short_lived, in_smem = family
+    if problem.sample_divisor and problem.sample_divisor % rows:
+        return None
     resources = stages, warps, ctas, budget.register_limit(32 * warps * ctas, device), in_smem, cluster
     in_ring = bool(problem.rows_in) and stages > 1  # no tile is ahead in a ring of one stage
     for cut in _cuts(problem.cols, limits.max_ring_chunks[problem.direction], rows, warps, cluster, limits.most_copies):

@@ -20,13 +20,15 @@ class Question(NamedTuple):
 
 def canonical(problem: NormProblem, device: DeviceSpec) -> Question:
     """The same for every number of rows, every choice of gradients that has dx, every number of SMs and every GPU of an
-    architecture. The tensors are packed: strides are no part of it, but modulations may be read by several rows."""
+    architecture. The tensors are packed: strides are no part of it, but modulations may be read by several rows. The
+    rows of a sample are no part of it."""
     problem = replace(problem, nested_rows=False)
     if problem.direction == "backward" and problem.wants_dx:
         gradients = {"stored": tuple(range(1 + len(problem.rows_in))), "rows_out": problem.rows_in}
         sums = {"wants_dw": problem.weight_dtype is not None, "wants_db": problem.bias_dtype is not None}
         sums |= {"summed": tuple(range(1, 1 + problem.by_sample)), "sums_out": ()}
         problem = replace(problem, **gradients, **sums)
+    problem = replace(problem, sample_divisor=int(problem.by_sample > 0))
     rows = max(1, min(MOST_ROWS, ELEMENTS // max(1, problem.cols)))
     return Question(problem, rows, of_architecture(device))
 

@@ -10,6 +10,7 @@ import torch
 from ..forms import PLAIN, FormSpec
 
 ALIGNMENT = 16  # bytes: TMA demands it of addresses and strides, and Triton has separate builds for such pointers
+MOST_ROWS_OF_TILE = 64
 FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}  # Triton's
 
@@ -45,6 +46,7 @@ class NormProblem:
     steps: tuple[torch.dtype, ...] = ()  # to which a forward rounds its steps (outputs.Steps); () if it does not
     # Of a backward whose modulations belong to samples of rows: for each sample there are other partials of the sums.
     by_sample: int = 0  # modulations of which a sample of rows shares a row, absent ones left out
+    sample_divisor: int = 0  # common divisor of MOST_ROWS_OF_TILE and the rows of a sample; 0: there is one sample
     shared: tuple[torch.dtype, ...] = ()  # those of them that are read: once, not for each row
     names_shared: tuple[str, ...] = ()
     summed: tuple[int, ...] = ()  # which of the form's gradients are summed over the rows of a sample

@@ -21,11 +21,13 @@ from ..operands import (
     Slot,
     wanted_outputs,
 )
-from ..planner.norm_problem import ALIGNMENT, NormProblem
+from ..planner.norm_problem import ALIGNMENT, MOST_ROWS_OF_TILE, NormProblem
 from ..settings import invariance
 from .outputs import groups_of, output_dtype, resolve_eps, stats_shape, steps_of
 from .rows import RowView, Sharing, is_tma_aligned, packed, row_view, row_view_or_copy, sharing, spread, statistic
 from .validation import validate
+
+LEAST_ROWS_OF_SAMPLE = 32  # that have CTAs of their own in a forward, which has no sums to keep apart
 
 
 class Added(NamedTuple):
@@ -70,6 +72,7 @@ class ForwardCall(NamedTuple):
     wants_statistics: bool = True  # whether to write mean and rstd, for a backward
     added: tuple[Added, ...] = ()
     added_outputs: tuple[Added, ...] = ()
+    sample_rows: int = 0  # as of a backward
     block_rows: int = 0  # a forward has no sums over rows
 
     @property
@@ -140,8 +143,10 @@ def check_forward(operands: ForwardOperands) -> ForwardCall:
         raise TypeError(f"{operands.op}: eps must be a number, got {eps!r}")
     normalized_shape = x.shape[len(batch_shape) :]  # the same sizes as torch's own integers
     width, groups = math.prod(normalized_shape), groups_of(operands)
-    view, (added, outputs, _) = row_view_or_copy(x, len(batch_shape), width), _added(operands, len(batch_shape), width)
-    views, y_dtype, cols = _views((view,), added), output_dtype(operands, operands.outputs[0]), width // groups
+    view = row_view_or_copy(x, len(batch_shape), width)
+    added, outputs, sample_rows = _added(operands, len(batch_shape), width)
+    views = _views((view,), [each for each in added if not each.is_of_samples])
+    y_dtype, cols = output_dtype(operands, operands.outputs[0]), width // groups
     problem = _problem(
         norm,
         "forward",
@@ -152,6 +157,7 @@ def check_forward(operands: ForwardOperands) -> ForwardCall:
         nested_rows=any([each.inner_rows != 1 for each in views]),
         tma_aligned=all([is_tma_aligned(each, cols) for each in views]),
         form=operands.form,
+        sample_divisor=sample_rows and math.gcd(sample_rows, MOST_ROWS_OF_TILE),
         y_dtype=None if y_dtype == x.dtype else y_dtype,
         steps=(steps_of(operands) or ()) if added else (),
         **_beside(added, outputs),
@@ -169,6 +175,7 @@ def check_forward(operands: ForwardOperands) -> ForwardCall:
         wants_statistics,
         added,
         outputs,
+        sample_rows,
     )
 
 
@@ -213,6 +220,7 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
         and all(each * x.element_size() % ALIGNMENT == 0 for each in places),
         form=operands.form,
         packed=bool(places),
+        sample_divisor=sample_rows and math.gcd(sample_rows, MOST_ROWS_OF_TILE),
         **more,
     )
     in_force, block_rows = invariance.switch.invariance(), 0
@@ -241,19 +249,19 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
 
 def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added, ...], tuple[Added, ...], int]:
     """The operands, as they are read, and the outputs that the package's ops lack; and sample_rows. A forward reads all
-    modulations by row."""
+    modulations by row if a sample has few rows, or if a row's bits must not depend on how many there are."""
     is_forward = operands.direction == FORWARD
     own = ForwardOperands if is_forward else BackwardOperands
     if type(operands) is own:
         return (), (), 0
     x, slots = operands.x, list(enumerate(operands.slots, 1))[len(own.slots) :]
-    batch_shape, shared = x.shape[:batch_ndim], {}
-    if not is_forward:
-        modulations = [(slot.name, operands[at]) for at, slot in slots if slot.role is Role.MODULATION]
-        shared = {
-            name: sharing(each, batch_shape, x.dim() - batch_ndim) for name, each in modulations if each is not None
-        }
+    batch_shape = x.shape[:batch_ndim]
+    modulations = [(slot.name, operands[at]) for at, slot in slots if slot.role is Role.MODULATION]
+    shared = {name: sharing(each, batch_shape, x.dim() - batch_ndim) for name, each in modulations if each is not None}
     dims = max([each.dims for each in shared.values() if each.is_by_sample], default=0)
+    sample_rows = math.prod(batch_shape[dims:]) if dims else 0
+    if is_forward and (0 < sample_rows < LEAST_ROWS_OF_SAMPLE or invariance.switch.invariance()):
+        shared, dims, sample_rows = {}, 0, 0
 
     def read(slot: Slot, value: Any) -> Any:
         role = slot.role
@@ -285,17 +293,20 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
             for each, want in outputs
             for name, role, like in [each[:3]]
         ),
-        math.prod(batch_shape[dims:]) if dims else 0,
+        sample_rows,
     )
 
 
 def _beside(added: tuple[Added, ...], outputs: tuple[Added, ...]) -> dict[str, Any]:
-    """Fields of a problem: the row tensors that a form reads beside x and grad_out, and that it writes beside y or dx.
-    """
+    """Fields of a problem: the row tensors that a form reads beside x and grad_out, those of which it reads a row for
+    each sample, and those that it writes beside y or dx."""
     if not (added or outputs):
         return {}
-    read = [each for each in added if isinstance(each.value, RowView) and not each.is_of_samples]
+    views = [each for each in added if isinstance(each.value, RowView)]
+    read, shared = ([each for each in views if each.is_of_samples == of_samples] for of_samples in (False, True))
     return {
+        "shared": tuple([each.value.tensor.dtype for each in shared]),
+        "names_shared": tuple([each.name for each in shared]),
         "rows_in": tuple([each.value.tensor.dtype for each in read]),
         "names_in": tuple([each.name for each in read]),
         "rows_out": tuple([each.value for each in outputs if each.value and each.is_of_rows]),
@@ -308,14 +319,11 @@ def _gradients(added: tuple[Added, ...], outputs: tuple[Added, ...], wants_dx: b
     stored = (0,) * bool(wants_dx)
     if not (added or outputs):
         return {"stored": stored or (0,), "wants_dx": bool(stored)}
-    shared = [each for each in added if isinstance(each.value, RowView) and each.is_of_samples]
     stored += tuple([at for at, each in enumerate(outputs, 1) if each.value and each.is_of_rows])
     summed = tuple([at for at, each in enumerate(outputs, 1) if each.value and each.is_of_samples])
     return {
         "stored": stored if stored or summed else (0,),
         "wants_dx": bool(stored or summed),
-        "shared": tuple([each.value.tensor.dtype for each in shared]),
-        "names_shared": tuple([each.name for each in shared]),
         "summed": summed,
         "sums_out": tuple([outputs[at - 1].value for at in summed]),
         "by_sample": sum([each.is_of_samples for each in outputs]),

@@ -21,17 +21,18 @@ PLANS = {
     "column tiles": lambda cols: ColumnTilePlan(4, 32, 4, 1, 64, 4),
 }
 SAMPLES, ROWS = 3, 5
+MANY = 33  # rows of a sample: enough for CTAs and modulations of its own
 
 
 def draw(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def given(form: str, cols: int, dtype: torch.dtype, of_modulation: torch.dtype) -> dict:
+def given(form: str, cols: int, dtype: torch.dtype, of_modulation: torch.dtype, of_sample: int = ROWS) -> dict:
     """A scale for each sample in a slice of [B, 3, cols], a shift for each row, and a gate for all rows."""
-    packed, rows = draw(SAMPLES, 3, cols, dtype=of_modulation, seed=1), (SAMPLES, ROWS, cols)
+    packed, rows = draw(SAMPLES, 3, cols, dtype=of_modulation, seed=1), (SAMPLES, of_sample, cols)
     tensors = {
-        "scale": packed[:, 1],
+        "scale": packed[:, 1:2],
         "shift": draw(*rows, dtype=of_modulation, seed=2),
         "gate": draw(cols, dtype=of_modulation, seed=3),
         "residual": draw(*rows, dtype=FP32, seed=4),
@@ -48,14 +49,14 @@ def given(form: str, cols: int, dtype: torch.dtype, of_modulation: torch.dtype) 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("cols, dtype, of_modulation", [(40, BF16, FP32), (77, FP16, BF16), (64, FP32, FP32)])
 @pytest.mark.parametrize("form", ["modulated", "of_sum_modulated", "of_gated_sum_modulated", "modulated_plus_residual"])
-@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("norm, rows", [("layer", MANY), ("rms", ROWS)])
 def test_modulated_forwards_give_the_numbers_of_the_formula_in_float64(
-    norm, form, cols, dtype, of_modulation, plan, monkeypatch
+    norm, rows, form, cols, dtype, of_modulation, plan, monkeypatch
 ):
     from fusednorm.host import launch
 
     monkeypatch.setattr(gpus, "spec_of", lambda device: replace(A100, sm_count=2))
-    tensors = given(form, cols, dtype, of_modulation)
+    tensors = given(form, cols, dtype, of_modulation, rows)
     settings = {"normalized_shape": (cols,), "eps": EPS} | ({"modulate": "tanh"} if form.endswith("residual") else {})
     if form == "of_gated_sum_modulated":  # and parameters, and the sum as it is before it is rounded
         more = {"weight": draw(cols, dtype=FP32, seed=6), "bias": draw(cols, dtype=dtype, seed=7)}

@@ -31,7 +31,7 @@ RULES = {  # rule: (variant, problem, rows, device) that it rejects
     "wide_modulation": ("multi_wave", make_modulated(modulation="fp64"), MANY_ROWS, H200),
     "steps": ("multi_wave", make_modulated(rounds_steps=True), MANY_ROWS, H200),
     "scattered": ("multi_wave", replace(make_modulated(direction="backward"), scattered=True), MANY_ROWS, H200),
-    "unmodulated": ("pipelined", make_modulated(), MANY_ROWS, H200),
+    "unmodulated": ("warp_specialized", make_modulated(), MANY_ROWS, H200),
     "nested_rows": ("pipelined", make_problem(nested_rows=True), MANY_ROWS, H200),
     "rows": ("pipelined", make_problem(), 2**31, H200),
     "groups": ("warp_specialized", make_problem(form=FormSpec(groups=4)), MANY_ROWS, B200),

@@ -356,6 +356,9 @@ def compute_forward(launched: Launched) -> None:
     form, total = launched.build.norm.form, launched.more_rows("rows_out")
     names = enumerate(launched.build.norm.rows_in)
     rows = {name: launched.more_rows("rows_in", at).double() for at, name in names}
+    of_sample = launched.sample_rows()
+    for at, name in enumerate(launched.build.norm.shared):
+        rows[name] = launched.more_rows("shared", at).repeat_interleave(of_sample, 0).double()
     (x,), residual, eps = doubles(launched.rows("x")), rows.get("residual"), launched.parameters["eps"]
     before, after, _ = gates_of(launched, rows.get("gate"))
     x = x * before

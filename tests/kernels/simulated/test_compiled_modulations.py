@@ -1,12 +1,19 @@
-"""Backwards of modulated norms, compiled, by the plans of an H200."""
+"""Modulated norms, compiled, by the plans of an H200."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from cases import BF16, FP32
+from cases import BF16, EPS, FP32, FP64
 from modulations import PORTABLE, SAMPLE, TOKEN, Modulated
 from simulator.host import simulated
+
+from fusednorm import reference
+from fusednorm.operands import operands_of
+from fusednorm.planner.candidates import candidates
+from fusednorm.planner.device import H200
+from fusednorm.planner.plan import Plan
+from fusednorm.problem.calls import check_forward
 
 # More row tiles than CTAs of a sample; rows that end within a tile and within a sample; one sample, and many.
 COMPILED = [
@@ -17,22 +24,68 @@ COMPILED = [
     Modulated("layer", 1, 33, 520, shift=TOKEN, added=FP32),
     Modulated("rms", 9, 3, 256, factor="tanh", shift=None, parameters=BF16),
 ]
+# Tiles of several rows and of one; rows that end within a chunk; a branch in the ring, and in registers; a cluster.
+RINGS = [
+    Modulated("layer", 2, 24, 512, modulation=BF16),
+    Modulated("layer", 3, 40, 224, gate=SAMPLE, added=BF16),
+    Modulated("rms", 2, 16, 1040, gate=SAMPLE, modulation=BF16, parameters=FP32),
+    Modulated("layer", 1, 33, 528, shift=TOKEN, added=FP32),
+    Modulated("rms", 4, 8, 256, factor="tanh", shift=None, parameters=BF16),
+    Modulated("layer", 2, 7, 8192, modulation=BF16),
+]
 
 
-def outputs_of(modulated, **how):
+def outputs_of(call, plan: Plan | None = None, **how):
     from fusednorm.host import launch
 
     with simulated("H200", 2, **how) as simulation:
-        prepared = launch.on_tensors(modulated.call)
+        prepared = launch.on_tensors(call, plan)
         simulation.hand_over(prepared.launches)
     return prepared.outputs
 
 
+def rings(call) -> list[Plan]:
+    """The first ring, and the first with modulations in shared memory or registers, which the first has not."""
+    found = candidates("pipelined", call.problem, H200)
+    return [found[0], *[each for each in found if each.weight_in_smem != found[0].weight_in_smem][:1]]
+
+
 @pytest.mark.parametrize("modulated", COMPILED, ids=str)
 def test_modulated_backwards_give_the_gradients_of_autograd_in_float64(modulated):
-    modulated.check(outputs_of(modulated))
+    modulated.check(outputs_of(modulated.call))
+
+
+@pytest.mark.parametrize("modulated", RINGS, ids=str)
+def test_modulated_backwards_by_rings_give_the_gradients_of_autograd_in_float64(modulated):
+    for plan in rings(modulated.call):
+        modulated.check(outputs_of(modulated.call, plan))
+
+
+@pytest.mark.parametrize(
+    "norm, form, samples, rows, cols",
+    [
+        ("layer", "modulated", 2, 40, 512),  # tiles of several rows
+        ("rms", "of_gated_sum_modulated", 2, 34, 2064),  # of one or two, and rows that end within a chunk
+        ("layer", "modulated", 1, 35, 528),  # one sample, that ends within a tile
+        ("layer", "of_gated_sum_modulated", 2, 32, 8192),  # clusters
+    ],
+)
+def test_modulated_forwards_by_rings_give_the_numbers_of_the_formula_in_float64(norm, form, samples, rows, cols):
+    generator = torch.Generator().manual_seed(0)
+    packed, shape = torch.randn(samples, 4, cols, generator=generator).to(BF16), (samples, rows, cols)
+    tensors = {"x": torch.randn(shape, generator=generator).to(BF16), "scale": packed[:, 1:2], "shift": packed[:, 2:3]}
+    if form != "modulated":
+        tensors |= {"residual": torch.randn(shape, generator=generator).to(BF16), "gate": packed[:, :1]}
+    op, settings = f"{norm}_norm_fwd_{form}", {"normalized_shape": (cols,), "eps": EPS}
+    call = check_forward(operands_of(op, (), tensors | settings))
+    exact = reference.formula(operands_of(op, (), {name: each.to(FP64) for name, each in tensors.items()} | settings))
+    least = torch.finfo(BF16).eps * (1 if form == "modulated" else 4)  # y is that of the sum as it is stored
+    for plan in rings(call):
+        for got, want in zip(outputs_of(call, plan), exact, strict=True):
+            if got is not None:
+                torch.testing.assert_close(got.double(), want, rtol=least, atol=least)
 
 
 def test_sums_of_samples_are_the_same_in_every_order_of_events():
-    one, other = (outputs_of(COMPILED[2], seed=seed, resident=at_once) for seed, at_once in ((1, None), (2, 1)))
+    one, other = (outputs_of(COMPILED[2].call, seed=seed, resident=at_once) for seed, at_once in ((1, None), (2, 1)))
     assert all(torch.equal(each, same) for each, same in zip(one, other, strict=True) if each is not None)
