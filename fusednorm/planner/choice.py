@@ -129,9 +129,10 @@ def _adapted(plan: Plan, cols: int, rows_per_sm: float, problem: NormProblem, de
 def published(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | None:
     """nvFuser's rule on Blackwell: a ring for many rows that are not short, warp-specialized if it has registers and
     stages. The kernels that it was published for read their inputs once, so that a ring pays for any number of rows
-    where ours in registers would read them twice. A backward without dx has a rule of its own."""
+    where ours in registers would read them twice. A backward without dx has a rule of its own, and modulated norms,
+    which nvFuser has no kernels for, have none."""
     without_dx = not problem.is_forward and not problem.wants_dx
-    if device.arch not in BLACKWELL and not (without_dx and device.arch in HOPPER):
+    if problem.form.modulate or (device.arch not in BLACKWELL and not (without_dx and device.arch in HOPPER)):
         return None
     plans = [_fullest(variant, problem, device) for variant in variants_in_use(device)]
     ring, portable = next((plan for plan in plans[:-1] if plan), None), plans[-1]

@@ -30,8 +30,9 @@ def rules(variant: str, p: NormProblem, rows: int, device: DeviceSpec) -> Iterat
     gpu, moves_rows = f"{device.name} has {capability(device)}", p.form.rows_in + p.form.rows_out > 0
     if variant == "multi_wave":
         yield Rule("arch", device.arch >= OLDEST_ARCH, f"needs compute capability 8.0, {gpu}")
-        has_dtype = not p.form.modulate or p.acc_dtype.itemsize == 4 or p.x_dtype.itemsize == 8
-        yield Rule("wide_modulation", has_dtype, "computes in float64 for float64 rows only, not for modulations")
+        narrow = p.x_dtype.itemsize == 8 or all(each.itemsize <= 4 for each in p.rows_in + p.shared)
+        narrow |= not p.form.modulate
+        yield Rule("wide_modulation", narrow, "computes in float64 for float64 rows only, not for modulations")
     if variant in ("multi_wave", "pipelined"):
         # On an H100 the kernels' steps were not rounded as tensor code's: some sums differed by a last bit.
         steps = 'does not round where rounding="steps" does: ATen\'s kernels do'
@@ -50,7 +51,7 @@ def rules(variant: str, p: NormProblem, rows: int, device: DeviceSpec) -> Iterat
         yield Rule("packed", not p.packed, "writes no gradients of x and a gate as columns of one tensor")
     if variant in ("pipelined", "warp_specialized"):
         yield Rule("tma", device.arch >= OLDEST_TMA_ARCH, f"needs compute capability 9.0 for TMA, {gpu}")
-        narrow = all(dtype is None or dtype.itemsize <= 4 for dtype in (p.x_dtype, p.grad_dtype, *p.rows_in))
+        narrow = all(dtype is None or dtype.itemsize <= 4 for dtype in (p.x_dtype, p.grad_dtype, *p.rows_in, *p.shared))
         yield Rule("float64", narrow, "computes in float32, and x, the gradient or a residual is float64")
         aligned = "base pointers, rows and row strides in multiples of 16 bytes for TMA, and not all tensors have them"
         yield Rule("alignment", p.tma_aligned, f"needs {aligned}")

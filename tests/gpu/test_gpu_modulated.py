@@ -1,20 +1,26 @@
-"""Backwards of modulated norms on a GPU: errors against float64, fixed sums, memory, rows beyond 2^31 elements."""
+"""Modulated norms on a GPU: errors against float64, fixed sums, memory, rows beyond 2^31 elements."""
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from calls import skip_unless_memory
-from cases import BF16, FP16, FP32
+from cases import BF16, EPS, FP16, FP32
 from modulations import ALL, OUTPUTS, PORTABLE, SAMPLE, TOKEN, Modulated
 
 import fusednorm
+from fusednorm import reference
 from fusednorm.host import fallback, gpus
+from fusednorm.operands import operands_of
+from fusednorm.planner.plan import Plan
+from fusednorm.problem.calls import check_forward
 
 pytestmark = pytest.mark.gpu
+VARIANTS = "multi_wave", "pipelined"
 OF_MODELS = [
     Modulated("layer", 4, 1152, 3072, gate=SAMPLE, modulation=BF16, added=BF16),
     Modulated("layer", 2, 4096, 1536, modulation=FP32),
@@ -29,6 +35,10 @@ OF_MODELS = [
 ]
 
 
+def forced(variant: str | None) -> contextlib.AbstractContextManager:
+    return fusednorm.force(variant) if variant else contextlib.nullcontext()
+
+
 @pytest.fixture(autouse=True)
 def no_kernel_falls_back():
     fallback.forget()
@@ -36,29 +46,70 @@ def no_kernel_falls_back():
     assert not fallback.failures()
 
 
+def planned(call) -> Plan:
+    return fallback.choose(call.problem, call.rows, gpus.spec_of(torch.device("cuda", 0))).plan
+
+
 def gradients(modulated: Modulated, **changes) -> tuple[torch.Tensor | None, ...]:
     given = modulated.arguments() | changes
-    call = replace(modulated, device="cuda").call
-    plan = fallback.choose(call.problem, call.rows, gpus.spec_of(torch.device("cuda", 0))).plan
-    assert plan.variant == "multi_wave", f"{modulated} would run as {plan}"
+    plan = planned(replace(modulated, device="cuda").call)
+    assert plan.variant != "reference", f"{modulated} would run as {plan}"
     op = getattr(torch.ops.fusednorm, modulated.op)
     return op(**given)
 
 
+@pytest.mark.parametrize("variant", [None, *VARIANTS])
 @pytest.mark.parametrize("modulated", [*PORTABLE, *OF_MODELS], ids=str)
-def test_gradients_are_those_of_autograd_in_float64(modulated):
+def test_gradients_are_those_of_autograd_in_float64(modulated, variant):
     modulated = replace(modulated, device="cuda")
-    for _ in range(2):  # planned, then repeated
-        modulated.check(gradients(modulated))
+    with forced(variant):
+        for _ in range(2):  # planned, then repeated
+            modulated.check(gradients(modulated))
 
 
+@pytest.mark.parametrize("modulated", [each for each in OF_MODELS if TOKEN not in (each.scale, each.shift)], ids=str)
+def test_modulations_by_sample_run_by_rings_if_asked_to(modulated):
+    with forced("pipelined"):
+        assert planned(replace(modulated, device="cuda").call).variant == "pipelined"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("modulated", OF_MODELS, ids=str)
-def test_every_run_gives_the_same_bits(modulated):
+def test_every_run_gives_the_same_bits(modulated, variant):
     modulated = replace(modulated, device="cuda")
     given = modulated.arguments()
-    first, *others = (gradients(modulated, **given) for _ in range(4))
+    with forced(variant):
+        first, *others = (gradients(modulated, **given) for _ in range(4))
     for other in others:
         assert all(torch.equal(one, same) for one, same in zip(first, other, strict=True) if one is not None)
+
+
+# Rows of a sample that are a multiple of a tile's and that are not, rows that end within a chunk, one sample, clusters.
+@pytest.mark.parametrize("variant", [None, *VARIANTS])
+@pytest.mark.parametrize("shape", [(4, 1152, 3072), (3, 1000, 1152), (16, 300, 1536), (1, 4097, 5120), (2, 33, 16384)])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("modulation", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_forwards_give_the_numbers_of_the_formula_in_float64(norm, modulation, gated, shape, variant):
+    samples, rows, cols = shape
+    torch.manual_seed(rows)
+    packed = torch.randn(samples, 6, cols, device="cuda").to(modulation)
+    tensors = {"x": torch.randn(shape, device="cuda").to(BF16), "scale": packed[:, 1:2], "shift": packed[:, 2:3]}
+    if gated:
+        tensors |= {"residual": torch.randn(shape, device="cuda").to(BF16), "gate": packed[:, 5:]}
+    op = f"{norm}_norm_fwd{'_of_gated_sum' if gated else ''}_modulated"
+    settings = {"normalized_shape": (cols,), "eps": EPS}
+    exact = reference.formula(operands_of(op, (), {name: each.double() for name, each in tensors.items()} | settings))
+    if variant:
+        with forced(variant):
+            assert planned(check_forward(operands_of(op, (), tensors | settings))).variant == variant
+    least = torch.finfo(BF16).eps * (4 if gated else 1)  # y is that of the sum as it is stored
+    for _ in range(2):
+        with forced(variant):
+            outputs = getattr(torch.ops.fusednorm, op)(**tensors, **settings)
+        for got, want in zip(outputs, exact, strict=True):
+            if want is not None:
+                torch.testing.assert_close(got.double(), want, rtol=least, atol=least)
 
 
 def test_slices_are_read_in_place_and_no_memory_of_the_size_of_x_is_taken():
