@@ -208,6 +208,7 @@ def quantities(problem: NormProblem, device: DeviceSpec) -> dict[str, float]:
         rows_in=len(problem.rows_in), bytes_in=sum(map(_bytes, problem.rows_in)),
         late_bytes=sum(rows[name].itemsize for name in problem.form.late if name in rows),
         moved=len(problem.rows_in + problem.rows_out), shared_rows=len(problem.shared),
+        shared_bytes=sum(map(_bytes, problem.shared)),
         rows_or_shared=len(problem.rows_in + problem.shared) > 0,
         sums=problem.num_sums, summed=len(problem.summed) > 0, wants_dw=problem.wants_dw, wants_db=problem.wants_db,
     )  # fmt: skip
