@@ -152,8 +152,9 @@ def backward(
     partials are complete before the last tile's dx, and are stored before it where `partial_sums.stores_early` says
     so. The form's other row tensors come as in `forward`."""
     in_memory = statistics_in_memory(mean_ptr, rstd_ptr, mean_stride, rstd_stride, norm, tile)
-    dw_partial_ptr, db_partial_ptr = of_group(dw_partial_ptr, cols, tile), of_group(db_partial_ptr, cols, tile)
-    partials = ColumnSums(dw_partial_ptr, db_partial_ptr, sum_partials)
+    partials = ColumnSums(
+        of_group(dw_partial_ptr, cols, tile), of_group(db_partial_ptr, cols, tile), sum_partials
+    )  # fmt: skip
     weight_ptr = of_group(weight_ptr, cols, tile)
     bias_ptr = of_group(bias_ptr, cols, tile)
     exchange = open_exchange(tile)
