@@ -84,7 +84,9 @@ def decide(problem: NormProblem, device: DeviceSpec, forced: str | None = None) 
     ranges, source = found or (predicted(problem, device), "model")
     *few, (_, many) = ranges
     if many.variant != "multi_wave":  # a ring counts rows in 32 bits
-        ranges = (*few, (MAX_RING_ROWS, many), (math.inf, column_tile_plan(problem, device)))
+        # Column tiles sum no modulations by sample.
+        rest = best_plan("multi_wave", problem, device) if problem.by_sample else column_tile_plan(problem, device)
+        ranges = (*few, (MAX_RING_ROWS, many), (math.inf, rest))
     return Chosen(ranges, source)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from planning import make_gated, make_modulated, make_problem, meta_call
+from planning import make_gated, make_gated_sum, make_modulated, make_problem, meta_call
 
 from fusednorm.forms import FormSpec
 from fusednorm.host import gpus
@@ -85,6 +85,12 @@ def test_sums_by_sample_without_room_in_registers_are_left_to_aten_and_told():
     reason = "has no plan for 65536 columns within the registers and shared memory of H200"
     assert decision.plan.variant == "reference" and decision.reasons["multi_wave"] == reason
     assert decision.plan.reason == reason and choose(problem, MANY_ROWS, H200, "multi_wave").variant == "reference"
+
+
+@pytest.mark.parametrize("problem", [make_modulated(direction="backward"), make_gated_sum("rms", 3072)])
+def test_sums_by_sample_of_more_rows_than_a_ring_counts_have_rows_in_registers(problem):
+    assert choose(problem, 2**30, H200, "pipelined").variant == "pipelined"
+    assert choose(problem, 2**30 + 1, H200, "pipelined").kernel == "multi_wave"
 
 
 def test_a_variant_without_registers_or_shared_memory_says_so_and_runs_by_force_where_it_fits():
