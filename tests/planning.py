@@ -63,20 +63,16 @@ def make_sum(norm="layer", cols=4096, dtype="bf16", residual="", finish="", **st
     return make_problem(norm, cols, dtype, direction="forward", **of_form)
 
 
-def make_modulated(
-    norm="layer", cols=4096, dtype="bf16", modulation="", direction="forward", gated=False, **steps
-) -> NormProblem:
+def make_modulated(norm="layer", cols=4096, dtype="bf16", modulation="", direction="forward", **steps) -> NormProblem:
     """A norm without parameters, with a scale and a shift for each sample, of dtype `modulation` (an empty one: that of
-    x). A `gated` one, a forward, is that of residual + gate * x."""
-    form, of = FormSpec(modulate="one_plus", combine="add_gated" if gated else "", **steps), DTYPES[modulation or dtype]
+    x)."""
+    form, of = FormSpec(modulate="one_plus", **steps), DTYPES[modulation or dtype]
     if direction == "backward":
         of_samples = {"by_sample": 2, "shared": (of,), "names_shared": ("scale",)}
         of_samples |= {"summed": (1, 2), "sums_out": (of, of)}
         return make_problem(norm, cols, dtype, "none", form=form, **of_samples)
-    names, rows = ("gate", "scale", "shift")[not gated :], (DTYPES[dtype],) * gated
-    of_form = {"rows_in": rows, "names_in": ("residual",) * gated, "rows_out": rows}
-    of_samples = {"shared": (of,) * len(names), "names_shared": names}
-    return make_problem(norm, cols, dtype, "none", direction="forward", form=form, **of_form, **of_samples)
+    of_samples = {"shared": (of, of), "names_shared": ("scale", "shift")}
+    return make_problem(norm, cols, dtype, "none", direction="forward", form=form, **of_samples)
 
 
 def make_gated_sum(

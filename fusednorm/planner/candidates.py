@@ -33,7 +33,6 @@ from .plan import (
 ROWS = (1, 2, 4, 8, 16, 32, 64)  # of a tile; in a cluster, the first two
 CLUSTERS = (1, 2, 4, 8, 16)  # CTAs that share a row too wide for one
 CLUSTER_ARCHS = (90, 100, 103)
-MOST_IN_RING = 2  # row tensors of a form that come through a ring (desc_1 and desc_2 of pipelined.py)
 OLDEST_PUBLISHED_ARCH = 100  # nvFuser has published plans from here on: deep rings (see `_deepened`)
 
 
@@ -216,7 +215,7 @@ def _in_chunks(family: Family, problem: NormProblem, device: DeviceSpec, good: b
     if problem.sample_divisor and problem.sample_divisor % rows:
         return None
     resources = stages, warps, ctas, budget.register_limit(32 * warps * ctas, device), in_smem, cluster
-    in_ring = 0 < len(problem.rows_in) <= MOST_IN_RING and stages > 1  # no tile is ahead in a ring of one stage
+    in_ring = bool(problem.rows_in) and stages > 1  # no tile is ahead in a ring of one stage
     for cut in _cuts(problem.cols, limits.max_ring_chunks[problem.direction], rows, warps, cluster, limits.most_copies):
         copies = cut.copy_chunks, short_lived, cut.tail, in_ring
         plan = PipelinedPlan(rows, cut.chunk, cut.num_chunks, *resources, *copies)

@@ -40,6 +40,8 @@ def rules(variant: str, p: NormProblem, rows: int, device: DeviceSpec) -> Iterat
         scattered = "sums over rows that are next to each other, and a modulation is of others"
         yield Rule("scattered", not p.scattered, scattered)
     if variant == "pipelined":
+        by_row = p.form.modulate and not {"scale", "shift", "gate"}.isdisjoint(p.names_in)
+        yield Rule("modulations_by_row", not by_row, "reads no row of a modulation for each row of x")
         sums = p.is_forward or p.wants_dx or not (p.rows_in or p.form.groups > 1)
         yield Rule("sums", sums, "reads neither groups nor row tensors beside x and dy for dw and db alone")
     if variant == "warp_specialized":

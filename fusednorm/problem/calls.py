@@ -249,7 +249,8 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
 
 def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added, ...], tuple[Added, ...], int]:
     """The operands, as they are read, and the outputs that the package's ops lack; and sample_rows. A forward reads all
-    modulations by row if a sample has few rows, or if a row's bits must not depend on how many there are."""
+    modulations by row if a sample has few rows, if a gate is among them, whose row a CTA would hold beside the others,
+    or if a row's bits must not depend on how many rows there are."""
     is_forward = operands.direction == FORWARD
     own = ForwardOperands if is_forward else BackwardOperands
     if type(operands) is own:
@@ -260,7 +261,8 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
     shared = {name: sharing(each, batch_shape, x.dim() - batch_ndim) for name, each in modulations if each is not None}
     dims = max([each.dims for each in shared.values() if each.is_by_sample], default=0)
     sample_rows = math.prod(batch_shape[dims:]) if dims else 0
-    if is_forward and (0 < sample_rows < LEAST_ROWS_OF_SAMPLE or invariance.switch.invariance()):
+    by_row = 0 < sample_rows < LEAST_ROWS_OF_SAMPLE or operands.form.combine or invariance.switch.invariance()
+    if is_forward and by_row:
         shared, dims, sample_rows = {}, 0, 0
 
     def read(slot: Slot, value: Any) -> Any:

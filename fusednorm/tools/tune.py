@@ -55,7 +55,7 @@ IN_PIECES_IN_FLOAT32 = (504, 616, 776, 1000, 1304, 2008, 3000, 5000, 9000, 17000
 UNALIGNED_IN_FLOAT32 = (77, 125, 191, 255, 347, 501, 777, 1201, 2001, 4097, 8191, 16001)
 # Forms that read and write as many tensors have one table (table.Key). The widths of OF_FORMS are timed with parameters
 # in float32, too.
-FORMS = ("_times_gate", "_of_sum", "_modulated", "_of_gated_sum_modulated")
+FORMS = ("_times_gate", "_of_sum", "_modulated", "_of_gated_sum_modulated", "_modulated_plus_residual")
 OF_FORMS = (64, 128, 256, 512, 1024, 2048, 3072, 4096, 5120, 6144, 8192, 16384)
 MODULATED = (1024, 1152, 1536, 2048, 2304, 3072, 4096, 5120, 6144)
 
@@ -80,7 +80,7 @@ class Task(NamedTuple):
 
     @property
     def wanted(self) -> Wanted:
-        dtype, weighted = DTYPES[self.dtype], "modulated" not in self.form  # modulated norms seldom have a weight
+        dtype, weighted = DTYPES[self.dtype], not self.form.endswith("modulated")  # these seldom have a weight
         bias, weight = weighted and self.norm == "layer", DTYPES[self.weights or self.dtype] if weighted else None
         return Wanted(self.norm, self.direction, self.cols, dtype, weight, bias, (True, weighted, bias), form=self.form)
 

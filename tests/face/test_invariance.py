@@ -3,6 +3,7 @@ kernels here; tests/kernels/simulated/test_invariant_rows.py runs compiled ones.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from fusednorm.host import fallback
 from fusednorm.host.kernel_devices import kernels_on
 from fusednorm.operands import FORWARD, operands_of
 from fusednorm.operands import OPS as OPERANDS
+from fusednorm.planner import legality
 from fusednorm.planner.device import A100, H100, H200, KNOWN
 from fusednorm.planner.plan import ReferencePlan
 from fusednorm.problem.calls import check_backward, check_forward
@@ -206,6 +208,21 @@ def test_a_modulation_is_read_in_place_and_gives_the_bits_of_one_for_each_row():
         alone = fusednorm.ada_layer_norm(x[1:2, 2:3], scale[1:2], shift[1:2])
         of_rows = fusednorm.ada_layer_norm(x, *[each.expand(3, 4, 24).contiguous() for each in (scale, shift)])
     assert torch.equal(of_rows, whole) and torch.equal(alone, whole[1:2, 2:3])
+
+
+@pytest.mark.parametrize("variant", [None, "pipelined"])
+@pytest.mark.parametrize("form", ["modulated", "of_gated_sum_modulated"])
+def test_a_sample_alone_has_the_plan_that_it_has_among_others_and_it_can_run(form, variant):
+    plans = set()
+    for samples in (1, 4):
+        x, modulation = torch.empty(samples, 300, 1152, device="meta"), torch.empty(samples, 1, 1152, device="meta")
+        given = {"x": x, "normalized_shape": (1152,), "scale": modulation, "shift": modulation}
+        given |= {"residual": x, "gate": modulation} if form != "modulated" else {}
+        with batch_invariant(), (fusednorm.force(variant) if variant else contextlib.nullcontext()):
+            call = check_forward(operands_of(f"layer_norm_fwd_{form}", (), given))
+            plans.add(fallback.choose(call.problem, call.rows, H200).plan)
+        assert legality.broken_rule([*plans][-1].variant, call.problem, call.rows, H200) is None
+    assert len(plans) == 1
 
 
 def test_forms_are_covered():

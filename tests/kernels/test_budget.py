@@ -103,7 +103,7 @@ JOBS = [
     (80, make_gated("layer", 256, gate="fp32", after=False)),
     (120, make_gated("rms", 4096, after=False)),
     (90, make_modulated("layer", 3072, modulation="fp32", direction="backward")),
-    (90, make_modulated("rms", 3072, modulation="fp32", gated=True)),
+    (90, make_modulated("rms", 3072, modulation="fp32")),
     (120, make_modulated("layer", 1152, modulation="fp32")),
     (80, make_gated_sum("layer", 1152, weight="bf16")),
     (100, make_gated_sum("rms", 3072, by_sample=False)),

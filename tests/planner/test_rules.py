@@ -32,6 +32,7 @@ RULES = {  # rule: (variant, problem, rows, device) that it rejects
     "steps": ("multi_wave", make_modulated(rounds_steps=True), MANY_ROWS, H200),
     "scattered": ("multi_wave", replace(make_modulated(direction="backward"), scattered=True), MANY_ROWS, H200),
     "unmodulated": ("warp_specialized", make_modulated(), MANY_ROWS, H200),
+    "modulations_by_row": ("pipelined", make_gated_sum(by_sample=False), MANY_ROWS, H200),
     "nested_rows": ("pipelined", make_problem(nested_rows=True), MANY_ROWS, H200),
     "rows": ("pipelined", make_problem(), 2**31, H200),
     "groups": ("warp_specialized", make_problem(form=FormSpec(groups=4)), MANY_ROWS, B200),

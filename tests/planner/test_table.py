@@ -103,7 +103,7 @@ def test_plans_of_shipped_tables_are_within_the_budgets_of_their_widths():
         for key in shipped.lines:
             for cols in list(shipped.lines[key])[::7]:
                 dtype = {2: "bf16", 4: "fp32"}[key.itemsizes[0]]
-                weights = {0: "", 4: "fp32"}[key.parameters]
+                weights = "fp32" if key.parameters == 4 else ""
                 tasks = (tune.Task(key.norm, key.direction, cols, dtype, form, weights) for form in ("", *tune.FORMS))
                 problem = next(p for p in (task.wanted.problem for task in tasks) if p.traffic == key.traffic)
                 assert table.Key.of(problem) == key

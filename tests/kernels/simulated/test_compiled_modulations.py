@@ -65,21 +65,21 @@ def test_modulated_backwards_by_rings_give_the_gradients_of_autograd_in_float64(
     "norm, form, samples, rows, cols",
     [
         ("layer", "modulated", 2, 40, 512),  # tiles of several rows
-        ("rms", "of_gated_sum_modulated", 2, 34, 2064),  # of one or two, and rows that end within a chunk
+        ("rms", "modulated_plus_residual", 2, 34, 2064),  # of one or two, and rows that end within a chunk
         ("layer", "modulated", 1, 35, 528),  # one sample, that ends within a tile
-        ("layer", "of_gated_sum_modulated", 2, 32, 8192),  # clusters
+        ("layer", "modulated_plus_residual", 2, 32, 8192),  # clusters
     ],
 )
 def test_modulated_forwards_by_rings_give_the_numbers_of_the_formula_in_float64(norm, form, samples, rows, cols):
     generator = torch.Generator().manual_seed(0)
     packed, shape = torch.randn(samples, 4, cols, generator=generator).to(BF16), (samples, rows, cols)
-    tensors = {"x": torch.randn(shape, generator=generator).to(BF16), "scale": packed[:, 1:2], "shift": packed[:, 2:3]}
-    if form != "modulated":
-        tensors |= {"residual": torch.randn(shape, generator=generator).to(BF16), "gate": packed[:, :1]}
+    tensors = {"x": torch.randn(shape, generator=generator).to(BF16), "scale": packed[:, 1:2]}
+    other = {"shift": packed[:, 2:3]}, {"residual": torch.randn(shape, generator=generator).to(BF16)}
+    tensors |= other[form != "modulated"]
     op, settings = f"{norm}_norm_fwd_{form}", {"normalized_shape": (cols,), "eps": EPS}
     call = check_forward(operands_of(op, (), tensors | settings))
     exact = reference.formula(operands_of(op, (), {name: each.to(FP64) for name, each in tensors.items()} | settings))
-    least = torch.finfo(BF16).eps * (1 if form == "modulated" else 4)  # y is that of the sum as it is stored
+    least = torch.finfo(BF16).eps
     for plan in rings(call):
         for got, want in zip(outputs_of(call, plan), exact, strict=True):
             if got is not None:
