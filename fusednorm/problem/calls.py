@@ -249,8 +249,8 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
 
 def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added, ...], tuple[Added, ...], int]:
     """The operands, as they are read, and the outputs that the package's ops lack; and sample_rows. A forward reads all
-    modulations by row if a sample has few rows, if a gate is among them, whose row a CTA would hold beside the others,
-    or if a row's bits must not depend on how many rows there are."""
+    modulations by row if a sample has few rows, if it is of a sum, whose CTAs have no registers to hold them, or if a
+    row's bits must not depend on how many rows there are."""
     is_forward = operands.direction == FORWARD
     own = ForwardOperands if is_forward else BackwardOperands
     if type(operands) is own:
