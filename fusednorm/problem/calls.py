@@ -261,8 +261,8 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
     shared = {name: sharing(each, batch_shape, x.dim() - batch_ndim) for name, each in modulations if each is not None}
     dims = max([each.dims for each in shared.values() if each.is_by_sample], default=0)
     sample_rows = math.prod(batch_shape[dims:]) if dims else 0
-    by_row = 0 < sample_rows < LEAST_ROWS_OF_SAMPLE or operands.form.combine or invariance.switch.invariance()
-    if is_forward and by_row:
+    few = 0 < sample_rows < LEAST_ROWS_OF_SAMPLE
+    if is_forward and (few or operands.form.combine or invariance.switch.invariance()):
         shared, dims, sample_rows = {}, 0, 0
 
     def read(slot: Slot, value: Any) -> Any:
