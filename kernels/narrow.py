@@ -40,8 +40,8 @@ def pick(choices, part, level: tl.constexpr, tile: tl.constexpr):
 
 @triton.jit
 def part_of_grid(ctas, mixed: tl.constexpr, tile: tl.constexpr):
-    """The CTA's part. If parts are mixed, CTAs of the other tensors lie evenly between those of the first, one after
-    as many as it has for each of them."""
+    """The CTA's part. If parts are mixed, CTAs of the other tensors lie evenly between those of the first: one of them
+    follows each `count // others` CTAs of the first."""
     cta = tl.program_id(0)
     tensor = cta * 0
     first = cta * 0

@@ -1,5 +1,6 @@
-"""dw and db of pipelined.py and warp_specialized.py: each thread sums over its rows of all tiles, and the CTA (or
-compute group) stores its sums as one row of the partials. A second launch (finalizer.finalize) adds up these rows."""
+"""dw, db and sums of modulations, of pipelined.py and warp_specialized.py: each thread sums over its rows of all tiles,
+and the CTA (or compute group) stores its sums as one row of the partials. A second launch (finalizer.py) adds up these
+rows."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -175,9 +175,9 @@ def store_y(
 
 @gluon.jit
 def sum_tile(tiles, held, dy, statistics, weight, sums, norm: gl.constexpr, tile: gl.constexpr):
-    """First pass of the backward: the column sums with the tile's share added, and the CTA's row sums [rows, cluster]
-    of g * x_hat and of g, as a tuple. RMSNorm's tuple has the first only. `sum_over_cluster` must follow where CTAs
-    share a row."""
+    """First pass of the backward: the sums of dw and db with the tile's share added, and the CTA's row sums [rows,
+    cluster] of g * x_hat and of g, as a tuple. RMSNorm's tuple has the first only. `sum_over_cluster` must follow where
+    CTAs share a row."""
     sum_gx = gl.full([tile.rows, tile.cluster, tile.chunk], 0.0, gl.float32, tile_layout(tile))
     sum_g = sum_gx
     dw = ()

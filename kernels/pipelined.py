@@ -1,11 +1,12 @@
 """The pipelined TMA schedule: a ring of row tiles in shared memory, refilled by the computing warps themselves.
 
 CTA p of P (or cluster p of P, whose CTAs share the columns of a row) owns the row tiles p, p + P, p + 2P, ..., counted
-from the last tile. It keeps the parameters and, in the backward, the sums of dw and db for its whole life.
+from the last tile. It keeps the parameters, the modulations that its rows share and, in the backward, the column sums
+for its whole life.
 
-sample_rows rows may be a sample with CTAs of its own, as in multiwave.py: the first dimension of the grid
-counts samples, and the second is P. The rows of a sample are then a multiple of those of a tile, so that no tile has
-rows of two samples.
+sample_rows rows may be a sample with CTAs of its own, as in multiwave.py: the first dimension of the grid counts
+samples, and the second is P. If there are several samples, the rows of one are a multiple of those of a tile, so that
+no tile has rows of two.
 
 The warps that read a stage also refill it, and one of them may be ahead of the others. What keeps a copy from
 overwriting columns that a warp has yet to read is not in the source: between the reads of a stage and the copies of
@@ -147,14 +148,12 @@ def backward(
     added=None, bias_ptr=None, desc_1=None, desc_2=None, tail_desc_1=None, tail_desc_2=None, width=None, x_at=None,
     gate_at=None, shared=None, strides_shared=None, sum_partials=None, sample_rows=None,
 ):
-    """The gradients of the CTA's row tiles, and its row of the partials. A tile is read twice from its stage,
-    for the row sums and for dx, and is not kept in registers between; the stage is refilled after the second read. The
-    partials are complete before the last tile's dx, and are stored before it where `partial_sums.stores_early` says
-    so. The form's other row tensors come as in `forward`."""
+    """The gradients of the CTA's row tiles, and its row of the partials. A tile is read twice from its stage, for the
+    row sums and for dx, and is not kept in registers between; the stage is refilled after the second read. dw and db
+    are complete before the last tile's dx, and are stored before it where `partial_sums.stores_early` says so. The
+    form's other row tensors come as in `forward`."""
     in_memory = statistics_in_memory(mean_ptr, rstd_ptr, mean_stride, rstd_stride, norm, tile)
-    partials = ColumnSums(
-        of_group(dw_partial_ptr, cols, tile), of_group(db_partial_ptr, cols, tile), sum_partials
-    )  # fmt: skip
+    partials = ColumnSums(of_group(dw_partial_ptr, cols, tile), of_group(db_partial_ptr, cols, tile), sum_partials)
     weight_ptr = of_group(weight_ptr, cols, tile)
     bias_ptr = of_group(bias_ptr, cols, tile)
     exchange = open_exchange(tile)

@@ -44,10 +44,10 @@ class NormProblem:
     y_dtype: torch.dtype | None = None  # if it is not x's
     packed: bool = False  # x and the gate are columns of one tensor, and a backward writes the gradient of that tensor
     steps: tuple[torch.dtype, ...] = ()  # to which a forward rounds its steps (outputs.Steps); () if it does not
-    # Of a backward whose modulations belong to samples of rows: for each sample there are other partials of the sums.
-    by_sample: int = 0  # modulations of which a sample of rows shares a row, absent ones left out
-    sample_divisor: int = 0  # common divisor of MOST_ROWS_OF_TILE and the rows of a sample; 0: there is one sample
-    shared: tuple[torch.dtype, ...] = ()  # those of them that are read: once, not for each row
+    # Of a call whose modulations belong to samples of rows. A backward has partials of its sums for each sample.
+    by_sample: int = 0  # of a backward: modulations of which a sample of rows shares a row, absent ones left out
+    sample_divisor: int = 0  # common divisor of MOST_ROWS_OF_TILE and the rows of a sample; 0: there are no two samples
+    shared: tuple[torch.dtype, ...] = ()  # modulations that are read once for a sample, not for each row
     names_shared: tuple[str, ...] = ()
     summed: tuple[int, ...] = ()  # which of the form's gradients are summed over the rows of a sample
     sums_out: tuple[torch.dtype, ...] = ()  # dtypes of these sums

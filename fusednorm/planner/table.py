@@ -6,8 +6,8 @@ and plans in order of rows, each up to a number of rows per SM, the last without
 a table, and data/ has those that are shipped.
 
 A problem that has no line takes that of a near width which TMA copies by pieces as long. Lines with parameters unlike x
-may be another GPU's of the capability; without any, those with parameters like x are taken. Another key that the table
-lacks is that with the nearest traffic.
+may be another GPU's of the capability; without any, those with parameters like x are taken. In place of another key
+that the table lacks, it has the one with the nearest traffic.
 """
 
 from __future__ import annotations

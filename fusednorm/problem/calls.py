@@ -22,6 +22,7 @@ from ..operands import (
     wanted_outputs,
 )
 from ..planner.norm_problem import ALIGNMENT, MOST_ROWS_OF_TILE, NormProblem
+from ..planner.plan import MOST_CTAS
 from ..settings import invariance
 from .outputs import groups_of, output_dtype, resolve_eps, stats_shape, steps_of
 from .rows import RowView, Sharing, is_tma_aligned, packed, row_view, row_view_or_copy, sharing, spread, statistic
@@ -72,7 +73,7 @@ class ForwardCall(NamedTuple):
     wants_statistics: bool = True  # whether to write mean and rstd, for a backward
     added: tuple[Added, ...] = ()
     added_outputs: tuple[Added, ...] = ()
-    sample_rows: int = 0  # as of a backward
+    sample_rows: int = 0  # as of a backward; 0 also where modulations are read for each row
     block_rows: int = 0  # a forward has no sums over rows
 
     @property
@@ -249,8 +250,8 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
 
 def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added, ...], tuple[Added, ...], int]:
     """The operands, as they are read, and the outputs that the package's ops lack; and sample_rows. A forward reads all
-    modulations by row if a sample has few rows, if it is of a sum, whose CTAs have no registers to hold them, or if a
-    row's bits must not depend on how many rows there are."""
+    modulations by row if a sample has few rows, or more rows than a grid's second dimension may have CTAs; if it is of
+    a sum, whose CTAs have no registers to hold them; or if a row's bits must not depend on how many rows there are."""
     is_forward = operands.direction == FORWARD
     own = ForwardOperands if is_forward else BackwardOperands
     if type(operands) is own:
@@ -261,8 +262,8 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
     shared = {name: sharing(each, batch_shape, x.dim() - batch_ndim) for name, each in modulations if each is not None}
     dims = max([each.dims for each in shared.values() if each.is_by_sample], default=0)
     sample_rows = math.prod(batch_shape[dims:]) if dims else 0
-    few = 0 < sample_rows < LEAST_ROWS_OF_SAMPLE
-    if is_forward and (few or operands.form.combine or invariance.switch.invariance()):
+    unfit = sample_rows and not LEAST_ROWS_OF_SAMPLE <= sample_rows <= MOST_CTAS
+    if is_forward and (unfit or operands.form.combine or invariance.switch.invariance()):
         shared, dims, sample_rows = {}, 0, 0
 
     def read(slot: Slot, value: Any) -> Any:
@@ -317,7 +318,7 @@ def _beside(added: tuple[Added, ...], outputs: tuple[Added, ...]) -> dict[str, A
 
 def _gradients(added: tuple[Added, ...], outputs: tuple[Added, ...], wants_dx: bool) -> dict[str, Any]:
     """Fields of a backward's problem: which of the form's gradients, those of x and of `outputs`, it stores or sums
-    over the rows of a sample, and what it reads for each sample."""
+    over the rows of a sample."""
     stored = (0,) * bool(wants_dx)
     if not (added or outputs):
         return {"stored": stored or (0,), "wants_dx": bool(stored)}

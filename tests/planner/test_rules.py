@@ -13,10 +13,12 @@ from planning import make_gated, make_gated_sum, make_modulated, make_problem, m
 
 from fusednorm.forms import FormSpec
 from fusednorm.host import gpus
+from fusednorm.operands import operands_of
 from fusednorm.planner import legality
 from fusednorm.planner.choice import best_plan, choose
-from fusednorm.planner.device import A100, B200, H200
-from fusednorm.planner.plan import VARIANTS
+from fusednorm.planner.device import A100, B200, H100, H200
+from fusednorm.planner.plan import MOST_CTAS, VARIANTS, grid_of
+from fusednorm.problem.calls import check_forward
 from fusednorm.tools.explanation import decide
 
 MANY_ROWS = 16384
@@ -112,3 +114,15 @@ def test_reasons_name_one_choice_and_agree_with_it(device):
         assert decision.plan == choose(problem, MANY_ROWS, device) and not decision.forced
         assert decision.reasons[decision.plan.variant].startswith("chosen: ")
         assert sum(text.startswith("chosen") for text in decision.reasons.values()) == 1
+
+
+@pytest.mark.parametrize("device", [A100, H100, B200], ids=lambda device: device.name)
+@pytest.mark.parametrize("shape", [(2, 200000, 4096), (4, 150000, 512), (3, MOST_CTAS, 1152)], ids=str)
+def test_a_sample_of_many_rows_has_no_more_ctas_than_a_grid_may_have(shape, device):
+    shapes = shape, (shape[0], 1, shape[2])
+    x, modulation = (torch.empty(each, device="meta", dtype=torch.bfloat16) for each in shapes)
+    named = {"x": x, "normalized_shape": shape[2:], "scale": modulation, "shift": modulation}
+    call = check_forward(operands_of("layer_norm_fwd_modulated", (), named))
+    grid = grid_of(choose(call.problem, call.rows, device), call.problem, device, call.sample_rows)
+    assert call.sample_rows == 0 or grid.ctas(call.rows) <= MOST_CTAS
+    assert (call.sample_rows > 0) == (shape[1] <= MOST_CTAS)
