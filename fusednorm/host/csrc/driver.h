@@ -10,6 +10,9 @@
 
 namespace fusednorm {
 
+// Numbers in messages: streams of numbers crash where the compiler links its C++ library into the extension.
+inline std::string text(size_t number) { return std::to_string(number); }
+
 // Opened at the first launch, because a process that launches nothing needs no libcuda.
 struct Driver {
   decltype(&cuLaunchKernelEx) launch;

@@ -316,8 +316,8 @@ PYBIND11_MODULE(_native, module) {
       .def("numbers", &Grid::numbers);
   py::class_<Workspace>(module, "Workspace")
       .def(py::init([](at::ScalarType dtype, std::vector<Part> parts) {
-             TORCH_CHECK(parts.size() <= MOST_PARTS, "fusednorm: a workspace must have at most ", MOST_PARTS,
-                         " parts, got ", parts.size());
+             TORCH_CHECK(parts.size() <= MOST_PARTS, "fusednorm: a workspace must have at most ", text(MOST_PARTS),
+                         " parts, got ", text(parts.size()));
              return Workspace{dtype, std::move(parts)};
            }),
            py::kw_only(), py::arg("dtype"), py::arg("parts"))

@@ -90,7 +90,7 @@ struct Op {
         num_outputs(num_outputs), outputs(std::move(given_outputs)), follows_autocast(follows_autocast),
         returns_list(returns_list), x(x) {
     TORCH_CHECK(num_tensors + num_outputs + MOST_PARTS <= MOST_ADDRESSES, this->name, " must have at most ",
-                MOST_ADDRESSES - MOST_PARTS, " tensors, got ", num_tensors + num_outputs);
+                text(MOST_ADDRESSES - MOST_PARTS), " tensors, got ", text(num_tensors + num_outputs));
     size_t settings = 0;
     for (const Slot& each : inputs) {
       if (!each.is_argument) wants_statistics = settings;
@@ -196,7 +196,8 @@ struct Given {
       const IValue& each = *next++;
       if (slot.list) {
         auto list = each.toListRef();
-        TORCH_CHECK(list.size() == slot.list, op.name, ": a list must hold ", slot.list, " tensors, got ", list.size());
+        TORCH_CHECK(list.size() == slot.list, op.name, ": a list must hold ", text(slot.list), " tensors, got ",
+                    text(list.size()));
         for (const IValue& one : list) tensors.push_back(one.isNone() ? &undefined() : &one.toTensor());
       } else if (is_tensor(slot.role)) {
         tensors.push_back(each.isNone() ? &undefined() : &each.toTensor());

@@ -23,7 +23,7 @@ using at::IntArrayRef;
 using at::Tensor;
 using std::optional;
 
-constexpr size_t MAX_PARAMETER_BYTES = 1024;
+constexpr size_t MAX_PARAMETER_BYTES = 4096;  // what every release of CUDA takes
 constexpr size_t MAX_PARAMETERS = 96;
 constexpr size_t MAP_ALIGNMENT = 64;
 constexpr size_t MOST_ADDRESSES = 64;  // of a call's tensors, its outputs and the parts of its workspace
@@ -219,8 +219,9 @@ struct Step {
   size_t reserve(size_t bytes, size_t alignment) {
     size_t at = (parameters.size() + alignment - 1) / alignment * alignment;
     TORCH_CHECK(at + bytes <= MAX_PARAMETER_BYTES && starts.size() < MAX_PARAMETERS,
-                "fusednorm: a kernel must have at most ", MAX_PARAMETERS, " parameters of ", MAX_PARAMETER_BYTES,
-                " bytes in all, got parameter ", starts.size() + 1, " at byte ", at);
+                "fusednorm: a kernel must have at most ", text(MAX_PARAMETERS), " parameters of ",
+                text(MAX_PARAMETER_BYTES), " bytes in all, got parameter ", text(starts.size() + 1), " at byte ",
+                text(at));
     parameters.resize(at + bytes);
     starts.push_back(at);
     return at;

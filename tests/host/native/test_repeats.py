@@ -30,7 +30,8 @@ from torch.testing import assert_close
 
 from fusednorm import reference, sm_margin
 from fusednorm.host import fallback, launch, native
-from fusednorm.operands import BackwardOperands, ForwardOperands
+from fusednorm.operands import OPS as ALL_OPS
+from fusednorm.operands import BackwardOperands, ForwardOperands, Role
 from fusednorm.planner import choice
 from fusednorm.planner.device import H200
 from fusednorm.planner.plan import ColumnRingPlan, ColumnTilePlan, MultiWavePlan, PipelinedPlan
@@ -459,3 +460,20 @@ def test_many_threads_call_at_once(gpu):
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(8)))
     assert native.repeats() > before + 50
+
+
+def test_a_launch_takes_two_tensor_maps_of_each_row_tensor_of_any_op():
+    """A ring copies 1040 columns as 1024 and 16, by two maps of 128 bytes."""
+    step = native.extension.Step(
+        function=0, sides=[1, 1, 1], grid=[None, None], threads=32, shared_bytes=0, cluster=1, dependent=False
+    )
+
+    def add_a_map():
+        step.add_map(index=0, type=9, rows_dim=1, shape=[16, 1], strides=[32], box=[16, 1])
+
+    most = max(sum(slot.role is Role.ROWS for slot in (*op.inputs, *op.outputs)) for op in ALL_OPS.values())
+    for _ in range(2 * most):
+        add_a_map()
+    with pytest.raises(RuntimeError, match=r"of 4096 bytes in all, got parameter 33 at byte 4096"):
+        for _ in range(33):
+            add_a_map()
