@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from versions import some_problems
 
-from fusednorm.planner import table
-from fusednorm.planner.choice import ROWS_PER_SM, Ranges, at, choices, decide
+from fusednorm.planner import limits, table
+from fusednorm.planner.choice import Ranges, at, choices, decide
 from fusednorm.planner.device import A100, B200, H100, H200, DeviceSpec
 from fusednorm.planner.model import predict_us
 from fusednorm.planner.norm_problem import NormProblem
@@ -76,7 +76,7 @@ def differences() -> Iterator[Difference]:
     for name, device in DEVICES.items():
         for problem in PROBLEMS:
             then, now = wanted[name, name_of(problem)], choices(problem, device)
-            for rows in [per_sm * device.sm_count for per_sm in ROWS_PER_SM]:
+            for rows in [per_sm * device.sm_count for per_sm in limits.compared_rows_per_sm]:
                 old, new = at(then, rows), at(now, rows)
                 if name_in_list(old) != name_in_list(new):
                     plans, ratio = (name_in_list(old), name_in_list(new)), _ratio(old, new, problem, rows, device)

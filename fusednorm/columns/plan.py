@@ -15,7 +15,7 @@ from typing import ClassVar, NamedTuple
 
 from ..planner import limits
 from ..planner.budget import RESERVED_SMEM_BYTES, WARP_SIZE, register_limit
-from ..planner.device import KIB, DeviceSpec
+from ..planner.device import DeviceSpec
 from ..planner.legality import MAX_RING_ROWS, OLDEST_ARCH, OLDEST_TMA_ARCH, capability
 from ..planner.plan import ReferencePlan
 from .problem import ColumnSumProblem
@@ -65,13 +65,6 @@ class Choice(NamedTuple):
 
 # --- Ring ---
 
-MOST_ROWS, WIDTHS = 128, (64, 128, 256)  # rows and columns of a tile before `shrink` makes it fit shared memory
-SMALLEST_TILE = 16, 64  # rows, columns; in a narrower tile a thread has less than 16 adjacent bytes of a row
-TILES_IN_FLIGHT = 3  # least number of tiles in the ring of a CTA, over all tensors
-MAX_STAGES = 6
-RESERVED_BYTES = 8 * KIB  # of a CTA's shared memory, for the reduction over warps and for barriers
-GROUPS = 4  # groups of a ring's tiles: while one is read and refilled, copies of the others are in flight
-RING_WARPS = 8
 VECTOR_BYTES = 16  # per load of a thread
 
 
@@ -83,28 +76,30 @@ def ring_fault(problem: ColumnSumProblem, rows: int, device: DeviceSpec) -> str 
         return "sums in float32, and these sums are to be taken in float64"
     if not problem.tma_aligned:
         return "needs base pointers and row strides in multiples of 16 bytes for TMA, and not all tensors have them"
-    if problem.cols < SMALLEST_TILE[1]:
-        return f"needs at least {SMALLEST_TILE[1]} columns, got {problem.cols}"
+    least_rows, least_cols = limits.column_sum_tiles["smallest"]
+    if problem.cols < least_cols:
+        return f"needs at least {least_cols} columns, got {problem.cols}"
     if max(rows, problem.cols) > MAX_RING_ROWS:
         return f"needs at most {MAX_RING_ROWS} rows and columns, got {rows} x {problem.cols}"
     if next(ring_plans(problem, device), None) is None:
-        rows, cols = SMALLEST_TILE
-        return f"has no room in shared memory for {rows} x {cols} elements of each of {problem.count} tensors at once"
+        tile = f"{least_rows} x {least_cols} elements"
+        return f"has no room in shared memory for {tile} of each of {problem.count} tensors at once"
     return None
 
 
 def ring_plans(problem: ColumnSumProblem, device: DeviceSpec) -> Iterator[RingSum]:
     """Plans of several widths, for two CTAs per SM if any such ring fits, else for one."""
     tensors, itemsize = problem.count if problem.total else 1, problem.dtype.itemsize
+    ring, widths = limits.column_sum_ring, limits.column_sum_tiles["widths"]
     for ctas_per_sm in (2, 1):
         room = min(device.smem_per_block_bytes, device.smem_per_sm_bytes // ctas_per_sm - RESERVED_SMEM_BYTES)
-        budget = (room - RESERVED_BYTES) // tensors
-        least_stages = ceil_div(TILES_IN_FLIGHT, tensors)
-        tiles = {shrink(chunk, itemsize, budget // least_stages) for chunk in WIDTHS} - {None}
+        budget = (room - ring["reserved_bytes"]) // tensors
+        least_stages = ceil_div(ring["tiles"], tensors)
+        tiles = {shrink(chunk, itemsize, budget // least_stages) for chunk in widths} - {None}
         for rows, chunk in sorted(tiles):
-            num_stages = min(MAX_STAGES, budget // (rows * chunk * itemsize))
-            group = ceil_div(tensors, max(1, GROUPS // num_stages))
-            num_warps = min(RING_WARPS, rows * chunk * itemsize // (WARP_SIZE * VECTOR_BYTES))
+            num_stages = min(ring["stages"], budget // (rows * chunk * itemsize))
+            group = ceil_div(tensors, max(1, ring["groups"] // num_stages))
+            num_warps = min(ring["warps"], rows * chunk * itemsize // (WARP_SIZE * VECTOR_BYTES))
             limit = register_limit(WARP_SIZE * num_warps * ctas_per_sm, device)
             yield RingSum(rows, chunk, num_stages, group, num_warps, ctas_per_sm, limit)
         if tiles:
@@ -114,11 +109,11 @@ def ring_plans(problem: ColumnSumProblem, device: DeviceSpec) -> Iterator[RingSu
 def shrink(chunk: int, itemsize: int, budget: int) -> tuple[int, int] | None:
     """The largest tile (rows, columns) within `budget` bytes: rows are halved first, then columns. None if the smallest
     tile is too large."""
-    rows = MOST_ROWS
+    rows, (least_rows, least_cols) = limits.column_sum_tiles["rows"], limits.column_sum_tiles["smallest"]
     while rows * chunk * itemsize > budget:
-        if rows > SMALLEST_TILE[0]:
+        if rows > least_rows:
             rows //= 2
-        elif chunk > SMALLEST_TILE[1]:
+        elif chunk > least_cols:
             chunk //= 2
         else:
             return None
@@ -135,39 +130,26 @@ def shared_bytes(plan: RingSum, problem: ColumnSumProblem) -> int:
 
 # --- Portable ---
 
-PORTABLE_WARPS = 8
-PORTABLE_CTAS_PER_SM = 2
-BYTES_PER_THREAD = 64  # of a tile; halved for each feature that takes more registers, so that two CTAs fit an SM
-TILES_AHEAD = 2  # tiles in flight while one is added
-SEGMENT_BYTES = (64, 128, 256, 512, 1024)  # bytes of a row that one CTA reads
-FINALIZER_TILE = 64, 32  # rows, columns
-FINALIZER_WARPS = 4
-
 
 def portable_plans(problem: ColumnSumProblem, device: DeviceSpec) -> Iterator[PortableSum]:
     """Plans of the portable kernel, from narrow tiles to wide ones."""
     wide = problem.acc_dtype.itemsize > max(4, problem.dtype.itemsize)
     scattered = not problem.tma_aligned or problem.cols % 16 != 0  # Triton loads such rows element by element
-    halvings = wide + scattered
-    threads = WARP_SIZE * PORTABLE_WARPS
-    elements = (BYTES_PER_THREAD // problem.dtype.itemsize >> halvings) * threads
-    whole_row = 1 << (problem.cols - 1).bit_length()
-    limit = register_limit(threads * PORTABLE_CTAS_PER_SM, device)
-    for chunk in sorted({min(whole_row, size // problem.dtype.itemsize) for size in SEGMENT_BYTES}):
-        yield PortableSum(elements // chunk, chunk, PORTABLE_WARPS, PORTABLE_CTAS_PER_SM, limit)
+    shape, itemsize = limits.column_sum_registers, problem.dtype.itemsize
+    threads, whole_row = WARP_SIZE * shape["warps"], 1 << (problem.cols - 1).bit_length()
+    elements = (shape["bytes"] // itemsize >> wide + scattered) * threads
+    limit = register_limit(threads * shape["ctas"], device)
+    for chunk in sorted({min(whole_row, size // itemsize) for size in shape["segments"]}):
+        yield PortableSum(elements // chunk, chunk, shape["warps"], shape["ctas"], limit)
 
 
 def finalizer(device: DeviceSpec) -> PortableSum:
     """The plan that sums the partial sums."""
-    return PortableSum(*FINALIZER_TILE, FINALIZER_WARPS, 1, register_limit(WARP_SIZE * FINALIZER_WARPS, device))
+    *tile, num_warps = limits.column_sum_finalizer
+    return PortableSum(*tile, num_warps, 1, register_limit(WARP_SIZE * num_warps, device))
 
 
 # --- Choice ---
-
-MAX_WAVES = 4
-# Most tiles that a CTA adds up in one sum that is wanted in float32, if the rows can be split so far. The reason is
-# that of planner/plan.py, MOST_TILES_OF_SUM.
-MOST_TILES_OF_SUM = 128
 
 
 @functools.lru_cache(maxsize=4096)
@@ -188,12 +170,12 @@ def choose(problem: ColumnSumProblem, rows: int, device: DeviceSpec, kernel: str
 
 
 def splits_worth_trying(plan: SumPlan, problem: ColumnSumProblem, rows: int, device: DeviceSpec) -> set[int]:
-    """Numbers of splits to compare: 1, and those that fill 1 to MAX_WAVES waves of CTAs; more where a CTA would have
-    more than MOST_TILES_OF_SUM tiles of a float32 sum. All splits but the last have the same number of tiles."""
+    """Numbers of splits to compare: 1, and those that fill one wave of CTAs or a few; more where a CTA would have more
+    tiles of a float32 sum than limits.most_tiles_of_column_sum. All splits but the last have equally many tiles."""
     tiles, least, found = ceil_div(rows, plan.rows_per_tile), 1, {1}
     if problem.wants_float32_sum:  # in each split, a CTA has equally many tiles of all tensors of its sum
-        least = ceil_div(tiles, max(1, MOST_TILES_OF_SUM // (problem.count // problem.num_outputs)))
-    for waves in range(1, MAX_WAVES + 1):
+        least = ceil_div(tiles, max(1, limits.most_tiles_of_column_sum // (problem.count // problem.num_outputs)))
+    for waves in range(1, limits.column_sum_waves + 1):
         splits = min(tiles, waves * plan.ctas_per_sm * device.sm_count // ctas_of_a_split(plan, problem))
         if splits > 1:
             found.add(ceil_div(tiles, ceil_div(tiles, splits)))
@@ -227,7 +209,7 @@ def bytes_in_flight(plan: SumPlan, problem: ColumnSumProblem) -> int:
     """Bytes that a CTA has requested while it works on a tile."""
     tile = plan.rows_per_tile * plan.chunk * problem.dtype.itemsize
     if isinstance(plan, PortableSum):
-        return TILES_AHEAD * tile
+        return limits.column_sum_registers["ahead"] * tile
     return (problem.count if problem.total else 1) * plan.num_stages * tile
 
 

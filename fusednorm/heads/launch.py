@@ -22,7 +22,7 @@ from ..host.sums import partials_tile
 from ..kernels import finalizer, narrow
 from ..kernels.config import Norm, PartsTile
 from ..kernels.rowmath import TURN, form_of
-from ..planner import canonical
+from ..planner import canonical, limits
 from ..planner.derived import may_be_dependent
 from ..planner.device import DeviceSpec
 from ..planner.norm_problem import ALIGNMENT
@@ -228,6 +228,6 @@ def _tile(plan: HeadPlan, problem: HeadProblem, announces_end: bool = False) -> 
 def _copy_tile(plan: HeadPlan, cols: int, itemsize: int, levels: int) -> PartsTile:
     """How a backward of this plan copies rows."""
     chunk, width, num_chunks = head_plan.chunks_of(cols, itemsize)
-    rows = head_plan.rows_of_tile(32 * plan.num_warps, head_plan.COPIED_BYTES, itemsize, chunk, num_chunks)
+    rows = head_plan.rows_of_tile(32 * plan.num_warps, limits.head_bytes["copied"], itemsize, chunk, num_chunks)
     padded = width if width < chunk else 0
     return PartsTile(rows, chunk, num_chunks, plan.num_warps, columns_of_chunk=padded, num_levels=levels)

@@ -1,7 +1,4 @@
-"""The plan of a norm of heads: a function of its problem, its row counts and a device.
-
-The constants are estimates: bench/NOTES.md, "Forms", has what they are expected to give.
-"""
+"""The plan of a norm of heads: a function of its problem, its row counts and a device."""
 
 from __future__ import annotations
 
@@ -11,25 +8,13 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ..host import fallback
-from ..planner import canonical
+from ..planner import canonical, limits
 from ..planner.budget import MAX_REGISTERS, register_limit
 from ..planner.device import DeviceSpec
 from ..planner.legality import OLDEST_ARCH, capability
-from ..planner.plan import MOST_TILES_OF_SUM, ReferencePlan
+from ..planner.plan import ReferencePlan
 from ..settings import invariance
 from .call import HeadCall, HeadProblem
-
-MOST_CHUNKS, MOST_COLUMNS = 16, 2048  # of a row that registers hold
-NUM_WARPS = {"forward": (4,), "backward": (8, 4)}  # the first of those that an SM has registers for most of
-LEAST_BYTES = 8  # of a chunk in a thread
-TILE_BYTES, COPIED_BYTES = 32, 64  # of a row tile in a thread, of the rows that it copies at a time
-# Registers of a thread: for addresses and the like (a forward has what it loads besides), and for each element of a
-# backward's tile.
-FIXED_REGISTERS, REGISTERS_OF_ELEMENT = {"forward": 24, "backward": 40}, 1.5
-REGISTERS_OF_PAIRS = 0.5  # in a forward for each element, where pairs are within a chunk
-REGISTERS_OF_TURN = 1.5  # more, for each element, where h is turned too, or pairs are within a chunk
-MIN_TILES_OF_CTA = 2  # row tiles of a CTA that leaves partials
-LEAST_SEGMENT_BYTES = 32  # of a row in a chunk: a sector of memory
 
 
 @dataclass(frozen=True)
@@ -57,13 +42,11 @@ def choose(problem: HeadProblem, device: DeviceSpec) -> HeadPlan | ReferencePlan
     if device.arch < OLDEST_ARCH:
         return ReferencePlan(f"needs compute capability 8.0, {device.name} has {capability(device)}")
     chunk, _, num_chunks = chunks_of(problem.cols, problem.dtype.itemsize, problem.turned_together)
-    if num_chunks > MOST_CHUNKS:
-        return ReferencePlan(
-            f"rotates {problem.turned} of {problem.cols} columns, which makes more than {MOST_CHUNKS} chunks"
-        )
-    if num_chunks * chunk > MOST_COLUMNS:
-        return ReferencePlan(f"takes at most {MOST_COLUMNS} columns, got {problem.cols}")
-    plans = [shaped(problem, device, num_warps, TILE_BYTES) for num_warps in NUM_WARPS[problem.direction]]
+    if num_chunks > (most := limits.head_chunks):
+        return ReferencePlan(f"rotates {problem.turned} of {problem.cols} columns, which makes more than {most} chunks")
+    if num_chunks * chunk > limits.head_columns:
+        return ReferencePlan(f"takes at most {limits.head_columns} columns, got {problem.cols}")
+    plans = [shaped(problem, device, each, limits.head_bytes["tile"]) for each in limits.head_warps[problem.direction]]
     return max(plans, key=lambda plan: plan.num_warps * plan.ctas_per_sm)
 
 
@@ -86,14 +69,14 @@ def shaped(
 
 def _registers(problem: HeadProblem, elements: int) -> float:
     """What a thread needs that has so many elements of a tile."""
-    itemsize, wide, fixed = problem.dtype.itemsize, problem.acc_dtype.itemsize // 4, FIXED_REGISTERS[problem.direction]
-    pairs = problem.turned > 0 and problem.settings.interleaved
+    itemsize, wide, of = problem.dtype.itemsize, problem.acc_dtype.itemsize // 4, limits.head_registers
+    pairs, fixed = problem.turned > 0 and problem.settings.interleaved, of[problem.direction]
     if problem.direction == "forward":
         tables = sum(each.itemsize for each in problem.table_dtypes) / (1 + problem.per_pair)
         loaded = itemsize + tables + sum(each.itemsize for each in (problem.weight_dtype, problem.bias_dtype) if each)
-        return fixed + elements * (loaded / 4 + wide * REGISTERS_OF_PAIRS * pairs)
+        return fixed + elements * (loaded / 4 + wide * of["pair"] * pairs)
     turn = pairs or (problem.turned > 0 and not problem.settings.norm_first)
-    of_element = itemsize + wide * (problem.num_sums + REGISTERS_OF_ELEMENT + REGISTERS_OF_TURN * turn)
+    of_element = itemsize + wide * (problem.num_sums + of["element"] + of["turn"] * turn)
     return fixed + elements * of_element  # x, dy and the next tile of both; sums
 
 
@@ -102,7 +85,7 @@ def chunks_of(cols: int, itemsize: int, width: int = 0) -> tuple[int, int, int]:
     whole row if such chunks would be too many or too short."""
     if not width:
         width = cols & -cols
-        if width * itemsize < LEAST_SEGMENT_BYTES or cols // width > MOST_CHUNKS:
+        if width * itemsize < limits.head_segment_bytes or cols // width > limits.head_chunks:
             width = cols
     return power_of_two(width), width, -(-cols // width)
 
@@ -110,7 +93,7 @@ def chunks_of(cols: int, itemsize: int, width: int = 0) -> tuple[int, int, int]:
 def rows_of_tile(threads: int, tile_bytes: int, itemsize: int, chunk: int, num_chunks: int) -> int:
     """How many rows are so many bytes in a thread: more, if chunks would have too few."""
     rows = threads * tile_bytes // itemsize // (chunk * num_chunks)
-    return power_of_two(max(rows, threads * LEAST_BYTES // itemsize // chunk, 1))
+    return power_of_two(max(rows, threads * limits.head_bytes["chunk"] // itemsize // chunk, 1))
 
 
 def ctas_of(plan: HeadPlan, problem: HeadProblem, rows: Sequence[int], device: DeviceSpec) -> tuple[int, ...]:
@@ -121,12 +104,12 @@ def ctas_of(plan: HeadPlan, problem: HeadProblem, rows: Sequence[int], device: D
         return tuple(tiles)
     limit = plan.ctas_per_sm * device.sm_count
     if problem.num_sums:
-        limit = max(len(tiles), min(limit, max(device.sm_count, sum(tiles) // MIN_TILES_OF_CTA)))
+        limit = max(len(tiles), min(limit, max(device.sm_count, sum(tiles) // limits.min_tiles_of_cta)))
     of_cta = max(1, -(-sum(tiles) // limit))
     while sum(-(-each // of_cta) for each in tiles) > limit and of_cta < max(tiles):
         of_cta += 1
     if problem.wants_float32_sum and not device.sm_margin:
-        of_cta = min(of_cta, MOST_TILES_OF_SUM)
+        of_cta = min(of_cta, limits.most_tiles_of_sum)
     return tuple(-(-each // of_cta) for each in tiles)
 
 

@@ -189,43 +189,37 @@ def terms(known: dict[str, float]) -> Terms:
 
 @functools.lru_cache(maxsize=4096)
 def quantities(problem: NormProblem, device: DeviceSpec) -> dict[str, float]:
-    """The names by which terms and cases ask for what a problem has."""
+    """The names by which terms and cases ask for what a problem has: those of its fields, and others."""
     x, grad, residual = map(_bytes, (problem.x_dtype, problem.grad_dtype, problem.residual_dtype))
     weight, bias = map(_bytes, (problem.weight_dtype, problem.bias_dtype))
     parameters = [each for each in (weight, bias) if each]
     rows = dict(zip(problem.names_in, problem.rows_in, strict=True)) if problem.names_in else {}
     # Each element of scattered rows has an address and a predicate of its own. The compiler tests one column in 16 for
     # the end of a row that is not odd.
-    return dict(
-        forward=problem.is_forward, cols=problem.cols,
-        arch=device.arch, later=device.triton > OLDEST_TRITON, layer=problem.norm == "layer",
-        scattered=not problem.tma_aligned, odd=problem.cols % 16 != 0, accumulators=problem.acc_dtype.itemsize // 4,
-        x_bytes=x, grad_bytes=grad, mixed=x != grad,
+    return vars(problem) | dict(
+        forward=problem.is_forward, arch=device.arch, later=device.triton > OLDEST_TRITON,
+        layer=problem.norm == "layer", odd=problem.cols % 16 != 0, accumulators=problem.acc_dtype.itemsize // 4,
+        x_bytes=x, grad_bytes=grad, mixed=x != grad, residual_bytes=residual, held_bytes=problem.held_bytes,
         narrow=max(x, grad, *parameters, 2) == 2 and not (problem.rows_in or problem.shared),
-        residual=residual > 0, residual_bytes=residual, held_bytes=problem.held_bytes,
-        weight=weight > 0, weight_bytes=weight, parameters=len(parameters), wide_parameters=parameters.count(8),
+        weight_bytes=weight, parameters=len(parameters), wide_parameters=parameters.count(8),
         parameter_bytes=problem.parameter_bytes, reads_bias=problem.reads_bias,
         rows_in=len(problem.rows_in), bytes_in=sum(map(_bytes, problem.rows_in)),
         late_bytes=sum(rows[name].itemsize for name in problem.form.late if name in rows),
-        moved=len(problem.rows_in + problem.rows_out), shared_rows=len(problem.shared),
-        shared_bytes=sum(map(_bytes, problem.shared)),
-        rows_or_shared=len(problem.rows_in + problem.shared) > 0,
-        sums=problem.num_sums, summed=len(problem.summed) > 0, wants_dw=problem.wants_dw, wants_db=problem.wants_db,
+        moved=len(problem.rows_in + problem.rows_out), rows_or_shared=len(problem.rows_in + problem.shared) > 0,
+        shared_rows=len(problem.shared), shared_bytes=sum(map(_bytes, problem.shared)),
+        sums=problem.num_sums, summed=len(problem.summed) > 0,
     )  # fmt: skip
 
 
 def _of_plan(plan: MultiWavePlan | RingPlan, cols: int) -> dict[str, float]:
-    rows, warps = plan.rows_per_tile, plan.num_warps
-    elements = rows * plan.chunk * plan.num_chunks / (WARP_SIZE * warps)  # of a thread
-    known = dict(chunks=plan.num_chunks, elements=elements, tile_rows=rows, warps=warps)
+    rows, threads = plan.rows_per_tile, WARP_SIZE * plan.num_warps
+    known = vars(plan) | {"elements": (elements := rows * plan.chunk * plan.num_chunks / threads)}  # of a thread
     if not isinstance(plan, RingPlan):
         return known | dict(rows=rows, columns=elements / rows, chunk_elements=elements / plan.num_chunks)
     threads = plan.threads_per_row
     return known | dict(
         rows=plan.rows_per_thread, columns=plan.columns_per_thread, chunk_columns=plan.chunk / threads,
-        threads=threads, copies=plan.num_copies, whole=plan.is_whole(cols), weight_in_smem=plan.weight_in_smem,
-        cluster=plan.cluster, groups=plan.num_groups,
-        rows_in_ring=plan.rows_in_ring, cached=plan.cached,
+        threads=threads, copies=plan.num_copies, whole=plan.is_whole(cols),
     )  # fmt: skip
 
 

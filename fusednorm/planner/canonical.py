@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from . import limits
 from .device import KNOWN, DeviceSpec
 from .norm_problem import NormProblem
-
-ELEMENTS = 2**25  # of x: 8192 rows of 4096 columns. A plan that is good for so many is good for most that take long
-MOST_ROWS = 2**17
 
 
 class Question(NamedTuple):
@@ -29,7 +27,7 @@ def canonical(problem: NormProblem, device: DeviceSpec) -> Question:
         sums |= {"summed": tuple(range(1, 1 + problem.by_sample)), "sums_out": ()}
         problem = replace(problem, **gradients, **sums)
     problem = replace(problem, sample_divisor=int(problem.by_sample > 0))
-    rows = max(1, min(MOST_ROWS, ELEMENTS // max(1, problem.cols)))
+    rows = max(1, min(limits.canonical_most_rows, limits.canonical_elements // max(1, problem.cols)))
     return Question(problem, rows, of_architecture(device))
 
 

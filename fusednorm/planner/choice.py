@@ -25,10 +25,6 @@ from .plan import Plan, ReferencePlan, RingPlan, WarpSpecializedPlan, from_text,
 Ranges = tuple[tuple[float, Plan], ...]  # (most rows, plan), ascending
 
 HOPPER, BLACKWELL = (90,), (100, 103, 110, 120, 121)
-ROWS_PER_SM = (1, 4, 16, 64)  # at which the model compares plans
-# nvFuser, for B200: a ring pays for more rows per SM than these, and for rows of so many bytes.
-PUBLISHED_ROWS_PER_SM = {"forward": {"layer": 0, "rms": 0}, "backward": {"layer": 16, "rms": 4}}
-PUBLISHED_ROW_BYTES = {"forward": 2048, "backward": 512}
 
 
 class Chosen(NamedTuple):
@@ -101,7 +97,7 @@ def measured(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | N
         cols, lines = known.lookup(problem)
         found, fewest = [], 1.0
         for most, text in lines:
-            rows_per_sm = max(fewest, min(most, ROWS_PER_SM[-1]))
+            rows_per_sm = max(fewest, min(most, limits.compared_rows_per_sm[-1]))
             end = most if most == math.inf else int(most * _sms(device))
             found.append((end, _adapted(from_text(text), cols, rows_per_sm, problem, device)))
             fewest = most
@@ -138,8 +134,9 @@ def published(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | 
         return None
     plans = [_fullest(variant, problem, device) for variant in variants_in_use(device)]
     ring, portable = next((plan for plan in plans[:-1] if plan), None), plans[-1]
-    narrow = problem.cols * problem.x_dtype.itemsize < PUBLISHED_ROW_BYTES[problem.direction]
-    per_sm = limits.rows_per_sm_without_dx if without_dx else PUBLISHED_ROWS_PER_SM[problem.direction][problem.norm]
+    narrow = problem.cols * problem.x_dtype.itemsize < limits.row_bytes_of_ring[problem.direction]
+    of_ring = limits.rows_per_sm_of_ring[problem.direction][problem.norm]
+    per_sm = limits.rows_per_sm_without_dx if without_dx else of_ring
     if ring is None or (narrow and not without_dx):
         ranges = ((math.inf, portable),)
     elif not per_sm or (num_passes(portable, problem) != 1 and not without_dx):
@@ -155,7 +152,7 @@ def _fullest(variant: str, problem: NormProblem, device: DeviceSpec) -> Plan | N
     plans = candidates(variant, problem, device)
     rings = [plan for plan in plans if isinstance(plan, RingPlan)]
     full = [plan for plan in rings if bytes_on_their_way(plan, problem) >= device.bytes_in_flight_per_sm]
-    return _fastest(full or plans, problem, device, ROWS_PER_SM[-1])
+    return _fastest(full or plans, problem, device, limits.compared_rows_per_sm[-1])
 
 
 def bytes_on_their_way(plan: RingPlan, problem: NormProblem) -> float:
@@ -167,15 +164,15 @@ def bytes_on_their_way(plan: RingPlan, problem: NormProblem) -> float:
 def predicted(problem: NormProblem, device: DeviceSpec) -> Ranges:
     """What the model says. A range ends half way, in octaves, between the row counts at which plans are compared."""
     plans = [plan for variant in variants_in_use(device) for plan in candidates(variant, problem, device)]
-    ends = [int(math.sqrt(few * many) * _sms(device)) for few, many in itertools.pairwise(ROWS_PER_SM)]
-    fastest = (_fastest(plans, problem, device, rows_per_sm) for rows_per_sm in ROWS_PER_SM)
+    ends = [int(math.sqrt(few * many) * _sms(device)) for few, many in itertools.pairwise(limits.compared_rows_per_sm)]
+    fastest = (_fastest(plans, problem, device, rows_per_sm) for rows_per_sm in limits.compared_rows_per_sm)
     return _merged(zip((*ends, math.inf), fastest, strict=True))
 
 
 @functools.lru_cache(maxsize=4096)
 def best_plan(variant: str, problem: NormProblem, device: DeviceSpec) -> Plan | None:
     """The candidate of a variant that is predicted to be the fastest for many rows; None if it has no candidate."""
-    return _fastest(candidates(variant, problem, device), problem, device, ROWS_PER_SM[-1])
+    return _fastest(candidates(variant, problem, device), problem, device, limits.compared_rows_per_sm[-1])
 
 
 def _fastest(plans: Iterable[Plan], problem: NormProblem, device: DeviceSpec, rows_per_sm: int) -> Plan | None:

@@ -73,7 +73,7 @@ class NormProblem:
     @property
     def reads_bias(self) -> bool:
         """Whether the bias's values are read. Most backwards need its dtype alone."""
-        return self.bias_dtype is not None and (self.direction == "forward" or self.form.reads_u)
+        return self.bias_dtype is not None and (self.is_forward or self.form.reads_u)
 
     @cached_property
     def held_bytes(self) -> int:
@@ -98,16 +98,14 @@ class NormProblem:
     @cached_property
     def traffic(self) -> tuple[int, int, int, int]:
         """Large tensors that a call reads and writes, sums over rows that it wants, and rows that samples share."""
-        backward = self.direction == "backward"
-        read = 1 + backward + (self.residual_dtype is not None) + len(self.rows_in)
-        return read, (self.wants_dx if backward else 1) + len(self.rows_out), self.num_sums, len(self.shared)
+        read = 2 - self.is_forward + (self.residual_dtype is not None) + len(self.rows_in)
+        return read, (self.is_forward or self.wants_dx) + len(self.rows_out), self.num_sums, len(self.shared)
 
     @cached_property
     def row_bytes(self) -> tuple[int, int]:
         """Bytes of each element of a row that are read and that are written."""
-        backward = self.direction == "backward"
-        read = (self.x_dtype, self.grad_dtype, self.residual_dtype, *self.rows_in)
-        written = (*self.rows_out, *((self.y_dtype or self.x_dtype,) if self.wants_dx or not backward else ()))
+        read = self.x_dtype, self.grad_dtype, self.residual_dtype, *self.rows_in
+        written = *self.rows_out, *[self.y_dtype or self.x_dtype] * (self.is_forward or self.wants_dx)
         return sum(each.itemsize for each in read if each), sum(each.itemsize for each in written)
 
     @cached_property

@@ -16,10 +16,6 @@ from . import limits
 from .device import DeviceSpec
 from .norm_problem import NormProblem
 
-# Most row tiles that a CTA adds up in one sum of dw or db that is wanted in float32. Of n additions of one sign, each
-# may round in the same direction, by up to 2^-25 of the sum. A sum of more tiles is divided among CTAs that do not run
-# at the same time. A 16-bit output is itself rounded by 2^-9 or 2^-12, far more than what the longest sum loses.
-MOST_TILES_OF_SUM = 160
 MOST_CTAS = 2**16 - 1  # along the rows, where these are a grid's second dimension
 MAX_BOX_SIDE = 256  # elements per side of a TMA copy's box
 MAX_REGISTERS = 255  # per thread
@@ -246,9 +242,9 @@ def grid_of(plan: Plan, problem: NormProblem, device: DeviceSpec, sample_rows: i
 
     The grid has as many CTAs as run at once, even if some get a row tile fewer than others: fewer CTAs would take as
     long and load less at a time. If CTAs leave partials, their least work limits their number. If a sum is wanted in
-    float32, their number is a multiple of those that run at once where each would get more tiles than
-    MOST_TILES_OF_SUM. With an sm_margin it is not: CTAs that wait for a place would take the SMs that the margin leaves
-    free. Short-lived CTAs may be more than run at once; all but the last get equally many tiles.
+    float32, their number is a multiple of those that run at once where each would get too many tiles. With an sm_margin
+    it is not: CTAs that wait for a place would take the SMs that the margin leaves free. Short-lived CTAs may be more
+    than run at once; all but the last get equally many tiles.
     """
     first_wave, groups = clusters_at_once(plan.cluster, device), problem.form.groups
     at_once, first_wave = max(1, plan.ctas_per_sm * first_wave // groups), max(1, first_wave // groups)
@@ -263,7 +259,7 @@ def grid_of(plan: Plan, problem: NormProblem, device: DeviceSpec, sample_rows: i
         narrow = limits.min_narrow_rows if plan.kernel == "multi_wave" and plan.rows_per_tile > 1 else 0
         rows_of_cta = max(limits.min_tiles_of_cta * plan.rows_per_tile, narrow)
         rows_of_cta = limits.min_rows_of_cluster if plan.cluster > 1 else rows_of_cta
-    tiles_of_sum = MOST_TILES_OF_SUM if problem.wants_float32_sum and not device.sm_margin else 0
+    tiles_of_sum = limits.most_tiles_of_sum if problem.wants_float32_sum and not device.sm_margin else 0
     least_work = rows_of_cta, tiles_of_cta, tiles_of_sum, least_short_lived
     return Grid(plan.rows_per_tile, at_once, first_wave, *least_work, plan.num_groups, sample_rows)
 
@@ -292,6 +288,5 @@ def num_passes(plan: Plan, problem: NormProblem) -> int | None:
 def num_launches(plan: Plan, problem: NormProblem) -> int | None:
     """Kernel launches of one call; None for ATen's kernels. The second of two column-tile passes sums its partials
     itself. All others use one more launch for the sums, if any."""
-    if plan.kernel == "column_tiles" and problem.wants_dx:
-        return 2
-    return None if plan.kernel == "reference" else 1 + (problem.num_sums > 0)
+    more = problem.num_sums > 0 or (plan.kernel == "column_tiles" and problem.wants_dx)
+    return None if plan.kernel == "reference" else 1 + more

@@ -21,14 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from . import limits
 from .device import DeviceSpec
-from .limits import DATA
 from .model import Coefficients
 from .norm_problem import NormProblem
 
 FORMAT = 3
-MOST_DISTANCE = 0.5  # octaves to a width that answers for another
-LONG_PIECE = 64  # bytes; rows that TMA copies by longer pieces are alike
 
 Ranges = tuple[tuple[float, str], ...]  # (most rows per SM, a plan's text), ascending
 
@@ -39,14 +37,14 @@ class Key(NamedTuple):
     norm: str
     direction: str
     itemsizes: tuple[int, ...]  # of x, in a backward also of its gradient
-    piece: int  # bytes that TMA copies at once, up to LONG_PIECE; 0 if it cannot
+    piece: int  # bytes that TMA copies at once, up to limits.long_piece; 0 if it cannot
     traffic: tuple[int, int, int, int]
     parameters: int = 0  # itemsize of weight and bias, if it is not x's; of a modulated norm, which may lack them, any
 
     @classmethod
     def of(cls, problem: NormProblem) -> Key:
         itemsizes = tuple(dtype.itemsize for dtype in (problem.x_dtype, problem.grad_dtype) if dtype is not None)
-        piece = math.gcd(problem.cols * itemsizes[0], LONG_PIECE) if problem.tma_aligned else 0
+        piece = math.gcd(problem.cols * itemsizes[0], limits.long_piece) if problem.tma_aligned else 0
         of_parameters = {each.itemsize for each in (problem.weight_dtype, problem.bias_dtype) if each}
         of_parameters -= set() if problem.form.modulate else {itemsizes[0]}
         return cls(problem.norm, problem.direction, itemsizes, piece, problem.traffic, max(of_parameters, default=0))
@@ -90,7 +88,7 @@ class Table:
 
 def _near(lines: dict[int, str], cols: int) -> str | None:
     nearest = min(lines, key=lambda each: abs(math.log2(each / cols)), default=math.inf)
-    return lines[nearest] if abs(math.log2(nearest / cols)) <= MOST_DISTANCE else None
+    return lines[nearest] if abs(math.log2(nearest / cols)) <= limits.most_distance else None
 
 
 class Unreadable(Exception):  # noqa: N818  a reason, not a fault of the caller
@@ -120,7 +118,7 @@ def read(path: Path) -> Table:
 
 @functools.cache
 def shipped() -> tuple[Table, ...]:
-    return tuple(read(path) for path in sorted(DATA.glob("*.jsonl")))
+    return tuple(read(path) for path in sorted(limits.DATA.glob("*.jsonl")))
 
 
 def user_file(gpu: str) -> Path:

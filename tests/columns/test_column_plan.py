@@ -16,7 +16,6 @@ from planning import given
 from fusednorm.columns import plan as column_plan
 from fusednorm.columns.plan import (
     MAX_TENSORS,
-    RESERVED_BYTES,
     PortableSum,
     RingSum,
     choose,
@@ -26,6 +25,7 @@ from fusednorm.columns.plan import (
     shrink,
 )
 from fusednorm.columns.problem import in_place, is_tma_aligned
+from fusednorm.planner import limits
 from fusednorm.planner.budget import RESERVED_SMEM_BYTES
 from fusednorm.planner.device import A100, B200, H200, RTX_4090, RTX_5090
 from fusednorm.planner.legality import MAX_RING_ROWS
@@ -102,13 +102,13 @@ def test_every_pair_of_sides_has_a_ring_without_idle_splits_by_which_large_sums_
     st.integers(64, 100_000),
 )
 def test_every_ring_leaves_the_reserved_shared_memory_and_fits_its_sm(device, count, dtype, total, cols):
-    problem = problem_of(Sums(8, cols, count, dtype, total))
+    problem, reserved = problem_of(Sums(8, cols, count, dtype, total)), limits.column_sum_ring["reserved_bytes"]
     for plan in ring_plans(problem, device):
         size, tensors = shared_bytes(plan, problem), count if total else 1
         tiles = tensors * plan.num_stages * plan.rows_per_tile * plan.chunk * dtype.itemsize
-        assert tiles + RESERVED_BYTES <= device.smem_per_block_bytes
-        assert size <= tiles + RESERVED_BYTES
-        assert plan.ctas_per_sm * (tiles + RESERVED_BYTES + RESERVED_SMEM_BYTES) <= device.smem_per_sm_bytes
+        assert tiles + reserved <= device.smem_per_block_bytes
+        assert size <= tiles + reserved
+        assert plan.ctas_per_sm * (tiles + reserved + RESERVED_SMEM_BYTES) <= device.smem_per_sm_bytes
         assert plan.chunk >= 64 and plan.rows_per_tile >= 16
         assert tensors * plan.num_stages >= 3, "copies run while a tile is read"
         assert 1 <= plan.group <= tensors
@@ -165,7 +165,7 @@ def test_few_columns_of_many_rows_are_split_over_all_sms(device):
     problem = problem_of(Sums(1 << 20, 256, 1, BF16))
     choice = choose(problem, 1 << 20, device)
     ctas = choice.num_splits * column_plan.ctas_of_a_split(choice.plan, problem)
-    assert device.sm_count <= ctas <= column_plan.MAX_WAVES * 2 * device.sm_count
+    assert device.sm_count <= ctas <= limits.column_sum_waves * 2 * device.sm_count
 
 
 @given(
@@ -183,10 +183,10 @@ def test_no_split_is_idle_and_partial_sums_are_few(device, rows, cols, count, dt
     assert 1 <= splits <= tiles
     assert (splits - 1) * -(-tiles // splits) < tiles, "the last split has a tile"
     outputs = problem.num_outputs
-    at_once = column_plan.MAX_WAVES * plan.ctas_per_sm * device.sm_count
+    at_once = limits.column_sum_waves * plan.ctas_per_sm * device.sm_count
     few = splits * outputs * cols <= at_once * min(plan.chunk, cols) + splits * outputs * plan.chunk
     if problem.wants_float32_sum:
-        most = max(1, column_plan.MOST_TILES_OF_SUM // (count // outputs))
+        most = max(1, limits.most_tiles_of_column_sum // (count // outputs))
         assert -(-tiles // splits) <= most, "no sum has more terms than its bound allows"
         few = few or splits == 1 or -(-tiles // (splits - 1)) > most  # with one split fewer, a sum would have more
     assert splits == 1 or few

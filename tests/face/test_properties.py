@@ -12,8 +12,9 @@ import torch
 from test_problem import gather_rows
 
 import fusednorm  # noqa: F401  registers the ops
+from fusednorm.planner import limits
 from fusednorm.planner.device import A100, H200, RTX_5090
-from fusednorm.planner.plan import MOST_CTAS, MOST_TILES_OF_SUM, ColumnTilePlan, MultiWavePlan
+from fusednorm.planner.plan import MOST_CTAS, ColumnTilePlan, MultiWavePlan
 from fusednorm.problem.rows import row_view
 
 pytest.importorskip("hypothesis", reason="the extra `test` brings hypothesis")
@@ -73,11 +74,11 @@ def test_no_float32_sum_has_more_terms_than_its_bound_allows(rows, rows_per_tile
     tiles, at_once = -(-rows // rows_per_tile), num_ctas(plan, rows, 128, spec)
     ctas = num_ctas(plan, rows, 128, spec, float32_sums=True)
     assert at_once <= ctas <= min(tiles, MOST_CTAS)
-    if -(-tiles // at_once) <= MOST_TILES_OF_SUM:
+    if -(-tiles // at_once) <= limits.most_tiles_of_sum:
         assert ctas == at_once
     else:
         assert ctas % at_once == 0 or ctas == tiles, "all waves are full"
-        assert -(-tiles // ctas) <= MOST_TILES_OF_SUM or ctas + at_once > MOST_CTAS
+        assert -(-tiles // ctas) <= limits.most_tiles_of_sum or ctas + at_once > MOST_CTAS
     ctas, without = (num_ctas(plan, rows, 128, spec.leaving(1), float32_sums=sums) for sums in (True, False))
     assert ctas == without, "a margin stays free"
 

@@ -12,7 +12,8 @@ from equal_rows import assert_exact, equal_rows
 from test_multiwave import SMALL_GPU, run, run_backward, run_forward
 
 from fusednorm.host import gpus
-from fusednorm.planner.plan import MOST_TILES_OF_SUM, ColumnTilePlan, MultiWavePlan
+from fusednorm.planner import limits
+from fusednorm.planner.plan import ColumnTilePlan, MultiWavePlan
 from fusednorm.tools.oracle import make_inputs
 
 PLANS = {
@@ -64,4 +65,4 @@ def test_a_sum_of_one_sign_loses_no_digits_to_the_number_of_rows(monkeypatch):
     _, dw, db = run_backward(case, inputs, torch.zeros(rows), torch.ones(rows), MultiWavePlan(1, 2, 1, 1, 1, 128))
     exact = rows * inputs.grad_out[0].double()
     for sums, want in ((db, exact), (dw, exact * inputs.x[0])):
-        assert (sums / want - 1).abs().max() < MOST_TILES_OF_SUM * 2**-26
+        assert (sums / want - 1).abs().max() < limits.most_tiles_of_sum * 2**-26

@@ -17,8 +17,6 @@ from fusednorm.planner import budget, legality, limits
 from fusednorm.planner.candidates import candidates, chunkings, cluster_sizes, ways_to_copy
 from fusednorm.planner.choice import (
     HOPPER,
-    PUBLISHED_ROWS_PER_SM,
-    ROWS_PER_SM,
     best_plan,
     bytes_on_their_way,
     choices,
@@ -50,7 +48,7 @@ BLACKWELL = [spec for spec in KNOWN if spec.arch >= 100]
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_a_ring_begins_at_the_first_row_beyond_its_threshold(device, norm):
     problem = make_problem(norm, 4096)
-    last = PUBLISHED_ROWS_PER_SM["backward"][norm] * device.sm_count
+    last = limits.rows_per_sm_of_ring["backward"][norm] * device.sm_count
     assert isinstance(choose(problem, last, device), MultiWavePlan)
     assert isinstance(choose(problem, last + 1, device), RingPlan)
 
@@ -352,7 +350,7 @@ def test_row_counts_select_among_few_plans_in_order(problem, device):
     ranges = choices(problem, device)
     bounds = [most for most, _ in ranges]
     assert bounds == sorted(set(bounds)) and bounds[-1] == float("inf")
-    assert len(ranges) <= (11 if device.arch in HOPPER else len(ROWS_PER_SM) + 1)
+    assert len(ranges) <= (11 if device.arch in HOPPER else len(limits.compared_rows_per_sm) + 1)
 
 
 @given(PROBLEMS, ROWS, DEVICES)
