@@ -17,7 +17,7 @@ from fusednorm.heads import plan as head_plan
 from fusednorm.heads.problem import Packing
 from fusednorm.host import fallback, gpus
 from fusednorm.host.kernel_devices import kernels_on
-from fusednorm.planner import canonical
+from fusednorm.planner import canonical, limits
 from fusednorm.planner.device import A100, H100, H200
 from fusednorm.settings import invariance
 
@@ -34,7 +34,7 @@ CASES = [
 def kernels_alone(monkeypatch):
     monkeypatch.setattr(ops.Call, "formula", None)
     monkeypatch.setattr(gpus, "spec_of", lambda device: A100)
-    monkeypatch.setattr(head_plan, "NUM_WARPS", {"forward": (1,), "backward": (1,)})
+    monkeypatch.setattr(limits, "head_warps", {"forward": (1,), "backward": (1,)})
     monkeypatch.setattr(canonical, "of_architecture", lambda device: replace(SMALL_GPU, arch=device.arch))
     head_plan.choose.cache_clear()
     with kernels_on("cpu"):

@@ -21,6 +21,7 @@ from fusednorm.heads.problem import Packing
 from fusednorm.host import gpus, launcher, native, prepared
 from fusednorm.host.kernel_devices import kernels_on
 from fusednorm.host.program import Address
+from fusednorm.planner import limits
 from fusednorm.planner.device import A100
 
 pytest.importorskip("triton")
@@ -31,7 +32,7 @@ SMALL_GPU = replace(A100, sm_count=1)
 def kernels_for_a_small_gpu(monkeypatch):
     """Few CTAs, so that each walks over several row tiles; no formula in place of a kernel."""
     monkeypatch.setattr(gpus, "spec_of", lambda device: SMALL_GPU)
-    monkeypatch.setattr(head_plan, "NUM_WARPS", {"forward": (1,), "backward": (1,)})
+    monkeypatch.setattr(limits, "head_warps", {"forward": (1,), "backward": (1,)})
     monkeypatch.setattr(ops.Call, "formula", None)
     head_plan.choose.cache_clear()
     with kernels_on("cpu"), guarded_buffers():
