@@ -4,8 +4,9 @@
 
 Worker processes share the GPU, each with a limit of time for a call, so that a call that hangs or kills its process is
 found too. Failures become lines of FILE, each with the command that repeats the call. FILE.progress.json says how far a
-seed got, and how many calls were of what; the next run with this FILE goes on from there, on any machine. Exit code 1
-if there is a failure. With --device cpu Triton's interpreter runs the kernels.
+seed got, and how many calls were of what; the next run with this FILE goes on from there, on any machine. The last line
+is one sentence on all calls of the seed. Exit code 1 if there is a failure. With --device cpu Triton's interpreter runs
+the kernels, also of a call that failed on a GPU, but with other random numbers.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Progress:
         """Raises ValueError if the file is of other calls."""
         self.path = path
         drawn = {"seed": options.seed, "elements": options.elements, "family": FAMILY}
-        counts = {"calls": 0, "failures": 0, "seconds": 0.0, "spent": {}, "worst": {}, "atens": {}, "of": {}}
+        counts = {"calls": 0, "failed": {}, "seconds": 0.0, "spent": {}, "worst": {}, "atens": {}, "of": {}}
         self.state: dict[str, Any] = {**drawn, "next": 0, "unfinished": [], **counts}
         if path.exists():
             self.state = json.loads(path.read_text())
@@ -55,7 +56,9 @@ class Progress:
 
     def add(self, said: dict[str, Any]) -> None:
         self.state["calls"] += 1
-        self.state["failures"] += "faults" in said
+        if "faults" in said:
+            op = said["call"]["op"]
+            self.state["failed"][op] = self.state["failed"].get(op, 0) + 1
         for kind in ("worst", "atens"):
             for key, excess in said.get(kind, {}).items():
                 self.state[kind][key] = max(excess, self.state[kind].get(key, 0.0))
@@ -65,6 +68,23 @@ class Progress:
             counts = self.state["of"].setdefault(kind, {})
             for value in values:
                 counts[value] = counts.get(value, 0) + 1
+
+    def verdict(self) -> str:
+        """One sentence on all calls of the seed."""
+
+        def listed(counts: dict[str, int]) -> str:
+            return ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items())) or "none"
+
+        state = self.state
+        of, failed = state["of"], state["failed"]
+        said = f"seed {state['seed']}: of {state['calls']:,} calls of {len(of.get('op', ()))} ops"
+        said += f" (hosts: {listed(of.get('host', {}))}) {sum(failed.values()) or 'none'} failed"
+        said += f" ({listed(failed)})" if failed else ""
+        if state["worst"]:
+            key = max(state["worst"], key=state["worst"].__getitem__)
+            aten = f", ATen's is {state['atens'][key]:.2f}" if key in state["atens"] else ""
+            said += f"; the worst error is {state['worst'][key]:.2f} of its bound, in {key}{aten}"
+        return said
 
     def save(self, workers: list[Worker]) -> None:
         unfinished = [number for numbers in (*[each.numbers for each in workers], *self.waiting) for number in numbers]
@@ -103,12 +123,12 @@ def fuzz(options: argparse.Namespace, progress: Progress) -> int:
     for each in workers:
         each.process.kill()
     state = progress.state
-    print(f"{state['calls']} calls of seed {options.seed}, {state['failures']} failures: {options.out}")
     print("Seconds of the workers:", ", ".join(f"{phase} {seconds:.0f}" for phase, seconds in state["spent"].items()))
     for key, excess in sorted(state["worst"].items()):
         print(f"  {key}: at most {excess:.2f} of its bound; ATen {state['atens'].get(key, float('nan')):.2f}")
     for kind, counts in state["of"].items():
         print(f"  {kind}: {', '.join(f'{value} {count}' for value, count in sorted(counts.items()))}")
+    print(f"{progress.verdict()}: {options.out}")
     return failures
 
 
@@ -123,6 +143,7 @@ def main() -> int:
     parser.add_argument("--elements", type=int, help="of the largest tensor")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", type=int, metavar="NUMBER", help="run one call, in this process")
+    parser.add_argument("--behind", type=int, metavar="NUMBER", help="with --only: the first call to run before it")
     options = parser.parse_args()
     options.elements = options.elements or (2**23 if options.device == "cuda" else SMALL)
     if options.only is None:
@@ -133,7 +154,8 @@ def main() -> int:
             parser.error(str(error))
         return bool(fuzz(options, progress))
     with prepare(options):
-        said = examine(options.only, options)
+        for number in range(options.only if options.behind is None else options.behind, options.only + 1):
+            said = examine(number, options)
     call = described(draw(options.only, options.seed, options.elements))
     print(json.dumps({"call": call} | said, default=str, indent=1))
     return "faults" in said

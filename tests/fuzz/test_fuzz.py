@@ -19,7 +19,7 @@ from .draw import FAMILY, Call, draw
 from .others import OTHERS
 from .traits import traits
 from .wide import passes, to_wide
-from .workers import STARTS, Worker
+from .workers import STARTS, Worker, failure
 
 pytest.importorskip("triton")
 ELEMENTS = 300
@@ -189,6 +189,26 @@ def test_a_run_goes_on_with_what_the_last_one_left_and_counts_each_call_once(tmp
     assert sorted(done) == [*range(2, most)]
     with pytest.raises(ValueError, match="must be of the calls that are asked for, .*'seed': 4"):
         Progress(path, options_of(path, seed=4))
+
+
+def test_a_run_ends_with_one_sentence_on_its_calls_their_hosts_and_the_worst_error(tmp_path):
+    progress = Progress(tmp_path / "progress.json", options_of(tmp_path))
+    assert progress.verdict() == "seed 3: of 0 calls of 0 ops (hosts: none) none failed"
+    on_both = {"op": ["layer_norm_bwd"], "host": ["Python", "C++"]}
+    progress.add({"of": on_both, "worst": {"layer_norm_bwd dw": 0.5}, "atens": {"layer_norm_bwd dw": 0.25}})
+    progress.add({"of": on_both | {"host": ["Python"]}, "worst": {"layer_norm_bwd dx": 0.375}})
+    said = "seed 3: of 2 calls of 1 ops (hosts: C++ 1, Python 2) none failed"
+    worst = "; the worst error is 0.50 of its bound, in layer_norm_bwd dw, ATen's is 0.25"
+    assert progress.verdict() == said + worst
+    progress.add({"faults": ["the process ended with code 3"], "call": {"op": "column_sum"}})
+    assert "of 3 calls" in progress.verdict() and " 1 failed (column_sum 1); " in progress.verdict()
+
+
+def test_a_failure_has_the_commands_that_repeat_it_alone_and_behind_its_family(tmp_path):
+    options = options_of(tmp_path, device="cpu")
+    first, later = (failure(number, ["wrong"], options) for number in (FAMILY, FAMILY + 3))
+    assert first["repeat"].endswith(f"--only {FAMILY}") and "repeat_with_family" not in first
+    assert later["repeat_with_family"].endswith(f"--only {FAMILY + 3} --behind {FAMILY}")
 
 
 def test_calls_are_counted_by_what_they_are_of():

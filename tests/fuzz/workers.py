@@ -14,7 +14,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from .draw import Call, draw
+from .draw import FAMILY, Call, draw
 from .traits import traits
 
 STARTS = "starts"  # what a worker says of a call before it runs
@@ -28,7 +28,7 @@ def described(call: Call) -> dict[str, Any]:
 
 def examine(number: int, options: argparse.Namespace) -> dict[str, Any]:
     """{"worst": {output: excess}, "atens": likewise, "of": traits, "seconds": by phase}, and of a failure also "call",
-    "faults", "repeat"."""
+    "faults" and commands that repeat it."""
     from .check import check
 
     call = draw(number, options.seed, options.elements)
@@ -53,9 +53,13 @@ def examine(number: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def failure(number: int, faults: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    """With the commands that repeat the call: alone, and behind those of its family, whose programs are kept."""
     where = f"--seed {options.seed} --elements {options.elements} --device {options.device} --only {number}"
-    call = draw(number, options.seed, options.elements)
-    return {"number": number, "faults": faults, "call": described(call), "repeat": f"python -m tests.fuzz {where}"}
+    said = {"number": number, "faults": faults, "call": described(draw(number, options.seed, options.elements))}
+    said["repeat"] = f"python -m tests.fuzz {where}"
+    if first := number % FAMILY:
+        said["repeat_with_family"] = f"{said['repeat']} --behind {number - first}"
+    return said
 
 
 def prepare(options: argparse.Namespace) -> contextlib.AbstractContextManager:
