@@ -168,13 +168,18 @@ def sanitize(tool: str, name: str, limit: float) -> dict[str, Any]:
         found["deaths"].append(f"call {first - 1}: code {code}")
 
 
+def command_of(tool: str, name: str) -> list[str]:
+    """Runs the calls of an op under a tool, from the repository's root."""
+    variables = ENVIRONMENT | ({"TRITON_INSTRUMENTATION_MODE": CONSAN} if tool == CONSAN else {})
+    prefix = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"] if tool in COMPUTE_SANITIZER else []
+    settings = [f"{key}={value}" for key, value in variables.items()]
+    return ["env", *settings, *prefix, sys.executable, "-m", "tests.sanitize", "--work", name]
+
+
 def run_apart(tool: str, name: str, first: int, limit: float) -> tuple[str, int, bool]:
     """(what a process printed, its exit code, whether it ended in time)"""
-    prefix = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"] if tool in COMPUTE_SANITIZER else []
-    mode = {"TRITON_INSTRUMENTATION_MODE": CONSAN} if tool == CONSAN else {}
-    command = [*prefix, sys.executable, "-m", "tests.sanitize", "--work", name, "--first", str(first)]
     child = subprocess.Popen(
-        command, env=os.environ | ENVIRONMENT | mode, cwd=ROOT, text=True, stdout=subprocess.PIPE,
+        [*command_of(tool, name), "--first", str(first)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     try:
@@ -219,6 +224,14 @@ def verdicts(results: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
     return dict(sorted(found.items()))
 
 
+def sentence(results: list[dict[str, Any]]) -> str:
+    """On all results."""
+    tools, ops = ({each[what] for each in results} for what in ("tool", "op"))
+    kernels, calls = {kernel for each in results for kernel in each["kernels"]}, sum(each["calls"] for each in results)
+    said = f"{sum(map(is_clean, results))} of {len(results)} results are clean"
+    return f"{said}, of {calls:,} calls of {len(ops)} ops and {len(kernels)} kernels by {', '.join(sorted(tools))}"
+
+
 def main() -> int:
     tools, names = (*COMPUTE_SANITIZER, CONSAN), (*OPS, *OTHERS)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -260,7 +273,10 @@ def main() -> int:
             kept = {"missing": absent, "clean": verdicts(results), "results": results}
             options.out.write_text(json.dumps(kept, indent=1))
     left = len(jobs) - sum((each["tool"], each["op"]) in jobs for each in results)
-    print(f"{sum(map(is_clean, results))} of {len(results)} results are clean; {left} have not begun: {options.out}")
+    for each in results:
+        if not is_clean(each):
+            print("again:", " ".join(command_of(each["tool"], each["op"])))
+    print(f"{sentence(results)}; {left} have not begun: {options.out}")
     return left > 0 or not all(map(is_clean, results))
 
 

@@ -87,3 +87,5 @@ def test_a_process_that_dies_starts_anew_behind_the_call_that_killed_it(monkeypa
     told = sanitize.verdicts([clean, found, clean | {"tool": "synccheck"}])
     assert told["rms_norm_fwd"] == {"memcheck": "clean", "synccheck": "clean"}
     assert told["kernel ring.forward"] == {"memcheck": "layer_norm_fwd: 1 errors, 1 deaths", "synccheck": "clean"}
+    said = "1 of 2 results are clean, of 6 calls of 2 ops and 1 kernels by memcheck"
+    assert sanitize.sentence([clean, found]) == said
