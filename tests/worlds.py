@@ -114,7 +114,7 @@ def run_all(size: int, combinations: list[Combination], folder: Path) -> dict[st
     context = multiprocessing.get_context("forkserver")
     # The server imports these modules once, before it forks the processes.
     modules = sorted({each.run.__module__ for each in combinations})
-    context.set_forkserver_preload(["fusednorm.host.launch", "torch._dynamo", *modules])
+    context.set_forkserver_preload(["fusednorm.host.launch", "torch._inductor.compile_fx", *modules])
     names = [each.name for each in combinations if size in each.sizes]
     children = [context.Process(target=_work, args=(rank, size, combinations, folder)) for rank in range(size)]
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # the fork server does not inherit sys.path

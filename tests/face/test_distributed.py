@@ -14,17 +14,19 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import long_runs
 import pytest
 import sharded_models
 import sharded_ops
-from worlds import Combination, World, run_all, run_by_torchrun
+import torch
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from worlds import Combination, World, ops_run, run_all, run_by_torchrun
 
-ROOT = Path(__file__).parents[2]
+import fusednorm
+from fusednorm import sharding
+
 SHORT = sharded_ops.COMBINATIONS + sharded_models.COMBINATIONS
 COMBINATIONS = SHORT + long_runs.COMBINATIONS
 
@@ -53,50 +55,52 @@ def test_a_process_that_a_signal_ends_says_where(tmp_path):
     assert "rank 0: did not end" in failures["abort"] and "in abort" in failures["abort"]
 
 
-ONE_PROCESS = """
-import sys, tempfile, torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor, init_device_mesh, Shard, distribute_tensor
-import fusednorm
-from fusednorm import force, sharding
-from fusednorm.host import kernel_devices
-from fusednorm.tools import interpreter
-
-interpreter.enable_interpreter()
-dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)
-x = distribute_tensor(torch.randn(4, 8), init_device_mesh("cpu", (1,)), [Shard(0)])
-"""
+# What a process does first with DTensors: each has one of its own, in which no rule is registered.
 
 
-def run_in_one_process(code: str) -> None:
-    command = [sys.executable, "-c", ONE_PROCESS + code]
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert ran.returncode == 0, ran.stderr[-2000:]
+def rows_of(world: World) -> DTensor:
+    assert not sharding.missing and not has_rule(), "another call has registered rules"
+    return distribute_tensor(torch.randn(4, 8), world.mesh(), [Shard(0)])
 
 
-@pytest.mark.parametrize("call", ["column_sum([x])[0]", "functional.rms_norm(x, (8,))"])
-def test_functions_find_the_rules_in_inference_mode_too(call):
-    run_in_one_process(f"""
-with torch.inference_mode(), kernel_devices.kernels_on("cpu"), force("reference"):
-    assert type(fusednorm.{call}) is DTensor
-""")
+def has_rule() -> bool:
+    tables = vars(DTensor._op_dispatcher.sharding_propagator).values()
+    return any(torch.ops.fusednorm.rms_norm_fwd.default in each for each in tables if isinstance(each, dict))
 
 
-def test_where_torch_has_no_way_to_register_rules_everything_else_works():
-    run_in_one_process("""
-for name in ("_op_schema", "_ops.single_dim_strategy", "experimental"):
-    sys.modules[f"torch.distributed.tensor.{name}"] = None  # importing it fails
-torch.ops.fusednorm.rms_norm_fwd(x.to_local(), (8,))
-fusednorm.column_sum([x.to_local()])
-without = [each.split(",")[0] for each in sharding.missing]
-assert without == ["layer_norm_fwd", "column_sum", "head_norm_fwd"], sharding.missing
-try:
-    torch.ops.fusednorm.rms_norm_fwd(x, (8,))
-except RuntimeError as error:
-    assert "rms_norm_fwd" in str(error), error
-else:
-    raise AssertionError("there is a rule")
-""")
+def column_sum_in_inference_mode(world: World) -> None:
+    x = rows_of(world)
+    with torch.inference_mode(), ops_run(world):
+        assert type(fusednorm.column_sum([x])[0]) is DTensor
+
+
+def a_norm_in_inference_mode(world: World) -> None:
+    x = rows_of(world)
+    with torch.inference_mode(), ops_run(world):
+        assert type(fusednorm.functional.rms_norm(x, (8,))) is DTensor
+    assert has_rule()
+
+
+def without_a_way_to_register_rules(world: World) -> None:
+    x = rows_of(world)
+    for name in ("_op_schema", "_ops.single_dim_strategy", "experimental"):
+        sys.modules[f"torch.distributed.tensor.{name}"] = None  # importing it fails
+    torch.ops.fusednorm.rms_norm_fwd(x.to_local(), (8,))
+    fusednorm.column_sum([x.to_local()])
+    without = [each.split(",")[0] for each in sharding.missing]
+    assert without == ["layer_norm_fwd", "column_sum", "head_norm_fwd"], sharding.missing
+    with pytest.raises(RuntimeError, match="rms_norm_fwd"):
+        torch.ops.fusednorm.rms_norm_fwd(x, (8,))
+
+
+@pytest.mark.parametrize(
+    "first",
+    [column_sum_in_inference_mode, a_norm_in_inference_mode, without_a_way_to_register_rules],
+    ids=lambda run: run.__name__,
+)
+def test_what_a_process_does_first_with_dtensors_passes(first, tmp_path):
+    failure = run_all(1, [Combination(first, (1,))], tmp_path)[first.__name__]
+    assert not failure, failure
 
 
 if __name__ == "__main__":

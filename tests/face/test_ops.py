@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
+import afresh
 import pytest
 import torch
 from torch.testing import assert_close
 
-import fusednorm
 from fusednorm import reference
 from fusednorm.operands import BackwardOperands, ForwardOperands
 from fusednorm.problem.calls import check_backward, check_forward
@@ -364,7 +361,8 @@ def test_import_leaves_triton_and_cuda_alone():
         "assert 'triton' not in sys.modules and 'fusednorm.host.launch' not in sys.modules;"
         "assert not torch.cuda.is_initialized()"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(fusednorm.__file__).parents[1])
+    asked = afresh.run(code)
+    assert asked.returncode == 0, asked.stderr
 
 
 # --- The residual gradient ---

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import afresh
 import pytest
 import torch
 
@@ -33,11 +34,10 @@ print(native.repeats(), y.shape == x.grad.shape)
 """
 
 
-def run(*command: str, package: Path = ROOT, **variables: object) -> subprocess.CompletedProcess:
-    """Runs Python, which finds the package in a folder, in a process that does not interpret kernels."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(package)} | {name: str(value) for name, value in variables.items()}
-    return subprocess.run([sys.executable, *command], cwd=package, env=environment, capture_output=True, text=True)
+def environment(package: Path = ROOT, **variables: object) -> dict[str, str]:
+    """Of a process that finds the package in a folder, and does not interpret kernels."""
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return kept | {"PYTHONPATH": str(package)} | {name: str(value) for name, value in variables.items()}
 
 
 @pytest.fixture
@@ -55,12 +55,13 @@ def test_importing_it_brings_no_triton_and_starts_no_cuda_and_plain_cpu_tensors_
         built = building.build()
     except RuntimeError as error:
         pytest.skip(f"it cannot be built here: {error}")
-    asked = run("-c", IMPORT + USE)
+    asked = afresh.run(IMPORT + USE, environment=environment())
     assert asked.stdout.split() == ["False", "False", str(built), "0", "True"], asked.stderr
 
 
 def test_without_it_the_package_is_pure_python(tmp_path):
-    asked = run("-c", f"{IMPORT}{USE}print(native.reason)", XDG_CACHE_HOME=tmp_path)
+    code = f"{IMPORT}{USE}print(native.reason)"
+    asked = afresh.run(code, environment=environment(XDG_CACHE_HOME=tmp_path))
     assert asked.stdout.split(maxsplit=5)[:5] == ["False", "False", "None", "0", "True"], asked.stderr
     assert asked.stdout.endswith(f"it was not built for torch {torch.__version__} and this Python\n")
 
@@ -91,7 +92,10 @@ def test_where_it_does_not_compile_the_command_says_why_and_leaves_nothing(tmp_p
     package = shutil.copytree(ROOT / "fusednorm", tmp_path / "site/fusednorm", ignore=ours).parent
     shutil.copytree(ROOT / "kernels", package / "kernels", ignore=ours)
     (package / "fusednorm/host/csrc/native.cpp").write_text("int here;\n#error no such thing\n#error nor this\n")
-    tried = run("-m", "fusednorm", "build", package=package, XDG_CACHE_HOME=tmp_path / "cache")
+    tried = subprocess.run(
+        [sys.executable, "-m", "fusednorm", "build"], cwd=package, capture_output=True, text=True,
+        env=environment(package, XDG_CACHE_HOME=tmp_path / "cache"),
+    )  # fmt: skip
     assert tried.returncode == 1 and "This takes about a minute" in tried.stdout
     first = tried.stderr.strip().splitlines()[0]
     assert first.startswith("build: the C++ host side does not compile here: ") and "native.cpp:2:2" in first

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import afresh
 import pytest
 import torch
 
@@ -36,6 +35,7 @@ NAMES = [
     "_C._autograd._record_function_with_args_exit",
 ]
 
+COMPILER = "torch._inductor.compile_fx"  # of torch; the names are lost after it has been imported
 # After this code, `import torch` gives a module that lacks the names in sys.argv; torch's own modules keep them.
 WITHOUT = """
 import sys, types, torch, torch.nn.functional, torch._dynamo
@@ -110,8 +110,7 @@ print("missing", *torch_compat.missing)
 
 def missing_in(*names: str) -> list[str]:
     """Runs USE with a torch that lacks these names. Returns the names that the package reports as missing."""
-    command = [sys.executable, "-c", WITHOUT + USE, *names]
-    asked = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    asked = afresh.run(WITHOUT + USE, *names, after=COMPILER)
     assert asked.returncode == 0, asked.stderr[-2000:]
     return asked.stdout.split()[1:]
 
@@ -205,8 +204,7 @@ for pair in sys.argv[1:]:
 
 def test_an_integration_names_what_a_torch_does_not_have():
     pairs = [f"{name} {each}" for name, lost in INTEGRATIONS.items() for each in lost]
-    command = [sys.executable, "-c", LOSE_ONE_AFTER_THE_OTHER, *pairs]
-    asked = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    asked = afresh.run(LOSE_ONE_AFTER_THE_OTHER, *pairs, after=COMPILER)
     assert asked.returncode == 0, asked.stderr[-2000:]
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import afresh
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -194,8 +194,8 @@ import sys, torch, fusednorm
 print("triton" in sys.modules, "torch.distributed.tensor" in sys.modules, torch.cuda.is_initialized())
 print("fusednorm.integrations" in sys.modules, fusednorm.integrations.inductor.report().__class__.__name__)
 """
-    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert asked.stdout.split() == ["False", "False", "False", "False", "Report"]
+    asked = afresh.run(code)
+    assert asked.stdout.split() == ["False", "False", "False", "False", "Report"], asked.stderr
 
 
 def test_package_works_without_its_integrations():
@@ -209,8 +209,8 @@ try:
 except ImportError:
     print("missing")
 """
-    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert asked.stdout.splitlines() == ["torch.Size([2, 8]) True", "missing"]
+    asked = afresh.run(code)
+    assert asked.stdout.splitlines() == ["torch.Size([2, 8]) True", "missing"], asked.stderr
 
 
 def test_imports_are_seen_at_every_depth(tmp_path, monkeypatch):

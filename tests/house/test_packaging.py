@@ -11,6 +11,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import afresh
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -29,19 +30,12 @@ print(fusednorm.__version__)
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None"
 
 
-def run(*command, cwd: Path, **environment: str) -> str:
-    finished = subprocess.run(
-        [sys.executable, *map(str, command)], cwd=cwd, env=os.environ | environment, capture_output=True, text=True
-    )
-    assert finished.returncode == 0, finished.stderr
-    return finished.stdout
-
-
 def build(kind: str, source: Path, out: Path) -> Path:
     """Runs the build backend as pip does in isolation, where torch is not there."""
     out.mkdir(exist_ok=True)
     code = f"{WITHOUT_TORCH}; from setuptools import build_meta; build_meta.build_{kind}({str(out)!r})"
-    run("-c", code, cwd=source)
+    finished = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
     (built,) = out.iterdir()
     return built
 
@@ -64,23 +58,32 @@ def wheel(sdist, tmp_path_factory) -> Path:
     return build("wheel", source, folder / "built")
 
 
-def test_wheel_installs_and_imports_on_its_own(wheel, tmp_path):
-    target = tmp_path / "target"
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Path:
+    target = tmp_path_factory.mktemp("target")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(target)
-    version = run("-c", USE, target, cwd=tmp_path, PYTHONPATH=str(target)).strip()
+    return target
+
+
+def use(code: str, *arguments: object, path: str, cwd: Path) -> str:
+    """What the code prints."""
+    asked = afresh.run(code, *arguments, cwd=cwd, environment=os.environ | {"PYTHONPATH": path})
+    assert asked.returncode == 0, asked.stderr
+    return asked.stdout
+
+
+def test_wheel_installs_and_imports_on_its_own(installed, wheel, tmp_path):
+    version = use(USE, installed, path=str(installed), cwd=tmp_path).strip()
     assert wheel.name == f"fusednorm-{version}-py3-none-any.whl"
 
 
-def test_torch_compile_finds_the_backend_of_an_installed_package(wheel, tmp_path):
-    target = tmp_path / "target"
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(target)
+def test_torch_compile_finds_the_backend_of_an_installed_package(installed, tmp_path):
     code = (
         "import sys, torch; from torch._dynamo.backends.registry import lookup_backend;"
         "before = 'fusednorm' in sys.modules; print(before, lookup_backend('fusednorm').__module__)"
     )
-    asked = run("-c", code, cwd=tmp_path, PYTHONPATH=str(target)).split()
+    asked = use(code, path=str(installed), cwd=tmp_path).split()
     assert asked == ["False", "fusednorm.integrations.inductor"]
 
 
@@ -104,7 +107,7 @@ def test_an_editable_install_is_found_from_the_folder_that_holds_the_clone(sdist
     with zipfile.ZipFile(build("editable", clone, tmp_path / "wheel")) as archive:
         archive.extractall(site)
     code = f"import site; site.addsitedir({str(site)!r}); import fusednorm.kernels; print(fusednorm.LayerNorm)"
-    assert "fusednorm.modules.LayerNorm" in run("-c", code, cwd=tmp_path, PYTHONPATH="")
+    assert "fusednorm.modules.LayerNorm" in use(code, path="", cwd=tmp_path)
 
 
 def test_wheel_leaves_versions_open(wheel):

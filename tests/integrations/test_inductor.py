@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 
+import afresh
 import pytest
 import torch
 import torch.nn.functional as F
@@ -389,7 +388,7 @@ def test_enabling_twice_is_enabling_once():
 
 def test_importing_the_package_does_not_import_inductor():
     code = "import sys, torch; before = {*sys.modules}; import fusednorm; print({*sys.modules} - before)"
-    imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    imported = afresh.run(code).stdout
     assert "fusednorm.modules" in imported and "_inductor" not in imported and "integrations" not in imported
 
 

@@ -3,9 +3,9 @@ other numbers of rows, that hold state, or whose tensors cannot be compared or r
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
+import afresh
 import pytest
 import torch
 from torch import nn
@@ -301,7 +301,7 @@ assert [norm.note.partition(" was freed")[0] for norm in patch.left] == [
 
 def test_memory_that_was_freed_is_not_read():
     here = [str(path) for path in sys.path if path.endswith(("tests", "integrations"))]
-    asked = subprocess.run([sys.executable, "-c", READS_FREED_MEMORY, *here], capture_output=True, text=True)
+    asked = afresh.run(READS_FREED_MEMORY, *here)
     assert asked.returncode == 0, asked.stderr
 
 

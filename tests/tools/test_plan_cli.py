@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
+import afresh
 import pytest
 import torch
 from devices import planned_for
@@ -198,9 +196,7 @@ def test_command_needs_neither_triton_nor_cuda():
         "import sys; from fusednorm.__main__ import main; main(['plan', '--json']);"
         "import torch; print('triton' in sys.modules, torch.cuda.is_initialized())"
     )
-    root = Path(__file__).parents[2]
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True).stdout
-    assert out.splitlines()[-1] == "False False"
+    assert afresh.run(code).stdout.splitlines()[-1] == "False False"
 
 
 # --- explain ---
