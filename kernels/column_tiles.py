@@ -11,6 +11,7 @@ import triton.language as tl
 from .loads import (
     chunk_of,
     combine,
+    divisible,
     each_of_group,
     load_if,
     load_parameter,
@@ -18,19 +19,18 @@ from .loads import (
     of_groups,
     plus,
     pointers,
+    row_of_sample,
     statistics_in_memory,
     stride_of_gradients,
 )
 from .multiwave import (
     columns,
-    divisible,
     first_g,
     load_added,
     load_row_statistics,
     load_row_tile,
     load_row_tiles,
     other_rows,
-    row_of_sample,
     row_start,
     rows_in_memory,
     store_chunk,

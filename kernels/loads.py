@@ -1,4 +1,4 @@
-"""Loads of statistics and parameters that Triton and Gluon kernels share."""
+"""What Triton and Gluon kernels share: which rows a CTA has, and loads of statistics, parameters and modulations."""
 
 from typing import NamedTuple
 
@@ -22,6 +22,36 @@ class StatisticsInMemory(NamedTuple):
     rstd_ptr: tl.tensor
     mean_stride: tl.tensor
     rstd_stride: tl.tensor
+
+
+class Share(NamedTuple):
+    """The CTA is the cta-th of `ctas` that have the rows of a sample: those from `first` to `last`, without `last`."""
+
+    sample: tl.tensor
+    cta: tl.tensor
+    ctas: tl.tensor
+    first: tl.tensor
+    last: tl.tensor
+
+
+@triton.jit
+def share_of_cta(rows, sample_rows):
+    """As many bits as `rows` has count the rows."""
+    if sample_rows is None:
+        share = Share(0, tl.program_id(0), tl.num_programs(0), 0, rows)
+    else:
+        first = tl.program_id(0).to(rows.dtype) * sample_rows
+        share = Share(tl.program_id(0), tl.program_id(1), tl.num_programs(1), first, first + sample_rows)
+    return share
+
+
+@triton.jit
+def divisible(value, tile: tl.constexpr):
+    """`value`, which is a multiple of 2^log2_divisor, in a form that shows this to the compiler. It loads several
+    elements at once only if it knows this."""
+    if tile.log2_divisor > 0:
+        value = (value >> tile.log2_divisor) << tile.log2_divisor
+    return value
 
 
 @triton.jit
@@ -163,3 +193,24 @@ def load_parameter(ptr, cols, present: tl.constexpr, columns: tl.constexpr, tile
         else:
             chunks = chunks + (0.0,)
     return chunks
+
+
+@triton.jit
+def row_of_sample(shared, strides_shared, t: tl.constexpr, sample, tile: tl.constexpr):
+    """Where the row of the t-th tensor of `shared` begins that belongs to the sample. Pointers and strides come as in
+    multiwave.py. Samples are counted in 32 bits, which a tensor's elements may exceed."""
+    inner = strides_shared[3 * t]
+    outer_stride = divisible(strides_shared[3 * t + 1], tile)
+    inner_stride = divisible(strides_shared[3 * t + 2], tile)
+    return shared[t] + (sample // inner).to(tl.int64) * outer_stride + (sample % inner).to(tl.int64) * inner_stride
+
+
+@triton.jit
+def load_shared(shared, strides_shared, sample, cols, columns: tl.constexpr, tile: tl.constexpr):
+    """The row of each tensor that belongs to the sample, loaded as a parameter is, as a tuple."""
+    loaded = ()
+    if shared is not None:
+        for t in tl.static_range(len(shared)):
+            ptr = row_of_sample(shared, strides_shared, t, sample, tile)
+            loaded = loaded + (load_parameter(ptr, cols, True, columns, tile),)
+    return loaded

@@ -32,13 +32,16 @@ from .loads import (
     chunk_of,
     combine,
     combine_tiles,
+    divisible,
     each_of_group,
     load_parameter,
+    load_shared,
     load_statistics,
     of_group,
     of_groups,
     plus,
     pointers,
+    share_of_cta,
     statistics_in_memory,
     stride_of_gradients,
 )
@@ -64,35 +67,6 @@ class RowsInMemory(NamedTuple):
     inner: tl.tensor
     outer_stride: tl.tensor
     inner_stride: tl.tensor
-
-
-class Share(NamedTuple):
-    """The rows from first to last, without last, are those of a sample; the CTA is the cta-th of its ctas."""
-
-    sample: tl.tensor
-    cta: tl.tensor
-    ctas: tl.tensor
-    first: tl.tensor
-    last: tl.tensor
-
-
-@triton.jit
-def share_of_cta(rows, sample_rows):
-    if sample_rows is None:
-        share = Share(tl.program_id(1), tl.program_id(0), tl.num_programs(0), 0, rows)
-    else:
-        first = tl.program_id(0).to(tl.int64) * sample_rows
-        share = Share(tl.program_id(0), tl.program_id(1), tl.num_programs(1), first, first + sample_rows)
-    return share
-
-
-@triton.jit
-def divisible(value, tile: tl.constexpr):
-    """`value`, which is a multiple of 2^log2_divisor, in a form that shows this to the compiler. It loads several
-    elements at once only if it knows this."""
-    if tile.log2_divisor > 0:
-        value = (value >> tile.log2_divisor) << tile.log2_divisor
-    return value
 
 
 @triton.jit
@@ -217,25 +191,6 @@ def bits_of(dtype):
 
 
 @triton.jit
-def load_shared(shared, strides_shared, sample, cols, tile: tl.constexpr):
-    """The row of each tensor that belongs to the sample, in chunks [1, tile.chunk], as a tuple."""
-    tiles = ()
-    if shared is not None:
-        for t in tl.static_range(len(shared)):
-            ptr = row_of_sample(shared, strides_shared, t, sample, tile)
-            tiles = tiles + (load_parameter(ptr, cols, True, columns, tile),)
-    return tiles
-
-
-@triton.jit
-def row_of_sample(shared, strides_shared, t: tl.constexpr, sample, tile: tl.constexpr):
-    """Where the row of the t-th tensor of `shared` begins that belongs to the sample."""
-    source = other_rows(shared, strides_shared, t, tile)
-    nth = sample // source.inner
-    return source.ptr + nth * source.outer_stride + (sample % source.inner) * source.inner_stride
-
-
-@triton.jit
 def load_chunks(ptr, start, row_mask, cols, tile: tl.constexpr):
     """Chunks of rows that begin `start` elements after `ptr`, in their own dtype."""
     chunks = ()
@@ -356,7 +311,7 @@ def forward(
     step = share.ctas * tile.rows
     row = share.first + share.cta.to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
     tiles = load_row_tiles(x_rows, rows_in, strides_in, row, share.last, cols, norm, tile)
-    of_sample = load_shared(shared, strides_shared, share.sample, cols, tile)
+    of_sample = load_shared(shared, strides_shared, share.sample, cols, columns, tile)
     weight = load_parameter(of_group(weight_ptr, cols, tile), cols, norm.has_weight, columns, tile)
     bias = load_parameter(of_group(bias_ptr, cols, tile), cols, norm.has_bias, columns, tile)
     if tile.one_tile:
@@ -398,7 +353,7 @@ def backward(
         width, x_at, gate_at = divisible(width, tile), divisible(x_at, tile), divisible(gate_at, tile)
     outs = each_of_group(pointers(dx_ptr, rows_out, norm, x_at, gate_at), cols, tile)
     share = share_of_cta(rows, sample_rows)
-    of_sample = load_shared(shared, strides_shared, share.sample, cols, tile)
+    of_sample = load_shared(shared, strides_shared, share.sample, cols, columns, tile)
     dw = ()
     db = ()
     sums = ()  # those of chunk 0, then those of chunk 1, ...

@@ -143,20 +143,11 @@ def mean_and_squares(x, cols, exchange, norm: gl.constexpr, tile: gl.constexpr):
 
 
 @gluon.jit
-def combined(tiles, held, rows_out, norm: gl.constexpr, tile: gl.constexpr):
-    """The rows that the norm normalizes, as chunks: see loads.combine."""
-    chunks = ()
-    for c in gl.static_range(tile.chunks):
-        chunks = chunks + (combine(chunk_with_shared(tiles, held, c, tile), rows_out, norm),)
-    return chunks
-
-
-@gluon.jit
 def store_y(
     y_ptr, rows_out, tiles, held, x, statistics, weight, bias, row, cols, norm: gl.constexpr, tile: gl.constexpr
 ):  # fmt: skip
-    """Second pass of the forward: y of the tile at `row`. x has what was made of `tiles` (`combined`); it is stored to
-    `rows_out`, which may be None."""
+    """Second pass of the forward: y of the tile at `row`. x has what loads.combine_tiles made of `tiles`; it is stored
+    to `rows_out`, which may be None."""
     if rows_out is not None:
         for t in gl.static_range(len(rows_out)):
             for c in gl.static_range(tile.chunks):

@@ -13,44 +13,25 @@ overwriting columns that a warp has yet to read is not in the source: between th
 `ring.fill_stage` the compiler puts a CTA barrier and a proxy fence.
 """
 
-from typing import NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from . import partial_sums, passes, ring, row_tile
 from .cluster import join_cluster, leave_cluster, open_exchange, sum_over_cluster
 from .loads import (
+    combine_tiles,
     each_of_group,
     load_parameter,
+    load_shared,
     of_group,
     pointers,
+    share_of_cta,
     statistics_in_memory,
     stride_of_gradients,
 )
 from .passes import ColumnSums
 from .ptx import launch_dependents
 from .ring import Position
-
-
-class Share(NamedTuple):
-    """The CTA is the cta-th of `ctas` that have the rows from `first` to `last`, without `last`, those of a sample."""
-
-    sample: gl.tensor
-    cta: gl.tensor
-    ctas: gl.tensor
-    first: gl.tensor
-    last: gl.tensor
-
-
-@gluon.jit
-def share_of_cta(rows, sample_rows):
-    if sample_rows is None:
-        share = Share(0, gl.program_id(0), gl.num_programs(0), 0, rows)
-    else:
-        first = gl.program_id(0) * sample_rows
-        share = Share(gl.program_id(0), gl.program_id(1), gl.num_programs(1), first, first + sample_rows)
-    return share
 
 
 @gluon.jit
@@ -98,7 +79,7 @@ def forward(
     # Loaded before the first copies start; otherwise the parameters would arrive after those tiles.
     weight = load_parameter(weight_ptr, cols, norm.has_weight, row_tile.columns_of_thread, tile)
     bias = load_parameter(bias_ptr, cols, norm.has_bias, row_tile.columns_of_thread, tile)
-    of_sample = row_tile.load_shared(shared, strides_shared, share.sample, cols, tile)
+    of_sample = load_shared(shared, strides_shared, share.sample, cols, row_tile.columns_of_thread, tile)
     descs = (x_desc,)
     if desc_1 is not None:
         descs = descs + (desc_1,)
@@ -118,7 +99,7 @@ def forward(
         for t in gl.static_range(len(descs)):
             tiles = tiles + (row_tile.read_tile(rings.slots[t], at.stage, False, tile),)
         tiles = tiles + more
-        x = passes.combined(tiles, held, rows_out, norm, tile)
+        x = combine_tiles(tiles, rows_out, norm, tile)
         statistics, exchange = passes.row_statistics(x, cols, eps, exchange, norm, tile)
         # Refill: every warp has read the stage, by the compiler's CTA barrier and proxy fence before the copies.
         fill_stage(rings, at.stage, row - tile.num_stages * step, share.first, tile)
@@ -173,7 +154,8 @@ def backward(
     bias = load_parameter(bias_ptr, cols, norm.has_bias, row_tile.columns_of_thread, tile)
     weight = row_tile.hold_parameter(weight, norm.has_weight, tile.weight_in_smem, tile)
     bias = row_tile.hold_parameter(bias, norm.has_bias, tile.weight_in_smem, tile)
-    held = row_tile.hold_shared(row_tile.load_shared(shared, strides_shared, share.sample, cols, tile), tile)
+    of_sample = load_shared(shared, strides_shared, share.sample, cols, row_tile.columns_of_thread, tile)
+    held = row_tile.hold_shared(of_sample, tile)
     first_weight = row_tile.first_of_weight(weight_ptr, cols, rings.slots[1][0].dtype, norm, tile)
     stride = stride_of_gradients(cols, width, tile)
     if width is not None:

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .gluon_compat import reinterpret
-from .loads import Statistics, chunk_of, each_of_group, load_parameter, load_statistics, of_groups
+from .loads import Statistics, chunk_of, each_of_group, load_statistics, of_groups
 from .rowmath import snaps, widen
 
 
@@ -188,21 +188,8 @@ def hold_parameter(loaded, present: gl.constexpr, in_smem: gl.constexpr, tile: g
 
 
 @gluon.jit
-def load_shared(shared, strides_shared, sample, cols, tile: gl.constexpr):
-    """The row of each tensor that belongs to the sample, loaded as a parameter is, as a tuple. Pointers and strides
-    come as in multiwave.py."""
-    loaded = ()
-    if shared is not None:
-        for t in gl.static_range(len(shared)):
-            inner = strides_shared[3 * t]
-            start = (sample // inner) * strides_shared[3 * t + 1] + (sample % inner) * strides_shared[3 * t + 2]
-            loaded = loaded + (load_parameter(shared[t] + start, cols, True, columns_of_thread, tile),)
-    return loaded
-
-
-@gluon.jit
 def hold_shared(loaded, tile: gl.constexpr):
-    """What `load_shared` has loaded, each as `hold_parameter` keeps it."""
+    """What loads.load_shared has loaded, each as `hold_parameter` keeps it."""
     held = ()
     for t in gl.static_range(len(loaded)):
         held = held + (hold_parameter(loaded[t], True, tile.weight_in_smem, tile),)

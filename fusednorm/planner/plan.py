@@ -209,7 +209,7 @@ class Grid:
     rows_of_cta: int  # least rows of a CTA that leaves partials; 0 if their number does not matter
     tiles_of_cta: int  # least row tiles of a short-lived CTA; 0 if CTAs are not short-lived
     tiles_of_sum: int  # most row tiles of a CTA, if its sums are wanted in float32; 0 if it may have any number
-    least_short_lived: int  # with fewer short-lived CTAs than this, there are as many as run at the same time
+    least_short_lived: int  # with fewer short-lived CTAs, of a sample, there are as many as run at the same time
     partials_of_cta: int  # rows of the partials: one per CTA, or one per compute group of it
     sample_rows: int = 0  # rows of a sample, which has CTAs of its own; 0: all rows are one sample
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 from numbers import Real
-from operator import mul
 from typing import Any, NamedTuple
 
 import torch
@@ -22,15 +21,13 @@ from ..operands import (
     Slot,
     wanted_outputs,
 )
+from ..planner import limits
 from ..planner.norm_problem import ALIGNMENT, MOST_ROWS_OF_TILE, NormProblem
 from ..planner.plan import MOST_CTAS
 from ..settings import invariance
 from .outputs import groups_of, output_dtype, resolve_eps, stats_shape, steps_of
 from .rows import RowView, Sharing, is_tma_aligned, packed, row_view, row_view_or_copy, sharing, spread, statistic
 from .validation import validate
-
-MOST_ELEMENTS_TO_SAMPLE = 2**31 - 1  # from a modulation's first element to its last
-LEAST_ROWS_OF_SAMPLE = 32  # that have CTAs of their own in a forward, which has no sums to keep apart
 
 
 class Added(NamedTuple):
@@ -264,9 +261,7 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
     shared = {name: sharing(each, batch_shape, x.dim() - batch_ndim) for name, each in modulations if each is not None}
     dims = max([each.dims for each in shared.values() if each.is_by_sample], default=0)
     sample_rows = math.prod(batch_shape[dims:]) if dims else 0
-    unfit = sample_rows and not LEAST_ROWS_OF_SAMPLE <= sample_rows <= MOST_CTAS
-    for _, each in modulations if is_forward and sample_rows else ():  # kernels find a sample's row in 32 bits
-        unfit |= each is not None and sum(map(mul, each.shape, each.stride())) > MOST_ELEMENTS_TO_SAMPLE
+    unfit = sample_rows and not limits.least_rows_of_sample <= sample_rows <= MOST_CTAS
     if is_forward and (unfit or operands.form.combine or invariance.switch.invariance()):
         shared, dims, sample_rows = {}, 0, 0
 

@@ -161,3 +161,17 @@ def test_a_sample_beyond_2_to_the_31_elements_has_the_gradients_of_its_copy():
         else:
             torch.testing.assert_close(each[:1].float(), single.float(), rtol=2e-2, atol=2.0, msg=name)
         del each
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_modulations_in_a_table_beyond_2_to_the_31_elements_are_those_of_its_copy(variant):
+    skip_unless_memory(30)
+    x, dy = torch.randn(2, 118_000, 2, 3072, device="cuda", dtype=BF16)
+    scale, shift, *_ = torch.randn(118_000, 6, 3072, device="cuda", dtype=BF16).split(1, 1)
+    assert scale.stride(0) * len(scale) > 2**31
+    given = {"grad_out": dy, "x": x, "shift": shift, "normalized_shape": (3072,), "output_mask": [True] * len(OUTPUTS)}
+    given |= {"mean": torch.zeros(118_000, 2, 1, device="cuda"), "rstd": torch.ones(118_000, 2, 1, device="cuda")}
+    with forced(variant):
+        near, far = (torch.ops.fusednorm.layer_norm_bwd_modulated(**given, scale=s) for s in (scale.clone(), scale))
+    for name, got, want in zip(OUTPUTS, far, near, strict=True):
+        assert (got is None) == (want is None) and (got is None or torch.equal(got, want)), name

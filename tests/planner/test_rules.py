@@ -126,12 +126,3 @@ def test_a_sample_of_many_rows_has_no_more_ctas_than_a_grid_may_have(shape, devi
     grid = grid_of(choose(call.problem, call.rows, device), call.problem, device, call.sample_rows)
     assert call.sample_rows == 0 or grid.ctas(call.rows) <= MOST_CTAS
     assert (call.sample_rows > 0) == (shape[1] <= MOST_CTAS)
-
-
-@pytest.mark.parametrize("samples, is_by_row", [(1000, False), (200000, True)])
-def test_modulations_that_lie_far_apart_are_read_by_row(samples, is_by_row):
-    x = torch.empty(samples, 64, 3072, device="meta", dtype=torch.bfloat16)
-    scale, shift, *_ = torch.empty(samples, 6, 3072, device="meta", dtype=torch.bfloat16).split(1, 1)
-    named = {"x": x, "normalized_shape": (3072,), "scale": scale, "shift": shift}
-    call = check_forward(operands_of("layer_norm_fwd_modulated", (), named))
-    assert (call.sample_rows == 0) is is_by_row

@@ -126,7 +126,7 @@ class Shadow:
     def __init__(self, ledger: Ledger, size: int, granule: int):
         self.ledger, self.shift = ledger, granule.bit_length() - 1
         self.writes = np.zeros((size >> self.shift) + 1, np.int32)
-        self.reads = np.zeros_like(self.writes)
+        self.reads = np.zeros((size >> self.shift) + 1, np.int32)
         self._steps = {n << self.shift: np.arange(n) for n in (2, 4, 8, 16, 32)}
 
     def lanes(self, at: np.ndarray, nbytes: int) -> np.ndarray:

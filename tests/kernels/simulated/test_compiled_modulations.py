@@ -13,7 +13,7 @@ from fusednorm.operands import operands_of
 from fusednorm.planner.candidates import candidates
 from fusednorm.planner.device import H200
 from fusednorm.planner.plan import Plan
-from fusednorm.problem.calls import check_forward
+from fusednorm.problem.calls import check_backward, check_forward
 
 # More row tiles than CTAs of a sample; rows that end within a tile and within a sample; one sample, and many.
 COMPILED = [
@@ -84,6 +84,25 @@ def test_modulated_forwards_by_rings_give_the_numbers_of_the_formula_in_float64(
         for got, want in zip(outputs_of(call, plan), exact, strict=True):
             if got is not None:
                 torch.testing.assert_close(got.double(), want, rtol=least, atol=least)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("variant", ["multi_wave", "pipelined"])
+def test_modulations_of_samples_may_lie_2_to_the_31_elements_apart(variant, direction):
+    modulated, apart = Modulated("layer", 3, 32, 256, modulation=BF16), 2**30
+    given = modulated.arguments()
+    memory = torch.empty(2 * apart + modulated.cols, dtype=BF16)  # pages that nobody touches take no memory
+    far = memory.as_strided((3, 1, modulated.cols), (apart, apart, 1)).copy_(given["scale"])
+    if direction == "forward":
+        given = {name: given[name] for name in ("x", "shift", "normalized_shape")} | {"eps": EPS}
+        op, check = "layer_norm_fwd_modulated", check_forward
+    else:
+        op, check = modulated.op, check_backward
+    near, call = (check(operands_of(op, (), given | {"scale": each})) for each in (far.clone(), far))
+    plan = candidates(variant, call.problem, H200)[0]
+    assert call.sample_rows == 32 and call.problem.shared
+    for got, want in zip(outputs_of(call, plan), outputs_of(near, plan), strict=True):
+        assert got is want is None or torch.equal(got, want)
 
 
 def test_sums_of_samples_are_the_same_in_every_order_of_events():
