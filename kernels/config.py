@@ -43,7 +43,7 @@ class Form(CompileTime):
     # (dh, dy, x_hat, weight, bias, tiles, norm) -> the gradients of x and of the other row tensors, as a tuple. The sum
     # of one over rows is the gradient of what these rows share
     gradients: Any
-    activation: Any = None  # (z) -> what a gate's element becomes, and its derivative
+    activation: Any = None  # (z, dtype of the gate) -> what a gate's element becomes, and its derivative
     factor: Any = None  # (scale) -> what u is multiplied by, and its derivative
     late: tuple[str, ...] = ()  # names of row tensors that only `gradients` reads
     # For narrow.py: linear maps of whole rows, (chunks, cos, sin, whether the map is transposed, tile) -> chunks

@@ -81,6 +81,10 @@ class Call:
         return op_outputs(self.op, reference.formula(operands_of(self.op, (), arguments)))
 
     @property
+    def is_backward(self) -> bool:
+        return OPS[self.op].direction == "backward"
+
+    @property
     def rows(self) -> int:
         return math.prod(self.shape[: len(self.shape) - self.normalized_ndim])
 

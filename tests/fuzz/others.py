@@ -63,6 +63,10 @@ class OtherCall:
         return self.shape[-1]
 
     @property
+    def is_backward(self) -> bool:
+        return self.op in (heads.BACKWARD, heads.PACKED)
+
+    @property
     def rows(self) -> int:
         return math.prod(self.shape[:-1])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import time
 from dataclasses import replace
@@ -14,7 +15,7 @@ from fusednorm.host.kernel_devices import kernels_on
 from fusednorm.operands import OPS
 
 from .__main__ import Progress
-from .check import check, run
+from .check import Finding, check, run
 from .draw import FAMILY, Call, draw
 from .others import OTHERS
 from .traits import traits
@@ -131,6 +132,34 @@ def test_each_of_many_rows_may_be_off_by_the_last_bits_of_float64(eps_off, right
     off = 1 + eps_off * torch.finfo(torch.float64).eps
     findings = check(call, "cpu", spoiled(lambda outputs, arguments: outputs[2].mul_(off))).findings
     assert all(each.excess <= 1 for each in findings) is right, findings
+
+
+def test_a_row_is_judged_by_atens_error_too_but_not_by_its_infinity():
+    finding = Finding("rstd", 3.0, None)
+    assert [finding._replace(atens=each).is_fault for each in (None, 1.0, 2.0, math.inf)] == [True, True, False, True]
+
+
+def test_numbers_that_were_rounded_to_either_side_are_rounded_again():
+    """x_hat of a tie becomes 1 or 1 + 2^-7, and three times it another number of bfloat16."""
+    tie = torch.tensor([1 + 2**-8])
+
+    def formula():
+        x_hat = (to_wide(tie) * 1.0).to(torch.bfloat16).float()
+        return ((x_hat * 3.0).to(torch.bfloat16).float() * 1.0,)
+
+    met = torch.cat([outputs[0].view(-1, 1) for outputs in passes(formula, 0, "cpu")])
+    assert {*met.bfloat16().flatten().tolist()} == {3.0, 3.015625, 3.03125}
+
+
+def test_equal_numbers_that_are_added_to_larger_ones_vanish_as_in_float32():
+    """1e4 + 1e-4 is 1e4 in float32, so the rows' deviations are 0, whatever the signs of the errors are."""
+    x = torch.full((1, 8), 1e4), torch.arange(8.0) * 1e-5
+
+    def formula():
+        h = to_wide(x[0]) + to_wide(x[1])
+        return (h - h.mean(-1, keepdim=True),)
+
+    assert any((outputs[0] == 0).all() for outputs in passes(formula, 0, "cpu"))
 
 
 def test_a_stored_number_near_a_tie_may_be_rounded_to_either_side():

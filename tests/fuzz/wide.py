@@ -4,7 +4,8 @@
 digits and reads again. In each other pass one operation errs, by a random sign for each element times what such an
 operation of the claimed dtype may err by. A sound computation misses the exact outputs by the sum of what the passes
 miss them by, cancellation included; no errors cancel each other by chance. A stored number near the middle of two of
-its dtype may be rounded to either: two more passes read all of them from the ends of what they may be.
+its dtype may be rounded to either: further passes read all of them from the ends of what they may be, and round in
+turn what is computed from them. The last pass rounds the result of every operation, as code in the claimed dtypes does.
 
 The exact pass records what it does. The others repeat what their error reaches, several passes at once, in a dim before
 the others: a formula of few elements takes as long as its operations take to start.
@@ -72,9 +73,13 @@ class Step:
 
     def erred(self, result: Tensor, signs: Tensor) -> Tensor:
         """The exact result with an error of these signs."""
-        info = torch.finfo(self.kind)
-        if self.func.overloadpacket in (torch.ops.aten.sum, torch.ops.aten.mean):
+        info, op = torch.finfo(self.kind), self.func.overloadpacket
+        if op in (torch.ops.aten.sum, torch.ops.aten.mean):
             error = self.run_on_magnitudes() * (SUM_ULPS * info.eps)
+        elif op is torch.ops.aten.sigmoid:
+            of_argument = self.leaves[0].abs() if _has_16_bits(self.leaves[0]) else 0.0  # kernels/rowmath.py: logistic
+            error = result.abs() * ((ELEMENT_ULPS + of_argument) * info.eps)
+            signs = signs.sum() % 2 > 0  # equal gates err alike
         else:
             error = result.abs() * (ELEMENT_ULPS * info.eps)
         error = error + result.abs().clamp(max=info.smallest_normal)  # kernels may flush smaller numbers to zero
@@ -103,9 +108,23 @@ class Record:
         self.values.append(value)
         return len(self.values) - 1
 
+    def rounded(self) -> dict[int, Tensor]:
+        """The values of the pass in which every operation rounds its exact result, and the next ones read that."""
+        spread: dict[int, Tensor] = {}
+        for step in self.steps:
+            read = [each for each in step.operands if each.value in spread]
+            given = {each.leaf: each.rounded(spread[each.value]) for each in read}
+            result = step.run(given) if given else self.values[step.result][None]
+            if isinstance(result, Tensor):
+                spread[step.result] = result.to(step.kind).double() if step.kind else result
+            else:
+                spread |= dict(enumerate(result, step.result))
+        return spread
+
     def again(self, erring: Sequence[int] = (), generator: Any = None, ends: Tensor | None = None) -> dict[int, Tensor]:
         """The values that differ between passes, in each of which another one of the steps `erring` errs, or all
-        operands are read from another one of the `ends`, -1 or 1, of their bands."""
+        operands are read from other `ends` of their bands: -1, 1, 2 or -2 for that away from 0 or next to it, or 0 for
+        either one, by chance."""
         spread: dict[int, Tensor] = {}
         for number, step in enumerate(self.steps):
             given = {}
@@ -115,7 +134,11 @@ class Record:
                     if wide is not None:
                         given[each.leaf] = wide
                 elif ends is not None:
-                    given[each.leaf] = each.rounded(exact + ends.view(-1, *[1] * exact.dim()) * each.band)
+                    end = ends.view(-1, *[1] * exact.dim())
+                    chance = torch.rand((len(ends), *exact.shape), generator=generator, device=exact.device)
+                    end = torch.where(end == 0, torch.where(chance < 0.5, -1.0, 1.0), end)
+                    end = torch.where(end.abs() > 1, end.sign() * exact.sign(), end)
+                    given[each.leaf] = each.rounded((exact if wide is None else wide) + end * each.band)
                 elif wide is not None:  # rounds as the exact pass does
                     error = wide - exact
                     each.band += error.abs().nan_to_num(nan=0.0, posinf=0.0).sum(0)
@@ -159,11 +182,11 @@ def passes(formula: Callable[[], Said], seed: int, device: str, elements: int = 
     may_err = [at for at, step in enumerate(record.steps) if step.kind for _ in range(1 + is_narrow)]
     ways = [{"erring": may_err[at : at + at_once], "generator": generator} for at in range(0, len(may_err), at_once)]
     if any(each.dtype for step in record.steps for each in step.operands):
-        ends = torch.tensor([-1.0, 1.0], dtype=FP64, device=device)
-        ways += [{"ends": each} for each in ends.split(min(at_once, 2))]
-    for way in ways:
-        spread = record.again(**way)
-        yield tuple(each if each is None else spread.get(each.value, each.inner[None]) for each in outputs)
+        ends = torch.tensor([-1.0, 1.0, -2.0, 2.0, 0.0, 0.0], dtype=FP64, device=device)
+        ways += [{"ends": each, "generator": generator} for each in ends.split(min(at_once, 6))]
+    for found in (*(functools.partial(record.again, **way) for way in ways), record.rounded):
+        values = found()
+        yield tuple(each if each is None else values.get(each.value, each.inner[None]) for each in outputs)
 
 
 class Wide(Tensor):
@@ -173,10 +196,10 @@ class Wide(Tensor):
 
     inner: Tensor
     value: int
-    stored: bool
+    stored: torch.dtype | None  # what it was computed in
 
     @staticmethod
-    def __new__(cls, inner: Tensor, dtype: torch.dtype, value: int, stored: bool = False):
+    def __new__(cls, inner: Tensor, dtype: torch.dtype, value: int, stored: torch.dtype | None = None):
         made = Tensor._make_wrapper_subclass(cls, inner.shape, strides=inner.stride(), dtype=dtype, device=inner.device)
         made.inner, made.value, made.stored = inner, value, stored
         return made
@@ -195,7 +218,9 @@ class Wide(Tensor):
         operands = []
         for at, each in wide.items():
             of = each.dtype if each.stored and not moves else None
-            operands.append(Operand(at, each.value, of, None if of is None else torch.zeros_like(each.inner)))
+            # From float64 to 16 bits some kernels and ATen round by way of float32.
+            twice = torch.finfo(FP32).eps / 2 if of and of.itemsize == 2 and each.stored == FP64 else 0.0
+            operands.append(Operand(at, each.value, of, None if of is None else each.inner.abs() * twice))
             leaves[at] = operands[-1].rounded(each.inner)
         step = Step(func, leaves, spec, operands, len(_record.values), None)
         result = step.run()
@@ -208,10 +233,15 @@ class Wide(Tensor):
         if result.dtype != FP64:
             return Wide(result, result.dtype, step.result)
         if func is torch.ops.aten._to_copy.default:
-            return Wide(result, dtype, step.result, dtype.itemsize < first.dtype.itemsize)
+            return Wide(result, dtype, step.result, first.dtype if dtype.itemsize < first.dtype.itemsize else None)
         step.kind = FP64 if dtype == FP64 else FP32
         step.may_leave = _may_leave(result, step.kind)
-        return Wide(result, dtype, step.result, dtype.itemsize < 4)
+        return Wide(result, dtype, step.result, FP32 if dtype.itemsize < 4 else None)
+
+
+def _has_16_bits(values: Tensor) -> bool:
+    """Whether all of them have, so that a gate of 16 bits may have been read."""
+    return any(bool((values == values.to(dtype)).all()) for dtype in (torch.bfloat16, torch.float16))
 
 
 def _may_leave(result: Tensor, kind: torch.dtype) -> Tensor | bool:

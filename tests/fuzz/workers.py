@@ -42,7 +42,7 @@ def examine(number: int, options: argparse.Namespace) -> dict[str, Any]:
             said["worst"][key] = finding.excess
             if finding.atens is not None:
                 said["atens"][key] = finding.atens
-            if finding.excess > 1:
+            if finding.is_fault:
                 faults.append(f"{finding.output}: {finding.text}; ATen's error is {finding.atens} bounds")
     except AssertionError as error:
         faults.append(str(error))

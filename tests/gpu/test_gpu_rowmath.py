@@ -6,7 +6,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from activations import assert_activations_keep_their_digits
 from fusednorm.kernels.rowmath import widen
+
+import fusednorm
 
 pytestmark = pytest.mark.gpu
 
@@ -28,3 +31,17 @@ def test_every_16_bit_value_becomes_the_same_float32_in_pairs_as_alone(dtype):
     numbers = ~x.isnan()
     for expected in (alone, x.float()):  # compare bits: -0 is not 0
         assert torch.equal(in_pairs[numbers].view(torch.int32), expected[numbers].view(torch.int32))
+
+
+def test_activations_keep_their_digits_near_zero_and_far_from_it():
+    assert_activations_keep_their_digits("cuda")
+
+
+@pytest.mark.parametrize("cols", [1, 1000, 5120])
+def test_equal_gated_elements_have_no_deviations(cols):
+    """If the mean's subtraction became part of the product's multiply-add, the product's rounding error would be left,
+    which rstd makes 1e6 times as large."""
+    x, gate = torch.full((4, cols), 9999.5, device="cuda"), torch.full((4, cols), 0.3, device="cuda")
+    x *= torch.tensor([[1.0], [1.1], [1.3], [1e15]], device="cuda")
+    y = fusednorm.layer_norm_gated(x, gate, (cols,), eps=1e-12, norm_before_gate=False)
+    assert torch.equal(y, torch.zeros_like(y))

@@ -47,3 +47,9 @@ BACKWARD = [(gated, name) for gated in PORTABLE for name in PLANS if any(gated.m
 @pytest.mark.parametrize("gated, plan", BACKWARD, ids=str)
 def test_gated_backwards_give_the_gradients_of_autograd_in_float64(gated, plan):
     gated.check_backward(outputs_of(gated.backward, PLANS[plan](gated.cols // gated.form.groups)))
+
+
+def test_activations_keep_their_digits_near_zero_and_far_from_it():
+    from activations import assert_activations_keep_their_digits
+
+    assert_activations_keep_their_digits("cpu")
