@@ -14,7 +14,7 @@ from torch import Tensor
 from ..forms import PLAIN, FormSpec, require_one_of
 from ..host import fallback, gpus
 from ..host.kernel_devices import runs_kernels
-from ..operands import ForwardOperands
+from ..operands import OPS, ForwardOperands
 from ..planner import budget, choice, table
 from ..planner.candidates import are_better_in_registers
 from ..planner.derived import derived
@@ -60,6 +60,7 @@ class Explanation:
     device: DeviceSpec | None
     decision: Decision
     notes: tuple[str, ...] = ()  # about the tensors, such as copies that their strides require
+    sample_rows: int = 0  # rows of a sample that has CTAs of its own; 0: all rows are one sample
 
     @property
     def plan(self) -> Plan:
@@ -134,13 +135,16 @@ class Explanation:
 
     def _grid(self) -> str:
         plan, problem, device = self.plan, self.problem, self.device
-        count = grid_of(plan, problem, device).ctas(self.rows)
+        rule = grid_of(plan, problem, device, self.sample_rows)
+        count = rule.ctas(self.rows)
         clusters = plan.cluster > 1
         grid = f"{_count(count, 'cluster')} of {plan.cluster} CTAs" if clusters else _count(count, "CTA")
         if plan.kernel in BY_COLUMNS:
             grid += f" for each of {-(-problem.cols // plan.chunk)} column tiles"
         if problem.form.groups > 1:
             grid += f" for each of {problem.form.groups} groups"
+        if self.sample_rows:
+            grid += f" for each of {_count(rule.samples(self.rows), 'sample')}"
         left = f"; sm_margin leaves {device.sm_margin} to others" if device.sm_margin else ""
         return f"{grid}, up to {_count(plan.ctas_per_sm, 'CTA')} on each of {device.sm_count} SMs{left}"
 
@@ -229,8 +233,18 @@ def _why_not(variant: str, chosen: Plan, problem: NormProblem, rows: int, device
     return f"could run, but {chosen.variant} comes first"
 
 
-def explain_problem(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | None = None) -> Explanation:
-    return Explanation(problem, rows, device, decide(problem, rows * problem.form.groups, device, forced))
+def explain_problem(
+    problem: NormProblem, rows: int, device: DeviceSpec, forced: str | None = None, sample_rows: int = 0
+) -> Explanation:
+    decision = decide(problem, rows * problem.form.groups, device, forced)
+    return Explanation(problem, rows, device, decision, sample_rows=sample_rows)
+
+
+def samples_of(asker: str, sample_rows: int | None, rows: int) -> int | None:
+    """Wanted.sample_rows. Raises ValueError if they do not divide the rows."""
+    if sample_rows is not None and (sample_rows < 1 or rows % sample_rows):
+        raise ValueError(f"{asker}: sample_rows must divide the {rows} rows, got {sample_rows}")
+    return None if sample_rows == rows else sample_rows
 
 
 def explain(
@@ -249,6 +263,7 @@ def explain(
     rounding: str = "once",
     activation: str = "silu",
     group_size: int | None = None,
+    sample_rows: int | None = None,
     device: DeviceSpec | None = None,
 ) -> Explanation:
     """Explain which kernel runs for a norm of x, `[*batch, *normalized_shape]`, and why. print() the result.
@@ -256,22 +271,29 @@ def explain(
     norm is "layer" or "rms", direction "forward" or "backward". The backward computes the gradients of all inputs
     given, from a gradient laid out as grad_out, by default contiguous and of x's dtype. form is that of an op,
     "affine", "of_sum", "times_gate", ..., with its residual or gate (by default contiguous and of x's dtype),
-    weight_offset, rounding, activation and group_size; in a backward of a sum, x is the sum. `device`, such as
-    fusednorm.planner.device.H200, replaces x's own. The result takes `force` into account, and kernels that have failed
-    in this process. Copies nothing and launches nothing. Raises RuntimeError or TypeError where the op would, and
-    ValueError for another norm, direction, form, rounding or activation.
+    weight_offset, rounding, activation and group_size. In a backward of a sum, x is the sum, and if it is wider than
+    grad_out, the summand has grad_out's dtype. sample_rows rows share a row of each modulation, which has x's dtype
+    (None: all rows do, 1: no two). `device`, such as fusednorm.planner.device.H200, replaces x's own. The result takes
+    `force` into account, and kernels that have failed in this process. Copies nothing and launches nothing. Raises
+    RuntimeError or TypeError where the op would, and ValueError for another norm, direction, form, rounding or
+    activation, and for sample_rows that are not those of a modulated form or do not divide the rows.
     """
     require_one_of("explain", "norm", norm, ("layer", "rms"))
     require_one_of("explain", "direction", direction, ("forward", "backward"))
-    suffix, settings = form_named("explain", form, weight_offset, rounding, activation, group_size)
+    suffix, settings = form_named("explain", form, weight_offset, rounding, activation, group_size, sample_rows)
     batch_shape = validate(ForwardOperands(norm, x, normalized_shape, weight, bias), "explain")
     rows, width, backward = math.prod(batch_shape), math.prod(normalized_shape), direction == "backward"
     beside = {"residual": residual, "gate": gate}  # one of these, if the form has it
     stream = next((each.dtype for each in beside.values() if each is not None), x.dtype)
-    wanted = Wanted(norm, direction, width, x.dtype, getattr(weight, "dtype", None), False, (backward, False, False))
+    sample_rows = samples_of("explain", sample_rows, rows)
+    dtype = x.dtype
+    if backward and suffix and OPS[f"{norm}_norm_fwd{suffix}"].form.combine == "add" and grad_out is not None:
+        stream, dtype = x.dtype, min(x.dtype, grad_out.dtype, key=lambda each: each.itemsize)
+    wanted = Wanted(norm, direction, width, dtype, getattr(weight, "dtype", None), False, (backward, False, False))
     if form:
-        wanted = wanted._replace(residual_dtype=stream, form=suffix, settings=settings)
-    of_form = wanted.problem
+        wanted = wanted._replace(residual_dtype=stream, form=suffix, settings=settings, sample_rows=sample_rows)
+    call = wanted.call()
+    of_form = call.problem
     cols = of_form.cols
     layouts = [_layout("x", x, len(batch_shape), cols)]
     if backward:
@@ -288,7 +310,7 @@ def explain(
         grad_dtype=(x if grad_out is None else grad_out).dtype if backward else None,
         wants_dw=backward and weight is not None,
         wants_db=backward and bias is not None,
-        nested_rows=any(layout.nested for layout in layouts),
+        nested_rows=of_form.nested_rows or any(layout.nested for layout in layouts),
         tma_aligned=all(layout.aligned for layout in layouts),
     )
     notes = tuple(layout.note for layout in layouts if layout.note)
@@ -303,7 +325,7 @@ def explain(
         notes += (f"runs for {-(-rows // of_block)} blocks of up to {of_block} rows in turn: ordered_sums",)
     question = fallback.asked(problem, of_block, spec)
     decision = _in_place_of(decide(*question, forced_variant()), problem, rows, spec)
-    return Explanation(problem, rows, spec, decision, notes)
+    return Explanation(problem, rows, spec, decision, notes, call.sample_rows)
 
 
 def _in_place_of(decision: Decision, problem: NormProblem, rows: int, device: DeviceSpec) -> Decision:

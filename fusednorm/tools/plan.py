@@ -16,10 +16,9 @@ from ..operands import FORMS
 from ..planner import device
 from ..planner.choice import choose
 from ..planner.device import DeviceSpec
-from ..planner.norm_problem import NormProblem
 from ..planner.plan import VARIANTS, Plan
 from . import console
-from .explanation import DTYPES, explain_problem
+from .explanation import DTYPES, explain_problem, samples_of
 from .warm import Wanted, form_named
 
 MAP_ROWS = [2**exponent for exponent in range(4, 21)]
@@ -61,6 +60,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--activation", choices=ACTIVATIONS, default="silu", help="of a form with a gate")
     size_help = "columns of a group, of a form with a gate (default: those of a row)"
     parser.add_argument("--group-size", type=_positive, metavar="N", help=size_help)
+    samples_help = "rows that share a row of each modulation, of a modulated form (default: all rows)"
+    parser.add_argument("--sample-rows", type=_positive, metavar="N", help=samples_help)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of x and the gradient (default: bf16)")
     parser.add_argument("--weight-dtype", choices=DTYPES, help="of weight and bias (default: that of x)")
     names = ", ".join(spec.name for spec in device.KNOWN)
@@ -78,12 +79,13 @@ def run_plan(options: argparse.Namespace) -> int:
         spec = (options.device or _this_device()).leaving(options.sm_margin)
         if options.map:
             return draw_map(options, spec)
-        problems = [problem_of(options, cols) for cols in options.cols or [4096]]
+        shapes = list(itertools.product(options.cols or [4096], options.rows or [16384]))
+        cases = [(rows, wanted_of(options, cols, rows).call()) for cols, rows in shapes]
     except (RuntimeError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
-    for index, (problem, rows) in enumerate(itertools.product(problems, options.rows or [16384])):
-        explanation = explain_problem(problem, rows, spec, options.force)
+    for index, (rows, call) in enumerate(cases):
+        explanation = explain_problem(call.problem, rows, spec, options.force, call.sample_rows)
         if options.json:
             print(json.dumps(explanation.as_dict()))
         else:
@@ -91,15 +93,16 @@ def run_plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def problem_of(options: argparse.Namespace, cols: int) -> NormProblem:
-    """The problem of contiguous rows with all outputs wanted."""
+def wanted_of(options: argparse.Namespace, cols: int, rows: int) -> Wanted:
+    """A call of contiguous rows with all outputs wanted."""
+    sample_rows = samples_of("plan", options.sample_rows, rows)
     dtype, has_bias = DTYPES[options.dtype], options.norm == "layer"
     weight_dtype = DTYPES[options.weight_dtype] if options.weight_dtype else dtype
     of_gate = options.activation, options.group_size
-    form, settings = form_named("plan", options.form, options.weight_offset, options.rounding, *of_gate)
+    form, settings = form_named("plan", options.form, options.weight_offset, options.rounding, *of_gate, sample_rows)
     mask = True, True, has_bias
-    expected = weight_dtype, has_bias, mask, None, form, settings
-    return Wanted(options.norm, options.direction, cols, dtype, *expected).problem
+    expected = weight_dtype, has_bias, mask, None, form, settings, sample_rows
+    return Wanted(options.norm, options.direction, cols, dtype, *expected)
 
 
 def region(plan: Plan) -> str:
@@ -117,7 +120,8 @@ def draw_map(options: argparse.Namespace, spec: DeviceSpec) -> int:
 
     rows, cols = sorted(options.rows or MAP_ROWS), sorted(options.cols or MAP_COLS)
     names = list(REGIONS)
-    plans = [[choose(problem_of(options, width), count, spec, options.force) for width in cols] for count in rows]
+    shapes = [[(wanted_of(options, width, count).problem, count) for width in cols] for count in rows]
+    plans = [[choose(*shape, spec, options.force) for shape in line] for line in shapes]
     regions = [[region(plan) for plan in of_rows] for of_rows in plans]
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.subplots()

@@ -6,6 +6,7 @@ this process runs each kernel once on a few rows, which loads it.
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import subprocess
@@ -36,7 +37,7 @@ from ..planner import choice
 from ..planner.canonical import Question
 from ..planner.device import DeviceSpec
 from ..planner.legality import MAX_RING_ROWS
-from ..planner.norm_problem import FLOAT_DTYPES, NormProblem
+from ..planner.norm_problem import FLOAT_DTYPES, MOST_ROWS_OF_TILE, NormProblem
 from ..planner.plan import Plan, ReferencePlan, num_launches
 from ..problem.calls import BackwardCall, ForwardCall, check_backward, check_forward
 from ..problem.outputs import groups_of, output_dtype, settings_of
@@ -75,6 +76,7 @@ class Wanted(NamedTuple):
     residual_dtype: torch.dtype | None = None  # a form's residual's, or that of the gradient added to dx
     form: str = ""  # the suffix of the form's forward op
     settings: tuple[tuple[str, Any], ...] = ()  # of the form, by the names of the op's operands, and a group_size
+    sample_rows: int | None = None  # rows of each of two samples, which share a row of the modulations; None: all rows
 
     @property
     def op(self) -> Op:
@@ -94,7 +96,7 @@ class Wanted(NamedTuple):
         return self.call().problem
 
     def call(self) -> ForwardCall | BackwardCall:
-        """The checked call on FEW_ROWS rows, of tensors without memory; a backward as autograd's node calls it."""
+        """The checked call on a few rows, of tensors without memory; a backward as autograd's node calls it."""
         forward = self._forward()
         if self.direction == FORWARD:
             return check_forward(forward)
@@ -125,8 +127,17 @@ class Wanted(NamedTuple):
         return operands_of(op.name, (), given)
 
     def _tensor(self, role: Role, dtype: torch.dtype, groups: int = 1) -> Tensor:
-        shapes = {Role.PARAMETER: (self.cols,), Role.STATISTIC: (FEW_ROWS * groups,), Role.MODULATION: (1, self.cols)}
-        return torch.empty(shapes.get(role, (FEW_ROWS, self.cols)), dtype=dtype, device="meta")
+        batch = (2, self.sample_rows) if self.sample_rows else (FEW_ROWS,)
+        shapes = {Role.PARAMETER: (self.cols,), Role.STATISTIC: (math.prod(batch) * groups,)}
+        shapes |= {Role.MODULATION: (*batch[:-1], 1, self.cols)}
+        return torch.empty(shapes.get(role, (*batch, self.cols)), dtype=dtype, device="meta")
+
+    @property
+    def of_few_rows(self) -> Wanted:
+        """A call with the same builds that needs less memory."""
+        rows = self.sample_rows or 0
+        few = self._replace(sample_rows=MOST_ROWS_OF_TILE + rows % MOST_ROWS_OF_TILE)
+        return few if rows > 2 * MOST_ROWS_OF_TILE and few.problem == self.problem else self
 
 
 class Build(NamedTuple):
@@ -156,6 +167,7 @@ def warmup(
     rounding: str = "once",
     activation: str = "silu",
     group_size: int | None = None,
+    sample_rows: int | Sequence[int] | None = None,
     directions: Sequence[str] = ("forward", "backward"),
     device: torch.device | str | None = None,
     processes: int | None = None,
@@ -178,6 +190,8 @@ def warmup(
     :param rounding: "once" or "x_hat"
     :param activation: of a form with a gate, "silu" or "sigmoid", like the next one
     :param group_size: columns of a group (None: a row)
+    :param sample_rows: of a modulated form, rows that share a row of each modulation, one number or several; 1 if every
+        row has its own (None: all rows share one)
     :param directions: of the calls: "forward", "backward" or both
     :param device: a CUDA GPU, or a CPU, for which there is nothing to compile (None: the current GPU if there is one,
         else the CPU)
@@ -192,8 +206,8 @@ def warmup(
     capture of a CUDA graph.
     """
     _check_names(norm, directions)
-    suffix, settings = form_named("warmup", form, weight_offset, rounding, activation, group_size)
-    _check_types(cols, rows, dtype, weight_dtype, residual_dtype)
+    suffix, settings = form_named("warmup", form, weight_offset, rounding, activation, group_size, sample_rows)
+    _check_types(cols, rows, sample_rows, dtype, weight_dtype, residual_dtype)
     device = _checked_device(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
     if device.type == "cpu":
         return 0
@@ -203,7 +217,10 @@ def warmup(
     widths = [cols] if isinstance(cols, int) else cols
     bias = norm == "layer" if bias is None else bias
     expected = dtype, weight, bias and elementwise_affine, mask, residual_dtype, suffix, settings
-    wanted = [Wanted(norm, each, width, *expected) for width in widths for each in directions]
+    samples = sample_rows if isinstance(sample_rows, Sequence) else [sample_rows]
+    wanted = [
+        Wanted(norm, each, width, *expected, count) for width in widths for count in samples for each in directions
+    ]
     spec = gpus.spec_of(device)
     plans = list(plans_of(wanted, [rows] if isinstance(rows, int) else rows, spec))
     try:
@@ -224,8 +241,10 @@ def form_named(
     rounding: str,
     activation: str = "silu",
     group_size: int | None = None,
+    sample_rows: int | Sequence[int] | None = None,
 ) -> tuple[str, tuple[tuple[str, Any], ...]]:
-    """(Wanted.form, Wanted.settings). Raises ValueError for a form, a rounding or an activation that there is not."""
+    """(Wanted.form, Wanted.settings). Raises ValueError for a form, a rounding or an activation that there is not, and
+    for what the form does not have."""
     named = {suffix[1:]: suffix for _, suffix, *_ in FORMS} | {"": ""}
     steps = {"rounds_steps": rounding == STEPS} if form in named and _has(named[form], "rounds_steps") else {}
     roundings = (*ROUNDINGS, STEPS) if steps else tuple(ROUNDINGS)
@@ -239,6 +258,8 @@ def form_named(
         settings |= {"activation": activation, "group_size": group_size}
     elif group_size or activation != ACTIVATIONS[0]:
         raise ValueError(f"{asker}: activation and group_size must come with a form with a gate, got {form!r}")
+    if sample_rows is not None and not _has(named[form], "scale"):
+        raise ValueError(f"{asker}: sample_rows must come with a modulated form, got {form!r}")
     return named[form], tuple(settings.items())
 
 
@@ -254,8 +275,9 @@ def _check_names(norm: str, directions: Sequence[str]) -> None:
             raise ValueError(f"warmup: directions must be 'forward' and 'backward', got {direction!r}")
 
 
-def _check_types(cols, rows, *dtypes: torch.dtype | None) -> None:
-    for name, sizes in (("cols", cols), ("rows", () if rows is None else rows)):
+def _check_types(cols, rows, sample_rows, *dtypes: torch.dtype | None) -> None:
+    given = {"cols": cols, "rows": rows, "sample_rows": sample_rows}
+    for name, sizes in ((name, each) for name, each in given.items() if each is not None):
         many = sizes if isinstance(sizes, Sequence) and not isinstance(sizes, str) else [sizes]
         for size in many:
             if not isinstance(size, int):
@@ -388,11 +410,11 @@ def _load(plans: list[tuple[Wanted, Plan]], device: torch.device, spec: DeviceSp
     from ..host import launcher
 
     with torch.cuda.device(device):
-        for wanted, plan in plans:
+        for wanted, plan in ((each.of_few_rows, plan) for each, plan in plans):
             call = wanted.call()
             while not isinstance(plan, ReferencePlan):
                 try:
-                    launcher.run(program(wanted, plan, spec), _zeros(call, device), call.shape, FEW_ROWS)
+                    launcher.run(program(wanted, plan, spec), _zeros(call, device), call.shape, call.rows)
                     break
                 except fallback.BuildFailed as failed:
                     fallback.remember(plan, call.problem, spec, str(failed))

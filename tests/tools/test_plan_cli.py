@@ -10,13 +10,16 @@ import pytest
 import torch
 from devices import planned_for
 from planning import make_problem, meta_call
+from wide_sums import WideSum
 
 import fusednorm
 from fusednorm.__main__ import main
 from fusednorm.host.gpus import with_installed_triton
+from fusednorm.operands import operands_of
 from fusednorm.planner.choice import choose
 from fusednorm.planner.device import A100, H200
 from fusednorm.planner.plan import VARIANTS, ReferencePlan
+from fusednorm.problem.calls import check_backward, check_forward
 from fusednorm.tools.explanation import explain, explain_problem
 
 KEYS = {"variant", "forced", "reasons", "rows", "cols", "norm", "pass", "dtype", "device"}
@@ -324,6 +327,8 @@ def test_groups_and_the_activation_of_a_gate_are_planned_and_said(capsys):
         (["--form", "affine", "--group-size", "8"], "activation and group_size must come with a form with a gate"),
         (["--form", "of_gated", "--group-size", "1000"], "group_size must divide the 4096 columns, got 1000"),
         (["--activation", "sigmoid"], "activation and group_size must come with a form with a gate"),
+        (["--form", "of_sum", "--sample-rows", "8"], "plan: sample_rows must come with a modulated form, got 'of_sum'"),
+        (["--form", "modulated", "--sample-rows", "99"], "plan: sample_rows must divide the 16384 rows, got 99"),
     ],
 )
 def test_what_no_form_has_is_one_sentence(arguments, sentence, capsys):
@@ -341,3 +346,38 @@ def test_explain_knows_how_the_rows_of_a_gate_lie():
         assert problem.tma_aligned and not problem.nested_rows and problem.cols == 512 and problem.form.groups == 2
         crooked = explain(x, (1024,), weight, gate=gate[:, 1:1025], direction=direction, **asked)
         assert not crooked.problem.tma_aligned and crooked.plan.variant == "multi_wave"
+
+
+def test_explain_of_a_modulated_norm_is_of_calls_with_as_many_rows_to_a_sample():
+    x = torch.empty(4 * 1152, 3072, dtype=torch.bfloat16, device="meta")
+    asked = {"form": "modulated", "device": H200}
+    for direction in ("forward", "backward"):
+        for rows in (1152, 4608, 24, 1):
+            packed = torch.empty(4608 // rows, 6, 3072, dtype=torch.bfloat16, device="meta")
+            scale, shift, *_ = packed.split(1, 1)
+            given = {"x": x.view(-1, rows, 3072), "normalized_shape": (3072,), "scale": scale, "shift": shift}
+            if direction == "forward":
+                call = check_forward(operands_of("layer_norm_fwd_modulated", (), given | {"eps": 1e-6}))
+            else:
+                statistic = torch.empty(4608, device="meta")
+                given |= {"grad_out": given["x"], "mean": statistic, "rstd": statistic, "output_mask": [True] * 7}
+                call = check_backward(operands_of("layer_norm_bwd_modulated", (), given))
+            found = explain(x, (3072,), direction=direction, sample_rows=rows, **asked)
+            wanted = choose(call.problem, 4608, H200)
+            assert (found.plan, found.sample_rows) == (wanted, call.sample_rows), (direction, rows)
+            assert found.problem.shared == call.problem.shared
+    assert "for each of 4 samples" in str(explain(x, (3072,), direction="backward", sample_rows=1152, **asked))
+    with pytest.raises(ValueError, match="^explain: sample_rows must divide the 4608 rows, got 1000$"):
+        explain(x, (3072,), sample_rows=1000, **asked)
+    with pytest.raises(ValueError, match="^explain: sample_rows must come with a modulated form, got ''$"):
+        explain(x, (3072,), sample_rows=1152, device=H200)
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_explain_of_the_backward_of_a_wide_sum_is_of_both_gradients(norm):
+    given = WideSum(norm, 64, 512).operands
+    parameters = (given.weight, given.bias) if norm == "layer" else (given.weight,)
+    found = explain(given.x, (512,), *parameters, norm=norm, form="of_sum", grad_out=given.grad_out, device=H200)
+    problem = replace(check_backward(given).problem, bias_dtype=found.problem.bias_dtype)
+    assert found.problem == replace(problem, wants_db=found.problem.wants_db)
+    assert found.problem.rows_out == (torch.bfloat16,) and found.problem.form.combine == "summands"

@@ -12,7 +12,7 @@ from norm_forms import gradients, leaves, modulations_of, rows_of, run
 
 import fusednorm
 from fusednorm import ops, reference
-from fusednorm.operands import FORM_OPS, BackwardOperands, ForwardOperands
+from fusednorm.operands import FORM_OPS, OPS, BackwardOperands, ForwardOperands, Role, operands_of
 from fusednorm.planner.plan import MultiWavePlan
 from fusednorm.problem.calls import check_backward, check_forward
 from fusednorm.tools import warm
@@ -88,6 +88,48 @@ def test_expected_calls_of_forms_look_as_those_of_their_functions(op, stream, we
         expected = warm.Wanted(op.norm, direction, 4096, BF16, weight, True, ALL, stream, op.suffix, settings)
         found, real = (launch.with_addresses(each) for each in (expected.call(), check(real)))
         assert found == (real if direction == "backward" else real._replace(eps=found.eps))
+
+
+def builds_of(op: str, shape: tuple[int, ...]) -> tuple[set[str], set[str]]:
+    """The builds of a forward of a modulated norm and of its backward, with a row of modulations for each x[n], and
+    those that warmup would make for it."""
+    from fusednorm.host import fallback, launch
+    from fusednorm.planner.choice import choose
+    from fusednorm.tools import compilation
+
+    of, rows, expected, real = OPS[op], shape[1], [], set()
+    _, settings = warm.form_named("warmup", of.suffix[1:], 0.0, "once", sample_rows=rows)
+    for direction in ("forward", "backward"):
+        each = warm.Wanted(of.norm, direction, shape[-1], BF16, None, False, ALL, None, of.suffix, settings, rows)
+        expected.append(each)
+        row, modulation = (torch.empty(size, dtype=BF16, device="meta") for size in (shape, (shape[0], 6, shape[2])))
+        tensors = {Role.MODULATION: modulation[:, :1], Role.ROWS: row}
+        tensors[Role.STATISTIC] = torch.empty(*shape[:2], 1, device="meta")
+        absent = () if "gated" in of.suffix else ("branch", "gate")
+        given = {slot.name: tensors[slot.role] for slot in each.op.inputs if slot.role in tensors}
+        given = {name: tensor for name, tensor in given.items() if name not in absent}
+        added = None if absent else row
+        more = {"residual_grad": added, "output_mask": [True] * 7} if direction == "backward" else {"eps": 1e-6}
+        check = check_backward if direction == "backward" else check_forward
+        call = check(operands_of(each.op.name, (), given | more | {"normalized_shape": shape[-1:]}))
+        plan = choose(call.problem, call.rows, H200)
+        launches = launch.program_of(call, fallback.Choice(plan), H200).launches
+        real |= {compilation.build_key(each, 90) for each in launches}
+    plans = list(warm.plans_of(expected, [shape[0] * rows], H200))
+    assert all(each.of_few_rows.call().rows <= 256 for each in expected)
+    made = {
+        compilation.build_key(build.launch(H200), 90)
+        for each, plan in plans
+        for build in warm.distinct_builds([(each.of_few_rows, plan)], H200)
+    }
+    return real, made
+
+
+@pytest.mark.parametrize("shape", [(4, 4608, 3072), (2, 1000, 1536), (3, 33, 1024), (9, 5, 256), (64, 1, 512)], ids=str)
+@pytest.mark.parametrize("op", ["layer_norm_fwd_modulated", "rms_norm_fwd_of_gated_sum_modulated"])
+def test_a_call_of_several_samples_needs_no_build_that_its_warmup_has_not_made(op, shape, workers):
+    real, made = workers.submit(builds_of, op, shape).result()
+    assert real == made and len(real) == 2 + (shape[1] > 1)  # a forward, a backward, its sums
 
 
 def warm_up_twice(folder: str) -> tuple[int, int, int, list[bool]]:
@@ -194,6 +236,15 @@ def test_warmup_without_a_gpu_has_nothing_to_do_unless_a_gpu_is_asked_for():
     assert fusednorm.warmup("layer", [4096], BF16) == 0
     with pytest.raises(RuntimeError, match="device must be a GPU that is there, got cuda"):
         fusednorm.warmup("layer", [4096], BF16, device="cuda")
+
+
+def test_warmup_refuses_samples_of_norms_without_modulations_and_of_no_rows():
+    with pytest.raises(ValueError, match="^warmup: sample_rows must come with a modulated form, got 'of_sum'$"):
+        fusednorm.warmup("layer", 4096, BF16, form="of_sum", sample_rows=8)
+    for wrong, error in ((0, RuntimeError), (1.5, TypeError)):
+        with pytest.raises(error, match="warmup: sample_rows must be"):
+            fusednorm.warmup("layer", 4096, BF16, form="modulated", sample_rows=wrong)
+    assert fusednorm.warmup("layer", 4096, BF16, form="modulated", sample_rows=[1024, 1], device="cpu") == 0
 
 
 def test_warmup_refuses_names_that_are_none():
