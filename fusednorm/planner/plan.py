@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from . import limits
 from .device import DeviceSpec
@@ -194,6 +194,14 @@ def from_text(text: str) -> Plan:
             pairs = zip(known, numbers, strict=True)
             return kind(**{field.name: bool(n) if field.type == "bool" else n for field, n in pairs})
     raise ValueError(f"{text} is no plan")
+
+
+def is_plan(text: Any) -> bool:
+    """Whether it is a text by text_of, and not one by another release."""
+    try:
+        return isinstance(from_text(text), Plan)
+    except (ValueError, TypeError, AttributeError):
+        return False
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from . import limits
 from .device import DeviceSpec
 from .model import Coefficients
 from .norm_problem import NormProblem
+from .plan import is_plan
 
 FORMAT = 3
 
@@ -58,6 +59,7 @@ class Table:
     date: str
     coefficients: Coefficients
     lines: dict[Key, dict[int, str]]  # of the widths, as they are in the file
+    skipped: int = 0  # lines of the file that this release cannot read
 
     def lines_of(self, key: Key) -> dict[int, str]:
         """{columns: line} of a key, or if it has none of that with the nearest traffic. A backward without dx, which
@@ -129,7 +131,8 @@ def user_file(gpu: str) -> Path:
 
 @functools.cache
 def of_user(gpu: str) -> Table | str | None:
-    """The user's table of a GPU, or why its file cannot be used; None if there is none."""
+    """The user's table of a GPU, without lines that another release wrote, or why its file cannot be used; None if
+    there is none."""
     path = user_file(gpu)
     if not path.exists():
         return None
@@ -137,7 +140,20 @@ def of_user(gpu: str) -> Table | str | None:
         table = read(path)
     except Unreadable as why:
         return str(why)
-    return table if table.gpu == gpu else f"{path} was measured on {table.gpu}"
+    if table.gpu != gpu:
+        return f"{path} was measured on {table.gpu}"
+    lines = {key: {cols: each for cols, each in of.items() if _is_known(each)} for key, of in table.lines.items()}
+    count, known = (sum(map(len, each.values())) for each in (table.lines, lines))
+    return replace(table, lines={key: of for key, of in lines.items() if of}, skipped=count - known)
+
+
+def _is_known(line: str) -> bool:
+    """Whether the line of a width has plans of this release alone."""
+    try:
+        _, plans = json.loads(line)
+        return bool(plans) and plans[-1][0] is None and all(is_plan(text) for _, text in plans)
+    except (ValueError, TypeError, IndexError, KeyError):
+        return False
 
 
 def of_device(device: DeviceSpec, problem: NormProblem | None = None) -> Iterator[Table]:

@@ -138,6 +138,8 @@ def describe_table(name: str, spec: DeviceSpec) -> Finding:
         return Finding("note", "plans", f"no table of {name}: plans are predicted (python -m fusednorm tune makes one)")
     whose = "your table" if found is own else "the shipped table"
     text = f"{whose} of {found.gpu}, {found.date}, Triton {found.triton}"
+    if found.skipped:
+        return Finding("note", "plans", f"{text}; {found.skipped} of its lines are of another release and are skipped")
     same = found.gpu == name
     return Finding("ok" if same else "note", "plans", text + ("" if same else f"; {name} has none of its own"))
 

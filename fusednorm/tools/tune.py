@@ -34,7 +34,7 @@ from ..planner.candidates import Family, candidates
 from ..planner.device import DeviceSpec, named
 from ..planner.model import Coefficients, Work, predict_us, time_us, work_of
 from ..planner.norm_problem import NormProblem
-from ..planner.plan import Plan, from_text, text_of
+from ..planner.plan import Plan, from_text, is_plan, text_of
 from . import console
 from .explanation import DTYPES
 from .warm import Wanted, distinct_builds, program, start_workers, wait_for
@@ -104,7 +104,7 @@ class Cell(NamedTuple):
 
     @classmethod
     def of(cls, record: dict) -> Cell:
-        """From a line of this tool, of bench.survey or of bench.choices."""
+        """From a line of this tool, of bench.survey or of bench.choices. Plans of other releases are left out."""
         names = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
         dtype = record.get("dtype") or names[record["x_dtype"]]
         more = record.get("form", ""), record.get("weights", "")
@@ -112,7 +112,8 @@ class Cell(NamedTuple):
         if "plans" not in record:
             times = {record[each]: record[f"{each}_us"] for each in ("old", "new")}
             return cls(task, record["rows"], times, record["new"])
-        return cls(task, record["rows"], dict(record["plans"]), record["own"], tuple(record.get("refused", ())))
+        times = {text: us for text, us in dict(record["plans"]).items() if is_plan(text)}
+        return cls(task, record["rows"], times, record["own"], tuple(record.get("refused", ())))
 
 
 def dense() -> Iterator[Task]:
@@ -460,7 +461,7 @@ def _measured(
     """The cells of earlier runs and of this one."""
     path = table.user_file(device.name).with_suffix(".cells")
     lines = path.read_text().splitlines() if path.exists() else []
-    known = {(cell.task, cell.rows): cell for cell in map(Cell.of, map(json.loads, lines))}
+    known = {(cell.task, cell.rows): cell for cell in map(Cell.of, map(json.loads, lines)) if cell.times}
     asked = (task for dtype in options.dtype for task in of_widths(options.cols or (), dtype))
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:

@@ -12,7 +12,7 @@ from planning import make_problem
 from fusednorm.planner import choice, table
 from fusednorm.planner.device import B200, H100, H200
 from fusednorm.planner.plan import from_text, text_of
-from fusednorm.tools import tune
+from fusednorm.tools import doctor, tune
 
 ALONE = "MultiWave(1,4096,1,8,1,255,0)"
 MY_GPU = replace(H200, name="NVIDIA H200 of mine")
@@ -85,6 +85,30 @@ def test_a_file_that_is_no_table_is_told_in_one_sentence_and_not_used(file, text
     problem = make_problem(cols=4096)
     assert choice.choose(problem, 100, MY_GPU) == choice.choose(problem, 100, H200)
     assert str(file) in table.of_user(MY_GPU.name) and "\n" not in table.of_user(MY_GPU.name)
+
+
+# A warp-specialized plan whose fields had another order, plans that there are not, and lines that are none.
+OF_ANOTHER_RELEASE = [
+    '[4096,[[4.0,"MultiWave(1,4096,1,8,1,255,0)"],[null,"WarpSpecialized(1,4096,1,4,2,4,1,240,0,1,0)"]]]',
+    '[4096,[[null,"Diagonal(1,2,3)"]]]',
+    '[4096,[[null,"Pipelined(1,4096,x)"]]]',
+    '[4096,[[null,7]]]',
+    '[4096,[[4.0,"MultiWave(1,4096,1,8,1,255,0)"]]]',
+    "[4096,]",
+    "[4096,[]]",
+]
+
+
+@pytest.mark.parametrize("line", OF_ANOTHER_RELEASE)
+def test_lines_of_another_release_are_skipped_and_counted(file, line):
+    written(file)
+    *kept, _ = file.read_text().splitlines()
+    file.write_text("\n".join([*kept, line]))
+    problem = make_problem(cols=4096)
+    assert choice.choose(problem, 100, MY_GPU) == choice.choose(problem, 100, H200)
+    assert table.of_user(MY_GPU.name).skipped == 1
+    text = doctor.describe_table(MY_GPU.name, MY_GPU).text
+    assert "your table" in text and "of its lines are of another release and are skipped" in text
 
 
 def test_a_table_of_another_gpu_is_not_used(file):

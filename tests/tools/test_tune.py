@@ -151,3 +151,9 @@ def test_kernels_are_built_while_cells_before_them_are_timed_and_no_longer_when_
 def test_without_a_gpu_it_says_so(capsys):
     assert tune.run_tune(argparse.Namespace(cells=None)) == 2
     assert capsys.readouterr().err == "tune: needs a CUDA GPU, got none\n"
+
+
+def test_cells_keep_the_times_of_plans_of_this_release_alone():
+    plans = {text_of(tune.plans_of(TASK.wanted.problem, H200)[0]): 1.0, "WarpSpecialized(1,4096,1,4,2,4)": 0.5}
+    record = tune.Cell(TASK, 132, plans, "").record()
+    assert tune.Cell.of(record).times == {next(iter(plans)): 1.0}
