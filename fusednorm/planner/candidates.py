@@ -309,7 +309,9 @@ def column_tile_plan(problem: NormProblem, device: DeviceSpec) -> ColumnTilePlan
     chunk, known = min(limits.column_tile, whole), budget.quantities(problem, device)
     shape = {name: budget.first_of(cases, known) for name, cases in _column_tiles().items()}
     shape["row_pass_chunk"] = min(shape["row_pass_chunk"], whole)
-    return ColumnTilePlan(limits.column_tile // chunk, chunk, **shape)
+    plan = ColumnTilePlan(limits.column_tile // chunk, chunk, **shape)
+    room = device.smem_per_sm_bytes // (budget.shared_bytes(plan, problem) + budget.RESERVED_SMEM_BYTES)
+    return replace(plan, ctas_per_sm=max(1, min(plan.ctas_per_sm, room)))
 
 
 def column_ring_plan(problem: NormProblem, device: DeviceSpec) -> ColumnRingPlan | None:
