@@ -3,13 +3,14 @@ Kernels pass them on whole."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import triton.language as tl
 
 # Triton 3.10 will not contract a product and a sum into one instruction unless asked; 3.9 warns that it still does.
 COMPILE_OPTIONS = {"enable_fp_fusion": True}
+FOLDED = "scale", "shift"  # rows that become part of weight and bias; the 1st and 2nd of `gradients` are theirs
 
 
 class CompileTime(dict):
@@ -51,6 +52,7 @@ class Form(CompileTime):
     turn_u: Any = None  # of u
     finish_dw: Any = None  # (sum, weight, norm) -> dw of a column; None: the sum is dw
     weight_offset: float = 0.0  # that `scale` and `upstream` add to the weight
+    inside: Any = None  # the Form that is left of a modulated one: see Norm.inside
 
     def __post_init__(self):
         self.update({each.name: str(getattr(self, each.name)) for each in fields(self)})
@@ -81,6 +83,39 @@ class Norm(CompileTime):
     shared: tuple[str, ...] = ()  # and of those that have one row for all rows of a CTA
     stored: tuple[int, ...] = (0,)  # which of the form's `gradients` a backward stores
     summed: tuple[int, ...] = ()  # and which it sums over the rows of a CTA
+    folds: bool = False  # whether `inside` is computed for each element; the rows of a CTA share a scale
+
+    @property
+    def inside(self) -> Norm:
+        """This norm; where it folds, what is left for each element: a norm whose weight is the factor times the weight,
+        and whose bias, in a forward, is the factor times the bias, and the shift. Both are in the accumulation dtype.
+        dw, db and the gradients of scale and shift follow from its dw and db (rowmath.sums_of_modulated)."""
+        if not self.folds:
+            return self
+        backward = self.wants_dx or self.wants_sums
+        return replace(
+            self,
+            form=self.form.inside,
+            has_weight=True,
+            has_bias=not backward and (self.has_bias or "shift" in self.shared),
+            folds=False,
+            shared=tuple([name for name in self.shared if name not in FOLDED]),
+            summed=tuple([gradient for gradient in self.summed if gradient > len(FOLDED)]),
+        )
+
+    def is_left(self, nth: int) -> bool:
+        """Whether `inside` has the nth of `shared`."""
+        return self.shared[nth] in self.inside.shared
+
+    def has_shared(self, name: str) -> bool:
+        return name in self.shared
+
+    def nth_shared(self, name: str) -> int:
+        return self.shared.index(name)
+
+    def nth_inside(self, nth: int) -> int:
+        """Which sum of `inside` is the nth of this norm's; negative for those that follow from its dw and db."""
+        return nth - (len(self.summed) - len(self.inside.summed))
 
     def has_row(self, name: str) -> bool:
         """Whether there is a row tensor of this name beside x."""

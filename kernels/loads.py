@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .rowmath import widen
+from .rowmath import folded_bias, folded_weight, sums_of_modulated, widen
 
 
 class Statistics(NamedTuple):
@@ -214,3 +214,56 @@ def load_shared(shared, strides_shared, sample, cols, columns: tl.constexpr, til
             ptr = row_of_sample(shared, strides_shared, t, sample, tile)
             loaded = loaded + (load_parameter(ptr, cols, True, columns, tile),)
     return loaded
+
+
+@triton.jit
+def folded(weight, bias, of_sample, norm: tl.constexpr, tile: tl.constexpr):
+    """weight, bias and rows of a sample as norm.inside has them, from those of `norm`, all as `load_parameter` loads
+    them."""
+    weights = weight
+    biases = bias
+    rest = of_sample
+    if norm.folds:
+        weights = ()
+        biases = ()
+        rest = ()
+        scale = of_sample[norm.nth_shared("scale")]
+        for c in tl.static_range(tile.chunks):
+            weights = weights + (folded_weight(widen(weight[c], dtype=norm.acc), scale[c], norm),)
+            b = 0.0
+            if norm.inside.has_bias:
+                if norm.has_bias:
+                    b = folded_bias(widen(bias[c], dtype=norm.acc), scale[c], norm)
+                if norm.has_shared("shift"):
+                    b += of_sample[norm.nth_shared("shift")][c].to(norm.acc)
+            biases = biases + (b,)
+        for t in tl.static_range(len(of_sample)):
+            if norm.is_left(t):
+                rest = rest + (of_sample[t],)
+    return weights, biases, rest
+
+
+@triton.jit
+def unfolded(dw, db, more, weight, bias, of_sample, norm: tl.constexpr, tile: tl.constexpr):
+    """The column sums of `norm`, from those of norm.inside and from what `norm` has, in chunks that broadcast with
+    these. Of `more`, those of chunk 0 come first, then those of chunk 1, ..."""
+    inside: tl.constexpr = norm.inside
+    new_dw = dw
+    new_db = db
+    found = more
+    if norm.folds:
+        new_dw = ()
+        new_db = ()
+        found = ()
+        for c in tl.static_range(tile.chunks):
+            w = widen(weight[c], dtype=norm.acc)
+            b = widen(bias[c], dtype=norm.acc)
+            sums = sums_of_modulated(dw[c], db[c], w, b, of_sample[norm.nth_shared("scale")][c], norm)
+            new_dw = new_dw + (sums[0],)
+            new_db = new_db + (sums[1],)
+            for s in tl.static_range(norm.sums):
+                if norm.nth_inside(s) < 0:
+                    found = found + (sums[1 + norm.gradient_of_sum(s)],)
+                else:
+                    found = found + (more[c * inside.sums + norm.nth_inside(s)],)
+    return new_dw, new_db, found

@@ -34,6 +34,7 @@ from .loads import (
     combine_tiles,
     divisible,
     each_of_group,
+    folded,
     load_parameter,
     load_shared,
     load_statistics,
@@ -44,6 +45,7 @@ from .loads import (
     share_of_cta,
     statistics_in_memory,
     stride_of_gradients,
+    unfolded,
 )
 from .ptx import launch_dependents
 from .rowmath import (
@@ -314,17 +316,20 @@ def forward(
     of_sample = load_shared(shared, strides_shared, share.sample, cols, columns, tile)
     weight = load_parameter(of_group(weight_ptr, cols, tile), cols, norm.has_weight, columns, tile)
     bias = load_parameter(of_group(bias_ptr, cols, tile), cols, norm.has_bias, columns, tile)
+    inside: tl.constexpr = norm.inside
+    weight, bias, of_sample = folded(weight, bias, of_sample, norm, tile)
     if tile.one_tile:
         write_rows(
-            tiles + of_sample, row, share.last, cols, weight, bias, y_ptr, mean_ptr, rstd_ptr, rows_out, eps, norm, tile
-        )
+            tiles + of_sample, row, share.last, cols, weight, bias, y_ptr, mean_ptr, rstd_ptr, rows_out, eps,
+            inside, tile,
+        )  # fmt: skip
     else:
         for _ in range(tl.cdiv(share.last - share.first - share.cta * tile.rows, step)):
             ahead = row + step
             next_tiles = load_row_tiles(x_rows, rows_in, strides_in, ahead, share.last, cols, norm, tile)
             write_rows(
-                tiles + of_sample, row, share.last, cols, weight, bias, y_ptr, mean_ptr, rstd_ptr, rows_out, eps, norm,
-                tile,
+                tiles + of_sample, row, share.last, cols, weight, bias, y_ptr, mean_ptr, rstd_ptr, rows_out, eps,
+                inside, tile,
             )  # fmt: skip
             row = ahead
             tiles = next_tiles
@@ -354,13 +359,15 @@ def backward(
     outs = each_of_group(pointers(dx_ptr, rows_out, norm, x_at, gate_at), cols, tile)
     share = share_of_cta(rows, sample_rows)
     of_sample = load_shared(shared, strides_shared, share.sample, cols, columns, tile)
+    inside: tl.constexpr = norm.inside
+    weight, bias, of_sample = folded(weight, bias, of_sample, norm, tile)
     dw = ()
     db = ()
     sums = ()  # those of chunk 0, then those of chunk 1, ...
     for _ in tl.static_range(tile.chunks):
         dw = dw + (tl.full([tile.rows, tile.chunk], 0.0, norm.acc),)
         db = db + (tl.full([tile.rows, tile.chunk], 0.0, norm.acc),)
-        for _ in tl.static_range(norm.sums):
+        for _ in tl.static_range(inside.sums):
             sums = sums + (tl.full([tile.rows, tile.chunk], 0.0, norm.acc),)
     step = share.ctas * tile.rows
     row = share.first + share.cta.to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
@@ -390,13 +397,13 @@ def backward(
         new_db = ()
         for c in tl.static_range(tile.chunks):
             of_chunk = chunk_of(tiles, c)
-            x_hat = normalize(combine(of_chunk, None, norm).to(norm.acc), mean, rstd, norm)
-            du = norm.form.to_du(dy[c].to(norm.acc), of_chunk, norm)
-            g = norm.form.upstream(du, widen(weight[c], dtype=norm.acc), norm)
+            x_hat = normalize(combine(of_chunk, None, inside).to(norm.acc), mean, rstd, norm)
+            du = inside.form.to_du(dy[c].to(norm.acc), of_chunk, inside)
+            g = inside.form.upstream(du, widen(weight[c], dtype=norm.acc), inside)
             sum_gx += g * x_hat
             sum_g += g
-            new_dw = new_dw + (dw[c] + norm.form.to_dw(du, x_hat, norm),)
-            new_db = new_db + (db[c] + norm.form.to_db(du, norm),)
+            new_dw = new_dw + (dw[c] + inside.form.to_dw(du, x_hat, inside),)
+            new_db = new_db + (db[c] + inside.form.to_db(du, inside),)
         dw = new_dw
         db = new_db
         mean_gx, mean_g = row_means(sum_gx, sum_g, cols, norm)
@@ -407,21 +414,26 @@ def backward(
         dy = made_again(dy, rows, tile)
         for c in tl.static_range(tile.chunks):
             of_chunk = chunk_of(tiles, c)
-            h = combine(of_chunk, None, norm).to(norm.acc)
+            h = combine(of_chunk, None, inside).to(norm.acc)
             wide_dy = dy[c].to(norm.acc)
             w = widen(weight[c], dtype=norm.acc)
-            g = norm.form.upstream(norm.form.to_du(wide_dy, of_chunk, norm), w, norm)
+            g = inside.form.upstream(inside.form.to_du(wide_dy, of_chunk, inside), w, inside)
             dh = plus(input_gradient(g, h, mean, rstd, mean_gx, mean_g, norm), others, c, False, norm)
             b = widen(bias[c], dtype=norm.acc)
-            grads = norm.form.gradients(dh, wide_dy, normalize(h, mean, rstd, norm), w, b, of_chunk, norm)
+            grads = inside.form.gradients(dh, wide_dy, normalize(h, mean, rstd, norm), w, b, of_chunk, inside)
             for t in tl.static_range(len(outs)):
                 store_chunk(outs[t], start, grads[norm.gradient(t)], in_range[:, None], cols, c, tile)
-            for s in tl.static_range(norm.sums):
-                new_sums = new_sums + (sums[c * norm.sums + s] + grads[norm.gradient_of_sum(s)],)
+            for s in tl.static_range(inside.sums):
+                new_sums = new_sums + (sums[c * inside.sums + s] + grads[inside.gradient_of_sum(s)],)
         sums = new_sums
         row = ahead
     if tile.announces_end:  # saves time only: the dependent launch waits for this one's end
         launch_dependents()
+    if norm.folds:
+        weight = load_parameter(weight_ptr, cols, norm.has_weight, columns, tile)
+        bias = load_parameter(of_group(bias_ptr, cols, tile), cols, norm.has_bias, columns, tile)
+        of_sample = load_shared(shared, strides_shared, share.sample, cols, columns, tile)
+        dw, db, sums = unfolded(dw, db, sums, weight, bias, of_sample, norm, tile)
     # One for each CTA that has rows.
     partials = min(share.ctas, tl.cdiv(share.last - share.first, tile.rows).to(tl.int32))
     for c in tl.static_range(tile.chunks):

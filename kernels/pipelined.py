@@ -13,6 +13,8 @@ overwriting columns that a warp has yet to read is not in the source: between th
 `ring.fill_stage` the compiler puts a CTA barrier and a proxy fence.
 """
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -21,6 +23,7 @@ from .cluster import join_cluster, leave_cluster, open_exchange, sum_over_cluste
 from .loads import (
     combine_tiles,
     each_of_group,
+    folded,
     load_parameter,
     load_shared,
     of_group,
@@ -28,6 +31,7 @@ from .loads import (
     share_of_cta,
     statistics_in_memory,
     stride_of_gradients,
+    unfolded,
 )
 from .passes import ColumnSums
 from .ptx import launch_dependents
@@ -87,8 +91,10 @@ def forward(
         descs = descs + (desc_2,)
     rings = open_rings(descs, (x_tail_desc, tail_desc_1, tail_desc_2), share, tile)
     # Placed after the start of the copies, because a store to shared memory waits for the loads.
-    weight = row_tile.hold_parameter(weight, norm.has_weight, tile.weight_in_smem, tile)
-    bias = row_tile.hold_parameter(bias, norm.has_bias, tile.weight_in_smem, tile)
+    inside: gl.constexpr = norm.inside
+    weight, bias, of_sample = folded(weight, bias, of_sample, norm, tile)
+    weight = row_tile.hold_parameter(weight, inside.has_weight, tile.weight_in_smem, tile)
+    bias = row_tile.hold_parameter(bias, inside.has_bias, tile.weight_in_smem, tile)
     held = row_tile.hold_shared(of_sample, tile)
     exchange = join_cluster(exchange, tile)
     at = Position(0, 0)
@@ -99,13 +105,13 @@ def forward(
         for t in gl.static_range(len(descs)):
             tiles = tiles + (row_tile.read_tile(rings.slots[t], at.stage, False, tile),)
         tiles = tiles + more
-        x = combine_tiles(tiles, rows_out, norm, tile)
-        statistics, exchange = passes.row_statistics(x, cols, eps, exchange, norm, tile)
+        x = combine_tiles(tiles, rows_out, inside, tile)
+        statistics, exchange = passes.row_statistics(x, cols, eps, exchange, inside, tile)
         # Refill: every warp has read the stage, by the compiler's CTA barrier and proxy fence before the copies.
         fill_stage(rings, at.stage, row - tile.num_stages * step, share.first, tile)
         if rstd_ptr is not None:
             row_tile.store_statistics(mean_ptr, rstd_ptr, statistics, row, norm, tile)
-        passes.store_y(y_ptr, rows_out, tiles, held, x, statistics, weight, bias, row, cols, norm, tile)
+        passes.store_y(y_ptr, rows_out, tiles, held, x, statistics, weight, bias, row, cols, inside, tile)
         row -= step
         at = ring.next_position(at, tile)
     leave_cluster(tile)
@@ -119,6 +125,32 @@ def read_tiles(rings, stage, reload: gl.constexpr, tile: gl.constexpr):
     for t in gl.static_range(2, len(rings.slots)):
         tiles = tiles + (row_tile.read_tile(rings.slots[t], stage, reload, tile),)
     return tiles, dy
+
+
+class Parameters(NamedTuple):
+    """Pointers to weight and bias, and to rows of samples with their strides."""
+
+    weight_ptr: gl.tensor
+    bias_ptr: gl.tensor
+    shared: tuple
+    strides_shared: tuple
+
+
+@gluon.jit
+def store_sums(partials, sums, parameters, sample, rows, sample_rows, cols, norm: gl.constexpr, tile: gl.constexpr):
+    """Store the CTA's row of the partials, from the sums of norm.inside."""
+    if norm.folds:
+        weight = load_parameter(parameters.weight_ptr, cols, norm.has_weight, row_tile.columns_of_thread, tile)
+        bias = load_parameter(parameters.bias_ptr, cols, norm.has_bias, row_tile.columns_of_thread, tile)
+        weight = row_tile.as_rows(weight, norm.has_weight, tile)
+        bias = row_tile.as_rows(bias, norm.has_bias, tile)
+        columns: gl.constexpr = row_tile.columns_of_thread
+        loaded = load_shared(parameters.shared, parameters.strides_shared, sample, cols, columns, tile)
+        of_sample = ()
+        for t in gl.static_range(len(loaded)):
+            of_sample = of_sample + (row_tile.as_rows(loaded[t], True, tile),)
+        sums = ColumnSums(*unfolded(sums.dw, sums.db, sums.more, weight, bias, of_sample, norm, tile))
+    partial_sums.store_partials_of_cta(partials, sums, rows, sample_rows, cols, norm, tile)
 
 
 @gluon.jit(do_not_specialize=["rows", "sample_rows"])
@@ -137,6 +169,7 @@ def backward(
     partials = ColumnSums(of_group(dw_partial_ptr, cols, tile), of_group(db_partial_ptr, cols, tile), sum_partials)
     weight_ptr = of_group(weight_ptr, cols, tile)
     bias_ptr = of_group(bias_ptr, cols, tile)
+    of_norm = Parameters(weight_ptr, bias_ptr, shared, strides_shared)
     exchange = open_exchange(tile)
     share = share_of_cta(rows, sample_rows)
     first = share.cta * tile.rows
@@ -152,17 +185,19 @@ def backward(
     weight = load_parameter(weight_ptr, cols, norm.has_weight, row_tile.columns_of_thread, tile)
     next_statistics = row_tile.load_row_statistics(in_memory, row, norm, tile)
     bias = load_parameter(bias_ptr, cols, norm.has_bias, row_tile.columns_of_thread, tile)
-    weight = row_tile.hold_parameter(weight, norm.has_weight, tile.weight_in_smem, tile)
-    bias = row_tile.hold_parameter(bias, norm.has_bias, tile.weight_in_smem, tile)
     of_sample = load_shared(shared, strides_shared, share.sample, cols, row_tile.columns_of_thread, tile)
+    inside: gl.constexpr = norm.inside
+    weight, bias, of_sample = folded(weight, bias, of_sample, norm, tile)
+    weight = row_tile.hold_parameter(weight, inside.has_weight, tile.weight_in_smem, tile)
+    bias = row_tile.hold_parameter(bias, inside.has_bias, tile.weight_in_smem, tile)
     held = row_tile.hold_shared(of_sample, tile)
-    first_weight = row_tile.first_of_weight(weight_ptr, cols, rings.slots[1][0].dtype, norm, tile)
+    first_weight = row_tile.first_of_weight(weight_ptr, cols, rings.slots[1][0].dtype, inside, tile)
     stride = stride_of_gradients(cols, width, tile)
     if width is not None:
         stride = row_tile.aligned(width, x_desc.dtype)
         x_at, gate_at = row_tile.aligned(x_at, x_desc.dtype), row_tile.aligned(gate_at, x_desc.dtype)
     outs = each_of_group(pointers(dx_ptr, rows_out, norm, x_at, gate_at), cols, tile)
-    sums = partial_sums.zeros(norm, tile)
+    sums = partial_sums.zeros(inside, tile)
     exchange = join_cluster(exchange, tile)
     at = Position(0, 0)
     for nth in range(first, share.last - share.first, step):
@@ -173,21 +208,21 @@ def backward(
         ring.wait_for_tile(rings, at)
         tiles, dy = read_tiles(rings, at.stage, False, tile)
         others = row_tile.load_added(added, row, cols, tile)
-        sums, row_sums = passes.sum_tile(tiles + more, held, dy, statistics, weight, sums, norm, tile)
+        sums, row_sums = passes.sum_tile(tiles + more, held, dy, statistics, weight, sums, inside, tile)
         if norm.wants_sums and partial_sums.stores_early(norm, tile):
             if nth + step >= share.last - share.first:  # the last tile
                 if tile.announces_end:  # saves time only: the dependent launch waits for this one's end
                     launch_dependents()
-                partial_sums.store_partials_of_cta(partials, sums, rows, sample_rows, cols, norm, tile)
+                store_sums(partials, sums, of_norm, share.sample, rows, sample_rows, cols, norm, tile)
         row_sums, exchange = sum_over_cluster(row_sums, exchange, tile)
         if not tile.prefetches_statistics:
             next_statistics = row_tile.load_row_statistics(in_memory, row - step, norm, tile)
         # The stage still has the tile: it is refilled below, after these reads.
         tiles, dy = read_tiles(rings, at.stage, True, tile)
-        first_dy = row_tile.first_of_rows(rings.slots[1], at.stage, norm, tile)
+        first_dy = row_tile.first_of_rows(rings.slots[1], at.stage, inside, tile)
         sums = passes.store_gradients(
             outs, stride, tiles + more, held, dy, statistics, row_sums, weight, bias, others, first_dy, first_weight,
-            sums, row, cols, norm, tile,
+            sums, row, cols, inside, tile,
         )  # fmt: skip
         # Refill: every warp has read the stage, by the compiler's CTA barrier and proxy fence before the copies.
         fill_stage(rings, at.stage, row - tile.num_stages * step, share.first, tile)
@@ -199,5 +234,5 @@ def backward(
     if norm.wants_sums and not partial_sums.stores_early(norm, tile):
         if tile.announces_end:  # saves time only, as above
             launch_dependents()
-        partial_sums.store_partials_of_cta(partials, sums, rows, sample_rows, cols, norm, tile)
+        store_sums(partials, sums, of_norm, share.sample, rows, sample_rows, cols, norm, tile)
     ring.close_barriers(rings, tile)

@@ -197,6 +197,17 @@ def hold_shared(loaded, tile: gl.constexpr):
 
 
 @gluon.jit
+def as_rows(chunks, present: gl.constexpr, tile: gl.constexpr):
+    """Chunks [cluster, chunk] -> [1, cluster, chunk]; placeholders of an absent operand as they are."""
+    found = chunks
+    if present:
+        found = ()
+        for c in gl.static_range(tile.chunks):
+            found = found + (gl.expand_dims(chunks[c], 0),)
+    return found
+
+
+@gluon.jit
 def chunk_with_shared(tiles, held, c: gl.constexpr, tile: gl.constexpr):
     """Chunk c of each row tile, and of each row that `hold_shared` keeps, [1, cluster, chunk], each in its own dtype.
     """

@@ -315,13 +315,18 @@ def factor_of(tiles, norm: tl.constexpr):
 
 
 @triton.jit
-def modulated(u, tiles, norm: tl.constexpr):
-    """u * factor(scale) + shift; without a shift, if there is none."""
-    factor, _ = factor_of(tiles, norm)
-    u = as_step(as_step(u, 1, norm) * as_step(factor, 2, norm), 3, norm)
+def plus_shift(u, tiles, norm: tl.constexpr):
+    """u + shift; u without a shift."""
     if norm.has_row("shift"):
         u += tiles[norm.row("shift")].to(norm.acc)
     return u
+
+
+@triton.jit
+def modulated(u, tiles, norm: tl.constexpr):
+    """u * factor(scale) + shift"""
+    factor, _ = factor_of(tiles, norm)
+    return plus_shift(as_step(as_step(u, 1, norm) * as_step(factor, 2, norm), 3, norm), tiles, norm)
 
 
 @triton.jit
@@ -330,7 +335,43 @@ def modulated_plus_residual(u, tiles, norm: tl.constexpr):
 
 
 @triton.jit
+def plus_shift_and_residual(u, tiles, norm: tl.constexpr):
+    return plus_residual(plus_shift(u, tiles, norm), tiles, norm)
+
+
+@triton.jit
+def folded_weight(weight, scale, norm: tl.constexpr):
+    """The weight of norm.inside."""
+    factor, _ = norm.form.factor(scale.to(norm.acc))
+    return norm.form.scale(factor, weight, norm)
+
+
+@triton.jit
+def folded_bias(bias, scale, norm: tl.constexpr):
+    """The bias of norm.inside, but for the shift."""
+    factor, _ = norm.form.factor(scale.to(norm.acc))
+    return factor * bias
+
+
+@triton.jit
+def sums_of_modulated(of_x_hat, of_dy, weight, bias, scale, norm: tl.constexpr):
+    """dw, db and the gradients of a scale and a shift from the sums of dy * x_hat and of dy over rows that share them.
+    """
+    factor, slope = norm.form.factor(scale.to(norm.acc))
+    of_u = norm.form.scale(of_x_hat, weight, norm)
+    if norm.has_bias:
+        of_u += bias * of_dy
+    return of_x_hat * factor, of_dy * factor, of_u * slope, of_dy
+
+
+@triton.jit
 def du_alone(dy, tiles, norm: tl.constexpr):
+    return dy
+
+
+@triton.jit
+def of_folded(dy, tiles, norm: tl.constexpr):
+    """dy: the weight has the factor."""
     return dy
 
 
@@ -378,10 +419,21 @@ def of_modulated(dh, dy, x_hat, weight, bias, tiles, norm: tl.constexpr):
     """Of h, the scale and the shift; then, of h = residual + gate * branch, of the branch and the gate."""
     _, slope = factor_of(tiles, norm)
     u = norm.form.shift(norm.form.scale(x_hat, weight, norm), bias, norm)
-    grads = (dh, dy * u * slope, dy)
+    return (dh, dy * u * slope, dy) + of_branch(dh, tiles, norm)
+
+
+@triton.jit
+def of_modulated_inside(dh, dy, x_hat, weight, bias, tiles, norm: tl.constexpr):
+    """The same, with dy in the place of the scale's, which follows from sums."""
+    return (dh, dy, dy) + of_branch(dh, tiles, norm)
+
+
+@triton.jit
+def of_branch(dh, tiles, norm: tl.constexpr):
+    grads = ()
     if norm.has_row("branch"):
         gate = tiles[norm.row("gate")].to(norm.acc)
-        grads = grads + (dh * gate, dh * tiles[norm.row("branch")].to(norm.acc))
+        grads = (dh * gate, dh * tiles[norm.row("branch")].to(norm.acc))
     return grads
 
 
@@ -459,7 +511,12 @@ FINISH: dict[str, dict[str, Any]] = {
 }
 UNROUNDED = {rounded_total: total, rounded_gated_total: gated_total}  # without FormSpec.rounds_sum
 FACTORS = {"one_plus": one_plus, "identity": identity, "tanh": tanh}
-MODULATED = {u_alone: modulated, plus_residual: modulated_plus_residual}  # with FormSpec.modulate
+# With FormSpec.modulate: finish, and that of Norm.inside.
+MODULATED = {
+    u_alone: (modulated, plus_shift),
+    plus_residual: (modulated_plus_residual, plus_shift_and_residual),
+}
+INSIDE = {"scale": times_weight, "to_du": of_folded, "upstream": times_weight, "gradients": of_modulated_inside}
 
 
 @functools.cache
@@ -478,7 +535,11 @@ def form_of(spec) -> Form:
         **COMBINE[spec.combine],
         **FINISH[spec.finish],
     )
+    if not spec.rounds_sum:
+        made = replace(made, combine=UNROUNDED.get(made.combine, made.combine))
     if spec.modulate:
+        finish, finish_inside = MODULATED[made.finish]
+        inside = replace(made, finish=finish_inside, weight_offset=0.0, late=spec.late, **INSIDE)
         backward = {"to_du": times_factor, "gradients": of_modulated, "late": spec.late}
-        made = replace(made, finish=MODULATED[made.finish], factor=FACTORS[spec.modulate], **backward)
-    return made if spec.rounds_sum else replace(made, combine=UNROUNDED.get(made.combine, made.combine))
+        made = replace(made, finish=finish, factor=FACTORS[spec.modulate], inside=inside, **backward)
+    return made

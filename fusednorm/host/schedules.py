@@ -62,19 +62,20 @@ class Written(NamedTuple):
 
 def _launch(
     call: Call, kernel: Any, grid: Sequence[int | Number], args: tuple, tile: Any, registers: int | None = None,
-    named: dict[str, Operand] | None = None, **options: int,
+    named: dict[str, Operand] | None = None, folds: bool = False, **options: int,
 ) -> Launch:  # fmt: skip
     """A launch of a kernel whose threads have at most so many registers. Groups of columns have CTAs of their own,
     along the third side of the grid."""
     groups, limit = call.problem.form.groups, {} if registers is None else {"maxnreg": registers}
     sides = tuple(grid) if groups == 1 else (*(*grid, 1)[:2], groups)
-    return Launch(kernel, sides, args, norm_of(call.problem), tile, limit | options, named=named or {})
+    return Launch(kernel, sides, args, norm_of(call.problem, folds), tile, limit | options, named=named or {})
 
 
 def _multiwave_forward(plan: MultiWavePlan, call: ForwardCall, outputs: tuple) -> list[Launch]:
     args, tile = _forward_args(call, outputs), tile_of(plan, log2_divisor(call), call.problem.form.groups)
     grid, named = _of_samples(call)
-    return [_launch(call, multiwave.forward, grid, args, tile, plan.max_registers, named)]
+    folds = _folds(plan, call)
+    return [_launch(call, multiwave.forward, grid, args, tile, plan.max_registers, named, folds)]
 
 
 def _column_tile_forward(plan: ColumnTilePlan, call: ForwardCall, outputs: tuple) -> list[Launch]:
@@ -105,7 +106,8 @@ def _multiwave_backward(plan: MultiWavePlan, call: BackwardCall, out: Written, s
     args, groups = (*_inputs(call), *out[:3], *_sizes(call)), call.problem.form.groups
     tile = tile_of(plan, log2_divisor(call), groups, out.announces_end, makes_again=bool(out.sums))
     grid, named = _of_samples(call, out.sums)
-    return [_launch(call, multiwave.backward, grid, args, tile, plan.max_registers, named)]
+    folds = _folds(plan, call)
+    return [_launch(call, multiwave.backward, grid, args, tile, plan.max_registers, named, folds)]
 
 
 def _column_tile_backward(plan: ColumnTilePlan, call: BackwardCall, out: Written, spec: DeviceSpec) -> list[Launch]:
@@ -172,10 +174,15 @@ BACKWARD = {
 }
 
 
+def _folds(plan: MultiWavePlan | PipelinedPlan, call: Call) -> bool:
+    return budget.computed(plan, call.problem) is not call.problem
+
+
 def _in_clusters(
     plan: PipelinedPlan, call: Call, kernel: Any, args: tuple, tile: RingTile, named: dict, grid: list[int | Number]
 ) -> Launch:
-    return _launch(call, kernel, grid, args, tile, plan.max_registers, named, num_ctas=plan.cluster)
+    folds = _folds(plan, call)
+    return _launch(call, kernel, grid, args, tile, plan.max_registers, named, folds, num_ctas=plan.cluster)
 
 
 def _of_samples(call: Call, sums: tuple[SampleSum, ...] = ()) -> tuple[list[int | Number], dict[str, Operand]]:

@@ -29,7 +29,7 @@ def rounds_u(problem: NormProblem) -> bool:
 
 
 @functools.cache
-def norm_of(problem: NormProblem) -> Norm:
+def norm_of(problem: NormProblem, folds: bool = False) -> Norm:
     return Norm(
         form=form_of(problem.form),
         layer=problem.norm == "layer",
@@ -46,6 +46,7 @@ def norm_of(problem: NormProblem) -> Norm:
         shared=problem.names_shared,
         stored=problem.stored,
         summed=problem.summed,
+        folds=folds,
     )
 
 

@@ -47,6 +47,11 @@ def is_within_budget(plan: Plan, problem: NormProblem, device: DeviceSpec) -> bo
     return fits and fits_shared_memory(plan, problem, device)
 
 
+def computed(plan: MultiWavePlan | RingPlan, problem: NormProblem) -> NormProblem:
+    """What the plan's kernel computes for each element. A short-lived CTA would fold a scale for a row or two."""
+    return problem if problem.is_forward and plan.short_lived else problem.inside
+
+
 def shared_bytes(plan: Plan, problem: NormProblem) -> int:
     """Upper bound of the bytes of shared memory per CTA, static and dynamic; for rings a close one."""
     if isinstance(plan, RingPlan):
@@ -73,11 +78,12 @@ def _ring_bytes(plan: RingPlan, problem: NormProblem) -> int:
     backward, is_pipelined = not problem.is_forward, isinstance(plan, PipelinedPlan)
     tensors = [problem.x_dtype, *([problem.grad_dtype] if backward else [])]
     tensors += problem.rows_in if plan.rows_in_ring else ()
-    parameters = [problem.weight_dtype, problem.bias_dtype if problem.reads_bias else None, *problem.shared]
+    held = computed(plan, problem)
+    parameters = [held.weight_dtype, held.bias_dtype if held.reads_bias else None, *held.shared]
     room = plan.copy_chunks + 1 if plan.tail else plan.copy_chunks * plan.num_copies
     ring = plan.num_stages * plan.rows_per_tile * plan.chunk * room * sum(map(_bytes, tensors))
-    held = plan.weight_in_smem * plan.chunk * plan.num_chunks * sum(map(_bytes, parameters))
-    rows, warps, threads = _round_up(ring + held, 128), plan.warps_per_row, WARP_SIZE * plan.num_warps
+    ring += plan.weight_in_smem * plan.chunk * plan.num_chunks * sum(map(_bytes, parameters))
+    rows, warps, threads = _round_up(ring, 128), plan.warps_per_row, WARP_SIZE * plan.num_warps
     # The warps of a row exchange up to two float32 per row, in buffers that some releases size for all CTAs.
     sums = 2 if problem.norm == "layer" else 1
     exchanged = 4 * sums * plan.rows_per_tile * warps * plan.cluster if warps > 1 else 0
@@ -140,10 +146,11 @@ def registers(plan: Plan, problem: NormProblem, device: DeviceSpec) -> int:
     if plan.kernel == "multi_wave":
         kind = " short_lived" if plan.short_lived else " late" * (not problem.is_forward and bool(problem.form.late))
     least, added, caps = _bounds()[f"{plan.kernel} {problem.direction}{kind}"]
-    known = quantities(problem, device) | _of_plan(plan, problem.cols)
+    held = computed(plan, problem)
+    known = quantities(held, device) | _of_plan(plan, problem.cols) | {"folds": held is not problem}
     need = max(_sum(least, known), _sum(added, known))
-    held = [cap for cap, factors in caps if cap < need and _sum([(1, factors)], known)]
-    return _round_up(round(min([need, *held]), 6), REGISTER_STEP)
+    capped = [cap for cap, factors in caps if cap < need and _sum([(1, factors)], known)]
+    return _round_up(round(min([need, *capped]), 6), REGISTER_STEP)
 
 
 # A factor of a term is a quantity, or whether it is above (>) or below (<) a number, or what it has above one (-).

@@ -58,11 +58,18 @@ def all_frames() -> dict[str, list[Frame]]:
 def frames(kind: str, problem: NormProblem) -> list[Frame]:
     """Of rings, of rows in registers, of those in short-lived CTAs, of those whose elements are loaded one by one
     (scattered), or of any rows. A backward that holds rows beside those of x and dy has more: they need registers, so
-    that fewer tiles fit."""
+    that fewer tiles fit. The rings of a forward that folds a scale into its weight have their own."""
+    if kind == "ring" and _folds(problem):
+        kind = "folding ring"
     holds_others = not problem.is_forward and (problem.rows_in or problem.rows_out or problem.by_sample)
     names = kind, f"{kind} {problem.direction}", f"{kind} {problem.direction} {problem.norm}"
     names += (f"{kind} beside others",) if holds_others else ()
     return [frame for name in names for frame in all_frames().get(name, ())]
+
+
+def _folds(problem: NormProblem) -> bool:
+    """Whether a forward makes a weight in float32, which long-lived CTAs hold in registers."""
+    return problem.is_forward and problem.inside is not problem
 
 
 class Family(NamedTuple):
@@ -132,12 +139,13 @@ def faulty(variant: str, problem: NormProblem, device: DeviceSpec) -> Plan | Non
 
 def _either(family: Family, problem: NormProblem, device: DeviceSpec) -> Plan | None:
     """The ring of a family. Its weight is in shared memory if a thread has many columns, unless a forward's tile is one
-    row; otherwise in registers. If it does not fit there, it is at the other place."""
+    row; otherwise in registers, as one in float32 that a forward has made is. If it does not fit there, it is at the
+    other place."""
     rows = family.rows_per_tile if family.cluster == 1 else 1
     columns = rows * problem.cols / (32 * family.num_warps * family.cluster)
     many = columns > limits.most_columns_with_weight[problem.direction]
     one_row = family.rows_per_tile == 1 and problem.is_forward and problem.norm == "layer"
-    places = (True, False) if many and not one_row else (False, True)
+    places = (True, False) if many and not one_row and not _folds(problem) else (False, True)
     plans = (plan_of(family._replace(weight_in_smem=in_smem), problem, device) for in_smem in places)
     return next((plan for plan in plans if plan), None)
 
@@ -146,7 +154,9 @@ def _either(family: Family, problem: NormProblem, device: DeviceSpec) -> Plan | 
 
 
 def _rings(problem: NormProblem, device: DeviceSpec) -> Iterator[Family]:
-    """Rings of several rows, or of more columns than three stages have room for, have two stages."""
+    """Rings of several rows, or of more columns than three stages have room for, have two stages. CTAs of a forward
+    that folds a scale into its weight live long: they do it once."""
+    short_lived = problem.is_forward and not _folds(problem)
     for frame, cluster in itertools.product(frames("ring", problem), cluster_sizes(problem, device)):
         fits = frame.least_cluster <= cluster <= frame.most_cluster
         if not fits or (cluster > 1 and problem.cols <= limits.least_columns_of_cluster):
@@ -154,7 +164,7 @@ def _rings(problem: NormProblem, device: DeviceSpec) -> Iterator[Family]:
         warps, ctas, few = frame.num_warps, frame.ctas_per_sm, limits.most_columns_of_two_stages * 32 * cluster
         for rows in _tiles(frame, cluster, problem):
             stages = frame.stages if rows == 1 and problem.cols <= few * warps else min(2, frame.stages)
-            yield Family("pipelined", rows, warps, ctas, cluster, stages, problem.is_forward and ctas > 1)
+            yield Family("pipelined", rows, warps, ctas, cluster, stages, short_lived and ctas > 1)
 
 
 def _kinds_in_registers(problem: NormProblem) -> list[str]:

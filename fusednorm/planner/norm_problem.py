@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -88,6 +88,26 @@ class NormProblem:
         """Number of sums over rows (dw, db, gradients of modulations) that the call wants. CTAs store partials of these
         sums."""
         return self.wants_dw + self.wants_db + len(self.summed)
+
+    @cached_property
+    def inside(self) -> NormProblem:
+        """What kernels hold for each element and sum where they fold a scale that rows share into the weight: see
+        kernels.config.Norm.inside. Without a weight it would save nothing."""
+        if "scale" not in self.names_shared or self.weight_dtype is None or self.steps:
+            return self
+        left = [pair for pair in zip(self.names_shared, self.shared, strict=True) if pair[0] not in ("scale", "shift")]
+        of_scale, of_shift = 1 in self.summed, 2 in self.summed
+        has_bias = self.is_forward and (self.bias_dtype is not None or "shift" in self.names_shared)
+        return replace(
+            self,
+            weight_dtype=self.acc_dtype,
+            bias_dtype=self.acc_dtype if has_bias else None,
+            wants_dw=self.wants_dw or of_scale,
+            wants_db=self.wants_db or of_shift or (of_scale and self.reads_bias),
+            shared=tuple([dtype for _, dtype in left]),
+            names_shared=tuple([name for name, _ in left]),
+            summed=tuple([gradient for gradient in self.summed if gradient > 2]),
+        )
 
     @cached_property
     def wants_float32_sum(self) -> bool:

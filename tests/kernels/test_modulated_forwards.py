@@ -58,9 +58,11 @@ def test_modulated_forwards_give_the_numbers_of_the_formula_in_float64(
     monkeypatch.setattr(gpus, "spec_of", lambda device: replace(A100, sm_count=2))
     tensors = given(form, cols, dtype, of_modulation, rows)
     settings = {"normalized_shape": (cols,), "eps": EPS} | ({"modulate": "tanh"} if form.endswith("residual") else {})
-    if form == "of_gated_sum_modulated":  # and parameters, and the sum as it is before it is rounded
+    gated = form == "of_gated_sum_modulated"
+    if gated or (norm == "layer" and form != "of_sum_modulated"):  # with parameters
         more = {"weight": draw(cols, dtype=FP32, seed=6), "bias": draw(cols, dtype=dtype, seed=7)}
-        tensors, settings = tensors | more, settings | {"rounds_sum": False, "weight_offset": 1.0}
+        tensors, settings = tensors | more, settings | {"weight_offset": 1.0}
+    settings |= {"rounds_sum": False} if gated else {}  # the sum as it is before it is rounded
     operands = operands_of(f"{norm}_norm_fwd_{form}", (), tensors | settings)
     with guarded_buffers():
         prepared = launch.on_tensors(check_forward(operands), plan(cols))

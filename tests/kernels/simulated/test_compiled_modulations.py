@@ -32,6 +32,8 @@ RINGS = [
     Modulated("layer", 1, 33, 528, shift=TOKEN, added=FP32),
     Modulated("rms", 4, 8, 256, factor="tanh", shift=None, parameters=BF16),
     Modulated("layer", 2, 7, 8192, modulation=BF16),
+    Modulated("layer", 2, 24, 512, gate=SAMPLE, modulation=BF16, parameters=BF16, weight_offset=1.0),
+    Modulated("layer", 2, 5, 8192, parameters=FP32),
 ]
 
 
@@ -62,20 +64,28 @@ def test_modulated_backwards_by_rings_give_the_gradients_of_autograd_in_float64(
 
 
 @pytest.mark.parametrize(
-    "norm, form, samples, rows, cols",
+    "norm, form, samples, rows, cols, parameters",
     [
-        ("layer", "modulated", 2, 40, 512),  # tiles of several rows
-        ("rms", "modulated_plus_residual", 2, 34, 2064),  # of one or two, and rows that end within a chunk
-        ("layer", "modulated", 1, 35, 528),  # one sample, that ends within a tile
-        ("layer", "modulated_plus_residual", 2, 32, 8192),  # clusters
+        ("layer", "modulated", 2, 40, 512, None),  # tiles of several rows
+        ("rms", "modulated_plus_residual", 2, 34, 2064, None),  # of one or two, and rows that end within a chunk
+        ("layer", "modulated", 1, 35, 528, None),  # one sample, that ends within a tile
+        ("layer", "modulated_plus_residual", 2, 32, 8192, None),  # clusters
+        ("layer", "modulated", 2, 40, 512, BF16),
+        ("rms", "modulated_plus_residual", 2, 34, 2064, FP32),
+        ("layer", "modulated_plus_residual", 2, 33, 3072, BF16),
     ],
 )
-def test_modulated_forwards_by_rings_give_the_numbers_of_the_formula_in_float64(norm, form, samples, rows, cols):
+def test_modulated_forwards_by_rings_give_the_numbers_of_the_formula_in_float64(
+    norm, form, samples, rows, cols, parameters
+):
     generator = torch.Generator().manual_seed(0)
     packed, shape = torch.randn(samples, 4, cols, generator=generator).to(BF16), (samples, rows, cols)
     tensors = {"x": torch.randn(shape, generator=generator).to(BF16), "scale": packed[:, 1:2]}
     other = {"shift": packed[:, 2:3]}, {"residual": torch.randn(shape, generator=generator).to(BF16)}
     tensors |= other[form != "modulated"]
+    if parameters:
+        weight, bias = torch.randn(2, cols, generator=generator).to(parameters)
+        tensors |= {"weight": weight} | ({"bias": bias} if norm == "layer" else {})
     op, settings = f"{norm}_norm_fwd_{form}", {"normalized_shape": (cols,), "eps": EPS}
     call = check_forward(operands_of(op, (), tensors | settings))
     exact = reference.formula(operands_of(op, (), {name: each.to(FP64) for name, each in tensors.items()} | settings))
