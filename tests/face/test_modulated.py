@@ -34,6 +34,27 @@ def test_steps_round_as_flux_and_sd3_do(dtype):
     torch.testing.assert_close(y, want, rtol=0, atol=1e-6 if dtype == FP32 else 0)
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_steps_without_a_gated_branch_or_a_shift_have_the_bits_of_code_in_16_bits(norm, dtype):
+    """The first and the last norm of FLUX, SD3 and Qwen-Image, and LTX-2's by RMSNorm; a plain sum, too."""
+    x, residual, shift, scale, _ = (each.to(dtype) for each in parts().values())
+    stock, ours = (
+        (F.layer_norm, fusednorm.ada_layer_norm) if norm == "layer" else (F.rms_norm, fusednorm.ada_rms_norm)
+    )
+
+    def written(h, shift):
+        y = stock(h, (COLS,), eps=EPS) * (1 + scale[:, None])
+        return y if shift is None else y + shift[:, None]
+
+    for offset in (shift, None):
+        assert torch.equal(ours(x, scale, offset, eps=EPS, rounding="steps"), written(x, offset))
+        y, stream = ours(x, scale, offset, residual=residual, eps=EPS, rounding="steps")
+        assert torch.equal(stream, residual + x) and torch.equal(y, written(residual + x, offset))
+    once = ours(x, scale, shift, eps=EPS)
+    assert not torch.equal(once, written(x, shift))
+
+
 def test_once_rounds_as_wan_does():
     x, residual, shift, scale, gate = parts(FP32).values()
     h = (residual.float() + x * gate[:, None]).type_as(residual)

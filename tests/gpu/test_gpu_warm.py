@@ -38,6 +38,17 @@ def test_given_row_counts_are_enough_for_themselves(rows, builds_of_kernels):
     assert builds_of_kernels == []
 
 
+@pytest.mark.parametrize("shape", [(3, 80, 1920), (2, 4112, 1664), (40, 1, 896)])
+def test_a_modulated_call_of_several_samples_compiles_nothing_after_its_warmup(shape, builds_of_kernels):
+    fusednorm.warmup("layer", shape[-1], BF16, elementwise_affine=False, form="modulated", sample_rows=shape[1])
+    builds_of_kernels.clear()
+    x = torch.randn(shape, device="cuda").to(BF16).requires_grad_()
+    packed = torch.randn(shape[0], 6, shape[-1], device="cuda").to(BF16).requires_grad_()
+    scale, shift, *_ = packed.split(1, 1)
+    fusednorm.ada_layer_norm(x, scale, shift).sum().backward()
+    assert builds_of_kernels == [] and packed.grad.isfinite().all()
+
+
 def test_warmup_is_refused_during_a_capture():
     graph = torch.cuda.CUDAGraph()
     x = torch.zeros(4, device="cuda")
