@@ -197,13 +197,13 @@ def warmup(
         else the CPU)
     :param processes: number of processes that share the work (None: one per CPU)
 
-    Rows are assumed to be contiguous, and aligned to 16 bytes if their size allows it. Honours `force`. Returns the
-    number of kernels, 0 for a CPU device.
+    Rows are assumed to be contiguous, and aligned to 16 bytes if their size allows it; modulations to have x's dtype.
+    Honours `force`. Returns the number of kernels, 0 for a CPU device.
 
-    Raises ValueError for another norm, direction, form, rounding or activation. Raises TypeError if cols or rows are no
-    integers or a dtype is no torch.dtype. Raises RuntimeError for dtypes other than float16, bfloat16, float32 and
-    float64, for sizes below 1, for a group_size that does not divide cols, for a GPU that is not there, and during the
-    capture of a CUDA graph.
+    Raises ValueError for another norm, direction, form, rounding or activation, and for sample_rows of a form without
+    modulations. Raises TypeError if cols, rows or sample_rows are no integers or a dtype is no torch.dtype. Raises
+    RuntimeError for dtypes other than float16, bfloat16, float32 and float64, for sizes below 1, for a group_size that
+    does not divide cols, for a GPU that is not there, and during the capture of a CUDA graph.
     """
     _check_names(norm, directions)
     suffix, settings = form_named("warmup", form, weight_offset, rounding, activation, group_size, sample_rows)
