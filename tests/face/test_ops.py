@@ -304,8 +304,9 @@ class Operands:
             setattr(self, name, tensor.requires_grad_(requires_grad))
 
 
-@pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize(("dtype", "weight_dtype"), [(FP32, FP32), (BF16, FP32)])
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype", "requires_grad"), [(FP32, FP32, True), (BF16, FP32, True), (BF16, FP32, False)]
+)
 @pytest.mark.parametrize(("name", "arguments"), [(name, a) for name, many in OPCHECKS.items() for a in many])
 def test_opcheck(name, arguments, dtype, weight_dtype, requires_grad):
     torch.library.opcheck(getattr(OPS, name), arguments(Operands(dtype, weight_dtype, requires_grad)))

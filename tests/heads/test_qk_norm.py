@@ -180,9 +180,8 @@ def test_packed_tensors_of_wrong_sizes_are_refused():
         fusednorm.qk_norm_packed(torch.randn(3, 70), 3, 2, grouped=True)
 
 
-@pytest.mark.parametrize("case", [CASES[1], CASES[4]], ids=str)
-def test_opcheck(case):
-    case = replace(case, dtype=FP32)
+def test_opcheck():
+    case = replace(CASES[4], dtype=FP32)
     given, (cos, sin) = case.tensors(), case.tables()
     inputs, weights = [given["q"], given["k"]], [given["q_weight"], None]
     cos, sin = (each if each.dim() == 4 else each.unsqueeze(-2) for each in (cos, sin))

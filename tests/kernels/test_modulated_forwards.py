@@ -47,9 +47,12 @@ def given(form: str, cols: int, dtype: torch.dtype, of_modulation: torch.dtype, 
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-@pytest.mark.parametrize("cols, dtype, of_modulation", [(40, BF16, FP32), (77, FP16, BF16), (64, FP32, FP32)])
 @pytest.mark.parametrize("form", ["modulated", "of_sum_modulated", "of_gated_sum_modulated", "modulated_plus_residual"])
-@pytest.mark.parametrize("norm, rows", [("layer", MANY), ("rms", ROWS)])
+@pytest.mark.parametrize(
+    "norm, rows, cols, dtype, of_modulation",
+    [("layer", MANY, 40, BF16, FP32), ("rms", MANY, 77, FP16, BF16), ("layer", ROWS, 64, FP32, FP32),
+     ("rms", ROWS, 40, BF16, FP32), ("layer", ROWS, 77, FP16, BF16)],
+)  # fmt: skip
 def test_modulated_forwards_give_the_numbers_of_the_formula_in_float64(
     norm, rows, form, cols, dtype, of_modulation, plan, monkeypatch
 ):

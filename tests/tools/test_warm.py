@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
+from unittest import mock
 
+import afresh
 import pytest
 import torch
-from compiling import DEVICES, worker_processes
+from compiling import DEVICES
 from norm_forms import gradients, leaves, modulations_of, rows_of, run
 
 import fusednorm
@@ -20,7 +23,7 @@ from fusednorm.tools import warm
 H200, B200, A100 = DEVICES[90], DEVICES[100], DEVICES[80]
 BF16, FP32 = torch.bfloat16, torch.float32
 ALL = (True, True, True)
-ORDER = [1, 0, 4, 2, 3]  # in which keys_of_kernels asks for the kernels' keys
+ORDER = [1, 0, 4, 2, 3]  # in which KEYS_OF_KERNELS asks for them
 
 
 def wanted(norm="layer", direction="backward", cols=4096, mask=ALL, weight=BF16) -> warm.Wanted:
@@ -196,25 +199,21 @@ def test_a_kernel_that_calls_share_is_built_once(workers):
     assert together < sum(alone), "column tiles of any width end with the same finalizer"
 
 
-def keys_of_kernels(order: list[int]) -> list[str]:
-    from fusednorm.kernels import finalizer, multiwave, pipelined, warp_specialized
-
-    kernels = (
-        multiwave.backward,
-        pipelined.backward,
-        warp_specialized.backward,
-        multiwave.forward,
-        finalizer.finalize,
-    )
-    for index in order:
-        kernels[index].cache_key  # noqa: B018  computes the key on first use
-    return [kernel.cache_key for kernel in kernels]
+KEYS_OF_KERNELS = """
+import sys, torch
+from fusednorm.kernels import finalizer, multiwave, pipelined, warp_specialized
+backwards = multiwave.backward, pipelined.backward, warp_specialized.backward
+kernels = *backwards, multiwave.forward, finalizer.finalize
+for index in map(int, sys.argv[1:]):
+    kernels[index].cache_key  # computes the key on first use
+print(*(kernel.cache_key for kernel in kernels))
+"""
 
 
 def test_what_a_kernel_is_called_on_disk_does_not_depend_on_what_ran_before():
-    with worker_processes() as one, worker_processes() as other:  # a process computes each key once
-        there, back = (pool.submit(keys_of_kernels, order) for pool, order in ((one, ORDER), (other, ORDER[::-1])))
-        assert there.result() == back.result()
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    there, back = (afresh.run(KEYS_OF_KERNELS, *order, environment=variables) for order in (ORDER, ORDER[::-1]))
+    assert there.stdout == back.stdout and len(there.stdout.split()) == len(ORDER), there.stderr
 
 
 def test_a_gradient_to_be_added_is_a_problem_of_its_own():
@@ -258,16 +257,15 @@ def build_with_another_triton() -> int:
     """The number of kernels that build_ahead reports if Triton compiles in an unknown way. Runs in a worker."""
     from fusednorm.tools import compilation
 
-    compilation.create_function_from_signature = lambda signature: None
     plans = list(warm.plans_of([wanted(cols=512), wanted(direction="forward", cols=512)], [4096], H200))
-    with pytest.raises(compilation.UnknownTriton, match="another way than is known"):
-        compilation.build_key(warm.program(*plans[0], H200).launches[0], 90)
-    return warm.build_ahead(plans, H200, None)
+    with mock.patch.object(compilation, "create_function_from_signature", lambda signature: None):
+        with pytest.raises(compilation.UnknownTriton, match="another way than is known"):
+            compilation.build_key(warm.program(*plans[0], H200).launches[0], 90)
+        return warm.build_ahead(plans, H200, None)
 
 
-def test_with_a_triton_that_compiles_otherwise_nothing_is_built_ahead_and_nothing_fails(monkeypatch):
-    with worker_processes() as own:
-        assert own.submit(build_with_another_triton).result() >= 2
+def test_with_a_triton_that_compiles_otherwise_nothing_is_built_ahead_and_nothing_fails(monkeypatch, workers):
+    assert workers.submit(build_with_another_triton).result() >= 2
     monkeypatch.setitem(sys.modules, "fusednorm.tools.compilation", None)  # makes its import fail
     monkeypatch.delattr(fusednorm.tools, "compilation", raising=False)
     plans = list(warm.plans_of([wanted(direction="forward", cols=512)], [4096], H200))
