@@ -7,14 +7,25 @@ derivative must differentiate the inside of an op.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 
 import torch
 from torch import Tensor
 
 from .forms import PLAIN, FormSpec
-from .operands import FORWARD, OPS, ForwardOperands, Operands, Outputs, Role, call_op, operands_of
+from .operands import (
+    FORWARD,
+    OPS,
+    BackwardOperands,
+    ForwardOperands,
+    Operands,
+    Outputs,
+    Role,
+    call_op,
+    operands_of,
+    wanted_outputs,
+)
 from .planner.norm_problem import accumulation_dtype
 from .problem.calls import BackwardCall, ForwardCall
 from .problem.outputs import groups_of, output_dtype, resolve_eps, stats_shape, steps_of
@@ -42,7 +53,7 @@ def backward(call: BackwardCall) -> tuple[Tensor | None, Tensor | None, Tensor |
     bias = x.new_empty(shape, dtype=problem.bias_dtype) if problem.wants_db else None  # only its dtype is read
     if problem.norm == "rms":  # ATen has no such kernel for CPU tensors
         operands = (grad_out, x, shape, None, call.rstd, call.weight, bias)
-        return backward_formula(*operands, mask, call.residual_grad, call.dx_dtype)
+        return norm_backward_formula(*operands, mask, call.residual_grad, call.dx_dtype)
     operands = (grad_out, x, call.mean, call.rstd, call.weight)
     # Upcast: for 16-bit x, ATen accumulates dweight and dbias in 16 bits. ATen reads mean and rstd as if they were
     # contiguous.
@@ -120,14 +131,7 @@ def formula_of_group(operands: Operands) -> Outputs:
     own = FORMULAS.get(operands.op)
     if own:
         return call_op(own, operands)
-    if operands.direction == FORWARD:
-        return forward_formula(operands)
-    form = operands.form
-    if form and "gate" in (form.combine, form.finish):
-        return gated_backward_formula(operands)
-    if form and form.combine == "summands":
-        return summands_backward_formula(operands)
-    return modulated_backward_formula(operands) if form.modulate else backward_formula(*operands[1:12])
+    return forward_formula(operands) if operands.direction == FORWARD else backward_formula(operands)
 
 
 def forward_formula(operands: Operands) -> Outputs:
@@ -251,88 +255,72 @@ def affine(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None = None, off
     return x_hat if bias is None else x_hat + bias.to(x_hat.dtype)
 
 
-def backward_formula(
-    grad_out: Tensor,
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    mean: Tensor | None,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    output_mask: Sequence[bool],
-    residual_grad: Tensor | None = None,
-    dx_dtype: torch.dtype | None = None,
-    weight_offset: float = 0.0,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dx, dweight, dbias) of layer_norm_bwd, or of rms_norm_bwd if mean is None, in the op's dtypes and shapes.
+def backward_formula(operands: Operands) -> Outputs:
+    """The gradients of a backward op, by the steps of its form, in the op's dtypes and shapes.
 
-    residual_grad, dx_dtype and weight_offset make it the formula of the *_bwd_residual ops. All tensors are independent
-    arguments: a derivative of this formula with respect to x treats mean and rstd as constants, and the formula's
-    derivatives with respect to mean and rstd carry the rest.
+    All tensors are independent arguments: a derivative of this formula with respect to x treats mean and rstd as
+    constants, and the formula's derivatives with respect to mean and rstd carry the rest.
     """
-    dtype, dims = accumulation_dtype(x.dtype), _normalized_dims(normalized_shape)
-    of, dy = _normalized_by(x.to(dtype), normalized_shape, mean, rstd), grad_out.to(dtype)
-    dx = dw = db = None
-    if output_mask[0]:
-        dx = input_gradient(affine(dy, weight, offset=weight_offset), of, dims, residual_grad)
-        dx = dx.to(dx_dtype or x.dtype).contiguous()
-    if output_mask[1] and weight is not None:
-        dw = _sum_rows(dy * of[0], weight)
-    if output_mask[2] and bias is not None:
-        db = _sum_rows(dy, bias)
-    return dx, dw, db
-
-
-def summands_backward_formula(operands: Operands) -> Outputs:
-    """(dx, dweight, dbias, dsummand): `backward_formula` with dx in two dtypes."""
-    wants_dx, wants_dw, wants_db, wants_dsummand = operands.output_mask
-    mask, dtype = (wants_dx or wants_dsummand, wants_dw, wants_db), accumulation_dtype(operands.x.dtype)
-    given = operands._replace(output_mask=mask, dx_dtype=dtype)
-    dh, dw, db = backward_formula(*given[1:12])
-    wanted = (wants_dx, operands.dx_dtype), (wants_dsummand, operands.dsummand_dtype)
-    dx, dsummand = (dh.to(dtype or operands.x.dtype, copy=True) if wants else None for wants, dtype in wanted)
-    return dx, dw, db, dsummand
-
-
-def modulated_backward_formula(operands: Operands) -> Outputs:
-    """The outputs of layer_norm_bwd_modulated and rms_norm_bwd_modulated, in the ops' dtypes and shapes."""
-    x, shape, form, weight = operands.x, operands.normalized_shape, operands.form, operands.weight
-    dtype, dims = accumulation_dtype(x.dtype), _normalized_dims(shape)
-    x_hat, *_ = of = _normalized_by(x.to(dtype), shape, operands.mean, operands.rstd)
-    dy, scale = operands.grad_out.to(dtype), _spread(operands.scale, operands).to(dtype)
-    wants_dx, wants_dw, wants_db, wants_dscale, wants_dshift, wants_dbranch, wants_dgate = operands.output_mask
-    du, found = dy * FACTORS[form.modulate](scale), [None] * 7
-    if wants_dx or wants_dbranch or wants_dgate:
+    form, x, weight, shape = operands.form, operands.x, operands.weight, operands.normalized_shape
+    wants = dict(zip([each.name for each in operands.outputs], wanted_outputs(operands), strict=True))
+    gate, factor = operands.gate if "gate" in (form.combine, form.finish) else None, None
+    dtype = accumulation_dtype(*[each.dtype for each in (x, gate) if each is not None])
+    h, dy, found = row_of(form, x, gate).to(dtype), operands.grad_out.to(dtype), {}
+    x_hat, *_ = of = _normalized_by(h, shape, operands.mean, operands.rstd)
+    if form.modulate:
+        scale = _spread(operands.scale, operands).to(dtype)
+        factor, slope = FACTORS[form.modulate](scale), SLOPES[form.modulate]
+    elif form.finish:
+        factor, slope = activated(form, gate.to(dtype))
+    du = dy if factor is None else dy * factor
+    if any(wants.get(name) for name in ("dx", "dsummand", "dbranch")) or (wants.get("dgate") and not form.finish):
         g = affine(du, weight, offset=form.weight_offset)
-        dh = input_gradient(g, of, dims, operands.residual_grad)
-        found[0] = dh.to(operands.dx_dtype or x.dtype).contiguous() if wants_dx else None
-        found[5:] = branch_gradients(dh, operands.branch, operands.gate, len(shape), (wants_dbranch, wants_dgate))
-    if wants_dw and weight is not None:
-        found[1] = _sum_rows(du * x_hat, weight)
-    if wants_db and operands.bias is not None:
-        found[2] = _sum_rows(du, operands.bias)
-    if wants_dscale:
+        dh = input_gradient(g, of, _normalized_dims(shape), operands.residual_grad)
+        found |= _of_row(dh, operands)
+    if wants["dweight"]:
+        found["dweight"] = _sum_rows(du * x_hat, weight)
+    if wants.get("dbias"):
+        found["dbias"] = _sum_rows(du, operands.bias)
+    if wants.get("dscale") or (wants.get("dgate") and form.finish):
         of_factor = dy * affine(x_hat, weight, operands.bias, form.weight_offset)
-        slope = SLOPES[form.modulate]
-        found[3] = _sum_sharers(of_factor * slope(scale) if slope else of_factor, operands.scale, len(shape))
-    if wants_dshift and operands.shift is not None:
-        found[4] = _sum_sharers(dy, operands.shift, len(shape))
-    return tuple(found)
+        if form.finish:
+            found["dgate"] = of_factor * slope
+        else:
+            found["dscale"] = _sum_sharers(of_factor * slope(scale) if slope else of_factor, operands.scale, operands)
+    if wants.get("dshift"):
+        found["dshift"] = _sum_sharers(dy, operands.shift, operands)
+    return _in_dtypes(found, wants.values(), operands)
 
 
-def branch_gradients(
-    dh: Tensor, branch: Tensor | None, gate: Tensor | None, normalized_ndim: int, mask: Sequence[bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    """(dbranch, dgate) of h = residual + gate * branch."""
-    if branch is None:
-        return None, None
-    dtype = accumulation_dtype(dh.dtype)
-    dh, dbranch, dgate = dh.to(dtype), None, None
-    if mask[0]:
-        dbranch = (dh * spread(gate, dh.dim(), normalized_ndim).to(dtype)).to(branch.dtype).contiguous()
-    if mask[1]:
-        dgate = _sum_sharers(dh * branch.to(dtype), gate, normalized_ndim)
-    return dbranch, dgate
+def _of_row(dh: Tensor, operands: Operands) -> dict[str, Tensor]:
+    """What the gradient of a row that is normalized adds to those of what it was made of, by name of the outputs."""
+    form, gate = operands.form or PLAIN, getattr(operands, "gate", None)
+    if form.combine == "gate":
+        factor, slope = activated(form, gate.to(dh.dtype))
+        return {"dx": dh * factor, "dgate": dh * operands.x.to(dh.dtype) * slope}
+    found = {"dx": dh}
+    if form.combine == "summands":
+        found["dsummand"] = dh.clone()
+    if getattr(operands, "branch", None) is not None:
+        found["dbranch"] = dh * _spread(gate, operands).to(dh.dtype)
+        found["dgate"] = _sum_sharers(dh * operands.branch.to(dh.dtype), gate, operands)
+    return found
+
+
+def _in_dtypes(found: dict[str, Tensor], wanted: Iterable[bool], operands: Operands) -> Outputs:
+    """The wanted outputs of those that were found, contiguous."""
+    return tuple(
+        found[each.name].to(output_dtype(operands, each)).contiguous() if want and each.name in found else None
+        for each, want in zip(operands.outputs, wanted, strict=True)
+    )
+
+
+def norm_backward_formula(grad_out, x, normalized_shape, mean, *more, **named) -> Outputs:
+    """(dx, dweight, dbias) of the arguments of layer_norm_bwd_residual, or of those of rms_norm_bwd_residual if mean is
+    None."""
+    norm = "rms" if mean is None else "layer"
+    given = BackwardOperands(norm, grad_out, x, normalized_shape, mean, *more, **named, suffix="_residual")
+    return backward_formula(given)
 
 
 def input_gradient(g: Tensor, of: Normalized, dims: tuple[int, ...], residual_grad: Tensor | None = None) -> Tensor:
@@ -345,63 +333,30 @@ def input_gradient(g: Tensor, of: Normalized, dims: tuple[int, ...], residual_gr
     return dx if residual_grad is None else dx + residual_grad.to(g.dtype)
 
 
-def _sum_sharers(rows: Tensor, modulation: Tensor, normalized_ndim: int) -> Tensor:
-    """The sum over the rows that share a modulation, in its shape and dtype: contiguous, and a new tensor."""
-    shape = spread(modulation, rows.dim(), normalized_ndim).shape
-    total = rows[None].sum_to_size(1, *shape).reshape(modulation.shape)
-    return total.to(modulation.dtype).contiguous()
-
-
-def gated_backward_formula(operands: Operands) -> Outputs:
-    """(dx, dweight, dbias, dgate) of the backward of a norm with a gate. `backward_formula` says what are independent
-    arguments."""
-    form, x, weight, bias, mask = operands.form, operands.x, operands.weight, operands.bias, operands.output_mask
-    dtype, shape = accumulation_dtype(x.dtype, operands.gate.dtype), operands.normalized_shape
-    (factor, slope), dy = activated(form, operands.gate.to(dtype)), operands.grad_out.to(dtype)
-    h, du = row_of(form, x, operands.gate).to(dtype), dy * factor if form.finish else dy
-    wanted = mask[0] or (mask[3] and form.combine == "gate"), *mask[1:3]
-    statistics = operands.mean, operands.rstd
-    dh, dw, db = backward_formula(du, h, shape, *statistics, weight, bias, wanted, None, dtype, form.weight_offset)
-    dx, dgate = dh, None
-    if form.combine and dh is not None:
-        dx, dgate = dh * factor, dh * x.to(dtype) * slope
-    elif mask[3]:
-        x_hat, *_ = _normalized_by(h, shape, *statistics)
-        dgate = dy * affine(x_hat, weight, bias, form.weight_offset) * slope
-    dx, dgate = dx if mask[0] else None, dgate if mask[3] else None
-    made = zip((dx, dgate), (operands.dx_dtype or x.dtype, operands.gate.dtype), strict=True)
-    dx, dgate = (None if each is None else each.to(dtype).contiguous() for each, dtype in made)
-    return dx, dw, db, dgate
+def _sum_sharers(rows: Tensor, modulation: Tensor, operands: Operands) -> Tensor:
+    """The sum over the rows that share a modulation, in its shape: a new tensor."""
+    return rows[None].sum_to_size(1, *_spread(modulation, operands).shape).reshape(modulation.shape)
 
 
 def statistics_gradients(operands: Operands, grad_mean: Tensor | None, grad_rstd: Tensor | None) -> Outputs:
     """What the gradients of mean and rstd (None if absent) add to the outputs of a backward; None where nothing."""
     given, operands = operands, by_group(operands)
-    form, x, gate = operands.form or PLAIN, operands.x, getattr(operands, "gate", None)
-    found = dict.fromkeys(each.name for each in operands.outputs)
-    h, statistics = row_of(form, x, gate), (operands.mean, operands.rstd)
+    h, statistics = _row_of(operands), (operands.mean, operands.rstd)
     if given is not operands:
         grad_mean, grad_rstd = (g if g is None else g.reshape(operands.rstd.shape) for g in (grad_mean, grad_rstd))
     dh = statistics_backward_formula(h, operands.normalized_shape, *statistics, grad_mean, grad_rstd)
-    if form.combine == "gate":
-        factor, slope = activated(form, gate.to(h.dtype))
-        found |= {"dx": (dh * factor).to(x.dtype), "dgate": (dh * x.to(h.dtype) * slope).to(gate.dtype)}
-    else:
-        found["dx"] = dh
-    if "dsummand" in found:
-        found["dsummand"] = dh.to(operands.dsummand_dtype or x.dtype)
-    if getattr(operands, "branch", None) is not None:
-        branch = operands.branch, gate, len(operands.normalized_shape)
-        found["dbranch"], found["dgate"] = branch_gradients(dh, *branch, mask=(True, True))
-    made = tuple(each if wanted else None for each, wanted in zip(found.values(), operands.output_mask, strict=True))
+    made = _in_dtypes(_of_row(dh, operands), operands.output_mask, operands)
     return made if given is operands else _joined(given, made)
+
+
+def _row_of(operands: Operands) -> Tensor:
+    return row_of(operands.form or PLAIN, operands.x, getattr(operands, "gate", None))
 
 
 def statistics_of(operands: Operands, eps: float | None) -> tuple[Tensor | None, Tensor]:
     """(mean, rstd) of the row that a backward's operands are of, as its forward returned them."""
     groups = by_group(operands)
-    h = row_of(groups.form or PLAIN, groups.x, getattr(groups, "gate", None))
-    found = forward_formula(ForwardOperands(groups.norm, h, groups.normalized_shape, eps=eps))[1:3]
+    found = forward_formula(ForwardOperands(groups.norm, _row_of(groups), groups.normalized_shape, eps=eps))[1:3]
     return tuple(each if each is None else each.reshape(operands.rstd.shape) for each in found)
 
 
@@ -413,7 +368,8 @@ def statistics_backward_formula(
     grad_mean: Tensor | None,
     grad_rstd: Tensor | None,
 ) -> Tensor:
-    """The contribution of the gradients of mean and rstd (None if absent) to dx, in x's dtype."""
+    """The contribution of the gradients of mean and rstd (None if absent) to dx, in the accumulation
+    dtype."""
     dtype, cols = accumulation_dtype(x.dtype), math.prod(normalized_shape)
     dx = torch.zeros_like(x, dtype=dtype)
     if grad_mean is not None:
@@ -421,12 +377,12 @@ def statistics_backward_formula(
     if grad_rstd is not None:
         centered = x.to(dtype) if mean is None else x.to(dtype) - mean
         dx = dx - grad_rstd * rstd.pow(3) * centered / cols
-    return dx.to(x.dtype)
+    return dx
 
 
 def _sum_rows(rows: Tensor, parameter: Tensor) -> Tensor:
-    """The sum over the dims before a parameter's, in its dtype: contiguous, and a new tensor even if there are none."""
-    return rows[None].sum_to_size(parameter.shape).to(parameter.dtype).contiguous()
+    """The sum over the dims before a parameter's: a new tensor even if there are none."""
+    return rows[None].sum_to_size(parameter.shape)
 
 
 def _normalized_dims(normalized_shape: Sequence[int]) -> tuple[int, ...]:

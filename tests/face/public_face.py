@@ -322,23 +322,23 @@ def column_sum(inputs, *, total=False, dtype=None):
 
 
 def layer_backward(grad_out, x, shape, mean, rstd, weight=None, bias=None, mask=(True, True, True)):
-    return reference.backward_formula(grad_out, x, shape, mean, rstd, weight, bias, mask)
+    return reference.norm_backward_formula(grad_out, x, shape, mean, rstd, weight, bias, mask)
 
 
 def layer_backward_residual(
     grad_out, x, shape, mean, rstd, weight=None, bias=None, residual=None, mask=(True,) * 3, dx_dtype=None
 ):
-    return reference.backward_formula(grad_out, x, shape, mean, rstd, weight, bias, mask, residual)
+    return reference.norm_backward_formula(grad_out, x, shape, mean, rstd, weight, bias, mask, residual)
 
 
 def rms_backward_formula(grad_out, x, shape, rstd, weight=None, mask=(True, True)):
-    return reference.backward_formula(grad_out, x, shape, None, rstd, weight, None, (*mask, False))[:2]
+    return reference.norm_backward_formula(grad_out, x, shape, None, rstd, weight, None, (*mask, False))[:2]
 
 
 def rms_backward_residual(
     grad_out, x, shape, rstd, weight=None, bias=None, residual=None, mask=(True,) * 3, dx_dtype=None
 ):
-    return reference.backward_formula(grad_out, x, shape, None, rstd, weight, bias, mask, residual)
+    return reference.norm_backward_formula(grad_out, x, shape, None, rstd, weight, bias, mask, residual)
 
 
 EXACT = {

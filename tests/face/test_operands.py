@@ -39,7 +39,7 @@ def forward(x, shape, gate, weight, eps):
 
 
 def backward(grad_out, x, shape, rstd, gate, weight, mask):
-    dx, dweight, _ = reference.backward_formula(grad_out * gate, x, shape, None, rstd, weight, None, (*mask[:2], False))
+    dx, dweight, _ = reference.norm_backward_formula(grad_out * gate, x, shape, None, rstd, weight, None, (*mask[:2], False))
     return dx, dweight, grad_out * x * rstd * (1 if weight is None else weight) if mask[2] else None
 
 

@@ -427,7 +427,7 @@ def compute_modulated(launched: Launched) -> None:
     given |= {"shift": dy, "residual_grad": added, "modulate": factor, "weight_offset": norm.form.weight_offset}
     given |= {} if mean is None else {"mean": mean}
     operands = operands_of(f"{'rms' if mean is None else 'layer'}_norm_bwd_modulated", (), given)
-    dh, _, _, *more = reference.modulated_backward_formula(operands)
+    dh, _, _, *more = reference.backward_formula(operands)
     grads = [dh, *more]
     outs = [*norm.stored[norm.stores_dx :]] if norm.wants_dx else []
     if norm.stores_dx:
@@ -456,10 +456,10 @@ def compute_backward(launched: Launched) -> None:
     before, after, slope = gates_of(launched, gate)
     h, du = launched.by_group(x * before), launched.by_group(dy * after)
     given, of_groups = (h, h.shape[-1:], mean, rstd), None if weight is None else launched.by_group(weight)
-    dh, *_ = reference.backward_formula(du, *given, of_groups, None, (True, False, False), **offset)
+    dh, *_ = reference.norm_backward_formula(du, *given, of_groups, None, (True, False, False), **offset)
     ones = torch.ones_like(h[0])
     _, dw, db = (each if each is None else each.flatten() for each in
-                 reference.backward_formula(du, *given, ones, ones, (False, True, True)))  # fmt: skip
+                 reference.norm_backward_formula(du, *given, ones, ones, (False, True, True)))  # fmt: skip
     dh = dh.flatten(1)
     residual = launched.more_rows("added")
     dh = dh if residual is None else dh + residual

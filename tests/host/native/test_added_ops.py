@@ -64,7 +64,7 @@ def forward_formula(x, normalized_shape, residual, weight, eps=None):
 def backward_formula(
     grad_out, x, normalized_shape, rstd, new_residual, weight, new_residual_grad, output_mask=(True, True, True)
 ):
-    dx, dw, _ = reference.backward_formula(
+    dx, dw, _ = reference.norm_backward_formula(
         grad_out, new_residual, normalized_shape, None, rstd, weight, None, (True, True, False), new_residual_grad
     )
     return tuple(each if wanted else None for each, wanted in zip((dx, dw, dx), output_mask, strict=True))
