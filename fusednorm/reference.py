@@ -52,8 +52,10 @@ def backward(call: BackwardCall) -> tuple[Tensor | None, Tensor | None, Tensor |
     grad_out, x, mask = call.grad_out.tensor, call.x.tensor, (problem.wants_dx, problem.wants_dw, problem.wants_db)
     bias = x.new_empty(shape, dtype=problem.bias_dtype) if problem.wants_db else None  # only its dtype is read
     if problem.norm == "rms":  # ATen has no such kernel for CPU tensors
-        operands = (grad_out, x, shape, None, call.rstd, call.weight, bias)
-        return norm_backward_formula(*operands, mask, call.residual_grad, call.dx_dtype)
+        tensors = (grad_out, x, shape, None, call.rstd, call.weight, bias)
+        return backward_formula(
+            BackwardOperands("rms", *tensors, mask, call.residual_grad, call.dx_dtype, suffix="_residual")
+        )
     operands = (grad_out, x, call.mean, call.rstd, call.weight)
     # Upcast: for 16-bit x, ATen accumulates dweight and dbias in 16 bits. ATen reads mean and rstd as if they were
     # contiguous.
@@ -197,20 +199,6 @@ def row_of(form: FormSpec, x: Tensor, gate: Tensor | None = None) -> Tensor:
     return x.to(dtype) * activated(form, gate.to(dtype))[0]
 
 
-def layer_norm_formula(
-    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, mean, rstd) of layer_norm_fwd, in its dtypes and shapes."""
-    return forward_formula(ForwardOperands("layer", x, normalized_shape, weight, bias, eps))
-
-
-def rms_norm_formula(
-    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None
-) -> tuple[Tensor, Tensor]:
-    """(y, rstd) of rms_norm_fwd, in its dtypes and shapes."""
-    return forward_formula(ForwardOperands("rms", x, normalized_shape, weight, None, eps))[::2]
-
-
 FACTORS = {"one_plus": lambda scale: 1 + scale, "identity": lambda scale: scale, "tanh": torch.tanh}
 # Of a factor, by its scale; None is 1.
 SLOPES = {"one_plus": None, "identity": None, "tanh": lambda scale: 1 - scale.tanh().square()}
@@ -313,14 +301,6 @@ def _in_dtypes(found: dict[str, Tensor], wanted: Iterable[bool], operands: Opera
         found[each.name].to(output_dtype(operands, each)).contiguous() if want and each.name in found else None
         for each, want in zip(operands.outputs, wanted, strict=True)
     )
-
-
-def norm_backward_formula(grad_out, x, normalized_shape, mean, *more, **named) -> Outputs:
-    """(dx, dweight, dbias) of the arguments of layer_norm_bwd_residual, or of those of rms_norm_bwd_residual if mean is
-    None."""
-    norm = "rms" if mean is None else "layer"
-    given = BackwardOperands(norm, grad_out, x, normalized_shape, mean, *more, **named, suffix="_residual")
-    return backward_formula(given)
 
 
 def input_gradient(g: Tensor, of: Normalized, dims: tuple[int, ...], residual_grad: Tensor | None = None) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from unittest import mock
 
+import formulas
 import opinfo
 import pytest
 import torch
@@ -14,7 +15,6 @@ import torch.nn.functional as F
 from cases import BF16, FP16, FP32, FP64, NORMS, make_case
 
 import fusednorm
-from fusednorm import reference
 from fusednorm.host import native
 from fusednorm.integrations import aten
 from fusednorm.tools.oracle import Case, Inputs, Outputs, assert_outputs_close, make_inputs
@@ -37,7 +37,7 @@ def aten_looks_like_cuda() -> Iterator[None]:
 
     def backward(grad_out, x, normalized_shape, rstd, weight, output_mask):
         mask = (*output_mask, False)
-        return reference.norm_backward_formula(grad_out, x, normalized_shape, None, rstd, weight, None, mask)[:2]
+        return formulas.norm_backward(grad_out, x, normalized_shape, None, rstd, weight, None, mask)[:2]
 
     library = torch.library.Library("aten", "IMPL")
     library.impl("_fused_rms_norm", forward.call_boxed, "CPU", with_keyset=True)

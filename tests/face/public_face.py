@@ -21,13 +21,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+import formulas
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusednorm
-from fusednorm import force, functional, reference
+from fusednorm import force, functional
 from fusednorm.host.kernel_devices import kernels_on
 from fusednorm.planner.device import KNOWN
 from fusednorm.planner.norm_problem import FLOAT_DTYPES
@@ -312,7 +313,7 @@ def widened(function):
 
 
 def rms(x, shape, weight=None, eps=None):
-    return widened(reference.rms_norm_formula)(x, shape, weight, resolve_eps(eps, x.dtype))
+    return widened(formulas.rms_norm)(x, shape, weight, resolve_eps(eps, x.dtype))
 
 
 def column_sum(inputs, *, total=False, dtype=None):
@@ -322,23 +323,23 @@ def column_sum(inputs, *, total=False, dtype=None):
 
 
 def layer_backward(grad_out, x, shape, mean, rstd, weight=None, bias=None, mask=(True, True, True)):
-    return reference.norm_backward_formula(grad_out, x, shape, mean, rstd, weight, bias, mask)
+    return formulas.norm_backward(grad_out, x, shape, mean, rstd, weight, bias, mask)
 
 
 def layer_backward_residual(
     grad_out, x, shape, mean, rstd, weight=None, bias=None, residual=None, mask=(True,) * 3, dx_dtype=None
 ):
-    return reference.norm_backward_formula(grad_out, x, shape, mean, rstd, weight, bias, mask, residual)
+    return formulas.norm_backward(grad_out, x, shape, mean, rstd, weight, bias, mask, residual)
 
 
 def rms_backward_formula(grad_out, x, shape, rstd, weight=None, mask=(True, True)):
-    return reference.norm_backward_formula(grad_out, x, shape, None, rstd, weight, None, (*mask, False))[:2]
+    return formulas.norm_backward(grad_out, x, shape, None, rstd, weight, None, (*mask, False))[:2]
 
 
 def rms_backward_residual(
     grad_out, x, shape, rstd, weight=None, bias=None, residual=None, mask=(True,) * 3, dx_dtype=None
 ):
-    return reference.norm_backward_formula(grad_out, x, shape, None, rstd, weight, bias, mask, residual)
+    return formulas.norm_backward(grad_out, x, shape, None, rstd, weight, bias, mask, residual)
 
 
 EXACT = {
@@ -346,9 +347,9 @@ EXACT = {
     "rms_norm": lambda *args: rms(*args)[0],
     "LayerNorm": module(nn.LayerNorm, wide=True),
     "RMSNorm": module(nn.RMSNorm, wide=True),
-    "LayerNormFunction": widened(lambda x, s, w=None, b=None, e=1e-5: reference.layer_norm_formula(x, s, w, b, e)),
+    "LayerNormFunction": widened(lambda x, s, w=None, b=None, e=1e-5: formulas.layer_norm(x, s, w, b, e)),
     "RMSNormFunction": rms,
-    "layer_norm_fwd": widened(lambda x, s, w=None, b=None, e=1e-5: reference.layer_norm_formula(x, s, w, b, e)),
+    "layer_norm_fwd": widened(lambda x, s, w=None, b=None, e=1e-5: formulas.layer_norm(x, s, w, b, e)),
     "rms_norm_fwd": rms,
     "layer_norm_bwd": widened(layer_backward),
     "layer_norm_bwd_residual": widened(layer_backward_residual),

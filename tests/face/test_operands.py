@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import formulas
 import pytest
 import torch
 
-from fusednorm import autograd, operands, ops, reference, sharding
+from fusednorm import autograd, operands, ops, sharding
 from fusednorm.host import key
 from fusednorm.operands import (
     BACKWARD,
@@ -34,12 +35,12 @@ BWD = Op("rms", BACKWARD, (GRAD_OUT, X, SHAPE, RSTD, GATE, WEIGHT, MASK), GRADS,
 
 
 def forward(x, shape, gate, weight, eps):
-    y, rstd = reference.rms_norm_formula(x, shape, weight, eps)
+    y, rstd = formulas.rms_norm(x, shape, weight, eps)
     return y * gate, rstd
 
 
 def backward(grad_out, x, shape, rstd, gate, weight, mask):
-    dx, dweight, _ = reference.norm_backward_formula(grad_out * gate, x, shape, None, rstd, weight, None, (*mask[:2], False))
+    dx, dweight, _ = formulas.norm_backward(grad_out * gate, x, shape, None, rstd, weight, None, (*mask[:2], False))
     return dx, dweight, grad_out * x * rstd * (1 if weight is None else weight) if mask[2] else None
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import formulas
 import torch
 import triton
 from cases import BF16, FP16, FP32, FP64
@@ -371,10 +372,10 @@ def compute_forward(launched: Launched) -> None:
         x = total.double() if form.combine in rowmath.UNROUNDED else x
     shape = (launched.parameters["cols"],)
     if launched.build.norm.layer:
-        x_hat, mean, rstd = reference.layer_norm_formula(launched.by_group(x), shape, None, None, eps)
+        x_hat, mean, rstd = formulas.layer_norm(launched.by_group(x), shape, None, None, eps)
         fill(launched.statistic("mean"), mean)
     else:
-        x_hat, rstd = reference.rms_norm_formula(launched.by_group(x), shape, None, eps)
+        x_hat, rstd = formulas.rms_norm(launched.by_group(x), shape, None, eps)
     fill(launched.statistic("rstd"), rstd)
     y = x_hat.flatten(1).to(dtype).double()
     y = y if weight is None else y * (form.weight_offset + weight)
@@ -456,10 +457,10 @@ def compute_backward(launched: Launched) -> None:
     before, after, slope = gates_of(launched, gate)
     h, du = launched.by_group(x * before), launched.by_group(dy * after)
     given, of_groups = (h, h.shape[-1:], mean, rstd), None if weight is None else launched.by_group(weight)
-    dh, *_ = reference.norm_backward_formula(du, *given, of_groups, None, (True, False, False), **offset)
+    dh, *_ = formulas.norm_backward(du, *given, of_groups, None, (True, False, False), **offset)
     ones = torch.ones_like(h[0])
     _, dw, db = (each if each is None else each.flatten() for each in
-                 reference.norm_backward_formula(du, *given, ones, ones, (False, True, True)))  # fmt: skip
+                 formulas.norm_backward(du, *given, ones, ones, (False, True, True)))  # fmt: skip
     dh = dh.flatten(1)
     residual = launched.more_rows("added")
     dh = dh if residual is None else dh + residual

@@ -3,6 +3,7 @@ row tensors in and out."""
 
 import functools
 
+import formulas
 import pytest
 import torch
 from fake_gpu import miss_of
@@ -10,7 +11,7 @@ from norms import EPS, OPS, SHAPE, norms, operands
 from squared import squared
 from torch.testing import assert_close
 
-from fusednorm import autograd, ops, reference
+from fusednorm import autograd, ops
 from fusednorm.forms import FormSpec
 from fusednorm.host import prepared
 from fusednorm.host.kernel_devices import kernels_on
@@ -58,13 +59,13 @@ BACKWARD = Op(
 
 
 def forward_formula(x, normalized_shape, residual, weight, eps=None):
-    return *reference.rms_norm_formula(x + residual, normalized_shape, weight, eps), x + residual
+    return *formulas.rms_norm(x + residual, normalized_shape, weight, eps), x + residual
 
 
 def backward_formula(
     grad_out, x, normalized_shape, rstd, new_residual, weight, new_residual_grad, output_mask=(True, True, True)
 ):
-    dx, dw, _ = reference.norm_backward_formula(
+    dx, dw, _ = formulas.norm_backward(
         grad_out, new_residual, normalized_shape, None, rstd, weight, None, (True, True, False), new_residual_grad
     )
     return tuple(each if wanted else None for each, wanted in zip((dx, dw, dx), output_mask, strict=True))

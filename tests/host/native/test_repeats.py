@@ -7,6 +7,7 @@ import random
 import struct
 from concurrent.futures import ThreadPoolExecutor
 
+import formulas
 import pytest
 import test_errors
 import torch
@@ -28,7 +29,7 @@ from norms import (
 )
 from torch.testing import assert_close
 
-from fusednorm import reference, sm_margin
+from fusednorm import sm_margin
 from fusednorm.host import fallback, launch, native
 from fusednorm.operands import OPS as ALL_OPS
 from fusednorm.operands import BackwardOperands, ForwardOperands, Role
@@ -296,7 +297,7 @@ def test_x_and_gradients_in_any_order_of_memory_are_copied_without_python(known_
         assert_right(case, inputs, op(*arguments), ALL)
         op, arguments = backward_of(case, inputs, grad_out=torch.ones(()).expand(case.shape))  # of y.sum()
         got = op(*arguments)
-    assert_close(got, reference.norm_backward_formula(*arguments[:8]))
+    assert_close(got, formulas.norm_backward(*arguments[:8]))
 
 
 def test_one_tensor_as_two_operands_is_repeated_right(known_calls, gpu):
@@ -304,7 +305,7 @@ def test_one_tensor_as_two_operands_is_repeated_right(known_calls, gpu):
     op, arguments = backward_of(case, inputs, grad_out=inputs.x)
     with gpu.repeating():
         got = op(*arguments)
-    assert_close(got, reference.norm_backward_formula(*arguments[:8]))
+    assert_close(got, formulas.norm_backward(*arguments[:8]))
 
 
 def test_an_eps_of_nan_is_not_taken_for_the_default(gpu):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import formulas
 import pytest
 import torch
 from cases import BF16, FP16, FP32, FP64, make_case
@@ -17,7 +18,6 @@ from fusednorm.planner import choice
 from fusednorm.planner.device import H200
 from fusednorm.planner.plan import MultiWavePlan, PipelinedPlan
 from fusednorm.problem.calls import check_backward
-from fusednorm.reference import norm_backward_formula
 from fusednorm.tools.oracle import make_inputs
 
 
@@ -44,7 +44,7 @@ def in_float64(operands):
     """(dx, dw, db) of the operands by the formula in float64, rounded to the dtypes of the outputs."""
     *exact, residual = [each if each is None else each.double() for each in operands.tensors]
     exact.insert(2, operands.normalized_shape)
-    outputs = norm_backward_formula(*exact, operands.output_mask, residual, weight_offset=operands.weight_offset)
+    outputs = formulas.norm_backward(*exact, operands.output_mask, residual, weight_offset=operands.weight_offset)
     dtypes = operands.dx_dtype or operands.x.dtype, operands.weight.dtype, getattr(operands.bias, "dtype", None)
     return [each if each is None else each.to(dtype) for each, dtype in zip(outputs, dtypes, strict=True)]
 
