@@ -89,10 +89,11 @@ def program_of(call: ColumnSumCall, choice: Choice) -> Program:
         partials = tuple(Address(count + len(outs) + at, problem.acc_dtype) for at in range(len(outs)))
         workspace = Workspace(problem.acc_dtype, (Part(beside=splits * problem.cols),) * len(outs))
         rows_of_partials = [RowView(partial, 1, problem.cols, 0) for partial in partials]
-        finalizer = column_plan.finalizer(gpus.spec_of(call.views[0].tensor.device)), _finalizer_problem(problem)
+        finalizer = column_plan.finalizer(gpus.spec_of(call.views[0].tensor.device))
+        of_partials = ColumnSumProblem(len(outs), problem.cols, problem.acc_dtype, problem.out_dtype)
         launches = [
             _sums(choice.plan, problem, Number.ROWS, views, partials, splits),
-            _sums(*finalizer, splits, rows_of_partials, outs, 1),
+            _sums(finalizer, of_partials, splits, rows_of_partials, outs, 1),
         ]
     return Program(tuple(launches), count, outputs, workspace, None, (problem.cols,))
 
@@ -137,9 +138,3 @@ def _compile_time(plan: SumPlan, problem: ColumnSumProblem) -> tuple[ColumnTile,
     vector = VECTOR_BYTES // problem.dtype.itemsize
     tile = ColumnTile(plan.rows_per_tile, plan.chunk, plan.num_warps, plan.num_stages, plan.group, vector)
     return tile, {"total": problem.total, "count": problem.count}
-
-
-@functools.cache
-def _finalizer_problem(problem: ColumnSumProblem) -> ColumnSumProblem:
-    """The problem of the second launch, which sums the partial sums."""
-    return ColumnSumProblem(problem.num_outputs, problem.cols, problem.acc_dtype, problem.out_dtype)

@@ -129,13 +129,9 @@ def _above(inputs: Sequence[Tensor], *, total: bool = False, dtype: torch.dtype 
     return _below_autograd(inputs, total, dtype)
 
 
-def _batched(inputs: Sequence[Tensor], *, total: bool = False, dtype: torch.dtype | None = None) -> list[Tensor]:
-    return formula(inputs, total, dtype)
-
-
 def _below_autograd(inputs: Sequence[Tensor], total: bool, dtype: torch.dtype | None) -> list[Tensor]:
     sharding.register_where_needed()
     return torch_compat.below_autograd(TORCH_OPS.column_sum, _run, inputs, total=total, dtype=dtype)
 
 
-define_of_list(SCHEMA, _fake, below=_run, above=_above, formula=_batched)
+define_of_list(SCHEMA, _fake, below=_run, above=_above, formula=formula)

@@ -13,7 +13,7 @@ from torch import Tensor
 from .problem import sum_dtype, validate_column_sum
 
 
-def formula(inputs: Sequence[Tensor], total: bool, dtype: torch.dtype | None) -> list[Tensor]:
+def formula(inputs: Sequence[Tensor], total: bool = False, dtype: torch.dtype | None = None) -> list[Tensor]:
     """The sums of column_sum by ATen, accumulated and returned in the same dtypes."""
     out_dtype = validate_column_sum(inputs, dtype)
     *batch, cols = inputs[0].shape

@@ -29,7 +29,7 @@ Errors
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
 
@@ -182,6 +182,7 @@ class Call:
         return torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in self.tensors[:-2])
 
     def formula(self) -> list[Tensor]:
+        self.check()
         if self.op == FORWARD:
             return forward_formula(self.heads)
         grads = self.with_zeros().grads
@@ -190,7 +191,7 @@ class Call:
         return packed_backward_formula(self.heads, self.packing, grads, self.mask)
 
     def fake(self) -> list[Tensor]:
-        like = self.heads.inputs[0]
+        like = self.check().heads.inputs[0]
         return [like.new_empty(each[0], dtype=each[1]) for each in self.outputs if each]
 
 
@@ -228,37 +229,29 @@ def launched(given: Call) -> tuple[list[Tensor | None], Program | None]:
         if outputs is not None:
             return outputs, program
     with torch.no_grad():
-        return given.whole(given.check().formula()), None
+        return given.whole(given.formula()), None
 
 
-def _below(op: str, *arguments, **named) -> list[Tensor]:
+def below(given: Call) -> list[Tensor]:
     """An op on CPU and CUDA."""
-    return [each for each in launched(Call(op, arguments, named))[0] if each is not None]
-
-
-def _fake(op: str, *arguments, **named) -> list[Tensor]:
-    return Call(op, arguments, named).check().fake()
+    return [each for each in launched(given)[0] if each is not None]
 
 
 def above(given: Call) -> list[Tensor]:
     """An op at autograd's dispatch key."""
     if needs_formula():
-        return given.check().formula()
+        return given.formula()
     recorded = given.is_recorded
     if recorded and given.op != FORWARD:
-        return given.check().formula()
+        return given.formula()
     sharding.register_where_needed()
-    below = partial(_below, given.op)
-    outputs = torch_compat.below_autograd(getattr(TORCH_OPS, given.op), below, *given.arguments, **given.named)
+    op, kernel = getattr(TORCH_OPS, given.op), partial(_run, given.op, below)
+    outputs = torch_compat.below_autograd(op, kernel, *given.arguments, **given.named)
     return _record(given.heads, outputs) if recorded else outputs
 
 
-def _above(op: str, *arguments, **named) -> list[Tensor]:
-    return above(Call(op, arguments, named))
-
-
-def _batched(op: str, *arguments, **named) -> list[Tensor]:
-    return Call(op, arguments, named).check().formula()
+def _run(op: str, way: Callable[[Call], list[Tensor]], *arguments, **named) -> list[Tensor]:
+    return way(Call(op, arguments, named))
 
 
 class HeadNormFunction(Function):
@@ -298,4 +291,4 @@ def call(op: str, *arguments, **named) -> list[Tensor]:
 
 
 for _op, _schema in SCHEMAS.items():
-    define_of_list(_op + _schema, *[partial(_each, _op) for _each in (_fake, _below, _above, _batched)])
+    define_of_list(_op + _schema, *[partial(_run, _op, way) for way in (Call.fake, below, above, Call.formula)])

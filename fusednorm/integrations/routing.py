@@ -124,7 +124,7 @@ def why_inductor(op: Op, arguments: dict[str, Any]) -> str | None:
         return str(error)
     if any(not isinstance(size, SymInt) and size == 0 for size in x.shape):
         return "x has no elements"
-    if op.direction == FORWARD and _is_narrow(cols):
+    if op.direction == FORWARD and (isinstance(cols, SymInt) or cols < WIDE_ROW):  # a symbol: a width that varies
         return f"fused with its neighbours, and rows have fewer than {WIDE_ROW} columns"
     return _no_kernel(op, cols, x)
 
@@ -135,10 +135,6 @@ def _no_kernel(op: Op, cols: int | SymInt, x: torch.Tensor) -> str | None:
     problem = NormProblem(op.norm, op.direction, cols, x.dtype)
     broken = legality.broken_rule("multi_wave", problem, 1, gpus.spec_of(x.device))
     return f"our kernel {broken.reason}" if broken else None
-
-
-def _is_narrow(cols: int | SymInt) -> bool:
-    return isinstance(cols, SymInt) or cols < WIDE_ROW  # a symbol is a width that varies in the model
 
 
 # The decompositions. OfAten calls our op, which the tracer then decomposes by OfOurs. Both decide alike; OfAten notes a
@@ -184,7 +180,8 @@ class OfOurs(Decomposition):
         if why or self.op.direction == FORWARD:
             reason = "as written" if why else REASONS[FORWARD]
             self.note(x, True, reason, form_of(self.op, arguments))  # a backward is noted when its graph is known
-        if V.aot_compilation and _leaves_out(self.op, arguments):
+        wanted = wanted_outputs(operands_of(self.op.name, (), arguments))
+        if V.aot_compilation and sum(wanted) < len(self.op.outputs):
             # Its schema allows None outputs. Without it AOTInductor fails an assertion.
             return getattr(ours, WITH_OPTIONAL_OUTPUTS[self.op.name])(*arguments.values())
         return NotImplemented  # the tracer keeps the op in the graph
@@ -206,11 +203,6 @@ REASONS = {
     FORWARD: f"rows of {WIDE_ROW} columns and more are read once",
     BACKWARD: "dx and the sums over rows in one pass",
 }
-
-
-def _leaves_out(op: Op, arguments: dict[str, Any]) -> bool:
-    """Whether an output will be None."""
-    return sum(wanted_outputs(operands_of(op.name, (), arguments))) < len(op.outputs)
 
 
 def named_arguments(op, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -113,7 +113,12 @@ def candidates(variant: str, problem: NormProblem, device: DeviceSpec) -> tuple[
         return tuple(plan for plan in shallow if plan)
     # Rows that no other frame holds: any tile that registers hold reads its row once, which column tiles do not.
     for kinds, good in ((_kinds_in_registers(problem), True), (["any"], False)):
-        families = (family for kind in kinds for family in _in_registers(kind, problem))
+        families = (
+            Family("multi_wave", rows, frame.num_warps, frame.ctas_per_sm, short_lived=kind == "short_lived")
+            for kind in kinds
+            for frame in frames(kind, problem)
+            for rows in _tiles(frame, 1, problem)
+        )
         if plans := tuple(plan for each in families if (plan := plan_of(each, problem, device, good))):
             return plans
     return () if problem.by_sample else (column_tile_plan(problem, device),)
@@ -171,12 +176,6 @@ def _kinds_in_registers(problem: NormProblem) -> list[str]:
     scattered = not problem.tma_aligned or (in_small_pieces(problem) and not problem.is_forward)
     short_lived = problem.is_forward and problem.tma_aligned and problem.acc_dtype.itemsize == 4
     return ["scattered" if scattered else "registers", *["short_lived"] * short_lived]
-
-
-def _in_registers(kind: str, problem: NormProblem) -> Iterator[Family]:
-    for frame in frames(kind, problem):
-        for rows in _tiles(frame, 1, problem):
-            yield Family("multi_wave", rows, frame.num_warps, frame.ctas_per_sm, short_lived=kind == "short_lived")
 
 
 def _tiles(frame: Frame, cluster: int, problem: NormProblem) -> list[int]:
