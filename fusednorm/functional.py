@@ -152,8 +152,8 @@ def add_layer_norm(
     is one pass that adds the stream's gradient; either gradient may be absent. Other arguments, dtypes and errors are
     those of affine_layer_norm.
     """
-    return _of_sum("layer", x, residual, weight, bias, eps, residual_dtype, normalize_rounded,
-                   normalized_shape, weight_offset, rounding)  # fmt: skip
+    return of_form("layer_norm_fwd_of_sum", x, (residual,), weight, bias, eps, normalized_shape, weight_offset,
+                   rounding, (normalize_rounded, residual_dtype))  # fmt: skip
 
 
 def add_rms_norm(
@@ -171,8 +171,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """(RMSNorm of x + residual, x + residual). Arguments as add_layer_norm's; eps None is the machine epsilon of
     float32 (float64 for float64 x or residual)."""
-    return _of_sum("rms", x, residual, weight, bias, eps, residual_dtype, normalize_rounded,
-                   normalized_shape, weight_offset, rounding)  # fmt: skip
+    return of_form("rms_norm_fwd_of_sum", x, (residual,), weight, bias, eps, normalized_shape, weight_offset,
+                   rounding, (normalize_rounded, residual_dtype))  # fmt: skip
 
 
 def layer_norm_add(
@@ -388,11 +388,6 @@ def groups_of(op: str, group_size: int, cols: int) -> int:
 
 def gated_op(norm: str, norm_before_gate: bool) -> str:
     return f"{norm}_norm_fwd_{'times_gate' if norm_before_gate else 'of_gated'}"
-
-
-def _of_sum(norm, x, residual, weight, bias, eps, residual_dtype, normalize_rounded, *more) -> tuple[Tensor, Tensor]:
-    settings = normalize_rounded, residual_dtype
-    return of_form(f"{norm}_norm_fwd_of_sum", x, (residual,), weight, bias, eps, *more, settings)
 
 
 # Of a sum with a residual that is wider than x: one backward writes its gradient in both dtypes.

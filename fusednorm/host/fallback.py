@@ -67,7 +67,7 @@ def asked(problem: NormProblem, rows: int, device: DeviceSpec) -> Question:
     same for all numbers of rows that a ring may have. So it is for sums, if they are ordered."""
     rows *= problem.form.groups
     in_force = invariance.switch.invariance()
-    if in_force and (in_force > 0 or canonical.is_of_rows(problem)) and rows <= MAX_RING_ROWS:
+    if in_force and (in_force > 0 or problem.writes_rows) and rows <= MAX_RING_ROWS:
         return canonical.canonical(problem, device)
     return Question(problem, rows, device)
 

@@ -97,7 +97,7 @@ def candidates(variant: str, problem: NormProblem, device: DeviceSpec) -> tuple[
     if broken_rule(variant, problem, 1, device) or variant == "reference":
         return ()
     # Without dx no row sum is needed, only a reduction over rows. Column tiles have no sums by sample.
-    if not problem.is_forward and not problem.wants_dx and not problem.by_sample:
+    if not problem.writes_rows and not problem.by_sample:
         plan = column_tile_plan(problem, device) if variant == "multi_wave" else column_ring_plan(problem, device)
         return (plan,) if plan else ()
     if variant == "warp_specialized":

@@ -35,8 +35,3 @@ def of_architecture(device: DeviceSpec) -> DeviceSpec:
     """The same for every GPU of an architecture, whatever is left free."""
     known = next((each for each in KNOWN if each.arch == device.arch), device.leaving(0))
     return replace(known, triton=device.triton)
-
-
-def is_of_rows(problem: NormProblem) -> bool:
-    """Whether the call has outputs that belong to a row."""
-    return problem.direction == "forward" or problem.wants_dx

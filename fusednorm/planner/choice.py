@@ -129,17 +129,15 @@ def published(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | 
     stages. The kernels that it was published for read their inputs once, so that a ring pays for any number of rows
     where ours in registers would read them twice. A backward without dx has a rule of its own, and modulated norms,
     which nvFuser has no kernels for, have none."""
-    without_dx = not problem.is_forward and not problem.wants_dx
-    if problem.form.modulate or (device.arch not in BLACKWELL and not (without_dx and device.arch in HOPPER)):
+    way = problem.direction if problem.writes_rows else "sums"
+    if problem.form.modulate or device.arch not in BLACKWELL + HOPPER * (way == "sums"):
         return None
     plans = [_fullest(variant, problem, device) for variant in variants_in_use(device)]
     ring, portable = next((plan for plan in plans[:-1] if plan), None), plans[-1]
-    narrow = problem.cols * problem.x_dtype.itemsize < limits.row_bytes_of_ring[problem.direction]
-    of_ring = limits.rows_per_sm_of_ring[problem.direction][problem.norm]
-    per_sm = limits.rows_per_sm_without_dx if without_dx else of_ring
-    if ring is None or (narrow and not without_dx):
+    per_sm = limits.rows_per_sm_of_ring[way][problem.norm]
+    if ring is None or problem.cols * problem.x_dtype.itemsize < limits.row_bytes_of_ring[way]:
         ranges = ((math.inf, portable),)
-    elif not per_sm or (num_passes(portable, problem) != 1 and not without_dx):
+    elif not per_sm or num_passes(portable, problem) != 1:
         ranges = ((math.inf, ring),)
     else:
         ranges = ((per_sm * device.sm_count, portable), (math.inf, ring))

@@ -42,10 +42,10 @@ def rules(variant: str, p: NormProblem, rows: int, device: DeviceSpec) -> Iterat
     if variant == "pipelined":
         by_row = p.form.modulate and not {"scale", "shift", "gate"}.isdisjoint(p.names_in)
         yield Rule("modulations_by_row", not by_row, "reads no row of a modulation for each row of x")
-        sums = p.is_forward or p.wants_dx or not (p.rows_in or p.form.groups > 1)
+        sums = p.writes_rows or not (p.rows_in or p.form.groups > 1)
         yield Rule("sums", sums, "reads neither groups nor row tensors beside x and dy for dw and db alone")
     if variant == "warp_specialized":
-        yield Rule("dx", p.is_forward or p.wants_dx, "computes dx, which is not asked for")
+        yield Rule("dx", p.writes_rows, "computes dx, which is not asked for")
         beside = "reads and writes no row tensors beside x and y in a forward"
         yield Rule("row_tensors", not (p.is_forward and moves_rows), beside)
         yield Rule("groups", p.form.groups == 1, "has no kernels for groups of columns")

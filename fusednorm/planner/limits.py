@@ -1,4 +1,5 @@
-"""Numbers that were seen in measurements: limits.NAME. data/limits.json has each, with its unit and its reason."""
+"""Numbers that were measured, published or estimated: limits.NAME. data/limits.json has each, with its unit and its
+reason."""
 
 from __future__ import annotations
 

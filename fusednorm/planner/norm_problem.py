@@ -62,6 +62,11 @@ class NormProblem:
         return self.direction == "forward"
 
     @property
+    def writes_rows(self) -> bool:
+        """Whether the call has outputs that belong to a row, and not only sums over rows."""
+        return self.is_forward or self.wants_dx
+
+    @property
     def width(self) -> int:
         """Columns of x: those of all groups."""
         return self.cols * self.form.groups
@@ -119,13 +124,13 @@ class NormProblem:
     def traffic(self) -> tuple[int, int, int, int]:
         """Large tensors that a call reads and writes, sums over rows that it wants, and rows that samples share."""
         read = 2 - self.is_forward + (self.residual_dtype is not None) + len(self.rows_in)
-        return read, (self.is_forward or self.wants_dx) + len(self.rows_out), self.num_sums, len(self.shared)
+        return read, self.writes_rows + len(self.rows_out), self.num_sums, len(self.shared)
 
     @cached_property
     def row_bytes(self) -> tuple[int, int]:
         """Bytes of each element of a row that are read and that are written."""
         read = self.x_dtype, self.grad_dtype, self.residual_dtype, *self.rows_in
-        written = *self.rows_out, *[self.y_dtype or self.x_dtype] * (self.is_forward or self.wants_dx)
+        written = *self.rows_out, *[self.y_dtype or self.x_dtype] * self.writes_rows
         return sum(each.itemsize for each in read if each), sum(each.itemsize for each in written)
 
     @cached_property

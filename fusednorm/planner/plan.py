@@ -289,7 +289,7 @@ def clusters_at_once(cluster: int, device: DeviceSpec) -> int:
 
 def num_passes(plan: Plan, problem: NormProblem) -> int | None:
     """How often the kernels read x and dy, None for ATen's. A forward's second read of x comes from the cache."""
-    by_tiles = plan.kernel == "column_tiles" and (problem.is_forward or problem.wants_dx)
+    by_tiles = plan.kernel == "column_tiles" and problem.writes_rows
     return None if plan.kernel == "reference" else 2 if by_tiles else 1
 
 
