@@ -142,10 +142,10 @@ def first(operands: Operands, miss: prepared.Miss | None = None) -> tuple[Output
     if OPS[operands.op].form is None:
         return reference.run(operands), None
     call = check_forward(operands) if operands.direction == FORWARD else check_backward(operands)
-    is_wanted = call.problem.direction == FORWARD or call.problem.wants_any  # at least one output that every kernel has
-    if not is_wanted and not call.added_outputs:
+    wanted = call.problem.wants_any
+    if not wanted and not call.added_outputs:
         return (None,) * len(operands.outputs), None
-    if is_wanted and runs_kernels(operands.x) and call.rows and call.problem.cols:
+    if wanted and runs_kernels(operands.x) and call.rows and call.problem.cols:
         copies = _copies(operands, call.tensors)
         if copies:
             return prepared.run(operands._replace(**copies), first)

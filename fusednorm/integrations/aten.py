@@ -127,7 +127,7 @@ def _launched_or_atens(
 
 def _takes(call: ForwardCall | BackwardCall) -> bool:
     device, problem = call.x.tensor.device, call.problem
-    has_work = call.rows and problem.cols and (problem.direction == FORWARD or problem.wants_any)
+    has_work = call.rows and problem.cols and problem.wants_any
     if not has_work or not _has_kernels(device) or forced_variant() == "reference":
         return False
     return not isinstance(fallback.choose(problem, call.rows, gpus.spec_of(device)).plan, ReferencePlan)

@@ -21,7 +21,7 @@ def canonical(problem: NormProblem, device: DeviceSpec) -> Question:
     architecture. The tensors are packed: strides are no part of it, but modulations may be read by several rows. The
     rows of a sample are no part of it."""
     problem = replace(problem, nested_rows=False)
-    if problem.direction == "backward" and problem.wants_dx:
+    if problem.wants_dx and not problem.is_forward:
         gradients = {"stored": tuple(range(1 + len(problem.rows_in))), "rows_out": problem.rows_in}
         sums = {"wants_dw": problem.weight_dtype is not None, "wants_db": problem.bias_dtype is not None}
         sums |= {"summed": tuple(range(1, 1 + problem.by_sample)), "sums_out": ()}

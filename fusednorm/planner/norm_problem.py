@@ -140,8 +140,8 @@ class NormProblem:
 
     @property
     def wants_any(self) -> bool:
-        """True for a backward that wants a gradient."""
-        return self.wants_dx or self.wants_dw or self.wants_db
+        """Whether the call has an output of those that every kernel has."""
+        return self.writes_rows or self.wants_dw or self.wants_db
 
 
 def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:

@@ -311,7 +311,7 @@ def plans_of(wanted: list[Wanted], rows: Sequence[int] | None, device: DeviceSpe
     ring."""
     for each in wanted:
         problem = each.problem
-        if each.direction == "backward" and not problem.wants_any:
+        if not problem.wants_any:
             continue
         if rows is None and fallback.asked(problem, 1, device) == (problem, problem.form.groups, device):
             ends = (most for most, _ in choice.choices(problem, device, forced_variant()))
