@@ -29,7 +29,7 @@ import torch
 
 from ..host import gpus
 from ..host.fallback import BuildFailed
-from ..planner import choice, table
+from ..planner import choice, limits, table
 from ..planner.candidates import Family, candidates
 from ..planner.device import DeviceSpec, named
 from ..planner.model import Coefficients, Work, predict_us, time_us, work_of
@@ -42,22 +42,6 @@ from .warm import Wanted, distinct_builds, program, start_workers, wait_for
 NORMS, DIRECTIONS = ("layer", "rms"), ("forward", "backward")
 ROWS_PER_SM = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MOST_ROWS, MOST_ELEMENTS = 65536, 2**28
-WIDE = (18432, 24576, 32768, 49152, 65536, 131072, 20480, 28672, 40960, 81920, 98304, 262144)
-NARROW = (*range(64, 257, 8), *range(272, 513, 24))
-# Rows that TMA copies by pieces of 16 bytes, by pieces of 32, and not at all, in bfloat16
-BY_16_BYTES = (520, 616, 776, 1000, 1304, 1560, 2056, 2600, 3480, 4104, 5000, 7000, 9000, 12296, 17000, 24984)
-BY_32_BYTES = (528, 816, 1296, 2000, 3280, 5168, 8208, 13008, 20656, 32784, 656, 1040, 1648, 2608, 4112, 6544, 10320)
-UNALIGNED = (77, 125, 155, 255, 347, 393, 555, 777, 1001, 1501, 2001, 3001, 4097, 5001, 6001, 8191, 12001, 16001)
-UNALIGNED += (65, 101, 195, 447, 655, 1201, 2501, 3501, 10001, 20001, 28001)
-IN_FLOAT32 = (256, 384, 512, 768, 1280, 1536, 1792, 2560, 20480, 24576, 32768, 49152, 65536)
-NARROW_IN_FLOAT32 = (64, 80, 96, 128, 160, 192, 224, 320, 448, 640, 896, 72, 88, 104, 136, 168, 200, 248, 312, 376, 440)
-IN_PIECES_IN_FLOAT32 = (504, 616, 776, 1000, 1304, 2008, 3000, 5000, 9000, 17000, 100, 260, 1004, 4004)
-UNALIGNED_IN_FLOAT32 = (77, 125, 191, 255, 347, 501, 777, 1201, 2001, 4097, 8191, 16001)
-# Forms that read and write as many tensors have one table (table.Key). The widths of OF_FORMS are timed with parameters
-# in float32, too.
-FORMS = ("_times_gate", "_of_sum", "_modulated", "_of_gated_sum_modulated", "_modulated_plus_residual")
-OF_FORMS = (64, 128, 256, 512, 1024, 2048, 3072, 4096, 5120, 6144, 8192, 16384)
-MODULATED = (1024, 1152, 1536, 2048, 2304, 3072, 4096, 5120, 6144)
 
 MOST_CANDIDATES = 16  # that are timed of a problem
 ROUNDS, WARMUP_CALLS = 7, 3
@@ -117,19 +101,10 @@ class Cell(NamedTuple):
 
 
 def dense() -> Iterator[Task]:
-    """The tasks of a whole table, coarse widths first: a run that ends early is of use."""
-    for step, most in ((2048, 16384), (1024, 16384), (512, 8192)):
-        yield from of_widths(cols for cols in range(step, most + 1, step) if cols % (2 * step) or step == 2048)
-    yield from of_widths((128, 256, 384, 768, 1152, 1280, 1792, 2304, 2816, 2880, 3328, 3840, 5376, *WIDE[:6]))
-    yield from (task._replace(weights="fp32") for task in of_widths(OF_FORMS))
-    yield from of_widths((*range(1024, 8193, 1024), *range(10240, 16385, 2048)), "fp32")
-    yield from of_widths((*NARROW_IN_FLOAT32, *IN_FLOAT32), "fp32")
-    yield from of_widths((*NARROW, *BY_16_BYTES, *UNALIGNED[:18], *BY_32_BYTES))
-    yield from of_widths((*IN_PIECES_IN_FLOAT32, *UNALIGNED_IN_FLOAT32), "fp32")
-    for form in FORMS:
-        widths = MODULATED if "modulated" in form else OF_FORMS
-        yield from (task._replace(form=form) for task in of_widths(widths))
-    yield from of_widths((*UNALIGNED[18:], *WIDE[6:]))
+    """The tasks of a whole table, those of data/survey.json in its order."""
+    for part in limits.read("survey"):
+        for task in of_widths(part["cols"], part.get("dtype", "bf16")):
+            yield task._replace(form=part.get("form", ""), weights=part.get("weights", ""))
 
 
 def of_widths(widths: Iterable[int], dtype: str = "bf16") -> Iterator[Task]:
