@@ -285,7 +285,7 @@ def of_form(name: str, arguments: tuple) -> Tensor | tuple[Tensor, ...]:
         if not torch.compiler.is_dynamo_compiling() and tracing_state() is not None:  # sizes are tensors then
             operands = operands._replace(normalized_shape=[int(size) for size in operands.normalized_shape])
         return _of_form(operands)
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError, RuntimeError):
         validate(operands)  # raises a sentence if an operand is wrong
         raise
 

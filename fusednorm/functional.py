@@ -422,8 +422,7 @@ def require_settings(op, eps, weight_offset, rounding) -> None:
 def _shape_of(x, weight, bias, normalized_shape) -> Sequence[int]:
     if normalized_shape is not None:
         return normalized_shape
-    of = bias if weight is None else weight
-    return getattr(x, "shape", ())[-1:] if of is None else getattr(of, "shape", ())
+    return getattr(bias if weight is None else weight, "shape", getattr(x, "shape", ())[-1:])
 
 
 def _by_overrides(stock: Callable, *operands) -> Tensor:

@@ -217,6 +217,7 @@ def test_wrong_operands_get_one_sentence(op):
     given = leaves(op)
     for changes, kind, text in (
         ({"x": [1.0]}, TypeError, f"^{op.name}: x must be a tensor, got list"),
+        ({"weight": (COLS,), "bias": None}, TypeError, f"^{op.name}: weight must be a tensor, got tuple"),
         ({"weight": torch.ones(3)}, RuntimeError, f"^{op.name}: x must end in normalized_shape"),
         ({"eps": "small"}, TypeError, f"^{op.name}: eps must be a number, got 'small'"),
         ({"rounding": "twice"}, ValueError, f"^{op.name}: rounding must be one of once, x_hat.*, got 'twice'"),

@@ -43,5 +43,5 @@ def test_equal_gated_elements_have_no_deviations(cols):
     which rstd makes 1e6 times as large."""
     x, gate = torch.full((4, cols), 9999.5, device="cuda"), torch.full((4, cols), 0.3, device="cuda")
     x *= torch.tensor([[1.0], [1.1], [1.3], [1e15]], device="cuda")
-    y = fusednorm.layer_norm_gated(x, gate, (cols,), eps=1e-12, norm_before_gate=False)
+    y = fusednorm.layer_norm_gated(x, gate, normalized_shape=(cols,), eps=1e-12, norm_before_gate=False)
     assert torch.equal(y, torch.zeros_like(y))
