@@ -64,7 +64,8 @@ def page() -> str:
     parts.append(f"## Every peer\n\nGeometric means over the shapes that both were timed on.\n\n{every_peer()}")
     said = "All places on this page. Times of chains are those of the whole graph."
     parts.append(f"## Where a peer is faster\n\n{said}\n\n{peers_ahead()}")
-    said = "Forward, backward and both, over a kernel that streams the same large tensors; bf16."
+    said = "Forward, backward and both (if timed with these) over a kernel that streams the same large tensors; bf16, "
+    said += "if a row names no other dtype."
     for gpu in GPUS:
         parts.append(f"## Forms, {gpu}\n\n{said}\n\n{neighbours.forms(gpu)}")
         parts += neighbours.sources("forms", gpu)

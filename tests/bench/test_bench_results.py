@@ -10,7 +10,7 @@ import pytest
 import torch
 from bench_records import CASE, MACHINE, TEN, cells, record_of
 
-from bench import bench_norm, documents, plot, report, tables, widths
+from bench import bench_norm, documents, neighbours, plot, report, tables, widths
 from bench.cases import BenchCase
 from bench.compare import compare_files
 from bench.records import make_record, save
@@ -242,3 +242,17 @@ def test_width_cells_leave_out_what_is_too_large_and_the_check_reads_what_was_wr
     save([MACHINE | cell for cell in cells({1024: 0.8, 1280: 0.8, 1536: 0.5})], path)
     assert widths.main(["--check", str(path)]) == 1
     assert "1 of 3 cells are 15% or more below their neighbours" in capsys.readouterr().out
+
+
+def test_a_form_in_another_dtype_has_a_row_of_its_own(monkeypatch):
+    timed = {"norm": "layer", "form": "gated", "rows": 8, "cols": 8, "candidate": "ours", "median_us": 1, "date": "1"}
+    records = [
+        timed | {"x_dtype": dtype, "direction": way, "times_floor": floor}
+        for dtype, floor in (("bfloat16", 1.25), ("float32", 1.0))
+        for way in ("forward", "backward")
+    ]
+    monkeypatch.setattr(neighbours, "records_of", lambda tool, gpu: records)
+    rows = neighbours.forms("NVIDIA H200").splitlines()[2:]
+    assert [("float32" in row, "1.25, 1.25" in row, "1.00, 1.00" in row) for row in rows] == [
+        (False, True, False), (True, False, True),
+    ]  # fmt: skip
