@@ -109,6 +109,7 @@ class Server:
                 continue
             # After the last known test fixtures of the session stay, because another test may follow.
             following = items.get(following) or next((each for each in session.items if each.nodeid != asked), None)
+            session._setupstate.teardown_exact(items[asked])  # if another test was to follow
             reports = runtestprotocol(items[asked], nextitem=following, log=False)
             self.connection.send(
                 [hook.pytest_report_to_serializable(config=session.config, report=each) for each in reports]

@@ -85,8 +85,12 @@ def _all_op_infos() -> dict:
 
 def op_info(name: str):
     """The OpInfo of an op; skips where torch's test code cannot be imported."""
-    pytest.importorskip("expecttest", reason="torch's own samples need the package expecttest")
+    _skip_without_torchs_tests()
     return _all_op_infos()[name]
+
+
+def _skip_without_torchs_tests() -> None:
+    pytest.importorskip("expecttest", reason="torch's own samples need the package expecttest")
 
 
 def samples(name: str, device: str) -> list[tuple[torch.dtype, object]]:
@@ -114,6 +118,7 @@ def finite_samples(name: str, device: str) -> list:
 
 def module_samples(name: str, device: str) -> list[tuple[torch.nn.Module, object]]:
     """(module, sample) for each of ModuleInfo's inputs and dtypes. The sample's parameters are the module's."""
+    _skip_without_torchs_tests()
     from torch.testing._internal.common_modules import module_db
     from torch.testing._internal.opinfo.core import SampleInput
 
