@@ -52,15 +52,15 @@ class Traced:
         return graph
 
 
-def trace(model: Callable, **compile_options) -> Traced:
+def trace(model: Callable, stock: bool = False, **compile_options) -> Traced:
     """The model compiled, as one graph by default, with what enable_inductor() does to graphs, but without code
-    generation."""
+    generation. stock: with what Inductor does by itself."""
     traced = Traced()
-    traced.model = torch.compile(model, backend=backend_of(traced), **({"fullgraph": True} | compile_options))
+    traced.model = torch.compile(model, backend=backend_of(traced, stock), **({"fullgraph": True} | compile_options))
     return traced
 
 
-def backend_of(traced: Traced) -> Callable:
+def backend_of(traced: Traced, stock: bool = False) -> Callable:
     def keep(graphs: list[GraphModule], graph: GraphModule, inputs: list) -> Callable:
         graphs.append(graph)
         return make_boxed_func(graph.forward)
@@ -70,16 +70,20 @@ def backend_of(traced: Traced) -> Callable:
         graph.graph.lint()
         return min_cut_rematerialization_partition(graph, inputs, **options)
 
+    def compile(graph: GraphModule, inputs: list) -> Callable:
+        compiler = aot_autograd(
+            fw_compiler=functools.partial(keep, traced.forwards),
+            bw_compiler=functools.partial(keep, traced.backwards),
+            decompositions=select_decomp_table(),
+            partition_fn=min_cut_rematerialization_partition if stock else fold_and_partition,
+        )
+        return compiler(graph, inputs)
+
     def backend(graph: GraphModule, inputs: list) -> Callable:
-        written.make_ops(graph)
+        if stock:
+            return compile(graph, inputs)
         with routing.decompositions_replaced():
-            compiler = aot_autograd(
-                fw_compiler=functools.partial(keep, traced.forwards),
-                bw_compiler=functools.partial(keep, traced.backwards),
-                decompositions=select_decomp_table(),
-                partition_fn=fold_and_partition,
-            )
-            return compiler(graph, inputs)
+            return written.compiled(graph, lambda: compile(graph, inputs))
 
     return backend
 

@@ -77,15 +77,33 @@ def appended_to(custom_pass):
     return custom_pass if isinstance(custom_pass, FoldIntoNorms) else FoldIntoNorms(custom_pass)
 
 
+class LeftToInductor(Exception):  # noqa: N818  no error: the graph is to be traced again
+    """The marks of norms by hand of which no op of ours runs a part."""
+
+    def __init__(self, marks: set[str]) -> None:
+        super().__init__(marks)
+        self.marks = marks
+
+
 def fold(graph: Graph) -> int:
-    """Fold around every norm backward that stays ours, in place. Returns the number of ops that changed."""
+    """Fold around every norm backward that stays ours, in place. Returns the number of ops that changed. Raises
+    LeftToInductor."""
+    by_hand = _norms_by_hand(graph)
     if gathering.IS_WRONG:
         gathering.add_up(graph, _call_before)
     folded = [_fold_around(node) for node in list(graph.nodes) if node.target in FOLDED]
     if any(folded):
         stable_topological_sort(graph)  # a residual, now an input of the op, may have been computed after it
         graph.eliminate_dead_code()
+    if left := by_hand - _norms_by_hand(graph):
+        raise LeftToInductor(left)
     return sum(folded)
+
+
+def _norms_by_hand(graph: Graph) -> set[str]:
+    """The marks of those that our ops run."""
+    nodes = (node for node in graph.nodes if getattr(node.target, "namespace", None) == ours.name)
+    return {mark for node in nodes if (mark := routing.mark_of(node.meta))}
 
 
 def _fold_around(node: Node) -> bool:

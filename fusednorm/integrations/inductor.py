@@ -100,14 +100,15 @@ def _routed(compile_fx: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compile_fx)
     def routed(model_, example_inputs_, inner_compile=None, *args, **kwargs):
         routing.note_rms_norms_elsewhere(model_)
-        written.make_ops(model_)
         inner_compile = _compiling()(inner_compile or inductor.compile_fx_inner)
         with (
             _tagged(),
             routing.decompositions_replaced(),
             config.patch(joint_custom_post_pass=folding.appended_to(config.joint_custom_post_pass)),
         ):
-            return compile_fx(model_, example_inputs_, inner_compile, *args, **kwargs)
+            return written.compiled(
+                model_, lambda: compile_fx(model_, example_inputs_, inner_compile, *args, **kwargs)
+            )
 
     return routed
 

@@ -11,7 +11,7 @@ import math
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +73,8 @@ class Report(dict[Entry, int]):
 
 
 _traced: Counter[Entry] = Counter()
+_notes: ContextVar[list[tuple[str | None, Entry]] | None] = ContextVar("fusednorm_notes", default=None)
+MARK = "fusednorm, by hand "  # with a number: the name of a norm's op in source_fn_stack
 
 
 def report(*, clear: bool = False) -> Report:
@@ -89,7 +91,33 @@ def report(*, clear: bool = False) -> Report:
 def note(op: Op, x: torch.Tensor, taken: bool, reason: str, meta: dict[str, Any], form: str = "") -> None:
     """Note the decision for a norm. meta is that of its node."""
     shape = tuple(str(size) if isinstance(size, SymInt) else size for size in x.shape)
-    _traced[Entry(op.norm, op.direction, shape, x.dtype, x.device.type, taken, reason, form, place_of(meta))] += 1
+    entry = Entry(op.norm, op.direction, shape, x.dtype, x.device.type, taken, reason, form, place_of(meta))
+    _traced[entry] += 1
+    if (notes := _notes.get()) is not None:
+        notes.append((mark_of(meta), entry))
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[Callable[[Container[str]], None]]:
+    """Gives a function that takes back what was noted in the block, but for the norms by hand with these marks."""
+    notes: list[tuple[str | None, Entry]] = []
+
+    def forget(but: Container[str]) -> None:
+        _traced.subtract(entry for mark, entry in notes if mark not in but)
+        for entry in [entry for entry, count in _traced.items() if not count]:
+            del _traced[entry]
+
+    token = _notes.set(notes)
+    try:
+        yield forget
+    finally:
+        _notes.reset(token)
+
+
+def mark_of(meta: dict[str, Any]) -> str | None:
+    """The mark of the op that written.py made, of its node or of one of its backward."""
+    stack = meta.get("source_fn_stack") or meta.get("fwd_source_fn_stack") or ()
+    return next((name for name, _ in stack if name.startswith(MARK)), None)
 
 
 def place_of(meta: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@
     y = x_hat.to(x.dtype) * weight                      with or without casts and weight; weight or offset + weight
 
 The op's forward becomes Inductor's code again (routing.py). Its backward is one op, too, and stays ours where it pays.
+Where it does not, the norm is traced again as the model wrote it.
 
 Only norms of contiguous tensors whose result needs a gradient are taken: an op returns contiguous rows, which others
 than the written ones may not be.
@@ -13,18 +14,23 @@ than the written ones may not be.
 
 from __future__ import annotations
 
+import copy
+import itertools
 import operator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Container
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import SymFloat, SymInt, Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from ..namespace import TORCH_OPS
 from ..planner.norm_problem import FLOAT_DTYPES
 from . import routing
-from .folding import SIXTEEN_BITS
+from .folding import SIXTEEN_BITS, LeftToInductor
+from .routing import MARK
 
+Result = TypeVar("Result")
 NAMES = ("add", "sub", "mul", "pow", "square", "mean", "rsqrt")
 KINDS: dict[Any, str] = {
     **{getattr(where, name): name for name in NAMES for where in (operator, torch) if hasattr(where, name)},
@@ -44,15 +50,50 @@ class Written(NamedTuple):
     settings: dict[str, Any]  # of the op's form
 
 
-def make_ops(model: Any) -> int:
-    """Replace the norms in the graphs of a model, in place. Returns their number."""
-    graphs = [each for each in model.modules() if isinstance(each, GraphModule)] if hasattr(model, "modules") else []
-    return sum(_make_ops(each) for each in graphs)
+def compiled(model: Any, compile: Callable[[], Result]) -> Result:
+    """What `compile` makes of the model, in whose graphs ops replace the norms that pay.
+
+    What Inductor fuses, and what it keeps in memory, depends on how a gradient is written. So the gradient of a norm
+    that stays with Inductor has to be that of the model's own code (bench/NOTES.md, "integrations/written.py").
+    """
+    left: set[str] = set()
+    while True:
+        before = make_ops(model, left)
+        with routing.noting() as forget:
+            try:
+                return compile()
+            except LeftToInductor as norms:
+                left |= norms.marks
+                forget(but=norms.marks)
+        for each, graph in before.items():
+            each.graph = graph
 
 
-def _make_ops(model: GraphModule) -> int:
-    found = [norm for node in model.graph.nodes if _kind(node) in ("rsqrt", "pow") and (norm := find(node))]
-    for norm in found:
+def make_ops(model: Any, left: Container[str] = ()) -> dict[GraphModule, Graph]:
+    """Replace the norms in the graphs of a model, but for those whose marks are in `left`. Returns the graphs that were
+    there before."""
+    before, marks = {}, (f"{MARK}{number}" for number in itertools.count())
+    for each in model.modules() if hasattr(model, "modules") else ():
+        if isinstance(each, GraphModule):
+            found = [norm for node in each.graph.nodes if _kind(node) in ("rsqrt", "pow") and (norm := find(node))]
+            marked = [(mark, norm) for norm, mark in zip(found, marks, strict=False) if mark not in left]
+            if marked:
+                before[each] = _copied(each.graph)
+                _make_ops(each, marked)
+    return before
+
+
+def _copied(graph: Graph) -> Graph:
+    """With what Dynamo keeps on the nodes beside their meta."""
+    copied = copy.deepcopy(graph)
+    for old, new in zip(graph.nodes, copied.nodes, strict=True):
+        for name in vars(old).keys() - vars(new).keys():
+            setattr(new, name, getattr(old, name))
+    return copied
+
+
+def _make_ops(model: GraphModule, marked: list[tuple[str, Written]]) -> None:
+    for mark, norm in marked:
         arguments = norm.x, [_value(norm.x).shape[-1]], norm.weight, None, norm.eps
         with model.graph.inserting_after(norm.y):
             op = model.graph.call_function(
@@ -61,12 +102,11 @@ def _make_ops(model: GraphModule) -> int:
         with model.graph.inserting_after(op):
             y = model.graph.call_function(operator.getitem, (op, 0))
         op.meta = {name: each for name, each in norm.y.meta.items() if name != "example_value"}
+        op.meta["source_fn_stack"] = [*op.meta.get("source_fn_stack", ()), (mark, op.target)]
         norm.y.replace_all_uses_with(y)
         y.meta = dict(norm.y.meta)
         _erase(norm.y)
-    if found:
-        model.recompile()
-    return len(found)
+    model.recompile()
 
 
 def _erase(node: Node) -> None:
