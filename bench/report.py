@@ -163,7 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
         path.write_text(wanted[path])
     draw_twelve_shapes(proof(measured_days()), PICTURE)
     draw_widths(newest_day("widths"), WIDTHS)
-    for records in list(zoo.records_of_gpus().values())[:1]:
+    if records := zoo.on_front():
         zoo.draw(records, zoo.PICTURE)
     print(*differ, PICTURE, WIDTHS, sep="\n")
     return 0
