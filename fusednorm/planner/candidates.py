@@ -58,18 +58,19 @@ def all_frames() -> dict[str, list[Frame]]:
 def frames(kind: str, problem: NormProblem) -> list[Frame]:
     """Of rings, of rows in registers, of those in short-lived CTAs, of those whose elements are loaded one by one
     (scattered), or of any rows. A backward that holds rows beside those of x and dy has more: they need registers, so
-    that fewer tiles fit. The rings of a forward that folds a scale into its weight have their own."""
-    if kind == "ring" and _folds(problem):
-        kind = "folding ring"
+    that fewer tiles fit. The rings of a forward that holds wide rows have their own."""
+    if kind == "ring" and _holds_wide(problem):
+        kind = "holding ring of several" if problem.rows_in else "holding ring"
     holds_others = not problem.is_forward and (problem.rows_in or problem.rows_out or problem.by_sample)
     names = kind, f"{kind} {problem.direction}", f"{kind} {problem.direction} {problem.norm}"
     names += (f"{kind} beside others",) if holds_others else ()
     return [frame for name in names for frame in all_frames().get(name, ())]
 
 
-def _folds(problem: NormProblem) -> bool:
-    """Whether a forward makes a weight in float32, which long-lived CTAs hold in registers."""
-    return problem.is_forward and problem.inside is not problem
+def _holds_wide(problem: NormProblem) -> bool:
+    """Whether a forward holds rows that are wider than x's: a weight that it makes in float32, or modulations."""
+    wide = any(each.itemsize > problem.x_dtype.itemsize for each in problem.shared)
+    return problem.is_forward and (wide or problem.inside is not problem)
 
 
 class Family(NamedTuple):
@@ -144,13 +145,13 @@ def faulty(variant: str, problem: NormProblem, device: DeviceSpec) -> Plan | Non
 
 def _either(family: Family, problem: NormProblem, device: DeviceSpec) -> Plan | None:
     """The ring of a family. Its weight is in shared memory if a thread has many columns, unless a forward's tile is one
-    row; otherwise in registers, as one in float32 that a forward has made is. If it does not fit there, it is at the
-    other place."""
+    row; otherwise in registers, as wide rows that a forward holds are. If it does not fit there, it is at the other
+    place."""
     rows = family.rows_per_tile if family.cluster == 1 else 1
     columns = rows * problem.cols / (32 * family.num_warps * family.cluster)
     many = columns > limits.most_columns_with_weight[problem.direction]
     one_row = family.rows_per_tile == 1 and problem.is_forward and problem.norm == "layer"
-    places = (True, False) if many and not one_row and not _folds(problem) else (False, True)
+    places = (True, False) if many and not one_row and not _holds_wide(problem) else (False, True)
     plans = (plan_of(family._replace(weight_in_smem=in_smem), problem, device) for in_smem in places)
     return next((plan for plan in plans if plan), None)
 
@@ -160,15 +161,18 @@ def _either(family: Family, problem: NormProblem, device: DeviceSpec) -> Plan | 
 
 def _rings(problem: NormProblem, device: DeviceSpec) -> Iterator[Family]:
     """Rings of several rows, or of more columns than three stages have room for, have two stages. CTAs of a forward
-    that folds a scale into its weight live long: they do it once."""
-    short_lived = problem.is_forward and not _folds(problem)
+    that holds wide rows live long: they load these once, which are more bytes than a row of x. Their rings of x alone
+    are as deep as their frames say."""
+    holds_wide = _holds_wide(problem)
+    short_lived, deep = problem.is_forward and not holds_wide, holds_wide and not problem.rows_in
     for frame, cluster in itertools.product(frames("ring", problem), cluster_sizes(problem, device)):
         fits = frame.least_cluster <= cluster <= frame.most_cluster
         if not fits or (cluster > 1 and problem.cols <= limits.least_columns_of_cluster):
             continue
         warps, ctas, few = frame.num_warps, frame.ctas_per_sm, limits.most_columns_of_two_stages * 32 * cluster
         for rows in _tiles(frame, cluster, problem):
-            stages = frame.stages if rows == 1 and problem.cols <= few * warps else min(2, frame.stages)
+            short = rows == 1 and problem.cols <= few * warps
+            stages = frame.stages if short or deep else min(2, frame.stages)
             yield Family("pipelined", rows, warps, ctas, cluster, stages, short_lived and ctas > 1)
 
 

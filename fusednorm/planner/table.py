@@ -40,14 +40,17 @@ class Key(NamedTuple):
     itemsizes: tuple[int, ...]  # of x, in a backward also of its gradient
     piece: int  # bytes that TMA copies at once, up to limits.long_piece; 0 if it cannot
     traffic: tuple[int, int, int, int]
-    parameters: int = 0  # itemsize of weight and bias, if it is not x's; of a modulated norm, which may lack them, any
+    # Itemsize of weight and bias, if it is not x's; of a modulated norm, which may lack them, any, and without them that
+    # of modulations, if it is not x's.
+    parameters: int = 0
 
     @classmethod
     def of(cls, problem: NormProblem) -> Key:
         itemsizes = tuple(dtype.itemsize for dtype in (problem.x_dtype, problem.grad_dtype) if dtype is not None)
         piece = math.gcd(problem.cols * itemsizes[0], limits.long_piece) if problem.tma_aligned else 0
         of_parameters = {each.itemsize for each in (problem.weight_dtype, problem.bias_dtype) if each}
-        of_parameters -= set() if problem.form.modulate else {itemsizes[0]}
+        if not (of_parameters and problem.form.modulate):
+            of_parameters = (of_parameters | {each.itemsize for each in problem.shared}) - {itemsizes[0]}
         return cls(problem.norm, problem.direction, itemsizes, piece, problem.traffic, max(of_parameters, default=0))
 
 

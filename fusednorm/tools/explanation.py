@@ -264,6 +264,7 @@ def explain(
     activation: str = "silu",
     group_size: int | None = None,
     sample_rows: int | None = None,
+    modulation_dtype: torch.dtype | None = None,
     device: DeviceSpec | None = None,
 ) -> Explanation:
     """Explain which kernel runs for a norm of x, `[*batch, *normalized_shape]`, and why. print() the result.
@@ -272,26 +273,28 @@ def explain(
     given, from a gradient laid out as grad_out, by default contiguous and of x's dtype. form is that of an op,
     "affine", "of_sum", "times_gate", ..., with its residual or gate (by default contiguous and of x's dtype),
     weight_offset, rounding, activation and group_size. In a backward of a sum, x is the sum, and if it is wider than
-    grad_out, the summand has grad_out's dtype. sample_rows rows share a row of each modulation, which has x's dtype
-    (None: all rows do, 1: no two). `device`, such as fusednorm.planner.device.H200, replaces x's own. The result takes
-    `force` into account, and kernels that have failed in this process. Copies nothing and launches nothing. Raises
-    RuntimeError or TypeError where the op would, and ValueError for another norm, direction, form, rounding or
-    activation, and for sample_rows that are not those of a modulated form or do not divide the rows.
+    grad_out, the summand has grad_out's dtype. sample_rows rows share a row of each modulation (None: all rows
+    do, 1: no two), which has modulation_dtype (None: x's). `device`, such as fusednorm.planner.device.H200, replaces
+    x's own. The result takes `force` into account, and kernels that have failed in this process. Copies nothing and
+    launches nothing. Raises RuntimeError or TypeError where the op would, and ValueError for another norm, direction,
+    form, rounding or activation, for sample_rows and a modulation_dtype of a form without modulations, and for
+    sample_rows that do not divide the rows.
     """
     require_one_of("explain", "norm", norm, ("layer", "rms"))
     require_one_of("explain", "direction", direction, ("forward", "backward"))
-    suffix, settings = form_named("explain", form, weight_offset, rounding, activation, group_size, sample_rows)
+    of_modulations = {"sample_rows": sample_rows, "modulation_dtype": modulation_dtype}
+    suffix, settings = form_named("explain", form, weight_offset, rounding, activation, group_size, **of_modulations)
     batch_shape = validate(ForwardOperands(norm, x, normalized_shape, weight, bias), "explain")
     rows, width, backward = math.prod(batch_shape), math.prod(normalized_shape), direction == "backward"
     beside = {"residual": residual, "gate": gate}  # one of these, if the form has it
     stream = next((each.dtype for each in beside.values() if each is not None), x.dtype)
-    sample_rows = samples_of("explain", sample_rows, rows)
+    of_modulations["sample_rows"] = samples_of("explain", sample_rows, rows)
     dtype = x.dtype
     if backward and suffix and OPS[f"{norm}_norm_fwd{suffix}"].form.combine == "add" and grad_out is not None:
         stream, dtype = x.dtype, min(x.dtype, grad_out.dtype, key=lambda each: each.itemsize)
     wanted = Wanted(norm, direction, width, dtype, getattr(weight, "dtype", None), False, (backward, False, False))
     if form:
-        wanted = wanted._replace(residual_dtype=stream, form=suffix, settings=settings, sample_rows=sample_rows)
+        wanted = wanted._replace(residual_dtype=stream, form=suffix, settings=settings, **of_modulations)
     call = wanted.call()
     of_form = call.problem
     cols = of_form.cols

@@ -62,6 +62,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group-size", type=_positive, metavar="N", help=size_help)
     samples_help = "rows that share a row of each modulation, of a modulated form (default: all rows)"
     parser.add_argument("--sample-rows", type=_positive, metavar="N", help=samples_help)
+    modulation_help = "of scale, shift and gate of a modulated form (default: that of x)"
+    parser.add_argument("--modulation-dtype", choices=DTYPES, help=modulation_help)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of x and the gradient (default: bf16)")
     parser.add_argument("--weight-dtype", choices=DTYPES, help="of weight and bias (default: that of x)")
     names = ", ".join(spec.name for spec in device.KNOWN)
@@ -99,9 +101,12 @@ def wanted_of(options: argparse.Namespace, cols: int, rows: int) -> Wanted:
     dtype, has_bias = DTYPES[options.dtype], options.norm == "layer"
     weight_dtype = DTYPES[options.weight_dtype] if options.weight_dtype else dtype
     of_gate = options.activation, options.group_size
-    form, settings = form_named("plan", options.form, options.weight_offset, options.rounding, *of_gate, sample_rows)
+    modulation_dtype = DTYPES[options.modulation_dtype] if options.modulation_dtype else None
+    of_modulations = {"sample_rows": sample_rows, "modulation_dtype": modulation_dtype}
+    named = options.form, options.weight_offset, options.rounding, *of_gate
+    form, settings = form_named("plan", *named, **of_modulations)
     mask = True, True, has_bias
-    expected = weight_dtype, has_bias, mask, None, form, settings, sample_rows
+    expected = weight_dtype, has_bias, mask, None, form, settings, *of_modulations.values()
     return Wanted(options.norm, options.direction, cols, dtype, *expected)
 
 

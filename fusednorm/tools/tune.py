@@ -61,12 +61,14 @@ class Task(NamedTuple):
     dtype: str  # of DTYPES, of all tensors
     form: str = ""  # the suffix of the form's forward op
     weights: str = ""  # the dtype of weight and bias, if it is another
+    modulations: str = ""  # and that of modulations
 
     @property
     def wanted(self) -> Wanted:
         dtype, weighted = DTYPES[self.dtype], not self.form.endswith("modulated")  # these seldom have a weight
         bias, weight = weighted and self.norm == "layer", DTYPES[self.weights or self.dtype] if weighted else None
-        return Wanted(self.norm, self.direction, self.cols, dtype, weight, bias, (True, weighted, bias), form=self.form)
+        of_form = {"form": self.form, "modulation_dtype": DTYPES[self.modulations or self.dtype]}
+        return Wanted(self.norm, self.direction, self.cols, dtype, weight, bias, (True, weighted, bias), **of_form)
 
 
 class Cell(NamedTuple):
@@ -91,7 +93,7 @@ class Cell(NamedTuple):
         """From a line of this tool, of bench.survey or of bench.choices. Plans of other releases are left out."""
         names = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
         dtype = record.get("dtype") or names[record["x_dtype"]]
-        more = record.get("form", ""), record.get("weights", "")
+        more = (record.get(name, "") for name in ("form", "weights", "modulations"))
         task = Task(record["norm"], record["direction"], record["cols"], dtype, *more)
         if "plans" not in record:
             times = {record[each]: record[f"{each}_us"] for each in ("old", "new")}
@@ -104,7 +106,7 @@ def dense() -> Iterator[Task]:
     """The tasks of a whole table, those of data/survey.json in its order."""
     for part in limits.read("survey"):
         for task in of_widths(part["cols"], part.get("dtype", "bf16")):
-            yield task._replace(form=part.get("form", ""), weights=part.get("weights", ""))
+            yield task._replace(**{name: part.get(name, "") for name in ("form", "weights", "modulations")})
 
 
 def of_widths(widths: Iterable[int], dtype: str = "bf16") -> Iterator[Task]:

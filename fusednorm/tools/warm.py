@@ -77,6 +77,7 @@ class Wanted(NamedTuple):
     form: str = ""  # the suffix of the form's forward op
     settings: tuple[tuple[str, Any], ...] = ()  # of the form, by the names of the op's operands, and a group_size
     sample_rows: int | None = None  # rows of each of two samples, which share a row of the modulations; None: all rows
+    modulation_dtype: torch.dtype | None = None  # None: that of x
 
     @property
     def op(self) -> Op:
@@ -120,8 +121,9 @@ class Wanted(NamedTuple):
         if size := given.pop("group_size", None):
             given["groups"] = number_of_groups(op.name, size, self.cols)
         dtypes = {"x": self.dtype, "weight": self.weight_dtype, "bias": self.weight_dtype if self.has_bias else None}
+        of_role = {Role.ROWS: stream, Role.MODULATION: self.modulation_dtype or self.dtype}
         for slot in op.inputs:
-            dtype = dtypes.get(slot.name, stream if slot.role is Role.ROWS else self.dtype)
+            dtype = dtypes.get(slot.name, of_role.get(slot.role, self.dtype))
             if slot.role.is_tensor and dtype:
                 given[slot.name] = self._tensor(slot.role, dtype)
         return operands_of(op.name, (), given)
@@ -168,6 +170,7 @@ def warmup(
     activation: str = "silu",
     group_size: int | None = None,
     sample_rows: int | Sequence[int] | None = None,
+    modulation_dtype: torch.dtype | None = None,
     directions: Sequence[str] = ("forward", "backward"),
     device: torch.device | str | None = None,
     processes: int | None = None,
@@ -192,22 +195,24 @@ def warmup(
     :param group_size: columns of a group (None: a row)
     :param sample_rows: of a modulated form, rows that share a row of each modulation, one number or several; 1 if every
         row has its own (None: all rows share one)
+    :param modulation_dtype: of a modulated form's scale, shift and gate (None: dtype)
     :param directions: of the calls: "forward", "backward" or both
     :param device: a CUDA GPU, or a CPU, for which there is nothing to compile (None: the current GPU if there is one,
         else the CPU)
     :param processes: number of processes that share the work (None: one per CPU)
 
-    Rows are assumed to be contiguous, and aligned to 16 bytes if their size allows it; modulations to have x's dtype.
-    Honours `force`. Returns the number of kernels, 0 for a CPU device.
+    Rows are assumed to be contiguous, and aligned to 16 bytes if their size allows it. Honours `force`. Returns the number
+    of kernels, 0 for a CPU device.
 
-    Raises ValueError for another norm, direction, form, rounding or activation, and for sample_rows of a form without
-    modulations. Raises TypeError if cols, rows or sample_rows are no integers or a dtype is no torch.dtype. Raises
+    Raises ValueError for another norm, direction, form, rounding or activation, and for sample_rows and a
+    modulation_dtype of a form without modulations. Raises TypeError if cols, rows or sample_rows are no integers or a dtype is no torch.dtype. Raises
     RuntimeError for dtypes other than float16, bfloat16, float32 and float64, for sizes below 1, for a group_size that
     does not divide cols, for a GPU that is not there, and during the capture of a CUDA graph.
     """
     _check_names(norm, directions)
-    suffix, settings = form_named("warmup", form, weight_offset, rounding, activation, group_size, sample_rows)
-    _check_types(cols, rows, sample_rows, dtype, weight_dtype, residual_dtype)
+    of_modulations = {"sample_rows": sample_rows, "modulation_dtype": modulation_dtype}
+    suffix, settings = form_named("warmup", form, weight_offset, rounding, activation, group_size, **of_modulations)
+    _check_types(cols, rows, sample_rows, dtype, weight_dtype, residual_dtype, modulation_dtype)
     device = _checked_device(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
     if device.type == "cpu":
         return 0
@@ -219,7 +224,10 @@ def warmup(
     expected = dtype, weight, bias and elementwise_affine, mask, residual_dtype, suffix, settings
     samples = sample_rows if isinstance(sample_rows, Sequence) else [sample_rows]
     wanted = [
-        Wanted(norm, each, width, *expected, count) for width in widths for count in samples for each in directions
+        Wanted(norm, each, width, *expected, count, modulation_dtype)
+        for width in widths
+        for count in samples
+        for each in directions
     ]
     spec = gpus.spec_of(device)
     plans = list(plans_of(wanted, [rows] if isinstance(rows, int) else rows, spec))
@@ -241,10 +249,10 @@ def form_named(
     rounding: str,
     activation: str = "silu",
     group_size: int | None = None,
-    sample_rows: int | Sequence[int] | None = None,
+    **of_modulations: Any,
 ) -> tuple[str, tuple[tuple[str, Any], ...]]:
-    """(Wanted.form, Wanted.settings). Raises ValueError for a form, a rounding or an activation that there is not, and
-    for what the form does not have."""
+    """(Wanted.form, Wanted.settings). `of_modulations` is what only modulated forms have. Raises ValueError for a
+    form, a rounding or an activation that there is not, and for what the form does not have."""
     named = {suffix[1:]: suffix for _, suffix, *_ in FORMS} | {"": ""}
     steps = {"rounds_steps": rounding == STEPS} if form in named and _has(named[form], "rounds_steps") else {}
     roundings = (*ROUNDINGS, STEPS) if steps else tuple(ROUNDINGS)
@@ -258,8 +266,9 @@ def form_named(
         settings |= {"activation": activation, "group_size": group_size}
     elif group_size or activation != ACTIVATIONS[0]:
         raise ValueError(f"{asker}: activation and group_size must come with a form with a gate, got {form!r}")
-    if sample_rows is not None and not _has(named[form], "scale"):
-        raise ValueError(f"{asker}: sample_rows must come with a modulated form, got {form!r}")
+    for name, value in of_modulations.items():
+        if value is not None and not _has(named[form], "scale"):
+            raise ValueError(f"{asker}: {name} must come with a modulated form, got {form!r}")
     return named[form], tuple(settings.items())
 
 
