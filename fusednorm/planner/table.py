@@ -40,8 +40,8 @@ class Key(NamedTuple):
     itemsizes: tuple[int, ...]  # of x, in a backward also of its gradient
     piece: int  # bytes that TMA copies at once, up to limits.long_piece; 0 if it cannot
     traffic: tuple[int, int, int, int]
-    # Itemsize of weight and bias, if it is not x's; of a modulated norm, which may lack them, any, and without them that
-    # of modulations, if it is not x's.
+    # Itemsize of weight and bias, if it is not x's; of a modulated norm, which may lack them, any. Without them that of
+    # modulations, if it is not x's.
     parameters: int = 0
 
     @classmethod

@@ -201,13 +201,14 @@ def warmup(
         else the CPU)
     :param processes: number of processes that share the work (None: one per CPU)
 
-    Rows are assumed to be contiguous, and aligned to 16 bytes if their size allows it. Honours `force`. Returns the number
-    of kernels, 0 for a CPU device.
+    Rows are assumed to be contiguous, and aligned to 16 bytes if their size allows it. Honours `force`. Returns the
+    number of kernels, 0 for a CPU device.
 
-    Raises ValueError for another norm, direction, form, rounding or activation, and for sample_rows and a
-    modulation_dtype of a form without modulations. Raises TypeError if cols, rows or sample_rows are no integers or a dtype is no torch.dtype. Raises
-    RuntimeError for dtypes other than float16, bfloat16, float32 and float64, for sizes below 1, for a group_size that
-    does not divide cols, for a GPU that is not there, and during the capture of a CUDA graph.
+    Raises ValueError for another norm, direction, form, rounding or activation, and for sample_rows or a
+    modulation_dtype with a form without modulations. Raises TypeError if cols, rows or sample_rows are no integers or a
+    dtype is no torch.dtype. Raises RuntimeError for dtypes other than float16, bfloat16, float32 and float64, for sizes
+    below 1, for a group_size that does not divide cols, for a GPU that is not there, and during the capture of a CUDA
+    graph.
     """
     _check_names(norm, directions)
     of_modulations = {"sample_rows": sample_rows, "modulation_dtype": modulation_dtype}

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import example
 from hypothesis import strategies as st
-from planning import given, make_gated_sum, make_problem, num_ctas, sweep
+from planning import given, make_gated_sum, make_modulated, make_problem, num_ctas, sweep
 
 from fusednorm.planner import budget, legality, limits
 from fusednorm.planner.candidates import candidates, chunkings, cluster_sizes, ways_to_copy
@@ -350,6 +350,16 @@ def test_candidates_are_few_and_different_and_all_within_their_budgets(problem, 
     plans = plans_of(problem, device)
     assert len(set(plans)) == len(plans) <= MOST_CANDIDATES
     assert all(budget.is_within_budget(plan, problem, device) for plan in plans)
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("cols", [1152, 1536, 3072, 5120, 6144])
+def test_rings_of_forwards_load_modulations_wider_than_x_once_for_a_cta_that_lives_long(norm, cols):
+    """A CTA of one tile reads scale and shift for a row or two: in float32, more bytes than those rows have."""
+    plans = candidates("pipelined", make_modulated(norm, cols, modulation="fp32"), H200)
+    assert plans and not any(plan.short_lived for plan in plans)
+    assert all(plan.num_stages > 2 for plan in plans)
+    assert any(plan.short_lived for plan in candidates("pipelined", make_modulated(norm, cols), H200))
 
 
 @given(PROBLEMS, DEVICES)

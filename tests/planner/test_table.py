@@ -7,14 +7,14 @@ import math
 from dataclasses import replace
 
 import pytest
-from planning import make_problem
+from planning import make_modulated, make_problem
 
 from fusednorm.planner import choice, table
 from fusednorm.planner.device import B200, H100, H200
 from fusednorm.planner.plan import from_text, text_of
 from fusednorm.tools import doctor, tune
 
-ALONE = "MultiWave(1,4096,1,8,1,255,0)"
+ALONE, HELD = "MultiWave(1,4096,1,8,1,255,0)", "Pipelined(1,1024,3,3,4,2,255,0,1,4,0,0)"
 MY_GPU = replace(H200, name="NVIDIA H200 of mine")
 
 
@@ -66,6 +66,19 @@ def test_lines_of_parameters_in_float32_are_for_these_alone_and_without_them_the
     table.of_user.cache_clear()
     assert choice.choose(wide, 16384, MY_GPU) == from_text(ALONE) != before
     assert choice.choose(plain, 16384, MY_GPU) == choice.choose(plain, 16384, H200)
+
+
+def test_lines_of_modulations_in_float32_are_for_forwards_and_backwards_that_hold_them_alone(file):
+    for direction in ("forward", "backward"):
+        narrow, wide = (make_modulated(cols=3072, modulation=each, direction=direction) for each in ("bf16", "fp32"))
+        key = table.Key.of(wide)
+        assert key == table.Key.of(narrow)._replace(parameters=4)
+        assert table.Key.of(make_modulated(cols=3072, dtype="fp32", direction=direction)).parameters == 0
+        tune.write(file, head(), {key: {3072: ((math.inf, HELD),)}})
+        choice.choices.cache_clear()
+        table.of_user.cache_clear()
+        assert choice.choose(wide, 16384, MY_GPU) == from_text(HELD)
+        assert choice.choose(narrow, 16384, MY_GPU) == choice.choose(narrow, 16384, H200)
 
 
 def test_lines_of_parameters_in_float32_answer_for_other_gpus_alike_and_for_near_widths_alone():
@@ -123,13 +136,12 @@ def test_the_shipped_table_of_a_gpu_is_its_own_and_is_told(spec):
 
 
 def test_plans_of_shipped_tables_are_within_the_budgets_of_their_widths():
-    forms = {task.form for task in tune.dense()}
+    kinds = {(task.form, task.weights, task.modulations) for task in tune.dense()}
     for shipped in table.shipped():
         for key in shipped.lines:
             for cols in list(shipped.lines[key])[::7]:
                 dtype = {2: "bf16", 4: "fp32"}[key.itemsizes[0]]
-                weights = "fp32" if key.parameters == 4 else ""
-                tasks = (tune.Task(key.norm, key.direction, cols, dtype, form, weights) for form in forms)
+                tasks = (tune.Task(key.norm, key.direction, cols, dtype, *kind) for kind in kinds)
                 problem = next(p for p in (task.wanted.problem for task in tasks) if table.Key.of(p) == key)
                 found, ranges = shipped.lookup(problem)
                 assert found == cols

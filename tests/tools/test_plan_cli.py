@@ -373,6 +373,19 @@ def test_explain_of_a_modulated_norm_is_of_calls_with_as_many_rows_to_a_sample()
         explain(x, (3072,), sample_rows=1152, device=H200)
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_explain_and_plan_know_modulations_in_another_dtype_than_x(capsys, direction):
+    x = torch.empty(4608, 3072, dtype=torch.bfloat16, device="meta")
+    asked = {"form": "modulated", "direction": direction, "device": H200, "modulation_dtype": torch.float32}
+    found = explain(x, (3072,), **asked)
+    assert set(found.problem.shared) == {torch.float32} and found.problem.x_dtype == torch.bfloat16
+    told = ["--form", "modulated", "--pass", direction, "--modulation-dtype", "fp32", "--sample-rows", "1152"]
+    assert main(["plan", *told, "--cols", "3072", "--rows", "4608", "--device", "H200", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"] == found.as_dict()["plan"]
+    with pytest.raises(ValueError, match="^explain: modulation_dtype must come with a modulated form, got 'of_sum'$"):
+        explain(x, (3072,), **asked | {"form": "of_sum"})
+
+
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_explain_of_the_backward_of_a_wide_sum_is_of_both_gradients(norm):
     given = WideSum(norm, 64, 512).operands

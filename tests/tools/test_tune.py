@@ -84,7 +84,8 @@ def test_what_two_checkouts_chose_are_cells_too_and_one_row_count_makes_no_width
 
 def test_a_record_is_read_back_as_the_same_cell():
     wide = cell(4, 2)._replace(task=TASK._replace(weights="fp32"), refused=("MultiWave(1,16384,1,4,1,255,0)",))
-    for each in (cell(4, 2), wide):
+    modulated = cell(4, 2)._replace(task=TASK._replace(form="_modulated", modulations="fp32"))
+    for each in (cell(4, 2), wide, modulated):
         assert tune.Cell.of(each.record()) == each
 
 

@@ -93,9 +93,9 @@ def test_expected_calls_of_forms_look_as_those_of_their_functions(op, stream, we
         assert found == (real if direction == "backward" else real._replace(eps=found.eps))
 
 
-def builds_of(op: str, shape: tuple[int, ...]) -> tuple[set[str], set[str]]:
-    """The builds of a forward of a modulated norm and of its backward, with a row of modulations for each x[n], and
-    those that warmup would make for it."""
+def builds_of(op: str, shape: tuple[int, ...], dtype: torch.dtype = BF16) -> tuple[set[str], set[str]]:
+    """The builds of a forward of a modulated norm and of its backward, with a row of modulations of `dtype` for each
+    x[n], and those that warmup would make for it."""
     from fusednorm.host import fallback, launch
     from fusednorm.planner.choice import choose
     from fusednorm.tools import compilation
@@ -103,9 +103,11 @@ def builds_of(op: str, shape: tuple[int, ...]) -> tuple[set[str], set[str]]:
     of, rows, expected, real = OPS[op], shape[1], [], set()
     _, settings = warm.form_named("warmup", of.suffix[1:], 0.0, "once", sample_rows=rows)
     for direction in ("forward", "backward"):
-        each = warm.Wanted(of.norm, direction, shape[-1], BF16, None, False, ALL, None, of.suffix, settings, rows)
+        of_form = of.suffix, settings, rows, dtype
+        each = warm.Wanted(of.norm, direction, shape[-1], BF16, None, False, ALL, None, *of_form)
         expected.append(each)
-        row, modulation = (torch.empty(size, dtype=BF16, device="meta") for size in (shape, (shape[0], 6, shape[2])))
+        row = torch.empty(shape, dtype=BF16, device="meta")
+        modulation = torch.empty(shape[0], 6, shape[2], dtype=dtype, device="meta")
         tensors = {Role.MODULATION: modulation[:, :1], Role.ROWS: row}
         tensors[Role.STATISTIC] = torch.empty(*shape[:2], 1, device="meta")
         absent = () if "gated" in of.suffix else ("branch", "gate")
@@ -133,6 +135,12 @@ def builds_of(op: str, shape: tuple[int, ...]) -> tuple[set[str], set[str]]:
 def test_a_call_of_several_samples_needs_no_build_that_its_warmup_has_not_made(op, shape, workers):
     real, made = workers.submit(builds_of, op, shape).result()
     assert real == made and len(real) == 2 + (shape[1] > 1)  # a forward, a backward, its sums
+
+
+def test_a_call_with_modulations_in_float32_needs_no_build_that_its_warmup_has_not_made(workers):
+    real, made = workers.submit(builds_of, "rms_norm_fwd_modulated", (4, 1280, 3072), FP32).result()
+    narrow, _ = workers.submit(builds_of, "rms_norm_fwd_modulated", (4, 1280, 3072)).result()
+    assert real == made and len(real) == 3 and not real & narrow
 
 
 def warm_up_twice(folder: str) -> tuple[int, int, int, list[bool]]:
@@ -243,7 +251,15 @@ def test_warmup_refuses_samples_of_norms_without_modulations_and_of_no_rows():
     for wrong, error in ((0, RuntimeError), (1.5, TypeError)):
         with pytest.raises(error, match="warmup: sample_rows must be"):
             fusednorm.warmup("layer", 4096, BF16, form="modulated", sample_rows=wrong)
-    assert fusednorm.warmup("layer", 4096, BF16, form="modulated", sample_rows=[1024, 1], device="cpu") == 0
+    asked = {"form": "modulated", "sample_rows": [1024, 1], "device": "cpu"}
+    assert fusednorm.warmup("layer", 4096, BF16, **asked, modulation_dtype=FP32) == 0
+
+
+def test_warmup_refuses_a_dtype_of_modulations_of_norms_without_them_and_what_is_no_dtype():
+    with pytest.raises(ValueError, match="^warmup: modulation_dtype must come with a modulated form, got 'of_sum'$"):
+        fusednorm.warmup("layer", 4096, BF16, form="of_sum", modulation_dtype=FP32)
+    with pytest.raises(TypeError, match="^warmup: dtypes must be torch.dtypes, got 'fp32'$"):
+        fusednorm.warmup("layer", 4096, BF16, form="modulated", modulation_dtype="fp32")
 
 
 def test_warmup_refuses_names_that_are_none():

@@ -64,22 +64,25 @@ def test_modulated_backwards_by_rings_give_the_gradients_of_autograd_in_float64(
 
 
 @pytest.mark.parametrize(
-    "norm, form, samples, rows, cols, parameters",
+    "norm, form, samples, rows, cols, parameters, modulations",
     [
-        ("layer", "modulated", 2, 40, 512, None),  # tiles of several rows
-        ("rms", "modulated_plus_residual", 2, 34, 2064, None),  # of one or two, and rows that end within a chunk
-        ("layer", "modulated", 1, 35, 528, None),  # one sample, that ends within a tile
-        ("layer", "modulated_plus_residual", 2, 32, 8192, None),  # clusters
-        ("layer", "modulated", 2, 40, 512, BF16),
-        ("rms", "modulated_plus_residual", 2, 34, 2064, FP32),
-        ("layer", "modulated_plus_residual", 2, 33, 3072, BF16),
+        ("layer", "modulated", 2, 40, 512, None, BF16),  # tiles of several rows
+        ("rms", "modulated_plus_residual", 2, 34, 2064, None, BF16),  # of one or two, and rows that end within a chunk
+        ("layer", "modulated", 1, 35, 528, None, BF16),  # one sample, that ends within a tile
+        ("layer", "modulated_plus_residual", 2, 32, 8192, None, BF16),  # clusters
+        ("layer", "modulated", 2, 40, 512, BF16, BF16),
+        ("rms", "modulated_plus_residual", 2, 34, 2064, FP32, BF16),
+        ("layer", "modulated_plus_residual", 2, 33, 3072, BF16, BF16),
+        ("layer", "modulated", 2, 68, 2304, None, FP32),  # CTAs that live long, with more tiles than stages
+        ("rms", "modulated", 3, 40, 1536, None, FP32),
+        ("layer", "modulated", 1, 35, 8192, None, FP32),
     ],
 )
 def test_modulated_forwards_by_rings_give_the_numbers_of_the_formula_in_float64(
-    norm, form, samples, rows, cols, parameters
+    norm, form, samples, rows, cols, parameters, modulations
 ):
     generator = torch.Generator().manual_seed(0)
-    packed, shape = torch.randn(samples, 4, cols, generator=generator).to(BF16), (samples, rows, cols)
+    packed, shape = torch.randn(samples, 4, cols, generator=generator).to(modulations), (samples, rows, cols)
     tensors = {"x": torch.randn(shape, generator=generator).to(BF16), "scale": packed[:, 1:2]}
     other = {"shift": packed[:, 2:3]}, {"residual": torch.randn(shape, generator=generator).to(BF16)}
     tensors |= other[form != "modulated"]
