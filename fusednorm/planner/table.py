@@ -41,14 +41,15 @@ class Key(NamedTuple):
     piece: int  # bytes that TMA copies at once, up to limits.long_piece; 0 if it cannot
     traffic: tuple[int, int, int, int]
     # Itemsize of weight and bias, if it is not x's; of a modulated norm, which may lack them, any. Without them that of
-    # modulations, if it is not x's.
+    # modulations, if it is not x's. A forward's are those that it holds (NormProblem.inside).
     parameters: int = 0
 
     @classmethod
     def of(cls, problem: NormProblem) -> Key:
         itemsizes = tuple(dtype.itemsize for dtype in (problem.x_dtype, problem.grad_dtype) if dtype is not None)
         piece = math.gcd(problem.cols * itemsizes[0], limits.long_piece) if problem.tma_aligned else 0
-        of_parameters = {each.itemsize for each in (problem.weight_dtype, problem.bias_dtype) if each}
+        held = problem.inside if problem.is_forward else problem
+        of_parameters = {each.itemsize for each in (held.weight_dtype, held.bias_dtype) if each}
         if not (of_parameters and problem.form.modulate):
             of_parameters = (of_parameters | {each.itemsize for each in problem.shared}) - {itemsizes[0]}
         return cls(problem.norm, problem.direction, itemsizes, piece, problem.traffic, max(of_parameters, default=0))
