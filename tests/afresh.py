@@ -27,6 +27,11 @@ def run(
     return subprocess.CompletedProcess(code, *json.loads(server.stdout.readline()))
 
 
+def run_module(name: str, *arguments: object, **more) -> subprocess.CompletedProcess:
+    """As `python -m NAME` does. more: as for `run`."""
+    return run(f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)", *arguments, **more)
+
+
 @functools.cache
 def _server(after: str) -> subprocess.Popen:
     """It ends when this process does, which closes its stdin. With -E its path has nothing of PYTHONPATH."""

@@ -14,9 +14,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import afresh
 import pytest
 
 ROOT = Path(__file__).parent.parent
+COMPILER = "torch._inductor.compile_fx"
 DONE = "as exact as eager"
 
 
@@ -26,12 +28,14 @@ def check_package(device: str, cache: Path) -> None:
     if not compiler:
         pytest.skip("no C++ compiler")
 
-    def run(model: str, **more: str) -> subprocess.CompletedProcess:
-        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache)} | more
-        command = [sys.executable, __file__, model, device]
-        return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=environment)
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPATH": path}
 
-    written = run("written")
+    def run(model: str, **more: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, __file__, model, device]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=environment | more)
+
+    written = afresh.run_module("tests.aot_package", "written", device, environment=environment, after=COMPILER)
     if written.returncode < 0:
         # It crashed. Packages have mixed symbols of PyTorch's libstdc++ and the compiler's: load the compiler's first.
         library = subprocess.check_output([compiler, "-print-file-name=libstdc++.so.6"], text=True).strip()

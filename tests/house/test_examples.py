@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import afresh
 import pytest
 import torch
 from functorch.compile import make_boxed_func
@@ -31,8 +29,18 @@ from fusednorm.integrations import inductor, routing
 
 ROOT = Path(__file__).parents[2]
 STEPS = training.WARM_UP_STEPS + 1
-ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}  # for each of two processes, which share the processor
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+# In two processes, with the variables that `torchrun --nproc-per-node 2` sets.
+AS_BY_TORCHRUN = """
+import os, runpy, socket
+with socket.socket() as free:
+    free.bind(("localhost", 0))
+    port = free.getsockname()[1]
+other = os.fork()
+os.environ |= {"RANK": str(int(not other)), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+runpy.run_module("examples.tensor_parallel", run_name="__main__", alter_sys=True)
+if other:
+    assert os.waitpid(other, 0)[1] == 0
+"""
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py") if "__main__" in path.read_text())
 
 
@@ -60,8 +68,7 @@ def assert_they_learned_alike(said: str, picture: Path) -> None:
 
 def test_tensor_parallel_trains_on_both_kinds_of_norms_and_draws(tmp_path):
     pytest.importorskip("matplotlib")
-    command = [*TORCHRUN, "-m", "examples.tensor_parallel", "--steps", str(STEPS), "--out", str(tmp_path)]
-    ran = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env=ONE_THREAD)
+    ran = afresh.run(AS_BY_TORCHRUN, "--steps", STEPS, "--out", tmp_path)
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert_they_learned_alike(ran.stdout, tmp_path / "tensor_parallel_llama.png")
 

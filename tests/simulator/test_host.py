@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
+import afresh
 import pytest
 import torch
 
@@ -73,11 +69,9 @@ def test_column_sums_of_no_float_that_kernels_take_are_an_error_as_everywhere():
 
 def test_the_command_draws_a_picture_and_writes_a_trace(tmp_path):
     pytest.importorskip("matplotlib")
-    root, picture, trace = Path(__file__).parents[2], tmp_path / "out.png", tmp_path / "out.txt"
-    command = "-m tests.simulator --variant warp_specialized --rows 3 --cols 200 --dx-only".split()
-    command += ["--picture", str(picture), "--trace", str(trace)]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    done = subprocess.run([sys.executable, *command], cwd=root, env=environment, capture_output=True, text=True)
+    picture, trace = tmp_path / "out.png", tmp_path / "out.txt"
+    options = "--variant warp_specialized --rows 3 --cols 200 --dx-only --picture".split()
+    done = afresh.run_module("tests.simulator", *options, picture, "--trace", trace)
     assert done.returncode == 0 and "as the oracle's" in done.stdout, done.stdout + done.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
     lines = trace.read_text().splitlines()

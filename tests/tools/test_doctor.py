@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import afresh
 import pytest
 import torch
 
@@ -27,8 +28,7 @@ def gpu(major: int, minor: int) -> SimpleNamespace:
 def test_doctor_finds_this_machine_able():
     # This process interprets Triton. The doctor has a process without the interpreter, so that a GPU runs its ops.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "fusednorm", "doctor"]
-    asked = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    asked = afresh.run_module("fusednorm", "doctor", environment=environment)
     said = asked.stdout
     assert asked.returncode == 0, said + asked.stderr
     machine = "fusednorm", "python", "torch", "triton", "device", "compiler", "cache"

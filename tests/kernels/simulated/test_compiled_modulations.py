@@ -31,9 +31,9 @@ RINGS = [
     Modulated("rms", 2, 16, 1040, gate=SAMPLE, modulation=BF16, parameters=FP32),
     Modulated("layer", 1, 33, 528, shift=TOKEN, added=FP32),
     Modulated("rms", 4, 8, 256, factor="tanh", shift=None, parameters=BF16),
-    Modulated("layer", 2, 5, 8192, modulation=BF16),
+    Modulated("layer", 2, 4, 8192, modulation=BF16),
     Modulated("layer", 2, 24, 512, gate=SAMPLE, modulation=BF16, parameters=BF16, weight_offset=1.0),
-    Modulated("layer", 2, 5, 8192, parameters=FP32),
+    Modulated("layer", 2, 4, 8192, parameters=FP32),
 ]
 
 
